@@ -270,6 +270,37 @@ TEST_F(CheckpointCommandsTest, Export_WritesTheModelAndRefusesADamagedOne) {
   EXPECT_FALSE(PathExists(Path("other")));
 }
 
+// As sharded training writes it.
+TEST_F(CheckpointCommandsTest, ModelInParts_IsOneModel) {
+  const std::string dir = Numbered(0);
+  auto staging = Staging::Create(dir);
+  ASSERT_TRUE(staging.ok()) << staging.status();
+  Manifest manifest;
+  manifest.created = "2026-01-01T00:00:00Z";
+  int rank = 0;
+  for (const auto& [name, bytes] : std::vector<std::pair<std::string, std::string>>{
+           {"model-00001-of-00002.safetensors", Tensor("a", {1, 2})},
+           {"model-00002-of-00002.safetensors", Tensor("b", {3})},
+           {"model.safetensors.index.json",
+            R"({"weight_map": {"a": "model-00001-of-00002.safetensors",)"
+            R"( "b": "model-00002-of-00002.safetensors"}})"}}) {
+    ASSERT_TRUE(WriteFileAtomically(JoinPath(staging->path(), name), bytes).ok());
+    manifest.files.push_back({.name = name, .rank = rank++, .digest = DigestBytes(bytes)});
+  }
+  ASSERT_TRUE(staging->Publish(manifest).ok());
+  EXPECT_EQ(Run({"verify", dir}), kExitOk) << err_.str();
+  const Json tensors = RunJson({"inspect", dir})["tensors"];
+  ASSERT_EQ(tensors.size(), 2u);
+  EXPECT_EQ(tensors[1]["file"], "model.safetensors");
+  for (const char* command : {"export", "merge-weights"}) {
+    EXPECT_EQ(Run({command, dir, Path(command)}), kExitOk) << err_.str();
+    EXPECT_THAT(*ListDirectory(Path(command)), ElementsAre("model.safetensors"));
+    EXPECT_EQ(Run({"diff", dir, Path(command)}), kExitOk) << out_.str() << err_.str();
+  }
+  Damage(JoinPath(dir, "model-00002-of-00002.safetensors"));
+  ExpectRefused({"export", dir, Path("other")}, kExitJobFailed, "model-00002-of-00002");
+}
+
 TEST_F(CheckpointCommandsTest, Prune_KeepsTheNewestAndWhatIsIncomplete) {
   for (int i = 0; i < 4; ++i) Save(Numbered(i), {1}, i);
   ASSERT_TRUE(MakeDirectories(Numbered(4)).ok());

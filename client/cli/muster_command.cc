@@ -9,6 +9,7 @@
 #include "base/exit_code.h"
 #include "base/file.h"
 #include "client/checkpoints/checkpoint_commands.h"
+#include "client/checkpoints/estimate_command.h"
 #include "client/cli/info_commands.h"
 #include "client/cli/job_commands.h"
 #include "client/cli/node_commands.h"
@@ -146,6 +147,8 @@ std::vector<Command> Commands(const LaunchBackend& backend, const std::string& s
        RunCheckpoints},
       {"merge-weights", "Write weights of any format as safetensors, in one file or in shards",
        RunMergeWeightsCommand},
+      {"estimate-memory", "Print what a model takes to load and to train",
+       RunEstimateMemoryCommand},
       {"coordinator", "Run a coordinator (muster-coordinator)",
        [&](const Args& rest, const CommandContext& in) {
          return RunProgram(kCoordinator, rest, in, backend, self);

@@ -1,0 +1,224 @@
+#include "client/checkpoints/estimate_command.h"
+
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "base/exit_code.h"
+#include "base/file.h"
+#include "base/status_macros.h"
+#include "base/units.h"
+#include "client/checkpoints/memory_estimate.h"
+#include "client/cli/command_line.h"
+#include "worker/checkpoint/safetensors_format.h"
+#include "worker/checkpoint/weight_files.h"
+
+namespace muster::client {
+namespace {
+
+using nlohmann::ordered_json;
+
+bool IsFloating(SafetensorsType type) {
+  const absl::string_view name = SafetensorsTypeName(type);
+  return name[0] == 'F' || name == "BF16" || name == "C64";
+}
+
+absl::StatusOr<std::vector<EstimatedTensor>> TensorsOf(const std::string& path) {
+  absl::StatusOr<WeightFiles> files = WeightFiles::Open(path);
+  if (absl::IsNotFound(files.status()) && PathExists(JoinPath(path, "config.json"))) {
+    return absl::NotFoundError(
+        absl::StrCat(files.status().message(),
+                     "; sizes are read from the weights' headers, a config.json alone is not "
+                     "enough: download the index and the files it names"));
+  }
+  MUSTER_RETURN_IF_ERROR(files.status());
+  std::vector<EstimatedTensor> tensors;
+  for (const WeightFiles::Entry& entry : files->entries()) {
+    EstimatedTensor tensor{.name = entry.tensor.name,
+                           .elements = 1,
+                           .bytes = static_cast<int64_t>(WeightFiles::BytesOf(entry)),
+                           .floating = IsFloating(entry.tensor.type)};
+    for (const uint64_t size : entry.tensor.shape) {
+      tensor.elements *= static_cast<int64_t>(size);
+    }
+    tensors.push_back(std::move(tensor));
+  }
+  if (tensors.empty()) return absl::NotFoundError(absl::StrCat(path, " holds no tensors"));
+  return tensors;
+}
+
+// A flag's number; `fallback` if it is not there.
+absl::StatusOr<int64_t> NumberOf(const CommandLine& line, const std::string& flag, int64_t fallback,
+                                 int64_t max) {
+  if (!line.Has(flag)) return fallback;
+  int64_t number = 0;
+  if (!absl::SimpleAtoi(line.Get(flag), &number) || number < 1 || number > max) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--", flag, " ", line.Get(flag), ": write a number from 1 to ", max));
+  }
+  return number;
+}
+
+// A table: a line of headings, then rows.
+std::string Table(const std::vector<std::vector<std::string>>& rows) {
+  std::vector<size_t> widths;
+  for (const auto& row : rows) {
+    widths.resize(std::max(widths.size(), row.size()));
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  std::string text;
+  for (const auto& row : rows) {
+    for (size_t i = 0; i < row.size(); ++i) {
+      const int width = static_cast<int>(widths[i]);
+      // Names to the left, amounts to the right.
+      absl::StrAppend(
+          &text, i == 0 ? "  " : "   ",
+          i == 0 ? absl::StrFormat("%-*s", width, row[i]) : absl::StrFormat("%*s", width, row[i]));
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+struct Request {
+  std::vector<std::string> dtypes;
+  int64_t processes = 1;
+  int64_t group_size = 1;
+  int64_t state_bytes = 8;
+};
+
+absl::StatusOr<Request> RequestOf(const CommandLine& line) {
+  constexpr int64_t kMostProcesses = 1'000'000;
+  Request request;
+  const std::string dtypes = line.Has("dtypes") ? line.Get("dtypes") : "float32,float16,int8,int4";
+  request.dtypes = absl::StrSplit(dtypes, ',', absl::SkipWhitespace());
+  MUSTER_ASSIGN_OR_RETURN(request.processes, NumberOf(line, "num_processes", 1, kMostProcesses));
+  MUSTER_ASSIGN_OR_RETURN(request.group_size,
+                          NumberOf(line, "group_size", request.processes, request.processes));
+  if (request.processes % request.group_size != 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--group_size ", request.group_size, " does not divide --num_processes ", request.processes,
+        ": the copies of the model must have equally many processes"));
+  }
+  static const auto& states =
+      *new std::map<std::string, int64_t>{{"adam", 8}, {"momentum", 4}, {"sgd", 0}};
+  const std::string optimizer = line.Has("optimizer") ? line.Get("optimizer") : "adam";
+  const auto found = states.find(optimizer);
+  if (found == states.end()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--optimizer ", optimizer, ": write adam, momentum or sgd"));
+  }
+  request.state_bytes = found->second;
+  return request;
+}
+
+void PrintText(const std::string& path, const ModelSize& size,
+               const std::vector<DtypeEstimate>& dtypes,
+               const std::vector<StrategyEstimate>& strategies, const Request& request,
+               std::ostream& out) {
+  const auto bytes = [](int64_t amount) { return amount < 0 ? "-" : HumanBytes(amount); };
+  out << path << ": " << size.tensors << (size.tensors == 1 ? " tensor, " : " tensors, ")
+      << size.elements << " parameters; the largest part is "
+      << (size.largest.empty() ? "the model itself" : size.largest) << "\n\n";
+  std::vector<std::vector<std::string>> rows = {
+      {"type", "largest part", "to load", "to train with Adam"}};
+  for (const DtypeEstimate& row : dtypes) {
+    rows.push_back({row.dtype, bytes(row.largest), bytes(row.total), bytes(row.training)});
+  }
+  out << Table(rows) << "\nTraining in float32, each of " << request.processes
+      << (request.processes == 1 ? " process" : " processes") << ":\n\n";
+  rows = {{"sharding", "parameters", "gradients", "states", "at the peak", "in all"}};
+  for (const StrategyEstimate& row : strategies) {
+    rows.push_back({row.strategy, bytes(row.parameters), bytes(row.gradients), bytes(row.states),
+                    bytes(row.gathered), bytes(row.total())});
+  }
+  out << Table(rows) << "\nActivations come on top; so does what the libraries need.\n";
+}
+
+}  // namespace
+
+int RunEstimateMemoryCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  const CommandSpec spec = {
+      .name = "muster estimate-memory",
+      .summary = "Prints what a model takes to load and to train, before anything is allocated.",
+      .usage = "PATH [OPTIONS]",
+      .details =
+          "PATH is a folder, an index or a file of safetensors or torch.save, or a checkpoint; "
+          "only "
+          "headers are read.\nUnits of sharding are taken to be the entries of module lists "
+          "(layers.0, layers.1, ...), as without options\nof the program's own.",
+      .options = {{.name = "dtypes",
+                   .value_name = "LIST",
+                   .help = "Types to load in (default float32,float16,int8,int4; bfloat16)"},
+                  {.name = "num_processes",
+                   .value_name = "N",
+                   .help = "Processes that divide the model in training (default 1)"},
+                  {.name = "group_size",
+                   .value_name = "N",
+                   .help = "Processes that share one copy with --sharding hybrid: those of a "
+                           "machine"},
+                  {.name = "optimizer",
+                   .value_name = "adam|momentum|sgd",
+                   .help = "Adam has two states for each parameter, momentum one (default adam)",
+                   .values = {"adam", "momentum", "sgd"}},
+                  OutputOption({"text", "json"})},
+      .max_words = 1};
+  CommandLine line;
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  const auto wrong = [&](const std::string& text) {
+    return Fail(spec, context, absl::InvalidArgumentError(text), kExitUsage);
+  };
+  const std::string format = line.Has("output") ? line.Get("output") : "text";
+  if (format != "text" && format != "json") {
+    return wrong(absl::StrCat("--output ", format, ": write text or json"));
+  }
+  if (line.words.empty()) return wrong(absl::StrCat("write ", spec.name, " ", spec.usage));
+  const absl::StatusOr<Request> request = RequestOf(line);
+  if (!request.ok()) return Fail(spec, context, request.status(), kExitUsage);
+  const absl::StatusOr<std::vector<EstimatedTensor>> tensors = TensorsOf(line.words[0]);
+  if (!tensors.ok()) return Fail(spec, context, tensors.status(), ExitCodeOf(tensors.status()));
+  const ModelSize size = SizeOf(*tensors);
+  std::vector<DtypeEstimate> dtypes;
+  for (const std::string& dtype : request->dtypes) {
+    const absl::StatusOr<DtypeEstimate> estimate = EstimateDtype(size, dtype);
+    if (!estimate.ok()) return Fail(spec, context, estimate.status(), kExitUsage);
+    dtypes.push_back(*estimate);
+  }
+  const std::vector<StrategyEstimate> strategies =
+      EstimateStrategies(size, request->processes, request->group_size, request->state_bytes);
+  if (format == "text") {
+    PrintText(line.words[0], size, dtypes, strategies, *request, context.out);
+    return kExitOk;
+  }
+  ordered_json json = {{"path", line.words[0]},
+                       {"tensors", size.tensors},
+                       {"parameters", size.elements},
+                       {"largest_part", size.largest},
+                       {"dtypes", ordered_json::array()},
+                       {"num_processes", request->processes},
+                       {"sharding", ordered_json::array()}};
+  for (const DtypeEstimate& row : dtypes) {
+    json["dtypes"].push_back(
+        {{"dtype", row.dtype},
+         {"largest_part", row.largest},
+         {"total", row.total},
+         {"training", row.training < 0 ? ordered_json() : ordered_json(row.training)}});
+  }
+  for (const StrategyEstimate& row : strategies) {
+    json["sharding"].push_back({{"strategy", row.strategy},
+                                {"parameters", row.parameters},
+                                {"gradients", row.gradients},
+                                {"states", row.states},
+                                {"gathered", row.gathered},
+                                {"total", row.total()}});
+  }
+  context.out << Dump(json);
+  return kExitOk;
+}
+
+}  // namespace muster::client

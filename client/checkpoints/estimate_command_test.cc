@@ -1,0 +1,91 @@
+#include "client/checkpoints/estimate_command.h"
+
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "absl/strings/str_cat.h"
+#include "base/exit_code.h"
+#include "base/file.h"
+#include "base/test_folder.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "worker/checkpoint/safetensors_format.h"
+
+namespace muster::client {
+namespace {
+
+using ::testing::HasSubstr;
+using Json = nlohmann::json;
+
+class EstimateCommandTest : public ::testing::Test {
+ protected:
+  // Two blocks of 8 x 8 and a head of 4 x 8, in bf16, and ids.
+  void SetUp() override {
+    std::vector<SafetensorsEntry> tensors;
+    std::vector<std::string> bytes;
+    const auto add = [&](const std::string& name, SafetensorsType type, std::vector<uint64_t> shape,
+                         size_t size) {
+      tensors.push_back({.name = name, .type = type, .shape = std::move(shape)});
+      bytes.push_back(std::string(size, '\0'));
+    };
+    add("head.weight", SafetensorsType::kBF16, {4, 8}, 64);
+    add("layers.0.w", SafetensorsType::kBF16, {8, 8}, 128);
+    add("layers.1.w", SafetensorsType::kBF16, {8, 8}, 128);
+    add("ids", SafetensorsType::kI64, {2}, 16);
+    file_ = folder_.Path("model.safetensors");
+    ASSERT_TRUE(WriteFileAtomically(file_, *EncodeSafetensors(tensors, bytes, std::nullopt)).ok());
+  }
+
+  int Run(std::vector<std::string> args) {
+    out_.str("");
+    err_.str("");
+    return RunEstimateMemoryCommand(args, {{}, out_, err_});
+  }
+
+  const TestFolder folder_;
+  std::string file_;
+  std::ostringstream out_, err_;
+};
+
+TEST_F(EstimateCommandTest, Json_HasBytesByTypeAndByStrategy) {
+  ASSERT_EQ(Run({file_, "--num_processes", "4", "--group_size", "2", "-o", "json"}), kExitOk)
+      << err_.str();
+  const Json json = Json::parse(out_.str());
+  EXPECT_EQ(json["parameters"], 160);
+  EXPECT_EQ(json["largest_part"], "layers.0");
+  EXPECT_EQ(json["dtypes"][0]["total"], 4 * 160 + 16);
+  EXPECT_EQ(json["dtypes"][1]["training"], 8 * 160 + 16);
+  EXPECT_TRUE(json["dtypes"][3]["training"].is_null());
+  ASSERT_EQ(json["sharding"].size(), 5u);
+  EXPECT_EQ(json["sharding"][3]["strategy"], "zero3");
+  EXPECT_EQ(json["sharding"][3]["total"], 16 * 160 / 4 + 16 + 3 * 4 * 64);
+}
+
+TEST_F(EstimateCommandTest, Text_IsTwoTables) {
+  ASSERT_EQ(Run({folder_.path(), "--optimizer", "sgd"}), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("160 parameters; the largest part is layers.0"));
+  EXPECT_THAT(out_.str(), HasSubstr("float16"));
+  EXPECT_THAT(out_.str(), HasSubstr("each of 1 process:"));
+  EXPECT_THAT(out_.str(), HasSubstr("no_shard"));
+}
+
+TEST_F(EstimateCommandTest, Mistakes_AreNamed) {
+  const auto expect = [&](std::vector<std::string> args, int code, const std::string& words) {
+    EXPECT_EQ(Run(std::move(args)), code);
+    EXPECT_THAT(err_.str(), HasSubstr(words));
+  };
+  expect({}, kExitUsage, "PATH");
+  expect({file_, "--dtypes", "float32,fp8"}, kExitUsage, "--dtypes fp8");
+  expect({file_, "--num_processes", "0"}, kExitUsage, "--num_processes 0");
+  expect({file_, "--num_processes", "4", "--group_size", "3"}, kExitUsage, "--group_size 3");
+  expect({file_, "--optimizer", "lion"}, kExitUsage, "--optimizer lion");
+  expect({file_, "-o", "yaml"}, kExitUsage, "yaml");
+  expect({folder_.Path("none")}, kExitNotFound, "none");
+  const std::string config = folder_.Path("config");
+  ASSERT_TRUE(MakeDirectories(config).ok());
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(config, "config.json"), "{}").ok());
+  expect({config}, kExitNotFound, "a config.json alone is not enough");
+}
+
+}  // namespace
+}  // namespace muster::client

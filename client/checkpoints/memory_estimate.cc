@@ -1,0 +1,104 @@
+#include "client/checkpoints/memory_estimate.h"
+
+#include <algorithm>
+#include <map>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+
+namespace muster::client {
+namespace {
+
+bool IsNumber(absl::string_view text) {
+  return !text.empty() && std::all_of(text.begin(), text.end(), absl::ascii_isdigit);
+}
+
+// "model.layers.3.mlp.up.weight" is in "model.layers.3", "lm_head.weight" in "lm_head".
+std::string PartOf(absl::string_view name) {
+  std::vector<absl::string_view> path = absl::StrSplit(name, '.');
+  path.pop_back();
+  const auto number = std::find_if(path.begin(), path.end(), IsNumber);
+  if (number != path.end()) path.erase(number + 1, path.end());
+  return absl::StrJoin(path, ".");
+}
+
+int64_t CeilOf(int64_t bytes, int64_t parts) { return (bytes + parts - 1) / parts; }
+
+}  // namespace
+
+ModelSize SizeOf(const std::vector<EstimatedTensor>& tensors) {
+  ModelSize size;
+  std::map<std::string, int64_t> parts;
+  for (const EstimatedTensor& tensor : tensors) {
+    ++size.tensors;
+    if (!tensor.floating) {
+      size.other_bytes += tensor.bytes;
+      continue;
+    }
+    size.elements += tensor.elements;
+    parts[PartOf(tensor.name)] += tensor.elements;
+  }
+  for (const auto& [name, elements] : parts) {
+    if (elements <= size.largest_elements) continue;
+    size.largest = name;
+    size.largest_elements = elements;
+  }
+  return size;
+}
+
+absl::StatusOr<DtypeEstimate> EstimateDtype(const ModelSize& size, absl::string_view dtype) {
+  static const auto& bits = *new std::map<absl::string_view, int64_t>{
+      {"float32", 32}, {"float16", 16}, {"bfloat16", 16}, {"int8", 8}, {"int4", 4}};
+  const auto found = bits.find(dtype);
+  if (found == bits.end()) {
+    return absl::InvalidArgumentError(absl::StrCat("--dtypes ", dtype,
+                                                   ": write float32, float16, bfloat16, int8 or "
+                                                   "int4, several separated by commas"));
+  }
+  const auto bytes = [&](int64_t elements) { return CeilOf(elements * found->second, 8); };
+  DtypeEstimate estimate{.dtype = std::string(dtype),
+                         .largest = bytes(size.largest_elements),
+                         .total = bytes(size.elements) + size.other_bytes,
+                         .training = -1};
+  if (found->second >= 16) estimate.training = 4 * bytes(size.elements) + size.other_bytes;
+  return estimate;
+}
+
+std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t processes,
+                                                 int64_t group_size, int64_t state_bytes) {
+  const int64_t whole = 4 * size.elements, states = state_bytes * size.elements;
+  const int64_t unit = 4 * size.largest_elements;
+  const auto divided = [&](const char* name, int64_t ranks) {
+    // Two units of parameters, or one and the gradients of another: three at most.
+    return StrategyEstimate{.strategy = name,
+                            .parameters = CeilOf(whole, ranks) + size.other_bytes,
+                            .gradients = CeilOf(whole, ranks),
+                            .states = CeilOf(states, ranks),
+                            .gathered = ranks == 1 ? 0 : 3 * unit};
+  };
+  std::vector<StrategyEstimate> all;
+  all.push_back({.strategy = "no_shard",
+                 .parameters = whole + size.other_bytes,
+                 .gradients = whole,
+                 .states = states,
+                 .gathered = 0});
+  if (processes == 1) return all;
+  const int64_t part = CeilOf(whole, processes);
+  all.push_back({.strategy = "zero1",
+                 .parameters = whole + size.other_bytes,
+                 .gradients = part,
+                 .states = CeilOf(states, processes),
+                 .gathered = whole - part});
+  all.push_back({.strategy = "zero2",
+                 .parameters = whole + size.other_bytes,
+                 .gradients = part,
+                 .states = CeilOf(states, processes),
+                 .gathered = std::min(3 * unit, whole)});
+  all.push_back(divided("zero3", processes));
+  if (group_size != processes) all.push_back(divided("hybrid", group_size));
+  return all;
+}
+
+}  // namespace muster::client
