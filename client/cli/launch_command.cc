@@ -12,6 +12,8 @@
 #include "base/file.h"
 #include "base/machine.h"
 #include "base/status_macros.h"
+#include "client/config/accelerate_launch.h"
+#include "client/config/engine_flags.h"
 #include "client/config/torchrun_flags.h"
 
 namespace muster::client {
@@ -27,6 +29,30 @@ constexpr char kExitCodes[] =
     "it does not exist;\n"
     "130 Ctrl-C; 143 SIGTERM.\n"
     "All are in docs/cli.md.";
+
+// A flag of `accelerate launch`; the help shows those that people write.
+OptionSpec EngineOption(const AccelerateEngineFlag& flag) {
+  static const auto& helps = *new std::map<std::string, std::string>{
+      {"use_fsdp", "Shard by these settings; Muster's own words: --sharding"},
+      {"fsdp_version", "1 or 2 (default 1)"},
+      {"fsdp_sharding_strategy",
+       "Version 1: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2"},
+      {"fsdp_reshard_after_forward", "Version 2: whether parameters are freed after it"},
+      {"fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP"},
+      {"fsdp_transformer_layer_cls_to_wrap", "Classes of modules that are units, with commas"},
+      {"use_deepspeed", "Shard by these settings"},
+      {"zero_stage",
+       "0 to 3 (default 2). The other --fsdp_..., --deepspeed_..., --zero3_... and --offload_... "
+       "flags of accelerate launch are read, too"},
+      {"deepspeed_config_file", "DeepSpeed's own JSON"}};
+  const auto help = helps.find(flag.name);
+  const bool shown = help != helps.end();
+  return {.name = flag.name,
+          .value_name = flag.takes_value ? "VALUE" : "",
+          .help = shown ? help->second : "",
+          .group = shown ? "Accelerate's flags for FSDP and DeepSpeed" : "",
+          .values = flag.choices};
+}
 
 std::vector<OptionSpec> LaunchOptions() {
   std::vector<OptionSpec> options;
@@ -56,6 +82,9 @@ std::vector<OptionSpec> LaunchOptions() {
                      .repeated = true});
   options.push_back({.name = "dry_run",
                      .help = "Print what would be run, with the source of each setting, and exit"});
+  for (const AccelerateEngineFlag& flag : AccelerateEngineFlags()) {
+    options.push_back(EngineOption(flag));
+  }
   for (const TorchrunFlag& flag : TorchrunFlags()) {
     options.push_back(
         {.name = flag.name,
@@ -195,6 +224,7 @@ absl::StatusOr<LaunchConfig> ReadLaunchConfig(const CommandLine& line,
   std::map<std::string, std::string> given;
   for (const auto& [name, values] : line.options) given[name] = values.back();
   MUSTER_RETURN_IF_ERROR(ApplyTorchrunFlags(given, facts, &layers));
+  MUSTER_RETURN_IF_ERROR(ApplyEngineFlags(given, &layers));
   return ResolveLaunch(layers, facts);
 }
 

@@ -247,6 +247,18 @@ const std::map<std::string, Flag>& Flags() {
   return *flags;
 }
 
+bool IsEngineFlag(absl::string_view name) {
+  // DeepSpeed's own runner is not here.
+  for (const char* runner : {"deepspeed_hostfile", "deepspeed_exclusion_filter",
+                             "deepspeed_inclusion_filter", "deepspeed_multinode_launcher"}) {
+    if (name == runner) return false;
+  }
+  for (const char* prefix : {"fsdp_", "deepspeed_", "zero", "offload_"}) {
+    if (absl::StartsWith(name, prefix)) return true;
+  }
+  return name == "use_fsdp" || name == "use_deepspeed" || name == "gradient_clipping";
+}
+
 // As Python's str() writes it.
 std::string PythonText(const Json& value) {
   if (value.is_string()) return value.get<std::string>();
@@ -1008,6 +1020,18 @@ absl::StatusOr<AccelerateConfig> ParseAccelerateConfig(absl::string_view text,
   }
   MUSTER_ASSIGN_OR_RETURN(const YamlDocument document, ParseYaml(text, source));
   return ReadAccelerateConfig(document, source);
+}
+
+const std::vector<AccelerateEngineFlag>& AccelerateEngineFlags() {
+  static const auto& engine = *[] {
+    auto* const flags = new std::vector<AccelerateEngineFlag>;
+    for (const auto& [name, flag] : Flags()) {
+      if (!IsEngineFlag(name)) continue;
+      flags->push_back({name, flag.type != Flag::Type::kTrue, flag.choices});
+    }
+    return flags;
+  }();
+  return engine;
 }
 
 absl::StatusOr<AccelerateLaunch> PlanAccelerateLaunch(

@@ -41,6 +41,15 @@ struct AccelerateMachine {
   bool fp8 = false;  // a backend for 8-bit floats is installed
 };
 
+// A flag of `accelerate launch` for FSDP or DeepSpeed.
+struct AccelerateEngineFlag {
+  std::string name = {};  // without "--", words joined by "_"
+  bool takes_value = true;
+  std::vector<std::string> choices = {};
+};
+// All of them: use_fsdp and fsdp_..., use_deepspeed, zero_stage, offload_..., and others.
+const std::vector<AccelerateEngineFlag>& AccelerateEngineFlags();
+
 // What `accelerate launch` would do.
 struct AccelerateLaunch {
   // One process directly, torchrun's elastic agent, or DeepSpeed's own runner.
