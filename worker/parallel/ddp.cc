@@ -20,6 +20,7 @@
 #include "torch/csrc/distributed/c10d/Backend.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/Store.hpp"
+#include "torch/csrc/distributed/c10d/logger.hpp"
 #include "torch/csrc/distributed/c10d/reducer.hpp"
 #include "worker/collective/progress_board.h"
 #include "worker/parallel/coalesce.h"
@@ -261,6 +262,8 @@ class DataParallel::Impl {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::string id_;  // unique in the group's store, the same on all ranks
   std::shared_ptr<Reducer> reducer_;
+  // Without one the Reducer crashes when the unused parameters are others than in the step before.
+  std::shared_ptr<c10d::Logger> logger_;
   GradientObservers observers_;
   int buffer_root_ = 0;
   uint64_t changes_ = 0;  // of requires_grad
@@ -288,6 +291,7 @@ class DataParallel::Impl {
       if (trains_[i] && !IsLocal(i, open)) local_[i] = 0;
     }
     observers_.Clear();
+    logger_.reset();
     reducer_.reset();
     trained_.clear();
     trained_index_.clear();
@@ -337,6 +341,8 @@ class DataParallel::Impl {
                                          options_.gradient_as_bucket_view, std::move(names),
                                          first_cap, /*skip_all_reduce_unused_params=*/false,
                                          /*use_python_reducer=*/false, std::vector<int64_t>{});
+    logger_ = std::make_shared<c10d::Logger>(reducer_);
+    reducer_->set_logger(logger_);
     if (options_.static_graph) reducer_->set_static_graph();
     if (options_.gradient_hook != nullptr) {
       reducer_->register_comm_hook(MakeGradientHook(options_.gradient_hook, group_));

@@ -197,6 +197,21 @@ TEST(DataParallel, UnusedParameter_WithFindUnused_Trains) {
   EXPECT_LT(Distance(ranks[0], Reference(/*use_last_bias=*/false)), 2e-6);
 }
 
+TEST(DataParallel, UnusedParametersThatChange_Train) {
+  RunGlooRanks(kRanks, [&](Comm& comm) {
+    TestNet net(7);
+    DataParallel ddp(comm, net.parameters, net.names, net.buffers,
+                     {.find_unused_parameters = true});
+    for (int step = 0; step < 6; ++step) {
+      ddp.BeforeForward(true);
+      ddp.AfterForward(net.Forward(Input(step, comm.rank()), /*use_last_bias=*/step % 3 != 1))
+          .sum()
+          .backward();
+    }
+    EXPECT_TRUE(net.parameters.back().grad().defined());
+  });
+}
+
 TEST(DataParallel, UnusedParameter_WithoutFindUnused_IsNamed) {
   std::string error;
   std::mutex mu;
