@@ -29,6 +29,7 @@
 #include "torch/nn/modules/embedding.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/nn/modules/rnn.h"
+#include "torch/nn/utils/clip_grad.h"
 #include "torch/optim/adam.h"
 #include "torch/optim/rmsprop.h"
 #include "torch/utils.h"
@@ -515,6 +516,220 @@ TEST(ShardingPrograms, OptimizersWithMoreState_ContinueAcrossStrategies) {
   });
 }
 
+// What LibTorch's own loops do.
+TEST(ShardingPrograms, ZeroGradOfTheModule) {
+  for (const bool between : {false, true}) {
+    ExpectAsUnderDataParallelism([between](Accelerator& a) {
+      torch::nn::Sequential net = Layers();
+      FusedSGD sgd(net->parameters(), {.lr = 0.1, .momentum = 0.9});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      for (int step = 0; step < 4; ++step) {
+        if (!between) net->zero_grad();
+        const at::Tensor loss = model(X(a, step)).square().mean();
+        if (between) net->zero_grad();
+        a.backward(loss);
+        optimizer.step();
+      }
+      return a.get_state_dict(model);
+    });
+  }
+}
+
+TEST(ShardingPrograms, GradientsOfTheModule_AreNotThere) {
+  AcceleratorOptions options;
+  options.sharding = ParseSharding("zero2", 2);
+  const auto errors = [&](const std::function<void(torch::nn::Sequential&)>& body) {
+    return ErrorsOf(2, options, [&](Accelerator& a) {
+      torch::nn::Sequential net = Layers();
+      FusedSGD sgd(net->parameters(), {.lr = 0.1});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      Steps(a, model, optimizer, 1,
+            [&](auto& m, int step) { return m(X(a, step)).square().mean(); });
+      body(net);
+    });
+  };
+  const auto told = Each(HasSubstr("clip by accelerator.clip_grad_norm_()"));
+  EXPECT_THAT(errors([](auto& net) { torch::nn::utils::clip_grad_norm_(net->parameters(), 1.0); }),
+              told);
+  EXPECT_THAT(errors([](auto& net) { net->parameters()[0].grad().norm(); }), told);
+  EXPECT_THAT(errors([](auto& net) { net->zero_grad(/*set_to_none=*/false); }), told);
+  // In the middle of a window.
+  options.gradient_accumulation_steps = 2;
+  EXPECT_THAT(ErrorsOf(2, options,
+                       [&](Accelerator& a) {
+                         torch::nn::Sequential net = Layers();
+                         FusedSGD sgd(net->parameters(), {.lr = 0.1});
+                         auto [model, optimizer] = a.prepare(net, sgd);
+                         for (int step = 0; step < 2; ++step) {
+                           auto scope = a.accumulate();
+                           net->zero_grad();
+                           a.backward(model(X(a, step)).square().mean());
+                           optimizer.step();
+                         }
+                       }),
+              Each(HasSubstr("in this accumulation window is gone")));
+}
+
+TEST(ShardingPrograms, OptimizerThatWasGivenToPrepare_Steps) {
+  ExpectAsUnderDataParallelism([](Accelerator& a) {
+    torch::nn::Sequential net = Layers();
+    torch::optim::Adam adam(net->parameters(), torch::optim::AdamOptions(0.01).eps(1e-3));
+    auto [model, optimizer] = a.prepare(net, adam);
+    for (int step = 0; step < 4; ++step) {
+      a.backward(model(X(a, step)).square().mean());
+      adam.step();
+      adam.zero_grad();
+    }
+    return a.get_state_dict(model);
+  });
+}
+
+TEST(ShardingPrograms, EvaluationAfterAStepWithClosure) {
+  ExpectAsUnderDataParallelism([](Accelerator& a) {
+    torch::nn::Sequential net = Layers();
+    FusedSGD sgd(net->parameters(), {.lr = 0.1});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    Weights outputs;
+    for (int step = 0; step < 3; ++step) {
+      optimizer.step([&, &optimizer = optimizer, &model = model] {
+        optimizer.zero_grad();
+        const at::Tensor loss = model(X(a, step)).square().mean();
+        a.backward(loss);
+        return loss;
+      });
+      const at::NoGradGuard no_grad;
+      outputs[std::to_string(step)] = model(X(a, 7));
+    }
+    return outputs;
+  });
+}
+
+TEST(ShardingPrograms, LoadInTheMiddleOfAWindow_DropsItsGradients) {
+  AcceleratorOptions options;
+  options.gradient_accumulation_steps = 2;
+  const std::string root = TestDir("rollback");
+  ExpectAsUnderDataParallelism(
+      [&](Accelerator& a) {
+        torch::nn::Sequential net = Layers();
+        FusedSGD sgd(net->parameters(), {.lr = 0.1});
+        auto [model, optimizer] = a.prepare(net, sgd);
+        const auto loss = [&](auto& m, int step) { return m(X(a, step)).square().mean(); };
+        Steps(a, model, optimizer, 2, loss);
+        EXPECT_TRUE(a.save_state(root).ok());
+        Steps(a, model, optimizer, 1, loss);
+        EXPECT_TRUE(a.load_state(root).ok());
+        Steps(a, model, optimizer, 2, loss);
+        return a.get_state_dict(model);
+      },
+      options);
+}
+
+TEST(ShardingPrograms, MicroStepsInBfloat16_AreSummedInFloat) {
+  AcceleratorOptions options;
+  options.sharding = ParseSharding("zero3", 2);
+  options.sharding->parameter_dtype = at::kBFloat16;
+  options.mixed_precision = "bf16";
+  options.gradient_accumulation_steps = 64;
+  RunAccelerators(2, options, [](Accelerator& a) {
+    torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
+    {
+      const at::NoGradGuard no_grad;
+      net->weight.zero_();
+    }
+    FusedSGD sgd(net->parameters(), {.lr = 1});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    for (int step = 0; step < 64; ++step) {
+      auto scope = a.accumulate();
+      // 4 once, and 1/64 in the others, which 4 does not take up in bf16.
+      a.backward(model(at::full({1, 1}, step == 0 ? 256.0 : 1.0)).sum());
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    const Weights weights = a.get_state_dict(model);
+    if (!a.is_main_process()) return;
+    EXPECT_NEAR(weights.at("weight").item<double>(), -(4 + 63.0 / 64), 1e-6);
+  });
+}
+
+// The bias of a layer in the middle of the model, on one process only.
+TEST(ShardingPrograms, ParameterThatOneProcessLeavesOut) {
+  AcceleratorOptions options;
+  options.data_parallel.find_unused_parameters = true;
+  for (const int leaves_out : {0, 1}) {
+    ExpectAsUnderDataParallelism(
+        [leaves_out](Accelerator& a) {
+          struct NetImpl : torch::nn::Module {
+            NetImpl() {
+              layers = register_module("layers", torch::nn::ModuleList());
+              for (int i = 0; i < 4; ++i) layers->push_back(torch::nn::Linear(6, 6));
+              Fill(*this);
+            }
+            at::Tensor forward(at::Tensor x, bool with_bias) {
+              for (int i = 0; i < 4; ++i) {
+                auto* const layer = layers[i]->as<torch::nn::LinearImpl>();
+                x = i == 0 || i == 2
+                        ? at::linear(x, layer->weight, with_bias ? layer->bias : at::Tensor())
+                        : layer->forward(x);
+              }
+              return x;
+            }
+            torch::nn::ModuleList layers{nullptr};
+          };
+          auto net = std::make_shared<NetImpl>();
+          FusedSGD sgd(net->parameters(), {.lr = 0.1, .momentum = 0.9});
+          auto [model, optimizer] = a.prepare(net, sgd);
+          Steps(a, model, optimizer, 4, [&](auto& m, int step) {
+            return m(X(a, step), step == 3 || a.process_index() != leaves_out).square().mean();
+          });
+          return a.get_state_dict(model);
+        },
+        options);
+  }
+}
+
+TEST(ShardingPrograms, SummonAndTrain) {
+  ExpectAsUnderDataParallelism([](Accelerator& a) {
+    torch::nn::Sequential net = Layers();
+    FusedSGD sgd(net->parameters(), {.lr = 0.1});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    const auto loss = [&](auto& m, int step) { return m(X(a, step)).square().mean(); };
+    Steps(a, model, optimizer, 1, loss);
+    // Gradients with everything there.
+    a.summon_full_params(model, [&, &model = model] { a.backward(loss(model, 1)); });
+    optimizer.step();
+    optimizer.zero_grad();
+    // What a body that throws has written before stays.
+    EXPECT_THROW(a.summon_full_params(model,
+                                      [&] {
+                                        const at::NoGradGuard no_grad;
+                                        net->parameters()[0].mul_(0.5);
+                                        TORCH_CHECK(false, "a mistake");
+                                      }),
+                 c10::Error);
+    Steps(a, model, optimizer, 2, loss);
+    return a.get_state_dict(model);
+  });
+}
+
+TEST(ShardingPrograms, WhatRanksDoDifferently_IsRefused) {
+  for (const char* strategy : {"zero1", "zero2", "zero3"}) {
+    AcceleratorOptions options;
+    options.sharding = ParseSharding(strategy, 2);
+    EXPECT_THAT(
+        ErrorsOf(2, options,
+                 [](Accelerator& a) {
+                   torch::nn::Sequential net = Layers();
+                   FusedSGD sgd(net->parameters(), {.lr = 0.1});
+                   auto [model, optimizer] = a.prepare(net, sgd);
+                   if (a.process_index() == 1) net[0]->parameters()[1].set_requires_grad(false);
+                   Steps(a, model, optimizer, 1,
+                         [&](auto& m, int step) { return m(X(a, step)).square().mean(); });
+                 }),
+        Each(HasSubstr("'0.bias' of a sharded model is trained on rank 0 and frozen on rank 1")))
+        << strategy;
+  }
+}
+
 TEST(ShardingPrograms, WhatWouldGoWrong_IsRefused) {
   AcceleratorOptions options;
   options.sharding = ParseSharding("zero3", 2);
@@ -527,7 +742,28 @@ TEST(ShardingPrograms, WhatWouldGoWrong_IsRefused) {
                          auto two = a.prepare(second);
                        }),
               Each(HasSubstr("'shared' belongs to another sharded model")));
-  // The module in another dtype, copied, or saved by torch::save.
+  // A step while the values are there.
+  EXPECT_THAT(ErrorsOf(2, options,
+                       [](Accelerator& a) {
+                         torch::nn::Linear net(3, 3);
+                         FusedSGD sgd(net->parameters(), {.lr = 0.1});
+                         auto [model, optimizer] = a.prepare(net, sgd);
+                         a.summon_full_params(model, [&, &model = model, &optimizer = optimizer] {
+                           a.backward(model(X(a, 0, {2, 3})).sum());
+                           optimizer.step();
+                         });
+                       }),
+              Each(HasSubstr("inside of summon_full_params()")));
+  // Two parameters in one memory.
+  EXPECT_THAT(ErrorsOf(2, options,
+                       [](Accelerator& a) {
+                         torch::nn::Sequential net(torch::nn::Linear(3, 3),
+                                                   torch::nn::Linear(3, 3));
+                         net[1]->parameters()[0].set_data(net[0]->parameters()[0]);
+                         auto model = a.prepare(net);
+                       }),
+              Each(HasSubstr("'0.weight' and '1.weight' share memory")));
+  // The module in another dtype, or copied.
   EXPECT_THAT(ErrorsOf(2, options,
                        [](Accelerator& a) {
                          torch::nn::Linear net(3, 3);

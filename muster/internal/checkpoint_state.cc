@@ -902,6 +902,10 @@ void CheckpointState::ApplyRandom(const StateReader& reader, const Loaded& loade
 void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
   ApplyObjects(reader, loaded);
   // Gradients and scaler steps of a window that was open belong to the state that is given up.
+  for (const auto& model : registry_.models()) {
+    ShardedModel* const sharded = model->sharded();
+    if (sharded != nullptr) sharded->ForgetPending(sharded->shards());
+  }
   for (const auto& optimizer : registry_.optimizers()) {
     optimizer->handle().ZeroGrad(GradZeroing::kInPlace);
   }

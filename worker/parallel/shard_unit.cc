@@ -15,6 +15,17 @@ namespace {
 // Kernels are at their best on tensors that begin at a cache line.
 constexpr int64_t kAlignment = 64;
 
+class GradientsElsewhere : public Page {
+ public:
+  void Require(bool, const char* op) override {
+    TORCH_CHECK(false, op,
+                " uses the gradient of a sharded model's parameter, of which each process has a "
+                "part at the optimizer: clip by accelerator.clip_grad_norm_() or "
+                "clip_grad_value_(), zero by optimizer.zero_grad(), and read "
+                "optimizer.parameters()[i].grad()");
+  }
+};
+
 int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Those of the tensor if it is dense, whatever the order of its dimensions; else of a contiguous
@@ -136,7 +147,7 @@ std::vector<at::Tensor> ShardUnit::Values() {
 
 void ShardUnit::KeepOwnPart() {
   at::NoGradGuard no_grad;
-  if (!separate()) return;
+  if (!separate() || !gathered_) return;
   const at::Tensor written = OwnSlot();
   if (flat_.scalar_type() == dtype_) {
     master_.copy_(written);
@@ -147,6 +158,60 @@ void ShardUnit::KeepOwnPart() {
   master_.copy_(at::where(same, master_, written.to(dtype_)));
 }
 
+const at::Tensor& ShardUnit::GradientMark() {
+  static const at::Tensor& mark = *[] {
+    const at::Tensor flat = at::zeros({1}, at::kFloat);
+    new PageRegistration(flat, new GradientsElsewhere);  // for good
+    return new at::Tensor(PagedView(flat, {1}, {1}, 0));
+  }();
+  return mark;
+}
+
+bool ShardUnit::HasPending(const Slice& slice) {
+  const at::Tensor& grad = slice.tensor.grad();
+  return slice.pending.defined() || (grad.defined() && !grad.is_same(GradientMark()));
+}
+
+void ShardUnit::Mark(Slice& slice) {
+  if (!slice.tensor.requires_grad()) return;
+  slice.tensor.mutable_grad() = GradientMark();
+  slice.marked = true;
+}
+
+void ShardUnit::DropZeroed(Slice& slice) {
+  slice.marked = false;
+  TORCH_CHECK(!slice.pending.defined(), "the gradient of parameter '", slice.name,
+              "' in this accumulation window is gone: something other than the prepared optimizer "
+              "has zeroed it (model->zero_grad()); use zero_grad() of what prepare() returned, "
+              "which waits for the end of the window");
+  slice.shard.mutable_grad().reset();
+}
+
+void ShardUnit::GradientArrives(size_t index) {
+  Slice& slice = slices_[index];
+  at::Tensor& grad = slice.tensor.mutable_grad();
+  if (grad.is_same(GradientMark())) {
+    grad.reset();
+    slice.marked = false;
+  } else if (slice.marked && !grad.defined()) {
+    DropZeroed(slice);
+  }
+}
+
+void ShardUnit::KeepPending(size_t index) {
+  Slice& slice = slices_[index];
+  at::Tensor& grad = slice.tensor.mutable_grad();
+  slice.used = true;
+  if (!grad.defined() || grad.is_same(GradientMark())) return;
+  const at::NoGradGuard no_grad;
+  if (slice.pending.defined()) {
+    slice.pending.add_(grad);
+  } else {
+    slice.pending = grad.detach().to(reduced_as_);
+  }
+  Mark(slice);
+}
+
 void ShardUnit::ReduceGradients(double factor, Comm* replicas) {
   at::NoGradGuard no_grad;
   at::Tensor mine;
@@ -154,10 +219,14 @@ void ShardUnit::ReduceGradients(double factor, Comm* replicas) {
     const at::Tensor full = at::zeros({flat_.numel()}, flat_.options().dtype(reduced_as_));
     for (Slice& slice : slices_) {
       at::Tensor& grad = slice.tensor.mutable_grad();
-      slice.used = grad.defined();
-      if (!grad.defined()) continue;
-      View(full, slice).copy_(grad);
-      grad.reset();
+      if (slice.marked && !grad.defined()) DropZeroed(slice);
+      if (slice.pending.defined()) View(full, slice).copy_(slice.pending);
+      if (grad.defined() && !grad.is_same(GradientMark())) {
+        slice.used = true;
+        View(full, slice).add_(grad);
+      }
+      slice.pending.reset();
+      Mark(slice);
     }
     Named("reducing the gradients of", [&] { mine = comm_.ReduceScatter(full, ReduceOp::kSum); });
   }
@@ -170,11 +239,12 @@ void ShardUnit::ReduceGradients(double factor, Comm* replicas) {
     if (!slice.tensor.requires_grad() || slice.shard.numel() == 0) continue;
     const at::Tensor part = mine.narrow(0, slice.offset + slice.begin - first, slice.shard.numel());
     at::Tensor& grad = slice.shard.mutable_grad();
-    slice.fresh = !grad.defined();
-    if (slice.fresh) {
-      grad = part;
-    } else {
+    if (grad.defined()) {
       grad.add_(part);
+    } else {
+      // No view, which Optimizer::zero_grad() could not detach.
+      grad = part.variable_data();
+      slice.fresh = true;
     }
   }
 }

@@ -52,8 +52,12 @@ class ShardUnit : public Page {
     int64_t offset;  // in the flat buffer
     at::Tensor shard;
     int64_t begin = 0;
-    // Of the last ReduceGradients(): this rank had a gradient; the shard had none before.
+    // The gradients of micro-steps that were not reduced, in the dtype of the reduction.
+    at::Tensor pending;
+    // Since the last Forget(): this rank had a gradient; the shard had none before.
     bool used = false, fresh = false;
+    // `.grad` is GradientMark(), unless the program has zeroed it.
+    bool marked = false;
   };
   const std::string& name() const { return name_; }
   const std::vector<Slice>& slices() const { return slices_; }
@@ -73,11 +77,21 @@ class ShardUnit : public Page {
   // Takes this rank's part of the gathered values, which were written, for the shards.
   void KeepOwnPart();
 
-  // (collective) Sums `.grad` of the parameters over the ranks, multiplied by `factor`, adds this
-  // rank's part to `.grad` of the shards, and takes `.grad` from the parameters. A parameter
-  // without a gradient counts as zeros. `replicas`: the ranks that hold the same shard of other
-  // copies; null: there is one copy.
+  // What parameters have for `.grad` while their gradients are elsewhere: it throws when it is
+  // used, and a program that zeroes it is noticed.
+  static const at::Tensor& GradientMark();
+  // A backward pass is about to add to `.grad` of slice `index`. Throws if the program has zeroed
+  // the module, and with it gradients of micro-steps before.
+  void GradientArrives(size_t index);
+  // It has: a micro-step that is not reduced moves it to `pending`.
+  void KeepPending(size_t index);
+  // (collective) Sums pending gradients and `.grad` of the parameters over the ranks, multiplied by
+  // `factor`, adds this rank's part to `.grad` of the shards, and takes them from the parameters. A
+  // parameter without a gradient counts as zeros. `replicas`: the ranks that hold the same shard of
+  // other copies; null: there is one copy.
   void ReduceGradients(double factor, Comm* replicas);
+  // Whether a slice has a gradient that was not reduced.
+  static bool HasPending(const Slice& slice);
 
   // (collective) Puts `.grad`-like 1-D tensors, one for each slice and as long as its shard,
   // together to the tensors that they are parts of. An undefined one counts as zeros.
@@ -94,6 +108,9 @@ class ShardUnit : public Page {
 
  private:
   at::Tensor View(const at::Tensor& flat, const Slice& slice) const;
+  static void Mark(Slice& slice);
+  // The module was zeroed since `slice` was marked: its gradients are to be those of later passes.
+  static void DropZeroed(Slice& slice);
   // Names the unit in what `collective` throws.
   template <typename Fn>
   void Named(const char* doing, Fn collective) const;

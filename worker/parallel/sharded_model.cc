@@ -4,6 +4,7 @@
 #include <cstring>
 #include <limits>
 #include <optional>
+#include <tuple>
 #include <unordered_set>
 
 #include "ATen/core/grad_mode.h"
@@ -19,6 +20,8 @@ namespace {
 
 // The one that is used, and one that is about to be freed or has come ahead of its use.
 constexpr int kGatheredUnits = 2;
+
+constexpr uint32_t kAtTheEnd = std::numeric_limits<uint32_t>::max();
 
 std::string Pack(const std::vector<uint32_t>& numbers) {
   std::string bytes(numbers.size() * sizeof(uint32_t), '\0');
@@ -72,6 +75,7 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
     tensors.push_back(parameter.tensor);
     names.push_back(parameter.name);
   }
+  CheckStorage(parameters);
   VerifySameModel(world_, tensors, names, std::vector<bool>(names.size(), false));
   std::vector<PlannedUnit> plan = PlanUnits(module, parameters, options_);
   CheckSamePlan(plan);
@@ -79,10 +83,53 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
   parameters.clear();
   BroadcastCoalesced(world_, buffers_, 0);
   for (PlannedUnit& planned : plan) AddUnit(std::move(planned));
-  complete_.resize(units_.size());
+  for (std::vector<bool>* flags : {&complete_, &done_, &late_}) flags->resize(units_.size());
 }
 
-ShardedModel::~ShardedModel() = default;
+ShardedModel::~ShardedModel() {
+  for (const auto& [tensor, hook] : hooks_) tensor.remove_hook(hook);
+  for (const auto& unit : units_) {
+    for (ShardUnit::Slice& slice : unit->slices()) {
+      at::Tensor& grad = slice.tensor.mutable_grad();
+      if (grad.is_same(ShardUnit::GradientMark())) grad.reset();
+    }
+  }
+}
+
+void ShardedModel::CheckStorage(const std::vector<NamedParameter>& parameters) const {
+  struct Place {
+    const void* storage;
+    int64_t begin, end;  // bytes
+    const void* tensor;
+    std::string name;
+  };
+  std::vector<Place> places;
+  const auto add = [&](const std::string& name, const at::Tensor& tensor) {
+    if (tensor.numel() == 0 || tensor.layout() != at::kStrided) return;
+    int64_t last = 0;
+    for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+    const auto size = static_cast<int64_t>(tensor.element_size());
+    const int64_t begin = tensor.storage_offset() * size;
+    places.push_back({tensor.storage().unsafeGetStorageImpl(), begin, begin + (last + 1) * size,
+                      tensor.unsafeGetTensorImpl(), name});
+  };
+  for (const NamedParameter& parameter : parameters) add(parameter.name, parameter.tensor);
+  for (const at::Tensor& buffer : buffers_) add("", buffer);
+  std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) {
+    return std::tie(a.storage, a.begin) < std::tie(b.storage, b.begin);
+  });
+  for (size_t i = 1; i < places.size(); ++i) {
+    const Place &a = places[i - 1], &b = places[i];
+    if (a.storage != b.storage || a.tensor == b.tensor || a.end <= b.begin) continue;
+    if (a.name.empty() && b.name.empty()) continue;
+    const auto what = [](const Place& place) {
+      return place.name.empty() ? std::string("a buffer") : "'" + place.name + "'";
+    };
+    TORCH_CHECK(false, "parameters ", what(a), " and ", what(b),
+                " share memory but are two tensors, which sharding would separate: register one "
+                "tensor under both names (register_parameter(name, other->weight))");
+  }
+}
 
 void ShardedModel::CheckSamePlan(const std::vector<PlannedUnit>& plan) const {
   std::string mine =
@@ -128,7 +175,10 @@ void ShardedModel::AddUnit(PlannedUnit planned) {
     name_of_[slice.shard.unsafeGetTensorImpl()] = slice.name;
     places_[slice.name] = {index, i};
     if (slice.tensor.requires_grad()) {
-      observers_.Add(slice.tensor, [this, index](const at::Tensor&) { OnGradient(index); });
+      hooks_.emplace_back(slice.tensor, slice.tensor.register_hook([this, index, i](at::Tensor) {
+        units_[index]->GradientArrives(i);
+      }));
+      observers_.Add(slice.tensor, [this, index, i](const at::Tensor&) { OnGradient(index, i); });
     }
   }
   // One unit after the other, so that no second copy of the model exists while they are made.
@@ -145,10 +195,20 @@ void ShardedModel::BeginForward(bool communicate) {
                   "later, and freeze them afterwards");
     }
   }
+  for (const auto& unit : units_) {
+    unit->expected = 0;
+    for (const ShardUnit::Slice& slice : unit->slices()) {
+      unit->expected += slice.tensor.requires_grad() ? 1 : 0;
+    }
+  }
   communicate_ = communicate;
   ++forwards_;
+  if (InBackward()) return;
   // A backward pass that threw has left this behind.
-  if (!InBackward()) open_ = false;
+  open_ = false;
+  turns_ = 0;
+  turn_of_ = nullptr;
+  if (stale_ && summons_ == 0) ExpireAll();
 }
 
 void ShardedModel::EndForward() { --forwards_; }
@@ -158,8 +218,14 @@ void ShardedModel::Use(ShardUnit& unit, bool write, const char* op) {
               "', which is sharded: the ranks would lose the change. Change parameters before "
               "prepare(), or inside accelerator.summon_full_params()");
   unit.last_use = ++uses_;
-  if (unit.gathered()) return;
-  TORCH_CHECK(forwards_ > 0 || InBackward(), op, " uses a parameter of unit '", unit.name(),
+  if (turn_of_ != &unit && InBackward()) {
+    ReduceDue();
+    ++turns_;
+    turn_of_ = &unit;
+  }
+  const bool inside = forwards_ > 0 || InBackward();
+  if (unit.gathered() && (inside || summons_ > 0 || !stale_)) return;
+  TORCH_CHECK(inside, op, " uses a parameter of unit '", unit.name(),
               "' outside of the model's forward and backward passes, where its values are divided "
               "among the ranks: call model(...), model.call(...), or "
               "accelerator.summon_full_params()");
@@ -189,6 +255,15 @@ void ShardedModel::MakeRoom() {
 }
 
 void ShardedModel::Expire() {
+  TORCH_CHECK(summons_ == 0,
+              "the parameters of a sharded model are about to change (optimizer.step(), "
+              "load_state() or load_weights()) inside of summon_full_params(), which holds their "
+              "values: do it before or after that scope");
+  ExpireAll();
+}
+
+void ShardedModel::ExpireAll() {
+  stale_ = false;
   for (const auto& unit : units_) unit->Expire();
 }
 
@@ -211,38 +286,65 @@ const std::string* ShardedModel::NameOf(const at::Tensor& shard) const {
   return it == name_of_.end() ? nullptr : &it->second;
 }
 
-void ShardedModel::OnGradient(size_t index) {
-  if (!communicate_) return;
-  if (!open_) {
-    open_ = true;
-    completed_.clear();
-    reduced_ = 0;
-    std::fill(complete_.begin(), complete_.end(), false);
-    for (const auto& unit : units_) unit->arrived = 0;
-    AtEndOfBackward([this] { EndOfBackward(); });
-  }
+void ShardedModel::OpenPass() {
+  if (open_) return;
+  open_ = true;
+  completed_.clear();
+  completed_at_.clear();
+  reduced_ = 0;
+  std::fill(complete_.begin(), complete_.end(), false);
+  std::fill(done_.begin(), done_.end(), false);
+  std::fill(late_.begin(), late_.end(), false);
+  for (const auto& unit : units_) unit->arrived = 0;
+  AtEndOfBackward([this] { EndOfBackward(); });
+}
+
+void ShardedModel::OnGradient(size_t index, size_t slice) {
   ShardUnit& unit = *units_[index];
+  if (!communicate_) return unit.KeepPending(slice);
+  OpenPass();
+  unit.slices()[slice].used = true;
+  if (done_[index]) late_[index] = true;
   if (++unit.arrived != unit.expected) return;
   complete_[index] = true;
   completed_.push_back(index);
-  // ZeRO-1 keeps the gradients until all are there.
-  if (options_.strategy == ShardingStrategy::kOptimizer) return;
-  while (reduced_ < order_.size() && complete_[order_[reduced_]]) Reduce(order_[reduced_++]);
+  completed_at_.push_back(turns_);
+  // ZeRO-1 keeps the gradients until all are there; ZeRO-3 until the next unit's turn.
+  if (options_.strategy != ShardingStrategy::kGradients) return;
+  const auto ready = [this](size_t next) { return complete_[next] || units_[next]->expected == 0; };
+  while (reduced_ < order_.size() && ready(order_[reduced_])) ReduceNext();
+}
+
+void ShardedModel::ReduceDue() {
+  if (!open_ || options_.strategy != ShardingStrategy::kFull) return;
+  while (reduced_ < order_.size() && due_[reduced_] <= turns_) ReduceNext();
+}
+
+void ShardedModel::ReduceNext() {
+  const size_t index = order_[reduced_++];
+  done_[index] = true;
+  // Frozen since: CheckOrder() has compared it.
+  if (units_[index]->expected > 0) Reduce(index);
 }
 
 void ShardedModel::Reduce(size_t index) {
   ShardUnit& unit = *units_[index];
   Note(index, /*reduced=*/true);
   // Before the buffer for the gradients is there.
-  if (options_.strategy == ShardingStrategy::kFull && unit.pins() == 0) unit.Free();
+  if (options_.strategy == ShardingStrategy::kFull && unit.pins() == 0 && summons_ == 0) {
+    unit.Free();
+  }
   unit.ReduceGradients(1.0 / world_.size(), replicas_);
 }
 
 void ShardedModel::EndOfBackward() {
   open_ = false;
+  stale_ = true;
   if (order_.empty()) AgreeOnOrder();
-  while (reduced_ < order_.size()) Reduce(order_[reduced_++]);
+  while (reduced_ < order_.size()) ReduceNext();
   CheckOrder();
+  turns_ = 0;
+  turn_of_ = nullptr;
   SyncBuffers();
   if (options_.strategy == ShardingStrategy::kFull && summons_ == 0) {
     for (const auto& unit : units_) {
@@ -252,12 +354,71 @@ void ShardedModel::EndOfBackward() {
 }
 
 void ShardedModel::AgreeOnOrder() {
-  std::vector<uint32_t> order(completed_.begin(), completed_.end());
+  // Pairs of a unit and when it is due.
+  std::vector<uint32_t> order;
+  for (size_t i = 0; i < completed_.size(); ++i) {
+    order.push_back(static_cast<uint32_t>(completed_[i]));
+    order.push_back(completed_at_[i]);
+  }
   for (size_t i = units_.size(); i-- > 0;) {
-    if (units_[i]->expected > 0 && !complete_[i]) order.push_back(static_cast<uint32_t>(i));
+    if (complete_[i]) continue;
+    order.push_back(static_cast<uint32_t>(i));
+    order.push_back(kAtTheEnd);
   }
   order = Unpack(world_.BroadcastBytes(Pack(order), 0));
-  order_.assign(order.begin(), order.end());
+  for (size_t i = 0; i + 1 < order.size(); i += 2) {
+    order_.push_back(order[i]);
+    due_.push_back(order[i + 1]);
+  }
+}
+
+void ShardedModel::ReduceLate(const std::vector<uint32_t>& late) {
+  for (const uint32_t index : late) {
+    Reduce(index);
+    // From now on it waits for all of them, and so does what comes after it.
+    const auto at = std::find(order_.begin(), order_.end(), index) - order_.begin();
+    order_.erase(order_.begin() + at);
+    due_.erase(due_.begin() + at);
+    order_.push_back(index);
+    due_.push_back(kAtTheEnd);
+  }
+}
+
+std::string ShardedModel::TrainedBits() const {
+  std::string bits;
+  for (const auto& unit : units_) {
+    for (const ShardUnit::Slice& slice : unit->slices()) {
+      bits += slice.tensor.requires_grad() ? '1' : '0';
+    }
+  }
+  return bits;
+}
+
+void ShardedModel::CheckTrained(const std::vector<std::string>& bits) const {
+  for (size_t rank = 1; rank < bits.size(); ++rank) {
+    const auto [mine, other] = std::mismatch(bits[0].begin(), bits[0].end(), bits[rank].begin());
+    if (mine == bits[0].end()) continue;
+    auto number = static_cast<size_t>(mine - bits[0].begin());
+    for (const auto& unit : units_) {
+      TORCH_CHECK(number >= unit->slices().size(), "parameter '", unit->slices()[number].name,
+                  "' of a sharded model is ", *mine == '1' ? "trained" : "frozen",
+                  " on rank 0 and ", *other == '1' ? "trained" : "frozen", " on rank ", rank,
+                  ": call set_requires_grad() on all ranks alike");
+      number -= unit->slices().size();
+    }
+  }
+}
+
+void ShardedModel::DropGradients() {
+  for (const auto& unit : units_) {
+    for (ShardUnit::Slice& slice : unit->slices()) {
+      slice.pending.reset();
+      slice.tensor.mutable_grad().reset();
+      slice.shard.mutable_grad().reset();
+      slice.marked = slice.used = slice.fresh = false;
+    }
+  }
+  if (summons_ == 0) ExpireAll();
 }
 
 void ShardedModel::Note(size_t unit, bool reduced) {
@@ -268,7 +429,14 @@ void ShardedModel::CheckOrder() {
   // Of the same shape on every rank in a program without errors: a frame of the exchange.
   uint32_t digest = 2166136261;
   for (const uint32_t event : history_) digest = (digest ^ event) * 16777619;
-  std::vector<uint32_t> mine = {digest, static_cast<uint32_t>(history_.size())};
+  const std::string trained = TrainedBits();
+  uint32_t trained_digest = 2166136261;
+  for (const char bit : trained) trained_digest = (trained_digest ^ bit) * 16777619;
+  std::vector<uint32_t> mine = {digest, static_cast<uint32_t>(history_.size()), trained_digest, 0};
+  for (uint32_t unit = 0; unit < units_.size(); ++unit) {
+    if (late_[unit]) mine.push_back(unit);
+  }
+  mine[3] = static_cast<uint32_t>(mine.size()) - 4;
   uint32_t number = 0;
   for (const auto& unit : units_) {
     for (const ShardUnit::Slice& slice : unit->slices()) {
@@ -277,19 +445,29 @@ void ShardedModel::CheckOrder() {
     }
   }
   const std::vector<std::string> all = world_.AllGatherBytes(Pack(mine));
-  std::vector<uint32_t> unused(mine.begin() + 2, mine.end());
-  bool same = true;
+  std::vector<uint32_t> unused(mine.begin() + 4 + mine[3], mine.end()), late;
+  bool same = true, same_trained = true;
   for (const std::string& bytes : all) {
     const std::vector<uint32_t> other = Unpack(bytes);
     same = same && other[0] == mine[0] && other[1] == mine[1];
+    same_trained = same_trained && other[2] == mine[2];
+    late.insert(late.end(), other.begin() + 4, other.begin() + 4 + other[3]);
     std::vector<uint32_t> both;
-    std::set_intersection(unused.begin(), unused.end(), other.begin() + 2, other.end(),
+    std::set_intersection(unused.begin(), unused.end(), other.begin() + 4 + other[3], other.end(),
                           std::back_inserter(both));
     unused = std::move(both);
+  }
+  if (!same_trained) {
+    const std::vector<std::string> bits = world_.AllGatherBytes(trained);
+    history_.clear();
+    DropGradients();
+    CheckTrained(bits);
   }
   if (!same) {
     const std::vector<std::string> histories = world_.AllGatherBytes(Pack(history_));
     history_.clear();
+    // An optimizer that steps all the same must not step on numbers of other units.
+    DropGradients();
     const auto event = [&](const std::vector<uint32_t>& history, size_t i) {
       if (i >= history.size()) return std::string("nothing more");
       return c10::str(history[i] % 2 == 1 ? "reduced" : "gathered", " unit '",
@@ -310,6 +488,9 @@ void ShardedModel::CheckOrder() {
     }
   }
   history_.clear();
+  std::sort(late.begin(), late.end());
+  late.erase(std::unique(late.begin(), late.end()), late.end());
+  ReduceLate(late);
   // What no rank has used stays without a gradient, as without sharding: an optimizer would decay
   // it.
   number = 0;
@@ -320,6 +501,7 @@ void ShardedModel::CheckOrder() {
         ++next;
         if (slice.fresh) slice.shard.mutable_grad().reset();
       }
+      slice.used = slice.fresh = false;
       ++number;
     }
   }
@@ -336,7 +518,7 @@ std::vector<std::string> ShardedModel::UnexchangedGradients() const {
   std::vector<std::string> names;
   for (const auto& unit : units_) {
     for (const ShardUnit::Slice& slice : unit->slices()) {
-      if (slice.tensor.grad().defined()) names.push_back(slice.name);
+      if (ShardUnit::HasPending(slice)) names.push_back(slice.name);
     }
   }
   return names;
@@ -347,20 +529,30 @@ void ShardedModel::ForgetPending(const std::vector<at::Tensor>& shards) {
   for (const at::Tensor& shard : shards) wanted.insert(shard.unsafeGetTensorImpl());
   for (const auto& unit : units_) {
     for (ShardUnit::Slice& slice : unit->slices()) {
-      if (wanted.count(slice.shard.unsafeGetTensorImpl()) > 0) slice.tensor.mutable_grad().reset();
+      if (wanted.count(slice.shard.unsafeGetTensorImpl()) == 0) continue;
+      slice.pending.reset();
+      if (ShardUnit::HasPending(slice)) slice.tensor.mutable_grad().reset();
     }
   }
 }
 
 void ShardedModel::Summon(const std::function<void()>& body) {
-  {
-    const Depth depth(summons_);
+  if (stale_ && summons_ == 0) ExpireAll();
+  // What was written stays, also by a body that throws then, as without sharding. It has counted
+  // versions by itself.
+  const auto end = [this] {
+    for (const auto& unit : units_) unit->KeepOwnPart();
+    if (summons_ == 1) ExpireAll();
+  };
+  const Depth depth(summons_);
+  try {
     for (const auto& unit : units_) unit->Gather();
     body();
-    for (const auto& unit : units_) unit->KeepOwnPart();
+  } catch (...) {
+    end();
+    throw;
   }
-  // What was written has counted versions by itself.
-  if (summons_ == 0) Expire();
+  end();
 }
 
 std::vector<std::pair<std::string, at::Tensor>> ShardedModel::FullParameters(const KeepName& keep) {

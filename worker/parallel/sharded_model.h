@@ -66,7 +66,8 @@ class ShardedModel {
   // Makes the next backward pass reduce.
   void Communicate() { communicate_ = true; }
 
-  // The shards are about to change: gathered parameters count no more. On every rank.
+  // The shards are about to change: gathered parameters count no more. On every rank; not inside of
+  // Summon().
   void Expire();
 
   // These shards were changed, on every rank: a backward pass through a graph that has the values
@@ -118,8 +119,18 @@ class ShardedModel {
   void AddUnit(PlannedUnit planned);
   void Use(ShardUnit& unit, bool write, const char* op);
   void MakeRoom();
-  void OnGradient(size_t unit);
+  void ExpireAll();
+  void CheckStorage(const std::vector<NamedParameter>& parameters) const;
+  void CheckTrained(const std::vector<std::string>& frames) const;
+  std::string TrainedBits() const;
+  // Gives the gradients of this pass up, before an error of all ranks.
+  void DropGradients();
+  void OnGradient(size_t unit, size_t slice);
+  void OpenPass();
+  void ReduceDue();
+  void ReduceNext();
   void Reduce(size_t unit);
+  void ReduceLate(const std::vector<uint32_t>& late);
   void EndOfBackward();
   void AgreeOnOrder();
   void CheckOrder();
@@ -143,13 +154,24 @@ class ShardedModel {
   int forwards_ = 0;   // under way
   int summons_ = 0;    // under way
   bool open_ = false;  // a backward pass that reduces is under way
+  // Such a pass has ended since the last gathers: an optimizer may have stepped, whoever holds it.
+  bool stale_ = false;
   uint64_t uses_ = 0;  // clock of last_use
   // Units in the order in which their gradients were complete in rank 0's first backward pass: all
   // ranks reduce in it. Empty before.
   std::vector<size_t> order_;
-  std::vector<size_t> completed_;  // in this backward pass
-  size_t reduced_ = 0;             // of order_, in this backward pass
-  std::vector<bool> complete_;
+  // kFull: how often rank 0 had gone on to another unit in that pass when they were complete. They
+  // are reduced when it goes on again, complete or not: so gathers and reductions of all ranks are
+  // in one order, also where a rank leaves a parameter out.
+  std::vector<uint32_t> due_;
+  std::vector<uint32_t> completed_at_;  // as due_, of completed_
+  uint32_t turns_ = 0;                  // to another unit in this backward pass
+  const ShardUnit* turn_of_ = nullptr;
+  std::vector<size_t> completed_;      // in this backward pass
+  size_t reduced_ = 0;                 // of order_, in this backward pass
+  std::vector<bool> complete_, done_;  // done_: reduced
+  std::vector<bool> late_;             // with gradients that came after
+  std::vector<std::pair<at::Tensor, unsigned>> hooks_;
   // What was gathered and reduced since the last check, in order.
   std::vector<uint32_t> history_;
 };
