@@ -67,8 +67,8 @@ TEST_F(CommandsTest, Help_OfLaunch_ShowsTheDefaults) {
   EXPECT_EQ(help->Wait(), 0);
   int settings = 0;
   for (const std::string& line : help->out()) {
-    // They have the defaults of the settings that they become.
-    if (absl::StartsWith(line, "torchrun's flags")) break;
+    // The flags of other launchers have the defaults of what they become.
+    if (absl::StartsWith(line, "Accelerate's flags")) break;
     if (!absl::StartsWith(line, "  --")) continue;
     ++settings;
     // What has no default is empty, or said to be worked out.
