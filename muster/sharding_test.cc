@@ -276,6 +276,45 @@ TEST(Sharding, Hooks_GetWholeModels) {
   EXPECT_TRUE(ReadManifest(dir)->Find("model.safetensors") != nullptr);
 }
 
+TEST(Sharding, HooksOnOneRank_AndBuffersOfSeveralNames_AreSavedWhole) {
+  struct NetImpl : torch::nn::Module {
+    NetImpl() : first(MakeNet()), second(MakeNet()) {
+      register_module("first", first);
+      register_module("second", second);
+      first->register_buffer("rope", at::arange(4, at::kFloat));
+      second->register_buffer("rope", first->named_buffers()["rope"]);
+    }
+    at::Tensor forward(const at::Tensor& x) { return first->forward(x) + second->forward(x); }
+    torch::nn::Sequential first, second;
+  };
+  const std::string dir = TestDir("one_hook");
+  RunAccelerators(2, Sharded("zero3"), [&](Accelerator& a) {
+    auto net = std::make_shared<NetImpl>();
+    FusedSGD sgd(net->parameters(), {.lr = 0.1, .momentum = 0.9});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    Train(a, model, optimizer, 0, 2);
+    const Weights want = a.get_state_dict(model);
+    ASSERT_TRUE(a.save_state(dir + "-parts").ok());
+    if (a.is_main_process()) {
+      a.register_save_state_pre_hook([](std::vector<NamedTensors>&, StateWriter&) {});
+      a.register_load_state_pre_hook([](std::vector<NamedTensors>&, const StateReader&) {});
+    }
+    ASSERT_TRUE(a.save_state(dir).ok());
+    for (const std::string& from : {dir, dir + "-parts"}) {
+      Train(a, model, optimizer, 2, 3);
+      const absl::Status loaded = a.load_state(from);
+      ASSERT_TRUE(loaded.ok()) << loaded;
+      for (const auto& [name, tensor] : a.get_state_dict(model)) {
+        EXPECT_TRUE(at::equal(tensor, want.at(name))) << name;
+      }
+    }
+  });
+  // Its index holds what its files do.
+  auto whole = std::make_shared<NetImpl>();
+  const auto loaded = load_model(whole, dir + "-parts");
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+}
+
 TEST(Sharding, AdamStateOfAnEmptyShard_ComesFromTheOthers) {
   const std::string dir = TestDir("adam");
   Weights want;

@@ -423,15 +423,28 @@ void CheckpointState::CopyParametersLater(StateWriter& writer) const {
   }
 }
 
+bool CheckpointState::HooksAnywhere(bool here) const {
+  const Models& models = registry_.models();
+  const bool sharded = std::any_of(models.begin(), models.end(),
+                                   [](const auto& model) { return model->sharded() != nullptr; });
+  if (!sharded) return here;
+  bool anywhere = false;
+  for (const std::string& one : process_.comm().AllGatherBytes(here ? "1" : "0")) {
+    anywhere |= one == "1";
+  }
+  return anywhere;
+}
+
 absl::Status CheckpointState::Write(StateWriter& writer) const {
   CopyParametersLater(writer);
   const Models& models = registry_.models();
   const int rank = process_.rank();
+  const bool hooks = HooksAnywhere(!save_hooks_.empty());
   Division division;
   std::vector<NamedTensors> weights;
   for (size_t i = 0; i < models.size(); ++i) {
     // Hooks get whole models, on rank 0.
-    const bool divide = models[i]->sharded() != nullptr && save_hooks_.empty();
+    const bool divide = models[i]->sharded() != nullptr && !hooks;
     division.models.push_back(divide ? DivideModel(*models[i], process_.size()) : DividedModel());
     if (divide) {
       const auto writes = [&](const std::string& name) { return division.Writes(rank, i, name); };
@@ -787,7 +800,7 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
   const Models& models = registry_.models();
   Loaded loaded;
   // A sharded model and its optimizer are read file by file: no rank needs memory for all of it.
-  const bool by_file = load_hooks_.empty();
+  const bool by_file = !HooksAnywhere(!load_hooks_.empty());
   std::vector<std::string> together;
   const auto add = [&together](const std::vector<std::string>& names) {
     together.insert(together.end(), names.begin(), names.end());

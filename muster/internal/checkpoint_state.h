@@ -91,6 +91,9 @@ class CheckpointState {
   void CopyParametersLater(StateWriter& writer) const;
   // This process's files.
   absl::Status Write(StateWriter& writer) const;
+  // (collective) Whether there are hooks on any process, `here` on this one, that want whole models
+  // where sharded ones could be read and written in parts.
+  bool HooksAnywhere(bool here) const;
   // Parts of Write().
   absl::Status WriteModels(StateWriter& writer, const Division& division,
                            const std::vector<NamedTensors>& weights) const;

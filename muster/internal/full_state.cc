@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "absl/strings/str_cat.h"
+#include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/state_dict.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/parallel/sharded_model.h"
@@ -89,7 +90,8 @@ DividedModel DivideModel(ModelSlot& model, int ranks) {
   const auto buffers = model.source().buffers();
   // The first file is that of rank 0, if there is one.
   if (divided.files.empty() && !buffers.empty()) divided.files.emplace_back();
-  for (const auto& [name, buffer] : buffers) {
+  // One under several names is written under the first.
+  for (const auto& [name, buffer] : WithoutSharedTensors(buffers)) {
     divided.files[0].tensors.push_back(name);
     divided.bytes += static_cast<uint64_t>(buffer.nbytes());
   }

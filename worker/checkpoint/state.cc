@@ -156,6 +156,8 @@ absl::Status StateReader::ReadTogether(Comm& comm, const std::vector<std::string
     const ManifestFile* const file = manifest_.Find(name);
     if (file != nullptr && !file->blocks.empty()) files.push_back(*file);
   }
+  // The memory of those before goes first.
+  shared_.reset();
   MUSTER_ASSIGN_OR_RETURN(shared_, SharedFiles::Read(comm, dir_, files, {}));
   return absl::OkStatus();
 }

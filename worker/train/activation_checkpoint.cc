@@ -36,37 +36,18 @@ struct AutocastState {
   AutocastOptions options;
 };
 
-// The random generators as `states` says, and afterwards as they were.
-class RngScope {
- public:
-  explicit RngScope(const std::map<std::string, at::Tensor>& states) : before_(SaveRngState()) {
-    RestoreRngState(states);
-  }
-  ~RngScope() { RestoreRngState(before_); }
-  RngScope(const RngScope&) = delete;
-  RngScope& operator=(const RngScope&) = delete;
+// Without the version counter of `to`: what autograd has saved of it holds the same values before
+// and after a second run.
+void Overwrite(const at::Tensor& to, const at::Tensor& from) {
+  const at::NoGradGuard no_grad;
+  to.variable_data().copy_(from);
+}
 
- private:
-  const std::map<std::string, at::Tensor> before_;
-};
-
-// The values of tensors, put back at its end.
-class ValuesScope {
- public:
-  explicit ValuesScope(const std::vector<at::Tensor>& tensors) : tensors_(tensors) {
-    for (const at::Tensor& tensor : tensors) values_.push_back(tensor.detach().clone());
-  }
-  ~ValuesScope() {
-    const at::NoGradGuard no_grad;
-    for (size_t i = 0; i < tensors_.size(); ++i) at::Tensor(tensors_[i]).copy_(values_[i]);
-  }
-  ValuesScope(const ValuesScope&) = delete;
-  ValuesScope& operator=(const ValuesScope&) = delete;
-
- private:
-  const std::vector<at::Tensor>& tensors_;
-  std::vector<at::Tensor> values_;
-};
+// NaN is NaN.
+bool SameValues(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.is_floating_point()) return a.equal(b);
+  return (a.eq(b).logical_or_(a.ne(a).logical_and_(b.ne(b)))).all().item<bool>();
+}
 
 // Inference tensors have no version.
 int64_t VersionOf(const at::Tensor& tensor) {
@@ -83,10 +64,13 @@ class Region : public std::enable_shared_from_this<Region> {
     std::vector<int64_t> sizes;
     at::ScalarType dtype;
     c10::Device device;
-    std::optional<int64_t> version;  // of what needs gradients
-    // What the second run of backward pass `pass` has computed, until that pass has used it.
+    std::optional<int64_t> version;  // in the first run; none: of a buffer
+    // What the second run of backward pass `pass` has computed, until that pass has used it, and
+    // its version when it was saved.
     at::Tensor value;
     int pass = -1;
+    int64_t value_version = 0;
+    bool other_version = false;  // than in the first run
   };
 
   explicit Region(Rerun rerun)
@@ -95,6 +79,12 @@ class Region : public std::enable_shared_from_this<Region> {
         autocast_{AutocastState(c10::kCPU), AutocastState(c10::kCUDA)} {
     for (const at::Tensor& input : rerun_.inputs) {
       input_versions_.push_back(input.defined() ? VersionOf(input) : 0);
+    }
+    for (const at::Tensor& parameter : rerun_.parameters) {
+      parameter_versions_.push_back(VersionOf(parameter));
+    }
+    for (const at::Tensor& buffer : rerun_.buffers) {
+      buffers_.emplace_back(buffer, buffer.detach().clone());
     }
   }
 
@@ -105,12 +95,29 @@ class Region : public std::enable_shared_from_this<Region> {
                                             .device = tensor.device(),
                                             .version = std::nullopt,
                                             .value = {}});
-    // Of parameters, their views and what the function makes of them: the same in each run.
-    if (tensor.requires_grad()) slot->version = VersionOf(tensor);
+    // The same in each run, but of buffers that the function writes.
+    if (!IsOfBuffer(tensor)) slot->version = VersionOf(tensor);
     slots_.push_back(slot);
     return slot;
   }
-  void EndFirstRun() { in_first_run_ = false; }
+  void EndFirstRun() {
+    in_first_run_ = false;
+    // A second run needs what the first has changed.
+    std::erase_if(buffers_,
+                  [](const auto& buffer) { return SameValues(buffer.first, buffer.second); });
+    const std::map<std::string, at::Tensor> now = SaveRngState();
+    std::erase_if(rng_, [&](const auto& state) { return state.second.equal(now.at(state.first)); });
+    for (size_t i = 0; i < rerun_.inputs.size(); ++i) {
+      const at::Tensor& input = rerun_.inputs[i];
+      if (!input.defined() || VersionOf(input) == input_versions_[i]) continue;
+      broken_ = c10::str("activation_checkpoint: the function changes tensor ", i,
+                         " of the inputs, of shape ", input.sizes(),
+                         ", in place, and the backward pass needs the values before; clone() it "
+                         "first");
+    }
+    // An input that leads to this region would keep it.
+    if (!broken_.empty()) rerun_ = {};
+  }
 
   // The second run: the next tensor that autograd saves.
   void Recall(const at::Tensor& tensor) {
@@ -118,7 +125,8 @@ class Region : public std::enable_shared_from_this<Region> {
     TORCH_CHECK(place < slots_.size(), kOtherTensors, "the first run saved ", slots_.size(),
                 " tensors and the second saves more");
     // LibTorch does not count the changes of running statistics: their values must tell.
-    if (!tensor.requires_grad() && tensor.dim() == 1 && tensor.is_floating_point()) {
+    if (!tensor.requires_grad() && tensor.dim() == 1 && tensor.is_floating_point() &&
+        !IsOfBuffer(tensor)) {
       seen_.emplace_back(tensor, tensor.detach().clone());
     }
     if (const std::shared_ptr<Slot> slot = slots_[place].lock()) {
@@ -128,12 +136,8 @@ class Region : public std::enable_shared_from_this<Region> {
                   at::IntArrayRef(slot->sizes), " on ", slot->device, " in the first run and is ",
                   tensor.scalar_type(), " ", tensor.sizes(), " on ", tensor.device(),
                   " in the second");
-      TORCH_CHECK(!slot->version.has_value() || *slot->version == VersionOf(tensor),
-                  "activation_checkpoint: a parameter or another tensor that the function uses, of "
-                  "shape ",
-                  tensor.sizes(),
-                  ", was changed in place between the forward pass and its backward pass, which "
-                  "needs the values before; call backward() before optimizer.step()");
+      slot->other_version = slot->version.has_value() && *slot->version != VersionOf(tensor);
+      slot->value_version = VersionOf(tensor);
       slot->value = tensor.detach();
       slot->pass = pass_;
       --wanted_;
@@ -150,6 +154,12 @@ class Region : public std::enable_shared_from_this<Region> {
     MutexLock lock(&mu_);
     const int pass = torch::autograd::get_current_graph_task_id();
     if (!slot.value.defined() || slot.pass != pass) RunAgain(pass);
+    TORCH_CHECK(!slot.other_version && VersionOf(slot.value) == slot.value_version,
+                "activation_checkpoint: a tensor that the backward pass needs, ", slot.dtype, " ",
+                at::IntArrayRef(slot.sizes),
+                ", was changed in place: a parameter between the forward pass and its backward "
+                "pass (call backward() before optimizer.step()), or what the function has computed "
+                "by an operator in it that writes to it");
     // Each node asks once for each tensor; one that asks again has it computed again.
     return std::move(slot.value);
   }
@@ -159,13 +169,24 @@ class Region : public std::enable_shared_from_this<Region> {
       "activation_checkpoint: the function did not do the same when the backward pass ran it "
       "again: ";
 
-  void RunAgain(int pass);
+  bool IsOfBuffer(const at::Tensor& tensor) const {
+    for (const at::Tensor& buffer : rerun_.buffers) {
+      if (buffer.has_storage() && tensor.has_storage() && tensor.is_alias_of(buffer)) return true;
+    }
+    return false;
+  }
 
-  const Rerun rerun_;
-  const std::map<std::string, at::Tensor> rng_;
+  void RunAgain(int pass);
+  void CheckUnchanged() const;
+
+  Rerun rerun_;
+  // As the first run found them: random generators and buffers, after it those that it has changed.
+  std::map<std::string, at::Tensor> rng_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
   const AutocastState autocast_[2];
-  std::vector<int64_t> input_versions_;
+  std::vector<int64_t> input_versions_, parameter_versions_;
   bool in_first_run_ = true;
+  std::string broken_;  // why there can be no second run
   // In the order in which they were saved; gone when their nodes are.
   std::vector<std::weak_ptr<Slot>> slots_;
 
@@ -257,37 +278,68 @@ void InstallEngine() {
 
 }  // namespace
 
-void Region::RunAgain(int pass) {
+void Region::CheckUnchanged() const {
+  TORCH_CHECK(broken_.empty(), broken_);
   for (size_t i = 0; i < rerun_.inputs.size(); ++i) {
     const at::Tensor& input = rerun_.inputs[i];
     TORCH_CHECK(!input.defined() || VersionOf(input) == input_versions_[i],
                 "activation_checkpoint: tensor ", i, " of the inputs, of shape ", input.sizes(),
-                ", was changed in place by the function or after it, and the backward pass needs "
-                "the values before; clone() it first");
+                ", was changed in place after the function had it, and the backward pass needs the "
+                "values before; clone() it first");
   }
+  for (size_t i = 0; i < rerun_.parameters.size(); ++i) {
+    const at::Tensor& parameter = rerun_.parameters[i];
+    TORCH_CHECK(VersionOf(parameter) == parameter_versions_[i],
+                "activation_checkpoint: a parameter of the module, of shape ", parameter.sizes(),
+                ", was changed in place between the forward pass and its backward pass, which "
+                "needs the values before; call backward() before optimizer.step()");
+  }
+}
+
+void Region::RunAgain(int pass) {
+  CheckUnchanged();
   pass_ = pass;
   next_ = 0;
-  wanted_ = 0;
   seen_.clear();
-  for (const std::weak_ptr<Slot>& slot : slots_) wanted_ += slot.expired() ? 0 : 1;
+  // A function that drops what its first run has kept does so in the second.
+  std::vector<std::shared_ptr<Slot>> alive;
+  for (const std::weak_ptr<Slot>& slot : slots_) {
+    if (std::shared_ptr<Slot> one = slot.lock()) alive.push_back(std::move(one));
+  }
+  wanted_ = alive.size();
   {
-    const at::AutoGradMode with_gradients(true);
-    const ValuesScope buffers(rerun_.buffers);
-    const RngScope rng(rng_);
-    const AutocastGuard cpu(autocast_[0].precision, autocast_[0].device, autocast_[0].options);
-    const AutocastGuard cuda(autocast_[1].precision, autocast_[1].device, autocast_[1].options);
-    const RunningScope scope({.region = this, .again = true});
+    // Generators belong to the process: two second runs must not restore them in turns.
+    static Mutex& generators = *new Mutex;
+    std::optional<MutexLock> lock;
+    if (!rng_.empty()) lock.emplace(&generators);
+    std::map<std::string, at::Tensor> rng_now;
+    if (!rng_.empty()) rng_now = SaveRngState();
+    std::erase_if(rng_now, [this](const auto& state) { return rng_.count(state.first) == 0; });
+    std::vector<at::Tensor> buffers_now;
+    for (const auto& [buffer, before] : buffers_) buffers_now.push_back(buffer.detach().clone());
+    const auto restore = [&] {
+      RestoreRngState(rng_now);
+      for (size_t i = 0; i < buffers_.size(); ++i) Overwrite(buffers_[i].first, buffers_now[i]);
+    };
+    RestoreRngState(rng_);
+    for (const auto& [buffer, before] : buffers_) Overwrite(buffer, before);
     try {
+      const at::AutoGradMode with_gradients(true);
+      const AutocastGuard cpu(autocast_[0].precision, autocast_[0].device, autocast_[0].options);
+      const AutocastGuard cuda(autocast_[1].precision, autocast_[1].device, autocast_[1].options);
+      const RunningScope scope({.region = this, .again = true});
       rerun_.function();
     } catch (const AllIsThere&) {
+    } catch (...) {
+      restore();
+      throw;
     }
+    restore();
   }
   TORCH_CHECK(wanted_ == 0, kOtherTensors, "the first run saved ", slots_.size(),
               " tensors and the second only ", next_);
   for (const auto& [tensor, value] : seen_) {
-    bool restored = false;
-    for (const at::Tensor& buffer : rerun_.buffers) restored |= buffer.is_same(tensor);
-    TORCH_CHECK(restored || tensor.equal(value),
+    TORCH_CHECK(SameValues(tensor, value),
                 "activation_checkpoint: the function writes a tensor of shape ", tensor.sizes(),
                 ", so that running it again changes it twice (as the running statistics of a "
                 "BatchNorm); give the module itself: activation_checkpoint(module, inputs...)");

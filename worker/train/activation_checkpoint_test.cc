@@ -1,11 +1,13 @@
 #include "worker/train/activation_checkpoint.h"
 
+#include <limits>
 #include <string>
 
 #include "ATen/Functions.h"
 #include "gtest/gtest.h"
 #include "torch/csrc/autograd/autograd.h"
 #include "torch/nn/module.h"
+#include "torch/nn/modules/activation.h"
 #include "torch/nn/modules/batchnorm.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/dropout.h"
@@ -217,7 +219,7 @@ TEST(ActivationCheckpoint, ParameterOrInputChangedInBetween_Throws) {
     block->out->weight.add_(1);
   }
   std::string error = ErrorOf([&] { y.sum().backward(); });
-  EXPECT_NE(error.find("uses, of shape [32, 8], was changed"), std::string::npos) << error;
+  EXPECT_NE(error.find("of the module, of shape [8, 32], was changed"), std::string::npos) << error;
   y = activation_checkpoint(block, x);
   x.add_(1);
   error = ErrorOf([&] { y.sum().backward(); });
@@ -283,6 +285,131 @@ TEST(ActivationCheckpoint, GraphThatIsDropped_FreesFunctionAndInputs) {
     y.sum().backward();
     EXPECT_TRUE(alive.expired()) << "the backward pass is over";
   }
+}
+
+// A module that reads a buffer and writes it then.
+struct DecayingImpl : torch::nn::Module {
+  DecayingImpl()
+      : scale(register_buffer("scale", at::ones({3}))),
+        count(register_buffer("count", at::zeros({}, at::kLong))),
+        mask(register_buffer("mask", at::ones({3}).expand({4, 3}))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor y = (x * scale.clone()).exp() * mask;
+    const at::NoGradGuard no_grad;
+    scale.mul_(0.5);
+    count.add_(1);
+    return y;
+  }
+  at::Tensor scale, count, mask;
+};
+TORCH_MODULE(Decaying);
+
+TEST(ActivationCheckpoint, BuffersOfTheModule_AreThoseOfTheFirstRun) {
+  Decaying plain, checkpointed;
+  const at::Tensor x = at::full({3}, 0.5).requires_grad_();
+  // Two forward passes before the backward pass.
+  const at::Tensor want = grad({(plain(x) + plain(x)).sum()}, {x})[0];
+  const at::Tensor got = grad(
+      {(activation_checkpoint(checkpointed, x) + activation_checkpoint(checkpointed, x)).sum()},
+      {x})[0];
+  EXPECT_TRUE(got.equal(want));
+  EXPECT_TRUE(checkpointed->scale.equal(plain->scale));
+  EXPECT_EQ(checkpointed->count.item<int>(), 2);
+}
+
+TEST(ActivationCheckpoint, BufferThatOthersUse_IsNotTouched) {
+  Block block;
+  block->register_buffer("rope", at::arange(8, at::kFloat));
+  const at::Tensor rope = block->named_buffers()["rope"];
+  const at::Tensor x = at::ones({2, 8}).requires_grad_();
+  const at::Tensor plain = x * rope;  // saves it
+  const at::Tensor y = activation_checkpoint(block, plain) * rope;
+  y.sum().backward();
+  EXPECT_TRUE(x.grad().defined());
+}
+
+TEST(ActivationCheckpoint, FrozenParameterOrBiasThatChanged_Throws) {
+  for (const bool frozen : {true, false}) {
+    torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Tanh());
+    if (frozen) net->parameters()[0].set_requires_grad(false);
+    const at::Tensor y = activation_checkpoint(net, at::ones({1, 4}).requires_grad_());
+    {
+      const at::NoGradGuard no_grad;
+      net->parameters()[frozen ? 0 : 1].add_(1);
+    }
+    const std::string error = ErrorOf([&] { y.sum().backward(); });
+    EXPECT_NE(error.find("a parameter of the module, of shape"), std::string::npos) << error;
+  }
+  // In a lambda it is found if autograd saves it.
+  const at::Tensor weight = at::ones({4});
+  const at::Tensor x = at::ones({4}).requires_grad_();
+  const at::Tensor y =
+      activation_checkpoint([weight](const at::Tensor& in) { return (in * weight).exp(); }, x);
+  weight.add_(1);
+  const std::string error = ErrorOf([&] { y.sum().backward(); });
+  EXPECT_NE(error.find("was changed in place: a parameter"), std::string::npos) << error;
+}
+
+TEST(ActivationCheckpoint, SavedTensorThatTheFunctionWrites_ThrowsAsAPlainCall) {
+  const at::Tensor x = at::ones({4}).requires_grad_();
+  const auto function = [](const at::Tensor& in) {
+    at::Tensor h = (in * 2).sigmoid();
+    h.mul_(2);
+    return h.exp().sin();
+  };
+  EXPECT_NE(ErrorOf([&] { function(x).sum().backward(); }), "no error");
+  const std::string error = ErrorOf([&] { activation_checkpoint(function, x).sum().backward(); });
+  EXPECT_NE(error.find("an operator in it that writes to it"), std::string::npos) << error;
+}
+
+TEST(ActivationCheckpoint, InputThatTheFunctionWrites_ThrowsAndIsNotKept) {
+  std::weak_ptr<int> alive;
+  {
+    auto token = std::make_shared<int>(1);
+    alive = token;
+    const at::Tensor x = at::ones({4}).requires_grad_() * 2;
+    const at::Tensor y = activation_checkpoint(
+        [token = std::move(token)](at::Tensor in) { return in.sigmoid_().exp(); }, x);
+    const std::string error = ErrorOf([&] { y.sum().backward(); });
+    EXPECT_NE(error.find("changes tensor 0 of the inputs"), std::string::npos) << error;
+  }
+  EXPECT_TRUE(alive.expired());
+}
+
+TEST(ActivationCheckpoint, RandomState_OfAFunctionWithoutRandomNumbersIsLeftAlone) {
+  const at::Tensor x = at::ones({4}).requires_grad_();
+  at::Tensor drawn;
+  const at::Tensor y = activation_checkpoint(
+      [&drawn, runs = std::make_shared<int>(0)](const at::Tensor& in) {
+        const at::Tensor z = in.exp();
+        // As another thread would.
+        if (++*runs == 2) drawn = at::rand({3});
+        return z.sin().exp();
+      },
+      x);
+  y.sum().backward();
+  EXPECT_FALSE(at::rand({3}).equal(drawn)) << "numbers that were drawn meanwhile come again";
+}
+
+TEST(ActivationCheckpoint, TensorsInMembersAndNan_AreNoMistakes) {
+  struct LoggingImpl : torch::nn::Module {
+    at::Tensor forward(const at::Tensor& x, const at::Tensor& target) {
+      logged.clear();
+      const at::Tensor p = x.exp();
+      logged.push_back((p * p.log()).sum());  // not in the loss
+      return at::where(target.isnan(), p, p - target).sin().exp();
+    }
+    std::vector<at::Tensor> logged;
+  };
+  const auto net = std::make_shared<LoggingImpl>();
+  const at::Tensor target = at::full({4}, std::numeric_limits<float>::quiet_NaN());
+  const at::Tensor x = at::ones({4}).requires_grad_();
+  activation_checkpoint(net, x, target).sum().backward();
+  activation_checkpoint([&](const at::Tensor& in) { return (in * target).exp(); }, x)
+      .sum()
+      .backward();
+  EXPECT_TRUE(x.grad().defined());
+  net->logged.clear();
 }
 
 }  // namespace
