@@ -88,9 +88,12 @@ class Simulation {
     core_->StartTerm(NextEvent(), false, &out);
     Take(std::move(out));
   }
-  static void Replay(const v1::JournalChange& change, JobsCore* core) {
+  void Replay(const v1::JournalChange& change, JobsCore* core) {
     if (change.has_job_record_changed()) {
-      MUSTER_CHECK(core->Restore(change.job_record_changed()).ok()) << change.ShortDebugString();
+      const absl::Status restored = core->Restore(change.job_record_changed());
+      if (!restored.ok()) {
+        Violation(absl::StrCat(restored.message(), ": ", change.ShortDebugString()));
+      }
     }
     if (change.has_node_changed()) core->Restore(change.node_changed());
   }
@@ -257,7 +260,7 @@ class Simulation {
       JobsOutput out;
       core_->Tick({std::max(due, ticked_), revision_ += 2, kCluster}, &out);
       ticked_ = std::max(due, ticked_) + absl::Milliseconds(1);
-      NoteLost();
+      NoteLost(&out);
       Take(std::move(out));
       if (ticked_ >= now_) break;
     }
@@ -311,16 +314,21 @@ class Simulation {
   Node& Any() { return nodes_[random_() % nodes_.size()]; }
 
   // A node that was lost once may have processes of an attempt that is fenced.
-  void NoteLost() {
+  // Seen before what the event has put out goes anywhere; any event may also start jobs and answer
+  // nodes, so what this one puts out follows the other's.
+  void NoteLost(JobsOutput* out) {
     v1::Op op;
     op.mutable_list_nodes();
-    JobsOutput out;
-    core_->Handle(++calls_, op, {ticked_, revision_ += 2, kCluster}, &out);
-    for (const auto& [call, result] : out.replies) {
+    JobsOutput more;
+    core_->Handle(++calls_, op, {ticked_, revision_ += 2, kCluster}, &more);
+    for (auto& [call, result] : more.replies) {
       for (const v1::NodeRecord& node : result.list_nodes().nodes()) {
         if (node.lost() && was_lost_.insert(node.node()).second) ++result_.lost_nodes;
       }
+      out->replies.emplace_back(call, std::move(result));
     }
+    for (v1::JournalChange& change : more.changes) out->changes.push_back(std::move(change));
+    for (auto& group : more.closed_groups) out->closed_groups.push_back(std::move(group));
   }
 
   void EndSomething() {

@@ -10,7 +10,7 @@ namespace {
 
 int Seeds() {
   const char* const seeds = std::getenv("MUSTER_JOBS_SEEDS");
-  return seeds == nullptr ? 500 : std::atoi(seeds);
+  return seeds == nullptr ? 2000 : std::atoi(seeds);
 }
 
 TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
