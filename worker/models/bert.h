@@ -1,0 +1,110 @@
+#ifndef MUSTER_WORKER_MODELS_BERT_H_
+#define MUSTER_WORKER_MODELS_BERT_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "torch/nn/module.h"
+#include "torch/nn/pimpl.h"
+#include "worker/models/attention.h"
+#include "worker/models/layers.h"
+#include "worker/models/text_model.h"
+
+namespace muster::models {
+
+// BERT (Devlin et al., 2018), with the names of its files on the Hub.
+
+// Layer norm after a linear layer and the residual: norm(x + dropout(dense(y))).
+class BertOutputImpl : public torch::nn::Module {
+ public:
+  BertOutputImpl(const BertConfig& config, int64_t in);
+  at::Tensor forward(const at::Tensor& y, const at::Tensor& x);
+
+ private:
+  const double dropout_;
+  Linear dense_{nullptr};
+  LayerNorm norm_{nullptr};
+};
+TORCH_MODULE(BertOutput);
+
+class BertLayerImpl : public torch::nn::Module {
+ public:
+  explicit BertLayerImpl(const BertConfig& config);
+  // x [B, T, width] to the same.
+  at::Tensor forward(const at::Tensor& x, const AttentionMask& mask);
+
+ private:
+  const int64_t num_heads_;
+  const double dropout_;
+  const Activation activation_;
+  Linear query_{nullptr}, key_{nullptr}, value_{nullptr}, intermediate_{nullptr};
+  BertOutput attention_output_{nullptr}, output_{nullptr};
+};
+TORCH_MODULE(BertLayer);
+
+// Embeddings and layers; with `has_pooler` what a classifier starts from.
+class BertImpl : public torch::nn::Module {
+ public:
+  BertImpl(const BertConfig& config, bool has_pooler);
+  // [B, T, width].
+  at::Tensor forward(const TextBatch& batch);
+  // Of the first token: hidden [B, T, width] to [B, width].
+  at::Tensor Pool(const at::Tensor& hidden);
+
+  Embedding word_embeddings{nullptr};
+
+ private:
+  const double dropout_;
+  Embedding position_embeddings_{nullptr}, token_type_embeddings_{nullptr};
+  LayerNorm norm_{nullptr};
+  std::vector<BertLayer> layers_;
+  Linear pooler_{nullptr};
+};
+TORCH_MODULE(Bert);
+
+class BertModelImpl : public TextModelImpl {
+ public:
+  std::string ParameterName(const std::string& name_in_file) const override;
+
+ protected:
+  BertModelImpl(const BertConfig& config, bool has_pooler);
+  const BertConfig& bert_config() const { return std::get<BertConfig>(config()); }
+
+  Bert bert_{nullptr};
+};
+
+// Predicts masked tokens. The loss holds the logits at each position against its label.
+class BertForMaskedLMImpl : public BertModelImpl {
+ public:
+  explicit BertForMaskedLMImpl(const BertConfig& config);
+  ModelOutput forward(const TextBatch& batch) override;
+  void InitWeights() override;
+  std::string ParameterName(const std::string& name_in_file) const override;
+
+ private:
+  Linear transform_{nullptr};
+  LayerNorm transform_norm_{nullptr};
+  Linear decoder_{nullptr};
+  at::Tensor bias_;
+};
+TORCH_MODULE(BertForMaskedLM);
+
+// Classifies rows. What the labels mean follows from the config, or from each batch for itself
+// (BertConfig::Problem).
+class BertForSequenceClassificationImpl : public BertModelImpl {
+ public:
+  explicit BertForSequenceClassificationImpl(const BertConfig& config);
+  ModelOutput forward(const TextBatch& batch) override;
+
+ private:
+  at::Tensor Loss(const at::Tensor& logits, const at::Tensor& labels) const;
+
+  Linear classifier_{nullptr};
+};
+TORCH_MODULE(BertForSequenceClassification);
+
+}  // namespace muster::models
+
+#endif  // MUSTER_WORKER_MODELS_BERT_H_

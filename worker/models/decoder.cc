@@ -1,0 +1,137 @@
+#include "worker/models/decoder.h"
+
+#include <map>
+#include <memory>
+
+#include "ATen/TensorOperators.h"
+#include "ATen/ops/arange.h"
+#include "ATen/ops/empty.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+
+namespace muster::models {
+
+DecoderAttentionImpl::DecoderAttentionImpl(const DecoderConfig& config, int64_t layer)
+    : layer_(layer),
+      num_heads_(config.num_heads),
+      num_key_value_heads_(config.num_key_value_heads),
+      dropout_(config.attention_dropout) {
+  const int64_t width = config.hidden_size;
+  const int64_t queries = config.num_heads * config.head_dim;
+  const int64_t keys = config.num_key_value_heads * config.head_dim;
+  q_proj_ = register_module("q_proj", Linear(width, queries, config.qkv_bias));
+  k_proj_ = register_module("k_proj", Linear(width, keys, config.qkv_bias));
+  v_proj_ = register_module("v_proj", Linear(width, keys, config.qkv_bias));
+  o_proj_ = register_module("o_proj", Linear(queries, width, config.attention_output_bias));
+}
+
+at::Tensor DecoderAttentionImpl::forward(const at::Tensor& x, const DecoderPass& pass) {
+  const at::Tensor queries = pass.rotation.Apply(SplitHeads(q_proj_(x), num_heads_));
+  at::Tensor keys = pass.rotation.Apply(SplitHeads(k_proj_(x), num_key_value_heads_));
+  at::Tensor values = SplitHeads(v_proj_(x), num_key_value_heads_);
+  if (pass.cache != nullptr) std::tie(keys, values) = pass.cache->Append(layer_, keys, values);
+  return o_proj_(Attend(queries, keys, values, pass.masks[layer_],
+                        is_training() ? dropout_ : 0));
+}
+
+DecoderLayerImpl::DecoderLayerImpl(const DecoderConfig& config, int64_t layer) {
+  const int64_t width = config.hidden_size;
+  self_attn_ = register_module("self_attn", DecoderAttention(config, layer));
+  if (config.num_experts > 0) {
+    experts_ = register_module("block_sparse_moe", SparseExperts(config));
+  } else {
+    mlp_ = register_module("mlp", GatedMlp(config, GatedMlpImpl::Names{}));
+  }
+  input_layernorm_ = register_module("input_layernorm", RmsNorm(width, config.rms_norm_eps));
+  post_attention_layernorm_ =
+      register_module("post_attention_layernorm", RmsNorm(width, config.rms_norm_eps));
+}
+
+at::Tensor DecoderLayerImpl::forward(const at::Tensor& x, DecoderPass& pass) {
+  const at::Tensor attended = x + self_attn_(input_layernorm_(x), pass);
+  const at::Tensor normed = post_attention_layernorm_(attended);
+  if (mlp_) return attended + mlp_(normed);
+  const SparseExpertsImpl::Output mixed = experts_(normed, pass.skip_idle_experts);
+  pass.router_logits.push_back(mixed.router_logits);
+  return attended + mixed.x;
+}
+
+DecoderImpl::DecoderImpl(const DecoderConfig& config)
+    : sliding_windows_(config.sliding_windows),
+      rope_frequencies_(RopeFrequencies(config.rope, config.head_dim)) {
+  embed_tokens = register_module(
+      "embed_tokens", Embedding(config.vocab_size, config.hidden_size, config.pad_token_id));
+  const auto list = register_module("layers", std::make_shared<torch::nn::Module>("layers"));
+  for (int64_t i = 0; i < config.num_layers; ++i) {
+    layers_.push_back(list->register_module(std::to_string(i), DecoderLayer(config, i)));
+  }
+  norm_ = register_module("norm", RmsNorm(config.hidden_size, config.rms_norm_eps));
+}
+
+at::Tensor DecoderImpl::forward(const TextBatch& batch, DecoderPass& pass) {
+  const int64_t past = pass.cache == nullptr ? 0 : pass.cache->length();
+  const int64_t count = batch.input_ids.size(1);
+  at::Tensor x = embed_tokens(batch.input_ids);
+  const at::Tensor positions =
+      batch.position_ids.defined()
+          ? batch.position_ids
+          : at::arange(past, past + count, batch.input_ids.options()).unsqueeze(0);
+  pass.rotation = RotationAt(rope_frequencies_, positions, x.scalar_type());
+  const at::Tensor padding = PaddingMask(batch.attention_mask);
+  std::map<int64_t, AttentionMask> of_window;
+  for (const int64_t window : sliding_windows_) {
+    auto found = of_window.find(window);
+    if (found == of_window.end()) {
+      found = of_window
+                  .emplace(window, CausalMask(padding, count, past + count, window, x.device()))
+                  .first;
+    }
+    pass.masks.push_back(found->second);
+  }
+  for (DecoderLayer& layer : layers_) x = layer(x, pass);
+  return norm_(x);
+}
+
+DecoderForCausalLMImpl::DecoderForCausalLMImpl(const DecoderConfig& config)
+    : CausalLmImpl(ModelConfig(config)) {
+  model_ = register_module("model", Decoder(decoder_config()));
+  if (!config.tie_word_embeddings) {
+    lm_head_ = register_module("lm_head", Linear(config.hidden_size, config.vocab_size, false));
+  }
+}
+
+CausalLmImpl::Hidden DecoderForCausalLMImpl::Run(const TextBatch& batch, KvCache* cache) {
+  DecoderPass pass{.cache = cache, .skip_idle_experts = cache != nullptr};
+  Hidden out = {.hidden = model_(batch, pass)};
+  if (cache != nullptr) cache->Advance(batch.input_ids.size(1));
+  const DecoderConfig& config = decoder_config();
+  if (config.num_experts > 0 && config.output_router_logits && cache == nullptr) {
+    out.aux_loss = LoadBalancingLoss(pass.router_logits, config.num_experts_per_token,
+                                     PaddingMask(batch.attention_mask));
+  }
+  return out;
+}
+
+at::Tensor DecoderForCausalLMImpl::Head(const at::Tensor& hidden) {
+  return lm_head_ ? lm_head_(hidden) : model_->embed_tokens->Logits(hidden);
+}
+
+KvCache DecoderForCausalLMImpl::NewCache(int64_t batch, int64_t capacity) const {
+  const DecoderConfig& config = decoder_config();
+  return KvCache(config.num_layers, batch, config.num_key_value_heads, capacity, config.head_dim,
+                 model_->embed_tokens->weight.options().requires_grad(false));
+}
+
+std::string DecoderForCausalLMImpl::ParameterName(const std::string& name_in_file) const {
+  // Older files hold the frequencies of the rotation.
+  if (absl::EndsWith(name_in_file, ".rotary_emb.inv_freq")) return "";
+  if (name_in_file == "lm_head.weight") return lm_head_ ? name_in_file : "";
+  // Files of the decoder without its head.
+  if (absl::StartsWith(name_in_file, "embed_tokens.") || absl::StartsWith(name_in_file, "layers.") ||
+      absl::StartsWith(name_in_file, "norm.")) {
+    return absl::StrCat("model.", name_in_file);
+  }
+  return name_in_file;
+}
+
+}  // namespace muster::models

@@ -1,0 +1,103 @@
+#ifndef MUSTER_WORKER_MODELS_DECODER_H_
+#define MUSTER_WORKER_MODELS_DECODER_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "torch/nn/module.h"
+#include "torch/nn/pimpl.h"
+#include "worker/models/attention.h"
+#include "worker/models/layers.h"
+#include "worker/models/rope.h"
+#include "worker/models/sparse_experts.h"
+#include "worker/models/text_model.h"
+
+namespace muster::models {
+
+// Llama, Mistral, Mixtral and Qwen2: one decoder. DecoderConfig says in what they differ; modules
+// have the names of their files on the Hub.
+
+// What all layers of one forward pass share.
+struct DecoderPass {
+  Rotation rotation = {};
+  // For each layer.
+  std::vector<AttentionMask> masks = {};
+  KvCache* cache = nullptr;
+  bool skip_idle_experts = false;
+  // Filled by the layers: the router's logits [B * T, experts].
+  std::vector<at::Tensor> router_logits = {};
+};
+
+// Attention with grouped queries (Ainslie et al., 2023) and rotary positions.
+class DecoderAttentionImpl : public torch::nn::Module {
+ public:
+  DecoderAttentionImpl(const DecoderConfig& config, int64_t layer);
+  at::Tensor forward(const at::Tensor& x, const DecoderPass& pass);
+
+ private:
+  const int64_t layer_;
+  const int64_t num_heads_;
+  const int64_t num_key_value_heads_;
+  const double dropout_;
+  Linear q_proj_{nullptr}, k_proj_{nullptr}, v_proj_{nullptr}, o_proj_{nullptr};
+};
+TORCH_MODULE(DecoderAttention);
+
+class DecoderLayerImpl : public torch::nn::Module {
+ public:
+  DecoderLayerImpl(const DecoderConfig& config, int64_t layer);
+  // x [B, T, width] to the same.
+  at::Tensor forward(const at::Tensor& x, DecoderPass& pass);
+
+ private:
+  RmsNorm input_layernorm_{nullptr}, post_attention_layernorm_{nullptr};
+  DecoderAttention self_attn_{nullptr};
+  // One of them.
+  GatedMlp mlp_{nullptr};
+  SparseExperts experts_{nullptr};
+};
+TORCH_MODULE(DecoderLayer);
+
+// The decoder without its head.
+class DecoderImpl : public torch::nn::Module {
+ public:
+  explicit DecoderImpl(const DecoderConfig& config);
+  // Of the last layer, normed: [B, T, width].
+  at::Tensor forward(const TextBatch& batch, DecoderPass& pass);
+
+  Embedding embed_tokens{nullptr};
+
+ private:
+  const std::vector<int64_t> sliding_windows_;
+  const at::Tensor rope_frequencies_;
+  std::vector<DecoderLayer> layers_;
+  RmsNorm norm_{nullptr};
+};
+TORCH_MODULE(Decoder);
+
+class DecoderForCausalLMImpl : public CausalLmImpl {
+ public:
+  // Without values; see InitWeights(). Throws c10::Error for a config that is not valid.
+  explicit DecoderForCausalLMImpl(const DecoderConfig& config);
+
+  KvCache NewCache(int64_t batch, int64_t capacity) const override;
+  std::string ParameterName(const std::string& name_in_file) const override;
+
+ protected:
+  Hidden Run(const TextBatch& batch, KvCache* cache) override;
+  at::Tensor Head(const at::Tensor& hidden) override;
+  double aux_loss_coefficient() const override { return decoder_config().router_aux_loss_coef; }
+
+ private:
+  const DecoderConfig& decoder_config() const { return std::get<DecoderConfig>(config()); }
+
+  Decoder model_{nullptr};
+  Linear lm_head_{nullptr};
+};
+TORCH_MODULE(DecoderForCausalLM);
+
+}  // namespace muster::models
+
+#endif  // MUSTER_WORKER_MODELS_DECODER_H_

@@ -1,0 +1,315 @@
+#include "worker/models/generate.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <utility>
+
+#include "ATen/ops/argmax.h"
+#include "ATen/TensorOperators.h"
+#include "ATen/ops/cumsum.h"
+#include "ATen/ops/full.h"
+#include "ATen/ops/log_softmax.h"
+#include "ATen/ops/searchsorted.h"
+#include "ATen/ops/softmax.h"
+#include "ATen/ops/stack.h"
+#include "ATen/ops/tensor.h"
+#include "ATen/ops/topk.h"
+#include "c10/core/InferenceMode.h"
+#include "worker/models/beam_search.h"
+#include "worker/models/prompt.h"
+
+namespace muster::models {
+namespace {
+
+// Evaluation mode for as long as it lives.
+class ScopedEvaluation {
+ public:
+  explicit ScopedEvaluation(torch::nn::Module& model)
+      : model_(model), was_training_(model.is_training()) {
+    if (was_training_) model_.eval();
+  }
+  ~ScopedEvaluation() {
+    if (was_training_) model_.train();
+  }
+  ScopedEvaluation(const ScopedEvaluation&) = delete;
+  ScopedEvaluation& operator=(const ScopedEvaluation&) = delete;
+
+ private:
+  torch::nn::Module& model_;
+  const bool was_training_;
+};
+
+// Options with what the config says in place of what they leave open.
+struct Resolved {
+  std::vector<int64_t> end_tokens;
+  int64_t padding = 0;
+};
+
+Resolved Resolve(const CommonConfig& config, const GenerateOptions& options) {
+  Resolved out = {.end_tokens = options.eos_token_ids.value_or(config.eos_token_ids)};
+  if (options.pad_token_id.has_value()) {
+    out.padding = *options.pad_token_id;
+  } else if (config.pad_token_id.has_value()) {
+    out.padding = *config.pad_token_id;
+  } else if (!out.end_tokens.empty()) {
+    out.padding = out.end_tokens.front();
+  }
+  return out;
+}
+
+void CheckOptions(const GenerateOptions& options, const CommonConfig& config,
+                  const at::Tensor& input_ids) {
+  CheckRules(options.rules);
+  TORCH_CHECK_VALUE(options.max_new_tokens >= 1, "max_new_tokens is ", options.max_new_tokens,
+                    "; it must be at least 1");
+  TORCH_CHECK_VALUE(options.num_beams >= 1, "num_beams is ", options.num_beams,
+                    "; it must be at least 1");
+  TORCH_CHECK_VALUE(options.num_return_sequences >= 1 &&
+                        options.num_return_sequences <= options.num_beams,
+                    "num_return_sequences is ", options.num_return_sequences,
+                    "; it must be from 1 to num_beams, which is ", options.num_beams);
+  TORCH_CHECK_VALUE(std::isfinite(options.length_penalty), "length_penalty is not a finite number");
+  if (options.num_beams > 1) {
+    TORCH_CHECK_VALUE(!options.do_sample, "do_sample does not go with num_beams > 1");
+    TORCH_CHECK_VALUE(options.on_tokens == nullptr, "on_tokens does not go with num_beams > 1, whose "
+                      "tokens can still change");
+    TORCH_CHECK_VALUE(!options.output_logits, "output_logits does not go with num_beams > 1");
+  }
+  if (!options.do_sample) {
+    TORCH_CHECK_VALUE(options.rules.temperature == 1 && options.rules.top_k == 0 &&
+                          options.rules.top_p == 1 && options.rules.min_p == 0,
+                      "temperature, top_k, top_p and min_p are for sampling: set do_sample too");
+  }
+  const int64_t length = input_ids.defined() && input_ids.dim() == 2 ? input_ids.size(1) : 0;
+  TORCH_CHECK_VALUE(
+      options.beyond_context || length + options.max_new_tokens <= config.max_positions,
+      "a prompt of ", length, " tokens and ", options.max_new_tokens,
+      " new ones are more than the ", config.max_positions,
+      " positions of the model: shorten the prompt or lower max_new_tokens");
+}
+
+// One uniform number in [0, 1) after another, for each row its own.
+class Draws {
+ public:
+  Draws(uint64_t seed, int64_t rows) {
+    for (int64_t row = 0; row < rows; ++row) {
+      std::seed_seq mixed = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
+                             static_cast<uint32_t>(row)};
+      engines_.emplace_back(mixed);
+    }
+  }
+  // [rows, 1] float64.
+  at::Tensor Next() {
+    std::vector<double> numbers;
+    // 53 bits, as many as a double has; the standard's distribution may give 1.
+    for (auto& engine : engines_) {
+      numbers.push_back(static_cast<double>(engine() >> 11) * 0x1.0p-53);
+    }
+    return at::tensor(numbers, c10::kDouble).unsqueeze(1);
+  }
+
+ private:
+  std::vector<std::mt19937_64> engines_;
+};
+
+std::vector<int64_t> ToVector(const at::Tensor& ids) {
+  const at::Tensor on_cpu = ids.cpu().contiguous();
+  const int64_t* const data = on_cpu.const_data_ptr<int64_t>();
+  return {data, data + on_cpu.numel()};
+}
+
+void CheckScores(const at::Tensor& best, int64_t step) {
+  const at::Tensor bad = best.isnan().cpu();
+  TORCH_CHECK(!bad.any().item<bool>(), "the model's logits for new token ", step, " of row ",
+              bad.to(c10::kLong).argmax().item<int64_t>(),
+              " are not numbers: its weights or its type are at fault");
+}
+
+std::vector<int64_t> Choose(const GenerateOptions& options, const at::Tensor& scores, Draws* draws,
+                            int64_t step) {
+  const auto [best, index] = scores.max(-1);
+  CheckScores(best, step);
+  if (!options.do_sample) return ToVector(index);
+  const at::Tensor sums =
+      at::softmax(ApplySamplingRules(options.rules, scores), -1, c10::kDouble).cumsum(-1);
+  const at::Tensor total = sums.narrow(-1, sums.size(-1) - 1, 1);
+  const at::Tensor chosen =
+      at::searchsorted(sums, draws->Next().to(sums.device()) * total, /*out_int32=*/false,
+                       /*right=*/true);
+  return ToVector(chosen.clamp_max(sums.size(-1) - 1));
+}
+
+at::Tensor Padded(const std::vector<std::vector<int64_t>>& rows, int64_t padding) {
+  size_t longest = 0;
+  for (const auto& row : rows) longest = std::max(longest, row.size());
+  std::vector<int64_t> flat;
+  for (const auto& row : rows) {
+    flat.insert(flat.end(), row.begin(), row.end());
+    flat.insert(flat.end(), longest - row.size(), padding);
+  }
+  return at::tensor(flat, c10::kLong)
+      .view({static_cast<int64_t>(rows.size()), static_cast<int64_t>(longest)});
+}
+
+bool Contains(const std::vector<int64_t>& tokens, int64_t token) {
+  return std::find(tokens.begin(), tokens.end(), token) != tokens.end();
+}
+
+// Greedy search and sampling.
+Generated Walk(PromptReader& reader, const GenerateOptions& options, const Resolved& resolved) {
+  std::vector<Tokens> rows = reader.prompts();
+  const size_t num_rows = rows.size();
+  std::vector<std::vector<int64_t>> generated(num_rows);
+  std::vector<bool> ended(num_rows, false);
+  std::vector<at::Tensor> logits;
+  Draws draws(options.seed, static_cast<int64_t>(num_rows));
+  at::Tensor scores = reader.ReadPrompt();
+  for (int64_t step = 0;; ++step) {
+    if (options.output_logits) logits.push_back(scores);
+    std::vector<int64_t> next =
+        Choose(options, ApplyRules(options.rules, scores, rows, step), &draws, step);
+    for (size_t row = 0; row < num_rows; ++row) {
+      if (ended[row]) {
+        next[row] = resolved.padding;
+        continue;
+      }
+      rows[row].push_back(next[row]);
+      generated[row].push_back(next[row]);
+      ended[row] = Contains(resolved.end_tokens, next[row]);
+    }
+    if (options.on_tokens != nullptr) options.on_tokens(next, ended);
+    TORCH_CHECK(ended.size() == num_rows, "on_tokens changed the number of rows");
+    const bool all = std::find(ended.begin(), ended.end(), false) == ended.end();
+    if (all || step + 1 == options.max_new_tokens) break;
+    scores = reader.ReadNext(next);
+  }
+  Generated out = {.tokens = Padded(generated, resolved.padding)};
+  if (options.output_logits) out.logits = at::stack(logits, 1);
+  return out;
+}
+
+// The best tokens after each row's running sequences, best first. `scores` [B * beams, vocabulary].
+std::vector<std::vector<Beams::Candidate>> BestCandidates(const std::vector<Beams>& searches,
+                                                          const at::Tensor& scores,
+                                                          int64_t num_beams) {
+  const int64_t vocabulary = scores.size(1);
+  std::vector<float> sums;
+  for (const Beams& search : searches) {
+    // A row that is done, or has fewer sequences than its place, fills up with hopeless ones.
+    for (int64_t beam = 0; beam < num_beams; ++beam) {
+      const bool runs = beam < static_cast<int64_t>(search.running().size());
+      sums.push_back(runs ? static_cast<float>(search.running()[beam].score)
+                          : -std::numeric_limits<float>::infinity());
+    }
+  }
+  const at::Tensor total = (scores + at::tensor(sums, c10::kFloat).to(scores.device()).unsqueeze(1))
+                               .view({static_cast<int64_t>(searches.size()), -1});
+  const int64_t wanted = std::min(searches.at(0).num_candidates(), total.size(1));
+  const auto [best, index] = total.topk(wanted, -1);
+  const at::Tensor values = best.cpu().contiguous();
+  const std::vector<int64_t> places = ToVector(index);
+  std::vector<std::vector<Beams::Candidate>> out(searches.size());
+  for (size_t row = 0; row < searches.size(); ++row) {
+    for (int64_t i = 0; i < wanted; ++i) {
+      const size_t at = row * static_cast<size_t>(wanted) + static_cast<size_t>(i);
+      const Beams::Candidate candidate = {.beam = places[at] / vocabulary,
+                                          .token = places[at] % vocabulary,
+                                          .sum = values.const_data_ptr<float>()[at]};
+      if (candidate.beam < static_cast<int64_t>(searches[row].running().size())) {
+        out[row].push_back(candidate);
+      }
+    }
+  }
+  return out;
+}
+
+Generated ReturnBest(const std::vector<Beams>& searches, const GenerateOptions& options,
+                     const Resolved& resolved) {
+  std::vector<std::vector<int64_t>> rows;
+  std::vector<float> scores;
+  for (const Beams& search : searches) {
+    for (int64_t i = 0; i < options.num_return_sequences; ++i) {
+      const bool is_there = i < static_cast<int64_t>(search.finished().size());
+      rows.push_back(is_there ? search.finished()[i].tokens : std::vector<int64_t>());
+      scores.push_back(is_there ? static_cast<float>(search.finished()[i].score)
+                                : -std::numeric_limits<float>::infinity());
+    }
+  }
+  return {.tokens = Padded(rows, resolved.padding), .scores = at::tensor(scores, c10::kFloat)};
+}
+
+Generated Search(PromptReader& reader, const GenerateOptions& options, const Resolved& resolved) {
+  const std::vector<Tokens>& prompts = reader.prompts();
+  std::vector<Beams> searches;
+  for (size_t row = 0; row < prompts.size(); ++row) {
+    searches.emplace_back(options, resolved.end_tokens);
+  }
+  at::Tensor logits = reader.ReadPrompt();
+  int64_t num_beams = 1;
+  for (int64_t step = 0;; ++step) {
+    std::vector<Tokens> rows;
+    for (size_t row = 0; row < prompts.size(); ++row) {
+      for (int64_t beam = 0; beam < num_beams; ++beam) {
+        Tokens tokens = prompts[row];
+        if (beam < static_cast<int64_t>(searches[row].running().size())) {
+          const auto& more = searches[row].running()[beam].tokens;
+          tokens.insert(tokens.end(), more.begin(), more.end());
+        }
+        rows.push_back(std::move(tokens));
+      }
+    }
+    CheckScores(logits.amax(-1), step);
+    const auto candidates = BestCandidates(
+        searches, ApplyRules(options.rules, at::log_softmax(logits, -1), rows, step), num_beams);
+    std::vector<int64_t> parents, tokens;
+    bool done = true;
+    for (size_t row = 0; row < searches.size(); ++row) {
+      std::vector<int64_t> from = searches[row].Step(candidates[row]);
+      done = done && searches[row].is_done();
+      from.resize(options.num_beams, 0);
+      for (int64_t beam = 0; beam < options.num_beams; ++beam) {
+        parents.push_back(static_cast<int64_t>(row) * options.num_beams + from[beam]);
+        const bool runs = beam < static_cast<int64_t>(searches[row].running().size());
+        tokens.push_back(runs ? searches[row].running()[beam].tokens.back() : resolved.padding);
+      }
+    }
+    if (done) return ReturnBest(searches, options, resolved);
+    if (step == 0) {
+      reader.Repeat(options.num_beams);
+      num_beams = options.num_beams;
+    } else {
+      reader.Reorder(parents);
+    }
+    logits = reader.ReadNext(tokens);
+  }
+}
+
+}  // namespace
+
+Generated Generate(CausalLmImpl& model, const at::Tensor& input_ids,
+                   const at::Tensor& attention_mask, const GenerateOptions& options) {
+  const CommonConfig& config = Common(model.config());
+  CheckOptions(options, config, input_ids);
+  const ScopedEvaluation evaluation(model);
+  const c10::InferenceMode inference;
+  const Resolved resolved = Resolve(config, options);
+  GenerateOptions complete = options;
+  complete.rules.end_tokens = resolved.end_tokens;
+  PromptReader reader(model, input_ids, attention_mask, options.max_new_tokens);
+  return options.num_beams > 1 ? Search(reader, complete, resolved)
+                               : Walk(reader, complete, resolved);
+}
+
+at::Tensor NextTokenLogprobs(CausalLmImpl& model, const at::Tensor& input_ids,
+                             const at::Tensor& attention_mask, const ScoreRules& rules) {
+  CheckRules(rules);
+  const ScopedEvaluation evaluation(model);
+  const c10::InferenceMode inference;
+  PromptReader reader(model, input_ids, attention_mask, /*room=*/0);
+  const at::Tensor scores = ApplyRules(rules, reader.ReadPrompt(), reader.prompts(), 0);
+  return at::log_softmax(ApplySamplingRules(rules, scores), -1);
+}
+
+}  // namespace muster::models

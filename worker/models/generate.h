@@ -1,0 +1,79 @@
+#ifndef MUSTER_WORKER_MODELS_GENERATE_H_
+#define MUSTER_WORKER_MODELS_GENERATE_H_
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "worker/models/score_rules.h"
+#include "worker/models/text_model.h"
+
+namespace muster::models {
+
+enum class EarlyStopping {
+  kWhenUnlikely,  // transformers' false: stop when no open sequence is likely to become better
+  kWhenFull,      // true: stop as soon as num_beams sequences have ended
+  kNever,         // "never": stop when no open sequence can become better
+};
+
+// How generate() goes on; names and meanings are transformers'.
+struct GenerateOptions {
+  int64_t max_new_tokens = 20;
+  // `rules.end_tokens` is filled in.
+  ScoreRules rules = {};
+  // What ends a row; by default the config's. An empty list: nothing does.
+  std::optional<std::vector<int64_t>> eos_token_ids = std::nullopt;
+  // What rows that have ended are filled with; by default the config's, else the first end token.
+  std::optional<int64_t> pad_token_id = std::nullopt;
+
+  // Draw the next token instead of taking the best one. Each row draws from a sequence of its own,
+  // which `seed` and its index determine: what a row says does not depend on the other rows.
+  bool do_sample = false;
+  uint64_t seed = 0;
+
+  // Beam search with more than 1.
+  int64_t num_beams = 1;
+  int64_t num_return_sequences = 1;
+  double length_penalty = 1;
+  EarlyStopping early_stopping = EarlyStopping::kWhenUnlikely;
+
+  // Called after each step with the new token of every row (int64 [B] on the CPU; a row that has
+  // ended gives the padding). A row that it marks as ended in `ended` gets no further token. Not
+  // with beams, whose tokens can still change.
+  std::function<void(const std::vector<int64_t>& tokens, std::vector<bool>& ended)> on_tokens =
+      nullptr;
+  // Keep the logits of every step.
+  bool output_logits = false;
+  // Let prompt and new tokens be more than the positions that the model was trained for (with
+  // rotary positions only).
+  bool beyond_context = false;
+};
+
+struct Generated {
+  // The tokens after the prompt, [B * num_return_sequences, n] int64 on the CPU; n: of the longest.
+  at::Tensor tokens = {};
+  // With beams: the sum of the log-probabilities over length^length_penalty, float32 [rows].
+  at::Tensor scores = {};
+  // With output_logits: [B, n, vocabulary] float32 before any rule.
+  at::Tensor logits = {};
+};
+
+// What comes after `input_ids` [B, T] int64. Rows of different lengths are padded on the left, with
+// 0 in `attention_mask` ([B, T]; undefined: no padding); a padded row says what it says alone. The
+// model is in evaluation mode meanwhile and keeps no gradients. Blocks. Not thread-safe for one
+// model.
+//
+// Throws c10::Error that names an option that has no meaning, a prompt that is empty, padded on the
+// right or too long for the model, and logits that are not numbers.
+Generated Generate(CausalLmImpl& model, const at::Tensor& input_ids,
+                   const at::Tensor& attention_mask = {}, const GenerateOptions& options = {});
+
+// log_softmax [B, vocabulary] of the scores of the token after the prompt, after all rules.
+at::Tensor NextTokenLogprobs(CausalLmImpl& model, const at::Tensor& input_ids,
+                             const at::Tensor& attention_mask, const ScoreRules& rules);
+
+}  // namespace muster::models
+
+#endif  // MUSTER_WORKER_MODELS_GENERATE_H_

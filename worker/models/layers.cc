@@ -1,0 +1,160 @@
+#include "worker/models/layers.h"
+
+#include <cmath>
+
+#include "ATen/TensorOperators.h"
+#include "ATen/core/Reduction.h"
+#include "ATen/ops/addmm.h"
+#include "ATen/ops/cross_entropy_loss.h"
+#include "ATen/ops/dropout.h"
+#include "ATen/ops/embedding.h"
+#include "ATen/ops/empty.h"
+#include "ATen/ops/gelu.h"
+#include "ATen/ops/layer_norm.h"
+#include "ATen/ops/linear.h"
+#include "ATen/ops/pow.h"
+#include "ATen/ops/relu.h"
+#include "ATen/ops/rsqrt.h"
+#include "ATen/ops/sigmoid.h"
+#include "ATen/ops/silu.h"
+#include "ATen/ops/tanh.h"
+#include "c10/core/GradMode.h"
+
+namespace muster::models {
+namespace {
+
+constexpr int64_t kIgnoredLabel = -100;
+
+thread_local c10::Device weight_device = c10::Device(c10::kCPU);
+thread_local c10::ScalarType weight_dtype = c10::kFloat;
+
+at::Tensor NewWeight(at::IntArrayRef shape) {
+  return at::empty(shape, at::TensorOptions().device(weight_device).dtype(weight_dtype));
+}
+
+void Normal(at::Tensor& weight, double deviation) {
+  const at::NoGradGuard no_grad;
+  weight.normal_(0, deviation);
+}
+
+void Fill(at::Tensor& weight, double value) {
+  const at::NoGradGuard no_grad;
+  if (weight.defined()) weight.fill_(value);
+}
+
+}  // namespace
+
+ScopedWeights::ScopedWeights(c10::Device device, c10::ScalarType dtype)
+    : device_(weight_device), dtype_(weight_dtype) {
+  weight_device = device;
+  weight_dtype = dtype;
+}
+
+ScopedWeights::~ScopedWeights() {
+  weight_device = device_;
+  weight_dtype = dtype_;
+}
+
+LinearImpl::LinearImpl(int64_t in, int64_t out, bool has_bias) {
+  weight = register_parameter("weight", NewWeight({out, in}));
+  if (has_bias) bias = register_parameter("bias", NewWeight({out}));
+}
+
+at::Tensor LinearImpl::forward(const at::Tensor& x) const { return at::linear(x, weight, bias); }
+
+void LinearImpl::InitWeights(double deviation) {
+  Normal(weight, deviation);
+  Fill(bias, 0);
+}
+
+Conv1DImpl::Conv1DImpl(int64_t in, int64_t out) {
+  weight = register_parameter("weight", NewWeight({in, out}));
+  bias = register_parameter("bias", NewWeight({out}));
+}
+
+at::Tensor Conv1DImpl::forward(const at::Tensor& x) const {
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = weight.size(1);
+  return at::addmm(bias, x.reshape({-1, x.size(-1)}), weight).view(shape);
+}
+
+void Conv1DImpl::InitWeights(double deviation) {
+  Normal(weight, deviation);
+  Fill(bias, 0);
+}
+
+EmbeddingImpl::EmbeddingImpl(int64_t rows, int64_t width, std::optional<int64_t> padding)
+    : padding_(padding) {
+  weight = register_parameter("weight", NewWeight({rows, width}));
+}
+
+at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) const {
+  return at::embedding(weight, ids, padding_.value_or(-1));
+}
+
+at::Tensor EmbeddingImpl::Logits(const at::Tensor& x) const { return at::linear(x, weight); }
+
+void EmbeddingImpl::InitWeights(double deviation) {
+  Normal(weight, deviation);
+  if (!padding_.has_value()) return;
+  const at::NoGradGuard no_grad;
+  weight.select(0, *padding_).zero_();
+}
+
+LayerNormImpl::LayerNormImpl(int64_t width, double epsilon) : epsilon_(epsilon) {
+  weight = register_parameter("weight", NewWeight({width}));
+  bias = register_parameter("bias", NewWeight({width}));
+}
+
+at::Tensor LayerNormImpl::forward(const at::Tensor& x) const {
+  return at::layer_norm(x, weight.sizes(), weight, bias, epsilon_);
+}
+
+void LayerNormImpl::InitWeights() {
+  Fill(weight, 1);
+  Fill(bias, 0);
+}
+
+RmsNormImpl::RmsNormImpl(int64_t width, double epsilon) : epsilon_(epsilon) {
+  weight = register_parameter("weight", NewWeight({width}));
+}
+
+at::Tensor RmsNormImpl::forward(const at::Tensor& x) const {
+  const at::Tensor wide = x.to(c10::kFloat);
+  const at::Tensor variance = wide.pow(2).mean(-1, /*keepdim=*/true);
+  return weight * (wide * at::rsqrt(variance + epsilon_)).to(x.scalar_type());
+}
+
+void RmsNormImpl::InitWeights() { Fill(weight, 1); }
+
+at::Tensor Activate(Activation activation, const at::Tensor& x) {
+  switch (activation) {
+    case Activation::kSilu:
+      return at::silu(x);
+    case Activation::kGelu:
+      return at::gelu(x);
+    case Activation::kGeluTanh:
+      return at::gelu(x, "tanh");
+    case Activation::kRelu:
+      return at::relu(x);
+    case Activation::kTanh:
+      return at::tanh(x);
+    case Activation::kQuickGelu:
+      return x * at::sigmoid(1.702 * x);
+  }
+  TORCH_CHECK(false, "no such activation");
+}
+
+at::Tensor Dropout(const at::Tensor& x, double probability, bool training) {
+  return training && probability > 0 ? at::dropout(x, probability, true) : x;
+}
+
+at::Tensor CrossEntropy(const at::Tensor& logits, const at::Tensor& labels) {
+  const at::Tensor sum =
+      at::cross_entropy_loss(logits.to(c10::kFloat), labels, /*weight=*/{}, at::Reduction::Sum,
+                             kIgnoredLabel);
+  // No synchronization with a GPU: without any label the sum is 0, and so is the quotient.
+  return sum / labels.ne(kIgnoredLabel).sum().clamp_min(1);
+}
+
+}  // namespace muster::models

@@ -1,0 +1,776 @@
+#include "worker/models/model_config.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/file.h"
+#include "base/json.h"
+#include "base/status_macros.h"
+
+namespace muster::models {
+namespace {
+
+using Json = nlohmann::json;
+
+// Beyond these a config is damaged, or the arithmetic of sizes could overflow.
+constexpr int64_t kMaxSize = int64_t{1} << 24;
+constexpr int64_t kMaxLayers = 10'000;
+constexpr int64_t kMaxExperts = 65'536;
+
+struct KnownArchitecture {
+  const char* name;
+  Architecture architecture;
+  const char* model_type;
+};
+constexpr KnownArchitecture kArchitectures[] = {
+    {"GPT2LMHeadModel", Architecture::kGpt2LMHeadModel, "gpt2"},
+    {"LlamaForCausalLM", Architecture::kLlamaForCausalLM, "llama"},
+    {"MistralForCausalLM", Architecture::kMistralForCausalLM, "mistral"},
+    {"MixtralForCausalLM", Architecture::kMixtralForCausalLM, "mixtral"},
+    {"Qwen2ForCausalLM", Architecture::kQwen2ForCausalLM, "qwen2"},
+    {"BertForMaskedLM", Architecture::kBertForMaskedLM, "bert"},
+    {"BertForSequenceClassification", Architecture::kBertForSequenceClassification, "bert"},
+};
+
+constexpr std::pair<const char*, Activation> kActivations[] = {
+    {"silu", Activation::kSilu},
+    {"swish", Activation::kSilu},
+    {"gelu", Activation::kGelu},
+    {"gelu_python", Activation::kGelu},
+    {"gelu_new", Activation::kGeluTanh},
+    {"gelu_fast", Activation::kGeluTanh},
+    {"gelu_pytorch_tanh", Activation::kGeluTanh},
+    {"gelu_accurate", Activation::kGeluTanh},
+    {"relu", Activation::kRelu},
+    {"tanh", Activation::kTanh},
+    {"quick_gelu", Activation::kQuickGelu},
+};
+
+// Settings that change neither weights nor logits nor loss: names, defaults of generation (see
+// generation_config.json), what a Python call returns, how it is run.
+const std::set<std::string, std::less<>>& HarmlessSettings() {
+  static const auto* const settings = new std::set<std::string, std::less<>>{
+      "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
+      "_commit_hash", "_name_or_path", "architectures", "attn_implementation", "bad_words_ids",
+      "begin_suppress_tokens", "chunk_size_feed_forward", "cls_token_id",
+      "decoder_start_token_id", "directionality", "diversity_penalty", "do_sample",
+      "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
+      "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing",
+      "id2label", "ignore_keys_at_rope_validation", "keys_to_ignore_at_inference", "label2id",
+      "length_penalty", "mask_token_id", "max_length", "min_length", "model_max_length",
+      "model_type", "n_ctx", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+      "num_return_sequences", "output_attentions", "output_hidden_states", "output_past",
+      "output_scores", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
+      "pooler_size_per_head", "pooler_type", "predict_special_tokens", "prefix", "pretraining_tp",
+      "remove_invalid_values", "reorder_and_upcast_attn", "repetition_penalty", "return_dict",
+      "return_dict_in_generate", "sep_token_id", "summary_activation", "summary_first_dropout",
+      "summary_proj_to_labels", "summary_type", "summary_use_proj", "suppress_tokens",
+      "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p",
+      "torchscript", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed",
+      "unsloth_version", "use_bfloat16", "use_cache"};
+  return *settings;
+}
+
+// Settings that would change the model, with the only value that Muster computes. Absent is right.
+const std::map<std::string, Json, std::less<>>& OnlySettings() {
+  static const auto* const settings = new std::map<std::string, Json, std::less<>>{
+      {"add_cross_attention", false},
+      {"cross_attention_hidden_size", nullptr},
+      {"is_decoder", false},
+      {"is_encoder_decoder", false},
+      {"partial_rotary_factor", 1.0},
+      {"position_embedding_type", "absolute"},
+      {"pruned_heads", Json::object()},
+      {"rope_interleaved", false},
+      {"tie_encoder_decoder", false},
+  };
+  return *settings;
+}
+
+// One config.json: hands out settings and remembers which ones were asked for. The first error
+// counts; what is handed out after it has no meaning.
+class Settings {
+ public:
+  Settings(const Json& json, absl::string_view source) : json_(json), source_(source) {}
+
+  const absl::Status& status() const { return status_; }
+
+  void Fail(absl::StatusCode code, const std::string& what) {
+    if (status_.ok()) status_ = absl::Status(code, absl::StrCat(source_, ": ", what));
+  }
+  void Invalid(const std::string& what) { Fail(absl::StatusCode::kInvalidArgument, what); }
+  void Unknown(const std::string& what) { Fail(absl::StatusCode::kUnimplemented, what); }
+
+  // Null if it is missing or null.
+  const Json* Find(const std::string& name) {
+    seen_.insert(name);
+    const auto found = json_.find(name);
+    return found == json_.end() || found->is_null() ? nullptr : &*found;
+  }
+  bool Has(const std::string& name) { return Find(name) != nullptr; }
+
+  // A whole number in [least, most]. Without a default the setting is required.
+  int64_t Int(const std::string& name, int64_t least, int64_t most,
+              std::optional<int64_t> otherwise = std::nullopt) {
+    const Json* const value = Find(name);
+    if (value == nullptr) {
+      if (!otherwise.has_value()) Invalid(absl::StrCat("\"", name, "\" is missing"));
+      return otherwise.value_or(least);
+    }
+    // Unsigned numbers beyond 2^63 would wrap around.
+    const bool whole = value->is_number_integer() &&
+                       (!value->is_number_unsigned() ||
+                        value->get<uint64_t>() <= static_cast<uint64_t>(kMaxSize) << 32);
+    if (!whole || value->get<int64_t>() < least || value->get<int64_t>() > most) {
+      Invalid(absl::StrCat("\"", name, "\" is ", Shown(*value), ", not a whole number from ", least,
+                           " to ", most));
+      return least;
+    }
+    return value->get<int64_t>();
+  }
+  int64_t Size(const std::string& name, std::optional<int64_t> otherwise = std::nullopt) {
+    return Int(name, 1, kMaxSize, otherwise);
+  }
+
+  double Number(const std::string& name, double least, double most, double otherwise) {
+    const Json* const value = Find(name);
+    if (value == nullptr) return otherwise;
+    return NumberOf(name, *value, least, most);
+  }
+  double NumberOf(const std::string& name, const Json& value, double least, double most) {
+    if (!value.is_number() || !(value.get<double>() >= least && value.get<double>() <= most)) {
+      Invalid(absl::StrCat("\"", name, "\" is ", Shown(value), ", not a number from ", least,
+                           " to ", most));
+      return least;
+    }
+    return value.get<double>();
+  }
+  double Probability(const std::string& name, double otherwise) {
+    return Number(name, 0, 1, otherwise);
+  }
+
+  bool Bool(const std::string& name, bool otherwise) {
+    const Json* const value = Find(name);
+    if (value == nullptr) return otherwise;
+    if (!value->is_boolean()) {
+      Invalid(absl::StrCat("\"", name, "\" is ", Shown(*value), ", not true or false"));
+      return otherwise;
+    }
+    return value->get<bool>();
+  }
+
+  std::string Text(const std::string& name, const std::string& otherwise) {
+    const Json* const value = Find(name);
+    if (value == nullptr) return otherwise;
+    if (!value->is_string()) {
+      Invalid(absl::StrCat("\"", name, "\" is ", Shown(*value), ", not a text"));
+      return otherwise;
+    }
+    return value->get<std::string>();
+  }
+
+  Activation ActivationOf(const std::string& name, const std::string& otherwise) {
+    const std::string text = Text(name, otherwise);
+    for (const auto& [known, activation] : kActivations) {
+      if (text == known) return activation;
+    }
+    Unknown(absl::StrCat("\"", name, "\": \"", Printable(text), "\" is not one of ",
+                         absl::StrJoin(kActivations, ", ", [](std::string* out, const auto& known) {
+                           out->append(known.first);
+                         })));
+    return Activation::kSilu;
+  }
+
+  // What nothing asked for.
+  void Finish(const ReadConfigOptions& options) {
+    for (const auto& [name, value] : json_.items()) {
+      if (seen_.count(name) != 0 || HarmlessSettings().count(name) != 0) continue;
+      if (std::find(options.ignore_settings.begin(), options.ignore_settings.end(), name) !=
+          options.ignore_settings.end()) {
+        continue;
+      }
+      const auto only = OnlySettings().find(name);
+      if (only == OnlySettings().end()) {
+        Unknown(absl::StrCat("Muster does not know the setting \"", Printable(name),
+                             "\"; if it has no effect on what the model computes, name it in "
+                             "ignore_settings"));
+      } else if (!value.is_null() && value != only->second) {
+        Unknown(absl::StrCat("\"", name, "\" is ", Shown(value), "; Muster has only ",
+                             only->second.dump()));
+      }
+    }
+  }
+
+  static std::string Shown(const Json& value) {
+    return Printable(value.dump(-1, ' ', false, Json::error_handler_t::replace), 60);
+  }
+
+ private:
+  const Json& json_;
+  const absl::string_view source_;
+  absl::Status status_;
+  std::set<std::string, std::less<>> seen_;
+};
+
+std::optional<int64_t> TokenId(Settings& settings, const std::string& name) {
+  if (!settings.Has(name)) return std::nullopt;
+  // Some files write -1 for none.
+  const int64_t id = settings.Int(name, -1, kMaxSize);
+  return id < 0 ? std::nullopt : std::make_optional(id);
+}
+
+void ReadCommon(Settings& settings, Architecture architecture, CommonConfig* config) {
+  config->architecture = architecture;
+  config->vocab_size = settings.Size("vocab_size");
+  config->initializer_range = settings.Number("initializer_range", 0, 1e6, 0.02);
+  config->bos_token_id = TokenId(settings, "bos_token_id");
+  config->pad_token_id = TokenId(settings, "pad_token_id");
+  if (config->pad_token_id.has_value() && *config->pad_token_id >= config->vocab_size) {
+    settings.Invalid(absl::StrCat("\"pad_token_id\" is ", *config->pad_token_id,
+                                  ", beyond the vocabulary of ", config->vocab_size));
+  }
+  if (const Json* const ends = settings.Find("eos_token_id"); ends != nullptr) {
+    for (const Json& id : ends->is_array() ? *ends : Json::array({*ends})) {
+      if (!id.is_number_integer() || id.get<int64_t>() < -1 || id.get<int64_t>() > kMaxSize) {
+        settings.Invalid(absl::StrCat("\"eos_token_id\": ", Settings::Shown(id), " is no token"));
+      } else if (id.get<int64_t>() >= 0) {
+        config->eos_token_ids.push_back(id.get<int64_t>());
+      }
+    }
+  }
+  const std::string legacy = settings.Text("torch_dtype", "");
+  config->dtype = settings.Text("dtype", legacy);
+  if (settings.Has("quantization_config")) {
+    settings.Unknown(
+        "\"quantization_config\": Muster does not read quantized weights; take the folder that "
+        "they were made from");
+  }
+  if (settings.Has("auto_map")) {
+    settings.Unknown(
+        "\"auto_map\": the model is Python code of its own; if its architecture computes the same, "
+        "name \"auto_map\" in ignore_settings");
+  }
+}
+
+// transformers 5 writes all of it in "rope_parameters", transformers 4 "rope_theta" and
+// "rope_scaling", whose type had the key "type" once.
+void ReadRope(Settings& settings, double default_theta, RopeConfig* rope) {
+  rope->theta = settings.Number("rope_theta", 1e-9, 1e30, default_theta);
+  const char* name = "rope_parameters";
+  const Json* const legacy = settings.Find("rope_scaling");
+  const Json* parameters = settings.Find(name);
+  if (parameters == nullptr) {
+    parameters = legacy;
+    name = "rope_scaling";
+  }
+  if (parameters == nullptr) return;
+  if (!parameters->is_object()) {
+    return settings.Invalid(absl::StrCat("\"", name, "\" is ", Settings::Shown(*parameters),
+                                         ", not an object"));
+  }
+  std::string kind = "default";
+  for (const auto& [key, value] : parameters->items()) {
+    const std::string place = absl::StrCat(name, ".", key);
+    if (value.is_null()) continue;
+    if (key == "rope_type" || key == "type") {
+      if (!value.is_string()) return settings.Invalid(absl::StrCat("\"", place, "\" is no text"));
+      // "rope_type" is the newer one and counts.
+      if (key == "rope_type" || !parameters->contains("rope_type")) kind = value.get<std::string>();
+    } else if (key == "rope_theta") {
+      rope->theta = settings.NumberOf(place, value, 1e-9, 1e30);
+    } else if (key == "factor") {
+      rope->factor = settings.NumberOf(place, value, 1e-9, 1e9);
+    } else if (key == "low_freq_factor") {
+      rope->low_freq_factor = settings.NumberOf(place, value, 1e-9, 1e9);
+    } else if (key == "high_freq_factor") {
+      rope->high_freq_factor = settings.NumberOf(place, value, 1e-9, 1e9);
+    } else if (key == "original_max_position_embeddings") {
+      rope->original_max_positions =
+          static_cast<int64_t>(settings.NumberOf(place, value, 1, static_cast<double>(kMaxSize)));
+    } else if (key == "partial_rotary_factor") {
+      if (value != Json(1.0)) settings.Unknown(absl::StrCat("\"", place, "\" other than 1"));
+    } else {
+      settings.Unknown(absl::StrCat("Muster does not know the setting \"", Printable(place), "\""));
+    }
+  }
+  if (kind == "default") {
+    rope->kind = RopeConfig::Kind::kDefault;
+  } else if (kind == "linear") {
+    rope->kind = RopeConfig::Kind::kLinear;
+  } else if (kind == "llama3") {
+    rope->kind = RopeConfig::Kind::kLlama3;
+    for (const char* key : {"factor", "low_freq_factor", "high_freq_factor",
+                            "original_max_position_embeddings"}) {
+      if (!parameters->contains(key)) {
+        settings.Invalid(absl::StrCat("\"", name, ".", key, "\" is missing"));
+      }
+    }
+    if (rope->high_freq_factor <= rope->low_freq_factor) {
+      settings.Invalid(absl::StrCat("\"", name, ".high_freq_factor\" is not above low_freq_factor"));
+    }
+  } else {
+    settings.Unknown(absl::StrCat("\"", name, "\": the type \"", Printable(kind),
+                                  "\" is not one of default, linear, llama3"));
+  }
+}
+
+// Which layers see a window alone.
+void ReadSlidingWindows(Settings& settings, DecoderConfig* config) {
+  config->sliding_windows.assign(config->num_layers, 0);
+  const bool is_qwen = config->architecture == Architecture::kQwen2ForCausalLM;
+  const bool has_window = config->architecture == Architecture::kMistralForCausalLM ||
+                          config->architecture == Architecture::kMixtralForCausalLM || is_qwen;
+  int64_t window = has_window && settings.Has("sliding_window") ? settings.Size("sliding_window") : 0;
+  int64_t first = 0;
+  if (is_qwen) {
+    // Its default; configs that switch the window on name the layer.
+    first = settings.Int("max_window_layers", 0, kMaxSize, 28);
+    if (!settings.Bool("use_sliding_window", false)) window = 0;
+  }
+  const Json* const types = settings.Find("layer_types");
+  if (types == nullptr) {
+    for (int64_t i = first; i < config->num_layers; ++i) config->sliding_windows[i] = window;
+    return;
+  }
+  if (!types->is_array() || static_cast<int64_t>(types->size()) != config->num_layers) {
+    return settings.Invalid(absl::StrCat("\"layer_types\" does not name each of the ",
+                                         config->num_layers, " layers"));
+  }
+  for (int64_t i = 0; i < config->num_layers; ++i) {
+    const Json& type = (*types)[i];
+    if (type == "sliding_attention") {
+      if (window == 0) {
+        return settings.Invalid(
+            "\"layer_types\" has a sliding_attention layer, but there is no \"sliding_window\" in "
+            "use");
+      }
+      config->sliding_windows[i] = window;
+    } else if (type != "full_attention") {
+      return settings.Unknown(absl::StrCat("\"layer_types\": ", Settings::Shown(type),
+                                           " is neither full_attention nor sliding_attention"));
+    }
+  }
+}
+
+void ReadExperts(Settings& settings, DecoderConfig* config) {
+  config->num_experts = settings.Int("num_local_experts", 1, kMaxExperts, 8);
+  config->num_experts_per_token = settings.Int("num_experts_per_tok", 1, kMaxExperts, 2);
+  if (config->num_experts_per_token > config->num_experts) {
+    settings.Invalid(absl::StrCat("\"num_experts_per_tok\" is ", config->num_experts_per_token,
+                                  ", but there are ", config->num_experts, " experts"));
+  }
+  config->router_aux_loss_coef = settings.Number("router_aux_loss_coef", 0, 1e9, 0.001);
+  config->output_router_logits = settings.Bool("output_router_logits", false);
+  config->router_jitter_noise = settings.Number("router_jitter_noise", 0, 1, 0);
+}
+
+DecoderConfig ReadDecoder(Settings& settings, Architecture architecture) {
+  DecoderConfig config;
+  ReadCommon(settings, architecture, &config);
+  const bool is_llama = architecture == Architecture::kLlamaForCausalLM;
+  const bool is_qwen = architecture == Architecture::kQwen2ForCausalLM;
+  const bool is_mixtral = architecture == Architecture::kMixtralForCausalLM;
+  config.hidden_size = settings.Size("hidden_size");
+  config.intermediate_size = settings.Size("intermediate_size");
+  config.num_layers = settings.Int("num_hidden_layers", 1, kMaxLayers);
+  config.num_heads = settings.Size("num_attention_heads");
+  config.num_key_value_heads =
+      settings.Size("num_key_value_heads", is_llama ? config.num_heads : is_qwen ? 32 : 8);
+  // The head's size decides, not the quotient, which need not be whole.
+  if (!settings.Has("head_dim") && config.hidden_size % config.num_heads != 0) {
+    settings.Invalid(absl::StrCat("\"hidden_size\" ", config.hidden_size,
+                                  " is no multiple of \"num_attention_heads\" ", config.num_heads,
+                                  ", and there is no \"head_dim\""));
+  }
+  config.head_dim =
+      settings.Size("head_dim", std::max<int64_t>(1, config.hidden_size / config.num_heads));
+  config.max_positions = settings.Size(
+      "max_position_embeddings", is_llama ? 2048 : is_qwen ? 32768 : int64_t{4096} * 32);
+  config.rms_norm_eps = settings.Number("rms_norm_eps", 0, 1, is_mixtral ? 1e-5 : 1e-6);
+  ReadRope(settings, is_mixtral ? 1e6 : 1e4, &config.rope);
+  config.activation = settings.ActivationOf("hidden_act", "silu");
+  config.tie_word_embeddings = settings.Bool("tie_word_embeddings", false);
+  config.attention_dropout = settings.Probability("attention_dropout", 0);
+  config.qkv_bias = is_qwen;
+  if (is_llama) {
+    config.qkv_bias = settings.Bool("attention_bias", false);
+    config.attention_output_bias = config.qkv_bias;
+    config.mlp_bias = settings.Bool("mlp_bias", false);
+  }
+  if (settings.status().ok()) ReadSlidingWindows(settings, &config);
+  if (is_mixtral) ReadExperts(settings, &config);
+  return config;
+}
+
+Gpt2Config ReadGpt2(Settings& settings) {
+  Gpt2Config config;
+  ReadCommon(settings, Architecture::kGpt2LMHeadModel, &config);
+  config.hidden_size = settings.Size("n_embd");
+  config.num_layers = settings.Int("n_layer", 1, kMaxLayers);
+  config.num_heads = settings.Size("n_head");
+  config.inner_size = settings.Size("n_inner", std::min(kMaxSize, 4 * config.hidden_size));
+  config.max_positions = settings.Size("n_positions", 1024);
+  config.activation = settings.ActivationOf("activation_function", "gelu_new");
+  config.layer_norm_epsilon = settings.Number("layer_norm_epsilon", 0, 1, 1e-5);
+  config.embedding_dropout = settings.Probability("embd_pdrop", 0.1);
+  config.attention_dropout = settings.Probability("attn_pdrop", 0.1);
+  config.residual_dropout = settings.Probability("resid_pdrop", 0.1);
+  config.scale_attention = settings.Bool("scale_attn_weights", true);
+  config.scale_attention_by_layer = settings.Bool("scale_attn_by_inverse_layer_idx", false);
+  config.tie_word_embeddings = settings.Bool("tie_word_embeddings", true);
+  return config;
+}
+
+BertConfig ReadBert(Settings& settings, Architecture architecture) {
+  BertConfig config;
+  ReadCommon(settings, architecture, &config);
+  config.hidden_size = settings.Size("hidden_size");
+  config.intermediate_size = settings.Size("intermediate_size");
+  config.num_layers = settings.Int("num_hidden_layers", 1, kMaxLayers);
+  config.num_heads = settings.Size("num_attention_heads");
+  config.max_positions = settings.Size("max_position_embeddings", 512);
+  config.type_vocab_size = settings.Size("type_vocab_size", 2);
+  config.activation = settings.ActivationOf("hidden_act", "gelu");
+  config.layer_norm_eps = settings.Number("layer_norm_eps", 0, 1, 1e-12);
+  config.hidden_dropout = settings.Probability("hidden_dropout_prob", 0.1);
+  config.attention_dropout = settings.Probability("attention_probs_dropout_prob", 0.1);
+  config.classifier_dropout = settings.Probability("classifier_dropout", config.hidden_dropout);
+  config.tie_word_embeddings = settings.Bool("tie_word_embeddings", true);
+  const Json* const labels = settings.Find("id2label");
+  const int64_t named =
+      labels != nullptr && labels->is_object() ? static_cast<int64_t>(labels->size()) : 2;
+  config.num_labels = settings.Size("num_labels", std::max<int64_t>(named, 1));
+  const std::string problem = settings.Text("problem_type", "");
+  if (problem == "regression") {
+    config.problem = BertConfig::Problem::kRegression;
+  } else if (problem == "single_label_classification") {
+    config.problem = BertConfig::Problem::kSingleLabel;
+  } else if (problem == "multi_label_classification") {
+    config.problem = BertConfig::Problem::kMultiLabel;
+  } else if (!problem.empty()) {
+    settings.Invalid(absl::StrCat("\"problem_type\" is \"", Printable(problem),
+                                  "\", not regression, single_label_classification or "
+                                  "multi_label_classification"));
+  }
+  return config;
+}
+
+// The class to build: as the caller says, as the file says, or the only one of its model_type.
+absl::StatusOr<Architecture> ChooseArchitecture(const Json& json, absl::string_view source,
+                                                const ReadConfigOptions& options) {
+  std::string name = options.architecture;
+  if (name.empty() && json.contains("architectures") && json["architectures"].is_array() &&
+      !json["architectures"].empty() && json["architectures"][0].is_string()) {
+    name = json["architectures"][0].get<std::string>();
+  }
+  std::string type;
+  if (json.contains("model_type") && json["model_type"].is_string()) {
+    type = json["model_type"].get<std::string>();
+  }
+  std::vector<std::string> known;
+  for (const KnownArchitecture& each : kArchitectures) {
+    known.push_back(each.name);
+    const bool chosen = name.empty() ? type == each.model_type : name == each.name;
+    if (!chosen) continue;
+    if (!type.empty() && type != each.model_type) {
+      return absl::InvalidArgumentError(absl::StrCat(source, ": \"model_type\" is \"",
+                                                     Printable(type), "\", but ", each.name,
+                                                     " is of type \"", each.model_type, "\""));
+    }
+    return each.architecture;
+  }
+  const std::string what =
+      !name.empty() ? absl::StrCat("the architecture \"", Printable(name), "\"")
+      : !type.empty() ? absl::StrCat("the model_type \"", Printable(type), "\"")
+                      : std::string("a config that names neither \"architectures\" nor \"model_type\"");
+  return absl::UnimplementedError(absl::StrCat(source, ": Muster does not have ", what, "; it has ",
+                                               absl::StrJoin(known, ", ")));
+}
+
+absl::Status CheckHeads(const std::string& what, int64_t hidden, int64_t heads) {
+  if (hidden % heads == 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(what, ": the hidden size ", hidden,
+                                                 " is no multiple of the ", heads, " heads"));
+}
+
+absl::Status Validate(const DecoderConfig& config) {
+  if (config.num_heads % config.num_key_value_heads != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("\"num_attention_heads\" ", config.num_heads,
+                     " is no multiple of \"num_key_value_heads\" ", config.num_key_value_heads));
+  }
+  if (config.head_dim % 2 != 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "\"head_dim\" is ", config.head_dim, "; rotary positions need an even number"));
+  }
+  if (config.num_heads * config.head_dim > kMaxSize) {
+    return absl::InvalidArgumentError(absl::StrCat(config.num_heads, " heads of ", config.head_dim,
+                                                   " are more than ", kMaxSize));
+  }
+  if (static_cast<int64_t>(config.sliding_windows.size()) != config.num_layers) {
+    return absl::InvalidArgumentError("sliding_windows needs an entry for each layer");
+  }
+  if (config.num_experts > 0 && (config.num_experts_per_token < 1 ||
+                                 config.num_experts_per_token > config.num_experts)) {
+    return absl::InvalidArgumentError("num_experts_per_token must be from 1 to num_experts");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Validate(const Gpt2Config& config) {
+  return CheckHeads("GPT-2", config.hidden_size, config.num_heads);
+}
+
+absl::Status Validate(const BertConfig& config) {
+  return CheckHeads("BERT", config.hidden_size, config.num_heads);
+}
+
+const char* ActivationName(Activation activation) {
+  switch (activation) {
+    case Activation::kSilu:
+      return "silu";
+    case Activation::kGelu:
+      return "gelu";
+    case Activation::kGeluTanh:
+      return "gelu_new";
+    case Activation::kRelu:
+      return "relu";
+    case Activation::kTanh:
+      return "tanh";
+    case Activation::kQuickGelu:
+      return "quick_gelu";
+  }
+  return "silu";
+}
+
+// "a": leaves a value alone that means the same already, so that a saved config reads as before.
+void SetActivation(Json& json, const char* name, Activation activation) {
+  if (json.contains(name) && json[name].is_string()) {
+    for (const auto& [known, meaning] : kActivations) {
+      if (json[name] == known && meaning == activation) return;
+    }
+  }
+  json[name] = ActivationName(activation);
+}
+
+void WriteCommon(const CommonConfig& config, Json* json) {
+  Json& out = *json;
+  for (const KnownArchitecture& known : kArchitectures) {
+    if (known.architecture != config.architecture) continue;
+    out["architectures"] = Json::array({known.name});
+    out["model_type"] = known.model_type;
+  }
+  out["vocab_size"] = config.vocab_size;
+  out["initializer_range"] = config.initializer_range;
+  out["tie_word_embeddings"] = config.tie_word_embeddings;
+  const auto token = [](const std::optional<int64_t>& id) { return id ? Json(*id) : Json(); };
+  out["bos_token_id"] = token(config.bos_token_id);
+  out["pad_token_id"] = token(config.pad_token_id);
+  out["eos_token_id"] = config.eos_token_ids.empty()       ? Json()
+                        : config.eos_token_ids.size() == 1 ? Json(config.eos_token_ids[0])
+                                                           : Json(config.eos_token_ids);
+  // transformers 4 reads the old name, transformers 5 both.
+  if (!config.dtype.empty()) out["torch_dtype"] = config.dtype;
+  out.erase("dtype");
+}
+
+void Write(const DecoderConfig& config, Json* json) {
+  Json& out = *json;
+  out["hidden_size"] = config.hidden_size;
+  out["intermediate_size"] = config.intermediate_size;
+  out["num_hidden_layers"] = config.num_layers;
+  out["num_attention_heads"] = config.num_heads;
+  out["num_key_value_heads"] = config.num_key_value_heads;
+  out["head_dim"] = config.head_dim;
+  out["max_position_embeddings"] = config.max_positions;
+  out["rms_norm_eps"] = config.rms_norm_eps;
+  SetActivation(out, "hidden_act", config.activation);
+  out["attention_dropout"] = config.attention_dropout;
+  out.erase("rope_parameters");
+  out["rope_theta"] = config.rope.theta;
+  out["rope_scaling"] = nullptr;
+  if (config.rope.kind == RopeConfig::Kind::kLinear) {
+    out["rope_scaling"] = {{"rope_type", "linear"}, {"factor", config.rope.factor}};
+  } else if (config.rope.kind == RopeConfig::Kind::kLlama3) {
+    out["rope_scaling"] = {{"rope_type", "llama3"},
+                           {"factor", config.rope.factor},
+                           {"low_freq_factor", config.rope.low_freq_factor},
+                           {"high_freq_factor", config.rope.high_freq_factor},
+                           {"original_max_position_embeddings", config.rope.original_max_positions}};
+  }
+  if (config.architecture == Architecture::kLlamaForCausalLM) {
+    out["attention_bias"] = config.qkv_bias;
+    out["mlp_bias"] = config.mlp_bias;
+  } else {
+    const int64_t window =
+        *std::max_element(config.sliding_windows.begin(), config.sliding_windows.end());
+    out["sliding_window"] = window == 0 ? Json() : Json(window);
+    if (config.architecture == Architecture::kQwen2ForCausalLM) {
+      out["use_sliding_window"] = window != 0;
+      Json types = Json::array();
+      for (const int64_t each : config.sliding_windows) {
+        types.push_back(each == 0 ? "full_attention" : "sliding_attention");
+      }
+      out["layer_types"] = types;
+    }
+  }
+  if (config.num_experts > 0) {
+    out["num_local_experts"] = config.num_experts;
+    out["num_experts_per_tok"] = config.num_experts_per_token;
+    out["router_aux_loss_coef"] = config.router_aux_loss_coef;
+    out["output_router_logits"] = config.output_router_logits;
+    out["router_jitter_noise"] = config.router_jitter_noise;
+  }
+}
+
+void Write(const Gpt2Config& config, Json* json) {
+  Json& out = *json;
+  out["n_embd"] = config.hidden_size;
+  out["n_inner"] = config.inner_size == 4 * config.hidden_size ? Json() : Json(config.inner_size);
+  out["n_layer"] = config.num_layers;
+  out["n_head"] = config.num_heads;
+  out["n_positions"] = config.max_positions;
+  SetActivation(out, "activation_function", config.activation);
+  out["layer_norm_epsilon"] = config.layer_norm_epsilon;
+  out["embd_pdrop"] = config.embedding_dropout;
+  out["attn_pdrop"] = config.attention_dropout;
+  out["resid_pdrop"] = config.residual_dropout;
+  out["scale_attn_weights"] = config.scale_attention;
+  out["scale_attn_by_inverse_layer_idx"] = config.scale_attention_by_layer;
+}
+
+void Write(const BertConfig& config, Json* json) {
+  Json& out = *json;
+  out["hidden_size"] = config.hidden_size;
+  out["intermediate_size"] = config.intermediate_size;
+  out["num_hidden_layers"] = config.num_layers;
+  out["num_attention_heads"] = config.num_heads;
+  out["max_position_embeddings"] = config.max_positions;
+  out["type_vocab_size"] = config.type_vocab_size;
+  SetActivation(out, "hidden_act", config.activation);
+  out["layer_norm_eps"] = config.layer_norm_eps;
+  out["hidden_dropout_prob"] = config.hidden_dropout;
+  out["attention_probs_dropout_prob"] = config.attention_dropout;
+  if (config.architecture != Architecture::kBertForSequenceClassification) return;
+  out["classifier_dropout"] = config.classifier_dropout;
+  constexpr std::array<const char*, 4> kProblems = {
+      nullptr, "regression", "single_label_classification", "multi_label_classification"};
+  const char* const problem = kProblems[static_cast<size_t>(config.problem)];
+  out["problem_type"] = problem == nullptr ? Json() : Json(problem);
+  const bool named = out.contains("id2label") && out["id2label"].is_object() &&
+                     static_cast<int64_t>(out["id2label"].size()) == config.num_labels;
+  out.erase("num_labels");
+  if (named) return;
+  out["id2label"] = Json::object();
+  out["label2id"] = Json::object();
+  for (int64_t i = 0; i < config.num_labels; ++i) {
+    out["id2label"][absl::StrCat(i)] = absl::StrCat("LABEL_", i);
+    out["label2id"][absl::StrCat("LABEL_", i)] = i;
+  }
+}
+
+}  // namespace
+
+absl::string_view ArchitectureName(Architecture architecture) {
+  for (const KnownArchitecture& known : kArchitectures) {
+    if (known.architecture == architecture) return known.name;
+  }
+  return "";
+}
+
+const CommonConfig& Common(const ModelConfig& config) {
+  return std::visit([](const auto& each) -> const CommonConfig& { return each; }, config);
+}
+
+CommonConfig& Common(ModelConfig& config) {
+  return std::visit([](auto& each) -> CommonConfig& { return each; }, config);
+}
+
+absl::Status ValidateConfig(const ModelConfig& config) {
+  const auto sizes_are_valid = [](const auto& each) {
+    return each.hidden_size > 0 && each.hidden_size <= kMaxSize && each.num_layers > 0 &&
+           each.num_layers <= kMaxLayers && each.num_heads > 0 && each.num_heads <= kMaxSize &&
+           each.vocab_size > 0 && each.vocab_size <= kMaxSize && each.max_positions > 0;
+  };
+  if (!std::visit(sizes_are_valid, config)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("hidden_size, num_layers, num_heads, vocab_size and max_positions must be "
+                     "from 1 to ",
+                     kMaxSize, " (layers: ", kMaxLayers, ")"));
+  }
+  if (const auto* const decoder = std::get_if<DecoderConfig>(&config);
+      decoder != nullptr && (decoder->num_key_value_heads < 1 || decoder->head_dim < 1 ||
+                             decoder->intermediate_size < 1)) {
+    return absl::InvalidArgumentError(
+        "num_key_value_heads, head_dim and intermediate_size must be at least 1");
+  }
+  return std::visit([](const auto& each) { return Validate(each); }, config);
+}
+
+absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json, absl::string_view source,
+                                             const ReadConfigOptions& options) {
+  MUSTER_ASSIGN_OR_RETURN(Json parsed, ParseJson(json, source, {.max_bytes = size_t{16} << 20}));
+  if (!parsed.is_object()) {
+    return absl::InvalidArgumentError(absl::StrCat(source, ": not an object"));
+  }
+  for (const std::string& name : options.ignore_settings) parsed.erase(name);
+  MUSTER_ASSIGN_OR_RETURN(const Architecture architecture,
+                          ChooseArchitecture(parsed, source, options));
+  Settings settings(parsed, source);
+  ModelConfig config;
+  switch (architecture) {
+    case Architecture::kGpt2LMHeadModel:
+      config = ReadGpt2(settings);
+      break;
+    case Architecture::kBertForMaskedLM:
+    case Architecture::kBertForSequenceClassification:
+      config = ReadBert(settings, architecture);
+      break;
+    default:
+      config = ReadDecoder(settings, architecture);
+  }
+  settings.Finish(options);
+  MUSTER_RETURN_IF_ERROR(settings.status());
+  if (const absl::Status valid = ValidateConfig(config); !valid.ok()) {
+    return absl::Status(valid.code(), absl::StrCat(source, ": ", valid.message()));
+  }
+  Common(config).source_json = std::string(json);
+  return config;
+}
+
+absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& path,
+                                            const ReadConfigOptions& options) {
+  struct stat info = {};
+  const bool is_folder = stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+  const std::string file = is_folder ? absl::StrCat(path, "/config.json") : path;
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(file, int64_t{16} << 20));
+  return ParseModelConfig(text, file, options);
+}
+
+std::string ToJson(const ModelConfig& config) {
+  Json json = Json::object();
+  const std::string& source = Common(config).source_json;
+  if (!source.empty()) {
+    absl::StatusOr<Json> parsed = ParseJson(source, "config.json");
+    if (parsed.ok() && parsed->is_object()) json = *std::move(parsed);
+  }
+  std::visit(
+      [&json](const auto& each) {
+        WriteCommon(each, &json);
+        Write(each, &json);
+      },
+      config);
+  return absl::StrCat(json.dump(2, ' ', false, Json::error_handler_t::replace), "\n");
+}
+
+}  // namespace muster::models

@@ -1,0 +1,155 @@
+#ifndef MUSTER_WORKER_MODELS_MODEL_CONFIG_H_
+#define MUSTER_WORKER_MODELS_MODEL_CONFIG_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace muster::models {
+
+// What a model folder's config.json says, in the terms of the models here. Without torch: tools use
+// it too.
+
+enum class Activation { kSilu, kGelu, kGeluTanh, kRelu, kTanh, kQuickGelu };
+
+// The class that the folder was saved from; the names are those of "architectures".
+enum class Architecture {
+  kGpt2LMHeadModel,
+  kLlamaForCausalLM,
+  kMistralForCausalLM,
+  kMixtralForCausalLM,
+  kQwen2ForCausalLM,
+  kBertForMaskedLM,
+  kBertForSequenceClassification,
+};
+absl::string_view ArchitectureName(Architecture architecture);
+
+// What all models have.
+struct CommonConfig {
+  Architecture architecture = Architecture::kLlamaForCausalLM;
+  int64_t vocab_size = 0;
+  // Positions that the model was trained for. For GPT-2 and BERT, the most it can take.
+  int64_t max_positions = 0;
+  // Standard deviation of the initial weights.
+  double initializer_range = 0.02;
+  // The logits are taken with the embedding's own weights.
+  bool tie_word_embeddings = false;
+  std::optional<int64_t> bos_token_id = std::nullopt;
+  std::optional<int64_t> pad_token_id = std::nullopt;
+  std::vector<int64_t> eos_token_ids = {};
+  // Type of the weights in the files, by torch's name ("bfloat16"); empty if it is not said.
+  std::string dtype = "";
+  // The text of config.json, from which ToJson keeps what is not in this struct. May be empty.
+  std::string source_json = "";
+};
+
+// Rotary position embedding. `kind` and numbers as transformers' "rope_parameters".
+struct RopeConfig {
+  enum class Kind { kDefault, kLinear, kLlama3 };
+  Kind kind = Kind::kDefault;
+  double theta = 10000;
+  double factor = 1;
+  // kLlama3 alone.
+  double low_freq_factor = 1;
+  double high_freq_factor = 4;
+  int64_t original_max_positions = 8192;
+};
+
+// Llama, Mistral, Mixtral and Qwen2: RMS norms, rotary positions, grouped queries, gated feed
+// forward, of one expert or of many.
+struct DecoderConfig : CommonConfig {
+  int64_t hidden_size = 0;
+  int64_t intermediate_size = 0;
+  int64_t num_layers = 0;
+  int64_t num_heads = 0;
+  int64_t num_key_value_heads = 0;
+  int64_t head_dim = 0;
+  double rms_norm_eps = 1e-6;
+  RopeConfig rope = {};
+  Activation activation = Activation::kSilu;
+  bool qkv_bias = false;
+  bool attention_output_bias = false;
+  bool mlp_bias = false;
+  double attention_dropout = 0;
+  // Of each layer: how many positions a query sees, itself included; 0: all before it.
+  std::vector<int64_t> sliding_windows = {};
+  // Experts: 0 for a dense model.
+  int64_t num_experts = 0;
+  int64_t num_experts_per_token = 0;
+  double router_aux_loss_coef = 0;
+  // Adds the router's auxiliary loss to the loss.
+  bool output_router_logits = false;
+  double router_jitter_noise = 0;
+};
+
+struct Gpt2Config : CommonConfig {
+  int64_t hidden_size = 0;
+  int64_t inner_size = 0;
+  int64_t num_layers = 0;
+  int64_t num_heads = 0;
+  Activation activation = Activation::kGeluTanh;
+  double layer_norm_epsilon = 1e-5;
+  double embedding_dropout = 0.1;
+  double attention_dropout = 0.1;
+  double residual_dropout = 0.1;
+  bool scale_attention = true;
+  bool scale_attention_by_layer = false;
+};
+
+struct BertConfig : CommonConfig {
+  // What a sequence classifier's labels are. kFromLabels decides for each batch: one label means
+  // regression, whole numbers classes, other numbers several labels at once.
+  enum class Problem { kFromLabels, kRegression, kSingleLabel, kMultiLabel };
+
+  int64_t hidden_size = 0;
+  int64_t intermediate_size = 0;
+  int64_t num_layers = 0;
+  int64_t num_heads = 0;
+  int64_t type_vocab_size = 2;
+  Activation activation = Activation::kGelu;
+  double layer_norm_eps = 1e-12;
+  double hidden_dropout = 0.1;
+  double attention_dropout = 0.1;
+  double classifier_dropout = 0.1;
+  int64_t num_labels = 2;
+  Problem problem = Problem::kFromLabels;
+};
+
+using ModelConfig = std::variant<DecoderConfig, Gpt2Config, BertConfig>;
+
+const CommonConfig& Common(const ModelConfig& config);
+CommonConfig& Common(ModelConfig& config);
+
+struct ReadConfigOptions {
+  // The class to build, for a folder that was saved from another one or names none.
+  std::string architecture = "";
+  // Settings in config.json that are to be ignored although Muster does not know them.
+  std::vector<std::string> ignore_settings = {};
+};
+
+// From the text of a config.json as transformers 4 and 5 write it. `source` is for messages. Every
+// setting is either applied, known to have no effect on what the model computes, or refused.
+// Errors: INVALID_ARGUMENT "SOURCE: FIELD ..." for what is no valid config; UNIMPLEMENTED that names
+// an architecture or setting that Muster does not have.
+absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json, absl::string_view source,
+                                             const ReadConfigOptions& options = {});
+
+// `path`: a folder with config.json, or the file. NOT_FOUND names the file.
+absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& path,
+                                            const ReadConfigOptions& options = {});
+
+// Refuses numbers that no model can have, by name. For configs made in code.
+absl::Status ValidateConfig(const ModelConfig& config);
+
+// As a config.json that transformers 4 and 5 read. Keys of `source_json` that the struct does not
+// determine are kept.
+std::string ToJson(const ModelConfig& config);
+
+}  // namespace muster::models
+
+#endif  // MUSTER_WORKER_MODELS_MODEL_CONFIG_H_

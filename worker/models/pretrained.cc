@@ -1,0 +1,178 @@
+#include "worker/models/pretrained.h"
+
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/file.h"
+#include "base/status_macros.h"
+#include "worker/checkpoint/model_files.h"
+#include "worker/checkpoint/weight_files.h"
+#include "worker/models/bert.h"
+#include "worker/models/decoder.h"
+#include "worker/models/gpt2.h"
+#include "worker/models/layers.h"
+#include "worker/train/guard.h"
+
+namespace muster::models {
+namespace {
+
+// Lists of names in messages stop here.
+constexpr size_t kNamesShown = 8;
+
+std::shared_ptr<TextModelImpl> Construct(const ModelConfig& config, c10::ScalarType dtype,
+                                         c10::Device device) {
+  const ScopedWeights weights(device, dtype);
+  if (const auto* const decoder = std::get_if<DecoderConfig>(&config)) {
+    return std::make_shared<DecoderForCausalLMImpl>(*decoder);
+  }
+  if (const auto* const gpt2 = std::get_if<Gpt2Config>(&config)) {
+    return std::make_shared<Gpt2LMHeadModelImpl>(*gpt2);
+  }
+  const auto& bert = std::get<BertConfig>(config);
+  if (bert.architecture == Architecture::kBertForSequenceClassification) {
+    return std::make_shared<BertForSequenceClassificationImpl>(bert);
+  }
+  return std::make_shared<BertForMaskedLMImpl>(bert);
+}
+
+NamedTensors Parameters(const TextModelImpl& model) {
+  NamedTensors all;
+  for (const auto& item : model.named_parameters()) all.emplace_back(item.key(), item.value());
+  return all;
+}
+
+std::string Names(const std::vector<std::string>& names) {
+  if (names.size() <= kNamesShown) return absl::StrJoin(names, ", ");
+  return absl::StrCat(
+      absl::StrJoin(names.begin(), names.begin() + static_cast<int64_t>(kNamesShown), ", "),
+      " and ", names.size() - kNamesShown, " more");
+}
+
+// Files against the model that the config describes, before it takes any memory. Sets
+// `*is_missing` if the files leave a tensor without a value.
+absl::Status Compare(const std::string& path, const WeightFiles& files, const TextModelImpl& model,
+                     bool strict, bool* is_missing) {
+  std::map<std::string, at::Tensor> wanted;
+  for (auto& [name, tensor] : Parameters(model)) wanted.emplace(name, tensor);
+  std::vector<std::string> unexpected, different;
+  for (const WeightEntry& entry : files.entries()) {
+    const std::string& in_file = entry.tensor.name;
+    const std::string name = model.ParameterName(in_file);
+    if (name.empty()) continue;
+    const auto found = wanted.find(name);
+    if (found == wanted.end()) {
+      unexpected.push_back(in_file);
+      continue;
+    }
+    const std::vector<int64_t> shape(entry.tensor.shape.begin(), entry.tensor.shape.end());
+    if (found->second.defined() && found->second.sizes() != at::IntArrayRef(shape)) {
+      different.push_back(absl::StrCat(in_file, " ([", absl::StrJoin(shape, ", "),
+                                       "] in the file, [",
+                                       absl::StrJoin(found->second.sizes(), ", "), "] by the config)"));
+    }
+    found->second = at::Tensor();
+  }
+  std::vector<std::string> missing;
+  for (const auto& [name, tensor] : wanted) {
+    if (tensor.defined()) missing.push_back(name);
+  }
+  *is_missing = !missing.empty();
+  const absl::string_view architecture = ArchitectureName(Common(model.config()).architecture);
+  if (!different.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": config.json and the weights differ: ",
+                                                   Names(different)));
+  }
+  if (!strict || (missing.empty() && unexpected.empty())) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      path, ": not the weights of a ", architecture,
+      missing.empty() ? "" : absl::StrCat("; missing: ", Names(missing)),
+      unexpected.empty() ? "" : absl::StrCat("; unexpected: ", Names(unexpected)),
+      ". With strict = false, what is missing gets random weights"));
+}
+
+absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOptions& options,
+                               LoadedWeights* report) {
+  MUSTER_ASSIGN_OR_RETURN(ModelConfig config, ReadModelConfig(path, options.config));
+  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, WeightFiles::Open(path));
+  bool is_missing = false;
+  MUSTER_RETURN_IF_ERROR(Compare(path, files, *Construct(config, options.dtype, c10::kMeta),
+                                 options.strict, &is_missing));
+  TextModel model(Construct(config, options.dtype, options.device));
+  if (is_missing) model->InitWeights();
+  const TextModelImpl& names = *model;
+  MUSTER_ASSIGN_OR_RETURN(
+      LoadedWeights loaded,
+      LoadWeights(path, Parameters(*model), {.strict = false, .rename = [&names](const auto& name) {
+                    return names.ParameterName(name);
+                  }}));
+  if (report != nullptr) *report = std::move(loaded);
+  model->eval();
+  return model;
+}
+
+// torch's name of a type, as config.json has it.
+std::string TypeName(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::kBFloat16:
+      return "bfloat16";
+    case c10::kHalf:
+      return "float16";
+    case c10::kDouble:
+      return "float64";
+    default:
+      return "float32";
+  }
+}
+
+}  // namespace
+
+TextModel MakeModel(const ModelConfig& config, c10::ScalarType dtype, c10::Device device) {
+  ThrowIfError(ValidateConfig(config));
+  TextModel model(Construct(config, dtype, device));
+  model->InitWeights();
+  return model;
+}
+
+absl::StatusOr<TextModel> LoadPretrained(const std::string& path,
+                                         const LoadPretrainedOptions& options,
+                                         LoadedWeights* report) {
+  absl::StatusOr<TextModel> model = absl::UnknownError("");
+  MUSTER_RETURN_IF_ERROR(Guard([&] { model = Load(path, options, report); }));
+  return model;
+}
+
+absl::StatusOr<CausalLm> LoadCausalLm(const std::string& path,
+                                      const LoadPretrainedOptions& options,
+                                      LoadedWeights* report) {
+  MUSTER_ASSIGN_OR_RETURN(const ModelConfig config, ReadModelConfig(path, options.config));
+  if (std::holds_alternative<BertConfig>(config)) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": a ",
+                                                   ArchitectureName(Common(config).architecture),
+                                                   " does not predict the next token"));
+  }
+  MUSTER_ASSIGN_OR_RETURN(const TextModel model, LoadPretrained(path, options, report));
+  return CausalLm(std::dynamic_pointer_cast<CausalLmImpl>(model.ptr()));
+}
+
+absl::Status SaveConfig(const TextModelImpl& model, const std::string& dir) {
+  MUSTER_RETURN_IF_ERROR(MakeDirectories(dir));
+  ModelConfig config = model.config();
+  const NamedTensors parameters = Parameters(model);
+  if (!parameters.empty()) Common(config).dtype = TypeName(parameters[0].second.scalar_type());
+  return WriteFileAtomically(absl::StrCat(dir, "/config.json"), ToJson(config));
+}
+
+absl::Status SavePretrained(TextModelImpl& model, const std::string& dir,
+                            int64_t max_shard_bytes) {
+  // Weights first: a folder without config.json is no model.
+  return Guard([&] {
+    ThrowIfError(SaveModelFiles(dir, Parameters(model), max_shard_bytes));
+    ThrowIfError(SaveConfig(model, dir));
+  });
+}
+
+}  // namespace muster::models

@@ -1,0 +1,122 @@
+#include "worker/models/score_rules.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "ATen/TensorOperators.h"
+#include "ATen/ops/cumsum.h"
+#include "ATen/ops/full.h"
+#include "ATen/ops/gather.h"
+#include "ATen/ops/scatter.h"
+#include "ATen/ops/softmax.h"
+#include "ATen/ops/sort.h"
+#include "ATen/ops/tensor.h"
+#include "ATen/ops/topk.h"
+#include "ATen/ops/where.h"
+
+namespace muster::models {
+namespace {
+
+constexpr double kRemoved = -std::numeric_limits<double>::infinity();
+
+at::Tensor Penalize(double penalty, const at::Tensor& scores, const std::vector<Tokens>& rows) {
+  size_t longest = 0;
+  for (const Tokens& row : rows) longest = std::max(longest, row.size());
+  if (longest == 0) return scores;
+  // Shorter rows repeat a token of their own, which changes nothing.
+  std::vector<int64_t> flat;
+  for (const Tokens& row : rows) {
+    TORCH_CHECK(!row.empty(), "a row has no token");
+    flat.insert(flat.end(), row.begin(), row.end());
+    flat.insert(flat.end(), longest - row.size(), row.back());
+  }
+  const at::Tensor ids = at::tensor(flat, c10::kLong)
+                             .view({static_cast<int64_t>(rows.size()), -1})
+                             .to(scores.device());
+  const at::Tensor held = scores.gather(1, ids);
+  return scores.scatter(1, ids, at::where(held < 0, held * penalty, held / penalty));
+}
+
+// Tokens that would complete an n-gram that is in `row` already.
+std::vector<int64_t> Completions(const Tokens& row, size_t size) {
+  std::vector<int64_t> found;
+  if (row.size() + 1 < size) return found;
+  const auto last = row.end() - static_cast<int64_t>(size - 1);
+  for (size_t begin = 0; begin + size <= row.size(); ++begin) {
+    const auto at = row.begin() + static_cast<int64_t>(begin);
+    if (std::equal(last, row.end(), at)) found.push_back(*(at + static_cast<int64_t>(size - 1)));
+  }
+  return found;
+}
+
+at::Tensor Remove(const at::Tensor& scores, const std::vector<std::vector<int64_t>>& tokens) {
+  std::vector<int64_t> rows, columns;
+  for (size_t row = 0; row < tokens.size(); ++row) {
+    rows.insert(rows.end(), tokens[row].size(), static_cast<int64_t>(row));
+    columns.insert(columns.end(), tokens[row].begin(), tokens[row].end());
+  }
+  if (rows.empty()) return scores;
+  const auto index = [&scores](const std::vector<int64_t>& values) {
+    return std::make_optional(at::tensor(values, c10::kLong).to(scores.device()));
+  };
+  return scores.index_put({index(rows), index(columns)}, at::full({}, kRemoved, scores.options()));
+}
+
+}  // namespace
+
+void CheckRules(const ScoreRules& rules) {
+  TORCH_CHECK_VALUE(rules.repetition_penalty > 0, "repetition_penalty is ",
+                    rules.repetition_penalty, "; it must be above 0 (1: none)");
+  TORCH_CHECK_VALUE(rules.no_repeat_ngram_size >= 0, "no_repeat_ngram_size is ",
+                    rules.no_repeat_ngram_size, "; it must not be negative");
+  TORCH_CHECK_VALUE(rules.min_new_tokens >= 0, "min_new_tokens is ", rules.min_new_tokens,
+                    "; it must not be negative");
+  TORCH_CHECK_VALUE(rules.temperature > 0, "temperature is ", rules.temperature,
+                    "; it must be above 0 (for the best token always, do not sample)");
+  TORCH_CHECK_VALUE(rules.top_k >= 0, "top_k is ", rules.top_k, "; it must not be negative");
+  TORCH_CHECK_VALUE(rules.top_p > 0 && rules.top_p <= 1, "top_p is ", rules.top_p,
+                    "; it must be above 0 and at most 1");
+  TORCH_CHECK_VALUE(rules.min_p >= 0 && rules.min_p <= 1, "min_p is ", rules.min_p,
+                    "; it must be from 0 to 1");
+}
+
+at::Tensor ApplyRules(const ScoreRules& rules, const at::Tensor& scores,
+                      const std::vector<Tokens>& rows, int64_t num_generated) {
+  at::Tensor out = scores;
+  if (rules.repetition_penalty != 1) out = Penalize(rules.repetition_penalty, out, rows);
+  std::vector<std::vector<int64_t>> removed(rows.size());
+  if (rules.no_repeat_ngram_size > 0) {
+    for (size_t i = 0; i < rows.size(); ++i) {
+      removed[i] = Completions(rows[i], static_cast<size_t>(rules.no_repeat_ngram_size));
+    }
+  }
+  if (num_generated < rules.min_new_tokens) {
+    for (auto& row : removed) {
+      for (const int64_t token : rules.end_tokens) {
+        if (token < scores.size(1)) row.push_back(token);
+      }
+    }
+  }
+  return Remove(out, removed);
+}
+
+at::Tensor ApplySamplingRules(const ScoreRules& rules, const at::Tensor& scores) {
+  at::Tensor out = rules.temperature == 1 ? scores : scores / rules.temperature;
+  if (rules.top_k > 0 && rules.top_k < out.size(1)) {
+    const at::Tensor least = std::get<0>(out.topk(rules.top_k, -1)).narrow(-1, rules.top_k - 1, 1);
+    out = out.masked_fill(out < least, kRemoved);
+  }
+  if (rules.top_p < 1) {
+    const auto [sorted, order] = out.sort(/*dim=*/-1, /*descending=*/false);
+    at::Tensor removed = at::softmax(sorted, -1).cumsum(-1) <= 1 - rules.top_p;
+    removed.narrow(-1, removed.size(-1) - 1, 1).fill_(false);
+    out = out.masked_fill(removed.scatter(-1, order, removed), kRemoved);
+  }
+  if (rules.min_p > 0) {
+    const at::Tensor probabilities = at::softmax(out, -1);
+    out = out.masked_fill(probabilities < probabilities.amax(-1, true) * rules.min_p, kRemoved);
+  }
+  return out;
+}
+
+}  // namespace muster::models

@@ -1,0 +1,51 @@
+#ifndef MUSTER_WORKER_MODELS_SCORE_RULES_H_
+#define MUSTER_WORKER_MODELS_SCORE_RULES_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+
+namespace muster::models {
+
+// What changes the scores of the next token before one is chosen. A rule at its default value does
+// nothing.
+struct ScoreRules {
+  // The score of every token that the row holds is divided by it if positive, else multiplied
+  // (Keskar et al., 2019).
+  double repetition_penalty = 1;
+  // No n-gram of this size comes twice; 0: no rule.
+  int64_t no_repeat_ngram_size = 0;
+  // End tokens cannot come before so many tokens have been generated.
+  int64_t min_new_tokens = 0;
+  std::vector<int64_t> end_tokens = {};
+
+  // For sampling alone, applied in this order.
+  double temperature = 1;
+  // Only the k best tokens stay; 0: all.
+  int64_t top_k = 0;
+  // Only the most likely tokens stay whose probabilities together reach it (Holtzman et al., 2020).
+  double top_p = 1;
+  // Only tokens stay that are at least so likely, as a share of the best one's probability.
+  double min_p = 0;
+};
+
+// Throws c10::Error that names a rule whose number has no meaning.
+void CheckRules(const ScoreRules& rules);
+
+// The tokens of a row, without padding.
+using Tokens = std::vector<int64_t>;
+
+// `scores` [rows, vocabulary] float32 after the first three rules, in the order above. `rows`: what
+// each row holds, prompt and generated tokens; of those `num_generated` are generated. Removed
+// tokens get minus infinity. transformers lets padding count as tokens of the row; here it does
+// not, so that a row says the same however much it is padded.
+at::Tensor ApplyRules(const ScoreRules& rules, const at::Tensor& scores,
+                      const std::vector<Tokens>& rows, int64_t num_generated);
+
+// `scores` after temperature, top_k, top_p and min_p.
+at::Tensor ApplySamplingRules(const ScoreRules& rules, const at::Tensor& scores);
+
+}  // namespace muster::models
+
+#endif  // MUSTER_WORKER_MODELS_SCORE_RULES_H_

@@ -1,0 +1,92 @@
+#include "worker/models/text_model.h"
+
+#include "ATen/TensorOperators.h"
+#include "ATen/ops/where.h"
+#include "ATen/ops/full.h"
+#include "worker/models/attention.h"
+#include "worker/models/layers.h"
+#include "worker/train/guard.h"
+
+namespace muster::models {
+namespace {
+
+// labels [B, T] moved so that they stand where they are predicted, [B, T - 1].
+at::Tensor NextLabels(const TextBatch& batch) {
+  const int64_t length = batch.labels.size(1);
+  const at::Tensor next = batch.labels.narrow(1, 1, length - 1);
+  const at::Tensor padding = PaddingMask(batch.attention_mask);
+  if (!padding.defined()) return next;
+  return next.masked_fill(padding.narrow(1, 0, length - 1).logical_not(), -100);
+}
+
+}  // namespace
+
+TextModelImpl::TextModelImpl(ModelConfig config) : config_(std::move(config)) {
+  ThrowIfError(ValidateConfig(config_));
+}
+
+void TextModelImpl::InitWeights() {
+  const double deviation = Common(config_).initializer_range;
+  for (const auto& module : modules(/*include_self=*/false)) {
+    if (auto* const linear = module->as<LinearImpl>()) linear->InitWeights(deviation);
+    if (auto* const linear = module->as<Conv1DImpl>()) linear->InitWeights(deviation);
+    if (auto* const embedding = module->as<EmbeddingImpl>()) embedding->InitWeights(deviation);
+    if (auto* const norm = module->as<LayerNormImpl>()) norm->InitWeights();
+    if (auto* const norm = module->as<RmsNormImpl>()) norm->InitWeights();
+  }
+}
+
+ModelOutput CausalLmImpl::forward(const TextBatch& batch) {
+  CheckBatch(batch, Common(config()), /*past=*/0);
+  const Hidden run = Run(batch, nullptr);
+  ModelOutput output = {.logits = Head(run.hidden), .aux_loss = run.aux_loss};
+  if (!batch.labels.defined()) return output;
+  TORCH_CHECK(batch.labels.sizes() == batch.input_ids.sizes(), "labels have the shape ",
+              batch.labels.sizes(), ", input_ids ", batch.input_ids.sizes());
+  TORCH_CHECK(batch.input_ids.size(1) > 1,
+              "rows of one token have no next token: leave the labels out");
+  const int64_t length = batch.input_ids.size(1);
+  output.loss = CrossEntropy(output.logits.narrow(1, 0, length - 1).flatten(0, 1),
+                             NextLabels(batch).flatten());
+  if (output.aux_loss.defined()) {
+    output.loss = output.loss + aux_loss_coefficient() * output.aux_loss;
+  }
+  return output;
+}
+
+at::Tensor CausalLmImpl::NextLogits(const TextBatch& batch, KvCache* cache, int64_t num_logits) {
+  CheckBatch(batch, Common(config()), cache == nullptr ? 0 : cache->length());
+  const at::Tensor hidden = Run(batch, cache).hidden;
+  return Head(hidden.narrow(1, hidden.size(1) - num_logits, num_logits));
+}
+
+void CheckBatch(const TextBatch& batch, const CommonConfig& config, int64_t past) {
+  const at::Tensor& ids = batch.input_ids;
+  TORCH_CHECK(ids.defined() && ids.dim() == 2 && ids.size(0) > 0 && ids.size(1) > 0,
+              "input_ids must be [rows, tokens] and not empty",
+              ids.defined() ? c10::str("; they are ", ids.sizes()) : std::string());
+  TORCH_CHECK(ids.scalar_type() == c10::kLong, "input_ids must be int64, not ", ids.scalar_type());
+  const int64_t length = past + ids.size(1);
+  if (batch.attention_mask.defined()) {
+    TORCH_CHECK(batch.attention_mask.sizes() == at::IntArrayRef({ids.size(0), length}),
+                "attention_mask has the shape ", batch.attention_mask.sizes(), ", not [",
+                ids.size(0), ", ", length, "]");
+  }
+  for (const auto& [name, tensor] : {std::pair<const char*, const at::Tensor&>(
+                                         "token_type_ids", batch.token_type_ids),
+                                     {"position_ids", batch.position_ids}}) {
+    if (!tensor.defined()) continue;
+    TORCH_CHECK(tensor.dim() == 2 && tensor.size(1) == ids.size(1) &&
+                    (tensor.size(0) == 1 || tensor.size(0) == ids.size(0)),
+                name, " has the shape ", tensor.sizes(), ", input_ids ", ids.sizes());
+  }
+  // Positions are a table there; rotary ones go on, with less and less sense.
+  const bool has_table = config.architecture == Architecture::kGpt2LMHeadModel ||
+                         config.architecture == Architecture::kBertForMaskedLM ||
+                         config.architecture == Architecture::kBertForSequenceClassification;
+  TORCH_CHECK(!has_table || batch.position_ids.defined() || length <= config.max_positions,
+              "rows of ", length, " tokens are longer than the ", config.max_positions,
+              " positions that the model has: shorten them");
+}
+
+}  // namespace muster::models

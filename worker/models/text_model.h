@@ -1,0 +1,96 @@
+#ifndef MUSTER_WORKER_MODELS_TEXT_MODEL_H_
+#define MUSTER_WORKER_MODELS_TEXT_MODEL_H_
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "ATen/core/Tensor.h"
+#include "torch/nn/module.h"
+#include "torch/nn/pimpl.h"
+#include "worker/models/kv_cache.h"
+#include "worker/models/model_config.h"
+
+namespace muster::models {
+
+// What a model reads; tensors that are left out are undefined. Rows of different lengths are padded
+// on either side.
+struct TextBatch {
+  at::Tensor input_ids = {};       // [B, T] int64
+  at::Tensor attention_mask = {};  // [B, T] int64 or bool; 0: padding
+  at::Tensor labels = {};          // [B, T] int64, -100: none; of a sequence classifier [B], or
+                                   // [B, labels] of floats
+  at::Tensor token_type_ids = {};  // [B, T] int64; BERT
+  at::Tensor position_ids = {};    // [B or 1, T] int64; by default 0, 1, ... from the left edge
+};
+
+// What it says.
+struct ModelOutput {
+  at::Tensor loss = {};      // scalar float32; undefined without labels
+  at::Tensor logits = {};    // [B, T, vocabulary], or [B, labels]
+  at::Tensor aux_loss = {};  // scalar; of a mixture of experts with output_router_logits
+};
+
+// A model of text.
+class TextModelImpl : public torch::nn::Module {
+ public:
+  // Throws c10::Error that names what does not fit: a shape, a token beyond the vocabulary, more
+  // positions than the model has.
+  virtual ModelOutput forward(const TextBatch& batch) = 0;
+
+  const ModelConfig& config() const { return config_; }
+
+  // Random weights as transformers initialises them: normal, with the config's deviation. Draws
+  // from torch's default generator.
+  virtual void InitWeights();
+
+  // The model's name for a tensor of a file, which may be an older name, that of the same model
+  // without its head, or empty for a tensor that the model does not need (a tied head, a buffer).
+  virtual std::string ParameterName(const std::string& name_in_file) const = 0;
+
+ protected:
+  explicit TextModelImpl(ModelConfig config);
+
+ private:
+  const ModelConfig config_;
+};
+TORCH_MODULE(TextModel);
+
+// One that predicts the next token.
+class CausalLmImpl : public TextModelImpl {
+ public:
+  // The loss holds the logits at position t against the label at t + 1. A label that only a padded
+  // position could predict, the first token of a row that is padded on the left, does not count:
+  // what a padded position says has no meaning.
+  ModelOutput forward(const TextBatch& batch) override;
+
+  // Logits [B, `num_logits`, vocabulary] of the last positions. With a cache, the ids are the
+  // positions after those in it, and `attention_mask` [B, cache length + T] is of both. Idle
+  // experts are left out, so that ranks which divide a model's parameters must not call it with
+  // different batches.
+  at::Tensor NextLogits(const TextBatch& batch, KvCache* cache, int64_t num_logits = 1);
+
+  virtual KvCache NewCache(int64_t batch, int64_t capacity) const = 0;
+
+ protected:
+  using TextModelImpl::TextModelImpl;
+
+  // Where the hidden states of a forward pass go. `hidden` [B, T, width] after the last norm.
+  struct Hidden {
+    at::Tensor hidden = {};
+    at::Tensor aux_loss = {};
+  };
+  virtual Hidden Run(const TextBatch& batch, KvCache* cache) = 0;
+  // hidden [B, T, width] to logits [B, T, vocabulary].
+  virtual at::Tensor Head(const at::Tensor& hidden) = 0;
+  virtual double aux_loss_coefficient() const { return 0; }
+};
+TORCH_MODULE(CausalLm);
+
+// Throws unless `batch` has ids [B, T] of int64 and the other tensors fit them. `past`: positions
+// before these.
+void CheckBatch(const TextBatch& batch, const CommonConfig& config, int64_t past);
+
+}  // namespace muster::models
+
+#endif  // MUSTER_WORKER_MODELS_TEXT_MODEL_H_
