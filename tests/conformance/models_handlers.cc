@@ -137,9 +137,9 @@ models::GenerateOptions OptionsOf(const Json& in) {
   if (IsGiven(in, "pad_token_id")) options.pad_token_id = in["pad_token_id"].get<int64_t>();
   if (IsGiven(in, "early_stopping")) {
     const Json& early = in["early_stopping"];
-    options.early_stopping = early == "never"           ? models::EarlyStopping::kNever
+    options.early_stopping = early == "never"    ? models::EarlyStopping::kNever
                              : early.get<bool>() ? models::EarlyStopping::kWhenFull
-                                                        : models::EarlyStopping::kWhenUnlikely;
+                                                 : models::EarlyStopping::kWhenUnlikely;
   }
   return options;
 }
@@ -226,10 +226,11 @@ Json HfTrainCase(const Json& in) {
   AcceleratorOptions engine;
   engine.mixed_precision = in.at("mixed_precision").get<std::string>();
   RunAccelerators(1, engine, [&](Accelerator& accelerator) {
-    FusedAdamW fused(loaded->parameters(), {.lr = adamw.at("lr"),
-                                            .betas = {adamw.at("betas").at(0), adamw.at("betas").at(1)},
-                                            .eps = adamw.at("eps"),
-                                            .weight_decay = adamw.at("weight_decay")});
+    FusedAdamW fused(loaded->parameters(),
+                     {.lr = adamw.at("lr"),
+                      .betas = {adamw.at("betas").at(0), adamw.at("betas").at(1)},
+                      .eps = adamw.at("eps"),
+                      .weight_decay = adamw.at("weight_decay")});
     auto [model, optimizer] = accelerator.prepare(loaded, fused);
     // As the cases were made; dropout, if any, is off.
     model->eval();
@@ -261,9 +262,7 @@ Json HfTrainCase(const Json& in) {
 }  // namespace
 
 std::map<std::string, Handler> ModelsHandlers() {
-  return {{"hf_models", HfModelsCase},
-          {"hf_generate", HfGenerateCase},
-          {"hf_train", HfTrainCase}};
+  return {{"hf_models", HfModelsCase}, {"hf_generate", HfGenerateCase}, {"hf_train", HfTrainCase}};
 }
 
 }  // namespace muster::conformance

@@ -28,7 +28,7 @@ _THIRD_PARTY = [
     ("test", r"(gtest|gmock|benchmark)/"),
 ]
 # Folders that are named apart from the one they are in.
-_WORKER_ROOMS = ("nested", "collective", "job", "data", "parallel", "track", "checkpoint", "train")
+_WORKER_ROOMS = ("nested", "collective", "job", "data", "parallel", "track", "checkpoint", "train", "models")
 _ROOMS = ("rpc/session", "coordinator/journal") + tuple("worker/" + room for room in _WORKER_ROOMS)
 _FOLDERS = ("base", "proto", "rpc", "coordinator", "agent", "worker", "client", "muster", "examples", "tests", "bench")
 
@@ -60,6 +60,9 @@ _ALLOWED = {
     "worker/track": _TENSORS | {"worker/nested", "worker/collective", "worker/track"},
     "worker/train": _TENSORS
     | {"worker/nested", "worker/collective", "worker/parallel", "worker/checkpoint", "worker/train"},
+    # Models see what trains them, and nothing of Muster sees them but what users include.
+    "worker/models": _TENSORS
+    | {"worker/nested", "worker/collective", "worker/checkpoint", "worker/train", "worker/models"},
     "client": _FILES | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "rpc/session", "cli11", "httplib", "client"},
     # Tools on files; Bazel's visibility lets them see only those libraries of the room that have no torch.
     "client/checkpoints": {"absl", "json", "base", "client", "worker/checkpoint"},

@@ -9,6 +9,14 @@
 #include "ATen/ops/scaled_dot_product_attention.h"
 
 namespace muster::models {
+namespace {
+
+// Each head `times` times, one after the other.
+at::Tensor RepeatHeads(const at::Tensor& x, int64_t times) {
+  return x.unsqueeze(2).expand({-1, -1, times, -1, -1}).flatten(1, 2);
+}
+
+}  // namespace
 
 at::Tensor PaddingMask(const at::Tensor& attention_mask) {
   if (!attention_mask.defined()) return {};
@@ -31,8 +39,8 @@ AttentionMask CausalMask(const at::Tensor& padding, int64_t num_queries, int64_t
   at::Tensor seen = keys <= queries;
   if (has_window) seen = at::logical_and(seen, queries - keys < window);
   if (padding.defined()) {
-    seen = at::logical_or(at::logical_and(seen, padding.view({-1, 1, 1, num_keys})),
-                          keys == queries);
+    seen =
+        at::logical_or(at::logical_and(seen, padding.view({-1, 1, 1, num_keys})), keys == queries);
   }
   return {.mask = seen};
 }
@@ -48,10 +56,14 @@ at::Tensor Attend(const at::Tensor& queries, const at::Tensor& keys, const at::T
                   const AttentionMask& mask, double dropout, double scale) {
   const std::optional<at::Tensor> seen =
       mask.mask.defined() ? std::make_optional(mask.mask) : std::nullopt;
+  const int64_t shared_by = queries.size(1) / keys.size(1);
+  // With a mask, gradients in bfloat16 add up as in transformers only if heads are repeated.
+  const bool repeats = shared_by > 1 && seen.has_value() && keys.requires_grad();
   const at::Tensor attended = at::scaled_dot_product_attention(
-      queries, keys, values, seen, dropout, mask.is_causal,
+      queries, repeats ? RepeatHeads(keys, shared_by) : keys,
+      repeats ? RepeatHeads(values, shared_by) : values, seen, dropout, mask.is_causal,
       scale > 0 ? std::make_optional(scale) : std::nullopt,
-      /*enable_gqa=*/queries.size(1) != keys.size(1));
+      /*enable_gqa=*/shared_by > 1 && !repeats);
   return attended.transpose(1, 2).flatten(2);
 }
 

@@ -28,8 +28,7 @@ std::vector<int64_t> Beams::Step(const std::vector<Candidate>& candidates) {
     const bool has_ended =
         length_ == options_.max_new_tokens ||
         std::find(end_tokens_.begin(), end_tokens_.end(), candidate.token) != end_tokens_.end();
-    const bool runs_on =
-        !has_ended && static_cast<int64_t>(next.size()) < options_.num_beams;
+    const bool runs_on = !has_ended && static_cast<int64_t>(next.size()) < options_.num_beams;
     const bool may_finish = has_ended && static_cast<int64_t>(i) < options_.num_beams;
     if (!runs_on && !may_finish) continue;
     Sequence sequence = {.tokens = running_[candidate.beam].tokens, .score = candidate.sum};
@@ -68,7 +67,8 @@ void Beams::KeepBestFinished() {
 void Beams::CloseIfHopeless() {
   if (!is_full() || running_.empty()) return;
   // The longest that the best running sequence may become counts where length is rewarded.
-  const bool at_best = options_.early_stopping == EarlyStopping::kNever && options_.length_penalty > 0;
+  const bool at_best =
+      options_.early_stopping == EarlyStopping::kNever && options_.length_penalty > 0;
   const double length = static_cast<double>(at_best ? options_.max_new_tokens : length_);
   double best = running_.front().score;
   for (const Sequence& sequence : running_) best = std::max(best, sequence.score);

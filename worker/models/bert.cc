@@ -57,8 +57,7 @@ at::Tensor BertLayerImpl::forward(const at::Tensor& x, const AttentionMask& mask
   return output_(Activate(activation_, intermediate_(inner)), inner);
 }
 
-BertImpl::BertImpl(const BertConfig& config, bool has_pooler)
-    : dropout_(config.hidden_dropout) {
+BertImpl::BertImpl(const BertConfig& config, bool has_pooler) : dropout_(config.hidden_dropout) {
   const int64_t width = config.hidden_size;
   const auto embeddings = Level(*this, "embeddings");
   word_embeddings = embeddings->register_module(
@@ -184,8 +183,10 @@ at::Tensor BertForSequenceClassificationImpl::Loss(const at::Tensor& logits,
   }
   const int64_t rows = logits.size(0);
   if (problem == Problem::kSingleLabel) {
-    TORCH_CHECK(labels.numel() == rows, "labels of ", rows, " rows must be [", rows, "], one class "
-                "each; they are ", labels.sizes());
+    TORCH_CHECK(labels.numel() == rows, "labels of ", rows, " rows must be [", rows,
+                "], one class "
+                "each; they are ",
+                labels.sizes());
     return CrossEntropy(logits, labels.flatten());
   }
   TORCH_CHECK(labels.numel() == logits.numel(), "labels must be ", logits.sizes(),

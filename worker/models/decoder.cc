@@ -30,8 +30,7 @@ at::Tensor DecoderAttentionImpl::forward(const at::Tensor& x, const DecoderPass&
   at::Tensor keys = pass.rotation.Apply(SplitHeads(k_proj_(x), num_key_value_heads_));
   at::Tensor values = SplitHeads(v_proj_(x), num_key_value_heads_);
   if (pass.cache != nullptr) std::tie(keys, values) = pass.cache->Append(layer_, keys, values);
-  return o_proj_(Attend(queries, keys, values, pass.masks[layer_],
-                        is_training() ? dropout_ : 0));
+  return o_proj_(Attend(queries, keys, values, pass.masks[layer_], is_training() ? dropout_ : 0));
 }
 
 DecoderLayerImpl::DecoderLayerImpl(const DecoderConfig& config, int64_t layer) {
@@ -82,9 +81,9 @@ at::Tensor DecoderImpl::forward(const TextBatch& batch, DecoderPass& pass) {
   for (const int64_t window : sliding_windows_) {
     auto found = of_window.find(window);
     if (found == of_window.end()) {
-      found = of_window
-                  .emplace(window, CausalMask(padding, count, past + count, window, x.device()))
-                  .first;
+      found =
+          of_window.emplace(window, CausalMask(padding, count, past + count, window, x.device()))
+              .first;
     }
     pass.masks.push_back(found->second);
   }
@@ -127,8 +126,8 @@ std::string DecoderForCausalLMImpl::ParameterName(const std::string& name_in_fil
   if (absl::EndsWith(name_in_file, ".rotary_emb.inv_freq")) return "";
   if (name_in_file == "lm_head.weight") return lm_head_ ? name_in_file : "";
   // Files of the decoder without its head.
-  if (absl::StartsWith(name_in_file, "embed_tokens.") || absl::StartsWith(name_in_file, "layers.") ||
-      absl::StartsWith(name_in_file, "norm.")) {
+  if (absl::StartsWith(name_in_file, "embed_tokens.") ||
+      absl::StartsWith(name_in_file, "layers.") || absl::StartsWith(name_in_file, "norm.")) {
     return absl::StrCat("model.", name_in_file);
   }
   return name_in_file;

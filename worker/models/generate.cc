@@ -6,8 +6,8 @@
 #include <random>
 #include <utility>
 
-#include "ATen/ops/argmax.h"
 #include "ATen/TensorOperators.h"
+#include "ATen/ops/argmax.h"
 #include "ATen/ops/cumsum.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/log_softmax.h"
@@ -66,14 +66,15 @@ void CheckOptions(const GenerateOptions& options, const CommonConfig& config,
                     "; it must be at least 1");
   TORCH_CHECK_VALUE(options.num_beams >= 1, "num_beams is ", options.num_beams,
                     "; it must be at least 1");
-  TORCH_CHECK_VALUE(options.num_return_sequences >= 1 &&
-                        options.num_return_sequences <= options.num_beams,
-                    "num_return_sequences is ", options.num_return_sequences,
-                    "; it must be from 1 to num_beams, which is ", options.num_beams);
+  TORCH_CHECK_VALUE(
+      options.num_return_sequences >= 1 && options.num_return_sequences <= options.num_beams,
+      "num_return_sequences is ", options.num_return_sequences,
+      "; it must be from 1 to num_beams, which is ", options.num_beams);
   TORCH_CHECK_VALUE(std::isfinite(options.length_penalty), "length_penalty is not a finite number");
   if (options.num_beams > 1) {
     TORCH_CHECK_VALUE(!options.do_sample, "do_sample does not go with num_beams > 1");
-    TORCH_CHECK_VALUE(options.on_tokens == nullptr, "on_tokens does not go with num_beams > 1, whose "
+    TORCH_CHECK_VALUE(options.on_tokens == nullptr,
+                      "on_tokens does not go with num_beams > 1, whose "
                       "tokens can still change");
     TORCH_CHECK_VALUE(!options.output_logits, "output_logits does not go with num_beams > 1");
   }

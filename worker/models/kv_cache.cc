@@ -28,8 +28,8 @@ KvCache KvCache::Repeated(int64_t times) const {
   KvCache copy(static_cast<int64_t>(keys_.size()), batch_ * times, first.size(1), capacity_,
                first.size(3), first.options());
   for (size_t i = 0; i < keys_.size(); ++i) {
-    for (const auto& [to, from] : {std::make_pair(copy.keys_[i], keys_[i]),
-                                   std::make_pair(copy.values_[i], values_[i])}) {
+    for (const auto& [to, from] :
+         {std::make_pair(copy.keys_[i], keys_[i]), std::make_pair(copy.values_[i], values_[i])}) {
       to.narrow(2, 0, length_).copy_(from.narrow(2, 0, length_).repeat_interleave(times, 0));
     }
   }

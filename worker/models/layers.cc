@@ -1,6 +1,7 @@
 #include "worker/models/layers.h"
 
 #include <cmath>
+#include <numbers>
 
 #include "ATen/TensorOperators.h"
 #include "ATen/core/Reduction.h"
@@ -133,6 +134,14 @@ at::Tensor Activate(Activation activation, const at::Tensor& x) {
       return at::silu(x);
     case Activation::kGelu:
       return at::gelu(x);
+    case Activation::kGeluNew:
+      if (x.scalar_type() == c10::kBFloat16 || x.scalar_type() == c10::kHalf) {
+        // One operation after another, since gradients are added in the reverse of their order.
+        const at::Tensor half = 0.5 * x;
+        const at::Tensor cube = 0.044715 * at::pow(x, 3.0);
+        return half * (1.0 + at::tanh(std::sqrt(2 / std::numbers::pi) * (x + cube)));
+      }
+      return at::gelu(x, "tanh");
     case Activation::kGeluTanh:
       return at::gelu(x, "tanh");
     case Activation::kRelu:
@@ -150,9 +159,8 @@ at::Tensor Dropout(const at::Tensor& x, double probability, bool training) {
 }
 
 at::Tensor CrossEntropy(const at::Tensor& logits, const at::Tensor& labels) {
-  const at::Tensor sum =
-      at::cross_entropy_loss(logits.to(c10::kFloat), labels, /*weight=*/{}, at::Reduction::Sum,
-                             kIgnoredLabel);
+  const at::Tensor sum = at::cross_entropy_loss(logits.to(c10::kFloat), labels, /*weight=*/{},
+                                                at::Reduction::Sum, kIgnoredLabel);
   // No synchronization with a GPU: without any label the sum is 0, and so is the quotient.
   return sum / labels.ne(kIgnoredLabel).sum().clamp_min(1);
 }

@@ -47,10 +47,10 @@ constexpr std::pair<const char*, Activation> kActivations[] = {
     {"swish", Activation::kSilu},
     {"gelu", Activation::kGelu},
     {"gelu_python", Activation::kGelu},
-    {"gelu_new", Activation::kGeluTanh},
-    {"gelu_fast", Activation::kGeluTanh},
+    {"gelu_new", Activation::kGeluNew},
+    {"gelu_fast", Activation::kGeluNew},
     {"gelu_pytorch_tanh", Activation::kGeluTanh},
-    {"gelu_accurate", Activation::kGeluTanh},
+    {"gelu_accurate", Activation::kGeluNew},
     {"relu", Activation::kRelu},
     {"tanh", Activation::kTanh},
     {"quick_gelu", Activation::kQuickGelu},
@@ -59,25 +59,82 @@ constexpr std::pair<const char*, Activation> kActivations[] = {
 // Settings that change neither weights nor logits nor loss: names, defaults of generation (see
 // generation_config.json), what a Python call returns, how it is run.
 const std::set<std::string, std::less<>>& HarmlessSettings() {
-  static const auto* const settings = new std::set<std::string, std::less<>>{
-      "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
-      "_commit_hash", "_name_or_path", "architectures", "attn_implementation", "bad_words_ids",
-      "begin_suppress_tokens", "chunk_size_feed_forward", "cls_token_id",
-      "decoder_start_token_id", "directionality", "diversity_penalty", "do_sample",
-      "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
-      "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing",
-      "id2label", "ignore_keys_at_rope_validation", "keys_to_ignore_at_inference", "label2id",
-      "length_penalty", "mask_token_id", "max_length", "min_length", "model_max_length",
-      "model_type", "n_ctx", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
-      "num_return_sequences", "output_attentions", "output_hidden_states", "output_past",
-      "output_scores", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
-      "pooler_size_per_head", "pooler_type", "predict_special_tokens", "prefix", "pretraining_tp",
-      "remove_invalid_values", "reorder_and_upcast_attn", "repetition_penalty", "return_dict",
-      "return_dict_in_generate", "sep_token_id", "summary_activation", "summary_first_dropout",
-      "summary_proj_to_labels", "summary_type", "summary_use_proj", "suppress_tokens",
-      "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p",
-      "torchscript", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed",
-      "unsloth_version", "use_bfloat16", "use_cache"};
+  static const auto* const settings =
+      new std::set<std::string, std::less<>>{"_attn_implementation",
+                                             "_attn_implementation_autoset",
+                                             "_attn_implementation_internal",
+                                             "_commit_hash",
+                                             "_name_or_path",
+                                             "architectures",
+                                             "attn_implementation",
+                                             "bad_words_ids",
+                                             "begin_suppress_tokens",
+                                             "chunk_size_feed_forward",
+                                             "cls_token_id",
+                                             "decoder_start_token_id",
+                                             "directionality",
+                                             "diversity_penalty",
+                                             "do_sample",
+                                             "early_stopping",
+                                             "encoder_no_repeat_ngram_size",
+                                             "exponential_decay_length_penalty",
+                                             "finetuning_task",
+                                             "forced_bos_token_id",
+                                             "forced_eos_token_id",
+                                             "gradient_checkpointing",
+                                             "id2label",
+                                             "ignore_keys_at_rope_validation",
+                                             "keys_to_ignore_at_inference",
+                                             "label2id",
+                                             "length_penalty",
+                                             "mask_token_id",
+                                             "max_length",
+                                             "min_length",
+                                             "model_max_length",
+                                             "model_type",
+                                             "n_ctx",
+                                             "no_repeat_ngram_size",
+                                             "num_beam_groups",
+                                             "num_beams",
+                                             "num_return_sequences",
+                                             "output_attentions",
+                                             "output_hidden_states",
+                                             "output_past",
+                                             "output_scores",
+                                             "pooler_fc_size",
+                                             "pooler_num_attention_heads",
+                                             "pooler_num_fc_layers",
+                                             "pooler_size_per_head",
+                                             "pooler_type",
+                                             "predict_special_tokens",
+                                             "prefix",
+                                             "pretraining_tp",
+                                             "remove_invalid_values",
+                                             "reorder_and_upcast_attn",
+                                             "repetition_penalty",
+                                             "return_dict",
+                                             "return_dict_in_generate",
+                                             "sep_token_id",
+                                             "summary_activation",
+                                             "summary_first_dropout",
+                                             "summary_proj_to_labels",
+                                             "summary_type",
+                                             "summary_use_proj",
+                                             "suppress_tokens",
+                                             "task_specific_params",
+                                             "temperature",
+                                             "tf_legacy_loss",
+                                             "tokenizer_class",
+                                             "top_k",
+                                             "top_p",
+                                             "torchscript",
+                                             "transformers_version",
+                                             "typical_p",
+                                             "unk_token_id",
+                                             "unsloth_fixed",
+                                             "unsloth_version",
+                                             "use_bfloat16",
+                                             "use_cache"};
   return *settings;
 }
 
@@ -275,8 +332,8 @@ void ReadRope(Settings& settings, double default_theta, RopeConfig* rope) {
   }
   if (parameters == nullptr) return;
   if (!parameters->is_object()) {
-    return settings.Invalid(absl::StrCat("\"", name, "\" is ", Settings::Shown(*parameters),
-                                         ", not an object"));
+    return settings.Invalid(
+        absl::StrCat("\"", name, "\" is ", Settings::Shown(*parameters), ", not an object"));
   }
   std::string kind = "default";
   for (const auto& [key, value] : parameters->items()) {
@@ -309,14 +366,15 @@ void ReadRope(Settings& settings, double default_theta, RopeConfig* rope) {
     rope->kind = RopeConfig::Kind::kLinear;
   } else if (kind == "llama3") {
     rope->kind = RopeConfig::Kind::kLlama3;
-    for (const char* key : {"factor", "low_freq_factor", "high_freq_factor",
-                            "original_max_position_embeddings"}) {
+    for (const char* key :
+         {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}) {
       if (!parameters->contains(key)) {
         settings.Invalid(absl::StrCat("\"", name, ".", key, "\" is missing"));
       }
     }
     if (rope->high_freq_factor <= rope->low_freq_factor) {
-      settings.Invalid(absl::StrCat("\"", name, ".high_freq_factor\" is not above low_freq_factor"));
+      settings.Invalid(
+          absl::StrCat("\"", name, ".high_freq_factor\" is not above low_freq_factor"));
     }
   } else {
     settings.Unknown(absl::StrCat("\"", name, "\": the type \"", Printable(kind),
@@ -330,7 +388,8 @@ void ReadSlidingWindows(Settings& settings, DecoderConfig* config) {
   const bool is_qwen = config->architecture == Architecture::kQwen2ForCausalLM;
   const bool has_window = config->architecture == Architecture::kMistralForCausalLM ||
                           config->architecture == Architecture::kMixtralForCausalLM || is_qwen;
-  int64_t window = has_window && settings.Has("sliding_window") ? settings.Size("sliding_window") : 0;
+  int64_t window =
+      has_window && settings.Has("sliding_window") ? settings.Size("sliding_window") : 0;
   int64_t first = 0;
   if (is_qwen) {
     // Its default; configs that switch the window on name the layer.
@@ -343,8 +402,8 @@ void ReadSlidingWindows(Settings& settings, DecoderConfig* config) {
     return;
   }
   if (!types->is_array() || static_cast<int64_t>(types->size()) != config->num_layers) {
-    return settings.Invalid(absl::StrCat("\"layer_types\" does not name each of the ",
-                                         config->num_layers, " layers"));
+    return settings.Invalid(
+        absl::StrCat("\"layer_types\" does not name each of the ", config->num_layers, " layers"));
   }
   for (int64_t i = 0; i < config->num_layers; ++i) {
     const Json& type = (*types)[i];
@@ -384,8 +443,9 @@ DecoderConfig ReadDecoder(Settings& settings, Architecture architecture) {
   config.intermediate_size = settings.Size("intermediate_size");
   config.num_layers = settings.Int("num_hidden_layers", 1, kMaxLayers);
   config.num_heads = settings.Size("num_attention_heads");
-  config.num_key_value_heads =
-      settings.Size("num_key_value_heads", is_llama ? config.num_heads : is_qwen ? 32 : 8);
+  config.num_key_value_heads = settings.Size("num_key_value_heads", is_llama  ? config.num_heads
+                                                                    : is_qwen ? 32
+                                                                              : 8);
   // The head's size decides, not the quotient, which need not be whole.
   if (!settings.Has("head_dim") && config.hidden_size % config.num_heads != 0) {
     settings.Invalid(absl::StrCat("\"hidden_size\" ", config.hidden_size,
@@ -394,8 +454,9 @@ DecoderConfig ReadDecoder(Settings& settings, Architecture architecture) {
   }
   config.head_dim =
       settings.Size("head_dim", std::max<int64_t>(1, config.hidden_size / config.num_heads));
-  config.max_positions = settings.Size(
-      "max_position_embeddings", is_llama ? 2048 : is_qwen ? 32768 : int64_t{4096} * 32);
+  config.max_positions = settings.Size("max_position_embeddings", is_llama  ? 2048
+                                                                  : is_qwen ? 32768
+                                                                            : int64_t{4096} * 32);
   config.rms_norm_eps = settings.Number("rms_norm_eps", 0, 1, is_mixtral ? 1e-5 : 1e-6);
   ReadRope(settings, is_mixtral ? 1e6 : 1e4, &config.rope);
   config.activation = settings.ActivationOf("hidden_act", "silu");
@@ -491,37 +552,38 @@ absl::StatusOr<Architecture> ChooseArchitecture(const Json& json, absl::string_v
   }
   const std::string what =
       !name.empty() ? absl::StrCat("the architecture \"", Printable(name), "\"")
-      : !type.empty() ? absl::StrCat("the model_type \"", Printable(type), "\"")
-                      : std::string("a config that names neither \"architectures\" nor \"model_type\"");
+      : !type.empty()
+          ? absl::StrCat("the model_type \"", Printable(type), "\"")
+          : std::string("a config that names neither \"architectures\" nor \"model_type\"");
   return absl::UnimplementedError(absl::StrCat(source, ": Muster does not have ", what, "; it has ",
                                                absl::StrJoin(known, ", ")));
 }
 
 absl::Status CheckHeads(const std::string& what, int64_t hidden, int64_t heads) {
   if (hidden % heads == 0) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(what, ": the hidden size ", hidden,
-                                                 " is no multiple of the ", heads, " heads"));
+  return absl::InvalidArgumentError(
+      absl::StrCat(what, ": the hidden size ", hidden, " is no multiple of the ", heads, " heads"));
 }
 
 absl::Status Validate(const DecoderConfig& config) {
   if (config.num_heads % config.num_key_value_heads != 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("\"num_attention_heads\" ", config.num_heads,
-                     " is no multiple of \"num_key_value_heads\" ", config.num_key_value_heads));
+    return absl::InvalidArgumentError(absl::StrCat("\"num_attention_heads\" ", config.num_heads,
+                                                   " is no multiple of \"num_key_value_heads\" ",
+                                                   config.num_key_value_heads));
   }
   if (config.head_dim % 2 != 0) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "\"head_dim\" is ", config.head_dim, "; rotary positions need an even number"));
+    return absl::InvalidArgumentError(absl::StrCat("\"head_dim\" is ", config.head_dim,
+                                                   "; rotary positions need an even number"));
   }
   if (config.num_heads * config.head_dim > kMaxSize) {
-    return absl::InvalidArgumentError(absl::StrCat(config.num_heads, " heads of ", config.head_dim,
-                                                   " are more than ", kMaxSize));
+    return absl::InvalidArgumentError(
+        absl::StrCat(config.num_heads, " heads of ", config.head_dim, " are more than ", kMaxSize));
   }
   if (static_cast<int64_t>(config.sliding_windows.size()) != config.num_layers) {
     return absl::InvalidArgumentError("sliding_windows needs an entry for each layer");
   }
-  if (config.num_experts > 0 && (config.num_experts_per_token < 1 ||
-                                 config.num_experts_per_token > config.num_experts)) {
+  if (config.num_experts > 0 &&
+      (config.num_experts_per_token < 1 || config.num_experts_per_token > config.num_experts)) {
     return absl::InvalidArgumentError("num_experts_per_token must be from 1 to num_experts");
   }
   return absl::OkStatus();
@@ -541,8 +603,10 @@ const char* ActivationName(Activation activation) {
       return "silu";
     case Activation::kGelu:
       return "gelu";
-    case Activation::kGeluTanh:
+    case Activation::kGeluNew:
       return "gelu_new";
+    case Activation::kGeluTanh:
+      return "gelu_pytorch_tanh";
     case Activation::kRelu:
       return "relu";
     case Activation::kTanh:
@@ -602,11 +666,12 @@ void Write(const DecoderConfig& config, Json* json) {
   if (config.rope.kind == RopeConfig::Kind::kLinear) {
     out["rope_scaling"] = {{"rope_type", "linear"}, {"factor", config.rope.factor}};
   } else if (config.rope.kind == RopeConfig::Kind::kLlama3) {
-    out["rope_scaling"] = {{"rope_type", "llama3"},
-                           {"factor", config.rope.factor},
-                           {"low_freq_factor", config.rope.low_freq_factor},
-                           {"high_freq_factor", config.rope.high_freq_factor},
-                           {"original_max_position_embeddings", config.rope.original_max_positions}};
+    out["rope_scaling"] = {
+        {"rope_type", "llama3"},
+        {"factor", config.rope.factor},
+        {"low_freq_factor", config.rope.low_freq_factor},
+        {"high_freq_factor", config.rope.high_freq_factor},
+        {"original_max_position_embeddings", config.rope.original_max_positions}};
   }
   if (config.architecture == Architecture::kLlamaForCausalLM) {
     out["attention_bias"] = config.qkv_bias;

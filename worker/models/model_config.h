@@ -15,7 +15,9 @@ namespace muster::models {
 // What a model folder's config.json says, in the terms of the models here. Without torch: tools use
 // it too.
 
-enum class Activation { kSilu, kGelu, kGeluTanh, kRelu, kTanh, kQuickGelu };
+// kGeluNew and kGeluTanh are the same formula; as in transformers, the former rounds after each of
+// its operations where they are done in a low precision.
+enum class Activation { kSilu, kGelu, kGeluNew, kGeluTanh, kRelu, kTanh, kQuickGelu };
 
 // The class that the folder was saved from; the names are those of "architectures".
 enum class Architecture {
@@ -92,7 +94,7 @@ struct Gpt2Config : CommonConfig {
   int64_t inner_size = 0;
   int64_t num_layers = 0;
   int64_t num_heads = 0;
-  Activation activation = Activation::kGeluTanh;
+  Activation activation = Activation::kGeluNew;
   double layer_norm_epsilon = 1e-5;
   double embedding_dropout = 0.1;
   double attention_dropout = 0.1;
@@ -134,8 +136,8 @@ struct ReadConfigOptions {
 
 // From the text of a config.json as transformers 4 and 5 write it. `source` is for messages. Every
 // setting is either applied, known to have no effect on what the model computes, or refused.
-// Errors: INVALID_ARGUMENT "SOURCE: FIELD ..." for what is no valid config; UNIMPLEMENTED that names
-// an architecture or setting that Muster does not have.
+// Errors: INVALID_ARGUMENT "SOURCE: FIELD ..." for what is no valid config; UNIMPLEMENTED that
+// names an architecture or setting that Muster does not have.
 absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json, absl::string_view source,
                                              const ReadConfigOptions& options = {});
 

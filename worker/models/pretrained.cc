@@ -70,9 +70,9 @@ absl::Status Compare(const std::string& path, const WeightFiles& files, const Te
     }
     const std::vector<int64_t> shape(entry.tensor.shape.begin(), entry.tensor.shape.end());
     if (found->second.defined() && found->second.sizes() != at::IntArrayRef(shape)) {
-      different.push_back(absl::StrCat(in_file, " ([", absl::StrJoin(shape, ", "),
-                                       "] in the file, [",
-                                       absl::StrJoin(found->second.sizes(), ", "), "] by the config)"));
+      different.push_back(
+          absl::StrCat(in_file, " ([", absl::StrJoin(shape, ", "), "] in the file, [",
+                       absl::StrJoin(found->second.sizes(), ", "), "] by the config)"));
     }
     found->second = at::Tensor();
   }
@@ -83,15 +83,15 @@ absl::Status Compare(const std::string& path, const WeightFiles& files, const Te
   *is_missing = !missing.empty();
   const absl::string_view architecture = ArchitectureName(Common(model.config()).architecture);
   if (!different.empty()) {
-    return absl::InvalidArgumentError(absl::StrCat(path, ": config.json and the weights differ: ",
-                                                   Names(different)));
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, ": config.json and the weights differ: ", Names(different)));
   }
   if (!strict || (missing.empty() && unexpected.empty())) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      path, ": not the weights of a ", architecture,
-      missing.empty() ? "" : absl::StrCat("; missing: ", Names(missing)),
-      unexpected.empty() ? "" : absl::StrCat("; unexpected: ", Names(unexpected)),
-      ". With strict = false, what is missing gets random weights"));
+  return absl::InvalidArgumentError(
+      absl::StrCat(path, ": not the weights of a ", architecture,
+                   missing.empty() ? "" : absl::StrCat("; missing: ", Names(missing)),
+                   unexpected.empty() ? "" : absl::StrCat("; unexpected: ", Names(unexpected)),
+                   ". With strict = false, what is missing gets random weights"));
 }
 
 absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOptions& options,
@@ -107,8 +107,8 @@ absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOpti
   MUSTER_ASSIGN_OR_RETURN(
       LoadedWeights loaded,
       LoadWeights(path, Parameters(*model), {.strict = false, .rename = [&names](const auto& name) {
-                    return names.ParameterName(name);
-                  }}));
+                                               return names.ParameterName(name);
+                                             }}));
   if (report != nullptr) *report = std::move(loaded);
   model->eval();
   return model;
@@ -145,8 +145,7 @@ absl::StatusOr<TextModel> LoadPretrained(const std::string& path,
   return model;
 }
 
-absl::StatusOr<CausalLm> LoadCausalLm(const std::string& path,
-                                      const LoadPretrainedOptions& options,
+absl::StatusOr<CausalLm> LoadCausalLm(const std::string& path, const LoadPretrainedOptions& options,
                                       LoadedWeights* report) {
   MUSTER_ASSIGN_OR_RETURN(const ModelConfig config, ReadModelConfig(path, options.config));
   if (std::holds_alternative<BertConfig>(config)) {
@@ -166,7 +165,7 @@ absl::Status SaveConfig(const TextModelImpl& model, const std::string& dir) {
   return WriteFileAtomically(absl::StrCat(dir, "/config.json"), ToJson(config));
 }
 
-absl::Status SavePretrained(TextModelImpl& model, const std::string& dir,
+absl::Status SavePretrained(const TextModelImpl& model, const std::string& dir,
                             int64_t max_shard_bytes) {
   // Weights first: a folder without config.json is no model.
   return Guard([&] {

@@ -51,7 +51,7 @@ absl::StatusOr<CausalLm> LoadCausalLm(const std::string& path,
 // Writes a folder that transformers and LoadPretrained load: config.json and safetensors in shards
 // of at most `max_shard_bytes`. Not for a model whose parameters are divided among processes: save
 // that with Accelerator::save_model and its config with SaveConfig.
-absl::Status SavePretrained(TextModelImpl& model, const std::string& dir,
+absl::Status SavePretrained(const TextModelImpl& model, const std::string& dir,
                             int64_t max_shard_bytes = 10'000'000'000);
 absl::Status SaveConfig(const TextModelImpl& model, const std::string& dir);
 

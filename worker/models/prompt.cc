@@ -41,10 +41,11 @@ PromptReader::PromptReader(CausalLmImpl& model, const at::Tensor& input_ids,
   prompts_ = RowsOf(input_ids_, mask_);
   for (size_t row = 0; row < prompts_.size(); ++row) {
     TORCH_CHECK_VALUE(!prompts_[row].empty(), "row ", row, " of the prompt is padding alone");
-    TORCH_CHECK_VALUE(!mask_.defined() ||
-                          mask_[static_cast<int64_t>(row)][mask_.size(1) - 1].item<bool>(),
-                      "row ", row, " of the prompt is padded on the right: pad on the left, so that "
-                      "what is generated follows the prompt");
+    TORCH_CHECK_VALUE(
+        !mask_.defined() || mask_[static_cast<int64_t>(row)][mask_.size(1) - 1].item<bool>(),
+        "row ", row,
+        " of the prompt is padded on the right: pad on the left, so that "
+        "what is generated follows the prompt");
   }
 }
 
@@ -77,8 +78,8 @@ void PromptReader::Reorder(const std::vector<int64_t>& rows) {
 }
 
 at::Tensor PromptReader::ReadNext(const std::vector<int64_t>& tokens) {
-  TextBatch batch = {
-      .input_ids = at::tensor(tokens, c10::kLong).unsqueeze(1).to(input_ids_.device())};
+  TextBatch batch = {.input_ids =
+                         at::tensor(tokens, c10::kLong).unsqueeze(1).to(input_ids_.device())};
   if (mask_.defined()) {
     mask_ = at::cat({mask_, at::ones({mask_.size(0), 1}, mask_.options())}, 1);
     batch.attention_mask = mask_;

@@ -16,8 +16,8 @@ namespace muster::models {
 
 GatedMlpImpl::GatedMlpImpl(const DecoderConfig& config, const Names& names)
     : activation_(config.activation) {
-  gate_ = register_module(
-      names.gate, Linear(config.hidden_size, config.intermediate_size, config.mlp_bias));
+  gate_ = register_module(names.gate,
+                          Linear(config.hidden_size, config.intermediate_size, config.mlp_bias));
   up_ = register_module(names.up,
                         Linear(config.hidden_size, config.intermediate_size, config.mlp_bias));
   down_ = register_module(names.down,
@@ -44,8 +44,7 @@ SparseExpertsImpl::Output SparseExpertsImpl::forward(const at::Tensor& x, bool s
     tokens = tokens * at::empty_like(tokens).uniform_(1 - jitter_, 1 + jitter_);
   }
   const at::Tensor router_logits = gate_(tokens);
-  const auto [weights, experts] =
-      at::softmax(router_logits, -1, c10::kFloat).topk(num_chosen_, -1);
+  const auto [weights, experts] = at::softmax(router_logits, -1, c10::kFloat).topk(num_chosen_, -1);
   const at::Tensor shares = weights / weights.sum(-1, /*keepdim=*/true);
 
   // Stable, so that a token's contributions are added in the order of the experts.

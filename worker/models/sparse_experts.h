@@ -41,8 +41,8 @@ class SparseExpertsImpl : public torch::nn::Module {
     at::Tensor router_logits;  // [B * T, experts]
   };
   // An expert without tokens runs on none of them, so that its gradient is zero rather than none
-  // and ranks that divide parameters stay in step; with `skip_idle` it does not run, and its weights
-  // are not touched.
+  // and ranks that divide parameters stay in step; with `skip_idle` it does not run, and its
+  // weights are not touched.
   Output forward(const at::Tensor& x, bool skip_idle);
 
  private:

@@ -1,8 +1,7 @@
 #include "worker/models/text_model.h"
 
 #include "ATen/TensorOperators.h"
-#include "ATen/ops/where.h"
-#include "ATen/ops/full.h"
+#include "ATen/ops/aminmax.h"
 #include "worker/models/attention.h"
 #include "worker/models/layers.h"
 #include "worker/train/guard.h"
@@ -72,13 +71,21 @@ void CheckBatch(const TextBatch& batch, const CommonConfig& config, int64_t past
                 "attention_mask has the shape ", batch.attention_mask.sizes(), ", not [",
                 ids.size(0), ", ", length, "]");
   }
-  for (const auto& [name, tensor] : {std::pair<const char*, const at::Tensor&>(
-                                         "token_type_ids", batch.token_type_ids),
-                                     {"position_ids", batch.position_ids}}) {
+  for (const auto& [name, tensor] :
+       {std::pair<const char*, const at::Tensor&>("token_type_ids", batch.token_type_ids),
+        {"position_ids", batch.position_ids}}) {
     if (!tensor.defined()) continue;
     TORCH_CHECK(tensor.dim() == 2 && tensor.size(1) == ids.size(1) &&
                     (tensor.size(0) == 1 || tensor.size(0) == ids.size(0)),
                 name, " has the shape ", tensor.sizes(), ", input_ids ", ids.sizes());
+  }
+  if (ids.is_cpu()) {
+    // A GPU finds out by itself, later and in other words.
+    const auto [least, most] = at::aminmax(ids);
+    const int64_t bad = least.item<int64_t>() < 0 ? least.item<int64_t>() : most.item<int64_t>();
+    TORCH_CHECK_INDEX(bad >= 0 && bad < config.vocab_size, "token ", bad,
+                      " is beyond the vocabulary of ", config.vocab_size,
+                      ": the tokenizer is not the model's");
   }
   // Positions are a table there; rotary ones go on, with less and less sense.
   const bool has_table = config.architecture == Architecture::kGpt2LMHeadModel ||

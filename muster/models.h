@@ -1,0 +1,71 @@
+#ifndef MUSTER_MODELS_H_
+#define MUSTER_MODELS_H_
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "worker/models/generate.h"
+#include "worker/models/pretrained.h"
+#include "worker/models/text_model.h"
+
+// Models of text from the folders of the Hugging Face Hub: GPT-2, Llama, Mistral, Mixtral, Qwen2,
+// BERT. They are torch::nn modules: prepare() takes them, under every strategy.
+//
+//   auto model = muster::load_causal_lm("Llama-3.2-1B");
+//   if (!model.ok()) return model.status();
+//   auto [net, optimizer] = accelerator.prepare(*model, adamw);
+//   auto output = net(muster::models::TextBatch{.input_ids = ids, .labels = ids});
+//   accelerator.backward(output.loss);
+//
+// See docs/models.md.
+namespace muster {
+
+// A model that predicts the next token, or any model, from a folder with config.json and weights.
+// The rules and errors are those of LoadPretrained in worker/models/pretrained.h. Not collective:
+// call it on every process, before prepare(). Blocks on the disk.
+inline absl::StatusOr<models::CausalLm> load_causal_lm(
+    const std::string& path, const models::LoadPretrainedOptions& options = {},
+    LoadedWeights* report = nullptr) {
+  return models::LoadCausalLm(path, options, report);
+}
+inline absl::StatusOr<models::TextModel> load_text_model(
+    const std::string& path, const models::LoadPretrainedOptions& options = {},
+    LoadedWeights* report = nullptr) {
+  return models::LoadPretrained(path, options, report);
+}
+
+// What comes after a prompt; see Generate in worker/models/generate.h. `model`: a CausalLm, a
+// pointer to one, or what prepare() returned for it. Of a model that is sharded, every process must
+// call it with a prompt of the same shape and the same options, and a mixture of experts is refused
+// by no one and hangs: gather such a model first (summon_full_params).
+template <class M>
+requires requires(M& model) { static_cast<models::CausalLmImpl&>(*model); }
+models::Generated generate(M& model, const at::Tensor& input_ids,
+                           const at::Tensor& attention_mask = {},
+                           const models::GenerateOptions& options = {}) {
+  return models::Generate(static_cast<models::CausalLmImpl&>(*model), input_ids, attention_mask,
+                          options);
+}
+
+// Writes config.json and weights, as transformers does. For one process; of a prepared model that
+// is sharded use Accelerator::save_model and save_config.
+template <class M>
+requires requires(M& model) { static_cast<const models::TextModelImpl&>(*model); }
+absl::Status save_pretrained(M& model, const std::string& dir,
+                             int64_t max_shard_bytes = 10'000'000'000) {
+  return models::SavePretrained(static_cast<const models::TextModelImpl&>(*model), dir,
+                                max_shard_bytes);
+}
+// config.json alone.
+template <class M>
+requires requires(M& model) { static_cast<const models::TextModelImpl&>(*model); }
+absl::Status save_config(M& model, const std::string& dir) {
+  return models::SaveConfig(static_cast<const models::TextModelImpl&>(*model), dir);
+}
+
+}  // namespace muster
+
+#endif  // MUSTER_MODELS_H_

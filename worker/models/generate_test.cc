@@ -1,0 +1,212 @@
+#include "worker/models/generate.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <map>
+#include <string>
+
+#include "ATen/Functions.h"
+#include "ATen/TensorOperators.h"
+#include "tests/testdata/golden.h"
+#include "worker/models/beam_search.h"
+#include "worker/models/pretrained.h"
+
+namespace muster::models {
+namespace {
+
+CausalLm Recorded(const std::string& name) {
+  const auto model = LoadCausalLm(testing_support::GoldenPath("hf_generate/" + name));
+  EXPECT_TRUE(model.ok()) << model.status();
+  return *model;
+}
+
+at::Tensor Ids(std::vector<int64_t> ids) { return at::tensor(ids, c10::kLong).unsqueeze(0); }
+
+std::string ErrorOf(const std::function<void()>& function) {
+  try {
+    function();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+constexpr const char* kFamilies[] = {"gpt2_shared", "llama_rope_llama3_shared", "mixtral_4_shared",
+                                     "qwen2_sliding_shared"};
+
+// A cache, one token at a time, says what a forward pass over the whole says.
+TEST(Generate, WithACache_SaysWhatAForwardPassOverTheWholeSays) {
+  for (const char* const family : kFamilies) {
+    SCOPED_TRACE(family);
+    CausalLm model = Recorded(family);
+    const at::Tensor prompt = Ids({5, 9, 2, 40, 17, 8});
+    const Generated got =
+        Generate(*model, prompt, {}, {.max_new_tokens = 8, .output_logits = true});
+    const at::NoGradGuard no_grad;
+    const at::Tensor whole = at::cat({prompt, got.tokens}, 1);
+    const at::Tensor logits = model->forward({.input_ids = whole}).logits.narrow(1, 5, 8);
+    EXPECT_TRUE(at::allclose(got.logits, logits, 1e-4, 1e-4));
+    EXPECT_TRUE(at::equal(got.tokens, logits.argmax(-1)));
+  }
+}
+
+TEST(Generate, PaddedRow_SaysWhatItSaysAlone) {
+  for (const char* const family : kFamilies) {
+    SCOPED_TRACE(family);
+    CausalLm model = Recorded(family);
+    const at::Tensor ids = at::tensor({0, 0, 0, 7, 8, 1, 2, 3, 4, 5}, c10::kLong).view({2, 5});
+    const at::Tensor mask = at::tensor({0, 0, 0, 1, 1, 1, 1, 1, 1, 1}, c10::kLong).view({2, 5});
+    for (const bool sample : {false, true}) {
+      // The rules that look at the row, and draws, do not see padding either.
+      const GenerateOptions options = {
+          .max_new_tokens = 6,
+          .rules = {.repetition_penalty = 1.3, .no_repeat_ngram_size = 2},
+          .do_sample = sample,
+          .seed = 3};
+      const at::Tensor together = Generate(*model, ids, mask, options).tokens;
+      EXPECT_TRUE(at::equal(together[0], Generate(*model, Ids({7, 8}), {}, options).tokens[0]));
+    }
+  }
+}
+
+TEST(Generate, Seed_DeterminesWhatIsDrawn) {
+  CausalLm model = Recorded("gpt2_shared");
+  const auto draw = [&](uint64_t seed) {
+    return Generate(*model, Ids({1, 2, 3}), {},
+                    {.max_new_tokens = 20, .do_sample = true, .seed = seed})
+        .tokens;
+  };
+  EXPECT_TRUE(at::equal(draw(7), draw(7)));
+  EXPECT_FALSE(at::equal(draw(7), draw(8)));
+}
+
+// The shares of 4000 draws of one token against its probabilities.
+TEST(Generate, Draws_FollowTheProbabilities) {
+  CausalLm model = Recorded("gpt2_shared");
+  constexpr int64_t kDraws = 4000;
+  const at::Tensor prompt = Ids({1, 2, 3}).repeat({kDraws, 1});
+  const GenerateOptions options = {
+      .max_new_tokens = 1, .rules = {.temperature = 2, .top_k = 5}, .do_sample = true};
+  const at::Tensor tokens = Generate(*model, prompt, {}, options).tokens.flatten();
+  const at::Tensor expected = NextTokenLogprobs(*model, Ids({1, 2, 3}), {}, options.rules).exp()[0];
+  for (int64_t token = 0; token < expected.numel(); ++token) {
+    const double p = expected[token].item<double>();
+    const double share = static_cast<double>(tokens.eq(token).sum().item<int64_t>()) / kDraws;
+    EXPECT_NEAR(share, p, 5 * std::sqrt(p * (1 - p) / kDraws) + 1e-9) << token;
+  }
+}
+
+TEST(Generate, OnTokens_SeesEveryTokenAndCanEndARow) {
+  CausalLm model = Recorded("gpt2_shared");
+  const at::Tensor prompt = at::tensor({1, 2, 3, 4}, c10::kLong).view({2, 2});
+  std::vector<std::vector<int64_t>> seen;
+  const Generated got =
+      Generate(*model, prompt, {},
+               {.max_new_tokens = 5,
+                .pad_token_id = 0,
+                .on_tokens = [&](const std::vector<int64_t>& tokens, std::vector<bool>& ended) {
+                  seen.push_back(tokens);
+                  if (seen.size() == 2) ended[0] = true;
+                }});
+  ASSERT_EQ(seen.size(), 5);
+  for (int64_t step = 0; step < 5; ++step) {
+    EXPECT_EQ(seen[step][1], got.tokens[1][step].item<int64_t>());
+    if (step >= 2) {
+      EXPECT_EQ(seen[step][0], 0);
+    }
+  }
+}
+
+TEST(Generate, ModelInTraining_IsInTrainingAfterwards) {
+  CausalLm model = Recorded("gpt2_shared");
+  model->train();
+  Generate(*model, Ids({1}), {}, {.max_new_tokens = 1});
+  EXPECT_TRUE(model->is_training());
+}
+
+TEST(Generate, WhatHasNoMeaning_IsNamed) {
+  CausalLm model = Recorded("gpt2_shared");
+  const auto error = [&](const at::Tensor& ids, const at::Tensor& mask, GenerateOptions options) {
+    return ErrorOf([&] { Generate(*model, ids, mask, options); });
+  };
+  const at::Tensor prompt = Ids({1, 2});
+  const std::pair<std::string, const char*> cases[] = {
+      {error({}, {}, {}), "the prompt is empty"},
+      {error(at::zeros({1, 0}, c10::kLong), {}, {}), "the prompt is empty"},
+      {error(prompt, Ids({1, 0}), {}), "row 0 of the prompt is padded on the right"},
+      {error(prompt, Ids({0, 0}), {}), "row 0 of the prompt is padding alone"},
+      {error(prompt, Ids({1}), {}), "attention_mask has the shape"},
+      {error(Ids({1, 120}), {}, {}), "token 120 is beyond the vocabulary of 120"},
+      {error(Ids({1, -1}), {}, {}), "token -1 is beyond the vocabulary of 120"},
+      {error(prompt, {}, {.max_new_tokens = 63}),
+       "a prompt of 2 tokens and 63 new ones are more than the 64 positions of the model"},
+      {error(prompt, {}, {.max_new_tokens = 0}), "max_new_tokens is 0"},
+      {error(prompt, {}, {.num_return_sequences = 2}), "num_return_sequences is 2"},
+      {error(prompt, {}, {.rules = {.temperature = 0.5}}), "set do_sample too"},
+      {error(prompt, {}, {.do_sample = true, .num_beams = 2}), "does not go with num_beams"}};
+  for (const auto& [got, want] : cases) {
+    EXPECT_NE(got.find(want), std::string::npos) << "'" << got << "' does not contain " << want;
+  }
+}
+
+TEST(Generate, LogitsThatAreNotNumbers_AreAnErrorNotTokens) {
+  CausalLm model = Recorded("gpt2_shared");
+  {
+    const at::NoGradGuard no_grad;
+    model->parameters()[0].fill_(std::nan(""));
+  }
+  EXPECT_NE(
+      ErrorOf([&] { Generate(*model, Ids({1})); }).find("new token 0 of row 0 are not numbers"),
+      std::string::npos);
+}
+
+// Beam search against all sequences there are, where the beam is wide enough to lose none.
+TEST(Beams, WideEnough_FindTheBestSequenceOfAll) {
+  constexpr int64_t kVocabulary = 3, kLength = 3;
+  // Scores that depend on the last two tokens.
+  const auto score = [](const std::vector<int64_t>& tokens, int64_t token) {
+    const int64_t last = tokens.empty() ? 2 : tokens.back();
+    return -0.1 - static_cast<double>((last * 7 + token * 5 + tokens.size() * 3) % 11) / 10;
+  };
+  const GenerateOptions options = {.max_new_tokens = kLength,
+                                   .num_beams = 27,
+                                   .length_penalty = 1,
+                                   .early_stopping = EarlyStopping::kNever};
+  Beams beams(options, {0});
+  while (!beams.is_done()) {
+    std::vector<Beams::Candidate> candidates;
+    for (size_t beam = 0; beam < beams.running().size(); ++beam) {
+      const auto& running = beams.running()[beam];
+      for (int64_t token = 0; token < kVocabulary; ++token) {
+        candidates.push_back({.beam = static_cast<int64_t>(beam),
+                              .token = token,
+                              .sum = running.score + score(running.tokens, token)});
+      }
+    }
+    std::sort(candidates.begin(), candidates.end(),
+              [](const auto& a, const auto& b) { return a.sum > b.sum; });
+    beams.Step(candidates);
+  }
+  double best = -std::numeric_limits<double>::infinity();
+  const std::function<void(std::vector<int64_t>, double)> extend = [&](std::vector<int64_t> tokens,
+                                                                       double sum) {
+    const bool ended = !tokens.empty() && (tokens.back() == 0 || tokens.size() == kLength);
+    if (ended) {
+      best = std::max(best, sum / static_cast<double>(tokens.size()));
+      return;
+    }
+    for (int64_t token = 0; token < kVocabulary; ++token) {
+      std::vector<int64_t> longer = tokens;
+      longer.push_back(token);
+      extend(longer, sum + score(tokens, token));
+    }
+  };
+  extend({}, 0);
+  EXPECT_DOUBLE_EQ(beams.finished().front().score, best);
+}
+
+}  // namespace
+}  // namespace muster::models

@@ -1,0 +1,203 @@
+#include "worker/models/model_config.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/file.h"
+#include "base/mutate.h"
+#include "base/test_folder.h"
+#include "tests/testdata/golden.h"
+
+namespace muster::models {
+namespace {
+
+using Json = nlohmann::json;
+
+const Json kLlama = {{"model_type", "llama"},    {"hidden_size", 32},
+                     {"intermediate_size", 48},  {"num_hidden_layers", 2},
+                     {"num_attention_heads", 4}, {"vocab_size", 100}};
+
+DecoderConfig Decoder(const Json& json) {
+  const auto config = ParseModelConfig(json.dump(), "config.json");
+  EXPECT_TRUE(config.ok()) << config.status();
+  return config.ok() ? std::get<DecoderConfig>(*config) : DecoderConfig();
+}
+
+Json With(Json json, const Json& more) {
+  json.update(more);
+  return json;
+}
+
+std::string ErrorOf(const Json& json, const ReadConfigOptions& options = {}) {
+  const auto config = ParseModelConfig(json.dump(), "config.json", options);
+  return config.ok() ? "" : std::string(config.status().message());
+}
+
+std::vector<std::string> RecordedFolders() {
+  std::vector<std::string> folders;
+  for (const char* const kind : {"hf_models", "hf_train", "hf_generate"}) {
+    for (const Json& test_case : testing_support::GoldenCases(kind)) {
+      const std::string dir = test_case["in"]["dir"];
+      if (folders.empty() || folders.back() != dir) folders.push_back(dir);
+    }
+  }
+  return folders;
+}
+
+TEST(ParseModelConfig, EveryRecordedConfig_SurvivesToJson) {
+  for (const std::string& dir : RecordedFolders()) {
+    SCOPED_TRACE(dir);
+    const auto config = ReadModelConfig(testing_support::GoldenPath(dir));
+    ASSERT_TRUE(config.ok()) << config.status();
+    const std::string json = ToJson(*config);
+    const auto again = ParseModelConfig(json, "again");
+    ASSERT_TRUE(again.ok()) << again.status() << json;
+    EXPECT_EQ(ToJson(*again), json);
+    EXPECT_EQ(Common(*again).vocab_size, Common(*config).vocab_size);
+  }
+}
+
+TEST(ParseModelConfig, RopeOfTransformers4And5_IsTheSame) {
+  const DecoderConfig four = Decoder(
+      With(kLlama, {{"rope_theta", 5e5}, {"rope_scaling", {{"type", "linear"}, {"factor", 4.0}}}}));
+  const DecoderConfig five = Decoder(
+      With(kLlama,
+           {{"rope_parameters", {{"rope_theta", 5e5}, {"rope_type", "linear"}, {"factor", 4.0}}}}));
+  for (const DecoderConfig& config : {four, five}) {
+    EXPECT_EQ(config.rope.theta, 5e5);
+    EXPECT_EQ(config.rope.kind, RopeConfig::Kind::kLinear);
+    EXPECT_EQ(config.rope.factor, 4);
+  }
+}
+
+// Quirk hf_generate/s005: transformers refuses a hidden size that is no multiple of the heads.
+TEST(ParseModelConfig, HeadDim_DecidesWhereTheQuotientIsNotWhole) {
+  const DecoderConfig config = Decoder(
+      With(kLlama, {{"num_attention_heads", 6}, {"num_key_value_heads", 3}, {"head_dim", 10}}));
+  EXPECT_EQ(config.head_dim, 10);
+  EXPECT_NE(ErrorOf(With(kLlama, {{"num_attention_heads", 6}})).find("there is no \"head_dim\""),
+            std::string::npos);
+}
+
+TEST(ParseModelConfig, Qwen2_HasAWindowInTheLayersThatTheConfigSays) {
+  const Json qwen = With(kLlama, {{"model_type", "qwen2"},
+                                  {"num_hidden_layers", 3},
+                                  {"num_key_value_heads", 2},
+                                  {"sliding_window", 4},
+                                  {"max_window_layers", 1}});
+  EXPECT_EQ(Decoder(qwen).sliding_windows, (std::vector<int64_t>{0, 0, 0}));
+  EXPECT_EQ(Decoder(With(qwen, {{"use_sliding_window", true}})).sliding_windows,
+            (std::vector<int64_t>{0, 4, 4}));
+  EXPECT_EQ(Decoder(With(qwen, {{"use_sliding_window", true},
+                                {"layer_types",
+                                 {"sliding_attention", "full_attention", "full_attention"}}}))
+                .sliding_windows,
+            (std::vector<int64_t>{4, 0, 0}));
+  EXPECT_TRUE(Decoder(qwen).qkv_bias);
+}
+
+TEST(ParseModelConfig, WhatMusterCannotCompute_IsRefusedByName) {
+  const std::vector<std::pair<Json, std::string>> cases = {
+      {{{"attention_sinks", 4}}, "does not know the setting \"attention_sinks\""},
+      {{{"rope_scaling", {{"rope_type", "yarn"}, {"factor", 2.0}}}}, "the type \"yarn\""},
+      {{{"hidden_act", "mish"}}, "\"hidden_act\": \"mish\""},
+      {{{"quantization_config", {{"bits", 4}}}}, "quantized weights"},
+      {{{"partial_rotary_factor", 0.5}}, "Muster has only 1.0"},
+      {{{"architectures", {"FalconForCausalLM"}}}, "does not have the architecture \"Falcon"},
+      {{{"architectures", {"Qwen2ForCausalLM"}}}, "\"model_type\" is \"llama\""},
+      {{{"hidden_size", -1}}, "\"hidden_size\" is -1"},
+      {{{"hidden_size", "32"}}, "\"hidden_size\" is \"32\""},
+      {{{"num_key_value_heads", 3}}, "no multiple of \"num_key_value_heads\" 3"},
+      {{{"pad_token_id", 100}}, "beyond the vocabulary of 100"},
+      {{{"vocab_size", nullptr}}, "\"vocab_size\" is missing"}};
+  for (const auto& [more, message] : cases) {
+    EXPECT_NE(ErrorOf(With(kLlama, more)).find(message), std::string::npos)
+        << ErrorOf(With(kLlama, more)) << " does not contain " << message;
+  }
+  EXPECT_EQ(
+      ErrorOf(With(kLlama, {{"attention_sinks", 4}}), {.ignore_settings = {"attention_sinks"}}),
+      "");
+}
+
+TEST(ParseModelConfig, Architecture_CanBeAnotherClassOfTheSameType) {
+  const Json bert = With(kLlama, {{"model_type", "bert"}, {"architectures", {"BertForMaskedLM"}}});
+  const auto config = ParseModelConfig(bert.dump(), "config.json",
+                                       {.architecture = "BertForSequenceClassification"});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(Common(*config).architecture, Architecture::kBertForSequenceClassification);
+}
+
+TEST(ToJson, WhatTheStructDoesNotHold_IsKept) {
+  const DecoderConfig config = Decoder(With(kLlama, {{"task_specific_params", {{"a", 1}}}}));
+  const Json json = Json::parse(ToJson(config));
+  EXPECT_EQ(json["task_specific_params"]["a"], 1);
+  EXPECT_EQ(json["architectures"][0], "LlamaForCausalLM");
+}
+
+TEST(ReadModelConfig, NoFile_NamesIt) {
+  const TestFolder folder;
+  const auto config = ReadModelConfig(folder.path());
+  EXPECT_EQ(config.status().code(), absl::StatusCode::kNotFound);
+  EXPECT_NE(config.status().message().find("config.json"), std::string::npos);
+}
+
+void ExpectErrorOrValid(const std::string& text) {
+  const auto config = ParseModelConfig(text, "config.json");
+  if (config.ok()) {
+    EXPECT_TRUE(ValidateConfig(*config).ok()) << text;
+    EXPECT_TRUE(ParseModelConfig(ToJson(*config), "again").ok()) << text;
+  } else {
+    EXPECT_FALSE(config.status().message().empty());
+  }
+}
+
+// MUSTER_FUZZ_CASES says how many.
+TEST(ParseModelConfig, DamagedTexts_AreErrorsOrValid) {
+  int64_t cases = 20'000;
+  if (const char* const wanted = std::getenv("MUSTER_FUZZ_CASES")) cases = std::atoll(wanted);
+  std::mt19937_64 random(1);
+  std::vector<std::string> texts;
+  for (const std::string& dir : RecordedFolders()) {
+    texts.push_back(*ReadFile(testing_support::GoldenPath(dir + "/config.json")));
+  }
+  const std::vector<Json> strange = {nullptr,
+                                     true,
+                                     -1,
+                                     0,
+                                     1,
+                                     5,
+                                     7,
+                                     1e300,
+                                     0.5,
+                                     "",
+                                     "default",
+                                     std::numeric_limits<uint64_t>::max(),
+                                     std::numeric_limits<int64_t>::min(),
+                                     int64_t{1} << 24,
+                                     Json::array(),
+                                     Json::array({1, -1, "x"}),
+                                     Json::object(),
+                                     Json{{"rope_type", "llama3"}, {"factor", 0}}};
+  for (int64_t i = 0; i < cases; ++i) {
+    const std::string& text = texts[random() % texts.size()];
+    if (i % 2 == 0) {
+      ExpectErrorOrValid(Mutate(text, random));
+      continue;
+    }
+    Json json = Json::parse(text);
+    for (int change = 0; change < 2; ++change) {
+      const auto at = std::next(json.begin(), static_cast<int64_t>(random() % json.size()));
+      *at = strange[random() % strange.size()];
+    }
+    ExpectErrorOrValid(json.dump());
+  }
+}
+
+}  // namespace
+}  // namespace muster::models

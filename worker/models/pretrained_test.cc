@@ -1,0 +1,188 @@
+#include "worker/models/pretrained.h"
+
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "ATen/Functions.h"
+#include "ATen/TensorOperators.h"
+#include "base/file.h"
+#include "base/test_folder.h"
+#include "tests/testdata/golden.h"
+#include "worker/checkpoint/model_files.h"
+
+namespace muster::models {
+namespace {
+
+using Json = nlohmann::json;
+using testing_support::GoldenPath;
+
+constexpr const char* kFolders[] = {"hf_models/bert_shared",  "hf_models/gpt2_shared",
+                                    "hf_models/llama_shared", "hf_models/mixtral_shared",
+                                    "hf_models/qwen2_shared", "hf_train/bert_cls_shared"};
+
+at::Tensor Logits(const TextModel& model) {
+  const at::NoGradGuard no_grad;
+  return model.ptr()
+      ->forward({.input_ids = at::tensor({1, 2, 3, 4}, c10::kLong).view({2, 2})})
+      .logits;
+}
+
+NamedTensors TensorsOf(const TextModel& model) {
+  NamedTensors all;
+  for (const auto& item : model->named_parameters()) all.emplace_back(item.key(), item.value());
+  return all;
+}
+
+void WriteFolder(const TestFolder& folder, const NamedTensors& tensors, const ModelConfig& config) {
+  ASSERT_TRUE(SaveModelFiles(folder.path(), tensors).ok());
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"), ToJson(config)).ok());
+}
+
+TEST(SavePretrained, EveryFamily_LoadsAgainAndSaysTheSame) {
+  for (const char* const name : kFolders) {
+    SCOPED_TRACE(name);
+    const auto model = LoadPretrained(GoldenPath(name));
+    ASSERT_TRUE(model.ok()) << model.status();
+    const TestFolder folder;
+    // In several files.
+    ASSERT_TRUE(SavePretrained(**model, folder.path(), 50'000).ok());
+    const auto again = LoadPretrained(folder.path());
+    ASSERT_TRUE(again.ok()) << again.status();
+    EXPECT_TRUE(at::equal(Logits(*model), Logits(*again)));
+  }
+}
+
+TEST(LoadPretrained, Dtype_IsThatOfTheWeightsAndOfTheSavedConfig) {
+  const auto model =
+      LoadPretrained(GoldenPath("hf_models/llama_shared"), {.dtype = c10::kBFloat16});
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_EQ(Logits(*model).scalar_type(), c10::kBFloat16);
+  const TestFolder folder;
+  ASSERT_TRUE(SavePretrained(**model, folder.path()).ok());
+  EXPECT_EQ(Json::parse(*ReadFile(folder.Path("config.json")))["torch_dtype"], "bfloat16");
+}
+
+TEST(LoadPretrained, OlderNames_AreUnderstood) {
+  const auto gpt2 = LoadPretrained(GoldenPath("hf_models/gpt2_shared"));
+  NamedTensors old;
+  for (const auto& [name, tensor] : TensorsOf(*gpt2)) {
+    // OpenAI's files have no prefix, and the causal mask of each layer.
+    old.emplace_back(name.substr(std::string("transformer.").size()), tensor);
+  }
+  old.emplace_back("h.0.attn.bias", at::ones({1, 1, 64, 64}, c10::kByte));
+  old.emplace_back("lm_head.weight", TensorsOf(*gpt2)[0].second.clone());
+  const TestFolder folder;
+  WriteFolder(folder, old, (*gpt2)->config());
+  const auto again = LoadPretrained(folder.path());
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_TRUE(at::equal(Logits(*gpt2), Logits(*again)));
+}
+
+TEST(LoadPretrained, BertForPreTraining_LosesWhatMaskedTokensDoNotNeed) {
+  const auto bert = LoadPretrained(GoldenPath("hf_models/bert_shared"));
+  NamedTensors old;
+  for (auto [name, tensor] : TensorsOf(*bert)) {
+    const std::string norm = "LayerNorm.weight";
+    if (name.ends_with(norm)) name = name.substr(0, name.size() - 6) + "gamma";
+    old.emplace_back(name, tensor);
+  }
+  old.emplace_back("cls.seq_relationship.weight", at::ones({2, 48}));
+  old.emplace_back("bert.pooler.dense.bias", at::ones({48}));
+  const TestFolder folder;
+  WriteFolder(folder, old, (*bert)->config());
+  const auto again = LoadPretrained(folder.path());
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_TRUE(at::equal(Logits(*bert), Logits(*again)));
+}
+
+TEST(LoadPretrained, AnotherHead_GetsRandomWeightsIfAsked) {
+  LoadPretrainedOptions options = {.strict = true,
+                                   .config = {.architecture = "BertForSequenceClassification"}};
+  const std::string path = GoldenPath("hf_models/bert_shared");
+  const auto refused = LoadPretrained(path, options);
+  EXPECT_NE(refused.status().message().find("missing: bert.pooler.dense.bias"), std::string::npos)
+      << refused.status();
+  options.strict = false;
+  LoadedWeights report;
+  const auto model = LoadPretrained(path, options, &report);
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_EQ(report.missing.size(), 4);
+  EXPECT_EQ(Logits(*model).sizes(), at::IntArrayRef({2, 2}));
+  EXPECT_TRUE(Logits(*model).isfinite().all().item<bool>());
+}
+
+TEST(LoadPretrained, ShapesUnlikeTheConfig_NameTensorAndBoth) {
+  const std::string path = GoldenPath("hf_models/llama_shared");
+  ModelConfig config = *ReadModelConfig(path);
+  std::get<DecoderConfig>(config).intermediate_size = 113;
+  const TestFolder folder;
+  WriteFolder(folder, TensorsOf(*LoadPretrained(path)), config);
+  const auto model = LoadPretrained(folder.path());
+  EXPECT_EQ(model.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(model.status().message().find(
+                "mlp.gate_proj.weight ([112, 48] in the file, [113, 48] by the config)"),
+            std::string::npos)
+      << model.status();
+}
+
+// Before memory is allocated: the config alone would need more than there is.
+TEST(LoadPretrained, HugeConfig_IsRefusedByItsFiles) {
+  const std::string path = GoldenPath("hf_models/llama_shared");
+  ModelConfig config = *ReadModelConfig(path);
+  std::get<DecoderConfig>(config).intermediate_size = int64_t{1} << 24;
+  std::get<DecoderConfig>(config).vocab_size = int64_t{1} << 24;
+  const TestFolder folder;
+  WriteFolder(folder, TensorsOf(*LoadPretrained(path)), config);
+  EXPECT_EQ(LoadPretrained(folder.path()).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(LoadPretrained, MissingShard_IsNamed) {
+  const TestFolder folder;
+  const auto model = LoadPretrained(GoldenPath("hf_models/llama_shared"));
+  ASSERT_TRUE(SavePretrained(**model, folder.path(), 50'000).ok());
+  std::string shard;
+  const std::vector<std::string> files =
+      ListDirectory(folder.path()).value_or(std::vector<std::string>());
+  for (const std::string& name : files) {
+    if (name.find("-00002-of") != std::string::npos) shard = name;
+  }
+  ASSERT_TRUE(RemoveTree(folder.Path(shard)).ok());
+  const auto again = LoadPretrained(folder.path());
+  EXPECT_NE(again.status().message().find(shard), std::string::npos) << again.status();
+}
+
+TEST(LoadCausalLm, Bert_DoesNotPredictTheNextToken) {
+  const auto model = LoadCausalLm(GoldenPath("hf_models/bert_shared"));
+  EXPECT_NE(model.status().message().find("a BertForMaskedLM does not predict"), std::string::npos);
+}
+
+// Quirks hf_train/s001 to s003: a label that only a padded position could predict does not count.
+TEST(CausalLm, LabelAfterPadding_DoesNotCount) {
+  for (const char* const name : {"hf_train/gpt2_shared", "hf_train/llama_tied_shared"}) {
+    const auto model = LoadPretrained(GoldenPath(name));
+    TextBatch batch = {.input_ids = at::tensor({9, 9, 5, 6, 7}, c10::kLong).unsqueeze(0),
+                       .attention_mask = at::tensor({0, 0, 1, 1, 1}, c10::kLong).unsqueeze(0),
+                       .labels = at::tensor({-100, -100, 5, 6, 7}, c10::kLong).unsqueeze(0)};
+    const double loss = (*model).ptr()->forward(batch).loss.item<double>();
+    batch.labels = at::tensor({-100, -100, -100, 6, 7}, c10::kLong).unsqueeze(0);
+    EXPECT_EQ((*model).ptr()->forward(batch).loss.item<double>(), loss);
+  }
+}
+
+// Quirk hf_train/s006: what labels mean is decided for each batch.
+TEST(BertForSequenceClassification, KindOfLabels_IsNotRemembered) {
+  const auto model = LoadPretrained(GoldenPath("hf_train/bert_cls_shared"));
+  ASSERT_TRUE(model.ok()) << model.status();
+  const auto loss = [&](const at::Tensor& labels) {
+    const at::Tensor ids = at::tensor({1, 2, 3, 4}, c10::kLong).view({2, 2});
+    return (*model).ptr()->forward({.input_ids = ids, .labels = labels}).loss.item<double>();
+  };
+  const at::Tensor several = at::tensor({1., 0., 1., 0., 0., 1.}, c10::kFloat).view({2, 3});
+  const double before = loss(several);
+  loss(at::tensor({0, 2}, c10::kLong));
+  EXPECT_EQ(loss(several), before);
+}
+
+}  // namespace
+}  // namespace muster::models
