@@ -12,7 +12,6 @@
 #include "ATen/ops/empty.h"
 #include "ATen/ops/gelu.h"
 #include "ATen/ops/layer_norm.h"
-#include "ATen/ops/linear.h"
 #include "ATen/ops/pow.h"
 #include "ATen/ops/relu.h"
 #include "ATen/ops/rsqrt.h"
@@ -20,6 +19,7 @@
 #include "ATen/ops/silu.h"
 #include "ATen/ops/tanh.h"
 #include "c10/core/GradMode.h"
+#include "worker/models/few_rows_linear.h"
 
 namespace muster::models {
 namespace {
@@ -61,7 +61,7 @@ LinearImpl::LinearImpl(int64_t in, int64_t out, bool has_bias) {
   if (has_bias) bias = register_parameter("bias", NewWeight({out}));
 }
 
-at::Tensor LinearImpl::forward(const at::Tensor& x) const { return at::linear(x, weight, bias); }
+at::Tensor LinearImpl::forward(const at::Tensor& x) const { return LinearOf(x, weight, bias); }
 
 void LinearImpl::InitWeights(double deviation) {
   Normal(weight, deviation);
@@ -93,7 +93,7 @@ at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) const {
   return at::embedding(weight, ids, padding_.value_or(-1));
 }
 
-at::Tensor EmbeddingImpl::Logits(const at::Tensor& x) const { return at::linear(x, weight); }
+at::Tensor EmbeddingImpl::Logits(const at::Tensor& x) const { return LinearOf(x, weight, {}); }
 
 void EmbeddingImpl::InitWeights(double deviation) {
   Normal(weight, deviation);
