@@ -12,6 +12,7 @@
 #include "ATen/ops/empty.h"
 #include "ATen/ops/gelu.h"
 #include "ATen/ops/layer_norm.h"
+#include "ATen/ops/matmul.h"
 #include "ATen/ops/pow.h"
 #include "ATen/ops/relu.h"
 #include "ATen/ops/rsqrt.h"
@@ -56,19 +57,58 @@ ScopedWeights::~ScopedWeights() {
   weight_dtype = dtype_;
 }
 
-LinearImpl::LinearImpl(int64_t in, int64_t out, bool has_bias) {
+void AdaptableLayer::AddAdapter(int64_t rank, double scale, double dropout) {
+  TORCH_CHECK(!has_adapter(), name(), " has an adapter already: merge it first");
+  TORCH_CHECK(rank > 0, "the rank of an adapter is ", rank, "; it must be at least 1");
+  const int64_t in = weight.size(is_transposed_ ? 0 : 1), out = weight.size(is_transposed_ ? 1 : 0);
+  const ScopedWeights weights(weight.device(), weight.scalar_type());
+  lora_a_ = register_module("lora_A", std::make_shared<LinearImpl>(in, rank, false));
+  lora_b_ = register_module("lora_B", std::make_shared<LinearImpl>(rank, out, false));
+  const at::NoGradGuard no_grad;
+  const double bound = 1 / std::sqrt(static_cast<double>(in));
+  lora_a_->weight.uniform_(-bound, bound);
+  lora_b_->weight.zero_();
+  scale_ = scale;
+  dropout_ = dropout;
+  if (!is_training()) {
+    lora_a_->eval();
+    lora_b_->eval();
+  }
+}
+
+void AdaptableLayer::MergeAdapter() {
+  if (!has_adapter()) return;
+  const at::NoGradGuard no_grad;
+  at::Tensor product = at::matmul(lora_b_->weight.to(c10::kFloat), lora_a_->weight.to(c10::kFloat));
+  if (is_transposed_) product = product.t();
+  weight.copy_(weight.to(c10::kFloat) + scale_ * product);
+  unregister_module("lora_A");
+  unregister_module("lora_B");
+  lora_a_ = lora_b_ = nullptr;
+}
+
+at::Tensor AdaptableLayer::Adapted(const at::Tensor& x, at::Tensor y) const {
+  if (!has_adapter()) return y;
+  const at::Tensor low = LinearOf(Dropout(x, dropout_, is_training()), lora_a_->weight, {});
+  return y + LinearOf(low, lora_b_->weight, {}) * scale_;
+}
+
+LinearImpl::LinearImpl(int64_t in, int64_t out, bool has_bias)
+    : AdaptableLayer(/*is_transposed=*/false) {
   weight = register_parameter("weight", NewWeight({out, in}));
   if (has_bias) bias = register_parameter("bias", NewWeight({out}));
 }
 
-at::Tensor LinearImpl::forward(const at::Tensor& x) const { return LinearOf(x, weight, bias); }
+at::Tensor LinearImpl::forward(const at::Tensor& x) const {
+  return Adapted(x, LinearOf(x, weight, bias));
+}
 
 void LinearImpl::InitWeights(double deviation) {
   Normal(weight, deviation);
   Fill(bias, 0);
 }
 
-Conv1DImpl::Conv1DImpl(int64_t in, int64_t out) {
+Conv1DImpl::Conv1DImpl(int64_t in, int64_t out) : AdaptableLayer(/*is_transposed=*/true) {
   weight = register_parameter("weight", NewWeight({in, out}));
   bias = register_parameter("bias", NewWeight({out}));
 }
@@ -76,7 +116,7 @@ Conv1DImpl::Conv1DImpl(int64_t in, int64_t out) {
 at::Tensor Conv1DImpl::forward(const at::Tensor& x) const {
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = weight.size(1);
-  return at::addmm(bias, x.reshape({-1, x.size(-1)}), weight).view(shape);
+  return Adapted(x, at::addmm(bias, x.reshape({-1, x.size(-1)}), weight).view(shape));
 }
 
 void Conv1DImpl::InitWeights(double deviation) {

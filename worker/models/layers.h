@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_MODELS_LAYERS_H_
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 
 #include "ATen/core/Generator.h"
@@ -32,25 +33,52 @@ class ScopedWeights {
   const c10::ScalarType dtype_;
 };
 
+// A linear layer that can get a low-rank adapter (LoRA, Hu et al., 2021): two layers lora_A
+// [rank, in] and lora_B [out, rank], whose product is added to its own result.
+class AdaptableLayer : public torch::nn::Module {
+ public:
+  // Adds one: A uniform as torch initialises a linear layer, B zero, so that nothing changes yet.
+  // The adapter's result counts `scale` times; while training, `dropout` of its input is zero.
+  void AddAdapter(int64_t rank, double scale, double dropout);
+  bool has_adapter() const { return lora_b_ != nullptr; }
+  // Adds the adapter's product to the weight and drops it. Rounds to the weight's type.
+  void MergeAdapter();
+
+  // [out, in] for LinearImpl; Conv1DImpl holds the transpose.
+  at::Tensor weight;
+
+ protected:
+  explicit AdaptableLayer(bool is_transposed) : is_transposed_(is_transposed) {}
+  // y and what the adapter says of x.
+  at::Tensor Adapted(const at::Tensor& x, at::Tensor y) const;
+
+ private:
+  const bool is_transposed_;
+  double scale_ = 1;
+  double dropout_ = 0;
+  // LinearImpl is declared below.
+  std::shared_ptr<AdaptableLayer> lora_a_, lora_b_;
+};
+
 // x [..., in] to [..., out]; weight [out, in].
-class LinearImpl : public torch::nn::Module {
+class LinearImpl : public AdaptableLayer {
  public:
   LinearImpl(int64_t in, int64_t out, bool has_bias);
   at::Tensor forward(const at::Tensor& x) const;
   void InitWeights(double deviation);
 
-  at::Tensor weight, bias;
+  at::Tensor bias;
 };
 TORCH_MODULE(Linear);
 
 // GPT-2's linear layer: the same with weight [in, out].
-class Conv1DImpl : public torch::nn::Module {
+class Conv1DImpl : public AdaptableLayer {
  public:
   Conv1DImpl(int64_t in, int64_t out);
   at::Tensor forward(const at::Tensor& x) const;
   void InitWeights(double deviation);
 
-  at::Tensor weight, bias;
+  at::Tensor bias;
 };
 TORCH_MODULE(Conv1D);
 

@@ -1,0 +1,270 @@
+// The program behind `muster generate`: what a model of a Hub folder says after a prompt, on the
+// terminal as it comes.
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <iostream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "base/exit_code.h"
+#include "base/file.h"
+#include "base/status_macros.h"
+#include "base/text.h"
+#include "base/version.h"
+#include "c10/util/Exception.h"
+#include "worker/models/generation_config.h"
+#include "worker/models/text_generator.h"
+
+namespace muster {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using models::GeneratedText;
+using models::TextGenerator;
+using models::TextOptions;
+
+constexpr char kAbout[] =
+    "Says what a language model says after a prompt, as it comes. The model is a folder as the "
+    "Hugging Face\nHub has it: config.json, weights, tokenizer.json; GPT-2, Llama, Mistral, "
+    "Mixtral, Qwen2.";
+constexpr char kFooter[] =
+    "\nText goes to standard output, figures to standard error. What is not set is as the model's "
+    "generation_config.json\nsays, and --max_new_tokens is 256.\n\n"
+    "Exit codes: 0 done; 2 wrong options or a file that is not valid; 3 a file is missing; 1 "
+    "anything else.\n\n"
+    "Examples:\n"
+    "  muster generate --model Llama-3.2-1B --prompt \"The capital of France is\"\n"
+    "  muster generate --model gpt2 --prompt_file - --sample --temperature 0.8 --seed 7 < text\n"
+    "  muster generate --model gpt2 --prompt \"Hello\" --num_beams 4 -o json\n";
+
+struct Flags {
+  std::string model, prompt_file, dtype = "auto", device = "cpu", output = "text";
+  std::vector<std::string> prompts, stop;
+  int64_t max_new_tokens = 256;
+  std::optional<int64_t> min_new_tokens, top_k, no_repeat_ngram_size, num_beams;
+  std::optional<double> temperature, top_p, min_p, repetition_penalty, length_penalty;
+  uint64_t seed = 0;
+  bool sample = false, greedy = false, ignore_end = false, no_special_tokens = false, quiet = false,
+       version = false;
+};
+
+void AddOptions(CLI::App& app, Flags& flags) {
+  app.add_option("--model", flags.model, "The model's folder")->type_name("DIR");
+  app.add_option("--prompt", flags.prompts, "What the model continues; may be given several times")
+      ->type_name("TEXT");
+  app.add_option("--prompt_file", flags.prompt_file, "A file with the prompt; -: standard input")
+      ->type_name("FILE");
+  app.add_option("--max_new_tokens", flags.max_new_tokens, "The most tokens to generate");
+  app.add_option("--min_new_tokens", flags.min_new_tokens, "No end before so many tokens");
+  app.add_flag("--sample", flags.sample, "Draw tokens instead of taking the best one");
+  app.add_flag("--greedy", flags.greedy, "Take the best token, whatever the model's files say");
+  app.add_option("--seed", flags.seed, "Of the draws: the same seed gives the same text");
+  app.add_option("--temperature", flags.temperature, "Below 1: likely tokens become more likely");
+  app.add_option("--top_k", flags.top_k, "Draw from the k best tokens; 0: from all");
+  app.add_option("--top_p", flags.top_p, "Draw from the likeliest tokens that add up to this");
+  app.add_option("--min_p", flags.min_p, "Draw from tokens at least this share of the best one's");
+  app.add_option("--repetition_penalty", flags.repetition_penalty,
+                 "Above 1: what is there already becomes less likely");
+  app.add_option("--no_repeat_ngram_size", flags.no_repeat_ngram_size,
+                 "No n-gram of this size twice");
+  app.add_option("--num_beams", flags.num_beams, "Beam search with so many beams");
+  app.add_option("--length_penalty", flags.length_penalty,
+                 "Of beam search: above 0 favours length");
+  app.add_option("--stop", flags.stop, "Stop before this text; may be given several times")
+      ->type_name("TEXT");
+  app.add_flag("--ignore_end", flags.ignore_end, "Go on after an end token");
+  app.add_flag("--no_special_tokens", flags.no_special_tokens,
+               "Leave out what the tokenizer puts around a text");
+  app.add_option("--dtype", flags.dtype, "Type of the weights; auto: as in the files")
+      ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16"}));
+  app.add_option("--device", flags.device, "cpu, cuda or cuda:N");
+  app.add_option("-o,--output", flags.output, "text or json")
+      ->check(CLI::IsMember({"text", "json"}));
+  app.add_flag("--quiet", flags.quiet, "No figures");
+  app.add_flag("--version", flags.version, "Print the version");
+}
+
+absl::StatusOr<std::vector<std::string>> Prompts(const Flags& flags) {
+  std::vector<std::string> prompts = flags.prompts;
+  if (flags.prompt_file == "-") {
+    prompts.emplace_back(std::istreambuf_iterator<char>(std::cin),
+                         std::istreambuf_iterator<char>());
+  } else if (!flags.prompt_file.empty()) {
+    MUSTER_ASSIGN_OR_RETURN(std::string text, ReadFile(flags.prompt_file));
+    prompts.push_back(std::move(text));
+  }
+  if (prompts.empty()) return absl::InvalidArgumentError("say what to continue: --prompt TEXT");
+  return prompts;
+}
+
+absl::StatusOr<models::LoadPretrainedOptions> LoadOptions(const Flags& flags) {
+  models::LoadPretrainedOptions options;
+  try {
+    options.device = c10::Device(flags.device);
+  } catch (const c10::Error&) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--device ", Printable(flags.device), " is not cpu, cuda or cuda:N"));
+  }
+  std::string type = flags.dtype;
+  if (type == "auto") {
+    MUSTER_ASSIGN_OR_RETURN(const models::ModelConfig config, models::ReadModelConfig(flags.model));
+    type = models::Common(config).dtype;
+    // A CPU has no arithmetic for it.
+    if (type == "float16" && options.device.is_cpu()) type = "float32";
+  }
+  options.dtype = type == "bfloat16"  ? c10::kBFloat16
+                  : type == "float16" ? c10::kHalf
+                                      : c10::kFloat;
+  return options;
+}
+
+absl::StatusOr<TextOptions> OptionsOf(const Flags& flags, const models::GenerateOptions& defaults) {
+  if (flags.sample && flags.greedy) {
+    return absl::InvalidArgumentError("--sample and --greedy exclude each other");
+  }
+  TextOptions options = {
+      .tokens = defaults, .stop = flags.stop, .add_special_tokens = !flags.no_special_tokens};
+  models::GenerateOptions& tokens = options.tokens;
+  models::ScoreRules& rules = tokens.rules;
+  const auto set = [](auto* to, const auto& flag) {
+    if (flag.has_value()) *to = *flag;
+  };
+  tokens.max_new_tokens = flags.max_new_tokens;
+  tokens.seed = flags.seed;
+  if (flags.sample) tokens.do_sample = true;
+  if (flags.greedy && tokens.do_sample) {
+    tokens.do_sample = false;
+    rules.temperature = rules.top_p = 1;
+    rules.top_k = 0;
+    rules.min_p = 0;
+  }
+  set(&rules.min_new_tokens, flags.min_new_tokens);
+  set(&rules.temperature, flags.temperature);
+  set(&rules.top_k, flags.top_k);
+  set(&rules.top_p, flags.top_p);
+  set(&rules.min_p, flags.min_p);
+  set(&rules.repetition_penalty, flags.repetition_penalty);
+  set(&rules.no_repeat_ngram_size, flags.no_repeat_ngram_size);
+  set(&tokens.num_beams, flags.num_beams);
+  set(&tokens.length_penalty, flags.length_penalty);
+  if (flags.ignore_end) tokens.eos_token_ids.emplace();
+  return options;
+}
+
+const char* ReasonName(GeneratedText::Reason reason) {
+  switch (reason) {
+    case GeneratedText::Reason::kEndToken:
+      return "end_token";
+    case GeneratedText::Reason::kStopString:
+      return "stop_string";
+    case GeneratedText::Reason::kMaxTokens:
+      return "max_new_tokens";
+  }
+  return "";
+}
+
+struct Times {
+  double load = 0, first_token = 0, generate = 0;
+};
+
+void PrintJson(const std::vector<GeneratedText>& texts, const Times& times) {
+  nlohmann::json out = {{"texts", nlohmann::json::array()},
+                        {"load_seconds", times.load},
+                        {"first_token_seconds", times.first_token},
+                        {"generate_seconds", times.generate}};
+  for (const GeneratedText& text : texts) {
+    out["texts"].push_back({{"text", text.text},
+                            {"stopped_by", ReasonName(text.reason)},
+                            {"prompt_tokens", text.num_prompt_tokens},
+                            {"new_tokens", text.num_new_tokens}});
+  }
+  std::cout << out.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
+}
+
+void PrintFigures(const std::vector<GeneratedText>& texts, const Times& times) {
+  int64_t prompt = 0, fresh = 0;
+  for (const GeneratedText& text : texts) {
+    prompt += text.num_prompt_tokens;
+    fresh += text.num_new_tokens;
+  }
+  std::fprintf(stderr,
+               "%ld prompt tokens, %ld new tokens: %.1f tokens/s; model loaded in %.2f s, first "
+               "token after %.2f s\n",
+               static_cast<long>(prompt), static_cast<long>(fresh),
+               static_cast<double>(fresh) / std::max(times.generate, 1e-9), times.load,
+               times.first_token);
+}
+
+absl::Status Run(const Flags& flags) {
+  const auto start = Clock::now();
+  const auto elapsed = [start] {
+    return std::chrono::duration<double>(Clock::now() - start).count();
+  };
+  if (flags.model.empty()) return absl::InvalidArgumentError("say which model: --model DIR");
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> prompts, Prompts(flags));
+  MUSTER_ASSIGN_OR_RETURN(const models::LoadPretrainedOptions load, LoadOptions(flags));
+  MUSTER_ASSIGN_OR_RETURN(TextGenerator generator, TextGenerator::FromFolder(flags.model, load));
+  MUSTER_ASSIGN_OR_RETURN(TextOptions options, OptionsOf(flags, generator.defaults()));
+  Times times = {.load = elapsed()};
+  const bool streams =
+      flags.output == "text" && prompts.size() == 1 && options.tokens.num_beams == 1;
+  if (options.tokens.num_beams == 1) {
+    options.tokens.on_tokens = [&](const auto&, auto&) {
+      if (times.first_token == 0) times.first_token = elapsed();
+    };
+  }
+  if (streams) {
+    options.on_text = [](size_t, absl::string_view text) {
+      std::fwrite(text.data(), 1, text.size(), stdout);
+      std::fflush(stdout);
+    };
+  }
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<GeneratedText> texts,
+                          generator.Generate(prompts, options));
+  times.generate = elapsed() - times.load;
+  if (flags.output == "json") {
+    PrintJson(texts, times);
+    return absl::OkStatus();
+  }
+  for (size_t i = 0; i < texts.size(); ++i) {
+    if (texts.size() > 1) std::printf("--- prompt %zu\n", i);
+    std::printf("%s\n", streams ? "" : texts[i].text.c_str());
+  }
+  std::fflush(stdout);
+  if (!flags.quiet) PrintFigures(texts, times);
+  return absl::OkStatus();
+}
+
+int Main(int argc, char** argv) {
+  CLI::App app(kAbout, "muster generate");
+  app.footer(kFooter);
+  Flags flags;
+  AddOptions(app, flags);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? kExitOk : kExitUsage;
+  }
+  if (flags.version) {
+    std::printf("muster-generate %s\n", kVersion);
+    return kExitOk;
+  }
+  const absl::Status status = Run(flags);
+  if (status.ok()) return kExitOk;
+  std::fprintf(stderr, "muster generate: %s\n", OneLine(status.message()).c_str());
+  return absl::IsUnimplemented(status) ? kExitUsage : ExitCodeOf(status);
+}
+
+}  // namespace
+}  // namespace muster
+
+int main(int argc, char** argv) { return muster::Main(argc, argv); }

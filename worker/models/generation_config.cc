@@ -1,0 +1,189 @@
+#include "worker/models/generation_config.h"
+
+#include <cmath>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "base/json.h"
+#include "base/status_macros.h"
+#include "worker/train/guard.h"
+
+namespace muster::models {
+namespace {
+
+using Json = nlohmann::json;
+
+// Settings that do not change tokens.
+const std::set<std::string, std::less<>>& HarmlessSettings() {
+  static const auto* const settings =
+      new std::set<std::string, std::less<>>{"_from_model_config",
+                                             "bos_token_id",
+                                             "cache_implementation",
+                                             "decoder_start_token_id",
+                                             "disable_compile",
+                                             "is_assistant",
+                                             "max_matching_ngram_size",
+                                             "max_time",
+                                             "output_attentions",
+                                             "output_hidden_states",
+                                             "output_logits",
+                                             "output_scores",
+                                             "prefill_chunk_size",
+                                             "remove_invalid_values",
+                                             "return_dict_in_generate",
+                                             "return_legacy_cache",
+                                             "tokenizer_class",
+                                             "transformers_version",
+                                             "use_cache",
+                                             "use_model_defaults"};
+  return *settings;
+}
+
+// Settings that would, with the value at which they do not.
+const std::map<std::string, Json, std::less<>>& OffSettings() {
+  static const auto* const settings =
+      new std::map<std::string, Json, std::less<>>{{"diversity_penalty", 0.0},
+                                                   {"encoder_no_repeat_ngram_size", 0},
+                                                   {"encoder_repetition_penalty", 1.0},
+                                                   {"epsilon_cutoff", 0.0},
+                                                   {"eta_cutoff", 0.0},
+                                                   {"guidance_scale", 1.0},
+                                                   {"num_beam_groups", 1},
+                                                   {"penalty_alpha", 0.0},
+                                                   {"renormalize_logits", false},
+                                                   {"token_healing", false},
+                                                   {"top_h", 1.0},
+                                                   {"typical_p", 1.0},
+                                                   {"min_length", 0},
+                                                   {"low_memory", false}};
+  return *settings;
+}
+
+absl::Status Invalid(absl::string_view source, const std::string& name, const Json& value) {
+  return absl::InvalidArgumentError(
+      absl::StrCat(source, ": \"", Printable(name), "\" is ",
+                   Printable(value.dump(-1, ' ', false, Json::error_handler_t::replace), 60),
+                   ", which has no meaning there"));
+}
+
+bool ToTokens(const Json& value, std::vector<int64_t>* tokens) {
+  for (const Json& id : value.is_array() ? value : Json::array({value})) {
+    if (!id.is_number_integer() || (id.is_number_unsigned() && id.get<uint64_t>() >> 31 != 0)) {
+      return false;
+    }
+    if (id.get<int64_t>() >= 0) tokens->push_back(id.get<int64_t>());
+  }
+  return true;
+}
+
+bool ToCount(const Json& value, int64_t* to) {
+  if (!value.is_number_unsigned() || value.get<uint64_t>() >> 31 != 0) return false;
+  *to = value.get<int64_t>();
+  return true;
+}
+
+bool ToNumber(const Json& value, double* to) {
+  if (!value.is_number() || !std::isfinite(value.get<double>())) return false;
+  *to = value.get<double>();
+  return true;
+}
+
+bool ToFlag(const Json& value, bool* to) {
+  if (!value.is_boolean()) return false;
+  *to = value.get<bool>();
+  return true;
+}
+
+// Whether `name` is one of Muster's settings; `*valid`: and its value has a meaning.
+bool Apply(const std::string& name, const Json& value, GenerateOptions* options, bool* valid) {
+  ScoreRules& rules = options->rules;
+  const std::map<std::string, int64_t*> counts = {
+      {"max_new_tokens", &options->max_new_tokens},
+      {"num_beams", &options->num_beams},
+      {"num_return_sequences", &options->num_return_sequences},
+      {"no_repeat_ngram_size", &rules.no_repeat_ngram_size},
+      {"min_new_tokens", &rules.min_new_tokens},
+      {"top_k", &rules.top_k}};
+  const std::map<std::string, double*> numbers = {{"length_penalty", &options->length_penalty},
+                                                  {"repetition_penalty", &rules.repetition_penalty},
+                                                  {"temperature", &rules.temperature},
+                                                  {"top_p", &rules.top_p},
+                                                  {"min_p", &rules.min_p}};
+  if (const auto count = counts.find(name); count != counts.end()) {
+    *valid = ToCount(value, count->second);
+  } else if (const auto number = numbers.find(name); number != numbers.end()) {
+    *valid = ToNumber(value, number->second);
+  } else if (name == "do_sample") {
+    *valid = ToFlag(value, &options->do_sample);
+  } else if (name == "eos_token_id") {
+    *valid = ToTokens(value, &options->eos_token_ids.emplace());
+  } else if (name == "pad_token_id") {
+    std::vector<int64_t> ids;
+    *valid = ToTokens(value, &ids) && ids.size() <= 1;
+    if (!ids.empty()) options->pad_token_id = ids[0];
+  } else if (name == "early_stopping") {
+    *valid = value.is_boolean() || value == "never";
+    options->early_stopping = value == "never" ? EarlyStopping::kNever
+                              : value == true  ? EarlyStopping::kWhenFull
+                                               : EarlyStopping::kWhenUnlikely;
+  } else {
+    return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+absl::StatusOr<GenerateOptions> ParseGenerationConfig(absl::string_view json,
+                                                      absl::string_view source) {
+  MUSTER_ASSIGN_OR_RETURN(const Json parsed,
+                          ParseJson(json, source, {.max_bytes = size_t{16} << 20}));
+  if (!parsed.is_object()) {
+    return absl::InvalidArgumentError(absl::StrCat(source, ": not an object"));
+  }
+  GenerateOptions options;
+  // transformers counts the prompt in it; Muster's default counts what is new.
+  for (const auto& [name, value] : parsed.items()) {
+    if (value.is_null() || name == "max_length" || HarmlessSettings().count(name) != 0) continue;
+    bool valid = true;
+    if (Apply(name, value, &options, &valid)) {
+      if (!valid) return Invalid(source, name, value);
+      continue;
+    }
+    const auto off = OffSettings().find(name);
+    if (off != OffSettings().end() && value == off->second) continue;
+    return absl::UnimplementedError(
+        absl::StrCat(source, ": Muster does not have the setting \"", Printable(name), "\""));
+  }
+  // Only sampling looks at these; files keep them beside do_sample false.
+  if (!options.do_sample) {
+    options.rules.temperature = 1;
+    options.rules.top_k = 0;
+    options.rules.top_p = 1;
+    options.rules.min_p = 0;
+  } else if (!parsed.contains("top_k")) {
+    // transformers' default.
+    options.rules.top_k = 50;
+  }
+  const absl::Status valid = Guard([&] { CheckRules(options.rules); });
+  if (!valid.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat(source, ": ", valid.message()));
+  }
+  return options;
+}
+
+absl::StatusOr<GenerateOptions> ReadGenerationConfig(const std::string& folder) {
+  const std::string path = absl::StrCat(folder, "/generation_config.json");
+  const absl::StatusOr<std::string> text = ReadFile(path, int64_t{16} << 20);
+  if (absl::IsNotFound(text.status())) return GenerateOptions();
+  if (!text.ok()) return text.status();
+  return ParseGenerationConfig(*text, path);
+}
+
+}  // namespace muster::models

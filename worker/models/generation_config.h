@@ -1,0 +1,24 @@
+#ifndef MUSTER_WORKER_MODELS_GENERATION_CONFIG_H_
+#define MUSTER_WORKER_MODELS_GENERATION_CONFIG_H_
+
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "worker/models/generate.h"
+
+namespace muster::models {
+
+// How the makers of a model want it to generate: FOLDER/generation_config.json, which transformers'
+// generate() starts from as well. The defaults of GenerateOptions if there is no such file. A
+// setting that would change what is generated and that Muster does not have is refused by name.
+// Errors: INVALID_ARGUMENT, UNIMPLEMENTED "FILE: FIELD ...".
+absl::StatusOr<GenerateOptions> ReadGenerationConfig(const std::string& folder);
+
+// The same from the text of such a file; `source` is for messages.
+absl::StatusOr<GenerateOptions> ParseGenerationConfig(absl::string_view json,
+                                                      absl::string_view source);
+
+}  // namespace muster::models
+
+#endif  // MUSTER_WORKER_MODELS_GENERATION_CONFIG_H_

@@ -1,0 +1,53 @@
+#include "worker/models/generation_config.h"
+
+#include <gtest/gtest.h>
+
+#include "base/test_folder.h"
+
+namespace muster::models {
+namespace {
+
+TEST(ParseGenerationConfig, WhatLlama3Comes_With) {
+  const auto options = ParseGenerationConfig(
+      R"({"bos_token_id": 128000, "do_sample": true, "eos_token_id": [128001, 128009],
+          "temperature": 0.6, "top_p": 0.9, "transformers_version": "4.42.3"})",
+      "generation_config.json");
+  ASSERT_TRUE(options.ok()) << options.status();
+  EXPECT_TRUE(options->do_sample);
+  EXPECT_EQ(*options->eos_token_ids, (std::vector<int64_t>{128001, 128009}));
+  EXPECT_EQ(options->rules.temperature, 0.6);
+  EXPECT_EQ(options->rules.top_p, 0.9);
+  EXPECT_EQ(options->rules.top_k, 50);
+}
+
+TEST(ParseGenerationConfig, SettingsOfSamplingWithoutSampling_AreLeftOut) {
+  const auto options = ParseGenerationConfig(R"({"temperature": 0.6, "top_k": 20})", "f");
+  ASSERT_TRUE(options.ok()) << options.status();
+  EXPECT_EQ(options->rules.temperature, 1);
+  EXPECT_EQ(options->rules.top_k, 0);
+}
+
+TEST(ParseGenerationConfig, WhatMusterDoesNotHave_IsRefusedByName) {
+  const std::pair<const char*, const char*> cases[] = {
+      {R"({"typical_p": 0.9})", "does not have the setting \"typical_p\""},
+      {R"({"suppress_tokens": [1]})", "does not have the setting \"suppress_tokens\""},
+      {R"({"top_k": -1})", "\"top_k\" is -1"},
+      {R"({"do_sample": "yes"})", "\"do_sample\" is \"yes\""},
+      {R"({"do_sample": true, "top_p": 2.0})", "top_p is 2"},
+      {"[]", "not an object"}};
+  for (const auto& [json, message] : cases) {
+    const auto options = ParseGenerationConfig(json, "f");
+    EXPECT_NE(options.status().message().find(message), std::string::npos) << options.status();
+  }
+  EXPECT_TRUE(ParseGenerationConfig(R"({"typical_p": 1.0, "suppress_tokens": null})", "f").ok());
+}
+
+TEST(ReadGenerationConfig, NoFile_IsTheDefaults) {
+  const TestFolder folder;
+  const auto options = ReadGenerationConfig(folder.path());
+  ASSERT_TRUE(options.ok());
+  EXPECT_EQ(options->max_new_tokens, GenerateOptions().max_new_tokens);
+}
+
+}  // namespace
+}  // namespace muster::models

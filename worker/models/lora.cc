@@ -1,0 +1,242 @@
+#include "worker/models/lora.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "base/file.h"
+#include "base/json.h"
+#include "base/status_macros.h"
+#include "worker/checkpoint/safetensors.h"
+#include "worker/checkpoint/weight_loader.h"
+#include "worker/models/layers.h"
+#include "worker/train/guard.h"
+
+namespace muster::models {
+namespace {
+
+using Json = nlohmann::json;
+
+// PEFT puts the model into two wrappers.
+constexpr char kPrefix[] = "base_model.model.";
+constexpr char kConfigFile[] = "adapter_config.json";
+constexpr char kWeightsFile[] = "adapter_model.safetensors";
+
+std::vector<std::string> DefaultTargets(const TextModelImpl& model) {
+  if (std::holds_alternative<Gpt2Config>(model.config())) return {"c_attn"};
+  if (std::holds_alternative<BertConfig>(model.config())) return {"query", "value"};
+  return {"q_proj", "v_proj"};
+}
+
+double ScaleOf(const LoraOptions& options) {
+  const auto rank = static_cast<double>(options.rank);
+  return options.alpha / (options.rank_stabilized ? std::sqrt(rank) : rank);
+}
+
+bool IsAdapter(absl::string_view name) {
+  return absl::EndsWith(name, ".lora_A") || absl::EndsWith(name, ".lora_B");
+}
+
+// The model's own linear layers by name.
+std::map<std::string, std::shared_ptr<AdaptableLayer>> LayersOf(const TextModelImpl& model) {
+  std::map<std::string, std::shared_ptr<AdaptableLayer>> layers;
+  for (const auto& item : model.named_modules()) {
+    auto layer = std::dynamic_pointer_cast<AdaptableLayer>(item.value());
+    if (layer != nullptr && !IsAdapter(item.key())) layers.emplace(item.key(), std::move(layer));
+  }
+  return layers;
+}
+
+void Freeze(TextModelImpl& model) {
+  for (const auto& item : model.named_parameters()) {
+    const bool is_adapter = absl::StrContains(item.key(), ".lora_");
+    at::Tensor parameter = item.value();
+    parameter.requires_grad_(is_adapter);
+  }
+}
+
+NamedTensors AdaptersOf(const TextModelImpl& model) {
+  NamedTensors adapters;
+  for (const auto& item : model.named_parameters()) {
+    if (absl::StrContains(item.key(), ".lora_")) adapters.emplace_back(item.key(), item.value());
+  }
+  return adapters;
+}
+
+absl::StatusOr<LoraOptions> ParseConfig(const std::string& path) {
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, int64_t{16} << 20));
+  MUSTER_ASSIGN_OR_RETURN(const Json json, ParseJson(text, path));
+  if (!json.is_object() || json.value("peft_type", Json()) != "LORA") {
+    return absl::UnimplementedError(absl::StrCat(path, ": \"peft_type\" is not \"LORA\""));
+  }
+  // What would change the result, with the values at which it does not.
+  const std::map<std::string, std::vector<Json>> off = {
+      {"use_dora", {false}},
+      {"lora_bias", {false}},
+      {"bias", {"none"}},
+      {"rank_pattern", {Json::object()}},
+      {"alpha_pattern", {Json::object()}},
+      {"modules_to_save", {Json::array()}},
+      {"trainable_token_indices", {}},
+      {"layer_replication", {}},
+      {"init_lora_weights", {true, false, "gaussian"}}};
+  for (const auto& [name, values] : off) {
+    const auto found = json.find(name);
+    if (found == json.end() || found->is_null()) continue;
+    if (std::find(values.begin(), values.end(), *found) == values.end()) {
+      return absl::UnimplementedError(absl::StrCat(path, ": \"", name, "\" is ",
+                                                   Printable(found->dump(), 60),
+                                                   ", which Muster does not have"));
+    }
+  }
+  LoraOptions options;
+  const Json rank = json.value("r", Json()), alpha = json.value("lora_alpha", Json());
+  const bool is_valid = rank.is_number_unsigned() && rank.get<uint64_t>() > 0 &&
+                        rank.get<uint64_t>() < (1U << 20) && alpha.is_number();
+  if (!is_valid) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, ": \"r\" and \"lora_alpha\" must be numbers, \"r\" from 1"));
+  }
+  options.rank = rank.get<int64_t>();
+  options.alpha = alpha.get<double>();
+  options.rank_stabilized = json.value("use_rslora", Json(false)) == true;
+  const Json dropout = json.value("lora_dropout", Json(0.0));
+  if (!dropout.is_number() || !(dropout.get<double>() >= 0 && dropout.get<double>() < 1)) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": \"lora_dropout\" is not from 0 to 1"));
+  }
+  options.dropout = dropout.get<double>();
+  return options;
+}
+
+// The layers that a file has adapters for: "NAME.lora_A.weight" without the rest.
+absl::StatusOr<std::set<std::string>> TargetsIn(const SafetensorsReader& file) {
+  std::set<std::string> targets;
+  for (const SafetensorsEntry& entry : file.header().tensors) {
+    absl::string_view name = entry.name;
+    const bool is_known =
+        absl::ConsumePrefix(&name, kPrefix) && (absl::ConsumeSuffix(&name, ".lora_A.weight") ||
+                                                absl::ConsumeSuffix(&name, ".lora_B.weight"));
+    if (!is_known) {
+      return absl::UnimplementedError(absl::StrCat(file.path(), ": ", Printable(entry.name),
+                                                   " is no part of a plain LoRA adapter"));
+    }
+    targets.insert(std::string(name));
+  }
+  return targets;
+}
+
+absl::StatusOr<LoraOptions> Load(TextModelImpl& model, const std::string& dir) {
+  MUSTER_ASSIGN_OR_RETURN(LoraOptions options, ParseConfig(absl::StrCat(dir, "/", kConfigFile)));
+  const std::string path = absl::StrCat(dir, "/", kWeightsFile);
+  MUSTER_ASSIGN_OR_RETURN(const SafetensorsReader file, SafetensorsReader::Open(path));
+  MUSTER_ASSIGN_OR_RETURN(const std::set<std::string> targets, TargetsIn(file));
+  const auto layers = LayersOf(model);
+  std::set<std::string> ends;
+  for (const std::string& target : targets) {
+    if (layers.count(target) == 0) {
+      return absl::InvalidArgumentError(absl::StrCat(path, ": the model has no linear layer ",
+                                                     Printable(target),
+                                                     "; is it the adapters' model?"));
+    }
+    ends.insert(target.substr(target.rfind('.') + 1));
+  }
+  for (const std::string& target : targets) {
+    layers.at(target)->AddAdapter(options.rank, ScaleOf(options), options.dropout);
+  }
+  Freeze(model);
+  options.target_modules.assign(ends.begin(), ends.end());
+  const absl::Status loaded = LoadWeights(path, AdaptersOf(model), {.prefix = kPrefix}).status();
+  if (!loaded.ok()) {
+    // As if nothing had happened: adapters without values would say nothing.
+    MergeLora(model);
+    return loaded;
+  }
+  return options;
+}
+
+}  // namespace
+
+void AddLora(TextModelImpl& model, const LoraOptions& options) {
+  const std::vector<std::string> targets =
+      options.target_modules.empty() ? DefaultTargets(model) : options.target_modules;
+  const auto layers = LayersOf(model);
+  for (const std::string& target : targets) {
+    bool is_there = false;
+    for (const auto& [name, layer] : layers) {
+      if (name != target && !absl::EndsWith(name, absl::StrCat(".", target))) continue;
+      layer->AddAdapter(options.rank, ScaleOf(options), options.dropout);
+      is_there = true;
+    }
+    TORCH_CHECK_VALUE(is_there, "no linear layer of the model is called ", target,
+                      "; there are for example ",
+                      layers.empty() ? std::string("none") : layers.begin()->first);
+  }
+  Freeze(model);
+}
+
+std::vector<at::Tensor> LoraParameters(const TextModelImpl& model) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& [name, tensor] : AdaptersOf(model)) parameters.push_back(tensor);
+  return parameters;
+}
+
+absl::Status SaveLora(const TextModelImpl& model, const std::string& dir,
+                      const LoraOptions& options, const std::string& base) {
+  NamedTensors adapters;
+  std::set<std::string> targets;
+  for (const auto& [name, tensor] : AdaptersOf(model)) {
+    adapters.emplace_back(absl::StrCat(kPrefix, name), tensor.detach());
+    const std::string layer = name.substr(0, name.find(".lora_"));
+    targets.insert(layer.substr(layer.rfind('.') + 1));
+  }
+  if (adapters.empty()) {
+    return absl::FailedPreconditionError("the model has no adapters: call AddLora first");
+  }
+  const Json config = {
+      {"peft_type", "LORA"},
+      {"auto_mapping", nullptr},
+      {"base_model_name_or_path", base.empty() ? Json() : Json(base)},
+      {"bias", "none"},
+      {"fan_in_fan_out", std::holds_alternative<Gpt2Config>(model.config())},
+      {"inference_mode", true},
+      {"init_lora_weights", true},
+      {"lora_alpha", options.alpha},
+      {"lora_dropout", options.dropout},
+      {"modules_to_save", nullptr},
+      {"r", options.rank},
+      {"target_modules", targets},
+      {"task_type",
+       std::holds_alternative<BertConfig>(model.config()) ? Json() : Json("CAUSAL_LM")},
+      {"use_rslora", options.rank_stabilized}};
+  MUSTER_RETURN_IF_ERROR(MakeDirectories(dir));
+  absl::Status written;
+  MUSTER_RETURN_IF_ERROR(Guard([&] {
+    written = WriteSafetensors(absl::StrCat(dir, "/", kWeightsFile), adapters,
+                               {.metadata = SafetensorsMetadata{{"format", "pt"}}})
+                  .status();
+  }));
+  MUSTER_RETURN_IF_ERROR(written);
+  return WriteFileAtomically(absl::StrCat(dir, "/", kConfigFile),
+                             absl::StrCat(config.dump(2), "\n"));
+}
+
+absl::StatusOr<LoraOptions> LoadLora(TextModelImpl& model, const std::string& dir) {
+  absl::StatusOr<LoraOptions> options = absl::UnknownError("");
+  MUSTER_RETURN_IF_ERROR(Guard([&] { options = Load(model, dir); }));
+  return options;
+}
+
+void MergeLora(TextModelImpl& model) {
+  for (const auto& [name, layer] : LayersOf(model)) layer->MergeAdapter();
+  for (at::Tensor& parameter : model.parameters()) parameter.requires_grad_(true);
+}
+
+}  // namespace muster::models

@@ -1,0 +1,148 @@
+#include "worker/models/lora.h"
+
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "ATen/Functions.h"
+#include "ATen/TensorOperators.h"
+#include "ATen/core/grad_mode.h"
+#include "base/file.h"
+#include "base/test_folder.h"
+#include "tests/testdata/golden.h"
+#include "worker/checkpoint/safetensors.h"
+#include "worker/models/pretrained.h"
+
+namespace muster::models {
+namespace {
+
+constexpr const char* kFolders[] = {"hf_models/gpt2_shared", "hf_models/llama_shared",
+                                    "hf_models/bert_shared"};
+
+TextModel Load(const std::string& folder) {
+  auto model = LoadPretrained(testing_support::GoldenPath(folder));
+  EXPECT_TRUE(model.ok()) << model.status();
+  return *model;
+}
+
+at::Tensor Logits(TextModel& model) {
+  const at::NoGradGuard no_grad;
+  return model->forward({.input_ids = at::tensor({1, 2, 3, 4}, c10::kLong).view({2, 2})}).logits;
+}
+
+// As if trained.
+void Disturb(TextModel& model) {
+  const at::NoGradGuard no_grad;
+  for (at::Tensor& adapter : LoraParameters(*model)) adapter.normal_(0, 0.2);
+}
+
+std::string ReplaceIn(const std::string& path, const std::string& name,
+                      const nlohmann::json& value) {
+  nlohmann::json json = nlohmann::json::parse(*ReadFile(path));
+  json[name] = value;
+  EXPECT_TRUE(WriteFileAtomically(path, json.dump()).ok());
+  return path;
+}
+
+TEST(AddLora, NewAdapters_ChangeNothingAndAreWhatTrains) {
+  for (const char* const folder : kFolders) {
+    TextModel model = Load(folder);
+    const at::Tensor before = Logits(model);
+    AddLora(*model);
+    EXPECT_TRUE(at::equal(Logits(model), before));
+    EXPECT_FALSE(LoraParameters(*model).empty());
+    for (const auto& item : model->named_parameters()) {
+      EXPECT_EQ(item.value().requires_grad(), item.key().find("lora_") != std::string::npos);
+    }
+  }
+}
+
+TEST(SaveLora, LoadedIntoTheBaseModel_SaysTheSame) {
+  for (const char* const folder : kFolders) {
+    SCOPED_TRACE(folder);
+    TextModel model = Load(folder);
+    const LoraOptions options = {.rank = 3, .alpha = 5, .rank_stabilized = true};
+    AddLora(*model, options);
+    Disturb(model);
+    const TestFolder to;
+    ASSERT_TRUE(SaveLora(*model, to.path(), options, "base").ok());
+    TextModel again = Load(folder);
+    const auto loaded = LoadLora(*again, to.path());
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    EXPECT_EQ(loaded->rank, 3);
+    EXPECT_TRUE(at::equal(Logits(again), Logits(model)));
+    EXPECT_FALSE(at::allclose(Logits(again), [&] {
+      TextModel base = Load(folder);
+      return Logits(base);
+    }()));
+  }
+}
+
+TEST(MergeLora, Merged_SaysTheSameWithoutAdapters) {
+  for (const char* const folder : kFolders) {
+    TextModel model = Load(folder);
+    AddLora(*model, {.target_modules = {
+                         std::string(folder).find("bert") != std::string::npos   ? "dense"
+                         : std::string(folder).find("gpt2") != std::string::npos ? "c_proj"
+                                                                                 : "down_proj"}});
+    Disturb(model);
+    const at::Tensor before = Logits(model);
+    MergeLora(*model);
+    EXPECT_TRUE(LoraParameters(*model).empty());
+    EXPECT_TRUE(at::allclose(Logits(model), before, 1e-4, 1e-4));
+    EXPECT_TRUE(model->parameters()[0].requires_grad());
+  }
+}
+
+TEST(AddLora, TargetThatNoLayerHas_IsNamed) {
+  TextModel model = Load(kFolders[0]);
+  try {
+    AddLora(*model, {.target_modules = {"q_proj"}});
+    FAIL();
+  } catch (const c10::Error& error) {
+    EXPECT_NE(std::string(error.what()).find("no linear layer of the model is called q_proj"),
+              std::string::npos);
+  }
+}
+
+TEST(LoadLora, WhatMusterDoesNotHave_IsRefusedAndChangesNothing) {
+  TextModel model = Load(kFolders[1]);
+  AddLora(*model);
+  const TestFolder folder;
+  ASSERT_TRUE(SaveLora(*model, folder.path(), {}).ok());
+  const std::string config = folder.Path("adapter_config.json");
+  const auto error = [&] {
+    TextModel base = Load(kFolders[1]);
+    const at::Tensor before = Logits(base);
+    const auto loaded = LoadLora(*base, folder.path());
+    EXPECT_TRUE(LoraParameters(*base).empty());
+    EXPECT_TRUE(at::equal(Logits(base), before));
+    return std::string(loaded.status().message());
+  };
+  ReplaceIn(config, "use_dora", true);
+  EXPECT_NE(error().find("\"use_dora\" is true"), std::string::npos);
+  ReplaceIn(config, "use_dora", false);
+  ReplaceIn(config, "peft_type", "IA3");
+  EXPECT_NE(error().find("\"peft_type\" is not \"LORA\""), std::string::npos);
+  ReplaceIn(config, "peft_type", "LORA");
+  ReplaceIn(config, "r", 4);
+  EXPECT_NE(error().find("lora_A.weight"), std::string::npos) << error();
+  ReplaceIn(config, "r", 0);
+  EXPECT_NE(error().find("\"r\" and \"lora_alpha\""), std::string::npos);
+}
+
+TEST(LoadLora, AdaptersOfAnotherModel_NameTheLayer) {
+  TextModel llama = Load(kFolders[1]);
+  AddLora(*llama);
+  const TestFolder folder;
+  ASSERT_TRUE(SaveLora(*llama, folder.path(), {}).ok());
+  TextModel gpt2 = Load(kFolders[0]);
+  EXPECT_NE(LoadLora(*gpt2, folder.path())
+                .status()
+                .message()
+                .find("the model has no linear layer model.layers.0.self_attn.q_proj"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace muster::models

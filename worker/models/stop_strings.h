@@ -1,0 +1,32 @@
+#ifndef MUSTER_WORKER_MODELS_STOP_STRINGS_H_
+#define MUSTER_WORKER_MODELS_STOP_STRINGS_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+
+namespace muster::models {
+
+// Finds the first of some strings in text that comes in parts. Pure. Not thread-safe.
+class StopStrings {
+ public:
+  // Empty strings are left out.
+  explicit StopStrings(std::vector<std::string> strings);
+
+  // The text that can be shown after this part: all up to the string that was found, or up to where
+  // one could still begin. Nothing after one was found.
+  std::string Push(absl::string_view part);
+  // What was held back, when no more text comes.
+  std::string Finish();
+  bool found() const { return found_; }
+
+ private:
+  std::vector<std::string> strings_;
+  std::string held_;
+  bool found_ = false;
+};
+
+}  // namespace muster::models
+
+#endif  // MUSTER_WORKER_MODELS_STOP_STRINGS_H_

@@ -1,0 +1,161 @@
+#include "worker/models/text_generator.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "ATen/ops/full.h"
+#include "ATen/ops/zeros.h"
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "worker/models/generation_config.h"
+#include "worker/models/stop_strings.h"
+#include "worker/train/guard.h"
+
+namespace muster::models {
+namespace {
+
+// One row's tokens on their way to text.
+class TextRow {
+ public:
+  TextRow(StreamDecoder decoder, std::vector<std::string> stop)
+      : decoder_(std::move(decoder)), stop_(std::move(stop)) {}
+
+  // The text to show after one more token.
+  absl::StatusOr<std::string> Push(int64_t token) {
+    ++num_tokens_;
+    MUSTER_ASSIGN_OR_RETURN(const std::string text, decoder_.Push(token));
+    return Show(stop_.Push(text));
+  }
+  // The text that remains to be shown.
+  absl::StatusOr<std::string> Finish() {
+    MUSTER_ASSIGN_OR_RETURN(const std::string text, decoder_.Finish());
+    std::string shown = stop_.Push(text);
+    shown += stop_.Finish();
+    return Show(std::move(shown));
+  }
+  bool met_stop_string() const { return stop_.found(); }
+  int64_t num_tokens() const { return num_tokens_; }
+  const std::string& text() const { return text_; }
+
+ private:
+  std::string Show(std::string text) {
+    text_ += text;
+    return text;
+  }
+
+  StreamDecoder decoder_;
+  StopStrings stop_;
+  std::string text_;
+  int64_t num_tokens_ = 0;
+};
+
+bool Contains(const std::vector<int64_t>& tokens, int64_t token) {
+  return std::find(tokens.begin(), tokens.end(), token) != tokens.end();
+}
+
+}  // namespace
+
+absl::StatusOr<TextGenerator> TextGenerator::FromFolder(const std::string& folder,
+                                                        const LoadPretrainedOptions& options) {
+  // The small files first: what is wrong with them shows at once.
+  MUSTER_ASSIGN_OR_RETURN(GenerateOptions defaults, ReadGenerationConfig(folder));
+  MUSTER_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::FromFolder(folder));
+  MUSTER_ASSIGN_OR_RETURN(CausalLm model, LoadCausalLm(folder, options));
+  return TextGenerator(std::move(model), std::move(tokenizer), std::move(defaults));
+}
+
+TextGenerator::TextGenerator(CausalLm model, Tokenizer tokenizer, GenerateOptions defaults)
+    : model_(std::move(model)), tokenizer_(std::move(tokenizer)), defaults_(std::move(defaults)) {}
+
+absl::StatusOr<TextGenerator::Prompts> TextGenerator::Encode(
+    const std::vector<std::string>& prompts, bool add_special_tokens) const {
+  std::vector<std::vector<int64_t>> rows;
+  size_t longest = 0;
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    absl::StatusOr<std::vector<int64_t>> ids = tokenizer_.EncodeIds(prompts[i], add_special_tokens);
+    if (!ids.ok()) {
+      return absl::Status(ids.status().code(),
+                          absl::StrCat("prompt ", i, ": ", ids.status().message()));
+    }
+    if (ids->empty()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("prompt ", i, " has no token: give it some text"));
+    }
+    longest = std::max(longest, ids->size());
+    rows.push_back(*std::move(ids));
+  }
+  if (rows.empty()) return absl::InvalidArgumentError("there is no prompt");
+  const auto count = static_cast<int64_t>(rows.size());
+  Prompts out = {.ids = at::zeros({count, static_cast<int64_t>(longest)}, c10::kLong),
+                 .mask = at::zeros({count, static_cast<int64_t>(longest)}, c10::kLong),
+                 .lengths = {}};
+  for (int64_t row = 0; row < count; ++row) {
+    const size_t padding = longest - rows[row].size();
+    auto* const ids = out.ids[row].mutable_data_ptr<int64_t>();
+    auto* const mask = out.mask[row].mutable_data_ptr<int64_t>();
+    std::copy(rows[row].begin(), rows[row].end(), ids + padding);
+    std::fill(mask + padding, mask + longest, 1);
+    out.lengths.push_back(static_cast<int64_t>(rows[row].size()));
+  }
+  return out;
+}
+
+absl::StatusOr<std::vector<GeneratedText>> TextGenerator::Generate(
+    const std::vector<std::string>& prompts, const TextOptions& options) {
+  MUSTER_ASSIGN_OR_RETURN(const Prompts encoded, Encode(prompts, options.add_special_tokens));
+  GenerateOptions tokens = options.tokens;
+  const auto per_prompt = static_cast<size_t>(std::max<int64_t>(1, tokens.num_return_sequences));
+  std::vector<TextRow> rows;
+  for (size_t i = 0; i < prompts.size() * per_prompt; ++i) {
+    rows.emplace_back(tokenizer_.Stream(), options.stop);
+  }
+  const std::vector<int64_t> end_tokens =
+      tokens.eos_token_ids.value_or(Common(model_->config()).eos_token_ids);
+  std::vector<bool> met_end(rows.size(), false);
+  // Takes a row's next token; whether it goes on.
+  const auto take = [&](size_t row, int64_t token) {
+    if (Contains(end_tokens, token)) met_end[row] = true;
+    absl::StatusOr<std::string> text = rows[row].Push(token);
+    ThrowIfError(text.status());
+    if (options.on_text != nullptr && !text->empty()) options.on_text(row, *text);
+    return !met_end[row] && !rows[row].met_stop_string();
+  };
+  std::vector<bool> is_done(rows.size(), false);
+  const auto caller = tokens.on_tokens;
+  const bool has_beams = tokens.num_beams > 1;
+  if (!has_beams) {
+    tokens.on_tokens = [&](const std::vector<int64_t>& next, std::vector<bool>& ended) {
+      if (caller != nullptr) caller(next, ended);
+      for (size_t row = 0; row < next.size(); ++row) {
+        if (is_done[row]) continue;
+        is_done[row] = !take(row, next[row]) || ended[row];
+        ended[row] = is_done[row];
+      }
+    };
+  }
+  MUSTER_RETURN_IF_ERROR(Guard([&] {
+    const Generated got = models::Generate(*model_, encoded.ids, encoded.mask, tokens);
+    if (!has_beams) return;
+    for (size_t row = 0; row < rows.size(); ++row) {
+      const at::Tensor ids = got.tokens[static_cast<int64_t>(row)].contiguous();
+      const int64_t* const data = ids.const_data_ptr<int64_t>();
+      for (int64_t i = 0; i < ids.numel() && take(row, data[i]); ++i) {
+      }
+    }
+  }));
+  std::vector<GeneratedText> out;
+  for (size_t row = 0; row < rows.size(); ++row) {
+    MUSTER_ASSIGN_OR_RETURN(const std::string rest, rows[row].Finish());
+    if (options.on_text != nullptr && !rest.empty()) options.on_text(row, rest);
+    using Reason = GeneratedText::Reason;
+    out.push_back({.text = rows[row].text(),
+                   .reason = rows[row].met_stop_string() ? Reason::kStopString
+                             : met_end[row]              ? Reason::kEndToken
+                                                         : Reason::kMaxTokens,
+                   .num_prompt_tokens = encoded.lengths[row / per_prompt],
+                   .num_new_tokens = rows[row].num_tokens()});
+  }
+  return out;
+}
+
+}  // namespace muster::models

@@ -1,0 +1,73 @@
+#ifndef MUSTER_WORKER_MODELS_TEXT_GENERATOR_H_
+#define MUSTER_WORKER_MODELS_TEXT_GENERATOR_H_
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "worker/models/generate.h"
+#include "worker/models/pretrained.h"
+#include "worker/models/text_model.h"
+#include "worker/text/tokenizer.h"
+
+namespace muster::models {
+
+struct TextOptions {
+  GenerateOptions tokens = {};
+  // A row ends before the first of these; what the model says before is all that is shown.
+  std::vector<std::string> stop = {};
+  // Put what the tokenizer's template puts around a text (a beginning-of-text token).
+  bool add_special_tokens = true;
+  // Called with each piece of text as soon as it is sure, never with half a character. Not with
+  // beams.
+  std::function<void(size_t row, absl::string_view text)> on_text = nullptr;
+};
+
+struct GeneratedText {
+  enum class Reason { kEndToken, kStopString, kMaxTokens };
+  std::string text;
+  Reason reason = Reason::kMaxTokens;
+  int64_t num_prompt_tokens = 0;
+  int64_t num_new_tokens = 0;
+};
+
+// A model with its tokenizer. Not thread-safe.
+class TextGenerator {
+ public:
+  // From a folder with config.json, weights, tokenizer.json and, where there is one,
+  // generation_config.json. Blocks on the disk. Errors: as LoadCausalLm, Tokenizer::FromFolder and
+  // ReadGenerationConfig.
+  static absl::StatusOr<TextGenerator> FromFolder(const std::string& folder,
+                                                  const LoadPretrainedOptions& options = {});
+  TextGenerator(CausalLm model, Tokenizer tokenizer, GenerateOptions defaults);
+
+  // What the model's makers recommend.
+  const GenerateOptions& defaults() const { return defaults_; }
+  const Tokenizer& tokenizer() const { return tokenizer_; }
+  CausalLm& model() { return model_; }
+
+  // What comes after each of the prompts; with num_return_sequences > 1 so many for each, one after
+  // the other. Errors: INVALID_ARGUMENT that names a prompt without tokens or an option; as
+  // Generate().
+  absl::StatusOr<std::vector<GeneratedText>> Generate(const std::vector<std::string>& prompts,
+                                                      const TextOptions& options);
+
+ private:
+  struct Prompts {
+    at::Tensor ids, mask;
+    std::vector<int64_t> lengths;
+  };
+  absl::StatusOr<Prompts> Encode(const std::vector<std::string>& prompts,
+                                 bool add_special_tokens) const;
+
+  CausalLm model_;
+  Tokenizer tokenizer_;
+  GenerateOptions defaults_;
+};
+
+}  // namespace muster::models
+
+#endif  // MUSTER_WORKER_MODELS_TEXT_GENERATOR_H_
