@@ -27,6 +27,7 @@ std::map<std::string, Handler> CheckpointHandlers();
 std::map<std::string, Handler> LaunchHandlers();
 std::map<std::string, Handler> ShardingHandlers();
 std::map<std::string, Handler> BigModelHandlers();
+std::map<std::string, Handler> TokenizerHandlers();
 
 }  // namespace muster::conformance
 

@@ -1,0 +1,146 @@
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "muster/tokenizer.h"
+#include "tests/conformance/case_fields.h"
+#include "tests/conformance/handlers.h"
+
+namespace muster::conformance {
+namespace {
+
+using Json = nlohmann::json;
+
+// The tokenizers of one run: most cases share a few files.
+const Tokenizer& TokenizerOf(const Json& in) {
+  static auto* const loaded = new std::map<std::string, Tokenizer>;
+  const std::string path = in.at("tokenizer");
+  const auto known = loaded->find(path);
+  if (known != loaded->end()) return known->second;
+  return loaded->emplace(path, ValueOf(Tokenizer::FromFile(path))).first->second;
+}
+
+Json OffsetsOf(const Encoding& encoding) {
+  Json offsets = Json::array();
+  for (const auto& [begin, end] : encoding.offsets) offsets.push_back({begin, end});
+  return offsets;
+}
+
+Json EncodeCase(const Tokenizer& tokenizer, const Json& in) {
+  EncodeOptions options;
+  options.add_special_tokens = in.at("add_special_tokens");
+  const std::string text = in.at("text");
+  const bool is_pair = in.contains("pair") && !in.at("pair").is_null();
+  const Encoding encoding =
+      is_pair ? ValueOf(tokenizer.EncodePair(text, in.at("pair").get<std::string>(), options))
+              : ValueOf(tokenizer.Encode(text, options));
+  Json out = {{"ids", encoding.ids},
+              {"tokens", encoding.tokens},
+              {"offsets", OffsetsOf(encoding)},
+              {"decoded", ValueOf(tokenizer.Decode(encoding.ids, false))},
+              {"decoded_skip", ValueOf(tokenizer.Decode(encoding.ids, true))}};
+  if (is_pair) {
+    out["type_ids"] = encoding.type_ids;
+    out["special_tokens_mask"] = encoding.special_tokens_mask;
+  }
+  return out;
+}
+
+TextSide SideOf(const Json& in) {
+  const std::string side = in.at("direction");
+  if (side != "left" && side != "right") throw std::invalid_argument("unknown side " + side);
+  return side == "left" ? TextSide::kLeft : TextSide::kRight;
+}
+
+std::optional<Padding> PaddingOf(const Json& in) {
+  if (in.is_null()) return std::nullopt;
+  constexpr int64_t kMost = 1 << 20;
+  Padding padding;
+  padding.direction = SideOf(in);
+  if (!in.at("length").is_null()) padding.length = IntOf(in, "length", 0, kMost);
+  if (!in.at("pad_to_multiple_of").is_null()) {
+    padding.pad_to_multiple_of = IntOf(in, "pad_to_multiple_of", 0, kMost);
+  }
+  padding.pad_id = IntOf(in, "pad_id");
+  padding.pad_type_id = IntOf(in, "pad_type_id");
+  padding.pad_token = in.at("pad_token");
+  return padding;
+}
+
+std::optional<Truncation> TruncationOf(const Json& in) {
+  if (in.is_null()) return std::nullopt;
+  Truncation truncation;
+  truncation.direction = SideOf(in);
+  truncation.max_length = IntOf(in, "max_length");
+  truncation.stride = IntOf(in, "stride");
+  const std::string strategy = in.at("strategy");
+  if (strategy == "only_first") {
+    truncation.strategy = Truncation::Strategy::kOnlyFirst;
+  } else if (strategy == "only_second") {
+    truncation.strategy = Truncation::Strategy::kOnlySecond;
+  } else if (strategy != "longest_first") {
+    throw std::invalid_argument("unknown strategy " + strategy);
+  }
+  return truncation;
+}
+
+Json AnswerOf(const Encoding& encoding) {
+  Json overflowing = Json::array();
+  for (const Encoding& window : encoding.overflowing) overflowing.push_back(AnswerOf(window));
+  return {{"ids", encoding.ids},
+          {"type_ids", encoding.type_ids},
+          {"attention_mask", encoding.attention_mask},
+          {"special_tokens_mask", encoding.special_tokens_mask},
+          {"offsets", OffsetsOf(encoding)},
+          {"overflowing", overflowing}};
+}
+
+Json BatchCase(const Tokenizer& tokenizer, const Json& in) {
+  EncodeOptions options;
+  options.add_special_tokens = in.at("add_special_tokens");
+  options.padding = PaddingOf(in.at("padding"));
+  options.truncation = TruncationOf(in.at("truncation"));
+  std::vector<TextInput> inputs;
+  for (const Json& text : in.at("texts")) {
+    if (text.is_array()) {
+      inputs.emplace_back(text.at(0).get_ref<const std::string&>(),
+                          text.at(1).get_ref<const std::string&>());
+    } else {
+      inputs.emplace_back(text.get_ref<const std::string&>());
+    }
+  }
+  Json encodings = Json::array();
+  for (const Encoding& encoding : ValueOf(tokenizer.EncodeBatch(inputs, options))) {
+    encodings.push_back(AnswerOf(encoding));
+  }
+  return {{"encodings", encodings}};
+}
+
+Json InfoCase(const Tokenizer& tokenizer, const Json& in) {
+  Json ids = Json::array();
+  for (const Json& token : in.at("tokens")) {
+    const std::optional<int64_t> id = tokenizer.TokenToId(token.get<std::string>());
+    ids.push_back(id.has_value() ? Json(*id) : Json());
+  }
+  return {{"vocab_size", tokenizer.VocabSize(true)},
+          {"vocab_size_without_added", tokenizer.VocabSize(false)},
+          {"ids", ids}};
+}
+
+Json TokenizerCase(const Json& in) {
+  const Tokenizer& tokenizer = TokenizerOf(in);
+  const std::string mode = in.at("mode");
+  if (mode == "encode") return EncodeCase(tokenizer, in);
+  if (mode == "batch") return BatchCase(tokenizer, in);
+  if (mode == "info") return InfoCase(tokenizer, in);
+  if (mode != "decode") throw std::invalid_argument("unknown mode " + mode);
+  const auto ids = in.at("ids").get<std::vector<int64_t>>();
+  return {{"text", ValueOf(tokenizer.Decode(ids, in.at("skip_special_tokens").get<bool>()))}};
+}
+
+}  // namespace
+
+std::map<std::string, Handler> TokenizerHandlers() { return {{"hf_tokenizer", TokenizerCase}}; }
+
+}  // namespace muster::conformance
