@@ -32,13 +32,6 @@ void AppendLists(Encoding& encoding, const Encoding& other) {
               encoding, other);
 }
 
-Encoding Joined(const Encoding& first, const Encoding& second) {
-  Encoding joined = first;
-  joined.overflowing.clear();
-  AppendLists(joined, second);
-  return joined;
-}
-
 void PadOne(Encoding& encoding, int64_t length, const Padding& padding) {
   for (Encoding& window : encoding.overflowing) PadOne(window, length, padding);
   const int64_t missing = length - static_cast<int64_t>(encoding.size());
@@ -129,11 +122,21 @@ absl::Status Truncate(Encoding& encoding, Encoding* pair, int64_t length,
 
 void Append(Encoding& encoding, const Encoding& other) {
   std::vector<Encoding> windows;
+  const auto keep_joined = [&](Encoding first, const Encoding& second) {
+    Append(first, second);
+    windows.push_back(std::move(first));
+  };
   for (const Encoding& window : encoding.overflowing) {
-    windows.push_back(Joined(window, other));
-    for (const Encoding& second : other.overflowing) windows.push_back(Joined(window, second));
+    keep_joined(window, other);
+    for (const Encoding& second : other.overflowing) keep_joined(window, second);
   }
-  for (const Encoding& second : other.overflowing) windows.push_back(Joined(encoding, second));
+  for (const Encoding& second : other.overflowing) {
+    Encoding first;
+    AppendLists(first, encoding);
+    // In the peer too, only these windows of a first text have its own windows again.
+    first.overflowing = encoding.overflowing;
+    keep_joined(std::move(first), second);
+  }
   AppendLists(encoding, other);
   encoding.overflowing = std::move(windows);
 }

@@ -190,20 +190,10 @@ absl::Status TokenizerCore::TokenizeSpan(const SplitText& split, const Span& spa
   return absl::OkStatus();
 }
 
-absl::StatusOr<Encoding> TokenizerCore::EncodeOne(
-    absl::string_view text, int64_t type_id, const std::optional<Truncation>& truncation) const {
+absl::StatusOr<Encoding> TokenizerCore::EncodeOne(absl::string_view text, int64_t type_id) const {
   MUSTER_ASSIGN_OR_RETURN(const SplitText split, SplitWords(text));
   Borrowed borrowed(*this);
   Work& work = *borrowed;
-  // Like the peer, no more words than the limit needs are tokenized, and what is behind them is in
-  // no window. Of a text that is not to be cut all are.
-  int64_t enough = std::numeric_limits<int64_t>::max();
-  bool from_end = false;
-  if (truncation.has_value() &&
-      (truncation->strategy != Truncation::Strategy::kOnlySecond || type_id != 0)) {
-    enough = truncation->max_length;
-    from_end = truncation->direction == TextSide::kLeft;
-  }
   struct Part {
     const Span* span;
     size_t begin;  // of its tokens in work.tokens
@@ -212,14 +202,11 @@ absl::StatusOr<Encoding> TokenizerCore::EncodeOne(
   std::vector<Part> parts;
   parts.reserve(split.spans.size());
   work.tokens.clear();
-  for (size_t i = 0; i < split.spans.size(); ++i) {
-    const Span& span = split.spans[from_end ? split.spans.size() - 1 - i : i];
+  for (const Span& span : split.spans) {
     const size_t begin = work.tokens.size();
     MUSTER_RETURN_IF_ERROR(TokenizeSpan(split, span, work));
     parts.push_back({&span, begin, work.tokens.size()});
-    if (span.added_id < 0 && static_cast<int64_t>(work.tokens.size()) >= enough) break;
   }
-  if (from_end) std::reverse(parts.begin(), parts.end());
 
   const CodePoints points(text);
   const size_t count = work.tokens.size();
@@ -283,10 +270,10 @@ absl::StatusOr<Encoding> TokenizerCore::Encode(const TextInput& input,
   if (truncation.has_value()) MUSTER_RETURN_IF_ERROR(Check(*truncation, added));
 
   std::vector<Encoding> parts;
-  MUSTER_ASSIGN_OR_RETURN(Encoding first, EncodeOne(input.text, 0, truncation));
+  MUSTER_ASSIGN_OR_RETURN(Encoding first, EncodeOne(input.text, 0));
   parts.push_back(std::move(first));
   if (is_pair) {
-    MUSTER_ASSIGN_OR_RETURN(Encoding second, EncodeOne(*input.pair, 1, truncation));
+    MUSTER_ASSIGN_OR_RETURN(Encoding second, EncodeOne(*input.pair, 1));
     parts.push_back(std::move(second));
   }
   if (truncation.has_value()) {
@@ -295,7 +282,7 @@ absl::StatusOr<Encoding> TokenizerCore::Encode(const TextInput& input,
   }
   if (post_processor_ != nullptr) post_processor_->Process(parts, options.add_special_tokens);
   double windows = 1;
-  for (const Encoding& part : parts) windows *= 1.0 + static_cast<double>(part.overflowing.size());
+  for (const Encoding& part : parts) windows *= 1.0 + 2.0 * static_cast<double>(part.overflowing.size());
   if (windows > kMaxWindows) {
     return absl::ResourceExhaustedError(absl::StrCat(
         "truncation: the windows of this input combine to more than ", kMaxWindows));

@@ -59,16 +59,9 @@ class TokenizerCore {
   };
   // Borrows a Work for a scope.
   class Borrowed;
-  // How many tokens are enough, and on which side they are wanted.
-  struct Limit {
-    int64_t tokens;
-    TextSide side;
-  };
-
   absl::StatusOr<SplitText> SplitWords(absl::string_view text) const;
   absl::Status TokenizeSpan(const SplitText& split, const Span& span, Work& work) const;
-  absl::StatusOr<Encoding> EncodeOne(absl::string_view text, int64_t type_id,
-                                     const std::optional<Truncation>& truncation) const;
+  absl::StatusOr<Encoding> EncodeOne(absl::string_view text, int64_t type_id) const;
   absl::Status Check(const Truncation& truncation, int64_t added) const;
 
   std::unique_ptr<Normalizer> normalizer_;
