@@ -1,24 +1,58 @@
+#include <algorithm>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "base/file.h"
 #include "muster/tokenizer.h"
 #include "tests/conformance/case_fields.h"
 #include "tests/conformance/handlers.h"
+#include "tests/testdata/golden.h"
 
 namespace muster::conformance {
 namespace {
 
 using Json = nlohmann::json;
 
-// The tokenizers of one run: most cases share a few files.
-const Tokenizer& TokenizerOf(const Json& in) {
-  static auto* const loaded = new std::map<std::string, Tokenizer>;
+struct Loaded {
+  Tokenizer tokenizer;
+  std::map<int64_t, std::string> added_tokens;
+  bool decodes_bytes;
+};
+
+// The tokenizers of one run: most cases share a few files. Their paths are relative to the folder
+// of the cases, which the runner runs in.
+const Loaded& LoadedOf(const Json& in) {
+  static auto* const all = new std::map<std::string, Loaded>;
   const std::string path = in.at("tokenizer");
-  const auto known = loaded->find(path);
-  if (known != loaded->end()) return known->second;
-  return loaded->emplace(path, ValueOf(Tokenizer::FromFile(path))).first->second;
+  const auto known = all->find(path);
+  if (known != all->end()) return known->second;
+  const std::string found =
+      PathExists(path) ? path : testing_support::GoldenPath(path);
+  Loaded loaded = {ValueOf(Tokenizer::FromFile(found)), {}, false};
+  const Json json = Json::parse(ValueOf(ReadFile(found)));
+  for (const Json& token : json.value("added_tokens", Json::array())) {
+    loaded.added_tokens.emplace(token.at("id"), token.at("content"));
+  }
+  const Json decoder = json.value("decoder", Json());
+  loaded.decodes_bytes = decoder.is_object() && decoder.value("type", "") == "ByteLevel";
+  return all->emplace(path, std::move(loaded)).first->second;
+}
+
+// The cases have no decoded text where the peer's is a mistake (quirks s002 and s003): an added
+// token beyond ASCII is read as bytes, or one that is looked for in normalized text goes by that.
+bool DecodesAsRecorded(const Loaded& loaded, const Encoding& encoding) {
+  for (size_t i = 0; i < encoding.size(); ++i) {
+    const auto added = loaded.added_tokens.find(encoding.ids[i]);
+    if (added == loaded.added_tokens.end()) continue;
+    const std::string& content = added->second;
+    const bool ascii = std::all_of(content.begin(), content.end(), [](char c) { return c >= 0; });
+    if (loaded.decodes_bytes && !ascii) return false;
+    if (encoding.tokens[i].find(content) == std::string::npos) return false;
+  }
+  return true;
 }
 
 Json OffsetsOf(const Encoding& encoding) {
@@ -27,7 +61,8 @@ Json OffsetsOf(const Encoding& encoding) {
   return offsets;
 }
 
-Json EncodeCase(const Tokenizer& tokenizer, const Json& in) {
+Json EncodeCase(const Loaded& loaded, const Json& in) {
+  const Tokenizer& tokenizer = loaded.tokenizer;
   EncodeOptions options;
   options.add_special_tokens = in.at("add_special_tokens");
   const std::string text = in.at("text");
@@ -35,11 +70,19 @@ Json EncodeCase(const Tokenizer& tokenizer, const Json& in) {
   const Encoding encoding =
       is_pair ? ValueOf(tokenizer.EncodePair(text, in.at("pair").get<std::string>(), options))
               : ValueOf(tokenizer.Encode(text, options));
-  Json out = {{"ids", encoding.ids},
-              {"tokens", encoding.tokens},
-              {"offsets", OffsetsOf(encoding)},
-              {"decoded", ValueOf(tokenizer.Decode(encoding.ids, false))},
-              {"decoded_skip", ValueOf(tokenizer.Decode(encoding.ids, true))}};
+  Json out = {{"ids", encoding.ids}, {"offsets", OffsetsOf(encoding)}};
+  // Of long texts no more is recorded.
+  constexpr int64_t kLong = 10'000;
+  const auto characters = std::count_if(text.begin(), text.end(),
+                                        [](char c) { return (c & 0xC0) != 0x80; });
+  if (characters >= kLong) return out;
+  out["tokens"] = encoding.tokens;
+  const std::string decoded = ValueOf(tokenizer.Decode(encoding.ids, false));
+  const std::string decoded_skip = ValueOf(tokenizer.Decode(encoding.ids, true));
+  if (DecodesAsRecorded(loaded, encoding)) {
+    out["decoded"] = decoded;
+    out["decoded_skip"] = decoded_skip;
+  }
   if (is_pair) {
     out["type_ids"] = encoding.type_ids;
     out["special_tokens_mask"] = encoding.special_tokens_mask;
@@ -129,9 +172,10 @@ Json InfoCase(const Tokenizer& tokenizer, const Json& in) {
 }
 
 Json TokenizerCase(const Json& in) {
-  const Tokenizer& tokenizer = TokenizerOf(in);
+  const Loaded& loaded = LoadedOf(in);
+  const Tokenizer& tokenizer = loaded.tokenizer;
   const std::string mode = in.at("mode");
-  if (mode == "encode") return EncodeCase(tokenizer, in);
+  if (mode == "encode") return EncodeCase(loaded, in);
   if (mode == "batch") return BatchCase(tokenizer, in);
   if (mode == "info") return InfoCase(tokenizer, in);
   if (mode != "decode") throw std::invalid_argument("unknown mode " + mode);
