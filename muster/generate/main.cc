@@ -17,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/exit_code.h"
 #include "base/file.h"
+#include "base/log.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "base/version.h"

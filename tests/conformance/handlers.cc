@@ -13,7 +13,7 @@ const std::map<std::string, Handler>& Handlers() {
     auto* all = new std::map<std::string, Handler>;
     for (auto group : {DataHandlers(), TrainHandlers(), CollectiveHandlers(), StorageHandlers(),
                        CheckpointHandlers(), LaunchHandlers(), ShardingHandlers(),
-                       BigModelHandlers(), ModelsHandlers()}) {
+                       BigModelHandlers(), ModelsHandlers(), TokenizerHandlers()}) {
       all->merge(group);
     }
     return all;

@@ -28,6 +28,7 @@ std::map<std::string, Handler> LaunchHandlers();
 std::map<std::string, Handler> ShardingHandlers();
 std::map<std::string, Handler> BigModelHandlers();
 std::map<std::string, Handler> ModelsHandlers();
+std::map<std::string, Handler> TokenizerHandlers();
 
 }  // namespace muster::conformance
 

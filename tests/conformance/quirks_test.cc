@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "muster/tokenizer.h"
 #include "tests/conformance/case_fields.h"
 #include "tests/conformance/case_loader.h"
 #include "tests/conformance/compare.h"
@@ -274,6 +275,50 @@ TEST(Quirks, D15_InferAutoDeviceMap_EveryTensorHasADevice) {
       }
     };
     check(quirk["in"]["tree"], "");
+  }
+}
+
+// Nothing is dropped without a word, and added tokens are their own text. Where the recorded cases
+// have the peer's behavior too (s006 to s008), the same tokens and texts count more than better
+// ones.
+TEST(Quirks, HfTokenizer_NothingIsLostInSilence) {
+  for (Json quirk : Quirks("hf_tokenizer")) {
+    const std::string id = quirk["id"];
+    SCOPED_TRACE(id);
+    const std::string number = id.substr(id.rfind('/') + 1);
+    Json& in = quirk["in"];
+    if (number == "s001") {
+      const std::string error = ErrorOf(quirk);
+      EXPECT_NE(error.find("max_length is 1"), std::string::npos) << error;
+      EXPECT_NE(error.find("2 special tokens"), std::string::npos) << error;
+    } else if (number == "s002" || number == "s003") {
+      const std::vector<int64_t> ids = AnswerTo(quirk)["ids"];
+      EXPECT_EQ(Json(ids), quirk["hf"]["ids"]);
+      const Tokenizer tokenizer =
+          ValueOf(Tokenizer::FromFile(testing_support::GoldenPath(in["tokenizer"])));
+      EXPECT_EQ(ValueOf(tokenizer.Decode(ids)), in["text"]);
+      EXPECT_EQ(tokenizer.IdToToken(ids[0]), in["text"]);
+    } else if (number == "s004") {
+      const std::string error = ErrorOf(quirk);
+      EXPECT_NE(error.find("id 1205"), std::string::npos) << error;
+    } else if (number == "s005") {
+      // A text that needs no truncation.
+      in["mode"] = "batch";
+      in["texts"] = {"a"};
+      in["add_special_tokens"] = true;
+      in["padding"] = nullptr;
+      in["truncation"]["strategy"] = "longest_first";
+      in["truncation"]["direction"] = "right";
+      const std::string error = ErrorOf(quirk);
+      EXPECT_NE(error.find("a stride of 2"), std::string::npos) << error;
+    } else if (number == "s006") {
+      EXPECT_EQ(AnswerTo(quirk)["text"], quirk["hf"]["text"]);
+    } else if (number == "s007" || number == "s008") {
+      const Json given = AnswerTo(quirk);
+      for (const auto& [name, value] : quirk["hf"].items()) EXPECT_EQ(given[name], value) << name;
+    } else {
+      ADD_FAILURE() << "no decision for " << id;
+    }
   }
 }
 

@@ -1,0 +1,553 @@
+#include "worker/text/oniguruma.h"
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "base/status_macros.h"
+#include "base/text.h"
+#include "worker/text/unicode.h"
+
+namespace muster::text {
+namespace {
+
+constexpr size_t kMaxExpressionBytes = 16 << 10;
+constexpr int kMaxDepth = 50;
+constexpr int64_t kMaxRepeat = 1000;
+// ICU writes out small repetitions, one inside another.
+constexpr int64_t kMaxRepeatProduct = 1'000'000;
+
+// The inside of ICU's brackets for Oniguruma's \w, which counts Latin-1's small digits in.
+constexpr absl::string_view kWord =
+    R"(\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\x{B2}\x{B3}\x{B9}\x{BC}-\x{BE})";
+constexpr absl::string_view kSpace = R"(\p{White_Space})";
+constexpr absl::string_view kHexDigit = "0-9A-Fa-f";
+
+// Names of [[:NAME:]] and \p{NAME} that ICU does not have, or means otherwise by: the inside of
+// brackets.
+const std::map<absl::string_view, absl::string_view>& NamedSets() {
+  static const auto* const sets = new std::map<absl::string_view, absl::string_view>{
+      {"alnum", R"(\p{Alphabetic}\p{Nd})"},
+      {"alpha", R"(\p{Alphabetic})"},
+      {"any", R"(\x{0}-\x{10FFFF})"},
+      {"ascii", R"(\x{0}-\x{7F})"},
+      {"assigned", R"(\P{Cn})"},
+      {"blank", R"(\p{Zs}\x{9})"},
+      {"cntrl", R"(\p{Cc})"},
+      {"digit", R"(\p{Nd})"},
+      {"graph", R"([^\p{White_Space}\p{Cc}\p{Cn}\p{Cs}])"},
+      {"lower", R"(\p{Lowercase})"},
+      {"print", R"([^\p{White_Space}\p{Cc}\p{Cn}\p{Cs}]\p{Zs})"},
+      {"punct", R"(\p{P}\x{24}\x{2B}\x{3C}-\x{3E}\x{5E}\x{60}\x{7C}\x{7E})"},
+      {"space", kSpace},
+      {"upper", R"(\p{Uppercase})"},
+      {"word", kWord},
+      {"xdigit", kHexDigit},
+  };
+  return *sets;
+}
+
+std::string Set(bool negated, absl::string_view inside) {
+  return absl::StrCat(negated ? "[^" : "[", inside, "]");
+}
+
+std::string Character(char32_t c) {
+  if (c < 0x80 && absl::ascii_isalnum(static_cast<unsigned char>(c))) {
+    return std::string(1, static_cast<char>(c));
+  }
+  return absl::StrFormat("\\x{%X}", static_cast<uint32_t>(c));
+}
+
+class Translator {
+ public:
+  explicit Translator(absl::string_view expression) : in_(expression) {}
+
+  absl::StatusOr<std::string> Run() {
+    if (in_.size() > kMaxExpressionBytes) {
+      return absl::InvalidArgumentError(absl::StrCat("an expression of ", in_.size(),
+                                                     " bytes is longer than the ",
+                                                     kMaxExpressionBytes, " allowed"));
+    }
+    while (at_ < in_.size()) MUSTER_RETURN_IF_ERROR(Next());
+    CloseImplicit();
+    if (!groups_.empty()) return Malformed("a parenthesis is not closed");
+    return std::move(out_);
+  }
+
+ private:
+  static constexpr size_t kNone = std::string::npos;
+
+  struct Group {
+    size_t begin;   // in out_
+    bool implicit;  // an isolated option's, which ends with the group around it
+    bool dot_all;   // of the text around it
+    bool extended;
+  };
+
+  // What a bracket expression holds at one place.
+  struct Item {
+    std::optional<char32_t> character;
+    std::string set;  // unless it is a character
+  };
+
+  bool At(absl::string_view text) const { return absl::StartsWith(in_.substr(at_), text); }
+  bool Take(absl::string_view text) {
+    if (!At(text)) return false;
+    at_ += text.size();
+    return true;
+  }
+
+  absl::Status Malformed(absl::string_view why) const {
+    return absl::InvalidArgumentError(
+        absl::StrCat("at character ", CountCharacters(in_.substr(0, at_)) + 1, ": ", why));
+  }
+  absl::Status Unsupported(absl::string_view what) const {
+    return absl::UnimplementedError(absl::StrCat(
+        "at character ", CountCharacters(in_.substr(0, at_)) + 1, ": ", what, " is not supported"));
+  }
+
+  void Atom(absl::string_view text) {
+    last_ = out_.size();
+    absl::StrAppend(&out_, text);
+  }
+  // What matches nothing but a place takes no repetition apart.
+  void Place(absl::string_view text) { Atom(absl::StrCat("(?:", text, ")")); }
+
+  void CloseImplicit() {
+    while (!groups_.empty() && groups_.back().implicit) Close();
+  }
+  void Close() {
+    out_ += ')';
+    last_ = groups_.back().begin;
+    dot_all_ = groups_.back().dot_all;
+    extended_ = groups_.back().extended;
+    groups_.pop_back();
+  }
+  absl::Status Open(absl::string_view text, bool implicit) {
+    if (groups_.size() >= kMaxDepth) return Unsupported("deeper nesting");
+    groups_.push_back({out_.size(), implicit, dot_all_, extended_});
+    absl::StrAppend(&out_, text);
+    last_ = kNone;
+    return absl::OkStatus();
+  }
+
+  absl::Status Next() {
+    const char c = in_[at_];
+    switch (c) {
+      case '\\':
+        ++at_;
+        return Escape();
+      case '[': {
+        ++at_;
+        MUSTER_ASSIGN_OR_RETURN(const std::string set, Bracket(0));
+        Atom(set);
+        return absl::OkStatus();
+      }
+      case '(':
+        ++at_;
+        return Parenthesis();
+      case ')':
+        CloseImplicit();
+        if (groups_.empty()) return Malformed("a parenthesis is closed that was not opened");
+        ++at_;
+        Close();
+        return absl::OkStatus();
+      case '|':
+        ++at_;
+        out_ += '|';
+        last_ = kNone;
+        return absl::OkStatus();
+      case '.':
+        ++at_;
+        Atom(dot_all_ ? R"([\x{0}-\x{10FFFF}])" : R"([^\x{A}])");
+        return absl::OkStatus();
+      case '^':
+        ++at_;
+        Place(R"(\A|(?<=\x{A})(?!\z))");
+        return absl::OkStatus();
+      case '$':
+        ++at_;
+        Place(R"((?=\x{A}|\z))");
+        return absl::OkStatus();
+      case '?':
+      case '*':
+      case '+':
+        return Repeat(std::string(1, c), 1);
+      case '{':
+        if (int64_t low = 0, high = 0; Interval(low, high)) return RepeatInterval(low, high);
+        break;
+      default:
+        break;
+    }
+    if (extended_ && SkipExtended()) return absl::OkStatus();
+    Atom(Character(NextCharacter(in_, at_)));
+    return absl::OkStatus();
+  }
+
+  bool SkipExtended() {
+    if (absl::ascii_isspace(static_cast<unsigned char>(in_[at_]))) {
+      ++at_;
+      return true;
+    }
+    if (in_[at_] != '#') return false;
+    at_ = std::min(in_.find('\n', at_), in_.size());
+    return true;
+  }
+
+  // Wraps what came last, so that one more operator can follow.
+  void WrapLast() {
+    out_.insert(last_, "(?:");
+    out_ += ')';
+    repeated_at_ = kNone;
+  }
+
+  absl::Status Repeat(absl::string_view op, size_t length) {
+    if (last_ == kNone) return Malformed("there is nothing to repeat");
+    at_ += length;
+    if (repeated_at_ == out_.size()) WrapLast();
+    absl::StrAppend(&out_, op);
+    if (length == 1 && At("?")) {
+      ++at_;
+      out_ += '?';
+    } else if (length == 1 && At("+")) {
+      ++at_;
+      out_ += '+';
+    }
+    repeated_at_ = out_.size();
+    return absl::OkStatus();
+  }
+
+  // `{2}`, `{2,}`, `{,3}`, `{2,3}` at at_; high is -1 for no limit. What is none is text.
+  bool Interval(int64_t& low, int64_t& high) const {
+    size_t at = at_ + 1;
+    const auto number = [&](int64_t& value) {
+      const size_t begin = at;
+      value = 0;
+      while (at < in_.size() && absl::ascii_isdigit(static_cast<unsigned char>(in_[at])) &&
+             at - begin < 9) {
+        value = value * 10 + (in_[at++] - '0');
+      }
+      return at > begin;
+    };
+    const bool has_low = number(low);
+    if (at >= in_.size()) return false;
+    if (in_[at] == ',') {
+      ++at;
+      if (!number(high)) {
+        if (!has_low) return false;
+        high = -1;
+      }
+    } else {
+      if (!has_low) return false;
+      high = low;
+    }
+    return at < in_.size() && in_[at] == '}';
+  }
+
+  absl::Status RepeatInterval(int64_t low, int64_t high) {
+    if (last_ == kNone) return Malformed("there is nothing to repeat");
+    if (high >= 0 && low > high) return Malformed("the bounds of a repetition are reversed");
+    const int64_t most = std::max(low, high);
+    product_ *= std::max<int64_t>(most, 1);
+    if (most > kMaxRepeat || product_ > kMaxRepeatProduct) {
+      return Unsupported(absl::StrCat("a repetition of more than ", kMaxRepeat));
+    }
+    at_ = in_.find('}', at_) + 1;
+    if (repeated_at_ == out_.size()) WrapLast();
+    if (low == high) {
+      absl::StrAppend(&out_, "{", low, "}");
+      // "{2}?" makes it optional, not lazy.
+      if (Take("?")) {
+        WrapLast();
+        out_ += '?';
+      }
+    } else {
+      absl::StrAppend(&out_, "{", low, ",");
+      if (high >= 0) absl::StrAppend(&out_, high);
+      out_ += '}';
+      if (Take("?")) out_ += '?';
+    }
+    // A '+' behind it is one more repetition, not "possessive".
+    repeated_at_ = out_.size();
+    return absl::OkStatus();
+  }
+
+  absl::Status Parenthesis() {
+    if (!Take("?")) return Open("(?:", false);
+    if (Take("#")) {
+      const size_t end = in_.find(')', at_);
+      if (end == absl::string_view::npos) return Malformed("a comment is not closed");
+      at_ = end + 1;
+      return absl::OkStatus();
+    }
+    for (const absl::string_view kind : {":", "=", "!", ">", "<=", "<!"}) {
+      if (Take(kind)) return Open(absl::StrCat("(?", kind), false);
+    }
+    if (Take("<") || Take("'")) {
+      const char end = in_[at_ - 1] == '<' ? '>' : '\'';
+      const size_t close = in_.find(end, at_);
+      if (close == absl::string_view::npos) return Malformed("the name of a group has no end");
+      at_ = close + 1;
+      return Open("(?:", false);
+    }
+    return Options();
+  }
+
+  absl::Status Options() {
+    const bool dot_all = dot_all_;
+    const bool extended = extended_;
+    std::string on;
+    std::string off;
+    bool negative = false;
+    for (; at_ < in_.size(); ++at_) {
+      const char c = in_[at_];
+      if (c == '-') {
+        negative = true;
+      } else if (c == 'i') {
+        (negative ? off : on) = "i";
+      } else if (c == 'm') {
+        dot_all_ = !negative;
+      } else if (c == 'x') {
+        extended_ = !negative;
+      } else {
+        break;
+      }
+    }
+    const bool isolated = At(")");
+    if (!isolated && !At(":")) {
+      return Unsupported(
+          absl::StrCat("the group \"(?",
+                       Printable(in_.substr(at_, std::min<size_t>(in_.size() - at_, 1))), "\""));
+    }
+    ++at_;
+    MUSTER_RETURN_IF_ERROR(
+        Open(absl::StrCat("(?", on, off.empty() ? "" : "-", off, ":"), isolated));
+    groups_.back().dot_all = dot_all;
+    groups_.back().extended = extended;
+    return absl::OkStatus();
+  }
+
+  // What stands behind a backslash, outside and inside of brackets.
+  absl::StatusOr<Item> CommonEscape() {
+    if (at_ >= in_.size()) return Malformed("a backslash stands at the end");
+    const char32_t c = NextCharacter(in_, at_);
+    switch (c) {
+      case 't':
+        return Item{U'\t', ""};
+      case 'n':
+        return Item{U'\n', ""};
+      case 'r':
+        return Item{U'\r', ""};
+      case 'f':
+        return Item{U'\f', ""};
+      case 'v':
+        return Item{U'\v', ""};
+      case 'a':
+        return Item{U'\a', ""};
+      case 'e':
+        return Item{U'\x1B', ""};
+      case 's':
+      case 'S':
+        return Item{{}, Set(c == 'S', kSpace)};
+      case 'w':
+      case 'W':
+        return Item{{}, Set(c == 'W', kWord)};
+      case 'd':
+      case 'D':
+        return Item{{}, Set(c == 'D', R"(\p{Nd})")};
+      case 'h':
+      case 'H':
+        return Item{{}, Set(c == 'H', kHexDigit)};
+      case 'p':
+      case 'P':
+        return Property(c == 'P');
+      case 'x':
+      case 'u':
+      case '0':
+        return Number(c);
+      default:
+        break;
+    }
+    if (c < 0x80 && absl::ascii_isalnum(static_cast<unsigned char>(c))) {
+      return Unsupported(absl::StrCat("\\", std::string(1, static_cast<char>(c))));
+    }
+    return Item{c, ""};
+  }
+
+  absl::StatusOr<Item> Number(char32_t kind) {
+    const bool braces = kind == 'x' && Take("{");
+    const int base = kind == '0' ? 8 : 16;
+    const size_t most = braces ? 8 : kind == 'u' ? 4 : 2;
+    const size_t begin = at_;
+    uint32_t value = 0;
+    while (at_ < in_.size() && at_ - begin < most) {
+      const auto c = static_cast<unsigned char>(in_[at_]);
+      if (base == 8 ? c < '0' || c > '7' : !absl::ascii_isxdigit(c)) break;
+      value = value * base + (absl::ascii_isdigit(c) ? c - '0' : absl::ascii_tolower(c) - 'a' + 10);
+      ++at_;
+    }
+    if (kind == 'u' && at_ - begin != 4) return Malformed("\\u needs four digits");
+    if (at_ == begin && kind != '0') return Malformed("\\x needs digits");
+    if (braces && !Take("}")) return Malformed("\\x{ is not closed");
+    if (value > 0x10FFFF || (value >= 0xD800 && value < 0xE000)) {
+      return Malformed("a number that is no character");
+    }
+    return Item{static_cast<char32_t>(value), ""};
+  }
+
+  absl::StatusOr<Item> Property(bool negated) {
+    if (!Take("{")) return Malformed("\\p needs a name in braces");
+    if (Take("^")) negated = !negated;
+    const size_t close = in_.find('}', at_);
+    if (close == absl::string_view::npos) return Malformed("the name of a property has no end");
+    const absl::string_view name = in_.substr(at_, close - at_);
+    std::string plain;
+    for (const char c : name) {
+      if (absl::ascii_isalnum(static_cast<unsigned char>(c))) {
+        plain += absl::ascii_tolower(static_cast<unsigned char>(c));
+      } else if (c != ' ' && c != '_' && c != '-') {
+        return Unsupported(absl::StrCat("the property \"", Printable(name), "\""));
+      }
+    }
+    at_ = close + 1;
+    if (const auto set = NamedSets().find(plain); set != NamedSets().end()) {
+      return Item{{}, Set(negated, set->second)};
+    }
+    if (plain.empty()) return Malformed("\\p needs a name in braces");
+    return Item{{}, absl::StrCat(negated ? "[\\P{" : "[\\p{", name, "}]")};
+  }
+
+  absl::Status Escape() {
+    if (at_ >= in_.size()) return Malformed("a backslash stands at the end");
+    switch (in_[at_]) {
+      case 'A':
+      case 'z':
+        Atom(in_[at_++] == 'A' ? R"((?:\A))" : R"((?:\z))");
+        return absl::OkStatus();
+      case 'Z':
+        ++at_;
+        Place(R"((?=\x{A}?\z))");
+        return absl::OkStatus();
+      case 'b':
+      case 'B': {
+        const std::string word = Set(false, kWord);
+        const bool boundary = in_[at_++] == 'b';
+        Place(absl::StrCat("(?<=", word, boundary ? ")(?!" : ")(?=", word, ")|(?<!", word,
+                           boundary ? ")(?=" : ")(?!", word, ")"));
+        return absl::OkStatus();
+      }
+      case 'R':
+        ++at_;
+        Atom(R"((?>\x{D}\x{A}|[\x{A}-\x{D}\x{85}\x{2028}\x{2029}]))");
+        return absl::OkStatus();
+      case 'N':
+        ++at_;
+        Atom(R"([^\x{A}])");
+        return absl::OkStatus();
+      case 'O':
+        ++at_;
+        Atom(R"([\x{0}-\x{10FFFF}])");
+        return absl::OkStatus();
+      case 'X':
+        ++at_;
+        Atom(R"(\X)");
+        return absl::OkStatus();
+      default:
+        break;
+    }
+    MUSTER_ASSIGN_OR_RETURN(const Item item, CommonEscape());
+    Atom(item.character.has_value() ? Character(*item.character) : item.set);
+    return absl::OkStatus();
+  }
+
+  // A bracket expression behind its '['.
+  absl::StatusOr<std::string> Bracket(int depth) {
+    if (depth > kMaxDepth) return Unsupported("deeper nesting of brackets");
+    const bool negated = Take("^");
+    std::vector<std::string> parts = {""};  // of an intersection
+    for (bool first = true;; first = false) {
+      if (at_ >= in_.size()) return Malformed("a bracket is not closed");
+      // A bracket that closes at once is text if there is another one.
+      if (At("]") && !(first && in_.find(']', at_ + 1) != absl::string_view::npos)) break;
+      if (Take("&&")) {
+        parts.emplace_back();
+        continue;
+      }
+      MUSTER_ASSIGN_OR_RETURN(const Item item, BracketItem(depth));
+      if (!item.character.has_value()) {
+        parts.back() += item.set;
+        continue;
+      }
+      if (!At("-") || At("-]") || At("-&&") || at_ + 1 >= in_.size()) {
+        parts.back() += Character(*item.character);
+        continue;
+      }
+      ++at_;
+      MUSTER_ASSIGN_OR_RETURN(const Item last, BracketItem(depth));
+      if (!last.character.has_value()) {
+        absl::StrAppend(&parts.back(), Character(*item.character), "\\x{2D}", last.set);
+        continue;
+      }
+      if (*last.character < *item.character) return Malformed("a range is reversed");
+      absl::StrAppend(&parts.back(), Character(*item.character), "-", Character(*last.character));
+    }
+    ++at_;
+    std::string inside;
+    for (const std::string& part : parts) {
+      if (part.empty()) return Unsupported("an empty bracket expression");
+      if (parts.size() == 1) {
+        inside = part;
+      } else {
+        absl::StrAppend(&inside, inside.empty() ? "" : "&&", "[", part, "]");
+      }
+    }
+    if (parts.size() > 1) inside = absl::StrCat("[", inside, "]");
+    return Set(negated, inside);
+  }
+
+  absl::StatusOr<Item> BracketItem(int depth) {
+    if (Take("[:")) {
+      const size_t end = in_.find(":]", at_);
+      const bool named = end != absl::string_view::npos && end - at_ <= 10;
+      if (!named) return Malformed("[: is not closed");
+      const bool negated = Take("^");
+      const auto set = NamedSets().find(in_.substr(at_, end - at_));
+      if (set == NamedSets().end()) {
+        return Unsupported(absl::StrCat("[:", Printable(in_.substr(at_, end - at_)), ":]"));
+      }
+      at_ = end + 2;
+      return Item{{}, Set(negated, set->second)};
+    }
+    if (Take("[")) {
+      MUSTER_ASSIGN_OR_RETURN(std::string set, Bracket(depth + 1));
+      return Item{{}, std::move(set)};
+    }
+    if (!Take("\\")) return Item{NextCharacter(in_, at_), ""};
+    if (Take("b")) return Item{U'\b', ""};
+    return CommonEscape();
+  }
+
+  const absl::string_view in_;
+  size_t at_ = 0;
+  std::string out_;
+  size_t last_ = kNone;         // where the last atom begins in out_
+  size_t repeated_at_ = kNone;  // the size of out_ right behind an operator
+  std::vector<Group> groups_;
+  bool dot_all_ = false;
+  bool extended_ = false;
+  int64_t product_ = 1;
+};
+
+}  // namespace
+
+absl::StatusOr<std::string> IcuFromOniguruma(absl::string_view expression) {
+  return Translator(expression).Run();
+}
+
+}  // namespace muster::text

@@ -1,0 +1,60 @@
+#ifndef MUSTER_WORKER_TEXT_PATTERN_H_
+#define MUSTER_WORKER_TEXT_PATTERN_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "worker/text/settings.h"
+
+namespace muster::text {
+
+// Bytes [begin, end) of a text that a pattern was looked for in; `match` is false for what lies
+// between matches.
+struct Piece {
+  uint32_t begin = 0;
+  uint32_t end = 0;
+  bool match = false;
+};
+
+// What a tokenizer.json looks for: a text, or a regular expression in Oniguruma's syntax with its
+// meaning (character classes are Unicode's, `^` and `$` are the ends of lines). Immutable,
+// thread-safe.
+class Pattern {
+ public:
+  virtual ~Pattern() = default;
+
+  // Cuts `text`, valid UTF-8, into matches and what lies between, left to right; empty matches too,
+  // but none right behind a match. Nothing for an empty text. Appends to `pieces`. Errors:
+  // RESOURCE_EXHAUSTED the expression needs more steps or stack than a match may take.
+  virtual absl::Status Find(absl::string_view text, std::vector<Piece>& pieces) const = 0;
+
+  // The text itself.
+  static std::unique_ptr<Pattern> Literal(std::string text);
+
+  // Errors: INVALID_ARGUMENT the expression is malformed; UNIMPLEMENTED it uses a construct that we
+  // do not translate. Both name it.
+  static absl::StatusOr<std::unique_ptr<Pattern>> Regex(absl::string_view expression);
+
+  // The expression as ICU reads it, without the matchers that are written by hand: what those are
+  // tested against.
+  static absl::StatusOr<std::unique_ptr<Pattern>> IcuRegex(absl::string_view expression);
+
+ protected:
+  Pattern() = default;
+};
+
+// What the field `pattern` of a component says: {"String": text} or {"Regex": expression}.
+absl::StatusOr<std::unique_ptr<Pattern>> MakePattern(Settings& settings);
+
+// The expression that cuts words for GPT-2 and all tokenizers that follow it.
+inline constexpr absl::string_view kGpt2Words =
+    R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
+
+}  // namespace muster::text
+
+#endif  // MUSTER_WORKER_TEXT_PATTERN_H_

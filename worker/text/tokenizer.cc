@@ -1,0 +1,187 @@
+#include "worker/text/tokenizer.h"
+
+#include <algorithm>
+#include <atomic>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "base/json.h"
+#include "base/status_macros.h"
+#include "base/text.h"
+#include "worker/text/encoding_ops.h"
+#include "worker/text/tokenizer_core.h"
+
+namespace muster {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr size_t kMaxFileBytes = size_t{256} << 20;
+// Below this much text a thread costs more than it saves.
+constexpr size_t kMinBytesOfThread = 16 << 10;
+
+absl::StatusOr<std::shared_ptr<text::TokenizerCore>> ParseCore(absl::string_view json,
+                                                               absl::string_view source) {
+  MUSTER_ASSIGN_OR_RETURN(const Json parsed,
+                          ParseJson(json, source, {.max_bytes = kMaxFileBytes, .max_depth = 64}));
+  return text::TokenizerCore::Make(parsed, std::string(source));
+}
+
+// The roles that one of the files beside tokenizer.json gives tokens: "eos_token": "</s>", or an
+// object with the token as `content`. Others, and files that are not there, change nothing.
+absl::Status ReadSpecialTokens(const std::string& path, SpecialTokens& tokens) {
+  if (!PathExists(path)) return absl::OkStatus();
+  MUSTER_ASSIGN_OR_RETURN(const std::string contents, ReadFile(path, kMaxFileBytes));
+  MUSTER_ASSIGN_OR_RETURN(const Json json, ParseJson(contents, path));
+  if (!json.is_object()) return absl::OkStatus();
+  const std::pair<const char*, std::optional<std::string>*> roles[] = {
+      {"bos_token", &tokens.bos},  {"eos_token", &tokens.eos}, {"unk_token", &tokens.unk},
+      {"sep_token", &tokens.sep},  {"pad_token", &tokens.pad}, {"cls_token", &tokens.cls},
+      {"mask_token", &tokens.mask}};
+  for (const auto& [name, role] : roles) {
+    const auto field = json.find(name);
+    if (field == json.end() || field->is_null()) continue;
+    const Json& token =
+        field->is_object() && field->contains("content") ? field->at("content") : *field;
+    if (!token.is_string()) {
+      return absl::InvalidArgumentError(absl::StrCat(path, ": ", name, " must be a text"));
+    }
+    *role = token.get<std::string>();
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+StreamDecoder::StreamDecoder(std::shared_ptr<const text::TokenizerCore> core,
+                             bool skip_special_tokens)
+    : core_(std::move(core)),
+      skip_special_tokens_(skip_special_tokens),
+      chain_(std::make_unique<text::DecodeChain>(core_->NewChain())) {}
+StreamDecoder::StreamDecoder(StreamDecoder&&) noexcept = default;
+StreamDecoder& StreamDecoder::operator=(StreamDecoder&&) noexcept = default;
+StreamDecoder::~StreamDecoder() = default;
+
+absl::StatusOr<std::string> StreamDecoder::Push(int64_t id) {
+  MUSTER_RETURN_IF_ERROR(core_->Push(*chain_, id, skip_special_tokens_));
+  return chain_->Take();
+}
+
+absl::StatusOr<std::string> StreamDecoder::Finish() {
+  chain_->Finish();
+  return chain_->Take();
+}
+
+absl::StatusOr<Tokenizer> Tokenizer::FromJson(absl::string_view json, absl::string_view source) {
+  MUSTER_ASSIGN_OR_RETURN(std::shared_ptr<text::TokenizerCore> core, ParseCore(json, source));
+  return Tokenizer(std::move(core));
+}
+
+absl::StatusOr<Tokenizer> Tokenizer::FromFile(const std::string& path) {
+  MUSTER_ASSIGN_OR_RETURN(const std::string contents, ReadFile(path, kMaxFileBytes));
+  return FromJson(contents, path);
+}
+
+absl::StatusOr<Tokenizer> Tokenizer::FromFolder(const std::string& folder) {
+  const std::string path = JoinPath(folder, "tokenizer.json");
+  MUSTER_ASSIGN_OR_RETURN(const std::string contents, ReadFile(path, kMaxFileBytes));
+  MUSTER_ASSIGN_OR_RETURN(std::shared_ptr<text::TokenizerCore> core, ParseCore(contents, path));
+  SpecialTokens tokens;
+  for (const char* const name : {"special_tokens_map.json", "tokenizer_config.json"}) {
+    MUSTER_RETURN_IF_ERROR(ReadSpecialTokens(JoinPath(folder, name), tokens));
+  }
+  core->set_special_tokens(std::move(tokens));
+  return Tokenizer(std::move(core));
+}
+
+absl::StatusOr<Encoding> Tokenizer::Encode(absl::string_view text,
+                                           const EncodeOptions& options) const {
+  const TextInput input(text);
+  MUSTER_ASSIGN_OR_RETURN(std::vector<Encoding> encodings,
+                          EncodeBatch(absl::MakeConstSpan(&input, 1), options, 1));
+  return std::move(encodings[0]);
+}
+
+absl::StatusOr<Encoding> Tokenizer::EncodePair(absl::string_view text, absl::string_view pair,
+                                               const EncodeOptions& options) const {
+  const TextInput input(text, pair);
+  MUSTER_ASSIGN_OR_RETURN(std::vector<Encoding> encodings,
+                          EncodeBatch(absl::MakeConstSpan(&input, 1), options, 1));
+  return std::move(encodings[0]);
+}
+
+absl::StatusOr<std::vector<Encoding>> Tokenizer::EncodeBatch(absl::Span<const TextInput> inputs,
+                                                             const EncodeOptions& options,
+                                                             int threads) const {
+  std::vector<Encoding> encodings(inputs.size());
+  std::vector<absl::Status> failures(inputs.size());
+  std::atomic<size_t> next = 0;
+  const auto work = [&] {
+    for (size_t i = next++; i < inputs.size(); i = next++) {
+      absl::StatusOr<Encoding> encoding = core_->Encode(inputs[i], options);
+      failures[i] = encoding.status();
+      if (encoding.ok()) encodings[i] = *std::move(encoding);
+    }
+  };
+  size_t bytes = 0;
+  for (const TextInput& input : inputs) {
+    bytes += input.text.size() + input.pair.value_or("").size();
+  }
+  const size_t most = threads > 0 ? static_cast<size_t>(threads)
+                                  : std::max(std::thread::hardware_concurrency(), 1u);
+  const size_t wanted = std::min({most, inputs.size(), 1 + bytes / kMinBytesOfThread});
+  std::vector<std::thread> others;
+  for (size_t i = 1; i < wanted; ++i) others.emplace_back(work);
+  work();
+  for (std::thread& other : others) other.join();
+  for (size_t i = 0; i < failures.size(); ++i) {
+    if (failures[i].ok()) continue;
+    if (failures.size() == 1) return failures[i];
+    return absl::Status(failures[i].code(),
+                        absl::StrCat("text ", i, " of the batch: ", failures[i].message()));
+  }
+  std::optional<Padding> padding = options.padding;
+  if (!padding.has_value() && options.limits_of_file) padding = core_->padding();
+  if (padding.has_value()) text::Pad(encodings, *padding);
+  return encodings;
+}
+
+absl::StatusOr<std::vector<int64_t>> Tokenizer::EncodeIds(absl::string_view text,
+                                                          bool add_special_tokens) const {
+  return core_->EncodeIds(text, add_special_tokens);
+}
+
+absl::StatusOr<std::string> Tokenizer::Decode(absl::Span<const int64_t> ids,
+                                              bool skip_special_tokens) const {
+  text::DecodeChain chain = core_->NewChain();
+  for (const int64_t id : ids) {
+    MUSTER_RETURN_IF_ERROR(core_->Push(chain, id, skip_special_tokens));
+  }
+  chain.Finish();
+  return chain.Take();
+}
+
+StreamDecoder Tokenizer::Stream(bool skip_special_tokens) const {
+  return StreamDecoder(core_, skip_special_tokens);
+}
+
+std::optional<int64_t> Tokenizer::TokenToId(absl::string_view token) const {
+  return core_->TokenToId(token);
+}
+
+std::optional<std::string> Tokenizer::IdToToken(int64_t id) const {
+  const std::string* const token = core_->IdToToken(id);
+  return token == nullptr ? std::nullopt : std::optional<std::string>(*token);
+}
+
+int64_t Tokenizer::VocabSize(bool with_added_tokens) const {
+  return core_->VocabSize(with_added_tokens);
+}
+
+const SpecialTokens& Tokenizer::special_tokens() const { return core_->special_tokens(); }
+const std::optional<Truncation>& Tokenizer::truncation() const { return core_->truncation(); }
+const std::optional<Padding>& Tokenizer::padding() const { return core_->padding(); }
+
+}  // namespace muster

@@ -1,0 +1,139 @@
+#ifndef MUSTER_WORKER_TEXT_TOKENIZER_H_
+#define MUSTER_WORKER_TEXT_TOKENIZER_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "worker/text/encoding.h"
+
+namespace muster {
+
+namespace text {
+class TokenizerCore;
+class DecodeChain;
+}  // namespace text
+
+struct EncodeOptions {
+  bool add_special_tokens = true;  // those of the file's template, such as [CLS]
+  // Unset: what the file says, which usually is nothing.
+  std::optional<Truncation> truncation = {};
+  std::optional<Padding> padding = {};
+  bool limits_of_file = true;  // false: unset means none, whatever the file says
+};
+
+// One element of a batch: a text, or two. Borrows them.
+struct TextInput {
+  TextInput(absl::string_view text) : text(text) {}   // NOLINT: implicit on purpose
+  TextInput(const char* text) : text(text) {}         // NOLINT
+  TextInput(const std::string& text) : text(text) {}  // NOLINT
+  TextInput(absl::string_view text, absl::string_view pair) : text(text), pair(pair) {}
+
+  absl::string_view text;
+  std::optional<absl::string_view> pair;
+};
+
+// The tokens that tokenizer_config.json and special_tokens_map.json give a role.
+struct SpecialTokens {
+  std::optional<std::string> bos;
+  std::optional<std::string> eos;
+  std::optional<std::string> unk;
+  std::optional<std::string> sep;
+  std::optional<std::string> pad;
+  std::optional<std::string> cls;
+  std::optional<std::string> mask;
+};
+
+// Makes text of tokens as they come, such as from a model that is generating. All texts of Push and
+// that of Finish, one after another, are what Tokenizer::Decode makes of all ids; none ends within
+// a character. Text comes as soon as no later token can change it. Not thread-safe.
+class StreamDecoder {
+ public:
+  StreamDecoder(StreamDecoder&&) noexcept;
+  StreamDecoder& operator=(StreamDecoder&&) noexcept;
+  ~StreamDecoder();
+
+  // The text that is sure with one more token; often empty. Errors: those of Tokenizer::Decode.
+  absl::StatusOr<std::string> Push(int64_t id);
+  // The rest. Nothing may be called after it.
+  absl::StatusOr<std::string> Finish();
+
+ private:
+  friend class Tokenizer;
+  StreamDecoder(std::shared_ptr<const text::TokenizerCore> core, bool skip_special_tokens);
+
+  std::shared_ptr<const text::TokenizerCore> core_;
+  bool skip_special_tokens_;
+  std::unique_ptr<text::DecodeChain> chain_;
+};
+
+// Turns text into the tokens of a model and back: a tokenizer.json, as the tokenizers library of
+// Hugging Face writes it, with the same tokens as that library gives (docs/tokenizers.md).
+//
+//   auto tokenizer = muster::Tokenizer::FromFile("gpt2/tokenizer.json");
+//   if (!tokenizer.ok()) return tokenizer.status();
+//   auto encoding = tokenizer->Encode("Hello, world");
+//   if (!encoding.ok()) return encoding.status();
+//   auto text = tokenizer->Decode(encoding->ids);
+//
+// Needs no torch. Cheap to copy; copies share everything. All methods may be called by several
+// threads at once. Nothing throws.
+class Tokenizer {
+ public:
+  // Blocks on the disk. Errors: those of the system; INVALID_ARGUMENT the file is malformed;
+  // UNIMPLEMENTED it has a component or setting that is not supported, and would give other tokens;
+  // both name the field. RESOURCE_EXHAUSTED it is larger than 256 MiB or nested too deep.
+  static absl::StatusOr<Tokenizer> FromFile(const std::string& path);
+  // The same of FOLDER/tokenizer.json, with the special tokens of tokenizer_config.json and
+  // special_tokens_map.json if they are there.
+  static absl::StatusOr<Tokenizer> FromFolder(const std::string& folder);
+  // The same of the content of a tokenizer.json; `source` names it in messages.
+  static absl::StatusOr<Tokenizer> FromJson(absl::string_view json, absl::string_view source);
+
+  // Errors: INVALID_ARGUMENT the text is not UTF-8, or cannot be truncated as wanted;
+  // FAILED_PRECONDITION a part of it is not in the vocabulary, which has no unknown token;
+  // RESOURCE_EXHAUSTED it is larger than 1 GiB, or a regular expression of the file takes too long.
+  absl::StatusOr<Encoding> Encode(absl::string_view text, const EncodeOptions& options = {}) const;
+  absl::StatusOr<Encoding> EncodePair(absl::string_view text, absl::string_view pair,
+                                      const EncodeOptions& options = {}) const;
+  // All of them, on up to `threads` threads; 0: one for each core. Padding brings them to one
+  // length. An error says which text has it.
+  absl::StatusOr<std::vector<Encoding>> EncodeBatch(absl::Span<const TextInput> inputs,
+                                                    const EncodeOptions& options = {},
+                                                    int threads = 0) const;
+
+  // The ids alone, without truncation and padding: faster.
+  absl::StatusOr<std::vector<int64_t>> EncodeIds(absl::string_view text,
+                                                 bool add_special_tokens = true) const;
+
+  // Errors: INVALID_ARGUMENT an id is not in the vocabulary.
+  absl::StatusOr<std::string> Decode(absl::Span<const int64_t> ids,
+                                     bool skip_special_tokens = true) const;
+  StreamDecoder Stream(bool skip_special_tokens = true) const;
+
+  // nullopt: there is no such token.
+  std::optional<int64_t> TokenToId(absl::string_view token) const;
+  std::optional<std::string> IdToToken(int64_t id) const;
+  // How many tokens, with or without the added ones that the model does not have itself.
+  int64_t VocabSize(bool with_added_tokens = true) const;
+
+  const SpecialTokens& special_tokens() const;
+  // What the file says.
+  const std::optional<Truncation>& truncation() const;
+  const std::optional<Padding>& padding() const;
+
+ private:
+  explicit Tokenizer(std::shared_ptr<const text::TokenizerCore> core) : core_(std::move(core)) {}
+
+  std::shared_ptr<const text::TokenizerCore> core_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_TEXT_TOKENIZER_H_
