@@ -8,7 +8,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "worker/models/generate.h"
+#include "worker/models/lora.h"
 #include "worker/models/pretrained.h"
+#include "worker/models/text_generator.h"
 #include "worker/models/text_model.h"
 
 // Models of text from the folders of the Hugging Face Hub: GPT-2, Llama, Mistral, Mixtral, Qwen2,

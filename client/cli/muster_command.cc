@@ -59,6 +59,9 @@ constexpr Program kCoordinator = {
 constexpr Program kAgent = {
     "muster agent", "muster-agent",
     "Runs the agent of one machine, for a job or for submitted jobs: the program muster-agent."};
+constexpr Program kGenerate = {
+    "muster generate", "muster-generate",
+    "Says what a language model says after a prompt, as it comes: the program muster-generate."};
 
 // Returns only if the program could not be started.
 int RunProgram(const Program& what, const std::vector<std::string>& args,
@@ -149,6 +152,10 @@ std::vector<Command> Commands(const LaunchBackend& backend, const std::string& s
        RunMergeWeightsCommand},
       {"estimate-memory", "Print what a model takes to load and to train",
        RunEstimateMemoryCommand},
+      {"generate", "Continue a text with a language model (muster-generate)",
+       [&](const Args& rest, const CommandContext& in) {
+         return RunProgram(kGenerate, rest, in, backend, self);
+       }},
       {"coordinator", "Run a coordinator (muster-coordinator)",
        [&](const Args& rest, const CommandContext& in) {
          return RunProgram(kCoordinator, rest, in, backend, self);

@@ -88,7 +88,7 @@ class MusterCommandTest : public ::testing::Test {
 
 bool IsProgramOrGroup(const std::vector<std::string>& command) {
   return command.back() == "coordinator" || command.back() == "agent" ||
-         command.back() == "checkpoints";
+         command.back() == "generate" || command.back() == "checkpoints";
 }
 
 TEST_F(MusterCommandTest, Completion_HasEveryCommandAndFlagOfTheHelp) {

@@ -39,7 +39,8 @@ constexpr char kAbout[] =
     "Mixtral, Qwen2.";
 constexpr char kFooter[] =
     "\nText goes to standard output, figures to standard error. What is not set is as the model's "
-    "generation_config.json\nsays, and --max_new_tokens is 256.\n\n"
+    "generation_config.json\nsays, and --max_new_tokens is 256,\nor what is left of the model's "
+    "positions.\n\n"
     "Exit codes: 0 done; 2 wrong options or a file that is not valid; 3 a file is missing; 1 "
     "anything else.\n\n"
     "Examples:\n"
@@ -47,10 +48,12 @@ constexpr char kFooter[] =
     "  muster generate --model gpt2 --prompt_file - --sample --temperature 0.8 --seed 7 < text\n"
     "  muster generate --model gpt2 --prompt \"Hello\" --num_beams 4 -o json\n";
 
+constexpr int64_t kNewTokens = 256;
+
 struct Flags {
   std::string model, prompt_file, dtype = "auto", device = "cpu", output = "text";
   std::vector<std::string> prompts, stop;
-  int64_t max_new_tokens = 256;
+  std::optional<int64_t> max_new_tokens;
   std::optional<int64_t> min_new_tokens, top_k, no_repeat_ngram_size, num_beams;
   std::optional<double> temperature, top_p, min_p, repetition_penalty, length_penalty;
   uint64_t seed = 0;
@@ -139,7 +142,8 @@ absl::StatusOr<TextOptions> OptionsOf(const Flags& flags, const models::Generate
   const auto set = [](auto* to, const auto& flag) {
     if (flag.has_value()) *to = *flag;
   };
-  tokens.max_new_tokens = flags.max_new_tokens;
+  tokens.max_new_tokens = flags.max_new_tokens.value_or(kNewTokens);
+  options.shorten_to_context = !flags.max_new_tokens.has_value();
   tokens.seed = flags.seed;
   if (flags.sample) tokens.do_sample = true;
   if (flags.greedy && tokens.do_sample) {

@@ -104,6 +104,10 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::Generate(
     const std::vector<std::string>& prompts, const TextOptions& options) {
   MUSTER_ASSIGN_OR_RETURN(const Prompts encoded, Encode(prompts, options.add_special_tokens));
   GenerateOptions tokens = options.tokens;
+  if (options.shorten_to_context) {
+    const int64_t room = Common(model_->config()).max_positions - encoded.ids.size(1);
+    tokens.max_new_tokens = std::clamp<int64_t>(room, 1, tokens.max_new_tokens);
+  }
   const auto per_prompt = static_cast<size_t>(std::max<int64_t>(1, tokens.num_return_sequences));
   std::vector<TextRow> rows;
   for (size_t i = 0; i < prompts.size() * per_prompt; ++i) {

@@ -19,6 +19,9 @@ struct TextOptions {
   GenerateOptions tokens = {};
   // A row ends before the first of these; what the model says before is all that is shown.
   std::vector<std::string> stop = {};
+  // Where prompt and max_new_tokens are more than the model's positions: fewer new tokens rather
+  // than an error.
+  bool shorten_to_context = false;
   // Put what the tokenizer's template puts around a text (a beginning-of-text token).
   bool add_special_tokens = true;
   // Called with each piece of text as soon as it is sure, never with half a character. Not with

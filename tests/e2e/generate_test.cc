@@ -1,0 +1,119 @@
+// `muster generate` on a folder as the Hub has it: as a person and as a script use it.
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/file.h"
+#include "gmock/gmock.h"
+#include "muster/models.h"
+#include "tests/e2e/launch_fixture.h"
+#include "tests/testdata/golden.h"
+
+namespace muster {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::MatchesRegex;
+using ::testing::StartsWith;
+
+class GenerateTest : public LaunchFixture {
+ protected:
+  void SetUp() override {
+    LaunchFixture::SetUp();
+    model_ = Temp("model");
+    models::DecoderConfig config;
+    config.vocab_size = 1203;
+    config.max_positions = 64;
+    config.initializer_range = 0.3;
+    config.hidden_size = 32;
+    config.intermediate_size = 64;
+    config.num_layers = 2;
+    config.num_heads = config.num_key_value_heads = 4;
+    config.head_dim = 8;
+    config.sliding_windows = {0, 0};
+    at::manual_seed(2);
+    const models::TextModel model = models::MakeModel(config);
+    ASSERT_TRUE(save_pretrained(model, model_).ok());
+    const std::string tokenizer =
+        testing_support::GoldenPath("hf_tokenizer/llama2_shared/tokenizer.json");
+    ASSERT_TRUE(WriteFileAtomically(absl::StrCat(model_, "/tokenizer.json"),
+                                    ReadFile(tokenizer).value_or(""))
+                    .ok());
+  }
+
+  std::unique_ptr<Command> Generate(std::vector<std::string> args) {
+    args.insert(args.begin(), "--model");
+    args.insert(args.begin() + 1, model_);
+    return Run(std::move(args));
+  }
+  // `muster generate ARGS...`, which finds its program in PATH.
+  std::unique_ptr<Command> Run(std::vector<std::string> args) {
+    env_["PATH"] = std::string(ParentPath(Runfile("muster/muster-generate")));
+    args.insert(args.begin(), "generate");
+    return Muster(std::move(args));
+  }
+
+  std::string model_;
+};
+
+TEST_F(GenerateTest, Prompt_IsContinuedOnStandardOutput) {
+  auto run = Generate({"--prompt", "Hello there", "--max_new_tokens", "12"});
+  EXPECT_EQ(run->Wait(), 0) << absl::StrJoin(run->err(), "\n");
+  EXPECT_FALSE(absl::StrJoin(run->out(), "\n").empty());
+  EXPECT_THAT(run->err(),
+              ElementsAre(MatchesRegex("[0-9]+ prompt tokens, 12 new tokens: .* tokens/s; model "
+                                       "loaded in .* s, first token after .* s")));
+}
+
+TEST_F(GenerateTest, SameSeed_SaysTheSame) {
+  const auto text = [&](const char* seed) {
+    auto run = Generate(
+        {"--prompt", "Hello", "--sample", "--seed", seed, "--quiet", "--max_new_tokens", "20"});
+    EXPECT_EQ(run->Wait(), 0);
+    EXPECT_THAT(run->err(), IsEmpty());
+    return absl::StrJoin(run->out(), "\n");
+  };
+  EXPECT_EQ(text("1"), text("1"));
+  EXPECT_NE(text("1"), text("2"));
+}
+
+TEST_F(GenerateTest, Json_HasTextsAndFigures) {
+  auto run = Generate({"--prompt", "Hello", "--prompt", "Good morning", "--max_new_tokens", "5",
+                       "--num_beams", "2", "-o", "json"});
+  ASSERT_EQ(run->Wait(), 0) << absl::StrJoin(run->err(), "\n");
+  const auto json = nlohmann::json::parse(absl::StrJoin(run->out(), "\n"));
+  ASSERT_EQ(json["texts"].size(), 2);
+  EXPECT_EQ(json["texts"][1]["new_tokens"], 5);
+  EXPECT_EQ(json["texts"][1]["stopped_by"], "max_new_tokens");
+  EXPECT_GT(json["load_seconds"], 0);
+}
+
+TEST_F(GenerateTest, WhatIsWrong_IsOneLineThatNamesIt) {
+  const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
+      {{}, "say what to continue: --prompt TEXT"},
+      {{"--prompt", "", "--no_special_tokens"}, "prompt 0 has no token"},
+      {{"--prompt", "a", "--max_new_tokens", "200"}, "are more than the 64 positions of the model"},
+      {{"--prompt", "a", "--temperature", "0.5"}, "set do_sample too"},
+      {{"--prompt", "a", "--sample", "--greedy"}, "--sample and --greedy exclude each other"},
+      {{"--prompt", "a", "--sample", "--top_p", "7"}, "top_p is 7"},
+      {{"--prompt", "a", "--device", "moon"}, "--device moon is not cpu, cuda or cuda:N"},
+      {{"--prompt_file", "/no/such/file"}, "/no/such/file"}};
+  for (const auto& [args, message] : cases) {
+    auto run = Generate(args);
+    EXPECT_NE(run->Wait(), 0);
+    EXPECT_THAT(run->out(), IsEmpty());
+    ASSERT_EQ(run->err().size(), 1) << absl::StrJoin(run->err(), "\n");
+    EXPECT_THAT(run->err()[0], testing::AllOf(StartsWith("muster generate: "), HasSubstr(message)));
+  }
+  auto run = Run({"--model", Temp("nowhere"), "--prompt", "a"});
+  EXPECT_EQ(run->Wait(), 3);
+  EXPECT_THAT(run->err(), ElementsAre(HasSubstr("nowhere")));
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,154 @@
+#include "worker/models/text_generator.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "base/file.h"
+#include "base/test_folder.h"
+#include "tests/testdata/golden.h"
+
+namespace muster::models {
+namespace {
+
+// A folder with a small GPT-2 of random weights and a recorded tokenizer.
+class TextGeneratorTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    const std::string tokenizer =
+        testing_support::GoldenPath("hf_tokenizer/gpt2_shared/tokenizer.json");
+    ASSERT_TRUE(
+        WriteFileAtomically(folder_.Path("tokenizer.json"), ReadFile(tokenizer).value_or("")).ok());
+    const auto vocabulary = Tokenizer::FromFolder(folder_.path());
+    ASSERT_TRUE(vocabulary.ok()) << vocabulary.status();
+    Gpt2Config config;
+    config.architecture = Architecture::kGpt2LMHeadModel;
+    config.vocab_size = vocabulary->VocabSize();
+    config.max_positions = 128;
+    config.tie_word_embeddings = true;
+    // Large, so that logits differ and texts are not one word again and again.
+    config.initializer_range = 0.5;
+    config.hidden_size = 32;
+    config.inner_size = 64;
+    config.num_layers = 2;
+    config.num_heads = 4;
+    at::manual_seed(5);
+    ASSERT_TRUE(SavePretrained(*MakeModel(config), folder_.path()).ok());
+  }
+
+  TextGenerator Load() {
+    auto generator = TextGenerator::FromFolder(folder_.path());
+    EXPECT_TRUE(generator.ok()) << generator.status();
+    return *std::move(generator);
+  }
+
+  TestFolder folder_;
+};
+
+std::vector<GeneratedText> Texts(TextGenerator& generator, const std::vector<std::string>& prompts,
+                                 const TextOptions& options) {
+  auto texts = generator.Generate(prompts, options);
+  EXPECT_TRUE(texts.ok()) << texts.status();
+  return *std::move(texts);
+}
+
+TEST_F(TextGeneratorTest, StreamedPieces_AreTheTextOfTheTokens) {
+  TextGenerator generator = Load();
+  for (const bool sample : {false, true}) {
+    std::vector<int64_t> tokens;
+    std::string streamed;
+    const TextOptions options = {
+        .tokens = {.max_new_tokens = 60,
+                   .do_sample = sample,
+                   .on_tokens = [&](const auto& next, auto&) { tokens.push_back(next[0]); }},
+        .on_text = [&](size_t row, absl::string_view piece) {
+          EXPECT_EQ(row, 0);
+          EXPECT_FALSE(piece.empty());
+          streamed.append(piece.data(), piece.size());
+        }};
+    const auto texts = Texts(generator, {"Hello"}, options);
+    ASSERT_EQ(texts.size(), 1);
+    EXPECT_EQ(texts[0].num_new_tokens, 60);
+    EXPECT_EQ(texts[0].reason, GeneratedText::Reason::kMaxTokens);
+    EXPECT_EQ(texts[0].text, streamed);
+    EXPECT_EQ(texts[0].text, generator.tokenizer().Decode(tokens).value_or(""));
+  }
+}
+
+TEST_F(TextGeneratorTest, PromptsOfDifferentLengths_SayWhatTheySayAlone) {
+  TextGenerator generator = Load();
+  const std::vector<std::string> prompts = {"a", "The quick brown fox jumps", "Hi there"};
+  const TextOptions options = {.tokens = {.max_new_tokens = 12}};
+  const auto together = Texts(generator, prompts, options);
+  ASSERT_EQ(together.size(), 3);
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    EXPECT_EQ(together[i].text, Texts(generator, {prompts[i]}, options)[0].text);
+  }
+}
+
+TEST_F(TextGeneratorTest, StopString_EndsItsRowBeforeIt) {
+  TextGenerator generator = Load();
+  const TextOptions whole = {.tokens = {.max_new_tokens = 40}};
+  const auto texts = Texts(generator, {"Hello", "Bye"}, whole);
+  // Any part of what the first row says.
+  ASSERT_GT(texts[0].text.size(), 20);
+  const std::string stop = texts[0].text.substr(8, 3);
+  const size_t at = texts[0].text.find(stop);
+  TextOptions options = whole;
+  options.stop = {stop};
+  const auto stopped = Texts(generator, {"Hello", "Bye"}, options);
+  EXPECT_EQ(stopped[0].text, texts[0].text.substr(0, at));
+  EXPECT_EQ(stopped[0].reason, GeneratedText::Reason::kStopString);
+  EXPECT_LT(stopped[0].num_new_tokens, 40);
+  EXPECT_EQ(stopped[1].text, texts[1].text.substr(0, texts[1].text.find(stop)));
+}
+
+TEST_F(TextGeneratorTest, EndToken_IsNotPartOfTheText) {
+  TextGenerator generator = Load();
+  std::vector<int64_t> tokens;
+  TextOptions options = {.tokens = {.max_new_tokens = 9, .on_tokens = [&](const auto& next, auto&) {
+                                      tokens.push_back(next[0]);
+                                    }}};
+  Texts(generator, {"Hello"}, options);
+  options.tokens.eos_token_ids = {{tokens[4]}};
+  const auto texts = Texts(generator, {"Hello"}, options);
+  EXPECT_EQ(texts[0].reason, GeneratedText::Reason::kEndToken);
+  EXPECT_LE(texts[0].num_new_tokens, 5);
+}
+
+TEST_F(TextGeneratorTest, ShortenedToTheContext_StopsAtTheLastPosition) {
+  TextGenerator generator = Load();
+  const auto texts =
+      Texts(generator, {"Hello"}, {.tokens = {.max_new_tokens = 500}, .shorten_to_context = true});
+  EXPECT_EQ(texts[0].num_prompt_tokens + texts[0].num_new_tokens, 128);
+}
+
+TEST_F(TextGeneratorTest, Beams_GiveSeveralTexts) {
+  TextGenerator generator = Load();
+  const auto texts =
+      Texts(generator, {"Hello", "Bye"},
+            {.tokens = {.max_new_tokens = 6, .num_beams = 3, .num_return_sequences = 2}});
+  ASSERT_EQ(texts.size(), 4);
+  EXPECT_NE(texts[0].text, texts[1].text);
+}
+
+TEST_F(TextGeneratorTest, WhatIsWrong_IsNamed) {
+  TextGenerator generator = Load();
+  EXPECT_NE(generator.Generate({"a", ""}, {}).status().message().find("prompt 1 has no token"),
+            std::string::npos);
+  EXPECT_NE(generator.Generate({}, {}).status().message().find("there is no prompt"),
+            std::string::npos);
+  EXPECT_NE(generator.Generate({"a"}, {.tokens = {.max_new_tokens = 500}})
+                .status()
+                .message()
+                .find("more than the 128 positions"),
+            std::string::npos);
+  ASSERT_TRUE(RemoveTree(folder_.Path("tokenizer.json")).ok());
+  EXPECT_NE(TextGenerator::FromFolder(folder_.path()).status().message().find("tokenizer.json"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace muster::models
