@@ -282,7 +282,7 @@ class WordPiece final : public WholeTokens {
       if (absl::StartsWith(token, prefix_)) {
         token.erase(0, prefix_.size());
       } else {
-        token.insert(0, " ");
+        token = absl::StrCat(" ", token);
       }
     }
     first_ = false;

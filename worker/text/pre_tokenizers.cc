@@ -352,8 +352,8 @@ class CharDelimiterSplit final : public PreTokenizer {
   const char32_t delimiter_;
 };
 
-// Cuts where the script changes. A blank belongs to every script, and so, as in the peer, does what
-// comes behind it.
+// Cuts where the script changes. A blank belongs to every script; as in the peer, those before the
+// first other character are lost.
 class UnicodeScripts final : public PreTokenizer {
  public:
   absl::Status Split(SplitText& split) const override {
@@ -364,15 +364,12 @@ class UnicodeScripts final : public PreTokenizer {
                           const auto begin = static_cast<uint32_t>(at);
                           const int script = ScriptOf(NextCharacter(text, at));
                           if (script != 0 && last != script) {
-                            // What comes before the first script is lost in the peer; not here.
-                            if (pieces.empty()) pieces.push_back({0, begin, false});
-                            pieces.back().end = begin;
+                            if (!pieces.empty()) pieces.back().end = begin;
                             pieces.push_back({begin, begin, false});
                           }
                           if (script != 0) last = script;
                         }
-                        if (pieces.empty()) pieces.push_back({0, 0, false});
-                        pieces.back().end = static_cast<uint32_t>(text.size());
+                        if (!pieces.empty()) pieces.back().end = static_cast<uint32_t>(text.size());
                         return absl::OkStatus();
                       });
   }
