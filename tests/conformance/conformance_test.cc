@@ -147,7 +147,8 @@ INSTANTIATE_TEST_SUITE_P(
                     Kind{"lr_scheduler", {1e-9, 1e-9}}, Kind{"grad_accumulation", {}},
                     Kind{"clip_grad", {1e-12, 2e-6}}, Kind{"size_parsing", {}},
                     Kind{"safetensors_write", {}}, Kind{"config_yaml", {}}, Kind{"fsdp_config", {}},
-                    Kind{"deepspeed_config", {}}, Kind{"balanced_memory", {1e-9, 1e-9}}, Kind{"hf_tokenizer", {}}),
+                    Kind{"deepspeed_config", {}}, Kind{"balanced_memory", {1e-9, 1e-9}},
+                    Kind{"hf_tokenizer", {}}),
     [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace

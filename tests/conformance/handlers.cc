@@ -11,10 +11,9 @@ using Json = nlohmann::json;
 const std::map<std::string, Handler>& Handlers() {
   static const auto* const handlers = [] {
     auto* all = new std::map<std::string, Handler>;
-    for (auto group :
-         {DataHandlers(), TrainHandlers(), CollectiveHandlers(), StorageHandlers(),
-          CheckpointHandlers(), LaunchHandlers(), ShardingHandlers(), BigModelHandlers(),
-          TokenizerHandlers()}) {
+    for (auto group : {DataHandlers(), TrainHandlers(), CollectiveHandlers(), StorageHandlers(),
+                       CheckpointHandlers(), LaunchHandlers(), ShardingHandlers(),
+                       BigModelHandlers(), TokenizerHandlers()}) {
       all->merge(group);
     }
     return all;

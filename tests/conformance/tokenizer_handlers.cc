@@ -29,8 +29,7 @@ const Loaded& LoadedOf(const Json& in) {
   const std::string path = in.at("tokenizer");
   const auto known = all->find(path);
   if (known != all->end()) return known->second;
-  const std::string found =
-      PathExists(path) ? path : testing_support::GoldenPath(path);
+  const std::string found = PathExists(path) ? path : testing_support::GoldenPath(path);
   Loaded loaded = {ValueOf(Tokenizer::FromFile(found)), {}, false};
   const Json json = Json::parse(ValueOf(ReadFile(found)));
   for (const Json& token : json.value("added_tokens", Json::array())) {
@@ -73,8 +72,8 @@ Json EncodeCase(const Loaded& loaded, const Json& in) {
   Json out = {{"ids", encoding.ids}, {"offsets", OffsetsOf(encoding)}};
   // Of long texts no more is recorded.
   constexpr int64_t kLong = 10'000;
-  const auto characters = std::count_if(text.begin(), text.end(),
-                                        [](char c) { return (c & 0xC0) != 0x80; });
+  const auto characters =
+      std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; });
   if (characters >= kLong) return out;
   out["tokens"] = encoding.tokens;
   const std::string decoded = ValueOf(tokenizer.Decode(encoding.ids, false));

@@ -61,8 +61,7 @@ absl::StatusOr<AddedTokens> AddedTokens::Make(const nlohmann::json& json, const 
   }
   auto next_id = static_cast<uint32_t>(vocabulary.size());
   for (size_t i = 0; i < json.size(); ++i) {
-    MUSTER_ASSIGN_OR_RETURN(AddedToken token,
-                            ReadToken(json[i], absl::StrCat(path, "[", i, "]")));
+    MUSTER_ASSIGN_OR_RETURN(AddedToken token, ReadToken(json[i], absl::StrCat(path, "[", i, "]")));
     if (token.content.empty()) continue;
     const uint32_t wanted = token.id;
     const auto known = added.by_content_.find(token.content);
@@ -96,8 +95,8 @@ absl::StatusOr<AddedTokens> AddedTokens::Make(const nlohmann::json& json, const 
     }
     AlignedText content = AlignedText::Of(token.content);
     if (normalizer != nullptr) {
-      MUSTER_RETURN_IF_ERROR(normalizer->Normalize(
-          content, {0, static_cast<uint32_t>(token.content.size())}));
+      MUSTER_RETURN_IF_ERROR(
+          normalizer->Normalize(content, {0, static_cast<uint32_t>(token.content.size())}));
     }
     normalized.emplace_back(content.text, i);
   }
@@ -167,7 +166,8 @@ absl::StatusOr<SplitText> AddedTokens::Extract(absl::string_view text,
   std::vector<Match> inner;
   FindAll(text, in_text_, matches);
   for (const Match& match : matches) {
-    AlignedText part = AlignedText::Of(text.substr(match.begin, match.end - match.begin), match.begin);
+    AlignedText part =
+        AlignedText::Of(text.substr(match.begin, match.end - match.begin), match.begin);
     const ByteRange original = {match.begin, match.end};
     inner.clear();
     if (match.id >= 0) {

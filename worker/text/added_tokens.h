@@ -31,10 +31,10 @@ struct AddedToken {
 // The added tokens of a tokenizer. Immutable, thread-safe.
 class AddedTokens {
  public:
-  // Reads `added_tokens`. As in the peer, a token that the model has keeps the model's id, and a new
-  // one gets the next free id; a warning is logged if the file says another. `normalizer` may be
-  // null. Errors: INVALID_ARGUMENT a field is wrong; UNIMPLEMENTED a field is not known; those of
-  // the normalizer.
+  // Reads `added_tokens`. As in the peer, a token that the model has keeps the model's id, and a
+  // new one gets the next free id; a warning is logged if the file says another. `normalizer` may
+  // be null. Errors: INVALID_ARGUMENT a field is wrong; UNIMPLEMENTED a field is not known; those
+  // of the normalizer.
   static absl::StatusOr<AddedTokens> Make(const nlohmann::json& json, const std::string& path,
                                           const Vocabulary& vocabulary,
                                           const Normalizer* normalizer);

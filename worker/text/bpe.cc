@@ -114,8 +114,8 @@ class Merger {
     for (uint32_t i = 0; i < count; ++i) {
       symbols_[i].previous = i == 0 ? kNone : i - 1;
       symbols_[i].next = i + 1 == count ? kNone : i + 1;
-      symbols_[i].merge = i + 1 == count ? Merge{kNone, 0}
-                                         : Find(symbols_[i].id, symbols_[i + 1].id);
+      symbols_[i].merge =
+          i + 1 == count ? Merge{kNone, 0} : Find(symbols_[i].id, symbols_[i + 1].id);
     }
     // A scan costs less than a heap until words are long.
     if (count <= 64) {
@@ -303,9 +303,7 @@ class Bpe final : public Model {
 
   // The characters of a word as symbols; what is in no vocabulary as bytes, or as unknown.
   absl::Status SplitWord(absl::string_view word, std::vector<Symbol>& symbols) const {
-    const auto add = [&](uint32_t id, uint32_t bytes) {
-      symbols.push_back({id, bytes, 0, 0, {}});
-    };
+    const auto add = [&](uint32_t id, uint32_t bytes) { symbols.push_back({id, bytes, 0, 0, {}}); };
     uint32_t unknown = 0;  // bytes of unknown text that is no symbol yet
     std::string decorated;
     for (size_t at = 0; at < word.size();) {
@@ -316,8 +314,8 @@ class Bpe final : public Model {
       const bool prefixed = begin > 0 && !options_.prefix.empty();
       const bool suffixed = at == word.size() && !options_.suffix.empty();
       if (prefixed || suffixed) {
-        decorated = absl::StrCat(prefixed ? options_.prefix : "", part,
-                                 suffixed ? options_.suffix : "");
+        decorated =
+            absl::StrCat(prefixed ? options_.prefix : "", part, suffixed ? options_.suffix : "");
         part = decorated;
       }
       const uint32_t id = IdOf(part, c);
@@ -359,7 +357,7 @@ class Bpe final : public Model {
   const Merges merges_;
   const Options options_;
   std::optional<uint32_t> unk_id_;
-  std::array<uint32_t, 0x800> singles_;     // ids of single characters
+  std::array<uint32_t, 0x800> singles_;    // ids of single characters
   std::array<uint32_t, 256> byte_tokens_;  // of <0x00> to <0xFF>
   std::unique_ptr<OfBytesModel> of_bytes_;
 };

@@ -68,7 +68,8 @@ absl::optional<absl::string_view> Charsmap::Find(absl::string_view text) const {
 std::vector<absl::string_view> GraphemeClusters(absl::string_view text) {
   std::vector<absl::string_view> clusters;
   UErrorCode error = U_ZERO_ERROR;
-  UText* const source = utext_openUTF8(nullptr, text.data(), static_cast<int64_t>(text.size()), &error);
+  UText* const source =
+      utext_openUTF8(nullptr, text.data(), static_cast<int64_t>(text.size()), &error);
   UBreakIterator* const breaks = ubrk_open(UBRK_CHARACTER, "", nullptr, 0, &error);
   ubrk_setUText(breaks, source, &error);
   if (U_SUCCESS(error)) {

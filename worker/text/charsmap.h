@@ -15,8 +15,8 @@ namespace muster::text {
 // Immutable, thread-safe.
 class Charsmap {
  public:
-  // `base64` holds the size of the trie in bytes (32 bits, little-endian), its units, and the texts.
-  // Errors: INVALID_ARGUMENT it holds something else.
+  // `base64` holds the size of the trie in bytes (32 bits, little-endian), its units, and the
+  // texts. Errors: INVALID_ARGUMENT it holds something else.
   static absl::StatusOr<Charsmap> Parse(absl::string_view base64);
 
   // What the shortest entry that `text` begins with is replaced by; nullopt: there is none.

@@ -105,7 +105,8 @@ class ReplaceText final : public DecodeStep {
 
 class ReplacePattern final : public WholeTokens {
  public:
-  ReplacePattern(DecodeStep& next, const Pattern& pattern, std::string content, absl::Status& status)
+  ReplacePattern(DecodeStep& next, const Pattern& pattern, std::string content,
+                 absl::Status& status)
       : WholeTokens(next), pattern_(pattern), content_(std::move(content)), status_(status) {}
 
  private:
@@ -261,9 +262,9 @@ class StripEnd final : public WholeTokens {
 // The peer's "cleanup of tokenization artifacts". The order counts.
 void CleanUp(std::string& text) {
   static constexpr std::pair<absl::string_view, absl::string_view> kReplacements[] = {
-      {" .", "."},     {" ?", "?"},     {" !", "!"},           {" ,", ","},
-      {" ' ", "'"},    {" n't", "n't"}, {" 'm", "'m"},         {" do not", " don't"},
-      {" 's", "'s"},   {" 've", "'ve"}, {" 're", "'re"},
+      {" .", "."},   {" ?", "?"},     {" !", "!"},     {" ,", ","},
+      {" ' ", "'"},  {" n't", "n't"}, {" 'm", "'m"},   {" do not", " don't"},
+      {" 's", "'s"}, {" 've", "'ve"}, {" 're", "'re"},
   };
   for (const auto& [from, to] : kReplacements) {
     absl::StrReplaceAll({{from, to}}, &text);
@@ -527,9 +528,7 @@ DecodeChain Decoder::NewChain() const {
   return chain;
 }
 
-void DecodeChain::Push(absl::string_view token, bool added) {
-  PutToken(*first_, token, added);
-}
+void DecodeChain::Push(absl::string_view token, bool added) { PutToken(*first_, token, added); }
 
 absl::StatusOr<std::string> DecodeChain::Take() {
   if (!status_->ok()) return *status_;

@@ -51,7 +51,8 @@ class DecodeChain {
 class Decoder {
  public:
   // Makes the step before `next`; an error goes to `status`.
-  using StepMaker = std::function<std::unique_ptr<DecodeStep>(DecodeStep& next, absl::Status& status)>;
+  using StepMaker =
+      std::function<std::unique_ptr<DecodeStep>(DecodeStep& next, absl::Status& status)>;
 
   // The component that `json` describes, at `path` in its file; null makes tokens with blanks
   // between them. Errors: INVALID_ARGUMENT a field is wrong; UNIMPLEMENTED a type or setting is not

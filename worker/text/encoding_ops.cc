@@ -21,9 +21,9 @@ void ForEachList(Act act, Encodings&... encodings) {
 
 Encoding Window(const Encoding& encoding, int64_t begin, int64_t end) {
   Encoding window;
-  ForEachList([&](const auto& from,
-                  auto& to) { to.assign(from.begin() + begin, from.begin() + end); },
-              encoding, window);
+  ForEachList(
+      [&](const auto& from, auto& to) { to.assign(from.begin() + begin, from.begin() + end); },
+      encoding, window);
   return window;
 }
 
@@ -60,9 +60,9 @@ absl::Status Truncate(Encoding& encoding, int64_t length, const Truncation& trun
     return absl::OkStatus();
   }
   if (truncation.stride >= length) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("truncation: a stride of ", truncation.stride, " leaves no progress in windows of ",
-                     length, " tokens; it must be smaller"));
+    return absl::InvalidArgumentError(absl::StrCat("truncation: a stride of ", truncation.stride,
+                                                   " leaves no progress in windows of ", length,
+                                                   " tokens; it must be smaller"));
   }
   const int64_t step = length - truncation.stride;
   std::vector<Encoding> windows;

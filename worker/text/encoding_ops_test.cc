@@ -48,7 +48,8 @@ TEST(Truncate, Pairs_FollowTheStrategy) {
                         Truncation::Strategy strategy) {
     Encoding a = Of(Ids(first, 1)), b = Of(Ids(second, 2));
     const absl::Status status = Truncate(a, &b, length, {.strategy = strategy});
-    return status.ok() ? std::make_pair(a.size(), b.size()) : std::make_pair(size_t{99}, size_t{99});
+    return status.ok() ? std::make_pair(a.size(), b.size())
+                       : std::make_pair(size_t{99}, size_t{99});
   };
   using S = Truncation::Strategy;
   EXPECT_EQ(sizes(2, 8, 6, S::kLongestFirst), std::make_pair(size_t{2}, size_t{4}));

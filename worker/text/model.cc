@@ -135,8 +135,8 @@ absl::StatusOr<std::unique_ptr<Model>> MakeModel(const Json& json, const std::st
     const int64_t most =
         settings.Count("max_input_chars_per_word", std::numeric_limits<int32_t>::max());
     MUSTER_ASSIGN_OR_RETURN(Vocabulary vocabulary, ReadVocabulary(settings));
-    model = std::make_unique<WordPiece>(std::move(vocabulary), std::move(unk), std::move(prefix),
-                                        most);
+    model =
+        std::make_unique<WordPiece>(std::move(vocabulary), std::move(unk), std::move(prefix), most);
   } else if (type == "WordLevel") {
     std::string unk = settings.String("unk_token");
     MUSTER_ASSIGN_OR_RETURN(Vocabulary vocabulary, ReadVocabulary(settings));

@@ -40,10 +40,11 @@ std::string Cut(const Json& json, absl::string_view word) {
 }
 
 Json Bpe(Json more = Json::object()) {
-  Json json = {{"type", "BPE"},
-               {"vocab", {{"a", 0}, {"b", 1}, {"c", 2}, {"ab", 3}, {"abc", 4}, {"bc", 5}, {"?", 6}}},
-               {"merges", Json::array({Json::array({"b", "c"}), Json::array({"a", "b"}),
-                                       Json::array({"ab", "c"}), Json::array({"a", "bc"})})}};
+  Json json = {
+      {"type", "BPE"},
+      {"vocab", {{"a", 0}, {"b", 1}, {"c", 2}, {"ab", 3}, {"abc", 4}, {"bc", 5}, {"?", 6}}},
+      {"merges", Json::array({Json::array({"b", "c"}), Json::array({"a", "b"}),
+                              Json::array({"ab", "c"}), Json::array({"a", "bc"})})}};
   json.update(more);
   return json;
 }
@@ -60,7 +61,8 @@ TEST(Bpe, WhatIsUnknown_FollowsTheFlags) {
   EXPECT_EQ(Cut(Bpe(), "axb"), "ab02");  // left out, as the peer does
   EXPECT_EQ(Cut(Bpe({{"unk_token", "?"}}), "axyb"), "a01 ?12 ?23 b34");
   EXPECT_EQ(Cut(Bpe({{"unk_token", "?"}, {"fuse_unk", true}}), "axyb"), "a01 ?13 b34");
-  EXPECT_THAT(Cut(Bpe({{"unk_token", "none"}}), "x"), HasSubstr("\"none\" is not in its vocabulary"));
+  EXPECT_THAT(Cut(Bpe({{"unk_token", "none"}}), "x"),
+              HasSubstr("\"none\" is not in its vocabulary"));
   Json bytes = Bpe({{"byte_fallback", true}, {"unk_token", "?"}});
   bytes["vocab"]["<0xC3>"] = 7;
   bytes["vocab"]["<0xA9>"] = 8;
@@ -121,17 +123,17 @@ TEST(Bpe, OfBytes_GivesTheTokensOfTheAlphabet) {
       ASSERT_EQ(got.size(), want.size());
       for (size_t t = 0; t < got.size(); ++t) {
         ASSERT_EQ(got[t].id, want[t].id);
-        ASSERT_EQ(got[t].end - got[t].begin,
-                  CountCharacters(absl::string_view(written).substr(
-                      want[t].begin, want[t].end - want[t].begin)));
+        ASSERT_EQ(got[t].end - got[t].begin, CountCharacters(absl::string_view(written).substr(
+                                                 want[t].begin, want[t].end - want[t].begin)));
       }
     }
   }
 }
 
 // The plain algorithm, for comparison.
-std::vector<std::string> MergeSlowly(std::vector<std::string> parts,
-                                     const std::vector<std::pair<std::string, std::string>>& merges) {
+std::vector<std::string> MergeSlowly(
+    std::vector<std::string> parts,
+    const std::vector<std::pair<std::string, std::string>>& merges) {
   for (;;) {
     size_t best = merges.size(), at = 0;
     for (size_t i = 0; i + 1 < parts.size(); ++i) {
@@ -182,10 +184,11 @@ TEST(Bpe, RandomMerges_AreThoseOfThePlainAlgorithm) {
 }
 
 Json Unigram(Json more = Json::object()) {
-  Json json = {{"type", "Unigram"},
-               {"unk_id", 0},
-               {"vocab", {{"<unk>", 0.0}, {"a", -1.0}, {"b", -1.5}, {"ab", -2.0}, {"abc", -9.0},
-                          {"xy", -3.0}}}};
+  Json json = {
+      {"type", "Unigram"},
+      {"unk_id", 0},
+      {"vocab",
+       {{"<unk>", 0.0}, {"a", -1.0}, {"b", -1.5}, {"ab", -2.0}, {"abc", -9.0}, {"xy", -3.0}}}};
   json.update(more);
   return json;
 }

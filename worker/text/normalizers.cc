@@ -356,9 +356,7 @@ class Precompiled final : public Normalizer {
         const char32_t c = NextCharacter(*found, at);
         // The last ones are those that are too many, or take what is left.
         const bool surplus = index >= removed;
-        rewriter.Put(c, surplus                                  ? 1
-                        : index == added - 1 && added < removed ? added - removed
-                                                                : 0);
+        rewriter.Put(c, surplus ? 1 : index == added - 1 && added < removed ? added - removed : 0);
       }
       if (added == 0) rewriter.Skip(static_cast<size_t>(removed));
       return true;
@@ -416,28 +414,27 @@ Made MakeSequence(Settings& settings, int depth) {
 }
 
 const std::map<absl::string_view, std::function<Made(Settings&)>>& Makers() {
-  static const auto* const makers =
-      new std::map<absl::string_view, std::function<Made(Settings&)>>{
-          {"Prepend",
-           [](Settings& s) -> Made { return std::make_unique<Prepend>(s.String("prepend")); }},
-          {"Replace", MakeReplace},
-          {"NFC", [](Settings&) -> Made { return std::make_unique<UnicodeForm>(false, true); }},
-          {"NFD", [](Settings&) -> Made { return std::make_unique<UnicodeForm>(false, false); }},
-          {"NFKC", [](Settings&) -> Made { return std::make_unique<UnicodeForm>(true, true); }},
-          {"NFKD", [](Settings&) -> Made { return std::make_unique<UnicodeForm>(true, false); }},
-          {"Nmt", [](Settings&) -> Made { return std::make_unique<Nmt>(); }},
-          {"Strip",
-           [](Settings& s) -> Made {
-             const bool left = s.Bool("strip_left");
-             return std::make_unique<Strip>(left, s.Bool("strip_right"));
-           }},
-          {"StripAccents", [](Settings&) -> Made { return std::make_unique<StripAccents>(); }},
-          {"Lowercase", [](Settings&) -> Made { return std::make_unique<Lowercased>(); }},
-          {"Bert", MakeBert},
-          {"BertNormalizer", MakeBert},
-          {"ByteLevel", [](Settings&) -> Made { return std::make_unique<ByteLevel>(); }},
-          {"Precompiled", MakePrecompiled},
-      };
+  static const auto* const makers = new std::map<absl::string_view, std::function<Made(Settings&)>>{
+      {"Prepend",
+       [](Settings& s) -> Made { return std::make_unique<Prepend>(s.String("prepend")); }},
+      {"Replace", MakeReplace},
+      {"NFC", [](Settings&) -> Made { return std::make_unique<UnicodeForm>(false, true); }},
+      {"NFD", [](Settings&) -> Made { return std::make_unique<UnicodeForm>(false, false); }},
+      {"NFKC", [](Settings&) -> Made { return std::make_unique<UnicodeForm>(true, true); }},
+      {"NFKD", [](Settings&) -> Made { return std::make_unique<UnicodeForm>(true, false); }},
+      {"Nmt", [](Settings&) -> Made { return std::make_unique<Nmt>(); }},
+      {"Strip",
+       [](Settings& s) -> Made {
+         const bool left = s.Bool("strip_left");
+         return std::make_unique<Strip>(left, s.Bool("strip_right"));
+       }},
+      {"StripAccents", [](Settings&) -> Made { return std::make_unique<StripAccents>(); }},
+      {"Lowercase", [](Settings&) -> Made { return std::make_unique<Lowercased>(); }},
+      {"Bert", MakeBert},
+      {"BertNormalizer", MakeBert},
+      {"ByteLevel", [](Settings&) -> Made { return std::make_unique<ByteLevel>(); }},
+      {"Precompiled", MakePrecompiled},
+  };
   return *makers;
 }
 

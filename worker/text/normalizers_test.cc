@@ -33,28 +33,36 @@ TEST(Normalizers, Texts_AreChangedAsThePeerDoes) {
   EXPECT_EQ(Normalized(Of("NFC"), "e\xCC\x81").text, "é");
   EXPECT_EQ(Normalized(Of("NFD"), "é").text, "e\xCC\x81");
   EXPECT_EQ(Normalized(Of("NFKC"), "ﬁ²").text, "fi2");
-  EXPECT_EQ(Normalized(Of("NFKD"), "é½").text, "e\xCC\x81" "1\xE2\x81\x84" "2");
-  EXPECT_EQ(Normalized(Of("Nmt"), "a\x07\tb\xE2\x80\x8B" "c").text, "a b c");
+  EXPECT_EQ(Normalized(Of("NFKD"), "é½").text,
+            "e\xCC\x81"
+            "1\xE2\x81\x84"
+            "2");
+  EXPECT_EQ(Normalized(Of("Nmt"),
+                       "a\x07\tb\xE2\x80\x8B"
+                       "c")
+                .text,
+            "a b c");
   EXPECT_EQ(Normalized(Of("StripAccents"), "e\xCC\x81x").text, "ex");
   EXPECT_EQ(Normalized(Of("Lowercase"), "ÀB\xC4\xB0").text, "àbi\xCC\x87");
   EXPECT_EQ(Normalized(Of("ByteLevel"), " é").text, "ĠÃ©");
   EXPECT_EQ(Normalized({{"type", "Prepend"}, {"prepend", "▁"}}, "a").text, "▁a");
   EXPECT_EQ(Normalized({{"type", "Prepend"}, {"prepend", "▁"}}, "").text, "");
-  EXPECT_EQ(Normalized({{"type", "Strip"}, {"strip_left", true}, {"strip_right", false}}, " a ").text,
-            "a ");
-  EXPECT_EQ(Normalized({{"type", "Strip"}, {"strip_left", true}, {"strip_right", true}}, " \t ").text,
-            "");
+  EXPECT_EQ(
+      Normalized({{"type", "Strip"}, {"strip_left", true}, {"strip_right", false}}, " a ").text,
+      "a ");
+  EXPECT_EQ(
+      Normalized({{"type", "Strip"}, {"strip_left", true}, {"strip_right", true}}, " \t ").text,
+      "");
   EXPECT_EQ(Normalized(Bert(nullptr, true), "\tÉ中\x01").text, " e 中 ");
   EXPECT_EQ(Normalized(Bert(false, true), "É").text, "é");
   EXPECT_EQ(Normalized(Bert(true, false), "É").text, "E");
 }
 
 TEST(Normalizers, SequenceAndReplace_KeepTheAlignment) {
-  const Json json = {
-      {"type", "Sequence"},
-      {"normalizers",
-       {{{"type", "Replace"}, {"pattern", {{"Regex", " {2,}"}}}, {"content", " "}},
-        {{"type", "Replace"}, {"pattern", {{"String", " "}}}, {"content", "▁"}}}}};
+  const Json json = {{"type", "Sequence"},
+                     {"normalizers",
+                      {{{"type", "Replace"}, {"pattern", {{"Regex", " {2,}"}}}, {"content", " "}},
+                       {{"type", "Replace"}, {"pattern", {{"String", " "}}}, {"content", "▁"}}}}};
   const AlignedText aligned = Normalized(json, "a   b c");
   EXPECT_EQ(aligned.text, "a▁b▁c");
   EXPECT_EQ(aligned.OriginalOf(1, 4), (ByteRange{3, 4}));
@@ -89,9 +97,8 @@ TEST(Normalizers, WhatIsNotSupported_IsNamed) {
 TEST(Normalizers, TextThatGrowsWithoutEnd_IsRefused) {
   Json parts = Json::array();
   for (int i = 0; i < 8; ++i) {
-    parts.push_back({{"type", "Replace"},
-                     {"pattern", {{"String", ""}}},
-                     {"content", std::string(1000, 'x')}});
+    parts.push_back(
+        {{"type", "Replace"}, {"pattern", {{"String", ""}}}, {"content", std::string(1000, 'x')}});
   }
   const auto normalizer =
       Ok(MakeNormalizer({{"type", "Sequence"}, {"normalizers", parts}}, "normalizer"));

@@ -108,9 +108,8 @@ class Translator {
         absl::StrCat("at character ", CountCharacters(in_.substr(0, at_)) + 1, ": ", why));
   }
   absl::Status Unsupported(absl::string_view what) const {
-    return absl::UnimplementedError(absl::StrCat("at character ",
-                                                 CountCharacters(in_.substr(0, at_)) + 1, ": ",
-                                                 what, " is not supported"));
+    return absl::UnimplementedError(absl::StrCat(
+        "at character ", CountCharacters(in_.substr(0, at_)) + 1, ": ", what, " is not supported"));
   }
 
   void Atom(absl::string_view text) {
@@ -322,9 +321,9 @@ class Translator {
     }
     const bool isolated = At(")");
     if (!isolated && !At(":")) {
-      return Unsupported(absl::StrCat(
-          "the group \"(?", Printable(in_.substr(at_, std::min<size_t>(in_.size() - at_, 1))),
-          "\""));
+      return Unsupported(
+          absl::StrCat("the group \"(?",
+                       Printable(in_.substr(at_, std::min<size_t>(in_.size() - at_, 1))), "\""));
     }
     ++at_;
     MUSTER_RETURN_IF_ERROR(
@@ -390,8 +389,7 @@ class Translator {
     while (at_ < in_.size() && at_ - begin < most) {
       const auto c = static_cast<unsigned char>(in_[at_]);
       if (base == 8 ? c < '0' || c > '7' : !absl::ascii_isxdigit(c)) break;
-      value = value * base +
-              (absl::ascii_isdigit(c) ? c - '0' : absl::ascii_tolower(c) - 'a' + 10);
+      value = value * base + (absl::ascii_isdigit(c) ? c - '0' : absl::ascii_tolower(c) - 'a' + 10);
       ++at_;
     }
     if (kind == 'u' && at_ - begin != 4) return Malformed("\\u needs four digits");

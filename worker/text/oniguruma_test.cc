@@ -33,23 +33,23 @@ TEST(IcuFromOniguruma, Constructs_KeepTheirMeaning) {
 }
 
 TEST(IcuFromOniguruma, WhatCannotBeTranslated_IsNamedWithItsPlace) {
-  for (const auto& [expression, what] : std::vector<std::pair<std::string, std::string>>{
-           {R"(a\1)", "\\1"},
-           {R"(\K)", "\\K"},
-           {R"(\g<a>)", "\\g"},
-           {"(?~a)", "(?~"},
-           {"(?(a)b)", "(?("},
-           {R"(\p{L=x})", "L=x"},
-           {"a{5000}", "repetition"},
-           {"[a&&]", "empty"}}) {
+  for (const auto& [expression, what] :
+       std::vector<std::pair<std::string, std::string>>{{R"(a\1)", "\\1"},
+                                                        {R"(\K)", "\\K"},
+                                                        {R"(\g<a>)", "\\g"},
+                                                        {"(?~a)", "(?~"},
+                                                        {"(?(a)b)", "(?("},
+                                                        {R"(\p{L=x})", "L=x"},
+                                                        {"a{5000}", "repetition"},
+                                                        {"[a&&]", "empty"}}) {
     const auto translated = IcuFromOniguruma(expression);
     EXPECT_EQ(translated.status().code(), absl::StatusCode::kUnimplemented) << expression;
     EXPECT_THAT(std::string(translated.status().message()), HasSubstr(what));
     EXPECT_THAT(std::string(translated.status().message()), HasSubstr("at character "));
   }
   for (const char* const expression :
-       {"(", ")", "[", "[a", "*a", "a|*", "\\", "[b-a]", "a{3,2}", "\\x{110000}", "\\u12",
-        "\\p{", "\\p", "[[:alpha", "(?<n", "\\xD800 \\x{D800}"}) {
+       {"(", ")", "[", "[a", "*a", "a|*", "\\", "[b-a]", "a{3,2}", "\\x{110000}", "\\u12", "\\p{",
+        "\\p", "[[:alpha", "(?<n", "\\xD800 \\x{D800}"}) {
     EXPECT_EQ(IcuFromOniguruma(expression).status().code(), absl::StatusCode::kInvalidArgument)
         << expression;
   }

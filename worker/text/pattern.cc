@@ -200,8 +200,8 @@ absl::StatusOr<std::unique_ptr<Pattern>> Pattern::IcuRegex(absl::string_view exp
       uregex_open(units.data(), static_cast<int32_t>(units.size()), 0, &where, &error);
   if (U_FAILURE(error)) {
     uregex_close(compiled);
-    return Refused(expression, absl::InvalidArgumentError(
-                                   absl::StrCat("ICU says ", u_errorName(error))));
+    return Refused(expression,
+                   absl::InvalidArgumentError(absl::StrCat("ICU says ", u_errorName(error))));
   }
   uregex_setTimeLimit(compiled, kMatchSteps, &error);
   uregex_setStackLimit(compiled, kMatchStackBytes, &error);

@@ -27,9 +27,7 @@ void WithWindows(Encoding& part, Act act) {
   for (Encoding& window : part.overflowing) act(window);
 }
 
-void SetTypeIds(Encoding& part, int64_t type_id) {
-  part.type_ids.assign(part.size(), type_id);
-}
+void SetTypeIds(Encoding& part, int64_t type_id) { part.type_ids.assign(part.size(), type_id); }
 
 // Takes the blanks at the ends of tokens out of their ranges.
 void TrimOffsets(Encoding& part, bool add_prefix_space) {
@@ -301,8 +299,7 @@ Made MakeSequence(Settings& settings, int depth) {
   for (const Json& part : settings.List("processors")) {
     MUSTER_ASSIGN_OR_RETURN(
         std::unique_ptr<PostProcessor> made,
-        Make(part, absl::StrCat(settings.PathOf("processors"), "[", parts.size(), "]"),
-             depth + 1));
+        Make(part, absl::StrCat(settings.PathOf("processors"), "[", parts.size(), "]"), depth + 1));
     parts.push_back(std::move(made));
     // More would multiply the tokens; none in use has more than two.
     if (parts.size() > 8) return settings.Wrong("processors", "has more than 8 parts");

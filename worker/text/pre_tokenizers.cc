@@ -256,8 +256,8 @@ class Metaspace final : public PreTokenizer {
     RewriteSpans(split, [&](const Span& span, AlignedText& out) {
       const absl::string_view text = split.TextOf(span);
       const bool marked = text[0] == ' ' || absl::StartsWith(text, replacement_);
-      const bool wanted = scheme_ == Scheme::kAlways ||
-                          (scheme_ == Scheme::kFirst && span.original.begin == 0);
+      const bool wanted =
+          scheme_ == Scheme::kAlways || (scheme_ == Scheme::kFirst && span.original.begin == 0);
       if (wanted && !marked) out.Append(replacement_, split.aligned.ranges[span.begin]);
       for (uint32_t i = span.begin; i < span.end; ++i) {
         if (split.aligned.text[i] == ' ') {
@@ -284,21 +284,19 @@ class Metaspace final : public PreTokenizer {
 class Whitespace final : public PreTokenizer {
  public:
   absl::Status Split(SplitText& split) const override {
-    return SplitSpans(split, Behavior::kRemoved,
-                      [](absl::string_view text, std::vector<Piece>& pieces) {
-                        const auto kind_of = [](char32_t c) {
-                          return IsWord(c) ? 1 : IsWhitespace(c) ? 0 : 2;
-                        };
-                        for (size_t at = 0; at < text.size();) {
-                          const auto begin = static_cast<uint32_t>(at);
-                          const int kind = kind_of(NextCharacter(text, at));
-                          for (size_t next = at; next < text.size(); at = next) {
-                            if (kind_of(NextCharacter(text, next)) != kind) break;
-                          }
-                          pieces.push_back({begin, static_cast<uint32_t>(at), kind == 0});
-                        }
-                        return absl::OkStatus();
-                      });
+    return SplitSpans(
+        split, Behavior::kRemoved, [](absl::string_view text, std::vector<Piece>& pieces) {
+          const auto kind_of = [](char32_t c) { return IsWord(c) ? 1 : IsWhitespace(c) ? 0 : 2; };
+          for (size_t at = 0; at < text.size();) {
+            const auto begin = static_cast<uint32_t>(at);
+            const int kind = kind_of(NextCharacter(text, at));
+            for (size_t next = at; next < text.size(); at = next) {
+              if (kind_of(NextCharacter(text, next)) != kind) break;
+            }
+            pieces.push_back({begin, static_cast<uint32_t>(at), kind == 0});
+          }
+          return absl::OkStatus();
+        });
   }
 };
 
@@ -421,8 +419,8 @@ Made MakeByteLevel(Settings& settings) {
 
 Made MakeMetaspace(Settings& settings) {
   const std::string replacement = settings.Character("replacement");
-  auto scheme = static_cast<Metaspace::Scheme>(settings.Choice(
-      "prepend_scheme", {"first", "never", "always"}, static_cast<size_t>(2)));
+  auto scheme = static_cast<Metaspace::Scheme>(
+      settings.Choice("prepend_scheme", {"first", "never", "always"}, static_cast<size_t>(2)));
   // Files from before prepend_scheme; str_rep repeats the replacement.
   const bool has_scheme = settings.Find("prepend_scheme") != nullptr;
   if (!settings.Bool("add_prefix_space", true)) {

@@ -17,8 +17,8 @@ class PreTokenizer {
  public:
   virtual ~PreTokenizer() = default;
 
-  // Cuts every span that is no added token, and may rewrite it. Spans that are empty vanish. Errors:
-  // those of Pattern::Find.
+  // Cuts every span that is no added token, and may rewrite it. Spans that are empty vanish.
+  // Errors: those of Pattern::Find.
   virtual absl::Status Split(SplitText& split) const = 0;
 
   // If the last thing that this does is to write every byte in the byte-level alphabet: all but

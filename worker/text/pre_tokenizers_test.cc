@@ -21,7 +21,10 @@ Texts Cut(const Json& json, absl::string_view text) {
 Json Of(const char* type) { return {{"type", type}}; }
 
 Json SplitAt(Json pattern, const char* behavior, bool invert = false) {
-  return {{"type", "Split"}, {"pattern", std::move(pattern)}, {"behavior", behavior}, {"invert", invert}};
+  return {{"type", "Split"},
+          {"pattern", std::move(pattern)},
+          {"behavior", behavior},
+          {"invert", invert}};
 }
 
 TEST(PreTokenizers, Split_HasAllBehaviors) {
@@ -39,7 +42,8 @@ TEST(PreTokenizers, Words_AreCutAsThePeerDoes) {
   EXPECT_EQ(Cut(Of("Whitespace"), "Hi, you_2 !?"), (Texts{"Hi", ",", "you_2", "!?"}));
   EXPECT_EQ(Cut(Of("WhitespaceSplit"), " Hi,\tyou "), (Texts{"Hi,", "you"}));
   EXPECT_EQ(Cut(Of("BertPreTokenizer"), "Hi, it's"), (Texts{"Hi", ",", "it", "'", "s"}));
-  EXPECT_EQ(Cut({{"type", "Digits"}, {"individual_digits", false}}, "a12b"), (Texts{"a", "12", "b"}));
+  EXPECT_EQ(Cut({{"type", "Digits"}, {"individual_digits", false}}, "a12b"),
+            (Texts{"a", "12", "b"}));
   EXPECT_EQ(Cut({{"type", "Digits"}, {"individual_digits", true}}, "a12"), (Texts{"a", "1", "2"}));
   EXPECT_EQ(Cut(Of("Punctuation"), "a!?"), (Texts{"a", "!", "?"}));
   EXPECT_EQ(Cut({{"type", "Punctuation"}, {"behavior", "Contiguous"}}, "a!?"), (Texts{"a", "!?"}));
@@ -88,10 +92,11 @@ TEST(PreTokenizers, Metaspace_PutsItsMarkByScheme) {
 TEST(PreTokenizers, AddedTokens_AreLeftAlone) {
   SplitText split = Whole("a b");
   split.spans[0].added_id = 7;
-  const Json json = {{"type", "Sequence"},
-                     {"pretokenizers", {Of("WhitespaceSplit"), {{"type", "ByteLevel"},
-                                                                {"add_prefix_space", true},
-                                                                {"trim_offsets", true}}}}};
+  const Json json = {
+      {"type", "Sequence"},
+      {"pretokenizers",
+       {Of("WhitespaceSplit"),
+        {{"type", "ByteLevel"}, {"add_prefix_space", true}, {"trim_offsets", true}}}}};
   ASSERT_TRUE(Ok(MakePreTokenizer(json, "p"))->Split(split).ok());
   EXPECT_EQ(TextsOf(split), Texts{"a b"});
 }

@@ -20,7 +20,9 @@ Settings::Settings(const Json& json, std::string path) : json_(json), path_(std:
   }
 }
 
-std::string Settings::PathOf(absl::string_view name) const { return absl::StrCat(path_, ".", name); }
+std::string Settings::PathOf(absl::string_view name) const {
+  return absl::StrCat(path_, ".", name);
+}
 
 absl::Status Settings::Wrong(absl::string_view name, absl::string_view what) const {
   return absl::InvalidArgumentError(absl::StrCat(PathOf(name), ": ", what));
@@ -149,9 +151,9 @@ absl::Status Settings::Finish() {
   if (!ok()) return status_;
   for (const auto& [name, value] : json_.items()) {
     if (std::find(known_.begin(), known_.end(), name) != known_.end()) continue;
-    return absl::UnimplementedError(absl::StrCat(
-        path_, ": the setting '", Printable(name),
-        "' is not known; without knowing what it means, the tokens may be wrong"));
+    return absl::UnimplementedError(
+        absl::StrCat(path_, ": the setting '", Printable(name),
+                     "' is not known; without knowing what it means, the tokens may be wrong"));
   }
   return absl::OkStatus();
 }

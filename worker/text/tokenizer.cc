@@ -37,14 +37,14 @@ absl::Status ReadSpecialTokens(const std::string& path, SpecialTokens& tokens) {
   MUSTER_ASSIGN_OR_RETURN(const Json json, ParseJson(contents, path));
   if (!json.is_object()) return absl::OkStatus();
   const std::pair<const char*, std::optional<std::string>*> roles[] = {
-      {"bos_token", &tokens.bos}, {"eos_token", &tokens.eos}, {"unk_token", &tokens.unk},
-      {"sep_token", &tokens.sep}, {"pad_token", &tokens.pad}, {"cls_token", &tokens.cls},
+      {"bos_token", &tokens.bos},  {"eos_token", &tokens.eos}, {"unk_token", &tokens.unk},
+      {"sep_token", &tokens.sep},  {"pad_token", &tokens.pad}, {"cls_token", &tokens.cls},
       {"mask_token", &tokens.mask}};
   for (const auto& [name, role] : roles) {
     const auto field = json.find(name);
     if (field == json.end() || field->is_null()) continue;
-    const Json& token = field->is_object() && field->contains("content") ? field->at("content")
-                                                                         : *field;
+    const Json& token =
+        field->is_object() && field->contains("content") ? field->at("content") : *field;
     if (!token.is_string()) {
       return absl::InvalidArgumentError(absl::StrCat(path, ": ", name, " must be a text"));
     }

@@ -30,9 +30,9 @@ struct EncodeOptions {
 
 // One element of a batch: a text, or two. Borrows them.
 struct TextInput {
-  TextInput(absl::string_view text) : text(text) {}           // NOLINT: implicit on purpose
-  TextInput(const char* text) : text(text) {}                 // NOLINT
-  TextInput(const std::string& text) : text(text) {}          // NOLINT
+  TextInput(absl::string_view text) : text(text) {}   // NOLINT: implicit on purpose
+  TextInput(const char* text) : text(text) {}         // NOLINT
+  TextInput(const std::string& text) : text(text) {}  // NOLINT
   TextInput(absl::string_view text, absl::string_view pair) : text(text), pair(pair) {}
 
   absl::string_view text;

@@ -138,19 +138,17 @@ absl::StatusOr<std::shared_ptr<TokenizerCore>> TokenizerCore::Make(const Json& j
   auto core = std::make_shared<TokenizerCore>();
   MUSTER_ASSIGN_OR_RETURN(core->normalizer_,
                           MakeNormalizer(field("normalizer"), settings.PathOf("normalizer")));
-  MUSTER_ASSIGN_OR_RETURN(
-      core->pre_tokenizer_,
-      MakePreTokenizer(field("pre_tokenizer"), settings.PathOf("pre_tokenizer")));
+  MUSTER_ASSIGN_OR_RETURN(core->pre_tokenizer_, MakePreTokenizer(field("pre_tokenizer"),
+                                                                 settings.PathOf("pre_tokenizer")));
   MUSTER_ASSIGN_OR_RETURN(core->model_, MakeModel(field("model"), settings.PathOf("model")));
   MUSTER_ASSIGN_OR_RETURN(
       core->post_processor_,
       MakePostProcessor(field("post_processor"), settings.PathOf("post_processor")));
   MUSTER_ASSIGN_OR_RETURN(core->decoder_,
                           Decoder::Make(field("decoder"), settings.PathOf("decoder")));
-  MUSTER_ASSIGN_OR_RETURN(
-      core->added_tokens_,
-      AddedTokens::Make(field("added_tokens"), settings.PathOf("added_tokens"),
-                        core->model_->vocabulary(), core->normalizer_.get()));
+  MUSTER_ASSIGN_OR_RETURN(core->added_tokens_,
+                          AddedTokens::Make(field("added_tokens"), settings.PathOf("added_tokens"),
+                                            core->model_->vocabulary(), core->normalizer_.get()));
   MUSTER_ASSIGN_OR_RETURN(core->truncation_,
                           ReadTruncation(field("truncation"), settings.PathOf("truncation")));
   MUSTER_ASSIGN_OR_RETURN(core->padding_,
@@ -173,8 +171,8 @@ absl::StatusOr<SplitText> TokenizerCore::SplitWords(absl::string_view text) cons
                                                      " allowed; encode it in parts"));
   }
   if (!IsValidUtf8(text)) {
-    return absl::InvalidArgumentError(absl::StrCat("the text is not UTF-8: \"",
-                                                   Printable(text, 60), "\""));
+    return absl::InvalidArgumentError(
+        absl::StrCat("the text is not UTF-8: \"", Printable(text, 60), "\""));
   }
   MUSTER_ASSIGN_OR_RETURN(SplitText split, added_tokens_.Extract(text, normalizer_.get()));
   if (splitter_ != nullptr) MUSTER_RETURN_IF_ERROR(splitter_->Split(split));
@@ -241,14 +239,14 @@ absl::StatusOr<Encoding> TokenizerCore::EncodeOne(absl::string_view text, int64_
 
 absl::Status TokenizerCore::Check(const Truncation& truncation, int64_t added) const {
   if (truncation.max_length < 0 || truncation.stride < 0) {
-    return absl::InvalidArgumentError(absl::StrCat("truncation: max_length ",
-                                                   truncation.max_length, " and stride ",
-                                                   truncation.stride, " must not be negative"));
+    return absl::InvalidArgumentError(absl::StrCat("truncation: max_length ", truncation.max_length,
+                                                   " and stride ", truncation.stride,
+                                                   " must not be negative"));
   }
   if (truncation.max_length < added) {
     return absl::InvalidArgumentError(
-        absl::StrCat("truncation: max_length is ", truncation.max_length, ", but the template alone adds ",
-                     added, " special tokens"));
+        absl::StrCat("truncation: max_length is ", truncation.max_length,
+                     ", but the template alone adds ", added, " special tokens"));
   }
   const int64_t length = truncation.max_length - added;
   if (length > 0 && truncation.stride >= length) {
@@ -282,10 +280,11 @@ absl::StatusOr<Encoding> TokenizerCore::Encode(const TextInput& input,
   }
   if (post_processor_ != nullptr) post_processor_->Process(parts, options.add_special_tokens);
   double windows = 1;
-  for (const Encoding& part : parts) windows *= 1.0 + 2.0 * static_cast<double>(part.overflowing.size());
+  for (const Encoding& part : parts)
+    windows *= 1.0 + 2.0 * static_cast<double>(part.overflowing.size());
   if (windows > kMaxWindows) {
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "truncation: the windows of this input combine to more than ", kMaxWindows));
+    return absl::ResourceExhaustedError(
+        absl::StrCat("truncation: the windows of this input combine to more than ", kMaxWindows));
   }
   if (parts.empty()) return Encoding();
   Encoding whole = std::move(parts[0]);
@@ -319,8 +318,8 @@ absl::Status TokenizerCore::Push(DecodeChain& chain, int64_t id, bool skip_speci
   const AddedToken* const added = added_tokens_.Find(id);
   const std::string* const text = IdToToken(id);
   if (text == nullptr) {
-    return absl::InvalidArgumentError(absl::StrCat("the id ", id, " is not in the vocabulary of ",
-                                                   VocabSize(true), " tokens"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("the id ", id, " is not in the vocabulary of ", VocabSize(true), " tokens"));
   }
   if (skip_special_tokens) {
     const AddedToken* const known = added != nullptr ? added : added_tokens_.Find(*text);

@@ -45,9 +45,8 @@ uint32_t Trie::FindMany(const Node& node, unsigned char byte) const {
   const auto begin = labels_.begin() + node.first;
   const auto end = begin + node.count;
   const auto found = std::lower_bound(begin, end, byte);
-  return found == end || *found != byte
-             ? kNowhere
-             : children_[static_cast<size_t>(found - labels_.begin())];
+  return found == end || *found != byte ? kNowhere
+                                        : children_[static_cast<size_t>(found - labels_.begin())];
 }
 
 uint32_t Trie::Walk(absl::string_view text) const {

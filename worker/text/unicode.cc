@@ -162,7 +162,7 @@ bool IsNumeric(char32_t c) { return (CategoryMask(c) & U_GC_N_MASK) != 0; }
 
 bool IsPunctuation(char32_t c) {
   if (c < 0x80) return u_isgraph(static_cast<UChar32>(c)) && !u_isalnum(static_cast<UChar32>(c));
-  if (c == 0x166D) return true;  // a symbol since Unicode 12
+  if (c == 0x166D) return true;   // a symbol since Unicode 12
   if (c == 0x111C9) return true;  // a mark since Unicode 11
   return (CategoryMask(c) & U_GC_P_MASK) != 0 && InUnicode8(c);
 }

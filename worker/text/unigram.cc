@@ -165,8 +165,8 @@ absl::StatusOr<std::unique_ptr<Model>> MakeUnigram(Settings& settings) {
   }
   if (unk >= 0) {
     if (static_cast<size_t>(unk) >= list.size()) {
-      return settings.Wrong("unk_id", absl::StrCat("is ", unk, ", but the vocabulary has ",
-                                                   list.size(), " pieces"));
+      return settings.Wrong(
+          "unk_id", absl::StrCat("is ", unk, ", but the vocabulary has ", list.size(), " pieces"));
     }
     parts.unk_id = static_cast<uint32_t>(unk);
   }

@@ -21,10 +21,9 @@ absl::StatusOr<Vocabulary> Vocabulary::FromJson(const nlohmann::json& json,
     const nlohmann::json& id = entry.value();
     constexpr auto kMost = static_cast<uint64_t>(std::numeric_limits<int32_t>::max());
     if (!id.is_number_unsigned() || id.get<uint64_t>() > kMost) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(path, ": the id of \"", Printable(entry.key()),
-                       "\" must be a whole number below 2^31, is ",
-                       Printable(id.dump(-1, ' ', true), 40)));
+      return absl::InvalidArgumentError(absl::StrCat(path, ": the id of \"", Printable(entry.key()),
+                                                     "\" must be a whole number below 2^31, is ",
+                                                     Printable(id.dump(-1, ' ', true), 40)));
     }
     vocabulary.Add(entry.key(), id.get<uint32_t>());
   }
