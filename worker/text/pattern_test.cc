@@ -1,0 +1,232 @@
+#include "worker/text/pattern.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "worker/text/unicode.h"
+
+namespace muster::text {
+namespace {
+
+using testing::HasSubstr;
+
+// What a text is cut into, empty parts left out.
+std::vector<std::string> Cut(const Pattern& pattern, absl::string_view text) {
+  std::vector<Piece> pieces;
+  EXPECT_TRUE(pattern.Find(text, pieces).ok());
+  std::vector<std::string> parts;
+  for (const Piece& piece : pieces) {
+    if (piece.end > piece.begin) {
+      parts.emplace_back(text.substr(piece.begin, piece.end - piece.begin));
+    }
+  }
+  return parts;
+}
+
+struct Case {
+  const char* expression;
+  std::string text;
+  std::vector<std::string> parts;
+};
+
+// What the tokenizers library (0.23.3) gives, with Oniguruma.
+TEST(Pattern, Expressions_CutAsOnigurumaDoes) {
+  const std::vector<Case> cases = {
+      {R"re(^)re",
+       "a\x0A"
+       "b\x0A",
+       {"a\x0A", "b\x0A"}},
+      {R"re($)re",
+       "a\x0A"
+       "b\x0A",
+       {"a",
+        "\x0A"
+        "b",
+        "\x0A"}},
+      {R"re(.+)re",
+       "a\x0A"
+       "b\xC2\x85"
+       "c",
+       {"a", "\x0A",
+        "b\xC2\x85"
+        "c"}},
+      {R"re(a{2}?)re", "aaaa", {"aa", "aa"}},
+      {R"re(a{,2})re", "aaaaa", {"aa", "aa", "a"}},
+      {R"re(a{1,2}+)re", "aaaaa", {"aaaaa"}},
+      {R"re(\h+)re", "xyz1fG", {"xyz", "1f", "G"}},
+      {R"re((?i:ss))re", "SS \xC5\xBFs", {"SS", " ", "\xC5\xBFs"}},
+      {R"re(\bx)re", "x xx\xCC\x81x", {"x", " ", "x", "x\xCC\x81x"}},
+      {R"re(x*)re", "axb", {"a", "x", "b"}},
+      {R"re([[:punct:]]+)re", "a$+a.b", {"a", "$+", "a", ".", "b"}},
+      {R"re(\p{^L}+)re", "ab12", {"ab", "12"}},
+      {R"re([a-z&&[^b]]+)re", "abc", {"a", "b", "c"}},
+      {R"re((?m).+)re",
+       "a\x0A"
+       "b",
+       {"a\x0A"
+        "b"}},
+      {R"re(\Z)re", "a\x0A", {"a", "\x0A"}},
+      {R"re(\s+)re",
+       "a\x0B\xC2\x85\xC2\xA0\xE2\x80\xA8"
+       "b\x1C"
+       "c",
+       {"a", "\x0B\xC2\x85\xC2\xA0\xE2\x80\xA8",
+        "b\x1C"
+        "c"}},
+      {R"re(\w+)re",
+       "a_1\xC2\xB2\xE2\x80\x8D\xCC\x81-b",
+       {"a_1\xC2\xB2", "\xE2\x80\x8D", "\xCC\x81", "-", "b"}},
+      {R"re(\W+)re",
+       "a_1\xC2\xB2\xE2\x80\x8D\xCC\x81-b",
+       {"a_1\xC2\xB2", "\xE2\x80\x8D", "\xCC\x81", "-", "b"}},
+      {R"re(\d+)re",
+       "1\xD9\xA3\xC2\xB2"
+       "a",
+       {"1\xD9\xA3",
+        "\xC2\xB2"
+        "a"}},
+      {R"re(\R)re",
+       "a\x0D\x0A"
+       "b\xE2\x80\xA8"
+       "c",
+       {"a", "\x0D\x0A", "b", "\xE2\x80\xA8", "c"}},
+      {R"re(\X)re", "e\xCC\x81x", {"e\xCC\x81", "x"}},
+      {R"re([^\s\p{L}]+)re", "ab 12,", {"ab ", "12,"}},
+      {R"re((?<=a)b)re", "abcb", {"a", "b", "cb"}},
+      {R"re((?<!a)b)re", "abcb", {"abc", "b"}},
+      {R"re((?>a+)b)re", "aab", {"aab"}},
+      {R"re(é+)re",
+       "a\xC3\xA9\xC3\xA9"
+       "b",
+       {"a", "\xC3\xA9\xC3\xA9", "b"}},
+      {R"re([é-ü])re",
+       "a\xC3\xAA"
+       "b",
+       {"a", "\xC3\xAA", "b"}},
+      {R"re(\x{4E2D})re",
+       "a\xE4\xB8\xAD"
+       "b",
+       {"a", "\xE4\xB8\xAD", "b"}},
+      {R"re((?i)É)re", "a\xC3\xA9\xC3\x89", {"a", "\xC3\xA9", "\xC3\x89"}},
+      {R"re([\d\-x]+)re", "1-x_", {"1-x", "_"}},
+      {R"re(a|b|)re", "xaby", {"x", "a", "b", "y"}},
+      {R"re(𝒜+)re",
+       "a\xF0\x9D\x92\x9C\xF0\x9D\x92\x9C"
+       "b",
+       {"a", "\xF0\x9D\x92\x9C\xF0\x9D\x92\x9C", "b"}},
+      {R"re(b*)re",
+       "\xF0\x9D\x92\x9C"
+       "b\xF0\x9D\x92\x9C",
+       {"\xF0\x9D\x92\x9C", "b", "\xF0\x9D\x92\x9C"}},
+      {R"re((?i)k)re", "kK\xE2\x84\xAA", {"k", "K", "\xE2\x84\xAA"}},
+      {R"re(\p{Han}+)re",
+       "a\xE4\xB8\xAD\xE6\x96\x87"
+       "b",
+       {"a", "\xE4\xB8\xAD\xE6\x96\x87", "b"}},
+      {R"re(\p{Lu}\p{Ll}+)re", "aAbc", {"a", "Abc"}},
+      {R"re([\p{Lu}\p{M}]+)re",
+       "A\xCC\x81"
+       "b",
+       {"A\xCC\x81", "b"}},
+      {R"re(\S+)re",
+       "a b\xE3\x80\x80"
+       "c",
+       {"a", " ", "b", "\xE3\x80\x80", "c"}},
+      {R"re(\p{Alnum}+)re", "a1\xD9\xA1-", {"a1\xD9\xA1", "-"}},
+      {R"re( ?[^\s\p{L}\p{N}]+[\r\n]*)re", " !!\x0A\x0Ax", {" !!\x0A\x0A", "x"}},
+      {R"re((?i:'s|'t|'re|'ve|'m|'ll|'d))re",
+       "a'S b'LL c'\xC5\xBF",
+       {"a", "'S", " b", "'LL", " c", "'\xC5\xBF"}},
+  };
+  for (const Case& test_case : cases) {
+    const auto pattern = Pattern::Regex(test_case.expression);
+    ASSERT_TRUE(pattern.ok()) << pattern.status();
+    EXPECT_EQ(Cut(**pattern, test_case.text), test_case.parts) << test_case.expression;
+  }
+}
+
+TEST(Pattern, Literal_IsFoundFromTheLeftWithoutOverlap) {
+  EXPECT_EQ(Cut(*Pattern::Literal("aa"), "baaab"), (std::vector<std::string>{"b", "aa", "ab"}));
+  EXPECT_EQ(Cut(*Pattern::Literal(""), "a\xC3\xA9"), (std::vector<std::string>{"a", "\xC3\xA9"}));
+  std::vector<Piece> pieces;
+  EXPECT_TRUE(Pattern::Literal("")->Find("ab", pieces).ok());
+  EXPECT_EQ(pieces.size(), 5u);
+  EXPECT_EQ(Cut(*Pattern::Literal("x"), ""), std::vector<std::string>());
+}
+
+// Characters that the word patterns tell apart, and any others.
+std::string RandomText(std::mt19937_64& random) {
+  static const char32_t kInteresting[] = {
+      ' ',   '\'', 's',     't',    'l',    'L',  'e',     'v',     'r',     'R',   'd',
+      'm',   'S',  '\n',    '\r',   '\t',   '1',  '2',     '3',     'a',     'B',   '!',
+      '?',   '_',  0x17F,   0xE9,   0x85,   0x0B, 0xA0,    0x3000,  0x4E2D,  0x663, 0xBD,
+      0x301, 0xB2, 0x1F600, 0x2028, 0x200D, 0xAD, 0x1D7D9, 0x1D431, 0x10FFFF};
+  std::string text;
+  for (uint64_t i = random() % 24; i > 0; --i) {
+    char32_t c = kInteresting[random() % std::size(kInteresting)];
+    if (random() % 8 == 0) {
+      do {
+        c = static_cast<char32_t>(random() % (random() % 2 == 0 ? 0x3000 : 0x110000));
+      } while (c >= 0xD800 && c < 0xE000);
+    }
+    AppendUtf8(text, c);
+  }
+  return text;
+}
+
+TEST(WordPatterns, WrittenByHand_FindWhatTheExpressionsFind) {
+  const std::string known[] = {
+      std::string(kGpt2Words),
+      R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|)"
+      R"( ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)",
+      R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|)"
+      R"( ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)",
+  };
+  std::mt19937_64 random(20260701);
+  for (const std::string& expression : known) {
+    const auto by_hand = Pattern::Regex(expression);
+    const auto by_icu = Pattern::IcuRegex(expression);
+    ASSERT_TRUE(by_hand.ok() && by_icu.ok()) << by_icu.status();
+    for (int i = 0; i < 20'000; ++i) {
+      const std::string text = RandomText(random);
+      ASSERT_EQ(Cut(**by_hand, text), Cut(**by_icu, text)) << expression << " of " << text;
+    }
+  }
+}
+
+TEST(Pattern, ExpressionThatNeverEnds_GivesUp) {
+  const auto pattern = Pattern::Regex("(?:a|a)*b|(?:a+)+$c");
+  ASSERT_TRUE(pattern.ok()) << pattern.status();
+  std::vector<Piece> pieces;
+  const absl::Status status = (*pattern)->Find(std::string(60, 'a'), pieces);
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+}
+
+TEST(Pattern, BadExpression_IsNamed) {
+  for (const char* const expression : {"(", "a**b(", "(?<=a+)b", "\\p{NoSuchProperty}", "\xFF"}) {
+    const auto pattern = Pattern::Regex(expression);
+    EXPECT_FALSE(pattern.ok()) << expression;
+    EXPECT_THAT(std::string(pattern.status().message()), HasSubstr("the regular expression \""));
+  }
+}
+
+TEST(Pattern, OneExpressionInManyThreads_FindsTheSame) {
+  const auto pattern = Pattern::Regex(R"(\w+|\s+)");
+  ASSERT_TRUE(pattern.ok());
+  const std::vector<std::string> want = {"one", " ", "two"};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&] {
+      for (int j = 0; j < 500; ++j) EXPECT_EQ(Cut(**pattern, "one two"), want);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+}  // namespace muster::text

@@ -1,0 +1,196 @@
+#include "worker/text/tokenizer.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "base/file.h"
+#include "base/test_folder.h"
+#include "worker/text/test_parts.h"
+
+namespace muster {
+namespace {
+
+using Json = nlohmann::json;
+using testing::HasSubstr;
+using text::Ok;
+using Ids = std::vector<int64_t>;
+
+// Words of a small vocabulary in lower case, with a template, as BERT's.
+Json Words() {
+  return {
+      {"version", "1.0"},
+      {"normalizer", {{"type", "Lowercase"}}},
+      {"pre_tokenizer", {{"type", "WhitespaceSplit"}}},
+      {"added_tokens",
+       {{{"id", 1},
+         {"content", "[CLS]"},
+         {"single_word", false},
+         {"lstrip", false},
+         {"rstrip", false},
+         {"normalized", false},
+         {"special", true}}}},
+      {"post_processor",
+       {{"type", "TemplateProcessing"},
+        {"single",
+         {{{"SpecialToken", {{"id", "[CLS]"}, {"type_id", 0}}}},
+          {{"Sequence", {{"id", "A"}, {"type_id", 0}}}}}},
+        {"pair",
+         {{{"SpecialToken", {{"id", "[CLS]"}, {"type_id", 0}}}},
+          {{"Sequence", {{"id", "A"}, {"type_id", 0}}}},
+          {{"Sequence", {{"id", "B"}, {"type_id", 1}}}}}},
+        {"special_tokens", {{"[CLS]", {{"id", "[CLS]"}, {"ids", {1}}, {"tokens", {"[CLS]"}}}}}}}},
+      {"decoder", nullptr},
+      {"model",
+       {{"type", "WordLevel"},
+        {"unk_token", "?"},
+        {"vocab", {{"?", 0}, {"[CLS]", 1}, {"one", 2}, {"two", 3}, {"élan", 4}}}}}};
+}
+
+Tokenizer Make(const Json& json) { return Ok(Tokenizer::FromJson(json.dump(), "words")); }
+
+TEST(Tokenizer, Encode_GivesTokensRangesAndMasks) {
+  const Encoding encoding = Ok(Make(Words()).Encode("Élan  ONE [CLS]three"));
+  EXPECT_EQ(encoding.ids, (Ids{1, 4, 2, 1, 0}));
+  EXPECT_EQ(encoding.tokens, (std::vector<std::string>{"[CLS]", "élan", "one", "[CLS]", "?"}));
+  EXPECT_EQ(encoding.offsets,
+            (std::vector<Encoding::Offsets>{{0, 0}, {0, 4}, {6, 9}, {10, 15}, {15, 20}}));
+  EXPECT_EQ(encoding.special_tokens_mask, (Ids{1, 0, 0, 0, 0}));
+  EXPECT_EQ(encoding.attention_mask, (Ids{1, 1, 1, 1, 1}));
+}
+
+TEST(Tokenizer, PairsAndBatches_AreTruncatedAndPadded) {
+  const Tokenizer tokenizer = Make(Words());
+  const Encoding pair = Ok(tokenizer.EncodePair("one", "two two"));
+  EXPECT_EQ(pair.ids, (Ids{1, 2, 3, 3}));
+  EXPECT_EQ(pair.type_ids, (Ids{0, 0, 1, 1}));
+  EncodeOptions options;
+  options.truncation = Truncation{.max_length = 3};
+  options.padding = Padding{};
+  const std::vector<TextInput> inputs = {"one", TextInput("one two one two")};
+  const std::vector<Encoding> batch = Ok(tokenizer.EncodeBatch(inputs, options));
+  EXPECT_EQ(batch[0].ids, (Ids{1, 2, 0}));
+  EXPECT_EQ(batch[1].ids, (Ids{1, 2, 3}));
+  ASSERT_EQ(batch[1].overflowing.size(), 1u);
+  EXPECT_EQ(batch[1].overflowing[0].ids, (Ids{1, 2, 3}));
+  options.truncation->max_length = 0;
+  EXPECT_THAT(std::string(tokenizer.Encode("one", options).status().message()),
+              HasSubstr("max_length is 0, but the template alone adds 1"));
+  const std::vector<TextInput> bad = {"one", "\xFF"};
+  EXPECT_THAT(std::string(tokenizer.EncodeBatch(bad).status().message()),
+              HasSubstr("text 1 of the batch: the text is not UTF-8"));
+}
+
+TEST(Tokenizer, LimitsOfTheFile_CountUnlessOthersAreGiven) {
+  Json json = Words();
+  json["truncation"] = {
+      {"max_length", 2}, {"stride", 0}, {"strategy", "LongestFirst"}, {"direction", "Right"}};
+  json["padding"] = {
+      {"strategy", {{"Fixed", 4}}}, {"direction", "Left"}, {"pad_id", 7},
+      {"pad_type_id", 0},           {"pad_token", "?"},    {"pad_to_multiple_of", nullptr}};
+  const Tokenizer tokenizer = Make(json);
+  EXPECT_EQ(tokenizer.truncation()->max_length, 2);
+  EXPECT_EQ(tokenizer.padding()->length, 4);
+  EXPECT_EQ(Ok(tokenizer.Encode("one two")).ids, (Ids{7, 7, 1, 2}));
+  EncodeOptions options;
+  options.padding = Padding{};
+  EXPECT_EQ(Ok(tokenizer.Encode("one two", options)).ids, (Ids{1, 2}));
+  EXPECT_EQ(Ok(tokenizer.Encode("one two", {.limits_of_file = false})).ids, (Ids{1, 2, 3}));
+}
+
+TEST(Tokenizer, IdsAlone_AreThoseOfEncode) {
+  const Tokenizer tokenizer = Make(Words());
+  for (const char* const text : {"", "one", "one TWO x [CLS]"}) {
+    EXPECT_EQ(Ok(tokenizer.EncodeIds(text)), Ok(tokenizer.Encode(text)).ids);
+    EXPECT_EQ(Ok(tokenizer.EncodeIds(text, false)),
+              Ok(tokenizer.Encode(text, {.add_special_tokens = false})).ids);
+  }
+}
+
+TEST(Tokenizer, Decode_SkipsSpecialTokensAndNamesUnknownIds) {
+  const Tokenizer tokenizer = Make(Words());
+  EXPECT_EQ(Ok(tokenizer.Decode(Ids{1, 2, 3})), "one two");
+  EXPECT_EQ(Ok(tokenizer.Decode(Ids{1, 2, 3}, false)), "[CLS] one two");
+  for (const int64_t id : {int64_t{5}, int64_t{-1}, int64_t{1} << 40}) {
+    EXPECT_THAT(std::string(tokenizer.Decode(Ids{id}).status().message()),
+                HasSubstr(std::to_string(id) + " is not in the vocabulary of 5 tokens"));
+  }
+  StreamDecoder stream = tokenizer.Stream();
+  EXPECT_EQ(Ok(stream.Push(1)), "");
+  EXPECT_EQ(Ok(stream.Push(2)), "one");
+  EXPECT_EQ(Ok(stream.Push(3)), " two");
+  EXPECT_FALSE(stream.Push(99).ok());
+  EXPECT_EQ(Ok(stream.Finish()), "");
+}
+
+TEST(Tokenizer, Vocabulary_IsLookedUp) {
+  const Tokenizer tokenizer = Make(Words());
+  EXPECT_EQ(tokenizer.TokenToId("two"), 3);
+  EXPECT_EQ(tokenizer.TokenToId("none"), std::nullopt);
+  EXPECT_EQ(tokenizer.IdToToken(4), "élan");
+  EXPECT_EQ(tokenizer.IdToToken(5), std::nullopt);
+  EXPECT_EQ(tokenizer.VocabSize(), 5);
+  EXPECT_EQ(tokenizer.VocabSize(false), 5);
+}
+
+TEST(Tokenizer, FromFolder_ReadsTheRolesOfTokens) {
+  const TestFolder folder;
+  const auto write = [&](const char* name, const std::string& text) {
+    ASSERT_TRUE(WriteFileAtomically(folder.Path(name), text).ok());
+  };
+  write("tokenizer.json", Words().dump());
+  EXPECT_EQ(Ok(Tokenizer::FromFolder(folder.path())).special_tokens().eos, std::nullopt);
+  write("special_tokens_map.json", R"({"eos_token": "old", "pad_token": "[PAD]"})");
+  write("tokenizer_config.json",
+        R"({"eos_token": {"content": "</s>"}, "bos_token": null, "x": 1})");
+  const Tokenizer tokenizer = Ok(Tokenizer::FromFolder(folder.path()));
+  EXPECT_EQ(tokenizer.special_tokens().eos, "</s>");
+  EXPECT_EQ(tokenizer.special_tokens().pad, "[PAD]");
+  EXPECT_EQ(tokenizer.special_tokens().bos, std::nullopt);
+  write("tokenizer_config.json", R"({"eos_token": 7})");
+  EXPECT_THAT(std::string(Tokenizer::FromFolder(folder.path()).status().message()),
+              HasSubstr("eos_token must be a text"));
+  EXPECT_EQ(Tokenizer::FromFile(folder.Path("none.json")).status().code(),
+            absl::StatusCode::kNotFound);
+}
+
+TEST(Tokenizer, WhatTheFileHasAndWeDoNot_IsNamed) {
+  const auto message = [](const Json& json) {
+    return std::string(Tokenizer::FromJson(json.dump(), "f.json").status().message());
+  };
+  Json json = Words();
+  json["version"] = "2.0";
+  EXPECT_THAT(message(json), HasSubstr("version '2.0' is not supported"));
+  json = Words();
+  json["surprise"] = 1;
+  EXPECT_THAT(message(json), HasSubstr("f.json: the setting 'surprise'"));
+  json = Words();
+  json["padding"] = {{"strategy", "Most"}};
+  EXPECT_THAT(message(json), HasSubstr("f.json.padding.strategy"));
+  json = Words();
+  json.erase("model");
+  EXPECT_THAT(message(json), HasSubstr("f.json.model"));
+  EXPECT_THAT(std::string(Tokenizer::FromJson("{", "f.json").status().message()),
+              HasSubstr("f.json:1:"));
+}
+
+TEST(Tokenizer, ManyThreads_GiveTheSameTokens) {
+  Json json = Words();
+  json["pre_tokenizer"] = {
+      {"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}};
+  json["normalizer"] = {{"type", "NFC"}};
+  json["model"]["vocab"]["Ġtwo"] = 5;
+  const Tokenizer tokenizer = Make(json);
+  std::string text;
+  for (int i = 0; i < 5'000; ++i) text += "one two\n";
+  const std::vector<TextInput> inputs(8, TextInput(text));
+  const Ids want = Ok(tokenizer.EncodeIds(text));
+  for (const Encoding& encoding : Ok(tokenizer.EncodeBatch(inputs, {}, 4))) {
+    EXPECT_EQ(encoding.ids, want);
+  }
+}
+
+}  // namespace
+}  // namespace muster
