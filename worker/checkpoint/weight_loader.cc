@@ -72,7 +72,8 @@ class Source {
 
 class FileSource final : public Source {
  public:
-  explicit FileSource(WeightFiles files) : files_(std::move(files)) {}
+  // Borrows the files.
+  explicit FileSource(const WeightFiles& files) : files_(files) {}
   const std::string& where() const override { return files_.path(); }
   size_t size() const override { return files_.entries().size(); }
   const StoredTensor& tensor(size_t i) const override { return files_.entries()[i].tensor; }
@@ -84,7 +85,7 @@ class FileSource final : public Source {
   }
 
  private:
-  const WeightFiles files_;
+  const WeightFiles& files_;
 };
 
 class MemorySource final : public Source {
@@ -116,21 +117,18 @@ class MemorySource final : public Source {
   std::vector<StoredTensor> stored_;
 };
 
-// A tensor of the model and what it gets.
-struct OneCopy {
-  size_t target;
-  size_t from;          // in the source
-  at::ScalarType type;  // of the target afterwards
-};
+using OneCopy = MatchedWeight;
 
 // Why a tensor of the file cannot go into this one; empty if it can.
-std::string WhyNot(const StoredTensor& stored, const at::Tensor& target, at::ScalarType type) {
+std::string WhyNot(const StoredTensor& stored, const at::Tensor& target, at::ScalarType type,
+                   bool may_be_empty) {
   const std::string both =
       absl::StrCat(Description(stored), " in the file, ", Description(target), " here");
   const absl::StatusOr<at::ScalarType> from = ToScalarType(stored.type);
   if (!from.ok()) return absl::StrCat(both, ": ", from.status().message());
   if (target.layout() != at::kStrided) return absl::StrCat(both, ", which is not dense");
-  if (target.is_meta()) return absl::StrCat(both, ", on the meta device: give it memory first");
+  if (target.is_meta() && !may_be_empty)
+    return absl::StrCat(both, ", on the meta device: give it memory first");
   const bool convertible =
       *from == type || (c10::isFloatingType(*from) && c10::isFloatingType(type));
   return SameShape(stored, target) && convertible ? "" : both;
@@ -217,6 +215,7 @@ struct MatchedWeights::Plan {
   std::unique_ptr<Source> source;
   NamedTensors targets;
   std::optional<at::ScalarType> dtype;
+  bool may_be_empty = false;  // targets on the meta device
   std::vector<OneCopy> copies;
   LoadedWeights report;
 };
@@ -259,7 +258,8 @@ absl::Status MatchedWeights::Plan::PlanCopies(const Chosen& chosen) {
         dtype.has_value() && target.is_floating_point() ? *dtype : target.scalar_type();
     const std::string identity = IdentityOf(target);
     present.insert(identity);
-    if (const std::string why = WhyNot(source->tensor(from), target, type); !why.empty()) {
+    if (const std::string why = WhyNot(source->tensor(from), target, type, may_be_empty);
+        !why.empty()) {
       report.mismatched.push_back(absl::StrCat(name, " (", why, ")"));
       continue;
     }
@@ -373,11 +373,21 @@ absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTe
                                           const LoadWeightsOptions& options) {
   MUSTER_ASSIGN_OR_RETURN(WeightFiles files, WeightFiles::Open(path));
   MatchedWeights::Plan plan;
-  plan.source = std::make_unique<FileSource>(std::move(files));
+  plan.source = std::make_unique<FileSource>(files);
   plan.targets = targets;
   MUSTER_RETURN_IF_ERROR(plan.Match(options));
   MUSTER_RETURN_IF_ERROR(plan.Copy());
   return std::move(plan.report);
+}
+
+absl::StatusOr<MatchedEntries> MatchEntries(const WeightFiles& files, const NamedTensors& targets,
+                                            const LoadWeightsOptions& options) {
+  MatchedWeights::Plan plan;
+  plan.source = std::make_unique<FileSource>(files);
+  plan.targets = targets;
+  plan.may_be_empty = true;
+  MUSTER_RETURN_IF_ERROR(plan.Match(options));
+  return MatchedEntries{.matches = std::move(plan.copies), .report = std::move(plan.report)};
 }
 
 }  // namespace muster

@@ -49,6 +49,18 @@ struct LoadedWeights {
   std::vector<std::string> ignored = {};
 };
 
+// A tensor of a model and what it gets.
+struct MatchedWeight {
+  size_t target;        // in the model's list
+  size_t from;          // in the files' entries
+  at::ScalarType type;  // of the target afterwards
+};
+struct MatchedEntries {
+  // A tensor with several names once. In the order of the targets.
+  std::vector<MatchedWeight> matches;
+  LoadedWeights report;
+};
+
 // Weights that fit a model but are not copied yet, for callers who load several models or none.
 // Movable. Not thread-safe.
 class MatchedWeights {
@@ -70,6 +82,9 @@ class MatchedWeights {
   friend absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path,
                                                    const NamedTensors& targets,
                                                    const LoadWeightsOptions& options);
+  friend absl::StatusOr<MatchedEntries> MatchEntries(const WeightFiles& files,
+                                                     const NamedTensors& targets,
+                                                     const LoadWeightsOptions& options);
   explicit MatchedWeights(std::unique_ptr<Plan> plan);
 
   std::unique_ptr<Plan> plan_;
@@ -91,6 +106,11 @@ absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightEn
 // of the model may have changed then.
 absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTensors& targets,
                                           const LoadWeightsOptions& options = {});
+
+// What LoadWeights would copy where, for callers who read themselves. Targets may be on the meta
+// device. Errors: as LoadWeights; reads values only to compare two names of one tensor.
+absl::StatusOr<MatchedEntries> MatchEntries(const WeightFiles& files, const NamedTensors& targets,
+                                            const LoadWeightsOptions& options = {});
 
 }  // namespace muster
 

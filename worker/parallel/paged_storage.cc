@@ -7,6 +7,7 @@
 
 #include "ATen/core/dispatch/Dispatcher.h"
 #include "base/mutex.h"
+#include "c10/core/ScalarTypeToTypeMeta.h"
 #include "c10/core/StorageImpl.h"
 #include "c10/core/TensorImpl.h"
 #include "c10/util/Exception.h"
@@ -21,11 +22,11 @@ class Pins {
   Pins(const Pins&) = delete;
   Pins& operator=(const Pins&) = delete;
   ~Pins() {
-    for (Page* page : pages_) --page->pins_;
+    for (Page* page : pages_) page->pins_.fetch_sub(1, std::memory_order_release);
   }
 
   void Add(Page* page) {
-    ++page->pins_;
+    page->pins_.fetch_add(1, std::memory_order_acq_rel);
     pages_.push_back(page);
   }
 
@@ -74,8 +75,9 @@ void AddUse(const at::Tensor& tensor, bool write, const char* op, std::vector<Us
   if (!tensor.defined() || !IsPaged(tensor)) return;
   Page* const page = Table().Find(tensor.storage().unsafeGetStorageImpl());
   TORCH_CHECK(page != nullptr, op,
-              ": a parameter of a sharded model is used after the Accelerator that holds its "
-              "values is gone; keep the Accelerator, or save_model() before it ends");
+              ": a parameter of a sharded or offloaded model is used after what holds its values is "
+              "gone; keep the Accelerator (or save_model() before it ends), or the model that "
+              "dispatch returned");
   for (Use& use : *uses) {
     if (use.page != page) continue;
     use.write |= write;
@@ -133,9 +135,15 @@ PageRegistration::~PageRegistration() { Table().Remove(flat_.storage().unsafeGet
 
 at::Tensor PagedView(const at::Tensor& flat, at::IntArrayRef sizes, at::IntArrayRef strides,
                      int64_t offset) {
+  return PagedView(flat, flat.scalar_type(), sizes, strides, offset);
+}
+
+at::Tensor PagedView(const at::Tensor& flat, at::ScalarType type, at::IntArrayRef sizes,
+                     at::IntArrayRef strides, int64_t offset) {
   c10::Storage storage = flat.storage();
   auto impl = c10::make_intrusive<c10::TensorImpl>(
-      std::move(storage), flat.key_set() | c10::DispatchKeySet(kPagedKey), flat.dtype());
+      std::move(storage), flat.key_set() | c10::DispatchKeySet(kPagedKey),
+      c10::scalarTypeToTypeMeta(type));
   impl->set_storage_offset(offset);
   impl->set_sizes_and_strides(sizes, strides);
   return at::Tensor(std::move(impl));

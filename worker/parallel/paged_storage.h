@@ -1,6 +1,8 @@
 #ifndef MUSTER_WORKER_PARALLEL_PAGED_STORAGE_H_
 #define MUSTER_WORKER_PARALLEL_PAGED_STORAGE_H_
 
+#include <atomic>
+
 #include "ATen/core/Tensor.h"
 
 namespace muster {
@@ -23,12 +25,13 @@ class Page {
   // thread of the operator. Returns with the contents there, or throws c10::Error.
   virtual void Require(bool write, const char* op) = 0;
 
-  // While above 0, operators use the contents.
-  int pins() const { return pins_; }
+  // While above 0, operators use the contents. Any thread may ask; one that has called Require()
+  // has pinned the page before.
+  int pins() const { return pins_.load(std::memory_order_acquire); }
 
  private:
   friend class Pins;
-  int pins_ = 0;
+  std::atomic<int> pins_ = 0;
 };
 
 // While it lives, `page` is responsible for the memory of `flat`; afterwards every use of a tensor
@@ -47,6 +50,9 @@ class PageRegistration {
 // A tensor in the memory of `flat` whose uses ask its page; not a view to autograd.
 at::Tensor PagedView(const at::Tensor& flat, at::IntArrayRef sizes, at::IntArrayRef strides,
                      int64_t offset);
+// Of another type than `flat`: `offset` counts elements of that type.
+at::Tensor PagedView(const at::Tensor& flat, at::ScalarType type, at::IntArrayRef sizes,
+                     at::IntArrayRef strides, int64_t offset);
 
 // Whether uses of `tensor` ask a page.
 bool IsPaged(const at::Tensor& tensor);
