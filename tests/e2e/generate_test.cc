@@ -3,14 +3,12 @@
 #include <string>
 #include <vector>
 
-#include "ATen/Functions.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/file.h"
 #include "gmock/gmock.h"
-#include "muster/models.h"
+#include "tests/e2e/hub_folder.h"
 #include "tests/e2e/launch_fixture.h"
-#include "tests/testdata/golden.h"
 
 namespace muster {
 namespace {
@@ -26,24 +24,7 @@ class GenerateTest : public LaunchFixture {
   void SetUp() override {
     LaunchFixture::SetUp();
     model_ = Temp("model");
-    models::DecoderConfig config;
-    config.vocab_size = 1203;
-    config.max_positions = 64;
-    config.initializer_range = 0.3;
-    config.hidden_size = 32;
-    config.intermediate_size = 64;
-    config.num_layers = 2;
-    config.num_heads = config.num_key_value_heads = 4;
-    config.head_dim = 8;
-    config.sliding_windows = {0, 0};
-    at::manual_seed(2);
-    const models::TextModel model = models::MakeModel(config);
-    ASSERT_TRUE(save_pretrained(model, model_).ok());
-    const std::string tokenizer =
-        testing_support::GoldenPath("hf_tokenizer/llama2_shared/tokenizer.json");
-    ASSERT_TRUE(WriteFileAtomically(absl::StrCat(model_, "/tokenizer.json"),
-                                    ReadFile(tokenizer).value_or(""))
-                    .ok());
+    ASSERT_TRUE(WriteHubFolder(model_).ok());
   }
 
   std::unique_ptr<Command> Generate(std::vector<std::string> args) {

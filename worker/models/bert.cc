@@ -12,6 +12,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "torch/nn/modules/container/modulelist.h"
 
 namespace muster::models {
 namespace {
@@ -67,9 +68,11 @@ BertImpl::BertImpl(const BertConfig& config, bool has_pooler) : dropout_(config.
   token_type_embeddings_ = embeddings->register_module("token_type_embeddings",
                                                        Embedding(config.type_vocab_size, width));
   norm_ = embeddings->register_module("LayerNorm", LayerNorm(width, config.layer_norm_eps));
-  const auto list = Level(*Level(*this, "encoder"), "layer");
+  torch::nn::ModuleList list =
+      Level(*this, "encoder")->register_module("layer", torch::nn::ModuleList());
   for (int64_t i = 0; i < config.num_layers; ++i) {
-    layers_.push_back(list->register_module(std::to_string(i), BertLayer(config)));
+    layers_.emplace_back(config);
+    list->push_back(layers_.back().ptr());
   }
   if (has_pooler) {
     pooler_ = Level(*this, "pooler")->register_module("dense", Linear(width, width, true));

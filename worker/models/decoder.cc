@@ -8,6 +8,7 @@
 #include "ATen/ops/empty.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "torch/nn/modules/container/modulelist.h"
 
 namespace muster::models {
 
@@ -60,9 +61,10 @@ DecoderImpl::DecoderImpl(const DecoderConfig& config)
       rope_frequencies_(RopeFrequencies(config.rope, config.head_dim)) {
   embed_tokens = register_module(
       "embed_tokens", Embedding(config.vocab_size, config.hidden_size, config.pad_token_id));
-  const auto list = register_module("layers", std::make_shared<torch::nn::Module>("layers"));
+  torch::nn::ModuleList list = register_module("layers", torch::nn::ModuleList());
   for (int64_t i = 0; i < config.num_layers; ++i) {
-    layers_.push_back(list->register_module(std::to_string(i), DecoderLayer(config, i)));
+    layers_.emplace_back(config, i);
+    list->push_back(layers_.back().ptr());
   }
   norm_ = register_module("norm", RmsNorm(config.hidden_size, config.rms_norm_eps));
 }

@@ -7,6 +7,7 @@
 #include "ATen/ops/arange.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "torch/nn/modules/container/modulelist.h"
 
 namespace muster::models {
 
@@ -60,9 +61,10 @@ at::Tensor Gpt2BlockImpl::forward(const at::Tensor& x, const AttentionMask& mask
 Gpt2Impl::Gpt2Impl(const Gpt2Config& config) : dropout_(config.embedding_dropout) {
   wte = register_module("wte", Embedding(config.vocab_size, config.hidden_size));
   wpe_ = register_module("wpe", Embedding(config.max_positions, config.hidden_size));
-  const auto list = register_module("h", std::make_shared<torch::nn::Module>("h"));
+  torch::nn::ModuleList list = register_module("h", torch::nn::ModuleList());
   for (int64_t i = 0; i < config.num_layers; ++i) {
-    h_.push_back(list->register_module(std::to_string(i), Gpt2Block(config, i)));
+    h_.emplace_back(config, i);
+    list->push_back(h_.back().ptr());
   }
   ln_f_ = register_module("ln_f", LayerNorm(config.hidden_size, config.layer_norm_epsilon));
 }
