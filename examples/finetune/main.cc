@@ -32,6 +32,7 @@ struct Flags {
   std::string model, data, output, sharding;
   int64_t context = 512, batch_size = 4, steps = 100, accumulate = 1, lora = 0, log_every = 10;
   double lr = 2e-5, warmup = 0.05;
+  bool activation_checkpointing = false;
   uint64_t seed = 1;
 };
 
@@ -96,6 +97,7 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
   if (!loaded.ok()) return loaded.status();
   CausalLm net = *loaded;
   net->train();
+  net->set_activation_checkpointing(flags.activation_checkpointing);
   const LoraOptions lora = {.rank = flags.lora, .alpha = 2.0 * static_cast<double>(flags.lora)};
   if (flags.lora > 0) muster::models::AddLora(*net, lora);
   auto rows = Rows(flags, muster::models::Common(net->config()));
@@ -158,6 +160,8 @@ int main(int argc, char** argv) {
   app.add_option("--lora", flags.lora, "train adapters of this rank instead of all weights")
       ->check(CLI::NonNegativeNumber);
   app.add_option("--sharding", flags.sharding, "no_shard, zero1, zero2, zero3 or hybrid");
+  app.add_flag("--activation_checkpointing", flags.activation_checkpointing,
+               "run each layer again in the backward pass rather than keep what it needs");
   app.add_option("--context", flags.context, "tokens of a row")->check(CLI::Range(2, 1 << 20));
   app.add_option("--batch_size", flags.batch_size, "rows, of each process")
       ->check(CLI::PositiveNumber);

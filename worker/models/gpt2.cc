@@ -8,6 +8,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "torch/nn/modules/container/modulelist.h"
+#include "worker/train/activation_checkpoint.h"
 
 namespace muster::models {
 
@@ -69,7 +70,8 @@ Gpt2Impl::Gpt2Impl(const Gpt2Config& config) : dropout_(config.embedding_dropout
   ln_f_ = register_module("ln_f", LayerNorm(config.hidden_size, config.layer_norm_epsilon));
 }
 
-at::Tensor Gpt2Impl::forward(const TextBatch& batch, KvCache* cache) {
+at::Tensor Gpt2Impl::forward(const TextBatch& batch, KvCache* cache,
+                             bool activation_checkpointing) {
   const int64_t past = cache == nullptr ? 0 : cache->length();
   const int64_t count = batch.input_ids.size(1);
   const at::Tensor positions =
@@ -79,7 +81,10 @@ at::Tensor Gpt2Impl::forward(const TextBatch& batch, KvCache* cache) {
   at::Tensor x = Dropout(wte(batch.input_ids) + wpe_(positions), dropout_, is_training());
   const AttentionMask mask =
       CausalMask(PaddingMask(batch.attention_mask), count, past + count, /*window=*/0, x.device());
-  for (Gpt2Block& block : h_) x = block(x, mask, cache);
+  for (Gpt2Block& block : h_) {
+    x = activation_checkpointing ? activation_checkpoint(block, x, mask, cache)
+                                 : block(x, mask, cache);
+  }
   if (cache != nullptr) cache->Advance(count);
   return ln_f_(x);
 }
@@ -104,7 +109,7 @@ void Gpt2LMHeadModelImpl::InitWeights() {
 }
 
 CausalLmImpl::Hidden Gpt2LMHeadModelImpl::Run(const TextBatch& batch, KvCache* cache) {
-  return {.hidden = transformer_(batch, cache)};
+  return {.hidden = transformer_(batch, cache, activation_checkpointing())};
 }
 
 at::Tensor Gpt2LMHeadModelImpl::Head(const at::Tensor& hidden) {

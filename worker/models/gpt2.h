@@ -59,7 +59,7 @@ TORCH_MODULE(Gpt2Block);
 class Gpt2Impl : public torch::nn::Module {
  public:
   explicit Gpt2Impl(const Gpt2Config& config);
-  at::Tensor forward(const TextBatch& batch, KvCache* cache);
+  at::Tensor forward(const TextBatch& batch, KvCache* cache, bool activation_checkpointing);
 
   Embedding wte{nullptr};
 

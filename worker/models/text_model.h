@@ -44,15 +44,21 @@ class TextModelImpl : public torch::nn::Module {
   // from torch's default generator.
   virtual void InitWeights();
 
+  // Keeps the inputs of layers alone for the backward pass, and runs each layer a second time there
+  // (worker/train/activation_checkpoint.h).
+  void set_activation_checkpointing(bool on) { activation_checkpointing_ = on; }
+
   // The model's name for a tensor of a file, which may be an older name, that of the same model
   // without its head, or empty for a tensor that the model does not need (a tied head, a buffer).
   virtual std::string ParameterName(const std::string& name_in_file) const = 0;
 
  protected:
   explicit TextModelImpl(ModelConfig config);
+  bool activation_checkpointing() const { return activation_checkpointing_ && is_training(); }
 
  private:
   const ModelConfig config_;
+  bool activation_checkpointing_ = false;
 };
 TORCH_MODULE(TextModel);
 
