@@ -38,7 +38,8 @@ Json Parsed(const char* text) { return Json::parse(text); }
 Json Template() {
   return Parsed(R"({"type":"TemplateProcessing","single":[
       {"SpecialToken":{"id":"<s>","type_id":0}},
-      {"Sequence":{"id":"A","type_id":0}}],"pair":[{"Sequence":{"id":"A","type_id":0}},
+      {"Sequence":{"id":"A","type_id":0}}],
+      "pair":[{"Sequence":{"id":"A","type_id":0}},
       {"SpecialToken":{"id":"<s>","type_id":1}},{"Sequence":{"id":"B","type_id":1}}],
       "special_tokens":{"<s>":{"id":"<s>","ids":[1],"tokens":["<s>"]}}})");
 }
