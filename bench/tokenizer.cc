@@ -1,6 +1,8 @@
-// How fast a tokenizer.json encodes and decodes the documents of a file, on one thread, and how long
-// it takes to load. bench/peers/tokenizer.py is the same with the tokenizers library, and makes the
-// files. Prints one JSON line for each measurement.
+// How fast a tokenizer.json encodes and decodes the documents of a file, on one thread, and how
+// long it takes to load. bench/peers/tokenizer.py is the same with the tokenizers library, and
+// makes the files. Prints one JSON line for each measurement.
+#include "muster/tokenizer.h"
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
@@ -11,7 +13,6 @@
 
 #include "absl/strings/str_split.h"
 #include "base/file.h"
-#include "muster/tokenizer.h"
 
 namespace {
 
