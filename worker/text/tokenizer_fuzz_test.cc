@@ -38,7 +38,8 @@ Json Parsed(const char* text) { return Json::parse(text); }
 Json Template() {
   return Parsed(R"({"type":"TemplateProcessing","single":[
       {"SpecialToken":{"id":"<s>","type_id":0}},
-      {"Sequence":{"id":"A","type_id":0}}],"pair":[{"Sequence":{"id":"A","type_id":0}},
+      {"Sequence":{"id":"A","type_id":0}}],
+      "pair":[{"Sequence":{"id":"A","type_id":0}},
       {"SpecialToken":{"id":"<s>","type_id":1}},{"Sequence":{"id":"B","type_id":1}}],
       "special_tokens":{"<s>":{"id":"<s>","ids":[1],"tokens":["<s>"]}}})");
 }
@@ -47,9 +48,11 @@ Json With(Json normalizer, Json pre_tokenizer, Json model, Json decoder, Json po
   return {{"version", "1.0"},
           {"truncation", nullptr},
           {"padding", nullptr},
-          {"added_tokens", Parsed(R"([{"id":1,"content":"<s>","single_word":false,"lstrip":true,
-              "rstrip":false,"normalized":false,"special":true},{"id":40,"content":"Ab",
-              "single_word":true,"lstrip":false,"rstrip":true,"normalized":true,"special":false}])")},
+          {"added_tokens", Parsed(R"([
+              {"id":1,"content":"<s>","single_word":false,"lstrip":true,"rstrip":false,
+               "normalized":false,"special":true},
+              {"id":40,"content":"Ab","single_word":true,"lstrip":false,"rstrip":true,
+               "normalized":true,"special":false}])")},
           {"normalizer", std::move(normalizer)},
           {"pre_tokenizer", std::move(pre_tokenizer)},
           {"model", std::move(model)},
