@@ -74,6 +74,34 @@ TEST_F(GenerateTest, Json_HasTextsAndFigures) {
   EXPECT_GT(json["load_seconds"], 0);
 }
 
+// 170 MB of weights where 40 MB are for them: read again and again, and the same text.
+TEST_F(GenerateTest, ModelLargerThanMemory_RunsFromItsFiles) {
+  const std::string large = Temp("large");
+  ASSERT_TRUE(WriteHubFolder(large, /*width=*/512, /*layers=*/16).ok());
+  const auto generate = [&](const std::string& limit, const std::string& more) {
+    env_["PATH"] = "/bin:/usr/bin";
+    return std::make_unique<Command>(
+        *host_,
+        std::vector<std::string>{
+            "/bin/bash", "-c",
+            absl::StrCat("ulimit -d ", limit, "; exec \"$0\" --model \"$1\" --prompt Hello ",
+                         "--max_new_tokens 5 ", more),
+            Runfile("muster/muster-generate"), large},
+        env_);
+  };
+  auto whole = generate("unlimited", "--quiet");
+  ASSERT_EQ(whole->Wait(), 0) << whole->err_text();
+  auto offloaded = generate("170000", "--weights_memory 40MB");
+  ASSERT_EQ(offloaded->Wait(), 0) << offloaded->err_text();
+  EXPECT_EQ(offloaded->out_text(), whole->out_text());
+  EXPECT_THAT(
+      offloaded->err_text(),
+      testing::ContainsRegex("weights: 16[0-9] MiB in files, at most 3[0-9] MiB in memory"));
+  auto too_large = generate("170000", "--quiet");
+  EXPECT_NE(too_large->Wait(), 0);
+  EXPECT_THAT(too_large->err(), ElementsAre(HasSubstr("--weights_memory")));
+}
+
 TEST_F(GenerateTest, WhatIsWrong_IsOneLineThatNamesIt) {
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
       {{}, "say what to continue: --prompt TEXT"},

@@ -29,7 +29,7 @@ _THIRD_PARTY = [
     ("test", r"(gtest|gmock|benchmark)/"),
 ]
 # Folders that are named apart from the one they are in.
-_WORKER_ROOMS = ("nested", "collective", "job", "data", "parallel", "track", "checkpoint", "text", "train", "models")
+_WORKER_ROOMS = ("nested", "collective", "job", "data", "parallel", "track", "checkpoint", "text", "train", "bigmodel", "models")
 _ROOMS = ("rpc/session", "coordinator/journal") + tuple("worker/" + room for room in _WORKER_ROOMS)
 _FOLDERS = ("base", "proto", "rpc", "coordinator", "agent", "worker", "client", "muster", "examples", "tests", "bench")
 
@@ -63,6 +63,9 @@ _ALLOWED = {
     "worker/track": _TENSORS | {"worker/nested", "worker/collective", "worker/track"},
     "worker/train": _TENSORS
     | {"worker/nested", "worker/collective", "worker/parallel", "worker/checkpoint", "worker/train"},
+    # Weights that are not in memory, for any module.
+    "worker/bigmodel": _TENSORS
+    | {"worker/nested", "worker/collective", "worker/checkpoint", "worker/parallel", "worker/train", "worker/bigmodel"},
     # Models see what trains them, and nothing of Muster sees them but what users include.
     "worker/models": _TENSORS
     | {"worker/nested", "worker/collective", "worker/checkpoint", "worker/text", "worker/train", "worker/models"},
@@ -71,7 +74,7 @@ _ALLOWED = {
     "client/checkpoints": {"absl", "json", "base", "client", "worker/checkpoint"},
     "muster": _FILES | {"base", "torch", "client", "muster"} | {"worker/" + room for room in _WORKER_ROOMS},
     # The program behind `muster generate`.
-    "muster/generate": {"absl", "base", "cli11", "json", "torch", "muster", "worker/models", "worker/text"},
+    "muster/generate": {"absl", "base", "cli11", "json", "torch", "muster", "worker/bigmodel", "worker/models", "worker/text"},
     "examples": {"absl", "cli11", "torch", "muster", "examples"},
 }
 

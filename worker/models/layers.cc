@@ -19,6 +19,7 @@
 #include "ATen/ops/sigmoid.h"
 #include "ATen/ops/silu.h"
 #include "ATen/ops/tanh.h"
+#include "ATen/ops/zeros.h"
 #include "c10/core/GradMode.h"
 #include "worker/models/few_rows_linear.h"
 
@@ -29,9 +30,11 @@ constexpr int64_t kIgnoredLabel = -100;
 
 thread_local c10::Device weight_device = c10::Device(c10::kCPU);
 thread_local c10::ScalarType weight_dtype = c10::kFloat;
+thread_local bool weights_have_memory = true;
 
 at::Tensor NewWeight(at::IntArrayRef shape) {
-  return at::empty(shape, at::TensorOptions().device(weight_device).dtype(weight_dtype));
+  const auto options = at::TensorOptions().device(weight_device).dtype(weight_dtype);
+  return weights_have_memory ? at::empty(shape, options) : at::zeros({}, options).expand(shape);
 }
 
 void Normal(at::Tensor& weight, double deviation) {
@@ -46,15 +49,17 @@ void Fill(at::Tensor& weight, double value) {
 
 }  // namespace
 
-ScopedWeights::ScopedWeights(c10::Device device, c10::ScalarType dtype)
-    : device_(weight_device), dtype_(weight_dtype) {
+ScopedWeights::ScopedWeights(c10::Device device, c10::ScalarType dtype, bool has_memory)
+    : device_(weight_device), dtype_(weight_dtype), has_memory_(weights_have_memory) {
   weight_device = device;
   weight_dtype = dtype;
+  weights_have_memory = has_memory;
 }
 
 ScopedWeights::~ScopedWeights() {
   weight_device = device_;
   weight_dtype = dtype_;
+  weights_have_memory = has_memory_;
 }
 
 void AdaptableLayer::AddAdapter(int64_t rank, double scale, double dropout) {

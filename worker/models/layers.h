@@ -23,7 +23,9 @@ namespace muster::models {
 // CPU, in float32.
 class ScopedWeights {
  public:
-  ScopedWeights(c10::Device device, c10::ScalarType dtype);
+  // Without memory, weights on a CPU are one number that is seen at every place, until they get
+  // other data (worker/bigmodel/offloaded_weights.h); they must not be written.
+  ScopedWeights(c10::Device device, c10::ScalarType dtype, bool has_memory = true);
   ~ScopedWeights();
   ScopedWeights(const ScopedWeights&) = delete;
   ScopedWeights& operator=(const ScopedWeights&) = delete;
@@ -31,6 +33,7 @@ class ScopedWeights {
  private:
   const c10::Device device_;
   const c10::ScalarType dtype_;
+  const bool has_memory_;
 };
 
 // A linear layer that can get a low-rank adapter (LoRA, Hu et al., 2021): two layers lora_A

@@ -24,8 +24,8 @@ namespace {
 constexpr size_t kNamesShown = 8;
 
 std::shared_ptr<TextModelImpl> Construct(const ModelConfig& config, c10::ScalarType dtype,
-                                         c10::Device device) {
-  const ScopedWeights weights(device, dtype);
+                                         c10::Device device, bool has_memory = true) {
+  const ScopedWeights weights(device, dtype, has_memory);
   if (const auto* const decoder = std::get_if<DecoderConfig>(&config)) {
     return std::make_shared<DecoderForCausalLMImpl>(*decoder);
   }
@@ -134,6 +134,13 @@ TextModel MakeModel(const ModelConfig& config, c10::ScalarType dtype, c10::Devic
   ThrowIfError(ValidateConfig(config));
   TextModel model(Construct(config, dtype, device));
   model->InitWeights();
+  return model;
+}
+
+TextModel MakeEmptyModel(const ModelConfig& config, c10::ScalarType dtype) {
+  ThrowIfError(ValidateConfig(config));
+  TextModel model(Construct(config, dtype, c10::Device(c10::kCPU), /*has_memory=*/false));
+  model->eval();
   return model;
 }
 

@@ -74,8 +74,9 @@ void AddUse(const at::Tensor& tensor, bool write, const char* op, std::vector<Us
   if (!tensor.defined() || !IsPaged(tensor)) return;
   Page* const page = Table().Find(tensor.storage().unsafeGetStorageImpl());
   TORCH_CHECK(page != nullptr, op,
-              ": a parameter of a sharded model is used after the Accelerator that holds its "
-              "values is gone; keep the Accelerator, or save_model() before it ends");
+              ": a parameter of a sharded or offloaded model is used after the Accelerator that "
+              "holds its values is gone, or the OffloadedWeights; keep it, or save_model() before "
+              "it ends");
   for (Use& use : *uses) {
     if (use.page != page) continue;
     use.write |= write;
@@ -147,6 +148,15 @@ void FreeMemory(const at::Tensor& flat) {
   c10::StorageImpl* const storage = flat.storage().unsafeGetStorageImpl();
   // It keeps its nominal size, which views are checked against.
   storage->set_data_ptr_noswap(storage->allocator()->allocate(0));
+}
+
+c10::DataPtr TakeMemory(const at::Tensor& flat) {
+  c10::StorageImpl* const storage = flat.storage().unsafeGetStorageImpl();
+  return storage->set_data_ptr(storage->allocator()->allocate(0));
+}
+
+void GiveMemory(const at::Tensor& flat, c10::DataPtr memory) {
+  flat.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(memory));
 }
 
 void AllocateMemory(const at::Tensor& flat) {
