@@ -261,6 +261,13 @@ class StripEnd final : public WholeTokens {
 
 // The peer's "cleanup of tokenization artifacts". The order counts.
 void CleanUp(std::string& text) {
+  // Nearly all tokens have nothing of all this.
+  bool any = false;
+  for (size_t at = text.find(' '); at != std::string::npos && !any; at = text.find(' ', at + 1)) {
+    any = at + 1 < text.size() &&
+          absl::string_view(".?!,'nd").find(text[at + 1]) != absl::string_view::npos;
+  }
+  if (!any) return;
   static constexpr std::pair<absl::string_view, absl::string_view> kReplacements[] = {
       {" .", "."},   {" ?", "?"},     {" !", "!"},     {" ,", ","},
       {" ' ", "'"},  {" n't", "n't"}, {" 'm", "'m"},   {" do not", " don't"},
