@@ -131,7 +131,7 @@ def median(rounds, act):
     return statistics.median(walls)
 
 
-def run(text, files, rounds=5):
+def run(text, files, rounds=3):
     with open(text, encoding="utf-8", newline="") as file:
         corpus = file.read().split("\0")
     size = sum(len(document.encode()) for document in corpus)
