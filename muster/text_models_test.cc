@@ -127,5 +127,21 @@ TEST(TextModels, PreparedModel_GeneratesAndSaves) {
   });
 }
 
+TEST(TextModels, ShardedModel_GeneratesAsTheWholeOne) {
+  for (const char* const folder : {"hf_train/mixtral_shared", "hf_train/gpt2_shared"}) {
+    const at::Tensor prompt = at::arange(4, c10::kLong).unsqueeze(0);
+    const models::GenerateOptions options = {.max_new_tokens = 5, .eos_token_ids = {{}}};
+    auto whole = load_causal_lm(GoldenPath(folder));
+    ASSERT_TRUE(whole.ok()) << whole.status();
+    const at::Tensor want = generate(*whole, prompt, {}, options).tokens;
+    AcceleratorOptions sharded;
+    sharded.sharding = ParseSharding("zero3", 2);
+    RunAccelerators(2, sharded, [&](Accelerator& accelerator) {
+      auto model = accelerator.prepare_model(*load_causal_lm(GoldenPath(folder)));
+      EXPECT_TRUE(at::equal(generate(model, prompt, {}, options).tokens, want));
+    });
+  }
+}
+
 }  // namespace
 }  // namespace muster

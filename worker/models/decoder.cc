@@ -108,10 +108,11 @@ DecoderForCausalLMImpl::DecoderForCausalLMImpl(const DecoderConfig& config)
   }
 }
 
-CausalLmImpl::Hidden DecoderForCausalLMImpl::Run(const TextBatch& batch, KvCache* cache) {
+CausalLmImpl::Hidden DecoderForCausalLMImpl::Run(const TextBatch& batch, KvCache* cache,
+                                                 bool run_idle_experts) {
   const DecoderImpl::Output run =
       model_(batch, DecoderPass{.cache = cache,
-                                .skip_idle_experts = cache != nullptr,
+                                .skip_idle_experts = !run_idle_experts,
                                 .activation_checkpointing = activation_checkpointing()});
   Hidden out = {.hidden = run.x};
   if (cache != nullptr) cache->Advance(batch.input_ids.size(1));

@@ -94,7 +94,7 @@ class DecoderForCausalLMImpl : public CausalLmImpl {
   std::string ParameterName(const std::string& name_in_file) const override;
 
  protected:
-  Hidden Run(const TextBatch& batch, KvCache* cache) override;
+  Hidden Run(const TextBatch& batch, KvCache* cache, bool run_idle_experts) override;
   at::Tensor Head(const at::Tensor& hidden) override;
   double aux_loss_coefficient() const override { return decoder_config().router_aux_loss_coef; }
 

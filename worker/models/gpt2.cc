@@ -108,7 +108,8 @@ void Gpt2LMHeadModelImpl::InitWeights() {
   }
 }
 
-CausalLmImpl::Hidden Gpt2LMHeadModelImpl::Run(const TextBatch& batch, KvCache* cache) {
+CausalLmImpl::Hidden Gpt2LMHeadModelImpl::Run(const TextBatch& batch, KvCache* cache,
+                                              bool /*run_idle_experts*/) {
   return {.hidden = transformer_(batch, cache, activation_checkpointing())};
 }
 

@@ -71,10 +71,10 @@ class CausalLmImpl : public TextModelImpl {
   ModelOutput forward(const TextBatch& batch) override;
 
   // Logits [B, `num_logits`, vocabulary] of the last positions. With a cache, the ids are the
-  // positions after those in it, and `attention_mask` [B, cache length + T] is of both. Idle
-  // experts are left out, so that ranks which divide a model's parameters must not call it with
-  // different batches.
-  at::Tensor NextLogits(const TextBatch& batch, KvCache* cache, int64_t num_logits = 1);
+  // positions after those in it, and `attention_mask` [B, cache length + T] is of both. Experts
+  // without tokens run only if `run_idle_experts`.
+  at::Tensor NextLogits(const TextBatch& batch, KvCache* cache, int64_t num_logits = 1,
+                        bool run_idle_experts = false);
 
   virtual KvCache NewCache(int64_t batch, int64_t capacity) const = 0;
 
@@ -86,7 +86,7 @@ class CausalLmImpl : public TextModelImpl {
     at::Tensor hidden = {};
     at::Tensor aux_loss = {};
   };
-  virtual Hidden Run(const TextBatch& batch, KvCache* cache) = 0;
+  virtual Hidden Run(const TextBatch& batch, KvCache* cache, bool run_idle_experts) = 0;
   // hidden [B, T, width] to logits [B, T, vocabulary].
   virtual at::Tensor Head(const at::Tensor& hidden) = 0;
   virtual double aux_loss_coefficient() const { return 0; }
