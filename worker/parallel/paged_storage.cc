@@ -159,6 +159,15 @@ void FreeMemory(const at::Tensor& flat) {
   storage->set_data_ptr_noswap(storage->allocator()->allocate(0));
 }
 
+c10::DataPtr TakeMemory(const at::Tensor& flat) {
+  c10::StorageImpl* const storage = flat.storage().unsafeGetStorageImpl();
+  return storage->set_data_ptr(storage->allocator()->allocate(0));
+}
+
+void GiveMemory(const at::Tensor& flat, c10::DataPtr memory) {
+  flat.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(memory));
+}
+
 void AllocateMemory(const at::Tensor& flat) {
   c10::StorageImpl* const storage = flat.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(storage->allocator()->allocate(storage->nbytes()));
