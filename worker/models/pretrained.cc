@@ -137,6 +137,13 @@ TextModel MakeModel(const ModelConfig& config, c10::ScalarType dtype, c10::Devic
   return model;
 }
 
+TextModel MakeEmptyModel(const ModelConfig& config, c10::ScalarType dtype) {
+  ThrowIfError(ValidateConfig(config));
+  TextModel model(Construct(config, dtype, c10::kMeta));
+  model->eval();
+  return model;
+}
+
 absl::StatusOr<TextModel> LoadPretrained(const std::string& path,
                                          const LoadPretrainedOptions& options,
                                          LoadedWeights* report) {
