@@ -25,8 +25,8 @@ absl::Status CheckBudget(const std::string& path, const models::TextModelImpl& m
   }
   if (most <= options.budget_bytes) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      absl::StrCat(path, ": ", largest, " is ", HumanBytes(static_cast<int64_t>(most)), ", and budget_bytes is ",
-                   HumanBytes(static_cast<int64_t>(options.budget_bytes)),
+      absl::StrCat(path, ": ", largest, " is ", HumanBytes(static_cast<int64_t>(most)),
+                   ", and budget_bytes is ", HumanBytes(static_cast<int64_t>(options.budget_bytes)),
                    ": a tensor is never divided, so that the budget must hold the largest one; "
                    "raise it, or place ",
                    largest, " on \"cpu\""));
@@ -55,8 +55,8 @@ absl::StatusOr<OffloadedCausalLm> load_causal_lm_offloaded(const std::string& pa
   };
   load.dispatch.ring_bytes = options.budget_bytes;
   load.dispatch.prefetch = options.prefetch;
-  MUSTER_ASSIGN_OR_RETURN(
-      loaded.weights, LoadCheckpointAndDispatch(*loaded.model, path, options.device_map, load));
+  MUSTER_ASSIGN_OR_RETURN(loaded.weights,
+                          LoadCheckpointAndDispatch(*loaded.model, path, options.device_map, load));
   return loaded;
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "ATen/Parallel.h"
 #include "ATen/TensorOperators.h"
 #include "ATen/core/grad_mode.h"
 #include "base/test_folder.h"
@@ -28,10 +29,16 @@ using testing_support::GoldenPath;
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 
 constexpr const char* kLanguageModels[] = {
-    "hf_models/gpt2_shared",  "hf_models/llama_shared",
-    "hf_models/qwen2_shared", "hf_models/mixtral_shared",
-    "hf_generate/gpt2_shared", "hf_generate/llama_rope_llama3_shared",
+    "hf_models/gpt2_shared",        "hf_models/llama_shared",
+    "hf_models/qwen2_shared",       "hf_models/mixtral_shared",
+    "hf_generate/gpt2_shared",      "hf_generate/llama_rope_llama3_shared",
     "hf_generate/mixtral_4_shared", "hf_generate/llama_tied_head_dim_shared"};
+
+// One thread: the models are small, and threads that wait for each other on a busy machine are not.
+[[maybe_unused]] const bool one_thread = [] {
+  at::set_num_threads(1);
+  return true;
+}();
 
 at::Tensor Ids() { return at::tensor({1, 5, 9, 2, 40, 17, 8, 3}, c10::kLong).view({2, 4}); }
 
@@ -43,10 +50,10 @@ at::Tensor Logits(models::TextModelImpl& model) {
 // Greedy and drawn, with a cache.
 at::Tensor Tokens(models::CausalLm& model) {
   const at::Tensor greedy = generate(model, Ids(), {}, {.max_new_tokens = 6}).tokens;
-  return at::cat({greedy, generate(model, Ids(), {},
-                                   {.max_new_tokens = 6, .do_sample = true, .seed = 5})
-                              .tokens},
-                 1);
+  return at::cat(
+      {greedy,
+       generate(model, Ids(), {}, {.max_new_tokens = 6, .do_sample = true, .seed = 5}).tokens},
+      1);
 }
 
 // A folder with a model of 14 MiB in blocks of 1.5 MiB, for what needs more weights than memory.
@@ -115,7 +122,7 @@ TEST(OffloadedModels, ModelWithPartsInMemory_SaysTheSame) {
   for (const char* const name : {"hf_models/llama_shared", "hf_models/mixtral_shared"}) {
     SCOPED_TRACE(name);
     auto whole = load_causal_lm(GoldenPath(name));
-    const auto loaded = load_causal_lm_offloaded(
+    auto loaded = load_causal_lm_offloaded(
         GoldenPath(name),
         {.device_map = {{"", "disk"}, {"model.layers.0", "cpu"}, {"model.norm", "cpu"}}});
     ASSERT_TRUE(loaded.ok()) << loaded.status();

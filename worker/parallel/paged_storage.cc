@@ -122,7 +122,16 @@ void RegisterFallback() {
     all->fallback(torch::CppFunction::makeFromBoxedFunction<&Fallback>());
     return all;
   }();
+  // set_data() asks by it whether two tensors are of one kind: no contents are needed. Without this
+  // a tensor that becomes a paged one would ask its page while that is being made.
+  static auto& kinds = *[] {
+    auto* const aten =
+        new torch::Library(torch::Library::IMPL, "aten", kPagedKey, __FILE__, __LINE__);
+    aten->impl("_has_compatible_shallow_copy_type", torch::CppFunction::makeFallthrough());
+    return aten;
+  }();
   (void)library;
+  (void)kinds;
 }
 
 }  // namespace
