@@ -1,30 +1,77 @@
-// How fast a model runs whose weights stay on the disk: bytes of weights per second of a forward
-// pass, against reading the same file from the first byte to the last in the same run.
-//
-//   bazel build -c opt //bench:offload //bench:generate
-//   bazel-bin/bench/generate --make DIR && bazel-bin/bench/offload --model DIR --memory 64
-#include "muster/offloaded_models.h"
-
+// Bytes of weights per second of a forward pass through a model that is offloaded to the disk,
+// against what the disk itself gives in the same run. bench/run_offload pairs it with Accelerate's.
 #include <fcntl.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
+#include "muster/bigmodel.h"
+#include "torch/nn/modules/container/sequential.h"
+#include "torch/nn/modules/linear.h"
+#include "worker/bigmodel/offload_ring.h"
+#include "worker/checkpoint/aligned_memory.h"
+#include "worker/checkpoint/model_files.h"
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr size_t kPart = size_t{4} << 20;
+
 double SecondsSince(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+torch::nn::Sequential Net(int64_t width, int64_t layers) {
+  torch::nn::Sequential net;
+  for (int64_t i = 0; i < layers; ++i) {
+    net->push_back(torch::nn::Linear(torch::nn::LinearOptions(width, width).bias(false)));
+  }
+  return net;
+}
+
+// The file leaves the page cache, or comes into it.
+void SetCached(const std::string& path, bool cached) {
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (cached) {
+    std::vector<char> part(kPart);
+    while (read(file, part.data(), part.size()) > 0) {
+    }
+  } else {
+    fdatasync(file);
+    posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
+  }
+  close(file);
+}
+
+// Seconds for all of the file, by as many threads as the ring has, past the page cache or through
+// it.
+double ReadAll(const std::string& path, int threads, bool direct) {
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | (direct ? O_DIRECT : 0));
+  const auto start = Clock::now();
+  std::vector<std::thread> readers;
+  for (int t = 0; t < threads; ++t) {
+    readers.emplace_back([=] {
+      muster::AlignedMemory memory;
+      if (!memory.Grow(kPart).ok()) return;
+      for (off_t at = static_cast<off_t>(kPart) * t;; at += static_cast<off_t>(kPart) * threads) {
+        if (pread(file, memory.data(), kPart, at) <= 0) return;
+      }
+    });
+  }
+  for (std::thread& reader : readers) reader.join();
+  const double seconds = SecondsSince(start);
+  close(file);
+  return seconds;
 }
 
 double Median(std::vector<double> values) {
@@ -32,71 +79,79 @@ double Median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// Takes the file out of the page cache.
-void Forget(const std::string& path) {
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return;
-  fsync(fd);
-  posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
-  close(fd);
-}
-
-// Bytes per second of reading the file in parts of 8 MiB.
-double ReadRate(const std::string& path) {
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  std::vector<char> buffer(size_t{8} << 20);
+// Bytes per second of one pass.
+double Forward(torch::nn::Sequential& net, const at::Tensor& x,
+               const muster::DispatchedModel& model) {
+  model.ring()->WaitUntilIdle();
+  const uint64_t before = model.stats().read_bytes;
   const auto start = Clock::now();
-  double bytes = 0;
-  for (ssize_t n; (n = read(fd, buffer.data(), buffer.size())) > 0;)
-    bytes += static_cast<double>(n);
-  close(fd);
-  return bytes / SecondsSince(start);
+  net->forward(x);
+  // The ring reads ahead into the next pass: what it has read counts once it is there.
+  model.ring()->WaitUntilIdle();
+  return static_cast<double>(model.stats().read_bytes - before) / SecondsSince(start);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Forward passes of a model whose weights stay on the disk");
-  std::string dir;
-  int64_t memory_mib = 64, tokens = 4, rounds = 5;
-  bool cold = false;
-  app.add_option("--model", dir, "its folder, with one model.safetensors")->required();
-  app.add_option("--memory", memory_mib, "MiB of weights in memory");
-  app.add_option("--tokens", tokens, "of the row");
-  app.add_option("--rounds", rounds, "passes, of which the median counts");
-  app.add_flag("--cold", cold, "take the file out of the page cache before each pass");
+  CLI::App app("Forward passes of a model that is offloaded to the disk");
+  std::string folder;
+  int64_t width = 4096, layers = 16, batch = 1, ring = int64_t{256} << 20;
+  int rounds = 5, readers = 2;
+  bool make = false;
+  app.add_option("--folder", folder, "of the model")->required();
+  app.add_flag("--make", make, "write the model, and do nothing else");
+  app.add_option("--width", width, "of a layer: width x width fp32 weights");
+  app.add_option("--layers", layers, "");
+  app.add_option("--batch", batch, "rows of the input");
+  app.add_option("--ring", ring, "bytes");
+  app.add_option("--readers", readers, "threads that read");
+  app.add_option("--rounds", rounds, "of which the median counts");
   CLI11_PARSE(app, argc, argv);
-  auto loaded = muster::load_causal_lm_offloaded(
-      dir, {.budget_bytes = static_cast<uint64_t>(memory_mib) << 20});
-  if (!loaded.ok()) {
-    std::fprintf(stderr, "%s\n", loaded.status().ToString().c_str());
+  const at::NoGradGuard no_grad;
+  if (make) {
+    torch::nn::Sequential net = Net(width, layers);
+    muster::NamedTensors tensors;
+    for (const auto& item : net->named_parameters()) tensors.emplace_back(item.key(), item.value());
+    const absl::Status saved = muster::SaveModelFiles(folder, tensors);
+    if (!saved.ok()) std::fprintf(stderr, "%s\n", saved.ToString().c_str());
+    return saved.ok() ? 0 : 1;
+  }
+  const std::string path = folder + "/model.safetensors";
+  auto net = muster::init_empty_weights([&] { return Net(width, layers); });
+  const auto setup = Clock::now();
+  muster::BigModelOptions options;
+  options.ring_bytes = static_cast<uint64_t>(ring);
+  options.readers = readers;
+  auto model = muster::load_checkpoint_and_dispatch(
+      net, folder, muster::DeviceEntries{{"", "disk"}}, options);
+  if (!model.ok()) {
+    std::fprintf(stderr, "%s\n", std::string(model.status().message()).c_str());
     return 1;
   }
-  const at::NoGradGuard no_grad;
-  const at::Tensor ids = at::arange(tokens, c10::kLong).unsqueeze(0);
-  const std::string file = dir + "/model.safetensors";
-  const auto pass = [&] { return loaded->model->NextLogits({.input_ids = ids}, nullptr, 1); };
-  // The first pass shows the order.
-  pass();
-  std::vector<double> disk, forward;
-  for (int64_t round = 0; round < rounds; ++round) {
-    if (cold) Forget(file);
-    disk.push_back(ReadRate(file));
-    if (cold) Forget(file);
-    const uint64_t before = loaded->weights.stats().read_bytes;
-    const auto start = Clock::now();
-    pass();
-    forward.push_back(static_cast<double>(loaded->weights.stats().read_bytes - before) /
-                      SecondsSince(start));
+  const double setup_seconds = SecondsSince(setup);
+  const at::Tensor x = at::randn({batch, width});
+  const double bytes = 4.0 * static_cast<double>(width) * static_cast<double>(width) *
+                       static_cast<double>(layers);
+  net->forward(x);
+  std::vector<double> disk, cold, ratio, cache, warm;
+  for (int i = 0; i < rounds; ++i) {
+    SetCached(path, false);
+    disk.push_back(bytes / ReadAll(path, readers, /*direct=*/true));
+    SetCached(path, false);
+    cold.push_back(Forward(net, x, *model));
+    ratio.push_back(cold.back() / disk.back());
   }
-  rusage usage;
-  getrusage(RUSAGE_SELF, &usage);
-  const muster::OffloadStats stats = loaded->weights.stats();
+  SetCached(path, true);
+  for (int i = 0; i < rounds; ++i) {
+    cache.push_back(bytes / ReadAll(path, readers, /*direct=*/false));
+    warm.push_back(Forward(net, x, *model));
+  }
   std::printf(
-      "{\"bench\":\"offload\",\"cold\":%s,\"weights_mib\":%ld,\"memory_mib\":%ld,"
-      "\"forward_mib_per_s\":%.0f,\"disk_mib_per_s\":%.0f,\"ratio\":%.3f,\"peak_rss_mib\":%ld}\n",
-      cold ? "true" : "false", static_cast<long>(stats.offloaded_bytes >> 20),
-      static_cast<long>(memory_mib), Median(forward) / (1 << 20), Median(disk) / (1 << 20),
-      Median(forward) / Median(disk), usage.ru_maxrss / 1024);
+      "{\"bench\": \"offload\", \"weights_bytes\": %.0f, \"ring_bytes\": %ld, \"readers\": %d, "
+      "\"batch\": %ld, \"setup_s\": %.3f, \"disk_gbps\": %.3f, \"cold_gbps\": %.3f, "
+      "\"cold_of_disk\": %.3f, \"cache_gbps\": %.3f, \"warm_gbps\": %.3f, \"waits\": %ld}\n",
+      bytes, ring, readers, batch, setup_seconds, Median(disk) / 1e9, Median(cold) / 1e9,
+      Median(ratio), Median(cache) / 1e9, Median(warm) / 1e9, model->stats().waits);
   return 0;
 }

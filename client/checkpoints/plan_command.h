@@ -1,0 +1,16 @@
+#ifndef MUSTER_CLIENT_CHECKPOINTS_PLAN_COMMAND_H_
+#define MUSTER_CLIENT_CHECKPOINTS_PLAN_COMMAND_H_
+
+#include <string>
+#include <vector>
+
+#include "client/cli/command.h"
+
+namespace muster::client {
+
+// `muster plan`: which device each part of a model would go to, from the headers of its files.
+int RunPlanCommand(const std::vector<std::string>& args, const CommandContext& context);
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CHECKPOINTS_PLAN_COMMAND_H_
