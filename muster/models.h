@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "ATen/core/Tensor.h"
+#include "ATen/core/grad_mode.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "worker/models/generate.h"
@@ -40,16 +42,24 @@ inline absl::StatusOr<models::TextModel> load_text_model(
 }
 
 // What comes after a prompt; see Generate in worker/models/generate.h. `model`: a CausalLm, a
-// pointer to one, or what prepare() returned for it. Of a model that is sharded, every process must
-// call it with a prompt of the same shape and the same options, and a mixture of experts is refused
-// by no one and hangs: gather such a model first (summon_full_params).
+// pointer to one, or what prepare() returned for it. Of a model that is sharded, all processes must
+// call it at the same time with the same prompt and options: they gather its parameters together.
 template <class M>
 requires requires(M& model) { static_cast<models::CausalLmImpl&>(*model); }
 models::Generated generate(M& model, const at::Tensor& input_ids,
                            const at::Tensor& attention_mask = {},
-                           const models::GenerateOptions& options = {}) {
-  return models::Generate(static_cast<models::CausalLmImpl&>(*model), input_ids, attention_mask,
-                          options);
+                           models::GenerateOptions options = {}) {
+  const auto run = [&](models::CausalLmImpl& module) {
+    return models::Generate(module, input_ids, attention_mask, options);
+  };
+  if constexpr (requires { model.call(run); }) {
+    options.run_idle_experts = true;
+    // Nothing of it is trained.
+    const at::NoGradGuard no_grad;
+    return model.call(run);
+  } else {
+    return run(static_cast<models::CausalLmImpl&>(*model));
+  }
 }
 
 // Writes config.json and weights, as transformers does. For one process; of a prepared model that

@@ -90,6 +90,27 @@ TEST(TextModels, EveryFamilyUnderEveryStrategy_TrainsAsOnOneProcess) {
   }
 }
 
+// Config of all families has a dropout of 0 here, so that two runs can be compared.
+TEST(TextModels, ActivationCheckpointing_ChangesNoGradient) {
+  for (const char* const folder : kFolders) {
+    SCOPED_TRACE(folder);
+    std::map<std::string, at::Tensor> gradients[2];
+    for (const bool on : {false, true}) {
+      models::TextModel net = Load(folder);
+      net->train();
+      net->set_activation_checkpointing(on);
+      const at::Tensor ids = at::arange(12, c10::kLong).view({2, 6});
+      net->forward({.input_ids = ids, .labels = ids}).loss.backward();
+      for (const auto& item : net->named_parameters()) {
+        gradients[on][item.key()] = item.value().grad();
+      }
+    }
+    for (const auto& [name, gradient] : gradients[0]) {
+      EXPECT_TRUE(at::equal(gradient, gradients[1].at(name))) << name;
+    }
+  }
+}
+
 TEST(TextModels, PreparedModel_GeneratesAndSaves) {
   RunAccelerators(1, {}, [&](Accelerator& accelerator) {
     auto loaded = load_causal_lm(GoldenPath("hf_train/gpt2_shared"));
@@ -104,6 +125,22 @@ TEST(TextModels, PreparedModel_GeneratesAndSaves) {
     ASSERT_TRUE(again.ok()) << again.status();
     EXPECT_TRUE(at::equal(tokens, generate(*again, prompt, {}, {.max_new_tokens = 5}).tokens));
   });
+}
+
+TEST(TextModels, ShardedModel_GeneratesAsTheWholeOne) {
+  for (const char* const folder : {"hf_train/mixtral_shared", "hf_train/gpt2_shared"}) {
+    const at::Tensor prompt = at::arange(4, c10::kLong).unsqueeze(0);
+    const models::GenerateOptions options = {.max_new_tokens = 5, .eos_token_ids = {{}}};
+    auto whole = load_causal_lm(GoldenPath(folder));
+    ASSERT_TRUE(whole.ok()) << whole.status();
+    const at::Tensor want = generate(*whole, prompt, {}, options).tokens;
+    AcceleratorOptions sharded;
+    sharded.sharding = ParseSharding("zero3", 2);
+    RunAccelerators(2, sharded, [&](Accelerator& accelerator) {
+      auto model = accelerator.prepare_model(*load_causal_lm(GoldenPath(folder)));
+      EXPECT_TRUE(at::equal(generate(model, prompt, {}, options).tokens, want));
+    });
+  }
 }
 
 }  // namespace

@@ -14,14 +14,17 @@
 #include "CLI/CLI.hpp"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/exit_code.h"
 #include "base/file.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "base/units.h"
 #include "base/version.h"
 #include "c10/util/Exception.h"
+#include "muster/offload.h"
 #include "worker/models/generation_config.h"
 #include "worker/models/text_generator.h"
 
@@ -51,7 +54,7 @@ constexpr char kFooter[] =
 constexpr int64_t kNewTokens = 256;
 
 struct Flags {
-  std::string model, prompt_file, dtype = "auto", device = "cpu", output = "text";
+  std::string model, prompt_file, dtype = "auto", device = "cpu", output = "text", weights_memory;
   std::vector<std::string> prompts, stop;
   std::optional<int64_t> max_new_tokens;
   std::optional<int64_t> min_new_tokens, top_k, no_repeat_ngram_size, num_beams;
@@ -91,6 +94,9 @@ void AddOptions(CLI::App& app, Flags& flags) {
   app.add_option("--dtype", flags.dtype, "Type of the weights; auto: as in the files")
       ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16"}));
   app.add_option("--device", flags.device, "cpu, cuda or cuda:N");
+  app.add_option("--weights_memory", flags.weights_memory,
+                 "Keep the weights in their files and at most so much of them in memory: 4GB")
+      ->type_name("SIZE");
   app.add_option("-o,--output", flags.output, "text or json")
       ->check(CLI::IsMember({"text", "json"}));
   app.add_flag("--quiet", flags.quiet, "No figures");
@@ -177,6 +183,27 @@ const char* ReasonName(GeneratedText::Reason reason) {
   return "";
 }
 
+// The model in memory, or with its weights in their files.
+absl::StatusOr<TextGenerator> LoadGenerator(const Flags& flags, OffloadedCausalLm* offloaded) {
+  MUSTER_ASSIGN_OR_RETURN(const models::LoadPretrainedOptions load, LoadOptions(flags));
+  if (flags.weights_memory.empty()) return TextGenerator::FromFolder(flags.model, load);
+  if (!load.device.is_cpu()) {
+    return absl::InvalidArgumentError("--weights_memory is for --device cpu");
+  }
+  const absl::StatusOr<int64_t> bytes = ParseMemorySize(flags.weights_memory);
+  if (!bytes.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat("--weights_memory: ", bytes.status().message()));
+  }
+  MUSTER_ASSIGN_OR_RETURN(models::GenerateOptions defaults,
+                          models::ReadGenerationConfig(flags.model));
+  MUSTER_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::FromFolder(flags.model));
+  MUSTER_ASSIGN_OR_RETURN(
+      *offloaded,
+      load_offloaded_causal_lm(flags.model, {.memory_bytes = static_cast<uint64_t>(*bytes)},
+                               load.dtype, load.config));
+  return TextGenerator(offloaded->model, std::move(tokenizer), std::move(defaults));
+}
+
 struct Times {
   double load = 0, first_token = 0, generate = 0;
 };
@@ -216,8 +243,8 @@ absl::Status Run(const Flags& flags) {
   };
   if (flags.model.empty()) return absl::InvalidArgumentError("say which model: --model DIR");
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> prompts, Prompts(flags));
-  MUSTER_ASSIGN_OR_RETURN(const models::LoadPretrainedOptions load, LoadOptions(flags));
-  MUSTER_ASSIGN_OR_RETURN(TextGenerator generator, TextGenerator::FromFolder(flags.model, load));
+  OffloadedCausalLm offloaded;
+  MUSTER_ASSIGN_OR_RETURN(TextGenerator generator, LoadGenerator(flags, &offloaded));
   MUSTER_ASSIGN_OR_RETURN(TextOptions options, OptionsOf(flags, generator.defaults()));
   Times times = {.load = elapsed()};
   const bool streams =
@@ -246,6 +273,13 @@ absl::Status Run(const Flags& flags) {
   }
   std::fflush(stdout);
   if (!flags.quiet) PrintFigures(texts, times);
+  if (!flags.quiet && !flags.weights_memory.empty()) {
+    const OffloadStats stats = offloaded.weights.stats();
+    std::fprintf(stderr, "weights: %ld MiB in files, at most %ld MiB in memory, %ld MiB read\n",
+                 static_cast<long>(stats.offloaded_bytes >> 20),
+                 static_cast<long>((stats.ring_bytes + stats.overflow_bytes) >> 20),
+                 static_cast<long>(stats.read_bytes >> 20));
+  }
   return absl::OkStatus();
 }
 
@@ -265,7 +299,12 @@ int Main(int argc, char** argv) {
   }
   const absl::Status status = Run(flags);
   if (status.ok()) return kExitOk;
-  std::fprintf(stderr, "muster generate: %s\n", OneLine(status.message()).c_str());
+  // LibTorch has no error of its own for memory of the CPU.
+  const bool no_memory = absl::StrContains(status.message(), "can't allocate memory");
+  std::fprintf(stderr, "muster generate: %s\n",
+               no_memory ? "the model does not fit into memory: --weights_memory SIZE leaves its "
+                           "weights in their files, --dtype bfloat16 halves them"
+                         : OneLine(status.message()).c_str());
   return absl::IsUnimplemented(status) ? kExitUsage : ExitCodeOf(status);
 }
 

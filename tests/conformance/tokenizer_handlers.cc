@@ -18,7 +18,7 @@ using Json = nlohmann::json;
 
 struct Loaded {
   Tokenizer tokenizer;
-  std::map<int64_t, std::string> added_tokens;
+  std::map<int64_t, Json> added_tokens;
   bool decodes_bytes;
 };
 
@@ -33,7 +33,7 @@ const Loaded& LoadedOf(const Json& in) {
   Loaded loaded = {ValueOf(Tokenizer::FromFile(found)), {}, false};
   const Json json = Json::parse(ValueOf(ReadFile(found)));
   for (const Json& token : json.value("added_tokens", Json::array())) {
-    loaded.added_tokens.emplace(token.at("id"), token.at("content"));
+    loaded.added_tokens.emplace(token.at("id"), token);
   }
   const Json decoder = json.value("decoder", Json());
   loaded.decodes_bytes = decoder.is_object() && decoder.value("type", "") == "ByteLevel";
@@ -46,10 +46,11 @@ bool DecodesAsRecorded(const Loaded& loaded, const Encoding& encoding) {
   for (size_t i = 0; i < encoding.size(); ++i) {
     const auto added = loaded.added_tokens.find(encoding.ids[i]);
     if (added == loaded.added_tokens.end()) continue;
-    const std::string& content = added->second;
+    const std::string content = added->second.at("content");
     const bool ascii = std::all_of(content.begin(), content.end(), [](char c) { return c >= 0; });
     if (loaded.decodes_bytes && !ascii) return false;
-    if (encoding.tokens[i].find(content) == std::string::npos) return false;
+    const bool normalized = added->second.at("normalized");
+    if (normalized && encoding.tokens[i].find(content) == std::string::npos) return false;
   }
   return true;
 }

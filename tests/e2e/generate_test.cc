@@ -3,14 +3,12 @@
 #include <string>
 #include <vector>
 
-#include "ATen/Functions.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/file.h"
 #include "gmock/gmock.h"
-#include "muster/models.h"
+#include "tests/e2e/hub_folder.h"
 #include "tests/e2e/launch_fixture.h"
-#include "tests/testdata/golden.h"
 
 namespace muster {
 namespace {
@@ -26,24 +24,7 @@ class GenerateTest : public LaunchFixture {
   void SetUp() override {
     LaunchFixture::SetUp();
     model_ = Temp("model");
-    models::DecoderConfig config;
-    config.vocab_size = 1203;
-    config.max_positions = 64;
-    config.initializer_range = 0.3;
-    config.hidden_size = 32;
-    config.intermediate_size = 64;
-    config.num_layers = 2;
-    config.num_heads = config.num_key_value_heads = 4;
-    config.head_dim = 8;
-    config.sliding_windows = {0, 0};
-    at::manual_seed(2);
-    const models::TextModel model = models::MakeModel(config);
-    ASSERT_TRUE(save_pretrained(model, model_).ok());
-    const std::string tokenizer =
-        testing_support::GoldenPath("hf_tokenizer/llama2_shared/tokenizer.json");
-    ASSERT_TRUE(WriteFileAtomically(absl::StrCat(model_, "/tokenizer.json"),
-                                    ReadFile(tokenizer).value_or(""))
-                    .ok());
+    ASSERT_TRUE(WriteHubFolder(model_).ok());
   }
 
   std::unique_ptr<Command> Generate(std::vector<std::string> args) {
@@ -91,6 +72,34 @@ TEST_F(GenerateTest, Json_HasTextsAndFigures) {
   EXPECT_EQ(json["texts"][1]["new_tokens"], 5);
   EXPECT_EQ(json["texts"][1]["stopped_by"], "max_new_tokens");
   EXPECT_GT(json["load_seconds"], 0);
+}
+
+// 170 MB of weights where 40 MB are for them: read again and again, and the same text.
+TEST_F(GenerateTest, ModelLargerThanMemory_RunsFromItsFiles) {
+  const std::string large = Temp("large");
+  ASSERT_TRUE(WriteHubFolder(large, /*width=*/512, /*layers=*/16).ok());
+  const auto generate = [&](const std::string& limit, const std::string& more) {
+    env_["PATH"] = "/bin:/usr/bin";
+    return std::make_unique<Command>(
+        *host_,
+        std::vector<std::string>{
+            "/bin/bash", "-c",
+            absl::StrCat("ulimit -d ", limit, "; exec \"$0\" --model \"$1\" --prompt Hello ",
+                         "--max_new_tokens 5 ", more),
+            Runfile("muster/muster-generate"), large},
+        env_);
+  };
+  auto whole = generate("unlimited", "--quiet");
+  ASSERT_EQ(whole->Wait(), 0) << whole->err_text();
+  auto offloaded = generate("170000", "--weights_memory 40MB");
+  ASSERT_EQ(offloaded->Wait(), 0) << offloaded->err_text();
+  EXPECT_EQ(offloaded->out_text(), whole->out_text());
+  EXPECT_THAT(
+      offloaded->err_text(),
+      testing::ContainsRegex("weights: 16[0-9] MiB in files, at most 3[0-9] MiB in memory"));
+  auto too_large = generate("170000", "--quiet");
+  EXPECT_NE(too_large->Wait(), 0);
+  EXPECT_THAT(too_large->err(), ElementsAre(HasSubstr("--weights_memory")));
 }
 
 TEST_F(GenerateTest, WhatIsWrong_IsOneLineThatNamesIt) {

@@ -11,7 +11,7 @@
 #include "ATen/ops/tensor.h"
 #include "c10/util/Exception.h"
 #include "muster/models.h"
-#include "muster/offloaded_models.h"
+#include "muster/offload.h"
 
 namespace muster {
 namespace {
@@ -56,7 +56,7 @@ absl::Status Run(const std::string& mode, const std::string& folder, uint64_t mi
     std::printf("}\n");
     return absl::OkStatus();
   }
-  const auto loaded = load_causal_lm_offloaded(folder, {.budget_bytes = mib << 20});
+  const auto loaded = load_offloaded_causal_lm(folder, {.memory_bytes = mib << 20});
   if (!loaded.ok()) return loaded.status();
   Continue(loaded->model);
   const OffloadStats stats = loaded->weights.stats();

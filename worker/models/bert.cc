@@ -12,6 +12,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "torch/nn/modules/container/modulelist.h"
+#include "worker/train/activation_checkpoint.h"
 
 namespace muster::models {
 namespace {
@@ -67,16 +69,18 @@ BertImpl::BertImpl(const BertConfig& config, bool has_pooler) : dropout_(config.
   token_type_embeddings_ = embeddings->register_module("token_type_embeddings",
                                                        Embedding(config.type_vocab_size, width));
   norm_ = embeddings->register_module("LayerNorm", LayerNorm(width, config.layer_norm_eps));
-  const auto list = Level(*Level(*this, "encoder"), "layer");
+  torch::nn::ModuleList list =
+      Level(*this, "encoder")->register_module("layer", torch::nn::ModuleList());
   for (int64_t i = 0; i < config.num_layers; ++i) {
-    layers_.push_back(list->register_module(std::to_string(i), BertLayer(config)));
+    layers_.emplace_back(config);
+    list->push_back(layers_.back().ptr());
   }
   if (has_pooler) {
     pooler_ = Level(*this, "pooler")->register_module("dense", Linear(width, width, true));
   }
 }
 
-at::Tensor BertImpl::forward(const TextBatch& batch) {
+at::Tensor BertImpl::forward(const TextBatch& batch, bool activation_checkpointing) {
   const at::Tensor& ids = batch.input_ids;
   const at::Tensor positions = batch.position_ids.defined()
                                    ? batch.position_ids
@@ -88,7 +92,9 @@ at::Tensor BertImpl::forward(const TextBatch& batch) {
       word_embeddings(ids) + token_type_embeddings_(types) + position_embeddings_(positions);
   at::Tensor x = Dropout(norm_(sum), dropout_, is_training());
   const AttentionMask mask = BidirectionalMask(PaddingMask(batch.attention_mask));
-  for (BertLayer& layer : layers_) x = layer(x, mask);
+  for (BertLayer& layer : layers_) {
+    x = activation_checkpointing ? activation_checkpoint(layer, x, mask) : layer(x, mask);
+  }
   return x;
 }
 
@@ -135,8 +141,8 @@ void BertForMaskedLMImpl::InitWeights() {
 
 ModelOutput BertForMaskedLMImpl::forward(const TextBatch& batch) {
   CheckBatch(batch, Common(config()), /*past=*/0);
-  const at::Tensor hidden =
-      transform_norm_(Activate(bert_config().activation, transform_(bert_(batch))));
+  const at::Tensor hidden = transform_norm_(
+      Activate(bert_config().activation, transform_(bert_(batch, activation_checkpointing()))));
   const at::Tensor& weight = decoder_ ? decoder_->weight : bert_->word_embeddings->weight;
   ModelOutput output = {.logits = at::linear(hidden, weight, bias_)};
   if (!batch.labels.defined()) return output;
@@ -164,7 +170,7 @@ BertForSequenceClassificationImpl::BertForSequenceClassificationImpl(const BertC
 
 ModelOutput BertForSequenceClassificationImpl::forward(const TextBatch& batch) {
   CheckBatch(batch, Common(config()), /*past=*/0);
-  const at::Tensor pooled = bert_->Pool(bert_(batch));
+  const at::Tensor pooled = bert_->Pool(bert_(batch, activation_checkpointing()));
   ModelOutput output = {
       .logits = classifier_(Dropout(pooled, bert_config().classifier_dropout, is_training()))};
   if (batch.labels.defined()) output.loss = Loss(output.logits, batch.labels);

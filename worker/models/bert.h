@@ -49,7 +49,7 @@ class BertImpl : public torch::nn::Module {
  public:
   BertImpl(const BertConfig& config, bool has_pooler);
   // [B, T, width].
-  at::Tensor forward(const TextBatch& batch);
+  at::Tensor forward(const TextBatch& batch, bool activation_checkpointing);
   // Of the first token: hidden [B, T, width] to [B, width].
   at::Tensor Pool(const at::Tensor& hidden);
 

@@ -8,6 +8,8 @@
 #include "ATen/ops/empty.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "torch/nn/modules/container/modulelist.h"
+#include "worker/train/activation_checkpoint.h"
 
 namespace muster::models {
 
@@ -46,13 +48,12 @@ DecoderLayerImpl::DecoderLayerImpl(const DecoderConfig& config, int64_t layer) {
       register_module("post_attention_layernorm", RmsNorm(width, config.rms_norm_eps));
 }
 
-at::Tensor DecoderLayerImpl::forward(const at::Tensor& x, DecoderPass& pass) {
+DecoderLayerImpl::Output DecoderLayerImpl::forward(const at::Tensor& x, const DecoderPass& pass) {
   const at::Tensor attended = x + self_attn_(input_layernorm_(x), pass);
   const at::Tensor normed = post_attention_layernorm_(attended);
-  if (mlp_) return attended + mlp_(normed);
+  if (mlp_) return {.x = attended + mlp_(normed)};
   const SparseExpertsImpl::Output mixed = experts_(normed, pass.skip_idle_experts);
-  pass.router_logits.push_back(mixed.router_logits);
-  return attended + mixed.x;
+  return {.x = attended + mixed.x, .router_logits = mixed.router_logits};
 }
 
 DecoderImpl::DecoderImpl(const DecoderConfig& config)
@@ -60,14 +61,15 @@ DecoderImpl::DecoderImpl(const DecoderConfig& config)
       rope_frequencies_(RopeFrequencies(config.rope, config.head_dim)) {
   embed_tokens = register_module(
       "embed_tokens", Embedding(config.vocab_size, config.hidden_size, config.pad_token_id));
-  const auto list = register_module("layers", std::make_shared<torch::nn::Module>("layers"));
+  torch::nn::ModuleList list = register_module("layers", torch::nn::ModuleList());
   for (int64_t i = 0; i < config.num_layers; ++i) {
-    layers_.push_back(list->register_module(std::to_string(i), DecoderLayer(config, i)));
+    layers_.emplace_back(config, i);
+    list->push_back(layers_.back().ptr());
   }
   norm_ = register_module("norm", RmsNorm(config.hidden_size, config.rms_norm_eps));
 }
 
-at::Tensor DecoderImpl::forward(const TextBatch& batch, DecoderPass& pass) {
+DecoderImpl::Output DecoderImpl::forward(const TextBatch& batch, DecoderPass pass) {
   const int64_t past = pass.cache == nullptr ? 0 : pass.cache->length();
   const int64_t count = batch.input_ids.size(1);
   at::Tensor x = embed_tokens(batch.input_ids);
@@ -87,8 +89,15 @@ at::Tensor DecoderImpl::forward(const TextBatch& batch, DecoderPass& pass) {
     }
     pass.masks.push_back(found->second);
   }
-  for (DecoderLayer& layer : layers_) x = layer(x, pass);
-  return norm_(x);
+  Output out;
+  for (DecoderLayer& layer : layers_) {
+    DecoderLayerImpl::Output next =
+        pass.activation_checkpointing ? activation_checkpoint(layer, x, pass) : layer(x, pass);
+    x = next.x;
+    if (next.router_logits.defined()) out.router_logits.push_back(next.router_logits);
+  }
+  out.x = norm_(x);
+  return out;
 }
 
 DecoderForCausalLMImpl::DecoderForCausalLMImpl(const DecoderConfig& config)
@@ -99,13 +108,17 @@ DecoderForCausalLMImpl::DecoderForCausalLMImpl(const DecoderConfig& config)
   }
 }
 
-CausalLmImpl::Hidden DecoderForCausalLMImpl::Run(const TextBatch& batch, KvCache* cache) {
-  DecoderPass pass{.cache = cache, .skip_idle_experts = cache != nullptr};
-  Hidden out = {.hidden = model_(batch, pass)};
+CausalLmImpl::Hidden DecoderForCausalLMImpl::Run(const TextBatch& batch, KvCache* cache,
+                                                 bool run_idle_experts) {
+  const DecoderImpl::Output run =
+      model_(batch, DecoderPass{.cache = cache,
+                                .skip_idle_experts = !run_idle_experts,
+                                .activation_checkpointing = activation_checkpointing()});
+  Hidden out = {.hidden = run.x};
   if (cache != nullptr) cache->Advance(batch.input_ids.size(1));
   const DecoderConfig& config = decoder_config();
   if (config.num_experts > 0 && config.output_router_logits && cache == nullptr) {
-    out.aux_loss = LoadBalancingLoss(pass.router_logits, config.num_experts_per_token,
+    out.aux_loss = LoadBalancingLoss(run.router_logits, config.num_experts_per_token,
                                      PaddingMask(batch.attention_mask));
   }
   return out;

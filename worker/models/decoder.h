@@ -26,8 +26,7 @@ struct DecoderPass {
   std::vector<AttentionMask> masks = {};
   KvCache* cache = nullptr;
   bool skip_idle_experts = false;
-  // Filled by the layers: the router's logits [B * T, experts].
-  std::vector<at::Tensor> router_logits = {};
+  bool activation_checkpointing = false;
 };
 
 // Attention with grouped queries (Ainslie et al., 2023) and rotary positions.
@@ -48,8 +47,12 @@ TORCH_MODULE(DecoderAttention);
 class DecoderLayerImpl : public torch::nn::Module {
  public:
   DecoderLayerImpl(const DecoderConfig& config, int64_t layer);
-  // x [B, T, width] to the same.
-  at::Tensor forward(const at::Tensor& x, DecoderPass& pass);
+  struct Output {
+    at::Tensor x = {};              // [B, T, width]
+    at::Tensor router_logits = {};  // [B * T, experts], of a mixture of experts
+  };
+  // x [B, T, width].
+  Output forward(const at::Tensor& x, const DecoderPass& pass);
 
  private:
   RmsNorm input_layernorm_{nullptr}, post_attention_layernorm_{nullptr};
@@ -64,8 +67,13 @@ TORCH_MODULE(DecoderLayer);
 class DecoderImpl : public torch::nn::Module {
  public:
   explicit DecoderImpl(const DecoderConfig& config);
-  // Of the last layer, normed: [B, T, width].
-  at::Tensor forward(const TextBatch& batch, DecoderPass& pass);
+  struct Output {
+    at::Tensor x = {};  // of the last layer, normed: [B, T, width]
+    // Of each layer of a mixture of experts.
+    std::vector<at::Tensor> router_logits = {};
+  };
+  // `pass` as the caller wants it; the rest of it is filled in here.
+  Output forward(const TextBatch& batch, DecoderPass pass);
 
   Embedding embed_tokens{nullptr};
 
@@ -86,7 +94,7 @@ class DecoderForCausalLMImpl : public CausalLmImpl {
   std::string ParameterName(const std::string& name_in_file) const override;
 
  protected:
-  Hidden Run(const TextBatch& batch, KvCache* cache) override;
+  Hidden Run(const TextBatch& batch, KvCache* cache, bool run_idle_experts) override;
   at::Tensor Head(const at::Tensor& hidden) override;
   double aux_loss_coefficient() const override { return decoder_config().router_aux_loss_coef; }
 

@@ -298,7 +298,8 @@ Generated Generate(CausalLmImpl& model, const at::Tensor& input_ids,
   const Resolved resolved = Resolve(config, options);
   GenerateOptions complete = options;
   complete.rules.end_tokens = resolved.end_tokens;
-  PromptReader reader(model, input_ids, attention_mask, options.max_new_tokens);
+  PromptReader reader(model, input_ids, attention_mask, options.max_new_tokens,
+                      options.run_idle_experts);
   return options.num_beams > 1 ? Search(reader, complete, resolved)
                                : Walk(reader, complete, resolved);
 }

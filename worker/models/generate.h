@@ -46,6 +46,9 @@ struct GenerateOptions {
       nullptr;
   // Keep the logits of every step.
   bool output_logits = false;
+  // Run experts that no token chose as well: for processes that divide a model's parameters and
+  // must stay in step. muster::generate sets it for prepared models.
+  bool run_idle_experts = false;
   // Let prompt and new tokens be more than the positions that the model was trained for (with
   // rotary positions only).
   bool beyond_context = false;

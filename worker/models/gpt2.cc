@@ -7,6 +7,8 @@
 #include "ATen/ops/arange.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "torch/nn/modules/container/modulelist.h"
+#include "worker/train/activation_checkpoint.h"
 
 namespace muster::models {
 
@@ -60,14 +62,16 @@ at::Tensor Gpt2BlockImpl::forward(const at::Tensor& x, const AttentionMask& mask
 Gpt2Impl::Gpt2Impl(const Gpt2Config& config) : dropout_(config.embedding_dropout) {
   wte = register_module("wte", Embedding(config.vocab_size, config.hidden_size));
   wpe_ = register_module("wpe", Embedding(config.max_positions, config.hidden_size));
-  const auto list = register_module("h", std::make_shared<torch::nn::Module>("h"));
+  torch::nn::ModuleList list = register_module("h", torch::nn::ModuleList());
   for (int64_t i = 0; i < config.num_layers; ++i) {
-    h_.push_back(list->register_module(std::to_string(i), Gpt2Block(config, i)));
+    h_.emplace_back(config, i);
+    list->push_back(h_.back().ptr());
   }
   ln_f_ = register_module("ln_f", LayerNorm(config.hidden_size, config.layer_norm_epsilon));
 }
 
-at::Tensor Gpt2Impl::forward(const TextBatch& batch, KvCache* cache) {
+at::Tensor Gpt2Impl::forward(const TextBatch& batch, KvCache* cache,
+                             bool activation_checkpointing) {
   const int64_t past = cache == nullptr ? 0 : cache->length();
   const int64_t count = batch.input_ids.size(1);
   const at::Tensor positions =
@@ -77,7 +81,10 @@ at::Tensor Gpt2Impl::forward(const TextBatch& batch, KvCache* cache) {
   at::Tensor x = Dropout(wte(batch.input_ids) + wpe_(positions), dropout_, is_training());
   const AttentionMask mask =
       CausalMask(PaddingMask(batch.attention_mask), count, past + count, /*window=*/0, x.device());
-  for (Gpt2Block& block : h_) x = block(x, mask, cache);
+  for (Gpt2Block& block : h_) {
+    x = activation_checkpointing ? activation_checkpoint(block, x, mask, cache)
+                                 : block(x, mask, cache);
+  }
   if (cache != nullptr) cache->Advance(count);
   return ln_f_(x);
 }
@@ -101,8 +108,9 @@ void Gpt2LMHeadModelImpl::InitWeights() {
   }
 }
 
-CausalLmImpl::Hidden Gpt2LMHeadModelImpl::Run(const TextBatch& batch, KvCache* cache) {
-  return {.hidden = transformer_(batch, cache)};
+CausalLmImpl::Hidden Gpt2LMHeadModelImpl::Run(const TextBatch& batch, KvCache* cache,
+                                              bool /*run_idle_experts*/) {
+  return {.hidden = transformer_(batch, cache, activation_checkpointing())};
 }
 
 at::Tensor Gpt2LMHeadModelImpl::Head(const at::Tensor& hidden) {

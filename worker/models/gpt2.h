@@ -59,7 +59,7 @@ TORCH_MODULE(Gpt2Block);
 class Gpt2Impl : public torch::nn::Module {
  public:
   explicit Gpt2Impl(const Gpt2Config& config);
-  at::Tensor forward(const TextBatch& batch, KvCache* cache);
+  at::Tensor forward(const TextBatch& batch, KvCache* cache, bool activation_checkpointing);
 
   Embedding wte{nullptr};
 
@@ -82,7 +82,7 @@ class Gpt2LMHeadModelImpl : public CausalLmImpl {
   std::string ParameterName(const std::string& name_in_file) const override;
 
  protected:
-  Hidden Run(const TextBatch& batch, KvCache* cache) override;
+  Hidden Run(const TextBatch& batch, KvCache* cache, bool run_idle_experts) override;
   at::Tensor Head(const at::Tensor& hidden) override;
 
  private:

@@ -26,8 +26,8 @@ std::vector<Tokens> RowsOf(const at::Tensor& ids, const at::Tensor& mask) {
 }  // namespace
 
 PromptReader::PromptReader(CausalLmImpl& model, const at::Tensor& input_ids,
-                           const at::Tensor& attention_mask, int64_t room)
-    : model_(model), room_(room) {
+                           const at::Tensor& attention_mask, int64_t room, bool run_idle_experts)
+    : model_(model), room_(room), run_idle_experts_(run_idle_experts) {
   TORCH_CHECK_VALUE(input_ids.defined() && input_ids.dim() == 2 && input_ids.numel() > 0,
                     "the prompt is empty: it needs at least one token in each row");
   const at::Device device = model.parameters().at(0).device();
@@ -50,7 +50,7 @@ PromptReader::PromptReader(CausalLmImpl& model, const at::Tensor& input_ids,
 }
 
 at::Tensor PromptReader::Read(TextBatch batch) {
-  return model_.NextLogits(batch, &*cache_, 1).select(1, 0).to(c10::kFloat);
+  return model_.NextLogits(batch, &*cache_, 1, run_idle_experts_).select(1, 0).to(c10::kFloat);
 }
 
 at::Tensor PromptReader::ReadPrompt() {

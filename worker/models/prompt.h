@@ -18,7 +18,7 @@ class PromptReader {
  public:
   // Throws as Generate() for a prompt that is not valid. `room`: tokens that come after the prompt.
   PromptReader(CausalLmImpl& model, const at::Tensor& input_ids, const at::Tensor& attention_mask,
-               int64_t room);
+               int64_t room, bool run_idle_experts = false);
 
   // The tokens of each row, without padding.
   const std::vector<Tokens>& prompts() const { return prompts_; }
@@ -37,6 +37,7 @@ class PromptReader {
 
   CausalLmImpl& model_;
   const int64_t room_;
+  const bool run_idle_experts_;
   at::Tensor input_ids_;
   // Undefined if there is no padding.
   at::Tensor mask_;

@@ -1,7 +1,5 @@
 #include "worker/models/sparse_experts.h"
 
-#include <string>
-
 #include "ATen/TensorOperators.h"
 #include "ATen/ops/argsort.h"
 #include "ATen/ops/bincount.h"
@@ -11,6 +9,7 @@
 #include "ATen/ops/softmax.h"
 #include "ATen/ops/topk.h"
 #include "ATen/ops/zeros_like.h"
+#include "torch/nn/modules/container/modulelist.h"
 
 namespace muster::models {
 
@@ -31,10 +30,10 @@ at::Tensor GatedMlpImpl::forward(const at::Tensor& x) {
 SparseExpertsImpl::SparseExpertsImpl(const DecoderConfig& config)
     : num_chosen_(config.num_experts_per_token), jitter_(config.router_jitter_noise) {
   gate_ = register_module("gate", Linear(config.hidden_size, config.num_experts, false));
-  const auto list = register_module("experts", std::make_shared<torch::nn::Module>("experts"));
+  torch::nn::ModuleList list = register_module("experts", torch::nn::ModuleList());
   for (int64_t i = 0; i < config.num_experts; ++i) {
-    experts_.push_back(list->register_module(
-        std::to_string(i), GatedMlp(config, GatedMlpImpl::Names{"w1", "w3", "w2"})));
+    experts_.emplace_back(config, GatedMlpImpl::Names{"w1", "w3", "w2"});
+    list->push_back(experts_.back().ptr());
   }
 }
 

@@ -26,6 +26,8 @@ class TextRow {
     MUSTER_ASSIGN_OR_RETURN(const std::string text, decoder_.Push(token));
     return Show(stop_.Push(text));
   }
+  // A token without a text.
+  void Skip() { ++num_tokens_; }
   // The text that remains to be shown.
   absl::StatusOr<std::string> Finish() {
     MUSTER_ASSIGN_OR_RETURN(const std::string text, decoder_.Finish());
@@ -119,6 +121,11 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::Generate(
   // Takes a row's next token; whether it goes on.
   const auto take = [&](size_t row, int64_t token) {
     if (Contains(end_tokens, token)) met_end[row] = true;
+    // A vocabulary that is filled up to a round number has ids without a text.
+    if (!tokenizer_.IdToToken(token).has_value()) {
+      rows[row].Skip();
+      return !met_end[row];
+    }
     absl::StatusOr<std::string> text = rows[row].Push(token);
     ThrowIfError(text.status());
     if (options.on_text != nullptr && !text->empty()) options.on_text(row, *text);

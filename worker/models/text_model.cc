@@ -37,7 +37,7 @@ void TextModelImpl::InitWeights() {
 
 ModelOutput CausalLmImpl::forward(const TextBatch& batch) {
   CheckBatch(batch, Common(config()), /*past=*/0);
-  const Hidden run = Run(batch, nullptr);
+  const Hidden run = Run(batch, nullptr, /*run_idle_experts=*/true);
   ModelOutput output = {.logits = Head(run.hidden), .aux_loss = run.aux_loss};
   if (!batch.labels.defined()) return output;
   TORCH_CHECK(batch.labels.sizes() == batch.input_ids.sizes(), "labels have the shape ",
@@ -53,9 +53,10 @@ ModelOutput CausalLmImpl::forward(const TextBatch& batch) {
   return output;
 }
 
-at::Tensor CausalLmImpl::NextLogits(const TextBatch& batch, KvCache* cache, int64_t num_logits) {
+at::Tensor CausalLmImpl::NextLogits(const TextBatch& batch, KvCache* cache, int64_t num_logits,
+                                    bool run_idle_experts) {
   CheckBatch(batch, Common(config()), cache == nullptr ? 0 : cache->length());
-  const at::Tensor hidden = Run(batch, cache).hidden;
+  const at::Tensor hidden = Run(batch, cache, run_idle_experts).hidden;
   return Head(hidden.narrow(1, hidden.size(1) - num_logits, num_logits));
 }
 

@@ -44,15 +44,21 @@ class TextModelImpl : public torch::nn::Module {
   // from torch's default generator.
   virtual void InitWeights();
 
+  // Keeps the inputs of layers alone for the backward pass, and runs each layer a second time there
+  // (worker/train/activation_checkpoint.h).
+  void set_activation_checkpointing(bool on) { activation_checkpointing_ = on; }
+
   // The model's name for a tensor of a file, which may be an older name, that of the same model
   // without its head, or empty for a tensor that the model does not need (a tied head, a buffer).
   virtual std::string ParameterName(const std::string& name_in_file) const = 0;
 
  protected:
   explicit TextModelImpl(ModelConfig config);
+  bool activation_checkpointing() const { return activation_checkpointing_ && is_training(); }
 
  private:
   const ModelConfig config_;
+  bool activation_checkpointing_ = false;
 };
 TORCH_MODULE(TextModel);
 
@@ -65,10 +71,10 @@ class CausalLmImpl : public TextModelImpl {
   ModelOutput forward(const TextBatch& batch) override;
 
   // Logits [B, `num_logits`, vocabulary] of the last positions. With a cache, the ids are the
-  // positions after those in it, and `attention_mask` [B, cache length + T] is of both. Idle
-  // experts are left out, so that ranks which divide a model's parameters must not call it with
-  // different batches.
-  at::Tensor NextLogits(const TextBatch& batch, KvCache* cache, int64_t num_logits = 1);
+  // positions after those in it, and `attention_mask` [B, cache length + T] is of both. Experts
+  // without tokens run only if `run_idle_experts`.
+  at::Tensor NextLogits(const TextBatch& batch, KvCache* cache, int64_t num_logits = 1,
+                        bool run_idle_experts = false);
 
   virtual KvCache NewCache(int64_t batch, int64_t capacity) const = 0;
 
@@ -80,7 +86,7 @@ class CausalLmImpl : public TextModelImpl {
     at::Tensor hidden = {};
     at::Tensor aux_loss = {};
   };
-  virtual Hidden Run(const TextBatch& batch, KvCache* cache) = 0;
+  virtual Hidden Run(const TextBatch& batch, KvCache* cache, bool run_idle_experts) = 0;
   // hidden [B, T, width] to logits [B, T, vocabulary].
   virtual at::Tensor Head(const at::Tensor& hidden) = 0;
   virtual double aux_loss_coefficient() const { return 0; }

@@ -40,12 +40,15 @@ TEST(AddedTokens, TheLongestFromTheLeft_IsCutOut) {
 }
 
 TEST(AddedTokens, Flags_TakeBlanksAndMindWords) {
-  EXPECT_EQ(Cut({Token(0, "<l>", {"lstrip"})}, "a  <l> b"), (Texts{"a", "0:  <l>", " b"}));
-  EXPECT_EQ(Cut({Token(0, "<r>", {"rstrip"})}, "a <r>\t b"), (Texts{"a ", "0:<r>\t ", "b"}));
-  EXPECT_EQ(Cut({Token(0, "ab", {"single_word"})}, "ab abc _ab ab"),
+  EXPECT_EQ(Cut(Json::array({Token(0, "<l>", {"lstrip"})}), "a  <l> b"),
+            (Texts{"a", "0:  <l>", " b"}));
+  EXPECT_EQ(Cut(Json::array({Token(0, "<r>", {"rstrip"})}), "a <r>\t b"),
+            (Texts{"a ", "0:<r>\t ", "b"}));
+  EXPECT_EQ(Cut(Json::array({Token(0, "ab", {"single_word"})}), "ab abc _ab ab"),
             (Texts{"0:ab", " abc _ab ", "0:ab"}));
   // The second one finds no more blanks to take.
-  EXPECT_EQ(Cut({Token(0, "<b>", {"lstrip", "rstrip"})}, "<b> <b>"), (Texts{"0:<b> ", "0:<b>"}));
+  EXPECT_EQ(Cut(Json::array({Token(0, "<b>", {"lstrip", "rstrip"})}), "<b> <b>"),
+            (Texts{"0:<b> ", "0:<b>"}));
 }
 
 TEST(AddedTokens, NormalizedOnes_AreLookedForInNormalizedText) {
@@ -56,8 +59,8 @@ TEST(AddedTokens, NormalizedOnes_AreLookedForInNormalizedText) {
 
 TEST(AddedTokens, Spans_KnowTheirOriginal) {
   const auto lowercase = Ok(MakeNormalizer({{"type", "Lowercase"}}, "n"));
-  const AddedTokens added =
-      Ok(AddedTokens::Make({Token(0, "<s>")}, "added_tokens", Vocabulary(), lowercase.get()));
+  const AddedTokens added = Ok(AddedTokens::Make(Json::array({Token(0, "<s>")}), "added_tokens",
+                                                 Vocabulary(), lowercase.get()));
   const SplitText split = Ok(added.Extract("\xC4\xB0<s>B", lowercase.get()));
   EXPECT_EQ(TextsOf(split), (Texts{"i\xCC\x87", "<s>", "b"}));
   EXPECT_EQ(split.spans[0].original, (ByteRange{0, 2}));
@@ -86,8 +89,9 @@ TEST(AddedTokens, WhatIsWrong_IsNamed) {
   };
   Json token = Token(0, "a");
   token["color"] = "red";
-  EXPECT_THAT(message({token}), HasSubstr("'color'"));
-  EXPECT_THAT(message({{{"id", 0}}}), HasSubstr("f.added_tokens[0].content: is missing"));
+  EXPECT_THAT(message(Json::array({token})), HasSubstr("'color'"));
+  EXPECT_THAT(message(Json::array({{{"id", 0}}})),
+              HasSubstr("f.added_tokens[0].content: is missing"));
   EXPECT_THAT(message(7), HasSubstr("must be a list"));
 }
 

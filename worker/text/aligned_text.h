@@ -10,6 +10,15 @@
 
 namespace muster::text {
 
+// Larger texts are refused: each byte takes nine of memory.
+inline constexpr size_t kMaxTextBytes = size_t{256} << 20;
+
+// How many bytes the components of a file may make of a text. One character can rightly become a
+// dozen; a file that is out to use up memory doubles the text again and again.
+inline constexpr size_t MaxGrownBytes(size_t original_bytes) {
+  return (size_t{16} << 20) + 16 * original_bytes;
+}
+
 // Bytes [begin, end) of a text.
 struct ByteRange {
   uint32_t begin = 0;

@@ -69,17 +69,42 @@ class WholeTokens : public DecodeStep {
   bool added_ = false;
 };
 
+// What all replacements of one step may add: a file may have many steps, each of which repeats what
+// the one before it repeated.
+class Budget {
+ public:
+  explicit Budget(absl::Status& status) : status_(status) {}
+
+  // False, with an error in the status, if it is used up or another step's is.
+  bool Take(size_t bytes) {
+    used_ += bytes;
+    if (used_ > kMost) {
+      status_.Update(absl::ResourceExhaustedError(
+          absl::StrCat("the replacements of a decoder add more than ", kMost, " bytes")));
+    }
+    return status_.ok();
+  }
+
+ private:
+  static constexpr size_t kMost = size_t{64} << 20;
+
+  absl::Status& status_;
+  size_t used_ = 0;
+};
+
 // A text in place of another, as soon as it is clear that it is one.
 class ReplaceText final : public DecodeStep {
  public:
-  ReplaceText(DecodeStep& next, std::string wanted, std::string content)
-      : next_(next), wanted_(std::move(wanted)), content_(std::move(content)) {}
+  ReplaceText(DecodeStep& next, std::string wanted, std::string content, absl::Status& status)
+      : next_(next), wanted_(std::move(wanted)), content_(std::move(content)), budget_(status) {}
 
   void Begin(bool added) override { next_.Begin(added); }
   void Text(absl::string_view part) override {
     held_.append(part.data(), part.size());
     absl::string_view rest = held_;
     for (size_t at = rest.find(wanted_); at != absl::string_view::npos; at = rest.find(wanted_)) {
+      const size_t added = content_.size() - std::min(content_.size(), wanted_.size());
+      if (!budget_.Take(added)) return;
       if (at > 0) next_.Text(rest.substr(0, at));
       if (!content_.empty()) next_.Text(content_);
       rest.remove_prefix(at + wanted_.size());
@@ -100,6 +125,7 @@ class ReplaceText final : public DecodeStep {
   DecodeStep& next_;
   const std::string wanted_;
   const std::string content_;
+  Budget budget_;
   std::string held_;  // may be the start of what is wanted
 };
 
@@ -107,12 +133,17 @@ class ReplacePattern final : public WholeTokens {
  public:
   ReplacePattern(DecodeStep& next, const Pattern& pattern, std::string content,
                  absl::Status& status)
-      : WholeTokens(next), pattern_(pattern), content_(std::move(content)), status_(status) {}
+      : WholeTokens(next),
+        pattern_(pattern),
+        content_(std::move(content)),
+        status_(status),
+        budget_(status) {}
 
  private:
   void Token(std::string& token, bool added) override {
     std::vector<Piece> pieces;
     status_.Update(pattern_.Find(token, pieces));
+    if (!budget_.Take(content_.empty() ? 0 : pieces.size() * (content_.size() - 1))) return;
     next_.Begin(added);
     for (const Piece& piece : pieces) {
       next_.Text(piece.match
@@ -125,6 +156,7 @@ class ReplacePattern final : public WholeTokens {
   const Pattern& pattern_;
   const std::string content_;
   absl::Status& status_;
+  Budget budget_;
 };
 
 // Tokens of single bytes. A run of them that is not UTF-8 becomes one U+FFFD for each byte, so that
@@ -261,6 +293,13 @@ class StripEnd final : public WholeTokens {
 
 // The peer's "cleanup of tokenization artifacts". The order counts.
 void CleanUp(std::string& text) {
+  // Nearly all tokens have nothing of all this.
+  bool any = false;
+  for (size_t at = text.find(' '); at != std::string::npos && !any; at = text.find(' ', at + 1)) {
+    any = at + 1 < text.size() &&
+          absl::string_view(".?!,'nd").find(text[at + 1]) != absl::string_view::npos;
+  }
+  if (!any) return;
   static constexpr std::pair<absl::string_view, absl::string_view> kReplacements[] = {
       {" .", "."},   {" ?", "?"},     {" !", "!"},     {" ,", ","},
       {" ' ", "'"},  {" n't", "n't"}, {" 'm", "'m"},   {" do not", " don't"},
@@ -432,7 +471,10 @@ absl::StatusOr<StepMaker> MakeReplace(Settings& settings) {
   const std::string content = settings.String("content");
   if (field != nullptr && field->is_object() && field->size() == 1 && field->contains("String") &&
       field->at("String").is_string() && field->at("String") != "") {
-    return MakerOf<ReplaceText>(field->at("String").get<std::string>(), content);
+    const auto wanted = field->at("String").get<std::string>();
+    return StepMaker([wanted, content](DecodeStep& next, absl::Status& status) {
+      return std::make_unique<ReplaceText>(next, wanted, content, status);
+    });
   }
   MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<Pattern> made, MakePattern(settings));
   const std::shared_ptr<const Pattern> pattern = std::move(made);

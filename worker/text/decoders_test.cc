@@ -97,6 +97,18 @@ TEST(Decoders, AddedTokens_AreTheirOwnText) {
   EXPECT_EQ(Ok(chain.Take()), "éé");
 }
 
+TEST(Decoders, TextThatGrowsWithoutEnd_IsAnError) {
+  for (const Json& pattern : {Json{{"String", "a"}}, Json{{"Regex", "a|"}}}) {
+    Json parts = Json::array();
+    for (int i = 0; i < 30; ++i) parts.push_back(Replace(pattern, "aaaaaaaaaa"));
+    const Decoder decoder = Ok(Decoder::Make({{"type", "Sequence"}, {"decoders", parts}}, "d"));
+    DecodeChain chain = decoder.NewChain();
+    chain.Push("a", false);
+    chain.Finish();
+    EXPECT_EQ(chain.Take().status().code(), absl::StatusCode::kResourceExhausted);
+  }
+}
+
 TEST(Decoders, WhatIsWrong_IsNamed) {
   const auto message = [](const Json& json) {
     return std::string(Decoder::Make(json, "f.decoder").status().message());

@@ -46,7 +46,7 @@ struct Truncation {
 
 // How the encodings of a batch are brought to one length.
 struct Padding {
-  std::optional<int64_t> length;  // unset: that of the longest
+  std::optional<int64_t> length = {};  // unset: that of the longest
   int64_t pad_to_multiple_of = 0;
   int64_t pad_id = 0;
   int64_t pad_type_id = 0;

@@ -102,7 +102,7 @@ TEST(Bpe, OfBytes_GivesTheTokensOfTheAlphabet) {
     const std::string left = pick(), right = pick();
     if (json["vocab"].contains(left + right)) continue;
     json["vocab"][left + right] = tokens.size();
-    json["merges"].push_back({left, right});
+    json["merges"].push_back(Json::array({left, right}));
     tokens.push_back(left + right);
   }
   for (const bool ignore_merges : {false, true}) {
@@ -164,7 +164,7 @@ TEST(Bpe, RandomMerges_AreThoseOfThePlainAlgorithm) {
     }
     Json json = {{"type", "BPE"}, {"vocab", Json::object()}, {"merges", Json::array()}};
     for (const std::string& token : tokens) json["vocab"][token] = json["vocab"].size();
-    for (const auto& [left, right] : merges) json["merges"].push_back({left, right});
+    for (const auto& [left, right] : merges) json["merges"].push_back(Json::array({left, right}));
     const auto model = Ok(MakeModel(json, "model"));
     const auto scratch = model->NewScratch();
     for (int i = 0; i < 20; ++i) {
@@ -183,12 +183,13 @@ TEST(Bpe, RandomMerges_AreThoseOfThePlainAlgorithm) {
   }
 }
 
+Json Piece(const char* text, double score) { return Json::array({text, score}); }
+
 Json Unigram(Json more = Json::object()) {
-  Json json = {
-      {"type", "Unigram"},
-      {"unk_id", 0},
-      {"vocab",
-       {{"<unk>", 0.0}, {"a", -1.0}, {"b", -1.5}, {"ab", -2.0}, {"abc", -9.0}, {"xy", -3.0}}}};
+  Json json = {{"type", "Unigram"},
+               {"unk_id", 0},
+               {"vocab", Json::array({Piece("<unk>", 0.0), Piece("a", -1.0), Piece("b", -1.5),
+                                      Piece("ab", -2.0), Piece("abc", -9.0), Piece("xy", -3.0)})}};
   json.update(more);
   return json;
 }
@@ -204,8 +205,8 @@ TEST(Unigram, TheLargestSum_Wins) {
 
 TEST(Unigram, UnknownTextInBytes_IfTheyAreThere) {
   Json json = Unigram({{"byte_fallback", true}});
-  json["vocab"].push_back({"<0xC3>", 0.0});
-  json["vocab"].push_back({"<0xA9>", 0.0});
+  json["vocab"].push_back(Piece("<0xC3>", 0.0));
+  json["vocab"].push_back(Piece("<0xA9>", 0.0));
   EXPECT_EQ(Cut(json, "aé"), "a01 <0xC3>13 <0xA9>13");
   EXPECT_EQ(Cut(json, "è"), "<unk>!02");
 }
@@ -252,7 +253,8 @@ TEST(MakeModel, WhatIsWrong_IsNamed) {
   EXPECT_EQ(message(Bpe({{"dropout", 0.0}})), "");
   EXPECT_THAT(message(Bpe({{"vocab", {{"a", -1}}}})), HasSubstr("the id of \"a\""));
   EXPECT_THAT(message(Unigram({{"unk_id", 77}})), HasSubstr("f.model.unk_id: is 77"));
-  EXPECT_THAT(message(Unigram({{"vocab", {{"a"}}}})), HasSubstr("entry 0"));
+  EXPECT_THAT(message(Unigram({{"vocab", Json::array({Json::array({"a"})})}})),
+              HasSubstr("entry 0"));
   EXPECT_THAT(message({{"type", "Wave"}}), HasSubstr("type 'Wave' is not supported"));
   EXPECT_THAT(message(Bpe({{"cache", 1}})), HasSubstr("'cache'"));
 }

@@ -20,8 +20,6 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr int kMaxDepth = 16;
-// What a few characters can become by many replacements, one after another.
-constexpr size_t kMaxBytes = size_t{1} << 30;
 
 // Keeps the characters that `keep` is true of, each as `map` gives it.
 template <typename Keep, typename Map>
@@ -41,11 +39,23 @@ void FilterAndMap(AlignedText& text, ByteRange original, Keep keep, Map map) {
   text = std::move(out);
 }
 
+size_t MostBytes(ByteRange original) { return MaxGrownBytes(original.end - original.begin); }
+
+absl::Status TooLong(ByteRange original) {
+  return absl::ResourceExhaustedError(absl::StrCat("the normalizers make a text of ",
+                                                   original.end - original.begin,
+                                                   " bytes longer than ", MostBytes(original)));
+}
+
 class Sequence final : public Normalizer {
  public:
   explicit Sequence(std::vector<std::unique_ptr<Normalizer>> parts) : parts_(std::move(parts)) {}
   absl::Status Normalize(AlignedText& text, ByteRange original) const override {
-    for (const auto& part : parts_) MUSTER_RETURN_IF_ERROR(part->Normalize(text, original));
+    for (const auto& part : parts_) {
+      MUSTER_RETURN_IF_ERROR(part->Normalize(text, original));
+      // Some parts double a text.
+      if (text.text.size() > MostBytes(original)) return TooLong(original);
+    }
     return absl::OkStatus();
   }
 
@@ -80,10 +90,8 @@ class Replace final : public Normalizer {
     if (std::none_of(pieces.begin(), pieces.end(), [](const Piece& p) { return p.match; })) {
       return absl::OkStatus();
     }
-    if (pieces.size() * content_.size() + text.text.size() > kMaxBytes) {
-      return absl::ResourceExhaustedError(
-          absl::StrCat("the replacements of a normalizer make a text of ", text.text.size(),
-                       " bytes longer than ", kMaxBytes));
+    if (pieces.size() * content_.size() + text.text.size() > MostBytes(original)) {
+      return TooLong(original);
     }
     AlignedText out;
     for (const Piece& piece : pieces) {

@@ -94,6 +94,13 @@ TEST(Normalizers, WhatIsNotSupported_IsNamed) {
   EXPECT_EQ(Ok(MakeNormalizer(nullptr, "n")), nullptr);
 }
 
+TEST(Normalizers, TextThatDoublesManyTimes_IsRefused) {
+  const Json parts(100, Of("ByteLevel"));
+  const auto normalizer = Ok(MakeNormalizer({{"type", "Sequence"}, {"normalizers", parts}}, "n"));
+  AlignedText text = AlignedText::Of("中中中中中中中中");
+  EXPECT_EQ(normalizer->Normalize(text, {0, 24}).code(), absl::StatusCode::kResourceExhausted);
+}
+
 TEST(Normalizers, TextThatGrowsWithoutEnd_IsRefused) {
   Json parts = Json::array();
   for (int i = 0; i < 8; ++i) {

@@ -17,8 +17,8 @@
 namespace muster::text {
 namespace {
 
-// In units of 10,000 steps, of one match: about a second.
-constexpr int32_t kMatchSteps = 5'000;
+// In units of 10,000 steps, of one match: about 0.1 s.
+constexpr int32_t kMatchSteps = 1'000;
 constexpr int32_t kMatchStackBytes = 64 << 20;
 
 class LiteralPattern final : public Pattern {
@@ -66,6 +66,9 @@ class Matcher {
   std::unique_ptr<Matcher> Clone() const {
     UErrorCode error = U_ZERO_ERROR;
     URegularExpression* const copy = uregex_clone(expression_, &error);
+    // Limits are not cloned.
+    uregex_setTimeLimit(copy, kMatchSteps, &error);
+    uregex_setStackLimit(copy, kMatchStackBytes, &error);
     return U_FAILURE(error) ? nullptr : std::make_unique<Matcher>(copy);
   }
 
@@ -203,8 +206,6 @@ absl::StatusOr<std::unique_ptr<Pattern>> Pattern::IcuRegex(absl::string_view exp
     return Refused(expression,
                    absl::InvalidArgumentError(absl::StrCat("ICU says ", u_errorName(error))));
   }
-  uregex_setTimeLimit(compiled, kMatchSteps, &error);
-  uregex_setStackLimit(compiled, kMatchStackBytes, &error);
   return std::make_unique<IcuPattern>(std::make_unique<Matcher>(compiled));
 }
 

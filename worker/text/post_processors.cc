@@ -1,6 +1,7 @@
 #include "worker/text/post_processors.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <utility>
 
@@ -19,6 +20,7 @@ using Json = nlohmann::json;
 
 constexpr int kMaxDepth = 16;
 constexpr size_t kMaxPieces = 1024;
+constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
 
 // Calls `act` with the part and its windows.
 template <typename Act>
@@ -196,10 +198,9 @@ absl::StatusOr<std::map<std::string, SpecialToken>> ReadSpecialTokens(Settings& 
     token.Ignore("id");
     SpecialToken special;
     for (const Json& id : token.List("ids")) {
-      if (!id.is_number_unsigned() || id.get<uint64_t>() > 0x7FFFFFFF) {
-        return token.Wrong("ids", "must be whole numbers below 2^31");
-      }
-      special.ids.push_back(id.get<int64_t>());
+      const std::optional<int64_t> number = WholeNumber(id, kMaxId);
+      if (!number.has_value()) return token.Wrong("ids", "must be whole numbers below 2^31");
+      special.ids.push_back(*number);
     }
     for (const Json& text : token.List("tokens")) {
       if (!text.is_string()) return token.Wrong("tokens", "must be texts");
@@ -264,11 +265,10 @@ Made MakeTemplate(Settings& settings) {
 
 SpecialToken ReadPair(Settings& settings, absl::string_view name) {
   const std::vector<Json>& pair = settings.List(name);
-  if (pair.size() != 2 || !pair[0].is_string() || !pair[1].is_number_unsigned() ||
-      pair[1].get<uint64_t>() > 0x7FFFFFFF) {
-    return {};
-  }
-  return {{pair[1].get<int64_t>()}, {pair[0].get<std::string>()}};
+  if (pair.size() != 2 || !pair[0].is_string()) return {};
+  const std::optional<int64_t> id = WholeNumber(pair[1], kMaxId);
+  if (!id.has_value()) return {};
+  return {{*id}, {pair[0].get<std::string>()}};
 }
 
 Made MakeBertLike(Settings& settings, bool roberta) {

@@ -144,6 +144,15 @@ void AppendPrefixed(const SplitText& split, const Span& span, absl::string_view 
   out.Append(split.aligned, span.begin, span.end);
 }
 
+// Some pre-tokenizers double a text, and a file may have many.
+absl::Status SplitChecked(const PreTokenizer& part, SplitText& split) {
+  MUSTER_RETURN_IF_ERROR(part.Split(split));
+  const size_t original = split.spans.empty() ? 0 : split.spans.back().original.end;
+  if (split.aligned.text.size() <= MaxGrownBytes(original)) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat("the pre-tokenizers make a text of ", original,
+                                                   " bytes longer than ", MaxGrownBytes(original)));
+}
+
 class Sequence final : public PreTokenizer {
  public:
   explicit Sequence(std::vector<std::unique_ptr<PreTokenizer>> parts) : parts_(std::move(parts)) {
@@ -157,7 +166,7 @@ class Sequence final : public PreTokenizer {
   }
 
   absl::Status Split(SplitText& split) const override {
-    for (const auto& part : parts_) MUSTER_RETURN_IF_ERROR(part->Split(split));
+    for (const auto& part : parts_) MUSTER_RETURN_IF_ERROR(SplitChecked(*part, split));
     return absl::OkStatus();
   }
 
@@ -169,7 +178,9 @@ class Sequence final : public PreTokenizer {
   class Head final : public PreTokenizer {
    public:
     absl::Status Split(SplitText& split) const override {
-      for (const PreTokenizer* const part : parts) MUSTER_RETURN_IF_ERROR(part->Split(split));
+      for (const PreTokenizer* const part : parts) {
+        MUSTER_RETURN_IF_ERROR(SplitChecked(*part, split));
+      }
       return absl::OkStatus();
     }
     std::vector<const PreTokenizer*> parts;

@@ -20,6 +20,15 @@ Settings::Settings(const Json& json, std::string path) : json_(json), path_(std:
   }
 }
 
+std::optional<int64_t> WholeNumber(const Json& json, int64_t most) {
+  if (!json.is_number_integer()) return std::nullopt;
+  if (json.is_number_unsigned() && json.get<uint64_t>() > static_cast<uint64_t>(most)) {
+    return std::nullopt;
+  }
+  const auto value = json.get<int64_t>();
+  return value < 0 || value > most ? std::nullopt : std::optional<int64_t>(value);
+}
+
 std::string Settings::PathOf(absl::string_view name) const {
   return absl::StrCat(path_, ".", name);
 }
@@ -97,12 +106,12 @@ std::string Settings::Character(absl::string_view name) {
 int64_t Settings::Count(absl::string_view name, int64_t most, int64_t if_absent) {
   const Json* const field = Find(name);
   if (field == nullptr) return if_absent;
-  if (!field->is_number_unsigned() || field->get<uint64_t>() > static_cast<uint64_t>(most)) {
+  const std::optional<int64_t> value = WholeNumber(*field, most);
+  if (!value.has_value()) {
     Fail(name, absl::StrCat("must be a whole number from 0 to ", most, ", is ",
                             Printable(field->dump(-1, ' ', true), 40)));
-    return if_absent;
   }
-  return field->get<int64_t>();
+  return value.value_or(if_absent);
 }
 
 int64_t Settings::Count(absl::string_view name, int64_t most) {

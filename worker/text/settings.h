@@ -13,6 +13,9 @@
 
 namespace muster::text {
 
+// The number, if it is a whole one from 0 to `most`.
+std::optional<int64_t> WholeNumber(const nlohmann::json& json, int64_t most);
+
 // One object of a tokenizer.json, read field by field. The first thing that is wrong is kept and
 // given by status(), with the path of the field ("pre_tokenizer.pretokenizers[1].behavior"); the
 // getters then return what stands for nothing. A field that nobody asked for is an error of

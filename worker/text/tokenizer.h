@@ -98,7 +98,8 @@ class Tokenizer {
 
   // Errors: INVALID_ARGUMENT the text is not UTF-8, or cannot be truncated as wanted;
   // FAILED_PRECONDITION a part of it is not in the vocabulary, which has no unknown token;
-  // RESOURCE_EXHAUSTED it is larger than 1 GiB, or a regular expression of the file takes too long.
+  // RESOURCE_EXHAUSTED it is larger than 256 MiB, or a regular expression of the file takes too
+  // long.
   absl::StatusOr<Encoding> Encode(absl::string_view text, const EncodeOptions& options = {}) const;
   absl::StatusOr<Encoding> EncodePair(absl::string_view text, absl::string_view pair,
                                       const EncodeOptions& options = {}) const;

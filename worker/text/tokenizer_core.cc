@@ -16,7 +16,6 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr size_t kMaxTextBytes = size_t{1} << 30;
 // Windows of the parts of a template combine; a template that repeats texts would combine millions.
 constexpr double kMaxWindows = 1 << 20;
 

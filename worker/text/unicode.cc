@@ -196,6 +196,7 @@ bool IsLetter(char32_t c) { return (CategoryMask(c) & U_GC_L_MASK) != 0; }
 int ScriptOf(char32_t c) {
   if (c == ' ') return 0;
   if (c == 0x30FC) return USCRIPT_HAN + 1;
+  if (!InUnicode9(c)) return 0;
   UErrorCode error = U_ZERO_ERROR;
   const UScriptCode script = uscript_getScript(static_cast<UChar32>(c), &error);
   if (U_FAILURE(error) || script == USCRIPT_UNKNOWN) return 0;

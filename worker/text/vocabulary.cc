@@ -6,6 +6,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "base/text.h"
+#include "worker/text/settings.h"
 
 namespace muster::text {
 
@@ -18,14 +19,15 @@ absl::StatusOr<Vocabulary> Vocabulary::FromJson(const nlohmann::json& json,
   Vocabulary vocabulary;
   vocabulary.ids_.reserve(json.size());
   for (auto entry = json.begin(); entry != json.end(); ++entry) {
-    const nlohmann::json& id = entry.value();
-    constexpr auto kMost = static_cast<uint64_t>(std::numeric_limits<int32_t>::max());
-    if (!id.is_number_unsigned() || id.get<uint64_t>() > kMost) {
-      return absl::InvalidArgumentError(absl::StrCat(path, ": the id of \"", Printable(entry.key()),
-                                                     "\" must be a whole number below 2^31, is ",
-                                                     Printable(id.dump(-1, ' ', true), 40)));
+    const std::optional<int64_t> id =
+        WholeNumber(entry.value(), std::numeric_limits<int32_t>::max());
+    if (!id.has_value()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(path, ": the id of \"", Printable(entry.key()),
+                       "\" must be a whole number below 2^31, is ",
+                       Printable(entry.value().dump(-1, ' ', true), 40)));
     }
-    vocabulary.Add(entry.key(), id.get<uint32_t>());
+    vocabulary.Add(entry.key(), static_cast<uint32_t>(*id));
   }
   return vocabulary;
 }

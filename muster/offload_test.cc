@@ -1,4 +1,4 @@
-#include "muster/offloaded_models.h"
+#include "muster/offload.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -75,9 +75,10 @@ class LargerThanItsMemory : public ::testing::Test {
     EXPECT_TRUE(save_pretrained(model, folder_.path()).ok());
   }
 
-  OffloadedCausalLm Load(uint64_t budget, OffloadedLmOptions options = {}) {
-    options.budget_bytes = budget;
-    auto loaded = load_causal_lm_offloaded(folder_.path(), options);
+  OffloadedCausalLm Load(uint64_t memory, OffloadOptions options = {},
+                         c10::ScalarType dtype = c10::kFloat) {
+    options.memory_bytes = memory;
+    auto loaded = load_offloaded_causal_lm(folder_.path(), options, dtype);
     EXPECT_TRUE(loaded.ok()) << loaded.status();
     return *std::move(loaded);
   }
@@ -96,7 +97,7 @@ TEST(OffloadedModels, RecordedModels_SayTheSameFromTheDisk) {
     SCOPED_TRACE(name);
     auto whole = load_causal_lm(GoldenPath(name));
     ASSERT_TRUE(whole.ok()) << whole.status();
-    auto loaded = load_causal_lm_offloaded(GoldenPath(name));
+    auto loaded = load_offloaded_causal_lm(GoldenPath(name));
     ASSERT_TRUE(loaded.ok()) << loaded.status();
     EXPECT_TRUE(at::equal(Logits(*loaded->model), Logits(**whole)));
     EXPECT_TRUE(at::equal(Tokens(loaded->model), Tokens(*whole)));
@@ -122,7 +123,7 @@ TEST(OffloadedModels, ModelWithPartsInMemory_SaysTheSame) {
   for (const char* const name : {"hf_models/llama_shared", "hf_models/mixtral_shared"}) {
     SCOPED_TRACE(name);
     auto whole = load_causal_lm(GoldenPath(name));
-    auto loaded = load_causal_lm_offloaded(
+    auto loaded = load_offloaded_causal_lm(
         GoldenPath(name),
         {.device_map = {{"", "disk"}, {"model.layers.0", "cpu"}, {"model.norm", "cpu"}}});
     ASSERT_TRUE(loaded.ok()) << loaded.status();
@@ -145,7 +146,7 @@ TEST(OffloadedModels, Bert_SaysTheSameFromTheDisk) {
   EXPECT_TRUE(at::equal(Logits(*model.ptr()), Logits(*whole->ptr())));
 }
 
-TEST_F(LargerThanItsMemory, Budget_BoundsWhatIsInMemory) {
+TEST_F(LargerThanItsMemory, MemoryBytes_BoundWhatIsInMemory) {
   models::CausalLm whole = Whole();
   for (const bool prefetch : {false, true}) {
     SCOPED_TRACE(prefetch);
@@ -170,21 +171,21 @@ TEST_F(LargerThanItsMemory, Prefetch_KnowsTheOrderAfterTheFirstPass) {
 
 TEST_F(LargerThanItsMemory, OtherType_IsConvertedOnTheWay) {
   models::CausalLm whole = Whole(c10::kBFloat16);
-  OffloadedCausalLm loaded = Load(4 * kMiB, {.dtype = c10::kBFloat16});
+  OffloadedCausalLm loaded = Load(4 * kMiB, {}, c10::kBFloat16);
   EXPECT_TRUE(at::equal(Logits(*loaded.model), Logits(*whole)));
   EXPECT_TRUE(at::equal(Tokens(loaded.model), Tokens(whole)));
 }
 
-TEST_F(LargerThanItsMemory, TensorBeyondTheBudget_IsNamed) {
-  const auto loaded = load_causal_lm_offloaded(folder_.path(), {.budget_bytes = 100'000});
+TEST_F(LargerThanItsMemory, TensorBeyondTheMemory_IsNamed) {
+  const auto loaded = load_offloaded_causal_lm(folder_.path(), {.memory_bytes = 100'000});
   EXPECT_EQ(loaded.status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(loaded.status().message()),
               AllOf(HasSubstr("model.embed_tokens.weight is 384 KiB"),
-                    HasSubstr("budget_bytes is 97.7 KiB")));
+                    HasSubstr("memory_bytes is 97.7 KiB")));
 }
 
 TEST_F(LargerThanItsMemory, MapThatNamesNoModule_IsRefused) {
-  const auto loaded = load_causal_lm_offloaded(
+  const auto loaded = load_offloaded_causal_lm(
       folder_.path(), {.device_map = {{"", "disk"}, {"model.layer.0", "cpu"}}});
   EXPECT_EQ(loaded.status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(loaded.status().message()), HasSubstr("model.layer.0"));
@@ -234,8 +235,8 @@ TEST_F(LargerThanItsMemory, UseAfterItsWeights_IsAnError) {
   EXPECT_THAT(ErrorOf([&] { Logits(*model); }), HasSubstr("is gone"));
 }
 
-TEST(LoadCausalLmOffloaded, ModelThatDoesNotPredictTheNextToken_IsRefused) {
-  const auto loaded = load_causal_lm_offloaded(GoldenPath("hf_models/bert_shared"));
+TEST(LoadOffloadedCausalLm, ModelThatDoesNotPredictTheNextToken_IsRefused) {
+  const auto loaded = load_offloaded_causal_lm(GoldenPath("hf_models/bert_shared"));
   EXPECT_EQ(loaded.status().code(), absl::StatusCode::kInvalidArgument);
 }
 

@@ -1,0 +1,183 @@
+// Fine-tunes a language model of a Hub folder on a text file, all of its weights or LoRA adapters:
+//
+//   muster launch --num_processes 2 -- finetune --model gpt2 --data notes.txt --output_dir tuned
+//   finetune --model gpt2 --data notes.txt --output_dir adapters --lora 8
+//
+// --sharding and --mixed_precision of muster launch are for models that fit no single process. The
+// folder that it writes loads in transformers (or, of adapters, in PEFT), `muster generate` and
+// here again. Rank 0 prints a JSON line every --log_every steps and at the end.
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "examples/finetune/packed_text.h"
+#include "muster/models.h"
+#include "muster/muster.h"
+#include "muster/tokenizer.h"
+
+namespace {
+
+using muster::models::CausalLm;
+using muster::models::LoraOptions;
+using muster::models::TextBatch;
+
+struct Flags {
+  std::string model, data, output, sharding;
+  int64_t context = 512, batch_size = 4, steps = 100, accumulate = 1, lora = 0, log_every = 10;
+  double lr = 2e-5, warmup = 0.05;
+  bool activation_checkpointing = false;
+  uint64_t seed = 1;
+};
+
+absl::StatusOr<std::string> ReadText(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file.good()) return absl::NotFoundError(absl::StrCat("--data ", path, ": cannot be read"));
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+// The text as rows of --context tokens.
+absl::StatusOr<at::Tensor> Rows(const Flags& flags, const muster::models::CommonConfig& config) {
+  auto tokenizer = muster::Tokenizer::FromFolder(flags.model);
+  if (!tokenizer.ok()) return tokenizer.status();
+  auto text = ReadText(flags.data);
+  if (!text.ok()) return text.status();
+  if (flags.context > config.max_positions) {
+    return absl::InvalidArgumentError(absl::StrCat("--context ", flags.context,
+                                                   " is more than the model's ",
+                                                   config.max_positions, " positions"));
+  }
+  const int64_t end = config.eos_token_ids.empty() ? -1 : config.eos_token_ids.front();
+  return PackText(*text, *tokenizer, flags.context, end);
+}
+
+// What transformers and `muster generate` need beside the weights.
+void CopyTokenizer(const std::string& from, const std::string& to) {
+  for (const char* const name : {"tokenizer.json", "tokenizer_config.json",
+                                 "special_tokens_map.json", "generation_config.json"}) {
+    const std::filesystem::path file = std::filesystem::path(from) / name;
+    if (!std::filesystem::exists(file)) continue;
+    std::filesystem::copy_file(file, std::filesystem::path(to) / name,
+                               std::filesystem::copy_options::overwrite_existing);
+  }
+}
+
+template <class Model>
+absl::Status Save(muster::Accelerator& accelerator, const Flags& flags, CausalLm& net,
+                  const Model& model, const LoraOptions& lora) {
+  absl::Status saved;
+  if (flags.lora > 0) {
+    // Adapters are small: every process gathers them, one writes.
+    accelerator.summon_full_params(model, [&] {
+      if (accelerator.is_main_process()) {
+        saved = muster::models::SaveLora(*net, flags.output, lora, flags.model);
+      }
+    });
+    return saved;
+  }
+  saved = accelerator.save_model(model, flags.output);
+  if (saved.ok() && accelerator.is_main_process()) {
+    saved = muster::save_config(net, flags.output);
+    CopyTokenizer(flags.model, flags.output);
+  }
+  return saved;
+}
+
+absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
+  muster::set_seed(flags.seed);
+  auto loaded = muster::load_causal_lm(flags.model);
+  if (!loaded.ok()) return loaded.status();
+  CausalLm net = *loaded;
+  net->train();
+  net->set_activation_checkpointing(flags.activation_checkpointing);
+  const LoraOptions lora = {.rank = flags.lora, .alpha = 2.0 * static_cast<double>(flags.lora)};
+  if (flags.lora > 0) muster::models::AddLora(*net, lora);
+  auto rows = Rows(flags, muster::models::Common(net->config()));
+  if (!rows.ok()) return rows.status();
+  muster::FusedAdamW adamw(
+      flags.lora > 0 ? muster::models::LoraParameters(*net) : net->parameters(),
+      {.lr = flags.lr, .weight_decay = 0.0});
+  const auto warmup = static_cast<int64_t>(flags.warmup * static_cast<double>(flags.steps));
+  auto [model, optimizer, schedule, loader] = accelerator.prepare(
+      net, adamw, muster::CosineWithWarmup(warmup, flags.steps),
+      muster::batches(muster::TensorDataset<at::Tensor>(*rows), flags.batch_size).shuffle(true));
+  const auto start = std::chrono::steady_clock::now();
+  double loss_sum = 0;
+  int64_t micro_steps = 0, tokens = 0, logged = 0;
+  const auto report = [&] {
+    const at::Tensor mean = accelerator.reduce(
+        torch::full({1}, loss_sum / static_cast<double>(std::max<int64_t>(1, micro_steps)),
+                    torch::kDouble),
+        "mean");
+    const double seconds =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    accelerator.print("{\"step\":%lld,\"loss\":%.4f,\"tokens_per_s\":%.0f}\n",
+                      static_cast<long long>(optimizer.steps()), mean.item<double>(),
+                      static_cast<double>(tokens) * accelerator.num_processes() / seconds);
+    loss_sum = 0;
+    micro_steps = 0;
+    logged = optimizer.steps();
+  };
+  while (optimizer.steps() < flags.steps) {
+    for (auto& batch : loader) {
+      if (optimizer.steps() >= flags.steps) break;
+      auto scope = accelerator.accumulate();
+      const at::Tensor& ids = batch.value();
+      const auto output = model(TextBatch{.input_ids = ids, .labels = ids});
+      accelerator.backward(output.loss);
+      if (accelerator.sync_gradients()) accelerator.clip_grad_norm_(model.parameters(), 1.0);
+      optimizer.step();
+      schedule.step();
+      optimizer.zero_grad();
+      loss_sum += output.loss.item<double>();
+      ++micro_steps;
+      tokens += ids.numel();
+      if (optimizer.steps() % flags.log_every == 0 && optimizer.steps() != logged) report();
+    }
+  }
+  if (logged != optimizer.steps()) report();
+  return Save(accelerator, flags, net, model, lora);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Flags flags;
+  CLI::App app("Fine-tunes a language model on a text file.");
+  app.add_option("--model", flags.model, "folder with config.json, weights and tokenizer.json")
+      ->required();
+  app.add_option("--data", flags.data, "text; blank lines divide documents")->required();
+  app.add_option("--output_dir", flags.output, "where the tuned model or its adapters go")
+      ->required();
+  app.add_option("--lora", flags.lora, "train adapters of this rank instead of all weights")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--sharding", flags.sharding, "no_shard, zero1, zero2, zero3 or hybrid");
+  app.add_flag("--activation_checkpointing", flags.activation_checkpointing,
+               "run each layer again in the backward pass rather than keep what it needs");
+  app.add_option("--context", flags.context, "tokens of a row")->check(CLI::Range(2, 1 << 20));
+  app.add_option("--batch_size", flags.batch_size, "rows, of each process")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--accumulate", flags.accumulate, "batches for one step")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--steps", flags.steps)->check(CLI::PositiveNumber);
+  app.add_option("--lr", flags.lr);
+  app.add_option("--warmup", flags.warmup, "share of the steps")->check(CLI::Range(0.0, 1.0));
+  app.add_option("--seed", flags.seed);
+  app.add_option("--log_every", flags.log_every)->check(CLI::PositiveNumber);
+  CLI11_PARSE(app, argc, argv);
+  muster::AcceleratorOptions options;
+  options.gradient_accumulation_steps = static_cast<int>(flags.accumulate);
+  if (!flags.sharding.empty()) options.sharding = muster::ParseSharding(flags.sharding, 0);
+  return muster::run(argc, argv, options,
+                     [&](muster::Accelerator& accelerator, const muster::Arguments&) {
+                       return Train(accelerator, flags);
+                     });
+}

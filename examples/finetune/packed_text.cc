@@ -1,0 +1,35 @@
+#include "examples/finetune/packed_text.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "ATen/ops/empty.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+
+absl::StatusOr<at::Tensor> PackText(absl::string_view text, const muster::Tokenizer& tokenizer,
+                                    int64_t row, int64_t end_token) {
+  std::vector<muster::TextInput> documents;
+  for (const absl::string_view document : absl::StrSplit(text, "\n\n", absl::SkipWhitespace())) {
+    documents.emplace_back(document);
+  }
+  muster::EncodeOptions options;
+  // Neither the template's tokens, which would stand at every document, nor a length.
+  options.add_special_tokens = false;
+  options.limits_of_file = false;
+  auto encodings = tokenizer.EncodeBatch(documents, options);
+  if (!encodings.ok()) return encodings.status();
+  std::vector<int64_t> tokens;
+  for (const muster::Encoding& encoding : *encodings) {
+    tokens.insert(tokens.end(), encoding.ids.begin(), encoding.ids.end());
+    if (end_token >= 0) tokens.push_back(end_token);
+  }
+  const int64_t rows = static_cast<int64_t>(tokens.size()) / row;
+  if (rows == 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the text has ", tokens.size(), " tokens, less than one row of ", row));
+  }
+  at::Tensor packed = at::empty({rows, row}, c10::kLong);
+  std::copy_n(tokens.begin(), rows * row, packed.mutable_data_ptr<int64_t>());
+  return packed;
+}

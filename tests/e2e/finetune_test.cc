@@ -1,0 +1,101 @@
+// examples/finetune under the launcher: from a Hub folder and a text to a Hub folder.
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "gmock/gmock.h"
+#include "muster/models.h"
+#include "tests/e2e/hub_folder.h"
+#include "tests/e2e/launch_fixture.h"
+
+namespace muster {
+namespace {
+
+using ::testing::HasSubstr;
+
+class FinetuneTest : public LaunchFixture {
+ protected:
+  void SetUp() override {
+    LaunchFixture::SetUp();
+    ASSERT_TRUE(WriteHubFolder(Temp("model")).ok());
+    std::string text;
+    for (int i = 0; i < 60; ++i) absl::StrAppend(&text, "The quick brown fox jumps.\n\n");
+    ASSERT_TRUE(WriteFileAtomically(Temp("text"), text).ok());
+  }
+
+  // Losses of the reports, first to last.
+  std::vector<double> Finetune(const std::vector<std::string>& args) {
+    std::vector<std::string> command = {"launch",
+                                        "--cpu",
+                                        "--no_prefix",
+                                        "--num_processes",
+                                        "2",
+                                        "--",
+                                        Runfile("examples/finetune/finetune"),
+                                        "--model",
+                                        Temp("model"),
+                                        "--data",
+                                        Temp("text"),
+                                        "--output_dir",
+                                        Temp("tuned"),
+                                        "--context",
+                                        "16",
+                                        "--batch_size",
+                                        "2",
+                                        "--lr",
+                                        "0.02",
+                                        "--log_every",
+                                        "5"};
+    command.insert(command.end(), args.begin(), args.end());
+    auto run = Muster(std::move(command));
+    EXPECT_EQ(run->Wait(), 0) << run->err_text();
+    std::vector<double> losses;
+    for (const std::string& line : run->out()) {
+      losses.push_back(nlohmann::json::parse(line)["loss"].get<double>());
+    }
+    return losses;
+  }
+};
+
+at::Tensor Logits(models::CausalLm& model) {
+  const at::NoGradGuard no_grad;
+  return model->forward({.input_ids = at::arange(8, c10::kLong).unsqueeze(0)}).logits;
+}
+
+TEST_F(FinetuneTest, AllWeightsSharded_LearnAndLoadAgain) {
+  const std::vector<double> losses = Finetune({"--steps", "20", "--sharding", "zero3"});
+  ASSERT_GE(losses.size(), 2);
+  EXPECT_LT(losses.back(), losses.front() / 2);
+  auto tuned = load_causal_lm(Temp("tuned"));
+  ASSERT_TRUE(tuned.ok()) << tuned.status();
+  auto base = load_causal_lm(Temp("model"));
+  EXPECT_FALSE(at::allclose(Logits(*tuned), Logits(*base)));
+  EXPECT_TRUE(PathExists(Temp("tuned/tokenizer.json")));
+}
+
+TEST_F(FinetuneTest, Adapters_LearnAndLoadIntoTheBaseModel) {
+  const std::vector<double> losses = Finetune({"--steps", "20", "--lora", "4"});
+  ASSERT_GE(losses.size(), 2);
+  EXPECT_LT(losses.back(), losses.front());
+  auto base = load_causal_lm(Temp("model"));
+  ASSERT_TRUE(base.ok()) << base.status();
+  const at::Tensor before = Logits(*base);
+  const auto adapters = models::LoadLora(**base, Temp("tuned"));
+  ASSERT_TRUE(adapters.ok()) << adapters.status();
+  EXPECT_EQ(adapters->rank, 4);
+  EXPECT_FALSE(at::allclose(Logits(*base), before));
+}
+
+TEST_F(FinetuneTest, ContextBeyondTheModel_IsOneLine) {
+  auto run = Muster({"launch", "--cpu", "--num_processes", "1", "--",
+                     Runfile("examples/finetune/finetune"), "--model", Temp("model"), "--data",
+                     Temp("text"), "--output_dir", Temp("tuned"), "--context", "65"});
+  EXPECT_NE(run->Wait(), 0);
+  EXPECT_THAT(run->err_text(), HasSubstr("--context 65 is more than the model's 64 positions"));
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,41 @@
+#ifndef MUSTER_TESTS_E2E_HUB_FOLDER_H_
+#define MUSTER_TESTS_E2E_HUB_FOLDER_H_
+
+#include <cstdint>
+#include <string>
+
+#include "ATen/Functions.h"
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "muster/models.h"
+#include "tests/testdata/golden.h"
+
+namespace muster {
+
+// A folder as the Hub has it: a Llama with random weights, and a recorded tokenizer.
+inline absl::Status WriteHubFolder(const std::string& folder, int64_t width = 32,
+                                   int64_t layers = 2) {
+  models::DecoderConfig config;
+  config.vocab_size = 1203;
+  config.max_positions = 64;
+  config.initializer_range = 0.3;
+  config.hidden_size = width;
+  config.intermediate_size = 2 * width;
+  config.num_layers = layers;
+  config.num_heads = config.num_key_value_heads = 4;
+  config.head_dim = width / 4;
+  config.sliding_windows.assign(layers, 0);
+  at::manual_seed(2);
+  const models::TextModel model = models::MakeModel(config);
+  const absl::Status saved = save_pretrained(model, folder);
+  if (!saved.ok()) return saved;
+  const std::string tokenizer =
+      testing_support::GoldenPath("hf_tokenizer/llama2_shared/tokenizer.json");
+  return WriteFileAtomically(absl::StrCat(folder, "/tokenizer.json"),
+                             ReadFile(tokenizer).value_or(""));
+}
+
+}  // namespace muster
+
+#endif  // MUSTER_TESTS_E2E_HUB_FOLDER_H_
