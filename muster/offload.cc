@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "base/units.h"
+#include "worker/bigmodel/map_checks.h"
 #include "worker/models/pretrained.h"
 #include "worker/train/guard.h"
 

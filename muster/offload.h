@@ -6,8 +6,8 @@
 
 #include "absl/status/statusor.h"
 #include "c10/core/ScalarType.h"
+#include "worker/bigmodel/device_map.h"
 #include "worker/bigmodel/dispatch.h"
-#include "worker/bigmodel/map_checks.h"
 #include "worker/models/model_config.h"
 #include "worker/models/text_model.h"
 
