@@ -123,16 +123,16 @@ int main(int argc, char** argv) {
   muster::BigModelOptions options;
   options.ring_bytes = static_cast<uint64_t>(ring);
   options.readers = readers;
-  auto model = muster::load_checkpoint_and_dispatch(
-      net, folder, muster::DeviceEntries{{"", "disk"}}, options);
+  auto model = muster::load_checkpoint_and_dispatch(net, folder,
+                                                    muster::DeviceEntries{{"", "disk"}}, options);
   if (!model.ok()) {
     std::fprintf(stderr, "%s\n", std::string(model.status().message()).c_str());
     return 1;
   }
   const double setup_seconds = SecondsSince(setup);
   const at::Tensor x = at::randn({batch, width});
-  const double bytes = 4.0 * static_cast<double>(width) * static_cast<double>(width) *
-                       static_cast<double>(layers);
+  const double bytes =
+      4.0 * static_cast<double>(width) * static_cast<double>(width) * static_cast<double>(layers);
   net->forward(x);
   std::vector<double> disk, cold, ratio, cache, warm;
   for (int i = 0; i < rounds; ++i) {

@@ -110,7 +110,9 @@ absl::StatusOr<DispatchedModel> disk_offload(torch::nn::Module& model, const std
 
 // The same for module holders and pointers to modules.
 template <class M>
-concept HoldsModule = requires(M& model) { static_cast<torch::nn::Module&>(*model); };
+concept HoldsModule = requires(M& model) {
+  static_cast<torch::nn::Module&>(*model);
+};
 
 template <HoldsModule M>
 absl::StatusOr<DispatchedModel> load_checkpoint_and_dispatch(M&& model,

@@ -33,20 +33,18 @@ TEST(BigModel, EmptyModel_IsPlannedLoadedAndRun) {
   EXPECT_GT(sizes->at(""), 400'000);
   const auto limits = get_max_memory("cpu=300KB");
   ASSERT_TRUE(limits.ok()) << limits.status();
-  const auto map =
-      infer_auto_device_map(*net, {.max_memory = *limits, .no_split = {"Block"}});
+  const auto map = infer_auto_device_map(*net, {.max_memory = *limits, .no_split = {"Block"}});
   ASSERT_TRUE(map.ok()) << map.status();
   EXPECT_TRUE(check_device_map(*net, map->devices).ok());
   EXPECT_TRUE(get_balanced_memory(*net, {.max_memory = *limits}).ok());
   const torch::NoGradGuard no_grad;
   const at::Tensor ids = at::arange(12).view({1, 12});
   const at::Tensor expected = whole->forward(ids);
-  for (const DeviceMapChoice& choice :
-       {DeviceMapChoice("auto"), DeviceMapChoice(map->devices),
-        DeviceMapChoice(DeviceEntries{{"", "disk"}})}) {
+  for (const DeviceMapChoice& choice : {DeviceMapChoice("auto"), DeviceMapChoice(map->devices),
+                                        DeviceMapChoice(DeviceEntries{{"", "disk"}})}) {
     auto empty = init_empty_weights([] { return TextNet(40, 64, 3); });
-    const auto model = load_checkpoint_and_dispatch(
-        empty, folder.path(), choice, {.max_memory = *limits, .no_split = {"Block"}});
+    const auto model = load_checkpoint_and_dispatch(empty, folder.path(), choice,
+                                                    {.max_memory = *limits, .no_split = {"Block"}});
     ASSERT_TRUE(model.ok()) << model.status();
     EXPECT_TRUE(at::equal(empty->forward(ids), expected));
     EXPECT_GT(model->stats().offloaded_bytes, 0u);

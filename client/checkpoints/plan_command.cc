@@ -63,8 +63,8 @@ absl::StatusOr<std::optional<std::string>> TypeOf(const std::string& name) {
   if (name.empty()) return std::optional<std::string>();
   const auto found = types.find(name);
   if (found != types.end()) return std::optional(found->second);
-  return absl::InvalidArgumentError(absl::StrCat(
-      "--dtype ", name, ": write float32, float16, bfloat16 or float64"));
+  return absl::InvalidArgumentError(
+      absl::StrCat("--dtype ", name, ": write float32, float16, bfloat16 or float64"));
 }
 
 absl::StatusOr<Request> RequestOf(const CommandLine& line) {
@@ -203,17 +203,17 @@ void PrintText(const Request& request, const Plan& plan, std::ostream& out) {
 }
 
 ordered_json ToJson(const Request& request, const Plan& plan) {
-  ordered_json json = {{"path", request.path},
-                       {"bytes", plan.sizes.at("")},
-                       {"dtype", request.dtype.has_value() ? ordered_json(*request.dtype)
-                                                               : ordered_json()},
-                       {"no_split", request.map.no_split},
-                       {"main_device", plan.main},
-                       {"devices", ordered_json::array()},
-                       {"device_map", ordered_json::object()},
-                       {"offloaded", plan.offloaded},
-                       {"largest_offloaded", plan.largest},
-                       {"largest_offloaded_bytes", plan.largest_bytes}};
+  ordered_json json = {
+      {"path", request.path},
+      {"bytes", plan.sizes.at("")},
+      {"dtype", request.dtype.has_value() ? ordered_json(*request.dtype) : ordered_json()},
+      {"no_split", request.map.no_split},
+      {"main_device", plan.main},
+      {"devices", ordered_json::array()},
+      {"device_map", ordered_json::object()},
+      {"offloaded", plan.offloaded},
+      {"largest_offloaded", plan.largest},
+      {"largest_offloaded_bytes", plan.largest_bytes}};
   for (const DeviceShare& share : plan.shares) {
     json["devices"].push_back(
         {{"device", share.device},
@@ -260,10 +260,10 @@ int RunPlanCommand(const std::vector<std::string>& args, const CommandContext& c
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
   const std::string format = line.Has("output") ? line.Get("output") : "text";
   if (format != "text" && format != "json") {
-    return Fail(spec, context,
-                absl::InvalidArgumentError(
-                    absl::StrCat("--output ", format, ": write text or json")),
-                kExitUsage);
+    return Fail(
+        spec, context,
+        absl::InvalidArgumentError(absl::StrCat("--output ", format, ": write text or json")),
+        kExitUsage);
   }
   if (line.words.empty()) {
     return Fail(spec, context,

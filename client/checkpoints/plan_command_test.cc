@@ -73,8 +73,8 @@ TEST_F(PlanCommandTest, Json_PlacesPartsInTheirOrder) {
 TEST_F(PlanCommandTest, Text_NamesDevicesAndWhatIsOffloaded) {
   ASSERT_EQ(Run({"--max_memory", "cpu=6KB"}), kExitOk) << err_.str();
   EXPECT_THAT(out_.str(), AllOf(HasSubstr("kept whole: LlamaDecoderLayer"),
-                                HasSubstr("model.embed_tokens, model.layers.0"),
-                                HasSubstr("disk"), HasSubstr("come to device cpu")));
+                                HasSubstr("model.embed_tokens, model.layers.0"), HasSubstr("disk"),
+                                HasSubstr("come to device cpu")));
   ASSERT_EQ(Run({"--max_memory", "cpu=1GB"}), kExitOk) << err_.str();
   EXPECT_THAT(out_.str(), AllOf(HasSubstr("the whole model"), HasSubstr("All weights stay")));
   ASSERT_EQ(Run({}), kExitOk) << err_.str();

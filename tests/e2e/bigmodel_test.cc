@@ -24,8 +24,7 @@ class BigModelTest : public ::testing::Test {
  protected:
   // `limit`: bytes of writable memory of the process; 0: no limit.
   CommandResult Worker(const std::string& flags, int64_t limit = 0) {
-    const std::string ulimit =
-        limit == 0 ? "" : "ulimit -d " + std::to_string(limit / 1024) + "; ";
+    const std::string ulimit = limit == 0 ? "" : "ulimit -d " + std::to_string(limit / 1024) + "; ";
     return RunCommand(ulimit + "OMP_NUM_THREADS=2 tests/e2e/bigmodel_worker " + flags + " 2>&1");
   }
 

@@ -47,8 +47,10 @@ int Make(const std::string& path, int64_t width, int64_t blocks) {
   const int file = open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0644);
   bool good = file >= 0;
   std::string prefix = layout->prefix;
-  good = good && pwrite(file, prefix.data(), prefix.size(), 0) == static_cast<ssize_t>(prefix.size());
-  good = good && ftruncate(file, static_cast<off_t>(layout->prefix.size() + layout->data_bytes)) == 0;
+  good =
+      good && pwrite(file, prefix.data(), prefix.size(), 0) == static_cast<ssize_t>(prefix.size());
+  good =
+      good && ftruncate(file, static_cast<off_t>(layout->prefix.size() + layout->data_bytes)) == 0;
   std::mt19937 random(1);
   std::normal_distribution<float> normal(0, 0.3F);
   for (const muster::SafetensorsEntry& entry : layout->tensors) {

@@ -72,13 +72,15 @@ LoadCheckpointOptions Ring(uint64_t bytes) {
 }
 
 TEST_F(Dispatch, Placements_ComputeTheSameBits) {
-  const std::vector<DeviceEntries> maps = {
-      {},
-      {{"", "cpu"}},
-      {{"", "disk"}},
-      {{"", "disk"}, {"layers.1", "cpu"}, {"head", "cpu"}},
-      {{"embed", "cpu"}, {"head", "disk"}, {"norm", "disk"}, {"layers", "disk"},
-       {"layers.3.up.weight", "cpu"}}};
+  const std::vector<DeviceEntries> maps = {{},
+                                           {{"", "cpu"}},
+                                           {{"", "disk"}},
+                                           {{"", "disk"}, {"layers.1", "cpu"}, {"head", "cpu"}},
+                                           {{"embed", "cpu"},
+                                            {"head", "disk"},
+                                            {"norm", "disk"},
+                                            {"layers", "disk"},
+                                            {"layers.3.up.weight", "cpu"}}};
   for (const DeviceEntries& map : maps) {
     for (const uint64_t ring : {uint64_t{1}, uint64_t{100'000}, uint64_t{10} << 20}) {
       const TextNet net = EmptyNet();
@@ -113,8 +115,7 @@ TEST_F(Dispatch, D17_DiskOffloadTwice_LeavesOneFile) {
   for (const bool tied : {false, true}) {
     TextNet net = Net(tied);
     const at::Tensor expected = Compute(net);
-    const auto offloaded =
-        DiskOffload(*net, offload.path(), at::kCPU, {.ring_bytes = 70'000});
+    const auto offloaded = DiskOffload(*net, offload.path(), at::kCPU, {.ring_bytes = 70'000});
     ASSERT_TRUE(offloaded.ok()) << offloaded.status();
     EXPECT_TRUE(at::equal(Compute(net), expected));
     const auto files = ListDirectory(offload.path());
@@ -145,8 +146,8 @@ TEST_F(Dispatch, TiedWeights_AreThereOnce) {
   ASSERT_TRUE(SaveModelFiles(folder.path(), TensorsOf(*tied)).ok());
   for (const char* const device : {"cpu", "disk"}) {
     const TextNet net = EmptyNet(/*tied=*/true);
-    const auto dispatched = LoadCheckpointAndDispatch(*TextNet(net), folder.path(),
-                                                      {{"", device}}, Ring(30'000));
+    const auto dispatched =
+        LoadCheckpointAndDispatch(*TextNet(net), folder.path(), {{"", device}}, Ring(30'000));
     ASSERT_TRUE(dispatched.ok()) << dispatched.status();
     EXPECT_TRUE(net->head_weight.is_same(net->embed->weight));
     EXPECT_TRUE(at::equal(Compute(net), expected));
@@ -227,13 +228,15 @@ TEST_F(Dispatch, D38_SafetensorsBesideABinFile_Count) {
 }
 
 TEST_F(Dispatch, BadInput_IsNamed) {
-  EXPECT_THAT(Error({{"layerz", "disk"}, {"", "cpu"}}), HasSubstr("\"layerz\", which is no module"));
+  EXPECT_THAT(Error({{"layerz", "disk"}, {"", "cpu"}}),
+              HasSubstr("\"layerz\", which is no module"));
   EXPECT_THAT(Error({{"layers", "cpu"}}), HasSubstr("no device for"));
   EXPECT_THAT(Error({{"", "99"}}), HasSubstr("device 99 is not there"));
   EXPECT_THAT(Error({{"", "tape"}}), HasSubstr("\"tape\" is not recognized"));
   TextNet wider = InitEmptyWeights([] { return TextNet(kVocabulary, 2 * kWidth, kBlocks); });
-  EXPECT_THAT(Text(LoadCheckpointAndDispatch(*wider, folder_.path(), {{"", "disk"}}).status()),
-              AllOf(HasSubstr("mismatched: head ([50, 64] F32 in the file, [50, 128] Float here)")));
+  EXPECT_THAT(
+      Text(LoadCheckpointAndDispatch(*wider, folder_.path(), {{"", "disk"}}).status()),
+      AllOf(HasSubstr("mismatched: head ([50, 64] F32 in the file, [50, 128] Float here)")));
   const auto files = ListDirectory(folder_.path());
   ASSERT_TRUE(files.ok());
   const auto shard = std::find_if(files->begin(), files->end(), [](const std::string& name) {
@@ -246,8 +249,10 @@ TEST_F(Dispatch, BadInput_IsNamed) {
   EXPECT_THAT(Text(DispatchModel(*empty, {{"", "cpu"}}).status()),
               HasSubstr("head has no values: load a checkpoint"));
   TextNet net = Net();
-  EXPECT_THAT(Text(DispatchModel(*net, {{"", "disk"}}).status()), HasSubstr("name an offload_folder"));
-  EXPECT_THAT(Text(CheckDiskSpace(folder_.path(), uint64_t{1} << 60)), HasSubstr("left, and offloading"));
+  EXPECT_THAT(Text(DispatchModel(*net, {{"", "disk"}}).status()),
+              HasSubstr("name an offload_folder"));
+  EXPECT_THAT(Text(CheckDiskSpace(folder_.path(), uint64_t{1} << 60)),
+              HasSubstr("left, and offloading"));
 }
 
 TEST_F(Dispatch, Plan_RefusesWhatCannotBe) {

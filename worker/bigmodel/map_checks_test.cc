@@ -14,8 +14,9 @@ using ::testing::Pair;
 PlannedModel Model() {
   PlannedModel model;
   model.root.class_name = "Net";
-  model.root.children = {{"up", "Linear", {{"weight", "F32", {10, 10}}}, {}, {}},
-                         {"up2", "Block", {{"weight", "F32", {100, 10}}}, {{"table", "F32", {5}}}, {}}};
+  model.root.children = {
+      {"up", "Linear", {{"weight", "F32", {10, 10}}}, {}, {}},
+      {"up2", "Block", {{"weight", "F32", {100, 10}}}, {{"table", "F32", {5}}}, {}}};
   return model;
 }
 
@@ -28,11 +29,13 @@ TEST(ParseMaxMemory, D14_LimitsOfDevices_AreInOrder) {
   const auto limits = ParseMaxMemory("cpu=1.5GiB, 1=20GB,0=10Gb");
   ASSERT_TRUE(limits.ok()) << limits.status();
   EXPECT_THAT(*limits, ElementsAre(Pair("0", 1.25e9), Pair("1", 20e9), Pair("cpu", 1610612736.0)));
-  EXPECT_THAT(std::string(ParseMaxMemory("cpu").status().message()), HasSubstr("\"cpu\" is no limit"));
+  EXPECT_THAT(std::string(ParseMaxMemory("cpu").status().message()),
+              HasSubstr("\"cpu\" is no limit"));
   EXPECT_THAT(std::string(ParseMaxMemory("cpu=10").status().message()), HasSubstr("device cpu"));
   EXPECT_THAT(std::string(ParseMaxMemory("cuda:0=1GB").status().message()),
               HasSubstr("\"cuda:0\" is not recognized"));
-  EXPECT_THAT(std::string(ParseMaxMemory("0=1GB,0=2GB").status().message()), HasSubstr("two limits"));
+  EXPECT_THAT(std::string(ParseMaxMemory("0=1GB,0=2GB").status().message()),
+              HasSubstr("two limits"));
 }
 
 TEST(FindDevice, LongestEntry_Counts) {

@@ -17,7 +17,6 @@ struct OffloadStats {
   uint64_t overflow_bytes = 0;
 };
 
-
 }  // namespace muster
 
 #endif  // MUSTER_WORKER_BIGMODEL_OFFLOAD_STATS_H_
