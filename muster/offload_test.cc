@@ -160,6 +160,17 @@ TEST_F(LargerThanItsMemory, MemoryBytes_BoundWhatIsInMemory) {
   }
 }
 
+// Where the largest tensor hardly fits, an operator's other weights and gaps between units come on
+// top, and are said.
+TEST_F(LargerThanItsMemory, MemoryForOneTensor_IsEnough) {
+  models::CausalLm whole = Whole();
+  OffloadedCausalLm loaded = Load(400 << 10);
+  EXPECT_TRUE(at::equal(Tokens(loaded.model), Tokens(whole)));
+  const OffloadStats stats = loaded.weights.stats();
+  EXPECT_LE(stats.ring_bytes, 400 << 10);
+  EXPECT_LE(stats.overflow_bytes, 400 << 10);
+}
+
 TEST_F(LargerThanItsMemory, Prefetch_KnowsTheOrderAfterTheFirstPass) {
   OffloadedCausalLm loaded = Load(4 * kMiB);
   // Two passes show the order, round the end as well.
