@@ -132,7 +132,8 @@ void FillShares(const DeviceLimits& limits, Plan& plan) {
   }
   plan.shares.push_back({"disk", std::nullopt, 0, {}});
   plan.main = plan.shares[0].device;
-  for (const auto& [name, device] : plan.map.devices) {
+  for (const auto& entry : plan.map.devices) {
+    const std::string &name = entry.first, &device = entry.second;
     const auto share = std::find_if(plan.shares.begin(), plan.shares.end(),
                                     [&](const auto& other) { return other.device == device; });
     const auto size = plan.sizes.find(name);
