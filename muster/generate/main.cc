@@ -199,8 +199,9 @@ absl::StatusOr<TextGenerator> LoadGenerator(const Flags& flags, OffloadedCausalL
   MUSTER_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::FromFolder(flags.model));
   MUSTER_ASSIGN_OR_RETURN(
       *offloaded,
-      load_offloaded_causal_lm(flags.model, {.memory_bytes = static_cast<uint64_t>(*bytes)},
-                               load.dtype, load.config));
+      load_offloaded_causal_lm(flags.model, DeviceEntries{{"", "disk"}},
+                               {.dtype = load.dtype, .ring_bytes = static_cast<uint64_t>(*bytes)},
+                               load.config));
   return TextGenerator(offloaded->model, std::move(tokenizer), std::move(defaults));
 }
 
@@ -273,8 +274,8 @@ absl::Status Run(const Flags& flags) {
   }
   std::fflush(stdout);
   if (!flags.quiet) PrintFigures(texts, times);
-  if (!flags.quiet && !flags.weights_memory.empty()) {
-    const OffloadStats stats = offloaded.weights.stats();
+  if (!flags.quiet && offloaded.weights != nullptr) {
+    const OffloadStats stats = offloaded.weights->stats();
     std::fprintf(stderr, "weights: %ld MiB in files, at most %ld MiB in memory, %ld MiB read\n",
                  static_cast<long>(stats.offloaded_bytes >> 20),
                  static_cast<long>((stats.ring_bytes + stats.overflow_bytes) >> 20),

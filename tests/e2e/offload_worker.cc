@@ -56,10 +56,11 @@ absl::Status Run(const std::string& mode, const std::string& folder, uint64_t mi
     std::printf("}\n");
     return absl::OkStatus();
   }
-  const auto loaded = load_offloaded_causal_lm(folder, {.memory_bytes = mib << 20});
+  const auto loaded =
+      load_offloaded_causal_lm(folder, DeviceEntries{{"", "disk"}}, {.ring_bytes = mib << 20});
   if (!loaded.ok()) return loaded.status();
   Continue(loaded->model);
-  const OffloadStats stats = loaded->weights.stats();
+  const OffloadStats stats = loaded->weights->stats();
   std::printf(",\"offloaded_bytes\":%lu,\"ring_bytes\":%lu,\"overflow_bytes\":%lu}\n",
               static_cast<unsigned long>(stats.offloaded_bytes),
               static_cast<unsigned long>(stats.ring_bytes),

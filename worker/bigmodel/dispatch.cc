@@ -432,6 +432,15 @@ absl::StatusOr<DispatchedModel> Dispatcher::Finish() {
   result_.resident_.assign(resident.begin(), resident.end());
   if (offloaded == 0) return std::move(result_);
   const uint64_t ring_bytes = RingBytes(offloaded);
+  for (const Item& item : items_) {
+    const uint64_t bytes =
+        static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(item.type);
+    if (item.source == nullptr || !options_.ring_bytes.has_value() || bytes <= ring_bytes) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("the ring of ", HumanBytes(static_cast<int64_t>(ring_bytes)),
+                     " is smaller than ", item.names[0], ", which takes ",
+                     HumanBytes(static_cast<int64_t>(bytes)), ": raise ring_bytes"));
+  }
   const OffloadRingOptions options = {.device = result_.main_device_,
                                       .bytes = ring_bytes,
                                       .readers = options_.readers,

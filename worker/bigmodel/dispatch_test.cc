@@ -82,7 +82,7 @@ TEST_F(Dispatch, Placements_ComputeTheSameBits) {
                                             {"layers", "disk"},
                                             {"layers.3.up.weight", "cpu"}}};
   for (const DeviceEntries& map : maps) {
-    for (const uint64_t ring : {uint64_t{1}, uint64_t{100'000}, uint64_t{10} << 20}) {
+    for (const uint64_t ring : {uint64_t{66'000}, uint64_t{100'000}, uint64_t{10} << 20}) {
       const TextNet net = EmptyNet();
       const auto dispatched = Load(net, map, Ring(ring));
       ASSERT_TRUE(dispatched.ok()) << dispatched.status();
@@ -125,7 +125,7 @@ TEST_F(Dispatch, D17_DiskOffloadTwice_LeavesOneFile) {
 }
 
 TEST_F(Dispatch, OtherType_IsTheSameOnDiskAsInMemory) {
-  LoadCheckpointOptions options = Ring(50'000);
+  LoadCheckpointOptions options = Ring(70'000);
   options.weights.dtype = at::kBFloat16;
   const TextNet resident = EmptyNet(), streamed = EmptyNet();
   const auto a = Load(resident, {{"", "cpu"}}, options);
@@ -147,7 +147,7 @@ TEST_F(Dispatch, TiedWeights_AreThereOnce) {
   for (const char* const device : {"cpu", "disk"}) {
     const TextNet net = EmptyNet(/*tied=*/true);
     const auto dispatched =
-        LoadCheckpointAndDispatch(*TextNet(net), folder.path(), {{"", device}}, Ring(30'000));
+        LoadCheckpointAndDispatch(*TextNet(net), folder.path(), {{"", device}}, Ring(70'000));
     ASSERT_TRUE(dispatched.ok()) << dispatched.status();
     EXPECT_TRUE(net->head_weight.is_same(net->embed->weight));
     EXPECT_TRUE(at::equal(Compute(net), expected));
@@ -205,7 +205,7 @@ TEST_F(Dispatch, KeepBuffers_NeedsNoTablesInTheFile) {
   std::erase_if(tensors, [](const auto& item) { return item.first.ends_with("table"); });
   ASSERT_TRUE(SaveModelFiles(folder.path(), tensors).ok());
   TextNet net = EmptyNet();
-  LoadCheckpointOptions options = Ring(50'000);
+  LoadCheckpointOptions options = Ring(70'000);
   EXPECT_THAT(
       Text(LoadCheckpointAndDispatch(*net, folder.path(), {{"", "disk"}}, options).status()),
       HasSubstr("missing: layers.0.table"));
@@ -272,7 +272,7 @@ TEST_F(Dispatch, FileThatIsCutWhileItIsUsed_IsNamedAndNothingCrashes) {
   ASSERT_TRUE(SaveModelFiles(folder.path(), TensorsOf(*whole_)).ok());
   TextNet net = EmptyNet();
   const auto dispatched =
-      LoadCheckpointAndDispatch(*net, folder.path(), {{"", "disk"}}, Ring(50'000));
+      LoadCheckpointAndDispatch(*net, folder.path(), {{"", "disk"}}, Ring(70'000));
   ASSERT_TRUE(dispatched.ok()) << dispatched.status();
   EXPECT_TRUE(at::equal(Compute(net), expected_));
   dispatched->ring()->WaitUntilIdle();

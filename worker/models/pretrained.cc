@@ -139,7 +139,7 @@ TextModel MakeModel(const ModelConfig& config, c10::ScalarType dtype, c10::Devic
 
 TextModel MakeEmptyModel(const ModelConfig& config, c10::ScalarType dtype) {
   ThrowIfError(ValidateConfig(config));
-  TextModel model(Construct(config, dtype, c10::kMeta));
+  TextModel model(Construct(config, dtype, c10::Device(c10::kMeta)));
   model->eval();
   return model;
 }

@@ -32,9 +32,8 @@ struct LoadPretrainedOptions {
 TextModel MakeModel(const ModelConfig& config, c10::ScalarType dtype = c10::kFloat,
                     c10::Device device = c10::Device(c10::kCPU));
 
-// The same without weights: they are on the meta device, where they have shapes and types and take
-// no memory, until something places them (muster/offloaded_models.h). In evaluation mode. Throws as
-// MakeModel.
+// A model whose weights are on the meta device, for load_checkpoint_and_dispatch()
+// (muster/bigmodel.h). In evaluation mode. Throws as MakeModel.
 TextModel MakeEmptyModel(const ModelConfig& config, c10::ScalarType dtype = c10::kFloat);
 
 // A model from a folder as transformers' save_pretrained and the Hub have it: config.json and

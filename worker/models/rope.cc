@@ -12,7 +12,9 @@
 namespace muster::models {
 
 at::Tensor RopeFrequencies(const RopeConfig& rope, int64_t head_dim) {
-  const at::Tensor exponents = at::arange(0, head_dim, 2, c10::kFloat) / head_dim;
+  const at::Tensor exponents =
+      at::arange(0, head_dim, 2, at::TensorOptions().dtype(c10::kFloat).device(c10::kCPU)) /
+      head_dim;
   const at::Tensor plain = at::pow(rope.theta, exponents).reciprocal();
   switch (rope.kind) {
     case RopeConfig::Kind::kDefault:
