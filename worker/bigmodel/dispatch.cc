@@ -398,7 +398,9 @@ std::vector<OffloadedUnit> Dispatcher::Units(uint64_t ring_bytes) const {
         item.names[0], static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(item.type));
     items.push_back(&item);
   }
-  const uint64_t most = std::clamp(ring_bytes / kUnitsInRing, kLeastUnitBytes, kMostUnitBytes);
+  // Never more than the ring, which a larger unit would make larger than the caller allows.
+  const uint64_t most =
+      std::min(std::clamp(ring_bytes / kUnitsInRing, kLeastUnitBytes, kMostUnitBytes), ring_bytes);
   std::vector<OffloadedUnit> units;
   for (const UnitPlan& plan : PlanOffloadUnits(tensors, most)) {
     OffloadedUnit unit{.name = plan.name, .tensors = {}};

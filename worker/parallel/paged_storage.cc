@@ -123,7 +123,16 @@ void RegisterFallback() {
     all->fallback(torch::CppFunction::makeFromBoxedFunction<&Fallback>());
     return all;
   }();
+  // set_data() asks by it whether two tensors are of one kind: no contents are needed. Without this
+  // a tensor that becomes a paged one would ask its page while that is being made.
+  static auto& kinds = *[] {
+    auto* const aten =
+        new torch::Library(torch::Library::IMPL, "aten", kPagedKey, __FILE__, __LINE__);
+    aten->impl("_has_compatible_shallow_copy_type", torch::CppFunction::makeFallthrough());
+    return aten;
+  }();
   (void)library;
+  (void)kinds;
 }
 
 }  // namespace
@@ -157,15 +166,6 @@ void FreeMemory(const at::Tensor& flat) {
   c10::StorageImpl* const storage = flat.storage().unsafeGetStorageImpl();
   // It keeps its nominal size, which views are checked against.
   storage->set_data_ptr_noswap(storage->allocator()->allocate(0));
-}
-
-c10::DataPtr TakeMemory(const at::Tensor& flat) {
-  c10::StorageImpl* const storage = flat.storage().unsafeGetStorageImpl();
-  return storage->set_data_ptr(storage->allocator()->allocate(0));
-}
-
-void GiveMemory(const at::Tensor& flat, c10::DataPtr memory) {
-  flat.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(memory));
 }
 
 void AllocateMemory(const at::Tensor& flat) {

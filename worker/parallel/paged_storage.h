@@ -65,10 +65,6 @@ bool IsPaged(const at::Tensor& tensor);
 // shapes; no version counter changes.
 void FreeMemory(const at::Tensor& flat);
 void AllocateMemory(const at::Tensor& flat);
-// The same without giving the memory back to the allocator: takes it away from `flat`, or gives it
-// memory of at least its size.
-c10::DataPtr TakeMemory(const at::Tensor& flat);
-void GiveMemory(const at::Tensor& flat, c10::DataPtr memory);
 
 }  // namespace muster
 

@@ -68,6 +68,14 @@ TEST(PagedStorage, View_AsksForNothing) {
   EXPECT_THAT(page.uses, IsEmpty());
 }
 
+TEST(PagedStorage, TensorThatBecomesAPagedOne_AsksForNothing) {
+  Numbers page;
+  const at::Tensor weight = at::ones({2, 3});
+  weight.set_data(PagedView(page.flat, {2, 3}, {3, 1}, 0));
+  EXPECT_THAT(page.uses, IsEmpty());
+  EXPECT_EQ(weight.sum().item<float>(), 15);
+}
+
 TEST(PagedStorage, DataPointerOfContentsThatAreAway_IsAnError) {
   Numbers page;
   const at::Tensor row = PagedView(page.flat, {6}, {1}, 0);
