@@ -10,6 +10,7 @@
 #include "base/file.h"
 #include "client/checkpoints/checkpoint_commands.h"
 #include "client/checkpoints/estimate_command.h"
+#include "client/checkpoints/plan_command.h"
 #include "client/cli/info_commands.h"
 #include "client/cli/job_commands.h"
 #include "client/cli/node_commands.h"
@@ -152,6 +153,7 @@ std::vector<Command> Commands(const LaunchBackend& backend, const std::string& s
        RunMergeWeightsCommand},
       {"estimate-memory", "Print what a model takes to load and to train",
        RunEstimateMemoryCommand},
+      {"plan", "Print which device each part of a model goes to", RunPlanCommand},
       {"generate", "Continue a text with a language model (muster-generate)",
        [&](const Args& rest, const CommandContext& in) {
          return RunProgram(kGenerate, rest, in, backend, self);

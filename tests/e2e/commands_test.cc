@@ -54,7 +54,7 @@ TEST_F(CommandsTest, Help_IsEverywhere) {
   }
   for (const char* command :
        {"launch", "test", "config", "env", "status", "trigger", "barrier", "quarantine", "remove",
-        "completion", "man", "version", "merge-weights", "estimate-memory"}) {
+        "completion", "man", "version", "merge-weights", "estimate-memory", "plan"}) {
     auto help = Muster({command, "--help"});
     EXPECT_EQ(help->Wait(), 0) << command;
     EXPECT_THAT(help->out_text(), HasSubstr(absl::StrCat("\nUsage: muster ", command)));

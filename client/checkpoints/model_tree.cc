@@ -1,0 +1,226 @@
+#include "client/checkpoints/model_tree.h"
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "base/text.h"
+
+namespace muster::client {
+namespace {
+
+// Deeper modules than any model has; the planner recurses into them.
+constexpr size_t kMaxParts = 64;
+
+constexpr absl::string_view kList = "ModuleList";
+
+// The order in which transformers' GPT-2, Llama, Mixtral, Qwen2 and BERT register these.
+constexpr absl::string_view kOrder[] = {
+    "model",        "transformer",
+    "bert",         "embed_tokens",
+    "wte",          "wpe",
+    "embeddings",   "word_embeddings",
+    "position_ids", "position_embeddings",
+    "encoder",      "token_type_embeddings",
+    "layers",       "layer",
+    "h",            "ln_1",
+    "attn",         "ln_2",
+    "self_attn",    "self",
+    "attention",    "block_sparse_moe",
+    "mlp",          "c_attn",
+    "c_fc",         "c_proj",
+    "q_proj",       "k_proj",
+    "v_proj",       "o_proj",
+    "gate_proj",    "up_proj",
+    "down_proj",    "input_layernorm",
+    "gate",         "post_attention_layernorm",
+    "experts",      "w1",
+    "w2",           "w3",
+    "query",        "key",
+    "value",        "intermediate",
+    "output",       "transform",
+    "dense",        "LayerNorm",
+    "norm",         "ln_f",
+    "pooler",       "predictions",
+    "decoder",      "seq_relationship",
+    "classifier",   "cls",
+    "score",        "lm_head",
+};
+
+bool IsNumber(absl::string_view part) {
+  return !part.empty() && std::all_of(part.begin(), part.end(), absl::ascii_isdigit);
+}
+
+// Numbers by value, before names.
+std::tuple<bool, size_t, std::string> NaturalKey(const std::string& part) {
+  if (!IsNumber(part)) return {true, 0, part};
+  const size_t first = std::min(part.find_first_not_of('0'), part.size() - 1);
+  return {false, part.size() - first, part.substr(first)};
+}
+
+size_t KnownPlace(absl::string_view part) {
+  return std::find(std::begin(kOrder), std::end(kOrder), part) - std::begin(kOrder);
+}
+
+bool IsBuffer(const TreeTensor& tensor, absl::string_view name) {
+  static constexpr absl::string_view kBuffers[] = {"running_mean", "running_var",
+                                                   "num_batches_tracked", "position_ids",
+                                                   "inv_freq", "masked_bias"};
+  const bool named = std::find(std::begin(kBuffers), std::end(kBuffers), name) != std::end(kBuffers);
+  const bool whole = absl::StartsWith(tensor.dtype, "I") || absl::StartsWith(tensor.dtype, "U") ||
+                     tensor.dtype == "BOOL";
+  return named || whole;
+}
+
+// A module while its parts are collected.
+struct Node {
+  std::map<std::string, Node> children;
+  std::vector<PlannedTensor> parameters, buffers;
+  size_t first_file = 0;
+};
+
+std::vector<const std::pair<const std::string, Node>*> InOrder(const Node& node) {
+  std::vector<const std::pair<const std::string, Node>*> children;
+  bool known = true;
+  for (const auto& child : node.children) {
+    children.push_back(&child);
+    known = known && KnownPlace(child.first) < std::size(kOrder);
+  }
+  std::stable_sort(children.begin(), children.end(), [&](const auto* a, const auto* b) {
+    if (known) return KnownPlace(a->first) < KnownPlace(b->first);
+    return std::tuple(a->second.first_file, NaturalKey(a->first)) <
+           std::tuple(b->second.first_file, NaturalKey(b->first));
+  });
+  return children;
+}
+
+bool IsList(const Node& node) {
+  return !node.children.empty() && node.parameters.empty() && node.buffers.empty() &&
+         std::all_of(node.children.begin(), node.children.end(),
+                     [](const auto& child) { return IsNumber(child.first); });
+}
+
+PlannedModule ModuleOf(const std::string& name, const std::string& class_name, const Node& node) {
+  PlannedModule module{.name = name,
+                       .class_name = IsList(node) ? std::string(kList) : class_name,
+                       .parameters = node.parameters,
+                       .buffers = node.buffers};
+  for (const auto* child : InOrder(node)) {
+    // An entry of a list has the list's name for a class.
+    const std::string& child_class = IsNumber(child->first) ? class_name : child->first;
+    module.children.push_back(ModuleOf(child->first, child_class, child->second));
+  }
+  return module;
+}
+
+void AddLayerClasses(const PlannedModule& module, std::set<std::string>* classes) {
+  for (const PlannedModule& child : module.children) {
+    if (module.class_name == kList && child.class_name != kList) {
+      classes->insert(child.class_name);
+    } else {
+      AddLayerClasses(child, classes);
+    }
+  }
+}
+
+// The full name of the embedding of words at `module` or below; empty if there is none.
+std::string FindEmbedding(const PlannedModule& module, const std::string& name,
+                          PlannedTensor* found) {
+  for (const PlannedModule& child : module.children) {
+    const std::string full = name.empty() ? child.name : absl::StrCat(name, ".", child.name);
+    const bool fits =
+        child.name == "embed_tokens" || child.name == "wte" || child.name == "word_embeddings";
+    for (const PlannedTensor& tensor : child.parameters) {
+      if (!fits || tensor.name != "weight") continue;
+      *found = tensor;
+      return absl::StrCat(full, ".weight");
+    }
+    std::string below = FindEmbedding(child, full, found);
+    if (!below.empty()) return below;
+  }
+  return "";
+}
+
+}  // namespace
+
+absl::StatusOr<PlannedModel> TreeOf(const std::vector<TreeTensor>& tensors) {
+  Node root;
+  std::map<std::string, std::vector<std::string>> by_storage;
+  for (const TreeTensor& tensor : tensors) {
+    const std::vector<std::string> parts = absl::StrSplit(tensor.name, '.');
+    if (parts.size() > kMaxParts || std::find(parts.begin(), parts.end(), "") != parts.end()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "tensor \"", Printable(tensor.name.substr(0, 200)),
+          "\" is named as no module names its tensors: ",
+          parts.size() > kMaxParts ? absl::StrCat("it has more than ", kMaxParts, " parts")
+                                   : "a part between its dots is empty"));
+    }
+    Node* node = &root;
+    for (size_t i = 0; i + 1 < parts.size(); ++i) {
+      const auto [child, is_new] = node->children.try_emplace(parts[i]);
+      node = &child->second;
+      node->first_file = is_new ? tensor.file : std::min(node->first_file, tensor.file);
+    }
+    auto& part = IsBuffer(tensor, parts.back()) ? node->buffers : node->parameters;
+    part.push_back({.name = parts.back(), .dtype = tensor.dtype, .shape = tensor.shape});
+    if (!tensor.storage.empty()) by_storage[tensor.storage].push_back(tensor.name);
+  }
+  // A tensor and a module of one name would be one entry of the map.
+  for (const TreeTensor& tensor : tensors) {
+    const Node* node = &root;
+    for (const absl::string_view part : absl::StrSplit(tensor.name, '.')) {
+      const auto child = node->children.find(std::string(part));
+      node = child == node->children.end() ? nullptr : &child->second;
+      if (node == nullptr) break;
+    }
+    if (node == nullptr) continue;
+    return absl::InvalidArgumentError(absl::StrCat("\"", Printable(tensor.name),
+                                                   "\" is a tensor, and a module of others: no "
+                                                   "model has both"));
+  }
+  PlannedModel model{.root = ModuleOf("", "Model", root)};
+  for (auto& [storage, names] : by_storage) {
+    if (names.size() > 1) model.tied.push_back(std::move(names));
+  }
+  return model;
+}
+
+bool TieHead(PlannedModel* model) {
+  for (const PlannedModule& child : model->root.children) {
+    if (child.name == "lm_head") return true;
+  }
+  PlannedTensor weight;
+  const std::string embedding = FindEmbedding(model->root, "", &weight);
+  if (embedding.empty()) return false;
+  model->root.children.push_back(
+      {.name = "lm_head", .class_name = "lm_head", .parameters = {weight}});
+  model->tied.push_back({embedding, "lm_head.weight"});
+  return true;
+}
+
+std::set<std::string> LayerClasses(const PlannedModel& model) {
+  std::set<std::string> classes;
+  AddLayerClasses(model.root, &classes);
+  return classes;
+}
+
+std::string TreeClass(absl::string_view class_name) {
+  static const auto& classes = *new std::map<absl::string_view, const char*>{
+      {"GPT2Block", "h"},
+      {"Gpt2Block", "h"},
+      {"LlamaDecoderLayer", "layers"},
+      {"MixtralDecoderLayer", "layers"},
+      {"Qwen2DecoderLayer", "layers"},
+      {"DecoderLayer", "layers"},
+      {"BertLayer", "layer"},
+  };
+  const auto found = classes.find(class_name);
+  return found == classes.end() ? std::string(class_name) : found->second;
+}
+
+}  // namespace muster::client

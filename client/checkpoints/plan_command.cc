@@ -1,0 +1,331 @@
+#include "client/checkpoints/plan_command.h"
+
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "base/exit_code.h"
+#include "base/machine.h"
+#include "base/status_macros.h"
+#include "base/units.h"
+#include "client/checkpoints/model_headers.h"
+#include "client/checkpoints/model_tree.h"
+#include "client/cli/command_line.h"
+#include "worker/bigmodel/device_map.h"
+#include "worker/bigmodel/map_checks.h"
+
+namespace muster::client {
+namespace {
+
+using nlohmann::ordered_json;
+
+struct Request {
+  DeviceLimits limits;
+  bool user_set = true;
+  std::string kind = "auto";  // of the map
+  std::optional<std::set<std::string>> no_split;
+  std::optional<std::string> dtype;
+  bool offload_buffers = false;
+};
+
+struct Plan {
+  Request request;
+  DeviceLimits limits;  // after balancing
+  DeviceMap map;
+  std::map<std::string, int64_t> sizes;
+  std::set<std::string> no_split;
+  // The largest module that is kept together.
+  std::string largest;
+  int64_t largest_bytes = 0;
+};
+
+// A row of the table.
+struct Share {
+  std::string device;
+  std::optional<int64_t> limit;
+  int64_t bytes = 0;
+  std::vector<std::string> parts;
+};
+
+absl::StatusOr<DeviceLimits> ParseLimits(const std::string& text) {
+  DeviceLimits limits;
+  for (const absl::string_view entry : absl::StrSplit(text, ',', absl::SkipWhitespace())) {
+    const std::pair<std::string, std::string> parts = absl::StrSplit(entry, absl::MaxSplits('=', 1));
+    if (!absl::StrContains(entry, '=')) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "--max_memory ", entry, ": write DEVICE=SIZE,... as in 0=20GB,cpu=30GB"));
+    }
+    const absl::StatusOr<int64_t> bytes = ParseMemorySize(parts.second);
+    if (!bytes.ok()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--max_memory ", entry, ": ", bytes.status().message()));
+    }
+    limits.emplace_back(parts.first, static_cast<double>(*bytes));
+  }
+  const absl::StatusOr<DeviceLimits> ordered = OrderDevices(limits);
+  if (!ordered.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat("--max_memory: ", ordered.status().message()));
+  }
+  return ordered;
+}
+
+// The machine's own memory.
+absl::StatusOr<DeviceLimits> FoundLimits(const Machine& machine) {
+  if (machine.usable_gpus > 0) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "this machine has ", machine.usable_gpus,
+        machine.usable_gpus == 1 ? " GPU" : " GPUs",
+        ", whose memory only a program with CUDA can ask for: write --max_memory 0=SIZE,cpu=SIZE"));
+  }
+  return DeviceLimits{{"cpu", static_cast<double>(machine.memory_available_bytes)}};
+}
+
+absl::StatusOr<std::string> ParseDtype(const std::string& text) {
+  static const auto& types = *new std::map<std::string, std::string>{
+      {"float64", "F64"},  {"float32", "F32"},  {"float16", "F16"}, {"bfloat16", "BF16"},
+      {"fp64", "F64"},     {"fp32", "F32"},     {"fp16", "F16"},    {"bf16", "BF16"},
+      {"float8_e4m3", "F8_E4M3"}, {"float8_e5m2", "F8_E5M2"},
+  };
+  const auto found = types.find(text);
+  if (found != types.end()) return found->second;
+  return absl::InvalidArgumentError(absl::StrCat(
+      "--dtype ", text, ": write float32, bfloat16, float16, float64, float8_e4m3 or float8_e5m2"));
+}
+
+absl::StatusOr<Request> RequestOf(const CommandLine& line, const Machine& machine) {
+  Request request;
+  if (line.Has("max_memory")) {
+    MUSTER_ASSIGN_OR_RETURN(request.limits, ParseLimits(line.Get("max_memory")));
+  } else {
+    MUSTER_ASSIGN_OR_RETURN(request.limits, FoundLimits(machine));
+    request.user_set = false;
+  }
+  if (line.Has("device_map")) request.kind = line.Get("device_map");
+  static const auto& kinds =
+      *new std::set<std::string>{"auto", "balanced", "balanced_low_0", "sequential"};
+  if (!kinds.contains(request.kind)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--device_map ", request.kind, ": write ", absl::StrJoin(kinds, ", ")));
+  }
+  if (line.Has("dtype")) {
+    MUSTER_ASSIGN_OR_RETURN(request.dtype, ParseDtype(line.Get("dtype")));
+  }
+  if (line.Has("no_split")) {
+    request.no_split.emplace();
+    const std::string text = line.Get("no_split");
+    for (const absl::string_view name : absl::StrSplit(text, ',', absl::SkipWhitespace())) {
+      if (text != "none") request.no_split->insert(TreeClass(name));
+    }
+  }
+  request.offload_buffers = line.Get("offload_buffers") == "true";
+  return request;
+}
+
+absl::StatusOr<Plan> PlanOf(const PlannedModel& model, const Request& request) {
+  Plan plan{.request = request, .limits = request.limits};
+  plan.no_split = request.no_split.has_value() ? *request.no_split : LayerClasses(model);
+  DeviceMapOptions options;
+  options.dtype = request.dtype;
+  options.no_split = plan.no_split;
+  options.offload_buffers = request.offload_buffers;
+  MUSTER_ASSIGN_OR_RETURN(plan.sizes, ModuleSizes(model, options));
+  MUSTER_RETURN_IF_ERROR(CheckUndivided(model, request.limits, options));
+  VisitModules(model, [&](const std::string& name, const PlannedModule& module) {
+    const auto size = plan.sizes.find(name);
+    if (!plan.no_split.contains(module.class_name) || size == plan.sizes.end()) return;
+    if (size->second <= plan.largest_bytes) return;
+    plan.largest = name;
+    plan.largest_bytes = size->second;
+  });
+  if (request.kind != "sequential") {
+    BalanceOptions balance;
+    balance.dtype = options.dtype;
+    balance.no_split = options.no_split;
+    balance.low_zero = request.kind == "balanced_low_0";
+    balance.user_set = request.user_set;
+    MUSTER_ASSIGN_OR_RETURN(plan.limits, BalanceMemory(model, request.limits, balance));
+  }
+  MUSTER_ASSIGN_OR_RETURN(plan.map, InferDeviceMap(model, plan.limits, options));
+  return plan;
+}
+
+std::vector<Share> SharesOf(const Plan& plan) {
+  std::vector<Share> shares;
+  for (const auto& [device, limit] : plan.limits) {
+    shares.push_back({.device = device});
+    if (device != "disk") shares.back().limit = static_cast<int64_t>(limit);
+  }
+  for (const auto& [name, device] : plan.map.devices) {
+    auto share = std::find_if(shares.begin(), shares.end(),
+                              [&](const Share& other) { return other.device == device; });
+    if (share == shares.end()) share = shares.insert(shares.end(), Share{.device = device});
+    const auto size = plan.sizes.find(name);
+    share->bytes += size == plan.sizes.end() ? 0 : size->second;
+    share->parts.push_back(name.empty() ? "all of it" : name);
+  }
+  return shares;
+}
+
+// "layers.0", "layers.1", "layers.2" as "layers.0-2".
+std::string InShort(const std::vector<std::string>& names) {
+  std::vector<std::string> parts;
+  for (size_t i = 0; i < names.size();) {
+    const size_t dot = names[i].rfind('.');
+    const std::string before = dot == std::string::npos ? "" : names[i].substr(0, dot + 1);
+    int64_t number = 0;
+    size_t end = i + 1;
+    if (dot != std::string::npos && absl::SimpleAtoi(names[i].substr(dot + 1), &number)) {
+      while (end < names.size() &&
+             names[end] == absl::StrCat(before, number + static_cast<int64_t>(end - i))) {
+        ++end;
+      }
+    }
+    parts.push_back(end == i + 1 ? names[i]
+                                 : absl::StrCat(names[i], "-", number + (end - i) - 1));
+    i = end;
+  }
+  return absl::StrJoin(parts, ", ");
+}
+
+// GPUs of the plan that this machine does not have: it may be for another one.
+std::vector<std::string> Absent(const Plan& plan, const Machine& machine) {
+  std::vector<std::string> absent;
+  for (const auto& [device, limit] : plan.limits) {
+    int number = 0;
+    if (absl::SimpleAtoi(device, &number) && number >= machine.usable_gpus) {
+      absent.push_back(device);
+    }
+  }
+  return absent;
+}
+
+void PrintText(const std::string& path, const Plan& plan, const Machine& machine,
+               std::ostream& out) {
+  const int64_t total = plan.sizes.at("");
+  out << path << ": " << HumanBytes(total)
+      << (plan.request.dtype.has_value() ? absl::StrCat(" as ", *plan.request.dtype) : "");
+  if (!plan.largest.empty()) {
+    out << "; kept together: " << absl::StrJoin(plan.no_split, ", ") << " (up to "
+        << HumanBytes(plan.largest_bytes) << ", " << plan.largest << ")";
+  }
+  out << "\n\n";
+  std::vector<std::vector<std::string>> rows = {{"device", "may hold", "holds"}};
+  std::vector<std::string> parts = {"parts"};
+  for (const Share& share : SharesOf(plan)) {
+    rows.push_back({share.device, share.limit.has_value() ? HumanBytes(*share.limit) : "-",
+                    HumanBytes(share.bytes)});
+    parts.push_back(share.parts.empty() ? "nothing" : InShort(share.parts));
+  }
+  const std::vector<std::string> lines = absl::StrSplit(Table(rows), '\n', absl::SkipEmpty());
+  for (size_t i = 0; i < lines.size(); ++i) out << lines[i] << "   " << parts[i] << "\n";
+  for (const Share& share : SharesOf(plan)) {
+    if (share.device != "disk" || share.bytes == 0) continue;
+    out << "\nEach forward pass reads " << HumanBytes(share.bytes) << " from the disk.\n";
+  }
+  if (plan.map.buffers_do_not_fit) {
+    out << "\nThe buffers of modules that are not on a GPU fit on none: --offload_buffers leaves "
+           "them where their modules are.\n";
+  }
+  const std::vector<std::string> absent = Absent(plan, machine);
+  if (absent.empty()) return;
+  out << "\nThis machine has no GPU " << absl::StrJoin(absent, ", ")
+      << ": the plan is for another one.\n";
+}
+
+std::string JsonOf(const std::string& path, const Plan& plan, const Machine& machine) {
+  ordered_json json = {{"path", path},
+                       {"bytes", plan.sizes.at("")},
+                       {"dtype", plan.request.dtype.has_value() ? ordered_json(*plan.request.dtype)
+                                                                : ordered_json()},
+                       {"no_split", plan.no_split},
+                       {"largest_undivided", plan.largest},
+                       {"largest_undivided_bytes", plan.largest_bytes},
+                       {"devices", ordered_json::array()},
+                       {"device_map", ordered_json::object()},
+                       {"buffers_do_not_fit", plan.map.buffers_do_not_fit},
+                       {"absent_gpus", Absent(plan, machine)}};
+  for (const Share& share : SharesOf(plan)) {
+    json["devices"].push_back(
+        {{"device", share.device},
+         {"max_memory", share.limit.has_value() ? ordered_json(*share.limit) : ordered_json()},
+         {"bytes", share.bytes}});
+  }
+  for (const auto& [name, device] : plan.map.devices) json["device_map"][name] = device;
+  return Dump(json);
+}
+
+CommandSpec Spec() {
+  return {
+      .name = "muster plan",
+      .summary = "Prints where the parts of a model go, before anything is allocated.",
+      .usage = "PATH [OPTIONS]",
+      .details =
+          "PATH is a folder, an index or a file of safetensors or torch.save; only headers and "
+          "config.json are read.\nModules are known by the names of tensors: those of "
+          "--no_split are names of lists (layers, experts),\nor classes of models that Muster has "
+          "(LlamaDecoderLayer). A program plans by its own modules:\n"
+          "muster::infer_auto_device_map.",
+      .options = {{.name = "max_memory",
+                   .value_name = "LIST",
+                   .help = "What each device may hold: 0=20GB,cpu=30GB. The rest goes to the disk "
+                           "(default: the free memory of this machine, if it has no GPU)"},
+                  {.name = "dtype",
+                   .value_name = "TYPE",
+                   .help = "Type to load in: float32, bfloat16, ... (default: as it is stored)"},
+                  {.name = "no_split",
+                   .value_name = "LIST",
+                   .help = "Modules that stay together on one device (default: the layers; none)"},
+                  {.name = "device_map",
+                   .value_name = "KIND",
+                   .help = "How GPUs share: auto, which is balanced, balanced_low_0, sequential",
+                   .values = {"auto", "balanced", "balanced_low_0", "sequential"}},
+                  {.name = "offload_buffers",
+                   .help = "Buffers of modules that are not on a GPU stay there"},
+                  OutputOption({"text", "json"})},
+      .max_words = 1};
+}
+
+}  // namespace
+
+int RunPlanCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  const CommandSpec spec = Spec();
+  CommandLine line;
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  const std::string format = line.Has("output") ? line.Get("output") : "text";
+  const auto fail = [&](const absl::Status& status, int code) {
+    return Fail(spec, context, status, code);
+  };
+  if (format != "text" && format != "json") {
+    return fail(absl::InvalidArgumentError(
+                    absl::StrCat("--output ", format, ": write text or json")),
+                kExitUsage);
+  }
+  if (line.words.empty()) {
+    return fail(absl::InvalidArgumentError(absl::StrCat("write ", spec.name, " ", spec.usage)),
+                kExitUsage);
+  }
+  const Machine machine = ReadMachine(context.variables);
+  const absl::StatusOr<Request> request = RequestOf(line, machine);
+  if (!request.ok()) return fail(request.status(), kExitUsage);
+  const std::string& path = line.words[0];
+  const absl::StatusOr<PlannedModel> model = ReadModelTree(path);
+  if (!model.ok()) return fail(model.status(), ExitCodeOf(model.status()));
+  const absl::StatusOr<Plan> plan = PlanOf(*model, *request);
+  if (!plan.ok()) return fail(plan.status(), ExitCodeOf(plan.status()));
+  if (format == "json") {
+    context.out << JsonOf(path, *plan, machine);
+  } else {
+    PrintText(path, *plan, machine, context.out);
+  }
+  return kExitOk;
+}
+
+}  // namespace muster::client
