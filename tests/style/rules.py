@@ -29,7 +29,7 @@ _THIRD_PARTY = [
     ("test", r"(gtest|gmock|benchmark)/"),
 ]
 # Folders that are named apart from the one they are in.
-_WORKER_ROOMS = ("nested", "collective", "job", "data", "parallel", "track", "checkpoint", "text", "train", "models")
+_WORKER_ROOMS = ("nested", "collective", "job", "data", "parallel", "track", "checkpoint", "text", "train", "bigmodel", "models")
 _ROOMS = ("rpc/session", "coordinator/journal") + tuple("worker/" + room for room in _WORKER_ROOMS)
 _FOLDERS = ("base", "proto", "rpc", "coordinator", "agent", "worker", "client", "muster", "examples", "tests", "bench")
 
@@ -63,12 +63,15 @@ _ALLOWED = {
     "worker/track": _TENSORS | {"worker/nested", "worker/collective", "worker/track"},
     "worker/train": _TENSORS
     | {"worker/nested", "worker/collective", "worker/parallel", "worker/checkpoint", "worker/train"},
+    # Big models: from files to the devices that there are; what pages weights is parallel's.
+    "worker/bigmodel": _TENSORS
+    | {"worker/nested", "worker/collective", "worker/checkpoint", "worker/parallel", "worker/train", "worker/bigmodel"},
     # Models see what trains them, and nothing of Muster sees them but what users include.
     "worker/models": _TENSORS
     | {"worker/nested", "worker/collective", "worker/checkpoint", "worker/text", "worker/train", "worker/models"},
     "client": _FILES | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "rpc/session", "cli11", "httplib", "client"},
     # Tools on files; Bazel's visibility lets them see only those libraries of the room that have no torch.
-    "client/checkpoints": {"absl", "json", "base", "client", "worker/checkpoint"},
+    "client/checkpoints": {"absl", "json", "base", "client", "worker/checkpoint", "worker/bigmodel"},
     "muster": _FILES | {"base", "torch", "client", "muster"} | {"worker/" + room for room in _WORKER_ROOMS},
     # The program behind `muster generate`.
     "muster/generate": {"absl", "base", "cli11", "json", "torch", "muster", "worker/models", "worker/text"},

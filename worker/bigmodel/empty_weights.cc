@@ -183,7 +183,8 @@ struct EmptyWeightsMode {
     }
     // What an operator is made of is not recorded again.
     const c10::impl::ExcludeDispatchKeyGuard inside(kKey);
-    const c10::DispatchKeySet below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+    const c10::DispatchKeySet below =
+        keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
     try {
       op.redispatchBoxed(below, stack);
     } catch (const c10::Error&) {
@@ -195,7 +196,7 @@ struct EmptyWeightsMode {
           return current_scope->tape_->ValueOf(tensor);
         }));
       }
-      op.redispatchBoxed(below, stack);
+      op.callBoxed(stack);
       return;
     }
     std::vector<c10::IValue> results(stack->begin() + static_cast<int64_t>(first), stack->end());

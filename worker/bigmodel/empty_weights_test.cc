@@ -66,9 +66,9 @@ class CuriousImpl : public torch::nn::Module {
     for (int64_t i = 0; i < 5; ++i) rate.push_back(rates[i].item<float>());
     const at::Tensor odd = at::arange(6).remainder(2);
     odd_places = register_buffer("odd_places", at::nonzero(odd).view({-1}));
-    const at::Tensor listed = at::tensor(std::vector<float>{1, 2, 3});
+    const at::Tensor listed = at::tensor(std::vector<float>{1, 2, 3}, at::kCPU);
     mixed = register_buffer("mixed", listed + at::arange(3));
-    weight = register_parameter("weight", at::tensor(std::vector<float>{1, 2}));
+    weight = register_parameter("weight", at::tensor(std::vector<float>{1, 2}, at::kCPU));
     counts = register_buffer("counts", at::zeros({4}));
     counts.data().select(0, 1).fill_(7);
   }

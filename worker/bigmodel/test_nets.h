@@ -20,11 +20,10 @@ class BlockImpl : public torch::nn::Module {
       : norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})))),
         up(register_module("up", torch::nn::Linear(width, 4 * width))),
         down(register_module("down", torch::nn::Linear(4 * width, width))),
-        table(register_buffer("table", 1.0 / at::pow(100.0, at::arange(0, width) / (2.0 * width)))) {}
+        table(
+            register_buffer("table", 1.0 / at::pow(100.0, at::arange(0, width) / (2.0 * width)))) {}
 
-  at::Tensor forward(const at::Tensor& x) {
-    return x + down(at::gelu(up(norm(x) * table)));
-  }
+  at::Tensor forward(const at::Tensor& x) { return x + down(at::gelu(up(norm(x) * table))); }
 
   torch::nn::LayerNorm norm;
   torch::nn::Linear up, down;

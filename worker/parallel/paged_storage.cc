@@ -74,10 +74,11 @@ struct Use {
 void AddUse(const at::Tensor& tensor, bool write, const char* op, std::vector<Use>* uses) {
   if (!tensor.defined() || !IsPaged(tensor)) return;
   Page* const page = Table().Find(tensor.storage().unsafeGetStorageImpl());
-  TORCH_CHECK(page != nullptr, op,
-              ": a parameter of a sharded or offloaded model is used after what holds its values is "
-              "gone; keep the Accelerator (or save_model() before it ends), or the model that "
-              "dispatch returned");
+  TORCH_CHECK(
+      page != nullptr, op,
+      ": a parameter of a sharded or offloaded model is used after what holds its values is "
+      "gone; keep the Accelerator (or save_model() before it ends), or the model that "
+      "dispatch returned");
   for (Use& use : *uses) {
     if (use.page != page) continue;
     use.write |= write;
@@ -141,9 +142,9 @@ at::Tensor PagedView(const at::Tensor& flat, at::IntArrayRef sizes, at::IntArray
 at::Tensor PagedView(const at::Tensor& flat, at::ScalarType type, at::IntArrayRef sizes,
                      at::IntArrayRef strides, int64_t offset) {
   c10::Storage storage = flat.storage();
-  auto impl = c10::make_intrusive<c10::TensorImpl>(
-      std::move(storage), flat.key_set() | c10::DispatchKeySet(kPagedKey),
-      c10::scalarTypeToTypeMeta(type));
+  auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(storage),
+                                                   flat.key_set() | c10::DispatchKeySet(kPagedKey),
+                                                   c10::scalarTypeToTypeMeta(type));
   impl->set_storage_offset(offset);
   impl->set_sizes_and_strides(sizes, strides);
   return at::Tensor(std::move(impl));

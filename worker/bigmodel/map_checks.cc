@@ -1,0 +1,134 @@
+#include "worker/bigmodel/map_checks.h"
+
+#include <algorithm>
+#include <map>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/status_macros.h"
+#include "base/units.h"
+
+namespace muster {
+namespace {
+
+constexpr size_t kShownNames = 10;
+
+std::string Join(absl::string_view module, absl::string_view name) {
+  return module.empty() ? std::string(name) : absl::StrCat(module, ".", name);
+}
+
+void Visit(const PlannedModule& module, const std::string& name,
+           absl::FunctionRef<void(const std::string&, const PlannedModule&)> visit) {
+  visit(name, module);
+  for (const PlannedModule& child : module.children) Visit(child, Join(name, child.name), visit);
+}
+
+std::string SomeNames(const std::vector<std::string>& names) {
+  const size_t shown = std::min(names.size(), kShownNames);
+  std::string text = absl::StrJoin(names.begin(), names.begin() + shown, ", ");
+  if (names.size() > shown) absl::StrAppend(&text, " and ", names.size() - shown, " more");
+  return text;
+}
+
+}  // namespace
+
+const std::string* FindDevice(const DeviceEntries& devices, absl::string_view name) {
+  const std::string* found = nullptr;
+  size_t length = 0;
+  for (const auto& [entry, device] : devices) {
+    const bool covers = entry.empty() || name == entry ||
+                        (absl::StartsWith(name, entry) && name[entry.size()] == '.');
+    if (!covers || (found != nullptr && entry.size() < length)) continue;
+    found = &device;
+    length = entry.size();
+  }
+  return found;
+}
+
+void VisitModules(
+    const PlannedModel& model,
+    absl::FunctionRef<void(const std::string& name, const PlannedModule& module)> visit) {
+  Visit(model.root, "", visit);
+}
+
+absl::Status CheckDeviceMap(const PlannedModel& model, const DeviceEntries& devices) {
+  std::set<std::string> known, tensors;
+  VisitModules(model, [&](const std::string& name, const PlannedModule& module) {
+    known.insert(name);
+    for (const auto* const part : {&module.parameters, &module.buffers}) {
+      for (const PlannedTensor& tensor : *part) tensors.insert(Join(name, tensor.name));
+    }
+  });
+  known.insert(tensors.begin(), tensors.end());
+  std::set<std::string> entries;
+  DeviceLimits used;
+  for (const auto& [name, device] : devices) {
+    if (!entries.insert(name).second) {
+      return absl::InvalidArgumentError(absl::StrCat("the device map has \"", name, "\" twice"));
+    }
+    if (!known.contains(name)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("the device map places \"", name,
+                       "\", which is no module, parameter or buffer of the model; its modules are ",
+                       SomeNames([&] {
+                         std::vector<std::string> names;
+                         for (const PlannedModule& child : model.root.children) {
+                           names.push_back(child.name);
+                         }
+                         return names;
+                       }())));
+    }
+    const bool is_new = std::none_of(used.begin(), used.end(),
+                                     [&](const auto& entry) { return entry.first == device; });
+    if (is_new) used.emplace_back(device, 0);
+  }
+  MUSTER_RETURN_IF_ERROR(OrderDevices(used).status());
+  std::vector<std::string> without;
+  for (const std::string& name : tensors) {
+    if (FindDevice(devices, name) == nullptr) without.push_back(name);
+  }
+  if (without.empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("the device map has no device for ", SomeNames(without),
+                   "; add them, or an entry \"\" for all that is left"));
+}
+
+absl::Status CheckUndivided(const PlannedModel& model, const DeviceLimits& limits,
+                            const DeviceMapOptions& options) {
+  MUSTER_ASSIGN_OR_RETURN(const auto sizes, ModuleSizes(model, options));
+  double largest_limit = 0;
+  bool limited = false;
+  for (const auto& [device, limit] : limits) {
+    if (device == "disk") continue;
+    limited = true;
+    largest_limit = std::max(largest_limit, limit);
+  }
+  std::set<std::string> classes;
+  std::string largest, its_class;
+  int64_t bytes = -1;
+  VisitModules(model, [&](const std::string& name, const PlannedModule& module) {
+    classes.insert(module.class_name);
+    const auto size = sizes.find(name);
+    if (!options.no_split.contains(module.class_name) || size == sizes.end()) return;
+    if (size->second <= bytes) return;
+    bytes = size->second;
+    largest = name;
+    its_class = module.class_name;
+  });
+  for (const std::string& name : options.no_split) {
+    if (classes.contains(name)) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "no module of the model is of the class ", name, ", which is not to be divided; there are ",
+        SomeNames({classes.begin(), classes.end()})));
+  }
+  if (!limited || bytes <= 0 || static_cast<double>(bytes) <= largest_limit) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      its_class, " ", largest, " is not to be divided and takes ", HumanBytes(bytes),
+      ", more than any device has (", HumanBytes(static_cast<int64_t>(largest_limit)),
+      "): raise a limit, allow it to be divided, or load it in a smaller type"));
+}
+
+}  // namespace muster

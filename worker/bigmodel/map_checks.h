@@ -1,0 +1,43 @@
+#ifndef MUSTER_WORKER_BIGMODEL_MAP_CHECKS_H_
+#define MUSTER_WORKER_BIGMODEL_MAP_CHECKS_H_
+
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "worker/bigmodel/device_map.h"
+
+namespace muster {
+
+// Whether a device map can be carried out, and what it says. Pure.
+
+// Of a device map, by name of a module or tensor; "" is the whole model.
+using DeviceEntries = std::vector<std::pair<std::string, std::string>>;
+
+// The device of `name`: that of the longest entry that is `name` or a module around it. Null if
+// there is none.
+const std::string* FindDevice(const DeviceEntries& devices, absl::string_view name);
+
+// Calls `visit` for each module with its full name ("" is the root), a module before its children.
+void VisitModules(
+    const PlannedModel& model,
+    absl::FunctionRef<void(const std::string& name, const PlannedModule& module)> visit);
+
+// Whether a map says for each tensor of the model where it goes. Errors: INVALID_ARGUMENT for an
+// entry twice, an entry that is no module, parameter or buffer, a device that OrderDevices refuses,
+// and tensors without a device.
+absl::Status CheckDeviceMap(const PlannedModel& model, const DeviceEntries& devices);
+
+// Whether each module of a class that is not to be divided fits on some device with a limit: from
+// the disk it would have to be moved there to be used. Errors: INVALID_ARGUMENT that names the
+// largest such module, or a class that no module has; those of ModuleSizes.
+absl::Status CheckUndivided(const PlannedModel& model, const DeviceLimits& limits,
+                            const DeviceMapOptions& options);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_BIGMODEL_MAP_CHECKS_H_

@@ -1,0 +1,38 @@
+#ifndef MUSTER_WORKER_BIGMODEL_MODULE_DESCRIPTION_H_
+#define MUSTER_WORKER_BIGMODEL_MODULE_DESCRIPTION_H_
+
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "worker/bigmodel/device_map.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace muster {
+
+// What the planner needs to know of a module, on any device, also meta. Names are those of
+// named_parameters(); tensors that are one object are tied. Errors: UNIMPLEMENTED that names a
+// tensor of a type that files cannot hold.
+absl::StatusOr<PlannedModel> DescribeModule(const torch::nn::Module& module);
+
+// The name of a class as people write it: without namespaces, and without the "Impl" of LibTorch's
+// module holders.
+std::string ShortClassName(absl::string_view name);
+std::set<std::string> ShortClassNames(const std::set<std::string>& names);
+
+// "F32", "BF16", ... as PlannedTensor has it.
+absl::StatusOr<std::string> PlannedType(at::ScalarType type);
+
+// Parameters, then buffers, by name; a tensor with several names under each of them.
+std::vector<std::pair<std::string, at::Tensor>> TensorsOf(const torch::nn::Module& module);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_BIGMODEL_MODULE_DESCRIPTION_H_

@@ -1,0 +1,147 @@
+#include "worker/bigmodel/weight_readers.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "ATen/core/grad_mode.h"
+#include "ATen/ops/from_blob.h"
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "c10/core/impl/VirtualGuardImpl.h"
+#include "worker/checkpoint/direct_file.h"
+
+namespace muster {
+namespace {
+
+// With the blocks at both ends it fills 4 MiB of scratch memory. More would leave the cache of the
+// processor before it is copied; less costs the disk more requests.
+constexpr int64_t kPieceBytes = (int64_t{4} << 20) - 2 * int64_t{kDirectAlignment};
+
+at::Tensor Over(const char* data, int64_t count, at::ScalarType type, at::Device device) {
+  return at::for_blob(const_cast<char*>(data), {count})
+      .options(at::TensorOptions().dtype(type).device(device))
+      .target_device(device)
+      .make_tensor();
+}
+
+}  // namespace
+
+std::vector<WeightPiece> PiecesOf(const WeightSource& source, size_t index, char* to,
+                                  at::ScalarType type, at::Device device) {
+  const auto width = static_cast<int64_t>(c10::elementSize(source.type(index)));
+  const auto wide = static_cast<int64_t>(c10::elementSize(type));
+  const auto count = static_cast<int64_t>(source.bytes(index)) / width;
+  // All but the first begin where a block of the disk does.
+  const auto remainder = static_cast<int64_t>(source.Remainder(index));
+  int64_t next = (kPieceBytes - (remainder % width == 0 ? remainder : 0)) / width;
+  std::vector<WeightPiece> pieces;
+  for (int64_t first = 0; first < count; first = next, next += kPieceBytes / width) {
+    pieces.push_back({.source = &source,
+                      .index = index,
+                      .first = first,
+                      .count = std::min(next, count) - first,
+                      .to = to + first * wide,
+                      .type = type,
+                      .device = device});
+  }
+  return pieces;
+}
+
+absl::Status FillPiece(const WeightPiece& piece, ReadScratch& scratch) {
+  const at::ScalarType type = piece.source->type(piece.index);
+  const uint64_t width = c10::elementSize(type);
+  const uint64_t begin = static_cast<uint64_t>(piece.first) * width;
+  const size_t bytes = static_cast<size_t>(piece.count) * width;
+  if (piece.device.is_cpu() && type == piece.type) {
+    return piece.source->Read(piece.index, begin, bytes, piece.to, scratch);
+  }
+  MUSTER_ASSIGN_OR_RETURN(const char* const from,
+                          piece.source->Fetch(piece.index, begin, bytes, scratch));
+  const at::NoGradGuard no_grad;
+  try {
+    Over(piece.to, piece.count, piece.type, piece.device)
+        .copy_(Over(from, piece.count, type, at::kCPU), /*non_blocking=*/true);
+    if (!piece.device.is_cpu()) {
+      // The scratch memory is needed again.
+      const c10::impl::VirtualGuardImpl guard(piece.device.type());
+      guard.synchronizeStream(guard.getStream(piece.device));
+    }
+  } catch (const c10::Error& error) {
+    return absl::InternalError(absl::StrCat(piece.source->Describe(piece.index), ": cannot copy to ",
+                                            piece.device.str(), ": ",
+                                            error.what_without_backtrace()));
+  }
+  return absl::OkStatus();
+}
+
+WeightReaders::WeightReaders(int threads) {
+  for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { Run(); });
+}
+
+WeightReaders::~WeightReaders() {
+  std::deque<Task> dropped;
+  {
+    MutexLock lock(&mu_);
+    stopped_ = true;
+    dropped.swap(tasks_);
+    changed_.SignalAll();
+  }
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void WeightReaders::Submit(std::vector<Task> tasks, bool urgent) {
+  MutexLock lock(&mu_);
+  tasks_.insert(urgent ? tasks_.begin() : tasks_.end(), std::make_move_iterator(tasks.begin()),
+                std::make_move_iterator(tasks.end()));
+  changed_.SignalAll();
+}
+
+void WeightReaders::Run() {
+  ReadScratch scratch;
+  for (;;) {
+    Task task;
+    {
+      MutexLock lock(&mu_);
+      while (tasks_.empty() && !stopped_) changed_.Wait(&mu_);
+      if (stopped_) return;
+      task = std::move(tasks_.front());
+      tasks_.pop_front();
+    }
+    task(scratch);
+  }
+}
+
+absl::Status WeightReaders::Fill(const std::vector<WeightPiece>& pieces) {
+  struct Progress {
+    Mutex mu;
+    CondVar changed;
+    size_t left ABSL_GUARDED_BY(mu) = 0;
+    absl::Status status ABSL_GUARDED_BY(mu);
+  };
+  const auto progress = std::make_shared<Progress>();
+  std::vector<Task> tasks;
+  for (const WeightPiece& piece : pieces) {
+    tasks.push_back([progress, piece](ReadScratch& scratch) {
+      bool skip = false;
+      {
+        MutexLock lock(&progress->mu);
+        skip = !progress->status.ok();
+      }
+      const absl::Status status = skip ? absl::OkStatus() : FillPiece(piece, scratch);
+      MutexLock lock(&progress->mu);
+      progress->status.Update(status);
+      if (--progress->left == 0) progress->changed.SignalAll();
+    });
+  }
+  {
+    MutexLock lock(&progress->mu);
+    progress->left = pieces.size();
+  }
+  Submit(std::move(tasks), /*urgent=*/false);
+  MutexLock lock(&progress->mu);
+  while (progress->left > 0) progress->changed.Wait(&progress->mu);
+  return progress->status;
+}
+
+}  // namespace muster

@@ -1,0 +1,68 @@
+#include "worker/bigmodel/weight_readers.h"
+
+#include <numeric>
+
+#include "ATen/Functions.h"
+#include "base/test_folder.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "worker/checkpoint/model_files.h"
+
+namespace muster {
+namespace {
+
+using ::testing::HasSubstr;
+
+TEST(WeightReaders, TensorOfManyPieces_ArrivesWhole_AlsoInAnotherType) {
+  const TestFolder folder;
+  const at::Tensor values = at::arange(3'000'001, at::kFloat).remainder(1000).div(8);
+  ASSERT_TRUE(SaveModelFiles(folder.path(), {{"w", values}}).ok());
+  auto opened = WeightFiles::Open(folder.path());
+  ASSERT_TRUE(opened.ok());
+  const auto files = std::make_shared<const WeightFiles>(*std::move(opened));
+  const auto source = OpenWeightSource(files, {0});
+  ASSERT_TRUE(source.ok()) << source.status();
+  WeightReaders readers(3);
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kDouble}) {
+    const at::Tensor read = at::empty({3'000'001}, type);
+    const auto pieces =
+        PiecesOf(**source, 0, static_cast<char*>(read.data_ptr()), type, at::kCPU);
+    EXPECT_EQ(std::accumulate(pieces.begin(), pieces.end(), int64_t{0},
+                              [](int64_t sum, const auto& piece) { return sum + piece.count; }),
+              3'000'001);
+    const absl::Status filled = readers.Fill(pieces);
+    ASSERT_TRUE(filled.ok()) << filled;
+    EXPECT_TRUE(at::equal(read, values.to(type)));
+  }
+}
+
+class BrokenSource : public WeightSource {
+ public:
+  size_t size() const override { return 1; }
+  std::string Describe(size_t) const override { return "broken"; }
+  at::ScalarType type(size_t) const override { return at::kFloat; }
+  uint64_t bytes(size_t) const override { return 100 << 20; }
+  absl::Status Read(size_t, uint64_t, size_t, char*, ReadScratch&) const override {
+    return absl::DataLossError("broken at once");
+  }
+  absl::StatusOr<const char*> Fetch(size_t, uint64_t, size_t, ReadScratch&) const override {
+    return absl::DataLossError("broken at once");
+  }
+  size_t Remainder(size_t) const override { return 0; }
+};
+
+TEST(WeightReaders, Error_EndsTheReading) {
+  const BrokenSource source;
+  WeightReaders readers(2);
+  const absl::Status filled =
+      readers.Fill(PiecesOf(source, 0, nullptr, at::kFloat, at::kCPU));
+  EXPECT_THAT(std::string(filled.message()), HasSubstr("broken at once"));
+}
+
+TEST(WeightReaders, NothingToRead_IsDone) {
+  WeightReaders readers(1);
+  EXPECT_TRUE(readers.Fill({}).ok());
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,97 @@
+#include "worker/bigmodel/weight_source.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "ATen/Functions.h"
+#include "base/test_folder.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "worker/checkpoint/model_files.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+struct Saved {
+  std::shared_ptr<const WeightFiles> files;
+  std::shared_ptr<const WeightSource> source;
+};
+
+Saved Save(const std::string& folder, const NamedTensors& tensors) {
+  EXPECT_TRUE(SaveModelFiles(folder, tensors).ok());
+  auto files = WeightFiles::Open(folder);
+  EXPECT_TRUE(files.ok()) << files.status();
+  Saved saved;
+  saved.files = std::make_shared<const WeightFiles>(*std::move(files));
+  std::vector<size_t> all(saved.files->entries().size());
+  for (size_t i = 0; i < all.size(); ++i) all[i] = i;
+  auto source = OpenWeightSource(saved.files, all);
+  EXPECT_TRUE(source.ok()) << source.status();
+  saved.source = *source;
+  return saved;
+}
+
+void DropFromCache(const std::string& path) {
+  const int fd = open(path.c_str(), O_RDONLY);
+  EXPECT_EQ(fsync(fd), 0);
+  EXPECT_EQ(posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED), 0);
+  close(fd);
+}
+
+// From the cache and from the disk, into memory of any alignment, up to the last byte of the file.
+TEST(WeightSource, AnyRange_HasTheBytesOfTheFile) {
+  const TestFolder folder;
+  const at::Tensor values = at::arange(100'001, at::kInt);
+  const Saved saved = Save(folder.path(), {{"a", at::arange(3, at::kInt)}, {"b", values}});
+  ASSERT_EQ(saved.source->size(), 2u);
+  const size_t b = saved.source->bytes(0) == 12 ? 1 : 0;
+  ASSERT_EQ(saved.source->bytes(b), 400'004u);
+  ReadScratch scratch;
+  std::vector<char> memory(400'004 + 8192);
+  const auto* const wanted = static_cast<const char*>(values.const_data_ptr());
+  for (const bool cached : {true, false}) {
+    for (const auto& [begin, bytes] :
+         std::vector<std::pair<uint64_t, size_t>>{{0, 400'004}, {4, 4096}, {399'000, 1004}}) {
+      for (const size_t offset : {0, 7}) {
+        if (!cached) DropFromCache(folder.Path("model.safetensors"));
+        char* const to = memory.data() + offset;
+        const absl::Status read = saved.source->Read(b, begin, bytes, to, scratch);
+        ASSERT_TRUE(read.ok()) << read;
+        EXPECT_EQ(memcmp(to, wanted + begin, bytes), 0) << begin << " " << cached;
+        const auto fetched = saved.source->Fetch(b, begin, bytes, scratch);
+        ASSERT_TRUE(fetched.ok()) << fetched.status();
+        EXPECT_EQ(memcmp(*fetched, wanted + begin, bytes), 0);
+      }
+    }
+  }
+}
+
+TEST(WeightSource, FileThatBecameShorter_IsNamedWithItsTensor) {
+  const TestFolder folder;
+  const Saved saved = Save(folder.path(), {{"layers.3.up", at::zeros({10'000})}});
+  ASSERT_EQ(truncate(folder.Path("model.safetensors").c_str(), 8000), 0);
+  ReadScratch scratch;
+  std::vector<char> memory(40'000);
+  const absl::Status read = saved.source->Read(0, 0, 40'000, memory.data(), scratch);
+  EXPECT_EQ(read.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(read.message()),
+              AllOf(HasSubstr("model.safetensors: tensor \"layers.3.up\""),
+                    HasSubstr("ends at byte 8000")));
+}
+
+TEST(WeightSource, HostMemory_IsReadWhereItIs) {
+  const at::Tensor values = at::arange(10, at::kFloat);
+  const auto source = HostWeightSource({"a"}, {values});
+  ReadScratch scratch;
+  const auto fetched = source->Fetch(0, 4, 8, scratch);
+  ASSERT_TRUE(fetched.ok());
+  EXPECT_EQ(static_cast<const void*>(*fetched), values.data_ptr<float>() + 1);
+}
+
+}  // namespace
+}  // namespace muster
