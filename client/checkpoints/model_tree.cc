@@ -21,35 +21,64 @@ constexpr absl::string_view kList = "ModuleList";
 
 // The order in which transformers' GPT-2, Llama, Mixtral, Qwen2 and BERT register these.
 constexpr absl::string_view kOrder[] = {
-    "model",        "transformer",
-    "bert",         "embed_tokens",
-    "wte",          "wpe",
-    "embeddings",   "word_embeddings",
-    "position_ids", "position_embeddings",
-    "encoder",      "token_type_embeddings",
-    "layers",       "layer",
-    "h",            "ln_1",
-    "attn",         "ln_2",
-    "self_attn",    "self",
-    "attention",    "block_sparse_moe",
-    "mlp",          "c_attn",
-    "c_fc",         "c_proj",
-    "q_proj",       "k_proj",
-    "v_proj",       "o_proj",
-    "gate_proj",    "up_proj",
-    "down_proj",    "input_layernorm",
-    "gate",         "post_attention_layernorm",
-    "experts",      "w1",
-    "w2",           "w3",
-    "query",        "key",
-    "value",        "intermediate",
-    "output",       "transform",
-    "dense",        "LayerNorm",
-    "norm",         "ln_f",
-    "pooler",       "predictions",
-    "decoder",      "seq_relationship",
-    "classifier",   "cls",
-    "score",        "lm_head",
+    "model",
+    "transformer",
+    "bert",
+    "embed_tokens",
+    "wte",
+    "wpe",
+    "embeddings",
+    "word_embeddings",
+    "position_ids",
+    "position_embeddings",
+    "encoder",
+    "token_type_embeddings",
+    "layers",
+    "layer",
+    "h",
+    "ln_1",
+    "attn",
+    "ln_2",
+    "self_attn",
+    "self",
+    "attention",
+    "block_sparse_moe",
+    "mlp",
+    "c_attn",
+    "c_fc",
+    "c_proj",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "input_layernorm",
+    "gate",
+    "post_attention_layernorm",
+    "experts",
+    "w1",
+    "w2",
+    "w3",
+    "query",
+    "key",
+    "value",
+    "intermediate",
+    "output",
+    "transform",
+    "dense",
+    "LayerNorm",
+    "norm",
+    "ln_f",
+    "pooler",
+    "predictions",
+    "decoder",
+    "seq_relationship",
+    "classifier",
+    "cls",
+    "score",
+    "lm_head",
 };
 
 bool IsNumber(absl::string_view part) {
@@ -68,10 +97,11 @@ size_t KnownPlace(absl::string_view part) {
 }
 
 bool IsBuffer(const TreeTensor& tensor, absl::string_view name) {
-  static constexpr absl::string_view kBuffers[] = {"running_mean", "running_var",
-                                                   "num_batches_tracked", "position_ids",
-                                                   "inv_freq", "masked_bias"};
-  const bool named = std::find(std::begin(kBuffers), std::end(kBuffers), name) != std::end(kBuffers);
+  static constexpr absl::string_view kBuffers[] = {
+      "running_mean", "running_var", "num_batches_tracked",
+      "position_ids", "inv_freq",    "masked_bias"};
+  const bool named =
+      std::find(std::begin(kBuffers), std::end(kBuffers), name) != std::end(kBuffers);
   const bool whole = absl::StartsWith(tensor.dtype, "I") || absl::StartsWith(tensor.dtype, "U") ||
                      tensor.dtype == "BOOL";
   return named || whole;
@@ -106,10 +136,11 @@ bool IsList(const Node& node) {
 }
 
 PlannedModule ModuleOf(const std::string& name, const std::string& class_name, const Node& node) {
-  PlannedModule module{.name = name,
-                       .class_name = IsList(node) ? std::string(kList) : class_name,
-                       .parameters = node.parameters,
-                       .buffers = node.buffers};
+  PlannedModule module;
+  module.name = name;
+  module.class_name = IsList(node) ? std::string(kList) : class_name;
+  module.parameters = node.parameters;
+  module.buffers = node.buffers;
   for (const auto* child : InOrder(node)) {
     // An entry of a list has the list's name for a class.
     const std::string& child_class = IsNumber(child->first) ? class_name : child->first;
@@ -183,7 +214,8 @@ absl::StatusOr<PlannedModel> TreeOf(const std::vector<TreeTensor>& tensors) {
                                                    "\" is a tensor, and a module of others: no "
                                                    "model has both"));
   }
-  PlannedModel model{.root = ModuleOf("", "Model", root)};
+  PlannedModel model;
+  model.root = ModuleOf("", "Model", root);
   for (auto& [storage, names] : by_storage) {
     if (names.size() > 1) model.tied.push_back(std::move(names));
   }
@@ -197,8 +229,10 @@ bool TieHead(PlannedModel* model) {
   PlannedTensor weight;
   const std::string embedding = FindEmbedding(model->root, "", &weight);
   if (embedding.empty()) return false;
-  model->root.children.push_back(
-      {.name = "lm_head", .class_name = "lm_head", .parameters = {weight}});
+  PlannedModule head;
+  head.name = head.class_name = "lm_head";
+  head.parameters.push_back(weight);
+  model->root.children.push_back(std::move(head));
   model->tied.push_back({embedding, "lm_head.weight"});
   return true;
 }

@@ -17,11 +17,11 @@ namespace muster::client {
 // constructed them. Pure.
 
 struct TreeTensor {
-  std::string name;   // "model.layers.0.mlp.up_proj.weight"
-  std::string dtype;  // as in safetensors
-  std::vector<int64_t> shape;
-  size_t file = 0;      // of the shards: they are written in the order of the model
-  std::string storage;  // equal for names of one tensor; empty: it is alone
+  std::string name = "";   // "model.layers.0.mlp.up_proj.weight"
+  std::string dtype = "";  // as in safetensors
+  std::vector<int64_t> shape = {};
+  size_t file = 0;           // of the shards: they are written in the order of the model
+  std::string storage = "";  // equal for names of one tensor; empty: it is alone
 };
 
 // Names do not tell classes: the class of a module is the last part of its name that is not a

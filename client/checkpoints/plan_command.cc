@@ -37,31 +37,32 @@ struct Request {
 };
 
 struct Plan {
-  Request request;
-  DeviceLimits limits;  // after balancing
-  DeviceMap map;
-  std::map<std::string, int64_t> sizes;
-  std::set<std::string> no_split;
+  Request request = {};
+  DeviceLimits limits = {};  // after balancing
+  DeviceMap map = {};
+  std::map<std::string, int64_t> sizes = {};
+  std::set<std::string> no_split = {};
   // The largest module that is kept together.
-  std::string largest;
+  std::string largest = {};
   int64_t largest_bytes = 0;
 };
 
 // A row of the table.
 struct Share {
-  std::string device;
-  std::optional<int64_t> limit;
+  std::string device = {};
+  std::optional<int64_t> limit = {};
   int64_t bytes = 0;
-  std::vector<std::string> parts;
+  std::vector<std::string> parts = {};
 };
 
 absl::StatusOr<DeviceLimits> ParseLimits(const std::string& text) {
   DeviceLimits limits;
   for (const absl::string_view entry : absl::StrSplit(text, ',', absl::SkipWhitespace())) {
-    const std::pair<std::string, std::string> parts = absl::StrSplit(entry, absl::MaxSplits('=', 1));
+    const std::pair<std::string, std::string> parts =
+        absl::StrSplit(entry, absl::MaxSplits('=', 1));
     if (!absl::StrContains(entry, '=')) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "--max_memory ", entry, ": write DEVICE=SIZE,... as in 0=20GB,cpu=30GB"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("--max_memory ", entry, ": write DEVICE=SIZE,... as in 0=20GB,cpu=30GB"));
     }
     const absl::StatusOr<int64_t> bytes = ParseMemorySize(parts.second);
     if (!bytes.ok()) {
@@ -81,8 +82,7 @@ absl::StatusOr<DeviceLimits> ParseLimits(const std::string& text) {
 absl::StatusOr<DeviceLimits> FoundLimits(const Machine& machine) {
   if (machine.usable_gpus > 0) {
     return absl::FailedPreconditionError(absl::StrCat(
-        "this machine has ", machine.usable_gpus,
-        machine.usable_gpus == 1 ? " GPU" : " GPUs",
+        "this machine has ", machine.usable_gpus, machine.usable_gpus == 1 ? " GPU" : " GPUs",
         ", whose memory only a program with CUDA can ask for: write --max_memory 0=SIZE,cpu=SIZE"));
   }
   return DeviceLimits{{"cpu", static_cast<double>(machine.memory_available_bytes)}};
@@ -90,9 +90,16 @@ absl::StatusOr<DeviceLimits> FoundLimits(const Machine& machine) {
 
 absl::StatusOr<std::string> ParseDtype(const std::string& text) {
   static const auto& types = *new std::map<std::string, std::string>{
-      {"float64", "F64"},  {"float32", "F32"},  {"float16", "F16"}, {"bfloat16", "BF16"},
-      {"fp64", "F64"},     {"fp32", "F32"},     {"fp16", "F16"},    {"bf16", "BF16"},
-      {"float8_e4m3", "F8_E4M3"}, {"float8_e5m2", "F8_E5M2"},
+      {"float64", "F64"},
+      {"float32", "F32"},
+      {"float16", "F16"},
+      {"bfloat16", "BF16"},
+      {"fp64", "F64"},
+      {"fp32", "F32"},
+      {"fp16", "F16"},
+      {"bf16", "BF16"},
+      {"float8_e4m3", "F8_E4M3"},
+      {"float8_e5m2", "F8_E5M2"},
   };
   const auto found = types.find(text);
   if (found != types.end()) return found->second;
@@ -188,8 +195,7 @@ std::string InShort(const std::vector<std::string>& names) {
         ++end;
       }
     }
-    parts.push_back(end == i + 1 ? names[i]
-                                 : absl::StrCat(names[i], "-", number + (end - i) - 1));
+    parts.push_back(end == i + 1 ? names[i] : absl::StrCat(names[i], "-", number + (end - i) - 1));
     i = end;
   }
   return absl::StrJoin(parts, ", ");
@@ -304,9 +310,9 @@ int RunPlanCommand(const std::vector<std::string>& args, const CommandContext& c
     return Fail(spec, context, status, code);
   };
   if (format != "text" && format != "json") {
-    return fail(absl::InvalidArgumentError(
-                    absl::StrCat("--output ", format, ": write text or json")),
-                kExitUsage);
+    return fail(
+        absl::InvalidArgumentError(absl::StrCat("--output ", format, ": write text or json")),
+        kExitUsage);
   }
   if (line.words.empty()) {
     return fail(absl::InvalidArgumentError(absl::StrCat("write ", spec.name, " ", spec.usage)),

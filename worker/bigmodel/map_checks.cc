@@ -118,17 +118,17 @@ absl::Status CheckUndivided(const PlannedModel& model, const DeviceLimits& limit
   });
   for (const std::string& name : options.no_split) {
     if (classes.contains(name)) continue;
-    return absl::InvalidArgumentError(absl::StrCat(
-        "no module of the model is of the class ", name, ", which is not to be divided; there are ",
-        SomeNames({classes.begin(), classes.end()})));
+    return absl::InvalidArgumentError(absl::StrCat("no module of the model is of the class ", name,
+                                                   ", which is not to be divided; there are ",
+                                                   SomeNames({classes.begin(), classes.end()})));
   }
   if (!limited || bytes <= 0 || static_cast<double>(bytes) <= largest_limit) {
     return absl::OkStatus();
   }
-  return absl::InvalidArgumentError(absl::StrCat(
-      its_class, " ", largest, " is not to be divided and takes ", HumanBytes(bytes),
-      ", more than any device has (", HumanBytes(static_cast<int64_t>(largest_limit)),
-      "): raise a limit, allow it to be divided, or load it in a smaller type"));
+  return absl::InvalidArgumentError(
+      absl::StrCat(its_class, " ", largest, " is not to be divided and takes ", HumanBytes(bytes),
+                   ", more than any device has (", HumanBytes(static_cast<int64_t>(largest_limit)),
+                   "): raise a limit, allow it to be divided, or load it in a smaller type"));
 }
 
 }  // namespace muster

@@ -12,8 +12,9 @@ using ::testing::HasSubstr;
 PlannedModel Model() {
   PlannedModel model;
   model.root.class_name = "Net";
-  model.root.children = {{"up", "Linear", {{"weight", "F32", {10, 10}}}, {}, {}},
-                         {"up2", "Block", {{"weight", "F32", {100, 10}}}, {{"table", "F32", {5}}}, {}}};
+  model.root.children = {
+      {"up", "Linear", {{"weight", "F32", {10, 10}}}, {}, {}},
+      {"up2", "Block", {{"weight", "F32", {100, 10}}}, {{"table", "F32", {5}}}, {}}};
   return model;
 }
 

@@ -23,8 +23,7 @@ class Describer {
     for (const auto& child : module.named_children()) {
       PlannedModule& part = planned->children.emplace_back();
       part.name = child.key();
-      MUSTER_RETURN_IF_ERROR(
-          Describe(*child.value(), absl::StrCat(path, child.key(), "."), &part));
+      MUSTER_RETURN_IF_ERROR(Describe(*child.value(), absl::StrCat(path, child.key(), "."), &part));
     }
     return absl::OkStatus();
   }
@@ -40,8 +39,7 @@ class Describer {
 
  private:
   absl::Status Add(const torch::OrderedDict<std::string, at::Tensor>& tensors,
-                   const std::string& path, bool parameters,
-                   std::vector<PlannedTensor>* planned) {
+                   const std::string& path, bool parameters, std::vector<PlannedTensor>* planned) {
     for (const auto& item : tensors) {
       const at::Tensor& tensor = item.value();
       if (!tensor.defined()) continue;

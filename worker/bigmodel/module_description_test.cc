@@ -39,9 +39,9 @@ TEST(DescribeModule, RealModule_IsPlannedByItsClasses) {
   options.no_split = ShortClassNames({"muster::BlockImpl"});
   const auto map = InferDeviceMap(*model, {{"cpu", 5900}}, options);
   ASSERT_TRUE(map.ok()) << map.status();
-  EXPECT_THAT(map->devices, ElementsAre(Pair("head", "cpu"), Pair("embed", "cpu"),
-                                        Pair("layers.0", "cpu"), Pair("layers.1", "disk"),
-                                        Pair("norm", "disk")));
+  EXPECT_THAT(map->devices,
+              ElementsAre(Pair("head", "cpu"), Pair("embed", "cpu"), Pair("layers.0", "cpu"),
+                          Pair("layers.1", "disk"), Pair("norm", "disk")));
 }
 
 TEST(ShortClassName, OfHoldersAndTemplates_IsWhatPeopleWrite) {

@@ -68,8 +68,8 @@ absl::Status FillPiece(const WeightPiece& piece, ReadScratch& scratch) {
       guard.synchronizeStream(guard.getStream(piece.device));
     }
   } catch (const c10::Error& error) {
-    return absl::InternalError(absl::StrCat(piece.source->Describe(piece.index), ": cannot copy to ",
-                                            piece.device.str(), ": ",
+    return absl::InternalError(absl::StrCat(piece.source->Describe(piece.index),
+                                            ": cannot copy to ", piece.device.str(), ": ",
                                             error.what_without_backtrace()));
   }
   return absl::OkStatus();

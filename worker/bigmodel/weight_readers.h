@@ -18,10 +18,10 @@ namespace muster {
 // A part of a tensor on its way from its source to memory.
 struct WeightPiece {
   const WeightSource* source = nullptr;
-  size_t index = 0;    // of the tensor in the source
-  int64_t first = 0;   // element
-  int64_t count = 0;   // of elements
-  char* to = nullptr;  // where `first` goes
+  size_t index = 0;                  // of the tensor in the source
+  int64_t first = 0;                 // element
+  int64_t count = 0;                 // of elements
+  char* to = nullptr;                // where `first` goes
   at::ScalarType type = at::kFloat;  // there
   at::Device device = at::kCPU;      // of `to`
 };

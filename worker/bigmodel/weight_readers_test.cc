@@ -25,8 +25,7 @@ TEST(WeightReaders, TensorOfManyPieces_ArrivesWhole_AlsoInAnotherType) {
   WeightReaders readers(3);
   for (const at::ScalarType type : {at::kFloat, at::kBFloat16, at::kDouble}) {
     const at::Tensor read = at::empty({3'000'001}, type);
-    const auto pieces =
-        PiecesOf(**source, 0, static_cast<char*>(read.data_ptr()), type, at::kCPU);
+    const auto pieces = PiecesOf(**source, 0, static_cast<char*>(read.data_ptr()), type, at::kCPU);
     EXPECT_EQ(std::accumulate(pieces.begin(), pieces.end(), int64_t{0},
                               [](int64_t sum, const auto& piece) { return sum + piece.count; }),
               3'000'001);
@@ -54,8 +53,7 @@ class BrokenSource : public WeightSource {
 TEST(WeightReaders, Error_EndsTheReading) {
   const BrokenSource source;
   WeightReaders readers(2);
-  const absl::Status filled =
-      readers.Fill(PiecesOf(source, 0, nullptr, at::kFloat, at::kCPU));
+  const absl::Status filled = readers.Fill(PiecesOf(source, 0, nullptr, at::kFloat, at::kCPU));
   EXPECT_THAT(std::string(filled.message()), HasSubstr("broken at once"));
 }
 

@@ -75,7 +75,8 @@ class StreamedFile {
         is_direct_ = false;
         return ReadFrom(cached_.get(), at, needed, needed, to);
       }
-      if (got < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot read at byte ", at + done));
+      if (got < 0)
+        return absl::ErrnoToStatus(errno, absl::StrCat("cannot read at byte ", at + done));
       if (got == 0) {
         return absl::DataLossError(absl::StrCat("it ends at byte ", at + done, ", before byte ",
                                                 at + needed, ": it was changed while it is used"));
@@ -93,8 +94,8 @@ class StreamedFile {
   // Whether all of the range is in the page cache.
   bool IsCached(uint64_t begin, size_t bytes) const {
     const uint64_t first = RoundDown(begin), whole = RoundUp(begin + bytes) - first;
-    void* const pages = mmap(nullptr, whole, PROT_READ, MAP_SHARED, cached_.get(),
-                             static_cast<off_t>(first));
+    void* const pages =
+        mmap(nullptr, whole, PROT_READ, MAP_SHARED, cached_.get(), static_cast<off_t>(first));
     if (pages == MAP_FAILED) return false;
     std::vector<unsigned char> there(whole / kDirectAlignment);
     bool all = mincore(pages, whole, there.data()) == 0;
@@ -190,16 +191,17 @@ absl::StatusOr<std::shared_ptr<const WeightSource>> OpenWeightSource(
   std::vector<FileWeights::Part> parts;
   for (const size_t i : entries) {
     const WeightEntry& entry = files->entries()[i];
-    const std::string place = absl::StrCat(files->FileOf(entry), ": tensor \"",
-                                           Printable(entry.tensor.name), "\": ");
+    const std::string place =
+        absl::StrCat(files->FileOf(entry), ": tensor \"", Printable(entry.tensor.name), "\": ");
     const absl::StatusOr<at::ScalarType> type = ToScalarType(entry.tensor.type);
     if (!type.ok()) {
       return absl::Status(type.status().code(), absl::StrCat(place, type.status().message()));
     }
     if (!entry.tensor.strides.empty()) {
       return absl::UnimplementedError(absl::StrCat(
-          place, "is stored transposed, and cannot be used from the disk: convert the file with "
-                 "`muster merge-weights`, or keep the tensor on another device"));
+          place,
+          "is stored transposed, and cannot be used from the disk: convert the file with "
+          "`muster merge-weights`, or keep the tensor on another device"));
     }
     std::shared_ptr<const StreamedFile>& file = opened[entry.file];
     if (file == nullptr) {

@@ -1,0 +1,137 @@
+#include "client/checkpoints/plan_command.h"
+
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "absl/strings/str_cat.h"
+#include "base/exit_code.h"
+#include "base/file.h"
+#include "base/test_folder.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "worker/checkpoint/safetensors_format.h"
+
+namespace muster::client {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+using Json = nlohmann::json;
+
+class PlanCommandTest : public ::testing::Test {
+ protected:
+  // An embedding of 800 bytes, four layers of 400, and a norm of 8, in fp32.
+  void SetUp() override {
+    std::vector<SafetensorsEntry> tensors;
+    std::vector<std::string> bytes;
+    const auto add = [&](const std::string& name, std::vector<uint64_t> shape, size_t elements) {
+      tensors.push_back({.name = name, .type = SafetensorsType::kF32, .shape = std::move(shape)});
+      bytes.push_back(std::string(4 * elements, '\0'));
+    };
+    add("model.embed_tokens.weight", {20, 10}, 200);
+    for (int i = 0; i < 4; ++i) {
+      add(absl::StrCat("model.layers.", i, ".mlp.up_proj.weight"), {5, 10}, 50);
+      add(absl::StrCat("model.layers.", i, ".mlp.down_proj.weight"), {10, 5}, 50);
+    }
+    add("model.norm.weight", {2}, 2);
+    ASSERT_TRUE(WriteFileAtomically(folder_.Path("model.safetensors"),
+                                    *EncodeSafetensors(tensors, bytes, std::nullopt))
+                    .ok());
+    WriteConfig(R"({"model_type": "llama", "tie_word_embeddings": true})");
+  }
+
+  void WriteConfig(const std::string& text) {
+    ASSERT_TRUE(WriteFileAtomically(folder_.Path("config.json"), text).ok());
+  }
+
+  int Run(std::vector<std::string> args) {
+    out_.str("");
+    err_.str("");
+    return RunPlanCommand(args, {{}, out_, err_});
+  }
+
+  Json JsonOf(std::vector<std::string> args) {
+    args.insert(args.begin(), folder_.path());
+    args.insert(args.end(), {"-o", "json"});
+    EXPECT_EQ(Run(args), kExitOk) << err_.str();
+    return Json::parse(out_.str());
+  }
+
+  const TestFolder folder_;
+  std::ostringstream out_, err_;
+};
+
+TEST_F(PlanCommandTest, Json_SaysWhereEachPartGoes) {
+  // The CPU keeps room for one layer; the embedding, and the head with it, fits beside two.
+  const Json plan = JsonOf({"--max_memory", "cpu=2.1KB"});
+  EXPECT_EQ(plan["bytes"], 2408);
+  EXPECT_EQ(plan["largest_undivided_bytes"], 400);
+  EXPECT_EQ(plan["device_map"]["model.embed_tokens"], "cpu");
+  EXPECT_EQ(plan["device_map"]["lm_head"], "cpu");
+  EXPECT_EQ(plan["device_map"]["model.layers.0"], "cpu");
+  EXPECT_EQ(plan["device_map"]["model.layers.3"], "disk");
+  ASSERT_EQ(plan["devices"].size(), 2u);
+  EXPECT_EQ(plan["devices"][0]["max_memory"], 2100);
+  EXPECT_TRUE(plan["devices"][1]["max_memory"].is_null());
+  EXPECT_EQ(plan["devices"][0]["bytes"].get<int>() + plan["devices"][1]["bytes"].get<int>(), 2408);
+}
+
+TEST_F(PlanCommandTest, Dtype_CountsInIt) {
+  const Json plan = JsonOf({"--max_memory", "cpu=10KB", "--dtype", "bfloat16"});
+  EXPECT_EQ(plan["bytes"], 1204);
+  EXPECT_EQ(plan["device_map"], Json({{"", "cpu"}}));
+}
+
+TEST_F(PlanCommandTest, Gpus_AreBalancedUnlessSequential) {
+  const Json balanced = JsonOf({"--max_memory", "0=5KB,1=5KB"});
+  EXPECT_GT(balanced["devices"][1]["bytes"], 0);
+  EXPECT_EQ(balanced["absent_gpus"], Json({"0", "1"}));
+  const Json sequential = JsonOf({"--max_memory", "0=5KB,1=5KB", "--device_map", "sequential"});
+  EXPECT_EQ(sequential["devices"][1]["bytes"], 0);
+}
+
+TEST_F(PlanCommandTest, Text_IsATableWithRanges) {
+  ASSERT_EQ(Run({folder_.path(), "--max_memory", "cpu=2.1KB"}), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("kept together: layers (up to 400 B, model.layers.0)"));
+  EXPECT_THAT(out_.str(), HasSubstr("model.layers."));
+  EXPECT_THAT(out_.str(), HasSubstr("from the disk"));
+  EXPECT_THAT(out_.str(), Not(HasSubstr("no GPU")));
+  ASSERT_EQ(Run({folder_.path(), "--max_memory", "0=1KB"}), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("This machine has no GPU 0"));
+  ASSERT_EQ(Run({folder_.path()}), kExitOk) << err_.str();
+}
+
+TEST_F(PlanCommandTest, BlockLargerThanEveryDevice_IsNamed) {
+  EXPECT_NE(Run({folder_.path(), "--max_memory", "0=300,cpu=0.2KB"}), kExitOk);
+  EXPECT_NE(Run({folder_.path(), "--max_memory", "cpu=0.3KB"}), kExitOk);
+  EXPECT_THAT(err_.str(), HasSubstr("model.layers.0"));
+  EXPECT_THAT(err_.str(), HasSubstr("400 B"));
+  EXPECT_EQ(Run({folder_.path(), "--max_memory", "cpu=0.3KB", "--no_split", "none"}), kExitOk)
+      << err_.str();
+  EXPECT_NE(Run({folder_.path(), "--max_memory", "cpu=0.3KB", "--no_split", "LlamaDecoderLayer"}),
+            kExitOk);
+}
+
+TEST_F(PlanCommandTest, Mistakes_AreNamed) {
+  const auto expect = [&](std::vector<std::string> args, int code, const std::string& words) {
+    EXPECT_EQ(Run(std::move(args)), code);
+    EXPECT_THAT(err_.str(), HasSubstr(words));
+  };
+  const std::string path = folder_.path();
+  expect({}, kExitUsage, "PATH");
+  expect({path, "--max_memory", "cuda:0=1GB"}, kExitUsage, "cuda:0");
+  expect({path, "--max_memory", "cpu=1GB,cpu=2GB"}, kExitUsage, "cpu");
+  expect({path, "--max_memory", "20GB"}, kExitUsage, "DEVICE=SIZE");
+  expect({path, "--max_memory", "cpu=plenty"}, kExitUsage, "plenty");
+  expect({path, "--dtype", "int3"}, kExitUsage, "int3");
+  expect({path, "--device_map", "best"}, kExitUsage, "best");
+  expect({path, "-o", "yaml"}, kExitUsage, "yaml");
+  expect({path, "--max_memory", "cpu=1GB", "--no_split", "Blok"}, kExitUsage, "Blok");
+  expect({folder_.Path("none")}, kExitNotFound, "none");
+  WriteConfig("[]");
+  EXPECT_NE(Run({path, "--max_memory", "cpu=1GB"}), kExitOk);
+  EXPECT_THAT(err_.str(), HasSubstr("config.json"));
+}
+
+}  // namespace
+}  // namespace muster::client
