@@ -55,13 +55,9 @@ class EmptyWeightsScope {
   EmptyWeightsScope* const outer_;
 };
 
-// Constructs a module without its weights:
-//
-//   auto net = muster::init_empty_weights([&] { return Net(config); });
-//
-// `make` returns a module holder or a pointer to a module.
+// Constructs a module in such a scope; see muster/bigmodel.h. `make` returns a module holder or a pointer to a module.
 template <class Make>
-auto init_empty_weights(Make&& make, const EmptyWeightsOptions& options = {}) {
+auto InitEmptyWeights(Make&& make, const EmptyWeightsOptions& options = {}) {
   EmptyWeightsScope scope(options);
   auto module = std::forward<Make>(make)();
   scope.Finish(*module);

@@ -23,7 +23,7 @@ at::Tensor RandomState() { return at::detail::getDefaultCPUGenerator().get_state
 TEST(EmptyWeights, Parameters_AreOnTheMetaDevice_BuffersHaveTheirValues) {
   const TextNet whole(20, 8, 2);
   const at::Tensor before = RandomState();
-  const TextNet net = init_empty_weights([] { return TextNet(20, 8, 2); });
+  const TextNet net = InitEmptyWeights([] { return TextNet(20, 8, 2); });
   EXPECT_TRUE(at::equal(before, RandomState())) << "random numbers were drawn";
   for (const auto& parameter : net->named_parameters()) {
     EXPECT_TRUE(parameter.value().is_meta()) << parameter.key();
@@ -41,12 +41,12 @@ TEST(EmptyWeights, Parameters_AreOnTheMetaDevice_BuffersHaveTheirValues) {
 
 TEST(EmptyWeights, IncludeBuffers_LeavesThemEmpty) {
   const TextNet net =
-      init_empty_weights([] { return TextNet(20, 8, 1); }, {.include_buffers = true});
+      InitEmptyWeights([] { return TextNet(20, 8, 1); }, {.include_buffers = true});
   for (const at::Tensor& buffer : net->buffers()) EXPECT_TRUE(buffer.is_meta());
 }
 
 TEST(EmptyWeights, BatchNorm_CountsFromItsInitialState) {
-  torch::nn::BatchNorm1d norm = init_empty_weights([] { return torch::nn::BatchNorm1d(3); });
+  torch::nn::BatchNorm1d norm = InitEmptyWeights([] { return torch::nn::BatchNorm1d(3); });
   EXPECT_TRUE(norm->weight.is_meta());
   EXPECT_TRUE(at::equal(norm->running_var, at::ones({3})));
   EXPECT_TRUE(at::equal(norm->running_mean, at::zeros({3})));
@@ -54,7 +54,7 @@ TEST(EmptyWeights, BatchNorm_CountsFromItsInitialState) {
 }
 
 TEST(EmptyWeights, TiedParameters_StayOne) {
-  const TextNet net = init_empty_weights([] { return TextNet(20, 8, 1, /*tied=*/true); });
+  const TextNet net = InitEmptyWeights([] { return TextNet(20, 8, 1, /*tied=*/true); });
   EXPECT_TRUE(net->head_weight.is_same(net->embed->weight));
 }
 
@@ -78,7 +78,7 @@ class CuriousImpl : public torch::nn::Module {
 TORCH_MODULE(Curious);
 
 TEST(EmptyWeights, ConstructorThatNeedsValues_GetsThem) {
-  const Curious net = init_empty_weights([] { return Curious(); });
+  const Curious net = InitEmptyWeights([] { return Curious(); });
   EXPECT_EQ(net->rate, (std::vector<float>{0, 0.25, 0.5, 0.75, 1}));
   EXPECT_TRUE(at::equal(net->odd_places, at::arange(1, 6, 2)));
   EXPECT_TRUE(at::equal(net->mixed, at::arange(1, 6, 2).to(at::kFloat)));
@@ -109,7 +109,7 @@ TEST(EmptyWeights, ValueOfATensorFromElsewhere_IsAnError) {
 // 80 blocks of width 8192: 43 billion parameters in fp32, and the record of their construction.
 TEST(EmptyWeights, FortyBillionParameters_TakeFewMegabytes) {
   const size_t before = mallinfo2().uordblks + mallinfo2().hblkhd;
-  const TextNet net = init_empty_weights([] { return TextNet(128000, 8192, 80); });
+  const TextNet net = InitEmptyWeights([] { return TextNet(128000, 8192, 80); });
   const size_t after = mallinfo2().uordblks + mallinfo2().hblkhd;
   int64_t elements = 0;
   for (const at::Tensor& parameter : net->parameters()) elements += parameter.numel();

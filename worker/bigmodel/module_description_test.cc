@@ -13,7 +13,7 @@ using ::testing::ElementsAre;
 using ::testing::Pair;
 
 TEST(DescribeModule, NamesClassesAndTies_AreThere) {
-  const TextNet net = init_empty_weights([] { return TextNet(20, 8, 2, /*tied=*/true); });
+  const TextNet net = InitEmptyWeights([] { return TextNet(20, 8, 2, /*tied=*/true); });
   const auto model = DescribeModule(*net);
   ASSERT_TRUE(model.ok()) << model.status();
   EXPECT_EQ(model->root.class_name, "TextNet");

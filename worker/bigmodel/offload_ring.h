@@ -87,7 +87,7 @@ class OffloadRing {
   class Unit;
   enum class State { kAway, kComing, kHere };
 
-  OffloadRing(const OffloadRingOptions& options, uint64_t bytes);
+  OffloadRing(const OffloadRingOptions& options, uint64_t bytes, size_t units);
   absl::Status AddUnits(std::vector<OffloadedUnit> units);
 
   void Use(Unit& unit, bool write, const char* op);

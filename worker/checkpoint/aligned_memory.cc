@@ -34,7 +34,8 @@ int64_t NumberIn(const char* path, const char* name) {
   return number;
 }
 
-// What can be had before the kernel kills a process for memory, as far as it says so.
+}  // namespace
+
 size_t MemoryLeft() {
   size_t left = SIZE_MAX;
   const int64_t kilobytes = NumberIn("/proc/meminfo", "MemAvailable:");
@@ -50,8 +51,6 @@ size_t MemoryLeft() {
   }
   return left;
 }
-
-}  // namespace
 
 absl::Status CheckMemoryFileSize(uint64_t bytes) {
   rlimit limit = {};

@@ -9,6 +9,10 @@
 
 namespace muster {
 
+// What can be had before the kernel kills a process for memory, as far as it says so: of the
+// machine and of the process's cgroup.
+size_t MemoryLeft();
+
 // RESOURCE_EXHAUSTED if the limit of a file's size (ulimit -f) is below `bytes`: the kernel ends a
 // process that makes a file larger, also one in memory (memfd).
 absl::Status CheckMemoryFileSize(uint64_t bytes);

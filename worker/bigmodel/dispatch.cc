@@ -1,0 +1,536 @@
+#include "worker/bigmodel/dispatch.h"
+
+#include <sys/statvfs.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <functional>
+#include <map>
+#include <utility>
+
+#include "ATen/core/grad_mode.h"
+#include "ATen/ops/empty.h"
+#include "ATen/ops/empty_strided.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/file.h"
+#include "base/status_macros.h"
+#include "base/units.h"
+#include "torch/nn/module.h"
+#include "worker/bigmodel/empty_weights.h"
+#include "worker/bigmodel/max_memory.h"
+#include "worker/bigmodel/module_description.h"
+#include "worker/bigmodel/unit_plan.h"
+#include "worker/bigmodel/weight_readers.h"
+#include "worker/bigmodel/weight_source.h"
+#include "worker/checkpoint/safetensors.h"
+#include "worker/checkpoint/weight_files.h"
+#include "worker/train/guard.h"
+
+namespace muster {
+namespace {
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+constexpr uint64_t kMostUnitBytes = 64 * kMiB;
+constexpr uint64_t kLeastUnitBytes = kMiB;
+constexpr uint64_t kRingBytes = 256 * kMiB;
+constexpr uint64_t kMostRingBytes = 1024 * kMiB;
+// Of each thread that reads, besides the ring.
+constexpr uint64_t kScratchBytes = 4 * kMiB;
+// A ring should hold what is in use and what comes next.
+constexpr uint64_t kUnitsInRing = 4;
+constexpr char kOffloadFile[] = "offload.safetensors";
+
+enum class Place {
+  kResident,  // on its device all the time
+  kHost,      // in host memory, and on the main device when it is used
+  kDisk,      // in a file, and ...
+};
+
+// A tensor of the module under all of its names.
+struct Item {
+  std::vector<std::string> names;
+  std::vector<at::Tensor> tensors;  // that share its memory
+  bool is_buffer = false;
+  Place place = Place::kResident;
+  c10::Device device = c10::Device(c10::kCPU);  // where operators find it
+  // Of offloaded ones, once they are known.
+  std::shared_ptr<const WeightSource> source;
+  size_t index = 0;
+  at::ScalarType type = at::kFloat;
+
+  const at::Tensor& tensor() const { return tensors[0]; }
+  bool offloaded() const { return place != Place::kResident; }
+};
+
+// Equal for names of one tensor, and different for all others.
+std::string IdentityOf(const at::Tensor& tensor) {
+  const bool in_memory = tensor.layout() == at::kStrided && !tensor.is_meta() && tensor.numel() > 0;
+  if (!in_memory) return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()));
+  return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()), " ",
+                      tensor.device().str(), " ", c10::toString(tensor.scalar_type()), " ",
+                      absl::StrJoin(tensor.sizes(), ","), " ",
+                      absl::StrJoin(tensor.strides(), ","));
+}
+
+std::string NameOf(const c10::Device& device) {
+  return device.is_cpu() ? "cpu" : absl::StrCat(std::max<int>(device.index(), 0));
+}
+
+c10::Device DeviceOf(const std::string& name) {
+  int number = 0;
+  if (!absl::SimpleAtoi(name, &number)) return c10::Device(c10::kCPU);
+  return c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(number));
+}
+
+void PlaceAll(const Item& item, const at::Tensor& value) {
+  for (const at::Tensor& tensor : item.tensors) PlaceTensor(tensor, value);
+}
+
+at::Tensor EmptyFor(const Item& item, at::ScalarType type, const c10::Device& device) {
+  return at::empty(item.tensor().sizes(), at::TensorOptions().dtype(type).device(device));
+}
+
+// Tensors that stay on the host for a device are where it can fetch them by itself.
+at::Tensor EmptyOnHost(const Item& item, at::ScalarType type, const c10::Device& device) {
+  return at::empty(item.tensor().sizes(),
+                   at::TensorOptions().dtype(type).pinned_memory(!device.is_cpu()));
+}
+
+}  // namespace
+
+// Brings a model to its devices, step by step.
+class Dispatcher {
+ public:
+  Dispatcher(torch::nn::Module& module, const DispatchOptions& options)
+      : module_(module), options_(options) {}
+
+  // `keep_on_host`: what the map places on the CPU is offloaded also if that is the main device.
+  absl::Status Prepare(const DeviceEntries& map, bool keep_on_host);
+  absl::Status Load(const std::string& path, const LoadCheckpointOptions& options);
+  // What is in memory goes where the map says.
+  absl::Status Distribute(bool allow_empty);
+  absl::StatusOr<DispatchedModel> Finish();
+
+ private:
+  struct Reading;
+  absl::Status SetMain(const DeviceEntries& map);
+  void SetPlace(const std::string& device, bool keep_on_host, Item& item) const;
+  NamedTensors Targets(const WeightFiles& files, const LoadCheckpointOptions& options) const;
+  absl::Status Read(const std::shared_ptr<const WeightFiles>& files,
+                    const std::vector<Reading>& readings);
+  absl::Status WriteToDisk(const std::vector<Item*>& items);
+  uint64_t RingBytes(uint64_t offloaded) const;
+  std::vector<OffloadedUnit> Units(uint64_t ring_bytes) const;
+
+  torch::nn::Module& module_;
+  const DispatchOptions options_;
+  std::vector<Item> items_;
+  std::map<std::string, size_t> by_name_;
+  DispatchedModel result_;
+};
+
+// A tensor that gets its values from an entry of the files now.
+struct Dispatcher::Reading {
+  Item* item;
+  size_t entry;
+  at::Tensor to;
+};
+
+absl::Status Dispatcher::SetMain(const DeviceEntries& map) {
+  std::set<int> gpus;
+  for (const auto& [name, device] : map) {
+    int number = 0;
+    if (absl::SimpleAtoi(device, &number)) gpus.insert(number);
+  }
+  if (options_.main_device.has_value()) {
+    result_.main_device_ = *options_.main_device;
+  } else if (!gpus.empty()) {
+    result_.main_device_ = DeviceOf(absl::StrCat(*gpus.begin()));
+  }
+  if (gpus.size() > 1 || (gpus.size() == 1 && result_.main_device_.is_cpu())) {
+    return absl::UnimplementedError(absl::StrCat(
+        "the device map uses several devices for operators (GPUs ", absl::StrJoin(gpus, ", "),
+        result_.main_device_.is_cpu() ? " and the CPU" : "",
+        "), and a module of LibTorch does not move its inputs: use one GPU with \"cpu\" and "
+        "\"disk\" besides, or move activations in your forward() and load with load_model()"));
+  }
+  return absl::OkStatus();
+}
+
+void Dispatcher::SetPlace(const std::string& device, bool keep_on_host, Item& item) const {
+  item.device = result_.main_device_;
+  const bool may_go = !item.is_buffer || options_.offload_buffers;
+  if (device == "disk" && may_go) {
+    item.place = Place::kDisk;
+  } else if (device == "cpu" && may_go && (keep_on_host || !item.device.is_cpu())) {
+    item.place = Place::kHost;
+  }
+}
+
+absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
+  MUSTER_ASSIGN_OR_RETURN(const PlannedModel model, DescribeModule(module_));
+  MUSTER_RETURN_IF_ERROR(CheckDeviceMap(model, map));
+  MUSTER_RETURN_IF_ERROR(CheckDevicesAreThere(map));
+  MUSTER_RETURN_IF_ERROR(SetMain(map));
+  result_.device_map_ = map;
+  std::map<std::string, size_t> places;
+  std::set<const void*> buffers;
+  for (const at::Tensor& buffer : module_.buffers()) buffers.insert(buffer.unsafeGetTensorImpl());
+  for (const auto& [name, tensor] : TensorsOf(module_)) {
+    if (tensor.layout() != at::kStrided) {
+      return absl::UnimplementedError(
+          absl::StrCat(name, " is not dense: such tensors cannot be placed by a device map"));
+    }
+    const auto [place, is_new] = places.emplace(IdentityOf(tensor), items_.size());
+    if (is_new) items_.emplace_back();
+    Item& item = items_[place->second];
+    by_name_[name] = place->second;
+    item.names.push_back(name);
+    const bool known = std::any_of(item.tensors.begin(), item.tensors.end(),
+                                   [&](const at::Tensor& other) { return other.is_same(tensor); });
+    if (!known) item.tensors.push_back(tensor);
+    if (!is_new) continue;
+    item.is_buffer = buffers.contains(tensor.unsafeGetTensorImpl());
+    item.type = tensor.scalar_type();
+    SetPlace(*FindDevice(map, name), keep_on_host, item);
+  }
+  return absl::OkStatus();
+}
+
+NamedTensors Dispatcher::Targets(const WeightFiles& files,
+                                 const LoadCheckpointOptions& options) const {
+  std::set<std::string> in_files;
+  for (const WeightEntry& entry : files.entries()) {
+    std::string name = entry.tensor.name;
+    if (!absl::StartsWith(name, options.weights.prefix)) continue;
+    name = name.substr(options.weights.prefix.size());
+    in_files.insert(options.weights.rename == nullptr ? name : options.weights.rename(name));
+  }
+  NamedTensors targets;
+  for (const auto& [name, tensor] : TensorsOf(module_)) {
+    const Item& item = items_[by_name_.at(name)];
+    const bool has_values = item.is_buffer && !tensor.is_meta();
+    if (options.keep_buffers && has_values && !in_files.contains(name)) continue;
+    targets.emplace_back(name, tensor);
+  }
+  return targets;
+}
+
+absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptions& options) {
+  MUSTER_ASSIGN_OR_RETURN(WeightFiles opened, WeightFiles::Open(path));
+  const auto files = std::make_shared<const WeightFiles>(std::move(opened));
+  const NamedTensors targets = Targets(*files, options);
+  MUSTER_ASSIGN_OR_RETURN(MatchedEntries matched, MatchEntries(*files, targets, options.weights));
+  result_.loaded_ = std::move(matched.report);
+  std::vector<Item*> on_disk;
+  std::vector<size_t> entries;
+  for (const MatchedWeight& match : matched.matches) {
+    Item& item = items_[by_name_.at(targets[match.target].first)];
+    item.type = match.type;
+    if (item.place != Place::kDisk) continue;
+    on_disk.push_back(&item);
+    entries.push_back(match.from);
+  }
+  // Nothing has changed before this is known to be possible.
+  MUSTER_ASSIGN_OR_RETURN(const auto source, OpenWeightSource(files, entries));
+  for (size_t i = 0; i < on_disk.size(); ++i) {
+    on_disk[i]->source = source;
+    on_disk[i]->index = i;
+  }
+  std::vector<Reading> readings;
+  for (const MatchedWeight& match : matched.matches) {
+    Item& item = items_[by_name_.at(targets[match.target].first)];
+    if (item.place == Place::kDisk) continue;
+    at::Tensor to;
+    const at::Tensor& old = item.tensor();
+    const bool fits = item.place == Place::kResident && old.device() == item.device &&
+                      old.scalar_type() == item.type && old.is_contiguous();
+    MUSTER_RETURN_IF_ERROR(Guard([&] {
+      if (fits) {
+        to = old.detach();
+        return;
+      }
+      // Not the old and the new memory at a time.
+      if (!old.is_meta()) PlaceAll(item, EmptyFor(item, item.type, at::kMeta));
+      to = item.place == Place::kHost ? EmptyOnHost(item, item.type, item.device)
+                                      : EmptyFor(item, item.type, item.device);
+    }));
+    readings.push_back({&item, match.from, to});
+  }
+  MUSTER_RETURN_IF_ERROR(Read(files, readings));
+  for (const Reading& reading : readings) {
+    Item& item = *reading.item;
+    if (item.place == Place::kHost) {
+      item.source = HostWeightSource({item.names[0]}, {reading.to});
+    } else if (!reading.to.is_alias_of(item.tensor())) {
+      PlaceAll(item, reading.to);
+    }
+  }
+  if (!options.weights.dtype.has_value()) return absl::OkStatus();
+  return Guard([&] {
+    for (Item& item : items_) {
+      const at::Tensor& tensor = item.tensor();
+      if (item.source != nullptr || !tensor.is_floating_point()) continue;
+      item.type = *options.weights.dtype;
+      if (tensor.scalar_type() != item.type) PlaceAll(item, tensor.detach().to(item.type));
+    }
+  });
+}
+
+absl::Status Dispatcher::Read(const std::shared_ptr<const WeightFiles>& files,
+                              const std::vector<Reading>& readings) {
+  std::vector<size_t> entries;
+  for (const Reading& reading : readings) {
+    if (files->entries()[reading.entry].tensor.strides.empty()) entries.push_back(reading.entry);
+  }
+  MUSTER_ASSIGN_OR_RETURN(const auto source, OpenWeightSource(files, entries));
+  std::vector<WeightPiece> pieces;
+  size_t index = 0;
+  for (const Reading& reading : readings) {
+    const WeightEntry& entry = files->entries()[reading.entry];
+    if (entry.tensor.strides.empty()) {
+      const auto more = PiecesOf(*source, index++, static_cast<char*>(reading.to.data_ptr()),
+                                 reading.item->type, reading.to.device());
+      pieces.insert(pieces.end(), more.begin(), more.end());
+      continue;
+    }
+    MUSTER_ASSIGN_OR_RETURN(const at::Tensor whole, ReadWeight(*files, entry));
+    MUSTER_RETURN_IF_ERROR(Guard([&] { reading.to.copy_(whole); }));
+  }
+  WeightReaders readers(std::max(options_.readers, 1));
+  return readers.Fill(pieces);
+}
+
+absl::Status Dispatcher::Distribute(bool allow_empty) {
+  std::vector<Item*> to_disk;
+  for (Item& item : items_) {
+    if (item.source != nullptr) continue;
+    const at::Tensor& tensor = item.tensor();
+    if (tensor.is_meta()) {
+      if (allow_empty) continue;
+      return absl::FailedPreconditionError(absl::StrCat(
+          item.names[0], " has no values: load a checkpoint by load_checkpoint_and_dispatch()"));
+    }
+    if (item.place == Place::kDisk) {
+      to_disk.push_back(&item);
+      continue;
+    }
+    MUSTER_RETURN_IF_ERROR(Guard([&] {
+      if (item.place == Place::kResident) {
+        if (tensor.device() != item.device) PlaceAll(item, tensor.detach().to(item.device));
+        return;
+      }
+      at::Tensor host = tensor.detach();
+      if (!host.is_cpu() || !host.is_contiguous() || (!item.device.is_cpu() && !host.is_pinned())) {
+        host = EmptyOnHost(item, tensor.scalar_type(), item.device).copy_(tensor.detach());
+      }
+      item.source = HostWeightSource({item.names[0]}, {host});
+    }));
+  }
+  return to_disk.empty() ? absl::OkStatus() : WriteToDisk(to_disk);
+}
+
+absl::Status Dispatcher::WriteToDisk(const std::vector<Item*>& items) {
+  if (options_.offload_folder.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the device map sends ", items[0]->names[0],
+        " to the disk, and its values are in memory only: name an offload_folder, or load a "
+        "checkpoint by load_checkpoint_and_dispatch(), whose files are used in place"));
+  }
+  NamedTensors tensors;
+  uint64_t bytes = 0;
+  for (const Item* const item : items) {
+    tensors.emplace_back(item->names[0], item->tensor().detach());
+    bytes += item->tensor().nbytes();
+  }
+  MUSTER_RETURN_IF_ERROR(MakeDirectories(options_.offload_folder));
+  MUSTER_RETURN_IF_ERROR(CheckDiskSpace(options_.offload_folder, bytes));
+  const std::string path = JoinPath(options_.offload_folder, kOffloadFile);
+  absl::Status written;
+  MUSTER_RETURN_IF_ERROR(Guard([&] { written = WriteSafetensors(path, tensors).status(); }));
+  MUSTER_RETURN_IF_ERROR(written);
+  MUSTER_ASSIGN_OR_RETURN(WeightFiles opened, WeightFiles::Open(path));
+  const auto files = std::make_shared<const WeightFiles>(std::move(opened));
+  std::vector<size_t> entries;
+  for (const Item* const item : items) {
+    entries.push_back(static_cast<size_t>(files->Find(item->names[0]) - files->entries().data()));
+  }
+  MUSTER_ASSIGN_OR_RETURN(const auto source, OpenWeightSource(files, entries));
+  for (size_t i = 0; i < items.size(); ++i) {
+    items[i]->source = source;
+    items[i]->index = i;
+  }
+  return absl::OkStatus();
+}
+
+uint64_t Dispatcher::RingBytes(uint64_t offloaded) const {
+  if (options_.ring_bytes.has_value()) return *options_.ring_bytes;
+  uint64_t bytes = kRingBytes;
+  const std::string main = NameOf(result_.main_device_);
+  for (const auto& [device, limit] : options_.max_memory) {
+    if (device != main) continue;
+    double room = limit - static_cast<double>(options_.readers * kScratchBytes);
+    for (const auto& [other, resident] : result_.resident_) room -= other == main ? resident : 0;
+    bytes = std::min(kMostRingBytes, static_cast<uint64_t>(std::max(room, 0.0)));
+  }
+  return std::min(bytes, offloaded);
+}
+
+std::vector<OffloadedUnit> Dispatcher::Units(uint64_t ring_bytes) const {
+  std::vector<std::pair<std::string, uint64_t>> tensors;
+  std::vector<const Item*> items;
+  for (const Item& item : items_) {
+    if (item.source == nullptr) continue;
+    tensors.emplace_back(item.names[0], static_cast<uint64_t>(item.tensor().numel()) *
+                                            c10::elementSize(item.type));
+    items.push_back(&item);
+  }
+  const uint64_t most =
+      std::clamp(ring_bytes / kUnitsInRing, kLeastUnitBytes, kMostUnitBytes);
+  std::vector<OffloadedUnit> units;
+  for (const UnitPlan& plan : PlanOffloadUnits(tensors, most)) {
+    OffloadedUnit unit{.name = plan.name, .tensors = {}};
+    for (const size_t part : plan.parts) {
+      const Item& item = *items[part];
+      unit.tensors.push_back({.name = item.names[0],
+                              .tensor = item.tensor(),
+                              .source = item.source,
+                              .index = item.index,
+                              .type = item.type});
+    }
+    units.push_back(std::move(unit));
+  }
+  return units;
+}
+
+absl::StatusOr<DispatchedModel> Dispatcher::Finish() {
+  std::map<std::string, double> resident;
+  uint64_t offloaded = 0;
+  for (const Item& item : items_) {
+    const uint64_t bytes =
+        static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(item.type);
+    if (item.source != nullptr) {
+      offloaded += bytes;
+    } else if (!item.tensor().is_meta()) {
+      resident[NameOf(item.device)] += static_cast<double>(bytes);
+    }
+  }
+  result_.resident_.assign(resident.begin(), resident.end());
+  if (offloaded == 0) return std::move(result_);
+  const uint64_t ring_bytes = RingBytes(offloaded);
+  const OffloadRingOptions options = {.device = result_.main_device_,
+                                      .bytes = ring_bytes,
+                                      .readers = options_.readers,
+                                      .prefetch = options_.prefetch};
+  MUSTER_RETURN_IF_ERROR(Guard([&] {
+    absl::StatusOr<std::unique_ptr<OffloadRing>> ring = OffloadRing::Make(Units(ring_bytes), options);
+    ThrowIfError(ring.status());
+    result_.ring_ = *std::move(ring);
+    // Further tensors that share the memory of one.
+    for (const Item& item : items_) {
+      for (size_t i = 1; item.source != nullptr && i < item.tensors.size(); ++i) {
+        PlaceTensor(item.tensors[i], item.tensor());
+      }
+    }
+  }));
+  return std::move(result_);
+}
+
+DispatchedModel::DispatchedModel() = default;
+DispatchedModel::DispatchedModel(DispatchedModel&&) noexcept = default;
+DispatchedModel& DispatchedModel::operator=(DispatchedModel&&) noexcept = default;
+DispatchedModel::~DispatchedModel() = default;
+
+OffloadStats DispatchedModel::stats() const {
+  return ring_ == nullptr ? OffloadStats() : ring_->stats();
+}
+
+absl::StatusOr<DeviceMap> PlanDevices(const torch::nn::Module& module, const std::string& mode,
+                                      const DevicePlanOptions& options) {
+  const std::set<std::string> modes = {"auto", "balanced", "balanced_low_0", "sequential"};
+  if (!modes.contains(mode)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("device map \"", mode, "\": write auto, balanced, balanced_low_0 or "
+                     "sequential, or name a device for each module"));
+  }
+  MUSTER_ASSIGN_OR_RETURN(const PlannedModel model, DescribeModule(module));
+  const bool found = options.max_memory.empty();
+  MUSTER_ASSIGN_OR_RETURN(DeviceLimits limits,
+                          OrderDevices(found ? GetMaxMemory() : options.max_memory));
+  MUSTER_RETURN_IF_ERROR(CheckDevicesAreThere(limits));
+  DeviceMapOptions map;
+  if (options.dtype.has_value()) {
+    MUSTER_ASSIGN_OR_RETURN(map.dtype, PlannedType(*options.dtype));
+  }
+  map.no_split = ShortClassNames(options.no_split);
+  map.offload_buffers = options.offload_buffers;
+  map.fallback_allocation = options.fallback_allocation;
+  MUSTER_RETURN_IF_ERROR(CheckUndivided(model, limits, map));
+  if (mode != "sequential") {
+    BalanceOptions balance;
+    balance.dtype = map.dtype;
+    balance.no_split = map.no_split;
+    balance.low_zero = mode == "balanced_low_0";
+    balance.user_set = !found;
+    MUSTER_ASSIGN_OR_RETURN(limits, BalanceMemory(model, limits, balance));
+  }
+  return InferDeviceMap(model, limits, map);
+}
+
+absl::StatusOr<DispatchedModel> DispatchModel(torch::nn::Module& module,
+                                              const DeviceEntries& device_map,
+                                              const DispatchOptions& options) {
+  Dispatcher dispatcher(module, options);
+  MUSTER_RETURN_IF_ERROR(dispatcher.Prepare(device_map, /*keep_on_host=*/false));
+  MUSTER_RETURN_IF_ERROR(dispatcher.Distribute(/*allow_empty=*/false));
+  return dispatcher.Finish();
+}
+
+absl::StatusOr<DispatchedModel> LoadCheckpointAndDispatch(torch::nn::Module& module,
+                                                          const std::string& path,
+                                                          const DeviceEntries& device_map,
+                                                          const LoadCheckpointOptions& options) {
+  Dispatcher dispatcher(module, options.dispatch);
+  const DeviceEntries all_on_cpu = {{"", "cpu"}};
+  MUSTER_RETURN_IF_ERROR(
+      dispatcher.Prepare(device_map.empty() ? all_on_cpu : device_map, /*keep_on_host=*/false));
+  MUSTER_RETURN_IF_ERROR(dispatcher.Load(path, options));
+  MUSTER_RETURN_IF_ERROR(dispatcher.Distribute(/*allow_empty=*/true));
+  return dispatcher.Finish();
+}
+
+absl::StatusOr<DispatchedModel> CpuOffload(torch::nn::Module& module, c10::Device device,
+                                           const DispatchOptions& options) {
+  DispatchOptions on_device = options;
+  on_device.main_device = device;
+  Dispatcher dispatcher(module, on_device);
+  MUSTER_RETURN_IF_ERROR(dispatcher.Prepare({{"", "cpu"}}, /*keep_on_host=*/true));
+  MUSTER_RETURN_IF_ERROR(dispatcher.Distribute(/*allow_empty=*/false));
+  return dispatcher.Finish();
+}
+
+absl::StatusOr<DispatchedModel> DiskOffload(torch::nn::Module& module, const std::string& folder,
+                                            c10::Device device, const DispatchOptions& options) {
+  DispatchOptions on_device = options;
+  on_device.main_device = device;
+  on_device.offload_folder = folder;
+  return DispatchModel(module, {{"", "disk"}}, on_device);
+}
+
+absl::Status CheckDiskSpace(const std::string& folder, uint64_t bytes) {
+  struct statvfs info;
+  if (statvfs(folder.c_str(), &info) != 0) {
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", folder));
+  }
+  const uint64_t left = uint64_t{info.f_bavail} * info.f_frsize;
+  if (bytes <= left) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat(
+      folder, " has ", HumanBytes(static_cast<int64_t>(left)), " left, and offloading takes ",
+      HumanBytes(static_cast<int64_t>(bytes)), ": name another folder, or load a checkpoint by "
+      "load_checkpoint_and_dispatch(), whose files are used in place"));
+}
+
+}  // namespace muster

@@ -1,0 +1,127 @@
+#ifndef MUSTER_WORKER_BIGMODEL_DISPATCH_H_
+#define MUSTER_WORKER_BIGMODEL_DISPATCH_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "c10/core/Device.h"
+#include "worker/bigmodel/device_map.h"
+#include "worker/bigmodel/map_checks.h"
+#include "worker/bigmodel/offload_ring.h"
+#include "worker/checkpoint/weight_loader.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace muster {
+
+// What a device map is made from. See muster/bigmodel.h for examples of everything here.
+struct DevicePlanOptions {
+  // Bytes of each device; empty: what GetMaxMemory() finds.
+  DeviceLimits max_memory = {};
+  // Classes whose modules are never divided among devices ("LlamaDecoderLayer", with or without
+  // namespace and "Impl").
+  std::set<std::string> no_split = {};
+  // The type in which floating-point tensors will be loaded.
+  std::optional<at::ScalarType> dtype = std::nullopt;
+  bool offload_buffers = false;
+  bool fallback_allocation = false;
+};
+
+// `mode`: "auto" and "balanced" (GPUs evenly), "balanced_low_0" (GPU 0 as empty as possible),
+// "sequential" (one device after the other). Without GPU all are the same. Errors:
+// INVALID_ARGUMENT for another mode, a class that no module has, a module that may not be divided
+// and fits nowhere; FAILED_PRECONDITION for a device that is not there.
+absl::StatusOr<DeviceMap> PlanDevices(const torch::nn::Module& module, const std::string& mode,
+                                      const DevicePlanOptions& options = {});
+
+struct DispatchOptions {
+  // Where offloaded modules run. By default the first GPU of the map, or the CPU.
+  std::optional<c10::Device> main_device = std::nullopt;
+  // Buffers of offloaded modules are offloaded too. By default they stay on the main device.
+  bool offload_buffers = false;
+  // Where weights that are in memory go if the map says "disk": into offload.safetensors. Weights
+  // that come from a checkpoint are used from its own files.
+  std::string offload_folder = "";
+  // Memory for offloaded weights that are in use or expected next. By default what the main device
+  // has in `max_memory` besides its own part, at most 1 GiB; without such a limit 256 MiB. At least
+  // that of the largest unit.
+  std::optional<uint64_t> ring_bytes = std::nullopt;
+  // Bytes of each device, as for the plan.
+  DeviceLimits max_memory = {};
+  // Threads that read.
+  int readers = 2;
+  bool prefetch = true;
+};
+
+struct LoadCheckpointOptions {
+  // As of load_model: strict by default.
+  LoadWeightsOptions weights = {};
+  // Buffers that the files lack keep the values that the constructor gave them, also with `strict`:
+  // tables that are computed.
+  bool keep_buffers = false;
+  DispatchOptions dispatch = {};
+};
+
+// A model on its devices. The module is used as before; it must not be used after this object,
+// except for what is on a device as a whole.
+class DispatchedModel {
+ public:
+  DispatchedModel();
+  DispatchedModel(DispatchedModel&&) noexcept;
+  DispatchedModel& operator=(DispatchedModel&&) noexcept;
+  ~DispatchedModel();
+
+  const DeviceEntries& device_map() const { return device_map_; }
+  // Inputs go there.
+  c10::Device main_device() const { return main_device_; }
+  // Of the checkpoint, if one was loaded.
+  const LoadedWeights& loaded() const { return loaded_; }
+  // Bytes of tensors that are on their device all the time, by device.
+  const DeviceLimits& resident() const { return resident_; }
+  // Empty if nothing is offloaded.
+  OffloadStats stats() const;
+  OffloadRing* ring() const { return ring_.get(); }
+
+ private:
+  friend class Dispatcher;
+
+  DeviceEntries device_map_;
+  c10::Device main_device_ = c10::Device(c10::kCPU);
+  LoadedWeights loaded_;
+  DeviceLimits resident_;
+  std::unique_ptr<OffloadRing> ring_;
+};
+
+// Distributes a model that has its weights.
+absl::StatusOr<DispatchedModel> DispatchModel(torch::nn::Module& module,
+                                              const DeviceEntries& device_map,
+                                              const DispatchOptions& options = {});
+
+// Loads a checkpoint into a model, which may be empty, on the devices of the map. What the map
+// offloads is not loaded but used from its files. An empty map: all on the CPU.
+absl::StatusOr<DispatchedModel> LoadCheckpointAndDispatch(
+    torch::nn::Module& module, const std::string& path, const DeviceEntries& device_map,
+    const LoadCheckpointOptions& options = {});
+
+// All weights stay in host memory, and come to `device` when they are used.
+absl::StatusOr<DispatchedModel> CpuOffload(torch::nn::Module& module, c10::Device device,
+                                           const DispatchOptions& options = {});
+// All weights go into `folder`, and come to `device` when they are used.
+absl::StatusOr<DispatchedModel> DiskOffload(torch::nn::Module& module, const std::string& folder,
+                                            c10::Device device,
+                                            const DispatchOptions& options = {});
+
+// RESOURCE_EXHAUSTED if the file system of `folder` has less than `bytes` left.
+absl::Status CheckDiskSpace(const std::string& folder, uint64_t bytes);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_BIGMODEL_DISPATCH_H_

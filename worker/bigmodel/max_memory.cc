@@ -1,0 +1,101 @@
+#include "worker/bigmodel/max_memory.h"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <limits>
+#include <string>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "c10/core/CachingDeviceAllocator.h"
+#include "c10/core/impl/DeviceGuardImplInterface.h"
+#include "c10/core/impl/VirtualGuardImpl.h"
+#include "worker/checkpoint/aligned_memory.h"
+
+namespace muster {
+namespace {
+
+// Pages of this process: its address space and its data.
+struct Pages {
+  uint64_t space = 0, data = 0;
+};
+
+Pages PagesInUse() {
+  Pages pages;
+  FILE* const file = fopen("/proc/self/statm", "re");
+  if (file == nullptr) return pages;
+  unsigned long long space = 0, data = 0;  // NOLINT: what fscanf takes
+  if (fscanf(file, "%llu %*u %*u %*u %*u %llu", &space, &data) == 2) pages = {space, data};
+  fclose(file);
+  return pages;
+}
+
+uint64_t LeftOf(decltype(RLIMIT_DATA) resource, uint64_t used) {
+  rlimit limit = {};
+  if (getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
+    return std::numeric_limits<uint64_t>::max();
+  }
+  return limit.rlim_cur > used ? limit.rlim_cur - used : 0;
+}
+
+uint64_t HostMemory() {
+  constexpr uint64_t kPage = 4096;
+  const Pages pages = PagesInUse();
+  return std::min({uint64_t{MemoryLeft()}, LeftOf(RLIMIT_DATA, pages.data * kPage),
+                   LeftOf(RLIMIT_AS, pages.space * kPage)});
+}
+
+absl::Status CheckDevice(const std::string& device) {
+  if (device == "cpu" || device == "disk") return absl::OkStatus();
+  const int gpus = CountGpus();
+  int number = -1;
+  if (absl::SimpleAtoi(device, &number) && number < gpus) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("device ", device, " is not there: this process sees ",
+                   gpus == 0 ? "no GPU" : absl::StrCat(gpus, gpus == 1 ? " GPU" : " GPUs"),
+                   "; name \"cpu\" or \"disk\"", gpus == 0 ? "" : ", or a lower number"));
+}
+
+}  // namespace
+
+int CountGpus() {
+  if (!c10::impl::hasDeviceGuardImpl(c10::kCUDA)) return 0;
+  return c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount();
+}
+
+DeviceLimits GetMaxMemory() {
+  DeviceLimits limits;
+  const int gpus = CountGpus();
+  for (int i = 0; i < gpus; ++i) {
+    auto* const allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(c10::kCUDA));
+    if (allocator == nullptr) break;
+    try {
+      const auto [free, all] = allocator->getMemoryInfo(static_cast<c10::DeviceIndex>(i));
+      limits.emplace_back(absl::StrCat(i), static_cast<double>(free));
+    } catch (const c10::Error&) {
+      // A GPU that does not answer counts as if it were not there.
+      continue;
+    }
+  }
+  limits.emplace_back("cpu", static_cast<double>(HostMemory()));
+  return limits;
+}
+
+absl::Status CheckDevicesAreThere(const DeviceLimits& limits) {
+  for (const auto& [device, limit] : limits) {
+    if (const absl::Status status = CheckDevice(device); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckDevicesAreThere(const DeviceEntries& devices) {
+  for (const auto& [name, device] : devices) {
+    if (const absl::Status status = CheckDevice(device); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace muster

@@ -1,0 +1,24 @@
+#ifndef MUSTER_WORKER_BIGMODEL_MAX_MEMORY_H_
+#define MUSTER_WORKER_BIGMODEL_MAX_MEMORY_H_
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "worker/bigmodel/device_map.h"
+#include "worker/bigmodel/map_checks.h"
+
+namespace muster {
+
+// What this process can have: free memory of each GPU, and of the host what the machine, its
+// cgroup and the limits of the process (ulimit -d, -v) leave.
+DeviceLimits GetMaxMemory();
+
+// GPUs that this process sees.
+int CountGpus();
+
+// FAILED_PRECONDITION for a device that is not there.
+absl::Status CheckDevicesAreThere(const DeviceLimits& limits);
+absl::Status CheckDevicesAreThere(const DeviceEntries& devices);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_BIGMODEL_MAX_MEMORY_H_

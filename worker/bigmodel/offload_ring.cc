@@ -1,0 +1,362 @@
+#include "worker/bigmodel/offload_ring.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "ATen/core/grad_mode.h"
+#include "ATen/ops/empty.h"
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "base/units.h"
+#include "c10/core/CPUAllocator.h"
+#include "c10/core/StreamGuard.h"
+#include "c10/core/impl/VirtualGuardImpl.h"
+#include "worker/bigmodel/empty_weights.h"
+#include "worker/checkpoint/direct_file.h"
+#include "worker/train/guard.h"
+
+namespace muster {
+namespace {
+
+// Where kernels are at their best, and give the same results as on LibTorch's own memory.
+constexpr uint64_t kAlignment = 64;
+// Smaller tensors are not worth a gap that spares a copy.
+constexpr uint64_t kWorthAGap = uint64_t{1} << 20;
+
+uint64_t RoundUp(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
+
+uint64_t BytesOf(const OffloadedTensor& tensor) {
+  return static_cast<uint64_t>(tensor.tensor.numel()) * c10::elementSize(tensor.type);
+}
+
+// Where a tensor goes that comes after `end` bytes of a unit.
+uint64_t OffsetAfter(uint64_t end, const OffloadedTensor& tensor, const at::Device& device) {
+  const uint64_t remainder = tensor.source->Remainder(tensor.index);
+  const bool in_place = device.is_cpu() && tensor.source->type(tensor.index) == tensor.type &&
+                        remainder % kAlignment == 0 && BytesOf(tensor) >= kWorthAGap;
+  if (!in_place) return RoundUp(end, kAlignment);
+  const uint64_t block = end / kDirectAlignment * kDirectAlignment;
+  return block + remainder >= end ? block + remainder : block + kDirectAlignment + remainder;
+}
+
+std::vector<int64_t> ContiguousStrides(at::IntArrayRef sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(sizes[d], 1);
+  }
+  return strides;
+}
+
+// A tensor of bytes without memory.
+at::Tensor WithoutMemory(uint64_t bytes, const at::Device& device) {
+  at::Tensor flat = at::empty({0}, at::TensorOptions().dtype(at::kByte).device(device));
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device),
+                       /*allocator=*/nullptr, /*resizable=*/false);
+  auto impl =
+      c10::make_intrusive<c10::TensorImpl>(std::move(storage), flat.key_set(), flat.dtype());
+  impl->set_sizes_contiguous({static_cast<int64_t>(bytes)});
+  return at::Tensor(std::move(impl));
+}
+
+}  // namespace
+
+class OffloadRing::Unit final : public Page {
+ public:
+  Unit(OffloadRing& ring, OffloadedUnit unit, size_t number, const at::Device& device)
+      : name(std::move(unit.name)),
+        number(number),
+        tensors(std::move(unit.tensors)),
+        ring_(ring),
+        device_(device) {
+    for (const OffloadedTensor& tensor : tensors) {
+      offsets.push_back(OffsetAfter(bytes, tensor, device));
+      bytes = offsets.back() + BytesOf(tensor);
+      source_bytes += tensor.source->bytes(tensor.index);
+    }
+    flat_ = WithoutMemory(bytes, device);
+    registration_.emplace(flat_, this);
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const std::vector<int64_t> sizes = tensors[i].tensor.sizes().vec();
+      const auto width = static_cast<int64_t>(c10::elementSize(tensors[i].type));
+      PlaceTensor(tensors[i].tensor,
+                  PagedView(flat_, tensors[i].type, sizes, ContiguousStrides(sizes),
+                            static_cast<int64_t>(offsets[i]) / width));
+    }
+  }
+
+  void Require(bool write, const char* op) override { ring_.Use(*this, write, op); }
+
+  // Shows the tensors their memory; null: they have none.
+  void Show(char* memory) {
+    if (shown_ == memory) return;
+    shown_ = memory;
+    flat_.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(memory, device_));
+  }
+
+  const std::string name;
+  const size_t number;
+  const std::vector<OffloadedTensor> tensors;
+  std::vector<uint64_t> offsets;
+  uint64_t bytes = 0, source_bytes = 0;
+
+  // Guarded by the ring's lock.
+  State state = State::kAway;
+  std::optional<uint64_t> slot;  // in the arena
+  at::Tensor overflow;           // else
+  char* memory = nullptr;
+  size_t pieces = 0;    // on their way
+  absl::Status status;  // of the last reading
+  std::map<c10::StreamId, c10::Stream> streams;  // that have used it since it came
+
+ private:
+  OffloadRing& ring_;
+  const at::Device device_;
+  at::Tensor flat_;
+  char* shown_ = nullptr;
+  std::optional<PageRegistration> registration_;
+};
+
+OffloadRing::OffloadRing(const OffloadRingOptions& options, uint64_t bytes, size_t units)
+    : options_(options),
+      own_fences_(options.fences == nullptr ? StreamFences::Of(options.device) : nullptr),
+      fences_(options.fences == nullptr ? own_fences_.get() : options.fences),
+      arena_(RoundUp(bytes, Arena::kUnit)),
+      order_(units),
+      distances_(units) {}
+
+absl::StatusOr<std::unique_ptr<OffloadRing>> OffloadRing::Make(std::vector<OffloadedUnit> units,
+                                                               const OffloadRingOptions& options) {
+  uint64_t bytes = options.bytes;
+  for (const OffloadedUnit& unit : units) {
+    uint64_t end = 0;
+    for (const OffloadedTensor& tensor : unit.tensors) {
+      end = OffsetAfter(end, tensor, options.device) + BytesOf(tensor);
+    }
+    bytes = std::max(bytes, end);
+  }
+  std::unique_ptr<OffloadRing> ring(new OffloadRing(options, bytes, units.size()));
+  MUSTER_RETURN_IF_ERROR(ring->AddUnits(std::move(units)));
+  return ring;
+}
+
+absl::Status OffloadRing::AddUnits(std::vector<OffloadedUnit> units) {
+  MutexLock lock(&mu_);
+  stats_.ring_bytes = arena_.bytes();
+  if (options_.device.is_cpu()) {
+    const absl::Status grown = memory_.Grow(arena_.bytes());
+    if (!grown.ok()) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("no memory for the weights that are in use, ", HumanBytes(arena_.bytes()),
+                       " of ", units.size(), " offloaded parts: ", grown.message()));
+    }
+    base_ = memory_.data();
+  } else {
+    const auto bytes = static_cast<int64_t>(stats_.ring_bytes);
+    MUSTER_RETURN_IF_ERROR(Guard([&] {
+      device_memory_ =
+          at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(options_.device));
+    }));
+    base_ = static_cast<char*>(device_memory_.data_ptr());
+  }
+  const at::NoGradGuard no_grad;
+  for (OffloadedUnit& unit : units) {
+    units_.push_back(
+        std::make_unique<Unit>(*this, std::move(unit), units_.size(), options_.device));
+    stats_.offloaded_bytes += units_.back()->bytes;
+  }
+  readers_.emplace(std::max(options_.readers, 1));
+  return absl::OkStatus();
+}
+
+OffloadRing::~OffloadRing() {
+  readers_.reset();
+  // What the operators of a device still read must not be given to others.
+  if (fences_ == nullptr || options_.device.is_cpu()) return;
+  MutexLock lock(&mu_);
+  const c10::impl::VirtualGuardImpl guard(options_.device.type());
+  for (const auto& unit : units_) {
+    for (const auto& [id, stream] : unit->streams) guard.synchronizeStream(stream);
+  }
+}
+
+void OffloadRing::Refuse(const Unit& unit, bool write, const char* op) const {
+  TORCH_CHECK(!write, op, " writes a weight of offloaded module '", unit.name,
+              "', which would be read again without the change: keep the module on a device, or "
+              "load the model without a device map");
+  if (!at::GradMode::is_enabled()) return;
+  for (const OffloadedTensor& tensor : unit.tensors) {
+    TORCH_CHECK(!tensor.tensor.requires_grad(), op, " uses weight '", tensor.name,
+                "', which is offloaded and requires a gradient; offloaded weights are for "
+                "inference: run it under torch::NoGradGuard, or freeze the weight by "
+                "requires_grad_(false)");
+  }
+}
+
+void OffloadRing::Use(Unit& unit, bool write, const char* op) {
+  Refuse(unit, write, op);
+  MutexLock lock(&mu_);
+  const bool turned = current_ != &unit;
+  if (turned) {
+    current_ = &unit;
+    order_.Note(unit.number);
+    coming_ = order_.Coming();
+    std::fill(distances_.begin(), distances_.end(), units_.size());
+    for (size_t i = 0; i < coming_.size(); ++i) distances_[coming_[i]] = i;
+    ++stats_.uses;
+  }
+  if (unit.state == State::kAway) {
+    ++stats_.waits;
+    BringNow(unit);
+  }
+  if (turned && options_.prefetch) Prefetch();
+  while (unit.state == State::kComing) changed_.Wait(&mu_);
+  // Not away by another thread: this one has pinned it.
+  if (unit.state == State::kAway) ThrowIfError(unit.status);
+  if (fences_ != nullptr) {
+    const c10::Stream stream = fences_->Current();
+    unit.streams.emplace(stream.id(), stream);
+  }
+  unit.Show(unit.memory);
+}
+
+void OffloadRing::BringNow(Unit& unit) {
+  // Others that need it wait, too.
+  unit.state = State::kComing;
+  for (;;) {
+    unit.slot = arena_.Take(unit.bytes);
+    if (unit.slot.has_value()) break;
+    if (Unit* const victim = FindVictim(0)) {
+      Evict(*victim);
+      continue;
+    }
+    const bool some_come = std::any_of(units_.begin(), units_.end(), [&](const auto& other) {
+      return other.get() != &unit && other->pieces > 0 && other->pins() == 0;
+    });
+    if (!some_come) break;
+    changed_.Wait(&mu_);
+  }
+  if (!unit.slot.has_value()) {
+    // The units of one operator do not fit together, or there are gaps between them.
+    unit.status = Guard([&] {
+      unit.overflow = at::empty({static_cast<int64_t>(unit.bytes)},
+                                at::TensorOptions().dtype(at::kByte).device(options_.device));
+    });
+    if (!unit.status.ok()) {
+      unit.state = State::kAway;
+      changed_.SignalAll();
+      return;
+    }
+    overflow_ += unit.bytes;
+    stats_.overflow_bytes = std::max(stats_.overflow_bytes, overflow_);
+  }
+  Start(unit, /*urgent=*/true);
+}
+
+void OffloadRing::Prefetch() {
+  for (size_t i = 0; i < coming_.size(); ++i) {
+    Unit& unit = *units_[coming_[i]];
+    if (unit.state != State::kAway) continue;
+    while (!(unit.slot = arena_.Take(unit.bytes)).has_value()) {
+      Unit* const victim = FindVictim(i + 1);
+      if (victim == nullptr) return;
+      Evict(*victim);
+    }
+    Start(unit, /*urgent=*/false);
+  }
+}
+
+OffloadRing::Unit* OffloadRing::FindVictim(size_t distance) {
+  Unit* found = nullptr;
+  for (const auto& unit : units_) {
+    if (unit->state != State::kHere || unit->pins() > 0 || unit.get() == current_) continue;
+    if (distances_[unit->number] < distance) continue;
+    if (found == nullptr || distances_[unit->number] > distances_[found->number]) {
+      found = unit.get();
+    }
+  }
+  return found;
+}
+
+void OffloadRing::Evict(Unit& unit) {
+  for (const auto& [id, stream] : unit.streams) {
+    pending_.insert_or_assign(id, fences_->After(stream));
+  }
+  unit.streams.clear();
+  unit.state = State::kAway;
+  unit.status = absl::OkStatus();
+  Free(unit);
+}
+
+void OffloadRing::Free(Unit& unit) {
+  unit.Show(nullptr);
+  unit.memory = nullptr;
+  if (unit.slot.has_value()) {
+    arena_.Give(*unit.slot);
+  } else {
+    overflow_ -= unit.bytes;
+    unit.overflow.reset();
+  }
+  unit.slot.reset();
+}
+
+void OffloadRing::Start(Unit& unit, bool urgent) {
+  unit.state = State::kComing;
+  unit.status = absl::OkStatus();
+  unit.memory = unit.slot.has_value() ? base_ + *unit.slot
+                                      : static_cast<char*>(unit.overflow.data_ptr());
+  std::vector<StreamFences::Fence> fences;
+  for (const auto& [stream, fence] : pending_) fences.push_back(fence);
+  std::vector<WeightReaders::Task> tasks;
+  for (size_t i = 0; i < unit.tensors.size(); ++i) {
+    const OffloadedTensor& tensor = unit.tensors[i];
+    for (const WeightPiece& piece : PiecesOf(*tensor.source, tensor.index,
+                                             unit.memory + unit.offsets[i], tensor.type,
+                                             options_.device)) {
+      tasks.push_back([this, &unit, piece, fences](ReadScratch& scratch) {
+        std::optional<c10::StreamGuard> on_copies;
+        if (fences_ != nullptr) {
+          const c10::Stream copies = fences_->Copies();
+          for (const StreamFences::Fence& fence : fences) fences_->Wait(copies, fence);
+          if (!options_.device.is_cpu()) on_copies.emplace(copies);
+        }
+        const absl::Status status = FillPiece(piece, scratch);
+        on_copies.reset();
+        PieceIsDone(unit, status,
+                    static_cast<uint64_t>(piece.count) *
+                        c10::elementSize(piece.source->type(piece.index)));
+      });
+    }
+  }
+  unit.pieces = tasks.size();
+  if (tasks.empty()) {
+    unit.state = State::kHere;
+    return;
+  }
+  readers_->Submit(std::move(tasks), urgent);
+}
+
+void OffloadRing::PieceIsDone(Unit& unit, const absl::Status& status, uint64_t bytes) {
+  MutexLock lock(&mu_);
+  if (status.ok()) stats_.read_bytes += bytes;
+  unit.status.Update(status);
+  if (--unit.pieces > 0) return;
+  unit.state = unit.status.ok() ? State::kHere : State::kAway;
+  if (!unit.status.ok()) Free(unit);
+  changed_.SignalAll();
+}
+
+OffloadStats OffloadRing::stats() const {
+  MutexLock lock(&mu_);
+  return stats_;
+}
+
+void OffloadRing::WaitUntilIdle() {
+  MutexLock lock(&mu_);
+  const auto busy = [](const auto& unit) { return unit->state == State::kComing; };
+  while (std::any_of(units_.begin(), units_.end(), busy)) changed_.Wait(&mu_);
+}
+
+}  // namespace muster
