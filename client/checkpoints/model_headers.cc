@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/file.h"
@@ -24,7 +25,8 @@ std::string FolderOf(const std::string& path) {
   return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode) ? path : ParentPath(path);
 }
 
-// Whether the head of a model is its embedding, as transformers decides it.
+// Whether a model has a head that its files may leave out because it is the embedding, as
+// transformers decides it.
 absl::StatusOr<bool> HasTiedHead(const std::string& path) {
   const std::string file = JoinPath(FolderOf(path), "config.json");
   if (!PathExists(file)) return false;
@@ -34,11 +36,15 @@ absl::StatusOr<bool> HasTiedHead(const std::string& path) {
     return absl::InvalidArgumentError(absl::StrCat(file, ": is no JSON object"));
   }
   const auto tied = config.find("tie_word_embeddings");
-  if (tied != config.end() && tied->is_boolean()) {
-    // BERT's head has another name, and is stored or counted with its embedding.
-    return tied->get<bool>() && config.value("model_type", nlohmann::json()) != "bert";
+  if (tied != config.end() && tied->is_boolean() && !tied->get<bool>()) return false;
+  const auto architectures = config.find("architectures");
+  if (architectures == config.end() || !architectures->is_array() || architectures->empty() ||
+      !architectures->front().is_string()) {
+    return tied != config.end();
   }
-  return config.value("model_type", nlohmann::json()) == "gpt2";
+  const std::string architecture = architectures->front().get<std::string>();
+  return absl::EndsWith(architecture, "ForCausalLM") ||
+         absl::EndsWith(architecture, "LMHeadModel") || architecture == "BertForMaskedLM";
 }
 
 }  // namespace

@@ -159,6 +159,13 @@ void AddLayerClasses(const PlannedModule& module, std::set<std::string>* classes
   }
 }
 
+PlannedModule* Child(PlannedModule* module, absl::string_view name) {
+  for (PlannedModule& child : module->children) {
+    if (child.name == name) return &child;
+  }
+  return nullptr;
+}
+
 // The full name of the embedding of words at `module` or below; empty if there is none.
 std::string FindEmbedding(const PlannedModule& module, const std::string& name,
                           PlannedTensor* found) {
@@ -223,17 +230,30 @@ absl::StatusOr<PlannedModel> TreeOf(const std::vector<TreeTensor>& tensors) {
 }
 
 bool TieHead(PlannedModel* model) {
-  for (const PlannedModule& child : model->root.children) {
-    if (child.name == "lm_head") return true;
-  }
   PlannedTensor weight;
   const std::string embedding = FindEmbedding(model->root, "", &weight);
   if (embedding.empty()) return false;
   PlannedModule head;
-  head.name = head.class_name = "lm_head";
   head.parameters.push_back(weight);
-  model->root.children.push_back(std::move(head));
-  model->tied.push_back({embedding, "lm_head.weight"});
+  std::string name = "lm_head";
+  PlannedModule* parent = &model->root;
+  // BERT's is deeper, and has a bias that is its parent's.
+  if (PlannedModule* const cls = Child(&model->root, "cls"); cls != nullptr) {
+    parent = Child(cls, "predictions");
+    if (parent == nullptr) return false;
+    name = "decoder";
+    for (const PlannedTensor& tensor : parent->parameters) {
+      if (tensor.name == "bias") head.parameters.push_back(tensor);
+    }
+  }
+  if (Child(parent, name) != nullptr) return true;
+  const std::string full = name == "decoder" ? "cls.predictions.decoder" : name;
+  head.name = head.class_name = name;
+  model->tied.push_back({embedding, absl::StrCat(full, ".weight")});
+  if (head.parameters.size() > 1) {
+    model->tied.push_back({"cls.predictions.bias", absl::StrCat(full, ".bias")});
+  }
+  parent->children.push_back(std::move(head));
   return true;
 }
 

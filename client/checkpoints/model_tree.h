@@ -34,8 +34,8 @@ struct TreeTensor {
 // is a tensor and a module.
 absl::StatusOr<PlannedModel> TreeOf(const std::vector<TreeTensor>& tensors);
 
-// Adds lm_head.weight, if there is none, as a second name of the embedding of words. False if no
-// embedding is known by its name.
+// Adds lm_head.weight, of BERT cls.predictions.decoder, if it is not there, as a second name of the
+// embedding of words. False if no embedding is known by its name.
 bool TieHead(PlannedModel* model);
 
 // The classes of the entries of the outermost module lists: what each layer of a model is.

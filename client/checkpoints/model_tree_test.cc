@@ -75,6 +75,14 @@ TEST(ModelTree, TiedHead_CountsOnce) {
   EXPECT_FALSE(TieHead(&other));
 }
 
+TEST(ModelTree, TiedHeadOfBert_IsBelowCls) {
+  PlannedModel model = Tree({"bert.embeddings.word_embeddings.weight", "cls.predictions.bias",
+                             "cls.predictions.transform.dense.weight"});
+  ASSERT_TRUE(TieHead(&model));
+  EXPECT_EQ(ModuleSizes(model, {})->at(""), 48);
+  EXPECT_THAT(Children(model.root.children[1].children[0]), ElementsAre("transform", "decoder"));
+}
+
 TEST(ModelTree, OneStorageUnderTwoNames_IsTied) {
   const PlannedModel model =
       *TreeOf({{"a.weight", "F32", {2}, 0, "0:8"}, {"b.weight", "F32", {2}, 0, "0:8"}});

@@ -37,7 +37,7 @@ class PlanCommandTest : public ::testing::Test {
     ASSERT_TRUE(WriteFileAtomically(folder_.Path("model.safetensors"),
                                     *EncodeSafetensors(tensors, bytes, std::nullopt))
                     .ok());
-    WriteConfig(R"({"model_type": "llama", "tie_word_embeddings": true})");
+    WriteConfig(R"({"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": true})");
   }
 
   void WriteConfig(const std::string& text) {

@@ -384,12 +384,11 @@ std::vector<OffloadedUnit> Dispatcher::Units(uint64_t ring_bytes) const {
   std::vector<const Item*> items;
   for (const Item& item : items_) {
     if (item.source == nullptr) continue;
-    tensors.emplace_back(item.names[0], static_cast<uint64_t>(item.tensor().numel()) *
-                                            c10::elementSize(item.type));
+    tensors.emplace_back(
+        item.names[0], static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(item.type));
     items.push_back(&item);
   }
-  const uint64_t most =
-      std::clamp(ring_bytes / kUnitsInRing, kLeastUnitBytes, kMostUnitBytes);
+  const uint64_t most = std::clamp(ring_bytes / kUnitsInRing, kLeastUnitBytes, kMostUnitBytes);
   std::vector<OffloadedUnit> units;
   for (const UnitPlan& plan : PlanOffloadUnits(tensors, most)) {
     OffloadedUnit unit{.name = plan.name, .tensors = {}};
@@ -426,7 +425,8 @@ absl::StatusOr<DispatchedModel> Dispatcher::Finish() {
                                       .readers = options_.readers,
                                       .prefetch = options_.prefetch};
   MUSTER_RETURN_IF_ERROR(Guard([&] {
-    absl::StatusOr<std::unique_ptr<OffloadRing>> ring = OffloadRing::Make(Units(ring_bytes), options);
+    absl::StatusOr<std::unique_ptr<OffloadRing>> ring =
+        OffloadRing::Make(Units(ring_bytes), options);
     ThrowIfError(ring.status());
     result_.ring_ = *std::move(ring);
     // Further tensors that share the memory of one.
@@ -452,9 +452,9 @@ absl::StatusOr<DeviceMap> PlanDevices(const torch::nn::Module& module, const std
                                       const DevicePlanOptions& options) {
   const std::set<std::string> modes = {"auto", "balanced", "balanced_low_0", "sequential"};
   if (!modes.contains(mode)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("device map \"", mode, "\": write auto, balanced, balanced_low_0 or "
-                     "sequential, or name a device for each module"));
+    return absl::InvalidArgumentError(absl::StrCat("device map \"", mode,
+                                                   "\": write auto, balanced, balanced_low_0 or "
+                                                   "sequential, or name a device for each module"));
   }
   MUSTER_ASSIGN_OR_RETURN(const PlannedModel model, DescribeModule(module));
   const bool found = options.max_memory.empty();
@@ -527,10 +527,11 @@ absl::Status CheckDiskSpace(const std::string& folder, uint64_t bytes) {
   }
   const uint64_t left = uint64_t{info.f_bavail} * info.f_frsize;
   if (bytes <= left) return absl::OkStatus();
-  return absl::ResourceExhaustedError(absl::StrCat(
-      folder, " has ", HumanBytes(static_cast<int64_t>(left)), " left, and offloading takes ",
-      HumanBytes(static_cast<int64_t>(bytes)), ": name another folder, or load a checkpoint by "
-      "load_checkpoint_and_dispatch(), whose files are used in place"));
+  return absl::ResourceExhaustedError(
+      absl::StrCat(folder, " has ", HumanBytes(static_cast<int64_t>(left)),
+                   " left, and offloading takes ", HumanBytes(static_cast<int64_t>(bytes)),
+                   ": name another folder, or load a checkpoint by "
+                   "load_checkpoint_and_dispatch(), whose files are used in place"));
 }
 
 }  // namespace muster

@@ -55,7 +55,8 @@ class EmptyWeightsScope {
   EmptyWeightsScope* const outer_;
 };
 
-// Constructs a module in such a scope; see muster/bigmodel.h. `make` returns a module holder or a pointer to a module.
+// Constructs a module in such a scope; see muster/bigmodel.h. `make` returns a module holder or a
+// pointer to a module.
 template <class Make>
 auto InitEmptyWeights(Make&& make, const EmptyWeightsOptions& options = {}) {
   EmptyWeightsScope scope(options);

@@ -40,8 +40,7 @@ TEST(EmptyWeights, Parameters_AreOnTheMetaDevice_BuffersHaveTheirValues) {
 }
 
 TEST(EmptyWeights, IncludeBuffers_LeavesThemEmpty) {
-  const TextNet net =
-      InitEmptyWeights([] { return TextNet(20, 8, 1); }, {.include_buffers = true});
+  const TextNet net = InitEmptyWeights([] { return TextNet(20, 8, 1); }, {.include_buffers = true});
   for (const at::Tensor& buffer : net->buffers()) EXPECT_TRUE(buffer.is_meta());
 }
 

@@ -107,8 +107,8 @@ class OffloadRing::Unit final : public Page {
   std::optional<uint64_t> slot;  // in the arena
   at::Tensor overflow;           // else
   char* memory = nullptr;
-  size_t pieces = 0;    // on their way
-  absl::Status status;  // of the last reading
+  size_t pieces = 0;                             // on their way
+  absl::Status status;                           // of the last reading
   std::map<c10::StreamId, c10::Stream> streams;  // that have used it since it came
 
  private:
@@ -305,16 +305,16 @@ void OffloadRing::Free(Unit& unit) {
 void OffloadRing::Start(Unit& unit, bool urgent) {
   unit.state = State::kComing;
   unit.status = absl::OkStatus();
-  unit.memory = unit.slot.has_value() ? base_ + *unit.slot
-                                      : static_cast<char*>(unit.overflow.data_ptr());
+  unit.memory =
+      unit.slot.has_value() ? base_ + *unit.slot : static_cast<char*>(unit.overflow.data_ptr());
   std::vector<StreamFences::Fence> fences;
   for (const auto& [stream, fence] : pending_) fences.push_back(fence);
   std::vector<WeightReaders::Task> tasks;
   for (size_t i = 0; i < unit.tensors.size(); ++i) {
     const OffloadedTensor& tensor = unit.tensors[i];
-    for (const WeightPiece& piece : PiecesOf(*tensor.source, tensor.index,
-                                             unit.memory + unit.offsets[i], tensor.type,
-                                             options_.device)) {
+    for (const WeightPiece& piece :
+         PiecesOf(*tensor.source, tensor.index, unit.memory + unit.offsets[i], tensor.type,
+                  options_.device)) {
       tasks.push_back([this, &unit, piece, fences](ReadScratch& scratch) {
         std::optional<c10::StreamGuard> on_copies;
         if (fences_ != nullptr) {
@@ -324,9 +324,9 @@ void OffloadRing::Start(Unit& unit, bool urgent) {
         }
         const absl::Status status = FillPiece(piece, scratch);
         on_copies.reset();
-        PieceIsDone(unit, status,
-                    static_cast<uint64_t>(piece.count) *
-                        c10::elementSize(piece.source->type(piece.index)));
+        PieceIsDone(
+            unit, status,
+            static_cast<uint64_t>(piece.count) * c10::elementSize(piece.source->type(piece.index)));
       });
     }
   }

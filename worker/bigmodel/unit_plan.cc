@@ -45,8 +45,8 @@ class Divider {
  private:
   void Add(const std::string& path, const std::vector<size_t>& parts) {
     if (parts.empty()) return;
-    units_.push_back({path.empty() ? tensors_[parts[0]].first : path.substr(0, path.size() - 1),
-                      parts});
+    units_.push_back(
+        {path.empty() ? tensors_[parts[0]].first : path.substr(0, path.size() - 1), parts});
   }
 
   void Pack(const std::vector<size_t>& parts) {

@@ -20,12 +20,12 @@ TEST(PlanOffloadUnits, Modules_StayWholeWhereTheyFit) {
                                        {"layers.1.down.weight", 40},
                                        {"layers.1.down.bias", 10}},
                                       100);
-  EXPECT_THAT(units, ElementsAre(FieldsAre("head", ElementsAre(0)),
-                                 FieldsAre("embed", ElementsAre(1)),
-                                 FieldsAre("layers.0", ElementsAre(2, 3)),
-                                 FieldsAre("layers.1.up.weight", ElementsAre(4)),
-                                 FieldsAre("layers.1.up.bias", ElementsAre(5)),
-                                 FieldsAre("layers.1.down", ElementsAre(6, 7))));
+  EXPECT_THAT(units,
+              ElementsAre(FieldsAre("head", ElementsAre(0)), FieldsAre("embed", ElementsAre(1)),
+                          FieldsAre("layers.0", ElementsAre(2, 3)),
+                          FieldsAre("layers.1.up.weight", ElementsAre(4)),
+                          FieldsAre("layers.1.up.bias", ElementsAre(5)),
+                          FieldsAre("layers.1.down", ElementsAre(6, 7))));
 }
 
 TEST(PlanOffloadUnits, NothingOrOneModel_IsAtMostOneUnit) {
