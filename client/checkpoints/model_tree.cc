@@ -9,6 +9,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "base/text.h"
 
 namespace muster::client {
@@ -268,13 +269,17 @@ std::string TreeClass(absl::string_view class_name) {
       {"GPT2Block", "h"},
       {"Gpt2Block", "h"},
       {"LlamaDecoderLayer", "layers"},
+      {"MistralDecoderLayer", "layers"},
       {"MixtralDecoderLayer", "layers"},
       {"Qwen2DecoderLayer", "layers"},
       {"DecoderLayer", "layers"},
       {"BertLayer", "layer"},
   };
   const auto found = classes.find(class_name);
-  return found == classes.end() ? std::string(class_name) : found->second;
+  if (found != classes.end()) return found->second;
+  (void)absl::ConsumeSuffix(&class_name, ".*");
+  const size_t dot = class_name.rfind('.');
+  return std::string(dot == absl::string_view::npos ? class_name : class_name.substr(dot + 1));
 }
 
 }  // namespace muster::client

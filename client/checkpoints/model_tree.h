@@ -42,7 +42,8 @@ bool TieHead(PlannedModel* model);
 std::set<std::string> LayerClasses(const PlannedModel& model);
 
 // The class that TreeOf gives the modules of a class of transformers or Muster
-// ("LlamaDecoderLayer": "layers"); any other name as it is.
+// ("LlamaDecoderLayer": "layers"), or to the entries of a list ("model.layers.*"); any other name
+// as it is.
 std::string TreeClass(absl::string_view class_name);
 
 }  // namespace muster::client

@@ -102,6 +102,7 @@ TEST(ModelTree, NamesThatNoModelHas_AreRefused) {
 TEST(ModelTree, ClassesOfTransformers_AreTheListsOfTheirModels) {
   EXPECT_EQ(TreeClass("LlamaDecoderLayer"), "layers");
   EXPECT_EQ(TreeClass("GPT2Block"), "h");
+  EXPECT_EQ(TreeClass("model.layers.*"), "layers");
   EXPECT_EQ(TreeClass("experts"), "experts");
 }
 

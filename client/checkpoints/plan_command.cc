@@ -21,6 +21,7 @@
 #include "client/cli/command_line.h"
 #include "worker/bigmodel/device_map.h"
 #include "worker/bigmodel/map_checks.h"
+#include "worker/checkpoint/aligned_memory.h"
 
 namespace muster::client {
 namespace {
@@ -45,6 +46,11 @@ struct Plan {
   // The largest module that is kept together.
   std::string largest = {};
   int64_t largest_bytes = 0;
+  // Where operators run; what comes there when it is used, and the largest tensor of that.
+  std::string main_device = {};
+  int64_t offloaded = 0;
+  std::string largest_offloaded = {};
+  int64_t largest_offloaded_bytes = 0;
 };
 
 // A row of the table.
@@ -55,29 +61,6 @@ struct Share {
   std::vector<std::string> parts = {};
 };
 
-absl::StatusOr<DeviceLimits> ParseLimits(const std::string& text) {
-  DeviceLimits limits;
-  for (const absl::string_view entry : absl::StrSplit(text, ',', absl::SkipWhitespace())) {
-    const std::pair<std::string, std::string> parts =
-        absl::StrSplit(entry, absl::MaxSplits('=', 1));
-    if (!absl::StrContains(entry, '=')) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("--max_memory ", entry, ": write DEVICE=SIZE,... as in 0=20GB,cpu=30GB"));
-    }
-    const absl::StatusOr<int64_t> bytes = ParseMemorySize(parts.second);
-    if (!bytes.ok()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("--max_memory ", entry, ": ", bytes.status().message()));
-    }
-    limits.emplace_back(parts.first, static_cast<double>(*bytes));
-  }
-  const absl::StatusOr<DeviceLimits> ordered = OrderDevices(limits);
-  if (!ordered.ok()) {
-    return absl::InvalidArgumentError(absl::StrCat("--max_memory: ", ordered.status().message()));
-  }
-  return ordered;
-}
-
 // The machine's own memory.
 absl::StatusOr<DeviceLimits> FoundLimits(const Machine& machine) {
   if (machine.usable_gpus > 0) {
@@ -85,7 +68,7 @@ absl::StatusOr<DeviceLimits> FoundLimits(const Machine& machine) {
         "this machine has ", machine.usable_gpus, machine.usable_gpus == 1 ? " GPU" : " GPUs",
         ", whose memory only a program with CUDA can ask for: write --max_memory 0=SIZE,cpu=SIZE"));
   }
-  return DeviceLimits{{"cpu", static_cast<double>(machine.memory_available_bytes)}};
+  return DeviceLimits{{"cpu", static_cast<double>(MemoryLeft())}};
 }
 
 absl::StatusOr<std::string> ParseDtype(const std::string& text) {
@@ -110,7 +93,11 @@ absl::StatusOr<std::string> ParseDtype(const std::string& text) {
 absl::StatusOr<Request> RequestOf(const CommandLine& line, const Machine& machine) {
   Request request;
   if (line.Has("max_memory")) {
-    MUSTER_ASSIGN_OR_RETURN(request.limits, ParseLimits(line.Get("max_memory")));
+    const absl::StatusOr<DeviceLimits> limits = ParseMaxMemory(line.Get("max_memory"));
+    if (!limits.ok()) {
+      return absl::InvalidArgumentError(absl::StrCat("--max_memory: ", limits.status().message()));
+    }
+    request.limits = *limits;
   } else {
     MUSTER_ASSIGN_OR_RETURN(request.limits, FoundLimits(machine));
     request.user_set = false;
@@ -136,11 +123,33 @@ absl::StatusOr<Request> RequestOf(const CommandLine& line, const Machine& machin
   return request;
 }
 
-absl::StatusOr<Plan> PlanOf(const PlannedModel& model, const Request& request) {
+void FindOffloaded(const PlannedModel& model, Plan& plan) {
+  plan.main_device = plan.limits.empty() ? "cpu" : plan.limits[0].first;
+  if (plan.main_device == "disk") plan.main_device = "cpu";
+  const auto count = [&](const std::string& name) {
+    const std::string* const device = FindDevice(plan.map.devices, name);
+    const auto size = plan.sizes.find(name);
+    if (device == nullptr || size == plan.sizes.end()) return;
+    if (*device != "disk" && (*device != "cpu" || plan.main_device == "cpu")) return;
+    plan.offloaded += size->second;
+    if (size->second <= plan.largest_offloaded_bytes) return;
+    plan.largest_offloaded_bytes = size->second;
+    plan.largest_offloaded = name;
+  };
+  VisitModules(model, [&](const std::string& path, const PlannedModule& module) {
+    for (const auto* const tensors : {&module.parameters, &module.buffers}) {
+      for (const PlannedTensor& tensor : *tensors) {
+        count(path.empty() ? tensor.name : absl::StrCat(path, ".", tensor.name));
+      }
+    }
+  });
+}
+
+absl::StatusOr<Plan> PlanOf(PlannedModel model, const Request& request) {
+  if (request.dtype.has_value()) SetFloatingType(model, *request.dtype);
   Plan plan{.request = request, .limits = request.limits};
   plan.no_split = request.no_split.has_value() ? *request.no_split : LayerClasses(model);
   DeviceMapOptions options;
-  options.dtype = request.dtype;
   options.no_split = plan.no_split;
   options.offload_buffers = request.offload_buffers;
   MUSTER_ASSIGN_OR_RETURN(plan.sizes, ModuleSizes(model, options));
@@ -154,13 +163,13 @@ absl::StatusOr<Plan> PlanOf(const PlannedModel& model, const Request& request) {
   });
   if (request.kind != "sequential") {
     BalanceOptions balance;
-    balance.dtype = options.dtype;
     balance.no_split = options.no_split;
     balance.low_zero = request.kind == "balanced_low_0";
     balance.user_set = request.user_set;
     MUSTER_ASSIGN_OR_RETURN(plan.limits, BalanceMemory(model, request.limits, balance));
   }
   MUSTER_ASSIGN_OR_RETURN(plan.map, InferDeviceMap(model, plan.limits, options));
+  FindOffloaded(model, plan);
   return plan;
 }
 
@@ -176,7 +185,7 @@ std::vector<Share> SharesOf(const Plan& plan) {
     if (share == shares.end()) share = shares.insert(shares.end(), Share{.device = device});
     const auto size = plan.sizes.find(name);
     share->bytes += size == plan.sizes.end() ? 0 : size->second;
-    share->parts.push_back(name.empty() ? "all of it" : name);
+    share->parts.push_back(name.empty() ? "the whole model" : name);
   }
   return shares;
 }
@@ -219,7 +228,7 @@ void PrintText(const std::string& path, const Plan& plan, const Machine& machine
   out << path << ": " << HumanBytes(total)
       << (plan.request.dtype.has_value() ? absl::StrCat(" as ", *plan.request.dtype) : "");
   if (!plan.largest.empty()) {
-    out << "; kept together: " << absl::StrJoin(plan.no_split, ", ") << " (up to "
+    out << "; kept whole: " << absl::StrJoin(plan.no_split, ", ") << " (up to "
         << HumanBytes(plan.largest_bytes) << ", " << plan.largest << ")";
   }
   out << "\n\n";
@@ -232,9 +241,14 @@ void PrintText(const std::string& path, const Plan& plan, const Machine& machine
   }
   const std::vector<std::string> lines = absl::StrSplit(Table(rows), '\n', absl::SkipEmpty());
   for (size_t i = 0; i < lines.size(); ++i) out << lines[i] << "   " << parts[i] << "\n";
-  for (const Share& share : SharesOf(plan)) {
-    if (share.device != "disk" || share.bytes == 0) continue;
-    out << "\nEach forward pass reads " << HumanBytes(share.bytes) << " from the disk.\n";
+  if (plan.offloaded == 0) {
+    out << "\nAll weights stay on their devices.\n";
+  } else {
+    out << "\n"
+        << HumanBytes(plan.offloaded) << " come to device " << plan.main_device
+        << " when they are used, through the room that its share leaves; the largest tensor of "
+           "them is "
+        << plan.largest_offloaded << " with " << HumanBytes(plan.largest_offloaded_bytes) << ".\n";
   }
   if (plan.map.buffers_do_not_fit) {
     out << "\nThe buffers of modules that are not on a GPU fit on none: --offload_buffers leaves "
@@ -254,6 +268,10 @@ std::string JsonOf(const std::string& path, const Plan& plan, const Machine& mac
                        {"no_split", plan.no_split},
                        {"largest_undivided", plan.largest},
                        {"largest_undivided_bytes", plan.largest_bytes},
+                       {"main_device", plan.main_device},
+                       {"offloaded", plan.offloaded},
+                       {"largest_offloaded", plan.largest_offloaded},
+                       {"largest_offloaded_bytes", plan.largest_offloaded_bytes},
                        {"devices", ordered_json::array()},
                        {"device_map", ordered_json::object()},
                        {"buffers_do_not_fit", plan.map.buffers_do_not_fit},
@@ -261,7 +279,7 @@ std::string JsonOf(const std::string& path, const Plan& plan, const Machine& mac
   for (const Share& share : SharesOf(plan)) {
     json["devices"].push_back(
         {{"device", share.device},
-         {"max_memory", share.limit.has_value() ? ordered_json(*share.limit) : ordered_json()},
+         {"limit", share.limit.has_value() ? ordered_json(*share.limit) : ordered_json()},
          {"bytes", share.bytes}});
   }
   for (const auto& [name, device] : plan.map.devices) json["device_map"][name] = device;
@@ -322,9 +340,9 @@ int RunPlanCommand(const std::vector<std::string>& args, const CommandContext& c
   const absl::StatusOr<Request> request = RequestOf(line, machine);
   if (!request.ok()) return fail(request.status(), kExitUsage);
   const std::string& path = line.words[0];
-  const absl::StatusOr<PlannedModel> model = ReadModelTree(path);
+  absl::StatusOr<PlannedModel> model = ReadModelTree(path);
   if (!model.ok()) return fail(model.status(), ExitCodeOf(model.status()));
-  const absl::StatusOr<Plan> plan = PlanOf(*model, *request);
+  const absl::StatusOr<Plan> plan = PlanOf(*std::move(model), *request);
   if (!plan.ok()) return fail(plan.status(), ExitCodeOf(plan.status()));
   if (format == "json") {
     context.out << JsonOf(path, *plan, machine);

@@ -70,9 +70,12 @@ TEST_F(PlanCommandTest, Json_SaysWhereEachPartGoes) {
   EXPECT_EQ(plan["device_map"]["lm_head"], "cpu");
   EXPECT_EQ(plan["device_map"]["model.layers.0"], "cpu");
   EXPECT_EQ(plan["device_map"]["model.layers.3"], "disk");
+  EXPECT_EQ(plan["main_device"], "cpu");
+  EXPECT_EQ(plan["offloaded"], plan["devices"][1]["bytes"]);
+  EXPECT_EQ(plan["largest_offloaded_bytes"], 200);
   ASSERT_EQ(plan["devices"].size(), 2u);
-  EXPECT_EQ(plan["devices"][0]["max_memory"], 2100);
-  EXPECT_TRUE(plan["devices"][1]["max_memory"].is_null());
+  EXPECT_EQ(plan["devices"][0]["limit"], 2100);
+  EXPECT_TRUE(plan["devices"][1]["limit"].is_null());
   EXPECT_EQ(plan["devices"][0]["bytes"].get<int>() + plan["devices"][1]["bytes"].get<int>(), 2408);
 }
 
@@ -80,6 +83,7 @@ TEST_F(PlanCommandTest, Dtype_CountsInIt) {
   const Json plan = JsonOf({"--max_memory", "cpu=10KB", "--dtype", "bfloat16"});
   EXPECT_EQ(plan["bytes"], 1204);
   EXPECT_EQ(plan["device_map"], Json({{"", "cpu"}}));
+  EXPECT_EQ(JsonOf({"--max_memory", "cpu=10KB", "--dtype", "float64"})["bytes"], 4816);
 }
 
 TEST_F(PlanCommandTest, Gpus_AreBalancedUnlessSequential) {
@@ -92,13 +96,15 @@ TEST_F(PlanCommandTest, Gpus_AreBalancedUnlessSequential) {
 
 TEST_F(PlanCommandTest, Text_IsATableWithRanges) {
   ASSERT_EQ(Run({folder_.path(), "--max_memory", "cpu=2.1KB"}), kExitOk) << err_.str();
-  EXPECT_THAT(out_.str(), HasSubstr("kept together: layers (up to 400 B, model.layers.0)"));
+  EXPECT_THAT(out_.str(), HasSubstr("kept whole: layers (up to 400 B, model.layers.0)"));
   EXPECT_THAT(out_.str(), HasSubstr("model.layers."));
-  EXPECT_THAT(out_.str(), HasSubstr("from the disk"));
+  EXPECT_THAT(out_.str(), HasSubstr("come to device cpu when they are used"));
   EXPECT_THAT(out_.str(), Not(HasSubstr("no GPU")));
   ASSERT_EQ(Run({folder_.path(), "--max_memory", "0=1KB"}), kExitOk) << err_.str();
   EXPECT_THAT(out_.str(), HasSubstr("This machine has no GPU 0"));
-  ASSERT_EQ(Run({folder_.path()}), kExitOk) << err_.str();
+  ASSERT_EQ(Run({folder_.path(), "--max_memory", "cpu=1GB"}), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("the whole model"));
+  EXPECT_THAT(out_.str(), HasSubstr("All weights stay on their devices"));
 }
 
 TEST_F(PlanCommandTest, BlockLargerThanEveryDevice_IsNamed) {
@@ -106,8 +112,8 @@ TEST_F(PlanCommandTest, BlockLargerThanEveryDevice_IsNamed) {
   EXPECT_NE(Run({folder_.path(), "--max_memory", "cpu=0.3KB"}), kExitOk);
   EXPECT_THAT(err_.str(), HasSubstr("model.layers.0"));
   EXPECT_THAT(err_.str(), HasSubstr("400 B"));
-  EXPECT_EQ(Run({folder_.path(), "--max_memory", "cpu=0.3KB", "--no_split", "none"}), kExitOk)
-      << err_.str();
+  EXPECT_EQ(Run({folder_.path(), "--max_memory", "cpu=0.3KB", "--no_split", "none"}), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("model.embed_tokens"));
   EXPECT_NE(Run({folder_.path(), "--max_memory", "cpu=0.3KB", "--no_split", "LlamaDecoderLayer"}),
             kExitOk);
 }
@@ -121,7 +127,7 @@ TEST_F(PlanCommandTest, Mistakes_AreNamed) {
   expect({}, kExitUsage, "PATH");
   expect({path, "--max_memory", "cuda:0=1GB"}, kExitUsage, "cuda:0");
   expect({path, "--max_memory", "cpu=1GB,cpu=2GB"}, kExitUsage, "cpu");
-  expect({path, "--max_memory", "20GB"}, kExitUsage, "DEVICE=SIZE");
+  expect({path, "--max_memory", "20GB"}, kExitUsage, "20GB");
   expect({path, "--max_memory", "cpu=plenty"}, kExitUsage, "plenty");
   expect({path, "--dtype", "int3"}, kExitUsage, "int3");
   expect({path, "--device_map", "best"}, kExitUsage, "best");

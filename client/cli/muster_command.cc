@@ -153,7 +153,8 @@ std::vector<Command> Commands(const LaunchBackend& backend, const std::string& s
        RunMergeWeightsCommand},
       {"estimate-memory", "Print what a model takes to load and to train",
        RunEstimateMemoryCommand},
-      {"plan", "Print which device each part of a model goes to", RunPlanCommand},
+      {"plan", "Print which device each part of a model goes to, before it is loaded",
+       RunPlanCommand},
       {"generate", "Continue a text with a language model (muster-generate)",
        [&](const Args& rest, const CommandContext& in) {
          return RunProgram(kGenerate, rest, in, backend, self);

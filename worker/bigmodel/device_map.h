@@ -74,10 +74,12 @@ struct DeviceMapOptions : SizeOptions {
   bool clean_result = true;
 };
 
+// Full name of a module, parameter or buffer to its device; "" is the whole model.
+using DeviceEntries = std::vector<std::pair<std::string, std::string>>;
+
 struct DeviceMap {
-  // Full name of a module, parameter or buffer to its device, in the order of placement. Together
-  // they cover every tensor.
-  std::vector<std::pair<std::string, std::string>> devices;
+  // In the order of placement. Together they cover every tensor.
+  DeviceEntries devices;
   // The buffers of modules that are not on a GPU fit on no GPU: offload_buffers avoids that.
   bool buffers_do_not_fit = false;
 };

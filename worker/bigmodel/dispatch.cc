@@ -20,8 +20,10 @@
 #include "base/units.h"
 #include "torch/nn/module.h"
 #include "worker/bigmodel/empty_weights.h"
+#include "worker/bigmodel/map_checks.h"
 #include "worker/bigmodel/max_memory.h"
 #include "worker/bigmodel/module_description.h"
+#include "worker/bigmodel/offload_ring.h"
 #include "worker/bigmodel/unit_plan.h"
 #include "worker/bigmodel/weight_readers.h"
 #include "worker/bigmodel/weight_source.h"
@@ -34,7 +36,8 @@ namespace {
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 constexpr uint64_t kMostUnitBytes = 64 * kMiB;
-constexpr uint64_t kLeastUnitBytes = kMiB;
+// Less is not worth a request to the disk.
+constexpr uint64_t kLeastUnitBytes = kMiB / 16;
 constexpr uint64_t kRingBytes = 256 * kMiB;
 constexpr uint64_t kMostRingBytes = 1024 * kMiB;
 // Of each thread that reads, besides the ring.
@@ -118,7 +121,9 @@ class Dispatcher {
   struct Reading;
   absl::Status SetMain(const DeviceEntries& map);
   void SetPlace(const std::string& device, bool keep_on_host, Item& item) const;
-  NamedTensors Targets(const WeightFiles& files, const LoadCheckpointOptions& options) const;
+  // What is to be loaded; without buffers that keep their values.
+  NamedTensors Targets(const WeightFiles& files, const LoadCheckpointOptions& options,
+                       std::vector<std::string>* kept) const;
   absl::Status Read(const std::shared_ptr<const WeightFiles>& files,
                     const std::vector<Reading>& readings);
   absl::Status WriteToDisk(const std::vector<Item*>& items);
@@ -200,8 +205,8 @@ absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
   return absl::OkStatus();
 }
 
-NamedTensors Dispatcher::Targets(const WeightFiles& files,
-                                 const LoadCheckpointOptions& options) const {
+NamedTensors Dispatcher::Targets(const WeightFiles& files, const LoadCheckpointOptions& options,
+                                 std::vector<std::string>* kept) const {
   std::set<std::string> in_files;
   for (const WeightEntry& entry : files.entries()) {
     std::string name = entry.tensor.name;
@@ -213,7 +218,10 @@ NamedTensors Dispatcher::Targets(const WeightFiles& files,
   for (const auto& [name, tensor] : TensorsOf(module_)) {
     const Item& item = items_[by_name_.at(name)];
     const bool has_values = item.is_buffer && !tensor.is_meta();
-    if (options.keep_buffers && has_values && !in_files.contains(name)) continue;
+    if (options.keep_buffers && has_values && !in_files.contains(name)) {
+      kept->push_back(name);
+      continue;
+    }
     targets.emplace_back(name, tensor);
   }
   return targets;
@@ -222,9 +230,11 @@ NamedTensors Dispatcher::Targets(const WeightFiles& files,
 absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptions& options) {
   MUSTER_ASSIGN_OR_RETURN(WeightFiles opened, WeightFiles::Open(path));
   const auto files = std::make_shared<const WeightFiles>(std::move(opened));
-  const NamedTensors targets = Targets(*files, options);
+  std::vector<std::string> kept;
+  const NamedTensors targets = Targets(*files, options, &kept);
   MUSTER_ASSIGN_OR_RETURN(MatchedEntries matched, MatchEntries(*files, targets, options.weights));
   result_.loaded_ = std::move(matched.report);
+  result_.loaded_.missing.insert(result_.loaded_.missing.end(), kept.begin(), kept.end());
   std::vector<Item*> on_disk;
   std::vector<size_t> entries;
   for (const MatchedWeight& match : matched.matches) {
@@ -456,22 +466,22 @@ absl::StatusOr<DeviceMap> PlanDevices(const torch::nn::Module& module, const std
                                                    "\": write auto, balanced, balanced_low_0 or "
                                                    "sequential, or name a device for each module"));
   }
-  MUSTER_ASSIGN_OR_RETURN(const PlannedModel model, DescribeModule(module));
+  MUSTER_ASSIGN_OR_RETURN(PlannedModel model, DescribeModule(module));
+  if (options.dtype.has_value()) {
+    MUSTER_ASSIGN_OR_RETURN(const std::string type, PlannedType(*options.dtype));
+    SetFloatingType(model, type);
+  }
   const bool found = options.max_memory.empty();
   MUSTER_ASSIGN_OR_RETURN(DeviceLimits limits,
                           OrderDevices(found ? GetMaxMemory() : options.max_memory));
   MUSTER_RETURN_IF_ERROR(CheckDevicesAreThere(limits));
   DeviceMapOptions map;
-  if (options.dtype.has_value()) {
-    MUSTER_ASSIGN_OR_RETURN(map.dtype, PlannedType(*options.dtype));
-  }
   map.no_split = ShortClassNames(options.no_split);
   map.offload_buffers = options.offload_buffers;
   map.fallback_allocation = options.fallback_allocation;
   MUSTER_RETURN_IF_ERROR(CheckUndivided(model, limits, map));
   if (mode != "sequential") {
     BalanceOptions balance;
-    balance.dtype = map.dtype;
     balance.no_split = map.no_split;
     balance.low_zero = mode == "balanced_low_0";
     balance.user_set = !found;

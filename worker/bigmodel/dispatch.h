@@ -11,9 +11,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "c10/core/Device.h"
+#include "c10/core/ScalarType.h"
 #include "worker/bigmodel/device_map.h"
-#include "worker/bigmodel/map_checks.h"
-#include "worker/bigmodel/offload_ring.h"
+#include "worker/bigmodel/offload_stats.h"
 #include "worker/checkpoint/weight_loader.h"
 
 namespace torch::nn {
@@ -21,6 +21,8 @@ class Module;
 }
 
 namespace muster {
+
+class OffloadRing;
 
 // What a device map is made from. See muster/bigmodel.h for examples of everything here.
 struct DevicePlanOptions {
@@ -65,7 +67,7 @@ struct LoadCheckpointOptions {
   // As of load_model: strict by default.
   LoadWeightsOptions weights = {};
   // Buffers that the files lack keep the values that the constructor gave them, also with `strict`:
-  // tables that are computed.
+  // tables that are computed. They are listed as missing.
   bool keep_buffers = false;
   DispatchOptions dispatch = {};
 };

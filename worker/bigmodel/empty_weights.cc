@@ -1,5 +1,6 @@
 #include "worker/bigmodel/empty_weights.h"
 
+#include <mutex>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -9,6 +10,7 @@
 #include "ATen/ops/empty_strided.h"
 #include "c10/core/impl/LocalDispatchKeySet.h"
 #include "c10/util/Exception.h"
+#include "torch/csrc/autograd/variable.h"
 #include "torch/library.h"
 #include "torch/nn/module.h"
 
@@ -255,15 +257,17 @@ void EmptyWeightsScope::Finish(torch::nn::Module& module) {
 }
 
 void PlaceTensor(const at::Tensor& tensor, const at::Tensor& value) {
-  c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
-  if (impl->has_compatible_shallow_copy_type(value.key_set())) {
-    at::Tensor(tensor).set_data(value);
-    return;
+  const bool same_kind =
+      tensor.device() == value.device() && tensor.scalar_type() == value.scalar_type();
+  TORCH_CHECK(same_kind || !tensor.grad().defined(), "a tensor of a module becomes ",
+              value.scalar_type(), " on ", value.device(), " while it has a gradient that is ",
+              tensor.scalar_type(), " on ", tensor.device(), ": zero_grad() first");
+  // What set_data() does, without its operators: they would ask for contents that are away.
+  if (auto* const meta = torch::autograd::impl::get_autograd_meta(tensor); meta && !same_kind) {
+    const std::lock_guard<std::mutex> lock(meta->mutex_);
+    meta->grad_accumulator_.reset();
   }
-  // A gradient function of the empty tensor would be of another device.
-  TORCH_CHECK(!tensor.grad().defined(), "a tensor of a module is given memory on ", value.device(),
-              " while it has a gradient on ", tensor.device(), ": zero_grad() first");
-  impl->shallow_copy_from(value.getIntrusivePtr());
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(value.getIntrusivePtr());
 }
 
 }  // namespace muster

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <map>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "base/status_macros.h"
 #include "base/units.h"
 
@@ -33,6 +35,25 @@ std::string SomeNames(const std::vector<std::string>& names) {
 
 }  // namespace
 
+absl::StatusOr<DeviceLimits> ParseMaxMemory(absl::string_view text) {
+  DeviceLimits limits;
+  for (const absl::string_view part : absl::StrSplit(text, ',')) {
+    const std::vector<std::string> sides = absl::StrSplit(part, '=');
+    if (sides.size() != 2) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "\"", part, "\" is no limit of a device: write DEVICE=SIZE, as in 0=20GB,cpu=30GB"));
+    }
+    const std::string device(absl::StripAsciiWhitespace(sides[0]));
+    const absl::StatusOr<int64_t> bytes = ParseMemorySize(absl::StripAsciiWhitespace(sides[1]));
+    if (!bytes.ok()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("device ", device, ": ", bytes.status().message()));
+    }
+    limits.emplace_back(device, static_cast<double>(*bytes));
+  }
+  return OrderDevices(limits);
+}
+
 const std::string* FindDevice(const DeviceEntries& devices, absl::string_view name) {
   const std::string* found = nullptr;
   size_t length = 0;
@@ -51,6 +72,21 @@ void VisitModules(
     absl::FunctionRef<void(const std::string& name, const PlannedModule& module)> visit) {
   Visit(model.root, "", visit);
 }
+
+namespace {
+
+void SetType(PlannedModule& module, const std::string& dtype) {
+  for (auto* const part : {&module.parameters, &module.buffers}) {
+    for (PlannedTensor& tensor : *part) {
+      if (tensor.dtype[0] == 'F' || tensor.dtype == "BF16") tensor.dtype = dtype;
+    }
+  }
+  for (PlannedModule& child : module.children) SetType(child, dtype);
+}
+
+}  // namespace
+
+void SetFloatingType(PlannedModel& model, const std::string& dtype) { SetType(model.root, dtype); }
 
 absl::Status CheckDeviceMap(const PlannedModel& model, const DeviceEntries& devices) {
   std::set<std::string> known, tensors;
@@ -107,7 +143,11 @@ absl::Status CheckUndivided(const PlannedModel& model, const DeviceLimits& limit
   std::set<std::string> classes;
   std::string largest, its_class;
   int64_t bytes = -1;
+  std::vector<std::string> tensors;
   VisitModules(model, [&](const std::string& name, const PlannedModule& module) {
+    for (const auto* const part : {&module.parameters, &module.buffers}) {
+      for (const PlannedTensor& tensor : *part) tensors.push_back(Join(name, tensor.name));
+    }
     classes.insert(module.class_name);
     const auto size = sizes.find(name);
     if (!options.no_split.contains(module.class_name) || size == sizes.end()) return;
@@ -122,13 +162,23 @@ absl::Status CheckUndivided(const PlannedModel& model, const DeviceLimits& limit
                                                    ", which is not to be divided; there are ",
                                                    SomeNames({classes.begin(), classes.end()})));
   }
-  if (!limited || bytes <= 0 || static_cast<double>(bytes) <= largest_limit) {
-    return absl::OkStatus();
+  if (!limited) return absl::OkStatus();
+  const std::string most = absl::StrCat("more than any device has (",
+                                        HumanBytes(static_cast<int64_t>(largest_limit)), ")");
+  if (bytes > 0 && static_cast<double>(bytes) > largest_limit) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        its_class, " ", largest, " is not to be divided and takes ", HumanBytes(bytes), ", ", most,
+        ": raise a limit, allow it to be divided, or load it in a smaller "
+        "type"));
   }
-  return absl::InvalidArgumentError(
-      absl::StrCat(its_class, " ", largest, " is not to be divided and takes ", HumanBytes(bytes),
-                   ", more than any device has (", HumanBytes(static_cast<int64_t>(largest_limit)),
-                   "): raise a limit, allow it to be divided, or load it in a smaller type"));
+  for (const std::string& name : tensors) {
+    const auto size = sizes.find(name);
+    if (size == sizes.end() || static_cast<double>(size->second) <= largest_limit) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(name, " takes ", HumanBytes(size->second), ", ", most,
+                     ": raise a limit, or load it in a smaller type"));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace muster

@@ -3,11 +3,10 @@
 
 #include <set>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "worker/bigmodel/device_map.h"
 
@@ -15,8 +14,9 @@ namespace muster {
 
 // Whether a device map can be carried out, and what it says. Pure.
 
-// Of a device map, by name of a module or tensor; "" is the whole model.
-using DeviceEntries = std::vector<std::pair<std::string, std::string>>;
+// "0=20GB,cpu=30GB": what each device may hold, in the grammar of ParseMemorySize (base/units.h).
+// Errors: INVALID_ARGUMENT that quotes the part that is wrong; those of OrderDevices.
+absl::StatusOr<DeviceLimits> ParseMaxMemory(absl::string_view text);
 
 // The device of `name`: that of the longest entry that is `name` or a module around it. Null if
 // there is none.
@@ -27,14 +27,20 @@ void VisitModules(
     const PlannedModel& model,
     absl::FunctionRef<void(const std::string& name, const PlannedModule& module)> visit);
 
+// Floating-point tensors become `dtype` ("F32", "BF16", ...), as they do when they are loaded so,
+// whether that is smaller or larger. (SizeOptions::dtype has the rule of Accelerate, which counts
+// no tensor larger than it is stored.)
+void SetFloatingType(PlannedModel& model, const std::string& dtype);
+
 // Whether a map says for each tensor of the model where it goes. Errors: INVALID_ARGUMENT for an
 // entry twice, an entry that is no module, parameter or buffer, a device that OrderDevices refuses,
 // and tensors without a device.
 absl::Status CheckDeviceMap(const PlannedModel& model, const DeviceEntries& devices);
 
-// Whether each module of a class that is not to be divided fits on some device with a limit: from
-// the disk it would have to be moved there to be used. Errors: INVALID_ARGUMENT that names the
-// largest such module, or a class that no module has; those of ModuleSizes.
+// Whether each tensor, and each module of a class that is not to be divided, fits on some device
+// with a limit: from the disk it would have to be moved there to be used. Errors: INVALID_ARGUMENT
+// that names the largest such module, a tensor, or a class that no module has; those of
+// ModuleSizes.
 absl::Status CheckUndivided(const PlannedModel& model, const DeviceLimits& limits,
                             const DeviceMapOptions& options);
 

@@ -7,7 +7,9 @@ namespace muster {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Pair;
 
 PlannedModel Model() {
   PlannedModel model;
@@ -20,6 +22,20 @@ PlannedModel Model() {
 
 std::string Error(const DeviceEntries& devices) {
   return std::string(CheckDeviceMap(Model(), devices).message());
+}
+
+// D14: one grammar of sizes for limits, whoever reads them.
+TEST(ParseMaxMemory, D14_LimitsOfDevices_AreInOrder) {
+  const auto limits = ParseMaxMemory("cpu=1.5GiB, 1=20GB,0=10Gb");
+  ASSERT_TRUE(limits.ok()) << limits.status();
+  EXPECT_THAT(*limits, ElementsAre(Pair("0", 1.25e9), Pair("1", 20e9), Pair("cpu", 1610612736.0)));
+  EXPECT_THAT(std::string(ParseMaxMemory("cpu").status().message()),
+              HasSubstr("\"cpu\" is no limit"));
+  EXPECT_THAT(std::string(ParseMaxMemory("cpu=10").status().message()), HasSubstr("device cpu"));
+  EXPECT_THAT(std::string(ParseMaxMemory("cuda:0=1GB").status().message()),
+              HasSubstr("\"cuda:0\" is not recognized"));
+  EXPECT_THAT(std::string(ParseMaxMemory("0=1GB,0=2GB").status().message()),
+              HasSubstr("two limits"));
 }
 
 TEST(FindDevice, LongestEntry_Counts) {
@@ -49,6 +65,12 @@ TEST(CheckUndivided, BlockLargerThanEveryDevice_IsNamed) {
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(status.message()),
               AllOf(HasSubstr("Block up2 is not to be divided"), HasSubstr("2.93 KiB")));
+}
+
+TEST(CheckUndivided, TensorLargerThanEveryDevice_IsNamed) {
+  EXPECT_THAT(std::string(CheckUndivided(Model(), {{"0", 100}, {"cpu", 3999}}, {}).message()),
+              HasSubstr("up2.weight takes 3.91 KiB, more than any device has (3.91 KiB)"));
+  EXPECT_TRUE(CheckUndivided(Model(), {{"disk", 0}}, {}).ok());
 }
 
 TEST(CheckUndivided, ClassThatIsNotThere_IsNamed) {

@@ -87,7 +87,18 @@ class OffloadRing::Unit final : public Page {
     }
   }
 
-  void Require(bool write, const char* op) override { ring_.Use(*this, write, op); }
+  void Require(bool, const char*) override { ring_.Use(*this); }
+
+  void Allow(const at::Tensor& tensor, bool write, const char* op) override {
+    TORCH_CHECK(!write, op, " writes weight '", NameOf(tensor),
+                "', which is offloaded and would be read again without the change: keep its module "
+                "on a device, or load the model without a device map");
+    TORCH_CHECK(!at::GradMode::is_enabled() || !tensor.requires_grad(), op, " uses weight '",
+                NameOf(tensor),
+                "', which is offloaded and requires a gradient; offloaded weights are for "
+                "inference: run it under torch::NoGradGuard, or freeze the weight by "
+                "requires_grad_(false)");
+  }
 
   // Shows the tensors their memory; null: they have none.
   void Show(char* memory) {
@@ -112,6 +123,13 @@ class OffloadRing::Unit final : public Page {
   std::map<c10::StreamId, c10::Stream> streams;  // that have used it since it came
 
  private:
+  // Of the weight that `used` is a view of.
+  const std::string& NameOf(const at::Tensor& used) const {
+    const uint64_t at = static_cast<uint64_t>(used.storage_offset()) * used.element_size();
+    const auto after = std::upper_bound(offsets.begin(), offsets.end(), at);
+    return tensors[static_cast<size_t>(std::max<ptrdiff_t>(after - offsets.begin() - 1, 0))].name;
+  }
+
   OffloadRing& ring_;
   const at::Device device_;
   at::Tensor flat_;
@@ -182,21 +200,7 @@ OffloadRing::~OffloadRing() {
   }
 }
 
-void OffloadRing::Refuse(const Unit& unit, bool write, const char* op) const {
-  TORCH_CHECK(!write, op, " writes a weight of offloaded module '", unit.name,
-              "', which would be read again without the change: keep the module on a device, or "
-              "load the model without a device map");
-  if (!at::GradMode::is_enabled()) return;
-  for (const OffloadedTensor& tensor : unit.tensors) {
-    TORCH_CHECK(!tensor.tensor.requires_grad(), op, " uses weight '", tensor.name,
-                "', which is offloaded and requires a gradient; offloaded weights are for "
-                "inference: run it under torch::NoGradGuard, or freeze the weight by "
-                "requires_grad_(false)");
-  }
-}
-
-void OffloadRing::Use(Unit& unit, bool write, const char* op) {
-  Refuse(unit, write, op);
+void OffloadRing::Use(Unit& unit) {
   MutexLock lock(&mu_);
   const bool turned = current_ != &unit;
   if (turned) {

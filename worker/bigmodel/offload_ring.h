@@ -14,6 +14,7 @@
 #include "base/mutex.h"
 #include "c10/core/Stream.h"
 #include "worker/bigmodel/arena.h"
+#include "worker/bigmodel/offload_stats.h"
 #include "worker/bigmodel/stream_fences.h"
 #include "worker/bigmodel/unit_order.h"
 #include "worker/bigmodel/weight_readers.h"
@@ -49,17 +50,6 @@ struct OffloadRingOptions {
   StreamFences* fences = nullptr;
 };
 
-struct OffloadStats {
-  uint64_t ring_bytes = 0;
-  uint64_t offloaded_bytes = 0;  // in the type in which they are used
-  uint64_t read_bytes = 0;       // from the sources so far
-  int64_t uses = 0;              // of a unit after another one
-  int64_t waits = 0;             // for a unit that nothing had asked for before
-  // Most memory that was taken besides the ring, because an operator uses more units at once than
-  // it holds.
-  uint64_t overflow_bytes = 0;
-};
-
 // Runs a model whose weights do not fit: a ring of memory holds the units that are in use and those
 // that are expected next (unit_order.h), which threads read meanwhile. The module stays as it is:
 // operators find the weights when they use them (paged_storage.h).
@@ -90,8 +80,7 @@ class OffloadRing {
   OffloadRing(const OffloadRingOptions& options, uint64_t bytes, size_t units);
   absl::Status AddUnits(std::vector<OffloadedUnit> units);
 
-  void Use(Unit& unit, bool write, const char* op);
-  void Refuse(const Unit& unit, bool write, const char* op) const;
+  void Use(Unit& unit);
   // Gets memory for a unit that is needed now, and has it read.
   void BringNow(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Prefetch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -140,7 +140,7 @@ TEST(OffloadRing, Training_IsRefused) {
   EXPECT_EQ(rows.rows[0].sum().item<double>(), kRow);
   const at::NoGradGuard no_grad;
   EXPECT_THAT(ErrorOf([&] { rows.rows[1].add_(1); }),
-              HasSubstr("aten::add_ writes a weight of offloaded module 'rows.1'"));
+              HasSubstr("aten::add_ writes weight 'rows.1.weight', which is offloaded"));
 }
 
 TEST(OffloadRing, FrozenWeight_LetsGradientsThrough) {

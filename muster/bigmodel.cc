@@ -1,0 +1,102 @@
+#include "muster/bigmodel.h"
+
+#include "base/status_macros.h"
+#include "worker/bigmodel/map_checks.h"
+#include "worker/bigmodel/max_memory.h"
+#include "worker/bigmodel/module_description.h"
+#include "worker/train/guard.h"
+
+namespace muster {
+
+absl::StatusOr<std::map<std::string, int64_t>> compute_module_sizes(
+    const torch::nn::Module& model, std::optional<at::ScalarType> dtype) {
+  MUSTER_ASSIGN_OR_RETURN(const PlannedModel described, DescribeModule(model));
+  SizeOptions options;
+  if (dtype.has_value()) {
+    MUSTER_ASSIGN_OR_RETURN(options.dtype, PlannedType(*dtype));
+  }
+  return ModuleSizes(described, options);
+}
+
+absl::StatusOr<DeviceLimits> get_max_memory(const std::string& text) {
+  if (text.empty()) return GetMaxMemory();
+  MUSTER_ASSIGN_OR_RETURN(DeviceLimits limits, ParseMaxMemory(text));
+  MUSTER_RETURN_IF_ERROR(CheckDevicesAreThere(limits));
+  return limits;
+}
+
+absl::StatusOr<DeviceLimits> get_balanced_memory(const torch::nn::Module& model,
+                                                 const DevicePlanOptions& options, bool low_zero) {
+  MUSTER_ASSIGN_OR_RETURN(const PlannedModel described, DescribeModule(model));
+  BalanceOptions balance;
+  if (options.dtype.has_value()) {
+    MUSTER_ASSIGN_OR_RETURN(balance.dtype, PlannedType(*options.dtype));
+  }
+  balance.no_split = ShortClassNames(options.no_split);
+  balance.low_zero = low_zero;
+  balance.user_set = !options.max_memory.empty();
+  return BalanceMemory(described, balance.user_set ? options.max_memory : GetMaxMemory(), balance);
+}
+
+absl::StatusOr<DeviceMap> infer_auto_device_map(const torch::nn::Module& model,
+                                                const DevicePlanOptions& options) {
+  return PlanDevices(model, "sequential", options);
+}
+
+absl::Status check_device_map(const torch::nn::Module& model, const DeviceEntries& devices) {
+  MUSTER_ASSIGN_OR_RETURN(const PlannedModel described, DescribeModule(model));
+  return CheckDeviceMap(described, devices);
+}
+
+absl::StatusOr<DispatchedModel> load_checkpoint_and_dispatch(torch::nn::Module& model,
+                                                             const std::string& checkpoint,
+                                                             const DeviceMapChoice& device_map,
+                                                             const BigModelOptions& options) {
+  DeviceEntries devices;
+  LoadCheckpointOptions load;
+  load.dispatch.max_memory = options.max_memory;
+  if (const auto* const mode = std::get_if<std::string>(&device_map)) {
+    // One look at the memory for the plan and for the ring.
+    if (load.dispatch.max_memory.empty()) load.dispatch.max_memory = GetMaxMemory();
+    MUSTER_ASSIGN_OR_RETURN(const DeviceMap plan,
+                            PlanDevices(model, *mode,
+                                        {.max_memory = options.max_memory,
+                                         .no_split = options.no_split,
+                                         .dtype = options.dtype,
+                                         .offload_buffers = options.offload_buffers}));
+    devices = plan.devices;
+  } else {
+    devices = std::get<DeviceEntries>(device_map);
+  }
+  load.weights.strict = options.strict;
+  load.weights.prefix = options.prefix;
+  load.weights.rename = options.rename;
+  load.weights.dtype = options.dtype;
+  load.keep_buffers = options.keep_buffers;
+  load.dispatch.offload_buffers = options.offload_buffers;
+  load.dispatch.ring_bytes = options.ring_bytes;
+  load.dispatch.readers = options.readers;
+  load.dispatch.prefetch = options.prefetch;
+  absl::StatusOr<DispatchedModel> dispatched = absl::InternalError("not loaded");
+  MUSTER_RETURN_IF_ERROR(
+      Guard([&] { dispatched = LoadCheckpointAndDispatch(model, checkpoint, devices, load); }));
+  return dispatched;
+}
+
+absl::StatusOr<DispatchedModel> dispatch_model(torch::nn::Module& model,
+                                               const DeviceEntries& device_map,
+                                               const DispatchOptions& options) {
+  return DispatchModel(model, device_map, options);
+}
+
+absl::StatusOr<DispatchedModel> cpu_offload(torch::nn::Module& model, at::Device device,
+                                            const DispatchOptions& options) {
+  return CpuOffload(model, device, options);
+}
+
+absl::StatusOr<DispatchedModel> disk_offload(torch::nn::Module& model, const std::string& folder,
+                                             at::Device device, const DispatchOptions& options) {
+  return DiskOffload(model, folder, device, options);
+}
+
+}  // namespace muster

@@ -1,0 +1,144 @@
+#ifndef MUSTER_BIGMODEL_H_
+#define MUSTER_BIGMODEL_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "absl/status/statusor.h"
+#include "torch/nn/module.h"
+#include "torch/nn/pimpl.h"
+#include "worker/bigmodel/device_map.h"
+#include "worker/bigmodel/dispatch.h"
+#include "worker/bigmodel/empty_weights.h"
+
+namespace muster {
+
+// Models larger than the memory there is: constructed without weights, divided among a GPU, the
+// host's memory and the disk by a plan, loaded straight to their places, and run while weights
+// stream through a ring of memory.
+//
+//   auto net = muster::init_empty_weights([&] { return Net(config); });
+//   auto model = muster::load_checkpoint_and_dispatch(
+//       net, "llama", "auto", {.max_memory = {{"cpu", 4e9}}, .no_split = {"Block"}});
+//   if (!model.ok()) return model.status();
+//   torch::NoGradGuard no_grad;
+//   at::Tensor out = net->forward(ids);  // while *model lives
+//
+// Works with any torch::nn module; for inference. See docs/bigmodel.md. Everything blocks on the
+// disk. Not thread-safe for one model, except that several threads may run its forward() at a time.
+
+// Constructs a module whose parameters are on the meta device: nothing is allocated, no random
+// number is drawn. `make` returns a module holder or a pointer to a module. Buffers have the values
+// that the constructor computes, unless `.include_buffers` says otherwise. The rules are those of
+// EmptyWeightsScope in worker/bigmodel/empty_weights.h.
+template <class Make>
+auto init_empty_weights(Make&& make, const EmptyWeightsOptions& options = {}) {
+  return InitEmptyWeights(std::forward<Make>(make), options);
+}
+
+// "auto", "balanced", "balanced_low_0" or "sequential"; or a device ("0", "cpu", "disk") for each
+// module or tensor by name, "" being all that is not named.
+using DeviceMapChoice = std::variant<std::string, DeviceEntries>;
+
+// Bytes by full name of tensors and of modules, "" being the whole model; tied tensors count once.
+absl::StatusOr<std::map<std::string, int64_t>> compute_module_sizes(
+    const torch::nn::Module& model, std::optional<at::ScalarType> dtype = std::nullopt);
+
+// "0=20GB,cpu=30GB" as bytes by device; without a text what this process can have: free memory of
+// each GPU, and of the host what the machine, its cgroup and the process's limits leave.
+absl::StatusOr<DeviceLimits> get_max_memory(const std::string& text = "");
+
+// The limits that divide the model evenly among GPUs.
+absl::StatusOr<DeviceLimits> get_balanced_memory(const torch::nn::Module& model,
+                                                 const DevicePlanOptions& options = {},
+                                                 bool low_zero = false);
+
+// A device for each part of the model; nothing is allocated. Errors: those of PlanDevices in
+// worker/bigmodel/dispatch.h.
+absl::StatusOr<DeviceMap> infer_auto_device_map(const torch::nn::Module& model,
+                                                const DevicePlanOptions& options = {});
+
+// Whether a map fits a model, naming what does not.
+absl::Status check_device_map(const torch::nn::Module& model, const DeviceEntries& devices);
+
+// How load_checkpoint_and_dispatch plans and loads.
+struct BigModelOptions {
+  // Of the plan.
+  DeviceLimits max_memory = {};
+  std::set<std::string> no_split = {};
+  // Floating-point tensors become this type; by default the model keeps its own.
+  std::optional<at::ScalarType> dtype = std::nullopt;
+  bool offload_buffers = false;
+  // Of the loading: names that are missing or unexpected are an error.
+  bool strict = true;
+  // Buffers that the files lack keep their values, also with `strict`; they are listed as missing.
+  bool keep_buffers = true;
+  std::string prefix = "";
+  std::function<std::string(const std::string&)> rename = nullptr;
+  // Of what is offloaded: see DispatchOptions in worker/bigmodel/dispatch.h.
+  std::optional<uint64_t> ring_bytes = std::nullopt;
+  int readers = 2;
+  bool prefetch = true;
+};
+
+// Loads files of save_model, transformers, safetensors or torch.save into a model, which may be
+// empty, straight to the places of the plan. Tensors of the disk stay in these files and are read
+// from there when they are used. Peak memory: the model's own share and a few MiB.
+absl::StatusOr<DispatchedModel> load_checkpoint_and_dispatch(torch::nn::Module& model,
+                                                             const std::string& checkpoint,
+                                                             const DeviceMapChoice& device_map,
+                                                             const BigModelOptions& options = {});
+
+// Distributes a model that has its weights. What goes to the disk is written into
+// options.offload_folder.
+absl::StatusOr<DispatchedModel> dispatch_model(torch::nn::Module& model,
+                                               const DeviceEntries& device_map,
+                                               const DispatchOptions& options = {});
+
+// All weights in host memory, or in a file in `folder`; they come to `device` when they are used.
+absl::StatusOr<DispatchedModel> cpu_offload(torch::nn::Module& model, at::Device device,
+                                            const DispatchOptions& options = {});
+absl::StatusOr<DispatchedModel> disk_offload(torch::nn::Module& model, const std::string& folder,
+                                             at::Device device = at::kCPU,
+                                             const DispatchOptions& options = {});
+
+// The same for module holders and pointers to modules.
+template <class M>
+concept HoldsModule = requires(M& model) {
+  static_cast<torch::nn::Module&>(*model);
+};
+
+template <HoldsModule M>
+absl::StatusOr<DispatchedModel> load_checkpoint_and_dispatch(M&& model,
+                                                             const std::string& checkpoint,
+                                                             const DeviceMapChoice& device_map,
+                                                             const BigModelOptions& options = {}) {
+  return load_checkpoint_and_dispatch(static_cast<torch::nn::Module&>(*model), checkpoint,
+                                      device_map, options);
+}
+template <HoldsModule M>
+absl::StatusOr<DispatchedModel> dispatch_model(M&& model, const DeviceEntries& device_map,
+                                               const DispatchOptions& options = {}) {
+  return dispatch_model(static_cast<torch::nn::Module&>(*model), device_map, options);
+}
+template <HoldsModule M>
+absl::StatusOr<DispatchedModel> cpu_offload(M&& model, at::Device device,
+                                            const DispatchOptions& options = {}) {
+  return cpu_offload(static_cast<torch::nn::Module&>(*model), device, options);
+}
+template <HoldsModule M>
+absl::StatusOr<DispatchedModel> disk_offload(M&& model, const std::string& folder,
+                                             at::Device device = at::kCPU,
+                                             const DispatchOptions& options = {}) {
+  return disk_offload(static_cast<torch::nn::Module&>(*model), folder, device, options);
+}
+
+}  // namespace muster
+
+#endif  // MUSTER_BIGMODEL_H_

@@ -1,0 +1,83 @@
+#include "muster/bigmodel.h"
+
+#include <string>
+
+#include "ATen/Functions.h"
+#include "ATen/core/grad_mode.h"
+#include "base/test_folder.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "muster/weights.h"
+#include "worker/bigmodel/test_nets.h"
+#include "worker/checkpoint/model_files.h"
+
+namespace muster {
+namespace {
+
+using ::testing::HasSubstr;
+
+NamedTensors ParametersOf(const torch::nn::Module& module) {
+  NamedTensors tensors;
+  for (const auto& item : module.named_parameters()) tensors.emplace_back(item.key(), item.value());
+  return tensors;
+}
+
+// The names of Accelerate, and what they do together. The file has no buffers.
+TEST(BigModel, EmptyModel_IsPlannedLoadedAndRun) {
+  TextNet whole(40, 64, 3);
+  const TestFolder folder;
+  ASSERT_TRUE(SaveModelFiles(folder.path(), ParametersOf(*whole)).ok());
+  auto net = init_empty_weights([] { return TextNet(40, 64, 3); });
+  const auto sizes = compute_module_sizes(*net);
+  ASSERT_TRUE(sizes.ok()) << sizes.status();
+  EXPECT_GT(sizes->at(""), 400'000);
+  const auto limits = get_max_memory("cpu=300KB");
+  ASSERT_TRUE(limits.ok()) << limits.status();
+  const auto map = infer_auto_device_map(*net, {.max_memory = *limits, .no_split = {"Block"}});
+  ASSERT_TRUE(map.ok()) << map.status();
+  EXPECT_TRUE(check_device_map(*net, map->devices).ok());
+  EXPECT_TRUE(get_balanced_memory(*net, {.max_memory = *limits}).ok());
+  const torch::NoGradGuard no_grad;
+  const at::Tensor ids = at::arange(12).view({1, 12});
+  const at::Tensor expected = whole->forward(ids);
+  for (const DeviceMapChoice& choice : {DeviceMapChoice("auto"), DeviceMapChoice(map->devices),
+                                        DeviceMapChoice(DeviceEntries{{"", "disk"}})}) {
+    auto empty = init_empty_weights([] { return TextNet(40, 64, 3); });
+    const auto model = load_checkpoint_and_dispatch(empty, folder.path(), choice,
+                                                    {.max_memory = *limits, .no_split = {"Block"}});
+    ASSERT_TRUE(model.ok()) << model.status();
+    EXPECT_TRUE(at::equal(empty->forward(ids), expected));
+    EXPECT_GT(model->stats().offloaded_bytes, 0u);
+  }
+  const auto offloaded = cpu_offload(whole, at::kCPU);
+  ASSERT_TRUE(offloaded.ok()) << offloaded.status();
+  EXPECT_TRUE(at::equal(whole->forward(ids), expected));
+}
+
+TEST(BigModel, DispatchAndDiskOffload_TakeModelsWithWeights) {
+  const torch::NoGradGuard no_grad;
+  const TestFolder folder;
+  TextNet net(40, 64, 2);
+  const at::Tensor ids = at::arange(5).view({1, 5});
+  const at::Tensor expected = net->forward(ids);
+  {
+    DispatchOptions options;
+    options.offload_folder = folder.Path("offload");
+    const auto model = dispatch_model(net, {{"", "cpu"}, {"layers.1", "disk"}}, options);
+    ASSERT_TRUE(model.ok()) << model.status();
+    EXPECT_TRUE(at::equal(net->forward(ids), expected));
+  }
+  TextNet other(40, 64, 2);
+  const at::Tensor of_other = other->forward(ids);
+  const auto model = disk_offload(other, folder.Path("other"));
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_TRUE(at::equal(other->forward(ids), of_other));
+}
+
+TEST(BigModel, MaxMemoryThatIsNotThere_IsNamed) {
+  EXPECT_THAT(std::string(get_max_memory("88=1GB").status().message()), HasSubstr("device 88"));
+  EXPECT_TRUE(get_max_memory().ok());
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,295 @@
+#include "worker/bigmodel/dispatch.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "ATen/core/grad_mode.h"
+#include "base/test_folder.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "worker/bigmodel/empty_weights.h"
+#include "worker/bigmodel/module_description.h"
+#include "worker/bigmodel/offload_ring.h"
+#include "worker/bigmodel/test_nets.h"
+#include "worker/checkpoint/model_files.h"
+#include "worker/collective/test_error.h"
+#include "worker/train/guard.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+
+constexpr int64_t kVocabulary = 50, kWidth = 64, kBlocks = 4;
+
+TextNet Net(bool tied = false) { return TextNet(kVocabulary, kWidth, kBlocks, tied); }
+TextNet EmptyNet(bool tied = false) {
+  return InitEmptyWeights([tied] { return Net(tied); });
+}
+
+at::Tensor Ids() { return at::arange(0, 24).remainder(kVocabulary).view({2, 12}); }
+
+at::Tensor Compute(const TextNet& net) {
+  const at::NoGradGuard no_grad;
+  return TextNet(net)->forward(Ids());
+}
+
+std::string Text(const absl::Status& status) { return std::string(status.message()); }
+
+// A saved model and what it computes.
+class Dispatch : public testing::Test {
+ protected:
+  Dispatch() : whole_(Net()), expected_(Compute(whole_)) {
+    EXPECT_TRUE(SaveModelFiles(folder_.path(), TensorsOf(*whole_), 40'000).ok());
+  }
+
+  absl::StatusOr<DispatchedModel> Load(const TextNet& net, const DeviceEntries& map,
+                                       const LoadCheckpointOptions& options = {}) {
+    return LoadCheckpointAndDispatch(*TextNet(net), folder_.path(), map, options);
+  }
+  std::string Error(const DeviceEntries& map, const LoadCheckpointOptions& options = {}) {
+    const TextNet net = EmptyNet();
+    return Text(Load(net, map, options).status());
+  }
+
+  const TestFolder folder_;
+  const TextNet whole_;
+  const at::Tensor expected_;
+};
+
+LoadCheckpointOptions Ring(uint64_t bytes) {
+  LoadCheckpointOptions options;
+  options.dispatch.ring_bytes = bytes;
+  return options;
+}
+
+TEST_F(Dispatch, Placements_ComputeTheSameBits) {
+  const std::vector<DeviceEntries> maps = {{},
+                                           {{"", "cpu"}},
+                                           {{"", "disk"}},
+                                           {{"", "disk"}, {"layers.1", "cpu"}, {"head", "cpu"}},
+                                           {{"embed", "cpu"},
+                                            {"head", "disk"},
+                                            {"norm", "disk"},
+                                            {"layers", "disk"},
+                                            {"layers.3.up.weight", "cpu"}}};
+  for (const DeviceEntries& map : maps) {
+    for (const uint64_t ring : {uint64_t{1}, uint64_t{100'000}, uint64_t{10} << 20}) {
+      const TextNet net = EmptyNet();
+      const auto dispatched = Load(net, map, Ring(ring));
+      ASSERT_TRUE(dispatched.ok()) << dispatched.status();
+      EXPECT_THAT(dispatched->loaded().missing, IsEmpty());
+      for (int pass = 0; pass < 3; ++pass) EXPECT_TRUE(at::equal(Compute(net), expected_)) << ring;
+    }
+  }
+}
+
+TEST_F(Dispatch, OffloadFromMemory_ComputesTheSameBits) {
+  const TextNet on_host = Net();
+  const auto copy = [&] {
+    const at::NoGradGuard no_grad;
+    const auto from = whole_->named_parameters();
+    for (const auto& to : on_host->named_parameters()) to.value().copy_(from[to.key()]);
+  };
+  copy();
+  {
+    const auto offloaded = CpuOffload(*TextNet(on_host), at::kCPU, {.ring_bytes = 70'000});
+    ASSERT_TRUE(offloaded.ok()) << offloaded.status();
+    EXPECT_GT(offloaded->stats().offloaded_bytes, 500'000u);
+    EXPECT_TRUE(at::equal(Compute(on_host), expected_));
+  }
+  EXPECT_THAT(ErrorOf([&] { Compute(on_host); }), HasSubstr("what holds its values is gone"));
+}
+
+// D17: files of an earlier offload do not stay beside the new ones.
+TEST_F(Dispatch, D17_DiskOffloadTwice_LeavesOneFile) {
+  const TestFolder offload;
+  for (const bool tied : {false, true}) {
+    TextNet net = Net(tied);
+    const at::Tensor expected = Compute(net);
+    const auto offloaded = DiskOffload(*net, offload.path(), at::kCPU, {.ring_bytes = 70'000});
+    ASSERT_TRUE(offloaded.ok()) << offloaded.status();
+    EXPECT_TRUE(at::equal(Compute(net), expected));
+    const auto files = ListDirectory(offload.path());
+    ASSERT_TRUE(files.ok());
+    EXPECT_THAT(*files, ElementsAre("offload.safetensors"));
+  }
+}
+
+TEST_F(Dispatch, OtherType_IsTheSameOnDiskAsInMemory) {
+  LoadCheckpointOptions options = Ring(50'000);
+  options.weights.dtype = at::kBFloat16;
+  const TextNet resident = EmptyNet(), streamed = EmptyNet();
+  const auto a = Load(resident, {{"", "cpu"}}, options);
+  const auto b = Load(streamed, {{"", "disk"}}, options);
+  ASSERT_TRUE(a.ok()) << a.status();
+  ASSERT_TRUE(b.ok()) << b.status();
+  EXPECT_EQ(resident->head_weight.scalar_type(), at::kBFloat16);
+  const at::Tensor bits = Compute(resident);
+  EXPECT_EQ(bits.scalar_type(), at::kBFloat16);
+  EXPECT_TRUE(at::equal(Compute(streamed), bits));
+  EXPECT_EQ(b->resident()[0].second, kBlocks * kWidth * 2) << "the buffers";
+}
+
+TEST_F(Dispatch, TiedWeights_AreThereOnce) {
+  const TextNet tied = Net(/*tied=*/true);
+  const at::Tensor expected = Compute(tied);
+  const TestFolder folder;
+  ASSERT_TRUE(SaveModelFiles(folder.path(), TensorsOf(*tied)).ok());
+  for (const char* const device : {"cpu", "disk"}) {
+    const TextNet net = EmptyNet(/*tied=*/true);
+    const auto dispatched =
+        LoadCheckpointAndDispatch(*TextNet(net), folder.path(), {{"", device}}, Ring(30'000));
+    ASSERT_TRUE(dispatched.ok()) << dispatched.status();
+    EXPECT_TRUE(net->head_weight.is_same(net->embed->weight));
+    EXPECT_TRUE(at::equal(Compute(net), expected));
+    const uint64_t once = (kVocabulary * kWidth + kBlocks * (8 * kWidth * kWidth + 8 * kWidth)) * 4;
+    EXPECT_LT(dispatched->stats().offloaded_bytes, once + 20'000);
+  }
+}
+
+// D15: a plan that divides modules has their own buffers too, and can be carried out.
+TEST_F(Dispatch, D15_PlanThatDividesBlocks_IsCarriedOut) {
+  for (int64_t limit = 150'000; limit < 900'000; limit += 90'000) {
+    const TextNet net = EmptyNet();
+    DevicePlanOptions plan;
+    plan.max_memory = {{"cpu", static_cast<double>(limit)}};
+    const auto map = PlanDevices(*net, "auto", plan);
+    ASSERT_TRUE(map.ok()) << map.status();
+    LoadCheckpointOptions options;
+    options.dispatch.max_memory = plan.max_memory;
+    options.dispatch.offload_buffers = true;
+    const auto dispatched = Load(net, map->devices, options);
+    ASSERT_TRUE(dispatched.ok()) << dispatched.status();
+    EXPECT_TRUE(at::equal(Compute(net), expected_)) << limit;
+    double resident = 0;
+    for (const auto& [device, bytes] : dispatched->resident()) resident += bytes;
+    EXPECT_LE(resident, limit);
+  }
+}
+
+// D16: strict is strict, and says what is missing, in memory as on the disk.
+TEST_F(Dispatch, D16_MissingAndUnexpectedNames_AreListed) {
+  const TestFolder folder;
+  NamedTensors tensors = TensorsOf(*whole_);
+  std::erase_if(tensors, [](const auto& item) { return item.first == "layers.2.up.bias"; });
+  tensors.emplace_back("extra", at::ones({1}));
+  ASSERT_TRUE(SaveModelFiles(folder.path(), tensors).ok());
+  for (const char* const device : {"cpu", "disk"}) {
+    TextNet net = EmptyNet();
+    const auto strict = LoadCheckpointAndDispatch(*net, folder.path(), {{"", device}});
+    EXPECT_EQ(strict.status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(Text(strict.status()),
+                AllOf(HasSubstr("missing: layers.2.up.bias"), HasSubstr("unexpected: extra")));
+    for (const at::Tensor& parameter : net->parameters()) EXPECT_TRUE(parameter.is_meta());
+    LoadCheckpointOptions options;
+    options.weights.strict = false;
+    const auto loose = LoadCheckpointAndDispatch(*net, folder.path(), {{"", device}}, options);
+    ASSERT_TRUE(loose.ok()) << loose.status();
+    EXPECT_THAT(loose->loaded().missing, ElementsAre("layers.2.up.bias"));
+    EXPECT_THAT(loose->loaded().unexpected, ElementsAre("extra"));
+  }
+}
+
+TEST_F(Dispatch, KeepBuffers_NeedsNoTablesInTheFile) {
+  const TestFolder folder;
+  NamedTensors tensors = TensorsOf(*whole_);
+  std::erase_if(tensors, [](const auto& item) { return item.first.ends_with("table"); });
+  ASSERT_TRUE(SaveModelFiles(folder.path(), tensors).ok());
+  TextNet net = EmptyNet();
+  LoadCheckpointOptions options = Ring(50'000);
+  EXPECT_THAT(
+      Text(LoadCheckpointAndDispatch(*net, folder.path(), {{"", "disk"}}, options).status()),
+      HasSubstr("missing: layers.0.table"));
+  options.keep_buffers = true;
+  const auto dispatched = LoadCheckpointAndDispatch(*net, folder.path(), {{"", "disk"}}, options);
+  ASSERT_TRUE(dispatched.ok()) << dispatched.status();
+  EXPECT_EQ(dispatched->loaded().missing.size(), static_cast<size_t>(kBlocks));
+  EXPECT_TRUE(at::equal(Compute(net), expected_));
+}
+
+// D38: of two files in a folder the one that cannot execute anything counts.
+TEST_F(Dispatch, D38_SafetensorsBesideABinFile_Count) {
+  const TestFolder folder;
+  ASSERT_TRUE(SaveModelFiles(folder.path(), TensorsOf(*whole_)).ok());
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("pytorch_model.bin"), "not weights").ok());
+  TextNet net = EmptyNet();
+  const auto dispatched = LoadCheckpointAndDispatch(*net, folder.path(), {{"", "disk"}});
+  ASSERT_TRUE(dispatched.ok()) << dispatched.status();
+  EXPECT_TRUE(at::equal(Compute(net), expected_));
+}
+
+TEST_F(Dispatch, BadInput_IsNamed) {
+  EXPECT_THAT(Error({{"layerz", "disk"}, {"", "cpu"}}),
+              HasSubstr("\"layerz\", which is no module"));
+  EXPECT_THAT(Error({{"layers", "cpu"}}), HasSubstr("no device for"));
+  EXPECT_THAT(Error({{"", "99"}}), HasSubstr("device 99 is not there"));
+  EXPECT_THAT(Error({{"", "tape"}}), HasSubstr("\"tape\" is not recognized"));
+  TextNet wider = InitEmptyWeights([] { return TextNet(kVocabulary, 2 * kWidth, kBlocks); });
+  EXPECT_THAT(
+      Text(LoadCheckpointAndDispatch(*wider, folder_.path(), {{"", "disk"}}).status()),
+      AllOf(HasSubstr("mismatched: head ([50, 64] F32 in the file, [50, 128] Float here)")));
+  const auto files = ListDirectory(folder_.path());
+  ASSERT_TRUE(files.ok());
+  const auto shard = std::find_if(files->begin(), files->end(), [](const std::string& name) {
+    return name.starts_with("model-00002");
+  });
+  ASSERT_NE(shard, files->end());
+  ASSERT_EQ(unlink(folder_.Path(*shard).c_str()), 0);
+  EXPECT_THAT(Error({{"", "disk"}}), HasSubstr(*shard));
+  TextNet empty = EmptyNet();
+  EXPECT_THAT(Text(DispatchModel(*empty, {{"", "cpu"}}).status()),
+              HasSubstr("head has no values: load a checkpoint"));
+  TextNet net = Net();
+  EXPECT_THAT(Text(DispatchModel(*net, {{"", "disk"}}).status()),
+              HasSubstr("name an offload_folder"));
+  EXPECT_THAT(Text(CheckDiskSpace(folder_.path(), uint64_t{1} << 60)),
+              HasSubstr("left, and offloading"));
+}
+
+TEST_F(Dispatch, Plan_RefusesWhatCannotBe) {
+  const TextNet net = EmptyNet();
+  const auto error = [&](const std::string& mode, const DevicePlanOptions& options) {
+    return Text(PlanDevices(*net, mode, options).status());
+  };
+  EXPECT_THAT(error("best", {}), HasSubstr("device map \"best\""));
+  EXPECT_THAT(error("auto", {.no_split = {"Blok"}}), HasSubstr("class Blok"));
+  EXPECT_THAT(error("auto", {.max_memory = {{"cpu", 1000}}, .no_split = {"muster::BlockImpl"}}),
+              HasSubstr("Block layers.0 is not to be divided"));
+  EXPECT_THAT(error("auto", {.max_memory = {{"55", 1000}}}), HasSubstr("device 55 is not there"));
+}
+
+TEST_F(Dispatch, FileThatIsCutWhileItIsUsed_IsNamedAndNothingCrashes) {
+  const TestFolder folder;
+  ASSERT_TRUE(SaveModelFiles(folder.path(), TensorsOf(*whole_)).ok());
+  TextNet net = EmptyNet();
+  const auto dispatched =
+      LoadCheckpointAndDispatch(*net, folder.path(), {{"", "disk"}}, Ring(50'000));
+  ASSERT_TRUE(dispatched.ok()) << dispatched.status();
+  EXPECT_TRUE(at::equal(Compute(net), expected_));
+  dispatched->ring()->WaitUntilIdle();
+  ASSERT_EQ(truncate(folder.Path("model.safetensors").c_str(), 100'000), 0);
+  const absl::Status status = Guard([&] { Compute(net); });
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(Text(status), AllOf(HasSubstr("model.safetensors: tensor \""),
+                                  HasSubstr("it was changed while it is used")));
+}
+
+TEST_F(Dispatch, Training_IsRefused) {
+  const TextNet net = EmptyNet();
+  const auto dispatched = Load(net, {{"", "disk"}});
+  ASSERT_TRUE(dispatched.ok()) << dispatched.status();
+  EXPECT_THAT(ErrorOf([&] { TextNet(net)->forward(Ids()); }),
+              HasSubstr("'embed.weight', which is offloaded and requires a gradient"));
+}
+
+}  // namespace
+}  // namespace muster

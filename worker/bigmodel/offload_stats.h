@@ -1,0 +1,22 @@
+#ifndef MUSTER_WORKER_BIGMODEL_OFFLOAD_STATS_H_
+#define MUSTER_WORKER_BIGMODEL_OFFLOAD_STATS_H_
+
+#include <cstdint>
+
+namespace muster {
+
+// What an offloaded model has done so far.
+struct OffloadStats {
+  uint64_t ring_bytes = 0;
+  uint64_t offloaded_bytes = 0;  // in the type in which they are used
+  uint64_t read_bytes = 0;       // from the sources so far
+  int64_t uses = 0;              // of a unit after another one
+  int64_t waits = 0;             // for a unit that nothing had asked for before
+  // Most memory that was taken besides the ring, because an operator uses more units at once than
+  // it holds.
+  uint64_t overflow_bytes = 0;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_BIGMODEL_OFFLOAD_STATS_H_
