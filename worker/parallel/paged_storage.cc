@@ -79,6 +79,7 @@ void AddUse(const at::Tensor& tensor, bool write, const char* op, std::vector<Us
       ": a parameter of a sharded or offloaded model is used after what holds its values is "
       "gone; keep the Accelerator (or save_model() before it ends), or the model that "
       "dispatch returned");
+  page->Allow(tensor, write, op);
   for (Use& use : *uses) {
     if (use.page != page) continue;
     use.write |= write;
