@@ -20,6 +20,7 @@
 #include "worker/bigmodel/test_nets.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/weight_loader.h"
+#include "worker/train/guard.h"
 
 namespace muster {
 namespace {
@@ -235,6 +236,65 @@ TEST_F(StandardModules, StateOfADispatchedModel_IsItsValues) {
   ASSERT_EQ(before.size(), after.size());
   for (size_t i = 0; i < before.size(); ++i) {
     EXPECT_TRUE(at::equal(before[i].second, after[i].second)) << before[i].first;
+  }
+}
+
+// As muster::load_model does.
+TEST_F(StandardModules, LoadingIntoAnOffloadedModel_IsAnErrorAndChangesNothing) {
+  TextNet net(20, 256, 3);
+  const std::string path = Write(*net, "net");
+  const at::Tensor ids = at::arange(4).view({1, 4});
+  const at::Tensor expected = net->forward(ids);
+  const auto model = LoadCheckpointAndDispatch(*net, path, {{"", "disk"}});
+  ASSERT_TRUE(model.ok());
+  std::string why;
+  const absl::Status guarded = Guard([&] {
+    const auto loaded = LoadWeights(path, TensorsOf(*net));
+    why = loaded.ok() ? "" : std::string(loaded.status().message());
+  });
+  EXPECT_THAT(why + std::string(guarded.message()), HasSubstr("offloaded"));
+  EXPECT_TRUE(at::equal(net->forward(ids), expected));
+}
+
+// What the order of the first pass says is wrong for the second.
+TEST_F(StandardModules, BranchesThatChange_ComputeTheSameBits) {
+  TextNet net(20, 256, 6);
+  const std::string path = Write(*net, "net");
+  const auto run = [](TextNet& model, int64_t seed) {
+    at::Tensor x = at::ones({2, 256});
+    for (int64_t i = 0; i < 12; ++i) {
+      x = model->layers->ptr(static_cast<size_t>((seed * i * i + i) % 6))
+              ->as<BlockImpl>()
+              ->forward(x);
+    }
+    return x;
+  };
+  TextNet empty = InitEmptyWeights([] { return TextNet(20, 256, 6); });
+  for (const bool prefetch : {false, true}) {
+    TextNet fresh = InitEmptyWeights([] { return TextNet(20, 256, 6); });
+    LoadCheckpointOptions options;
+    options.dispatch.ring_bytes = uint64_t{3} << 20;
+    options.dispatch.prefetch = prefetch;
+    const auto model = LoadCheckpointAndDispatch(*fresh, path, {{"", "disk"}}, options);
+    ASSERT_TRUE(model.ok()) << model.status();
+    for (int64_t seed = 0; seed < 7; ++seed) {
+      EXPECT_TRUE(at::equal(run(fresh, seed), run(net, seed))) << seed;
+    }
+  }
+}
+
+TEST_F(StandardModules, RingThatEndsWhileItReadsAhead_EndsCleanly) {
+  TextNet net(20, 256, 6);
+  const std::string path = Write(*net, "net");
+  for (int i = 0; i < 20; ++i) {
+    TextNet fresh = InitEmptyWeights([] { return TextNet(20, 256, 6); });
+    LoadCheckpointOptions options;
+    options.dispatch.ring_bytes = uint64_t{6} << 20;
+    auto model = LoadCheckpointAndDispatch(*fresh, path, {{"", "disk"}}, options);
+    ASSERT_TRUE(model.ok()) << model.status();
+    fresh->embed(at::arange(i % 5 + 1));
+    fresh->layers->ptr(0)->as<BlockImpl>()->forward(at::ones({1, 256}));
+    if (i % 2 == 0) *model = DispatchedModel();
   }
 }
 
