@@ -19,7 +19,7 @@
 #include "torch/nn/modules/linear.h"
 #include "worker/bigmodel/offload_ring.h"
 #include "worker/checkpoint/aligned_memory.h"
-#include "worker/checkpoint/model_files.h"
+#include "worker/checkpoint/safetensors.h"
 
 namespace {
 
@@ -97,10 +97,12 @@ int main(int argc, char** argv) {
   CLI::App app("Forward passes of a model that is offloaded to the disk");
   std::string folder;
   int64_t width = 4096, layers = 16, batch = 1, ring = int64_t{256} << 20;
-  int rounds = 5, readers = 2;
+  int rounds = 5, readers = 4;
+  uint64_t alignment = muster::kSafetensorsAlignment;
   bool make = false;
   app.add_option("--folder", folder, "of the model")->required();
   app.add_flag("--make", make, "write the model, and do nothing else");
+  app.add_option("--alignment", alignment, "of the data in the file that --make writes");
   app.add_option("--width", width, "of a layer: width x width fp32 weights");
   app.add_option("--layers", layers, "");
   app.add_option("--batch", batch, "rows of the input");
@@ -113,7 +115,10 @@ int main(int argc, char** argv) {
     torch::nn::Sequential net = Net(width, layers);
     muster::NamedTensors tensors;
     for (const auto& item : net->named_parameters()) tensors.emplace_back(item.key(), item.value());
-    const absl::Status saved = muster::SaveModelFiles(folder, tensors);
+    const absl::Status saved =
+        muster::WriteSafetensors(folder + "/model.safetensors", tensors,
+                                 {.metadata = {{{"format", "pt"}}}, .data_alignment = alignment})
+            .status();
     if (!saved.ok()) std::fprintf(stderr, "%s\n", saved.ToString().c_str());
     return saved.ok() ? 0 : 1;
   }

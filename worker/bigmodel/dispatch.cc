@@ -42,7 +42,7 @@ constexpr uint64_t kLeastUnitBytes = kMiB / 16;
 constexpr uint64_t kRingBytes = 256 * kMiB;
 constexpr uint64_t kMostRingBytes = 1024 * kMiB;
 // Of each thread that reads, besides the ring.
-constexpr uint64_t kScratchBytes = 4 * kMiB;
+constexpr uint64_t kScratchBytes = 2 * kMiB;
 // A ring should hold what is in use and what comes next.
 constexpr uint64_t kUnitsInRing = 4;
 constexpr char kOffloadFile[] = "offload.safetensors";

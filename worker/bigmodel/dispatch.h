@@ -59,7 +59,7 @@ struct DispatchOptions {
   // Bytes of each device, as for the plan.
   DeviceLimits max_memory = {};
   // Threads that read.
-  int readers = 2;
+  int readers = 4;
   bool prefetch = true;
 };
 

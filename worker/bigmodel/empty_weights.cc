@@ -1,6 +1,5 @@
 #include "worker/bigmodel/empty_weights.h"
 
-#include <mutex>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -263,10 +262,8 @@ void PlaceTensor(const at::Tensor& tensor, const at::Tensor& value) {
               value.scalar_type(), " on ", value.device(), " while it has a gradient that is ",
               tensor.scalar_type(), " on ", tensor.device(), ": zero_grad() first");
   // What set_data() does, without its operators: they would ask for contents that are away.
-  if (auto* const meta = torch::autograd::impl::get_autograd_meta(tensor); meta && !same_kind) {
-    const std::lock_guard<std::mutex> lock(meta->mutex_);
-    meta->grad_accumulator_.reset();
-  }
+  auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta != nullptr && !same_kind) meta->grad_accumulator_.reset();
   tensor.unsafeGetTensorImpl()->shallow_copy_from(value.getIntrusivePtr());
 }
 

@@ -21,6 +21,9 @@ namespace {
 
 // Where kernels are at their best, and give the same results as on LibTorch's own memory.
 constexpr uint64_t kAlignment = 64;
+// Of what is read ahead.
+constexpr uint64_t kAheadBytes = uint64_t{128} << 20;
+constexpr size_t kUnitsAhead = 2;
 // Smaller tensors are not worth a gap that spares a copy.
 constexpr uint64_t kWorthAGap = uint64_t{1} << 20;
 
@@ -260,8 +263,13 @@ void OffloadRing::BringNow(Unit& unit) {
 }
 
 void OffloadRing::Prefetch() {
-  for (size_t i = 0; i < coming_.size(); ++i) {
+  // No farther than keeps the disk busy: what else is in the ring may stay there until its turn, so
+  // that a ring for half of a model reads half of it in a pass.
+  const uint64_t enough = std::min(kAheadBytes, arena_.bytes() / 2);
+  uint64_t ahead = 0;
+  for (size_t i = 0; i < coming_.size() && (i < kUnitsAhead || ahead < enough); ++i) {
     Unit& unit = *units_[coming_[i]];
+    ahead += unit.bytes;
     if (unit.state != State::kAway) continue;
     while (!(unit.slot = arena_.Take(unit.bytes)).has_value()) {
       Unit* const victim = FindVictim(i + 1);

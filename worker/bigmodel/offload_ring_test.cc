@@ -117,6 +117,16 @@ TEST(OffloadRing, AllFits_IsReadOnce) {
   EXPECT_EQ(rows.ring->stats().read_bytes, 4 * kRow * sizeof(float));
 }
 
+TEST(OffloadRing, RingForMostOfTheModel_ReadsTheRestInEachPass) {
+  const Rows rows(20, RoomFor(16));
+  for (int pass = 0; pass < 10; ++pass) {
+    for (size_t i = 0; i < 20; ++i) rows.Sum(i);
+  }
+  rows.ring->WaitUntilIdle();
+  const uint64_t passes = rows.ring->stats().read_bytes / (kRow * sizeof(float)) / 10;
+  EXPECT_LE(passes, 14u) << "of 20 rows in each pass";
+}
+
 TEST(OffloadRing, OtherType_ConvertsOnTheWay) {
   const Rows rows(3, RoomFor(1), at::kBFloat16);
   EXPECT_EQ(rows.rows[1].scalar_type(), at::kBFloat16);
