@@ -1,19 +1,17 @@
 #include "client/checkpoints/estimate_command.h"
 
-#include <algorithm>
 #include <map>
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "base/exit_code.h"
-#include "base/file.h"
 #include "base/status_macros.h"
 #include "base/units.h"
 #include "client/checkpoints/memory_estimate.h"
+#include "client/checkpoints/model_headers.h"
 #include "client/cli/command_line.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/weight_files.h"
@@ -29,16 +27,9 @@ bool IsFloating(SafetensorsType type) {
 }
 
 absl::StatusOr<std::vector<EstimatedTensor>> TensorsOf(const std::string& path) {
-  absl::StatusOr<WeightFiles> files = WeightFiles::Open(path);
-  if (absl::IsNotFound(files.status()) && PathExists(JoinPath(path, "config.json"))) {
-    return absl::NotFoundError(
-        absl::StrCat(files.status().message(),
-                     "; sizes are read from the weights' headers, a config.json alone is not "
-                     "enough: download the index and the files it names"));
-  }
-  MUSTER_RETURN_IF_ERROR(files.status());
+  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, OpenModel(path));
   std::vector<EstimatedTensor> tensors;
-  for (const WeightFiles::Entry& entry : files->entries()) {
+  for (const WeightFiles::Entry& entry : files.entries()) {
     EstimatedTensor tensor{.name = entry.tensor.name,
                            .elements = 1,
                            .bytes = static_cast<int64_t>(WeightFiles::BytesOf(entry)),
@@ -48,7 +39,6 @@ absl::StatusOr<std::vector<EstimatedTensor>> TensorsOf(const std::string& path) 
     }
     tensors.push_back(std::move(tensor));
   }
-  if (tensors.empty()) return absl::NotFoundError(absl::StrCat(path, " holds no tensors"));
   return tensors;
 }
 
@@ -62,27 +52,6 @@ absl::StatusOr<int64_t> NumberOf(const CommandLine& line, const std::string& fla
         absl::StrCat("--", flag, " ", line.Get(flag), ": write a number from 1 to ", max));
   }
   return number;
-}
-
-// A table: a line of headings, then rows.
-std::string Table(const std::vector<std::vector<std::string>>& rows) {
-  std::vector<size_t> widths;
-  for (const auto& row : rows) {
-    widths.resize(std::max(widths.size(), row.size()));
-    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
-  }
-  std::string text;
-  for (const auto& row : rows) {
-    for (size_t i = 0; i < row.size(); ++i) {
-      const int width = static_cast<int>(widths[i]);
-      // Names to the left, amounts to the right.
-      absl::StrAppend(
-          &text, i == 0 ? "  " : "   ",
-          i == 0 ? absl::StrFormat("%-*s", width, row[i]) : absl::StrFormat("%*s", width, row[i]));
-    }
-    text += "\n";
-  }
-  return text;
 }
 
 struct Request {

@@ -3,20 +3,100 @@
 #include <algorithm>
 #include <map>
 #include <tuple>
+#include <utility>
 
 #include "absl/strings/ascii.h"
-#include "absl/strings/numbers.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "base/text.h"
 
 namespace muster::client {
 namespace {
 
-bool IsNumber(absl::string_view text) {
-  return !text.empty() && std::all_of(text.begin(), text.end(), absl::ascii_isdigit);
+// Deeper modules than any model has; the planner recurses into them.
+constexpr size_t kMaxParts = 64;
+
+constexpr absl::string_view kList = "ModuleList";
+
+// The order in which transformers' GPT-2, Llama, Mixtral, Qwen2 and BERT register these.
+constexpr absl::string_view kOrder[] = {
+    "model",
+    "transformer",
+    "bert",
+    "embed_tokens",
+    "wte",
+    "wpe",
+    "embeddings",
+    "word_embeddings",
+    "position_ids",
+    "position_embeddings",
+    "encoder",
+    "token_type_embeddings",
+    "layers",
+    "layer",
+    "h",
+    "ln_1",
+    "attn",
+    "ln_2",
+    "self_attn",
+    "self",
+    "attention",
+    "block_sparse_moe",
+    "mlp",
+    "c_attn",
+    "c_fc",
+    "c_proj",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "input_layernorm",
+    "gate",
+    "post_attention_layernorm",
+    "experts",
+    "w1",
+    "w2",
+    "w3",
+    "query",
+    "key",
+    "value",
+    "intermediate",
+    "output",
+    "transform",
+    "dense",
+    "LayerNorm",
+    "norm",
+    "ln_f",
+    "pooler",
+    "predictions",
+    "decoder",
+    "seq_relationship",
+    "classifier",
+    "cls",
+    "score",
+    "lm_head",
+};
+
+bool IsNumber(absl::string_view part) {
+  return !part.empty() && std::all_of(part.begin(), part.end(), absl::ascii_isdigit);
 }
 
+<<<<<<< HEAD
+// Numbers by value, before names.
+std::tuple<bool, size_t, std::string> NaturalKey(const std::string& part) {
+  if (!IsNumber(part)) return {true, 0, part};
+  const size_t first = std::min(part.find_first_not_of('0'), part.size() - 1);
+  return {false, part.size() - first, part.substr(first)};
+}
+
+size_t KnownPlace(absl::string_view part) {
+  return std::find(std::begin(kOrder), std::end(kOrder), part) - std::begin(kOrder);
+=======
 // What transformers calls a block, by model_type.
 std::string BlockName(absl::string_view model_type) {
   static const auto& names =
@@ -51,84 +131,192 @@ int TurnOf(const std::string& name) {
                                                              {"head", 4}};
   const auto found = turns.find(name);
   return found == turns.end() ? 1 : found->second;
+>>>>>>> big
 }
 
-std::tuple<int, uint64_t, std::string> OrderOf(const PlannedModule& module) {
-  uint64_t number = 0;
-  if (IsNumber(module.name)) (void)absl::SimpleAtoi(module.name, &number);
-  return {TurnOf(module.name), number, module.name};
+bool IsBuffer(const TreeTensor& tensor, absl::string_view name) {
+  static constexpr absl::string_view kBuffers[] = {
+      "running_mean", "running_var", "num_batches_tracked",
+      "position_ids", "inv_freq",    "masked_bias"};
+  const bool named =
+      std::find(std::begin(kBuffers), std::end(kBuffers), name) != std::end(kBuffers);
+  const bool whole = absl::StartsWith(tensor.dtype, "I") || absl::StartsWith(tensor.dtype, "U") ||
+                     tensor.dtype == "BOOL";
+  return named || whole;
 }
 
-void Finish(PlannedModule& module, const std::string& pattern, bool in_block,
-            const std::string& block_name) {
-  const bool is_block = !in_block && IsNumber(module.name);
-  module.class_name = is_block && !block_name.empty() ? block_name : pattern;
-  std::sort(module.children.begin(), module.children.end(),
-            [](const auto& a, const auto& b) { return OrderOf(a) < OrderOf(b); });
-  for (PlannedModule& child : module.children) {
-    const std::string part = IsNumber(child.name) ? "*" : child.name;
-    Finish(child, pattern.empty() ? part : absl::StrCat(pattern, ".", part), in_block || is_block,
-           block_name);
+// A module while its parts are collected.
+struct Node {
+  std::map<std::string, Node> children;
+  std::vector<PlannedTensor> parameters, buffers;
+  size_t first_file = 0;
+};
+
+std::vector<const std::pair<const std::string, Node>*> InOrder(const Node& node) {
+  std::vector<const std::pair<const std::string, Node>*> children;
+  bool known = true;
+  for (const auto& child : node.children) {
+    children.push_back(&child);
+    known = known && KnownPlace(child.first) < std::size(kOrder);
   }
+  std::stable_sort(children.begin(), children.end(), [&](const auto* a, const auto* b) {
+    if (known) return KnownPlace(a->first) < KnownPlace(b->first);
+    return std::tuple(a->second.first_file, NaturalKey(a->first)) <
+           std::tuple(b->second.first_file, NaturalKey(b->first));
+  });
+  return children;
 }
 
-void FindBlocks(const PlannedModule& module, std::set<std::string>& classes) {
+bool IsList(const Node& node) {
+  return !node.children.empty() && node.parameters.empty() && node.buffers.empty() &&
+         std::all_of(node.children.begin(), node.children.end(),
+                     [](const auto& child) { return IsNumber(child.first); });
+}
+
+PlannedModule ModuleOf(const std::string& name, const std::string& class_name, const Node& node) {
+  PlannedModule module;
+  module.name = name;
+  module.class_name = IsList(node) ? std::string(kList) : class_name;
+  module.parameters = node.parameters;
+  module.buffers = node.buffers;
+  for (const auto* child : InOrder(node)) {
+    // An entry of a list has the list's name for a class.
+    const std::string& child_class = IsNumber(child->first) ? class_name : child->first;
+    module.children.push_back(ModuleOf(child->first, child_class, child->second));
+  }
+  return module;
+}
+
+void AddLayerClasses(const PlannedModule& module, std::set<std::string>* classes) {
   for (const PlannedModule& child : module.children) {
-    if (IsNumber(child.name)) {
-      classes.insert(child.class_name);
+    if (module.class_name == kList && child.class_name != kList) {
+      classes->insert(child.class_name);
     } else {
-      FindBlocks(child, classes);
+      AddLayerClasses(child, classes);
     }
   }
+}
+
+PlannedModule* Child(PlannedModule* module, absl::string_view name) {
+  for (PlannedModule& child : module->children) {
+    if (child.name == name) return &child;
+  }
+  return nullptr;
+}
+
+// The full name of the embedding of words at `module` or below; empty if there is none.
+std::string FindEmbedding(const PlannedModule& module, const std::string& name,
+                          PlannedTensor* found) {
+  for (const PlannedModule& child : module.children) {
+    const std::string full = name.empty() ? child.name : absl::StrCat(name, ".", child.name);
+    const bool fits =
+        child.name == "embed_tokens" || child.name == "wte" || child.name == "word_embeddings";
+    for (const PlannedTensor& tensor : child.parameters) {
+      if (!fits || tensor.name != "weight") continue;
+      *found = tensor;
+      return absl::StrCat(full, ".weight");
+    }
+    std::string below = FindEmbedding(child, full, found);
+    if (!below.empty()) return below;
+  }
+  return "";
 }
 
 }  // namespace
 
-PlannedModel TreeOf(const std::vector<PlannedTensor>& tensors, absl::string_view model_type) {
-  PlannedModel model;
-  for (const PlannedTensor& tensor : tensors) {
-    std::vector<std::string> path = absl::StrSplit(tensor.name, '.');
-    PlannedModule* module = &model.root;
-    for (size_t i = 0; i + 1 < path.size(); ++i) {
-      const auto child =
-          std::find_if(module->children.begin(), module->children.end(),
-                       [&](const PlannedModule& other) { return other.name == path[i]; });
-      if (child != module->children.end()) {
-        module = &*child;
-        continue;
-      }
-      module->children.emplace_back();
-      module = &module->children.back();
-      module->name = path[i];
+absl::StatusOr<PlannedModel> TreeOf(const std::vector<TreeTensor>& tensors) {
+  Node root;
+  std::map<std::string, std::vector<std::string>> by_storage;
+  for (const TreeTensor& tensor : tensors) {
+    const std::vector<std::string> parts = absl::StrSplit(tensor.name, '.');
+    if (parts.size() > kMaxParts || std::find(parts.begin(), parts.end(), "") != parts.end()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "tensor \"", Printable(tensor.name.substr(0, 200)),
+          "\" is named as no module names its tensors: ",
+          parts.size() > kMaxParts ? absl::StrCat("it has more than ", kMaxParts, " parts")
+                                   : "a part between its dots is empty"));
     }
-    module->parameters.push_back({path.back(), tensor.dtype, tensor.shape});
+    Node* node = &root;
+    for (size_t i = 0; i + 1 < parts.size(); ++i) {
+      const auto [child, is_new] = node->children.try_emplace(parts[i]);
+      node = &child->second;
+      node->first_file = is_new ? tensor.file : std::min(node->first_file, tensor.file);
+    }
+    auto& part = IsBuffer(tensor, parts.back()) ? node->buffers : node->parameters;
+    part.push_back({.name = parts.back(), .dtype = tensor.dtype, .shape = tensor.shape});
+    if (!tensor.storage.empty()) by_storage[tensor.storage].push_back(tensor.name);
   }
-  Finish(model.root, "", /*in_block=*/false, BlockName(model_type));
+  // A tensor and a module of one name would be one entry of the map.
+  for (const TreeTensor& tensor : tensors) {
+    const Node* node = &root;
+    for (const absl::string_view part : absl::StrSplit(tensor.name, '.')) {
+      const auto child = node->children.find(std::string(part));
+      node = child == node->children.end() ? nullptr : &child->second;
+      if (node == nullptr) break;
+    }
+    if (node == nullptr) continue;
+    return absl::InvalidArgumentError(absl::StrCat("\"", Printable(tensor.name),
+                                                   "\" is a tensor, and a module of others: no "
+                                                   "model has both"));
+  }
+  PlannedModel model;
+  model.root = ModuleOf("", "Model", root);
+  for (auto& [storage, names] : by_storage) {
+    if (names.size() > 1) model.tied.push_back(std::move(names));
+  }
   return model;
 }
 
-std::set<std::string> BlockClasses(const PlannedModel& model) {
+bool TieHead(PlannedModel* model) {
+  PlannedTensor weight;
+  const std::string embedding = FindEmbedding(model->root, "", &weight);
+  if (embedding.empty()) return false;
+  PlannedModule head;
+  head.parameters.push_back(weight);
+  std::string name = "lm_head";
+  PlannedModule* parent = &model->root;
+  // BERT's is deeper, and has a bias that is its parent's.
+  if (PlannedModule* const cls = Child(&model->root, "cls"); cls != nullptr) {
+    parent = Child(cls, "predictions");
+    if (parent == nullptr) return false;
+    name = "decoder";
+    for (const PlannedTensor& tensor : parent->parameters) {
+      if (tensor.name == "bias") head.parameters.push_back(tensor);
+    }
+  }
+  if (Child(parent, name) != nullptr) return true;
+  const std::string full = name == "decoder" ? "cls.predictions.decoder" : name;
+  head.name = head.class_name = name;
+  model->tied.push_back({embedding, absl::StrCat(full, ".weight")});
+  if (head.parameters.size() > 1) {
+    model->tied.push_back({"cls.predictions.bias", absl::StrCat(full, ".bias")});
+  }
+  parent->children.push_back(std::move(head));
+  return true;
+}
+
+std::set<std::string> LayerClasses(const PlannedModel& model) {
   std::set<std::string> classes;
-  FindBlocks(model.root, classes);
+  AddLayerClasses(model.root, &classes);
   return classes;
 }
 
-std::vector<std::string> Shortened(const std::vector<std::string>& names) {
-  std::vector<std::string> shortened;
-  for (size_t i = 0; i < names.size();) {
-    const size_t dot = names[i].rfind('.');
-    uint64_t first = 0;
-    size_t next = i + 1;
-    if (dot != std::string::npos && IsNumber(names[i].substr(dot + 1)) &&
-        absl::SimpleAtoi(names[i].substr(dot + 1), &first)) {
-      const std::string list = names[i].substr(0, dot + 1);
-      while (next < names.size() && names[next] == absl::StrCat(list, first + (next - i))) ++next;
-    }
-    shortened.push_back(next == i + 1 ? names[i]
-                                      : absl::StrCat(names[i], "-", first + (next - i) - 1));
-    i = next;
-  }
-  return shortened;
+std::string TreeClass(absl::string_view class_name) {
+  static const auto& classes = *new std::map<absl::string_view, const char*>{
+      {"GPT2Block", "h"},
+      {"Gpt2Block", "h"},
+      {"LlamaDecoderLayer", "layers"},
+      {"MistralDecoderLayer", "layers"},
+      {"MixtralDecoderLayer", "layers"},
+      {"Qwen2DecoderLayer", "layers"},
+      {"DecoderLayer", "layers"},
+      {"BertLayer", "layer"},
+  };
+  const auto found = classes.find(class_name);
+  if (found != classes.end()) return found->second;
+  (void)absl::ConsumeSuffix(&class_name, ".*");
+  const size_t dot = class_name.rfind('.');
+  return std::string(dot == absl::string_view::npos ? class_name : class_name.substr(dot + 1));
 }
 
 }  // namespace muster::client

@@ -1,30 +1,50 @@
 #ifndef MUSTER_CLIENT_CHECKPOINTS_MODEL_TREE_H_
 #define MUSTER_CLIENT_CHECKPOINTS_MODEL_TREE_H_
 
+#include <cstddef>
+#include <cstdint>
 #include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "worker/bigmodel/device_map.h"
 
 namespace muster::client {
 
-// The modules of a model, from the names of its tensors alone: what is between dots is a module.
-// Files do not say in which order modules run, so this is by what names usually mean: embeddings
-// first, entries of lists by their numbers, final norms and heads last. Pure.
+// The modules of a model from the names of its tensors, for the planner, where no program has
+// constructed them. Pure.
+
+struct TreeTensor {
+  std::string name = "";   // "model.layers.0.mlp.up_proj.weight"
+  std::string dtype = "";  // as in safetensors
+  std::vector<int64_t> shape = {};
+  size_t file = 0;           // of the shards: they are written in the order of the model
+  std::string storage = "";  // equal for names of one tensor; empty: it is alone
+};
+
+// Names do not tell classes: the class of a module is the last part of its name that is not a
+// number, so that model.layers.0 and model.layers.1 are of the class "layers"; a list itself is a
+// "ModuleList". Parts come in the order that the models of transformers have; unknown ones by the
+// first file that holds something of them, then by name, numbers as numbers. Running statistics,
+// rotary tables and integers count as buffers.
 //
-// The class of a module is its path with "*" for numbers ("model.layers.*.mlp"); of the blocks of
-// families that are known (`model_type` of config.json) also the name that transformers has for it
-// ("LlamaDecoderLayer").
-PlannedModel TreeOf(const std::vector<PlannedTensor>& tensors, absl::string_view model_type);
+// Errors: INVALID_ARGUMENT that quotes a name with an empty part or more than 64 parts, or one that
+// is a tensor and a module.
+absl::StatusOr<PlannedModel> TreeOf(const std::vector<TreeTensor>& tensors);
 
-// The classes of the outermost entries of lists: what nobody divides among devices.
-std::set<std::string> BlockClasses(const PlannedModel& model);
+// Adds lm_head.weight, of BERT cls.predictions.decoder, if it is not there, as a second name of the
+// embedding of words. False if no embedding is known by its name.
+bool TieHead(PlannedModel* model);
 
-// "model.layers.0", ..., "model.layers.21" as "model.layers.0-21"; others as they are.
-std::vector<std::string> Shortened(const std::vector<std::string>& names);
+// The classes of the entries of the outermost module lists: what each layer of a model is.
+std::set<std::string> LayerClasses(const PlannedModel& model);
+
+// The class that TreeOf gives the modules of a class of transformers or Muster
+// ("LlamaDecoderLayer": "layers"), or to the entries of a list ("model.layers.*"); any other name
+// as it is.
+std::string TreeClass(absl::string_view class_name);
 
 }  // namespace muster::client
 

@@ -5,22 +5,23 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
+#include <utility>
 
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "base/exit_code.h"
-#include "base/file.h"
+#include "base/machine.h"
 #include "base/status_macros.h"
 #include "base/units.h"
+#include "client/checkpoints/model_headers.h"
 #include "client/checkpoints/model_tree.h"
 #include "client/cli/command_line.h"
 #include "worker/bigmodel/device_map.h"
 #include "worker/bigmodel/map_checks.h"
 #include "worker/checkpoint/aligned_memory.h"
-#include "worker/checkpoint/safetensors_format.h"
-#include "worker/checkpoint/weight_files.h"
 
 namespace muster::client {
 namespace {
@@ -28,34 +29,48 @@ namespace {
 using nlohmann::ordered_json;
 
 struct Request {
-  std::string path;
-  std::string mode = "auto";
   DeviceLimits limits;
-  bool user_set = false;
-  DeviceMapOptions map;
+  bool user_set = true;
+  std::string kind = "auto";  // of the map
+  std::optional<std::set<std::string>> no_split;
   std::optional<std::string> dtype;
-  bool default_blocks = true;  // map.no_split is to be found in the model
-};
-
-struct DeviceShare {
-  std::string device;
-  std::optional<int64_t> limit;
-  int64_t bytes = 0;
-  std::vector<std::string> parts;
+  bool offload_buffers = false;
 };
 
 struct Plan {
-  PlannedModel model;
-  std::map<std::string, int64_t> sizes;
-  DeviceMap map;
-  std::vector<DeviceShare> shares;
-  // Where operators run, and what must have room there besides its share.
-  std::string main;
-  int64_t offloaded = 0;
-  std::string largest;  // tensor of those that are not on their device all the time
+  Request request = {};
+  DeviceLimits limits = {};  // after balancing
+  DeviceMap map = {};
+  std::map<std::string, int64_t> sizes = {};
+  std::set<std::string> no_split = {};
+  // The largest module that is kept together.
+  std::string largest = {};
   int64_t largest_bytes = 0;
+  // Where operators run; what comes there when it is used, and the largest tensor of that.
+  std::string main_device = {};
+  int64_t offloaded = 0;
+  std::string largest_offloaded = {};
+  int64_t largest_offloaded_bytes = 0;
 };
 
+<<<<<<< HEAD
+// A row of the table.
+struct Share {
+  std::string device = {};
+  std::optional<int64_t> limit = {};
+  int64_t bytes = 0;
+  std::vector<std::string> parts = {};
+};
+
+// The machine's own memory.
+absl::StatusOr<DeviceLimits> FoundLimits(const Machine& machine) {
+  if (machine.usable_gpus > 0) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "this machine has ", machine.usable_gpus, machine.usable_gpus == 1 ? " GPU" : " GPUs",
+        ", whose memory only a program with CUDA can ask for: write --max_memory 0=SIZE,cpu=SIZE"));
+  }
+  return DeviceLimits{{"cpu", static_cast<double>(MemoryLeft())}};
+=======
 // The type names of Accelerate and of safetensors.
 absl::StatusOr<std::optional<std::string>> TypeOf(const std::string& name) {
   static const auto& types = *new std::map<std::string, std::string>{
@@ -65,144 +80,217 @@ absl::StatusOr<std::optional<std::string>> TypeOf(const std::string& name) {
   if (found != types.end()) return std::optional(found->second);
   return absl::InvalidArgumentError(
       absl::StrCat("--dtype ", name, ": write float32, float16, bfloat16 or float64"));
+>>>>>>> big
 }
 
-absl::StatusOr<Request> RequestOf(const CommandLine& line) {
+absl::StatusOr<std::string> ParseDtype(const std::string& text) {
+  static const auto& types = *new std::map<std::string, std::string>{
+      {"float64", "F64"},
+      {"float32", "F32"},
+      {"float16", "F16"},
+      {"bfloat16", "BF16"},
+      {"fp64", "F64"},
+      {"fp32", "F32"},
+      {"fp16", "F16"},
+      {"bf16", "BF16"},
+      {"float8_e4m3", "F8_E4M3"},
+      {"float8_e5m2", "F8_E5M2"},
+  };
+  const auto found = types.find(text);
+  if (found != types.end()) return found->second;
+  return absl::InvalidArgumentError(absl::StrCat(
+      "--dtype ", text, ": write float32, bfloat16, float16, float64, float8_e4m3 or float8_e5m2"));
+}
+
+absl::StatusOr<Request> RequestOf(const CommandLine& line, const Machine& machine) {
   Request request;
-  request.path = line.words[0];
-  if (line.Has("device_map")) request.mode = line.Get("device_map");
-  const std::set<std::string> modes = {"auto", "balanced", "balanced_low_0", "sequential"};
-  if (!modes.contains(request.mode)) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "--device_map ", request.mode, ": write auto, balanced, balanced_low_0 or sequential"));
-  }
-  request.user_set = line.Has("max_memory");
-  if (request.user_set) {
+  if (line.Has("max_memory")) {
     const absl::StatusOr<DeviceLimits> limits = ParseMaxMemory(line.Get("max_memory"));
     if (!limits.ok()) {
       return absl::InvalidArgumentError(absl::StrCat("--max_memory: ", limits.status().message()));
     }
     request.limits = *limits;
   } else {
-    request.limits = {{"cpu", static_cast<double>(MemoryLeft())}};
+    MUSTER_ASSIGN_OR_RETURN(request.limits, FoundLimits(machine));
+    request.user_set = false;
   }
-  MUSTER_ASSIGN_OR_RETURN(request.dtype, TypeOf(line.Get("dtype")));
+  if (line.Has("device_map")) request.kind = line.Get("device_map");
+  static const auto& kinds =
+      *new std::set<std::string>{"auto", "balanced", "balanced_low_0", "sequential"};
+  if (!kinds.contains(request.kind)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--device_map ", request.kind, ": write ", absl::StrJoin(kinds, ", ")));
+  }
+  if (line.Has("dtype")) {
+    MUSTER_ASSIGN_OR_RETURN(request.dtype, ParseDtype(line.Get("dtype")));
+  }
   if (line.Has("no_split")) {
-    request.default_blocks = false;
-    request.map.no_split = absl::StrSplit(line.Get("no_split"), ',', absl::SkipWhitespace());
-    request.map.no_split.erase("none");
+    request.no_split.emplace();
+    const std::string text = line.Get("no_split");
+    for (const absl::string_view name : absl::StrSplit(text, ',', absl::SkipWhitespace())) {
+      if (text != "none") request.no_split->insert(TreeClass(name));
+    }
   }
-  request.map.offload_buffers = true;
+  request.offload_buffers = line.Get("offload_buffers") == "true";
   return request;
 }
 
-// Of config.json beside the weights; empty if it does not say.
-std::string ModelType(const std::string& path) {
-  const absl::StatusOr<std::string> text = ReadFile(JoinPath(path, "config.json"));
-  if (!text.ok()) return "";
-  const auto json = nlohmann::json::parse(*text, nullptr, /*allow_exceptions=*/false);
-  if (!json.is_object() || !json.contains("model_type")) return "";
-  return json["model_type"].is_string() ? json["model_type"].get<std::string>() : "";
-}
-
-absl::StatusOr<PlannedModel> ReadModel(const std::string& path) {
-  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, WeightFiles::Open(path));
-  std::vector<PlannedTensor> tensors;
-  std::map<std::string, std::vector<std::string>> names;  // by storage
-  for (const WeightFiles::Entry& entry : files.entries()) {
-    PlannedTensor tensor{.name = entry.tensor.name,
-                         .dtype = std::string(SafetensorsTypeName(entry.tensor.type)),
-                         .shape = {}};
-    tensor.shape.assign(entry.tensor.shape.begin(), entry.tensor.shape.end());
-    tensors.push_back(std::move(tensor));
-    const std::string storage = files.StorageOf(entry);
-    if (!storage.empty()) names[storage].push_back(entry.tensor.name);
-  }
-  if (tensors.empty()) return absl::NotFoundError(absl::StrCat(path, " holds no tensors"));
-  PlannedModel model = TreeOf(tensors, ModelType(path));
-  for (const auto& [storage, group] : names) {
-    if (group.size() > 1) model.tied.push_back(group);
-  }
-  return model;
-}
-
-void FillShares(const DeviceLimits& limits, Plan& plan) {
-  for (const auto& [device, limit] : limits) {
-    if (device != "disk") plan.shares.push_back({device, static_cast<int64_t>(limit), 0, {}});
-  }
-  plan.shares.push_back({"disk", std::nullopt, 0, {}});
-  plan.main = plan.shares[0].device;
-  for (const auto& entry : plan.map.devices) {
-    const std::string &name = entry.first, &device = entry.second;
-    const auto share = std::find_if(plan.shares.begin(), plan.shares.end(),
-                                    [&](const auto& other) { return other.device == device; });
+void FindOffloaded(const PlannedModel& model, Plan& plan) {
+  plan.main_device = plan.limits.empty() ? "cpu" : plan.limits[0].first;
+  if (plan.main_device == "disk") plan.main_device = "cpu";
+  const auto count = [&](const std::string& name) {
+    const std::string* const device = FindDevice(plan.map.devices, name);
     const auto size = plan.sizes.find(name);
-    share->bytes += size == plan.sizes.end() ? 0 : size->second;
-    share->parts.push_back(name.empty() ? "the whole model" : name);
-  }
-  const auto moves = [&](const std::string& device) {
-    return device == "disk" || (device == "cpu" && plan.main != "cpu");
+    if (device == nullptr || size == plan.sizes.end()) return;
+    if (*device != "disk" && (*device != "cpu" || plan.main_device == "cpu")) return;
+    plan.offloaded += size->second;
+    if (size->second <= plan.largest_offloaded_bytes) return;
+    plan.largest_offloaded_bytes = size->second;
+    plan.largest_offloaded = name;
   };
-  for (const DeviceShare& share : plan.shares) {
-    if (moves(share.device)) plan.offloaded += share.bytes;
-  }
-  VisitModules(plan.model, [&](const std::string& path, const PlannedModule& module) {
-    for (const PlannedTensor& tensor : module.parameters) {
-      const std::string name = path.empty() ? tensor.name : absl::StrCat(path, ".", tensor.name);
-      const std::string* const device = FindDevice(plan.map.devices, name);
-      const auto size = plan.sizes.find(name);
-      if (device == nullptr || !moves(*device) || size == plan.sizes.end()) continue;
-      if (size->second <= plan.largest_bytes) continue;
-      plan.largest = name;
-      plan.largest_bytes = size->second;
+  VisitModules(model, [&](const std::string& path, const PlannedModule& module) {
+    for (const auto* const tensors : {&module.parameters, &module.buffers}) {
+      for (const PlannedTensor& tensor : *tensors) {
+        count(path.empty() ? tensor.name : absl::StrCat(path, ".", tensor.name));
+      }
     }
   });
 }
 
-absl::StatusOr<Plan> MakePlan(Request& request) {
-  Plan plan;
-  MUSTER_ASSIGN_OR_RETURN(plan.model, ReadModel(request.path));
-  if (request.dtype.has_value()) SetFloatingType(plan.model, *request.dtype);
-  if (request.default_blocks) request.map.no_split = BlockClasses(plan.model);
-  MUSTER_RETURN_IF_ERROR(CheckUndivided(plan.model, request.limits, request.map));
-  MUSTER_ASSIGN_OR_RETURN(plan.sizes, ModuleSizes(plan.model, request.map));
-  DeviceLimits limits = request.limits;
-  if (request.mode != "sequential") {
+absl::StatusOr<Plan> PlanOf(PlannedModel model, const Request& request) {
+  if (request.dtype.has_value()) SetFloatingType(model, *request.dtype);
+  Plan plan{.request = request, .limits = request.limits};
+  plan.no_split = request.no_split.has_value() ? *request.no_split : LayerClasses(model);
+  DeviceMapOptions options;
+  options.no_split = plan.no_split;
+  options.offload_buffers = request.offload_buffers;
+  MUSTER_ASSIGN_OR_RETURN(plan.sizes, ModuleSizes(model, options));
+  MUSTER_RETURN_IF_ERROR(CheckUndivided(model, request.limits, options));
+  VisitModules(model, [&](const std::string& name, const PlannedModule& module) {
+    const auto size = plan.sizes.find(name);
+    if (!plan.no_split.contains(module.class_name) || size == plan.sizes.end()) return;
+    if (size->second <= plan.largest_bytes) return;
+    plan.largest = name;
+    plan.largest_bytes = size->second;
+  });
+  if (request.kind != "sequential") {
     BalanceOptions balance;
-    balance.no_split = request.map.no_split;
-    balance.low_zero = request.mode == "balanced_low_0";
+    balance.no_split = options.no_split;
+    balance.low_zero = request.kind == "balanced_low_0";
     balance.user_set = request.user_set;
-    MUSTER_ASSIGN_OR_RETURN(limits, BalanceMemory(plan.model, limits, balance));
+    MUSTER_ASSIGN_OR_RETURN(plan.limits, BalanceMemory(model, request.limits, balance));
   }
-  MUSTER_ASSIGN_OR_RETURN(plan.map, InferDeviceMap(plan.model, limits, request.map));
-  FillShares(request.limits, plan);
+  MUSTER_ASSIGN_OR_RETURN(plan.map, InferDeviceMap(model, plan.limits, options));
+  FindOffloaded(model, plan);
   return plan;
 }
 
-void PrintText(const Request& request, const Plan& plan, std::ostream& out) {
-  out << request.path << ": " << HumanBytes(plan.sizes.at(""));
-  if (request.dtype.has_value()) out << ", loaded in " << *request.dtype;
-  out << "; kept whole: "
-      << (request.map.no_split.empty() ? "nothing" : absl::StrJoin(request.map.no_split, ", "))
-      << "\n\n"
-      << absl::StrFormat("  %-6s   %10s   %10s   %s\n", "device", "limit", "holds", "parts");
-  for (const DeviceShare& share : plan.shares) {
-    if (share.device == "disk" && share.parts.empty()) continue;
-    out << absl::StrFormat("  %-6s   %10s   %10s   %s\n", share.device,
-                           share.limit.has_value() ? HumanBytes(*share.limit) : "-",
-                           HumanBytes(share.bytes), absl::StrJoin(Shortened(share.parts), ", "));
+std::vector<Share> SharesOf(const Plan& plan) {
+  std::vector<Share> shares;
+  for (const auto& [device, limit] : plan.limits) {
+    shares.push_back({.device = device});
+    if (device != "disk") shares.back().limit = static_cast<int64_t>(limit);
   }
-  out << "\n";
-  if (plan.offloaded == 0) {
-    out << "All weights stay on their devices.\n";
-    return;
+  for (const auto& [name, device] : plan.map.devices) {
+    auto share = std::find_if(shares.begin(), shares.end(),
+                              [&](const Share& other) { return other.device == device; });
+    if (share == shares.end()) share = shares.insert(shares.end(), Share{.device = device});
+    const auto size = plan.sizes.find(name);
+    share->bytes += size == plan.sizes.end() ? 0 : size->second;
+    share->parts.push_back(name.empty() ? "the whole model" : name);
   }
-  out << HumanBytes(plan.offloaded) << " come to device " << plan.main
-      << " when they are used, through the room that its share leaves; the largest tensor of "
-         "them is "
-      << plan.largest << " with " << HumanBytes(plan.largest_bytes) << ".\n";
+  return shares;
 }
 
+<<<<<<< HEAD
+// "layers.0", "layers.1", "layers.2" as "layers.0-2".
+std::string InShort(const std::vector<std::string>& names) {
+  std::vector<std::string> parts;
+  for (size_t i = 0; i < names.size();) {
+    const size_t dot = names[i].rfind('.');
+    const std::string before = dot == std::string::npos ? "" : names[i].substr(0, dot + 1);
+    int64_t number = 0;
+    size_t end = i + 1;
+    if (dot != std::string::npos && absl::SimpleAtoi(names[i].substr(dot + 1), &number)) {
+      while (end < names.size() &&
+             names[end] == absl::StrCat(before, number + static_cast<int64_t>(end - i))) {
+        ++end;
+      }
+    }
+    parts.push_back(end == i + 1 ? names[i] : absl::StrCat(names[i], "-", number + (end - i) - 1));
+    i = end;
+  }
+  return absl::StrJoin(parts, ", ");
+}
+
+// GPUs of the plan that this machine does not have: it may be for another one.
+std::vector<std::string> Absent(const Plan& plan, const Machine& machine) {
+  std::vector<std::string> absent;
+  for (const auto& [device, limit] : plan.limits) {
+    int number = 0;
+    if (absl::SimpleAtoi(device, &number) && number >= machine.usable_gpus) {
+      absent.push_back(device);
+    }
+  }
+  return absent;
+}
+
+void PrintText(const std::string& path, const Plan& plan, const Machine& machine,
+               std::ostream& out) {
+  const int64_t total = plan.sizes.at("");
+  out << path << ": " << HumanBytes(total)
+      << (plan.request.dtype.has_value() ? absl::StrCat(" as ", *plan.request.dtype) : "");
+  if (!plan.largest.empty()) {
+    out << "; kept whole: " << absl::StrJoin(plan.no_split, ", ") << " (up to "
+        << HumanBytes(plan.largest_bytes) << ", " << plan.largest << ")";
+  }
+  out << "\n\n";
+  std::vector<std::vector<std::string>> rows = {{"device", "may hold", "holds"}};
+  std::vector<std::string> parts = {"parts"};
+  for (const Share& share : SharesOf(plan)) {
+    rows.push_back({share.device, share.limit.has_value() ? HumanBytes(*share.limit) : "-",
+                    HumanBytes(share.bytes)});
+    parts.push_back(share.parts.empty() ? "nothing" : InShort(share.parts));
+  }
+  const std::vector<std::string> lines = absl::StrSplit(Table(rows), '\n', absl::SkipEmpty());
+  for (size_t i = 0; i < lines.size(); ++i) out << lines[i] << "   " << parts[i] << "\n";
+  if (plan.offloaded == 0) {
+    out << "\nAll weights stay on their devices.\n";
+  } else {
+    out << "\n"
+        << HumanBytes(plan.offloaded) << " come to device " << plan.main_device
+        << " when they are used, through the room that its share leaves; the largest tensor of "
+           "them is "
+        << plan.largest_offloaded << " with " << HumanBytes(plan.largest_offloaded_bytes) << ".\n";
+  }
+  if (plan.map.buffers_do_not_fit) {
+    out << "\nThe buffers of modules that are not on a GPU fit on none: --offload_buffers leaves "
+           "them where their modules are.\n";
+  }
+  const std::vector<std::string> absent = Absent(plan, machine);
+  if (absent.empty()) return;
+  out << "\nThis machine has no GPU " << absl::StrJoin(absent, ", ")
+      << ": the plan is for another one.\n";
+}
+
+std::string JsonOf(const std::string& path, const Plan& plan, const Machine& machine) {
+  ordered_json json = {{"path", path},
+                       {"bytes", plan.sizes.at("")},
+                       {"dtype", plan.request.dtype.has_value() ? ordered_json(*plan.request.dtype)
+                                                                : ordered_json()},
+                       {"no_split", plan.no_split},
+                       {"largest_undivided", plan.largest},
+                       {"largest_undivided_bytes", plan.largest_bytes},
+                       {"main_device", plan.main_device},
+                       {"offloaded", plan.offloaded},
+                       {"largest_offloaded", plan.largest_offloaded},
+                       {"largest_offloaded_bytes", plan.largest_offloaded_bytes},
+                       {"devices", ordered_json::array()},
+                       {"device_map", ordered_json::object()},
+                       {"buffers_do_not_fit", plan.map.buffers_do_not_fit},
+                       {"absent_gpus", Absent(plan, machine)}};
+  for (const Share& share : SharesOf(plan)) {
+=======
 ordered_json ToJson(const Request& request, const Plan& plan) {
   ordered_json json = {
       {"path", request.path},
@@ -216,41 +304,45 @@ ordered_json ToJson(const Request& request, const Plan& plan) {
       {"largest_offloaded", plan.largest},
       {"largest_offloaded_bytes", plan.largest_bytes}};
   for (const DeviceShare& share : plan.shares) {
+>>>>>>> big
     json["devices"].push_back(
         {{"device", share.device},
          {"limit", share.limit.has_value() ? ordered_json(*share.limit) : ordered_json()},
          {"bytes", share.bytes}});
   }
   for (const auto& [name, device] : plan.map.devices) json["device_map"][name] = device;
-  return json;
+  return Dump(json);
 }
 
 CommandSpec Spec() {
-  return {.name = "muster plan",
-          .summary = "Prints which device each part of a model goes to, before anything is loaded.",
-          .usage = "PATH [OPTIONS]",
-          .details =
-              "PATH is a folder, an index or a file of safetensors or torch.save; only headers are "
-              "read.\nFiles do not say in which order modules run: embeddings are taken to come "
-              "first, entries of lists\nby their numbers, final norms and heads last.",
-          .options = {{.name = "max_memory",
-                       .value_name = "LIST",
-                       .help = "What each device may hold: 0=20GB,cpu=30GB (default: the memory "
-                               "of this machine as cpu); the rest goes to the disk"},
-                      {.name = "dtype",
-                       .value_name = "TYPE",
-                       .help = "Type to load in: float32, float16, bfloat16 (default: as stored)",
-                       .values = {"float32", "float16", "bfloat16", "float64"}},
-                      {.name = "no_split",
-                       .value_name = "LIST",
-                       .help = "Classes of modules that stay whole, as LlamaDecoderLayer or "
-                               "model.layers.*; none (default: entries of module lists)"},
-                      {.name = "device_map",
-                       .value_name = "MODE",
-                       .help = "auto, balanced, balanced_low_0 or sequential (default auto)",
-                       .values = {"auto", "balanced", "balanced_low_0", "sequential"}},
-                      OutputOption({"text", "json"})},
-          .max_words = 1};
+  return {
+      .name = "muster plan",
+      .summary = "Prints where the parts of a model go, before anything is allocated.",
+      .usage = "PATH [OPTIONS]",
+      .details =
+          "PATH is a folder, an index or a file of safetensors or torch.save; only headers and "
+          "config.json are read.\nModules are known by the names of tensors: those of "
+          "--no_split are names of lists (layers, experts),\nor classes of models that Muster has "
+          "(LlamaDecoderLayer). A program plans by its own modules:\n"
+          "muster::infer_auto_device_map.",
+      .options = {{.name = "max_memory",
+                   .value_name = "LIST",
+                   .help = "What each device may hold: 0=20GB,cpu=30GB. The rest goes to the disk "
+                           "(default: the free memory of this machine, if it has no GPU)"},
+                  {.name = "dtype",
+                   .value_name = "TYPE",
+                   .help = "Type to load in: float32, bfloat16, ... (default: as it is stored)"},
+                  {.name = "no_split",
+                   .value_name = "LIST",
+                   .help = "Modules that stay together on one device (default: the layers; none)"},
+                  {.name = "device_map",
+                   .value_name = "KIND",
+                   .help = "How GPUs share: auto, which is balanced, balanced_low_0, sequential",
+                   .values = {"auto", "balanced", "balanced_low_0", "sequential"}},
+                  {.name = "offload_buffers",
+                   .help = "Buffers of modules that are not on a GPU stay there"},
+                  OutputOption({"text", "json"})},
+      .max_words = 1};
 }
 
 }  // namespace
@@ -260,25 +352,35 @@ int RunPlanCommand(const std::vector<std::string>& args, const CommandContext& c
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
   const std::string format = line.Has("output") ? line.Get("output") : "text";
+  const auto fail = [&](const absl::Status& status, int code) {
+    return Fail(spec, context, status, code);
+  };
   if (format != "text" && format != "json") {
+<<<<<<< HEAD
+    return fail(
+=======
     return Fail(
         spec, context,
+>>>>>>> big
         absl::InvalidArgumentError(absl::StrCat("--output ", format, ": write text or json")),
         kExitUsage);
   }
   if (line.words.empty()) {
-    return Fail(spec, context,
-                absl::InvalidArgumentError(absl::StrCat("write ", spec.name, " ", spec.usage)),
+    return fail(absl::InvalidArgumentError(absl::StrCat("write ", spec.name, " ", spec.usage)),
                 kExitUsage);
   }
-  absl::StatusOr<Request> request = RequestOf(line);
-  if (!request.ok()) return Fail(spec, context, request.status(), kExitUsage);
-  const absl::StatusOr<Plan> plan = MakePlan(*request);
-  if (!plan.ok()) return Fail(spec, context, plan.status(), ExitCodeOf(plan.status()));
+  const Machine machine = ReadMachine(context.variables);
+  const absl::StatusOr<Request> request = RequestOf(line, machine);
+  if (!request.ok()) return fail(request.status(), kExitUsage);
+  const std::string& path = line.words[0];
+  absl::StatusOr<PlannedModel> model = ReadModelTree(path);
+  if (!model.ok()) return fail(model.status(), ExitCodeOf(model.status()));
+  const absl::StatusOr<Plan> plan = PlanOf(*std::move(model), *request);
+  if (!plan.ok()) return fail(plan.status(), ExitCodeOf(plan.status()));
   if (format == "json") {
-    context.out << Dump(ToJson(*request, *plan));
+    context.out << JsonOf(path, *plan, machine);
   } else {
-    PrintText(*request, *plan, context.out);
+    PrintText(path, *plan, machine, context.out);
   }
   return kExitOk;
 }

@@ -14,97 +14,129 @@
 namespace muster::client {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using Json = nlohmann::json;
 
 class PlanCommandTest : public ::testing::Test {
  protected:
-  // A Llama of four blocks of 2048 bytes, embedding and head of 1024.
+  // An embedding of 800 bytes, four layers of 400, and a norm of 8, in fp32.
   void SetUp() override {
     std::vector<SafetensorsEntry> tensors;
     std::vector<std::string> bytes;
-    const auto add = [&](const std::string& name, std::vector<uint64_t> shape, size_t size) {
-      tensors.push_back({.name = name, .type = SafetensorsType::kBF16, .shape = std::move(shape)});
-      bytes.push_back(std::string(size, '\0'));
+    const auto add = [&](const std::string& name, std::vector<uint64_t> shape, size_t elements) {
+      tensors.push_back({.name = name, .type = SafetensorsType::kF32, .shape = std::move(shape)});
+      bytes.push_back(std::string(4 * elements, '\0'));
     };
-    add("lm_head.weight", {16, 32}, 1024);
-    add("model.embed_tokens.weight", {16, 32}, 1024);
+    add("model.embed_tokens.weight", {20, 10}, 200);
     for (int i = 0; i < 4; ++i) {
-      add(absl::StrCat("model.layers.", i, ".down.weight"), {32, 16}, 1024);
-      add(absl::StrCat("model.layers.", i, ".up.weight"), {16, 32}, 1024);
+      add(absl::StrCat("model.layers.", i, ".mlp.up_proj.weight"), {5, 10}, 50);
+      add(absl::StrCat("model.layers.", i, ".mlp.down_proj.weight"), {10, 5}, 50);
     }
-    add("model.norm.weight", {32}, 64);
+    add("model.norm.weight", {2}, 2);
     ASSERT_TRUE(WriteFileAtomically(folder_.Path("model.safetensors"),
                                     *EncodeSafetensors(tensors, bytes, std::nullopt))
                     .ok());
-    ASSERT_TRUE(
-        WriteFileAtomically(folder_.Path("config.json"), R"({"model_type": "llama"})").ok());
+    WriteConfig(R"({"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": true})");
+  }
+
+  void WriteConfig(const std::string& text) {
+    ASSERT_TRUE(WriteFileAtomically(folder_.Path("config.json"), text).ok());
   }
 
   int Run(std::vector<std::string> args) {
     out_.str("");
     err_.str("");
-    args.insert(args.begin(), folder_.path());
     return RunPlanCommand(args, {{}, out_, err_});
+  }
+
+  Json JsonOf(std::vector<std::string> args) {
+    args.insert(args.begin(), folder_.path());
+    args.insert(args.end(), {"-o", "json"});
+    EXPECT_EQ(Run(args), kExitOk) << err_.str();
+    return Json::parse(out_.str());
   }
 
   const TestFolder folder_;
   std::ostringstream out_, err_;
 };
 
-TEST_F(PlanCommandTest, Json_PlacesPartsInTheirOrder) {
-  ASSERT_EQ(Run({"--max_memory", "0=6KB,cpu=7KB", "--device_map", "sequential", "-o", "json"}),
-            kExitOk)
-      << err_.str();
-  const Json json = Json::parse(out_.str());
-  EXPECT_EQ(json["bytes"], 4 * 2048 + 2 * 1024 + 64);
-  EXPECT_EQ(json["no_split"], Json({"LlamaDecoderLayer"}));
-  EXPECT_EQ(json["device_map"]["model.embed_tokens"], "0");
-  EXPECT_EQ(json["device_map"]["model.layers.0"], "0");
-  EXPECT_EQ(json["device_map"]["model.layers.2"], "cpu");
-  EXPECT_EQ(json["main_device"], "0");
-  EXPECT_EQ(json["devices"][0]["bytes"], 3072);
-  int64_t sum = 0;
-  for (const Json& device : json["devices"]) sum += device["bytes"].get<int64_t>();
-  EXPECT_EQ(sum, json["bytes"]);
+TEST_F(PlanCommandTest, Json_SaysWhereEachPartGoes) {
+  // The CPU keeps room for one layer; the embedding, and the head with it, fits beside two.
+  const Json plan = JsonOf({"--max_memory", "cpu=2.1KB"});
+  EXPECT_EQ(plan["bytes"], 2408);
+  EXPECT_EQ(plan["largest_undivided_bytes"], 400);
+  EXPECT_EQ(plan["device_map"]["model.embed_tokens"], "cpu");
+  EXPECT_EQ(plan["device_map"]["lm_head"], "cpu");
+  EXPECT_EQ(plan["device_map"]["model.layers.0"], "cpu");
+  EXPECT_EQ(plan["device_map"]["model.layers.3"], "disk");
+  EXPECT_EQ(plan["main_device"], "cpu");
+  EXPECT_EQ(plan["offloaded"], plan["devices"][1]["bytes"]);
+  EXPECT_EQ(plan["largest_offloaded_bytes"], 200);
+  ASSERT_EQ(plan["devices"].size(), 2u);
+  EXPECT_EQ(plan["devices"][0]["limit"], 2100);
+  EXPECT_TRUE(plan["devices"][1]["limit"].is_null());
+  EXPECT_EQ(plan["devices"][0]["bytes"].get<int>() + plan["devices"][1]["bytes"].get<int>(), 2408);
 }
 
-TEST_F(PlanCommandTest, Text_NamesDevicesAndWhatIsOffloaded) {
-  ASSERT_EQ(Run({"--max_memory", "cpu=6KB"}), kExitOk) << err_.str();
-  EXPECT_THAT(out_.str(), AllOf(HasSubstr("kept whole: LlamaDecoderLayer"),
-                                HasSubstr("model.embed_tokens, model.layers.0"), HasSubstr("disk"),
-                                HasSubstr("come to device cpu")));
-  ASSERT_EQ(Run({"--max_memory", "cpu=1GB"}), kExitOk) << err_.str();
-  EXPECT_THAT(out_.str(), AllOf(HasSubstr("the whole model"), HasSubstr("All weights stay")));
-  ASSERT_EQ(Run({}), kExitOk) << err_.str();
+TEST_F(PlanCommandTest, Dtype_CountsInIt) {
+  const Json plan = JsonOf({"--max_memory", "cpu=10KB", "--dtype", "bfloat16"});
+  EXPECT_EQ(plan["bytes"], 1204);
+  EXPECT_EQ(plan["device_map"], Json({{"", "cpu"}}));
+  EXPECT_EQ(JsonOf({"--max_memory", "cpu=10KB", "--dtype", "float64"})["bytes"], 4816);
 }
 
-TEST_F(PlanCommandTest, Dtype_ChangesSizes) {
-  ASSERT_EQ(Run({"--max_memory", "cpu=1GB", "--dtype", "float16", "-o", "json"}), kExitOk);
-  EXPECT_EQ(Json::parse(out_.str())["bytes"], 4 * 2048 + 2 * 1024 + 64);
-  ASSERT_EQ(Run({"--max_memory", "cpu=1GB", "--dtype", "float32", "-o", "json"}), kExitOk);
-  EXPECT_EQ(Json::parse(out_.str())["bytes"], 2 * (4 * 2048 + 2 * 1024 + 64));
-  EXPECT_EQ(Run({"--dtype", "int3"}), kExitUsage);
-  EXPECT_THAT(err_.str(), HasSubstr("--dtype int3"));
+TEST_F(PlanCommandTest, Gpus_AreBalancedUnlessSequential) {
+  const Json balanced = JsonOf({"--max_memory", "0=5KB,1=5KB"});
+  EXPECT_GT(balanced["devices"][1]["bytes"], 0);
+  EXPECT_EQ(balanced["absent_gpus"], Json({"0", "1"}));
+  const Json sequential = JsonOf({"--max_memory", "0=5KB,1=5KB", "--device_map", "sequential"});
+  EXPECT_EQ(sequential["devices"][1]["bytes"], 0);
 }
 
-TEST_F(PlanCommandTest, WhatCannotBe_IsNamed) {
-  EXPECT_NE(Run({"--max_memory", "0=1.5KB,cpu=1.5KB"}), kExitOk);
-  EXPECT_THAT(err_.str(), HasSubstr("LlamaDecoderLayer model.layers.0 is not to be divided"));
-  EXPECT_NE(Run({"--max_memory", "cpu=0.5KB", "--no_split", "none"}), kExitOk);
-  EXPECT_THAT(err_.str(), HasSubstr("more than any device has"));
-  EXPECT_EQ(Run({"--max_memory", "cuda:0=1GB"}), kExitUsage);
-  EXPECT_THAT(err_.str(), HasSubstr("\"cuda:0\" is not recognized"));
-  EXPECT_EQ(Run({"--max_memory", "cpu=lots"}), kExitUsage);
-  EXPECT_THAT(err_.str(), HasSubstr("--max_memory: device cpu"));
-  EXPECT_NE(Run({"--no_split", "GPTBlock", "--max_memory", "cpu=1GB"}), kExitOk);
-  EXPECT_THAT(err_.str(), HasSubstr("the class GPTBlock"));
-  EXPECT_EQ(Run({"--device_map", "best"}), kExitUsage);
-  std::ostringstream none;
-  EXPECT_EQ(RunPlanCommand({folder_.Path("nothing")}, {{}, out_, err_}),
-            RunPlanCommand({folder_.Path("nothing")}, {{}, none, none}));
-  EXPECT_THAT(none.str(), HasSubstr("nothing"));
+TEST_F(PlanCommandTest, Text_IsATableWithRanges) {
+  ASSERT_EQ(Run({folder_.path(), "--max_memory", "cpu=2.1KB"}), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("kept whole: layers (up to 400 B, model.layers.0)"));
+  EXPECT_THAT(out_.str(), HasSubstr("model.layers."));
+  EXPECT_THAT(out_.str(), HasSubstr("come to device cpu when they are used"));
+  EXPECT_THAT(out_.str(), Not(HasSubstr("no GPU")));
+  ASSERT_EQ(Run({folder_.path(), "--max_memory", "0=1KB"}), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("This machine has no GPU 0"));
+  ASSERT_EQ(Run({folder_.path(), "--max_memory", "cpu=1GB"}), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("the whole model"));
+  EXPECT_THAT(out_.str(), HasSubstr("All weights stay on their devices"));
+}
+
+TEST_F(PlanCommandTest, BlockLargerThanEveryDevice_IsNamed) {
+  EXPECT_NE(Run({folder_.path(), "--max_memory", "0=300,cpu=0.2KB"}), kExitOk);
+  EXPECT_NE(Run({folder_.path(), "--max_memory", "cpu=0.3KB"}), kExitOk);
+  EXPECT_THAT(err_.str(), HasSubstr("model.layers.0"));
+  EXPECT_THAT(err_.str(), HasSubstr("400 B"));
+  EXPECT_EQ(Run({folder_.path(), "--max_memory", "cpu=0.3KB", "--no_split", "none"}), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("model.embed_tokens"));
+  EXPECT_NE(Run({folder_.path(), "--max_memory", "cpu=0.3KB", "--no_split", "LlamaDecoderLayer"}),
+            kExitOk);
+}
+
+TEST_F(PlanCommandTest, Mistakes_AreNamed) {
+  const auto expect = [&](std::vector<std::string> args, int code, const std::string& words) {
+    EXPECT_EQ(Run(std::move(args)), code);
+    EXPECT_THAT(err_.str(), HasSubstr(words));
+  };
+  const std::string path = folder_.path();
+  expect({}, kExitUsage, "PATH");
+  expect({path, "--max_memory", "cuda:0=1GB"}, kExitUsage, "cuda:0");
+  expect({path, "--max_memory", "cpu=1GB,cpu=2GB"}, kExitUsage, "cpu");
+  expect({path, "--max_memory", "20GB"}, kExitUsage, "20GB");
+  expect({path, "--max_memory", "cpu=plenty"}, kExitUsage, "plenty");
+  expect({path, "--dtype", "int3"}, kExitUsage, "int3");
+  expect({path, "--device_map", "best"}, kExitUsage, "best");
+  expect({path, "-o", "yaml"}, kExitUsage, "yaml");
+  expect({path, "--max_memory", "cpu=1GB", "--no_split", "Blok"}, kExitUsage, "Blok");
+  expect({folder_.Path("none")}, kExitNotFound, "none");
+  WriteConfig("[]");
+  EXPECT_NE(Run({path, "--max_memory", "cpu=1GB"}), kExitOk);
+  EXPECT_THAT(err_.str(), HasSubstr("config.json"));
 }
 
 }  // namespace

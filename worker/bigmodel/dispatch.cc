@@ -29,6 +29,7 @@
 #include "worker/bigmodel/weight_source.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/weight_files.h"
+#include "worker/parallel/paged_storage.h"
 #include "worker/train/guard.h"
 
 namespace muster {
@@ -188,6 +189,13 @@ absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
     if (tensor.layout() != at::kStrided) {
       return absl::UnimplementedError(
           absl::StrCat(name, " is not dense: such tensors cannot be placed by a device map"));
+    }
+    // Its memory, which says what is tied, is not there, or will not be.
+    if (IsPaged(tensor)) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          name,
+          " is offloaded or sharded already: construct the model again, or keep the placement "
+          "that it has"));
     }
     const auto [place, is_new] = places.emplace(IdentityOf(tensor), items_.size());
     if (is_new) items_.emplace_back();

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -36,7 +37,23 @@ class StreamedFile {
     // Refused by some file systems: then everything goes through the cache.
     file->direct_ = OwnedFd(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT));
     file->is_direct_ = file->direct_.get() >= 0;
+    if (fstat(file->cached_.get(), &file->opened_) != 0) {
+      return absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path));
+    }
     return file;
+  }
+
+  // DATA_LOSS if somebody has written into the file since it was opened: its tensors may be others
+  // now. A file that takes its name is another one.
+  absl::Status CheckUnchanged() const {
+    struct stat now;
+    if (fstat(cached_.get(), &now) != 0) return absl::ErrnoToStatus(errno, "cannot examine it");
+    if (now.st_size == opened_.st_size && now.st_mtim.tv_sec == opened_.st_mtim.tv_sec &&
+        now.st_mtim.tv_nsec == opened_.st_mtim.tv_nsec) {
+      return absl::OkStatus();
+    }
+    return absl::DataLossError(
+        "it was changed while it is used: load the model again, and replace files by renaming");
   }
 
   absl::Status Read(uint64_t begin, size_t bytes, char* to, ReadScratch& scratch) const {
@@ -105,6 +122,7 @@ class StreamedFile {
   }
 
   OwnedFd cached_, direct_;
+  struct stat opened_ = {};
   mutable std::atomic<bool> is_direct_ = false;
 };
 
@@ -130,14 +148,17 @@ class FileWeights final : public WeightSource {
   absl::Status Read(size_t i, uint64_t begin, size_t bytes, char* to,
                     ReadScratch& scratch) const override {
     const Part& part = parts_[i];
-    return Named(i, part.file->Read(part.entry->tensor.begin + begin, bytes, to, scratch));
+    absl::Status status = part.file->Read(part.entry->tensor.begin + begin, bytes, to, scratch);
+    if (status.ok()) status = part.file->CheckUnchanged();
+    return Named(i, status);
   }
   absl::StatusOr<const char*> Fetch(size_t i, uint64_t begin, size_t bytes,
                                     ReadScratch& scratch) const override {
     const Part& part = parts_[i];
     absl::StatusOr<const char*> fetched =
         part.file->Fetch(part.entry->tensor.begin + begin, bytes, scratch);
-    if (!fetched.ok()) return Named(i, fetched.status());
+    const absl::Status status = fetched.ok() ? part.file->CheckUnchanged() : fetched.status();
+    if (!status.ok()) return Named(i, status);
     return fetched;
   }
   size_t Remainder(size_t i) const override {

@@ -1,6 +1,7 @@
 #include "worker/bigmodel/weight_source.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -82,6 +83,25 @@ TEST(WeightSource, FileThatBecameShorter_IsNamedWithItsTensor) {
   EXPECT_THAT(std::string(read.message()),
               AllOf(HasSubstr("model.safetensors: tensor \"layers.3.up\""),
                     HasSubstr("ends at byte 8000")));
+}
+
+TEST(WeightSource, FileThatIsWrittenInto_IsNamedWithItsTensor) {
+  const TestFolder folder;
+  const std::string path = folder.Path("model.safetensors");
+  const Saved saved = Save(folder.path(), {{"layers.3.up", at::zeros({10'000})}});
+  ReadScratch scratch;
+  std::vector<char> memory(40'000);
+  ASSERT_TRUE(saved.source->Read(0, 0, 40'000, memory.data(), scratch).ok());
+  // Of the same size, at another time.
+  const timespec times[2] = {{.tv_sec = 1, .tv_nsec = 0}, {.tv_sec = 1, .tv_nsec = 0}};
+  ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), times, 0), 0);
+  for (const absl::Status& status : {saved.source->Read(0, 0, 100, memory.data(), scratch),
+                                     saved.source->Fetch(0, 0, 100, scratch).status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("model.safetensors: tensor \"layers.3.up\""),
+                      HasSubstr("changed while it is used")));
+  }
 }
 
 TEST(WeightSource, HostMemory_IsReadWhereItIs) {

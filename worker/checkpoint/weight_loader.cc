@@ -44,7 +44,9 @@ std::string Description(const at::Tensor& tensor) {
 
 // Equal for names of one tensor, and different for all others.
 std::string IdentityOf(const at::Tensor& tensor) {
-  const bool in_memory = tensor.layout() == at::kStrided && !tensor.is_meta() && tensor.numel() > 0;
+  // Parameters of sharded and offloaded models have memory only while they are used.
+  const bool in_memory = tensor.layout() == at::kStrided && !tensor.is_meta() &&
+                         tensor.numel() > 0 && tensor.storage().data() != nullptr;
   if (!in_memory) return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()));
   return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.data_ptr()), " ", tensor.device().str(),
                       " ", c10::toString(tensor.scalar_type()), " ",

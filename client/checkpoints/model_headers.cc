@@ -1,0 +1,105 @@
+#include "client/checkpoints/model_headers.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "base/file.h"
+#include "base/json.h"
+#include "base/status_macros.h"
+#include "client/checkpoints/model_tree.h"
+#include "worker/checkpoint/safetensors_format.h"
+
+namespace muster::client {
+namespace {
+
+constexpr int64_t kMaxConfigBytes = int64_t{16} << 20;
+
+std::string FolderOf(const std::string& path) {
+  struct stat info;
+  return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode) ? path : ParentPath(path);
+}
+
+// Whether a model has a head that its files may leave out because it is the embedding, as
+// transformers decides it.
+absl::StatusOr<bool> HasTiedHead(const std::string& path) {
+  const std::string file = JoinPath(FolderOf(path), "config.json");
+  if (!PathExists(file)) return false;
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(file, kMaxConfigBytes));
+  MUSTER_ASSIGN_OR_RETURN(const nlohmann::json config, ParseJson(text, file));
+  if (!config.is_object()) {
+    return absl::InvalidArgumentError(absl::StrCat(file, ": is no JSON object"));
+  }
+  const auto tied = config.find("tie_word_embeddings");
+  if (tied != config.end() && tied->is_boolean() && !tied->get<bool>()) return false;
+  const auto architectures = config.find("architectures");
+  if (architectures == config.end() || !architectures->is_array() || architectures->empty() ||
+      !architectures->front().is_string()) {
+    return tied != config.end();
+  }
+  const std::string architecture = architectures->front().get<std::string>();
+  return absl::EndsWith(architecture, "ForCausalLM") ||
+         absl::EndsWith(architecture, "LMHeadModel") || architecture == "BertForMaskedLM";
+}
+
+}  // namespace
+
+absl::StatusOr<WeightFiles> OpenModel(const std::string& path) {
+  absl::StatusOr<WeightFiles> files = WeightFiles::Open(path);
+  if (absl::IsNotFound(files.status()) && PathExists(JoinPath(path, "config.json"))) {
+    return absl::NotFoundError(
+        absl::StrCat(files.status().message(),
+                     "; sizes are read from the weights' headers, a config.json alone is not "
+                     "enough: download the index and the files it names"));
+  }
+  if (files.ok() && files->entries().empty()) {
+    return absl::NotFoundError(absl::StrCat(path, " holds no tensors"));
+  }
+  return files;
+}
+
+absl::StatusOr<PlannedModel> ReadModelTree(const std::string& path) {
+  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, OpenModel(path));
+  std::vector<TreeTensor> tensors;
+  for (const WeightFiles::Entry& entry : files.entries()) {
+    TreeTensor tensor{.name = entry.tensor.name,
+                      .dtype = std::string(SafetensorsTypeName(entry.tensor.type)),
+                      .file = entry.file,
+                      .storage = files.StorageOf(entry)};
+    for (const uint64_t size : entry.tensor.shape) {
+      tensor.shape.push_back(static_cast<int64_t>(size));
+    }
+    tensors.push_back(std::move(tensor));
+  }
+  MUSTER_ASSIGN_OR_RETURN(PlannedModel model, TreeOf(tensors));
+  MUSTER_ASSIGN_OR_RETURN(const bool tied, HasTiedHead(path));
+  if (tied) TieHead(&model);
+  return model;
+}
+
+std::string Table(const std::vector<std::vector<std::string>>& rows) {
+  std::vector<size_t> widths;
+  for (const auto& row : rows) {
+    widths.resize(std::max(widths.size(), row.size()));
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  std::string text;
+  for (const auto& row : rows) {
+    for (size_t i = 0; i < row.size(); ++i) {
+      const int width = static_cast<int>(widths[i]);
+      // Names to the left, amounts to the right.
+      absl::StrAppend(
+          &text, i == 0 ? "  " : "   ",
+          i == 0 ? absl::StrFormat("%-*s", width, row[i]) : absl::StrFormat("%*s", width, row[i]));
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+}  // namespace muster::client
