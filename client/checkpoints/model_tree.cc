@@ -86,7 +86,6 @@ bool IsNumber(absl::string_view part) {
   return !part.empty() && std::all_of(part.begin(), part.end(), absl::ascii_isdigit);
 }
 
-<<<<<<< HEAD
 // Numbers by value, before names.
 std::tuple<bool, size_t, std::string> NaturalKey(const std::string& part) {
   if (!IsNumber(part)) return {true, 0, part};
@@ -96,42 +95,6 @@ std::tuple<bool, size_t, std::string> NaturalKey(const std::string& part) {
 
 size_t KnownPlace(absl::string_view part) {
   return std::find(std::begin(kOrder), std::end(kOrder), part) - std::begin(kOrder);
-=======
-// What transformers calls a block, by model_type.
-std::string BlockName(absl::string_view model_type) {
-  static const auto& names =
-      *new std::map<absl::string_view, const char*>{{"gpt2", "GPT2Block"},
-                                                    {"llama", "LlamaDecoderLayer"},
-                                                    {"mistral", "MistralDecoderLayer"},
-                                                    {"mixtral", "MixtralDecoderLayer"},
-                                                    {"qwen2", "Qwen2DecoderLayer"},
-                                                    {"bert", "BertLayer"}};
-  const auto found = names.find(model_type);
-  return found == names.end() ? "" : found->second;
-}
-
-// When a module of this name runs among its neighbours.
-int TurnOf(const std::string& name) {
-  static const auto& turns = *new std::map<std::string, int>{{"embeddings", 0},
-                                                             {"embed_tokens", 0},
-                                                             {"embed", 0},
-                                                             {"wte", 0},
-                                                             {"wpe", 0},
-                                                             {"shared", 0},
-                                                             {"norm", 2},
-                                                             {"ln_f", 2},
-                                                             {"final_layernorm", 2},
-                                                             {"final_layer_norm", 2},
-                                                             {"pooler", 3},
-                                                             {"lm_head", 4},
-                                                             {"score", 4},
-                                                             {"classifier", 4},
-                                                             {"cls", 4},
-                                                             {"qa_outputs", 4},
-                                                             {"head", 4}};
-  const auto found = turns.find(name);
-  return found == turns.end() ? 1 : found->second;
->>>>>>> big
 }
 
 bool IsBuffer(const TreeTensor& tensor, absl::string_view name) {

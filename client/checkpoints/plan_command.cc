@@ -53,7 +53,6 @@ struct Plan {
   int64_t largest_offloaded_bytes = 0;
 };
 
-<<<<<<< HEAD
 // A row of the table.
 struct Share {
   std::string device = {};
@@ -70,17 +69,6 @@ absl::StatusOr<DeviceLimits> FoundLimits(const Machine& machine) {
         ", whose memory only a program with CUDA can ask for: write --max_memory 0=SIZE,cpu=SIZE"));
   }
   return DeviceLimits{{"cpu", static_cast<double>(MemoryLeft())}};
-=======
-// The type names of Accelerate and of safetensors.
-absl::StatusOr<std::optional<std::string>> TypeOf(const std::string& name) {
-  static const auto& types = *new std::map<std::string, std::string>{
-      {"float32", "F32"}, {"float16", "F16"}, {"bfloat16", "BF16"}, {"float64", "F64"}};
-  if (name.empty()) return std::optional<std::string>();
-  const auto found = types.find(name);
-  if (found != types.end()) return std::optional(found->second);
-  return absl::InvalidArgumentError(
-      absl::StrCat("--dtype ", name, ": write float32, float16, bfloat16 or float64"));
->>>>>>> big
 }
 
 absl::StatusOr<std::string> ParseDtype(const std::string& text) {
@@ -191,7 +179,8 @@ std::vector<Share> SharesOf(const Plan& plan) {
     shares.push_back({.device = device});
     if (device != "disk") shares.back().limit = static_cast<int64_t>(limit);
   }
-  for (const auto& [name, device] : plan.map.devices) {
+  for (const auto& entry : plan.map.devices) {
+    const std::string &name = entry.first, &device = entry.second;
     auto share = std::find_if(shares.begin(), shares.end(),
                               [&](const Share& other) { return other.device == device; });
     if (share == shares.end()) share = shares.insert(shares.end(), Share{.device = device});
@@ -202,7 +191,6 @@ std::vector<Share> SharesOf(const Plan& plan) {
   return shares;
 }
 
-<<<<<<< HEAD
 // "layers.0", "layers.1", "layers.2" as "layers.0-2".
 std::string InShort(const std::vector<std::string>& names) {
   std::vector<std::string> parts;
@@ -290,21 +278,6 @@ std::string JsonOf(const std::string& path, const Plan& plan, const Machine& mac
                        {"buffers_do_not_fit", plan.map.buffers_do_not_fit},
                        {"absent_gpus", Absent(plan, machine)}};
   for (const Share& share : SharesOf(plan)) {
-=======
-ordered_json ToJson(const Request& request, const Plan& plan) {
-  ordered_json json = {
-      {"path", request.path},
-      {"bytes", plan.sizes.at("")},
-      {"dtype", request.dtype.has_value() ? ordered_json(*request.dtype) : ordered_json()},
-      {"no_split", request.map.no_split},
-      {"main_device", plan.main},
-      {"devices", ordered_json::array()},
-      {"device_map", ordered_json::object()},
-      {"offloaded", plan.offloaded},
-      {"largest_offloaded", plan.largest},
-      {"largest_offloaded_bytes", plan.largest_bytes}};
-  for (const DeviceShare& share : plan.shares) {
->>>>>>> big
     json["devices"].push_back(
         {{"device", share.device},
          {"limit", share.limit.has_value() ? ordered_json(*share.limit) : ordered_json()},
@@ -356,12 +329,7 @@ int RunPlanCommand(const std::vector<std::string>& args, const CommandContext& c
     return Fail(spec, context, status, code);
   };
   if (format != "text" && format != "json") {
-<<<<<<< HEAD
     return fail(
-=======
-    return Fail(
-        spec, context,
->>>>>>> big
         absl::InvalidArgumentError(absl::StrCat("--output ", format, ": write text or json")),
         kExitUsage);
   }

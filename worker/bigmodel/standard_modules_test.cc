@@ -42,70 +42,76 @@ struct Case {
   std::function<at::Tensor(torch::nn::Module&)> run;
 };
 
+namespace nn = torch::nn;
+
 std::vector<Case> Cases() {
-  using namespace torch::nn;  // NOLINT
   const auto ones = [](at::IntArrayRef sizes) {
     return at::arange(c10::multiply_integers(sizes)).to(at::kFloat).div(50).sin().view(sizes);
   };
   return {
-      {"lstm", [] { return LSTM(LSTMOptions(6, 5).num_layers(2).bidirectional(true)).ptr(); },
-       [=](Module& m) {
-         return std::get<0>(m.as<LSTM>()->forward(ones({4, 3, 6})));
+      {"lstm",
+       [] { return nn::LSTM(nn::LSTMOptions(6, 5).num_layers(2).bidirectional(true)).ptr(); },
+       [=](nn::Module& m) {
+         return std::get<0>(m.as<nn::LSTM>()->forward(ones({4, 3, 6})));
        }},
-      {"gru", [] { return GRU(GRUOptions(6, 5)).ptr(); },
-       [=](Module& m) {
-         return std::get<0>(m.as<GRU>()->forward(ones({4, 3, 6})));
+      {"gru", [] { return nn::GRU(nn::GRUOptions(6, 5)).ptr(); },
+       [=](nn::Module& m) {
+         return std::get<0>(m.as<nn::GRU>()->forward(ones({4, 3, 6})));
        }},
-      {"lstm_cell", [] { return LSTMCell(LSTMCellOptions(6, 5)).ptr(); },
-       [=](Module& m) {
-         return std::get<0>(m.as<LSTMCell>()->forward(ones({3, 6})));
+      {"lstm_cell", [] { return nn::LSTMCell(nn::LSTMCellOptions(6, 5)).ptr(); },
+       [=](nn::Module& m) {
+         return std::get<0>(m.as<nn::LSTMCell>()->forward(ones({3, 6})));
        }},
-      {"conv2d", [] { return Conv2d(Conv2dOptions(3, 4, 3)).ptr(); },
-       [=](Module& m) {
-         return m.as<Conv2d>()->forward(ones({2, 3, 8, 8}));
+      {"conv2d", [] { return nn::Conv2d(nn::Conv2dOptions(3, 4, 3)).ptr(); },
+       [=](nn::Module& m) {
+         return m.as<nn::Conv2d>()->forward(ones({2, 3, 8, 8}));
        }},
-      {"conv_transpose", [] { return ConvTranspose2d(ConvTranspose2dOptions(3, 4, 3)).ptr(); },
-       [=](Module& m) {
-         return m.as<ConvTranspose2d>()->forward(ones({2, 3, 8, 8}));
+      {"conv_transpose",
+       [] { return nn::ConvTranspose2d(nn::ConvTranspose2dOptions(3, 4, 3)).ptr(); },
+       [=](nn::Module& m) {
+         return m.as<nn::ConvTranspose2d>()->forward(ones({2, 3, 8, 8}));
        }},
-      {"attention", [] { return MultiheadAttention(MultiheadAttentionOptions(8, 2)).ptr(); },
-       [=](Module& m) {
+      {"attention",
+       [] { return nn::MultiheadAttention(nn::MultiheadAttentionOptions(8, 2)).ptr(); },
+       [=](nn::Module& m) {
          const at::Tensor x = ones({4, 2, 8});
-         return std::get<0>(m.as<MultiheadAttention>()->forward(x, x, x));
+         return std::get<0>(m.as<nn::MultiheadAttention>()->forward(x, x, x));
        }},
       {"encoder_layer",
        [] {
-         return TransformerEncoderLayer(TransformerEncoderLayerOptions(8, 2).dropout(0)).ptr();
+         return nn::TransformerEncoderLayer(nn::TransformerEncoderLayerOptions(8, 2).dropout(0))
+             .ptr();
        },
-       [=](Module& m) {
-         return m.as<TransformerEncoderLayer>()->forward(ones({4, 2, 8}));
+       [=](nn::Module& m) {
+         return m.as<nn::TransformerEncoderLayer>()->forward(ones({4, 2, 8}));
        }},
       {"transformer",
        [] {
-         return Transformer(TransformerOptions(8, 2, 1, 1).dim_feedforward(16).dropout(0)).ptr();
+         return nn::Transformer(nn::TransformerOptions(8, 2, 1, 1).dim_feedforward(16).dropout(0))
+             .ptr();
        },
-       [=](Module& m) {
-         return m.as<Transformer>()->forward(ones({4, 2, 8}), ones({3, 2, 8}));
+       [=](nn::Module& m) {
+         return m.as<nn::Transformer>()->forward(ones({4, 2, 8}), ones({3, 2, 8}));
        }},
-      {"batch_norm", [] { return BatchNorm2d(BatchNorm2dOptions(3)).ptr(); },
-       [=](Module& m) {
-         return m.as<BatchNorm2d>()->forward(ones({2, 3, 4, 4}));
+      {"batch_norm", [] { return nn::BatchNorm2d(nn::BatchNorm2dOptions(3)).ptr(); },
+       [=](nn::Module& m) {
+         return m.as<nn::BatchNorm2d>()->forward(ones({2, 3, 4, 4}));
        }},
-      {"embedding_bag", [] { return EmbeddingBag(EmbeddingBagOptions(10, 4)).ptr(); },
-       [=](Module& m) {
-         return m.as<EmbeddingBag>()->forward(at::arange(8).remainder(10).view({2, 4}));
+      {"embedding_bag", [] { return nn::EmbeddingBag(nn::EmbeddingBagOptions(10, 4)).ptr(); },
+       [=](nn::Module& m) {
+         return m.as<nn::EmbeddingBag>()->forward(at::arange(8).remainder(10).view({2, 4}));
        }},
-      {"bilinear", [] { return Bilinear(BilinearOptions(3, 4, 5)).ptr(); },
-       [=](Module& m) {
-         return m.as<Bilinear>()->forward(ones({2, 3}), ones({2, 4}));
+      {"bilinear", [] { return nn::Bilinear(nn::BilinearOptions(3, 4, 5)).ptr(); },
+       [=](nn::Module& m) {
+         return m.as<nn::Bilinear>()->forward(ones({2, 3}), ones({2, 4}));
        }},
-      {"prelu", [] { return PReLU().ptr(); },
-       [=](Module& m) {
-         return m.as<PReLU>()->forward(ones({2, 3}));
+      {"prelu", [] { return nn::PReLU().ptr(); },
+       [=](nn::Module& m) {
+         return m.as<nn::PReLU>()->forward(ones({2, 3}));
        }},
-      {"group_norm", [] { return GroupNorm(GroupNormOptions(2, 4)).ptr(); },
-       [=](Module& m) {
-         return m.as<GroupNorm>()->forward(ones({2, 4, 3}));
+      {"group_norm", [] { return nn::GroupNorm(nn::GroupNormOptions(2, 4)).ptr(); },
+       [=](nn::Module& m) {
+         return m.as<nn::GroupNorm>()->forward(ones({2, 4, 3}));
        }},
   };
 }
