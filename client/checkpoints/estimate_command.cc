@@ -13,31 +13,25 @@
 #include "client/checkpoints/memory_estimate.h"
 #include "client/checkpoints/model_headers.h"
 #include "client/cli/command_line.h"
-#include "worker/checkpoint/safetensors_format.h"
-#include "worker/checkpoint/weight_files.h"
 
 namespace muster::client {
 namespace {
 
 using nlohmann::ordered_json;
 
-bool IsFloating(SafetensorsType type) {
-  const absl::string_view name = SafetensorsTypeName(type);
-  return name[0] == 'F' || name == "BF16" || name == "C64";
+bool IsFloating(const std::string& type) {
+  return type[0] == 'F' || type == "BF16" || type == "C64";
 }
 
-absl::StatusOr<std::vector<EstimatedTensor>> TensorsOf(const std::string& path) {
-  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, OpenModel(path));
+std::vector<EstimatedTensor> Estimated(const ModelTensors& model) {
   std::vector<EstimatedTensor> tensors;
-  for (const WeightFiles::Entry& entry : files.entries()) {
-    EstimatedTensor tensor{.name = entry.tensor.name,
-                           .elements = 1,
-                           .bytes = static_cast<int64_t>(WeightFiles::BytesOf(entry)),
-                           .floating = IsFloating(entry.tensor.type)};
-    for (const uint64_t size : entry.tensor.shape) {
-      tensor.elements *= static_cast<int64_t>(size);
-    }
-    tensors.push_back(std::move(tensor));
+  for (size_t i = 0; i < model.tensors.size(); ++i) {
+    const TreeTensor& tensor = model.tensors[i];
+    tensors.push_back({.name = tensor.name,
+                       .elements = 1,
+                       .bytes = model.bytes[i],
+                       .floating = IsFloating(tensor.dtype)});
+    for (const int64_t size : tensor.shape) tensors.back().elements *= size;
   }
   return tensors;
 }
@@ -118,8 +112,8 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
       .usage = "PATH [OPTIONS]",
       .details =
           "PATH is a folder, an index or a file of safetensors or torch.save, or a checkpoint; "
-          "only "
-          "headers are read.\nUnits of sharding are taken to be the entries of module lists "
+          "only headers are read,\nof Muster's models config.json alone if nothing else is there. "
+          "Units of sharding are taken to be the entries of module lists "
           "(layers.0, layers.1, ...), as without options\nof the program's own.",
       .options = {{.name = "dtypes",
                    .value_name = "LIST",
@@ -149,9 +143,9 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
   if (line.words.empty()) return wrong(absl::StrCat("write ", spec.name, " ", spec.usage));
   const absl::StatusOr<Request> request = RequestOf(line);
   if (!request.ok()) return Fail(spec, context, request.status(), kExitUsage);
-  const absl::StatusOr<std::vector<EstimatedTensor>> tensors = TensorsOf(line.words[0]);
-  if (!tensors.ok()) return Fail(spec, context, tensors.status(), ExitCodeOf(tensors.status()));
-  const ModelSize size = SizeOf(*tensors);
+  const absl::StatusOr<ModelTensors> model = ReadModelTensors(line.words[0]);
+  if (!model.ok()) return Fail(spec, context, model.status(), ExitCodeOf(model.status()));
+  const ModelSize size = SizeOf(Estimated(*model));
   std::vector<DtypeEstimate> dtypes;
   for (const std::string& dtype : request->dtypes) {
     const absl::StatusOr<DtypeEstimate> estimate = EstimateDtype(size, dtype);
@@ -161,6 +155,7 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
   const std::vector<StrategyEstimate> strategies =
       EstimateStrategies(size, request->processes, request->group_size, request->state_bytes);
   if (format == "text") {
+    if (model->from_config) context.out << kFromConfig;
     PrintText(line.words[0], size, dtypes, strategies, *request, context.out);
     return kExitOk;
   }

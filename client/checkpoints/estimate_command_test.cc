@@ -9,11 +9,13 @@
 #include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/testdata/golden.h"
 #include "worker/checkpoint/safetensors_format.h"
 
 namespace muster::client {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using Json = nlohmann::json;
 
@@ -84,7 +86,35 @@ TEST_F(EstimateCommandTest, Mistakes_AreNamed) {
   const std::string config = folder_.Path("config");
   ASSERT_TRUE(MakeDirectories(config).ok());
   ASSERT_TRUE(WriteFileAtomically(JoinPath(config, "config.json"), "{}").ok());
-  expect({config}, kExitNotFound, "a config.json alone is not enough");
+  EXPECT_NE(Run({config}), kExitOk);
+  EXPECT_THAT(err_.str(), AllOf(HasSubstr("sizes cannot be taken"), HasSubstr("\"model_type\"")));
+}
+
+// As transformers' folders are before their weights are downloaded, with or without the index.
+TEST_F(EstimateCommandTest, ConfigAlone_SaysWhatTheWeightsWouldTake) {
+  for (const char* const name : {"hf_models/llama_shared", "hf_models/mixtral_shared",
+                                 "hf_models/gpt2_shared", "hf_train/bert_mlm_shared"}) {
+    SCOPED_TRACE(name);
+    const std::string whole = testing_support::GoldenPath(name);
+    const TestFolder folder;
+    const auto config = ReadFile(JoinPath(whole, "config.json"));
+    ASSERT_TRUE(config.ok()) << config.status();
+    ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"), *config).ok());
+    const auto index = ReadFile(JoinPath(whole, "model.safetensors.index.json"));
+    for (const bool has_index : {false, true}) {
+      if (has_index && !index.ok()) continue;
+      if (has_index) {
+        ASSERT_TRUE(WriteFileAtomically(folder.Path("model.safetensors.index.json"), *index).ok());
+      }
+      ASSERT_EQ(Run({folder.path()}), kExitOk) << err_.str();
+      EXPECT_THAT(out_.str(), HasSubstr("No weights are there"));
+      ASSERT_EQ(Run({folder.path(), "-o", "json"}), kExitOk) << err_.str();
+      Json alone = Json::parse(out_.str());
+      ASSERT_EQ(Run({whole, "-o", "json"}), kExitOk) << err_.str();
+      alone["path"] = whole;
+      EXPECT_EQ(alone, Json::parse(out_.str()));
+    }
+  }
 }
 
 }  // namespace

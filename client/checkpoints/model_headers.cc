@@ -12,8 +12,10 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "base/status_macros.h"
-#include "client/checkpoints/model_tree.h"
 #include "worker/checkpoint/safetensors_format.h"
+#include "worker/checkpoint/weight_files.h"
+#include "worker/models/model_config.h"
+#include "worker/models/weight_shapes.h"
 
 namespace muster::client {
 namespace {
@@ -47,25 +49,12 @@ absl::StatusOr<bool> HasTiedHead(const std::string& path) {
          absl::EndsWith(architecture, "LMHeadModel") || architecture == "BertForMaskedLM";
 }
 
-}  // namespace
-
-absl::StatusOr<WeightFiles> OpenModel(const std::string& path) {
-  absl::StatusOr<WeightFiles> files = WeightFiles::Open(path);
-  if (absl::IsNotFound(files.status()) && PathExists(JoinPath(path, "config.json"))) {
-    return absl::NotFoundError(
-        absl::StrCat(files.status().message(),
-                     "; sizes are read from the weights' headers, a config.json alone is not "
-                     "enough: download the index and the files it names"));
-  }
-  if (files.ok() && files->entries().empty()) {
+absl::StatusOr<ModelTensors> TensorsOfFiles(const std::string& path) {
+  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, WeightFiles::Open(path));
+  if (files.entries().empty()) {
     return absl::NotFoundError(absl::StrCat(path, " holds no tensors"));
   }
-  return files;
-}
-
-absl::StatusOr<PlannedModel> ReadModelTree(const std::string& path) {
-  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, OpenModel(path));
-  std::vector<TreeTensor> tensors;
+  ModelTensors model;
   for (const WeightFiles::Entry& entry : files.entries()) {
     TreeTensor tensor{.name = entry.tensor.name,
                       .dtype = std::string(SafetensorsTypeName(entry.tensor.type)),
@@ -74,12 +63,51 @@ absl::StatusOr<PlannedModel> ReadModelTree(const std::string& path) {
     for (const uint64_t size : entry.tensor.shape) {
       tensor.shape.push_back(static_cast<int64_t>(size));
     }
-    tensors.push_back(std::move(tensor));
+    model.tensors.push_back(std::move(tensor));
+    model.bytes.push_back(static_cast<int64_t>(WeightFiles::BytesOf(entry)));
   }
-  MUSTER_ASSIGN_OR_RETURN(PlannedModel model, TreeOf(tensors));
-  MUSTER_ASSIGN_OR_RETURN(const bool tied, HasTiedHead(path));
-  if (tied) TieHead(&model);
   return model;
+}
+
+absl::StatusOr<ModelTensors> TensorsOfConfig(const std::string& path) {
+  MUSTER_ASSIGN_OR_RETURN(const models::ModelConfig config,
+                          models::ReadModelConfig(FolderOf(path)));
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<models::WeightShape> shapes,
+                          models::WeightShapes(config));
+  const std::string& type = models::Common(config).dtype;
+  const bool is_half = type == "bfloat16" || type == "float16";
+  const std::string dtype = type == "bfloat16" ? "BF16" : type == "float16" ? "F16" : "F32";
+  ModelTensors model{.from_config = true};
+  for (const models::WeightShape& each : shapes) {
+    model.tensors.push_back({.name = each.name, .dtype = dtype, .shape = each.shape});
+    model.bytes.push_back(is_half ? 2 : 4);
+    for (const int64_t size : each.shape) model.bytes.back() *= size;
+  }
+  return model;
+}
+
+}  // namespace
+
+absl::StatusOr<ModelTensors> ReadModelTensors(const std::string& path) {
+  absl::StatusOr<ModelTensors> found = TensorsOfFiles(path);
+  if (!absl::IsNotFound(found.status()) || !PathExists(path) ||
+      !PathExists(JoinPath(FolderOf(path), "config.json"))) {
+    return found;
+  }
+  absl::StatusOr<ModelTensors> model = TensorsOfConfig(path);
+  if (model.ok()) return model;
+  return absl::Status(model.status().code(),
+                      absl::StrCat(found.status().message(), "; and sizes cannot be taken from ",
+                                   model.status().message()));
+}
+
+absl::StatusOr<ModelTree> ReadModelTree(const std::string& path) {
+  MUSTER_ASSIGN_OR_RETURN(const ModelTensors tensors, ReadModelTensors(path));
+  ModelTree tree{.from_config = tensors.from_config};
+  MUSTER_ASSIGN_OR_RETURN(tree.model, TreeOf(tensors.tensors));
+  MUSTER_ASSIGN_OR_RETURN(const bool tied, HasTiedHead(path));
+  if (tied) TieHead(&tree.model);
+  return tree;
 }
 
 std::string Table(const std::vector<std::vector<std::string>>& rows) {

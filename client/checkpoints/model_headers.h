@@ -1,25 +1,42 @@
 #ifndef MUSTER_CLIENT_CHECKPOINTS_MODEL_HEADERS_H_
 #define MUSTER_CLIENT_CHECKPOINTS_MODEL_HEADERS_H_
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "client/checkpoints/model_tree.h"
 #include "worker/bigmodel/device_map.h"
-#include "worker/checkpoint/weight_files.h"
 
 namespace muster::client {
 
-// What commands learn about a model from the headers of its files, without its weights.
+// What commands learn about a model without reading its weights.
 
-// A model's files: a folder, an index, or a file. Blocks on the disk. Errors: those of
-// WeightFiles::Open, and of NOT_FOUND what is missing beside a config.json; NOT_FOUND if there is
-// no tensor.
-absl::StatusOr<WeightFiles> OpenModel(const std::string& path);
+struct ModelTensors {
+  std::vector<TreeTensor> tensors = {};
+  std::vector<int64_t> bytes = {};  // of each tensor, as it is stored
+  // config.json alone is there: these are the weights that it asks for.
+  bool from_config = false;
+};
+
+// The tensors of a model's folder, index or file, from the headers of its files; without these (an
+// index may be there), from config.json if it is of a model that Muster has. Blocks on the disk.
+// Errors: those of WeightFiles::Open, and of models::ReadModelConfig and WeightShapes; NOT_FOUND if
+// there is no tensor.
+absl::StatusOr<ModelTensors> ReadModelTensors(const std::string& path);
 
 // The model's modules, with the head tied to the embedding where config.json beside the weights
-// says so. Errors: those of OpenModel and TreeOf, and a config.json that is no JSON object.
-absl::StatusOr<PlannedModel> ReadModelTree(const std::string& path);
+// says so. Errors: those of ReadModelTensors and TreeOf, and a config.json that is no JSON object.
+struct ModelTree {
+  PlannedModel model = {};
+  bool from_config = false;
+};
+absl::StatusOr<ModelTree> ReadModelTree(const std::string& path);
+
+// What is said of a model of which config.json alone is there.
+inline constexpr char kFromConfig[] =
+    "No weights are there: sizes are those that config.json asks for.\n";
 
 // Rows of text under a line of headings: the first column to the left, the others to the right.
 std::string Table(const std::vector<std::vector<std::string>>& rows);

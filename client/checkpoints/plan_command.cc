@@ -294,7 +294,8 @@ CommandSpec Spec() {
       .usage = "PATH [OPTIONS]",
       .details =
           "PATH is a folder, an index or a file of safetensors or torch.save; only headers and "
-          "config.json are read.\nModules are known by the names of tensors: those of "
+          "config.json are read,\nof Muster's models config.json alone if nothing else is there. "
+          "Modules are known by the names of tensors: those of "
           "--no_split are names of lists (layers, experts),\nor classes of models that Muster has "
           "(LlamaDecoderLayer). A program plans by its own modules:\n"
           "muster::infer_auto_device_map.",
@@ -341,13 +342,14 @@ int RunPlanCommand(const std::vector<std::string>& args, const CommandContext& c
   const absl::StatusOr<Request> request = RequestOf(line, machine);
   if (!request.ok()) return fail(request.status(), kExitUsage);
   const std::string& path = line.words[0];
-  absl::StatusOr<PlannedModel> model = ReadModelTree(path);
-  if (!model.ok()) return fail(model.status(), ExitCodeOf(model.status()));
-  const absl::StatusOr<Plan> plan = PlanOf(*std::move(model), *request);
+  absl::StatusOr<ModelTree> tree = ReadModelTree(path);
+  if (!tree.ok()) return fail(tree.status(), ExitCodeOf(tree.status()));
+  const absl::StatusOr<Plan> plan = PlanOf(std::move(tree->model), *request);
   if (!plan.ok()) return fail(plan.status(), ExitCodeOf(plan.status()));
   if (format == "json") {
     context.out << JsonOf(path, *plan, machine);
   } else {
+    if (tree->from_config) context.out << kFromConfig;
     PrintText(path, *plan, machine, context.out);
   }
   return kExitOk;

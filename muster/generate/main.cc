@@ -1,5 +1,7 @@
 // The program behind `muster generate`: what a model of a Hub folder says after a prompt, on the
 // terminal as it comes.
+#include <sys/resource.h>
+
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -54,7 +56,8 @@ constexpr char kFooter[] =
 constexpr int64_t kNewTokens = 256;
 
 struct Flags {
-  std::string model, prompt_file, dtype = "auto", device = "cpu", output = "text", weights_memory;
+  std::string model, prompt_file, dtype = "auto", device = "cpu", output = "text", weights_memory,
+                                  max_memory;
   std::vector<std::string> prompts, stop;
   std::optional<int64_t> max_new_tokens;
   std::optional<int64_t> min_new_tokens, top_k, no_repeat_ngram_size, num_beams;
@@ -97,6 +100,10 @@ void AddOptions(CLI::App& app, Flags& flags) {
   app.add_option("--weights_memory", flags.weights_memory,
                  "Keep the weights in their files and at most so much of them in memory: 4GB")
       ->type_name("SIZE");
+  app.add_option("--max_memory", flags.max_memory,
+                 "What each device may hold of the weights, the rest stays in its files: "
+                 "0=20GB,cpu=30GB. See muster plan")
+      ->type_name("LIST");
   app.add_option("-o,--output", flags.output, "text or json")
       ->check(CLI::IsMember({"text", "json"}));
   app.add_flag("--quiet", flags.quiet, "No figures");
@@ -183,26 +190,56 @@ const char* ReasonName(GeneratedText::Reason reason) {
   return "";
 }
 
-// The model in memory, or with its weights in their files.
-absl::StatusOr<TextGenerator> LoadGenerator(const Flags& flags, OffloadedCausalLm* offloaded) {
-  MUSTER_ASSIGN_OR_RETURN(const models::LoadPretrainedOptions load, LoadOptions(flags));
-  if (flags.weights_memory.empty()) return TextGenerator::FromFolder(flags.model, load);
-  if (!load.device.is_cpu()) {
-    return absl::InvalidArgumentError("--weights_memory is for --device cpu");
+// Where the weights are to be: by default in memory, all of them.
+absl::Status SetPlaces(const Flags& flags, const c10::Device& device, DeviceMapChoice* map,
+                       BigModelOptions* options) {
+  if (!flags.max_memory.empty()) {
+    if (!flags.weights_memory.empty() || flags.device != "cpu") {
+      return absl::InvalidArgumentError(
+          "--max_memory says where the weights are: leave out --weights_memory and --device");
+    }
+    const absl::StatusOr<DeviceLimits> limits = get_max_memory(flags.max_memory);
+    if (!limits.ok()) {
+      return absl::InvalidArgumentError(absl::StrCat("--max_memory: ", limits.status().message()));
+    }
+    options->max_memory = *limits;
+    *map = std::string("auto");
+    return absl::OkStatus();
+  }
+  if (!device.is_cpu()) {
+    return absl::InvalidArgumentError(
+        "--weights_memory is for --device cpu; --max_memory 0=SIZE has the weights come to a GPU");
   }
   const absl::StatusOr<int64_t> bytes = ParseMemorySize(flags.weights_memory);
   if (!bytes.ok()) {
     return absl::InvalidArgumentError(absl::StrCat("--weights_memory: ", bytes.status().message()));
   }
+  options->ring_bytes = static_cast<uint64_t>(*bytes);
+  *map = DeviceEntries{{"", "disk"}};
+  return absl::OkStatus();
+}
+
+// The model in memory, or with its weights in their files.
+absl::StatusOr<TextGenerator> LoadGenerator(const Flags& flags, OffloadedCausalLm* offloaded) {
+  MUSTER_ASSIGN_OR_RETURN(const models::LoadPretrainedOptions load, LoadOptions(flags));
+  if (flags.weights_memory.empty() && flags.max_memory.empty()) {
+    return TextGenerator::FromFolder(flags.model, load);
+  }
+  DeviceMapChoice map;
+  BigModelOptions options = {.dtype = load.dtype};
+  MUSTER_RETURN_IF_ERROR(SetPlaces(flags, load.device, &map, &options));
   MUSTER_ASSIGN_OR_RETURN(models::GenerateOptions defaults,
                           models::ReadGenerationConfig(flags.model));
   MUSTER_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::FromFolder(flags.model));
-  MUSTER_ASSIGN_OR_RETURN(
-      *offloaded,
-      load_offloaded_causal_lm(flags.model, DeviceEntries{{"", "disk"}},
-                               {.dtype = load.dtype, .ring_bytes = static_cast<uint64_t>(*bytes)},
-                               load.config));
+  MUSTER_ASSIGN_OR_RETURN(*offloaded,
+                          load_offloaded_causal_lm(flags.model, map, options, load.config));
   return TextGenerator(offloaded->model, std::move(tokenizer), std::move(defaults));
+}
+
+int64_t PeakMemory() {
+  rusage usage = {};
+  getrusage(RUSAGE_SELF, &usage);
+  return int64_t{usage.ru_maxrss} * 1024;
 }
 
 struct Times {
@@ -213,7 +250,8 @@ void PrintJson(const std::vector<GeneratedText>& texts, const Times& times) {
   nlohmann::json out = {{"texts", nlohmann::json::array()},
                         {"load_seconds", times.load},
                         {"first_token_seconds", times.first_token},
-                        {"generate_seconds", times.generate}};
+                        {"generate_seconds", times.generate},
+                        {"peak_memory", PeakMemory()}};
   for (const GeneratedText& text : texts) {
     out["texts"].push_back({{"text", text.text},
                             {"stopped_by", ReasonName(text.reason)},
@@ -231,10 +269,23 @@ void PrintFigures(const std::vector<GeneratedText>& texts, const Times& times) {
   }
   std::fprintf(stderr,
                "%ld prompt tokens, %ld new tokens: %.1f tokens/s; model loaded in %.2f s, first "
-               "token after %.2f s\n",
+               "token after %.2f s; peak memory %ld MiB\n",
                static_cast<long>(prompt), static_cast<long>(fresh),
                static_cast<double>(fresh) / std::max(times.generate, 1e-9), times.load,
-               times.first_token);
+               times.first_token, static_cast<long>(PeakMemory() >> 20));
+}
+
+void PrintOffload(const DispatchedModel& weights) {
+  const OffloadStats stats = weights.stats();
+  double resident = 0;
+  for (const auto& [device, bytes] : weights.resident()) resident += bytes;
+  const auto mib = [](uint64_t bytes) { return static_cast<long>(bytes >> 20); };
+  const auto always = static_cast<uint64_t>(resident);
+  std::fprintf(stderr,
+               "weights: %ld MiB stay in memory, %ld MiB come when they are used; at most %ld MiB "
+               "in memory, %ld MiB read\n",
+               mib(always), mib(stats.offloaded_bytes),
+               mib(always + stats.ring_bytes + stats.overflow_bytes), mib(stats.read_bytes));
 }
 
 absl::Status Run(const Flags& flags) {
@@ -275,11 +326,7 @@ absl::Status Run(const Flags& flags) {
   std::fflush(stdout);
   if (!flags.quiet) PrintFigures(texts, times);
   if (!flags.quiet && offloaded.weights != nullptr) {
-    const OffloadStats stats = offloaded.weights->stats();
-    std::fprintf(stderr, "weights: %ld MiB in files, at most %ld MiB in memory, %ld MiB read\n",
-                 static_cast<long>(stats.offloaded_bytes >> 20),
-                 static_cast<long>((stats.ring_bytes + stats.overflow_bytes) >> 20),
-                 static_cast<long>(stats.read_bytes >> 20));
+    PrintOffload(*offloaded.weights);
   }
   return absl::OkStatus();
 }
@@ -302,10 +349,12 @@ int Main(int argc, char** argv) {
   if (status.ok()) return kExitOk;
   // LibTorch has no error of its own for memory of the CPU.
   const bool no_memory = absl::StrContains(status.message(), "can't allocate memory");
-  std::fprintf(stderr, "muster generate: %s\n",
-               no_memory ? "the model does not fit into memory: --weights_memory SIZE leaves its "
-                           "weights in their files, --dtype bfloat16 halves them"
-                         : OneLine(status.message()).c_str());
+  std::fprintf(
+      stderr, "muster generate: %s\n",
+      no_memory
+          ? "the model does not fit into memory: --max_memory cpu=SIZE leaves the rest of its "
+            "weights in their files, --dtype bfloat16 halves them"
+          : OneLine(status.message()).c_str());
   return absl::IsUnimplemented(status) ? kExitUsage : ExitCodeOf(status);
 }
 

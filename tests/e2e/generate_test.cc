@@ -46,9 +46,9 @@ TEST_F(GenerateTest, Prompt_IsContinuedOnStandardOutput) {
   auto run = Generate({"--prompt", "Hello there", "--max_new_tokens", "12"});
   EXPECT_EQ(run->Wait(), 0) << absl::StrJoin(run->err(), "\n");
   EXPECT_FALSE(absl::StrJoin(run->out(), "\n").empty());
-  EXPECT_THAT(run->err(),
-              ElementsAre(MatchesRegex("[0-9]+ prompt tokens, 12 new tokens: .* tokens/s; model "
-                                       "loaded in .* s, first token after .* s")));
+  EXPECT_THAT(run->err(), ElementsAre(MatchesRegex(
+                              "[0-9]+ prompt tokens, 12 new tokens: .* tokens/s; model "
+                              "loaded in .* s, first token after .* s; peak memory [0-9]+ MiB")));
 }
 
 TEST_F(GenerateTest, SameSeed_SaysTheSame) {
@@ -94,12 +94,20 @@ TEST_F(GenerateTest, ModelLargerThanMemory_RunsFromItsFiles) {
   auto offloaded = generate("170000", "--weights_memory 40MB");
   ASSERT_EQ(offloaded->Wait(), 0) << offloaded->err_text();
   EXPECT_EQ(offloaded->out_text(), whole->out_text());
+  EXPECT_THAT(offloaded->err_text(),
+              testing::ContainsRegex("peak memory [1-9][0-9]+ MiB\nweights: 0 MiB stay in memory, "
+                                     "16[0-9] MiB come when they are used; at most 3[0-9] MiB"));
+  // A part of them in memory all the time.
+  auto divided = generate("260000", "--max_memory cpu=100MB");
+  ASSERT_EQ(divided->Wait(), 0) << divided->err_text();
+  EXPECT_EQ(divided->out_text(), whole->out_text());
   EXPECT_THAT(
-      offloaded->err_text(),
-      testing::ContainsRegex("weights: 16[0-9] MiB in files, at most 3[0-9] MiB in memory"));
+      divided->err_text(),
+      testing::ContainsRegex("weights: [1-9][0-9]* MiB stay in memory, [1-9][0-9]* MiB come "
+                             "when they are used; at most [1-9][0-9] MiB in memory"));
   auto too_large = generate("170000", "--quiet");
   EXPECT_NE(too_large->Wait(), 0);
-  EXPECT_THAT(too_large->err(), ElementsAre(HasSubstr("--weights_memory")));
+  EXPECT_THAT(too_large->err(), ElementsAre(HasSubstr("--max_memory cpu=SIZE")));
 }
 
 TEST_F(GenerateTest, WhatIsWrong_IsOneLineThatNamesIt) {
@@ -110,6 +118,11 @@ TEST_F(GenerateTest, WhatIsWrong_IsOneLineThatNamesIt) {
       {{"--prompt", "a", "--temperature", "0.5"}, "set do_sample too"},
       {{"--prompt", "a", "--sample", "--greedy"}, "--sample and --greedy exclude each other"},
       {{"--prompt", "a", "--sample", "--top_p", "7"}, "top_p is 7"},
+      {{"--prompt", "a", "--max_memory", "plenty"}, "--max_memory: "},
+      {{"--prompt", "a", "--max_memory", "7=1GB,cpu=1GB"}, "7"},
+      {{"--prompt", "a", "--max_memory", "cpu=1KB"}, "more than any device has"},
+      {{"--prompt", "a", "--max_memory", "cpu=1GB", "--weights_memory", "1GB"},
+       "leave out --weights_memory"},
       {{"--prompt", "a", "--device", "moon"}, "--device moon is not cpu, cuda or cuda:N"},
       {{"--prompt_file", "/no/such/file"}, "/no/such/file"}};
   for (const auto& [args, message] : cases) {

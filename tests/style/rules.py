@@ -71,7 +71,7 @@ _ALLOWED = {
     | {"worker/nested", "worker/collective", "worker/checkpoint", "worker/text", "worker/train", "worker/models"},
     "client": _FILES | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "rpc/session", "cli11", "httplib", "client"},
     # Tools on files; Bazel's visibility lets them see only those libraries of the room that have no torch.
-    "client/checkpoints": {"absl", "json", "base", "client", "worker/checkpoint", "worker/bigmodel"},
+    "client/checkpoints": {"absl", "json", "base", "client", "worker/checkpoint", "worker/bigmodel", "worker/models"},
     "muster": _FILES | {"base", "torch", "client", "muster"} | {"worker/" + room for room in _WORKER_ROOMS},
     # The program behind `muster generate`.
     "muster/generate": {"absl", "base", "cli11", "json", "torch", "muster", "worker/bigmodel", "worker/models", "worker/text"},

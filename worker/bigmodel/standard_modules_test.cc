@@ -79,7 +79,8 @@ std::vector<Case> Cases() {
        }},
       {"encoder_layer",
        [] {
-         return nn::TransformerEncoderLayer(nn::TransformerEncoderLayerOptions(8, 2).dropout(0))
+         return nn::TransformerEncoderLayer(
+                    nn::TransformerEncoderLayerOptions(8, 2).dim_feedforward(16).dropout(0))
              .ptr();
        },
        [=](nn::Module& m) {

@@ -125,26 +125,28 @@ BertForMaskedLMImpl::BertForMaskedLMImpl(const BertConfig& config)
   transform_ = transform->register_module("dense", Linear(width, width, true));
   transform_norm_ =
       transform->register_module("LayerNorm", LayerNorm(width, config.layer_norm_eps));
+  if (!config.tie_word_embeddings) {
+    decoder_ = predictions->register_module("decoder", Linear(width, config.vocab_size, true));
+    return;
+  }
   // The bias has the shape and place of a weight that layers make, and the files' own name.
   bias_ = predictions->register_parameter(
       "bias", at::empty({config.vocab_size}, transform_->weight.options().requires_grad(false)));
-  if (!config.tie_word_embeddings) {
-    decoder_ = predictions->register_module("decoder", Linear(width, config.vocab_size, false));
-  }
 }
 
 void BertForMaskedLMImpl::InitWeights() {
   TextModelImpl::InitWeights();
   const at::NoGradGuard no_grad;
-  bias_.zero_();
+  if (bias_.defined()) bias_.zero_();
 }
 
 ModelOutput BertForMaskedLMImpl::forward(const TextBatch& batch) {
   CheckBatch(batch, Common(config()), /*past=*/0);
   const at::Tensor hidden = transform_norm_(
       Activate(bert_config().activation, transform_(bert_(batch, activation_checkpointing()))));
-  const at::Tensor& weight = decoder_ ? decoder_->weight : bert_->word_embeddings->weight;
-  ModelOutput output = {.logits = at::linear(hidden, weight, bias_)};
+  ModelOutput output = {.logits = decoder_
+                                      ? decoder_(hidden)
+                                      : at::linear(hidden, bert_->word_embeddings->weight, bias_)};
   if (!batch.labels.defined()) return output;
   TORCH_CHECK(batch.labels.sizes() == batch.input_ids.sizes(), "labels have the shape ",
               batch.labels.sizes(), ", input_ids ", batch.input_ids.sizes());
@@ -153,13 +155,17 @@ ModelOutput BertForMaskedLMImpl::forward(const TextBatch& batch) {
 }
 
 std::string BertForMaskedLMImpl::ParameterName(const std::string& name_in_file) const {
-  // The classifier of pairs and the pooler, in files of BertForPreTraining; the same bias again.
+  // The classifier of pairs and the pooler, in files of BertForPreTraining.
   if (absl::StartsWith(name_in_file, "cls.seq_relationship.") ||
-      absl::StartsWith(name_in_file, "bert.pooler.") ||
-      name_in_file == "cls.predictions.decoder.bias") {
+      absl::StartsWith(name_in_file, "bert.pooler.")) {
     return "";
   }
-  if (name_in_file == "cls.predictions.decoder.weight") return decoder_ ? name_in_file : "";
+  // A tied head has the bias beside the decoder, written twice; of one that is not tied,
+  // transformers 5 writes both and computes with the decoder's.
+  if (absl::StartsWith(name_in_file, "cls.predictions.decoder.")) {
+    return decoder_ ? name_in_file : "";
+  }
+  if (name_in_file == "cls.predictions.bias") return decoder_ ? "" : name_in_file;
   return BertModelImpl::ParameterName(name_in_file);
 }
 

@@ -57,8 +57,7 @@ DecoderLayerImpl::Output DecoderLayerImpl::forward(const at::Tensor& x, const De
 }
 
 DecoderImpl::DecoderImpl(const DecoderConfig& config)
-    : sliding_windows_(config.sliding_windows),
-      rope_frequencies_(RopeFrequencies(config.rope, config.head_dim)) {
+    : sliding_windows_(config.sliding_windows), rotary_(config.rope, config.head_dim) {
   embed_tokens = register_module(
       "embed_tokens", Embedding(config.vocab_size, config.hidden_size, config.pad_token_id));
   torch::nn::ModuleList list = register_module("layers", torch::nn::ModuleList());
@@ -77,7 +76,7 @@ DecoderImpl::Output DecoderImpl::forward(const TextBatch& batch, DecoderPass pas
       batch.position_ids.defined()
           ? batch.position_ids
           : at::arange(past, past + count, batch.input_ids.options()).unsqueeze(0);
-  pass.rotation = RotationAt(rope_frequencies_, positions, x.scalar_type());
+  pass.rotation = rotary_.At(positions, x.scalar_type());
   const at::Tensor padding = PaddingMask(batch.attention_mask);
   std::map<int64_t, AttentionMask> of_window;
   for (const int64_t window : sliding_windows_) {

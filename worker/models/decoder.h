@@ -79,7 +79,7 @@ class DecoderImpl : public torch::nn::Module {
 
  private:
   const std::vector<int64_t> sliding_windows_;
-  const at::Tensor rope_frequencies_;
+  const RotaryEmbedding rotary_;
   std::vector<DecoderLayer> layers_;
   RmsNorm norm_{nullptr};
 };

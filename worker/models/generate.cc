@@ -59,7 +59,7 @@ Resolved Resolve(const CommonConfig& config, const GenerateOptions& options) {
   return out;
 }
 
-void CheckOptions(const GenerateOptions& options, const CommonConfig& config,
+void CheckOptions(const GenerateOptions& options, const ModelConfig& config,
                   const at::Tensor& input_ids) {
   CheckRules(options.rules);
   TORCH_CHECK_VALUE(options.max_new_tokens >= 1, "max_new_tokens is ", options.max_new_tokens,
@@ -84,11 +84,11 @@ void CheckOptions(const GenerateOptions& options, const CommonConfig& config,
                       "temperature, top_k, top_p and min_p are for sampling: set do_sample too");
   }
   const int64_t length = input_ids.defined() && input_ids.dim() == 2 ? input_ids.size(1) : 0;
-  TORCH_CHECK_VALUE(
-      options.beyond_context || length + options.max_new_tokens <= config.max_positions,
-      "a prompt of ", length, " tokens and ", options.max_new_tokens,
-      " new ones are more than the ", config.max_positions,
-      " positions of the model: shorten the prompt or lower max_new_tokens");
+  const int64_t context = ContextLength(config);
+  TORCH_CHECK_VALUE(options.beyond_context || length + options.max_new_tokens <= context,
+                    "a prompt of ", length, " tokens and ", options.max_new_tokens,
+                    " new ones are more than the ", context,
+                    " positions of the model: shorten the prompt or lower max_new_tokens");
 }
 
 // One uniform number in [0, 1) after another, for each row its own.
@@ -292,7 +292,7 @@ Generated Search(PromptReader& reader, const GenerateOptions& options, const Res
 Generated Generate(CausalLmImpl& model, const at::Tensor& input_ids,
                    const at::Tensor& attention_mask, const GenerateOptions& options) {
   const CommonConfig& config = Common(model.config());
-  CheckOptions(options, config, input_ids);
+  CheckOptions(options, model.config(), input_ids);
   const ScopedEvaluation evaluation(model);
   const c10::InferenceMode inference;
   const Resolved resolved = Resolve(config, options);

@@ -321,7 +321,8 @@ void ReadCommon(Settings& settings, Architecture architecture, CommonConfig* con
 
 // transformers 5 writes all of it in "rope_parameters", transformers 4 "rope_theta" and
 // "rope_scaling", whose type had the key "type" once.
-void ReadRope(Settings& settings, double default_theta, RopeConfig* rope) {
+void ReadRope(Settings& settings, double default_theta, int64_t max_positions, RopeConfig* rope) {
+  rope->original_max_positions = max_positions;
   rope->theta = settings.Number("rope_theta", 1e-9, 1e30, default_theta);
   const char* name = "rope_parameters";
   const Json* const legacy = settings.Find("rope_scaling");
@@ -336,6 +337,11 @@ void ReadRope(Settings& settings, double default_theta, RopeConfig* rope) {
         absl::StrCat("\"", name, "\" is ", Settings::Shown(*parameters), ", not an object"));
   }
   std::string kind = "default";
+  const std::map<std::string, double*> numbers = {{"factor", &rope->factor},
+                                                  {"low_freq_factor", &rope->low_freq_factor},
+                                                  {"high_freq_factor", &rope->high_freq_factor},
+                                                  {"beta_fast", &rope->beta_fast},
+                                                  {"beta_slow", &rope->beta_slow}};
   for (const auto& [key, value] : parameters->items()) {
     const std::string place = absl::StrCat(name, ".", key);
     if (value.is_null()) continue;
@@ -345,12 +351,18 @@ void ReadRope(Settings& settings, double default_theta, RopeConfig* rope) {
       if (key == "rope_type" || !parameters->contains("rope_type")) kind = value.get<std::string>();
     } else if (key == "rope_theta") {
       rope->theta = settings.NumberOf(place, value, 1e-9, 1e30);
-    } else if (key == "factor") {
-      rope->factor = settings.NumberOf(place, value, 1e-9, 1e9);
-    } else if (key == "low_freq_factor") {
-      rope->low_freq_factor = settings.NumberOf(place, value, 1e-9, 1e9);
-    } else if (key == "high_freq_factor") {
-      rope->high_freq_factor = settings.NumberOf(place, value, 1e-9, 1e9);
+    } else if (const auto number = numbers.find(key); number != numbers.end()) {
+      *number->second = settings.NumberOf(place, value, 1e-9, 1e9);
+    } else if (key == "attention_factor") {
+      rope->attention_factor = settings.NumberOf(place, value, 0, 1e9);
+    } else if (key == "mscale" || key == "mscale_all_dim") {
+      (key == "mscale" ? rope->mscale : rope->mscale_all_dim) =
+          settings.NumberOf(place, value, 0, 1e9);
+    } else if (key == "truncate") {
+      if (!value.is_boolean()) {
+        return settings.Invalid(absl::StrCat("\"", place, "\" is neither true nor false"));
+      }
+      rope->truncate = value.get<bool>();
     } else if (key == "original_max_position_embeddings") {
       rope->original_max_positions =
           static_cast<int64_t>(settings.NumberOf(place, value, 1, static_cast<double>(kMaxSize)));
@@ -360,25 +372,43 @@ void ReadRope(Settings& settings, double default_theta, RopeConfig* rope) {
       settings.Unknown(absl::StrCat("Muster does not know the setting \"", Printable(place), "\""));
     }
   }
+  // transformers gives the one outside precedence.
+  rope->original_max_positions =
+      settings.Size("original_max_position_embeddings", rope->original_max_positions);
+  const auto require = [&](std::initializer_list<const char*> keys) {
+    for (const char* const key : keys) {
+      if (parameters->contains(key)) continue;
+      settings.Invalid(absl::StrCat("\"", name, ".", key, "\" is missing"));
+    }
+  };
   if (kind == "default") {
     rope->kind = RopeConfig::Kind::kDefault;
   } else if (kind == "linear") {
     rope->kind = RopeConfig::Kind::kLinear;
+  } else if (kind == "dynamic") {
+    rope->kind = RopeConfig::Kind::kDynamic;
+    rope->original_max_positions = max_positions;
+    require({"factor"});
+  } else if (kind == "yarn") {
+    rope->kind = RopeConfig::Kind::kYarn;
+    require({"factor"});
+    if (rope->theta <= 1) {
+      settings.Invalid(
+          absl::StrCat("\"rope_theta\" is ", rope->theta, "; \"yarn\" needs more than 1"));
+    }
+    if (rope->beta_fast < rope->beta_slow) {
+      settings.Invalid(absl::StrCat("\"", name, ".beta_fast\" is below beta_slow"));
+    }
   } else if (kind == "llama3") {
     rope->kind = RopeConfig::Kind::kLlama3;
-    for (const char* key :
-         {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}) {
-      if (!parameters->contains(key)) {
-        settings.Invalid(absl::StrCat("\"", name, ".", key, "\" is missing"));
-      }
-    }
+    require({"factor", "low_freq_factor", "high_freq_factor"});
     if (rope->high_freq_factor <= rope->low_freq_factor) {
       settings.Invalid(
           absl::StrCat("\"", name, ".high_freq_factor\" is not above low_freq_factor"));
     }
   } else {
     settings.Unknown(absl::StrCat("\"", name, "\": the type \"", Printable(kind),
-                                  "\" is not one of default, linear, llama3"));
+                                  "\" is not one of default, linear, dynamic, yarn, llama3"));
   }
 }
 
@@ -458,7 +488,7 @@ DecoderConfig ReadDecoder(Settings& settings, Architecture architecture) {
                                                                   : is_qwen ? 32768
                                                                             : int64_t{4096} * 32);
   config.rms_norm_eps = settings.Number("rms_norm_eps", 0, 1, is_mixtral ? 1e-5 : 1e-6);
-  ReadRope(settings, is_mixtral ? 1e6 : 1e4, &config.rope);
+  ReadRope(settings, is_mixtral ? 1e6 : 1e4, config.max_positions, &config.rope);
   config.activation = settings.ActivationOf("hidden_act", "silu");
   config.tie_word_embeddings = settings.Bool("tie_word_embeddings", false);
   config.attention_dropout = settings.Probability("attention_dropout", 0);
@@ -575,6 +605,10 @@ absl::Status Validate(const DecoderConfig& config) {
     return absl::InvalidArgumentError(absl::StrCat("\"head_dim\" is ", config.head_dim,
                                                    "; rotary positions need an even number"));
   }
+  if (config.rope.kind == RopeConfig::Kind::kDynamic && config.head_dim < 4) {
+    return absl::InvalidArgumentError(
+        "\"rope_type\" \"dynamic\" needs a \"head_dim\" of at least 4");
+  }
   if (config.num_heads * config.head_dim > kMaxSize) {
     return absl::InvalidArgumentError(
         absl::StrCat(config.num_heads, " heads of ", config.head_dim, " are more than ", kMaxSize));
@@ -648,6 +682,36 @@ void WriteCommon(const CommonConfig& config, Json* json) {
   out.erase("dtype");
 }
 
+Json RopeScaling(const RopeConfig& rope) {
+  const Json original = rope.original_max_positions;
+  switch (rope.kind) {
+    case RopeConfig::Kind::kDefault:
+      return nullptr;
+    case RopeConfig::Kind::kLinear:
+      return {{"rope_type", "linear"}, {"factor", rope.factor}};
+    case RopeConfig::Kind::kDynamic:
+      return {{"rope_type", "dynamic"}, {"factor", rope.factor}};
+    case RopeConfig::Kind::kLlama3:
+      return {{"rope_type", "llama3"},
+              {"factor", rope.factor},
+              {"low_freq_factor", rope.low_freq_factor},
+              {"high_freq_factor", rope.high_freq_factor},
+              {"original_max_position_embeddings", original}};
+    case RopeConfig::Kind::kYarn:
+      break;
+  }
+  Json json = {{"rope_type", "yarn"},
+               {"factor", rope.factor},
+               {"original_max_position_embeddings", original},
+               {"beta_fast", rope.beta_fast},
+               {"beta_slow", rope.beta_slow}};
+  if (rope.attention_factor.has_value()) json["attention_factor"] = *rope.attention_factor;
+  if (rope.mscale != 0) json["mscale"] = rope.mscale;
+  if (rope.mscale_all_dim != 0) json["mscale_all_dim"] = rope.mscale_all_dim;
+  if (!rope.truncate) json["truncate"] = false;
+  return json;
+}
+
 void Write(const DecoderConfig& config, Json* json) {
   Json& out = *json;
   out["hidden_size"] = config.hidden_size;
@@ -662,17 +726,8 @@ void Write(const DecoderConfig& config, Json* json) {
   out["attention_dropout"] = config.attention_dropout;
   out.erase("rope_parameters");
   out["rope_theta"] = config.rope.theta;
-  out["rope_scaling"] = nullptr;
-  if (config.rope.kind == RopeConfig::Kind::kLinear) {
-    out["rope_scaling"] = {{"rope_type", "linear"}, {"factor", config.rope.factor}};
-  } else if (config.rope.kind == RopeConfig::Kind::kLlama3) {
-    out["rope_scaling"] = {
-        {"rope_type", "llama3"},
-        {"factor", config.rope.factor},
-        {"low_freq_factor", config.rope.low_freq_factor},
-        {"high_freq_factor", config.rope.high_freq_factor},
-        {"original_max_position_embeddings", config.rope.original_max_positions}};
-  }
+  out.erase("original_max_position_embeddings");
+  out["rope_scaling"] = RopeScaling(config.rope);
   if (config.architecture == Architecture::kLlamaForCausalLM) {
     out["attention_bias"] = config.qkv_bias;
     out["mlp_bias"] = config.mlp_bias;
@@ -755,6 +810,16 @@ absl::string_view ArchitectureName(Architecture architecture) {
 
 const CommonConfig& Common(const ModelConfig& config) {
   return std::visit([](const auto& each) -> const CommonConfig& { return each; }, config);
+}
+
+int64_t ContextLength(const ModelConfig& config) {
+  const int64_t given = Common(config).max_positions;
+  const auto* const decoder = std::get_if<DecoderConfig>(&config);
+  if (decoder == nullptr) return given;
+  const RopeConfig& rope = decoder->rope;
+  if (rope.kind != RopeConfig::Kind::kDynamic && rope.kind != RopeConfig::Kind::kYarn) return given;
+  const double stretched = rope.factor * static_cast<double>(rope.original_max_positions);
+  return std::max(given, static_cast<int64_t>(std::min<double>(stretched, kMaxSize)));
 }
 
 CommonConfig& Common(ModelConfig& config) {

@@ -52,14 +52,22 @@ struct CommonConfig {
 
 // Rotary position embedding. `kind` and numbers as transformers' "rope_parameters".
 struct RopeConfig {
-  enum class Kind { kDefault, kLinear, kLlama3 };
+  enum class Kind { kDefault, kLinear, kDynamic, kYarn, kLlama3 };
   Kind kind = Kind::kDefault;
   double theta = 10000;
   double factor = 1;
+  // The positions that the model was made for, before they were stretched.
+  int64_t original_max_positions = 8192;
   // kLlama3 alone.
   double low_freq_factor = 1;
   double high_freq_factor = 4;
-  int64_t original_max_positions = 8192;
+  // kYarn alone. By default the attention factor follows from `factor` and the mscales.
+  std::optional<double> attention_factor = std::nullopt;
+  double mscale = 0;  // 0: none
+  double mscale_all_dim = 0;
+  double beta_fast = 32;
+  double beta_slow = 1;
+  bool truncate = true;
 };
 
 // Llama, Mistral, Mixtral and Qwen2: RMS norms, rotary positions, grouped queries, gated feed
@@ -126,6 +134,9 @@ using ModelConfig = std::variant<DecoderConfig, Gpt2Config, BertConfig>;
 
 const CommonConfig& Common(const ModelConfig& config);
 CommonConfig& Common(ModelConfig& config);
+
+// Tokens that a row can have: max_positions, or what "dynamic" and "yarn" stretch them to.
+int64_t ContextLength(const ModelConfig& config);
 
 struct ReadConfigOptions {
   // The class to build, for a folder that was saved from another one or names none.

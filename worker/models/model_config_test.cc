@@ -76,6 +76,30 @@ TEST(ParseModelConfig, RopeOfTransformers4And5_IsTheSame) {
   }
 }
 
+TEST(ParseModelConfig, StretchedPositions_LengthenTheContext) {
+  const Json yarn = {{"rope_type", "yarn"}, {"factor", 4.0}, {"truncate", false}, {"mscale", 0.7}};
+  const Json with_yarn = With(kLlama, {{"max_position_embeddings", 64}, {"rope_scaling", yarn}});
+  const DecoderConfig config = Decoder(with_yarn);
+  EXPECT_EQ(config.rope.kind, RopeConfig::Kind::kYarn);
+  EXPECT_EQ(config.rope.original_max_positions, 64);
+  EXPECT_FALSE(config.rope.truncate);
+  EXPECT_EQ(ContextLength(config), 256);
+  // Files whose max_position_embeddings count the stretched positions already.
+  EXPECT_EQ(ContextLength(Decoder(With(with_yarn, {{"original_max_position_embeddings", 16}}))),
+            64);
+  const DecoderConfig dynamic =
+      Decoder(With(kLlama, {{"max_position_embeddings", 64},
+                            {"rope_scaling", {{"type", "dynamic"}, {"factor", 2.0}}}}));
+  EXPECT_EQ(ContextLength(dynamic), 128);
+  for (const DecoderConfig& each : {config, dynamic}) {
+    const std::string json = ToJson(each);
+    const auto again = ParseModelConfig(json, "again");
+    ASSERT_TRUE(again.ok()) << again.status();
+    EXPECT_EQ(ToJson(*again), json);
+    EXPECT_EQ(ContextLength(*again), ContextLength(each));
+  }
+}
+
 // Quirk hf_generate/s005: transformers refuses a hidden size that is no multiple of the heads.
 TEST(ParseModelConfig, HeadDim_DecidesWhereTheQuotientIsNotWhole) {
   const DecoderConfig config = Decoder(
@@ -105,7 +129,12 @@ TEST(ParseModelConfig, Qwen2_HasAWindowInTheLayersThatTheConfigSays) {
 TEST(ParseModelConfig, WhatMusterCannotCompute_IsRefusedByName) {
   const std::vector<std::pair<Json, std::string>> cases = {
       {{{"attention_sinks", 4}}, "does not know the setting \"attention_sinks\""},
-      {{{"rope_scaling", {{"rope_type", "yarn"}, {"factor", 2.0}}}}, "the type \"yarn\""},
+      {{{"rope_scaling", {{"rope_type", "longrope"}, {"factor", 2.0}}}}, "the type \"longrope\""},
+      {{{"rope_scaling", {{"rope_type", "yarn"}}}}, "\"rope_scaling.factor\" is missing"},
+      {{{"rope_theta", 1.0}, {"rope_scaling", {{"rope_type", "yarn"}, {"factor", 2.0}}}},
+       "\"rope_theta\" is 1"},
+      {{{"rope_scaling", {{"rope_type", "yarn"}, {"factor", 2.0}, {"beta_fast", 0.5}}}},
+       "beta_fast\" is below"},
       {{{"hidden_act", "mish"}}, "\"hidden_act\": \"mish\""},
       {{{"quantization_config", {{"bits", 4}}}}, "quantized weights"},
       {{{"partial_rotary_factor", 0.5}}, "Muster has only 1.0"},

@@ -1,5 +1,7 @@
 #include "worker/models/rope.h"
 
+#include <algorithm>
+#include <cmath>
 #include <numbers>
 
 #include "ATen/TensorOperators.h"
@@ -11,16 +13,61 @@
 
 namespace muster::models {
 
-at::Tensor RopeFrequencies(const RopeConfig& rope, int64_t head_dim) {
+namespace {
+
+// The pair of dimensions that turns `rotations` times within the positions that the model was made
+// for (Peng et al., 2023, section 3.2).
+double PairThatTurns(double rotations, const RopeConfig& rope, int64_t head_dim) {
+  const auto positions = static_cast<double>(rope.original_max_positions);
+  return static_cast<double>(head_dim) * std::log(positions / (rotations * 2 * std::numbers::pi)) /
+         (2 * std::log(rope.theta));
+}
+
+// Pairs that turn fast stay, slow ones are stretched, and between them it goes over evenly.
+at::Tensor YarnFrequencies(const RopeConfig& rope, int64_t head_dim, const at::Tensor& plain) {
+  double low = PairThatTurns(rope.beta_fast, rope, head_dim);
+  double high = PairThatTurns(rope.beta_slow, rope, head_dim);
+  if (rope.truncate) {
+    low = std::floor(low);
+    high = std::ceil(high);
+  }
+  low = std::max(low, 0.0);
+  high = std::min(high, static_cast<double>(head_dim - 1));
+  if (low == high) high += 0.001;  // as in transformers: no division by zero
+  const at::Tensor pairs = at::arange(head_dim / 2, plain.options());
+  const at::Tensor stretched = ((pairs - low) / (high - low)).clamp(0, 1);
+  return plain / rope.factor * stretched + plain * (1 - stretched);
+}
+
+double Mscale(double factor, double mscale) {
+  return factor <= 1 ? 1.0 : 0.1 * mscale * std::log(factor) + 1;
+}
+
+// The base that "dynamic" takes for rows that are longer than the model was made for.
+double DynamicTheta(const RopeConfig& rope, int64_t head_dim, int64_t length) {
+  const double ratio = static_cast<double>(std::max(length, rope.original_max_positions)) /
+                       static_cast<double>(rope.original_max_positions);
+  const auto dims = static_cast<double>(head_dim);
+  return rope.theta * std::pow(rope.factor * ratio - (rope.factor - 1), dims / (dims - 2));
+}
+
+}  // namespace
+
+at::Tensor RopeFrequencies(const RopeConfig& rope, int64_t head_dim, int64_t length) {
   const at::Tensor exponents =
       at::arange(0, head_dim, 2, at::TensorOptions().dtype(c10::kFloat).device(c10::kCPU)) /
       head_dim;
-  const at::Tensor plain = at::pow(rope.theta, exponents).reciprocal();
+  const double theta =
+      rope.kind == RopeConfig::Kind::kDynamic ? DynamicTheta(rope, head_dim, length) : rope.theta;
+  const at::Tensor plain = at::pow(theta, exponents).reciprocal();
   switch (rope.kind) {
     case RopeConfig::Kind::kDefault:
+    case RopeConfig::Kind::kDynamic:
       return plain;
     case RopeConfig::Kind::kLinear:
       return plain / rope.factor;
+    case RopeConfig::Kind::kYarn:
+      return YarnFrequencies(rope, head_dim, plain);
     case RopeConfig::Kind::kLlama3:
       break;
   }
@@ -36,18 +83,41 @@ at::Tensor RopeFrequencies(const RopeConfig& rope, int64_t head_dim) {
   return at::where(at::logical_and(wave >= shortest, wave <= longest), between, stretched);
 }
 
+double RopeAttentionFactor(const RopeConfig& rope) {
+  if (rope.kind != RopeConfig::Kind::kYarn) return 1;
+  if (rope.attention_factor.has_value()) return *rope.attention_factor;
+  if (rope.mscale != 0 && rope.mscale_all_dim != 0) {
+    return Mscale(rope.factor, rope.mscale) / Mscale(rope.factor, rope.mscale_all_dim);
+  }
+  return Mscale(rope.factor, 1);
+}
+
 at::Tensor Rotation::Apply(const at::Tensor& x) const {
   const int64_t half = x.size(-1) / 2;
   const at::Tensor turned = at::cat({-x.narrow(-1, half, half), x.narrow(-1, 0, half)}, -1);
   return x * cos + turned * sin;
 }
 
-Rotation RotationAt(const at::Tensor& frequencies, const at::Tensor& positions,
-                    at::ScalarType dtype) {
+RotaryEmbedding::RotaryEmbedding(const RopeConfig& rope, int64_t head_dim)
+    : rope_(rope),
+      head_dim_(head_dim),
+      frequencies_(RopeFrequencies(rope, head_dim)),
+      attention_factor_(RopeAttentionFactor(rope)) {}
+
+Rotation RotaryEmbedding::At(const at::Tensor& positions, at::ScalarType dtype) const {
+  at::Tensor frequencies = frequencies_;
+  if (rope_.kind == RopeConfig::Kind::kDynamic) {
+    const int64_t length = positions.max().item<int64_t>() + 1;
+    if (length > rope_.original_max_positions) {
+      frequencies = RopeFrequencies(rope_, head_dim_, length);
+    }
+  }
   const at::Tensor angles = positions.to(c10::kFloat).unsqueeze(-1) *
                             frequencies.to(positions.device(), /*non_blocking=*/true);
   const at::Tensor both = at::cat({angles, angles}, -1).unsqueeze(1);
-  return {.cos = both.cos().to(dtype), .sin = both.sin().to(dtype)};
+  if (attention_factor_ == 1) return {.cos = both.cos().to(dtype), .sin = both.sin().to(dtype)};
+  return {.cos = (both.cos() * attention_factor_).to(dtype),
+          .sin = (both.sin() * attention_factor_).to(dtype)};
 }
 
 }  // namespace muster::models

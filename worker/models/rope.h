@@ -9,11 +9,15 @@
 namespace muster::models {
 
 // Rotary position embedding (Su et al., 2021), with the frequencies of transformers' types
-// "default", "linear" (Chen et al., 2023) and "llama3".
+// "default", "linear" (Chen et al., 2023), "dynamic" (NTK-aware, as in Peng et al., 2023), "yarn"
+// (Peng et al., 2023) and "llama3".
 
 // The angle between neighbouring positions for each pair of a head's dimensions: float32
-// [head_dim / 2], on the CPU.
-at::Tensor RopeFrequencies(const RopeConfig& rope, int64_t head_dim);
+// [head_dim / 2], on the CPU. `length` counts for "dynamic": the tokens of the row.
+at::Tensor RopeFrequencies(const RopeConfig& rope, int64_t head_dim, int64_t length = 0);
+
+// What "yarn" multiplies cosines and sines by; 1 for the other types.
+double RopeAttentionFactor(const RopeConfig& rope);
 
 // Cosines and sines of some positions, computed once for all layers.
 struct Rotation {
@@ -24,9 +28,21 @@ struct Rotation {
   at::Tensor Apply(const at::Tensor& x) const;
 };
 
-// `positions` [B or 1, T] int64; the angles are float32, cosines and sines of `dtype`.
-Rotation RotationAt(const at::Tensor& frequencies, const at::Tensor& positions,
-                    at::ScalarType dtype);
+class RotaryEmbedding {
+ public:
+  RotaryEmbedding(const RopeConfig& rope, int64_t head_dim);
+
+  // `positions` [B or 1, T] int64; the angles are float32, cosines and sines of `dtype`. "dynamic"
+  // looks at the last position: then, unlike in transformers, a row says the same whatever longer
+  // ones came before it.
+  Rotation At(const at::Tensor& positions, at::ScalarType dtype) const;
+
+ private:
+  const RopeConfig rope_;
+  const int64_t head_dim_;
+  const at::Tensor frequencies_;
+  const double attention_factor_;
+};
 
 }  // namespace muster::models
 

@@ -30,9 +30,9 @@ TEST(RopeFrequencies, Llama3_StretchesLongWavesOnly) {
   const RopeConfig rope = {.kind = RopeConfig::Kind::kLlama3,
                            .theta = 500000,
                            .factor = 8,
+                           .original_max_positions = 8192,
                            .low_freq_factor = 1,
-                           .high_freq_factor = 4,
-                           .original_max_positions = 8192};
+                           .high_freq_factor = 4};
   const at::Tensor plain = RopeFrequencies({.theta = 500000}, 128);
   const at::Tensor scaled = RopeFrequencies(rope, 128);
   EXPECT_EQ(At(scaled, 0), At(plain, 0));
@@ -43,13 +43,38 @@ TEST(RopeFrequencies, Llama3_StretchesLongWavesOnly) {
   }
 }
 
+TEST(RopeFrequencies, Yarn_KeepsFastPairsAndStretchesSlowOnes) {
+  const RopeConfig rope = {
+      .kind = RopeConfig::Kind::kYarn, .factor = 4, .original_max_positions = 4096};
+  const at::Tensor plain = RopeFrequencies({}, 128);
+  const at::Tensor scaled = RopeFrequencies(rope, 128);
+  EXPECT_EQ(At(scaled, 0), At(plain, 0));
+  EXPECT_NEAR(At(scaled, 63), At(plain, 63) / 4, 1e-12);
+  EXPECT_NEAR(RopeAttentionFactor(rope), 0.1 * std::log(4.0) + 1, 1e-12);
+  const at::Tensor zero = at::zeros({1, 1}, c10::kLong);
+  EXPECT_NEAR(RotaryEmbedding(rope, 128).At(zero, c10::kFloat).cos.max().item<double>(),
+              RopeAttentionFactor(rope), 1e-6);
+}
+
+TEST(RotaryEmbedding, Dynamic_ChangesBeyondTheLengthOfTheModelAlone) {
+  const RopeConfig rope = {
+      .kind = RopeConfig::Kind::kDynamic, .factor = 2, .original_max_positions = 16};
+  const RotaryEmbedding dynamic(rope, 8), plain({}, 8);
+  const auto sines = [](const RotaryEmbedding& rotary, int64_t length) {
+    return rotary.At(at::arange(length, c10::kLong).unsqueeze(0), c10::kFloat).sin;
+  };
+  EXPECT_TRUE(at::equal(sines(dynamic, 16), sines(plain, 16)));
+  EXPECT_FALSE(at::equal(sines(dynamic, 17), sines(plain, 17)));
+  EXPECT_TRUE(at::equal(sines(dynamic, 16), sines(plain, 16)));  // nothing is kept
+}
+
 // What rotary positions are for: a product depends on the distance alone.
 TEST(Rotation, Products_DependOnTheDistanceOfPositions) {
-  const at::Tensor frequencies = RopeFrequencies({}, 8);
+  const RotaryEmbedding rotary({}, 8);
   const at::Tensor q = at::randn({1, 1, 1, 8}), k = at::randn({1, 1, 1, 8});
   const auto turn = [&](const at::Tensor& x, int64_t position) {
     const at::Tensor positions = at::arange(position, position + 1, c10::kLong).unsqueeze(0);
-    return RotationAt(frequencies, positions, c10::kFloat).Apply(x);
+    return rotary.At(positions, c10::kFloat).Apply(x);
   };
   const double near = (turn(q, 5) * turn(k, 2)).sum().item<double>();
   EXPECT_NEAR((turn(q, 105) * turn(k, 102)).sum().item<double>(), near, 1e-3);

@@ -107,7 +107,7 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::Generate(
   MUSTER_ASSIGN_OR_RETURN(const Prompts encoded, Encode(prompts, options.add_special_tokens));
   GenerateOptions tokens = options.tokens;
   if (options.shorten_to_context) {
-    const int64_t room = Common(model_->config()).max_positions - encoded.ids.size(1);
+    const int64_t room = ContextLength(model_->config()) - encoded.ids.size(1);
     tokens.max_new_tokens = std::clamp<int64_t>(room, 1, tokens.max_new_tokens);
   }
   const auto per_prompt = static_cast<size_t>(std::max<int64_t>(1, tokens.num_return_sequences));

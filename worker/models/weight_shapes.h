@@ -1,0 +1,29 @@
+#ifndef MUSTER_WORKER_MODELS_WEIGHT_SHAPES_H_
+#define MUSTER_WORKER_MODELS_WEIGHT_SHAPES_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "worker/models/model_config.h"
+
+namespace muster::models {
+
+// A parameter of a model that nobody has constructed: its name, which is that of the Hub's files,
+// and its shape.
+struct WeightShape {
+  std::string name = "";
+  std::vector<int64_t> shape = {};
+};
+
+// The parameters of MakeModel(config), in the order of registration; a tied head is not among them.
+// Without torch, for tools. Pure.
+//
+// Errors: those of ValidateConfig; INVALID_ARGUMENT for more than a million modules, which no model
+// has.
+absl::StatusOr<std::vector<WeightShape>> WeightShapes(const ModelConfig& config);
+
+}  // namespace muster::models
+
+#endif  // MUSTER_WORKER_MODELS_WEIGHT_SHAPES_H_

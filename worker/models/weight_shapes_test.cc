@@ -1,0 +1,59 @@
+#include "worker/models/weight_shapes.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "ATen/core/Tensor.h"
+#include "tests/testdata/golden.h"
+#include "worker/models/pretrained.h"
+
+namespace muster::models {
+namespace {
+
+// What MakeModel constructs is the truth.
+void ExpectShapesOfTheModel(const ModelConfig& config) {
+  const TextModel model = MakeEmptyModel(config);
+  const auto shapes = WeightShapes(config);
+  ASSERT_TRUE(shapes.ok()) << shapes.status();
+  const auto parameters = model->named_parameters();
+  ASSERT_EQ(shapes->size(), parameters.size());
+  for (size_t i = 0; i < shapes->size(); ++i) {
+    EXPECT_EQ((*shapes)[i].name, parameters[i].key());
+    EXPECT_EQ(at::IntArrayRef((*shapes)[i].shape), parameters[i].value().sizes())
+        << (*shapes)[i].name;
+  }
+}
+
+TEST(WeightShapes, EveryFamily_AreThoseOfTheModel) {
+  for (const char* const name :
+       {"hf_models/bert_shared", "hf_models/gpt2_shared", "hf_models/llama_shared",
+        "hf_models/mixtral_shared", "hf_models/qwen2_shared", "hf_train/bert_cls_shared",
+        "hf_generate/llama_tied_head_dim_shared"}) {
+    SCOPED_TRACE(name);
+    auto config = ReadModelConfig(testing_support::GoldenPath(name));
+    ASSERT_TRUE(config.ok()) << config.status();
+    for (const bool tied : {false, true}) {
+      Common(*config).tie_word_embeddings = tied;
+      ExpectShapesOfTheModel(*config);
+    }
+    auto* const decoder = std::get_if<DecoderConfig>(&*config);
+    if (decoder == nullptr) continue;
+    decoder->qkv_bias = !decoder->qkv_bias;
+    decoder->attention_output_bias = decoder->mlp_bias = true;
+    ExpectShapesOfTheModel(*config);
+  }
+}
+
+TEST(WeightShapes, MoreModulesThanAnyModelHas_IsAnError) {
+  auto config = ReadModelConfig(testing_support::GoldenPath("hf_models/mixtral_shared"));
+  ASSERT_TRUE(config.ok()) << config.status();
+  auto& decoder = std::get<DecoderConfig>(*config);
+  decoder.num_layers = 10'000;
+  decoder.sliding_windows.assign(10'000, 0);
+  decoder.num_experts = 60'000;
+  EXPECT_THAT(std::string(WeightShapes(decoder).status().message()),
+              ::testing::HasSubstr("600000000 layers and experts"));
+}
+
+}  // namespace
+}  // namespace muster::models
