@@ -5,9 +5,11 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <barrier>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 #include <thread>
 #include <vector>
@@ -53,21 +55,27 @@ void SetCached(const std::string& path, bool cached) {
   close(file);
 }
 
-// Seconds for all of the file, by as many threads as the ring has, past the page cache or through
-// it.
-double ReadAll(const std::string& path, int threads, bool direct) {
+// Seconds for all of the file into `into` bytes of memory in turn, by as many threads as the ring
+// has, past the page cache or through it.
+double ReadAll(const std::string& path, int threads, bool direct, size_t into) {
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | (direct ? O_DIRECT : 0));
-  const auto start = Clock::now();
+  std::barrier<> ready(threads + 1);
   std::vector<std::thread> readers;
   for (int t = 0; t < threads; ++t) {
-    readers.emplace_back([=] {
+    readers.emplace_back([=, &ready] {
       muster::AlignedMemory memory;
-      if (!memory.Grow(kPart).ok()) return;
+      const size_t parts = std::max(into / kPart / static_cast<size_t>(threads), size_t{1});
+      if (!memory.Grow(parts * kPart).ok()) std::abort();
+      std::memset(memory.data(), 0, parts * kPart);
+      ready.arrive_and_wait();
+      size_t part = 0;
       for (off_t at = static_cast<off_t>(kPart) * t;; at += static_cast<off_t>(kPart) * threads) {
-        if (pread(file, memory.data(), kPart, at) <= 0) return;
+        if (pread(file, memory.data() + part++ % parts * kPart, kPart, at) <= 0) return;
       }
     });
   }
+  ready.arrive_and_wait();
+  const auto start = Clock::now();
   for (std::thread& reader : readers) reader.join();
   const double seconds = SecondsSince(start);
   close(file);
@@ -97,7 +105,7 @@ int main(int argc, char** argv) {
   CLI::App app("Forward passes of a model that is offloaded to the disk");
   std::string folder;
   int64_t width = 4096, layers = 16, batch = 1, ring = int64_t{256} << 20;
-  int rounds = 5, readers = 4;
+  int rounds = 5, readers = 8;
   uint64_t alignment = muster::kSafetensorsAlignment;
   bool make = false;
   app.add_option("--folder", folder, "of the model")->required();
@@ -142,14 +150,14 @@ int main(int argc, char** argv) {
   std::vector<double> disk, cold, ratio, cache, warm;
   for (int i = 0; i < rounds; ++i) {
     SetCached(path, false);
-    disk.push_back(bytes / ReadAll(path, readers, /*direct=*/true));
+    disk.push_back(bytes / ReadAll(path, readers, /*direct=*/true, static_cast<size_t>(ring)));
     SetCached(path, false);
     cold.push_back(Forward(net, x, *model));
     ratio.push_back(cold.back() / disk.back());
   }
   SetCached(path, true);
   for (int i = 0; i < rounds; ++i) {
-    cache.push_back(bytes / ReadAll(path, readers, /*direct=*/false));
+    cache.push_back(bytes / ReadAll(path, readers, /*direct=*/false, static_cast<size_t>(ring)));
     warm.push_back(Forward(net, x, *model));
   }
   std::printf(

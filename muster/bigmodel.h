@@ -83,7 +83,7 @@ struct BigModelOptions {
   std::function<std::string(const std::string&)> rename = nullptr;
   // Of what is offloaded: see DispatchOptions in worker/bigmodel/dispatch.h.
   std::optional<uint64_t> ring_bytes = std::nullopt;
-  int readers = 4;
+  int readers = 8;
   bool prefetch = true;
 };
 

@@ -318,8 +318,9 @@ absl::Status Dispatcher::Read(const std::shared_ptr<const WeightFiles>& files,
     MUSTER_ASSIGN_OR_RETURN(const at::Tensor whole, ReadWeight(*files, entry));
     MUSTER_RETURN_IF_ERROR(Guard([&] { reading.to.copy_(whole); }));
   }
-  WeightReaders readers(std::max(options_.readers, 1));
-  return readers.Fill(pieces);
+  std::optional<WeightReaders> readers;
+  MUSTER_RETURN_IF_ERROR(Guard([&] { readers.emplace(std::max(options_.readers, 1)); }));
+  return readers->Fill(pieces);
 }
 
 absl::Status Dispatcher::Distribute(bool allow_empty) {

@@ -58,8 +58,8 @@ struct DispatchOptions {
   std::optional<uint64_t> ring_bytes = std::nullopt;
   // Bytes of each device, as for the plan.
   DeviceLimits max_memory = {};
-  // Threads that read.
-  int readers = 4;
+  // Threads that read: they wait for the disk, which is at its best with several requests.
+  int readers = 8;
   bool prefetch = true;
 };
 

@@ -188,8 +188,7 @@ absl::Status OffloadRing::AddUnits(std::vector<OffloadedUnit> units) {
         std::make_unique<Unit>(*this, std::move(unit), units_.size(), options_.device));
     stats_.offloaded_bytes += units_.back()->bytes;
   }
-  readers_.emplace(std::max(options_.readers, 1));
-  return absl::OkStatus();
+  return Guard([&] { readers_.emplace(std::max(options_.readers, 1)); });
 }
 
 OffloadRing::~OffloadRing() {

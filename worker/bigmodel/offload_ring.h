@@ -43,7 +43,7 @@ struct OffloadRingOptions {
   at::Device device = at::kCPU;
   // Memory for units, on that device. At least that of the largest unit is used.
   uint64_t bytes = 0;
-  int readers = 4;
+  int readers = 8;
   // Reads units ahead of their use.
   bool prefetch = true;
   // Of the device; null: StreamFences::Of(device).

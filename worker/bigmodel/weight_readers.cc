@@ -1,6 +1,10 @@
 #include "worker/bigmodel/weight_readers.h"
 
+#include <pthread.h>
+
 #include <algorithm>
+#include <cstdint>
+#include <cstring>
 #include <memory>
 #include <utility>
 
@@ -10,13 +14,19 @@
 #include "base/status_macros.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "worker/checkpoint/direct_file.h"
+#include "worker/train/guard.h"
+#include "worker/train/tensor_ranges.h"
 
 namespace muster {
 namespace {
 
 // With the blocks at both ends it fills 1 MiB of scratch memory: it is still in the cache of the
 // processor when it is copied from there, and several at a time keep a disk busy.
-constexpr int64_t kPieceBytes = (int64_t{1} << 20) - 2 * int64_t{kDirectAlignment};
+constexpr int64_t kCopiedBytes = (int64_t{1} << 20) - 2 * int64_t{kDirectAlignment};
+// What is read in place costs a system call less the larger it is.
+constexpr int64_t kInPlaceBytes = int64_t{4} << 20;
+// Of a thread: the usual 8 MiB count where memory is limited (ulimit -d, -v).
+constexpr size_t kStackBytes = size_t{1} << 20;
 
 at::Tensor Over(const char* data, int64_t count, at::ScalarType type, at::Device device) {
   return at::for_blob(const_cast<char*>(data), {count})
@@ -34,9 +44,13 @@ std::vector<WeightPiece> PiecesOf(const WeightSource& source, size_t index, char
   const auto count = static_cast<int64_t>(source.bytes(index)) / width;
   // All but the first begin where a block of the disk does.
   const auto remainder = static_cast<int64_t>(source.Remainder(index));
-  int64_t next = (kPieceBytes - (remainder % width == 0 ? remainder : 0)) / width;
+  const bool in_place =
+      device.is_cpu() && type == source.type(index) &&
+      reinterpret_cast<uintptr_t>(to) % kDirectAlignment == source.Remainder(index);
+  const int64_t piece = in_place ? kInPlaceBytes : kCopiedBytes;
+  int64_t next = (piece - (remainder % width == 0 ? remainder : 0)) / width;
   std::vector<WeightPiece> pieces;
-  for (int64_t first = 0; first < count; first = next, next += kPieceBytes / width) {
+  for (int64_t first = 0; first < count; first = next, next += piece / width) {
     pieces.push_back({.source = &source,
                       .index = index,
                       .first = first,
@@ -76,7 +90,27 @@ absl::Status FillPiece(const WeightPiece& piece, ReadScratch& scratch) {
 }
 
 WeightReaders::WeightReaders(int threads) {
-  for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { Run(); });
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setstacksize(&attributes, kStackBytes);
+  int error = 0;
+  for (int i = 0; i < threads && error == 0; ++i) {
+    pthread_t thread;
+    error = pthread_create(
+        &thread, &attributes,
+        [](void* readers) -> void* {
+          static_cast<WeightReaders*>(readers)->Run();
+          return nullptr;
+        },
+        this);
+    if (error == 0) threads_.push_back(thread);
+  }
+  pthread_attr_destroy(&attributes);
+  if (threads_.empty()) {
+    ThrowIfError(absl::ResourceExhaustedError(
+        absl::StrCat("cannot start a thread that reads weights (", std::strerror(error),
+                     "): raise the limit of processes or memory (ulimit -u, ulimit -d)")));
+  }
 }
 
 WeightReaders::~WeightReaders() {
@@ -87,7 +121,7 @@ WeightReaders::~WeightReaders() {
     dropped.swap(tasks_);
     changed_.SignalAll();
   }
-  for (std::thread& thread : threads_) thread.join();
+  for (const pthread_t thread : threads_) pthread_join(thread, nullptr);
 }
 
 void WeightReaders::Submit(std::vector<Task> tasks, bool urgent) {
@@ -98,6 +132,8 @@ void WeightReaders::Submit(std::vector<Task> tasks, bool urgent) {
 }
 
 void WeightReaders::Run() {
+  // There are others: a conversion is not divided once more.
+  const OneThread one_thread;
   ReadScratch scratch;
   for (;;) {
     Task task;

@@ -1,10 +1,11 @@
 #ifndef MUSTER_WORKER_BIGMODEL_WEIGHT_READERS_H_
 #define MUSTER_WORKER_BIGMODEL_WEIGHT_READERS_H_
 
+#include <pthread.h>
+
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <thread>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
@@ -39,6 +40,8 @@ class WeightReaders {
  public:
   using Task = std::function<void(ReadScratch& scratch)>;
 
+  // As many threads as the system gives, up to `threads`, with stacks of 1 MiB. Throws StatusError
+  // RESOURCE_EXHAUSTED if it gives none.
   explicit WeightReaders(int threads);
   // Drops tasks that have not begun, and waits for the others.
   ~WeightReaders();
@@ -58,7 +61,7 @@ class WeightReaders {
   CondVar changed_;
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mu_);
   bool stopped_ ABSL_GUARDED_BY(mu_) = false;
-  std::vector<std::thread> threads_;
+  std::vector<pthread_t> threads_;
 };
 
 }  // namespace muster

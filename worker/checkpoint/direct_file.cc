@@ -353,6 +353,16 @@ struct DirectFileStream::State {
     return absl::OkStatus();
   }
 
+  // False: the system gives no more threads.
+  bool StartThread() {
+    try {
+      threads.emplace_back([this] { Write(); });
+      return true;
+    } catch (const std::system_error&) {
+      return false;
+    }
+  }
+
   // The block under way is full.
   absl::Status End() {
     written.blocks.xxh3.push_back(
@@ -365,8 +375,12 @@ struct DirectFileStream::State {
       first.Update(status);
       return first;
     }
-    if (threads.size() < static_cast<size_t>(std::max(options.in_flight, 1))) {
-      threads.emplace_back([this] { Write(); });
+    if (threads.size() < static_cast<size_t>(std::max(options.in_flight, 1)) && !StartThread() &&
+        threads.empty()) {
+      const absl::Status status = WriteOut(block);
+      MutexLock lock(&mu);
+      first.Update(status);
+      return first;
     }
     MutexLock lock(&mu);
     full.push_back(std::move(block));
