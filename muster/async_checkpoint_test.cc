@@ -14,14 +14,10 @@
 #include "base/file.h"
 #include "muster/accelerator.h"
 #include "muster/checkpoint.h"
-#include "muster/internal/core.h"
 #include "muster/test_model.h"
+#include "muster/test_ranks.h"
 #include "muster/utils.h"
-#include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/nn/modules/linear.h"
-#include "worker/collective/borrowed_comm.h"
-#include "worker/collective/gloo_ranks.h"
-#include "worker/job/join_job.h"
 
 namespace muster {
 namespace {
@@ -29,23 +25,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-// As RunAccelerators, with a store through which the ranks build a second group.
-void RunJob(int ranks, const AcceleratorOptions& options,
-            const std::function<void(Accelerator&)>& function) {
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  RunGlooRanks(ranks, [&](Comm& comm) {
-    JoinedProcess process;
-    process.environment.rank.value = process.environment.local_rank.value = comm.rank();
-    process.environment.world_size.value = process.environment.local_world_size.value = comm.size();
-    process.environment.mixed_precision.value = "no";
-    process.environment.project_dir.value = options.project.directory;
-    process.store = store;
-    process.comm = std::make_unique<BorrowedComm>(comm);
-    Accelerator accelerator(std::make_shared<internal::Core>(options, std::move(process)));
-    function(accelerator);
-  });
-}
 
 AcceleratorOptions Asynchronous(const std::string& name) {
   AcceleratorOptions options;
@@ -69,7 +48,7 @@ std::vector<std::string> Saved(const AcceleratorOptions& options) {
 // The weights of rank 0.
 at::Tensor TrainUntil(int ranks, const AcceleratorOptions& options, int64_t until) {
   at::Tensor weights;
-  RunJob(ranks, options, [&](Accelerator& a) {
+  RunAccelerators(ranks, options, [&](Accelerator& a) {
     torch::nn::Linear net(4, 4);
     {
       // Not drawn: the ranks are threads and share one generator.
@@ -122,7 +101,7 @@ TEST_F(AsyncCheckpoint, TenAndTenSteps_AreTwentyBitForBit) {
 }
 
 TEST_F(AsyncCheckpoint, StateThatChangesRightAfterTheCall_IsNotInTheCheckpoint) {
-  RunJob(2, Asynchronous("change"), [&](Accelerator& a) {
+  RunAccelerators(2, Asynchronous("change"), [&](Accelerator& a) {
     auto model = a.prepare(OneWeight());
     at::NoGradGuard no_grad;
     for (int i = 0; i < 5; ++i) {
@@ -200,7 +179,7 @@ TEST_F(AsyncCheckpoint, LazySaves_AreTheBytesOfSynchronousOnesWhileTrainingGoesO
       options.gradient_accumulation_steps = 2;
       options.checkpoint.asynchronous = asynchronous;
       dirs.push_back(options.project.directory);
-      RunJob(ranks, options, [](Accelerator& a) { TrainWide(a, [](auto&) {}); });
+      RunAccelerators(ranks, options, [](Accelerator& a) { TrainWide(a, [](auto&) {}); });
     }
     for (const char* number : {"/0", "/1", "/2", "/3"}) {
       EXPECT_TRUE(BytesOf(dirs[0] + number) == BytesOf(dirs[1] + number)) << number;
@@ -211,7 +190,7 @@ TEST_F(AsyncCheckpoint, LazySaves_AreTheBytesOfSynchronousOnesWhileTrainingGoesO
 TEST_F(AsyncCheckpoint, LazySave_IsCopiedBeforeMusterChangesTheWeights) {
   ASSERT_TRUE(ArmFailpoints("worker.checkpoint_copy=delay:100ms", "", "").ok());
   AcceleratorOptions options = Asynchronous("writers");
-  RunJob(2, options, [&](Accelerator& a) {
+  RunAccelerators(2, options, [&](Accelerator& a) {
     Wide net;
     FusedAdamW adamw(net->parameters(), {.lr = 0.1});
     auto [model, optimizer] = a.prepare(net, adamw);
@@ -259,7 +238,7 @@ TEST_F(AsyncCheckpoint, WeightsThatTheProgramChanges_FailTheLazySaveByName) {
   for (const bool lazy : {true, false}) {
     AcceleratorOptions options = Asynchronous(absl::StrCat("changed", lazy));
     options.checkpoint.lazy = lazy;
-    RunJob(1, options, [&](Accelerator& a) {
+    RunAccelerators(1, options, [&](Accelerator& a) {
       Wide net;
       FusedAdamW adamw(net->parameters(), {.lr = 0.1});
       auto [model, optimizer] = a.prepare(net, adamw);
@@ -293,7 +272,7 @@ TEST_F(AsyncCheckpoint, LazySave_IsWholeWhenTheProgramEnds) {
   ASSERT_TRUE(ArmFailpoints("worker.checkpoint_copy=delay:50ms", "", "").ok());
   for (const bool end : {true, false}) {
     const AcceleratorOptions options = Asynchronous(absl::StrCat("ends", end));
-    RunJob(2, options, [&](Accelerator& a) {
+    RunAccelerators(2, options, [&](Accelerator& a) {
       {
         Wide net;
         FusedAdamW adamw(net->parameters(), {.lr = 0.1});
@@ -311,7 +290,7 @@ TEST_F(AsyncCheckpoint, LazySave_IsWholeWhenTheProgramEnds) {
 TEST_F(AsyncCheckpoint, TotalLimit_HoldsOnceAllAreWritten) {
   AcceleratorOptions options = Asynchronous("limit");
   options.project.total_limit = 2;
-  RunJob(2, options, [&](Accelerator& a) {
+  RunAccelerators(2, options, [&](Accelerator& a) {
     auto model = a.prepare(OneWeight());
     for (int i = 0; i < 4; ++i) ASSERT_TRUE(a.save_state().ok());
     ASSERT_TRUE(a.wait_for_checkpoint().ok());
@@ -324,7 +303,7 @@ TEST_F(AsyncCheckpoint, TotalLimit_HoldsOnceAllAreWritten) {
 TEST_F(AsyncCheckpoint, FailedSave_IsReportedByTheNextOneWhichGoesOn) {
   const AcceleratorOptions options = Asynchronous("failed");
   const std::string dir = TestDir("failed") + "/one";
-  RunJob(2, options, [&](Accelerator& a) {
+  RunAccelerators(2, options, [&](Accelerator& a) {
     auto model = a.prepare(OneWeight());
     at::NoGradGuard no_grad;
     if (a.is_main_process()) {
@@ -361,7 +340,7 @@ TEST_F(AsyncCheckpoint, FailedSave_IsReportedByTheNextOneWhichGoesOn) {
 }
 
 TEST_F(AsyncCheckpoint, LastSaveThatFails_FailsTheEndOfTraining) {
-  RunJob(1, Asynchronous("end"), [&](Accelerator& a) {
+  RunAccelerators(1, Asynchronous("end"), [&](Accelerator& a) {
     auto model = a.prepare(OneWeight());
     ASSERT_TRUE(ArmFailpoints("worker.checkpoint_publish=error:RESOURCE_EXHAUSTED", "", "").ok());
     ASSERT_TRUE(a.save_state().ok());
@@ -371,7 +350,7 @@ TEST_F(AsyncCheckpoint, LastSaveThatFails_FailsTheEndOfTraining) {
 
 TEST_F(AsyncCheckpoint, SaveAfterStop_IsThereWhenTheCallReturns) {
   const AcceleratorOptions options = Asynchronous("stop");
-  RunJob(2, options, [&](Accelerator& a) {
+  RunAccelerators(2, options, [&](Accelerator& a) {
     auto model = a.prepare(OneWeight());
     if (a.is_main_process()) {
       ASSERT_TRUE(ArmFailpoints("worker.checkpoint_publish=delay:100ms", "", "").ok());

@@ -48,9 +48,9 @@ struct ProjectOptions {
 // How save_state() writes.
 struct CheckpointOptions {
   // save_state() copies the state into memory (see `lazy`) and returns; a thread writes it during
-  // training. Each process keeps memory for two copies of its part (process 0 writes nearly
-  // everything). The next save_state(), wait_for_checkpoint() or end_training() reports a failed
-  // save. A process that is killed loses its unwritten saves; earlier ones remain.
+  // training. Each process keeps memory for two copies of its part (see divide_above). The next
+  // save_state(), wait_for_checkpoint() or end_training() reports a failed save. A process that is
+  // killed loses its unwritten saves; earlier ones remain.
   bool asynchronous = false;
   // Of an asynchronous save: parameters and state of prepared optimizers are copied while the next
   // forward and backward pass run, and the optimizer's step waits for the copy. If the program
@@ -62,7 +62,7 @@ struct CheckpointOptions {
   // save_state() also keeps the state in memory that the node's agent holds (`muster launch`,
   // `muster-agent`): when the job is restarted after a crash, load_state() without a directory
   // takes it from there if it is newer than what is on the disk. It takes memory for two copies of
-  // each process's part (process 0 has nearly everything), which the agent frees at the job's end.
+  // each process's part (see divide_above), which the agent frees at the job's end.
   // Without an agent or without memory a warning says so, and the disk alone counts. `lazy` counts
   // here too. Not with promote = false.
   bool memory = false;
@@ -71,6 +71,12 @@ struct CheckpointOptions {
   // end the program with a save_state(directory), if its last state matters. After the trigger
   // "stop" every save goes to the disk.
   int64_t disk_every = 1;
+  // An unsharded model with more bytes of parameters than this is written by all processes: each
+  // has some of the tensors and of the optimizers' states, in files as those of a sharded model
+  // (model-00001-of-00004.safetensors; docs/checkpoint_format.md). Others are written by process 0,
+  // as are all where a save hook is registered, and where processes have trained apart
+  // (muster::LocalSGD, allow_local_gradients). 0: every model is divided.
+  int64_t divide_above = int64_t{1} << 30;
   // Write rate of an asynchronous save on each process; 0: as fast as the disk.
   int64_t max_bytes_per_second = 0;
   // How many numbered checkpoints to keep, besides the pinned ones. The oldest are deleted once a

@@ -4,17 +4,21 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "muster/accelerator.h"
 #include "muster/internal/core.h"
+#include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "worker/collective/borrowed_comm.h"
 #include "worker/collective/gloo_ranks.h"
 
 // Accelerators on several ranks: threads of one process over Gloo.
 namespace muster {
 
-inline std::shared_ptr<internal::Core> CoreOn(Comm& comm, const AcceleratorOptions& options) {
+// `store`: through which the ranks build further groups; may be null.
+inline std::shared_ptr<internal::Core> CoreOn(Comm& comm, const AcceleratorOptions& options,
+                                              c10::intrusive_ptr<c10d::Store> store = nullptr) {
   JoinedProcess process;
   process.environment.rank.value = process.environment.local_rank.value = comm.rank();
   process.environment.world_size.value = process.environment.local_world_size.value = comm.size();
@@ -22,14 +26,16 @@ inline std::shared_ptr<internal::Core> CoreOn(Comm& comm, const AcceleratorOptio
   process.environment.gradient_accumulation_steps = {
       static_cast<int>(options.gradient_accumulation_steps.value_or(1)), "argument"};
   process.environment.project_dir.value = options.project.directory;
+  process.store = std::move(store);
   process.comm = std::make_unique<BorrowedComm>(comm);
   return std::make_shared<internal::Core>(options, std::move(process));
 }
 
 inline void RunAccelerators(int n, const AcceleratorOptions& options,
                             const std::function<void(Accelerator&)>& function) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
   RunGlooRanks(n, [&](Comm& comm) {
-    Accelerator accelerator(CoreOn(comm, options));
+    Accelerator accelerator(CoreOn(comm, options, store));
     function(accelerator);
   });
 }

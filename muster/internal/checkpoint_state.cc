@@ -201,6 +201,11 @@ absl::Status CheckpointState::CheckOptions() const {
     return absl::InvalidArgumentError(absl::StrCat("options.checkpoint.keep_every is ",
                                                    options.keep_every, "; it must be 0 or more"));
   }
+  if (options.divide_above < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("options.checkpoint.divide_above is ", options.divide_above,
+                     "; it must be a number of bytes, or 0 to divide every model"));
+  }
   if (!options.promote && registrar_ == nullptr) {
     return absl::FailedPreconditionError(
         "options.checkpoint.promote is false, which needs a coordinator that remembers it: start "
@@ -306,21 +311,30 @@ absl::Status CheckpointState::CheckComplete() const {
   return absl::OkStatus();
 }
 
-// What the ranks write together: the files of each sharded model; none for the others, and where
-// hooks want whole weights.
+// What the ranks write together: the files of each divided model; none for the others, which rank 0
+// writes.
 struct CheckpointState::Division {
   std::vector<DividedModel> models;
+  std::vector<std::map<std::string, int>> writers;  // rank by tensor, of each model
 
+  void Add(DividedModel model) {
+    std::map<std::string, int>& ranks = writers.emplace_back();
+    for (const DividedFile& file : model.files) {
+      for (const std::string& tensor : file.tensors) ranks.emplace(tensor, file.rank);
+    }
+    models.push_back(std::move(model));
+  }
+
+  bool Divides(size_t model) const { return !models[model].files.empty(); }
+  bool DividesAny() const {
+    return std::any_of(models.begin(), models.end(),
+                       [](const DividedModel& model) { return !model.files.empty(); });
+  }
   // Whether rank `rank` writes tensor `name` of model `model`.
   bool Writes(int rank, size_t model, const std::string& name) const {
-    if (models[model].files.empty()) return rank == 0;
-    for (const DividedFile& file : models[model].files) {
-      if (file.rank != rank) continue;
-      if (std::find(file.tensors.begin(), file.tensors.end(), name) != file.tensors.end()) {
-        return true;
-      }
-    }
-    return false;
+    if (!Divides(model)) return rank == 0;
+    const auto found = writers[model].find(name);
+    return found != writers[model].end() && found->second == rank;
   }
 };
 
@@ -357,7 +371,7 @@ absl::Status CheckpointState::WriteOptimizer(StateWriter& writer, const Division
   // The states of the parameters in each file of a model are a file, too.
   std::vector<std::pair<int, std::vector<std::string>>> parts;  // rank, the optimizer's names
   for (size_t m = 0; m < division.models.size(); ++m) {
-    if (division.models[m].files.empty()) continue;
+    if (!division.Divides(m)) continue;
     const std::map<std::string, std::string> names =
         NamesIn(slot->handle(), *registry_.models()[m]);
     if (names.empty()) continue;
@@ -370,22 +384,26 @@ absl::Status CheckpointState::WriteOptimizer(StateWriter& writer, const Division
       parts.emplace_back(file.rank, std::move(known_as));
     }
   }
+  // What is gathered from several processes is a copy already.
+  const bool live = !IsSharded(slot->handle(), registry_.models());
+  const auto put = [&](const std::string& key, const at::Tensor& tensor, StateDict& file) {
+    file.SetTensor(key, tensor);
+    if (live) writer.CopyLater(tensor);
+  };
   for (size_t k = 0; k < parts.size(); ++k) {
-    if (parts[k].first != process_.rank()) continue;
     StateDict file;
     for (const std::string& parameter : parts[k].second) {
-      for (const auto& [key, tensor] : TakeStateOf(parameter, &state)) file.SetTensor(key, tensor);
+      // What another rank writes is not to be among the rest.
+      const std::map<std::string, at::Tensor> taken = TakeStateOf(parameter, &state);
+      if (parts[k].first != process_.rank()) continue;
+      for (const auto& [key, tensor] : taken) put(key, tensor, file);
     }
+    if (parts[k].first != process_.rank()) continue;
     MUSTER_RETURN_IF_ERROR(writer.Write(PartFileName(name, k, parts.size()), file));
   }
   if (process_.rank() != 0) return absl::OkStatus();
-  // What is gathered from several processes is a copy already.
-  const bool live = !IsSharded(slot->handle(), registry_.models());
   StateDict file;
-  for (const auto& [key, tensor] : state.tensors) {
-    file.SetTensor(key, tensor);
-    if (live) writer.CopyLater(tensor);
-  }
+  for (const auto& [key, tensor] : state.tensors) put(key, tensor, file);
   PutRows(state.groups, &file);
   file.SetInt("steps", slot->steps());
   return writer.Write(name, file);
@@ -423,11 +441,17 @@ void CheckpointState::CopyParametersLater(StateWriter& writer) const {
   }
 }
 
-bool CheckpointState::HooksAnywhere(bool here) const {
-  const Models& models = registry_.models();
-  const bool sharded = std::any_of(models.begin(), models.end(),
-                                   [](const auto& model) { return model->sharded() != nullptr; });
-  if (!sharded) return here;
+bool CheckpointState::IsDivisible(ModelSlot& model) const {
+  if (model.sharded() != nullptr) return true;
+  if (model.ddp() == nullptr) return false;
+  int64_t bytes = 0;
+  for (const auto& [name, parameter] : model.source().parameters()) {
+    bytes += static_cast<int64_t>(parameter.nbytes());
+  }
+  return bytes > process_.options().checkpoint.divide_above;
+}
+
+bool CheckpointState::OnAnyProcess(bool here) const {
   bool anywhere = false;
   for (const std::string& one : process_.comm().AllGatherBytes(here ? "1" : "0")) {
     anywhere |= one == "1";
@@ -439,13 +463,20 @@ absl::Status CheckpointState::Write(StateWriter& writer) const {
   CopyParametersLater(writer);
   const Models& models = registry_.models();
   const int rank = process_.rank();
-  const bool hooks = HooksAnywhere(!save_hooks_.empty());
+  std::vector<bool> divisible;
+  for (const auto& model : models) divisible.push_back(IsDivisible(*model));
+  bool hooks = !save_hooks_.empty(), apart = steps_.trained_apart();
+  if (std::find(divisible.begin(), divisible.end(), true) != divisible.end()) {
+    hooks = OnAnyProcess(hooks);
+    apart = OnAnyProcess(apart);
+  }
   Division division;
   std::vector<NamedTensors> weights;
   for (size_t i = 0; i < models.size(); ++i) {
-    // Hooks get whole models, on rank 0.
-    const bool divide = models[i]->sharded() != nullptr && !hooks;
-    division.models.push_back(divide ? DivideModel(*models[i], process_.size()) : DividedModel());
+    // Hooks get whole models, on rank 0. Processes that have trained apart have weights and states
+    // of their own: those of rank 0 count.
+    const bool divide = divisible[i] && !hooks && (models[i]->sharded() != nullptr || !apart);
+    division.Add(divide ? DivideModel(*models[i], process_.size()) : DividedModel());
     if (divide) {
       const auto writes = [&](const std::string& name) { return division.Writes(rank, i, name); };
       weights.push_back(FullWeights(*models[i], writes).tensors());
@@ -461,7 +492,7 @@ absl::Status CheckpointState::Write(StateWriter& writer) const {
   std::vector<std::optional<OptimizerState>> optimizers;
   for (const auto& optimizer : registry_.optimizers()) {
     optimizers.emplace_back();
-    if (rank == 0 || IsSharded(optimizer->handle(), models)) {
+    if (rank == 0 || division.DividesAny() || IsSharded(optimizer->handle(), models)) {
       optimizers.back() = FullState(optimizer->handle(), models, writes);
     }
   }
@@ -800,7 +831,10 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
   const Models& models = registry_.models();
   Loaded loaded;
   // A sharded model and its optimizer are read file by file: no rank needs memory for all of it.
-  const bool by_file = !HooksAnywhere(!load_hooks_.empty());
+  const bool any_sharded = std::any_of(
+      models.begin(), models.end(), [](const auto& model) { return model->sharded() != nullptr; });
+  const bool hooks = !load_hooks_.empty();
+  const bool by_file = !(any_sharded ? OnAnyProcess(hooks) : hooks);
   std::vector<std::string> together;
   const auto add = [&together](const std::vector<std::string>& names) {
     together.insert(together.end(), names.begin(), names.end());

@@ -91,9 +91,10 @@ class CheckpointState {
   void CopyParametersLater(StateWriter& writer) const;
   // This process's files.
   absl::Status Write(StateWriter& writer) const;
-  // (collective) Whether there are hooks on any process, `here` on this one, that want whole models
-  // where sharded ones could be read and written in parts.
-  bool HooksAnywhere(bool here) const;
+  // Whether all ranks may write a part of this model each.
+  bool IsDivisible(ModelSlot& model) const;
+  // (collective)
+  bool OnAnyProcess(bool here) const;
   // Parts of Write().
   absl::Status WriteModels(StateWriter& writer, const Division& division,
                            const std::vector<NamedTensors>& weights) const;

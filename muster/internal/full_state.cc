@@ -65,7 +65,14 @@ FullWeights::FullWeights(ModelSlot& model, bool keep) : model_(model) {
 }
 
 FullWeights::FullWeights(ModelSlot& model, const std::function<bool(const std::string&)>& keep)
-    : model_(model), tensors_(model.sharded()->FullParameters(keep)) {
+    : model_(model) {
+  if (model.sharded() != nullptr) {
+    tensors_ = model.sharded()->FullParameters(keep);
+  } else {
+    for (const auto& [name, parameter] : WithoutSharedTensors(model.source().parameters())) {
+      if (keep(name)) tensors_.emplace_back(name, parameter.detach());
+    }
+  }
   for (const auto& [name, buffer] : model_.source().buffers()) {
     if (keep(name)) tensors_.emplace_back(name, buffer.detach());
   }
@@ -80,12 +87,19 @@ void FullWeights::Store() const {
 DividedModel DivideModel(ModelSlot& model, int ranks) {
   DividedModel divided;
   std::vector<SizedTensor> sizes;
-  for (const auto& [name, parameter] : model.source().parameters()) {
-    if (FirstName(*model.sharded(), name, parameter) != name) continue;
-    const at::Tensor shard = model.sharded()->ShardOf(parameter);
-    sizes.push_back({name, static_cast<int64_t>(shard.element_size()) * parameter.numel()});
-    divided.bytes += static_cast<uint64_t>(sizes.back().bytes);
+  const auto parameters = model.source().parameters();
+  if (model.sharded() == nullptr) {
+    for (const auto& [name, parameter] : WithoutSharedTensors(parameters)) {
+      sizes.push_back({name, static_cast<int64_t>(parameter.nbytes())});
+    }
+  } else {
+    for (const auto& [name, parameter] : parameters) {
+      if (FirstName(*model.sharded(), name, parameter) != name) continue;
+      const at::Tensor shard = model.sharded()->ShardOf(parameter);
+      sizes.push_back({name, static_cast<int64_t>(shard.element_size()) * parameter.numel()});
+    }
   }
+  for (const SizedTensor& tensor : sizes) divided.bytes += static_cast<uint64_t>(tensor.bytes);
   divided.files = DivideTensors(sizes, ranks);
   const auto buffers = model.source().buffers();
   // The first file is that of rank 0, if there is one.
@@ -106,10 +120,21 @@ bool IsSharded(const OptimizerHandle& optimizer, const Models& models) {
 }
 
 std::map<std::string, std::string> NamesIn(const OptimizerHandle& optimizer, ModelSlot& model) {
+  std::map<const void*, std::string> known;  // of an unsharded model
+  if (model.sharded() == nullptr) {
+    for (const auto& [name, parameter] : WithoutSharedTensors(model.source().parameters())) {
+      known.emplace(parameter.unsafeGetTensorImpl(), name);
+    }
+  }
   std::map<std::string, std::string> names;
   const std::vector<at::Tensor>& parameters = optimizer.parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
-    const std::string* const name = model.sharded()->NameOf(parameters[i]);
+    const std::string* name = nullptr;
+    if (model.sharded() != nullptr) {
+      name = model.sharded()->NameOf(parameters[i]);
+    } else if (const auto it = known.find(parameters[i].unsafeGetTensorImpl()); it != known.end()) {
+      name = &it->second;
+    }
     if (name != nullptr) names[*name] = optimizer.parameter_names()[i];
   }
   return names;

@@ -24,7 +24,7 @@ class FullWeights {
  public:
   // (collective, for a sharded model) `keep` false: this process needs no tensors and gets none.
   FullWeights(ModelSlot& model, bool keep);
-  // (collective) Of a sharded model: only tensors for which keep(name), and of tied weights the
+  // (collective, for a sharded model) Only tensors for which keep(name), and of tied weights the
   // first name.
   FullWeights(ModelSlot& model, const std::function<bool(const std::string&)>& keep);
 
@@ -39,8 +39,8 @@ class FullWeights {
 
 using Models = std::vector<std::shared_ptr<ModelSlot>>;
 
-// How the ranks write the full tensors of a sharded model together: by parameters' first names;
-// buffers are in a file of rank 0.
+// How the ranks write the whole tensors of a model together: by parameters' first names; buffers,
+// which may differ between ranks, are in a file of rank 0.
 struct DividedModel {
   std::vector<DividedFile> files;
   uint64_t bytes = 0;
@@ -50,7 +50,7 @@ DividedModel DivideModel(ModelSlot& model, int ranks);
 // Whether a sharded model has parameters of `optimizer`.
 bool IsSharded(const OptimizerHandle& optimizer, const Models& models);
 
-// The parameters of a sharded model that `optimizer` has: their names there by their names in the
+// The parameters of a model that `optimizer` has: their names there by their first names in the
 // model.
 std::map<std::string, std::string> NamesIn(const OptimizerHandle& optimizer, ModelSlot& model);
 

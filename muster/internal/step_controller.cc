@@ -93,6 +93,7 @@ void StepController::ChangeLocal(int by) {
                 "cannot train apart from the others; train without sharding, or without LocalSGD");
   }
   local_depth_ += by;
+  apart_ = true;
 }
 
 void StepController::AboutToChange() const {
@@ -540,7 +541,10 @@ void StepController::EndJoin(bool finish) {
   const std::unique_ptr<UnevenInputs> join = std::move(join_);
   join_factor_ = 1;
   for (const auto& loader : registry_.loaders()) loader->OverrideEvenBatches(std::nullopt);
-  if (!finish) return;
+  if (!finish) {
+    apart_ = true;
+    return;
+  }
   AboutToChange();
   join->Finish([&](int root) {
     // A process that ran out of batches early has missed steps: it takes over the state of the

@@ -52,6 +52,8 @@ class StepController {
 
   void ChangeNoSync(int by) { no_sync_depth_ += by; }
   void ChangeLocal(int by);
+  // Whether the weights and optimizer states of unsharded models may differ between processes.
+  bool trained_apart() const { return apart_ || process_.options().allow_local_gradients; }
   // `function` is called before Muster itself changes the weights or the state of prepared
   // optimizers.
   void SetBeforeChange(std::function<void()> function) { before_change_ = std::move(function); }
@@ -128,6 +130,7 @@ class StepController {
   int no_sync_depth_ = 0;
   int local_depth_ = 0;
   int averaged_depth_ = 0;
+  bool apart_ = false;  // a LocalScope has been there, or a JoinScope that was left early
   bool in_micro_step_ = false;
   bool in_closure_ = false;             // of an optimizer's step
   int64_t window_backwards_ = 0;        // backward passes in this window

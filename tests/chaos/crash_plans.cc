@@ -57,6 +57,12 @@ CrashPlan AtFailpoint(int rank, const std::string& failpoint, int pass, bool asy
   return crash;
 }
 
+// Both ranks write parts of the model and of the optimizer's state.
+void Divide(CrashPlan& crash) {
+  crash.plan.name += "_divided";
+  crash.plan.worker_env["MUSTER_CHAOS_DIVIDED"] = "1";
+}
+
 CrashPlan OfCoordinator(const std::string& failpoint, int pass) {
   CrashPlan crash;
   crash.plan = Base(absl::StrCat("coordinator_", failpoint, "_", pass));
@@ -128,6 +134,11 @@ std::vector<CrashPlan> CrashPlans() {
   for (int call = 28; call < 28 + 20; ++call) plans.push_back(AtCall(0, call, false));
   for (int call = 30; call < 30 + 5; ++call) plans.push_back(AtCall(0, call, true));
   for (int call = 4; call < 4 + 4; ++call) plans.push_back(AtCall(1, call, false));
+  // With parts of the model it makes more of them.
+  for (int call = 5; call < 5 + 3; ++call) {
+    plans.push_back(AtCall(1, call, call % 2 == 0));
+    Divide(plans.back());
+  }
   for (const int pass : {8, 10, 12}) {
     plans.push_back(OfCoordinator("journal.before_append", pass));
     plans.push_back(OfCoordinator("journal.before_fsync", pass));
@@ -173,6 +184,7 @@ std::vector<CrashPlan> DrawnCrashPlans(uint32_t seed, int count) {
         plans.push_back(AtCall(0, draw(1, 140), draw(0, 1) == 1));
     }
     plans.back().plan.name += absl::StrCat("_", i);
+    if (draw(0, 1) == 1) Divide(plans.back());
   }
   return plans;
 }

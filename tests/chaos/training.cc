@@ -113,6 +113,7 @@ absl::Status Train(muster::Accelerator& accelerator, const muster::Arguments& ar
 int main(int argc, char** argv) {
   muster::AcceleratorOptions options;
   options.checkpoint.asynchronous = std::getenv("MUSTER_CHAOS_ASYNCHRONOUS") != nullptr;
+  if (std::getenv("MUSTER_CHAOS_DIVIDED") != nullptr) options.checkpoint.divide_above = 0;
   int64_t keep = 0;
   if (const char* const text = std::getenv("MUSTER_CHAOS_KEEP");
       absl::SimpleAtoi(text == nullptr ? "" : text, &keep)) {

@@ -1,0 +1,227 @@
+// Checkpoints of unsharded models that all ranks write together: threads of this process over Gloo.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "ATen/CPUGeneratorImpl.h"
+#include "ATen/Functions.h"
+#include "muster/accelerator.h"
+#include "muster/checkpoint.h"
+#include "muster/optim.h"
+#include "muster/test_model.h"
+#include "muster/test_ranks.h"
+#include "muster/utils.h"
+#include "muster/weights.h"
+#include "torch/nn/modules/batchnorm.h"
+#include "torch/nn/modules/linear.h"
+#include "torch/optim/adam.h"
+#include "worker/checkpoint/divided_files.h"
+#include "worker/checkpoint/folder.h"
+
+namespace muster {
+namespace {
+
+using testing::HasSubstr;
+using Weights = std::map<std::string, at::Tensor>;
+
+// Its first and last layers share a weight, and it has buffers.
+struct TiedNetImpl : torch::nn::Module {
+  TiedNetImpl() {
+    in = register_module("in", torch::nn::Linear(8, 8));
+    norm = register_module("norm", torch::nn::BatchNorm1d(8));
+    middle = register_module("middle", torch::nn::Linear(8, 8));
+    const at::NoGradGuard no_grad;
+    uint64_t seed = 7;
+    for (at::Tensor& parameter : parameters()) parameter.copy_(Random(parameter.sizes(), ++seed));
+    head = register_parameter("head", in->weight);
+  }
+  static at::Tensor Random(at::IntArrayRef sizes, uint64_t seed) {
+    return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kFloat).div_(3);
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::linear(middle(norm(in(x))).tanh(), head); }
+
+  // Without the tied weight's second name.
+  std::vector<at::Tensor> distinct() const {
+    std::vector<at::Tensor> all = parameters();
+    all.erase(all.begin());
+    return all;
+  }
+
+  torch::nn::Linear in = nullptr, middle = nullptr;
+  at::Tensor head;
+  torch::nn::BatchNorm1d norm = nullptr;
+};
+TORCH_MODULE(TiedNet);
+
+// The loss of all ranks together is the same for each number of them, but for what the ranks'
+// own batches mean to BatchNorm: ranks get equal batches.
+template <class Model, class Optimizer>
+void Train(Accelerator& a, Model& model, Optimizer& optimizer, int first, int last) {
+  for (int step = first; step < last; ++step) {
+    const at::Tensor x = TiedNetImpl::Random({6, 8}, 100 + step);
+    a.backward(at::mse_loss(model(x), x.sin()));
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+}
+
+AcceleratorOptions Dividing(bool asynchronous = false) {
+  AcceleratorOptions options;
+  options.checkpoint.divide_above = 0;
+  options.checkpoint.asynchronous = asynchronous;
+  return options;
+}
+
+void Keep(Accelerator& a, const Weights& all, Weights* kept) {
+  if (!a.is_main_process()) return;
+  for (const auto& [name, tensor] : all) (*kept)[name] = tensor.clone();
+}
+
+void ExpectEqual(const Weights& got, const Weights& want) {
+  ASSERT_EQ(got.size(), want.size());
+  for (const auto& [name, tensor] : want) EXPECT_TRUE(at::equal(got.at(name), tensor)) << name;
+}
+
+int WriterOf(const std::string& dir, const std::string& file) {
+  const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
+  EXPECT_TRUE(manifest.ok()) << manifest.status();
+  if (!manifest.ok()) return -1;
+  const ManifestFile* const found = manifest->Find(file);
+  return found == nullptr ? -1 : found->rank;
+}
+
+TEST(DividedCheckpoint, UnshardedModel_IsWrittenByAllRanks_AndContinuesOnOtherNumbersOfThem) {
+  Weights want;
+  RunAccelerators(1, {}, [&](Accelerator& a) {
+    TiedNet net;
+    FusedAdamW adam(net->distinct(), {.lr = 1e-2});
+    auto [model, optimizer] = a.prepare(net, adam);
+    Train(a, model, optimizer, 0, 8);
+    Keep(a, a.get_state_dict(model), &want);
+  });
+  for (const bool asynchronous : {false, true}) {
+    const std::string dir = TestDir(asynchronous ? "beside" : "at_once");
+    // Sums of equal gradients of 2 and 4 ranks, divided by their number, are exact.
+    int step = 0;
+    Weights got;
+    for (const int ranks : {2, 4, 1, 2}) {
+      RunAccelerators(ranks, Dividing(asynchronous), [&](Accelerator& a) {
+        TiedNet net;
+        FusedAdamW adam(net->distinct(), {.lr = 1e-2});
+        auto [model, optimizer] = a.prepare(net, adam);
+        if (step > 0) {
+          const absl::Status loaded = a.load_state(dir + std::to_string(step));
+          ASSERT_TRUE(loaded.ok()) << loaded;
+          EXPECT_EQ(optimizer.steps(), step);
+        }
+        Train(a, model, optimizer, step, step + 2);
+        const absl::Status saved = a.save_state(dir + std::to_string(step + 2));
+        ASSERT_TRUE(saved.ok()) << saved;
+        // What is saved is the state at the call.
+        if (asynchronous) Train(a, model, optimizer, 50, 52);
+        ASSERT_TRUE(a.wait_for_checkpoint().ok());
+        if (step == 6 && !asynchronous) Keep(a, a.get_state_dict(model), &got);
+      });
+      step += 2;
+    }
+    if (!asynchronous) ExpectEqual(got, want);
+    const std::string two = dir + "2";
+    EXPECT_EQ(WriterOf(two, "model.safetensors"), -1);
+    EXPECT_EQ(WriterOf(two, "model-00001-of-00002.safetensors"), 0);
+    EXPECT_EQ(WriterOf(two, "model-00002-of-00002.safetensors"), 1);
+    EXPECT_EQ(WriterOf(two, "optimizer-00002-of-00002.safetensors"), 1);
+    EXPECT_EQ(LoadTensors(two + "/optimizer.safetensors").size(), 0u);
+    EXPECT_EQ(WriterOf(dir + "6", "model.safetensors"), 0);  // of one process
+    // Whoever reads Hugging Face's shards reads it.
+    TiedNet whole;
+    const auto loaded = load_model(whole, dir + "8");
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    EXPECT_TRUE(at::equal(whole->middle->weight, want.at("middle.weight")));
+    EXPECT_TRUE(at::equal(whole->norm->running_mean, want.at("norm.running_mean")));
+  }
+}
+
+TEST(DividedCheckpoint, EachTensorAndState_IsInOneFile) {
+  const std::string dir = TestDir("once");
+  RunAccelerators(3, Dividing(), [&](Accelerator& a) {
+    TiedNet net;
+    torch::optim::Adam adam(net->distinct(), torch::optim::AdamOptions(1e-2));
+    auto [model, optimizer] = a.prepare(net, adam);
+    Train(a, model, optimizer, 0, 1);
+    ASSERT_TRUE(a.save_state(dir).ok());
+  });
+  const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
+  ASSERT_TRUE(manifest.ok());
+  const TiedNet net;
+  for (const auto& [file, count] : std::vector<std::pair<std::string, size_t>>{
+           // The tied weight once.
+           {"model.safetensors", net->named_parameters().size() + net->named_buffers().size()},
+           {"optimizer.safetensors", 3 * net->parameters().size()}}) {
+    std::map<std::string, int> seen;
+    const std::vector<std::string> parts = PartsOf(*manifest, file).value();
+    for (const std::string& part : parts) {
+      for (const auto& [name, tensor] : LoadTensors(dir + "/" + part)) ++seen[name];
+    }
+    EXPECT_EQ(seen.size(), count - (file == "model.safetensors" ? 1 : 3)) << file;
+    for (const auto& [name, times] : seen) EXPECT_EQ(times, 1) << name;
+  }
+}
+
+TEST(DividedCheckpoint, SmallModelHooksAndRanksThatTrainApart_AreWrittenByRank0) {
+  const std::string dir = TestDir("whole");
+  const auto save = [&](const AcceleratorOptions& options, const std::string& name, auto before) {
+    RunAccelerators(2, options, [&](Accelerator& a) {
+      TiedNet net;
+      FusedAdamW adam(net->distinct(), {.lr = 1e-2});
+      auto [model, optimizer] = a.prepare(net, adam);
+      [[maybe_unused]] const auto held = before(a, model, optimizer);
+      ASSERT_TRUE(a.save_state(dir + name).ok());
+    });
+    return WriterOf(dir + name, "model.safetensors");
+  };
+  const auto nothing = [](auto&...) { return 0; };
+  EXPECT_EQ(save(Dividing(), "divided", nothing), -1);
+  AcceleratorOptions usual;
+  EXPECT_EQ(save(usual, "small", nothing), 0);
+  // A hook of one process is enough.
+  EXPECT_EQ(save(Dividing(), "hook",
+                 [](Accelerator& a, auto&...) {
+                   std::vector<HookHandle> hooks;
+                   if (a.is_main_process()) {
+                     hooks.push_back(a.register_save_state_pre_hook(
+                         [](std::vector<NamedTensors>& weights, StateWriter&) {
+                           EXPECT_FALSE(weights[0].empty());
+                         }));
+                   }
+                   return hooks;
+                 }),
+            0);
+  EXPECT_EQ(save(Dividing(), "apart",
+                 [](Accelerator& a, auto& model, auto& optimizer) {
+                   LocalSGD local(a, model, 2);
+                   Train(a, model, optimizer, 0, 2);
+                   local.step();
+                   return 0;
+                 }),
+            0);
+  AcceleratorOptions own = Dividing();
+  own.allow_local_gradients = true;
+  EXPECT_EQ(save(own, "own", nothing), 0);
+}
+
+TEST(DividedCheckpoint, NegativeBytes_AreRefused) {
+  AcceleratorOptions options;
+  options.checkpoint.divide_above = -1;
+  RunAccelerators(1, options, [&](Accelerator& a) {
+    TiedNet net;
+    auto model = a.prepare(net);
+    EXPECT_THAT(std::string(a.save_state(TestDir("negative")).message()),
+                HasSubstr("options.checkpoint.divide_above is -1"));
+  });
+}
+
+}  // namespace
+}  // namespace muster
