@@ -13,6 +13,7 @@
 #include "base/machine.h"
 #include "base/status_macros.h"
 #include "client/config/accelerate_launch.h"
+#include "client/config/cluster_launch.h"
 #include "client/config/engine_flags.h"
 #include "client/config/torchrun_flags.h"
 
@@ -217,7 +218,25 @@ absl::StatusOr<LaunchConfig> ReadLaunchConfig(const CommandLine& line,
   const Machine machine = ReadMachine(variables);
   // --gpu_ids replaces CUDA_VISIBLE_DEVICES, so it counts all GPUs.
   MachineFacts facts = {.gpus = machine.usable_gpus, .cores = machine.cores};
-  std::vector<Layer> layers = {std::move(flags), LayerFromVariables(variables), std::move(file)};
+  std::vector<Layer> layers = {std::move(flags), LayerFromVariables(variables)};
+  const bool machines_given =
+      line.Has("nnodes") || line.Has("node_rank") || line.Has("standalone") ||
+      std::any_of(layers.begin(), layers.end(), [](const Layer& layer) {
+        return layer.settings.count("num_machines") + layer.settings.count("machine_rank") > 0;
+      });
+  // Before the file: what the cluster says is about this run.
+  if (!machines_given) {
+    MUSTER_ASSIGN_OR_RETURN(Layer cluster, LayerFromCluster(variables));
+    const bool address_given = std::any_of(layers.begin(), layers.end(), [](const Layer& layer) {
+      return layer.settings.count("main_process_ip") > 0;
+    });
+    if (const auto host = cluster.settings.find("main_process_ip");
+        host != cluster.settings.end() && !address_given) {
+      MUSTER_ASSIGN_OR_RETURN(host->second.text, AddressOfHost(host->second.text));
+    }
+    layers.push_back(std::move(cluster));
+  }
+  layers.push_back(std::move(file));
   for (const Layer& layer : layers) {
     if (layer.settings.count("gpu_ids") != 0) facts.gpus = static_cast<int>(machine.gpus.size());
   }

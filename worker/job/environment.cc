@@ -16,6 +16,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "base/bool_word.h"
+#include "base/slurm_hosts.h"
 #include "base/status_macros.h"
 
 namespace muster {
@@ -518,23 +519,6 @@ std::string Describe(const Environment& env) {
   if (!env.lease.is_default())
     add("lease", absl::FormatDuration(env.lease.value), env.lease.source);
   return text;
-}
-
-std::string FirstSlurmHost(const std::string& node_list) {
-  std::string host;
-  for (size_t i = 0; i < node_list.size() && node_list[i] != ','; ++i) {
-    if (node_list[i] != '[') {
-      host += node_list[i];
-      continue;
-    }
-    // "[03-05,9]": the first number, with its zeros, replaces the bracket.
-    const size_t close = node_list.find(']', i);
-    if (close == std::string::npos) return "";
-    const std::string inside = node_list.substr(i + 1, close - i - 1);
-    host += inside.substr(0, inside.find_first_of("-,"));
-    i = close;
-  }
-  return host;
 }
 
 }  // namespace muster

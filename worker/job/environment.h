@@ -129,10 +129,6 @@ std::map<std::string, std::string> ProcessVariables();
 // One line per field: "rank 3 (from RANK)". For `muster env` and for debugging.
 std::string Describe(const Environment& environment);
 
-// The first host of a SLURM node list: "gpu[03-05,9],login" gives "gpu03". Empty if it cannot be
-// read.
-std::string FirstSlurmHost(const std::string& node_list);
-
 }  // namespace muster
 
 #endif  // MUSTER_WORKER_JOB_ENVIRONMENT_H_

@@ -364,15 +364,6 @@ TEST(Environment, BadWishes_AreRefusedByName) {
   EXPECT_THAT(Error({}, {.timeout = absl::ZeroDuration()}), HasSubstr("timeout"));
 }
 
-TEST(FirstSlurmHost, EveryForm) {
-  EXPECT_EQ(FirstSlurmHost("gpu[03-05,9],login"), "gpu03");
-  EXPECT_EQ(FirstSlurmHost("rack[2,4]n[1-8]"), "rack2n1");
-  EXPECT_EQ(FirstSlurmHost("a,b"), "a");
-  EXPECT_EQ(FirstSlurmHost("a"), "a");
-  EXPECT_EQ(FirstSlurmHost("a[1-"), "");
-  EXPECT_EQ(FirstSlurmHost(""), "");
-}
-
 TEST(ReadEnvironment, MutatedVariables_AreReadOrRefusedInOneLine) {
   const std::map<std::string, std::string> samples[] = {
       {{"MUSTER_COORDINATOR", "10.0.0.1:29400"},
