@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -13,6 +12,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/memory_file.h"
 
 namespace muster {
 namespace {
@@ -50,16 +50,6 @@ size_t MemoryLeft() {
                               std::max<int64_t>(0, limit - used + std::max<int64_t>(0, cache))));
   }
   return left;
-}
-
-absl::Status CheckMemoryFileSize(uint64_t bytes) {
-  rlimit limit = {};
-  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY ||
-      bytes <= limit.rlim_cur) {
-    return absl::OkStatus();
-  }
-  return absl::ResourceExhaustedError(
-      absl::StrCat("the limit of a file's size (ulimit -f) is ", limit.rlim_cur, " bytes"));
 }
 
 AlignedMemory::AlignedMemory(AlignedMemory&& other) noexcept

@@ -13,10 +13,6 @@ namespace muster {
 // machine and of the process's cgroup.
 size_t MemoryLeft();
 
-// RESOURCE_EXHAUSTED if the limit of a file's size (ulimit -f) is below `bytes`: the kernel ends a
-// process that makes a file larger, also one in memory (memfd).
-absl::Status CheckMemoryFileSize(uint64_t bytes);
-
 // Memory of its own pages, as direct I/O needs it: begins at a page, zero at first, in huge pages
 // where the kernel has them. Movable. Not thread-safe.
 class AlignedMemory {

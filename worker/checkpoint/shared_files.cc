@@ -14,9 +14,9 @@
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/log.h"
+#include "base/memory_file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
-#include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/digest.h"
 #include "worker/collective/shm_segment.h"
 
@@ -66,10 +66,7 @@ struct SharedFiles::Reading {
                                                : memfd_create(file.name.c_str(), MFD_CLOEXEC);
       if (fd < 0) return absl::ErrnoToStatus(errno, "cannot create shared memory");
       shared.files_.emplace(file.name, fd);
-      MUSTER_RETURN_IF_ERROR(CheckMemoryFileSize(file.digest.bytes));
-      if (ftruncate(fd, static_cast<off_t>(file.digest.bytes)) != 0) {
-        return absl::ErrnoToStatus(errno, "cannot size shared memory");
-      }
+      MUSTER_RETURN_IF_ERROR(ResizeMemoryFile(fd, file.digest.bytes));
       MUSTER_ASSIGN_OR_RETURN(const Json identity, IdentityOf(fd));
       entries.push_back({getpid(), fd, identity});
     }

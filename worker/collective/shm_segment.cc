@@ -18,7 +18,9 @@
 #include <new>
 #include <thread>
 
+#include "absl/status/status.h"
 #include "base/identity.h"
+#include "base/memory_file.h"
 #include "c10/util/Exception.h"
 
 namespace muster {
@@ -90,8 +92,13 @@ std::unique_ptr<ShmSegment> ShmSegment::Open(const c10::intrusive_ptr<c10d::Stor
   if (rank == 0) {
     const uint64_t nonce = RandomId();
     fd = static_cast<int>(syscall(SYS_memfd_create, "muster", 1u /* MFD_CLOEXEC */));
-    if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0 || !segment->Map(fd, bytes)) {
+    if (const absl::Status sized = fd < 0 ? absl::OkStatus() : ResizeMemoryFile(fd, bytes);
+        !sized.ok()) {
+      problem = std::string(sized.message());
+    } else if (fd < 0 || !segment->Map(fd, bytes)) {
       problem = c10::str("no shared memory: ", std::strerror(errno));
+    }
+    if (!problem.empty()) {
       store->set("shm/where", "");
     } else {
       // The pages are zero, which is where all counters start.

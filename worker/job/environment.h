@@ -93,7 +93,7 @@ struct Environment {
   Setting<bool> debug{false};
   // Ranks of a job that has one node exchange CPU tensors through shared memory rather than Gloo's
   // sockets.
-  Setting<bool> shared_memory{false};
+  Setting<bool> shared_memory{true};
   Setting<std::string> project_dir;
   // Of collectives and of the meeting at start.
   Setting<absl::Duration> timeout{absl::Minutes(10)};

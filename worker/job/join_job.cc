@@ -182,6 +182,15 @@ GlooOptions GlooOf(const JoinedProcess& joined, const std::string& name,
   return gloo;
 }
 
+// Whether these ranks are on one node, as far as their numbers tell: those of a node follow one
+// another. The ranks make sure of it before they share memory.
+bool OnOneNode(const Environment& env, const std::vector<int>& ranks) {
+  const int here = env.local_world_size.value;
+  if (here * env.num_nodes.value != env.world_size.value) return false;
+  return std::all_of(ranks.begin(), ranks.end(),
+                     [&](int rank) { return rank / here == ranks[0] / here; });
+}
+
 // The Comm of one group of ranks over every transport that they have. `ranks`: of the job.
 absl::StatusOr<std::unique_ptr<Comm>> BuildComm(const JoinedProcess& joined,
                                                 const std::string& name,
@@ -192,9 +201,11 @@ absl::StatusOr<std::unique_ptr<Comm>> BuildComm(const JoinedProcess& joined,
   try {
     auto group = MakeGlooGroup(joined.store, gloo);
     std::string why;
-    if (env.shared_memory.value && gloo.single_host && gloo.size > 1 &&
+    if (env.shared_memory.value && gloo.size > 1 && OnOneNode(env, ranks) &&
         !AddShmBackend(group, joined.store, gloo.timeout, &why) && gloo.rank == 0) {
-      MUSTER_LOG(Warning) << "no shared memory between the ranks, Gloo carries all: " << why;
+      MUSTER_LOG(Warning) << "no shared memory between the ranks of " << name
+                          << ", which exchange tensors through sockets: " << why
+                          << ". MUSTER_SHM=no accepts that";
     }
     if (joined.device.is_cuda()) {
       MUSTER_RETURN_IF_ERROR(

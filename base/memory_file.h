@@ -1,0 +1,20 @@
+#ifndef MUSTER_BASE_MEMORY_FILE_H_
+#define MUSTER_BASE_MEMORY_FILE_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+
+namespace muster {
+
+// RESOURCE_EXHAUSTED if the limit of a file's size (ulimit -f) is below `bytes`. The kernel kills a
+// process that makes a file larger (SIGXFSZ), also one in memory (memfd). Thread-safe.
+absl::Status CheckMemoryFileSize(uint64_t bytes);
+
+// Sets the size of a file in memory; what it grows by is zero, and takes memory when it is touched.
+// Errors: as CheckMemoryFileSize, or what the kernel says. Thread-safe.
+absl::Status ResizeMemoryFile(int fd, uint64_t bytes);
+
+}  // namespace muster
+
+#endif  // MUSTER_BASE_MEMORY_FILE_H_
