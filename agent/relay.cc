@@ -169,6 +169,7 @@ class MembershipRelay final : public v1::Membership::CallbackService {
   MUSTER_RELAYED(ReportExit, report_exit)
   MUSTER_RELAYED(GetMembers, get_members)
   MUSTER_RELAYED(AgreeAlive, agree_alive)
+  MUSTER_RELAYED(CaptureStacks, capture_stacks)
   MUSTER_RELAYED(Quarantine, quarantine)
 
  private:

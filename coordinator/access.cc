@@ -48,6 +48,7 @@ Needs NeedsOf(v1::Op::KindCase kind) {
     case v1::Op::kMarkCheckpoint:
     case v1::Op::kCollectCheckpoints:
     case v1::Op::kCheckpointDeleted:
+    case v1::Op::kCaptureStacks:  // it stops the processes for a moment
       return Needs::kOwner;
     case v1::Op::kJoin:
     case v1::Op::kLeave:

@@ -70,7 +70,7 @@ TEST(AccessTest, Submit_ActsOnItsOwnJobsOnly) {
   for (const std::string& name : Allowed(ann, "j", "bob")) own.erase(name);
   EXPECT_EQ(own, (std::set<std::string>{"control_job", "raise_trigger", "cancel_barrier",
                                         "end_generation", "mark_checkpoint", "collect_checkpoints",
-                                        "checkpoint_deleted"}));
+                                        "checkpoint_deleted", "capture_stacks"}));
   // Jobs without a known owner are not those of a user without a name.
   v1::Op cancel;
   cancel.mutable_control_job()->set_job_id("j");
@@ -155,10 +155,11 @@ TEST(AccessTest, Audit_IsOfPeoplesChanges) {
   for (const v1::Op& op : AllOps("j")) {
     if (IsAudited(op)) audited.insert(NameOf(op));
   }
-  EXPECT_EQ(audited, (std::set<std::string>{"submit_job", "control_job", "control_node",
-                                            "raise_trigger", "cancel_barrier", "end_generation",
-                                            "mark_checkpoint", "collect_checkpoints",
-                                            "checkpoint_deleted", "quarantine", "remove_job"}));
+  EXPECT_EQ(audited,
+            (std::set<std::string>{"submit_job", "control_job", "control_node", "raise_trigger",
+                                   "cancel_barrier", "end_generation", "mark_checkpoint",
+                                   "collect_checkpoints", "checkpoint_deleted", "quarantine",
+                                   "remove_job", "capture_stacks"}));
 }
 
 TEST(AccessTest, Roles_HaveNames) {

@@ -100,6 +100,7 @@ void Core::Abandon(CallId call, absl::Time now, Output* out) {
   Impl::Job* const job = impl_->FindJob(held.job_id);
   if (job == nullptr) return;
   if (held.kind == Impl::Held::kWait) job->kv().AbandonWait(call);
+  if (held.kind == Impl::Held::kStacks) job->AbandonStacks(call);
   if (held.kind == Impl::Held::kJoin) {
     job->AbandonJoin(held.worker_id, call);
   }
@@ -192,6 +193,8 @@ void Core::HandleStack(absl::string_view, const v1::StackReply& stack, absl::Tim
     return;
   seat->SetStack(stack.native_stack());
   if (!stack.process_state().empty()) seat->SetProcessState(stack.process_state());
+  job->StackTaken(stack.query_id());
+  impl_->End(job);
 }
 
 void Core::CaughtUp(absl::Time until, absl::Time now, Output* out) {

@@ -38,6 +38,7 @@
 #include "coordinator/remembered_answers.h"
 #include "coordinator/rendezvous.h"
 #include "coordinator/seating.h"
+#include "coordinator/stack_calls.h"
 #include "coordinator/trigger.h"
 #include "coordinator/watch_log.h"
 #include "proto/muster/v1/admin.pb.h"
@@ -194,6 +195,7 @@ class Core::Impl {
   void Arrive(Incoming* in);
   void ArriveMany(Incoming* in);
   void CancelBarrier(Incoming* in);
+  void CaptureStacks(Incoming* in);
   void DescribeBarrier(Incoming* in);
   void EndGeneration(Incoming* in);
   void GetMembers(Incoming* in);
@@ -288,7 +290,7 @@ class Core::Impl {
   uint64_t next_query_ = 1;
   struct Held {
     std::string job_id;
-    enum { kJoin, kBarrier, kWait } kind;
+    enum { kJoin, kBarrier, kWait, kStacks } kind;
     std::string worker_id;  // of a join
   };
   absl::flat_hash_map<CallId, Held> held_;
@@ -441,6 +443,10 @@ class Core::Impl::Job : public BarrierHost {
   // One of the operations on checkpoints; `seat` is null for an operator.
   std::optional<v1::OpError> CheckpointOp(const v1::Op& op, const Seat* seat, v1::OpResult* result);
   void AgreeDone(std::vector<AgreeSet::Done> done);
+  // The call is answered now or later, unless this returns an error.
+  std::optional<v1::OpError> CaptureStacks(CallId call, const v1::CaptureStacksRequest& request);
+  void StackTaken(uint64_t query) { StacksDone(stack_calls_.Answered(query)); }
+  void AbandonStacks(CallId call) { stack_calls_.Abandon(call); }
 
   const char* StateName() const;
   void FillStatus(v1::JobStatus* status) const;
@@ -487,7 +493,8 @@ class Core::Impl::Job : public BarrierHost {
     return has && duration > absl::ZeroDuration() ? duration : otherwise;
   }
   absl::Time NextDeadline() const {
-    absl::Time next = std::min(rendezvous_.NextDeadline(), kv_.NextDeadline());
+    absl::Time next =
+        std::min({rendezvous_.NextDeadline(), kv_.NextDeadline(), stack_calls_.NextDeadline()});
     if (barriers_ != nullptr) next = std::min(next, barriers_->NextDeadline());
     if (agree_ != nullptr) next = std::min(next, agree_->NextDeadline());
     next = std::min(next, leases_.NextDeadline());
@@ -525,6 +532,9 @@ class Core::Impl::Job : public BarrierHost {
   void Strike(const std::string& host, const std::string& what);
   void EmitMember(const Seat& seat);
 
+  // Asks the agent of `rank`; returns the number of the query, or 0 if there is none to ask.
+  uint64_t QueryStack(int rank);
+  void StacksDone(std::vector<StackCalls::Done> done);
   void TickLeases();
   void NoteFirstSilent(int rank, const std::string& why);
   void NoteAllHeard();
@@ -556,6 +566,7 @@ class Core::Impl::Job : public BarrierHost {
   CheckpointSet checkpoints_;
   std::unique_ptr<BarrierSet> barriers_;
   std::unique_ptr<AgreeSet> agree_;
+  StackCalls stack_calls_;
 
   // The latest records with changes of these kinds: outputs that reveal them wait for these.
   uint64_t membership_record_ = 0;

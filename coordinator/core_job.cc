@@ -20,6 +20,9 @@ namespace {
 
 constexpr size_t kMaxCallsOfJoin = 8;
 constexpr size_t kMaxQueries = 4096;
+constexpr int kStacksInReply = 64;  // of at most 16 KiB each
+constexpr absl::Duration kStacksTimeout = absl::Seconds(5);
+constexpr absl::Duration kMaxStacksTimeout = absl::Seconds(30);
 constexpr int kNamed = 4;
 
 }  // namespace
@@ -597,6 +600,7 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
     Deliver(waits, std::make_shared<Answer>(result));
   }
   std::vector<KvChange> changes;
+  StacksDone(stack_calls_.TakeAll());
   kv_.DropPrefix(absl::StrCat("gen/", generation(), "/"), &changes);
   KvChanged(changes);
   // Keys that are tied to a lease outlive the generation with their worker, not without it.
@@ -868,6 +872,7 @@ void Core::Impl::Job::Tick() {
     agree_->Tick(now, &done);
     AgreeDone(std::move(done));
   }
+  StacksDone(stack_calls_.TakeExpired(now));
   std::vector<KvStore::Ready> expired;
   kv_.TakeExpired(now, &expired);
   for (KvStore::Ready& ready : expired) {
@@ -971,9 +976,11 @@ bool Core::Impl::Job::IsAwaited() const {
   return awaited;
 }
 
-void Core::Impl::Job::AskStack(int rank) {
+void Core::Impl::Job::AskStack(int rank) { QueryStack(rank); }
+
+uint64_t Core::Impl::Job::QueryStack(int rank) {
   const Seat& seat = members_.at(rank);
-  if (seat.record().node().empty() || !seat.alive()) return;
+  if (seat.record().node().empty() || !seat.alive()) return 0;
   if (impl_->queries_.size() >= kMaxQueries) impl_->queries_.clear();
   const uint64_t query = impl_->next_query_++;
   impl_->queries_[query] = {id_, seat.record().worker_id()};
@@ -984,6 +991,84 @@ void Core::Impl::Job::AskStack(int rank) {
   ask->set_worker_id(seat.record().worker_id());
   ask->set_pid(seat.record().pid());
   impl_->Direct(seat.record().node(), std::move(directive), membership_record_);
+  return query;
+}
+
+std::optional<v1::OpError> Core::Impl::Job::CaptureStacks(CallId call,
+                                                          const v1::CaptureStacksRequest& request) {
+  if (!sealed()) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_STATE,
+        absl::StrCat("job ", Quoted(id_), " has no running workers to take stacks of",
+                     members_.why_ended().empty() ? "" : ": generation ",
+                     members_.why_ended().empty() ? "" : absl::StrCat(generation(), " has ended: "),
+                     members_.why_ended()));
+  }
+  const absl::Duration timeout =
+      request.has_timeout() ? FromProto(request.timeout()) : kStacksTimeout;
+  if (timeout <= absl::ZeroDuration()) {
+    return BadField("timeout", "the time to wait for stacks must be more than 0");
+  }
+  std::vector<int32_t> ranks(request.ranks().begin(), request.ranks().end());
+  int32_t next = 0;
+  if (ranks.size() > kStacksInReply) {
+    return BadField("ranks", absl::StrCat(ranks.size(), " ranks: ask for at most ", kStacksInReply,
+                                          " at a time"));
+  }
+  const auto is_rank = [&](int32_t rank) { return rank >= 0 && rank < members_.size(); };
+  for (const int32_t rank : ranks) {
+    if (!is_rank(rank)) {
+      return BadField("ranks", absl::StrCat("job ", Quoted(id_), " has the ranks 0 to ",
+                                            members_.size() - 1, ", and no rank ", rank));
+    }
+  }
+  if (ranks.empty()) {
+    if (!is_rank(request.first())) {
+      return BadField("first",
+                      absl::StrCat("job ", Quoted(id_), " has the ranks 0 to ", members_.size() - 1,
+                                   ": none from ", request.first(), " on"));
+    }
+    const int32_t end = std::min(members_.size() - request.first(), kStacksInReply);
+    for (int32_t i = 0; i < end; ++i) ranks.push_back(request.first() + i);
+    if (request.first() + end < members_.size()) next = request.first() + end;
+  }
+  if (stack_calls_.full()) {
+    return MakeError(absl::StatusCode::kUnavailable, v1::ERROR_REASON_OVERLOADED,
+                     absl::StrCat(StackCalls::kMaxOpen, " callers wait for stacks of job ",
+                                  Quoted(id_), " already: try again in a few seconds"));
+  }
+  std::vector<StackCalls::Asked> asked;
+  for (const int32_t rank : ranks) asked.push_back({rank, QueryStack(rank)});
+  StacksDone(stack_calls_.Add(call, impl_->now_ + std::min(timeout, kMaxStacksTimeout), next,
+                              std::move(asked)));
+  return std::nullopt;
+}
+
+void Core::Impl::Job::StacksDone(std::vector<StackCalls::Done> done) {
+  for (const StackCalls::Done& one : done) {
+    v1::OpResult result;
+    v1::CaptureStacksReply* const reply = result.mutable_capture_stacks();
+    *reply->mutable_header() = impl_->Header();
+    reply->set_generation(generation());
+    reply->set_next(one.next);
+    for (const StackCalls::Asked& asked : one.asked) {
+      v1::RankStack* const row = reply->add_stacks();
+      *row->mutable_worker() = DescribeRank(asked.rank);
+      if (asked.answered) {
+        if (row->worker().native_stack().empty()) {
+          row->set_missing("its agent has looked, and there is no stack to be read");
+        }
+        continue;
+      }
+      // What another question got earlier is not what the worker does now.
+      row->mutable_worker()->clear_native_stack();
+      const Seat& seat = members_.at(asked.rank);
+      row->set_missing(!seat.alive()                  ? "its process has ended"
+                       : seat.record().node().empty() ? "it has no agent that could take it"
+                                                      : "its agent has not answered in time");
+    }
+    Deliver({one.call}, std::make_shared<Answer>(result));
+  }
 }
 
 void Core::Impl::Job::Deliver(const std::vector<CallId>& calls,

@@ -648,6 +648,18 @@ void Core::Impl::GetMembers(Incoming* in) {
   Send(in->call, result, job->membership_record());
 }
 
+void Core::Impl::CaptureStacks(Incoming* in) {
+  const v1::CaptureStacksRequest& request = in->op.capture_stacks();
+  Job* const job = FindJob(request.job_id());
+  if (job == nullptr) return SendError(in->call, UnknownJob(request.job_id()), 0);
+  in->touched = job;
+  held_[in->call] = {job->id(), Held::kStacks, ""};
+  if (auto error = job->CaptureStacks(in->call, request)) {
+    held_.erase(in->call);
+    SendError(in->call, *std::move(error), job->membership_record());
+  }
+}
+
 void Core::Impl::RemoveJob(Incoming* in) {
   const v1::RemoveJobRequest& request = in->op.remove_job();
   Job* job = nullptr;
@@ -937,6 +949,7 @@ constexpr Core::Impl::Operation Core::Impl::kOperations[] = {
     {v1::Op::kListBarriers, &Impl::ListBarriers, Journal::kNotNeeded},
     {v1::Op::kStragglerReport, &Impl::StragglerReport, Journal::kNotNeeded},
     {v1::Op::kGetMembers, &Impl::GetMembers, Journal::kNotNeeded},
+    {v1::Op::kCaptureStacks, &Impl::CaptureStacks, Journal::kNotNeeded},
 };
 
 const Core::Impl::Operation* Core::Impl::FindOperation(const v1::Op& op) {

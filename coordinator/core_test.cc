@@ -2048,6 +2048,105 @@ TEST_F(CoreTest, Barrier_ArriveManyWithADeadIncarnation_HasNoEffect) {
   EXPECT_FALSE(bench_.Answered(Arrive(workers[0], "b", 0)));
 }
 
+class StacksTest : public CoreTest {
+ protected:
+  CallId Ask(const std::vector<int>& ranks = {}) {
+    v1::Op op;
+    v1::CaptureStacksRequest* const request = op.mutable_capture_stacks();
+    request->set_job_id("j");
+    for (const int rank : ranks) request->add_ranks(rank);
+    bench_.directives_.clear();
+    return bench_.Do(op);
+  }
+  // The agent's answer to the question `index` of the last call.
+  void Reply(size_t index, const std::string& text) {
+    const v1::CollectStack& asked = bench_.directives_.at(index).directive->collect_stack();
+    v1::StackReply stack;
+    stack.set_query_id(asked.query_id());
+    stack.set_pid(asked.pid());
+    stack.set_process_state("sleeping");
+    stack.set_native_stack(text);
+    bench_.core_->HandleStack(bench_.directives_.at(index).node, stack, bench_.now_, &bench_.out_);
+    bench_.Collect();
+  }
+};
+
+TEST_F(StacksTest, AllAgentsAnswer_ReplyHasTheStacksOfNow) {
+  Form(2, true, 2);
+  const CallId call = Ask();
+  ASSERT_EQ(bench_.directives_.size(), 2u);
+  EXPECT_FALSE(bench_.Answered(call));
+  Reply(0, "#0 read()");
+  EXPECT_FALSE(bench_.Answered(call));
+  Reply(1, "#0 write()");
+  const v1::CaptureStacksReply reply = bench_.Result(call).capture_stacks();
+  EXPECT_EQ(reply.generation(), 1u);
+  EXPECT_EQ(reply.next(), 0);
+  ASSERT_EQ(reply.stacks_size(), 2);
+  EXPECT_EQ(reply.stacks(1).worker().rank(), 1);
+  EXPECT_EQ(reply.stacks(1).worker().host(), "h1");
+  EXPECT_EQ(reply.stacks(1).worker().process_state(), "sleeping");
+  EXPECT_EQ(reply.stacks(1).worker().native_stack(), "#0 write()");
+  EXPECT_EQ(reply.stacks(1).missing(), "");
+  // Another question shows no stack of this one.
+  const CallId later = Ask({0});
+  bench_.Advance(absl::Seconds(5));
+  const v1::RankStack row = bench_.Result(later).capture_stacks().stacks(0);
+  EXPECT_EQ(row.worker().native_stack(), "");
+  EXPECT_THAT(row.missing(), HasSubstr("not answered in time"));
+}
+
+TEST_F(StacksTest, GenerationThatEnds_AnswersWithWhatHasCome) {
+  std::vector<Worker> workers = Form(2, true, 2);
+  const CallId call = Ask();
+  Reply(0, "#0 read()");
+  Exit(workers[1], 1);
+  const v1::CaptureStacksReply reply = bench_.Result(call).capture_stacks();
+  EXPECT_EQ(reply.stacks(0).worker().native_stack(), "#0 read()");
+  EXPECT_EQ(reply.stacks(1).worker().process_state(), "exited(1)");
+  EXPECT_THAT(reply.stacks(1).missing(), HasSubstr("has ended"));
+  const CallId after = Ask();
+  EXPECT_EQ(bench_.Reason(after), v1::ERROR_REASON_JOB_STATE);
+  EXPECT_THAT(bench_.Error(after).message(), HasSubstr("no running workers"));
+}
+
+TEST_F(StacksTest, WrongRequests_NameTheField) {
+  Form(2, true, 2);
+  EXPECT_EQ(bench_.Error(Ask({2})).detail().field(), "ranks");
+  EXPECT_EQ(bench_.Error(Ask({-1})).detail().field(), "ranks");
+  EXPECT_EQ(bench_.Error(Ask(std::vector<int>(65, 0))).detail().field(), "ranks");
+  v1::Op op;
+  op.mutable_capture_stacks()->set_job_id("j");
+  op.mutable_capture_stacks()->set_first(2);
+  EXPECT_EQ(bench_.Error(bench_.Do(op)).detail().field(), "first");
+  op.mutable_capture_stacks()->set_first(0);
+  op.mutable_capture_stacks()->mutable_timeout()->set_seconds(-1);
+  EXPECT_EQ(bench_.Error(bench_.Do(op)).detail().field(), "timeout");
+  op.mutable_capture_stacks()->set_job_id("k");
+  EXPECT_EQ(bench_.Error(bench_.Do(op)).code(), static_cast<int>(absl::StatusCode::kNotFound));
+}
+
+TEST_F(StacksTest, ManyRanks_ComeInPages) {
+  Form(70, true, 70);
+  const CallId call = Ask();
+  EXPECT_EQ(bench_.directives_.size(), 64u);
+  bench_.Advance(absl::Seconds(5));
+  EXPECT_EQ(bench_.Result(call).capture_stacks().stacks_size(), 64);
+  EXPECT_EQ(bench_.Result(call).capture_stacks().next(), 64);
+}
+
+TEST_F(StacksTest, TooManyCallers_AreRefusedUntilOneIsGone) {
+  Form(2, true, 2);
+  std::vector<CallId> calls;
+  for (int i = 0; i < 8; ++i) calls.push_back(Ask({0}));
+  EXPECT_EQ(bench_.Reason(Ask({0})), v1::ERROR_REASON_OVERLOADED);
+  bench_.core_->Abandon(calls[0], bench_.now_, &bench_.out_);
+  const CallId next = Ask({0});
+  Reply(0, "#0 read()");
+  EXPECT_EQ(bench_.Result(next).capture_stacks().stacks(0).worker().native_stack(), "#0 read()");
+  EXPECT_FALSE(bench_.Answered(calls[0]));
+}
+
 TEST_F(CoreTest, Barrier_Timeout_SameBytesForAllWithHostPidStepAndStack) {
   std::vector<Worker> workers = Form(3, true, 3);
   spec_ = Spec(3, 3);

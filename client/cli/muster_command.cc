@@ -15,6 +15,7 @@
 #include "client/cli/job_commands.h"
 #include "client/cli/node_commands.h"
 #include "client/cli/reference_commands.h"
+#include "client/cli/stacks_command.h"
 #include "client/cli/token_command.h"
 #include "client/config/suggest.h"
 
@@ -127,6 +128,7 @@ std::vector<Command> Commands(const LaunchBackend& backend, const std::string& s
       {"trigger", "Make all processes of a job act at the same step", RunTriggerCommand},
       {"barrier", "Show a job's barriers and their late ranks, or cancel a barrier",
        RunBarrierCommand},
+      {"stacks", "Show where the processes of a running job are", RunStacksCommand},
       {"quarantine", "Exclude a host from a job, or readmit it", RunQuarantineCommand},
       {"remove", "Remove a job that has ended, with its keys and its history", RunRemoveCommand},
       {"submit", "Submit a job to a cluster", RunSubmitCommand},

@@ -671,6 +671,7 @@ constexpr GrpcFrontend::Method GrpcFrontend::kMethods[] = {
     MUSTER_CORE_METHOD("Membership", "ReportExit", report_exit),
     MUSTER_CORE_METHOD("Membership", "GetMembers", get_members),
     MUSTER_CORE_METHOD("Membership", "AgreeAlive", agree_alive),
+    MUSTER_CORE_METHOD("Membership", "CaptureStacks", capture_stacks),
     MUSTER_CORE_METHOD("Membership", "Quarantine", quarantine),
     Method::Other(
         "muster.v1.Admin", "Status",

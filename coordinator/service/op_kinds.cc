@@ -17,6 +17,7 @@ bool OnlyReads(const v1::Op& op) {
     case v1::Op::kListBarriers:
     case v1::Op::kStragglerReport:
     case v1::Op::kGetMembers:
+    case v1::Op::kCaptureStacks:
     case v1::Op::kResolveCheckpoint:
     case v1::Op::kListCheckpoints:
     case v1::Op::kGetJob:
@@ -37,7 +38,7 @@ bool MayChange(const v1::Op& op) {
 
 bool MayBeHeld(const v1::Op& op) {
   return op.has_join() || op.has_arrive() || op.has_arrive_many() || op.has_wait() ||
-         op.has_agree_alive();
+         op.has_agree_alive() || op.has_capture_stacks();
 }
 
 size_t HeldBytes(const v1::Op& op, size_t bytes) {

@@ -13,6 +13,13 @@ TEST(OpKinds, Reads_ChangeNothingAndDoNotWait) {
   EXPECT_FALSE(MayBeHeld(op));
 }
 
+TEST(OpKinds, CaptureStacks_ReadsAndIsHeld) {
+  v1::Op op;
+  op.mutable_capture_stacks();
+  EXPECT_FALSE(MayChange(op));
+  EXPECT_TRUE(MayBeHeld(op));
+}
+
 TEST(OpKinds, Transaction_ChangesIfItWrites) {
   v1::Op op;
   op.mutable_txn()->add_then()->mutable_get()->set_key("k");

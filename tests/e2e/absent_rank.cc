@@ -1,8 +1,10 @@
 // A job of two whose rank 1 makes two steps and then
 //   stuck   never comes to the barrier that rank 0 waits in: it hangs in a function of its own
+//   hang    the same, after it has said so; rank 0 waits for ten minutes
 //   desync  waits in another barrier than rank 0
 #include <unistd.h>
 
+#include <iostream>
 #include <string>
 
 #include "ATen/Functions.h"
@@ -29,7 +31,8 @@ int main(int argc, char** argv) {
     }
     accelerator.wait_for_everyone();
     if (accelerator.process_index() == 1) {
-      if (what == "stuck") AugmentImagesForever();
+      if (what == "hang") std::cout << "rank 1 hangs" << std::endl;
+      if (what != "desync") AugmentImagesForever();
       accelerator.wait_for_everyone(absl::Minutes(10), "evaluated");
     }
     accelerator.wait_for_everyone(what == "stuck" ? absl::Seconds(8) : absl::Minutes(10), "saved");

@@ -59,6 +59,29 @@ TEST_F(AcceleratorBarrierTest, RankThatNeverComes_IsNamedWithAllThatIsKnownOfIt)
                           HasSubstr("AugmentImagesForever()")));
 }
 
+TEST_F(AcceleratorBarrierTest, Stacks_ShowWhereEveryRankIsWithoutEndingTheJob) {
+  const auto run = Muster({"launch", "--cpu", "--num_processes", "2", "--job_name", "stuck", "--",
+                           Runfile("tests/e2e/absent_rank"), "hang"});
+  run->WaitForLine("[1]: rank 1 hangs");
+  const auto shown = Muster({"stacks", "stuck"});
+  EXPECT_EQ(shown->Wait(), 0) << shown->err_text();
+  EXPECT_THAT(shown->out_text(), AllOf(HasSubstr("rank 0 ("), HasSubstr("rank 1 ("),
+                                       HasSubstr("step 2"), HasSubstr("AugmentImagesForever()")));
+  EXPECT_THAT(shown->out_text(), Not(HasSubstr("grpc_event_engine")));
+  EXPECT_THAT(shown->out_text(), HasSubstr("idle threads of the libraries (--threads shows them)"));
+  const auto one = Muster({"stacks", "stuck", "--rank", "1", "-o", "json"});
+  EXPECT_EQ(one->Wait(), 0) << one->err_text();
+  const auto rows = nlohmann::json::parse(one->out_text());
+  ASSERT_EQ(rows.size(), 1u);
+  EXPECT_EQ(rows[0]["rank"], 1);
+  EXPECT_THAT(rows[0]["stack"].get<std::string>(), HasSubstr("AugmentImagesForever()"));
+  const auto wrong = Muster({"stacks", "stuck", "--rank", "7"});
+  EXPECT_EQ(wrong->Wait(), 2);
+  EXPECT_THAT(wrong->err_text(), HasSubstr("has the ranks 0 to 1, and no rank 7"));
+  EXPECT_EQ(Muster({"stacks", "stuk"})->Wait(), 3);
+  run->Signal(SIGKILL);
+}
+
 TEST_F(AcceleratorBarrierTest, RanksInDifferentBarriers_AreToldSoAtOnce) {
   const auto run = Muster({"launch", "--cpu", "--num_processes", "2", "--",
                            Runfile("tests/e2e/absent_rank"), "desync"});

@@ -1,0 +1,57 @@
+#ifndef MUSTER_COORDINATOR_STACK_CALLS_H_
+#define MUSTER_COORDINATOR_STACK_CALLS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "coordinator/answer.h"
+
+namespace muster::coordinator {
+
+// The callers that wait for stacks of one job's ranks. Pure; not thread-safe.
+class StackCalls {
+ public:
+  static constexpr size_t kMaxOpen = 8;
+
+  struct Asked {
+    int32_t rank = 0;
+    uint64_t query = 0;  // 0: there is nobody to ask
+    bool answered = false;
+  };
+  // A call that is to be answered now.
+  struct Done {
+    CallId call = 0;
+    int32_t next = 0;  // as it was added
+    std::vector<Asked> asked;
+  };
+
+  bool full() const { return open_.size() >= kMaxOpen; }
+  // At once if nobody could be asked.
+  std::vector<Done> Add(CallId call, absl::Time deadline, int32_t next, std::vector<Asked> asked);
+  // The answer to one question has come.
+  std::vector<Done> Answered(uint64_t query);
+  // Those whose deadline has passed, with what has come.
+  std::vector<Done> TakeExpired(absl::Time now);
+  std::vector<Done> TakeAll();
+  // The caller is gone.
+  void Abandon(CallId call);
+  // Infinite: no call is open.
+  absl::Time NextDeadline() const;
+
+ private:
+  struct Open {
+    Done done;
+    absl::Time deadline;
+    size_t awaited = 0;  // answers
+  };
+  template <typename Ended>
+  std::vector<Done> Take(Ended ended);
+
+  std::vector<Open> open_;  // at most kMaxOpen
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_STACK_CALLS_H_
