@@ -26,6 +26,7 @@
 #include "client/checkpoints/seal_marks.h"
 #include "client/cli/command.h"
 #include "client/cli/connection.h"
+#include "client/cli/job_group.h"
 #include "client/cli/launch_command.h"
 #include "client/cli/torch_version.h"
 #include "client/config/suggest.h"
@@ -333,33 +334,6 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
 
 namespace {
 
-// The workers of `job`, page by page. Too many for one message of an older coordinator, which
-// knows no pages: ERROR_REASON_LIMIT.
-absl::Status GetMembers(const Connection& connection, const std::string& job,
-                        v1::GetMembersReply* members) {
-  v1::GetMembersRequest request;
-  request.set_job_id(job);
-  int starts = 0;
-  while (true) {
-    v1::GetMembersReply page;
-    grpc::ClientContext call;
-    rpc::SetTimeout(call, connection.timeout);
-    const absl::Status status = rpc::FromGrpc(
-        v1::Membership::NewStub(connection.channel)->GetMembers(&call, request, &page));
-    // Pages of two generations do not fit together.
-    const bool changed =
-        request.first() > 0 && (!status.ok() || page.generation() != members->generation());
-    if (changed && ++starts < 4) {
-      members->Clear();
-      request.clear_first();
-      continue;
-    }
-    members->MergeFrom(page);
-    request.set_first(page.next());
-    if (!status.ok() || request.first() == 0) return status;
-  }
-}
-
 // Each of the following adds lines to the table of `muster status` and returns the same as JSON.
 ordered_json AddMembers(const v1::GetMembersReply& members, std::string* table) {
   ordered_json rows = ordered_json::array();
@@ -482,7 +456,7 @@ std::string WaitingText(const v1::JobStatus& job) {
 absl::StatusOr<ordered_json> AddJob(const Connection& connection, const v1::JobStatus& job,
                                     std::string* table) {
   v1::GetMembersReply members;
-  const absl::Status listed = GetMembers(connection, job.job_id(), &members);
+  const absl::Status listed = ListMembers(connection, job.job_id(), &members);
   const bool too_many = rpc::GetReason(listed) == v1::ERROR_REASON_LIMIT;
   if (!too_many) MUSTER_RETURN_IF_ERROR(listed);
   absl::StrAppendFormat(table, "\n%s: generation %d, %s, %d workers, steps %d to %d\n",

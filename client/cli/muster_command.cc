@@ -17,6 +17,7 @@
 #include "client/cli/reference_commands.h"
 #include "client/cli/stacks_command.h"
 #include "client/cli/token_command.h"
+#include "client/cli/top_command.h"
 #include "client/config/suggest.h"
 
 namespace muster::client {
@@ -125,6 +126,7 @@ std::vector<Command> Commands(const LaunchBackend& backend, const std::string& s
       {"config", "Write, show or check the config file", RunConfigCommand},
       {"env", "Print versions, devices and libraries", RunEnvCommand},
       {"status", "Show the jobs and workers of a coordinator", RunStatusCommand},
+      {"top", "Show jobs, ranks and steps per second, again and again", RunTopCommand},
       {"trigger", "Make all processes of a job act at the same step", RunTriggerCommand},
       {"barrier", "Show a job's barriers and their late ranks, or cancel a barrier",
        RunBarrierCommand},

@@ -18,7 +18,7 @@
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "client/cli/connection.h"
-#include "client/jobs/client_on_channel.h"
+#include "client/cli/job_group.h"
 #include "proto/muster/v1/membership.grpc.pb.h"
 #include "rpc/channel.h"
 #include "rpc/session/duration.h"
@@ -68,18 +68,6 @@ absl::StatusOr<std::vector<int>> ParseRanks(const std::string& text) {
   std::sort(ranks.begin(), ranks.end());
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
   return ranks;
-}
-
-// The group of workers that a name means: of a submitted job that of its last attempt.
-absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::string& job) {
-  const absl::StatusOr<Job> submitted =
-      ClientOn(connection.channel, connection.timeout, connection.timeout).get(job);
-  if (!submitted.ok()) return job;
-  if (submitted->attempts == 0) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("job ", job, " has not started yet: ", submitted->why));
-  }
-  return absl::StrCat(job, ".", submitted->attempts);
 }
 
 // `ranks` of `group`, or all if there are none.

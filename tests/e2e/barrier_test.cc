@@ -75,6 +75,10 @@ TEST_F(AcceleratorBarrierTest, Stacks_ShowWhereEveryRankIsWithoutEndingTheJob) {
   ASSERT_EQ(rows.size(), 1u);
   EXPECT_EQ(rows[0]["rank"], 1);
   EXPECT_THAT(rows[0]["stack"].get<std::string>(), HasSubstr("AugmentImagesForever()"));
+  const auto top = Muster({"top", "stuck", "--interval", "100ms", "--count", "2"});
+  EXPECT_EQ(top->Wait(), 0) << top->err_text();
+  EXPECT_THAT(top->out(), Contains(ContainsRegex("^stuck +1 +SEALED +2 +2 ")));
+  EXPECT_THAT(top->out(), Contains(ContainsRegex("^1 .* RUNNING +2 +0.00 ")));
   const auto wrong = Muster({"stacks", "stuck", "--rank", "7"});
   EXPECT_EQ(wrong->Wait(), 2);
   EXPECT_THAT(wrong->err_text(), HasSubstr("has the ranks 0 to 1, and no rank 7"));

@@ -1,0 +1,49 @@
+#include "client/cli/job_group.h"
+
+#include <grpcpp/grpcpp.h>
+
+#include "absl/strings/str_cat.h"
+#include "client/jobs/client_on_channel.h"
+#include "proto/muster/v1/membership.grpc.pb.h"
+#include "rpc/channel.h"
+#include "rpc/status.h"
+
+namespace muster::client {
+
+absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::string& job) {
+  const absl::StatusOr<Job> submitted =
+      ClientOn(connection.channel, connection.timeout, connection.timeout).get(job);
+  if (!submitted.ok()) return job;
+  if (submitted->attempts == 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("job ", job, " has not started yet: ", submitted->why));
+  }
+  return absl::StrCat(job, ".", submitted->attempts);
+}
+
+absl::Status ListMembers(const Connection& connection, const std::string& group,
+                         v1::GetMembersReply* members) {
+  v1::GetMembersRequest request;
+  request.set_job_id(group);
+  int starts = 0;
+  while (true) {
+    v1::GetMembersReply page;
+    grpc::ClientContext call;
+    rpc::SetTimeout(call, connection.timeout);
+    const absl::Status status = rpc::FromGrpc(
+        v1::Membership::NewStub(connection.channel)->GetMembers(&call, request, &page));
+    // Pages of two generations do not fit together.
+    const bool changed =
+        request.first() > 0 && (!status.ok() || page.generation() != members->generation());
+    if (changed && ++starts < 4) {
+      members->Clear();
+      request.clear_first();
+      continue;
+    }
+    members->MergeFrom(page);
+    request.set_first(page.next());
+    if (!status.ok() || request.first() == 0) return status;
+  }
+}
+
+}  // namespace muster::client

@@ -1,0 +1,25 @@
+#ifndef MUSTER_CLIENT_CLI_JOB_GROUP_H_
+#define MUSTER_CLIENT_CLI_JOB_GROUP_H_
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/cli/connection.h"
+#include "proto/muster/v1/membership.pb.h"
+
+namespace muster::client {
+
+// The group of workers that the name of a job means: of a submitted one that of its last attempt,
+// of a launch its own. Blocks for a call. Errors: FAILED_PRECONDITION a submitted job that has not
+// started.
+absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::string& job);
+
+// The workers of `group`, page by page. Too many for one message of an older coordinator, which
+// knows no pages: ERROR_REASON_LIMIT.
+absl::Status ListMembers(const Connection& connection, const std::string& group,
+                         v1::GetMembersReply* members);
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CLI_JOB_GROUP_H_

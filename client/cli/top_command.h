@@ -1,0 +1,37 @@
+#ifndef MUSTER_CLIENT_CLI_TOP_COMMAND_H_
+#define MUSTER_CLIENT_CLI_TOP_COMMAND_H_
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "client/cli/command.h"
+#include "proto/muster/v1/admin.pb.h"
+#include "proto/muster/v1/barrier.pb.h"
+#include "proto/muster/v1/membership.pb.h"
+
+namespace muster::client {
+
+// `muster top [JOB]`: jobs, ranks and steps per second, again and again. Returns the exit code.
+int RunTopCommand(const std::vector<std::string>& args, const CommandContext& context);
+
+// What a coordinator said at one moment.
+struct TopSample {
+  absl::Time at;
+  v1::StatusReply status;
+  // Of the job whose ranks are shown; empty: there is none.
+  std::string group;
+  v1::GetMembersReply members;
+  v1::StragglerReportReply stragglers;
+};
+
+// The lines of one picture, at most `height` (0: any number), each at most `width` bytes (0: any).
+// Ranks come slowest first: fewest steps, then the longest without a heartbeat. `before` is the
+// sample that rates are measured from; null: there is none yet.
+std::vector<std::string> TopLines(const TopSample& now, const TopSample* before, int width,
+                                  int height);
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CLI_TOP_COMMAND_H_
