@@ -274,6 +274,13 @@ JobResult Agent::Run() {
       if (attempt > 0) result.failure = {std::string(meeting.status().message()), {}};
       return result;
     }
+    if (meeting->finished) {
+      output_.Note(
+          "muster: the job has already succeeded on all machines, so this one starts nothing");
+      output_.Flush(options_.failure_grace);
+      result.outcome = JobResult::Outcome::kSucceeded;
+      return result;
+    }
     absl::Status refused;
     culprit_.reset();
     std::optional<AttemptEnd> end = RunAttempt(*meeting, attempt, &refused);

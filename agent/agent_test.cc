@@ -282,6 +282,15 @@ TEST_F(AgentTest, NodesDoNotMeet_NothingIsStarted) {
   EXPECT_THAT(coordination_.ends(), IsEmpty());
 }
 
+TEST_F(AgentTest, AllNodesHadFinishedBeforeThisStart_SucceedsWithoutAWorker) {
+  FakeJobCoordination finished(Meeting{.finished = true});
+  options_.argv = {"/bin/false"};
+  Agent agent(options_, *host_, *output_, finished);
+  EXPECT_EQ(agent.Run().outcome, JobResult::Outcome::kSucceeded);
+  EXPECT_THAT(finished.ends(), IsEmpty());
+  EXPECT_THAT(ReadLine(), HasSubstr("the job has already succeeded on all machines"));
+}
+
 TEST_F(AgentTest, ProgramMissing_IsRefusedWithoutRestarts) {
   options_.max_restarts = 3;
   options_.argv = {"/nowhere/train"};

@@ -32,6 +32,7 @@ constexpr absl::Duration kWaitAgain = absl::Seconds(1);
 constexpr absl::Duration kLongest = absl::Hours(24);  // what a coordinator is asked for
 // A job of one node has no other node to wait for.
 constexpr absl::Duration kFirstContact = absl::Seconds(30);
+constexpr char kFinish[] = "finish";  // the barrier of agents whose workers are all done
 
 std::string ToJson(const AttemptEnd& end) {
   return json{{"why", end.why}, {"last_lines", end.last_lines}}.dump(
@@ -93,6 +94,10 @@ class GrpcJobCoordination final : public JobCoordination {
       // Or the next attempt would begin inside of the generation that fails.
       EndGeneration("another attempt begins", options_.outage_tolerance + kShortCall,
                     Until::kCancelled);
+    }
+    if (attempt == 0 && FinishedBefore()) {
+      meeting.finished = true;
+      return meeting;
     }
     MUSTER_RETURN_IF_ERROR(Join());
     meeting.node_rank = node_rank_;
@@ -194,9 +199,11 @@ class GrpcJobCoordination final : public JobCoordination {
     v1::Op op;
     v1::ArriveRequest& request = *op.mutable_arrive();
     *request.mutable_fence() = AgentFence();
-    request.set_barrier_id("finish");
+    request.set_barrier_id(kFinish);
     request.set_counter(0);
     request.set_rank(node_rank_);
+    // Not empty, so that the coordinator journals that it passed: see FinishedBefore.
+    request.set_payload("done");
     // The slowest machine may take as long as it likes.
     *request.mutable_timeout() = rpc::ToProto(absl::Seconds(-1));
     return Call(std::move(op), absl::InfiniteDuration(), Until::kEnded).status();
@@ -340,6 +347,43 @@ class GrpcJobCoordination final : public JobCoordination {
     }
     if (answer->result.has_error()) return rpc::FromOpError(answer->result.error());
     return std::move(answer->result);
+  }
+
+  // Whether this agent was started again after all nodes, and its former start, had arrived at the
+  // end of the job: the former start died before it could leave. The others will not come back, so
+  // this one must not wait for them. A node that left, one that comes later than anybody waits for
+  // it, and one for which others wait already, take part in another run of the job.
+  bool FinishedBefore() {
+    if (options_.node_rank < 0) return false;  // nothing tells this start from another node's
+    v1::Op describe;
+    describe.mutable_describe_barrier()->set_job_id(agents_job_);
+    describe.mutable_describe_barrier()->set_barrier_id(kFinish);
+    const absl::StatusOr<v1::OpResult> described =
+        Call(std::move(describe), kShortCall, Until::kCancelled);
+    if (!described.ok() ||
+        described->describe_barrier().report().state() != v1::BARRIER_STATE_PASSED) {
+      return false;
+    }
+    bool died = false;
+    int32_t first = 0;
+    do {
+      v1::Op op;
+      op.mutable_get_members()->set_job_id(agents_job_);
+      op.mutable_get_members()->set_first(first);
+      const absl::StatusOr<v1::OpResult> result =
+          Call(std::move(op), kShortCall, Until::kCancelled);
+      if (!result.ok()) return false;
+      for (const v1::Member& member : result->get_members().members()) {
+        if (member.state() == v1::WORKER_STATE_JOINING) return false;
+        if (member.worker_id() != worker_id_) continue;
+        died = member.state() != v1::WORKER_STATE_LEFT &&
+               rpc::FromProto(member.heartbeat_age()) < options_.join_timeout;
+      }
+      const int32_t next = result->get_members().next();
+      if (next <= first) break;
+      first = next;
+    } while (true);
+    return died;
   }
 
   absl::Status Join() {

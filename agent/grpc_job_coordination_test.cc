@@ -34,7 +34,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
     server_ = nullptr;
   }
   // The coordinator may not be there yet.
-  void MakeCoordination(int num_nodes, absl::Duration join_timeout) {
+  void MakeCoordination(int num_nodes, absl::Duration join_timeout, int node_rank = -1) {
     NodeUplink::Options options;
     options.coordinator = address_;
     options.outage_tolerance = absl::Milliseconds(1);
@@ -42,6 +42,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
     coordination_ = MakeGrpcJobCoordination({.coordinator = address_,
                                              .job = "job",
                                              .num_nodes = num_nodes,
+                                             .node_rank = node_rank,
                                              .settings = "num_processes 2",
                                              .join_timeout = join_timeout,
                                              .outage_tolerance = absl::Milliseconds(1),
@@ -206,6 +207,89 @@ TEST_F(GrpcJobCoordinationTest, ValuesThatAreNoneOfOurs_EndTheAttemptWithoutACra
   }
 }
 
+// What the coordinator answers to the second machine that starts again: the barrier "finish" is in
+// `state`, and these are the members.
+FakeSessions::Answer Restarted(v1::BarrierState state, std::vector<v1::Member> members) {
+  return [state, members](const v1::Op& op, v1::OpResult* result) {
+    if (op.has_describe_barrier()) {
+      EXPECT_EQ(op.describe_barrier().job_id(), "job.agents");
+      EXPECT_EQ(op.describe_barrier().barrier_id(), "finish");
+      result->mutable_describe_barrier()->mutable_report()->set_state(state);
+    }
+    if (op.has_get_members()) {  // one on each page
+      const int first = op.get_members().first();
+      *result->mutable_get_members()->add_members() = members[first];
+      if (first + 1 < static_cast<int>(members.size())) {
+        result->mutable_get_members()->set_next(first + 1);
+      }
+    }
+    if (op.has_join()) {
+      result->mutable_join()->set_rank(1);
+      result->mutable_join()->set_generation(2);
+      result->mutable_join()->set_generation_prefix("gen/2/");
+    }
+    if (op.has_wait()) {
+      if (op.wait().keys(0) == "gen/2/end") return false;
+      result->mutable_wait()->add_kvs()->set_value(kSettings);
+    }
+    return true;
+  };
+}
+v1::Member Node(const std::string& worker_id, v1::WorkerState state, int age_s = 1) {
+  v1::Member member;
+  member.set_worker_id(worker_id);
+  member.set_state(state);
+  member.mutable_heartbeat_age()->set_seconds(age_s);
+  return member;
+}
+
+TEST_F(GrpcJobCoordinationTest, AgentDiedAfterAllHadFinished_ItsNextStartHasNothingToDo) {
+  StartCoordinator();
+  for (const v1::WorkerState state :
+       {v1::WORKER_STATE_RUNNING, v1::WORKER_STATE_LOST, v1::WORKER_STATE_EXITED}) {
+    sessions_.SetAnswer(Restarted(v1::BARRIER_STATE_PASSED,
+                                  {Node("node0", v1::WORKER_STATE_LEFT), Node("node1", state)}));
+    MakeCoordination(2, absl::Minutes(2), 1);
+    const absl::StatusOr<Meeting> meeting = coordination_->Meet(0);
+    ASSERT_TRUE(meeting.ok()) << meeting.status();
+    EXPECT_TRUE(meeting->finished) << v1::WorkerState_Name(state);
+    coordination_.reset();
+    session_.reset();
+  }
+}
+
+TEST_F(GrpcJobCoordinationTest, AnotherRunOfAFinishedJob_IsJoined) {
+  StartCoordinator();
+  const v1::Member other = Node("node0", v1::WORKER_STATE_LEFT);
+  struct Case {
+    const char* what;
+    v1::BarrierState state;
+    std::vector<v1::Member> members;
+  };
+  for (const Case& one : std::vector<Case>{
+           {"it had left", v1::BARRIER_STATE_PASSED, {other, Node("node1", v1::WORKER_STATE_LEFT)}},
+           {"it died long ago",
+            v1::BARRIER_STATE_PASSED,
+            {other, Node("node1", v1::WORKER_STATE_LOST, 3600)}},
+           {"another machine waits for it",
+            v1::BARRIER_STATE_PASSED,
+            {other, Node("node1", v1::WORKER_STATE_LOST), Node("node0", v1::WORKER_STATE_JOINING)}},
+           {"it is not of this job", v1::BARRIER_STATE_PASSED, {other}},
+           {"the machines failed",
+            v1::BARRIER_STATE_FAILED,
+            {other, Node("node1", v1::WORKER_STATE_LOST)}},
+       }) {
+    sessions_.SetAnswer(Restarted(one.state, one.members));
+    MakeCoordination(2, absl::Minutes(2), 1);
+    const absl::StatusOr<Meeting> meeting = coordination_->Meet(0);
+    ASSERT_TRUE(meeting.ok()) << meeting.status();
+    EXPECT_FALSE(meeting->finished) << one.what;
+    EXPECT_EQ(meeting->node_rank, 1);
+    coordination_.reset();
+    session_.reset();
+  }
+}
+
 TEST_F(GrpcJobCoordinationTest, RandomAnswers_EveryCallReturns) {
   // An answer may still be made when the test's body has ended.
   const auto shared = std::make_shared<RandomMessage>(20261121);
@@ -233,7 +317,7 @@ TEST_F(GrpcJobCoordinationTest, RandomAnswers_EveryCallReturns) {
   });
   StartCoordinator();
   for (int round = 0; round < 8; ++round) {
-    MakeCoordination(2, absl::Minutes(2));
+    MakeCoordination(2, absl::Minutes(2), round % 4 == 0 ? 1 : -1);
     const absl::StatusOr<Meeting> meeting = coordination_->Meet(round % 2);
     coordination_->Watch([](AttemptEnd) {});
     coordination_->ReportEnd(WorkerEnd());

@@ -42,6 +42,9 @@ struct Meeting {
   // Where programs without a coordinator may meet. Rank 0's node chooses.
   std::string master_addr = "127.0.0.1";
   int master_port = 0;
+  // All nodes have finished the job already, and only this agent did not learn it before it died:
+  // there is nothing left to run.
+  bool finished = false;
 };
 
 // An agent's interface to the rest of its job: the coordinator and, through it, the agents of the
