@@ -1029,6 +1029,7 @@ std::optional<v1::OpError> Core::Impl::Job::CaptureStacks(CallId call,
                                    ": none from ", request.first(), " on"));
     }
     const int32_t end = std::min(members_.size() - request.first(), kStacksInReply);
+    ranks.reserve(end);
     for (int32_t i = 0; i < end; ++i) ranks.push_back(request.first() + i);
     if (request.first() + end < members_.size()) next = request.first() + end;
   }
@@ -1038,6 +1039,7 @@ std::optional<v1::OpError> Core::Impl::Job::CaptureStacks(CallId call,
                                   Quoted(id_), " already: try again in a few seconds"));
   }
   std::vector<StackCalls::Asked> asked;
+  asked.reserve(ranks.size());
   for (const int32_t rank : ranks) asked.push_back({rank, QueryStack(rank)});
   StacksDone(stack_calls_.Add(call, impl_->now_ + std::min(timeout, kMaxStacksTimeout), next,
                               std::move(asked)));

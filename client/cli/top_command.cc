@@ -1,6 +1,7 @@
 #include "client/cli/top_command.h"
 
 #include <grpcpp/grpcpp.h>
+#include <poll.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
@@ -156,6 +157,12 @@ absl::Status Read(const Connection& connection, const std::string& wanted, TopSa
              : reported;
 }
 
+// Waits for `interval`. True: whatever reads the pictures has gone.
+bool ReaderLeft(absl::Duration interval) {
+  pollfd reader = {STDOUT_FILENO, 0, 0};
+  return poll(&reader, 1, static_cast<int>(absl::ToInt64Milliseconds(interval))) > 0;
+}
+
 // Over the picture before it, without a flash.
 void Draw(std::ostream& out, const std::vector<std::string>& lines, bool terminal) {
   if (terminal) out << "\x1b[H";
@@ -249,9 +256,7 @@ int RunTopCommand(const std::vector<std::string>& args, const CommandContext& co
                   std::max(0, size.ws_row - 1)),
          terminal);
     before = std::move(now);
-    // A reader that is gone ends it.
-    if (++drawn == count || !context.out) return kExitOk;
-    absl::SleepFor(interval);
+    if (++drawn == count || !context.out || ReaderLeft(interval)) return kExitOk;
   }
 }
 

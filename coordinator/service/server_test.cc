@@ -482,7 +482,7 @@ TEST(CoordinatorServer, EveryMethodOfTheContract_IsServed) {
     EXPECT_EQ(status.code(), no_input ? absl::StatusCode::kOk : absl::StatusCode::kInvalidArgument)
         << PathOf(*method) << ": " << status;
   }
-  EXPECT_EQ(MethodsOfTheContract().size(), 23u);
+  EXPECT_EQ(MethodsOfTheContract().size(), 24u);
   EXPECT_EQ(CallWithGarbage(client, "/muster.v1.Barrier/Levitate").code(),
             absl::StatusCode::kUnimplemented);
   EXPECT_EQ(CallWithGarbage(client, "/grpc.health.v1.Health/Check").code(),

@@ -205,7 +205,11 @@ void Cluster::StartHub(int index) {
 
 const Child& Cluster::Speaker(int worker, std::string* prefix) const {
   *prefix = plan_.agents == 0 ? "" : absl::StrCat("[", worker, "]: ");
-  return plan_.agents == 0 ? *workers_[worker].back() : *agents_[AgentOf(worker)].back();
+  if (plan_.agents == 0) return *workers_[worker].back();
+  const auto& starts = agents_[AgentOf(worker)];
+  // One that found the job at its end ran no worker: the start before it did.
+  const bool ran_none = starts.back()->Says("the job has already succeeded on all machines");
+  return starts.size() > 1 && ran_none ? *starts[starts.size() - 2] : *starts.back();
 }
 
 std::string Cluster::SaidByFirst(const std::string& prefix) const {
@@ -340,6 +344,22 @@ bool Cluster::RestartCoordinator() {
   return true;
 }
 
+bool Cluster::JobHasEnded() const {
+  if (std::any_of(agents_.begin(), agents_.end(),
+                  [](const auto& starts) { return starts.back()->ended() == 0; })) {
+    return true;
+  }
+  // An agent that has left and starts again means another run of the job, as when a user starts it.
+  const std::string said = coordinators_.back()->text();
+  for (const absl::string_view line : absl::StrSplit(said, '\n')) {
+    if (absl::StrContains(line, absl::StrCat("job ", kJob, ".agents: generation ")) &&
+        absl::StrContains(line, " ended: every worker has left")) {
+      return true;
+    }
+  }
+  return false;
+}
+
 bool Cluster::RestartAgents() {
   for (int i = 0; i < plan_.agents; ++i) {
     const std::optional<int> code = agents_[i].back()->ended();
@@ -348,10 +368,7 @@ bool Cluster::RestartAgents() {
       Wrong(absl::StrCat("agent ", i, " ended with ", *code));
       return false;
     }
-    const bool job_has_ended = std::any_of(agents_.begin(), agents_.end(), [](const auto& starts) {
-      return starts.back()->ended() == 0;
-    });
-    if (!job_has_ended) StartAgent(i);
+    if (!JobHasEnded()) StartAgent(i);
   }
   return true;
 }

@@ -132,6 +132,7 @@ class Cluster {
   bool AllEnded() const;
   bool RestartCoordinator();  // these: false: something ended that must not
   bool RestartWorkers();
+  bool JobHasEnded() const;
   bool RestartAgents();
   bool RestartHubs();
   void EndHubs();
