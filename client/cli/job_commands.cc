@@ -17,6 +17,7 @@
 #include "base/file.h"
 #include "base/mutex.h"
 #include "base/text.h"
+#include "base/units.h"
 #include "client/cli/connection.h"
 #include "client/cli/output.h"
 #include "client/config/suggest.h"
@@ -443,6 +444,134 @@ int RunDescribeCommand(const std::vector<std::string>& args, const CommandContex
   const absl::StatusOr<Job> job = client->get(line.words[0]);
   if (!job.ok()) return FailJob(spec, context, *client, line.words[0], job.status());
   PrintValue(context, line.Get("output") == "json" ? "json" : "yaml", JobJson(*job));
+  return kExitOk;
+}
+
+namespace {
+
+// An attempt that did not succeed, and what followed.
+struct Incident {
+  const Attempt* attempt;
+  // From its end to the start of the next attempt, by the clocks of their nodes. Absent: there is
+  // none yet, or one of the times is not known.
+  std::optional<absl::Duration> down;
+};
+
+std::vector<Incident> Incidents(const Job& job) {
+  std::vector<Incident> incidents;
+  for (size_t i = 0; i < job.history.size(); ++i) {
+    const Attempt& attempt = job.history[i];
+    if (!attempt.has_end || attempt.end_class == "SUCCEEDED") continue;
+    Incident& incident = incidents.emplace_back(Incident{&attempt, std::nullopt});
+    if (i + 1 == job.history.size()) continue;
+    const absl::Time next = job.history[i + 1].started;
+    // Clocks of two nodes may differ by more than the pause.
+    if (attempt.ended != absl::InfinitePast() && next >= attempt.ended) {
+      incident.down = next - attempt.ended;
+    }
+  }
+  return incidents;
+}
+
+std::optional<absl::Duration> RanFor(const Attempt& attempt) {
+  if (attempt.started == absl::InfinitePast() || attempt.ended < attempt.started) {
+    return std::nullopt;
+  }
+  return attempt.ended - attempt.started;
+}
+
+ordered_json SecondsJson(std::optional<absl::Duration> duration) {
+  if (!duration.has_value()) return nullptr;
+  return absl::ToDoubleSeconds(*duration);
+}
+
+std::string DurationText(std::optional<absl::Duration> duration) {
+  return duration.has_value() ? HumanDuration(*duration) : "";
+}
+
+ordered_json IncidentsJson(const Job& job, const std::vector<Incident>& incidents) {
+  ordered_json all = ordered_json::array();
+  for (const auto& [attempt, down] : incidents) {
+    all.push_back({{"attempt", attempt->number},
+                   {"class", attempt->end_class},
+                   {"why", attempt->why},
+                   {"node", attempt->node},
+                   {"rank", attempt->rank},
+                   {"exit_code", attempt->exit_code},
+                   {"signal", attempt->signal},
+                   {"started", TimeJson(attempt->started)},
+                   {"ended", TimeJson(attempt->ended)},
+                   {"ran_s", SecondsJson(RanFor(*attempt))},
+                   {"down_s", SecondsJson(down)},
+                   {"last_lines", attempt->last_lines}});
+  }
+  return {{"job", job.id},
+          {"state", std::string(JobStateName(job.state))},
+          {"attempts", job.attempts},
+          {"forgotten", job.history.empty() ? 0 : job.history.front().number - 1},
+          {"incidents", all}};
+}
+
+void PrintIncidents(const CommandContext& context, const Job& job,
+                    const std::vector<Incident>& incidents) {
+  std::vector<std::vector<std::string>> rows = {
+      {"ATTEMPT", "ENDED", "RAN", "DOWN", "CLASS", "NODE", "RANK", "WHY"}};
+  for (const auto& [attempt, down] : incidents) {
+    rows.push_back({absl::StrCat(attempt->number), TimeText(attempt->ended),
+                    DurationText(RanFor(*attempt)), DurationText(down), attempt->end_class,
+                    attempt->node, attempt->rank < 0 ? "" : absl::StrCat(attempt->rank),
+                    attempt->why});
+  }
+  if (!job.history.empty() && job.history.front().number > 1) {
+    context.out << "attempts 1 to " << job.history.front().number - 1
+                << " are no longer kept; the audit log and the logs of their nodes may have them\n";
+  }
+  if (incidents.empty()) {
+    context.out << job.id << " " << JobStateName(job.state) << ": no attempt of "
+                << job.history.size() << " has failed\n";
+    return;
+  }
+  context.out << TableText(rows);
+  for (const Incident& incident : incidents) {
+    const Attempt& attempt = *incident.attempt;
+    if (attempt.last_lines.empty()) continue;
+    context.out << "\nattempt " << attempt.number << ", the last lines of ";
+    if (attempt.rank < 0) {
+      context.out << "its output:\n";
+    } else {
+      context.out << "rank " << attempt.rank << ":\n";
+    }
+    for (const std::string& line : attempt.last_lines) {
+      context.out << "  " << Printable(line, 1000) << "\n";
+    }
+  }
+}
+
+}  // namespace
+
+int RunIncidentsCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  CommandSpec spec = {
+      .name = "muster incidents",
+      .summary =
+          "Shows each attempt of a submitted job that did not succeed: what ended it, and "
+          "where.",
+      .details = absl::StrCat(
+          "RAN is how long it ran; DOWN is the time from its end to the start of the next attempt, "
+          "by the clocks of\ntheir nodes. The coordinator keeps a job's last attempts only. ",
+          kExitCodes),
+      .options = ConnectionOptions({OutputOption({"table", "json", "yaml"})})};
+  CommandLine line;
+  std::optional<Client> client;
+  if (const int code = BeginJob(spec, args, context, &line, &client); code >= 0) return code;
+  const absl::StatusOr<Job> job = client->get(line.words[0]);
+  if (!job.ok()) return FailJob(spec, context, *client, line.words[0], job.status());
+  const std::vector<Incident> incidents = Incidents(*job);
+  const std::string format = line.Get("output");
+  if (format == "json" || format == "yaml") {
+    PrintValue(context, format, IncidentsJson(*job, incidents));
+  } else {
+    PrintIncidents(context, *job, incidents);
+  }
   return kExitOk;
 }
 

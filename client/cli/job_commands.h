@@ -16,6 +16,8 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
 int RunListCommand(const std::vector<std::string>& args, const CommandContext& context);
 // `muster describe JOB`.
 int RunDescribeCommand(const std::vector<std::string>& args, const CommandContext& context);
+// `muster incidents JOB`.
+int RunIncidentsCommand(const std::vector<std::string>& args, const CommandContext& context);
 // `muster watch JOB`: ends with the job, and with its exit code.
 int RunWatchCommand(const std::vector<std::string>& args, const CommandContext& context);
 // `muster logs JOB`.

@@ -1,6 +1,7 @@
 #include "client/cli/job_commands.h"
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "base/exit_code.h"
@@ -101,6 +102,66 @@ TEST_F(JobCommandsTest, Describe_UnknownJob_NamesASimilarOne) {
   EXPECT_THAT(err_.str(), HasSubstr("did you mean mnist-1?"));
   EXPECT_EQ(RunDescribeCommand({"mnist-1"}, context_), kExitOk);
   EXPECT_THAT(out_.str(), HasSubstr("\"state\": \"QUEUED\""));
+}
+
+// Three attempts: rank 3 failed, a node was lost, and one runs.
+v1::JobRecord JobWithIncidents() {
+  v1::JobRecord job = FakeJob("mnist-1", v1::JOB_STATE_RUNNING, 1);
+  job.set_attempts(5);
+  for (int i = 0; i < 3; ++i) {
+    v1::JobAttempt* const attempt = job.add_history();
+    attempt->set_number(3 + i);
+    attempt->set_started_unix_ms(1000000 + 100000 * i);
+    if (i == 2) break;
+    attempt->set_ended_unix_ms(1000000 + 100000 * i + 90000);
+    v1::AttemptEnd* const end = attempt->mutable_end();
+    end->set_end_class(i == 0 ? v1::END_CLASS_PROCESS_FAILED : v1::END_CLASS_NODE_LOST);
+    end->set_why(i == 0 ? "rank 3 exited with code 7" : "node b is lost");
+    end->set_node("b");
+    end->set_rank(i == 0 ? 3 : -1);
+    end->set_exit_code(i == 0 ? 7 : 0);
+    if (i == 0) end->add_last_lines("no \x1b[31mluck");
+  }
+  return job;
+}
+
+TEST_F(JobCommandsTest, Incidents_EachFailedAttempt_WithCauseTimesAndLastLines) {
+  fake_.Add(JobWithIncidents());
+  EXPECT_EQ(RunIncidentsCommand({"mnist-1"}, context_), kExitOk) << err_.str();
+  const std::string text = out_.str();
+  EXPECT_THAT(text, HasSubstr("attempts 1 to 2 are no longer kept"));
+  EXPECT_THAT(text, ContainsRegex("\n3 .* 1m30s +10 s +PROCESS_FAILED +b +3 +rank 3 exited with "
+                                  "code 7\n"));
+  EXPECT_THAT(text, ContainsRegex("\n4 .* 1m30s +10 s +NODE_LOST +b +- +node b is lost\n"));
+  EXPECT_THAT(text, HasSubstr("attempt 3, the last lines of rank 3:\n  no "));
+  EXPECT_THAT(text, ::testing::Not(HasSubstr("\x1b")));
+  EXPECT_THAT(text, ::testing::Not(HasSubstr("\n5 ")));
+}
+
+TEST_F(JobCommandsTest, Incidents_Json_HasNullWhereATimeIsNotKnown) {
+  v1::JobRecord job = JobWithIncidents();
+  job.mutable_history(1)->set_started_unix_ms(0);  // never started: its node was lost at once
+  // The clock of the next node is behind.
+  job.mutable_history(2)->set_started_unix_ms(1000);
+  fake_.Add(job);
+  EXPECT_EQ(RunIncidentsCommand({"mnist-1", "-o", "json"}, context_), kExitOk) << err_.str();
+  const auto value = nlohmann::json::parse(out_.str());
+  EXPECT_EQ(value["forgotten"], 2);
+  ASSERT_EQ(value["incidents"].size(), 2u);
+  EXPECT_EQ(value["incidents"][0]["ran_s"], 90.0);
+  EXPECT_EQ(value["incidents"][0]["exit_code"], 7);
+  EXPECT_TRUE(value["incidents"][0]["down_s"].is_null());
+  EXPECT_TRUE(value["incidents"][1]["ran_s"].is_null());
+  EXPECT_TRUE(value["incidents"][1]["down_s"].is_null());
+}
+
+TEST_F(JobCommandsTest, Incidents_NoneYet_SaysSo) {
+  v1::JobRecord job = FakeJob("mnist-1", v1::JOB_STATE_SUCCEEDED, 1);
+  job.add_history()->set_number(1);
+  job.mutable_history(0)->mutable_end()->set_end_class(v1::END_CLASS_SUCCEEDED);
+  fake_.Add(job);
+  EXPECT_EQ(RunIncidentsCommand({"mnist-1"}, context_), kExitOk) << err_.str();
+  EXPECT_EQ(out_.str(), "mnist-1 SUCCEEDED: no attempt of 1 has failed\n");
 }
 
 TEST_F(JobCommandsTest, Watch_FailedJob_PrintsChangesAndFails) {

@@ -136,6 +136,7 @@ std::vector<Command> Commands(const LaunchBackend& backend, const std::string& s
       {"submit", "Submit a job to a cluster", RunSubmitCommand},
       {"list", "List submitted jobs", RunListCommand},
       {"describe", "Show all that is known of a submitted job", RunDescribeCommand},
+      {"incidents", "Show what ended the attempts of a submitted job", RunIncidentsCommand},
       {"watch", "Print each change of a submitted job until it ends", RunWatchCommand},
       {"logs", "Print the output of a submitted job", RunLogsCommand},
       {"cancel", "Stop a submitted job for good", Named(RunControlCommand, "cancel")},

@@ -133,6 +133,13 @@ TEST_F(JobsTest, FailedProgram_IsRestarted_AndItsLastLinesAreKept) {
     EXPECT_EQ(attempt["end"]["exit_code"], 7);
     EXPECT_EQ(attempt["end"]["last_lines"][0], "no luck");
   }
+  const Json incidents = Json::parse(Run({"incidents", job, "-o", "json"}))["incidents"];
+  ASSERT_EQ(incidents.size(), 2u);
+  EXPECT_EQ(incidents[0]["rank"], 3);
+  EXPECT_GE(incidents[0]["ran_s"], 0);
+  EXPECT_TRUE(incidents[0]["down_s"].is_number()) << incidents;
+  EXPECT_TRUE(incidents[1]["down_s"].is_null()) << incidents;
+  EXPECT_THAT(Run({"incidents", job}), HasSubstr("exited with code 7"));
 }
 
 TEST_F(JobsTest, ReportThatCannotBeWritten_DoesNotHideHowTheJobEnded) {
