@@ -94,8 +94,7 @@ class GrpcJobCoordination final : public JobCoordination {
       // Or the next attempt would begin inside of the generation that fails.
       EndGeneration("another attempt begins", options_.outage_tolerance + kShortCall,
                     Until::kCancelled);
-    }
-    if (attempt == 0 && FinishedBefore()) {
+    } else if (FinishedBefore()) {
       meeting.finished = true;
       return meeting;
     }
@@ -365,8 +364,9 @@ class GrpcJobCoordination final : public JobCoordination {
       return false;
     }
     bool died = false;
-    int32_t first = 0;
+    int32_t first = 0, next = 0;
     do {
+      first = next;
       v1::Op op;
       op.mutable_get_members()->set_job_id(agents_job_);
       op.mutable_get_members()->set_first(first);
@@ -379,10 +379,8 @@ class GrpcJobCoordination final : public JobCoordination {
         died = member.state() != v1::WORKER_STATE_LEFT &&
                rpc::FromProto(member.heartbeat_age()) < options_.join_timeout;
       }
-      const int32_t next = result->get_members().next();
-      if (next <= first) break;
-      first = next;
-    } while (true);
+      next = result->get_members().next();
+    } while (next > first);
     return died;
   }
 

@@ -34,14 +34,16 @@ bool IsValidUtf8(absl::string_view text) {
   return true;
 }
 
+absl::string_view Utf8Prefix(absl::string_view text, size_t max_bytes) {
+  if (text.size() <= max_bytes) return text;
+  while (max_bytes > 0 && (static_cast<unsigned char>(text[max_bytes]) & 0xC0) == 0x80) --max_bytes;
+  return text.substr(0, max_bytes);
+}
+
 std::string Printable(absl::string_view text, size_t max_bytes) {
   const bool cut = text.size() > max_bytes;
   const bool utf8 = IsValidUtf8(text);
-  if (cut) {
-    size_t end = max_bytes;
-    while (utf8 && end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
-    text = text.substr(0, end);
-  }
+  text = utf8 ? Utf8Prefix(text, max_bytes) : text.substr(0, max_bytes);
   std::string out;
   for (const char c : text) {
     const unsigned char byte = static_cast<unsigned char>(c);

@@ -14,6 +14,9 @@ size_t Utf8CharacterBytes(absl::string_view text);
 // Whether the bytes are UTF-8: no overlong forms, no surrogates, nothing beyond U+10FFFF.
 bool IsValidUtf8(absl::string_view text);
 
+// The start of `text`, at most `max_bytes` long, that does not cut a character of UTF-8 in two.
+absl::string_view Utf8Prefix(absl::string_view text, size_t max_bytes);
+
 // Foreign text fit for a message: one line of valid UTF-8. Control characters, and all bytes beyond
 // ASCII if the text is not UTF-8, become \xNN. Longer texts are cut at a character within
 // `max_bytes` and end in "...".

@@ -13,6 +13,13 @@ TEST(IsValidUtf8, EdgeCases) {
   }
 }
 
+TEST(Utf8Prefix, CharactersStayWhole) {
+  const std::string text = "a\xc3\xa4\xe2\x82\xac";  // of 1, 2 and 3 bytes
+  const size_t kept[] = {0, 1, 1, 3, 3, 3, 6, 6};
+  for (size_t max = 0; max < 8; ++max) EXPECT_EQ(Utf8Prefix(text, max), text.substr(0, kept[max]));
+  EXPECT_EQ(Utf8Prefix("", 3), "");
+}
+
 TEST(Printable, AnyBytes_BecomeOneLineOfUtf8) {
   EXPECT_EQ(Printable("a\"b'\n✓"), "a\"b'\\x0a✓");
   EXPECT_EQ(Printable("é\xff"), "\\xc3\\xa9\\xff");

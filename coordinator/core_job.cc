@@ -599,8 +599,8 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
     *result.mutable_error() = error;
     Deliver(waits, std::make_shared<Answer>(result));
   }
-  std::vector<KvChange> changes;
   StacksDone(stack_calls_.TakeAll());
+  std::vector<KvChange> changes;
   kv_.DropPrefix(absl::StrCat("gen/", generation(), "/"), &changes);
   KvChanged(changes);
   // Keys that are tied to a lease outlive the generation with their worker, not without it.

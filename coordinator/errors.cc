@@ -5,6 +5,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "base/text.h"
 
 namespace muster::coordinator {
 
@@ -39,11 +40,7 @@ std::string Quoted(absl::string_view name) {
   return absl::StrCat("\"", absl::CHexEscape(name.substr(0, kMax)), cut ? "..." : "", "\"");
 }
 
-std::string Cut(absl::string_view text, size_t max) {
-  if (text.size() <= max) return std::string(text);
-  while (max > 0 && (static_cast<unsigned char>(text[max]) & 0xC0) == 0x80) --max;
-  return std::string(text.substr(0, max));
-}
+std::string Cut(absl::string_view text, size_t max) { return std::string(Utf8Prefix(text, max)); }
 
 std::string CulpritText(const v1::Culprit& culprit) {
   std::string text = culprit.rank() >= 0 ? absl::StrCat("rank ", culprit.rank(), " (") : "worker (";

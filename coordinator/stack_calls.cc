@@ -26,9 +26,10 @@ std::vector<StackCalls::Done> StackCalls::Add(CallId call, absl::Time deadline, 
 }
 
 std::vector<StackCalls::Done> StackCalls::Answered(uint64_t query) {
+  if (query == 0) return {};
   for (Open& open : open_) {
     for (Asked& one : open.done.asked) {
-      if (query == 0 || one.query != query || one.answered) continue;
+      if (one.query != query || one.answered) continue;
       one.answered = true;
       --open.awaited;
     }

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "absl/strings/cord.h"
+#include "base/text.h"
 #include "rpc/session/duration.h"
 
 namespace muster::rpc {
@@ -31,9 +32,7 @@ std::string FitMessage(absl::string_view message) {
     bytes += EncodedBytes(message[i]);
     if (bytes + 3 <= kMaxMessageBytes) fits = i + 1;
     if (bytes > kMaxMessageBytes) {
-      // Do not cut a UTF-8 character in two.
-      while (fits > 0 && (static_cast<unsigned char>(message[fits]) & 0xC0) == 0x80) --fits;
-      return std::string(message.substr(0, fits)) + "...";
+      return std::string(Utf8Prefix(message, fits)) + "...";
     }
   }
   return std::string(message);

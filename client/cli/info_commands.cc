@@ -471,14 +471,8 @@ absl::StatusOr<ordered_json> AddJob(const Connection& connection, const v1::JobS
   ordered_json rows = AddMembers(members, table);
   absl::StrAppend(table, RanksText(members));
 
-  v1::StragglerReportRequest ask;
-  ask.set_job_id(job.job_id());
   v1::StragglerReportReply report;
-  grpc::ClientContext call;
-  rpc::SetTimeout(call, connection.timeout);
-  const absl::Status reported =
-      rpc::FromGrpc(v1::Barrier::NewStub(connection.channel)->StragglerReport(&call, ask, &report));
-  if (rpc::GetReason(reported) != v1::ERROR_REASON_LIMIT) MUSTER_RETURN_IF_ERROR(reported);
+  MUSTER_RETURN_IF_ERROR(ReadStragglers(connection, job.job_id(), &report));
   ordered_json stragglers = AddStragglers(report, table);
   ordered_json quarantined = AddQuarantined(job, table);
   absl::StrAppend(table, WaitingText(job));

@@ -120,24 +120,25 @@ ordered_json SpecJson(const JobSpec& spec) {
           {"debug", spec.debug}};
 }
 
+// Of an attempt that has one.
+ordered_json EndJson(const Attempt& attempt) {
+  return {{"class", attempt.end_class},
+          {"why", attempt.why},
+          {"node", attempt.node},
+          {"rank", attempt.rank},
+          {"exit_code", attempt.exit_code},
+          {"signal", attempt.signal},
+          {"last_lines", attempt.last_lines}};
+}
+
 ordered_json JobJson(const Job& job) {
   ordered_json attempts = ordered_json::array();
   for (const Attempt& attempt : job.history) {
-    ordered_json end = nullptr;
-    if (attempt.has_end) {
-      end = {{"class", attempt.end_class},
-             {"why", attempt.why},
-             {"node", attempt.node},
-             {"rank", attempt.rank},
-             {"exit_code", attempt.exit_code},
-             {"signal", attempt.signal},
-             {"last_lines", attempt.last_lines}};
-    }
     attempts.push_back({{"number", attempt.number},
                         {"started", TimeJson(attempt.started)},
                         {"ended", TimeJson(attempt.ended)},
                         {"placements", PlacementsJson(attempt.placements)},
-                        {"end", end}});
+                        {"end", attempt.has_end ? EndJson(attempt) : ordered_json()}});
   }
   return {{"job", job.id},
           {"state", std::string(JobStateName(job.state))},
@@ -492,18 +493,13 @@ std::string DurationText(std::optional<absl::Duration> duration) {
 ordered_json IncidentsJson(const Job& job, const std::vector<Incident>& incidents) {
   ordered_json all = ordered_json::array();
   for (const auto& [attempt, down] : incidents) {
-    all.push_back({{"attempt", attempt->number},
-                   {"class", attempt->end_class},
-                   {"why", attempt->why},
-                   {"node", attempt->node},
-                   {"rank", attempt->rank},
-                   {"exit_code", attempt->exit_code},
-                   {"signal", attempt->signal},
-                   {"started", TimeJson(attempt->started)},
-                   {"ended", TimeJson(attempt->ended)},
-                   {"ran_s", SecondsJson(RanFor(*attempt))},
-                   {"down_s", SecondsJson(down)},
-                   {"last_lines", attempt->last_lines}});
+    ordered_json incident = {{"attempt", attempt->number},
+                             {"started", TimeJson(attempt->started)},
+                             {"ended", TimeJson(attempt->ended)},
+                             {"ran_s", SecondsJson(RanFor(*attempt))},
+                             {"down_s", SecondsJson(down)}};
+    incident.update(EndJson(*attempt));
+    all.push_back(std::move(incident));
   }
   return {{"job", job.id},
           {"state", std::string(JobStateName(job.state))},
@@ -535,12 +531,8 @@ void PrintIncidents(const CommandContext& context, const Job& job,
   for (const Incident& incident : incidents) {
     const Attempt& attempt = *incident.attempt;
     if (attempt.last_lines.empty()) continue;
-    context.out << "\nattempt " << attempt.number << ", the last lines of ";
-    if (attempt.rank < 0) {
-      context.out << "its output:\n";
-    } else {
-      context.out << "rank " << attempt.rank << ":\n";
-    }
+    context.out << "\nattempt " << attempt.number << ", the last lines of "
+                << (attempt.rank < 0 ? "its output" : absl::StrCat("rank ", attempt.rank)) << ":\n";
     for (const std::string& line : attempt.last_lines) {
       context.out << "  " << Printable(line, 1000) << "\n";
     }

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/jobs/client_on_channel.h"
+#include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/membership.grpc.pb.h"
 #include "rpc/channel.h"
 #include "rpc/status.h"
@@ -44,6 +45,17 @@ absl::Status ListMembers(const Connection& connection, const std::string& group,
     request.set_first(page.next());
     if (!status.ok() || request.first() == 0) return status;
   }
+}
+
+absl::Status ReadStragglers(const Connection& connection, const std::string& group,
+                            v1::StragglerReportReply* report) {
+  v1::StragglerReportRequest request;
+  request.set_job_id(group);
+  grpc::ClientContext call;
+  rpc::SetTimeout(call, connection.timeout);
+  const absl::Status status = rpc::FromGrpc(
+      v1::Barrier::NewStub(connection.channel)->StragglerReport(&call, request, report));
+  return rpc::GetReason(status) == v1::ERROR_REASON_LIMIT ? absl::OkStatus() : status;
 }
 
 }  // namespace muster::client

@@ -6,6 +6,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/cli/connection.h"
+#include "proto/muster/v1/barrier.pb.h"
 #include "proto/muster/v1/membership.pb.h"
 
 namespace muster::client {
@@ -19,6 +20,11 @@ absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::str
 // knows no pages: ERROR_REASON_LIMIT.
 absl::Status ListMembers(const Connection& connection, const std::string& group,
                          v1::GetMembersReply* members);
+
+// How late the ranks of `group` come to its barriers. Too many for one message: `report` stays
+// empty.
+absl::Status ReadStragglers(const Connection& connection, const std::string& group,
+                            v1::StragglerReportReply* report);
 
 }  // namespace muster::client
 

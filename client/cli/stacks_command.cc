@@ -222,8 +222,7 @@ int RunStacksCommand(const std::vector<std::string>& args, const CommandContext&
       .usage = "JOB [OPTIONS]",
       .details =
           "JOB is a launch or a submitted job. Ranks at the same place are shown together, with "
-          "the "
-          "stack of the first of them.\nEach process is stopped for a few milliseconds, as a "
+          "the stack of the first of them.\nEach process is stopped for a few milliseconds, as a "
           "debugger would. Programs that do not use Muster's library have no ranks here.\n"
           "Exit codes: 0 shown; 2 wrong options; 3 no such job, or no worker of it has joined; 4 "
           "it does not run;\n7 no coordinator answers; 8 it requires a token, or a different one.",

@@ -24,7 +24,6 @@
 #include "client/cli/job_group.h"
 #include "client/cli/output.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
-#include "proto/muster/v1/barrier.grpc.pb.h"
 #include "rpc/channel.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
@@ -146,15 +145,8 @@ absl::Status Read(const Connection& connection, const std::string& wanted, TopSa
     return absl::OkStatus();
   }
   if (rpc::GetReason(listed) != v1::ERROR_REASON_LIMIT) MUSTER_RETURN_IF_ERROR(listed);
-  v1::StragglerReportRequest ask;
-  ask.set_job_id(sample->group);
-  grpc::ClientContext report;
-  rpc::SetTimeout(report, connection.timeout);
-  const absl::Status reported = rpc::FromGrpc(
-      v1::Barrier::NewStub(connection.channel)->StragglerReport(&report, ask, &sample->stragglers));
-  return rpc::GetReason(reported) == v1::ERROR_REASON_LIMIT || absl::IsNotFound(reported)
-             ? absl::OkStatus()
-             : reported;
+  const absl::Status reported = ReadStragglers(connection, sample->group, &sample->stragglers);
+  return absl::IsNotFound(reported) ? absl::OkStatus() : reported;
 }
 
 // Waits for `interval`. True: whatever reads the pictures has gone.
@@ -196,11 +188,7 @@ std::vector<std::string> TopLines(const TopSample& now, const TopSample* before,
     lines.push_back(absl::StrCat("... ", left, " more lines (muster status has all)"));
   }
   for (std::string& line : lines) {
-    if (width > 0 && line.size() > static_cast<size_t>(width)) {
-      size_t end = width;
-      while (end > 0 && (static_cast<unsigned char>(line[end]) & 0xC0) == 0x80) --end;
-      line.resize(end);
-    }
+    if (width > 0) line.resize(Utf8Prefix(line, width).size());
   }
   return lines;
 }
@@ -212,12 +200,10 @@ int RunTopCommand(const std::vector<std::string>& args, const CommandContext& co
       .usage = "[JOB] [OPTIONS]",
       .details =
           "The ranks are those of JOB, a launch or a submitted job, else those of the only job "
-          "that "
-          "runs; the slowest comes first.\nLATE BY is how much later than the first a rank reaches "
-          "barriers, on average. Ctrl-C ends it.\n"
+          "that runs; the slowest comes first.\nLATE BY is how much later than the first a rank "
+          "reaches barriers, on average. Ctrl-C ends it.\n"
           "Exit codes: 0 --count is reached; 2 wrong options; 3 no such job; 4 it has not started; "
-          "7 "
-          "no coordinator answers, or\nno longer; 8 it requires a token, or a different one.",
+          "7 no coordinator answers, or\nno longer; 8 it requires a token, or a different one.",
       .options = ConnectionOptions(
           {{.name = "interval", .value_name = "TIME", .help = "Between two pictures (default 2s)"},
            {.name = "count", .value_name = "N", .help = "Ends after N pictures"}}),

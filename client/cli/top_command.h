@@ -1,7 +1,6 @@
 #ifndef MUSTER_CLIENT_CLI_TOP_COMMAND_H_
 #define MUSTER_CLIENT_CLI_TOP_COMMAND_H_
 
-#include <map>
 #include <string>
 #include <vector>
 

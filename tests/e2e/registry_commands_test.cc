@@ -2,7 +2,6 @@
 // hold-back, and what list, verify and prune make of that.
 #include <sys/stat.h>
 
-#include <cstdlib>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -20,6 +19,7 @@
 #include "rpc/channel.h"
 #include "rpc/status.h"
 #include "tests/e2e/launch_fixture.h"
+#include "tests/support/command.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/registrar.h"
@@ -38,9 +38,8 @@ class RegistryCommandsTest : public LaunchFixture {
   void SetUp() override {
     LaunchFixture::SetUp();
     const std::string key = Temp("key.pem");
-    const std::string make = "umask 077 && openssl genpkey -algorithm ed25519 -out " + key +
-                             " && openssl pkey -in " + key + " -pubout -out " + Temp("public.pem");
-    ASSERT_EQ(std::system(make.c_str()), 0);
+    const auto made = testing_support::MakeSigningKey(key, Temp("public.pem"));
+    ASSERT_EQ(made.exit_code, 0) << made.output;
     coordinator::CoordinatorServer::Options options;
     options.rpc.listen = "127.0.0.1:0";
     options.rpc.insecure = true;

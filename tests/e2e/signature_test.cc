@@ -17,7 +17,7 @@ using testing_support::CommandResult;
 using testing_support::MakeTestDir;
 using testing_support::RunCommand;
 
-// Saves after 5 and 10 steps. `more` are variables and options.
+// Saves after 5 and 10 steps.
 CommandResult Train(const std::string& project, const std::string& variables,
                     const std::string& options) {
   return RunCommand(absl::StrCat("MUSTER_PROJECT_DIR=", project, " ", variables,
@@ -33,9 +33,7 @@ CommandResult Verify(const std::string& project, const std::string& public_key) 
 // FOLDER/NAME.pem and FOLDER/NAME.public.pem.
 void MakeKey(const std::string& folder, const std::string& name) {
   const std::string key = absl::StrCat(folder, "/", name);
-  const CommandResult made = RunCommand(absl::StrCat(
-      "umask 077; openssl genpkey -algorithm ed25519 -out ", key, ".pem && openssl pkey -in ", key,
-      ".pem -pubout -out ", key, ".public.pem 2>&1"));
+  const CommandResult made = testing_support::MakeSigningKey(key + ".pem", key + ".public.pem");
   ASSERT_EQ(made.exit_code, 0) << made.output;
 }
 

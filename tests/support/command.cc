@@ -34,4 +34,9 @@ std::string MakeTestDir(const std::string& name) {
   return path;
 }
 
+CommandResult MakeSigningKey(const std::string& key, const std::string& public_key) {
+  return RunCommand("umask 077; openssl genpkey -algorithm ed25519 -out " + key +
+                    " 2>&1 && openssl pkey -in " + key + " -pubout -out " + public_key + " 2>&1");
+}
+
 }  // namespace muster::testing_support

@@ -18,6 +18,9 @@ CommandResult RunCommand(const std::string& command_line);
 // A fresh folder under the test's own temporary directory.
 std::string MakeTestDir(const std::string& name);
 
+// Writes a new private Ed25519 key, of mode 0600, and its public one, both as PEM.
+CommandResult MakeSigningKey(const std::string& key, const std::string& public_key);
+
 }  // namespace muster::testing_support
 
 #endif  // MUSTER_TESTS_SUPPORT_COMMAND_H_
