@@ -70,7 +70,7 @@ struct Flags {
   CoordinatorServer::Options options;
   std::string verify, restored, log_level = "info", log_format;
   bool version = false, list_failpoints = false;
-  double lease = 6, resume = 60;
+  double lease = 6, resume = 60, node_lease = 30;
   int max_message_mib = 4;
 };
 
@@ -135,6 +135,11 @@ void AddLimitFlags(CLI::App* app, Flags* flags) {
                   "seconds within which a disconnected agent can resume its session")
       ->capture_default_str()
       ->check(CLI::Range(0.0, 86400.0));
+  app->add_option("--node_lease", flags->node_lease,
+                  "seconds of silence after which a node of submitted jobs is lost, if others are "
+                  "heard; three times as many if none is")
+      ->capture_default_str()
+      ->check(CLI::Range(1.0, 90.0));
   app->add_option("--direct_agents", flags->options.runner.core.hubs.direct_agents,
                   "number of agents with streams of their own; others connect through a hub, an "
                   "agent with --hub_listen that speaks for them")
@@ -226,8 +231,10 @@ int VerifyJournal(const std::string& directory) {
 }
 
 absl::Status CheckServiceFlags(const Flags& flags) {
-  if (std::isnan(flags.lease) || std::isnan(flags.resume)) {  // no range holds that
-    return absl::InvalidArgumentError("--lease and --resume_window are numbers of seconds");
+  // No range holds that.
+  if (std::isnan(flags.lease) || std::isnan(flags.resume) || std::isnan(flags.node_lease)) {
+    return absl::InvalidArgumentError(
+        "--lease, --node_lease and --resume_window are numbers of seconds");
   }
   const CoordinatorServer::Options& options = flags.options;
   const std::pair<const std::string*, const char*> ways[] = {
@@ -320,6 +327,9 @@ int Run(int argc, char** argv) {
   status = CheckServiceFlags(flags);
   if (!status.ok()) return Fail(kExitUsage, status);
   flags.options.runner.core.default_lease = absl::Seconds(flags.lease);
+  JobsOptions& jobs = flags.options.runner.core.jobs;
+  jobs.node_lease = absl::Seconds(flags.node_lease);
+  jobs.outage_tolerance = 3 * jobs.node_lease;
   flags.options.runner.resume_window = absl::Seconds(flags.resume);
   flags.options.rpc.max_message_bytes = flags.max_message_mib << 20;
   return Serve(std::move(flags.options));

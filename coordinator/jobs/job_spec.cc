@@ -75,6 +75,16 @@ Error SortByName(absl::string_view field, NameValues* values) {
                   absl::StrCat(field, " has two values of ", Quoted(twice->name()), ": give one"));
 }
 
+Error CheckDuration(absl::string_view field, bool given, const google::protobuf::Duration& value,
+                    absl::Duration at_least) {
+  if (!given || FromProto(value) >= at_least) return std::nullopt;
+  return BadField(absl::StrCat("spec.", field),
+                  absl::StrCat(field, " is ", absl::FormatDuration(FromProto(value)), ": give ",
+                               absl::FormatDuration(at_least), " or more, or leave it out"));
+}
+
+}  // namespace
+
 Error CompleteProcesses(v1::JobSpec* spec) {
   if (spec->min_processes() == 0 && spec->max_processes() == 0) {
     return BadField("spec.max_processes", "the number of processes is missing: give max_processes");
@@ -101,16 +111,6 @@ Error CompleteProcesses(v1::JobSpec* spec) {
   }
   return std::nullopt;
 }
-
-Error CheckDuration(absl::string_view field, bool given, const google::protobuf::Duration& value,
-                    absl::Duration at_least) {
-  if (!given || FromProto(value) >= at_least) return std::nullopt;
-  return BadField(absl::StrCat("spec.", field),
-                  absl::StrCat(field, " is ", absl::FormatDuration(FromProto(value)), ": give ",
-                               absl::FormatDuration(at_least), " or more, or leave it out"));
-}
-
-}  // namespace
 
 Error CompleteJobSpec(v1::JobSpec* spec) {
   if (const size_t bytes = spec->ByteSizeLong(); bytes > kMaxSpecBytes) {
@@ -169,6 +169,16 @@ Error CompleteJobSpec(v1::JobSpec* spec) {
   if (Error error = CheckDuration("restart_delay", spec->has_restart_delay(), spec->restart_delay(),
                                   absl::ZeroDuration()))
     return error;
+  if (Error error = CheckDuration("grow_after", spec->has_grow_after(), spec->grow_after(),
+                                  absl::ZeroDuration()))
+    return error;
+  if (spec->has_grow_after() && spec->min_processes() == spec->max_processes()) {
+    return BadField(
+        "spec.grow_after",
+        absl::StrCat("grow_after is of no use to a job of always ", spec->max_processes(),
+                     spec->max_processes() == 1 ? " process" : " processes",
+                     ": give a range of processes, or leave it out"));
+  }
   if (!spec->has_stop_grace()) *spec->mutable_stop_grace() = ToProto(absl::Seconds(30));
   return std::nullopt;
 }

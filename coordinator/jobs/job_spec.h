@@ -16,6 +16,9 @@ inline constexpr size_t kMaxSpecBytes = 128 << 10;
 // BAD_FIELD, LIMIT.
 std::optional<v1::OpError> CompleteJobSpec(v1::JobSpec* spec);
 
+// Only the number of processes, for a job that gets another one.
+std::optional<v1::OpError> CompleteProcesses(v1::JobSpec* spec);
+
 }  // namespace muster::coordinator
 
 #endif  // MUSTER_COORDINATOR_JOBS_JOB_SPEC_H_

@@ -94,10 +94,14 @@ v1::AttemptEnd Cleaned(const v1::AttemptEnd& end, const std::string& node) {
   return clean;
 }
 
+const v1::JobAttempt& Last(const v1::JobRecord& record) {
+  return record.history(record.history_size() - 1);
+}
+
 // Whether an active job has what one must have.
 bool IsWhole(const v1::JobRecord& record) {
   if (record.history_size() == 0) return false;
-  const v1::JobAttempt& attempt = record.history(record.history_size() - 1);
+  const v1::JobAttempt& attempt = Last(record);
   for (int i = 0; i < attempt.placements_size(); ++i) {
     if (attempt.placements(i).node_rank() != i) return false;
   }
@@ -107,6 +111,14 @@ bool IsWhole(const v1::JobRecord& record) {
 bool CountsAsRestart(v1::EndClass end_class) {
   return end_class == v1::END_CLASS_PROCESS_FAILED || end_class == v1::END_CLASS_OUT_OF_MEMORY ||
          end_class == v1::END_CLASS_PEER_FAILED;  // whose cause nobody has reported
+}
+
+// Whether a part of the attempt is over: it is about to end.
+bool HasEndedPart(const v1::JobAttempt& attempt) {
+  return std::any_of(attempt.placements().begin(), attempt.placements().end(),
+                     [](const v1::Placement& placement) {
+                       return placement.state() == v1::PLACEMENT_STATE_ENDED;
+                     });
 }
 
 }  // namespace
@@ -479,6 +491,11 @@ v1::JobRecord JobsCore::View(const Job& job) {
   if (record.state() == v1::JOB_STATE_QUEUED && !job.waits_for.empty()) {
     record.set_why(absl::StrCat(record.why(), "; it waits for ", job.waits_for));
   }
+  if (record.state() == v1::JOB_STATE_RUNNING && !HasEndedPart(Last(record)) &&
+      CountProcesses(Last(record)) < record.spec().min_processes()) {
+    record.set_why(absl::StrCat(record.why(), "; it starts again when there is room for ",
+                                DescribeSize(record.spec())));
+  }
   return record;
 }
 
@@ -486,14 +503,18 @@ bool JobsCore::SeesEnv(const v1::JobRecord& record) const {
   return caller_ == nullptr || caller_->role == Role::kAdmin || caller_->name == record.owner();
 }
 
+JobsCore::Error JobsCore::CheckProcesses(const std::string& owner, const v1::JobSpec& spec) const {
+  const int most = options_.max_processes_of_owner;
+  if (owner.empty() || most <= 0 || spec.max_processes() <= most) return std::nullopt;
+  return MakeError(
+      absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT,
+      absl::StrCat("the job has up to ", spec.max_processes(), " processes, and each user may run ",
+                   most, " at a time: ask for fewer"));
+}
+
 JobsCore::Error JobsCore::CheckLimits(const std::string& owner, const v1::JobSpec& spec) const {
   if (owner.empty()) return std::nullopt;
-  if (const int most = options_.max_processes_of_owner; most > 0 && spec.max_processes() > most) {
-    return MakeError(
-        absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT,
-        absl::StrCat("the job has up to ", spec.max_processes(),
-                     " processes, and each user may run ", most, " at a time: ask for fewer"));
-  }
+  if (Error error = CheckProcesses(owner, spec)) return error;
   const int most = options_.max_jobs_of_owner;
   if (most <= 0) return std::nullopt;
   int jobs = 0;
@@ -572,7 +593,11 @@ JobsCore::Error JobsCore::Control(CallId call, const v1::ControlJobRequest& requ
     Reply(call, std::move(result));
     return std::nullopt;
   }
-  if (Error error = Act(job, request.action(), request.after_attempt(), why)) return error;
+  const bool resize = request.action() == v1::JOB_ACTION_RESIZE;
+  if (Error error = resize ? Resize(job, request, why)
+                           : Act(job, request.action(), request.after_attempt(), why)) {
+    return error;
+  }
   const uint64_t sequence = job->record.sequence();
   at_end_.push_back([this, call, sequence] {
     v1::OpResult result;
@@ -651,6 +676,66 @@ JobsCore::Error JobsCore::Retry(Job* job, int after_attempt, const std::string& 
   return std::nullopt;
 }
 
+JobsCore::Error JobsCore::Resize(Job* job, const v1::ControlJobRequest& request,
+                                 const std::string& why) {
+  v1::JobRecord& record = job->record;
+  if (record.state() == v1::JOB_STATE_SUCCEEDED) {
+    return WrongState(record, "has succeeded: submit it again with another number of processes");
+  }
+  if (record.wanted() == v1::JOB_ACTION_CANCEL) return WrongState(record, "is being cancelled");
+  v1::JobSpec spec = record.spec();
+  spec.set_min_processes(request.min_processes());
+  spec.set_max_processes(request.max_processes());
+  if (Error error = CompleteProcesses(&spec)) return error;
+  if (Error error = CheckSize(spec)) return error;
+  if (Error error = CheckProcesses(record.owner(), spec)) return error;
+  const std::string suffix = why.empty() ? "" : absl::StrCat(": ", why);
+  if (spec.min_processes() != record.spec().min_processes() ||
+      spec.max_processes() != record.spec().max_processes()) {
+    out_->notices.push_back({false, record.job_id(),
+                             absl::StrCat("resized from ", DescribeSize(record.spec()), " to ",
+                                          DescribeSize(spec), suffix)});
+    record.mutable_spec()->set_min_processes(spec.min_processes());
+    record.mutable_spec()->set_max_processes(spec.max_processes());
+    Touch(*job);
+    dirty_ = true;
+  }
+  const bool runs =
+      record.state() == v1::JOB_STATE_STARTING || record.state() == v1::JOB_STATE_RUNNING;
+  if (!runs || HasEndedPart(Last(record))) return std::nullopt;
+  const int now = CountProcesses(Last(record));
+  if (now > spec.max_processes()) {
+    Stop(job, v1::END_CLASS_RESIZED,
+         absl::StrCat("it is resized from ", now, " to ", DescribeSize(spec), suffix));
+    return std::nullopt;
+  }
+  job->grows_now = true;
+  NoteGrowth(*job);
+  dirty_ = true;
+  return std::nullopt;
+}
+
+absl::Time JobsCore::GrowsFrom(const Job& job) const {
+  const v1::JobRecord& record = job.record;
+  if (record.state() != v1::JOB_STATE_RUNNING || Last(record).stop() ||
+      HasEndedPart(Last(record))) {
+    return absl::InfiniteFuture();
+  }
+  const int now = CountProcesses(Last(record));
+  if (now >= record.spec().max_processes()) return absl::InfiniteFuture();
+  if (job.grows_now || now < record.spec().min_processes()) return absl::InfinitePast();
+  if (!record.spec().has_grow_after()) return absl::InfiniteFuture();
+  return job.runs_since + FromProto(record.spec().grow_after());
+}
+
+void JobsCore::NoteGrowth(const Job& job) {
+  if (GrowsFrom(job) == absl::InfiniteFuture()) {
+    may_grow_.erase(job.record.sequence());
+  } else {
+    may_grow_.insert(job.record.sequence());
+  }
+}
+
 JobsCore::Error JobsCore::Remove(Job* job) {
   if (!HasEnded(job->record.state())) {
     return WrongState(job->record,
@@ -703,6 +788,9 @@ void JobsCore::SetState(Job* job, v1::JobState state, std::string why) {
   record.set_state(state);
   record.set_why(std::move(why));
   job->waits_for.clear();
+  if (state == v1::JOB_STATE_RUNNING) job->runs_since = now_;
+  if (state != v1::JOB_STATE_RUNNING && state != v1::JOB_STATE_STARTING) job->grows_now = false;
+  NoteGrowth(*job);
   Touch(*job);
   dirty_ = true;
 }
@@ -823,9 +911,7 @@ JobsCore::Error JobsCore::ReadLog(CallId call, const v1::ReadJobLogRequest& requ
   if (request.offset() < -1 || request.tail_lines() < 0) {
     return BadField("offset", "offset is a number of bytes, or -1 for the last tail_lines lines");
   }
-  const int last = job->record.history_size() == 0
-                       ? 0
-                       : job->record.history(job->record.history_size() - 1).number();
+  const int last = job->record.history_size() == 0 ? 0 : Last(job->record).number();
   const int wanted = request.attempt() == 0 ? last : request.attempt();
   const v1::JobAttempt* attempt = nullptr;
   for (const v1::JobAttempt& one : job->record.history()) {
@@ -1070,7 +1156,7 @@ bool JobsCore::HasLeftovers(const std::string& name, const v1::SyncNodeRequest& 
     if (report.state() == v1::PLACEMENT_STATE_ENDED) continue;
     const v1::JobRecord* const job = ours ? Find(report.job_id()) : nullptr;
     if (job == nullptr || !IsActive(job->state())) return true;
-    const v1::JobAttempt& attempt = job->history(job->history_size() - 1);
+    const v1::JobAttempt& attempt = Last(*job);
     const bool assigned = attempt.number() == report.attempt() &&
                           std::any_of(attempt.placements().begin(), attempt.placements().end(),
                                       [&](const v1::Placement& placement) {
@@ -1120,7 +1206,7 @@ void JobsCore::AnswerSync(const std::string& name, Node* node) {
   *reply->mutable_lease() = ToProto(options_.node_lease);
   for (const uint64_t sequence : node->jobs) {
     const Job& job = jobs_.at(sequence);
-    const v1::JobAttempt& attempt = job.record.history(job.record.history_size() - 1);
+    const v1::JobAttempt& attempt = Last(job.record);
     for (const v1::Placement& placement : attempt.placements()) {
       if (placement.node() != name || placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
       v1::NodeAssignment* const assignment = reply->add_assignments();
@@ -1257,7 +1343,7 @@ JobsCore::Error JobsCore::ListNodes(CallId call, const v1::ListNodesRequest& req
       used;
   for (const uint64_t sequence : active_) {
     const v1::JobRecord& job = jobs_.at(sequence).record;
-    for (const v1::Placement& placement : job.history(job.history_size() - 1).placements()) {
+    for (const v1::Placement& placement : Last(job).placements()) {
       if (placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
       used[placement.node()].emplace_back(&job.spec().per_process(), &placement);
     }
@@ -1307,7 +1393,7 @@ CandidateNodes JobsCore::Candidates(bool free) const {
   if (!free) return candidates;
   for (const uint64_t sequence : active_) {
     const v1::JobRecord& job = jobs_.at(sequence).record;
-    for (const v1::Placement& placement : job.history(job.history_size() - 1).placements()) {
+    for (const v1::Placement& placement : Last(job).placements()) {
       if (placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
       const auto it = candidates.find(placement.node());
       if (it != candidates.end()) it->second.space.Take(placement, job.spec().per_process());
@@ -1328,8 +1414,7 @@ ScheduleQuestion JobsCore::Question() const {
   }
   for (const uint64_t sequence : active_) {
     const Job& job = jobs_.at(sequence);
-    question.active.push_back(
-        {&job.record, &job.record.history(job.record.history_size() - 1), job.ends_by});
+    question.active.push_back({&job.record, &Last(job.record), job.ends_by, GrowsFrom(job)});
   }
   return question;
 }
@@ -1337,7 +1422,7 @@ ScheduleQuestion JobsCore::Question() const {
 void JobsCore::RunSchedule() {
   dirty_ = false;
   schedule_at_ = absl::InfiniteFuture();
-  if (queued_.empty()) return;
+  if (queued_.empty() && may_grow_.empty()) return;
   ScheduleDecision decision = Schedule(Question());
   schedule_at_ = decision.next;
   // Nothing is preempted before all nodes have had the time to come.
@@ -1345,6 +1430,14 @@ void JobsCore::RunSchedule() {
   for (auto& [job_id, placement] : decision.starts) Start(FindJob(job_id), std::move(placement));
   for (const auto& [job_id, why] : decision.preempts) {
     Stop(FindJob(job_id), v1::END_CLASS_PREEMPTED, why);
+  }
+  for (const auto& [job_id, why] : decision.grows) {
+    Stop(FindJob(job_id), v1::END_CLASS_RESIZED, why);
+  }
+  for (const uint64_t sequence : absl::btree_set<uint64_t>(may_grow_)) {
+    Job& job = jobs_.at(sequence);
+    if (Settled()) job.grows_now = false;
+    NoteGrowth(job);
   }
   bool again = false;
   for (const auto& [job_id, why] : decision.waits) {
@@ -1492,6 +1585,8 @@ void JobsCore::StartTerm(const Event& event, bool restored, JobsOutput* out) {
     if (HasEnded(state)) ended_.insert(sequence);
     if (IsActive(state)) {
       active_.insert(sequence);
+      job.runs_since = now_;
+      NoteGrowth(job);
       for (const v1::Placement& placement : Current(&job)->placements()) {
         if (placement.state() != v1::PLACEMENT_STATE_ENDED) {
           nodes_[placement.node()].jobs.insert(sequence);

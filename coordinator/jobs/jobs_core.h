@@ -129,9 +129,11 @@ class JobsCore {
   struct Job {
     v1::JobRecord record;
     absl::Time not_before = absl::InfinitePast();
-    absl::Time ends_by = absl::InfiniteFuture();  // of the current attempt
-    int node_failures = 0;                        // in a row
-    size_t bytes = 0;                             // of the record, as bytes_ counts it
+    absl::Time ends_by = absl::InfiniteFuture();   // of the current attempt
+    int node_failures = 0;                         // in a row
+    absl::Time runs_since = absl::InfinitePast();  // the current attempt, or the term
+    bool grows_now = false;                        // a person has just resized it
+    size_t bytes = 0;                              // of the record, as bytes_ counts it
     // By the last schedule, in words. Not in the record: the next coordinator finds it again.
     std::string waits_for;
   };
@@ -194,7 +196,12 @@ class JobsCore {
 
   Error Act(Job* job, v1::JobAction action, int after_attempt, const std::string& why);
   Error Retry(Job* job, int after_attempt, const std::string& why);
+  Error Resize(Job* job, const v1::ControlJobRequest& request, const std::string& why);
   Error Remove(Job* job);
+  // From when on the running attempt may be stopped to start again with more processes; infinite:
+  // never.
+  absl::Time GrowsFrom(const Job& job) const;
+  void NoteGrowth(const Job& job);
   void SetState(Job* job, v1::JobState state, std::string why);
   void Touch(const Job& job) { touched_jobs_.insert(job.record.sequence()); }
   // Only this placement of the current attempt has changed.
@@ -213,7 +220,8 @@ class JobsCore {
   bool MakeRoomForOne();
   // Counts what the record has now.
   void Measure(Job* job);
-  // Whether the owner may have one more job of this size.
+  // Whether the owner may have a job of this size, and one more job.
+  Error CheckProcesses(const std::string& owner, const v1::JobSpec& spec) const;
   Error CheckLimits(const std::string& owner, const v1::JobSpec& spec) const;
   // Variables may be secrets: those of a job are shown to its owner and to admins.
   bool SeesEnv(const v1::JobRecord& record) const;
@@ -256,6 +264,7 @@ class JobsCore {
   }
   absl::flat_hash_map<Key, uint64_t> by_key_;
   absl::btree_set<uint64_t> queued_, active_, ended_;
+  absl::btree_set<uint64_t> may_grow_;  // of the active ones
   uint64_t last_sequence_ = 0;
   absl::btree_map<std::string, Node> nodes_;
 

@@ -108,6 +108,19 @@ class JobsCoreTest : public testing::Test {
     op.mutable_control_job()->set_after_attempt(after_attempt);
     return Call(op);
   }
+  v1::OpResult Resize(const std::string& job_id, int min_processes, int max_processes) {
+    v1::Op op;
+    op.mutable_control_job()->set_job_id(job_id);
+    op.mutable_control_job()->set_action(v1::JOB_ACTION_RESIZE);
+    op.mutable_control_job()->set_min_processes(min_processes);
+    op.mutable_control_job()->set_max_processes(max_processes);
+    return Call(op);
+  }
+  // Of the current attempt.
+  int ProcessesOf(const std::string& job_id) {
+    const v1::JobRecord record = Get(job_id);
+    return CountProcesses(record.history(record.history_size() - 1));
+  }
   v1::JobRecord Get(const std::string& job_id) {
     v1::Op op;
     op.mutable_get_job()->set_job_id(job_id);
@@ -753,6 +766,170 @@ TEST_F(JobsCoreTest, OwnerAtTheLimitOfJobs_IsRefusedUntilOneHasEnded) {
   Submit(Spec(1));
   EXPECT_EQ(Control(first, v1::JOB_ACTION_RETRY, 0).error().detail().reason(),
             v1::ERROR_REASON_LIMIT);
+}
+
+v1::JobSpec Elastic(int min_processes, int max_processes, absl::Duration grow_after) {
+  v1::JobSpec spec;
+  spec.set_name("mnist");
+  spec.add_argv("./train");
+  spec.set_min_processes(min_processes);
+  spec.set_max_processes(max_processes);
+  *spec.mutable_grow_after() = ToProto(grow_after);
+  return spec;
+}
+
+TEST_F(JobsCoreTest, ResizeToFewer_StopsAtOnce_AndStartsAgainUncounted) {
+  AddNode("a", 4);
+  stops_obey_ = false;
+  const std::string job = Submit(Spec(4));
+  EXPECT_FALSE(Resize(job, 2, 2).has_error());
+  EXPECT_EQ(Get(job).why(), "it is resized from 4 to 2 processes");
+  EXPECT_FALSE(Resize(job, 2, 2).has_error());  // a repeat
+  EXPECT_EQ(Get(job).attempts(), 1);
+  ObeyStops();
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(ProcessesOf(job), 2);
+  EXPECT_EQ(Get(job).restarts(), 0);
+  EXPECT_EQ(Get(job).history(0).end().end_class(), v1::END_CLASS_RESIZED);
+}
+
+TEST_F(JobsCoreTest, ResizeToMore_WaitsForRoomWhileItRuns) {
+  AddNode("a", 4);
+  const std::string other = Submit(Spec(2));
+  const std::string job = Submit(Spec(2));
+  Settle();
+  EXPECT_FALSE(Resize(job, 4, 4).has_error());
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(Get(job).why(), "attempt 1 runs; it starts again when there is room for 4 processes");
+  Advance(absl::Minutes(10));
+  EXPECT_EQ(Get(job).attempts(), 1);
+  StartTerm();  // the new size is in the record
+  Sync("a");
+  Settle();
+  EndOn("a", other, v1::END_CLASS_SUCCEEDED);
+  EXPECT_EQ(ProcessesOf(job), 4);
+  EXPECT_EQ(Get(job).attempts(), 2);
+  EXPECT_EQ(Get(job).history(0).end().why(), "there is room for 4 processes instead of 2");
+}
+
+TEST_F(JobsCoreTest, ResizeToARange_GrowsNowIfItCan_AndNotLater) {
+  AddNode("a", 4);
+  const std::string job = Submit(Spec(1));
+  Settle();
+  EXPECT_FALSE(Resize(job, 1, 3).has_error());
+  EXPECT_EQ(ProcessesOf(job), 3);
+  EXPECT_FALSE(Resize(job, 1, 6).has_error());
+  EXPECT_EQ(ProcessesOf(job), 4);
+  EXPECT_EQ(Get(job).attempts(), 3);
+  AddNode("b", 4);
+  Advance(absl::Minutes(10));
+  EXPECT_EQ(Get(job).attempts(), 3);
+}
+
+TEST_F(JobsCoreTest, Resize_InEveryState) {
+  AddNode("a", 2);
+  const std::string running = Submit(Spec(2));
+  const std::string queued = Submit(Spec(2));
+  EXPECT_FALSE(Resize(queued, 1, 0).has_error());
+  EXPECT_EQ(Get(queued).spec().max_processes(), 1);
+  EXPECT_FALSE(Resize(running, 1, 1).has_error());  // makes room for the other
+  EXPECT_EQ(StateOf(queued), v1::JOB_STATE_RUNNING);
+  Control(queued, v1::JOB_ACTION_SUSPEND);
+  EXPECT_FALSE(Resize(queued, 1, 2).has_error());
+  EXPECT_EQ(StateOf(queued), v1::JOB_STATE_SUSPENDED);
+  EndOn("a", running, v1::END_CLASS_USER_ERROR, "no data");
+  EXPECT_FALSE(Resize(running, 2, 2).has_error());
+  EXPECT_EQ(Get(running).why(), "no data");
+  Control(running, v1::JOB_ACTION_RETRY, 2);
+  EXPECT_EQ(ProcessesOf(running), 2);
+  stops_obey_ = false;
+  Control(running, v1::JOB_ACTION_CANCEL);
+  EXPECT_EQ(Resize(running, 1, 1).error().message(), "job mnist-1 is being cancelled");
+  ObeyStops();
+  Control(queued, v1::JOB_ACTION_RESUME);
+  EXPECT_EQ(ProcessesOf(queued), 2);
+  EndOn("a", queued, v1::END_CLASS_SUCCEEDED);
+  EXPECT_EQ(Resize(queued, 1, 1).error().message(),
+            "job mnist-2 has succeeded: submit it again with another number of processes");
+}
+
+TEST_F(JobsCoreTest, Resize_OfBadSize_IsRefusedAndChangesNothing) {
+  options_.max_processes_of_owner = 8;
+  StartTerm();
+  AddNode("a", 4);
+  As("ann", Role::kSubmit);
+  const std::string job = Submit(Spec(4));
+  Settle();
+  for (const auto& [least, most] : std::vector<std::pair<int, int>>{
+           {0, 0}, {-1, 2}, {3, 2}, {1, 9}, {5, 5}, {1, 2'000'000}, {1 << 30, 1 << 30}}) {
+    EXPECT_TRUE(Resize(job, least, most).has_error()) << least << ":" << most;
+  }
+  EXPECT_EQ(Resize("mnist-9", 1, 1).error().code(), static_cast<int>(absl::StatusCode::kNotFound));
+  EXPECT_EQ(Get(job).spec().max_processes(), 4);
+  EXPECT_EQ(Get(job).attempts(), 1);
+}
+
+TEST_F(JobsCoreTest, ResizedJob_IsNotStartedAgain_WhenAPartOfItHasSucceeded) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  Settle();
+  const std::string job = Submit(Spec(4));
+  EndOn("a", job, v1::END_CLASS_SUCCEEDED);
+  EXPECT_FALSE(Resize(job, 2, 2).has_error());
+  EndOn("b", job, v1::END_CLASS_SUCCEEDED);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_SUCCEEDED);
+}
+
+TEST_F(JobsCoreTest, ElasticJob_ShrinksWithALostNode_AndGrowsWhenItIsBack) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  Settle();
+  const std::string job = Submit(Elastic(1, 4, absl::Minutes(2)));
+  EXPECT_EQ(ProcessesOf(job), 4);
+  nodes_["b"].talks = false;
+  Advance(absl::Minutes(1));
+  EXPECT_EQ(ProcessesOf(job), 2);
+  Advance(absl::Minutes(5));
+  nodes_["b"].talks = true;
+  nodes_["b"].attempts.clear();
+  Advance(absl::Seconds(1));
+  EXPECT_EQ(ProcessesOf(job), 4);
+  EXPECT_EQ(Get(job).attempts(), 3);
+  EXPECT_EQ(Get(job).restarts(), 0);
+}
+
+TEST_F(JobsCoreTest, ElasticJob_GrowsOnlyAfterItsTime_AndOnlyIfAsked) {
+  AddNode("a", 2);
+  Settle();
+  const std::string grows = Submit(Elastic(1, 4, absl::Minutes(2)));
+  AddNode("b", 2);
+  Advance(absl::Seconds(119));
+  EXPECT_EQ(ProcessesOf(grows), 2);
+  Advance(absl::Seconds(2));
+  EXPECT_EQ(ProcessesOf(grows), 4);
+  Control(grows, v1::JOB_ACTION_CANCEL);
+  v1::JobSpec spec = Elastic(1, 6, absl::Minutes(2));
+  spec.clear_grow_after();
+  const std::string stays = Submit(spec);
+  AddNode("c", 2);
+  Advance(absl::Hours(1));
+  EXPECT_EQ(ProcessesOf(stays), 4);
+  EXPECT_EQ(Get(stays).attempts(), 1);
+}
+
+TEST_F(JobsCoreTest, GrowingJob_KeepsTheRoomForWhichItStops) {
+  AddNode("a", 2);
+  Settle();
+  const std::string job = Submit(Elastic(1, 4, absl::Seconds(1)));
+  stops_obey_ = false;
+  AddNode("b", 2);
+  Advance(absl::Seconds(2));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_STOPPING);
+  const std::string late = Submit(Spec(1));
+  EXPECT_EQ(StateOf(late), v1::JOB_STATE_QUEUED);
+  ObeyStops();
+  EXPECT_EQ(ProcessesOf(job), 4);
+  EXPECT_EQ(StateOf(late), v1::JOB_STATE_QUEUED);
 }
 
 TEST_F(JobsCoreTest, Assignment_HasTheTokenOfItsAttempt_OnceWithItsSpecification) {

@@ -83,6 +83,19 @@ void NodeSpace::AtMost(const NodeSpace& later) {
   }
 }
 
+int CountProcesses(const v1::JobAttempt& attempt) {
+  int processes = 0;
+  for (const v1::Placement& placement : attempt.placements()) processes += placement.processes();
+  return processes;
+}
+
+std::string DescribeSize(const v1::JobSpec& spec) {
+  return spec.min_processes() == spec.max_processes()
+             ? absl::StrCat(spec.max_processes(),
+                            spec.max_processes() == 1 ? " process" : " processes")
+             : absl::StrCat(spec.min_processes(), " to ", spec.max_processes(), " processes");
+}
+
 std::string DescribeDemand(const v1::JobSpec& spec) {
   const v1::ProcessResources& process = spec.per_process();
   std::vector<std::string> parts;
@@ -93,11 +106,7 @@ std::string DescribeDemand(const v1::JobSpec& spec) {
   if (process.memory_bytes() > 0) {
     parts.push_back(absl::StrCat((process.memory_bytes() + (1 << 20) - 1) >> 20, " MiB"));
   }
-  std::string text =
-      spec.min_processes() == spec.max_processes()
-          ? absl::StrCat(spec.max_processes(),
-                         spec.max_processes() == 1 ? " process" : " processes")
-          : absl::StrCat(spec.min_processes(), " to ", spec.max_processes(), " processes");
+  std::string text = DescribeSize(spec);
   if (spec.processes_per_node() > 0) {
     absl::StrAppend(&text, ", ", spec.processes_per_node(), " on each node,");
   }

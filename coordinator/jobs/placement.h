@@ -53,6 +53,11 @@ PlacementDecision Place(const v1::JobSpec& spec,
                         const google::protobuf::RepeatedPtrField<std::string>& avoided,
                         const CandidateNodes& nodes);
 
+// Of all nodes together.
+int CountProcesses(const v1::JobAttempt& attempt);
+
+// "4 processes", "1 to 4 processes"
+std::string DescribeSize(const v1::JobSpec& spec);
 // "4 processes with 2 GPUs, 8 CPUs and 16 GiB each"
 std::string DescribeDemand(const v1::JobSpec& spec);
 

@@ -21,6 +21,14 @@ void GiveAll(const ActiveJob& job, CandidateNodes* nodes) {
   }
 }
 
+void TakeAll(const ActiveJob& job, CandidateNodes* nodes) {
+  for (const v1::Placement& placement : job.attempt->placements()) {
+    if (placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
+    const auto it = nodes->find(placement.node());
+    if (it != nodes->end()) it->second.space.Take(placement, job.record->spec().per_process());
+  }
+}
+
 void TakeAll(const PlacementDecision& decision, const v1::JobSpec& spec, CandidateNodes* nodes) {
   for (const v1::Placement& placement : decision.placements) {
     nodes->at(placement.node()).space.Take(placement, spec.per_process());
@@ -29,6 +37,16 @@ void TakeAll(const PlacementDecision& decision, const v1::JobSpec& spec, Candida
 
 PlacementDecision PlaceJob(const v1::JobRecord& job, const CandidateNodes& nodes) {
   return Place(job.spec(), job.avoided_nodes(), nodes);
+}
+
+std::tuple<int64_t, uint64_t> Rank(const v1::JobRecord& job) {
+  return {-int64_t(job.spec().priority()), job.sequence()};
+}
+
+// It is being stopped to be queued again at once, with another number of processes.
+bool IsReturning(const ActiveJob& job) {
+  return job.attempt->stop() && job.attempt->end().end_class() == v1::END_CLASS_RESIZED &&
+         job.record->wanted() == v1::JOB_ACTION_UNSPECIFIED;
 }
 
 // Jobs of one shape fit or do not fit alike.
@@ -67,10 +85,15 @@ class Scheduler {
   explicit Scheduler(ScheduleQuestion question) : question_(std::move(question)) {}
 
   ScheduleDecision Run() {
-    std::vector<QueuedJob>& queued = question_.queued;
+    std::vector<QueuedJob> queued = question_.queued;
+    absl::flat_hash_set<const v1::JobRecord*> returning;
+    for (const ActiveJob& job : question_.active) {
+      if (!IsReturning(job)) continue;
+      queued.push_back({job.record});
+      returning.insert(job.record);
+    }
     std::sort(queued.begin(), queued.end(), [](const QueuedJob& a, const QueuedJob& b) {
-      return std::make_tuple(-int64_t(a.record->spec().priority()), a.record->sequence()) <
-             std::make_tuple(-int64_t(b.record->spec().priority()), b.record->sequence());
+      return Rank(*a.record) < Rank(*b.record);
     });
     for (const ActiveJob& job : question_.active) {
       for (const v1::Placement& placement : job.attempt->placements()) {
@@ -80,7 +103,10 @@ class Scheduler {
     }
     int examined = 0;
     for (const QueuedJob& job : queued) {
-      if (job.not_before > question_.now) {
+      if (returning.contains(job.record)) {
+        if (!reservation_.has_value()) ReserveFreed(*job.record);
+      } else if (job.not_before > question_.now) {
+        delayed_ = true;
         decision_.next = std::min(decision_.next, job.not_before);
         Wait(*job.record, "the end of the delay before its restart");
       } else if (!decision_.waits.empty() && ++examined > kMaxExamined) {
@@ -89,6 +115,7 @@ class Scheduler {
         Consider(*job.record);
       }
     }
+    if (question_.settled && !delayed_ && !reservation_.has_value()) Grow();
     return std::move(decision_);
   }
 
@@ -155,11 +182,24 @@ class Scheduler {
     }
   }
 
+  // If it fits on what is free and on what is being stopped.
+  bool ReserveFreed(const v1::JobRecord& job) {
+    CandidateNodes later = question_.nodes;
+    for (const ActiveJob& other : question_.active) {
+      if (other.attempt->stop()) GiveAll(other, &later);
+    }
+    const PlacementDecision placement = PlaceJob(job, later);
+    if (placement.placements.empty()) return false;
+    Keep(job, std::move(later), placement, question_.now);
+    return true;
+  }
+
   void Reserve(const v1::JobRecord& job) {
     CandidateNodes all = question_.nodes;
     for (const ActiveJob& other : question_.active) GiveAll(other, &all);
     if (PlaceJob(job, all).placements.empty()) return;  // it blocks nobody
     // What is being stopped comes back first, and in the order of their limits the others.
+    if (ReserveFreed(job)) return;
     CandidateNodes later = question_.nodes;
     std::vector<const ActiveJob*> order;
     for (const ActiveJob& other : question_.active) {
@@ -168,9 +208,6 @@ class Scheduler {
       } else {
         order.push_back(&other);
       }
-    }
-    if (PlacementDecision placement = PlaceJob(job, later); !placement.placements.empty()) {
-      return Keep(job, std::move(later), placement, question_.now);
     }
     if (question_.settled && Preempt(job, later)) return;
     std::stable_sort(order.begin(), order.end(), [](const ActiveJob* a, const ActiveJob* b) {
@@ -226,10 +263,54 @@ class Scheduler {
     return true;
   }
 
+  void Grow() {
+    std::vector<const ActiveJob*> order;
+    for (const ActiveJob& job : question_.active) {
+      if (job.grows_from > question_.now) {
+        decision_.next = std::min(decision_.next, job.grows_from);
+      } else if (!job.attempt->stop()) {
+        order.push_back(&job);
+      }
+    }
+    std::sort(order.begin(), order.end(), [](const ActiveJob* a, const ActiveJob* b) {
+      return Rank(*a->record) < Rank(*b->record);
+    });
+    int examined = 0;
+    for (const ActiveJob* job : order) {
+      if (!MayGrow(*job)) continue;
+      if (++examined > kMaxExamined) return;
+      const int now = CountProcesses(*job->attempt);
+      GiveAll(*job, &question_.nodes);
+      const int then = PlaceJob(*job->record, question_.nodes).processes;
+      TakeAll(*job, &question_.nodes);
+      if (then <= now) continue;
+      decision_.grows.push_back(
+          {job->record->job_id(),
+           absl::StrCat("there is room for ", then, " processes instead of ", now)});
+      return;
+    }
+  }
+
+  // What is quick to find out.
+  bool MayGrow(const ActiveJob& job) {
+    const v1::JobSpec& spec = job.record->spec();
+    const int most = question_.max_processes_of_owner;
+    if (most > 0 && !job.record->owner().empty() &&
+        processes_of_[job.record->owner()] - CountProcesses(*job.attempt) + spec.max_processes() >
+            most) {
+      return false;
+    }
+    // The nodes on which it is have no room for more than it has there, unless some of it is free.
+    return std::any_of(question_.nodes.begin(), question_.nodes.end(), [&](const auto& node) {
+      return node.second.space.Fits(spec.per_process()) > 0;
+    });
+  }
+
   ScheduleQuestion question_;
   ScheduleDecision decision_;
   std::optional<Reservation> reservation_;
   std::string first_waiting_;
+  bool delayed_ = false;                                    // a job waits for its delayed restart
   absl::flat_hash_map<std::string, int64_t> processes_of_;  // by owner, of jobs that hold space
   absl::flat_hash_set<std::string> refused_;                // shapes that do not fit
   absl::flat_hash_set<std::string> refused_beside_;  // and those that only fit on reserved space

@@ -25,6 +25,8 @@ struct ActiveJob {
   const v1::JobAttempt* attempt = nullptr;
   // When its time limit ends it; infinite: it has none.
   absl::Time ends_by = absl::InfiniteFuture();
+  // From when on it may be stopped to start again with more processes; infinite: never.
+  absl::Time grows_from = absl::InfiniteFuture();
 };
 
 struct ScheduleQuestion {
@@ -43,16 +45,18 @@ struct ScheduleDecision {
     std::string job_id;
     PlacementDecision placement;
   };
-  struct Preempt {
+  struct Stop {
     std::string job_id;
     std::string why;
   };
   std::vector<Start> starts;
-  std::vector<Preempt> preempts;
+  std::vector<Stop> preempts;
+  // To start again with more processes; at most one.
+  std::vector<Stop> grows;
   // For each queued job that does not start: words that follow "waits for". One that was not
   // examined waits for the jobs before it.
   std::vector<std::pair<std::string, std::string>> waits;
-  // When a delayed restart is due; infinite: there is none.
+  // When a delayed restart is due, or a job may grow; infinite: there is none.
   absl::Time next = absl::InfiniteFuture();
 };
 
@@ -65,7 +69,11 @@ struct ScheduleDecision {
 // start. A job that would not fit if nothing else ran reserves nothing, nor does one whose owner
 // has to wait for jobs of its own to end.
 //
-// At most kMaxExamined jobs behind the first are examined.
+// When no job reserves and none waits for a delayed restart, one job that may grow is stopped if
+// more of its processes fit, the highest priority and the earliest first. Until nothing of it is
+// left it reserves, so that no later job takes the room for which it was stopped.
+//
+// At most kMaxExamined jobs behind the first are examined, and as many that may grow.
 ScheduleDecision Schedule(ScheduleQuestion question);
 
 inline constexpr int kMaxExamined = 256;

@@ -174,6 +174,83 @@ TEST_F(ScheduleTest, DelayedRestart_Waits_AndBlocksNobody) {
   EXPECT_EQ(decision_.next, kNow + absl::Seconds(7));
 }
 
+TEST_F(ScheduleTest, JobThatMayGrow_GrowsOnlyIfMoreFits_OneAtATime) {
+  AddNode("a", 4);
+  AddNode("b", 2);
+  const auto elastic = [&](const std::string& id, const std::string& node, int priority) {
+    Running(id, node, 1, priority).mutable_spec()->set_max_processes(4);
+    question_.active.back().grows_from = kNow;
+  };
+  elastic("first", "a", 0);
+  elastic("urgent", "b", 1);
+  Starts();
+  ASSERT_EQ(decision_.grows.size(), 1u);
+  EXPECT_EQ(decision_.grows[0].job_id, "urgent");
+  EXPECT_EQ(decision_.grows[0].why, "there is room for 4 processes instead of 1");
+  question_.active[1].grows_from = kNow + absl::Seconds(9);
+  Starts();
+  ASSERT_EQ(decision_.grows.size(), 1u);
+  EXPECT_EQ(decision_.grows[0].job_id, "first");
+  EXPECT_EQ(decision_.next, kNow + absl::Seconds(9));
+  Running("rest", "a", 3);
+  Running("rest of b", "b", 1);
+  Starts();
+  EXPECT_TRUE(decision_.grows.empty());
+}
+
+TEST_F(ScheduleTest, Growth_TakesNoRoomThatAnotherJobWaitsFor) {
+  AddNode("a", 4);
+  Running("elastic", "a", 1).mutable_spec()->set_max_processes(4);
+  question_.active.back().grows_from = kNow;
+  Queue("large", 4);
+  Starts();
+  EXPECT_TRUE(decision_.grows.empty());
+  question_.queued.clear();
+  Queue("huge", 100);  // blocks nobody
+  Starts();
+  EXPECT_EQ(decision_.grows.size(), 1u);
+  Queue("delayed", 1);
+  question_.queued.back().not_before = kNow + absl::Seconds(7);
+  Starts();
+  EXPECT_TRUE(decision_.grows.empty());
+  question_.queued.pop_back();
+  question_.settled = false;
+  Starts();
+  EXPECT_TRUE(decision_.grows.empty());
+}
+
+TEST_F(ScheduleTest, Growth_StaysWithinTheOwnersLimit) {
+  question_.max_processes_of_owner = 5;
+  AddNode("a", 8);
+  v1::JobRecord& record = Running("elastic", "a", 1);
+  record.set_owner("ann");
+  record.mutable_spec()->set_max_processes(4);
+  question_.active.back().grows_from = kNow;
+  Running("other", "a", 2).set_owner("ann");
+  Starts();
+  EXPECT_TRUE(decision_.grows.empty());
+  question_.max_processes_of_owner = 6;
+  Starts();
+  EXPECT_EQ(decision_.grows.size(), 1u);
+}
+
+TEST_F(ScheduleTest, JobThatStopsToGrow_ReservesItsRoom_InItsOrder) {
+  AddNode("a", 4);
+  v1::JobRecord& record = Running("elastic", "a", 1);
+  record.mutable_spec()->set_max_processes(3);
+  record.mutable_history(0)->set_stop(true);
+  record.mutable_history(0)->mutable_end()->set_end_class(v1::END_CLASS_RESIZED);
+  Queue("late", 2);
+  Queue("fits beside", 1);
+  EXPECT_EQ(Starts(), Ids{"fits beside"});
+  Queue("urgent", 2, 5);
+  EXPECT_EQ(Starts(), (Ids{"urgent"}));
+  // It does not come back.
+  question_.queued.pop_back();
+  record.set_wanted(v1::JOB_ACTION_CANCEL);
+  EXPECT_EQ(Starts(), (Ids{"late", "fits beside"}));
+}
+
 TEST_F(ScheduleTest, OwnerAtTheLimitOfProcesses_WaitsAndBlocksNobody) {
   question_.max_processes_of_owner = 4;
   AddNode("a", 16);

@@ -126,6 +126,13 @@ class Simulation {
     const auto former = told_.find(record.job_id());
     if (former != told_.end() && former->second.attempts() < record.attempts()) {
       for (const v1::JobAttempt& attempt : former->second.history()) {
+        if (attempt.end().end_class() == v1::END_CLASS_RESIZED &&
+            attempt.number() == former->second.attempts()) {
+          ++result_.resizes;
+          if (record.restarts() > former->second.restarts()) {
+            Violation(absl::StrCat(record.job_id(), " counts a resize as a restart"));
+          }
+        }
         if (attempt.end().end_class() == v1::END_CLASS_USER_ERROR &&
             attempt.number() == former->second.attempts() && !Succeeded(attempt) &&
             !by_hand_.contains({record.job_id(), attempt.number()})) {
@@ -133,7 +140,9 @@ class Simulation {
         }
       }
     }
-    if (record.history_size() > 0) {
+    // Later the job may have been resized.
+    const int told_attempts = former == told_.end() ? 0 : former->second.attempts();
+    if (record.attempts() > told_attempts) {
       const v1::JobAttempt& last = record.history(record.history_size() - 1);
       int processes = 0;
       for (const v1::Placement& placement : last.placements()) processes += placement.processes();
@@ -352,6 +361,13 @@ class Simulation {
     }
   }
 
+  // A job of more processes than fit would never end.
+  int MostProcesses() {
+    int cpus = 0;
+    for (const Node& node : nodes_) cpus = std::max(cpus, node.cpus);
+    return cpus;
+  }
+
   void Submit() {
     v1::Op op;
     v1::JobSpec* const spec = op.mutable_submit_job()->mutable_spec();
@@ -365,10 +381,10 @@ class Simulation {
     spec->set_wait_for_nodes(true);
     if (Chance(20)) spec->mutable_time_limit()->set_seconds(10 + Up(60));
     if (Chance(30)) spec->mutable_restart_delay()->set_seconds(1 + Up(5));
-    // Larger than all nodes it would never end.
-    int cpus = 0;
-    for (const Node& node : nodes_) cpus = std::max(cpus, node.cpus);
-    if (spec->min_processes() > cpus) return;
+    if (spec->min_processes() < spec->max_processes() && Chance(50)) {
+      spec->mutable_grow_after()->set_seconds(Up(20));
+    }
+    if (spec->min_processes() > MostProcesses()) return;
     jobs_.insert(absl::StrCat("j-", jobs_.size() + 1));
     const std::string key = absl::StrCat("key", ++keys_);
     op.mutable_submit_job()->set_idempotency_key(key);
@@ -383,10 +399,12 @@ class Simulation {
     std::advance(it, Up(static_cast<int>(jobs_.size()) - 1));
     v1::Op op;
     op.mutable_control_job()->set_job_id(*it);
-    const v1::JobAction actions[] = {v1::JOB_ACTION_CANCEL, v1::JOB_ACTION_SUSPEND,
-                                     v1::JOB_ACTION_RESUME, v1::JOB_ACTION_RESUME,
-                                     v1::JOB_ACTION_RETRY};
-    op.mutable_control_job()->set_action(actions[Up(4)]);
+    const v1::JobAction actions[] = {
+        v1::JOB_ACTION_CANCEL, v1::JOB_ACTION_SUSPEND, v1::JOB_ACTION_RESUME, v1::JOB_ACTION_RESUME,
+        v1::JOB_ACTION_RETRY,  v1::JOB_ACTION_RESIZE,  v1::JOB_ACTION_RESIZE};
+    op.mutable_control_job()->set_action(actions[Up(6)]);
+    op.mutable_control_job()->set_min_processes(1 + Up(MostProcesses() - 1));
+    op.mutable_control_job()->set_max_processes(op.control_job().min_processes() + Up(3));
     const auto told = told_.find(*it);
     if (told != told_.end()) op.mutable_control_job()->set_after_attempt(told->second.attempts());
     // A retry by hand is one after a user error, too.

@@ -14,11 +14,12 @@ struct JobsSimulationResult {
   int attempts = 0;
   int restarts = 0;  // of the coordinator
   int lost_nodes = 0;
+  int resizes = 0;  // attempts after one that was stopped for another size
 };
 
 // A few nodes and jobs under one seed: replies and calls are lost, nodes restart, lose their
 // records or fall silent, the coordinator crashes between any two records, jobs are cancelled,
-// suspended and retried. Then everything is quiet until all jobs have ended.
+// suspended, retried, resized and grow. Then everything is quiet until all jobs have ended.
 //
 // Always: an attempt starts at most once on a node; an attempt starts only when the groups of all
 // earlier ones are closed and, on nodes that were not lost, nothing of them is left; its processes

@@ -14,18 +14,20 @@ int Seeds() {
 }
 
 TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
-  int attempts = 0, restarts = 0, lost = 0;
+  int attempts = 0, restarts = 0, lost = 0, resizes = 0;
   for (int seed = 1; seed <= Seeds(); ++seed) {
     const JobsSimulationResult result = RunJobsSimulation(seed, {});
     ASSERT_EQ(result.violation, "") << "seed " << seed;
     attempts += result.attempts;
     restarts += result.restarts;
     lost += result.lost_nodes;
+    resizes += result.resizes;
   }
   // It has tried what it is about.
   EXPECT_GT(attempts, 10 * Seeds());
   EXPECT_GT(restarts, Seeds());
   EXPECT_GT(lost, Seeds() / 10);
+  EXPECT_GT(resizes, Seeds() / 10);
 }
 
 void ExpectCaught(coordinator::JobsMutants mutants) {
