@@ -1,5 +1,7 @@
 #include "agent/worker_processes.h"
 
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstring>
 #include <optional>
@@ -12,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "agent/process_state.h"
+#include "base/defaults.h"
 
 namespace muster::agent {
 namespace {
@@ -91,6 +94,9 @@ std::string WorkerProcesses::WorkerOf(int64_t pid) {
 
 int64_t WorkerProcesses::Find(const std::string& job, const std::string& worker_id,
                               uint64_t incarnation, int64_t claimed) {
+  // The agents of a job have a rendezvous of their own, and who is in it through this agent is this
+  // agent itself.
+  if (job == job_ + kAgentsSuffix) return getpid();
   if (job != job_) return 0;
   Entry entry;
   {

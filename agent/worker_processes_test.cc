@@ -78,6 +78,12 @@ TEST(WorkerProcesses, WorkerOfAProcess_IsWhoseFamilyItBelongsTo) {
   EXPECT_EQ(processes.WorkerOf(family.child()), "");
 }
 
+TEST(WorkerProcesses, AgentsOwnSeat_IsThisProcess) {
+  WorkerProcesses processes("job");
+  EXPECT_EQ(processes.Find("job.agents", "node1", 9, 12345), getpid());
+  EXPECT_EQ(processes.Find("other.agents", "node1", 9, getpid()), 0);
+}
+
 TEST(WorkerProcesses, NotStartedHere_HasNone) {
   WorkerProcesses processes("job");
   processes.Started("w0", 5, getpid());

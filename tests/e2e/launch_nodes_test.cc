@@ -1,3 +1,7 @@
+#include <sys/stat.h>
+
+#include <fstream>
+
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
@@ -59,6 +63,24 @@ TEST_F(NodesTest, TwoMachines_RanksGoOverBoth) {
   EXPECT_THAT(first->out(), UnorderedElementsAre("[0]: 0/4 0 0/2" + meet, "[1]: 1/4 1 0/2" + meet));
   EXPECT_THAT(second->out(),
               UnorderedElementsAre("[2]: 2/4 0 1/2" + meet, "[3]: 3/4 1 1/2" + meet));
+}
+
+// Agents are heard for as long as they live, also if their programs never call.
+TEST_F(NodesTest, ProgramsThatOutliveTheLeaseManyTimes_GoOn) {
+  const std::string script = "read line < $PIPE; echo told $line";
+  env_["PIPE"] = Temp("pipe0");
+  ASSERT_EQ(mkfifo(Temp("pipe0").c_str(), 0600), 0);
+  auto first = Machine(0, script, {"--lease", "4s"});
+  env_["PIPE"] = Temp("pipe1");
+  ASSERT_EQ(mkfifo(Temp("pipe1").c_str(), 0600), 0);
+  auto second = Machine(1, script, {"--lease", "4s"});
+  EXPECT_FALSE(first->EndsWithin(absl::Seconds(13))) << first->err_text();
+  EXPECT_FALSE(second->EndsWithin(absl::ZeroDuration())) << second->err_text();
+  for (const char* const pipe : {"pipe0", "pipe1"}) {
+    std::ofstream(Temp(pipe)) << "now\nnow\n";
+  }
+  EXPECT_EQ(first->Wait(), 0) << first->err_text();
+  EXPECT_EQ(second->Wait(), 0) << second->err_text();
 }
 
 TEST_F(NodesTest, WorkerKilledOnOneMachine_BothEndAndNameIt) {
