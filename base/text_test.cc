@@ -29,5 +29,12 @@ TEST(Printable, AnyBytes_BecomeOneLineOfUtf8) {
   EXPECT_EQ(Printable("abcdef", 3), "abc...");
 }
 
+TEST(ShellWordTest, AnyWord_IsReadBackByAShell) {
+  EXPECT_EQ(ShellWord("--lr=0.1"), "--lr=0.1");
+  EXPECT_EQ(ShellWord(""), "''");
+  EXPECT_EQ(ShellWord("it's $HOME"), "'it'\\''s $HOME'");
+  EXPECT_EQ(ShellWord("a\nb"), "'a\nb'");
+}
+
 }  // namespace
 }  // namespace muster

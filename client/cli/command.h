@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "client/cli/command_line.h"
+#include "client/jobs/program_runner.h"
 
 namespace muster::client {
 
@@ -20,6 +21,8 @@ struct CommandContext {
   std::ostream& err;
   // If set, commands do nothing but say what they are: Begin passes it their specification.
   std::function<void(const CommandSpec&)> describe = nullptr;
+  // For commands that use those of another system. Null: there are none.
+  ProgramRunner run_program = nullptr;
 };
 
 // An environment variable; empty: it is not set.

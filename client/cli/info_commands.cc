@@ -28,6 +28,7 @@
 #include "client/cli/connection.h"
 #include "client/cli/job_group.h"
 #include "client/cli/launch_command.h"
+#include "client/cli/open_backend.h"
 #include "client/cli/torch_version.h"
 #include "client/config/suggest.h"
 #include "client/config/torchrun_flags.h"
@@ -794,12 +795,25 @@ int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext&
       .details =
           "Exit codes: 0 done; 2 wrong options; 3 no such job; 4 it has not ended: stop it "
           "first; 7 no coordinator\nanswers; 8 it requires a token, or a different one.",
-      .options = ConnectionOptions({}),
+      .options = JobOptions({}),
       .max_words = 1};
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
   if (line.words.size() != 1)
     return Fail(spec, context, absl::InvalidArgumentError("write muster remove JOB"), kExitUsage);
+  if (IsOnSlurm(line, context)) {
+    int code = kExitOk;
+    const std::unique_ptr<JobBackend> slurm = OpenBackend(spec, line, context, &code);
+    if (slurm == nullptr) return code;
+    const absl::Status removed = slurm->remove(line.words[0]);
+    if (!removed.ok()) {
+      return Fail(spec, context, removed,
+                  rpc::GetReason(removed) == v1::ERROR_REASON_JOB_STATE ? kExitConflict
+                                                                        : ExitCodeOf(removed));
+    }
+    context.out << "job " << line.words[0] << " is removed\n";
+    return kExitOk;
+  }
   Connection connection;
   if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
   // A submitted job, if there is one of this name; else the group of a launch.

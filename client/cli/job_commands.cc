@@ -1,6 +1,7 @@
 #include "client/cli/job_commands.h"
 
 #include <algorithm>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <regex>
@@ -18,10 +19,10 @@
 #include "base/mutex.h"
 #include "base/text.h"
 #include "base/units.h"
-#include "client/cli/connection.h"
+#include "client/cli/open_backend.h"
 #include "client/cli/output.h"
 #include "client/config/suggest.h"
-#include "client/jobs/client_on_channel.h"
+#include "client/jobs/job_backend.h"
 #include "client/jobs/job_client.h"
 #include "client/jobs/job_file.h"
 #include "proto/muster/v1/error.pb.h"
@@ -36,22 +37,16 @@ constexpr char kExitCodes[] =
     "Exit codes: 0 done; 2 wrong options; 3 no such job; 4 the job is in a state in which this "
     "means nothing;\n7 no coordinator answers; 8 it requires a token, or a different one.";
 
-std::optional<Client> DialClient(const CommandSpec& spec, const CommandLine& line,
-                                 const CommandContext& context, int* code) {
-  Connection connection;
-  *code = Dial(spec, line, context, &connection);
-  if (*code >= 0) return std::nullopt;
-  return ClientOn(connection.channel, connection.timeout, connection.timeout);
-}
-
 // Prints an error of a call about `job`, with similar names if there is no such job.
-int FailJob(const CommandSpec& spec, const CommandContext& context, Client& client,
+int FailJob(const CommandSpec& spec, const CommandContext& context, JobBackend& client,
             const std::string& job, const absl::Status& status) {
   if (absl::IsNotFound(status)) {
     std::vector<std::string> names;
-    if (const auto jobs = client.list(); jobs.ok()) {
+    if (const auto jobs = client.list({}); jobs.ok()) {
       for (const Job& known : *jobs) names.push_back(known.id);
     }
+    // It is an attempt or a rank that is missing.
+    if (std::find(names.begin(), names.end(), job) != names.end()) names.clear();
     return Fail(spec, context,
                 absl::NotFoundError(absl::StrCat(status.message(), DidYouMean(job, names))),
                 kExitNotFound);
@@ -112,6 +107,7 @@ ordered_json SpecJson(const JobSpec& spec) {
           {"restart_delay", absl::FormatDuration(spec.restart_delay)},
           {"time_limit", absl::FormatDuration(spec.time_limit)},
           {"stop_grace", absl::FormatDuration(spec.stop_grace)},
+          {"grow_after", absl::FormatDuration(spec.grow_after)},
           {"user_error_codes", spec.user_error_codes},
           {"wait_for_nodes", spec.wait_for_nodes},
           {"mixed_precision", spec.mixed_precision},
@@ -156,6 +152,10 @@ void PrintValue(const CommandContext& context, const std::string& format,
 }
 
 void PrintPlan(const CommandContext& context, const JobPlan& plan) {
+  if (!plan.script.empty()) {
+    context.out << Printable(plan.why, 1000) << "\n\n" << plan.script;
+    return;
+  }
   context.out << (plan.starts_now ? "starts now: " : "waits: ") << Printable(plan.why, 1000)
               << "\n";
   for (const Placement& placement : plan.placements) {
@@ -204,7 +204,7 @@ class LogPrinter {
 };
 
 // Reads one rank's log to its present end, or follows it.
-absl::Status PrintLog(Client& client, const std::string& job, LogOptions options, bool follow,
+absl::Status PrintLog(JobBackend& client, const std::string& job, LogOptions options, bool follow,
                       LogPrinter* printer) {
   std::string rest;
   absl::Status status;
@@ -243,6 +243,10 @@ CommandSpec SubmitSpec() {
                        .repeated = setting.repeated,
                        .negative = setting.value_name.empty()});
   }
+  options.push_back({.name = "sbatch",
+                     .value_name = "OPTION",
+                     .help = "With --on slurm: an option of sbatch, as in --sbatch --partition=gpu",
+                     .repeated = true});
   options.push_back({.name = "dry_run", .help = "Prints the plan, and submits nothing"});
   options.push_back({.name = "wait", .help = "Waits until the job has ended; its exit code"});
   options.push_back({.name = "follow", .help = "As --wait, and prints the output of rank 0"});
@@ -258,7 +262,7 @@ CommandSpec SubmitSpec() {
                               "wins over the file.\nWith --wait and --follow 1: the job did not "
                               "succeed.\n",
                               kExitCodes),
-      .options = ConnectionOptions(std::move(options)),
+      .options = JobOptions(std::move(options)),
       .max_words = 1};
 }
 
@@ -307,8 +311,8 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
   }
   line.words.clear();  // the file is no job's name
   int code = 0;
-  std::optional<Client> client = DialClient(spec, line, context, &code);
-  if (!client.has_value()) return code;
+  const std::unique_ptr<JobBackend> client = OpenBackend(spec, line, context, &code);
+  if (client == nullptr) return code;
   const bool dry_run = line.Get("dry_run") == "true";
   const std::string user = Variable(context.variables, "USER");
   const absl::StatusOr<Submission> made = client->submit(
@@ -323,7 +327,8 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
     const absl::Status status = PrintLog(*client, made->job.id, {}, /*follow=*/true, &printer);
     if (!status.ok()) context.err << spec.name << ": " << Printable(status.message()) << "\n";
   }
-  const absl::StatusOr<Job> end = client->wait(made->job.id);
+  const absl::StatusOr<Job> end = client->watch(
+      made->job.id, [](const Job&) { return true; }, absl::InfiniteDuration());
   if (!end.ok()) return FailJob(spec, context, *client, made->job.id, end.status());
   if (end->state != JobState::kSucceeded) {
     context.err << spec.name << ": " << end->id << " " << JobStateName(end->state) << ": "
@@ -341,8 +346,7 @@ int RunListCommand(const std::vector<std::string>& args, const CommandContext& c
       .summary = "Lists submitted jobs, in the order of submission.",
       .usage = "[PREFIX] [OPTIONS]",
       .details = kExitCodes,
-      .options =
-          ConnectionOptions({{.name = "state",
+      .options = JobOptions({{.name = "state",
                               .value_name = "STATE",
                               .help = "Only these",
                               .repeated = true,
@@ -376,8 +380,8 @@ int RunListCommand(const std::vector<std::string>& args, const CommandContext& c
                 kExitUsage);
   }
   int code = 0;
-  std::optional<Client> client = DialClient(spec, line, context, &code);
-  if (!client.has_value()) return code;
+  const std::unique_ptr<JobBackend> client = OpenBackend(spec, line, context, &code);
+  if (client == nullptr) return code;
   const absl::StatusOr<std::vector<Job>> jobs = client->list(filter);
   if (!jobs.ok()) return Fail(spec, context, jobs.status(), ExitCodeOf(jobs.status()));
   if (format == "json" || format == "yaml") {
@@ -417,7 +421,7 @@ namespace {
 
 // The options of a command for one job, and a client, or the exit code (>= 0).
 int BeginJob(CommandSpec& spec, const std::vector<std::string>& args, const CommandContext& context,
-             CommandLine* line, std::optional<Client>* client) {
+             CommandLine* line, std::unique_ptr<JobBackend>* client) {
   spec.usage = "JOB [OPTIONS]";
   spec.max_words = 1;
   if (const int code = Begin(spec, args, context, line); code >= 0) return code;
@@ -428,8 +432,8 @@ int BeginJob(CommandSpec& spec, const std::vector<std::string>& args, const Comm
                 kExitUsage);
   }
   int code = 0;
-  *client = DialClient(spec, *line, context, &code);
-  return client->has_value() ? -1 : code;
+  *client = OpenBackend(spec, *line, context, &code);
+  return *client != nullptr ? -1 : code;
 }
 
 }  // namespace
@@ -438,9 +442,9 @@ int RunDescribeCommand(const std::vector<std::string>& args, const CommandContex
   CommandSpec spec = {.name = "muster describe",
                       .summary = "Shows all that is known of a submitted job.",
                       .details = kExitCodes,
-                      .options = ConnectionOptions({OutputOption({"yaml", "json"})})};
+                      .options = JobOptions({OutputOption({"yaml", "json"})})};
   CommandLine line;
-  std::optional<Client> client;
+  std::unique_ptr<JobBackend> client;
   if (const int code = BeginJob(spec, args, context, &line, &client); code >= 0) return code;
   const absl::StatusOr<Job> job = client->get(line.words[0]);
   if (!job.ok()) return FailJob(spec, context, *client, line.words[0], job.status());
@@ -551,9 +555,9 @@ int RunIncidentsCommand(const std::vector<std::string>& args, const CommandConte
           "RAN is how long it ran; DOWN is the time from its end to the start of the next attempt, "
           "by the clocks of\ntheir nodes. The coordinator keeps a job's last attempts only. ",
           kExitCodes),
-      .options = ConnectionOptions({OutputOption({"table", "json", "yaml"})})};
+      .options = JobOptions({OutputOption({"table", "json", "yaml"})})};
   CommandLine line;
-  std::optional<Client> client;
+  std::unique_ptr<JobBackend> client;
   if (const int code = BeginJob(spec, args, context, &line, &client); code >= 0) return code;
   const absl::StatusOr<Job> job = client->get(line.words[0]);
   if (!job.ok()) return FailJob(spec, context, *client, line.words[0], job.status());
@@ -571,17 +575,20 @@ int RunWatchCommand(const std::vector<std::string>& args, const CommandContext& 
   CommandSpec spec = {.name = "muster watch",
                       .summary = "Prints each change of a submitted job's state until it ends.",
                       .details = absl::StrCat("1: the job did not succeed. ", kExitCodes),
-                      .options = ConnectionOptions({})};
+                      .options = JobOptions({})};
   CommandLine line;
-  std::optional<Client> client;
+  std::unique_ptr<JobBackend> client;
   if (const int code = BeginJob(spec, args, context, &line, &client); code >= 0) return code;
   std::string shown;
-  const absl::StatusOr<Job> end = client->watch(line.words[0], [&](const Job& job) {
-    const std::string now = absl::StrCat(JobStateName(job.state), job.why);
-    if (now != shown) PrintState(context, job);
-    shown = now;
-    return true;
-  });
+  const absl::StatusOr<Job> end = client->watch(
+      line.words[0],
+      [&](const Job& job) {
+        const std::string now = absl::StrCat(JobStateName(job.state), job.why);
+        if (now != shown) PrintState(context, job);
+        shown = now;
+        return true;
+      },
+      absl::InfiniteDuration());
   if (!end.ok()) return FailJob(spec, context, *client, line.words[0], end.status());
   return CodeOfJob(*end);
 }
@@ -591,14 +598,14 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
       .name = "muster logs",
       .summary = "Prints the output of a submitted job's processes.",
       .details = kExitCodes,
-      .options = ConnectionOptions(
+      .options = JobOptions(
           {{.name = "follow", .help = "Continues until the job has ended", .letter = "f"},
            {.name = "rank", .value_name = "R|all", .help = "Default 0", .values = {"all"}},
            {.name = "attempt", .value_name = "N", .help = "Default: the last one"},
            {.name = "tail", .value_name = "N", .help = "Only the last N lines"},
            {.name = "grep", .value_name = "REGEX", .help = "Only lines that match"}})};
   CommandLine line;
-  std::optional<Client> client;
+  std::unique_ptr<JobBackend> client;
   if (const int code = BeginJob(spec, args, context, &line, &client); code >= 0) return code;
   const auto refuse = [&](const std::string& what) {
     return Fail(spec, context, absl::InvalidArgumentError(what), kExitUsage);
@@ -675,9 +682,9 @@ int RunControlCommand(const std::string& verb, const std::vector<std::string>& a
                  : verb == "resume"  ? "Queues a suspended job again."
                                      : "Queues a job again that failed or was cancelled.",
       .details = kExitCodes,
-      .options = ConnectionOptions(std::move(options))};
+      .options = JobOptions(std::move(options))};
   CommandLine line;
-  std::optional<Client> client;
+  std::unique_ptr<JobBackend> client;
   if (const int code = BeginJob(spec, args, context, &line, &client); code >= 0) return code;
   const std::string& name = line.words[0];
   const absl::StatusOr<Job> job = verb == "cancel"    ? client->cancel(name, line.Get("why"))
@@ -685,6 +692,36 @@ int RunControlCommand(const std::string& verb, const std::vector<std::string>& a
                                   : verb == "resume"  ? client->resume(name)
                                                       : client->retry(name);
   if (!job.ok()) return FailJob(spec, context, *client, name, job.status());
+  PrintState(context, *job);
+  return kExitOk;
+}
+
+int RunResizeCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  CommandSpec spec = {
+      .name = "muster resize",
+      .summary = "Changes how many processes a submitted job has.",
+      .details = absl::StrCat(
+          "An attempt with more processes is stopped at once, with time to save, and starts again. "
+          "One with fewer goes on\nuntil there is room for more that no other job waits for, and "
+          "is stopped then.\n",
+          kExitCodes),
+      .options = JobOptions({{.name = "processes",
+                              .value_name = "N|MIN:MAX",
+                              .help = "Processes of the job, from its next attempt on"},
+                             {.name = "why", .value_name = "TEXT", .help = "For the record"}})};
+  CommandLine line;
+  std::unique_ptr<JobBackend> client;
+  if (const int code = BeginJob(spec, args, context, &line, &client); code >= 0) return code;
+  const absl::StatusOr<std::pair<int, int>> processes = ParseProcesses(line.Get("processes"));
+  if (!processes.ok()) {
+    return Fail(spec, context,
+                absl::InvalidArgumentError(absl::StrCat("--processes ", line.Get("processes"),
+                                                        ": write ", processes.status().message())),
+                kExitUsage);
+  }
+  const absl::StatusOr<Job> job =
+      client->resize(line.words[0], processes->first, processes->second, line.Get("why"));
+  if (!job.ok()) return FailJob(spec, context, *client, line.words[0], job.status());
   PrintState(context, *job);
   return kExitOk;
 }

@@ -25,6 +25,8 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
 // `muster cancel|suspend|resume|retry JOB`; `verb` is one of them.
 int RunControlCommand(const std::string& verb, const std::vector<std::string>& args,
                       const CommandContext& context);
+// `muster resize JOB --processes N|MIN:MAX`.
+int RunResizeCommand(const std::vector<std::string>& args, const CommandContext& context);
 
 }  // namespace muster::client
 

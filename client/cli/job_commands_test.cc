@@ -4,7 +4,9 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "absl/strings/str_join.h"
 #include "base/exit_code.h"
+#include "base/test_folder.h"
 #include "client/cli/info_commands.h"
 #include "client/cli/node_commands.h"
 #include "client/jobs/fake_job_service.h"
@@ -186,11 +188,85 @@ TEST_F(JobCommandsTest, Logs_AllRanks_ArePrefixedAndFiltered) {
   EXPECT_EQ(out_.str(), "loss 1\n");
 }
 
+TEST_F(JobCommandsTest, Logs_OfARankThatIsNotThere_SuggestNoOtherJob) {
+  fake_.Add(FakeJob("mnist-1", v1::JOB_STATE_RUNNING, 1));
+  EXPECT_EQ(RunLogsCommand({"mnist-1", "--rank", "7"}, context_), kExitNotFound);
+  EXPECT_EQ(err_.str(), "muster logs: no rank 7\n");
+}
+
 TEST_F(JobCommandsTest, Cancel_Job_SendsTheReason) {
   fake_.Add(FakeJob("mnist-1", v1::JOB_STATE_STOPPING, 1));
   EXPECT_EQ(RunControlCommand("cancel", {"mnist-1", "--why", "old"}, context_), kExitOk);
   EXPECT_EQ(out_.str(), "mnist-1 STOPPING\n");
   EXPECT_THAT(fake_.actions(), ElementsAre("CANCEL mnist-1 old0"));
+}
+
+TEST_F(JobCommandsTest, Resize_Job_SendsTheRange) {
+  fake_.Add(FakeJob("mnist-1", v1::JOB_STATE_RUNNING, 1));
+  EXPECT_EQ(RunResizeCommand({"mnist-1", "--processes", "2:6", "--why", "more nodes"}, context_),
+            kExitOk)
+      << err_.str();
+  EXPECT_EQ(out_.str(), "mnist-1 RUNNING\n");
+  EXPECT_THAT(fake_.actions(), ElementsAre("RESIZE mnist-1 more nodes0"));
+  out_.str("");
+  EXPECT_EQ(RunListCommand({}, context_), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("2:6"));
+}
+
+TEST_F(JobCommandsTest, Resize_WithoutANumberOrWithABadOne_SaysWhatToWrite) {
+  fake_.Add(FakeJob("mnist-1", v1::JOB_STATE_RUNNING, 1));
+  for (const char* const bad : {"", "0", "4:2", "x", "1:2:3", "99999999999"}) {
+    err_.str("");
+    EXPECT_EQ(RunResizeCommand({"mnist-1", "--processes", bad}, context_), kExitUsage) << bad;
+    EXPECT_THAT(err_.str(), HasSubstr("write how many, 4, or a range, 1:4")) << bad;
+  }
+  EXPECT_EQ(RunResizeCommand({"mnist-1"}, context_), kExitUsage);
+  EXPECT_EQ(RunResizeCommand({"mnits-1", "--processes", "2"}, context_), kExitNotFound);
+  EXPECT_THAT(fake_.actions(), ElementsAre());
+}
+
+TEST_F(JobCommandsTest, OnSlurm_CommandsAreThoseOfSlurm) {
+  const TestFolder home;
+  std::vector<std::string> commands;
+  CommandContext context = {
+      .variables = {{"HOME", home.Path("")}, {"MUSTER_ON", "slurm"}}, .out = out_, .err = err_};
+  context.run_program = [&](const std::vector<std::string>& argv) {
+    commands.push_back(absl::StrJoin(argv, " "));
+    return ProgramOutput{0,
+                         argv[0] == "sinfo"    ? "n0|4|1000|(null)\n"
+                         : argv[0] == "sbatch" ? "12\n"
+                                               : "12|RUNNING|n0|None\n",
+                         argv[0] == "sbatch" ? "sbatch: Job 12 to start now\n" : ""};
+  };
+  EXPECT_EQ(RunSubmitCommand({"--processes", "2", "--dry_run", "--", "/opt/train"}, context),
+            kExitOk)
+      << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("processes: 2  (--processes)\nsbatch: Job 12 to start now\n"));
+  EXPECT_THAT(out_.str(), HasSubstr("#SBATCH --nodes=1\n"));
+  out_.str("");
+  EXPECT_EQ(RunSubmitCommand({"--processes", "2", "--sbatch=--partition=gpu", "--", "/opt/train"},
+                             context),
+            kExitOk)
+      << err_.str();
+  EXPECT_EQ(out_.str(), "train-12\n");
+  EXPECT_THAT(commands, ::testing::Contains(HasSubstr("sbatch --parsable --partition=gpu ")));
+  out_.str("");
+  EXPECT_EQ(RunListCommand({}, context), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), ContainsRegex("train-12 +RUNNING +2 +0 +SLURM runs it on n0"));
+  EXPECT_EQ(RunControlCommand("cancel", {"train-12"}, context), kExitOk) << err_.str();
+  EXPECT_THAT(commands, ::testing::Contains("scancel 12"));
+  EXPECT_EQ(RunDescribeCommand({"trian-12"}, context), kExitNotFound);
+  EXPECT_THAT(err_.str(), HasSubstr("did you mean train-12?"));
+  EXPECT_TRUE(fake_.submitted().empty());
+}
+
+TEST_F(JobCommandsTest, On_OfAnotherPlaceOrWithItsOptions_IsRefused) {
+  EXPECT_EQ(RunListCommand({"--on", "mars"}, context_), kExitUsage);
+  EXPECT_EQ(RunSubmitCommand({"--sbatch=--qos=a", "--", "train"}, context_), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("--sbatch is for jobs on SLURM: add --on slurm"));
+  EXPECT_EQ(RunListCommand({"--on", "slurm", "--coordinator", "unix:/x"}, context_), kExitUsage);
+  EXPECT_EQ(RunListCommand({"--on", "slurm"}, context_), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("MUSTER_SLURM_FOLDER"));
 }
 
 TEST_F(JobCommandsTest, Remove_SubmittedJob_IsRemovedThere) {

@@ -2,16 +2,14 @@
 
 #include <algorithm>
 
-#include "absl/strings/ascii.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "absl/strings/str_replace.h"
 #include "base/exit_code.h"
 #include "base/file.h"
 #include "base/machine.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "client/config/accelerate_launch.h"
 #include "client/config/cluster_launch.h"
 #include "client/config/engine_flags.h"
@@ -96,14 +94,6 @@ std::vector<OptionSpec> LaunchOptions() {
          .values = flag.choices});
   }
   return options;
-}
-
-// A word that the shell reads back as it is.
-std::string ShellWord(const std::string& word) {
-  const bool plain = !word.empty() && std::all_of(word.begin(), word.end(), [](unsigned char c) {
-    return absl::ascii_isalnum(c) || absl::StrContains("_-+=./:,@%", static_cast<char>(c));
-  });
-  return plain ? word : absl::StrCat("'", absl::StrReplaceAll(word, {{"'", "'\\''"}}), "'");
 }
 
 int Report(const LaunchOutcome& outcome, const LaunchConfig& config, const CommandContext& context,

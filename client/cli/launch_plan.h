@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "client/config/launch_config.h"
+#include "client/jobs/program_runner.h"
 
 namespace muster::client {
 
@@ -43,6 +44,7 @@ struct LaunchBackend {
   std::function<LaunchOutcome(const LaunchPlan& plan)> run;
   // Runs a program in place of this process; argv[0] is its path. Returns only if that failed.
   std::function<absl::Status(const std::vector<std::string>& argv)> replace_process = nullptr;
+  ProgramRunner run_program = nullptr;
 };
 
 }  // namespace muster::client

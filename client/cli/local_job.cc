@@ -231,6 +231,27 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   return outcome;
 }
 
+absl::StatusOr<ProgramOutput> RunProgram(const std::vector<std::string>& argv) {
+  MUSTER_ASSIGN_OR_RETURN(const std::unique_ptr<agent::ProcessHost> host,
+                          agent::ProcessHost::Start());
+  ProgramOutput output;
+  agent::ProcessOptions options;
+  options.argv = argv;
+  for (char** entry = environ; *entry != nullptr; ++entry) options.env.emplace_back(*entry);
+  // Both are called on one thread, which has ended with them when Wait returns.
+  options.on_line = [&output](agent::OutputStream stream, absl::string_view line) {
+    absl::StrAppend(stream == agent::OutputStream::kStdout ? &output.out : &output.err, line, "\n");
+  };
+  MUSTER_ASSIGN_OR_RETURN(const std::shared_ptr<agent::Process> process,
+                          host->Spawn(std::move(options)));
+  const agent::ProcessExit exit = process->Wait();
+  if (!exit.stuck.empty()) {
+    return absl::InternalError(absl::StrCat(argv[0], " ", exit.ToString()));
+  }
+  output.exit_code = exit.signal != 0 ? 128 + exit.signal : exit.exit_code;
+  return output;
+}
+
 absl::Status ReplaceProcess(const std::vector<std::string>& argv) {
   std::vector<char*> words;
   for (const std::string& word : argv) words.push_back(const_cast<char*>(word.c_str()));
@@ -245,7 +266,8 @@ LaunchBackend LocalBackend(CoordinatorFactory start_coordinator) {
   return {.find_program = agent::FindProgram,
           .run = [start_coordinator = std::move(start_coordinator)](
                      const LaunchPlan& plan) { return Run(plan, start_coordinator); },
-          .replace_process = ReplaceProcess};
+          .replace_process = ReplaceProcess,
+          .run_program = RunProgram};
 }
 
 }  // namespace muster::client

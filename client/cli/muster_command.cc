@@ -145,6 +145,7 @@ std::vector<Command> Commands(const LaunchBackend& backend, const std::string& s
       {"resume", "Queue a suspended job again", Named(RunControlCommand, "resume")},
       {"retry", "Queue a job again that failed or was cancelled",
        Named(RunControlCommand, "retry")},
+      {"resize", "Change how many processes a submitted job has", RunResizeCommand},
       {"nodes", "List the machines whose agents wait for jobs", RunNodesCommand},
       {"cordon", "Start nothing new on a node", Named(RunNodeControlCommand, "cordon")},
       {"drain", "Stop the jobs on a node and start nothing new there",
@@ -186,8 +187,10 @@ std::vector<Command> Commands(const LaunchBackend& backend, const std::string& s
 
 }  // namespace
 
-int RunMuster(const std::vector<std::string>& args, const CommandContext& context,
+int RunMuster(const std::vector<std::string>& args, const CommandContext& given,
               const LaunchBackend& backend, const std::string& self) {
+  CommandContext context = given;
+  context.run_program = backend.run_program;
   DescribeCommands describe;
   const std::vector<Command> commands = Commands(backend, self, describe);
   describe = [&] {
@@ -205,7 +208,7 @@ int RunMuster(const std::vector<std::string>& args, const CommandContext& contex
   if (name == "help" && args.size() > 1) {
     Args help = {args.begin() + 1, args.end()};
     help.push_back("--help");
-    return RunMuster(help, context, backend, self);
+    return RunMuster(help, given, backend, self);
   }
   if (name == "--help" || name == "-h" || name == "help") {
     PrintHelp(commands, context.out);

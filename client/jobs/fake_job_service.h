@@ -147,6 +147,10 @@ class FakeJobService {
       fake_->actions_.push_back(absl::StrCat(v1::JobAction_Name(request->action()).substr(11), " ",
                                              request->job_id(), " ", request->why(),
                                              request->after_attempt()));
+      if (request->action() == v1::JOB_ACTION_RESIZE) {
+        job->mutable_spec()->set_min_processes(request->min_processes());
+        job->mutable_spec()->set_max_processes(request->max_processes());
+      }
       *reply->mutable_job() = *job;
       return grpc::Status::OK;
     }

@@ -62,12 +62,10 @@ struct Client::Impl {
   }
 
   absl::StatusOr<Job> Control(const std::string& job, v1::JobAction action, const std::string& why,
-                              int after_attempt = 0) {
-    v1::ControlJobRequest request;
+                              v1::ControlJobRequest request = {}) {
     request.set_job_id(job);
     request.set_action(action);
     request.set_why(why);
-    request.set_after_attempt(after_attempt);
     v1::ControlJobReply reply;
     MUSTER_RETURN_IF_ERROR(
         Call([&](auto* context) { return jobs->Control(context, request, &reply); }));
@@ -188,7 +186,16 @@ absl::StatusOr<Job> Client::resume(const std::string& job) {
 absl::StatusOr<Job> Client::retry(const std::string& job) {
   // A repeat of the call whose answer got lost must not queue the job again.
   MUSTER_ASSIGN_OR_RETURN(const Job now, get(job));
-  return impl_->Control(job, v1::JOB_ACTION_RETRY, "", now.attempts);
+  v1::ControlJobRequest request;
+  request.set_after_attempt(now.attempts);
+  return impl_->Control(job, v1::JOB_ACTION_RETRY, "", std::move(request));
+}
+absl::StatusOr<Job> Client::resize(const std::string& job, int min_processes, int max_processes,
+                                   const std::string& why) {
+  v1::ControlJobRequest request;
+  request.set_min_processes(min_processes);
+  request.set_max_processes(max_processes);
+  return impl_->Control(job, v1::JOB_ACTION_RESIZE, why, std::move(request));
 }
 absl::Status Client::remove(const std::string& job) {
   return impl_->Control(job, v1::JOB_ACTION_REMOVE, "").status();

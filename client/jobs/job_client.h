@@ -82,6 +82,10 @@ class Client {
   absl::StatusOr<Job> suspend(const std::string& job, const std::string& why = "");
   absl::StatusOr<Job> resume(const std::string& job);
   absl::StatusOr<Job> retry(const std::string& job);
+  // From now on attempts have min_processes to max_processes. One that runs with more is stopped at
+  // once and starts again; one with fewer when there is room for more. INVALID_ARGUMENT the bounds.
+  absl::StatusOr<Job> resize(const std::string& job, int min_processes, int max_processes,
+                             const std::string& why = "");
   absl::Status remove(const std::string& job);
 
   // NOT_FOUND no such job, attempt or rank; UNAVAILABLE the node that has the log is away.

@@ -75,9 +75,13 @@ TEST_F(JobClientTest, Control_Actions_AreSent) {
   fake_.Add(job);
   EXPECT_TRUE(client_->cancel("mnist-1", "old").ok());
   EXPECT_TRUE(client_->retry("mnist-1").ok());
+  const absl::StatusOr<Job> resized = client_->resize("mnist-1", 2, 6, "more");
+  ASSERT_TRUE(resized.ok()) << resized.status();
+  EXPECT_EQ(resized->spec.min_processes, 2);
+  EXPECT_EQ(resized->spec.max_processes, 6);
   EXPECT_TRUE(client_->remove("mnist-1").ok());
-  EXPECT_THAT(fake_.actions(),
-              ElementsAre("CANCEL mnist-1 old0", "RETRY mnist-1 4", "REMOVE mnist-1 0"));
+  EXPECT_THAT(fake_.actions(), ElementsAre("CANCEL mnist-1 old0", "RETRY mnist-1 4",
+                                           "RESIZE mnist-1 more0", "REMOVE mnist-1 0"));
 }
 
 TEST_F(JobClientTest, FollowLog_SecondAttempt_IsFollowedUntilTheJobEnds) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/ascii.h"
@@ -109,22 +110,13 @@ std::string ReadCommand(const json& value, JobSpec* spec) {
 }
 
 std::string ReadProcesses(const json& value, JobSpec* spec) {
-  static constexpr char kHelp[] = "how many, 4, or a range, 1:4";
-  int least = 0, most = 0;
-  if (value.is_string()) {
-    const auto text = value.get<std::string>();
-    const std::vector<std::string> parts = absl::StrSplit(text, ':');
-    if (parts.size() > 2 || !absl::SimpleAtoi(parts.front(), &least) ||
-        !absl::SimpleAtoi(parts.back(), &most)) {
-      return kHelp;
-    }
-  } else if (value.is_number_integer() && value <= std::numeric_limits<int32_t>::max() &&
-             value >= 1) {
-    least = most = value.get<int>();
-  }
-  if (least < 1 || most < least) return kHelp;
-  spec->min_processes = least;
-  spec->max_processes = most;
+  // As a flag has it, and a number as the file may have it.
+  const absl::StatusOr<std::pair<int, int>> processes =
+      ParseProcesses(value.is_string()           ? value.get<std::string>()
+                     : value.is_number_integer() ? value.dump()
+                                                 : "");
+  if (!processes.ok()) return std::string(processes.status().message());
+  std::tie(spec->min_processes, spec->max_processes) = *processes;
   return "";
 }
 
@@ -218,6 +210,10 @@ const std::vector<Setting>& Table() {
       {{"stop_grace", "TIME", "Between SIGTERM and SIGKILL (default 30s)"},
        Kind::kText,
        ReadTime<&JobSpec::stop_grace>},
+      {{"grow_after", "TIME",
+        "Starts a job of MIN:MAX processes again with more, when they fit and it has run so long"},
+       Kind::kText,
+       ReadTime<&JobSpec::grow_after>},
       {{"user_error_codes", "CODE,...", "Exit codes that are never retried, besides 2, 126, 127"},
        Kind::kIntegers,
        ReadExitCodes},
@@ -321,6 +317,16 @@ std::string NameOf(absl::string_view program) {
 
 }  // namespace
 
+absl::StatusOr<std::pair<int, int>> ParseProcesses(absl::string_view text) {
+  const std::vector<absl::string_view> parts = absl::StrSplit(text, ':');
+  int least = 0, most = 0;
+  if (parts.size() > 2 || !absl::SimpleAtoi(parts.front(), &least) ||
+      !absl::SimpleAtoi(parts.back(), &most) || least < 1 || most < least) {
+    return absl::InvalidArgumentError("how many, 4, or a range, 1:4");
+  }
+  return std::make_pair(least, most);
+}
+
 const std::vector<JobSettingSpec>& JobSettings() {
   static const auto* const settings = [] {
     auto* const all = new std::vector<JobSettingSpec>;
@@ -328,6 +334,41 @@ const std::vector<JobSettingSpec>& JobSettings() {
     return all;
   }();
   return *settings;
+}
+
+std::string JobFileText(const JobSpec& spec) {
+  const JobSpec unset;
+  nlohmann::ordered_json file = {{"name", spec.name}, {"command", spec.command}};
+  const auto put = [&file](const char* key, const auto& value, const auto& fallback) {
+    if (value != fallback) file[key] = value;
+  };
+  const auto put_time = [&file](const char* key, absl::Duration time) {
+    if (time > absl::ZeroDuration()) file[key] = absl::FormatDuration(time);
+  };
+  put("env", spec.env, unset.env);
+  put("workdir", spec.workdir, unset.workdir);
+  if (spec.min_processes != 1 || spec.max_processes != 1) {
+    file["processes"] = absl::StrCat(spec.min_processes, ":", spec.max_processes);
+  }
+  put("processes_per_node", spec.processes_per_node, 0);
+  put("gpus_per_process", spec.gpus_per_process, 0);
+  put("cpus_per_process", spec.cpus_per_process, 0);
+  put("memory_per_process", spec.memory_per_process, int64_t{0});
+  put("labels", spec.labels, unset.labels);
+  put("priority", spec.priority, 0);
+  put("preemptible", spec.preemptible, false);
+  put("max_restarts", spec.max_restarts, 0);
+  put_time("restart_delay", spec.restart_delay);
+  put_time("time_limit", spec.time_limit);
+  put_time("stop_grace", spec.stop_grace);
+  put_time("grow_after", spec.grow_after);
+  put("user_error_codes", spec.user_error_codes, unset.user_error_codes);
+  put("wait_for_nodes", spec.wait_for_nodes, false);
+  put("mixed_precision", spec.mixed_precision, unset.mixed_precision);
+  put("gradient_accumulation_steps", spec.gradient_accumulation_steps, 0);
+  put("cpu", spec.cpu, false);
+  put("debug", spec.debug, false);
+  return file.dump(2, ' ', false, json::error_handler_t::replace);
 }
 
 absl::StatusOr<ResolvedJob> ResolveJob(absl::string_view text, absl::string_view source,

@@ -3,6 +3,7 @@
 
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -21,6 +22,9 @@ struct JobSettingSpec {
 };
 const std::vector<JobSettingSpec>& JobSettings();
 
+// "4" or "1:4", as the setting `processes` has it. INVALID_ARGUMENT says what to write.
+absl::StatusOr<std::pair<int, int>> ParseProcesses(absl::string_view text);
+
 struct GivenSetting {
   std::string text;
   std::string source;  // "--processes", "job.yaml:3", "the command line"
@@ -37,6 +41,10 @@ struct ResolvedJob {
 absl::StatusOr<ResolvedJob> ResolveJob(absl::string_view text, absl::string_view source,
                                        const std::map<std::string, std::vector<std::string>>& flags,
                                        const std::vector<std::string>& program);
+
+// The job file of a specification: JSON, which is YAML too, of what is not the default. ResolveJob
+// reads the same specification from it.
+std::string JobFileText(const JobSpec& spec);
 
 }  // namespace muster::client
 

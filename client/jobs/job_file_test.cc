@@ -115,5 +115,43 @@ TEST(JobFile, ResolveJob_MutatedFiles_AreReadOrRefusedInOneLine) {
   }
 }
 
+TEST(JobFileTextTest, AnySpecification_IsReadBack) {
+  JobSpec spec;
+  spec.name = "a";
+  spec.command = {"./train", "a b", "", "0", "true"};
+  spec.env = {{"A", "1"}, {"B", "no\nline: \"x\""}};
+  spec.workdir = "/data";
+  spec.min_processes = 2;
+  spec.max_processes = 8;
+  spec.processes_per_node = 2;
+  spec.gpus_per_process = 1;
+  spec.cpus_per_process = 3;
+  spec.memory_per_process = (int64_t{5} << 30) + 1;
+  spec.labels = {{"pool", "a100"}};
+  spec.priority = -3;
+  spec.preemptible = true;
+  spec.max_restarts = 4;
+  spec.restart_delay = absl::Seconds(5);
+  spec.time_limit = absl::Hours(12) + absl::Milliseconds(1500);
+  spec.stop_grace = absl::Minutes(2);
+  spec.grow_after = absl::Minutes(10);
+  spec.user_error_codes = {3, 4};
+  spec.wait_for_nodes = true;
+  spec.mixed_precision = "no";
+  spec.gradient_accumulation_steps = 7;
+  spec.cpu = true;
+  spec.debug = true;
+  const std::string text = JobFileText(spec);
+  const auto read = ResolveJob(text, "a.job", {}, {});
+  ASSERT_TRUE(read.ok()) << read.status() << "\n" << text;
+  EXPECT_EQ(JobFileText(read->spec), text);
+  EXPECT_EQ(read->spec.env, spec.env);
+  EXPECT_EQ(read->spec.command, spec.command);
+  EXPECT_EQ(read->spec.time_limit, spec.time_limit);
+  EXPECT_EQ(read->spec.memory_per_process, spec.memory_per_process);
+  // A new setting needs a line there.
+  EXPECT_EQ(read->provenance.size(), JobSettings().size());
+}
+
 }  // namespace
 }  // namespace muster::client

@@ -93,6 +93,7 @@ v1::JobSpec ToProto(const JobSpec& spec) {
     *message.mutable_restart_delay() = rpc::ToProto(spec.restart_delay);
   if (spec.time_limit > zero) *message.mutable_time_limit() = rpc::ToProto(spec.time_limit);
   if (spec.stop_grace > zero) *message.mutable_stop_grace() = rpc::ToProto(spec.stop_grace);
+  if (spec.grow_after > zero) *message.mutable_grow_after() = rpc::ToProto(spec.grow_after);
   message.mutable_user_error_codes()->Assign(spec.user_error_codes.begin(),
                                              spec.user_error_codes.end());
   message.set_wait_for_nodes(spec.wait_for_nodes);
@@ -122,6 +123,7 @@ JobSpec FromProto(const v1::JobSpec& message) {
   spec.restart_delay = rpc::FromProto(message.restart_delay());
   spec.time_limit = rpc::FromProto(message.time_limit());
   spec.stop_grace = rpc::FromProto(message.stop_grace());
+  spec.grow_after = rpc::FromProto(message.grow_after());
   spec.user_error_codes = {message.user_error_codes().begin(), message.user_error_codes().end()};
   spec.wait_for_nodes = message.wait_for_nodes();
   spec.mixed_precision = message.mixed_precision();

@@ -32,6 +32,9 @@ struct JobSpec {
   absl::Duration restart_delay = absl::ZeroDuration();
   absl::Duration time_limit = absl::ZeroDuration();  // of each attempt; 0: none
   absl::Duration stop_grace = absl::ZeroDuration();  // 0: 30 s
+  // An attempt with fewer than max_processes that has run for so long starts again as soon as more
+  // fit. 0: it keeps its size.
+  absl::Duration grow_after = absl::ZeroDuration();
   std::vector<int> user_error_codes = {};
   bool wait_for_nodes = false;       // queued also if it is larger than all nodes together
   std::string mixed_precision = {};  // "", "no", "bf16", "fp16"
@@ -98,6 +101,7 @@ struct JobPlan {
   std::string why = {};  // what it waits for
   std::vector<Placement> placements = {};
   int processes = 0;
+  std::string script = {};  // for SLURM: what its queue gets
 };
 
 struct Submission {

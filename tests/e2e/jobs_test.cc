@@ -120,6 +120,49 @@ TEST_F(JobsTest, Cancel_EndsEveryProcess) {
   EXPECT_EQ(Run({"retry", job}).substr(0, 5), "job-1");
 }
 
+TEST_F(JobsTest, ElasticJob_ShrinksWithALostNode_GrowsWhenItIsBack_AndIsResized) {
+  // A lease that fits a test.
+  coordinator_->Signal(SIGTERM);
+  coordinator_->Wait();
+  coordinator_ = StartCoordinator({"--log_level", "warning", "--node_lease", "3"});
+  const auto a = StartNode("a");
+  auto b = StartNode("b");
+  // The first rank of each attempt says how many there are, and whether it was asked to stop.
+  const std::string job = Submit(
+      {"--processes", "1:4", "--grow_after", "1s"},
+      absl::StrCat("[ $RANK = 0 ] && echo $WORLD_SIZE >> ", Temp("sizes"),
+                   "; trap 'echo saved $RANK >> ", Temp("saves"), "; exit 0' TERM; echo $$ > ",
+                   Temp("pid"), "$RANK; while ! [ -e ", Temp("done"), " ]; do sleep 0.1; done"));
+  const auto wait_for = [&](const std::string& sizes) {
+    WaitUntil([&] { return ReadFile(Temp("sizes")).value_or("") == sizes; });
+  };
+  wait_for("4\n");
+  WaitForState(job, "RUNNING");
+  // The machine is gone with all that runs there.
+  const pid_t there = PidIn("pid3");
+  b->Signal(SIGKILL);
+  b->Wait();
+  wait_for("4\n2\n");
+  kill(there, SIGKILL);
+  b = StartNode("b");
+  wait_for("4\n2\n4\n");
+  WaitForState(job, "RUNNING");
+  EXPECT_THAT(Run({"resize", job, "--processes", "3:4"}), HasSubstr("RUNNING"));
+  EXPECT_THAT(Run({"resize", job, "--processes", "1", "--why", "a test"}),
+              HasSubstr("it is resized from 4 to 1 process: a test"));
+  wait_for("4\n2\n4\n1\n");
+  ASSERT_TRUE(WriteFileAtomically(Temp("done"), "").ok());
+  WaitForState(job, "SUCCEEDED");
+  const Json record = Get(job);
+  EXPECT_EQ(record["restarts"], 0);
+  std::vector<std::string> classes;
+  for (const Json& attempt : record["attempts"]) {
+    classes.push_back(attempt["end"].is_null() ? "" : attempt["end"]["class"].get<std::string>());
+  }
+  EXPECT_THAT(classes, ElementsAre("NODE_LOST", "RESIZED", "RESIZED", ""));
+  EXPECT_THAT(Run({"resize", job, "--processes", "2"}, 4), HasSubstr("has succeeded"));
+}
+
 TEST_F(JobsTest, FailedProgram_IsRestarted_AndItsLastLinesAreKept) {
   const auto a = StartNode("a"), b = StartNode("b");
   const std::string job = Submit({"--processes", "4", "--max_restarts", "1"},

@@ -24,6 +24,7 @@
 namespace muster {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using testing_support::CommandResult;
@@ -182,6 +183,21 @@ class SlurmTest : public ::testing::Test {
     return step;
   }
 
+  // What a muster command about jobs on SLURM prints.
+  static std::string Muster(const std::string& command, int code = 0) {
+    static const std::string& folder = *new std::string(TestPath("slurm"));
+    const CommandResult result =
+        RunCommand(absl::StrCat("MUSTER_ON=slurm MUSTER_SLURM_FOLDER=", folder, " ",
+                                Program("client/cli/muster"), " ", command, " 2>&1"));
+    EXPECT_EQ(result.exit_code, code) << command << "\n" << result.output;
+    return std::string(absl::StripAsciiWhitespace(result.output));
+  }
+  static void WaitForState(const std::string& job, const std::string& state) {
+    WaitUntil([&] {
+      return absl::StrContains(Muster("list " + job), absl::StrCat(job, "  ", state, " "));
+    });
+  }
+
   static Cluster* cluster_;
 };
 
@@ -217,6 +233,17 @@ TEST_F(SlurmTest, StoppedJob_SavesAndContinuesFromItsCheckpoint) {
   EXPECT_THAT(Shell("ls " + job.folder + "/run"), "");
 }
 
+TEST_F(SlurmTest, CancelledJob_IsNotPutBackIntoTheQueue) {
+  Job job("cancelled");
+  job.WaitUntilItHolds();
+  const std::string id = job.Id();
+  Shell("scancel " + id);
+  job.submitted.join();
+  WaitUntil(
+      [&] { return Shell(absl::StrCat("squeue -h -t all -j ", id, " -o %T")) == "CANCELLED"; });
+  EXPECT_THAT(ReadFile(job.folder + "/out").value_or(""), Not(HasSubstr("goes back")));
+}
+
 TEST_F(SlurmTest, LostNode_JobContinuesOnOthers) {
   Job job("lost");
   job.WaitUntilItHolds();
@@ -239,6 +266,59 @@ TEST_F(SlurmTest, LostNode_JobContinuesOnOthers) {
   EXPECT_THAT(output, HasSubstr("goes back into the queue"));
   EXPECT_EQ(StepOfResume(output), 10);
   cluster_->StartNode(lost.back() - '0');
+}
+
+TEST_F(SlurmTest, SubmittedJob_IsSuspendedAndResumed_AndContinuesFromItsCheckpoint) {
+  const std::string folder = TestPath("submitted");
+  mkdir(folder.c_str(), 0700);
+  ASSERT_EQ(mkfifo((folder + "/holds").c_str(), 0600), 0);
+  const std::string options =
+      absl::StrCat("--processes 2 --processes_per_node 1 --name train --env WORD=\"it's here\" -- ",
+                   Program("tests/e2e/slurm_worker"), " ", folder);
+  EXPECT_THAT(Muster("submit --dry_run " + options),
+              AllOf(HasSubstr("to start at"), HasSubstr("#SBATCH --nodes=2\n")));
+  const std::string job = Muster("submit --idempotency_key once " + options);
+  EXPECT_EQ(Muster("submit --idempotency_key once " + options), job);
+  EXPECT_EQ(Shell("cat " + folder + "/holds"), "now");
+  EXPECT_THAT(Muster("describe " + job),
+              AllOf(HasSubstr("\"RUNNING\""), HasSubstr("WORD"), HasSubstr("\"processes\": 1")));
+  Muster("suspend " + job);
+  WaitForState(job, "SUSPENDED");
+  EXPECT_THAT(Muster("incidents " + job), HasSubstr("PREEMPTED"));
+  Muster("resume " + job);
+  // Through the requeue, to the end.
+  const std::string output = Muster("logs --follow " + job);
+  EXPECT_THAT(Muster("watch " + job), HasSubstr("SUCCEEDED: all processes have succeeded"));
+  EXPECT_GT(StepOfResume(output + "\n"), 11);
+  EXPECT_THAT(Muster("logs --attempt 2 --tail 1 " + job), HasSubstr("weights after"));
+  EXPECT_THAT(Muster("cancel " + job, 4), HasSubstr("has ended"));
+  Muster("remove " + job);
+  EXPECT_THAT(Muster("describe " + job, 3), HasSubstr("no job"));
+}
+
+TEST_F(SlurmTest, SubmittedJob_ThatIsCancelled_IsNotPutBackIntoTheQueue) {
+  const std::string ready = TestPath("ready");
+  ASSERT_EQ(mkfifo(ready.c_str(), 0600), 0);
+  const std::string job =
+      Muster("submit --name sleeper -- /bin/sh -c 'echo now > " + ready + "; sleep 1000'");
+  EXPECT_EQ(Shell("cat " + ready), "now");
+  Muster("cancel " + job);
+  EXPECT_THAT(Muster("watch " + job, 1), HasSubstr("CANCELLED"));
+  EXPECT_THAT(Shell("squeue -h -t all -j " + job.substr(job.rfind('-') + 1) + " -o %T"),
+              HasSubstr("CANCELLED"));
+}
+
+TEST_F(SlurmTest, SubmittedJob_ThatFails_IsRestartedInPlace_AndItsEndIsKnown) {
+  const std::string failed = Muster(
+      "submit --name fails --processes 2 --max_restarts 1 -- /bin/sh -c 'echo try $RANK; exit 7'");
+  EXPECT_THAT(Muster("watch " + failed, 1), HasSubstr("exited with code 7"));
+  EXPECT_EQ(Muster("logs --rank 1 " + failed), "try 1\ntry 1");
+  EXPECT_THAT(Muster("incidents " + failed), HasSubstr("PROCESS_FAILED"));
+  const std::string missing = Muster("submit --name missing -- no/such/program");
+  EXPECT_THAT(Muster("watch " + missing, 1), HasSubstr("no/such/program"));
+  EXPECT_THAT(Muster("incidents " + missing), HasSubstr("USER_ERROR"));
+  EXPECT_THAT(Muster("submit --processes 9 -- true", 2), HasSubstr("larger than SLURM's nodes"));
+  EXPECT_THAT(Muster("submit --sbatch=--partition=none -- true", 2), HasSubstr("none"));
 }
 
 TEST_F(SlurmTest, WrongProgram_EndsTheJobAtOnce) {

@@ -1,0 +1,89 @@
+#include "client/cli/open_backend.h"
+
+#include <filesystem>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/exit_code.h"
+#include "base/file.h"
+#include "client/cli/connection.h"
+#include "client/jobs/client_on_channel.h"
+#include "client/jobs/slurm_backend.h"
+
+namespace muster::client {
+namespace {
+
+std::string Place(const CommandLine& line, const CommandContext& context) {
+  return line.Has("on") ? line.Get("on") : Variable(context.variables, "MUSTER_ON");
+}
+
+// Records and logs of jobs in SLURM's queue: on a file system that its nodes share, as homes are.
+std::string SlurmFolder(const CommandContext& context) {
+  const std::string given = Variable(context.variables, "MUSTER_SLURM_FOLDER");
+  return given.empty() ? JoinPath(Variable(context.variables, "HOME"), ".muster/slurm/jobs")
+                       : given;
+}
+
+std::unique_ptr<JobBackend> OnSlurm(const CommandLine& line, const CommandContext& context) {
+  SlurmOptions options = {.folder = SlurmFolder(context),
+                          .user = Variable(context.variables, "USER"),
+                          .run = context.run_program};
+  if (const auto given = line.options.find("sbatch"); given != line.options.end()) {
+    options.sbatch_options = given->second;
+  }
+  // This very command, which may not be in the PATH of the nodes.
+  std::error_code unknown;
+  const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", unknown);
+  const std::string chosen = Variable(context.variables, "MUSTER");
+  options.muster = !chosen.empty() ? chosen : unknown ? "muster" : self.string();
+  return SlurmBackend(std::move(options));
+}
+
+}  // namespace
+
+std::vector<OptionSpec> JobOptions(std::vector<OptionSpec> more) {
+  more.push_back({.name = "on",
+                  .value_name = "agents|slurm",
+                  .help = "Where jobs run: a coordinator's agents, or the SLURM cluster of this "
+                          "machine (MUSTER_ON; default agents)",
+                  .values = {"agents", "slurm"}});
+  return ConnectionOptions(std::move(more));
+}
+
+bool IsOnSlurm(const CommandLine& line, const CommandContext& context) {
+  return Place(line, context) == "slurm";
+}
+
+std::unique_ptr<JobBackend> OpenBackend(const CommandSpec& spec, const CommandLine& line,
+                                        const CommandContext& context, int* code) {
+  const std::string on = Place(line, context);
+  const auto refuse = [&](const std::string& what) {
+    *code = Fail(spec, context, absl::InvalidArgumentError(what), kExitUsage);
+    return nullptr;
+  };
+  if (IsOnSlurm(line, context)) {
+    if (line.Has("coordinator")) {
+      return refuse(
+          "--coordinator and --on slurm exclude each other: SLURM has its own controller");
+    }
+    const std::string folder = SlurmFolder(context);
+    if (folder.empty() || folder[0] != '/') {
+      return refuse(absl::StrCat("MUSTER_SLURM_FOLDER: ", folder,
+                                 " is no absolute path: name a folder that all nodes share"));
+    }
+    return OnSlurm(line, context);
+  }
+  if (!on.empty() && on != "agents") {
+    return refuse(
+        absl::StrCat(line.Has("on") ? "--on " : "MUSTER_ON=", on, ": write agents or slurm"));
+  }
+  if (line.Has("sbatch")) return refuse("--sbatch is for jobs on SLURM: add --on slurm");
+  Connection connection;
+  *code = Dial(spec, line, context, &connection);
+  if (*code >= 0) return nullptr;
+  return CoordinatorBackend(ClientOn(connection.channel, connection.timeout, connection.timeout));
+}
+
+}  // namespace muster::client

@@ -1,0 +1,26 @@
+#ifndef MUSTER_CLIENT_CLI_OPEN_BACKEND_H_
+#define MUSTER_CLIENT_CLI_OPEN_BACKEND_H_
+
+#include <memory>
+#include <vector>
+
+#include "client/cli/command.h"
+#include "client/cli/command_line.h"
+#include "client/jobs/job_backend.h"
+
+namespace muster::client {
+
+// The options of a command about submitted jobs: those that name a coordinator, --on, and `more`.
+std::vector<OptionSpec> JobOptions(std::vector<OptionSpec> more);
+
+// Whether --on or MUSTER_ON names SLURM.
+bool IsOnSlurm(const CommandLine& line, const CommandContext& context);
+
+// Where --on, MUSTER_ON and the options of the connection say that jobs run. Blocks as Dial does.
+// Null: an error, which it has printed, with its exit code.
+std::unique_ptr<JobBackend> OpenBackend(const CommandSpec& spec, const CommandLine& line,
+                                        const CommandContext& context, int* code);
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CLI_OPEN_BACKEND_H_

@@ -1,0 +1,54 @@
+#include "client/jobs/job_backend.h"
+
+#include <utility>
+
+namespace muster::client {
+namespace {
+
+class OfCoordinator final : public JobBackend {
+ public:
+  explicit OfCoordinator(Client client) : client_(std::move(client)) {}
+
+  absl::StatusOr<Submission> submit(const JobSpec& spec, const SubmitOptions& options) override {
+    return client_.submit(spec, options);
+  }
+  absl::StatusOr<Job> get(const std::string& job) override { return client_.get(job); }
+  absl::StatusOr<std::vector<Job>> list(const ListOptions& options) override {
+    return client_.list(options);
+  }
+  absl::StatusOr<Job> watch(const std::string& job, const std::function<bool(const Job&)>& changed,
+                            absl::Duration timeout) override {
+    return client_.watch(job, changed, timeout);
+  }
+  absl::StatusOr<Job> cancel(const std::string& job, const std::string& why) override {
+    return client_.cancel(job, why);
+  }
+  absl::StatusOr<Job> suspend(const std::string& job, const std::string& why) override {
+    return client_.suspend(job, why);
+  }
+  absl::StatusOr<Job> resume(const std::string& job) override { return client_.resume(job); }
+  absl::StatusOr<Job> retry(const std::string& job) override { return client_.retry(job); }
+  absl::StatusOr<Job> resize(const std::string& job, int min_processes, int max_processes,
+                             const std::string& why) override {
+    return client_.resize(job, min_processes, max_processes, why);
+  }
+  absl::Status remove(const std::string& job) override { return client_.remove(job); }
+  absl::StatusOr<LogChunk> read_log(const std::string& job, const LogOptions& options) override {
+    return client_.read_log(job, options);
+  }
+  absl::Status follow_log(const std::string& job, const LogOptions& options,
+                          const std::function<bool(const LogChunk&)>& chunk) override {
+    return client_.follow_log(job, options, chunk);
+  }
+
+ private:
+  Client client_;
+};
+
+}  // namespace
+
+std::unique_ptr<JobBackend> CoordinatorBackend(Client client) {
+  return std::make_unique<OfCoordinator>(std::move(client));
+}
+
+}  // namespace muster::client

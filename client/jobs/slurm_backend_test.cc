@@ -1,0 +1,336 @@
+#include "client/jobs/slurm_backend.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/file.h"
+#include "base/mutate.h"
+#include "base/test_folder.h"
+#include "rpc/status.h"
+
+namespace muster::client {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+// SLURM, as its commands say what the test has written.
+class SlurmBackendTest : public ::testing::Test {
+ protected:
+  SlurmBackendTest() {
+    backend_ = SlurmBackend({.folder = Folder(),
+                             .muster = "/opt/muster",
+                             .user = "ann",
+                             .run = [this](const auto& argv) { return Run(argv); },
+                             .poll = absl::Milliseconds(1)});
+    answers_["sinfo"] = {0, "n0|2|1000|(null)\nn1|2|1000|(null)\n", ""};
+    answers_["sbatch"] = {0, "12\n", ""};
+    answers_["sacct"] = {1, "", "Slurm accounting storage is disabled\n"};
+  }
+  std::string Folder() { return folder_.Path("records"); }
+
+  absl::StatusOr<ProgramOutput> Run(const std::vector<std::string>& argv) {
+    commands_.push_back(absl::StrJoin(argv, " "));
+    if (missing_) return absl::NotFoundError("no such program");
+    if (argv[0] == "sbatch") script_ = ReadFile(argv.back()).value_or("");
+    if (argv[0] == "squeue") {
+      // Whoever asks for comments gets the one of the script.
+      const bool comment = absl::StrContains(argv.back(), "%k");
+      ProgramOutput output = squeue_;
+      if (comment) output.out = comments_;
+      if (!next_.empty() && !comment) {
+        squeue_.out = next_.front();
+        next_.erase(next_.begin());
+      }
+      return output;
+    }
+    return answers_[argv[0]];
+  }
+  static JobSpec Spec(int processes = 4) {
+    JobSpec spec;
+    spec.name = "train";
+    spec.command = {"./train"};
+    spec.min_processes = spec.max_processes = processes;
+    spec.env = {{"TOKEN", "secret"}};
+    return spec;
+  }
+  void Submit() {
+    squeue_.out = "12|PENDING||Resources\n";
+    const auto made = backend_->submit(Spec(), {});
+    ASSERT_TRUE(made.ok()) << made.status();
+    commands_.clear();
+  }
+  void Event(const std::string& line) {
+    std::ofstream(Folder() + "/12.events", std::ios::app) << line << "\n";
+  }
+  void Log(int restart, int attempt, int rank, const std::string& text) {
+    const std::string folder = absl::StrCat(Folder(), "/12.logs/", restart, "/attempt_", attempt);
+    ASSERT_TRUE(MakeDirectories(folder).ok());
+    std::ofstream(absl::StrCat(folder, "/rank_", rank, ".log"), std::ios::app) << text;
+  }
+  JobState State() {
+    const auto job = backend_->get("train-12");
+    EXPECT_TRUE(job.ok()) << job.status();
+    return job.ok() ? job->state : JobState::kUnknown;
+  }
+
+  TestFolder folder_;
+  std::map<std::string, ProgramOutput> answers_;
+  ProgramOutput squeue_;
+  std::vector<std::string> next_;  // of squeue, after squeue_
+  std::string comments_, script_;
+  std::vector<std::string> commands_;
+  bool missing_ = false;
+  std::unique_ptr<JobBackend> backend_;
+};
+
+TEST_F(SlurmBackendTest, Submit_GivesTheScriptToSbatch_AndKeepsARecordThatOthersCannotRead) {
+  squeue_.out = "12|PENDING||Resources\n";
+  const auto made = backend_->submit(Spec(), {});
+  ASSERT_TRUE(made.ok()) << made.status();
+  EXPECT_EQ(made->job.id, "train-12");
+  EXPECT_EQ(made->job.state, JobState::kQueued);
+  EXPECT_EQ(made->job.why, "SLURM: Resources");
+  EXPECT_THAT(script_, HasSubstr("#SBATCH --nodes=2\n"));
+  EXPECT_THAT(script_, HasSubstr("export TOKEN=secret\n"));
+  struct stat folder {
+  }, record{};
+  ASSERT_EQ(stat(Folder().c_str(), &folder), 0);
+  ASSERT_EQ(stat((Folder() + "/12.job").c_str(), &record), 0);
+  EXPECT_EQ(folder.st_mode & 0777, 0700u);
+  EXPECT_EQ(record.st_mode & 0777, 0600u);
+  EXPECT_THAT(*ListDirectory(Folder()), ElementsAre("12.events", "12.job"));
+  const auto job = backend_->get("12");
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_EQ(job->spec.env.at("TOKEN"), "secret");
+  EXPECT_EQ(job->spec.max_processes, 4);
+}
+
+TEST_F(SlurmBackendTest, Submit_ThatSbatchRefuses_KeepsNothingAndSaysWhy) {
+  answers_["sbatch"] = {1, "", "sbatch: error: invalid partition specified: x\nmore\n"};
+  const auto made = backend_->submit(Spec(), {});
+  EXPECT_EQ(made.status().message(), "SLURM: sbatch: error: invalid partition specified: x");
+  EXPECT_THAT(*ListDirectory(Folder()), IsEmpty());
+  EXPECT_FALSE(backend_->submit(Spec(5), {}).ok());
+  JobSpec spec = Spec();
+  spec.priority = 3;
+  EXPECT_THAT(backend_->submit(spec, {}).status().message(), HasSubstr("priority"));
+  EXPECT_FALSE(backend_->submit(Spec(), {.idempotency_key = "a|b"}).ok());
+}
+
+TEST_F(SlurmBackendTest, Submit_WhoseAnswerIsLost_FindsTheJobByItsKey) {
+  answers_["sbatch"] = {1, "", "sbatch: error: Socket timed out on send/recv operation\n"};
+  squeue_.out = "12|PENDING||None\n";
+  comments_ = "11|muster:other\n12|muster:mine\n";
+  const auto made = backend_->submit(Spec(), {.idempotency_key = "mine"});
+  ASSERT_TRUE(made.ok()) << made.status();
+  EXPECT_EQ(made->job.id, "train-12");
+  const auto again = backend_->submit(Spec(), {.idempotency_key = "mine"});
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_TRUE(again->existed);
+  EXPECT_EQ(again->job.id, "train-12");
+  EXPECT_EQ(rpc::GetReason(backend_->submit(Spec(2), {.idempotency_key = "mine"}).status()),
+            v1::ERROR_REASON_KEY_REUSED);
+  comments_ = "";
+  EXPECT_TRUE(absl::IsUnavailable(backend_->submit(Spec(), {}).status()));
+}
+
+TEST_F(SlurmBackendTest, DryRun_ShowsSlurmsAnswerAndTheScript) {
+  answers_["sbatch"] = {0, "", "sbatch: Job 9 to start at noon on nodes n[0-1] in partition all\n"};
+  const auto plan = backend_->submit(Spec(), {.dry_run = true});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_THAT(plan->plan.why, HasSubstr("to start at noon"));
+  EXPECT_EQ(plan->plan.script, script_);
+  EXPECT_THAT(*ListDirectory(Folder()), IsEmpty());
+}
+
+TEST_F(SlurmBackendTest, State_IsThatOfTheQueue_ThenOfTheScript_ThenOfTheAccounts) {
+  Submit();
+  for (const auto& [line, state] : std::map<std::string, JobState>{
+           {"12|PENDING||Priority", JobState::kQueued},
+           {"12|PENDING||JobHeldUser", JobState::kSuspended},
+           {"12|PENDING||job requeued in held state", JobState::kSuspended},
+           {"12|CONFIGURING|n0|None", JobState::kStarting},
+           {"12|RUNNING|n[0-1]|None", JobState::kRunning},
+           {"12|COMPLETING|n[0-1]|None", JobState::kStopping},
+           {"12|COMPLETED|n[0-1]|None", JobState::kSucceeded},
+           {"12|CANCELLED|n[0-1]|None", JobState::kCancelled},
+           {"12|TIMEOUT|n[0-1]|TimeLimit", JobState::kFailed}}) {
+    squeue_.out = line + "\n";
+    EXPECT_EQ(State(), state) << line;
+  }
+  squeue_.out = "";
+  EXPECT_EQ(State(), JobState::kUnknown);
+  answers_["sacct"] = {0, "CANCELLED by 0|n[0-1]\n", ""};
+  EXPECT_EQ(State(), JobState::kCancelled);
+  Event("start\t1000\t0\tn0,n1");
+  Event("end\t1060\t0\t0 over");
+  EXPECT_EQ(State(), JobState::kSucceeded);
+}
+
+TEST_F(SlurmBackendTest, Attempts_AreTheStartsThatTheScriptHasNoted) {
+  Submit();
+  squeue_.out = "12|RUNNING|n1|None\n";
+  Event("start\t1000\t0\tn0,n1");
+  Event("end\t1060\t0\t143 stopped before its end");
+  Event("start\t1100\t1\tn0,n1");
+  Event("garbage");
+  Event("start\t1200\t2\tn1");
+  const auto job = backend_->get("train-12");
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_EQ(job->attempts, 3);
+  ASSERT_EQ(job->history.size(), 3u);
+  EXPECT_EQ(job->history[0].end_class, "PREEMPTED");
+  EXPECT_EQ(job->history[0].placements[1].node, "n1");
+  EXPECT_EQ(job->history[0].placements[1].processes, 2);
+  EXPECT_EQ(job->history[1].end_class, "NODE_LOST");
+  EXPECT_FALSE(job->history[2].has_end);
+  squeue_.out = "";
+  Event("end\t1260\t2\t1 over");
+  std::ofstream(Folder() + "/12.log")
+      << "x\nmuster launch: rank 1 exited with code 7\n  all of it\n"
+      << "srun: error: task 1: Exited with exit code 1\n";
+  const auto failed = backend_->get("train-12");
+  EXPECT_EQ(failed->state, JobState::kFailed);
+  EXPECT_EQ(failed->why, "exit code 1: muster launch: rank 1 exited with code 7");
+  EXPECT_EQ(failed->history[2].end_class, "PROCESS_FAILED");
+}
+
+TEST_F(SlurmBackendTest, Actions_AreSlurmsCommands) {
+  Submit();
+  EXPECT_TRUE(backend_->suspend("train-12", "").ok());
+  EXPECT_THAT(commands_, ::testing::Contains("scontrol hold 12"));
+  squeue_.out = "12|PENDING||JobHeldUser\n";
+  EXPECT_TRUE(backend_->resume("train-12").ok());
+  EXPECT_THAT(commands_, ::testing::Contains("scontrol release 12"));
+  EXPECT_FALSE(PathExists(Folder() + "/12.suspend"));
+  squeue_.out = "12|RUNNING|n[0-1]|None\n";
+  const auto stopping = backend_->suspend("train-12", "");
+  EXPECT_THAT(commands_, ::testing::Contains("scancel --batch --signal=TERM 12"));
+  EXPECT_EQ(stopping->state, JobState::kStopping);
+  EXPECT_TRUE(backend_->cancel("12", "why not").ok());
+  EXPECT_THAT(commands_, ::testing::Contains("scancel 12"));
+  EXPECT_EQ(rpc::GetReason(backend_->remove("train-12")), v1::ERROR_REASON_JOB_STATE);
+  squeue_.out = "12|CANCELLED|n[0-1]|None\n";
+  EXPECT_TRUE(backend_->cancel("train-12", "").ok());
+  EXPECT_TRUE(backend_->retry("train-12").ok());
+  EXPECT_THAT(commands_, ::testing::Contains("scontrol requeue 12"));
+  EXPECT_TRUE(absl::IsUnimplemented(backend_->resize("train-12", 2, 2, "").status()));
+  squeue_.out = "12|COMPLETED|n[0-1]|None\n";
+  EXPECT_EQ(rpc::GetReason(backend_->retry("train-12").status()), v1::ERROR_REASON_JOB_STATE);
+  EXPECT_TRUE(backend_->remove("train-12").ok());
+  EXPECT_THAT(*ListDirectory(Folder()), IsEmpty());
+  EXPECT_TRUE(absl::IsNotFound(backend_->get("train-12").status()));
+}
+
+TEST_F(SlurmBackendTest, UnknownJobs_OtherNamesAndOtherFiles_AreNotFound) {
+  Submit();
+  for (const char* const name :
+       {"", "-", "x", "train-13", "other-12", "train-12x", "../12", "-12"}) {
+    EXPECT_TRUE(absl::IsNotFound(backend_->get(name).status())) << name;
+  }
+}
+
+TEST_F(SlurmBackendTest, WithoutSlurm_OneLineSaysSo) {
+  missing_ = true;
+  const absl::Status status = backend_->submit(Spec(), {}).status();
+  EXPECT_TRUE(absl::IsUnavailable(status));
+  EXPECT_EQ(status.message(),
+            "sinfo of SLURM is not on this machine: use a login node of the cluster");
+  // Nothing was ever submitted: nothing has to be asked.
+  EXPECT_TRUE(backend_->list({})->empty());
+  missing_ = false;
+  Submit();
+  squeue_ = {1, "",
+             "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"};
+  EXPECT_TRUE(absl::IsUnavailable(backend_->list({}).status()));
+}
+
+TEST_F(SlurmBackendTest, Logs_OfARank_AreThoseOfAllRestartsInPlace) {
+  Submit();
+  EXPECT_TRUE(absl::IsNotFound(backend_->read_log("train-12", {}).status()));
+  squeue_.out = "12|RUNNING|n[0-1]|None\n";
+  Event("start\t1000\t0\tn0,n1");
+  EXPECT_EQ(backend_->read_log("train-12", {})->data, "");
+  Log(0, 0, 3, "one\ntwo\n");
+  Log(0, 10, 3, "last\n");
+  Log(0, 2, 3, "three\n");
+  const auto all = backend_->read_log("train-12", {.rank = 3});
+  ASSERT_TRUE(all.ok()) << all.status();
+  EXPECT_EQ(all->data, "one\ntwo\nthree\nlast\n");
+  EXPECT_FALSE(all->ended);
+  EXPECT_EQ(backend_->read_log("train-12", {.rank = 3, .offset = 6})->data, "o\nthree\nlast\n");
+  const LogOptions tail = {.rank = 3, .offset = -1, .tail_lines = 2};
+  EXPECT_EQ(backend_->read_log("train-12", tail)->data, "three\nlast\n");
+  EXPECT_EQ(backend_->read_log("train-12", {.rank = 3, .offset = 1000})->data, "");
+  EXPECT_FALSE(backend_->read_log("train-12", {.rank = 4}).ok());
+  EXPECT_FALSE(backend_->read_log("train-12", {.attempt = 2}).ok());
+}
+
+TEST_F(SlurmBackendTest, FollowLog_GoesOnThroughRequeuesToTheEnd) {
+  Submit();
+  squeue_.out = "12|RUNNING|n[0-1]|None\n";
+  Event("start\t1000\t0\tn0,n1");
+  Event("end\t1060\t0\t143 stopped before its end");
+  Event("start\t1100\t1\tn0,n1");
+  Event("end\t1160\t1\t0 over");
+  Log(0, 0, 0, "first\n");
+  Log(1, 0, 0, "second\n");
+  std::string text;
+  const auto add = [&](const LogChunk& chunk) {
+    text += chunk.data;
+    return true;
+  };
+  next_ = {"12|RUNNING|n[0-1]|None\n", "12|RUNNING|n[0-1]|None\n", "12|COMPLETED|n[0-1]|None\n"};
+  EXPECT_TRUE(backend_->follow_log("train-12", {.attempt = 1}, add).ok());
+  EXPECT_EQ(text, "first\n");
+  EXPECT_TRUE(backend_->follow_log("train-12", {}, add).ok());
+  EXPECT_EQ(text, "first\nsecond\n");
+}
+
+TEST_F(SlurmBackendTest, Watch_ReportsEachChangeOnce) {
+  Submit();
+  next_ = {"12|PENDING||Resources\n", "12|RUNNING|n0|None\n", "12|RUNNING|n0|None\n",
+           "12|COMPLETED|n0|None\n"};
+  std::vector<JobState> states;
+  const auto end = backend_->watch(
+      "train-12",
+      [&](const Job& job) {
+        states.push_back(job.state);
+        return true;
+      },
+      absl::InfiniteDuration());
+  ASSERT_TRUE(end.ok()) << end.status();
+  EXPECT_THAT(states, ElementsAre(JobState::kQueued, JobState::kRunning, JobState::kSucceeded));
+}
+
+TEST_F(SlurmBackendTest, AnyRecord_IsReadOrRefused) {
+  Submit();
+  std::mt19937_64 random(11);
+  const std::string events =
+      "submit\t1000\t0\tkey 2\nstart\t1000\t0\tn0,n1\nend\t1060\t0\t143 stopped\n"
+      "start\t1100\t1\tn0\nend\t1160\t1\t0 over\n";
+  for (int i = 0; i < 500; ++i) {
+    std::string text = events, queue = "12|RUNNING|n[0-1]|None\n";
+    text = Mutate(text, random);
+    queue = Mutate(queue, random);
+    std::ofstream(Folder() + "/12.events") << text;
+    squeue_.out = i % 2 == 0 ? queue : "12|RUNNING|n[0-1]|None\n";
+    (void)backend_->get("train-12");
+    (void)backend_->read_log("train-12", {.rank = 1});
+  }
+}
+
+}  // namespace
+}  // namespace muster::client

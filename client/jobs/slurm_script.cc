@@ -1,0 +1,297 @@
+#include "client/jobs/slurm_script.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "absl/time/time.h"
+#include "base/status_macros.h"
+#include "base/text.h"
+
+namespace muster::client {
+namespace {
+
+constexpr char kBody[] =
+#include "deploy/slurm/train_sbatch.inc"
+    ;
+
+constexpr absl::Duration kDefaultGrace = absl::Seconds(30);
+// To save, and to put the job back into the queue; SLURM may signal up to a minute early.
+constexpr absl::Duration kLead = absl::Seconds(30);
+
+int Cpus(const JobSpec& spec) { return std::max(1, spec.cpus_per_process); }
+
+absl::Duration Grace(const JobSpec& spec) {
+  return spec.stop_grace > absl::ZeroDuration() ? spec.stop_grace : kDefaultGrace;
+}
+
+int64_t MiB(int64_t bytes) { return (bytes + (1 << 20) - 1) >> 20; }
+
+int Fits(const JobSpec& spec, const SlurmNode& node) {
+  int64_t fits = node.cpus / Cpus(spec);
+  if (spec.gpus_per_process > 0) fits = std::min<int64_t>(fits, node.gpus / spec.gpus_per_process);
+  if (spec.memory_per_process > 0) {
+    fits = std::min(fits, node.memory_bytes / spec.memory_per_process);
+  }
+  return static_cast<int>(std::min<int64_t>(fits, spec.max_processes));
+}
+
+// GPUs in "gpu:a100:4(S:0-1),shard:8"; "(null)": none.
+int GpusOf(absl::string_view gres) {
+  int gpus = 0;
+  for (absl::string_view one : absl::StrSplit(gres, ',')) {
+    if (!absl::ConsumePrefix(&one, "gpu:")) continue;
+    one = one.substr(0, one.find('('));
+    const size_t colon = one.rfind(':');
+    int count = 0;
+    if (absl::SimpleAtoi(colon == one.npos ? one : one.substr(colon + 1), &count)) gpus += count;
+  }
+  return gpus;
+}
+
+bool IsVariable(absl::string_view name) {
+  return !name.empty() && !absl::ascii_isdigit(static_cast<unsigned char>(name[0])) &&
+         std::all_of(name.begin(), name.end(),
+                     [](unsigned char c) { return absl::ascii_isalnum(c) || c == '_'; });
+}
+
+// D-HH:MM:SS
+std::string TimeText(absl::Duration time) {
+  const int64_t seconds = absl::ToInt64Seconds(absl::Ceil(time, absl::Seconds(1)));
+  return absl::StrFormat("%d-%02d:%02d:%02d", seconds / 86400, seconds / 3600 % 24,
+                         seconds / 60 % 60, seconds % 60);
+}
+
+std::string Seconds(absl::Duration time) {
+  return absl::StrCat(absl::ToInt64Seconds(absl::Ceil(time, absl::Seconds(1))));
+}
+
+std::vector<std::string> LaunchFlags(const JobSpec& spec, const SlurmLayout& layout) {
+  std::vector<std::string> flags = {
+      "--num_processes", absl::StrCat("$((", layout.processes_per_node, " * SLURM_NNODES))"),
+      "--log_dir",       "\"$MUSTER_LOGS\"",
+      "--log_max_mib",   "0",
+      "--max_restarts",  absl::StrCat(spec.max_restarts),
+      "--stop_grace",    absl::StrCat(Seconds(Grace(spec)), "s")};
+  if (!spec.mixed_precision.empty()) {
+    flags.insert(flags.end(), {"--mixed_precision", spec.mixed_precision});
+  }
+  if (spec.gradient_accumulation_steps > 0) {
+    flags.insert(flags.end(),
+                 {"--gradient_accumulation_steps", absl::StrCat(spec.gradient_accumulation_steps)});
+  }
+  if (spec.cpu || spec.gpus_per_process == 0) flags.emplace_back("--cpu");
+  if (spec.debug) flags.emplace_back("--debug");
+  return flags;
+}
+
+}  // namespace
+
+absl::Status CheckSlurmJob(const JobSpec& spec) {
+  const std::pair<bool, const char*> refused[] = {
+      {!spec.labels.empty(), "labels: SLURM's nodes have features: use --sbatch --constraint=..."},
+      {spec.priority != 0,
+       "priority: SLURM orders its queue: use --sbatch --qos=... or --nice=..."},
+      {spec.preemptible, "preemptible: SLURM's partitions and QOS decide: use --sbatch --qos=..."},
+      {spec.grow_after > absl::ZeroDuration(),
+       "grow_after: SLURM does not change the size of a job that runs; a range of processes gets "
+       "what is free at each start"},
+      {spec.wait_for_nodes, "wait_for_nodes: SLURM refuses a job that is larger than its nodes"},
+      {spec.restart_delay > absl::ZeroDuration(),
+       "restart_delay: programs restart at once within the allocation"},
+      {!spec.user_error_codes.empty(), "user_error_codes: use max_restarts: 0"},
+      {spec.gpus_per_process > 1, "gpus_per_process: a launch gives each process one GPU, or none"},
+  };
+  for (const auto& [given, why] : refused) {
+    if (!given) continue;
+    return absl::InvalidArgumentError(absl::StrCat(why, " (submitting to SLURM)"));
+  }
+  if (spec.time_limit > absl::ZeroDuration() && spec.time_limit < 2 * (Grace(spec) + kLead)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "time_limit: ", absl::FormatDuration(spec.time_limit), " is short for a job that is asked ",
+        absl::FormatDuration(Grace(spec) + kLead),
+        " before it to save and go back into the queue: give twice that or more"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckSbatchOptions(const std::vector<std::string>& options) {
+  // What the script relies on, and what would make something else of the submission.
+  static const auto* const owned = new std::set<std::string, std::less<>>{"--nodes",
+                                                                          "-N",
+                                                                          "--ntasks",
+                                                                          "-n",
+                                                                          "--ntasks-per-node",
+                                                                          "--output",
+                                                                          "-o",
+                                                                          "--error",
+                                                                          "-e",
+                                                                          "--open-mode",
+                                                                          "--comment",
+                                                                          "--array",
+                                                                          "-a",
+                                                                          "--wrap",
+                                                                          "--wait",
+                                                                          "-W",
+                                                                          "--parsable",
+                                                                          "--test-only",
+                                                                          "--job-name",
+                                                                          "-J",
+                                                                          "--requeue",
+                                                                          "--no-requeue",
+                                                                          "--export",
+                                                                          "--export-file",
+                                                                          "--help",
+                                                                          "-h",
+                                                                          "--usage",
+                                                                          "--version",
+                                                                          "-V",
+                                                                          "--signal",
+                                                                          "--quiet",
+                                                                          "-Q",
+                                                                          "--verbose",
+                                                                          "-v",
+                                                                          "--no-kill",
+                                                                          "-k",
+                                                                          "--chdir",
+                                                                          "-D"};
+  for (const std::string& option : options) {
+    if (option.size() < 2 || option[0] != '-' || option == "--") {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--sbatch ", Printable(option),
+                       ": write one option of sbatch with its value, as in --sbatch "
+                       "--partition=gpu"));
+    }
+    const std::string name =
+        absl::StartsWith(option, "--") ? option.substr(0, option.find('=')) : option.substr(0, 2);
+    if (owned->contains(name)) {
+      return absl::InvalidArgumentError(absl::StrCat("--sbatch ", Printable(option),
+                                                     ": muster sets ", name,
+                                                     " itself, from the job's settings"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<SlurmNode>> ParseSlurmNodes(absl::string_view sinfo) {
+  std::vector<SlurmNode> nodes;
+  std::set<std::string> seen;
+  for (absl::string_view line : absl::StrSplit(sinfo, '\n', absl::SkipWhitespace())) {
+    const std::vector<absl::string_view> fields = absl::StrSplit(line, '|');
+    SlurmNode node;
+    // "16+": nodes that are printed together have at least so much.
+    int64_t mib = 0;
+    if (fields.size() != 4 || !absl::SimpleAtoi(absl::StripSuffix(fields[1], "+"), &node.cpus) ||
+        !absl::SimpleAtoi(absl::StripSuffix(fields[2], "+"), &mib)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("sinfo printed ", Printable(line), " instead of NODE|CPUS|MIB|GRES"));
+    }
+    node.name = std::string(fields[0]);
+    node.memory_bytes = mib << 20;
+    node.gpus = GpusOf(fields[3]);
+    if (seen.insert(node.name).second) nodes.push_back(std::move(node));
+  }
+  return nodes;
+}
+
+absl::StatusOr<SlurmLayout> ChooseSlurmLayout(const JobSpec& spec,
+                                              const std::vector<SlurmNode>& nodes) {
+  std::vector<int> fits;
+  for (const SlurmNode& node : nodes) fits.push_back(Fits(spec, node));
+  const int largest = fits.empty() ? 0 : *std::max_element(fits.begin(), fits.end());
+  const int fixed = spec.processes_per_node;
+  int best = 0, most = 0;
+  SlurmLayout layout;
+  for (int each = fixed > 0 ? fixed : largest; each >= std::max(1, fixed); --each) {
+    const auto with_room =
+        std::count_if(fits.begin(), fits.end(), [each](int count) { return count >= each; });
+    const int count = std::min(static_cast<int>(with_room), spec.max_processes / each);
+    most = std::max(most, each * count);
+    if (each * count <= best || each * count < spec.min_processes) continue;
+    best = each * count;
+    layout = {each, (spec.min_processes + each - 1) / each, count};
+  }
+  if (best > 0) return layout;
+  return absl::FailedPreconditionError(absl::StrCat(
+      "the job is larger than SLURM's nodes: of ", spec.max_processes, " processes with ",
+      Cpus(spec), " CPUs",
+      spec.gpus_per_process > 0 ? absl::StrCat(", ", spec.gpus_per_process, " GPU") : "",
+      spec.memory_per_process > 0 ? absl::StrCat(", ", MiB(spec.memory_per_process), " MiB") : "",
+      " each, the same number on each of ", nodes.size(), " nodes, ", most,
+      " fit: ask for less, or for other nodes with --sbatch --partition=..."));
+}
+
+absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLayout& layout,
+                                              const SlurmScriptOptions& options) {
+  // sbatch reads a quoted value up to the next quote, and % as a pattern.
+  for (const std::string& path : {options.folder, spec.workdir}) {
+    if (path.find_first_of("\"\\%\n\r") == std::string::npos) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(Printable(path),
+                     ": SLURM cannot use a folder with \", \\, % or a line break "
+                     "in its name"));
+  }
+  for (const auto& [name, value] : spec.env) {
+    if (IsVariable(name)) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("env: ", Printable(name), " is no name of a variable for a shell"));
+  }
+  const int each = layout.processes_per_node;
+  std::string script = "#!/usr/bin/env bash\n";
+  const auto option = [&](const std::string& text) {
+    absl::StrAppend(&script, "#SBATCH ", text, "\n");
+  };
+  option(absl::StrCat("--job-name=", spec.name));
+  option(absl::StrCat("--comment=muster:", options.key));
+  option(layout.min_nodes == layout.max_nodes
+             ? absl::StrCat("--nodes=", layout.max_nodes)
+             : absl::StrCat("--nodes=", layout.min_nodes, "-", layout.max_nodes));
+  option("--ntasks-per-node=1");
+  option(absl::StrCat("--cpus-per-task=", each * Cpus(spec)));
+  if (spec.gpus_per_process > 0) {
+    option(absl::StrCat("--gpus-per-node=", each * spec.gpus_per_process));
+  }
+  if (spec.memory_per_process > 0) {
+    option(absl::StrCat("--mem=", each * MiB(spec.memory_per_process), "M"));
+  }
+  if (spec.time_limit > absl::ZeroDuration()) {
+    option(absl::StrCat("--time=", TimeText(spec.time_limit)));
+  }
+  option(absl::StrCat("--signal=B:TERM@", Seconds(Grace(spec) + kLead)));
+  option("--requeue");
+  option("--open-mode=append");
+  option(absl::StrCat("--output=\"", options.folder, "/%j.log\""));
+  if (!spec.workdir.empty()) option(absl::StrCat("--chdir=\"", spec.workdir, "\""));
+  absl::StrAppend(&script,
+                  "# Written by muster submit --on slurm; from the line with the name of "
+                  "train.sbatch on it is deploy/slurm/train.sbatch.\n"
+                  // Of the terminal that has submitted it.
+                  "unset MUSTER_COORDINATOR MUSTER_TOKEN_FILE MUSTER_ON MUSTER_CONFIG\n");
+  for (const auto& [name, value] : spec.env) {
+    absl::StrAppend(&script, "export ", name, "=", ShellWord(value), "\n");
+  }
+  const std::string folder = ShellWord(options.folder);
+  absl::StrAppend(&script, "MUSTER=", ShellWord(options.muster), "\nMUSTER_RUN_FOLDER=", folder,
+                  "/run\nMUSTER_EVENTS=", folder, "/$SLURM_JOB_ID.events\nMUSTER_LOGS=", folder,
+                  "/$SLURM_JOB_ID.logs/${SLURM_RESTART_COUNT:-0}\n"
+                  // Programs restart within the allocation.
+                  "MUSTER_MAX_FAILURES=0\nMUSTER_MAX_REQUEUES=16\nmuster_flags=(");
+  for (const std::string& flag : LaunchFlags(spec, layout)) absl::StrAppend(&script, flag, " ");
+  script.back() = ')';
+  script += "\nset --";
+  for (const std::string& word : spec.command) absl::StrAppend(&script, " ", ShellWord(word));
+  script += "\n\n# train.sbatch\n";
+  // Its first line and its own options, which sbatch no longer reads here.
+  absl::string_view body = kBody;
+  body = body.substr(body.find("#\n# usage:"));
+  return absl::StrCat(script, body);
+}
+
+}  // namespace muster::client

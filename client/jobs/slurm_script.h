@@ -1,0 +1,57 @@
+#ifndef MUSTER_CLIENT_JOBS_SLURM_SCRIPT_H_
+#define MUSTER_CLIENT_JOBS_SLURM_SCRIPT_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "client/jobs/job_types.h"
+
+namespace muster::client {
+
+// The batch script that runs a job under SLURM. All pure.
+
+// Refuses what a job may have and SLURM cannot do, or decides by itself. INVALID_ARGUMENT names the
+// setting, and the option of sbatch to use instead.
+absl::Status CheckSlurmJob(const JobSpec& spec);
+
+// Refuses options of sbatch that the script needs itself, and what is no option. INVALID_ARGUMENT.
+absl::Status CheckSbatchOptions(const std::vector<std::string>& options);
+
+struct SlurmNode {
+  std::string name;
+  int cpus = 0;
+  int64_t memory_bytes = 0;
+  int gpus = 0;
+};
+// The nodes of the output of `sinfo -h -N -o "%N|%c|%m|%G"`: CPUs, MiB and generic resources. A
+// node of several partitions counts once. INVALID_ARGUMENT: another output.
+absl::StatusOr<std::vector<SlurmNode>> ParseSlurmNodes(absl::string_view sinfo);
+
+// The same number of processes on each node.
+struct SlurmLayout {
+  int processes_per_node = 0;
+  int min_nodes = 0;
+  int max_nodes = 0;
+};
+// As a coordinator places a job on nodes that are all free: max_processes if they fit, else as many
+// as fit, on as few nodes as possible. FAILED_PRECONDITION: it fits on no number of them.
+absl::StatusOr<SlurmLayout> ChooseSlurmLayout(const JobSpec& spec,
+                                              const std::vector<SlurmNode>& nodes);
+
+struct SlurmScriptOptions {
+  std::string muster;  // the command
+  std::string folder;  // of the records, which all nodes share
+  std::string key;     // of this submission
+};
+// Runs deploy/slurm/train.sbatch's body for this job. INVALID_ARGUMENT: a folder or a name of a
+// variable that no script can have.
+absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLayout& layout,
+                                              const SlurmScriptOptions& options);
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_JOBS_SLURM_SCRIPT_H_

@@ -1,0 +1,191 @@
+#include "client/jobs/slurm_script.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <fstream>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "base/mutate.h"
+#include "base/test_folder.h"
+
+namespace muster::client {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+JobSpec Spec(int processes) {
+  JobSpec spec;
+  spec.name = "train";
+  spec.command = {"./train", "--lr", "0.1"};
+  spec.min_processes = spec.max_processes = processes;
+  return spec;
+}
+
+std::vector<SlurmNode> Nodes(int count, int cpus, int gpus = 0, int64_t gib = 64) {
+  std::vector<SlurmNode> nodes;
+  for (int i = 0; i < count; ++i) {
+    nodes.push_back({absl::StrCat("n", i), cpus, gib << 30, gpus});
+  }
+  return nodes;
+}
+
+std::string LayoutText(const JobSpec& spec, const std::vector<SlurmNode>& nodes) {
+  const absl::StatusOr<SlurmLayout> layout = ChooseSlurmLayout(spec, nodes);
+  if (!layout.ok()) return std::string(layout.status().message());
+  return absl::StrCat(layout->processes_per_node, " on each of ", layout->min_nodes, " to ",
+                      layout->max_nodes);
+}
+
+std::string Script(const JobSpec& spec, const std::string& folder = "/home/ann/.muster") {
+  const absl::StatusOr<std::string> script =
+      RenderSlurmScript(spec, {.processes_per_node = 2, .min_nodes = 2, .max_nodes = 2},
+                        {.muster = "/opt/muster", .folder = folder, .key = "k1"});
+  return script.ok() ? *script : std::string(script.status().message());
+}
+
+TEST(SlurmLayoutTest, FixedJob_TakesAsFewNodesAsHaveTheSameNumberEach) {
+  EXPECT_EQ(LayoutText(Spec(4), Nodes(4, 8)), "4 on each of 1 to 1");
+  EXPECT_EQ(LayoutText(Spec(12), Nodes(4, 8)), "6 on each of 2 to 2");
+  EXPECT_EQ(LayoutText(Spec(7), Nodes(7, 4)), "1 on each of 7 to 7");
+  JobSpec spec = Spec(8);
+  spec.processes_per_node = 2;
+  EXPECT_EQ(LayoutText(spec, Nodes(4, 8)), "2 on each of 4 to 4");
+}
+
+TEST(SlurmLayoutTest, ElasticJob_HasARangeOfNodes) {
+  JobSpec spec = Spec(16);
+  spec.min_processes = 3;
+  EXPECT_EQ(LayoutText(spec, Nodes(3, 4)), "4 on each of 1 to 3");
+  spec.processes_per_node = 2;
+  EXPECT_EQ(LayoutText(spec, Nodes(16, 4)), "2 on each of 2 to 8");
+}
+
+TEST(SlurmLayoutTest, GpusMemoryAndCpus_Count) {
+  JobSpec spec = Spec(8);
+  spec.gpus_per_process = 1;
+  EXPECT_EQ(LayoutText(spec, Nodes(4, 64, 4)), "4 on each of 2 to 2");
+  spec.memory_per_process = int64_t{32} << 30;
+  EXPECT_EQ(LayoutText(spec, Nodes(4, 64, 4)), "2 on each of 4 to 4");
+  spec.cpus_per_process = 40;
+  EXPECT_THAT(LayoutText(spec, Nodes(4, 64, 4)), HasSubstr("4 fit: ask for less"));
+  EXPECT_THAT(LayoutText(Spec(1), {}), HasSubstr("each of 0 nodes, 0 fit"));
+}
+
+TEST(SlurmNodesTest, OutputOfSinfo_IsRead) {
+  const auto nodes = ParseSlurmNodes(
+      "n0|64|515000|gpu:a100:4(S:0-1),shard:8\nn0|64|515000|gpu:a100:4(S:0-1)\nn1|8+|1000+|(null)\n"
+      "n2|8|1000|gpu:2\n");
+  ASSERT_TRUE(nodes.ok()) << nodes.status();
+  ASSERT_EQ(nodes->size(), 3u);
+  EXPECT_EQ((*nodes)[0].gpus, 4);
+  EXPECT_EQ((*nodes)[0].memory_bytes, int64_t{515000} << 20);
+  EXPECT_EQ((*nodes)[1].cpus, 8);
+  EXPECT_EQ((*nodes)[1].gpus, 0);
+  EXPECT_EQ((*nodes)[2].gpus, 2);
+  EXPECT_THAT(ParseSlurmNodes("n0|x|1|(null)").status().message(), HasSubstr("n0|x|1|(null)"));
+}
+
+TEST(SlurmNodesTest, AnyOutput_IsReadOrRefused) {
+  std::mt19937_64 random(7);
+  for (int i = 0; i < 20000; ++i) {
+    std::string text = "n0|64|515000|gpu:a100:4(S:0-1),shard:8\nn1|8+|1000+|(null)\n";
+    text = Mutate(text, random);
+    const auto nodes = ParseSlurmNodes(text);
+    if (nodes.ok()) (void)ChooseSlurmLayout(Spec(4), *nodes);
+  }
+}
+
+TEST(SlurmScriptTest, Settings_AreOptionsOfSbatchAndFlagsOfLaunch) {
+  JobSpec spec = Spec(4);
+  spec.gpus_per_process = 1;
+  spec.cpus_per_process = 8;
+  spec.memory_per_process = int64_t{16} << 30;
+  spec.time_limit = absl::Hours(36) + absl::Seconds(5);
+  spec.max_restarts = 3;
+  spec.mixed_precision = "bf16";
+  spec.workdir = "/data/my runs";
+  spec.env = {{"WORDS", "it's $HOME"}};
+  const std::string script = Script(spec);
+  for (const char* const line :
+       {"#SBATCH --job-name=train\n", "#SBATCH --comment=muster:k1\n", "#SBATCH --nodes=2\n",
+        "#SBATCH --cpus-per-task=16\n", "#SBATCH --gpus-per-node=2\n", "#SBATCH --mem=32768M\n",
+        "#SBATCH --time=1-12:00:05\n", "#SBATCH --signal=B:TERM@60\n",
+        "#SBATCH --output=\"/home/ann/.muster/%j.log\"\n", "#SBATCH --chdir=\"/data/my runs\"\n",
+        "export WORDS='it'\\''s $HOME'\n", "MUSTER=/opt/muster\n",
+        "--num_processes $((2 * SLURM_NNODES)) ", "--max_restarts 3 ", "--mixed_precision bf16",
+        "set -- ./train --lr 0.1\n", "srun --ntasks-per-node=1"}) {
+    EXPECT_THAT(script, HasSubstr(line));
+  }
+  EXPECT_THAT(script, Not(HasSubstr("--cpu)")));
+  EXPECT_THAT(Script(Spec(4)), HasSubstr("--cpu)"));
+}
+
+std::string Shell(const std::string& command) {
+  FILE* const pipe = popen((command + " 2>&1").c_str(), "r");
+  std::string output;
+  char part[4096];
+  for (size_t count; (count = fread(part, 1, sizeof(part), pipe)) > 0;) output.append(part, count);
+  pclose(pipe);
+  return output;
+}
+
+TEST(SlurmScriptTest, Script_IsOneThatBashReads) {
+  JobSpec spec = Spec(4);
+  spec.command = {"./it's", "a b", "$(touch /tmp/never)", "", "x\ny"};
+  spec.env = {{"A", "`id`"}, {"B", ""}};
+  const TestFolder folder;
+  const std::string script = folder.Path("job.sh");
+  std::ofstream(script) << Script(spec);
+  EXPECT_EQ(Shell("bash -n " + script), "");
+  // Up to the body: the words of the program come back as they are.
+  EXPECT_EQ(
+      Shell(absl::StrCat("SLURM_JOB_ID=1 SLURM_NNODES=2 bash -c 'source <(sed \"/^# "
+                         "train.sbatch$/Q\" ",
+                         script, "); printf \"<%s>\" \"$@\"; echo \"<$A>${muster_flags[1]}\"'")),
+      "<./it's><a b><$(touch /tmp/never)><><x\ny><`id`>4\n");
+}
+
+TEST(SlurmScriptTest, WhatNoScriptCanHave_IsRefused) {
+  EXPECT_THAT(Script(Spec(4), "/a%j"), HasSubstr("cannot use a folder"));
+  EXPECT_THAT(Script(Spec(4), "/a\"b"), HasSubstr("cannot use a folder"));
+  JobSpec spec = Spec(4);
+  spec.workdir = "/a\n#SBATCH --uid=0";
+  EXPECT_THAT(Script(spec), HasSubstr("cannot use a folder"));
+  spec = Spec(4);
+  spec.env = {{"A;id", "1"}};
+  EXPECT_THAT(Script(spec), HasSubstr("no name of a variable"));
+}
+
+TEST(SlurmJobTest, SettingsThatSlurmDecides_AreRefusedByName) {
+  EXPECT_TRUE(CheckSlurmJob(Spec(4)).ok());
+  const auto refusal = [](auto change) {
+    JobSpec spec = Spec(4);
+    change(&spec);
+    return std::string(CheckSlurmJob(spec).message());
+  };
+  EXPECT_THAT(refusal([](JobSpec* spec) { spec->priority = 1; }), HasSubstr("--nice"));
+  EXPECT_THAT(refusal([](JobSpec* spec) { spec->labels["a"] = "b"; }), HasSubstr("--constraint"));
+  EXPECT_THAT(refusal([](JobSpec* spec) { spec->preemptible = true; }), HasSubstr("preemptible"));
+  EXPECT_THAT(refusal([](JobSpec* spec) { spec->gpus_per_process = 2; }), HasSubstr("gpus_per"));
+  EXPECT_THAT(refusal([](JobSpec* spec) { spec->grow_after = absl::Seconds(1); }),
+              HasSubstr("grow_after"));
+  EXPECT_THAT(refusal([](JobSpec* spec) { spec->time_limit = absl::Seconds(100); }),
+              HasSubstr("time_limit: 1m40s is short"));
+}
+
+TEST(SbatchOptionsTest, OptionsOfTheScript_AreRefused) {
+  EXPECT_TRUE(CheckSbatchOptions({"--partition=gpu", "-pgpu", "--account=a", "--qos=high"}).ok());
+  for (const char* const bad : {"gpu", "-", "--", "", "--nodes=3", "-N3", "--output=x",
+                                "--array=1-9", "-o", "--wrap=id", "--export=NONE"}) {
+    EXPECT_FALSE(CheckSbatchOptions({bad}).ok()) << bad;
+  }
+}
+
+}  // namespace
+}  // namespace muster::client
