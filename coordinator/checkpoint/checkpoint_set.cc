@@ -334,6 +334,16 @@ CheckpointSet::Error CheckpointSet::Seal(const v1::SealCheckpointRequest& reques
   return std::nullopt;
 }
 
+void CheckpointSet::Adopt(CheckpointSet* former) {
+  entries_ = std::move(former->entries_);
+  head_ = std::move(former->head_);
+  if (former->job_id_ == job_id_) return;
+  for (auto& [id, entry] : entries_) {
+    v1::CheckpointRecord& record = entry.record;
+    if (!record.sha256().empty() && record.job_id().empty()) record.set_job_id(former->job_id_);
+  }
+}
+
 std::vector<uint64_t> CheckpointSet::Superfluous(absl::string_view folder, int keep,
                                                  int64_t keep_every) const {
   std::vector<uint64_t> found;

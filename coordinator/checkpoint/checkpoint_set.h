@@ -95,11 +95,9 @@ class CheckpointSet {
                 v1::ResolveCheckpointReply* reply) const;
   void List(const v1::ListCheckpointsRequest& request, v1::ListCheckpointsReply* reply) const;
 
-  // Takes the checkpoints of the former job of this name. Called before anything else.
-  void Adopt(CheckpointSet* former) {
-    entries_ = std::move(former->entries_);
-    head_ = std::move(former->head_);
-  }
+  // Takes the checkpoints of the former job of this name, or of the former attempt of it. Those
+  // that are sealed keep the name of the job that their digests have. Called before anything else.
+  void Adopt(CheckpointSet* former);
 
   // The process that prepared a checkpoint was replaced by one that may write other bytes:
   // checkpoints in preparation are dropped.

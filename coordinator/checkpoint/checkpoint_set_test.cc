@@ -352,6 +352,26 @@ TEST_F(SignedCheckpointSetTest, Seal_SignsTheHashOfTheRecord) {
   EXPECT_EQ(list.checkpoints(0).signature(), signed_one.signature());
 }
 
+// Digests have the name of the job that sealed them: the next attempts must still find them right.
+TEST_F(CheckpointSetTest, Adopt_ByAnotherAttempt_KeepsTheNameThatTheDigestsHave) {
+  Save("/c/1", 1);
+  CheckpointSet again("job", nullptr, {}), second("job.2", nullptr, {}),
+      third("job.3", nullptr, {});
+  const auto list = [](const CheckpointSet& set) {
+    v1::ListCheckpointsReply reply;
+    set.List({}, &reply);
+    return reply;
+  };
+  again.Adopt(&set_);
+  EXPECT_EQ(list(again).checkpoints(0).job_id(), "");
+  second.Adopt(&again);
+  third.Adopt(&second);
+  ASSERT_EQ(list(third).checkpoints_size(), 1);
+  const v1::CheckpointRecord adopted = list(third).checkpoints(0);
+  EXPECT_EQ(adopted.job_id(), "job");
+  EXPECT_EQ(RecordSha256(adopted.job_id(), adopted), adopted.sha256());
+}
+
 TEST_F(CheckpointSetTest, Chain_ShowsEveryChangeAndOmission) {
   Save("/c/1", 1);
   const v1::CheckpointRecord first = sealed_.checkpoint();

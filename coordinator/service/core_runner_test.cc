@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/fake_clock.h"
 #include "base/mutex.h"
+#include "base/test_wait.h"
 #include "coordinator/journal/memory_journal.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -422,12 +423,23 @@ class BehindTest : public CoreRunnerTest {
     }
     return lost;
   }
-  // Time in which w0 alone is read of.
+  size_t Asked() {
+    size_t asked = 0;
+    Notification done;
+    runner_->WithCore([&](Core*) {
+      asked = asked_.size();
+      done.Notify();
+    });
+    done.WaitForNotification();
+    return asked;
+  }
+  // Time in which w0 alone is read of, until the runner asks whether more is unread.
   void Pass(int seconds) {
     for (int i = 0; i < seconds; ++i) {
       clock_.Advance(absl::Seconds(1));
       Beat({"w0"});
     }
+    WaitUntil([&] { return Asked() > 0; });
     EXPECT_EQ(Lost(), 0u);
   }
 

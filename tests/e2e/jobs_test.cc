@@ -28,6 +28,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using Json = nlohmann::json;
 
 class JobsTest : public ClusterFixture {
@@ -161,6 +162,45 @@ TEST_F(JobsTest, ElasticJob_ShrinksWithALostNode_GrowsWhenItIsBack_AndIsResized)
   }
   EXPECT_THAT(classes, ElementsAre("NODE_LOST", "RESIZED", "RESIZED", ""));
   EXPECT_THAT(Run({"resize", job, "--processes", "2"}, 4), HasSubstr("has succeeded"));
+}
+
+TEST_F(JobsTest, ElasticTraining_LosesANodeAndGetsItBack_TrainsEverySampleOnce) {
+  coordinator_->Signal(SIGTERM);
+  coordinator_->Wait();
+  coordinator_ = StartCoordinator({"--log_level", "warning", "--node_lease", "3"});
+  const auto a = StartNode("a");
+  auto b = StartNode("b");
+  const std::string folder = Temp("elastic");
+  ASSERT_EQ(mkdir(folder.c_str(), 0700), 0);
+  const std::string job = Run({"submit", "--processes", "1:4", "--grow_after", "1s", "--name",
+                               "job", "--", Runfile("tests/e2e/elastic_worker"), folder});
+  const auto wait_for = [&](const std::string& sizes) {
+    WaitUntil([&] { return ReadFile(absl::StrCat(folder, "/sizes")).value_or("") == sizes; });
+  };
+  wait_for("4\n");
+  // The machine is gone, with all that runs there.
+  b->Signal(SIGKILL);
+  b->Wait();
+  int runner = 0;
+  const std::string attempts = absl::StrCat(Temp("b"), "/attempts");
+  const std::vector<std::string> names = *ListDirectory(attempts);
+  ASSERT_EQ(names.size(), 1u);
+  ASSERT_TRUE(
+      absl::SimpleAtoi(*ReadFile(absl::StrCat(attempts, "/", names[0], "/runner.pid")), &runner));
+  kill(runner, SIGKILL);
+  wait_for("4\n2\n");
+  ASSERT_TRUE(WriteFileAtomically(absl::StrCat(folder, "/grown"), "").ok());
+  b = StartNode("b");
+  WaitForState(job, "SUCCEEDED");
+  EXPECT_THAT(Run({"logs", job}), AllOf(HasSubstr("began after some samples; 0 inexact epochs of "),
+                                        Not(HasSubstr("passing over"))));
+  const Json record = Get(job);
+  ASSERT_EQ(record["attempts"].size(), 3u);
+  EXPECT_EQ(record["attempts"][1]["end"]["class"], "RESIZED");
+  EXPECT_EQ(record["restarts"], 0);
+  // Attempt 2 went on from a checkpoint of attempt 1, and attempt 3 from the one that attempt 2
+  // made when it was stopped.
+  EXPECT_THAT(Run({"logs", job, "--attempt", "2"}), Not(HasSubstr("passing over")));
 }
 
 TEST_F(JobsTest, FailedProgram_IsRestarted_AndItsLastLinesAreKept) {

@@ -200,7 +200,7 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
   }
 
   RegisteredCheckpoint FromProto(const v1::CheckpointRecord& record) const {
-    return {.job = client_->job(),
+    return {.job = record.job_id().empty() ? client_->job() : record.job_id(),
             .id = record.checkpoint_id(),
             .state = StateOf(record.state()),
             .path = record.path(),
