@@ -1,5 +1,7 @@
 #include "client/jobs/slurm_backend.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -12,6 +14,7 @@
 #include <utility>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -21,7 +24,9 @@
 #include "absl/time/clock.h"
 #include "base/file.h"
 #include "base/mutex.h"
+#include "base/owned_fd.h"
 #include "base/secret_file.h"
+#include "base/signature.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "client/jobs/job_file.h"
@@ -32,6 +37,7 @@ namespace muster::client {
 namespace {
 
 constexpr int64_t kMaxRecord = 1 << 20;
+constexpr size_t kMaxSpec = 128 << 10;  // as a coordinator has it
 constexpr int64_t kMaxChunk = 256 << 10;
 constexpr int64_t kMaxTail = 1 << 20;  // in which the last lines are looked for
 
@@ -64,6 +70,13 @@ struct Records {
 absl::Status WrongState(const Job& job, absl::string_view what) {
   return rpc::ErrorWithReason(absl::StatusCode::kFailedPrecondition,
                               absl::StrCat("job ", job.id, " ", what), v1::ERROR_REASON_JOB_STATE);
+}
+
+absl::Status KeyReused(const std::string& key, const std::string& job) {
+  return rpc::ErrorWithReason(absl::StatusCode::kFailedPrecondition,
+                              absl::StrCat("the idempotency_key ", key, " was used for job ", job,
+                                           ", which is another one: use a new key"),
+                              v1::ERROR_REASON_KEY_REUSED);
 }
 
 absl::string_view FirstLine(absl::string_view text) {
@@ -125,6 +138,12 @@ std::string EndClassOf(const Start& start) {
 
 bool WasStopped(const Start& start) { return absl::StartsWith(start.why, "stopped"); }
 
+// The script has ended for good: it has not put the job back into the queue.
+bool IsFinal(const Start& start) {
+  return start.code.has_value() && !WasStopped(start) &&
+         !absl::StartsWith(start.why, "failed with ");
+}
+
 // Files that are read as one, as long as they were when it was made.
 class Log {
  public:
@@ -184,6 +203,7 @@ class Slurm final : public JobBackend {
   absl::StatusOr<Submission> submit(const JobSpec& spec, const SubmitOptions& given) override {
     MUSTER_RETURN_IF_ERROR(CheckSlurmJob(spec));
     MUSTER_RETURN_IF_ERROR(CheckSbatchOptions(options_.sbatch_options));
+    MUSTER_RETURN_IF_ERROR(CheckRecord(spec));
     const std::string key = given.idempotency_key.empty() ? RandomHex() : given.idempotency_key;
     // It is a part of a comment, of which squeue prints a line.
     if (key.size() > 128 || key.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUV"
@@ -192,6 +212,14 @@ class Slurm final : public JobBackend {
           "idempotency_key: use at most 128 letters, digits, '-', '_' and '.'");
     }
     MUSTER_RETURN_IF_ERROR(MakeFolder());
+    // Two calls with one key make one job. Held until the record is there.
+    OwnedFd lock;
+    if (!given.idempotency_key.empty()) {
+      lock = OwnedFd(open(Path("lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+      if (!lock.open() || flock(lock.get(), LOCK_EX) != 0) {
+        return absl::ErrnoToStatus(errno, absl::StrCat("cannot lock ", Path("lock")));
+      }
+    }
     if (!given.idempotency_key.empty() && !given.dry_run) {
       MUSTER_ASSIGN_OR_RETURN(std::optional<Submission> former, Former(spec, key));
       if (former.has_value()) return *std::move(former);
@@ -199,9 +227,10 @@ class Slurm final : public JobBackend {
     MUSTER_ASSIGN_OR_RETURN(const SlurmLayout layout, Layout(spec));
     MUSTER_ASSIGN_OR_RETURN(
         const std::string script,
-        RenderSlurmScript(spec, layout,
-                          {.muster = options_.muster, .folder = options_.folder, .key = key}));
-    const std::string path = Path(absl::StrCat("submit-", key, ".sbatch"));
+        RenderSlurmScript(
+            spec, layout,
+            {.muster = options_.muster, .folder = options_.folder, .key = Comment(spec, key)}));
+    const std::string path = Path(absl::StrCat("submit-", RandomHex(), ".sbatch"));
     MUSTER_RETURN_IF_ERROR(WriteSecretFile(path, script));
     const absl::StatusOr<Submission> made =
         given.dry_run ? Plan(spec, layout, path, script) : Submit(spec, layout, path, key);
@@ -240,7 +269,7 @@ class Slurm final : public JobBackend {
     const absl::Time deadline = absl::Now() + timeout;
     std::string shown;
     while (true) {
-      MUSTER_ASSIGN_OR_RETURN(Job now, get(job));
+      MUSTER_ASSIGN_OR_RETURN(Job now, GetPatiently(job));
       const std::string text = absl::StrCat(JobStateName(now.state), now.why, now.attempts);
       if (text != shown && !changed(now)) return now;
       shown = text;
@@ -259,8 +288,8 @@ class Slurm final : public JobBackend {
     MUSTER_ASSIGN_OR_RETURN(const Job job, get(name));
     if (job.state == JobState::kCancelled) return job;
     if (HasEnded(job.state)) return WrongState(job, "has ended");
-    MUSTER_RETURN_IF_ERROR(Mark(job, "cancel", why));
-    MUSTER_RETURN_IF_ERROR(Command({"scancel", Number(job)}).status());
+    MUSTER_RETURN_IF_ERROR(Marked(job, "cancel", why, {"scancel", Number(job)}));
+    unlink(MarkPath(job, "suspend").c_str());
     return get(name);
   }
 
@@ -268,14 +297,14 @@ class Slurm final : public JobBackend {
     MUSTER_ASSIGN_OR_RETURN(const Job job, get(name));
     if (HasEnded(job.state)) return WrongState(job, "has ended");
     if (job.state == JobState::kSuspended) return job;
-    MUSTER_RETURN_IF_ERROR(Mark(job, "suspend", why));
-    if (job.state == JobState::kQueued) {
-      MUSTER_RETURN_IF_ERROR(Command({"scontrol", "hold", Number(job)}).status());
-    } else {
-      // Its script saves and puts it back into the queue, where it is held.
-      MUSTER_RETURN_IF_ERROR(
-          Command({"scancel", "--batch", "--signal=TERM", Number(job)}).status());
+    if (job.state == JobState::kQueued &&
+        Marked(job, "suspend", why, {"scontrol", "hold", Number(job)}).ok()) {
+      return get(name);
     }
+    // Its script saves and puts it back into the queue, where it is held. A job that was queued may
+    // have started.
+    MUSTER_RETURN_IF_ERROR(
+        Marked(job, "suspend", why, {"scancel", "--batch", "--signal=TERM", Number(job)}));
     return get(name);
   }
 
@@ -295,6 +324,7 @@ class Slurm final : public JobBackend {
       return WrongState(job, "has succeeded: submit it again to run it again");
     }
     if (!HasEnded(job.state)) return job;
+    unlink(MarkPath(job, "suspend").c_str());
     if (const absl::Status queued = Command({"scontrol", "requeue", Number(job)}).status();
         !queued.ok()) {
       return absl::FailedPreconditionError(
@@ -304,6 +334,8 @@ class Slurm final : public JobBackend {
                        Path(absl::StrCat(Number(job), ".job"))));
     }
     unlink(MarkPath(job, "cancel").c_str());
+    // It may have been held when it was cancelled.
+    (void)Command({"scontrol", "release", Number(job)});
     return get(name);
   }
 
@@ -321,6 +353,8 @@ class Slurm final : public JobBackend {
     }
     const std::string number = Number(job);
     MUSTER_RETURN_IF_ERROR(RemoveTree(Path(number + ".logs")));
+    // A script that was killed leaves its key and token.
+    MUSTER_RETURN_IF_ERROR(RemoveTree(Path("run/" + number)));
     // The record is the last to go.
     for (const char* const kind : {".log", ".events", ".cancel", ".suspend", ".job"}) {
       if (unlink(Path(number + kind).c_str()) != 0 && errno != ENOENT) {
@@ -345,7 +379,7 @@ class Slurm final : public JobBackend {
     if (job.attempts == 0) return absl::OkStatus();
     if (!one_attempt) options.attempt = job.attempts;
     while (true) {
-      MUSTER_ASSIGN_OR_RETURN(job, get(name));
+      MUSTER_ASSIGN_OR_RETURN(job, GetPatiently(name));
       MUSTER_ASSIGN_OR_RETURN(const LogChunk read, ReadLog(job, options));
       if (!read.data.empty() && !chunk(read)) return absl::OkStatus();
       options.offset = read.next_offset;
@@ -371,8 +405,49 @@ class Slurm final : public JobBackend {
   std::string MarkPath(const Job& job, const std::string& verb) const {
     return Path(absl::StrCat(Number(job), ".", verb));
   }
-  absl::Status Mark(const Job& job, const std::string& verb, const std::string& why) const {
-    return WriteFileAtomically(MarkPath(job, verb), absl::StrCat(why, "\n"));
+  // Notes what a person wants, which the script reads, and runs the command; the note stays only if
+  // that has worked.
+  absl::Status Marked(const Job& job, const std::string& verb, const std::string& why,
+                      const std::vector<std::string>& command) const {
+    const std::string mark = MarkPath(job, verb);
+    const bool new_one = !PathExists(mark);
+    MUSTER_RETURN_IF_ERROR(WriteFileAtomically(mark, absl::StrCat(why, "\n")));
+    absl::Status done = Command(command).status();
+    if (!done.ok() && new_one) unlink(mark.c_str());
+    return done;
+  }
+
+  // A controller that is restarted ends nobody's watch.
+  absl::StatusOr<Job> GetPatiently(const std::string& name) {
+    const absl::Time give_up = absl::Now() + options_.patience;
+    while (true) {
+      absl::StatusOr<Job> job = get(name);
+      if (!absl::IsUnavailable(job.status()) || absl::Now() >= give_up) return job;
+      Pause();
+    }
+  }
+
+  // Whether the record of this job can be read again.
+  static absl::Status CheckRecord(const JobSpec& spec) {
+    const std::string text = JobFileText(spec);
+    if (text.size() > kMaxSpec) {
+      return absl::InvalidArgumentError(absl::StrCat("the specification has ", text.size(),
+                                                     " bytes: at most ", kMaxSpec,
+                                                     "; put large values into a file"));
+    }
+    const absl::StatusOr<ResolvedJob> read = ResolveJob(text, "the job", {}, {});
+    if (!read.ok()) return read.status();
+    // Bytes that are no text do not come back.
+    if (JobFileText(read->spec) == text && read->spec.command == spec.command &&
+        read->spec.env == spec.env && read->spec.workdir == spec.workdir) {
+      return absl::OkStatus();
+    }
+    return absl::InvalidArgumentError(
+        "the job has text that no job file can hold: use UTF-8 without control characters");
+  }
+  // Of a submission: its key, and a digest of what was submitted.
+  static std::string Comment(const JobSpec& spec, const std::string& key) {
+    return absl::StrCat(key, ":", absl::BytesToHexString(Sha256(JobFileText(spec))).substr(0, 16));
   }
   void Pause() const {
     // Nothing notifies it: the notification is only there to wait on.
@@ -459,7 +534,7 @@ class Slurm final : public JobBackend {
       }
     } else if (absl::IsUnavailable(output.status())) {
       // The answer may be lost, and not the job.
-      const absl::StatusOr<int64_t> found = WithComment(key);
+      const absl::StatusOr<int64_t> found = WithComment(spec, key);
       if (!found.ok()) return output.status();
       id = *found;
     } else {
@@ -488,17 +563,21 @@ class Slurm final : public JobBackend {
     return made;
   }
 
-  // SLURM's number of the job with this key. NOT_FOUND: there is none.
-  absl::StatusOr<int64_t> WithComment(const std::string& key) const {
+  // SLURM's number of the job with this key that waits or runs. NOT_FOUND: there is none;
+  // FAILED_PRECONDITION: it is another job.
+  absl::StatusOr<int64_t> WithComment(const JobSpec& spec, const std::string& key) const {
     MUSTER_ASSIGN_OR_RETURN(const ProgramOutput output,
-                            Command({"squeue", "-h", "--me", "-t", "all", "-o", "%A|%k"}));
+                            Command({"squeue", "-h", "--me", "-o", "%A|%k"}));
     for (absl::string_view line : absl::StrSplit(output.out, '\n', absl::SkipWhitespace())) {
       const std::pair<absl::string_view, absl::string_view> fields =
           absl::StrSplit(line, absl::MaxSplits('|', 1));
       int64_t id = 0;
-      if (fields.second == absl::StrCat("muster:", key) && absl::SimpleAtoi(fields.first, &id)) {
-        return id;
+      if (!absl::StartsWith(fields.second, absl::StrCat("muster:", key, ":")) ||
+          !absl::SimpleAtoi(fields.first, &id)) {
+        continue;
       }
+      if (fields.second == absl::StrCat("muster:", Comment(spec, key))) return id;
+      return KeyReused(key, absl::StrCat(id));
     }
     return absl::NotFoundError("no job has this key");
   }
@@ -510,11 +589,7 @@ class Slurm final : public JobBackend {
       const absl::StatusOr<Records> records = Load(id);
       if (!records.ok() || records->key != key) continue;
       if (JobFileText(records->spec) != JobFileText(spec)) {
-        return rpc::ErrorWithReason(
-            absl::StatusCode::kFailedPrecondition,
-            absl::StrCat("the idempotency_key ", key, " was used for job ", records->spec.name, "-",
-                         id, ", which is another one: use a new key"),
-            v1::ERROR_REASON_KEY_REUSED);
+        return KeyReused(key, absl::StrCat(records->spec.name, "-", id));
       }
       MUSTER_ASSIGN_OR_RETURN(const auto queue, Queue());
       Submission former;
@@ -523,7 +598,7 @@ class Slurm final : public JobBackend {
       return former;
     }
     // One whose record that call could not write any more.
-    const absl::StatusOr<int64_t> id = WithComment(key);
+    const absl::StatusOr<int64_t> id = WithComment(spec, key);
     if (absl::IsNotFound(id.status())) return std::nullopt;
     if (!id.ok()) return id.status();
     MUSTER_ASSIGN_OR_RETURN(const SlurmLayout layout, Layout(spec));
@@ -688,9 +763,12 @@ class Slurm final : public JobBackend {
     std::optional<Queued> queued;
     if (const auto it = queue.find(records.id); it != queue.end()) queued = it->second;
     const Start* const last = records.starts.empty() ? nullptr : &records.starts.back();
-    if (!queued.has_value() && last != nullptr && last->code.has_value() && last->why == "over") {
-      job->state = *last->code == 0 ? JobState::kSucceeded : JobState::kFailed;
-      if (*last->code != 0 && marked("cancel")) job->state = JobState::kCancelled;
+    if (!queued.has_value() && last != nullptr && IsFinal(*last)) {
+      // "ended": by SLURM, and it is not in the queue again.
+      job->state = last->why == "ended" || (*last->code != 0 && marked("cancel"))
+                       ? JobState::kCancelled
+                   : *last->code == 0 ? JobState::kSucceeded
+                                      : JobState::kFailed;
     } else {
       if (!queued.has_value()) queued = Account(records.id);
       if (!queued.has_value()) {
@@ -771,7 +849,8 @@ class Slurm final : public JobBackend {
       return absl::NotFoundError(
           absl::StrCat("attempt ", attempt, " of job ", job.id, " has no rank ", options.rank));
     }
-    const bool over = attempt < job.attempts || job.history.back().has_end;
+    const bool over =
+        attempt < job.attempts || job.history.back().has_end || job.state == JobState::kUnknown;
     // Read after what says that nothing comes any more.
     const Log log(LogFiles(job, attempt - 1, options.rank));
     LogChunk chunk;

@@ -19,6 +19,8 @@ struct SlurmOptions {
   std::vector<std::string> sbatch_options = {};
   ProgramRunner run;
   absl::Duration poll = absl::Seconds(2);  // how often watch and follow_log look again
+  // And how long a controller that does not answer is waited for then.
+  absl::Duration patience = absl::Minutes(5);
 };
 
 // Jobs in the queue of a SLURM cluster, by its commands: sbatch, squeue, scontrol, scancel, sinfo,

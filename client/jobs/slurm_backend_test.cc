@@ -103,7 +103,7 @@ TEST_F(SlurmBackendTest, Submit_GivesTheScriptToSbatch_AndKeepsARecordThatOthers
   EXPECT_EQ(made->job.state, JobState::kQueued);
   EXPECT_EQ(made->job.why, "SLURM: Resources");
   EXPECT_THAT(script_, HasSubstr("#SBATCH --nodes=2\n"));
-  EXPECT_THAT(script_, HasSubstr("export TOKEN=secret\n"));
+  EXPECT_THAT(script_, HasSubstr("  export TOKEN=secret\n"));
   struct stat folder {
   }, record{};
   ASSERT_EQ(stat(Folder().c_str(), &folder), 0);
@@ -132,7 +132,16 @@ TEST_F(SlurmBackendTest, Submit_ThatSbatchRefuses_KeepsNothingAndSaysWhy) {
 TEST_F(SlurmBackendTest, Submit_WhoseAnswerIsLost_FindsTheJobByItsKey) {
   answers_["sbatch"] = {1, "", "sbatch: error: Socket timed out on send/recv operation\n"};
   squeue_.out = "12|PENDING||None\n";
-  comments_ = "11|muster:other\n12|muster:mine\n";
+  // Its comment has a digest of the job, too.
+  (void)backend_->submit(Spec(), {.idempotency_key = "mine"});
+  const size_t at = script_.find("--comment=") + 10;
+  const std::string comment = script_.substr(at, script_.find('\n', at) - at);
+  EXPECT_THAT(comment, HasSubstr("muster:mine:"));
+  comments_ = absl::StrCat("11|muster:other:0\n12|", comment, "\n");
+  JobSpec other = Spec();
+  other.command = {"./other"};
+  EXPECT_EQ(rpc::GetReason(backend_->submit(other, {.idempotency_key = "mine"}).status()),
+            v1::ERROR_REASON_KEY_REUSED);
   const auto made = backend_->submit(Spec(), {.idempotency_key = "mine"});
   ASSERT_TRUE(made.ok()) << made.status();
   EXPECT_EQ(made->job.id, "train-12");
@@ -330,6 +339,71 @@ TEST_F(SlurmBackendTest, AnyRecord_IsReadOrRefused) {
     (void)backend_->get("train-12");
     (void)backend_->read_log("train-12", {.rank = 1});
   }
+}
+
+TEST_F(SlurmBackendTest, JobThatNoRecordCanHold_IsRefusedBeforeSbatch) {
+  JobSpec spec = Spec();
+  spec.command.emplace_back(200'000, 'x');
+  EXPECT_THAT(backend_->submit(spec, {}).status().message(), HasSubstr("at most 131072"));
+  spec = Spec();
+  spec.command.emplace_back("\xff");
+  EXPECT_FALSE(backend_->submit(spec, {}).ok());
+  spec = Spec();
+  spec.env[std::string(1500, 'A')] = "1";
+  EXPECT_FALSE(backend_->submit(spec, {}).ok());
+  EXPECT_THAT(commands_, IsEmpty());
+}
+
+TEST_F(SlurmBackendTest, ActionThatSlurmRefuses_LeavesNoMark) {
+  Submit();
+  squeue_.out = "12|RUNNING|n[0-1]|None\n";
+  answers_["scancel"] = {1, "", "scancel: error: Unable to contact slurm controller\n"};
+  EXPECT_FALSE(backend_->cancel("train-12", "").ok());
+  EXPECT_FALSE(backend_->suspend("train-12", "").ok());
+  EXPECT_EQ(State(), JobState::kRunning);
+  // A job that has started since: it is asked to stop.
+  squeue_.out = "12|PENDING||Resources\n";
+  answers_["scontrol"] = {1, "", "Job is no longer pending execution\n"};
+  answers_["scancel"] = {0, "", ""};
+  EXPECT_TRUE(backend_->suspend("train-12", "").ok());
+  EXPECT_EQ(commands_[commands_.size() - 2], "scancel --batch --signal=TERM 12");
+}
+
+TEST_F(SlurmBackendTest, EndThatSlurmHasForgotten_IsWhatTheScriptHasNoted) {
+  Submit();
+  squeue_.out = "";
+  for (const auto& [end, state] :
+       std::map<std::string, JobState>{{"2 openssl cannot make a key", JobState::kFailed},
+                                       {"143 ended", JobState::kCancelled},
+                                       {"0 ended", JobState::kCancelled},
+                                       {"0 over", JobState::kSucceeded},
+                                       {"137 failed with exit code 137", JobState::kUnknown}}) {
+    std::ofstream(Folder() + "/12.events")
+        << "submit\t1\t0\tk 2\nstart\t2\t0\tn0\nend\t3\t0\t" << end << "\n";
+    EXPECT_EQ(State(), state) << end;
+  }
+  // Nothing comes any more, as a reader that follows the log learns.
+  Event("start\t4\t1\tn0");
+  const absl::Status followed =
+      backend_->follow_log("train-12", {}, [](const LogChunk&) { return true; });
+  EXPECT_TRUE(absl::IsUnavailable(followed)) << followed;
+}
+
+TEST_F(SlurmBackendTest, Watch_OutlivesARestartOfTheController) {
+  Submit();
+  squeue_ = {1, "", "slurm_load_jobs error: Unable to contact slurm controller\n"};
+  int calls = 0;
+  backend_ = SlurmBackend({.folder = Folder(),
+                           .run =
+                               [&](const auto& argv) {
+                                 if (++calls == 3) squeue_ = {0, "12|COMPLETED|n0|None\n", ""};
+                                 return Run(argv);
+                               },
+                           .poll = absl::Milliseconds(1)});
+  const auto end = backend_->watch(
+      "train-12", [](const Job&) { return true; }, absl::InfiniteDuration());
+  ASSERT_TRUE(end.ok()) << end.status();
+  EXPECT_EQ(end->state, JobState::kSucceeded);
 }
 
 }  // namespace

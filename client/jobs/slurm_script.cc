@@ -1,6 +1,7 @@
 #include "client/jobs/slurm_script.h"
 
 #include <algorithm>
+#include <iterator>
 #include <set>
 #include <utility>
 
@@ -25,6 +26,13 @@ constexpr char kBody[] =
 constexpr absl::Duration kDefaultGrace = absl::Seconds(30);
 // To save, and to put the job back into the queue; SLURM may signal up to a minute early.
 constexpr absl::Duration kLead = absl::Seconds(30);
+
+// Options of sbatch that the script relies on, or that would make something else of the submission.
+constexpr const char* kOwned[] = {
+    "array",     "chdir",    "clusters", "comment", "error",      "export", "export-file",
+    "help",      "job-name", "no-kill",  "nodes",   "no-requeue", "ntasks", "ntasks-per-node",
+    "open-mode", "output",   "parsable", "quiet",   "requeue",    "signal", "test-only",
+    "usage",     "verbose",  "version",  "wait",    "wrap"};
 
 int Cpus(const JobSpec& spec) { return std::max(1, spec.cpus_per_process); }
 
@@ -95,6 +103,16 @@ std::vector<std::string> LaunchFlags(const JobSpec& spec, const SlurmLayout& lay
 }  // namespace
 
 absl::Status CheckSlurmJob(const JobSpec& spec) {
+  // As the coordinator has it; here it is a word of the script, too.
+  const bool good = !spec.name.empty() && spec.name.size() <= 64 && spec.name[0] != '-' &&
+                    std::all_of(spec.name.begin(), spec.name.end(), [](unsigned char c) {
+                      return absl::ascii_isalnum(c) || c == '-' || c == '_';
+                    });
+  if (!good) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("name: ", Printable(spec.name),
+                     " does not name a job: use 1 to 64 letters, digits, '-' and '_'"));
+  }
   const std::pair<bool, const char*> refused[] = {
       {!spec.labels.empty(), "labels: SLURM's nodes have features: use --sbatch --constraint=..."},
       {spec.priority != 0,
@@ -123,45 +141,6 @@ absl::Status CheckSlurmJob(const JobSpec& spec) {
 }
 
 absl::Status CheckSbatchOptions(const std::vector<std::string>& options) {
-  // What the script relies on, and what would make something else of the submission.
-  static const auto* const owned = new std::set<std::string, std::less<>>{"--nodes",
-                                                                          "-N",
-                                                                          "--ntasks",
-                                                                          "-n",
-                                                                          "--ntasks-per-node",
-                                                                          "--output",
-                                                                          "-o",
-                                                                          "--error",
-                                                                          "-e",
-                                                                          "--open-mode",
-                                                                          "--comment",
-                                                                          "--array",
-                                                                          "-a",
-                                                                          "--wrap",
-                                                                          "--wait",
-                                                                          "-W",
-                                                                          "--parsable",
-                                                                          "--test-only",
-                                                                          "--job-name",
-                                                                          "-J",
-                                                                          "--requeue",
-                                                                          "--no-requeue",
-                                                                          "--export",
-                                                                          "--export-file",
-                                                                          "--help",
-                                                                          "-h",
-                                                                          "--usage",
-                                                                          "--version",
-                                                                          "-V",
-                                                                          "--signal",
-                                                                          "--quiet",
-                                                                          "-Q",
-                                                                          "--verbose",
-                                                                          "-v",
-                                                                          "--no-kill",
-                                                                          "-k",
-                                                                          "--chdir",
-                                                                          "-D"};
   for (const std::string& option : options) {
     if (option.size() < 2 || option[0] != '-' || option == "--") {
       return absl::InvalidArgumentError(
@@ -169,13 +148,20 @@ absl::Status CheckSbatchOptions(const std::vector<std::string>& options) {
                        ": write one option of sbatch with its value, as in --sbatch "
                        "--partition=gpu"));
     }
-    const std::string name =
-        absl::StartsWith(option, "--") ? option.substr(0, option.find('=')) : option.substr(0, 2);
-    if (owned->contains(name)) {
-      return absl::InvalidArgumentError(absl::StrCat("--sbatch ", Printable(option),
-                                                     ": muster sets ", name,
-                                                     " itself, from the job's settings"));
+    if (option[1] != '-') {
+      // "-Hn4" is "-H -n 4".
+      if (absl::StrContains("ApqCxwLdt", option[1])) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat("--sbatch ", Printable(option), ": write the long name of the option"));
     }
+    // sbatch takes the beginning of a name for the name.
+    const std::string name = option.substr(2, option.find('=') - 2);
+    const auto owned = std::find_if(std::begin(kOwned), std::end(kOwned),
+                                    [&](const char* one) { return absl::StartsWith(one, name); });
+    if (owned == std::end(kOwned)) continue;
+    return absl::InvalidArgumentError(absl::StrCat("--sbatch ", Printable(option),
+                                                   ": muster sets --", *owned,
+                                                   " itself, from the job's settings"));
   }
   return absl::OkStatus();
 }
@@ -274,9 +260,12 @@ absl::StatusOr<std::string> RenderSlurmScript(const JobSpec& spec, const SlurmLa
                   "train.sbatch on it is deploy/slurm/train.sbatch.\n"
                   // Of the terminal that has submitted it.
                   "unset MUSTER_COORDINATOR MUSTER_TOKEN_FILE MUSTER_ON MUSTER_CONFIG\n");
+  // Not of this script: the processes' PATH may not have what it needs.
+  script += "job_env() {\n  :\n";
   for (const auto& [name, value] : spec.env) {
-    absl::StrAppend(&script, "export ", name, "=", ShellWord(value), "\n");
+    absl::StrAppend(&script, "  export ", name, "=", ShellWord(value), "\n");
   }
+  script += "}\n";
   const std::string folder = ShellWord(options.folder);
   absl::StrAppend(&script, "MUSTER=", ShellWord(options.muster), "\nMUSTER_RUN_FOLDER=", folder,
                   "/run\nMUSTER_EVENTS=", folder, "/$SLURM_JOB_ID.events\nMUSTER_LOGS=", folder,

@@ -117,9 +117,9 @@ TEST(SlurmScriptTest, Settings_AreOptionsOfSbatchAndFlagsOfLaunch) {
         "#SBATCH --cpus-per-task=16\n", "#SBATCH --gpus-per-node=2\n", "#SBATCH --mem=32768M\n",
         "#SBATCH --time=1-12:00:05\n", "#SBATCH --signal=B:TERM@60\n",
         "#SBATCH --output=\"/home/ann/.muster/%j.log\"\n", "#SBATCH --chdir=\"/data/my runs\"\n",
-        "export WORDS='it'\\''s $HOME'\n", "MUSTER=/opt/muster\n",
+        "  export WORDS='it'\\''s $HOME'\n", "MUSTER=/opt/muster\n",
         "--num_processes $((2 * SLURM_NNODES)) ", "--max_restarts 3 ", "--mixed_precision bf16",
-        "set -- ./train --lr 0.1\n", "srun --ntasks-per-node=1"}) {
+        "set -- ./train --lr 0.1\n", "--ntasks-per-node=1 --wait=60"}) {
     EXPECT_THAT(script, HasSubstr(line));
   }
   EXPECT_THAT(script, Not(HasSubstr("--cpu)")));
@@ -144,11 +144,11 @@ TEST(SlurmScriptTest, Script_IsOneThatBashReads) {
   std::ofstream(script) << Script(spec);
   EXPECT_EQ(Shell("bash -n " + script), "");
   // Up to the body: the words of the program come back as they are.
-  EXPECT_EQ(
-      Shell(absl::StrCat("SLURM_JOB_ID=1 SLURM_NNODES=2 bash -c 'source <(sed \"/^# "
-                         "train.sbatch$/Q\" ",
-                         script, "); printf \"<%s>\" \"$@\"; echo \"<$A>${muster_flags[1]}\"'")),
-      "<./it's><a b><$(touch /tmp/never)><><x\ny><`id`>4\n");
+  EXPECT_EQ(Shell(absl::StrCat(
+                "SLURM_JOB_ID=1 SLURM_NNODES=2 bash -c 'source <(sed \"/^# "
+                "train.sbatch$/Q\" ",
+                script, "); job_env; printf \"<%s>\" \"$@\"; echo \"<$A>${muster_flags[1]}\"'")),
+            "<./it's><a b><$(touch /tmp/never)><><x\ny><`id`>4\n");
 }
 
 TEST(SlurmScriptTest, WhatNoScriptCanHave_IsRefused) {
@@ -170,6 +170,9 @@ TEST(SlurmJobTest, SettingsThatSlurmDecides_AreRefusedByName) {
     return std::string(CheckSlurmJob(spec).message());
   };
   EXPECT_THAT(refusal([](JobSpec* spec) { spec->priority = 1; }), HasSubstr("--nice"));
+  for (const char* const name : {"", "x\ntouch y", "x --array=0-1", "a/../b", "-x", "a b"}) {
+    EXPECT_THAT(refusal([name](JobSpec* spec) { spec->name = name; }), HasSubstr("name: ")) << name;
+  }
   EXPECT_THAT(refusal([](JobSpec* spec) { spec->labels["a"] = "b"; }), HasSubstr("--constraint"));
   EXPECT_THAT(refusal([](JobSpec* spec) { spec->preemptible = true; }), HasSubstr("preemptible"));
   EXPECT_THAT(refusal([](JobSpec* spec) { spec->gpus_per_process = 2; }), HasSubstr("gpus_per"));
@@ -181,8 +184,9 @@ TEST(SlurmJobTest, SettingsThatSlurmDecides_AreRefusedByName) {
 
 TEST(SbatchOptionsTest, OptionsOfTheScript_AreRefused) {
   EXPECT_TRUE(CheckSbatchOptions({"--partition=gpu", "-pgpu", "--account=a", "--qos=high"}).ok());
-  for (const char* const bad : {"gpu", "-", "--", "", "--nodes=3", "-N3", "--output=x",
-                                "--array=1-9", "-o", "--wrap=id", "--export=NONE"}) {
+  for (const char* const bad :
+       {"gpu", "-", "--", "", "--nodes=3", "-N3", "--output=x", "--array=1-9", "-o", "--wrap=id",
+        "--export=NONE", "--arra=0-1", "--no-req", "--outp=x", "-Hn4", "-M"}) {
     EXPECT_FALSE(CheckSbatchOptions({bad}).ok()) << bad;
   }
 }

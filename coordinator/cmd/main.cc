@@ -139,7 +139,7 @@ void AddLimitFlags(CLI::App* app, Flags* flags) {
                   "seconds of silence after which a node of submitted jobs is lost, if others are "
                   "heard; three times as many if none is")
       ->capture_default_str()
-      ->check(CLI::Range(1.0, 90.0));
+      ->check(CLI::Range(5.0, 90.0));
   app->add_option("--direct_agents", flags->options.runner.core.hubs.direct_agents,
                   "number of agents with streams of their own; others connect through a hub, an "
                   "agent with --hub_listen that speaks for them")

@@ -709,7 +709,9 @@ JobsCore::Error JobsCore::Resize(Job* job, const v1::ControlJobRequest& request,
          absl::StrCat("it is resized from ", now, " to ", DescribeSize(spec), suffix));
     return std::nullopt;
   }
-  job->grows_now = true;
+  if (now == spec.max_processes()) return std::nullopt;
+  record.set_grows(true);
+  Touch(*job);
   NoteGrowth(*job);
   dirty_ = true;
   return std::nullopt;
@@ -723,7 +725,7 @@ absl::Time JobsCore::GrowsFrom(const Job& job) const {
   }
   const int now = CountProcesses(Last(record));
   if (now >= record.spec().max_processes()) return absl::InfiniteFuture();
-  if (job.grows_now || now < record.spec().min_processes()) return absl::InfinitePast();
+  if (record.grows() || now < record.spec().min_processes()) return absl::InfinitePast();
   if (!record.spec().has_grow_after()) return absl::InfiniteFuture();
   return job.runs_since + FromProto(record.spec().grow_after());
 }
@@ -789,7 +791,8 @@ void JobsCore::SetState(Job* job, v1::JobState state, std::string why) {
   record.set_why(std::move(why));
   job->waits_for.clear();
   if (state == v1::JOB_STATE_RUNNING) job->runs_since = now_;
-  if (state != v1::JOB_STATE_RUNNING && state != v1::JOB_STATE_STARTING) job->grows_now = false;
+  // Whatever comes next begins with as many as fit.
+  if (!IsActive(state)) record.clear_grows();
   NoteGrowth(*job);
   Touch(*job);
   dirty_ = true;
@@ -1433,11 +1436,6 @@ void JobsCore::RunSchedule() {
   }
   for (const auto& [job_id, why] : decision.grows) {
     Stop(FindJob(job_id), v1::END_CLASS_RESIZED, why);
-  }
-  for (const uint64_t sequence : absl::btree_set<uint64_t>(may_grow_)) {
-    Job& job = jobs_.at(sequence);
-    if (Settled()) job.grows_now = false;
-    NoteGrowth(job);
   }
   bool again = false;
   for (const auto& [job_id, why] : decision.waits) {

@@ -132,7 +132,6 @@ class JobsCore {
     absl::Time ends_by = absl::InfiniteFuture();   // of the current attempt
     int node_failures = 0;                         // in a row
     absl::Time runs_since = absl::InfinitePast();  // the current attempt, or the term
-    bool grows_now = false;                        // a person has just resized it
     size_t bytes = 0;                              // of the record, as bytes_ counts it
     // By the last schedule, in words. Not in the record: the next coordinator finds it again.
     std::string waits_for;

@@ -826,6 +826,26 @@ TEST_F(JobsCoreTest, ResizeToARange_GrowsNowIfItCan_AndNotLater) {
   EXPECT_EQ(Get(job).attempts(), 3);
 }
 
+TEST_F(JobsCoreTest, ResizeToARange_WaitsForTheRoomThatAnotherJobGrowsInto) {
+  AddNode("a", 4);
+  Settle();
+  const std::string first = Submit(Spec(1));
+  const std::string second = Submit(Spec(1));
+  stops_obey_ = false;
+  EXPECT_FALSE(Resize(first, 1, 2).has_error());
+  EXPECT_EQ(StateOf(first), v1::JOB_STATE_STOPPING);
+  EXPECT_FALSE(Resize(second, 1, 2).has_error());
+  EXPECT_EQ(StateOf(second), v1::JOB_STATE_RUNNING);
+  StartTerm();  // the wish is in the record
+  Sync("a");
+  Settle();
+  ObeyStops();
+  Advance(absl::Seconds(1));
+  EXPECT_EQ(ProcessesOf(first), 2);
+  EXPECT_EQ(ProcessesOf(second), 2);
+  EXPECT_FALSE(Get(second).grows());
+}
+
 TEST_F(JobsCoreTest, Resize_InEveryState) {
   AddNode("a", 2);
   const std::string running = Submit(Spec(2));

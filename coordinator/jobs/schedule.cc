@@ -100,6 +100,11 @@ class Scheduler {
         if (placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
         processes_of_[job.record->owner()] += placement.processes();
       }
+      // Its owner's other jobs do not take what it comes back for.
+      if (IsReturning(job)) {
+        processes_of_[job.record->owner()] +=
+            std::max(0, job.record->spec().max_processes() - CountProcesses(*job.attempt));
+      }
     }
     int examined = 0;
     for (const QueuedJob& job : queued) {

@@ -251,6 +251,19 @@ TEST_F(ScheduleTest, JobThatStopsToGrow_ReservesItsRoom_InItsOrder) {
   EXPECT_EQ(Starts(), (Ids{"late", "fits beside"}));
 }
 
+TEST_F(ScheduleTest, JobThatStopsToGrow_KeepsItsPartOfTheOwnersLimit) {
+  question_.max_processes_of_owner = 8;
+  AddNode("a", 16);
+  v1::JobRecord& record = Running("elastic", "a", 2);
+  record.set_owner("ann");
+  record.mutable_spec()->set_max_processes(8);
+  record.mutable_history(0)->set_stop(true);
+  record.mutable_history(0)->mutable_end()->set_end_class(v1::END_CLASS_RESIZED);
+  Queue("late", 4).set_owner("ann");
+  Queue("other", 4).set_owner("bob");
+  EXPECT_EQ(Starts(), Ids{"other"});
+}
+
 TEST_F(ScheduleTest, OwnerAtTheLimitOfProcesses_WaitsAndBlocksNobody) {
   question_.max_processes_of_owner = 4;
   AddNode("a", 16);

@@ -125,7 +125,7 @@ TEST_F(JobsTest, ElasticJob_ShrinksWithALostNode_GrowsWhenItIsBack_AndIsResized)
   // A lease that fits a test.
   coordinator_->Signal(SIGTERM);
   coordinator_->Wait();
-  coordinator_ = StartCoordinator({"--log_level", "warning", "--node_lease", "3"});
+  coordinator_ = StartCoordinator({"--log_level", "warning", "--node_lease", "5"});
   const auto a = StartNode("a");
   auto b = StartNode("b");
   // The first rank of each attempt says how many there are, and whether it was asked to stop.
@@ -167,7 +167,7 @@ TEST_F(JobsTest, ElasticJob_ShrinksWithALostNode_GrowsWhenItIsBack_AndIsResized)
 TEST_F(JobsTest, ElasticTraining_LosesANodeAndGetsItBack_TrainsEverySampleOnce) {
   coordinator_->Signal(SIGTERM);
   coordinator_->Wait();
-  coordinator_ = StartCoordinator({"--log_level", "warning", "--node_lease", "3"});
+  coordinator_ = StartCoordinator({"--log_level", "warning", "--node_lease", "5"});
   const auto a = StartNode("a");
   auto b = StartNode("b");
   const std::string folder = Temp("elastic");
