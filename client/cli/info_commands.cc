@@ -33,6 +33,7 @@
 #include "client/config/suggest.h"
 #include "client/config/torchrun_flags.h"
 #include "client/jobs/client_on_channel.h"
+#include "client/jobs/job_backend.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/checkpoint.grpc.pb.h"
@@ -801,29 +802,25 @@ int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext&
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
   if (line.words.size() != 1)
     return Fail(spec, context, absl::InvalidArgumentError("write muster remove JOB"), kExitUsage);
-  if (IsOnSlurm(line, context)) {
-    int code = kExitOk;
-    const std::unique_ptr<JobBackend> slurm = OpenBackend(spec, line, context, &code);
-    if (slurm == nullptr) return code;
-    const absl::Status removed = slurm->remove(line.words[0]);
-    if (!removed.ok()) {
-      return Fail(spec, context, removed,
-                  rpc::GetReason(removed) == v1::ERROR_REASON_JOB_STATE ? kExitConflict
-                                                                        : ExitCodeOf(removed));
-    }
-    context.out << "job " << line.words[0] << " is removed\n";
-    return kExitOk;
-  }
+  const bool on_slurm = IsOnSlurm(line, context);
   Connection connection;
-  if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
+  std::unique_ptr<JobBackend> backend;
+  if (on_slurm) {
+    int code = kExitOk;
+    backend = OpenBackend(spec, line, context, &code);
+    if (backend == nullptr) return code;
+  } else {
+    if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
+    backend =
+        CoordinatorBackend(ClientOn(connection.channel, connection.timeout, connection.timeout));
+  }
   // A submitted job, if there is one of this name; else the group of a launch.
-  const absl::Status submitted =
-      ClientOn(connection.channel, connection.timeout, connection.timeout).remove(line.words[0]);
+  const absl::Status submitted = backend->remove(line.words[0]);
   if (submitted.ok()) {
     context.out << "job " << line.words[0] << " is removed\n";
     return kExitOk;
   }
-  if (!absl::IsNotFound(submitted) && !absl::IsUnimplemented(submitted)) {
+  if (on_slurm || (!absl::IsNotFound(submitted) && !absl::IsUnimplemented(submitted))) {
     return Fail(spec, context, submitted,
                 rpc::GetReason(submitted) == v1::ERROR_REASON_JOB_STATE ? kExitConflict
                                                                         : ExitCodeOf(submitted));

@@ -61,12 +61,6 @@ int CodeOfJob(const Job& job) {
   return job.state == JobState::kSucceeded ? kExitOk : kExitJobFailed;
 }
 
-std::string ProcessesText(const JobSpec& spec) {
-  return spec.min_processes == spec.max_processes
-             ? absl::StrCat(spec.max_processes)
-             : absl::StrCat(spec.min_processes, ":", spec.max_processes);
-}
-
 std::string TimeText(absl::Time time) {
   return time == absl::InfinitePast()
              ? ""
@@ -88,32 +82,6 @@ ordered_json PlacementsJson(const std::vector<Placement>& placements) {
                    {"state", placement.state}});
   }
   return all;
-}
-
-ordered_json SpecJson(const JobSpec& spec) {
-  return {{"name", spec.name},
-          {"command", spec.command},
-          {"env", spec.env},
-          {"workdir", spec.workdir},
-          {"processes", ProcessesText(spec)},
-          {"processes_per_node", spec.processes_per_node},
-          {"gpus_per_process", spec.gpus_per_process},
-          {"cpus_per_process", spec.cpus_per_process},
-          {"memory_per_process", spec.memory_per_process},
-          {"labels", spec.labels},
-          {"priority", spec.priority},
-          {"preemptible", spec.preemptible},
-          {"max_restarts", spec.max_restarts},
-          {"restart_delay", absl::FormatDuration(spec.restart_delay)},
-          {"time_limit", absl::FormatDuration(spec.time_limit)},
-          {"stop_grace", absl::FormatDuration(spec.stop_grace)},
-          {"grow_after", absl::FormatDuration(spec.grow_after)},
-          {"user_error_codes", spec.user_error_codes},
-          {"wait_for_nodes", spec.wait_for_nodes},
-          {"mixed_precision", spec.mixed_precision},
-          {"gradient_accumulation_steps", spec.gradient_accumulation_steps},
-          {"cpu", spec.cpu},
-          {"debug", spec.debug}};
 }
 
 // Of an attempt that has one.
@@ -142,7 +110,7 @@ ordered_json JobJson(const Job& job) {
           {"owner", job.owner},
           {"submitted", TimeJson(job.submitted)},
           {"restarts", job.restarts},
-          {"spec", SpecJson(job.spec)},
+          {"spec", SettingsJson(job.spec)},
           {"attempts", attempts}};
 }
 
@@ -640,12 +608,8 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
     const absl::StatusOr<Job> job = client->get(name);
     if (!job.ok()) return FailJob(spec, context, *client, name, job.status());
     // Those of the attempt that is meant; of one that is not kept, the most that there can be.
-    ranks = job->spec.max_processes;
-    for (const Attempt& attempt : job->history) {
-      if (attempt.number != (options.attempt == 0 ? job->attempts : options.attempt)) continue;
-      ranks = 0;
-      for (const Placement& placement : attempt.placements) ranks += placement.processes;
-    }
+    const int attempt = options.attempt == 0 ? job->attempts : options.attempt;
+    ranks = ProcessesOfAttempt(*job, attempt).value_or(job->spec.max_processes);
   }
   LogPrinter printer(context.out, all && ranks > 1, std::move(grep));
   std::vector<absl::Status> statuses(ranks);

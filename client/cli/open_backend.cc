@@ -26,10 +26,10 @@ std::string SlurmFolder(const CommandContext& context) {
                        : given;
 }
 
-std::unique_ptr<JobBackend> OnSlurm(const CommandLine& line, const CommandContext& context) {
-  SlurmOptions options = {.folder = SlurmFolder(context),
-                          .user = Variable(context.variables, "USER"),
-                          .run = context.run_program};
+std::unique_ptr<JobBackend> OnSlurm(const CommandLine& line, const CommandContext& context,
+                                    const std::string& folder) {
+  SlurmOptions options = {
+      .folder = folder, .user = Variable(context.variables, "USER"), .run = context.run_program};
   if (const auto given = line.options.find("sbatch"); given != line.options.end()) {
     options.sbatch_options = given->second;
   }
@@ -73,7 +73,7 @@ std::unique_ptr<JobBackend> OpenBackend(const CommandSpec& spec, const CommandLi
       return refuse(absl::StrCat("MUSTER_SLURM_FOLDER: ", folder,
                                  " is no absolute path: name a folder that all nodes share"));
     }
-    return OnSlurm(line, context);
+    return OnSlurm(line, context, folder);
   }
   if (!on.empty() && on != "agents") {
     return refuse(

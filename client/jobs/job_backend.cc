@@ -51,4 +51,14 @@ std::unique_ptr<JobBackend> CoordinatorBackend(Client client) {
   return std::make_unique<OfCoordinator>(std::move(client));
 }
 
+std::optional<int> ProcessesOfAttempt(const Job& job, int attempt) {
+  for (const Attempt& one : job.history) {
+    if (one.number != attempt) continue;
+    int processes = 0;
+    for (const Placement& placement : one.placements) processes += placement.processes;
+    return processes;
+  }
+  return std::nullopt;
+}
+
 }  // namespace muster::client

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -41,6 +42,9 @@ class JobBackend {
 };
 
 std::unique_ptr<JobBackend> CoordinatorBackend(Client client);
+
+// How many processes the attempt of this number has. None: it is not kept.
+std::optional<int> ProcessesOfAttempt(const Job& job, int attempt);
 
 }  // namespace muster::client
 

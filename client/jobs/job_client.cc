@@ -10,6 +10,7 @@
 #include "base/mutex.h"
 #include "base/status_macros.h"
 #include "client/jobs/client_on_channel.h"
+#include "client/jobs/follow_log.h"
 #include "client/jobs/job_messages.h"
 #include "proto/muster/v1/job.grpc.pb.h"
 #include "proto/muster/v1/node.grpc.pb.h"
@@ -222,28 +223,10 @@ absl::StatusOr<LogChunk> Client::read_log(const std::string& job, const LogOptio
 
 absl::Status Client::follow_log(const std::string& job, LogOptions options,
                                 const std::function<bool(const LogChunk&)>& chunk) {
-  const bool one_attempt = options.attempt != 0;
-  if (!one_attempt) {
-    // A job that waits for its first attempt has no log yet.
-    MUSTER_ASSIGN_OR_RETURN(const Job begun,
-                            watch(job, [](const Job& now) { return now.attempts == 0; }));
-    if (begun.attempts == 0) return absl::OkStatus();
-    options.attempt = begun.attempts;
-  }
   options.wait = kLogWait;
-  while (true) {
-    MUSTER_ASSIGN_OR_RETURN(const LogChunk read, read_log(job, options));
-    if (!read.data.empty() && !chunk(read)) return absl::OkStatus();
-    options.offset = read.next_offset;
-    if (!read.ended) continue;
-    if (one_attempt) return absl::OkStatus();
-    const int last = options.attempt;
-    MUSTER_ASSIGN_OR_RETURN(const Job next,
-                            watch(job, [last](const Job& now) { return now.attempts <= last; }));
-    if (next.attempts <= last) return absl::OkStatus();
-    options.attempt = last + 1;
-    options.offset = 0;
-  }
+  return client::FollowLog(
+      options, [&](const auto& changed) { return watch(job, changed); },
+      [&](const LogOptions& part) { return read_log(job, part); }, chunk);
 }
 
 absl::StatusOr<std::vector<Node>> Client::nodes() {

@@ -327,6 +327,12 @@ absl::StatusOr<std::pair<int, int>> ParseProcesses(absl::string_view text) {
   return std::make_pair(least, most);
 }
 
+std::string ProcessesText(const JobSpec& spec) {
+  return spec.min_processes == spec.max_processes
+             ? absl::StrCat(spec.max_processes)
+             : absl::StrCat(spec.min_processes, ":", spec.max_processes);
+}
+
 const std::vector<JobSettingSpec>& JobSettings() {
   static const auto* const settings = [] {
     auto* const all = new std::vector<JobSettingSpec>;
@@ -336,38 +342,38 @@ const std::vector<JobSettingSpec>& JobSettings() {
   return *settings;
 }
 
+nlohmann::ordered_json SettingsJson(const JobSpec& spec) {
+  return {{"name", spec.name},
+          {"command", spec.command},
+          {"env", spec.env},
+          {"workdir", spec.workdir},
+          {"processes", ProcessesText(spec)},
+          {"processes_per_node", spec.processes_per_node},
+          {"gpus_per_process", spec.gpus_per_process},
+          {"cpus_per_process", spec.cpus_per_process},
+          {"memory_per_process", spec.memory_per_process},
+          {"labels", spec.labels},
+          {"priority", spec.priority},
+          {"preemptible", spec.preemptible},
+          {"max_restarts", spec.max_restarts},
+          {"restart_delay", absl::FormatDuration(spec.restart_delay)},
+          {"time_limit", absl::FormatDuration(spec.time_limit)},
+          {"stop_grace", absl::FormatDuration(spec.stop_grace)},
+          {"grow_after", absl::FormatDuration(spec.grow_after)},
+          {"user_error_codes", spec.user_error_codes},
+          {"wait_for_nodes", spec.wait_for_nodes},
+          {"mixed_precision", spec.mixed_precision},
+          {"gradient_accumulation_steps", spec.gradient_accumulation_steps},
+          {"cpu", spec.cpu},
+          {"debug", spec.debug}};
+}
+
 std::string JobFileText(const JobSpec& spec) {
-  const JobSpec unset;
-  nlohmann::ordered_json file = {{"name", spec.name}, {"command", spec.command}};
-  const auto put = [&file](const char* key, const auto& value, const auto& fallback) {
-    if (value != fallback) file[key] = value;
-  };
-  const auto put_time = [&file](const char* key, absl::Duration time) {
-    if (time > absl::ZeroDuration()) file[key] = absl::FormatDuration(time);
-  };
-  put("env", spec.env, unset.env);
-  put("workdir", spec.workdir, unset.workdir);
-  if (spec.min_processes != 1 || spec.max_processes != 1) {
-    file["processes"] = absl::StrCat(spec.min_processes, ":", spec.max_processes);
+  const nlohmann::ordered_json unset = SettingsJson(JobSpec()), settings = SettingsJson(spec);
+  nlohmann::ordered_json file;
+  for (const auto& [key, value] : settings.items()) {
+    if (value != unset[key]) file[key] = value;
   }
-  put("processes_per_node", spec.processes_per_node, 0);
-  put("gpus_per_process", spec.gpus_per_process, 0);
-  put("cpus_per_process", spec.cpus_per_process, 0);
-  put("memory_per_process", spec.memory_per_process, int64_t{0});
-  put("labels", spec.labels, unset.labels);
-  put("priority", spec.priority, 0);
-  put("preemptible", spec.preemptible, false);
-  put("max_restarts", spec.max_restarts, 0);
-  put_time("restart_delay", spec.restart_delay);
-  put_time("time_limit", spec.time_limit);
-  put_time("stop_grace", spec.stop_grace);
-  put_time("grow_after", spec.grow_after);
-  put("user_error_codes", spec.user_error_codes, unset.user_error_codes);
-  put("wait_for_nodes", spec.wait_for_nodes, false);
-  put("mixed_precision", spec.mixed_precision, unset.mixed_precision);
-  put("gradient_accumulation_steps", spec.gradient_accumulation_steps, 0);
-  put("cpu", spec.cpu, false);
-  put("debug", spec.debug, false);
   return file.dump(2, ' ', false, json::error_handler_t::replace);
 }
 

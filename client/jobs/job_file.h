@@ -2,6 +2,7 @@
 #define MUSTER_CLIENT_JOBS_JOB_FILE_H_
 
 #include <map>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,6 +25,7 @@ const std::vector<JobSettingSpec>& JobSettings();
 
 // "4" or "1:4", as the setting `processes` has it. INVALID_ARGUMENT says what to write.
 absl::StatusOr<std::pair<int, int>> ParseProcesses(absl::string_view text);
+std::string ProcessesText(const JobSpec& spec);
 
 struct GivenSetting {
   std::string text;
@@ -42,6 +44,8 @@ absl::StatusOr<ResolvedJob> ResolveJob(absl::string_view text, absl::string_view
                                        const std::map<std::string, std::vector<std::string>>& flags,
                                        const std::vector<std::string>& program);
 
+// All settings of a specification, by their keys.
+nlohmann::ordered_json SettingsJson(const JobSpec& spec);
 // The job file of a specification: JSON, which is YAML too, of what is not the default. ResolveJob
 // reads the same specification from it.
 std::string JobFileText(const JobSpec& spec);

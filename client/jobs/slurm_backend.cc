@@ -29,17 +29,19 @@
 #include "base/signature.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "client/jobs/follow_log.h"
 #include "client/jobs/job_file.h"
 #include "client/jobs/slurm_script.h"
+#include "proto/job_limits.h"
 #include "rpc/status.h"
 
 namespace muster::client {
 namespace {
 
 constexpr int64_t kMaxRecord = 1 << 20;
-constexpr size_t kMaxSpec = 128 << 10;  // as a coordinator has it
 constexpr int64_t kMaxChunk = 256 << 10;
-constexpr int64_t kMaxTail = 1 << 20;  // in which the last lines are looked for
+constexpr int64_t kMaxTail = 1 << 20;          // in which the last lines are looked for
+constexpr int64_t kEndOfScriptLog = 64 << 10;  // read for each job that has failed
 
 // What SLURM says of a job that it still knows.
 struct Queued {
@@ -371,32 +373,22 @@ class Slurm final : public JobBackend {
 
   absl::Status follow_log(const std::string& name, const LogOptions& given,
                           const std::function<bool(const LogChunk&)>& chunk) override {
-    LogOptions options = given;
-    const bool one_attempt = options.attempt != 0;
-    MUSTER_ASSIGN_OR_RETURN(Job job, watch(
-                                         name, [](const Job& now) { return now.attempts == 0; },
-                                         absl::InfiniteDuration()));
-    if (job.attempts == 0) return absl::OkStatus();
-    if (!one_attempt) options.attempt = job.attempts;
-    while (true) {
-      MUSTER_ASSIGN_OR_RETURN(job, GetPatiently(name));
-      MUSTER_ASSIGN_OR_RETURN(const LogChunk read, ReadLog(job, options));
-      if (!read.data.empty() && !chunk(read)) return absl::OkStatus();
-      options.offset = read.next_offset;
-      if (!read.ended) {
-        if (read.data.empty()) Pause();
-        continue;
-      }
-      if (one_attempt) return absl::OkStatus();
-      const int last = options.attempt;
-      MUSTER_ASSIGN_OR_RETURN(const Job next,
-                              watch(
-                                  name, [last](const Job& now) { return now.attempts <= last; },
-                                  absl::InfiniteDuration()));
-      if (next.attempts <= last) return absl::OkStatus();
-      options.attempt = last + 1;
-      options.offset = 0;
+    const auto watch_it = [&](const std::function<bool(const Job&)>& changed) {
+      return watch(name, changed, absl::InfiniteDuration());
+    };
+    if (given.attempt != 0) {
+      // One that is still to come is waited for.
+      MUSTER_ASSIGN_OR_RETURN(const Job begun,
+                              watch_it([](const Job& now) { return now.attempts == 0; }));
+      if (begun.attempts == 0) return absl::OkStatus();
     }
+    const auto read = [&](const LogOptions& options) -> absl::StatusOr<LogChunk> {
+      MUSTER_ASSIGN_OR_RETURN(const Job job, GetPatiently(name));
+      absl::StatusOr<LogChunk> part = ReadLog(job, options);
+      if (part.ok() && part->data.empty() && !part->ended) Pause();
+      return part;
+    };
+    return FollowLog(given, watch_it, read, chunk);
   }
 
  private:
@@ -430,9 +422,9 @@ class Slurm final : public JobBackend {
   // Whether the record of this job can be read again.
   static absl::Status CheckRecord(const JobSpec& spec) {
     const std::string text = JobFileText(spec);
-    if (text.size() > kMaxSpec) {
+    if (text.size() > kMaxSpecBytes) {
       return absl::InvalidArgumentError(absl::StrCat("the specification has ", text.size(),
-                                                     " bytes: at most ", kMaxSpec,
+                                                     " bytes: at most ", kMaxSpecBytes,
                                                      "; put large values into a file"));
     }
     const absl::StatusOr<ResolvedJob> read = ResolveJob(text, "the job", {}, {});
@@ -810,7 +802,7 @@ class Slurm final : public JobBackend {
   // The end of what the script and srun have printed.
   std::string ScriptLog(int64_t id) const {
     const Log log({Path(absl::StrCat(id, ".log"))});
-    return log.Read(std::max<int64_t>(0, log.size() - kMaxTail), kMaxTail);
+    return log.Read(std::max<int64_t>(0, log.size() - kEndOfScriptLog), kEndOfScriptLog);
   }
 
   // The files of a rank after this many requeues, by the number of the restart in place.
@@ -836,11 +828,7 @@ class Slurm final : public JobBackend {
     if (attempt == 0) {
       return absl::NotFoundError(absl::StrCat("job ", job.id, " has not started: ", job.why));
     }
-    int processes = 0;
-    for (const Attempt& one : job.history) {
-      if (one.number != attempt) continue;
-      for (const Placement& placement : one.placements) processes += placement.processes;
-    }
+    const int processes = ProcessesOfAttempt(job, attempt).value_or(0);
     if (attempt > job.attempts || processes == 0) {
       return absl::NotFoundError(absl::StrCat("job ", job.id, " has no attempt ", attempt,
                                               ": the last is ", job.attempts));

@@ -15,6 +15,7 @@
 #include "absl/time/time.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "proto/job_limits.h"
 
 namespace muster::client {
 namespace {
@@ -103,12 +104,8 @@ std::vector<std::string> LaunchFlags(const JobSpec& spec, const SlurmLayout& lay
 }  // namespace
 
 absl::Status CheckSlurmJob(const JobSpec& spec) {
-  // As the coordinator has it; here it is a word of the script, too.
-  const bool good = !spec.name.empty() && spec.name.size() <= 64 && spec.name[0] != '-' &&
-                    std::all_of(spec.name.begin(), spec.name.end(), [](unsigned char c) {
-                      return absl::ascii_isalnum(c) || c == '-' || c == '_';
-                    });
-  if (!good) {
+  // It is a word of the script, too.
+  if (!IsJobName(spec.name) || spec.name[0] == '-') {
     return absl::InvalidArgumentError(
         absl::StrCat("name: ", Printable(spec.name),
                      " does not name a job: use 1 to 64 letters, digits, '-' and '_'"));

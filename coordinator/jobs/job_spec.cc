@@ -4,18 +4,18 @@
 #include <string>
 #include <utility>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "coordinator/errors.h"
+#include "coordinator/jobs/placement.h"
+#include "proto/job_limits.h"
 #include "proto/name_value.h"
 
 namespace muster::coordinator {
 namespace {
 
-constexpr size_t kMaxJobName = 64;
 constexpr int kMaxProcesses = 1'000'000;  // as the runner has it
 constexpr int kMaxAccumulation = 1'000'000;
 constexpr int64_t kMaxMemory = int64_t{1} << 50;
@@ -26,11 +26,7 @@ using Error = std::optional<v1::OpError>;
 bool HasNul(absl::string_view text) { return absl::StrContains(text, absl::string_view("\0", 1)); }
 
 Error CheckJobName(absl::string_view name) {
-  bool good = !name.empty() && name.size() <= kMaxJobName;
-  for (const char c : name) {
-    good = good && (absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '-' || c == '_');
-  }
-  if (good) return std::nullopt;
+  if (IsJobName(name)) return std::nullopt;
   return BadField("spec.name",
                   absl::StrCat("name ", Quoted(name), " does not name a job: use 1 to ",
                                kMaxJobName, " letters, digits, '-' and '_'"));
@@ -173,11 +169,9 @@ Error CompleteJobSpec(v1::JobSpec* spec) {
                                   absl::ZeroDuration()))
     return error;
   if (spec->has_grow_after() && spec->min_processes() == spec->max_processes()) {
-    return BadField(
-        "spec.grow_after",
-        absl::StrCat("grow_after is of no use to a job of always ", spec->max_processes(),
-                     spec->max_processes() == 1 ? " process" : " processes",
-                     ": give a range of processes, or leave it out"));
+    return BadField("spec.grow_after",
+                    absl::StrCat("grow_after is of no use to a job of always ", DescribeSize(*spec),
+                                 ": give a range of processes, or leave it out"));
   }
   if (!spec->has_stop_grace()) *spec->mutable_stop_grace() = ToProto(absl::Seconds(30));
   return std::nullopt;

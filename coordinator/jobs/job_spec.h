@@ -1,15 +1,12 @@
 #ifndef MUSTER_COORDINATOR_JOBS_JOB_SPEC_H_
 #define MUSTER_COORDINATOR_JOBS_JOB_SPEC_H_
 
-#include <cstddef>
 #include <optional>
 
 #include "proto/muster/v1/error.pb.h"
 #include "proto/muster/v1/job.pb.h"
 
 namespace muster::coordinator {
-
-inline constexpr size_t kMaxSpecBytes = 128 << 10;
 
 // Fills what is left to its default: the other bound of the number of processes, one CPU, the
 // delays; sorts variables and labels by name. Errors, each naming the field and what to write:

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "proto/job_limits.h"
 #include "proto/name_value.h"
 
 namespace muster::coordinator {

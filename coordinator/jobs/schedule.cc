@@ -13,20 +13,20 @@
 namespace muster::coordinator {
 namespace {
 
-void GiveAll(const ActiveJob& job, CandidateNodes* nodes) {
+// What the job holds, given back to the nodes or taken from them.
+using Change = void (NodeSpace::*)(const v1::Placement&, const v1::ProcessResources&);
+void ChangeAll(Change change, const ActiveJob& job, CandidateNodes* nodes) {
   for (const v1::Placement& placement : job.attempt->placements()) {
     if (placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
     const auto it = nodes->find(placement.node());
-    if (it != nodes->end()) it->second.space.Give(placement, job.record->spec().per_process());
+    if (it != nodes->end()) (it->second.space.*change)(placement, job.record->spec().per_process());
   }
 }
-
+void GiveAll(const ActiveJob& job, CandidateNodes* nodes) {
+  ChangeAll(&NodeSpace::Give, job, nodes);
+}
 void TakeAll(const ActiveJob& job, CandidateNodes* nodes) {
-  for (const v1::Placement& placement : job.attempt->placements()) {
-    if (placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
-    const auto it = nodes->find(placement.node());
-    if (it != nodes->end()) it->second.space.Take(placement, job.record->spec().per_process());
-  }
+  ChangeAll(&NodeSpace::Take, job, nodes);
 }
 
 void TakeAll(const PlacementDecision& decision, const v1::JobSpec& spec, CandidateNodes* nodes) {
@@ -85,7 +85,7 @@ class Scheduler {
   explicit Scheduler(ScheduleQuestion question) : question_(std::move(question)) {}
 
   ScheduleDecision Run() {
-    std::vector<QueuedJob> queued = question_.queued;
+    std::vector<QueuedJob>& queued = question_.queued;
     absl::flat_hash_set<const v1::JobRecord*> returning;
     for (const ActiveJob& job : question_.active) {
       if (!IsReturning(job)) continue;
@@ -109,7 +109,9 @@ class Scheduler {
     int examined = 0;
     for (const QueuedJob& job : queued) {
       if (returning.contains(job.record)) {
-        if (!reservation_.has_value()) ReserveFreed(*job.record);
+        if (reservation_.has_value()) continue;
+        CandidateNodes later = Freed();
+        KeepIfItFits(*job.record, &later, question_.now);
       } else if (job.not_before > question_.now) {
         delayed_ = true;
         decision_.next = std::min(decision_.next, job.not_before);
@@ -187,16 +189,13 @@ class Scheduler {
     }
   }
 
-  // If it fits on what is free and on what is being stopped.
-  bool ReserveFreed(const v1::JobRecord& job) {
-    CandidateNodes later = question_.nodes;
-    for (const ActiveJob& other : question_.active) {
-      if (other.attempt->stop()) GiveAll(other, &later);
+  // What is free, and what is being stopped.
+  CandidateNodes Freed() const {
+    CandidateNodes freed = question_.nodes;
+    for (const ActiveJob& job : question_.active) {
+      if (job.attempt->stop()) GiveAll(job, &freed);
     }
-    const PlacementDecision placement = PlaceJob(job, later);
-    if (placement.placements.empty()) return false;
-    Keep(job, std::move(later), placement, question_.now);
-    return true;
+    return freed;
   }
 
   void Reserve(const v1::JobRecord& job) {
@@ -204,26 +203,28 @@ class Scheduler {
     for (const ActiveJob& other : question_.active) GiveAll(other, &all);
     if (PlaceJob(job, all).placements.empty()) return;  // it blocks nobody
     // What is being stopped comes back first, and in the order of their limits the others.
-    if (ReserveFreed(job)) return;
-    CandidateNodes later = question_.nodes;
+    CandidateNodes later = Freed();
+    if (KeepIfItFits(job, &later, question_.now)) return;
+    if (question_.settled && Preempt(job, later)) return;
     std::vector<const ActiveJob*> order;
     for (const ActiveJob& other : question_.active) {
-      if (other.attempt->stop()) {
-        GiveAll(other, &later);
-      } else {
-        order.push_back(&other);
-      }
+      if (!other.attempt->stop()) order.push_back(&other);
     }
-    if (question_.settled && Preempt(job, later)) return;
     std::stable_sort(order.begin(), order.end(), [](const ActiveJob* a, const ActiveJob* b) {
       return a->ends_by < b->ends_by;
     });
     for (const ActiveJob* other : order) {
       GiveAll(*other, &later);
-      if (PlacementDecision placement = PlaceJob(job, later); !placement.placements.empty()) {
-        return Keep(job, std::move(later), placement, other->ends_by);
-      }
+      if (KeepIfItFits(job, &later, other->ends_by)) return;
     }
+  }
+
+  // Reserves for the job if it fits on `later`, which it takes then.
+  bool KeepIfItFits(const v1::JobRecord& job, CandidateNodes* later, absl::Time starts) {
+    const PlacementDecision placement = PlaceJob(job, *later);
+    if (placement.placements.empty()) return false;
+    Keep(job, std::move(*later), placement, starts);
+    return true;
   }
 
   void Keep(const v1::JobRecord& job, CandidateNodes later, const PlacementDecision& placement,

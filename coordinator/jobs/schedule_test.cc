@@ -53,6 +53,15 @@ class ScheduleTest : public testing::Test {
     question_.active.push_back({&record, attempt, ends_by});
     return record;
   }
+  // Runs, and is being stopped to come back with up to `most` processes.
+  v1::JobRecord& StopsToGrow(const std::string& id, const std::string& node, int processes,
+                             int most) {
+    v1::JobRecord& record = Running(id, node, processes);
+    record.mutable_spec()->set_max_processes(most);
+    record.mutable_history(0)->set_stop(true);
+    record.mutable_history(0)->mutable_end()->set_end_class(v1::END_CLASS_RESIZED);
+    return record;
+  }
   std::vector<std::string> Starts() {
     decision_ = Schedule(question_);
     std::vector<std::string> ids;
@@ -236,10 +245,7 @@ TEST_F(ScheduleTest, Growth_StaysWithinTheOwnersLimit) {
 
 TEST_F(ScheduleTest, JobThatStopsToGrow_ReservesItsRoom_InItsOrder) {
   AddNode("a", 4);
-  v1::JobRecord& record = Running("elastic", "a", 1);
-  record.mutable_spec()->set_max_processes(3);
-  record.mutable_history(0)->set_stop(true);
-  record.mutable_history(0)->mutable_end()->set_end_class(v1::END_CLASS_RESIZED);
+  v1::JobRecord& record = StopsToGrow("elastic", "a", 1, 3);
   Queue("late", 2);
   Queue("fits beside", 1);
   EXPECT_EQ(Starts(), Ids{"fits beside"});
@@ -254,11 +260,7 @@ TEST_F(ScheduleTest, JobThatStopsToGrow_ReservesItsRoom_InItsOrder) {
 TEST_F(ScheduleTest, JobThatStopsToGrow_KeepsItsPartOfTheOwnersLimit) {
   question_.max_processes_of_owner = 8;
   AddNode("a", 16);
-  v1::JobRecord& record = Running("elastic", "a", 2);
-  record.set_owner("ann");
-  record.mutable_spec()->set_max_processes(8);
-  record.mutable_history(0)->set_stop(true);
-  record.mutable_history(0)->mutable_end()->set_end_class(v1::END_CLASS_RESIZED);
+  StopsToGrow("elastic", "a", 2, 8).set_owner("ann");
   Queue("late", 4).set_owner("ann");
   Queue("other", 4).set_owner("bob");
   EXPECT_EQ(Starts(), Ids{"other"});

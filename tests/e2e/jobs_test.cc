@@ -71,6 +71,26 @@ class JobsTest : public ClusterFixture {
   void WaitForState(const std::string& job, const std::string& state) {
     WaitUntil([&] { return StateOf(job) == state; });
   }
+  // From now on a silent node is lost within the time of a test.
+  void ShortenNodeLease() {
+    coordinator_->Signal(SIGTERM);
+    coordinator_->Wait();
+    coordinator_ = StartCoordinator({"--log_level", "warning", "--node_lease", "5"});
+  }
+  static void WaitForText(const std::string& path, const std::string& text) {
+    WaitUntil([&] { return ReadFile(path).value_or("") == text; });
+  }
+  // The runner of the only attempt on this node; 0: there is another number of them.
+  pid_t RunnerOn(const std::string& node) {
+    const std::string folder = absl::StrCat(Temp(node), "/attempts");
+    const std::vector<std::string> names = *ListDirectory(folder);
+    EXPECT_EQ(names.size(), 1u);
+    int runner = 0;
+    if (names.size() != 1) return 0;
+    EXPECT_TRUE(
+        absl::SimpleAtoi(*ReadFile(absl::StrCat(folder, "/", names[0], "/runner.pid")), &runner));
+    return runner;
+  }
   // The process that a rank has written to its file.
   pid_t PidIn(const std::string& file) {
     int pid = 0;
@@ -122,10 +142,7 @@ TEST_F(JobsTest, Cancel_EndsEveryProcess) {
 }
 
 TEST_F(JobsTest, ElasticJob_ShrinksWithALostNode_GrowsWhenItIsBack_AndIsResized) {
-  // A lease that fits a test.
-  coordinator_->Signal(SIGTERM);
-  coordinator_->Wait();
-  coordinator_ = StartCoordinator({"--log_level", "warning", "--node_lease", "5"});
+  ShortenNodeLease();
   const auto a = StartNode("a");
   auto b = StartNode("b");
   // The first rank of each attempt says how many there are, and whether it was asked to stop.
@@ -134,9 +151,7 @@ TEST_F(JobsTest, ElasticJob_ShrinksWithALostNode_GrowsWhenItIsBack_AndIsResized)
       absl::StrCat("[ $RANK = 0 ] && echo $WORLD_SIZE >> ", Temp("sizes"),
                    "; trap 'echo saved $RANK >> ", Temp("saves"), "; exit 0' TERM; echo $$ > ",
                    Temp("pid"), "$RANK; while ! [ -e ", Temp("done"), " ]; do sleep 0.1; done"));
-  const auto wait_for = [&](const std::string& sizes) {
-    WaitUntil([&] { return ReadFile(Temp("sizes")).value_or("") == sizes; });
-  };
+  const auto wait_for = [&](const std::string& sizes) { WaitForText(Temp("sizes"), sizes); };
   wait_for("4\n");
   WaitForState(job, "RUNNING");
   // The machine is gone with all that runs there.
@@ -165,30 +180,21 @@ TEST_F(JobsTest, ElasticJob_ShrinksWithALostNode_GrowsWhenItIsBack_AndIsResized)
 }
 
 TEST_F(JobsTest, ElasticTraining_LosesANodeAndGetsItBack_TrainsEverySampleOnce) {
-  coordinator_->Signal(SIGTERM);
-  coordinator_->Wait();
-  coordinator_ = StartCoordinator({"--log_level", "warning", "--node_lease", "5"});
+  ShortenNodeLease();
   const auto a = StartNode("a");
   auto b = StartNode("b");
   const std::string folder = Temp("elastic");
   ASSERT_EQ(mkdir(folder.c_str(), 0700), 0);
   const std::string job = Run({"submit", "--processes", "1:4", "--grow_after", "1s", "--name",
                                "job", "--", Runfile("tests/e2e/elastic_worker"), folder});
-  const auto wait_for = [&](const std::string& sizes) {
-    WaitUntil([&] { return ReadFile(absl::StrCat(folder, "/sizes")).value_or("") == sizes; });
-  };
-  wait_for("4\n");
+  WaitForText(folder + "/sizes", "4\n");
   // The machine is gone, with all that runs there.
   b->Signal(SIGKILL);
   b->Wait();
-  int runner = 0;
-  const std::string attempts = absl::StrCat(Temp("b"), "/attempts");
-  const std::vector<std::string> names = *ListDirectory(attempts);
-  ASSERT_EQ(names.size(), 1u);
-  ASSERT_TRUE(
-      absl::SimpleAtoi(*ReadFile(absl::StrCat(attempts, "/", names[0], "/runner.pid")), &runner));
+  const pid_t runner = RunnerOn("b");
+  ASSERT_GT(runner, 0);
   kill(runner, SIGKILL);
-  wait_for("4\n2\n");
+  WaitForText(folder + "/sizes", "4\n2\n");
   ASSERT_TRUE(WriteFileAtomically(absl::StrCat(folder, "/grown"), "").ok());
   b = StartNode("b");
   WaitForState(job, "SUCCEEDED");
@@ -270,12 +276,8 @@ TEST_F(JobsTest, KilledRunner_IsNotOverBeforeItsProcesses) {
   const std::string job =
       Submit({"--processes", "1"}, absl::StrCat("echo $$ > ", Temp("pid"), "$RANK; sleep 1000"));
   const pid_t pid = PidIn("pid0");
-  const std::string folder = absl::StrCat(Temp("a"), "/attempts");
-  const std::vector<std::string> names = *ListDirectory(folder);
-  ASSERT_EQ(names.size(), 1u);
-  const std::string name = names[0];
-  int runner = 0;
-  ASSERT_TRUE(absl::SimpleAtoi(*ReadFile(absl::StrCat(folder, "/", name, "/runner.pid")), &runner));
+  const pid_t runner = RunnerOn("a");
+  ASSERT_GT(runner, 0);
   // Nobody cleans up after it for now: the process lives on.
   std::vector<pid_t> helpers;
   const std::vector<std::string> processes = *ListDirectory("/proc");

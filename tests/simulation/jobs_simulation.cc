@@ -15,6 +15,7 @@
 #include "absl/time/time.h"
 #include "base/log.h"
 #include "coordinator/errors.h"
+#include "coordinator/jobs/placement.h"
 
 namespace muster::simulation {
 namespace {
@@ -144,8 +145,7 @@ class Simulation {
     const int told_attempts = former == told_.end() ? 0 : former->second.attempts();
     if (record.attempts() > told_attempts) {
       const v1::JobAttempt& last = record.history(record.history_size() - 1);
-      int processes = 0;
-      for (const v1::Placement& placement : last.placements()) processes += placement.processes();
+      const int processes = coordinator::CountProcesses(last);
       if (processes < record.spec().min_processes() || processes > record.spec().max_processes()) {
         Violation(absl::StrCat("attempt ", last.number(), " of ", record.job_id(), " has ",
                                processes, " processes"));

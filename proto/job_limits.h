@@ -1,0 +1,27 @@
+#ifndef MUSTER_PROTO_JOB_LIMITS_H_
+#define MUSTER_PROTO_JOB_LIMITS_H_
+
+#include <algorithm>
+#include <cstddef>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/string_view.h"
+
+namespace muster {
+
+// What submitted jobs may have, wherever they run.
+
+inline constexpr size_t kMaxSpecBytes = 128 << 10;
+inline constexpr size_t kMaxJobName = 64;
+
+// 1 to kMaxJobName letters, digits, '-' and '_'.
+inline bool IsJobName(absl::string_view name) {
+  return !name.empty() && name.size() <= kMaxJobName &&
+         std::all_of(name.begin(), name.end(), [](unsigned char c) {
+           return absl::ascii_isalnum(c) || c == '-' || c == '_';
+         });
+}
+
+}  // namespace muster
+
+#endif  // MUSTER_PROTO_JOB_LIMITS_H_
