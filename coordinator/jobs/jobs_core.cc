@@ -29,6 +29,8 @@ constexpr absl::Duration kLogTimeout = absl::Seconds(10);  // beyond the wait
 constexpr int kMaxLogBytes = 1 << 20;
 constexpr size_t kMaxQueries = 256;  // open, of one node
 constexpr absl::Duration kMaxRestartDelay = absl::Minutes(5);
+// The restart after an attempt that has run for so long has nothing to do with the failures before.
+constexpr absl::Duration kSettled = absl::Minutes(10);
 constexpr absl::Duration kNodeFailureDelay = absl::Seconds(5);
 // A node that has run an attempt for so long was able to start it.
 constexpr absl::Duration kStarted = absl::Minutes(1);
@@ -111,6 +113,24 @@ bool IsWhole(const v1::JobRecord& record) {
 bool CountsAsRestart(v1::EndClass end_class) {
   return end_class == v1::END_CLASS_PROCESS_FAILED || end_class == v1::END_CLASS_OUT_OF_MEMORY ||
          end_class == v1::END_CLASS_PEER_FAILED;  // whose cause nobody has reported
+}
+
+// How often the delay before the restart that follows the current attempt is doubled: once for each
+// of the failures right before, which did not let an attempt run for long.
+int Doublings(const v1::JobRecord& record) {
+  int early = 0;
+  for (int i = record.history_size() - 1; i >= 0; --i) {
+    const v1::JobAttempt& attempt = record.history(i);
+    const absl::Duration ran =
+        attempt.started_unix_ms() == 0
+            ? absl::ZeroDuration()
+            : absl::Milliseconds(attempt.ended_unix_ms() - attempt.started_unix_ms());
+    if (ran >= kSettled) return std::min(early, record.restarts());
+    // The current one has decided already that there is a delay.
+    if (i < record.history_size() - 1 && CountsAsRestart(attempt.end().end_class())) ++early;
+  }
+  // Of longer series the history has the end only.
+  return std::min(record.restarts(), 20);
 }
 
 // Whether a part of the attempt is over: it is about to end.
@@ -880,7 +900,7 @@ void JobsCore::Finish(Job* job) {
                                          record.restarts() == 1 ? " time" : " times"));
     }
     const absl::Duration delay =
-        FromProto(record.spec().restart_delay()) * (1 << std::min(record.restarts(), 20));
+        FromProto(record.spec().restart_delay()) * (1 << Doublings(record));
     record.set_restarts(record.restarts() + 1);
     return Requeue(job,
                    absl::StrCat("restart ", record.restarts(), " of ", record.spec().max_restarts(),

@@ -202,6 +202,7 @@ class JobsCoreTest : public testing::Test {
         report.set_job_id(assignment.job_id());
         report.set_attempt(assignment.attempt());
         report.set_state(v1::PLACEMENT_STATE_RUNNING);
+        report.set_started_unix_ms(absl::ToUnixMillis(now_));
         ++starts_[assignment.job_id()];
       }
       if (assignment.stop() && report.state() != v1::PLACEMENT_STATE_ENDED && stops_obey_) {
@@ -217,8 +218,9 @@ class JobsCoreTest : public testing::Test {
     for (auto& [name, node] : nodes_) Obey(&node);
     for (auto& [name, node] : nodes_) Sync(name);
   }
-  static void SetEnd(v1::AttemptReport* report, v1::EndClass end_class, const std::string& why) {
+  void SetEnd(v1::AttemptReport* report, v1::EndClass end_class, const std::string& why) {
     report->set_state(v1::PLACEMENT_STATE_ENDED);
+    report->set_ended_unix_ms(absl::ToUnixMillis(now_));
     report->mutable_end()->set_end_class(end_class);
     report->mutable_end()->set_why(why);
   }
@@ -357,6 +359,36 @@ TEST_F(JobsCoreTest, RestartDelay_Doubles) {
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
   Advance(absl::Seconds(2));
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+}
+
+TEST_F(JobsCoreTest, RestartDelay_BeginsAgain_AfterAnAttemptThatRanForLong) {
+  AddNode("a");
+  v1::JobSpec spec = Spec(1, 100);
+  spec.mutable_restart_delay()->set_seconds(10);
+  const std::string job = Submit(spec);
+  // More early failures than the history keeps.
+  for (int i = 0; i < 12; ++i) {
+    EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
+    Advance(absl::Minutes(5) + absl::Seconds(2));
+    ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  }
+  EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
+  Advance(absl::Minutes(4));
+  ASSERT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  Advance(absl::Minutes(2));
+  ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  // A week of training that fails once a day waits 10 seconds each day; a second failure at once
+  // waits longer.
+  for (int i = 0; i < 3; ++i) {
+    Advance(absl::Minutes(11));
+    for (const absl::Duration delay : {absl::Seconds(10), absl::Seconds(10), absl::Seconds(20)}) {
+      EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
+      Advance(delay - absl::Seconds(1));
+      ASSERT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+      Advance(absl::Seconds(2));
+      ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+    }
+  }
 }
 
 TEST_F(JobsCoreTest, NodeThatCannotStartIt_IsAvoided) {
