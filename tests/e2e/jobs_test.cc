@@ -20,7 +20,7 @@
 #include "base/signature.h"
 #include "base/test_wait.h"
 #include "gmock/gmock.h"
-#include "tests/e2e/launch_fixture.h"
+#include "tests/e2e/jobs_fixture.h"
 
 namespace muster {
 namespace {
@@ -31,79 +31,7 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using Json = nlohmann::json;
 
-class JobsTest : public ClusterFixture {
- protected:
-  void SetUp() override {
-    ClusterFixture::SetUp();
-    coordinator_ = StartCoordinator();
-  }
-
-  // What a muster command prints; it has to succeed.
-  std::string Run(std::vector<std::string> args, int code = 0) {
-    args.insert(args.begin() + 1, {"--coordinator", address_});
-    const std::unique_ptr<Command> command = Muster(args);
-    EXPECT_EQ(command->Wait(), code) << command->err_text();
-    return code == 0 ? command->out_text() : command->err_text();
-  }
-  std::unique_ptr<Command> StartNode(const std::string& name) {
-    auto node = std::make_unique<Command>(
-        *host_,
-        std::vector<std::string>{Runfile("agent/cmd/muster-agent"), "--serve", "--coordinator",
-                                 address_, "--state_dir", Temp(name), "--node", name, "--cpus",
-                                 "2"},
-        env_);
-    WaitUntil([&] { return NodeState(name) == "READY"; });
-    return node;
-  }
-  std::string NodeState(const std::string& name) {
-    for (const Json& node : Json::parse(Run({"nodes", "-o", "json"}))) {
-      if (node["node"] == name) return node["state"];
-    }
-    return "";
-  }
-  std::string Submit(std::vector<std::string> options, const std::string& script) {
-    options.insert(options.begin(), "submit");
-    options.insert(options.end(), {"--name", "job", "--", "/bin/sh", "-c", script});
-    return Run(options);
-  }
-  Json Get(const std::string& job) { return Json::parse(Run({"describe", job, "-o", "json"})); }
-  std::string StateOf(const std::string& job) { return Get(job)["state"]; }
-  void WaitForState(const std::string& job, const std::string& state) {
-    WaitUntil([&] { return StateOf(job) == state; });
-  }
-  // From now on a silent node is lost within the time of a test.
-  void ShortenNodeLease() {
-    coordinator_->Signal(SIGTERM);
-    coordinator_->Wait();
-    coordinator_ = StartCoordinator({"--log_level", "warning", "--node_lease", "5"});
-  }
-  static void WaitForText(const std::string& path, const std::string& text) {
-    WaitUntil([&] { return ReadFile(path).value_or("") == text; });
-  }
-  // The runner of the only attempt on this node; 0: there is another number of them.
-  pid_t RunnerOn(const std::string& node) {
-    const std::string folder = absl::StrCat(Temp(node), "/attempts");
-    const std::vector<std::string> names = *ListDirectory(folder);
-    EXPECT_EQ(names.size(), 1u);
-    int runner = 0;
-    if (names.size() != 1) return 0;
-    EXPECT_TRUE(
-        absl::SimpleAtoi(*ReadFile(absl::StrCat(folder, "/", names[0], "/runner.pid")), &runner));
-    return runner;
-  }
-  // The process that a rank has written to its file.
-  pid_t PidIn(const std::string& file) {
-    int pid = 0;
-    WaitUntil([&] {
-      const absl::StatusOr<std::string> text = ReadFile(Temp(file));
-      return text.ok() && absl::EndsWith(*text, "\n") &&
-             absl::SimpleAtoi(absl::StripAsciiWhitespace(*text), &pid);
-    });
-    return pid;
-  }
-
-  std::unique_ptr<Command> coordinator_;
-};
+class JobsTest : public JobsFixture {};
 
 TEST_F(JobsTest, WholeStory_FromSubmissionToTheLogs) {
   const auto a = StartNode("a"), b = StartNode("b");
@@ -336,7 +264,7 @@ TEST_F(JobsTest, SecondAgent_OfTheSameFolderOrName_IsRefused) {
 }
 
 // Users with roles: who has which token in its settings.
-class UsersTest : public JobsTest {
+class UsersTest : public JobsFixture {
  protected:
   void SetUp() override {
     ClusterFixture::SetUp();

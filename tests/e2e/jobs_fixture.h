@@ -1,0 +1,47 @@
+#ifndef MUSTER_TESTS_E2E_JOBS_FIXTURE_H_
+#define MUSTER_TESTS_E2E_JOBS_FIXTURE_H_
+
+#include <sys/types.h>
+
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "tests/e2e/launch_fixture.h"
+
+namespace muster {
+
+// A coordinator, agents that wait for jobs, and `muster`. The test depends on the three programs.
+class JobsFixture : public ClusterFixture {
+ protected:
+  void SetUp() override;
+
+  // What a muster command prints, or of one that fails, its errors. It has to end with `code`.
+  std::string Run(std::vector<std::string> args, int code = 0);
+  // The agent of a node with two CPUs. It may not have said yet that it is there.
+  std::unique_ptr<Command> StartAgent(const std::string& name);
+  // The same; the coordinator has it.
+  std::unique_ptr<Command> StartNode(const std::string& name);
+  std::string NodeState(const std::string& name);
+  // A job named "job" of a shell script. Returns its id.
+  std::string Submit(std::vector<std::string> options, const std::string& script);
+  nlohmann::json Get(const std::string& job);
+  std::string StateOf(const std::string& job) { return Get(job)["state"]; }
+  void WaitForState(const std::string& job, const std::string& state);
+  // From now on a silent node is lost within the time of a test.
+  void ShortenNodeLease();
+  static void WaitForText(const std::string& path, const std::string& text);
+  // The runners of the attempts that this node has kept; some may have ended.
+  std::vector<pid_t> RunnersOn(const std::string& node);
+  // The runner of the only attempt on this node; 0: there is another number of them.
+  pid_t RunnerOn(const std::string& node);
+  // The process that a rank has written to its file.
+  pid_t PidIn(const std::string& file);
+
+  std::unique_ptr<Command> coordinator_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_TESTS_E2E_JOBS_FIXTURE_H_
