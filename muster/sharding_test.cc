@@ -9,8 +9,10 @@
 
 #include "ATen/CPUGeneratorImpl.h"
 #include "ATen/Functions.h"
+#include "base/file.h"
 #include "muster/accelerator.h"
 #include "muster/checkpoint.h"
+#include "muster/nn.h"
 #include "muster/optim.h"
 #include "muster/test_model.h"
 #include "muster/test_ranks.h"
@@ -367,6 +369,54 @@ TEST(Sharding, SaveModel_WritesTheWholeModel) {
   for (const auto& item : MakeNet()->named_parameters()) {
     EXPECT_TRUE(at::equal(saved.at(item.key()), item.value())) << item.key();
   }
+}
+
+TEST(Sharding, DeferredModel_TrainsAsAnOrdinaryOne) {
+  const Weights want = OneProcess(4);
+  for (const char* strategy : {"no_shard", "zero1", "zero2", "zero3"}) {
+    RunAccelerators(2, Sharded(strategy), [&](Accelerator& a) {
+      torch::nn::Sequential net = deferred_init([] { return MakeNet(); });
+      FusedSGD sgd(net->parameters(), {.lr = 0.1, .momentum = 0.9});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      Train(a, model, optimizer, 0, 4);
+      const Weights got = a.get_state_dict(model);
+      if (a.is_main_process()) EXPECT_LE(Distance(got, want), 1e-6) << strategy;
+    });
+  }
+  EXPECT_THAT(ErrorsOf(2, Sharded("zero3"),
+                       [](Accelerator& a) {
+                         a.prepare(InitEmptyWeights([] { return torch::nn::Linear(2, 2); }));
+                       }),
+              Each(HasSubstr("parameter 'weight' is on the meta device and has no values")));
+}
+
+TEST(Sharding, SaveModel_WritesTheFilesOfAnUnshardedModel) {
+  std::map<std::string, std::string> want;
+  for (const char* strategy : {"no_shard", "zero3"}) {
+    const std::string dir = TestDir(std::string("shards_") + strategy);
+    RunAccelerators(2, Sharded(strategy), [&](Accelerator& a) {
+      torch::nn::Sequential net = MakeNet();
+      auto model = a.prepare(net);
+      const absl::Status saved = a.save_model(model, dir, "0.1KB");
+      ASSERT_TRUE(saved.ok()) << saved;
+    });
+    std::map<std::string, std::string> files;
+    for (const std::string& name : *ListDirectory(dir)) files[name] = *ReadFile(dir + "/" + name);
+    EXPECT_GT(files.size(), 2u);
+    if (want.empty()) want = files;
+    EXPECT_EQ(files, want);
+  }
+}
+
+TEST(Sharding, SaveModel_ThatCannotWrite_FailsOnEveryProcess) {
+  RunAccelerators(2, Sharded("zero3"), [&](Accelerator& a) {
+    torch::nn::Sequential net = MakeNet();
+    auto model = a.prepare(net);
+    EXPECT_FALSE(a.save_model(model, "/proc/nowhere").ok());
+    // Training goes on.
+    FusedSGD sgd(net->parameters(), {.lr = 0.1});
+    EXPECT_TRUE(a.save_model(model, TestDir("after")).ok());
+  });
 }
 
 TEST(Sharding, ParametersInBfloat16_TrainAsUnderAutocast) {

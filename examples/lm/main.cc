@@ -54,7 +54,8 @@ std::vector<muster::ParamGroup<muster::AdamWOptions>> Groups(const Decoder& net,
 
 absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
   muster::set_seed(1);
-  Decoder net(flags.model);
+  // With --sharding zero3 no process ever has memory for the whole model.
+  Decoder net = muster::deferred_init([&] { return Decoder(flags.model); });
   muster::FusedAdamW adamw(Groups(net, flags.lr));
   const at::Tensor rows = Rows(flags);
   auto [model, optimizer, loader] =

@@ -28,7 +28,6 @@
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/memory_tier.h"
-#include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/node_checkpoints.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
@@ -690,11 +689,7 @@ absl::Status CheckpointState::SaveModel(ModelSlot& model, const std::string& wan
     ThrowIfError(bytes.status());
     const absl::StatusOr<NodeGroups> groups = GroupsOf(process_.comm(), directory, OwnNode());
     ThrowIfError(groups.status());
-    const FullWeights weights(model, groups->leads());
-    absl::Status status;
-    if (groups->leads()) {
-      status = Guard([&] { ThrowIfError(SaveModelFiles(directory, weights.tensors(), *bytes)); });
-    }
+    const absl::Status status = SaveWholeModel(model, groups->leads(), directory, *bytes);
     if (groups->nodes.size() > 1) return ThrowIfAnyFailed(status);
     const auto [code, message] = BroadcastObject(
         process_.comm(),

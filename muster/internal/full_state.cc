@@ -6,6 +6,9 @@
 #include <unordered_map>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "worker/checkpoint/model_files.h"
+#include "worker/checkpoint/model_folder_writer.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/state_dict.h"
 #include "worker/collective/nested_collectives.h"
@@ -76,6 +79,70 @@ FullWeights::FullWeights(ModelSlot& model, const std::function<bool(const std::s
   for (const auto& [name, buffer] : model_.source().buffers()) {
     if (keep(name)) tensors_.emplace_back(name, buffer.detach());
   }
+}
+
+namespace {
+
+absl::StatusOr<SafetensorsEntry> EntryOf(const std::string& name, at::IntArrayRef shape,
+                                         at::ScalarType dtype) {
+  const absl::StatusOr<SafetensorsType> type = ToSafetensorsType(dtype);
+  if (!type.ok()) {
+    return absl::Status(type.status().code(),
+                        absl::StrCat("tensor \"", name, "\": ", type.status().message()));
+  }
+  return SafetensorsEntry{.name = name, .type = *type, .shape = {shape.begin(), shape.end()}};
+}
+
+// What the files of a sharded model hold, in its order.
+absl::StatusOr<std::vector<SafetensorsEntry>> EntriesOf(ModelSlot& model) {
+  std::vector<SafetensorsEntry> entries;
+  for (const auto& [name, parameter] : model.source().parameters()) {
+    if (FirstName(*model.sharded(), name, parameter) != name) continue;
+    const at::Tensor shard = model.sharded()->ShardOf(parameter);
+    MUSTER_ASSIGN_OR_RETURN(SafetensorsEntry entry,
+                            EntryOf(name, parameter.sizes(), shard.scalar_type()));
+    entries.push_back(std::move(entry));
+  }
+  for (const auto& [name, buffer] : WithoutSharedTensors(model.source().buffers())) {
+    MUSTER_ASSIGN_OR_RETURN(SafetensorsEntry entry,
+                            EntryOf(name, buffer.sizes(), buffer.scalar_type()));
+    entries.push_back(std::move(entry));
+  }
+  return entries;
+}
+
+}  // namespace
+
+absl::Status SaveWholeModel(ModelSlot& model, bool writes, const std::string& directory,
+                            int64_t max_shard_bytes) {
+  if (model.sharded() == nullptr) {
+    if (!writes) return absl::OkStatus();
+    return Guard([&] {
+      ThrowIfError(SaveModelFiles(directory, TensorsOf(model.source()), max_shard_bytes));
+    });
+  }
+  // A process that cannot write goes on: the others are in the same exchange.
+  std::unique_ptr<ModelFolderWriter> writer;
+  absl::Status status;
+  if (writes) {
+    status = Guard([&] {
+      const absl::StatusOr<std::vector<SafetensorsEntry>> entries = EntriesOf(model);
+      ThrowIfError(entries.status());
+      auto begun = ModelFolderWriter::Begin(directory, *entries, max_shard_bytes);
+      ThrowIfError(begun.status());
+      writer = *std::move(begun);
+    });
+  }
+  const auto write = [&](const std::string& name, const at::Tensor& value) {
+    if (!writes || !status.ok()) return;
+    status = Guard([&] { ThrowIfError(WriteTensor(*writer, name, value)); });
+  };
+  model.sharded()->VisitFullParameters(write);
+  for (const auto& [name, buffer] : WithoutSharedTensors(model.source().buffers())) {
+    write(name, buffer);
+  }
+  if (writes && status.ok()) status = writer->Finish();
+  return status;
 }
 
 void FullWeights::Store() const {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "absl/status/status.h"
 #include "muster/internal/model_slot.h"
 #include "worker/checkpoint/divided_files.h"
 #include "worker/train/optimizer_handle.h"
@@ -36,6 +37,11 @@ class FullWeights {
   ModelSlot& model_;
   std::vector<std::pair<std::string, at::Tensor>> tensors_;
 };
+
+// (collective, for a sharded model) Writes the model's tensors as SaveModelFiles does, where
+// `writes`. Of a sharded model one unit at a time is in memory. Errors: as SaveModelFiles.
+absl::Status SaveWholeModel(ModelSlot& model, bool writes, const std::string& directory,
+                            int64_t max_shard_bytes);
 
 using Models = std::vector<std::shared_ptr<ModelSlot>>;
 

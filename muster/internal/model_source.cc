@@ -1,5 +1,7 @@
 #include "muster/internal/model_source.h"
 
+#include <algorithm>
+
 #include "torch/csrc/jit/api/module.h"
 #include "torch/nn/modules/embedding.h"
 
@@ -14,7 +16,17 @@ class NnSource : public ModelSource {
   bool held_elsewhere() const override { return module_.use_count() > 1; }
   Named parameters() const override { return Defined(module_->named_parameters()); }
   Named buffers() const override { return Defined(module_->named_buffers()); }
-  void MoveTo(at::Device device) override { module_->to(device); }
+  void MoveTo(at::Device device) override {
+    const Named all = parameters();
+    const bool deferred =
+        std::any_of(all.begin(), all.end(), [](const auto& item) { return item.second.is_meta(); });
+    if (!deferred) return module_->to(device);
+    for (Named tensors : {all, buffers()}) {
+      for (auto& [name, tensor] : tensors) {
+        if (!tensor.is_meta()) tensor.set_data(tensor.to(device));
+      }
+    }
+  }
   torch::nn::Module* module() override { return module_.get(); }
 
  private:

@@ -29,6 +29,7 @@ class ModelSource {
   // Defined tensors by their full names, in the order of registration.
   virtual Named parameters() const = 0;
   virtual Named buffers() const = 0;
+  // Parameters on the meta device stay there.
   virtual void MoveTo(at::Device device) = 0;
   // Null for TorchScript.
   virtual torch::nn::Module* module() { return nullptr; }

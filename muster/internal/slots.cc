@@ -7,6 +7,7 @@
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
 #include "muster/internal/step_controller.h"
+#include "worker/bigmodel/empty_weights.h"
 #include "worker/parallel/ddp.h"
 #include "worker/parallel/paged_storage.h"
 #include "worker/parallel/sharded_model.h"
@@ -22,6 +23,16 @@ ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source,
     TORCH_CHECK(!IsPaged(parameter), "parameter '", name,
                 "' belongs to another sharded model, or to one of an Accelerator that is gone: "
                 "prepare one module that holds both models, or build the model again");
+  }
+  const bool shards =
+      process.size() > 1 && !evaluation && process.sharding().strategy != ShardingStrategy::kNone;
+  const at::Device device = process.options().device_placement ? process.device() : at::kCPU;
+  for (const auto& [name, parameter] : source_->parameters()) {
+    TORCH_CHECK(!parameter.is_meta() || HasDeferredValues(parameter), "parameter '", name,
+                "' is on the meta device and has no values: construct the module with "
+                "muster::deferred_init(), or load its weights before prepare()");
+    // Units of a sharded model get their memory one after the other.
+    if (!shards) Materialize(parameter, device, name);
   }
   if (process.options().device_placement) source_->MoveTo(process.device());
   if (controller_->process().size() == 1 || evaluation) return;
@@ -44,7 +55,7 @@ ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source,
   }
   for (const auto& [name, buffer] : source_->buffers()) buffers.push_back(buffer);
   if (parameters.empty()) return;
-  if (process.sharding().strategy != ShardingStrategy::kNone) {
+  if (shards) {
     const DataParallelOptions& exchange = process.options().data_parallel;
     TORCH_CHECK(exchange.comm_hook == CommHook::kNone &&
                     exchange.comm_wrapper == CommWrapper::kNone &&
@@ -69,7 +80,10 @@ ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source,
     sharded_ = std::make_unique<ShardedModel>(
         process.comm(), groups_.shard != nullptr ? *groups_.shard : process.comm(),
         groups_.replicas.get(), source_->module(), std::move(named), std::move(buffers),
-        process.sharding(), process.options().data_parallel.broadcast_buffers);
+        process.sharding(), process.options().data_parallel.broadcast_buffers,
+        [device](const NamedParameter& parameter, bool with_values) {
+          Materialize(parameter.tensor, device, parameter.name, with_values);
+        });
     return;
   }
   ddp_ = std::make_unique<DataParallel>(

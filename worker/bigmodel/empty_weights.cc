@@ -1,7 +1,8 @@
 #include "worker/bigmodel/empty_weights.h"
 
-#include <unordered_map>
-#include <unordered_set>
+#include <map>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/core/dispatch/Dispatcher.h"
@@ -12,6 +13,8 @@
 #include "torch/csrc/autograd/variable.h"
 #include "torch/library.h"
 #include "torch/nn/module.h"
+#include "worker/bigmodel/init_tape.h"
+#include "worker/bigmodel/ivalue_tensors.h"
 
 namespace muster {
 namespace {
@@ -21,49 +24,12 @@ constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
 
 thread_local EmptyWeightsScope* current_scope = nullptr;
 
-// Calls `visit` for each tensor in `value`.
-template <class Visit>
-void VisitTensors(const c10::IValue& value, Visit visit) {
-  if (value.isTensor()) {
-    if (value.toTensor().defined()) visit(value.toTensor());
-  } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorList()) visit(tensor);
-  } else if (value.isOptionalTensorList()) {
-    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
-      if (tensor.has_value()) visit(*tensor);
-    }
-  }
-}
-
-// The same with each tensor exchanged for change(tensor).
-template <class Change>
-c10::IValue WithTensors(const c10::IValue& value, Change change) {
-  if (value.isTensor()) return value.toTensor().defined() ? change(value.toTensor()) : value;
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> changed;
-    for (const at::Tensor& tensor : value.toTensorList()) changed.push_back(change(tensor));
-    return changed;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> changed;
-    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
-      changed.push_back(tensor.has_value() ? std::optional(change(*tensor)) : std::nullopt);
-    }
-    return changed;
-  }
-  return value;
-}
-
 bool AnyMeta(const std::vector<c10::IValue>& values) {
   bool any = false;
   for (const c10::IValue& value : values) {
     VisitTensors(value, [&](const at::Tensor& tensor) { any = any || tensor.is_meta(); });
   }
   return any;
-}
-
-const void* StorageOf(const at::Tensor& tensor) {
-  return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
 bool WritesMeta(const c10::FunctionSchema& schema, const std::vector<c10::IValue>& arguments) {
@@ -76,94 +42,18 @@ bool WritesMeta(const c10::FunctionSchema& schema, const std::vector<c10::IValue
   return any;
 }
 
-}  // namespace
-
-// What the operators of a scope did, in order.
-class EmptyWeightsScope::Tape {
- public:
-  struct Step {
-    c10::OperatorHandle op;
-    std::vector<c10::IValue> arguments, results;
-  };
-
-  void Add(Step step) { steps_.push_back(std::move(step)); }
-
-  at::Tensor ValueOf(const at::Tensor& wanted) {
-    if (!wanted.is_meta()) return wanted;
-    const at::NoGradGuard no_grad;
-    const c10::impl::ExcludeDispatchKeyGuard not_recorded(kKey);
-    Replay replay;
-    for (const size_t index : StepsFor(wanted)) replay.Run(steps_[index]);
-    return replay.Find(wanted);
-  }
-
- private:
-  class Replay {
-   public:
-    void Run(const Step& step) {
-      torch::jit::Stack stack;
-      for (const c10::IValue& argument : step.arguments) {
-        stack.push_back(
-            WithTensors(argument, [this](const at::Tensor& tensor) { return Find(tensor); }));
-      }
-      step.op.callBoxed(&stack);
-      for (size_t i = 0; i < step.results.size(); ++i) {
-        std::vector<at::Tensor> real;
-        VisitTensors(stack[i], [&](const at::Tensor& tensor) { real.push_back(tensor); });
-        size_t next = 0;
-        VisitTensors(step.results[i], [&](const at::Tensor& tensor) {
-          const at::Tensor& value = real[next++];
-          real_.insert_or_assign(tensor.unsafeGetTensorImpl(), value);
-          by_storage_.try_emplace(StorageOf(tensor), value);
-        });
-      }
-    }
-
-    at::Tensor Find(const at::Tensor& tensor) {
-      if (!tensor.is_meta()) return tensor;
-      const auto it = real_.find(tensor.unsafeGetTensorImpl());
-      if (it != real_.end()) return it->second;
-      // data() makes a tensor that no operator has made, in the same memory.
-      const auto base = by_storage_.find(StorageOf(tensor));
-      TORCH_CHECK(base != by_storage_.end(),
-                  "a tensor on the meta device has no values: it was not created in this scope of "
-                  "init_empty_weights()");
-      return base->second.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
-    }
-
-   private:
-    std::unordered_map<const void*, at::Tensor> real_;  // by the TensorImpl
-    std::unordered_map<const void*, at::Tensor> by_storage_;
-  };
-
-  // Numbers of the steps that `wanted` depends on, in order.
-  std::vector<size_t> StepsFor(const at::Tensor& wanted) const {
-    std::unordered_set<const void*> needed = {StorageOf(wanted)};
-    std::vector<size_t> steps;
-    for (size_t i = steps_.size(); i-- > 0;) {
-      const Step& step = steps_[i];
-      bool relevant = false;
-      const auto check = [&](const at::Tensor& tensor) {
-        relevant = relevant || (tensor.is_meta() && needed.contains(StorageOf(tensor)));
-      };
-      for (const c10::IValue& result : step.results) VisitTensors(result, check);
-      for (size_t a = 0; a < step.arguments.size(); ++a) {
-        const c10::AliasInfo* const alias = step.op.schema().arguments()[a].alias_info();
-        if (alias != nullptr && alias->isWrite()) VisitTensors(step.arguments[a], check);
-      }
-      if (!relevant) continue;
-      steps.push_back(i);
-      for (const c10::IValue& argument : step.arguments) {
-        VisitTensors(argument, [&](const at::Tensor& tensor) {
-          if (tensor.is_meta()) needed.insert(StorageOf(tensor));
-        });
-      }
-    }
-    return {steps.rbegin(), steps.rend()};
-  }
-
-  std::vector<Step> steps_;
+// What a parameter of a deferred module has with it: how its values come about.
+struct DeferredValues : c10::BackendMeta {
+  std::shared_ptr<const InitTape> tape;
+  at::Tensor on_tape;
+  int64_t version = 0;
 };
+
+DeferredValues* DeferredValuesOf(const at::Tensor& tensor) {
+  return dynamic_cast<DeferredValues*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
+}
+
+}  // namespace
 
 struct EmptyWeightsMode {
   static void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
@@ -190,7 +80,9 @@ struct EmptyWeightsMode {
       op.redispatchBoxed(below, stack);
     } catch (const c10::Error&) {
       // The values count (item(), nonzero(), a copy to a device that was named): from the record.
-      if (!AnyMeta(arguments) || WritesMeta(schema, arguments)) throw;
+      // Or it is a factory that the meta device does not have (randperm): its tensor is there at
+      // once.
+      if ((has_tensors && !AnyMeta(arguments)) || WritesMeta(schema, arguments)) throw;
       stack->resize(first);
       for (const c10::IValue& argument : arguments) {
         stack->push_back(WithTensors(argument, [](const at::Tensor& tensor) {
@@ -202,7 +94,10 @@ struct EmptyWeightsMode {
     }
     std::vector<c10::IValue> results(stack->begin() + static_cast<int64_t>(first), stack->end());
     if (AnyMeta(arguments) || AnyMeta(results)) {
-      current_scope->tape_->Add({op, std::move(arguments), std::move(results)});
+      InitTape& tape = *current_scope->tape_;
+      InitTape::Step step = {op, std::move(arguments), std::move(results)};
+      current_scope->options_.deferred ? tape.AddAndDraw(std::move(step))
+                                       : tape.Add(std::move(step));
     }
   }
 
@@ -217,7 +112,7 @@ struct EmptyWeightsMode {
 };
 
 EmptyWeightsScope::EmptyWeightsScope(const EmptyWeightsOptions& options)
-    : options_(options), tape_(std::make_unique<Tape>()), outer_(current_scope) {
+    : options_(options), tape_(std::make_shared<InitTape>()), outer_(current_scope) {
   EmptyWeightsMode::Register();
   current_scope = this;
   c10::impl::tls_set_dispatch_key_included(kKey, true);
@@ -238,7 +133,9 @@ void EmptyWeightsScope::Finish(torch::nn::Module& module) {
     PlaceTensor(tensor, at::empty_strided(tensor.sizes(), tensor.strides(),
                                           tensor.options().device(at::kMeta)));
   };
-  for (const at::Tensor& parameter : module.parameters()) empty(parameter);
+  if (!options_.deferred) {
+    for (const at::Tensor& parameter : module.parameters()) empty(parameter);
+  }
   for (const auto& buffer : module.named_buffers()) {
     if (options_.include_buffers) {
       empty(buffer.value());
@@ -253,6 +150,56 @@ void EmptyWeightsScope::Finish(torch::nn::Module& module) {
       }
     }
   }
+  if (options_.deferred) Defer(module);
+}
+
+void EmptyWeightsScope::Defer(torch::nn::Module& module) {
+  std::map<const void*, std::pair<std::string, const void*>> known;  // by the storage
+  for (const auto& item : module.named_parameters()) {
+    const at::Tensor& parameter = item.value();
+    if (!parameter.defined() || !parameter.is_meta()) continue;
+    const auto& [name, object] = known
+                                     .try_emplace(parameter.storage().unsafeGetStorageImpl(),
+                                                  item.key(), parameter.unsafeGetTensorImpl())
+                                     .first->second;
+    TORCH_CHECK(object == parameter.unsafeGetTensorImpl(), "parameters '", name, "' and '",
+                item.key(),
+                "' share memory but are two tensors, which would get memory of their own: register "
+                "one tensor under both names, or construct the module without deferred_init()");
+    auto deferred = c10::make_intrusive<DeferredValues>();
+    deferred->tape = tape_;
+    deferred->on_tape = parameter.detach();
+    deferred->version = parameter._version();
+    parameter.unsafeGetTensorImpl()->set_backend_meta(std::move(deferred));
+  }
+}
+
+bool HasDeferredValues(const at::Tensor& tensor) {
+  return tensor.is_meta() && DeferredValuesOf(tensor) != nullptr;
+}
+
+void Materialize(const at::Tensor& tensor, at::Device device, const std::string& name,
+                 bool with_values) {
+  if (!tensor.is_meta()) return;
+  const at::NoGradGuard no_grad;
+  const DeferredValues* const deferred = DeferredValuesOf(tensor);
+  TORCH_CHECK(
+      deferred != nullptr, "'", name,
+      "' is on the meta device and has no values: construct the module with "
+      "muster::deferred_init(), and change its type inside of it, or load its weights first");
+  TORCH_CHECK(deferred->version == tensor._version(), "'", name,
+              "' was written after deferred_init(), when it had no memory: initialize it inside of "
+              "the function that deferred_init() is given");
+  at::Tensor value;
+  if (with_values) {
+    value = deferred->tape->ValueOf(deferred->on_tape).to(tensor.options().device(device));
+    // Not a part of something larger.
+    if (value.storage().nbytes() != value.nbytes()) value = value.clone();
+  } else {
+    value = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device));
+  }
+  PlaceTensor(tensor, value);
+  tensor.unsafeGetTensorImpl()->set_backend_meta(nullptr);
 }
 
 void PlaceTensor(const at::Tensor& tensor, const at::Tensor& value) {

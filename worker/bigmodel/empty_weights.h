@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_BIGMODEL_EMPTY_WEIGHTS_H_
 
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "ATen/core/Tensor.h"
@@ -12,11 +13,16 @@ class Module;
 
 namespace muster {
 
+class InitTape;
+
 struct EmptyWeightsOptions {
   // Buffers are empty, too. By default they have the values that the constructor gives them,
   // because files often leave out those that the constructor can compute (the tables of rotary
   // embeddings).
   bool include_buffers = false;
+  // Random numbers are drawn as if there were memory, and parameters remember how their values come
+  // about: Materialize() computes them. Parameters that name a device are there at once.
+  bool deferred = false;
 };
 
 // While it lives, tensors that this thread creates without naming a device are on the meta device:
@@ -47,11 +53,12 @@ class EmptyWeightsScope {
   at::Tensor ValueOf(const at::Tensor& tensor);
 
  private:
-  class Tape;
   friend struct EmptyWeightsMode;
 
+  void Defer(torch::nn::Module& module);
+
   const EmptyWeightsOptions options_;
-  const std::unique_ptr<Tape> tape_;
+  const std::shared_ptr<InitTape> tape_;
   EmptyWeightsScope* const outer_;
 };
 
@@ -64,6 +71,24 @@ auto InitEmptyWeights(Make&& make, const EmptyWeightsOptions& options = {}) {
   scope.Finish(*module);
   return module;
 }
+
+// Constructs a module whose parameters are on the meta device until Materialize() gives them the
+// values that the constructor gives them otherwise. `make` as above.
+template <class Make>
+auto DeferredInit(Make&& make) {
+  return InitEmptyWeights(std::forward<Make>(make), {.deferred = true});
+}
+
+// Whether Materialize() can compute the values of a tensor on the meta device.
+bool HasDeferredValues(const at::Tensor& tensor);
+
+// Gives a parameter of DeferredInit() memory on `device` and its values: those, to the last bit, of
+// a module that was constructed there and then. In any order; takes the memory of this parameter
+// and of what its values are computed from. Nothing happens if it has memory. Throws c10::Error
+// with `name`: nobody has recorded its values, or it was written since. `with_values` false: memory
+// alone, for what another process is about to send.
+void Materialize(const at::Tensor& tensor, at::Device device, const std::string& name,
+                 bool with_values = true);
 
 // Makes `tensor`, wherever it is referred to, the same as `value`: also from the meta device to
 // another, where set_data() refuses. It keeps requires_grad.

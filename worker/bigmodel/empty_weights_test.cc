@@ -2,6 +2,8 @@
 
 #include <malloc.h>
 
+#include <algorithm>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -9,7 +11,11 @@
 #include "ATen/Functions.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "torch/nn/init.h"
 #include "torch/nn/modules/batchnorm.h"
+#include "torch/nn/modules/container/sequential.h"
+#include "torch/nn/modules/embedding.h"
+#include "torch/nn/modules/linear.h"
 #include "worker/bigmodel/test_nets.h"
 #include "worker/collective/test_error.h"
 
@@ -114,6 +120,130 @@ TEST(EmptyWeights, FortyBillionParameters_TakeFewMegabytes) {
   for (const at::Tensor& parameter : net->parameters()) elements += parameter.numel();
   EXPECT_GT(elements, int64_t{40'000'000'000});
   EXPECT_LT(after - before, size_t{20} << 20);
+}
+
+// What a constructor may do with its parameters: initialize them twice, in place, by a view, from
+// another one, and with a number that depends on a value.
+struct PeculiarImpl : torch::nn::Module {
+  PeculiarImpl() {
+    a = register_parameter("a", at::empty({7, 5}));
+    torch::nn::init::kaiming_uniform_(a, 1.0);
+    b = register_parameter("b", at::randn({20}));
+    {
+      at::NoGradGuard no_grad;
+      a.narrow(0, 2, 3).normal_(0, 2);
+      b.mul_(a.sum());
+    }
+    c = register_parameter("c", torch::nn::init::orthogonal_(at::empty({6, 6})));
+    scale = 1 + a.sum().item<double>();
+    d = register_parameter("d", at::rand({4}) * scale);
+    e = register_parameter("e", at::full({3}, 2.0));
+    frozen = register_parameter("frozen", at::randperm(9).to(at::kFloat), false);
+    layers = register_module(
+        "layers", torch::nn::Sequential(
+                      torch::nn::Linear(5, 4), torch::nn::BatchNorm1d(4),
+                      torch::nn::Embedding(torch::nn::EmbeddingOptions(8, 4).padding_idx(3))));
+    apply([](torch::nn::Module& module) {
+      at::NoGradGuard no_grad;
+      if (auto* linear = module.as<torch::nn::Linear>()) linear->weight.normal_(0, 0.02);
+    });
+  }
+  at::Tensor a, b, c, d, e, frozen;
+  double scale = 0;
+  torch::nn::Sequential layers{nullptr};
+};
+TORCH_MODULE(Peculiar);
+
+TEST(DeferredInit, Values_AreThoseOfAnOrdinaryConstruction_InAnyOrder) {
+  at::manual_seed(11);
+  const Peculiar want;
+  const at::Tensor after = at::randn({3});
+  at::manual_seed(11);
+  const Peculiar got = DeferredInit([] { return Peculiar(); });
+  EXPECT_TRUE(at::equal(at::randn({3}), after)) << "the generator goes on elsewhere";
+  EXPECT_EQ(got->scale, want->scale);
+  const at::Tensor state = RandomState();
+  const auto wanted = want->named_parameters();
+  std::vector<std::string> names = wanted.keys();
+  std::reverse(names.begin(), names.end());
+  for (const std::string& name : names) {
+    const at::Tensor parameter = got->named_parameters()[name];
+    // The meta device has no randperm().
+    EXPECT_EQ(HasDeferredValues(parameter), name != "frozen") << name;
+    Materialize(parameter, at::kCPU, name);
+    EXPECT_TRUE(at::equal(parameter, wanted[name])) << name;
+    EXPECT_EQ(parameter.requires_grad(), wanted[name].requires_grad()) << name;
+    EXPECT_EQ(parameter.storage().nbytes(), parameter.nbytes()) << name;
+    EXPECT_EQ(parameter.unsafeGetTensorImpl()->get_backend_meta(), nullptr) << name;
+  }
+  EXPECT_TRUE(at::equal(state, RandomState())) << "the generator has moved";
+  EXPECT_TRUE(at::equal(got->a, want->a)) << "the member is the parameter";
+  for (const auto& buffer : want->named_buffers()) {
+    EXPECT_TRUE(at::equal(got->named_buffers()[buffer.key()], buffer.value())) << buffer.key();
+  }
+}
+
+TEST(DeferredInit, Module_ThatIsDropped_LeavesNothing) {
+  std::weak_ptr<PeculiarImpl> dropped;
+  c10::weak_intrusive_ptr<c10::BackendMeta> record(c10::intrusive_ptr<c10::BackendMeta>{});
+  {
+    const Peculiar net = DeferredInit([] { return Peculiar(); });
+    record = c10::weak_intrusive_ptr<c10::BackendMeta>(
+        net->a.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr());
+    EXPECT_FALSE(record.expired());
+  }
+  EXPECT_TRUE(record.expired());
+}
+
+TEST(DeferredInit, DataThatIsExchanged_CountsAsItIsAtTheEnd) {
+  const auto make = [] {
+    torch::nn::Linear net(4, 4);
+    net->to(at::kBFloat16);
+    net->bias.set_data(at::randn({4}));
+    at::NoGradGuard no_grad;
+    net->bias.mul_(2);
+    return net;
+  };
+  at::manual_seed(3);
+  const torch::nn::Linear want = make();
+  at::manual_seed(3);
+  const torch::nn::Linear got = DeferredInit(make);
+  for (const auto& item : got->named_parameters()) {
+    Materialize(item.value(), at::kCPU, item.key());
+    EXPECT_TRUE(at::equal(item.value(), want->named_parameters()[item.key()])) << item.key();
+  }
+  // After the construction it is lost, and not in silence.
+  torch::nn::Linear late = DeferredInit([] { return torch::nn::Linear(4, 4); });
+  late->to(at::kBFloat16);
+  EXPECT_THAT(ErrorOf([&] { Materialize(late->weight, at::kCPU, "weight"); }),
+              HasSubstr("and change its type inside of it"));
+}
+
+TEST(DeferredInit, ChangeWithoutMemory_IsRefused) {
+  torch::nn::Linear net = DeferredInit([] { return torch::nn::Linear(2, 2); });
+  {
+    at::NoGradGuard no_grad;
+    net->weight.fill_(1);
+  }
+  EXPECT_THAT(ErrorOf([&] { Materialize(net->weight, at::kCPU, "weight"); }),
+              HasSubstr("'weight' was written after deferred_init()"));
+  const torch::nn::Linear empty = InitEmptyWeights([] { return torch::nn::Linear(2, 2); });
+  EXPECT_FALSE(HasDeferredValues(empty->weight));
+  EXPECT_THAT(ErrorOf([&] { Materialize(empty->weight, at::kCPU, "weight"); }),
+              HasSubstr("'weight' is on the meta device and has no values"));
+}
+
+struct OverlappingImpl : torch::nn::Module {
+  OverlappingImpl() {
+    const at::Tensor flat = at::randn({4});
+    register_parameter("low", flat.narrow(0, 0, 3));
+    register_parameter("high", flat.narrow(0, 1, 3));
+  }
+};
+
+TEST(DeferredInit, ParametersInOneMemory_AreRefused) {
+  EXPECT_THAT(ErrorOf([] { DeferredInit([] { return std::make_shared<OverlappingImpl>(); }); }),
+              HasSubstr("'low' and 'high' share memory"));
 }
 
 }  // namespace

@@ -1,15 +1,13 @@
 #include "worker/checkpoint/model_files.h"
 
-#include <errno.h>
-#include <stdio.h>
 #include <sys/stat.h>
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
@@ -26,13 +24,6 @@ constexpr char kExtension[] = ".safetensors";
 bool IsFolder(const std::string& path) {
   struct stat info;
   return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
-}
-
-absl::Status MoveInto(const std::string& from, const std::string& name, const std::string& to) {
-  if (rename(JoinPath(from, name).c_str(), JoinPath(to, name).c_str()) == 0) {
-    return absl::OkStatus();
-  }
-  return absl::ErrnoToStatus(errno, absl::StrCat("cannot move ", name, " into ", to));
 }
 
 // The file or index that a folder's model begins with.
@@ -58,52 +49,26 @@ absl::StatusOr<std::string> FindInFolder(const std::string& folder) {
 
 absl::Status SaveModelFiles(const std::string& dir, const NamedTensors& tensors,
                             int64_t max_shard_bytes) {
-  MUSTER_RETURN_IF_ERROR(MakeDirectories(dir));
   const NamedTensors kept = WithoutSharedTensors(tensors);
-  std::vector<PlannedTensor> planned;
-  absl::flat_hash_map<std::string, at::Tensor> by_name;
+  // Checks them before anything is written.
+  MUSTER_ASSIGN_OR_RETURN(const SafetensorsPlan checked, PlanSafetensors(dir, kept, {}));
+  absl::flat_hash_map<absl::string_view, const SafetensorsEntry*> by_name;
+  for (const SafetensorsEntry& entry : checked.layout.tensors) by_name[entry.name] = &entry;
+  std::vector<SafetensorsEntry> entries;
+  for (const auto& [name, tensor] : kept) entries.push_back(*by_name.at(name));
+  MUSTER_ASSIGN_OR_RETURN(const std::unique_ptr<ModelFolderWriter> writer,
+                          ModelFolderWriter::Begin(dir, entries, max_shard_bytes));
   for (const auto& [name, tensor] : kept) {
-    planned.push_back(
-        {.name = name, .bytes = tensor.defined() ? tensor.nbytes() : 0, .storage = ""});
-    by_name[name] = tensor;
+    MUSTER_RETURN_IF_ERROR(WriteTensor(*writer, name, tensor));
   }
-  MUSTER_ASSIGN_OR_RETURN(const ShardPlan plan,
-                          PlanShards(planned, {.max_shard_bytes = max_shard_bytes}));
-  const std::string scratch = JoinPath(dir, absl::StrCat(".saving-", RandomHex()));
-  MUSTER_RETURN_IF_ERROR(MakeDirectories(scratch));
-  const auto write = [&]() -> absl::Status {
-    for (const ShardPlan::File& file : plan.files) {
-      NamedTensors part;
-      for (const std::string& name : file.tensors) part.emplace_back(name, by_name[name]);
-      const absl::StatusOr<FileDigest> written = WriteSafetensors(
-          JoinPath(scratch, file.name), part, {.metadata = SafetensorsMetadata{{"format", "pt"}}});
-      MUSTER_RETURN_IF_ERROR(written.status());
-    }
-    if (plan.index_name.has_value()) {
-      MUSTER_RETURN_IF_ERROR(
-          WriteFileAtomically(JoinPath(scratch, *plan.index_name), EncodeShardIndex(plan)));
-    }
-    absl::flat_hash_set<std::string> fresh;
-    for (const ShardPlan::File& file : plan.files) fresh.insert(file.name);
-    MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> before, ListDirectory(dir));
-    MUSTER_RETURN_IF_ERROR(
-        RemoveTree(JoinPath(dir, absl::StrCat(kStem, kExtension, ".index.json"))));
-    for (const ShardPlan::File& file : plan.files) {
-      MUSTER_RETURN_IF_ERROR(MoveInto(scratch, file.name, dir));
-    }
-    for (const std::string& name : before) {
-      if (IsShardFileName(name, kStem, kExtension) && !fresh.contains(name)) {
-        MUSTER_RETURN_IF_ERROR(RemoveTree(JoinPath(dir, name)));
-      }
-    }
-    if (plan.index_name.has_value()) {
-      MUSTER_RETURN_IF_ERROR(MoveInto(scratch, *plan.index_name, dir));
-    }
-    return SyncDirectory(dir);
-  };
-  absl::Status status = write();
-  status.Update(RemoveTree(scratch));
-  return status;
+  return writer->Finish();
+}
+
+absl::Status WriteTensor(ModelFolderWriter& writer, const std::string& name,
+                         const at::Tensor& tensor) {
+  const at::Tensor plain = tensor.detach().resolve_conj().resolve_neg().to(at::kCPU).contiguous();
+  return writer.Write(
+      name, 0, absl::string_view(static_cast<const char*>(plain.data_ptr()), plain.nbytes()));
 }
 
 absl::StatusOr<ModelFiles> ModelFiles::Open(const std::string& path) {

@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "worker/checkpoint/model_folder_writer.h"
 #include "worker/checkpoint/safetensors.h"
 
 namespace muster {
@@ -16,11 +17,14 @@ namespace muster {
 // of a tensor with several names the first. Other files in `dir` stay; shards and index of an
 // earlier save go. For one process. Blocks on the disk.
 //
-// New files are written and synced under a hidden folder first and then moved in; a crash during
-// the moves leaves no index rather than one that mixes two saves. Errors: as WriteSafetensors;
-// FAILED_PRECONDITION if `dir` is a file.
+// As ModelFolderWriter. Errors: as WriteSafetensors; FAILED_PRECONDITION if `dir` is a file.
 absl::Status SaveModelFiles(const std::string& dir, const NamedTensors& tensors,
                             int64_t max_shard_bytes = 10'000'000'000);
+
+// The data of a tensor that `writer` has been told of. On any device and of any strides: copied if
+// need be. Throws c10::Error if a copy from a device fails.
+absl::Status WriteTensor(ModelFolderWriter& writer, const std::string& name,
+                         const at::Tensor& tensor);
 
 // A model's files, opened: finds tensors by name in any of the files.
 class ModelFiles {

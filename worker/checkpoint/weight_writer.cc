@@ -1,10 +1,8 @@
 #include "worker/checkpoint/weight_writer.h"
 
-#include <errno.h>
-#include <stdio.h>
 #include <sys/stat.h>
 
-#include <algorithm>
+#include <memory>
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
@@ -12,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/status_macros.h"
+#include "worker/checkpoint/model_folder_writer.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
 
@@ -21,13 +20,8 @@ namespace {
 constexpr char kStem[] = "model";
 constexpr char kExtension[] = ".safetensors";
 
-absl::Status WriteOne(const WeightFiles& weights, const std::vector<std::string>& names,
+absl::Status WriteOne(const WeightFiles& weights, std::vector<SafetensorsEntry> entries,
                       const std::string& path) {
-  std::vector<SafetensorsEntry> entries;
-  for (const std::string& name : names) {
-    const StoredTensor& tensor = weights.Find(name)->tensor;
-    entries.push_back({.name = name, .type = tensor.type, .shape = tensor.shape});
-  }
   MUSTER_ASSIGN_OR_RETURN(
       const SafetensorsLayout layout,
       LayOutSafetensors(std::move(entries), SafetensorsMetadata{{"format", "pt"}}));
@@ -68,7 +62,7 @@ absl::Status CheckNotRead(const WeightFiles& weights, const std::string& folder,
 
 absl::StatusOr<CopiedWeights> CopyWeights(const WeightFiles& weights, const std::string& to,
                                           int64_t max_shard_bytes) {
-  std::vector<PlannedTensor> planned;
+  std::vector<SafetensorsEntry> entries;
   CopiedWeights copied;
   absl::flat_hash_set<std::string> seen;
   for (const WeightFiles::Entry& entry : weights.entries()) {
@@ -77,22 +71,18 @@ absl::StatusOr<CopiedWeights> CopyWeights(const WeightFiles& weights, const std:
       copied.left_out.push_back(entry.tensor.name);
       continue;
     }
-    const uint64_t bytes = WeightFiles::BytesOf(entry);
-    planned.push_back({.name = entry.tensor.name, .bytes = bytes, .storage = ""});
+    entries.push_back(
+        {.name = entry.tensor.name, .type = entry.tensor.type, .shape = entry.tensor.shape});
     ++copied.tensors;
-    copied.bytes += bytes;
+    copied.bytes += WeightFiles::BytesOf(entry);
   }
   if (absl::EndsWith(to, kExtension)) {
     MUSTER_RETURN_IF_ERROR(CheckNotRead(weights, ParentPath(to), {BaseName(to)}));
-    std::vector<std::string> names;
-    for (const PlannedTensor& tensor : planned) names.push_back(tensor.name);
     MUSTER_RETURN_IF_ERROR(MakeDirectories(ParentPath(to)));
-    MUSTER_RETURN_IF_ERROR(WriteOne(weights, names, to));
+    MUSTER_RETURN_IF_ERROR(WriteOne(weights, std::move(entries), to));
     copied.files = {BaseName(to)};
     return copied;
   }
-  MUSTER_ASSIGN_OR_RETURN(const ShardPlan plan,
-                          PlanShards(planned, {.max_shard_bytes = max_shard_bytes}));
   MUSTER_RETURN_IF_ERROR(MakeDirectories(to));
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> before, ListDirectory(to));
   std::vector<std::string> replaced;
@@ -100,37 +90,17 @@ absl::StatusOr<CopiedWeights> CopyWeights(const WeightFiles& weights, const std:
     if (IsShardFileName(name, kStem, kExtension)) replaced.push_back(name);
   }
   MUSTER_RETURN_IF_ERROR(CheckNotRead(weights, to, replaced));
-  // Writes everything under temporary names first, then renames.
-  const std::string scratch = JoinPath(to, absl::StrCat(".saving-", RandomHex()));
-  MUSTER_RETURN_IF_ERROR(MakeDirectories(scratch));
-  const auto write = [&]() -> absl::Status {
-    for (const ShardPlan::File& file : plan.files) {
-      MUSTER_RETURN_IF_ERROR(WriteOne(weights, file.tensors, JoinPath(scratch, file.name)));
-      copied.files.push_back(file.name);
-    }
-    if (plan.index_name.has_value()) {
-      MUSTER_RETURN_IF_ERROR(
-          WriteFileAtomically(JoinPath(scratch, *plan.index_name), EncodeShardIndex(plan)));
-      copied.files.push_back(*plan.index_name);
-    }
-    // A crash from here on leaves no index rather than one that mixes two copies.
-    MUSTER_RETURN_IF_ERROR(
-        RemoveTree(JoinPath(to, absl::StrCat(kStem, kExtension, ".index.json"))));
-    for (const std::string& name : replaced) {
-      const bool stays =
-          std::find(copied.files.begin(), copied.files.end(), name) != copied.files.end();
-      if (!stays) MUSTER_RETURN_IF_ERROR(RemoveTree(JoinPath(to, name)));
-    }
-    for (const std::string& name : copied.files) {
-      if (rename(JoinPath(scratch, name).c_str(), JoinPath(to, name).c_str()) != 0) {
-        return absl::ErrnoToStatus(errno, absl::StrCat("cannot move ", name, " into ", to));
-      }
-    }
-    return SyncDirectory(to);
-  };
-  absl::Status status = write();
-  status.Update(RemoveTree(scratch));
-  if (!status.ok()) return status;
+  MUSTER_ASSIGN_OR_RETURN(const std::unique_ptr<ModelFolderWriter> writer,
+                          ModelFolderWriter::Begin(to, entries, max_shard_bytes));
+  for (const SafetensorsEntry& entry : entries) {
+    uint64_t offset = 0;
+    MUSTER_RETURN_IF_ERROR(weights.Stream(*weights.Find(entry.name), [&](absl::string_view part) {
+      const uint64_t at = std::exchange(offset, offset + part.size());
+      return writer->Write(entry.name, at, part);
+    }));
+  }
+  MUSTER_RETURN_IF_ERROR(writer->Finish());
+  copied.files = writer->FileNames();
   return copied;
 }
 

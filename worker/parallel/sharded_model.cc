@@ -57,7 +57,8 @@ class Depth {
 
 ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::Module* module,
                            std::vector<NamedParameter> parameters, std::vector<at::Tensor> buffers,
-                           const ShardingOptions& options, bool broadcast_buffers)
+                           const ShardingOptions& options, bool broadcast_buffers,
+                           const Materializer& materialize)
     : world_(world),
       shard_comm_(shard),
       replicas_(replicas),
@@ -82,7 +83,7 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
   tensors.clear();
   parameters.clear();
   BroadcastCoalesced(world_, buffers_, 0);
-  for (PlannedUnit& planned : plan) AddUnit(std::move(planned));
+  for (PlannedUnit& planned : plan) AddUnit(std::move(planned), materialize);
   for (std::vector<bool>* flags : {&complete_, &done_, &late_}) flags->resize(units_.size());
 }
 
@@ -157,10 +158,14 @@ void ShardedModel::CheckSamePlan(const std::vector<PlannedUnit>& plan) const {
   }
 }
 
-void ShardedModel::AddUnit(PlannedUnit planned) {
+void ShardedModel::AddUnit(PlannedUnit planned, const Materializer& materialize) {
   const size_t index = units_.size();
   std::vector<at::Tensor> values;
-  for (const NamedParameter& parameter : planned.parameters) values.push_back(parameter.tensor);
+  for (const NamedParameter& parameter : planned.parameters) {
+    // All ranks have the values of rank 0.
+    if (parameter.tensor.is_meta()) materialize(parameter, world_.rank() == 0);
+    values.push_back(parameter.tensor);
+  }
   BroadcastCoalesced(world_, values, 0);
   values.clear();
   units_.push_back(std::make_unique<ShardUnit>(
@@ -555,15 +560,19 @@ void ShardedModel::Summon(const std::function<void()>& body) {
   end();
 }
 
-std::vector<std::pair<std::string, at::Tensor>> ShardedModel::FullParameters(const KeepName& keep) {
-  std::vector<std::pair<std::string, at::Tensor>> all;
+void ShardedModel::VisitFullParameters(
+    const std::function<void(const std::string& name, const at::Tensor& value)>& visit) {
   for (const auto& unit : units_) {
     const std::vector<at::Tensor> values = unit->Values();
-    for (size_t i = 0; i < values.size(); ++i) {
-      const std::string& name = unit->slices()[i].name;
-      if (keep(name)) all.emplace_back(name, OnCpu(values[i]));
-    }
+    for (size_t i = 0; i < values.size(); ++i) visit(unit->slices()[i].name, values[i]);
   }
+}
+
+std::vector<std::pair<std::string, at::Tensor>> ShardedModel::FullParameters(const KeepName& keep) {
+  std::vector<std::pair<std::string, at::Tensor>> all;
+  VisitFullParameters([&](const std::string& name, const at::Tensor& value) {
+    if (keep(name)) all.emplace_back(name, OnCpu(value));
+  });
   return all;
 }
 

@@ -49,12 +49,18 @@ class ShardedModel {
   // Whether this rank has a use for a parameter's full tensor.
   using KeepName = std::function<bool(const std::string& name)>;
 
+  // Gives a parameter on the meta device memory, and its values if wanted. Called in the same order
+  // on every rank, for one unit after the other, each of which is divided before the next one.
+  using Materializer = std::function<void(const NamedParameter& parameter, bool with_values)>;
+
   // `world`: all ranks. `shard`: the ranks that divide one copy; `replicas`: those that hold the
   // same part of other copies, null if there is one copy. All are borrowed. `module`: null for
   // TorchScript. `names` and `parameters`: as DataParallel's. `broadcast_buffers`: as DDP's.
+  // `materialize`: for parameters on the meta device.
   ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::Module* module,
                std::vector<NamedParameter> parameters, std::vector<at::Tensor> buffers,
-               const ShardingOptions& options, bool broadcast_buffers = true);
+               const ShardingOptions& options, bool broadcast_buffers = true,
+               const Materializer& materialize = nullptr);
   ~ShardedModel();
   ShardedModel(const ShardedModel&) = delete;
   ShardedModel& operator=(const ShardedModel&) = delete;
@@ -91,6 +97,11 @@ class ShardedModel {
   // has written to its own part stays; write the same on every rank.
   void Summon(const std::function<void()>& body);
 
+  // (collective) Gives each full parameter to `visit`, by its first name. One unit is gathered at a
+  // time, and its values are gone after the last of them. `visit` does not throw: other ranks are
+  // in the same exchange.
+  void VisitFullParameters(
+      const std::function<void(const std::string& name, const at::Tensor& value)>& visit);
   // (collective) The full parameters for which keep(name), by name, copied to the CPU. One unit is
   // gathered at a time.
   std::vector<std::pair<std::string, at::Tensor>> FullParameters(const KeepName& keep);
@@ -116,7 +127,7 @@ class ShardedModel {
   // Unit and slice.
   const std::pair<size_t, size_t>& PlaceOf(const std::string& name) const;
   void CheckSamePlan(const std::vector<PlannedUnit>& plan) const;
-  void AddUnit(PlannedUnit planned);
+  void AddUnit(PlannedUnit planned, const Materializer& materialize);
   void Use(ShardUnit& unit, bool write, const char* op);
   void MakeRoom();
   void ExpireAll();

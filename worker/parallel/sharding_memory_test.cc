@@ -11,6 +11,7 @@
 #include "c10/core/CPUAllocator.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/linear.h"
+#include "worker/bigmodel/empty_weights.h"
 #include "worker/collective/thread_comm.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/parallel/test_net.h"
@@ -139,6 +140,67 @@ TEST(ShardingMemory, BetweenSteps_IsTheFormula) {
 TEST(ShardingMemory, PeakOfFullSharding_IsThreeUnitsMore) {
   const Memory memory = Measure(ShardingStrategy::kFull);
   EXPECT_LE(memory.peak, memory.between + kRanks * 3 * kUnitBytes * 102 / 100);
+}
+
+TEST(ShardingMemory, DeferredModel_IsMadeUnitByUnit) {
+  CountingAllocator& allocator = CountingAllocator::Get();
+  Mutex mu;
+  RunRanks(kRanks, [&](Comm& comm) {
+    torch::nn::Sequential net;
+    {
+      MutexLock lock(&mu);  // the generator is that of the process
+      net = DeferredInit([] {
+        torch::nn::Sequential made;
+        for (int i = 0; i < kUnits; ++i) made->push_back(torch::nn::Linear(kWidth, kWidth));
+        return made;
+      });
+    }
+    comm.Barrier();
+    if (comm.rank() == 0) allocator.ResetPeak();
+    const int64_t before = allocator.live();
+    comm.Barrier();
+    std::vector<NamedParameter> parameters;
+    for (const auto& item : net->named_parameters())
+      parameters.push_back({item.key(), item.value()});
+    const ShardedModel model(comm, comm, nullptr, net.get(), std::move(parameters), {},
+                             {.strategy = ShardingStrategy::kFull}, true,
+                             [](const NamedParameter& parameter, bool with_values) {
+                               Materialize(parameter.tensor, at::kCPU, parameter.name, with_values);
+                             });
+    comm.Barrier();
+    if (comm.rank() == 0) {
+      EXPECT_NEAR(static_cast<double>(allocator.live() - before), kModelBytes, 0.02 * kModelBytes);
+      // Of the last unit on both ranks: its values, what they are sent in, and the flat buffers.
+      EXPECT_LE(allocator.peak(), allocator.live() + kRanks * 4 * kUnitBytes);
+    }
+    comm.Barrier();
+  });
+}
+
+TEST(ShardingMemory, VisitingFullParameters_TakesOneUnit) {
+  CountingAllocator& allocator = CountingAllocator::Get();
+  RunRanks(kRanks, [&](Comm& comm) {
+    torch::nn::Sequential net;
+    for (int i = 0; i < kUnits; ++i) net->push_back(torch::nn::Linear(kWidth, kWidth));
+    std::vector<NamedParameter> parameters;
+    for (const auto& item : net->named_parameters())
+      parameters.push_back({item.key(), item.value()});
+    ShardedModel model(comm, comm, nullptr, net.get(), std::move(parameters), {},
+                       {.strategy = ShardingStrategy::kFull});
+    comm.Barrier();
+    if (comm.rank() == 0) allocator.ResetPeak();
+    const int64_t before = allocator.live();
+    comm.Barrier();
+    int64_t bytes = 0;
+    model.VisitFullParameters([&](const std::string&, const at::Tensor& value) {
+      bytes += static_cast<int64_t>(value.nbytes());
+    });
+    EXPECT_EQ(bytes, kModelBytes);
+    comm.Barrier();
+    // Values, and what they are assembled from.
+    if (comm.rank() == 0) EXPECT_LE(allocator.peak(), before + kRanks * 2 * kUnitBytes * 102 / 100);
+    comm.Barrier();
+  });
 }
 
 TEST(ShardingMemory, Gradients_AreWholeForOneUnitAtATime) {

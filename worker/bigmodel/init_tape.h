@@ -1,0 +1,44 @@
+#ifndef MUSTER_WORKER_BIGMODEL_INIT_TAPE_H_
+#define MUSTER_WORKER_BIGMODEL_INIT_TAPE_H_
+
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "ATen/core/dispatch/Dispatcher.h"
+#include "ATen/core/ivalue.h"
+
+namespace muster {
+
+// What operators did to tensors on the meta device, in order, so that their values can be computed
+// later. Tensors are known by their memory, so set_data() and data() do no harm. Not thread-safe.
+class InitTape {
+ public:
+  struct Step {
+    c10::OperatorHandle op;
+    std::vector<c10::IValue> arguments = {}, results = {};
+    // Of its generator before the step, if its random numbers have been drawn.
+    at::Tensor generator_state = {};
+  };
+
+  // Keeps aliases of the tensors, not the objects that others have.
+  void Add(Step step);
+  // Draws the step's random numbers, if it has any, as its operator would: so the generator goes on
+  // as if there were memory, and ValueOf() repeats these numbers. The memory of the largest tensor
+  // is needed for the moment.
+  void AddAndDraw(Step step);
+
+  // The value of a tensor: itself if it has memory. Throws c10::Error if the tape has not made it.
+  at::Tensor ValueOf(const at::Tensor& wanted) const;
+
+ private:
+  class Replay;
+
+  // Numbers of the steps that `wanted` depends on, in order.
+  std::vector<size_t> StepsFor(const at::Tensor& wanted) const;
+
+  std::vector<Step> steps_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_BIGMODEL_INIT_TAPE_H_

@@ -1,0 +1,163 @@
+#include "worker/checkpoint/model_folder_writer.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "base/status_macros.h"
+#include "base/text.h"
+
+namespace muster {
+namespace {
+
+constexpr char kStem[] = "model";
+constexpr char kExtension[] = ".safetensors";
+
+absl::Status WriteAt(const OwnedFd& fd, uint64_t offset, absl::string_view bytes,
+                     const std::string& name) {
+  while (!bytes.empty()) {
+    const ssize_t written =
+        pwrite(fd.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot write ", name));
+    bytes.remove_prefix(static_cast<size_t>(written));
+    offset += static_cast<uint64_t>(written);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+ModelFolderWriter::ModelFolderWriter(std::string folder, ShardPlan plan)
+    : folder_(std::move(folder)),
+      scratch_(JoinPath(folder_, absl::StrCat(".saving-", RandomHex()))),
+      plan_(std::move(plan)) {}
+
+ModelFolderWriter::~ModelFolderWriter() { (void)RemoveTree(scratch_); }
+
+absl::StatusOr<std::unique_ptr<ModelFolderWriter>> ModelFolderWriter::Begin(
+    const std::string& folder, const std::vector<SafetensorsEntry>& tensors,
+    int64_t max_shard_bytes) {
+  std::vector<PlannedTensor> planned;
+  for (const SafetensorsEntry& tensor : tensors) {
+    MUSTER_ASSIGN_OR_RETURN(const uint64_t bytes, SafetensorsBytes(tensor.type, tensor.shape));
+    planned.push_back({.name = tensor.name, .bytes = bytes, .storage = ""});
+  }
+  MUSTER_ASSIGN_OR_RETURN(ShardPlan plan,
+                          PlanShards(planned, {.max_shard_bytes = max_shard_bytes}));
+  std::unique_ptr<ModelFolderWriter> writer(new ModelFolderWriter(folder, std::move(plan)));
+  MUSTER_RETURN_IF_ERROR(writer->LayOut(tensors));
+  MUSTER_RETURN_IF_ERROR(MakeDirectories(folder));
+  MUSTER_RETURN_IF_ERROR(MakeDirectories(writer->scratch_));
+  return writer;
+}
+
+absl::Status ModelFolderWriter::LayOut(const std::vector<SafetensorsEntry>& tensors) {
+  absl::flat_hash_map<absl::string_view, const SafetensorsEntry*> by_name;
+  for (const SafetensorsEntry& tensor : tensors) by_name[tensor.name] = &tensor;
+  for (const ShardPlan::File& planned : plan_.files) {
+    std::vector<SafetensorsEntry> entries;
+    for (const std::string& name : planned.tensors) entries.push_back(*by_name.at(name));
+    File file;
+    file.name = planned.name;
+    MUSTER_ASSIGN_OR_RETURN(
+        file.layout, LayOutSafetensors(std::move(entries), SafetensorsMetadata{{"format", "pt"}}));
+    file.missing = file.layout.data_bytes;
+    for (const SafetensorsEntry& entry : file.layout.tensors) {
+      places_[entry.name] = {.file = files_.size(), .begin = entry.begin, .end = entry.end};
+    }
+    files_.push_back(std::move(file));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ModelFolderWriter::Open(File* file) const {
+  file->fd = OwnedFd(
+      open(JoinPath(scratch_, file->name).c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+  if (!file->fd.open()) {
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot create ", file->name, " in ", folder_));
+  }
+  return WriteAt(file->fd, 0, file->layout.prefix, file->name);
+}
+
+absl::Status ModelFolderWriter::Close(File* file) {
+  const OwnedFd fd = std::move(file->fd);
+  if (fsync(fd.get()) == 0) return absl::OkStatus();
+  return absl::ErrnoToStatus(errno, absl::StrCat("cannot sync ", file->name));
+}
+
+absl::Status ModelFolderWriter::Write(absl::string_view name, uint64_t offset,
+                                      absl::string_view bytes) {
+  const auto found = places_.find(name);
+  if (found == places_.end()) {
+    return absl::NotFoundError(absl::StrCat("tensor \"", Printable(name), "\" is not planned"));
+  }
+  const auto& [index, begin, end] = found->second;
+  File& file = files_[index];
+  if (offset > end - begin || bytes.size() > end - begin - offset || bytes.size() > file.missing) {
+    return absl::InvalidArgumentError(absl::StrCat("tensor \"", Printable(name), "\" has ",
+                                                   end - begin, " bytes: ", bytes.size(),
+                                                   " do not fit at byte ", offset));
+  }
+  if (bytes.empty()) return absl::OkStatus();
+  if (!file.fd.open()) MUSTER_RETURN_IF_ERROR(Open(&file));
+  MUSTER_RETURN_IF_ERROR(
+      WriteAt(file.fd, file.layout.prefix.size() + begin + offset, bytes, file.name));
+  file.missing -= bytes.size();
+  return file.missing == 0 ? Close(&file) : absl::OkStatus();
+}
+
+absl::Status ModelFolderWriter::Finish() {
+  for (File& file : files_) {
+    if (file.missing > 0) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(file.name, " lacks ", file.missing, " bytes of its tensors"));
+    }
+    if (file.layout.data_bytes > 0) continue;
+    MUSTER_RETURN_IF_ERROR(Open(&file));
+    MUSTER_RETURN_IF_ERROR(Close(&file));
+  }
+  if (plan_.index_name.has_value()) {
+    MUSTER_RETURN_IF_ERROR(
+        WriteFileAtomically(JoinPath(scratch_, *plan_.index_name), EncodeShardIndex(plan_)));
+  }
+  MUSTER_RETURN_IF_ERROR(MoveIn());
+  return RemoveTree(scratch_);
+}
+
+absl::Status ModelFolderWriter::MoveIn() const {
+  const std::vector<std::string> fresh = FileNames();
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> before, ListDirectory(folder_));
+  MUSTER_RETURN_IF_ERROR(
+      RemoveTree(JoinPath(folder_, absl::StrCat(kStem, kExtension, ".index.json"))));
+  const auto move = [this](const std::string& name) {
+    if (rename(JoinPath(scratch_, name).c_str(), JoinPath(folder_, name).c_str()) == 0) {
+      return absl::OkStatus();
+    }
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot move ", name, " into ", folder_));
+  };
+  for (const File& file : files_) MUSTER_RETURN_IF_ERROR(move(file.name));
+  for (const std::string& name : before) {
+    if (!IsShardFileName(name, kStem, kExtension)) continue;
+    if (std::find(fresh.begin(), fresh.end(), name) != fresh.end()) continue;
+    MUSTER_RETURN_IF_ERROR(RemoveTree(JoinPath(folder_, name)));
+  }
+  if (plan_.index_name.has_value()) MUSTER_RETURN_IF_ERROR(move(*plan_.index_name));
+  return SyncDirectory(folder_);
+}
+
+std::vector<std::string> ModelFolderWriter::FileNames() const {
+  std::vector<std::string> names;
+  for (const File& file : files_) names.push_back(file.name);
+  if (plan_.index_name.has_value()) names.push_back(*plan_.index_name);
+  return names;
+}
+
+}  // namespace muster

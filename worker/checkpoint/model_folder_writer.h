@@ -1,0 +1,72 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_MODEL_FOLDER_WRITER_H_
+#define MUSTER_WORKER_CHECKPOINT_MODEL_FOLDER_WRITER_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "base/owned_fd.h"
+#include "worker/checkpoint/safetensors_format.h"
+#include "worker/checkpoint/shard_plan.h"
+
+namespace muster {
+
+// Writes a model into a folder as Hugging Face's save_model does, without torch and tensor by
+// tensor in any order: model.safetensors, or shards with model.safetensors.index.json; metadata
+// {"format": "pt"}. Other files in the folder stay; shards and index of an earlier model go.
+//
+// Files are written and synced under a hidden folder first and moved in by Finish(); a crash during
+// the moves leaves no index rather than one that mixes two models. Without Finish() nothing
+// changes. Blocks on the disk. Not thread-safe.
+class ModelFolderWriter {
+ public:
+  // Tensors by name, type and shape, in the order in which shards are filled; their ranges are
+  // ignored. Errors: as LayOutSafetensors and PlanShards; FAILED_PRECONDITION if `folder` is a
+  // file; those of the disk.
+  static absl::StatusOr<std::unique_ptr<ModelFolderWriter>> Begin(
+      const std::string& folder, const std::vector<SafetensorsEntry>& tensors,
+      int64_t max_shard_bytes);
+  ~ModelFolderWriter();
+  ModelFolderWriter(const ModelFolderWriter&) = delete;
+  ModelFolderWriter& operator=(const ModelFolderWriter&) = delete;
+
+  // The data of a tensor, or a part of it that begins at its byte `offset`. Each byte once.
+  absl::Status Write(absl::string_view name, uint64_t offset, absl::string_view bytes);
+  // Errors: FAILED_PRECONDITION naming a file that lacks data; those of the disk.
+  absl::Status Finish();
+
+  // The files that Finish() leaves in the folder; the index last, if there is one.
+  std::vector<std::string> FileNames() const;
+
+ private:
+  struct File {
+    std::string name;
+    SafetensorsLayout layout;
+    uint64_t missing = 0;  // bytes of data
+    OwnedFd fd;            // while it is being written
+  };
+  struct Place {
+    size_t file = 0;
+    uint64_t begin = 0, end = 0;  // in the data of the file
+  };
+
+  ModelFolderWriter(std::string folder, ShardPlan plan);
+  absl::Status LayOut(const std::vector<SafetensorsEntry>& tensors);
+  absl::Status Open(File* file) const;
+  static absl::Status Close(File* file);
+  absl::Status MoveIn() const;
+
+  const std::string folder_, scratch_;
+  const ShardPlan plan_;
+  std::vector<File> files_;
+  std::map<std::string, Place, std::less<>> places_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_MODEL_FOLDER_WRITER_H_

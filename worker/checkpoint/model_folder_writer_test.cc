@@ -1,0 +1,88 @@
+#include "worker/checkpoint/model_folder_writer.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "base/file.h"
+#include "base/test_folder.h"
+
+namespace muster {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+class ModelFolderWriterTest : public testing::Test {
+ protected:
+  static SafetensorsEntry Bytes(const std::string& name, uint64_t size) {
+    return {.name = name, .type = SafetensorsType::kU8, .shape = {size}};
+  }
+  std::unique_ptr<ModelFolderWriter> Begin(const std::vector<SafetensorsEntry>& tensors,
+                                           int64_t max_shard_bytes = 1 << 20) {
+    auto writer = ModelFolderWriter::Begin(dir_, tensors, max_shard_bytes);
+    EXPECT_TRUE(writer.ok()) << writer.status();
+    return *std::move(writer);
+  }
+  std::vector<std::string> Names() const { return *ListDirectory(dir_); }
+
+  const TestFolder folder_;
+  const std::string dir_ = folder_.Path("model");
+};
+
+TEST_F(ModelFolderWriterTest, TensorsInAnyOrderAndInParts_AreTheFileOfTheReference) {
+  const auto writer = Begin({Bytes("b", 3), Bytes("a", 2), Bytes("empty", 0)});
+  ASSERT_TRUE(writer->Write("a", 1, "2").ok());
+  ASSERT_TRUE(writer->Write("b", 0, "345").ok());
+  ASSERT_TRUE(writer->Write("a", 0, "1").ok());
+  ASSERT_TRUE(writer->Write("empty", 0, "").ok());
+  ASSERT_TRUE(writer->Finish().ok());
+  EXPECT_THAT(Names(), ElementsAre("model.safetensors"));
+  EXPECT_EQ(*ReadFile(dir_ + "/model.safetensors"),
+            *EncodeSafetensors({Bytes("b", 3), Bytes("a", 2), Bytes("empty", 0)}, {"345", "12", ""},
+                               SafetensorsMetadata{{"format", "pt"}}));
+}
+
+TEST_F(ModelFolderWriterTest, Shards_ReplaceAnEarlierModel_AndLeaveOtherFiles) {
+  ASSERT_TRUE(MakeDirectories(dir_).ok());
+  ASSERT_TRUE(WriteFileAtomically(dir_ + "/config.json", "{}").ok());
+  ASSERT_TRUE(WriteFileAtomically(dir_ + "/model.safetensors", "old").ok());
+  const auto writer = Begin({Bytes("a", 2), Bytes("b", 2)}, 2);
+  ASSERT_TRUE(writer->Write("b", 0, "34").ok());
+  ASSERT_TRUE(writer->Write("a", 0, "12").ok());
+  EXPECT_EQ(*ReadFile(dir_ + "/model.safetensors"), "old");
+  ASSERT_TRUE(writer->Finish().ok());
+  EXPECT_THAT(Names(),
+              ElementsAre("config.json", "model-00001-of-00002.safetensors",
+                          "model-00002-of-00002.safetensors", "model.safetensors.index.json"));
+  EXPECT_THAT(writer->FileNames(),
+              ElementsAre("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+                          "model.safetensors.index.json"));
+}
+
+TEST_F(ModelFolderWriterTest, WithoutFinish_NothingHasChanged) {
+  ASSERT_TRUE(MakeDirectories(dir_).ok());
+  ASSERT_TRUE(WriteFileAtomically(dir_ + "/model.safetensors", "old").ok());
+  ASSERT_TRUE(Begin({Bytes("a", 2)})->Write("a", 0, "12").ok());
+  EXPECT_THAT(Names(), ElementsAre("model.safetensors"));
+  EXPECT_EQ(*ReadFile(dir_ + "/model.safetensors"), "old");
+}
+
+TEST_F(ModelFolderWriterTest, DataThatIsMissingOrTooMuch_IsRefusedByName) {
+  const auto writer = Begin({Bytes("a", 2), Bytes("b", 1)});
+  EXPECT_THAT(std::string(writer->Write("c", 0, "1").message()), HasSubstr("\"c\" is not planned"));
+  EXPECT_THAT(std::string(writer->Write("a", 1, "23").message()),
+              HasSubstr("\"a\" has 2 bytes: 2 do not fit at byte 1"));
+  EXPECT_FALSE(writer->Write("a", ~uint64_t{0}, "1").ok());
+  ASSERT_TRUE(writer->Write("a", 0, "12").ok());
+  EXPECT_THAT(std::string(writer->Finish().message()),
+              HasSubstr("model.safetensors lacks 1 bytes"));
+}
+
+TEST_F(ModelFolderWriterTest, FolderThatIsAFile_IsRefused) {
+  ASSERT_TRUE(WriteFileAtomically(dir_, "").ok());
+  EXPECT_TRUE(
+      absl::IsFailedPrecondition(ModelFolderWriter::Begin(dir_, {Bytes("a", 1)}, 100).status()));
+}
+
+}  // namespace
+}  // namespace muster
