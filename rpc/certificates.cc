@@ -61,11 +61,6 @@ absl::Status CheckPair(const TlsFiles& files) {
   return absl::OkStatus();
 }
 
-absl::Status Check(const TlsFiles& files) {
-  if (!files.ca.empty()) MUSTER_RETURN_IF_ERROR(ReadCertificate(files.ca, "tls_ca").status());
-  return files.cert.empty() ? absl::OkStatus() : CheckPair(files);
-}
-
 std::shared_ptr<grpc::experimental::CertificateProviderInterface> Watch(const TlsFiles& files,
                                                                         absl::Duration look) {
   const auto seconds =
@@ -76,10 +71,15 @@ std::shared_ptr<grpc::experimental::CertificateProviderInterface> Watch(const Tl
 
 }  // namespace
 
+absl::Status CheckTlsFiles(const TlsFiles& files) {
+  if (!files.ca.empty()) MUSTER_RETURN_IF_ERROR(ReadCertificate(files.ca, "tls_ca").status());
+  return files.cert.empty() ? absl::OkStatus() : CheckPair(files);
+}
+
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> ServerTls(const TlsFiles& files,
                                                                    bool optional,
                                                                    absl::Duration look) {
-  MUSTER_RETURN_IF_ERROR(Check(files));
+  MUSTER_RETURN_IF_ERROR(CheckTlsFiles(files));
   grpc::experimental::TlsServerCredentialsOptions options(Watch(files, look));
   options.watch_identity_key_cert_pairs();
   if (!files.ca.empty()) options.watch_root_certs();
@@ -92,7 +92,7 @@ absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> ServerTls(const TlsFile
 
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> ChannelTls(const TlsFiles& files,
                                                                      absl::Duration look) {
-  MUSTER_RETURN_IF_ERROR(Check(files));
+  MUSTER_RETURN_IF_ERROR(CheckTlsFiles(files));
   grpc::experimental::TlsChannelCredentialsOptions options;
   options.set_certificate_provider(Watch(files, look));
   options.watch_root_certs();

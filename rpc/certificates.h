@@ -6,6 +6,7 @@
 
 #include <memory>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "rpc/tls_files.h"
@@ -29,6 +30,9 @@ absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> ServerTls(const TlsFile
 // `files.ca` is what the server's certificate must descend from; `files.cert` may be empty.
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> ChannelTls(const TlsFiles& files,
                                                                      absl::Duration look);
+
+// Whether both would take these files. Blocks on the disk.
+absl::Status CheckTlsFiles(const TlsFiles& files);
 
 }  // namespace muster::rpc
 

@@ -2,6 +2,7 @@
 #define MUSTER_CLIENT_CLI_COMMAND_H_
 
 #include <functional>
+#include <istream>
 #include <map>
 #include <nlohmann/json_fwd.hpp>
 #include <ostream>
@@ -23,6 +24,9 @@ struct CommandContext {
   std::function<void(const CommandSpec&)> describe = nullptr;
   // For commands that use those of another system. Null: there are none.
   ProgramRunner run_program = nullptr;
+  // Where a command that asks questions reads the answers. Null: nobody answers.
+  std::istream* in = nullptr;
+  bool in_is_terminal = false;
 };
 
 // An environment variable; empty: it is not set.

@@ -30,8 +30,6 @@
 #include "client/cli/launch_command.h"
 #include "client/cli/open_backend.h"
 #include "client/cli/torch_version.h"
-#include "client/config/suggest.h"
-#include "client/config/torchrun_flags.h"
 #include "client/jobs/client_on_channel.h"
 #include "client/jobs/job_backend.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
@@ -103,14 +101,6 @@ std::string Json(const google::protobuf::Message& message) {
 
 std::string StateName(v1::WorkerState state) {
   return absl::StrReplaceAll(v1::WorkerState_Name(state), {{"WORKER_STATE_", ""}});
-}
-
-ordered_json ConfigJson(const LaunchConfig& config) {
-  ordered_json settings = ordered_json::object();
-  for (const auto& [name, given] : config.provenance) {
-    settings[name] = {{"value", given.text}, {"source", given.source}};
-  }
-  return settings;
 }
 
 }  // namespace
@@ -234,103 +224,6 @@ int RunEnvCommand(const std::vector<std::string>& args, const CommandContext& co
                   .variables = VariablesJson(context)};
   env.config = ReadLaunchConfig(line, context.variables, &env.path);
   context.out << (line.Get("json") == "true" ? Dump(EnvJson(env)) : EnvText(env));
-  return kExitOk;
-}
-
-namespace {
-
-CommandSpec ConfigSpec() {
-  CommandSpec spec = LaunchCommandSpec();
-  spec.name = "muster config";
-  spec.summary = "Writes, shows or checks the config file of muster launch.";
-  spec.usage = "default|show|validate [FILE] [OPTIONS]";
-  spec.details =
-      "default   writes a file with every setting and its meaning; the options given here go into "
-      "it\n"
-      "show      prints every setting that a launch with these options would use, with its source\n"
-      "validate  reads a file and says whether a launch would accept it\n"
-      "Exit codes: 0 done; 2 wrong options or a file that would be refused; 4 the file exists "
-      "already (--force).";
-  spec.takes_program = false;
-  spec.max_words = 2;
-  spec.verbs = {"default", "show", "validate"};
-  // They are flags of a launch, and no keys of the file.
-  for (const TorchrunFlag& flag : TorchrunFlags()) {
-    std::erase_if(spec.options, [&](const OptionSpec& option) { return option.name == flag.name; });
-  }
-  spec.options.push_back({.name = "force", .help = "default: replace the file if it exists"});
-  spec.options.push_back({.name = "json", .help = "show: as one JSON object"});
-  return spec;
-}
-
-int WriteDefaultConfig(const CommandSpec& spec, const CommandLine& line,
-                       const CommandContext& context) {
-  std::string path = line.Get("config_file");
-  if (path.empty()) path = FindConfig("", context.variables).path;
-  if (path.empty()) path = DefaultConfigPath(context.variables);
-  if (path.empty()) {
-    return Fail(spec, context, absl::InvalidArgumentError("no file name: give --config_file FILE"),
-                kExitUsage);
-  }
-  if (PathExists(path) && line.Get("force") != "true") {
-    return Fail(spec, context,
-                absl::AlreadyExistsError(absl::StrCat(path, " exists; --force replaces it")),
-                kExitConflict);
-  }
-  std::map<std::string, std::string> given;
-  for (const SettingSpec& setting : LaunchSettings()) {
-    if (line.Has(setting.name)) given[setting.name] = line.Get(setting.name);
-  }
-  const std::string text = DefaultConfigText(given);
-  absl::Status status = ParseConfig(text, path).status();
-  if (!status.ok()) return Fail(spec, context, status, kExitUsage);
-  status = MakeDirectories(ParentPath(path));
-  if (status.ok()) status = WriteFileAtomically(path, text);
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
-  context.out << path << "\n";
-  return kExitOk;
-}
-
-}  // namespace
-
-int RunConfigCommand(const std::vector<std::string>& args, const CommandContext& context) {
-  const CommandSpec spec = ConfigSpec();
-  CommandLine line;
-  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
-  const std::string verb = line.words.empty() ? "" : line.words[0];
-  if (std::count(spec.verbs.begin(), spec.verbs.end(), verb) == 0) {
-    return Fail(
-        spec, context,
-        absl::InvalidArgumentError(
-            verb.empty() ? "name an action: default, show or validate"
-                         : absl::StrCat("unknown word ", verb, DidYouMean(verb, spec.verbs))),
-        kExitUsage);
-  }
-  if (line.words.size() == 2) line.options["config_file"] = {line.words[1]};
-
-  if (verb == "default") return WriteDefaultConfig(spec, line, context);
-  ConfigPath path;
-  const absl::StatusOr<LaunchConfig> config = ReadLaunchConfig(line, context.variables, &path);
-  if (verb == "validate") {
-    if (path.path.empty()) {
-      return Fail(spec, context,
-                  absl::InvalidArgumentError(
-                      "no config file: give its name, or write one with muster config default"),
-                  kExitUsage);
-    }
-    if (!config.ok()) return Fail(spec, context, config.status(), kExitUsage);
-    context.out << path.path << ": ok\n";
-    return kExitOk;
-  }
-  if (!config.ok()) return Fail(spec, context, config.status(), kExitUsage);
-  if (line.Get("json") == "true") {
-    context.out << Dump({{"config_file", path.path}, {"settings", ConfigJson(*config)}});
-    return kExitOk;
-  }
-  context.out << "config file: "
-              << (path.path.empty() ? "none" : absl::StrCat(path.path, " (", path.source, ")"))
-              << "\n"
-              << DescribeLaunch(*config);
   return kExitOk;
 }
 

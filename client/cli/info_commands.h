@@ -13,10 +13,6 @@ namespace muster::client {
 // `muster env`: prints this machine, this installation and this configuration.
 int RunEnvCommand(const std::vector<std::string>& args, const CommandContext& context);
 
-// `muster config default|show|validate`: writes, explains or checks the config file of `muster
-// launch`.
-int RunConfigCommand(const std::vector<std::string>& args, const CommandContext& context);
-
 // `muster status`: the jobs and workers of a running coordinator.
 int RunStatusCommand(const std::vector<std::string>& args, const CommandContext& context);
 

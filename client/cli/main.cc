@@ -75,7 +75,12 @@ int main(int argc, char** argv) {
   char self[PATH_MAX] = "";
   if (readlink("/proc/self/exe", self, sizeof(self) - 1) < 0) self[0] = '\0';
   const int code =
-      muster::client::RunMuster({argv + 1, argv + argc}, {variables, std::cout, std::cerr},
+      muster::client::RunMuster({argv + 1, argv + argc},
+                                {.variables = variables,
+                                 .out = std::cout,
+                                 .err = std::cerr,
+                                 .in = &std::cin,
+                                 .in_is_terminal = isatty(STDIN_FILENO) != 0},
                                 muster::client::LocalBackend([for_operators](const auto& options) {
                                   return StartCoordinator(options, for_operators);
                                 }),

@@ -11,6 +11,7 @@
 #include "client/checkpoints/checkpoint_commands.h"
 #include "client/checkpoints/estimate_command.h"
 #include "client/checkpoints/plan_command.h"
+#include "client/cli/config_command.h"
 #include "client/cli/info_commands.h"
 #include "client/cli/job_commands.h"
 #include "client/cli/node_commands.h"
@@ -123,7 +124,7 @@ std::vector<Command> Commands(const LaunchBackend& backend, const std::string& s
        [&](const Args& rest, const CommandContext& in) {
          return RunTestCommand(rest, in, backend, self);
        }},
-      {"config", "Write, show or check the config file", RunConfigCommand},
+      {"config", "Ask for settings and write the config file; show or check it", RunConfigCommand},
       {"env", "Print versions, devices and libraries", RunEnvCommand},
       {"status", "Show the jobs and workers of a coordinator", RunStatusCommand},
       {"top", "Show jobs, ranks and steps per second, again and again", RunTopCommand},

@@ -52,37 +52,8 @@ absl::Status BadValue(absl::string_view name, const Given& given, absl::string_v
 }
 
 absl::Status CheckValue(const SettingSpec& spec, const Given& given) {
-  switch (spec.type) {
-    case Type::kInt: {
-      int value = 0;
-      const std::string range =
-          spec.max == kMaxCount ? absl::StrCat("a whole number of at least ", spec.min)
-                                : absl::StrCat("a whole number from ", spec.min, " to ", spec.max);
-      if (!absl::SimpleAtoi(given.text, &value) || value < spec.min || value > spec.max) {
-        return BadValue(spec.name, given, range);
-      }
-      return absl::OkStatus();
-    }
-    case Type::kBool:
-      if (!ParseBool(given.text).ok()) return BadValue(spec.name, given, "true or false");
-      return absl::OkStatus();
-    case Type::kChoice:
-      if (std::find(spec.choices.begin(), spec.choices.end(), given.text) == spec.choices.end()) {
-        return BadValue(spec.name, given,
-                        absl::StrCat("one of ", absl::StrJoin(spec.choices, ", ")));
-      }
-      return absl::OkStatus();
-    case Type::kDuration: {
-      absl::Duration value;
-      if (!absl::ParseDuration(given.text, &value) || value < absl::ZeroDuration()) {
-        return BadValue(spec.name, given, "a duration with a unit, such as 30s or 10m");
-      }
-      return absl::OkStatus();
-    }
-    case Type::kText:
-      return absl::OkStatus();
-  }
-  return absl::OkStatus();
+  if (FitsRule(spec, given.text)) return absl::OkStatus();
+  return BadValue(spec.name, given, ValueRule(spec));
 }
 
 // A scalar as the text that a flag would have; nullopt for null and for what is no scalar.
@@ -358,6 +329,44 @@ const SettingSpec* FindSetting(absl::string_view name) {
   return nullptr;
 }
 
+std::string ValueRule(const SettingSpec& spec) {
+  switch (spec.type) {
+    case Type::kInt:
+      return spec.max == kMaxCount
+                 ? absl::StrCat("a whole number of at least ", spec.min)
+                 : absl::StrCat("a whole number from ", spec.min, " to ", spec.max);
+    case Type::kBool:
+      return "true or false";
+    case Type::kChoice:
+      return absl::StrCat("one of ", absl::StrJoin(spec.choices, ", "));
+    case Type::kDuration:
+      return "a duration with a unit, such as 30s or 10m";
+    case Type::kText:
+      return "";
+  }
+  return "";
+}
+
+bool FitsRule(const SettingSpec& spec, absl::string_view text) {
+  switch (spec.type) {
+    case Type::kInt: {
+      int value = 0;
+      return absl::SimpleAtoi(text, &value) && value >= spec.min && value <= spec.max;
+    }
+    case Type::kBool:
+      return ParseBool(text).ok();
+    case Type::kChoice:
+      return std::find(spec.choices.begin(), spec.choices.end(), text) != spec.choices.end();
+    case Type::kDuration: {
+      absl::Duration value;
+      return absl::ParseDuration(text, &value) && value >= absl::ZeroDuration();
+    }
+    case Type::kText:
+      return true;
+  }
+  return true;
+}
+
 absl::StatusOr<bool> ParseBool(absl::string_view text) {
   if (const std::optional<bool> value = ParseBoolWord(text)) return *value;
   return absl::InvalidArgumentError(absl::StrCat(text, " is neither true nor false"));
@@ -573,9 +582,8 @@ absl::StatusOr<Layer> LoadConfig(const ConfigPath& path) {
   if (!text.ok()) {
     if (absl::IsNotFound(text.status())) {
       if (!path.required) return Layer();
-      return absl::NotFoundError(
-          absl::StrCat("config file ", path.path, " (from ", path.source,
-                       ") does not exist; muster config default writes one"));
+      return absl::NotFoundError(absl::StrCat("config file ", path.path, " (from ", path.source,
+                                              ") does not exist; muster config writes one"));
     }
     return text.status();
   }
@@ -754,7 +762,8 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
   return config;
 }
 
-std::string DefaultConfigText(const std::map<std::string, std::string>& given) {
+std::string DefaultConfigText(const std::map<std::string, std::string>& given,
+                              const std::map<std::string, std::string>& env) {
   std::string text =
       "# Settings of `muster launch` that neither a flag nor a variable overrides.\n"
       "# A commented-out line shows a key whose value is computed at launch.\n";
@@ -768,7 +777,11 @@ std::string DefaultConfigText(const std::map<std::string, std::string>& given) {
       absl::StrAppend(&text, spec.name, ": ", YamlScalar(spec, value), "\n");
     }
   }
-  absl::StrAppend(&text, "\n# Variables for all processes, NAME: \"value\".\nenv: {}\n");
+  absl::StrAppend(&text, "\n# Variables for all processes, NAME: \"value\".\nenv:",
+                  env.empty() ? " {}\n" : "\n");
+  for (const auto& [name, value] : env) {
+    absl::StrAppend(&text, "  ", JsonQuote(name), ": ", JsonQuote(value), "\n");
+  }
   return text;
 }
 

@@ -34,6 +34,12 @@ const std::vector<SettingSpec>& LaunchSettings();
 // The setting that has this name or alias; null if none.
 const SettingSpec* FindSetting(absl::string_view name);
 
+// What the text of a value must be: "a whole number of at least 1", "one of no, bf16, fp16". Empty:
+// anything.
+std::string ValueRule(const SettingSpec& spec);
+// Whether `text` is that.
+bool FitsRule(const SettingSpec& spec, absl::string_view text);
+
 // A value as text and where it came from.
 struct Given {
   std::string text;
@@ -65,7 +71,7 @@ struct ConfigPath {
   bool required = false;  // explicitly named
 };
 ConfigPath FindConfig(absl::string_view flag, const std::map<std::string, std::string>& variables);
-// Where `muster config default` writes: as above, whether it exists or not.
+// Where `muster config` writes: as above, whether it exists or not.
 std::string DefaultConfigPath(const std::map<std::string, std::string>& variables);
 
 // Reads it. A missing file that was not explicitly named is an empty layer. Errors: NOT_FOUND, and
@@ -130,9 +136,10 @@ absl::StatusOr<int> CountGpus(const std::vector<Layer>& layers, const MachineFac
 // Splits "host:port" (or "[::1]:port") into the two settings. Errors: INVALID_ARGUMENT.
 absl::Status AddCoordinator(absl::string_view text, const std::string& source, Layer* layer);
 
-// A config file with every setting at its default (and `given` in place of it), with comments.
-// ParseConfig reads it.
-std::string DefaultConfigText(const std::map<std::string, std::string>& given);
+// A config file with every setting at its default (and `given` in place of it), with comments, and
+// the variables `env` for all processes. ParseConfig reads it.
+std::string DefaultConfigText(const std::map<std::string, std::string>& given,
+                              const std::map<std::string, std::string>& env = {});
 
 // Words for yes and no: 1 y yes t true on, 0 n no f false off. Errors: INVALID_ARGUMENT.
 absl::StatusOr<bool> ParseBool(absl::string_view text);

@@ -289,6 +289,14 @@ TEST(DefaultConfigText, IsReadBackAsTheDefaults) {
   }
 }
 
+TEST(DefaultConfigText, Variables_AreReadBack) {
+  const std::map<std::string, std::string> env = {{"A", ""}, {"MUSTER_SHARDING_UNITS", "A: \"b\""}};
+  const auto layer = ParseConfig(DefaultConfigText({}, env), "c.yaml");
+  ASSERT_TRUE(layer.ok()) << layer.status();
+  ASSERT_EQ(layer->env.size(), 2u);
+  for (const auto& [name, value] : env) EXPECT_EQ(layer->env.at(name).text, value);
+}
+
 TEST(FindConfig, FlagThenVariableThenDefaultPlace) {
   const std::string home = TestPath("config_home");
   ASSERT_TRUE(MakeDirectories(home + "/muster").ok());

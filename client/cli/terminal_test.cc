@@ -1,0 +1,135 @@
+#include "client/cli/terminal.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <termios.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <string>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace muster::client {
+namespace {
+
+using ::testing::HasSubstr;
+
+// A pseudo terminal: its far end, where a user is, and its near end.
+class TerminalTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    user_ = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
+    ASSERT_GE(user_, 0);
+    ASSERT_EQ(grantpt(user_), 0);
+    ASSERT_EQ(unlockpt(user_), 0);
+    near_ = open(ptsname(user_), O_RDWR | O_NOCTTY | O_CLOEXEC);
+    ASSERT_GE(near_, 0);
+  }
+  void TearDown() override {
+    close(near_);
+    close(user_);
+  }
+  termios Mode() const {
+    termios mode = {};
+    EXPECT_EQ(tcgetattr(near_, &mode), 0);
+    return mode;
+  }
+  void Type(const std::string& bytes) {
+    ASSERT_EQ(write(user_, bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
+  }
+  // What the user sees until `text` has come.
+  std::string See(const std::string& text) {
+    std::string seen;
+    while (seen.find(text) == std::string::npos) {
+      char buffer[4096];
+      const ssize_t n = read(user_, buffer, sizeof(buffer));
+      if (n <= 0) break;
+      seen.append(buffer, n);
+    }
+    return seen;
+  }
+
+  int user_ = -1, near_ = -1;
+};
+
+bool SameMode(const termios& a, const termios& b) {
+  return a.c_iflag == b.c_iflag && a.c_oflag == b.c_oflag && a.c_cflag == b.c_cflag &&
+         a.c_lflag == b.c_lflag && memcmp(a.c_cc, b.c_cc, sizeof(a.c_cc)) == 0;
+}
+
+TEST_F(TerminalTest, Keys_ArriveOneByOneAndTheModeIsPutBack) {
+  const termios before = Mode();
+  {
+    auto terminal = Terminal::Open(near_, near_);
+    ASSERT_TRUE(terminal.ok()) << terminal.status();
+    EXPECT_FALSE(SameMode(Mode(), before));
+    Type("a\x1b[A\x03\r");
+    EXPECT_EQ((*terminal)->Read().key->text, "a");
+    EXPECT_EQ((*terminal)->Read().key->kind, Key::Kind::kUp);
+    EXPECT_EQ((*terminal)->Read().key->kind, Key::Kind::kInterrupt) << "a key, no signal";
+    EXPECT_EQ((*terminal)->Read().key->kind, Key::Kind::kEnter);
+    Type("\x1b");
+    EXPECT_EQ((*terminal)->Read().key->kind, Key::Kind::kEscape);
+  }
+  EXPECT_TRUE(SameMode(Mode(), before));
+}
+
+TEST_F(TerminalTest, Signals_EndTheWaitAndTheirActionsArePutBack) {
+  for (const int signal : {SIGTERM, SIGINT, SIGHUP, SIGQUIT}) {
+    ::signal(signal, SIG_DFL);
+    {
+      auto terminal = Terminal::Open(near_, near_);
+      ASSERT_TRUE(terminal.ok());
+      kill(getpid(), signal);
+      const Terminal::Input input = (*terminal)->Read();
+      EXPECT_FALSE(input.key.has_value());
+      EXPECT_EQ(input.signal, signal);
+    }
+    struct sigaction action;
+    sigaction(signal, nullptr, &action);
+    EXPECT_EQ(action.sa_handler, SIG_DFL);
+    sigset_t mask;
+    pthread_sigmask(SIG_BLOCK, nullptr, &mask);
+    EXPECT_EQ(sigismember(&mask, signal), 0);
+  }
+}
+
+TEST_F(TerminalTest, IgnoredSignal_StaysIgnored) {
+  ::signal(SIGHUP, SIG_IGN);
+  {
+    auto terminal = Terminal::Open(near_, near_);
+    ASSERT_TRUE(terminal.ok());
+    kill(getpid(), SIGHUP);
+    Type("x");
+    EXPECT_EQ((*terminal)->Read().key->text, "x");
+  }
+  struct sigaction action;
+  sigaction(SIGHUP, nullptr, &action);
+  EXPECT_EQ(action.sa_handler, SIG_IGN);
+  ::signal(SIGHUP, SIG_DFL);
+}
+
+TEST_F(TerminalTest, Pictures_AreDrawnOverEachOther) {
+  auto terminal = Terminal::Open(near_, near_);
+  ASSERT_TRUE(terminal.ok());
+  (*terminal)->Draw({{"one", true}, {"two"}, {"> "}}, Prompt::Place{2, 2});
+  EXPECT_EQ(See("\x1b[?25h"),
+            "\x1b[?25l\r\x1b[J\x1b[1mone\x1b[0m\r\r\ntwo\r\r\n> \r\x1b[2C\x1b[?25h");
+  (*terminal)->Settle("done");
+  EXPECT_EQ(See("done\r\n"), "\r\x1b[2A\x1b[Jdone\r\n") << "over all three lines";
+  EXPECT_EQ((*terminal)->columns(), 79u) << "a terminal that does not say how wide it is";
+}
+
+TEST_F(TerminalTest, NoTerminal_IsRefused) {
+  const int null = open("/dev/null", O_RDWR | O_CLOEXEC);
+  EXPECT_THAT(std::string(Terminal::Open(null, near_).status().message()), HasSubstr("terminal"));
+  EXPECT_FALSE(Terminal::Open(near_, null).ok());
+  close(null);
+}
+
+}  // namespace
+}  // namespace muster::client

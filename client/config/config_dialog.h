@@ -1,0 +1,93 @@
+#ifndef MUSTER_CLIENT_CONFIG_CONFIG_DIALOG_H_
+#define MUSTER_CLIENT_CONFIG_CONFIG_DIALOG_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "client/config/launch_config.h"
+
+namespace muster::client {
+
+struct DialogChoice {
+  std::string value;
+  std::string label;
+};
+
+// One question of `muster config`.
+struct DialogQuestion {
+  std::string text;
+  std::string note = {};                   // lines that explain it
+  std::vector<DialogChoice> choices = {};  // empty: the answer is a text
+  std::string suggestion = {};             // what an empty answer means; empty: nothing
+  bool optional = false;                   // "-" is an answer, and so is nothing: not set
+};
+
+// What the dialog knows when it begins.
+struct DialogFacts {
+  int gpus = 0;         // of this machine
+  int usable_gpus = 0;  // that programs see without gpu_ids
+  int cores = 1;
+  int64_t memory_bytes = 0;
+  std::string path = {};                       // of the file that is written
+  bool exists = false;                         // something is there, and may not be lost silently
+  std::optional<Layer> former = std::nullopt;  // what it says, if that can be taken over
+  std::string why_no_former = {};              // if it cannot
+  std::map<std::string, std::string> given = {};  // settings that are suggested before all others
+  // The absolute path of the file that `answer` names, if it can be what the setting `name` needs.
+  // `answers`: to earlier questions. Errors: one line that says what is wrong with it.
+  std::function<absl::StatusOr<std::string>(const std::string& name, const std::string& answer,
+                                            const std::map<std::string, std::string>& answers)>
+      find_file = nullptr;
+};
+
+// The questions of `muster config`, in an order that depends on the answers. A state machine: it
+// reads and writes nothing but by `find_file`. Not thread-safe.
+class ConfigDialog {
+ public:
+  explicit ConfigDialog(DialogFacts facts);
+  ~ConfigDialog();
+
+  enum class State {
+    kAsking,
+    kWrite,  // all is answered, and the file is wanted
+    kLeave,  // the user wants no file
+  };
+  State state() const;
+
+  // While asking: the question and its number, from 1.
+  const DialogQuestion& question() const;
+  int number() const;
+
+  // Takes an answer: the value or the number of a choice, a text, nothing for the suggestion.
+  // Blanks around it do not count. Errors: INVALID_ARGUMENT, one line that says what to write; the
+  // question remains.
+  absl::Status Answer(absl::string_view answer);
+
+  // Asks the question before again, and suggests what was answered. False: there is none.
+  bool Back();
+
+  // The answers as keys and values of the file, in the order of the questions, "env.NAME" for
+  // variables.
+  std::vector<std::pair<std::string, std::string>> Summary() const;
+
+  // The file's text: the answers, and what `former` and `given` say of settings that were not asked
+  // about. ParseConfig reads it, and ResolveLaunch accepts it on this machine.
+  std::string FileText() const;
+
+ private:
+  class Impl;
+  const std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CONFIG_CONFIG_DIALOG_H_
