@@ -5,6 +5,7 @@
 #include <elfutils/libdwfl.h>
 #include <signal.h>
 #include <sys/ptrace.h>
+#include <sys/user.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -14,14 +15,21 @@
 #include <cstring>
 #include <list>
 #include <map>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "agent/memory_reader.h"
 #include "agent/process_state.h"
+#include "agent/python_layout.h"
+#include "agent/python_stack.h"
+#include "agent/python_symbols.h"
 #include "base/clock.h"
 
 namespace muster::agent {
@@ -40,9 +48,15 @@ struct Frame {
 struct ThreadStack {
   pid_t tid = 0;
   ProcessState state;
+  PythonStack python;
   std::vector<Frame> frames;
   int more_frames = 0;
   std::string why;  // no frames: the reason
+
+  bool SamePlace(const ThreadStack& other) const {
+    return frames == other.frames && python == other.python && why == other.why &&
+           state.ToString() == other.state.ToString();
+  }
 };
 
 // A thread stopped by us; the destructor resumes it.
@@ -136,6 +150,34 @@ std::string Refusal(pid_t pid, int error) {
     absl::StrAppend(&text, ": another user's process, or a container without CAP_SYS_PTRACE");
   }
   return text;
+}
+
+// The number of a thread in the pid namespace of its process. 0: unknown.
+uint64_t OwnNumber(pid_t pid, pid_t tid) {
+  FILE* const file = fopen(absl::StrCat("/proc/", pid, "/task/", tid, "/status").c_str(), "re");
+  if (file == nullptr) return 0;
+  char line[256];
+  uint64_t number = 0;
+  while (fgets(line, sizeof(line), file) != nullptr) {
+    if (strncmp(line, "NSpid:", 6) != 0) continue;
+    // From the outermost namespace to its own.
+    const char* const last = strrchr(line, '\t');
+    number = last == nullptr ? 0 : strtoull(last, nullptr, 10);
+    break;
+  }
+  fclose(file);
+  return number;
+}
+
+// What pthread_self() is in a stopped thread. 0: unknown on this architecture.
+uint64_t PthreadOf(pid_t tid) {
+#if defined(__x86_64__)
+  user_regs_struct registers;
+  if (ptrace(PTRACE_GETREGS, tid, nullptr, &registers) == 0) return registers.fs_base;
+#else
+  static_cast<void>(tid);
+#endif
+  return 0;
 }
 
 // Separate debug files are not looked for: that may ask servers.
@@ -265,14 +307,19 @@ class Capturer {
     snapshot.process_state = state.name;
     if (!state.exists()) return snapshot;
     Text text(options_.max_bytes);
-    text.Line(absl::StrCat("pid ", pid_, " (", state.command, "), ", state.ToString(), ", ",
-                           state.threads, state.threads == 1 ? " thread" : " threads"));
+    const std::string title =
+        absl::StrCat("pid ", pid_, " (", state.command, "), ", state.ToString(), ", ",
+                     state.threads, state.threads == 1 ? " thread" : " threads");
     if (state.name == "zombie") {
+      text.Line(title);
       text.Line("no stack: it has exited and waits to be reaped");
       snapshot.native_stack = text.Take();
       return snapshot;
     }
     Collect();
+    text.Line(python_.has_value() ? absl::StrCat(title, ", Python ", python_->layout().version)
+                                  : title);
+    if (!no_python_.empty()) text.Line(absl::StrCat("no Python frames: ", no_python_));
     Print(&text);
     snapshot.native_stack = text.Take();
     return snapshot;
@@ -291,6 +338,7 @@ class Capturer {
     } else if (const int error = dwfl_linux_proc_attach(dwfl_.get(), pid_, true); error != 0) {
       why = error > 0 ? strerror(error) : dwfl_errmsg(-1);
     }
+    if (dwfl_ != nullptr) OpenPython();
     std::vector<pid_t> tids = ThreadsOf(pid_);
     if (tids.size() > static_cast<size_t>(options_.max_threads)) {
       more_threads_ = static_cast<int>(tids.size()) - options_.max_threads;
@@ -302,6 +350,13 @@ class Capturer {
       stack.state = ReadThreadState(pid_, tid);
       if (!stack.state.exists()) continue;
       stack.why = OutOfTime() ? "timed out" : why.empty() ? WalkThread(&stack) : why;
+      // Of one that cannot be stopped too: blocked in the kernel, its Python frames stand still.
+      if (!stack.why.empty() && !OutOfTime()) {
+        const uint64_t number = OwnNumber(pid_, tid);
+        ReadPython(&stack, [number](const PythonThread& thread) {
+          return number != 0 && thread.native_id == number;
+        });
+      }
       threads_.push_back(std::move(stack));
     }
   }
@@ -320,7 +375,50 @@ class Capturer {
     // The walk ends with an error where no unwind table continues it; the frames found so far are
     // valid.
     dwfl_getthread_frames(dwfl_.get(), stack->tid, OnFrame, &walk);
+    // The number of pthreads is right in any pid namespace, and in a forked child.
+    const uint64_t pthread = PthreadOf(stack->tid);
+    const uint64_t number = pthread == 0 ? OwnNumber(pid_, stack->tid) : 0;
+    ReadPython(stack, [pthread, number](const PythonThread& thread) {
+      return pthread != 0 ? thread.thread_id == pthread : number != 0 && thread.native_id == number;
+    });
     return stack->frames.empty() ? absl::StrCat("no frame could be read: ", dwfl_errmsg(-1)) : "";
+  }
+
+  // Finds the interpreter and its threads. A process without one has no `python_` afterwards.
+  void OpenPython() {
+    const std::optional<PythonSymbols> symbols = FindPython(dwfl_.get(), pid_);
+    if (!symbols.has_value()) return;
+    absl::StatusOr<PythonLayout> layout = ReadPythonLayout(memory_, *symbols);
+    if (!layout.ok()) {
+      no_python_ = std::string(layout.status().message());
+      return;
+    }
+    python_.emplace(memory_, *std::move(layout), symbols->runtime);
+    python_threads_ = python_->Threads();
+  }
+
+  void ReadPython(ThreadStack* stack, absl::FunctionRef<bool(const PythonThread&)> is_it) const {
+    // A thread has a state in each interpreter that it has been in.
+    for (const PythonThread& thread : python_threads_) {
+      if (!is_it(thread)) continue;
+      stack->python = python_->Stack(thread, options_.max_frames);
+      if (!stack->python.empty()) return;
+    }
+  }
+
+  // False: it does not fit.
+  bool PrintPython(const ThreadStack& stack, Text* text) const {
+    const PythonStack& python = stack.python;
+    for (size_t i = 0; i < python.frames.size(); ++i) {
+      if (!text->Line(absl::StrCat("  py#", i, " ", python.frames[i].ToString()))) return false;
+    }
+    if (python.more_frames > 0 &&
+        !text->Line(absl::StrCat("  ... ", python.more_than_that ? "at least " : "",
+                                 python.more_frames, " more Python frames"))) {
+      return false;
+    }
+    return python.torn.empty() ||
+           text->Line(absl::StrCat("  ... no further Python frames: ", python.torn));
   }
 
   void Print(Text* text) {
@@ -333,9 +431,7 @@ class Capturer {
       for (size_t j = i; j < threads_.size(); ++j) {
         const ThreadStack& other = threads_[j];
         // The main thread is never grouped: it is the one of interest.
-        const bool same =
-            j == i || (first.tid != pid_ && other.frames == first.frames &&
-                       other.why == first.why && other.state.ToString() == first.state.ToString());
+        const bool same = j == i || (first.tid != pid_ && other.SamePlace(first));
         if (!same) continue;
         printed[j] = true;
         group.push_back(&other);
@@ -349,7 +445,7 @@ class Capturer {
         absl::StrAppend(&title, " and ", group.size() - kNamedThreads, " more");
       }
       absl::StrAppend(&title, ", ", first.state.ToString(), ":");
-      if (!text->Line(title)) return;
+      if (!text->Line(title) || !PrintPython(first, text)) return;
       if (first.frames.empty()) {
         if (!text->Line(absl::StrCat("  no stack: ", first.why))) return;
         continue;
@@ -374,6 +470,10 @@ class Capturer {
   std::unique_ptr<Dwfl, DwflEnd> dwfl_;
   std::vector<ThreadStack> threads_;
   int more_threads_ = 0;
+  const ProcessMemory memory_{pid_};
+  std::optional<PythonStackReader> python_;
+  std::vector<PythonThread> python_threads_;
+  std::string no_python_;  // why there is no `python_` where there is a Python
 };
 
 }  // namespace

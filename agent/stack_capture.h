@@ -18,7 +18,7 @@ struct StackCaptureOptions {
   // Beyond each, the text says how much was left out.
   size_t max_bytes = 64 << 10;
   int max_threads = 256;
-  int max_frames = 64;
+  int max_frames = 64;  // of each kind
   // How long one thread may take to stop. One that is deaf to signals (state D) never does.
   absl::Duration stop_timeout = absl::Milliseconds(200);
   // How long the destructor waits for captures beyond their budget: inspecting a process that is
@@ -43,6 +43,16 @@ struct StackCaptureOptions {
 //     #1 Augment(Image const&) augment.cc:41 (train)
 //   threads 4243 (grpc), 4244 (grpc), sleeping in futex:
 //     #0 ...
+//
+// Of a process that runs CPython (3.9 to 3.13) the threads show their Python frames first, read
+// from the interpreter's memory, at the same stop; a thread that does not stop shows them too.
+// Another version is named, and its frames are not shown:
+//
+//   pid 4242 (python3), running, 1 thread, Python 3.11.2
+//   thread 4242 (python3), running:
+//     py#0 Trainer.step (/srv/train.py:41)
+//     py#1 <module> (/srv/train.py:90)
+//     #0 _PyEval_EvalFrameDefault (python3.11)
 //
 // Names come from the symbol tables of the program and its libraries, demangled; lines where the
 // program has debug information of its own. No network is asked for any.

@@ -9,16 +9,22 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
 #include "agent/process_state.h"
+#include "base/file.h"
 #include "base/mutex.h"
+#include "base/test_folder.h"
 #include "base/test_wait.h"
 
 namespace muster::agent {
@@ -67,7 +73,9 @@ constexpr absl::Duration kBudget = absl::Seconds(30);
 // A child that runs `body(fd)` once `body` has written a byte to fd; killed at the end.
 class Child {
  public:
-  explicit Child(const std::function<void(int)>& body) {
+  explicit Child(
+      const std::function<void(int)>& body, const std::function<void()>& before = [] {}) {
+    before();
     int pipe_fds[2];
     if (pipe(pipe_fds) != 0) abort();
     pid_ = fork();
@@ -89,6 +97,189 @@ class Child {
  private:
   pid_t pid_ = 0;
 };
+
+// A program for each Python in $MUSTER_TEST_PYTHONS (paths with colons between them), or for
+// Debian's.
+std::vector<std::string> Pythons() {
+  const char* const given = getenv("MUSTER_TEST_PYTHONS");
+  return absl::StrSplit(given == nullptr ? "/usr/bin/python3" : given, ':');
+}
+
+// A Python that runs `source` as program.py; it is there when that has written a byte.
+class PythonChild {
+ public:
+  PythonChild(const std::string& python, const std::string& source)
+      : path_(folder_.Path("program.py")),
+        child_(
+            [&](int ready) {
+              dup2(ready, STDOUT_FILENO);
+              execl(python.c_str(), python.c_str(), path_.c_str(), nullptr);
+              _exit(127);
+            },
+            [&] { EXPECT_TRUE(WriteFileAtomically(path_, source).ok()); }) {}
+  pid_t pid() const { return child_.pid(); }
+
+  // The Python frames of one capture without their folder, a thread's after another's, "|" between
+  // them.
+  std::string Frames(StackCapture& capture) const {
+    std::string frames;
+    bool first = true;
+    for (const absl::string_view line :
+         absl::StrSplit(capture.Capture(pid(), kBudget).native_stack, '\n')) {
+      if (absl::StartsWith(line, "thread") && !std::exchange(first, false)) frames += "| ";
+      if (!absl::StartsWith(line, "  py#")) continue;
+      const std::vector<std::string> words =
+          absl::StrSplit(absl::StrReplaceAll(
+                             line, {{"  py#", ""}, {absl::StrCat("(", path_, ":"), ""}, {")", ""}}),
+                         absl::MaxSplits(' ', 1));
+      absl::StrAppend(&frames, words[1], " ");
+    }
+    return frames;
+  }
+
+ private:
+  const TestFolder folder_;
+  const std::string path_;
+  const Child child_;
+};
+
+TEST(StackCapture, Python_ShowsItsFrames) {
+  for (const std::string& python : Pythons()) {
+    SCOPED_TRACE(python);
+    const PythonChild child(python, R"(import os, time
+def wait_for_data(seconds):
+    os.write(1, b"x")
+    time.sleep(seconds)
+def train(step):
+    wait_for_data(3600)
+train(1)
+)");
+    StackCapture capture;
+    // It may still be in the line before.
+    WaitUntil([&] { return absl::StrContains(child.Frames(capture), "wait_for_data 4"); });
+    const std::string text = capture.Capture(child.pid(), kBudget).native_stack;
+    EXPECT_TRUE(absl::StrContains(text, ", Python 3.")) << text;
+    EXPECT_EQ(child.Frames(capture), "wait_for_data 4 train 6 <module> 7 ") << text;
+    // Beside the native ones.
+    EXPECT_TRUE(absl::StrContains(text, "  #0 ")) << text;
+    EXPECT_TRUE(absl::StrContains(text, " _PyEval_EvalFrameDefault")) << text;
+    EXPECT_NE(ReadProcessState(child.pid()).name, "traced");
+  }
+}
+
+TEST(StackCapture, PythonInALoop_IsCaughtInIt) {
+  for (const std::string& python : Pythons()) {
+    SCOPED_TRACE(python);
+    const PythonChild child(python, R"(import os
+def spin():
+    i = 0
+    while True: i += 1
+os.write(1, b"x")
+spin()
+)");
+    StackCapture capture;
+    for (int i = 0; i < 20; ++i) {
+      std::string frames;
+      // It may not have got there.
+      do {
+        frames = child.Frames(capture);
+      } while (i == 0 && !absl::StrContains(frames, "spin"));
+      EXPECT_EQ(frames, "spin 4 <module> 6 ");
+    }
+  }
+}
+
+TEST(StackCapture, ThreadsOfPython_HaveTheirOwnFrames) {
+  for (const std::string& python : Pythons()) {
+    SCOPED_TRACE(python);
+    const PythonChild child(python, R"(import _thread, os, time
+held = _thread.allocate_lock()
+held.acquire()
+ready = []
+def in_c_extension():
+    ready.append(1)
+    held.acquire()
+def generator():
+    yield 1
+    ready.append(1)
+    held.acquire()
+def of_generator():
+    for _ in generator(): pass
+_thread.start_new_thread(in_c_extension, ())
+while len(ready) < 1: time.sleep(0.001)
+_thread.start_new_thread(of_generator, ())
+while len(ready) < 2: time.sleep(0.001)
+os.write(1, b"x")
+time.sleep(3600)
+)");
+    StackCapture capture;
+    std::string frames;
+    do {
+      frames = child.Frames(capture);
+    } while (!absl::StrContains(frames, "in_c_extension 7") ||
+             !absl::StrContains(frames, "generator 11"));
+    EXPECT_EQ(frames, "<module> 19 | in_c_extension 7 | generator 11 of_generator 13 ");
+  }
+}
+
+TEST(StackCapture, ForkedPython_HasFrames) {
+  for (const std::string& python : Pythons()) {
+    SCOPED_TRACE(python);
+    // Python's own number of the thread is that of the parent in some versions.
+    const PythonChild child(python, R"(import os, time
+def in_child():
+    os.write(1, b"%d\n" % os.getpid())
+    time.sleep(3600)
+if os.fork() == 0:
+    os.setsid()
+    in_child()
+os.wait()
+)");
+    std::vector<int64_t> children;
+    WaitUntil([&] {
+      children = ListChildren(child.pid()).value_or(std::vector<int64_t>());
+      return !children.empty();
+    });
+    StackCapture capture;
+    std::string text;
+    do {
+      text = capture.Capture(children[0], kBudget).native_stack;
+    } while (!absl::StrContains(text, "program.py:4)"));
+    EXPECT_TRUE(absl::StrContains(text, "py#0 in_child (")) << text;
+    kill(static_cast<pid_t>(children[0]), SIGKILL);
+  }
+}
+
+TEST(StackCapture, PythonThatRefusesPtrace_ShowsFramesWhereMemoryCanBeRead) {
+  // Before 3.11 there is no number by which to find the thread without stopping it.
+  const PythonChild child("/usr/bin/python3", R"(import os, time
+os.write(1, b"x")
+time.sleep(3600)
+)");
+  StackCapture capture({.seize = [](pid_t) { return EPERM; }});
+  const std::string text = capture.Capture(child.pid(), kBudget).native_stack;
+  EXPECT_TRUE(absl::StrContains(text, "no stack: ptrace was refused")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "py#0 <module>")) << text;
+}
+
+TEST(StackCapture, DeepRecursionOfPython_IsCutWithACount) {
+  for (const std::string& python : Pythons()) {
+    SCOPED_TRACE(python);
+    const PythonChild child(python, R"(import os, sys, time
+sys.setrecursionlimit(5000)
+def down(n):
+    if n == 0:
+        os.write(1, b"x")
+        time.sleep(3600)
+    down(n - 1)
+down(500)
+)");
+    StackCapture capture({.max_frames = 8});
+    const std::string text = capture.Capture(child.pid(), kBudget).native_stack;
+    EXPECT_TRUE(absl::StrContains(text, "  py#7 down (")) << text;
+    EXPECT_TRUE(absl::StrContains(text, "  ... 494 more Python frames\n")) << text;
+  }
+}
 
 TEST(StackCapture, ProcessInUserCode_NamesTheFunctions) {
   const Child child([](int ready) { ImageLoader::LoadBatch(ready, 7); });
@@ -144,7 +335,8 @@ TEST(StackCapture, StoppedProcess_IsReadAndStaysStopped) {
   const StackSnapshot snapshot = capture.Capture(child.pid(), kBudget);
   EXPECT_EQ(snapshot.process_state, "stopped");
   EXPECT_TRUE(absl::StrContains(snapshot.native_stack, "LoadBatch")) << snapshot.native_stack;
-  EXPECT_EQ(ReadProcessState(child.pid()).name, "stopped");
+  // On its way back from the tracer the kernel lets it run, to stop again at once.
+  WaitUntil([&] { return ReadProcessState(child.pid()).name == "stopped"; });
   kill(child.pid(), SIGCONT);
   ASSERT_EQ(waitid(P_PID, child.pid(), &info, WCONTINUED), 0);
 }

@@ -33,15 +33,19 @@ constexpr size_t kRanksOfCall = 64;
 constexpr absl::Duration kCaptureTimeout = absl::Seconds(10);
 
 // Two stacks with equal keys are of processes at the same place: the frames of the first thread,
-// then those of the others in any order, each place once.
+// then those of the others in any order, each place once. Of a thread with Python frames these
+// alone count: below one line of Python the interpreter is at another native place at any moment.
 std::string KeyOf(const v1::RankStack& stack) {
   if (!stack.missing().empty()) return absl::StrCat("missing ", stack.missing());
   std::vector<std::string> places;
+  bool is_python = false;  // the thread
   for (const absl::string_view line : absl::StrSplit(stack.worker().native_stack(), '\n')) {
     const absl::string_view text = absl::StripLeadingAsciiWhitespace(line);
     if (absl::StartsWith(text, "thread")) {
       places.emplace_back();
-    } else if (absl::StartsWith(text, "#")) {
+      is_python = false;
+    } else if (absl::StartsWith(text, "py#") || (absl::StartsWith(text, "#") && !is_python)) {
+      is_python = absl::StartsWith(text, "py#");
       if (places.empty()) places.emplace_back();
       absl::StrAppend(&places.back(), text, "\n");
     }

@@ -46,6 +46,18 @@ TEST(GroupStacks, OtherThreadElsewhere_IsAnotherPlace) {
               ElementsAre(ElementsAre(0), ElementsAre(1)));
 }
 
+TEST(GroupStacks, SamePythonPlace_WhateverTheInterpreterDoes) {
+  const auto python = [](int pid, const std::string& place, const std::string& native) {
+    return absl::StrCat("pid ", pid, " (python3), running, 1 thread, Python 3.11.2\nthread ", pid,
+                        " (python3), running:\n  py#0 ", place, "\n  #0 ", native,
+                        " (python3.11)\nthread 7 (pool), sleeping:\n  #0 futex (libc.so.6)\n");
+  };
+  EXPECT_THAT(Rows({Stack(0, python(10, "step (/srv/a.py:4)", "PyNumber_Add")),
+                    Stack(1, python(20, "step (/srv/a.py:5)", "PyNumber_Add")),
+                    Stack(2, python(30, "step (/srv/a.py:4)", "PyObject_Free"))}),
+              ElementsAre(ElementsAre(0, 2), ElementsAre(1)));
+}
+
 TEST(GroupStacks, WithoutFrames_ByTheirText) {
   v1::RankStack missing = Stack(2, "");
   missing.set_missing("its agent has not answered in time");
