@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "absl/time/time.h"
 #include "base/exit_code.h"
 #include "base/file.h"
 #include "base/status_macros.h"
@@ -60,6 +61,9 @@ v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user
   for (const std::string& line : result.failure.last_lines)
     end.add_last_lines(Printable(line, kMaxText));
   const std::optional<WorkerEnd>& here = result.failed_here;
+  if (here.has_value() && here->exit.at != absl::InfinitePast()) {
+    end.set_failed_unix_ms(absl::ToUnixMillis(here->exit.at));
+  }
   if (!here.has_value() || here->ToString() != result.failure.why) {
     end.set_end_class(num_nodes > 1 ? v1::END_CLASS_PEER_FAILED : v1::END_CLASS_PROCESS_FAILED);
     return end;

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include "absl/time/time.h"
 #include "base/file.h"
 #include "base/test_folder.h"
 
@@ -17,6 +18,7 @@ JobResult FailedHere(int exit_code, int signal) {
   end.host = "n";
   end.exit.exit_code = exit_code;
   end.exit.signal = signal;
+  end.exit.at = absl::FromUnixMillis(1'700'000'000'123);
   result.failure.why = end.ToString();
   result.failure.last_lines = {"bye"};
   result.failed_here = end;
@@ -29,6 +31,7 @@ TEST(DescribeEndTest, FailureOfAProcessHere_HasItsRankAndClass) {
   EXPECT_EQ(end.rank(), 3);
   EXPECT_EQ(end.exit_code(), 1);
   EXPECT_EQ(end.last_lines(0), "bye");
+  EXPECT_EQ(end.failed_unix_ms(), 1'700'000'000'123);
   EXPECT_EQ(DescribeEnd(FailedHere(2, 0), {}, false, 1).end_class(), v1::END_CLASS_USER_ERROR);
   EXPECT_EQ(DescribeEnd(FailedHere(42, 0), {42}, false, 1).end_class(), v1::END_CLASS_USER_ERROR);
   EXPECT_EQ(DescribeEnd(FailedHere(0, SIGSEGV), {}, true, 1).end_class(),
@@ -43,7 +46,9 @@ TEST(DescribeEndTest, FailureThatBeganElsewhere_IsAnEcho) {
   JobResult result = FailedHere(1, 0);
   result.failure.why = "rank 0 (pid 7 on other) was killed by signal 9 (SIGKILL)";
   EXPECT_EQ(DescribeEnd(result, {}, false, 2).end_class(), v1::END_CLASS_PEER_FAILED);
+  EXPECT_EQ(DescribeEnd(result, {}, false, 2).failed_unix_ms(), 1'700'000'000'123);
   result.failed_here.reset();
+  EXPECT_EQ(DescribeEnd(result, {}, false, 2).failed_unix_ms(), 0);
   EXPECT_EQ(DescribeEnd(result, {}, false, 2).end_class(), v1::END_CLASS_PEER_FAILED);
 }
 

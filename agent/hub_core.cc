@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
+#include "rpc/session/duration.h"
 #include "rpc/status.h"
 
 namespace muster::agent {
@@ -12,6 +13,16 @@ namespace {
 
 constexpr uint32_t kProtocol = 1;
 constexpr size_t kNameBytes = 256;
+
+// What `beat` says of the past is `by` longer ago than when it was said.
+void Age(absl::Duration by, v1::WorkerBeat* beat) {
+  if (beat->has_restored_ago()) {
+    *beat->mutable_restored_ago() = rpc::ToProto(rpc::FromProto(beat->restored_ago()) + by);
+  }
+  if (beat->has_first_step_ago()) {
+    *beat->mutable_first_step_ago() = rpc::ToProto(rpc::FromProto(beat->first_step_ago()) + by);
+  }
+}
 
 v1::OpResult Overloaded(absl::string_view what) {
   v1::OpResult result;
@@ -223,6 +234,7 @@ void HubCore::AddToBeat(v1::Beat* beat) {
   MutexLock lock(&mu_);
   const absl::Time now = options_.clock->Now();
   heard_.clear();
+  beat_made_ = now;
   size_t bytes = 0;
   // In turn, so that every agent finds room.
   auto it = agents_.upper_bound(beat_after_);
@@ -236,7 +248,9 @@ void HubCore::AddToBeat(v1::Beat* beat) {
       const bool stands_still =
           said.beat.process_state() == "stopped" || said.beat.process_state() == "zombie";
       if (said.at + options_.beat_fresh < now && !stands_still) continue;
-      *beat->add_workers() = std::move(said.beat);
+      v1::WorkerBeat& told = *beat->add_workers();
+      told = std::move(said.beat);
+      Age(now - said.at, &told);
       heard_[key] = said.at;
     }
     agent.said.clear();
@@ -268,6 +282,7 @@ void HubCore::TakeBack(const v1::Beat& beat) {
       const auto [said, fresh] = agent->said.try_emplace(key);
       if (!fresh) continue;
       said->second = {.beat = worker, .at = heard->second, .bytes = worker.ByteSizeLong()};
+      Age(heard->second - beat_made_, &said->second.beat);
       agent->said_bytes += said->second.bytes;
     }
   }

@@ -209,6 +209,7 @@ class HubCore final : public OpSender, public IncomingStreamEvents {
   std::string beat_after_ ABSL_GUARDED_BY(mu_);  // whose beat was the last to find room
   // When the agents said what the last beat passes on, by job and worker: for TakeBack.
   absl::flat_hash_map<std::pair<std::string, std::string>, absl::Time> heard_ ABSL_GUARDED_BY(mu_);
+  absl::Time beat_made_ ABSL_GUARDED_BY(mu_);  // the last beat
   // Answers what one frame has too much.
   std::shared_ptr<const rpc::Answer> overloaded_ ABSL_GUARDED_BY(mu_);
   Ranks own_ ABSL_GUARDED_BY(mu_);  // of this node itself

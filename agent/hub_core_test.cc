@@ -303,6 +303,26 @@ TEST_F(HubCoreTest, BeatThatIsOld_RenewsNoLeaseButAStoppedProcessIsTold) {
   EXPECT_THAT(PassedOn(), ElementsAre("w1 at 2"));
 }
 
+TEST_F(HubCoreTest, BeatThatWaits_SaysHowLongAgoThingsAreNow) {
+  FakeHubAgent a = Agent("a");
+  v1::Beat said = Beat("w0", 1);
+  said.mutable_workers(0)->mutable_restored_ago()->set_seconds(5);
+  a.Beat(said);
+  clock_.Advance(absl::Seconds(2));
+  v1::Beat beat;
+  core_->AddToBeat(&beat);
+  ASSERT_EQ(beat.workers_size(), 1);
+  EXPECT_EQ(beat.workers(0).restored_ago().seconds(), 7);
+  EXPECT_FALSE(beat.workers(0).has_first_step_ago());
+  // It was not sent.
+  core_->TakeBack(beat);
+  clock_.Advance(absl::Seconds(1));
+  v1::Beat next;
+  core_->AddToBeat(&next);
+  ASSERT_EQ(next.workers_size(), 1);
+  EXPECT_EQ(next.workers(0).restored_ago().seconds(), 8);
+}
+
 TEST_F(HubCoreTest, Beats_OfManyAgentsFindRoomInTurn) {
   options_.limits.beat_bytes = 2;  // the first that is added is too much already
   Make();

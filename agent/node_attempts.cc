@@ -24,6 +24,9 @@ void NodeAttempts::Adopt(const AttemptKey& key, bool running, const v1::AttemptE
   if (!running) {
     *attempt.report.mutable_end() = end;
     attempt.report.set_ended_unix_ms(absl::ToUnixMillis(ended));
+    if (end.failed_unix_ms() != 0) {
+      attempt.failed = absl::FromUnixMillis(end.failed_unix_ms());
+    }
   }
   ++version_;
 }
@@ -122,12 +125,16 @@ absl::Time NodeAttempts::NextDeadline() const {
   return next;
 }
 
-void NodeAttempts::Ended(const AttemptKey& key, const v1::AttemptEnd& end, int64_t unix_ms) {
+void NodeAttempts::Ended(const AttemptKey& key, const v1::AttemptEnd& end, int64_t unix_ms,
+                         absl::Time now) {
   const auto it = attempts_.find(key);
   if (it == attempts_.end() || it->second.report.state() == v1::PLACEMENT_STATE_ENDED) return;
   it->second.report.set_state(v1::PLACEMENT_STATE_ENDED);
   *it->second.report.mutable_end() = end;
   it->second.report.set_ended_unix_ms(unix_ms);
+  if (end.failed_unix_ms() != 0) {
+    it->second.failed = now - absl::Milliseconds(unix_ms - end.failed_unix_ms());
+  }
   ++version_;
 }
 
@@ -149,6 +156,10 @@ void NodeAttempts::FillReports(absl::Time now, v1::SyncNodeRequest* request) con
         absl::Milliseconds(absl::ToUnixMillis(attempt.started) - report->started_unix_ms());
     *report->mutable_ran_for() =
         rpc::ToProto(now - attempt.started + std::max(absl::ZeroDuration(), adopted));
+    if (attempt.failed != absl::InfinitePast()) {
+      *report->mutable_failed_ago() =
+          rpc::ToProto(std::max(absl::ZeroDuration(), now - attempt.failed));
+    }
   }
 }
 

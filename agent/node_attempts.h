@@ -43,7 +43,8 @@ class NodeAttempts {
   Orders Tick(absl::Time now);
   absl::Time NextDeadline() const;
 
-  void Ended(const AttemptKey& key, const v1::AttemptEnd& end, int64_t unix_ms);
+  // At `unix_ms` of the wall clock, which is `now`.
+  void Ended(const AttemptKey& key, const v1::AttemptEnd& end, int64_t unix_ms, absl::Time now);
   bool IsRunning(const AttemptKey& key) const;
   bool AnyRunning() const;
   bool Knows(const AttemptKey& key) const { return attempts_.count(key) != 0; }
@@ -55,6 +56,7 @@ class NodeAttempts {
   struct Attempt {
     v1::AttemptReport report;
     absl::Time started;
+    absl::Time failed = absl::InfinitePast();  // the process that its end names
     absl::Duration grace = absl::Seconds(30);
     absl::Time kill_at = absl::InfiniteFuture();
     bool stopped = false;

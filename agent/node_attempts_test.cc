@@ -6,6 +6,8 @@
 #include <random>
 #include <set>
 
+#include "rpc/session/duration.h"
+
 namespace muster::agent {
 namespace {
 
@@ -38,7 +40,7 @@ TEST(NodeAttemptsTest, Assignment_StartsOnce_AndItsEndIsReportedUntilItIsGone) {
   NodeAttempts attempts;
   EXPECT_EQ(attempts.Apply(Reply({{"j", 1}}), kNow).start.size(), 1u);
   EXPECT_TRUE(attempts.Apply(Reply({{"j", 1}}), kNow).start.empty());
-  attempts.Ended({"j", 1}, Succeeded(), 5);
+  attempts.Ended({"j", 1}, Succeeded(), 5, kNow);
   for (int i = 0; i < 2; ++i) {
     EXPECT_TRUE(attempts.Apply(Reply({{"j", 1}}), kNow).start.empty());
     v1::SyncNodeRequest request;
@@ -48,6 +50,25 @@ TEST(NodeAttemptsTest, Assignment_StartsOnce_AndItsEndIsReportedUntilItIsGone) {
     EXPECT_EQ(request.cluster_id(), "c");
   }
   EXPECT_EQ(attempts.Apply(Reply({}), kNow).forget, (Keys{{"j", 1}}));
+}
+
+TEST(NodeAttemptsTest, FailedProcess_IsReportedWithItsAge_ByAClockThatDoesNotJump) {
+  NodeAttempts attempts;
+  attempts.Apply(Reply({{"j", 1}, {"j", 2}, {"j", 3}}), kNow);
+  v1::AttemptEnd end;
+  end.set_end_class(v1::END_CLASS_PROCESS_FAILED);
+  end.set_failed_unix_ms(10'000);
+  // The wall clock shows another time than the monotonic one.
+  attempts.Ended({"j", 1}, end, 12'500, kNow);
+  attempts.Ended({"j", 2}, Succeeded(), 12'500, kNow);
+  end.set_failed_unix_ms(absl::ToUnixMillis(kNow) - 700);
+  attempts.Adopt({"j", 3}, /*running=*/false, end, kNow, kNow, kNow);
+  v1::SyncNodeRequest request;
+  attempts.FillReports(kNow + absl::Seconds(1), &request);
+  ASSERT_EQ(request.attempts_size(), 3);
+  EXPECT_EQ(rpc::FromProto(request.attempts(0).failed_ago()), absl::Milliseconds(3500));
+  EXPECT_FALSE(request.attempts(1).has_failed_ago());
+  EXPECT_EQ(rpc::FromProto(request.attempts(2).failed_ago()), absl::Milliseconds(1700));
 }
 
 TEST(NodeAttemptsTest, AssignmentWithoutAProgram_KeepsWhatRuns_AndStartsNothing) {
@@ -87,7 +108,7 @@ TEST(NodeAttemptsTest, OtherCluster_GetsNothingBeforeTheOldAttemptsHaveEnded) {
   EXPECT_EQ(orders.stop, (Keys{{"j", 1}}));
   EXPECT_TRUE(orders.start.empty());
   EXPECT_FALSE(orders.notice.empty());
-  attempts.Ended({"j", 1}, Succeeded(), 5);
+  attempts.Ended({"j", 1}, Succeeded(), 5, kNow);
   EXPECT_EQ(attempts.Apply(Reply({{"j", 1}}, false, "d"), kNow).forget, (Keys{{"j", 1}}));
   EXPECT_EQ(attempts.Apply(Reply({{"j", 1}}, false, "d"), kNow).start.size(), 1u);
   EXPECT_EQ(attempts.cluster(), "d");
@@ -141,7 +162,7 @@ TEST(NodeAttemptsTest, RandomWishes_StartNothingTwice_AndEndWhatIsUnwanted) {
       }
       for (const AttemptKey& key : orders.stop) {
         disk[key] = false;
-        attempts->Ended(key, Succeeded(), 1);
+        attempts->Ended(key, Succeeded(), 1, kNow);
       }
       for (const AttemptKey& key : orders.forget) {
         EXPECT_FALSE(disk.count(key) != 0 && disk[key]);

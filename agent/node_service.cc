@@ -355,7 +355,7 @@ class NodeService {
       const v1::AttemptEnd end = EndOf(runner.folder, status);
       MUSTER_LOG(Info) << "attempt " << BaseName(runner.folder.path) << " has ended: "
                        << (end.end_class() == v1::END_CLASS_SUCCEEDED ? "succeeded" : end.why());
-      attempts_.Ended(key, end, UnixMs());
+      attempts_.Ended(key, end, UnixMs(), Clock::Real().Now());
       Resync();
     }
   }
@@ -367,7 +367,7 @@ class NodeService {
       if (const std::optional<v1::AttemptEnd> failed = Start(assignment)) {
         MUSTER_LOG(Warning) << "attempt " << key.first << "." << key.second
                             << " cannot start: " << failed->why();
-        attempts_.Ended(key, *failed, UnixMs());
+        attempts_.Ended(key, *failed, UnixMs(), Clock::Real().Now());
       }
       Resync();
     }

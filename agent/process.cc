@@ -404,12 +404,13 @@ class Child final : public Process {
   // The process is a zombie: ends the rest of its group, takes what it wrote last, and lets go of
   // its id.
   void Reap(Keeper* keeper) {
+    ProcessExit result;
+    result.at = Clock::Real().WallNow();
     {
       MutexLock lock(&mu_);
       SendKill(Clock::Real().Now());
     }
     Drain();
-    ProcessExit result;
     {
       MutexLock lock(&mu_);
       // This process first: while it traces the child for its stacks, the kernel reports the end
@@ -450,6 +451,7 @@ class Child final : public Process {
   // The kernel does not end it: it is left behind.
   void GiveUp() {
     ProcessExit result;
+    result.at = Clock::Real().WallNow();
     result.stuck = ReadStuckState(pid_).ToString();
     Drain();
     {

@@ -26,6 +26,8 @@ struct ProcessExit {
   // It has not ended: what it was seen in when it was given up, long after SIGKILL
   // ("uninterruptible in openat (rpc_wait_bit_killable)"). Empty: it has ended.
   std::string stuck = "";
+  // When this was known, by the wall clock.
+  absl::Time at = absl::InfinitePast();
 
   bool ok() const { return exit_code == 0 && signal == 0 && stuck.empty(); }
   // "exited with code 3", "was killed by signal 9 (SIGKILL)" or "does not end after SIGKILL:

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/failpoint.h"
+#include "rpc/session/duration.h"
 
 namespace muster::agent {
 RelayCore::RelayCore(Options options, OpSender* upstream)
@@ -103,6 +104,12 @@ uint64_t RelayCore::Heartbeat(v1::Op op, Done done) {
       worker.beat.set_step(std::max(worker.beat.step(), request.step()));
       worker.beat.set_phase(request.phase());
       worker.beat.set_last_collective(request.last_collective());
+      if (request.has_restored_ago()) {
+        worker.restored = worker.heard - rpc::FromProto(request.restored_ago());
+      }
+      if (request.has_first_step_ago()) {
+        worker.first_step = worker.heard - rpc::FromProto(request.first_step_ago());
+      }
       const bool known = worker.ended || worker.checked || !connected;
       if (known && fence.generation() == worker.generation) {
         v1::HeartbeatReply& reply = *result.mutable_heartbeat();
@@ -194,6 +201,12 @@ v1::Beat RelayCore::MakeBeat() {
       v1::WorkerBeat& told = *beat.add_workers();
       told = worker.beat;
       told.set_process_state(one.state.empty() ? "unknown" : one.state);
+      if (worker.restored != absl::InfinitePast()) {
+        *told.mutable_restored_ago() = rpc::ToProto(now - worker.restored);
+      }
+      if (worker.first_step != absl::InfinitePast()) {
+        *told.mutable_first_step_ago() = rpc::ToProto(now - worker.first_step);
+      }
     }
   }
   if (options_.refresh) {

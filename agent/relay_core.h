@@ -88,6 +88,8 @@ class RelayCore final : public OpSender {
     int64_t told_pid = 0;     // to the coordinator
     v1::WorkerBeat beat;      // what it last said
     absl::Time heard;
+    // Of rank 0, as it said; InfinitePast: not yet.
+    absl::Time restored = absl::InfinitePast(), first_step = absl::InfinitePast();
     bool checked = false;       // the coordinator has agreed since the last connection
     bool told_stopped = false;  // the coordinator knows that the process is stopped
     bool ended = false;         // its generation has ended

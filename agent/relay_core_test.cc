@@ -246,6 +246,26 @@ TEST_F(RelayCoreTest, Heartbeat_IsAnsweredHereAndFillsTheBeat) {
   EXPECT_EQ(beat.workers(0).process_state(), "running");
 }
 
+TEST_F(RelayCoreTest, Beat_SaysHowLongAgoTheStateWasLoadedAndAStepDone) {
+  Seat(0);
+  v1::Op op;
+  *op.mutable_heartbeat()->mutable_fence() = Fence(0);
+  op.mutable_heartbeat()->mutable_restored_ago()->set_seconds(5);
+  Submit("beat", op);
+  clock_.Advance(absl::Seconds(1));
+  v1::Beat beat = core_->MakeBeat();
+  ASSERT_EQ(beat.workers_size(), 1);
+  EXPECT_EQ(beat.workers(0).restored_ago().seconds(), 6);
+  EXPECT_FALSE(beat.workers(0).has_first_step_ago());
+  op.mutable_heartbeat()->mutable_restored_ago()->set_seconds(6);
+  op.mutable_heartbeat()->mutable_first_step_ago()->set_seconds(0);
+  Submit("beat", op);
+  clock_.Advance(absl::Seconds(2));
+  beat = core_->MakeBeat();
+  EXPECT_EQ(beat.workers(0).restored_ago().seconds(), 8);
+  EXPECT_EQ(beat.workers(0).first_step_ago().seconds(), 2);
+}
+
 TEST_F(RelayCoreTest, GenerationEnded_IsToldByTheNextHeartbeat) {
   Seat(0);
   Seat(1, 2);

@@ -70,6 +70,7 @@ void Core::Impl::End(Job* job) {
   first_reply_ = out_->replies.size();
   first_directive_ = out_->directives.size();
   if (job != nullptr) job->AfterEvent();
+  TellJobs();
 }
 
 Core::Core(CoreOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
@@ -169,12 +170,11 @@ void Core::HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time n
     }
     if (!same || !seat->alive()) continue;
     job->RenewLease(*seat);
-    seat->AtStep(worker.step());
+    job->NoteProgress(seat, worker);
     seat->SetProcessState(worker.process_state());
-    seat->SetPhase(worker.phase());
-    seat->SetLastCollective(worker.last_collective());
     seat->HeardThrough(node, agent);
   }
+  impl_->TellJobs();
 }
 
 void Core::HandleStack(absl::string_view, const v1::StackReply& stack, absl::Time now, Output* out,

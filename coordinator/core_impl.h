@@ -227,6 +227,8 @@ class Core::Impl {
   // Whether this caller may do this now.
   std::optional<v1::OpError> CheckIdentity(const Identity& who, const v1::Op& op);
   void EndJobs(JobsOutput out);
+  // Hands what became of groups in this event to submitted_, each in an event of its own.
+  void TellJobs();
   void CloseGroup(const std::string& group, const std::string& why);
   void StartJobsTerm(bool restored);
   // Why workers may not join this group any more, if so: its attempt is over.
@@ -282,7 +284,8 @@ class Core::Impl {
   absl::Time caught_up_ = absl::InfinitePast();  // the argument of CaughtUp
   std::vector<std::string> unread_jobs_;         // whose unread_ is not empty
   std::unique_ptr<JobsCore> submitted_;
-  uint64_t jobs_record_ = 0;  // the last one with a change of submitted_
+  uint64_t jobs_record_ = 0;                     // the last one with a change of submitted_
+  std::vector<JobsCore::GroupNews> group_news_;  // of this event, for submitted_
   Agents agents_;
   GroupedHubs hubs_{options_.hubs};
   absl::flat_hash_map<uint64_t, std::pair<std::string, std::string>>
@@ -433,6 +436,21 @@ class Core::Impl::Job : public BarrierHost {
   void RenewLease(const Seat& seat) {
     if (leases_.Renew(seat.rank(), impl_->now_)) NoteAllHeard();
   }
+  // What a heartbeat, or a beat of its agent, says of a worker.
+  template <typename Report>
+  void NoteProgress(Seat* seat, const Report& report) {
+    seat->AtStep(report.step());
+    seat->SetPhase(report.phase());
+    seat->SetLastCollective(report.last_collective());
+    if (seat->rank() != 0) return;
+    if (report.has_restored_ago() && !std::exchange(restored_told_, true)) {
+      TellJobs(AttemptStage::kRestored, impl_->now_ - FromProto(report.restored_ago()));
+    }
+    // A program that reports its own progress has no more than the step.
+    if ((report.has_first_step_ago() || seat->step() > 0) && !std::exchange(stepped_told_, true)) {
+      TellJobs(AttemptStage::kStepped, impl_->now_ - FromProto(report.first_step_ago()));
+    }
+  }
   // The name of the job is needed: ends a generation whose leases have all expired and that is kept
   // only in case its workers return.
   void EndIfNobodyIsHeard(absl::string_view for_what);
@@ -483,6 +501,9 @@ class Core::Impl::Job : public BarrierHost {
   void Blame(absl::Span<const int32_t> ranks) override;
 
  private:
+  void TellJobs(AttemptStage stage, absl::Time at) {
+    impl_->group_news_.push_back({id_, stage, at});
+  }
   LeaseTerms Terms() const;
   absl::Duration JoinTimeout() const {
     return Or(spec_.has_join_timeout(), spec_.join_timeout(), impl_->options_.default_join_timeout);
@@ -576,6 +597,8 @@ class Core::Impl::Job : public BarrierHost {
   bool kv_touched_ = false;
   bool barrier_touched_ = false;
   bool watch_touched_ = false;
+  // Of rank 0 of this generation, in this term: to submitted_.
+  bool restored_told_ = false, stepped_told_ = false;
   BarrierCounts seen_counts_;
   absl::Time scheduled_ = absl::InfiniteFuture();
   absl::Duration running_lease_ = absl::InfiniteDuration();  // in leases_; infinite: it is not

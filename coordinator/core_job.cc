@@ -495,6 +495,7 @@ void Core::Impl::Job::Seal(int world_size) {
   event.set_generation_sealed(generation());
   log_->Other(impl_->Rev(), std::move(event));
   watch_touched_ = true;
+  TellJobs(AttemptStage::kSealed, impl_->now_);
   for (int rank = 0; rank < world_size; ++rank) {
     for (const CallId call : calls[rank]) SendSeat(call, members_.at(rank));
   }
@@ -505,6 +506,7 @@ void Core::Impl::Job::Seal(int world_size) {
 
 void Core::Impl::Job::BeginGeneration(bool counters_known) {
   leases_.BeginGeneration(impl_->now_);
+  restored_told_ = stepped_told_ = false;
   BarrierOptions options;
   options.default_timeout = impl_->options_.default_barrier_timeout;
   options.default_soft_timeout = impl_->options_.default_soft_timeout;
@@ -656,6 +658,13 @@ void Core::Impl::Job::WorkerGone(int rank, v1::WorkerState state, const v1::Exit
       state == v1::WORKER_STATE_FENCED;
   if (state == v1::WORKER_STATE_LOST) ++impl_->stats_.workers_lost;
   if (state == v1::WORKER_STATE_EXITED && failed) ++impl_->stats_.workers_failed;
+  if (failed && state != v1::WORKER_STATE_FENCED) {
+    // The agent of a process that has ended knows when; of a lost one only its last sign of life in
+    // this term is known.
+    const bool heard = state == v1::WORKER_STATE_LOST &&
+                       leases_.last_seen(rank) > leases_.FloorEnds() - leases_.length();
+    TellJobs(AttemptStage::kDetected, heard ? leases_.last_seen(rank) : absl::InfinitePast());
+  }
   if (!sealed()) return;
   const std::string what = GoneText(seat);
   if (failed && state != v1::WORKER_STATE_FENCED) Strike(seat.record().topology().host(), what);

@@ -474,9 +474,7 @@ void Core::Impl::Heartbeat(Incoming* in) {
     }
     return SendError(in->call, *std::move(error), job->membership_record());
   }
-  seat->AtStep(request.step());
-  seat->SetPhase(request.phase());
-  seat->SetLastCollective(request.last_collective());
+  job->NoteProgress(seat, request);
   answer();
 }
 

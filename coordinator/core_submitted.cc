@@ -58,6 +58,15 @@ void Core::Impl::EndJobs(JobsOutput out) {
   for (const auto& [group, why] : out.closed_groups) CloseGroup(group, why);
 }
 
+void Core::Impl::TellJobs() {
+  if (!serving_) return;
+  for (const JobsCore::GroupNews& news : std::exchange(group_news_, {})) {
+    JobsOutput out;
+    submitted_->Hear(news, JobsEvent(), &out);
+    EndJobs(std::move(out));
+  }
+}
+
 void Core::Impl::CloseGroup(const std::string& group, const std::string& why) {
   for (const std::string& id : {group, absl::StrCat(group, kAgentsSuffix)}) {
     Job* const job = FindJob(id);

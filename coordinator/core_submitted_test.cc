@@ -302,6 +302,90 @@ TEST_F(SubmittedTest, NextAttempt_ResumesFromTheCheckpointsOfTheFormer) {
   }
 }
 
+TEST_F(SubmittedTest, Group_SaysWhatStagesItsAttemptHasReached) {
+  Call(SyncOp());
+  const std::string job = Submit(1);
+  Report(job, v1::PLACEMENT_STATE_RUNNING);
+  const auto times = [&](int attempt) { return Get(job).history(attempt - 1).times(); };
+  const auto ms = [&] { return absl::ToUnixMillis(now_); };
+  const v1::OpResult joined = Join("job-1.1", 11);
+  int64_t at = ms();
+  EXPECT_EQ(times(1).sealed_unix_ms(), at);
+  v1::Op beat;
+  FillFence("job-1.1", joined, 11, beat.mutable_heartbeat()->mutable_fence());
+  Call(beat);
+  EXPECT_EQ(times(1).restored_unix_ms(), 0);
+  now_ += absl::Seconds(4);
+  beat.mutable_heartbeat()->mutable_restored_ago()->set_seconds(1);
+  Call(beat);
+  at = ms();
+  EXPECT_EQ(times(1).restored_unix_ms(), at - 1000);
+  EXPECT_EQ(times(1).stepped_unix_ms(), 0);
+  // By its agent. A restarted coordinator, which reads the journal, is told again.
+  const v1::AttemptTimes before = times(1);
+  Restart();
+  EXPECT_EQ(times(1).SerializeAsString(), before.SerializeAsString());
+  v1::Beat beats;
+  v1::WorkerBeat* const worker = beats.add_workers();
+  worker->set_job_id("job-1.1");
+  worker->set_worker_id("w");
+  worker->set_incarnation(11);
+  worker->set_step(7);
+  worker->mutable_restored_ago()->set_seconds(3);
+  worker->mutable_first_step_ago()->set_nanos(500'000'000);
+  now_ += absl::Seconds(1);
+  core_->HandleBeat("agent", beats, now_, &out_);
+  Collect();
+  at = ms();
+  EXPECT_EQ(times(1).stepped_unix_ms(), at - 500);
+  EXPECT_EQ(times(1).restored_unix_ms(), before.restored_unix_ms());
+  const size_t records = journal_.size();
+  core_->HandleBeat("agent", beats, now_, &out_);
+  Collect();
+  EXPECT_EQ(journal_.size(), records) << "what is known is not written again";
+
+  v1::Op exit;
+  FillFence("job-1.1", joined, 11, exit.mutable_report_exit()->mutable_fence());
+  exit.mutable_report_exit()->set_worker_id("w");
+  exit.mutable_report_exit()->set_incarnation(11);
+  exit.mutable_report_exit()->mutable_cause()->set_signal(9);
+  Call(exit);
+  const int64_t detected = ms();
+  EXPECT_EQ(times(1).detected_unix_ms(), detected);
+  now_ += absl::Seconds(2);
+  Report(job, v1::PLACEMENT_STATE_ENDED);
+  EXPECT_EQ(times(1).detected_unix_ms(), detected);
+  EXPECT_GE(times(1).decided_unix_ms(), detected + 2000);
+  EXPECT_EQ(times(1).fenced_unix_ms(), times(1).decided_unix_ms());
+  EXPECT_EQ(times(2).placed_unix_ms(), times(1).fenced_unix_ms());
+}
+
+TEST_F(SubmittedTest, LostWorker_HasFailedWhenItWasHeardLast) {
+  Call(SyncOp());
+  const std::string job = Submit(1);
+  Report(job, v1::PLACEMENT_STATE_RUNNING);
+  const v1::OpResult joined = Join("job-1.1", 11);
+  now_ += absl::Seconds(1);
+  v1::Op beat;
+  FillFence("job-1.1", joined, 11, beat.mutable_heartbeat()->mutable_fence());
+  Call(beat);
+  const int64_t heard = absl::ToUnixMillis(now_);
+  const absl::Time end = now_ + absl::Minutes(3);
+  while (core_->NextDeadline() < end && Get(job).history(0).times().detected_unix_ms() == 0) {
+    now_ = std::max(now_, core_->NextDeadline());
+    // Its node is heard all along.
+    Report(job, v1::PLACEMENT_STATE_RUNNING);
+    core_->Tick(now_, &out_);
+    Collect();
+    core_->CaughtUp(now_, now_, &out_);
+    Collect();
+  }
+  const v1::AttemptTimes times = Get(job).history(0).times();
+  EXPECT_EQ(times.failed_unix_ms(), heard);
+  EXPECT_GT(times.detected_unix_ms(), heard + 1000);
+  EXPECT_EQ(times.decided_unix_ms(), 0) << "its node says that it runs";
+}
+
 TEST_F(SubmittedTest, Replay_MakesTheSameState) {
   Call(SyncOp());
   const std::string job = Submit(1);

@@ -6,5 +6,6 @@
 
 #include "client/jobs/job_client.h"
 #include "client/jobs/job_types.h"
+#include "client/jobs/recovery.h"
 
 #endif  // MUSTER_CLIENT_H_

@@ -25,6 +25,7 @@
 #include "client/jobs/job_backend.h"
 #include "client/jobs/job_client.h"
 #include "client/jobs/job_file.h"
+#include "client/jobs/recovery.h"
 #include "proto/muster/v1/error.pb.h"
 #include "rpc/status.h"
 
@@ -425,6 +426,7 @@ namespace {
 // An attempt that did not succeed, and what followed.
 struct Incident {
   const Attempt* attempt;
+  Recovery recovery;
   // From its end to the start of the next attempt, by the clocks of their nodes. Absent: there is
   // none yet, or one of the times is not known.
   std::optional<absl::Duration> down;
@@ -435,9 +437,11 @@ std::vector<Incident> Incidents(const Job& job) {
   for (size_t i = 0; i < job.history.size(); ++i) {
     const Attempt& attempt = job.history[i];
     if (!attempt.has_end || attempt.end_class == "SUCCEEDED") continue;
-    Incident& incident = incidents.emplace_back(Incident{&attempt, std::nullopt});
-    if (i + 1 == job.history.size()) continue;
-    const absl::Time next = job.history[i + 1].started;
+    const Attempt* const following = i + 1 < job.history.size() ? &job.history[i + 1] : nullptr;
+    Incident& incident =
+        incidents.emplace_back(Incident{&attempt, RecoveryOf(attempt, following), std::nullopt});
+    if (following == nullptr) continue;
+    const absl::Time next = following->started;
     // Clocks of two nodes may differ by more than the pause.
     if (attempt.ended != absl::InfinitePast() && next >= attempt.ended) {
       incident.down = next - attempt.ended;
@@ -462,14 +466,26 @@ std::string DurationText(std::optional<absl::Duration> duration) {
   return duration.has_value() ? HumanDuration(*duration) : "";
 }
 
+// The stages of a recovery in their order, with their names in JSON.
+std::vector<std::pair<std::string, std::optional<absl::Duration>>> Stages(
+    const Recovery& recovery) {
+  return {{"detect", recovery.detect},         {"decide", recovery.decide},
+          {"fence", recovery.fence},           {"place", recovery.place},
+          {"rendezvous", recovery.rendezvous}, {"restore", recovery.restore},
+          {"first_step", recovery.first_step}, {"total", recovery.total}};
+}
+
 ordered_json IncidentsJson(const Job& job, const std::vector<Incident>& incidents) {
   ordered_json all = ordered_json::array();
-  for (const auto& [attempt, down] : incidents) {
+  for (const auto& [attempt, recovery, down] : incidents) {
     ordered_json incident = {{"attempt", attempt->number},
                              {"started", TimeJson(attempt->started)},
                              {"ended", TimeJson(attempt->ended)},
                              {"ran_s", SecondsJson(RanFor(*attempt))},
                              {"down_s", SecondsJson(down)}};
+    for (const auto& [name, took] : Stages(recovery)) {
+      incident["recovery"][name + "_s"] = SecondsJson(took);
+    }
     incident.update(EndJson(*attempt));
     all.push_back(std::move(incident));
   }
@@ -484,7 +500,7 @@ void PrintIncidents(const CommandContext& context, const Job& job,
                     const std::vector<Incident>& incidents) {
   std::vector<std::vector<std::string>> rows = {
       {"ATTEMPT", "ENDED", "RAN", "DOWN", "CLASS", "NODE", "RANK", "WHY"}};
-  for (const auto& [attempt, down] : incidents) {
+  for (const auto& [attempt, recovery, down] : incidents) {
     rows.push_back({absl::StrCat(attempt->number), TimeText(attempt->ended),
                     DurationText(RanFor(*attempt)), DurationText(down), attempt->end_class,
                     attempt->node, attempt->rank < 0 ? "" : absl::StrCat(attempt->rank),
@@ -500,6 +516,17 @@ void PrintIncidents(const CommandContext& context, const Job& job,
     return;
   }
   context.out << TableText(rows);
+  std::vector<std::vector<std::string>> stages = {{"ATTEMPT"}};
+  for (const auto& [name, took] : Stages(Recovery())) {
+    stages[0].push_back(absl::AsciiStrToUpper(name));
+  }
+  for (const Incident& incident : incidents) {
+    stages.push_back({absl::StrCat(incident.attempt->number)});
+    for (const auto& [name, took] : Stages(incident.recovery)) {
+      stages.back().push_back(DurationText(took));
+    }
+  }
+  context.out << "\nfrom the failure to the first step of the next attempt:\n" << TableText(stages);
   for (const Incident& incident : incidents) {
     const Attempt& attempt = *incident.attempt;
     if (attempt.last_lines.empty()) continue;
@@ -521,7 +548,14 @@ int RunIncidentsCommand(const std::vector<std::string>& args, const CommandConte
           "where.",
       .details = absl::StrCat(
           "RAN is how long it ran; DOWN is the time from its end to the start of the next attempt, "
-          "by the clocks of\ntheir nodes. The coordinator keeps a job's last attempts only. ",
+          "by the clocks of\ntheir nodes. The second table is by the coordinator's clock, each "
+          "stage "
+          "from the one before: DETECT until the\ncoordinator knew of the failure (a lost node has "
+          "failed when it was heard last), DECIDE until it told all nodes,\nFENCE until nothing of "
+          "the attempt was left, PLACE until the next one had its nodes, RENDEZVOUS until its "
+          "workers\nhad met, RESTORE until rank 0 had loaded its state, FIRST_STEP until it had "
+          "done a step. What is not known is -:\na program without Muster's library has no restore "
+          "and no step.\nThe coordinator keeps a job's last attempts only. ",
           kExitCodes),
       .options = JobOptions({OutputOption({"table", "json", "yaml"})})};
   CommandLine line;

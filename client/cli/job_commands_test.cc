@@ -157,6 +157,33 @@ TEST_F(JobCommandsTest, Incidents_Json_HasNullWhereATimeIsNotKnown) {
   EXPECT_TRUE(value["incidents"][1]["down_s"].is_null());
 }
 
+TEST_F(JobCommandsTest, Incidents_StagesOfARecovery_AreShown_AndUnknownOnesAreNot) {
+  v1::JobRecord job = JobWithIncidents();
+  v1::AttemptTimes* const end = job.mutable_history(0)->mutable_times();
+  end->set_failed_unix_ms(1'000'000);
+  end->set_detected_unix_ms(1'000'012);
+  end->set_decided_unix_ms(1'000'512);
+  end->set_fenced_unix_ms(1'002'512);
+  v1::AttemptTimes* const next = job.mutable_history(1)->mutable_times();
+  next->set_placed_unix_ms(1'002'512);
+  next->set_sealed_unix_ms(1'010'512);
+  fake_.Add(job);
+  EXPECT_EQ(RunIncidentsCommand({"mnist-1"}, context_), kExitOk) << err_.str();
+  EXPECT_THAT(
+      out_.str(),
+      ContainsRegex("ATTEMPT +DETECT +DECIDE +FENCE +PLACE +RENDEZVOUS +RESTORE "
+                    "+FIRST_STEP +TOTAL\n3 +12 ms +500 ms +2 s +0 us +8 s +- +- +-\n4 +- +- "
+                    "+- +- +- +- +- +-\n"));
+  out_.str("");
+  EXPECT_EQ(RunIncidentsCommand({"mnist-1", "-o", "json"}, context_), kExitOk) << err_.str();
+  const auto recovery = nlohmann::json::parse(out_.str())["incidents"][0]["recovery"];
+  EXPECT_EQ(recovery["detect_s"], 0.012);
+  EXPECT_EQ(recovery["place_s"], 0.0);
+  EXPECT_EQ(recovery["rendezvous_s"], 8.0);
+  EXPECT_TRUE(recovery["restore_s"].is_null());
+  EXPECT_TRUE(recovery["total_s"].is_null());
+}
+
 TEST_F(JobCommandsTest, Incidents_NoneYet_SaysSo) {
   v1::JobRecord job = FakeJob("mnist-1", v1::JOB_STATE_SUCCEEDED, 1);
   job.add_history()->set_number(1);

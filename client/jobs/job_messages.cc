@@ -63,6 +63,15 @@ Attempt FromProto(const v1::JobAttempt& attempt) {
   }
   result.started = TimeOf(attempt.started_unix_ms());
   result.ended = TimeOf(attempt.ended_unix_ms());
+  const v1::AttemptTimes& times = attempt.times();
+  result.times = {.placed = TimeOf(times.placed_unix_ms()),
+                  .sealed = TimeOf(times.sealed_unix_ms()),
+                  .restored = TimeOf(times.restored_unix_ms()),
+                  .stepped = TimeOf(times.stepped_unix_ms()),
+                  .failed = TimeOf(times.failed_unix_ms()),
+                  .detected = TimeOf(times.detected_unix_ms()),
+                  .decided = TimeOf(times.decided_unix_ms()),
+                  .fenced = TimeOf(times.fenced_unix_ms())};
   return result;
 }
 

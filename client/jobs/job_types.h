@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -67,6 +68,19 @@ struct Placement {
   std::string state = {};      // "ASSIGNED", "RUNNING", "ENDED"
 };
 
+// When an attempt reached its stages, by the coordinator's clock, in this order. InfinitePast: it
+// did not, or that is not known.
+struct AttemptTimes {
+  absl::Time placed = absl::InfinitePast();    // its nodes were chosen
+  absl::Time sealed = absl::InfinitePast();    // its workers had met
+  absl::Time restored = absl::InfinitePast();  // rank 0 had loaded its state
+  absl::Time stepped = absl::InfinitePast();   // rank 0 had finished a step
+  absl::Time failed = absl::InfinitePast();    // a process had ended; of a lost node: heard last
+  absl::Time detected = absl::InfinitePast();  // the coordinator knew
+  absl::Time decided = absl::InfinitePast();   // its nodes were to end it
+  absl::Time fenced = absl::InfinitePast();    // nothing of it was left
+};
+
 struct Attempt {
   int number = 0;  // from 1
   std::vector<Placement> placements = {};
@@ -80,6 +94,23 @@ struct Attempt {
   std::vector<std::string> last_lines = {};
   absl::Time started = absl::InfinitePast();  // InfinitePast: not started
   absl::Time ended = absl::InfinitePast();
+  AttemptTimes times;
+};
+
+// How long the stages took from the end of one attempt to the first step of the next. Each counts
+// from the one before. nullopt: one of its two times is not known; foreign programs have no restore
+// and no step.
+struct Recovery {
+  int attempt = 0;                           // that ended
+  std::optional<absl::Duration> detect;      // until the coordinator knew of the failure
+  std::optional<absl::Duration> decide;      // until it had recorded the cause and told all nodes
+  std::optional<absl::Duration> fence;       // until nothing of the attempt was left
+  std::optional<absl::Duration> place;       // in the queue, until the next one had its nodes
+  std::optional<absl::Duration> rendezvous;  // until its workers had met
+  std::optional<absl::Duration> restore;     // until rank 0 had loaded its state
+  // Until rank 0 had finished a step; of a program that loads no state from the rendezvous on.
+  std::optional<absl::Duration> first_step;
+  std::optional<absl::Duration> total;  // from the failure to the first step
 };
 
 struct Job {

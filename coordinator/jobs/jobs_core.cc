@@ -9,6 +9,8 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "base/defaults.h"
 #include "base/log.h"
 #include "coordinator/errors.h"
 #include "coordinator/jobs/job_spec.h"
@@ -387,6 +389,43 @@ void JobsCore::Tick(const Event& event, JobsOutput* out) {
                                                   " did not answer in time: try again")));
   }
   End();
+}
+
+void JobsCore::Hear(const GroupNews& news, const Event& event, JobsOutput* out) {
+  Begin(event, out);
+  absl::string_view group = news.group;
+  const bool of_agents = absl::ConsumeSuffix(&group, kAgentsSuffix);
+  const auto attempt = AttemptOf(group);
+  Job* const job = attempt.has_value() ? FindJob(attempt->first) : nullptr;
+  if (job != nullptr && IsActive(job->record.state()) &&
+      Current(job)->number() == attempt->second) {
+    const v1::AttemptTimes& times = Current(job)->times();
+    switch (news.stage) {
+      case AttemptStage::kSealed:
+        // That of its workers counts for more.
+        if (!of_agents || times.sealed_unix_ms() == 0) Reach(job, news.stage);
+        break;
+      case AttemptStage::kDetected:
+        // What ends because it was stopped has not failed.
+        if (Current(job)->has_end() || Current(job)->stop()) break;
+        Reach(job, news.stage);
+        if (news.at != absl::InfinitePast()) Reach(job, AttemptStage::kFailed, news.at);
+        break;
+      default:
+        Reach(job, news.stage, news.at);
+    }
+  }
+  End();
+}
+
+void JobsCore::Reach(Job* job, AttemptStage stage, absl::Time at) {
+  v1::JobRecord& record = job->record;
+  StageNews news = {
+      .stage = stage, .at = at, .now = now_, .as_told = options_.mutants.believes_ages};
+  if (record.history_size() > 1) {
+    news.not_before = LatestOf(record.history(record.history_size() - 2).times());
+  }
+  if (NoteStage(news, Current(job)->mutable_times())) Touch(*job);
 }
 
 absl::Time JobsCore::NextDeadline() const {
@@ -827,11 +866,13 @@ void JobsCore::Stop(Job* job, v1::EndClass end_class, const std::string& why) {
   }
   if (attempt->stop()) return;
   attempt->set_stop(true);
+  Reach(job, AttemptStage::kDecided);
   for (const v1::Placement& placement : attempt->placements()) TouchNode(placement.node());
   SetState(job, v1::JOB_STATE_STOPPING, attempt->end().why());
 }
 
-void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end) {
+void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end,
+                            absl::Time failed) {
   v1::JobAttempt* const attempt = Current(job);
   placement->set_state(v1::PLACEMENT_STATE_ENDED);
   placement->set_end_class(end.end_class());
@@ -847,6 +888,8 @@ void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::Attemp
     if (!attempt->has_end() || (echo && end.end_class() != v1::END_CLASS_PEER_FAILED)) {
       *attempt->mutable_end() = end;
       Touch(*job);
+      Reach(job, AttemptStage::kDetected);
+      if (failed != absl::InfinitePast()) Reach(job, AttemptStage::kFailed, failed);
     }
     Stop(job, end.end_class(), end.why());
   }
@@ -862,6 +905,7 @@ void JobsCore::Requeue(Job* job, std::string why, absl::Duration delay) {
 }
 
 void JobsCore::Finish(Job* job) {
+  Reach(job, AttemptStage::kFenced);
   v1::JobRecord& record = job->record;
   const v1::JobAttempt& attempt = *Current(job);
   if (job->ends_by != absl::InfiniteFuture()) {
@@ -1096,7 +1140,7 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
   node.hung_up = false;
   node.known = true;
   node.lost = false;
-  node.heard = heard_any_ = now_;
+  node.heard = node.called = heard_any_ = now_;
   if (!google::protobuf::util::MessageDifferencer::Equals(node.info, request.info())) {
     node.info = request.info();
     dirty_ = true;
@@ -1167,7 +1211,9 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
           (end.end_class() == v1::END_CLASS_NODE_FAILED && ran)) {
         end.set_end_class(v1::END_CLASS_NODE_LOST);
       }
-      EndPlacement(job, &placement, end);
+      EndPlacement(
+          job, &placement, end,
+          report.has_failed_ago() ? now_ - FromProto(report.failed_ago()) : absl::InfinitePast());
     }
     return;
   }
@@ -1310,7 +1356,7 @@ void JobsCore::LoseNode(const std::string& name, Node* node, const std::string& 
     Job& job = jobs_.at(sequence);
     for (v1::Placement& placement : *Current(&job)->mutable_placements()) {
       if (placement.node() != name || placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
-      EndPlacement(&job, &placement, end);
+      EndPlacement(&job, &placement, end, node->called);
       break;
     }
   }
@@ -1496,6 +1542,7 @@ void JobsCore::Start(Job* job, PlacementDecision placement) {
     TouchNode(one.node());
     *attempt->add_placements() = std::move(one);
   }
+  Reach(job, AttemptStage::kPlaced);
   const size_t more = names.size() > 4 ? names.size() - 4 : 0;
   names.resize(names.size() - more);
   SetState(job, v1::JOB_STATE_STARTING,

@@ -17,6 +17,7 @@
 #include "absl/time/time.h"
 #include "coordinator/access.h"
 #include "coordinator/answer.h"
+#include "coordinator/jobs/attempt_times.h"
 #include "coordinator/jobs/placement.h"
 #include "coordinator/jobs/schedule.h"
 #include "proto/muster/v1/error.pb.h"
@@ -32,6 +33,7 @@ struct JobsMutants {
   bool starts_before_former_ended = false;  // two attempts of a job at once
   bool places_half_a_gang = false;
   bool retries_user_errors = false;
+  bool believes_ages = false;  // that a worker or node gives: stages out of order
 };
 
 struct JobsOptions {
@@ -108,6 +110,17 @@ class JobsCore {
   void Tick(const Event& event, JobsOutput* out);
   absl::Time NextDeadline() const;
 
+  // What became of a rendezvous job; nothing if it is not that of a current attempt, or of its
+  // agents.
+  struct GroupNews {
+    std::string group;
+    // kSealed; kRestored and kStepped, of rank 0; kDetected: a worker has failed or was lost.
+    AttemptStage stage;
+    // Of kDetected: when the worker was heard last; InfinitePast: not known.
+    absl::Time at;
+  };
+  void Hear(const GroupNews& news, const Event& event, JobsOutput* out);
+
   // Before serving, and after all Restores. `restored`: later changes than these are lost, so
   // attempts may run that are not recorded.
   void StartTerm(const Event& event, bool restored, JobsOutput* out);
@@ -144,6 +157,7 @@ class JobsCore {
     bool cordoned = false, draining = false;
     std::string why;
     absl::Time heard = absl::InfinitePast();
+    absl::Time called = absl::InfinitePast();   // last, in this term
     absl::Time timer = absl::InfiniteFuture();  // in node_timers_
     uint64_t version = 0;
     std::optional<CallId> held;
@@ -212,7 +226,12 @@ class JobsCore {
   void TouchNode(const std::string& node) { touched_nodes_.insert(node); }
   // All nodes of the attempt are to end it. The first reason stays.
   void Stop(Job* job, v1::EndClass end_class, const std::string& why);
-  void EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end);
+  // `failed`: when what ended it happened; InfinitePast: not known.
+  void EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end,
+                    absl::Time failed = absl::InfinitePast());
+  // The current attempt has reached a stage.
+  void Reach(Job* job, AttemptStage stage, absl::Time at);
+  void Reach(Job* job, AttemptStage stage) { Reach(job, stage, now_); }
   // Nothing of the current attempt is left.
   void Finish(Job* job);
   void Requeue(Job* job, std::string why, absl::Duration delay);

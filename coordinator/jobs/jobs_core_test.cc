@@ -234,6 +234,14 @@ class JobsCoreTest : public testing::Test {
     Sync(name);
   }
 
+  void Hear(const std::string& group, AttemptStage stage,
+            absl::Duration ago = absl::ZeroDuration()) {
+    JobsOutput out;
+    core_->Hear({group, stage, now_ - ago}, NextEvent(), &out);
+    Take(std::move(out));
+    Pump();
+  }
+
   JobsOptions options_;
   std::vector<v1::JournalChange> journal_;
   std::vector<std::string> tokens_;  // that nodes were sent
@@ -308,6 +316,112 @@ TEST_F(JobsCoreTest, FailureOnOneNode_StopsTheOthers_AndRestarts) {
   record = Get(job);
   EXPECT_EQ(record.state(), v1::JOB_STATE_FAILED);
   EXPECT_EQ(record.why(), "rank 0 exited with code 1; it was restarted 1 time");
+}
+
+TEST_F(JobsCoreTest, Recovery_HasTheTimeOfEachStage_AlsoAfterARestart) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  const std::string job = Submit(Spec(4, 1));
+  const auto ms = [&](absl::Duration ago) { return absl::ToUnixMillis(now_ - ago); };
+  const absl::Duration none = absl::ZeroDuration();
+  EXPECT_EQ(Get(job).history(0).times().placed_unix_ms(), ms(none));
+  Advance(absl::Seconds(1));
+  Hear("mnist-1.1", AttemptStage::kSealed);
+  Advance(absl::Seconds(5));
+  // Told by a later beat.
+  Hear("mnist-1.1", AttemptStage::kRestored, absl::Seconds(2));
+  Hear("mnist-1.1", AttemptStage::kStepped, absl::Seconds(1));
+  v1::AttemptTimes times = Get(job).history(0).times();
+  EXPECT_EQ(times.sealed_unix_ms(), ms(absl::Seconds(5)));
+  EXPECT_EQ(times.restored_unix_ms(), ms(absl::Seconds(2)));
+  EXPECT_EQ(times.stepped_unix_ms(), ms(absl::Seconds(1)));
+  EXPECT_EQ(times.detected_unix_ms(), 0);
+
+  Advance(absl::Seconds(60));
+  stops_obey_ = false;
+  Hear("mnist-1.1", AttemptStage::kDetected, absl::InfiniteDuration());
+  Advance(absl::Seconds(2));
+  v1::AttemptReport& report = nodes_["b"].attempts.at({job, 1});
+  report.mutable_failed_ago()->set_seconds(2);
+  report.mutable_failed_ago()->set_nanos(5'000'000);
+  EndOn("b", job, v1::END_CLASS_PROCESS_FAILED);
+  times = Get(job).history(0).times();
+  EXPECT_EQ(times.failed_unix_ms(), ms(absl::Milliseconds(2005)));
+  EXPECT_EQ(times.detected_unix_ms(), ms(absl::Seconds(2)));
+  EXPECT_EQ(times.decided_unix_ms(), ms(none));
+  EXPECT_EQ(times.fenced_unix_ms(), 0);
+  StartTerm();
+  Advance(absl::Seconds(3));
+  ObeyStops();
+  const v1::JobRecord record = Get(job);
+  ASSERT_EQ(record.history_size(), 2);
+  EXPECT_EQ(record.history(0).times().fenced_unix_ms(), ms(none));
+  EXPECT_EQ(record.history(0).times().stepped_unix_ms(), times.stepped_unix_ms());
+  EXPECT_EQ(record.history(0).times().failed_unix_ms(), times.failed_unix_ms());
+  EXPECT_EQ(record.history(1).times().placed_unix_ms(), ms(none));
+  // What the group of the former attempt still says is not about this one.
+  Hear("mnist-1.1", AttemptStage::kSealed);
+  EXPECT_EQ(Get(job).history(1).times().sealed_unix_ms(), 0);
+}
+
+TEST_F(JobsCoreTest, StageThatIsNotKnown_IsNotInvented) {
+  AddNode("a", 4);
+  const std::string job = Submit(Spec(1, 3));
+  Advance(absl::Seconds(1));
+  EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);  // its node does not say when
+  v1::AttemptTimes times = Get(job).history(0).times();
+  EXPECT_EQ(times.sealed_unix_ms(), 0);
+  EXPECT_EQ(times.stepped_unix_ms(), 0);
+  EXPECT_EQ(times.failed_unix_ms(), 0);
+  EXPECT_NE(times.detected_unix_ms(), 0);
+  // What is stopped has not failed, whatever its processes do then.
+  stops_obey_ = false;
+  Control(job, v1::JOB_ACTION_SUSPEND);
+  Hear("mnist-1.2", AttemptStage::kDetected, absl::InfiniteDuration());
+  nodes_["a"].attempts.at({job, 2}).mutable_failed_ago()->set_seconds(1);
+  EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
+  times = Get(job).history(1).times();
+  EXPECT_EQ(times.failed_unix_ms(), 0);
+  EXPECT_EQ(times.detected_unix_ms(), 0);
+  EXPECT_NE(times.decided_unix_ms(), 0);
+  EXPECT_NE(times.fenced_unix_ms(), 0);
+}
+
+TEST_F(JobsCoreTest, Seal_OfItsWorkers_CountsForMoreThanThatOfItsAgents) {
+  AddNode("a", 4);
+  const std::string job = Submit(Spec(1));
+  Hear("mnist-1.1.agents", AttemptStage::kSealed);
+  EXPECT_EQ(Get(job).history(0).times().sealed_unix_ms(), absl::ToUnixMillis(now_));
+  Advance(absl::Seconds(1));
+  Hear("mnist-1.1", AttemptStage::kSealed);
+  const int64_t sealed = absl::ToUnixMillis(now_);
+  Advance(absl::Seconds(1));
+  Hear("mnist-1.1.agents", AttemptStage::kSealed);
+  EXPECT_EQ(Get(job).history(0).times().sealed_unix_ms(), sealed);
+}
+
+TEST_F(JobsCoreTest, LostNode_HasFailedWhenItWasHeardLast_IfItWasHeardAtAll) {
+  AddNode("a");
+  const std::string job = Submit(Spec(1));
+  AddNode("b");
+  Advance(absl::Seconds(7));
+  Sync("a");
+  const int64_t heard = absl::ToUnixMillis(now_);
+  nodes_["a"].talks = false;
+  Advance(absl::Seconds(40));
+  v1::AttemptTimes times = Get(job).history(0).times();
+  EXPECT_EQ(times.failed_unix_ms(), heard);
+  EXPECT_EQ(times.detected_unix_ms(), heard + 30'000);
+  EXPECT_EQ(times.decided_unix_ms(), times.detected_unix_ms());
+  // Its node is not heard by the next coordinator at all.
+  ASSERT_EQ(Get(job).history(1).placements(0).node(), "b");
+  nodes_["b"].talks = false;
+  StartTerm();
+  AddNode("c");
+  Advance(absl::Minutes(2));
+  times = Get(job).history(1).times();
+  EXPECT_EQ(times.failed_unix_ms(), 0);
+  EXPECT_NE(times.detected_unix_ms(), 0);
 }
 
 TEST_F(JobsCoreTest, NextAttempt_WaitsUntilEveryNodeHasEndedTheFormer) {

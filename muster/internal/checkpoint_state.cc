@@ -1087,7 +1087,7 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
     MUSTER_LOG(Error) << saved.message();
   }
   process_.progress().SetPhase("load_state");
-  return Guard([&] {
+  absl::Status loaded = Guard([&] {
     OpenMemory();
     if (directory.empty() && memory_ != nullptr && LoadFromMemory(CheckpointFolder(Root()))) return;
     absl::StatusOr<StateReader> reader = OpenToLoad(directory);
@@ -1102,6 +1102,9 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
     // What it holds is of another past than the training that begins here.
     if (memory_ != nullptr) memory_->Forget();
   });
+  process_.progress().SetPhase("after load_state");
+  if (loaded.ok()) process_.progress().SetRestored();
+  return loaded;
 }
 
 void CheckpointState::LoadFrom(StateReader& reader) {

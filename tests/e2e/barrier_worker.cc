@@ -14,6 +14,7 @@
 #include "rpc/channel.h"
 #include "rpc/status.h"
 #include "tests/e2e/worker_talk.h"
+#include "worker/collective/progress_board.h"
 #include "worker/job/agent_tells.h"
 #include "worker/job/coordinator_client.h"
 #include "worker/job/environment.h"
@@ -38,6 +39,7 @@ struct Worker {
   std::string job;
   std::unique_ptr<CoordinatorClient> client;
   std::unique_ptr<v1::Barrier::Stub> barriers;
+  std::shared_ptr<ProgressBoard> board;
   Seat seat;
 
   v1::BarrierReport Describe(const std::string& name, uint64_t counter) const {
@@ -166,6 +168,17 @@ void Alive(Worker& w) {
   }
 }
 
+// Training that goes on from a checkpoint, until it is stopped.
+void Recover(Worker& w) {
+  w.board->SetRestored();
+  Check(w.client->Barrier("step", kLong).status());
+  w.board->SetStep(8);
+  Say("stepping");
+  const absl::Status status = w.client->Wait({"nothing"}, kLong).status();
+  if (AgentTells(status, ProcessVariables())) exit(1);
+  Check(status);
+}
+
 // Joins again whenever a generation ends, until all of one have met. Worker w1 hangs.
 int Elastic(CoordinatorClient& client, JoinOptions join) {
   join.min_workers = 2;
@@ -186,7 +199,7 @@ int Elastic(CoordinatorClient& client, JoinOptions join) {
 int Main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "";
   auto board = std::make_shared<ProgressBoard>();
-  board->SetStep(7);
+  if (what != "recover") board->SetStep(7);
   board->BeginCollective("AllReduce", 1024, "Float");
   CoordinatorClient::Options options;
   options.address = Variable("MUSTER_COORDINATOR");
@@ -207,6 +220,7 @@ int Main(int argc, char** argv) {
   join.end_generation_on_failure = what != "alive";
   Worker w;
   w.job = options.job;
+  w.board = board;
   auto client = CoordinatorClient::Connect(options);
   Check(client.status());
   w.client = *std::move(client);
@@ -228,7 +242,8 @@ int Main(int argc, char** argv) {
                {"subset", Subset},
                {"cancel", Cancel},
                {"slow", Slow},
-               {"alive", Alive}};
+               {"alive", Alive},
+               {"recover", Recover}};
   for (const auto& job : kJobs) {
     if (what == job.name) job.run(w);
   }

@@ -156,7 +156,54 @@ TEST_F(JobsTest, FailedProgram_IsRestarted_AndItsLastLinesAreKept) {
   EXPECT_GE(incidents[0]["ran_s"], 0);
   EXPECT_TRUE(incidents[0]["down_s"].is_number()) << incidents;
   EXPECT_TRUE(incidents[1]["down_s"].is_null()) << incidents;
+  const Json& recovery = incidents[0]["recovery"];
+  for (const char* const known : {"detect_s", "decide_s", "fence_s", "place_s", "rendezvous_s"}) {
+    EXPECT_TRUE(recovery[known].is_number()) << known << " in " << recovery;
+  }
+  // A foreign program says neither, and nothing has followed the last attempt.
+  EXPECT_TRUE(recovery["restore_s"].is_null()) << recovery;
+  EXPECT_TRUE(recovery["first_step_s"].is_null()) << recovery;
+  EXPECT_TRUE(incidents[1]["recovery"]["place_s"].is_null()) << incidents;
   EXPECT_THAT(Run({"incidents", job}), HasSubstr("exited with code 7"));
+}
+
+TEST_F(JobsTest, KilledWorker_HasTheTimeOfEachStageOfItsRecovery_AlsoAfterARestart) {
+  const auto a = StartNode("a");
+  const std::string job = Submit({"--processes", "2", "--max_restarts", "1"},
+                                 absl::StrCat("echo $$ > ", Temp("pid"), "$RANK; exec ",
+                                              Runfile("tests/e2e/barrier_worker"), " recover"));
+  const auto steps = [&](int attempt) {
+    return Get(job)["attempts"].size() >= static_cast<size_t>(attempt) &&
+           absl::StrContains(Run({"logs", job, "--rank", "1", "--attempt", absl::StrCat(attempt)}),
+                             "stepping");
+  };
+  WaitUntil([&] { return steps(1); });
+  ASSERT_EQ(kill(PidIn("pid1"), SIGKILL), 0);
+  WaitUntil([&] { return steps(2); });
+  const auto recovery = [&] {
+    const Json incidents = Json::parse(Run({"incidents", job, "-o", "json"}))["incidents"];
+    EXPECT_EQ(incidents.size(), 1u) << incidents;
+    return incidents[0]["recovery"];
+  };
+  // The beat that tells it may still be on its way.
+  WaitUntil([&] { return recovery()["first_step_s"].is_number(); });
+  const Json before = recovery();
+  double sum = 0;
+  for (const char* const stage : {"detect_s", "decide_s", "fence_s", "place_s", "rendezvous_s",
+                                  "restore_s", "first_step_s"}) {
+    ASSERT_TRUE(before[stage].is_number()) << stage << " in " << before;
+    EXPECT_GE(before[stage].get<double>(), 0) << stage << " in " << before;
+    sum += before[stage].get<double>();
+  }
+  EXPECT_NEAR(before["total_s"].get<double>(), sum, 1e-6);
+  EXPECT_GT(sum, 0);
+  coordinator_->Signal(SIGKILL);
+  coordinator_->Wait();
+  coordinator_ = StartCoordinator();
+  EXPECT_EQ(recovery(), before);
+  EXPECT_THAT(Run({"incidents", job}), HasSubstr("RENDEZVOUS"));
+  Run({"cancel", job});
+  WaitForState(job, "CANCELLED");
 }
 
 TEST_F(JobsTest, ReportThatCannotBeWritten_DoesNotHideHowTheJobEnded) {

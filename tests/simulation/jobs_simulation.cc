@@ -13,8 +13,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "base/defaults.h"
 #include "base/log.h"
 #include "coordinator/errors.h"
+#include "coordinator/jobs/attempt_times.h"
 #include "coordinator/jobs/placement.h"
 
 namespace muster::simulation {
@@ -69,6 +71,7 @@ class Simulation {
     }
     if (result_.violation.empty()) CheckReplay();
     for (const auto& [id, record] : told_) result_.attempts += record.attempts();
+    result_.stepped = static_cast<int>(stepped_.size());
     return result_;
   }
 
@@ -151,11 +154,69 @@ class Simulation {
                                processes, " processes"));
       }
     }
+    CheckTimes(record);
     if (record.state() == v1::JOB_STATE_SUCCEEDED &&
         !Succeeded(record.history(record.history_size() - 1))) {
       Violation(absl::StrCat(record.job_id(), " has succeeded, but not its processes"));
     }
     told_[record.job_id()] = record;
+  }
+  // Stages are in order over all attempts, none is of the future, and none is forgotten.
+  void CheckTimes(const v1::JobRecord& record) {
+    int64_t last = 0;
+    for (const v1::JobAttempt& attempt : record.history()) {
+      const v1::AttemptTimes& times = attempt.times();
+      for (const int64_t time :
+           {times.placed_unix_ms(), times.sealed_unix_ms(), times.restored_unix_ms(),
+            times.stepped_unix_ms(), times.failed_unix_ms(), times.detected_unix_ms(),
+            times.decided_unix_ms(), times.fenced_unix_ms()}) {
+        if (time == 0) continue;
+        if (time < last || absl::FromUnixMillis(time) > std::max(now_, ticked_)) {
+          Violation(absl::StrCat("the stages of attempt ", attempt.number(), " of ",
+                                 record.job_id(), " are out of order: ", times.ShortDebugString()));
+        }
+        last = time;
+      }
+      const bool over = attempt.number() < record.attempts();
+      if (over && (times.placed_unix_ms() == 0 || times.fenced_unix_ms() == 0)) {
+        Violation(absl::StrCat("it is not known when attempt ", attempt.number(), " of ",
+                               record.job_id(), " was placed and fenced"));
+      }
+      if (times.stepped_unix_ms() != 0) stepped_.insert({record.job_id(), attempt.number()});
+    }
+    const auto former = told_.find(record.job_id());
+    if (former == told_.end()) return;
+    for (const v1::JobAttempt& before : former->second.history()) {
+      for (const v1::JobAttempt& attempt : record.history()) {
+        if (attempt.number() != before.number()) continue;
+        if (before.times().stepped_unix_ms() != 0 &&
+            before.times().stepped_unix_ms() != attempt.times().stepped_unix_ms()) {
+          Violation(absl::StrCat("the first step of attempt ", attempt.number(), " of ",
+                                 record.job_id(), " has moved"));
+        }
+      }
+    }
+  }
+  // What workers and agents of a running attempt say of it, now or too late.
+  void GroupSays() {
+    for (Node& node : nodes_) {
+      for (const auto& [key, report] : node.attempts) {
+        if (!Chance(30)) continue;
+        const coordinator::AttemptStage stages[] = {
+            coordinator::AttemptStage::kSealed, coordinator::AttemptStage::kRestored,
+            coordinator::AttemptStage::kStepped, coordinator::AttemptStage::kDetected};
+        const coordinator::AttemptStage stage = stages[Up(3)];
+        const absl::Time at =
+            Chance(20) ? absl::InfinitePast() : now_ + absl::Milliseconds(2000 - Up(20'000));
+        JobsOutput out;
+        core_->Hear({absl::StrCat(JobsCore::GroupOf(key.first, key.second),
+                                  Chance(20) ? kAgentsSuffix : ""),
+                     stage, at},
+                    NextEvent(), &out);
+        Take(std::move(out));
+        return;
+      }
+    }
   }
   static bool Succeeded(const v1::JobAttempt& attempt) {
     return std::all_of(attempt.placements().begin(), attempt.placements().end(),
@@ -256,6 +317,9 @@ class Simulation {
     report->set_state(v1::PLACEMENT_STATE_ENDED);
     report->mutable_end()->set_end_class(end_class);
     report->mutable_end()->set_why("it ended");
+    if (report->attempt() % 3 != 0) {
+      report->mutable_failed_ago()->set_seconds(report->attempt() % 5 * 10);
+    }
     node->processes.erase({report->job_id(), report->attempt()});
   }
 
@@ -278,6 +342,7 @@ class Simulation {
       if (!node.silent && !node.call.has_value()) Sync(&node);
     }
     EndSomething();
+    GroupSays();
     if (quiet_) return;
     switch (Up(12)) {
       case 0:
@@ -459,6 +524,7 @@ class Simulation {
   std::set<std::string> jobs_;
   std::map<std::string, v1::JobRecord> told_;  // by the journal
   std::set<AttemptKey> by_hand_;               // retried after these
+  std::set<AttemptKey> stepped_;
   std::set<std::string> closed_;
   std::set<std::string> was_lost_;
   std::set<std::tuple<std::string, uint64_t, std::string, int>> started_;

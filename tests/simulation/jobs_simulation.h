@@ -14,6 +14,7 @@ struct JobsSimulationResult {
   int attempts = 0;
   int restarts = 0;  // of the coordinator
   int lost_nodes = 0;
+  int stepped = 0;  // attempts that have reported a step
   int resizes = 0;  // attempts after one that was stopped for another size
 };
 
@@ -24,8 +25,9 @@ struct JobsSimulationResult {
 // Always: an attempt starts at most once on a node; an attempt starts only when the groups of all
 // earlier ones are closed and, on nodes that were not lost, nothing of them is left; its processes
 // are as many as the job asks for; no node has more than it has room for; what is not to be retried
-// is not. A core that is made from the journal knows what the former one has told. In the end every
-// job has ended, and one that succeeded had an attempt all of whose processes did.
+// is not. The stages of attempts are in the order of their times. A core that is made from the
+// journal knows what the former one has told. In the end every job has ended, and one that
+// succeeded had an attempt all of whose processes did.
 JobsSimulationResult RunJobsSimulation(uint64_t seed, coordinator::JobsMutants mutants);
 
 }  // namespace muster::simulation

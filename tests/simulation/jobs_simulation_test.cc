@@ -14,7 +14,7 @@ int Seeds() {
 }
 
 TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
-  int attempts = 0, restarts = 0, lost = 0, resizes = 0;
+  int attempts = 0, restarts = 0, lost = 0, resizes = 0, stepped = 0;
   for (int seed = 1; seed <= Seeds(); ++seed) {
     const JobsSimulationResult result = RunJobsSimulation(seed, {});
     ASSERT_EQ(result.violation, "") << "seed " << seed;
@@ -22,12 +22,14 @@ TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
     restarts += result.restarts;
     lost += result.lost_nodes;
     resizes += result.resizes;
+    stepped += result.stepped;
   }
   // It has tried what it is about.
   EXPECT_GT(attempts, 10 * Seeds());
   EXPECT_GT(restarts, Seeds());
   EXPECT_GT(lost, Seeds() / 10);
   EXPECT_GT(resizes, Seeds() / 10);
+  EXPECT_GT(stepped, Seeds());
 }
 
 void ExpectCaught(coordinator::JobsMutants mutants) {
@@ -44,6 +46,7 @@ TEST(JobsSimulationTest, HalfAGang_IsNoticed) { ExpectCaught({.places_half_a_gan
 TEST(JobsSimulationTest, RetryOfAUserError_IsNoticed) {
   ExpectCaught({.retries_user_errors = true});
 }
+TEST(JobsSimulationTest, StagesOutOfOrder_AreNoticed) { ExpectCaught({.believes_ages = true}); }
 
 }  // namespace
 }  // namespace muster::simulation

@@ -5,6 +5,8 @@
 #include <string>
 
 #include "ATen/ops/ones.h"
+#include "absl/time/time.h"
+#include "base/clock.h"
 #include "c10/util/Exception.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -85,6 +87,26 @@ TEST(ProgressBoard, Buckets_AreNamedUntilTheNextCollective) {
   EXPECT_EQ(board.Read().last_collective, "AllReduce #1 bucket 2 of 5 (1,048,576 Float), done");
   board.BeginCollective("Broadcast", 100, "Float");
   EXPECT_EQ(board.Read().last_collective, "Broadcast #2 (100 Float)");
+}
+
+TEST(ProgressBoard, LoadAndFirstStep_HaveTheirTimes) {
+  ProgressBoard board;
+  board.SetStep(0);
+  EXPECT_EQ(board.Read().restored, absl::InfinitePast());
+  EXPECT_EQ(board.Read().first_step, absl::InfinitePast());
+  const absl::Time before = Clock::Real().Now();
+  board.SetRestored();
+  const absl::Time restored = board.Read().restored;
+  EXPECT_GE(restored, before - absl::Nanoseconds(1));
+  board.SetRestored();
+  EXPECT_EQ(board.Read().restored, restored) << "the first counts";
+  EXPECT_EQ(board.Read().first_step, absl::InfinitePast());
+  board.SetStep(41);
+  const absl::Time stepped = board.Read().first_step;
+  EXPECT_GE(stepped, restored);
+  EXPECT_LE(stepped, Clock::Real().Now());
+  board.SetStep(42);
+  EXPECT_EQ(board.Read().first_step, stepped);
 }
 
 TEST(ProgressBoard, StepAndPhase_AreRead) {

@@ -1,6 +1,7 @@
 #include "worker/collective/progress_board.h"
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 
 namespace muster {
 namespace {
@@ -12,7 +13,15 @@ std::string WithCommas(int64_t number) {
   return text;
 }
 
+absl::Time TimeOf(int64_t nanoseconds) {
+  return nanoseconds == 0 ? absl::InfinitePast() : absl::FromUnixNanos(nanoseconds);
+}
+
 }  // namespace
+
+void ProgressBoard::NoteNow(std::atomic<int64_t>* time) {
+  time->store(absl::ToUnixNanos(Clock::Real().Now()), std::memory_order_relaxed);
+}
 
 // Relaxed loads suffice: every field is valid by itself, pointers are to literals, and a report may
 // combine the name of one collective with the size of the next.
@@ -20,6 +29,8 @@ ProgressBoard::Facts ProgressBoard::Read() const {
   Facts facts;
   facts.step = step_.load(std::memory_order_relaxed);
   facts.phase = phase_.load(std::memory_order_relaxed);
+  facts.restored = TimeOf(restored_.load(std::memory_order_relaxed));
+  facts.first_step = TimeOf(first_step_.load(std::memory_order_relaxed));
   const char* const name = name_.load(std::memory_order_relaxed);
   if (name == nullptr) return facts;
   facts.last_collective = absl::StrCat(name, " #", count_.load(std::memory_order_relaxed));

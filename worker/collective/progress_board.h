@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "absl/time/time.h"
+
 namespace muster {
 
 // The progress of a worker: its training thread writes it, at a nanosecond or two per write; the
@@ -21,9 +23,18 @@ class ProgressBoard {
     // "AllReduce #41 (1,024 Float)", or "AllReduce #41 bucket 2 of 5 (1,024 Float)", and ", done"
     // unless it is still going on. Empty: none yet.
     std::string last_collective = "";
+    // By Clock::Real().Now(); InfinitePast: not yet.
+    absl::Time restored = absl::InfinitePast();    // the state was loaded, for the first time
+    absl::Time first_step = absl::InfinitePast();  // a step was finished
   };
 
-  void SetStep(int64_t step) { step_.store(step, std::memory_order_relaxed); }
+  void SetStep(int64_t step) {
+    if (step > 0 && first_step_.load(std::memory_order_relaxed) == 0) NoteNow(&first_step_);
+    step_.store(step, std::memory_order_relaxed);
+  }
+  void SetRestored() {
+    if (restored_.load(std::memory_order_relaxed) == 0) NoteNow(&restored_);
+  }
   void SetPhase(const char* phase) { phase_.store(phase, std::memory_order_relaxed); }
   // `elements` of type `dtype` on this rank.
   void BeginCollective(const char* name, int64_t elements, const char* dtype) {
@@ -47,7 +58,10 @@ class ProgressBoard {
   Facts Read() const;
 
  private:
+  static void NoteNow(std::atomic<int64_t>* time);
+
   std::atomic<int64_t> step_{0};
+  std::atomic<int64_t> restored_{0}, first_step_{0};  // Unix nanoseconds; 0: not yet
   std::atomic<const char*> phase_{""};
   std::atomic<const char*> name_{nullptr};
   std::atomic<const char*> dtype_{""};

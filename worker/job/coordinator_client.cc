@@ -499,6 +499,15 @@ class CoordinatorClient::Impl {
     request.set_step(facts.step);
     request.set_phase(facts.phase);
     request.set_last_collective(facts.last_collective);
+    if (const std::optional<Seat> place = seat(); place.has_value() && place->rank == 0) {
+      const absl::Time now = Clock::Real().Now();
+      if (facts.restored != absl::InfinitePast()) {
+        *request.mutable_restored_ago() = rpc::ToProto(now - facts.restored);
+      }
+      if (facts.first_step != absl::InfinitePast()) {
+        *request.mutable_first_step_ago() = rpc::ToProto(now - facts.first_step);
+      }
+    }
     v1::HeartbeatReply reply;
     MUSTER_FAILPOINT("worker.beat");
     MUSTER_RETURN_IF_ERROR(CallWithin("heartbeat", patience, *membership_,
@@ -524,7 +533,7 @@ class CoordinatorClient::Impl {
   ProgressBoard::Facts Facts() const {
     if (options_.progress != nullptr) return options_.progress->Read();
     MutexLock lock(&mu_);
-    return {step_, phase_, last_collective_};
+    return {.step = step_, .phase = phase_, .last_collective = last_collective_};
   }
 
   void FillFence(v1::Fence* fence) {

@@ -10,6 +10,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "base/mutate.h"
 #include "base/mutex.h"
@@ -18,6 +19,7 @@
 #include "gtest/gtest.h"
 #include "proto/muster/v1/error.pb.h"
 #include "proto/random_message.h"
+#include "worker/collective/progress_board.h"
 #include "worker/job/fake_coordinator.h"
 
 namespace muster {
@@ -295,6 +297,32 @@ TEST(CoordinatorClient, Heartbeats_CarryProgressAndTellOfTheEnd) {
   EXPECT_THAT(why, HasSubstr("rank 1 was killed"));
   EXPECT_EQ((*client)->Set("k", "v").code(), absl::StatusCode::kFailedPrecondition) << "fenced";
   EXPECT_TRUE((*client)->Beat()->generation_ended);
+}
+
+TEST(CoordinatorClient, BeatsOfRankZero_SayWhenTheStateWasLoadedAndAStepDone) {
+  FakeCoordinator fake;
+  std::vector<std::unique_ptr<CoordinatorClient>> clients;
+  std::vector<std::thread> threads;
+  const auto board = std::make_shared<ProgressBoard>();
+  for (int rank = 0; rank < 2; ++rank) {
+    auto options = OptionsFor(fake, rank);
+    options.progress = board;
+    clients.push_back(*CoordinatorClient::Connect(std::move(options)));
+    threads.emplace_back([&, client = clients.back().get(), rank] {
+      EXPECT_TRUE(client->Join(World(2, rank)).ok());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  const auto beat = [&](int rank) {
+    EXPECT_TRUE(clients[rank]->Beat().ok());
+    return fake.last_heartbeat();
+  };
+  EXPECT_EQ(beat(0), "0  ");
+  board->SetRestored();
+  EXPECT_EQ(beat(0), "0   restored");
+  board->SetStep(41);
+  EXPECT_EQ(beat(0), "41   restored stepped");
+  EXPECT_EQ(beat(1), "41  ");
 }
 
 TEST(CoordinatorClient, ExitWhileTheCoordinatorIsAway_IsNotHeldUp) {

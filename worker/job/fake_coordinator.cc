@@ -275,6 +275,10 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
     MutexLock lock(&mu_);
     return rows_sent_;
   }
+  std::string last_heartbeat() const {
+    MutexLock lock(&mu_);
+    return last_beat_;
+  }
   std::string WaitForHeartbeat() {
     MutexLock lock(&mu_);
     const int64_t seen = beats_;
@@ -509,7 +513,9 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
                          v1::HeartbeatReply* reply) override {
     MutexLock lock(&mu_);
     last_beat_ =
-        absl::StrCat(request->step(), " ", request->phase(), " ", request->last_collective());
+        absl::StrCat(request->step(), " ", request->phase(), " ", request->last_collective(),
+                     request->has_restored_ago() ? " restored" : "",
+                     request->has_first_step_ago() ? " stepped" : "");
     ++beats_;
     facts_[request->fence().worker_id()] = *request;
     cv_.SignalAll();
@@ -628,6 +634,7 @@ void FakeCoordinator::ForgetReports(int n) { impl_->checkpoints().ForgetReports(
 std::vector<std::string> FakeCoordinator::reports() const { return impl_->checkpoints().reports(); }
 int64_t FakeCoordinator::writes() const { return impl_->writes(); }
 int64_t FakeCoordinator::rows_sent() const { return impl_->rows_sent(); }
+std::string FakeCoordinator::last_heartbeat() const { return impl_->last_heartbeat(); }
 std::string FakeCoordinator::WaitForHeartbeat() { return impl_->WaitForHeartbeat(); }
 
 }  // namespace muster

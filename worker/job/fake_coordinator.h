@@ -48,8 +48,10 @@ class FakeCoordinator {
   int64_t writes() const;
   // Rows of the rank table that were sent.
   int64_t rows_sent() const;
-  // The last heartbeat, as "step phase last_collective".
+  // The last heartbeat, as "step phase last_collective", and " restored" and " stepped" if it says
+  // how long ago that was.
   std::string WaitForHeartbeat();
+  std::string last_heartbeat() const;
 
  private:
   class Impl;
