@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "agent/descriptors.h"
@@ -15,6 +16,7 @@
 #include "agent/stack_capture.h"
 #include "agent/worker_processes.h"
 #include "base/clock.h"
+#include "base/held_memory.h"
 #include "base/log.h"
 #include "base/mutex.h"
 
@@ -71,6 +73,28 @@ absl::StatusOr<std::unique_ptr<NodeUplink>> StartUplink(const NodeJobOptions& op
             if (late.job_id() == job) MUSTER_LOG(Warning) << late.report().message();
           },
   });
+}
+
+// What earlier attempts of the job have left with the node's agent.
+void TakeOver(const std::string& depot, MemoryHolder& memory) {
+  if (depot.empty()) return;
+  absl::StatusOr<std::vector<HeldMemory>> held = TakeHeldMemory(depot);
+  if (!held.ok()) {
+    MUSTER_LOG(Warning) << "what earlier attempts have left in memory is not found: "
+                        << held.status().message();
+    return;
+  }
+  for (HeldMemory& piece : *held) memory.Add("", std::move(piece));
+}
+
+// For later attempts.
+void HandOver(const HeldMemory& piece, const std::string& depot) {
+  if (depot.empty()) return;
+  const absl::Status held = HoldMemory(depot, piece.slot, piece.fd.get(), piece.worker_id);
+  if (!held.ok()) {
+    MUSTER_LOG(Debug) << "no later attempt finds memory of " << piece.worker_id << ": "
+                      << held.message();
+  }
 }
 
 std::unique_ptr<JobCoordination> JoinJob(const NodeJobOptions& options, NodeUplink* uplink) {
@@ -168,9 +192,16 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   worker.lease = options.lease;
   worker.tls = {};
   // Until the last attempt has ended: what a killed worker has left is there for the next attempt.
-  absl::StatusOr<std::unique_ptr<MemoryHolder>> memory =
-      MemoryHolder::Start([&processes](pid_t pid) { return processes.WorkerOf(pid); });
+  const std::string depot = options.memory_socket;
+  MemoryHolder::Options telling;
+  telling.on_held = [&depot](const HeldMemory& piece) { HandOver(piece, depot); };
+  telling.on_dropped = [&depot](const std::string& worker_id, int slot) {
+    if (!depot.empty()) (void)DropHeldMemory(depot, worker_id, slot);
+  };
+  absl::StatusOr<std::unique_ptr<MemoryHolder>> memory = MemoryHolder::Start(
+      [&processes](pid_t pid) { return processes.WorkerOf(pid); }, std::move(telling));
   if (memory.ok()) {
+    TakeOver(depot, **memory);
     worker.memory_socket = (*memory)->address();
   } else {
     worker.memory_socket.clear();
@@ -191,6 +222,10 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   SignalWatcher signals([&stopper](int signal) { stopper.OnSignal(signal); });
   result.job = agent.Run();
   stopper.AgentEnded();
+  // Again: the node's agent may have been started anew since.
+  if (memory.ok() && result.job.outcome != JobResult::Outcome::kSucceeded) {
+    for (const HeldMemory& piece : (*memory)->Held("")) HandOver(piece, depot);
+  }
   (*session)->SetOnKillWorker(nullptr);
   link.reset();
   (*session)->Finish(absl::Seconds(1));

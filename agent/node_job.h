@@ -25,9 +25,11 @@ struct NodeJobOptions {
   // How long a machine or worker may be silent, while others are not, before it counts as lost.
   absl::Duration lease = kDefaultLease;
   std::string hub_listen = {};  // see NodeUplink::Options
-  bool show_output = true;      // the workers' lines, on standard output and standard error
-  bool prefix = true;           // where several workers write
-  LogLimits log_limits = {};    // of the files in agent.log_dir
+  // Of the node's agent that holds memory between attempts of the job; empty: none does.
+  std::string memory_socket = {};
+  bool show_output = true;    // the workers' lines, on standard output and standard error
+  bool prefix = true;         // where several workers write
+  LogLimits log_limits = {};  // of the files in agent.log_dir
 };
 
 struct NodeJobResult {

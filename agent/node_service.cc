@@ -23,6 +23,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -34,6 +35,8 @@
 #include "agent/attempt_end.h"
 #include "agent/attempt_log.h"
 #include "agent/job_signals.h"
+#include "agent/memory_holder.h"
+#include "agent/memory_terms.h"
 #include "agent/node_attempts.h"
 #include "base/clock.h"
 #include "base/exit_code.h"
@@ -83,7 +86,8 @@ struct Runner {
   AttemptFolder folder;
   pid_t pid = -1;  // of our child; -1: it was adopted
   OwnedFd pidfd;
-  OwnedFd lock;  // not held by us: to try it
+  pid_t watched = -1;  // that of pidfd
+  OwnedFd lock;        // not held by us: to try it
   int first_rank = 0;
 };
 
@@ -156,6 +160,7 @@ class NodeService {
       stopped_ = signal;
       Wake();
     });
+    HoldMemory();
     std::thread sync([this] { SyncLoop(); });
     std::thread logs([this] { LogLoop(); });
     Loop();
@@ -167,6 +172,8 @@ class NodeService {
     }
     sync.join();
     logs.join();
+    // Its thread asks for the lock. Runners hold what it held, and hand it to the next agent.
+    memory_.reset();
     MutexLock lock(&mu_);
     int running = 0;
     for (const auto& [key, runner] : runners_) running += attempts_.IsRunning(key) ? 1 : 0;
@@ -264,6 +271,7 @@ class NodeService {
       return;
     }
     runner->pidfd = std::move(pidfd);
+    runner->watched = static_cast<pid_t>(pid);
   }
 
   // `status`: of waitpid; -1: not known. A full disk may have kept the runner from leaving a
@@ -317,6 +325,7 @@ class NodeService {
         Do(attempts_.Tick(now));
         SendSignals();
         CollectEnded();
+        DropMemory(now);
         wait = std::min(wait, attempts_.NextDeadline() - now);
         for (auto& [key, runner] : runners_) {
           if (!attempts_.IsRunning(key)) continue;
@@ -344,6 +353,47 @@ class NodeService {
     return poll(&event, 1, 0) == 1;
   }
 
+  // ---- what attempts leave in memory
+
+  void HoldMemory() {
+    MemoryHolder::Options options;
+    options.client_of = [this](pid_t pid) { return RunnerAt(pid); };
+    // Runners find the next agent of this folder by it.
+    options.address = absl::StrCat("muster-node-memory-", absl::Hex(uid_, absl::kZeroPad16));
+    absl::StatusOr<std::unique_ptr<MemoryHolder>> memory = MemoryHolder::Start(std::move(options));
+    if (memory.ok()) {
+      memory_ = *std::move(memory);
+    } else {
+      MUSTER_LOG(Warning) << "attempts of jobs find nothing in memory of earlier ones: "
+                          << memory.status().message();
+    }
+  }
+  // Other clusters have jobs of the same names.
+  std::string MemoryOf(const std::string& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return absl::StrCat(attempts_.cluster(), "/", job);
+  }
+  std::optional<MemoryHolder::Client> RunnerAt(pid_t pid) {
+    MutexLock lock(&mu_);
+    for (const auto& [key, runner] : runners_) {
+      // A number is another process's once its own has ended.
+      if (runner.watched != pid || !runner.pidfd.open() || IsReadable(runner.pidfd.get())) continue;
+      return MemoryHolder::Client{.job = MemoryOf(key.first), .worker = ""};
+    }
+    return std::nullopt;
+  }
+  void DropMemory(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (memory_ == nullptr) return;
+    std::set<std::string> running;
+    for (const auto& [key, runner] : runners_) {
+      if (attempts_.IsRunning(key)) running.insert(MemoryOf(key.first));
+    }
+    for (const std::string& job : memory_terms_.Expired(memory_->Jobs(), running, now)) {
+      MUSTER_LOG(Info) << "job " << job.substr(job.find('/') + 1)
+                       << " has no attempt here any more: its checkpoints in memory are dropped";
+      memory_->Drop(job);
+    }
+  }
+
   void CollectEnded() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     for (auto& [key, runner] : runners_) {
       if (!attempts_.IsRunning(key) || !runner.lock.open()) continue;
@@ -356,6 +406,9 @@ class NodeService {
       MUSTER_LOG(Info) << "attempt " << BaseName(runner.folder.path) << " has ended: "
                        << (end.end_class() == v1::END_CLASS_SUCCEEDED ? "succeeded" : end.why());
       attempts_.Ended(key, end, UnixMs(), Clock::Real().Now());
+      if (end.end_class() == v1::END_CLASS_SUCCEEDED && memory_ != nullptr) {
+        memory_->Drop(MemoryOf(key.first));
+      }
       Resync();
     }
   }
@@ -462,6 +515,7 @@ class NodeService {
     add("host", host_);
     add("attempt_dir", folder.path);
     add("attempt_lock", kLockDescriptor);
+    if (memory_ != nullptr) add("memory_socket", memory_->address());
     if (!spec.working_directory().empty()) add("workdir", spec.working_directory());
     // The coordinator decides when a node is lost, not how long it is away itself.
     add("outage_tolerance", absl::FormatDuration(kOutageTolerance));
@@ -767,12 +821,15 @@ class NodeService {
   uint64_t uid_ = 0;
   std::string host_;
   std::shared_ptr<grpc::Channel> channel_;
+  // Null: no socket. Not destroyed under the lock, which its thread takes.
+  std::unique_ptr<MemoryHolder> memory_;
 
   Mutex mu_;
   CondVar changed_;
   NodeAttempts attempts_ ABSL_GUARDED_BY(mu_);
   std::map<AttemptKey, Runner> runners_ ABSL_GUARDED_BY(mu_);
   std::map<AttemptKey, int> unsent_ ABSL_GUARDED_BY(mu_);  // signals
+  MemoryTerms memory_terms_ ABSL_GUARDED_BY(mu_);
   std::deque<OpenQuery> queries_ ABSL_GUARDED_BY(mu_);
   uint64_t seen_version_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t sequence_ ABSL_GUARDED_BY(mu_) = 0;

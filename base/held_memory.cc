@@ -50,6 +50,17 @@ absl::Status StatusOf(const HeldMemoryMessage& done) {
   return absl::Status(static_cast<absl::StatusCode>(done.code), done.text);
 }
 
+// A request whose answer is only how it went.
+absl::Status Ask(const std::string& socket, const HeldMemoryMessage& request, int fd) {
+  MUSTER_ASSIGN_OR_RETURN(const OwnedFd agent, Connect(socket));
+  // An agent that refuses this process says so without reading.
+  const absl::Status sent = SendHeldMemoryMessage(agent.get(), request, fd);
+  OwnedFd none;
+  const absl::StatusOr<HeldMemoryMessage> done = ReceiveHeldMemoryMessage(agent.get(), &none);
+  if (!done.ok()) return sent.ok() ? done.status() : sent;
+  return StatusOf(*done);
+}
+
 }  // namespace
 
 absl::StatusOr<OwnedFd> CreateHoldableMemory(const std::string& name) {
@@ -81,7 +92,7 @@ void HeldMemoryMessage::set_text(absl::string_view value) {
 
 bool IsWellFormed(const HeldMemoryMessage& message) {
   return message.magic == HeldMemoryMessage::kMagic && message.kind >= HeldMemoryMessage::kHold &&
-         message.kind <= HeldMemoryMessage::kDone && message.slot >= 0 &&
+         message.kind <= HeldMemoryMessage::kDrop && message.slot >= 0 &&
          message.slot < kHeldSlots && message.code >= 0 && message.code <= 16 &&
          memchr(message.text, '\0', sizeof(message.text)) != nullptr;
 }
@@ -154,17 +165,20 @@ size_t AbstractAddress(const std::string& name, void* sockaddr_un_out) {
   return offsetof(sockaddr_un, sun_path) + 1 + name.size();
 }
 
-absl::Status HoldMemory(const std::string& socket, int slot, int fd) {
-  MUSTER_ASSIGN_OR_RETURN(const OwnedFd agent, Connect(socket));
+absl::Status HoldMemory(const std::string& socket, int slot, int fd, const std::string& worker_id) {
   HeldMemoryMessage request;
   request.kind = HeldMemoryMessage::kHold;
   request.slot = slot;
-  // An agent that refuses this process says so without reading.
-  const absl::Status sent = SendHeldMemoryMessage(agent.get(), request, fd);
-  OwnedFd none;
-  const absl::StatusOr<HeldMemoryMessage> done = ReceiveHeldMemoryMessage(agent.get(), &none);
-  if (!done.ok()) return sent.ok() ? done.status() : sent;
-  return StatusOf(*done);
+  request.set_text(worker_id);
+  return Ask(socket, request, fd);
+}
+
+absl::Status DropHeldMemory(const std::string& socket, const std::string& worker_id, int slot) {
+  HeldMemoryMessage request;
+  request.kind = HeldMemoryMessage::kDrop;
+  request.slot = slot;
+  request.set_text(worker_id);
+  return Ask(socket, request, -1);
 }
 
 absl::StatusOr<std::vector<HeldMemory>> TakeHeldMemory(const std::string& socket) {

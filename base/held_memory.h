@@ -18,8 +18,8 @@ namespace muster {
 // node's agent holds. Their owner and the agent talk over a unix socket of the abstract namespace,
 // one request a connection. Here is what both sides share; MemoryHolder in agent/ is the agent's.
 
-// A worker has so many pieces of memory, numbered from 0.
-inline constexpr int kHeldSlots = 2;
+// A worker has so many pieces of memory at most, numbered from 0.
+inline constexpr int kHeldSlots = 32;
 
 // A new file in memory that can grow but never shrink, so that a reader's mapping stays valid.
 // Errors: what the kernel says.
@@ -30,8 +30,10 @@ absl::Status CheckHoldableMemory(int fd);
 
 // Gives the agent a share of `fd`, in place of what this worker gave it as `slot` before. Errors:
 // UNAVAILABLE no agent listens at `socket`; PERMISSION_DENIED this process is no worker of it;
-// INVALID_ARGUMENT it does not hold this.
-absl::Status HoldMemory(const std::string& socket, int slot, int fd);
+// INVALID_ARGUMENT it does not hold this. `worker_id`: where this process speaks for several
+// workers, the one that gives it.
+absl::Status HoldMemory(const std::string& socket, int slot, int fd,
+                        const std::string& worker_id = "");
 
 struct HeldMemory {
   std::string worker_id;  // whose
@@ -43,6 +45,9 @@ struct HeldMemory {
 // HoldMemory.
 absl::StatusOr<std::vector<HeldMemory>> TakeHeldMemory(const std::string& socket);
 
+// What a worker has left that does not run on this node now. Errors: as HoldMemory.
+absl::Status DropHeldMemory(const std::string& socket, const std::string& worker_id, int slot);
+
 // --- The wire. A request and each answer is one packet. ---
 
 struct HeldMemoryMessage {
@@ -51,6 +56,7 @@ struct HeldMemoryMessage {
     kTake = 2,    // answered by kMemory for each piece, then kDone
     kMemory = 3,  // with a descriptor
     kDone = 4,    // `code` says how it went
+    kDrop = 5,    // of the worker in `text`
   };
   static constexpr uint32_t kMagic = 0x314d484d;
 
@@ -58,7 +64,7 @@ struct HeldMemoryMessage {
   uint32_t kind = 0;
   int32_t slot = 0;
   int32_t code = 0;     // of absl::StatusCode
-  char text[240] = {};  // of the worker or of the error; ends with a NUL
+  char text[240] = {};  // the worker's id or the error; ends with a NUL
 
   void set_text(absl::string_view value);
 };

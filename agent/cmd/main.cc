@@ -147,6 +147,8 @@ void AddAttemptFlags(CLI::App* app, Flags* flags) {
   app->add_option("--attempt_lock", flags->attempt_lock,
                   "descriptor that this process and all that it starts keep open")
       ->check(CLI::Range(3, 1'000'000));
+  app->add_option("--memory_socket", flags->options.memory_socket,
+                  "name of the node agent's socket that holds memory between attempts");
   app->add_option("--workdir", flags->workdir, "folder in which the program runs");
   app->add_option("--user_error_code", flags->user_error_codes,
                   "exit code of the program after which a restart cannot help, in end.json");

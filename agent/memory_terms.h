@@ -1,0 +1,35 @@
+#ifndef MUSTER_AGENT_MEMORY_TERMS_H_
+#define MUSTER_AGENT_MEMORY_TERMS_H_
+
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+
+namespace muster::agent {
+
+// How long a node holds what the attempts of a job have left in memory: while one of them runs
+// here, and then for kKept or until another job starts here, which needs memory, too. Pure; not
+// thread-safe.
+class MemoryTerms {
+ public:
+  // Another attempt usually begins within seconds, and after its longest delay within 5 minutes.
+  static constexpr absl::Duration kKept = absl::Minutes(15);
+
+  // Those of the jobs in `held` whose time is over. `running`: jobs with an attempt here.
+  std::vector<std::string> Expired(const std::vector<std::string>& held,
+                                   const std::set<std::string>& running, absl::Time now);
+
+ private:
+  struct Waiting {
+    absl::Time until;
+    std::set<std::string> beside;  // that ran when its last attempt had ended
+  };
+  std::map<std::string, Waiting> waiting_;  // jobs without an attempt here
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_MEMORY_TERMS_H_
