@@ -69,7 +69,8 @@ ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source,
     sharded_ = std::make_unique<ShardedModel>(
         process.comm(), groups_.shard != nullptr ? *groups_.shard : process.comm(),
         groups_.replicas.get(), source_->module(), std::move(named), std::move(buffers),
-        process.sharding(), process.options().data_parallel.broadcast_buffers);
+        process.sharding(), process.options().data_parallel.broadcast_buffers,
+        process.comm_thread());
     return;
   }
   ddp_ = std::make_unique<DataParallel>(
