@@ -1,5 +1,8 @@
 #include "muster/internal/engine_settings.h"
 
+#include <fstream>
+
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -68,6 +71,21 @@ TEST(ReadEngineSettings, DeepSpeedStages_BecomeStrategies) {
   EXPECT_EQ(stage("1"), ShardingStrategy::kOptimizer);
   EXPECT_EQ(stage("2"), ShardingStrategy::kGradients);
   EXPECT_EQ(stage("3"), ShardingStrategy::kFull);
+}
+
+TEST(ReadEngineSettings, OverlapComm_IsOverlap) {
+  const auto overlap = [](const std::string& zero) {
+    const std::string file = TestPath("deepspeed.json");
+    std::ofstream(file) << R"({"train_micro_batch_size_per_gpu": 1, )"
+                        << R"("zero_optimization": {"stage": 3)" << zero << "}}";
+    return Options(
+               {{"ACCELERATE_USE_DEEPSPEED", "true"}, {"ACCELERATE_DEEPSPEED_CONFIG_FILE", file}})
+        .overlap;
+  };
+  EXPECT_TRUE(overlap(""));
+  EXPECT_TRUE(overlap(R"(, "overlap_comm": true)"));
+  EXPECT_FALSE(overlap(R"(, "overlap_comm": false)"));
+  EXPECT_TRUE(Options({{"ACCELERATE_USE_FSDP", "true"}}).overlap);
 }
 
 TEST(ReadEngineSettings, WhatTheEngineDoesNotHave_IsRefusedWithTheWayOut) {

@@ -4,12 +4,19 @@ namespace muster::client {
 
 using Use = SettingUse::Use;
 
+namespace {
+
+constexpr char kAhead[] =
+    "the next unit is gathered ahead, forward and backward, unless MUSTER_SHARDING_OVERLAP is no";
+
+}  // namespace
+
 const std::vector<SettingUse>& FsdpUses() {
   static const auto* const uses = new std::vector<SettingUse>{
       {"fsdp_version", Use::kMapped, "decides which of the others count", nullptr},
       {"sharding_strategy", Use::kMapped, "strategy, reshard_after_forward", nullptr},
       {"reshard_after_forward", Use::kMapped, "reshard_after_forward", nullptr},
-      {"backward_prefetch", Use::kNoEffect, "a unit is gathered when it is used", nullptr},
+      {"backward_prefetch", Use::kNoEffect, kAhead, nullptr},
       {"mixed_precision_policy", Use::kMapped,
        "parameter_dtype, reduce_dtype, buffer_dtype, output_dtype", nullptr},
       {"auto_wrap_policy", Use::kMapped, "wrap", nullptr},
@@ -20,7 +27,7 @@ const std::vector<SettingUse>& FsdpUses() {
       {"use_orig_params", Use::kNoEffect,
        "optimizers always see the parameters under their own names", nullptr},
       {"sync_module_states", Use::kMapped, "sync_module_states", nullptr},
-      {"forward_prefetch", Use::kNoEffect, "a unit is gathered when it is used", nullptr},
+      {"forward_prefetch", Use::kNoEffect, kAhead, nullptr},
       {"activation_checkpointing", Use::kMapped, "activation_checkpointing", nullptr},
       {"activation_checkpointing_offload", Use::kMapped, "activation_offload", nullptr},
       {"cpu_ram_efficient_loading", Use::kMapped, "rank_zero_loads", nullptr},
@@ -122,8 +129,7 @@ const std::vector<SettingUse>& DeepSpeedUses() {
       {"zero_optimization.allgather_partitions", Use::kNoEffect, "gathers are part of the strategy",
        nullptr},
       {"zero_optimization.allgather_bucket_size", Use::kNoEffect, "gathers are per unit", nullptr},
-      {"zero_optimization.overlap_comm", Use::kNoEffect,
-       "communication always overlaps with backward", nullptr},
+      {"zero_optimization.overlap_comm", Use::kMapped, "overlap", nullptr},
       {"zero_optimization.load_from_fp32_weights", Use::kNoEffect,
        "master weights are always loaded", nullptr},
       {"zero_optimization.elastic_checkpoint", Use::kNoEffect,
@@ -131,9 +137,9 @@ const std::vector<SettingUse>& DeepSpeedUses() {
       {"zero_optimization.sub_group_size", Use::kNoEffect, "the optimizer runs block by block",
        nullptr},
       {"zero_optimization.prefetch_bucket_size", Use::kNoEffect,
-       "a unit is gathered when it is used", nullptr},
+       "one unit is gathered ahead, whatever its size", nullptr},
       {"zero_optimization.stage3_prefetch_bucket_size", Use::kNoEffect,
-       "a unit is gathered when it is used", nullptr},
+       "one unit is gathered ahead, whatever its size", nullptr},
       {"zero_optimization.model_persistence_threshold", Use::kNoEffect, "gathers are per unit",
        nullptr},
       {"zero_optimization.stage3_model_persistence_threshold", Use::kNoEffect,

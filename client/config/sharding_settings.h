@@ -29,6 +29,8 @@ struct ShardingSettings {
   Strategy strategy = Strategy::kFull;
   // With kFull and kHybrid: free the whole parameters of a unit between forward and backward.
   bool reshard_after_forward = true;
+  // Communication runs beside computation.
+  bool overlap = true;
   // The units: the whole model, modules of these types (none named: those that the model itself
   // keeps whole), or modules of at least so many parameters.
   Wrap wrap = Wrap::kWhole;

@@ -21,6 +21,7 @@ std::string Words(const ShardingPlan& plan) {
   const ShardingSettings& s = plan.sharding;
   Json j = {static_cast<int>(s.strategy),
             s.reshard_after_forward,
+            s.overlap,
             static_cast<int>(s.wrap),
             s.wrap_types,
             s.min_parameters,

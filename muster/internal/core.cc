@@ -75,7 +75,7 @@ std::shared_ptr<Comm> Core::NewGroup(std::vector<int> ranks) {
   steps_.CheckAllTakePart("new_group()");
   absl::StatusOr<std::unique_ptr<Comm>> group = MakeSubgroup(process_.joined(), std::move(ranks));
   ThrowIfError(group.status());
-  return *std::move(group);
+  return process_.InOrder(*std::move(group));
 }
 
 const BatchInfo* Core::BatchOfMetrics() const {

@@ -92,6 +92,7 @@ absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks
     to.group_size = ranks_per_node;
   }
   to.reshard_after_forward = from.reshard_after_forward;
+  to.overlap = from.overlap;
   // Without types the entries of module lists are units: nothing but memory depends on it.
   if (from.wrap == ShardingSettings::Wrap::kTypes) to.unit_types = from.wrap_types;
   if (from.wrap == ShardingSettings::Wrap::kSize) to.min_unit_parameters = from.min_parameters;

@@ -5,6 +5,7 @@
 #include "base/log.h"
 #include "c10/util/Exception.h"
 #include "muster/internal/engine_settings.h"
+#include "worker/collective/ordered_comm.h"
 #include "worker/train/guard.h"
 
 namespace muster::internal {
@@ -13,7 +14,7 @@ namespace {
 ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment& environment) {
   if (options.sharding.has_value()) return *options.sharding;
   if (environment.sharding.is_default() && !environment.engine_variables.empty()) {
-    const absl::StatusOr<EngineSettings> settings =
+    absl::StatusOr<EngineSettings> settings =
         ReadEngineSettings(environment.engine_variables, environment.mixed_precision.value,
                            environment.gradient_accumulation_steps.value,
                            environment.world_size.value, environment.local_world_size.value);
@@ -21,11 +22,15 @@ ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment&
     for (const std::string& note : settings->notes) {
       if (environment.rank.value == 0) MUSTER_LOG(Info) << "sharding: " << note;
     }
+    if (!environment.sharding_overlap.is_default()) {
+      settings->sharding.overlap = environment.sharding_overlap.value;
+    }
     return settings->sharding;
   }
   ShardingOptions sharding =
       ParseSharding(environment.sharding.value, environment.local_world_size.value);
   sharding.unit_types = environment.sharding_units.value;
+  sharding.overlap = environment.sharding_overlap.value;
   return sharding;
 }
 
@@ -37,11 +42,22 @@ Process::Process(const AcceleratorOptions& options, JoinedProcess joined)
       device_(joined_.device),
       precision_(ParseMixedPrecision(joined_.environment.mixed_precision.value)),
       sharding_(ShardingOf(options_, joined_.environment)) {
+  // Streams of a GPU would have to be ordered with the thread.
+  if (size() > 1 && sharding_.strategy != ShardingStrategy::kNone && sharding_.overlap &&
+      device_.is_cpu()) {
+    comm_thread_ = std::make_shared<CommThread>();
+    joined_.comm = InOrder(std::move(joined_.comm));
+  }
   CheckMixedPrecision(precision_, device_.type());
   for (const std::string& type : options.rng_types) {
     TORCH_CHECK(type == "generator" || type == "torch" || type == "cuda", "rng_types: unknown \"",
                 type, "\"; use generator, torch or cuda");
   }
+}
+
+std::unique_ptr<Comm> Process::InOrder(std::unique_ptr<Comm> comm) const {
+  if (comm_thread_ == nullptr || comm == nullptr) return comm;
+  return MakeOrderedComm(std::move(comm), comm_thread_);
 }
 
 std::string Process::ProjectDirectory() const {

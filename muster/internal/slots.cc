@@ -81,7 +81,7 @@ ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source,
         process.comm(), groups_.shard != nullptr ? *groups_.shard : process.comm(),
         groups_.replicas.get(), source_->module(), std::move(named), std::move(buffers),
         process.sharding(), process.options().data_parallel.broadcast_buffers,
-        [device](const NamedParameter& parameter, bool with_values) {
+        process.comm_thread(), [device](const NamedParameter& parameter, bool with_values) {
           Materialize(parameter.tensor, device, parameter.name, with_values);
         });
     return;

@@ -14,6 +14,12 @@ CallSite::CallSite(std::source_location where) : outermost_(current_file == null
   current_line = where.line();
 }
 
+CallSite::CallSite(const SavedCallSite& saved) : outermost_(current_file == nullptr) {
+  if (!outermost_) return;
+  current_file = saved.file;
+  current_line = saved.line;
+}
+
 CallSite::~CallSite() {
   if (outermost_) current_file = nullptr;
 }
@@ -25,5 +31,7 @@ std::string CurrentCallSite() {
   return (slash == std::string::npos ? path : path.substr(slash + 1)) + ":" +
          std::to_string(current_line);
 }
+
+SavedCallSite SaveCallSite() { return {current_file, current_line}; }
 
 }  // namespace muster

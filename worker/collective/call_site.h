@@ -6,12 +6,20 @@
 
 namespace muster {
 
+// A CallSite for another thread.
+struct SavedCallSite {
+  const char* file = nullptr;  // null: there is none
+  unsigned line = 0;
+};
+
 // While it lives, collectives of this thread are said to come from `where`: the user's line, not
 // ours. Functions that users call take a std::source_location with the default current() and open
 // one. The outermost wins, so a function of ours that calls another one keeps the user's line.
 class CallSite {
  public:
   explicit CallSite(std::source_location where);
+  // That of another thread, for which this one runs collectives.
+  explicit CallSite(const SavedCallSite& saved);
   ~CallSite();
   CallSite(const CallSite&) = delete;
   CallSite& operator=(const CallSite&) = delete;
@@ -22,6 +30,7 @@ class CallSite {
 
 // "train.cc:41" of the open CallSite of this thread; empty if there is none.
 std::string CurrentCallSite();
+SavedCallSite SaveCallSite();
 
 }  // namespace muster
 

@@ -156,6 +156,8 @@ class ThreadComm : public Comm {
       inputs.push_back(group_->slot(r).tensor->detach().narrow(0, rank_ * part, part));
     }
     const at::Tensor result = ReduceInRankOrder(inputs, op);
+    // Their memory is its owner's to free when this has returned there.
+    inputs.clear();
     Sync();
     return result;
   }

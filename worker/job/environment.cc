@@ -345,6 +345,7 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
     }
     env->sharding_units.source = "MUSTER_SHARDING_UNITS";
   }
+  MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_SHARDING_OVERLAP", &env->sharding_overlap));
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "ACCELERATE_USE_CPU", &env->use_cpu));
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_CPU", &env->use_cpu));
   MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1,

@@ -86,6 +86,8 @@ struct Environment {
   // "no_shard", "zero1", "zero2", "zero3" or "hybrid"; and the classes of modules that are units.
   Setting<std::string> sharding{"no_shard"};
   Setting<std::vector<std::string>> sharding_units;
+  // Communication of sharded training overlaps with its computation.
+  Setting<bool> sharding_overlap{true};
   // Where Accelerate's launcher asks for FSDP or DeepSpeed: its variables for them. Else empty.
   std::map<std::string, std::string> engine_variables;
   Setting<bool> use_cpu{false};

@@ -173,4 +173,12 @@ void AllocateMemory(const at::Tensor& flat) {
   storage->set_data_ptr_noswap(storage->allocator()->allocate(storage->nbytes()));
 }
 
+void TakeMemory(const at::Tensor& flat, const at::Tensor& from) {
+  c10::StorageImpl* const source = from.storage().unsafeGetStorageImpl();
+  TORCH_CHECK(source->nbytes() == flat.storage().nbytes(), "TakeMemory: ", source->nbytes(),
+              " bytes for a tensor of ", flat.storage().nbytes());
+  flat.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(
+      source->set_data_ptr(c10::DataPtr(nullptr, from.device())));
+}
+
 }  // namespace muster

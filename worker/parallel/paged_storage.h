@@ -65,6 +65,8 @@ bool IsPaged(const at::Tensor& tensor);
 // shapes; no version counter changes.
 void FreeMemory(const at::Tensor& flat);
 void AllocateMemory(const at::Tensor& flat);
+// Gives it the memory of `from`, a tensor of as many bytes that nobody uses any more.
+void TakeMemory(const at::Tensor& flat, const at::Tensor& from);
 
 }  // namespace muster
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "ATen/core/grad_mode.h"
+#include "ATen/ops/empty.h"
 #include "ATen/ops/empty_strided.h"
 #include "ATen/ops/where.h"
 #include "ATen/ops/zeros.h"
@@ -71,7 +72,7 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
   }
   part_ = RoundUp((total + comm_.size() - 1) / comm_.size(), align);
   flat_ = at::zeros({part_ * comm_.size()}, options);
-  master_ = OwnSlot();
+  master_ = OwnSlot(flat_);
   if (separate()) {
     at::Tensor full = at::zeros({flat_.numel()}, options.dtype(dtype_));
     for (Slice& slice : slices_) View(full, slice).copy_(slice.tensor);
@@ -114,30 +115,69 @@ void ShardUnit::Named(const char* doing, Fn collective) const {
   }
 }
 
+void ShardUnit::GatherInto(at::Tensor& full) {
+  if (separate()) OwnSlot(full).copy_(master_);
+  Named("gathering", [&] { comm_.AllGatherParts(full); });
+}
+
 void ShardUnit::Gather() {
   if (gathered_) return;
+  if (coming_ != nullptr) {
+    const std::shared_ptr<Coming> coming = std::exchange(coming_, nullptr);
+    coming->thread->Wait(coming->ticket);
+    return Arrive(*coming);
+  }
   at::NoGradGuard no_grad;
   if (!allocated_) {
     AllocateMemory(flat_);
     allocated_ = true;
   }
-  if (separate()) OwnSlot().copy_(master_);
-  Named("gathering", [&] { comm_.AllGatherParts(flat_); });
+  GatherInto(flat_);
   gathered_ = true;
 }
 
+void ShardUnit::StartGather(CommThread& thread) {
+  if (present()) return;
+  const auto coming = std::make_shared<Coming>();
+  coming->thread = &thread;
+  coming->ticket = thread.Submit([this, state = coming.get()] {
+    const at::NoGradGuard no_grad;
+    // Operators must not find the memory before the values.
+    at::Tensor full = frees_ ? at::empty({flat_.numel()}, flat_.options()) : flat_;
+    GatherInto(full);
+    state->full = std::move(full);
+  });
+  coming_ = coming;
+}
+
+void ShardUnit::Arrive(const Coming& coming) {
+  if (frees_) TakeMemory(flat_, coming.full);
+  allocated_ = gathered_ = true;
+}
+
+void ShardUnit::Settle() {
+  if (coming_ == nullptr) return;
+  const std::shared_ptr<Coming> coming = std::exchange(coming_, nullptr);
+  if (coming->thread->WaitQuietly(coming->ticket)) Arrive(*coming);
+}
+
 void ShardUnit::Free() {
-  if (!frees_ || !allocated_) return;
+  if (!frees_) return;
+  Settle();
+  if (!allocated_) return;
   FreeMemory(flat_);
   allocated_ = gathered_ = false;
 }
 
 void ShardUnit::Expire() {
+  Settle();
   gathered_ = false;
   Free();
 }
 
-at::Tensor ShardUnit::OwnSlot() const { return flat_.narrow(0, part_ * comm_.rank(), part_); }
+at::Tensor ShardUnit::OwnSlot(const at::Tensor& flat) const {
+  return flat.narrow(0, part_ * comm_.rank(), part_);
+}
 
 std::vector<at::Tensor> ShardUnit::Values() {
   std::vector<at::Tensor> parts;
@@ -148,7 +188,7 @@ std::vector<at::Tensor> ShardUnit::Values() {
 void ShardUnit::KeepOwnPart() {
   at::NoGradGuard no_grad;
   if (!separate() || !gathered_) return;
-  const at::Tensor written = OwnSlot();
+  const at::Tensor written = OwnSlot(flat_);
   if (flat_.scalar_type() == dtype_) {
     master_.copy_(written);
     return;
@@ -212,28 +252,68 @@ void ShardUnit::KeepPending(size_t index) {
   Mark(slice);
 }
 
-void ShardUnit::ReduceGradients(double factor, Comm* replicas) {
-  at::NoGradGuard no_grad;
-  at::Tensor mine;
-  {
-    const at::Tensor full = at::zeros({flat_.numel()}, flat_.options().dtype(reduced_as_));
-    for (Slice& slice : slices_) {
-      at::Tensor& grad = slice.tensor.mutable_grad();
-      if (slice.marked && !grad.defined()) DropZeroed(slice);
-      if (slice.pending.defined()) View(full, slice).copy_(slice.pending);
-      if (grad.defined() && !grad.is_same(GradientMark())) {
-        slice.used = true;
-        View(full, slice).add_(grad);
-      }
-      slice.pending.reset();
-      Mark(slice);
+at::Tensor ShardUnit::TakeGradients() {
+  at::Tensor full = at::zeros({flat_.numel()}, flat_.options().dtype(reduced_as_));
+  for (Slice& slice : slices_) {
+    at::Tensor& grad = slice.tensor.mutable_grad();
+    if (slice.marked && !grad.defined()) DropZeroed(slice);
+    if (slice.pending.defined()) View(full, slice).copy_(slice.pending);
+    if (grad.defined() && !grad.is_same(GradientMark())) {
+      slice.used = true;
+      View(full, slice).add_(grad);
     }
-    Named("reducing the gradients of", [&] { mine = comm_.ReduceScatter(full, ReduceOp::kSum); });
+    slice.pending.reset();
+    Mark(slice);
   }
-  if (replicas != nullptr) {
-    Named("reducing the gradients of", [&] { replicas->AllReduce(mine, ReduceOp::kSum); });
+  return full;
+}
+
+void ShardUnit::StartReduction(double factor, Comm* replicas, CommThread* thread) {
+  const at::NoGradGuard no_grad;
+  const auto reduction = std::make_shared<Reduction>();
+  reduction->thread = thread;
+  reduction->full = TakeGradients();
+  const auto reduce = [this, state = reduction.get(), factor, replicas] {
+    const at::NoGradGuard without_graph;
+    Named("reducing the gradients of",
+          [&] { state->mine = comm_.ReduceScatter(state->full, ReduceOp::kSum); });
+    state->full.reset();
+    if (replicas != nullptr) {
+      Named("reducing the gradients of", [&] { replicas->AllReduce(state->mine, ReduceOp::kSum); });
+    }
+    state->mine = state->mine.to(dtype_).mul_(factor);
+  };
+  if (thread == nullptr) {
+    reduce();
+  } else {
+    reduction->ticket = thread->Submit(reduce);
   }
-  mine = mine.to(dtype_).mul_(factor);
+  reduction_ = reduction;
+}
+
+void ShardUnit::FinishReduction() {
+  if (reduction_ == nullptr) return;
+  const std::shared_ptr<Reduction> reduction = std::exchange(reduction_, nullptr);
+  if (reduction->ticket != nullptr) reduction->thread->Wait(reduction->ticket);
+  AddGradients(reduction->mine);
+}
+
+void ShardUnit::SettleReduction() {
+  if (reduction_ == nullptr) return;
+  const std::shared_ptr<Reduction> reduction = std::exchange(reduction_, nullptr);
+  const bool done =
+      reduction->ticket == nullptr || reduction->thread->WaitQuietly(reduction->ticket);
+  if (done) AddGradients(reduction->mine);
+}
+
+void ShardUnit::AbandonReduction() {
+  if (reduction_ == nullptr) return;
+  const std::shared_ptr<Reduction> reduction = std::exchange(reduction_, nullptr);
+  if (reduction->ticket != nullptr) reduction->thread->WaitQuietly(reduction->ticket);
+}
+
+void ShardUnit::AddGradients(const at::Tensor& mine) {
+  const at::NoGradGuard no_grad;
   const int64_t first = part_ * comm_.rank();
   for (Slice& slice : slices_) {
     if (!slice.tensor.requires_grad() || slice.shard.numel() == 0) continue;

@@ -3,12 +3,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
 #include "worker/collective/comm.h"
+#include "worker/collective/comm_thread.h"
 #include "worker/parallel/paged_storage.h"
 
 namespace muster {
@@ -66,9 +68,17 @@ class ShardUnit : public Page {
 
   // The full values are there and those of the shards.
   bool gathered() const { return gathered_; }
-  // (collective) Makes them so.
+  // They are on their way.
+  bool coming() const { return coming_ != nullptr; }
+  bool present() const { return gathered_ || coming(); }
+  // (collective) Makes them so; waits for those that are on their way.
   void Gather();
-  // Frees the full buffer, if `frees`.
+  // (collective) Begins it on `thread`, unless they are present. The memory for them is allocated
+  // when the thread comes to it, so that the collective before has given up its own.
+  void StartGather(CommThread& thread);
+  // Waits for those that are on their way. Whoever uses `thread` next learns of an error.
+  void Settle();
+  // Frees the full buffer, if `frees`; waits for what is on its way.
   void Free();
   // The shards have changed: what was gathered counts no more.
   void Expire();
@@ -85,11 +95,17 @@ class ShardUnit : public Page {
   void GradientArrives(size_t index);
   // It has: a micro-step that is not reduced moves it to `pending`.
   void KeepPending(size_t index);
-  // (collective) Sums pending gradients and `.grad` of the parameters over the ranks, multiplied by
-  // `factor`, adds this rank's part to `.grad` of the shards, and takes them from the parameters. A
-  // parameter without a gradient counts as zeros. `replicas`: the ranks that hold the same shard of
-  // other copies; null: there is one copy.
-  void ReduceGradients(double factor, Comm* replicas);
+  // (collective) Takes pending gradients and `.grad` from the parameters, and sums them over the
+  // ranks, multiplied by `factor`: on `thread`, or, if that is null, now. A parameter without a
+  // gradient counts as zeros. `replicas`: the ranks that hold the same shard of other copies; null:
+  // there is one copy. One reduction of a unit at a time.
+  void StartReduction(double factor, Comm* replicas, CommThread* thread);
+  // Waits for it, and adds this rank's part to `.grad` of the shards.
+  void FinishReduction();
+  // The same after a pass that has thrown: whoever uses the thread next learns of an error.
+  void SettleReduction();
+  // Waits for it and drops the result.
+  void AbandonReduction();
   // Whether a slice has a gradient that was not reduced.
   static bool HasPending(const Slice& slice);
 
@@ -101,13 +117,29 @@ class ShardUnit : public Page {
   // Overwrites the shards with the values of the full tensors, where they are defined.
   void SetValues(const std::vector<at::Tensor>& full);
 
-  // When it was used last: for the model's bookkeeping.
+  // For the model's bookkeeping: its number, and when it was used last.
+  uint32_t index = 0;
   uint64_t last_use = 0;
   // Parameters whose gradients have arrived in this backward pass, and those that will.
   int arrived = 0, expected = 0;
 
  private:
+  struct Coming {
+    CommThread* thread;
+    CommThread::Ticket ticket;
+    at::Tensor full;  // what was gathered, if `frees`
+  };
+  struct Reduction {
+    CommThread* thread;
+    CommThread::Ticket ticket;  // null without a thread
+    at::Tensor full, mine;      // what is reduced, and this rank's part of the result
+  };
+
   at::Tensor View(const at::Tensor& flat, const Slice& slice) const;
+  void GatherInto(at::Tensor& full);
+  void Arrive(const Coming& coming);
+  at::Tensor TakeGradients();
+  void AddGradients(const at::Tensor& mine);
   static void Mark(Slice& slice);
   // The module was zeroed since `slice` was marked: its gradients are to be those of later passes.
   static void DropZeroed(Slice& slice);
@@ -115,7 +147,7 @@ class ShardUnit : public Page {
   template <typename Fn>
   void Named(const char* doing, Fn collective) const;
   // This rank's part of the flat buffer; the shards have memory of their own if separate().
-  at::Tensor OwnSlot() const;
+  at::Tensor OwnSlot(const at::Tensor& flat) const;
   bool separate() const { return frees_ || flat_.scalar_type() != dtype_; }
 
   const std::string name_;
@@ -130,6 +162,8 @@ class ShardUnit : public Page {
   at::Tensor master_;  // [part]: this rank's values
   bool allocated_ = true;
   bool gathered_ = true;
+  std::shared_ptr<Coming> coming_;
+  std::shared_ptr<Reduction> reduction_;
   std::optional<PageRegistration> registration_;
 };
 

@@ -2,12 +2,15 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <optional>
 #include <tuple>
 #include <unordered_set>
+#include <utility>
 
 #include "ATen/core/grad_mode.h"
+#include "absl/types/span.h"
 #include "c10/util/Exception.h"
 #include "torch/csrc/autograd/graph_task.h"
 #include "torch/csrc/autograd/variable.h"
@@ -18,7 +21,7 @@
 namespace muster {
 namespace {
 
-// The one that is used, and one that is about to be freed or has come ahead of its use.
+// The one that is used, and one that is about to be freed or comes ahead of its use.
 constexpr int kGatheredUnits = 2;
 
 constexpr uint32_t kAtTheEnd = std::numeric_limits<uint32_t>::max();
@@ -33,6 +36,15 @@ std::vector<uint32_t> Unpack(const std::string& bytes) {
   std::vector<uint32_t> numbers(bytes.size() / sizeof(uint32_t));
   if (!numbers.empty()) std::memcpy(numbers.data(), bytes.data(), bytes.size());
   return numbers;
+}
+
+// Of the same numbers on every rank.
+uint32_t Digest(uint32_t digest, uint32_t number) { return (digest ^ number) * 16777619; }
+constexpr uint32_t kEmptyDigest = 2166136261;
+
+bool AllOnCpu(const std::vector<std::unique_ptr<ShardUnit>>& units) {
+  return std::all_of(units.begin(), units.end(),
+                     [](const auto& unit) { return unit->slices().front().tensor.is_cpu(); });
 }
 
 bool InBackward() { return torch::autograd::get_current_graph_task_id() != -1; }
@@ -58,13 +70,14 @@ class Depth {
 ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::Module* module,
                            std::vector<NamedParameter> parameters, std::vector<at::Tensor> buffers,
                            const ShardingOptions& options, bool broadcast_buffers,
-                           const Materializer& materialize)
+                           std::shared_ptr<CommThread> thread, const Materializer& materialize)
     : world_(world),
       shard_comm_(shard),
       replicas_(replicas),
       options_(options),
       broadcast_buffers_(broadcast_buffers),
-      buffers_(std::move(buffers)) {
+      buffers_(std::move(buffers)),
+      thread_(std::move(thread)) {
   std::vector<at::Tensor> tensors;
   std::vector<std::string> names;
   for (const NamedParameter& parameter : parameters) {
@@ -84,10 +97,14 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
   parameters.clear();
   BroadcastCoalesced(world_, buffers_, 0);
   for (PlannedUnit& planned : plan) AddUnit(std::move(planned), materialize);
+  if (!AllOnCpu(units_)) thread_ = nullptr;
   for (std::vector<bool>* flags : {&complete_, &done_, &late_}) flags->resize(units_.size());
 }
 
 ShardedModel::~ShardedModel() {
+  // The thread must be done with the units.
+  if (reducing_ != nullptr) reducing_->AbandonReduction();
+  for (const auto& unit : units_) unit->Settle();
   for (const auto& [tensor, hook] : hooks_) tensor.remove_hook(hook);
   for (const auto& unit : units_) {
     for (ShardUnit::Slice& slice : unit->slices()) {
@@ -172,6 +189,7 @@ void ShardedModel::AddUnit(PlannedUnit planned, const Materializer& materialize)
       std::move(planned.name), std::move(planned.parameters), shard_comm_,
       options_.strategy == ShardingStrategy::kFull, options_.parameter_dtype, options_.reduce_dtype,
       [this](ShardUnit& unit, bool write, const char* op) { Use(unit, write, op); }));
+  units_.back()->index = static_cast<uint32_t>(index);
   const std::vector<ShardUnit::Slice>& slices = units_.back()->slices();
   for (size_t i = 0; i < slices.size(); ++i) {
     const ShardUnit::Slice& slice = slices[i];
@@ -206,55 +224,116 @@ void ShardedModel::BeginForward(bool communicate) {
       unit->expected += slice.tensor.requires_grad() ? 1 : 0;
     }
   }
+  if (!InBackward()) {
+    // A pass that threw has left this behind.
+    Settle();
+    open_ = false;
+    turns_ = 0;
+    turn_of_ = nullptr;
+    if (backward_) forward_turns_.Begin();
+    backward_ = false;
+    noting_ = at::GradMode::is_enabled();
+    if (stale_ && summons_ == 0) ExpireAll();
+  }
   communicate_ = communicate;
   ++forwards_;
-  if (InBackward()) return;
-  // A backward pass that threw has left this behind.
-  open_ = false;
-  turns_ = 0;
-  turn_of_ = nullptr;
-  if (stale_ && summons_ == 0) ExpireAll();
 }
 
-void ShardedModel::EndForward() { --forwards_; }
+void ShardedModel::EndForward() {
+  --forwards_;
+  if (forwards_ > 0 || InBackward()) return;
+  // What was expected and did not come. After an error other ranks may not come to it: not now.
+  if (std::uncaught_exceptions() > 0) return;
+  for (const auto& unit : units_) unit->Settle();
+}
+
+void ShardedModel::Settle() {
+  if (reducing_ != nullptr) std::exchange(reducing_, nullptr)->SettleReduction();
+  for (const auto& unit : units_) unit->Settle();
+}
 
 void ShardedModel::Use(ShardUnit& unit, bool write, const char* op) {
   TORCH_CHECK(!write || summons_ > 0, op, " writes a parameter of unit '", unit.name(),
               "', which is sharded: the ranks would lose the change. Change parameters before "
               "prepare(), or inside accelerator.summon_full_params()");
   unit.last_use = ++uses_;
-  if (turn_of_ != &unit && InBackward()) {
+  const bool backward = InBackward();
+  const bool inside = forwards_ > 0 || backward;
+  const bool turns = inside && (turn_of_ != &unit || backward_ != backward);
+  if (turns) TurnTo(unit, backward);
+  if (!unit.gathered() || (!inside && summons_ == 0 && stale_)) {
+    TORCH_CHECK(inside, op, " uses a parameter of unit '", unit.name(),
+                "' outside of the model's forward and backward passes, where its values are "
+                "divided among the ranks: call model(...), model.call(...), or "
+                "accelerator.summon_full_params()");
+    MakeRoom();
+    Note(unit, /*reduced=*/false);
+    unit.Gather();
+  }
+  if (turns) Prefetch();
+}
+
+void ShardedModel::TurnTo(ShardUnit& unit, bool backward) {
+  // First, since the thread is then done with the gradients before it.
+  if (unit.coming()) unit.Gather();
+  if (backward) {
     ReduceDue();
     ++turns_;
-    turn_of_ = &unit;
   }
-  const bool inside = forwards_ > 0 || InBackward();
-  if (unit.gathered() && (inside || summons_ > 0 || !stale_)) return;
-  TORCH_CHECK(inside, op, " uses a parameter of unit '", unit.name(),
-              "' outside of the model's forward and backward passes, where its values are divided "
-              "among the ranks: call model(...), model.call(...), or "
-              "accelerator.summon_full_params()");
-  MakeRoom();
-  Note(static_cast<size_t>(std::find_if(units_.begin(), units_.end(),
-                                        [&](const auto& other) { return other.get() == &unit; }) -
-                           units_.begin()),
-       /*reduced=*/false);
-  unit.Gather();
+  if (backward && !backward_) backward_turns_.Begin();
+  turn_of_ = &unit;
+  backward_ = backward;
+  (backward ? backward_turns_ : forward_turns_).Turn(unit.index, backward || noting_);
+}
+
+void ShardedModel::Prefetch() {
+  if (thread_ == nullptr || summons_ > 0) return;
+  for (const auto& unit : units_) {
+    if (unit->coming()) return;
+  }
+  const absl::Span<const uint32_t> turns = (backward_ ? backward_turns_ : forward_turns_).Coming();
+  const auto next = std::find_if(turns.begin(), turns.end(),
+                                 [&](uint32_t unit) { return !units_[unit]->present(); });
+  if (next == turns.end()) return;
+  while (Bounded()) {
+    // Those that are used before it stay.
+    int present = 0;
+    ShardUnit* oldest = nullptr;
+    for (const auto& unit : units_) {
+      if (!unit->present()) continue;
+      ++present;
+      if (unit->pins() > 0 || unit.get() == turn_of_) continue;
+      if (std::find(turns.begin(), next, unit->index) != next) continue;
+      if (oldest == nullptr || unit->last_use < oldest->last_use) oldest = unit.get();
+    }
+    if (present < kGatheredUnits) break;
+    if (oldest == nullptr) return;
+    oldest->Free();
+  }
+  ShardUnit& unit = *units_[*next];
+  // If another one is used instead, this one goes first.
+  unit.last_use = ++uses_;
+  turn_of_->last_use = ++uses_;
+  Note(unit, /*reduced=*/false);
+  unit.StartGather(*thread_);
+}
+
+bool ShardedModel::Bounded() const {
+  if (options_.strategy != ShardingStrategy::kFull || summons_ > 0) return false;
+  return options_.reshard_after_forward || InBackward();
 }
 
 void ShardedModel::MakeRoom() {
-  if (options_.strategy != ShardingStrategy::kFull || summons_ > 0) return;
-  if (!options_.reshard_after_forward && !InBackward()) return;
-  for (;;) {
-    int gathered = 0;
+  while (Bounded()) {
+    int present = 0;
     ShardUnit* oldest = nullptr;
     for (const auto& unit : units_) {
-      if (!unit->gathered()) continue;
-      ++gathered;
+      if (!unit->present()) continue;
+      ++present;
       if (unit->pins() > 0) continue;
       if (oldest == nullptr || unit->last_use < oldest->last_use) oldest = unit.get();
     }
-    if (gathered < kGatheredUnits || oldest == nullptr) return;
+    if (present < kGatheredUnits || oldest == nullptr) return;
     oldest->Free();
   }
 }
@@ -268,6 +347,7 @@ void ShardedModel::Expire() {
 }
 
 void ShardedModel::ExpireAll() {
+  Settle();
   stale_ = false;
   for (const auto& unit : units_) unit->Expire();
 }
@@ -333,13 +413,20 @@ void ShardedModel::ReduceNext() {
 }
 
 void ShardedModel::Reduce(size_t index) {
+  // One at a time: so much memory is bounded, and sums are taken in one order.
+  FinishReduction();
   ShardUnit& unit = *units_[index];
-  Note(index, /*reduced=*/true);
+  Note(unit, /*reduced=*/true);
   // Before the buffer for the gradients is there.
   if (options_.strategy == ShardingStrategy::kFull && unit.pins() == 0 && summons_ == 0) {
     unit.Free();
   }
-  unit.ReduceGradients(1.0 / world_.size(), replicas_);
+  unit.StartReduction(1.0 / world_.size(), replicas_, thread_.get());
+  reducing_ = &unit;
+}
+
+void ShardedModel::FinishReduction() {
+  if (reducing_ != nullptr) std::exchange(reducing_, nullptr)->FinishReduction();
 }
 
 void ShardedModel::EndOfBackward() {
@@ -347,6 +434,8 @@ void ShardedModel::EndOfBackward() {
   stale_ = true;
   if (order_.empty()) AgreeOnOrder();
   while (reduced_ < order_.size()) ReduceNext();
+  FinishReduction();
+  Settle();
   CheckOrder();
   turns_ = 0;
   turn_of_ = nullptr;
@@ -380,6 +469,7 @@ void ShardedModel::AgreeOnOrder() {
 void ShardedModel::ReduceLate(const std::vector<uint32_t>& late) {
   for (const uint32_t index : late) {
     Reduce(index);
+    FinishReduction();
     // From now on it waits for all of them, and so does what comes after it.
     const auto at = std::find(order_.begin(), order_.end(), index) - order_.begin();
     order_.erase(order_.begin() + at);
@@ -426,22 +516,30 @@ void ShardedModel::DropGradients() {
   if (summons_ == 0) ExpireAll();
 }
 
-void ShardedModel::Note(size_t unit, bool reduced) {
-  history_.push_back(static_cast<uint32_t>(unit) * 2 + (reduced ? 1 : 0));
+void ShardedModel::Note(const ShardUnit& unit, bool reduced) {
+  history_.push_back(unit.index * 2 + (reduced ? 1 : 0));
 }
 
 void ShardedModel::CheckOrder() {
   // Of the same shape on every rank in a program without errors: a frame of the exchange.
-  uint32_t digest = 2166136261;
-  for (const uint32_t event : history_) digest = (digest ^ event) * 16777619;
+  uint32_t digest = kEmptyDigest;
+  for (const uint32_t event : history_) digest = Digest(digest, event);
   const std::string trained = TrainedBits();
-  uint32_t trained_digest = 2166136261;
-  for (const char bit : trained) trained_digest = (trained_digest ^ bit) * 16777619;
-  std::vector<uint32_t> mine = {digest, static_cast<uint32_t>(history_.size()), trained_digest, 0};
+  uint32_t trained_digest = kEmptyDigest;
+  for (const char bit : trained)
+    trained_digest = Digest(trained_digest, static_cast<uint32_t>(bit));
+  uint32_t turns_digest = kEmptyDigest;
+  for (const UnitTurns* turns : {&forward_turns_, &backward_turns_}) {
+    for (const uint32_t unit : turns->noted()) turns_digest = Digest(turns_digest, unit + 1);
+    turns_digest = Digest(turns_digest, 0);
+  }
+  constexpr size_t kHead = 5;
+  std::vector<uint32_t> mine = {digest, static_cast<uint32_t>(history_.size()), trained_digest,
+                                turns_digest, 0};
   for (uint32_t unit = 0; unit < units_.size(); ++unit) {
     if (late_[unit]) mine.push_back(unit);
   }
-  mine[3] = static_cast<uint32_t>(mine.size()) - 4;
+  mine[kHead - 1] = static_cast<uint32_t>(mine.size() - kHead);
   uint32_t number = 0;
   for (const auto& unit : units_) {
     for (const ShardUnit::Slice& slice : unit->slices()) {
@@ -450,17 +548,27 @@ void ShardedModel::CheckOrder() {
     }
   }
   const std::vector<std::string> all = world_.AllGatherBytes(Pack(mine));
-  std::vector<uint32_t> unused(mine.begin() + 4 + mine[3], mine.end()), late;
-  bool same = true, same_trained = true;
+  std::vector<uint32_t> unused(mine.begin() + kHead + mine[kHead - 1], mine.end()), late;
+  bool same = true, same_trained = true, same_turns = true;
   for (const std::string& bytes : all) {
     const std::vector<uint32_t> other = Unpack(bytes);
     same = same && other[0] == mine[0] && other[1] == mine[1];
     same_trained = same_trained && other[2] == mine[2];
-    late.insert(late.end(), other.begin() + 4, other.begin() + 4 + other[3]);
+    same_turns = same_turns && other[3] == mine[3];
+    const auto rest = other.begin() + kHead + other[kHead - 1];
+    late.insert(late.end(), other.begin() + kHead, rest);
     std::vector<uint32_t> both;
-    std::set_intersection(unused.begin(), unused.end(), other.begin() + 4 + other[3], other.end(),
+    std::set_intersection(unused.begin(), unused.end(), rest, other.end(),
                           std::back_inserter(both));
     unused = std::move(both);
+  }
+  for (UnitTurns* turns : {&forward_turns_, &backward_turns_}) {
+    // Ranks that were told different things would gather different units ahead.
+    if (same && same_turns) {
+      turns->Keep();
+    } else {
+      turns->Forget();
+    }
   }
   if (!same_trained) {
     const std::vector<std::string> bits = world_.AllGatherBytes(trained);
@@ -530,6 +638,8 @@ std::vector<std::string> ShardedModel::UnexchangedGradients() const {
 }
 
 void ShardedModel::ForgetPending(const std::vector<at::Tensor>& shards) {
+  // A backward pass that threw may have left some under way, which would come afterwards.
+  Settle();
   std::unordered_set<const void*> wanted;
   for (const at::Tensor& shard : shards) wanted.insert(shard.unsafeGetTensorImpl());
   for (const auto& unit : units_) {
@@ -542,6 +652,7 @@ void ShardedModel::ForgetPending(const std::vector<at::Tensor>& shards) {
 }
 
 void ShardedModel::Summon(const std::function<void()>& body) {
+  if (summons_ == 0) Settle();
   if (stale_ && summons_ == 0) ExpireAll();
   // What was written stays, also by a body that throws then, as without sharding. It has counted
   // versions by itself.

@@ -12,10 +12,12 @@
 
 #include "ATen/core/Tensor.h"
 #include "worker/collective/comm.h"
+#include "worker/collective/comm_thread.h"
 #include "worker/parallel/gradient_observers.h"
 #include "worker/parallel/shard_plan.h"
 #include "worker/parallel/shard_unit.h"
 #include "worker/parallel/sharding_options.h"
+#include "worker/parallel/unit_turns.h"
 
 namespace muster {
 
@@ -38,6 +40,14 @@ namespace muster {
 // leaves out would leave it waiting. Different orders of units of one size are found out at the end
 // of the backward pass, before an optimizer steps on wrong numbers, and throw on every rank.
 //
+// With a CommThread, communication overlaps with computation (docs/decisions/0042). When a step
+// turns to a unit, the gather of the one that the step before turned to next begins on the thread;
+// its use waits for it. Gradients are reduced on the thread while earlier layers go backward. What
+// is gathered ahead depends on nothing but the program and an order that all ranks have agreed on,
+// never on time, so that collectives of all ranks are in one order. Results are the same to the
+// last bit. Between passes nothing is under way; errors of the thread are thrown by the use that
+// waits.
+//
 // Outside of forward and backward passes a use of the parameters throws, as does an operator that
 // writes them: Summon() is for both.
 //
@@ -56,10 +66,13 @@ class ShardedModel {
   // `world`: all ranks. `shard`: the ranks that divide one copy; `replicas`: those that hold the
   // same part of other copies, null if there is one copy. All are borrowed. `module`: null for
   // TorchScript. `names` and `parameters`: as DataParallel's. `broadcast_buffers`: as DDP's.
-  // `materialize`: for parameters on the meta device.
+  // `thread`: for gathers and reductions beside the computation; the three are Comms in order with
+  // it (MakeOrderedComm). Null: in the thread of the program. Used for parameters on the CPU only:
+  // streams of devices are not ordered with it. `materialize`: for parameters on the meta device.
   ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::Module* module,
                std::vector<NamedParameter> parameters, std::vector<at::Tensor> buffers,
                const ShardingOptions& options, bool broadcast_buffers = true,
+               std::shared_ptr<CommThread> thread = nullptr,
                const Materializer& materialize = nullptr);
   ~ShardedModel();
   ShardedModel(const ShardedModel&) = delete;
@@ -129,7 +142,14 @@ class ShardedModel {
   void CheckSamePlan(const std::vector<PlannedUnit>& plan) const;
   void AddUnit(PlannedUnit planned, const Materializer& materialize);
   void Use(ShardUnit& unit, bool write, const char* op);
+  void TurnTo(ShardUnit& unit, bool backward);
+  // Begins to gather the unit that is used next and absent.
+  void Prefetch();
+  // Whether units are freed to make room for others.
+  bool Bounded() const;
   void MakeRoom();
+  // Waits for what an interrupted pass has left under way.
+  void Settle();
   void ExpireAll();
   void CheckStorage(const std::vector<NamedParameter>& parameters) const;
   void CheckTrained(const std::vector<std::string>& frames) const;
@@ -141,12 +161,13 @@ class ShardedModel {
   void ReduceDue();
   void ReduceNext();
   void Reduce(size_t unit);
+  void FinishReduction();
   void ReduceLate(const std::vector<uint32_t>& late);
   void EndOfBackward();
   void AgreeOnOrder();
   void CheckOrder();
   void SyncBuffers();
-  void Note(size_t unit, bool reduced);
+  void Note(const ShardUnit& unit, bool reduced);
 
   Comm& world_;
   Comm& shard_comm_;
@@ -177,7 +198,11 @@ class ShardedModel {
   std::vector<uint32_t> due_;
   std::vector<uint32_t> completed_at_;  // as due_, of completed_
   uint32_t turns_ = 0;                  // to another unit in this backward pass
-  const ShardUnit* turn_of_ = nullptr;
+  // The unit that this pass has turned to last, null: none yet; and whether the pass was backward.
+  ShardUnit* turn_of_ = nullptr;
+  bool backward_ = false;
+  bool noting_ = true;  // this forward pass is one of training
+  UnitTurns forward_turns_, backward_turns_;
   std::vector<size_t> completed_;      // in this backward pass
   size_t reduced_ = 0;                 // of order_, in this backward pass
   std::vector<bool> complete_, done_;  // done_: reduced
@@ -185,6 +210,8 @@ class ShardedModel {
   std::vector<std::pair<at::Tensor, unsigned>> hooks_;
   // What was gathered and reduced since the last check, in order.
   std::vector<uint32_t> history_;
+  std::shared_ptr<CommThread> thread_;  // null: nothing overlaps
+  ShardUnit* reducing_ = nullptr;       // its gradients are on their way
 };
 
 }  // namespace muster

@@ -1,11 +1,16 @@
 #include "worker/parallel/sharded_model.h"
 
 #include <cmath>
+#include <functional>
+#include <map>
 #include <memory>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "base/mutex.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "torch/nn/modules/container/modulelist.h"
@@ -13,7 +18,10 @@
 #include "torch/nn/modules/linear.h"
 #include "torch/nn/modules/normalization.h"
 #include "worker/collective/borrowed_comm.h"
+#include "worker/collective/checked_comm.h"
+#include "worker/collective/comm_thread.h"
 #include "worker/collective/gloo_ranks.h"
+#include "worker/collective/ordered_comm.h"
 #include "worker/collective/test_error.h"
 #include "worker/collective/thread_comm.h"
 #include "worker/parallel/test_net.h"
@@ -118,12 +126,23 @@ double Distance(const Values& a, const Values& b, const Values& start) {
   return std::sqrt(off / moved);
 }
 
+// `comm`, in order with `thread` if there is one.
+std::unique_ptr<Comm> InOrder(Comm* comm, const std::shared_ptr<CommThread>& thread) {
+  if (comm == nullptr) return nullptr;
+  auto borrowed = std::make_unique<BorrowedComm>(*comm);
+  if (thread == nullptr) return borrowed;
+  return MakeOrderedComm(std::move(borrowed), thread);
+}
+
 // A model on one rank, with what trains it.
 struct Trained {
-  Trained(Comm& world, const ShardingOptions& options, Comm* shard = nullptr,
-          Comm* replicas = nullptr)
-      : model(world, shard == nullptr ? world : *shard, replicas, &net, ParametersOf(net), {},
-              options),
+  Trained(Comm& all, const ShardingOptions& options, Comm* part = nullptr, Comm* copies = nullptr)
+      : thread(options.overlap ? std::make_shared<CommThread>() : nullptr),
+        world(InOrder(&all, thread)),
+        shard(InOrder(part, thread)),
+        replicas(InOrder(copies, thread)),
+        model(*world, shard == nullptr ? *world : *shard, replicas.get(), &net, ParametersOf(net),
+              {}, options, true, thread),
         sgd(model.shards(), {.lr = 0.1, .momentum = 0.9}) {}
 
   at::Tensor Forward(const at::Tensor& ids, bool communicate = true) {
@@ -145,6 +164,8 @@ struct Trained {
   }
 
   Net net;
+  const std::shared_ptr<CommThread> thread;
+  const std::unique_ptr<Comm> world, shard, replicas;
   ShardedModel model;
   FusedSGD sgd;
 };
@@ -159,15 +180,18 @@ TEST(ShardedModel, EveryStrategyAndNumberOfRanks_EqualsOneProcess) {
     for (const ShardingStrategy strategy : kStrategies) {
       for (const bool reshard : {true, false}) {
         if (!reshard && strategy != ShardingStrategy::kFull) continue;
-        RunRanks(ranks, [&](Comm& comm) {
-          Trained trained(comm, {.strategy = strategy, .reshard_after_forward = reshard});
-          for (int step = 0; step < 50; ++step) {
-            trained.Forward(IdsOf(step, comm)).backward();
-            trained.Step();
-          }
-          EXPECT_LE(Distance(trained.Full(), want, start), 1e-6)
-              << ranks << " ranks, strategy " << static_cast<int>(strategy);
-        });
+        for (const bool overlap : {true, false}) {
+          RunRanks(ranks, [&](Comm& comm) {
+            Trained trained(
+                comm, {.strategy = strategy, .reshard_after_forward = reshard, .overlap = overlap});
+            for (int step = 0; step < 50; ++step) {
+              trained.Forward(IdsOf(step, comm)).backward();
+              trained.Step();
+            }
+            EXPECT_LE(Distance(trained.Full(), want, start), 1e-6)
+                << ranks << " ranks, strategy " << static_cast<int>(strategy);
+          });
+        }
       }
     }
   }
@@ -298,31 +322,32 @@ class CountingComm : public BorrowedComm {
 
 TEST(ShardedModel, BytesOnTheWire_AreThoseOfTheFormula) {
   for (const ShardingStrategy strategy : kStrategies) {
-    RunRanks(2, [&](Comm& comm) {
-      CountingComm counting(comm);
-      Trained trained(counting, {.strategy = strategy});
-      // In the first backward pass the ranks agree on an order.
-      for (int step = 0; step < 2; ++step) {
-        counting.bytes = 0;
-        counting.gathers = counting.reduces = 0;
-        trained.Forward(IdsOf(step, comm)).backward();
-        trained.Step();
-      }
-      size_t model = 0, rest = 0;  // N e f, with padding
-      for (const auto& unit : trained.model.units()) {
-        (unit->name() == "(rest)" ? rest : model) += unit->full_bytes() / 2;
-      }
-      EXPECT_EQ(counting.reduces, kBlocks + 1);
-      if (strategy == ShardingStrategy::kFull) {
-        // Forward: the ends of the model need (rest) twice. Backward: the last block is still
-        // there.
-        EXPECT_EQ(counting.gathers, kBlocks + 2 + kBlocks - 1);
-        EXPECT_EQ(counting.bytes, 3 * model - model / kBlocks + 3 * rest);
-      } else {
-        EXPECT_EQ(counting.gathers, kBlocks + 1);
-        EXPECT_EQ(counting.bytes, 2 * (model + rest));
-      }
-    });
+    for (const bool overlap : {true, false})
+      RunRanks(2, [&](Comm& comm) {
+        CountingComm counting(comm);
+        Trained trained(counting, {.strategy = strategy, .overlap = overlap});
+        // In the first backward pass the ranks agree on an order.
+        for (int step = 0; step < 3; ++step) {
+          counting.bytes = 0;
+          counting.gathers = counting.reduces = 0;
+          trained.Forward(IdsOf(step, comm)).backward();
+          trained.Step();
+        }
+        size_t model = 0, rest = 0;  // N e f, with padding
+        for (const auto& unit : trained.model.units()) {
+          (unit->name() == "(rest)" ? rest : model) += unit->full_bytes() / 2;
+        }
+        EXPECT_EQ(counting.reduces, kBlocks + 1);
+        if (strategy == ShardingStrategy::kFull) {
+          // Forward: the ends of the model need (rest) twice. Backward: the last block is still
+          // there.
+          EXPECT_EQ(counting.gathers, kBlocks + 2 + kBlocks - 1);
+          EXPECT_EQ(counting.bytes, 3 * model - model / kBlocks + 3 * rest);
+        } else {
+          EXPECT_EQ(counting.gathers, kBlocks + 1);
+          EXPECT_EQ(counting.bytes, 2 * (model + rest));
+        }
+      });
   }
 }
 
@@ -542,6 +567,334 @@ TEST(ShardedModel, FrozenParameters_StayAndHaveNoGradient) {
       EXPECT_TRUE(!frozen || !shard.grad().defined()) << name;
     }
   });
+}
+
+// The rest is about communication beside computation.
+
+// Calls `before` ahead of each gather and reduction, with the number of those before it.
+class WatchedComm : public BorrowedComm {
+ public:
+  using Fn = std::function<void(int number)>;
+  WatchedComm(Comm& comm, Fn gather, Fn reduce)
+      : BorrowedComm(comm), gather_(std::move(gather)), reduce_(std::move(reduce)) {}
+  void AllGatherParts(at::Tensor& flat) override {
+    gather_(gathers_++);
+    BorrowedComm::AllGatherParts(flat);
+  }
+  at::Tensor ReduceScatter(const at::Tensor& flat, ReduceOp op) override {
+    reduce_(reduces_++);
+    return BorrowedComm::ReduceScatter(flat, op);
+  }
+
+ private:
+  const Fn gather_, reduce_;
+  int gathers_ = 0, reduces_ = 0;
+};
+
+struct Scenario {
+  ShardingOptions options;
+  int micro_steps = 1;
+  bool hybrid = false;
+};
+
+Values TrainScenario(const Scenario& scenario, bool overlap) {
+  Values result;
+  const auto body = [&](Comm& world, Comm* shard, Comm* replicas) {
+    ShardingOptions options = scenario.options;
+    options.overlap = overlap;
+    Trained trained(world, options, shard, replicas);
+    for (int step = 0; step < 6; ++step) {
+      const std::vector<at::Tensor> parts = IdsOf(step, world).chunk(scenario.micro_steps);
+      for (int i = 0; i < scenario.micro_steps; ++i)
+        trained.Forward(parts[i], i == scenario.micro_steps - 1).backward();
+      {
+        // Evaluation between steps, and reading.
+        at::NoGradGuard no_grad;
+        trained.Forward(parts[0]);
+        if (step % 2 == 0) trained.model.Summon([] {});
+      }
+      trained.Step();
+    }
+    Values values = trained.Full();
+    if (world.rank() == 0) result = std::move(values);
+  };
+  if (scenario.hybrid) {
+    RunHybrid([&](Comm& world, Comm& shard, Comm& replicas) { body(world, &shard, &replicas); });
+  } else {
+    RunRanks(3, [&](Comm& comm) { body(comm, nullptr, nullptr); });
+  }
+  return result;
+}
+
+TEST(ShardedModelOverlap, Results_AreThoseWithoutItToTheBit) {
+  std::vector<Scenario> scenarios;
+  for (const ShardingStrategy strategy : kStrategies) {
+    scenarios.push_back({.options = {.strategy = strategy}});
+    scenarios.push_back({.options = {.strategy = strategy}, .micro_steps = 2});
+    scenarios.push_back({.options = {.strategy = strategy, .reduce_dtype = at::kBFloat16}});
+  }
+  scenarios.push_back(
+      {.options = {.strategy = ShardingStrategy::kFull, .reshard_after_forward = false}});
+  scenarios.push_back(
+      {.options = {.strategy = ShardingStrategy::kFull, .group_size = 2}, .hybrid = true});
+  for (size_t i = 0; i < scenarios.size(); ++i) {
+    const Values with = TrainScenario(scenarios[i], true);
+    const Values again = TrainScenario(scenarios[i], true);
+    const Values without = TrainScenario(scenarios[i], false);
+    for (const auto& [name, tensor] : without) {
+      EXPECT_TRUE(at::equal(with.at(name), tensor)) << "scenario " << i << ", " << name;
+      EXPECT_TRUE(at::equal(again.at(name), tensor)) << "scenario " << i << ", " << name;
+    }
+  }
+}
+
+TEST(ShardedModelOverlap, FromTheSecondStep_OnlyTheFirstGatherIsWaitedForAtOnce) {
+  RunRanks(2, [](Comm& comm) {
+    const std::thread::id here = std::this_thread::get_id();
+    int gathered = 0, gathered_here = 0, reduced = 0, reduced_here = 0;
+    WatchedComm watched(
+        comm,
+        [&](int) {
+          ++gathered;
+          if (std::this_thread::get_id() == here) ++gathered_here;
+        },
+        [&](int) {
+          ++reduced;
+          if (std::this_thread::get_id() == here) ++reduced_here;
+        });
+    Trained trained(watched, {.strategy = ShardingStrategy::kFull});
+    for (int step = 0; step < 3; ++step) {
+      gathered = gathered_here = reduced = reduced_here = 0;
+      trained.Forward(IdsOf(step, comm)).backward();
+      trained.Step();
+      EXPECT_EQ(gathered, 2 * kBlocks + 1) << step;
+      EXPECT_EQ(gathered_here, step == 0 ? gathered : 1) << step;
+      EXPECT_EQ(reduced, kBlocks + 1);
+      EXPECT_EQ(reduced_here, 0);
+    }
+  });
+}
+
+TEST(ShardedModelOverlap, GatherAndReduction_GoOnWhileOperatorsRun) {
+  RunRanks(2, [](Comm& comm) {
+    // The gather of block 0 and the reduction of block 3 wait for operators that run after their
+    // start.
+    Notification in_forward, in_backward;
+    constexpr int kGathersBefore = 2 * kBlocks + 1, kReducesBefore = kBlocks + 1;
+    WatchedComm watched(
+        comm,
+        [&](int number) {
+          if (number == kGathersBefore + 1) in_forward.WaitForNotification();
+        },
+        [&](int number) {
+          if (number == kReducesBefore) in_backward.WaitForNotification();
+        });
+    Trained trained(watched, {.strategy = ShardingStrategy::kFull});
+    trained.Forward(IdsOf(0, comm)).backward();
+    trained.Step();
+    trained.model.BeginForward(true);
+    at::Tensor x = trained.net.words(IdsOf(1, comm));
+    in_forward.Notify();
+    for (int i = 0; i < kBlocks; ++i) {
+      x = trained.net.blocks[i]->as<BlockImpl>()->Apply(x);
+      // Behind block 2 in the backward pass.
+      if (i == 1) x.register_hook([&](at::Tensor) { in_backward.Notify(); });
+    }
+    x = at::linear(x, trained.net.words->weight);
+    trained.model.EndForward();
+    x.sum().backward();
+    trained.Step();
+  });
+}
+
+// A forward pass through some of the blocks.
+void TrainOn(Trained& trained, const Comm& comm, int step, const std::vector<int>& blocks) {
+  trained.model.BeginForward(true);
+  at::Tensor x = trained.net.words(IdsOf(step, comm));
+  for (const int i : blocks) x = trained.net.blocks[i]->as<BlockImpl>()->Apply(x);
+  x = at::linear(x, trained.net.words->weight);
+  trained.model.EndForward();
+  at::cross_entropy_loss(x, (IdsOf(step, comm) + 1).remainder(11)).backward();
+  trained.Step();
+}
+
+const std::vector<std::vector<int>> kChangingPrograms = {
+    {0, 1, 2, 3}, {0, 1, 2, 3}, {0, 1, 3}, {3, 2, 1, 0}, {1}, {0, 1, 2, 3}, {0, 0, 1, 0}, {2, 3}};
+
+TEST(ShardedModelOverlap, ProgramThatChangesItsOrder_GetsTheSameBits) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    std::vector<Values> runs;
+    for (const bool overlap : {true, false}) {
+      RunRanks(2, [&](Comm& comm) {
+        Trained trained(comm, {.strategy = strategy, .overlap = overlap});
+        for (int step = 0; step < static_cast<int>(kChangingPrograms.size()); ++step)
+          TrainOn(trained, comm, step, kChangingPrograms[step]);
+        Values values = trained.Full();
+        if (comm.rank() == 0) runs.push_back(std::move(values));
+      });
+    }
+    for (const auto& [name, tensor] : runs[1])
+      EXPECT_TRUE(at::equal(runs[0].at(name), tensor)) << name;
+  }
+}
+
+TEST(ShardedModelOverlap, UnitThatDoesNotCome_CostsItsGatherAndIsFreed) {
+  RunRanks(2, [](Comm& comm) {
+    CountingComm counting(comm);
+    Trained trained(counting, {.strategy = ShardingStrategy::kFull});
+    for (const int step : {0, 1}) TrainOn(trained, comm, step, {0, 1, 2, 3});
+    counting.gathers = 0;
+    // Forward: (rest), 0, 1, [2], 3, (rest); backward: [2], 1, 0 after 3.
+    TrainOn(trained, comm, 2, {0, 1, 3});
+    EXPECT_EQ(counting.gathers, 6 + 3);
+    for (const auto& unit : trained.model.units()) EXPECT_FALSE(unit->present()) << unit->name();
+    counting.gathers = 0;
+    TrainOn(trained, comm, 3, {0, 1, 3});
+    EXPECT_EQ(counting.gathers, 5 + 2) << "the order is known again";
+  });
+}
+
+TEST(ShardedModelOverlap, OrdersThatDifferInALaterStep_ThrowOnEveryRank) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+    for (const int step : {0, 1}) TrainOn(trained, comm, step, {0, 1, 2, 3});
+    errors[comm.rank()] = ErrorOf([&] {
+      TrainOn(trained, comm, 2,
+              comm.rank() == 0 ? std::vector<int>{0, 1, 2, 3} : std::vector<int>{1, 0, 2, 3});
+    });
+  });
+  EXPECT_THAT(errors,
+              Each(testing::AnyOf(HasSubstr("different orders"),
+                                  AllOf(HasSubstr("ranks disagree"), HasSubstr("unit '")))));
+}
+
+TEST(ShardedModelOverlap, OneOrderAheadOnOneRankOnly_IsNotForetold) {
+  RunRanks(2, [](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kGradients});
+    for (int step = 0; step < 4; ++step) {
+      trained.model.BeginForward(true);
+      at::Tensor x = trained.net.words(IdsOf(step, comm));
+      for (const auto& block : *trained.net.blocks) x = block->as<BlockImpl>()->Apply(x);
+      // Nothing is gathered for it: it was there.
+      if (comm.rank() == 1) x = x + 0 * trained.net.blocks[0]->as<BlockImpl>()->outer->bias.sum();
+      x = at::linear(x, trained.net.words->weight);
+      trained.model.EndForward();
+      x.sum().backward();
+      trained.Step();
+    }
+  });
+}
+
+TEST(ShardedModelOverlap, PeerThatIsGone_LeavesTheUnitInTheErrorOfTheOneThatWaits) {
+  std::string error;
+  RunRanks(2, [&](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+    trained.Forward(IdsOf(0, comm)).backward();
+    trained.Step();
+    // The other one goes after the first unit.
+    if (comm.rank() == 1) {
+      trained.model.BeginForward(true);
+      trained.net.words(IdsOf(1, comm));
+      return;
+    }
+    error = ErrorOf([&] { trained.Forward(IdsOf(1, comm)); });
+  });
+  EXPECT_THAT(error, AllOf(HasSubstr("rank 1"), HasSubstr("while gathering unit 'blocks.")));
+}
+
+TEST(ShardedModelOverlap, ForwardThatThrows_LeavesNothingBehind) {
+  std::vector<Values> runs;
+  for (const bool overlap : {true, false}) {
+    RunRanks(2, [&](Comm& comm) {
+      Trained trained(comm, {.strategy = ShardingStrategy::kFull, .overlap = overlap});
+      for (int step = 0; step < 5; ++step) {
+        if (step >= 2) {
+          // The gather of block 1 is under way.
+          EXPECT_THAT(ErrorOf([&] {
+                        trained.model.BeginForward(true);
+                        const struct End {
+                          ShardedModel& model;
+                          ~End() { model.EndForward(); }
+                        } end{trained.model};
+                        const at::Tensor x = trained.net.words(IdsOf(step, comm));
+                        trained.net.blocks[0]->as<BlockImpl>()->Apply(x);
+                        TORCH_CHECK(false, "of the program");
+                      }),
+                      HasSubstr("of the program"));
+        }
+        if (step == 3) {
+          // And a backward pass that throws, after the reduction of a unit has begun.
+          at::Tensor x;
+          trained.model.BeginForward(true);
+          x = trained.net.words(IdsOf(step, comm));
+          x.register_hook([](at::Tensor) { TORCH_CHECK(false, "of the hook"); });
+          for (const auto& block : *trained.net.blocks) x = block->as<BlockImpl>()->Apply(x);
+          trained.model.EndForward();
+          EXPECT_THAT(ErrorOf([&] { x.sum().backward(); }), HasSubstr("of the hook"));
+          trained.model.ForgetPending(trained.model.shards());
+          trained.sgd.ZeroGrad();
+        }
+        trained.Forward(IdsOf(step, comm)).backward();
+        trained.Step();
+      }
+      Values values = trained.Full();
+      if (comm.rank() == 0) runs.push_back(std::move(values));
+    });
+  }
+  for (const auto& [name, tensor] : runs[1])
+    EXPECT_TRUE(at::equal(runs[0].at(name), tensor)) << name;
+}
+
+TEST(ShardedModelOverlap, ErrorOfAReduction_IsThrownByTheBackwardPass) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    bool armed = false;
+    WatchedComm watched(
+        comm, [](int) {}, [&](int) { TORCH_CHECK(!armed, "the link is down"); });
+    Trained trained(watched, {.strategy = ShardingStrategy::kFull});
+    trained.Forward(IdsOf(0, comm)).backward();
+    trained.Step();
+    armed = true;
+    errors[comm.rank()] = ErrorOf([&] { trained.Forward(IdsOf(1, comm)).backward(); });
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("the link is down"),
+                                 HasSubstr("while reducing the gradients of unit 'blocks.3'"))));
+}
+
+TEST(ShardedModelOverlap, UnderDebugMode_CollectivesOfBothThreadsAgree) {
+  RunRanks(2, [](Comm& comm) {
+    const std::unique_ptr<Comm> checked = MakeCheckedComm(std::make_unique<BorrowedComm>(comm));
+    Trained trained(*checked, {.strategy = ShardingStrategy::kFull});
+    for (int step = 0; step < 3; ++step) {
+      trained.Forward(IdsOf(step, comm)).backward();
+      trained.Step();
+      EXPECT_EQ(trained.world->AllGatherBytes("x").size(), 2u);
+    }
+  });
+}
+
+TEST(ShardedModelOverlap, OverGlooAndSharedMemory_RunsAreEqualToTheBit) {
+  for (const auto& ranks : {RunGlooRanks, RunShmRanks}) {
+    std::vector<Values> runs;
+    for (const bool overlap : {true, true, false}) {
+      ranks(2,
+            [&](Comm& comm) {
+              Trained trained(comm, {.strategy = ShardingStrategy::kFull, .overlap = overlap});
+              for (int step = 0; step < 10; ++step) {
+                trained.Forward(IdsOf(step, comm)).backward();
+                trained.Step();
+              }
+              Values values = trained.Full();
+              if (comm.rank() == 0) runs.push_back(std::move(values));
+            },
+            {});
+    }
+    for (const auto& [name, tensor] : runs[2]) {
+      EXPECT_TRUE(at::equal(runs[0].at(name), tensor)) << name;
+      EXPECT_TRUE(at::equal(runs[1].at(name), tensor)) << name;
+    }
+  }
 }
 
 }  // namespace
