@@ -380,7 +380,9 @@ TEST(Sharding, DeferredModel_TrainsAsAnOrdinaryOne) {
       auto [model, optimizer] = a.prepare(net, sgd);
       Train(a, model, optimizer, 0, 4);
       const Weights got = a.get_state_dict(model);
-      if (a.is_main_process()) EXPECT_LE(Distance(got, want), 1e-6) << strategy;
+      if (a.is_main_process()) {
+        EXPECT_LE(Distance(got, want), 1e-6) << strategy;
+      }
     });
   }
   EXPECT_THAT(ErrorsOf(2, Sharded("zero3"),

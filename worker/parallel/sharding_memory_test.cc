@@ -275,7 +275,9 @@ TEST(ShardingMemory, VisitingFullParameters_TakesOneUnit) {
     EXPECT_EQ(bytes, kModelBytes);
     comm.Barrier();
     // Values, and what they are assembled from.
-    if (comm.rank() == 0) EXPECT_LE(allocator.peak(), before + kRanks * 2 * kUnitBytes * 102 / 100);
+    if (comm.rank() == 0) {
+      EXPECT_LE(allocator.peak(), before + kRanks * 2 * kUnitBytes * 102 / 100);
+    }
     comm.Barrier();
   });
 }
