@@ -77,8 +77,8 @@ absl::Status Agent::StartWorker(const Meeting& meeting, int attempt, int local_r
   told.incarnation = worker.incarnation;
   told.master_addr = meeting.master_addr;
   told.master_port = meeting.master_port;
-  told.restart_count = attempt;
-  told.max_restarts = options_.max_restarts;
+  told.restart_count += attempt;
+  told.max_restarts += options_.max_restarts;
 
   if (!options_.log_dir.empty()) {
     const std::string folder = absl::StrCat(options_.log_dir, "/attempt_", attempt);
@@ -111,7 +111,8 @@ absl::Status Agent::StartWorker(const Meeting& meeting, int attempt, int local_r
   MUSTER_ASSIGN_OR_RETURN(worker.process, host_.Spawn(std::move(process)));
   ++running_;
   if (options_.processes != nullptr) {
-    options_.processes->Started(worker.worker_id, worker.incarnation, worker.process->pid());
+    options_.processes->Started(worker.worker_id, worker.incarnation, worker.rank,
+                                worker.process->pid());
   }
   return absl::OkStatus();
 }

@@ -13,6 +13,7 @@
 #include "agent/job_signals.h"
 #include "agent/memory_holder.h"
 #include "agent/node_uplink.h"
+#include "agent/relay_core.h"
 #include "agent/stack_capture.h"
 #include "agent/worker_processes.h"
 #include "base/clock.h"
@@ -66,6 +67,15 @@ absl::StatusOr<std::unique_ptr<NodeUplink>> StartUplink(const NodeJobOptions& op
           [&processes](const std::string& job, const std::string& worker_id, uint64_t incarnation,
                        int64_t claimed) {
             return processes.Find(job, worker_id, incarnation, claimed);
+          },
+      .processes =
+          [&processes] {
+            std::vector<LocalProcess> all;
+            for (WorkerProcesses::Running& one : processes.All()) {
+              all.push_back({processes.job(), std::move(one.worker_id), one.incarnation, one.rank,
+                             one.program});
+            }
+            return all;
           },
       .on_barrier_late =
           [job = options.agent.worker.job](const v1::BarrierLate& late) {

@@ -516,6 +516,8 @@ class NodeService {
     add("attempt_dir", folder.path);
     add("attempt_lock", kLockDescriptor);
     if (memory_ != nullptr) add("memory_socket", memory_->address());
+    add("earlier_attempts", std::max(0, assignment.attempt() - 1));
+    add("restarts_of_job", std::max(0, spec.max_restarts()));
     if (!spec.working_directory().empty()) add("workdir", spec.working_directory());
     // The coordinator decides when a node is lost, not how long it is away itself.
     add("outage_tolerance", absl::FormatDuration(kOutageTolerance));

@@ -56,6 +56,8 @@ RelayCore::Options NodeUplink::RelayOptions(const SessionClient::Options& stream
   core.node = stream.node;
   core.incarnation = stream.incarnation;
   core.process_of = std::move(options.process_of);
+  core.processes = std::move(options.processes);
+  core.host = stream.host;
   core.process_state = [](int64_t pid) { return ReadProcessState(pid).name; };
   core.refresh = std::move(options.refresh);
   core.connected = [this] { return stream_->connected(); };

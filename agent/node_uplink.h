@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -44,7 +45,8 @@ class NodeUplink {
     std::function<int64_t(const std::string& job, const std::string& worker_id,
                           uint64_t incarnation, int64_t claimed)>
         process_of = nullptr;
-    std::function<void(v1::WorkerBeat*)> refresh = nullptr;  // see RelayCore::Options
+    std::function<std::vector<LocalProcess>()> processes = nullptr;  // see RelayCore::Options
+    std::function<void(v1::WorkerBeat*)> refresh = nullptr;          // see RelayCore::Options
     // Ranks of this node wait in a barrier that others are late for. Called on threads of the
     // session, must not block.
     std::function<void(const v1::BarrierLate&)> on_barrier_late = nullptr;

@@ -212,7 +212,31 @@ v1::Beat RelayCore::MakeBeat() {
   if (options_.refresh) {
     for (v1::WorkerBeat& one : *beat.mutable_workers()) options_.refresh(&one);
   }
+  AddUnseated(&beat);
   return beat;
+}
+
+bool RelayCore::HasSeat(const LocalProcess& process) const {
+  MutexLock lock(&mu_);
+  const auto it = workers_.find({process.job, process.worker_id});
+  return it != workers_.end() && it->second.incarnation == process.incarnation && !it->second.ended;
+}
+
+void RelayCore::AddUnseated(v1::Beat* beat) {
+  if (!options_.processes) return;
+  for (const LocalProcess& process : options_.processes()) {
+    if (HasSeat(process)) continue;
+    const std::string state = options_.process_state ? options_.process_state(process.pid) : "";
+    if (state == "gone") continue;
+    v1::WorkerBeat& told = *beat->add_workers();
+    told.set_job_id(process.job);
+    told.set_worker_id(process.worker_id);
+    told.set_incarnation(process.incarnation);
+    told.set_process_state(state.empty() ? "unknown" : state);
+    told.mutable_unseated()->set_rank(process.rank);
+    told.mutable_unseated()->set_pid(process.pid);
+    told.mutable_unseated()->set_host(options_.host);
+  }
 }
 
 int64_t RelayCore::ProcessOf(const WorkerKey& key, uint64_t incarnation, int64_t claimed) const {
@@ -235,8 +259,20 @@ std::optional<int64_t> RelayCore::ProcessOf(const std::string& job_id, const std
       incarnation = worker.incarnation;
     }
   }
-  if (found.second.empty()) return std::nullopt;
+  if (found.second.empty()) return UnseatedProcessOf(job_id, worker_id);
   return ProcessOf(found, incarnation, claimed);
+}
+
+std::optional<int64_t> RelayCore::UnseatedProcessOf(const std::string& job_id,
+                                                    const std::string& worker_id) const {
+  if (!options_.processes) return std::nullopt;
+  for (const LocalProcess& process : options_.processes()) {
+    // A script may have started its program since the beat: it is asked about what runs now.
+    if (process.job == job_id && process.worker_id == worker_id && !HasSeat(process)) {
+      return process.pid;
+    }
+  }
+  return std::nullopt;
 }
 
 size_t RelayCore::LocalRanks(const v1::ArriveRequest& request) const {

@@ -18,13 +18,23 @@
 
 namespace muster::agent {
 
+// A process of a worker that this agent has started.
+struct LocalProcess {
+  std::string job;
+  std::string worker_id;
+  uint64_t incarnation = 0;
+  int rank = 0;
+  int64_t pid = 0;
+};
+
 // Connects the workers of one node with its stream to the coordinator.
 //
 // - Arrivals of several local workers at one barrier become one operation: it is sent when the last
 //   of them arrives, or when a short window after the first ends.
 // - Heartbeats are answered here, from the coordinator's directives. After each reconnect the first
 //   heartbeat of each worker is forwarded, to recover missed directives.
-// - It tracks the seated workers and their latest progress: MakeBeat.
+// - It tracks the seated workers and their latest progress: MakeBeat. The beat also names the
+//   processes without a seat.
 //
 // Everything else is forwarded. Beats omit workers whose process is stopped or a zombie, and silent
 // workers without a process that is visible here: their leases expire.
@@ -35,6 +45,7 @@ class RelayCore final : public OpSender {
  public:
   struct Options {
     std::string node;
+    std::string host = {};  // its name for people
     uint64_t incarnation = 0;
     absl::Duration arrival_window = absl::Milliseconds(1);
     absl::Duration heard_within = absl::Seconds(6);
@@ -43,6 +54,8 @@ class RelayCore final : public OpSender {
     std::function<int64_t(const std::string& job, const std::string& worker_id,
                           uint64_t incarnation, int64_t claimed)>
         process_of = nullptr;
+    // The workers' processes of this node, whether they have joined or not. May be null.
+    std::function<std::vector<LocalProcess>()> processes = nullptr;
     // Of a process of this machine, see process_state.h; empty or "gone": none to be seen.
     std::function<std::string(int64_t pid)> process_state = nullptr;
     // Adds newer facts to the beat of a worker, if there are any.
@@ -73,8 +86,8 @@ class RelayCore final : public OpSender {
   void WorkerEnded(const std::string& job_id, const std::string& worker_id, uint64_t incarnation);
 
   // The process of the seated local worker of that name that was reported to the coordinator as
-  // `pid`; `job_id` is empty: of any job. Nothing: there is no such worker; 0: its process cannot
-  // be seen.
+  // `pid`, else of one without a seat; `job_id` is empty: of any job. Nothing: there is no such
+  // worker; 0: its process cannot be seen.
   std::optional<int64_t> ProcessOf(const std::string& job_id, const std::string& worker_id,
                                    int64_t pid) const;
 
@@ -101,6 +114,10 @@ class RelayCore final : public OpSender {
   uint64_t Heartbeat(v1::Op op, Done done);
   uint64_t Arrive(v1::Op op, Done done);
   int64_t ProcessOf(const WorkerKey& key, uint64_t incarnation, int64_t claimed) const;
+  bool HasSeat(const LocalProcess& process) const;
+  void AddUnseated(v1::Beat* beat);
+  std::optional<int64_t> UnseatedProcessOf(const std::string& job_id,
+                                           const std::string& worker_id) const;
   void Seated(const v1::JoinRequest& request, int64_t told_pid, const v1::JoinReply& reply);
   // Of the barrier's participants, those that are local.
   size_t LocalRanks(const v1::ArriveRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -369,6 +369,39 @@ TEST_F(RelayCoreTest, NumberThatAWorkerSays_IsNotWhatIsWatched) {
   EXPECT_EQ(core_->ProcessOf("job", "w0", 77), 0);
 }
 
+TEST_F(RelayCoreTest, ProcessesWithoutASeat_AreInTheBeatAndCanBeAskedFor) {
+  std::vector<LocalProcess> processes = {
+      {.job = "job", .worker_id = "w0", .incarnation = 100, .rank = 0, .pid = 1000},
+      {.job = "job", .worker_id = "w1", .incarnation = 101, .rank = 1, .pid = 1001}};
+  RelayCore::Options options;
+  options.host = "h";
+  options.clock = &clock_;
+  options.processes = [&] { return processes; };
+  options.process_state = [this](int64_t pid) { return states_[pid]; };
+  core_ = std::make_unique<RelayCore>(std::move(options), &upstream_);
+  states_[1001] = "sleeping";
+  Seat(0);
+  v1::Beat beat = core_->MakeBeat();
+  ASSERT_EQ(beat.workers_size(), 2);
+  EXPECT_FALSE(beat.workers(0).has_unseated());
+  EXPECT_EQ(beat.workers(1).worker_id(), "w1");
+  EXPECT_EQ(beat.workers(1).incarnation(), 101u);
+  EXPECT_EQ(beat.workers(1).process_state(), "sleeping");
+  EXPECT_EQ(beat.workers(1).unseated().rank(), 1);
+  EXPECT_EQ(beat.workers(1).unseated().pid(), 1001);
+  EXPECT_EQ(beat.workers(1).unseated().host(), "h");
+  EXPECT_EQ(core_->ProcessOf("job", "w1", 1001), 1001);
+  // A script has started its program meanwhile.
+  processes[1].pid = 1002;
+  EXPECT_EQ(core_->ProcessOf("job", "w1", 1001), 1002);
+  EXPECT_EQ(core_->ProcessOf("job", "w0", 7), std::nullopt) << "it has a seat, as another process";
+  EXPECT_EQ(core_->ProcessOf("other", "w1", 1001), std::nullopt);
+  EXPECT_EQ(core_->ProcessOf("", "w1", 1001), std::nullopt);
+  // It has ended.
+  states_[1002] = "gone";
+  EXPECT_EQ(core_->MakeBeat().workers_size(), 1);
+}
+
 TEST_F(RelayCoreTest, LookingAtProcesses_HoldsUpNoCall) {
   RelayCore::Options options;
   options.clock = &clock_;

@@ -29,6 +29,8 @@ struct WorkerEnvironment {
   // For programs that meet the way torchrun's do: rank 0 may listen there.
   std::string master_addr = "127.0.0.1";
   int master_port = 0;
+  // In an attempt of a submitted job: those before it, and how many the job may have. The agent
+  // adds its own.
   int restart_count = 0;
   int max_restarts = 0;
   absl::Duration outage_tolerance = kDefaultOutageTolerance;

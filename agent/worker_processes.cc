@@ -68,16 +68,41 @@ int64_t FindSpeaker(int64_t child, int64_t claimed) {
   return 0;
 }
 
+// Down the line of processes that do nothing but wait for their only child.
+int64_t ProgramOf(int64_t pid) {
+  for (int depth = 0; depth < kDeepest; ++depth) {
+    const std::string syscall = ReadProcessState(pid).syscall;
+    if (syscall != "wait4" && syscall != "waitid") break;
+    const std::optional<std::vector<int64_t>> children = ListChildren(pid);
+    if (!children.has_value() || children->size() != 1) break;
+    pid = children->front();
+  }
+  return pid;
+}
+
 }  // namespace
 
-void WorkerProcesses::Started(const std::string& worker_id, uint64_t incarnation, int64_t child) {
+void WorkerProcesses::Started(const std::string& worker_id, uint64_t incarnation, int rank,
+                              int64_t child) {
   MutexLock lock(&mu_);
-  entries_[{worker_id, incarnation}] = {.child = child};
+  entries_[{worker_id, incarnation}] = {.rank = rank, .child = child};
 }
 
 void WorkerProcesses::Ended(const std::string& worker_id, uint64_t incarnation) {
   MutexLock lock(&mu_);
   entries_.erase({worker_id, incarnation});
+}
+
+std::vector<WorkerProcesses::Running> WorkerProcesses::All() {
+  std::vector<Running> all;
+  {
+    MutexLock lock(&mu_);
+    for (const auto& [key, entry] : entries_) {
+      all.push_back({key.first, key.second, entry.rank, entry.child});
+    }
+  }
+  for (Running& one : all) one.program = ProgramOf(one.program);
+  return all;
 }
 
 std::string WorkerProcesses::WorkerOf(int64_t pid) {

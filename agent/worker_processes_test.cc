@@ -5,7 +5,9 @@
 #include <unistd.h>
 
 #include <cstdint>
+#include <vector>
 
+#include "base/test_wait.h"
 #include "gtest/gtest.h"
 
 namespace muster::agent {
@@ -46,7 +48,7 @@ class Family {
 TEST(WorkerProcesses, OwnNumber_IsTheChildOrItsDescendant) {
   const Family family;
   WorkerProcesses processes("job");
-  processes.Started("w0", 5, family.child());
+  processes.Started("w0", 5, 0, family.child());
   EXPECT_EQ(processes.Find("job", "w0", 5, family.child()), family.child());
   EXPECT_EQ(processes.Find("job", "w0", 5, 0), family.child());
   // A wrapper script that starts the program.
@@ -54,11 +56,51 @@ TEST(WorkerProcesses, OwnNumber_IsTheChildOrItsDescendant) {
   EXPECT_EQ(processes.Find("job", "w0", 5, family.grandchild()), family.grandchild());
 }
 
+TEST(WorkerProcesses, All_AreTheProgramsThatScriptsWaitFor) {
+  const Family family;
+  // As a shell that runs one command.
+  int fds[2];
+  ASSERT_EQ(pipe(fds), 0);
+  const pid_t script = fork();
+  if (script == 0) {
+    const pid_t program = fork();
+    if (program == 0) {
+      for (;;) pause();
+    }
+    if (write(fds[1], &program, sizeof(program)) != sizeof(program)) _exit(1);
+    waitpid(program, nullptr, 0);
+    _exit(0);
+  }
+  pid_t program = 0;
+  ASSERT_EQ(read(fds[0], &program, sizeof(program)), static_cast<ssize_t>(sizeof(program)));
+  WorkerProcesses processes("job");
+  processes.Started("w0", 5, 0, family.child());
+  processes.Started("w1", 6, 1, script);
+  std::vector<WorkerProcesses::Running> all;
+  // It may not wait yet.
+  WaitUntil([&] {
+    all = processes.All();
+    return all[1].program == program;
+  });
+  ASSERT_EQ(all.size(), 2u);
+  EXPECT_EQ(all[0].worker_id, "w0");
+  EXPECT_EQ(all[0].rank, 0);
+  EXPECT_EQ(all[0].program, family.child());  // it does something else than to wait
+  EXPECT_EQ(all[1].rank, 1);
+  EXPECT_EQ(all[1].incarnation, 6u);
+  processes.Ended("w1", 6);
+  EXPECT_EQ(processes.All().size(), 1u);
+  kill(program, SIGKILL);
+  waitpid(script, nullptr, 0);
+  close(fds[0]);
+  close(fds[1]);
+}
+
 // What a worker in a pid namespace says of itself, or one that lies.
 TEST(WorkerProcesses, NumberOfSomebodyElse_IsNeverBelieved) {
   const Family family, other;
   WorkerProcesses processes("job");
-  processes.Started("w0", 5, family.child());
+  processes.Started("w0", 5, 0, family.child());
   for (const int64_t claimed : {int64_t{1}, int64_t{2}, int64_t{getpid()}, int64_t{getppid()},
                                 int64_t{other.child()}, int64_t{other.grandchild()}}) {
     EXPECT_EQ(processes.Find("job", "w0", 5, claimed), family.child()) << claimed;
@@ -68,7 +110,7 @@ TEST(WorkerProcesses, NumberOfSomebodyElse_IsNeverBelieved) {
 TEST(WorkerProcesses, WorkerOfAProcess_IsWhoseFamilyItBelongsTo) {
   const Family family, other;
   WorkerProcesses processes("job");
-  processes.Started("w0", 5, family.child());
+  processes.Started("w0", 5, 0, family.child());
   EXPECT_EQ(processes.WorkerOf(family.child()), "w0");
   EXPECT_EQ(processes.WorkerOf(family.grandchild()), "w0");
   for (const pid_t pid : {getpid(), getppid(), other.child(), other.grandchild(), 1, 0}) {
@@ -86,7 +128,7 @@ TEST(WorkerProcesses, AgentsOwnSeat_IsThisProcess) {
 
 TEST(WorkerProcesses, NotStartedHere_HasNone) {
   WorkerProcesses processes("job");
-  processes.Started("w0", 5, getpid());
+  processes.Started("w0", 5, 0, getpid());
   EXPECT_EQ(processes.Find("job", "w0", 6, getpid()), 0);
   EXPECT_EQ(processes.Find("job", "w1", 5, getpid()), 0);
   EXPECT_EQ(processes.Find("another", "w0", 5, getpid()), 0);

@@ -98,6 +98,7 @@ void Core::Abandon(CallId call, absl::Time now, Output* out) {
   if (it == impl_->held_.end()) return;
   const Impl::Held held = std::move(it->second);
   impl_->held_.erase(it);
+  if (held.kind == Impl::Held::kStacks) impl_->unseated_.Abandon(held.job_id, call);
   Impl::Job* const job = impl_->FindJob(held.job_id);
   if (job == nullptr) return;
   if (held.kind == Impl::Held::kWait) job->kv().AbandonWait(call);
@@ -155,6 +156,10 @@ void Core::HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time n
   };
   bool told = false;
   for (const v1::WorkerBeat& worker : beat.workers()) {
+    if (worker.has_unseated()) {
+      impl_->unseated_.Said(node, worker, impl_->now_);
+      continue;
+    }
     if (job == nullptr || job->id() != worker.job_id()) {
       job = impl_->FindJob(worker.job_id());
       seat = nullptr;
@@ -182,10 +187,15 @@ void Core::HandleStack(absl::string_view, const v1::StackReply& stack, absl::Tim
   impl_->Begin(now, out);
   const auto it = impl_->queries_.find(stack.query_id());
   if (it == impl_->queries_.end()) return;
-  const auto [job_id, worker_id] = it->second;
+  const auto [job_id, worker_id, unseated] = it->second;
   // The numbers of queries can be guessed: the agent of one attempt answers for no other.
   if (identity != nullptr && identity->role == Role::kAttempt && !Covers(*identity, job_id)) return;
   impl_->queries_.erase(it);
+  if (unseated) {
+    if (!impl_->unseated_.SetStack(job_id, worker_id, stack)) return;
+    impl_->UnseatedDone(job_id, impl_->unseated_.Answered(job_id, stack.query_id()));
+    return;
+  }
   Impl::Job* const job = impl_->FindJob(job_id);
   Seat* const seat = job != nullptr ? job->FindSeat(worker_id) : nullptr;
   if (seat == nullptr ||
@@ -214,6 +224,11 @@ void Core::Tick(absl::Time now, Output* out) {
     impl_->hubs_.Tick(impl_->now_);
     impl_->MoveAgents();
   }
+  if (impl_->unseated_.NextDeadline() <= impl_->now_) {
+    for (const std::string& job_id : impl_->unseated_.Expired(impl_->now_)) {
+      impl_->UnseatedDone(job_id, impl_->unseated_.TakeExpired(job_id, impl_->now_));
+    }
+  }
   if (impl_->serving_ && impl_->submitted_->NextDeadline() <= impl_->now_) {
     JobsOutput jobs;
     impl_->submitted_->Tick(impl_->JobsEvent(), &jobs);
@@ -238,7 +253,7 @@ void Core::Tick(absl::Time now, Output* out) {
 absl::Time Core::NextDeadline() const {
   absl::Time next =
       impl_->deadlines_.empty() ? absl::InfiniteFuture() : impl_->deadlines_.begin()->first;
-  next = std::min(next, impl_->hubs_.NextDeadline());
+  next = std::min({next, impl_->hubs_.NextDeadline(), impl_->unseated_.NextDeadline()});
   if (impl_->serving_) next = std::min(next, impl_->submitted_->NextDeadline());
   // Regular ticks while leases run: their absence shows that this process was paused.
   if (!impl_->leases_.empty()) {

@@ -40,6 +40,7 @@
 #include "coordinator/seating.h"
 #include "coordinator/stack_calls.h"
 #include "coordinator/trigger.h"
+#include "coordinator/unseated.h"
 #include "coordinator/watch_log.h"
 #include "proto/muster/v1/admin.pb.h"
 #include "proto/muster/v1/journal.pb.h"
@@ -130,6 +131,15 @@ class Core::Impl {
     if (!node.empty()) out_->directives.push_back({node, std::move(directive), durable});
   }
 
+  struct Query {
+    std::string job_id;
+    std::string worker_id;
+    bool unseated = false;
+  };
+  // Asks the agent of `node` for a stack and returns the number of the question.
+  uint64_t AskForStack(Query query, int64_t pid, const std::string& node, uint64_t durable);
+  void UnseatedDone(const std::string& job_id, std::vector<StackCalls::Done> done);
+
   // After each event of hubs_: sends directives to the agents that move.
   void MoveAgents();
 
@@ -196,6 +206,7 @@ class Core::Impl {
   void ArriveMany(Incoming* in);
   void CancelBarrier(Incoming* in);
   void CaptureStacks(Incoming* in);
+  void CaptureUnseated(Incoming* in);  // stacks of processes without a seat
   void DescribeBarrier(Incoming* in);
   void EndGeneration(Incoming* in);
   void GetMembers(Incoming* in);
@@ -288,9 +299,9 @@ class Core::Impl {
   std::vector<JobsCore::GroupNews> group_news_;  // of this event, for submitted_
   Agents agents_;
   GroupedHubs hubs_{options_.hubs};
-  absl::flat_hash_map<uint64_t, std::pair<std::string, std::string>>
-      queries_;  // -> (job_id, worker_id)
+  absl::flat_hash_map<uint64_t, Query> queries_;  // stacks that agents were asked for
   uint64_t next_query_ = 1;
+  Unseated unseated_;
   struct Held {
     std::string job_id;
     enum { kJoin, kBarrier, kWait, kStacks } kind;

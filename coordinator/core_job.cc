@@ -19,10 +19,6 @@ namespace muster::coordinator {
 namespace {
 
 constexpr size_t kMaxCallsOfJoin = 8;
-constexpr size_t kMaxQueries = 4096;
-constexpr int kStacksInReply = 64;  // of at most 16 KiB each
-constexpr absl::Duration kStacksTimeout = absl::Seconds(5);
-constexpr absl::Duration kMaxStacksTimeout = absl::Seconds(30);
 constexpr int kNamed = 4;
 
 }  // namespace
@@ -990,17 +986,8 @@ void Core::Impl::Job::AskStack(int rank) { QueryStack(rank); }
 uint64_t Core::Impl::Job::QueryStack(int rank) {
   const Seat& seat = members_.at(rank);
   if (seat.record().node().empty() || !seat.alive()) return 0;
-  if (impl_->queries_.size() >= kMaxQueries) impl_->queries_.clear();
-  const uint64_t query = impl_->next_query_++;
-  impl_->queries_[query] = {id_, seat.record().worker_id()};
-  auto directive = std::make_shared<v1::Directive>();
-  v1::CollectStack* ask = directive->mutable_collect_stack();
-  ask->set_query_id(query);
-  ask->set_job_id(id_);
-  ask->set_worker_id(seat.record().worker_id());
-  ask->set_pid(seat.record().pid());
-  impl_->Direct(seat.record().node(), std::move(directive), membership_record_);
-  return query;
+  return impl_->AskForStack({id_, seat.record().worker_id(), /*unseated=*/false},
+                            seat.record().pid(), seat.record().node(), membership_record_);
 }
 
 std::optional<v1::OpError> Core::Impl::Job::CaptureStacks(CallId call,
@@ -1013,45 +1000,13 @@ std::optional<v1::OpError> Core::Impl::Job::CaptureStacks(CallId call,
                      members_.why_ended().empty() ? "" : absl::StrCat(generation(), " has ended: "),
                      members_.why_ended()));
   }
-  const absl::Duration timeout =
-      request.has_timeout() ? FromProto(request.timeout()) : kStacksTimeout;
-  if (timeout <= absl::ZeroDuration()) {
-    return BadField("timeout", "the time to wait for stacks must be more than 0");
-  }
-  std::vector<int32_t> ranks(request.ranks().begin(), request.ranks().end());
-  int32_t next = 0;
-  if (ranks.size() > kStacksInReply) {
-    return BadField("ranks", absl::StrCat(ranks.size(), " ranks: ask for at most ", kStacksInReply,
-                                          " at a time"));
-  }
-  const auto is_rank = [&](int32_t rank) { return rank >= 0 && rank < members_.size(); };
-  for (const int32_t rank : ranks) {
-    if (!is_rank(rank)) {
-      return BadField("ranks", absl::StrCat("job ", Quoted(id_), " has the ranks 0 to ",
-                                            members_.size() - 1, ", and no rank ", rank));
-    }
-  }
-  if (ranks.empty()) {
-    if (!is_rank(request.first())) {
-      return BadField("first",
-                      absl::StrCat("job ", Quoted(id_), " has the ranks 0 to ", members_.size() - 1,
-                                   ": none from ", request.first(), " on"));
-    }
-    const int32_t end = std::min(members_.size() - request.first(), kStacksInReply);
-    ranks.reserve(end);
-    for (int32_t i = 0; i < end; ++i) ranks.push_back(request.first() + i);
-    if (request.first() + end < members_.size()) next = request.first() + end;
-  }
-  if (stack_calls_.full()) {
-    return MakeError(absl::StatusCode::kUnavailable, v1::ERROR_REASON_OVERLOADED,
-                     absl::StrCat(StackCalls::kMaxOpen, " callers wait for stacks of job ",
-                                  Quoted(id_), " already: try again in a few seconds"));
-  }
+  StacksAsked wanted;
+  if (auto error = CheckStacks(request, members_.size(), &wanted)) return error;
+  if (stack_calls_.full()) return TooManyStackCalls(id_);
   std::vector<StackCalls::Asked> asked;
-  asked.reserve(ranks.size());
-  for (const int32_t rank : ranks) asked.push_back({rank, QueryStack(rank)});
-  StacksDone(stack_calls_.Add(call, impl_->now_ + std::min(timeout, kMaxStacksTimeout), next,
-                              std::move(asked)));
+  asked.reserve(wanted.ranks.size());
+  for (const int32_t rank : wanted.ranks) asked.push_back({rank, QueryStack(rank)});
+  StacksDone(stack_calls_.Add(call, impl_->now_ + wanted.timeout, wanted.next, std::move(asked)));
   return std::nullopt;
 }
 

@@ -16,6 +16,7 @@ namespace {
 constexpr int kMaxWorkers = 1 << 20;
 constexpr size_t kMaxMembersBytes = 3 << 20;  // of one page: a message has at most 4 MiB
 constexpr size_t kMemberOverhead = 4;         // tag and length
+constexpr size_t kMaxQueries = 4096;          // for stacks, without an answer
 
 std::optional<v1::OpError> CheckName(absl::string_view field, absl::string_view name) {
   if (name.empty())
@@ -649,12 +650,85 @@ void Core::Impl::GetMembers(Incoming* in) {
 void Core::Impl::CaptureStacks(Incoming* in) {
   const v1::CaptureStacksRequest& request = in->op.capture_stacks();
   Job* const job = FindJob(request.job_id());
+  if ((job == nullptr || !job->sealed()) && unseated_.Size(request.job_id(), now_) > 0) {
+    return CaptureUnseated(in);
+  }
   if (job == nullptr) return SendError(in->call, UnknownJob(request.job_id()), 0);
   in->touched = job;
   held_[in->call] = {job->id(), Held::kStacks, ""};
   if (auto error = job->CaptureStacks(in->call, request)) {
     held_.erase(in->call);
     SendError(in->call, *std::move(error), job->membership_record());
+  }
+}
+
+uint64_t Core::Impl::AskForStack(Query query, int64_t pid, const std::string& node,
+                                 uint64_t durable) {
+  if (queries_.size() >= kMaxQueries) queries_.clear();
+  const uint64_t number = next_query_++;
+  auto directive = std::make_shared<v1::Directive>();
+  v1::CollectStack* ask = directive->mutable_collect_stack();
+  ask->set_query_id(number);
+  ask->set_job_id(query.job_id);
+  ask->set_worker_id(query.worker_id);
+  ask->set_pid(pid);
+  queries_[number] = std::move(query);
+  Direct(node, std::move(directive), durable);
+  return number;
+}
+
+void Core::Impl::CaptureUnseated(Incoming* in) {
+  const v1::CaptureStacksRequest& request = in->op.capture_stacks();
+  const std::string& job_id = request.job_id();
+  StacksAsked wanted;
+  if (auto error = CheckStacks(request, unseated_.Size(job_id, now_), &wanted)) {
+    return SendError(in->call, *std::move(error), 0);
+  }
+  if (unseated_.CallsAreFull(job_id)) return SendError(in->call, TooManyStackCalls(job_id), 0);
+  held_[in->call] = {job_id, Held::kStacks, ""};
+  std::vector<StackCalls::Asked> asked;
+  asked.reserve(wanted.ranks.size());
+  for (const int32_t rank : wanted.ranks) {
+    const Unseated::Process* const process = unseated_.Find(job_id, rank, now_);
+    asked.push_back({rank, process == nullptr
+                               ? 0
+                               : AskForStack({job_id, process->worker_id, /*unseated=*/true},
+                                             process->pid, process->node, 0)});
+  }
+  UnseatedDone(job_id, unseated_.AddCall(job_id, in->call, now_ + wanted.timeout, wanted.next,
+                                         std::move(asked)));
+}
+
+void Core::Impl::UnseatedDone(const std::string& job_id, std::vector<StackCalls::Done> done) {
+  for (const StackCalls::Done& one : done) {
+    v1::OpResult result;
+    v1::CaptureStacksReply* const reply = result.mutable_capture_stacks();
+    *reply->mutable_header() = Header();
+    reply->set_next(one.next);
+    for (const StackCalls::Asked& asked : one.asked) {
+      v1::RankStack* const row = reply->add_stacks();
+      v1::Culprit* const worker = row->mutable_worker();
+      worker->set_rank(asked.rank);
+      const Unseated::Process* const process = unseated_.Find(job_id, asked.rank, now_);
+      if (process == nullptr) {
+        row->set_missing("no process of it is known here");
+        continue;
+      }
+      worker->set_worker_id(process->worker_id);
+      worker->set_host(process->host);
+      worker->set_pid(process->pid);
+      worker->set_process_state(process->process_state);
+      *worker->mutable_heartbeat_age() = ToProto(now_ - process->heard);
+      if (!asked.answered) {
+        row->set_missing("its agent has not answered in time");
+      } else if (process->stack.empty()) {
+        row->set_missing("its agent has looked, and there is no stack to be read");
+      } else {
+        worker->set_native_stack(process->stack);
+      }
+    }
+    // Callers that have disconnected meanwhile are no longer held.
+    if (held_.erase(one.call) > 0) Send(one.call, result, 0);
   }
 }
 

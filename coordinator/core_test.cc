@@ -2147,6 +2147,74 @@ TEST_F(StacksTest, TooManyCallers_AreRefusedUntilOneIsGone) {
   EXPECT_FALSE(bench_.Answered(calls[0]));
 }
 
+class UnseatedStacksTest : public StacksTest {
+ protected:
+  void Beat(const std::string& node, int rank) {
+    v1::Beat beat;
+    v1::WorkerBeat* const one = beat.add_workers();
+    one->set_job_id("j");
+    one->set_worker_id(absl::StrCat("w", rank));
+    one->set_incarnation(5);
+    one->set_process_state("running");
+    one->mutable_unseated()->set_rank(rank);
+    one->mutable_unseated()->set_pid(100 + rank);
+    one->mutable_unseated()->set_host(absl::StrCat("h-", node));
+    bench_.core_->HandleBeat(node, beat, bench_.now_, &bench_.out_);
+    bench_.Collect();
+  }
+};
+
+TEST_F(UnseatedStacksTest, ProgramsThatNeverJoin_HaveStacks) {
+  EXPECT_EQ(bench_.Error(Ask()).code(), static_cast<int>(absl::StatusCode::kNotFound));
+  Beat("n0", 0);
+  Beat("n2", 2);
+  const CallId call = Ask();
+  ASSERT_EQ(bench_.directives_.size(), 2u);
+  EXPECT_EQ(bench_.directives_[0].node, "n0");
+  EXPECT_EQ(bench_.directives_[1].directive->collect_stack().pid(), 102);
+  EXPECT_EQ(bench_.directives_[1].directive->collect_stack().worker_id(), "w2");
+  Reply(0, "py#0 step (/srv/train.py:4)");
+  EXPECT_FALSE(bench_.Answered(call));
+  Reply(1, "#0 write()");
+  const v1::CaptureStacksReply reply = bench_.Result(call).capture_stacks();
+  EXPECT_EQ(reply.generation(), 0u);
+  ASSERT_EQ(reply.stacks_size(), 3);
+  EXPECT_EQ(reply.stacks(0).worker().native_stack(), "py#0 step (/srv/train.py:4)");
+  EXPECT_EQ(reply.stacks(0).worker().host(), "h-n0");
+  EXPECT_EQ(reply.stacks(0).worker().process_state(), "sleeping");
+  EXPECT_THAT(reply.stacks(1).missing(), HasSubstr("no process"));
+  EXPECT_EQ(reply.stacks(2).worker().rank(), 2);
+  EXPECT_EQ(bench_.Error(Ask({3})).detail().field(), "ranks");
+}
+
+TEST_F(UnseatedStacksTest, AgentThatDoesNotAnswer_EndsTheWaitAtTheDeadline) {
+  Beat("n0", 0);
+  const CallId call = Ask();
+  EXPECT_LE(bench_.core_->NextDeadline(), bench_.now_ + absl::Seconds(5));
+  bench_.Advance(absl::Seconds(5));
+  EXPECT_THAT(bench_.Result(call).capture_stacks().stacks(0).missing(),
+              HasSubstr("not answered in time"));
+  std::vector<CallId> calls;
+  for (int i = 0; i < 8; ++i) {
+    Beat("n0", 0);
+    calls.push_back(Ask());
+  }
+  EXPECT_EQ(bench_.Reason(Ask()), v1::ERROR_REASON_OVERLOADED);
+  bench_.core_->Abandon(calls[0], bench_.now_, &bench_.out_);
+  const CallId next = Ask();
+  Reply(0, "#0 read()");
+  EXPECT_EQ(bench_.Result(next).capture_stacks().stacks(0).worker().native_stack(), "#0 read()");
+  EXPECT_FALSE(bench_.Answered(calls[0]));
+}
+
+TEST_F(UnseatedStacksTest, SealedGeneration_CountsAlone) {
+  Beat("n7", 7);
+  Form(2, true, 2);
+  Ask();
+  ASSERT_EQ(bench_.directives_.size(), 2u);
+  EXPECT_EQ(bench_.directives_[0].node, "node-h0");
+}
+
 TEST_F(CoreTest, Barrier_Timeout_SameBytesForAllWithHostPidStepAndStack) {
   std::vector<Worker> workers = Form(3, true, 3);
   spec_ = Spec(3, 3);

@@ -3,12 +3,27 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "coordinator/answer.h"
+#include "proto/muster/v1/error.pb.h"
+#include "proto/muster/v1/membership.pb.h"
 
 namespace muster::coordinator {
+
+// What a call for stacks asks for.
+struct StacksAsked {
+  std::vector<int32_t> ranks;
+  int32_t next = 0;  // `first` of the call for the ranks after them; 0: there are none
+  absl::Duration timeout;
+};
+// Of a job of `size` ranks. Errors: BAD_FIELD.
+std::optional<v1::OpError> CheckStacks(const v1::CaptureStacksRequest& request, int32_t size,
+                                       StacksAsked* asked);
+v1::OpError TooManyStackCalls(absl::string_view job_id);
 
 // The callers that wait for stacks of one job's ranks. Pure; not thread-safe.
 class StackCalls {
@@ -28,6 +43,7 @@ class StackCalls {
   };
 
   bool full() const { return open_.size() >= kMaxOpen; }
+  bool empty() const { return open_.empty(); }
   // At once if nobody could be asked.
   std::vector<Done> Add(CallId call, absl::Time deadline, int32_t next, std::vector<Asked> asked);
   // The answer to one question has come.

@@ -149,6 +149,12 @@ void AddAttemptFlags(CLI::App* app, Flags* flags) {
       ->check(CLI::Range(3, 1'000'000));
   app->add_option("--memory_socket", flags->options.memory_socket,
                   "name of the node agent's socket that holds memory between attempts");
+  app->add_option("--earlier_attempts", flags->options.agent.worker.restart_count,
+                  "attempts of the job before this one, for the variables of the processes")
+      ->check(CLI::Range(0, 1'000'000'000));
+  app->add_option("--restarts_of_job", flags->options.agent.worker.max_restarts,
+                  "restarts that the job may have, for the variables of the processes")
+      ->check(CLI::Range(0, 1'000'000'000));
   app->add_option("--workdir", flags->workdir, "folder in which the program runs");
   app->add_option("--user_error_code", flags->user_error_codes,
                   "exit code of the program after which a restart cannot help, in end.json");

@@ -112,6 +112,8 @@ bool IsIdle(const std::vector<absl::string_view>& thread) {
                                                   "grpc_event_engine::",
                                                   "gpr_cv_wait",
                                                   "c10d::ProcessGroupGloo::runLoop",
+                                                  "c10d::detail::LibUVStoreDaemon::run",
+                                                  "blas_thread_server",
                                                   "gloo::transport::tcp::Loop::run",
                                                   "muster::CoordinatorClient::Impl::Pulse",
                                                   "muster::(anonymous namespace)::ShmBackend"};
@@ -151,8 +153,9 @@ std::string StackText(absl::string_view stack, bool all_threads) {
 
 std::string WorkerText(const v1::Culprit& worker) {
   return absl::StrCat("rank ", worker.rank(), " (", Printable(worker.host()), ", pid ",
-                      worker.pid(), ", ", Printable(worker.process_state()), ", step ",
-                      worker.last_step(),
+                      worker.pid(), ", ", Printable(worker.process_state()),
+                      // Only who has joined tells its steps.
+                      worker.generation() == 0 ? "" : absl::StrCat(", step ", worker.last_step()),
                       worker.last_collective().empty() ? "" : ", last collective ",
                       Printable(worker.last_collective()), ")");
 }
@@ -222,13 +225,15 @@ std::string RanksText(const std::vector<int>& ranks) {
 int RunStacksCommand(const std::vector<std::string>& args, const CommandContext& context) {
   const CommandSpec spec = {
       .name = "muster stacks",
-      .summary = "Shows where the processes of a running job are: their native stacks, now.",
+      .summary = "Shows where the processes of a running job are: their stacks, now.",
       .usage = "JOB [OPTIONS]",
       .details =
           "JOB is a launch or a submitted job. Ranks at the same place are shown together, with "
           "the stack of the first of them.\nEach process is stopped for a few milliseconds, as a "
-          "debugger would. Programs that do not use Muster's library have no ranks here.\n"
-          "Exit codes: 0 shown; 2 wrong options; 3 no such job, or no worker of it has joined; 4 "
+          "debugger would. Threads of Python programs (CPython 3.9 to 3.13) show their Python "
+          "functions first.\n"
+          "Exit codes: 0 shown; 2 wrong options; 3 no such job, or none of its processes is known "
+          "yet; 4 "
           "it does not run;\n7 no coordinator answers; 8 it requires a token, or a different one.",
       .options = ConnectionOptions(
           {{.name = "rank", .value_name = "RANKS", .help = "Of these, such as 3 or 0,4-7"},
