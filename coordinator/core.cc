@@ -17,6 +17,7 @@ void Output::Clear() {
   records.clear();
   directives.clear();
   changed_jobs.clear();
+  changed_submitted.clear();
   reports.clear();
   notices.clear();
   catch_up = false;
@@ -327,6 +328,20 @@ std::optional<v1::OpError> Core::ReadWatch(const v1::WatchRequest& request, uint
   }
   if (impl_->options_.mutants.watch_skips_a_revision && from % 5 == 0) ++from;
   return job->log().Read(request, from, durable_revision, impl_->revision_, max_bytes, batch);
+}
+
+std::optional<v1::OpError> Core::ReadJobs(const v1::WatchJobsRequest& request, const Identity* who,
+                                          uint64_t durable_revision, size_t max_bytes,
+                                          JobsCore::WatchPlace* place,
+                                          v1::WatchJobsBatch* batch) const {
+  *batch->mutable_header() = impl_->Header();
+  // Of a state that was lost, or of another cluster: all that the watcher has is looked at again.
+  if (place->seen > impl_->revision_) *place = {.seen = 1};
+  std::optional<v1::OpError> error =
+      impl_->submitted_->ReadChanges(request, who, durable_revision, max_bytes, place, batch);
+  // That a job is gone is told when it is durable.
+  if (error.has_value() && impl_->jobs_record_ > durable_revision) return std::nullopt;
+  return error;
 }
 
 void Core::FillStatus(v1::StatusReply* status) const {

@@ -21,6 +21,7 @@
 #include "coordinator/jobs/jobs_core.h"
 #include "proto/muster/v1/admin.pb.h"
 #include "proto/muster/v1/error.pb.h"
+#include "proto/muster/v1/job.pb.h"
 #include "proto/muster/v1/session.pb.h"
 #include "proto/muster/v1/watch.pb.h"
 
@@ -70,6 +71,8 @@ struct Output {
   std::vector<NodeDirective> directives;
   // Have new watch events: call ReadWatch for their watchers.
   std::vector<std::string> changed_jobs;
+  // Submitted jobs that have changed or are gone: call ReadJobs for their watchers.
+  std::vector<std::string> changed_submitted;
   // Of barriers at their soft deadline and of those that failed.
   std::vector<v1::BarrierReport> reports;
   std::vector<Notice> notices;
@@ -269,6 +272,11 @@ class Core {
   std::optional<v1::OpError> ReadWatch(const v1::WatchRequest& request, uint64_t from,
                                        uint64_t durable_revision, size_t max_bytes,
                                        v1::WatchBatch* batch) const;
+
+  // The next message of a watch of submitted jobs, see JobsCore::ReadChanges. Errors: NOT_FOUND.
+  std::optional<v1::OpError> ReadJobs(const v1::WatchJobsRequest& request, const Identity* who,
+                                      uint64_t durable_revision, size_t max_bytes,
+                                      JobsCore::WatchPlace* place, v1::WatchJobsBatch* batch) const;
 
   // Fills what the core knows: header, jobs, agents: those attached and those behind hubs.
   void FillStatus(v1::StatusReply* status) const;

@@ -238,6 +238,19 @@ TEST_P(CoreFuzzTest, AnyOperations_RulesHold) {
         v1::WatchBatch batch;
         core->ReadWatch(request, fuzz.Draw(core->revision() + 2), core->last_record_revision(),
                         fuzz.Draw(2000), &batch);
+        v1::WatchJobsRequest jobs;
+        fuzz.Fill(&jobs);
+        JobsCore::WatchPlace place{.seen = fuzz.Draw(2) == 0 ? jobs.seen_revision()
+                                                             : fuzz.Draw(core->revision() + 2)};
+        // To the end, whatever it asks for.
+        for (int reads = 0; reads < 1000; ++reads) {
+          v1::WatchJobsBatch changes;
+          const auto error = core->ReadJobs(jobs, nullptr, core->last_record_revision(),
+                                            fuzz.Draw(2000), &place, &changes);
+          ASSERT_TRUE(error.has_value() || changes.seen_revision() <= core->revision());
+          if (error.has_value() || !changes.more()) break;
+          ASSERT_LT(reads, 999);
+        }
         break;
       }
       case 6:

@@ -44,7 +44,15 @@ std::string Core::Impl::OwnerOf(absl::string_view job) const {
 
 void Core::Impl::EndJobs(JobsOutput out) {
   if (!out.changes.empty()) jobs_record_ = Rev();
-  for (v1::JournalChange& change : out.changes) *Change() = std::move(change);
+  for (v1::JournalChange& change : out.changes) {
+    if (change.has_job_record_changed()) {
+      const v1::JobRecordChanged& changed = change.job_record_changed();
+      out_->changed_submitted.push_back(changed.has_record()         ? changed.record().job_id()
+                                        : !changed.removed().empty() ? changed.removed()
+                                                                     : changed.job_id());
+    }
+    *Change() = std::move(change);
+  }
   const v1::ReplyHeader header = Header();
   for (auto& [call, result] : out.replies) {
     SetHeader(header, &result);

@@ -4,6 +4,8 @@
 // measured is CPU of its core, its calls and its watches. Each job has one seated worker and one
 // watcher. The clock of the runner moves by 25 ms from event to event, as on a coordinator that
 // has little to do, so that looking for a pause is part of the cost.
+#include <google/protobuf/message_lite.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
@@ -22,6 +24,7 @@
 #include "coordinator/hubs.h"
 #include "coordinator/journal/memory_journal.h"
 #include "coordinator/service/core_runner.h"
+#include "coordinator/service/watch_source.h"
 
 namespace muster::coordinator {
 namespace {
@@ -40,7 +43,9 @@ class Sink final : public CallSink {
 class Watch final : public WatchStream, public std::enable_shared_from_this<Watch> {
  public:
   explicit Watch(CoreRunner* runner) : runner_(runner) {}
-  void Write(v1::WatchBatch) override { runner_->WatchWritable(shared_from_this()); }
+  void Write(const google::protobuf::MessageLite&) override {
+    runner_->WatchWritable(shared_from_this());
+  }
   void Close(const absl::Status&) override {}
 
  private:
@@ -98,7 +103,7 @@ void Measure(int jobs, int events) {
     request.set_job_id(absl::StrCat("job-", i));
     request.set_keys(true);
     watches.push_back(std::make_shared<Watch>(&runner));
-    runner.WatchOpen(watches.back(), request);
+    runner.WatchOpen(watches.back(), WatchEvents(request));
   }
   const auto heartbeat = [] {
     v1::Op op;

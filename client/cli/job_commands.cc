@@ -1,6 +1,7 @@
 #include "client/cli/job_commands.h"
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -137,6 +138,38 @@ void PrintPlan(const CommandContext& context, const JobPlan& plan) {
 void PrintState(const CommandContext& context, const Job& job) {
   context.out << job.id << " " << JobStateName(job.state)
               << (job.why.empty() ? "" : ": " + Printable(job.why, 1000)) << std::endl;
+}
+
+// Prints one line for each change of the jobs that `filter` lets through, until the user ends it;
+// with `json` a JSON object. Returns the exit code.
+int WatchAll(const CommandSpec& spec, const CommandContext& context, JobBackend& client,
+             const ListOptions& filter, bool json) {
+  std::map<std::string, std::string> shown;
+  const absl::Status status = client.watch_all(filter, [&](const JobUpdate& update) {
+    if (!update.job.has_value()) {
+      shown.erase(update.id);
+      if (json) {
+        context.out << ordered_json{{"job", update.id}, {"gone", true}}.dump() << std::endl;
+      } else {
+        context.out << Printable(update.id) << " is gone: it was removed"
+                    << (filter.states.empty() ? "" : ", or has another state") << std::endl;
+      }
+      return context.out.good();
+    }
+    // Nodes that begin and end their parts are changes of the job, too.
+    std::string& text = shown[update.id];
+    const std::string now = absl::StrCat(JobStateName(update.job->state), update.job->why);
+    if (std::exchange(text, now) == now) return true;
+    if (json) {
+      context.out
+          << JobJson(*update.job).dump(-1, ' ', false, ordered_json::error_handler_t::replace)
+          << std::endl;
+    } else {
+      PrintState(context, *update.job);
+    }
+    return context.out.good();
+  });
+  return status.ok() ? kExitOk : Fail(spec, context, status, ExitCodeOf(status));
 }
 
 // Prints whole lines of ranks, each with its prefix, and those only that match.
@@ -321,6 +354,9 @@ int RunListCommand(const std::vector<std::string>& args, const CommandContext& c
                               .repeated = true,
                               .values = known},
                              {.name = "owner", .value_name = "NAME", .help = "Only this user's"},
+                             {.name = "watch",
+                              .help = "Continues with one line for each change; with -o json an "
+                                      "object for each"},
                              OutputOption({"table", "wide", "json", "yaml", "name"})}),
       .max_words = 1};
   CommandLine line;
@@ -348,9 +384,17 @@ int RunListCommand(const std::vector<std::string>& args, const CommandContext& c
                                                         absl::StrJoin(formats, ", "))),
                 kExitUsage);
   }
+  const bool watch = line.Get("watch") == "true";
+  if (watch && format != "table" && format != "json") {
+    return Fail(spec, context,
+                absl::InvalidArgumentError(
+                    absl::StrCat("--watch with --output ", format, ": write table or json")),
+                kExitUsage);
+  }
   int code = 0;
   const std::unique_ptr<JobBackend> client = OpenBackend(spec, line, context, &code);
   if (client == nullptr) return code;
+  if (watch) return WatchAll(spec, context, *client, filter, format == "json");
   const absl::StatusOr<std::vector<Job>> jobs = client->list(filter);
   if (!jobs.ok()) return Fail(spec, context, jobs.status(), ExitCodeOf(jobs.status()));
   if (format == "json" || format == "yaml") {
@@ -574,13 +618,24 @@ int RunIncidentsCommand(const std::vector<std::string>& args, const CommandConte
 }
 
 int RunWatchCommand(const std::vector<std::string>& args, const CommandContext& context) {
-  CommandSpec spec = {.name = "muster watch",
-                      .summary = "Prints each change of a submitted job's state until it ends.",
-                      .details = absl::StrCat("1: the job did not succeed. ", kExitCodes),
-                      .options = JobOptions({})};
+  const CommandSpec spec = {
+      .name = "muster watch",
+      .summary = "Prints each change of a submitted job's state until it ends; without JOB of all.",
+      .usage = "[JOB] [OPTIONS]",
+      .details = absl::StrCat(
+          "It goes on after a restart of the coordinator, and prints nothing twice. If changes "
+          "come "
+          "faster than they can be\nprinted, the latest counts. muster list --watch has filters.\n"
+          "1: the job did not succeed. ",
+          kExitCodes),
+      .options = JobOptions({}),
+      .max_words = 1};
   CommandLine line;
-  std::unique_ptr<JobBackend> client;
-  if (const int code = BeginJob(spec, args, context, &line, &client); code >= 0) return code;
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  int code = 0;
+  const std::unique_ptr<JobBackend> client = OpenBackend(spec, line, context, &code);
+  if (client == nullptr) return code;
+  if (line.words.empty()) return WatchAll(spec, context, *client, {}, /*json=*/false);
   std::string shown;
   const absl::StatusOr<Job> end = client->watch(
       line.words[0],

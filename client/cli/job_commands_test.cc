@@ -202,6 +202,20 @@ TEST_F(JobCommandsTest, Watch_FailedJob_PrintsChangesAndFails) {
   EXPECT_EQ(out_.str(), "mnist-1 RUNNING\nmnist-1 FAILED: rank 1 exited with 3\n");
 }
 
+TEST_F(JobCommandsTest, ListWatch_PrintsALineForEachChange_UntilItIsRefused) {
+  fake_.Add(FakeJob("mnist-1", v1::JOB_STATE_RUNNING, 1, 1));
+  fake_.Add(FakeJob("gpt-2", v1::JOB_STATE_QUEUED, 2, 2));
+  v1::JobRecord same = FakeJob("gpt-2", v1::JOB_STATE_QUEUED, 2, 3);  // a node has begun
+  fake_.Change(same);
+  fake_.Change(FakeJob("gpt-2", v1::JOB_STATE_FAILED, 2, 4));
+  fake_.RefuseWatchesAfter(3);
+  EXPECT_EQ(RunListCommand({"--watch"}, context_), kExitDenied);
+  EXPECT_THAT(err_.str(), HasSubstr("the token has expired"));
+  EXPECT_EQ(out_.str(), "mnist-1 RUNNING\ngpt-2 QUEUED\ngpt-2 FAILED\n");
+  EXPECT_EQ(RunListCommand({"--watch", "-o", "yaml"}, context_), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("--watch with --output yaml: write table or json"));
+}
+
 TEST_F(JobCommandsTest, Logs_AllRanks_ArePrefixedAndFiltered) {
   v1::JobRecord job = FakeJob("mnist-1", v1::JOB_STATE_RUNNING, 1);
   job.set_attempts(1);
@@ -320,8 +334,8 @@ TEST_F(JobCommandsTest, Nodes_Table_ShowsUse) {
 }
 
 TEST_F(JobCommandsTest, Commands_NoJobNamed_SayWhatToWrite) {
-  EXPECT_EQ(RunWatchCommand({}, context_), kExitUsage);
-  EXPECT_EQ(err_.str(), "muster watch: write muster watch JOB; muster list shows the jobs\n");
+  EXPECT_EQ(RunDescribeCommand({}, context_), kExitUsage);
+  EXPECT_EQ(err_.str(), "muster describe: write muster describe JOB; muster list shows the jobs\n");
 }
 
 }  // namespace

@@ -43,6 +43,37 @@ class FakeJobService {
     MutexLock lock(&mu_);
     changes_.push_back(std::move(job));
   }
+  // Of jobs that a watch knows.
+  void Remove(const std::string& job) {
+    MutexLock lock(&mu_);
+    removed_.push_back(job);
+    for (auto it = records_.begin(); it != records_.end(); ++it) {
+      if (it->job_id() != job) continue;
+      records_.erase(it);
+      break;
+    }
+  }
+  // The next messages of watches that tell something are each followed by the end of the stream, as
+  // of a coordinator that restarts; then it no longer knows what was removed.
+  void BreakWatches(int messages) {
+    MutexLock lock(&mu_);
+    break_ = messages;
+  }
+  // The message of a watch that is so many from now is the last: the caller may see no more.
+  void RefuseWatchesAfter(int messages) {
+    MutexLock lock(&mu_);
+    refuse_ = messages;
+  }
+  // As a coordinator that is older than the call.
+  void HaveNoWatch() {
+    MutexLock lock(&mu_);
+    no_watch_ = true;
+  }
+  // The revisions from which watches went on.
+  std::vector<uint64_t> watched_from() {
+    MutexLock lock(&mu_);
+    return watched_from_;
+  }
   // The next calls of any kind are lost.
   void Lose(int calls) {
     MutexLock lock(&mu_);
@@ -117,6 +148,57 @@ class FakeJobService {
       }
       *reply->mutable_job() = *job;
       return grpc::Status::OK;
+    }
+    // Every message takes the next of `changes`.
+    grpc::Status Watch(grpc::ServerContext* context, const v1::WatchJobsRequest* request,
+                       grpc::ServerWriter<v1::WatchJobsBatch>* writer) override {
+      if (fake_->Lost()) return Away();
+      uint64_t seen = request->seen_revision();
+      {
+        MutexLock lock(&fake_->mu_);
+        if (fake_->no_watch_) return {grpc::StatusCode::UNIMPLEMENTED, "no such method"};
+        fake_->watched_from_.push_back(seen);
+      }
+      for (bool first = true; !context->IsCancelled(); first = false) {
+        v1::WatchJobsBatch batch;
+        bool end = false, refused = false;
+        {
+          MutexLock lock(&fake_->mu_);
+          if (!first && !fake_->changes_.empty()) {
+            v1::JobRecord* const job = fake_->Find(fake_->changes_.front().job_id());
+            if (job != nullptr) *job = fake_->changes_.front();
+            fake_->changes_.erase(fake_->changes_.begin());
+          }
+          if (!request->job_id().empty() && fake_->Find(request->job_id()) == nullptr) {
+            return NoJob(request->job_id());
+          }
+          batch.set_lists_kept(first && seen != 0 && request->job_id().empty());
+          uint64_t last = seen;
+          for (const v1::JobRecord& job : fake_->records_) {
+            if (!request->job_id().empty() && job.job_id() != request->job_id()) continue;
+            if (!absl::StartsWith(job.job_id(), request->name_prefix())) continue;
+            if (batch.lists_kept()) batch.add_kept(job.job_id());
+            if (job.revision() > seen) *batch.add_jobs() = job;
+            last = std::max(last, job.revision());
+          }
+          seen = last;
+          if (!batch.lists_kept()) {
+            for (const std::string& id : fake_->removed_) batch.add_gone(id);
+          }
+          fake_->removed_.clear();
+          batch.set_seen_revision(seen);
+          if (!first && batch.jobs_size() == 0 && batch.gone_size() == 0) {
+            fake_->changed_.WaitWithTimeout(&fake_->mu_, absl::Milliseconds(5));
+            continue;
+          }
+          const bool tells = batch.jobs_size() > 0 || batch.gone_size() > 0;
+          end = tells && fake_->break_ > 0 && fake_->break_-- > 0;
+          refused = tells && fake_->refuse_ > 0 && --fake_->refuse_ == 0;
+        }
+        if (!writer->Write(batch) || end) break;
+        if (refused) return {grpc::StatusCode::PERMISSION_DENIED, "the token has expired"};
+      }
+      return Away();
     }
     grpc::Status List(grpc::ServerContext*, const v1::ListJobsRequest* request,
                       v1::ListJobsReply* reply) override {
@@ -206,6 +288,11 @@ class FakeJobService {
   };
 
   Mutex mu_;
+  CondVar changed_;
+  std::vector<std::string> removed_ ABSL_GUARDED_BY(mu_);
+  std::vector<uint64_t> watched_from_ ABSL_GUARDED_BY(mu_);
+  int break_ ABSL_GUARDED_BY(mu_) = 0, refuse_ ABSL_GUARDED_BY(mu_) = 0;
+  bool no_watch_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<v1::JobRecord> records_ ABSL_GUARDED_BY(mu_);
   std::vector<v1::NodeRecord> node_records_ ABSL_GUARDED_BY(mu_);
   std::vector<v1::JobRecord> changes_ ABSL_GUARDED_BY(mu_);

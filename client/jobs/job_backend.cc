@@ -20,6 +20,10 @@ class OfCoordinator final : public JobBackend {
                             absl::Duration timeout) override {
     return client_.watch(job, changed, timeout);
   }
+  absl::Status watch_all(const ListOptions& options,
+                         const std::function<bool(const JobUpdate&)>& changed) override {
+    return client_.watch_all(options, changed);
+  }
   absl::StatusOr<Job> cancel(const std::string& job, const std::string& why) override {
     return client_.cancel(job, why);
   }

@@ -29,6 +29,8 @@ class JobBackend {
   virtual absl::StatusOr<Job> watch(const std::string& job,
                                     const std::function<bool(const Job&)>& changed,
                                     absl::Duration timeout) = 0;
+  virtual absl::Status watch_all(const ListOptions& options,
+                                 const std::function<bool(const JobUpdate&)>& changed) = 0;
   virtual absl::StatusOr<Job> cancel(const std::string& job, const std::string& why) = 0;
   virtual absl::StatusOr<Job> suspend(const std::string& job, const std::string& why) = 0;
   virtual absl::StatusOr<Job> resume(const std::string& job) = 0;

@@ -1,6 +1,9 @@
 #include "client/jobs/job_client.h"
 
 #include <algorithm>
+#include <map>
+#include <optional>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -24,6 +27,8 @@ namespace {
 // How long the coordinator holds a call; below its limit of 60 s and 30 s.
 constexpr absl::Duration kHold = absl::Seconds(30);
 constexpr absl::Duration kLogWait = absl::Seconds(10);
+// How long a watch that has begun waits for a coordinator that is away, at least: it restarts.
+constexpr absl::Duration kResume = absl::Minutes(1);
 
 }  // namespace
 
@@ -60,6 +65,56 @@ struct Client::Impl {
     MUSTER_RETURN_IF_ERROR(
         Call([&](auto* context) { return jobs->Get(context, request, &reply); }, hold));
     return client::FromProto(reply.job());
+  }
+
+  // Calls `batch` with each message of a watch until it returns false; after the coordinator was
+  // away, from where it was.
+  absl::Status Watch(v1::WatchJobsRequest request, absl::Time deadline,
+                     const std::function<bool(const v1::WatchJobsBatch&)>& batch) {
+    std::optional<Backoff> backoff;
+    absl::Time give_up;
+    bool begun = request.seen_revision() != 0;
+    while (true) {
+      grpc::ClientContext context;
+      if (deadline != absl::InfiniteFuture()) context.set_deadline(absl::ToChronoTime(deadline));
+      const auto reader = jobs->Watch(&context, request);
+      v1::WatchJobsBatch message;
+      while (reader->Read(&message)) {
+        backoff.reset();
+        begun = true;
+        request.set_seen_revision(message.seen_revision());
+        if (batch(message)) continue;
+        context.TryCancel();
+        (void)reader->Finish();
+        return absl::OkStatus();
+      }
+      absl::Status status = rpc::FromGrpc(reader->Finish());
+      if (!rpc::IsLost(status)) return status;
+      if (!backoff.has_value()) {
+        backoff.emplace(absl::Milliseconds(50), absl::Seconds(2));
+        give_up = absl::Now() + (begun ? std::max(retry_for, kResume) : retry_for);
+      }
+      const absl::Duration pause = backoff->Next(RandomShare(), rpc::RetryAfter(status));
+      if (absl::Now() + pause >= give_up) return status;
+      Notification().WaitForNotificationWithTimeout(pause);
+    }
+  }
+
+  // As Watch of one job, where the coordinator has none: from `now` on.
+  absl::StatusOr<Job> WatchByGet(Job now, absl::Time deadline,
+                                 const std::function<bool(const Job&)>& changed) {
+    while (absl::Now() < deadline) {
+      MUSTER_ASSIGN_OR_RETURN(Job next,
+                              Get(now.id, now.revision,
+                                  std::clamp(deadline - absl::Now(), absl::ZeroDuration(), kHold)));
+      if (next.revision == now.revision) continue;
+      now = std::move(next);
+      if (!changed(now) || HasEnded(now.state)) return now;
+    }
+    return absl::DeadlineExceededError(StillIs(now));
+  }
+  static std::string StillIs(const Job& job) {
+    return absl::StrCat("job ", job.id, " is still ", JobStateName(job.state));
   }
 
   absl::StatusOr<Job> Control(const std::string& job, v1::JobAction action, const std::string& why,
@@ -153,21 +208,64 @@ absl::StatusOr<Job> Client::watch(const std::string& job,
                                   const std::function<bool(const Job&)>& changed,
                                   absl::Duration timeout) {
   const absl::Time deadline = absl::Now() + timeout;
-  uint64_t seen = 0;
-  while (true) {
-    const absl::Duration left = deadline - absl::Now();
-    const absl::Duration hold =
-        seen == 0 ? absl::ZeroDuration() : std::clamp(left, absl::ZeroDuration(), kHold);
-    MUSTER_ASSIGN_OR_RETURN(Job now, impl_->Get(job, seen, hold));
-    if (now.revision != seen || seen == 0) {
-      seen = now.revision;
-      if (!changed(now) || HasEnded(now.state)) return now;
-    }
-    if (absl::Now() >= deadline) {
-      return absl::DeadlineExceededError(absl::StrCat("job ", job, " is ", JobStateName(now.state),
-                                                      " after ", absl::FormatDuration(timeout)));
-    }
+  MUSTER_ASSIGN_OR_RETURN(Job now, get(job));
+  if (!changed(now) || HasEnded(now.state)) return now;
+  v1::WatchJobsRequest request;
+  request.set_job_id(job);
+  request.set_seen_revision(now.revision);
+  bool done = false;
+  absl::Status status = absl::DeadlineExceededError("");
+  if (absl::Now() < deadline) {
+    status = impl_->Watch(request, deadline, [&](const v1::WatchJobsBatch& batch) {
+      for (const v1::JobRecord& record : batch.jobs()) {
+        now = client::FromProto(record);
+        done = !changed(now) || HasEnded(now.state);
+        if (done) return false;
+      }
+      return true;
+    });
   }
+  if (done) return now;
+  if (absl::IsUnimplemented(status)) {
+    return impl_->WatchByGet(std::move(now), deadline, changed);
+  }
+  if (absl::IsDeadlineExceeded(status)) return absl::DeadlineExceededError(Impl::StillIs(now));
+  return status;
+}
+
+absl::Status Client::watch_all(const ListOptions& options,
+                               const std::function<bool(const JobUpdate&)>& changed) {
+  v1::WatchJobsRequest request;
+  for (const JobState state : options.states) request.add_states(client::ToProto(state));
+  request.set_owner(options.owner);
+  request.set_name_prefix(options.id_prefix);
+  // What the caller knows, for what is gone: job_id, and the revision that it has.
+  std::map<std::string, uint64_t> known;
+  const auto gone = [&](const std::string& id) {
+    return known.erase(id) == 0 || changed({.id = id});
+  };
+  return impl_->Watch(request, absl::InfiniteFuture(), [&](const v1::WatchJobsBatch& batch) {
+    if (batch.lists_kept()) {
+      const std::set<std::string> kept(batch.kept().begin(), batch.kept().end());
+      std::vector<std::string> missing;
+      for (const auto& [id, revision] : known) {
+        if (kept.count(id) == 0) missing.push_back(id);
+      }
+      for (const std::string& id : missing) {
+        if (!gone(id)) return false;
+      }
+    }
+    for (const std::string& id : batch.gone()) {
+      if (!gone(id)) return false;
+    }
+    for (const v1::JobRecord& record : batch.jobs()) {
+      uint64_t& revision = known[record.job_id()];
+      if (revision == record.revision()) continue;
+      revision = record.revision();
+      if (!changed({.id = record.job_id(), .job = client::FromProto(record)})) return false;
+    }
+    return true;
+  });
 }
 
 absl::StatusOr<Job> Client::wait(const std::string& job, absl::Duration timeout) {

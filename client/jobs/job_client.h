@@ -69,10 +69,17 @@ class Client {
   // All pages, in the order of submission. Of `history` the last attempt, of `spec` no env.
   absl::StatusOr<std::vector<Job>> list(const ListOptions& options = {});
 
-  // Calls `changed` with the job now and after every change until it returns false or the job has
-  // ended. Calls are held by the coordinator: nothing polls. DEADLINE_EXCEEDED after `timeout`.
+  // Calls `changed` with the job now and after changes until it returns false or the job has ended.
+  // The coordinator streams them: nothing polls. If `changed` takes long, it gets the latest state
+  // next, not each one in between. Goes on after a restart of the coordinator that takes less than
+  // a minute, or options.retry_for if that is longer. DEADLINE_EXCEEDED after `timeout`.
   absl::StatusOr<Job> watch(const std::string& job, const std::function<bool(const Job&)>& changed,
                             absl::Duration timeout = absl::InfiniteDuration());
+  // Likewise of all jobs that `options` lets through, as list() has them: now, in the order of
+  // their last changes, and after changes; until `changed` returns false. UNIMPLEMENTED: the
+  // coordinator is too old.
+  absl::Status watch_all(const ListOptions& options,
+                         const std::function<bool(const JobUpdate&)>& changed);
   // The job when it has ended.
   absl::StatusOr<Job> wait(const std::string& job,
                            absl::Duration timeout = absl::InfiniteDuration());

@@ -62,6 +62,54 @@ TEST_F(JobClientTest, Wait_JobThatChanges_ReturnsItsEnd) {
   EXPECT_TRUE(client_->wait("mnist-1").ok());
 }
 
+TEST_F(JobClientTest, Watch_BrokenStream_GoesOnFromTheRevisionItHasSeen) {
+  fake_.Add(FakeJob("mnist-1", v1::JOB_STATE_QUEUED, 1, 10));
+  fake_.Change(FakeJob("mnist-1", v1::JOB_STATE_STARTING, 1, 20));
+  fake_.Change(FakeJob("mnist-1", v1::JOB_STATE_RUNNING, 1, 30));
+  fake_.Change(FakeJob("mnist-1", v1::JOB_STATE_SUCCEEDED, 1, 40));
+  fake_.BreakWatches(2);
+  std::vector<JobState> seen;
+  const auto job = client_->watch("mnist-1", [&](const Job& now) {
+    seen.push_back(now.state);
+    return true;
+  });
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_EQ(job->state, JobState::kSucceeded);
+  EXPECT_THAT(seen, ElementsAre(JobState::kQueued, JobState::kStarting, JobState::kRunning,
+                                JobState::kSucceeded));
+  EXPECT_THAT(fake_.watched_from(), ElementsAre(10, 20, 30));
+}
+
+TEST_F(JobClientTest, Watch_OfACoordinatorWithoutIt_HoldsCalls) {
+  fake_.HaveNoWatch();
+  fake_.Add(FakeJob("mnist-1", v1::JOB_STATE_QUEUED, 1, 1));
+  fake_.Change(FakeJob("mnist-1", v1::JOB_STATE_RUNNING, 1, 2));
+  fake_.Change(FakeJob("mnist-1", v1::JOB_STATE_FAILED, 1, 3));
+  int calls = 0;
+  const auto job = client_->watch("mnist-1", [&](const Job&) { return ++calls > 0; });
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_EQ(job->state, JobState::kFailed);
+  EXPECT_EQ(calls, 3);
+}
+
+TEST_F(JobClientTest, WatchAll_TellsEachChangeOnce_AndWhatIsGone_AcrossARestart) {
+  fake_.Add(FakeJob("a-1", v1::JOB_STATE_QUEUED, 1, 10));
+  fake_.Add(FakeJob("b-2", v1::JOB_STATE_QUEUED, 2, 11));
+  fake_.Change(FakeJob("b-2", v1::JOB_STATE_RUNNING, 2, 12));
+  fake_.BreakWatches(1);
+  std::vector<std::string> told;
+  const absl::Status status = client_->watch_all({}, [&](const JobUpdate& update) {
+    told.push_back(absl::StrCat(update.id, " ",
+                                update.job.has_value() ? JobStateName(update.job->state) : "gone"));
+    // Between two streams.
+    if (told.size() == 2) fake_.Remove("a-1");
+    return told.size() < 4;
+  });
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_THAT(told, ElementsAre("a-1 QUEUED", "b-2 QUEUED", "a-1 gone", "b-2 RUNNING"));
+  EXPECT_THAT(fake_.watched_from(), ElementsAre(0, 11));
+}
+
 TEST_F(JobClientTest, Wait_NoTimeLeft_SaysTheState) {
   fake_.Add(FakeJob("mnist-1", v1::JOB_STATE_QUEUED, 1));
   const absl::Status status = client_->wait("mnist-1", absl::ZeroDuration()).status();

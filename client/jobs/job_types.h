@@ -127,6 +127,13 @@ struct Job {
   absl::Time submitted = absl::InfinitePast();
 };
 
+// What a watch of several jobs tells.
+struct JobUpdate {
+  std::string id = {};
+  // nullopt: it has been removed, or is in none of the states asked for any more.
+  std::optional<Job> job = std::nullopt;
+};
+
 struct JobPlan {
   bool starts_now = false;
   std::string why = {};  // what it waits for

@@ -286,6 +286,34 @@ class Slurm final : public JobBackend {
     }
   }
 
+  absl::Status watch_all(const ListOptions& options,
+                         const std::function<bool(const JobUpdate&)>& changed) override {
+    std::map<std::string, std::string> shown;
+    absl::Time give_up = absl::Now() + options_.patience;
+    while (true) {
+      const absl::StatusOr<std::vector<Job>> jobs = list(options);
+      if (!jobs.ok()) {
+        if (!absl::IsUnavailable(jobs.status()) || absl::Now() >= give_up) return jobs.status();
+        Pause();
+        continue;
+      }
+      give_up = absl::Now() + options_.patience;
+      std::map<std::string, std::string> now;
+      for (const Job& job : *jobs) {
+        std::string& text = now[job.id];
+        text = absl::StrCat(JobStateName(job.state), job.why, job.attempts);
+        const auto before = shown.find(job.id);
+        if (before != shown.end() && before->second == text) continue;
+        if (!changed({.id = job.id, .job = job})) return absl::OkStatus();
+      }
+      for (const auto& [id, text] : shown) {
+        if (now.count(id) == 0 && !changed({.id = id})) return absl::OkStatus();
+      }
+      shown = std::move(now);
+      Pause();
+    }
+  }
+
   absl::StatusOr<Job> cancel(const std::string& name, const std::string& why) override {
     MUSTER_ASSIGN_OR_RETURN(const Job job, get(name));
     if (job.state == JobState::kCancelled) return job;

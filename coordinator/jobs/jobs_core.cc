@@ -112,6 +112,18 @@ bool IsWhole(const v1::JobRecord& record) {
   return attempt.placements_size() > 0;
 }
 
+// Whether the filters of a ListJobsRequest or a WatchJobsRequest let the job through.
+template <typename Request>
+bool IsNamed(const Request& request, const std::string& job_id, const std::string& owner) {
+  return (request.owner().empty() || owner == request.owner()) &&
+         absl::StartsWith(job_id, request.name_prefix());
+}
+template <typename Request>
+bool IsInState(const Request& request, const v1::JobRecord& record) {
+  return request.states_size() == 0 || std::find(request.states().begin(), request.states().end(),
+                                                 record.state()) != request.states().end();
+}
+
 bool CountsAsRestart(v1::EndClass end_class) {
   return end_class == v1::END_CLASS_PROCESS_FAILED || end_class == v1::END_CLASS_OUT_OF_MEMORY ||
          end_class == v1::END_CLASS_PEER_FAILED;  // whose cause nobody has reported
@@ -238,7 +250,7 @@ void JobsCore::End() {
     const auto it = jobs_.find(sequence);
     if (it == jobs_.end()) continue;  // removed by this event, which has its record
     v1::JobRecord& record = it->second.record;
-    record.set_revision(revision_);
+    SetRevision(&it->second, revision_);
     Measure(&it->second);
     *out_->changes.emplace_back().mutable_job_record_changed()->mutable_record() = record;
     const auto waiting = gets_of_.find(record.job_id());
@@ -269,8 +281,8 @@ void JobsCore::JournalPlacements() {
   for (const auto& [sequence, node_rank] : touched_placements_) {
     const auto it = jobs_.find(sequence);
     if (it == jobs_.end() || touched_jobs_.contains(sequence)) continue;
-    v1::JobRecord& record = it->second.record;
-    record.set_revision(revision_);
+    const v1::JobRecord& record = it->second.record;
+    SetRevision(&it->second, revision_);
     const v1::JobAttempt& attempt = *Current(&it->second);
     v1::JobRecordChanged* const changed = out_->changes.emplace_back().mutable_job_record_changed();
     changed->set_job_id(record.job_id());
@@ -558,8 +570,22 @@ v1::JobRecord JobsCore::View(const Job& job) {
   return record;
 }
 
-bool JobsCore::SeesEnv(const v1::JobRecord& record) const {
-  return caller_ == nullptr || caller_->role == Role::kAdmin || caller_->name == record.owner();
+v1::JobRecord JobsCore::Listed(const Job& job) {
+  v1::JobRecord record = View(job);
+  record.mutable_spec()->clear_env();
+  if (record.history_size() > 1) {
+    record.mutable_history()->DeleteSubrange(0, record.history_size() - 1);
+  }
+  return record;
+}
+
+void JobsCore::SetRevision(Job* job, uint64_t revision) {
+  changes_.Changed(job->record.sequence(), job->record.revision(), revision);
+  job->record.set_revision(revision);
+}
+
+bool JobsCore::SeesEnv(const Identity* who, const v1::JobRecord& record) {
+  return who == nullptr || who->role == Role::kAdmin || who->name == record.owner();
 }
 
 JobsCore::Error JobsCore::CheckProcesses(const std::string& owner, const v1::JobSpec& spec) const {
@@ -599,10 +625,10 @@ JobsCore::Error JobsCore::Get(CallId call, const v1::GetJobRequest& request) {
   if (job == nullptr) return UnknownJob(request.job_id());
   const absl::Duration hold = std::min(FromProto(request.hold()), kMaxHold);
   if (request.seen_revision() != job->record.revision() || hold <= absl::ZeroDuration()) {
-    ReplyJob(call, *job, SeesEnv(job->record));
+    ReplyJob(call, *job, SeesEnv(caller_, job->record));
     return std::nullopt;
   }
-  gets_[call] = {request.job_id(), now_ + hold, SeesEnv(job->record)};
+  gets_[call] = {request.job_id(), now_ + hold, SeesEnv(caller_, job->record)};
   gets_of_[request.job_id()].insert(call);
   call_timers_.insert({now_ + hold, call});
   return std::nullopt;
@@ -619,25 +645,82 @@ JobsCore::Error JobsCore::List(CallId call, const v1::ListJobsRequest& request) 
   size_t bytes = 0;
   for (auto it = jobs_.upper_bound(request.after_sequence()); it != jobs_.end(); ++it) {
     const v1::JobRecord& record = it->second.record;
-    if (!request.owner().empty() && record.owner() != request.owner()) continue;
-    if (!absl::StartsWith(record.job_id(), request.name_prefix())) continue;
-    if (request.states_size() > 0 && std::find(request.states().begin(), request.states().end(),
-                                               record.state()) == request.states().end()) {
-      continue;
-    }
+    if (!IsNamed(request, record.job_id(), record.owner()) || !IsInState(request, record)) continue;
     if (reply->jobs_size() == page || bytes > kMaxPageBytes) {
       reply->set_more(true);
       break;
     }
     v1::JobRecord* const job = reply->add_jobs();
-    *job = View(it->second);
-    job->mutable_spec()->clear_env();
-    if (job->history_size() > 1) {
-      job->mutable_history()->DeleteSubrange(0, job->history_size() - 1);
-    }
+    *job = Listed(it->second);
     bytes += job->ByteSizeLong();
   }
   Reply(call, std::move(result));
+  return std::nullopt;
+}
+
+std::optional<v1::OpError> JobsCore::ReadChanges(const v1::WatchJobsRequest& request,
+                                                 const Identity* who, uint64_t durable_revision,
+                                                 size_t max_bytes, WatchPlace* place,
+                                                 v1::WatchJobsBatch* batch) const {
+  if (!request.job_id().empty()) {
+    const auto it = by_id_.find(request.job_id());
+    if (it == by_id_.end()) return UnknownJob(request.job_id());
+    const Job& job = jobs_.at(it->second);
+    const uint64_t revision = job.record.revision();
+    if (revision > place->seen && revision <= durable_revision) {
+      v1::JobRecord* const record = batch->add_jobs();
+      *record = View(job);
+      if (!SeesEnv(who, *record)) record->mutable_spec()->clear_env();
+      place->seen = revision;
+    }
+    batch->set_seen_revision(place->seen);
+    return std::nullopt;
+  }
+  // A watcher that knows nothing has nothing to forget.
+  const bool resumes = place->seen != 0;
+  if (resumes && std::max(place->seen, place->removals_seen) < changes_.forgotten()) {
+    batch->set_lists_kept(true);
+    for (const auto& [sequence, job] : jobs_) {
+      if (IsNamed(request, job.record.job_id(), job.record.owner()) &&
+          IsInState(request, job.record)) {
+        batch->add_kept(job.record.job_id());
+      }
+    }
+    place->removals_seen = changes_.forgotten();
+  }
+  const auto& removals = changes_.removals();
+  const uint64_t known = std::max(resumes ? place->seen : durable_revision, place->removals_seen);
+  for (auto it = std::upper_bound(removals.begin(), removals.end(), known,
+                                  [](uint64_t revision, const JobChanges::Removal&removal) {
+                                    return revision < removal.revision;
+                                  });
+       it != removals.end() && it->revision <= durable_revision; ++it) {
+    if (IsNamed(request, it->job_id, it->owner)) batch->add_gone(it->job_id);
+  }
+  place->removals_seen = std::max(place->removals_seen, durable_revision);
+  size_t bytes = batch->ByteSizeLong();
+  const auto& changes = changes_.changes();
+  auto it = changes.lower_bound({place->seen + 1, 0});
+  for (bool first = true; it != changes.end() && it->first <= durable_revision;
+       ++it, first = false) {
+    if (bytes > max_bytes && !first) {
+      batch->set_more(true);
+      break;
+    }
+    const Job& job = jobs_.at(it->second);
+    place->seen = it->first;
+    if (!IsNamed(request, job.record.job_id(), job.record.owner())) continue;
+    if (IsInState(request, job.record)) {
+      v1::JobRecord* const record = batch->add_jobs();
+      *record = Listed(job);
+      bytes += record->ByteSizeLong();
+    } else if (resumes) {
+      batch->add_gone(job.record.job_id());
+      bytes += job.record.job_id().size();
+    }
+  }
+  if (!batch->more()) place->seen = std::max(place->seen, durable_revision);
+  batch->set_seen_revision(place->seen);
   return std::nullopt;
 }
 
@@ -816,6 +899,7 @@ void JobsCore::Forget(uint64_t sequence) {
       ReplyError(call, UnknownJob(record.job_id()));
     }
   }
+  changes_.Removed(sequence, record.revision(), {revision_, record.job_id(), record.owner()});
   by_id_.erase(record.job_id());
   by_key_.erase(KeyOf(record));
   ended_.erase(sequence);
@@ -1568,7 +1652,7 @@ absl::Status JobsCore::RestorePlacement(const v1::JobRecordChanged& change) {
   placement->set_state(change.state());
   placement->set_end_class(change.end_class());
   if (change.ended_unix_ms() != 0) attempt->set_ended_unix_ms(change.ended_unix_ms());
-  job->record.set_revision(change.revision());
+  SetRevision(job, change.revision());
   return absl::OkStatus();
 }
 
@@ -1582,6 +1666,7 @@ absl::Status JobsCore::Restore(const v1::JobRecordChanged& change) {
     by_key_.erase(KeyOf(jobs_.at(sequence).record));
     by_id_.erase(it);
     bytes_ -= jobs_.at(sequence).bytes;
+    changes_.Changed(sequence, jobs_.at(sequence).record.revision(), 0);
     jobs_.erase(sequence);
     return absl::OkStatus();
   }
@@ -1599,6 +1684,7 @@ absl::Status JobsCore::Restore(const v1::JobRecordChanged& change) {
   }
   last_sequence_ = std::max(last_sequence_, record.sequence());
   Job& job = jobs_[record.sequence()];
+  changes_.Changed(record.sequence(), job.record.revision(), record.revision());
   job.record = record;
   Measure(&job);
   by_id_[record.job_id()] = record.sequence();
@@ -1640,6 +1726,7 @@ void JobsCore::StartTerm(const Event& event, bool restored, JobsOutput* out) {
   now_ = event.now;  // that of an earlier term does not matter
   Begin(event, out);
   started_ = heard_any_ = now_;
+  changes_.ForgetRemovals(event.revision - 1);
   if (restored) {
     last_sequence_ += kLostAttempts;
     out_->changes.emplace_back().mutable_job_record_changed()->set_sequence(last_sequence_);

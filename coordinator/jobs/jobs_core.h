@@ -18,6 +18,7 @@
 #include "coordinator/access.h"
 #include "coordinator/answer.h"
 #include "coordinator/jobs/attempt_times.h"
+#include "coordinator/jobs/job_changes.h"
 #include "coordinator/jobs/placement.h"
 #include "coordinator/jobs/schedule.h"
 #include "proto/muster/v1/error.pb.h"
@@ -129,6 +130,17 @@ class JobsCore {
   void Restore(const v1::NodeChanged& change);
   // Calls f(v1::JournalChange) for all that Restore needs.
   void ForEachChange(const std::function<void(const v1::JournalChange&)>& f) const;
+
+  // How far a watcher has read.
+  struct WatchPlace {
+    uint64_t seen = 0;           // changes up to this revision
+    uint64_t removals_seen = 0;  // and removals
+  };
+  // The next message of a watch, of about `max_bytes` at most, with what has changed after `*place`
+  // and is durable; moves `*place`. It may be empty. `who`: as in Event. Errors: NOT_FOUND.
+  std::optional<v1::OpError> ReadChanges(const v1::WatchJobsRequest& request, const Identity* who,
+                                         uint64_t durable_revision, size_t max_bytes,
+                                         WatchPlace* place, v1::WatchJobsBatch* batch) const;
 
   size_t jobs() const { return jobs_.size(); }
   size_t nodes() const { return nodes_.size(); }
@@ -242,7 +254,7 @@ class JobsCore {
   Error CheckProcesses(const std::string& owner, const v1::JobSpec& spec) const;
   Error CheckLimits(const std::string& owner, const v1::JobSpec& spec) const;
   // Variables may be secrets: those of a job are shown to its owner and to admins.
-  bool SeesEnv(const v1::JobRecord& record) const;
+  static bool SeesEnv(const Identity* who, const v1::JobRecord& record);
   void Forget(uint64_t sequence);
 
   Error CheckSync(const v1::SyncNodeRequest& request) const;
@@ -271,6 +283,9 @@ class JobsCore {
   void ReplyJob(CallId call, const Job& job, bool with_env);
   // As callers see it: with what it waits for.
   static v1::JobRecord View(const Job& job);
+  // As List has it: of the history the last attempt, no variables.
+  static v1::JobRecord Listed(const Job& job);
+  void SetRevision(Job* job, uint64_t revision);
 
   const JobsOptions options_;
   absl::btree_map<uint64_t, Job> jobs_;  // by sequence
@@ -281,6 +296,7 @@ class JobsCore {
     return {record.owner(), record.idempotency_key()};
   }
   absl::flat_hash_map<Key, uint64_t> by_key_;
+  JobChanges changes_;
   absl::btree_set<uint64_t> queued_, active_, ended_;
   absl::btree_set<uint64_t> may_grow_;  // of the active ones
   uint64_t last_sequence_ = 0;

@@ -242,6 +242,20 @@ class JobsCoreTest : public testing::Test {
     Pump();
   }
 
+  // What a watch of all that is durable sends next.
+  v1::WatchJobsBatch Read(const v1::WatchJobsRequest& request, JobsCore::WatchPlace* place) {
+    v1::WatchJobsBatch batch;
+    const auto error = core_->ReadChanges(request, caller_.has_value() ? &*caller_ : nullptr,
+                                          revision_, 1 << 20, place, &batch);
+    EXPECT_FALSE(error.has_value()) << error->message();
+    return batch;
+  }
+  static std::vector<std::string> Ids(const v1::WatchJobsBatch& batch) {
+    std::vector<std::string> ids;
+    for (const v1::JobRecord& job : batch.jobs()) ids.push_back(job.job_id());
+    return ids;
+  }
+
   JobsOptions options_;
   std::vector<v1::JournalChange> journal_;
   std::vector<std::string> tokens_;  // that nodes were sent
@@ -766,6 +780,118 @@ TEST_F(JobsCoreTest, HeldGet_IsAnsweredByTheNextChange) {
   const CallId late = Send(op);
   Advance(absl::Seconds(21));
   EXPECT_TRUE(replies_.contains(late));
+}
+
+TEST_F(JobsCoreTest, Watch_SendsWhatHasChanged_AndWhatIsGone) {
+  const std::string a = Submit(Spec(1)), b = Submit(Spec(2));
+  JobsCore::WatchPlace place;
+  const v1::WatchJobsRequest all;
+  v1::WatchJobsBatch batch = Read(all, &place);
+  EXPECT_EQ(Ids(batch), (std::vector<std::string>{a, b}));
+  EXPECT_FALSE(batch.lists_kept());
+  EXPECT_EQ(batch.seen_revision(), revision_);
+  EXPECT_EQ(batch.jobs(0).why(), Get(a).why()) << "with what it waits for";
+  EXPECT_TRUE(Ids(Read(all, &place)).empty());
+  Control(a, v1::JOB_ACTION_SUSPEND);
+  batch = Read(all, &place);
+  EXPECT_EQ(Ids(batch), std::vector<std::string>{a});
+  EXPECT_EQ(batch.jobs(0).state(), v1::JOB_STATE_SUSPENDED);
+  // What is not durable yet is not told, and is told then.
+  Control(a, v1::JOB_ACTION_CANCEL);
+  const uint64_t durable = revision_ - 1;
+  v1::WatchJobsBatch nothing;
+  EXPECT_FALSE(core_->ReadChanges(all, nullptr, durable, 1 << 20, &place, &nothing).has_value());
+  EXPECT_TRUE(Ids(nothing).empty());
+  EXPECT_EQ(Ids(Read(all, &place)), std::vector<std::string>{a});
+  Control(a, v1::JOB_ACTION_REMOVE);
+  batch = Read(all, &place);
+  EXPECT_TRUE(Ids(batch).empty());
+  ASSERT_EQ(batch.gone_size(), 1);
+  EXPECT_EQ(batch.gone(0), a);
+  EXPECT_EQ(Read(all, &place).gone_size(), 0);
+
+  // After a restart removals are not known: all that is left is named, and b has not changed.
+  const std::string c = Submit(Spec(3));
+  EXPECT_EQ(Ids(Read(all, &place)), std::vector<std::string>{c});
+  Control(c, v1::JOB_ACTION_CANCEL);
+  Control(c, v1::JOB_ACTION_REMOVE);
+  StartTerm();
+  batch = Read(all, &place);
+  EXPECT_TRUE(batch.lists_kept());
+  EXPECT_TRUE(Ids(batch).empty());
+  ASSERT_EQ(batch.kept_size(), 1);
+  EXPECT_EQ(batch.kept(0), b);
+  EXPECT_FALSE(Read(all, &place).lists_kept());
+}
+
+TEST_F(JobsCoreTest, Watch_HasTheFiltersOfList_AndTellsWhatLeavesThem) {
+  v1::JobSpec spec = Spec(1);
+  As("ann", Role::kSubmit);
+  const std::string a = Submit(spec);
+  spec.set_name("other");
+  Submit(spec);
+  As("bob", Role::kSubmit);
+  spec.set_name("mnist");
+  Submit(spec);
+  v1::WatchJobsRequest queued;
+  queued.add_states(v1::JOB_STATE_QUEUED);
+  queued.set_owner("ann");
+  queued.set_name_prefix("mnist");
+  JobsCore::WatchPlace place;
+  EXPECT_EQ(Ids(Read(queued, &place)), std::vector<std::string>{a});
+  Control(a, v1::JOB_ACTION_SUSPEND);
+  v1::WatchJobsBatch batch = Read(queued, &place);
+  EXPECT_TRUE(Ids(batch).empty());
+  ASSERT_EQ(batch.gone_size(), 1);
+  EXPECT_EQ(batch.gone(0), a);
+  Control(a, v1::JOB_ACTION_RESUME);
+  EXPECT_EQ(Ids(Read(queued, &place)), std::vector<std::string>{a});
+}
+
+TEST_F(JobsCoreTest, WatchOfOneJob_IsAsGet_AndEndsWithTheJob) {
+  v1::JobSpec spec = Spec(1);
+  AddNameValue("KEY", "secret", spec.mutable_env());
+  As("ann", Role::kSubmit);
+  const std::string a = Submit(spec), b = Submit(spec);
+  v1::WatchJobsRequest one;
+  one.set_job_id(a);
+  JobsCore::WatchPlace place;
+  v1::WatchJobsBatch batch = Read(one, &place);
+  ASSERT_EQ(Ids(batch), std::vector<std::string>{a});
+  EXPECT_EQ(batch.jobs(0).spec().env_size(), 1);
+  EXPECT_EQ(batch.seen_revision(), batch.jobs(0).revision());
+  As("bob", Role::kSubmit);
+  JobsCore::WatchPlace of_bob;
+  EXPECT_EQ(Read(one, &of_bob).jobs(0).spec().env_size(), 0);
+  Control(b, v1::JOB_ACTION_SUSPEND);
+  EXPECT_TRUE(Ids(Read(one, &place)).empty());
+  Control(a, v1::JOB_ACTION_CANCEL);
+  EXPECT_EQ(Ids(Read(one, &place)), std::vector<std::string>{a});
+  Control(a, v1::JOB_ACTION_REMOVE);
+  v1::WatchJobsBatch none;
+  const auto error = core_->ReadChanges(one, nullptr, revision_, 1 << 20, &place, &none);
+  ASSERT_TRUE(error.has_value());
+  EXPECT_EQ(error->code(), static_cast<int>(absl::StatusCode::kNotFound));
+}
+
+TEST_F(JobsCoreTest, Watch_OfManyJobs_ComesInMessagesOfBoundedSize) {
+  std::set<std::string> submitted;
+  for (int i = 0; i < 50; ++i) submitted.insert(Submit(Spec(1)));
+  std::set<std::string> told;
+  JobsCore::WatchPlace place;
+  int messages = 0;
+  for (bool more = true; more; ++messages) {
+    v1::WatchJobsBatch batch;
+    ASSERT_FALSE(core_->ReadChanges({}, nullptr, revision_, 1000, &place, &batch).has_value());
+    EXPECT_LT(batch.ByteSizeLong(), 2000u);
+    for (const std::string& id : Ids(batch)) EXPECT_TRUE(told.insert(id).second) << id;
+    more = batch.more();
+    // One that changes meanwhile is told once more, with its last state.
+    if (messages == 0) Control("mnist-1", v1::JOB_ACTION_SUSPEND);
+    if (messages == 0) told.erase("mnist-1");
+  }
+  EXPECT_GT(messages, 5);
+  EXPECT_EQ(told, submitted);
 }
 
 TEST_F(JobsCoreTest, Log_IsAskedOfTheNodeThatRanTheRank) {

@@ -387,7 +387,13 @@ void CoreRunner::Drain() {
       gate_.Hold(directive);
     }
   }
-  for (const std::string& job_id : out_.changed_jobs) watchers_.Changed(job_id);
+  for (const std::string& job_id : out_.changed_jobs) {
+    watchers_.Changed({WatchTopic::kGroup, job_id});
+  }
+  for (const std::string& job_id : out_.changed_submitted) {
+    watchers_.Changed({WatchTopic::kSubmitted, job_id});
+  }
+  if (!out_.changed_submitted.empty()) watchers_.Changed({WatchTopic::kSubmitted, ""});
   for (const Notice& notice : out_.notices) {
     if (!options_.log_notices) break;
     const std::string job = notice.job_id.empty() ? "" : absl::StrCat("job ", notice.job_id, ": ");
@@ -714,8 +720,9 @@ void CoreRunner::EndSession(const std::shared_ptr<AttachedAgent>& session) {
   core_.DetachAgent(session->node, now, &out_);
 }
 
-void CoreRunner::WatchOpen(std::shared_ptr<WatchStream> stream, v1::WatchRequest request) {
-  const bool posted = Post([this, stream, request = std::move(request)]() mutable {
+void CoreRunner::WatchOpen(std::shared_ptr<WatchStream> stream,
+                           std::unique_ptr<WatchSource> source) {
+  const bool posted = Post([this, stream, source = std::move(source)]() mutable {
     turn_.AssertHeld();
     if (stopped_) {
       stream->Close(StoppingStatus());
@@ -732,7 +739,7 @@ void CoreRunner::WatchOpen(std::shared_ptr<WatchStream> stream, v1::WatchRequest
     if (stopped_) {
       stream->Close(StoppingStatus());
     } else {
-      watchers_.Open(stream, std::move(request));
+      watchers_.Open(stream, std::move(source));
     }
   });
   if (!posted) stream->Close(StoppingStatus());

@@ -29,6 +29,7 @@
 #include "coordinator/service/open_calls.h"
 #include "coordinator/service/runner_limits.h"
 #include "coordinator/service/snapshots.h"
+#include "coordinator/service/watch_source.h"
 #include "coordinator/service/watchers.h"
 #include "coordinator/web/histogram.h"
 #include "proto/muster/v1/session.pb.h"
@@ -98,7 +99,7 @@ class CoreRunner {
   void AgentClosed(const std::shared_ptr<AgentStream>& stream);
 
   // A watch, until WatchClosed. The stream stays valid until then.
-  void WatchOpen(std::shared_ptr<WatchStream> stream, v1::WatchRequest request);
+  void WatchOpen(std::shared_ptr<WatchStream> stream, std::unique_ptr<WatchSource> source);
   void WatchWritable(const std::shared_ptr<WatchStream>& stream);
   void WatchClosed(const std::shared_ptr<WatchStream>& stream);
 

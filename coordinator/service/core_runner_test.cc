@@ -1,5 +1,7 @@
 #include "coordinator/service/core_runner.h"
 
+#include <google/protobuf/message_lite.h>
+
 #include <atomic>
 #include <memory>
 #include <string>
@@ -12,9 +14,12 @@
 #include "base/mutex.h"
 #include "base/test_wait.h"
 #include "coordinator/journal/memory_journal.h"
+#include "coordinator/service/watch_source.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "proto/muster/v1/job.pb.h"
 #include "proto/muster/v1/journal.pb.h"
+#include "proto/muster/v1/watch.pb.h"
 #include "rpc/status.h"
 
 namespace muster::coordinator {
@@ -104,14 +109,19 @@ class TakingStream final : public AgentStream {
   int results_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
-class FakeWatch final : public WatchStream {
+template <typename Batch>
+class FakeWatchOf final : public WatchStream {
  public:
-  void Write(v1::WatchBatch batch) override { batches.push_back(std::move(batch)); }
+  void Write(const google::protobuf::MessageLite& message) override {
+    batches.push_back(dynamic_cast<const Batch&>(message));
+  }
   void Close(const absl::Status& status) override { closed = status; }
 
-  std::vector<v1::WatchBatch> batches;
+  std::vector<Batch> batches;
   std::optional<absl::Status> closed;
 };
+using FakeWatch = FakeWatchOf<v1::WatchBatch>;
+using FakeJobsWatch = FakeWatchOf<v1::WatchJobsBatch>;
 
 class FakeSink final : public CallSink {
  public:
@@ -610,7 +620,7 @@ TEST_F(CoreRunnerTest, SlowWatcher_HoldsOneBatchAndIsToldToReadAgain) {
   v1::WatchRequest request;
   request.set_job_id("j");
   request.set_keys(true);
-  for (const auto& watch : {slow, quick}) runner_->WatchOpen(watch, request);
+  for (const auto& watch : {slow, quick}) runner_->WatchOpen(watch, WatchEvents(request));
   size_t seen = 0;
   for (int i = 0; i < 30; ++i) {
     runner_->WatchWritable(quick);
@@ -635,7 +645,7 @@ TEST_F(CoreRunnerTest, RevisionLargerThanAMessage_IsToldAsCompacted) {
   v1::WatchRequest request;
   request.set_job_id("j");
   request.set_keys(true);
-  runner_->WatchOpen(watch, request);
+  runner_->WatchOpen(watch, WatchEvents(request));
   runner_->WatchWritable(watch);
   PutNow("small", std::string(2000, 'x'));
   ASSERT_EQ(watch->batches.size(), 2u);
@@ -647,7 +657,7 @@ TEST_F(CoreRunnerTest, RevisionLargerThanAMessage_IsToldAsCompacted) {
   // From behind it, a new watch sees what comes.
   auto next = std::make_shared<FakeWatch>();
   request.set_from_revision(rpc::GetDetail(*watch->closed)->compacted_revision() + 1);
-  runner_->WatchOpen(next, request);
+  runner_->WatchOpen(next, WatchEvents(request));
   runner_->WatchWritable(next);
   PutNow("small", "y");
   EXPECT_EQ(next->batches.back().events(0).put().value(), "y");
@@ -660,17 +670,80 @@ TEST_F(CoreRunnerTest, TooManyWatches_AreRefused) {
   request.set_job_id("j");
   request.set_keys(true);
   auto first = std::make_shared<FakeWatch>(), second = std::make_shared<FakeWatch>();
-  runner_->WatchOpen(first, request);
-  runner_->WatchOpen(second, request);
+  runner_->WatchOpen(first, WatchEvents(request));
+  runner_->WatchOpen(second, WatchEvents(request));
   EXPECT_FALSE(first->closed.has_value());
   ASSERT_TRUE(second->closed.has_value());
   EXPECT_EQ(rpc::GetReason(*second->closed), v1::ERROR_REASON_OVERLOADED);
   runner_->WatchClosed(second);
   runner_->WatchClosed(first);
   auto third = std::make_shared<FakeWatch>();
-  runner_->WatchOpen(third, request);
+  runner_->WatchOpen(third, WatchEvents(request));
   EXPECT_FALSE(third->closed.has_value());
   runner_->WatchClosed(third);
+}
+
+v1::Op SubmitOp(const std::string& name) {
+  v1::Op op;
+  op.mutable_submit_job()->mutable_spec()->set_name(name);
+  op.mutable_submit_job()->mutable_spec()->add_argv("./train");
+  op.mutable_submit_job()->mutable_spec()->set_max_processes(1);
+  op.mutable_submit_job()->mutable_spec()->set_wait_for_nodes(true);
+  return op;
+}
+v1::Op ControlOp(const std::string& job_id, v1::JobAction action) {
+  v1::Op op;
+  op.mutable_control_job()->set_job_id(job_id);
+  op.mutable_control_job()->set_action(action);
+  return op;
+}
+
+TEST_F(CoreRunnerTest, SlowWatcherOfJobs_GetsTheLatestState_AndNoQueueGrows) {
+  Start({});
+  auto slow = std::make_shared<FakeJobsWatch>(), quick = std::make_shared<FakeJobsWatch>(),
+       other = std::make_shared<FakeJobsWatch>();
+  v1::WatchJobsRequest of_other;
+  of_other.set_job_id("b-2");
+  FakeSink submitted[2];
+  Call(SubmitOp("a"), &submitted[0]);
+  Call(SubmitOp("b"), &submitted[1]);
+  for (const auto& watch : {slow, quick}) runner_->WatchOpen(watch, WatchJobs({}, nullptr));
+  runner_->WatchOpen(other, WatchJobs(of_other, nullptr));
+  runner_->WatchWritable(other);
+  ASSERT_EQ(slow->batches.size(), 1u);
+  EXPECT_EQ(slow->batches[0].jobs_size(), 2);
+  for (int i = 0; i < 10; ++i) {
+    runner_->WatchWritable(quick);
+    FakeSink sink;
+    Call(ControlOp("a-1", i % 2 == 0 ? v1::JOB_ACTION_SUSPEND : v1::JOB_ACTION_RESUME), &sink);
+  }
+  EXPECT_EQ(quick->batches.size(), 11u);
+  EXPECT_EQ(quick->batches[1].jobs(0).state(), v1::JOB_STATE_SUSPENDED);
+  EXPECT_EQ(other->batches.size(), 1u) << "another job is none of its business";
+  EXPECT_EQ(slow->batches.size(), 1u);
+  runner_->WatchWritable(slow);
+  ASSERT_EQ(slow->batches.size(), 2u);
+  ASSERT_EQ(slow->batches[1].jobs_size(), 1);
+  EXPECT_EQ(slow->batches[1].jobs(0).SerializeAsString(),
+            quick->batches.back().jobs(0).SerializeAsString());
+  // The next one goes on where it was.
+  v1::WatchJobsRequest request;
+  request.set_seen_revision(quick->batches[0].seen_revision());
+  auto next = std::make_shared<FakeJobsWatch>();
+  runner_->WatchOpen(next, WatchJobs(request, nullptr));
+  ASSERT_EQ(next->batches.size(), 1u);
+  ASSERT_EQ(next->batches[0].jobs_size(), 1);
+  EXPECT_EQ(next->batches[0].jobs(0).job_id(), "a-1");
+  FakeSink cancelled, removed;
+  Call(ControlOp("b-2", v1::JOB_ACTION_CANCEL), &cancelled);
+  runner_->WatchWritable(other);
+  EXPECT_EQ(other->batches.back().jobs(0).state(), v1::JOB_STATE_CANCELLED);
+  Call(ControlOp("b-2", v1::JOB_ACTION_REMOVE), &removed);
+  ASSERT_TRUE(other->closed.has_value());
+  EXPECT_TRUE(absl::IsNotFound(*other->closed));
+  runner_->WatchWritable(quick);
+  EXPECT_EQ(quick->batches.back().gone(0), "b-2");
+  for (const auto& watch : {slow, quick, other, next}) runner_->WatchClosed(watch);
 }
 
 TEST_F(CoreRunnerTest, FrameAfterStop_EndsItsStream) {
@@ -1047,13 +1120,13 @@ TEST_F(CoreRunnerTest, Events_OfOneJob_LookAtItsWatchersOnly) {
     request.set_job_id(absl::StrCat("other", i));
     request.set_keys(true);
     watches.push_back(std::make_shared<FakeWatch>());
-    runner_->WatchOpen(watches.back(), request);
+    runner_->WatchOpen(watches.back(), WatchEvents(request));
   }
   v1::WatchRequest request;
   request.set_job_id("j");
   request.set_keys(true);
   auto watch = std::make_shared<FakeWatch>();
-  runner_->WatchOpen(watch, request);
+  runner_->WatchOpen(watch, WatchEvents(request));
   runner_->WatchWritable(watch);
   const uint64_t before = runner_->watchers_visited();
   for (int i = 0; i < 10; ++i) PutNow("k", absl::StrCat(i));
@@ -1071,9 +1144,9 @@ TEST_F(CoreRunnerTest, Events_OfOneJob_LookAtItsWatchersOnly) {
 // Told on any thread.
 class WaitingWatch final : public WatchStream {
  public:
-  void Write(v1::WatchBatch batch) override {
+  void Write(const google::protobuf::MessageLite& message) override {
     MutexLock lock(&mu_);
-    batches_.push_back(std::move(batch));
+    batches_.push_back(dynamic_cast<const v1::WatchBatch&>(message));
     changed_.SignalAll();
   }
   void Close(const absl::Status&) override {}
@@ -1102,7 +1175,7 @@ TEST_F(CoreRunnerTest, Watcher_SeesWhatIsDurableWhenItIs) {
   request.set_job_id("j");
   request.set_keys(true);
   auto early = std::make_shared<WaitingWatch>();
-  runner_->WatchOpen(early, request);
+  runner_->WatchOpen(early, WatchEvents(request));
   runner_->WatchWritable(early);
   journal->Hold();
   v1::Op put = Put("k", "v");
@@ -1113,7 +1186,7 @@ TEST_F(CoreRunnerTest, Watcher_SeesWhatIsDurableWhenItIs) {
   // One that comes while it is on its way to the disk.
   auto late = std::make_shared<WaitingWatch>();
   request.set_from_revision(from);
-  runner_->WatchOpen(late, request);
+  runner_->WatchOpen(late, WatchEvents(request));
   runner_->WatchWritable(late);
   EXPECT_EQ(late->Batch(0).events_size(), 0);
   EXPECT_FALSE(written.answered.HasBeenNotified());
@@ -1124,6 +1197,37 @@ TEST_F(CoreRunnerTest, Watcher_SeesWhatIsDurableWhenItIs) {
   written.answered.WaitForNotification();
   runner_->WatchClosed(early);
   runner_->WatchClosed(late);
+}
+
+TEST_F(CoreRunnerTest, WatchOfJobs_ShowsWhatIsDurable_AndEndsWithTheCoordinator) {
+  auto owned = std::make_unique<HandedJournal>();
+  HandedJournal* const journal = owned.get();
+  runner_ = std::make_unique<CoreRunner>(CoreRunner::Options{}, std::move(owned));
+  ASSERT_TRUE(runner_->Start().ok());
+  auto watch = std::make_shared<FakeJobsWatch>();
+  runner_->WatchOpen(watch, WatchJobs({}, nullptr));
+  runner_->WatchWritable(watch);
+  const auto batches = [&] {
+    size_t count = 0;
+    Notification done;
+    runner_->WithCore([&](Core*) {
+      count = watch->batches.size();
+      done.Notify();
+    });
+    done.WaitForNotification();
+    return count;
+  };
+  EXPECT_EQ(batches(), 1u);
+  journal->Hold();
+  FakeSink sink;
+  Call(SubmitOp("a"), &sink);
+  EXPECT_EQ(batches(), 1u) << "it may still be lost";
+  runner_->WithCore([journal](Core*) { journal->Release(); });
+  sink.answered.WaitForNotification();
+  EXPECT_EQ(batches(), 2u);
+  runner_->Stop();
+  ASSERT_TRUE(watch->closed.has_value());
+  EXPECT_EQ(rpc::GetReason(*watch->closed), v1::ERROR_REASON_STOPPING);
 }
 
 }  // namespace

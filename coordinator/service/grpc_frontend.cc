@@ -20,7 +20,9 @@
 #include "coordinator/service/agent_stream.h"
 #include "coordinator/service/op_kinds.h"
 #include "coordinator/service/open_calls.h"
+#include "coordinator/service/watch_source.h"
 #include "proto/muster/v1/admin.pb.h"
+#include "proto/muster/v1/job.pb.h"
 #include "proto/muster/v1/session.pb.h"
 #include "proto/muster/v1/watch.pb.h"
 #include "rpc/status.h"
@@ -343,49 +345,64 @@ class GrpcFrontend::UnaryCall final : public Handler,
   std::optional<AuditLog::Entry> audit_;  // of an operation that is audited
 };
 
-// A watch: one request, then batches until the client goes away.
-class GrpcFrontend::GrpcWatchStream final : public Handler,
-                                            public WatchStream,
-                                            public std::enable_shared_from_this<GrpcWatchStream> {
+// A watch: one request, then messages until the client goes away.
+template <typename Request>
+class GrpcFrontend::GrpcWatchStream final
+    : public Handler,
+      public WatchStream,
+      public std::enable_shared_from_this<GrpcWatchStream<Request>> {
  public:
   GrpcWatchStream(GrpcFrontend& frontend, RpcCall* rpc, const Method&, MethodMetrics* metrics)
       : Handler(rpc, metrics), frontend_(frontend), runner_(frontend.runner_) {}
 
-  void Write(v1::WatchBatch batch) override {
+  void Write(const google::protobuf::MessageLite& message) override {
     MutexLock lock(&mu_);
-    StartWrite(Serialize(batch));
+    StartWrite(Serialize(message));
   }
   void Close(const absl::Status& status) override { Finish(status); }
 
  private:
-  void OnRead(bool ok, grpc::ByteBuffer& bytes) override {
-    v1::WatchRequest request;
-    if (!ok || !Parse(bytes, &request)) {
-      Finish(NotAMessage("WatchRequest"));
-      return;
-    }
-    bytes.Clear();
+  // What `request` asks for, if the caller may see it.
+  absl::StatusOr<std::unique_ptr<WatchSource>> Source(v1::WatchRequest request) {
     // Keys hold what workers tell one another, secrets perhaps.
     const bool keys = request.keys() || !request.members();
     const absl::Status allowed =
         frontend_.CheckAccess(rpc(), keys ? Role::kAttempt : Role::kView, request.job_id(),
                               absl::StrCat("watch the ", keys ? "keys" : "members", " of job ",
                                            Quoted(request.job_id())));
-    if (!allowed.ok()) {
-      Finish(allowed);
+    if (!allowed.ok()) return allowed;
+    return WatchEvents(std::move(request));
+  }
+  absl::StatusOr<std::unique_ptr<WatchSource>> Source(v1::WatchJobsRequest request) {
+    // As Get and List: no attempt of a job.
+    const absl::Status allowed =
+        frontend_.CheckAccess(rpc(), Role::kView, /*job=*/"", "watch submitted jobs");
+    if (!allowed.ok()) return allowed;
+    return WatchJobs(std::move(request), rpc()->who_);
+  }
+  void OnRead(bool ok, grpc::ByteBuffer& bytes) override {
+    Request request;
+    if (!ok || !Parse(bytes, &request)) {
+      Finish(NotAMessage(Request::descriptor()->name()));
       return;
     }
-    runner_.WatchOpen(shared_from_this(), std::move(request));
+    bytes.Clear();
+    absl::StatusOr<std::unique_ptr<WatchSource>> source = Source(std::move(request));
+    if (source.ok()) {
+      runner_.WatchOpen(this->shared_from_this(), *std::move(source));
+    } else {
+      Finish(source.status());
+    }
   }
   void OnWritten(bool ok) override {
     if (ok) {
-      runner_.WatchWritable(shared_from_this());
+      runner_.WatchWritable(this->shared_from_this());
     } else {
       Finish(absl::CancelledError("the watcher disconnected"));
     }
   }
   void OnGone() override {
-    runner_.WatchClosed(shared_from_this());
+    runner_.WatchClosed(this->shared_from_this());
     Finish(absl::CancelledError("the watcher disconnected"));
   }
 
@@ -634,7 +651,8 @@ constexpr GrpcFrontend::Method GrpcFrontend::Method::Core(const char* service, c
 
 constexpr GrpcFrontend::Method GrpcFrontend::kMethods[] = {
     Method::Streaming<GrpcAgentStream>("muster.v1.Session", "Attach", "bidi_stream"),
-    Method::Streaming<GrpcWatchStream>("muster.v1.Watch", "Watch", "server_stream"),
+    Method::Streaming<GrpcWatchStream<v1::WatchRequest>>("muster.v1.Watch", "Watch",
+                                                         "server_stream"),
     MUSTER_CORE_METHOD("Rendezvous", "Join", join),
     MUSTER_CORE_METHOD("Rendezvous", "GetRankTable", get_rank_table),
     MUSTER_CORE_METHOD("Rendezvous", "Leave", leave),
@@ -660,6 +678,8 @@ constexpr GrpcFrontend::Method GrpcFrontend::kMethods[] = {
     MUSTER_CORE_METHOD("Checkpoints", "Collect", collect_checkpoints),
     MUSTER_CORE_METHOD("Jobs", "Submit", submit_job),
     MUSTER_CORE_METHOD("Jobs", "Get", get_job),
+    Method::Streaming<GrpcWatchStream<v1::WatchJobsRequest>>("muster.v1.Jobs", "Watch",
+                                                             "server_stream"),
     MUSTER_CORE_METHOD("Jobs", "List", list_jobs),
     MUSTER_CORE_METHOD("Jobs", "Control", control_job),
     MUSTER_CORE_METHOD("Jobs", "ReadLog", read_job_log),

@@ -178,6 +178,7 @@ class GrpcFrontend {
   class Handler;
   class UnaryCall;
   class GrpcAgentStream;
+  template <typename Request>
   class GrpcWatchStream;
   class HealthWatch;
   class NamedService;

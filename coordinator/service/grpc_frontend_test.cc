@@ -16,6 +16,7 @@
 #include "coordinator/journal/memory_journal.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "proto/muster/v1/job.pb.h"
 #include "proto/muster/v1/kv.pb.h"
 #include "proto/muster/v1/rendezvous.pb.h"
 #include "proto/muster/v1/session.pb.h"
@@ -290,6 +291,7 @@ TEST_F(GrpcFrontendTest, AnsweredCallInEveryOrderOfEvents_EndsOnceAndLeavesNothi
 TEST_F(GrpcFrontendTest, CallThatIsNoMessage_EndsOnceAndLeavesNothing) {
   TryEveryOrder("/muster.v1.KeyValueStore/Wait", {"\xff\xff\xff"});
   TryEveryOrder("/muster.v1.Watch/Watch", {"\xff\xff\xff"});
+  TryEveryOrder("/muster.v1.Jobs/Watch", {"\xff\xff\xff"});
   TryEveryOrder("/muster.v1.Session/Attach", {"\xff\xff\xff"});
 }
 
@@ -298,6 +300,12 @@ TEST_F(GrpcFrontendTest, WatchInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
   watch.set_job_id("j");
   watch.set_keys(true);
   TryEveryOrder("/muster.v1.Watch/Watch", {watch.SerializeAsString()});
+}
+
+TEST_F(GrpcFrontendTest, WatchOfJobsInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
+  v1::WatchJobsRequest watch;
+  watch.set_name_prefix("a");
+  TryEveryOrder("/muster.v1.Jobs/Watch", {watch.SerializeAsString()});
 }
 
 TEST_F(GrpcFrontendTest, HealthWatchInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {

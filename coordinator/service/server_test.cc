@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/mutate.h"
@@ -438,7 +439,7 @@ std::vector<const google::protobuf::MethodDescriptor*> MethodsOfTheContract() {
        {v1::StatusReply::descriptor(), v1::ArriveRequest::descriptor(),
         v1::TxnRequest::descriptor(), v1::Member::descriptor(), v1::JoinRequest::descriptor(),
         v1::AgentFrame::descriptor(), v1::PollTriggersRequest::descriptor(),
-        v1::WatchRequest::descriptor()}) {
+        v1::WatchRequest::descriptor(), v1::JobSpec::descriptor()}) {
     const google::protobuf::FileDescriptor* file = message->file();
     for (int s = 0; s < file->service_count(); ++s) {
       for (int m = 0; m < file->service(s)->method_count(); ++m) {
@@ -482,7 +483,7 @@ TEST(CoordinatorServer, EveryMethodOfTheContract_IsServed) {
     EXPECT_EQ(status.code(), no_input ? absl::StatusCode::kOk : absl::StatusCode::kInvalidArgument)
         << PathOf(*method) << ": " << status;
   }
-  EXPECT_EQ(MethodsOfTheContract().size(), 24u);
+  EXPECT_EQ(MethodsOfTheContract().size(), 30u);
   EXPECT_EQ(CallWithGarbage(client, "/muster.v1.Barrier/Levitate").code(),
             absl::StatusCode::kUnimplemented);
   EXPECT_EQ(CallWithGarbage(client, "/grpc.health.v1.Health/Check").code(),
@@ -591,6 +592,25 @@ TEST(CoordinatorServer, Users_MayDoWhatTheirRoleSays) {
   }
   EXPECT_EQ(rpc::GetReason(cancel(ann, "mnist-2")), v1::ERROR_REASON_SCOPE);
   EXPECT_EQ(rpc::GetReason(cancel(bob, "mnist-1")), v1::ERROR_REASON_SCOPE);
+  // Who may list jobs may watch them, and sees the same.
+  const auto watch = [&](const std::unique_ptr<Client>& client, v1::WatchJobsBatch* batch) {
+    grpc::ClientContext context;
+    rpc::SetTimeout(context, kPatience);
+    const auto reader = v1::Jobs::NewStub(client->channel())->Watch(&context, {});
+    const bool told = reader->Read(batch);
+    context.TryCancel();
+    const absl::Status status = rpc::FromGrpc(reader->Finish());
+    return told ? absl::OkStatus() : status;
+  };
+  for (const auto* client : {&ann, &bob, &root}) {
+    v1::WatchJobsBatch batch;
+    EXPECT_TRUE(watch(*client, &batch).ok());
+    EXPECT_EQ(batch.jobs_size(), 2);
+  }
+  for (const auto* client : {&nodes, &eve}) {
+    v1::WatchJobsBatch batch;
+    EXPECT_FALSE(watch(*client, &batch).ok());
+  }
   EXPECT_TRUE(cancel(ann, "mnist-1").ok());
   EXPECT_TRUE(cancel(root, "mnist-2").ok());
   // No person attaches agents.
@@ -1585,6 +1605,22 @@ TEST(Mutated, Requests_NeverBreakTheServer) {
     watch.set_from_revision(1);
     watch.set_keys(true);
     add("Watch/Watch", watch);
+    v1::WatchJobsRequest jobs;
+    jobs.add_states(v1::JOB_STATE_QUEUED);
+    jobs.set_owner("ann");
+    jobs.set_name_prefix("mnist");
+    jobs.set_seen_revision(1);
+    add("Jobs/Watch", jobs);
+    v1::WatchJobsRequest one;
+    one.set_job_id("mnist-1");
+    add("Jobs/Watch", one);
+    v1::SubmitJobRequest submit;
+    submit.mutable_spec()->set_name("mnist");
+    submit.mutable_spec()->add_argv("./train");
+    submit.mutable_spec()->set_max_processes(1);
+    submit.mutable_spec()->set_wait_for_nodes(true);
+    add("Jobs/Submit", submit);
+    add("Jobs/Watch", jobs);
     add("Admin/Status", v1::StatusRequest());
     add("Admin/Snapshot", v1::SnapshotRequest());
   }
@@ -1618,7 +1654,7 @@ TEST(Mutated, Requests_NeverBreakTheServer) {
     for (int i = 0; i < 256; ++i) {
       auto* call = new Pending;
       // A stream without a message looks unimplemented to this unary caller.
-      call->unchanged = i == 0 && method != "/muster.v1.Watch/Watch";
+      call->unchanged = i == 0 && !absl::EndsWith(method, "/Watch");
       rpc::SetTimeout(call->context, absl::Milliseconds(200));
       const grpc::Slice slice(i == 0 ? sample : mutate(sample));
       call->reader =

@@ -1,11 +1,12 @@
 #ifndef MUSTER_COORDINATOR_SERVICE_WATCHERS_H_
 #define MUSTER_COORDINATOR_SERVICE_WATCHERS_H_
 
+#include <google/protobuf/message_lite.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -14,7 +15,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "coordinator/core.h"
-#include "proto/muster/v1/watch.pb.h"
+#include "coordinator/service/watch_source.h"
 
 namespace muster::coordinator {
 
@@ -22,46 +23,44 @@ namespace muster::coordinator {
 class WatchStream {
  public:
   virtual ~WatchStream() = default;
-  // Writes `batch`; WatchWritable() is called when it has been written. Never called while a write
-  // is in flight.
-  virtual void Write(v1::WatchBatch batch) = 0;
+  // Writes `message`, which may go then; WatchWritable() is called when it has been written. Never
+  // called while a write is in flight.
+  virtual void Write(const google::protobuf::MessageLite& message) = 0;
   virtual void Close(const absl::Status& status) = 0;
 };
 
-// The open watches and what each has been sent: events of its job, once they are durable. Not
-// thread-safe, except for the numbers; CoreRunner uses it in its turn.
+// The open watches, and when each is sent something: when its topic has changed, once that is
+// durable, and its last message was taken. Not thread-safe, except for the numbers; CoreRunner uses
+// it in its turn.
 class Watchers {
  public:
   // `core` outlives it. A batch has at most `batch_bytes`.
   Watchers(const Core& core, size_t batch_bytes) : core_(core), batch_bytes_(batch_bytes) {}
 
   // All that the core has put out must be in its history when it is called.
-  void Open(std::shared_ptr<WatchStream> stream, v1::WatchRequest request);
+  void Open(std::shared_ptr<WatchStream> stream, std::unique_ptr<WatchSource> source);
   // The stream's write has ended.
   void Writable(const std::shared_ptr<WatchStream>& stream);
   void Forget(WatchStream* stream);
   void CloseAll(const absl::Status& status);
 
-  // Something has happened to the job: looks at its watchers in the next Serve(), and again when
-  // all of it is durable.
-  void Changed(const std::string& job_id);
+  // Something has happened: looks at its watchers in the next Serve(), and again when all of it is
+  // durable.
+  void Changed(const WatchTopic& topic);
   void Durable(uint64_t revision);
-  // Sends what there is to the watchers of the jobs that have changed.
+  // Sends what there is to the watchers of what has changed.
   void Serve();
 
   // Of any thread.
   size_t size() const { return count_.load(std::memory_order_relaxed); }
-  // Watches looked at because something of their job had changed.
+  // Watches looked at because something of their topic had changed.
   uint64_t visited() const { return visited_.load(std::memory_order_relaxed); }
 
  private:
   struct Watcher {
     std::shared_ptr<WatchStream> stream;
-    v1::WatchRequest request;
-    uint64_t next = 0;
-    uint64_t told = 0;  // the `next` that it knows
+    std::unique_ptr<WatchSource> source;
     bool writing = false;
-    bool greeted = false;
   };
   void Send(Watcher& watcher);
 
@@ -69,10 +68,10 @@ class Watchers {
   const size_t batch_bytes_;
   uint64_t durable_revision_ = 0;
   absl::flat_hash_map<WatchStream*, Watcher> watchers_;
-  absl::flat_hash_map<std::string, absl::flat_hash_set<WatchStream*>> of_job_;
-  std::vector<std::string> changed_;  // since the last Serve()
-  // Jobs with events that were not durable, and the revision up to which the journal must be.
-  absl::btree_set<std::pair<uint64_t, std::string>> undurable_;
+  absl::flat_hash_map<WatchTopic, absl::flat_hash_set<WatchStream*>> of_topic_;
+  std::vector<WatchTopic> changed_;  // since the last Serve()
+  // Topics with changes that were not durable, and the revision up to which the journal must be.
+  absl::btree_set<std::pair<uint64_t, WatchTopic>> undurable_;
   std::atomic<size_t> count_{0};
   std::atomic<uint64_t> visited_{0};
 };

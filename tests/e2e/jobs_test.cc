@@ -370,6 +370,32 @@ TEST_F(JobsTest, KilledCoordinator_KnowsItsJobsAgain) {
   EXPECT_EQ(Run({"logs", queued}), "second");
 }
 
+TEST_F(JobsTest, Watches_GoOnOverARestartOfTheCoordinator_AndPrintNothingTwice) {
+  const auto a = StartNode("a");
+  ASSERT_EQ(mkfifo(Temp("fifo").c_str(), 0600), 0);
+  const std::string job =
+      Submit({"--processes", "1"}, absl::StrCat("read x < ", Temp("fifo"), "; exit 0"));
+  const auto one = Muster({"watch", "--coordinator", address_, job}),
+             all = Muster({"list", "--coordinator", address_, "--watch"});
+  for (const auto* watch : {&one, &all}) (*watch)->WaitForLine(job + " RUNNING");
+  coordinator_->Signal(SIGKILL);
+  coordinator_->Wait();
+  coordinator_ = StartCoordinator();
+  WaitUntil([&] { return NodeState("a") == "READY"; });
+  Command writer(*host_, {"/bin/sh", "-c", absl::StrCat("echo word > ", Temp("fifo"))}, env_);
+  EXPECT_EQ(one->Wait(), 0) << one->err_text();
+  all->WaitForLine(job + " SUCCEEDED");
+  for (const auto* watch : {&one, &all}) {
+    std::map<std::string, int> times;
+    for (const std::string& line : (*watch)->out()) ++times[line];
+    for (const auto& [line, count] : times) EXPECT_EQ(count, 1) << line;
+  }
+  Run({"remove", job});
+  all->WaitForLine(job + " is gone");
+  all->Signal(SIGTERM);
+  EXPECT_EQ(all->Wait(), -SIGTERM);
+}
+
 TEST_F(JobsTest, SecondAgent_OfTheSameFolderOrName_IsRefused) {
   const auto a = StartNode("a");
   const auto start = [&](const std::string& folder) {

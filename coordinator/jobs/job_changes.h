@@ -1,0 +1,58 @@
+#ifndef MUSTER_COORDINATOR_JOBS_JOB_CHANGES_H_
+#define MUSTER_COORDINATOR_JOBS_JOB_CHANGES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <utility>
+
+#include "absl/container/btree_set.h"
+
+namespace muster::coordinator {
+
+// Which jobs have changed since a revision: the last change of each, and the latest removals. Not
+// thread-safe; pure.
+class JobChanges {
+ public:
+  static constexpr size_t kKeptRemovals = 1000;
+
+  struct Removal {
+    uint64_t revision;
+    std::string job_id;
+    std::string owner;
+  };
+
+  // The last change of the job was at `former`, and is at `revision` now. 0: it has none.
+  void Changed(uint64_t sequence, uint64_t former, uint64_t revision) {
+    changes_.erase({former, sequence});
+    if (revision != 0) changes_.insert({revision, sequence});
+  }
+  void Removed(uint64_t sequence, uint64_t former, Removal removal) {
+    Changed(sequence, former, 0);
+    removals_.push_back(std::move(removal));
+    if (removals_.size() <= kKeptRemovals) return;
+    forgotten_ = removals_.front().revision;
+    removals_.pop_front();
+  }
+  // Removals up to this revision are not known: a coordinator has started.
+  void ForgetRemovals(uint64_t revision) {
+    removals_.clear();
+    forgotten_ = revision;
+  }
+
+  // (revision, sequence), each job once.
+  const absl::btree_set<std::pair<uint64_t, uint64_t>>& changes() const { return changes_; }
+  // By revision: all that came after forgotten().
+  const std::deque<Removal>& removals() const { return removals_; }
+  uint64_t forgotten() const { return forgotten_; }
+
+ private:
+  absl::btree_set<std::pair<uint64_t, uint64_t>> changes_;
+  std::deque<Removal> removals_;
+  uint64_t forgotten_ = 0;
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_JOBS_JOB_CHANGES_H_
