@@ -62,10 +62,18 @@ struct CheckpointOptions {
   // save_state() also keeps the state in memory that the node's agent holds (`muster launch`,
   // `muster-agent`): when the job is restarted after a crash, load_state() without a directory
   // takes it from there if it is newer than what is on the disk. It takes memory for two copies of
-  // each process's part (see divide_above), which the agent frees at the job's end.
+  // each process's part (see divide_above; more with `mirror`), which the agent frees at the job's
+  // end.
   // Without an agent or without memory a warning says so, and the disk alone counts. `lazy` counts
   // here too. Not with promote = false.
   bool memory = false;
+  // With `memory` on several nodes: each save in memory is copied during training to another node,
+  // so that a job that loses a node continues from memory. Takes the network as fast as it is, and
+  // on each node memory for two more copies of each process's part; one or two more if copying
+  // takes longer than the time between two saves. A save that begins while an earlier one is being
+  // copied is not copied itself. Where there is no memory for it a warning says so, and saves stay
+  // on their own nodes alone.
+  bool mirror = true;
   // With `memory`: every so many calls of save_state() without a directory write to the disk, the
   // others to memory alone. What is in memory alone is lost when the job ends or its agent does:
   // end the program with a save_state(directory), if its last state matters. After the trigger

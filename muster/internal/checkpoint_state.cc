@@ -227,8 +227,12 @@ void CheckpointState::OpenMemory() {
   if (memory_opened_ || !process_.options().checkpoint.memory) return;
   memory_opened_ = true;
   const Environment& environment = process_.environment();
+  MemoryTier::MirrorOptions mirror;
+  if (process_.options().checkpoint.mirror) {
+    mirror.connect = [this] { return MakeBackgroundComm(process_.joined()); };
+  }
   absl::StatusOr<std::unique_ptr<MemoryTier>> opened = MemoryTier::Open(
-      process_.comm(), environment.memory_socket.value, environment.worker_id.value);
+      process_.comm(), environment.memory_socket.value, environment.worker_id.value, mirror);
   if (opened.ok()) {
     memory_ = *std::move(opened);
   } else if (process_.rank() == 0) {
@@ -1136,7 +1140,7 @@ bool CheckpointState::LoadFromMemory(const CheckpointFolder& folder) {
   TORCH_CHECK(absl::SimpleAtoi(main, &on_disk), "load_state: rank 0 sent ", main);
   if (on_disk > step) return false;
   LoadFrom(newest.reader);
-  memory_->Keep(newest.save);
+  memory_->Keep(newest);
   since_disk_ = newest.since_disk;
   if (process_.rank() == 0) {
     MUSTER_LOG(Info) << "loaded " << newest.reader.dir() << " in "

@@ -66,6 +66,26 @@ class JobsTest : public ClusterFixture {
     options.insert(options.end(), {"--name", "job", "--", "/bin/sh", "-c", script});
     return Run(options);
   }
+  // Training with checkpoints in memory, on as many nodes as there are of the two that it needs.
+  std::string Train(const std::string& name, const std::string& project,
+                    std::vector<std::string> options = {"--processes_per_node", "1"}) {
+    options.insert(options.end(), {"--processes", "2", "--stop_grace", "1s", "--env",
+                                   absl::StrCat("MUSTER_PROJECT_DIR=", project)});
+    return Submit(options,
+                  absl::StrCat("echo $$ > ", Temp("pid"), "$RANK; exec ",
+                               Runfile("tests/e2e/memory_worker"), " ", name, " 20 13 1000"));
+  }
+  // In what rank 0 of a job that runs has written.
+  void WaitForWords(const std::string& job, const std::string& words) {
+    WaitForState(job, "RUNNING");
+    WaitUntil([&] { return absl::StrContains(Run({"logs", job}), words); });
+  }
+  std::string WeightsOf(const std::string& job) {
+    const std::string log = Run({"logs", job});
+    const size_t at = log.find("weights ");
+    EXPECT_NE(at, std::string::npos) << log;
+    return at == std::string::npos ? "" : log.substr(at, 24);
+  }
   Json Get(const std::string& job) { return Json::parse(Run({"describe", job, "-o", "json"})); }
   std::string StateOf(const std::string& job) { return Get(job)["state"]; }
   void WaitForState(const std::string& job, const std::string& state) {
@@ -90,6 +110,20 @@ class JobsTest : public ClusterFixture {
     EXPECT_TRUE(
         absl::SimpleAtoi(*ReadFile(absl::StrCat(folder, "/", names[0], "/runner.pid")), &runner));
     return runner;
+  }
+  // The runner of a job's only attempt on this node.
+  pid_t RunnerOf(const std::string& job, const std::string& node) {
+    const std::string folder = absl::StrCat(Temp(node), "/attempts");
+    const std::vector<std::string> names = *ListDirectory(folder);
+    for (const std::string& name : names) {
+      int runner = 0;
+      if (absl::StartsWith(name, job + ".") &&
+          absl::SimpleAtoi(*ReadFile(absl::StrCat(folder, "/", name, "/runner.pid")), &runner)) {
+        return runner;
+      }
+    }
+    ADD_FAILURE() << job << " has no runner on " << node;
+    return 0;
   }
   // The process that a rank has written to its file.
   pid_t PidIn(const std::string& file) {
@@ -207,6 +241,46 @@ TEST_F(JobsTest, ElasticTraining_LosesANodeAndGetsItBack_TrainsEverySampleOnce) 
   // Attempt 2 went on from a checkpoint of attempt 1, and attempt 3 from the one that attempt 2
   // made when it was stopped.
   EXPECT_THAT(Run({"logs", job, "--attempt", "2"}), Not(HasSubstr("passing over")));
+}
+
+TEST_F(JobsTest, TrainingThatLosesTheNodeOfRankZero_ContinuesFromItsPeersMemory) {
+  ShortenNodeLease();
+  std::map<std::string, std::unique_ptr<Command>> nodes;
+  nodes["a"] = StartNode("a");
+  nodes["b"] = StartNode("b");
+  const std::string whole = Train("none", Temp("whole"));
+  WaitForState(whole, "SUCCEEDED");
+  const std::string weights = WeightsOf(whole);
+  const std::string job = Train("wait", Temp("project"));
+  WaitForWords(job, "waits at 13");
+  // The machine is gone, with all that runs there; an empty one waits.
+  const std::string lost = Get(job)["attempts"][0]["placements"][0]["node"];
+  const pid_t runner = RunnerOf(job, lost);
+  nodes[lost]->Signal(SIGKILL);
+  nodes[lost]->Wait();
+  kill(runner, SIGKILL);
+  nodes["c"] = StartNode("c");
+  WaitForState(job, "SUCCEEDED");
+  EXPECT_EQ(Get(job)["attempts"][0]["end"]["class"], "NODE_LOST");
+  EXPECT_THAT(Run({"logs", job}), HasSubstr("begins at 13"));
+  EXPECT_FALSE(PathExists(Temp("project/checkpoints/checkpoint_0")));
+  EXPECT_EQ(WeightsOf(job), weights);
+}
+
+// Also if the node's agent was not there all the time: the runner hands over what it holds.
+TEST_F(JobsTest, TrainingThatIsKilled_ContinuesFromTheMemoryOfItsNode) {
+  auto a = StartNode("a");
+  const std::string job =
+      Train("wait", Temp("project"), {"--max_restarts", "1", "--restart_delay", "1s"});
+  WaitForWords(job, "waits at 13");
+  a->Signal(SIGKILL);
+  a->Wait();
+  a = StartNode("a");
+  kill(PidIn("pid1"), SIGKILL);
+  WaitForState(job, "SUCCEEDED");
+  EXPECT_EQ(Get(job)["attempts"][0]["end"]["class"], "PROCESS_FAILED");
+  EXPECT_THAT(Run({"logs", job}), HasSubstr("begins at 13"));
+  EXPECT_FALSE(PathExists(Temp("project/checkpoints/checkpoint_0")));
 }
 
 TEST_F(JobsTest, FailedProgram_IsRestarted_AndItsLastLinesAreKept) {

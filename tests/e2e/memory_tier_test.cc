@@ -18,7 +18,12 @@
 #include "base/held_memory.h"
 #include "base/mutex.h"
 #include "base/owned_fd.h"
+#include "torch/csrc/distributed/c10d/HashStore.hpp"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "worker/checkpoint/aligned_memory.h"
+#include "worker/collective/c10d_comm.h"
 #include "worker/collective/gloo_ranks.h"
+#include "worker/collective/process_group.h"
 
 namespace muster {
 namespace {
@@ -63,10 +68,78 @@ class MemoryTierTest : public testing::Test {
     });
   }
 
-  static absl::Status Save(Comm& comm, MemoryTier& tier, int64_t step, int failing_rank = -1) {
+  // One whose saves are mirrored. `before_piece` is called with the rank before each exchange of
+  // pieces, `at_end` once its tier is gone.
+  void MirroredAttempt(int ranks, const std::function<void(Comm&, MemoryTier&)>& body,
+                       const std::function<void(int)>& before_piece = nullptr,
+                       const std::function<void(int)>& at_end = nullptr) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    RunGlooRanks(ranks, [&](Comm& comm) {
+      const int rank = comm.rank();
+      MemoryTier::MirrorOptions mirror;
+      mirror.connect = [&]() -> absl::StatusOr<std::unique_ptr<Comm>> {
+        GlooOptions gloo;
+        gloo.rank = rank;
+        gloo.size = comm.size();
+        gloo.single_host = true;
+        return MakeC10dComm(MakeGlooGroup(store, gloo));
+      };
+      if (before_piece != nullptr) mirror.before_piece = [&, rank] { before_piece(rank); };
+      auto tier =
+          MemoryTier::Open(comm, holders_[rank]->address(), absl::StrCat("w", rank), mirror);
+      ASSERT_TRUE(tier.ok()) << tier.status();
+      body(comm, **tier);
+      tier->reset();
+      if (at_end != nullptr) at_end(rank);
+    });
+  }
+  // Saves that are mirrored, one after the other.
+  static void SaveMirrored(Comm& comm, MemoryTier& tier, int64_t first, int64_t last) {
+    for (int64_t step = first; step <= last; ++step) {
+      EXPECT_TRUE(Save(comm, tier, step).ok());
+      const absl::Status mirrored = tier.WaitForMirror();
+      EXPECT_TRUE(mirrored.ok()) << mirrored;
+      comm.Barrier();
+    }
+  }
+  // Another machine, with the agent of the same worker, takes a lost one's place.
+  void LoseNode(int node) {
+    Speaker* const speaker = speakers_[node].get();
+    holders_[node] = *agent::MemoryHolder::Start([speaker](pid_t) { return speaker->Get(); });
+  }
+  // Each of the first two workers runs where the other was.
+  void SwapNodes() {
+    std::swap(holders_[0], holders_[1]);
+    std::swap(speakers_[0], speakers_[1]);
+    speakers_[0]->Set("w0");
+    speakers_[1]->Set("w1");
+  }
+  // What all agents hold, as it is now.
+  std::vector<std::unique_ptr<agent::MemoryHolder>> CopyOfAllMemory() {
+    std::vector<std::unique_ptr<agent::MemoryHolder>> copies;
+    for (size_t node = 0; node < holders_.size(); ++node) {
+      Speaker* const speaker = speakers_[node].get();
+      copies.push_back(*agent::MemoryHolder::Start([speaker](pid_t) { return speaker->Get(); }));
+      const auto held = TakeHeldMemory(holders_[node]->address());
+      EXPECT_TRUE(held.ok()) << held.status();
+      for (const HeldMemory& piece : *held) {
+        const auto memory = AlignedMemory::OfFile(piece.fd.get());
+        const auto fd = CreateHoldableMemory("copy");
+        EXPECT_TRUE(memory.ok() && fd.ok());
+        EXPECT_EQ(write(fd->get(), memory->data(), memory->size()),
+                  static_cast<ssize_t>(memory->size()));
+        EXPECT_TRUE(HoldMemory(copies.back()->address(), piece.slot, fd->get()).ok());
+      }
+    }
+    return copies;
+  }
+
+  static absl::Status Save(Comm& comm, MemoryTier& tier, int64_t step, int failing_rank = -1,
+                           const std::function<void()>& during = nullptr) {
     CheckpointInfo info;
     info.step = step;
     return tier.Save(comm, info, step % 5, /*lazy=*/true, [&](StateWriter& writer) {
+      if (during != nullptr) during();
       StateDict own, shared;
       own.SetInt("step", step + 100 * comm.rank());
       absl::Status status =
@@ -101,7 +174,7 @@ class MemoryTierTest : public testing::Test {
         EXPECT_EQ(*own->GetInt("step"), step + 100 * rank);
       }
     }
-    if (keep) tier.Keep((*found)->save);
+    if (keep) tier.Keep(**found);
     return step;
   }
 
@@ -130,6 +203,27 @@ class MemoryTierTest : public testing::Test {
    private:
     Mutex mu_;
     std::string worker_ ABSL_GUARDED_BY(mu_);
+  };
+
+  // Holds up whoever passes while it is closed.
+  class Gate {
+   public:
+    void Close() { Set(false); }
+    void Open() { Set(true); }
+    void Pass() {
+      MutexLock lock(&mu_);
+      while (!open_) changed_.Wait(&mu_);
+    }
+
+   private:
+    void Set(bool open) {
+      MutexLock lock(&mu_);
+      open_ = open;
+      changed_.SignalAll();
+    }
+    Mutex mu_;
+    CondVar changed_;
+    bool open_ ABSL_GUARDED_BY(mu_) = true;
   };
 
   std::vector<std::unique_ptr<Speaker>> speakers_;
@@ -253,6 +347,159 @@ TEST_F(MemoryTierTest, LostNode_LeavesNothing) {
   Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), -1); });
 }
 
+TEST_F(MemoryTierTest, MirroredSaves_SurviveTheLossOfAnyNode) {
+  AddNode("w2");
+  MirroredAttempt(3, [](Comm& comm, MemoryTier& tier) {
+    EXPECT_EQ(FoundStep(comm, tier), -1);
+    SaveMirrored(comm, tier, 1, 3);
+  });
+  for (int lost = 0; lost < 3; ++lost) {
+    LoseNode(lost);
+    // From here on the next one may be lost.
+    MirroredAttempt(3, [&](Comm& comm, MemoryTier& tier) {
+      EXPECT_EQ(FoundStep(comm, tier, /*keep=*/true), 3 + lost);
+      SaveMirrored(comm, tier, 4 + lost, 4 + lost);
+    });
+  }
+  LoseNode(0);
+  LoseNode(1);
+  MirroredAttempt(3, [](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), -1); });
+}
+
+// What was lost with the node is found in the mirror for as long as no later save is whole.
+TEST_F(MemoryTierTest, CrashAfterALostNode_LeavesTheMirrorThatWasLoaded) {
+  MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { SaveMirrored(comm, tier, 1, 2); });
+  LoseNode(1);
+  for (int i = 0; i < 3; ++i) {
+    MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) {
+      EXPECT_EQ(FoundStep(comm, tier, /*keep=*/true), 2);
+      EXPECT_TRUE(Save(comm, tier, 3, /*failing_rank=*/0).ok());
+      EXPECT_FALSE(tier.WaitForMirror().ok());
+    });
+  }
+}
+
+// Saves go on while a mirror is under way, and what is mirrored stays until it is done.
+TEST_F(MemoryTierTest, MirrorSlowerThanSaves_LeavesTheLastSaveAndTheLastMirror) {
+  Gate gate;
+  std::vector<std::unique_ptr<agent::MemoryHolder>> at_the_crash;
+  MirroredAttempt(
+      2,
+      [&](Comm& comm, MemoryTier& tier) {
+        SaveMirrored(comm, tier, 1, 2);
+        gate.Close();
+        comm.Barrier();
+        for (int step = 3; step <= 7; ++step) EXPECT_TRUE(Save(comm, tier, step).ok());
+        EXPECT_TRUE(tier.Wait().ok());
+        comm.Barrier();
+        if (comm.rank() == 0) at_the_crash = CopyOfAllMemory();
+        comm.Barrier();
+        gate.Open();
+        EXPECT_TRUE(tier.WaitForMirror().ok());
+        comm.Barrier();
+        SaveMirrored(comm, tier, 8, 8);
+      },
+      [&](int) { gate.Pass(); });
+  // Four pieces for saves, two for mirrors.
+  EXPECT_EQ(TakeHeldMemory(holders_[0]->address())->size(), 6u);
+  LoseNode(1);
+  MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), 8); });
+  holders_ = std::move(at_the_crash);
+  MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), 7); });
+  LoseNode(0);
+  MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), 2); });
+}
+
+TEST_F(MemoryTierTest, MirrorsFasterThanSaves_TakeTwoPiecesEach) {
+  MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { SaveMirrored(comm, tier, 1, 5); });
+  EXPECT_EQ(TakeHeldMemory(holders_[0]->address())->size(), 4u);
+}
+
+TEST_F(MemoryTierTest, PartThatArrivesDamaged_IsNotMirrored) {
+  Gate gate;
+  MirroredAttempt(
+      2,
+      [&](Comm& comm, MemoryTier& tier) {
+        SaveMirrored(comm, tier, 1, 1);
+        gate.Close();
+        comm.Barrier();
+        EXPECT_TRUE(Save(comm, tier, 2).ok());
+        EXPECT_TRUE(tier.Wait().ok());
+        comm.Barrier();
+        if (comm.rank() == 0) {
+          Damage(0, 1);
+          gate.Open();
+        }
+        const absl::Status mirrored = tier.WaitForMirror();
+        EXPECT_EQ(mirrored.ok(), comm.rank() == 0) << mirrored;
+        if (comm.rank() == 1) {
+          EXPECT_THAT(mirrored.message(), HasSubstr("the part of rank 0: "));
+          EXPECT_THAT(mirrored.message(), HasSubstr("arrived with another digest"));
+        }
+      },
+      [&](int) { gate.Pass(); });
+  LoseNode(0);
+  MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), 1); });
+}
+
+TEST_F(MemoryTierTest, NoMemoryForMirrors_SavesGoOnWithoutThem) {
+  MirroredAttempt(2, [this](Comm& comm, MemoryTier& tier) {
+    const bool refused = comm.rank() == 1;
+    // After the memory of the save itself has been taken.
+    EXPECT_TRUE(Save(comm, tier, 1, -1, [&] {
+                  if (refused) speakers_[1]->Set("");
+                }).ok());
+    EXPECT_EQ(absl::IsResourceExhausted(tier.WaitForMirror()), refused) << tier.WaitForMirror();
+    if (refused) speakers_[1]->Set("w1");
+    for (int step = 2; step <= 4; ++step) EXPECT_TRUE(Save(comm, tier, step).ok());
+    EXPECT_TRUE(tier.WaitForMirror().ok());
+    EXPECT_EQ(FoundStep(comm, tier), 4);
+  });
+  LoseNode(1);
+  MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), -1); });
+}
+
+TEST_F(MemoryTierTest, PeerLostInTheMiddleOfAMirror_NobodyWaits) {
+  Gate gate, gone;
+  gate.Close();
+  gone.Close();
+  MirroredAttempt(
+      2,
+      [&](Comm& comm, MemoryTier& tier) {
+        EXPECT_TRUE(Save(comm, tier, 1).ok());
+        if (comm.rank() == 1) return;  // gives it up
+        gone.Pass();
+        gate.Open();
+        const absl::Status mirrored = tier.WaitForMirror();
+        EXPECT_TRUE(absl::IsUnavailable(mirrored)) << mirrored;
+      },
+      [&](int rank) {
+        if (rank == 0) gate.Pass();
+      },
+      [&](int rank) {
+        if (rank == 1) gone.Open();
+      });
+  MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), 1); });
+}
+
+TEST_F(MemoryTierTest, WhatIsForgotten_IsNotInMirrorsEither) {
+  MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { SaveMirrored(comm, tier, 1, 2); });
+  MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) {
+    tier.Forget();
+    comm.Barrier();
+    EXPECT_EQ(FoundStep(comm, tier), -1);
+  });
+  // Nor where the workers have changed places.
+  MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { SaveMirrored(comm, tier, 1, 2); });
+  SwapNodes();
+  Attempt([](Comm& comm, MemoryTier& tier) {
+    EXPECT_EQ(FoundStep(comm, tier), 2);
+    tier.Forget();
+    comm.Barrier();
+    EXPECT_EQ(FoundStep(comm, tier), -1);
+  });
+}
+
 TEST_F(MemoryTierTest, OtherNumberOfRanks_FindsNothing) {
   Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_TRUE(Save(comm, tier, 1).ok()); });
   Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), -1); }, 1);
@@ -265,6 +512,37 @@ TEST_F(MemoryTierTest, WhatIsForgotten_IsNotFound) {
     comm.Barrier();
     EXPECT_EQ(FoundStep(comm, tier), -1);
   });
+}
+
+// Otherwise a job whose ranks move from node to node would fill them.
+TEST_F(MemoryTierTest, MemoryOfWorkersThatRunElsewhere_IsDroppedOnceLaterSavesReplaceIt) {
+  for (const bool mirrored : {false, true}) {
+    const auto attempt = [&](const std::function<void(Comm&, MemoryTier&)>& body) {
+      mirrored ? MirroredAttempt(2, body) : Attempt(body);
+    };
+    const size_t pieces = mirrored ? 4 : 2;
+    attempt([](Comm& comm, MemoryTier& tier) { SaveMirrored(comm, tier, 1, 3); });
+    EXPECT_EQ(TakeHeldMemory(holders_[0]->address())->size(), pieces);
+    SwapNodes();
+    attempt([&](Comm& comm, MemoryTier& tier) {
+      EXPECT_EQ(FoundStep(comm, tier, /*keep=*/true), 3);
+      SaveMirrored(comm, tier, 4, 4);
+      EXPECT_EQ(TakeHeldMemory(holders_[comm.rank()]->address())->size(),
+                pieces + (mirrored ? 2 : 1));
+      comm.Barrier();
+      SaveMirrored(comm, tier, 5, 6);
+      const auto held = TakeHeldMemory(holders_[comm.rank()]->address());
+      EXPECT_EQ(held->size(), pieces);
+      for (const HeldMemory& piece : *held) {
+        EXPECT_EQ(piece.worker_id, absl::StrCat("w", comm.rank()));
+      }
+      comm.Barrier();
+      EXPECT_EQ(FoundStep(comm, tier), 6);
+      tier.Forget();
+    });
+    LoseNode(0);
+    LoseNode(1);
+  }
 }
 
 // They would write over each other's saves.

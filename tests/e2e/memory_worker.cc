@@ -1,6 +1,8 @@
 // Trains with checkpoints in memory after every step and, in its first attempt, comes to a bad end:
 //   memory_worker CASE STEPS DIE_AT DISK_EVERY
-// Rank 0 prints "begins at STEP" and, in the end, "weights DIGITS".
+// Rank 0 prints "begins at STEP" and, in the end, "weights DIGITS". In case "wait" it prints
+// "waits at STEP" at step DIE_AT, as soon as the save of that step is whole and, on several nodes,
+// mirrored, and all ranks wait for their end.
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -17,6 +19,9 @@
 #include "muster/utils.h"
 #include "torch/nn/functional/dropout.h"
 #include "torch/nn/modules/linear.h"
+#include "worker/checkpoint/aligned_memory.h"
+#include "worker/checkpoint/memory_mirror.h"
+#include "worker/checkpoint/memory_record.h"
 
 namespace {
 
@@ -40,6 +45,39 @@ void DamageMemory() {
   std::printf("damaged %zu pieces\n", held->size());
 }
 
+// Whether this worker has a part of the save of this step: its own or, on several nodes, the mirror
+// of another one's.
+bool HasPart(int64_t step) {
+  const bool mirror = std::string(Variable("GROUP_WORLD_SIZE")) != "1";
+  const auto held = muster::TakeHeldMemory(Variable("MUSTER_MEMORY_SOCKET"));
+  TORCH_CHECK(held.ok(), held.status().ToString());
+  for (const muster::HeldMemory& piece : *held) {
+    if (piece.worker_id != Variable("MUSTER_WORKER_ID") ||
+        (piece.slot >= muster::MemoryMirror::kFirstSlot) != mirror) {
+      continue;
+    }
+    const auto memory = muster::AlignedMemory::OfFile(piece.fd.get());
+    TORCH_CHECK(memory.ok(), memory.status().ToString());
+    const auto record = muster::ReadMemoryRecord(absl::string_view(memory->data(), memory->size()));
+    if (record.ok() && record->manifest.info.step == step) return true;
+  }
+  return false;
+}
+
+absl::Status WaitForTheEnd(Accelerator& a) {
+  const auto all_have_it = [&] {
+    const at::Tensor here = at::full({1}, HasPart(a.global_step()) ? 1 : 0, at::kInt);
+    return a.gather(here).min().item<int>() == 1;
+  };
+  while (!all_have_it()) {
+    // A save that begins while another one is being mirrored is not mirrored itself.
+    if (absl::Status s = a.save_state(); !s.ok()) return s;
+  }
+  if (a.is_main_process()) std::printf("waits at %ld\n", static_cast<long>(a.global_step()));
+  std::fflush(stdout);
+  while (true) pause();
+}
+
 absl::Status Train(Accelerator& a, const std::string& name, int64_t steps, int64_t die_at) {
   const bool first = std::string(Variable("MUSTER_RESTART_COUNT")) == "0";
   const bool dies = first && a.process_index() == 1;
@@ -56,6 +94,7 @@ absl::Status Train(Accelerator& a, const std::string& name, int64_t steps, int64
         if (dies && name == "in_save" && a.global_step() == die_at) raise(SIGKILL);
       });
   if (absl::Status s = a.load_state_if_present(); !s.ok()) return s;
+  const bool waits = name == "wait" && a.global_step() == 0;
   if (a.is_main_process()) std::printf("begins at %ld\n", static_cast<long>(a.global_step()));
   std::fflush(stdout);  // the process may be killed
   for (int64_t epoch : a.epochs(1000)) {
@@ -68,6 +107,7 @@ absl::Status Train(Accelerator& a, const std::string& name, int64_t steps, int64
       optimizer.step();
       optimizer.zero_grad();
       if (absl::Status s = a.save_state(); !s.ok()) return s;
+      if (waits && a.global_step() == die_at) return WaitForTheEnd(a);
       if (dies && (name == "after_save" || name == "damage") && a.global_step() == die_at) {
         raise(SIGKILL);
       }

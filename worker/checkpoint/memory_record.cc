@@ -1,5 +1,6 @@
 #include "worker/checkpoint/memory_record.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -13,7 +14,7 @@ namespace {
 constexpr uint64_t kMagic = 0x314d52455453554d;  // "MUSTERM1"
 constexpr char kSource[] = "the checkpoint in memory";
 
-// Little-endian, as the machine is: it never leaves it.
+// Little-endian, as the machines of the job are: it never leaves them.
 struct Header {
   uint64_t magic = 0;
   uint64_t sequence = 0;
@@ -66,14 +67,40 @@ absl::Status WriteMemoryRecord(AlignedMemory& memory, size_t end, const MemoryRe
   std::memcpy(to + offsets, text.data(), text.size());
   header.record_xxh3 = DigestBlock(absl::string_view(to, header.record_bytes));
   header.header_xxh3 = DigestOf(header);
-  std::atomic_signal_fence(std::memory_order_seq_cst);  // the header is last
-  std::memcpy(memory.data(), &header, sizeof(header));
+  PutMemoryHeader(absl::string_view(reinterpret_cast<const char*>(&header), sizeof(header)),
+                  memory);
   return absl::OkStatus();
 }
 
-absl::StatusOr<MemoryRecord> ReadMemoryRecord(absl::string_view memory) {
+void PutMemoryHeader(absl::string_view page, AlignedMemory& memory) {
+  std::atomic_signal_fence(std::memory_order_seq_cst);  // the header is last
+  std::memcpy(memory.data(), page.data(), std::min(page.size(), kMemoryHeaderBytes));
+}
+
+absl::string_view MemoryFile(absl::string_view memory, const MemoryRecord& record, size_t file) {
+  return memory.substr(record.offsets[file], record.manifest.files[file].digest.bytes);
+}
+
+size_t MemoryRecordEnd(absl::string_view memory) {
   Header header;
   if (memory.size() >= kMemoryHeaderBytes) std::memcpy(&header, memory.data(), sizeof(header));
+  if (header.magic != kMagic || header.header_xxh3 != DigestOf(header) ||
+      header.record_offset > memory.size() ||
+      header.record_bytes > memory.size() - header.record_offset) {
+    return 0;
+  }
+  return header.record_offset + header.record_bytes;
+}
+
+absl::StatusOr<MemoryRecord> ReadMemoryRecord(absl::string_view memory) {
+  return ReadMemoryRecord(memory.substr(0, kMemoryHeaderBytes), memory);
+}
+
+absl::StatusOr<MemoryRecord> ReadMemoryRecord(absl::string_view page, absl::string_view memory) {
+  Header header;
+  if (page.size() >= sizeof(header) && memory.size() >= kMemoryHeaderBytes) {
+    std::memcpy(&header, page.data(), sizeof(header));
+  }
   if (header.magic != kMagic) return absl::NotFoundError("the memory holds no checkpoint");
   if (header.header_xxh3 != DigestOf(header)) return Damaged("its header has another digest");
   if (header.record_offset < kMemoryHeaderBytes || header.record_offset > memory.size() ||

@@ -52,6 +52,18 @@ absl::Status WriteMemoryRecord(AlignedMemory& memory, size_t end, const MemoryRe
 // holds no checkpoint; DATA_LOSS if the record is damaged.
 absl::StatusOr<MemoryRecord> ReadMemoryRecord(absl::string_view memory);
 
+// The contents of record.manifest.files[file].
+absl::string_view MemoryFile(absl::string_view memory, const MemoryRecord& record, size_t file);
+
+// --- For a copy of a checkpoint in other memory. What begins the memory, the header, comes last.
+
+// What the checkpoint takes of the memory, from its beginning; 0: it holds none.
+size_t MemoryRecordEnd(absl::string_view memory);
+// As above, of memory that has everything but its header, which `page` begins with.
+absl::StatusOr<MemoryRecord> ReadMemoryRecord(absl::string_view page, absl::string_view memory);
+// Makes such memory, of kMemoryHeaderBytes or more, the checkpoint that its header describes.
+void PutMemoryHeader(absl::string_view page, AlignedMemory& memory);
+
 }  // namespace muster
 
 #endif  // MUSTER_WORKER_CHECKPOINT_MEMORY_RECORD_H_

@@ -63,6 +63,27 @@ TEST(MemoryRecord, EmptyOrForgottenMemory_HoldsNothing) {
   EXPECT_TRUE(absl::IsNotFound(ReadMemoryRecord(BytesOf(memory)).status()));
 }
 
+TEST(MemoryRecord, CopyWithItsHeaderLast_IsTheSameCheckpoint) {
+  const AlignedMemory memory = Written(Example());
+  const size_t end = MemoryRecordEnd(BytesOf(memory));
+  ASSERT_GT(end, kMemoryHeaderBytes);
+  const absl::string_view whole = BytesOf(memory).substr(0, end);
+  AlignedMemory copy;
+  ASSERT_TRUE(copy.Grow(end).ok());
+  std::memcpy(copy.data() + kMemoryHeaderBytes, whole.data() + kMemoryHeaderBytes,
+              end - kMemoryHeaderBytes);
+  EXPECT_EQ(MemoryRecordEnd(BytesOf(copy)), 0u);
+  EXPECT_TRUE(absl::IsNotFound(ReadMemoryRecord(BytesOf(copy)).status()));
+  const absl::string_view page = whole.substr(0, kMemoryHeaderBytes);
+  const auto coming = ReadMemoryRecord(page, BytesOf(copy).substr(0, end));
+  ASSERT_TRUE(coming.ok()) << coming.status();
+  EXPECT_EQ(MemoryFile(BytesOf(copy), *coming, 0), kText);
+  // Not with less than it says.
+  EXPECT_TRUE(absl::IsDataLoss(ReadMemoryRecord(page, BytesOf(copy).substr(0, end - 1)).status()));
+  PutMemoryHeader(page, copy);
+  EXPECT_TRUE(ReadMemoryRecord(BytesOf(copy)).ok());
+}
+
 TEST(MemoryRecord, FilesOutsideOfTheMemory_AreDamage) {
   for (const uint64_t offset : {uint64_t{0}, uint64_t{1} << 40, ~uint64_t{0}}) {
     MemoryRecord record = Example();

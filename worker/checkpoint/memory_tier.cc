@@ -10,7 +10,6 @@
 #include <set>
 #include <utility>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/identity.h"
 #include "base/log.h"
@@ -51,9 +50,33 @@ absl::string_view TakeText(absl::string_view* from) {
   return text;
 }
 
+void PutStatus(const absl::Status& status, std::string* to) {
+  Put(static_cast<uint64_t>(status.code()), to);
+  PutText(status.message(), to);
+}
+
+absl::Status TakeStatus(absl::string_view* from) {
+  const auto code = static_cast<absl::StatusCode>(Take(from));
+  return absl::Status(code, TakeText(from));
+}
+
+// No later mirror can succeed.
+bool EndsMirrors(const absl::Status& status) {
+  return absl::IsResourceExhausted(status) || absl::IsUnavailable(status);
+}
+
+// The first failure, with its rank. One that goes first replaces another.
+void Note(size_t rank, const absl::Status& status, bool goes_first, absl::Status* first) {
+  if (status.ok() || (!first->ok() && !goes_first)) return;
+  *first = absl::Status(status.code(), absl::StrCat("rank ", rank, ": ", status.message()));
+}
+
+absl::string_view BytesOf(const AlignedMemory& memory) {
+  return absl::string_view(memory.data(), memory.size());
+}
+
 absl::string_view ContentsOf(const AlignedMemory& memory, const MemoryRecord& record, size_t file) {
-  return absl::string_view(memory.data() + record.offsets[file],
-                           record.manifest.files[file].digest.bytes);
+  return MemoryFile(BytesOf(memory), record, file);
 }
 
 std::string NameOf(const CheckpointInfo& info) {
@@ -127,8 +150,39 @@ class Workers {
 
 }  // namespace
 
+struct MemoryTier::Word {
+  bool begins = false;  // it knows its memory
+  uint64_t sequence = 0;
+  uint64_t nonce = 0;   // rank 0's counts
+  absl::Status status;  // of the save before
+  bool mirroring = false;
+  absl::Status mirror;  // of the last mirror
+
+  std::string Encode() const {
+    std::string text;
+    Put(begins ? 1 : 0, &text);
+    Put(sequence, &text);
+    Put(nonce, &text);
+    PutStatus(status, &text);
+    Put(mirroring ? 1 : 0, &text);
+    PutStatus(mirror, &text);
+    return text;
+  }
+  static Word Decode(absl::string_view text) {
+    Word word;
+    word.begins = Take(&text) == 1;
+    word.sequence = Take(&text);
+    word.nonce = Take(&text);
+    word.status = TakeStatus(&text);
+    word.mirroring = Take(&text) == 1;
+    word.mirror = TakeStatus(&text);
+    return word;
+  }
+};
+
 absl::StatusOr<std::unique_ptr<MemoryTier>> MemoryTier::Open(Comm& comm, const std::string& socket,
-                                                             const std::string& worker_id) {
+                                                             const std::string& worker_id,
+                                                             const MirrorOptions& mirror) {
   const absl::Status mine = GuardRank([&]() -> absl::Status {
     if (socket.empty()) {
       return absl::FailedPreconditionError(
@@ -144,7 +198,38 @@ absl::StatusOr<std::unique_ptr<MemoryTier>> MemoryTier::Open(Comm& comm, const s
   std::unique_ptr<MemoryTier> tier;
   if (mine.ok()) tier.reset(new MemoryTier(comm, socket, worker_id));
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, mine, {}, nullptr));
+  tier->OpenMirror(comm, mirror);
   return tier;
+}
+
+void MemoryTier::OpenMirror(Comm& comm, const MirrorOptions& options) {
+  const std::vector<std::string> nodes = comm.AllGatherBytes(socket_);
+  const std::vector<std::string> workers = comm.AllGatherBytes(worker_id_);
+  for (size_t rank = 0; rank < nodes.size(); ++rank) {
+    if (nodes[rank] == socket_) workers_here_.insert(workers[rank]);
+  }
+  tidies_ = std::find(nodes.begin(), nodes.end(), socket_) - nodes.begin() == rank_;
+  if (options.connect == nullptr || std::count(nodes.begin(), nodes.end(), nodes[0]) == size_) {
+    return;
+  }
+  absl::StatusOr<MirrorPeers> peers = PlanMirror(nodes, rank_);
+  absl::Status opened = peers.status();
+  if (opened.ok()) {
+    std::unique_ptr<Comm> between;
+    const absl::Status mine = GuardRank([&]() -> absl::Status {
+      MUSTER_ASSIGN_OR_RETURN(between, options.connect());
+      return absl::OkStatus();
+    });
+    opened = AgreeOnFiles(comm, mine, {}, nullptr);
+    if (opened.ok()) {
+      mirror_ = std::make_unique<MemoryMirror>(std::move(between), *std::move(peers), socket_,
+                                               worker_id_, options.before_piece);
+    }
+  }
+  if (!opened.ok() && rank_ == 0) {
+    MUSTER_LOG(Warning) << "checkpoints in memory are not mirrored to other nodes: "
+                        << opened.message();
+  }
 }
 
 MemoryTier::MemoryTier(const Comm& comm, std::string socket, std::string worker_id)
@@ -169,14 +254,18 @@ absl::Status MemoryTier::Adopt() {
   if (adopted_) return absl::OkStatus();
   MUSTER_ASSIGN_OR_RETURN(std::vector<HeldMemory> held, TakeHeldMemory(socket_));
   for (HeldMemory& piece : held) {
-    if (piece.worker_id != worker_id_) continue;
     MUSTER_ASSIGN_OR_RETURN(AlignedMemory memory, AlignedMemory::OfFile(piece.fd.get()));
-    Slot& slot = slots_[piece.slot];
-    slot.fd = std::move(piece.fd);
-    slot.snapshot = std::make_unique<Snapshot>(std::move(memory), kMemoryHeaderBytes);
-    const absl::StatusOr<MemoryRecord> record = ReadMemoryRecord(
-        absl::string_view(slot.snapshot->memory().data(), slot.snapshot->memory().size()));
+    // Also of what other workers have left here: new saves are later ones.
+    const absl::StatusOr<MemoryRecord> record = ReadMemoryRecord(BytesOf(memory));
     if (record.ok()) sequence_ = std::max(sequence_, record->save.sequence);
+    if (piece.worker_id != worker_id_) continue;
+    if (piece.slot < kOwnSlots) {
+      Slot& slot = slots_[piece.slot];
+      slot.fd = std::move(piece.fd);
+      slot.snapshot = std::make_unique<Snapshot>(std::move(memory), kMemoryHeaderBytes);
+    } else if (mirror_ != nullptr) {
+      MUSTER_RETURN_IF_ERROR(mirror_->Adopt(std::move(piece)));
+    }
   }
   adopted_ = true;
   return absl::OkStatus();
@@ -207,39 +296,120 @@ void MemoryTier::WaitForCopy() {
   last_deferred_.reset();
 }
 
+absl::Status MemoryTier::WaitForMirror() {
+  (void)Wait();
+  return mirror_ == nullptr ? absl::OkStatus() : mirror_->Wait();
+}
+
+absl::Status MemoryTier::WithoutMemory(int slot, const absl::Status& status) {
+  if (slot < kPlainSlots || !absl::IsResourceExhausted(status)) return status;
+  MutexLock lock(&mu_);
+  no_mirror_ = status;
+  return absl::UnavailableError(status.message());
+}
+
+void MemoryTier::LearnOfMirror(bool busy, const absl::Status& status) {
+  if (mirror_ == nullptr) {
+    if (absl::IsResourceExhausted(status)) mirrored_ = -1;
+    return;
+  }
+  if (EndsMirrors(status)) {
+    if (rank_ == 0) {
+      MUSTER_LOG(Warning) << "checkpoints in memory are no longer mirrored to other nodes: "
+                          << status.message();
+    }
+    mirror_.reset();
+    mirroring_ = -1;
+    // Where a peer was lost, the job is about to end, and what is mirrored may be what is left.
+    if (absl::IsResourceExhausted(status)) {
+      mirrored_ = -1;
+      ReturnMirrorsMemory();
+    }
+    return;
+  }
+  if (busy || mirroring_ < 0) return;
+  if (status.ok()) {
+    mirrored_ = mirroring_;
+    kept_mirror_ = mirroring_save_;
+    has_mirrored_ = true;
+  } else if (rank_ == 0) {
+    MUSTER_LOG(Warning) << "a checkpoint in memory was not mirrored, the next one is tried: "
+                        << status.message();
+  }
+  mirroring_ = -1;
+}
+
+void MemoryTier::ReturnMirrorsMemory() {
+  const absl::StatusOr<std::vector<HeldMemory>> held = TakeHeldMemory(socket_);
+  if (!held.ok()) return;
+  for (const HeldMemory& piece : *held) {
+    if (piece.worker_id != worker_id_ || piece.slot < kPlainSlots || piece.slot == good_ ||
+        piece.slot == current_) {
+      continue;
+    }
+    // The agent drops what it held before.
+    const absl::StatusOr<OwnedFd> nothing = CreateHoldableMemory("muster-nothing");
+    if (!nothing.ok() || !HoldMemory(socket_, piece.slot, nothing->get()).ok()) return;
+    if (piece.slot < kOwnSlots) slots_[piece.slot] = {};
+  }
+}
+
+void MemoryTier::DropWhatOthersLeft() {
+  tidies_ = false;
+  const absl::StatusOr<std::vector<HeldMemory>> held = TakeHeldMemory(socket_);
+  if (!held.ok()) return;
+  for (const HeldMemory& piece : *held) {
+    if (workers_here_.count(piece.worker_id) != 0) continue;
+    // One that stays only takes memory.
+    (void)DropHeldMemory(socket_, piece.worker_id, piece.slot);
+  }
+}
+
+int MemoryTier::FreeSlot() const {
+  int slot = 0;
+  while (slot == good_ || slot == mirrored_ || slot == mirroring_) ++slot;
+  return slot;
+}
+
 absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t since_disk, bool lazy,
                               absl::FunctionRef<absl::Status(StateWriter&)> write) {
   WaitForCopy();
-  const absl::Status waited = Wait();
+  Word mine;
+  mine.status = Wait();
   const absl::Status adopted = WhyNoMemory(Adopt());
-  const absl::Status& mine = adopted.ok() ? waited : adopted;
-  std::string told;
-  Put(adopted.ok() ? 1 : 0, &told);
-  Put(sequence_, &told);
-  Put(rank_ == 0 ? RandomId() : 0, &told);
-  Put(static_cast<uint64_t>(mine.code()), &told);
-  told.append(mine.message().data(), mine.message().size());
-  MemorySaveId save;
-  absl::Status before;
-  bool no_memory = false, begins = true;
-  const std::vector<std::string> all = comm.AllGatherBytes(told);
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    absl::string_view text = all[rank];
-    begins &= Take(&text) == 1;
-    save.sequence = std::max(save.sequence, Take(&text));
-    const uint64_t nonce = Take(&text);
-    if (rank == 0) save.nonce = nonce;
-    const auto code = static_cast<absl::StatusCode>(Take(&text));
-    if (code == absl::StatusCode::kOk) continue;
-    no_memory |= code == absl::StatusCode::kResourceExhausted;
-    before.Update(absl::Status(code, absl::StrCat("rank ", rank, ": ", text)));
+  mine.begins = adopted.ok();
+  if (!adopted.ok()) mine.status = adopted;
+  mine.sequence = sequence_;
+  mine.nonce = rank_ == 0 ? RandomId() : 0;
+  const MemoryMirror::State state = mirror_ == nullptr ? MemoryMirror::State() : mirror_->state();
+  mine.mirroring = state.busy;
+  {
+    MutexLock lock(&mu_);
+    mine.mirror = no_mirror_.ok() ? state.status : no_mirror_;
   }
-  if (no_memory) return absl::ResourceExhaustedError(before.message());
+  MemorySaveId save;
+  absl::Status before, mirror;
+  bool begins = true, mirroring = false;
+  const std::vector<std::string> all = comm.AllGatherBytes(mine.Encode());
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    const Word word = Word::Decode(all[rank]);
+    begins &= word.begins;
+    save.sequence = std::max(save.sequence, word.sequence);
+    if (rank == 0) save.nonce = word.nonce;
+    Note(rank, word.status, absl::IsResourceExhausted(word.status), &before);
+    mirroring |= word.mirroring;
+    Note(rank, word.mirror, EndsMirrors(word.mirror), &mirror);
+  }
   // A rank that does not know its memory could overwrite the last whole save.
-  if (!begins) return before;
+  if (absl::IsResourceExhausted(before) || !begins) return before;
   // All ranks know the same of the save before. One that failed anywhere is overwritten.
-  if (before.ok() && current_ >= 0) good_ = current_;
-  current_ = good_ == 0 ? 1 : 0;
+  if (before.ok() && current_ >= 0) {
+    good_ = current_;
+    whole_ = true;
+  }
+  LearnOfMirror(mirroring, mirror);
+  if (tidies_ && (mirror_ == nullptr ? whole_ : has_mirrored_)) DropWhatOthersLeft();
+  current_ = FreeSlot();
   sequence_ = ++save.sequence;
 
   auto pending = std::make_unique<Pending>();
@@ -247,11 +417,19 @@ absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t si
   pending->save = save;
   pending->info = info;
   pending->since_disk = since_disk;
-  const absl::Status copied = GuardRank([&]() -> absl::Status {
-    MUSTER_RETURN_IF_ERROR(WhyNoMemory(Prepare(current_)));
-    StateWriter writer(slots_[current_].snapshot.get(), rank_, lazy);
-    return write(writer);
-  });
+  pending->mirrored = mirror_ != nullptr && mirroring_ < 0;
+  if (pending->mirrored) {
+    mirroring_ = current_;
+    mirroring_save_ = save;
+    mirror_->Begin(save, kept_mirror_);
+  }
+  const absl::Status copied =
+      WithoutMemory(current_, GuardRank([&]() -> absl::Status {
+                      MUSTER_RETURN_IF_ERROR(WhyNoMemory(Prepare(current_)));
+                      StateWriter writer(slots_[current_].snapshot.get(), rank_, lazy);
+                      return write(writer);
+                    }));
+  if (!copied.ok() && pending->mirrored) mirror_->Offer(copied);
   MutexLock lock(&mu_);
   status_ = copied;
   if (!copied.ok()) return before;  // the others hear of it at the next save
@@ -290,7 +468,16 @@ void MemoryTier::Run() {
     if (pending_ == nullptr) return;
     const Pending& pending = *pending_;
     mu_.Unlock();
-    const absl::Status done = GuardRank([&] { return Complete(pending); });
+    const absl::Status done =
+        WithoutMemory(pending.slot, GuardRank([&] { return Complete(pending); }));
+    if (pending.mirrored) {
+      const absl::string_view memory = BytesOf(slots_[pending.slot].snapshot->memory());
+      if (done.ok()) {
+        mirror_->Offer(memory.substr(0, MemoryRecordEnd(memory)));
+      } else {
+        mirror_->Offer(done);
+      }
+    }
     mu_.Lock();
     status_ = done;
     pending_.reset();
@@ -304,8 +491,7 @@ absl::StatusOr<std::vector<MemoryTier::Piece>> MemoryTier::PiecesHere() const {
   for (const HeldMemory& held_piece : held) {
     MUSTER_ASSIGN_OR_RETURN(AlignedMemory mapped, AlignedMemory::OfFile(held_piece.fd.get()));
     auto memory = std::make_shared<AlignedMemory>(std::move(mapped));
-    absl::StatusOr<MemoryRecord> record =
-        ReadMemoryRecord(absl::string_view(memory->data(), memory->size()));
+    absl::StatusOr<MemoryRecord> record = ReadMemoryRecord(BytesOf(*memory));
     if (record.ok() && record->manifest.info.world_size == size_) {
       pieces.push_back({std::move(memory), *std::move(record)});
     } else if (!record.ok() && !absl::IsNotFound(record.status())) {
@@ -332,18 +518,23 @@ class MemoryTier::Search {
   absl::Status Exchange();
   // Of those that Exchange() has found, the ones with a part of every rank; newest first.
   std::vector<MemorySaveId> WholeSaves() const;
+  // The newest of which two nodes have each part.
+  std::optional<MemorySaveId> MirroredSave() const;
   // Collective. Whether the files of a whole save have their digests. Each part is checked by one
   // rank that has it. `manifest` gets those of all parts.
   absl::Status Check(const MemorySaveId& save, Manifest* manifest);
   // Collective. The files of a whole save: those of this node where they are, and a copy of others.
   absl::Status Gather(const MemorySaveId& save, Contents* contents);
-  // Collective. How many saves ago the last one went to the disk.
-  int64_t SinceDisk(const MemorySaveId& save);
+  // How many saves before it the last one went to the disk.
+  int64_t SinceDisk(const MemorySaveId& save) const {
+    return saves_.at(save).begin()->second.since_disk;
+  }
 
  private:
   // One rank's part of a save.
   struct Part {
     std::set<int> on;  // ranks with it on their node
+    int64_t since_disk = 0;
     std::string text;  // its manifest
     Manifest manifest;
   };
@@ -385,6 +576,7 @@ absl::Status MemoryTier::Search::Exchange() {
     Put(piece.record.save.sequence, &parts_here);
     Put(piece.record.save.nonce, &parts_here);
     Put(piece.record.rank, &parts_here);
+    Put(piece.record.since_disk, &parts_here);
     PutText(*text, &parts_here);
   }
   std::string told;
@@ -404,10 +596,12 @@ absl::Status MemoryTier::Search::Learn(const std::vector<std::string>& all) {
       save.sequence = Take(&text);
       save.nonce = Take(&text);
       const uint64_t owner = Take(&text);
+      const auto since_disk = static_cast<int64_t>(Take(&text));
       const std::string manifest(TakeText(&text));
       if (owner >= static_cast<uint64_t>(size_)) continue;
       Part& part = saves_[save][static_cast<int>(owner)];
       part.on.insert(static_cast<int>(rank));
+      part.since_disk = since_disk;
       part.text = manifest;
     }
   }
@@ -420,6 +614,19 @@ std::vector<MemorySaveId> MemoryTier::Search::WholeSaves() const {
     if (static_cast<int>(it->second.size()) == size_) whole.push_back(it->first);
   }
   return whole;
+}
+
+std::optional<MemorySaveId> MemoryTier::Search::MirroredSave() const {
+  for (const MemorySaveId& save : WholeSaves()) {
+    const Parts& parts = saves_.at(save);
+    const bool mirrored = std::all_of(parts.begin(), parts.end(), [&](const auto& item) {
+      const std::set<int>& on = item.second.on;
+      return std::any_of(on.begin(), on.end(),
+                         [&](int rank) { return nodes_[rank] != nodes_[*on.begin()]; });
+    });
+    if (mirrored) return save;
+  }
+  return std::nullopt;
 }
 
 const MemoryTier::Piece* MemoryTier::Search::Find(const MemorySaveId& save, int owner) const {
@@ -552,15 +759,6 @@ absl::Status MemoryTier::Search::Gather(const MemorySaveId& save, Contents* cont
   return AgreeOnFiles(comm_, mine, {}, nullptr);
 }
 
-int64_t MemoryTier::Search::SinceDisk(const MemorySaveId& save) {
-  const Piece* const own = Find(save, rank_);
-  int64_t since_disk = own == nullptr ? 0 : own->record.since_disk;
-  // A rank that has none of its own learns it from rank 0's node.
-  const std::string main = comm_.BroadcastBytes(absl::StrCat(since_disk), 0);
-  TORCH_CHECK(absl::SimpleAtoi(main, &since_disk), "rank 0 sent ", main);
-  return since_disk;
-}
-
 absl::StatusOr<std::optional<MemoryTier::Found>> MemoryTier::Find(Comm& comm,
                                                                   const FindOptions& options) {
   WaitForCopy();
@@ -584,36 +782,49 @@ absl::StatusOr<std::optional<MemoryTier::Found>> MemoryTier::Find(Comm& comm,
       if (rank_ == 0) MUSTER_LOG(Warning) << "passing over " << name << ": " << usable.message();
       continue;
     }
-    const int64_t since_disk = search.SinceDisk(save);
     return std::optional<Found>(
-        Found{StateReader::OfMemory(name, std::move(manifest), contents->files, contents),
-              since_disk, save, contents->copied_bytes});
+        Found{.reader = StateReader::OfMemory(name, std::move(manifest), contents->files, contents),
+              .since_disk = search.SinceDisk(save),
+              .save = save,
+              .mirrored = search.MirroredSave().value_or(save),
+              .copied_bytes = contents->copied_bytes});
   }
   return std::optional<Found>();
 }
 
-void MemoryTier::Keep(const MemorySaveId& save) {
-  good_ = current_ = -1;
-  for (int i = 0; i < kHeldSlots; ++i) {
+void MemoryTier::Keep(const Found& found) {
+  good_ = current_ = mirrored_ = -1;
+  for (int i = 0; i < kOwnSlots; ++i) {
     if (slots_[i].snapshot == nullptr) continue;
-    const AlignedMemory& memory = slots_[i].snapshot->memory();
     const absl::StatusOr<MemoryRecord> record =
-        ReadMemoryRecord(absl::string_view(memory.data(), memory.size()));
-    if (record.ok() && record->save == save) good_ = i;
+        ReadMemoryRecord(BytesOf(slots_[i].snapshot->memory()));
+    if (!record.ok()) continue;
+    if (record->save == found.save) good_ = i;
+    if (record->save == found.mirrored && mirror_ != nullptr) mirrored_ = i;
   }
+  kept_mirror_ = found.mirrored;
   MutexLock lock(&mu_);
   status_ = absl::OkStatus();
 }
 
 void MemoryTier::Forget() {
   WaitForCopy();
-  (void)Wait();
+  (void)WaitForMirror();
   // What cannot be adopted cannot be found by others either.
   (void)Adopt();
+  // All of this node, also of workers that run elsewhere now. No rank saves before all have done
+  // this.
+  if (const absl::StatusOr<std::vector<HeldMemory>> held = TakeHeldMemory(socket_); held.ok()) {
+    for (const HeldMemory& piece : *held) {
+      absl::StatusOr<AlignedMemory> memory = AlignedMemory::OfFile(piece.fd.get());
+      if (memory.ok()) ForgetMemoryRecord(*memory);
+    }
+  }
   for (Slot& slot : slots_) {
     if (slot.snapshot != nullptr) ForgetMemoryRecord(slot.snapshot->memory());
   }
-  good_ = current_ = -1;
+  good_ = current_ = mirrored_ = mirroring_ = -1;
+  kept_mirror_.reset();
   MutexLock lock(&mu_);
   status_ = absl::OkStatus();
 }
