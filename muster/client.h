@@ -1,9 +1,11 @@
 #ifndef MUSTER_CLIENT_H_
 #define MUSTER_CLIENT_H_
 
-// muster::Client: submits jobs to a coordinator and controls them, from any C++ program. It needs
-// neither torch nor gRPC's headers. docs/jobs.md says what jobs are.
+// muster::Client: submits jobs to a coordinator and controls them, from any C++ program;
+// muster::AsyncClient is the same with callbacks. They need neither torch nor gRPC's headers.
+// docs/jobs.md says what jobs are.
 
+#include "client/jobs/async_client.h"
 #include "client/jobs/job_client.h"
 #include "client/jobs/job_types.h"
 #include "client/jobs/recovery.h"

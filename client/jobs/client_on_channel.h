@@ -3,8 +3,10 @@
 
 #include <grpcpp/channel.h>
 
+#include <functional>
 #include <memory>
 
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "client/jobs/job_client.h"
 
@@ -13,6 +15,19 @@ namespace muster::client {
 // A client that makes its calls on `channel`; see ClientOptions for the times.
 Client ClientOn(std::shared_ptr<grpc::Channel> channel, absl::Duration timeout,
                 absl::Duration retry_for);
+
+// One whose calls another thread can end.
+struct StoppableClient {
+  Client client;
+  // Ends the calls in progress, and all later ones, with CANCELLED. Thread-safe; valid as long as
+  // `client`, which may be moved.
+  std::function<void()> stop;
+};
+StoppableClient StoppableOn(std::shared_ptr<grpc::Channel> channel, absl::Duration timeout,
+                            absl::Duration retry_for);
+
+// A channel to a coordinator that has answered. Errors: those of Client::Connect.
+absl::StatusOr<std::shared_ptr<grpc::Channel>> ConnectChannel(const ClientOptions& options);
 
 }  // namespace muster::client
 

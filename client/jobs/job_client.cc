@@ -33,6 +33,45 @@ constexpr absl::Duration kResume = absl::Minutes(1);
 }  // namespace
 
 struct Client::Impl {
+  // Calls in progress, so that another thread can end them.
+  struct InFlight {
+    Notification stopped;
+    Mutex mu;
+    std::set<grpc::ClientContext*> contexts ABSL_GUARDED_BY(mu);
+
+    void Stop() {
+      stopped.Notify();
+      MutexLock lock(&mu);
+      for (grpc::ClientContext* const context : contexts) context->TryCancel();
+    }
+  };
+  // One of them, for as long as it lives.
+  class OneInFlight {
+   public:
+    OneInFlight(InFlight* all, grpc::ClientContext* context) : all_(all), context_(context) {
+      MutexLock lock(&all_->mu);
+      all_->contexts.insert(context_);
+      if (all_->stopped.HasBeenNotified()) context_->TryCancel();
+    }
+    ~OneInFlight() {
+      MutexLock lock(&all_->mu);
+      all_->contexts.erase(context_);
+    }
+    OneInFlight(const OneInFlight&) = delete;
+    OneInFlight& operator=(const OneInFlight&) = delete;
+
+   private:
+    InFlight* const all_;
+    grpc::ClientContext* const context_;
+  };
+
+  // Waits before a call is repeated; false: it is not to be.
+  bool Pause(absl::Duration pause) {
+    return !in_flight->stopped.WaitForNotificationWithTimeout(pause);
+  }
+  absl::Status Stopped() const { return absl::CancelledError("the call was cancelled"); }
+
+  const std::shared_ptr<InFlight> in_flight = std::make_shared<InFlight>();
   std::shared_ptr<grpc::Channel> channel;
   absl::Duration timeout;
   absl::Duration retry_for;
@@ -46,13 +85,14 @@ struct Client::Impl {
     Backoff backoff(absl::Milliseconds(50), absl::Seconds(2));
     while (true) {
       grpc::ClientContext context;
+      const OneInFlight one(in_flight.get(), &context);
       rpc::SetTimeout(context, timeout + held);
       absl::Status status = rpc::FromGrpc(method(&context));
+      if (in_flight->stopped.HasBeenNotified()) return Stopped();
       if (!rpc::IsLost(status)) return status;
       const absl::Duration pause = backoff.Next(RandomShare(), rpc::RetryAfter(status));
       if (absl::Now() + pause >= give_up) return status;
-      // Nothing notifies it: the notification is only there to wait on.
-      Notification().WaitForNotificationWithTimeout(pause);
+      if (!Pause(pause)) return Stopped();
     }
   }
 
@@ -77,6 +117,7 @@ struct Client::Impl {
     while (true) {
       grpc::ClientContext context;
       if (deadline != absl::InfiniteFuture()) context.set_deadline(absl::ToChronoTime(deadline));
+      const OneInFlight one(in_flight.get(), &context);
       const auto reader = jobs->Watch(&context, request);
       v1::WatchJobsBatch message;
       while (reader->Read(&message)) {
@@ -89,6 +130,7 @@ struct Client::Impl {
         return absl::OkStatus();
       }
       absl::Status status = rpc::FromGrpc(reader->Finish());
+      if (in_flight->stopped.HasBeenNotified()) return Stopped();
       if (!rpc::IsLost(status)) return status;
       if (!backoff.has_value()) {
         backoff.emplace(absl::Milliseconds(50), absl::Seconds(2));
@@ -96,7 +138,7 @@ struct Client::Impl {
       }
       const absl::Duration pause = backoff->Next(RandomShare(), rpc::RetryAfter(status));
       if (absl::Now() + pause >= give_up) return status;
-      Notification().WaitForNotificationWithTimeout(pause);
+      if (!Pause(pause)) return Stopped();
     }
   }
 
@@ -140,16 +182,23 @@ struct Client::Impl {
 
 Client client::ClientOn(std::shared_ptr<grpc::Channel> channel, absl::Duration timeout,
                         absl::Duration retry_for) {
+  return StoppableOn(std::move(channel), timeout, retry_for).client;
+}
+
+client::StoppableClient client::StoppableOn(std::shared_ptr<grpc::Channel> channel,
+                                            absl::Duration timeout, absl::Duration retry_for) {
   auto impl = std::make_unique<Client::Impl>();
   impl->jobs = v1::Jobs::NewStub(channel);
   impl->nodes = v1::Nodes::NewStub(channel);
   impl->channel = std::move(channel);
   impl->timeout = timeout;
   impl->retry_for = retry_for;
-  return Client(std::move(impl));
+  std::function<void()> stop = [in_flight = impl->in_flight] { in_flight->Stop(); };
+  return {Client(std::move(impl)), std::move(stop)};
 }
 
-absl::StatusOr<Client> Client::Connect(const ClientOptions& options) {
+absl::StatusOr<std::shared_ptr<grpc::Channel>> client::ConnectChannel(
+    const ClientOptions& options) {
   if (options.timeout <= absl::ZeroDuration())
     return absl::InvalidArgumentError("timeout must be positive");
   MUSTER_ASSIGN_OR_RETURN(
@@ -157,6 +206,11 @@ absl::StatusOr<Client> Client::Connect(const ClientOptions& options) {
       rpc::Connect(options.address, {.tls = {options.tls_ca, options.tls_cert, options.tls_key},
                                      .token_file = options.token_file}));
   MUSTER_RETURN_IF_ERROR(rpc::WaitUntilConnected(*channel, options.address, options.timeout));
+  return channel;
+}
+
+absl::StatusOr<Client> Client::Connect(const ClientOptions& options) {
+  MUSTER_ASSIGN_OR_RETURN(auto channel, client::ConnectChannel(options));
   return client::ClientOn(std::move(channel), options.timeout, options.retry_for);
 }
 
