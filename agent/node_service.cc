@@ -528,7 +528,8 @@ class NodeService {
     if (spec.gradient_accumulation_steps() > 0) {
       add("gradient_accumulation_steps", spec.gradient_accumulation_steps());
     }
-    if (spec.cpu()) args.push_back("--cpu");
+    // It has no GPUs, and is to know: Accelerate makes one job of the processes only then.
+    if (spec.cpu() || assignment.gpus_size() == 0) args.push_back("--cpu");
     if (spec.debug()) args.push_back("--debug");
     if (!options_.info.rack().empty()) add("rack", options_.info.rack());
     if (!options_.info.nvlink_domain().empty()) add("nvlink_domain", options_.info.nvlink_domain());

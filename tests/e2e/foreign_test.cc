@@ -128,8 +128,8 @@ TEST_F(ForeignTest, Launch_EnvironmentStacksRestartsAndLogs) {
   EXPECT_THAT(Run({"stacks", "night", "--rank", "1", "-o", "json"}), HasSubstr("stand_still"));
   ASSERT_TRUE(WriteFileAtomically(Temp("go"), "").ok());
   EXPECT_EQ(launch->Wait(), 0) << launch->err_text();
-  EXPECT_THAT(launch->out_text(), HasSubstr("rank 0 of 2, attempt 0, 0 2 127.0.0.1 1"));
-  EXPECT_THAT(launch->out_text(), HasSubstr("rank 1 of 2, attempt 1, 1 2 127.0.0.1 1"));
+  EXPECT_THAT(launch->out_text(), HasSubstr("rank 0 of 2, attempt 0, 0 2 127.0.0.1 1 true"));
+  EXPECT_THAT(launch->out_text(), HasSubstr("rank 1 of 2, attempt 1, 1 2 127.0.0.1 1 true"));
   EXPECT_THAT(launch->out_text(), HasSubstr("rank 1 is done"));
   // The diagnosis names who was killed, and what it said last.
   EXPECT_THAT(launch->err_text(),
@@ -149,7 +149,8 @@ TEST_F(ForeignTest, Submit_EnvironmentStacksRestartsAndLogs) {
   ASSERT_TRUE(WriteFileAtomically(Temp("go"), "").ok());
   EXPECT_EQ(WaitForEnd(job), "SUCCEEDED");
   EXPECT_THAT(Run({"logs", job, "--coordinator", address_, "--rank", "1"}),
-              HasSubstr("rank 1 is done"));
+              AllOf(HasSubstr("rank 1 of 2, attempt 1, 1 2 127.0.0.1 1 true"),
+                    HasSubstr("rank 1 is done")));
   EXPECT_THAT(Run({"incidents", job, "--coordinator", address_}),
               AllOf(HasSubstr("SIGKILL"), HasSubstr("rank 1 ends here")));
 }
@@ -197,8 +198,8 @@ TEST_F(ForeignTest, AcceleratesOwnScript_PassesUnderLaunch) {
   const std::unique_ptr<Command> launch =
       Muster({"launch", "--num_processes", "2", "--cpu", "--", python, AccelerateScript(python)});
   EXPECT_EQ(launch->Wait(), 0) << launch->out_text() << launch->err_text();
-  EXPECT_THAT(launch->out_text(), AllOf(HasSubstr("Distributed environment: MULTI_CPU"),
-                                        HasSubstr("Num processes: 2")));
+  EXPECT_THAT(launch->out_text(),
+              AllOf(HasSubstr("DistributedType.MULTI_CPU"), HasSubstr("Num processes: 2")));
 }
 
 TEST_F(ForeignTest, AcceleratesOwnScript_PassesUnderSubmit) {
@@ -209,7 +210,7 @@ TEST_F(ForeignTest, AcceleratesOwnScript_PassesUnderSubmit) {
   const std::string state = WaitForEnd(job);
   const std::string log = Run({"logs", job, "--coordinator", address_, "--rank", "0"});
   EXPECT_EQ(state, "SUCCEEDED") << log;
-  EXPECT_THAT(log, HasSubstr("Num processes: 2"));
+  EXPECT_THAT(log, AllOf(HasSubstr("DistributedType.MULTI_CPU"), HasSubstr("Num processes: 2")));
 }
 
 }  // namespace

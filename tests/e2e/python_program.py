@@ -22,7 +22,7 @@ def main():
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_MAX_RESTARTS")
-    places = " ".join(os.environ[name] for name in names)
+    places = " ".join(os.environ[name] for name in names + ("ACCELERATE_USE_CPU",))
     print(f"rank {rank} of {size}, attempt {attempt}, {places}", flush=True)
     stand_still(folder)
     if attempt == 0 and rank == 1:
