@@ -620,7 +620,8 @@ int RunIncidentsCommand(const std::vector<std::string>& args, const CommandConte
 int RunWatchCommand(const std::vector<std::string>& args, const CommandContext& context) {
   const CommandSpec spec = {
       .name = "muster watch",
-      .summary = "Prints each change of a submitted job's state until it ends; without JOB of all.",
+      .summary =
+          "Prints each change of a submitted job until it ends; without JOB, those of all jobs.",
       .usage = "[JOB] [OPTIONS]",
       .details = absl::StrCat(
           "It goes on after a restart of the coordinator, and prints nothing twice. If changes "
