@@ -256,9 +256,10 @@ class Placement {
     if (layers_.empty()) FindLargestLayer(/*with_tensors=*/false);
   }
 
-  // The places in `items` that hold a tensor tied to one of `item`, in the order of these tensors'
-  // names, and their bytes together with those of the item. Tensors that are elsewhere already
-  // count nothing.
+  // The places in `items` that hold a tensor tied to one of `item`, in the order of the groups and
+  // within one of the names, and their bytes together with those of the item: as in the peer, a
+  // place counts for each such tensor in it, a tensor that has its owner there only once. Tensors
+  // that are elsewhere already count nothing.
   struct Ties {
     std::vector<size_t> places;
     int64_t bytes = 0;
@@ -266,22 +267,23 @@ class Placement {
   Ties TiesOf(const Item& item, const Items& items) const {
     Ties ties;
     ties.bytes = sizes_[item.name];
-    std::set<std::string> outside;
+    const auto inside = [&item](const std::string& name) { return IsIn(name, item.name); };
     for (const std::vector<std::string>& group : tied_) {
-      const auto inside = [&item](const std::string& name) { return IsIn(name, item.name); };
       if (std::none_of(group.begin(), group.end(), inside)) continue;
       for (const std::string& name : group) {
-        if (!inside(name)) outside.insert(name);
-      }
-    }
-    for (const std::string& name : outside) {
-      for (size_t i = 0; i < items.size(); ++i) {
-        if (!IsIn(name, items[i].name)) continue;
-        if (std::find(ties.places.begin(), ties.places.end(), i) == ties.places.end()) {
-          ties.places.push_back(i);
+        if (inside(name)) continue;
+        for (size_t i = 0; i < items.size(); ++i) {
+          if (!IsIn(name, items[i].name)) continue;
           ties.bytes += sizes_[items[i].name];
+          const bool known =
+              std::find(ties.places.begin(), ties.places.end(), i) != ties.places.end();
+          if (known) {
+            ties.bytes -= sizes_[name];
+          } else {
+            ties.places.push_back(i);
+          }
+          break;
         }
-        break;
       }
     }
     return ties;

@@ -82,6 +82,22 @@ TEST(InferDeviceMap, ModuleWhoseNameBeginsAnothers_DoesNotHoldItsTensors) {
                                         Pair("tail2", "cpu")));
 }
 
+// As in the peer: `b` counts once for each of the two tensors that it shares with `a`.
+TEST(InferDeviceMap, AModuleWithSeveralTiedTensors_CountsForEachOfThem) {
+  PlannedModel model;
+  model.root.children = {
+      {"a", "A", {Floats("w1", 10), Floats("w2", 10)}, {}, {}},
+      {"b", "B", {Floats("w1", 10), Floats("w2", 10), Floats("own", 20)}, {}, {}}};
+  model.tied = {{"a.w1", "b.w1"}, {"a.w2", "b.w2"}};
+  DeviceMapOptions options;
+  options.clean_result = false;
+  for (const auto& [limit, device] : {std::pair(300.0, "cpu"), std::pair(320.0, "0")}) {
+    const auto map = InferDeviceMap(model, {{"0", limit}, {"cpu", 10'000}}, options);
+    ASSERT_TRUE(map.ok()) << map.status();
+    EXPECT_THAT(map->devices, ElementsAre(Pair("a", device), Pair("b", device)));
+  }
+}
+
 TEST(ModuleSizes, TypesAndTies_CountAsDocumented) {
   PlannedModel model;
   model.root.children = {{"a", "A", {Floats("weight", 10), {"mask", "BOOL", {3}}}, {}, {}},

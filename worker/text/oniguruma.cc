@@ -44,7 +44,7 @@ const std::map<absl::string_view, absl::string_view>& NamedSets() {
       {"graph", R"([^\p{White_Space}\p{Cc}\p{Cn}\p{Cs}])"},
       {"lower", R"(\p{Lowercase})"},
       {"print", R"([^\p{White_Space}\p{Cc}\p{Cn}\p{Cs}]\p{Zs})"},
-      {"punct", R"(\p{P}\x{24}\x{2B}\x{3C}-\x{3E}\x{5E}\x{60}\x{7C}\x{7E})"},
+      {"punct", R"(\p{P}\p{S})"},
       {"space", kSpace},
       {"upper", R"(\p{Uppercase})"},
       {"word", kWord},
@@ -416,9 +416,9 @@ class Translator {
       }
     }
     at_ = close + 1;
-    if (const auto set = NamedSets().find(plain); set != NamedSets().end()) {
-      return Item{{}, Set(negated, set->second)};
-    }
+    // As a property, "punct" is ICU's: the symbols are in [[:punct:]] only.
+    const auto set = plain == "punct" ? NamedSets().end() : NamedSets().find(plain);
+    if (set != NamedSets().end()) return Item{{}, Set(negated, set->second)};
     if (plain.empty()) return Malformed("\\p needs a name in braces");
     return Item{{}, absl::StrCat(negated ? "[\\P{" : "[\\p{", name, "}]")};
   }

@@ -63,6 +63,8 @@ TEST(Pattern, Expressions_CutAsOnigurumaDoes) {
       {R"re(\bx)re", "x xx\xCC\x81x", {"x", " ", "x", "x\xCC\x81x"}},
       {R"re(x*)re", "axb", {"a", "x", "b"}},
       {R"re([[:punct:]]+)re", "a$+a.b", {"a", "$+", "a", ".", "b"}},
+      {R"re([[:punct:]]+)re", "a\u00A9\u20AC.b", {"a", "\u00A9\u20AC.", "b"}},
+      {R"re(\p{Punct}+)re", "a$\u00A9.b", {"a$\u00A9", ".", "b"}},
       {R"re(\p{^L}+)re", "ab12", {"ab", "12"}},
       {R"re([a-z&&[^b]]+)re", "abc", {"a", "b", "c"}},
       {R"re((?m).+)re",

@@ -197,6 +197,8 @@ int ScriptOf(char32_t c) {
   if (c == ' ') return 0;
   if (c == 0x30FC) return USCRIPT_HAN + 1;
   if (!InUnicode9(c)) return 0;
+  // Of no one script in Unicode 9, whose scripts these are.
+  if (c == 0x589 || c == 0x61C) return USCRIPT_COMMON + 1;
   UErrorCode error = U_ZERO_ERROR;
   const UScriptCode script = uscript_getScript(static_cast<UChar32>(c), &error);
   if (U_FAILURE(error) || script == USCRIPT_UNKNOWN) return 0;

@@ -65,6 +65,7 @@ TEST(Properties, Characters_AreWhatThePeerTakesThemFor) {
   EXPECT_EQ(ScriptOf(0x3042), ScriptOf(0x4E2D));
   EXPECT_NE(ScriptOf('a'), ScriptOf(0x430));
   EXPECT_EQ(ScriptOf(' '), 0);
+  EXPECT_TRUE(ScriptOf(0x589) == ScriptOf('.') && ScriptOf(0x61C) == ScriptOf('.'));
 }
 
 TEST(Lowercase, OnlyTheDottedI_BecomesTwo) {
