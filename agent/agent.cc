@@ -15,6 +15,7 @@
 #include "base/file.h"
 #include "base/identity.h"
 #include "base/log.h"
+#include "base/owned_fd.h"
 #include "base/status_macros.h"
 
 namespace muster::agent {
@@ -97,6 +98,11 @@ absl::Status Agent::StartWorker(const Meeting& meeting, int attempt, int local_r
   process.stderr_terminal = options_.stderr_terminal;
   process.kept_lines = options_.kept_lines;
   const int rank = worker.rank;
+  OwnedFd group;
+  if (options_.groups != nullptr) {
+    MUSTER_ASSIGN_OR_RETURN(group, options_.groups->Make(rank));
+    process.group_fd = group.get();
+  }
   process.on_line = [this, rank](OutputStream stream, absl::string_view line) {
     output_.Line(rank, stream, line);
   };
@@ -142,6 +148,11 @@ WorkerEnd Agent::OnEnded(const Ended& event) {
   end.exit = event.exit;
   end.killed_because = worker.killed_because;
   end.last_lines = worker.process->LastLines();
+  if (options_.groups != nullptr && !end.exit.ok()) {
+    const std::optional<std::string> kill = options_.groups->MemoryKill(worker.rank);
+    end.counts_memory_kills = kill.has_value();
+    end.memory_kill = kill.value_or("");
+  }
   end.may_restart = attempt_ < options_.max_restarts && !stopped_;
   if (!end.exit.stuck.empty()) stuck_.push_back(end.ToString());
   link_.ReportEnd(end);

@@ -16,6 +16,7 @@
 #include "agent/output.h"
 #include "agent/process.h"
 #include "agent/worker_environment.h"
+#include "agent/worker_groups.h"
 #include "agent/worker_processes.h"
 #include "base/mutex.h"
 
@@ -50,6 +51,8 @@ struct AgentOptions {
   int kept_lines = 20;
   // Learns of the workers' processes; borrowed. Null: no such request.
   WorkerProcesses* processes = nullptr;
+  // Each worker starts in a control group of its own; borrowed. Null: in this process's.
+  const WorkerGroups* groups = nullptr;
 };
 
 struct JobResult {

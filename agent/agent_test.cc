@@ -13,6 +13,8 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "agent/control_group.h"
+#include "agent/fake_control_groups.h"
 #include "agent/fake_job_coordination.h"
 #include "base/test_folder.h"
 #include "gmock/gmock.h"
@@ -98,6 +100,41 @@ TEST_F(AgentTest, AllSucceed_EachSawItsPlace) {
   const std::map<int, std::string> expected = {{0, "0/3 0 w0"}, {1, "1/3 1 w1"}, {2, "2/3 2 w2"}};
   EXPECT_EQ(ReadValues(3), expected);
   EXPECT_THAT(coordination_.ends(), SizeIs(3));
+}
+
+TEST_F(AgentTest, WorkerKilledAtItsLimit_IsToldWithTheLimit) {
+  const TestFolder folder;
+  FakeControlGroups::MakeRoot(folder.Path("attempt"), "memory");
+  ASSERT_TRUE(
+      ControlGroup(folder.Path("attempt"), FakeControlGroups::Calls()).Enable({"memory"}).ok());
+  const WorkerGroups groups({.folder = folder.Path("attempt"),
+                             .memory_bytes = int64_t{2} << 30,
+                             .calls = FakeControlGroups::Calls()});
+  options_.groups = &groups;
+  options_.slots = 2;
+  options_.failure_grace = absl::ZeroDuration();
+  options_.inherited["GROUPS"] = folder.Path("attempt");
+  // What the kernel does at a limit.
+  const JobResult result =
+      Run("cd $GROUPS/rank_$RANK; [ $RANK = 0 ] && exec sleep 1000; "
+          "printf 'oom 1\noom_kill 1\n' > memory.events; echo 2147483648 > memory.peak; "
+          "kill -9 $$");
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  EXPECT_THAT(result.failure.why,
+              ::testing::MatchesRegex(
+                  "rank 1 \\(pid [0-9]+ on .*\\) was killed by signal 9 \\(SIGKILL\\), by the "
+                  "kernel for memory, because it reached its limit of 2.00 GiB; it had 2.00 GiB at "
+                  "most: give it a larger memory_per_process"));
+  EXPECT_TRUE(result.failed_here->counts_memory_kills);
+  EXPECT_EQ(FakeControlGroups::Get(folder.Path("attempt/rank_1/cgroup.procs")), "0");
+}
+
+TEST_F(AgentTest, GroupThatCannotBeMade_StartsNothing) {
+  const WorkerGroups groups({.folder = "/no/such/group"});
+  options_.groups = &groups;
+  const JobResult result = Run("echo it runs");
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kRefused);
+  EXPECT_THAT(std::string(result.status.message()), HasSubstr("/no/such/group/rank_0"));
 }
 
 TEST_F(AgentTest, OneFails_OthersAreStoppedAndTheCauseIsTold) {

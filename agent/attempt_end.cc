@@ -71,9 +71,11 @@ v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user
   end.set_rank(here->rank);
   end.set_exit_code(here->exit.exit_code);
   end.set_signal(here->exit.signal);
-  if (here->exit.signal == 0 && IsUserError(here->exit.exit_code, user_error_codes)) {
+  if (!here->memory_kill.empty()) {
+    end.set_end_class(v1::END_CLASS_OUT_OF_MEMORY);
+  } else if (here->exit.signal == 0 && IsUserError(here->exit.exit_code, user_error_codes)) {
     end.set_end_class(v1::END_CLASS_USER_ERROR);
-  } else if (here->exit.signal == SIGKILL && out_of_memory) {
+  } else if (here->exit.signal == SIGKILL && out_of_memory && !here->counts_memory_kills) {
     end.set_end_class(v1::END_CLASS_OUT_OF_MEMORY);
     end.set_why(absl::StrCat(end.why(), "; the kernel has killed a process for memory"));
   } else {

@@ -14,7 +14,8 @@ namespace muster::agent {
 
 // What ended one node's part of an attempt, for the coordinator. Pure. `user_error_codes`: exit
 // codes that a retry cannot help, besides 2, 126 and 127. `out_of_memory`: the kernel has killed a
-// process for memory while it ran. An end that began on another node is PEER_FAILED: the report of
+// process of this machine for memory while it ran, which counts if the worker's control group does
+// not say more. An end that began on another node is PEER_FAILED: the report of
 // that node has the cause. A refusal counts as the
 // fault of the node: whether it is that of the program, the caller knows.
 v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user_error_codes,

@@ -42,6 +42,24 @@ TEST(DescribeEndTest, FailureOfAProcessHere_HasItsRankAndClass) {
             v1::END_CLASS_PROCESS_FAILED);
 }
 
+TEST(DescribeEndTest, ControlGroupOfAWorker_KnowsBetterThanTheMachine) {
+  JobResult result = FailedHere(0, SIGKILL);
+  // Another process of the machine was killed for memory.
+  result.failed_here->counts_memory_kills = true;
+  EXPECT_EQ(DescribeEnd(result, {}, true, 1).end_class(), v1::END_CLASS_PROCESS_FAILED);
+  result.failed_here->memory_kill = "for memory, because it reached its limit of 1.00 GiB";
+  result.failure.why = result.failed_here->ToString();
+  v1::AttemptEnd end = DescribeEnd(result, {}, false, 1);
+  EXPECT_EQ(end.end_class(), v1::END_CLASS_OUT_OF_MEMORY);
+  EXPECT_EQ(end.why(),
+            "rank 3 (pid 0 on n) was killed by signal 9 (SIGKILL), by the kernel for memory, "
+            "because it reached its limit of 1.00 GiB");
+  // The kernel took a process that the worker had started, and the worker made an error of it.
+  result.failed_here->exit = {.exit_code = 2};
+  result.failure.why = result.failed_here->ToString();
+  EXPECT_EQ(DescribeEnd(result, {}, false, 1).end_class(), v1::END_CLASS_OUT_OF_MEMORY);
+}
+
 TEST(DescribeEndTest, FailureThatBeganElsewhere_IsAnEcho) {
   JobResult result = FailedHere(1, 0);
   result.failure.why = "rank 0 (pid 7 on other) was killed by signal 9 (SIGKILL)";

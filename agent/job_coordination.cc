@@ -13,7 +13,8 @@ namespace muster::agent {
 
 std::string WorkerEnd::ToString() const {
   return absl::StrCat("rank ", rank, " (pid ", pid, " on ", host, ") ", exit.ToString(),
-                      killed_because.empty() ? "" : ", because ", killed_because);
+                      killed_because.empty() ? "" : ", because ", killed_because,
+                      memory_kill.empty() ? "" : ", by the kernel ", memory_kill);
 }
 
 absl::StatusOr<int> FindFreePort() {

@@ -24,8 +24,12 @@ struct WorkerEnd {
   std::vector<std::string> last_lines;
   std::string killed_because = "";  // why the coordinator had it killed; empty: it had not
   bool may_restart = false;         // if its attempt fails, all are started again
+  // Whether its control group counts what the kernel kills for memory, and if it has killed a
+  // process of this worker: why (see DescribeMemoryKill).
+  bool counts_memory_kills = false;
+  std::string memory_kill = "";
 
-  // "rank 1 (pid 1234 on node7) was killed by signal 9 (SIGKILL)"
+  // "rank 1 (pid 1234 on node7) was killed by signal 9 (SIGKILL)", and for memory, if that is why
   std::string ToString() const;
 };
 

@@ -36,7 +36,9 @@ constexpr int kStuckMilliseconds = 200;
 constexpr int kLookAgainMilliseconds = 2;
 constexpr int kCollectMilliseconds = 500;
 constexpr int kContinueMilliseconds = 1000;
-constexpr size_t kDescriptors = 5;  // of a request: input, output, errors, report, strings
+// Of a request: input, output, errors, report, strings, and the control group if there is one.
+constexpr size_t kDescriptors = 6;
+constexpr size_t kGroupDescriptor = 5;
 
 // The signals that stay ignored in a child where this process ignores them.
 constexpr std::array<int, 3> kInheritedSignals = {SIGHUP, SIGINT, SIGQUIT};
@@ -47,6 +49,7 @@ struct Request {
   int32_t pid;
   int32_t argc, envc;
   int32_t has_directory;
+  int32_t has_group;
   uint32_t ignored;  // a bit for each of kInheritedSignals
   uint64_t bytes;    // of the strings: path, directory, argv, env, each with its end
 };
@@ -80,6 +83,7 @@ struct ChildStart {
   char* const* envp;
   const char* directory;  // null: stay
   const int* fds;         // input, output, errors, report
+  int group_fd;           // -1: stay
   uint32_t ignored;
   pid_t parent;
   CloseRangeCall close_range;
@@ -97,6 +101,10 @@ struct ChildStart {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   // The parent may have died before the line above.
   if (getppid() != start.parent) _exit(127);
+  // Before all else: what it uses counts there from the beginning.
+  if (start.group_fd >= 0 && write(start.group_fd, "0", 1) != 1) {
+    ChildFails(start.fds[3], StartError::kGroup);
+  }
   for (int signal = 1; signal < NSIG; ++signal) {
     struct sigaction action = {};
     action.sa_handler = SIG_DFL;
@@ -295,6 +303,7 @@ pid_t ForkChild(const Request& request, const int* fds, State* state) {
       .envp = envp,
       .directory = request.has_directory != 0 ? directory : nullptr,
       .fds = fds,
+      .group_fd = request.has_group != 0 ? fds[kGroupDescriptor] : -1,
       .ignored = request.ignored,
       .parent = state->self,
       .close_range = state->close_range,
@@ -415,7 +424,8 @@ Reply Serve(const Request& request, const int* fds, bool complete, State* state)
       count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
       memcpy(fds, CMSG_DATA(header), count * sizeof(int));
     }
-    const Reply reply = Serve(request, fds, count == kDescriptors, &state);
+    const size_t wanted = request.has_group != 0 ? kDescriptors : kGroupDescriptor;
+    const Reply reply = Serve(request, fds, count == wanted, &state);
     for (size_t i = 0; i < count; ++i) close(fds[i]);
     if (send(0, &reply, sizeof(reply), MSG_NOSIGNAL) != sizeof(reply)) EndAll(state);
   }
@@ -464,13 +474,14 @@ int Ask(int socket, pid_t keeper, const Request& request, const int* fds, Reply*
   message.msg_iov = &data;
   message.msg_iovlen = 1;
   if (fds != nullptr) {
+    const size_t count = request.has_group != 0 ? kDescriptors : kGroupDescriptor;
     message.msg_control = control;
-    message.msg_controllen = sizeof(control);
+    message.msg_controllen = CMSG_SPACE(count * sizeof(int));
     cmsghdr* const header = CMSG_FIRSTHDR(&message);
     header->cmsg_level = SOL_SOCKET;
     header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(kDescriptors * sizeof(int));
-    memcpy(CMSG_DATA(header), fds, kDescriptors * sizeof(int));
+    header->cmsg_len = CMSG_LEN(count * sizeof(int));
+    memcpy(CMSG_DATA(header), fds, count * sizeof(int));
   }
   ssize_t done;
   do {
@@ -549,6 +560,7 @@ absl::StatusOr<pid_t> Keeper::Fork(const ChildPlan& plan) {
   request.argc = static_cast<int32_t>(plan.argv.size());
   request.envc = static_cast<int32_t>(plan.env.size());
   request.has_directory = plan.directory.empty() ? 0 : 1;
+  request.has_group = plan.group_fd >= 0 ? 1 : 0;
   for (size_t i = 0; i < kInheritedSignals.size(); ++i) {
     struct sigaction action = {};
     if (sigaction(kInheritedSignals[i], nullptr, &action) == 0 && action.sa_handler == SIG_IGN) {
@@ -563,8 +575,8 @@ absl::StatusOr<pid_t> Keeper::Fork(const ChildPlan& plan) {
   request.bytes = strings.size();
   const int file = FileOf(strings);
   if (file < 0) return ErrnoStatus("memfd_create", errno);
-  const int fds[kDescriptors] = {plan.stdin_fd, plan.stdout_fd, plan.stderr_fd, plan.error_fd,
-                                 file};
+  const int fds[kDescriptors] = {plan.stdin_fd, plan.stdout_fd, plan.stderr_fd,
+                                 plan.error_fd, file,           plan.group_fd};
   Reply reply = {};
   const int error = socket_ >= 0 ? Ask(socket_, pid_, request, fds, &reply) : EPIPE;
   close(file);

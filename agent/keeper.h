@@ -16,7 +16,7 @@ namespace muster::agent {
 
 // What a child writes to ChildPlan::error_fd when it cannot start its program; exec closes that.
 struct StartError {
-  enum Stage : int32_t { kSetUp, kDirectory, kExec };
+  enum Stage : int32_t { kSetUp, kDirectory, kExec, kGroup };
   int32_t stage;
   int32_t error;
 };
@@ -28,6 +28,7 @@ struct ChildPlan {
   std::vector<std::string> env;
   std::string directory;  // empty: the one this process had when the keeper started
   int stdin_fd = -1, stdout_fd = -1, stderr_fd = -1, error_fd = -1;
+  int group_fd = -1;  // cgroup.procs of its control group; -1: this process's
 };
 
 // How a child ended, in the words of siginfo_t.

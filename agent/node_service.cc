@@ -34,10 +34,12 @@
 #include "absl/strings/strip.h"
 #include "agent/attempt_end.h"
 #include "agent/attempt_log.h"
+#include "agent/control_group.h"
 #include "agent/job_signals.h"
 #include "agent/memory_holder.h"
 #include "agent/memory_terms.h"
 #include "agent/node_attempts.h"
+#include "agent/node_groups.h"
 #include "base/clock.h"
 #include "base/exit_code.h"
 #include "base/file.h"
@@ -47,6 +49,7 @@
 #include "base/owned_fd.h"
 #include "base/secret_file.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "proto/muster/v1/node.grpc.pb.h"
 #include "proto/name_value.h"
 #include "rpc/address.h"
@@ -66,7 +69,10 @@ constexpr absl::Duration kAnswerTimeout = absl::Seconds(10);
 constexpr absl::Duration kLogPoll = absl::Milliseconds(100);
 // Between the end of a runner and that of the last process that holds its lock.
 constexpr absl::Duration kLockPoll = absl::Milliseconds(50);
+// For processes that the kernel does not end, after an attempt.
+constexpr absl::Duration kGroupPatience = absl::Seconds(10);
 constexpr absl::Duration kSweepEvery = absl::Hours(1);
+constexpr size_t kMaxWhy = 300;
 constexpr absl::Duration kOutageTolerance = absl::Hours(24);  // of attempts
 
 int64_t UnixMs() { return absl::ToUnixMillis(absl::Now()); }
@@ -89,6 +95,9 @@ struct Runner {
   pid_t watched = -1;  // that of pidfd
   OwnedFd lock;        // not held by us: to try it
   int first_rank = 0;
+  std::string group = {};                        // folder of its control group; empty: none
+  int status = -1;                               // of waitpid; -1: not known
+  absl::Time empty_by = absl::InfiniteFuture();  // its control group, once it has ended
 };
 
 // When a file was written; now if that is not known.
@@ -145,7 +154,7 @@ std::string OwnAddress(const rpc::Address& coordinator) {
 class NodeService {
  public:
   explicit NodeService(const NodeServiceOptions& options)
-      : options_(options), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
+      : options_(options), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), info_(options.info) {}
 
   absl::Status Run() {
     MUSTER_RETURN_IF_ERROR(Open());
@@ -200,6 +209,7 @@ class NodeService {
                                                    ": end it, or give another --state_dir"));
     }
     MUSTER_RETURN_IF_ERROR(ReadIdentity());
+    MUSTER_RETURN_IF_ERROR(OpenGroups());
     MUSTER_RETURN_IF_ERROR(MakeDirectories(Attempts()));
     return Adopt();
   }
@@ -220,9 +230,37 @@ class NodeService {
     return WriteFileAtomically(path, made);
   }
 
+  absl::Status OpenGroups() {
+    MutexLock lock(&mu_);
+    absl::StatusOr<NodeGroups> groups =
+        NodeGroups::Open({.where = options_.control_groups,
+                          .node_uid = absl::StrCat(absl::Hex(uid_, absl::kZeroPad16)),
+                          .limit_cpus = options_.limit_cpus});
+    if (!groups.ok()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("--control_groups: ", groups.status().message()));
+    }
+    groups_ = *std::move(groups);
+    MUSTER_LOG(Info) << groups_->ToString();
+    TellLimits();
+    return absl::OkStatus();
+  }
+
+  // Of the node's facts. Returns whether they have changed.
+  bool TellLimits() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    const bool same = info_.limits_memory() == groups_->limits_memory() &&
+                      info_.limits_cpus() == groups_->limits_cpus() &&
+                      info_.limits_why() == groups_->why();
+    info_.set_limits_memory(groups_->limits_memory());
+    info_.set_limits_cpus(groups_->limits_cpus());
+    info_.set_limits_why(Printable(groups_->why(), kMaxWhy));
+    return !same;
+  }
+
   absl::Status Adopt() {
     MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(Attempts()));
     MutexLock lock(&mu_);
+    std::set<std::string> running_groups;
     for (const std::string& name : names) {
       const AttemptFolder folder{JoinPath(Attempts(), name)};
       const absl::StatusOr<std::string> text = ReadFile(folder.Of("record.json"), 1 << 20);
@@ -251,9 +289,16 @@ class NodeService {
                       absl::FromUnixMillis(started), WrittenAt(folder.Of("end.json")),
                       Clock::Real().Now());
       MUSTER_LOG(Info) << "attempt " << name << (running ? " runs: adopted" : " has ended");
+      if (is("group", &json::is_string)) runner.group = record["group"].get<std::string>();
+      if (running) {
+        running_groups.insert(runner.group);
+      } else {
+        RemoveGroup(&runner);
+      }
       if (running) WatchPid(&runner);
       runners_.emplace(key, std::move(runner));
     }
+    groups_->Sweep(running_groups);
     return absl::OkStatus();
   }
 
@@ -397,12 +442,17 @@ class NodeService {
   void CollectEnded() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     for (auto& [key, runner] : runners_) {
       if (!attempts_.IsRunning(key) || !runner.lock.open()) continue;
-      if (!IsUnlocked(runner.lock.get())) continue;
-      // It has closed its files, so it has ended or is about to.
-      int status = -1;
-      while (runner.pid > 0 && waitpid(runner.pid, &status, 0) < 0 && errno == EINTR) {
+      if (!IsUnlocked(runner.lock.get())) {
+        // A runner that was killed has left processes, which nobody controls any more.
+        if (runner.pidfd.open() && IsReadable(runner.pidfd.get())) KillGroup(runner);
+        continue;
       }
-      const v1::AttemptEnd end = EndOf(runner.folder, status);
+      // It has closed its files, so it has ended or is about to.
+      while (runner.pid > 0 && waitpid(runner.pid, &runner.status, 0) < 0 && errno == EINTR) {
+      }
+      runner.pid = -1;
+      if (!RemoveGroup(&runner)) continue;
+      const v1::AttemptEnd end = EndOf(runner.folder, runner.status);
       MUSTER_LOG(Info) << "attempt " << BaseName(runner.folder.path) << " has ended: "
                        << (end.end_class() == v1::END_CLASS_SUCCEEDED ? "succeeded" : end.why());
       attempts_.Ended(key, end, UnixMs(), Clock::Real().Now());
@@ -411,6 +461,28 @@ class NodeService {
       }
       Resync();
     }
+  }
+
+  void KillGroup(const Runner& runner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (!runner.group.empty()) groups_->At(runner.group).Kill();
+  }
+
+  // Ends what has let go of the attempt's lock, such as a server that a worker has started. False:
+  // it has not ended yet.
+  bool RemoveGroup(Runner* runner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (runner->group.empty()) return true;
+    const ControlGroup group = groups_->At(runner->group);
+    const absl::Time now = Clock::Real().Now();
+    if (group.IsPopulated()) {
+      group.Kill();
+      runner->empty_by = std::min(runner->empty_by, now + kGroupPatience);
+      if (now < runner->empty_by) return false;
+    }
+    if (const absl::Status status = group.Remove(); !status.ok()) {
+      MUSTER_LOG(Warning) << status.message() << "; they are left behind";
+    }
+    runner->group.clear();
+    return true;
   }
 
   void Do(const NodeAttempts::Orders& orders) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
@@ -442,6 +514,8 @@ class NodeService {
                      << " is to end: " << (signal == SIGKILL ? "SIGKILL" : "SIGTERM");
     unsent_[key] = signal;
     SendSignals();
+    const auto runner = runners_.find(key);
+    if (signal == SIGKILL && runner != runners_.end()) KillGroup(runner->second);
   }
   // A runner that has just been started may not have said its number yet.
   void SendSignals() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
@@ -482,27 +556,47 @@ class NodeService {
     if (!runner.lock.open()) {
       return NodeFailure(absl::StrCat("cannot make its lock: ", strerror(errno)));
     }
-    const json record = {{"job", key.first},
-                         {"attempt", key.second},
-                         {"cluster", attempts_.cluster()},
-                         {"started", UnixMs()},
-                         {"first_rank", runner.first_rank}};
+    runner.group = MakeGroup(name, assignment);
+    const json record = {
+        {"job", key.first},    {"attempt", key.second},           {"cluster", attempts_.cluster()},
+        {"started", UnixMs()}, {"first_rank", runner.first_rank}, {"group", runner.group}};
     absl::Status status = WriteFileAtomically(runner.folder.Of("record.json"), record.dump());
     if (status.ok()) status = SyncDirectory(Attempts());
     if (status.ok()) status = MakeDirectories(runner.folder.Of("work"));
     if (status.ok() && !assignment.token().empty()) {
       status = WriteSecretFile(runner.folder.Of("token"), assignment.token());
     }
-    if (!status.ok()) return NodeFailure(std::string(status.message()));
+    if (!status.ok()) {
+      RemoveGroup(&runner);
+      return NodeFailure(std::string(status.message()));
+    }
     std::optional<v1::AttemptEnd> failed = Spawn(assignment, &runner);
+    if (failed.has_value()) RemoveGroup(&runner);
     // For the next agent, if this one ends before it has said so.
     if (failed.has_value()) (void)WriteEnd(runner.folder.Of("end.json"), *failed);
     runners_.insert_or_assign(key, std::move(runner));
     return failed;
   }
 
+  // Empty: without one.
+  std::string MakeGroup(const std::string& name, const v1::NodeAssignment& assignment)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    const int cpus = std::max(1, assignment.spec().per_process().cpus()) * assignment.processes();
+    const absl::StatusOr<std::string> group = groups_->MakeAttempt(name, cpus);
+    if (TellLimits()) {
+      MUSTER_LOG(Info) << groups_->ToString();
+      Resync();
+    }
+    if (group.ok()) return *group;
+    MUSTER_LOG(Warning) << "attempt " << name
+                        << " runs without a control group: " << group.status().message();
+    return "";
+  }
+
   std::vector<std::string> RunnerArguments(const v1::NodeAssignment& assignment,
-                                           const AttemptFolder& folder) const {
+                                           const Runner& runner) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    const AttemptFolder& folder = runner.folder;
     const v1::JobSpec& spec = assignment.spec();
     std::vector<std::string> args = options_.runner;
     const auto add = [&](absl::string_view flag, const auto& value) {
@@ -518,6 +612,13 @@ class NodeService {
     if (memory_ != nullptr) add("memory_socket", memory_->address());
     add("earlier_attempts", std::max(0, assignment.attempt() - 1));
     add("restarts_of_job", std::max(0, spec.max_restarts()));
+    if (!runner.group.empty()) {
+      add("control_group", runner.group);
+      if (groups_->limits_memory() && spec.per_process().memory_bytes() > 0) {
+        add("memory_limit", spec.per_process().memory_bytes());
+      }
+      if (groups_->limits_cpus()) add("cpu_limit", std::max(1, spec.per_process().cpus()));
+    }
     if (!spec.working_directory().empty()) add("workdir", spec.working_directory());
     // The coordinator decides when a node is lost, not how long it is away itself.
     add("outage_tolerance", absl::FormatDuration(kOutageTolerance));
@@ -542,7 +643,8 @@ class NodeService {
     return args;
   }
 
-  std::optional<v1::AttemptEnd> Spawn(const v1::NodeAssignment& assignment, Runner* runner) {
+  std::optional<v1::AttemptEnd> Spawn(const v1::NodeAssignment& assignment, Runner* runner)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     const v1::JobSpec& spec = assignment.spec();
     if (assignment.token().empty() && !options_.channel.token.empty()) {
       return NodeFailure(
@@ -555,7 +657,7 @@ class NodeService {
     if (options_.info.gpus_size() > 0) {
       environment["CUDA_VISIBLE_DEVICES"] = absl::StrJoin(assignment.gpus(), ",");
     }
-    std::vector<std::string> args = RunnerArguments(assignment, runner->folder);
+    std::vector<std::string> args = RunnerArguments(assignment, *runner);
     std::vector<std::string> words;
     for (const auto& [name, value] : environment) words.push_back(absl::StrCat(name, "=", value));
     std::vector<char*> argv, envp;
@@ -650,7 +752,7 @@ class NodeService {
         if (ended_) return;
         request.set_node(options_.node);
         request.set_node_uid(uid_);
-        *request.mutable_info() = options_.info;
+        *request.mutable_info() = info_;
         request.set_seen_version(seen_version_);
         sequence_ = std::max(sequence_ + 1, static_cast<uint64_t>(absl::ToUnixMicros(absl::Now())));
         request.set_sequence(sequence_);
@@ -829,6 +931,8 @@ class NodeService {
 
   Mutex mu_;
   CondVar changed_;
+  v1::NodeInfo info_ ABSL_GUARDED_BY(mu_);
+  std::optional<NodeGroups> groups_ ABSL_GUARDED_BY(mu_);  // from Open on
   NodeAttempts attempts_ ABSL_GUARDED_BY(mu_);
   std::map<AttemptKey, Runner> runners_ ABSL_GUARDED_BY(mu_);
   std::map<AttemptKey, int> unsent_ ABSL_GUARDED_BY(mu_);  // signals

@@ -26,6 +26,9 @@ struct NodeServiceOptions {
   // coordinator, except --token_file): this one, without --serve.
   std::vector<std::string> runner;
   std::map<std::string, std::string> environment;  // of runners
+  // Of attempts, see NodeGroupsOptions.
+  std::string control_groups = "auto";
+  bool limit_cpus = false;
   // Folders of attempts that the coordinator has forgotten are kept so long, for their logs.
   absl::Duration keep_logs = absl::Hours(24 * 7);
 };
@@ -34,7 +37,8 @@ struct NodeServiceOptions {
 // ends it; running attempts continue, and the next service on this state_dir adopts them. Blocks.
 // One line on standard error for each thing an operator wants to know.
 //
-// Errors: ALREADY_EXISTS another agent uses the state_dir; those of the disk; as rpc::Connect;
+// Errors: ALREADY_EXISTS another agent uses the state_dir; FAILED_PRECONDITION, NOT_FOUND a named
+// control group cannot be used; those of the disk; as rpc::Connect;
 // PERMISSION_DENIED, UNAUTHENTICATED, INVALID_ARGUMENT: the coordinator refuses this node. A
 // coordinator that is away is none: it is tried again for ever.
 absl::Status RunNodeService(const NodeServiceOptions& options);

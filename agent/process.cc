@@ -270,6 +270,9 @@ absl::Status StartErrorStatus(const StartError& report, const ProcessOptions& op
         return absl::PermissionDeniedError(absl::StrCat(path, ": ", why));
       }
       return ErrnoStatus(path, report.error);
+    case StartError::kGroup:
+      return absl::InternalError(
+          absl::StrCat("cannot start ", path, " in its control group: ", why));
     default:
       return ErrnoStatus(absl::StrCat("cannot start ", path), report.error);
   }
@@ -821,6 +824,7 @@ class HostImpl final : public ProcessHost {
         .stdout_fd = out_write.get(),
         .stderr_fd = err_write.get(),
         .error_fd = error_write.get(),
+        .group_fd = options.group_fd,
     };
     MUSTER_ASSIGN_OR_RETURN(const pid_t pid, Fork(plan));
     error_write.Close();

@@ -49,6 +49,9 @@ struct ProcessOptions {
   std::string working_directory;
   // Standard input, borrowed for the call. -1: /dev/null.
   int stdin_fd = -1;
+  // cgroup.procs of the control group in which it starts, borrowed for the call. -1: this
+  // process's.
+  int group_fd = -1;
   // Gives the process a pseudo-terminal instead of a pipe, so that it writes line by line and shows
   // progress bars as it would if the user had started it by hand. Without echo and without "\n"
   // becoming "\r\n".
@@ -147,7 +150,8 @@ class ProcessHost {
   // Starts a process. Blocks until it runs its program (so every start error is known here).
   // Errors: INVALID_ARGUMENT empty argv; NOT_FOUND and PERMISSION_DENIED as FindProgram, or the
   // working directory; FAILED_PRECONDITION the file is no program (bad format), or the kernel does
-  // not get to it; RESOURCE_EXHAUSTED no more processes or descriptors.
+  // not get to it; RESOURCE_EXHAUSTED no more processes or descriptors; INTERNAL its control group
+  // does not take it.
   virtual absl::StatusOr<std::shared_ptr<Process>> Spawn(ProcessOptions options) = 0;
 
   // While paused nothing is read from the processes (they block once their pipes are full), except

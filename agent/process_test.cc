@@ -31,6 +31,7 @@
 #include "absl/time/time.h"
 #include "agent/process_state.h"
 #include "base/mutex.h"
+#include "base/owned_fd.h"
 #include "base/test_folder.h"
 #include "base/test_wait.h"
 #include "gmock/gmock.h"
@@ -722,6 +723,27 @@ TEST_F(ProcessTest, ArgumentsAndEnvironmentOfMegabytes_PassThrough) {
   auto process = Spawn(std::move(options));
   EXPECT_TRUE(process->Wait().ok());
   EXPECT_THAT(output_.lines(), ElementsAre("out:120000 100000 5001"));
+}
+
+TEST_F(ProcessTest, ControlGroup_IsEnteredBeforeTheProgramRuns) {
+  const TestFolder folder;
+  const std::string procs = folder.Path("cgroup.procs");
+  std::ofstream(procs).flush();
+  const OwnedFd group(open(procs.c_str(), O_WRONLY | O_CLOEXEC));
+  ProcessOptions options = Shell("cat " + procs + "; ls /proc/self/fd | wc -l");
+  options.group_fd = group.get();
+  EXPECT_TRUE(Spawn(std::move(options))->Wait().ok());
+  // It keeps no descriptor of it: 0, 1, 2 and that of the folder.
+  EXPECT_THAT(output_.lines(), ElementsAre("out:04"));
+
+  const OwnedFd refuses(open(procs.c_str(), O_RDONLY | O_CLOEXEC));
+  ProcessOptions refused = Shell("echo it runs");
+  refused.group_fd = refuses.get();
+  const absl::Status status = host_->Spawn(std::move(refused)).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(status.message(), HasSubstr("/bin/sh in its control group: Bad file descriptor"));
+  // And the next process starts without one.
+  EXPECT_TRUE(Spawn(Shell("true"))->Wait().ok());
 }
 
 TEST_F(ProcessTest, StartErrors_NameTheFileAndTheWayOut) {

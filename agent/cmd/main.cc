@@ -24,6 +24,7 @@
 #include "agent/node_service.h"
 #include "agent/process.h"
 #include "agent/process_limits.h"
+#include "agent/worker_groups.h"
 #include "base/defaults.h"
 #include "base/descriptor_limit.h"
 #include "base/exit_code.h"
@@ -109,6 +110,7 @@ struct Flags {
   std::string attempt_dir, workdir;
   int attempt_lock = -1;
   std::vector<int> user_error_codes;
+  WorkerGroups::Options groups;
 };
 
 // The job's coordinator and machines.
@@ -158,6 +160,13 @@ void AddAttemptFlags(CLI::App* app, Flags* flags) {
   app->add_option("--workdir", flags->workdir, "folder in which the program runs");
   app->add_option("--user_error_code", flags->user_error_codes,
                   "exit code of the program after which a restart cannot help, in end.json");
+  app->add_option("--control_group", flags->groups.folder,
+                  "folder of a control group for this process and those of the program");
+  app->add_option("--memory_limit", flags->groups.memory_bytes,
+                  "bytes of memory for each process, with --control_group")
+      ->check(CLI::NonNegativeNumber);
+  app->add_option("--cpu_limit", flags->groups.cpus, "CPUs for each process, with --control_group")
+      ->check(CLI::Range(1, 1'000'000));
 }
 
 void AddTrainingFlags(CLI::App* app, Flags* flags) {
@@ -337,6 +346,12 @@ int RunAndReport(NodeJobOptions options, const Flags& flags) {
       !flags.workdir.empty() && chdir(flags.workdir.c_str()) != 0
           ? absl::ErrnoToStatus(errno, absl::StrCat("cannot run in the folder ", flags.workdir))
           : FindProgram(options.agent.argv[0], options.agent.inherited["PATH"]);
+  const WorkerGroups groups(flags.groups);
+  absl::Status entered;
+  if (!flags.groups.folder.empty()) {
+    entered = groups.Enter();
+    options.agent.groups = &groups;
+  }
   const int num_nodes = options.num_nodes;
   const int64_t kills = CountMemoryKills();
   if (!flags.attempt_dir.empty()) {
@@ -344,8 +359,10 @@ int RunAndReport(NodeJobOptions options, const Flags& flags) {
         WriteFileAtomically(JoinPath(flags.attempt_dir, "runner.pid"), absl::StrCat(getpid()));
     if (!status.ok()) return Fail(kExitInternal, status.message());
   }
-  const NodeJobResult result =
-      program.ok() ? RunJob(std::move(options)) : Refused(program.status());
+  const NodeJobResult result = !program.ok()   ? Refused(program.status())
+                               : !entered.ok() ? Refused(entered)
+                                               : RunJob(std::move(options));
+  if (!flags.groups.folder.empty()) groups.End();
   if (!flags.attempt_dir.empty()) {
     v1::AttemptEnd end =
         DescribeEnd(result.job, flags.user_error_codes, CountMemoryKills() > kills, num_nodes);
@@ -474,6 +491,12 @@ int Serve(std::vector<std::string> words) {
   app.add_option("--nvlink_domain", *options.info.mutable_nvlink_domain(),
                  "NVLink domain of this machine, within its rack")
       ->envname("MUSTER_NVLINK_DOMAIN");
+  app.add_option("--control_groups", options.control_groups,
+                 "auto: jobs get control groups below this agent's, with memory limits unless it "
+                 "is a systemd service; off; or the folder of a group for jobs, with memory limits")
+      ->capture_default_str();
+  app.add_flag("--limit_cpus", options.limit_cpus,
+               "let a process use no more CPUs than its job asks for, even if others are idle");
   app.add_option("--keep_logs_hours", flags.keep_logs_hours,
                  "how long logs of attempts that are over are kept")
       ->check(CLI::Range(0, 1'000'000))

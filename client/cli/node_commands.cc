@@ -44,6 +44,8 @@ ordered_json NodeJson(const Node& node) {
           {"used_gpus", node.used_gpus},
           {"labels", node.labels},
           {"rack", node.rack},
+          {"limits", node.limits},
+          {"limits_why", node.limits_why},
           {"heard_ago_seconds", absl::ToDoubleSeconds(node.heard_ago)},
           {"jobs", node.jobs}};
 }
@@ -81,7 +83,7 @@ int RunNodesCommand(const std::vector<std::string>& args, const CommandContext& 
   const bool wide = format == "wide";
   std::vector<std::vector<std::string>> rows = {
       {"NODE", "STATE", "CPUS", "GPUS", "MEMORY", "JOBS"}};
-  if (wide) rows[0].insert(rows[0].end(), {"HEARD", "RACK", "LABELS", "VERSION"});
+  if (wide) rows[0].insert(rows[0].end(), {"HEARD", "RACK", "LABELS", "LIMITS", "VERSION"});
   rows[0].push_back("WHY");
   for (const Node& node : *nodes) {
     std::vector<std::string> row = {
@@ -94,7 +96,8 @@ int RunNodesCommand(const std::vector<std::string>& args, const CommandContext& 
     if (wide) {
       row.insert(row.end(),
                  {HumanDuration(node.heard_ago) + " ago", node.rack,
-                  absl::StrJoin(node.labels, ",", absl::PairFormatter("=")), node.version});
+                  absl::StrJoin(node.labels, ",", absl::PairFormatter("=")),
+                  node.limits.empty() ? "none" : absl::StrJoin(node.limits, ","), node.version});
     }
     row.push_back(node.why);
     rows.push_back(std::move(row));

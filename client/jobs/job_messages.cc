@@ -179,6 +179,9 @@ Node FromProto(const v1::NodeRecord& record) {
   node.gpus = {record.info().gpus().begin(), record.info().gpus().end()};
   node.labels = ToMap(record.info().labels());
   node.rack = record.info().rack();
+  if (record.info().limits_memory()) node.limits.push_back("memory");
+  if (record.info().limits_cpus()) node.limits.push_back("cpus");
+  node.limits_why = record.info().limits_why();
   node.cordoned = record.cordoned();
   node.draining = record.draining();
   node.lost = record.lost();

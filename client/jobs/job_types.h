@@ -167,6 +167,9 @@ struct Node {
   std::vector<std::string> gpus = {};  // names, by index
   std::map<std::string, std::string> labels = {};
   std::string rack = {};
+  // What control groups limit each process of a job to: "memory", "cpus"; and what is missing, why.
+  std::vector<std::string> limits = {};
+  std::string limits_why = {};
   bool cordoned = false;
   bool draining = false;
   bool lost = false;

@@ -2,6 +2,8 @@
 
 #include <signal.h>
 
+#include <utility>
+
 #include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
 #include "base/file.h"
@@ -23,16 +25,25 @@ std::string JobsFixture::Run(std::vector<std::string> args, int code) {
   return code == 0 ? command->out_text() : command->err_text();
 }
 
-std::unique_ptr<Command> JobsFixture::StartAgent(const std::string& name) {
-  return std::make_unique<Command>(
-      *host_,
-      std::vector<std::string>{Runfile("agent/cmd/muster-agent"), "--serve", "--coordinator",
-                               address_, "--state_dir", Temp(name), "--node", name, "--cpus", "2"},
-      env_);
+std::unique_ptr<Command> JobsFixture::StartAgent(const std::string& name,
+                                                 const std::vector<std::string>& options) {
+  std::vector<std::string> args = {Runfile("agent/cmd/muster-agent"),
+                                   "--serve",
+                                   "--coordinator",
+                                   address_,
+                                   "--state_dir",
+                                   Temp(name),
+                                   "--node",
+                                   name,
+                                   "--cpus",
+                                   "2"};
+  args.insert(args.end(), options.begin(), options.end());
+  return std::make_unique<Command>(*host_, std::move(args), env_);
 }
 
-std::unique_ptr<Command> JobsFixture::StartNode(const std::string& name) {
-  std::unique_ptr<Command> node = StartAgent(name);
+std::unique_ptr<Command> JobsFixture::StartNode(const std::string& name,
+                                                const std::vector<std::string>& options) {
+  std::unique_ptr<Command> node = StartAgent(name, options);
   WaitUntil([&] { return NodeState(name) == "READY"; });
   return node;
 }

@@ -20,9 +20,11 @@ class JobsFixture : public ClusterFixture {
   // What a muster command prints, or of one that fails, its errors. It has to end with `code`.
   std::string Run(std::vector<std::string> args, int code = 0);
   // The agent of a node with two CPUs. It may not have said yet that it is there.
-  std::unique_ptr<Command> StartAgent(const std::string& name);
+  std::unique_ptr<Command> StartAgent(const std::string& name,
+                                      const std::vector<std::string>& options = {});
   // The same; the coordinator has it.
-  std::unique_ptr<Command> StartNode(const std::string& name);
+  std::unique_ptr<Command> StartNode(const std::string& name,
+                                     const std::vector<std::string>& options = {});
   std::string NodeState(const std::string& name);
   // A job named "job" of a shell script. Returns its id.
   std::string Submit(std::vector<std::string> options, const std::string& script);

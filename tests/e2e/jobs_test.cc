@@ -1,7 +1,9 @@
 // Submitted jobs with real programs: a coordinator, agents that wait for jobs, and `muster`.
 #include <signal.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
+#include <cstdio>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -15,6 +17,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "agent/node_groups.h"
 #include "base/file.h"
 #include "base/secret_file.h"
 #include "base/signature.h"
@@ -26,6 +29,7 @@ namespace muster {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
@@ -66,6 +70,31 @@ class JobsTest : public JobsFixture {
     }
     ADD_FAILURE() << job << " has no runner on " << node;
     return 0;
+  }
+  static std::vector<pid_t> ChildrenOf(pid_t parent) {
+    std::vector<pid_t> children;
+    const std::vector<std::string> processes = *ListDirectory("/proc");
+    for (const std::string& other : processes) {
+      int number = 0;
+      if (!absl::SimpleAtoi(other, &number)) continue;
+      const absl::StatusOr<std::string> stat =
+          ReadFile(absl::StrCat("/proc/", other, "/stat"), 4096);
+      if (!stat.ok()) continue;
+      const std::vector<std::string> fields =
+          absl::StrSplit(stat->substr(stat->rfind(')') + 2), ' ');
+      if (fields.size() > 1 && fields[1] == absl::StrCat(parent)) children.push_back(number);
+    }
+    return children;
+  }
+  // Whether this machine lets a test make control groups below its own.
+  static bool MayMakeGroups() {
+    const absl::StatusOr<agent::OwnGroup> own = agent::FindOwnGroup(
+        *ReadFile("/proc/self/cgroup", 1 << 20), *ReadFile("/proc/self/mountinfo", 1 << 20));
+    if (!own.ok()) return false;
+    const std::string probe = JoinPath(own->folder(), "muster-probe-" + RandomHex());
+    if (mkdir(probe.c_str(), 0700) != 0) return false;
+    rmdir(probe.c_str());
+    return !PathExists("/run/systemd/system");
   }
 };
 
@@ -322,24 +351,16 @@ TEST_F(JobsTest, KilledAgent_LeavesItsProcessesRunning_AndTheNextOneAdoptsThem) 
   EXPECT_EQ(Get(job)["attempts"].size(), 1u);
 }
 
+// Where nothing but its helpers ends what it has left.
 TEST_F(JobsTest, KilledRunner_IsNotOverBeforeItsProcesses) {
-  const auto a = StartNode("a");
+  const auto a = StartNode("a", {"--control_groups", "off"});
   const std::string job =
       Submit({"--processes", "1"}, absl::StrCat("echo $$ > ", Temp("pid"), "$RANK; sleep 1000"));
   const pid_t pid = PidIn("pid0");
   const pid_t runner = RunnerOn("a");
   ASSERT_GT(runner, 0);
   // Nobody cleans up after it for now: the process lives on.
-  std::vector<pid_t> helpers;
-  const std::vector<std::string> processes = *ListDirectory("/proc");
-  for (const std::string& other : processes) {
-    int number = 0;
-    if (!absl::SimpleAtoi(other, &number)) continue;
-    const absl::StatusOr<std::string> stat = ReadFile(absl::StrCat("/proc/", other, "/stat"), 4096);
-    if (!stat.ok()) continue;
-    const std::vector<std::string> fields = absl::StrSplit(stat->substr(stat->rfind(')') + 2), ' ');
-    if (fields.size() > 1 && fields[1] == absl::StrCat(runner)) helpers.push_back(number);
-  }
+  const std::vector<pid_t> helpers = ChildrenOf(runner);
   ASSERT_FALSE(helpers.empty());
   for (const pid_t helper : helpers) kill(helper, SIGSTOP);
   kill(runner, SIGKILL);
@@ -352,6 +373,56 @@ TEST_F(JobsTest, KilledRunner_IsNotOverBeforeItsProcesses) {
   EXPECT_TRUE(WaitUntilEnded(pid));
   WaitForState(queued, "SUCCEEDED");
   Run({"cancel", job});
+}
+
+// A process that has left everything by which it could be found, and that nobody looks after any
+// more.
+TEST_F(JobsTest, ControlGroup_EndsWhatARunnerHasLeft_AndIsRemoved) {
+  auto a = StartNode("a");
+  const std::string job = Submit(
+      {"--processes", "1"},
+      absl::StrCat("cat /proc/self/cgroup > ", Temp("group"),
+                   "; env -i setsid /bin/bash -c 'exec 200>&-; echo $$ > ", Temp("pid"),
+                   "1; exec /bin/sleep 1000' & echo $$ > ", Temp("pid"), "$RANK; sleep 1000"));
+  const pid_t pid = PidIn("pid0"), stray = PidIn("pid1");
+  const std::string groups = *ReadFile(Temp("group"));
+  const std::string own = *ReadFile("/proc/self/cgroup", 1 << 20);
+  const Json node = Json::parse(Run({"nodes", "-o", "json"}))[0];
+  const bool used = MayMakeGroups();
+  if (!used) {
+    std::printf("this machine allows no control groups here: only that a job runs without\n");
+    EXPECT_EQ(groups, own);
+    EXPECT_NE(node["limits_why"], "");
+    Run({"cancel", job});
+    EXPECT_TRUE(WaitUntilEnded(pid));
+    return;
+  }
+  EXPECT_THAT(groups, ContainsRegex(absl::StrCat("0::.*/muster-[0-9a-f]+/", job, ".1-.*/rank_0")));
+  EXPECT_EQ(node["limits"].empty(), node["limits_why"] != "") << node;
+  // The agent ends and comes again: the group is that of the running attempt.
+  a->Signal(SIGKILL);
+  a->Wait();
+  a = StartNode("a");
+  EXPECT_EQ(kill(stray, 0), 0);
+  const pid_t runner = RunnerOn("a");
+  const std::vector<pid_t> helpers = ChildrenOf(runner);
+  ASSERT_FALSE(helpers.empty());
+  for (const pid_t helper : helpers) kill(helper, SIGSTOP);
+  kill(runner, SIGKILL);
+  EXPECT_TRUE(WaitUntilEnded(pid));
+  EXPECT_TRUE(WaitUntilEnded(stray));
+  Run({"cancel", job});
+  WaitForState(job, "CANCELLED");
+  const agent::OwnGroup place =
+      *agent::FindOwnGroup(groups, *ReadFile("/proc/self/mountinfo", 1 << 20));
+  EXPECT_FALSE(PathExists(ParentPath(place.folder()))) << place.folder();
+  // An agent that was killed is followed by one that removes what it has left.
+  const std::string left = JoinPath(ParentPath(ParentPath(place.folder())), "left");
+  ASSERT_EQ(mkdir(left.c_str(), 0755), 0);
+  a->Signal(SIGKILL);
+  a->Wait();
+  a = StartNode("a");
+  EXPECT_FALSE(PathExists(left));
 }
 
 TEST_F(JobsTest, KilledCoordinator_KnowsItsJobsAgain) {

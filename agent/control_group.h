@@ -1,0 +1,91 @@
+#ifndef MUSTER_AGENT_CONTROL_GROUP_H_
+#define MUSTER_AGENT_CONTROL_GROUP_H_
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "base/owned_fd.h"
+
+namespace muster::agent {
+
+// System calls that tests replace: in an ordinary folder no kernel makes the files of a new group.
+struct ControlGroupCalls {
+  int (*mkdir)(const char*, mode_t) = ::mkdir;
+  int (*rmdir)(const char*) = ::rmdir;
+};
+
+// What a group says about the memory of its processes.
+struct MemoryUse {
+  int64_t limit = -1;      // bytes; -1: none
+  int64_t peak = -1;       // the most they had, in bytes; -1: the kernel does not say
+  int64_t limit_hits = 0;  // how often the group's own limit left no memory to give
+  int64_t kills = 0;       // processes that the kernel has killed for memory
+};
+
+// Why the kernel has killed a process of the group: its limit, or memory that ran out elsewhere. In
+// words that follow "was killed"; empty: it has killed none. Pure.
+std::string DescribeMemoryKill(const MemoryUse& use);
+
+// One group of cgroup v2, by its folder. Copying it copies the name. Thread-safe; each call reads
+// or writes files of the kernel. Errors name the file.
+class ControlGroup {
+ public:
+  explicit ControlGroup(std::string folder, ControlGroupCalls calls = {});
+
+  const std::string& folder() const { return folder_; }
+  ControlGroup Below(absl::string_view name) const;
+
+  // OK if it is there.
+  absl::Status Make() const;
+  bool Exists() const;
+  // Whether the group has this file: the files of a controller are there where the parent enables
+  // it, newer ones depend on the kernel.
+  bool Has(absl::string_view file) const;
+  absl::Status Write(absl::string_view file, absl::string_view text) const;
+  absl::StatusOr<std::string> Read(absl::string_view file) const;
+
+  // The controllers that it may give to the groups below.
+  std::vector<std::string> Controllers() const;
+  // Gives those of `controllers` that it has to the groups below. Errors: FAILED_PRECONDITION the
+  // group has processes of its own.
+  absl::Status Enable(const std::vector<std::string>& controllers) const;
+
+  // Moves this process into it.
+  absl::Status Enter() const;
+  // A descriptor on which a process writes "0" to move itself.
+  absl::StatusOr<OwnedFd> OpenProcesses() const;
+  // The first processes in it and below it.
+  std::vector<int64_t> Processes() const;
+
+  // Whether a process is in it or below it. A group that is not there is empty.
+  bool IsPopulated() const;
+  // SIGKILL to all that is in it and below it, including what is being forked. Nothing on a kernel
+  // before 5.14.
+  void Kill() const;
+  // Blocks until it is empty. DEADLINE_EXCEEDED naming processes.
+  absl::Status AwaitEmpty(absl::Duration timeout) const;
+  // Removes it with all groups below it. OK if it is not there. Errors: FAILED_PRECONDITION naming
+  // processes that are in it.
+  absl::Status Remove() const;
+
+  MemoryUse Memory() const;
+
+ private:
+  std::string PathOf(absl::string_view file) const;
+  std::vector<ControlGroup> Children() const;
+
+  std::string folder_;
+  ControlGroupCalls calls_;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_CONTROL_GROUP_H_

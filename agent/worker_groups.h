@@ -1,0 +1,53 @@
+#ifndef MUSTER_AGENT_WORKER_GROUPS_H_
+#define MUSTER_AGENT_WORKER_GROUPS_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "agent/control_group.h"
+#include "base/owned_fd.h"
+
+namespace muster::agent {
+
+// The control groups of one attempt on one node, on the side of its runner:
+//   FOLDER/runner   this process and its helpers
+//   FOLDER/rank_R   a worker and all that it starts, with its limits
+// Not thread-safe, except that copies of a descriptor may be used anywhere.
+class WorkerGroups {
+ public:
+  struct Options {
+    std::string folder = {};   // made by the agent (NodeGroups)
+    int64_t memory_bytes = 0;  // of each worker; 0: no limit
+    int cpus = 0;              // of each worker; 0: no limit
+    ControlGroupCalls calls = {};
+  };
+  explicit WorkerGroups(Options options);
+
+  // Moves this process to FOLDER/runner. Call before it starts others.
+  absl::Status Enter() const;
+
+  // A new group for a start of the worker, for ProcessOptions::group_fd. What an earlier start has
+  // left in it ends.
+  absl::StatusOr<OwnedFd> Make(int rank) const;
+
+  // Of a worker that has ended: why the kernel has killed a process of it for memory (see
+  // DescribeMemoryKill), or "". Nullopt: its group does not count that.
+  std::optional<std::string> MemoryKill(int rank) const;
+
+  // Ends what is left in the groups of the workers and removes them. Blocks for a few seconds if
+  // the kernel does not end a process; then the log names it, and the agent looks after it.
+  void End() const;
+
+ private:
+  ControlGroup OfRank(int rank) const;
+
+  const Options options_;
+  const ControlGroup attempt_;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_WORKER_GROUPS_H_
