@@ -167,7 +167,9 @@ TEST_P(CoreFuzzTest, AnyOperations_RulesHold) {
         if (change.has_job_created())
           generations[change.job_created().job_id()] = change.job_created().generation();
         if (change.has_history_restored())
-          for (auto& [job, generation] : generations) generation += 65536;
+          for (auto& [job, generation] : generations) {
+            generation += 65536 + change.history_restored().term();
+          }
         if (!change.has_generation_sealed()) continue;
         const v1::GenerationSealed& sealed = change.generation_sealed();
         ASSERT_EQ(sealed.generation(), generations[sealed.job_id()] + 1);

@@ -13,7 +13,8 @@
 namespace muster::coordinator {
 namespace {
 
-// More than a lost part of the history can have: of a job's generations, of a key's writes.
+// More than a lost part of the history can have: of a job's generations, of a key's writes. The
+// term comes on top, so that what was restored twice from one copy has not the same ones.
 constexpr uint64_t kLostGenerations = 65536;
 constexpr uint64_t kLostVersions = uint64_t{1} << 32;
 
@@ -76,8 +77,9 @@ void Core::Impl::Job::BecomeRestored() {
   agree_.reset();
   std::vector<KvChange> changes;
   kv_.DropPrefix(absl::StrCat("gen/", members_.generation(), "/"), &changes);
-  kv_.RaiseVersions(kLostVersions);
-  members_.BecomeRestored(kLostGenerations);
+  const uint64_t term = impl_->restored_term_;
+  kv_.RaiseVersions((term + 1) * kLostVersions);
+  members_.BecomeRestored(kLostGenerations + term);
   leases_.BeginGeneration(impl_->now_);
   triggers_.Clear();
   triggers_.RestoreGeneration(0);

@@ -11,6 +11,7 @@
 #include "client/checkpoints/checkpoint_commands.h"
 #include "client/checkpoints/estimate_command.h"
 #include "client/checkpoints/plan_command.h"
+#include "client/cli/backup_command.h"
 #include "client/cli/config_command.h"
 #include "client/cli/info_commands.h"
 #include "client/cli/job_commands.h"
@@ -152,6 +153,7 @@ std::vector<Command> Commands(const LaunchBackend& backend, const std::string& s
       {"drain", "Stop the jobs on a node and start nothing new there",
        Named(RunNodeControlCommand, "drain")},
       {"uncordon", "Let jobs start on a node again", Named(RunNodeControlCommand, "uncordon")},
+      {"backup", "Write the state of a running coordinator to a file", RunBackupCommand},
       {"token", "Make a user's token, and its line for the coordinator's users file",
        RunTokenCommand},
       {"checkpoints", "List, inspect, verify, compare, export, prune, pin or promote checkpoints",

@@ -1,3 +1,5 @@
+#include <sys/stat.h>
+
 #include <atomic>
 #include <cmath>
 #include <csignal>
@@ -12,6 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "base/descriptor_limit.h"
 #include "base/exit_code.h"
@@ -47,8 +50,9 @@ constexpr char kFooter[] =
     "  muster-coordinator --listen 127.0.0.1:29400 --token_file token\n"
     "  muster-coordinator --listen 10.0.0.5:29400 --tls_cert c.pem --tls_key k.pem --tls_ca "
     "ca.pem\n"
-    "  muster-coordinator --verify_journal /var/lib/muster\n"
-    "  muster-coordinator --restored /var/lib/muster    # once, after restoring a backup\n";
+    "  muster-coordinator --verify /var/lib/muster\n"
+    "  muster-coordinator --restore night.backup --data_dir /var/lib/muster\n"
+    "  muster-coordinator --restored /var/lib/muster    # once, on a copy of a directory\n";
 
 int Fail(int code, const absl::Status& status) {
   std::fprintf(stderr, "muster-coordinator: %s\n", OneLine(status.message()).c_str());
@@ -59,16 +63,20 @@ CoordinatorExitCode CannotServe(const absl::Status& status) {
   return absl::IsDataLoss(status) ? kExitJournalCorrupt : kExitCannotServe;
 }
 
+int CannotRead(const absl::Status& status) {
+  return absl::IsInvalidArgument(status) ? int{kExitUsage} : int{CannotServe(status)};
+}
+
 // After an operation on an offline journal: its result, or the error.
 int EndWith(const absl::StatusOr<std::string>& report) {
-  if (!report.ok()) return Fail(CannotServe(report.status()), report.status());
+  if (!report.ok()) return Fail(CannotRead(report.status()), report.status());
   std::printf("%s\n", report->c_str());
   return kExitOk;
 }
 
 struct Flags {
   CoordinatorServer::Options options;
-  std::string verify, restored, log_level = "info", log_format;
+  std::string verify, restored, restore, log_level = "info", log_format;
   bool version = false, list_failpoints = false;
   double lease = 6, resume = 60, node_lease = 30;
   int max_message_mib = 4;
@@ -176,15 +184,20 @@ void AddOtherFlags(CLI::App* app, Flags* flags) {
          "text, or json: one object a line with time, level, source, file, line and message "
          "(default: $MUSTER_LOG_FORMAT, else text)")
       ->check(CLI::IsMember({"text", "json"}));
-  app->add_option("--verify_journal", flags->verify,
-                  "check the journal in this directory as a start would read it, print the result, "
-                  "and exit; cuts the incomplete tail that a crash left")
+  app->add_option(
+         "--verify,--verify_journal", flags->verify,
+         "check the journal in this directory as a start would read it, or a backup, print "
+         "the result, and exit; cuts the incomplete tail that a crash left")
       ->check(NotEmpty());
   app->add_option(
-         "--restored", flags->restored,
-         "mark this directory as restored from a copy (a backup), and exit: the next start "
-         "on it begins a term that no caller can have seen, ends every generation in it "
-         "and makes watchers read again")
+         "--restore", flags->restore,
+         "put this backup (muster backup) into --data_dir, in place of what is there, which "
+         "is kept beside it, and exit: the next start begins as after --restored")
+      ->check(NotEmpty());
+  app->add_option("--restored", flags->restored,
+                  "mark this directory as restored from a copy of it, and exit: the next start "
+                  "on it begins a term that no caller can have seen, ends every generation in it "
+                  "and makes watchers read again")
       ->check(NotEmpty());
   app->add_flag(
       "--list_failpoints", flags->list_failpoints,
@@ -223,11 +236,26 @@ absl::Status SetUpLog(const Flags& flags) {
   return absl::OkStatus();
 }
 
-int VerifyJournal(const std::string& directory) {
+// Of a directory or a backup.
+int VerifyJournal(const std::string& path) {
   Core core({});
+  const auto state = [&](uint64_t, absl::string_view part) { return core.Restore(part); };
+  struct stat info;
+  if (stat(path.c_str(), &info) == 0 && !S_ISDIR(info.st_mode))
+    return EndWith(SqliteJournal::VerifyBackup(path, state));
   return EndWith(SqliteJournal::Verify(
-      directory, [&](uint64_t, absl::string_view state) { return core.Restore(state); },
-      [&](uint64_t, absl::string_view record) { return core.Replay(record); }));
+      path, state, [&](uint64_t, absl::string_view record) { return core.Replay(record); }));
+}
+
+int RestoreBackup(const std::string& backup, const std::string& directory) {
+  if (directory.empty()) {
+    return Fail(kExitUsage,
+                absl::InvalidArgumentError("--restore needs --data_dir, where the backup goes"));
+  }
+  Core core({});
+  return EndWith(SqliteJournal::Restore(
+      backup, directory, [&](uint64_t, absl::string_view part) { return core.Restore(part); },
+      absl::Now()));
 }
 
 absl::Status CheckServiceFlags(const Flags& flags) {
@@ -323,6 +351,7 @@ int Run(int argc, char** argv) {
   if (status.ok()) status = ArmFailpointsFromEnvironment();
   if (!status.ok()) return Fail(kExitUsage, status);
   if (!flags.verify.empty()) return VerifyJournal(flags.verify);
+  if (!flags.restore.empty()) return RestoreBackup(flags.restore, flags.options.data_dir);
   if (!flags.restored.empty()) return EndWith(SqliteJournal::MarkRestored(flags.restored));
   status = CheckServiceFlags(flags);
   if (!status.ok()) return Fail(kExitUsage, status);

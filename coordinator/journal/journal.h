@@ -1,6 +1,7 @@
 #ifndef MUSTER_COORDINATOR_JOURNAL_JOURNAL_H_
 #define MUSTER_COORDINATOR_JOURNAL_JOURNAL_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -8,6 +9,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 
@@ -89,6 +91,21 @@ class Journal {
   virtual uint64_t bytes_since_snapshot() const = 0;
   // Bytes of the last snapshot; 0: there is none.
   virtual uint64_t snapshot_bytes() const { return 0; }
+
+  // A part of the backup (backup_file.h) that the snapshot of `revision` is: at most `most` bytes
+  // from `offset`. Of any thread, and beside all else. Blocks on the disk. Errors: NOT_FOUND there
+  // is no such snapshot, or not any more; FAILED_PRECONDITION the journal keeps nothing.
+  struct BackupPart {
+    uint64_t bytes = 0;     // of the whole
+    std::string data = {};  // empty at the end
+  };
+  virtual absl::StatusOr<BackupPart> ReadBackup(uint64_t revision, uint64_t offset,
+                                                size_t most) const {
+    (void)revision, (void)offset, (void)most;
+    return absl::FailedPreconditionError(
+        "this coordinator keeps nothing on disk that could be backed up: it runs without "
+        "--data_dir");
+  }
 
   // Writes queued records, then stops. Abandons a snapshot that is being written. Blocks.
   // Repeatable.

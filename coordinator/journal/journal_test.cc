@@ -806,6 +806,115 @@ TEST_F(SqliteJournalTest, MarkRestored_RaisesTheTermOnce) {
   EXPECT_EQ(Open()->restored(), 0u);
 }
 
+// A backup of revision 4, of a journal that goes on to revision 6.
+class RestoreTest : public SqliteJournalTest {
+ protected:
+  void SetUp() override {
+    SqliteJournalTest::SetUp();
+    auto journal = Open();
+    ASSERT_TRUE(Read(*journal).ok());
+    Listener listener;
+    journal->Start(listener.Callback());
+    for (uint64_t r = 1; r <= 4; ++r) journal->Append(r, Payload(r, 50));
+    ASSERT_TRUE(WriteSnapshot(*journal, 4, "state of 4").ok());
+    EXPECT_TRUE(absl::IsNotFound(journal->ReadBackup(3, 0, 10).status()));
+    std::string bytes;
+    for (;;) {
+      const auto part = journal->ReadBackup(4, bytes.size(), 7);
+      ASSERT_TRUE(part.ok()) << part.status();
+      if (part->data.empty()) break;
+      EXPECT_LE(part->data.size(), 7u);
+      bytes += part->data;
+      EXPECT_LE(bytes.size(), part->bytes);
+    }
+    Spill(backup_, bytes);
+    for (uint64_t r = 5; r <= 6; ++r) journal->Append(r, Payload(r, 50));
+    listener.WaitDurable(6);
+  }
+  absl::StatusOr<std::string> Restore(const std::string& directory, absl::Time now = absl::Now()) {
+    return SqliteJournal::Restore(
+        backup_, directory, [](uint64_t, absl::string_view) { return absl::OkStatus(); }, now);
+  }
+  // Its term; it holds what the backup does.
+  uint64_t ExpectRestored(const std::string& directory) {
+    auto journal = OpenAt(directory);
+    const auto content = Read(*journal);
+    EXPECT_TRUE(content.ok()) << content.status();
+    EXPECT_EQ(content->snapshot, "state of 4");
+    EXPECT_EQ(content->snapshot_revision, 4u);
+    EXPECT_TRUE(content->records.empty());
+    EXPECT_EQ(journal->restored(), journal->term() - 1);
+    // It goes on from there.
+    Listener listener;
+    journal->Start(listener.Callback());
+    journal->Append(100, Payload(100, 50));
+    listener.WaitDurable(100);
+    EXPECT_TRUE(WriteSnapshot(*journal, 100, "more").ok());
+    return journal->term();
+  }
+
+  const std::string backup_ = folder_.Path("backup");
+};
+
+TEST_F(RestoreTest, IntoANewDirectory_BeginsALaterTerm) {
+  const std::string other = folder_.Path("new");
+  const auto done = Restore(other);
+  ASSERT_TRUE(done.ok()) << done.status();
+  EXPECT_EQ(ExpectRestored(other), 65538u);
+  EXPECT_TRUE(Verify(other).ok());
+  // Months later, from the same backup: terms that the first may have used do not come again.
+  fs::remove_all(other);
+  ASSERT_TRUE(Restore(other, absl::Now() + absl::Hours(24 * 60)).ok());
+  EXPECT_GT(ExpectRestored(other), 65538u + 80'000);
+}
+
+TEST_F(RestoreTest, InPlace_IsBeyondTheTermsOfWhatWasThereAndKeepsIt) {
+  for (int start = 0; start < 3; ++start) Open();
+  const auto done = Restore(dir_);
+  ASSERT_TRUE(done.ok()) << done.status();
+  EXPECT_THAT(*done, HasSubstr(dir_ + "/lost-4"));
+  EXPECT_EQ(ExpectRestored(dir_), 4 + 65536 + 1u);
+  EXPECT_TRUE(Verify(dir_ + "/lost-4").ok());
+  ExpectRecords(*Read(*OpenAt(dir_ + "/lost-4")), 5, 6);
+  ASSERT_TRUE(Restore(dir_).ok());
+  EXPECT_EQ(ExpectRestored(dir_), 4 + 2 * 65536 + 2u);
+  EXPECT_FALSE(fs::exists(dir_ + "/restoring"));
+}
+
+TEST_F(RestoreTest, InPlaceOfADamagedJournal_TakesItsPlace) {
+  Open();
+  {
+    std::fstream file(dir_ + "/journal.db", std::ios::in | std::ios::out | std::ios::binary);
+    file.write("damaged damaged damaged", 23);
+  }
+  Spill(dir_ + "/journal.db-wal", "damaged");
+  const auto done = Restore(dir_);
+  ASSERT_TRUE(done.ok()) << done.status();
+  EXPECT_THAT(*done, HasSubstr("could not be read"));
+  EXPECT_EQ(ExpectRestored(dir_), 65538u);
+}
+
+TEST_F(RestoreTest, CrashBeforeTheLastStep_LeavesWhatWasThereAndCanBeRepeated) {
+  fs::create_directory(dir_ + "/restoring");
+  Spill(dir_ + "/restoring/journal.db", "half");
+  Spill(dir_ + "/snapshot-00000000000000000005", "half");
+  {
+    auto journal = Open();
+    EXPECT_TRUE(Read(*journal).ok());
+  }
+  ASSERT_TRUE(Restore(dir_).ok());
+  ExpectRestored(dir_);
+}
+
+TEST_F(RestoreTest, OfAnotherCluster_IsRefused) {
+  const std::string other = folder_.Path("other");
+  OpenAt(other);
+  const auto refused = Restore(other);
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(refused.status().message()), HasSubstr("of another cluster"));
+  EXPECT_EQ(OpenAt(other)->restored(), 0u);
+}
+
 TEST_F(SqliteJournalTest, SnapshotThatFails_CountsItsRecordsAgain) {
   auto journal = Open(FaultyVfs());
   ASSERT_TRUE(Read(*journal).ok());

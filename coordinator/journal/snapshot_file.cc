@@ -28,9 +28,12 @@ absl::Status SnapshotWriter::Append(absl::string_view part) {
 
 absl::Status ReadSnapshotFile(const std::string& path, uint64_t revision, uint64_t parts,
                               uint64_t bytes,
-                              absl::FunctionRef<absl::Status(absl::string_view)> part) {
+                              absl::FunctionRef<absl::Status(absl::string_view)> part,
+                              uint64_t from) {
   const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "rbe"), std::fclose);
   if (file == nullptr) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open '", path, "'"));
+  if (from != 0 && fseeko(file.get(), static_cast<off_t>(from), SEEK_SET) != 0)
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot read '", path, "'"));
   uint64_t offset = 0;
   const auto damaged = [&](uint64_t number, absl::string_view what) {
     // What cannot be read now may be whole.

@@ -43,11 +43,12 @@ class SnapshotWriter {
 };
 
 // Hands over every part, in order, as it is read, including the parts before a damaged one. Stops
-// at the first error of `part` and returns it. Errors: DATA_LOSS naming the file and the place;
-// those of the disk.
+// at the first error of `part` and returns it. The snapshot begins at byte `from` of the file.
+// Errors: DATA_LOSS naming the file and the place; those of the disk.
 absl::Status ReadSnapshotFile(const std::string& path, uint64_t revision, uint64_t parts,
                               uint64_t bytes,
-                              absl::FunctionRef<absl::Status(absl::string_view)> part);
+                              absl::FunctionRef<absl::Status(absl::string_view)> part,
+                              uint64_t from = 0);
 
 }  // namespace muster::coordinator
 

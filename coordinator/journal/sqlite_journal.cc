@@ -21,7 +21,9 @@
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/log.h"
+#include "base/owned_fd.h"
 #include "base/status_macros.h"
+#include "coordinator/journal/backup_file.h"
 #include "coordinator/journal/record_format.h"
 #include "coordinator/journal/snapshot_file.h"
 #include "coordinator/journal/wal_check.h"
@@ -174,27 +176,31 @@ absl::Status SqliteJournal::OpenFile() {
   return absl::OkStatus();
 }
 
+absl::Status SqliteJournal::MakeTables() {
+  return Exec(
+      "CREATE TABLE IF NOT EXISTS meta(name TEXT PRIMARY KEY, value TEXT NOT NULL);"
+      "CREATE TABLE IF NOT EXISTS batches(first_seq INTEGER PRIMARY KEY, last_seq "
+      "INTEGER NOT NULL, data BLOB NOT NULL);"
+      "CREATE TABLE IF NOT EXISTS snapshots(seq INTEGER PRIMARY KEY, revision "
+      "INTEGER NOT NULL, crc INTEGER NOT NULL, "
+      "state BLOB NOT NULL);"
+      "CREATE TABLE IF NOT EXISTS snapshot_files(seq INTEGER PRIMARY KEY, revision "
+      "INTEGER NOT NULL, parts INTEGER NOT NULL, bytes INTEGER NOT NULL);");
+}
+
 absl::StatusOr<std::unique_ptr<SqliteJournal>> SqliteJournal::Open(const Options& options) {
   MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<DataDirLock> lock, DataDirLock::Take(options.directory));
   std::unique_ptr<SqliteJournal> journal(new SqliteJournal(options, std::move(lock)));
   MUSTER_FAILPOINT_STATUS("journal.open");
   MUSTER_RETURN_IF_ERROR(journal->OpenFile());
   MUSTER_RETURN_IF_ERROR(journal->Exec("BEGIN IMMEDIATE"));
-  MUSTER_RETURN_IF_ERROR(
-      journal->Exec("CREATE TABLE IF NOT EXISTS meta(name TEXT PRIMARY KEY, value TEXT NOT NULL);"
-                    "CREATE TABLE IF NOT EXISTS batches(first_seq INTEGER PRIMARY KEY, last_seq "
-                    "INTEGER NOT NULL, data BLOB NOT NULL);"
-                    "CREATE TABLE IF NOT EXISTS snapshots(seq INTEGER PRIMARY KEY, revision "
-                    "INTEGER NOT NULL, crc INTEGER NOT NULL, "
-                    "state BLOB NOT NULL);"
-                    "CREATE TABLE IF NOT EXISTS snapshot_files(seq INTEGER PRIMARY KEY, revision "
-                    "INTEGER NOT NULL, parts INTEGER NOT NULL, bytes INTEGER NOT NULL);"
-                    // Those of schema 1 are large, and no caller waits here.
-                    "DELETE FROM snapshots WHERE (SELECT COUNT(*) FROM snapshot_files) >= 2 AND "
-                    "seq < (SELECT MIN(seq) FROM snapshot_files);"
-                    "INSERT OR IGNORE INTO meta VALUES('schema', '1');"
-                    "INSERT OR IGNORE INTO meta VALUES('term', '0');"
-                    "UPDATE meta SET value = CAST(value AS INTEGER) + 1 WHERE name = 'term';"));
+  MUSTER_RETURN_IF_ERROR(journal->MakeTables());
+  MUSTER_RETURN_IF_ERROR(journal->Exec(  // Those of schema 1 are large, and no caller waits here.
+      "DELETE FROM snapshots WHERE (SELECT COUNT(*) FROM snapshot_files) >= 2 AND "
+      "seq < (SELECT MIN(seq) FROM snapshot_files);"
+      "INSERT OR IGNORE INTO meta VALUES('schema', '1');"
+      "INSERT OR IGNORE INTO meta VALUES('term', '0');"
+      "UPDATE meta SET value = CAST(value AS INTEGER) + 1 WHERE name = 'term';"));
   {
     MUSTER_ASSIGN_OR_RETURN(sqlite3_stmt * raw,
                             journal->Prepare("INSERT OR IGNORE INTO meta VALUES('cluster_id', ?)"));
@@ -396,6 +402,10 @@ absl::Status SqliteJournal::Replay(
     durable_revision_ = one.revision;
     snapshot_bytes_ = one.bytes;
     break;
+  }
+  {
+    MutexLock lock(&mu_);
+    files_ = snapshots_;
   }
   // Without a good one: the first snapshot deletes no record, so after it alone everything can
   // still be replayed from the start.
@@ -648,6 +658,10 @@ absl::Status SqliteJournal::WriteSnapshotOf(Task* task) {
     }
   }
   snapshots_ = std::move(kept);
+  {
+    MutexLock lock(&mu_);
+    files_ = snapshots_;
+  }
   if (const absl::Status status = DeleteOldRecords(); !status.ok() && !absl::IsCancelled(status)) {
     MUSTER_LOG(Warning) << "old records stay until the next snapshot: " << status.message();
   }
@@ -827,6 +841,193 @@ absl::StatusOr<std::string> SqliteJournal::MarkRestored(const std::string& direc
   return absl::StrCat(journal.path_, ": marked as restored from a copy made in term ", copied,
                       "; the next start begins term ", journal.restored_ + 1,
                       " and ends every generation that the copy holds");
+}
+
+absl::StatusOr<Journal::BackupPart> SqliteJournal::ReadBackup(uint64_t revision, uint64_t offset,
+                                                              size_t most) const {
+  Snapshot snapshot{.seq = std::numeric_limits<uint64_t>::max()};
+  {
+    MutexLock lock(&mu_);
+    for (const Snapshot& one : files_) {
+      if (one.revision == revision && !one.in_row) snapshot = one;
+    }
+  }
+  const std::string path = SnapshotPath(snapshot.seq);
+  const OwnedFd file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!file.open() && errno == ENOENT) {
+    return absl::NotFoundError(absl::StrCat("there is no snapshot of revision ", revision,
+                                            " (any more): begin the backup again"));
+  }
+  struct stat info;
+  if (!file.open() || fstat(file.get(), &info) != 0)
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot open '", path, "'"));
+  const std::string header = EncodeBackupHeader({.cluster_id = cluster_id_,
+                                                 .term = term_,
+                                                 .revision = revision,
+                                                 .seq = snapshot.seq,
+                                                 .parts = snapshot.parts,
+                                                 .bytes = snapshot.bytes,
+                                                 .made = info.st_mtim.tv_sec});
+  BackupPart part = {.bytes = header.size() + snapshot.bytes};
+  if (offset < header.size()) {
+    part.data = header.substr(offset, most);
+    return part;
+  }
+  if (offset >= part.bytes) return part;
+  part.data.resize(std::min<uint64_t>(most, part.bytes - offset));
+  for (size_t at = 0; at < part.data.size();) {
+    const ssize_t got = pread(file.get(), part.data.data() + at, part.data.size() - at,
+                              static_cast<off_t>(offset - header.size() + at));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot read '", path, "'"));
+    if (got == 0) return absl::DataLossError(absl::StrCat("snapshot '", path, "' is truncated"));
+    at += static_cast<size_t>(got);
+  }
+  return part;
+}
+
+absl::StatusOr<SqliteJournal::Former> SqliteJournal::ReadFormer(const std::string& directory) {
+  Former former;
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(directory));
+  for (const std::string& name : names) {
+    uint64_t seq = 0;
+    if (absl::StartsWith(name, kSnapshotPrefix) &&
+        absl::SimpleAtoi(name.substr(strlen(kSnapshotPrefix)), &seq)) {
+      former.next_seq = std::max(former.next_seq, seq + 1);
+      former.files.push_back(name);
+    }
+  }
+  if (!CheckThere(directory).ok()) return former;
+  former.there = true;
+  const auto read = [&]() -> absl::Status {
+    SqliteJournal journal({.directory = directory}, nullptr);
+    MUSTER_RETURN_IF_ERROR(journal.OpenFile());
+    MUSTER_RETURN_IF_ERROR(journal.CheckSchema());
+    MUSTER_RETURN_IF_ERROR(journal.ReadMeta());
+    former.cluster_id = journal.cluster_id_;
+    former.term = journal.term_;
+    return absl::OkStatus();
+  };
+  former.readable = read();
+  if (!former.readable.ok() && !absl::IsDataLoss(former.readable)) return former.readable;
+  // The log is behind the file only if it could not be read.
+  for (const char* name : {"journal.db", "journal.db-wal"}) {
+    if (PathExists(JoinPath(directory, name))) former.files.emplace_back(name);
+  }
+  return former;
+}
+
+absl::StatusOr<std::string> SqliteJournal::KeepFormer(const std::string& directory,
+                                                      const Former& former, absl::Time now) {
+  const std::string folder = JoinPath(
+      directory, former.readable.ok() ? absl::StrCat("lost-", former.term)
+                                      : absl::StrCat("lost-damaged-", absl::ToUnixSeconds(now)));
+  if (mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST)
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot make '", folder, "'"));
+  for (const std::string& name : former.files) {
+    const std::string from = JoinPath(directory, name), to = JoinPath(folder, name);
+    if (link(from.c_str(), to.c_str()) != 0 && errno != EEXIST)
+      return absl::ErrnoToStatus(errno, absl::StrCat("cannot keep '", from, "' as '", to, "'"));
+  }
+  MUSTER_RETURN_IF_ERROR(SyncDirectory(folder));
+  MUSTER_RETURN_IF_ERROR(SyncDirectory(directory));
+  return folder;
+}
+
+absl::Status SqliteJournal::MakeRestored(const std::string& directory,
+                                         const std::string& cluster_id, uint64_t term,
+                                         const Snapshot& snapshot) {
+  MUSTER_RETURN_IF_ERROR(RemoveTree(directory));
+  if (mkdir(directory.c_str(), 0700) != 0)
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot make '", directory, "'"));
+  SqliteJournal journal({.directory = directory}, nullptr);
+  MUSTER_RETURN_IF_ERROR(journal.OpenFile());
+  MUSTER_RETURN_IF_ERROR(journal.MakeTables());
+  MUSTER_RETURN_IF_ERROR(journal.Exec(
+      absl::StrCat("BEGIN IMMEDIATE; INSERT INTO meta VALUES('schema', '2'), ('cluster_id', '",
+                   cluster_id, "'), ('term', '", term, "'), ('restored', '", term,
+                   "'); INSERT INTO snapshot_files VALUES(", snapshot.seq, ", ", snapshot.revision,
+                   ", ", snapshot.parts, ", ", snapshot.bytes, "); COMMIT")
+          .c_str()));
+  // One file is all of it.
+  return journal.Exec("PRAGMA journal_mode=DELETE");
+}
+
+absl::StatusOr<std::string> SqliteJournal::Restore(const std::string& backup,
+                                                   const std::string& directory, const Check& state,
+                                                   absl::Time now) {
+  MUSTER_ASSIGN_OR_RETURN(const BackupFile file, OpenBackup(backup));
+  const BackupHeader& header = file.header;
+  MUSTER_RETURN_IF_ERROR(ReadBackupState(
+      backup, file, [&](absl::string_view part) { return state(header.revision, part); }));
+  MUSTER_ASSIGN_OR_RETURN(const std::unique_ptr<DataDirLock> lock, DataDirLock::Take(directory));
+  MUSTER_ASSIGN_OR_RETURN(const Former former, ReadFormer(directory));
+  if (!former.cluster_id.empty() && former.cluster_id != header.cluster_id) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "'", directory, "' has the journal of another cluster (", former.cluster_id,
+        "), and the backup is of ", header.cluster_id, ": restore it into another directory"));
+  }
+  const int64_t minutes = std::clamp<int64_t>((absl::ToUnixSeconds(now) - header.made) / 60, 0,
+                                              static_cast<int64_t>(8 * kLostTerms));
+  const uint64_t term =
+      std::max(header.term, former.term) + kLostTerms + static_cast<uint64_t>(minutes);
+  const Snapshot snapshot{.seq = std::max(header.seq, former.next_seq),
+                          .revision = header.revision,
+                          .parts = header.parts,
+                          .bytes = header.bytes};
+  const std::string path = absl::StrFormat("%s/%s%020d", directory, kSnapshotPrefix, snapshot.seq);
+  {
+    const OwnedFd from(open(backup.c_str(), O_RDONLY | O_CLOEXEC));
+    if (!from.open()) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open '", backup, "'"));
+    MUSTER_ASSIGN_OR_RETURN(AtomicFile to, AtomicFile::Create(path, 0600));
+    std::string bytes(kStepBytes, '\0');
+    for (uint64_t at = 0; at < header.bytes;) {
+      const ssize_t got =
+          pread(from.get(), bytes.data(), bytes.size(), static_cast<off_t>(file.snapshot_at + at));
+      if (got <= 0) {
+        return absl::ErrnoToStatus(got < 0 ? errno : EIO,
+                                   absl::StrCat("cannot read '", backup, "'"));
+      }
+      MUSTER_RETURN_IF_ERROR(to.Append(absl::string_view(bytes.data(), static_cast<size_t>(got))));
+      at += static_cast<uint64_t>(got);
+    }
+    MUSTER_RETURN_IF_ERROR(to.Commit());
+  }
+  const std::string made = JoinPath(directory, "restoring");
+  MUSTER_RETURN_IF_ERROR(MakeRestored(made, header.cluster_id, term, snapshot));
+  std::string kept;
+  if (former.there) {
+    MUSTER_ASSIGN_OR_RETURN(kept, KeepFormer(directory, former, now));
+    // What could not be read of the old log would be taken for the new file's.
+    const std::string log = directory + "/journal.db-wal";
+    if (unlink(log.c_str()) != 0 && errno != ENOENT)
+      return absl::ErrnoToStatus(errno, absl::StrCat("cannot remove '", log, "'"));
+  }
+  const std::string current = directory + "/journal.db";
+  if (rename((made + "/journal.db").c_str(), current.c_str()) != 0)
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot replace '", current, "'"));
+  MUSTER_RETURN_IF_ERROR(SyncDirectory(directory));
+  MUSTER_RETURN_IF_ERROR(RemoveTree(made));
+  return absl::StrCat(directory, ": restored revision ", header.revision,
+                      " from a backup made in term ", header.term, "; the next start begins term ",
+                      term + 1, " and ends every generation that the backup holds",
+                      kept.empty() ? "" : absl::StrCat("; the journal that was there is in ", kept),
+                      former.readable.ok()
+                          ? ""
+                          : absl::StrCat(" and could not be read: ", former.readable.message()));
+}
+
+absl::StatusOr<std::string> SqliteJournal::VerifyBackup(const std::string& backup,
+                                                        const Check& state) {
+  MUSTER_ASSIGN_OR_RETURN(const BackupFile file, OpenBackup(backup));
+  MUSTER_RETURN_IF_ERROR(ReadBackupState(
+      backup, file, [&](absl::string_view part) { return state(file.header.revision, part); }));
+  return absl::StrCat(
+      backup, ": ok; backup of cluster ", file.header.cluster_id, ", made in term ",
+      file.header.term, " at ",
+      absl::FormatTime("%Y-%m-%d %H:%M:%S UTC", absl::FromUnixSeconds(file.header.made),
+                       absl::UTCTimeZone()),
+      "; revision ", file.header.revision, " (", file.header.bytes, " bytes)");
 }
 
 absl::StatusOr<std::string> SqliteJournal::Verify(const std::string& directory,

@@ -67,11 +67,26 @@ class SqliteJournal final : public Journal {
   // NOT_FOUND there is no journal.
   static absl::StatusOr<std::string> MarkRestored(const std::string& directory);
 
+  // Puts the state of a backup (backup_file.h) into `directory`, which is made if it is missing, as
+  // MarkRestored marks a copy: the next start begins a term that nobody has seen. That is
+  // kLostTerms, and a term for each minute since the backup was made, beyond the later of the
+  // backup's and the directory's: two restores of one backup do not share terms. A journal that is
+  // there is replaced in one step and kept, as hard links in DIRECTORY/lost-TERM. `state` gets the
+  // parts of the state before anything is changed, and its errors are errors. Returns a description
+  // for people. Errors: as Open, OpenBackup and ReadBackupState; FAILED_PRECONDITION the directory
+  // is another cluster's.
+  using Check = std::function<absl::Status(uint64_t revision, absl::string_view bytes)>;
+  static absl::StatusOr<std::string> Restore(const std::string& backup,
+                                             const std::string& directory, const Check& state,
+                                             absl::Time now);
+
+  // Reads a backup whole and returns a summary, for people. `state` as for Restore.
+  static absl::StatusOr<std::string> VerifyBackup(const std::string& backup, const Check& state);
+
   // Reads everything in the journal of `directory` and returns a summary, for people. The contents
   // stay unchanged, except that a torn transaction is cut. `snapshot` and `record` get what Replay
   // would hand over, and their errors are errors. Errors: as Open and Replay; NOT_FOUND there is
   // none.
-  using Check = std::function<absl::Status(uint64_t revision, absl::string_view bytes)>;
   static absl::StatusOr<std::string> Verify(const std::string& directory, const Check& snapshot,
                                             const Check& record);
 
@@ -89,6 +104,8 @@ class SqliteJournal final : public Journal {
   uint64_t records_since_snapshot() const override { return records_since_snapshot_; }
   uint64_t bytes_since_snapshot() const override { return bytes_since_snapshot_; }
   uint64_t snapshot_bytes() const override { return snapshot_bytes_; }
+  absl::StatusOr<BackupPart> ReadBackup(uint64_t revision, uint64_t offset,
+                                        size_t most) const override;
   void Stop() override;
 
  private:
@@ -126,6 +143,21 @@ class SqliteJournal final : public Journal {
 
   SqliteJournal(const Options& options, std::unique_ptr<DataDirLock> lock);
   absl::Status OpenFile();
+  absl::Status MakeTables();
+  // What is in a directory before a backup is restored there.
+  struct Former {
+    bool there = false;
+    absl::Status readable;  // not OK: it is damaged
+    std::string cluster_id;
+    uint64_t term = 0;
+    uint64_t next_seq = 1;           // that no file of a snapshot has
+    std::vector<std::string> files;  // names
+  };
+  static absl::StatusOr<Former> ReadFormer(const std::string& directory);
+  static absl::StatusOr<std::string> KeepFormer(const std::string& directory, const Former& former,
+                                                absl::Time now);
+  static absl::Status MakeRestored(const std::string& directory, const std::string& cluster_id,
+                                   uint64_t term, const Snapshot& snapshot);
   absl::Status CheckSchema();
   absl::Status ReadMeta();
   absl::Status Exec(const char* sql);
@@ -189,7 +221,8 @@ class SqliteJournal final : public Journal {
   std::atomic<uint64_t> bytes_since_snapshot_{0};
   std::atomic<uint64_t> snapshot_bytes_{0};
 
-  Mutex mu_;
+  mutable Mutex mu_;
+  std::vector<Snapshot> files_ ABSL_GUARDED_BY(mu_);  // snapshots_, for ReadBackup
   CondVar wake_;
   std::deque<Chunk> queue_ ABSL_GUARDED_BY(mu_);
   uint64_t next_seq_ ABSL_GUARDED_BY(mu_) = 1;

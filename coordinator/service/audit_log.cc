@@ -91,6 +91,12 @@ void AuditLog::End(const Entry& entry, const Answer& answer) {
          result.error().message());
 }
 
+void AuditLog::Done(const Identity* who, absl::string_view from, absl::string_view what) {
+  Entry entry = Begin(who, from, {});
+  entry.call = Text(what);
+  Append(entry, "OK", "");
+}
+
 void AuditLog::Refused(const Identity& who, absl::string_view from, absl::string_view what) {
   Entry entry = Begin(&who, from, {});
   entry.call = Text(what);

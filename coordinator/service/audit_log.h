@@ -35,7 +35,8 @@ class AuditLog {
   };
   static Entry Begin(const Identity* who, absl::string_view from, const v1::Op& op);
   void End(const Entry& entry, const Answer& answer);
-  // A call that is no operation: `what` is "write a snapshot".
+  // Calls that are no operation: `what` is "write a snapshot".
+  void Done(const Identity* who, absl::string_view from, absl::string_view what);
   void Refused(const Identity& who, absl::string_view from, absl::string_view what);
 
  private:

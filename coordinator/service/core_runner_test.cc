@@ -946,9 +946,10 @@ TEST_F(CoreRunnerTest, CopyMarkedAsRestored_EndsItsGenerationsOnce) {
   FakeSink join, stale, again;
   EXPECT_EQ(run(1, 0, JoinAlone(), &join), 1u);
   generation_ = 1;
-  EXPECT_EQ(run(70000, 69999, Put("k", "v"), &stale), 65537u);
+  EXPECT_EQ(run(70000, 69999, Put("k", "v"), &stale), 1 + 65536 + 70000u);
   EXPECT_EQ(stale.reason(), v1::ERROR_REASON_STALE_GENERATION);
-  EXPECT_EQ(run(70001, 69999, Put("k", "v"), &again), 65537u) << "it has taken note of it";
+  EXPECT_EQ(run(70001, 69999, Put("k", "v"), &again), 1 + 65536 + 70000u)
+      << "it has taken note of it";
 }
 
 TEST_F(CoreRunnerTest, TermBeyondTheLast_IsRefused) {

@@ -21,6 +21,7 @@
 #include "coordinator/service/op_kinds.h"
 #include "coordinator/service/open_calls.h"
 #include "proto/muster/v1/admin.pb.h"
+#include "proto/muster/v1/backup.pb.h"
 #include "proto/muster/v1/session.pb.h"
 #include "proto/muster/v1/watch.pb.h"
 #include "rpc/status.h"
@@ -44,6 +45,8 @@ constexpr absl::Duration kAwhile = absl::Microseconds(100);
 constexpr int kEmptyLooks = 64;
 // And so many events for all that were open, and a few for each, are all that was at hand.
 constexpr uint64_t kLooks = 4096;
+// Of a backup, in one reply.
+constexpr size_t kBackupPartBytes = 1 << 20;
 // The frontend whose queue this thread serves.
 thread_local const void* serving_queue_of = nullptr;
 constexpr uintptr_t kEventMask = 7;
@@ -326,6 +329,10 @@ class GrpcFrontend::UnaryCall final : public Handler,
     const absl::Status allowed = frontend_.CheckAccess(rpc(), needs, /*job=*/"", what);
     if (!allowed.ok()) Finish(allowed);
     return allowed.ok();
+  }
+  // Notes in the audit log that the caller does this.
+  void Audit(absl::string_view what) {
+    if (frontend_.audit_ != nullptr) frontend_.audit_->Done(rpc()->who_.get(), rpc()->peer(), what);
   }
   void Done(const absl::Status& status) { Finish(status); }
   void Done(const google::protobuf::MessageLite& message) {
@@ -706,6 +713,29 @@ constexpr GrpcFrontend::Method GrpcFrontend::kMethods[] = {
             call->Done(reply);
           });
         }),
+    Method::Other("muster.v1.Backup", "Read",
+                  [](GrpcFrontend& frontend, const std::shared_ptr<UnaryCall>& call,
+                     grpc::ByteBuffer& bytes) {
+                    v1::ReadBackupRequest request;
+                    if (!Parse(bytes, &request)) {
+                      call->Done(NotAMessage("ReadBackupRequest"));
+                      return;
+                    }
+                    constexpr char kWhat[] = "back up the journal";
+                    if (!call->Allowed(Role::kAdmin, kWhat)) return;
+                    absl::StatusOr<Journal::BackupPart> part =
+                        frontend.runner_.journal().ReadBackup(request.revision(), request.offset(),
+                                                              kBackupPartBytes);
+                    if (!part.ok()) {
+                      call->Done(part.status());
+                      return;
+                    }
+                    if (request.offset() == 0) call->Audit(kWhat);
+                    v1::ReadBackupReply reply;
+                    reply.set_bytes(part->bytes);
+                    reply.set_data(std::move(part->data));
+                    call->Done(reply);
+                  }),
     Method::Other(kHealth, "Check",
                   [](GrpcFrontend& frontend, const std::shared_ptr<UnaryCall>& call,
                      grpc::ByteBuffer& request) {

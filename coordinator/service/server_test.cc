@@ -31,6 +31,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
+#include "proto/muster/v1/backup.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/job.grpc.pb.h"
 #include "proto/muster/v1/kv.grpc.pb.h"
@@ -1587,6 +1588,10 @@ TEST(Mutated, Requests_NeverBreakTheServer) {
     add("Watch/Watch", watch);
     add("Admin/Status", v1::StatusRequest());
     add("Admin/Snapshot", v1::SnapshotRequest());
+    v1::ReadBackupRequest backup;
+    backup.set_revision(1);
+    backup.set_offset(1);
+    add("Backup/Read", backup);
   }
   std::mt19937 random(20240607);
   const auto mutate = [&](std::string bytes) { return Mutate(std::move(bytes), random); };

@@ -20,6 +20,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "proto/muster/v1/admin.pb.h"
+#include "proto/muster/v1/backup.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/journal.pb.h"
 #include "proto/muster/v1/rendezvous.grpc.pb.h"
@@ -44,7 +45,8 @@ using ::testing::HasSubstr;
 std::vector<const FileDescriptor*> Files() {
   std::vector<const FileDescriptor*> files = {
       v1::AgentFrame::descriptor()->file(), v1::JournalRecord::descriptor()->file(),
-      v1::StatusReply::descriptor()->file(), v1::WatchBatch::descriptor()->file()};
+      v1::StatusReply::descriptor()->file(), v1::WatchBatch::descriptor()->file(),
+      v1::ReadBackupReply::descriptor()->file()};
   for (size_t i = 0; i < files.size(); ++i) {
     for (int d = 0; d < files[i]->dependency_count(); ++d) {
       const FileDescriptor* const file = files[i]->dependency(d);
