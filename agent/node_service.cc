@@ -62,6 +62,8 @@ namespace {
 using json = nlohmann::json;
 
 constexpr absl::Duration kSyncTimeout = absl::Seconds(40);  // held for a third of a lease
+// A call that ends so long after its timeout hangs.
+constexpr absl::Duration kSyncSlack = absl::Seconds(20);
 constexpr absl::Duration kAwayLeast = absl::Milliseconds(200);
 constexpr absl::Duration kAwayMost = absl::Seconds(5);
 constexpr absl::Duration kAnswerTimeout = absl::Seconds(10);
@@ -154,7 +156,10 @@ std::string OwnAddress(const rpc::Address& coordinator) {
 class NodeService {
  public:
   explicit NodeService(const NodeServiceOptions& options)
-      : options_(options), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), info_(options.info) {}
+      : options_(options),
+        notifier_(options.notify),
+        wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+        info_(options.info) {}
 
   absl::Status Run() {
     MUSTER_RETURN_IF_ERROR(Open());
@@ -170,9 +175,15 @@ class NodeService {
       Wake();
     });
     HoldMemory();
+    {
+      MutexLock lock(&mu_);
+      sync_turn_ = Clock::Real().Now();
+      notifier_.Ready(StatusLine());
+    }
     std::thread sync([this] { SyncLoop(); });
     std::thread logs([this] { LogLoop(); });
     Loop();
+    notifier_.Stopping("attempts continue, the next agent adopts them");
     {
       MutexLock lock(&mu_);
       ended_ = true;
@@ -362,11 +373,14 @@ class NodeService {
     absl::Time sweep = Clock::Real().Now();
     while (true) {
       std::vector<pollfd> fds = {{wake_.get(), POLLIN, 0}};
-      absl::Duration wait = absl::Seconds(60);
+      absl::Duration wait = std::min<absl::Duration>(absl::Seconds(60), notifier_.period());
       {
         MutexLock lock(&mu_);
         if (stopped_ != 0 || !refused_.ok()) return;
         const absl::Time now = Clock::Real().Now();
+        // Neither loop may hang: without calls the node would be lost, and its jobs with it.
+        if (now - sync_turn_ < kSyncTimeout + kSyncSlack) notifier_.Alive(now);
+        notifier_.Status(StatusLine());
         Do(attempts_.Tick(now));
         SendSignals();
         CollectEnded();
@@ -392,6 +406,15 @@ class NodeService {
       ssize_t ignored = read(wake_.get(), &drained, sizeof(drained));
       (void)ignored;
     }
+  }
+  // For people who ask the service manager.
+  std::string StatusLine() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    int running = 0;
+    for (const auto& [key, runner] : runners_) running += attempts_.IsRunning(key) ? 1 : 0;
+    return absl::StrCat("node ", options_.node, ": ", running,
+                        running == 1 ? " attempt runs" : " attempts run", "; the coordinator at ",
+                        options_.coordinator,
+                        answers_ ? " answers" : " has not answered the last call");
   }
   static bool IsReadable(int fd) {
     pollfd event = {fd, POLLIN, 0};
@@ -759,13 +782,19 @@ class NodeService {
         attempts_.FillReports(Clock::Real().Now(), &request);
         sent = attempts_.version();
         call_ = &context;
+        sync_turn_ = Clock::Real().Now();
       }
       v1::SyncNodeReply reply;
       rpc::SetTimeout(context, kSyncTimeout);
       const absl::Status status = rpc::FromGrpc(stub->Sync(&context, request, &reply));
       MutexLock lock(&mu_);
       call_ = nullptr;
+      sync_turn_ = Clock::Real().Now();
       if (ended_) return;
+      // A call that was cancelled to say more says nothing of the coordinator.
+      if (status.ok() || sent == attempts_.version()) {
+        if (std::exchange(answers_, status.ok()) != answers_) Wake();
+      }
       if (status.ok()) {
         if (away > absl::ZeroDuration()) {
           MUSTER_LOG(Info) << "the coordinator at " << options_.coordinator << " answers again";
@@ -921,6 +950,7 @@ class NodeService {
   }
 
   const NodeServiceOptions options_;
+  ServiceNotifier notifier_;  // of the main loop
   const OwnedFd wake_;
   OwnedFd lock_;
   uint64_t uid_ = 0;
@@ -943,6 +973,8 @@ class NodeService {
   grpc::ClientContext* call_ ABSL_GUARDED_BY(mu_) = nullptr;
   int stopped_ ABSL_GUARDED_BY(mu_) = 0;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
+  bool answers_ ABSL_GUARDED_BY(mu_) = false;                         // the coordinator
+  absl::Time sync_turn_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();  // of the last call
   absl::Status refused_ ABSL_GUARDED_BY(mu_);
 };
 

@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "base/service_notifier.h"
 #include "proto/muster/v1/node.pb.h"
 #include "rpc/channel.h"
 
@@ -29,6 +30,7 @@ struct NodeServiceOptions {
   // Of attempts, see NodeGroupsOptions.
   std::string control_groups = "auto";
   bool limit_cpus = false;
+  ServiceNotifier::Options notify = {};  // the service manager that started it
   // Folders of attempts that the coordinator has forgotten are kept so long, for their logs.
   absl::Duration keep_logs = absl::Hours(24 * 7);
 };

@@ -31,6 +31,7 @@
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/machine.h"
+#include "base/service_notifier.h"
 #include "base/status_macros.h"
 #include "base/version.h"
 #include "proto/name_value.h"
@@ -463,6 +464,8 @@ absl::Status SetRunner(NodeServiceOptions* options) {
 int Serve(std::vector<std::string> words) {
   ServeFlags flags;
   NodeServiceOptions& options = flags.options;
+  // Before its environment is that of the jobs.
+  options.notify = ServiceNotifier::TakeFromEnvironment();
   CLI::App app("Waits for submitted jobs and runs them on this machine (docs/jobs.md).",
                "muster-agent --serve");
   app.footer(

@@ -1,11 +1,14 @@
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cmath>
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -16,10 +19,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "base/clock.h"
 #include "base/descriptor_limit.h"
 #include "base/exit_code.h"
 #include "base/failpoint.h"
 #include "base/log.h"
+#include "base/service_notifier.h"
 #include "base/version.h"
 #include "coordinator/core.h"
 #include "coordinator/hubs.h"
@@ -277,8 +282,63 @@ absl::Status CheckServiceFlags(const Flags& flags) {
   return absl::OkStatus();
 }
 
+// The next of `signals`; -1: none came for so long.
+int WaitForSignal(const sigset_t& signals, absl::Duration at_most) {
+  while (true) {
+    const timespec timeout = absl::ToTimespec(at_most);
+    const int signal = at_most == absl::InfiniteDuration()
+                           ? sigwaitinfo(&signals, nullptr)
+                           : sigtimedwait(&signals, nullptr, &timeout);
+    if (signal >= 0 || errno == EAGAIN) return signal;
+  }
+}
+
+// Tells the service manager that this coordinator is alive, as long as events are applied: each
+// round sends one through the core's turn, and says so when it has come back. Of the main thread.
+class ServingCheck {
+ public:
+  ServingCheck(CoordinatorServer* server, ServiceNotifier* notifier)
+      : server_(server), notifier_(notifier) {}
+
+  // How often to call Round.
+  absl::Duration period() const {
+    return notifier_->active() ? std::min(notifier_->period(), kStatusPeriod)
+                               : absl::InfiniteDuration();
+  }
+  void Begin() {
+    notifier_->Ready(StatusLine());
+    notifier_->Alive(Clock::Real().Now());
+    Send();
+  }
+  void Round() {
+    if (!applied_->load()) return;
+    notifier_->Alive(Clock::Real().Now());
+    notifier_->Status(StatusLine());
+    Send();
+  }
+
+ private:
+  static constexpr absl::Duration kStatusPeriod = absl::Seconds(10);
+
+  void Send() {
+    applied_->store(false);
+    server_->runner().WithCore([applied = applied_](Core*) { applied->store(true); });
+  }
+  std::string StatusLine() const {
+    CoreRunner& runner = server_->runner();
+    return absl::StrCat(
+        "serving on ", server_->address(), ", ", runner.agents(), " agents, ", runner.open_calls(),
+        " calls wait; ",
+        runner.journal_ok() ? "the journal is written" : "the journal cannot be written");
+  }
+
+  CoordinatorServer* const server_;
+  ServiceNotifier* const notifier_;
+  const std::shared_ptr<std::atomic<bool>> applied_ = std::make_shared<std::atomic<bool>>(false);
+};
+
 // Serves until a signal, and returns the exit code.
-int Serve(CoordinatorServer::Options options) {
+int Serve(CoordinatorServer::Options options, ServiceNotifier::Options notify) {
   // 1,250 agents need more descriptors than the usual soft limit.
   const uint64_t descriptors = RaiseDescriptorLimit();
   // Else gRPC 1.51 keeps 8 KiB for every connection to read into, whatever rpc/server.cc asks for.
@@ -321,16 +381,26 @@ int Serve(CoordinatorServer::Options options) {
                    << (*server)->runner().journal().description();
   if ((*server)->metrics_port() != 0)
     MUSTER_LOG(Info) << "metrics on port " << (*server)->metrics_port();
+  ServiceNotifier notifier(std::move(notify));
+  ServingCheck check(server->get(), &notifier);
+  check.Begin();
   int signal = 0;
-  while (sigwait(&signals, &signal) != 0 || (signal == SIGUSR1 && !deposed) ||
-         (signal == SIGUSR2 && !broken)) {
-    MUSTER_LOG(Info) << "signal " << signal << " has no meaning here";
+  while (true) {
+    signal = WaitForSignal(signals, check.period());
+    if (signal < 0) {
+      check.Round();
+    } else if ((signal != SIGUSR1 || deposed) && (signal != SIGUSR2 || broken)) {
+      break;
+    } else {
+      MUSTER_LOG(Info) << "signal " << signal << " has no meaning here";
+    }
   }
   MUSTER_LOG(Info) << (signal == SIGUSR1   ? "deposed"
                        : signal == SIGUSR2 ? "the journal has failed, a new start replays it"
                        : signal == SIGTERM ? "SIGTERM"
                                            : "SIGINT")
                    << ": stopping";
+  notifier.Stopping("answers its calls and writes its journal");
   (*server)->Shutdown();
   if (signal == SIGUSR1) return kExitDeposed;
   return signal == SIGUSR2 ? int{kExitJournalFailed} : int{kExitOk};
@@ -353,6 +423,7 @@ int Run(int argc, char** argv) {
   if (!flags.verify.empty()) return VerifyJournal(flags.verify);
   if (!flags.restore.empty()) return RestoreBackup(flags.restore, flags.options.data_dir);
   if (!flags.restored.empty()) return EndWith(SqliteJournal::MarkRestored(flags.restored));
+  ServiceNotifier::Options notify = ServiceNotifier::TakeFromEnvironment();
   status = CheckServiceFlags(flags);
   if (!status.ok()) return Fail(kExitUsage, status);
   flags.options.runner.core.default_lease = absl::Seconds(flags.lease);
@@ -361,7 +432,7 @@ int Run(int argc, char** argv) {
   jobs.outage_tolerance = 3 * jobs.node_lease;
   flags.options.runner.resume_window = absl::Seconds(flags.resume);
   flags.options.rpc.max_message_bytes = flags.max_message_mib << 20;
-  return Serve(std::move(flags.options));
+  return Serve(std::move(flags.options), std::move(notify));
 }
 
 }  // namespace

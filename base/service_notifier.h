@@ -1,0 +1,54 @@
+#ifndef MUSTER_BASE_SERVICE_NOTIFIER_H_
+#define MUSTER_BASE_SERVICE_NOTIFIER_H_
+
+#include <string>
+#include <utility>
+
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+
+namespace muster {
+
+// Tells a service manager what this process is doing, in the protocol of sd_notify(3): one datagram
+// a message to the socket in $NOTIFY_SOCKET. Without a manager nothing is sent. Not thread-safe;
+// never blocks, and what the manager does not take is dropped.
+class ServiceNotifier {
+ public:
+  // Whom to tell, and when to show that the process is alive. `watchdog`: the manager ends a
+  // process that shows none for so long; zero: it does not watch.
+  struct Options {
+    std::string socket = {};  // a path, or "@NAME" of the abstract namespace; empty: nobody
+    absl::Duration watchdog = absl::ZeroDuration();
+  };
+  // $NOTIFY_SOCKET, and $WATCHDOG_USEC if $WATCHDOG_PID is this process or absent. Takes them out
+  // of the environment: processes that this one starts must not speak for it. Call before threads
+  // start.
+  static Options TakeFromEnvironment();
+
+  explicit ServiceNotifier(Options options) : options_(std::move(options)) {}
+
+  bool active() const { return !options_.socket.empty(); }
+  // How often Alive has to be called; infinite: never.
+  absl::Duration period() const;
+
+  // It serves now. `status` is one line for people.
+  void Ready(absl::string_view status);
+  // Sends the line if it is another one than the last.
+  void Status(absl::string_view status);
+  void Stopping(absl::string_view status);
+  // To be called by what has to go on for the process to be of use, each time it has gone round:
+  // from nowhere else, or a process that hangs would look alive.
+  void Alive(absl::Time now);
+
+ private:
+  void Send(absl::string_view message);
+
+  Options options_;
+  std::string status_;
+  absl::Time last_alive_ = absl::InfinitePast();
+  bool told_ = false;  // that nobody takes the messages
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_BASE_SERVICE_NOTIFIER_H_
