@@ -15,8 +15,8 @@
 #include "base/bool_word.h"
 #include "base/json.h"
 #include "base/status_macros.h"
+#include "base/suggest.h"
 #include "base/yaml.h"
-#include "client/config/suggest.h"
 
 namespace muster::client {
 namespace {
