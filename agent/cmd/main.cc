@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "agent/attempt_end.h"
@@ -30,6 +31,7 @@
 #include "base/exit_code.h"
 #include "base/failpoint.h"
 #include "base/file.h"
+#include "base/flags/service_settings.h"
 #include "base/machine.h"
 #include "base/service_notifier.h"
 #include "base/status_macros.h"
@@ -231,14 +233,13 @@ void AddConnectionFlags(CLI::App* app, Flags* flags) {
       ->envname("MUSTER_TOKEN_FILE");
 }
 
-// As CLI11 takes them.
+// "--state-dir" is "--state_dir".
 void Normalize(std::vector<std::string>* words) {
   for (std::string& flag : *words) {
     if (flag.rfind("--", 0) == 0)
       std::replace(flag.begin() + 2, flag.begin() + std::min(flag.find('='), flag.size()), '-',
                    '_');
   }
-  std::reverse(words->begin(), words->end());
 }
 
 // Nullopt: go on; else the exit code. `words`: before the program.
@@ -251,6 +252,7 @@ std::optional<int> ReadFlags(std::vector<std::string> words, Flags* flags) {
   AddConnectionFlags(&app, flags);
   AddAttemptFlags(&app, flags);
   Normalize(&words);
+  std::reverse(words.begin(), words.end());  // as CLI11 takes them
   try {
     app.parse(words);
   } catch (const CLI::CallForHelp&) {
@@ -384,6 +386,8 @@ int RunAndReport(NodeJobOptions options, const Flags& flags) {
 
 // ---- --serve
 
+constexpr char kServeVariables[] = "MUSTER_AGENT_";
+
 struct ServeFlags {
   NodeServiceOptions options;
   int cpus = -1, gpus = -1, memory_mib = -1, keep_logs_hours = 24 * 7;
@@ -513,19 +517,24 @@ int Serve(std::vector<std::string> words) {
                  "that jobs, which run as this user, cannot read it")
       ->envname("MUSTER_TOKEN_FILE");
   Normalize(&words);
-  try {
-    app.parse(words);
-  } catch (const CLI::CallForHelp&) {
-    std::printf("%s\n", app.help().c_str());
+  ServiceSettings settings(&app, {.program = "muster-agent --serve",
+                                  .prefix = kServeVariables,
+                                  .actions = {"serve"},
+                                  .variables = ProcessVariables()});
+  const absl::StatusOr<std::optional<std::string>> text = settings.Parse(std::move(words));
+  if (!text.ok()) return Fail(kExitUsage, text.status().message());
+  if (text->has_value()) {
+    std::printf("%s\n", (*text)->c_str());
     return 0;
-  } catch (const CLI::ParseError& error) {
-    return Fail(kExitUsage, absl::StrCat(error.what(), "; see muster-agent --serve --help"));
   }
   options.state_dir = Absolute(options.state_dir);
   options.keep_logs = absl::Hours(flags.keep_logs_hours);
   NodeJobOptions surroundings;
   TakeSurroundings(&surroundings);
   options.environment = surroundings.agent.inherited;
+  // Settings of this service.
+  std::erase_if(options.environment,
+                [](const auto& entry) { return absl::StartsWith(entry.first, kServeVariables); });
   absl::Status status = SetInventory(ReadMachine(options.environment), &flags);
   if (status.ok() && options.channel.token_file == "-") status = TakeToken(&options.channel);
   if (status.ok()) status = SetRunner(&options);

@@ -7,7 +7,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
-#include "client/config/suggest.h"
+#include "base/suggest.h"
 
 namespace muster::client {
 namespace {

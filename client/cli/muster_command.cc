@@ -8,6 +8,7 @@
 #include "absl/strings/str_format.h"
 #include "base/exit_code.h"
 #include "base/file.h"
+#include "base/suggest.h"
 #include "client/checkpoints/checkpoint_commands.h"
 #include "client/checkpoints/estimate_command.h"
 #include "client/checkpoints/plan_command.h"
@@ -20,7 +21,6 @@
 #include "client/cli/stacks_command.h"
 #include "client/cli/token_command.h"
 #include "client/cli/top_command.h"
-#include "client/config/suggest.h"
 
 namespace muster::client {
 namespace {

@@ -7,10 +7,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/exit_code.h"
+#include "base/suggest.h"
 #include "base/units.h"
 #include "client/cli/connection.h"
 #include "client/cli/output.h"
-#include "client/config/suggest.h"
 #include "client/jobs/client_on_channel.h"
 #include "client/jobs/job_client.h"
 

@@ -4,9 +4,9 @@
 #include "absl/strings/str_join.h"
 #include "base/exit_code.h"
 #include "base/file.h"
+#include "base/suggest.h"
 #include "client/cli/completion.h"
 #include "client/cli/man_page.h"
-#include "client/config/suggest.h"
 
 namespace muster::client {
 namespace {

@@ -11,7 +11,7 @@
 #include "base/exit_code.h"
 #include "base/secret_file.h"
 #include "base/signature.h"
-#include "client/config/suggest.h"
+#include "base/suggest.h"
 #include "rpc/token.h"
 
 namespace muster::client {

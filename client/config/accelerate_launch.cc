@@ -15,8 +15,8 @@
 #include "base/bool_word.h"
 #include "base/json.h"
 #include "base/status_macros.h"
+#include "base/suggest.h"
 #include "base/yaml.h"
-#include "client/config/suggest.h"
 
 namespace muster::client {
 namespace {
@@ -515,6 +515,7 @@ class Planner {
                                       {"num_processes", -1}}) {
       if (values_[name].is_null()) values_[name] = value;
     }
+    if (values_["use_cpu"].is_null()) values_["use_cpu"] = false;
     AddDefaults();
     if (Int("num_processes") == -1) {
       return absl::InvalidArgumentError(absl::StrCat(

@@ -57,6 +57,18 @@ TEST(AccelerateLaunch, D26_SeveralProcessesOnTheCpu_AreAllStarted) {
   }
 }
 
+// As in the peer: threads follow the file's use_cpu, and a file that lacks it says false.
+TEST(AccelerateLaunch, CpuFlagWithAFileThatDoesNotSayUseCpu_GivesOneThread) {
+  for (const auto& [line, threads] : {std::pair("", "1"), std::pair("use_cpu: true\n", "8")}) {
+    SCOPED_TRACE(line);
+    const auto plan = Plan(std::string("distributed_type: 'NO'\nnum_processes: 1\n") + line,
+                           {"--cpu"}, {}, {.physical_cores = 8});
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_THAT(plan->env, Contains(Pair("ACCELERATE_USE_CPU", "True")));
+    EXPECT_THAT(plan->env, Contains(Pair("OMP_NUM_THREADS", threads)));
+  }
+}
+
 TEST(AccelerateLaunch, D27_ProcessesThatDoNotDivide_AreRefused) {
   EXPECT_THAT(Error("distributed_type: MULTI_GPU\nnum_processes: 7\nnum_machines: 2\n"
                     "main_process_ip: 10.0.0.1\n"),

@@ -14,7 +14,7 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "base/status_macros.h"
-#include "client/config/suggest.h"
+#include "base/suggest.h"
 
 namespace muster::client {
 namespace {

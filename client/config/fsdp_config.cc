@@ -11,7 +11,7 @@
 #include "absl/strings/str_split.h"
 #include "base/bool_word.h"
 #include "base/status_macros.h"
-#include "client/config/suggest.h"
+#include "base/suggest.h"
 
 namespace muster::client {
 namespace {

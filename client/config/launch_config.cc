@@ -15,9 +15,9 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "base/status_macros.h"
+#include "base/suggest.h"
 #include "base/yaml.h"
 #include "client/config/accelerate_launch.h"
-#include "client/config/suggest.h"
 #include "rpc/address.h"
 
 namespace muster::client {

@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/status_macros.h"
-#include "client/config/suggest.h"
+#include "base/suggest.h"
 
 namespace muster::client {
 namespace {

@@ -15,10 +15,10 @@
 #include "absl/strings/str_split.h"
 #include "base/bool_word.h"
 #include "base/status_macros.h"
+#include "base/suggest.h"
 #include "base/text.h"
 #include "base/units.h"
 #include "base/yaml.h"
-#include "client/config/suggest.h"
 
 namespace muster::client {
 namespace {

@@ -23,6 +23,7 @@
 #include "base/descriptor_limit.h"
 #include "base/exit_code.h"
 #include "base/failpoint.h"
+#include "base/flags/service_settings.h"
 #include "base/log.h"
 #include "base/service_notifier.h"
 #include "base/version.h"
@@ -55,6 +56,7 @@ constexpr char kFooter[] =
     "  muster-coordinator --listen 127.0.0.1:29400 --token_file token\n"
     "  muster-coordinator --listen 10.0.0.5:29400 --tls_cert c.pem --tls_key k.pem --tls_ca "
     "ca.pem\n"
+    "  muster-coordinator --config /etc/muster/coordinator.yaml\n"
     "  muster-coordinator --verify /var/lib/muster\n"
     "  muster-coordinator --restore night.backup --data_dir /var/lib/muster\n"
     "  muster-coordinator --restored /var/lib/muster    # once, on a copy of a directory\n";
@@ -217,16 +219,16 @@ std::optional<int> ReadFlags(int argc, char** argv, Flags* flags) {
   AddServiceFlags(&app, flags);
   AddLimitFlags(&app, flags);
   AddOtherFlags(&app, flags);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::CallForHelp&) {
-    std::fputs(app.help().c_str(), stdout);
-    return kExitOk;
-  } catch (const CLI::ParseError& error) {
-    return Fail(kExitUsage,
-                absl::InvalidArgumentError(absl::StrCat(error.what(), " (see --help)")));
-  }
-  return std::nullopt;
+  ServiceSettings settings(&app,
+                           {.program = "muster-coordinator",
+                            .prefix = "MUSTER_COORDINATOR_",
+                            .actions = {"verify_journal", "restored", "list_failpoints", "version"},
+                            .variables = ProcessVariables()});
+  const absl::StatusOr<std::optional<std::string>> text = settings.Parse({argv + 1, argv + argc});
+  if (!text.ok()) return Fail(kExitUsage, text.status());
+  if (!text->has_value()) return std::nullopt;
+  std::fputs((*text)->c_str(), stdout);
+  return kExitOk;
 }
 
 absl::Status SetUpLog(const Flags& flags) {

@@ -1,4 +1,5 @@
-// Coordinator and agents as services: what they tell a service manager.
+// Coordinator and agents as services: what they tell a service manager, and where their settings
+// come from.
 #include <poll.h>
 #include <signal.h>
 #include <string.h>
@@ -9,12 +10,17 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "base/exit_code.h"
+#include "base/file.h"
 #include "base/owned_fd.h"
+#include "base/test_wait.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"
 
@@ -68,6 +74,11 @@ class ServiceTest : public ClusterFixture {
     env_["NOTIFY_SOCKET"] = runtime_ + "/notify";
   }
 
+  std::string File(const std::string& name, const std::string& text) {
+    EXPECT_TRUE(WriteFileAtomically(Temp(name), text).ok());
+    return Temp(name);
+  }
+
   std::map<std::string, std::string> plain_;  // without a service manager
   std::unique_ptr<ServiceManager> manager_;
 };
@@ -109,21 +120,97 @@ TEST_F(ServiceTest, Agent_TellsWhatItDoes_AndItsJobsDoNotSpeakForIt) {
   const auto coordinator = StartCoordinator();
   env_["NOTIFY_SOCKET"] = runtime_ + "/notify";
   env_["WATCHDOG_USEC"] = "600000";
-  Command agent(*host_,
-                {Runfile("agent/cmd/muster-agent"), "--serve", "--coordinator", address_,
-                 "--state_dir", Temp("state"), "--node", "a"},
-                env_);
+  env_["MUSTER_AGENT_COORDINATOR"] = address_;
+  Command agent(
+      *host_,
+      {Runfile("agent/cmd/muster-agent"), "--serve", "--state_dir", Temp("state"), "--node", "a"},
+      env_);
   EXPECT_THAT(manager_->Next(), HasSubstr("READY=1\nSTATUS=node a: 0 attempts run"));
   EXPECT_THAT(manager_->Await("WATCHDOG=1"), HasSubstr("WATCHDOG=1"));
   EXPECT_THAT(manager_->Await("answers"), HasSubstr("the coordinator at " + address_));
   env_ = plain_;
-  const auto job = Muster({"submit", "--coordinator", address_, "--wait", "--name", "job", "--",
-                           "/bin/sh", "-c", "[ -z \"$NOTIFY_SOCKET$WATCHDOG_USEC\" ]"});
+  const auto job =
+      Muster({"submit", "--coordinator", address_, "--wait", "--name", "job", "--", "/bin/sh", "-c",
+              "[ -z \"$NOTIFY_SOCKET$WATCHDOG_USEC$MUSTER_AGENT_COORDINATOR\" ]"});
   EXPECT_THAT(manager_->Await("1 attempt runs"), HasSubstr("node a"));
   EXPECT_EQ(job->Wait(), 0) << job->err_text();
   agent.Signal(SIGTERM);
   EXPECT_THAT(manager_->Await("STOPPING=1"), HasSubstr("STATUS="));
   EXPECT_EQ(agent.Wait(), 0);
+}
+
+TEST_F(ServiceTest, ConfigFiles_StartBoth) {
+  env_ = plain_;
+  Command coordinator(
+      *host_,
+      {Runfile("coordinator/cmd/muster-coordinator"), "--config",
+       File("coordinator.yaml",
+            absl::StrCat("listen: unix:", runtime_, "/c\ndata_dir: ", Temp("data"), "\n"))},
+      env_);
+  coordinator.WaitForLine("unix:");
+  const std::string config = File(
+      "agent.yaml", absl::StrCat("coordinator: unix:", runtime_, "/c\nstate_dir: ", Temp("state"),
+                                 "\nnode: b\ncpus: 3\nlabel: [pool=x, disk=y]\n"));
+  env_["MUSTER_AGENT_CPUS"] = "4";
+  Command agent(
+      *host_, {Runfile("agent/cmd/muster-agent"), "--serve", "--config", config, "--node=c"}, env_);
+  env_ = plain_;
+  const auto nodes = [&] {
+    const auto command =
+        Muster({"nodes", "--coordinator", absl::StrCat("unix:", runtime_, "/c"), "-o", "wide"});
+    EXPECT_EQ(command->Wait(), 0) << command->err_text();
+    return command->out_text();
+  };
+  WaitUntil([&] { return absl::StrContains(nodes(), "READY"); });
+  // The flag, the variable, the file.
+  EXPECT_THAT(nodes(), ::testing::ContainsRegex("\nc +READY +0/4 .*disk=y,pool=x"));
+}
+
+TEST_F(ServiceTest, PrintConfig_ShowsSources) {
+  env_ = plain_;
+  env_["MUSTER_COORDINATOR_LEASE"] = "7.5";
+  const std::string config = File("c.yaml", "data_dir: /data\nnode_lease: 40\n");
+  Command print(*host_,
+                {Runfile("coordinator/cmd/muster-coordinator"), "--config", config, "--insecure",
+                 "--print_config"},
+                env_);
+  EXPECT_EQ(print.Wait(), 0) << print.err_text();
+  EXPECT_THAT(print.out_text(),
+              AllOf(::testing::ContainsRegex("\nlease: \"7.5\" +# MUSTER_COORDINATOR_LEASE\n"),
+                    ::testing::ContainsRegex("\ndata_dir: \"/data\" +# " + config + ":1\n"),
+                    ::testing::ContainsRegex("\nnode_lease: 40 +# " + config + ":2\n"),
+                    ::testing::ContainsRegex("\ninsecure: true +# --insecure\n"),
+                    ::testing::ContainsRegex("\nmax_message_mib: 4 +# default\n")));
+}
+
+TEST_F(ServiceTest, Mistakes_NameFileLineAndKey) {
+  env_ = plain_;
+  const auto fails = [&](const std::string& text, const std::string& message) {
+    Command coordinator(
+        *host_, {Runfile("coordinator/cmd/muster-coordinator"), "--config", File("c.yaml", text)},
+        env_);
+    EXPECT_EQ(coordinator.Wait(), kExitUsage);
+    ASSERT_EQ(coordinator.err().size(), 1u) << coordinator.err_text();
+    EXPECT_THAT(coordinator.err()[0], HasSubstr(message));
+  };
+  fails("insecure: true\ndata_dri: /x\n", "c.yaml:2: unknown key data_dri; did you mean data_dir?");
+  fails("lease: 0\n", "c.yaml:1: lease: Value 0 not in range");
+  fails("insecure: true\ntoken_file: t\n", "exclude each other");
+}
+
+// What deploy/systemd gives to its units.
+TEST_F(ServiceTest, ExampleFiles_AreRead) {
+  env_ = plain_;
+  for (const auto& [program, file] :
+       {std::pair{"coordinator/cmd/muster-coordinator", "deploy/systemd/coordinator.yaml"},
+        std::pair{"agent/cmd/muster-agent", "deploy/systemd/agent.yaml"}}) {
+    std::vector<std::string> args = {Runfile(program)};
+    if (absl::StrContains(program, "agent")) args.push_back("--serve");
+    args.insert(args.end(), {"--config", Runfile(file), "--print_config"});
+    Command print(*host_, args, env_);
+    EXPECT_EQ(print.Wait(), 0) << print.err_text();
+    EXPECT_THAT(print.out_text(), HasSubstr(file));
+  }
 }
 
 }  // namespace

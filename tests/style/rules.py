@@ -30,7 +30,7 @@ _THIRD_PARTY = [
 ]
 # Folders that are named apart from the one they are in.
 _WORKER_ROOMS = ("nested", "collective", "job", "data", "parallel", "track", "checkpoint", "text", "train", "bigmodel", "models")
-_ROOMS = ("rpc/session", "coordinator/journal") + tuple("worker/" + room for room in _WORKER_ROOMS)
+_ROOMS = ("base/flags", "rpc/session", "coordinator/journal") + tuple("worker/" + room for room in _WORKER_ROOMS)
 _FOLDERS = ("base", "proto", "rpc", "coordinator", "agent", "worker", "client", "muster", "examples", "tests", "bench")
 
 # What the files below a folder may include; the longest matching folder counts. "stubs" are *.grpc.pb.h,
@@ -39,6 +39,7 @@ _FILES = {"absl", "json", "yaml", "hash"}
 _TENSORS = _FILES | {"base", "torch"}
 _ALLOWED = {
     "base": _FILES | {"openssl", "base"},
+    "base/flags": {"absl", "json", "cli11", "base", "base/flags"},
     "rpc": {"absl", "base", "proto", "stubs", "protobuf", "grpc", "openssl", "rpc", "rpc/session"},
     "rpc/session": {"absl", "base", "proto", "protobuf", "rpc/session"},
     # The cores are pure: only the journal sees the database, only what wires the server sees the journal.
@@ -47,8 +48,8 @@ _ALLOWED = {
     "coordinator/service": _FILES
     | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "rpc/session", "coordinator", "coordinator/journal"},
     "coordinator/web": _FILES | {"base", "proto", "protobuf", "grpc", "httplib", "openssl", "rpc", "coordinator"},
-    "coordinator/cmd": {"absl", "base", "proto", "protobuf", "cli11", "rpc", "coordinator", "coordinator/journal"},
-    "agent": _FILES | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "rpc/session", "cli11", "elfutils", "agent"},
+    "coordinator/cmd": {"absl", "base", "base/flags", "proto", "protobuf", "cli11", "rpc", "coordinator", "coordinator/journal"},
+    "agent": _FILES | {"base", "base/flags", "proto", "stubs", "protobuf", "grpc", "rpc", "rpc/session", "cli11", "elfutils", "agent"},
     # The order of the rooms: a room sees those before it. Tests may look ahead.
     "worker/nested": _TENSORS | {"worker/nested"},
     "worker/collective": _TENSORS | {"gloo", "nccl", "worker/nested", "worker/collective"},

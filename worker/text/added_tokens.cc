@@ -100,6 +100,9 @@ absl::StatusOr<AddedTokens> AddedTokens::Make(const nlohmann::json& json, const 
     }
     normalized.emplace_back(content.text, i);
   }
+  // Where normalization makes two contents the same, a special token goes first, as in the peer.
+  std::stable_partition(normalized.begin(), normalized.end(),
+                        [&](const auto& entry) { return added.tokens_[entry.second].special; });
   added.in_text_ = MakeFinder(plain);
   added.in_normalized_ = MakeFinder(normalized);
   return added;

@@ -1,12 +1,12 @@
-#ifndef MUSTER_CLIENT_CONFIG_SUGGEST_H_
-#define MUSTER_CLIENT_CONFIG_SUGGEST_H_
+#ifndef MUSTER_BASE_SUGGEST_H_
+#define MUSTER_BASE_SUGGEST_H_
 
 #include <string>
 #include <vector>
 
 #include "absl/strings/string_view.h"
 
-namespace muster::client {
+namespace muster {
 
 // The candidate that `word` was probably meant to be: the one with the fewest letters changed,
 // added, dropped or swapped with a neighbour, if that is at most a third of the longer word; or the
@@ -17,6 +17,6 @@ std::string Nearest(absl::string_view word, const std::vector<std::string>& cand
 std::string DidYouMean(absl::string_view word, const std::vector<std::string>& candidates,
                        absl::string_view prefix = "");
 
-}  // namespace muster::client
+}  // namespace muster
 
-#endif  // MUSTER_CLIENT_CONFIG_SUGGEST_H_
+#endif  // MUSTER_BASE_SUGGEST_H_

@@ -1,11 +1,11 @@
-#include "client/config/suggest.h"
+#include "base/suggest.h"
 
 #include <algorithm>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 
-namespace muster::client {
+namespace muster {
 namespace {
 
 // Edit distance that counts a swap of neighbours as one.
@@ -53,4 +53,4 @@ std::string DidYouMean(absl::string_view word, const std::vector<std::string>& c
   return nearest.empty() ? "" : absl::StrCat("; did you mean ", prefix, nearest, "?");
 }
 
-}  // namespace muster::client
+}  // namespace muster

@@ -1,8 +1,8 @@
-#include "client/config/suggest.h"
+#include "base/suggest.h"
 
 #include "gtest/gtest.h"
 
-namespace muster::client {
+namespace muster {
 namespace {
 
 const std::vector<std::string> kKeys = {"num_processes", "num_machines", "mixed_precision", "cpu"};
@@ -27,4 +27,4 @@ TEST(DidYouMean, Near_IsAQuestion) {
 }
 
 }  // namespace
-}  // namespace muster::client
+}  // namespace muster
