@@ -83,7 +83,7 @@ Json ShardCheckpointCase(const Json& in) {
     options.stem = "pytorch_model";
     options.extension = ".bin";
   }
-  std::vector<PlannedTensor> tensors;
+  std::vector<TensorToShard> tensors;
   for (const Json& tensor : in.at("tensors")) {
     const std::string dtype = tensor.at("dtype");
     const auto type = ParseSafetensorsType(dtype);

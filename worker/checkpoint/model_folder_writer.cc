@@ -45,7 +45,7 @@ ModelFolderWriter::~ModelFolderWriter() { (void)RemoveTree(scratch_); }
 absl::StatusOr<std::unique_ptr<ModelFolderWriter>> ModelFolderWriter::Begin(
     const std::string& folder, const std::vector<SafetensorsEntry>& tensors,
     int64_t max_shard_bytes) {
-  std::vector<PlannedTensor> planned;
+  std::vector<TensorToShard> planned;
   for (const SafetensorsEntry& tensor : tensors) {
     MUSTER_ASSIGN_OR_RETURN(const uint64_t bytes, SafetensorsBytes(tensor.type, tensor.shape));
     planned.push_back({.name = tensor.name, .bytes = bytes, .storage = ""});

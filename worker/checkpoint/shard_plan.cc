@@ -15,7 +15,7 @@
 
 namespace muster {
 
-absl::StatusOr<ShardPlan> PlanShards(const std::vector<PlannedTensor>& tensors,
+absl::StatusOr<ShardPlan> PlanShards(const std::vector<TensorToShard>& tensors,
                                      const ShardPlanOptions& options) {
   if (options.max_shard_bytes < 0) {
     return absl::InvalidArgumentError(
@@ -30,7 +30,7 @@ absl::StatusOr<ShardPlan> PlanShards(const std::vector<PlannedTensor>& tensors,
   // The first name of each storage, and its further names.
   absl::flat_hash_map<std::string, std::vector<std::string>> aliases;
   absl::flat_hash_map<std::string, std::string> first_name;
-  for (const PlannedTensor& tensor : tensors) {
+  for (const TensorToShard& tensor : tensors) {
     if (++names[tensor.name] > 1) {
       return absl::InvalidArgumentError(
           absl::StrCat("tensor \"", Printable(tensor.name), "\": the name occurs twice"));

@@ -15,7 +15,7 @@ namespace muster {
 // How the tensors of a model are divided into files, as Hugging Face's libraries do, so that their
 // readers and ours take each other's files. Pure.
 
-struct PlannedTensor {
+struct TensorToShard {
   std::string name;
   uint64_t bytes = 0;
   // Tensors with the same non-empty storage are one tensor under several names.
@@ -48,7 +48,7 @@ struct ShardPlan {
 };
 
 // Errors: INVALID_ARGUMENT for a negative limit or a name twice.
-absl::StatusOr<ShardPlan> PlanShards(const std::vector<PlannedTensor>& tensors,
+absl::StatusOr<ShardPlan> PlanShards(const std::vector<TensorToShard>& tensors,
                                      const ShardPlanOptions& options);
 
 // The index of a plan: {"metadata": {"total_size": N}, "weight_map": {name: file}}, indented by 2,

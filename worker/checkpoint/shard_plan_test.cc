@@ -38,7 +38,7 @@ TEST(PlanShards, GoldenCases_Match) {
       options.stem = "pytorch_model";
       options.extension = ".bin";
     }
-    std::vector<PlannedTensor> tensors;
+    std::vector<TensorToShard> tensors;
     for (const Json& tensor : in["tensors"]) {
       tensors.push_back(
           {.name = tensor["name"],

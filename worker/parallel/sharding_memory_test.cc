@@ -222,6 +222,7 @@ TEST(ShardingMemory, PeakOfFullSharding_IsThreeUnitsMore) {
 TEST(ShardingMemory, DeferredModel_IsMadeUnitByUnit) {
   CountingAllocator& allocator = CountingAllocator::Get();
   Mutex mu;
+  const int64_t before = allocator.live();
   RunRanks(kRanks, [&](Comm& comm) {
     torch::nn::Sequential net;
     {
@@ -234,7 +235,6 @@ TEST(ShardingMemory, DeferredModel_IsMadeUnitByUnit) {
     }
     comm.Barrier();
     if (comm.rank() == 0) allocator.ResetPeak();
-    const int64_t before = allocator.live();
     comm.Barrier();
     std::vector<NamedParameter> parameters;
     for (const auto& item : net->named_parameters())
