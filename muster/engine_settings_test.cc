@@ -82,10 +82,10 @@ TEST(ReadEngineSettings, OverlapComm_IsOverlap) {
                {{"ACCELERATE_USE_DEEPSPEED", "true"}, {"ACCELERATE_DEEPSPEED_CONFIG_FILE", file}})
         .overlap;
   };
-  EXPECT_TRUE(overlap(""));
+  EXPECT_FALSE(overlap(""));
   EXPECT_TRUE(overlap(R"(, "overlap_comm": true)"));
   EXPECT_FALSE(overlap(R"(, "overlap_comm": false)"));
-  EXPECT_TRUE(Options({{"ACCELERATE_USE_FSDP", "true"}}).overlap);
+  EXPECT_FALSE(Options({{"ACCELERATE_USE_FSDP", "true"}}).overlap);
 }
 
 TEST(ReadEngineSettings, WhatTheEngineDoesNotHave_IsRefusedWithTheWayOut) {

@@ -387,7 +387,8 @@ TEST(Sharding, DeferredModel_TrainsAsAnOrdinaryOne) {
   }
   EXPECT_THAT(ErrorsOf(2, Sharded("zero3"),
                        [](Accelerator& a) {
-                         a.prepare(InitEmptyWeights([] { return torch::nn::Linear(2, 2); }));
+                         auto model =
+                             a.prepare(InitEmptyWeights([] { return torch::nn::Linear(2, 2); }));
                        }),
               Each(HasSubstr("parameter 'weight' is on the meta device and has no values")));
 }
@@ -403,7 +404,9 @@ TEST(Sharding, SaveModel_WritesTheFilesOfAnUnshardedModel) {
       ASSERT_TRUE(saved.ok()) << saved;
     });
     std::map<std::string, std::string> files;
-    for (const std::string& name : *ListDirectory(dir)) files[name] = *ReadFile(dir + "/" + name);
+    const auto names = ListDirectory(dir);
+    ASSERT_TRUE(names.ok()) << names.status();
+    for (const std::string& name : *names) files[name] = *ReadFile(dir + "/" + name);
     EXPECT_GT(files.size(), 2u);
     if (want.empty()) want = files;
     EXPECT_EQ(files, want);

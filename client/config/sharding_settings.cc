@@ -141,7 +141,7 @@ class DeepSpeedMapper {
     }
     // Stages 1 and 2 keep parameters whole.
     sharding.reshard_after_forward = sharding.strategy == Strategy::kFull;
-    MUSTER_ASSIGN_OR_RETURN(sharding.overlap, Flag("zero_optimization.overlap_comm", true));
+    MUSTER_ASSIGN_OR_RETURN(sharding.overlap, Flag("zero_optimization.overlap_comm", false));
     MUSTER_RETURN_IF_ERROR(OffloadOf("offload_optimizer", Strategy::kOptimizer,
                                      sharding.offload_optimizer, sharding.offload_optimizer_path));
     MUSTER_RETURN_IF_ERROR(OffloadOf("offload_param", Strategy::kFull, sharding.offload_parameters,

@@ -30,7 +30,7 @@ struct ShardingSettings {
   // With kFull and kHybrid: free the whole parameters of a unit between forward and backward.
   bool reshard_after_forward = true;
   // Communication runs beside computation.
-  bool overlap = true;
+  bool overlap = false;
   // The units: the whole model, modules of these types (none named: those that the model itself
   // keeps whole), or modules of at least so many parameters.
   Wrap wrap = Wrap::kWhole;

@@ -34,7 +34,9 @@ constexpr int kStepsOfEpoch = 30;  // of two processes, see curve_worker
 int Number(const char* variable, int otherwise) {
   int number = otherwise;
   const char* const text = std::getenv(variable);
-  if (text != nullptr) EXPECT_TRUE(absl::SimpleAtoi(text, &number)) << variable << "=" << text;
+  if (text != nullptr) {
+    EXPECT_TRUE(absl::SimpleAtoi(text, &number)) << variable << "=" << text;
+  }
   return number;
 }
 

@@ -87,7 +87,7 @@ struct Environment {
   Setting<std::string> sharding{"no_shard"};
   Setting<std::vector<std::string>> sharding_units;
   // Communication of sharded training overlaps with its computation.
-  Setting<bool> sharding_overlap{true};
+  Setting<bool> sharding_overlap{false};
   // Where Accelerate's launcher asks for FSDP or DeepSpeed: its variables for them. Else empty.
   std::map<std::string, std::string> engine_variables;
   Setting<bool> use_cpu{false};

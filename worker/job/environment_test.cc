@@ -344,8 +344,8 @@ TEST(Environment, Sharding_IsReadWithItsUnits) {
       Read({{"MUSTER_SHARDING", "zero3"}, {"MUSTER_SHARDING_UNITS", "Block, Head,"}});
   EXPECT_EQ(env.sharding.value, "zero3");
   EXPECT_THAT(env.sharding_units.value, ::testing::ElementsAre("Block", "Head"));
-  EXPECT_TRUE(env.sharding_overlap.value);
-  EXPECT_FALSE(Read({{"MUSTER_SHARDING_OVERLAP", "no"}}).sharding_overlap.value);
+  EXPECT_FALSE(env.sharding_overlap.value);
+  EXPECT_TRUE(Read({{"MUSTER_SHARDING_OVERLAP", "yes"}}).sharding_overlap.value);
   EXPECT_THAT(Error({{"MUSTER_SHARDING_OVERLAP", "perhaps"}}),
               HasSubstr("MUSTER_SHARDING_OVERLAP"));
 }

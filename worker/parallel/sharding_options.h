@@ -37,9 +37,9 @@ struct ShardingOptions {
   // The dtype in which gradients are reduced. Absent: fp32.
   std::optional<c10::ScalarType> reduce_dtype = std::nullopt;
   // On the CPU the next unit is gathered, and gradients are reduced, while the one before computes:
-  // a thread of its own communicates. Results are the same to the last bit, memory and bytes on the
-  // wire are those of the strategy. false: each waits for the other. The same on every rank.
-  bool overlap = true;
+  // a thread of its own communicates. Results are the same to the last bit, and so are the bytes on
+  // the wire. For links that are slower than the computation. The same on every rank.
+  bool overlap = false;
   // Modules of these classes are units: "Block" and "BlockImpl" are the same, namespaces are left
   // out.
   std::vector<std::string> unit_types = {};
