@@ -145,9 +145,10 @@ class JobKillsTest : public JobsFixture {
 
 TEST_F(JobKillsTest, Training_KilledAgainAndAgain_HasTheCurveOfOneThatNothingDisturbs) {
   const int kills = Number("MUSTER_JOB_KILLS", 8);
-  const std::string job = Run({"submit", "--processes", "2", "--processes_per_node", "1",
-                               "--max_restarts", "100000", "--restart_delay", "0s", "--name", "job",
-                               "--", Runfile("tests/chaos/curve_worker"), folder_});
+  const std::string job =
+      Run({"submit", "--processes", "2", "--processes_per_node", "1", "--max_restarts", "100000",
+           "--name", "job", "--", Runfile("tests/chaos/curve_worker"), folder_});
+  ASSERT_FALSE(HasFailure());
   std::map<std::string, int> done;
   for (int i = 0; i < kills; ++i) {
     // One of four comes while the job still recovers from the one before.
