@@ -21,7 +21,6 @@
 #include "base/file.h"
 #include "base/machine.h"
 #include "base/status_macros.h"
-#include "base/suggest.h"
 #include "base/text.h"
 #include "base/version.h"
 #include "client/checkpoints/seal_marks.h"
