@@ -38,7 +38,7 @@ dpkg_in --install "$package"
 "$root/usr/bin/muster-agent" --help >/dev/null || fail "muster-agent --help"
 [[ $("$root/usr/bin/muster" launch --num_processes 2 --cpu -- sh -c 'echo "rank $RANK"' | sort) == *"rank 0"*"rank 1"* ]] ||
   fail "the installed muster runs no job"
-for file in usr/share/man/man1/muster-config.1.gz usr/share/bash-completion/completions/muster \
+for file in etc/muster/coordinator.yaml etc/muster/agent.yaml lib/systemd/system/muster-jobs.service usr/share/man/man1/muster-config.1.gz usr/share/bash-completion/completions/muster \
   usr/share/doc/muster-control/copyright usr/share/doc/muster-control/docs/coordinator.md; do
   [[ -s $root/$file ]] || fail "no $file"
 done
