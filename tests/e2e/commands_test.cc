@@ -148,7 +148,7 @@ TEST_F(CommandsTest, Mistakes_AreOneLineEach) {
       {coordinator, {"--agents_per_hub", "1025"}, "--agents_per_hub"},
       {coordinator, {"--data_dir", ""}, "--data_dir"},
       {coordinator, {"--data_dir="}, "--data_dir"},
-      {coordinator, {"--verify_journal", ""}, "--verify_journal"},
+      {coordinator, {"--verify_journal", ""}, "--verify"},
       {coordinator, {"--restored", ""}, "--restored"},
       {coordinator, {"--restored", "/nowhere"}, "no journal at '/nowhere"},
       {coordinator, {"--snapshot_records", "0"}, "--snapshot_records"},
