@@ -188,6 +188,7 @@ std::string ServiceSettings::Print() const {
     std::string text = setting.option->get_default_str();
     if (setting.source != "default") {
       std::vector<std::string> words;
+      words.reserve(results.size());
       for (const std::string& result : results) words.push_back(YamlScalar(result));
       text = setting.repeated ? absl::StrCat("[", absl::StrJoin(words, ", "), "]")
              : words.empty()  ? "true"
