@@ -87,7 +87,7 @@ absl::Status CheckHoldableMemory(int fd) {
 void HeldMemoryMessage::set_text(absl::string_view value) {
   const size_t size = std::min(value.size(), sizeof(text) - 1);
   std::memset(text, 0, sizeof(text));
-  std::memcpy(text, value.data(), size);
+  std::copy_n(value.data(), size, text);
 }
 
 bool IsWellFormed(const HeldMemoryMessage& message) {

@@ -63,7 +63,7 @@ absl::Status WriteMemoryRecord(AlignedMemory& memory, size_t end, const MemoryRe
                 .record_bytes = offsets + text.size()};
   MUSTER_RETURN_IF_ERROR(memory.Grow(begin + header.record_bytes));
   char* const to = memory.data() + begin;
-  std::memcpy(to, record.offsets.data(), offsets);
+  if (offsets > 0) std::memcpy(to, record.offsets.data(), offsets);
   std::memcpy(to + offsets, text.data(), text.size());
   header.record_xxh3 = DigestBlock(absl::string_view(to, header.record_bytes));
   header.header_xxh3 = DigestOf(header);
@@ -117,7 +117,7 @@ absl::StatusOr<MemoryRecord> ReadMemoryRecord(absl::string_view page, absl::stri
   record.since_disk = header.since_disk;
   record.offsets.resize(header.files);
   const size_t offsets = header.files * sizeof(uint64_t);
-  std::memcpy(record.offsets.data(), text.data(), offsets);
+  if (offsets > 0) std::memcpy(record.offsets.data(), text.data(), offsets);
   MUSTER_ASSIGN_OR_RETURN(record.manifest, ParseManifest(text.substr(offsets), kSource));
   if (record.manifest.files.size() != record.offsets.size()) return Damaged("files without places");
   for (size_t i = 0; i < record.offsets.size(); ++i) {
