@@ -79,19 +79,20 @@ void JobsFixture::WaitForText(const std::string& path, const std::string& text) 
   WaitUntil([&] { return ReadFile(path).value_or("") == text; });
 }
 
-std::vector<pid_t> JobsFixture::RunnersOn(const std::string& node) {
+std::vector<pid_t> JobsFixture::RunnersOn(const std::string& node, const std::string& job) {
   const std::string folder = absl::StrCat(Temp(node), "/attempts");
   std::vector<pid_t> runners;
   for (const std::string& name : ListDirectory(folder).value_or(std::vector<std::string>())) {
     int pid = 0;
+    if (!job.empty() && !absl::StartsWith(name, job + ".")) continue;
     const std::string file = absl::StrCat(folder, "/", name, "/runner.pid");
     if (absl::SimpleAtoi(ReadFile(file).value_or(""), &pid)) runners.push_back(pid);
   }
   return runners;
 }
 
-pid_t JobsFixture::RunnerOn(const std::string& node) {
-  const std::vector<pid_t> runners = RunnersOn(node);
+pid_t JobsFixture::RunnerOn(const std::string& node, const std::string& job) {
+  const std::vector<pid_t> runners = RunnersOn(node, job);
   EXPECT_EQ(runners.size(), 1u);
   return runners.size() == 1 ? runners[0] : 0;
 }

@@ -34,10 +34,10 @@ class JobsFixture : public ClusterFixture {
   // From now on a silent node is lost within the time of a test.
   void ShortenNodeLease();
   static void WaitForText(const std::string& path, const std::string& text);
-  // The runners of the attempts that this node has kept; some may have ended.
-  std::vector<pid_t> RunnersOn(const std::string& node);
-  // The runner of the only attempt on this node; 0: there is another number of them.
-  pid_t RunnerOn(const std::string& node);
+  // The runners of the attempts that this node has kept, of one job or of all; some may have ended.
+  std::vector<pid_t> RunnersOn(const std::string& node, const std::string& job = "");
+  // The runner of the only one of these attempts; 0: there is another number of them.
+  pid_t RunnerOn(const std::string& node, const std::string& job = "");
   // The process that a rank has written to its file.
   pid_t PidIn(const std::string& file);
 

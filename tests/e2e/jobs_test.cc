@@ -57,20 +57,6 @@ class JobsTest : public JobsFixture {
     EXPECT_NE(at, std::string::npos) << log;
     return at == std::string::npos ? "" : log.substr(at, 24);
   }
-  // The runner of a job's only attempt on this node.
-  pid_t RunnerOf(const std::string& job, const std::string& node) {
-    const std::string folder = absl::StrCat(Temp(node), "/attempts");
-    const std::vector<std::string> names = *ListDirectory(folder);
-    for (const std::string& name : names) {
-      int runner = 0;
-      if (absl::StartsWith(name, job + ".") &&
-          absl::SimpleAtoi(*ReadFile(absl::StrCat(folder, "/", name, "/runner.pid")), &runner)) {
-        return runner;
-      }
-    }
-    ADD_FAILURE() << job << " has no runner on " << node;
-    return 0;
-  }
   static std::vector<pid_t> ChildrenOf(pid_t parent) {
     std::vector<pid_t> children;
     const std::vector<std::string> processes = *ListDirectory("/proc");
@@ -214,7 +200,7 @@ TEST_F(JobsTest, TrainingThatLosesTheNodeOfRankZero_ContinuesFromItsPeersMemory)
   WaitForWords(job, "waits at 13");
   // The machine is gone, with all that runs there; an empty one waits.
   const std::string lost = Get(job)["attempts"][0]["placements"][0]["node"];
-  const pid_t runner = RunnerOf(job, lost);
+  const pid_t runner = RunnerOn(lost, job);
   nodes[lost]->Signal(SIGKILL);
   nodes[lost]->Wait();
   kill(runner, SIGKILL);
