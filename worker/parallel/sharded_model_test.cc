@@ -662,7 +662,7 @@ TEST(ShardedModelOverlap, FromTheSecondStep_OnlyTheFirstGatherIsWaitedForAtOnce)
           ++reduced;
           if (std::this_thread::get_id() == here) ++reduced_here;
         });
-    Trained trained(watched, {.strategy = ShardingStrategy::kFull});
+    Trained trained(watched, {.strategy = ShardingStrategy::kFull, .overlap = true});
     for (int step = 0; step < 3; ++step) {
       gathered = gathered_here = reduced = reduced_here = 0;
       trained.Forward(IdsOf(step, comm)).backward();
@@ -689,7 +689,7 @@ TEST(ShardedModelOverlap, GatherAndReduction_GoOnWhileOperatorsRun) {
         [&](int number) {
           if (number == kReducesBefore) in_backward.WaitForNotification();
         });
-    Trained trained(watched, {.strategy = ShardingStrategy::kFull});
+    Trained trained(watched, {.strategy = ShardingStrategy::kFull, .overlap = true});
     trained.Forward(IdsOf(0, comm)).backward();
     trained.Step();
     trained.model.BeginForward(true);
@@ -741,7 +741,7 @@ TEST(ShardedModelOverlap, ProgramThatChangesItsOrder_GetsTheSameBits) {
 TEST(ShardedModelOverlap, UnitThatDoesNotCome_CostsItsGatherAndIsFreed) {
   RunRanks(2, [](Comm& comm) {
     CountingComm counting(comm);
-    Trained trained(counting, {.strategy = ShardingStrategy::kFull});
+    Trained trained(counting, {.strategy = ShardingStrategy::kFull, .overlap = true});
     for (const int step : {0, 1}) TrainOn(trained, comm, step, {0, 1, 2, 3});
     counting.gathers = 0;
     // Forward: (rest), 0, 1, [2], 3, (rest); backward: [2], 1, 0 after 3.
@@ -757,7 +757,7 @@ TEST(ShardedModelOverlap, UnitThatDoesNotCome_CostsItsGatherAndIsFreed) {
 TEST(ShardedModelOverlap, OrdersThatDifferInALaterStep_ThrowOnEveryRank) {
   std::vector<std::string> errors(2);
   RunRanks(2, [&](Comm& comm) {
-    Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull, .overlap = true});
     for (const int step : {0, 1}) TrainOn(trained, comm, step, {0, 1, 2, 3});
     errors[comm.rank()] = ErrorOf([&] {
       TrainOn(trained, comm, 2,
@@ -771,7 +771,7 @@ TEST(ShardedModelOverlap, OrdersThatDifferInALaterStep_ThrowOnEveryRank) {
 
 TEST(ShardedModelOverlap, OneOrderAheadOnOneRankOnly_IsNotForetold) {
   RunRanks(2, [](Comm& comm) {
-    Trained trained(comm, {.strategy = ShardingStrategy::kGradients});
+    Trained trained(comm, {.strategy = ShardingStrategy::kGradients, .overlap = true});
     for (int step = 0; step < 4; ++step) {
       trained.model.BeginForward(true);
       at::Tensor x = trained.net.words(IdsOf(step, comm));
@@ -789,7 +789,7 @@ TEST(ShardedModelOverlap, OneOrderAheadOnOneRankOnly_IsNotForetold) {
 TEST(ShardedModelOverlap, PeerThatIsGone_LeavesTheUnitInTheErrorOfTheOneThatWaits) {
   std::string error;
   RunRanks(2, [&](Comm& comm) {
-    Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull, .overlap = true});
     trained.Forward(IdsOf(0, comm)).backward();
     trained.Step();
     // The other one goes after the first unit.
@@ -852,7 +852,7 @@ TEST(ShardedModelOverlap, ErrorOfAReduction_IsThrownByTheBackwardPass) {
     bool armed = false;
     WatchedComm watched(
         comm, [](int) {}, [&](int) { TORCH_CHECK(!armed, "the link is down"); });
-    Trained trained(watched, {.strategy = ShardingStrategy::kFull});
+    Trained trained(watched, {.strategy = ShardingStrategy::kFull, .overlap = true});
     trained.Forward(IdsOf(0, comm)).backward();
     trained.Step();
     armed = true;
@@ -865,7 +865,7 @@ TEST(ShardedModelOverlap, ErrorOfAReduction_IsThrownByTheBackwardPass) {
 TEST(ShardedModelOverlap, UnderDebugMode_CollectivesOfBothThreadsAgree) {
   RunRanks(2, [](Comm& comm) {
     const std::unique_ptr<Comm> checked = MakeCheckedComm(std::make_unique<BorrowedComm>(comm));
-    Trained trained(*checked, {.strategy = ShardingStrategy::kFull});
+    Trained trained(*checked, {.strategy = ShardingStrategy::kFull, .overlap = true});
     for (int step = 0; step < 3; ++step) {
       trained.Forward(IdsOf(step, comm)).backward();
       trained.Step();
