@@ -21,6 +21,7 @@
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "worker/checkpoint/aligned_memory.h"
+#include "worker/checkpoint/memory_record.h"
 #include "worker/collective/c10d_comm.h"
 #include "worker/collective/gloo_ranks.h"
 #include "worker/collective/process_group.h"
@@ -186,6 +187,22 @@ class MemoryTierTest : public testing::Test {
     ASSERT_EQ(pread(fd, &byte, 1, 4096 + 9), 1);
     byte ^= 4;
     ASSERT_EQ(pwrite(fd, &byte, 1, 4096 + 9), 1);
+  }
+
+  // One rank's part of a save, as a node has it.
+  void DamagePart(int owner, int node, int64_t step) {
+    const auto held = TakeHeldMemory(holders_[node]->address());
+    ASSERT_TRUE(held.ok());
+    int damaged = 0;
+    for (size_t i = 0; i < held->size(); ++i) {
+      const auto memory = AlignedMemory::OfFile((*held)[i].fd.get());
+      ASSERT_TRUE(memory.ok()) << memory.status();
+      const auto record = ReadMemoryRecord({memory->data(), memory->size()});
+      if (!record.ok() || record->rank != owner || record->manifest.info.step != step) continue;
+      Damage(node, static_cast<int>(i));
+      ++damaged;
+    }
+    EXPECT_EQ(damaged, 1);
   }
 
   // The worker that this process is for a node's agent.
@@ -439,6 +456,27 @@ TEST_F(MemoryTierTest, PartThatArrivesDamaged_IsNotMirrored) {
       },
       [&](int) { gate.Pass(); });
   LoseNode(0);
+  MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), 1); });
+}
+
+// Nor is the damaged one read on its own node. What it is read from stays.
+TEST_F(MemoryTierTest, DamagedPart_IsTakenFromTheOtherNode) {
+  MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { SaveMirrored(comm, tier, 1, 2); });
+  DamagePart(0, /*node=*/0, /*step=*/2);
+  DamagePart(1, /*node=*/0, /*step=*/2);
+  for (int i = 0; i < 3; ++i) {
+    MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) {
+      EXPECT_EQ(FoundStep(comm, tier, /*keep=*/true), 2);
+      EXPECT_TRUE(Save(comm, tier, 3, /*failing_rank=*/1).ok());
+      EXPECT_FALSE(tier.WaitForMirror().ok());
+    });
+  }
+}
+
+TEST_F(MemoryTierTest, PartDamagedOnBothNodes_ItsSaveIsPassedOver) {
+  MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { SaveMirrored(comm, tier, 1, 2); });
+  DamagePart(0, /*node=*/0, /*step=*/2);
+  DamagePart(0, /*node=*/1, /*step=*/2);
   MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), 1); });
 }
 

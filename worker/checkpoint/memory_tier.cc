@@ -520,11 +520,17 @@ class MemoryTier::Search {
   std::vector<MemorySaveId> WholeSaves() const;
   // The newest of which two nodes have each part.
   std::optional<MemorySaveId> MirroredSave() const;
-  // Collective. Whether the files of a whole save have their digests. Each part is checked by one
-  // rank that has it. `manifest` gets those of all parts.
+  // Collective. Whether the files of a whole save have their digests on at least one node. A node's
+  // copy of a part that has not counts no more. `manifest` gets the files of all parts.
   absl::Status Check(const MemorySaveId& save, Manifest* manifest);
   // Collective. The files of a whole save: those of this node where they are, and a copy of others.
   absl::Status Gather(const MemorySaveId& save, Contents* contents);
+  // Whether the last Check() has found a damaged part.
+  bool damaged() const { return damaged_; }
+  // Whether this rank's own part is on its node, with its digests if Check() has looked.
+  bool HasOwnPart(const MemorySaveId& save) const {
+    return saves_.at(save).at(rank_).on.count(rank_) > 0;
+  }
   // How many saves before it the last one went to the disk.
   int64_t SinceDisk(const MemorySaveId& save) const {
     return saves_.at(save).begin()->second.since_disk;
@@ -543,6 +549,10 @@ class MemoryTier::Search {
   absl::Status Learn(const std::vector<std::string>& all);
   // Null: it is not on this node.
   const Piece* Find(const MemorySaveId& save, int owner) const;
+  // Files of the copies that this rank checks for its node, by owner, with another digest.
+  std::map<int, std::string> DamagedFiles(const MemorySaveId& save) const;
+  // Which rank of a node checks the node's copy of a part: the owner, or one of those that have it.
+  int CheckerOf(int owner, const Part& part, const std::string& node) const;
   // The rank that speaks for a part.
   static int SpeakerOf(int owner, const Part& part) {
     return part.on.count(owner) > 0 ? owner : *part.on.begin();
@@ -564,6 +574,7 @@ class MemoryTier::Search {
   const FindOptions& options_;
   std::vector<std::string> nodes_;  // by rank
   std::map<MemorySaveId, Parts> saves_;
+  bool damaged_ = false;
 };
 
 absl::Status MemoryTier::Search::Exchange() {
@@ -636,25 +647,70 @@ const MemoryTier::Piece* MemoryTier::Search::Find(const MemorySaveId& save, int 
   return nullptr;
 }
 
+int MemoryTier::Search::CheckerOf(int owner, const Part& part, const std::string& node) const {
+  std::vector<int> there;
+  for (const int rank : part.on) {
+    if (nodes_[rank] != node) continue;
+    if (rank == owner) return rank;
+    there.push_back(rank);
+  }
+  return there.empty() ? -1 : there[owner % there.size()];
+}
+
+std::map<int, std::string> MemoryTier::Search::DamagedFiles(const MemorySaveId& save) const {
+  std::map<int, std::string> damaged;
+  for (const auto& [owner, part] : saves_.at(save)) {
+    const Piece* const piece = Find(save, owner);
+    if (piece == nullptr || CheckerOf(owner, part, nodes_[rank_]) != rank_) continue;
+    for (size_t i = 0; i < piece->record.offsets.size(); ++i) {
+      const ManifestFile& file = piece->record.manifest.files[i];
+      if (DigestBytes(ContentsOf(*piece->memory, piece->record, i)) == file.digest) continue;
+      damaged[owner] = file.name;
+      break;
+    }
+  }
+  return damaged;
+}
+
 absl::Status MemoryTier::Search::Check(const MemorySaveId& save, Manifest* manifest) {
-  const absl::Status checked = GuardRank([&]() -> absl::Status {
-    for (auto& [owner, part] : saves_[save]) {
+  Parts& parts = saves_.at(save);
+  std::string damaged;
+  absl::Status checked = GuardRank([&]() -> absl::Status {
+    for (auto& [owner, part] : parts) {
       MUSTER_ASSIGN_OR_RETURN(part.manifest, ParseManifest(part.text, "a part in memory"));
       manifest->info = part.manifest.info;
       manifest->files.insert(manifest->files.end(), part.manifest.files.begin(),
                              part.manifest.files.end());
-      const Piece* const piece = Find(save, owner);
-      if (piece == nullptr || SpeakerOf(owner, part) != rank_) continue;
-      for (size_t i = 0; i < piece->record.offsets.size(); ++i) {
-        const ManifestFile& file = piece->record.manifest.files[i];
-        if (DigestBytes(ContentsOf(*piece->memory, piece->record, i)) == file.digest) continue;
-        return absl::DataLossError(absl::StrCat(file.name, " in memory has another digest"));
-      }
     }
     std::sort(manifest->files.begin(), manifest->files.end(),
               [](const ManifestFile& a, const ManifestFile& b) { return a.name < b.name; });
+    for (const auto& [owner, file] : DamagedFiles(save)) {
+      Put(static_cast<uint64_t>(owner), &damaged);
+      PutText(file, &damaged);
+    }
     return absl::OkStatus();
   });
+  const std::vector<std::string> all = comm_.AllGatherBytes(damaged);
+  damaged_ = std::any_of(all.begin(), all.end(), [](const auto& text) { return !text.empty(); });
+  checked.Update(GuardRank([&]() -> absl::Status {
+    for (int rank = 0; rank < size_; ++rank) {
+      for (absl::string_view text = all[rank]; !text.empty();) {
+        const auto owner = static_cast<int>(Take(&text));
+        const std::string file(TakeText(&text));
+        const auto part = parts.find(owner);
+        if (part == parts.end()) continue;
+        std::set<int>& on = part->second.on;
+        for (auto it = on.begin(); it != on.end();) {
+          it = nodes_[*it] == nodes_[rank] ? on.erase(it) : std::next(it);
+        }
+        const std::string damage =
+            absl::StrCat(file, " in memory has another digest on the node of rank ", rank);
+        if (on.empty()) return absl::DataLossError(damage);
+        if (rank_ == 0) MUSTER_LOG(Warning) << damage << ": taking the copy of another node";
+      }
+    }
+    return absl::OkStatus();
+  }));
   return AgreeOnFiles(comm_, checked, {}, nullptr);
 }
 
@@ -786,7 +842,9 @@ absl::StatusOr<std::optional<MemoryTier::Found>> MemoryTier::Find(Comm& comm,
         Found{.reader = StateReader::OfMemory(name, std::move(manifest), contents->files, contents),
               .since_disk = search.SinceDisk(save),
               .save = save,
-              .mirrored = search.MirroredSave().value_or(save),
+              // A mirror may be what a damaged part is read from: then it is what has to stay.
+              .mirrored = search.damaged() ? save : search.MirroredSave().value_or(save),
+              .own_part_is_here = search.HasOwnPart(save),
               .copied_bytes = contents->copied_bytes});
   }
   return std::optional<Found>();
@@ -799,7 +857,7 @@ void MemoryTier::Keep(const Found& found) {
     const absl::StatusOr<MemoryRecord> record =
         ReadMemoryRecord(BytesOf(slots_[i].snapshot->memory()));
     if (!record.ok()) continue;
-    if (record->save == found.save) good_ = i;
+    if (record->save == found.save && found.own_part_is_here) good_ = i;
     if (record->save == found.mirrored && mirror_ != nullptr) mirrored_ = i;
   }
   kept_mirror_ = found.mirrored;

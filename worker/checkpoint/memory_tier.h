@@ -87,14 +87,16 @@ class MemoryTier {
     MemorySaveId save;
     // The newest save of which two nodes have the part of every rank; else the one that is found.
     MemorySaveId mirrored;
-    uint64_t copied_bytes = 0;  // from other nodes, into memory that this rank has made
+    bool own_part_is_here = true;  // on this node, undamaged
+    uint64_t copied_bytes = 0;     // from other nodes, into memory that this rank has made
   };
   struct FindOptions {
     // A new file in memory for the parts of other nodes. Null: CreateHoldableMemory.
     std::function<absl::StatusOr<OwnedFd>(const std::string& name)> create = nullptr;
   };
   // Collective. The newest save that all ranks have and whose files have their digests; nothing if
-  // there is none. What a node lacks comes from the others: one copy, which the ranks of the node
+  // there is none. A part that is damaged on one node is taken from another that mirrors it. What a
+  // node lacks comes from the others: one copy, which the ranks of the node
   // share if they can open each other's files under /proc. The reader is valid until the next save.
   absl::StatusOr<std::optional<Found>> Find(Comm& comm, const FindOptions& options);
   absl::StatusOr<std::optional<Found>> Find(Comm& comm) { return Find(comm, FindOptions()); }
