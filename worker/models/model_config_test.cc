@@ -135,7 +135,8 @@ TEST(ParseModelConfig, WhatMusterCannotCompute_IsRefusedByName) {
        "\"rope_theta\" is 1"},
       {{{"rope_scaling", {{"rope_type", "yarn"}, {"factor", 2.0}, {"beta_fast", 0.5}}}},
        "beta_fast\" is below"},
-      {{{"hidden_act", "mish"}}, "\"hidden_act\": \"mish\""},
+      {{{"hidden_act", "prelu"}}, "\"hidden_act\": \"prelu\" is not one of silu, "},
+      {{{"hidden_act", "xielu"}}, "\"hidden_act\": \"xielu\" is not one of silu, "},
       {{{"quantization_config", {{"bits", 4}}}}, "quantized weights"},
       {{{"partial_rotary_factor", 0.5}}, "Muster has only 1.0"},
       {{{"architectures", {"FalconForCausalLM"}}}, "does not have the architecture \"Falcon"},
@@ -152,6 +153,37 @@ TEST(ParseModelConfig, WhatMusterCannotCompute_IsRefusedByName) {
   EXPECT_EQ(
       ErrorOf(With(kLlama, {{"attention_sinks", 4}}), {.ignore_settings = {"attention_sinks"}}),
       "");
+}
+
+TEST(ParseModelConfig, ActivationsOfTransformers_KeepTheirNames) {
+  for (const char* const name : {"gelu",
+                                 "gelu_10",
+                                 "gelu_fast",
+                                 "gelu_new",
+                                 "gelu_python",
+                                 "gelu_pytorch_tanh",
+                                 "gelu_python_tanh",
+                                 "gelu_accurate",
+                                 "hardswish",
+                                 "laplace",
+                                 "leaky_relu",
+                                 "linear",
+                                 "mish",
+                                 "quick_gelu",
+                                 "relu",
+                                 "relu2",
+                                 "relu6",
+                                 "sigmoid",
+                                 "silu",
+                                 "sqrtsoftplus",
+                                 "swish",
+                                 "tanh"}) {
+    DecoderConfig config = Decoder(With(kLlama, {{"hidden_act", name}}));
+    EXPECT_EQ(Json::parse(ToJson(config))["hidden_act"], name);
+    // Made in code, it has the name of an activation that means the same.
+    config.source_json.clear();
+    EXPECT_EQ(Decoder(Json::parse(ToJson(config))).activation, config.activation) << name;
+  }
 }
 
 TEST(ParseModelConfig, Architecture_CanBeAnotherClassOfTheSameType) {
