@@ -310,7 +310,11 @@ void ReadCommon(Settings& settings, Architecture architecture, CommonConfig* con
   }
   if (const Json* const ends = settings.Find("eos_token_id"); ends != nullptr) {
     for (const Json& id : ends->is_array() ? *ends : Json::array({*ends})) {
-      if (!id.is_number_integer() || id.get<int64_t>() < -1 || id.get<int64_t>() > kMaxSize) {
+      // Unsigned numbers beyond 2^63 would wrap around, to -1 at the end.
+      const bool whole =
+          id.is_number_integer() &&
+          (!id.is_number_unsigned() || id.get<uint64_t>() <= static_cast<uint64_t>(kMaxSize));
+      if (!whole || id.get<int64_t>() < -1 || id.get<int64_t>() > kMaxSize) {
         settings.Invalid(absl::StrCat("\"eos_token_id\": ", Settings::Shown(id), " is no token"));
       } else if (id.get<int64_t>() >= 0) {
         config->eos_token_ids.push_back(id.get<int64_t>());

@@ -145,6 +145,8 @@ TEST(ParseModelConfig, WhatMusterCannotCompute_IsRefusedByName) {
       {{{"hidden_size", "32"}}, "\"hidden_size\" is \"32\""},
       {{{"num_key_value_heads", 3}}, "no multiple of \"num_key_value_heads\" 3"},
       {{{"pad_token_id", 100}}, "beyond the vocabulary of 100"},
+      {{{"eos_token_id", std::numeric_limits<uint64_t>::max()}},
+       "\"eos_token_id\": 18446744073709551615 is no token"},
       {{{"vocab_size", nullptr}}, "\"vocab_size\" is missing"}};
   for (const auto& [more, message] : cases) {
     EXPECT_NE(ErrorOf(With(kLlama, more)).find(message), std::string::npos)
