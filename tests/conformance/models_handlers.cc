@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
@@ -16,6 +17,7 @@
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/weight_files.h"
 #include "worker/models/generate.h"
+#include "worker/models/model_config.h"
 #include "worker/models/pretrained.h"
 
 namespace muster::conformance {
@@ -73,6 +75,11 @@ models::LoadPretrainedOptions AsSaid(const Json& in) {
   return options;
 }
 
+// transformers warns where rotary positions go beyond the config's, and goes on.
+bool IsRotary(const models::TextModelImpl& model) {
+  return std::holds_alternative<models::DecoderConfig>(model.config());
+}
+
 Json HfModelsCase(const Json& in) {
   const std::string dir = in.at("dir");
   TextModel model = ValueOf(models::LoadPretrained(dir, AsSaid(in)));
@@ -101,9 +108,11 @@ Json HfModelsCase(const Json& in) {
       RowsOf(logits.select(1, logits.size(1) - 1).argmax(-1).unsqueeze(0))[0];
   if (IsGiven(in, "max_new_tokens")) {
     CausalLm lm = ValueOf(models::LoadCausalLm(dir, AsSaid(in)));
-    const models::Generated generated = models::Generate(
-        *lm, batch.input_ids, {},
-        {.max_new_tokens = IntOf(in, "max_new_tokens", 1, kMaxSteps), .eos_token_ids = {{}}});
+    const models::Generated generated =
+        models::Generate(*lm, batch.input_ids, {},
+                         {.max_new_tokens = IntOf(in, "max_new_tokens", 1, kMaxSteps),
+                          .eos_token_ids = {{}},
+                          .beyond_context = IsRotary(*lm)});
     out["generated"] = RowsOf(generated.tokens);
   }
   return out;
@@ -162,6 +171,7 @@ Json HfGenerateCase(const Json& in) {
   CausalLm model = ValueOf(models::LoadCausalLm(in.at("dir"), AsSaid(in)));
   const std::string mode = in.at("mode");
   models::GenerateOptions options = OptionsOf(in);
+  options.beyond_context = IsRotary(*model);
   const at::Tensor ids = Ids(in.at("input_ids"));
   const at::Tensor mask = IdsIf(in, "attention_mask");
   if (mode == "next_token") {

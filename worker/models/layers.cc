@@ -6,18 +6,26 @@
 #include "ATen/TensorOperators.h"
 #include "ATen/core/Reduction.h"
 #include "ATen/ops/addmm.h"
+#include "ATen/ops/clamp.h"
 #include "ATen/ops/cross_entropy_loss.h"
 #include "ATen/ops/dropout.h"
 #include "ATen/ops/embedding.h"
 #include "ATen/ops/empty.h"
+#include "ATen/ops/erf.h"
 #include "ATen/ops/gelu.h"
+#include "ATen/ops/hardswish.h"
 #include "ATen/ops/layer_norm.h"
+#include "ATen/ops/leaky_relu.h"
 #include "ATen/ops/matmul.h"
+#include "ATen/ops/mish.h"
 #include "ATen/ops/pow.h"
 #include "ATen/ops/relu.h"
+#include "ATen/ops/relu6.h"
 #include "ATen/ops/rsqrt.h"
 #include "ATen/ops/sigmoid.h"
 #include "ATen/ops/silu.h"
+#include "ATen/ops/softplus.h"
+#include "ATen/ops/square.h"
 #include "ATen/ops/tanh.h"
 #include "c10/core/GradMode.h"
 #include "worker/models/few_rows_linear.h"
@@ -169,27 +177,63 @@ at::Tensor RmsNormImpl::forward(const at::Tensor& x) const {
 void RmsNormImpl::InitWeights() { Fill(weight, 1); }
 
 at::Tensor Activate(Activation activation, const at::Tensor& x) {
+  const double tanh_scale = std::sqrt(2 / std::numbers::pi);
+  const bool rounds = x.scalar_type() == c10::kBFloat16 || x.scalar_type() == c10::kHalf;
   switch (activation) {
     case Activation::kSilu:
       return at::silu(x);
     case Activation::kGelu:
       return at::gelu(x);
+    case Activation::kGeluErf:
+      if (rounds) {
+        const at::Tensor half = x * 0.5;
+        return half * (1.0 + at::erf(x / std::numbers::sqrt2));
+      }
+      return at::gelu(x);
+    case Activation::kGeluTanh:
+      return at::gelu(x, "tanh");
     case Activation::kGeluNew:
-      if (x.scalar_type() == c10::kBFloat16 || x.scalar_type() == c10::kHalf) {
+      if (rounds) {
         // One operation after another, since gradients are added in the reverse of their order.
         const at::Tensor half = 0.5 * x;
         const at::Tensor cube = 0.044715 * at::pow(x, 3.0);
-        return half * (1.0 + at::tanh(std::sqrt(2 / std::numbers::pi) * (x + cube)));
+        return half * (1.0 + at::tanh(tanh_scale * (x + cube)));
       }
       return at::gelu(x, "tanh");
-    case Activation::kGeluTanh:
+    case Activation::kGeluFast:
+      if (rounds) {
+        const at::Tensor half = 0.5 * x;
+        const at::Tensor scaled = x * 0.7978845608;
+        const at::Tensor square = 0.044715 * x * x;
+        return half * (1.0 + at::tanh(scaled * (1.0 + square)));
+      }
       return at::gelu(x, "tanh");
-    case Activation::kRelu:
-      return at::relu(x);
-    case Activation::kTanh:
-      return at::tanh(x);
+    case Activation::kGeluClipped:
+      return at::clamp(at::gelu(x), -10, 10);
     case Activation::kQuickGelu:
       return x * at::sigmoid(1.702 * x);
+    case Activation::kRelu:
+      return at::relu(x);
+    case Activation::kRelu2:
+      return at::square(at::relu(x));
+    case Activation::kRelu6:
+      return at::relu6(x);
+    case Activation::kLeakyRelu:
+      return at::leaky_relu(x);
+    case Activation::kHardswish:
+      return at::hardswish(x);
+    case Activation::kMish:
+      return at::mish(x);
+    case Activation::kSigmoid:
+      return at::sigmoid(x);
+    case Activation::kTanh:
+      return at::tanh(x);
+    case Activation::kLaplace:
+      return 0.5 * (1.0 + at::erf((x - 0.707107) / (0.282095 * std::numbers::sqrt2)));
+    case Activation::kSqrtSoftplus:
+      return at::softplus(x).sqrt();
+    case Activation::kLinear:
+      return x;
   }
   TORCH_CHECK(false, "no such activation");
 }

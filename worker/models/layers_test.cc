@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <vector>
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
@@ -53,6 +54,52 @@ TEST(Activate, GeluNew_IsTheTanhFormulaInEveryPrecision) {
   const at::Tensor low = Activate(Activation::kGeluNew, x.to(c10::kBFloat16));
   EXPECT_EQ(low.scalar_type(), c10::kBFloat16);
   EXPECT_TRUE(at::allclose(low.to(c10::kFloat), fused, 0.05, 0.05));
+}
+
+// What transformers.activations gives for x, and the gradients.
+TEST(Activate, Each_HasTheValuesAndGradientsOfTransformers) {
+  struct Case {
+    Activation activation;
+    std::vector<float> values, gradients;
+  };
+  const std::vector<Case> cases = {
+      {Activation::kGeluErf,
+       {-0, -0.100211, 0.580029, 5, 12},
+       {-2.57564e-31, -0.127469, 0.999226, 1.00001, 1}},
+      {Activation::kGeluFast, {-0, -0.100428, 0.579961, 5, 12}, {0, -0.127711, 0.998938, 1, 1}},
+      {Activation::kGeluClipped,
+       {-0, -0.100211, 0.580029, 5, 10},
+       {0, -0.127469, 0.999226, 1.00001, 0}},
+      {Activation::kQuickGelu,
+       {-1.61864e-08, -0.108338, 0.58639, 4.99899, 12},
+       {-2.62004e-08, -0.0988481, 0.999572, 1.00151, 1}},
+      {Activation::kRelu2, {0, 0, 0.5625, 25, 144}, {0, 0, 1.5, 10, 24}},
+      {Activation::kRelu6, {0, 0, 0.75, 5, 6}, {0, 0, 1, 1, 0}},
+      {Activation::kLeakyRelu, {-0.12, -0.015, 0.75, 5, 12}, {0.01, 0.01, 1, 1, 1}},
+      {Activation::kHardswish, {-0, -0.375, 0.46875, 5, 12}, {0, 0, 0.75, 1, 1}},
+      {Activation::kMish,
+       {-7.37303e-05, -0.2981, 0.610018, 4.99955, 12},
+       {-6.75859e-05, -0.0640978, 0.985758, 1.0008, 1}},
+      {Activation::kSigmoid,
+       {6.14417e-06, 0.182426, 0.679179, 0.993307, 0.999994},
+       {6.14414e-06, 0.149146, 0.217895, 0.00664803, 6.19884e-06}},
+      {Activation::kLaplace, {0, 0, 0.560427, 1, 1}, {0, 7.20949e-14, 1.39796, 0, 0}},
+      {Activation::kSqrtSoftplus,
+       {0.00247875, 0.448791, 1.06624, 2.23757, 3.4641},
+       {0.00123937, 0.203241, 0.318492, 0.221961, 0.144337}},
+      {Activation::kLinear, {-12, -1.5, 0.75, 5, 12}, {1, 1, 1, 1, 1}},
+  };
+  for (const Case& each : cases) {
+    SCOPED_TRACE(static_cast<int>(each.activation));
+    const at::Tensor x = at::tensor({-12.0F, -1.5F, 0.75F, 5.0F, 12.0F}).requires_grad_(true);
+    const at::Tensor y = Activate(each.activation, x);
+    y.sum().backward();
+    EXPECT_TRUE(at::allclose(y, at::tensor(each.values), 1e-5, 1e-6)) << y;
+    EXPECT_TRUE(at::allclose(x.grad(), at::tensor(each.gradients), 1e-5, 1e-6)) << x.grad();
+    const at::Tensor low = Activate(each.activation, x.detach().to(c10::kBFloat16));
+    EXPECT_EQ(low.scalar_type(), c10::kBFloat16);
+    EXPECT_TRUE(at::allclose(low.to(c10::kFloat), y, 0.05, 0.05)) << low;
+  }
 }
 
 TEST(CrossEntropy, IgnoredLabels_DoNotCount) {

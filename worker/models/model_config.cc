@@ -42,18 +42,30 @@ constexpr KnownArchitecture kArchitectures[] = {
     {"BertForSequenceClassification", Architecture::kBertForSequenceClassification, "bert"},
 };
 
+// The names of transformers. The first one of an activation is the one that is written.
 constexpr std::pair<const char*, Activation> kActivations[] = {
     {"silu", Activation::kSilu},
     {"swish", Activation::kSilu},
     {"gelu", Activation::kGelu},
-    {"gelu_python", Activation::kGelu},
-    {"gelu_new", Activation::kGeluNew},
-    {"gelu_fast", Activation::kGeluNew},
+    {"gelu_python", Activation::kGeluErf},
     {"gelu_pytorch_tanh", Activation::kGeluTanh},
+    {"gelu_new", Activation::kGeluNew},
     {"gelu_accurate", Activation::kGeluNew},
-    {"relu", Activation::kRelu},
-    {"tanh", Activation::kTanh},
+    {"gelu_python_tanh", Activation::kGeluNew},
+    {"gelu_fast", Activation::kGeluFast},
+    {"gelu_10", Activation::kGeluClipped},
     {"quick_gelu", Activation::kQuickGelu},
+    {"relu", Activation::kRelu},
+    {"relu2", Activation::kRelu2},
+    {"relu6", Activation::kRelu6},
+    {"leaky_relu", Activation::kLeakyRelu},
+    {"hardswish", Activation::kHardswish},
+    {"mish", Activation::kMish},
+    {"sigmoid", Activation::kSigmoid},
+    {"tanh", Activation::kTanh},
+    {"laplace", Activation::kLaplace},
+    {"sqrtsoftplus", Activation::kSqrtSoftplus},
+    {"linear", Activation::kLinear},
 };
 
 // Settings that change neither weights nor logits nor loss: names, defaults of generation (see
@@ -298,7 +310,11 @@ void ReadCommon(Settings& settings, Architecture architecture, CommonConfig* con
   }
   if (const Json* const ends = settings.Find("eos_token_id"); ends != nullptr) {
     for (const Json& id : ends->is_array() ? *ends : Json::array({*ends})) {
-      if (!id.is_number_integer() || id.get<int64_t>() < -1 || id.get<int64_t>() > kMaxSize) {
+      // Unsigned numbers beyond 2^63 would wrap around, to -1 at the end.
+      const bool whole =
+          id.is_number_integer() &&
+          (!id.is_number_unsigned() || id.get<uint64_t>() <= static_cast<uint64_t>(kMaxSize));
+      if (!whole || id.get<int64_t>() < -1 || id.get<int64_t>() > kMaxSize) {
         settings.Invalid(absl::StrCat("\"eos_token_id\": ", Settings::Shown(id), " is no token"));
       } else if (id.get<int64_t>() >= 0) {
         config->eos_token_ids.push_back(id.get<int64_t>());
@@ -632,23 +648,10 @@ absl::Status Validate(const BertConfig& config) {
 }
 
 const char* ActivationName(Activation activation) {
-  switch (activation) {
-    case Activation::kSilu:
-      return "silu";
-    case Activation::kGelu:
-      return "gelu";
-    case Activation::kGeluNew:
-      return "gelu_new";
-    case Activation::kGeluTanh:
-      return "gelu_pytorch_tanh";
-    case Activation::kRelu:
-      return "relu";
-    case Activation::kTanh:
-      return "tanh";
-    case Activation::kQuickGelu:
-      return "quick_gelu";
+  for (const auto& [name, meaning] : kActivations) {
+    if (meaning == activation) return name;
   }
-  return "silu";
+  return kActivations[0].first;
 }
 
 // "a": leaves a value alone that means the same already, so that a saved config reads as before.

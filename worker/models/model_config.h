@@ -15,9 +15,30 @@ namespace muster::models {
 // What a model folder's config.json says, in the terms of the models here. Without torch: tools use
 // it too.
 
-// kGeluNew and kGeluTanh are the same formula; as in transformers, the former rounds after each of
-// its operations where they are done in a low precision.
-enum class Activation { kSilu, kGelu, kGeluNew, kGeluTanh, kRelu, kTanh, kQuickGelu };
+// kGelu and kGeluErf are the same formula, and so are kGeluTanh, kGeluNew and kGeluFast; as in
+// transformers, the first of each is one operation, and the others round after each of theirs where
+// they are done in a low precision. kGeluClipped is kGelu within [-10, 10].
+enum class Activation {
+  kSilu,
+  kGelu,
+  kGeluErf,
+  kGeluTanh,
+  kGeluNew,
+  kGeluFast,
+  kGeluClipped,
+  kQuickGelu,
+  kRelu,
+  kRelu2,
+  kRelu6,
+  kLeakyRelu,
+  kHardswish,
+  kMish,
+  kSigmoid,
+  kTanh,
+  kLaplace,
+  kSqrtSoftplus,
+  kLinear,
+};
 
 // The class that the folder was saved from; the names are those of "architectures".
 enum class Architecture {

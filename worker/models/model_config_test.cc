@@ -135,7 +135,8 @@ TEST(ParseModelConfig, WhatMusterCannotCompute_IsRefusedByName) {
        "\"rope_theta\" is 1"},
       {{{"rope_scaling", {{"rope_type", "yarn"}, {"factor", 2.0}, {"beta_fast", 0.5}}}},
        "beta_fast\" is below"},
-      {{{"hidden_act", "mish"}}, "\"hidden_act\": \"mish\""},
+      {{{"hidden_act", "prelu"}}, "\"hidden_act\": \"prelu\" is not one of silu, "},
+      {{{"hidden_act", "xielu"}}, "\"hidden_act\": \"xielu\" is not one of silu, "},
       {{{"quantization_config", {{"bits", 4}}}}, "quantized weights"},
       {{{"partial_rotary_factor", 0.5}}, "Muster has only 1.0"},
       {{{"architectures", {"FalconForCausalLM"}}}, "does not have the architecture \"Falcon"},
@@ -144,6 +145,8 @@ TEST(ParseModelConfig, WhatMusterCannotCompute_IsRefusedByName) {
       {{{"hidden_size", "32"}}, "\"hidden_size\" is \"32\""},
       {{{"num_key_value_heads", 3}}, "no multiple of \"num_key_value_heads\" 3"},
       {{{"pad_token_id", 100}}, "beyond the vocabulary of 100"},
+      {{{"eos_token_id", std::numeric_limits<uint64_t>::max()}},
+       "\"eos_token_id\": 18446744073709551615 is no token"},
       {{{"vocab_size", nullptr}}, "\"vocab_size\" is missing"}};
   for (const auto& [more, message] : cases) {
     EXPECT_NE(ErrorOf(With(kLlama, more)).find(message), std::string::npos)
@@ -152,6 +155,37 @@ TEST(ParseModelConfig, WhatMusterCannotCompute_IsRefusedByName) {
   EXPECT_EQ(
       ErrorOf(With(kLlama, {{"attention_sinks", 4}}), {.ignore_settings = {"attention_sinks"}}),
       "");
+}
+
+TEST(ParseModelConfig, ActivationsOfTransformers_KeepTheirNames) {
+  for (const char* const name : {"gelu",
+                                 "gelu_10",
+                                 "gelu_fast",
+                                 "gelu_new",
+                                 "gelu_python",
+                                 "gelu_pytorch_tanh",
+                                 "gelu_python_tanh",
+                                 "gelu_accurate",
+                                 "hardswish",
+                                 "laplace",
+                                 "leaky_relu",
+                                 "linear",
+                                 "mish",
+                                 "quick_gelu",
+                                 "relu",
+                                 "relu2",
+                                 "relu6",
+                                 "sigmoid",
+                                 "silu",
+                                 "sqrtsoftplus",
+                                 "swish",
+                                 "tanh"}) {
+    DecoderConfig config = Decoder(With(kLlama, {{"hidden_act", name}}));
+    EXPECT_EQ(Json::parse(ToJson(config))["hidden_act"], name);
+    // Made in code, it has the name of an activation that means the same.
+    config.source_json.clear();
+    EXPECT_EQ(Decoder(Json::parse(ToJson(config))).activation, config.activation) << name;
+  }
 }
 
 TEST(ParseModelConfig, Architecture_CanBeAnotherClassOfTheSameType) {
