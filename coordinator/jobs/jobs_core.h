@@ -175,7 +175,8 @@ class JobsCore {
     std::optional<CallId> held;
     absl::Time held_until = absl::InfiniteFuture();
     std::vector<v1::LogQuery> queries;
-    absl::btree_set<uint64_t> jobs;  // by sequence: with a placement that has not ended
+    std::vector<std::string> held_jobs;  // whose checkpoints it holds, as its last call says
+    absl::btree_set<uint64_t> jobs;      // by sequence: with a placement that has not ended
     // It has processes of attempts that are not assigned: nothing new starts before they are gone.
     bool leftovers = false;
     uint64_t sequence = 0;  // of its last call

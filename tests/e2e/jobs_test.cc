@@ -228,6 +228,16 @@ TEST_F(JobsTest, TrainingThatIsKilled_ContinuesFromTheMemoryOfItsNode) {
   EXPECT_FALSE(PathExists(Temp("project/checkpoints/checkpoint_0")));
 }
 
+// And not only when the time is over for which a next attempt may follow.
+TEST_F(JobsTest, TrainingThatIsCancelled_LeavesNothingInMemory) {
+  const auto a = StartNode("a");
+  const std::string job = Train("wait", Temp("project"), {});
+  WaitForWords(job, "waits at 13");
+  Run({"cancel", job});
+  WaitForState(job, "CANCELLED");
+  WaitUntil([&] { return absl::StrContains(a->err_text(), "checkpoints in memory are dropped"); });
+}
+
 TEST_F(JobsTest, FailedProgram_IsRestarted_AndItsLastLinesAreKept) {
   const auto a = StartNode("a"), b = StartNode("b");
   const std::string job = Submit({"--processes", "4", "--max_restarts", "1"},
