@@ -499,6 +499,9 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
       !request.idempotency_key().empty() && it != by_key_.end()) {
     return Resubmit(call, jobs_.at(it->second), hash);
   }
+  if (!no_room_.empty()) {
+    return MakeError(absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT, no_room_);
+  }
   if (Error error = CheckSize(spec)) return error;
   if (Error error = CheckLimits(owner, spec)) return error;
   if (request.dry_run()) {

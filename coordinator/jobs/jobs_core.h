@@ -122,6 +122,9 @@ class JobsCore {
   };
   void Hear(const GroupNews& news, const Event& event, JobsOutput* out);
 
+  // Why no job can be submitted, one line; empty: one can.
+  void SetNoRoom(std::string why) { no_room_ = std::move(why); }
+
   // Before serving, and after all Restores. `restored`: later changes than these are lost, so
   // attempts may run that are not recorded.
   void StartTerm(const Event& event, bool restored, JobsOutput* out);
@@ -329,6 +332,7 @@ class JobsCore {
   absl::btree_set<std::pair<uint64_t, int>> touched_placements_;
   absl::btree_set<std::string> touched_nodes_;
   std::vector<std::function<void()>> at_end_;
+  std::string no_room_;
 };
 
 }  // namespace muster::coordinator

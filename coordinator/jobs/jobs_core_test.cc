@@ -1284,5 +1284,22 @@ TEST_F(JobsCoreTest, MemoryOfAnotherCluster_IsNotJudged) {
   EXPECT_EQ(replies_.at(syncs_.at("a")).sync_node().ended_jobs_size(), 0);
 }
 
+TEST_F(JobsCoreTest, WithoutRoom_JobsRunOnAndNoneIsSubmitted) {
+  AddNode("a");
+  Settle();
+  const std::string job = TrySubmit(Spec(4), "key").submit_job().job().job_id();
+  core_->SetNoRoom("the disk is nearly full");
+  const v1::OpResult refused = TrySubmit(Spec(1));
+  EXPECT_EQ(refused.error().code(), static_cast<int>(absl::StatusCode::kResourceExhausted));
+  EXPECT_EQ(refused.error().detail().reason(), v1::ERROR_REASON_LIMIT);
+  EXPECT_EQ(refused.error().message(), "the disk is nearly full");
+  // One that was submitted before is repeated by a client that has not heard the answer.
+  EXPECT_EQ(TrySubmit(Spec(4), "key").submit_job().job().job_id(), job);
+  EndOn("a", job, v1::END_CLASS_SUCCEEDED);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_SUCCEEDED);
+  core_->SetNoRoom("");
+  EXPECT_EQ(StateOf(Submit(Spec(1))), v1::JOB_STATE_RUNNING);
+}
+
 }  // namespace
 }  // namespace muster::coordinator

@@ -683,6 +683,46 @@ TEST(CoordinatorServer, LogLevel_IsReadSetAndReturnsAtTheEnd) {
   EXPECT_EQ(GetLogLevel(), before);
 }
 
+TEST(CoordinatorServer, DiskThatIsNearlyFull_RefusesSubmissionsUntilThereIsRoom) {
+  const TestFolder folder;
+  std::atomic<int64_t> left{int64_t{1} << 40};
+  CoordinatorServer::Options options;
+  options.data_dir = folder.Path("journal");
+  options.measure_disk = [&] { return DiskSizes{.used = 5, .free = left}; };
+  auto server = StartServer(std::move(options));
+  Client client(server->address());
+  const auto submit = [&] {
+    v1::SubmitJobRequest request;
+    request.mutable_spec()->set_name("mnist");
+    request.mutable_spec()->add_argv("./train");
+    request.mutable_spec()->set_max_processes(1);
+    request.mutable_spec()->set_wait_for_nodes(true);
+    v1::SubmitJobReply reply;
+    return client.Call<v1::Jobs>(&v1::Jobs::Stub::Submit, request, &reply);
+  };
+  EXPECT_TRUE(submit().ok());
+  EXPECT_TRUE(client.Status()->warnings().empty());
+  left = 1000;
+  server->disk()->Tick();
+  EXPECT_TRUE(absl::IsResourceExhausted(submit()));
+  ASSERT_EQ(client.Status()->warnings_size(), 1);
+  EXPECT_THAT(client.Status()->warnings(0), HasSubstr("no job can be submitted"));
+  EXPECT_THAT(server->Metrics(), HasSubstr("\nmuster_submissions_open 0\n"));
+  EXPECT_THAT(server->Metrics(), HasSubstr("\nmuster_data_dir_free_bytes 1000\n"));
+  // What is not a submission is written.
+  v1::Fence fence;
+  fence.set_job_id("j");
+  fence.set_worker_id("w0");
+  fence.set_incarnation(100);
+  fence.set_generation(SeatOne(client, "j"));
+  EXPECT_TRUE(client.Put(fence, "k", "v", true).ok());
+  left = int64_t{1} << 40;
+  server->disk()->Tick();
+  EXPECT_TRUE(submit().ok());
+  EXPECT_TRUE(client.Status()->warnings().empty());
+  EXPECT_THAT(server->Metrics(), HasSubstr("\nmuster_submissions_open 1\n"));
+}
+
 TEST(CoordinatorServer, TokenFileThatCannotBeUsed_IsRefusedBeforeTheJournalIsTouched) {
   const TestFolder folder;
   const std::string dir = folder.Path("journal");
