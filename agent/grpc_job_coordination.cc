@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "agent/timer_thread.h"
 #include "base/backoff.h"
 #include "base/clock.h"
 #include "base/defaults.h"
@@ -17,6 +16,7 @@
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
+#include "base/timer_thread.h"
 #include "proto/muster/v1/session.pb.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"

@@ -8,10 +8,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "agent/timer_thread.h"
 #include "base/clock.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
+#include "base/timer_thread.h"
 #include "proto/muster/v1/session.grpc.pb.h"
 #include "rpc/frame_bytes.h"
 #include "rpc/status.h"

@@ -11,12 +11,16 @@
 namespace muster::agent {
 
 // How long a node holds what the attempts of a job have left in memory: while one of them runs
-// here, and then for kKept or until another job starts here, which needs memory, too. Pure; not
-// thread-safe.
+// here, and then until the job has ended, for kKept at most, or until another job starts here,
+// which needs memory, too. Pure; not thread-safe.
 class MemoryTerms {
  public:
   // Another attempt usually begins within seconds, and after its longest delay within 5 minutes.
   static constexpr absl::Duration kKept = absl::Minutes(15);
+
+  // The coordinator says that no attempt of the job follows. Counts for the next call of Expired: a
+  // job with an attempt here keeps what it has.
+  void Ended(const std::string& job) { ended_.insert(job); }
 
   // Those of the jobs in `held` whose time is over. `running`: jobs with an attempt here.
   std::vector<std::string> Expired(const std::vector<std::string>& held,
@@ -28,6 +32,7 @@ class MemoryTerms {
     std::set<std::string> beside;  // that ran when its last attempt had ended
   };
   std::map<std::string, Waiting> waiting_;  // jobs without an attempt here
+  std::set<std::string> ended_;
 };
 
 }  // namespace muster::agent

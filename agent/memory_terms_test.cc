@@ -36,5 +36,18 @@ TEST(MemoryTerms, JobThatStarts_TakesThePlaceOfThoseThatWait) {
   EXPECT_THAT(terms.Expired({"a", "b"}, {"b", "d"}, now), ElementsAre("a"));
 }
 
+TEST(MemoryTerms, JobThatHasEnded_HasNoTime) {
+  const absl::Time now = absl::UnixEpoch();
+  MemoryTerms terms;
+  EXPECT_THAT(terms.Expired({"a", "b"}, {}, now), IsEmpty());
+  terms.Ended("a");
+  terms.Ended("never held");
+  EXPECT_THAT(terms.Expired({"a", "b"}, {}, now), ElementsAre("a"));
+  // Not one that has an attempt here: it was ended before that, or says so again after it.
+  terms.Ended("b");
+  EXPECT_THAT(terms.Expired({"b"}, {"b"}, now), IsEmpty());
+  EXPECT_THAT(terms.Expired({"b"}, {}, now), IsEmpty());
+}
+
 }  // namespace
 }  // namespace muster::agent

@@ -75,6 +75,8 @@ constexpr absl::Duration kLockPoll = absl::Milliseconds(50);
 constexpr absl::Duration kGroupPatience = absl::Seconds(10);
 constexpr absl::Duration kSweepEvery = absl::Hours(1);
 constexpr size_t kMaxWhy = 300;
+// In one call; the others have their time.
+constexpr int kMaxHeldJobs = 1000;
 constexpr absl::Duration kOutageTolerance = absl::Hours(24);  // of attempts
 
 int64_t UnixMs() { return absl::ToUnixMillis(absl::Now()); }
@@ -437,8 +439,21 @@ class NodeService {
     }
   }
   // Other clusters have jobs of the same names.
+  static std::string MemoryOf(absl::string_view cluster, absl::string_view job) {
+    return absl::StrCat(cluster, "/", job);
+  }
   std::string MemoryOf(const std::string& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    return absl::StrCat(attempts_.cluster(), "/", job);
+    return MemoryOf(attempts_.cluster(), job);
+  }
+  // The jobs whose end this node has to know of.
+  void FillHeldJobs(v1::SyncNodeRequest* request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (memory_ == nullptr) return;
+    const std::string ours = MemoryOf("");
+    for (const std::string& held : memory_->Jobs()) {
+      absl::string_view job = held;
+      if (!absl::ConsumePrefix(&job, ours)) continue;
+      if (request->held_jobs_size() < kMaxHeldJobs) request->add_held_jobs(std::string(job));
+    }
   }
   std::optional<MemoryHolder::Client> RunnerAt(pid_t pid) {
     MutexLock lock(&mu_);
@@ -780,6 +795,7 @@ class NodeService {
         sequence_ = std::max(sequence_ + 1, static_cast<uint64_t>(absl::ToUnixMicros(absl::Now())));
         request.set_sequence(sequence_);
         attempts_.FillReports(Clock::Real().Now(), &request);
+        FillHeldJobs(&request);
         sent = attempts_.version();
         call_ = &context;
         sync_turn_ = Clock::Real().Now();
@@ -803,6 +819,9 @@ class NodeService {
         seen_version_ = reply.version();
         for (const v1::LogQuery& query : reply.queries()) AddQuery(query);
         Do(attempts_.Apply(reply, Clock::Real().Now()));
+        for (const std::string& job : reply.ended_jobs()) {
+          memory_terms_.Ended(MemoryOf(reply.header().cluster_id(), job));
+        }
         Wake();
         continue;
       }

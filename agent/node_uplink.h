@@ -19,9 +19,9 @@
 #include "agent/relay_core.h"
 #include "agent/session_client.h"
 #include "agent/stack_source.h"
-#include "agent/timer_thread.h"
 #include "base/defaults.h"
 #include "base/mutex.h"
+#include "base/timer_thread.h"
 #include "proto/muster/v1/session.pb.h"
 #include "rpc/channel.h"
 

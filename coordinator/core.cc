@@ -344,7 +344,13 @@ std::optional<v1::OpError> Core::ReadJobs(const v1::WatchJobsRequest& request, c
   return error;
 }
 
+void Core::SetWarnings(std::vector<std::string> warnings, std::string no_room) {
+  impl_->warnings_ = std::move(warnings);
+  impl_->submitted_->SetNoRoom(std::move(no_room));
+}
+
 void Core::FillStatus(v1::StatusReply* status) const {
+  for (const std::string& warning : impl_->warnings_) status->add_warnings(warning);
   *status->mutable_header() = impl_->Header();
   status->set_agents(static_cast<int>(impl_->agents_.size()) + agents_behind_hubs());
   status->set_agents_behind_hubs(agents_behind_hubs());

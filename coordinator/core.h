@@ -278,7 +278,11 @@ class Core {
                                       uint64_t durable_revision, size_t max_bytes,
                                       JobsCore::WatchPlace* place, v1::WatchJobsBatch* batch) const;
 
-  // Fills what the core knows: header, jobs, agents: those attached and those behind hubs.
+  // What operators should attend to, for FillStatus, and why no job can be submitted (empty: one
+  // can). Until it is said again.
+  void SetWarnings(std::vector<std::string> warnings, std::string no_room);
+  // Fills what the core knows: header, jobs, warnings, agents: those attached and those
+  // behind hubs.
   void FillStatus(v1::StatusReply* status) const;
   v1::ReplyHeader Header() const;
   // Of the keys of all jobs, against CoreOptions.kv_bytes.

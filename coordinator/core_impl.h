@@ -289,6 +289,7 @@ class Core::Impl {
   uint64_t revision_ = 0;
   uint64_t last_record_ = 0;
   absl::flat_hash_map<std::string, std::unique_ptr<Job>> jobs_;
+  std::vector<std::string> warnings_;                              // for FillStatus
   absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;  // of jobs
   // Of jobs with living workers in a sealed generation: while there are any, ticks come regularly.
   absl::btree_set<std::pair<absl::Duration, std::string>> leases_;

@@ -432,14 +432,16 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
         kExitNotFound);
   }
   if (line.Get("json") == "true") {
-    context.out << Dump({{"coordinator", address},
-                         {"version", reply.version()},
-                         {"uptime", DurationText(reply.uptime())},
-                         {"agents", reply.agents()},
-                         {"agents_behind_hubs", reply.agents_behind_hubs()},
-                         {"hubs", reply.hubs()},
-                         {"journal", reply.journal()},
-                         {"jobs", jobs}});
+    context.out << Dump(
+        {{"coordinator", address},
+         {"version", reply.version()},
+         {"uptime", DurationText(reply.uptime())},
+         {"agents", reply.agents()},
+         {"agents_behind_hubs", reply.agents_behind_hubs()},
+         {"hubs", reply.hubs()},
+         {"journal", reply.journal()},
+         {"warnings", std::vector<std::string>(reply.warnings().begin(), reply.warnings().end())},
+         {"jobs", jobs}});
     return kExitOk;
   }
   context.out << "coordinator " << address << ", version " << reply.version() << ", up "
@@ -448,7 +450,11 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
                       ? std::string()
                       : absl::StrCat(" (", reply.agents_behind_hubs(), " behind ", reply.hubs(),
                                      reply.hubs() == 1 ? " hub)" : " hubs)"))
-              << ", " << jobs.size() << (jobs.size() == 1 ? " job\n" : " jobs\n") << table;
+              << ", " << jobs.size() << (jobs.size() == 1 ? " job\n" : " jobs\n");
+  for (const std::string& warning : reply.warnings()) {
+    context.out << "warning: " << Printable(warning, 400) << "\n";
+  }
+  context.out << table;
   return kExitOk;
 }
 

@@ -16,6 +16,7 @@
 #include "client/cli/config_command.h"
 #include "client/cli/info_commands.h"
 #include "client/cli/job_commands.h"
+#include "client/cli/log_level_command.h"
 #include "client/cli/node_commands.h"
 #include "client/cli/reference_commands.h"
 #include "client/cli/stacks_command.h"
@@ -154,6 +155,7 @@ std::vector<Command> Commands(const LaunchBackend& backend, const std::string& s
        Named(RunNodeControlCommand, "drain")},
       {"uncordon", "Let jobs start on a node again", Named(RunNodeControlCommand, "uncordon")},
       {"backup", "Write the state of a running coordinator to a file", RunBackupCommand},
+      {"log-level", "Show or set how much a running coordinator logs", RunLogLevelCommand},
       {"token", "Make a user's token, and its line for the coordinator's users file",
        RunTokenCommand},
       {"checkpoints", "List, inspect, verify, compare, export, prune, pin or promote checkpoints",

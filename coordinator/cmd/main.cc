@@ -30,6 +30,7 @@
 #include "coordinator/core.h"
 #include "coordinator/hubs.h"
 #include "coordinator/journal/sqlite_journal.h"
+#include "coordinator/service/disk_watch.h"
 #include "coordinator/service/grpc_frontend.h"
 #include "coordinator/service/server.h"
 
@@ -81,12 +82,17 @@ int EndWith(const absl::StatusOr<std::string>& report) {
   return kExitOk;
 }
 
+constexpr int64_t kMostMib = int64_t{1} << 40;
+
 struct Flags {
   CoordinatorServer::Options options;
   std::string verify, restored, restore, log_level = "info", log_format;
   bool version = false, list_failpoints = false;
   double lease = 6, resume = 60, node_lease = 30;
   int max_message_mib = 4;
+  int64_t size_warning_mib = DiskLimits().size_warning >> 20;
+  int64_t free_warning_mib = DiskLimits().free_warning >> 20;
+  int64_t free_least_mib = DiskLimits().free_least >> 20;
 };
 
 // An unset variable must not turn into a coordinator that keeps nothing.
@@ -182,6 +188,22 @@ void AddLimitFlags(CLI::App* app, Flags* flags) {
       ->check(CLI::Range(uint64_t{1}, uint64_t{1'000'000'000}));
 }
 
+void AddDiskFlags(CLI::App* app, Flags* flags) {
+  app->add_option("--journal_size_warning_mib", flags->size_warning_mib,
+                  "warns when the data directory has more, in MiB; 0: never")
+      ->capture_default_str()
+      ->check(CLI::Range(int64_t{0}, kMostMib));
+  app->add_option("--disk_free_warning_mib", flags->free_warning_mib,
+                  "warns when its file system has less left, in MiB; 0: never")
+      ->capture_default_str()
+      ->check(CLI::Range(int64_t{0}, kMostMib));
+  app->add_option("--disk_free_least_mib", flags->free_least_mib,
+                  "refuses new jobs when its file system has less left, in MiB: the rest is for "
+                  "the records of those that are submitted; 0: never")
+      ->capture_default_str()
+      ->check(CLI::Range(int64_t{0}, kMostMib));
+}
+
 // The log, and what it does in place of serving.
 void AddOtherFlags(CLI::App* app, Flags* flags) {
   app->add_option("--log_level", flags->log_level, "debug, info, warning or error")
@@ -218,6 +240,7 @@ std::optional<int> ReadFlags(int argc, char** argv, Flags* flags) {
   app.footer(kFooter);
   AddServiceFlags(&app, flags);
   AddLimitFlags(&app, flags);
+  AddDiskFlags(&app, flags);
   AddOtherFlags(&app, flags);
   ServiceSettings settings(&app,
                            {.program = "muster-coordinator",
@@ -434,6 +457,9 @@ int Run(int argc, char** argv) {
   jobs.outage_tolerance = 3 * jobs.node_lease;
   flags.options.runner.resume_window = absl::Seconds(flags.resume);
   flags.options.rpc.max_message_bytes = flags.max_message_mib << 20;
+  flags.options.disk = {.size_warning = flags.size_warning_mib << 20,
+                        .free_warning = flags.free_warning_mib << 20,
+                        .free_least = flags.free_least_mib << 20};
   return Serve(std::move(flags.options), std::move(notify));
 }
 

@@ -18,6 +18,7 @@
 namespace muster::coordinator {
 namespace {
 
+constexpr int kMaxHeldJobs = 1000;  // of a node
 constexpr size_t kMaxNodeName = 256;
 constexpr size_t kMaxInfoBytes = 16 << 10;
 constexpr size_t kMaxWhy = 1024;
@@ -497,6 +498,9 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
   if (const auto it = by_key_.find(Key(owner, request.idempotency_key()));
       !request.idempotency_key().empty() && it != by_key_.end()) {
     return Resubmit(call, jobs_.at(it->second), hash);
+  }
+  if (!no_room_.empty()) {
+    return MakeError(absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT, no_room_);
   }
   if (Error error = CheckSize(spec)) return error;
   if (Error error = CheckLimits(owner, spec)) return error;
@@ -1233,6 +1237,12 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
     for (const v1::AttemptReport& report : request.attempts()) OnReport(name, &node, report);
     OnMissing(name, &node, request);
   }
+  node.held_jobs.clear();
+  // Another cluster has jobs of the same names.
+  if (request.cluster_id() == cluster_id_) {
+    const int count = std::min(request.held_jobs_size(), kMaxHeldJobs);
+    node.held_jobs.assign(request.held_jobs().begin(), request.held_jobs().begin() + count);
+  }
   if (const bool leftovers = HasLeftovers(name, request); leftovers != node.leftovers) {
     node.leftovers = leftovers;
     dirty_ = true;
@@ -1390,6 +1400,10 @@ void JobsCore::AnswerSync(const std::string& name, Node* node) {
     if (queries_.contains(query.query_id())) *reply->add_queries() = std::move(query);
   }
   node->queries.clear();
+  for (const std::string& id : node->held_jobs) {
+    const v1::JobRecord* const job = Find(id);
+    if (job == nullptr || HasEnded(job->state())) reply->add_ended_jobs(id);
+  }
   const CallId call = *node->held;
   node->held.reset();
   node->held_until = absl::InfiniteFuture();

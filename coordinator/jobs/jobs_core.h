@@ -122,6 +122,9 @@ class JobsCore {
   };
   void Hear(const GroupNews& news, const Event& event, JobsOutput* out);
 
+  // Why no job can be submitted, one line; empty: one can.
+  void SetNoRoom(std::string why) { no_room_ = std::move(why); }
+
   // Before serving, and after all Restores. `restored`: later changes than these are lost, so
   // attempts may run that are not recorded.
   void StartTerm(const Event& event, bool restored, JobsOutput* out);
@@ -175,7 +178,8 @@ class JobsCore {
     std::optional<CallId> held;
     absl::Time held_until = absl::InfiniteFuture();
     std::vector<v1::LogQuery> queries;
-    absl::btree_set<uint64_t> jobs;  // by sequence: with a placement that has not ended
+    std::vector<std::string> held_jobs;  // whose checkpoints it holds, as its last call says
+    absl::btree_set<uint64_t> jobs;      // by sequence: with a placement that has not ended
     // It has processes of attempts that are not assigned: nothing new starts before they are gone.
     bool leftovers = false;
     uint64_t sequence = 0;  // of its last call
@@ -328,6 +332,7 @@ class JobsCore {
   absl::btree_set<std::pair<uint64_t, int>> touched_placements_;
   absl::btree_set<std::string> touched_nodes_;
   std::vector<std::function<void()>> at_end_;
+  std::string no_room_;
 };
 
 }  // namespace muster::coordinator

@@ -1,5 +1,6 @@
 #include "coordinator/jobs/jobs_core.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -138,6 +139,7 @@ class JobsCoreTest : public testing::Test {
     std::map<std::pair<std::string, int>, v1::AttemptReport> attempts;
     v1::SyncNodeReply last;
     std::vector<v1::LogQuery> queries;
+    std::vector<std::string> held_jobs;
   };
   Node& AddNode(const std::string& name, int cpus = 4) {
     nodes_[name].cpus = cpus;
@@ -150,17 +152,18 @@ class JobsCoreTest : public testing::Test {
     SendSync(name);
     Pump();
   }
-  void SendSync(const std::string& name) {
+  void SendSync(const std::string& name, const std::string& cluster = kCluster) {
     Node& node = nodes_.at(name);
     v1::Op op;
     v1::SyncNodeRequest* const request = op.mutable_sync_node();
     request->set_node(name);
     request->set_node_uid(node.uid);
-    request->set_cluster_id(kCluster);
+    request->set_cluster_id(cluster);
     request->mutable_info()->set_cpus(node.cpus);
     request->mutable_info()->set_memory_bytes(int64_t{64} << 30);
     for (int i = 0; i < node.gpus; ++i) request->mutable_info()->add_gpus("gpu");
     request->set_seen_version(node.last.version());
+    for (const std::string& job : node.held_jobs) request->add_held_jobs(job);
     for (const auto& [key, report] : node.attempts) *request->add_attempts() = report;
     syncs_[name] = Send(op);
   }
@@ -1234,6 +1237,68 @@ TEST_F(JobsCoreTest, Assignment_HasTheTokenOfItsAttempt_OnceWithItsSpecification
   EXPECT_EQ(tokens, std::vector<std::string>{absl::StrCat("for ", id, ".1")});
   Advance(absl::Seconds(30));
   EXPECT_EQ(tokens_.size(), 1u);
+}
+
+TEST_F(JobsCoreTest, NodeThatHoldsMemory_HearsWhichJobsHaveEnded) {
+  Node& node = AddNode("a");
+  Settle();
+  const std::string job = Submit(Spec(4, /*max_restarts=*/1));
+  node.held_jobs = {job};
+  // Another attempt follows the first end, and none the second.
+  EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(node.last.ended_jobs_size(), 0);
+  Advance(absl::Minutes(1));
+  ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(node.last.ended_jobs_size(), 0);
+  EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
+  ASSERT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+  EXPECT_THAT(node.last.ended_jobs(), testing::ElementsAre(job));
+  // Retry queues it again: it has not ended any more.
+  Control(job, v1::JOB_ACTION_RETRY, 2);
+  Advance(options_.node_lease / 3);
+  EXPECT_EQ(node.last.ended_jobs_size(), 0);
+}
+
+TEST_F(JobsCoreTest, JobThatIsCancelledWhileItWaits_IsToldByTheNextReply) {
+  Node& node = AddNode("a");
+  Settle();
+  Submit(Spec(4));
+  const std::string waits = Submit(Spec(4));
+  // Of an earlier attempt, say.
+  node.held_jobs = {waits, "unknown-9"};
+  Sync("a");
+  Control(waits, v1::JOB_ACTION_CANCEL);
+  Advance(options_.node_lease / 3);
+  EXPECT_THAT(node.last.ended_jobs(), testing::ElementsAre(waits, "unknown-9"));
+}
+
+TEST_F(JobsCoreTest, MemoryOfAnotherCluster_IsNotJudged) {
+  Node& node = AddNode("a");
+  node.held_jobs = {"mnist-1"};
+  node.talks = false;
+  SendSync("a", "another");
+  JobsOutput out;
+  now_ += options_.node_lease / 3;
+  core_->Tick(NextEvent(), &out);
+  Take(std::move(out));
+  EXPECT_EQ(replies_.at(syncs_.at("a")).sync_node().ended_jobs_size(), 0);
+}
+
+TEST_F(JobsCoreTest, WithoutRoom_JobsRunOnAndNoneIsSubmitted) {
+  AddNode("a");
+  Settle();
+  const std::string job = TrySubmit(Spec(4), "key").submit_job().job().job_id();
+  core_->SetNoRoom("the disk is nearly full");
+  const v1::OpResult refused = TrySubmit(Spec(1));
+  EXPECT_EQ(refused.error().code(), static_cast<int>(absl::StatusCode::kResourceExhausted));
+  EXPECT_EQ(refused.error().detail().reason(), v1::ERROR_REASON_LIMIT);
+  EXPECT_EQ(refused.error().message(), "the disk is nearly full");
+  // One that was submitted before is repeated by a client that has not heard the answer.
+  EXPECT_EQ(TrySubmit(Spec(4), "key").submit_job().job().job_id(), job);
+  EndOn("a", job, v1::END_CLASS_SUCCEEDED);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_SUCCEEDED);
+  core_->SetNoRoom("");
+  EXPECT_EQ(StateOf(Submit(Spec(1))), v1::JOB_STATE_RUNNING);
 }
 
 }  // namespace

@@ -12,9 +12,13 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
+#include "base/log.h"
+#include "base/units.h"
 #include "base/version.h"
 #include "coordinator/errors.h"
 #include "coordinator/service/agent_stream.h"
@@ -24,8 +28,10 @@
 #include "proto/muster/v1/admin.pb.h"
 #include "proto/muster/v1/backup.pb.h"
 #include "proto/muster/v1/job.pb.h"
+#include "proto/muster/v1/operations.pb.h"
 #include "proto/muster/v1/session.pb.h"
 #include "proto/muster/v1/watch.pb.h"
+#include "rpc/session/duration.h"
 #include "rpc/status.h"
 
 namespace muster::coordinator {
@@ -118,6 +124,36 @@ absl::Status NotAMessage(absl::string_view what) {
   return rpc::ErrorWithReason(absl::StatusCode::kInvalidArgument,
                               absl::StrCat("the bytes sent are no ", what),
                               v1::ERROR_REASON_BAD_FIELD);
+}
+
+// The same levels, one further on: 0 says that none was given.
+v1::LogLevel ToWire(LogLevel level) {
+  return static_cast<v1::LogLevel>(static_cast<int>(level) + 1);
+}
+LogLevel FromWire(v1::LogLevel level) { return static_cast<LogLevel>(static_cast<int>(level) - 1); }
+static_assert(v1::LOG_LEVEL_DEBUG == static_cast<int>(LogLevel::kDebug) + 1 &&
+              v1::LOG_LEVEL_ERROR == static_cast<int>(LogLevel::kError) + 1);
+
+// For how long `request` sets a level; infinite: until it is set again. Errors:
+// INVALID_ARGUMENT / BAD_FIELD.
+absl::StatusOr<absl::Duration> SpanOf(const v1::SetLogLevelRequest& request) {
+  const auto bad = [](absl::string_view text) {
+    return rpc::ErrorWithReason(absl::StatusCode::kInvalidArgument, std::string(text),
+                                v1::ERROR_REASON_BAD_FIELD);
+  };
+  if (!v1::LogLevel_IsValid(request.level())) {
+    return bad(absl::StrCat("level ", static_cast<int>(request.level()),
+                            " is none that this coordinator (", kVersion, ") knows"));
+  }
+  if (!request.has_for_()) return absl::InfiniteDuration();
+  if (request.level() == v1::LOG_LEVEL_UNSPECIFIED)
+    return bad("`for` is given without a level: say which, or leave it out");
+  const absl::Duration span = rpc::FromProto(request.for_());
+  if (span < absl::Seconds(1) || span > absl::Hours(24)) {
+    return bad(absl::StrCat("`for` is ", absl::FormatDuration(span),
+                            ": a log level is set for 1 s to 24 h, or without `for`"));
+  }
+  return span;
 }
 
 }  // namespace
@@ -756,6 +792,44 @@ constexpr GrpcFrontend::Method GrpcFrontend::kMethods[] = {
                     reply.set_data(std::move(part->data));
                     call->Done(reply);
                   }),
+    Method::Other(
+        "muster.v1.Operations", "SetLogLevel",
+        [](GrpcFrontend& frontend, const std::shared_ptr<UnaryCall>& call,
+           grpc::ByteBuffer& bytes) {
+          v1::SetLogLevelRequest request;
+          if (!Parse(bytes, &request)) {
+            call->Done(NotAMessage("SetLogLevelRequest"));
+            return;
+          }
+          const bool sets = request.level() != v1::LOG_LEVEL_UNSPECIFIED;
+          if (!call->Allowed(Role::kAdmin, sets ? "set the log level" : "read the log level")) {
+            return;
+          }
+          const absl::StatusOr<absl::Duration> span = SpanOf(request);
+          if (!span.ok()) {
+            call->Done(span.status());
+            return;
+          }
+          LogLevelControl::State state = frontend.log_level_.Get();
+          if (sets) {
+            const std::string what =
+                absl::StrCat("set the log level to ",
+                             absl::AsciiStrToLower(absl::StripPrefix(
+                                 v1::LogLevel_Name(request.level()), "LOG_LEVEL_")),
+                             *span == absl::InfiniteDuration() ? "" : " for ",
+                             *span == absl::InfiniteDuration() ? "" : HumanDuration(*span));
+            call->Audit(what);
+            state = frontend.log_level_.Set(FromWire(request.level()), *span);
+            MUSTER_LOG(Info) << "an admin has " << what;
+          }
+          v1::SetLogLevelReply reply;
+          reply.set_level(ToWire(state.level));
+          reply.set_next(ToWire(state.next));
+          if (state.left != absl::InfiniteDuration()) {
+            *reply.mutable_left() = rpc::ToProto(state.left);
+          }
+          call->Done(reply);
+        }),
     Method::Other(kHealth, "Check",
                   [](GrpcFrontend& frontend, const std::shared_ptr<UnaryCall>& call,
                      grpc::ByteBuffer& request) {

@@ -29,6 +29,7 @@
 #include "coordinator/service/audit_log.h"
 #include "coordinator/service/callers.h"
 #include "coordinator/service/core_runner.h"
+#include "coordinator/service/log_level_control.h"
 #include "coordinator/service/rpc_metrics.h"
 
 namespace muster::coordinator {
@@ -227,6 +228,7 @@ class GrpcFrontend {
   const Limits limits_;
   const std::unique_ptr<Callers> callers_;  // null: anybody may do everything
   const std::unique_ptr<AuditLog> audit_;   // null: none
+  LogLevelControl log_level_;
   std::atomic<bool> serving_{true};
   struct Served {
     const Method* method;

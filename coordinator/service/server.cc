@@ -189,6 +189,20 @@ void WriteJournal(const CoreRunner& runner, PrometheusText* out) {
   text.Sample({}, static_cast<double>(runner.journal_bytes()));
 }
 
+void WriteDisk(const DiskWatch& disk, PrometheusText* out) {
+  using Type = PrometheusText::Type;
+  PrometheusText& text = *out;
+  const DiskSizes sizes = disk.sizes();
+  text.Family("muster_data_dir_bytes", Type::kGauge, "Bytes of the files in the data directory.");
+  text.Sample({}, static_cast<double>(sizes.used));
+  text.Family("muster_data_dir_free_bytes", Type::kGauge,
+              "Bytes that its file system has left for the coordinator.");
+  text.Sample({}, static_cast<double>(sizes.free));
+  text.Family("muster_submissions_open", Type::kGauge,
+              "0 while no job can be submitted because the disk is nearly full.");
+  text.Sample({}, disk.has_room() ? 1 : 0);
+}
+
 void WriteTimes(const CoreRunner& runner, PrometheusText* out) {
   using Type = PrometheusText::Type;
   PrometheusText& text = *out;
@@ -281,6 +295,19 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
         if (!status.ok() && !absl::IsResourceExhausted(status) && broken) broken();
       });
   MUSTER_RETURN_IF_ERROR(self->runner_->Start());
+  if (!options.data_dir.empty()) {
+    self->disk_ = std::make_unique<DiskWatch>(
+        DiskWatch::Options{.directory = options.data_dir,
+                           .limits = options.disk,
+                           .measure = std::move(options.measure_disk),
+                           .on_judged = [raw](const DiskJudgement& judgement) {
+                             raw->runner_->WithCore([judgement](Core* core) {
+                               if (core != nullptr)
+                                 core->SetWarnings(judgement.warnings, judgement.no_room);
+                             });
+                           }});
+    self->disk_->Start();
+  }
   MUSTER_FAILPOINT_STATUS("server.listen");
   options.rpc.health = false;  // GrpcFrontend has it: gRPC's own would bring more polling threads
   MUSTER_ASSIGN_OR_RETURN(self->server_,
@@ -314,6 +341,7 @@ void CoordinatorServer::Shutdown() {
     frontend_->SetServing(false);
     frontend_->EndHealthWatches();
   }
+  if (disk_ != nullptr) disk_->Stop();
   if (runner_ != nullptr) runner_->Stop();
   if (server_ != nullptr) server_->Shutdown(absl::Seconds(2));
   if (frontend_ != nullptr) frontend_->Shutdown();
@@ -348,6 +376,7 @@ std::string CoordinatorServer::Metrics() {
   WriteCore(facts, kv_limit_, &text);
   WriteLoad(*runner_, *frontend_, facts.status, &text);
   WriteJournal(*runner_, &text);
+  if (disk_ != nullptr) WriteDisk(*disk_, &text);
   WriteTimes(*runner_, &text);
   WriteProcess(&text);
   return text.text();

@@ -10,6 +10,7 @@
 #include "absl/time/time.h"
 #include "coordinator/core.h"
 #include "coordinator/service/core_runner.h"
+#include "coordinator/service/disk_watch.h"
 #include "coordinator/service/grpc_frontend.h"
 #include "coordinator/service/rpc_metrics.h"
 #include "coordinator/web/http_server.h"
@@ -52,6 +53,9 @@ class CoordinatorServer {
     // When the journal has failed permanently (Journal::Progress::status): every request that needs
     // it is refused until another coordinator has replayed it. As on_deposed.
     std::function<void()> on_journal_broken = nullptr;
+    DiskLimits disk = {};  // of data_dir
+    // Instead of MeasureDisk, for tests; null: that.
+    std::function<absl::StatusOr<DiskSizes>()> measure_disk = nullptr;
     std::unique_ptr<Journal> journal = nullptr;  // instead of data_dir, for tests
   };
 
@@ -66,6 +70,8 @@ class CoordinatorServer {
   int port() const { return server_->port(); }
   int metrics_port() const { return http_ == nullptr ? 0 : http_->port(); }
   CoreRunner& runner() { return *runner_; }
+  // Null: it keeps nothing on a disk.
+  DiskWatch* disk() { return disk_.get(); }
 
   // What GET /metrics and GET /healthz serve.
   std::string Metrics();
@@ -85,6 +91,7 @@ class CoordinatorServer {
   absl::Time started_;
   std::unique_ptr<AttemptTokens> attempts_;
   std::unique_ptr<CoreRunner> runner_;
+  std::unique_ptr<DiskWatch> disk_;
   std::unique_ptr<GrpcFrontend> frontend_;
   std::unique_ptr<rpc::Server> server_;
   std::unique_ptr<HttpServer> http_;

@@ -21,6 +21,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/log.h"
 #include "base/mutate.h"
 #include "base/mutex.h"
 #include "base/secret_file.h"
@@ -37,6 +38,7 @@
 #include "proto/muster/v1/job.grpc.pb.h"
 #include "proto/muster/v1/kv.grpc.pb.h"
 #include "proto/muster/v1/membership.grpc.pb.h"
+#include "proto/muster/v1/operations.grpc.pb.h"
 #include "proto/muster/v1/rendezvous.grpc.pb.h"
 #include "proto/muster/v1/session.grpc.pb.h"
 #include "proto/muster/v1/trigger.grpc.pb.h"
@@ -614,6 +616,19 @@ TEST(CoordinatorServer, Users_MayDoWhatTheirRoleSays) {
   }
   EXPECT_TRUE(cancel(ann, "mnist-1").ok());
   EXPECT_TRUE(cancel(root, "mnist-2").ok());
+  // The log may have what others must not see.
+  v1::SetLogLevelRequest quiet;
+  quiet.set_level(v1::LOG_LEVEL_WARNING);
+  quiet.mutable_for_()->set_seconds(600);
+  v1::SetLogLevelReply level;
+  for (const auto* client : {&ann, &bob, &nodes}) {
+    for (const v1::SetLogLevelRequest& request : {quiet, v1::SetLogLevelRequest()}) {
+      EXPECT_EQ(rpc::GetReason((*client)->Call<v1::Operations>(&v1::Operations::Stub::SetLogLevel,
+                                                               request, &level)),
+                v1::ERROR_REASON_SCOPE);
+    }
+  }
+  EXPECT_TRUE(root->Call<v1::Operations>(&v1::Operations::Stub::SetLogLevel, quiet, &level).ok());
   // No person attaches agents.
   EXPECT_EQ(rpc::GetReason(CallWithGarbage(*ann, "/muster.v1.Session/Attach")),
             v1::ERROR_REASON_SCOPE);
@@ -623,7 +638,89 @@ TEST(CoordinatorServer, Users_MayDoWhatTheirRoleSays) {
   EXPECT_THAT(lines, HasSubstr("\"call\":\"control_job\",\"job\":\"mnist-2\",\"action\":"
                                "\"JOB_ACTION_CANCEL\",\"result\":\"PERMISSION_DENIED\""));
   EXPECT_THAT(lines, HasSubstr("\"call\":\"submit_job\",\"job\":\"mnist-1\""));
+  EXPECT_THAT(lines, HasSubstr("\"call\":\"set the log level\",\"result\":\"PERMISSION_DENIED\""));
+  EXPECT_THAT(lines, HasSubstr("\"call\":\"set the log level to warning for 10m00s\",\"result\":"
+                               "\"OK\""));
   EXPECT_EQ(lines.find("get_job"), std::string::npos);
+}
+
+TEST(CoordinatorServer, LogLevel_IsReadSetAndReturnsAtTheEnd) {
+  const LogLevel before = GetLogLevel();
+  auto server = StartServer();
+  Client client(server->address());
+  v1::SetLogLevelReply reply;
+  const auto call = [&](int level, int64_t seconds, bool timed) {
+    v1::SetLogLevelRequest request;
+    request.set_level(static_cast<v1::LogLevel>(level));
+    if (timed) request.mutable_for_()->set_seconds(seconds);
+    return client.Call<v1::Operations>(&v1::Operations::Stub::SetLogLevel, request, &reply);
+  };
+  ASSERT_TRUE(call(v1::LOG_LEVEL_UNSPECIFIED, 0, false).ok());
+  EXPECT_EQ(static_cast<int>(reply.level()), static_cast<int>(before) + 1);
+  EXPECT_FALSE(reply.has_left());
+
+  ASSERT_TRUE(call(v1::LOG_LEVEL_ERROR, 600, true).ok());
+  EXPECT_EQ(GetLogLevel(), LogLevel::kError);
+  ASSERT_TRUE(call(v1::LOG_LEVEL_UNSPECIFIED, 0, false).ok());
+  EXPECT_EQ(reply.level(), v1::LOG_LEVEL_ERROR);
+  EXPECT_EQ(static_cast<int>(reply.next()), static_cast<int>(before) + 1);
+  EXPECT_GT(reply.left().seconds(), 500);
+
+  // What means nothing changes nothing.
+  for (const auto& [level, seconds] :
+       std::vector<std::pair<int, int64_t>>{{v1::LOG_LEVEL_DEBUG, 0},
+                                            {v1::LOG_LEVEL_DEBUG, -600},
+                                            {v1::LOG_LEVEL_DEBUG, 24 * 3600 + 1},
+                                            {v1::LOG_LEVEL_DEBUG, INT64_MAX},
+                                            {v1::LOG_LEVEL_UNSPECIFIED, 600},
+                                            {5, 600},
+                                            {-1, 600}}) {
+    const absl::Status status = call(level, seconds, true);
+    EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_BAD_FIELD) << level << " " << seconds;
+    EXPECT_EQ(GetLogLevel(), LogLevel::kError);
+  }
+  server.reset();
+  EXPECT_EQ(GetLogLevel(), before);
+}
+
+TEST(CoordinatorServer, DiskThatIsNearlyFull_RefusesSubmissionsUntilThereIsRoom) {
+  const TestFolder folder;
+  std::atomic<int64_t> left{int64_t{1} << 40};
+  CoordinatorServer::Options options;
+  options.data_dir = folder.Path("journal");
+  options.measure_disk = [&] { return DiskSizes{.used = 5, .free = left}; };
+  auto server = StartServer(std::move(options));
+  Client client(server->address());
+  const auto submit = [&] {
+    v1::SubmitJobRequest request;
+    request.mutable_spec()->set_name("mnist");
+    request.mutable_spec()->add_argv("./train");
+    request.mutable_spec()->set_max_processes(1);
+    request.mutable_spec()->set_wait_for_nodes(true);
+    v1::SubmitJobReply reply;
+    return client.Call<v1::Jobs>(&v1::Jobs::Stub::Submit, request, &reply);
+  };
+  EXPECT_TRUE(submit().ok());
+  EXPECT_TRUE(client.Status()->warnings().empty());
+  left = 1000;
+  server->disk()->Tick();
+  EXPECT_TRUE(absl::IsResourceExhausted(submit()));
+  ASSERT_EQ(client.Status()->warnings_size(), 1);
+  EXPECT_THAT(client.Status()->warnings(0), HasSubstr("no job can be submitted"));
+  EXPECT_THAT(server->Metrics(), HasSubstr("\nmuster_submissions_open 0\n"));
+  EXPECT_THAT(server->Metrics(), HasSubstr("\nmuster_data_dir_free_bytes 1000\n"));
+  // What is not a submission is written.
+  v1::Fence fence;
+  fence.set_job_id("j");
+  fence.set_worker_id("w0");
+  fence.set_incarnation(100);
+  fence.set_generation(SeatOne(client, "j"));
+  EXPECT_TRUE(client.Put(fence, "k", "v", true).ok());
+  left = int64_t{1} << 40;
+  server->disk()->Tick();
+  EXPECT_TRUE(submit().ok());
+  EXPECT_TRUE(client.Status()->warnings().empty());
+  EXPECT_THAT(server->Metrics(), HasSubstr("\nmuster_submissions_open 1\n"));
 }
 
 TEST(CoordinatorServer, TokenFileThatCannotBeUsed_IsRefusedBeforeTheJournalIsTouched) {
@@ -1628,6 +1725,10 @@ TEST(Mutated, Requests_NeverBreakTheServer) {
     backup.set_revision(1);
     backup.set_offset(1);
     add("Backup/Read", backup);
+    v1::SetLogLevelRequest log_level;
+    log_level.set_level(v1::LOG_LEVEL_INFO);
+    log_level.mutable_for_()->set_seconds(1);
+    add("Operations/SetLogLevel", log_level);
   }
   std::mt19937 random(20240607);
   const auto mutate = [&](std::string bytes) { return Mutate(std::move(bytes), random); };

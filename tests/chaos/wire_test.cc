@@ -23,6 +23,7 @@
 #include "proto/muster/v1/backup.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/journal.pb.h"
+#include "proto/muster/v1/operations.pb.h"
 #include "proto/muster/v1/rendezvous.grpc.pb.h"
 #include "proto/muster/v1/session.grpc.pb.h"
 #include "proto/muster/v1/watch.pb.h"
@@ -44,9 +45,9 @@ using ::testing::HasSubstr;
 // The messages that travel, and those that lie on disk.
 std::vector<const FileDescriptor*> Files() {
   std::vector<const FileDescriptor*> files = {
-      v1::AgentFrame::descriptor()->file(), v1::JournalRecord::descriptor()->file(),
-      v1::StatusReply::descriptor()->file(), v1::WatchBatch::descriptor()->file(),
-      v1::ReadBackupReply::descriptor()->file()};
+      v1::AgentFrame::descriptor()->file(),      v1::JournalRecord::descriptor()->file(),
+      v1::StatusReply::descriptor()->file(),     v1::WatchBatch::descriptor()->file(),
+      v1::ReadBackupReply::descriptor()->file(), v1::SetLogLevelReply::descriptor()->file()};
   for (size_t i = 0; i < files.size(); ++i) {
     for (int d = 0; d < files[i]->dependency_count(); ++d) {
       const FileDescriptor* const file = files[i]->dependency(d);

@@ -228,6 +228,16 @@ TEST_F(JobsTest, TrainingThatIsKilled_ContinuesFromTheMemoryOfItsNode) {
   EXPECT_FALSE(PathExists(Temp("project/checkpoints/checkpoint_0")));
 }
 
+// And not only when the time is over for which a next attempt may follow.
+TEST_F(JobsTest, TrainingThatIsCancelled_LeavesNothingInMemory) {
+  const auto a = StartNode("a");
+  const std::string job = Train("wait", Temp("project"), {});
+  WaitForWords(job, "waits at 13");
+  Run({"cancel", job});
+  WaitForState(job, "CANCELLED");
+  WaitUntil([&] { return absl::StrContains(a->err_text(), "checkpoints in memory are dropped"); });
+}
+
 TEST_F(JobsTest, FailedProgram_IsRestarted_AndItsLastLinesAreKept) {
   const auto a = StartNode("a"), b = StartNode("b");
   const std::string job = Submit({"--processes", "4", "--max_restarts", "1"},
@@ -475,8 +485,11 @@ class UsersTest : public JobsFixture {
   void SetUp() override {
     ClusterFixture::SetUp();
     std::string users;
-    for (const auto& [name, role] : std::map<std::string, std::string>{
-             {"ann", "submit"}, {"bob", "submit"}, {"eve", "view"}, {"nodes", "node"}}) {
+    for (const auto& [name, role] : std::map<std::string, std::string>{{"ann", "submit"},
+                                                                       {"bob", "submit"},
+                                                                       {"eve", "view"},
+                                                                       {"nodes", "node"},
+                                                                       {"root", "admin"}}) {
       ASSERT_TRUE(WriteSecretFile(Temp(name), absl::StrCat("token-of-", name, "\n")).ok());
       absl::StrAppend(&users, name, " ", role,
                       " sha256:", absl::BytesToHexString(Sha256(absl::StrCat("token-of-", name))),
@@ -524,11 +537,26 @@ TEST_F(UsersTest, Jobs_BelongToWhomSubmittedThem_AndRunWithATokenOfTheirOwn) {
   EXPECT_EQ(StateOf(job), "RUNNING");
   EXPECT_THAT(Run({"submit", "--", "/bin/true"}, 8), HasSubstr("of role view may not"));
   EXPECT_THAT(Run({"drain", "a"}, 8), HasSubstr("it needs role admin"));
+  // How much the coordinator logs is no matter of jobs.
+  EXPECT_THAT(Run({"log-level"}, 8), HasSubstr("it needs role admin"));
+  As(absl::StrCat("a/attempts/", attempts[0], "/token"));
+  EXPECT_THAT(Run({"log-level", "debug"}, 8), HasSubstr("set the log level"));
+  As("root");
+  EXPECT_THAT(
+      Run({"log-level", "info", "--for", "10m"}),
+      AllOf(HasSubstr(" logs from info on for another "), HasSubstr(", then from warning on")));
+  EXPECT_THAT(Run({"log-level", "error"}), HasSubstr(" logs from error on"));
+  EXPECT_THAT(Run({"log-level"}), HasSubstr(" logs from error on"));
+  EXPECT_THAT(Run({"log-level", "loud"}, 2), HasSubstr("'loud': debug, info, warning or error"));
+  EXPECT_THAT(Run({"log-level", "debug", "--for", "2d"}, 2), HasSubstr("--for 2d: write"));
+  EXPECT_THAT(Run({"log-level", "--for", "10m"}, 2), HasSubstr("--for needs a level"));
   As("ann");
   Run({"cancel", job});
   WaitForState(job, "CANCELLED");
-  EXPECT_THAT(*ReadFile(Temp("audit")),
-              AllOf(HasSubstr("\"user\":\"ann\""), HasSubstr("\"result\":\"PERMISSION_DENIED\"")));
+  EXPECT_THAT(
+      *ReadFile(Temp("audit")),
+      AllOf(HasSubstr("\"user\":\"ann\""), HasSubstr("\"result\":\"PERMISSION_DENIED\""),
+            HasSubstr("\"call\":\"set the log level to info for 10m00s\",\"result\":\"OK\"")));
 }
 
 TEST_F(JobsTest, BadInput_IsNamed) {

@@ -1,8 +1,8 @@
-#include "agent/timer_thread.h"
+#include "base/timer_thread.h"
 
 #include <utility>
 
-namespace muster::agent {
+namespace muster {
 
 TimerThread::TimerThread(std::function<absl::Time()> tick, const Clock* clock)
     : tick_(std::move(tick)), clock_(clock) {}
@@ -46,4 +46,4 @@ void TimerThread::Loop() {
   }
 }
 
-}  // namespace muster::agent
+}  // namespace muster

@@ -1,5 +1,5 @@
-#ifndef MUSTER_AGENT_TIMER_THREAD_H_
-#define MUSTER_AGENT_TIMER_THREAD_H_
+#ifndef MUSTER_BASE_TIMER_THREAD_H_
+#define MUSTER_BASE_TIMER_THREAD_H_
 
 #include <functional>
 #include <thread>
@@ -8,7 +8,7 @@
 #include "base/clock.h"
 #include "base/mutex.h"
 
-namespace muster::agent {
+namespace muster {
 
 // A thread that calls `tick` when it is due. Thread-safe.
 class TimerThread {
@@ -39,6 +39,6 @@ class TimerThread {
   std::thread thread_;
 };
 
-}  // namespace muster::agent
+}  // namespace muster
 
-#endif  // MUSTER_AGENT_TIMER_THREAD_H_
+#endif  // MUSTER_BASE_TIMER_THREAD_H_

@@ -1,8 +1,8 @@
-#include "agent/timer_thread.h"
+#include "base/timer_thread.h"
 
 #include "gtest/gtest.h"
 
-namespace muster::agent {
+namespace muster {
 namespace {
 
 TEST(TimerThread, Start_TicksOnceAndThenWhenWoken) {
@@ -55,4 +55,4 @@ TEST(TimerThread, WakeInsideTick_TicksAgain) {
 }
 
 }  // namespace
-}  // namespace muster::agent
+}  // namespace muster

@@ -1,0 +1,91 @@
+#include "client/cli/log_level_command.h"
+
+#include <grpcpp/grpcpp.h>
+
+#include "absl/status/status.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "absl/time/time.h"
+#include "base/exit_code.h"
+#include "base/log.h"
+#include "base/units.h"
+#include "client/cli/connection.h"
+#include "proto/muster/v1/operations.grpc.pb.h"
+#include "rpc/channel.h"
+#include "rpc/session/duration.h"
+#include "rpc/status.h"
+
+namespace muster::client {
+namespace {
+
+std::string Name(v1::LogLevel level) {
+  if (!v1::LogLevel_IsValid(level)) return absl::StrCat("level ", static_cast<int>(level));
+  return absl::AsciiStrToLower(absl::StripPrefix(v1::LogLevel_Name(level), "LOG_LEVEL_"));
+}
+
+// What the command line asks for. Errors: INVALID_ARGUMENT.
+absl::Status FillRequest(const CommandLine& line, v1::SetLogLevelRequest* request) {
+  if (!line.words.empty()) {
+    LogLevel level;
+    if (!ParseLogLevel(line.words[0], &level)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("level '", line.words[0], "': debug, info, warning or error"));
+    }
+    request->set_level(static_cast<v1::LogLevel>(static_cast<int>(level) + 1));
+  }
+  if (!line.Has("for")) return absl::OkStatus();
+  if (line.words.empty()) {
+    return absl::InvalidArgumentError("--for needs a level: muster log-level debug --for 10m");
+  }
+  absl::Duration span;
+  if (!absl::ParseDuration(line.Get("for"), &span) || span < absl::Seconds(1) ||
+      span > absl::Hours(24)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--for ", line.Get("for"), ": write 30s or 10m, 24h at most"));
+  }
+  *request->mutable_for_() = rpc::ToProto(span);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+int RunLogLevelCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  const CommandSpec spec = {
+      .name = "muster log-level",
+      .summary = "Shows or sets how much a running coordinator logs, without a restart.",
+      .usage = "[debug|info|warning|error] [--for TIME] [OPTIONS]",
+      .details =
+          "With --for the level before returns by itself. A restart begins with --log_level again. "
+          "For admins; in the\ncoordinator's audit log.\n"
+          "Exit codes: 0 shown or set; 2 wrong options; 7 no coordinator answers; 8 it requires a "
+          "token, or an admin's.",
+      .options = ConnectionOptions({{.name = "for",
+                                     .value_name = "TIME",
+                                     .help = "Then the level before returns: 1s to 24h"}}),
+      .max_words = 1};
+  CommandLine line;
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  v1::SetLogLevelRequest request;
+  if (const absl::Status read = FillRequest(line, &request); !read.ok()) {
+    return Fail(spec, context, read, kExitUsage);
+  }
+  Connection connection;
+  if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
+  v1::SetLogLevelReply reply;
+  grpc::ClientContext call;
+  rpc::SetTimeout(call, connection.timeout);
+  const absl::Status status = rpc::FromGrpc(
+      v1::Operations::NewStub(connection.channel)->SetLogLevel(&call, request, &reply));
+  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  context.out << "the coordinator at " << connection.address << " logs from " << Name(reply.level())
+              << " on";
+  if (reply.has_left()) {
+    context.out << " for another " << HumanDuration(rpc::FromProto(reply.left())) << ", then from "
+                << Name(reply.next()) << " on";
+  }
+  context.out << "\n";
+  return kExitOk;
+}
+
+}  // namespace muster::client

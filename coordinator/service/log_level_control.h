@@ -1,0 +1,48 @@
+#ifndef MUSTER_COORDINATOR_SERVICE_LOG_LEVEL_CONTROL_H_
+#define MUSTER_COORDINATOR_SERVICE_LOG_LEVEL_CONTROL_H_
+
+#include "absl/base/thread_annotations.h"
+#include "absl/time/time.h"
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/mutex.h"
+#include "base/timer_thread.h"
+
+namespace muster::coordinator {
+
+// The log level of this process, which may be set for a time: then the level before returns by
+// itself, at the latest when this ends. Thread-safe; nothing blocks but the destructor.
+class LogLevelControl {
+ public:
+  struct State {
+    LogLevel level;  // in force
+    LogLevel next;   // once `left` is over
+    absl::Duration left = absl::InfiniteDuration();
+  };
+
+  explicit LogLevelControl(const Clock* clock = &Clock::Real());
+  ~LogLevelControl();
+  LogLevelControl(const LogLevelControl&) = delete;
+  LogLevelControl& operator=(const LogLevelControl&) = delete;
+
+  State Get() const;
+  // `span`: infinite until it is set again. A level that is set for a time replaces another one
+  // that is, and not the level that returns.
+  State Set(LogLevel level, absl::Duration span);
+  // Lets the level before return if that is due; returns when to be called again. Its own thread
+  // calls it.
+  absl::Time Tick();
+
+ private:
+  State GetLocked() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  const Clock& clock_;
+  mutable Mutex mu_;
+  absl::Time until_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  LogLevel before_ ABSL_GUARDED_BY(mu_) = LogLevel::kInfo;  // while until_ is finite
+  TimerThread timer_;                                       // last: it uses the rest
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_SERVICE_LOG_LEVEL_CONTROL_H_
