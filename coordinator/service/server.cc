@@ -126,7 +126,7 @@ void WriteCore(const CoreFacts& facts, size_t kv_limit, PrometheusText* out) {
   text.Sample({}, static_cast<double>(facts.stats.kv_writes));
   text.Family("muster_kv_bytes", Type::kGauge, "Bytes in the keys of all jobs.");
   text.Sample({}, static_cast<double>(facts.kv_bytes));
-  text.Family("muster_kv_limitbytes", Type::kGauge, "What they may have: beyond it writes fail.");
+  text.Family("muster_kv_limit_bytes", Type::kGauge, "What they may have: beyond it writes fail.");
   text.Sample({}, static_cast<double>(kv_limit));
   text.Family("muster_triggers_raised_total", Type::kCounter, "Triggers raised.");
   text.Sample({}, static_cast<double>(facts.stats.triggers_raised));

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
 #include <map>
 #include <memory>
 #include <random>
@@ -108,6 +109,19 @@ class JobKillsTest : public JobsFixture {
   }
   void RestartCoordinator() { coordinator_ = StartCoordinator(); }
 
+  // False: the job has ended instead, for example because its program is not there.
+  bool WaitWhileItRuns(const std::string& job, const std::function<bool()>& condition) {
+    bool ended = false;
+    int looks = 0;
+    WaitUntil([&] {
+      if (condition()) return true;
+      ended = ++looks % 5000 == 0 && HasEnded(StateOf(job));
+      return ended;
+    });
+    if (ended) std::printf("%s\n", Run({"describe", job}).c_str());
+    return !ended;
+  }
+
   // Says what it has killed.
   std::string KillSomething() {
     const std::string node = Draw(2) == 0 ? "a" : "b";
@@ -154,10 +168,10 @@ TEST_F(JobKillsTest, Training_KilledAgainAndAgain_HasTheCurveOfOneThatNothingDis
     // One of four comes while the job still recovers from the one before.
     const int more = i > 0 && Draw(4) == 0 ? 0 : 1 + Draw(60);
     const int from = LastStep();
-    WaitUntil([&] {
+    ASSERT_TRUE(WaitWhileItRuns(job, [&] {
       const int last = LastStep();
       return last < from ? last > 0 && more == 0 : last >= from + more;
-    });
+    }));
     const std::string killed = KillSomething();
     ++done[killed];
     if (kills > 20) {
@@ -168,7 +182,7 @@ TEST_F(JobKillsTest, Training_KilledAgainAndAgain_HasTheCurveOfOneThatNothingDis
   }
   // What has been killed last may not have come back yet.
   const int from = LastStep();
-  WaitUntil([&] { return LastStep() > from; });
+  ASSERT_TRUE(WaitWhileItRuns(job, [&] { return LastStep() > from; }));
   const int epochs = LastStep() / kStepsOfEpoch + 10;
   ASSERT_TRUE(WriteFileAtomically(folder_ + "/epochs", absl::StrCat(epochs)).ok());
   WaitForState(job, "SUCCEEDED");

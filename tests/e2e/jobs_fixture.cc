@@ -66,7 +66,16 @@ Json JobsFixture::Get(const std::string& job) {
 }
 
 void JobsFixture::WaitForState(const std::string& job, const std::string& state) {
-  WaitUntil([&] { return StateOf(job) == state; });
+  std::string last;
+  WaitUntil([&] {
+    last = StateOf(job);
+    return last == state || HasEnded(last);
+  });
+  EXPECT_EQ(last, state) << Run({"describe", job});
+}
+
+bool JobsFixture::HasEnded(const std::string& state) {
+  return state == "SUCCEEDED" || state == "FAILED" || state == "CANCELLED";
 }
 
 void JobsFixture::ShortenNodeLease() {

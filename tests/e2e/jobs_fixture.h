@@ -29,6 +29,7 @@ class JobsFixture : public ClusterFixture {
   // A job named "job" of a shell script. Returns its id.
   std::string Submit(std::vector<std::string> options, const std::string& script);
   nlohmann::json Get(const std::string& job);
+  static bool HasEnded(const std::string& state);
   std::string StateOf(const std::string& job) { return Get(job)["state"]; }
   void WaitForState(const std::string& job, const std::string& state);
   // From now on a silent node is lost within the time of a test.

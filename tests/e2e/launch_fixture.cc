@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <filesystem>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_split.h"
@@ -84,7 +85,9 @@ std::vector<std::string> Command::Lines(agent::OutputStream stream) const {
 
 std::string LaunchFixture::Runfile(const std::string& path) {
   const char* const root = getenv("TEST_SRCDIR");
-  return root == nullptr ? absl::StrCat("bazel-bin/", path) : absl::StrCat(root, "/muster/", path);
+  if (root != nullptr) return absl::StrCat(root, "/muster/", path);
+  // Absolute: a job's programs start in other folders.
+  return std::filesystem::absolute(absl::StrCat("bazel-bin/", path)).string();
 }
 
 void LaunchFixture::SetUp() {
