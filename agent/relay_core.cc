@@ -297,7 +297,10 @@ uint64_t RelayCore::Arrive(v1::Op op, Done done) {
     const auto worker = workers_.find({request.fence().job_id(), request.fence().worker_id()});
     if (worker != workers_.end() && worker->second.incarnation == request.fence().incarnation()) {
       worker->second.heard = options_.clock->Now();
-      worker->second.beat.set_step(std::max(worker->second.beat.step(), request.step()));
+      // The first step is for a heartbeat to tell: it also knows when it was, and when the state
+      // was loaded.
+      v1::WorkerBeat& beat = worker->second.beat;
+      if (beat.step() > 0) beat.set_step(std::max(beat.step(), request.step()));
     }
     local = LocalRanks(request);
   }

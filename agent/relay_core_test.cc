@@ -266,6 +266,20 @@ TEST_F(RelayCoreTest, Beat_SaysHowLongAgoTheStateWasLoadedAndAStepDone) {
   EXPECT_EQ(beat.workers(0).first_step_ago().seconds(), 2);
 }
 
+// Else the coordinator takes the beat for that of a program that tells no times.
+TEST_F(RelayCoreTest, FirstStep_IsToldByAHeartbeatAndNotByAnArrival) {
+  Seat(0);
+  const auto arrive_at = [&](int64_t step) {
+    v1::Op op = Arrive(0, step);
+    op.mutable_arrive()->set_step(step);
+    Submit("arrive", std::move(op));
+    return core_->MakeBeat().workers(0).step();
+  };
+  EXPECT_EQ(arrive_at(5), 0);
+  Beat(0, 6);
+  EXPECT_EQ(arrive_at(7), 7);
+}
+
 TEST_F(RelayCoreTest, GenerationEnded_IsToldByTheNextHeartbeat) {
   Seat(0);
   Seat(1, 2);

@@ -458,8 +458,9 @@ class Core::Impl::Job : public BarrierHost {
     if (report.has_restored_ago() && !std::exchange(restored_told_, true)) {
       TellJobs(AttemptStage::kRestored, impl_->now_ - FromProto(report.restored_ago()));
     }
-    // A program that reports its own progress has no more than the step.
-    if ((report.has_first_step_ago() || seat->step() > 0) && !std::exchange(stepped_told_, true)) {
+    // A program that reports its own progress has no more than the step. What the seat has from
+    // arrivals at barriers does not count: they come before the beat that has the times.
+    if ((report.has_first_step_ago() || report.step() > 0) && !std::exchange(stepped_told_, true)) {
       TellJobs(AttemptStage::kStepped, impl_->now_ - FromProto(report.first_step_ago()));
     }
   }

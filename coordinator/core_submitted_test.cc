@@ -321,6 +321,15 @@ TEST_F(SubmittedTest, Group_SaysWhatStagesItsAttemptHasReached) {
   at = ms();
   EXPECT_EQ(times(1).restored_unix_ms(), at - 1000);
   EXPECT_EQ(times(1).stepped_unix_ms(), 0);
+  // The step that an arrival at a barrier has is not when the first one was done.
+  v1::Op arrival;
+  v1::ArriveRequest& arrive = *arrival.mutable_arrive();
+  FillFence("job-1.1", joined, 11, arrive.mutable_fence());
+  arrive.set_barrier_id("b");
+  arrive.set_step(5);
+  Call(arrival);
+  Call(beat);
+  EXPECT_EQ(times(1).stepped_unix_ms(), 0);
   // By its agent. A restarted coordinator, which reads the journal, is told again.
   const v1::AttemptTimes before = times(1);
   Restart();
