@@ -59,10 +59,14 @@ void AddTable(const std::vector<std::vector<std::string>>& rows, std::vector<std
   }
 }
 
+bool HasEnded(const v1::JobStatus& job) { return job.rendezvous_state() == "CLOSED"; }
+
+// Without those that have ended: records of weeks would leave no room for what runs.
 void AddJobs(const TopSample& now, const TopSample* before, std::vector<std::string>* lines) {
   std::vector<std::vector<std::string>> rows = {
       {"JOB", "GENERATION", "STATE", "RANKS", "STEP", "STEPS/S", "NOTE"}};
   for (const v1::JobStatus& job : now.status.jobs()) {
+    if (HasEnded(job)) continue;
     const v1::JobStatus* const was = before == nullptr ? nullptr : FindJob(*before, job.job_id());
     const bool same = was != nullptr && was->generation() == job.generation();
     std::string note = job.waits_for().empty() ? "" : absl::StrCat("waits for ", job.waits_for());
@@ -120,7 +124,7 @@ void AddRanks(const TopSample& now, const TopSample* before, std::vector<std::st
 std::string OnlyJob(const v1::StatusReply& status) {
   std::string only;
   for (const v1::JobStatus& job : status.jobs()) {
-    if (job.rendezvous_state() == "CLOSED" || job.world_size() == 0) continue;
+    if (HasEnded(job) || job.world_size() == 0) continue;
     if (!only.empty()) return "";
     only = job.job_id();
   }
@@ -172,12 +176,14 @@ void Draw(std::ostream& out, const std::vector<std::string>& lines, bool termina
 std::vector<std::string> TopLines(const TopSample& now, const TopSample* before, int width,
                                   int height) {
   const v1::StatusReply& status = now.status;
+  const auto ended = std::count_if(status.jobs().begin(), status.jobs().end(), HasEnded);
   std::vector<std::string> lines = {
       absl::StrCat(absl::FormatTime("%H:%M:%S", now.at, absl::LocalTimeZone()), "  coordinator ",
                    Printable(status.version()), ", up ",
                    HumanDuration(rpc::FromProto(status.uptime())), ", ", status.agents(),
                    status.agents() == 1 ? " agent, " : " agents, ", status.jobs_size(),
-                   status.jobs_size() == 1 ? " job" : " jobs"),
+                   status.jobs_size() == 1 ? " job" : " jobs",
+                   ended == 0 ? "" : absl::StrCat(", ", ended, " of them ended")),
       ""};
   AddJobs(now, before, &lines);
   if (!now.group.empty()) AddRanks(now, before, &lines);

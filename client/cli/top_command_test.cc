@@ -45,6 +45,20 @@ TopSample Sample(absl::Time at, int64_t step0, int64_t step1, uint64_t generatio
   return sample;
 }
 
+TEST(TopLines, JobsThatHaveEnded_AreCountedAndLeaveRoomForTheOthers) {
+  TopSample sample = Sample(kStart, 5, 5);
+  for (int i = 0; i < 30; ++i) {
+    v1::JobStatus* const job = sample.status.add_jobs();
+    job->set_job_id(absl::StrCat("old-", i));
+    job->set_rendezvous_state("CLOSED");
+    job->set_world_size(2);
+  }
+  const std::vector<std::string> lines = TopLines(sample, nullptr, 100, 24);
+  EXPECT_THAT(lines[0], HasSubstr("31 jobs, 30 of them ended"));
+  EXPECT_THAT(lines, Not(testing::Contains(HasSubstr("old-"))));
+  EXPECT_THAT(lines, testing::Contains(HasSubstr("slowest first")));
+}
+
 TEST(TopLines, Rates_AreStepsSinceTheSampleBefore) {
   const TopSample before = Sample(kStart, 10, 12);
   const TopSample now = Sample(kStart + absl::Seconds(2), 30, 17);

@@ -79,9 +79,11 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       muster::LinearWithWarmup(/*warmup=*/total_steps / 10, total_steps));
 
   if (flags.resume) {
-    if (absl::Status s = accelerator.load_state(); !s.ok()) return s;
-    accelerator.print("resumed from %s at step %ld\n", accelerator.last_checkpoint().c_str(),
-                      accelerator.global_step());
+    if (absl::Status s = accelerator.load_state_if_present(); !s.ok()) return s;
+    if (!accelerator.last_checkpoint().empty()) {
+      accelerator.print("resumed from %s at step %ld\n", accelerator.last_checkpoint().c_str(),
+                        accelerator.global_step());
+    }
   }
   std::ofstream losses;
   if (!flags.loss_file.empty() && accelerator.is_main_process()) losses.open(flags.loss_file);
@@ -169,7 +171,8 @@ int main(int argc, char** argv) {
       ->check(CLI::PositiveNumber);
   app.add_option("--lr", flags.lr, "peak learning rate")->capture_default_str();
   app.add_option("--seed", flags.seed, "of weights and order")->capture_default_str();
-  app.add_flag("--resume", flags.resume, "continue from the newest checkpoint in --output_dir");
+  app.add_flag("--resume", flags.resume,
+               "continue from the newest checkpoint in --output_dir, if there is one");
   app.add_flag("--no_shuffle", flags.no_shuffle, "read the images in file order");
   app.add_flag("--no_eval", flags.no_eval, "leave out the test images");
   app.add_flag("--check_weights", flags.check_weights,
