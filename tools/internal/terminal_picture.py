@@ -2,7 +2,7 @@
 """usage: tools/internal/terminal_picture.py OUT.svg [--columns N] COMMAND...
 
 Runs each COMMAND in bash on a terminal of its own and draws what a person sees, prompts and colours included, as an SVG.
-A COMMAND that begins with '@' is run and not shown. Example: tools/job_picture.
+A COMMAND that begins with '@' is run and not shown. It draws docs/pictures/jobs.svg.
 """
 import argparse
 import fcntl
