@@ -50,6 +50,7 @@
 #include "base/secret_file.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "proto/job_limits.h"
 #include "proto/muster/v1/node.grpc.pb.h"
 #include "proto/name_value.h"
 #include "rpc/address.h"
@@ -75,8 +76,6 @@ constexpr absl::Duration kLockPoll = absl::Milliseconds(50);
 constexpr absl::Duration kGroupPatience = absl::Seconds(10);
 constexpr absl::Duration kSweepEvery = absl::Hours(1);
 constexpr size_t kMaxWhy = 300;
-// In one call; the others have their time.
-constexpr int kMaxHeldJobs = 1000;
 constexpr absl::Duration kOutageTolerance = absl::Hours(24);  // of attempts
 
 int64_t UnixMs() { return absl::ToUnixMillis(absl::Now()); }

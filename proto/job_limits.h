@@ -13,6 +13,8 @@ namespace muster {
 
 inline constexpr size_t kMaxSpecBytes = 128 << 10;
 inline constexpr size_t kMaxJobName = 64;
+// SyncNodeRequest.held_jobs; what else a node holds has its time.
+inline constexpr int kMaxHeldJobs = 1000;
 
 // 1 to kMaxJobName letters, digits, '-' and '_'.
 inline bool IsJobName(absl::string_view name) {

@@ -3,9 +3,7 @@
 #include <grpcpp/grpcpp.h>
 
 #include "absl/status/status.h"
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/strip.h"
 #include "absl/time/time.h"
 #include "base/exit_code.h"
 #include "base/log.h"
@@ -13,16 +11,12 @@
 #include "client/cli/connection.h"
 #include "proto/muster/v1/operations.grpc.pb.h"
 #include "rpc/channel.h"
+#include "rpc/log_level.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
 
 namespace muster::client {
 namespace {
-
-std::string Name(v1::LogLevel level) {
-  if (!v1::LogLevel_IsValid(level)) return absl::StrCat("level ", static_cast<int>(level));
-  return absl::AsciiStrToLower(absl::StripPrefix(v1::LogLevel_Name(level), "LOG_LEVEL_"));
-}
 
 // What the command line asks for. Errors: INVALID_ARGUMENT.
 absl::Status FillRequest(const CommandLine& line, v1::SetLogLevelRequest* request) {
@@ -32,7 +26,7 @@ absl::Status FillRequest(const CommandLine& line, v1::SetLogLevelRequest* reques
       return absl::InvalidArgumentError(
           absl::StrCat("level '", line.words[0], "': debug, info, warning or error"));
     }
-    request->set_level(static_cast<v1::LogLevel>(static_cast<int>(level) + 1));
+    request->set_level(rpc::ToProto(level));
   }
   if (!line.Has("for")) return absl::OkStatus();
   if (line.words.empty()) {
@@ -78,11 +72,11 @@ int RunLogLevelCommand(const std::vector<std::string>& args, const CommandContex
   const absl::Status status = rpc::FromGrpc(
       v1::Operations::NewStub(connection.channel)->SetLogLevel(&call, request, &reply));
   if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
-  context.out << "the coordinator at " << connection.address << " logs from " << Name(reply.level())
-              << " on";
+  context.out << "the coordinator at " << connection.address << " logs from "
+              << rpc::LogLevelName(reply.level()) << " on";
   if (reply.has_left()) {
     context.out << " for another " << HumanDuration(rpc::FromProto(reply.left())) << ", then from "
-                << Name(reply.next()) << " on";
+                << rpc::LogLevelName(reply.next()) << " on";
   }
   context.out << "\n";
   return kExitOk;

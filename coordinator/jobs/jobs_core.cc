@@ -14,11 +14,11 @@
 #include "base/log.h"
 #include "coordinator/errors.h"
 #include "coordinator/jobs/job_spec.h"
+#include "proto/job_limits.h"
 
 namespace muster::coordinator {
 namespace {
 
-constexpr int kMaxHeldJobs = 1000;  // of a node
 constexpr size_t kMaxNodeName = 256;
 constexpr size_t kMaxInfoBytes = 16 << 10;
 constexpr size_t kMaxWhy = 1024;

@@ -12,10 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "base/log.h"
 #include "base/units.h"
@@ -31,6 +29,7 @@
 #include "proto/muster/v1/operations.pb.h"
 #include "proto/muster/v1/session.pb.h"
 #include "proto/muster/v1/watch.pb.h"
+#include "rpc/log_level.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
 
@@ -125,14 +124,6 @@ absl::Status NotAMessage(absl::string_view what) {
                               absl::StrCat("the bytes sent are no ", what),
                               v1::ERROR_REASON_BAD_FIELD);
 }
-
-// The same levels, one further on: 0 says that none was given.
-v1::LogLevel ToWire(LogLevel level) {
-  return static_cast<v1::LogLevel>(static_cast<int>(level) + 1);
-}
-LogLevel FromWire(v1::LogLevel level) { return static_cast<LogLevel>(static_cast<int>(level) - 1); }
-static_assert(v1::LOG_LEVEL_DEBUG == static_cast<int>(LogLevel::kDebug) + 1 &&
-              v1::LOG_LEVEL_ERROR == static_cast<int>(LogLevel::kError) + 1);
 
 // For how long `request` sets a level; infinite: until it is set again. Errors:
 // INVALID_ARGUMENT / BAD_FIELD.
@@ -812,19 +803,17 @@ constexpr GrpcFrontend::Method GrpcFrontend::kMethods[] = {
           }
           LogLevelControl::State state = frontend.log_level_.Get();
           if (sets) {
-            const std::string what =
-                absl::StrCat("set the log level to ",
-                             absl::AsciiStrToLower(absl::StripPrefix(
-                                 v1::LogLevel_Name(request.level()), "LOG_LEVEL_")),
-                             *span == absl::InfiniteDuration() ? "" : " for ",
-                             *span == absl::InfiniteDuration() ? "" : HumanDuration(*span));
+            const std::string what = absl::StrCat(
+                "set the log level to ", rpc::LogLevelName(request.level()),
+                *span == absl::InfiniteDuration() ? std::string()
+                                                  : absl::StrCat(" for ", HumanDuration(*span)));
             call->Audit(what);
-            state = frontend.log_level_.Set(FromWire(request.level()), *span);
+            state = frontend.log_level_.Set(rpc::FromProto(request.level()), *span);
             MUSTER_LOG(Info) << "an admin has " << what;
           }
           v1::SetLogLevelReply reply;
-          reply.set_level(ToWire(state.level));
-          reply.set_next(ToWire(state.next));
+          reply.set_level(rpc::ToProto(state.level));
+          reply.set_next(rpc::ToProto(state.next));
           if (state.left != absl::InfiniteDuration()) {
             *reply.mutable_left() = rpc::ToProto(state.left);
           }

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import termios
 
-COLOURS = {1: None, 2: "#7d8590", 31: "#ff7b72", 32: "#3fb950", 33: "#d29922", 34: "#58a6ff", 35: "#bc8cff", 36: "#39c5cf",
+COLOURS = {2: "#7d8590", 31: "#ff7b72", 32: "#3fb950", 33: "#d29922", 34: "#58a6ff", 35: "#bc8cff", 36: "#39c5cf",
            90: "#7d8590", 91: "#ff7b72", 92: "#3fb950", 93: "#d29922", 94: "#58a6ff", 95: "#bc8cff", 96: "#39c5cf"}
 LINE, CHARACTER, MARGIN = 17, 7.83, 14
 
@@ -103,7 +103,7 @@ def main():
         lines.append(f"\x1b[32m$\x1b[0m \x1b[1m{command}\x1b[0m")
         for line in screens(output).rstrip("\n").split("\n"):
             line = line.split("\r")[-1].expandtabs()
-            while len(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)) > arguments.columns and "\x1b" not in line:
+            while len(line) > arguments.columns and "\x1b" not in line:
                 lines.append(line[: arguments.columns])
                 line = line[arguments.columns:]
             lines.append(line)

@@ -551,6 +551,9 @@ class MemoryTier::Search {
   const Piece* Find(const MemorySaveId& save, int owner) const;
   // Files of the copies that this rank checks for its node, by owner, with another digest.
   std::map<int, std::string> DamagedFiles(const MemorySaveId& save) const;
+  // The copy of the part on the node of `rank`, where `file` is damaged, counts no more. Errors:
+  // DATA_LOSS if it was the last one.
+  absl::Status DropCopy(const std::string& file, int rank, Part* part) const;
   // Which rank of a node checks the node's copy of a part: the owner, or one of those that have it.
   int CheckerOf(int owner, const Part& part, const std::string& node) const;
   // The rank that speaks for a part.
@@ -672,6 +675,15 @@ std::map<int, std::string> MemoryTier::Search::DamagedFiles(const MemorySaveId& 
   return damaged;
 }
 
+absl::Status MemoryTier::Search::DropCopy(const std::string& file, int rank, Part* part) const {
+  std::erase_if(part->on, [&](int other) { return nodes_[other] == nodes_[rank]; });
+  const std::string damage =
+      absl::StrCat(file, " in memory has another digest on the node of rank ", rank);
+  if (part->on.empty()) return absl::DataLossError(damage);
+  if (rank_ == 0) MUSTER_LOG(Warning) << damage << ": taking the copy of another node";
+  return absl::OkStatus();
+}
+
 absl::Status MemoryTier::Search::Check(const MemorySaveId& save, Manifest* manifest) {
   Parts& parts = saves_.at(save);
   std::string damaged;
@@ -695,18 +707,10 @@ absl::Status MemoryTier::Search::Check(const MemorySaveId& save, Manifest* manif
   checked.Update(GuardRank([&]() -> absl::Status {
     for (int rank = 0; rank < size_; ++rank) {
       for (absl::string_view text = all[rank]; !text.empty();) {
-        const auto owner = static_cast<int>(Take(&text));
+        const auto part = parts.find(static_cast<int>(Take(&text)));
         const std::string file(TakeText(&text));
-        const auto part = parts.find(owner);
         if (part == parts.end()) continue;
-        std::set<int>& on = part->second.on;
-        for (auto it = on.begin(); it != on.end();) {
-          it = nodes_[*it] == nodes_[rank] ? on.erase(it) : std::next(it);
-        }
-        const std::string damage =
-            absl::StrCat(file, " in memory has another digest on the node of rank ", rank);
-        if (on.empty()) return absl::DataLossError(damage);
-        if (rank_ == 0) MUSTER_LOG(Warning) << damage << ": taking the copy of another node";
+        MUSTER_RETURN_IF_ERROR(DropCopy(file, rank, &part->second));
       }
     }
     return absl::OkStatus();

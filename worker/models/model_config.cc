@@ -188,6 +188,15 @@ class Settings {
   }
   bool Has(const std::string& name) { return Find(name) != nullptr; }
 
+  // `most` is not negative.
+  static bool IsWholeIn(const Json& value, int64_t least, int64_t most) {
+    if (!value.is_number_integer()) return false;
+    // Unsigned numbers beyond 2^63 would wrap around.
+    if (value.is_number_unsigned() && value.get<uint64_t>() > static_cast<uint64_t>(most)) {
+      return false;
+    }
+    return value.get<int64_t>() >= least && value.get<int64_t>() <= most;
+  }
   // A whole number in [least, most]. Without a default the setting is required.
   int64_t Int(const std::string& name, int64_t least, int64_t most,
               std::optional<int64_t> otherwise = std::nullopt) {
@@ -196,11 +205,7 @@ class Settings {
       if (!otherwise.has_value()) Invalid(absl::StrCat("\"", name, "\" is missing"));
       return otherwise.value_or(least);
     }
-    // Unsigned numbers beyond 2^63 would wrap around.
-    const bool whole = value->is_number_integer() &&
-                       (!value->is_number_unsigned() ||
-                        value->get<uint64_t>() <= static_cast<uint64_t>(kMaxSize) << 32);
-    if (!whole || value->get<int64_t>() < least || value->get<int64_t>() > most) {
+    if (!IsWholeIn(*value, least, most)) {
       Invalid(absl::StrCat("\"", name, "\" is ", Shown(*value), ", not a whole number from ", least,
                            " to ", most));
       return least;
@@ -310,11 +315,7 @@ void ReadCommon(Settings& settings, Architecture architecture, CommonConfig* con
   }
   if (const Json* const ends = settings.Find("eos_token_id"); ends != nullptr) {
     for (const Json& id : ends->is_array() ? *ends : Json::array({*ends})) {
-      // Unsigned numbers beyond 2^63 would wrap around, to -1 at the end.
-      const bool whole =
-          id.is_number_integer() &&
-          (!id.is_number_unsigned() || id.get<uint64_t>() <= static_cast<uint64_t>(kMaxSize));
-      if (!whole || id.get<int64_t>() < -1 || id.get<int64_t>() > kMaxSize) {
+      if (!Settings::IsWholeIn(id, -1, kMaxSize)) {
         settings.Invalid(absl::StrCat("\"eos_token_id\": ", Settings::Shown(id), " is no token"));
       } else if (id.get<int64_t>() >= 0) {
         config->eos_token_ids.push_back(id.get<int64_t>());
