@@ -25,123 +25,31 @@
 namespace muster {
 namespace {
 
-const DirectFileSystem& RealSystem() {
-  static const DirectFileSystem* const system = new DirectFileSystem;
-  return *system;
-}
-
 const DirectFileSystem& SystemOf(const DirectFileOptions& options) {
-  return options.system == nullptr ? RealSystem() : *options.system;
-}
-
-absl::Status FailedAt(absl::string_view what, const std::string& path, uint64_t offset) {
-  return absl::ErrnoToStatus(errno, absl::StrCat("cannot ", what, " ", path, " at byte ", offset));
-}
-
-uint64_t RoundUp(uint64_t number) {
-  return (number + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
-}
-
-bool IsAligned(uint64_t number) { return number % kDirectAlignment == 0; }
-bool IsAligned(const void* address) { return IsAligned(reinterpret_cast<uintptr_t>(address)); }
-
-// An open file that turns to the page cache for good when the file system refuses direct I/O.
-class File {
- public:
-  // As open(2), direct if `direct`; not direct if the file system refuses.
-  static absl::StatusOr<File> Open(const DirectFileSystem& system, const std::string& path,
-                                   int flags, bool direct) {
-    int fd = -1;
-    if (direct) {
-      fd = system.open(path.c_str(), flags | O_DIRECT, 0666);
-      direct = fd >= 0;
-      if (fd < 0 && errno != EINVAL && errno != EOPNOTSUPP) {
-        return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
-      }
-    }
-    if (fd < 0) fd = system.open(path.c_str(), flags, 0666);
-    if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
-    return File(fd, direct);
-  }
-
-  File(File&& other) noexcept
-      : fd_(std::exchange(other.fd_, -1)), direct_(other.direct_.load(std::memory_order_relaxed)) {}
-  ~File() {
-    if (fd_ >= 0) close(fd_);
-  }
-
-  int fd() const { return fd_; }
-  bool direct() const { return direct_.load(std::memory_order_relaxed); }
-
-  // After EINVAL: some file systems refuse at the first transfer only. Whether to try again.
-  bool GiveUpDirect() {
-    if (!direct()) return false;
-    const int flags = fcntl(fd_, F_GETFL);
-    if (flags < 0 || fcntl(fd_, F_SETFL, flags & ~O_DIRECT) != 0) return false;
-    direct_.store(false, std::memory_order_relaxed);
-    return true;
-  }
-
- private:
-  File(int fd, bool direct) : fd_(fd), direct_(direct) {}
-
-  int fd_;
-  std::atomic<bool> direct_;
-};
-
-// Writes all of `bytes`, which is aligned if the file is direct, at `at`.
-absl::Status WriteAll(const DirectFileSystem& system, File& file, const std::string& path,
-                      absl::string_view bytes, uint64_t at) {
-  size_t done = 0;
-  while (done < bytes.size()) {
-    // Whether another thread has given up direct I/O meanwhile does not change what EINVAL means.
-    const bool direct = file.direct();
-    const ssize_t n = system.pwrite(file.fd(), bytes.data() + done, bytes.size() - done, at + done);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0 && errno == EINVAL && direct && (file.GiveUpDirect() || !file.direct())) continue;
-    if (n < 0) return FailedAt("write", path, at + done);
-    if (n == 0) {
-      errno = ENOSPC;
-      return FailedAt("write", path, at + done);
-    }
-    done += n;
-    // A short write may end anywhere; the next one begins where direct I/O can.
-    if (done < bytes.size() && file.direct()) {
-      const size_t before = done - n;
-      done -= done % kDirectAlignment;
-      // Less than can be repeated from there: the file system has no room, or does not mean it.
-      if (done <= before && !file.GiveUpDirect() && file.direct()) {
-        errno = ENOSPC;
-        return FailedAt("write", path, at + done);
-      }
-    }
-  }
-  return absl::OkStatus();
+  return options.system == nullptr ? DirectFileSystem::Real() : *options.system;
 }
 
 // The block that ends the file may end anywhere: its last part goes out as a page that is filled up
 // with zeros, which the file is then cut off.
-absl::Status WriteBlock(const DirectFileSystem& system, File& file, const std::string& path,
-                        absl::string_view block, uint64_t at) {
+absl::Status WriteBlock(DirectFile& file, absl::string_view block, uint64_t at) {
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_block");
   const size_t tail = file.direct() ? block.size() % kDirectAlignment : 0;
-  MUSTER_RETURN_IF_ERROR(WriteAll(system, file, path, block.substr(0, block.size() - tail), at));
+  MUSTER_RETURN_IF_ERROR(file.Write(block.substr(0, block.size() - tail), at));
   if (tail == 0) return absl::OkStatus();
   alignas(kDirectAlignment) char page[kDirectAlignment] = {};
   std::memcpy(page, block.data() + block.size() - tail, tail);
-  return WriteAll(system, file, path, absl::string_view(page, sizeof(page)),
-                  at + block.size() - tail);
+  return file.Write(absl::string_view(page, sizeof(page)), at + block.size() - tail);
 }
 
 // Makes an empty file with room for `bytes` bytes.
-absl::StatusOr<File> CreateFile(const DirectFileSystem& system, const std::string& path,
-                                uint64_t bytes, bool direct) {
-  MUSTER_ASSIGN_OR_RETURN(
-      File file,
-      File::Open(system, path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, direct && bytes > 0));
+absl::StatusOr<DirectFile> CreateFile(const DirectFileSystem& system, const std::string& path,
+                                      uint64_t bytes, bool direct) {
+  MUSTER_ASSIGN_OR_RETURN(DirectFile file,
+                          DirectFile::Open(system, path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC,
+                                           direct && bytes > 0));
   // A disk that is too full says so before anything is written, and blocks that end the file in any
   // order do not wait for one another to extend it.
-  const uint64_t rounded = RoundUp(bytes);
+  const uint64_t rounded = DirectAlignedUp(bytes);
   if (bytes > 0 && system.allocate(file.fd(), rounded) != 0 && errno != EOPNOTSUPP &&
       errno != ENOSYS && errno != EINVAL) {
     return absl::ErrnoToStatus(errno,
@@ -151,8 +59,8 @@ absl::StatusOr<File> CreateFile(const DirectFileSystem& system, const std::strin
 }
 
 // All blocks are written: gives the file its size and syncs it.
-absl::Status EndFile(const DirectFileSystem& system, const File& file, const std::string& path,
-                     uint64_t bytes) {
+absl::Status EndFile(const DirectFileSystem& system, const DirectFile& file,
+                     const std::string& path, uint64_t bytes) {
   if (ftruncate(file.fd(), static_cast<off_t>(bytes)) != 0) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot set the size of ", path));
   }
@@ -223,23 +131,23 @@ bool IsCached(int fd, uint64_t at, size_t size) {
 }
 
 // Reads `size` bytes at `at`, both fit for direct I/O but for the end of the file.
-absl::Status ReadBlock(const DirectFileSystem& system, File& direct, File& cached,
+absl::Status ReadBlock(const DirectFileSystem& system, DirectFile& direct, DirectFile& cached,
                        const std::string& path, char* to, size_t size, uint64_t at) {
   const bool from_cache = !direct.direct() || IsCached(cached.fd(), at, size);
   size_t done = 0;
   while (done < size) {
     // A direct read ends at a multiple of the alignment or at the end of the file; what comes after
     // one that was cut short anywhere else is read through the cache.
-    const bool past_cache = !from_cache && direct.direct() && IsAligned(done);
+    const bool past_cache = !from_cache && direct.direct() && IsDirectAligned(done);
     const size_t rest = size - done;
-    const size_t asked = past_cache ? RoundUp(rest) : rest;
+    const size_t asked = past_cache ? DirectAlignedUp(rest) : rest;
     const ssize_t n =
         system.pread(past_cache ? direct.fd() : cached.fd(), to + done, asked, at + done);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EINVAL && past_cache && (direct.GiveUpDirect() || !direct.direct())) {
       continue;
     }
-    if (n < 0) return FailedAt("read", path, at + done);
+    if (n < 0) return DirectIoError("read", path, at + done);
     if (n == 0) {
       return absl::DataLossError(absl::StrCat(path, ": ends at byte ", at + done, ", but at least ",
                                               at + size, " bytes are expected"));
@@ -251,16 +159,12 @@ absl::Status ReadBlock(const DirectFileSystem& system, File& direct, File& cache
 
 }  // namespace
 
-DirectFileSystem::DirectFileSystem()
-    : open([](const char* path, int flags, mode_t mode) { return ::open(path, flags, mode); }),
-      allocate([](int fd, off_t size) { return ::fallocate(fd, 0, 0, size); }) {}
-
 absl::StatusOr<DirectFileWritten> WriteDirectFile(const std::string& path,
                                                   absl::string_view contents,
                                                   const DirectFileOptions& options) {
   const DirectFileSystem& system = SystemOf(options);
-  MUSTER_ASSIGN_OR_RETURN(File file,
-                          CreateFile(system, path, contents.size(), IsAligned(contents.data())));
+  MUSTER_ASSIGN_OR_RETURN(
+      DirectFile file, CreateFile(system, path, contents.size(), IsDirectAligned(contents.data())));
   DirectFileWritten written;
   written.blocks.block_bytes = options.block_bytes;
   const uint64_t count = BlocksOf(contents.size(), options.block_bytes);
@@ -272,7 +176,7 @@ absl::StatusOr<DirectFileWritten> WriteDirectFile(const std::string& path,
         const absl::string_view block = contents.substr(at, options.block_bytes);
         written.blocks.xxh3[i] = DigestBlock(block);
         WaitForTurn(system, options.limiter, block.size());
-        return WriteBlock(system, file, path, block, at);
+        return WriteBlock(file, block, at);
       },
       [&] { written.digest = DigestBytes(contents); }));
   MUSTER_RETURN_IF_ERROR(EndFile(system, file, path, contents.size()));
@@ -282,7 +186,7 @@ absl::StatusOr<DirectFileWritten> WriteDirectFile(const std::string& path,
 
 struct DirectFileStream::State {
   State(const std::string& file_path, uint64_t file_bytes, const DirectFileOptions& file_options,
-        File open_file)
+        DirectFile open_file)
       : path(file_path),
         bytes(file_bytes),
         options(file_options),
@@ -298,8 +202,7 @@ struct DirectFileStream::State {
 
   absl::Status WriteOut(const Block& block) {
     WaitForTurn(calls, options.limiter, block.size);
-    return WriteBlock(calls, file, path, absl::string_view(block.memory.data(), block.size),
-                      block.at);
+    return WriteBlock(file, absl::string_view(block.memory.data(), block.size), block.at);
   }
 
   // Of a thread: writes blocks until no more come.
@@ -347,7 +250,7 @@ struct DirectFileStream::State {
         ++blocks;
       }
     }
-    MUSTER_RETURN_IF_ERROR(filling.memory.Grow(RoundUp(size)));
+    MUSTER_RETURN_IF_ERROR(filling.memory.Grow(DirectAlignedUp(size)));
     filling.at = appended;
     filling.size = 0;
     return absl::OkStatus();
@@ -392,7 +295,7 @@ struct DirectFileStream::State {
   const uint64_t bytes;
   const DirectFileOptions options;
   const DirectFileSystem& calls;
-  File file;
+  DirectFile file;
   Digester digester;
   DirectFileWritten written;
   uint64_t appended = 0;
@@ -412,7 +315,7 @@ DirectFileStream::~DirectFileStream() = default;
 
 absl::StatusOr<std::unique_ptr<DirectFileStream>> DirectFileStream::Create(
     const std::string& path, uint64_t bytes, const DirectFileOptions& options) {
-  MUSTER_ASSIGN_OR_RETURN(File file, CreateFile(SystemOf(options), path, bytes, true));
+  MUSTER_ASSIGN_OR_RETURN(DirectFile file, CreateFile(SystemOf(options), path, bytes, true));
   auto state = std::make_unique<State>(path, bytes, options, std::move(file));
   state->written.blocks.block_bytes = options.block_bytes;
   return absl::WrapUnique(new DirectFileStream(std::move(state)));
@@ -465,7 +368,7 @@ absl::Status ReadDirectFile(
     const DirectFileOptions& options) {
   const DirectFileSystem& system = SystemOf(options);
   const uint64_t block_bytes = blocks.block_bytes;
-  if (!IsAligned(block_bytes) || block_bytes == 0 ||
+  if (!IsDirectAligned(block_bytes) || block_bytes == 0 ||
       blocks.xxh3.size() != BlocksOf(bytes, block_bytes)) {
     return absl::InvalidArgumentError(absl::StrCat(path, ": ", blocks.xxh3.size(),
                                                    " digests of blocks of ", block_bytes,
@@ -477,8 +380,10 @@ absl::Status ReadDirectFile(
         absl::StrCat(path, ": has no bytes ", wanted.begin, " to ", wanted.end, ", only ", bytes));
   }
   if (wanted.begin == wanted.end) return absl::OkStatus();
-  MUSTER_ASSIGN_OR_RETURN(File direct, File::Open(system, path, O_RDONLY | O_CLOEXEC, true));
-  MUSTER_ASSIGN_OR_RETURN(File cached, File::Open(system, path, O_RDONLY | O_CLOEXEC, false));
+  MUSTER_ASSIGN_OR_RETURN(DirectFile direct,
+                          DirectFile::Open(system, path, O_RDONLY | O_CLOEXEC, true));
+  MUSTER_ASSIGN_OR_RETURN(DirectFile cached,
+                          DirectFile::Open(system, path, O_RDONLY | O_CLOEXEC, false));
   struct stat info;
   if (fstat(cached.fd(), &info) != 0) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path));
@@ -504,7 +409,7 @@ absl::Status ReadDirectFile(
         idle.pop_back();
       }
     }
-    if (options.place == nullptr) MUSTER_RETURN_IF_ERROR(memory.Grow(RoundUp(size)));
+    if (options.place == nullptr) MUSTER_RETURN_IF_ERROR(memory.Grow(DirectAlignedUp(size)));
     char* const to = options.place == nullptr ? memory.data() : options.place(at);
     MUSTER_RETURN_IF_ERROR(ReadBlock(system, direct, cached, path, to, size, at));
     const absl::string_view found(to, size);

@@ -1,9 +1,6 @@
 #ifndef MUSTER_WORKER_CHECKPOINT_DIRECT_FILE_H_
 #define MUSTER_WORKER_CHECKPOINT_DIRECT_FILE_H_
 
-#include <sys/types.h>
-#include <unistd.h>
-
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -14,8 +11,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/time.h"
 #include "worker/checkpoint/digest.h"
+#include "worker/checkpoint/direct_io.h"
 #include "worker/checkpoint/rate_limiter.h"
 
 namespace muster {
@@ -24,21 +21,7 @@ namespace muster {
 // the digest of each block from the same pass. Where the file system refuses direct I/O, through
 // the cache. Everything blocks on the disk and is thread-safe.
 
-// What direct I/O asks of addresses, offsets and sizes; more than any common disk needs.
-inline constexpr size_t kDirectAlignment = 4096;
 inline constexpr size_t kDirectBlockBytes = size_t{8} << 20;
-
-// The calls of the system. Tests put others in their place.
-struct DirectFileSystem {
-  std::function<int(const char* path, int flags, mode_t mode)> open;
-  std::function<ssize_t(int fd, const void* from, size_t size, off_t at)> pwrite = ::pwrite;
-  std::function<ssize_t(int fd, void* to, size_t size, off_t at)> pread = ::pread;
-  std::function<int(int fd, off_t size)> allocate;
-  std::function<int(int fd)> fsync = ::fsync;
-  std::function<void(absl::Duration)> wait;  // empty: the limiter's
-
-  DirectFileSystem();
-};
 
 struct DirectFileOptions {
   // A multiple of kDirectAlignment.

@@ -1,0 +1,54 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_SCRATCH_FILE_H_
+#define MUSTER_WORKER_CHECKPOINT_SCRATCH_FILE_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "worker/checkpoint/direct_io.h"
+
+namespace muster {
+
+// A file of one process for state that its memory has no room for. It has no name, so it goes with
+// the process, however that ends. Reads and writes go past the page cache where the file system
+// allows it. Everything blocks on the disk. Read, Write and Map are thread-safe for ranges that do
+// not overlap; Reserve is not.
+class ScratchFile {
+ public:
+  // Makes one in `folder`, which is made if it is not there. Warns if the folder is in memory.
+  // `system`: null: the system's own; borrowed. Errors: the system's, with the path.
+  static absl::StatusOr<std::shared_ptr<ScratchFile>> Create(
+      const std::string& folder, const DirectFileSystem* system = nullptr);
+
+  // Makes room on the disk for so many bytes more, zeros, and returns their offset, a multiple of
+  // kDirectAlignment. Where the file system cannot reserve, a later write may find the disk full.
+  // Errors: RESOURCE_EXHAUSTED for a full disk; nothing has changed then.
+  absl::StatusOr<uint64_t> Reserve(uint64_t bytes);
+
+  // Offset, size and address are multiples of kDirectAlignment. Errors: the system's, with the
+  // folder and the offset.
+  absl::Status Read(uint64_t at, char* to, uint64_t bytes);
+  absl::Status Write(uint64_t at, absl::string_view bytes);
+
+  // The bytes as memory of their own that comes from the file when it is read. It outlives this
+  // object. What is written to the file later may show in it or not; what is written to the memory
+  // stays there. A disk that fails under it ends the process (SIGBUS).
+  absl::StatusOr<std::shared_ptr<char>> Map(uint64_t at, uint64_t bytes) const;
+
+  uint64_t size() const { return size_; }
+  bool direct() const { return file_.direct(); }
+
+ private:
+  ScratchFile(const DirectFileSystem& system, DirectFile file);
+
+  const DirectFileSystem& system_;
+  DirectFile file_;
+  uint64_t size_ = 0;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_SCRATCH_FILE_H_
