@@ -114,11 +114,14 @@ class Core {
   std::shared_ptr<OptimizerSlot> AddOptimizer(std::shared_ptr<OptimizerSlot> slot);
   // (collective, the first time) As options().sharding says.
   const ShardingGroups& MakeShardingGroups();
+  // As options().sharding says.
+  void OffloadStateOf(OptimizerHandle& optimizer);
   // Has the optimizer update this process's shards of the parameters of sharded models.
   void GiveShards(OptimizerSlot& optimizer);
 
   Process process_;
   ShardingGroups sharding_groups_;
+  bool sharding_groups_made_ = false;
   Registry registry_;
   LoopTracker loops_;
   StepController steps_;

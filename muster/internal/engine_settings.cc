@@ -24,19 +24,11 @@ absl::Status Refused(absl::string_view what, absl::string_view instead) {
 // Those who set them in a config file must learn that nothing of it would happen.
 absl::Status CheckEngineHas(const ShardingPlan& plan) {
   const ShardingSettings& settings = plan.sharding;
-  if (settings.offload_parameters != ShardingSettings::Offload::kNone ||
-      settings.offload_optimizer != ShardingSettings::Offload::kNone) {
-    return Refused("offloading to CPU memory or disk (fsdp_offload_params, offload_*_device)",
-                   "switch it off, and use more processes or a strategy that divides more");
-  }
   if (settings.activation_checkpointing || settings.activation_offload) {
     return Refused(
         "activation checkpointing",
         "switch it off, and call muster::activation_checkpoint(block, inputs...) where the "
         "model calls its blocks");
-  }
-  if (settings.ignored_modules.has_value()) {
-    return Refused("modules that stay whole (fsdp_ignored_modules)", "leave it out");
   }
   if (plan.gradient_clipping.has_value()) {
     return Refused("gradient clipping inside of backward()",
@@ -67,6 +59,18 @@ absl::StatusOr<std::optional<c10::ScalarType>> DtypeOf(const std::optional<std::
   return Refused(absl::StrCat(what, " in ", *name), "use float32, bfloat16 or float16");
 }
 
+Offload OffloadOf(ShardingSettings::Offload offload) {
+  switch (offload) {
+    case ShardingSettings::Offload::kNone:
+      return Offload::kNone;
+    case ShardingSettings::Offload::kCpu:
+      return Offload::kCpu;
+    case ShardingSettings::Offload::kDisk:
+      return Offload::kDisk;
+  }
+  return Offload::kNone;
+}
+
 absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks_per_node) {
   MUSTER_RETURN_IF_ERROR(CheckEngineHas(plan));
   const ShardingSettings& from = plan.sharding;
@@ -93,6 +97,18 @@ absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks
   }
   to.reshard_after_forward = from.reshard_after_forward;
   to.overlap = from.overlap;
+  to.offload_optimizer = OffloadOf(from.offload_optimizer);
+  to.offload_optimizer_path = from.offload_optimizer_path;
+  to.offload_parameters = OffloadOf(from.offload_parameters);
+  to.offload_parameters_path = from.offload_parameters_path;
+  if (to.offload_parameters != Offload::kNone && to.strategy != ShardingStrategy::kFull) {
+    to.offload_parameters = Offload::kNone;
+    result.notes.push_back(
+        "Parameters are not offloaded: this strategy keeps them whole. FULL_SHARD (stage 3) "
+        "offloads "
+        "them.");
+  }
+  to.ignored_modules = from.ignored_modules.value_or("");
   // Without types the entries of module lists are units: nothing but memory depends on it.
   if (from.wrap == ShardingSettings::Wrap::kTypes) to.unit_types = from.wrap_types;
   if (from.wrap == ShardingSettings::Wrap::kSize) to.min_unit_parameters = from.min_parameters;

@@ -22,9 +22,10 @@ namespace muster::internal {
 
 class StepController;
 
-// The ranks among which models are sharded. Null: all of them, or no copies.
+// The ranks among which models are sharded. Null: all of them, or no copies. `reshard`: those that
+// keep a copy from the forward pass to the backward pass; null: none do.
 struct ShardingGroups {
-  std::shared_ptr<Comm> shard, replicas;
+  std::shared_ptr<Comm> shard, replicas, reshard;
 };
 
 // A prepared model: its tensors and, in a job of several processes, its gradient exchange.

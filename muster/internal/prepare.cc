@@ -9,7 +9,9 @@
 #include "base/log.h"
 #include "c10/core/CachingDeviceAllocator.h"
 #include "muster/internal/core.h"
+#include "worker/checkpoint/scratch_file.h"
 #include "worker/parallel/sharded_model.h"
+#include "worker/train/disk_parts.h"
 #include "worker/train/torch_optimizer.h"
 #include "worker/train/torch_scheduler.h"
 
@@ -35,27 +37,39 @@ std::shared_ptr<ModelSlot> Core::PrepareModel(std::unique_ptr<ModelSource> sourc
 const ShardingGroups& Core::MakeShardingGroups() {
   const ShardingOptions& sharding = process_.sharding();
   const int64_t size = process_.size();
-  const int64_t group = sharding.group_size;
-  const bool wanted = sharding.strategy != ShardingStrategy::kNone && size > 1;
-  if (!wanted || group == 0 || group == size || sharding_groups_.shard != nullptr) {
+  if (sharding_groups_made_ || sharding.strategy == ShardingStrategy::kNone || size == 1) {
     return sharding_groups_;
   }
-  TORCH_CHECK(group > 1 && size % group == 0, "options.sharding.group_size is ", group,
-              ", which does not divide ", size, " processes into groups of two or more");
+  const int64_t group = sharding.group_size == 0 ? size : sharding.group_size;
+  TORCH_CHECK(group == size || (group > 1 && size % group == 0), "options.sharding.group_size is ",
+              group, ", which does not divide ", size, " processes into groups of two or more");
+  const int64_t reshard = sharding.reshard_group_size;
+  TORCH_CHECK(reshard == 0 || (reshard > 0 && reshard < group && group % reshard == 0),
+              "options.sharding.reshard_group_size is ", reshard, "; it must be smaller than ",
+              group, ", the number of processes that divide a copy of the model, and divide it");
   // All processes make all groups, in one order.
   const auto make = [&](int64_t first, int64_t stride, int64_t count) {
     std::vector<int> ranks;
     for (int64_t i = 0; i < count; ++i) ranks.push_back(static_cast<int>(first + i * stride));
     return NewGroup(std::move(ranks));
   };
-  for (int64_t first = 0; first < size; first += group) {
-    if (std::shared_ptr<Comm> mine = make(first, 1, group)) sharding_groups_.shard = mine;
-  }
-  for (int64_t first = 0; first < group; ++first) {
-    if (std::shared_ptr<Comm> mine = make(first, group, size / group)) {
-      sharding_groups_.replicas = mine;
+  if (group < size) {
+    for (int64_t first = 0; first < size; first += group) {
+      if (std::shared_ptr<Comm> mine = make(first, 1, group)) sharding_groups_.shard = mine;
+    }
+    for (int64_t first = 0; first < group; ++first) {
+      if (std::shared_ptr<Comm> mine = make(first, group, size / group)) {
+        sharding_groups_.replicas = mine;
+      }
     }
   }
+  if (reshard > 0 && sharding.strategy == ShardingStrategy::kFull &&
+      sharding.reshard_after_forward) {
+    for (int64_t first = 0; first < size; first += reshard) {
+      if (std::shared_ptr<Comm> mine = make(first, 1, reshard)) sharding_groups_.reshard = mine;
+    }
+  }
+  sharding_groups_made_ = true;
   return sharding_groups_;
 }
 
@@ -73,8 +87,21 @@ void Core::GiveShards(OptimizerSlot& optimizer) {
   }
 }
 
+void Core::OffloadStateOf(OptimizerHandle& optimizer) {
+  const ShardingOptions& sharding = process_.sharding();
+  if (sharding.offload_optimizer == Offload::kNone) return;
+  std::shared_ptr<ScratchFile> file;
+  if (sharding.offload_optimizer == Offload::kDisk) {
+    file = MakeScratchFile(sharding.offload_optimizer_path);
+  } else if (process_.device().is_cpu()) {
+    return;  // it is in the memory of the CPU
+  }
+  optimizer.OffloadState(std::move(file));
+}
+
 std::shared_ptr<OptimizerSlot> Core::AddOptimizer(std::shared_ptr<OptimizerSlot> slot) {
   checkpoints_.CheckProjectWritable();
+  OffloadStateOf(slot->handle());
   if (const std::string why = slot->handle().CannotSave(); !why.empty()) {
     MUSTER_LOG(Warning) << "save_state() is going to fail: " << why;
   }

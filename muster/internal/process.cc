@@ -1,5 +1,6 @@
 #include "muster/internal/process.h"
 
+#include <tuple>
 #include <utility>
 
 #include "base/log.h"
@@ -11,8 +12,9 @@
 namespace muster::internal {
 namespace {
 
-ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment& environment) {
-  if (options.sharding.has_value()) return *options.sharding;
+// What a program has not said in options.sharding.
+ShardingOptions ShardingFrom(const Environment& environment, at::Device device) {
+  ShardingOptions sharding;
   if (environment.sharding.is_default() && !environment.engine_variables.empty()) {
     absl::StatusOr<EngineSettings> settings =
         ReadEngineSettings(environment.engine_variables, environment.mixed_precision.value,
@@ -22,15 +24,50 @@ ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment&
     for (const std::string& note : settings->notes) {
       if (environment.rank.value == 0) MUSTER_LOG(Info) << "sharding: " << note;
     }
-    if (!environment.sharding_overlap.is_default()) {
-      settings->sharding.overlap = environment.sharding_overlap.value;
+    sharding = settings->sharding;
+    // One setting of FSDP's says both.
+    if (!device.is_cpu() && sharding.offload_parameters == Offload::kCpu) {
+      sharding.offload_parameters = Offload::kNone;
+      if (environment.rank.value == 0) {
+        MUSTER_LOG(Info) << "sharding: parts of the parameters stay on the GPU; the states of the "
+                            "optimizer, which are twice as large, are offloaded.";
+      }
     }
-    return settings->sharding;
+  } else {
+    sharding = ParseSharding(environment.sharding.value, environment.local_world_size.value);
+    sharding.unit_types = environment.sharding_units.value;
   }
+  if (!environment.sharding_overlap.is_default()) {
+    sharding.overlap = environment.sharding_overlap.value;
+  }
+  if (!environment.offload_optimizer.is_default()) {
+    std::tie(sharding.offload_optimizer, sharding.offload_optimizer_path) =
+        ParseOffload(environment.offload_optimizer.value);
+  }
+  if (!environment.offload_parameters.is_default()) {
+    std::tie(sharding.offload_parameters, sharding.offload_parameters_path) =
+        ParseOffload(environment.offload_parameters.value);
+  }
+  return sharding;
+}
+
+// Throws unless a place to offload to is whole.
+void CheckOffload(const char* name, Offload place, const std::string& path) {
+  TORCH_CHECK(place != Offload::kDisk || !path.empty(), "options.sharding.", name,
+              " is kDisk and options.sharding.", name,
+              "_path is empty: name a folder on a disk of each machine");
+}
+
+ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment& environment,
+                           at::Device device) {
   ShardingOptions sharding =
-      ParseSharding(environment.sharding.value, environment.local_world_size.value);
-  sharding.unit_types = environment.sharding_units.value;
-  sharding.overlap = environment.sharding_overlap.value;
+      options.sharding.has_value() ? *options.sharding : ShardingFrom(environment, device);
+  CheckOffload("offload_optimizer", sharding.offload_optimizer, sharding.offload_optimizer_path);
+  CheckOffload("offload_parameters", sharding.offload_parameters, sharding.offload_parameters_path);
+  TORCH_CHECK(
+      sharding.offload_parameters == Offload::kNone || sharding.strategy == ShardingStrategy::kFull,
+      "offload_parameters needs the strategy kFull (zero3, hybrid), with which parameters "
+      "are not kept whole: set it, or leave offload_parameters out");
   return sharding;
 }
 
@@ -41,7 +78,7 @@ Process::Process(const AcceleratorOptions& options, JoinedProcess joined)
       joined_(std::move(joined)),
       device_(joined_.device),
       precision_(ParseMixedPrecision(joined_.environment.mixed_precision.value)),
-      sharding_(ShardingOf(options_, joined_.environment)) {
+      sharding_(ShardingOf(options_, joined_.environment, joined_.device)) {
   // Streams of a GPU would have to be ordered with the thread.
   if (size() > 1 && sharding_.strategy != ShardingStrategy::kNone && sharding_.overlap &&
       device_.is_cpu()) {

@@ -1,5 +1,6 @@
 #include "muster/internal/slots.h"
 
+#include <memory>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -12,8 +13,17 @@
 #include "worker/parallel/paged_storage.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/parallel/sync_batch_norm.h"
+#include "worker/train/disk_parts.h"
 
 namespace muster::internal {
+namespace {
+
+std::unique_ptr<PartStore> StoreOfParts(const ShardingOptions& sharding) {
+  if (sharding.offload_parameters != Offload::kDisk) return nullptr;
+  return std::make_unique<DiskParts>(MakeScratchFile(sharding.offload_parameters_path));
+}
+
+}  // namespace
 
 ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source, bool evaluation,
                      const ShardingGroups& groups)
@@ -24,8 +34,10 @@ ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source,
                 "' belongs to another sharded model, or to one of an Accelerator that is gone: "
                 "prepare one module that holds both models, or build the model again");
   }
+  // One process alone has its parameters in units where they come from a disk.
   const bool shards =
-      process.size() > 1 && !evaluation && process.sharding().strategy != ShardingStrategy::kNone;
+      !evaluation && process.sharding().strategy != ShardingStrategy::kNone &&
+      (process.size() > 1 || process.sharding().offload_parameters == Offload::kDisk);
   const at::Device device = process.options().device_placement ? process.device() : at::kCPU;
   for (const auto& [name, parameter] : source_->parameters()) {
     TORCH_CHECK(!parameter.is_meta() || HasDeferredValues(parameter), "parameter '", name,
@@ -35,7 +47,7 @@ ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source,
     if (!shards) Materialize(parameter, device, name);
   }
   if (process.options().device_placement) source_->MoveTo(process.device());
-  if (controller_->process().size() == 1 || evaluation) return;
+  if (evaluation || (process.size() == 1 && !shards)) return;
   std::unordered_set<const void*> sparse_parameters;
   if (source_->module() != nullptr) {
     for (const auto& part : source_->module()->modules()) {
@@ -81,9 +93,11 @@ ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source,
         process.comm(), groups_.shard != nullptr ? *groups_.shard : process.comm(),
         groups_.replicas.get(), source_->module(), std::move(named), std::move(buffers),
         process.sharding(), process.options().data_parallel.broadcast_buffers,
-        process.comm_thread(), [device](const NamedParameter& parameter, bool with_values) {
+        process.comm_thread(),
+        [device](const NamedParameter& parameter, bool with_values) {
           Materialize(parameter.tensor, device, parameter.name, with_values);
-        });
+        },
+        StoreOfParts(process.sharding()), groups_.reshard.get());
     return;
   }
   ddp_ = std::make_unique<DataParallel>(

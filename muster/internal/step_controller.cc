@@ -468,16 +468,17 @@ StepController::Resolved StepController::Resolve(const std::vector<at::Tensor>& 
   Resolved resolved;
   for (const at::Tensor& parameter : parameters) {
     at::Tensor shard;
+    bool divided = false;
     for (const auto& model : registry_.models()) {
       ShardedModel* const sharded = model->sharded();
       if (sharded == nullptr) continue;
       shard = sharded->NameOf(parameter) != nullptr ? parameter : sharded->ShardOf(parameter);
       if (!shard.defined()) continue;
-      resolved.comm = &sharded->shard_comm();
+      divided = !sharded->IsWhole(shard);
+      if (divided) resolved.comm = &sharded->shard_comm();
       break;
     }
-    (shard.defined() ? resolved.shards : resolved.whole)
-        .push_back(shard.defined() ? shard : parameter);
+    (divided ? resolved.shards : resolved.whole).push_back(shard.defined() ? shard : parameter);
   }
   return resolved;
 }
@@ -570,9 +571,6 @@ void StepController::Stepped(OptimizerSlot& slot) {
   if (!slot.step_was_skipped_) {
     ++slot.steps_;
     registry_.NoteStep();
-    for (const auto& model : registry_.models()) {
-      if (model->sharded() != nullptr) model->sharded()->MarkChanged(slot.handle_->parameters());
-    }
   }
   slot.consumed_ = true;
   slot.gradients_finished_ = false;
@@ -584,6 +582,11 @@ void StepController::Stepped(OptimizerSlot& slot) {
   }
   process_.progress().SetStep(registry_.global_step());
   process_.progress().SetPhase("after optimizer step");
+  if (slot.step_was_skipped_) return;
+  // At last: what is offloaded is written, which may fail.
+  for (const auto& model : registry_.models()) {
+    if (model->sharded() != nullptr) model->sharded()->MarkChanged(slot.handle_->parameters());
+  }
 }
 
 void StepController::Step(OptimizerSlot& slot) {

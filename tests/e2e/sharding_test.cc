@@ -25,11 +25,12 @@ class ShardingTest : public ::testing::Test {
     for (int i = 0; i < 20000; ++i) file << "word " << i * i % 97 << (i % 5 == 0 ? ".\n" : ", ");
   }
 
-  // `limit`: KiB of writable memory of each process; 0: no limit.
+  // `limit`: KiB of writable memory of each process; 0: no limit. `variables`: "NAME=VALUE ".
   CommandResult Lm(const std::string& sharding, int processes, const std::string& flags,
-                   int64_t limit = 0) {
+                   int64_t limit = 0, const std::string& variables = "") {
     const std::string ulimit = limit == 0 ? "" : "ulimit -d " + std::to_string(limit) + "; ";
-    return RunCommand(ulimit + "client/cli/muster launch --cpu --no_prefix --num_processes " +
+    return RunCommand(ulimit + variables +
+                      "client/cli/muster launch --cpu --no_prefix --num_processes " +
                       std::to_string(processes) + " --sharding " + sharding +
                       " --num_cpu_threads_per_process 1 -- examples/lm/lm --data " + data_ + " " +
                       flags + " 2>&1");
@@ -79,6 +80,29 @@ TEST_F(ShardingTest, ModelThatDoesNotFitEachProcess_FitsDivided) {
       "zero3", 2, "--steps 3 --width 1024 --layers 8 --context 16 --batch_size 1" + state, limit);
   EXPECT_EQ(more.exit_code, 0) << more.output;
   EXPECT_EQ(Json::parse(more.last_line()).at("steps"), 1);
+}
+
+TEST_F(ShardingTest, ModelThatDoesNotFitOneProcess_FitsOffloaded) {
+  const std::string flags = "--steps 2 --width 1024 --layers 8 --context 16 --batch_size 1";
+  const std::string states = "MUSTER_OFFLOAD_OPTIMIZER=disk:" + folder_ + "/states ";
+  const std::string parameters = "MUSTER_OFFLOAD_PARAMETERS=disk:" + folder_ + "/parameters ";
+  const int64_t limit = 1400000;
+  EXPECT_NE(Lm("no_shard", 1, flags, limit).exit_code, 0);
+  const CommandResult without = Lm("no_shard", 1, flags);
+  ASSERT_EQ(without.exit_code, 0) << without.output;
+  const CommandResult with_states = Lm("no_shard", 1, flags, limit, states);
+  ASSERT_EQ(with_states.exit_code, 0) << with_states.output;
+  const CommandResult with_both = Lm("zero3", 1, flags, 1200000, states + parameters);
+  ASSERT_EQ(with_both.exit_code, 0) << with_both.output;
+  for (const CommandResult& run : {with_states, with_both}) {
+    EXPECT_EQ(Json::parse(run.last_line()).at("loss"), Json::parse(without.last_line()).at("loss"));
+  }
+}
+
+TEST_F(ShardingTest, UnknownPlaceToOffloadTo_IsRefusedByName) {
+  const CommandResult run = Lm("zero3", 2, "", 0, "MUSTER_OFFLOAD_OPTIMIZER=nvme ");
+  EXPECT_NE(run.exit_code, 0);
+  EXPECT_THAT(run.output, HasSubstr("offload_optimizer 'nvme' (from MUSTER_OFFLOAD_OPTIMIZER)"));
 }
 
 TEST_F(ShardingTest, UnknownStrategy_IsRefusedByName) {

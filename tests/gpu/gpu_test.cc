@@ -4,10 +4,13 @@
 
 #include <chrono>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "examples/mnist/net.h"
 #include "muster/accelerator.h"
+#include "muster/optim.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "worker/collective/c10d_comm.h"
@@ -79,6 +82,40 @@ TEST_F(Gpu, Nccl_OneRank_AllReducesAndTellsItsVersion) {
   const auto version = NcclVersion();
   ASSERT_TRUE(version.ok()) << version.status();
   EXPECT_EQ(version->substr(0, 2), "2.");
+}
+
+TEST_F(Gpu, StatesInTheMemoryOfTheCpu_TrainAsThoseOnTheGpu) {
+  std::vector<std::vector<torch::Tensor>> runs;
+  for (const Offload place : {Offload::kNone, Offload::kCpu}) {
+    AcceleratorOptions options;
+    options.sharding.emplace();
+    options.sharding->offload_optimizer = place;
+    Accelerator accelerator(options);
+    torch::manual_seed(1);
+    Net net;
+    FusedAdamW adamw(net->parameters(), {.lr = 1e-3});
+    auto [model, optimizer] = accelerator.prepare(net, adamw);
+    const torch::Tensor images = torch::randn({64, 1, 28, 28}).to(accelerator.device());
+    runs.emplace_back();
+    for (int step = 0; step < 3; ++step) {
+      accelerator.backward(model(images).square().mean());
+      // Not the gradients, which are summed in any order: the update is what is compared.
+      for (const torch::Tensor& p : net->parameters()) {
+        p.mutable_grad().copy_(torch::full_like(p, 0.01 * (step + 1)));
+      }
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    for (const auto& [name, slot] : adamw.SaveState().tensors) {
+      if (!name.ends_with(".step")) {
+        EXPECT_EQ(slot.is_cpu(), place == Offload::kCpu) << name;
+      }
+      runs.back().push_back(slot.cpu().clone());
+    }
+    for (const torch::Tensor& p : net->parameters()) runs.back().push_back(p.detach().cpu());
+  }
+  ASSERT_EQ(runs[0].size(), runs[1].size());
+  for (size_t i = 0; i < runs[0].size(); ++i) EXPECT_TRUE(runs[0][i].equal(runs[1][i])) << i;
 }
 
 TEST_F(Gpu, MnistSteps_LearnTheBatch) {

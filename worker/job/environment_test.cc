@@ -350,6 +350,19 @@ TEST(Environment, Sharding_IsReadWithItsUnits) {
               HasSubstr("MUSTER_SHARDING_OVERLAP"));
 }
 
+TEST(Environment, Offload_IsAPlace) {
+  EXPECT_EQ(Read({}).offload_optimizer.value, "none");
+  const Environment env =
+      Read({{"MUSTER_OFFLOAD_OPTIMIZER", "disk:/scratch"}, {"MUSTER_OFFLOAD_PARAMETERS", "cpu"}});
+  EXPECT_EQ(env.offload_optimizer.value, "disk:/scratch");
+  EXPECT_EQ(env.offload_parameters.value, "cpu");
+  for (const char* text : {"disk", "disk:", "nvme"}) {
+    EXPECT_THAT(Error({{"MUSTER_OFFLOAD_PARAMETERS", text}}),
+                AllOf(HasSubstr("(from MUSTER_OFFLOAD_PARAMETERS)"), HasSubstr("disk:FOLDER")))
+        << text;
+  }
+}
+
 TEST(Environment, BadWishes_AreRefusedByName) {
   EXPECT_THAT(Error({{"MUSTER_SHARDING", "zero4"}}),
               HasSubstr("sharding 'zero4' (from MUSTER_SHARDING) is not one of no_shard, zero1"));

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <regex>
 #include <set>
 #include <unordered_map>
 #include <unordered_set>
@@ -17,6 +18,7 @@ namespace muster {
 namespace {
 
 constexpr char kRest[] = "(rest)";
+constexpr char kIgnored[] = "(ignored)";
 
 using Modules = torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>>;
 
@@ -109,7 +111,7 @@ std::set<std::string> UnitNames(torch::nn::Module& module, const ShardingOptions
   return units;
 }
 
-// The innermost unit around `parameter`, "a.b.weight".
+// The innermost unit around `parameter`, "a.b.weight"; "(rest)" if there is none.
 std::string UnitOf(const std::string& parameter, const std::set<std::string>& units) {
   for (size_t dot = parameter.rfind('.'); dot != std::string::npos && dot > 0;
        dot = parameter.rfind('.', dot - 1)) {
@@ -117,6 +119,27 @@ std::string UnitOf(const std::string& parameter, const std::set<std::string>& un
     if (units.count(prefix) > 0) return prefix;
   }
   return kRest;
+}
+
+// The names of the modules that are not divided; those in them are not named.
+std::set<std::string> IgnoredModules(const torch::nn::Module& module, const std::string& pattern) {
+  std::set<std::string> ignored;
+  if (pattern.empty()) return ignored;
+  std::regex expression;
+  try {
+    expression = std::regex(pattern);
+  } catch (const std::regex_error& error) {
+    TORCH_CHECK(false, "options.sharding.ignored_modules: '", pattern,
+                "' is no regular expression (", error.what(), ")");
+  }
+  std::set<std::string> names;
+  for (const auto& item : module.named_modules("", /*include_self=*/false)) {
+    names.insert(item.key());
+    if (std::regex_match(item.key(), expression)) ignored.insert(item.key());
+  }
+  TORCH_CHECK(!ignored.empty(), "options.sharding.ignored_modules: no module's name is '", pattern,
+              "'; the model has ", Join(names));
+  return ignored;
 }
 
 std::string KindOf(const at::Tensor& tensor) {
@@ -128,14 +151,15 @@ std::string KindOf(const at::Tensor& tensor) {
 std::vector<PlannedUnit> PlanUnits(torch::nn::Module* module,
                                    const std::vector<NamedParameter>& parameters,
                                    const ShardingOptions& options) {
-  std::set<std::string> names;
+  std::set<std::string> names, ignored;
   if (module != nullptr) {
     names = UnitNames(*module, options);
+    ignored = IgnoredModules(*module, options.ignored_modules);
   } else {
     TORCH_CHECK(options.unit_types.empty() && options.unit_names.empty() &&
-                    options.min_unit_parameters == 0,
+                    options.min_unit_parameters == 0 && options.ignored_modules.empty(),
                 "options.sharding: a TorchScript model is one unit; leave out unit_types, "
-                "unit_names and min_unit_parameters");
+                "unit_names, min_unit_parameters and ignored_modules");
   }
   std::unordered_set<const void*> seen;
   std::vector<PlannedUnit> units;
@@ -149,14 +173,24 @@ std::vector<PlannedUnit> PlanUnits(torch::nn::Module* module,
   };
   for (const NamedParameter& parameter : parameters) {
     if (!seen.insert(parameter.tensor.unsafeGetTensorImpl()).second) continue;
-    const std::string unit = UnitOf(parameter.name, names);
-    if (unit == kRest) {
+    const bool is_ignored = UnitOf(parameter.name, ignored) != kRest;
+    const std::string unit = is_ignored ? kIgnored : UnitOf(parameter.name, names);
+    if (unit == kRest || is_ignored) {
       rest.emplace_back(unit, &parameter);
     } else {
       add(unit, parameter);
     }
   }
+  std::stable_partition(rest.begin(), rest.end(),
+                        [](const auto& entry) { return entry.first == kRest; });
   for (const auto& [unit, parameter] : rest) add(unit, *parameter);
+  bool any_whole = false;
+  for (PlannedUnit& unit : units) {
+    unit.whole = unit.name == kIgnored;
+    any_whole = any_whole || unit.whole;
+  }
+  TORCH_CHECK(any_whole || ignored.empty(), "options.sharding.ignored_modules: ", Join(ignored),
+              " have no parameters of their own (of tied weights the first name counts)");
   return units;
 }
 

@@ -17,12 +17,14 @@ namespace muster {
 struct PlannedUnit {
   std::string name;  // that of its module; "(rest)" for what no unit has
   std::vector<NamedParameter> parameters;
+  bool whole = false;  // of ignored modules: it is not divided
 };
 
 // Divides `parameters` (full names, those of `module`) into units as `options` say: in the order of
 // the modules, the rest at the end, parameters of different dtype or device apart. A tensor that
-// occurs twice (tied weights) counts where it occurs first. `module` null (TorchScript): one unit.
-// Throws c10::Error for a rule that matches no module, and names what there is.
+// occurs twice (tied weights) counts where it occurs first. Parameters of modules that
+// `ignored_modules` matches are units of their own at the end. `module` null (TorchScript): one
+// unit. Throws c10::Error for a rule that matches no module, and names what there is.
 std::vector<PlannedUnit> PlanUnits(torch::nn::Module* module,
                                    const std::vector<NamedParameter>& parameters,
                                    const ShardingOptions& options);

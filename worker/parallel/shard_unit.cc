@@ -29,6 +29,22 @@ class GradientsElsewhere : public Page {
 
 int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+// In elements.
+int64_t AlignmentOf(const std::vector<NamedParameter>& parameters) {
+  return std::max<int64_t>(kAlignment / static_cast<int64_t>(parameters[0].tensor.element_size()),
+                           1);
+}
+
+// Elements in the part of each of `ranks` ranks.
+int64_t PartOfEach(const std::vector<NamedParameter>& parameters, int ranks) {
+  const int64_t align = AlignmentOf(parameters);
+  int64_t total = 0;
+  for (const NamedParameter& parameter : parameters) {
+    total += RoundUp(parameter.tensor.numel(), align);
+  }
+  return RoundUp((total + ranks - 1) / ranks, align);
+}
+
 // Those of the tensor if it is dense, whatever the order of its dimensions; else of a contiguous
 // one.
 std::vector<int64_t> StridesOf(const at::Tensor& tensor) {
@@ -44,11 +60,27 @@ std::vector<int64_t> StridesOf(const at::Tensor& tensor) {
 
 }  // namespace
 
+template <typename Fn>
+void ShardUnit::Named(const char* doing, Fn collective) const {
+  try {
+    collective();
+  } catch (c10::Error& error) {
+    error.add_context(c10::str("while ", doing, " unit '", name_, "' of the sharded model"));
+    throw;
+  }
+}
+
 ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, Comm& comm,
                      bool frees, std::optional<at::ScalarType> gathered_as,
                      std::optional<at::ScalarType> reduced_as,
-                     std::function<void(ShardUnit&, bool, const char*)> use)
-    : name_(std::move(name)), comm_(comm), frees_(frees), use_(std::move(use)) {
+                     std::function<void(ShardUnit&, bool, const char*)> use, StoredPart stored,
+                     Comm* reshard)
+    : name_(std::move(name)),
+      comm_(comm),
+      frees_(frees),
+      use_(std::move(use)),
+      reshard_(frees ? reshard : nullptr),
+      stored_(frees ? std::move(stored) : StoredPart()) {
   at::NoGradGuard no_grad;
   TORCH_CHECK(!parameters.empty(), "unit '", name_, "' has no parameters");
   at::TensorOptions options = parameters[0].tensor.options().requires_grad(false);
@@ -57,8 +89,8 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
     options = options.dtype(gathered_as.value_or(dtype_));
     reduced_as_ = reduced_as.value_or(dtype_);
   }
-  const int64_t align =
-      std::max<int64_t>(kAlignment / static_cast<int64_t>(parameters[0].tensor.element_size()), 1);
+  const int64_t align = AlignmentOf(parameters);
+  part_ = PartOfEach(parameters, comm_.size());
   int64_t total = 0;
   for (NamedParameter& parameter : parameters) {
     Slice slice;
@@ -70,7 +102,6 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
     slice.tensor = std::move(parameter.tensor);
     slices_.push_back(std::move(slice));
   }
-  part_ = RoundUp((total + comm_.size() - 1) / comm_.size(), align);
   flat_ = at::zeros({part_ * comm_.size()}, options);
   master_ = OwnSlot(flat_);
   if (separate()) {
@@ -82,6 +113,7 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
     for (Slice& slice : slices_) View(flat_, slice).copy_(slice.tensor);
   }
   registration_.emplace(flat_, this);
+  if (stored_.store != nullptr) part_registration_.emplace(master_, &part_page_);
   for (Slice& slice : slices_) {
     // From here on the module's tensor is a view of the flat buffer.
     slice.tensor.set_data(PagedView(flat_, slice.sizes, slice.strides, slice.offset));
@@ -91,10 +123,75 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
     const int64_t end = std::clamp<int64_t>(mine + part_ - slice.offset, begin, numel);
     slice.begin = begin;
     const int64_t at = begin == end ? 0 : slice.offset + begin - mine;
-    slice.shard = master_.narrow(0, at, end - begin).detach();
+    slice.shard = stored_.store == nullptr ? master_.narrow(0, at, end - begin).detach()
+                                           : PagedView(master_, {end - begin}, {1}, at);
     slice.shard.requires_grad_(slice.tensor.requires_grad());
     if (slice.tensor.requires_grad()) ++expected;
   }
+  FreePart();
+}
+
+uint64_t ShardUnit::PartBytes(const std::vector<NamedParameter>& parameters, int ranks) {
+  return static_cast<uint64_t>(PartOfEach(parameters, ranks)) * parameters[0].tensor.element_size();
+}
+
+ShardUnit::PartAccess::PartAccess(ShardUnit& unit) : unit_(unit) {
+  MutexLock lock(&unit_.part_mu_);
+  while (unit_.part_taken_) unit_.part_released_.Wait(&unit_.part_mu_);
+  unit_.part_taken_ = true;
+}
+
+ShardUnit::PartAccess::~PartAccess() {
+  MutexLock lock(&unit_.part_mu_);
+  unit_.part_taken_ = false;
+  unit_.part_released_.SignalAll();
+}
+
+void ShardUnit::RequirePart(bool write) {
+  {
+    const PartAccess access(*this);
+    {
+      MutexLock lock(&part_mu_);
+      part_changed_ = part_changed_ || write;
+      if (part_present_) return;
+    }
+    Named("reading this process's part of", [&] {
+      AllocateMemory(master_);
+      try {
+        stored_.store->Read(stored_.place, master_.data_ptr(), master_.nbytes());
+      } catch (...) {
+        FreeMemory(master_);
+        throw;
+      }
+    });
+    MutexLock lock(&part_mu_);
+    part_present_ = true;
+  }
+  if (stored_.came != nullptr) stored_.came(*this);
+}
+
+void ShardUnit::FreePart() {
+  if (stored_.store == nullptr) return;
+  const PartAccess access(*this);
+  bool changed = false;
+  {
+    MutexLock lock(&part_mu_);
+    // An operator that comes now waits for this to end, and reads.
+    if (!part_present_ || part_page_.pins() > 0) return;
+    changed = part_changed_;
+  }
+  if (changed) {
+    Named("writing this process's part of",
+          [&] { stored_.store->Write(stored_.place, master_.data_ptr(), master_.nbytes()); });
+  }
+  FreeMemory(master_);
+  MutexLock lock(&part_mu_);
+  part_present_ = part_changed_ = false;
+}
+
+bool ShardUnit::part_is_present() const {
+  MutexLock lock(&part_mu_);
+  return part_present_;
 }
 
 int64_t ShardUnit::full_bytes() const {
@@ -105,18 +202,32 @@ at::Tensor ShardUnit::View(const at::Tensor& flat, const Slice& slice) const {
   return flat.as_strided(slice.sizes, slice.strides, flat.storage_offset() + slice.offset);
 }
 
-template <typename Fn>
-void ShardUnit::Named(const char* doing, Fn collective) const {
-  try {
-    collective();
-  } catch (c10::Error& error) {
-    error.add_context(c10::str("while ", doing, " unit '", name_, "' of the sharded model"));
-    throw;
-  }
+at::Tensor ShardUnit::ReshardSlot(const at::Tensor& flat) const {
+  const int64_t part = flat.numel() / reshard_->size();
+  return flat.narrow(0, part * reshard_->rank(), part);
 }
 
 void ShardUnit::GatherInto(at::Tensor& full) {
-  if (separate()) OwnSlot(full).copy_(master_);
+  if (kept_.defined()) {
+    ReshardSlot(full).copy_(kept_);
+    return Named("gathering", [&] { reshard_->AllGatherParts(full); });
+  }
+  if (stored_.store != nullptr) {
+    const PartAccess access(*this);
+    if (part_is_present()) {
+      OwnSlot(full).copy_(master_);
+    } else {
+      Named("reading this process's part of", [&] {
+        const bool as_it_is = full.scalar_type() == dtype_;
+        const at::Tensor part =
+            as_it_is ? OwnSlot(full) : at::empty({part_}, full.options().dtype(dtype_));
+        stored_.store->Read(stored_.place, part.data_ptr(), master_.nbytes());
+        if (!as_it_is) OwnSlot(full).copy_(part);
+      });
+    }
+  } else if (separate()) {
+    OwnSlot(full).copy_(master_);
+  }
   Named("gathering", [&] { comm_.AllGatherParts(full); });
 }
 
@@ -129,11 +240,12 @@ void ShardUnit::Gather() {
   }
   at::NoGradGuard no_grad;
   if (!allocated_) {
-    AllocateMemory(flat_);
+    Named("allocating memory for", [&] { AllocateMemory(flat_); });
     allocated_ = true;
   }
   GatherInto(flat_);
   gathered_ = true;
+  written_ = false;
 }
 
 void ShardUnit::StartGather(CommThread& thread) {
@@ -143,7 +255,10 @@ void ShardUnit::StartGather(CommThread& thread) {
   coming->ticket = thread.Submit([this, state = coming.get()] {
     const at::NoGradGuard no_grad;
     // Operators must not find the memory before the values.
-    at::Tensor full = frees_ ? at::empty({flat_.numel()}, flat_.options()) : flat_;
+    at::Tensor full = flat_;
+    if (frees_) {
+      Named("allocating memory for", [&] { full = at::empty({flat_.numel()}, flat_.options()); });
+    }
     GatherInto(full);
     state->full = std::move(full);
   });
@@ -164,12 +279,28 @@ void ShardUnit::Settle() {
 void ShardUnit::Free() {
   if (!frees_) return;
   Settle();
+  kept_.reset();
+  FreeFlat();
+}
+
+void ShardUnit::FreeUntilBackward() {
+  if (reshard_ == nullptr) return Free();
+  Settle();
+  if (gathered_ && !kept_.defined()) {
+    const at::NoGradGuard no_grad;
+    kept_ = ReshardSlot(flat_).clone();
+  }
+  FreeFlat();
+}
+
+void ShardUnit::FreeFlat() {
   if (!allocated_) return;
   FreeMemory(flat_);
   allocated_ = gathered_ = false;
 }
 
 void ShardUnit::Expire() {
+  if (whole_) return;  // the shards are the values
   Settle();
   gathered_ = false;
   Free();
@@ -188,6 +319,11 @@ std::vector<at::Tensor> ShardUnit::Values() {
 void ShardUnit::KeepOwnPart() {
   at::NoGradGuard no_grad;
   if (!separate() || !gathered_) return;
+  if (stored_.store != nullptr) {
+    if (!written_) return;  // it would be read and written for nothing
+    RequirePart(/*write=*/true);
+  }
+  written_ = false;
   const at::Tensor written = OwnSlot(flat_);
   if (flat_.scalar_type() == dtype_) {
     master_.copy_(written);
@@ -359,8 +495,7 @@ at::Tensor ShardUnit::PartOf(size_t index, const at::Tensor& full) const {
   }
   return ordered.as_strided({full.numel()}, {1}, ordered.storage_offset())
       .narrow(0, slice.begin, slice.shard.numel())
-      .clone()
-      .to(master_.device());
+      .clone();
 }
 
 void ShardUnit::SetValues(const std::vector<at::Tensor>& full) {

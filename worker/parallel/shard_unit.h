@@ -9,16 +9,29 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 #include "worker/collective/comm.h"
 #include "worker/collective/comm_thread.h"
 #include "worker/parallel/paged_storage.h"
+#include "worker/parallel/part_store.h"
 
 namespace muster {
+
+class ShardUnit;
 
 // A parameter of the model, as its module has it.
 struct NamedParameter {
   std::string name;
   at::Tensor tensor;
+};
+
+// Where the shards of a unit are while nothing uses them.
+struct StoredPart {
+  PartStore* store = nullptr;  // borrowed; null: in memory
+  uint64_t place = 0;
+  // They have come from there. Called in any thread.
+  std::function<void(ShardUnit&)> came = nullptr;
 };
 
 // The parameters that are gathered and freed together, all of one dtype and device. They lie one
@@ -29,6 +42,9 @@ struct NamedParameter {
 //   tensors   [ weight   | bias | norm  ]    cut by the borders of parts
 //   shards    of rank 1:   [ei|bias|n]       leaf tensors, 1-D, what the optimizer updates
 //
+// With a PartStore the shards are in a file while nothing uses them: an operator that takes one
+// gets all of the unit into memory (the page Part), where they stay until FreePart().
+//
 // Not thread-safe.
 class ShardUnit : public Page {
  public:
@@ -36,10 +52,15 @@ class ShardUnit : public Page {
   // `comm`: the ranks that divide the unit; borrowed. Takes the values of `parameters` over; those
   // of all ranks must be equal. `frees`: the full buffer is freed where Free() says so; otherwise
   // it stays, and the shards are a part of it, if they have its dtype. `gathered_as`, `reduced_as`:
-  // the dtypes of the full buffer and of the reduction of gradients, for fp32 parameters.
+  // the dtypes of the full buffer and of the reduction of gradients, for fp32 parameters. `stored`:
+  // of a unit that frees. `reshard`: some of the ranks of `comm`, for FreeUntilBackward();
+  // borrowed.
   ShardUnit(std::string name, std::vector<NamedParameter> parameters, Comm& comm, bool frees,
             std::optional<at::ScalarType> gathered_as, std::optional<at::ScalarType> reduced_as,
-            std::function<void(ShardUnit&, bool write, const char* op)> use);
+            std::function<void(ShardUnit&, bool write, const char* op)> use, StoredPart stored = {},
+            Comm* reshard = nullptr);
+  // Bytes of the part of each of `ranks` ranks.
+  static uint64_t PartBytes(const std::vector<NamedParameter>& parameters, int ranks);
   ShardUnit(const ShardUnit&) = delete;
   ShardUnit& operator=(const ShardUnit&) = delete;
 
@@ -65,6 +86,18 @@ class ShardUnit : public Page {
   const std::vector<Slice>& slices() const { return slices_; }
   std::vector<Slice>& slices() { return slices_; }
   int64_t full_bytes() const;  // of the flat buffer
+  bool frees() const { return frees_; }
+  // All ranks of the model have the whole unit, not a part of it.
+  bool whole() const { return whole_; }
+  void set_whole() { whole_ = true; }
+
+  // Writes the shards to the store if they have changed, and frees their memory, unless an operator
+  // uses them or they are not in one. Thread-safe.
+  void FreePart();
+  // Whether they are in memory.
+  bool part_is_present() const;
+  // An operator has written the full values.
+  void NoteWrite() { written_ = true; }
 
   // The full values are there and those of the shards.
   bool gathered() const { return gathered_; }
@@ -80,6 +113,10 @@ class ShardUnit : public Page {
   void Settle();
   // Frees the full buffer, if `frees`; waits for what is on its way.
   void Free();
+  // The same where the backward pass gathers it again: the ranks of `reshard`, if there are, keep a
+  // copy divided among them, from which Gather() comes until Free() or Expire().
+  void FreeUntilBackward();
+  int64_t kept_bytes() const { return kept_.defined() ? static_cast<int64_t>(kept_.nbytes()) : 0; }
   // The shards have changed: what was gathered counts no more.
   void Expire();
   // (collective) Copies of the full parameters, of their own dtype.
@@ -120,6 +157,7 @@ class ShardUnit : public Page {
   // For the model's bookkeeping: its number, and when it was used last.
   uint32_t index = 0;
   uint64_t last_use = 0;
+  uint64_t part_came = 0;  // the later the larger
   // Parameters whose gradients have arrived in this backward pass, and those that will.
   int arrived = 0, expected = 0;
 
@@ -135,8 +173,36 @@ class ShardUnit : public Page {
     at::Tensor full, mine;      // what is reduced, and this rank's part of the result
   };
 
+  // While it lives, nobody else has to do with the memory of the shards or their place in the
+  // store.
+  class PartAccess {
+   public:
+    explicit PartAccess(ShardUnit& unit);
+    ~PartAccess();
+    PartAccess(const PartAccess&) = delete;
+    PartAccess& operator=(const PartAccess&) = delete;
+
+   private:
+    ShardUnit& unit_;
+  };
+
+  // The page of the shards, if they are in a store.
+  class Part : public Page {
+   public:
+    explicit Part(ShardUnit& unit) : unit_(unit) {}
+    void Require(bool write, const char*) override { unit_.RequirePart(write); }
+
+   private:
+    ShardUnit& unit_;
+  };
+
+  // The shards are in memory afterwards.
+  void RequirePart(bool write);
   at::Tensor View(const at::Tensor& flat, const Slice& slice) const;
   void GatherInto(at::Tensor& full);
+  // This rank's part of the flat buffer among those of reshard_.
+  at::Tensor ReshardSlot(const at::Tensor& flat) const;
+  void FreeFlat();
   void Arrive(const Coming& coming);
   at::Tensor TakeGradients();
   void AddGradients(const at::Tensor& mine);
@@ -159,12 +225,25 @@ class ShardUnit : public Page {
   std::vector<Slice> slices_;
   int64_t part_ = 0;   // elements of each rank
   at::Tensor flat_;    // [size * part]; without memory while it is freed
-  at::Tensor master_;  // [part]: this rank's values
+  at::Tensor master_;  // [part]: this rank's values; without memory while they are in the store
   bool allocated_ = true;
   bool gathered_ = true;
   std::shared_ptr<Coming> coming_;
   std::shared_ptr<Reduction> reduction_;
   std::optional<PageRegistration> registration_;
+  bool whole_ = false;
+  Comm* const reshard_;
+  at::Tensor kept_;  // [size * part / reshard_->size()], of the dtype of the flat buffer
+
+  const StoredPart stored_;
+  Part part_page_{*this};
+  std::optional<PageRegistration> part_registration_;
+  mutable Mutex part_mu_;
+  CondVar part_released_;
+  bool part_taken_ ABSL_GUARDED_BY(part_mu_) = false;  // by a PartAccess
+  bool part_present_ ABSL_GUARDED_BY(part_mu_) = true;
+  bool part_changed_ ABSL_GUARDED_BY(part_mu_) = true;
+  bool written_ = false;  // the full values, since they were gathered
 };
 
 }  // namespace muster

@@ -70,17 +70,23 @@ class Depth {
 ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::Module* module,
                            std::vector<NamedParameter> parameters, std::vector<at::Tensor> buffers,
                            const ShardingOptions& options, bool broadcast_buffers,
-                           std::shared_ptr<CommThread> thread, const Materializer& materialize)
+                           std::shared_ptr<CommThread> thread, const Materializer& materialize,
+                           std::unique_ptr<PartStore> store, Comm* reshard)
     : world_(world),
       shard_comm_(shard),
       replicas_(replicas),
+      reshard_(reshard),
       options_(options),
       broadcast_buffers_(broadcast_buffers),
       buffers_(std::move(buffers)),
+      store_(std::move(store)),
       thread_(std::move(thread)) {
   std::vector<at::Tensor> tensors;
   std::vector<std::string> names;
   for (const NamedParameter& parameter : parameters) {
+    TORCH_CHECK(store_ == nullptr || parameter.tensor.is_cpu() || parameter.tensor.is_meta(),
+                "parameter '", parameter.name, "' is on ", parameter.tensor.device(),
+                ": only parameters on the CPU can be offloaded to a disk");
     TORCH_CHECK(parameter.tensor.is_floating_point() && parameter.tensor.layout() == at::kStrided,
                 "parameter '", parameter.name, "' is ", parameter.tensor.scalar_type(), " ",
                 parameter.tensor.layout(),
@@ -96,7 +102,13 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
   tensors.clear();
   parameters.clear();
   BroadcastCoalesced(world_, buffers_, 0);
-  for (PlannedUnit& planned : plan) AddUnit(std::move(planned), materialize);
+  // Before a parameter has become one of a unit: a disk that is full changes nothing.
+  std::vector<uint64_t> places(plan.size());
+  for (size_t i = 0; i < plan.size(); ++i) {
+    if (store_ == nullptr || plan[i].whole) continue;
+    places[i] = store_->Reserve(ShardUnit::PartBytes(plan[i].parameters, shard_comm_.size()));
+  }
+  for (size_t i = 0; i < plan.size(); ++i) AddUnit(std::move(plan[i]), materialize, places[i]);
   if (!AllOnCpu(units_)) thread_ = nullptr;
   for (std::vector<bool>* flags : {&complete_, &done_, &late_}) flags->resize(units_.size());
 }
@@ -152,7 +164,9 @@ void ShardedModel::CheckStorage(const std::vector<NamedParameter>& parameters) c
 void ShardedModel::CheckSamePlan(const std::vector<PlannedUnit>& plan) const {
   std::string mine =
       c10::str("strategy ", static_cast<int>(options_.strategy), ", groups of ", shard_comm_.size(),
-               ", reshard_after_forward ", options_.reshard_after_forward, "\n");
+               ", reshard_after_forward ", options_.reshard_after_forward, " in groups of ",
+               options_.reshard_group_size, "\n");
+  mine += c10::str("offload_parameters ", static_cast<int>(options_.offload_parameters), "\n");
   for (const PlannedUnit& unit : plan) {
     mine += c10::str("unit '", unit.name, "' of ", unit.parameters.size(), " parameters from '",
                      unit.parameters.front().name, "'\n");
@@ -175,7 +189,7 @@ void ShardedModel::CheckSamePlan(const std::vector<PlannedUnit>& plan) const {
   }
 }
 
-void ShardedModel::AddUnit(PlannedUnit planned, const Materializer& materialize) {
+void ShardedModel::AddUnit(PlannedUnit planned, const Materializer& materialize, uint64_t place) {
   const size_t index = units_.size();
   std::vector<at::Tensor> values;
   for (const NamedParameter& parameter : planned.parameters) {
@@ -185,10 +199,19 @@ void ShardedModel::AddUnit(PlannedUnit planned, const Materializer& materialize)
   }
   BroadcastCoalesced(world_, values, 0);
   values.clear();
-  units_.push_back(std::make_unique<ShardUnit>(
-      std::move(planned.name), std::move(planned.parameters), shard_comm_,
-      options_.strategy == ShardingStrategy::kFull, options_.parameter_dtype, options_.reduce_dtype,
-      [this](ShardUnit& unit, bool write, const char* op) { Use(unit, write, op); }));
+  const auto use = [this](ShardUnit& unit, bool write, const char* op) { Use(unit, write, op); };
+  if (planned.whole) {
+    units_.push_back(std::make_unique<ShardUnit>(std::move(planned.name),
+                                                 std::move(planned.parameters), alone_,
+                                                 /*frees=*/false, std::nullopt, std::nullopt, use));
+    units_.back()->set_whole();
+  } else {
+    units_.push_back(std::make_unique<ShardUnit>(
+        std::move(planned.name), std::move(planned.parameters), shard_comm_,
+        options_.strategy == ShardingStrategy::kFull, options_.parameter_dtype,
+        options_.reduce_dtype, use,
+        StoredPart{store_.get(), place, [this](ShardUnit& unit) { UsePart(unit); }}, reshard_));
+  }
   units_.back()->index = static_cast<uint32_t>(index);
   const std::vector<ShardUnit::Slice>& slices = units_.back()->slices();
   for (size_t i = 0; i < slices.size(); ++i) {
@@ -233,9 +256,11 @@ void ShardedModel::BeginForward(bool communicate) {
     if (backward_) forward_turns_.Begin();
     backward_ = false;
     noting_ = at::GradMode::is_enabled();
+    FreeParts();
     if (stale_ && summons_ == 0) ExpireAll();
   }
-  communicate_ = communicate;
+  // With one rank there is nothing to wait for, and no gradient is left behind.
+  communicate_ = communicate || world_.size() == 1;
   ++forwards_;
 }
 
@@ -253,9 +278,11 @@ void ShardedModel::Settle() {
 }
 
 void ShardedModel::Use(ShardUnit& unit, bool write, const char* op) {
+  if (unit.whole()) return;  // every rank has it, as in data parallelism
   TORCH_CHECK(!write || summons_ > 0, op, " writes a parameter of unit '", unit.name(),
               "', which is sharded: the ranks would lose the change. Change parameters before "
               "prepare(), or inside accelerator.summon_full_params()");
+  if (write) unit.NoteWrite();
   unit.last_use = ++uses_;
   const bool backward = InBackward();
   const bool inside = forwards_ > 0 || backward;
@@ -300,7 +327,7 @@ void ShardedModel::Prefetch() {
     int present = 0;
     ShardUnit* oldest = nullptr;
     for (const auto& unit : units_) {
-      if (!unit->present()) continue;
+      if (!unit->present() || !unit->frees()) continue;
       ++present;
       if (unit->pins() > 0 || unit.get() == turn_of_) continue;
       if (std::find(turns.begin(), next, unit->index) != next) continue;
@@ -308,7 +335,7 @@ void ShardedModel::Prefetch() {
     }
     if (present < kGatheredUnits) break;
     if (oldest == nullptr) return;
-    oldest->Free();
+    Displace(*oldest);
   }
   ShardUnit& unit = *units_[*next];
   // If another one is used instead, this one goes first.
@@ -316,6 +343,11 @@ void ShardedModel::Prefetch() {
   turn_of_->last_use = ++uses_;
   Note(unit, /*reduced=*/false);
   unit.StartGather(*thread_);
+}
+
+void ShardedModel::Displace(ShardUnit& unit) {
+  if (!backward_ && noting_) return unit.FreeUntilBackward();
+  unit.Free();
 }
 
 bool ShardedModel::Bounded() const {
@@ -328,14 +360,32 @@ void ShardedModel::MakeRoom() {
     int present = 0;
     ShardUnit* oldest = nullptr;
     for (const auto& unit : units_) {
-      if (!unit->present()) continue;
+      if (!unit->present() || !unit->frees()) continue;
       ++present;
       if (unit->pins() > 0) continue;
       if (oldest == nullptr || unit->last_use < oldest->last_use) oldest = unit.get();
     }
     if (present < kGatheredUnits || oldest == nullptr) return;
-    oldest->Free();
+    Displace(*oldest);
   }
+}
+
+void ShardedModel::UsePart(ShardUnit& unit) {
+  std::vector<ShardUnit*> others;
+  {
+    MutexLock lock(&parts_mu_);
+    unit.part_came = ++parts_came_;
+    // The one that came before may be used together with it.
+    for (const auto& other : units_) {
+      if (other->part_came + 1 < parts_came_) others.push_back(other.get());
+    }
+  }
+  for (ShardUnit* const other : others) other->FreePart();
+}
+
+void ShardedModel::FreeParts() {
+  if (store_ == nullptr) return;
+  for (const auto& unit : units_) unit->FreePart();
 }
 
 void ShardedModel::Expire() {
@@ -359,6 +409,7 @@ void ShardedModel::MarkChanged(const std::vector<at::Tensor>& shards) {
     const auto& [unit, slice] = PlaceOf(*name);
     torch::autograd::impl::bump_version(units_[unit]->slices()[slice].tensor);
   }
+  FreeParts();
 }
 
 at::Tensor ShardedModel::ShardOf(const at::Tensor& parameter) const {
@@ -369,6 +420,11 @@ at::Tensor ShardedModel::ShardOf(const at::Tensor& parameter) const {
 const std::string* ShardedModel::NameOf(const at::Tensor& shard) const {
   const auto it = name_of_.find(shard.unsafeGetTensorImpl());
   return it == name_of_.end() ? nullptr : &it->second;
+}
+
+bool ShardedModel::IsWhole(const at::Tensor& shard) const {
+  const std::string* const name = NameOf(shard);
+  return name != nullptr && units_[PlaceOf(*name).first]->whole();
 }
 
 void ShardedModel::OpenPass() {
@@ -421,7 +477,7 @@ void ShardedModel::Reduce(size_t index) {
   if (options_.strategy == ShardingStrategy::kFull && unit.pins() == 0 && summons_ == 0) {
     unit.Free();
   }
-  unit.StartReduction(1.0 / world_.size(), replicas_, thread_.get());
+  unit.StartReduction(1.0 / world_.size(), unit.whole() ? &world_ : replicas_, thread_.get());
   reducing_ = &unit;
 }
 

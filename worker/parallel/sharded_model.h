@@ -11,9 +11,13 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
 #include "worker/collective/comm.h"
 #include "worker/collective/comm_thread.h"
+#include "worker/collective/local_comm.h"
 #include "worker/parallel/gradient_observers.h"
+#include "worker/parallel/part_store.h"
 #include "worker/parallel/shard_plan.h"
 #include "worker/parallel/shard_unit.h"
 #include "worker/parallel/sharding_options.h"
@@ -69,11 +73,15 @@ class ShardedModel {
   // `thread`: for gathers and reductions beside the computation; the three are Comms in order with
   // it (MakeOrderedComm). Null: in the thread of the program. Used for parameters on the CPU only:
   // streams of devices are not ordered with it. `materialize`: for parameters on the meta device.
+  // `store`: for the shards of kFull while nothing uses them; of parameters on the CPU. `reshard`:
+  // the ranks of options.reshard_group_size that this one is of, among those of `shard`, each in
+  // its own order; null: 0. Borrowed, and in order with `thread`.
   ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::Module* module,
                std::vector<NamedParameter> parameters, std::vector<at::Tensor> buffers,
                const ShardingOptions& options, bool broadcast_buffers = true,
                std::shared_ptr<CommThread> thread = nullptr,
-               const Materializer& materialize = nullptr);
+               const Materializer& materialize = nullptr,
+               std::unique_ptr<PartStore> store = nullptr, Comm* reshard = nullptr);
   ~ShardedModel();
   ShardedModel(const ShardedModel&) = delete;
   ShardedModel& operator=(const ShardedModel&) = delete;
@@ -100,6 +108,9 @@ class ShardedModel {
   at::Tensor ShardOf(const at::Tensor& parameter) const;
   // The name of the parameter that a shard is a part of; null if it is none of this model.
   const std::string* NameOf(const at::Tensor& shard) const;
+
+  // Whether it is a whole parameter, which all ranks have, of an ignored module.
+  bool IsWhole(const at::Tensor& shard) const;
 
   // Names of the parameters with gradients that no backward pass has reduced.
   std::vector<std::string> UnexchangedGradients() const;
@@ -130,7 +141,8 @@ class ShardedModel {
       const std::function<at::Tensor(const std::string& name)>& state, const KeepName& keep);
   // Elements of parameter `name` in this rank's shard.
   int64_t PartSize(const std::string& name) const;
-  // This rank's part of the full tensor for parameter `name`: 1-D, in memory of its own.
+  // This rank's part of the full tensor for parameter `name`: 1-D, in memory of its own on the
+  // device of `full`.
   at::Tensor PartOf(const std::string& name, const at::Tensor& full) const;
 
   Comm& shard_comm() { return shard_comm_; }
@@ -140,14 +152,20 @@ class ShardedModel {
   // Unit and slice.
   const std::pair<size_t, size_t>& PlaceOf(const std::string& name) const;
   void CheckSamePlan(const std::vector<PlannedUnit>& plan) const;
-  void AddUnit(PlannedUnit planned, const Materializer& materialize);
+  // `place`: of the unit's shards in the store.
+  void AddUnit(PlannedUnit planned, const Materializer& materialize, uint64_t place);
   void Use(ShardUnit& unit, bool write, const char* op);
   void TurnTo(ShardUnit& unit, bool backward);
   // Begins to gather the unit that is used next and absent.
   void Prefetch();
+  // Frees a unit that gives its place to another one.
+  void Displace(ShardUnit& unit);
   // Whether units are freed to make room for others.
   bool Bounded() const;
   void MakeRoom();
+  // The shards of `unit` have come from the store: those of others give way. Thread-safe.
+  void UsePart(ShardUnit& unit);
+  void FreeParts();
   // Waits for what an interrupted pass has left under way.
   void Settle();
   void ExpireAll();
@@ -172,9 +190,14 @@ class ShardedModel {
   Comm& world_;
   Comm& shard_comm_;
   Comm* const replicas_;
+  Comm* const reshard_;
   const ShardingOptions options_;
   const bool broadcast_buffers_;
   const std::vector<at::Tensor> buffers_;
+  LocalComm alone_;  // divides the units that are not divided
+  const std::unique_ptr<PartStore> store_;
+  Mutex parts_mu_;
+  uint64_t parts_came_ ABSL_GUARDED_BY(parts_mu_) = 0;
   std::vector<std::unique_ptr<ShardUnit>> units_;
   std::vector<at::Tensor> shards_;
   std::unordered_map<const void*, at::Tensor> shard_of_;  // by the parameter's TensorImpl

@@ -1,6 +1,7 @@
 #include "worker/parallel/sharded_model.h"
 
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
@@ -136,13 +137,15 @@ std::unique_ptr<Comm> InOrder(Comm* comm, const std::shared_ptr<CommThread>& thr
 
 // A model on one rank, with what trains it.
 struct Trained {
-  Trained(Comm& all, const ShardingOptions& options, Comm* part = nullptr, Comm* copies = nullptr)
+  Trained(Comm& all, const ShardingOptions& options, Comm* part = nullptr, Comm* copies = nullptr,
+          std::unique_ptr<PartStore> store = nullptr, Comm* node = nullptr)
       : thread(options.overlap ? std::make_shared<CommThread>() : nullptr),
         world(InOrder(&all, thread)),
         shard(InOrder(part, thread)),
         replicas(InOrder(copies, thread)),
+        reshard(InOrder(node, thread)),
         model(*world, shard == nullptr ? *world : *shard, replicas.get(), &net, ParametersOf(net),
-              {}, options, true, thread),
+              {}, options, true, thread, nullptr, std::move(store), reshard.get()),
         sgd(model.shards(), {.lr = 0.1, .momentum = 0.9}) {}
 
   at::Tensor Forward(const at::Tensor& ids, bool communicate = true) {
@@ -165,7 +168,7 @@ struct Trained {
 
   Net net;
   const std::shared_ptr<CommThread> thread;
-  const std::unique_ptr<Comm> world, shard, replicas;
+  const std::unique_ptr<Comm> world, shard, replicas, reshard;
   ShardedModel model;
   FusedSGD sgd;
 };
@@ -215,6 +218,145 @@ TEST(ShardedModel, OverGloo_TwoRunsAreEqualToTheBit) {
   EXPECT_LE(Distance(runs[0], OneProcess(10), ValuesOf(Net())), 1e-6);
 }
 
+// Parts in memory that is not theirs.
+class MemoryParts : public PartStore {
+ public:
+  uint64_t Reserve(uint64_t bytes) override {
+    const uint64_t place = bytes_.size();
+    bytes_.resize(place + bytes);
+    return place;
+  }
+  void Read(uint64_t place, void* to, uint64_t bytes) override {
+    TORCH_CHECK(!broken, "the disk is broken");
+    std::memcpy(to, bytes_.data() + place, bytes);
+  }
+  void Write(uint64_t place, const void* from, uint64_t bytes) override {
+    std::memcpy(bytes_.data() + place, from, bytes);
+  }
+
+  bool broken = false;
+
+ private:
+  std::vector<char> bytes_;
+};
+
+void ExpectEqual(const Values& a, const Values& b) {
+  for (const auto& [name, tensor] : a) EXPECT_TRUE(at::equal(tensor, b.at(name))) << name;
+}
+
+TEST(ShardedModel, PartsInAStore_EqualThoseInMemory) {
+  for (const int ranks : {1, 2, 3}) {
+    for (const bool overlap : {true, false}) {
+      RunRanks(ranks, [&](Comm& comm) {
+        const ShardingOptions options = {.strategy = ShardingStrategy::kFull, .overlap = overlap};
+        Trained in_memory(comm, options);
+        Trained in_store(comm, options, nullptr, nullptr, std::make_unique<MemoryParts>());
+        for (int step = 0; step < 4; ++step) {
+          in_memory.Forward(IdsOf(step, comm)).backward();
+          in_memory.Step();
+          const at::Tensor loss = in_store.Forward(IdsOf(step, comm));
+          for (const auto& unit : in_store.model.units()) EXPECT_FALSE(unit->part_is_present());
+          loss.backward();
+          in_store.Step();
+          in_store.model.MarkChanged(in_store.model.shards());
+        }
+        ExpectEqual(in_store.Full(), in_memory.Full());
+        int present = 0;
+        for (const auto& unit : in_store.model.units()) present += unit->part_is_present() ? 1 : 0;
+        EXPECT_LE(present, 2) << "assembling them takes one after the other";
+      });
+    }
+  }
+}
+
+TEST(ShardedModel, PartsInAStore_AreWrittenBySummonAndLoad) {
+  RunRanks(2, [](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull}, nullptr, nullptr,
+                    std::make_unique<MemoryParts>());
+    Values loaded = trained.Full();
+    for (auto& [name, tensor] : loaded) tensor.mul_(2);
+    trained.model.LoadParameters(loaded);
+    ExpectEqual(trained.Full(), loaded);
+    trained.model.Summon([&] {
+      const at::NoGradGuard no_grad;
+      for (at::Tensor& parameter : trained.net.parameters()) parameter.add_(1);
+    });
+    for (auto& [name, tensor] : loaded) tensor.add_(1);
+    ExpectEqual(trained.Full(), loaded);
+    std::map<std::string, at::Tensor> parts;
+    for (const auto& [name, tensor] : loaded) parts[name] = trained.model.PartOf(name, tensor * 3);
+    trained.model.LoadParts(parts);
+    for (auto& [name, tensor] : loaded) tensor.mul_(3);
+    ExpectEqual(trained.Full(), loaded);
+  });
+}
+
+TEST(ShardedModel, StoreThatFails_ThrowsNamingTheUse) {
+  RunRanks(1, [](Comm& comm) {
+    auto store = std::make_unique<MemoryParts>();
+    MemoryParts& parts = *store;
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull}, nullptr, nullptr,
+                    std::move(store));
+    parts.broken = true;
+    EXPECT_THAT(ErrorOf([&] { trained.Forward(IdsOf(0, comm)); }), HasSubstr("the disk is broken"));
+    parts.broken = false;
+    trained.Forward(IdsOf(0, comm)).backward();
+    trained.Step();
+  });
+}
+
+TEST(ShardedModel, IgnoredModules_AreWholeAndEqualOneProcess) {
+  const Values want = OneProcess(5);
+  const Values start = ValuesOf(Net());
+  for (const int ranks : {1, 3}) {
+    for (const ShardingStrategy strategy : kStrategies) {
+      for (const bool overlap : {true, false}) {
+        RunRanks(ranks, [&](Comm& comm) {
+          Trained trained(
+              comm,
+              {.strategy = strategy, .overlap = overlap, .ignored_modules = "words|blocks\\.[12]"});
+          for (const auto& [name, tensor] : want) {
+            const bool ignored = name.find("extra") == std::string::npos &&
+                                 name.find("blocks.0") == std::string::npos &&
+                                 name.find("blocks.3") == std::string::npos;
+            if (ignored) {
+              EXPECT_EQ(trained.model.PartSize(name), tensor.numel()) << name;
+            }
+          }
+          for (int step = 0; step < 5; ++step) {
+            trained.Forward(IdsOf(step, comm)).backward();
+            trained.Step();
+          }
+          EXPECT_LE(Distance(trained.Full(), want, start), 1e-6)
+              << ranks << " ranks, strategy " << static_cast<int>(strategy);
+          // As in data parallelism they can be read at any time.
+          EXPECT_TRUE(at::equal(trained.net.words->weight, trained.Full().at("words.weight")));
+          int whole = 0;
+          for (const at::Tensor& shard : trained.model.shards()) {
+            whole += trained.model.IsWhole(shard) ? 1 : 0;
+          }
+          EXPECT_EQ(whole, 1 + 2 * 6);
+        });
+      }
+    }
+  }
+}
+
+TEST(ShardedModel, IgnoredModulesThatAreNone_AreRefused) {
+  RunRanks(1, [](Comm& comm) {
+    EXPECT_THAT(ErrorOf([&] {
+                  Trained(comm,
+                          {.strategy = ShardingStrategy::kFull, .ignored_modules = "blocks.9"});
+                }),
+                AllOf(HasSubstr("no module's name is 'blocks.9'"), HasSubstr("blocks.3.outer")));
+    EXPECT_THAT(ErrorOf([&] {
+                  Trained(comm,
+                          {.strategy = ShardingStrategy::kFull, .ignored_modules = "blocks.("});
+                }),
+                HasSubstr("is no regular expression"));
+  });
+}
+
 // Four ranks in groups of two: two copies of the model.
 void RunHybrid(const std::function<void(Comm& world, Comm& shard, Comm& replicas)>& body) {
   std::vector<std::unique_ptr<Comm>> shard[2] = {MakeThreadComms(2), MakeThreadComms(2)};
@@ -228,15 +370,53 @@ void RunHybrid(const std::function<void(Comm& world, Comm& shard, Comm& replicas
 TEST(ShardedModel, Hybrid_EqualsOneProcess) {
   const Values want = OneProcess(20);
   const Values start = ValuesOf(Net());
-  RunHybrid([&](Comm& world, Comm& shard, Comm& replicas) {
-    Trained trained(world, {.strategy = ShardingStrategy::kFull, .group_size = 2}, &shard,
-                    &replicas);
-    for (int step = 0; step < 20; ++step) {
-      trained.Forward(IdsOf(step, world)).backward();
-      trained.Step();
-    }
-    EXPECT_LE(Distance(trained.Full(), want, start), 1e-6);
-  });
+  for (const char* ignored : {"", "words|blocks\\.2"}) {
+    RunHybrid([&](Comm& world, Comm& shard, Comm& replicas) {
+      Trained trained(
+          world, {.strategy = ShardingStrategy::kFull, .group_size = 2, .ignored_modules = ignored},
+          &shard, &replicas);
+      for (int step = 0; step < 20; ++step) {
+        trained.Forward(IdsOf(step, world)).backward();
+        trained.Step();
+      }
+      EXPECT_LE(Distance(trained.Full(), want, start), 1e-6);
+    });
+  }
+}
+
+// Four ranks in pairs, which keep the parameters from the forward pass to the backward pass.
+TEST(ShardedModel, ReshardedInSmallerGroups_EqualsOneProcess) {
+  const Values want = OneProcess(8);
+  const Values start = ValuesOf(Net());
+  for (const bool overlap : {false, true}) {
+    std::vector<std::unique_ptr<Comm>> pairs[2] = {MakeThreadComms(2), MakeThreadComms(2)};
+    RunRanks(4, [&](Comm& world) {
+      Trained trained(
+          world, {.strategy = ShardingStrategy::kFull, .reshard_group_size = 2, .overlap = overlap},
+          nullptr, nullptr, nullptr, pairs[world.rank() / 2][world.rank() % 2].get());
+      const auto kept = [&] {
+        int64_t bytes = 0;
+        for (const auto& unit : trained.model.units()) bytes += unit->kept_bytes();
+        return bytes;
+      };
+      for (int step = 0; step < 8; ++step) {
+        const at::Tensor loss = trained.Forward(IdsOf(step, world));
+        int64_t freed = 0;
+        for (const auto& unit : trained.model.units()) {
+          if (!unit->present()) freed += unit->full_bytes();
+        }
+        EXPECT_GT(freed, 0);
+        EXPECT_GE(kept(), freed / 2) << "half of each is here";
+        loss.backward();
+        EXPECT_EQ(kept(), 0);
+        trained.Step();
+        const at::NoGradGuard no_grad;
+        trained.Forward(IdsOf(step, world));
+        EXPECT_EQ(kept(), 0) << "no backward pass follows";
+      }
+      EXPECT_LE(Distance(trained.Full(), want, start), 1e-6);
+    });
+  }
 }
 
 TEST(ShardedModel, MicroStepsWithoutCommunication_AreReducedAsTheirSum) {

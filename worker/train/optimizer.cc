@@ -15,6 +15,8 @@
 #include "ATen/ops/full_like.h"
 #include "ATen/ops/zeros.h"
 #include "c10/util/Exception.h"
+#include "worker/train/guard.h"
+#include "worker/train/offloaded_state.h"
 #include "worker/train/slot_layout.h"
 #include "worker/train/tensor_ranges.h"
 
@@ -237,75 +239,151 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
   std::optional<at::Tensor> inf;
   if (found_inf.defined()) inf = found_inf;
 
-  std::vector<Chunk> chunks;
+  if (offloaded_ != nullptr) {
+    ThrowIfError(offloaded_->failed());
+    // What is refused is refused before anything has changed.
+    MakeRoom();
+    for (size_t i = 0; i < state_.size(); ++i) {
+      const at::Tensor& param = seen_parameters()[i];
+      if (!param.grad().defined()) continue;
+      CheckGradient(param, param.grad(), parameter_names()[i]);
+      TORCH_CHECK(!offloaded_->Has(i) || offloaded_->Fits(i, param), "parameter ",
+                  parameter_names()[i], " has become ", param.scalar_type(), " of shape ",
+                  param.sizes(),
+                  ", which its offloaded state is not: change it before the first "
+                  "step");
+    }
+  }
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // parameters with holes, dense copies
   for (size_t g = 0; g < groups_.size(); ++g) {
     const auto [begin, end] = groups_[g];
     const std::vector<Slot> slots_of_group = slots(static_cast<int64_t>(g));
-    chunks.clear();
-    for (size_t i = begin; i < end; ++i) {
-      const at::Tensor& param = seen_parameters()[i];
-      at::Tensor grad = param.grad();
-      if (!grad.defined()) continue;
-      CheckGradient(param, grad, parameter_names()[i]);
-      // The kernel's parameter: a dense copy where this one has holes.
-      const bool dense = IsDense(param);
-      at::Tensor target = dense ? param : at::empty_like(param).copy_(param);
-      if (!SameLayout(grad, target)) grad = at::empty_like(target).copy_(grad);
-
-      ParamState& state = state_[i];
-      const bool fresh = !state.exists;
-      const bool small = IsSmall(param);
-      Chunk& chunk =
-          FindChunk(&chunks, param, fresh, small, end - i, slots_of_group.size(), counts_steps());
-      if (counts_steps()) {
-        if (!state.step.defined()) {
-          state.step =
-              chunk.steps.empty()
-                  ? at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(param.device()))
-                  : chunk.steps[0];
-        } else if (state.step.device() != param.device()) {
-          state.step = state.step.to(param.device());
-        }
-        chunk.steps.push_back(state.step);
-      }
-      for (size_t s = 0; s < slots_of_group.size(); ++s) {
-        at::Tensor& slot = state.slots[s];
-        if (!slot.defined()) {
-          slot = at::full_like(target, slots_of_group[s].initial).detach();
-        } else if (!Fits(slot, target)) {
-          slot = Refit(slot, target);
-        }
-        chunk.slots[s].push_back(slot);
-      }
-      state.exists = true;
-      chunk.indices.push_back(i);
-      if (!dense) copies.emplace_back(param, target);
-      chunk.params.push_back(std::move(target));
-      chunk.grads.push_back(std::move(grad));
+    if (IsOffloaded(static_cast<int64_t>(g))) {
+      StepOffloaded(static_cast<int64_t>(g), scale, inf, &copies);
+      continue;
     }
-
-    for (Chunk& chunk : chunks) {
-      bool left = false;
-      const auto counted = CountSteps(&chunk.steps, &left);
-      if (left) {
-        for (size_t k = 0; k < chunk.indices.size(); ++k) {
-          state_[chunk.indices[k]].step = chunk.steps[k];
-        }
+    const SlotOf slot_of = [&](size_t i, size_t s, const at::Tensor& target) {
+      at::Tensor& slot = state_[i].slots[s];
+      if (!slot.defined()) {
+        slot = at::full_like(target, slots_of_group[s].initial).detach();
+      } else if (!Fits(slot, target)) {
+        slot = Refit(slot, target);
       }
-      const at::Device device = chunk.params[0].device();
-      const std::optional<at::Tensor> inf_here = OnDevice(inf, device);
-      const std::optional<at::Tensor> scale_here = OnDevice(scale, device);
-      ForTensorRanges(chunk.params, [&](int64_t first, int64_t last) {
-        Update(static_cast<int64_t>(g), ListsOf(chunk, first, last), scale_here, inf_here);
-      });
-      if (inf_here.has_value()) {
-        for (const auto& [old_step, new_step] : counted) new_step.sub_(*inf_here);
-      }
-    }
+      return slot;
+    };
+    StepRange(static_cast<int64_t>(g), begin, end, slot_of, scale, inf, &copies);
   }
   for (auto& [param, copy] : copies) param.copy_(copy);
   ForgetCastWeights();
+}
+
+void FusedOptimizer::StepRange(int64_t group, size_t first, size_t last, const SlotOf& slot,
+                               const std::optional<at::Tensor>& grad_scale,
+                               const std::optional<at::Tensor>& found_inf,
+                               std::vector<std::pair<at::Tensor, at::Tensor>>* copies) {
+  const size_t slot_count = slots(group).size();
+  std::vector<Chunk> chunks;
+  for (size_t i = first; i < last; ++i) {
+    const at::Tensor& param = seen_parameters()[i];
+    at::Tensor grad = param.grad();
+    if (!grad.defined()) continue;
+    CheckGradient(param, grad, parameter_names()[i]);
+    // The kernel's parameter: a dense copy where this one has holes.
+    const bool dense = IsDense(param);
+    at::Tensor target = dense ? param : at::empty_like(param).copy_(param);
+    if (!SameLayout(grad, target)) grad = at::empty_like(target).copy_(grad);
+
+    ParamState& state = state_[i];
+    Chunk& chunk = FindChunk(&chunks, param, !state.exists, IsSmall(param), last - i, slot_count,
+                             counts_steps());
+    if (counts_steps()) {
+      if (!state.step.defined()) {
+        state.step =
+            chunk.steps.empty()
+                ? at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(param.device()))
+                : chunk.steps[0];
+      } else if (state.step.device() != param.device()) {
+        state.step = state.step.to(param.device());
+      }
+      chunk.steps.push_back(state.step);
+    }
+    for (size_t s = 0; s < slot_count; ++s) chunk.slots[s].push_back(slot(i, s, target));
+    state.exists = true;
+    chunk.indices.push_back(i);
+    if (!dense) copies->emplace_back(param, target);
+    chunk.params.push_back(std::move(target));
+    chunk.grads.push_back(std::move(grad));
+  }
+
+  for (Chunk& chunk : chunks) {
+    bool left = false;
+    const auto counted = CountSteps(&chunk.steps, &left);
+    if (left) {
+      for (size_t k = 0; k < chunk.indices.size(); ++k) {
+        state_[chunk.indices[k]].step = chunk.steps[k];
+      }
+    }
+    const at::Device device = chunk.params[0].device();
+    const std::optional<at::Tensor> inf_here = OnDevice(found_inf, device);
+    const std::optional<at::Tensor> scale_here = OnDevice(grad_scale, device);
+    ForTensorRanges(chunk.params, [&](int64_t begin, int64_t end) {
+      Update(group, ListsOf(chunk, begin, end), scale_here, inf_here);
+    });
+    if (inf_here.has_value()) {
+      for (const auto& [old_step, new_step] : counted) new_step.sub_(*inf_here);
+    }
+  }
+}
+
+void FusedOptimizer::StepOffloaded(int64_t group, const std::optional<at::Tensor>& grad_scale,
+                                   const std::optional<at::Tensor>& found_inf,
+                                   std::vector<std::pair<at::Tensor, at::Tensor>>* copies) {
+  const auto [begin, end] = groups_[group];
+  const std::vector<Slot> slots_of_group = slots(group);
+  const auto has_gradient = [&](size_t i) { return seen_parameters()[i].grad().defined(); };
+  offloaded_->ForWindows(begin, end, has_gradient, [&](size_t first, size_t last) {
+    // Tensors that were made for the kernel of those in the window.
+    std::vector<std::pair<at::Tensor, at::Tensor>> fitted;
+    const SlotOf slot_of = [&](size_t i, size_t s, const at::Tensor& target) {
+      at::Tensor kept = offloaded_->Slot(i, s);
+      if (!offloaded_->IsFilled(i)) kept.fill_(slots_of_group[s].initial);
+      if (s + 1 == slots_of_group.size()) offloaded_->Fill(i);
+      if (Fits(kept, target)) return kept;
+      at::Tensor slot = Refit(kept, target);
+      fitted.emplace_back(kept, slot);
+      return slot;
+    };
+    StepRange(group, first, last, slot_of, grad_scale, found_inf, copies);
+    for (auto& [kept, slot] : fitted) kept.copy_(slot);
+  });
+}
+
+void FusedOptimizer::MakeRoom() {
+  for (int64_t g = 0; g < num_groups(); ++g) {
+    const auto [begin, end] = groups_[g];
+    if (begin == end || !IsOffloaded(g) || offloaded_->Has(begin)) continue;
+    std::vector<at::Tensor> likes;
+    bool on_gpu = false;
+    for (size_t i = begin; i < end; ++i) {
+      const at::Tensor& param = seen_parameters()[i];
+      on_gpu = on_gpu || param.is_cuda();
+      // Without memory, of the strides that the states have.
+      likes.push_back(IsDense(param)
+                          ? param.detach()
+                          : at::empty_like(param, at::TensorOptions().device(at::kMeta)));
+    }
+    offloaded_->Add(begin, likes, slots(g).size(), on_gpu);
+  }
+}
+
+void FusedOptimizer::OffloadState(std::shared_ptr<ScratchFile> file) {
+  if (offloaded_ != nullptr) return;
+  for (size_t i = 0; i < state_.size(); ++i) {
+    TORCH_CHECK(!state_[i].exists, "parameter ", parameter_names()[i],
+                " of the optimizer has been stepped on already: prepare() the optimizer before its "
+                "first step to have its state offloaded");
+  }
+  offloaded_ = std::make_shared<OffloadedState>(std::move(file));
 }
 
 void FusedOptimizer::ReplaceParameters(
@@ -314,7 +392,8 @@ void FusedOptimizer::ReplaceParameters(
   for (size_t i = 0; i < replaced.size(); ++i) {
     const at::Tensor other = replacement(replaced[i]);
     if (!other.defined()) continue;
-    TORCH_CHECK(!state_[i].exists, "parameter ", parameter_names()[i],
+    const bool has_state = state_[i].exists || (offloaded_ != nullptr && offloaded_->Has(i));
+    TORCH_CHECK(!has_state, "parameter ", parameter_names()[i],
                 " of the optimizer has been stepped on already: shard the model (prepare() it) "
                 "before the optimizer's first step");
     replaced[i] = other;
@@ -322,8 +401,15 @@ void FusedOptimizer::ReplaceParameters(
   ExchangeParameters(std::move(replaced));
 }
 
+std::string FusedOptimizer::CannotSave() const {
+  if (offloaded_ == nullptr || offloaded_->failed().ok()) return "";
+  return std::string(offloaded_->failed().message());
+}
+
 OptimizerState FusedOptimizer::SaveState() const {
+  if (offloaded_ != nullptr) ThrowIfError(offloaded_->failed());
   OptimizerState saved;
+  OffloadedState::Maps maps;
   for (int64_t g = 0; g < num_groups(); ++g) {
     const auto [begin, end] = groups_[g];
     const std::vector<Slot> names = slots(g);
@@ -333,9 +419,11 @@ OptimizerState FusedOptimizer::SaveState() const {
       const std::string& parameter = parameter_names()[i];
       if (counts_steps()) saved.tensors[parameter + ".step"] = state_[i].step.clone();
       for (size_t s = 0; s < names.size(); ++s) {
-        if (state_[i].slots[s].defined()) {
-          saved.tensors[parameter + "." + names[s].name] = state_[i].slots[s];
+        at::Tensor slot = state_[i].slots[s];
+        if (offloaded_ != nullptr && offloaded_->IsFilled(i)) {
+          slot = offloaded_->Mapped(i, s, &maps);
         }
+        if (slot.defined()) saved.tensors[parameter + "." + names[s].name] = slot;
       }
     }
   }
@@ -381,14 +469,34 @@ void FusedOptimizer::LoadState(const OptimizerState& state) {
         const auto it = by_parameter[i].find(names[s].name);
         TORCH_CHECK(it != by_parameter[i].end(), "optimizer state '", parameter_names()[i], ".",
                     names[s].name, "' is missing");
-        loaded[i].slots[s] = at::empty_like(param).detach().copy_(it->second);
+        if (offloaded_ == nullptr) {
+          loaded[i].slots[s] = at::empty_like(param).detach().copy_(it->second);
+        }
       }
       loaded[i].exists = true;
     }
   }
+  if (offloaded_ != nullptr) MakeRoom();
   for (int64_t g = 0; g < num_groups(); ++g) LoadGroup(state.groups, g, /*commit=*/true);
   steps.clear();
   state_ = std::move(loaded);
+  if (offloaded_ == nullptr) return;
+  offloaded_->Renew();
+  for (int64_t g = 0; g < num_groups(); ++g) {
+    const auto [begin, end] = groups_[g];
+    const std::vector<Slot> names = slots(g);
+    if (names.empty()) continue;
+    const auto is_loaded = [&](size_t i) { return state_[i].exists; };
+    offloaded_->ForWindows(begin, end, is_loaded, [&](size_t first, size_t last) {
+      for (size_t i = first; i < last; ++i) {
+        if (!state_[i].exists) continue;
+        for (size_t s = 0; s < names.size(); ++s) {
+          offloaded_->Slot(i, s).copy_(by_parameter[i].at(names[s].name));
+        }
+        offloaded_->Fill(i);
+      }
+    });
+  }
 }
 
 template <typename Options>

@@ -1,12 +1,20 @@
 #include "worker/train/optimizer.h"
 
+#include <errno.h>
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <cmath>
+#include <memory>
+#include <vector>
 
 #include "ATen/Context.h"
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/randn.h"
 #include "ATen/ops/zeros.h"
+#include "absl/status/statusor.h"
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "torch/optim/adagrad.h"
@@ -14,6 +22,8 @@
 #include "torch/optim/adamw.h"
 #include "torch/optim/rmsprop.h"
 #include "torch/optim/sgd.h"
+#include "worker/checkpoint/direct_io.h"
+#include "worker/checkpoint/scratch_file.h"
 #include "worker/collective/test_error.h"
 #include "worker/train/torch_optimizer.h"
 
@@ -304,6 +314,267 @@ TEST(FusedAdamW, StepScaled_DividesByScaleAndSkipsOnInf) {
   }
   ExpectNear(a, b);
   EXPECT_EQ(scaled.SaveState().tensors.at("0.step").item<float>(), 1);
+}
+
+std::shared_ptr<ScratchFile> FileIn(const TestFolder& folder) {
+  absl::StatusOr<std::shared_ptr<ScratchFile>> file = ScratchFile::Create(folder.path());
+  EXPECT_TRUE(file.ok()) << file.status();
+  return *std::move(file);
+}
+
+void ExpectSameState(const OptimizerHandle& a, const OptimizerHandle& b) {
+  const OptimizerState of_a = a.SaveState(), of_b = b.SaveState();
+  EXPECT_EQ(of_a.groups, of_b.groups);
+  ASSERT_EQ(of_a.tensors.size(), of_b.tensors.size());
+  for (const auto& [name, tensor] : of_a.tensors) {
+    ASSERT_TRUE(of_b.tensors.count(name)) << name;
+    EXPECT_TRUE(tensor.equal(of_b.tensors.at(name))) << name;
+  }
+}
+
+// Some steps of two optimizers of one kind, of which `b`'s state is offloaded: equal to the last
+// bit, also after the states have been exchanged.
+template <typename Make>
+void ExpectSameOffloaded(Make make) {
+  const TestFolder folder;
+  for (const bool on_disk : {true, false}) {
+    std::vector<at::Tensor> a = MakeParams(), b = MakeParams();
+    auto plain = make(a);
+    auto offloaded = make(b);
+    offloaded->OffloadState(on_disk ? FileIn(folder) : nullptr);
+    for (int step = 0; step < 6; ++step) {
+      SetGrads(a, step);
+      SetGrads(b, step);
+      plain->Step();
+      offloaded->Step();
+    }
+    ExpectSameState(*plain, *offloaded);
+
+    auto other = make(b);
+    other->OffloadState(on_disk ? FileIn(folder) : nullptr);
+    other->LoadState(plain->SaveState());
+    plain->LoadState(offloaded->SaveState());
+    for (int step = 6; step < 9; ++step) {
+      SetGrads(a, step);
+      SetGrads(b, step);
+      plain->Step();
+      other->Step();
+    }
+    ExpectSameState(*plain, *other);
+    for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(a[i].equal(b[i])) << i;
+  }
+}
+
+TEST(OffloadedOptimizer, Steps_EqualThoseWithoutOffload) {
+  ExpectSameOffloaded(
+      [](const auto& p) { return std::make_unique<FusedAdamW>(p, AdamWOptions{.amsgrad = true}); });
+  ExpectSameOffloaded([](const auto& p) { return std::make_unique<FusedAdam>(p); });
+  ExpectSameOffloaded([](const auto& p) {
+    return std::make_unique<FusedSGD>(p, SGDOptions{.momentum = 0.9, .dampening = 0.1});
+  });
+  ExpectSameOffloaded([](const auto& p) { return std::make_unique<FusedSGD>(p); });
+  ExpectSameOffloaded([](const auto& p) {
+    return std::make_unique<FusedAdagrad>(p, AdagradOptions{.initial_accumulator_value = 0.5});
+  });
+  ExpectSameOffloaded([](const auto& p) {
+    return std::make_unique<FusedAdamW>(
+        std::vector<ParamGroup<AdamWOptions>>{{{p[0], p[2]}, {}}, {{p[1], p[3]}, {.lr = 0.1}}});
+  });
+}
+
+TEST(OffloadedOptimizer, StatesOfSeveralWindows_EqualThoseWithoutOffload) {
+  const TestFolder folder;
+  const auto make = [] {
+    at::manual_seed(1);
+    std::vector<at::Tensor> params;
+    for (int i = 0; i < 3; ++i) params.push_back(at::randn({5'000'000}).requires_grad_(true));
+    return params;
+  };
+  std::vector<at::Tensor> a = make(), b = make();
+  FusedAdamW plain(a), offloaded(b);
+  offloaded.OffloadState(FileIn(folder));
+  for (int step = 0; step < 3; ++step) {
+    SetGrads(a, step);
+    for (size_t i = 0; i < a.size(); ++i) b[i].mutable_grad() = a[i].grad();
+    plain.Step();
+    offloaded.Step();
+  }
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(a[i].equal(b[i])) << i;
+  ExpectSameState(plain, offloaded);
+}
+
+TEST(OffloadedOptimizer, ParametersThatLieOtherwise_EqualThoseWithoutOffload) {
+  const TestFolder folder;
+  const auto make = [] {
+    at::manual_seed(1);
+    // With holes; and one whose memory format changes after the first step.
+    return std::vector<at::Tensor>{
+        at::randn({6, 8}).slice(1, 0, 8, 2).detach().requires_grad_(true),
+        at::randn({2, 3, 4, 5}).requires_grad_(true)};
+  };
+  std::vector<at::Tensor> a = make(), b = make();
+  FusedAdamW plain(a), offloaded(b);
+  offloaded.OffloadState(FileIn(folder));
+  for (int step = 0; step < 4; ++step) {
+    SetGrads(a, step);
+    SetGrads(b, step);
+    plain.Step();
+    offloaded.Step();
+    for (auto* params : {&a, &b}) {
+      (*params)[1].set_data((*params)[1].detach().contiguous(
+          step % 2 == 0 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous));
+    }
+  }
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(a[i].equal(b[i])) << i;
+}
+
+TEST(OffloadedOptimizer, GroupAddedLater_IsOffloadedToo) {
+  const TestFolder folder;
+  std::vector<at::Tensor> a = MakeParams(), b = MakeParams();
+  FusedAdamW plain({a[0]}), offloaded({b[0]});
+  offloaded.OffloadState(FileIn(folder));
+  for (int step = 0; step < 4; ++step) {
+    if (step == 2) {
+      plain.add_param_group({{a[3]}, {}});
+      offloaded.add_param_group({{b[3]}, {}});
+    }
+    SetGrads(a, step);
+    SetGrads(b, step);
+    plain.Step();
+    offloaded.Step();
+  }
+  ExpectSameState(plain, offloaded);
+}
+
+// With a system whose calls fail when the test says so.
+class FailingDisk {
+ public:
+  std::shared_ptr<ScratchFile> File() {
+    absl::StatusOr<std::shared_ptr<ScratchFile>> file =
+        ScratchFile::Create(folder_.path(), &system);
+    EXPECT_TRUE(file.ok()) << file.status();
+    return *std::move(file);
+  }
+  static int Fail(int error) {
+    errno = error;
+    return -1;
+  }
+
+  DirectFileSystem system;
+
+ private:
+  const TestFolder folder_;
+};
+
+TEST(OffloadedOptimizer, DiskThatFailsInAStep_SavesNothingUntilAStateIsLoaded) {
+  FailingDisk disk;
+  std::vector<at::Tensor> params = MakeParams();
+  FusedAdamW optimizer(params);
+  optimizer.OffloadState(disk.File());
+  SetGrads(params, 5);
+  optimizer.Step();
+  OptimizerState good = optimizer.SaveState();
+  for (auto& [name, tensor] : good.tensors) tensor = tensor.clone();
+  disk.system.pwrite = [](int, const void*, size_t, off_t) -> ssize_t {
+    return FailingDisk::Fail(EIO);
+  };
+  EXPECT_THAT(ErrorOf([&] { optimizer.Step(); }), HasSubstr("cannot write"));
+  disk.system.pwrite = ::pwrite;
+  EXPECT_THAT(ErrorOf([&] { optimizer.Step(); }), HasSubstr("state was lost"));
+  EXPECT_THAT(ErrorOf([&] { optimizer.SaveState(); }), HasSubstr("state was lost"));
+  EXPECT_THAT(optimizer.CannotSave(), HasSubstr("state was lost"));
+  // What is lost is not read again.
+  disk.system.pread = [](int, void*, size_t, off_t) -> ssize_t { return FailingDisk::Fail(EIO); };
+  optimizer.LoadState(good);
+  disk.system.pread = ::pread;
+  EXPECT_EQ(optimizer.CannotSave(), "");
+  const OptimizerState loaded = optimizer.SaveState();
+  for (const auto& [name, tensor] : good.tensors) {
+    EXPECT_TRUE(tensor.equal(loaded.tensors.at(name))) << name;
+  }
+  optimizer.Step();
+}
+
+TEST(OffloadedOptimizer, DiskThatIsFull_ChangesNothing) {
+  FailingDisk disk;
+  std::vector<at::Tensor> params = MakeParams();
+  FusedAdamW optimizer({{{params[0]}, {}}, {{params[1]}, {}}});
+  optimizer.OffloadState(disk.File());
+  SetGrads(params, 5);
+  const std::vector<at::Tensor> before = {params[0].detach().clone(), params[1].detach().clone()};
+  int reserved = 0;
+  disk.system.allocate = [&](int fd, off_t size) {
+    // The second group finds no room.
+    return ++reserved == 2 ? FailingDisk::Fail(ENOSPC) : ::fallocate(fd, 0, 0, size);
+  };
+  EXPECT_THAT(ErrorOf([&] { optimizer.Step(); }), HasSubstr("cannot reserve"));
+  for (size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(params[i].equal(before[i])) << i;
+  EXPECT_TRUE(optimizer.SaveState().tensors.empty());
+  optimizer.Step();
+  EXPECT_EQ(optimizer.SaveState().tensors.at("1.step").item<float>(), 1);
+}
+
+TEST(OffloadedOptimizer, MomentumThatComesLater_BeginsAtZero) {
+  for (const bool on_disk : {true, false}) {
+    const TestFolder folder;
+    std::vector<at::Tensor> a = MakeParams(), b = MakeParams();
+    FusedSGD plain(a, {.lr = 0.1}), offloaded(b, {.lr = 0.1});
+    offloaded.OffloadState(on_disk ? FileIn(folder) : nullptr);
+    for (int step = 4; step < 8; ++step) {
+      if (step == 5) {
+        plain.set_momentum(0, 0.9);
+        offloaded.set_momentum(0, 0.9);
+      }
+      SetGrads(a, step);
+      SetGrads(b, step);
+      plain.Step();
+      offloaded.Step();
+    }
+    for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(a[i].equal(b[i])) << i;
+    ExpectSameState(plain, offloaded);
+  }
+}
+
+TEST(OffloadedOptimizer, StepScaled_SkipsOnInf) {
+  const TestFolder folder;
+  std::vector<at::Tensor> a = MakeParams(), b = MakeParams();
+  FusedAdamW plain(a), offloaded(b);
+  offloaded.OffloadState(FileIn(folder));
+  for (const float found_inf : {0.0f, 1.0f, 0.0f}) {
+    SetGrads(a, 5);
+    SetGrads(b, 5);
+    plain.StepScaled(at::full({}, 8.0), at::full({}, found_inf));
+    offloaded.StepScaled(at::full({}, 8.0), at::full({}, found_inf));
+  }
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(a[i].equal(b[i])) << i;
+  ExpectSameState(plain, offloaded);
+}
+
+TEST(OffloadedOptimizer, WhatCannotBe_IsRefused) {
+  const TestFolder folder;
+  std::vector<at::Tensor> params = MakeParams();
+  optim::AdamW torchs(params);
+  EXPECT_THAT(ErrorOf([&] { WrapTorchOptimizer(torchs)->OffloadState(nullptr); }),
+              HasSubstr("use muster::FusedAdamW"));
+  FusedAdamW optimizer(params);
+  SetGrads(params, 5);
+  optimizer.Step();
+  EXPECT_THAT(ErrorOf([&] { optimizer.OffloadState(FileIn(folder)); }),
+              HasSubstr("has been stepped on already"));
+  FusedAdamW offloaded(params);
+  offloaded.OffloadState(FileIn(folder));
+  offloaded.Step();
+  offloaded.OffloadState(FileIn(folder));  // no effect
+  offloaded.Step();
+  EXPECT_EQ(offloaded.SaveState().tensors.at("0.step").item<float>(), 2);
+  EXPECT_THAT(ErrorOf([&] {
+                offloaded.ReplaceParameters([](const at::Tensor& p) { return p.detach().clone(); });
+              }),
+              HasSubstr("has been stepped on already"));
+  params[0].set_data(params[0].detach().to(at::kBFloat16));
+  params[0].mutable_grad() = at::zeros_like(params[0]);
+  EXPECT_THAT(ErrorOf([&] { offloaded.Step(); }), HasSubstr("has become BFloat16"));
+  EXPECT_EQ(offloaded.CannotSave(), "") << "nothing has changed";
 }
 
 TEST(OptimizerHandle, ZeroGrad_InPlaceKeepsBucketViews) {

@@ -1,0 +1,357 @@
+// Offload of optimizer states and parameters through the Accelerator, on one rank and on several:
+// threads of this process over Gloo.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ATen/CPUGeneratorImpl.h"
+#include "ATen/Functions.h"
+#include "base/file.h"
+#include "base/test_folder.h"
+#include "muster/accelerator.h"
+#include "muster/checkpoint.h"
+#include "muster/optim.h"
+#include "muster/test_ranks.h"
+#include "muster/utils.h"
+#include "torch/nn/modules/activation.h"
+#include "torch/nn/modules/container/sequential.h"
+#include "torch/nn/modules/linear.h"
+#include "torch/optim/adamw.h"
+#include "worker/parallel/sharded_model.h"
+#include "worker/train/offloaded_state.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+constexpr int kSamples = 12;  // of a step, on all ranks
+
+at::Tensor Random(at::IntArrayRef sizes, uint64_t seed) {
+  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kFloat);
+}
+
+torch::nn::Sequential MakeNet() {
+  torch::nn::Sequential net(torch::nn::Linear(5, 9), torch::nn::Tanh(), torch::nn::Linear(9, 9),
+                            torch::nn::Tanh(), torch::nn::Linear(9, 3));
+  at::NoGradGuard no_grad;
+  uint64_t seed = 7;
+  for (at::Tensor& parameter : net->parameters()) {
+    parameter.copy_(Random(parameter.sizes(), ++seed).div_(3));
+  }
+  return net;
+}
+
+template <class Model, class Optimizer>
+void Train(Accelerator& a, Model& model, Optimizer& optimizer, int first, int last) {
+  for (int step = first; step < last; ++step) {
+    const auto mine = [&](const at::Tensor& t) {
+      return t.chunk(a.num_processes())[a.process_index()];
+    };
+    auto scope = a.accumulate();
+    a.backward(at::mse_loss(model(mine(Random({kSamples, 5}, 100 + step))),
+                            mine(Random({kSamples, 3}, 200 + step))));
+    if (a.sync_gradients()) a.clip_grad_norm_(model.parameters(), 0.5);
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+}
+
+using Weights = std::map<std::string, at::Tensor>;
+
+class ShardingOffloadTest : public testing::Test {
+ protected:
+  // Several windows of several parameters, and some of one.
+  void SetUp() override { OffloadedState::SetDefaultWindowBytes(512); }
+  void TearDown() override { OffloadedState::SetDefaultWindowBytes(OffloadedState::kWindowBytes); }
+
+  AcceleratorOptions Options(const std::string& strategy, Offload optimizer,
+                             Offload parameters = Offload::kNone) {
+    AcceleratorOptions options;
+    options.sharding = ParseSharding(strategy, 2);
+    options.sharding->offload_optimizer = optimizer;
+    options.sharding->offload_parameters = parameters;
+    if (optimizer == Offload::kDisk) {
+      options.sharding->offload_optimizer_path = folder_.Path("optimizer");
+    }
+    if (parameters == Offload::kDisk) {
+      options.sharding->offload_parameters_path = folder_.Path("parameters");
+    }
+    return options;
+  }
+
+  // The weights after six steps, with a checkpoint after three that another Accelerator loads.
+  Weights Trained(int ranks, const AcceleratorOptions& first, const AcceleratorOptions& second) {
+    Weights weights;
+    const std::string dir = folder_.Path("state" + std::to_string(++runs_));
+    for (const bool continued : {false, true}) {
+      RunAccelerators(ranks, continued ? second : first, [&](Accelerator& a) {
+        torch::nn::Sequential net = MakeNet();
+        FusedAdamW adam({{{net->parameters()[0], net->parameters()[2]}, {.lr = 0.01}},
+                         {{net->parameters()[1], net->parameters()[3], net->parameters()[4],
+                           net->parameters()[5]},
+                          {.lr = 0.02, .weight_decay = 0}}});
+        auto [model, optimizer] = a.prepare(net, adam);
+        if (continued) {
+          const absl::Status loaded = a.load_state(dir);
+          ASSERT_TRUE(loaded.ok()) << loaded;
+        }
+        Train(a, model, optimizer, continued ? 3 : 0, continued ? 6 : 3);
+        if (!continued) {
+          const absl::Status saved = a.save_state(dir);
+          ASSERT_TRUE(saved.ok()) << saved;
+        }
+        const Weights got = a.get_state_dict(model);
+        if (continued && a.is_main_process()) {
+          for (const auto& [name, tensor] : got) weights[name] = tensor.clone();
+        }
+      });
+    }
+    return weights;
+  }
+
+  void ExpectEqual(const Weights& a, const Weights& b) {
+    ASSERT_EQ(a.size(), 6u);
+    for (const auto& [name, tensor] : a) EXPECT_TRUE(tensor.equal(b.at(name))) << name;
+  }
+
+  const TestFolder folder_;
+  int runs_ = 0;
+};
+
+TEST_F(ShardingOffloadTest, EveryStrategy_TrainsAsWithoutOffload) {
+  for (const std::string strategy : {"no_shard", "zero1", "zero2", "zero3"}) {
+    for (const int ranks : {1, 2, 3}) {
+      const AcceleratorOptions none = Options(strategy, Offload::kNone);
+      const Weights want = Trained(ranks, none, none);
+      std::vector<AcceleratorOptions> offloads = {Options(strategy, Offload::kDisk)};
+      if (strategy == "zero3") {
+        offloads.push_back(Options(strategy, Offload::kDisk, Offload::kDisk));
+        offloads.push_back(Options(strategy, Offload::kNone, Offload::kDisk));
+      }
+      for (const AcceleratorOptions& offload : offloads) {
+        SCOPED_TRACE(strategy + " on " + std::to_string(ranks) + " ranks");
+        ExpectEqual(Trained(ranks, offload, offload), want);
+      }
+      // A checkpoint says nothing of offload.
+      ExpectEqual(Trained(ranks, offloads.front(), none), want);
+      ExpectEqual(Trained(ranks, none, offloads.front()), want);
+    }
+  }
+}
+
+TEST_F(ShardingOffloadTest, OptimizerBeforeItsModel_IsOffloadedToo) {
+  Weights with, without;
+  for (const Offload place : {Offload::kNone, Offload::kDisk}) {
+    RunAccelerators(2, Options("zero3", place), [&](Accelerator& a) {
+      torch::nn::Sequential net = MakeNet();
+      FusedAdamW adam(net->parameters());
+      auto optimizer = a.prepare(adam);
+      auto model = a.prepare(net);
+      Train(a, model, optimizer, 0, 3);
+      const Weights got = a.get_state_dict(model);
+      if (!a.is_main_process()) return;
+      for (const auto& [name, tensor] : got) {
+        (place == Offload::kNone ? without : with)[name] = tensor.clone();
+      }
+    });
+  }
+  ExpectEqual(with, without);
+}
+
+TEST_F(ShardingOffloadTest, PreparedAgain_KeepsItsStates) {
+  const auto run = [&](Offload place) {
+    std::vector<at::Tensor> values;
+    RunAccelerators(1, Options("no_shard", place), [&](Accelerator& a) {
+      torch::nn::Sequential net = MakeNet();
+      FusedAdamW adam(net->parameters());
+      for (int epoch = 0; epoch < 3; ++epoch) {
+        auto [model, optimizer] = a.prepare(net, adam);
+        Train(a, model, optimizer, epoch, epoch + 1);
+        if (epoch == 1) a.free_memory();
+      }
+      for (const at::Tensor& p : net->parameters()) values.push_back(p.detach().clone());
+    });
+    return values;
+  };
+  const std::vector<at::Tensor> with = run(Offload::kDisk), without = run(Offload::kNone);
+  for (size_t i = 0; i < with.size(); ++i) EXPECT_TRUE(with[i].equal(without[i])) << i;
+}
+
+// A graph of a micro-step that does not exchange, run backward in one that does.
+TEST_F(ShardingOffloadTest, OneProcess_LosesNoGradient) {
+  RunAccelerators(1, Options("zero3", Offload::kNone, Offload::kDisk), [&](Accelerator& a) {
+    torch::nn::Sequential net = MakeNet(), plain = MakeNet();
+    FusedSGD sgd(net->parameters(), {.lr = 0.1}), plain_sgd(plain->parameters(), {.lr = 0.1});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    const at::Tensor x = Random({4, 5}, 1);
+    at::Tensor loss;
+    {
+      auto scope = a.no_sync();
+      loss = model(x).square().sum();
+    }
+    a.backward(loss);
+    optimizer.step();
+    plain->forward(x).square().sum().backward();
+    plain_sgd.Step();
+    const Weights got = a.get_state_dict(model);
+    for (const auto& item : plain->named_parameters()) {
+      EXPECT_TRUE(got.at(item.key()).equal(item.value())) << item.key();
+    }
+  });
+}
+
+TEST_F(ShardingOffloadTest, SummonedParameters_AreReadAndWritten) {
+  RunAccelerators(2, Options("zero3", Offload::kDisk, Offload::kDisk), [&](Accelerator& a) {
+    torch::nn::Sequential net = MakeNet();
+    FusedAdamW adam(net->parameters());
+    auto [model, optimizer] = a.prepare(net, adam);
+    Train(a, model, optimizer, 0, 1);
+    at::Tensor sum;
+    const auto read = [&] {
+      at::NoGradGuard no_grad;
+      sum = net->parameters()[0].sum();
+    };
+    a.summon_full_params(model, read);
+    const at::Tensor before = sum;
+    a.summon_full_params(model, read);
+    EXPECT_TRUE(sum.equal(before));
+    a.summon_full_params(model, [&] {
+      at::NoGradGuard no_grad;
+      net->parameters()[0].mul_(2);
+    });
+    a.summon_full_params(model, read);
+    EXPECT_TRUE(sum.equal(before * 2));
+  });
+}
+
+TEST_F(ShardingOffloadTest, OneProcess_HasParametersOnTheDisk) {
+  RunAccelerators(1, Options("zero3", Offload::kDisk, Offload::kDisk), [&](Accelerator& a) {
+    torch::nn::Sequential net = MakeNet();
+    FusedAdamW adam(net->parameters());
+    auto [model, optimizer] = a.prepare(net, adam);
+    Train(a, model, optimizer, 0, 1);
+    const ShardedModel* const sharded = model.slot()->sharded();
+    ASSERT_NE(sharded, nullptr);
+    at::NoGradGuard no_grad;
+    model(Random({2, 5}, 1));
+    for (const auto& unit : sharded->units()) EXPECT_FALSE(unit->part_is_present());
+    // The files have no names.
+    EXPECT_TRUE(ListDirectory(folder_.Path("optimizer"))->empty());
+    EXPECT_TRUE(ListDirectory(folder_.Path("parameters"))->empty());
+  });
+}
+
+TEST_F(ShardingOffloadTest, AccumulationInBf16_TrainsAsWithoutOffload) {
+  for (const int ranks : {1, 2}) {
+    AcceleratorOptions none = Options("zero3", Offload::kNone);
+    AcceleratorOptions disk = Options("zero3", Offload::kDisk, Offload::kDisk);
+    for (AcceleratorOptions* options : {&none, &disk}) {
+      options->gradient_accumulation_steps = 3;
+      options->mixed_precision = "bf16";
+    }
+    ExpectEqual(Trained(ranks, disk, disk), Trained(ranks, none, none));
+  }
+}
+
+TEST_F(ShardingOffloadTest, WhatCannotBeOffloaded_IsRefusedOnEveryRank) {
+  const auto prepare = [](Accelerator& a) {
+    torch::nn::Sequential net = MakeNet();
+    torch::optim::AdamW adam(net->parameters());
+    auto prepared = a.prepare(net, adam);
+  };
+  EXPECT_THAT(ErrorsOf(2, Options("zero1", Offload::kDisk), prepare),
+              Each(HasSubstr("use muster::FusedAdamW")));
+  // On the CPU there is nothing to do.
+  EXPECT_THAT(ErrorsOf(2, Options("zero1", Offload::kCpu), prepare), Each(""));
+  const auto stepped = [](Accelerator& a) {
+    torch::nn::Sequential net = MakeNet();
+    FusedAdamW adam(net->parameters());
+    for (at::Tensor& p : net->parameters()) p.mutable_grad() = at::zeros_like(p);
+    adam.Step();
+    auto prepared = a.prepare(net, adam);
+  };
+  EXPECT_THAT(ErrorsOf(2, Options("no_shard", Offload::kDisk), stepped),
+              Each(HasSubstr("has been stepped on already")));
+  AcceleratorOptions in_a_file = Options("zero3", Offload::kDisk);
+  in_a_file.sharding->offload_optimizer_path = folder_.Path("file");
+  ASSERT_TRUE(WriteFileAtomically(folder_.Path("file"), "").ok());
+  EXPECT_THAT(ErrorsOf(2, in_a_file,
+                       [](Accelerator& a) {
+                         torch::nn::Sequential net = MakeNet();
+                         FusedAdamW adam(net->parameters());
+                         auto prepared = a.prepare(net, adam);
+                       }),
+              Each(HasSubstr(folder_.Path("file"))));
+}
+
+TEST_F(ShardingOffloadTest, OptionsThatMakeNoSense_AreRefused) {
+  const auto error = [](const AcceleratorOptions& options) -> std::string {
+    try {
+      RunAccelerators(1, options, [](Accelerator&) {});
+    } catch (const c10::Error& error) {
+      return error.what_without_backtrace();
+    }
+    return "no error";
+  };
+  AcceleratorOptions options = Options("zero3", Offload::kDisk);
+  options.sharding->offload_optimizer_path.clear();
+  EXPECT_THAT(error(options), HasSubstr("offload_optimizer_path is empty"));
+  options = Options("zero2", Offload::kNone);
+  options.sharding->reshard_group_size = 2;
+  EXPECT_THAT(error(options), HasSubstr("reshard_group_size needs the strategy kFull"));
+  EXPECT_THAT(error(Options("zero2", Offload::kNone, Offload::kDisk)),
+              AllOf(HasSubstr("offload_parameters needs the strategy kFull"), HasSubstr("zero3")));
+}
+
+TEST_F(ShardingOffloadTest, Environment_CountsWhereTheProgramSaysNothing) {
+  RunGlooRanks(1, [&](Comm& comm) {
+    JoinedProcess process;
+    process.environment.sharding = {"zero3", "MUSTER_SHARDING"};
+    process.environment.offload_optimizer = {"disk:" + folder_.Path("a"),
+                                             "MUSTER_OFFLOAD_OPTIMIZER"};
+    process.environment.offload_parameters = {"cpu", "MUSTER_OFFLOAD_PARAMETERS"};
+    process.comm = std::make_unique<BorrowedComm>(comm);
+    const internal::Core core({}, std::move(process));
+    const ShardingOptions& sharding = core.process().sharding();
+    EXPECT_EQ(sharding.offload_optimizer, Offload::kDisk);
+    EXPECT_EQ(sharding.offload_optimizer_path, folder_.Path("a"));
+    EXPECT_EQ(sharding.offload_parameters, Offload::kCpu);
+  });
+}
+
+TEST_F(ShardingOffloadTest, ReshardedInSmallerGroups_TrainsAsWithout) {
+  AcceleratorOptions grouped = Options("zero3", Offload::kNone);
+  const Weights want = Trained(4, grouped, grouped);
+  grouped.sharding->reshard_group_size = 2;
+  ExpectEqual(Trained(4, grouped, grouped), want);
+  grouped.sharding->reshard_group_size = 3;
+  EXPECT_THAT(ErrorsOf(4, grouped,
+                       [](Accelerator& a) {
+                         torch::nn::Sequential net = MakeNet();
+                         auto prepared = a.prepare(net);
+                       }),
+              Each(HasSubstr("reshard_group_size is 3")));
+}
+
+TEST_F(ShardingOffloadTest, IgnoredModules_ClipAndContinueAsUndividedOnes) {
+  AcceleratorOptions ignored = Options("zero3", Offload::kNone);
+  ignored.sharding->ignored_modules = "0|4";
+  const Weights want = Trained(2, Options("no_shard", Offload::kNone), ignored);
+  for (const auto& [first, second] :
+       {std::pair{ignored, ignored}, {ignored, Options("zero1", Offload::kNone)}}) {
+    const Weights got = Trained(2, first, second);
+    for (const auto& [name, tensor] : want) {
+      EXPECT_LT((got.at(name) - tensor).abs().max().item<double>(), 1e-6) << name;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,62 @@
+#include "worker/train/disk_parts.h"
+
+#include <errno.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/test_folder.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "worker/collective/test_error.h"
+
+namespace muster {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::vector<float> Numbers(size_t count, float first) {
+  std::vector<float> numbers(count);
+  for (size_t i = 0; i < count; ++i) numbers[i] = first + static_cast<float>(i % 1000);
+  return numbers;
+}
+
+TEST(DiskParts, Parts_ComeBack) {
+  const TestFolder folder;
+  absl::StatusOr<std::shared_ptr<ScratchFile>> file = ScratchFile::Create(folder.path());
+  ASSERT_TRUE(file.ok()) << file.status();
+  DiskParts parts(*file);
+  // Of no size that direct I/O asks for; one of more than a block.
+  const std::vector<std::vector<float>> all = {
+      Numbers(5, 1), Numbers(3'000'001, 2), {}, Numbers(1025, 3)};
+  std::vector<uint64_t> places;
+  for (const auto& part : all) places.push_back(parts.Reserve(part.size() * sizeof(float)));
+  for (size_t i = 0; i < all.size(); ++i) {
+    parts.Write(places[i], all[i].data(), all[i].size() * sizeof(float));
+  }
+  for (size_t i = 0; i < all.size(); ++i) {
+    std::vector<float> read(all[i].size());
+    parts.Read(places[i], read.data(), read.size() * sizeof(float));
+    EXPECT_EQ(read, all[i]) << i;
+  }
+}
+
+TEST(DiskParts, DiskThatFails_IsNamed) {
+  const TestFolder folder;
+  DirectFileSystem system;
+  absl::StatusOr<std::shared_ptr<ScratchFile>> file = ScratchFile::Create(folder.path(), &system);
+  ASSERT_TRUE(file.ok()) << file.status();
+  DiskParts parts(*file);
+  const uint64_t place = parts.Reserve(4);
+  system.pwrite = [](int, const void*, size_t, off_t) -> ssize_t {
+    errno = EIO;
+    return -1;
+  };
+  const float number = 1;
+  EXPECT_THAT(ErrorOf([&] { parts.Write(place, &number, sizeof(number)); }),
+              HasSubstr("cannot write the file for offloaded state in " + folder.path()));
+}
+
+}  // namespace
+}  // namespace muster

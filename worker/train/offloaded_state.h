@@ -1,0 +1,113 @@
+#ifndef MUSTER_WORKER_TRAIN_OFFLOADED_STATE_H_
+#define MUSTER_WORKER_TRAIN_OFFLOADED_STATE_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/status.h"
+#include "worker/checkpoint/aligned_memory.h"
+#include "worker/checkpoint/scratch_file.h"
+
+namespace muster {
+
+// The tensors of an optimizer's state, in a file or in the memory of the CPU, in windows: the
+// states of consecutive parameters, which are read, updated and written together. While one window
+// is updated, a thread reads those after it and writes those before it.
+//
+//   file   [ p0.exp_avg p0.exp_avg_sq p1.exp_avg ... | p7.exp_avg ... | ... ]
+//            window 0                                  window 1
+//
+// Not thread-safe. Errors are c10::Error.
+class OffloadedState {
+ public:
+  static constexpr uint64_t kWindowBytes = uint64_t{64} << 20;
+
+  // `file`: null: in the CPU's memory. Windows have at least one parameter and, if they have more,
+  // at most `window_bytes` bytes; 0: kWindowBytes.
+  explicit OffloadedState(std::shared_ptr<ScratchFile> file, uint64_t window_bytes = 0);
+
+  // For tests: the windows of states that are made afterwards without a size of their own.
+  static void SetDefaultWindowBytes(uint64_t bytes);
+
+  // Whether parameter `i` has room: Add() was called for it.
+  bool Has(size_t i) const { return i < places_.size() && places_[i].window >= 0; }
+  // Whether there is something in it: Fill() was called for it.
+  bool IsFilled(size_t i) const { return Has(i) && places_[i].filled; }
+  void Fill(size_t i) { places_[i].filled = true; }
+  // Whether what is kept for parameter `i` is of the type and as many elements as `tensor`.
+  bool Fits(size_t i, const at::Tensor& tensor) const;
+
+  // Makes room for `slots` tensors like each of the parameters [first, first + likes.size()), all
+  // of one group. `likes` are dense. Of parameters in pages (paged_storage.h) a window has those of
+  // one page. `pinned`: without a file, memory that a GPU copies from. Throws, with nothing
+  // changed, if the disk is full.
+  void Add(size_t first, const std::vector<at::Tensor>& likes, size_t slots, bool pinned = false);
+
+  // Calls `update(first, last)` for the windows in [first, last) that `wanted(i)` for one of their
+  // parameters, in order, with the tensors of their states there. Throws what `update` throws, and
+  // what the file returns; then the states are lost, and so does every further call until Renew().
+  void ForWindows(size_t first, size_t last, const std::function<bool(size_t i)>& wanted,
+                  const std::function<void(size_t first, size_t last)>& update);
+
+  // Inside of ForWindows: tensor `slot` of the state of parameter `i`, which is in the window. Its
+  // shape and strides are those of the parameter in Add().
+  at::Tensor Slot(size_t i, size_t slot) const;
+
+  // At any time: the same, in memory that comes from the file when it is read; without a file, the
+  // state itself. `maps` keeps what was mapped, for further calls before the next step.
+  using Maps = std::map<int64_t, std::shared_ptr<char>>;
+  at::Tensor Mapped(size_t i, size_t slot, Maps* maps) const;
+
+  // All states are about to be written again: forgets what they were, and that the file has failed.
+  void Renew();
+  // Why the states are lost; OK if they are not.
+  const absl::Status& failed() const { return failed_; }
+
+ private:
+  struct Place {
+    int64_t window = -1;
+    std::vector<uint64_t> offsets;  // in the window, one for each slot
+    std::vector<int64_t> sizes, strides;
+    at::ScalarType dtype = at::kFloat;
+    bool filled = false;
+  };
+  struct Window {
+    size_t first, last;  // parameters
+    uint64_t bytes;
+    uint64_t at = 0;       // in the file
+    at::Tensor memory;     // without a file
+    bool written = false;  // the file has something in it
+  };
+
+  at::Tensor TensorIn(char* window, const Place& place, size_t slot,
+                      const std::shared_ptr<char>& keep) const;
+  void Update(size_t window, char* memory, const std::function<void(size_t, size_t)>& update);
+  absl::Status Read(size_t window, size_t buffer);
+  absl::Status Write(size_t window, size_t buffer);
+  // Takes the windows, of a file, one after the other: with a thread for the transfers, or without.
+  absl::Status Stream(const std::vector<size_t>& windows,
+                      const std::function<void(size_t first, size_t last)>& update);
+
+  absl::Status TakeInTurn(const std::vector<size_t>& windows,
+                          const std::function<void(size_t first, size_t last)>& update);
+
+  const std::shared_ptr<ScratchFile> file_;
+  const uint64_t window_bytes_;
+  std::vector<Place> places_;  // by parameter
+  std::vector<Window> windows_;
+  // The window that is updated, and its memory.
+  int64_t open_ = -1;
+  char* open_memory_ = nullptr;
+  std::array<AlignedMemory, 3> buffers_;
+  absl::Status failed_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_TRAIN_OFFLOADED_STATE_H_
