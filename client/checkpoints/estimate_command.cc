@@ -144,7 +144,7 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
   const absl::StatusOr<Request> request = RequestOf(line);
   if (!request.ok()) return Fail(spec, context, request.status(), kExitUsage);
   const absl::StatusOr<ModelTensors> model = ReadModelTensors(line.words[0]);
-  if (!model.ok()) return Fail(spec, context, model.status(), ExitCodeOf(model.status()));
+  if (!model.ok()) return FailCall(spec, context, model.status());
   const ModelSize size = SizeOf(Estimated(*model));
   std::vector<DtypeEstimate> dtypes;
   for (const std::string& dtype : request->dtypes) {

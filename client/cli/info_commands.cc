@@ -413,7 +413,7 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status =
       rpc::FromGrpc(v1::Admin::NewStub(connection.channel)->Status(&call, {}, &reply));
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   const std::string wanted = line.words.empty() ? "" : line.words[0];
   ordered_json jobs = ordered_json::array();
   std::string table;
@@ -421,7 +421,7 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     if (!wanted.empty() && job.job_id() != wanted) continue;
     absl::StatusOr<ordered_json> described = AddJob(connection, job, &table);
     if (!described.ok()) {
-      return Fail(spec, context, described.status(), ExitCodeOf(described.status()));
+      return FailCall(spec, context, described.status());
     }
     jobs.push_back(*std::move(described));
   }
@@ -502,7 +502,7 @@ int RunTriggerCommand(const std::vector<std::string>& args, const CommandContext
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status =
       rpc::FromGrpc(v1::Triggers::NewStub(connection.channel)->Raise(&call, request, &reply));
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   context.out << "raised " << line.words[1] << " for " << line.words[0]
               << (line.Has("at_step") ? ", before step " + line.Get("at_step") : "") << "\n";
   return kExitOk;
@@ -530,7 +530,7 @@ int CancelBarrier(const CommandSpec& spec, const CommandContext& context,
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status =
       rpc::FromGrpc(v1::Barrier::NewStub(connection.channel)->Cancel(&call, request, &reply));
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   context.out << "cancelled barrier " << barrier.name << " counter " << barrier.counter << " of "
               << barrier.job << "\n";
   return kExitOk;
@@ -547,7 +547,7 @@ int ShowBarrier(const CommandSpec& spec, const CommandContext& context,
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status =
       rpc::FromGrpc(v1::Barrier::NewStub(connection.channel)->Describe(&call, request, &reply));
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   const v1::BarrierReport& report = reply.report();
   if (as_json) {
     context.out << Json(report) << "\n";
@@ -605,7 +605,7 @@ int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext
   if (const absl::Status listed =
           ListBarriers(connection.channel, job, only_open, connection.timeout, &list);
       !listed.ok()) {
-    return Fail(spec, context, listed, ExitCodeOf(listed));
+    return FailCall(spec, context, listed);
   }
   if (name.empty()) {
     if (as_json) {
@@ -679,7 +679,7 @@ int RunQuarantineCommand(const std::vector<std::string>& args, const CommandCont
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status = rpc::FromGrpc(
       v1::Membership::NewStub(connection.channel)->Quarantine(&call, request, &reply));
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   context.out << "host " << line.words[1] << " of " << line.words[0]
               << (lift ? " is no longer quarantined\n" : " is quarantined for ")
               << (lift ? "" : absl::FormatDuration(length) + "\n");
@@ -720,9 +720,7 @@ int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext&
     return kExitOk;
   }
   if (on_slurm || (!absl::IsNotFound(submitted) && !absl::IsUnimplemented(submitted))) {
-    return Fail(spec, context, submitted,
-                rpc::GetReason(submitted) == v1::ERROR_REASON_JOB_STATE ? kExitConflict
-                                                                        : ExitCodeOf(submitted));
+    return FailCall(spec, context, submitted);
   }
   v1::RemoveJobRequest request;
   request.mutable_fence()->set_job_id(line.words[0]);
@@ -731,11 +729,7 @@ int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext&
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status =
       rpc::FromGrpc(v1::Admin::NewStub(connection.channel)->RemoveJob(&call, request, &reply));
-  if (!status.ok()) {
-    return Fail(
-        spec, context, status,
-        rpc::GetReason(status) == v1::ERROR_REASON_JOB_RUNS ? kExitConflict : ExitCodeOf(status));
-  }
+  if (!status.ok()) return FailCall(spec, context, status);
   context.out << "job " << line.words[0] << " is removed\n";
   return kExitOk;
 }
@@ -895,7 +889,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
   if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
   const std::string& job = line.words[0];
   const auto records = ListRecords(connection, job);
-  if (!records.ok()) return Fail(spec, context, records.status(), ExitCodeOf(records.status()));
+  if (!records.ok()) return FailCall(spec, context, records.status());
   if (lists) {
     ordered_json all = ordered_json::array();
     std::string text;
@@ -911,7 +905,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
     return Fail(spec, context,
                 absl::NotFoundError(absl::StrCat("job ", job, " has no checkpoint ", line.words[1],
                                                  "; see muster checkpoints registered ", job)),
-                ExitCodeOf(absl::NotFoundError("")));
+                kExitNotFound);
   }
   v1::MarkCheckpointRequest request;
   request.mutable_fence()->set_job_id(job);
@@ -922,7 +916,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status =
       rpc::FromGrpc(v1::Checkpoints::NewStub(connection.channel)->Mark(&call, request, &reply));
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   if (format == "json") {
     context.out << Dump(RecordJson(reply.checkpoint()));
   } else {

@@ -27,8 +27,6 @@
 #include "client/jobs/job_client.h"
 #include "client/jobs/job_file.h"
 #include "client/jobs/recovery.h"
-#include "proto/muster/v1/error.pb.h"
-#include "rpc/status.h"
 
 namespace muster::client {
 namespace {
@@ -37,7 +35,8 @@ using nlohmann::ordered_json;
 
 constexpr char kExitCodes[] =
     "Exit codes: 0 done; 2 wrong options; 3 no such job; 4 the job is in a state in which this "
-    "means nothing;\n7 no coordinator answers; 8 it requires a token, or a different one.";
+    "means nothing; 6 a limit\nrefuses it; 7 no coordinator answers; 8 it requires a token, or a "
+    "different one.";
 
 // Prints an error of a call about `job`, with similar names if there is no such job.
 int FailJob(const CommandSpec& spec, const CommandContext& context, JobBackend& client,
@@ -53,10 +52,7 @@ int FailJob(const CommandSpec& spec, const CommandContext& context, JobBackend& 
                 absl::NotFoundError(absl::StrCat(status.message(), DidYouMean(job, names))),
                 kExitNotFound);
   }
-  const v1::ErrorReason reason = rpc::GetReason(status);
-  const bool conflict =
-      reason == v1::ERROR_REASON_JOB_STATE || reason == v1::ERROR_REASON_KEY_REUSED;
-  return Fail(spec, context, status, conflict ? kExitConflict : ExitCodeOf(status));
+  return FailCall(spec, context, status);
 }
 
 int CodeOfJob(const Job& job) {
@@ -169,7 +165,7 @@ int WatchAll(const CommandSpec& spec, const CommandContext& context, JobBackend&
     }
     return context.out.good();
   });
-  return status.ok() ? kExitOk : Fail(spec, context, status, ExitCodeOf(status));
+  return status.ok() ? kExitOk : FailCall(spec, context, status);
 }
 
 // Prints whole lines of ranks, each with its prefix, and those only that match.
@@ -396,7 +392,7 @@ int RunListCommand(const std::vector<std::string>& args, const CommandContext& c
   if (client == nullptr) return code;
   if (watch) return WatchAll(spec, context, *client, filter, format == "json");
   const absl::StatusOr<std::vector<Job>> jobs = client->list(filter);
-  if (!jobs.ok()) return Fail(spec, context, jobs.status(), ExitCodeOf(jobs.status()));
+  if (!jobs.ok()) return FailCall(spec, context, jobs.status());
   if (format == "json" || format == "yaml") {
     ordered_json all = ordered_json::array();
     for (const Job& job : *jobs) all.push_back(JobJson(job));
@@ -426,7 +422,7 @@ int RunListCommand(const std::vector<std::string>& args, const CommandContext& c
     row.push_back(job.why);
     rows.push_back(std::move(row));
   }
-  if (format != "name") context.out << TableText(rows);
+  if (format != "name") context.out << TableText(rows, context.columns);
   return kExitOk;
 }
 
@@ -552,14 +548,14 @@ void PrintIncidents(const CommandContext& context, const Job& job,
   }
   if (!job.history.empty() && job.history.front().number > 1) {
     context.out << "attempts 1 to " << job.history.front().number - 1
-                << " are no longer kept; the audit log and the logs of their nodes may have them\n";
+                << " are no longer kept: see the audit log and the nodes' logs\n";
   }
   if (incidents.empty()) {
     context.out << job.id << " " << JobStateName(job.state) << ": no attempt of "
                 << job.history.size() << " has failed\n";
     return;
   }
-  context.out << TableText(rows);
+  context.out << TableText(rows, context.columns);
   std::vector<std::vector<std::string>> stages = {{"ATTEMPT"}};
   for (const auto& [name, took] : Stages(Recovery())) {
     stages[0].push_back(absl::AsciiStrToUpper(name));
@@ -570,7 +566,8 @@ void PrintIncidents(const CommandContext& context, const Job& job,
       stages.back().push_back(DurationText(took));
     }
   }
-  context.out << "\nfrom the failure to the first step of the next attempt:\n" << TableText(stages);
+  context.out << "\nfrom the failure to the first step of the next attempt:\n"
+              << TableText(stages, context.columns);
   for (const Incident& incident : incidents) {
     const Attempt& attempt = *incident.attempt;
     if (attempt.last_lines.empty()) continue;

@@ -71,7 +71,7 @@ int RunLogLevelCommand(const std::vector<std::string>& args, const CommandContex
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status = rpc::FromGrpc(
       v1::Operations::NewStub(connection.channel)->SetLogLevel(&call, request, &reply));
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   context.out << "the coordinator at " << connection.address << " logs from "
               << rpc::LogLevelName(reply.level()) << " on";
   if (reply.has_left()) {

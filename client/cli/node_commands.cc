@@ -73,7 +73,7 @@ int RunNodesCommand(const std::vector<std::string>& args, const CommandContext& 
   if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
   Client client = ClientOn(connection.channel, connection.timeout, connection.timeout);
   const absl::StatusOr<std::vector<Node>> nodes = client.nodes();
-  if (!nodes.ok()) return Fail(spec, context, nodes.status(), ExitCodeOf(nodes.status()));
+  if (!nodes.ok()) return FailCall(spec, context, nodes.status());
   if (format == "json" || format == "yaml") {
     ordered_json all = ordered_json::array();
     for (const Node& node : *nodes) all.push_back(NodeJson(node));
@@ -105,7 +105,7 @@ int RunNodesCommand(const std::vector<std::string>& args, const CommandContext& 
   if (format == "name") {
     for (const Node& node : *nodes) context.out << node.name << "\n";
   } else {
-    context.out << TableText(rows);
+    context.out << TableText(rows, context.columns);
   }
   return kExitOk;
 }
@@ -150,7 +150,7 @@ int RunNodeControlCommand(const std::string& verb, const std::vector<std::string
                 absl::NotFoundError(absl::StrCat(status.message(), DidYouMean(node, names))),
                 kExitNotFound);
   }
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   context.out << "node " << node
               << (verb == "cordon"  ? " is cordoned\n"
                   : verb == "drain" ? " is draining\n"
