@@ -137,9 +137,6 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
     return Fail(spec, context, absl::InvalidArgumentError(text), kExitUsage);
   };
   const std::string format = line.Has("output") ? line.Get("output") : "text";
-  if (format != "text" && format != "json") {
-    return wrong(absl::StrCat("--output ", format, ": write text or json"));
-  }
   if (line.words.empty()) return wrong(absl::StrCat("write ", spec.name, " ", spec.usage));
   const absl::StatusOr<Request> request = RequestOf(line);
   if (!request.ok()) return Fail(spec, context, request.status(), kExitUsage);

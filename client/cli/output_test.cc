@@ -5,6 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "base/test_terminal.h"
 #include "base/yaml.h"
 #include "gtest/gtest.h"
 
@@ -44,7 +45,8 @@ TEST(Output, TableText_WordLongerThanTheWidth_IsCutBetweenCharacters) {
   EXPECT_EQ(TableText({{"A", "W"}, {"x", "yz"}}, 2), "A  W\nx  yz\n");
 }
 
-TEST(Output, TerminalColumns_NoTerminal_IsNone) {
+TEST(Output, TerminalColumns_AreThoseOfATerminalOnly) {
+  EXPECT_EQ(TerminalColumns(TestTerminal().near()), 80u);
   const int file = memfd_create("file", MFD_CLOEXEC);
   EXPECT_EQ(TerminalColumns(file), 0u);
   close(file);
