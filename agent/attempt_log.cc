@@ -17,6 +17,9 @@
 namespace muster::agent {
 namespace {
 
+// Lines up to so long after a LogTime have none of their own.
+constexpr int64_t kLogTimeSpan = 1000;  // milliseconds
+
 // The open parts of a log, oldest first.
 struct Parts {
   struct Part {
@@ -132,6 +135,34 @@ absl::StatusOr<LogPiece> ReadLogPiece(const std::string& path, int64_t offset, i
   }
   piece.next_offset = piece.offset + static_cast<int64_t>(piece.data.size());
   return piece;
+}
+
+absl::StatusOr<int64_t> LogOffsetAt(const std::string& path, absl::Time since) {
+  absl::StatusOr<Parts> log = Open(path);
+  if (!log.ok()) return log.status();
+  const OwnedFd times(open(LogTimesPath(path).c_str(), O_RDONLY | O_CLOEXEC));
+  struct stat info;
+  if (!times.open() || fstat(times.get(), &info) != 0) return 0;
+  const int64_t wanted = absl::ToUnixMillis(since);
+  const auto at = [&](int64_t index) {
+    LogTime entry = {};
+    const ssize_t n = pread(times.get(), &entry, sizeof(entry), index * sizeof(entry));
+    // Cut off: as if it were the last one's.
+    return n == sizeof(entry) ? entry : LogTime{wanted, log->end};
+  };
+  // The first entry that is of a later second than `since`; the one before it has lines of that
+  // second if it is one.
+  int64_t low = 0, high = info.st_size / static_cast<int64_t>(sizeof(LogTime));
+  const int64_t count = high;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (at(middle).unix_ms <= wanted - kLogTimeSpan) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low == count ? log->end : at(low).offset;
 }
 
 }  // namespace muster::agent

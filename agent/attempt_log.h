@@ -6,6 +6,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 
 namespace muster::agent {
 
@@ -22,6 +23,10 @@ struct LogPiece {
 // such log; those of the disk.
 absl::StatusOr<LogPiece> ReadLogPiece(const std::string& path, int64_t offset, int tail_lines,
                                       size_t max_bytes);
+
+// Where the first line begins that was written at `since` or later: to the second, and 0 if the log
+// has no times. Errors: NOT_FOUND there is no such log.
+absl::StatusOr<int64_t> LogOffsetAt(const std::string& path, absl::Time since);
 
 }  // namespace muster::agent
 

@@ -1,11 +1,14 @@
 #include "agent/attempt_log.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <memory>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "agent/log_file.h"
+#include "base/fake_clock.h"
 #include "base/file.h"
 #include "base/test_folder.h"
 
@@ -69,6 +72,34 @@ TEST_F(AttemptLogTest, LogThatIsNotThere_IsNamed) {
   Open(0, 1);
   EXPECT_EQ(ReadLogPiece(path_, 0, 0, 10)->data, "");
   EXPECT_EQ(ReadLogPiece(path_, 500, 0, 10)->data, "");
+}
+
+TEST_F(AttemptLogTest, LogOffsetAt_IsTheFirstLineOfThatSecond_AlsoAfterRotations) {
+  FakeClock clock;
+  log_ = *LogFile::Open(path_, {.max_bytes = 30, .files = 3}, nullptr, &clock);
+  const absl::Time start = clock.Now();
+  std::vector<int64_t> begins;
+  for (int second = 0; second < 10; ++second) {
+    begins.push_back(second * 18);
+    log_->Append(absl::StrCat("second ", second));  // 9 bytes
+    clock.Advance(absl::Milliseconds(400));
+    log_->Append("the same");  // 9 bytes
+    clock.Advance(absl::Milliseconds(600));
+  }
+  for (int second = 0; second < 10; ++second) {
+    const absl::Time time = start + absl::Seconds(second);
+    EXPECT_EQ(*LogOffsetAt(path_, time), begins[second]);
+    EXPECT_EQ(*LogOffsetAt(path_, time + absl::Milliseconds(999)), begins[second]);
+  }
+  EXPECT_EQ(*LogOffsetAt(path_, start - absl::Hours(1)), 0);
+  // Nothing is that late: what comes next.
+  EXPECT_EQ(*LogOffsetAt(path_, start + absl::Hours(1)), 180);
+  EXPECT_EQ(*LogOffsetAt(path_, absl::InfiniteFuture()), 180);
+  EXPECT_EQ(ReadAll(*LogOffsetAt(path_, start + absl::Seconds(9)), 100), "second 9\nthe same\n");
+  // An older agent has left none.
+  unlink(LogTimesPath(path_).c_str());
+  EXPECT_EQ(*LogOffsetAt(path_, start + absl::Seconds(9)), 0);
+  EXPECT_TRUE(absl::IsNotFound(LogOffsetAt(path_ + "x", start).status()));
 }
 
 }  // namespace

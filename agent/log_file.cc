@@ -19,25 +19,49 @@ int Begin(const std::string& path) {
   return open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0666);
 }
 
+constexpr absl::Duration kBetweenTimes = absl::Seconds(1);
+
 std::string Part(const std::string& path, int number) { return absl::StrCat(path, ".", number); }
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<LogFile>> LogFile::Open(const std::string& path,
-                                                       const LogLimits& limits, WriteCall write) {
+                                                       const LogLimits& limits, WriteCall write,
+                                                       const Clock* clock) {
   const int fd = Begin(path);
   if (fd < 0) return absl::ErrnoToStatus(errno, path);
   for (int number = 1; unlink(Part(path, number).c_str()) == 0; ++number) {
   }
   unlink(LogGonePath(path).c_str());
   return std::unique_ptr<LogFile>(
-      new LogFile(path, limits, write != nullptr ? write : ::write, fd));
+      new LogFile(path, limits, write != nullptr ? write : ::write, clock, fd));
 }
 
-LogFile::LogFile(std::string path, const LogLimits& limits, WriteCall write, int fd)
-    : path_(std::move(path)), limits_(limits), write_(write), fd_(fd) {}
+LogFile::LogFile(std::string path, const LogLimits& limits, WriteCall write, const Clock* clock,
+                 int fd)
+    : path_(std::move(path)), limits_(limits), write_(write), fd_(fd), clock_(*clock) {
+  // Without it the log is whole, and a reader who asks for a time gets all of it.
+  times_fd_ = Begin(LogTimesPath(path_));
+}
 
-LogFile::~LogFile() { close(fd_); }
+LogFile::~LogFile() {
+  close(fd_);
+  if (times_fd_ >= 0) close(times_fd_);
+}
+
+std::string LogTimesPath(const std::string& path) { return absl::StrCat(path, ".times"); }
+
+void LogFile::NoteTime() {
+  const absl::Time now = clock_.WallNow();
+  // A clock that goes back would put entries out of order.
+  if (times_fd_ < 0 || now < timed_ + kBetweenTimes) return;
+  timed_ = now;
+  const LogTime entry = {absl::ToUnixMillis(now), written_};
+  // A part of one would put all that follow out of place.
+  if (::write(times_fd_, &entry, sizeof(entry)) != sizeof(entry)) {
+    close(std::exchange(times_fd_, -1));
+  }
+}
 
 std::string LogGonePath(const std::string& path) { return absl::StrCat(path, ".gone"); }
 
@@ -69,6 +93,7 @@ void LogFile::Rotate() {
 std::string LogFile::Append(absl::string_view line) {
   const int64_t line_size = static_cast<int64_t>(line.size()) + 1;
   if (limits_.max_bytes > 0 && size_ > 0 && size_ + line_size > limits_.max_bytes) Rotate();
+  NoteTime();
   const std::string text = absl::StrCat(
       torn_ ? "\n" : "",
       lost_ > 0 ? absl::StrCat("[muster: ", lost_, lost_ == 1 ? " line is" : " lines are",
@@ -86,6 +111,7 @@ std::string LogFile::Append(absl::string_view line) {
     written += static_cast<size_t>(n);
   }
   size_ += static_cast<int64_t>(written);
+  written_ += static_cast<int64_t>(written);
   if (written == text.size()) {
     torn_ = false;
     const int64_t lost = std::exchange(lost_, 0);

@@ -10,6 +10,8 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "base/clock.h"
 
 namespace muster::agent {
 
@@ -25,6 +27,14 @@ struct LogLimits {
 // file beside it.
 std::string LogGonePath(const std::string& path);
 
+// When its lines were written, in a file beside it: a LogTime at the first line of every second
+// that has some.
+std::string LogTimesPath(const std::string& path);
+struct LogTime {
+  int64_t unix_ms;
+  int64_t offset;  // of that line, since the start of the process
+};
+
 // The lines of one process in a file. Lines that cannot be written (a full disk) are lost, and the
 // file says how many are missing where it resumes. Not thread-safe; blocks on the disk.
 class LogFile {
@@ -35,7 +45,8 @@ class LogFile {
   // system's words and the path. `write`: replaces the system call in tests.
   static absl::StatusOr<std::unique_ptr<LogFile>> Open(const std::string& path,
                                                        const LogLimits& limits = {},
-                                                       WriteCall write = nullptr);
+                                                       WriteCall write = nullptr,
+                                                       const Clock* clock = &Clock::Real());
   ~LogFile();
   LogFile(const LogFile&) = delete;
   LogFile& operator=(const LogFile&) = delete;
@@ -44,13 +55,18 @@ class LogFile {
   std::string Append(absl::string_view line);
 
  private:
-  LogFile(std::string path, const LogLimits& limits, WriteCall write, int fd);
+  LogFile(std::string path, const LogLimits& limits, WriteCall write, const Clock* clock, int fd);
   void Rotate();
+  void NoteTime();
 
   const std::string path_;
   const LogLimits limits_;
   const WriteCall write_;
   int fd_;
+  const Clock& clock_;
+  int times_fd_ = -1;
+  absl::Time timed_ = absl::InfinitePast();  // the last LogTime
+  int64_t written_ = 0;                      // bytes, since the start
   int64_t size_ = 0;
   int64_t gone_ = 0;   // bytes of parts that are gone
   int64_t lost_ = 0;   // lines since writing began to fail

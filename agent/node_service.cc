@@ -45,6 +45,7 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "base/log.h"
+#include "base/log_level_control.h"
 #include "base/mutex.h"
 #include "base/owned_fd.h"
 #include "base/secret_file.h"
@@ -54,6 +55,7 @@
 #include "proto/muster/v1/node.grpc.pb.h"
 #include "proto/name_value.h"
 #include "rpc/address.h"
+#include "rpc/log_level.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
 
@@ -790,6 +792,7 @@ class NodeService {
         request.set_node(options_.node);
         request.set_node_uid(uid_);
         *request.mutable_info() = info_;
+        request.mutable_info()->set_log_level(rpc::ToProto(GetLogLevel()));
         request.set_seen_version(seen_version_);
         sequence_ = std::max(sequence_ + 1, static_cast<uint64_t>(absl::ToUnixMicros(absl::Now())));
         request.set_sequence(sequence_);
@@ -817,6 +820,7 @@ class NodeService {
         away = absl::ZeroDuration();
         seen_version_ = reply.version();
         for (const v1::LogQuery& query : reply.queries()) AddQuery(query);
+        if (reply.has_log_level()) Obey(reply.log_level());
         Do(attempts_.Apply(reply, Clock::Real().Now()));
         for (const std::string& job : reply.ended_jobs()) {
           memory_terms_.Ended(MemoryOf(reply.header().cluster_id(), job));
@@ -841,6 +845,20 @@ class NodeService {
       changed_.WaitWithTimeout(&mu_, away);
     }
   }
+  // The next call says the level that is in force then.
+  void Obey(const v1::LogLevelOrder& order) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    const auto level = static_cast<v1::LogLevel>(order.level());
+    if (order.id() == log_level_order_ || level < v1::LOG_LEVEL_DEBUG ||
+        level > v1::LOG_LEVEL_ERROR) {
+      return;
+    }
+    log_level_order_ = order.id();
+    const absl::Duration span =
+        order.has_for_() ? rpc::FromProto(order.for_()) : absl::InfiniteDuration();
+    log_level_.Set(rpc::FromProto(level), span);
+    MUSTER_LOG(Info) << "an admin has set the log level to " << rpc::LogLevelName(level)
+                     << (order.has_for_() ? absl::StrCat(" for ", absl::FormatDuration(span)) : "");
+  }
   static bool IsRefusal(const absl::Status& status) {
     switch (status.code()) {
       case absl::StatusCode::kInvalidArgument:
@@ -859,10 +877,15 @@ class NodeService {
   struct OpenQuery {
     v1::LogQuery query;
     absl::Time until;
+    std::optional<absl::Time> since;  // by the calendar
   };
 
   void AddQuery(const v1::LogQuery& query) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    queries_.push_back({query, Clock::Real().Now() + rpc::FromProto(query.wait())});
+    OpenQuery& open = queries_.emplace_back(
+        OpenQuery{query, Clock::Real().Now() + rpc::FromProto(query.wait()), std::nullopt});
+    if (query.has_since_ago()) {
+      open.since = Clock::Real().WallNow() - rpc::FromProto(query.since_ago());
+    }
     changed_.SignalAll();
   }
 
@@ -924,8 +947,13 @@ class NodeService {
       path = JoinPath(
           path, absl::StrCat("logs/attempt_0/rank_", first_rank + query.local_rank(), ".log"));
     }
+    int64_t offset = query.offset();
+    if (open.since.has_value()) {
+      const absl::StatusOr<int64_t> at = LogOffsetAt(path, *open.since);
+      if (at.ok()) offset = *at;
+    }
     const absl::StatusOr<LogPiece> piece =
-        ReadLogPiece(path, query.offset(), query.tail_lines(), query.max_bytes());
+        ReadLogPiece(path, offset, query.tail_lines(), query.max_bytes());
     const bool late = Clock::Real().Now() >= open.until;
     if (piece.ok() && (!piece->data.empty() || !running || late)) {
       answer.set_data(piece->data);
@@ -994,6 +1022,8 @@ class NodeService {
   bool answers_ ABSL_GUARDED_BY(mu_) = false;                         // the coordinator
   absl::Time sync_turn_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();  // of the last call
   absl::Status refused_ ABSL_GUARDED_BY(mu_);
+  uint64_t log_level_order_ ABSL_GUARDED_BY(mu_) = 0;  // the last one
+  LogLevelControl log_level_;
 };
 
 }  // namespace

@@ -25,6 +25,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "agent/faulthandler.h"
 #include "agent/memory_reader.h"
 #include "agent/process_state.h"
 #include "agent/python_layout.h"
@@ -319,7 +320,10 @@ class Capturer {
     Collect();
     text.Line(python_.has_value() ? absl::StrCat(title, ", Python ", python_->layout().version)
                                   : title);
-    if (!no_python_.empty()) text.Line(absl::StrCat("no Python frames: ", no_python_));
+    if (!no_python_.empty()) {
+      text.Line(absl::StrCat("no Python frames: ", no_python_));
+      text.Line(AskFaulthandler(pid_));
+    }
     Print(&text);
     snapshot.native_stack = text.Take();
     return snapshot;

@@ -14,6 +14,7 @@ enum ExitCode : int {
   kExitNotFound = 3,     // what was asked for does not exist
   kExitConflict = 4,     // it exists already, or the port is taken
   kExitTimeout = 5,      // the other machines did not arrive in time
+  kExitLimit = 6,        // a limit of the coordinator, a quota or a full disk refuses it
   kExitUnreachable = 7,  // no coordinator at that address
   kExitDenied = 8,
   kExitInternal = 70,         // a bug, or the machine is out of processes, memory or descriptors
@@ -39,6 +40,7 @@ inline int ExitCodeOf(const absl::Status& status) {
     case absl::StatusCode::kInvalidArgument:
     case absl::StatusCode::kFailedPrecondition:
     case absl::StatusCode::kOutOfRange:
+    case absl::StatusCode::kUnimplemented:  // asked of an older coordinator, or of SLURM
       return kExitUsage;
     case absl::StatusCode::kNotFound:
       return kExitNotFound;

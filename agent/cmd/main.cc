@@ -54,7 +54,12 @@ constexpr char kFooter[] =
     "failed; 2 wrong options;\n"
     "5 the other machines did not join in time; 7 no coordinator; 8 it refuses this agent's token; "
     "126, 127 the\n"
-    "program; 130, 143 stopped.";
+    "program; 130, 143 stopped.\n"
+    "--config and --print_config are those of --serve (muster-agent --serve --help): what belongs "
+    "to "
+    "one job is no setting\n"
+    "of a machine. A job has a file with muster launch --config_file, or job.yaml with muster "
+    "submit.";
 
 int Fail(int code, absl::string_view message) {
   std::fprintf(stderr, "muster-agent: %s\n", std::string(message).c_str());
@@ -252,6 +257,16 @@ std::optional<int> ReadFlags(std::vector<std::string> words, Flags* flags) {
   AddConnectionFlags(&app, flags);
   AddAttemptFlags(&app, flags);
   Normalize(&words);
+  for (const std::string& word : words) {
+    const absl::string_view flag = absl::string_view(word).substr(0, word.find('='));
+    if (flag == "--config" || flag == "--print_config") {
+      return Fail(kExitUsage,
+                  absl::StrCat(flag,
+                               " goes with --serve: a config file has a machine's settings; those "
+                               "of one job are flags here, and keys of the file of muster launch "
+                               "--config_file"));
+    }
+  }
   std::reverse(words.begin(), words.end());  // as CLI11 takes them
   try {
     app.parse(words);

@@ -82,9 +82,6 @@ int Run(CommandSpec spec, const std::vector<std::string>& args, const CommandCon
     return Fail(spec, context, absl::InvalidArgumentError(text), kExitUsage);
   };
   const std::string format = line.Has("output") ? line.Get("output") : "text";
-  if (format != "text" && format != "json") {
-    return wrong(absl::StrCat("--output ", format, ": write text or json"));
-  }
   if (line.words.size() < min_words) {
     return wrong(absl::StrCat("write ", spec.name, " ", spec.usage));
   }

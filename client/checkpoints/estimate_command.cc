@@ -137,14 +137,11 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
     return Fail(spec, context, absl::InvalidArgumentError(text), kExitUsage);
   };
   const std::string format = line.Has("output") ? line.Get("output") : "text";
-  if (format != "text" && format != "json") {
-    return wrong(absl::StrCat("--output ", format, ": write text or json"));
-  }
   if (line.words.empty()) return wrong(absl::StrCat("write ", spec.name, " ", spec.usage));
   const absl::StatusOr<Request> request = RequestOf(line);
   if (!request.ok()) return Fail(spec, context, request.status(), kExitUsage);
   const absl::StatusOr<ModelTensors> model = ReadModelTensors(line.words[0]);
-  if (!model.ok()) return Fail(spec, context, model.status(), ExitCodeOf(model.status()));
+  if (!model.ok()) return FailCall(spec, context, model.status());
   const ModelSize size = SizeOf(Estimated(*model));
   std::vector<DtypeEstimate> dtypes;
   for (const std::string& dtype : request->dtypes) {

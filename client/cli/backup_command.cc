@@ -168,7 +168,7 @@ int RunBackupCommand(const std::vector<std::string>& args, const CommandContext&
     status = Publish(part, path);
     if (!status.ok()) unlink(part.c_str());
   }
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   context.out << path << ": revision " << written->revision << " of the coordinator at "
               << connection.address << ", " << HumanBytes(static_cast<int64_t>(written->bytes))
               << "\n";

@@ -4,6 +4,8 @@
 
 #include "absl/strings/str_replace.h"
 #include "base/exit_code.h"
+#include "proto/muster/v1/error.pb.h"
+#include "rpc/status.h"
 
 namespace muster::client {
 
@@ -30,6 +32,26 @@ int Fail(const CommandSpec& spec, const CommandContext& context, const absl::Sta
          int code) {
   context.err << spec.name << ": " << absl::StrReplaceAll(status.message(), {{"\n", " "}}) << "\n";
   return code;
+}
+
+int FailCall(const CommandSpec& spec, const CommandContext& context, const absl::Status& status) {
+  int code = ExitCodeOf(status);
+  switch (rpc::GetReason(status)) {
+    case v1::ERROR_REASON_JOB_STATE:
+    case v1::ERROR_REASON_JOB_RUNS:
+    case v1::ERROR_REASON_JOB_ENDED:
+    case v1::ERROR_REASON_KEY_REUSED:
+    case v1::ERROR_REASON_CHECKPOINT_CONFLICT:
+      code = kExitConflict;
+      break;
+    case v1::ERROR_REASON_LIMIT:
+      // Else the request itself is too large.
+      if (absl::IsResourceExhausted(status)) code = kExitLimit;
+      break;
+    default:
+      break;
+  }
+  return Fail(spec, context, status, code);
 }
 
 std::string Dump(const nlohmann::ordered_json& value) {

@@ -27,6 +27,8 @@ struct CommandContext {
   // Where a command that asks questions reads the answers. Null: nobody answers.
   std::istream* in = nullptr;
   bool in_is_terminal = false;
+  // Of the terminal that `out` is; 0: it is none.
+  size_t columns = 0;
 };
 
 // An environment variable; empty: it is not set.
@@ -40,6 +42,10 @@ int Begin(const CommandSpec& spec, const std::vector<std::string>& args,
 // Prints one line: the command and the error. Returns `code`.
 int Fail(const CommandSpec& spec, const CommandContext& context, const absl::Status& status,
          int code);
+
+// As Fail, with the code that fits an error of a coordinator or of SLURM: the reason that it gives
+// tells a limit from a lack, and a job in another state from a wrong option.
+int FailCall(const CommandSpec& spec, const CommandContext& context, const absl::Status& status);
 
 // JSON as commands print it; bytes that are no UTF-8 are replaced.
 std::string Dump(const nlohmann::ordered_json& value);

@@ -2,15 +2,20 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "base/bool_word.h"
 #include "base/suggest.h"
 
 namespace muster::client {
 namespace {
+
+constexpr char kOutput[] = "output";
 
 std::string Underscored(absl::string_view name) { return absl::StrReplaceAll(name, {{"-", "_"}}); }
 
@@ -103,6 +108,15 @@ absl::Status ParseCommandLine(const CommandSpec& spec, const std::vector<std::st
         return absl::InvalidArgumentError(absl::StrCat("--", name, " takes no value"));
       }
       value = arg.substr(equals + 1);
+      // Launch tells Accelerate's flags from its own by what was written.
+      if (found.option->value_name.empty() && !spec.takes_program) {
+        const std::optional<bool> truth = ParseBoolWord(value);
+        if (!truth.has_value()) {
+          return absl::InvalidArgumentError(absl::StrCat("--", name, "=", value, ": write --", name,
+                                                         ", or yes or no after the ="));
+        }
+        value = *truth ? "true" : "false";
+      }
     } else if (found.option->value_name.empty()) {
       value = found.negated ? "false" : "true";
     } else if (i + 1 < args.size() && args[i + 1] != "--") {
@@ -110,6 +124,14 @@ absl::Status ParseCommandLine(const CommandSpec& spec, const std::vector<std::st
     } else {
       return absl::InvalidArgumentError(
           absl::StrCat("--", name, " needs a value: --", name, " ", found.option->value_name));
+    }
+    const std::vector<std::string>& formats = found.option->values;
+    if (found.option->name == kOutput && !formats.empty() &&
+        std::find(formats.begin(), formats.end(), value) == formats.end()) {
+      const std::string last = formats.size() > 1 ? " or " + formats.back() : "";
+      return absl::InvalidArgumentError(absl::StrCat(
+          "--output ", value, ": write ",
+          absl::StrJoin(formats.begin(), formats.end() - (last.empty() ? 0 : 1), ", "), last));
     }
     std::vector<std::string>& values = line->options[found.option->name];
     if (!found.option->repeated) values.clear();
@@ -145,7 +167,7 @@ OptionSpec OutputOption(std::vector<std::string> formats) {
   for (size_t i = 1; i < formats.size(); ++i) {
     absl::StrAppend(&help, i + 1 == formats.size() ? " or " : ", ", formats[i]);
   }
-  return {.name = "output",
+  return {.name = kOutput,
           .value_name = "FORMAT",
           .help = std::move(help),
           .letter = "o",

@@ -52,8 +52,9 @@ struct CommandLine {
 // Reads the arguments after the command's name. The words of an option may be joined by "_" or "-";
 // "--name value" and
 // "--name=value" are the same; names are never abbreviated; "--" ends the options; -h is --help.
-// Errors: INVALID_ARGUMENT, one line: unknown option (with the nearest one), a value missing, too
-// many words.
+// A flag takes a value only after "=", a word for yes or no; --output one of its formats.
+// Errors: INVALID_ARGUMENT, one line: unknown option (with the nearest one), a value missing or
+// wrong, too many words.
 absl::Status ParseCommandLine(const CommandSpec& spec, const std::vector<std::string>& args,
                               CommandLine* line);
 

@@ -90,6 +90,12 @@ TEST(ParseCommandLine, Mistakes_AreOneLineWithTheWayOut) {
   EXPECT_EQ(ErrorOf({"--num_processes", "--", "x"}),
             "--num_processes needs a value: --num_processes N");
   EXPECT_EQ(ErrorOf({"--no_prefix=1"}), "--no_prefix takes no value");
+  const CommandSpec list = {
+      .name = "muster list",
+      .options = {{.name = "watch"}, OutputOption({"table", "json", "yaml"})}};
+  EXPECT_EQ(ErrorOf({"--watch=maybe"}, list),
+            "--watch=maybe: write --watch, or yes or no after the =");
+  EXPECT_EQ(ErrorOf({"-o", "xml"}, list), "--output xml: write table, json or yaml");
   EXPECT_EQ(ErrorOf({"a"}, {.name = "muster env"}), "unexpected word a; see muster env --help");
 }
 

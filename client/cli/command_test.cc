@@ -6,6 +6,8 @@
 #include "absl/status/status.h"
 #include "base/exit_code.h"
 #include "gtest/gtest.h"
+#include "proto/muster/v1/error.pb.h"
+#include "rpc/status.h"
 
 namespace muster::client {
 namespace {
@@ -52,6 +54,21 @@ TEST_F(CommandTest, Begin_UnknownOption_IsOneLineOnTheErrorStream) {
 TEST_F(CommandTest, Fail_MessageOfTwoLines_IsOne) {
   EXPECT_EQ(Fail(spec_, context_, absl::NotFoundError("no\njob"), kExitNotFound), kExitNotFound);
   EXPECT_EQ(err_.str(), "muster greet: no job\n");
+}
+
+TEST_F(CommandTest, FailCall_CodeFitsTheReason) {
+  const auto code = [&](absl::StatusCode status, v1::ErrorReason reason) {
+    return FailCall(spec_, context_, rpc::ErrorWithReason(status, "no", reason));
+  };
+  EXPECT_EQ(code(absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT), kExitLimit);
+  EXPECT_EQ(code(absl::StatusCode::kInvalidArgument, v1::ERROR_REASON_LIMIT), kExitUsage);
+  // The machine's, not a limit that somebody has set.
+  EXPECT_EQ(code(absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_UNSPECIFIED),
+            kExitInternal);
+  EXPECT_EQ(code(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_STATE), kExitConflict);
+  EXPECT_EQ(code(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_BAD_FIELD), kExitUsage);
+  EXPECT_EQ(code(absl::StatusCode::kUnavailable, v1::ERROR_REASON_OVERLOADED), kExitUnreachable);
+  EXPECT_EQ(code(absl::StatusCode::kUnimplemented, v1::ERROR_REASON_UNSPECIFIED), kExitUsage);
 }
 
 TEST_F(CommandTest, Variable_NotSet_IsEmpty) {

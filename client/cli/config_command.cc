@@ -146,14 +146,14 @@ absl::Status Exists(const std::string& path) {
 int WriteDefaultConfig(const CommandSpec& spec, const CommandLine& line,
                        const CommandContext& context) {
   const auto path = ConfigPathToWrite(line, context);
-  if (!path.ok()) return Fail(spec, context, path.status(), ExitCodeOf(path.status()));
+  if (!path.ok()) return FailCall(spec, context, path.status());
   if (PathExists(*path) && line.Get("force") != "true") {
     return Fail(spec, context, Exists(*path), kExitConflict);
   }
   const auto given = GivenSettings(line, *path);
   if (!given.ok()) return Fail(spec, context, given.status(), kExitUsage);
   const absl::Status status = WriteConfig(*path, DefaultConfigText(*given));
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   context.out << *path << "\n";
   return kExitOk;
 }
@@ -369,7 +369,7 @@ int Ask(const CommandSpec& spec, const CommandContext& context, ConfigDialog* di
 
 int RunDialog(const CommandSpec& spec, const CommandLine& line, const CommandContext& context) {
   absl::StatusOr<DialogFacts> facts = ReadDialogFacts(line, context);
-  if (!facts.ok()) return Fail(spec, context, facts.status(), ExitCodeOf(facts.status()));
+  if (!facts.ok()) return FailCall(spec, context, facts.status());
   if (context.in == nullptr) {
     return Fail(spec, context,
                 absl::InvalidArgumentError("nobody answers: muster config default asks nothing"),
@@ -386,7 +386,7 @@ int RunDialog(const CommandSpec& spec, const CommandLine& line, const CommandCon
   // Another made it while the questions were asked.
   if (!existed && PathExists(path)) return Fail(spec, context, Exists(path), kExitConflict);
   const absl::Status status = WriteConfig(path, dialog.FileText());
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   bool several = false;
   context.out << "\n";
   for (const auto& [name, value] : dialog.Summary()) {

@@ -17,6 +17,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "base/defaults.h"
 #include "base/exit_code.h"
 #include "base/file.h"
 #include "base/machine.h"
@@ -29,6 +30,7 @@
 #include "client/cli/job_group.h"
 #include "client/cli/launch_command.h"
 #include "client/cli/open_backend.h"
+#include "client/cli/output.h"
 #include "client/cli/torch_version.h"
 #include "client/jobs/client_on_channel.h"
 #include "client/jobs/job_backend.h"
@@ -50,6 +52,15 @@ using nlohmann::ordered_json;
 constexpr size_t kShownStragglers = 3;
 constexpr size_t kShownBarriers = 4;
 constexpr int kShownReasons = 16;
+
+// -o, or --json, which is older.
+std::string FormatOf(const CommandLine& line) {
+  if (line.Has("output")) return line.Get("output");
+  return line.Get("json") == "true" ? "json" : "text";
+}
+std::string JsonText(const ordered_json& value, const std::string& format) {
+  return format == "yaml" ? YamlText(value) : Dump(value);
+}
 
 std::string ProtobufVersion() {
   return google::protobuf::internal::VersionString(GOOGLE_PROTOBUF_VERSION);
@@ -214,7 +225,8 @@ int RunEnvCommand(const std::vector<std::string>& args, const CommandContext& co
       .summary = "Prints versions, devices and libraries: include them in a bug report.",
       .usage = "[OPTIONS]",
       .options = {
-          {.name = "json", .help = "As one JSON object"},
+          OutputOption({"text", "json", "yaml"}),
+          {.name = "json", .help = "As -o json"},
           {.name = "config_file", .value_name = "FILE", .help = "The config file to show"}}};
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
@@ -223,7 +235,8 @@ int RunEnvCommand(const std::vector<std::string>& args, const CommandContext& co
                   .config = absl::UnknownError("not read"),
                   .variables = VariablesJson(context)};
   env.config = ReadLaunchConfig(line, context.variables, &env.path);
-  context.out << (line.Get("json") == "true" ? Dump(EnvJson(env)) : EnvText(env));
+  const std::string format = FormatOf(line);
+  context.out << (format == "text" ? EnvText(env) : JsonText(EnvJson(env), format));
   return kExitOk;
 }
 
@@ -401,7 +414,8 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
       .details =
           "Exit codes: 0 shown; 2 wrong options; 3 no such job; 7 no coordinator answers;\n8 it "
           "requires a token, or a different one.",
-      .options = ConnectionOptions({{.name = "json", .help = "As one JSON object"}}),
+      .options = ConnectionOptions(
+          {OutputOption({"text", "json", "yaml", "name"}), {.name = "json", .help = "As -o json"}}),
       .max_words = 1};
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
@@ -413,15 +427,29 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status =
       rpc::FromGrpc(v1::Admin::NewStub(connection.channel)->Status(&call, {}, &reply));
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
-  const std::string wanted = line.words.empty() ? "" : line.words[0];
+  if (!status.ok()) return FailCall(spec, context, status);
+  std::string wanted = line.words.empty() ? "" : line.words[0];
+  const auto is_known = [&](const std::string& name) {
+    return std::any_of(reply.jobs().begin(), reply.jobs().end(),
+                       [&](const v1::JobStatus& job) { return job.job_id() == name; });
+  };
+  if (!wanted.empty() && !is_known(wanted)) {
+    // A submitted job; of a program without Muster's library only the agents are known.
+    const absl::StatusOr<std::string> group = GroupOf(connection, wanted);
+    if (!group.ok()) return FailCall(spec, context, group.status());
+    for (const std::string& name : {*group, *group + kAgentsSuffix}) {
+      if (!is_known(name)) continue;
+      wanted = name;
+      break;
+    }
+  }
   ordered_json jobs = ordered_json::array();
   std::string table;
   for (const v1::JobStatus& job : reply.jobs()) {
     if (!wanted.empty() && job.job_id() != wanted) continue;
     absl::StatusOr<ordered_json> described = AddJob(connection, job, &table);
     if (!described.ok()) {
-      return Fail(spec, context, described.status(), ExitCodeOf(described.status()));
+      return FailCall(spec, context, described.status());
     }
     jobs.push_back(*std::move(described));
   }
@@ -431,8 +459,15 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
         absl::NotFoundError(absl::StrCat("the coordinator at ", address, " has no job ", wanted)),
         kExitNotFound);
   }
-  if (line.Get("json") == "true") {
-    context.out << Dump(
+  const std::string format = FormatOf(line);
+  if (format == "name") {
+    for (const ordered_json& job : jobs) {
+      context.out << Printable(job["job_id"].get<std::string>()) << "\n";
+    }
+    return kExitOk;
+  }
+  if (format != "text") {
+    context.out << JsonText(
         {{"coordinator", address},
          {"version", reply.version()},
          {"uptime", DurationText(reply.uptime())},
@@ -441,7 +476,8 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
          {"hubs", reply.hubs()},
          {"journal", reply.journal()},
          {"warnings", std::vector<std::string>(reply.warnings().begin(), reply.warnings().end())},
-         {"jobs", jobs}});
+         {"jobs", jobs}},
+        format);
     return kExitOk;
   }
   context.out << "coordinator " << address << ", version " << reply.version() << ", up "
@@ -481,7 +517,6 @@ int RunTriggerCommand(const std::vector<std::string>& args, const CommandContext
                 kExitUsage);
   }
   v1::RaiseTriggerRequest request;
-  request.mutable_fence()->set_job_id(line.words[0]);
   request.set_name(line.words[1]);
   request.set_payload(line.Get("payload"));
   if (line.Has("at_step")) {
@@ -497,12 +532,15 @@ int RunTriggerCommand(const std::vector<std::string>& args, const CommandContext
   }
   Connection connection;
   if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
+  const absl::StatusOr<std::string> group = GroupOf(connection, line.words[0]);
+  if (!group.ok()) return FailCall(spec, context, group.status());
+  request.mutable_fence()->set_job_id(*group);
   v1::RaiseTriggerReply reply;
   grpc::ClientContext call;
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status =
       rpc::FromGrpc(v1::Triggers::NewStub(connection.channel)->Raise(&call, request, &reply));
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   context.out << "raised " << line.words[1] << " for " << line.words[0]
               << (line.Has("at_step") ? ", before step " + line.Get("at_step") : "") << "\n";
   return kExitOk;
@@ -530,7 +568,7 @@ int CancelBarrier(const CommandSpec& spec, const CommandContext& context,
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status =
       rpc::FromGrpc(v1::Barrier::NewStub(connection.channel)->Cancel(&call, request, &reply));
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   context.out << "cancelled barrier " << barrier.name << " counter " << barrier.counter << " of "
               << barrier.job << "\n";
   return kExitOk;
@@ -547,7 +585,7 @@ int ShowBarrier(const CommandSpec& spec, const CommandContext& context,
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status =
       rpc::FromGrpc(v1::Barrier::NewStub(connection.channel)->Describe(&call, request, &reply));
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   const v1::BarrierReport& report = reply.report();
   if (as_json) {
     context.out << Json(report) << "\n";
@@ -580,7 +618,8 @@ int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext
            {.name = "cancel",
             .value_name = "REASON",
             .help = "End it: all waiting processes get CANCELLED and the reason"},
-           {.name = "json", .help = "As one JSON object"}}),
+           OutputOption({"text", "json"}),
+           {.name = "json", .help = "As -o json"}}),
       .max_words = 2};
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
@@ -596,16 +635,19 @@ int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext
       (name.empty() || !absl::SimpleAtoi(line.Get("counter"), &barrier.counter))) {
     return wrong(absl::StrCat("--counter ", line.Get("counter"), ": write NAME and a number"));
   }
-  const bool as_json = line.Get("json") == "true";
+  const bool as_json = FormatOf(line) == "json";
   Connection connection;
   if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
+  const absl::StatusOr<std::string> group = GroupOf(connection, barrier.job);
+  if (!group.ok()) return FailCall(spec, context, group.status());
+  barrier.job = *group;
 
   v1::ListBarriersReply list;
   const bool only_open = line.Has("cancel") || (name.empty() && line.Get("all") != "true");
   if (const absl::Status listed =
           ListBarriers(connection.channel, job, only_open, connection.timeout, &list);
       !listed.ok()) {
-    return Fail(spec, context, listed, ExitCodeOf(listed));
+    return FailCall(spec, context, listed);
   }
   if (name.empty()) {
     if (as_json) {
@@ -668,18 +710,20 @@ int RunQuarantineCommand(const std::vector<std::string>& args, const CommandCont
                 kExitUsage);
   }
   v1::QuarantineRequest request;
-  request.mutable_fence()->set_job_id(line.words[0]);
   request.set_host(line.words[1]);
   if (!lift) request.mutable_for_()->set_seconds(absl::ToInt64Seconds(length));
   request.set_reason(line.Get("reason"));
   Connection connection;
   if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
+  const absl::StatusOr<std::string> group = GroupOf(connection, line.words[0]);
+  if (!group.ok()) return FailCall(spec, context, group.status());
+  request.mutable_fence()->set_job_id(*group);
   v1::QuarantineReply reply;
   grpc::ClientContext call;
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status = rpc::FromGrpc(
       v1::Membership::NewStub(connection.channel)->Quarantine(&call, request, &reply));
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   context.out << "host " << line.words[1] << " of " << line.words[0]
               << (lift ? " is no longer quarantined\n" : " is quarantined for ")
               << (lift ? "" : absl::FormatDuration(length) + "\n");
@@ -720,9 +764,7 @@ int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext&
     return kExitOk;
   }
   if (on_slurm || (!absl::IsNotFound(submitted) && !absl::IsUnimplemented(submitted))) {
-    return Fail(spec, context, submitted,
-                rpc::GetReason(submitted) == v1::ERROR_REASON_JOB_STATE ? kExitConflict
-                                                                        : ExitCodeOf(submitted));
+    return FailCall(spec, context, submitted);
   }
   v1::RemoveJobRequest request;
   request.mutable_fence()->set_job_id(line.words[0]);
@@ -731,11 +773,7 @@ int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext&
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status =
       rpc::FromGrpc(v1::Admin::NewStub(connection.channel)->RemoveJob(&call, request, &reply));
-  if (!status.ok()) {
-    return Fail(
-        spec, context, status,
-        rpc::GetReason(status) == v1::ERROR_REASON_JOB_RUNS ? kExitConflict : ExitCodeOf(status));
-  }
+  if (!status.ok()) return FailCall(spec, context, status);
   context.out << "job " << line.words[0] << " is removed\n";
   return kExitOk;
 }
@@ -885,8 +923,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
   const std::string format = line.Has("output") ? line.Get("output") : "text";
-  if (static_cast<int>(line.words.size()) != spec.max_words ||
-      (format != "text" && format != "json")) {
+  if (static_cast<int>(line.words.size()) != spec.max_words) {
     return Fail(spec, context,
                 absl::InvalidArgumentError(absl::StrCat("write ", spec.name, " ", spec.usage)),
                 kExitUsage);
@@ -895,7 +932,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
   if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
   const std::string& job = line.words[0];
   const auto records = ListRecords(connection, job);
-  if (!records.ok()) return Fail(spec, context, records.status(), ExitCodeOf(records.status()));
+  if (!records.ok()) return FailCall(spec, context, records.status());
   if (lists) {
     ordered_json all = ordered_json::array();
     std::string text;
@@ -911,7 +948,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
     return Fail(spec, context,
                 absl::NotFoundError(absl::StrCat("job ", job, " has no checkpoint ", line.words[1],
                                                  "; see muster checkpoints registered ", job)),
-                ExitCodeOf(absl::NotFoundError("")));
+                kExitNotFound);
   }
   v1::MarkCheckpointRequest request;
   request.mutable_fence()->set_job_id(job);
@@ -922,7 +959,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status =
       rpc::FromGrpc(v1::Checkpoints::NewStub(connection.channel)->Mark(&call, request, &reply));
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   if (format == "json") {
     context.out << Dump(RecordJson(reply.checkpoint()));
   } else {

@@ -27,8 +27,6 @@
 #include "client/jobs/job_client.h"
 #include "client/jobs/job_file.h"
 #include "client/jobs/recovery.h"
-#include "proto/muster/v1/error.pb.h"
-#include "rpc/status.h"
 
 namespace muster::client {
 namespace {
@@ -37,7 +35,8 @@ using nlohmann::ordered_json;
 
 constexpr char kExitCodes[] =
     "Exit codes: 0 done; 2 wrong options; 3 no such job; 4 the job is in a state in which this "
-    "means nothing;\n7 no coordinator answers; 8 it requires a token, or a different one.";
+    "means nothing; 6 a limit\nrefuses it; 7 no coordinator answers; 8 it requires a token, or a "
+    "different one.";
 
 // Prints an error of a call about `job`, with similar names if there is no such job.
 int FailJob(const CommandSpec& spec, const CommandContext& context, JobBackend& client,
@@ -53,10 +52,7 @@ int FailJob(const CommandSpec& spec, const CommandContext& context, JobBackend& 
                 absl::NotFoundError(absl::StrCat(status.message(), DidYouMean(job, names))),
                 kExitNotFound);
   }
-  const v1::ErrorReason reason = rpc::GetReason(status);
-  const bool conflict =
-      reason == v1::ERROR_REASON_JOB_STATE || reason == v1::ERROR_REASON_KEY_REUSED;
-  return Fail(spec, context, status, conflict ? kExitConflict : ExitCodeOf(status));
+  return FailCall(spec, context, status);
 }
 
 int CodeOfJob(const Job& job) {
@@ -82,6 +78,14 @@ ordered_json PlacementsJson(const std::vector<Placement>& placements) {
                    {"processes", placement.processes},
                    {"gpus", placement.gpus},
                    {"state", placement.state}});
+  }
+  return all;
+}
+
+ordered_json SparesJson(const std::vector<Placement>& spares) {
+  ordered_json all = ordered_json::array();
+  for (const Placement& spare : spares) {
+    all.push_back({{"node", spare.node}, {"processes", spare.processes}, {"gpus", spare.gpus}});
   }
   return all;
 }
@@ -113,6 +117,7 @@ ordered_json JobJson(const Job& job) {
           {"submitted", TimeJson(job.submitted)},
           {"restarts", job.restarts},
           {"spec", SettingsJson(job.spec)},
+          {"spares", SparesJson(job.spares)},
           {"attempts", attempts}};
 }
 
@@ -133,11 +138,22 @@ void PrintPlan(const CommandContext& context, const JobPlan& plan) {
     if (!placement.gpus.empty()) context.out << ", GPUs " << absl::StrJoin(placement.gpus, ",");
     context.out << "\n";
   }
+  for (const Placement& spare : plan.spares) {
+    context.out << "  " << Printable(spare.node) << ": spare, room for " << spare.processes
+                << (spare.processes == 1 ? " process\n" : " processes\n");
+  }
 }
 
 void PrintState(const CommandContext& context, const Job& job) {
   context.out << job.id << " " << JobStateName(job.state)
               << (job.why.empty() ? "" : ": " + Printable(job.why, 1000)) << std::endl;
+}
+
+// One line: for people, or a JSON object.
+void PrintChange(const CommandContext& context, const Job& job, bool json) {
+  if (!json) return PrintState(context, job);
+  context.out << JobJson(job).dump(-1, ' ', false, ordered_json::error_handler_t::replace)
+              << std::endl;
 }
 
 // Prints one line for each change of the jobs that `filter` lets through, until the user ends it;
@@ -160,16 +176,10 @@ int WatchAll(const CommandSpec& spec, const CommandContext& context, JobBackend&
     std::string& text = shown[update.id];
     const std::string now = absl::StrCat(JobStateName(update.job->state), update.job->why);
     if (std::exchange(text, now) == now) return true;
-    if (json) {
-      context.out
-          << JobJson(*update.job).dump(-1, ' ', false, ordered_json::error_handler_t::replace)
-          << std::endl;
-    } else {
-      PrintState(context, *update.job);
-    }
+    PrintChange(context, *update.job, json);
     return context.out.good();
   });
-  return status.ok() ? kExitOk : Fail(spec, context, status, ExitCodeOf(status));
+  return status.ok() ? kExitOk : FailCall(spec, context, status);
 }
 
 // Prints whole lines of ranks, each with its prefix, and those only that match.
@@ -223,6 +233,7 @@ absl::Status PrintLog(JobBackend& client, const std::string& job, LogOptions opt
       printer->Print(options.rank, chunk->data, &rest);
       if (chunk->data.empty() || chunk->ended) break;
       options.offset = chunk->next_offset;
+      options.since = absl::InfiniteDuration();
       options.attempt = chunk->attempt;
     }
   }
@@ -277,7 +288,8 @@ void PrintSubmission(const CommandContext& context, const std::string& format, b
                  {{"starts_now", made.plan.starts_now},
                   {"why", made.plan.why},
                   {"processes", made.plan.processes},
-                  {"placements", PlacementsJson(made.plan.placements)}}},
+                  {"placements", PlacementsJson(made.plan.placements)},
+                  {"spares", SparesJson(made.plan.spares)}}},
                 {"existed", made.existed}});
   } else if (dry_run) {
     for (const auto& [name, given] : job.provenance)
@@ -307,10 +319,6 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
   const absl::StatusOr<ResolvedJob> job = ResolveJob(text, source, line.options, program);
   if (!job.ok()) return Fail(spec, context, job.status(), kExitUsage);
   const std::string format = line.Has("output") ? line.Get("output") : "name";
-  if (format != "name" && format != "json" && format != "yaml") {
-    return Fail(spec, context, absl::InvalidArgumentError("--output: write name, json or yaml"),
-                kExitUsage);
-  }
   line.words.clear();  // the file is no job's name
   int code = 0;
   const std::unique_ptr<JobBackend> client = OpenBackend(spec, line, context, &code);
@@ -377,13 +385,6 @@ int RunListCommand(const std::vector<std::string>& args, const CommandContext& c
     }
   }
   const std::string format = line.Has("output") ? line.Get("output") : "table";
-  const std::vector<std::string> formats = {"table", "wide", "json", "yaml", "name"};
-  if (std::count(formats.begin(), formats.end(), format) == 0) {
-    return Fail(spec, context,
-                absl::InvalidArgumentError(absl::StrCat("--output ", format, ": write one of ",
-                                                        absl::StrJoin(formats, ", "))),
-                kExitUsage);
-  }
   const bool watch = line.Get("watch") == "true";
   if (watch && format != "table" && format != "json") {
     return Fail(spec, context,
@@ -396,7 +397,7 @@ int RunListCommand(const std::vector<std::string>& args, const CommandContext& c
   if (client == nullptr) return code;
   if (watch) return WatchAll(spec, context, *client, filter, format == "json");
   const absl::StatusOr<std::vector<Job>> jobs = client->list(filter);
-  if (!jobs.ok()) return Fail(spec, context, jobs.status(), ExitCodeOf(jobs.status()));
+  if (!jobs.ok()) return FailCall(spec, context, jobs.status());
   if (format == "json" || format == "yaml") {
     ordered_json all = ordered_json::array();
     for (const Job& job : *jobs) all.push_back(JobJson(job));
@@ -426,7 +427,7 @@ int RunListCommand(const std::vector<std::string>& args, const CommandContext& c
     row.push_back(job.why);
     rows.push_back(std::move(row));
   }
-  if (format != "name") context.out << TableText(rows);
+  if (format != "name") context.out << TableText(rows, context.columns);
   return kExitOk;
 }
 
@@ -552,14 +553,14 @@ void PrintIncidents(const CommandContext& context, const Job& job,
   }
   if (!job.history.empty() && job.history.front().number > 1) {
     context.out << "attempts 1 to " << job.history.front().number - 1
-                << " are no longer kept; the audit log and the logs of their nodes may have them\n";
+                << " are no longer kept: see the audit log and the nodes' logs\n";
   }
   if (incidents.empty()) {
     context.out << job.id << " " << JobStateName(job.state) << ": no attempt of "
                 << job.history.size() << " has failed\n";
     return;
   }
-  context.out << TableText(rows);
+  context.out << TableText(rows, context.columns);
   std::vector<std::vector<std::string>> stages = {{"ATTEMPT"}};
   for (const auto& [name, took] : Stages(Recovery())) {
     stages[0].push_back(absl::AsciiStrToUpper(name));
@@ -570,7 +571,8 @@ void PrintIncidents(const CommandContext& context, const Job& job,
       stages.back().push_back(DurationText(took));
     }
   }
-  context.out << "\nfrom the failure to the first step of the next attempt:\n" << TableText(stages);
+  context.out << "\nfrom the failure to the first step of the next attempt:\n"
+              << TableText(stages, context.columns);
   for (const Incident& incident : incidents) {
     const Attempt& attempt = *incident.attempt;
     if (attempt.last_lines.empty()) continue;
@@ -629,20 +631,21 @@ int RunWatchCommand(const std::vector<std::string>& args, const CommandContext& 
           "faster than they can be\nprinted, the latest counts. muster list --watch has filters.\n"
           "1: the job did not succeed. ",
           kExitCodes),
-      .options = JobOptions({}),
+      .options = JobOptions({OutputOption({"text", "json"})}),
       .max_words = 1};
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
   int code = 0;
   const std::unique_ptr<JobBackend> client = OpenBackend(spec, line, context, &code);
   if (client == nullptr) return code;
-  if (line.words.empty()) return WatchAll(spec, context, *client, {}, /*json=*/false);
+  const bool json = line.Get("output") == "json";
+  if (line.words.empty()) return WatchAll(spec, context, *client, {}, json);
   std::string shown;
   const absl::StatusOr<Job> end = client->watch(
       line.words[0],
       [&](const Job& job) {
         const std::string now = absl::StrCat(JobStateName(job.state), job.why);
-        if (now != shown) PrintState(context, job);
+        if (now != shown) PrintChange(context, job, json);
         shown = now;
         return true;
       },
@@ -650,6 +653,27 @@ int RunWatchCommand(const std::vector<std::string>& args, const CommandContext& 
   if (!end.ok()) return FailJob(spec, context, *client, line.words[0], end.status());
   return CodeOfJob(*end);
 }
+
+namespace {
+
+// How long ago. Errors: INVALID_ARGUMENT what to write.
+absl::StatusOr<absl::Duration> ParseSince(const std::string& text) {
+  absl::Duration ago;
+  absl::Time time;
+  std::string wrong;
+  if (absl::ParseDuration(text, &ago)) {
+    if (ago >= absl::ZeroDuration() && ago != absl::InfiniteDuration()) return ago;
+  } else if (absl::ParseTime(absl::RFC3339_full, text, &time, &wrong) ||
+             absl::ParseTime("%Y-%m-%dT%H:%M:%S", text, absl::LocalTimeZone(), &time, &wrong)) {
+    if (time != absl::InfinitePast() && time != absl::InfiniteFuture()) {
+      return std::max(absl::ZeroDuration(), absl::Now() - time);
+    }
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("--since ", text, ": write how long ago, 10m, or a time, 2026-01-31T12:00:00"));
+}
+
+}  // namespace
 
 int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& context) {
   CommandSpec spec = {
@@ -661,6 +685,11 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
            {.name = "rank", .value_name = "R|all", .help = "Default 0", .values = {"all"}},
            {.name = "attempt", .value_name = "N", .help = "Default: the last one"},
            {.name = "tail", .value_name = "N", .help = "Only the last N lines"},
+           {.name = "since",
+            .value_name = "TIME",
+            .help =
+                "Only lines of the last 10m, or since 2026-01-31T12:00:00 (of this machine), to "
+                "the second"},
            {.name = "grep", .value_name = "REGEX", .help = "Only lines that match"}})};
   CommandLine line;
   std::unique_ptr<JobBackend> client;
@@ -682,6 +711,12 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
     if (!absl::SimpleAtoi(line.Get("tail"), &options.tail_lines) || options.tail_lines < 1)
       return refuse("--tail: write a number of lines");
     options.offset = -1;
+  }
+  if (line.Has("since")) {
+    const absl::StatusOr<absl::Duration> since = ParseSince(line.Get("since"));
+    if (!since.ok()) return refuse(std::string(since.status().message()));
+    if (line.Has("tail")) return refuse("--since and --tail exclude each other");
+    options.since = *since;
   }
   std::optional<std::regex> grep;
   if (line.Has("grep")) {

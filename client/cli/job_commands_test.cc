@@ -4,7 +4,10 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "base/exit_code.h"
 #include "base/test_folder.h"
 #include "client/cli/info_commands.h"
@@ -12,6 +15,8 @@
 #include "client/jobs/fake_job_service.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "proto/muster/v1/error.pb.h"
+#include "rpc/status.h"
 
 namespace muster::client {
 namespace {
@@ -138,6 +143,32 @@ TEST_F(JobCommandsTest, Incidents_EachFailedAttempt_WithCauseTimesAndLastLines) 
   EXPECT_THAT(text, HasSubstr("attempt 3, the last lines of rank 3:\n  no "));
   EXPECT_THAT(text, ::testing::Not(HasSubstr("\x1b")));
   EXPECT_THAT(text, ::testing::Not(HasSubstr("\n5 ")));
+}
+
+TEST_F(JobCommandsTest, Incidents_OnATerminal_NoLineIsWiderThanIt) {
+  v1::JobRecord job = JobWithIncidents();
+  job.mutable_history(0)->mutable_end()->set_why(
+      "rank 3 (pid 4711 on node7) was killed by signal 9 (SIGKILL), by the kernel for memory, "
+      "because it reached its limit of 16.0 GiB; it had 16.0 GiB at most: give it a larger "
+      "memory_per_process");
+  fake_.Add(job);
+  CommandContext terminal = context_;
+  terminal.columns = 80;
+  EXPECT_EQ(RunIncidentsCommand({"mnist-1"}, terminal), kExitOk) << err_.str();
+  std::string whole;
+  for (const absl::string_view line : absl::StrSplit(out_.str(), '\n')) {
+    EXPECT_LE(line.size(), 80u) << line;
+    absl::StrAppend(&whole, absl::StripLeadingAsciiWhitespace(line), " ");
+  }
+  EXPECT_THAT(whole, HasSubstr(job.history(0).end().why()));
+}
+
+TEST_F(JobCommandsTest, Submit_RefusedByALimit_HasACodeOfItsOwn) {
+  fake_.RefuseSubmissions(rpc::ErrorWithReason(absl::StatusCode::kResourceExhausted,
+                                               "user \"ann\" has 5 jobs that have not ended",
+                                               v1::ERROR_REASON_LIMIT));
+  EXPECT_EQ(RunSubmitCommand({"--", "/opt/train"}, context_), kExitLimit);
+  EXPECT_EQ(err_.str(), "muster submit: user \"ann\" has 5 jobs that have not ended\n");
 }
 
 TEST_F(JobCommandsTest, Incidents_Json_HasNullWhereATimeIsNotKnown) {

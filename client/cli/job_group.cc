@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "client/jobs/client_on_channel.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
+#include "proto/muster/v1/error.pb.h"
 #include "proto/muster/v1/membership.grpc.pb.h"
 #include "rpc/channel.h"
 #include "rpc/status.h"
@@ -16,8 +17,9 @@ absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::str
       ClientOn(connection.channel, connection.timeout, connection.timeout).get(job);
   if (!submitted.ok()) return job;
   if (submitted->attempts == 0) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("job ", job, " has not started yet: ", submitted->why));
+    return rpc::ErrorWithReason(absl::StatusCode::kFailedPrecondition,
+                                absl::StrCat("job ", job, " has not started yet: ", submitted->why),
+                                v1::ERROR_REASON_JOB_STATE);
   }
   return absl::StrCat(job, ".", submitted->attempts);
 }

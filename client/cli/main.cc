@@ -19,6 +19,7 @@
 #include "base/status_macros.h"
 #include "client/cli/local_job.h"
 #include "client/cli/muster_command.h"
+#include "client/cli/output.h"
 #include "coordinator/service/server.h"
 
 namespace {
@@ -80,7 +81,8 @@ int main(int argc, char** argv) {
                                  .out = std::cout,
                                  .err = std::cerr,
                                  .in = &std::cin,
-                                 .in_is_terminal = isatty(STDIN_FILENO) != 0},
+                                 .in_is_terminal = isatty(STDIN_FILENO) != 0,
+                                 .columns = muster::client::TerminalColumns(STDOUT_FILENO)},
                                 muster::client::LocalBackend([for_operators](const auto& options) {
                                   return StartCoordinator(options, for_operators);
                                 }),

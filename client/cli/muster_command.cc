@@ -26,6 +26,8 @@
 namespace muster::client {
 namespace {
 
+const std::string kBarrier = "barrier";
+
 struct Command {
   std::string name;
   std::string summary;
@@ -209,7 +211,8 @@ int RunMuster(const std::vector<std::string>& args, const CommandContext& given,
     PrintHelp(commands, context.err);
     return kExitUsage;
   }
-  const std::string& name = args[0];
+  // What it lists is several.
+  const std::string& name = args[0] == "barriers" ? kBarrier : args[0];
   if (name == "help" && args.size() > 1) {
     Args help = {args.begin() + 1, args.end()};
     help.push_back("--help");

@@ -47,33 +47,28 @@ ordered_json NodeJson(const Node& node) {
           {"limits", node.limits},
           {"limits_why", node.limits_why},
           {"heard_ago_seconds", absl::ToDoubleSeconds(node.heard_ago)},
-          {"jobs", node.jobs}};
+          {"log_level", node.log_level},
+          {"jobs", node.jobs},
+          {"spare_of", node.spare_of}};
 }
 
 }  // namespace
 
 int RunNodesCommand(const std::vector<std::string>& args, const CommandContext& context) {
-  const std::vector<std::string> formats = {"table", "wide", "json", "yaml", "name"};
   const CommandSpec spec = {
       .name = "muster nodes",
       .summary = "Lists the machines whose agents wait for jobs (muster-agent --serve).",
       .usage = "[OPTIONS]",
       .details = kExitCodes,
-      .options = ConnectionOptions({OutputOption(formats)})};
+      .options = ConnectionOptions({OutputOption({"table", "wide", "json", "yaml", "name"})})};
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
   const std::string format = line.Has("output") ? line.Get("output") : "table";
-  if (std::count(formats.begin(), formats.end(), format) == 0) {
-    return Fail(spec, context,
-                absl::InvalidArgumentError(absl::StrCat("--output ", format, ": write one of ",
-                                                        absl::StrJoin(formats, ", "))),
-                kExitUsage);
-  }
   Connection connection;
   if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
   Client client = ClientOn(connection.channel, connection.timeout, connection.timeout);
   const absl::StatusOr<std::vector<Node>> nodes = client.nodes();
-  if (!nodes.ok()) return Fail(spec, context, nodes.status(), ExitCodeOf(nodes.status()));
+  if (!nodes.ok()) return FailCall(spec, context, nodes.status());
   if (format == "json" || format == "yaml") {
     ordered_json all = ordered_json::array();
     for (const Node& node : *nodes) all.push_back(NodeJson(node));
@@ -86,13 +81,15 @@ int RunNodesCommand(const std::vector<std::string>& args, const CommandContext& 
   if (wide) rows[0].insert(rows[0].end(), {"HEARD", "RACK", "LABELS", "LIMITS", "VERSION"});
   rows[0].push_back("WHY");
   for (const Node& node : *nodes) {
+    std::vector<std::string> jobs = node.jobs;
+    for (const std::string& job : node.spare_of) jobs.push_back(job + " (spare)");
     std::vector<std::string> row = {
         node.name,
         StateOf(node),
         absl::StrCat(node.used_cpus, "/", node.cpus),
         absl::StrCat(node.used_gpus.size(), "/", node.gpus.size()),
         absl::StrCat(HumanBytes(node.used_memory_bytes), " / ", HumanBytes(node.memory_bytes)),
-        absl::StrJoin(node.jobs, ",")};
+        absl::StrJoin(jobs, ",")};
     if (wide) {
       row.insert(row.end(),
                  {HumanDuration(node.heard_ago) + " ago", node.rack,
@@ -105,7 +102,7 @@ int RunNodesCommand(const std::vector<std::string>& args, const CommandContext& 
   if (format == "name") {
     for (const Node& node : *nodes) context.out << node.name << "\n";
   } else {
-    context.out << TableText(rows);
+    context.out << TableText(rows, context.columns);
   }
   return kExitOk;
 }
@@ -150,7 +147,7 @@ int RunNodeControlCommand(const std::string& verb, const std::vector<std::string
                 absl::NotFoundError(absl::StrCat(status.message(), DidYouMean(node, names))),
                 kExitNotFound);
   }
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   context.out << "node " << node
               << (verb == "cordon"  ? " is cordoned\n"
                   : verb == "drain" ? " is draining\n"

@@ -1,9 +1,14 @@
 #include "client/cli/output.h"
 
+#include <sys/ioctl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
 #include "base/text.h"
 
 namespace muster::client {
@@ -39,9 +44,31 @@ void Append(const ordered_json& value, int depth, std::string* text) {
   }
 }
 
+// `text` in lines of at most `width` bytes, if no character has more: broken at blanks, and words
+// that are longer anywhere.
+std::vector<std::string> Broken(absl::string_view text, size_t width) {
+  std::vector<std::string> lines;
+  while (text.size() > width) {
+    size_t end = text.rfind(' ', width);
+    size_t next = end == absl::string_view::npos ? 0 : end + 1;
+    if (end == absl::string_view::npos || end == 0) {
+      end = next = std::max(Utf8Prefix(text, width).size(), size_t{1});
+    }
+    lines.emplace_back(text.substr(0, end));
+    text.remove_prefix(next);
+  }
+  lines.emplace_back(text);
+  return lines;
+}
+
 }  // namespace
 
-std::string TableText(const std::vector<std::vector<std::string>>& rows) {
+size_t TerminalColumns(int fd) {
+  winsize size = {};
+  return isatty(fd) != 0 && ioctl(fd, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
+}
+
+std::string TableText(const std::vector<std::vector<std::string>>& rows, size_t width) {
   std::vector<size_t> widths;
   std::vector<std::vector<std::string>> shown = rows;
   for (std::vector<std::string>& row : shown) {
@@ -51,13 +78,32 @@ std::string TableText(const std::vector<std::vector<std::string>>& rows) {
       widths[i] = std::max(widths[i], row[i].size());
     }
   }
+  size_t last_begins = 0;
+  for (size_t i = 0; i + 1 < widths.size(); ++i) last_begins += widths[i] + 2;
+  // A column that is narrower is harder to read than lines below the row.
+  const bool below = last_begins + width / 3 > width;
+  const size_t indent = below ? 4 : last_begins;
   std::string text;
   for (const std::vector<std::string>& row : shown) {
-    for (size_t i = 0; i < row.size(); ++i) {
-      absl::StrAppend(&text, row[i]);
-      if (i + 1 < row.size()) text.append(widths[i] - row[i].size() + 2, ' ');
+    std::string line;
+    for (size_t i = 0; i + 1 < row.size(); ++i) {
+      absl::StrAppend(&line, row[i]);
+      line.append(widths[i] - row[i].size() + 2, ' ');
     }
-    absl::StrAppend(&text, "\n");
+    const std::string last = row.empty() ? "" : row.back();
+    if (width == 0 || line.size() + last.size() <= width || row.size() < widths.size() ||
+        indent >= width) {
+      absl::StrAppend(&text, line, last, "\n");
+      continue;
+    }
+    if (below) {
+      line.resize(line.find_last_not_of(' ') + 1);
+      absl::StrAppend(&text, line, "\n", std::string(indent, ' '));
+    } else {
+      absl::StrAppend(&text, line);
+    }
+    absl::StrAppend(
+        &text, absl::StrJoin(Broken(last, width - indent), "\n" + std::string(indent, ' ')), "\n");
   }
   return text;
 }

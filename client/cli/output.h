@@ -7,8 +7,14 @@
 
 namespace muster::client {
 
+// Columns of the terminal that `fd` is; 0: it is none, or does not know.
+size_t TerminalColumns(int fd);
+
 // Rows as columns two blanks apart; the first row is the heading. Foreign text is made printable.
-std::string TableText(const std::vector<std::vector<std::string>>& rows);
+// If `width` is not 0, the text of the last column is broken between words into lines of at most
+// `width` bytes: below itself, or, where less than a third of the width is left for it, below its
+// row.
+std::string TableText(const std::vector<std::vector<std::string>>& rows, size_t width = 0);
 
 // JSON as a YAML document that reads as the same value.
 std::string YamlText(const nlohmann::ordered_json& value);

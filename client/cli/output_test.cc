@@ -1,7 +1,11 @@
 #include "client/cli/output.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <nlohmann/json.hpp>
 
+#include "base/test_terminal.h"
 #include "base/yaml.h"
 #include "gtest/gtest.h"
 
@@ -14,6 +18,39 @@ TEST(Output, TableText_Columns_AreAligned) {
 
 TEST(Output, TableText_ControlCharacters_AreShownAsText) {
   EXPECT_EQ(TableText({{"a\x1b[2J"}}), "a\\x1b[2J\n");
+}
+
+TEST(Output, TableText_LastColumnBeyondTheWidth_IsBrokenBelowItself) {
+  EXPECT_EQ(TableText({{"JOB", "WHY"}, {"a", "one two three four"}, {"b", "five"}}, 14),
+            "JOB  WHY\n"
+            "a    one two\n"
+            "     three\n"
+            "     four\n"
+            "b    five\n");
+}
+
+TEST(Output, TableText_NoRoomBesideTheOtherColumns_IsBrokenBelowTheRow) {
+  EXPECT_EQ(
+      TableText({{"JOB", "STATE", "WHY"}, {"mnist-17", "FAILED", "rank 1 (pid 7) exited"}}, 21),
+      "JOB       STATE   WHY\n"
+      "mnist-17  FAILED\n"
+      "    rank 1 (pid 7)\n"
+      "    exited\n");
+}
+
+TEST(Output, TableText_WordLongerThanTheWidth_IsCutBetweenCharacters) {
+  EXPECT_EQ(TableText({{"A", "W"}, {"x", "\u00e4\u00e4\u00e4\u00e4"}}, 8),
+            "A  W\nx  \u00e4\u00e4\n   \u00e4\u00e4\n");
+  // So narrow that nothing helps.
+  EXPECT_EQ(TableText({{"A", "W"}, {"x", "yz"}}, 2), "A  W\nx  yz\n");
+}
+
+TEST(Output, TerminalColumns_AreThoseOfATerminalOnly) {
+  EXPECT_EQ(TerminalColumns(TestTerminal().near()), 80u);
+  const int file = memfd_create("file", MFD_CLOEXEC);
+  EXPECT_EQ(TerminalColumns(file), 0u);
+  close(file);
+  EXPECT_EQ(TerminalColumns(-1), 0u);
 }
 
 TEST(Output, YamlText_NestedValues_ReadBackAsTheSame) {

@@ -81,7 +81,7 @@ int RunManCommand(const std::vector<std::string>& args, const CommandContext& co
                   kExitUsage);
     }
     const absl::Status status = WritePages(line.Get("folder"), commands);
-    return status.ok() ? kExitOk : Fail(spec, context, status, ExitCodeOf(status));
+    return status.ok() ? kExitOk : FailCall(spec, context, status);
   }
   if (line.words.empty()) {
     context.out << MainManPage(commands);

@@ -244,11 +244,8 @@ int RunStacksCommand(const std::vector<std::string>& args, const CommandContext&
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
   const std::string format = line.Has("output") ? line.Get("output") : "text";
-  if (line.words.size() != 1 || (format != "text" && format != "json")) {
-    return Fail(spec, context,
-                absl::InvalidArgumentError(line.words.size() != 1 ? "write muster stacks JOB"
-                                                                  : "--output: write text or json"),
-                kExitUsage);
+  if (line.words.size() != 1) {
+    return Fail(spec, context, absl::InvalidArgumentError("write muster stacks JOB"), kExitUsage);
   }
   std::vector<int> ranks;
   if (line.Has("rank")) {
@@ -259,15 +256,15 @@ int RunStacksCommand(const std::vector<std::string>& args, const CommandContext&
   Connection connection;
   if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
   const absl::StatusOr<std::string> group = GroupOf(connection, line.words[0]);
-  if (!group.ok()) return Fail(spec, context, group.status(), kExitConflict);
+  if (!group.ok()) return FailCall(spec, context, group.status());
   std::vector<v1::RankStack> stacks;
   const absl::Status status = Capture(connection, *group, ranks, &stacks);
   if (!status.ok()) {
-    const v1::ErrorReason reason = rpc::GetReason(status);
-    const int code = reason == v1::ERROR_REASON_JOB_STATE   ? kExitConflict
-                     : reason == v1::ERROR_REASON_BAD_FIELD ? kExitUsage
-                                                            : ExitCodeOf(status);
-    return Fail(spec, context, status, code);
+    // A rank that the job does not have is the command line's mistake.
+    if (rpc::GetReason(status) == v1::ERROR_REASON_BAD_FIELD) {
+      return Fail(spec, context, status, kExitUsage);
+    }
+    return FailCall(spec, context, status);
   }
   context.out << (format == "json" ? Dump(Json(stacks))
                                    : Text(stacks, !line.Has("each"), line.Has("threads")));

@@ -3,13 +3,13 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
-#include <stdlib.h>
 #include <termios.h>
 #include <unistd.h>
 
 #include <cstring>
 #include <string>
 
+#include "base/test_terminal.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -18,26 +18,9 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// A pseudo terminal: its far end, where a user is, and its near end.
 class TerminalTest : public ::testing::Test {
  protected:
-  void SetUp() override {
-    user_ = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
-    ASSERT_GE(user_, 0);
-    ASSERT_EQ(grantpt(user_), 0);
-    ASSERT_EQ(unlockpt(user_), 0);
-    near_ = open(ptsname(user_), O_RDWR | O_NOCTTY | O_CLOEXEC);
-    ASSERT_GE(near_, 0);
-  }
-  void TearDown() override {
-    close(near_);
-    close(user_);
-  }
-  termios Mode() const {
-    termios mode = {};
-    EXPECT_EQ(tcgetattr(near_, &mode), 0);
-    return mode;
-  }
+  termios Mode() const { return pseudo_.Mode(); }
   void Type(const std::string& bytes) {
     ASSERT_EQ(write(user_, bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
   }
@@ -53,7 +36,8 @@ class TerminalTest : public ::testing::Test {
     return seen;
   }
 
-  int user_ = -1, near_ = -1;
+  const TestTerminal pseudo_;
+  const int user_ = pseudo_.user(), near_ = pseudo_.near();
 };
 
 bool SameMode(const termios& a, const termios& b) {
@@ -121,7 +105,7 @@ TEST_F(TerminalTest, Pictures_AreDrawnOverEachOther) {
             "\x1b[?25l\r\x1b[J\x1b[1mone\x1b[0m\r\r\ntwo\r\r\n> \r\x1b[2C\x1b[?25h");
   (*terminal)->Settle("done");
   EXPECT_EQ(See("done\r\n"), "\r\x1b[2A\x1b[Jdone\r\n") << "over all three lines";
-  EXPECT_EQ((*terminal)->columns(), 79u) << "a terminal that does not say how wide it is";
+  EXPECT_EQ((*terminal)->columns(), 79u) << "the last one stays free";
 }
 
 TEST_F(TerminalTest, NoTerminal_IsRefused) {

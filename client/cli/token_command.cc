@@ -77,7 +77,7 @@ int RunTokenCommand(const std::vector<std::string>& args, const CommandContext& 
   }
   const std::string token = rpc::NewToken();
   if (status.ok()) status = WriteSecretFile(path, absl::StrCat(token, "\n"));
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (!status.ok()) return FailCall(spec, context, status);
   context.err << "muster token: wrote " << path << "\n";
   context.out << name << " " << role << " sha256:" << absl::BytesToHexString(Sha256(token)) << "\n";
   return kExitOk;

@@ -16,6 +16,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
+#include "base/defaults.h"
 #include "base/exit_code.h"
 #include "base/status_macros.h"
 #include "base/text.h"
@@ -142,7 +143,15 @@ absl::Status Read(const Connection& connection, const std::string& wanted, TopSa
     MUSTER_ASSIGN_OR_RETURN(sample->group, GroupOf(connection, wanted));
   }
   if (sample->group.empty()) return absl::OkStatus();
-  const absl::Status listed = ListMembers(connection, sample->group, &sample->members);
+  absl::Status listed = ListMembers(connection, sample->group, &sample->members);
+  if (!wanted.empty() && absl::IsNotFound(listed)) {
+    // Of a submitted program without Muster's library only the agents are known.
+    const std::string agents = sample->group + kAgentsSuffix;
+    if (ListMembers(connection, agents, &sample->members).ok()) {
+      sample->group = agents;
+      listed = absl::OkStatus();
+    }
+  }
   // It may have been removed since.
   if (wanted.empty() && absl::IsNotFound(listed)) {
     sample->group.clear();
@@ -237,10 +246,7 @@ int RunTopCommand(const std::vector<std::string>& args, const CommandContext& co
   for (int64_t drawn = 0;;) {
     TopSample now;
     const absl::Status status = Read(connection, wanted, &now);
-    if (!status.ok()) {
-      return Fail(spec, context, status,
-                  absl::IsFailedPrecondition(status) ? kExitConflict : ExitCodeOf(status));
-    }
+    if (!status.ok()) return FailCall(spec, context, status);
     winsize size = {};
     if (terminal) (void)ioctl(STDOUT_FILENO, TIOCGWINSZ, &size);
     Draw(context.out,

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
@@ -15,6 +16,7 @@
 #include "proto/muster/v1/job.grpc.pb.h"
 #include "proto/muster/v1/node.grpc.pb.h"
 #include "rpc/server.h"
+#include "rpc/status.h"
 
 namespace muster::client {
 
@@ -42,6 +44,10 @@ class FakeJobService {
   void Change(v1::JobRecord job) {
     MutexLock lock(&mu_);
     changes_.push_back(std::move(job));
+  }
+  void RefuseSubmissions(absl::Status why) {
+    MutexLock lock(&mu_);
+    refusal_ = std::move(why);
   }
   // Of jobs that a watch knows.
   void Remove(const std::string& job) {
@@ -121,6 +127,7 @@ class FakeJobService {
       }
       if (fake_->Lost()) return Away();
       MutexLock lock(&fake_->mu_);
+      if (!fake_->refusal_.ok()) return rpc::ToGrpc(fake_->refusal_);
       v1::JobRecord* const job = reply->mutable_job();
       job->set_job_id(request->spec().name() + "-1");
       *job->mutable_spec() = request->spec();
@@ -297,6 +304,7 @@ class FakeJobService {
   std::vector<v1::NodeRecord> node_records_ ABSL_GUARDED_BY(mu_);
   std::vector<v1::JobRecord> changes_ ABSL_GUARDED_BY(mu_);
   std::map<std::pair<int, int>, std::string> logs_ ABSL_GUARDED_BY(mu_);
+  absl::Status refusal_ ABSL_GUARDED_BY(mu_);
   std::vector<v1::SubmitJobRequest> submitted_ ABSL_GUARDED_BY(mu_);
   std::vector<std::string> actions_ ABSL_GUARDED_BY(mu_);
   int lose_ ABSL_GUARDED_BY(mu_) = 0;

@@ -21,6 +21,7 @@ absl::Status FollowLog(
     MUSTER_ASSIGN_OR_RETURN(const LogChunk part, read(options));
     if (!part.data.empty() && !chunk(part)) return absl::OkStatus();
     options.offset = part.next_offset;
+    options.since = absl::InfiniteDuration();
     if (!part.ended) continue;
     if (one_attempt) return absl::OkStatus();
     const int last = options.attempt;

@@ -10,6 +10,7 @@
 #include "absl/time/clock.h"
 #include "base/backoff.h"
 #include "base/identity.h"
+#include "base/log.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
 #include "client/jobs/client_on_channel.h"
@@ -18,6 +19,7 @@
 #include "proto/muster/v1/job.grpc.pb.h"
 #include "proto/muster/v1/node.grpc.pb.h"
 #include "rpc/channel.h"
+#include "rpc/log_level.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
 
@@ -170,8 +172,8 @@ struct Client::Impl {
     return client::FromProto(reply.job());
   }
 
-  absl::Status ControlNode(const std::string& node, v1::NodeAction action, const std::string& why) {
-    v1::ControlNodeRequest request;
+  absl::Status ControlNode(const std::string& node, v1::NodeAction action, const std::string& why,
+                           v1::ControlNodeRequest request = {}) {
     request.set_node(node);
     request.set_action(action);
     request.set_why(why);
@@ -361,6 +363,9 @@ absl::StatusOr<LogChunk> Client::read_log(const std::string& job, const LogOptio
   request.set_rank(options.rank);
   request.set_offset(options.offset);
   request.set_tail_lines(options.tail_lines);
+  if (options.since != absl::InfiniteDuration()) {
+    *request.mutable_since_ago() = rpc::ToProto(options.since);
+  }
   *request.mutable_wait() = rpc::ToProto(options.wait);
   v1::ReadJobLogReply reply;
   MUSTER_RETURN_IF_ERROR(impl_->Call(
@@ -403,6 +408,18 @@ absl::Status Client::drain(const std::string& node, const std::string& why) {
 }
 absl::Status Client::uncordon(const std::string& node) {
   return impl_->ControlNode(node, v1::NODE_ACTION_UNCORDON, "");
+}
+absl::Status Client::set_log_level(const std::string& node, const std::string& level,
+                                   absl::Duration span) {
+  LogLevel known;
+  if (!ParseLogLevel(level, &known)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("level ", level, ": debug, info, warning or error"));
+  }
+  v1::ControlNodeRequest request;
+  request.set_log_level(rpc::ToProto(known));
+  if (span != absl::InfiniteDuration()) *request.mutable_for_() = rpc::ToProto(span);
+  return impl_->ControlNode(node, v1::NODE_ACTION_LOG_LEVEL, "", std::move(request));
 }
 
 }  // namespace muster

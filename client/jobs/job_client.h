@@ -47,6 +47,9 @@ struct LogOptions {
   int attempt = 0;     // 0: the last one
   int64_t offset = 0;  // in bytes since the start of the rank; -1: the last `tail_lines` lines
   int tail_lines = 0;
+  // Not infinite: in place of `offset`, from the first line on that was written so long ago or
+  // later, to the second.
+  absl::Duration since = absl::InfiniteDuration();
   absl::Duration wait = absl::ZeroDuration();  // for the first byte; at most 30 s
 };
 
@@ -106,6 +109,11 @@ class Client {
   absl::Status cordon(const std::string& node, const std::string& why = "");
   absl::Status drain(const std::string& node, const std::string& why = "");
   absl::Status uncordon(const std::string& node);
+  // How much the node's agent logs: "debug", "info", "warning" or "error"; after `span` the level
+  // before returns by itself, 1 s to 24 h. INVALID_ARGUMENT another word or span; UNAVAILABLE the
+  // node is not connected.
+  absl::Status set_log_level(const std::string& node, const std::string& level,
+                             absl::Duration span = absl::InfiniteDuration());
 
   // For Muster's own code, which has a channel.
   struct Impl;

@@ -135,6 +135,7 @@ TEST(JobFileTextTest, AnySpecification_IsReadBack) {
   spec.time_limit = absl::Hours(12) + absl::Milliseconds(1500);
   spec.stop_grace = absl::Minutes(2);
   spec.grow_after = absl::Minutes(10);
+  spec.spare_nodes = 2;
   spec.user_error_codes = {3, 4};
   spec.wait_for_nodes = true;
   spec.mixed_precision = "no";

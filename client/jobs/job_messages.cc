@@ -2,6 +2,7 @@
 
 #include "absl/strings/strip.h"
 #include "proto/name_value.h"
+#include "rpc/log_level.h"
 #include "rpc/session/duration.h"
 
 namespace muster {
@@ -103,6 +104,7 @@ v1::JobSpec ToProto(const JobSpec& spec) {
   if (spec.time_limit > zero) *message.mutable_time_limit() = rpc::ToProto(spec.time_limit);
   if (spec.stop_grace > zero) *message.mutable_stop_grace() = rpc::ToProto(spec.stop_grace);
   if (spec.grow_after > zero) *message.mutable_grow_after() = rpc::ToProto(spec.grow_after);
+  message.set_spare_nodes(spec.spare_nodes);
   message.mutable_user_error_codes()->Assign(spec.user_error_codes.begin(),
                                              spec.user_error_codes.end());
   message.set_wait_for_nodes(spec.wait_for_nodes);
@@ -133,6 +135,7 @@ JobSpec FromProto(const v1::JobSpec& message) {
   spec.time_limit = rpc::FromProto(message.time_limit());
   spec.stop_grace = rpc::FromProto(message.stop_grace());
   spec.grow_after = rpc::FromProto(message.grow_after());
+  spec.spare_nodes = message.spare_nodes();
   spec.user_error_codes = {message.user_error_codes().begin(), message.user_error_codes().end()};
   spec.wait_for_nodes = message.wait_for_nodes();
   spec.mixed_precision = message.mixed_precision();
@@ -152,6 +155,7 @@ Job FromProto(const v1::JobRecord& record) {
   job.attempts = record.attempts();
   job.restarts = record.restarts();
   for (const v1::JobAttempt& attempt : record.history()) job.history.push_back(FromProto(attempt));
+  for (const v1::Placement& spare : record.spares()) job.spares.push_back(FromProto(spare));
   job.sequence = record.sequence();
   job.revision = record.revision();
   job.submitted = TimeOf(record.submitted_unix_ms());
@@ -165,6 +169,7 @@ JobPlan FromProto(const v1::JobPlan& plan) {
   result.processes = plan.processes();
   for (const v1::Placement& placement : plan.placements())
     result.placements.push_back(FromProto(placement));
+  for (const v1::Placement& spare : plan.spares()) result.spares.push_back(FromProto(spare));
   return result;
 }
 
@@ -191,6 +196,9 @@ Node FromProto(const v1::NodeRecord& record) {
   node.used_memory_bytes = record.used_memory_bytes();
   node.used_gpus = {record.used_gpus().begin(), record.used_gpus().end()};
   node.jobs = {record.jobs().begin(), record.jobs().end()};
+  node.spare_of = {record.spare_of().begin(), record.spare_of().end()};
+  const int level = record.info().log_level();
+  if (level != 0) node.log_level = rpc::LogLevelName(static_cast<v1::LogLevel>(level));
   return node;
 }
 

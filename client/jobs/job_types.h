@@ -36,6 +36,8 @@ struct JobSpec {
   // An attempt with fewer than max_processes that has run for so long starts again as soon as more
   // fit. 0: it keeps its size.
   absl::Duration grow_after = absl::ZeroDuration();
+  // On so many more nodes room is kept for the next attempt, as far as there is some.
+  int spare_nodes = 0;
   std::vector<int> user_error_codes = {};
   bool wait_for_nodes = false;       // queued also if it is larger than all nodes together
   std::string mixed_precision = {};  // "", "no", "bf16", "fp16"
@@ -118,12 +120,13 @@ struct Job {
   JobSpec spec;
   std::string owner = {};
   JobState state = JobState::kUnknown;
-  std::string why = {};               // the state in words
-  int attempts = 0;                   // the number of the last one
-  int restarts = 0;                   // those that count
-  std::vector<Attempt> history = {};  // the latest attempts, oldest first
-  uint64_t sequence = 0;              // order of submission
-  uint64_t revision = 0;              // of its last change
+  std::string why = {};                // the state in words
+  int attempts = 0;                    // the number of the last one
+  int restarts = 0;                    // those that count
+  std::vector<Attempt> history = {};   // the latest attempts, oldest first
+  std::vector<Placement> spares = {};  // room that is kept for the next attempt
+  uint64_t sequence = 0;               // order of submission
+  uint64_t revision = 0;               // of its last change
   absl::Time submitted = absl::InfinitePast();
 };
 
@@ -138,6 +141,7 @@ struct JobPlan {
   bool starts_now = false;
   std::string why = {};  // what it waits for
   std::vector<Placement> placements = {};
+  std::vector<Placement> spares = {};
   int processes = 0;
   std::string script = {};  // for SLURM: what its queue gets
 };
@@ -179,6 +183,9 @@ struct Node {
   int64_t used_memory_bytes = 0;
   std::vector<int> used_gpus = {};
   std::vector<std::string> jobs = {};
+  std::vector<std::string> spare_of = {};  // jobs that keep room here for their next attempt
+  // How much its agent logs: "debug", "info", "warning", "error". Empty: an older agent.
+  std::string log_level = {};
 };
 
 }  // namespace muster

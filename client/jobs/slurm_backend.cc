@@ -852,6 +852,12 @@ class Slurm final : public JobBackend {
   }
 
   absl::StatusOr<LogChunk> ReadLog(const Job& job, const LogOptions& options) const {
+    if (options.since != absl::InfiniteDuration()) {
+      return absl::UnimplementedError(
+          "--since: logs under SLURM are files, which do not say when a line was written: use "
+          "--tail "
+          "or --grep");
+    }
     const int attempt = options.attempt == 0 ? job.attempts : options.attempt;
     if (attempt == 0) {
       return absl::NotFoundError(absl::StrCat("job ", job.id, " has not started: ", job.why));

@@ -118,6 +118,10 @@ absl::Status CheckSlurmJob(const JobSpec& spec) {
       {spec.grow_after > absl::ZeroDuration(),
        "grow_after: SLURM does not change the size of a job that runs; a range of processes gets "
        "what is free at each start"},
+      {spec.spare_nodes > 0,
+       "spare_nodes: SLURM gives a lost node's job another one from its queue; --sbatch "
+       "--nodes=... "
+       "cannot keep one free"},
       {spec.wait_for_nodes, "wait_for_nodes: SLURM refuses a job that is larger than its nodes"},
       {spec.restart_delay > absl::ZeroDuration(),
        "restart_delay: programs restart at once within the allocation"},

@@ -178,6 +178,7 @@ TEST(SlurmJobTest, SettingsThatSlurmDecides_AreRefusedByName) {
   EXPECT_THAT(refusal([](JobSpec* spec) { spec->gpus_per_process = 2; }), HasSubstr("gpus_per"));
   EXPECT_THAT(refusal([](JobSpec* spec) { spec->grow_after = absl::Seconds(1); }),
               HasSubstr("grow_after"));
+  EXPECT_THAT(refusal([](JobSpec* spec) { spec->spare_nodes = 1; }), HasSubstr("spare_nodes"));
   EXPECT_THAT(refusal([](JobSpec* spec) { spec->time_limit = absl::Seconds(100); }),
               HasSubstr("time_limit: 1m40s is short"));
 }

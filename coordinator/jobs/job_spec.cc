@@ -20,6 +20,7 @@ constexpr int kMaxProcesses = 1'000'000;  // as the runner has it
 constexpr int kMaxAccumulation = 1'000'000;
 constexpr int64_t kMaxMemory = int64_t{1} << 50;
 constexpr absl::Duration kMaxGrace = absl::Hours(1);
+constexpr int kMaxSpares = 1024;
 
 using Error = std::optional<v1::OpError>;
 
@@ -139,6 +140,10 @@ Error CompleteJobSpec(v1::JobSpec* spec) {
         "spec.gradient_accumulation_steps",
         absl::StrCat("gradient_accumulation_steps is ", spec->gradient_accumulation_steps(),
                      ": give 1 to ", kMaxAccumulation));
+  }
+  if (spec->spare_nodes() < 0 || spec->spare_nodes() > kMaxSpares) {
+    return BadField("spec.spare_nodes", absl::StrCat("spare_nodes is ", spec->spare_nodes(),
+                                                     ": give 0 to ", kMaxSpares));
   }
   if (process->memory_bytes() > kMaxMemory) {
     return BadField(

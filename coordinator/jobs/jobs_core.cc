@@ -20,6 +20,7 @@ namespace muster::coordinator {
 namespace {
 
 constexpr size_t kMaxNodeName = 256;
+constexpr int kLeastLogLevel = 1, kMostLogLevel = 4;  // LogLevel of operations.proto
 constexpr size_t kMaxInfoBytes = 16 << 10;
 constexpr size_t kMaxWhy = 1024;
 constexpr int kMaxLines = 20;
@@ -558,6 +559,7 @@ v1::JobPlan JobsCore::PlanOf(const v1::JobSpec& spec) const {
   for (v1::Placement& placement : decision.placements) {
     *plan.add_placements() = std::move(placement);
   }
+  for (v1::Placement& spare : decision.spares) *plan.add_spares() = std::move(spare);
   return plan;
 }
 
@@ -758,6 +760,10 @@ JobsCore::Error JobsCore::Act(Job* job, v1::JobAction action, int after_attempt,
   v1::JobRecord& record = job->record;
   const v1::JobState state = record.state();
   const std::string suffix = why.empty() ? "" : absl::StrCat(": ", why);
+  const bool leaves = action == v1::JOB_ACTION_CANCEL || action == v1::JOB_ACTION_SUSPEND;
+  if (leaves && state == v1::JOB_STATE_STOPPING && record.wanted() != v1::JOB_ACTION_CANCEL) {
+    DropSpares(job);
+  }
   switch (action) {
     case v1::JOB_ACTION_CANCEL:
       if (state == v1::JOB_STATE_CANCELLED) return std::nullopt;
@@ -876,6 +882,45 @@ absl::Time JobsCore::GrowsFrom(const Job& job) const {
   return job.runs_since + FromProto(record.spec().grow_after());
 }
 
+void JobsCore::NoteSpares(const Job& job) {
+  const v1::JobRecord& record = job.record;
+  const uint64_t sequence = record.sequence();
+  if (record.spares_size() > 0) {
+    spared_.insert(sequence);
+  } else {
+    spared_.erase(sequence);
+  }
+  const bool runs =
+      record.state() == v1::JOB_STATE_STARTING || record.state() == v1::JOB_STATE_RUNNING;
+  if (runs && record.spares_size() < record.spec().spare_nodes()) {
+    unspared_.insert(sequence);
+  } else {
+    unspared_.erase(sequence);
+  }
+}
+
+void JobsCore::DropSpares(Job* job) {
+  if (job->record.spares_size() == 0) return;
+  job->record.clear_spares();
+  NoteSpares(*job);
+  Touch(*job);
+  dirty_ = true;
+}
+
+void JobsCore::DropSparesOn(const std::string& node) {
+  for (const uint64_t sequence : absl::btree_set<uint64_t>(spared_)) {
+    Job& job = jobs_.at(sequence);
+    auto* const spares = job.record.mutable_spares();
+    const auto gone = std::remove_if(spares->begin(), spares->end(),
+                                     [&](const v1::Placement& one) { return one.node() == node; });
+    if (gone == spares->end()) continue;
+    spares->erase(gone, spares->end());
+    NoteSpares(job);
+    Touch(job);
+    dirty_ = true;
+  }
+}
+
 void JobsCore::NoteGrowth(const Job& job) {
   if (GrowsFrom(job) == absl::InfiniteFuture()) {
     may_grow_.erase(job.record.sequence());
@@ -907,6 +952,8 @@ void JobsCore::Forget(uint64_t sequence) {
   by_id_.erase(record.job_id());
   by_key_.erase(KeyOf(record));
   ended_.erase(sequence);
+  spared_.erase(sequence);
+  unspared_.erase(sequence);
   bytes_ -= it->second.bytes;
   jobs_.erase(it);
 }
@@ -940,7 +987,9 @@ void JobsCore::SetState(Job* job, v1::JobState state, std::string why) {
   if (state == v1::JOB_STATE_RUNNING) job->runs_since = now_;
   // Whatever comes next begins with as many as fit.
   if (!IsActive(state)) record.clear_grows();
+  if (HasEnded(state) || state == v1::JOB_STATE_SUSPENDED) record.clear_spares();
   NoteGrowth(*job);
+  NoteSpares(*job);
   Touch(*job);
   dirty_ = true;
 }
@@ -954,6 +1003,11 @@ void JobsCore::Stop(Job* job, v1::EndClass end_class, const std::string& why) {
   }
   if (attempt->stop()) return;
   attempt->set_stop(true);
+  // What is not followed by another attempt keeps no room for it.
+  if (end_class == v1::END_CLASS_CANCELLED || end_class == v1::END_CLASS_SUSPENDED ||
+      end_class == v1::END_CLASS_TIME_LIMIT || end_class == v1::END_CLASS_USER_ERROR) {
+    DropSpares(job);
+  }
   Reach(job, AttemptStage::kDecided);
   for (const v1::Placement& placement : attempt->placements()) TouchNode(placement.node());
   SetState(job, v1::JOB_STATE_STOPPING, attempt->end().why());
@@ -1123,6 +1177,7 @@ JobsCore::Error JobsCore::ReadLog(CallId call, const v1::ReadJobLogRequest& requ
   query.set_tail_lines(request.tail_lines());
   query.set_max_bytes(request.max_bytes() == 0 ? 256 << 10 : request.max_bytes());
   *query.mutable_wait() = ToProto(wait);
+  if (request.has_since_ago()) *query.mutable_since_ago() = request.since_ago();
   const absl::Time until = now_ + wait + kLogTimeout;
   queries_[id] = {call, placement->node(), wanted, until};
   query_timers_.insert({until, id});
@@ -1400,6 +1455,13 @@ void JobsCore::AnswerSync(const std::string& name, Node* node) {
     if (queries_.contains(query.query_id())) *reply->add_queries() = std::move(query);
   }
   node->queries.clear();
+  if (node->log_level_until <= now_) node->log_level.reset();
+  if (node->log_level.has_value()) {
+    *reply->mutable_log_level() = *node->log_level;
+    if (node->log_level_until != absl::InfiniteFuture()) {
+      *reply->mutable_log_level()->mutable_for_() = ToProto(node->log_level_until - now_);
+    }
+  }
   for (const std::string& id : node->held_jobs) {
     const v1::JobRecord* const job = Find(id);
     if (job == nullptr || HasEnded(job->state())) reply->add_ended_jobs(id);
@@ -1458,6 +1520,7 @@ void JobsCore::LoseNode(const std::string& name, Node* node, const std::string& 
       break;
     }
   }
+  DropSparesOn(name);
   dirty_ = true;
 }
 
@@ -1469,6 +1532,7 @@ JobsCore::Error JobsCore::ControlNode(CallId call, const v1::ControlNodeRequest&
                                   " is known here; muster nodes shows them"));
   }
   Node& node = it->second;
+  if (request.action() == v1::NODE_ACTION_LOG_LEVEL) return OrderLogLevel(call, request, &node);
   const bool drain = request.action() == v1::NODE_ACTION_DRAIN;
   const bool cordon = drain || request.action() == v1::NODE_ACTION_CORDON;
   if (!cordon && request.action() != v1::NODE_ACTION_UNCORDON) {
@@ -1487,6 +1551,7 @@ JobsCore::Error JobsCore::ControlNode(CallId call, const v1::ControlNodeRequest&
     changed->set_why(why);
     dirty_ = true;
   }
+  if (cordon) DropSparesOn(request.node());
   if (drain) {
     for (const uint64_t sequence : absl::btree_set<uint64_t>(node.jobs)) {
       Stop(&jobs_.at(sequence), v1::END_CLASS_PREEMPTED,
@@ -1494,6 +1559,36 @@ JobsCore::Error JobsCore::ControlNode(CallId call, const v1::ControlNodeRequest&
                         why.empty() ? "" : absl::StrCat(": ", why)));
     }
   }
+  at_end_.push_back([this, call] {
+    v1::OpResult result;
+    result.mutable_control_node();
+    Reply(call, std::move(result));
+  });
+  return std::nullopt;
+}
+
+JobsCore::Error JobsCore::OrderLogLevel(CallId call, const v1::ControlNodeRequest& request,
+                                        Node* node) {
+  if (request.log_level() < kLeastLogLevel || request.log_level() > kMostLogLevel) {
+    return BadField("log_level",
+                    absl::StrCat("log_level is ", request.log_level(), ": give ", kLeastLogLevel,
+                                 " (debug) to ", kMostLogLevel, " (error)"));
+  }
+  if (request.has_for_() && (FromProto(request.for_()) < absl::Seconds(1) ||
+                             FromProto(request.for_()) > absl::Hours(24))) {
+    return BadField("for", "for is the time after which the level before returns: 1 s to 24 h");
+  }
+  if (!node->known || node->lost) {
+    return MakeError(
+        absl::StatusCode::kUnavailable, v1::ERROR_REASON_UNSPECIFIED,
+        absl::StrCat("node ", Quoted(request.node()), " is not connected: try again when it is"));
+  }
+  v1::LogLevelOrder& order = node->log_level.emplace();
+  order.set_id(revision_);
+  order.set_level(request.log_level());
+  node->log_level_until =
+      request.has_for_() ? now_ + FromProto(request.for_()) : absl::InfiniteFuture();
+  TouchNode(request.node());
   at_end_.push_back([this, call] {
     v1::OpResult result;
     result.mutable_control_node();
@@ -1515,6 +1610,14 @@ JobsCore::Error JobsCore::ListNodes(CallId call, const v1::ListNodesRequest& req
       used[placement.node()].emplace_back(&job.spec().per_process(), &placement);
     }
   }
+  absl::flat_hash_map<std::string, std::vector<std::string>> spare_of;
+  for (const uint64_t sequence : spared_) {
+    const v1::JobRecord& job = jobs_.at(sequence).record;
+    for (const v1::Placement& spare : job.spares()) {
+      used[spare.node()].emplace_back(&job.spec().per_process(), &spare);
+      spare_of[spare.node()].push_back(job.job_id());
+    }
+  }
   size_t bytes = 0;
   for (auto it = nodes_.upper_bound(request.after_node()); it != nodes_.end(); ++it) {
     const auto& [name, node] = *it;
@@ -1533,6 +1636,7 @@ JobsCore::Error JobsCore::ListNodes(CallId call, const v1::ListNodesRequest& req
     for (const uint64_t sequence : node.jobs) {
       record->add_jobs(jobs_.at(sequence).record.job_id());
     }
+    for (const std::string& id : spare_of[name]) record->add_spare_of(id);
     for (const auto& [process, placement] : used[name]) {
       record->set_used_cpus(record->used_cpus() + placement->processes() * process->cpus());
       record->set_used_memory_bytes(record->used_memory_bytes() +
@@ -1566,6 +1670,14 @@ CandidateNodes JobsCore::Candidates(bool free) const {
       if (it != candidates.end()) it->second.space.Take(placement, job.spec().per_process());
     }
   }
+  if (options_.mutants.gives_spares_away) return candidates;
+  for (const uint64_t sequence : spared_) {
+    const v1::JobRecord& job = jobs_.at(sequence).record;
+    for (const v1::Placement& spare : job.spares()) {
+      const auto it = candidates.find(spare.node());
+      if (it != candidates.end()) it->second.space.Take(spare, job.spec().per_process());
+    }
+  }
   return candidates;
 }
 
@@ -1589,13 +1701,21 @@ ScheduleQuestion JobsCore::Question() const {
 void JobsCore::RunSchedule() {
   dirty_ = false;
   schedule_at_ = absl::InfiniteFuture();
-  if (queued_.empty() && may_grow_.empty()) return;
+  if (queued_.empty() && may_grow_.empty() && unspared_.empty()) return;
   ScheduleDecision decision = Schedule(Question());
   schedule_at_ = decision.next;
   // Nothing is preempted before all nodes have had the time to come.
   if (!Settled()) schedule_at_ = std::min(schedule_at_, started_ + options_.node_lease);
+  for (const std::string& job_id : decision.yields) DropSpares(FindJob(job_id));
   for (auto& [job_id, placement] : decision.starts) Start(FindJob(job_id), std::move(placement));
+  for (auto& [job_id, spares] : decision.spares) {
+    Job* const job = FindJob(job_id);
+    for (v1::Placement& spare : spares) *job->record.add_spares() = std::move(spare);
+    NoteSpares(*job);
+    Touch(*job);
+  }
   for (const auto& [job_id, why] : decision.preempts) {
+    DropSpares(FindJob(job_id));
     Stop(FindJob(job_id), v1::END_CLASS_PREEMPTED, why);
   }
   for (const auto& [job_id, why] : decision.grows) {
@@ -1640,6 +1760,8 @@ void JobsCore::Start(Job* job, PlacementDecision placement) {
     TouchNode(one.node());
     *attempt->add_placements() = std::move(one);
   }
+  record.clear_spares();
+  for (v1::Placement& spare : placement.spares) *record.add_spares() = std::move(spare);
   Reach(job, AttemptStage::kPlaced);
   const size_t more = names.size() > 4 ? names.size() - 4 : 0;
   names.resize(names.size() - more);
@@ -1749,6 +1871,9 @@ void JobsCore::StartTerm(const Event& event, bool restored, JobsOutput* out) {
     const v1::JobState state = job.record.state();
     if (state == v1::JOB_STATE_QUEUED) queued_.insert(sequence);
     if (HasEnded(state)) ended_.insert(sequence);
+    NoteSpares(job);
+    // They are lost as other nodes are, if they do not come back.
+    for (const v1::Placement& spare : job.record.spares()) nodes_[spare.node()];
     if (IsActive(state)) {
       active_.insert(sequence);
       job.runs_since = now_;

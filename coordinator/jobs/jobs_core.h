@@ -34,7 +34,8 @@ struct JobsMutants {
   bool starts_before_former_ended = false;  // two attempts of a job at once
   bool places_half_a_gang = false;
   bool retries_user_errors = false;
-  bool believes_ages = false;  // that a worker or node gives: stages out of order
+  bool believes_ages = false;      // that a worker or node gives: stages out of order
+  bool gives_spares_away = false;  // to any job: their room is promised twice
 };
 
 struct JobsOptions {
@@ -179,7 +180,9 @@ class JobsCore {
     absl::Time held_until = absl::InfiniteFuture();
     std::vector<v1::LogQuery> queries;
     std::vector<std::string> held_jobs;  // whose checkpoints it holds, as its last call says
-    absl::btree_set<uint64_t> jobs;      // by sequence: with a placement that has not ended
+    std::optional<v1::LogLevelOrder> log_level;
+    absl::Time log_level_until = absl::InfiniteFuture();
+    absl::btree_set<uint64_t> jobs;  // by sequence: with a placement that has not ended
     // It has processes of attempts that are not assigned: nothing new starts before they are gone.
     bool leftovers = false;
     uint64_t sequence = 0;  // of its last call
@@ -211,6 +214,8 @@ class JobsCore {
   Error Sync(CallId call, const v1::SyncNodeRequest& request);
   Error AnswerLog(CallId call, const v1::AnswerLogRequest& request);
   Error ControlNode(CallId call, const v1::ControlNodeRequest& request);
+  // Nothing durable: another coordinator knows nothing of it.
+  Error OrderLogLevel(CallId call, const v1::ControlNodeRequest& request, Node* node);
   Error ListNodes(CallId call, const v1::ListNodesRequest& request);
 
   void Begin(const Event& event, JobsOutput* out);
@@ -231,6 +236,11 @@ class JobsCore {
   // never.
   absl::Time GrowsFrom(const Job& job) const;
   void NoteGrowth(const Job& job);
+  // Whether the job has spares, or has to get some, as the schedule needs to know.
+  void NoteSpares(const Job& job);
+  void DropSpares(Job* job);
+  // Those that are on a node which cannot run them any more.
+  void DropSparesOn(const std::string& node);
   void SetState(Job* job, v1::JobState state, std::string why);
   void Touch(const Job& job) { touched_jobs_.insert(job.record.sequence()); }
   // Only this placement of the current attempt has changed.
@@ -303,6 +313,8 @@ class JobsCore {
   JobChanges changes_;
   absl::btree_set<uint64_t> queued_, active_, ended_;
   absl::btree_set<uint64_t> may_grow_;  // of the active ones
+  absl::btree_set<uint64_t> spared_;    // that have spares
+  absl::btree_set<uint64_t> unspared_;  // of the active ones, that lack some
   uint64_t last_sequence_ = 0;
   absl::btree_map<std::string, Node> nodes_;
 

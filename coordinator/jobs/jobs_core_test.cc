@@ -1301,5 +1301,124 @@ TEST_F(JobsCoreTest, WithoutRoom_JobsRunOnAndNoneIsSubmitted) {
   EXPECT_EQ(StateOf(Submit(Spec(1))), v1::JOB_STATE_RUNNING);
 }
 
+std::vector<std::string> NodesOf(const google::protobuf::RepeatedPtrField<v1::Placement>& all) {
+  std::vector<std::string> nodes;
+  for (const v1::Placement& placement : all) nodes.push_back(placement.node());
+  return nodes;
+}
+
+TEST_F(JobsCoreTest, LostNode_IsReplacedByASpare_AlthoughOthersWaitForRoom) {
+  for (const char* const name : {"a", "b", "c"}) AddNode(name, 2);
+  Settle();
+  v1::JobSpec spec = Spec(4);
+  spec.set_spare_nodes(1);
+  const std::string job = Submit(spec);
+  const std::string late = Submit(Spec(1));
+  EXPECT_EQ(NodesOf(Get(job).history(0).placements()), (std::vector<std::string>{"a", "b"}));
+  EXPECT_EQ(NodesOf(Get(job).spares()), std::vector<std::string>{"c"});
+  EXPECT_EQ(StateOf(late), v1::JOB_STATE_QUEUED);
+  nodes_["b"].talks = false;
+  Advance(options_.node_lease + absl::Seconds(2));
+  const v1::JobRecord record = Get(job);
+  EXPECT_EQ(record.state(), v1::JOB_STATE_RUNNING) << record.why();
+  EXPECT_EQ(record.attempts(), 2);
+  EXPECT_EQ(record.restarts(), 0);
+  EXPECT_EQ(NodesOf(record.history(1).placements()), (std::vector<std::string>{"a", "c"}));
+  EXPECT_EQ(record.spares_size(), 0);
+  EXPECT_EQ(StateOf(late), v1::JOB_STATE_QUEUED);
+  // The node comes back: now the job that waits comes first, and what is left is no whole spare.
+  nodes_["b"].talks = true;
+  nodes_["b"].attempts.clear();
+  Advance(absl::Seconds(1));
+  EXPECT_EQ(StateOf(late), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(Get(job).spares_size(), 0);
+  EndOn("b", late, v1::END_CLASS_SUCCEEDED);
+  EXPECT_EQ(NodesOf(Get(job).spares()), std::vector<std::string>{"b"});
+}
+
+TEST_F(JobsCoreTest, Spares_SurviveTheCoordinator_AndAreDroppedWithTheirNode) {
+  for (const char* const name : {"a", "b"}) AddNode(name, 2);
+  Settle();
+  v1::JobSpec spec = Spec(2);
+  spec.set_spare_nodes(1);
+  const std::string job = Submit(spec);
+  EXPECT_EQ(NodesOf(Get(job).spares()), std::vector<std::string>{"b"});
+  StartTerm();
+  Pump();
+  EXPECT_EQ(NodesOf(Get(job).spares()), std::vector<std::string>{"b"});
+  EXPECT_EQ(StateOf(Submit(Spec(1))), v1::JOB_STATE_QUEUED);
+  v1::Op list;
+  list.mutable_list_nodes();
+  const v1::OpResult nodes = Call(list);
+  EXPECT_EQ(nodes.list_nodes().nodes(1).used_cpus(), 2);
+  EXPECT_EQ(nodes.list_nodes().nodes(1).spare_of(0), job);
+  v1::Op cordon;
+  cordon.mutable_control_node()->set_node("b");
+  cordon.mutable_control_node()->set_action(v1::NODE_ACTION_CORDON);
+  Call(cordon);
+  EXPECT_EQ(Get(job).spares_size(), 0);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+}
+
+TEST_F(JobsCoreTest, Spares_EndWithTheirJob) {
+  for (const char* const name : {"a", "b"}) AddNode(name, 2);
+  Settle();
+  v1::JobSpec spec = Spec(2);
+  spec.set_spare_nodes(1);
+  for (const v1::JobAction action : {v1::JOB_ACTION_CANCEL, v1::JOB_ACTION_SUSPEND}) {
+    const std::string job = Submit(spec);
+    ASSERT_EQ(Get(job).spares_size(), 1);
+    const std::string late = Submit(Spec(1));
+    stops_obey_ = false;
+    Control(job, action);
+    EXPECT_EQ(Get(job).spares_size(), 0);
+    EXPECT_EQ(StateOf(late), v1::JOB_STATE_RUNNING);
+    ObeyStops();
+    Control(late, v1::JOB_ACTION_CANCEL);
+  }
+  const std::string job = Submit(spec);
+  EndOn("a", job, v1::END_CLASS_SUCCEEDED);
+  EXPECT_EQ(Get(job).spares_size(), 0);
+}
+
+TEST_F(JobsCoreTest, SpareNodes_BeyondBounds_AreRefused) {
+  v1::JobSpec spec = Spec(2);
+  for (const int spares : {-1, 1025}) {
+    spec.set_spare_nodes(spares);
+    EXPECT_EQ(TrySubmit(spec).error().detail().field(), "spec.spare_nodes");
+  }
+}
+
+TEST_F(JobsCoreTest, LogLevel_ReachesTheNodeOnce_AndForgetsItself) {
+  AddNode("a");
+  const auto order = [&](int level, int64_t seconds) {
+    v1::Op op;
+    op.mutable_control_node()->set_node("a");
+    op.mutable_control_node()->set_action(v1::NODE_ACTION_LOG_LEVEL);
+    op.mutable_control_node()->set_log_level(level);
+    if (seconds != 0) op.mutable_control_node()->mutable_for_()->set_seconds(seconds);
+    return Call(op);
+  };
+  EXPECT_FALSE(order(1, 600).has_error());
+  EXPECT_EQ(nodes_["a"].last.log_level().level(), 1);
+  EXPECT_EQ(nodes_["a"].last.log_level().for_().seconds(), 600);
+  const uint64_t id = nodes_["a"].last.log_level().id();
+  // An agent that starts later gets it for what is left of the time.
+  Advance(absl::Minutes(4));
+  EXPECT_EQ(nodes_["a"].last.log_level().id(), id);
+  EXPECT_LE(nodes_["a"].last.log_level().for_().seconds(), 370);
+  Advance(absl::Minutes(7));
+  EXPECT_FALSE(nodes_["a"].last.has_log_level());
+  EXPECT_FALSE(order(4, 0).has_error());
+  EXPECT_NE(nodes_["a"].last.log_level().id(), id);
+  EXPECT_FALSE(nodes_["a"].last.log_level().has_for_());
+  EXPECT_EQ(order(0, 0).error().detail().field(), "log_level");
+  EXPECT_EQ(order(5, 0).error().detail().field(), "log_level");
+  EXPECT_EQ(order(1, 100'000).error().detail().field(), "for");
+  nodes_["a"].talks = false;
+  Advance(absl::Minutes(5));
+  EXPECT_EQ(order(1, 0).error().code(), static_cast<int>(absl::StatusCode::kUnavailable));
+}
+
 }  // namespace
 }  // namespace muster::coordinator

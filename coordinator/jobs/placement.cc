@@ -51,6 +51,28 @@ std::vector<Fit> Choose(std::vector<Fit> fits, size_t count) {
   return fits;
 }
 
+bool HasLabels(const v1::JobSpec& spec, const v1::NodeInfo& info) {
+  return std::all_of(
+      spec.node_labels().begin(), spec.node_labels().end(), [&](const v1::NameValue& wanted) {
+        return std::any_of(
+            info.labels().begin(), info.labels().end(), [&](const v1::NameValue& label) {
+              return label.name() == wanted.name() && label.value() == wanted.value();
+            });
+      });
+}
+
+// Without a node_rank and a state.
+v1::Placement Occupy(const std::string& name, const CandidateNode& node, int processes,
+                     const v1::ProcessResources& process) {
+  v1::Placement placement;
+  placement.set_node(name);
+  placement.set_node_uid(node.uid);
+  placement.set_processes(processes);
+  auto gpu = node.space.gpus.begin();
+  for (int i = 0; i < processes * process.gpus(); ++i) placement.add_gpus(*gpu++);
+  return placement;
+}
+
 }  // namespace
 
 int NodeSpace::Fits(const v1::ProcessResources& process) const {
@@ -130,14 +152,7 @@ PlacementDecision Place(const v1::JobSpec& spec,
   std::vector<Fit> fits;
   int without_labels = 0, of_no_use = 0, largest = 0;
   for (const auto& [name, node] : nodes) {
-    const auto& labels = node.info->labels();
-    const bool labelled = std::all_of(
-        spec.node_labels().begin(), spec.node_labels().end(), [&](const v1::NameValue& wanted) {
-          return std::any_of(labels.begin(), labels.end(), [&](const v1::NameValue& label) {
-            return label.name() == wanted.name() && label.value() == wanted.value();
-          });
-        });
-    if (!labelled) {
+    if (!HasLabels(spec, *node.info)) {
       ++without_labels;
       continue;
     }
@@ -189,17 +204,50 @@ PlacementDecision Place(const v1::JobSpec& spec,
   fits.resize(nodes_with(best_each));
   int rank = 0;
   for (const Fit& fit : Choose(std::move(fits), best / best_each)) {
-    v1::Placement& placement = decision.placements.emplace_back();
-    placement.set_node(*fit.name);
-    placement.set_node_uid(fit.node->uid);
+    v1::Placement& placement = decision.placements.emplace_back(
+        Occupy(*fit.name, *fit.node, best_each, spec.per_process()));
     placement.set_node_rank(rank++);
-    placement.set_processes(best_each);
     placement.set_state(v1::PLACEMENT_STATE_ASSIGNED);
-    auto gpu = fit.node->space.gpus.begin();
-    for (int i = 0; i < best_each * spec.per_process().gpus(); ++i) placement.add_gpus(*gpu++);
   }
   decision.processes = best;
+  if (spec.spare_nodes() > 0) {
+    std::vector<const v1::Placement*> taken;
+    for (const v1::Placement& placement : decision.placements) taken.push_back(&placement);
+    decision.spares = PlaceSpares(spec, best_each, spec.spare_nodes(), avoided, taken, nodes);
+  }
   return decision;
+}
+
+std::vector<v1::Placement> PlaceSpares(
+    const v1::JobSpec& spec, int each, int count,
+    const google::protobuf::RepeatedPtrField<std::string>& avoided,
+    const std::vector<const v1::Placement*>& taken, const CandidateNodes& nodes) {
+  absl::btree_set<absl::string_view> used, racks;
+  used.insert(avoided.begin(), avoided.end());
+  for (const v1::Placement* const placement : taken) {
+    used.insert(placement->node());
+    if (const auto it = nodes.find(placement->node()); it != nodes.end()) {
+      racks.insert(it->second.info->rack());
+    }
+  }
+  std::vector<Fit> fits;
+  for (const auto& [name, node] : nodes) {
+    if (used.contains(name) || !HasLabels(spec, *node.info)) continue;
+    const int processes = node.space.Fits(spec.per_process());
+    if (processes >= each) fits.push_back({&name, &node, processes});
+  }
+  std::stable_sort(fits.begin(), fits.end(), [&](const Fit& a, const Fit& b) {
+    const auto key = [&](const Fit& fit) {
+      return std::make_pair(!racks.contains(fit.node->info->rack()), fit.processes);
+    };
+    return key(a) < key(b);
+  });
+  std::vector<v1::Placement> spares;
+  for (const Fit& fit : fits) {
+    if (static_cast<int>(spares.size()) >= count) break;
+    spares.push_back(Occupy(*fit.name, *fit.node, each, spec.per_process()));
+  }
+  return spares;
 }
 
 }  // namespace muster::coordinator

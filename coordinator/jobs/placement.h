@@ -40,6 +40,8 @@ using CandidateNodes = absl::btree_map<std::string, CandidateNode>;
 struct PlacementDecision {
   std::vector<v1::Placement> placements;  // by node_rank; empty: it does not fit
   int processes = 0;                      // of the attempt
+  // Beside them, on nodes of their own: room for the next attempt, as far as there is some.
+  std::vector<v1::Placement> spares;
   // Words that follow "waits for" or "cannot run:", if it does not fit.
   std::string why;
 };
@@ -47,11 +49,18 @@ struct PlacementDecision {
 // Where all processes of one attempt start together: max_processes if they fit, else as many as
 // fit, at least min_processes; the same number on each node; as few nodes as possible; of those
 // that remain equal, nodes of one rack before others, and nodes that are fuller before emptier
-// ones. Nodes of one rack and NVLink domain get neighbouring ranks. `spec` is one that
-// CompleteJobSpec has accepted and completed.
+// ones. Nodes of one rack and NVLink domain get neighbouring ranks. Spares come from what is left.
+// `spec` is one that CompleteJobSpec has accepted and completed.
 PlacementDecision Place(const v1::JobSpec& spec,
                         const google::protobuf::RepeatedPtrField<std::string>& avoided,
                         const CandidateNodes& nodes);
+
+// At most `count` spares, each with room for `each` processes of `spec`, on nodes of which `taken`
+// has none; in the racks of `taken` first.
+std::vector<v1::Placement> PlaceSpares(
+    const v1::JobSpec& spec, int each, int count,
+    const google::protobuf::RepeatedPtrField<std::string>& avoided,
+    const std::vector<const v1::Placement*>& taken, const CandidateNodes& nodes);
 
 // Of all nodes together.
 int CountProcesses(const v1::JobAttempt& attempt);

@@ -22,21 +22,20 @@ void ChangeAll(Change change, const ActiveJob& job, CandidateNodes* nodes) {
     if (it != nodes->end()) (it->second.space.*change)(placement, job.record->spec().per_process());
   }
 }
-void GiveAll(const ActiveJob& job, CandidateNodes* nodes) {
-  ChangeAll(&NodeSpace::Give, job, nodes);
-}
-void TakeAll(const ActiveJob& job, CandidateNodes* nodes) {
-  ChangeAll(&NodeSpace::Take, job, nodes);
-}
-
-void TakeAll(const PlacementDecision& decision, const v1::JobSpec& spec, CandidateNodes* nodes) {
-  for (const v1::Placement& placement : decision.placements) {
-    nodes->at(placement.node()).space.Take(placement, spec.per_process());
+template <typename Placements>
+void ChangeEach(Change change, const Placements& placements, const v1::JobSpec& spec,
+                CandidateNodes* nodes) {
+  for (const v1::Placement& placement : placements) {
+    const auto it = nodes->find(placement.node());
+    if (it != nodes->end()) (it->second.space.*change)(placement, spec.per_process());
   }
 }
 
-PlacementDecision PlaceJob(const v1::JobRecord& job, const CandidateNodes& nodes) {
-  return Place(job.spec(), job.avoided_nodes(), nodes);
+template <typename Placements>
+int Count(const Placements& placements) {
+  int processes = 0;
+  for (const v1::Placement& placement : placements) processes += placement.processes();
+  return processes;
 }
 
 std::tuple<int64_t, uint64_t> Rank(const v1::JobRecord& job) {
@@ -53,6 +52,8 @@ bool IsReturning(const ActiveJob& job) {
 std::string Shape(const v1::JobRecord& job) {
   std::string shape = DescribeDemand(job.spec());
   for (const std::string& node : job.avoided_nodes()) absl::StrAppend(&shape, "\n", node);
+  // Nobody else has the room that is kept for it.
+  if (job.spares_size() > 0) absl::StrAppend(&shape, "\n\n", job.job_id());
   return shape;
 }
 
@@ -95,7 +96,9 @@ class Scheduler {
     std::sort(queued.begin(), queued.end(), [](const QueuedJob& a, const QueuedJob& b) {
       return Rank(*a.record) < Rank(*b.record);
     });
+    for (const QueuedJob& job : queued) NoteSpares(*job.record);
     for (const ActiveJob& job : question_.active) {
+      if (!returning.contains(job.record)) NoteSpares(*job.record);
       for (const v1::Placement& placement : job.attempt->placements()) {
         if (placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
         processes_of_[job.record->owner()] += placement.processes();
@@ -106,7 +109,7 @@ class Scheduler {
             std::max(0, job.record->spec().max_processes() - CountProcesses(*job.attempt));
       }
     }
-    int examined = 0;
+    int looked_at = 0;
     for (const QueuedJob& job : queued) {
       if (returning.contains(job.record)) {
         if (reservation_.has_value()) continue;
@@ -116,13 +119,17 @@ class Scheduler {
         delayed_ = true;
         decision_.next = std::min(decision_.next, job.not_before);
         Wait(*job.record, "the end of the delay before its restart");
-      } else if (!decision_.waits.empty() && ++examined > kMaxExamined) {
+      } else if (!decision_.waits.empty() &&
+                 (examined_ >= kMaxExamined || ++looked_at > kMaxLookedAt)) {
         Wait(*job.record, "the jobs before it");
       } else {
         Consider(*job.record);
       }
     }
-    if (question_.settled && !delayed_ && !reservation_.has_value()) Grow();
+    if (question_.settled && !delayed_ && !reservation_.has_value()) {
+      Grow();
+      if (decision_.grows.empty()) FillSpares();
+    }
     return std::move(decision_);
   }
 
@@ -131,16 +138,112 @@ class Scheduler {
     decision_.waits.emplace_back(job.job_id(), std::move(why));
   }
 
-  void Start(const v1::JobRecord& job, PlacementDecision placement) {
-    processes_of_[job.owner()] += placement.processes;
-    TakeAll(placement, job.spec(), &question_.nodes);
+  void WaitForFirst(const v1::JobRecord& job) {
+    Wait(job, absl::StrCat(first_waiting_,
+                           ", which came first or has a higher priority, to start: it needs the "
+                           "room that is free now"));
+  }
+
+  // ---- spares
+
+  void NoteSpares(const v1::JobRecord& job) {
+    if (job.spares_size() == 0) return;
+    spared_.insert(&job);
+    processes_of_[job.owner()] += Count(job.spares());
+  }
+  void ChangeSpares(Change change, const v1::JobRecord& job, CandidateNodes* nodes) const {
+    if (spared_.contains(&job)) ChangeEach(change, job.spares(), job.spec(), nodes);
+  }
+  // They are nobody's any more.
+  void ReleaseSpares(const v1::JobRecord& job) {
+    if (spared_.erase(&job) > 0) processes_of_[job.owner()] -= Count(job.spares());
+  }
+
+  int OwnSpares(const v1::JobRecord& job) const {
+    return spared_.contains(&job) ? Count(job.spares()) : 0;
+  }
+
+  // All that the job holds.
+  void GiveAll(const ActiveJob& job, CandidateNodes* nodes) const {
+    ChangeAll(&NodeSpace::Give, job, nodes);
+    ChangeSpares(&NodeSpace::Give, *job.record, nodes);
+  }
+  void TakeAll(const ActiveJob& job, CandidateNodes* nodes) const {
+    ChangeAll(&NodeSpace::Take, job, nodes);
+    ChangeSpares(&NodeSpace::Take, *job.record, nodes);
+  }
+
+  // Where the job would run, with the room that is kept for it.
+  PlacementDecision PlaceJob(const v1::JobRecord& job, CandidateNodes* nodes) const {
+    ChangeSpares(&NodeSpace::Give, job, nodes);
+    PlacementDecision decision = Place(job.spec(), job.avoided_nodes(), *nodes);
+    ChangeSpares(&NodeSpace::Take, job, nodes);
+    return decision;
+  }
+  // The job runs there, and has other spares.
+  void Occupy(const v1::JobRecord& job, const PlacementDecision& decision,
+              CandidateNodes* nodes) const {
+    ChangeSpares(&NodeSpace::Give, job, nodes);
+    ChangeEach(&NodeSpace::Take, decision.placements, job.spec(), nodes);
+    ChangeEach(&NodeSpace::Take, decision.spares, job.spec(), nodes);
+  }
+
+  // Gives `job` the spares of jobs behind it, as few as it needs to fit, the last one's first. An
+  // empty decision: all of them do not help.
+  PlacementDecision PlaceOnSpares(const v1::JobRecord& job) {
+    std::vector<const v1::JobRecord*> behind;
+    for (const v1::JobRecord* const other : spared_) {
+      if (Rank(*other) > Rank(job)) behind.push_back(other);
+    }
+    if (behind.empty()) return {};
+    std::sort(behind.begin(), behind.end(),
+              [](const auto* a, const auto* b) { return Rank(*a) > Rank(*b); });
+    CandidateNodes all = question_.nodes;
+    for (const v1::JobRecord* const other : behind) {
+      ChangeSpares(&NodeSpace::Give, *other, &all);
+    }
+    if (PlaceJob(job, &all).placements.empty()) return {};
+    for (const v1::JobRecord* const other : behind) {
+      ChangeSpares(&NodeSpace::Give, *other, &question_.nodes);
+      ReleaseSpares(*other);
+      decision_.yields.push_back(other->job_id());
+      PlacementDecision decision = PlaceJob(job, &question_.nodes);
+      if (!decision.placements.empty()) return decision;
+    }
+    return {};
+  }
+
+  // ----
+
+  // The nodes whose space has changed.
+  std::vector<std::string> Start(const v1::JobRecord& job, PlacementDecision placement) {
+    std::vector<std::string> changed;
+    const auto note = [&](const auto& placements) {
+      for (const v1::Placement& one : placements) changed.push_back(one.node());
+    };
+    note(placement.placements);
+    note(placement.spares);
+    if (spared_.contains(&job)) note(job.spares());
+    Occupy(job, placement, &question_.nodes);
+    ReleaseSpares(job);
+    processes_of_[job.owner()] += placement.processes + Count(placement.spares);
     decision_.starts.push_back({job.job_id(), std::move(placement)});
+    return changed;
+  }
+
+  // How many of `spares` the owner may have beside `processes` more that it is about to run.
+  size_t SparesAllowed(const v1::JobRecord& job, const std::vector<v1::Placement>& spares,
+                       int64_t processes) {
+    const int most = question_.max_processes_of_owner;
+    if (spares.empty() || most <= 0 || job.owner().empty()) return spares.size();
+    const int64_t left = std::max<int64_t>(0, most - processes_of_[job.owner()] - processes);
+    return std::min<size_t>(spares.size(), left / spares.front().processes());
   }
 
   void Consider(const v1::JobRecord& job) {
     const int most = question_.max_processes_of_owner;
     if (most > 0 && !job.owner().empty()) {
-      const int64_t running = processes_of_[job.owner()];
+      const int64_t running = processes_of_[job.owner()] - OwnSpares(job);
       if (running + job.spec().max_processes() > most) {
         return Wait(job,
                     absl::StrCat("other jobs of user ", Quoted(job.owner()), " to end: they run ",
@@ -152,56 +255,69 @@ class Scheduler {
       return Wait(
           job, absl::StrCat("room for ", DescribeDemand(job.spec()), ", as a job before it does"));
     }
-    PlacementDecision now = PlaceJob(job, question_.nodes);
+    // As one before it, it would fit only on what is reserved, and it does not end before.
+    const bool ends_before =
+        reservation_.has_value() && job.spec().has_time_limit() &&
+        question_.now + FromProto(job.spec().time_limit()) + FromProto(job.spec().stop_grace()) <=
+            reservation_->starts;
+    if (!ends_before && refused_beside_.contains(shape)) return WaitForFirst(job);
+    examined_ += decision_.waits.empty() ? 0 : 1;
+    PlacementDecision now = PlaceJob(job, &question_.nodes);
+    if (now.placements.empty() && !reservation_.has_value()) {
+      PlacementDecision instead = PlaceOnSpares(job);
+      if (!instead.placements.empty()) now = std::move(instead);
+    }
     if (now.placements.empty()) {
       refused_.insert(shape);
       Wait(job, now.why);
       if (!reservation_.has_value()) Reserve(job);
       return;
     }
-    if (!reservation_.has_value()) return Start(job, std::move(now));
-    std::vector<std::string> stale;  // nodes whose space beside the reservation has changed
-    const bool ends_before =
-        job.spec().has_time_limit() &&
-        question_.now + FromProto(job.spec().time_limit()) + FromProto(job.spec().stop_grace()) <=
-            reservation_->starts;
-    if (ends_before) {
-      for (const v1::Placement& placement : now.placements) stale.push_back(placement.node());
+    now.spares.resize(SparesAllowed(job, now.spares, now.processes - OwnSpares(job)));
+    if (!reservation_.has_value()) {
       Start(job, std::move(now));
-    } else if (!refused_beside_.contains(shape)) {
-      PlacementDecision aside = PlaceJob(job, reservation_->beside);
+      return;
+    }
+    std::vector<std::string> stale;  // nodes whose space beside the reservation has changed
+    if (ends_before) {
+      stale = Start(job, std::move(now));
+    } else {
+      PlacementDecision aside = PlaceJob(job, &reservation_->beside);
       if (!aside.placements.empty()) {
-        for (const v1::Placement& placement : aside.placements) stale.push_back(placement.node());
-        TakeAll(aside, job.spec(), &reservation_->later);
-        Start(job, std::move(aside));
+        aside.spares.resize(SparesAllowed(job, aside.spares, aside.processes - OwnSpares(job)));
+        Occupy(job, aside, &reservation_->later);
+        stale = Start(job, std::move(aside));
       }
     }
     if (stale.empty()) {
       refused_beside_.insert(shape);
-      return Wait(job, absl::StrCat(first_waiting_,
-                                    ", which came first or has a higher priority, to start: it "
-                                    "needs the room that is free now"));
+      return WaitForFirst(job);
     }
     for (const std::string& name : stale) {
+      const auto node = question_.nodes.find(name);
+      if (node == question_.nodes.end()) continue;  // of a former spare that is away
       NodeSpace& space = reservation_->beside.at(name).space;
-      space = question_.nodes.at(name).space;
+      space = node->second.space;
       space.AtMost(reservation_->later.at(name).space);
     }
   }
 
-  // What is free, and what is being stopped.
+  // What is free, and what is being stopped. A job that comes back keeps its spares.
   CandidateNodes Freed() const {
     CandidateNodes freed = question_.nodes;
     for (const ActiveJob& job : question_.active) {
-      if (job.attempt->stop()) GiveAll(job, &freed);
+      if (job.attempt->stop()) ChangeAll(&NodeSpace::Give, job, &freed);
     }
     return freed;
   }
 
   void Reserve(const v1::JobRecord& job) {
     CandidateNodes all = question_.nodes;
-    for (const ActiveJob& other : question_.active) GiveAll(other, &all);
-    if (PlaceJob(job, all).placements.empty()) return;  // it blocks nobody
+    for (const ActiveJob& other : question_.active) ChangeAll(&NodeSpace::Give, other, &all);
+    for (const v1::JobRecord* const other : spared_) {
+      if (other != &job) ChangeSpares(&NodeSpace::Give, *other, &all);
+    }
+    if (PlaceJob(job, &all).placements.empty()) return;  // it blocks nobody
     // What is being stopped comes back first, and in the order of their limits the others.
     CandidateNodes later = Freed();
     if (KeepIfItFits(job, &later, question_.now)) return;
@@ -221,7 +337,7 @@ class Scheduler {
 
   // Reserves for the job if it fits on `later`, which it takes then.
   bool KeepIfItFits(const v1::JobRecord& job, CandidateNodes* later, absl::Time starts) {
-    const PlacementDecision placement = PlaceJob(job, *later);
+    const PlacementDecision placement = PlaceJob(job, later);
     if (placement.placements.empty()) return false;
     Keep(job, std::move(*later), placement, starts);
     return true;
@@ -229,7 +345,7 @@ class Scheduler {
 
   void Keep(const v1::JobRecord& job, CandidateNodes later, const PlacementDecision& placement,
             absl::Time starts) {
-    TakeAll(placement, job.spec(), &later);
+    Occupy(job, placement, &later);
     CandidateNodes beside = question_.nodes;
     for (auto& [name, node] : beside) node.space.AtMost(later.at(name).space);
     reservation_.emplace(Reservation{std::move(later), std::move(beside), starts});
@@ -243,7 +359,7 @@ class Scheduler {
     for (const ActiveJob* victim : Victims(job, question_.active)) {
       GiveAll(*victim, &later);
       stopped.push_back(victim);
-      fits = !PlaceJob(job, later).placements.empty();
+      fits = !PlaceJob(job, &later).placements.empty();
       if (fits) break;
     }
     if (!fits) return false;
@@ -253,7 +369,7 @@ class Scheduler {
       for (size_t j = 0; j < stopped.size(); ++j) {
         if (j != i) GiveAll(*stopped[j], &without);
       }
-      if (!PlaceJob(job, without).placements.empty()) stopped.erase(stopped.begin() + i);
+      if (!PlaceJob(job, &without).placements.empty()) stopped.erase(stopped.begin() + i);
     }
     later = free;
     for (const ActiveJob* victim : stopped) {
@@ -264,7 +380,7 @@ class Scheduler {
                         " needs the room; this one has priority ",
                         victim->record->spec().priority(), " and is preemptible")});
     }
-    const PlacementDecision placement = PlaceJob(job, later);
+    const PlacementDecision placement = PlaceJob(job, &later);
     Keep(job, std::move(later), placement, question_.now);
     return true;
   }
@@ -287,7 +403,8 @@ class Scheduler {
       if (++examined > kMaxExamined) return;
       const int now = CountProcesses(*job->attempt);
       GiveAll(*job, &question_.nodes);
-      const int then = PlaceJob(*job->record, question_.nodes).processes;
+      const int then =
+          Place(job->record->spec(), job->record->avoided_nodes(), question_.nodes).processes;
       TakeAll(*job, &question_.nodes);
       if (then <= now) continue;
       decision_.grows.push_back(
@@ -297,15 +414,52 @@ class Scheduler {
     }
   }
 
+  void FillSpares() {
+    std::vector<const ActiveJob*> order;
+    for (const ActiveJob& job : question_.active) {
+      const auto& placements = job.attempt->placements();
+      if (job.record->spares_size() >= job.record->spec().spare_nodes() || job.attempt->stop() ||
+          decision_.yields.end() !=
+              std::find(decision_.yields.begin(), decision_.yields.end(), job.record->job_id()) ||
+          std::any_of(placements.begin(), placements.end(), [](const v1::Placement& placement) {
+            return placement.state() == v1::PLACEMENT_STATE_ENDED;
+          })) {
+        continue;
+      }
+      order.push_back(&job);
+    }
+    std::sort(order.begin(), order.end(), [](const ActiveJob* a, const ActiveJob* b) {
+      return Rank(*a->record) < Rank(*b->record);
+    });
+    if (order.size() > kMaxExamined) order.resize(kMaxExamined);
+    for (const ActiveJob* const job : order) {
+      const v1::JobRecord& record = *job->record;
+      std::vector<const v1::Placement*> taken;
+      for (const v1::Placement& placement : job->attempt->placements()) taken.push_back(&placement);
+      for (const v1::Placement& spare : record.spares()) taken.push_back(&spare);
+      std::vector<v1::Placement> more =
+          PlaceSpares(record.spec(), job->attempt->placements(0).processes(),
+                      record.spec().spare_nodes() - record.spares_size(), record.avoided_nodes(),
+                      taken, question_.nodes);
+      more.resize(SparesAllowed(record, more, 0));
+      if (more.empty()) continue;
+      ChangeEach(&NodeSpace::Take, more, record.spec(), &question_.nodes);
+      processes_of_[record.owner()] += Count(more);
+      decision_.spares.emplace_back(record.job_id(), std::move(more));
+    }
+  }
+
   // What is quick to find out.
   bool MayGrow(const ActiveJob& job) {
     const v1::JobSpec& spec = job.record->spec();
     const int most = question_.max_processes_of_owner;
     if (most > 0 && !job.record->owner().empty() &&
-        processes_of_[job.record->owner()] - CountProcesses(*job.attempt) + spec.max_processes() >
+        processes_of_[job.record->owner()] - CountProcesses(*job.attempt) - OwnSpares(*job.record) +
+                spec.max_processes() >
             most) {
       return false;
     }
+    if (OwnSpares(*job.record) > 0) return true;
     // The nodes on which it is have no room for more than it has there, unless some of it is free.
     return std::any_of(question_.nodes.begin(), question_.nodes.end(), [&](const auto& node) {
       return node.second.space.Fits(spec.per_process()) > 0;
@@ -316,8 +470,10 @@ class Scheduler {
   ScheduleDecision decision_;
   std::optional<Reservation> reservation_;
   std::string first_waiting_;
-  bool delayed_ = false;                                    // a job waits for its delayed restart
+  int examined_ = 0;      // jobs behind the first, for which nodes were looked for
+  bool delayed_ = false;  // a job waits for its delayed restart
   absl::flat_hash_map<std::string, int64_t> processes_of_;  // by owner, of jobs that hold space
+  absl::flat_hash_set<const v1::JobRecord*> spared_;        // jobs whose spares are still theirs
   absl::flat_hash_set<std::string> refused_;                // shapes that do not fit
   absl::flat_hash_set<std::string> refused_beside_;  // and those that only fit on reserved space
 };

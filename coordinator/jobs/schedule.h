@@ -53,6 +53,10 @@ struct ScheduleDecision {
   std::vector<Stop> preempts;
   // To start again with more processes; at most one.
   std::vector<Stop> grows;
+  // Jobs that lose their spares to one that comes before them, before anything starts.
+  std::vector<std::string> yields;
+  // More spares of jobs that run.
+  std::vector<std::pair<std::string, std::vector<v1::Placement>>> spares;
   // For each queued job that does not start: words that follow "waits for". One that was not
   // examined waits for the jobs before it.
   std::vector<std::pair<std::string, std::string>> waits;
@@ -73,10 +77,16 @@ struct ScheduleDecision {
 // more of its processes fit, the highest priority and the earliest first. Until nothing of it is
 // left it reserves, so that no later job takes the room for which it was stopped.
 //
-// At most kMaxExamined jobs behind the first are examined, and as many that may grow.
+// Room that is kept as a spare of a job is free to it when it starts again, and to jobs before it
+// in the order if they do not fit otherwise. Jobs that run and lack spares get them under the
+// conditions under which one grows, if none does.
+//
+// At most kMaxLookedAt jobs behind the first are looked at, and nodes looked for for at most
+// kMaxExamined of them, and for as many that may grow: jobs of one shape cost one look.
 ScheduleDecision Schedule(ScheduleQuestion question);
 
 inline constexpr int kMaxExamined = 256;
+inline constexpr int kMaxLookedAt = 4096;
 
 }  // namespace muster::coordinator
 

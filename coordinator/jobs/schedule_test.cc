@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "coordinator/errors.h"
 
 namespace muster::coordinator {
@@ -61,6 +62,14 @@ class ScheduleTest : public testing::Test {
     record.mutable_history(0)->set_stop(true);
     record.mutable_history(0)->mutable_end()->set_end_class(v1::END_CLASS_RESIZED);
     return record;
+  }
+  // Room on `node` is kept for the next attempt of the job.
+  void Keep(v1::JobRecord* record, const std::string& node, int processes) {
+    v1::Placement* const spare = record->add_spares();
+    spare->set_node(node);
+    spare->set_processes(processes);
+    record->mutable_spec()->set_spare_nodes(record->spares_size());
+    question_.nodes.at(node).space.Take(*spare, record->spec().per_process());
   }
   std::vector<std::string> Starts() {
     decision_ = Schedule(question_);
@@ -277,6 +286,105 @@ TEST_F(ScheduleTest, OwnerAtTheLimitOfProcesses_WaitsAndBlocksNobody) {
   EXPECT_EQ(Starts(), (Ids{"fits", "other", "nobody's"}));
   EXPECT_EQ(WhyWaits("too many"),
             "other jobs of user \"ann\" to end: they run 4 processes of the 4 that each user may");
+}
+
+TEST_F(ScheduleTest, SmallJob_BehindALongQueueOfOneShape_IsBackfilled) {
+  AddNode("a", 4);
+  Running("old", "a", 3);
+  for (int i = 0; i < 2 * kMaxExamined; ++i) Queue(absl::StrCat("large-", i), 4);
+  question_.active[0].ends_by = kNow + absl::Minutes(30);
+  Queue("endless", 1);
+  Queue("short", 1).mutable_spec()->mutable_time_limit()->set_seconds(20 * 60);
+  EXPECT_EQ(Starts(), Ids{"short"});
+  EXPECT_EQ(WhyWaits("endless").substr(0, 8), "large-0,");
+}
+
+TEST_F(ScheduleTest, Spares_AreOnOtherNodes_AndOnlyWhereThereIsRoom) {
+  for (const char* const name : {"a", "b", "c"}) AddNode(name, 2);
+  Queue("first", 2).mutable_spec()->set_spare_nodes(1);
+  Queue("second", 2).mutable_spec()->set_spare_nodes(1);
+  EXPECT_EQ(Starts(), (Ids{"first", "second"}));
+  ASSERT_EQ(decision_.starts[0].placement.spares.size(), 1u);
+  EXPECT_EQ(decision_.starts[0].placement.placements[0].node(), "a");
+  EXPECT_EQ(decision_.starts[0].placement.spares[0].node(), "b");
+  EXPECT_EQ(decision_.starts[0].placement.spares[0].processes(), 2);
+  EXPECT_EQ(decision_.starts[1].placement.placements[0].node(), "c");
+  EXPECT_TRUE(decision_.starts[1].placement.spares.empty());
+}
+
+TEST_F(ScheduleTest, RoomOfASpare_IsForItsJob_AndForThoseBeforeIt) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  Running("old", "a", 2);
+  Keep(&Queue("restarts", 2), "b", 2);
+  Queue("late", 1);
+  EXPECT_EQ(Starts(), Ids{"restarts"});
+  EXPECT_EQ(decision_.starts[0].placement.placements[0].node(), "b");
+  EXPECT_TRUE(decision_.yields.empty());
+  // One that comes before it takes the room.
+  Queue("urgent", 1, 5);
+  EXPECT_EQ(Starts()[0], "urgent");
+  EXPECT_EQ(decision_.yields, Ids{"restarts"});
+  EXPECT_NE(WhyWaits("restarts"), "");
+}
+
+TEST_F(ScheduleTest, SparesThatDoNotHelp_AreLeftAlone) {
+  for (const char* const name : {"a", "b", "c"}) AddNode(name, 2);
+  Queue("wide", 5);
+  Keep(&Running("old", "a", 2), "b", 2);
+  Keep(&Running("young", "c", 2), "b", 0);
+  EXPECT_EQ(Starts(), Ids{});
+  EXPECT_TRUE(decision_.yields.empty());
+}
+
+TEST_F(ScheduleTest, OnlyAsManySparesYieldAsAreNeeded_TheLastJobsFirst) {
+  for (const char* const name : {"a", "b", "c", "d"}) AddNode(name, 2);
+  Queue("first", 2);
+  Keep(&Running("second", "a", 2), "b", 2);
+  Keep(&Running("third", "c", 2), "d", 2);
+  EXPECT_EQ(Starts(), Ids{"first"});
+  EXPECT_EQ(decision_.starts[0].placement.placements[0].node(), "d");
+  EXPECT_EQ(decision_.yields, Ids{"third"});
+}
+
+TEST_F(ScheduleTest, RunningJobThatLacksSpares_GetsThem_WhenNobodyWaitsForTheRoom) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  Running("runs", "a", 1).mutable_spec()->set_spare_nodes(3);
+  EXPECT_EQ(Starts(), Ids{});
+  ASSERT_EQ(decision_.spares.size(), 1u);
+  EXPECT_EQ(decision_.spares[0].first, "runs");
+  ASSERT_EQ(decision_.spares[0].second.size(), 1u);
+  EXPECT_EQ(decision_.spares[0].second[0].node(), "b");
+  Queue("large", 4);
+  EXPECT_EQ(Starts(), Ids{});
+  EXPECT_TRUE(decision_.spares.empty());
+}
+
+TEST_F(ScheduleTest, Spares_CountAgainstTheOwnersLimit) {
+  question_.max_processes_of_owner = 4;
+  for (const char* const name : {"a", "b", "c", "d"}) AddNode(name, 2);
+  v1::JobRecord& job = Queue("job", 2);
+  job.set_owner("ann");
+  job.mutable_spec()->set_spare_nodes(3);
+  Queue("too many", 1).set_owner("ann");
+  EXPECT_EQ(Starts(), Ids{"job"});
+  EXPECT_EQ(decision_.starts[0].placement.spares.size(), 1u);
+  // With room that is kept for it, it may start again although it is at the limit.
+  Keep(&job, "d", 2);
+  EXPECT_EQ(Starts(), Ids{"job"});
+}
+
+TEST_F(ScheduleTest, PreemptedJob_GivesUpItsSparesToo) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  v1::JobRecord& old = Running("old", "a", 2);
+  old.mutable_spec()->set_preemptible(true);
+  Keep(&old, "b", 2);
+  Queue("urgent", 4, 5);
+  EXPECT_EQ(Starts(), Ids{});
+  ASSERT_EQ(decision_.preempts.size(), 1u);
+  EXPECT_EQ(decision_.preempts[0].job_id, "old");
 }
 
 }  // namespace

@@ -24,12 +24,12 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "base/log_level_control.h"
 #include "base/mutex.h"
 #include "coordinator/access.h"
 #include "coordinator/service/audit_log.h"
 #include "coordinator/service/callers.h"
 #include "coordinator/service/core_runner.h"
-#include "coordinator/service/log_level_control.h"
 #include "coordinator/service/rpc_metrics.h"
 
 namespace muster::coordinator {

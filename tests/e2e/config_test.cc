@@ -1,5 +1,4 @@
 // `muster config` with keys, on a pseudo terminal, as a user has it.
-#include <fcntl.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/ioctl.h>
@@ -14,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "base/test_terminal.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/command.h"
@@ -35,25 +35,11 @@ std::string Muster() {
 
 class ConfigOnATerminal : public ::testing::Test {
  protected:
-  void SetUp() override {
-    user_ = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
-    ASSERT_GE(user_, 0);
-    ASSERT_EQ(grantpt(user_), 0);
-    ASSERT_EQ(unlockpt(user_), 0);
-    // It stays open, so that the terminal outlives the command, as a shell's does.
-    terminal_ = open(ptsname(user_), O_RDWR | O_NOCTTY | O_CLOEXEC);
-    ASSERT_GE(terminal_, 0);
-    winsize size = {.ws_row = 24, .ws_col = 80, .ws_xpixel = 0, .ws_ypixel = 0};
-    ASSERT_EQ(ioctl(terminal_, TIOCSWINSZ, &size), 0);
-    ASSERT_EQ(tcgetattr(terminal_, &before_), 0);
-  }
   void TearDown() override {
     if (pid_ > 0) {
       kill(pid_, SIGKILL);
       waitpid(pid_, nullptr, 0);
     }
-    close(terminal_);
-    close(user_);
   }
 
   // `muster config` on a terminal of this kind.
@@ -117,9 +103,10 @@ class ConfigOnATerminal : public ::testing::Test {
   std::string Path() const { return folder_.Path(".config/muster/config.yaml"); }
 
   const TestFolder folder_;
-  int user_ = -1, terminal_ = -1;
+  const TestTerminal pseudo_;
+  const int user_ = pseudo_.user(), terminal_ = pseudo_.near();
+  const termios before_ = pseudo_.Mode();
   pid_t pid_ = -1;
-  termios before_ = {};
   std::string shown_;
   size_t seen_ = 0;
 };

@@ -158,6 +158,35 @@ TEST_F(JobsTest, ElasticJob_ShrinksWithALostNode_GrowsWhenItIsBack_AndIsResized)
   EXPECT_THAT(Run({"resize", job, "--processes", "2"}, 4), HasSubstr("has succeeded"));
 }
 
+TEST_F(JobsTest, LostNode_IsReplacedByTheSpare_AlthoughAnotherJobWaits) {
+  ShortenNodeLease();
+  const auto a = StartNode("a");
+  auto b = StartNode("b");
+  const auto c = StartNode("c");
+  const std::string script = absl::StrCat("echo $$ > ", Temp("pid"), "$RANK; while ! [ -e ",
+                                          Temp("done"), " ]; do sleep 0.1; done");
+  EXPECT_THAT(Run({"submit", "--dry_run", "--processes", "4", "--spare_nodes", "1", "--", "x"}),
+              HasSubstr("  c: spare, room for 2 processes"));
+  const std::string job = Submit({"--processes", "4", "--spare_nodes", "1"}, script);
+  const std::string late = Submit({"--processes", "1"}, "true");
+  WaitForState(job, "RUNNING");
+  EXPECT_EQ(Get(job)["spares"][0]["node"], "c");
+  EXPECT_THAT(Run({"nodes"}), HasSubstr(job + " (spare)"));
+  EXPECT_EQ(StateOf(late), "QUEUED");
+  const pid_t there = PidIn("pid3");
+  b->Signal(SIGKILL);
+  b->Wait();
+  WaitUntil([&] { return Get(job)["attempts"].size() == 2u && StateOf(job) == "RUNNING"; });
+  EXPECT_EQ(Get(job)["attempts"][1]["placements"][1]["node"], "c");
+  EXPECT_EQ(StateOf(late), "QUEUED");
+  kill(there, SIGKILL);
+  b = StartNode("b");
+  WaitForState(late, "SUCCEEDED");
+  ASSERT_TRUE(WriteFileAtomically(Temp("done"), "").ok());
+  WaitForState(job, "SUCCEEDED");
+  EXPECT_EQ(Get(job)["restarts"], 0);
+}
+
 TEST_F(JobsTest, ElasticTraining_LosesANodeAndGetsItBack_TrainsEverySampleOnce) {
   ShortenNodeLease();
   const auto a = StartNode("a");
@@ -550,6 +579,13 @@ TEST_F(UsersTest, Jobs_BelongToWhomSubmittedThem_AndRunWithATokenOfTheirOwn) {
   EXPECT_THAT(Run({"log-level", "loud"}, 2), HasSubstr("'loud': debug, info, warning or error"));
   EXPECT_THAT(Run({"log-level", "debug", "--for", "2d"}, 2), HasSubstr("--for 2d: write"));
   EXPECT_THAT(Run({"log-level", "--for", "10m"}, 2), HasSubstr("--for needs a level"));
+  // Of an agent.
+  EXPECT_THAT(Run({"log-level", "debug", "--node", "a"}),
+              HasSubstr("the agent of node a logs from debug on"));
+  WaitUntil([&] { return absl::StrContains(Run({"log-level", "--node", "a"}), "from debug on"); });
+  EXPECT_THAT(Run({"log-level", "debug", "--node", "aa"}, 3), HasSubstr("no node"));
+  As("ann");
+  EXPECT_THAT(Run({"log-level", "debug", "--node", "a"}, 8), HasSubstr("it needs role admin"));
   As("ann");
   Run({"cancel", job});
   WaitForState(job, "CANCELLED");

@@ -198,6 +198,15 @@ TEST_F(ServiceTest, Mistakes_NameFileLineAndKey) {
   fails("insecure: true\ntoken_file: t\n", "exclude each other");
 }
 
+TEST_F(ServiceTest, ConfigFileOfOneJob_IsRefusedWithTheWayOut) {
+  for (const char* const flag : {"--config=a.yaml", "--print-config"}) {
+    Command agent(*host_, {Runfile("agent/cmd/muster-agent"), flag, "--", "/bin/true"}, plain_);
+    EXPECT_EQ(agent.Wait(), kExitUsage);
+    EXPECT_THAT(agent.err_text(),
+                AllOf(HasSubstr(" goes with --serve"), HasSubstr("muster launch --config_file")));
+  }
+}
+
 // What deploy/systemd gives to its units.
 TEST_F(ServiceTest, ExampleFiles_AreRead) {
   env_ = plain_;

@@ -4,11 +4,11 @@
 
 #include <cstdint>
 #include <fstream>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "tests/support/command.h"
+#include "tests/support/mnist_images.h"
 
 namespace muster {
 namespace {
@@ -16,36 +16,14 @@ namespace {
 using testing_support::CommandResult;
 using testing_support::MakeTestDir;
 using testing_support::RunCommand;
-
-void WriteBigEndian(std::ofstream& file, uint32_t value) {
-  for (int shift = 24; shift >= 0; shift -= 8) file.put(static_cast<char>(value >> shift));
-}
-
-// IDX files of `count` images: each digit is a bright bar at its own height, plus noise.
-void WriteImages(const std::string& directory, const std::string& part, uint32_t count) {
-  std::mt19937 random(count);
-  std::ofstream images(directory + "/" + part + "-images-idx3-ubyte", std::ios::binary);
-  std::ofstream labels(directory + "/" + part + "-labels-idx1-ubyte", std::ios::binary);
-  for (uint32_t word : {0x803u, count, 28u, 28u}) WriteBigEndian(images, word);
-  for (uint32_t word : {0x801u, count}) WriteBigEndian(labels, word);
-  for (uint32_t i = 0; i < count; ++i) {
-    const uint32_t label = random() % 10;
-    labels.put(static_cast<char>(label));
-    for (uint32_t row = 0; row < 28; ++row) {
-      for (uint32_t column = 0; column < 28; ++column) {
-        const uint32_t bar = row / 2 == label + 1 ? 180 : 0;
-        images.put(static_cast<char>(bar + random() % 60));
-      }
-    }
-  }
-}
+using testing_support::WriteMnistImages;
 
 class Training : public testing::Test {
  protected:
   void SetUp() override {
     data_ = MakeTestDir("data");
-    WriteImages(data_, "train", 640);
-    WriteImages(data_, "t10k", 101);
+    WriteMnistImages(data_, "train", 640);
+    WriteMnistImages(data_, "t10k", 101);
   }
 
   CommandResult Train(int processes, const std::string& output, const std::string& flags) {

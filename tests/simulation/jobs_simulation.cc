@@ -112,8 +112,10 @@ class Simulation {
     }
     for (v1::JournalChange& change : out.changes) {
       if (change.job_record_changed().has_record()) OnRecord(change.job_record_changed().record());
+      if (!change.job_record_changed().job_id().empty()) OnPlacement(change.job_record_changed());
       journal_.push_back(std::move(change));
     }
+    CheckRoom();
     // Or after it, before any answer goes out.
     const bool crash = !quiet_ && Chance(1);
     if (!crash) {
@@ -129,6 +131,11 @@ class Simulation {
   void OnRecord(const v1::JobRecord& record) {
     const auto former = told_.find(record.job_id());
     if (former != told_.end() && former->second.attempts() < record.attempts()) {
+      for (const v1::Placement& one : record.history(record.history_size() - 1).placements()) {
+        for (const v1::Placement& spare : former->second.spares()) {
+          result_.promotions += one.node() == spare.node() ? 1 : 0;
+        }
+      }
       for (const v1::JobAttempt& attempt : former->second.history()) {
         if (attempt.end().end_class() == v1::END_CLASS_RESIZED &&
             attempt.number() == former->second.attempts()) {
@@ -160,6 +167,47 @@ class Simulation {
       Violation(absl::StrCat(record.job_id(), " has succeeded, but not its processes"));
     }
     told_[record.job_id()] = record;
+  }
+  void OnPlacement(const v1::JobRecordChanged& change) {
+    v1::JobRecord& record = told_.at(change.job_id());
+    v1::JobAttempt* const last = record.mutable_history(record.history_size() - 1);
+    last->mutable_placements(change.node_rank())->set_state(change.state());
+  }
+  // What nodes have is promised once: to what runs, or to be kept for what may follow.
+  void CheckRoom() {
+    std::map<std::string, int> used;
+    for (const auto& [id, record] : told_) {
+      std::set<std::string> own;
+      if (record.history_size() > 0) {
+        for (const v1::Placement& one : record.history(record.history_size() - 1).placements()) {
+          if (one.state() == v1::PLACEMENT_STATE_ENDED) continue;
+          used[one.node()] += one.processes();
+          own.insert(one.node());
+        }
+      }
+      for (const v1::Placement& spare : record.spares()) {
+        used[spare.node()] += spare.processes();
+        // A node that is lost would take both.
+        const bool runs =
+            record.state() == v1::JOB_STATE_STARTING || record.state() == v1::JOB_STATE_RUNNING;
+        if (!own.insert(spare.node()).second && runs) {
+          Violation(absl::StrCat(id, " has a spare on ", spare.node(), ", where it runs"));
+        }
+      }
+      if (record.spares_size() > record.spec().spare_nodes()) {
+        Violation(absl::StrCat(id, " has ", record.spares_size(), " spares"));
+      }
+      if (record.spares_size() > 0 && (record.state() == v1::JOB_STATE_SUSPENDED ||
+                                       record.state() >= v1::JOB_STATE_SUCCEEDED)) {
+        Violation(absl::StrCat(id, " keeps spares and is ", v1::JobState_Name(record.state())));
+      }
+    }
+    for (const Node& node : nodes_) {
+      if (used[node.name] > node.cpus) {
+        Violation(absl::StrCat("room for ", used[node.name], " processes is promised on ",
+                               node.name, ", which has ", node.cpus, " CPUs"));
+      }
+    }
   }
   // Stages are in order over all attempts, none is of the future, and none is forgotten.
   void CheckTimes(const v1::JobRecord& record) {
@@ -449,6 +497,7 @@ class Simulation {
     if (spec->min_processes() < spec->max_processes() && Chance(50)) {
       spec->mutable_grow_after()->set_seconds(Up(20));
     }
+    if (Chance(40)) spec->set_spare_nodes(1 + Up(1));
     if (spec->min_processes() > MostProcesses()) return;
     jobs_.insert(absl::StrCat("j-", jobs_.size() + 1));
     const std::string key = absl::StrCat("key", ++keys_);

@@ -14,8 +14,9 @@ struct JobsSimulationResult {
   int attempts = 0;
   int restarts = 0;  // of the coordinator
   int lost_nodes = 0;
-  int stepped = 0;  // attempts that have reported a step
-  int resizes = 0;  // attempts after one that was stopped for another size
+  int stepped = 0;     // attempts that have reported a step
+  int resizes = 0;     // attempts after one that was stopped for another size
+  int promotions = 0;  // nodes of attempts that were spares of the one before
 };
 
 // A few nodes and jobs under one seed: replies and calls are lost, nodes restart, lose their
@@ -24,10 +25,10 @@ struct JobsSimulationResult {
 //
 // Always: an attempt starts at most once on a node; an attempt starts only when the groups of all
 // earlier ones are closed and, on nodes that were not lost, nothing of them is left; its processes
-// are as many as the job asks for; no node has more than it has room for; what is not to be retried
-// is not. The stages of attempts are in the order of their times. A core that is made from the
-// journal knows what the former one has told. In the end every job has ended, and one that
-// succeeded had an attempt all of whose processes did.
+// are as many as the job asks for; no node has more than it has room for, and no room that is kept
+// as a spare is anybody else's; what is not to be retried is not. The stages of attempts are in the
+// order of their times. A core that is made from the journal knows what the former one has told. In
+// the end every job has ended, and one that succeeded had an attempt all of whose processes did.
 JobsSimulationResult RunJobsSimulation(uint64_t seed, coordinator::JobsMutants mutants);
 
 }  // namespace muster::simulation

@@ -14,7 +14,7 @@ int Seeds() {
 }
 
 TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
-  int attempts = 0, restarts = 0, lost = 0, resizes = 0, stepped = 0;
+  int attempts = 0, restarts = 0, lost = 0, resizes = 0, stepped = 0, promotions = 0;
   for (int seed = 1; seed <= Seeds(); ++seed) {
     const JobsSimulationResult result = RunJobsSimulation(seed, {});
     ASSERT_EQ(result.violation, "") << "seed " << seed;
@@ -23,6 +23,7 @@ TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
     lost += result.lost_nodes;
     resizes += result.resizes;
     stepped += result.stepped;
+    promotions += result.promotions;
   }
   // It has tried what it is about.
   EXPECT_GT(attempts, 10 * Seeds());
@@ -30,6 +31,7 @@ TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
   EXPECT_GT(lost, Seeds() / 10);
   EXPECT_GT(resizes, Seeds() / 10);
   EXPECT_GT(stepped, Seeds());
+  EXPECT_GT(promotions, Seeds() / 10);
 }
 
 void ExpectCaught(coordinator::JobsMutants mutants) {
@@ -47,6 +49,8 @@ TEST(JobsSimulationTest, RetryOfAUserError_IsNoticed) {
   ExpectCaught({.retries_user_errors = true});
 }
 TEST(JobsSimulationTest, StagesOutOfOrder_AreNoticed) { ExpectCaught({.believes_ages = true}); }
+
+TEST(JobsSimulationTest, SparesGivenAway_AreNoticed) { ExpectCaught({.gives_spares_away = true}); }
 
 }  // namespace
 }  // namespace muster::simulation

@@ -1,10 +1,10 @@
-#include "coordinator/service/log_level_control.h"
+#include "base/log_level_control.h"
 
 #include "base/fake_clock.h"
 #include "base/test_wait.h"
 #include "gtest/gtest.h"
 
-namespace muster::coordinator {
+namespace muster {
 namespace {
 
 class LogLevelControlTest : public ::testing::Test {
@@ -72,4 +72,4 @@ TEST_F(LogLevelControlTest, LevelWithATime_ReturnsByItself) {
 }
 
 }  // namespace
-}  // namespace muster::coordinator
+}  // namespace muster

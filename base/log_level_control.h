@@ -1,5 +1,5 @@
-#ifndef MUSTER_COORDINATOR_SERVICE_LOG_LEVEL_CONTROL_H_
-#define MUSTER_COORDINATOR_SERVICE_LOG_LEVEL_CONTROL_H_
+#ifndef MUSTER_BASE_LOG_LEVEL_CONTROL_H_
+#define MUSTER_BASE_LOG_LEVEL_CONTROL_H_
 
 #include "absl/base/thread_annotations.h"
 #include "absl/time/time.h"
@@ -8,7 +8,7 @@
 #include "base/mutex.h"
 #include "base/timer_thread.h"
 
-namespace muster::coordinator {
+namespace muster {
 
 // The log level of this process, which may be set for a time: then the level before returns by
 // itself, at the latest when this ends. Thread-safe; nothing blocks but the destructor.
@@ -40,9 +40,10 @@ class LogLevelControl {
   mutable Mutex mu_;
   absl::Time until_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   LogLevel before_ ABSL_GUARDED_BY(mu_) = LogLevel::kInfo;  // while until_ is finite
-  TimerThread timer_;                                       // last: it uses the rest
+  bool started_ ABSL_GUARDED_BY(mu_) = false;  // the thread, which most processes never need
+  TimerThread timer_;                          // last: it uses the rest
 };
 
-}  // namespace muster::coordinator
+}  // namespace muster
 
-#endif  // MUSTER_COORDINATOR_SERVICE_LOG_LEVEL_CONTROL_H_
+#endif  // MUSTER_BASE_LOG_LEVEL_CONTROL_H_

@@ -1,13 +1,12 @@
-#include "coordinator/service/log_level_control.h"
+#include "base/log_level_control.h"
 
 #include <algorithm>
+#include <utility>
 
-namespace muster::coordinator {
+namespace muster {
 
 LogLevelControl::LogLevelControl(const Clock* clock)
-    : clock_(*clock), timer_([this] { return Tick(); }, clock) {
-  timer_.Start();
-}
+    : clock_(*clock), timer_([this] { return Tick(); }, clock) {}
 
 LogLevelControl::~LogLevelControl() {
   timer_.Stop();
@@ -35,6 +34,7 @@ LogLevelControl::State LogLevelControl::Set(LogLevel level, absl::Duration span)
   }
   until_ = span == absl::InfiniteDuration() ? absl::InfiniteFuture() : clock_.Now() + span;
   SetLogLevel(level);
+  if (until_ != absl::InfiniteFuture() && !std::exchange(started_, true)) timer_.Start();
   timer_.Wake();
   return GetLocked();
 }
@@ -47,4 +47,4 @@ absl::Time LogLevelControl::Tick() {
   return until_;
 }
 
-}  // namespace muster::coordinator
+}  // namespace muster

@@ -1,0 +1,87 @@
+#include "agent/faulthandler.h"
+
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <string>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "base/test_folder.h"
+#include "base/test_wait.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace muster::agent {
+namespace {
+
+using ::testing::HasSubstr;
+
+class FaulthandlerTest : public ::testing::Test {
+ protected:
+  void TearDown() override {
+    if (pid_ <= 0) return;
+    EXPECT_EQ(kill(pid_, SIGKILL), 0);
+    int status = 0;
+    EXPECT_EQ(waitpid(pid_, &status, 0), pid_);
+    EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << "it has ended before";
+  }
+  // A Python whose standard error goes to a file; it is there when it has written to it.
+  pid_t Start(const std::string& setup, const std::string& signal) {
+    const std::string source =
+        absl::StrCat("import faulthandler, signal, sys, time\n", setup,
+                     "\ndef inner():\n  while True:\n    time.sleep(0.01)\n"
+                     "print('ready', file=sys.stderr, flush=True)\ninner()\n");
+    EXPECT_TRUE(WriteFileAtomically(folder_.Path("program.py"), source).ok());
+    pid_ = fork();
+    if (pid_ == 0) {
+      if (freopen(errors_.c_str(), "w", stderr) == nullptr) _exit(126);
+      if (!signal.empty()) setenv("MUSTER_STACK_SIGNAL", signal.c_str(), 1);
+      execl("/usr/bin/python3", "python3", folder_.Path("program.py").c_str(), nullptr);
+      _exit(127);
+    }
+    WaitUntil([&] { return absl::StrContains(Errors(), "ready"); });
+    return pid_;
+  }
+  std::string Errors() const { return ReadFile(errors_).value_or(""); }
+
+  const TestFolder folder_;
+  const std::string errors_ = folder_.Path("errors");
+  pid_t pid_ = -1;
+};
+
+TEST_F(FaulthandlerTest, RegisteredSignal_MakesItPrintItsFunctionsAndGoOn) {
+  const pid_t pid = Start("faulthandler.register(signal.SIGUSR1)", "SIGUSR1");
+  EXPECT_THAT(AskFaulthandler(pid), HasSubstr("prints its functions (SIGUSR1)"));
+  WaitUntil([&] { return absl::StrContains(Errors(), " in <module>"); });
+  EXPECT_THAT(Errors(), HasSubstr(" in inner"));
+}
+
+TEST_F(FaulthandlerTest, SignalThatTheProgramDoesNotHandle_IsNotSent) {
+  const pid_t pid = Start("", "USR1");
+  EXPECT_THAT(AskFaulthandler(pid), HasSubstr("USR1, which the program does not handle: "
+                                              "faulthandler.register(signal.SIGUSR1)"));
+}
+
+TEST_F(FaulthandlerTest, WithoutTheVariable_SaysWhatTheProgramNeeds) {
+  const pid_t pid = Start("faulthandler.register(signal.SIGUSR1)", "");
+  EXPECT_THAT(AskFaulthandler(pid), HasSubstr("MUSTER_STACK_SIGNAL=USR1 in its environment"));
+  EXPECT_EQ(Errors(), "ready\n");
+}
+
+TEST_F(FaulthandlerTest, NoSignal_IsNamed) {
+  EXPECT_THAT(AskFaulthandler(Start("", "LOUD")), HasSubstr("MUSTER_STACK_SIGNAL=LOUD names no"));
+}
+
+TEST_F(FaulthandlerTest, ProcessThatIsGone_IsNoError) {
+  const pid_t gone = fork();
+  if (gone == 0) _exit(0);
+  waitpid(gone, nullptr, 0);
+  EXPECT_NE(AskFaulthandler(gone), "");
+}
+
+}  // namespace
+}  // namespace muster::agent
