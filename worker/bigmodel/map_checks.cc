@@ -163,8 +163,11 @@ absl::Status CheckUndivided(const PlannedModel& model, const DeviceLimits& limit
                                                    SomeNames({classes.begin(), classes.end()})));
   }
   if (!limited) return absl::OkStatus();
-  const std::string most = absl::StrCat("more than any device has (",
-                                        HumanBytes(static_cast<int64_t>(largest_limit)), ")");
+  // A limit may be infinite.
+  constexpr double kMostShown = int64_t{1} << 62;
+  const std::string most =
+      absl::StrCat("more than any device has (",
+                   HumanBytes(static_cast<int64_t>(std::min(largest_limit, kMostShown))), ")");
   if (bytes > 0 && static_cast<double>(bytes) > largest_limit) {
     return absl::InvalidArgumentError(absl::StrCat(
         its_class, " ", largest, " is not to be divided and takes ", HumanBytes(bytes), ", ", most,
