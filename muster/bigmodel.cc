@@ -7,6 +7,17 @@
 #include "worker/train/guard.h"
 
 namespace muster {
+namespace {
+
+// Tensor code throws; who calls these gets a status.
+template <class F>
+auto Guarded(const F& call) -> decltype(call()) {
+  decltype(call()) result = absl::InternalError("not called");
+  MUSTER_RETURN_IF_ERROR(Guard([&] { result = call(); }));
+  return result;
+}
+
+}  // namespace
 
 absl::StatusOr<std::map<std::string, int64_t>> compute_module_sizes(
     const torch::nn::Module& model, std::optional<at::ScalarType> dtype) {
@@ -77,26 +88,23 @@ absl::StatusOr<DispatchedModel> load_checkpoint_and_dispatch(torch::nn::Module& 
   load.dispatch.ring_bytes = options.ring_bytes;
   load.dispatch.readers = options.readers;
   load.dispatch.prefetch = options.prefetch;
-  absl::StatusOr<DispatchedModel> dispatched = absl::InternalError("not loaded");
-  MUSTER_RETURN_IF_ERROR(
-      Guard([&] { dispatched = LoadCheckpointAndDispatch(model, checkpoint, devices, load); }));
-  return dispatched;
+  return Guarded([&] { return LoadCheckpointAndDispatch(model, checkpoint, devices, load); });
 }
 
 absl::StatusOr<DispatchedModel> dispatch_model(torch::nn::Module& model,
                                                const DeviceEntries& device_map,
                                                const DispatchOptions& options) {
-  return DispatchModel(model, device_map, options);
+  return Guarded([&] { return DispatchModel(model, device_map, options); });
 }
 
 absl::StatusOr<DispatchedModel> cpu_offload(torch::nn::Module& model, at::Device device,
                                             const DispatchOptions& options) {
-  return CpuOffload(model, device, options);
+  return Guarded([&] { return CpuOffload(model, device, options); });
 }
 
 absl::StatusOr<DispatchedModel> disk_offload(torch::nn::Module& model, const std::string& folder,
                                              at::Device device, const DispatchOptions& options) {
-  return DiskOffload(model, folder, device, options);
+  return Guarded([&] { return DiskOffload(model, folder, device, options); });
 }
 
 }  // namespace muster

@@ -9,6 +9,7 @@
 #include "absl/strings/str_split.h"
 #include "base/exit_code.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "base/units.h"
 #include "client/checkpoints/memory_estimate.h"
 #include "client/checkpoints/model_headers.h"
@@ -87,7 +88,7 @@ void PrintText(const std::string& path, const ModelSize& size,
   const auto bytes = [](int64_t amount) { return amount < 0 ? "-" : HumanBytes(amount); };
   out << path << ": " << size.tensors << (size.tensors == 1 ? " tensor, " : " tensors, ")
       << size.elements << " parameters; the largest part is "
-      << (size.largest.empty() ? "the model itself" : size.largest) << "\n\n";
+      << (size.largest.empty() ? "the model itself" : Printable(size.largest)) << "\n\n";
   std::vector<std::vector<std::string>> rows = {
       {"type", "largest part", "to load", "to train with Adam"}};
   for (const DtypeEstimate& row : dtypes) {

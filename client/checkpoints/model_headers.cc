@@ -49,6 +49,15 @@ absl::StatusOr<bool> HasTiedHead(const std::string& path) {
          absl::EndsWith(architecture, "LMHeadModel") || architecture == "BertForMaskedLM";
 }
 
+// Whether the folder has files that may hold weights: then what is wrong with them counts, and not
+// only what config.json asks for.
+bool HasWeightFiles(const std::string& folder) {
+  const absl::StatusOr<std::vector<std::string>> files = ListDirectory(folder);
+  return files.ok() && std::any_of(files->begin(), files->end(), [](const std::string& name) {
+           return absl::EndsWith(name, ".safetensors") || absl::EndsWith(name, ".bin");
+         });
+}
+
 absl::StatusOr<ModelTensors> TensorsOfFiles(const std::string& path) {
   MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, WeightFiles::Open(path));
   if (files.entries().empty()) {
@@ -91,7 +100,7 @@ absl::StatusOr<ModelTensors> TensorsOfConfig(const std::string& path) {
 absl::StatusOr<ModelTensors> ReadModelTensors(const std::string& path) {
   absl::StatusOr<ModelTensors> found = TensorsOfFiles(path);
   if (!absl::IsNotFound(found.status()) || !PathExists(path) ||
-      !PathExists(JoinPath(FolderOf(path), "config.json"))) {
+      !PathExists(JoinPath(FolderOf(path), "config.json")) || HasWeightFiles(FolderOf(path))) {
     return found;
   }
   absl::StatusOr<ModelTensors> model = TensorsOfConfig(path);

@@ -15,6 +15,7 @@
 #include "base/exit_code.h"
 #include "base/machine.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "base/units.h"
 #include "client/checkpoints/model_headers.h"
 #include "client/checkpoints/model_tree.h"
@@ -205,7 +206,8 @@ std::string InShort(const std::vector<std::string>& names) {
         ++end;
       }
     }
-    parts.push_back(end == i + 1 ? names[i] : absl::StrCat(names[i], "-", number + (end - i) - 1));
+    const std::string name = Printable(names[i]);
+    parts.push_back(end == i + 1 ? name : absl::StrCat(name, "-", number + (end - i) - 1));
     i = end;
   }
   return absl::StrJoin(parts, ", ");
@@ -229,8 +231,8 @@ void PrintText(const std::string& path, const Plan& plan, const Machine& machine
   out << path << ": " << HumanBytes(total)
       << (plan.request.dtype.has_value() ? absl::StrCat(" as ", *plan.request.dtype) : "");
   if (!plan.largest.empty()) {
-    out << "; kept whole: " << absl::StrJoin(plan.no_split, ", ") << " (up to "
-        << HumanBytes(plan.largest_bytes) << ", " << plan.largest << ")";
+    out << "; kept whole: " << Printable(absl::StrJoin(plan.no_split, ", ")) << " (up to "
+        << HumanBytes(plan.largest_bytes) << ", " << Printable(plan.largest) << ")";
   }
   out << "\n\n";
   std::vector<std::vector<std::string>> rows = {{"device", "may hold", "holds"}};
@@ -249,7 +251,8 @@ void PrintText(const std::string& path, const Plan& plan, const Machine& machine
         << HumanBytes(plan.offloaded) << " come to device " << plan.main_device
         << " when they are used, through the room that its share leaves; the largest tensor of "
            "them is "
-        << plan.largest_offloaded << " with " << HumanBytes(plan.largest_offloaded_bytes) << ".\n";
+        << Printable(plan.largest_offloaded) << " with " << HumanBytes(plan.largest_offloaded_bytes)
+        << ".\n";
   }
   if (plan.map.buffers_do_not_fit) {
     out << "\nThe buffers of modules that are not on a GPU fit on none: --offload_buffers leaves "

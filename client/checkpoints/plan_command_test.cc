@@ -139,5 +139,36 @@ TEST_F(PlanCommandTest, Mistakes_AreNamed) {
   EXPECT_THAT(err_.str(), HasSubstr("config.json"));
 }
 
+// config.json would say what the weights take, but the folder is damaged.
+TEST_F(PlanCommandTest, ShardThatIsMissing_IsNamed) {
+  ASSERT_TRUE(WriteFileAtomically(
+                  folder_.Path("model.safetensors.index.json"),
+                  R"({"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}})")
+                  .ok());
+  const std::string index = folder_.Path("model.safetensors.index.json");
+  EXPECT_EQ(Run({index, "--max_memory", "cpu=1GB"}), kExitNotFound);
+  EXPECT_THAT(err_.str(), HasSubstr("model-00002.safetensors"));
+  EXPECT_THAT(out_.str(), Not(HasSubstr("No weights are there")));
+}
+
+// Names come from files of others, and go to a terminal.
+TEST_F(PlanCommandTest, NameWithControlCharacters_IsShownWithoutThem) {
+  std::vector<SafetensorsEntry> tensors;
+  std::vector<std::string> bytes;
+  for (const char* const name : {"\x1b[31mred.0.w", "\x1b[31mred.1.w", "other.w"}) {
+    tensors.push_back({.name = name, .type = SafetensorsType::kF32, .shape = {50}});
+    bytes.push_back(std::string(200, '\0'));
+  }
+  ASSERT_TRUE(WriteFileAtomically(folder_.Path("odd.safetensors"),
+                                  *EncodeSafetensors(tensors, bytes, std::nullopt))
+                  .ok());
+  EXPECT_EQ(Run({folder_.Path("odd.safetensors"), "--max_memory", "cpu=0.5KB"}), kExitOk)
+      << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("x1b[31mred"));
+  EXPECT_THAT(out_.str(), Not(HasSubstr("\x1b")));
+  EXPECT_NE(Run({folder_.Path("odd.safetensors"), "--max_memory", "cpu=0.1KB"}), kExitOk);
+  EXPECT_THAT(err_.str(), Not(HasSubstr("\x1b")));
+}
+
 }  // namespace
 }  // namespace muster::client

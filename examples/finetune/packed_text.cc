@@ -26,8 +26,9 @@ absl::StatusOr<at::Tensor> PackText(absl::string_view text, const muster::Tokeni
   }
   const int64_t rows = static_cast<int64_t>(tokens.size()) / row;
   if (rows == 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the text has ", tokens.size(), " tokens, less than one row of ", row));
+    return absl::InvalidArgumentError(absl::StrCat("the text has ", tokens.size(),
+                                                   " tokens, less than one row of ", row,
+                                                   ": take shorter rows (--context) or more text"));
   }
   at::Tensor packed = at::empty({rows, row}, c10::kLong);
   std::copy_n(tokens.begin(), rows * row, packed.mutable_data_ptr<int64_t>());

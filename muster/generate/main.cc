@@ -18,6 +18,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "base/exit_code.h"
 #include "base/file.h"
 #include "base/log.h"
@@ -28,6 +29,7 @@
 #include "c10/util/Exception.h"
 #include "muster/offload.h"
 #include "worker/models/generation_config.h"
+#include "worker/models/lora.h"
 #include "worker/models/text_generator.h"
 
 namespace muster {
@@ -51,13 +53,14 @@ constexpr char kFooter[] =
     "Examples:\n"
     "  muster generate --model Llama-3.2-1B --prompt \"The capital of France is\"\n"
     "  muster generate --model gpt2 --prompt_file - --sample --temperature 0.8 --seed 7 < text\n"
-    "  muster generate --model gpt2 --prompt \"Hello\" --num_beams 4 -o json\n";
+    "  muster generate --model gpt2 --prompt \"Hello\" --num_beams 4 -o json\n"
+    "  muster generate --model gpt2 --lora adapters --prompt \"Hello\"\n";
 
 constexpr int64_t kNewTokens = 256;
 
 struct Flags {
-  std::string model, prompt_file, dtype = "auto", device = "cpu", output = "text", weights_memory,
-                                  max_memory;
+  std::string model, lora, prompt_file, dtype = "auto", device = "cpu", output = "text",
+                                        weights_memory, max_memory;
   std::vector<std::string> prompts, stop;
   std::optional<int64_t> max_new_tokens;
   std::optional<int64_t> min_new_tokens, top_k, no_repeat_ngram_size, num_beams;
@@ -69,6 +72,9 @@ struct Flags {
 
 void AddOptions(CLI::App& app, Flags& flags) {
   app.add_option("--model", flags.model, "The model's folder")->type_name("DIR");
+  app.add_option("--lora", flags.lora,
+                 "A folder of LoRA adapters for the model, as PEFT writes them")
+      ->type_name("DIR");
   app.add_option("--prompt", flags.prompts, "What the model continues; may be given several times")
       ->type_name("TEXT");
   app.add_option("--prompt_file", flags.prompt_file, "A file with the prompt; -: standard input")
@@ -219,8 +225,8 @@ absl::Status SetPlaces(const Flags& flags, const c10::Device& device, DeviceMapC
   return absl::OkStatus();
 }
 
-// The model in memory, or with its weights in their files.
-absl::StatusOr<TextGenerator> LoadGenerator(const Flags& flags, OffloadedCausalLm* offloaded) {
+// The model in memory, or with its weights in their files; without adapters.
+absl::StatusOr<TextGenerator> LoadBase(const Flags& flags, OffloadedCausalLm* offloaded) {
   MUSTER_ASSIGN_OR_RETURN(const models::LoadPretrainedOptions load, LoadOptions(flags));
   if (flags.weights_memory.empty() && flags.max_memory.empty()) {
     return TextGenerator::FromFolder(flags.model, load);
@@ -234,6 +240,15 @@ absl::StatusOr<TextGenerator> LoadGenerator(const Flags& flags, OffloadedCausalL
   MUSTER_ASSIGN_OR_RETURN(*offloaded,
                           load_offloaded_causal_lm(flags.model, map, options, load.config));
   return TextGenerator(offloaded->model, std::move(tokenizer), std::move(defaults));
+}
+
+absl::StatusOr<TextGenerator> LoadGenerator(const Flags& flags, OffloadedCausalLm* offloaded) {
+  MUSTER_ASSIGN_OR_RETURN(TextGenerator generator, LoadBase(flags, offloaded));
+  if (flags.lora.empty()) return generator;
+  MUSTER_RETURN_IF_ERROR(models::LoadLora(*generator.model(), flags.lora).status());
+  // Merged they cost nothing; weights in files stay as they are.
+  if (offloaded->weights == nullptr) models::MergeLora(*generator.model());
+  return generator;
 }
 
 int64_t PeakMemory() {
@@ -294,6 +309,12 @@ absl::Status Run(const Flags& flags) {
     return std::chrono::duration<double>(Clock::now() - start).count();
   };
   if (flags.model.empty()) return absl::InvalidArgumentError("say which model: --model DIR");
+  if (!PathExists(JoinPath(flags.model, "config.json")) &&
+      PathExists(JoinPath(flags.model, "adapter_config.json"))) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(flags.model, " holds adapters and no model: write --model DIR --lora ",
+                     flags.model, ", DIR being the model that they are for"));
+  }
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> prompts, Prompts(flags));
   OffloadedCausalLm offloaded;
   MUSTER_ASSIGN_OR_RETURN(TextGenerator generator, LoadGenerator(flags, &offloaded));
@@ -354,7 +375,10 @@ int Main(int argc, char** argv) {
       no_memory
           ? "the model does not fit into memory: --max_memory cpu=SIZE leaves the rest of its "
             "weights in their files, --dtype bfloat16 halves them"
-          : OneLine(status.message()).c_str());
+          : absl::StrReplaceAll(OneLine(status.message()),
+                                {{"raise ring_bytes", "raise --weights_memory"},
+                                 {"set do_sample too", "add --sample"}})
+                .c_str());
   return absl::IsUnimplemented(status) ? kExitUsage : ExitCodeOf(status);
 }
 

@@ -258,6 +258,13 @@ absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptio
     on_disk[i]->source = source;
     on_disk[i]->index = i;
   }
+  for (Item& item : items_) {
+    // Values that no file has (a table that the constructor computes) stay where they are.
+    const bool is_here = item.source == nullptr && !item.tensor().is_meta();
+    if (item.place == Place::kDisk && is_here && options_.offload_folder.empty()) {
+      item.place = Place::kResident;
+    }
+  }
   std::vector<Reading> readings;
   for (const MatchedWeight& match : matched.matches) {
     Item& item = items_[by_name_.at(targets[match.target].first)];
@@ -393,7 +400,8 @@ uint64_t Dispatcher::RingBytes(uint64_t offloaded) const {
     if (device != main) continue;
     double room = limit - static_cast<double>(options_.readers * kScratchBytes);
     for (const auto& [other, resident] : result_.resident_) room -= other == main ? resident : 0;
-    bytes = std::min(kMostRingBytes, static_cast<uint64_t>(std::max(room, 0.0)));
+    // A limit may be infinite.
+    bytes = static_cast<uint64_t>(std::clamp(room, 0.0, static_cast<double>(kMostRingBytes)));
   }
   return std::min(bytes, offloaded);
 }
@@ -429,17 +437,19 @@ std::vector<OffloadedUnit> Dispatcher::Units(uint64_t ring_bytes) const {
 absl::StatusOr<DispatchedModel> Dispatcher::Finish() {
   std::map<std::string, double> resident;
   uint64_t offloaded = 0;
+  bool any = false;  // also tensors without elements, which need a device too
   for (const Item& item : items_) {
     const uint64_t bytes =
         static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(item.type);
     if (item.source != nullptr) {
+      any = true;
       offloaded += bytes;
     } else if (!item.tensor().is_meta()) {
       resident[NameOf(item.device)] += static_cast<double>(bytes);
     }
   }
   result_.resident_.assign(resident.begin(), resident.end());
-  if (offloaded == 0) return std::move(result_);
+  if (!any) return std::move(result_);
   const uint64_t ring_bytes = RingBytes(offloaded);
   for (const Item& item : items_) {
     const uint64_t bytes =

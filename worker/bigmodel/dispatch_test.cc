@@ -3,6 +3,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <limits>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -213,6 +215,51 @@ TEST_F(Dispatch, KeepBuffers_NeedsNoTablesInTheFile) {
   const auto dispatched = LoadCheckpointAndDispatch(*net, folder.path(), {{"", "disk"}}, options);
   ASSERT_TRUE(dispatched.ok()) << dispatched.status();
   EXPECT_EQ(dispatched->loaded().missing.size(), static_cast<size_t>(kBlocks));
+  EXPECT_TRUE(at::equal(Compute(net), expected_));
+}
+
+// Offloaded buffers, too: what no file has can only stay.
+TEST_F(Dispatch, OffloadedTablesThatNoFileHas_StayInMemory) {
+  const TestFolder folder;
+  NamedTensors tensors = TensorsOf(*whole_);
+  std::erase_if(tensors, [](const auto& item) { return item.first.ends_with("table"); });
+  ASSERT_TRUE(SaveModelFiles(folder.path(), tensors).ok());
+  TextNet net = EmptyNet();
+  LoadCheckpointOptions options = Ring(70'000);
+  options.keep_buffers = options.dispatch.offload_buffers = true;
+  const auto dispatched = LoadCheckpointAndDispatch(*net, folder.path(), {{"", "disk"}}, options);
+  ASSERT_TRUE(dispatched.ok()) << dispatched.status();
+  EXPECT_EQ(dispatched->resident()[0].second, kBlocks * kWidth * 4);
+  EXPECT_TRUE(at::equal(Compute(net), expected_));
+}
+
+TEST_F(Dispatch, TensorsWithoutElements_AreOnTheDevice) {
+  struct Nothing : torch::nn::Module {
+    Nothing() { weight = register_parameter("weight", at::ones({0, 4})); }
+    at::Tensor weight;
+  };
+  const TestFolder folder;
+  ASSERT_TRUE(SaveModelFiles(folder.path(), TensorsOf(Nothing())).ok());
+  const at::NoGradGuard no_grad;
+  for (const char* const device : {"cpu", "disk"}) {
+    const auto net = InitEmptyWeights([] { return std::make_shared<Nothing>(); });
+    const auto dispatched = LoadCheckpointAndDispatch(*net, folder.path(), {{"", device}});
+    ASSERT_TRUE(dispatched.ok()) << dispatched.status();
+    EXPECT_TRUE(net->weight.is_cpu()) << device;
+    EXPECT_EQ(net->weight.sum().item<float>(), 0);
+  }
+}
+
+TEST_F(Dispatch, LimitWithoutEnd_IsNoLimit) {
+  const TextNet net = EmptyNet();
+  DevicePlanOptions plan;
+  plan.max_memory = {{"cpu", std::numeric_limits<double>::infinity()}};
+  const auto map = PlanDevices(*net, "auto", plan);
+  ASSERT_TRUE(map.ok()) << map.status();
+  LoadCheckpointOptions options;
+  options.dispatch.max_memory = plan.max_memory;
+  const auto dispatched = Load(net, {{"", "disk"}}, options);
+  ASSERT_TRUE(dispatched.ok()) << dispatched.status();
   EXPECT_TRUE(at::equal(Compute(net), expected_));
 }
 

@@ -9,6 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "base/units.h"
 
 namespace muster {
@@ -28,7 +29,9 @@ void Visit(const PlannedModule& module, const std::string& name,
 
 std::string SomeNames(const std::vector<std::string>& names) {
   const size_t shown = std::min(names.size(), kShownNames);
-  std::string text = absl::StrJoin(names.begin(), names.begin() + shown, ", ");
+  std::string text =
+      absl::StrJoin(names.begin(), names.begin() + shown, ", ",
+                    [](std::string* out, const std::string& name) { *out += Printable(name); });
   if (names.size() > shown) absl::StrAppend(&text, " and ", names.size() - shown, " more");
   return text;
 }
@@ -163,19 +166,23 @@ absl::Status CheckUndivided(const PlannedModel& model, const DeviceLimits& limit
                                                    SomeNames({classes.begin(), classes.end()})));
   }
   if (!limited) return absl::OkStatus();
-  const std::string most = absl::StrCat("more than any device has (",
-                                        HumanBytes(static_cast<int64_t>(largest_limit)), ")");
+  // A limit may be infinite.
+  constexpr double kMostShown = int64_t{1} << 62;
+  const std::string most =
+      absl::StrCat("more than any device has (",
+                   HumanBytes(static_cast<int64_t>(std::min(largest_limit, kMostShown))), ")");
   if (bytes > 0 && static_cast<double>(bytes) > largest_limit) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        its_class, " ", largest, " is not to be divided and takes ", HumanBytes(bytes), ", ", most,
-        ": raise a limit, allow it to be divided, or load it in a smaller "
-        "type"));
+    return absl::InvalidArgumentError(
+        absl::StrCat(Printable(its_class), " ", Printable(largest),
+                     " is not to be divided and takes ", HumanBytes(bytes), ", ", most,
+                     ": raise a limit, allow it to be divided, or load it in a smaller "
+                     "type"));
   }
   for (const std::string& name : tensors) {
     const auto size = sizes.find(name);
     if (size == sizes.end() || static_cast<double>(size->second) <= largest_limit) continue;
     return absl::InvalidArgumentError(
-        absl::StrCat(name, " takes ", HumanBytes(size->second), ", ", most,
+        absl::StrCat(Printable(name), " takes ", HumanBytes(size->second), ", ", most,
                      ": raise a limit, or load it in a smaller type"));
   }
   return absl::OkStatus();

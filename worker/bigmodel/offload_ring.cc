@@ -182,20 +182,24 @@ absl::Status OffloadRing::AddUnits(std::vector<OffloadedUnit> units) {
     }));
     base_ = static_cast<char*>(device_memory_.data_ptr());
   }
+  // All that can fail comes before a tensor changes.
+  MUSTER_RETURN_IF_ERROR(Guard([&] { readers_.emplace(std::max(options_.readers, 1)); }));
   const at::NoGradGuard no_grad;
   for (OffloadedUnit& unit : units) {
     units_.push_back(
         std::make_unique<Unit>(*this, std::move(unit), units_.size(), options_.device));
     stats_.offloaded_bytes += units_.back()->bytes;
   }
-  return Guard([&] { readers_.emplace(std::max(options_.readers, 1)); });
+  return absl::OkStatus();
 }
 
 OffloadRing::~OffloadRing() {
   readers_.reset();
+  MutexLock lock(&mu_);
+  // The module's tensors outlive the memory; data_ptr() throws from now on.
+  for (const auto& unit : units_) unit->Show(nullptr);
   // What the operators of a device still read must not be given to others.
   if (fences_ == nullptr || options_.device.is_cpu()) return;
-  MutexLock lock(&mu_);
   const c10::impl::VirtualGuardImpl guard(options_.device.type());
   for (const auto& unit : units_) {
     for (const auto& [id, stream] : unit->streams) guard.synchronizeStream(stream);
@@ -217,7 +221,8 @@ void OffloadRing::Use(Unit& unit) {
     ++stats_.waits;
     BringNow(unit);
   }
-  if (turned && options_.prefetch) Prefetch();
+  // Only ahead of time: what fails is tried again, and reported, at the use.
+  if (turned && options_.prefetch) (void)Guard([this] { Prefetch(); });
   while (unit.state == State::kComing) changed_.Wait(&mu_);
   // Not away by another thread: this one has pinned it.
   if (unit.state == State::kAway) ThrowIfError(unit.status);
@@ -231,9 +236,15 @@ void OffloadRing::Use(Unit& unit) {
 void OffloadRing::BringNow(Unit& unit) {
   // Others that need it wait, too.
   unit.state = State::kComing;
+  const absl::Status found = Guard([&] { FindMemory(unit); });
+  if (!found.ok()) return GiveUp(unit, found);
+  Start(unit, /*urgent=*/true);
+}
+
+void OffloadRing::FindMemory(Unit& unit) {
   for (;;) {
     unit.slot = arena_.Take(unit.bytes);
-    if (unit.slot.has_value()) break;
+    if (unit.slot.has_value()) return;
     if (Unit* const victim = FindVictim(0)) {
       Evict(*victim);
       continue;
@@ -244,21 +255,19 @@ void OffloadRing::BringNow(Unit& unit) {
     if (!some_come) break;
     changed_.Wait(&mu_);
   }
-  if (!unit.slot.has_value()) {
-    // The units of one operator do not fit together, or there are gaps between them.
-    unit.status = Guard([&] {
-      unit.overflow = at::empty({static_cast<int64_t>(unit.bytes)},
-                                at::TensorOptions().dtype(at::kByte).device(options_.device));
-    });
-    if (!unit.status.ok()) {
-      unit.state = State::kAway;
-      changed_.SignalAll();
-      return;
-    }
-    overflow_ += unit.bytes;
-    stats_.overflow_bytes = std::max(stats_.overflow_bytes, overflow_);
-  }
-  Start(unit, /*urgent=*/true);
+  // The units of one operator do not fit together, or there are gaps between them.
+  unit.overflow = at::empty({static_cast<int64_t>(unit.bytes)},
+                            at::TensorOptions().dtype(at::kByte).device(options_.device));
+  overflow_ += unit.bytes;
+  stats_.overflow_bytes = std::max(stats_.overflow_bytes, overflow_);
+}
+
+void OffloadRing::GiveUp(Unit& unit, const absl::Status& status) {
+  unit.pieces = 0;
+  unit.status = status;
+  unit.state = State::kAway;
+  Free(unit);
+  changed_.SignalAll();
 }
 
 void OffloadRing::Prefetch() {
@@ -292,6 +301,7 @@ OffloadRing::Unit* OffloadRing::FindVictim(size_t distance) {
 }
 
 void OffloadRing::Evict(Unit& unit) {
+  // A fence that cannot be had leaves the unit where it is.
   for (const auto& [id, stream] : unit.streams) {
     pending_.insert_or_assign(id, fences_->After(stream));
   }
@@ -306,7 +316,7 @@ void OffloadRing::Free(Unit& unit) {
   unit.memory = nullptr;
   if (unit.slot.has_value()) {
     arena_.Give(*unit.slot);
-  } else {
+  } else if (unit.overflow.defined()) {
     overflow_ -= unit.bytes;
     unit.overflow.reset();
   }
@@ -318,6 +328,20 @@ void OffloadRing::Start(Unit& unit, bool urgent) {
   unit.status = absl::OkStatus();
   unit.memory =
       unit.slot.has_value() ? base_ + *unit.slot : static_cast<char*>(unit.overflow.data_ptr());
+  const absl::Status begun = Guard([&] {
+    std::vector<WeightReaders::Task> tasks = TasksFor(unit);
+    unit.pieces = tasks.size();
+    if (tasks.empty()) {
+      unit.state = State::kHere;
+    } else {
+      readers_->Submit(std::move(tasks), urgent);
+    }
+  });
+  // Nothing of it has begun then, and nobody would say that it has ended.
+  if (!begun.ok()) GiveUp(unit, begun);
+}
+
+std::vector<WeightReaders::Task> OffloadRing::TasksFor(Unit& unit) {
   std::vector<StreamFences::Fence> fences;
   for (const auto& [stream, fence] : pending_) fences.push_back(fence);
   std::vector<WeightReaders::Task> tasks;
@@ -327,26 +351,24 @@ void OffloadRing::Start(Unit& unit, bool urgent) {
          PiecesOf(*tensor.source, tensor.index, unit.memory + unit.offsets[i], tensor.type,
                   options_.device)) {
       tasks.push_back([this, &unit, piece, fences](ReadScratch& scratch) {
-        std::optional<c10::StreamGuard> on_copies;
-        if (fences_ != nullptr) {
-          const c10::Stream copies = fences_->Copies();
-          for (const StreamFences::Fence& fence : fences) fences_->Wait(copies, fence);
-          if (!options_.device.is_cpu()) on_copies.emplace(copies);
-        }
-        const absl::Status status = FillPiece(piece, scratch);
-        on_copies.reset();
+        absl::Status status;
+        const absl::Status waited = Guard([&] {
+          std::optional<c10::StreamGuard> on_copies;
+          if (fences_ != nullptr) {
+            const c10::Stream copies = fences_->Copies();
+            for (const StreamFences::Fence& fence : fences) fences_->Wait(copies, fence);
+            if (!options_.device.is_cpu()) on_copies.emplace(copies);
+          }
+          status = FillPiece(piece, scratch);
+        });
+        status.Update(waited);
         PieceIsDone(
             unit, status,
             static_cast<uint64_t>(piece.count) * c10::elementSize(piece.source->type(piece.index)));
       });
     }
   }
-  unit.pieces = tasks.size();
-  if (tasks.empty()) {
-    unit.state = State::kHere;
-    return;
-  }
-  readers_->Submit(std::move(tasks), urgent);
+  return tasks;
 }
 
 void OffloadRing::PieceIsDone(Unit& unit, const absl::Status& status, uint64_t bytes) {

@@ -56,7 +56,8 @@ struct OffloadRingOptions {
 //
 // For inference: an operator that would need gradients of an offloaded tensor, or writes one,
 // throws c10::Error. Weights that cannot be read throw StatusError that names file and tensor, at
-// the operator that uses them; the next use tries again.
+// the operator that uses them; the next use tries again. So does what else fails on the way,
+// a device or memory: no use waits for what does not come.
 //
 // Operators of several threads may run at a time; the ring foretells best if one does. Uses after
 // the ring's end throw.
@@ -83,12 +84,18 @@ class OffloadRing {
   void Use(Unit& unit);
   // Gets memory for a unit that is needed now, and has it read.
   void BringNow(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // In the ring, or besides it. Throws if there is none.
+  void FindMemory(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The unit stays away; who waits for it gets the error.
+  void GiveUp(Unit& unit, const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Prefetch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The unit that is needed last of those that may go: further than `distance`.
   Unit* FindVictim(size_t distance) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Evict(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Free(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Has a unit read that has memory.
   void Start(Unit& unit, bool urgent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  std::vector<WeightReaders::Task> TasksFor(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PieceIsDone(Unit& unit, const absl::Status& status, uint64_t bytes);
 
   const OffloadRingOptions options_;

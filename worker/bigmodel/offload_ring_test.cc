@@ -179,6 +179,14 @@ TEST(OffloadRing, UseAfterTheEnd_IsAnError) {
   EXPECT_THAT(ErrorOf([&] { rows.Sum(0); }), HasSubstr("what holds its values is gone"));
 }
 
+TEST(OffloadRing, AddressAfterTheEnd_IsAnError) {
+  Rows rows(2, RoomFor(2));
+  rows.Sum(0);
+  EXPECT_NE(rows.rows[0].const_data_ptr<float>(), nullptr);
+  rows.ring.reset();
+  EXPECT_THAT(ErrorOf([&] { rows.rows[0].const_data_ptr<float>(); }), HasSubstr("not allocated"));
+}
+
 TEST(OffloadRing, SeveralThreads_FindTheirValues) {
   const Rows rows(8, RoomFor(2));
   std::vector<std::thread> threads;
@@ -200,16 +208,20 @@ class RecordedFences : public StreamFences {
   c10::Stream Copies() const override { return c10::Stream(c10::Stream::UNSAFE, at::kCPU, 8); }
   Fence After(const c10::Stream& stream) override {
     EXPECT_EQ(stream.id(), 7);
+    TORCH_CHECK(!lost, "the device is lost");
     return std::make_shared<int>(++made);
   }
   void Wait(const c10::Stream& stream, const Fence& fence) override {
     EXPECT_EQ(stream.id(), 8);
     MutexLock lock(&mu);
+    TORCH_CHECK(!copies_fail, "the copy failed");
     newest = std::max(newest, *static_cast<const int*>(fence.get()));
   }
   int made = 0;
+  bool lost = false;
   Mutex mu;
   int newest = 0;
+  bool copies_fail = false;
 };
 
 TEST(OffloadRing, OnADevice_CopiesWaitForTheOperatorsThatUsedTheMemory) {
@@ -226,6 +238,51 @@ TEST(OffloadRing, OnADevice_CopiesWaitForTheOperatorsThatUsedTheMemory) {
   rows.ring->WaitUntilIdle();
   MutexLock lock(&fences.mu);
   EXPECT_EQ(fences.newest, 2);
+}
+
+// A use that fails leaves nothing that the next one waits for.
+TEST(OffloadRing, DeviceThatFails_IsAnErrorAtTheUse_AndTriedAgain) {
+  for (const bool prefetch : {false, true}) {
+    RecordedFences fences;
+    OffloadRingOptions options = RoomFor(1, prefetch);
+    options.fences = &fences;
+    const Rows rows(3, options);
+    EXPECT_EQ(rows.Sum(0), kRow);
+    rows.ring->WaitUntilIdle();
+    fences.lost = true;
+    EXPECT_THAT(ErrorOf([&] { rows.Sum(2); }), HasSubstr("the device is lost"));
+    EXPECT_EQ(rows.Sum(0), kRow);
+    rows.ring->WaitUntilIdle();
+    fences.lost = false;
+    EXPECT_EQ(rows.Sum(2), 3 * kRow);
+    rows.ring->WaitUntilIdle();
+    {
+      MutexLock lock(&fences.mu);
+      fences.copies_fail = true;
+    }
+    EXPECT_THAT(ErrorOf([&] { rows.Sum(1); }), HasSubstr("the copy failed"));
+    rows.ring->WaitUntilIdle();
+    MutexLock lock(&fences.mu);
+    fences.copies_fail = false;
+  }
+}
+
+// More units than one operator's own error can leave behind: all wait, none for ever.
+TEST(OffloadRing, ThreadsWhileTheSourceFails_EachGetsItsValuesOrTheError) {
+  const Rows rows(8, RoomFor(2));
+  rows.source->broken = 3;
+  std::vector<std::thread> threads;
+  for (size_t t = 0; t < 4; ++t) {
+    threads.emplace_back([&rows, t] {
+      for (size_t i = 0; i < 200; ++i) {
+        const size_t row = (i * (t + 1)) % 8;
+        const absl::Status status =
+            Guard([&] { EXPECT_EQ(rows.Sum(row), kRow * (static_cast<double>(row) + 1)) << row; });
+        EXPECT_EQ(status.ok(), row != 3) << status;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace

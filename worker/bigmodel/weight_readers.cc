@@ -35,6 +35,33 @@ at::Tensor Over(const char* data, int64_t count, at::ScalarType type, at::Device
       .make_tensor();
 }
 
+absl::Status FillOrThrow(const WeightPiece& piece, ReadScratch& scratch) {
+  const at::ScalarType type = piece.source->type(piece.index);
+  const uint64_t width = c10::elementSize(type);
+  const uint64_t begin = static_cast<uint64_t>(piece.first) * width;
+  const size_t bytes = static_cast<size_t>(piece.count) * width;
+  if (piece.device.is_cpu() && type == piece.type) {
+    return piece.source->Read(piece.index, begin, bytes, piece.to, scratch);
+  }
+  MUSTER_ASSIGN_OR_RETURN(const char* const from,
+                          piece.source->Fetch(piece.index, begin, bytes, scratch));
+  const at::NoGradGuard no_grad;
+  try {
+    Over(piece.to, piece.count, piece.type, piece.device)
+        .copy_(Over(from, piece.count, type, at::kCPU), /*non_blocking=*/true);
+    if (!piece.device.is_cpu()) {
+      // The scratch memory is needed again.
+      const c10::impl::VirtualGuardImpl guard(piece.device.type());
+      guard.synchronizeStream(guard.getStream(piece.device));
+    }
+  } catch (const c10::Error& error) {
+    return absl::InternalError(absl::StrCat(piece.source->Describe(piece.index),
+                                            ": cannot copy to ", piece.device.str(), ": ",
+                                            error.what_without_backtrace()));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 std::vector<WeightPiece> PiecesOf(const WeightSource& source, size_t index, char* to,
@@ -63,30 +90,12 @@ std::vector<WeightPiece> PiecesOf(const WeightSource& source, size_t index, char
 }
 
 absl::Status FillPiece(const WeightPiece& piece, ReadScratch& scratch) {
-  const at::ScalarType type = piece.source->type(piece.index);
-  const uint64_t width = c10::elementSize(type);
-  const uint64_t begin = static_cast<uint64_t>(piece.first) * width;
-  const size_t bytes = static_cast<size_t>(piece.count) * width;
-  if (piece.device.is_cpu() && type == piece.type) {
-    return piece.source->Read(piece.index, begin, bytes, piece.to, scratch);
-  }
-  MUSTER_ASSIGN_OR_RETURN(const char* const from,
-                          piece.source->Fetch(piece.index, begin, bytes, scratch));
-  const at::NoGradGuard no_grad;
-  try {
-    Over(piece.to, piece.count, piece.type, piece.device)
-        .copy_(Over(from, piece.count, type, at::kCPU), /*non_blocking=*/true);
-    if (!piece.device.is_cpu()) {
-      // The scratch memory is needed again.
-      const c10::impl::VirtualGuardImpl guard(piece.device.type());
-      guard.synchronizeStream(guard.getStream(piece.device));
-    }
-  } catch (const c10::Error& error) {
-    return absl::InternalError(absl::StrCat(piece.source->Describe(piece.index),
-                                            ": cannot copy to ", piece.device.str(), ": ",
-                                            error.what_without_backtrace()));
-  }
-  return absl::OkStatus();
+  // On a thread that reads, an exception would end the process.
+  absl::Status status;
+  const absl::Status thrown = Guard([&] { status = FillOrThrow(piece, scratch); });
+  if (thrown.ok()) return status;
+  return absl::Status(thrown.code(),
+                      absl::StrCat(piece.source->Describe(piece.index), ": ", thrown.message()));
 }
 
 WeightReaders::WeightReaders(int threads) {

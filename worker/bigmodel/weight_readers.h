@@ -32,7 +32,8 @@ std::vector<WeightPiece> PiecesOf(const WeightSource& source, size_t index, char
                                   at::ScalarType type, at::Device device);
 
 // Reads the piece, and converts it if its type is another one there. On a device that is not the
-// CPU: copies on the current stream, and waits for the copy. Blocks. Errors: the source's.
+// CPU: copies on the current stream, and waits for the copy. Blocks. Errors: the source's; also
+// what it throws, as memory that is not there. Throws nothing.
 absl::Status FillPiece(const WeightPiece& piece, ReadScratch& scratch);
 
 // Threads that read weights. Thread-safe.

@@ -1,5 +1,6 @@
 #include "worker/bigmodel/weight_readers.h"
 
+#include <new>
 #include <numeric>
 
 #include "ATen/Functions.h"
@@ -55,6 +56,22 @@ TEST(WeightReaders, Error_EndsTheReading) {
   WeightReaders readers(2);
   const absl::Status filled = readers.Fill(PiecesOf(source, 0, nullptr, at::kFloat, at::kCPU));
   EXPECT_THAT(std::string(filled.message()), HasSubstr("broken at once"));
+}
+
+// On a thread of its own, where nobody would catch it.
+class ThrowingSource final : public BrokenSource {
+ public:
+  absl::Status Read(size_t, uint64_t, size_t, char*, ReadScratch&) const override {
+    throw std::bad_alloc();
+  }
+};
+
+TEST(WeightReaders, ExceptionOfAThread_IsAnErrorThatNamesTheTensor) {
+  const ThrowingSource source;
+  WeightReaders readers(2);
+  const absl::Status filled = readers.Fill(PiecesOf(source, 0, nullptr, at::kFloat, at::kCPU));
+  EXPECT_EQ(filled.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(filled.message()), HasSubstr("broken: out of host memory"));
 }
 
 TEST(WeightReaders, NothingToRead_IsDone) {

@@ -71,32 +71,59 @@ NamedTensors AdaptersOf(const TextModelImpl& model) {
   return adapters;
 }
 
+// Settings that Muster reads, and those that say how adapters were made and not what they compute.
+bool IsHarmless(const std::string& name) {
+  static const auto* const names = new std::set<std::string>{"auto_mapping",
+                                                             "base_model_name_or_path",
+                                                             "ensure_weight_tying",
+                                                             "exclude_modules",
+                                                             "fan_in_fan_out",
+                                                             "inference_mode",
+                                                             "layers_pattern",
+                                                             "layers_to_transform",
+                                                             "lora_alpha",
+                                                             "lora_dropout",
+                                                             "megatron_core",
+                                                             "peft_type",
+                                                             "peft_version",
+                                                             "qalora_group_size",
+                                                             "r",
+                                                             "revision",
+                                                             "runtime_config",
+                                                             "target_modules",
+                                                             "task_type",
+                                                             "use_rslora"};
+  return names->contains(name);
+}
+
+// Refuses what may change the result: each version of PEFT has more of it. What is switched off is
+// null, false or empty there.
+absl::Status CheckSettings(const Json& json, const std::string& path) {
+  // "none" of biases; starts of the adapters that leave the model's own weights alone.
+  static const auto* const neutral = new std::map<std::string, std::set<Json>>{
+      {"bias", {"none"}}, {"init_lora_weights", {true, "gaussian", "orthogonal", "eva"}}};
+  for (const auto& [name, value] : json.items()) {
+    if (IsHarmless(name)) continue;
+    const bool is_off = value.is_null() || value == false || (!value.is_string() && value.empty());
+    const auto found = neutral->find(name);
+    if (is_off || (found != neutral->end() && found->second.contains(value))) continue;
+    // How "eva" finds a start.
+    if (name == "eva_config" && json.value("init_lora_weights", Json()) == "eva") continue;
+    return absl::UnimplementedError(
+        absl::StrCat(path, ": \"", Printable(name, 60), "\" is ",
+                     Printable(value.dump(-1, ' ', false, Json::error_handler_t::replace), 60),
+                     ", which Muster does not have"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<LoraOptions> ParseConfig(const std::string& path) {
   MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, int64_t{16} << 20));
   MUSTER_ASSIGN_OR_RETURN(const Json json, ParseJson(text, path));
   if (!json.is_object() || json.value("peft_type", Json()) != "LORA") {
     return absl::UnimplementedError(absl::StrCat(path, ": \"peft_type\" is not \"LORA\""));
   }
-  // What would change the result, with the values at which it does not.
-  const std::map<std::string, std::vector<Json>> off = {
-      {"use_dora", {false}},
-      {"lora_bias", {false}},
-      {"bias", {"none"}},
-      {"rank_pattern", {Json::object()}},
-      {"alpha_pattern", {Json::object()}},
-      {"modules_to_save", {Json::array()}},
-      {"trainable_token_indices", {}},
-      {"layer_replication", {}},
-      {"init_lora_weights", {true, false, "gaussian"}}};
-  for (const auto& [name, values] : off) {
-    const auto found = json.find(name);
-    if (found == json.end() || found->is_null()) continue;
-    if (std::find(values.begin(), values.end(), *found) == values.end()) {
-      return absl::UnimplementedError(absl::StrCat(path, ": \"", name, "\" is ",
-                                                   Printable(found->dump(), 60),
-                                                   ", which Muster does not have"));
-    }
-  }
+  MUSTER_RETURN_IF_ERROR(CheckSettings(json, path));
   LoraOptions options;
   const Json rank = json.value("r", Json()), alpha = json.value("lora_alpha", Json());
   const bool is_valid = rank.is_number_unsigned() && rank.get<uint64_t>() > 0 &&

@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
@@ -34,6 +36,14 @@ at::Tensor Logits(TextModel& model) {
 void Disturb(TextModel& model) {
   const at::NoGradGuard no_grad;
   for (at::Tensor& adapter : LoraParameters(*model)) adapter.normal_(0, 0.2);
+}
+
+std::map<std::string, at::Tensor> ReadAll(const std::string& path) {
+  const auto reader = SafetensorsReader::Open(path);
+  EXPECT_TRUE(reader.ok()) << reader.status();
+  const auto tensors = reader->ReadAll();
+  EXPECT_TRUE(tensors.ok()) << tensors.status();
+  return {tensors->begin(), tensors->end()};
 }
 
 std::string ReplaceIn(const std::string& path, const std::string& name,
@@ -122,6 +132,13 @@ TEST(LoadLora, WhatMusterDoesNotHave_IsRefusedAndChangesNothing) {
   ReplaceIn(config, "use_dora", true);
   EXPECT_NE(error().find("\"use_dora\" is true"), std::string::npos);
   ReplaceIn(config, "use_dora", false);
+  // What a later version of PEFT may have.
+  ReplaceIn(config, "use_novelty", {{"kind", "new"}});
+  EXPECT_NE(error().find("\"use_novelty\" is {"), std::string::npos);
+  ReplaceIn(config, "use_novelty", nlohmann::json());
+  ReplaceIn(config, "init_lora_weights", "pissa");
+  EXPECT_NE(error().find("\"init_lora_weights\" is \"pissa\""), std::string::npos);
+  ReplaceIn(config, "init_lora_weights", "orthogonal");
   ReplaceIn(config, "peft_type", "IA3");
   EXPECT_NE(error().find("\"peft_type\" is not \"LORA\""), std::string::npos);
   ReplaceIn(config, "peft_type", "LORA");
@@ -129,6 +146,43 @@ TEST(LoadLora, WhatMusterDoesNotHave_IsRefusedAndChangesNothing) {
   EXPECT_NE(error().find("lora_A.weight"), std::string::npos) << error();
   ReplaceIn(config, "r", 0);
   EXPECT_NE(error().find("\"r\" and \"lora_alpha\""), std::string::npos);
+}
+
+// tests/testdata/peft/README.md: what PEFT wrote, and what its models say.
+TEST(LoadLora, AdaptersOfPeft_SayWhatTheySayThere) {
+  const std::pair<const char*, const char*> cases[] = {{"llama", "llama_shared"},
+                                                       {"llama_rank_stabilized", "llama_shared"},
+                                                       {"gpt2", "gpt2_shared"},
+                                                       {"qwen2", "qwen2_shared"},
+                                                       {"bert", "bert_shared"}};
+  for (const auto& [name, base] : cases) {
+    SCOPED_TRACE(name);
+    const std::string folder = testing_support::TestdataPath(std::string("peft/") + name);
+    TextModel model = Load(std::string("hf_models/") + base);
+    const auto options = LoadLora(*model, folder);
+    ASSERT_TRUE(options.ok()) << options.status();
+    const std::map<std::string, at::Tensor> tensors = ReadAll(folder + "/expected.safetensors");
+    const at::NoGradGuard no_grad;
+    const at::Tensor logits = model->forward({.input_ids = tensors.at("input_ids")}).logits;
+    EXPECT_TRUE(at::allclose(logits, tensors.at("logits"), 1e-4, 1e-4))
+        << (logits - tensors.at("logits")).abs().max();
+    // Written again, they are the same files to PEFT.
+    const TestFolder again;
+    ASSERT_TRUE(SaveLora(*model, again.path(), *options, base).ok());
+    const auto theirs = ReadAll(folder + "/adapter_model.safetensors");
+    const auto ours = ReadAll(again.Path("adapter_model.safetensors"));
+    ASSERT_EQ(ours.size(), theirs.size());
+    for (const auto& [tensor, value] : theirs) EXPECT_TRUE(at::equal(ours.at(tensor), value));
+    const auto config = nlohmann::json::parse(*ReadFile(again.Path("adapter_config.json")));
+    const auto peft = nlohmann::json::parse(*ReadFile(folder + "/adapter_config.json"));
+    for (const char* const key :
+         {"r", "lora_alpha", "use_rslora", "fan_in_fan_out", "bias", "peft_type", "task_type"}) {
+      EXPECT_EQ(config.at(key), peft.at(key)) << key;
+    }
+    MergeLora(*model);
+    EXPECT_TRUE(at::allclose(model->forward({.input_ids = tensors.at("input_ids")}).logits,
+                             tensors.at("logits"), 1e-4, 1e-4));
+  }
 }
 
 TEST(LoadLora, AdaptersOfAnotherModel_NameTheLayer) {

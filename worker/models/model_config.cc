@@ -354,6 +354,29 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
         absl::StrCat("\"", name, "\" is ", Settings::Shown(*parameters), ", not an object"));
   }
   std::string kind = "default";
+  // "rope_type" is the newer one and counts.
+  for (const char* const key : {"type", "rope_type"}) {
+    const auto type = parameters->find(key);
+    if (type == parameters->end() || type->is_null()) continue;
+    if (!type->is_string()) {
+      return settings.Invalid(absl::StrCat("\"", name, ".", key, "\" is no text"));
+    }
+    kind = type->get<std::string>();
+  }
+  // Before its settings, which nobody knows if the type is another one ("longrope").
+  static const auto* const kinds =
+      new std::map<std::string, RopeConfig::Kind>{{"default", RopeConfig::Kind::kDefault},
+                                                  {"linear", RopeConfig::Kind::kLinear},
+                                                  {"dynamic", RopeConfig::Kind::kDynamic},
+                                                  {"yarn", RopeConfig::Kind::kYarn},
+                                                  {"llama3", RopeConfig::Kind::kLlama3}};
+  const auto known = kinds->find(kind);
+  if (known == kinds->end()) {
+    return settings.Unknown(
+        absl::StrCat("\"", name, "\": the type \"", Printable(kind),
+                     "\" is not one of default, linear, dynamic, yarn, llama3"));
+  }
+  rope->kind = known->second;
   const std::map<std::string, double*> numbers = {{"factor", &rope->factor},
                                                   {"low_freq_factor", &rope->low_freq_factor},
                                                   {"high_freq_factor", &rope->high_freq_factor},
@@ -362,11 +385,8 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
   for (const auto& [key, value] : parameters->items()) {
     const std::string place = absl::StrCat(name, ".", key);
     if (value.is_null()) continue;
-    if (key == "rope_type" || key == "type") {
-      if (!value.is_string()) return settings.Invalid(absl::StrCat("\"", place, "\" is no text"));
-      // "rope_type" is the newer one and counts.
-      if (key == "rope_type" || !parameters->contains("rope_type")) kind = value.get<std::string>();
-    } else if (key == "rope_theta") {
+    if (key == "rope_type" || key == "type") continue;
+    if (key == "rope_theta") {
       rope->theta = settings.NumberOf(place, value, 1e-9, 1e30);
     } else if (const auto number = numbers.find(key); number != numbers.end()) {
       *number->second = settings.NumberOf(place, value, 1e-9, 1e9);
@@ -398,16 +418,10 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
       settings.Invalid(absl::StrCat("\"", name, ".", key, "\" is missing"));
     }
   };
-  if (kind == "default") {
-    rope->kind = RopeConfig::Kind::kDefault;
-  } else if (kind == "linear") {
-    rope->kind = RopeConfig::Kind::kLinear;
-  } else if (kind == "dynamic") {
-    rope->kind = RopeConfig::Kind::kDynamic;
+  if (rope->kind == RopeConfig::Kind::kDynamic) {
     rope->original_max_positions = max_positions;
     require({"factor"});
-  } else if (kind == "yarn") {
-    rope->kind = RopeConfig::Kind::kYarn;
+  } else if (rope->kind == RopeConfig::Kind::kYarn) {
     require({"factor"});
     if (rope->theta <= 1) {
       settings.Invalid(
@@ -416,16 +430,12 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
     if (rope->beta_fast < rope->beta_slow) {
       settings.Invalid(absl::StrCat("\"", name, ".beta_fast\" is below beta_slow"));
     }
-  } else if (kind == "llama3") {
-    rope->kind = RopeConfig::Kind::kLlama3;
+  } else if (rope->kind == RopeConfig::Kind::kLlama3) {
     require({"factor", "low_freq_factor", "high_freq_factor"});
     if (rope->high_freq_factor <= rope->low_freq_factor) {
       settings.Invalid(
           absl::StrCat("\"", name, ".high_freq_factor\" is not above low_freq_factor"));
     }
-  } else {
-    settings.Unknown(absl::StrCat("\"", name, "\": the type \"", Printable(kind),
-                                  "\" is not one of default, linear, dynamic, yarn, llama3"));
   }
 }
 

@@ -129,7 +129,9 @@ TEST(ParseModelConfig, Qwen2_HasAWindowInTheLayersThatTheConfigSays) {
 TEST(ParseModelConfig, WhatMusterCannotCompute_IsRefusedByName) {
   const std::vector<std::pair<Json, std::string>> cases = {
       {{{"attention_sinks", 4}}, "does not know the setting \"attention_sinks\""},
-      {{{"rope_scaling", {{"rope_type", "longrope"}, {"factor", 2.0}}}}, "the type \"longrope\""},
+      {{{"rope_scaling",
+         {{"rope_type", "longrope"}, {"factor", 2.0}, {"long_factor", {1.0, 1.5}}}}},
+       "the type \"longrope\""},
       {{{"rope_scaling", {{"rope_type", "yarn"}}}}, "\"rope_scaling.factor\" is missing"},
       {{{"rope_theta", 1.0}, {"rope_scaling", {{"rope_type", "yarn"}, {"factor", 2.0}}}},
        "\"rope_theta\" is 1"},

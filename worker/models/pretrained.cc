@@ -1,5 +1,6 @@
 #include "worker/models/pretrained.h"
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <utility>
@@ -9,6 +10,8 @@
 #include "absl/strings/str_join.h"
 #include "base/file.h"
 #include "base/status_macros.h"
+#include "c10/core/impl/DeviceGuardImplInterface.h"
+#include "c10/core/impl/VirtualGuardImpl.h"
 #include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/weight_files.h"
 #include "worker/models/bert.h"
@@ -94,8 +97,20 @@ absl::Status Compare(const std::string& path, const WeightFiles& files, const Te
                    ". With strict = false, what is missing gets random weights"));
 }
 
+absl::Status CheckDeviceIsThere(const c10::Device& device) {
+  if (device.is_cpu() || device.is_meta()) return absl::OkStatus();
+  const int count = c10::impl::hasDeviceGuardImpl(device.type())
+                        ? c10::impl::VirtualGuardImpl(device.type()).deviceCount()
+                        : 0;
+  if (std::max<int>(device.index(), 0) < count) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("device ", device.str(), " is not there: this process sees ",
+                   count == 0 ? "none" : absl::StrCat(count), " of its kind; use the CPU"));
+}
+
 absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOptions& options,
                                LoadedWeights* report) {
+  MUSTER_RETURN_IF_ERROR(CheckDeviceIsThere(options.device));
   MUSTER_ASSIGN_OR_RETURN(ModelConfig config, ReadModelConfig(path, options.config));
   MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, WeightFiles::Open(path));
   bool is_missing = false;

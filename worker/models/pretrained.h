@@ -42,7 +42,8 @@ TextModel MakeEmptyModel(const ModelConfig& config, c10::ScalarType dtype = c10:
 // mode. `report`, if not null, says what became of each tensor. Blocks on the disk.
 //
 // Errors: those of ReadModelConfig and LoadWeights; INVALID_ARGUMENT that lists what is missing,
-// unexpected or of another shape than config.json says.
+// unexpected or of another shape than config.json says; FAILED_PRECONDITION for a device that is
+// not there.
 absl::StatusOr<TextModel> LoadPretrained(const std::string& path,
                                          const LoadPretrainedOptions& options = {},
                                          LoadedWeights* report = nullptr);

@@ -152,6 +152,14 @@ TEST(LoadPretrained, MissingShard_IsNamed) {
   EXPECT_NE(again.status().message().find(shard), std::string::npos) << again.status();
 }
 
+TEST(LoadPretrained, DeviceThatIsNotThere_IsNamed) {
+  const auto model =
+      LoadPretrained(GoldenPath("hf_models/llama_shared"), {.device = c10::Device("cuda:99")});
+  EXPECT_EQ(model.status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_NE(model.status().message().find("device cuda:99 is not there"), std::string::npos)
+      << model.status();
+}
+
 TEST(LoadCausalLm, Bert_DoesNotPredictTheNextToken) {
   const auto model = LoadCausalLm(GoldenPath("hf_models/bert_shared"));
   EXPECT_NE(model.status().message().find("a BertForMaskedLM does not predict"), std::string::npos);

@@ -1,6 +1,7 @@
 #include "worker/models/sparse_experts.h"
 
 #include "ATen/TensorOperators.h"
+#include "ATen/ops/arange.h"
 #include "ATen/ops/argsort.h"
 #include "ATen/ops/bincount.h"
 #include "ATen/ops/cat.h"
@@ -8,7 +9,6 @@
 #include "ATen/ops/one_hot.h"
 #include "ATen/ops/softmax.h"
 #include "ATen/ops/topk.h"
-#include "ATen/ops/zeros_like.h"
 #include "torch/nn/modules/container/modulelist.h"
 
 namespace muster::models {
@@ -46,7 +46,7 @@ SparseExpertsImpl::Output SparseExpertsImpl::forward(const at::Tensor& x, bool s
   const auto [weights, experts] = at::softmax(router_logits, -1, c10::kFloat).topk(num_chosen_, -1);
   const at::Tensor shares = weights / weights.sum(-1, /*keepdim=*/true);
 
-  // Stable, so that a token's contributions are added in the order of the experts.
+  // Stable, so that an expert has its tokens in their order.
   const at::Tensor chosen = experts.flatten();
   const at::Tensor order = at::argsort(chosen, /*stable=*/true, /*dim=*/0, /*descending=*/false);
   const at::Tensor rows = order.div(num_chosen_, "floor");
@@ -61,8 +61,14 @@ SparseExpertsImpl::Output SparseExpertsImpl::forward(const at::Tensor& x, bool s
   }
   const at::Tensor weighted =
       at::cat(results) * shares.flatten().index_select(0, order).unsqueeze(-1);
-  const at::Tensor sum =
-      at::zeros_like(tokens).index_add(0, rows, weighted.to(tokens.scalar_type()));
+  // Back to the order of the tokens. A token's contributions are added in the type of the shares,
+  // float32, and rounded once (docs/decisions/0044).
+  const at::Tensor back =
+      at::empty_like(order).scatter_(0, order, at::arange(order.numel(), order.options()));
+  const at::Tensor sum = weighted.index_select(0, back)
+                             .view({tokens.size(0), num_chosen_, tokens.size(1)})
+                             .sum(1)
+                             .to(tokens.scalar_type());
   return {.x = sum.view(x.sizes()), .router_logits = router_logits};
 }
 

@@ -31,7 +31,8 @@ TORCH_MODULE(GatedMlp);
 
 // A mixture of experts, of which each token goes to the k that its router likes best, weighted by
 // the softmax over those (Jiang et al., 2024). Tokens are sorted by expert, so that each expert
-// multiplies one matrix.
+// multiplies one matrix. A token's results are weighted and added in float32. Under autocast
+// experts compute in its type, as every linear layer.
 class SparseExpertsImpl : public torch::nn::Module {
  public:
   explicit SparseExpertsImpl(const DecoderConfig& config);

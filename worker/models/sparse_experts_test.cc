@@ -49,6 +49,30 @@ TEST(SparseExperts, Forward_IsTheWeightedSumOfTheChosenExperts) {
   }
 }
 
+// As transformers' grouped and batched experts: the contributions of a token are float32 until they
+// are one.
+TEST(SparseExperts, Bfloat16_IsRoundedOnceForAToken) {
+  SparseExperts experts = Experts();
+  experts->to(at::kBFloat16);
+  const at::NoGradGuard no_grad;
+  const at::Tensor x = at::randn({1, 64, 4}).to(at::kBFloat16);
+  const SparseExpertsImpl::Output got = experts(x, false);
+  const auto [weights, chosen] = at::softmax(got.router_logits, -1, at::kFloat).topk(2, -1);
+  at::Tensor want = at::zeros({64, 4});
+  for (int64_t t = 0; t < 64; ++t) {
+    for (int64_t i = 0; i < 2; ++i) {
+      const std::string name = "experts." + std::to_string(chosen[t][i].item<int64_t>()) + ".";
+      const at::Tensor token = x[0].narrow(0, t, 1);
+      const at::Tensor inner = at::silu(at::linear(token, Weight(experts, name + "w1.weight"))) *
+                               at::linear(token, Weight(experts, name + "w3.weight"));
+      const at::Tensor out = at::linear(inner, Weight(experts, name + "w2.weight"));
+      want[t] += (out.to(at::kFloat) * (weights[t][i] / weights[t].sum()))[0];
+    }
+  }
+  // Rounded twice, a third of them differ.
+  EXPECT_LE((got.x[0] != want.to(at::kBFloat16)).sum().item<int64_t>(), 8);
+}
+
 // Weight decay and moments go on for an expert that no token chose.
 TEST(SparseExperts, ExpertWithoutTokens_HasAGradientOfZero) {
   SparseExperts experts = Experts();

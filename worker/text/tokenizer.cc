@@ -86,8 +86,15 @@ absl::StatusOr<Tokenizer> Tokenizer::FromFile(const std::string& path) {
 
 absl::StatusOr<Tokenizer> Tokenizer::FromFolder(const std::string& folder) {
   const std::string path = JoinPath(folder, "tokenizer.json");
-  MUSTER_ASSIGN_OR_RETURN(const std::string contents, ReadFile(path, kMaxFileBytes));
-  MUSTER_ASSIGN_OR_RETURN(std::shared_ptr<text::TokenizerCore> core, ParseCore(contents, path));
+  const absl::StatusOr<std::string> contents = ReadFile(path, kMaxFileBytes);
+  if (absl::IsNotFound(contents.status()) && PathExists(folder)) {
+    return absl::NotFoundError(
+        absl::StrCat(folder,
+                     " has no tokenizer.json; of files of older tokenizers transformers "
+                     "makes it: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"));
+  }
+  MUSTER_RETURN_IF_ERROR(contents.status());
+  MUSTER_ASSIGN_OR_RETURN(std::shared_ptr<text::TokenizerCore> core, ParseCore(*contents, path));
   SpecialTokens tokens;
   for (const char* const name : {"special_tokens_map.json", "tokenizer_config.json"}) {
     MUSTER_RETURN_IF_ERROR(ReadSpecialTokens(JoinPath(folder, name), tokens));
