@@ -346,8 +346,6 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
     env->sharding_units.source = "MUSTER_SHARDING_UNITS";
   }
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_SHARDING_OVERLAP", &env->sharding_overlap));
-  ReadText(variables, "MUSTER_OFFLOAD_OPTIMIZER", &env->offload_optimizer);
-  ReadText(variables, "MUSTER_OFFLOAD_PARAMETERS", &env->offload_parameters);
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "ACCELERATE_USE_CPU", &env->use_cpu));
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_CPU", &env->use_cpu));
   MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1,
@@ -405,15 +403,6 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
     return absl::InvalidArgumentError(absl::StrCat("sharding '", env->sharding.value, "' (from ",
                                                    env->sharding.source, ") is not one of ",
                                                    absl::StrJoin(kShardings, ", ")));
-  }
-  for (const auto& [name, offload] : {std::pair{"offload_optimizer", &env->offload_optimizer},
-                                      {"offload_parameters", &env->offload_parameters}}) {
-    const std::string& place = offload->value;
-    if (place != "none" && place != "cpu" &&
-        (!absl::StartsWith(place, "disk:") || place.size() == 5)) {
-      return absl::InvalidArgumentError(absl::StrCat(name, " '", place, "' (from ", offload->source,
-                                                     ") is not one of none, cpu, disk:FOLDER"));
-    }
   }
   if (env->gradient_accumulation_steps.value < 1) {
     return absl::InvalidArgumentError(
@@ -518,10 +507,6 @@ std::string Describe(const Environment& env) {
   }
   add("mixed_precision", env.mixed_precision.value, env.mixed_precision.source);
   if (!env.sharding.is_default()) add("sharding", env.sharding.value, env.sharding.source);
-  for (const auto& [name, offload] : {std::pair{"offload_optimizer", &env.offload_optimizer},
-                                      {"offload_parameters", &env.offload_parameters}}) {
-    if (!offload->is_default()) add(name, offload->value, offload->source);
-  }
   add("cpu", env.use_cpu.value ? "yes" : "no", env.use_cpu.source);
   add("gradient_accumulation_steps", env.gradient_accumulation_steps.value,
       env.gradient_accumulation_steps.source);

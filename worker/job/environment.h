@@ -88,10 +88,6 @@ struct Environment {
   Setting<std::vector<std::string>> sharding_units;
   // Communication of sharded training overlaps with its computation.
   Setting<bool> sharding_overlap{false};
-  // "none", "cpu" or "disk:FOLDER": where the optimizer's states and the parameters are while they
-  // are not used.
-  Setting<std::string> offload_optimizer{"none"};
-  Setting<std::string> offload_parameters{"none"};
   // Where Accelerate's launcher asks for FSDP or DeepSpeed: its variables for them. Else empty.
   std::map<std::string, std::string> engine_variables;
   Setting<bool> use_cpu{false};

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "c10/core/ScalarType.h"
@@ -17,13 +16,6 @@ enum class ShardingStrategy {
   kOptimizer,  // the optimizer's state (ZeRO-1)
   kGradients,  // and the gradients (ZeRO-2, FSDP's SHARD_GRAD_OP)
   kFull,       // and the parameters (ZeRO-3, FSDP's FULL_SHARD)
-};
-
-// Where something is that is not needed at the moment.
-enum class Offload {
-  kNone,  // on the device that uses it
-  kCpu,   // in the memory of the machine
-  kDisk,  // in a file that goes with the process
 };
 
 // How a model is sharded. The unit is what is gathered and freed together: give the blocks of the
@@ -48,23 +40,6 @@ struct ShardingOptions {
   // a thread of its own communicates. Results are the same to the last bit, and so are the bytes on
   // the wire. For links that are slower than the computation. The same on every rank.
   bool overlap = false;
-  // Where the states of optimizers are between their steps, whatever the strategy, and with one
-  // process as well: of Muster's fused optimizers; others are refused. A step takes them to the
-  // parameters in windows of 64 MiB, or of the largest parameter's state if that is more, and needs
-  // memory for three of these. Results are the same to the last bit. kCpu: pinned; no effect where
-  // parameters are on the CPU. kDisk: in a file of each process in `offload_optimizer_path`, which
-  // goes with the process; past the page cache, windows ahead and behind of the one that is
-  // updated.
-  Offload offload_optimizer = Offload::kNone;
-  std::string offload_optimizer_path = {};
-  // kFull: where the parts of the parameters are while no unit that has them is gathered and no
-  // optimizer steps. kDisk: as above, in `offload_parameters_path`, one unit after the other.
-  Offload offload_parameters = Offload::kNone;
-  std::string offload_parameters_path = {};
-  // A regular expression (ECMAScript's) for the whole name of a module: modules that match, and all
-  // in them, are not divided. Each rank keeps their parameters, gradients and states whole, and
-  // gradients are averaged as in data parallelism. Empty: none.
-  std::string ignored_modules = {};
   // Modules of these classes are units: "Block" and "BlockImpl" are the same, namespaces are left
   // out.
   std::vector<std::string> unit_types = {};
@@ -78,9 +53,6 @@ struct ShardingOptions {
 // "no_shard", "zero1", "zero2", "zero3" or "hybrid" (zero3 in groups of `ranks_per_node`).
 // Throws c10::Error for another name.
 ShardingOptions ParseSharding(const std::string& name, int64_t ranks_per_node);
-
-// "none", "cpu" or "disk:FOLDER": the place, and the folder. Throws c10::Error for another text.
-std::pair<Offload, std::string> ParseOffload(const std::string& text);
 
 }  // namespace muster
 

@@ -322,10 +322,6 @@ void FusedOptimizer::ReplaceParameters(
   ExchangeParameters(std::move(replaced));
 }
 
-void FusedOptimizer::OffloadState(std::shared_ptr<StateFile> file) {
-  OptimizerHandle::OffloadState(std::move(file));
-}
-
 OptimizerState FusedOptimizer::SaveState() const {
   OptimizerState saved;
   for (int64_t g = 0; g < num_groups(); ++g) {

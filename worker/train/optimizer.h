@@ -4,18 +4,14 @@
 #include <array>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
 #include "worker/train/optimizer_handle.h"
 
 namespace muster {
-
-class OffloadedState;
 
 // Optimizers on LibTorch's fused kernels (one pass over a parameter and its state instead of a
 // dozen). Numbers are torch::optim's within float rounding; hyper-parameters have torch's names and
@@ -75,7 +71,6 @@ class FusedOptimizer : public OptimizerHandle {
   bool supports_scaled_step() const override { return true; }
   int64_t num_groups() const override { return static_cast<int64_t>(groups_.size()); }
   void ReplaceParameters(const std::function<at::Tensor(const at::Tensor&)>& replacement) override;
-  void OffloadState(std::shared_ptr<StateFile> file) override;
   OptimizerState SaveState() const override;
   void LoadState(const OptimizerState& state) override;
 
@@ -125,18 +120,7 @@ class FusedOptimizer : public OptimizerHandle {
   };
   std::vector<std::pair<size_t, size_t>> groups_;  // [begin, end) in parameters()
   std::vector<ParamState> state_;
-  // Has the slots of all states, if they are offloaded; null otherwise. Copies share it.
-  std::shared_ptr<OffloadedState> offloaded_;
 
-  // The tensor of state `slot` of a parameter, for a kernel with `target`, which is the parameter
-  // or a dense copy of it.
-  using SlotOf = std::function<at::Tensor(size_t parameter, size_t slot, const at::Tensor& target)>;
-  // Steps the parameters [first, last), which are of `group`. Adds to `copies` those with holes,
-  // with the dense copies that were stepped in their place.
-  void StepRange(int64_t group, size_t first, size_t last, const SlotOf& slot,
-                 const std::optional<at::Tensor>& grad_scale,
-                 const std::optional<at::Tensor>& found_inf,
-                 std::vector<std::pair<at::Tensor, at::Tensor>>* copies);
   void Run(const at::Tensor& grad_scale, const at::Tensor& found_inf);
 };
 

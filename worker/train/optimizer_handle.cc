@@ -108,12 +108,6 @@ void OptimizerHandle::ExchangeParameters(std::vector<at::Tensor> parameters) con
   names_ = std::move(names);
 }
 
-void OptimizerHandle::OffloadState(std::shared_ptr<StateFile> /*file*/) {
-  TORCH_CHECK(false,
-              "the state of this optimizer cannot be offloaded: use muster::FusedAdamW, FusedAdam, "
-              "FusedSGD or FusedAdagrad, or leave offload_optimizer out");
-}
-
 void OptimizerHandle::ReplaceParameters(
     const std::function<at::Tensor(const at::Tensor&)>& /*replacement*/) {
   TORCH_CHECK(false,

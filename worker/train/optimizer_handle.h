@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -17,8 +16,6 @@ class Optimizer;
 }
 
 namespace muster {
-
-class StateFile;
 
 // An optimizer's state for a checkpoint.
 struct OptimizerState {
@@ -89,14 +86,6 @@ class OptimizerHandle : public LrTarget {
   // nothing changed, if the optimizer has state or stepped already, or if its update is not known
   // to treat every element by itself, as those of LBFGS and of classes that are not LibTorch's.
   virtual void ReplaceParameters(const std::function<at::Tensor(const at::Tensor&)>& replacement);
-
-  // Keeps the tensors of the state, but not `step`, in `file` between steps (state_file.h), or, if
-  // that is null, in the memory of the CPU; a step takes them to the parameters in windows, one
-  // after the other. Once, before the first step. SaveState() then returns tensors in mapped
-  // memory, which come from the file when they are read: copy them before the next step. Throws,
-  // with nothing changed, if this optimizer cannot do it or has state already. A step throws if the
-  // file fails; so do the steps after it, until LoadState().
-  virtual void OffloadState(std::shared_ptr<StateFile> file);
 
   // Never detaches a gradient, which torch::optim's zero_grad does and a bucket view forbids.
   void ZeroGrad(GradZeroing how = GradZeroing::kSetToNone);
