@@ -64,7 +64,7 @@ absl::Status Snapshot::Add(const std::string& name, const NamedTensors& tensors,
 }
 
 absl::Status Snapshot::Add(const std::string& name, const StateDict& state, SharedTensors shared) {
-  MUSTER_ASSIGN_OR_RETURN(const StateFile file,
+  MUSTER_ASSIGN_OR_RETURN(const PlannedStateFile file,
                           PlanStateDict(name, state, shared, kDirectAlignment));
   if (const auto* const plan = std::get_if<SafetensorsPlan>(&file)) return AddTensors(name, *plan);
   return AddText(name, std::get<std::string>(file));
