@@ -45,7 +45,11 @@ void Snapshot::CopyLater(const at::Tensor& tensor) {
 }
 
 std::unique_ptr<DeferredCopy> Snapshot::TakeDeferred() {
-  left_->Start(memory_.data());
+  std::vector<DeferredCopy::Digested> digested;
+  for (const File& file : files_) {
+    if (stays_in_memory_) digested.push_back({.offset = file.offset, .bytes = file.bytes});
+  }
+  left_->Start(memory_.data(), digested);
   later_.clear();
   return std::exchange(left_, std::make_unique<DeferredCopy>());
 }
