@@ -77,10 +77,10 @@ TEST(Manifest, AnyFlippedBitOrCut_IsNoticed) {
   }
 }
 
-// The time is proportional to their number: a hundred thousand take less than a second.
+// In a time proportional to their number.
 TEST(Manifest, ManyFiles_AreRead) {
   Manifest manifest;
-  for (int i = 0; i < 100'000; ++i) {
+  for (int i = 0; i < 20'000; ++i) {
     manifest.files.emplace_back().name = "f" + std::to_string(i);
   }
   const auto back = ParseManifest(*EncodeManifest(manifest), "m");
