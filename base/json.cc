@@ -1,10 +1,10 @@
 #include "base/json.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -27,11 +27,6 @@ std::string Position(absl::string_view text, size_t offset) {
   return absl::StrCat(line, ":", column);
 }
 
-// Thrown out of the parser's callback, which has no other way to stop.
-struct Refusal {
-  absl::Status status;
-};
-
 // nlohmann's messages carry an identifier in brackets and the position, which we report in another
 // form.
 std::string Reason(absl::string_view what) {
@@ -45,6 +40,86 @@ std::string Reason(absl::string_view what) {
   // The parser quotes what it last read, which may be cut inside a character.
   return Printable(what, 300);
 }
+
+// Builds the value. (The parser with a callback looks at all members of an array for each object in
+// it, so it takes the square of their number.)
+class Builder final : public nlohmann::json_sax<nlohmann::json> {
+ public:
+  using Json = nlohmann::json;
+
+  Builder(absl::string_view text, absl::string_view source, int max_depth)
+      : text_(text), source_(source), max_depth_(max_depth) {}
+
+  // Why there is none.
+  const absl::Status& status() const { return status_; }
+  Json Take() { return std::move(root_); }
+
+  bool null() override { return Add(nullptr); }
+  bool boolean(bool value) override { return Add(value); }
+  bool number_integer(number_integer_t value) override { return Add(value); }
+  bool number_unsigned(number_unsigned_t value) override { return Add(value); }
+  bool number_float(number_float_t value, const string_t&) override { return Add(value); }
+  bool string(string_t& value) override { return Add(std::move(value)); }
+  bool binary(binary_t& value) override { return Add(std::move(value)); }
+  bool start_object(size_t) override { return Open(Json::object()); }
+  bool start_array(size_t) override { return Open(Json::array()); }
+  bool end_object() override { return Close(); }
+  bool end_array() override { return Close(); }
+  bool key(string_t& name) override {
+    if (open_.back()->contains(name)) {
+      return Refuse(absl::InvalidArgumentError(absl::StrCat(
+          source_, ": the name \"", Printable(name), "\" occurs twice in one object")));
+    }
+    member_ = &(*open_.back())[name];
+    return true;
+  }
+  bool parse_error(size_t position, const std::string&, const Json::exception& error) override {
+    const bool has_place = dynamic_cast<const Json::parse_error*>(&error) != nullptr;
+    const size_t offset = position > 0 ? position - 1 : 0;
+    return Refuse(absl::InvalidArgumentError(
+        absl::StrCat(source_, has_place ? absl::StrCat(":", Position(text_, offset)) : "", ": ",
+                     Reason(error.what()))));
+  }
+
+ private:
+  bool Refuse(absl::Status why) {
+    status_ = std::move(why);
+    return false;
+  }
+  // Where the next value goes. The members of a map stay where they are; the last element of a list
+  // does as long as it is open.
+  Json* Place() {
+    if (open_.empty()) return &root_;
+    if (open_.back()->is_object()) return member_;
+    return &open_.back()->emplace_back();
+  }
+  bool Add(Json value) {
+    *Place() = std::move(value);
+    return true;
+  }
+  bool Open(Json empty) {
+    if (open_.size() >= static_cast<size_t>(max_depth_)) {
+      return Refuse(absl::ResourceExhaustedError(
+          absl::StrCat(source_, ": nested deeper than the ", max_depth_, " levels allowed")));
+    }
+    Json* const place = Place();
+    *place = std::move(empty);
+    open_.push_back(place);
+    return true;
+  }
+  bool Close() {
+    open_.pop_back();
+    return true;
+  }
+
+  const absl::string_view text_;
+  const absl::string_view source_;
+  const int max_depth_;
+  Json root_;
+  std::vector<Json*> open_;  // objects and arrays, from the outermost to the innermost
+  Json* member_ = nullptr;   // of the innermost object
+  absl::Status status_;
+};
 
 }  // namespace
 
@@ -64,45 +139,9 @@ absl::StatusOr<nlohmann::json> ParseJson(absl::string_view text, absl::string_vi
     return absl::InvalidArgumentError(
         absl::StrCat(source, ":", Position(text, nul), ": holds a zero byte"));
   }
-  std::vector<absl::flat_hash_set<std::string>> names;
-  const auto watch = [&](int depth, nlohmann::json::parse_event_t event, nlohmann::json& value) {
-    switch (event) {
-      case nlohmann::json::parse_event_t::object_start:
-      case nlohmann::json::parse_event_t::array_start:
-        if (depth >= limits.max_depth) {
-          throw Refusal{absl::ResourceExhaustedError(absl::StrCat(
-              source, ": nested deeper than the ", limits.max_depth, " levels allowed"))};
-        }
-        names.emplace_back();
-        break;
-      case nlohmann::json::parse_event_t::object_end:
-      case nlohmann::json::parse_event_t::array_end:
-        names.pop_back();
-        break;
-      case nlohmann::json::parse_event_t::key: {
-        const std::string& name = value.get_ref<const std::string&>();
-        if (!names.back().insert(name).second) {
-          throw Refusal{absl::InvalidArgumentError(absl::StrCat(
-              source, ": the name \"", Printable(name), "\" occurs twice in one object"))};
-        }
-        break;
-      }
-      case nlohmann::json::parse_event_t::value:
-        break;
-    }
-    return true;
-  };
-  try {
-    return nlohmann::json::parse(text.begin(), text.end(), watch);
-  } catch (const Refusal& refusal) {
-    return refusal.status;
-  } catch (const nlohmann::json::parse_error& error) {
-    const size_t offset = error.byte > 0 ? error.byte - 1 : 0;
-    return absl::InvalidArgumentError(
-        absl::StrCat(source, ":", Position(text, offset), ": ", Reason(error.what())));
-  } catch (const nlohmann::json::exception& error) {
-    return absl::InvalidArgumentError(absl::StrCat(source, ": ", Reason(error.what())));
-  }
+  Builder builder(text, source, limits.max_depth);
+  if (!nlohmann::json::sax_parse(text.begin(), text.end(), &builder)) return builder.status();
+  return builder.Take();
 }
 
 std::string JsonQuote(absl::string_view text) {

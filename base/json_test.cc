@@ -48,6 +48,25 @@ TEST(ParseJson, BeyondLimits_IsRefusedWithoutGrowth) {
             absl::StatusCode::kResourceExhausted);
 }
 
+// In a time proportional to their number: they take a fraction of a second.
+TEST(ParseJson, ManyObjects_AreRead) {
+  std::string text = "[{}";
+  for (int i = 1; i < 200'000; ++i) text += ",{\"a\":1}";
+  const auto json = ParseJson(text + "]", "f");
+  ASSERT_TRUE(json.ok()) << json.status();
+  EXPECT_EQ(json->size(), 200'000u);
+  EXPECT_EQ((*json)[199'999]["a"], 1);
+}
+
+TEST(ParseJson, ValuesOfAllKinds_AreThoseOfTheLibrary) {
+  const std::string text =
+      R"({"n":null,"t":true,"i":-3,"u":18446744073709551615,"f":1.5,"s":"x","a":[1,[],{}],)"
+      R"("o":{"a":[{"b":[[2]]},3]},"e":{}})";
+  EXPECT_EQ(*ParseJson(text, "f"), nlohmann::json::parse(text));
+  EXPECT_EQ(*ParseJson(" 7 ", "f"), 7);
+  EXPECT_FALSE(ParseJson("1e400", "f").ok());
+}
+
 TEST(ParseJson, MutatedTexts_AreReadOrRefused) {
   std::mt19937_64 random(20261121);
   int read = 0;

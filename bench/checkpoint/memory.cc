@@ -2,8 +2,12 @@
 // turns, and the time from a crash of this process to the end of the next step. One JSON line. To
 // be started by
 //   muster launch --cpu --num_processes N --max_restarts 1 -- bench/checkpoint/memory
-// since the agent of the launch holds the memory. The disk is not used.
+// since the agent of the launch holds the memory. The disk is not used. Two launches play two
+// machines, which mirror each other's saves:
+//   muster launch --cpu --num_machines 2 --num_processes 2 --coordinator 127.0.0.1:PORT
+//       --token_file FILE --machine_rank 0 (and 1) -- bench/checkpoint/memory --no_crash
 #include <signal.h>
+#include <sys/resource.h>
 #include <time.h>
 
 #include <CLI/CLI.hpp>
@@ -24,6 +28,20 @@ double Now() {
   return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
+// Of this process with all its threads.
+struct Cpu {
+  double user = 0;
+  double system = 0;
+  Cpu operator-(const Cpu& other) const { return {user - other.user, system - other.system}; }
+};
+
+Cpu CpuNow() {
+  rusage usage;
+  getrusage(RUSAGE_SELF, &usage);
+  return {usage.ru_utime.tv_sec + usage.ru_utime.tv_usec * 1e-6,
+          usage.ru_stime.tv_sec + usage.ru_stime.tv_usec * 1e-6};
+}
+
 double Median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   return values.empty() ? 0 : values[values.size() / 2];
@@ -34,6 +52,8 @@ struct Settings {
   int64_t batch = 64;
   int rounds = 5;
   int steps = 4;  // of each kind in a round
+  bool mirror = true;
+  bool crash = true;
   std::string dir = "checkpoint-memory-bench";
 };
 
@@ -72,7 +92,7 @@ absl::Status Measure(muster::Accelerator& a, const Settings& settings) {
     }
     return absl::OkStatus();
   }
-  std::vector<double> without, with, call, ratios;
+  std::vector<double> without, with, call, ratios, user, system;
   for (int i = 0; i < 4; ++i) {
     step();
     if (absl::Status s = a.save_state(); !s.ok()) return s;
@@ -80,9 +100,12 @@ absl::Status Measure(muster::Accelerator& a, const Settings& settings) {
   for (int round = 0; round < settings.rounds; ++round) {
     step();  // what the last save left to copy
     double start = Now();
+    Cpu begin = CpuNow();
     for (int i = 0; i < settings.steps; ++i) step();
     without.push_back((Now() - start) / settings.steps);
+    const Cpu plain = CpuNow() - begin;
     start = Now();
+    begin = CpuNow();
     for (int i = 0; i < settings.steps; ++i) {
       step();
       const double begun = Now();
@@ -92,17 +115,24 @@ absl::Status Measure(muster::Accelerator& a, const Settings& settings) {
     // With what is left to copy: the next step pays for it.
     step();
     with.push_back((Now() - start - without.back()) / settings.steps);
+    const Cpu saved = CpuNow() - begin;
+    user.push_back((saved.user - plain.user * (settings.steps + 1) / settings.steps) /
+                   settings.steps);
+    system.push_back((saved.system - plain.system * (settings.steps + 1) / settings.steps) /
+                     settings.steps);
     ratios.push_back(with.back() / without.back());
   }
   if (a.is_main_process()) {
     std::printf(
         "{\"ranks\": %d, \"model_mb\": %ld, \"batch\": %ld, \"step_s\": %.4f, "
-        "\"step_with_save_s\": %.4f, \"ratio\": %.3f, \"save_state_s\": %.5f}\n",
+        "\"step_with_save_s\": %.4f, \"ratio\": %.3f, \"save_state_s\": %.5f, "
+        "\"mirror\": %s, \"save_user_s\": %.4f, \"save_system_s\": %.4f}\n",
         static_cast<int>(a.num_processes()), static_cast<long>(settings.megabytes),
         static_cast<long>(settings.batch), Median(without), Median(with), Median(ratios),
-        Median(call));
+        Median(call), settings.mirror ? "true" : "false", Median(user), Median(system));
     std::fflush(stdout);
   }
+  if (!settings.crash) return absl::OkStatus();
   if (absl::Status s = a.save_state(); !s.ok()) return s;
   step();
   a.wait_for_everyone();
@@ -126,11 +156,14 @@ int main(int argc, char** argv) {
   app.add_option("--rounds", settings.rounds);
   app.add_option("--steps", settings.steps, "of each kind in a round");
   app.add_option("--dir", settings.dir, "a folder for the time of the crash");
+  app.add_flag("!--no_mirror", settings.mirror, "save without a copy on another machine");
+  app.add_flag("!--no_crash", settings.crash, "end without a crash");
   CLI11_PARSE(app, argc, argv);
   muster::AcceleratorOptions options;
   options.cpu = true;
   options.checkpoint.memory = true;
   options.checkpoint.disk_every = 1'000'000'000;
+  options.checkpoint.mirror = settings.mirror;
   options.project.directory = settings.dir;
   return muster::run(argc, argv, options,
                      [&](muster::Accelerator& a) { return Measure(a, settings); });

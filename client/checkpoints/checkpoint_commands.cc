@@ -65,9 +65,12 @@ struct Call {
 };
 
 int Fail(const Call& call, const absl::Status& status) {
-  // Damage is a result, not a bug.
+  // Damage is a result, and the format of a newer program is one that this one cannot read: neither
+  // is a bug.
   return Fail(call.spec, call.context, status,
-              absl::IsDataLoss(status) ? kExitJobFailed : ExitCodeOf(status));
+              absl::IsDataLoss(status)        ? kExitJobFailed
+              : absl::IsUnimplemented(status) ? kExitUsage
+                                              : ExitCodeOf(status));
 }
 
 // Runs one command: options that all of them have, --help, mistakes.
@@ -138,7 +141,11 @@ absl::StatusOr<std::vector<Checkpoint>> Find(const std::string& path, VerifyLeve
 
 std::string StateOf(const Checkpoint& checkpoint) {
   if (checkpoint.manifest.ok()) return checkpoint.trust.ok() ? "complete" : "untrusted";
-  return absl::IsNotFound(checkpoint.manifest.status()) ? "incomplete" : "damaged";
+  const absl::Status& why = checkpoint.manifest.status();
+  return absl::IsNotFound(why)           ? "incomplete"
+         : absl::IsUnimplemented(why)    ? "newer"
+         : absl::IsPermissionDenied(why) ? "unreadable"
+                                         : "damaged";
 }
 
 // What is registered of it; by the coordinator, else by seal.json.
@@ -540,6 +547,15 @@ int RunExport(const Call& call) {
 
 int RunMerge(const Call& call) { return Copy(call, call.line.words[0], call.line.words[1]); }
 
+// Why prune stops at a checkpoint. One that is damaged may go; what cannot be read here may be
+// good.
+absl::Status StopsPrune(const absl::Status& why) {
+  const bool damaged = absl::IsDataLoss(why) || absl::IsInvalidArgument(why);
+  return absl::FailedPreconditionError(
+      absl::StrCat(why.message(), "; nothing was removed",
+                   damaged ? ": remove this checkpoint first" : ", since it may be one to keep"));
+}
+
 int RunPrune(const Call& call) {
   int keep = 0;
   if (!absl::SimpleAtoi(call.line.Get("keep"), &keep) || keep < 1) {
@@ -565,9 +581,7 @@ int RunPrune(const Call& call) {
       (stays ? pinned : complete).push_back(checkpoint.path);
     } else if (!absl::IsNotFound(checkpoint.manifest.status())) {
       // It would count as one to keep, and a good one would go.
-      return Fail(call, absl::FailedPreconditionError(
-                            absl::StrCat(checkpoint.manifest.status().message(),
-                                         "; nothing was removed: remove this checkpoint first")));
+      return Fail(call, StopsPrune(checkpoint.manifest.status()));
     }
   }
   const size_t removed = complete.size() - std::min<size_t>(complete.size(), keep);
@@ -575,9 +589,7 @@ int RunPrune(const Call& call) {
   for (size_t i = removed; i < complete.size(); ++i) {
     const auto whole = VerifyCheckpoint(complete[i], VerifyLevel::kContents);
     if (whole.ok()) continue;
-    return Fail(call, absl::FailedPreconditionError(
-                          absl::StrCat(whole.status().message(),
-                                       "; nothing was removed: remove this checkpoint first")));
+    return Fail(call, StopsPrune(whole.status()));
   }
   complete.resize(removed);
   const bool dry_run = call.line.Get("dry_run") == "true";

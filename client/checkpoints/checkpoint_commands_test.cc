@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
@@ -15,6 +16,7 @@
 #include "base/test_folder.h"
 #include "client/checkpoints/weight_diff.h"
 #include "tests/testdata/golden.h"
+#include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/seal.h"
@@ -365,6 +367,51 @@ TEST_F(CheckpointCommandsTest, MergeWeights_ReadsShardsAndPickles) {
   ExpectRefused({"merge-weights", Path("bin"), Path("x"), "--max_shard_size", "many"}, kExitUsage,
                 "many");
   ExpectRefused({"merge-weights", Path("bin")}, kExitUsage, "write muster merge-weights FROM TO");
+}
+
+// Two kilobytes, whose tensor repeats four bytes 2^50 times.
+TEST_F(CheckpointCommandsTest, WeightsBeyondTheDisk_AreRefusedBeforeAnythingIsWritten) {
+  ASSERT_TRUE(MakeDirectories(Path("to")).ok());
+  for (const char* to : {"to", "to/all.safetensors"}) {
+    ExpectRefused({"merge-weights", TestdataPath("torch_files/expanded.bin"), Path(to)},
+                  ExitCodeOf(absl::ResourceExhaustedError("")),
+                  "the tensors take 4503599627370496 bytes, but the disk of ");
+    EXPECT_THAT(*ListDirectory(Path("to")), ElementsAre());
+  }
+}
+
+// Who may write to a folder must not be able to stop those who read it.
+TEST_F(CheckpointCommandsTest, PipesInThePlaceOfFiles_AreNotWaitedFor) {
+  for (const char* name : {"manifest.json", "seal.json", "model.safetensors"}) {
+    Save(Numbered(0), {1}, 0);
+    const std::string path = JoinPath(Numbered(0), name);
+    ASSERT_TRUE(RemoveTree(path).ok());
+    ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+    EXPECT_EQ(Run({"verify", root_}), kExitJobFailed);
+    EXPECT_THAT(out_.str(), HasSubstr(absl::StrCat(path, ": is not a file")));
+    EXPECT_EQ(Run({"list", root_}), kExitOk) << err_.str();
+    ExpectRefused({"prune", root_, "--keep", "1"}, kExitUsage, ": is not a file");
+    ASSERT_TRUE(RemoveTree(Numbered(0)).ok());
+  }
+  ASSERT_EQ(mkfifo(Path("pipe.safetensors").c_str(), 0600), 0);
+  ExpectRefused({"merge-weights", Path("pipe.safetensors"), Path("out")}, kExitUsage,
+                "is not a file");
+}
+
+TEST_F(CheckpointCommandsTest, CheckpointOfANewerFormat_IsNeitherDamagedNorToBeRemoved) {
+  for (int i = 0; i < 2; ++i) Save(Numbered(i), {1}, i);
+  const std::string path = JoinPath(Numbered(1), "manifest.json");
+  Json manifest = Json::parse(*ReadFile(path));
+  manifest["version"] = 99;
+  manifest.erase("digest");
+  manifest["digest"] = DigestBytes(manifest.dump()).xxh3;
+  ASSERT_TRUE(WriteFileAtomically(path, manifest.dump()).ok());
+  EXPECT_EQ(RunJson({"list", root_})["checkpoints"][1]["state"], "newer");
+  EXPECT_EQ(RunJson({"verify", root_}, kExitJobFailed)["checkpoints"][1]["state"], "newer");
+  ExpectRefused({"inspect", Numbered(1)}, kExitUsage, "use a newer Muster");
+  ExpectRefused({"prune", root_, "--keep", "1"}, kExitUsage,
+                "nothing was removed, since it may be one to keep");
+  EXPECT_EQ(ListDirectory(Path("checkpoints"))->size(), 2u);
 }
 
 TEST_F(CheckpointCommandsTest, HelpAndMistakes_AreThoseOfOtherCommands) {

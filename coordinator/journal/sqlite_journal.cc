@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sqlite3.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -23,6 +22,7 @@
 #include "base/log.h"
 #include "base/owned_fd.h"
 #include "base/status_macros.h"
+#include "base/thread_priority.h"
 #include "coordinator/journal/backup_file.h"
 #include "coordinator/journal/record_format.h"
 #include "coordinator/journal/snapshot_file.h"
@@ -582,8 +582,7 @@ absl::Status SqliteJournal::Pause(absl::Duration length) {
 }
 
 void SqliteJournal::RunSnapshots() {
-  // Of this thread, as Linux has it.
-  (void)setpriority(PRIO_PROCESS, 0, kSnapshotNice);
+  LowerThreadPriority(kSnapshotNice);
   while (true) {
     std::unique_ptr<Task> task;
     {

@@ -189,12 +189,12 @@ class MemoryTierTest : public testing::Test {
     ASSERT_EQ(pwrite(fd, &byte, 1, 4096 + 9), 1);
   }
 
-  // One rank's part of a save, as a node has it.
-  void DamagePart(int owner, int node, int64_t step) {
+  // One rank's part of a save, in as many copies that a node has of it.
+  void DamagePart(int owner, int node, int64_t step, int copies = 1) {
     const auto held = TakeHeldMemory(holders_[node]->address());
     ASSERT_TRUE(held.ok());
     int damaged = 0;
-    for (size_t i = 0; i < held->size(); ++i) {
+    for (size_t i = 0; i < held->size() && damaged < copies; ++i) {
       const auto memory = AlignedMemory::OfFile((*held)[i].fd.get());
       ASSERT_TRUE(memory.ok()) << memory.status();
       const auto record = ReadMemoryRecord({memory->data(), memory->size()});
@@ -202,7 +202,7 @@ class MemoryTierTest : public testing::Test {
       Damage(node, static_cast<int>(i));
       ++damaged;
     }
-    EXPECT_EQ(damaged, 1);
+    EXPECT_EQ(damaged, copies);
   }
 
   // The worker that this process is for a node's agent.
@@ -471,6 +471,21 @@ TEST_F(MemoryTierTest, DamagedPart_IsTakenFromTheOtherNode) {
       EXPECT_FALSE(tier.WaitForMirror().ok());
     });
   }
+}
+
+// What two workers had, each a copy of its own.
+TEST_F(MemoryTierTest, DamagedCopyOfANodeWithAnother_IsPassedOverForIt) {
+  MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { SaveMirrored(comm, tier, 1, 2); });
+  MoveMemory(1, 0);
+  LoseNode(1);
+  DamagePart(0, /*node=*/0, /*step=*/2);
+  DamagePart(1, /*node=*/0, /*step=*/2);
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), 2); });
+  // The one of before is whole again, and the other is damaged.
+  DamagePart(1, /*node=*/0, /*step=*/2, /*copies=*/2);
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), 2); });
+  DamagePart(1, /*node=*/0, /*step=*/2);
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), 1); });
 }
 
 TEST_F(MemoryTierTest, PartDamagedOnBothNodes_ItsSaveIsPassedOver) {

@@ -9,6 +9,7 @@
 #include "base/file.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "base/thread_priority.h"
 #include "c10/util/Exception.h"
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/node_group.h"
@@ -18,6 +19,9 @@ namespace {
 
 // One is copied while the other is written.
 constexpr int kSnapshots = 2;
+// Training comes first where the cores are busy. Not the lowest: nobody else does this work while
+// training waits for it, and the cores may be others' then.
+constexpr int kPersistNice = 10;
 
 }  // namespace
 
@@ -152,6 +156,8 @@ void AsyncSaver::WaitForCopy() {
 }
 
 void AsyncSaver::RunCopies() {
+  // Training that waits does the rest of the work itself.
+  LowerThreadPriority(kIdleNice);
   while (true) {
     std::shared_ptr<DeferredCopy> copy;
     {
@@ -212,6 +218,7 @@ absl::Status AsyncSaver::Persist(Save& save) {
 }
 
 void AsyncSaver::Run() {
+  LowerThreadPriority(kPersistNice);
   while (true) {
     std::unique_ptr<Save> save;
     {

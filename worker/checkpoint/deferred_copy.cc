@@ -1,5 +1,9 @@
 #include "worker/checkpoint/deferred_copy.h"
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -11,8 +15,36 @@ namespace {
 
 // Small tensors are copied in less time than it takes to note them.
 constexpr size_t kMinBytes = 4096;
-// Threads share a tensor of more.
+// Threads share a tensor of more, where nothing is digested.
 constexpr size_t kPartBytes = size_t{8} << 20;
+// What is digested and then copied while it is still in the core's cache.
+constexpr size_t kCachedBytes = size_t{64} << 10;
+
+// Past the caches: nobody reads the copy soon, and training needs them. A third less time than
+// memcpy(), which reads what it is about to overwrite.
+void CopyPastCaches(char* to, const char* from, size_t bytes) {
+#ifdef __SSE2__
+  const size_t head = std::min(bytes, (-reinterpret_cast<uintptr_t>(to)) % 64);
+  std::memcpy(to, from, head);
+  size_t at = head;
+  for (; at + 64 <= bytes; at += 64) {
+    __m128i line[4];
+    std::memcpy(line, from + at, sizeof(line));
+    auto* const target = reinterpret_cast<__m128i*>(to + at);
+    for (int i = 0; i < 4; ++i) _mm_stream_si128(target + i, line[i]);
+  }
+  std::memcpy(to + at, from + at, bytes - at);
+#else
+  std::memcpy(to, from, bytes);
+#endif
+}
+
+// Other threads see the copies that were made before, as they do with memcpy().
+void EndCopiesPastCaches() {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
 
 }  // namespace
 
@@ -45,10 +77,60 @@ void DeferredCopy::Add(std::string name, at::Tensor source, size_t offset) {
   copied.bytes = copied.source.nbytes();
   copied.version = copied.source._version();
   copied.samples = SamplesOf(copied.from, copied.bytes);
-  for (size_t begin = 0; begin < copied.bytes; begin += kPartBytes) {
-    parts_.push_back({tensors_.size(), begin, std::min(begin + kPartBytes, copied.bytes)});
-  }
   tensors_.push_back(std::move(copied));
+}
+
+void DeferredCopy::Start(char* base, const std::vector<Digested>& files) {
+  base_ = base;
+  std::sort(tensors_.begin(), tensors_.end(),
+            [](const Copied& a, const Copied& b) { return a.offset < b.offset; });
+  if (files.empty()) {
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      const size_t end = tensors_[i].offset + tensors_[i].bytes;
+      for (size_t begin = tensors_[i].offset; begin < end; begin += kPartBytes) {
+        parts_.push_back({.begin = begin, .end = std::min(begin + kPartBytes, end), .tensor = i});
+      }
+    }
+    return;
+  }
+  digests_.resize(files.size());
+  for (size_t file = 0; file < files.size(); ++file) {
+    const auto& [offset, bytes] = files[file];
+    BlockDigests& blocks = digests_[file];
+    blocks.block_bytes = kBlockBytes;
+    blocks.xxh3.resize((bytes + kBlockBytes - 1) / kBlockBytes);
+    for (size_t i = 0; i < blocks.xxh3.size(); ++i) {
+      const size_t begin = offset + i * kBlockBytes;
+      const auto first = std::partition_point(
+          tensors_.begin(), tensors_.end(),
+          [&](const Copied& copied) { return copied.offset + copied.bytes <= begin; });
+      parts_.push_back({.begin = begin,
+                        .end = std::min(begin + kBlockBytes, offset + bytes),
+                        .tensor = static_cast<size_t>(first - tensors_.begin()),
+                        .digest = &blocks.xxh3[i]});
+    }
+  }
+}
+
+void DeferredCopy::Fill(const Part& part, BlockDigester* digester) const {
+  size_t at = part.begin;
+  for (size_t i = part.tensor; at < part.end;) {
+    const Copied* const next = i < tensors_.size() ? &tensors_[i] : nullptr;
+    if (next == nullptr || at < next->offset) {
+      const size_t end = next == nullptr ? part.end : std::min(part.end, next->offset);
+      if (part.digest != nullptr) digester->Update(absl::string_view(base_ + at, end - at));
+      at = end;
+      continue;
+    }
+    const size_t copied = at - next->offset;
+    const size_t bytes = std::min({part.end - at, next->bytes - copied, kCachedBytes});
+    const absl::string_view source(next->from + copied, bytes);
+    if (part.digest != nullptr) digester->Update(source);
+    CopyPastCaches(base_ + at, source.data(), bytes);
+    at += bytes;
+    if (copied + bytes == next->bytes) ++i;
+  }
+  if (part.digest != nullptr) *part.digest = digester->Finish();
 }
 
 absl::Status DeferredCopy::Check(const Copied& copied) const {
@@ -66,13 +148,12 @@ absl::Status DeferredCopy::Check(const Copied& copied) const {
 
 void DeferredCopy::Run() {
   size_t mine = 0;
+  BlockDigester digester;
   for (size_t i = next_.fetch_add(1); i < parts_.size(); i = next_.fetch_add(1)) {
-    const Part& part = parts_[i];
-    const Copied& copied = tensors_[part.tensor];
-    std::memcpy(base_ + copied.offset + part.begin, copied.from + part.begin,
-                part.end - part.begin);
+    Fill(parts_[i], &digester);
     ++mine;
   }
+  EndCopiesPastCaches();
   MutexLock lock(&mu_);
   copied_ += mine;
   while (copied_ < parts_.size() && !done_) changed_.Wait(&mu_);

@@ -13,6 +13,7 @@
 #include "absl/time/time.h"
 #include "base/clock.h"
 #include "base/mutex.h"
+#include "worker/checkpoint/digest.h"
 
 namespace muster {
 
@@ -33,11 +34,20 @@ class DeferredCopy {
   // To be called before Start(), by one thread: the data of `source`, a tensor that it takes and
   // that must not change from now on, go to `offset` bytes after the base. `name` is for messages.
   void Add(std::string name, at::Tensor source, size_t offset);
-  // Where the copies go. To be called once, before what follows.
-  void Start(char* base) { base_ = base; }
+  // A range of where the copies go that is digested, in blocks, while they are made. What no copy
+  // covers is there already.
+  struct Digested {
+    size_t offset = 0;
+    size_t bytes = 0;
+  };
+  static constexpr size_t kBlockBytes = size_t{1} << 20;
+  // Where the copies go. To be called once, before what follows. If there are `files`, they contain
+  // all copies and do not overlap.
+  void Start(char* base, const std::vector<Digested>& files = {});
   bool empty() const { return parts_.empty(); }
 
-  // Copies what no other thread copies already, and returns when everything is copied. Thread-safe.
+  // Copies and digests what no other thread does already, and returns when everything is done.
+  // Thread-safe.
   void Run();
 
   // Returns when everything is copied, by others.
@@ -46,6 +56,9 @@ class DeferredCopy {
   // After Run() or Wait(). FAILED_PRECONDITION, naming a tensor that was changed after its Add()
   // and before its copy was complete: its copy is useless.
   absl::Status status() const;
+
+  // After Run() or Wait(): those of the files of Start(), in their order.
+  const std::vector<BlockDigests>& digests() const { return digests_; }
 
   // Runs it and counts the time: training waits.
   void RunWhileTrainingWaits(const Clock& clock);
@@ -65,16 +78,20 @@ class DeferredCopy {
     int64_t version;
     Samples samples;
   };
-  // Part of a tensor, which one thread copies.
+  // A range of where the copies go, which one thread fills.
   struct Part {
-    size_t tensor, begin, end;
+    size_t begin, end;
+    size_t tensor;               // the first one that may be in it
+    uint64_t* digest = nullptr;  // of the range, where it is wanted
   };
 
   static Samples SamplesOf(const char* data, size_t bytes);
   absl::Status Check(const Copied& copied) const;
+  void Fill(const Part& part, BlockDigester* digester) const;
 
   char* base_ = nullptr;
-  std::vector<Copied> tensors_;
+  std::vector<Copied> tensors_;  // by offset, after Start()
+  std::vector<BlockDigests> digests_;
   std::vector<Part> parts_;
   std::atomic<size_t> next_{0};
   mutable Mutex mu_;

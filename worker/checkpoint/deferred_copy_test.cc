@@ -63,6 +63,38 @@ TEST_F(DeferredCopyTest, ThreadsTogether_AllSeeTheWholeCopy) {
   for (std::thread& thread : threads) thread.join();
 }
 
+// Of what copies fill, of what lies between them, and of blocks that have some of both.
+TEST_F(DeferredCopyTest, Files_AreDigestedInBlocksAsTheyAreInTheEnd) {
+  const size_t block = DeferredCopy::kBlockBytes;
+  const at::Tensor large = at::arange(700'000, at::kFloat), odd = at::arange(5001, at::kByte);
+  std::vector<char> to(6 * block, 'x');
+  const std::vector<DeferredCopy::Digested> files = {{.offset = 4096, .bytes = 4 * block + 77},
+                                                     {.offset = 5 * block, .bytes = 0},
+                                                     {.offset = 5 * block, .bytes = 900}};
+  copy_.Add("odd", odd.detach(), 4096 + 3 * block + 333'001);
+  copy_.Add("large", large.detach(), 4096 + 104);
+  copy_.Start(to.data(), files);
+  EXPECT_FALSE(copy_.empty());
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) threads.emplace_back([&] { copy_.Run(); });
+  copy_.Wait();
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_TRUE(copy_.status().ok()) << copy_.status();
+  EXPECT_EQ(std::memcmp(to.data() + 4096 + 104, large.const_data_ptr(), large.nbytes()), 0);
+  EXPECT_EQ(std::memcmp(to.data() + 4096 + 3 * block + 333'001, odd.const_data_ptr(), odd.nbytes()),
+            0);
+  ASSERT_EQ(copy_.digests().size(), files.size());
+  for (size_t i = 0; i < files.size(); ++i) {
+    std::vector<uint64_t> expected;
+    const absl::string_view file(to.data() + files[i].offset, files[i].bytes);
+    for (size_t at = 0; at < file.size(); at += block) {
+      expected.push_back(DigestBlock(file.substr(at, block)));
+    }
+    EXPECT_EQ(copy_.digests()[i].xxh3, expected) << i;
+    EXPECT_EQ(copy_.digests()[i].block_bytes, block);
+  }
+}
+
 TEST_F(DeferredCopyTest, TensorChangedInPlace_IsNamed) {
   const auto change = [](const std::function<void(at::Tensor)>& how) {
     DeferredCopy copy;

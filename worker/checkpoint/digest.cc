@@ -40,6 +40,25 @@ FileDigest DigestBytes(absl::string_view bytes) {
 
 uint64_t DigestBlock(absl::string_view block) { return XXH3_64bits(block.data(), block.size()); }
 
+struct BlockDigester::State {
+  State() : xxh(XXH3_createState()) { XXH3_64bits_reset(xxh); }
+  ~State() { XXH3_freeState(xxh); }
+  XXH3_state_t* const xxh;
+};
+
+BlockDigester::BlockDigester() : state_(std::make_unique<State>()) {}
+BlockDigester::~BlockDigester() = default;
+
+void BlockDigester::Update(absl::string_view bytes) {
+  XXH3_64bits_update(state_->xxh, bytes.data(), bytes.size());
+}
+
+uint64_t BlockDigester::Finish() {
+  const uint64_t digest = XXH3_64bits_digest(state_->xxh);
+  XXH3_64bits_reset(state_->xxh);
+  return digest;
+}
+
 absl::StatusOr<FileDigest> DigestFile(const std::string& path) {
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));

@@ -55,6 +55,23 @@ struct BlockDigests {
 // XXH3-64.
 uint64_t DigestBlock(absl::string_view block);
 
+// The same of a block that comes in parts. Not thread-safe.
+class BlockDigester {
+ public:
+  BlockDigester();
+  ~BlockDigester();
+  BlockDigester(const BlockDigester&) = delete;
+  BlockDigester& operator=(const BlockDigester&) = delete;
+
+  void Update(absl::string_view bytes);
+  // Of what has come since the last call; the next block begins.
+  uint64_t Finish();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
 // Reads the whole file. Errors: those of opening and reading, naming the path.
 absl::StatusOr<FileDigest> DigestFile(const std::string& path);
 

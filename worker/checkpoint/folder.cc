@@ -198,9 +198,17 @@ std::string CustomFileName(int index) {
   return absl::StrCat("custom_checkpoint_", index, ".safetensors");
 }
 
+absl::StatusOr<std::string> ReadRecordFile(const std::string& path, int64_t max_bytes) {
+  struct stat info;
+  if (stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode) && !S_ISDIR(info.st_mode)) {
+    return absl::DataLossError(absl::StrCat(path, ": is not a file"));
+  }
+  return ReadFile(path, max_bytes);
+}
+
 absl::StatusOr<Manifest> ReadManifest(const std::string& dir) {
   const std::string path = JoinPath(dir, kManifestName);
-  const absl::StatusOr<std::string> text = ReadFile(path);
+  const absl::StatusOr<std::string> text = ReadRecordFile(path);
   if (absl::IsNotFound(text.status())) {
     return absl::NotFoundError(
         absl::StrCat(dir, PathExists(dir) ? " is not a complete checkpoint: it has no manifest.json"
@@ -228,6 +236,7 @@ absl::Status VerifyCheckpointFile(const std::string& dir, const ManifestFile& fi
   if (stat(path.c_str(), &info) != 0) {
     return absl::DataLossError(absl::StrCat(path, ": is missing though the manifest lists it"));
   }
+  if (!S_ISREG(info.st_mode)) return absl::DataLossError(absl::StrCat(path, ": is not a file"));
   if (static_cast<uint64_t>(info.st_size) != file.digest.bytes) {
     return absl::DataLossError(absl::StrCat(path, ": has ", info.st_size,
                                             " bytes, but the manifest says ", file.digest.bytes));

@@ -68,6 +68,11 @@ std::vector<std::string> CopiesOf(const std::string& dir);
 // to DIR.old-... where the file system cannot exchange two folders. Durable on return.
 absl::Status PutInPlace(const std::string& copy, const std::string& dir);
 
+// A small file of a checkpoint, such as its manifest. Does not wait for a pipe of that name.
+// Errors: those of ReadFile; DATA_LOSS if it is neither a file nor a folder.
+absl::StatusOr<std::string> ReadRecordFile(const std::string& path,
+                                           int64_t max_bytes = int64_t{1} << 30);
+
 // Makes the staging folder of `wanted` and locks it. Removes what dead writers of this folder left,
 // except what is sealed and lacks only its name. A symbolic link to a folder means that
 // folder. Errors: FAILED_PRECONDITION if `wanted` exists and is neither empty nor a checkpoint: it

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
@@ -139,6 +140,7 @@ absl::StatusOr<Manifest> ParseManifest(absl::string_view text, absl::string_view
     json.at("micro_step").get_to(manifest.info.micro_step);
     json.at("epoch").get_to(manifest.info.epoch);
     json.at("cursor").get_to(manifest.info.cursor);
+    absl::flat_hash_set<std::string> names;
     for (const Json& entry : json.at("files")) {
       ManifestFile file;
       entry.at("name").get_to(file.name);
@@ -150,7 +152,7 @@ absl::StatusOr<Manifest> ParseManifest(absl::string_view text, absl::string_view
         return absl::DataLossError(absl::StrCat(source, ": the blocks of \"", Printable(file.name),
                                                 "\" do not fit its size"));
       }
-      if (!IsPlainName(file.name) || manifest.Find(file.name) != nullptr) {
+      if (!IsPlainName(file.name) || !names.insert(file.name).second) {
         return absl::DataLossError(absl::StrCat(source, ": has a bad or repeated file name \"",
                                                 Printable(file.name), "\""));
       }

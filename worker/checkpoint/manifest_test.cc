@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
+#include <string>
 #include <vector>
 
 namespace muster {
@@ -74,6 +75,17 @@ TEST(Manifest, AnyFlippedBitOrCut_IsNoticed) {
     EXPECT_FALSE(ParseManifest(bad, "m").ok()) << bad;
     EXPECT_FALSE(ParseManifest(text.substr(0, at), "m").ok());
   }
+}
+
+// In a time proportional to their number.
+TEST(Manifest, ManyFiles_AreRead) {
+  Manifest manifest;
+  for (int i = 0; i < 20'000; ++i) {
+    manifest.files.emplace_back().name = "f" + std::to_string(i);
+  }
+  const auto back = ParseManifest(*EncodeManifest(manifest), "m");
+  ASSERT_TRUE(back.ok()) << back.status();
+  EXPECT_EQ(back->files.size(), manifest.files.size());
 }
 
 TEST(Manifest, D21_FileOfTwoRanks_IsRefused) {

@@ -8,10 +8,10 @@
 #include "ATen/ops/from_blob.h"
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "base/thread_priority.h"
 #include "c10/util/Exception.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "worker/checkpoint/agreement.h"
-#include "worker/checkpoint/digest.h"
 
 namespace muster {
 namespace {
@@ -123,6 +123,7 @@ absl::Status MemoryMirror::Wait() const {
 }
 
 void MemoryMirror::Run() {
+  LowerThreadPriority(kIdleNice);
   MutexLock lock(&mu_);
   while (true) {
     while ((!task_.has_value() || !task_->part.has_value()) && !stop_) changed_.Wait(&mu_);
@@ -274,7 +275,7 @@ absl::Status MemoryMirror::Complete(const Task& task, const Incoming& in) const 
   }
   for (size_t i = 0; i < record.offsets.size(); ++i) {
     const ManifestFile& file = record.manifest.files[i];
-    if (DigestBytes(MemoryFile(bytes, record, i)) == file.digest) continue;
+    if (IsWhole(MemoryFile(bytes, record, i), file)) continue;
     return absl::DataLossError(absl::StrCat(file.name, " arrived with another digest"));
   }
   PutMemoryHeader(in.header, *in.memory);

@@ -11,7 +11,7 @@
 namespace muster {
 namespace {
 
-constexpr uint64_t kMagic = 0x314d52455453554d;  // "MUSTERM1"
+constexpr uint64_t kMagic = 0x324d52455453554d;  // "MUSTERM2"
 constexpr char kSource[] = "the checkpoint in memory";
 
 // Little-endian, as the machines of the job are: it never leaves them.
@@ -79,6 +79,19 @@ void PutMemoryHeader(absl::string_view page, AlignedMemory& memory) {
 
 absl::string_view MemoryFile(absl::string_view memory, const MemoryRecord& record, size_t file) {
   return memory.substr(record.offsets[file], record.manifest.files[file].digest.bytes);
+}
+
+bool IsWhole(absl::string_view contents, const ManifestFile& file) {
+  if (contents.size() != file.digest.bytes) return false;
+  size_t block = 0;
+  for (; !contents.empty(); ++block) {
+    const absl::string_view first = contents.substr(0, file.blocks.block_bytes);
+    if (block >= file.blocks.xxh3.size() || DigestBlock(first) != file.blocks.xxh3[block]) {
+      return false;
+    }
+    contents.remove_prefix(first.size());
+  }
+  return block == file.blocks.xxh3.size();
 }
 
 size_t MemoryRecordEnd(absl::string_view memory) {

@@ -35,7 +35,7 @@ struct MemoryRecord {
   int rank = 0;
   // Saves since the last one that went to the disk.
   int64_t since_disk = 0;
-  // Of this rank's files alone.
+  // Of this rank's files alone, with digests of their blocks and none of whole files.
   Manifest manifest;
   // Of manifest.files, in their order, from the beginning of the memory.
   std::vector<uint64_t> offsets;
@@ -54,6 +54,9 @@ absl::StatusOr<MemoryRecord> ReadMemoryRecord(absl::string_view memory);
 
 // The contents of record.manifest.files[file].
 absl::string_view MemoryFile(absl::string_view memory, const MemoryRecord& record, size_t file);
+
+// Whether a file's contents are those that were saved: of its size, with the digests of its blocks.
+bool IsWhole(absl::string_view contents, const ManifestFile& file);
 
 // --- For a copy of a checkpoint in other memory. What begins the memory, the header, comes last.
 

@@ -56,6 +56,26 @@ TEST(MemoryRecord, WhatIsWritten_IsRead) {
   EXPECT_EQ(read->offsets, std::vector<uint64_t>{kMemoryHeaderBytes});
 }
 
+TEST(MemoryRecord, ContentsOfAFile_AreWholeIfEachBlockIs) {
+  const std::string contents(10'000, 'c');
+  const absl::string_view text = contents;
+  ManifestFile file{.name = "f", .digest = {.bytes = contents.size(), .xxh3 = ""}};
+  EXPECT_FALSE(IsWhole(text, file));
+  file.blocks = {.block_bytes = 4096,
+                 .xxh3 = {DigestBlock(text.substr(0, 4096)), DigestBlock(text.substr(0, 4096)),
+                          DigestBlock(text.substr(8192))}};
+  EXPECT_TRUE(IsWhole(text, file));
+  for (const size_t at : {0, 4095, 4096, 9999}) {
+    std::string flipped = contents;
+    flipped[at] ^= 1;
+    EXPECT_FALSE(IsWhole(flipped, file)) << at;
+  }
+  EXPECT_FALSE(IsWhole(text.substr(1), file));
+  file.blocks.xxh3.push_back(0);
+  EXPECT_FALSE(IsWhole(text, file));
+  EXPECT_TRUE(IsWhole("", ManifestFile()));
+}
+
 TEST(MemoryRecord, EmptyOrForgottenMemory_HoldsNothing) {
   EXPECT_TRUE(absl::IsNotFound(ReadMemoryRecord("").status()));
   AlignedMemory memory = Written(Example());

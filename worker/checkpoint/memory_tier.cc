@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <numeric>
 #include <set>
 #include <utility>
 
@@ -14,9 +15,9 @@
 #include "base/identity.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "base/thread_priority.h"
 #include "c10/util/Exception.h"
 #include "worker/checkpoint/agreement.h"
-#include "worker/checkpoint/digest.h"
 
 namespace muster {
 namespace {
@@ -241,6 +242,7 @@ MemoryTier::MemoryTier(const Comm& comm, std::string socket, std::string worker_
 }
 
 MemoryTier::~MemoryTier() {
+  FinishPending();
   {
     MutexLock lock(&mu_);
     stop_ = true;
@@ -285,9 +287,38 @@ absl::Status MemoryTier::Prepare(int number) {
 }
 
 absl::Status MemoryTier::Wait() {
+  FinishPending();
   MutexLock lock(&mu_);
-  while (pending_ != nullptr) changed_.Wait(&mu_);
   return status_;
+}
+
+void MemoryTier::FinishPending() {
+  MutexLock lock(&mu_);
+  if (pending_ == nullptr) return;
+  const std::shared_ptr<DeferredCopy> copy = pending_->deferred;
+  const auto is_there = [&] { return pending_ != nullptr && pending_->deferred == copy; };
+  mu_.Unlock();
+  copy->Run();
+  mu_.Lock();
+  while (is_there() && pending_->completing) changed_.Wait(&mu_);
+  if (!is_there()) return;
+  pending_->completing = true;
+  const Pending& pending = *pending_;
+  mu_.Unlock();
+  const absl::Status done =
+      WithoutMemory(pending.slot, GuardRank([&] { return Complete(pending); }));
+  if (pending.mirrored) {
+    const absl::string_view memory = BytesOf(slots_[pending.slot].snapshot->memory());
+    if (done.ok()) {
+      mirror_->Offer(memory.substr(0, MemoryRecordEnd(memory)));
+    } else {
+      mirror_->Offer(done);
+    }
+  }
+  mu_.Lock();
+  status_ = done;
+  pending_.reset();
+  changed_.SignalAll();
 }
 
 void MemoryTier::WaitForCopy() {
@@ -440,7 +471,6 @@ absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t si
 }
 
 absl::Status MemoryTier::Complete(const Pending& pending) {
-  pending.deferred->Run();
   MUSTER_RETURN_IF_ERROR(pending.deferred->status());
   Snapshot& snapshot = *slots_[pending.slot].snapshot;
   MemoryRecord record;
@@ -449,39 +479,32 @@ absl::Status MemoryTier::Complete(const Pending& pending) {
   record.since_disk = pending.since_disk;
   record.manifest.info = pending.info;
   record.manifest.info.world_size = size_;
-  std::vector<Snapshot::File> files = snapshot.files();
+  const std::vector<Snapshot::File>& files = snapshot.files();
   const size_t end = files.empty() ? kMemoryHeaderBytes : files.back().offset + files.back().bytes;
-  std::sort(files.begin(), files.end(),
-            [](const Snapshot::File& a, const Snapshot::File& b) { return a.name < b.name; });
-  for (const Snapshot::File& file : files) {
-    record.manifest.files.push_back(
-        {.name = file.name, .rank = rank_, .digest = DigestBytes(snapshot.Contents(file))});
-    record.offsets.push_back(file.offset);
+  std::vector<size_t> by_name(files.size());
+  std::iota(by_name.begin(), by_name.end(), size_t{0});
+  std::sort(by_name.begin(), by_name.end(),
+            [&](size_t a, size_t b) { return files[a].name < files[b].name; });
+  for (const size_t i : by_name) {
+    record.manifest.files.push_back({.name = files[i].name,
+                                     .rank = rank_,
+                                     .digest = {.bytes = files[i].bytes, .xxh3 = ""},
+                                     .blocks = pending.deferred->digests()[i]});
+    record.offsets.push_back(files[i].offset);
   }
   return WriteMemoryRecord(snapshot.memory(), end, record);
 }
 
 void MemoryTier::Run() {
-  MutexLock lock(&mu_);
+  // Training that waits does the rest of the work itself.
+  LowerThreadPriority(kIdleNice);
   while (true) {
-    while (pending_ == nullptr && !stop_) changed_.Wait(&mu_);
-    if (pending_ == nullptr) return;
-    const Pending& pending = *pending_;
-    mu_.Unlock();
-    const absl::Status done =
-        WithoutMemory(pending.slot, GuardRank([&] { return Complete(pending); }));
-    if (pending.mirrored) {
-      const absl::string_view memory = BytesOf(slots_[pending.slot].snapshot->memory());
-      if (done.ok()) {
-        mirror_->Offer(memory.substr(0, MemoryRecordEnd(memory)));
-      } else {
-        mirror_->Offer(done);
-      }
+    {
+      MutexLock lock(&mu_);
+      while (pending_ == nullptr && !stop_) changed_.Wait(&mu_);
+      if (pending_ == nullptr) return;
     }
-    mu_.Lock();
-    status_ = done;
-    pending_.reset();
-    changed_.SignalAll();
+    FinishPending();
   }
 }
 
@@ -493,13 +516,23 @@ absl::StatusOr<std::vector<MemoryTier::Piece>> MemoryTier::PiecesHere() const {
     auto memory = std::make_shared<AlignedMemory>(std::move(mapped));
     absl::StatusOr<MemoryRecord> record = ReadMemoryRecord(BytesOf(*memory));
     if (record.ok() && record->manifest.info.world_size == size_) {
-      pieces.push_back({std::move(memory), *std::move(record)});
+      pieces.push_back({absl::StrCat(held_piece.slot, " of ", held_piece.worker_id),
+                        std::move(memory), *std::move(record)});
     } else if (!record.ok() && !absl::IsNotFound(record.status())) {
       MUSTER_LOG(Warning) << "passing over the memory of " << held_piece.worker_id << ": "
                           << record.status().message();
     }
   }
   return pieces;
+}
+
+// The first file with another digest; empty: none.
+std::string MemoryTier::DamagedFile(const Piece& piece) {
+  for (size_t i = 0; i < piece.record.offsets.size(); ++i) {
+    const ManifestFile& file = piece.record.manifest.files[i];
+    if (!IsWhole(ContentsOf(*piece.memory, piece.record, i), file)) return file.name;
+  }
+  return "";
 }
 
 // The steps of Find(), which all ranks take together.
@@ -547,10 +580,17 @@ class MemoryTier::Search {
   using Parts = std::map<int, Part>;  // by owner
 
   absl::Status Learn(const std::vector<std::string>& all);
-  // Null: it is not on this node.
+  // What a rank says of a part that it checks for its node.
+  struct Checked {
+    std::string place;    // of a copy that is whole; empty: there is none
+    std::string damaged;  // the first file of another copy with another digest; empty: none
+  };
+  // Null: it is not on this node. After Check() the copy that is whole.
   const Piece* Find(const MemorySaveId& save, int owner) const;
-  // Files of the copies that this rank checks for its node, by owner, with another digest.
-  std::map<int, std::string> DamagedFiles(const MemorySaveId& save) const;
+  // Of the parts that this rank checks, by owner.
+  std::map<int, Checked> CheckParts(const MemorySaveId& save) const;
+  // Learns what a rank says of a part. Errors: DATA_LOSS if no copy is left.
+  absl::Status Learn(int rank, int owner, const Checked& checked, Part* part);
   // The copy of the part on the node of `rank`, where `file` is damaged, counts no more. Errors:
   // DATA_LOSS if it was the last one.
   absl::Status DropCopy(const std::string& file, int rank, Part* part) const;
@@ -577,6 +617,7 @@ class MemoryTier::Search {
   const FindOptions& options_;
   std::vector<std::string> nodes_;  // by rank
   std::map<MemorySaveId, Parts> saves_;
+  std::map<int, std::string> places_;  // of copies on this node that are whole, by owner
   bool damaged_ = false;
 };
 
@@ -644,8 +685,10 @@ std::optional<MemorySaveId> MemoryTier::Search::MirroredSave() const {
 }
 
 const MemoryTier::Piece* MemoryTier::Search::Find(const MemorySaveId& save, int owner) const {
+  const auto place = places_.find(owner);
   for (const Piece& piece : here_) {
-    if (piece.record.save == save && piece.record.rank == owner) return &piece;
+    if (piece.record.save != save || piece.record.rank != owner) continue;
+    if (place == places_.end() || place->second == piece.place) return &piece;
   }
   return nullptr;
 }
@@ -660,19 +703,36 @@ int MemoryTier::Search::CheckerOf(int owner, const Part& part, const std::string
   return there.empty() ? -1 : there[owner % there.size()];
 }
 
-std::map<int, std::string> MemoryTier::Search::DamagedFiles(const MemorySaveId& save) const {
-  std::map<int, std::string> damaged;
-  for (const auto& [owner, part] : saves_.at(save)) {
-    const Piece* const piece = Find(save, owner);
-    if (piece == nullptr || CheckerOf(owner, part, nodes_[rank_]) != rank_) continue;
-    for (size_t i = 0; i < piece->record.offsets.size(); ++i) {
-      const ManifestFile& file = piece->record.manifest.files[i];
-      if (DigestBytes(ContentsOf(*piece->memory, piece->record, i)) == file.digest) continue;
-      damaged[owner] = file.name;
-      break;
+std::map<int, MemoryTier::Search::Checked> MemoryTier::Search::CheckParts(
+    const MemorySaveId& save) const {
+  std::map<int, Checked> all;
+  for (const Piece& piece : here_) {
+    const auto part = saves_.at(save).find(piece.record.rank);
+    if (piece.record.save != save || part == saves_.at(save).end() ||
+        CheckerOf(part->first, part->second, nodes_[rank_]) != rank_) {
+      continue;
+    }
+    Checked& checked = all[part->first];
+    if (!checked.place.empty()) continue;
+    const std::string damaged = DamagedFile(piece);
+    if (damaged.empty()) {
+      checked.place = piece.place;
+    } else if (checked.damaged.empty()) {
+      checked.damaged = damaged;
     }
   }
-  return damaged;
+  return all;
+}
+
+absl::Status MemoryTier::Search::Learn(int rank, int owner, const Checked& checked, Part* part) {
+  damaged_ |= !checked.damaged.empty();
+  if (checked.place.empty()) return DropCopy(checked.damaged, rank, part);
+  if (!checked.damaged.empty() && rank_ == rank) {
+    MUSTER_LOG(Warning) << checked.damaged
+                        << " in memory has another digest: taking another copy of this node";
+  }
+  if (nodes_[rank] == node_) places_[owner] = checked.place;
+  return absl::OkStatus();
 }
 
 absl::Status MemoryTier::Search::DropCopy(const std::string& file, int rank, Part* part) const {
@@ -686,7 +746,7 @@ absl::Status MemoryTier::Search::DropCopy(const std::string& file, int rank, Par
 
 absl::Status MemoryTier::Search::Check(const MemorySaveId& save, Manifest* manifest) {
   Parts& parts = saves_.at(save);
-  std::string damaged;
+  std::string told;
   absl::Status checked = GuardRank([&]() -> absl::Status {
     for (auto& [owner, part] : parts) {
       MUSTER_ASSIGN_OR_RETURN(part.manifest, ParseManifest(part.text, "a part in memory"));
@@ -696,22 +756,30 @@ absl::Status MemoryTier::Search::Check(const MemorySaveId& save, Manifest* manif
     }
     std::sort(manifest->files.begin(), manifest->files.end(),
               [](const ManifestFile& a, const ManifestFile& b) { return a.name < b.name; });
-    for (const auto& [owner, file] : DamagedFiles(save)) {
-      Put(static_cast<uint64_t>(owner), &damaged);
-      PutText(file, &damaged);
+    for (const auto& [owner, found] : CheckParts(save)) {
+      Put(static_cast<uint64_t>(owner), &told);
+      PutText(found.place, &told);
+      PutText(found.damaged, &told);
     }
     return absl::OkStatus();
   });
-  const std::vector<std::string> all = comm_.AllGatherBytes(damaged);
-  damaged_ = std::any_of(all.begin(), all.end(), [](const auto& text) { return !text.empty(); });
+  const std::vector<std::string> all = comm_.AllGatherBytes(told);
+  damaged_ = false;
+  places_.clear();
   checked.Update(GuardRank([&]() -> absl::Status {
     for (int rank = 0; rank < size_; ++rank) {
       for (absl::string_view text = all[rank]; !text.empty();) {
         const auto part = parts.find(static_cast<int>(Take(&text)));
-        const std::string file(TakeText(&text));
+        Checked found;
+        found.place = std::string(TakeText(&text));
+        found.damaged = std::string(TakeText(&text));
         if (part == parts.end()) continue;
-        MUSTER_RETURN_IF_ERROR(DropCopy(file, rank, &part->second));
+        MUSTER_RETURN_IF_ERROR(Learn(rank, part->first, found, &part->second));
       }
+    }
+    for (const auto& [owner, part] : parts) {
+      if (part.on.count(rank_) == 0 || Find(save, owner) != nullptr) continue;
+      return absl::DataLossError("a part is no longer in the memory of this node");
     }
     return absl::OkStatus();
   }));

@@ -109,6 +109,7 @@ class MemoryTier {
  private:
   // This rank's files of a save that this node has.
   struct Piece {
+    std::string place;  // the worker and its slot
     std::shared_ptr<AlignedMemory> memory;
     MemoryRecord record;
   };
@@ -125,7 +126,8 @@ class MemoryTier {
     CheckpointInfo info;
     int64_t since_disk = 0;
     std::shared_ptr<DeferredCopy> deferred;
-    bool mirrored = false;  // it is to be
+    bool mirrored = false;    // it is to be
+    bool completing = false;  // some thread writes its record
   };
   // This rank's own pieces of memory: those of a mirror follow.
   static constexpr int kOwnSlots = MemoryMirror::kFirstSlot;
@@ -151,7 +153,10 @@ class MemoryTier {
   // How a save ends that the memory was too small for.
   absl::Status WithoutMemory(int slot, const absl::Status& status);
   absl::StatusOr<std::vector<Piece>> PiecesHere() const;
+  static std::string DamagedFile(const Piece& piece);
   absl::Status Complete(const Pending& pending);
+  // Helps with the save that is pending, and returns when it is whole or has failed. Thread-safe.
+  void FinishPending();
   void Run();
 
   const std::string socket_;

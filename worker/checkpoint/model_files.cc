@@ -7,7 +7,6 @@
 #include <memory>
 #include <utility>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
@@ -18,9 +17,6 @@
 namespace muster {
 namespace {
 
-constexpr char kStem[] = "model";
-constexpr char kExtension[] = ".safetensors";
-
 bool IsFolder(const std::string& path) {
   struct stat info;
   return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
@@ -28,7 +24,7 @@ bool IsFolder(const std::string& path) {
 
 // The file or index that a folder's model begins with.
 absl::StatusOr<std::string> FindInFolder(const std::string& folder) {
-  const std::string single = JoinPath(folder, absl::StrCat(kStem, kExtension));
+  const std::string single = JoinPath(folder, absl::StrCat(kModelStem, kModelExtension));
   if (PathExists(single)) return single;
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(folder));
   std::vector<std::string> indexes;
@@ -50,12 +46,7 @@ absl::StatusOr<std::string> FindInFolder(const std::string& folder) {
 absl::Status SaveModelFiles(const std::string& dir, const NamedTensors& tensors,
                             int64_t max_shard_bytes) {
   const NamedTensors kept = WithoutSharedTensors(tensors);
-  // Checks them before anything is written.
-  MUSTER_ASSIGN_OR_RETURN(const SafetensorsPlan checked, PlanSafetensors(dir, kept, {}));
-  absl::flat_hash_map<absl::string_view, const SafetensorsEntry*> by_name;
-  for (const SafetensorsEntry& entry : checked.layout.tensors) by_name[entry.name] = &entry;
-  std::vector<SafetensorsEntry> entries;
-  for (const auto& [name, tensor] : kept) entries.push_back(*by_name.at(name));
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<SafetensorsEntry> entries, DescribeTensors(dir, kept));
   MUSTER_ASSIGN_OR_RETURN(const std::unique_ptr<ModelFolderWriter> writer,
                           ModelFolderWriter::Begin(dir, entries, max_shard_bytes));
   for (const auto& [name, tensor] : kept) {

@@ -13,12 +13,10 @@
 #include "base/file.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/checkpoint/shard_plan.h"
 
 namespace muster {
 namespace {
-
-constexpr char kStem[] = "model";
-constexpr char kExtension[] = ".safetensors";
 
 absl::Status WriteAt(const OwnedFd& fd, uint64_t offset, absl::string_view bytes,
                      const std::string& name) {
@@ -136,7 +134,7 @@ absl::Status ModelFolderWriter::MoveIn() const {
   const std::vector<std::string> fresh = FileNames();
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> before, ListDirectory(folder_));
   MUSTER_RETURN_IF_ERROR(
-      RemoveTree(JoinPath(folder_, absl::StrCat(kStem, kExtension, ".index.json"))));
+      RemoveTree(JoinPath(folder_, absl::StrCat(kModelStem, kModelExtension, ".index.json"))));
   const auto move = [this](const std::string& name) {
     if (rename(JoinPath(scratch_, name).c_str(), JoinPath(folder_, name).c_str()) == 0) {
       return absl::OkStatus();
@@ -145,7 +143,7 @@ absl::Status ModelFolderWriter::MoveIn() const {
   };
   for (const File& file : files_) MUSTER_RETURN_IF_ERROR(move(file.name));
   for (const std::string& name : before) {
-    if (!IsShardFileName(name, kStem, kExtension)) continue;
+    if (!IsShardFileName(name, kModelStem, kModelExtension)) continue;
     if (std::find(fresh.begin(), fresh.end(), name) != fresh.end()) continue;
     MUSTER_RETURN_IF_ERROR(RemoveTree(JoinPath(folder_, name)));
   }

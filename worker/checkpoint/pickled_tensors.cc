@@ -81,6 +81,8 @@ constexpr Global kGlobals[] = {
     {"torch._utils._rebuild_tensor_v2", Kind::kFunction, Of(Function::kRebuildTensorV2)},
     {"torch._utils._rebuild_tensor_v3", Kind::kFunction, Of(Function::kRebuildTensorV3)},
     {"torch._utils._rebuild_parameter", Kind::kFunction, Of(Function::kRebuildParameter)},
+    {"torch._utils._rebuild_parameter_with_state", Kind::kFunction,
+     Of(Function::kRebuildParameter)},
     {"torch.Size", Kind::kFunction, Of(Function::kSize)},
     {"torch.device", Kind::kFunction, Of(Function::kOpaque)},
     {"__builtin__.set", Kind::kFunction, Of(Function::kOpaque)},
@@ -132,6 +134,12 @@ class Machine {
   Machine(absl::string_view pickle, absl::string_view source) : pickle_(pickle), source_(source) {}
 
   absl::StatusOr<std::vector<PickledTensor>> Run() {
+    // Protocols 0 and 1 do not say what they are.
+    if (!pickle_.empty() && pickle_[0] != '\x80') {
+      return Bad(
+          "the pickle does not begin with its protocol, so it is of protocol 0 or 1, which are not "
+          "read: save it again without pickle_protocol");
+    }
     while (!stopped_) {
       opcode_at_ = at_;
       if (at_ >= pickle_.size()) return Bad("the pickle ends without its last instruction");

@@ -71,6 +71,18 @@ TEST(PickledTensors, StateDict_GivesViewsInOrder) {
   EXPECT_EQ((*tensors)[1].extent_bytes, 8u);
 }
 
+// Python keeps what a program has attached to a parameter.
+TEST(PickledTensors, ParametersWithAttributes_AreTheirTensors) {
+  const auto tensors = Parse(Pickle(
+      Dict(Text("w") + Global("torch._utils", "_rebuild_parameter_with_state") + "(" +
+           Tensor(Storage("FloatStorage", "0", 4), 0, {4}, {1}) + "\x88" +
+           Global("collections", "OrderedDict") + ")R" + Dict(Text("tag") + Int(5)) + "tR")));
+  ASSERT_TRUE(tensors.ok()) << tensors.status();
+  ASSERT_EQ(tensors->size(), 1u);
+  EXPECT_EQ((*tensors)[0].name, "w");
+  EXPECT_THAT((*tensors)[0].shape, ElementsAre(4));
+}
+
 TEST(PickledTensors, NestedContainers_GiveDottedNames) {
   const std::string tensor = Tensor(Storage("HalfStorage", "0", 4), 0, {4}, {1});
   const auto tensors =
@@ -106,6 +118,7 @@ TEST(PickledTensors, InstructionsThatMakeObjects_AreRefused) {
   }
   EXPECT_THAT(ErrorOf("\x80\x01N."), HasSubstr("protocol 1"));
   EXPECT_THAT(ErrorOf("\x80\x06N."), HasSubstr("protocol 6"));
+  EXPECT_THAT(ErrorOf("(dp0\n."), HasSubstr("protocol 0 or 1, which are not read: save it again"));
 }
 
 TEST(PickledTensors, ConjugatedOrNegatedViews_AreRefused) {

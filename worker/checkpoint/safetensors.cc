@@ -282,15 +282,11 @@ NamedTensors WithoutSharedTensors(const NamedTensors& tensors) {
   return kept;
 }
 
-absl::StatusOr<SafetensorsPlan> PlanSafetensors(const std::string& path,
-                                                const NamedTensors& tensors,
-                                                const WriteSafetensorsOptions& options) {
-  const NamedTensors kept =
-      options.shared == SharedTensors::kKeepFirst ? WithoutSharedTensors(tensors) : tensors;
+absl::StatusOr<std::vector<SafetensorsEntry>> DescribeTensors(const std::string& path,
+                                                              const NamedTensors& tensors) {
   std::vector<SafetensorsEntry> entries;
-  entries.reserve(kept.size());
-  absl::flat_hash_map<absl::string_view, const at::Tensor*> by_name;
-  for (const auto& [name, tensor] : kept) {
+  entries.reserve(tensors.size());
+  for (const auto& [name, tensor] : tensors) {
     if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_meta()) {
       return absl::InvalidArgumentError(
           absl::StrCat(Place(path, name), !tensor.defined()  ? "is undefined"
@@ -305,8 +301,18 @@ absl::StatusOr<SafetensorsPlan> PlanSafetensors(const std::string& path,
     SafetensorsEntry entry{.name = name, .type = *type};
     entry.shape.assign(tensor.sizes().begin(), tensor.sizes().end());
     entries.push_back(std::move(entry));
-    by_name[name] = &tensor;
   }
+  return entries;
+}
+
+absl::StatusOr<SafetensorsPlan> PlanSafetensors(const std::string& path,
+                                                const NamedTensors& tensors,
+                                                const WriteSafetensorsOptions& options) {
+  const NamedTensors kept =
+      options.shared == SharedTensors::kKeepFirst ? WithoutSharedTensors(tensors) : tensors;
+  MUSTER_ASSIGN_OR_RETURN(std::vector<SafetensorsEntry> entries, DescribeTensors(path, kept));
+  absl::flat_hash_map<absl::string_view, const at::Tensor*> by_name;
+  for (const auto& [name, tensor] : kept) by_name[name] = &tensor;
   absl::StatusOr<SafetensorsLayout> layout =
       LayOutSafetensors(std::move(entries), options.metadata, options.data_alignment);
   if (!layout.ok()) {

@@ -86,6 +86,11 @@ struct SafetensorsPlan {
   uint64_t file_bytes() const { return layout.prefix.size() + layout.data_bytes; }
 };
 
+// Name, type and shape of each, in their order. `path` is for messages. Errors: as
+// WriteSafetensors, but for names and the disk.
+absl::StatusOr<std::vector<SafetensorsEntry>> DescribeTensors(const std::string& path,
+                                                              const NamedTensors& tensors);
+
 // Lays out the file that WriteSafetensors writes. Copies nothing. `path` is for messages. Errors:
 // as WriteSafetensors, but for those of the disk.
 absl::StatusOr<SafetensorsPlan> PlanSafetensors(const std::string& path,

@@ -65,7 +65,7 @@ absl::Status WriteSeal(const std::string& dir, const RegisteredCheckpoint& recor
 
 absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
   const std::string path = JoinPath(dir, kSealName);
-  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, kMaxBytes));
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadRecordFile(path, kMaxBytes));
   MUSTER_ASSIGN_OR_RETURN(const Json json, ParseJson(text, path));
   const auto bad = [&path](absl::string_view why) {
     return absl::DataLossError(absl::StrCat(path, " is not a record of a checkpoint: ", why));

@@ -15,6 +15,10 @@ namespace muster {
 // How the tensors of a model are divided into files, as Hugging Face's libraries do, so that their
 // readers and ours take each other's files. Pure.
 
+// Of the files of a model in a folder of its own: model.safetensors and its shards.
+inline constexpr char kModelStem[] = "model";
+inline constexpr char kModelExtension[] = ".safetensors";
+
 struct TensorToShard {
   std::string name;
   uint64_t bytes = 0;
@@ -30,8 +34,8 @@ struct ShardPlanOptions {
   bool keep_first_name_only = true;
   // model.safetensors, model-00001-of-00002.safetensors, model.safetensors.index.json; or
   // pytorch_model and .bin.
-  std::string stem = "model";
-  std::string extension = ".safetensors";
+  std::string stem = kModelStem;
+  std::string extension = kModelExtension;
 };
 
 struct ShardPlan {

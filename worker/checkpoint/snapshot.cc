@@ -45,7 +45,11 @@ void Snapshot::CopyLater(const at::Tensor& tensor) {
 }
 
 std::unique_ptr<DeferredCopy> Snapshot::TakeDeferred() {
-  left_->Start(memory_.data());
+  std::vector<DeferredCopy::Digested> digested;
+  for (const File& file : files_) {
+    if (stays_in_memory_) digested.push_back({.offset = file.offset, .bytes = file.bytes});
+  }
+  left_->Start(memory_.data(), digested);
   later_.clear();
   return std::exchange(left_, std::make_unique<DeferredCopy>());
 }
@@ -64,7 +68,7 @@ absl::Status Snapshot::Add(const std::string& name, const NamedTensors& tensors,
 }
 
 absl::Status Snapshot::Add(const std::string& name, const StateDict& state, SharedTensors shared) {
-  MUSTER_ASSIGN_OR_RETURN(const StateFile file,
+  MUSTER_ASSIGN_OR_RETURN(const PlannedStateFile file,
                           PlanStateDict(name, state, shared, kDirectAlignment));
   if (const auto* const plan = std::get_if<SafetensorsPlan>(&file)) return AddTensors(name, *plan);
   return AddText(name, std::get<std::string>(file));

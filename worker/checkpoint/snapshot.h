@@ -49,7 +49,7 @@ class Snapshot {
   absl::Status AddText(const std::string& name, const std::string& text);
 
   // Once all files are added: the copies that are left to make; Contents() is complete then. It
-  // writes into this object's memory.
+  // writes into this object's memory. Of a save that stays in memory it digests files(), too.
   std::unique_ptr<DeferredCopy> TakeDeferred();
 
   const std::vector<File>& files() const { return files_; }

@@ -66,7 +66,7 @@ void StateWriter::CopyLater(const at::Tensor& tensor) {
   if (snapshot_ != nullptr && lazy_) snapshot_->CopyLater(tensor);
 }
 
-absl::Status StateWriter::Put(const std::string& name, const StateFile& file) {
+absl::Status StateWriter::Put(const std::string& name, const PlannedStateFile& file) {
   const auto* const plan = std::get_if<SafetensorsPlan>(&file);
   const auto* const text = std::get_if<std::string>(&file);
   MUSTER_ASSIGN_OR_RETURN(
@@ -83,7 +83,7 @@ absl::Status StateWriter::Write(const std::string& name, const StateDict& state,
                                 SharedTensors shared) {
   MUSTER_RETURN_IF_ERROR(CheckName(name));
   if (snapshot_ != nullptr) return snapshot_->Add(name, state, shared);
-  MUSTER_ASSIGN_OR_RETURN(const StateFile file,
+  MUSTER_ASSIGN_OR_RETURN(const PlannedStateFile file,
                           PlanStateDict(JoinPath(staging_, name), state, shared, kDirectAlignment));
   return Put(name, file);
 }
@@ -95,13 +95,13 @@ absl::Status StateWriter::WriteModel(const std::string& name, const NamedTensors
   options.data_alignment = kDirectAlignment;
   MUSTER_ASSIGN_OR_RETURN(SafetensorsPlan plan,
                           PlanSafetensors(JoinPath(staging_, name), tensors, options));
-  return Put(name, StateFile(std::move(plan)));
+  return Put(name, PlannedStateFile(std::move(plan)));
 }
 
 absl::Status StateWriter::WriteText(const std::string& name, const std::string& text) {
   MUSTER_RETURN_IF_ERROR(CheckName(name));
   if (snapshot_ != nullptr) return snapshot_->AddText(name, text);
-  return Put(name, StateFile(text));
+  return Put(name, PlannedStateFile(text));
 }
 
 ManifestFile FileOf(const std::string& name, int rank, DirectFileWritten written) {

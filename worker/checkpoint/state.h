@@ -57,7 +57,7 @@ class StateWriter {
 
  private:
   absl::Status CheckName(const std::string& name) const;
-  absl::Status Put(const std::string& name, const StateFile& file);
+  absl::Status Put(const std::string& name, const PlannedStateFile& file);
 
   const std::string staging_;
   Snapshot* const snapshot_ = nullptr;

@@ -306,8 +306,8 @@ absl::StatusOr<FileDigest> WriteStateDict(const std::string& path, const StateDi
   return WriteSafetensors(path, state.tensors(), options);
 }
 
-absl::StatusOr<StateFile> PlanStateDict(const std::string& path, const StateDict& state,
-                                        SharedTensors shared, uint64_t data_alignment) {
+absl::StatusOr<PlannedStateFile> PlanStateDict(const std::string& path, const StateDict& state,
+                                               SharedTensors shared, uint64_t data_alignment) {
   if (absl::EndsWith(path, ".json")) return EncodeJsonState(path, state);
   MUSTER_ASSIGN_OR_RETURN(WriteSafetensorsOptions options, SafetensorsOptions(path, state, shared));
   options.data_alignment = data_alignment;

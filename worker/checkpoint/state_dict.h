@@ -64,13 +64,13 @@ absl::StatusOr<FileDigest> WriteStateDict(const std::string& path, const StateDi
 
 // The file that WriteStateDict writes, not written yet: its text or, of a safetensors file, its
 // layout and the tensors that go into it.
-using StateFile = std::variant<std::string, SafetensorsPlan>;
+using PlannedStateFile = std::variant<std::string, SafetensorsPlan>;
 
 // Lays it out, the data of a safetensors file at a multiple of `data_alignment`. Errors: as
 // WriteStateDict, but for those of the disk.
-absl::StatusOr<StateFile> PlanStateDict(const std::string& path, const StateDict& state,
-                                        SharedTensors shared = SharedTensors::kWriteAll,
-                                        uint64_t data_alignment = kSafetensorsAlignment);
+absl::StatusOr<PlannedStateFile> PlanStateDict(const std::string& path, const StateDict& state,
+                                               SharedTensors shared = SharedTensors::kWriteAll,
+                                               uint64_t data_alignment = kSafetensorsAlignment);
 
 // Reads it back, tensors by name. With `expected`, DATA_LOSS unless size and contents are those:
 // the message names the file and both sizes or digests. With `blocks` not empty, these digests are

@@ -1,6 +1,7 @@
 #include "worker/checkpoint/weight_writer.h"
 
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 
 #include <memory>
 #include <utility>
@@ -16,9 +17,6 @@
 
 namespace muster {
 namespace {
-
-constexpr char kStem[] = "model";
-constexpr char kExtension[] = ".safetensors";
 
 absl::Status WriteOne(const WeightFiles& weights, std::vector<SafetensorsEntry> entries,
                       const std::string& path) {
@@ -58,6 +56,17 @@ absl::Status CheckNotRead(const WeightFiles& weights, const std::string& folder,
   return absl::OkStatus();
 }
 
+// Before anything is written: a view may repeat a few bytes of a small file without end.
+absl::Status CheckSpace(const std::string& folder, uint64_t bytes) {
+  struct statvfs info;
+  if (statvfs(folder.c_str(), &info) != 0) return absl::OkStatus();
+  const uint64_t left = static_cast<uint64_t>(info.f_bavail) * info.f_frsize;
+  if (bytes <= left) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("the tensors take ", bytes, " bytes, but the disk of ", folder, " has ", left,
+                   " left: make room, or write to another disk"));
+}
+
 }  // namespace
 
 absl::StatusOr<CopiedWeights> CopyWeights(const WeightFiles& weights, const std::string& to,
@@ -76,18 +85,20 @@ absl::StatusOr<CopiedWeights> CopyWeights(const WeightFiles& weights, const std:
     ++copied.tensors;
     copied.bytes += WeightFiles::BytesOf(entry);
   }
-  if (absl::EndsWith(to, kExtension)) {
+  if (absl::EndsWith(to, kModelExtension)) {
     MUSTER_RETURN_IF_ERROR(CheckNotRead(weights, ParentPath(to), {BaseName(to)}));
     MUSTER_RETURN_IF_ERROR(MakeDirectories(ParentPath(to)));
+    MUSTER_RETURN_IF_ERROR(CheckSpace(ParentPath(to), copied.bytes));
     MUSTER_RETURN_IF_ERROR(WriteOne(weights, std::move(entries), to));
     copied.files = {BaseName(to)};
     return copied;
   }
   MUSTER_RETURN_IF_ERROR(MakeDirectories(to));
+  MUSTER_RETURN_IF_ERROR(CheckSpace(to, copied.bytes));
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> before, ListDirectory(to));
   std::vector<std::string> replaced;
   for (const std::string& name : before) {
-    if (IsShardFileName(name, kStem, kExtension)) replaced.push_back(name);
+    if (IsShardFileName(name, kModelStem, kModelExtension)) replaced.push_back(name);
   }
   MUSTER_RETURN_IF_ERROR(CheckNotRead(weights, to, replaced));
   MUSTER_ASSIGN_OR_RETURN(const std::unique_ptr<ModelFolderWriter> writer,

@@ -88,6 +88,7 @@ def main(folder):
     torch.save({"weight": Evil()}, "evil.bin")
     torch.save({"weight": torch.zeros(2, 2).to_sparse()}, "sparse.bin")
     torch.save({"weight": torch.nn.Linear(1, 1)}, "module.bin")
+    torch.save({"w": torch.ones(1).expand(1 << 50)}, "expanded.bin")
     with open("plain.pkl", "wb") as file:
         pickle.dump({"weight": [1.0, 2.0]}, file, protocol=4)
     order = lambda name, data: b"big" if name.endswith("/byteorder") else data

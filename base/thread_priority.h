@@ -1,0 +1,16 @@
+#ifndef MUSTER_BASE_THREAD_PRIORITY_H_
+#define MUSTER_BASE_THREAD_PRIORITY_H_
+
+namespace muster {
+
+// Of a thread that gets a core only where no other thread wants it, but for a hundredth of it.
+inline constexpr int kIdleNice = 19;
+
+// Gives the calling thread this nice value, 0 to 19, which the threads that it starts inherit. It
+// keeps its priority where the system refuses. Raising it again takes privileges: what others wait
+// for they have to be able to do themselves.
+void LowerThreadPriority(int nice);
+
+}  // namespace muster
+
+#endif  // MUSTER_BASE_THREAD_PRIORITY_H_
