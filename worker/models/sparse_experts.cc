@@ -62,7 +62,7 @@ SparseExpertsImpl::Output SparseExpertsImpl::forward(const at::Tensor& x, bool s
   const at::Tensor weighted =
       at::cat(results) * shares.flatten().index_select(0, order).unsqueeze(-1);
   // Back to the order of the tokens. A token's contributions are added in the type of the shares,
-  // float32, and rounded once (docs/decisions/0044).
+  // float32, and rounded once (docs/decisions/0045).
   const at::Tensor back =
       at::empty_like(order).scatter_(0, order, at::arange(order.numel(), order.options()));
   const at::Tensor sum = weighted.index_select(0, back)
