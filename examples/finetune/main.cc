@@ -13,6 +13,7 @@
 #include <fstream>
 #include <sstream>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -38,8 +39,11 @@ struct Flags {
 
 absl::StatusOr<std::string> ReadText(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  if (!file.good()) return absl::NotFoundError(absl::StrCat("--data ", path, ": cannot be read"));
   std::ostringstream text;
+  // A folder opens like a file, and cannot be read.
+  if (!file.good() || std::filesystem::is_directory(path)) {
+    return absl::NotFoundError(absl::StrCat("--data ", path, ": cannot be read"));
+  }
   text << file.rdbuf();
   return text.str();
 }
@@ -91,8 +95,18 @@ absl::Status Save(muster::Accelerator& accelerator, const Flags& flags, CausalLm
   return saved;
 }
 
+// Before the training, whose result would be lost.
+absl::Status MakeOutput(const std::string& folder) {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  if (!error) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("--output_dir ", folder, " cannot be made: ", error.message()));
+}
+
 absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
   muster::set_seed(flags.seed);
+  if (absl::Status made = MakeOutput(flags.output); !made.ok()) return made;
   auto loaded = muster::load_causal_lm(flags.model);
   if (!loaded.ok()) return loaded.status();
   CausalLm net = *loaded;
@@ -159,7 +173,8 @@ int main(int argc, char** argv) {
       ->required();
   app.add_option("--lora", flags.lora, "train adapters of this rank instead of all weights")
       ->check(CLI::NonNegativeNumber);
-  app.add_option("--sharding", flags.sharding, "no_shard, zero1, zero2, zero3 or hybrid");
+  app.add_option("--sharding", flags.sharding, "no_shard, zero1, zero2, zero3 or hybrid")
+      ->check(CLI::IsMember({"no_shard", "zero1", "zero2", "zero3", "hybrid"}));
   app.add_flag("--activation_checkpointing", flags.activation_checkpointing,
                "run each layer again in the backward pass rather than keep what it needs");
   app.add_option("--context", flags.context, "tokens of a row")->check(CLI::Range(2, 1 << 20));

@@ -115,7 +115,8 @@ int main(int argc, char** argv) {
   app.add_option("--data", flags.data, "the file; each byte is a token")->required();
   app.add_option("--sharding", flags.sharding,
                  "no_shard, zero1, zero2, zero3 or hybrid. Default: MUSTER_SHARDING, which muster "
-                 "launch --sharding sets");
+                 "launch --sharding sets")
+      ->check(CLI::IsMember({"no_shard", "zero1", "zero2", "zero3", "hybrid"}));
   app.add_option("--group_size", flags.group_size, "hybrid: processes that share one copy");
   app.add_option("--checkpoint", flags.checkpoint,
                  "folder to resume from, if it is there, and to save to at the end");
