@@ -138,11 +138,21 @@ void MemoryMirror::Run() {
   }
 }
 
+struct MemoryMirror::Buffers {
+  std::vector<Incoming> incoming;
+  Announced mine;
+  std::vector<Announced> theirs;
+  std::vector<char> takes;
+  char taken = 0;
+};
+
 absl::Status MemoryMirror::Copy(const Task& task) {
   if (comm_ == nullptr) return absl::UnavailableError("a peer was lost");
+  // Until the connections are closed what was posted may still arrive.
+  Buffers buffers;
   absl::Status done;
   const absl::Status connected = GuardRank([&] {
-    done = Exchange(task);
+    done = Exchange(task, &buffers);
     return absl::OkStatus();
   });
   if (connected.ok()) return done;
@@ -183,11 +193,12 @@ void MemoryMirror::Finish() {
   posted_.clear();
 }
 
-absl::Status MemoryMirror::Exchange(const Task& task) {
-  std::vector<Incoming> incoming(peers_.from.size());
+absl::Status MemoryMirror::Exchange(const Task& task, Buffers* buffers) {
+  std::vector<Incoming>& incoming = buffers->incoming;
+  incoming.resize(peers_.from.size());
   for (size_t i = 0; i < incoming.size(); ++i) incoming[i].from = peers_.from[i];
-  Announce(task, &incoming);
-  const bool sends = AgreeOnRoom(task, &incoming);
+  Announce(task, buffers);
+  const bool sends = AgreeOnRoom(task, buffers);
   MovePieces(sends ? **task.part : absl::string_view(), &incoming);
   absl::Status status;
   if (!task.part->ok()) status = absl::AbortedError(task.part->status().message());
@@ -201,18 +212,19 @@ absl::Status MemoryMirror::Exchange(const Task& task) {
   return status;
 }
 
-void MemoryMirror::Announce(const Task& task, std::vector<Incoming>* incoming) {
-  const Announced mine = {.sequence = task.save.sequence,
-                          .nonce = task.save.nonce,
-                          .bytes = task.part->ok() ? (*task.part)->size() : 0};
-  std::vector<Announced> theirs(incoming->size());
-  Send(&mine, sizeof(mine), peers_.to, kAnnouncement);
+void MemoryMirror::Announce(const Task& task, Buffers* buffers) {
+  buffers->mine = {.sequence = task.save.sequence,
+                   .nonce = task.save.nonce,
+                   .bytes = task.part->ok() ? (*task.part)->size() : 0};
+  std::vector<Announced>& theirs = buffers->theirs;
+  theirs.resize(buffers->incoming.size());
+  Send(&buffers->mine, sizeof(Announced), peers_.to, kAnnouncement);
   for (size_t i = 0; i < theirs.size(); ++i) {
-    Receive(&theirs[i], sizeof(Announced), (*incoming)[i].from, kAnnouncement);
+    Receive(&theirs[i], sizeof(Announced), buffers->incoming[i].from, kAnnouncement);
   }
   Finish();
   for (size_t i = 0; i < theirs.size(); ++i) {
-    Incoming& part = (*incoming)[i];
+    Incoming& part = buffers->incoming[i];
     TORCH_CHECK((MemorySaveId{theirs[i].sequence, theirs[i].nonce}) == task.save, "rank ",
                 part.from, " sends another save");
     part.bytes = theirs[i].bytes;
@@ -220,11 +232,10 @@ void MemoryMirror::Announce(const Task& task, std::vector<Incoming>* incoming) {
   }
 }
 
-bool MemoryMirror::AgreeOnRoom(const Task& task, std::vector<Incoming>* incoming) {
-  std::vector<char> takes(incoming->size(), 0);
-  char taken = 0;
-  for (size_t i = 0; i < incoming->size(); ++i) {
-    Incoming& part = (*incoming)[i];
+bool MemoryMirror::AgreeOnRoom(const Task& task, Buffers* buffers) {
+  buffers->takes.assign(buffers->incoming.size(), 0);
+  for (size_t i = 0; i < buffers->incoming.size(); ++i) {
+    Incoming& part = buffers->incoming[i];
     if (part.status.ok()) {
       part.status = GuardRank([&]() -> absl::Status {
         MUSTER_ASSIGN_OR_RETURN(part.memory, MakeRoom(i, part.bytes, task.keep));
@@ -232,12 +243,12 @@ bool MemoryMirror::AgreeOnRoom(const Task& task, std::vector<Incoming>* incoming
         return absl::OkStatus();
       });
     }
-    takes[i] = part.status.ok() ? 1 : 0;
-    Send(&takes[i], 1, part.from, kRoom);
+    buffers->takes[i] = part.status.ok() ? 1 : 0;
+    Send(&buffers->takes[i], 1, part.from, kRoom);
   }
-  Receive(&taken, 1, peers_.to, kRoom);
+  Receive(&buffers->taken, 1, peers_.to, kRoom);
   Finish();
-  return taken == 1 && task.part->ok();
+  return buffers->taken == 1 && task.part->ok();
 }
 
 void MemoryMirror::MovePieces(absl::string_view part, std::vector<Incoming>* incoming) {

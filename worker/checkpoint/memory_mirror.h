@@ -105,14 +105,17 @@ class MemoryMirror {
     absl::Status status;
   };
 
+  // What is sent from and received into.
+  struct Buffers;
+
   void Run();
   absl::Status Copy(const Task& task);
   // Sends this rank's part of a save and receives others. Throws if a peer is lost.
-  absl::Status Exchange(const Task& task);
+  absl::Status Exchange(const Task& task, Buffers* buffers);
   // Parts of it.
-  void Announce(const Task& task, std::vector<Incoming>* incoming);
+  void Announce(const Task& task, Buffers* buffers);
   // Whether the peer takes this rank's part.
-  bool AgreeOnRoom(const Task& task, std::vector<Incoming>* incoming);
+  bool AgreeOnRoom(const Task& task, Buffers* buffers);
   void MovePieces(absl::string_view part, std::vector<Incoming>* incoming);
   absl::Status Complete(const Task& task, const Incoming& incoming) const;
   // Memory for a part of `bytes` of the `source`-th rank whose parts come here.
