@@ -64,6 +64,15 @@ ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment&
       options.sharding.has_value() ? *options.sharding : ShardingFrom(environment, device);
   CheckOffload("offload_optimizer", sharding.offload_optimizer, sharding.offload_optimizer_path);
   CheckOffload("offload_parameters", sharding.offload_parameters, sharding.offload_parameters_path);
+  TORCH_CHECK(sharding.reshard_group_size == 0 ||
+                  (sharding.strategy == ShardingStrategy::kFull && sharding.reshard_after_forward),
+              "options.sharding.reshard_group_size needs the strategy kFull and "
+              "reshard_after_forward: set them, or leave it out");
+  TORCH_CHECK(
+      device.is_cpu() || sharding.offload_parameters == Offload::kNone,
+      "options.sharding.offload_parameters (MUSTER_OFFLOAD_PARAMETERS) is for parameters on "
+      "the CPU: leave it out. offload_optimizer takes the states of the optimizer, which are "
+      "twice as large, from the GPU");
   TORCH_CHECK(
       sharding.offload_parameters == Offload::kNone || sharding.strategy == ShardingStrategy::kFull,
       "offload_parameters needs the strategy kFull (zero3, hybrid), with which parameters "

@@ -86,13 +86,13 @@ TEST_F(ShardingTest, ModelThatDoesNotFitOneProcess_FitsOffloaded) {
   const std::string flags = "--steps 2 --width 1024 --layers 8 --context 16 --batch_size 1";
   const std::string states = "MUSTER_OFFLOAD_OPTIMIZER=disk:" + folder_ + "/states ";
   const std::string parameters = "MUSTER_OFFLOAD_PARAMETERS=disk:" + folder_ + "/parameters ";
-  const int64_t limit = 1400000;
+  const int64_t limit = 1700000;
   EXPECT_NE(Lm("no_shard", 1, flags, limit).exit_code, 0);
   const CommandResult without = Lm("no_shard", 1, flags);
   ASSERT_EQ(without.exit_code, 0) << without.output;
   const CommandResult with_states = Lm("no_shard", 1, flags, limit, states);
   ASSERT_EQ(with_states.exit_code, 0) << with_states.output;
-  const CommandResult with_both = Lm("zero3", 1, flags, 1200000, states + parameters);
+  const CommandResult with_both = Lm("zero3", 1, flags, 1500000, states + parameters);
   ASSERT_EQ(with_both.exit_code, 0) << with_both.output;
   for (const CommandResult& run : {with_states, with_both}) {
     EXPECT_EQ(Json::parse(run.last_line()).at("loss"), Json::parse(without.last_line()).at("loss"));
