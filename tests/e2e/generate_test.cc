@@ -115,7 +115,7 @@ TEST_F(GenerateTest, WhatIsWrong_IsOneLineThatNamesIt) {
       {{}, "say what to continue: --prompt TEXT"},
       {{"--prompt", "", "--no_special_tokens"}, "prompt 0 has no token"},
       {{"--prompt", "a", "--max_new_tokens", "200"}, "are more than the 64 positions of the model"},
-      {{"--prompt", "a", "--temperature", "0.5"}, "set do_sample too"},
+      {{"--prompt", "a", "--temperature", "0.5"}, "add --sample"},
       {{"--prompt", "a", "--sample", "--greedy"}, "--sample and --greedy exclude each other"},
       {{"--prompt", "a", "--sample", "--top_p", "7"}, "top_p is 7"},
       {{"--prompt", "a", "--max_memory", "plenty"}, "--max_memory: "},

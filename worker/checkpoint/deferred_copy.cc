@@ -20,8 +20,7 @@ constexpr size_t kPartBytes = size_t{8} << 20;
 // What is digested and then copied while it is still in the core's cache.
 constexpr size_t kCachedBytes = size_t{64} << 10;
 
-// Past the caches: nobody reads the copy soon, and training needs them. A third less time than
-// memcpy(), which reads what it is about to overwrite.
+// Past the caches: nobody reads the copy soon, and training needs them.
 void CopyPastCaches(char* to, const char* from, size_t bytes) {
 #ifdef __SSE2__
   const size_t head = std::min(bytes, (-reinterpret_cast<uintptr_t>(to)) % 64);
