@@ -54,7 +54,9 @@ absl::StatusOr<bool> HasTiedHead(const std::string& path) {
 bool HasWeightFiles(const std::string& folder) {
   const absl::StatusOr<std::vector<std::string>> files = ListDirectory(folder);
   return files.ok() && std::any_of(files->begin(), files->end(), [](const std::string& name) {
-           return absl::EndsWith(name, ".safetensors") || absl::EndsWith(name, ".bin");
+           // Not training_args.bin or optimizer.bin.
+           return (absl::StartsWith(name, "model") && absl::EndsWith(name, ".safetensors")) ||
+                  (absl::StartsWith(name, "pytorch_model") && absl::EndsWith(name, ".bin"));
          });
 }
 

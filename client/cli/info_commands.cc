@@ -717,6 +717,15 @@ int RunQuarantineCommand(const std::vector<std::string>& args, const CommandCont
   if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
   const absl::StatusOr<std::string> group = GroupOf(connection, line.words[0]);
   if (!group.ok()) return FailCall(spec, context, group.status());
+  if (*group != line.words[0]) {
+    return Fail(spec, context,
+                absl::InvalidArgumentError(absl::StrCat(
+                    line.words[0],
+                    " is a submitted job, whose nodes the coordinator chooses for each "
+                    "attempt: muster cordon ",
+                    line.words[1], " keeps its jobs away")),
+                kExitUsage);
+  }
   request.mutable_fence()->set_job_id(*group);
   v1::QuarantineReply reply;
   grpc::ClientContext call;

@@ -2,6 +2,7 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "client/jobs/client_on_channel.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
@@ -15,7 +16,8 @@ namespace muster::client {
 absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::string& job) {
   const absl::StatusOr<Job> submitted =
       ClientOn(connection.channel, connection.timeout, connection.timeout).get(job);
-  if (!submitted.ok()) return job;
+  if (absl::IsNotFound(submitted.status()) || absl::IsUnimplemented(submitted.status())) return job;
+  if (!submitted.ok()) return submitted.status();
   if (submitted->attempts == 0) {
     return rpc::ErrorWithReason(absl::StatusCode::kFailedPrecondition,
                                 absl::StrCat("job ", job, " has not started yet: ", submitted->why),

@@ -28,6 +28,7 @@ constexpr size_t kMaxLine = 4096;
 constexpr int kMaxPage = 500;
 constexpr size_t kMaxPageBytes = 3 << 20;
 constexpr absl::Duration kMaxHold = absl::Seconds(60);
+constexpr absl::Duration kMaxLogAge = absl::Hours(24 * 365 * 100);
 constexpr absl::Duration kMaxLogWait = absl::Seconds(30);
 constexpr absl::Duration kLogTimeout = absl::Seconds(10);  // beyond the wait
 constexpr int kMaxLogBytes = 1 << 20;
@@ -1165,6 +1166,11 @@ JobsCore::Error JobsCore::ReadLog(CallId call, const v1::ReadJobLogRequest& requ
                      absl::StrCat("node ", Quoted(placement->node()),
                                   " has too many questions about logs: try again"));
   }
+  if (request.has_since_ago() && (FromProto(request.since_ago()) < absl::ZeroDuration() ||
+                                  FromProto(request.since_ago()) > kMaxLogAge)) {
+    return BadField("since_ago",
+                    "since_ago is how long ago the first line was written: 0 to 100 years");
+  }
   const absl::Duration wait =
       std::clamp(FromProto(request.wait()), absl::ZeroDuration(), kMaxLogWait);
   const uint64_t id = next_query_++;
@@ -1265,6 +1271,7 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
   if (Error error = CheckSync(request)) return error;
   Node& node = nodes_[request.node()];
   const std::string& name = request.node();
+  const bool was_known = node.known;  // since this coordinator started
   if (!node.known || node.lost) {
     out_->notices.push_back(
         {false, "",
@@ -1277,6 +1284,7 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
   if (node.uid != 0 && node.uid != request.node_uid()) {
     node.uid = request.node_uid();
     dirty_ = true;
+    DropSparesOn(name);
   }
   node.uid = request.node_uid();
   node.sequence = request.sequence();
@@ -1285,6 +1293,13 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
   node.lost = false;
   node.heard = node.called = heard_any_ = now_;
   if (!google::protobuf::util::MessageDifferencer::Equals(node.info, request.info())) {
+    // What is kept may not be there any more; it is taken again where it is.
+    v1::NodeInfo with_level = node.info;
+    with_level.set_log_level(request.info().log_level());
+    if (was_known &&
+        !google::protobuf::util::MessageDifferencer::Equals(with_level, request.info())) {
+      DropSparesOn(name);
+    }
     node.info = request.info();
     dirty_ = true;
   }
@@ -1584,7 +1599,9 @@ JobsCore::Error JobsCore::OrderLogLevel(CallId call, const v1::ControlNodeReques
         absl::StrCat("node ", Quoted(request.node()), " is not connected: try again when it is"));
   }
   v1::LogLevelOrder& order = node->log_level.emplace();
-  order.set_id(revision_);
+  // Orders are no changes of the journal: two may have one revision.
+  last_order_ = std::max<uint64_t>(revision_, last_order_ + 1);
+  order.set_id(last_order_);
   order.set_level(request.log_level());
   node->log_level_until =
       request.has_for_() ? now_ + FromProto(request.for_()) : absl::InfiniteFuture();

@@ -336,6 +336,7 @@ class JobsCore {
   // This event.
   absl::Time now_ = absl::InfinitePast();
   uint64_t revision_ = 0;
+  uint64_t last_order_ = 0;  // id of the last LogLevelOrder
   std::string cluster_id_;
   const Identity* caller_ = nullptr;  // of this event
   size_t bytes_ = 0;                  // of all records

@@ -45,7 +45,8 @@ class JobsCoreTest : public testing::Test {
   void Settle() { Advance(options_.node_lease); }
 
   JobsCore::Event NextEvent() {
-    return {now_, ++revision_, kCluster, caller_.has_value() ? &*caller_ : nullptr};
+    if (!idle_) ++revision_;
+    return {now_, revision_, kCluster, caller_.has_value() ? &*caller_ : nullptr};
   }
   void Take(JobsOutput out) {
     for (v1::JournalChange& change : out.changes) journal_.push_back(std::move(change));
@@ -266,6 +267,7 @@ class JobsCoreTest : public testing::Test {
   std::unique_ptr<JobsCore> core_;
   absl::Time now_ = absl::UnixEpoch() + absl::Hours(5);
   uint64_t revision_ = 100;
+  bool idle_ = false;  // events change no revision
   CallId call_ = 0;
   std::map<CallId, v1::OpResult> replies_;
   std::map<std::string, CallId> syncs_;  // held
@@ -1410,7 +1412,16 @@ TEST_F(JobsCoreTest, LogLevel_ReachesTheNodeOnce_AndForgetsItself) {
   Advance(absl::Minutes(7));
   EXPECT_FALSE(nodes_["a"].last.has_log_level());
   EXPECT_FALSE(order(4, 0).has_error());
-  EXPECT_NE(nodes_["a"].last.log_level().id(), id);
+  const uint64_t next = nodes_["a"].last.log_level().id();
+  EXPECT_NE(next, id);
+  // Nothing that is journaled happens between two orders.
+  idle_ = true;
+  EXPECT_FALSE(order(1, 0).has_error());
+  const uint64_t third = nodes_["a"].last.log_level().id();
+  EXPECT_NE(third, next);
+  EXPECT_FALSE(order(2, 0).has_error());
+  EXPECT_NE(nodes_["a"].last.log_level().id(), third);
+  idle_ = false;
   EXPECT_FALSE(nodes_["a"].last.log_level().has_for_());
   EXPECT_EQ(order(0, 0).error().detail().field(), "log_level");
   EXPECT_EQ(order(5, 0).error().detail().field(), "log_level");

@@ -188,29 +188,52 @@ class Scheduler {
     ChangeEach(&NodeSpace::Take, decision.spares, job.spec(), nodes);
   }
 
-  // Gives `job` the spares of jobs behind it, as few as it needs to fit, the last one's first. An
-  // empty decision: all of them do not help.
-  PlacementDecision PlaceOnSpares(const v1::JobRecord& job) {
+  // Those with spares behind `job`, the last one first.
+  std::vector<const v1::JobRecord*> SparedBehind(const v1::JobRecord& job) const {
     std::vector<const v1::JobRecord*> behind;
     for (const v1::JobRecord* const other : spared_) {
       if (Rank(*other) > Rank(job)) behind.push_back(other);
     }
-    if (behind.empty()) return {};
     std::sort(behind.begin(), behind.end(),
               [](const auto* a, const auto* b) { return Rank(*a) > Rank(*b); });
+    return behind;
+  }
+
+  // Its spares are free for others.
+  void Yield(const v1::JobRecord& job) {
+    ChangeSpares(&NodeSpace::Give, job, &question_.nodes);
+    ReleaseSpares(job);
+    decision_.yields.push_back(job.job_id());
+  }
+
+  // Gives `job` the spares of jobs behind it, as few as it needs to fit, the last one's first. An
+  // empty decision: all of them do not help.
+  PlacementDecision PlaceOnSpares(const v1::JobRecord& job) {
+    const std::vector<const v1::JobRecord*> behind = SparedBehind(job);
+    if (behind.empty()) return {};
     CandidateNodes all = question_.nodes;
     for (const v1::JobRecord* const other : behind) {
       ChangeSpares(&NodeSpace::Give, *other, &all);
     }
     if (PlaceJob(job, &all).placements.empty()) return {};
     for (const v1::JobRecord* const other : behind) {
-      ChangeSpares(&NodeSpace::Give, *other, &question_.nodes);
-      ReleaseSpares(*other);
-      decision_.yields.push_back(other->job_id());
+      Yield(*other);
       PlacementDecision decision = PlaceJob(job, &question_.nodes);
       if (!decision.placements.empty()) return decision;
     }
     return {};
+  }
+
+  // Frees spares of the owner's jobs behind `job`, if that makes `processes` fewer.
+  void YieldToQuota(const v1::JobRecord& job, int64_t processes) {
+    std::vector<const v1::JobRecord*> yields;
+    for (const v1::JobRecord* const other : SparedBehind(job)) {
+      if (processes <= 0 || other->owner() != job.owner()) continue;
+      processes -= Count(other->spares());
+      yields.push_back(other);
+    }
+    if (processes > 0) return;
+    for (const v1::JobRecord* const other : yields) Yield(*other);
   }
 
   // ----
@@ -243,11 +266,17 @@ class Scheduler {
   void Consider(const v1::JobRecord& job) {
     const int most = question_.max_processes_of_owner;
     if (most > 0 && !job.owner().empty()) {
-      const int64_t running = processes_of_[job.owner()] - OwnSpares(job);
+      int64_t running = processes_of_[job.owner()] - OwnSpares(job);
+      if (!reservation_.has_value() && running + job.spec().max_processes() > most) {
+        YieldToQuota(job, running + job.spec().max_processes() - most);
+        running = processes_of_[job.owner()] - OwnSpares(job);
+      }
       if (running + job.spec().max_processes() > most) {
-        return Wait(job,
-                    absl::StrCat("other jobs of user ", Quoted(job.owner()), " to end: they run ",
-                                 running, " processes of the ", most, " that each user may"));
+        waiting_owners_.insert(job.owner());
+        return Wait(
+            job,
+            absl::StrCat("other jobs of user ", Quoted(job.owner()), " to end: they hold ", running,
+                         " processes, spares included, of the ", most, " that each user may"));
       }
     }
     const std::string shape = Shape(job);
@@ -318,6 +347,9 @@ class Scheduler {
       if (other != &job) ChangeSpares(&NodeSpace::Give, *other, &all);
     }
     if (PlaceJob(job, &all).placements.empty()) return;  // it blocks nobody
+    // Room that is kept behind it delays it no longer, whether it is what it waits for or only what
+    // others would take while it waits.
+    for (const v1::JobRecord* const other : SparedBehind(job)) Yield(*other);
     // What is being stopped comes back first, and in the order of their limits the others.
     CandidateNodes later = Freed();
     if (KeepIfItFits(job, &later, question_.now)) return;
@@ -419,6 +451,7 @@ class Scheduler {
     for (const ActiveJob& job : question_.active) {
       const auto& placements = job.attempt->placements();
       if (job.record->spares_size() >= job.record->spec().spare_nodes() || job.attempt->stop() ||
+          waiting_owners_.contains(job.record->owner()) ||
           decision_.yields.end() !=
               std::find(decision_.yields.begin(), decision_.yields.end(), job.record->job_id()) ||
           std::any_of(placements.begin(), placements.end(), [](const v1::Placement& placement) {
@@ -474,7 +507,9 @@ class Scheduler {
   bool delayed_ = false;  // a job waits for its delayed restart
   absl::flat_hash_map<std::string, int64_t> processes_of_;  // by owner, of jobs that hold space
   absl::flat_hash_set<const v1::JobRecord*> spared_;        // jobs whose spares are still theirs
-  absl::flat_hash_set<std::string> refused_;                // shapes that do not fit
+  absl::flat_hash_set<std::string>
+      waiting_owners_;                        // of jobs that wait for the limit of their user
+  absl::flat_hash_set<std::string> refused_;  // shapes that do not fit
   absl::flat_hash_set<std::string> refused_beside_;  // and those that only fit on reserved space
 };
 

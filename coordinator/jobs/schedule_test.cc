@@ -328,13 +328,31 @@ TEST_F(ScheduleTest, RoomOfASpare_IsForItsJob_AndForThoseBeforeIt) {
   EXPECT_NE(WhyWaits("restarts"), "");
 }
 
-TEST_F(ScheduleTest, SparesThatDoNotHelp_AreLeftAlone) {
-  for (const char* const name : {"a", "b", "c"}) AddNode(name, 2);
+TEST_F(ScheduleTest, SparesOfAJobThatIsTooLargeForTheNodes_AreLeftAlone) {
+  for (const char* const name : {"a", "b"}) AddNode(name, 2);
   Queue("wide", 5);
   Keep(&Running("old", "a", 2), "b", 2);
-  Keep(&Running("young", "c", 2), "b", 0);
   EXPECT_EQ(Starts(), Ids{});
-  EXPECT_TRUE(decision_.yields.empty());
+  EXPECT_TRUE(decision_.yields.empty()) << "it blocks nobody";
+}
+
+TEST_F(ScheduleTest, SparesBehindAJobThatWaits_Yield_AndItIsOvertakenByNobody) {
+  for (const char* const name : {"a", "b", "c"}) AddNode(name, 2);
+  Queue("wide", 6);
+  v1::JobRecord& runs = Running("runs", "a", 2);
+  Keep(&runs, "c", 2);
+  Queue("small", 1);
+  EXPECT_EQ(Starts(), Ids{}) << "b and c are kept for the first";
+  EXPECT_EQ(decision_.yields, Ids{"runs"});
+}
+
+TEST_F(ScheduleTest, SparesBehind_AreTakenBeforeAnythingIsStopped) {
+  for (const char* const name : {"a", "b", "c"}) AddNode(name, 2);
+  Queue("first", 4);
+  Keep(&Running("keeps", "a", 2), "b", 2);
+  EXPECT_EQ(Starts(), Ids{"first"});
+  EXPECT_EQ(decision_.yields, Ids{"keeps"});
+  EXPECT_TRUE(decision_.preempts.empty());
 }
 
 TEST_F(ScheduleTest, OnlyAsManySparesYieldAsAreNeeded_TheLastJobsFirst) {

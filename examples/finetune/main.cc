@@ -6,9 +6,13 @@
 // --sharding and --mixed_precision of muster launch are for models that fit no single process. The
 // folder that it writes loads in transformers (or, of adapters, in PEFT), `muster generate` and
 // here again. Rank 0 prints a JSON line every --log_every steps and at the end.
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -99,9 +103,18 @@ absl::Status Save(muster::Accelerator& accelerator, const Flags& flags, CausalLm
 absl::Status MakeOutput(const std::string& folder) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
-  if (!error) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("--output_dir ", folder, " cannot be made: ", error.message()));
+  if (error) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--output_dir ", folder, " cannot be made: ", error.message()));
+  }
+  // One that is there may be read-only, or on a disk that is.
+  const std::string probe = absl::StrCat(folder, "/.finetune-", getpid());
+  if (!std::ofstream(probe).flush()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--output_dir ", folder, " cannot be written to: ", strerror(errno)));
+  }
+  std::filesystem::remove(probe, error);
+  return absl::OkStatus();
 }
 
 absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {

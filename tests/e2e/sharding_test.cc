@@ -92,7 +92,7 @@ TEST_F(ShardingTest, ModelThatDoesNotFitOneProcess_FitsOffloaded) {
   ASSERT_EQ(without.exit_code, 0) << without.output;
   const CommandResult with_states = Lm("no_shard", 1, flags, limit, states);
   ASSERT_EQ(with_states.exit_code, 0) << with_states.output;
-  const CommandResult with_both = Lm("zero3", 1, flags, 1500000, states + parameters);
+  const CommandResult with_both = Lm("zero3", 1, flags, limit, states + parameters);
   ASSERT_EQ(with_both.exit_code, 0) << with_both.output;
   for (const CommandResult& run : {with_states, with_both}) {
     EXPECT_EQ(Json::parse(run.last_line()).at("loss"), Json::parse(without.last_line()).at("loss"));

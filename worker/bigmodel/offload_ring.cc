@@ -202,7 +202,12 @@ OffloadRing::~OffloadRing() {
   if (fences_ == nullptr || options_.device.is_cpu()) return;
   const c10::impl::VirtualGuardImpl guard(options_.device.type());
   for (const auto& unit : units_) {
-    for (const auto& [id, stream] : unit->streams) guard.synchronizeStream(stream);
+    for (const auto& [id, stream] : unit->streams) {
+      try {
+        guard.synchronizeStream(stream);
+      } catch (const c10::Error&) {  // the device is lost, and what it read with it
+      }
+    }
   }
 }
 

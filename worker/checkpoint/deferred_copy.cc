@@ -81,6 +81,7 @@ void DeferredCopy::Add(std::string name, at::Tensor source, size_t offset) {
 
 void DeferredCopy::Start(char* base, const std::vector<Digested>& files) {
   base_ = base;
+  copies_ = !tensors_.empty();
   std::sort(tensors_.begin(), tensors_.end(),
             [](const Copied& a, const Copied& b) { return a.offset < b.offset; });
   if (files.empty()) {
@@ -177,7 +178,7 @@ absl::Status DeferredCopy::status() const {
 void DeferredCopy::RunWhileTrainingWaits(const Clock& clock) {
   {
     MutexLock lock(&mu_);
-    if (done_) return;
+    if (done_ || !copies_) return;
   }
   const absl::Time start = clock.Now();
   Run();

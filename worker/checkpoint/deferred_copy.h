@@ -60,7 +60,7 @@ class DeferredCopy {
   // After Run() or Wait(): those of the files of Start(), in their order.
   const std::vector<BlockDigests>& digests() const { return digests_; }
 
-  // Runs it and counts the time: training waits.
+  // Runs it and counts the time: training waits. Not where there is only something to digest.
   void RunWhileTrainingWaits(const Clock& clock);
   // For how long training has waited.
   absl::Duration waited() const;
@@ -90,6 +90,7 @@ class DeferredCopy {
   void Fill(const Part& part, BlockDigester* digester) const;
 
   char* base_ = nullptr;
+  bool copies_ = false;          // there were tensors at Start()
   std::vector<Copied> tensors_;  // by offset, after Start()
   std::vector<BlockDigests> digests_;
   std::vector<Part> parts_;

@@ -83,14 +83,13 @@ MemoryMirror::MemoryMirror(std::unique_ptr<Comm> comm, MirrorPeers peers, std::s
 }
 
 MemoryMirror::~MemoryMirror() {
-  std::vector<c10::intrusive_ptr<c10d::Work>> posted;
   {
     MutexLock lock(&mu_);
     stop_ = true;
-    posted = posted_;
+    // Without a copy: Copy() must be the last that has them, so that nothing arrives after it.
+    for (const auto& work : posted_) work->abort();
     changed_.SignalAll();
   }
-  for (const auto& work : posted) work->abort();
   thread_.join();
 }
 

@@ -11,7 +11,8 @@
 namespace muster {
 namespace {
 
-constexpr uint64_t kMagic = 0x324d52455453554d;  // "MUSTERM2"
+constexpr uint64_t kMagic = 0x324d52455453554d;      // "MUSTERM2"
+constexpr uint64_t kMagicName = 0x00ffffffffffffff;  // all but the version
 constexpr char kSource[] = "the checkpoint in memory";
 
 // Little-endian, as the machines of the job are: it never leaves them.
@@ -113,6 +114,9 @@ absl::StatusOr<MemoryRecord> ReadMemoryRecord(absl::string_view page, absl::stri
   Header header;
   if (page.size() >= sizeof(header) && memory.size() >= kMemoryHeaderBytes) {
     std::memcpy(&header, page.data(), sizeof(header));
+  }
+  if (header.magic != kMagic && ((header.magic ^ kMagic) & kMagicName) == 0) {
+    return absl::UnimplementedError("it is of another version of Muster");
   }
   if (header.magic != kMagic) return absl::NotFoundError("the memory holds no checkpoint");
   if (header.header_xxh3 != DigestOf(header)) return Damaged("its header has another digest");

@@ -59,7 +59,8 @@ absl::Status CheckNotRead(const WeightFiles& weights, const std::string& folder,
 // Before anything is written: a view may repeat a few bytes of a small file without end.
 absl::Status CheckSpace(const std::string& folder, uint64_t bytes) {
   struct statvfs info;
-  if (statvfs(folder.c_str(), &info) != 0) return absl::OkStatus();
+  // Some file systems do not say.
+  if (statvfs(folder.c_str(), &info) != 0 || info.f_blocks == 0) return absl::OkStatus();
   const uint64_t left = static_cast<uint64_t>(info.f_bavail) * info.f_frsize;
   if (bytes <= left) return absl::OkStatus();
   return absl::ResourceExhaustedError(
@@ -83,7 +84,9 @@ absl::StatusOr<CopiedWeights> CopyWeights(const WeightFiles& weights, const std:
     entries.push_back(
         {.name = entry.tensor.name, .type = entry.tensor.type, .shape = entry.tensor.shape});
     ++copied.tensors;
-    copied.bytes += WeightFiles::BytesOf(entry);
+    if (__builtin_add_overflow(copied.bytes, WeightFiles::BytesOf(entry), &copied.bytes)) {
+      return absl::ResourceExhaustedError("the tensors take more than 2^64 bytes");
+    }
   }
   if (absl::EndsWith(to, kModelExtension)) {
     MUSTER_RETURN_IF_ERROR(CheckNotRead(weights, ParentPath(to), {BaseName(to)}));
