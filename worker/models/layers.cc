@@ -90,6 +90,11 @@ void AdaptableLayer::MergeAdapter() {
   at::Tensor product = at::matmul(lora_b_->weight.to(c10::kFloat), lora_a_->weight.to(c10::kFloat));
   if (is_transposed_) product = product.t();
   weight.copy_(weight.to(c10::kFloat) + scale_ * product);
+  DropAdapter();
+}
+
+void AdaptableLayer::DropAdapter() {
+  if (!has_adapter()) return;
   unregister_module("lora_A");
   unregister_module("lora_B");
   lora_a_ = lora_b_ = nullptr;

@@ -43,6 +43,8 @@ class AdaptableLayer : public torch::nn::Module {
   bool has_adapter() const { return lora_b_ != nullptr; }
   // Adds the adapter's product to the weight and drops it. Rounds to the weight's type.
   void MergeAdapter();
+  // Drops it; the weight stays as it is.
+  void DropAdapter();
 
   // [out, in] for LinearImpl; Conv1DImpl holds the transpose.
   at::Tensor weight;

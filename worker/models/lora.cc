@@ -178,12 +178,17 @@ absl::StatusOr<LoraOptions> Load(TextModelImpl& model, const std::string& dir) {
   for (const std::string& target : targets) {
     layers.at(target)->AddAdapter(options.rank, ScaleOf(options), options.dropout);
   }
+  std::vector<std::pair<at::Tensor, bool>> trained;
+  for (const at::Tensor& parameter : model.parameters()) {
+    trained.emplace_back(parameter, parameter.requires_grad());
+  }
   Freeze(model);
   options.target_modules.assign(ends.begin(), ends.end());
   const absl::Status loaded = LoadWeights(path, AdaptersOf(model), {.prefix = kPrefix}).status();
   if (!loaded.ok()) {
-    // As if nothing had happened: adapters without values would say nothing.
-    MergeLora(model);
+    // As if nothing had happened. Some adapters may have their values: they are not merged.
+    for (const std::string& target : targets) layers.at(target)->DropAdapter();
+    for (auto& [parameter, was_trained] : trained) parameter.requires_grad_(was_trained);
     return loaded;
   }
   return options;

@@ -123,9 +123,12 @@ TEST(LoadLora, WhatMusterDoesNotHave_IsRefusedAndChangesNothing) {
   const std::string config = folder.Path("adapter_config.json");
   const auto error = [&] {
     TextModel base = Load(kFolders[1]);
+    base->parameters()[0].requires_grad_(false);
     const at::Tensor before = Logits(base);
     const auto loaded = LoadLora(*base, folder.path());
     EXPECT_TRUE(LoraParameters(*base).empty());
+    EXPECT_FALSE(base->parameters()[0].requires_grad());
+    EXPECT_TRUE(base->parameters()[1].requires_grad());
     EXPECT_TRUE(at::equal(Logits(base), before));
     return std::string(loaded.status().message());
   };
