@@ -273,10 +273,14 @@ class Scheduler {
       }
       if (running + job.spec().max_processes() > most) {
         waiting_owners_.insert(job.owner());
-        return Wait(
-            job,
-            absl::StrCat("other jobs of user ", Quoted(job.owner()), " to end: they hold ", running,
-                         " processes, spares included, of the ", most, " that each user may"));
+        int64_t kept = 0;
+        for (const v1::JobRecord* const other : spared_) {
+          if (other != &job && other->owner() == job.owner()) kept += Count(other->spares());
+        }
+        std::string held = absl::StrCat("they run ", running - kept, " processes");
+        if (kept > 0) absl::StrAppend(&held, " and keep room for ", kept);
+        return Wait(job, absl::StrCat("other jobs of user ", Quoted(job.owner()), " to end: ", held,
+                                      " of the ", most, " that each user may"));
       }
     }
     const std::string shape = Shape(job);
