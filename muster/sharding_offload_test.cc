@@ -8,18 +8,16 @@
 #include <string>
 #include <vector>
 
-#include "ATen/CPUGeneratorImpl.h"
 #include "ATen/Functions.h"
 #include "base/file.h"
 #include "base/test_folder.h"
 #include "muster/accelerator.h"
 #include "muster/checkpoint.h"
 #include "muster/optim.h"
+#include "muster/test_net.h"
 #include "muster/test_ranks.h"
 #include "muster/utils.h"
-#include "torch/nn/modules/activation.h"
 #include "torch/nn/modules/container/sequential.h"
-#include "torch/nn/modules/linear.h"
 #include "torch/optim/adamw.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/train/offloaded_state.h"
@@ -32,21 +30,6 @@ using ::testing::Each;
 using ::testing::HasSubstr;
 
 constexpr int kSamples = 12;  // of a step, on all ranks
-
-at::Tensor Random(at::IntArrayRef sizes, uint64_t seed) {
-  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kFloat);
-}
-
-torch::nn::Sequential MakeNet() {
-  torch::nn::Sequential net(torch::nn::Linear(5, 9), torch::nn::Tanh(), torch::nn::Linear(9, 9),
-                            torch::nn::Tanh(), torch::nn::Linear(9, 3));
-  at::NoGradGuard no_grad;
-  uint64_t seed = 7;
-  for (at::Tensor& parameter : net->parameters()) {
-    parameter.copy_(Random(parameter.sizes(), ++seed).div_(3));
-  }
-  return net;
-}
 
 template <class Model, class Optimizer>
 void Train(Accelerator& a, Model& model, Optimizer& optimizer, int first, int last) {

@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "ATen/CPUGeneratorImpl.h"
 #include "ATen/Functions.h"
 #include "c10/core/InferenceMode.h"
 #include "muster/accelerator.h"
@@ -17,6 +16,7 @@
 #include "muster/nn.h"
 #include "muster/optim.h"
 #include "muster/test_model.h"
+#include "muster/test_net.h"
 #include "muster/test_ranks.h"
 #include "torch/csrc/autograd/autograd.h"
 #include "torch/csrc/autograd/custom_function.h"
@@ -41,10 +41,6 @@ using testing::Each;
 using testing::HasSubstr;
 
 using Weights = std::map<std::string, at::Tensor>;
-
-at::Tensor Random(at::IntArrayRef sizes, uint64_t seed) {
-  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kFloat);
-}
 
 void Fill(torch::nn::Module& net) {
   at::NoGradGuard no_grad;

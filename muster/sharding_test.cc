@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "ATen/CPUGeneratorImpl.h"
 #include "ATen/Functions.h"
 #include "base/file.h"
 #include "muster/accelerator.h"
@@ -15,6 +14,7 @@
 #include "muster/nn.h"
 #include "muster/optim.h"
 #include "muster/test_model.h"
+#include "muster/test_net.h"
 #include "muster/test_ranks.h"
 #include "muster/utils.h"
 #include "muster/weights.h"
@@ -35,21 +35,6 @@ using testing::Each;
 using testing::HasSubstr;
 
 constexpr int kSamples = 12;  // of a step, on all ranks
-
-at::Tensor Random(at::IntArrayRef sizes, uint64_t seed) {
-  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kFloat);
-}
-
-torch::nn::Sequential MakeNet() {
-  torch::nn::Sequential net(torch::nn::Linear(5, 9), torch::nn::Tanh(), torch::nn::Linear(9, 9),
-                            torch::nn::Tanh(), torch::nn::Linear(9, 3));
-  at::NoGradGuard no_grad;
-  uint64_t seed = 7;
-  for (at::Tensor& parameter : net->parameters()) {
-    parameter.copy_(Random(parameter.sizes(), ++seed).div_(3));
-  }
-  return net;
-}
 
 AcceleratorOptions Sharded(const std::string& name) {
   AcceleratorOptions options;

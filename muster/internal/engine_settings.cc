@@ -105,8 +105,7 @@ absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks
     to.offload_parameters = Offload::kNone;
     result.notes.push_back(
         "Parameters are not offloaded: this strategy keeps them whole. FULL_SHARD (stage 3) "
-        "offloads "
-        "them.");
+        "offloads them.");
   }
   to.ignored_modules = from.ignored_modules.value_or("");
   // Without types the entries of module lists are units: nothing but memory depends on it.

@@ -63,8 +63,7 @@ const ShardingGroups& Core::MakeShardingGroups() {
       }
     }
   }
-  if (reshard > 0 && sharding.strategy == ShardingStrategy::kFull &&
-      sharding.reshard_after_forward) {
+  if (reshard > 0) {
     for (int64_t first = 0; first < size; first += reshard) {
       if (std::shared_ptr<Comm> mine = make(first, 1, reshard)) sharding_groups_.reshard = mine;
     }

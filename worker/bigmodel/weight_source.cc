@@ -22,8 +22,6 @@ namespace muster {
 namespace {
 
 uint64_t RoundDown(uint64_t n) { return n / kDirectAlignment * kDirectAlignment; }
-uint64_t RoundUp(uint64_t n) { return RoundDown(n + kDirectAlignment - 1); }
-bool IsAligned(uint64_t n) { return n % kDirectAlignment == 0; }
 
 // A file that is read through the page cache where it is there already, and else past it: a model
 // that is streamed once per pass would only drive out of the cache what others have there.
@@ -60,7 +58,7 @@ class StreamedFile {
     if (!is_direct_ || IsCached(begin, bytes)) {
       return ReadFrom(cached_.get(), begin, bytes, bytes, to);
     }
-    if (IsAligned(begin) && IsAligned(bytes) && IsAligned(reinterpret_cast<uintptr_t>(to))) {
+    if (IsDirectAligned(begin) && IsDirectAligned(bytes) && IsDirectAligned(to)) {
       return ReadFrom(direct_.get(), begin, bytes, bytes, to);
     }
     MUSTER_ASSIGN_OR_RETURN(const char* const from, Fetch(begin, bytes, scratch));
@@ -69,7 +67,7 @@ class StreamedFile {
   }
 
   absl::StatusOr<const char*> Fetch(uint64_t begin, size_t bytes, ReadScratch& scratch) const {
-    const uint64_t first = RoundDown(begin), whole = RoundUp(begin + bytes) - first;
+    const uint64_t first = RoundDown(begin), whole = DirectAlignedUp(begin + bytes) - first;
     MUSTER_RETURN_IF_ERROR(scratch.Grow(whole));
     if (!is_direct_ || IsCached(begin, bytes)) {
       MUSTER_RETURN_IF_ERROR(ReadFrom(cached_.get(), begin, bytes, bytes, scratch.data()));
@@ -100,7 +98,7 @@ class StreamedFile {
       }
       done += static_cast<size_t>(got);
       // A direct read that stops between blocks has met the end of the file.
-      if (fd == direct_.get() && done < needed && !IsAligned(done)) {
+      if (fd == direct_.get() && done < needed && !IsDirectAligned(done)) {
         return absl::DataLossError(absl::StrCat("it ends at byte ", at + done, ", before byte ",
                                                 at + needed, ": it was changed while it is used"));
       }
@@ -110,7 +108,7 @@ class StreamedFile {
 
   // Whether all of the range is in the page cache.
   bool IsCached(uint64_t begin, size_t bytes) const {
-    const uint64_t first = RoundDown(begin), whole = RoundUp(begin + bytes) - first;
+    const uint64_t first = RoundDown(begin), whole = DirectAlignedUp(begin + bytes) - first;
     void* const pages =
         mmap(nullptr, whole, PROT_READ, MAP_SHARED, cached_.get(), static_cast<off_t>(first));
     if (pages == MAP_FAILED) return false;

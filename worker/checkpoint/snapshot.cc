@@ -13,7 +13,7 @@ namespace muster {
 
 absl::StatusOr<char*> Snapshot::Append(const std::string& name, size_t bytes) {
   const size_t end = files_.empty() ? reserved_ : files_.back().offset + files_.back().bytes;
-  const size_t offset = (end + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
+  const size_t offset = DirectAlignedUp(end);
   if (const absl::Status grown = memory_.Grow(offset + bytes); !grown.ok()) {
     const std::string why(grown.message());
     return absl::Status(grown.code(),
