@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <thread>
 #include <utility>
@@ -38,6 +39,10 @@ void Agent::Stop() {
 
 void Agent::Kill(const std::string& worker_id, uint64_t incarnation, const std::string& why) {
   Post(KillWanted{worker_id, incarnation, why});
+}
+
+void Agent::Reenters(const std::string& worker_id, Reentry reentry) {
+  Post(ReentryTold{worker_id, reentry});
 }
 
 void Agent::Post(Event event) {
@@ -81,15 +86,7 @@ absl::Status Agent::StartWorker(const Meeting& meeting, int attempt, int local_r
   told.restart_count += attempt;
   told.max_restarts += options_.max_restarts;
 
-  if (!options_.log_dir.empty()) {
-    const std::string folder = absl::StrCat(options_.log_dir, "/attempt_", attempt);
-    absl::Status status = MakeDirectories(folder);
-    if (status.ok()) {
-      status = output_.AddLog(worker.rank, absl::StrCat(folder, "/rank_", worker.rank, ".log"));
-    }
-    if (!status.ok())
-      return absl::InvalidArgumentError(absl::StrCat("log_dir: ", status.message()));
-  }
+  MUSTER_RETURN_IF_ERROR(LogWorker(worker.rank, attempt));
   ProcessOptions process;
   process.argv = options_.argv;
   process.env = ToEnvironmentBlock(MakeWorkerVariables(told, options_.inherited));
@@ -123,18 +120,79 @@ absl::Status Agent::StartWorker(const Meeting& meeting, int attempt, int local_r
   return absl::OkStatus();
 }
 
+absl::Status Agent::LogWorker(int rank, int attempt) {
+  if (options_.log_dir.empty()) return absl::OkStatus();
+  const std::string folder = absl::StrCat(options_.log_dir, "/attempt_", attempt);
+  absl::Status status = MakeDirectories(folder);
+  if (status.ok()) status = output_.AddLog(rank, absl::StrCat(folder, "/rank_", rank, ".log"));
+  if (status.ok()) return status;
+  return absl::InvalidArgumentError(absl::StrCat("log_dir: ", status.message()));
+}
+
 absl::Status Agent::StartWorkers(const Meeting& meeting, int attempt) {
-  workers_.assign(options_.slots, Worker());
-  running_ = 0;
+  if (meeting.node_rank != node_rank_ || meeting.num_nodes != num_nodes_) {
+    // They would be other ranks than their variables say.
+    StopWorkers(options_.failure_grace);
+    WaitForWorkers();
+  }
+  node_rank_ = meeting.node_rank;
+  num_nodes_ = meeting.num_nodes;
+  workers_.resize(options_.slots);
   for (int local_rank = 0; local_rank < options_.slots; ++local_rank) {
+    Worker& worker = workers_[local_rank];
+    if (worker.kept) {
+      worker.kept = false;
+      MUSTER_RETURN_IF_ERROR(LogWorker(worker.rank, attempt));
+      continue;
+    }
+    worker = Worker();
     MUSTER_RETURN_IF_ERROR(StartWorker(meeting, attempt, local_rank));
   }
   return absl::OkStatus();
 }
 
+absl::Status Agent::Renew(const Meeting& meeting, int attempt, const Ended& ended) {
+  const WorkerEnd end = OnEnded(ended);
+  output_.Note(absl::StrCat("muster: ", end.ToString(),
+                            " before it has joined the others again; starting it again"));
+  workers_[ended.local_rank] = Worker();
+  return StartWorker(meeting, attempt, ended.local_rank);
+}
+
+int Agent::kept() const {
+  return static_cast<int>(std::count_if(workers_.begin(), workers_.end(),
+                                        [](const Worker& worker) { return worker.kept; }));
+}
+
+void Agent::OnReentry(const ReentryTold& told) {
+  for (Worker& worker : workers_) {
+    if (worker.worker_id != told.worker_id || worker.process == nullptr || worker.ended) continue;
+    if (worker.renewed) continue;
+    worker.reentry = told.reentry;
+    if (told.reentry == Reentry::kReturned) worker.awaited = false;
+    // It has finished what it would re-enter.
+    if (told.reentry == Reentry::kNone && worker.awaited) {
+      worker.renewed = true;
+      worker.process->Stop(options_.failure_grace);
+    }
+  }
+}
+
+void Agent::StopAwaited() {
+  for (Worker& worker : workers_) {
+    if (!worker.awaited || worker.ended || worker.renewed) continue;
+    output_.Note(absl::StrCat("muster: rank ", worker.rank, " (pid ", worker.process->pid(), " on ",
+                              hostname_, ") has not joined the others again within ",
+                              absl::FormatDuration(options_.reentry_timeout)));
+    worker.renewed = true;
+    worker.process->Stop(options_.failure_grace);
+  }
+}
+
 WorkerEnd Agent::OnEnded(const Ended& event) {
   Worker& worker = workers_[event.local_rank];
   worker.ended = true;
+  worker.kept = worker.awaited = false;
   --running_;
   if (options_.processes != nullptr) {
     options_.processes->Ended(worker.worker_id, worker.incarnation);
@@ -161,7 +219,18 @@ WorkerEnd Agent::OnEnded(const Ended& event) {
 
 void Agent::StopWorkers(absl::Duration grace) {
   for (Worker& worker : workers_) {
+    worker.kept = worker.awaited = false;
     if (worker.process != nullptr && !worker.ended) worker.process->Stop(grace);
+  }
+}
+
+void Agent::StopOrKeepWorkers() {
+  const bool restarts = attempt_ < options_.max_restarts && !stopped_;
+  for (Worker& worker : workers_) {
+    if (worker.process == nullptr || worker.ended) continue;
+    worker.kept = restarts && worker.reentry != Reentry::kNone && worker.killed_because.empty();
+    worker.awaited = worker.kept && worker.reentry == Reentry::kAble;
+    if (!worker.kept) worker.process->Stop(options_.failure_grace);
   }
 }
 
@@ -177,10 +246,11 @@ void Agent::KillWorker(const KillWanted& wanted) {
 }
 
 void Agent::WaitForWorkers() {
-  while (running_ > 0) {
+  while (running_ > kept()) {
     const Event event = Next();
     if (const auto* ended = std::get_if<Ended>(&event)) OnEnded(*ended);
     if (const auto* kill = std::get_if<KillWanted>(&event)) KillWorker(*kill);
+    if (const auto* told = std::get_if<ReentryTold>(&event)) OnReentry(*told);
     if (std::holds_alternative<StopWanted>(event)) {
       StopWorkers(stopped_ ? absl::ZeroDuration() : options_.stop_grace);
       stopped_ = true;
@@ -194,6 +264,11 @@ AttemptEnd Agent::Culprit(const Ended& first) {
   while (culprit.exit.signal == 0 && running_ > 0) {
     std::optional<Event> event = NextWithin(deadline - Clock::Real().Now());
     if (!event.has_value()) break;
+    if (const auto* told = std::get_if<ReentryTold>(&*event)) {
+      // Of a survivor, which is faster than the search for the cause.
+      OnReentry(*told);
+      continue;
+    }
     const auto* ended = std::get_if<Ended>(&*event);
     if (ended == nullptr) {
       Post(*std::move(event));
@@ -212,28 +287,48 @@ AttemptEnd Agent::Culprit(const Ended& first) {
 std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
                                             absl::Status* refused) {
   link_.Watch([this](AttemptEnd end) { Post(EndedElsewhere{std::move(end)}); });
-  if (absl::Status status = StartWorkers(meeting, attempt); !status.ok()) {
+  const auto not_started = [&](const absl::Status& status) {
     StopWorkers(absl::ZeroDuration());
     WaitForWorkers();
     *refused = status;
     return link_.Fail(
         {absl::StrCat("a worker could not be started on ", hostname_, ": ", status.message()), {}});
+  };
+  if (absl::Status status = StartWorkers(meeting, attempt); !status.ok()) {
+    return not_started(status);
   }
+  absl::Time reentry_ends = Clock::Real().Now() + options_.reentry_timeout;
   while (running_ > 0) {
-    const Event event = Next();
+    std::optional<Event> next = NextWithin(reentry_ends - Clock::Real().Now());
+    if (!next.has_value()) {
+      reentry_ends = absl::InfiniteFuture();
+      StopAwaited();
+      continue;
+    }
+    const Event event = *std::move(next);
+    if (const auto* told = std::get_if<ReentryTold>(&event)) {
+      OnReentry(*told);
+      continue;
+    }
     if (const auto* ended = std::get_if<Ended>(&event)) {
+      if (workers_[ended->local_rank].awaited) {
+        if (absl::Status status = Renew(meeting, attempt, *ended); !status.ok()) {
+          return not_started(status);
+        }
+        continue;
+      }
       if (ended->exit.ok() && workers_[ended->local_rank].killed_because.empty()) {
         OnEnded(*ended);
         continue;
       }
       const AttemptEnd local = Culprit(*ended);
-      StopWorkers(options_.failure_grace);
+      StopOrKeepWorkers();
       const AttemptEnd end = link_.Fail(local);
       WaitForWorkers();
       return end;
     }
     if (const auto* elsewhere = std::get_if<EndedElsewhere>(&event)) {
-      StopWorkers(options_.failure_grace);
+      StopOrKeepWorkers();
       WaitForWorkers();
       return elsewhere->end;
     }
@@ -265,6 +360,15 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
 }
 
 JobResult Agent::Run() {
+  JobResult result = RunAttempts();
+  // Workers that were kept for an attempt that did not begin.
+  StopWorkers(result.outcome == JobResult::Outcome::kStopped ? options_.stop_grace
+                                                             : options_.failure_grace);
+  WaitForWorkers();
+  return result;
+}
+
+JobResult Agent::RunAttempts() {
   JobResult result;
   for (int attempt = 0;; ++attempt) {
     result.restarts = attempt_ = attempt;
@@ -273,8 +377,16 @@ JobResult Agent::Run() {
     {
       MutexLock lock(&mu_);
       stop_wanted = stop_wanted_;
-      // What is left from the attempt before.
-      events_.clear();
+      // What is left from the attempt before. Kept workers may have ended meanwhile, or said
+      // something.
+      std::deque<Event> left;
+      for (Event& event : events_) {
+        if (!std::holds_alternative<EndedElsewhere>(event) &&
+            !std::holds_alternative<StopWanted>(event)) {
+          left.push_back(std::move(event));
+        }
+      }
+      events_.swap(left);
     }
     if (stop_wanted) {
       result.outcome = JobResult::Outcome::kStopped;
@@ -328,9 +440,13 @@ JobResult Agent::Run() {
       result.outcome = JobResult::Outcome::kFailed;
       return result;
     }
-    output_.Note(absl::StrCat("muster: ", result.failure.why,
-                              "; starting all workers again (restart ", attempt + 1, " of ",
-                              options_.max_restarts, ")"));
+    const int others = kept();
+    output_.Note(absl::StrCat(
+        "muster: ", result.failure.why, "; starting ",
+        others == 0 ? "all workers"
+                    : absl::StrCat(options_.slots - others, " of ", options_.slots, " workers"),
+        " again", others == 0 ? "" : ", the others continue in their processes", " (restart ",
+        attempt + 1, " of ", options_.max_restarts, ")"));
     output_.Flush(options_.failure_grace);
   }
 }

@@ -18,6 +18,7 @@
 #include "agent/worker_environment.h"
 #include "agent/worker_groups.h"
 #include "agent/worker_processes.h"
+#include "base/held_memory.h"
 #include "base/mutex.h"
 
 namespace muster::agent {
@@ -38,6 +39,10 @@ struct AgentOptions {
   // worker has failed.
   absl::Duration stop_grace = absl::Seconds(10);
   absl::Duration failure_grace = absl::Seconds(3);
+  // Workers that continue in their process after the loss of another one have this long, from the
+  // next attempt's begin, to give up the generation that has ended. One that does not is started
+  // again.
+  absl::Duration reentry_timeout = absl::Seconds(30);
   // After a worker failed with an exit code, wait this long for another one that a signal killed:
   // the first error to be seen is often the echo of the second.
   absl::Duration settle = absl::Milliseconds(50);
@@ -70,8 +75,9 @@ struct JobResult {
   int restarts = 0;
 };
 
-// Runs the workers of one job on this node: starts them, watches them, stops all when one fails,
-// starts all again as often as allowed. Thread-safe.
+// Runs the workers of one job on this node: starts them, watches them, and when one fails starts
+// all again as often as allowed. Workers that can re-enter (see Reenters) keep their processes
+// then; the others are stopped. Thread-safe.
 class Agent {
  public:
   // All are borrowed.
@@ -90,6 +96,9 @@ class Agent {
   // Its end counts as a failure. Nothing if it is not running here. Does not block.
   void Kill(const std::string& worker_id, uint64_t incarnation, const std::string& why);
 
+  // What the running process of this worker says of its re-entry. Does not block.
+  void Reenters(const std::string& worker_id, Reentry reentry);
+
  private:
   struct Worker {
     int rank = 0;
@@ -98,6 +107,10 @@ class Agent {
     std::shared_ptr<Process> process;
     bool ended = false;
     std::string killed_because;  // empty: it was not killed
+    Reentry reentry = Reentry::kNone;
+    bool kept = false;     // the attempt in which it was started has ended without it
+    bool awaited = false;  // and it has not given that up yet
+    bool renewed = false;  // it was stopped for that, and is started again
   };
   struct Ended {
     int local_rank;
@@ -112,19 +125,34 @@ class Agent {
     uint64_t incarnation;
     std::string why;
   };
-  using Event = std::variant<Ended, EndedElsewhere, StopWanted, KillWanted>;
+  struct ReentryTold {
+    std::string worker_id;
+    Reentry reentry;
+  };
+  using Event = std::variant<Ended, EndedElsewhere, StopWanted, KillWanted, ReentryTold>;
 
   void Post(Event event);
   Event Next();
   std::optional<Event> NextWithin(absl::Duration timeout);
 
+  JobResult RunAttempts();
+  // Those that are not kept.
   absl::Status StartWorkers(const Meeting& meeting, int attempt);
   absl::Status StartWorker(const Meeting& meeting, int attempt, int local_rank);
+  absl::Status LogWorker(int rank, int attempt);
   WorkerEnd OnEnded(const Ended& event);
   void StopWorkers(absl::Duration grace);
+  // At the end of an attempt that may be followed by another: keeps the workers that can re-enter
+  // and stops the others.
+  void StopOrKeepWorkers();
   void KillWorker(const KillWanted& wanted);
-  // Takes events until no worker is left. A request to stop shortens it and is recorded in
-  // stopped_.
+  void OnReentry(const ReentryTold& told);
+  void StopAwaited();
+  // Starts the worker again within the attempt.
+  absl::Status Renew(const Meeting& meeting, int attempt, const Ended& ended);
+  int kept() const;
+  // Takes events until only kept workers are left. A request to stop shortens it, keeps none, and
+  // is recorded in stopped_.
   void WaitForWorkers();
   // One start of all workers. Returns why it failed, or nothing if it succeeded or was stopped
   // (stopped_).
@@ -140,6 +168,8 @@ class Agent {
   // The thread of Run only.
   std::vector<Worker> workers_;
   int running_ = 0;
+  int node_rank_ = -1;  // of the last meeting
+  int num_nodes_ = 0;
   int attempt_ = 0;  // 0 is the first
   bool stopped_ = false;
   std::vector<std::string> stuck_;  // workers that could not be killed

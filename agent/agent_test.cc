@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <map>
@@ -16,6 +17,7 @@
 #include "agent/control_group.h"
 #include "agent/fake_control_groups.h"
 #include "agent/fake_job_coordination.h"
+#include "base/owned_fd.h"
 #include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -226,6 +228,153 @@ TEST_F(AgentTest, RestartsUsedUp_Fails) {
   ASSERT_THAT(ends, SizeIs(2));
   EXPECT_TRUE(ends[0].may_restart);
   EXPECT_FALSE(ends[1].may_restart);
+}
+
+// Two workers that say who they are and end with the code that they are told.
+class ReentryTest : public AgentTest {
+ protected:
+  void SetUp() override {
+    AgentTest::SetUp();
+    options_.slots = 2;
+    options_.max_restarts = 1;
+    for (int rank = 0; rank < 2; ++rank) {
+      const std::string path = folder_.Path(absl::StrCat("orders", rank));
+      ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+      // For both directions: neither side waits for the other to open it.
+      orders_[rank] = OwnedFd(open(path.c_str(), O_RDWR | O_CLOEXEC));
+    }
+    options_.inherited["ORDERS"] = folder_.Path("orders");
+  }
+  void StartWorkers() {
+    Start("echo $$ $TORCHELASTIC_RESTART_COUNT; read code < $ORDERS$RANK; exit $code");
+    pids_ = ReadValues(2);
+  }
+  void End(int rank, int code) {
+    const std::string order = absl::StrCat(code, "\n");
+    ASSERT_EQ(write(orders_[rank].get(), order.data(), order.size()),
+              static_cast<ssize_t>(order.size()));
+  }
+  // Of rank 0, which re-enters, and rank 1, which does not.
+  void LoseRankOne() {
+    agent_->Reenters("w0", Reentry::kAble);
+    End(1, 9);
+    EXPECT_THAT(ReadLine(),
+                HasSubstr("exited with code 9; starting 1 of 2 workers again, the others continue "
+                          "in their processes (restart 1 of "));
+  }
+  std::vector<std::string> Ends() {
+    std::vector<std::string> ends;
+    for (const WorkerEnd& end : coordination_.ends()) {
+      ends.push_back(absl::StrCat(end.rank, " ", end.exit.signal, " ", end.exit.exit_code));
+    }
+    return ends;
+  }
+
+  const TestFolder folder_;
+  OwnedFd orders_[2];
+  std::map<int, std::string> pids_;
+};
+
+TEST_F(ReentryTest, SurvivorReenters_OnlyTheLostOneStartsAgain) {
+  StartWorkers();
+  LoseRankOne();
+  const std::string again = ReadLine();
+  EXPECT_THAT(again, ::testing::MatchesRegex("\\[1\\]: [0-9]+ 1"));
+  EXPECT_NE(again, "[1]: " + pids_[1]);
+  agent_->Reenters("w0", Reentry::kReturned);
+  agent_->Reenters("w0", Reentry::kAble);
+  End(0, 0);
+  End(1, 0);
+  const JobResult result = Join();
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kSucceeded);
+  EXPECT_EQ(result.restarts, 1);
+  EXPECT_THAT(Ends(), UnorderedElementsAre("1 0 9", "0 0 0", "1 0 0"));
+}
+
+TEST_F(ReentryTest, SurvivorDoesNotReturn_IsStartedAgainInTheSameAttempt) {
+  options_.reentry_timeout = absl::ZeroDuration();
+  StartWorkers();
+  agent_->Reenters("w0", Reentry::kAble);
+  End(1, 9);
+  // The lines of the workers and the agent's come in any order.
+  std::vector<std::string> lines;
+  while (lines.size() < 5) lines.push_back(ReadLine());
+  EXPECT_THAT(lines, Contains(HasSubstr("has not joined the others again within 0")));
+  EXPECT_THAT(lines, Contains(::testing::MatchesRegex("\\[0\\]: [0-9]+ 1")));
+  EXPECT_THAT(lines, Contains(::testing::MatchesRegex("\\[1\\]: [0-9]+ 1")));
+  End(0, 0);
+  End(1, 0);
+  const JobResult result = Join();
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kSucceeded);
+  EXPECT_EQ(result.restarts, 1);
+  EXPECT_THAT(Ends(), UnorderedElementsAre("1 0 9", "0 15 0", "0 0 0", "1 0 0"));
+}
+
+TEST_F(ReentryTest, SurvivorEndsBeforeItReturns_IsStartedAgainInTheSameAttempt) {
+  StartWorkers();
+  LoseRankOne();
+  EXPECT_THAT(ReadLine(), HasSubstr("[1]: "));
+  End(0, 5);
+  EXPECT_THAT(ReadLine(), HasSubstr("exited with code 5 before it has joined the others again"));
+  EXPECT_THAT(ReadLine(), ::testing::MatchesRegex("\\[0\\]: [0-9]+ 1"));
+  End(0, 0);
+  End(1, 0);
+  EXPECT_EQ(Join().restarts, 1);
+}
+
+TEST_F(ReentryTest, SurvivorEndsAfterItReturned_CountsAsAnotherRestart) {
+  options_.max_restarts = 2;
+  StartWorkers();
+  LoseRankOne();
+  EXPECT_THAT(ReadLine(), HasSubstr("[1]: "));
+  agent_->Reenters("w0", Reentry::kReturned);
+  agent_->Reenters("w1", Reentry::kAble);
+  End(0, 5);
+  EXPECT_THAT(ReadLine(), HasSubstr("exited with code 5; starting 1 of 2 workers again"));
+  EXPECT_THAT(ReadLine(), ::testing::MatchesRegex("\\[0\\]: [0-9]+ 2"));
+  agent_->Reenters("w1", Reentry::kReturned);
+  End(0, 0);
+  End(1, 0);
+  EXPECT_EQ(Join().restarts, 2);
+}
+
+TEST_F(ReentryTest, NoRestartIsLeft_SurvivorIsStopped) {
+  options_.max_restarts = 0;
+  StartWorkers();
+  agent_->Reenters("w0", Reentry::kAble);
+  End(1, 9);
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kFailed);
+  EXPECT_THAT(Ends(), ElementsAre("1 0 9", "0 15 0"));
+}
+
+TEST_F(ReentryTest, NextAttemptDoesNotBegin_SurvivorIsStopped) {
+  StartWorkers();
+  coordination_.FailMeet(absl::DeadlineExceededError("machine 1 did not come"));
+  LoseRankOne();
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kFailed);
+  EXPECT_THAT(Ends(), ElementsAre("1 0 9", "0 15 0"));
+}
+
+TEST_F(ReentryTest, StoppedDuringReentry_AllEnd) {
+  StartWorkers();
+  LoseRankOne();
+  EXPECT_THAT(ReadLine(), HasSubstr("[1]: "));
+  agent_->Stop();
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kStopped);
+  EXPECT_THAT(Ends(), UnorderedElementsAre("1 0 9", "0 15 0", "1 15 0"));
+}
+
+TEST_F(ReentryTest, AnotherNodeFails_SurvivorsHereContinue) {
+  StartWorkers();
+  agent_->Reenters("w0", Reentry::kAble);
+  agent_->Reenters("w1", Reentry::kReturned);
+  coordination_.EndElsewhere({"rank 5 (pid 7 on other) exited with code 1", {}});
+  EXPECT_THAT(ReadLine(), HasSubstr("starting 0 of 2 workers again"));
+  agent_->Reenters("w0", Reentry::kReturned);
+  End(0, 0);
+  End(1, 0);
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kSucceeded);
+  EXPECT_THAT(Ends(), UnorderedElementsAre("0 0 0", "1 0 0"));
 }
 
 TEST_F(AgentTest, Stop_WorkersMayCleanUp) {

@@ -144,6 +144,13 @@ void MemoryHolder::Serve(int connection) {
       if (options_.on_dropped != nullptr) options_.on_dropped(request->text, request->slot);
       return;
     }
+    case HeldMemoryMessage::kReentry:
+      if (options_.on_reentry != nullptr && !client->worker.empty() &&
+          request->slot <= static_cast<int32_t>(Reentry::kReturned)) {
+        options_.on_reentry(client->worker, static_cast<Reentry>(request->slot));
+        return Answer(connection, absl::OkStatus());
+      }
+      return Answer(connection, absl::InvalidArgumentError("nobody here asks about re-entry"));
     default:
       return Answer(connection,
                     absl::InvalidArgumentError("the agent does not accept messages of this kind"));

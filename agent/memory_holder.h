@@ -44,6 +44,9 @@ class MemoryHolder {
     std::function<void(const HeldMemory&)> on_held = nullptr;
     // And of memory that one has dropped.
     std::function<void(const std::string& worker, int slot)> on_dropped = nullptr;
+    // What a worker says of its re-entry; null: such a message is refused. Called before the answer
+    // on this object's thread.
+    std::function<void(const std::string& worker, Reentry reentry)> on_reentry = nullptr;
   };
 
   // Errors: UNAVAILABLE what the kernel says.

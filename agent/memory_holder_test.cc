@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -51,6 +52,26 @@ TEST(MemoryHolder, WhatAWorkerHandsOver_OutlivesItsDescriptor) {
   EXPECT_EQ(TextOf((*held)[0].fd.get()), "third");
   EXPECT_EQ((*held)[1].slot, 1);
   EXPECT_EQ(TextOf((*held)[1].fd.get()), "second");
+}
+
+TEST(MemoryHolder, Reentry_IsToldOfTheWorkerThatSaysIt) {
+  std::vector<std::pair<std::string, Reentry>> told;
+  MemoryHolder::Options options;
+  options.on_reentry = [&](const std::string& worker, Reentry reentry) {
+    told.emplace_back(worker, reentry);
+  };
+  const auto holder =
+      *MemoryHolder::Start([](pid_t) { return std::string("w1"); }, std::move(options));
+  EXPECT_TRUE(TellReentry(holder->address(), Reentry::kAble).ok());
+  EXPECT_TRUE(TellReentry(holder->address(), Reentry::kReturned).ok());
+  EXPECT_TRUE(absl::IsInvalidArgument(TellReentry(holder->address(), static_cast<Reentry>(3))));
+  const std::vector<std::pair<std::string, Reentry>> expected = {{"w1", Reentry::kAble},
+                                                                 {"w1", Reentry::kReturned}};
+  EXPECT_EQ(told, expected);
+}
+
+TEST(MemoryHolder, ReentryThatNobodyAsksFor_IsRefused) {
+  EXPECT_TRUE(absl::IsInvalidArgument(TellReentry(HolderFor("w0")->address(), Reentry::kAble)));
 }
 
 TEST(MemoryHolder, Strangers_NeitherGiveNorGet) {

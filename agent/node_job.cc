@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -125,6 +126,24 @@ std::unique_ptr<JobCoordination> JoinJob(const NodeJobOptions& options, NodeUpli
       uplink);
 }
 
+// Passes what workers say of their re-entry to the agent that runs them, once there is one.
+// Thread-safe.
+class ReentryListener {
+ public:
+  void Set(Agent* agent) {
+    MutexLock lock(&mu_);
+    agent_ = agent;
+  }
+  void Told(const std::string& worker_id, Reentry reentry) {
+    MutexLock lock(&mu_);
+    if (agent_ != nullptr) agent_->Reenters(worker_id, reentry);
+  }
+
+ private:
+  Mutex mu_;
+  Agent* agent_ ABSL_GUARDED_BY(mu_) = nullptr;
+};
+
 // Stops the agent at the first signal of the job and kills at a later one; when the agent has
 // ended, hurries the output instead. Thread-safe.
 class JobStopper {
@@ -203,7 +222,11 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   worker.tls = {};
   // Until the last attempt has ended: what a killed worker has left is there for the next attempt.
   const std::string depot = options.memory_socket;
+  ReentryListener reentries;
   MemoryHolder::Options telling;
+  telling.on_reentry = [&reentries](const std::string& worker_id, Reentry reentry) {
+    reentries.Told(worker_id, reentry);
+  };
   telling.on_held = [&depot](const HeldMemory& piece) { HandOver(piece, depot); };
   telling.on_dropped = [&depot](const std::string& worker_id, int slot) {
     if (!depot.empty()) (void)DropHeldMemory(depot, worker_id, slot);
@@ -225,6 +248,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   options.agent.stderr_terminal = show && isatty(STDERR_FILENO) != 0;
   options.agent.stdin_fd = IsStandardDescriptor(STDIN_FILENO) ? STDIN_FILENO : -1;
   Agent agent(std::move(options.agent), host, output, *link);
+  reentries.Set(&agent);
   (*session)->SetOnKillWorker([&agent](const v1::KillWorker& kill) {
     agent.Kill(kill.worker_id(), kill.incarnation(), kill.why());
   });
@@ -236,6 +260,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   if (memory.ok() && result.job.outcome != JobResult::Outcome::kSucceeded) {
     for (const HeldMemory& piece : (*memory)->Held("")) HandOver(piece, depot);
   }
+  reentries.Set(nullptr);
   (*session)->SetOnKillWorker(nullptr);
   link.reset();
   (*session)->Finish(absl::Seconds(1));

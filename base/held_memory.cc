@@ -92,7 +92,7 @@ void HeldMemoryMessage::set_text(absl::string_view value) {
 
 bool IsWellFormed(const HeldMemoryMessage& message) {
   return message.magic == HeldMemoryMessage::kMagic && message.kind >= HeldMemoryMessage::kHold &&
-         message.kind <= HeldMemoryMessage::kDrop && message.slot >= 0 &&
+         message.kind <= HeldMemoryMessage::kReentry && message.slot >= 0 &&
          message.slot < kHeldSlots && message.code >= 0 && message.code <= 16 &&
          memchr(message.text, '\0', sizeof(message.text)) != nullptr;
 }
@@ -178,6 +178,13 @@ absl::Status DropHeldMemory(const std::string& socket, const std::string& worker
   request.kind = HeldMemoryMessage::kDrop;
   request.slot = slot;
   request.set_text(worker_id);
+  return Ask(socket, request, -1);
+}
+
+absl::Status TellReentry(const std::string& socket, Reentry reentry) {
+  HeldMemoryMessage request;
+  request.kind = HeldMemoryMessage::kReentry;
+  request.slot = static_cast<int32_t>(reentry);
   return Ask(socket, request, -1);
 }
 

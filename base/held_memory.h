@@ -48,15 +48,28 @@ absl::StatusOr<std::vector<HeldMemory>> TakeHeldMemory(const std::string& socket
 // What a worker has left that does not run on this node now. Errors: as HoldMemory.
 absl::Status DropHeldMemory(const std::string& socket, const std::string& worker_id, int slot);
 
+// What a worker can do when another process of its job is lost. It tells its agent by the same
+// socket.
+enum class Reentry : int32_t {
+  kNone = 0,  // it ends and has to be started again; also of a worker that says nothing
+  kAble = 1,  // it continues in its process, in the next generation
+  kReturned =
+      2,  // it has given up what belongs to the generation that has ended, and joins the next
+};
+
+// Errors: as HoldMemory; INVALID_ARGUMENT also from an older agent.
+absl::Status TellReentry(const std::string& socket, Reentry reentry);
+
 // --- The wire. A request and each answer is one packet. ---
 
 struct HeldMemoryMessage {
   enum Kind : uint32_t {
-    kHold = 1,    // with a descriptor
-    kTake = 2,    // answered by kMemory for each piece, then kDone
-    kMemory = 3,  // with a descriptor
-    kDone = 4,    // `code` says how it went
-    kDrop = 5,    // of the worker in `text`
+    kHold = 1,     // with a descriptor
+    kTake = 2,     // answered by kMemory for each piece, then kDone
+    kMemory = 3,   // with a descriptor
+    kDone = 4,     // `code` says how it went
+    kDrop = 5,     // of the worker in `text`
+    kReentry = 6,  // `slot` is a Reentry
   };
   static constexpr uint32_t kMagic = 0x314d484d;
 

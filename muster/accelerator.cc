@@ -13,6 +13,7 @@
 #include "base/mutex.h"
 #include "muster/checkpoint.h"
 #include "muster/internal/core.h"
+#include "muster/internal/elastic_join.h"
 #include "muster/internal/full_state.h"
 #include "muster/internal/slots.h"
 #include "worker/job/agent_tells.h"
@@ -295,24 +296,34 @@ bool WaitForStop(absl::Duration timeout) {
 
 }  // namespace
 
-int internal::Run(int argc, char** argv, const AcceleratorOptions& options,
+int internal::Run(int argc, char** argv, const AcceleratorOptions& options, bool elastic,
                   const std::function<absl::Status(Accelerator&, const Arguments&)>& train) {
   const Arguments arguments(argv + std::min(argc, 1), argv + argc);
   std::string who = absl::StrCat("pid ", getpid());
   bool told = false;
   const absl::Status status = Guard([&] {
-    Accelerator accelerator(options);
-    if (accelerator.use_distributed()) {
-      who = absl::StrCat("rank ", accelerator.process_index(), " (", who, ")");
+    ElasticJoin generations(options, elastic);
+    const std::string pid = who;
+    for (bool again = true; again;) {
+      Accelerator accelerator(generations.Join());
+      if (accelerator.use_distributed()) {
+        who = absl::StrCat("rank ", accelerator.process_index(), " (", pid, ")");
+      }
+      const absl::Status trained = Guard([&] {
+        ThrowIfError(train(accelerator, arguments));
+        if (elastic) {
+          ThrowIfError(accelerator.wait_for_checkpoint());
+          generations.Finished();
+        }
+        accelerator.end_training();
+      });
+      again = generations.Leaves(accelerator.core(), trained);
+      if (again) continue;
+      // Before this process lets go of the others.
+      const absl::Status named = accelerator.core().NameCulprit(trained);
+      told = AgentTells(named, ProcessVariables());
+      ThrowIfError(named);
     }
-    const absl::Status trained = Guard([&] {
-      ThrowIfError(train(accelerator, arguments));
-      accelerator.end_training();
-    });
-    // Before this process lets go of the others.
-    const absl::Status named = accelerator.core().NameCulprit(trained);
-    told = AgentTells(named, ProcessVariables());
-    ThrowIfError(named);
   });
   std::fflush(stdout);
   if (status.ok()) return 0;

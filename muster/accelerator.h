@@ -580,6 +580,25 @@ int run(int argc, char** argv, F train) {
   return run(argc, argv, AcceleratorOptions(), std::move(train));
 }
 
+// As run(), but when the job loses another process (killed, crashed, its machine gone), this one
+// continues: `train` leaves by the error of its collective, and is called again in this process
+// with the Accelerator of the next generation as soon as the lost process is started anew. It
+// begins as in a new process, with the same random state: it makes models, optimizers and loaders
+// anew, and load_state_if_present() takes it to the newest checkpoint. What is made outside of
+// `train` (data sets, tokenizers, caches) stays; nothing that an Accelerator prepared may.
+//
+//   int main(int argc, char** argv) { return muster::run_elastic(argc, argv, Train); }
+//
+// It needs `muster launch` or `muster-agent` with max_restarts; each loss counts as a restart.
+// Every other error of `train` ends the process as in run(), as does the loss of a process without
+// such an agent, in an attempt of a submitted job, and on GPUs: then all processes start again.
+template <class F>
+int run_elastic(int argc, char** argv, const AcceleratorOptions& options, F train);
+template <class F>
+int run_elastic(int argc, char** argv, F train) {
+  return run_elastic(argc, argv, AcceleratorOptions(), std::move(train));
+}
+
 // Below: templates.
 
 namespace internal {
@@ -675,14 +694,12 @@ constexpr auto Refuse() {
                 "muster::batches(dataset, batch_size), and learning-rate schedules");
 }
 
-// The part of run() that does not depend on the function.
-int Run(int argc, char** argv, const AcceleratorOptions& options,
+// The part of run() and run_elastic() that does not depend on the function.
+int Run(int argc, char** argv, const AcceleratorOptions& options, bool elastic,
         const std::function<absl::Status(Accelerator&, const Arguments&)>& train);
 
-}  // namespace internal
-
 template <class F>
-int run(int argc, char** argv, const AcceleratorOptions& options, F train) {
+int RunOf(int argc, char** argv, const AcceleratorOptions& options, bool elastic, F train) {
   constexpr bool kWithArguments = std::is_invocable_v<F&, Accelerator&, const Arguments&>;
   static_assert(kWithArguments || std::is_invocable_v<F&, Accelerator&>,
                 "muster::run() calls train(accelerator) or train(accelerator, arguments): make its "
@@ -697,15 +714,27 @@ int run(int argc, char** argv, const AcceleratorOptions& options, F train) {
   using Result = std::invoke_result_t<decltype(call), Accelerator&, const Arguments&>;
   static_assert(std::is_void_v<Result> || std::is_convertible_v<Result, absl::Status>,
                 "the function given to muster::run() must return absl::Status or nothing");
-  return internal::Run(argc, argv, options,
-                       [&](Accelerator& accelerator, const Arguments& arguments) -> absl::Status {
-                         if constexpr (std::is_void_v<Result>) {
-                           call(accelerator, arguments);
-                           return absl::OkStatus();
-                         } else {
-                           return call(accelerator, arguments);
-                         }
-                       });
+  const std::function<absl::Status(Accelerator&, const Arguments&)> with_status =
+      [&](Accelerator& accelerator, const Arguments& arguments) -> absl::Status {
+    if constexpr (std::is_void_v<Result>) {
+      call(accelerator, arguments);
+      return absl::OkStatus();
+    } else {
+      return call(accelerator, arguments);
+    }
+  };
+  return Run(argc, argv, options, elastic, with_status);
+}
+
+}  // namespace internal
+
+template <class F>
+int run(int argc, char** argv, const AcceleratorOptions& options, F train) {
+  return internal::RunOf(argc, argv, options, /*elastic=*/false, std::move(train));
+}
+template <class F>
+int run_elastic(int argc, char** argv, const AcceleratorOptions& options, F train) {
+  return internal::RunOf(argc, argv, options, /*elastic=*/true, std::move(train));
 }
 
 template <class S>

@@ -1,6 +1,6 @@
-// The program of bench/run_jobs: `steps FOLDER`. Trains the MNIST net on random images until
-// FOLDER/stop is there; each rank writes its process to FOLDER/pid_R, and rank 0 appends the time
-// of each step to FOLDER/steps.
+// The program of bench/run_jobs: `steps FOLDER [elastic]`. Trains the MNIST net on random images
+// until FOLDER/stop is there; each rank writes its process to FOLDER/pid_R, and rank 0 appends the
+// time of each step to FOLDER/steps. With `elastic` survivors of a lost process keep theirs.
 #include <unistd.h>
 
 #include <chrono>
@@ -46,8 +46,9 @@ absl::Status Train(muster::Accelerator& accelerator, const std::string& folder) 
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 2) return 2;
+  const bool elastic = argc == 3 && std::string(argv[2]) == "elastic";
+  if (argc != 2 && !elastic) return 2;
   const std::string folder = argv[1];
-  return muster::run(argc, argv,
-                     [&](muster::Accelerator& accelerator) { return Train(accelerator, folder); });
+  const auto train = [&](muster::Accelerator& accelerator) { return Train(accelerator, folder); };
+  return elastic ? muster::run_elastic(argc, argv, train) : muster::run(argc, argv, train);
 }

@@ -21,7 +21,21 @@
 namespace muster::internal {
 namespace {
 
-JoinedProcess Join(const AcceleratorOptions& options) {
+JoinedProcess JoinOrThrow(const AcceleratorOptions& options) {
+  JoinJobOptions join;
+  join.on_generation_ended = [](const absl::Status& why) {
+    if (AgentTells(why, ProcessVariables())) return;
+    MUSTER_LOG(Error) << "this generation of the job ended: " << why.message();
+  };
+  absl::StatusOr<JoinedProcess> process = Core::Join(options, join);
+  ThrowIfError(process.status());
+  return *std::move(process);
+}
+
+}  // namespace
+
+absl::StatusOr<JoinedProcess> Core::Join(const AcceleratorOptions& options,
+                                         const JoinJobOptions& join) {
   EnvironmentArguments arguments;
   arguments.mixed_precision = options.mixed_precision;
   arguments.use_cpu = options.cpu;
@@ -29,22 +43,14 @@ JoinedProcess Join(const AcceleratorOptions& options) {
   arguments.debug = options.debug;
   if (!options.project.directory.empty()) arguments.project_dir = options.project.directory;
   arguments.timeout = options.timeout;
-  const absl::StatusOr<Environment> environment = ReadEnvironment(ProcessVariables(), arguments);
-  ThrowIfError(environment.status());
-  JoinJobOptions join;
-  join.on_generation_ended = [](const absl::Status& why) {
-    if (AgentTells(why, ProcessVariables())) return;
-    MUSTER_LOG(Error) << "this generation of the job ended: " << why.message();
-  };
-  absl::StatusOr<JoinedProcess> process = JoinJob(*environment, join);
-  ThrowIfError(process.status());
-  if (process->comm->size() > 1) SetLogIdentity(absl::StrCat("rank ", process->comm->rank()));
-  return *std::move(process);
+  MUSTER_ASSIGN_OR_RETURN(const Environment environment,
+                          ReadEnvironment(ProcessVariables(), arguments));
+  MUSTER_ASSIGN_OR_RETURN(JoinedProcess process, JoinJob(environment, join));
+  if (process.comm->size() > 1) SetLogIdentity(absl::StrCat("rank ", process.comm->rank()));
+  return process;
 }
 
-}  // namespace
-
-Core::Core(const AcceleratorOptions& options) : Core(options, Join(options)) {}
+Core::Core(const AcceleratorOptions& options) : Core(options, JoinOrThrow(options)) {}
 
 Core::Core(const AcceleratorOptions& options, JoinedProcess process)
     : process_(options, std::move(process)),
@@ -75,7 +81,9 @@ std::shared_ptr<Comm> Core::NewGroup(std::vector<int> ranks) {
   steps_.CheckAllTakePart("new_group()");
   absl::StatusOr<std::unique_ptr<Comm>> group = MakeSubgroup(process_.joined(), std::move(ranks));
   ThrowIfError(group.status());
-  return process_.InOrder(*std::move(group));
+  std::shared_ptr<Comm> comm = process_.InOrder(*std::move(group));
+  if (comm != nullptr) groups_.emplace_back(comm);
+  return comm;
 }
 
 const BatchInfo* Core::BatchOfMetrics() const {
@@ -187,6 +195,33 @@ void Core::EndTraining() {
   if (absl::Status status = process_.coordinator()->Leave("training ended"); !status.ok()) {
     MUSTER_LOG(Debug) << "leaving the rendezvous: " << status.message();
   }
+}
+
+Handed Core::Abandon() {
+  ended_ = true;
+  FinishTrackers();
+  // Its thread uses comm().
+  triggers_->Close();
+  Handed handed;
+  handed.objects = std::move(groups_);
+  for (const std::shared_ptr<LoaderStateHandle>& loader : registry_.loaders()) {
+    handed.objects.emplace_back(loader);
+  }
+  for (const std::shared_ptr<ModelSlot>& model : registry_.models()) {
+    for (const auto& [name, parameter] : model->source().parameters()) {
+      handed.parameters.emplace_back(parameter.getIntrusivePtr());
+    }
+  }
+  // Before saves are waited for: the others' may wait for this process, which must not wait for
+  // them with its connections open.
+  const absl::Status freed = Guard([this] { FreeMemory(); });
+  if (!freed.ok()) MUSTER_LOG(Debug) << "after a lost process: " << freed.message();
+  sharding_groups_ = {};
+  process_.LoseComm();
+  if (const absl::Status saved = checkpoints_.Wait(); !saved.ok()) {
+    MUSTER_LOG(Warning) << "a save that was under way is lost: " << saved.message();
+  }
+  return handed;
 }
 
 absl::Status Core::InitTrackers(const std::string& project, const TrackerValues& config,

@@ -9,7 +9,11 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "c10/core/TensorImpl.h"
+#include "c10/core/UndefinedTensorImpl.h"
+#include "c10/util/intrusive_ptr.h"
 #include "muster/internal/checkpoint_state.h"
 #include "muster/internal/loop_tracker.h"
 #include "muster/internal/model_source.h"
@@ -34,11 +38,22 @@ class ReduceLROnPlateauScheduler;
 // The implementation behind Accelerator and its handles. Not part of what users include.
 namespace muster::internal {
 
+// What a Core has given to the program or made of its objects, without keeping it alive.
+struct Handed {
+  using Parameter = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  std::vector<std::weak_ptr<void>> objects;  // prepared loaders, groups of processes
+  std::vector<Parameter> parameters;         // of prepared models
+};
+
 // The parts of an Accelerator, and what concerns the process alone: control, triggers, trackers.
 // Not thread-safe.
-class Core {
+class Core : public std::enable_shared_from_this<Core> {
  public:
   explicit Core(const AcceleratorOptions& options);
+  // Joins the job as the environment says; `join`: what else. Errors: as ReadEnvironment and
+  // JoinJob.
+  static absl::StatusOr<JoinedProcess> Join(const AcceleratorOptions& options,
+                                            const JoinJobOptions& join);
   // In a process that has joined its job already.
   Core(const AcceleratorOptions& options, JoinedProcess process);
   ~Core();
@@ -100,6 +115,10 @@ class Core {
   // Finishes the trackers, and reports to the coordinator that this process leaves on purpose.
   void EndTraining();
   void FinishTrackers();
+  // The generation has ended without this process: ends everything that belongs to it, also saves
+  // that are under way, which are lost. Only the destructor may follow. Returns what the program
+  // must have let go of before it joins the next.
+  Handed Abandon();
   // `error`, or, if it only says that a connection to another process is gone, which process that
   // was and how it ended, as far as the coordinator knows. May wait some seconds to learn it.
   absl::Status NameCulprit(const absl::Status& error);
@@ -128,6 +147,7 @@ class Core {
   CheckpointState checkpoints_;
   std::unique_ptr<JobTriggers> triggers_;  // until EndTraining; uses process_
   std::unique_ptr<TrackerSet> trackers_;
+  std::vector<std::weak_ptr<void>> groups_;  // of NewGroup
   bool trigger_ = false;
   bool ended_ = false;
 };

@@ -1,7 +1,9 @@
 #include "muster/internal/process.h"
 
+#include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "base/log.h"
 #include "c10/util/Exception.h"
@@ -80,6 +82,34 @@ ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment&
   return sharding;
 }
 
+// In the place of a Comm whose generation has ended.
+class LostComm final : public Comm {
+ public:
+  LostComm(int rank, int size) : rank_(rank), size_(size) {}
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  void AllReduce(at::Tensor&, ReduceOp) override { Refuse(); }
+  std::vector<at::Tensor> AllGather(const at::Tensor&) override { Refuse(); }
+  void AllGatherParts(at::Tensor&) override { Refuse(); }
+  at::Tensor ReduceScatter(const at::Tensor&, ReduceOp) override { Refuse(); }
+  void Broadcast(at::Tensor&, int) override { Refuse(); }
+  void Scatter(const std::vector<at::Tensor>&, at::Tensor&, int) override { Refuse(); }
+  std::vector<std::string> AllGatherBytes(const std::string&) override { Refuse(); }
+  std::string BroadcastBytes(const std::string&, int) override { Refuse(); }
+  void Barrier() override { Refuse(); }
+
+ private:
+  [[noreturn]] static void Refuse() {
+    C10_THROW_ERROR(DistBackendError,
+                    "this object belongs to a generation of the job that has ended: use what the "
+                    "new Accelerator prepares");
+  }
+
+  const int rank_;
+  const int size_;
+};
+
 }  // namespace
 
 Process::Process(const AcceleratorOptions& options, JoinedProcess joined)
@@ -105,6 +135,8 @@ std::unique_ptr<Comm> Process::InOrder(std::unique_ptr<Comm> comm) const {
   if (comm_thread_ == nullptr || comm == nullptr) return comm;
   return MakeOrderedComm(std::move(comm), comm_thread_);
 }
+
+void Process::LoseComm() { joined_.comm = std::make_unique<LostComm>(rank(), size()); }
 
 std::string Process::ProjectDirectory() const {
   return environment().project_dir.value.empty() ? "muster-run" : environment().project_dir.value;

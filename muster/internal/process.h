@@ -17,7 +17,7 @@
 namespace muster::internal {
 
 // The process of an Accelerator, its place in the job and its settings. Does not change after
-// construction. Methods marked (collective) are collectives of the whole job.
+// construction, before LoseComm(). Methods marked (collective) are collectives of the whole job.
 class Process {
  public:
   Process(const AcceleratorOptions& options, JoinedProcess joined);
@@ -41,6 +41,9 @@ class Process {
   const std::shared_ptr<CoordinatorClient>& coordinator() const { return joined_.coordinator; }
   const JoinedProcess& joined() const { return joined_; }
   JoinedProcess& joined() { return joined_; }
+  // The generation has ended: closes the connections of comm(), so that no other process waits for
+  // this one. Collectives throw from now on.
+  void LoseComm();
 
   MixedPrecision precision() const { return precision_; }
   const ShardingOptions& sharding() const { return sharding_; }

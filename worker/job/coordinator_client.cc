@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <set>
 #include <thread>
@@ -42,6 +43,13 @@ constexpr absl::Duration kLastBackoff = absl::Seconds(2);
 // More than a year is sent as a year.
 void SetDuration(absl::Duration duration, google::protobuf::Duration* out) {
   *out = rpc::ToProto(std::min(duration, absl::Hours(24 * 365)));
+}
+
+// Of all clients of this process: one that joins again is the same worker to the coordinator, for
+// which the numbers of a worker's requests grow.
+std::atomic<uint64_t>& LastRequestId() {
+  static std::atomic<uint64_t> last{0};
+  return last;
 }
 
 // FNV-1a: the same on every rank and in every run, unlike std::hash.
@@ -545,7 +553,7 @@ class CoordinatorClient::Impl {
     fence->set_cluster(cluster_);
     fence->set_revision_seen(revision_);
     fence->set_generation(seat_ ? seat_->generation : 0);
-    fence->set_request_id(++request_id_);
+    fence->set_request_id(++LastRequestId());
   }
 
   static v1::BarrierState VerdictOf(const absl::Status& status) {
@@ -687,7 +695,6 @@ class CoordinatorClient::Impl {
   uint64_t term_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t revision_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t cluster_ ABSL_GUARDED_BY(mu_) = 0;  // as Fence has it
-  uint64_t request_id_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<std::string, Counter> counters_ ABSL_GUARDED_BY(mu_);
   int64_t step_ ABSL_GUARDED_BY(mu_) = 0;
   std::string phase_ ABSL_GUARDED_BY(mu_);

@@ -28,6 +28,7 @@
 #include "worker/job/broken_pipe.h"
 #include "worker/job/coordinator_store.h"
 #include "worker/job/device.h"
+#include "worker/job/generation_end.h"
 #include "worker/job/lost_collective.h"
 
 namespace muster {
@@ -126,7 +127,18 @@ absl::Status MeetAtCoordinator(const JoinJobOptions& options, JoinedProcess* joi
   env.generation = {static_cast<int64_t>(seat.generation), source};
   env.incarnation = {joined->coordinator->incarnation(), source};
   joined->store = MakeCoordinatorStore(joined->coordinator, seat.key_prefix);
+  if (options.on_seated) options.on_seated(*joined);
   return absl::OkStatus();
+}
+
+// `error` of a process that has its seat, or ABORTED if its generation has ended.
+absl::Status OrEnded(const absl::Status& error, const JoinJobOptions& options,
+                     const JoinedProcess& joined) {
+  if (!options.reenters || joined.coordinator == nullptr) return error;
+  const absl::StatusOr<std::string> ended =
+      AwaitGenerationEnd(*joined.coordinator, PatienceForEnd(joined.environment));
+  if (!ended.ok()) return error;
+  return absl::AbortedError(absl::StrCat(*ended, " (", error.message(), ")"));
 }
 
 // Where a process meets the others without a coordinator.
@@ -242,6 +254,10 @@ CollectiveExplainer ExplainerFor(const JoinedProcess& joined, std::vector<int> r
 
 }  // namespace
 
+absl::Duration PatienceForEnd(const Environment& environment) {
+  return environment.lease.value + absl::Seconds(10);
+}
+
 absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
                                       const JoinJobOptions& options) {
   JoinedProcess joined;
@@ -269,7 +285,9 @@ absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
     std::vector<int> all(size);
     std::iota(all.begin(), all.end(), 0);
     if (size > 1) joined.explain = ExplainerFor(joined, all);
-    MUSTER_ASSIGN_OR_RETURN(joined.comm, BuildComm(joined, "world", all));
+    absl::StatusOr<std::unique_ptr<Comm>> comm = BuildComm(joined, "world", all);
+    if (!comm.ok()) return OrEnded(comm.status(), options, joined);
+    joined.comm = *std::move(comm);
   }
   MUSTER_FAILPOINT_STATUS("worker.group_built");
   joined.comm = Watched(joined, std::move(joined.comm), joined.explain);

@@ -19,6 +19,8 @@
 
 namespace muster {
 
+struct JoinedProcess;
+
 struct JoinJobOptions {
   // Of a process whose variables give it no rank (Environment::seated is false); 0: such a process
   // is refused.
@@ -28,7 +30,16 @@ struct JoinJobOptions {
   bool always_group = false;
   // See CoordinatorClient::Options.
   std::function<void(const absl::Status&)> on_generation_ended = nullptr;
+  // Called when the coordinator has given a seat, before the process group is built.
+  std::function<void(const JoinedProcess&)> on_seated = nullptr;
+  // If the process group cannot be built: waits until the coordinator knows whether a peer is lost
+  // (PatienceForEnd). Then JoinJob returns ABORTED, and the process may join the next generation.
+  bool reenters = false;
 };
+
+// How long a process that has lost a connection waits for the coordinator's word that its
+// generation has ended: its agent may be lost with the peer.
+absl::Duration PatienceForEnd(const Environment& environment);
 
 // A process that has met its peers.
 struct JoinedProcess {

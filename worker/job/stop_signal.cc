@@ -17,6 +17,12 @@ constexpr int64_t kSecond = 1'000'000'000;
 std::atomic<int64_t> g_first{0};  // of the monotonic clock; 0: none came
 std::atomic<int64_t (*)()> g_clock{nullptr};
 static_assert(std::atomic<int64_t>::is_always_lock_free);
+bool g_installed = false;  // under InstallMutex()
+
+Mutex& InstallMutex() {
+  static auto* const mu = new Mutex;
+  return *mu;
+}
 
 int64_t MonotonicNanoseconds() {
   timespec now;
@@ -40,10 +46,8 @@ void OnSignal(int signal) {
 }  // namespace
 
 bool StopSignal::Install(int64_t (*monotonic_ns)()) {
-  static Mutex* const mu = new Mutex;
-  static bool installed = false;
-  MutexLock lock(mu);
-  if (installed) return true;
+  MutexLock lock(&InstallMutex());
+  if (g_installed) return true;
   g_clock.store(monotonic_ns != nullptr ? monotonic_ns : MonotonicNanoseconds);
   struct sigaction now = {};
   if (sigaction(SIGTERM, nullptr, &now) != 0 || now.sa_handler != SIG_DFL) return false;
@@ -51,8 +55,21 @@ bool StopSignal::Install(int64_t (*monotonic_ns)()) {
   ours.sa_handler = OnSignal;
   ours.sa_flags = SA_RESTART;  // no call fails because of us
   sigemptyset(&ours.sa_mask);
-  installed = sigaction(SIGTERM, &ours, nullptr) == 0;
-  return installed;
+  g_installed = sigaction(SIGTERM, &ours, nullptr) == 0;
+  return g_installed;
+}
+
+bool StopSignal::Release() {
+  MutexLock lock(&InstallMutex());
+  struct sigaction now = {};
+  if (g_installed && sigaction(SIGTERM, nullptr, &now) == 0 && now.sa_handler == OnSignal) {
+    struct sigaction ours = {};
+    ours.sa_handler = SIG_DFL;
+    sigaction(SIGTERM, &ours, nullptr);
+    g_installed = false;
+  }
+  // What comes from here on ends the process.
+  return !Received();
 }
 
 bool StopSignal::Received() { return g_first.load() != 0; }

@@ -55,6 +55,37 @@ TEST(StopSignal, SameSignalTwice_IsOneWish) {
             0);
 }
 
+TEST(StopSignal, Released_Kills) {
+  EXPECT_EQ(InChild([] {
+              StopSignal::Install();
+              if (!StopSignal::Release()) return 1;
+              raise(SIGTERM);
+              return 2;
+            }),
+            -SIGTERM);
+}
+
+TEST(StopSignal, ReleasedAndInstalledAgain_IsNoted) {
+  EXPECT_EQ(InChild([] {
+              if (!StopSignal::Install() || !StopSignal::Release() || !StopSignal::Install()) {
+                return 1;
+              }
+              raise(SIGTERM);
+              return StopSignal::Received() && !StopSignal::Release() ? 0 : 2;
+            }),
+            0);
+}
+
+TEST(StopSignal, ReleasedWhereTheProgramHandlesIt_HandlerStands) {
+  EXPECT_EQ(InChild([] {
+              signal(SIGTERM, SIG_IGN);
+              if (!StopSignal::Release()) return 1;
+              raise(SIGTERM);
+              return 0;
+            }),
+            0);
+}
+
 TEST(StopSignal, HandlerOfTheProgram_Stands) {
   EXPECT_EQ(InChild([] {
               signal(SIGTERM, SIG_IGN);

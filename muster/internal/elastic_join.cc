@@ -1,0 +1,119 @@
+#include "muster/internal/elastic_join.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "base/held_memory.h"
+#include "base/log.h"
+#include "c10/util/Exception.h"
+#include "worker/job/agent_tells.h"
+#include "worker/job/environment.h"
+#include "worker/job/generation_end.h"
+#include "worker/job/join_job.h"
+#include "worker/job/peer_loss.h"
+#include "worker/job/stop_signal.h"
+#include "worker/train/guard.h"
+#include "worker/train/seed.h"
+
+namespace muster::internal {
+
+ElasticJoin::ElasticJoin(const AcceleratorOptions& options, bool elastic)
+    : options_(options),
+      elastic_(elastic),
+      random_(elastic ? SaveRngState() : std::map<std::string, at::Tensor>()) {}
+
+void ElasticJoin::Offer(const JoinedProcess& process) {
+  const Environment& environment = process.environment;
+  *able_ = false;
+  // The loss of the only process is its own.
+  if (environment.world_size.value == 1) return;
+  std::string why;
+  if (process.device.is_cuda()) {
+    why = "the collectives of GPUs do not notice the loss by themselves";
+  } else if (environment.memory_socket.value.empty()) {
+    why = "it was not started by an agent that supports that (MUSTER_MEMORY_SOCKET)";
+  } else {
+    agent_ = environment.memory_socket.value;
+    const absl::Status told = TellReentry(agent_, Reentry::kAble);
+    *able_ = told.ok();
+    why = std::string(told.message());
+  }
+  if (!*able_ && !std::exchange(told_unable_, true) && environment.rank.value == 0) {
+    MUSTER_LOG(Warning) << "if a process of this job is lost, all start again: " << why;
+  }
+}
+
+std::shared_ptr<Core> ElasticJoin::Join() {
+  if (!elastic_) return std::make_shared<Core>(options_);
+  if (returns_) {
+    CheckHeld();
+    RestoreRngState(random_);
+  }
+  while (true) {
+    if (returns_) ThrowIfError(TellReentry(agent_, Reentry::kReturned));
+    bool seated = false;
+    JoinJobOptions join;
+    join.reenters = true;
+    join.on_seated = [&](const JoinedProcess& process) {
+      seated = true;
+      Offer(process);
+    };
+    join.on_generation_ended = [able = able_](const absl::Status& why) {
+      if (*able || AgentTells(why, ProcessVariables())) return;
+      MUSTER_LOG(Error) << "this generation of the job ended: " << why.message();
+    };
+    absl::StatusOr<JoinedProcess> process = Core::Join(options_, join);
+    absl::Status status = process.status();
+    bool lost = seated && *able_ && absl::IsAborted(status);
+    if (process.ok()) {
+      const std::shared_ptr<CoordinatorClient> coordinator = process->coordinator;
+      const Environment environment = process->environment;
+      std::shared_ptr<Core> core;
+      status = Guard([&] { core = std::make_shared<Core>(options_, *std::move(process)); });
+      if (status.ok()) return core;
+      lost = Lost(status, coordinator, environment);
+    }
+    if (!lost) ThrowIfError(status);
+    MUSTER_LOG(Info) << "joins the next generation: " << status.message();
+    returns_ = true;
+  }
+}
+
+bool ElasticJoin::Lost(const absl::Status& error,
+                       const std::shared_ptr<CoordinatorClient>& coordinator,
+                       const Environment& environment) {
+  return *able_ && IsLossOfPeer(error) &&
+         AwaitGenerationEnd(*coordinator, PatienceForEnd(environment)).ok();
+}
+
+bool ElasticJoin::Leaves(Core& core, const absl::Status& error) {
+  if (!Lost(error, core.process().coordinator(), core.process().environment())) return false;
+  // From here to the next look at should_stop(), a process that is to stop just ends.
+  if (!StopSignal::Release()) return false;
+  MUSTER_LOG(Info) << "joins the next generation: " << error.message();
+  returns_ = true;
+  handed_ = core.Abandon();
+  former_ = core.weak_from_this();
+  return true;
+}
+
+void ElasticJoin::Finished() {
+  if (able_->exchange(false)) (void)TellReentry(agent_, Reentry::kNone);
+}
+
+void ElasticJoin::CheckHeld() const {
+  const bool held =
+      !former_.expired() ||
+      std::any_of(handed_.objects.begin(), handed_.objects.end(),
+                  [](const std::weak_ptr<void>& object) { return !object.expired(); }) ||
+      std::any_of(handed_.parameters.begin(), handed_.parameters.end(),
+                  [](const Handed::Parameter& parameter) { return !parameter.expired(); });
+  TORCH_CHECK(!held,
+              "another process is lost, and this one cannot join the others again: something that "
+              "the Accelerator has prepared (a model, its parameters, an optimizer, a loader, a "
+              "group) outlives the function given to run_elastic(); make it in that function");
+}
+
+}  // namespace muster::internal
