@@ -1,6 +1,9 @@
 // Survivors of a lost process continue in their own: `muster launch` and muster-agent with programs
 // that use run_elastic.
+#include <fcntl.h>
 #include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <map>
 #include <memory>
@@ -13,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "base/file.h"
+#include "base/owned_fd.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/e2e/launch_fixture.h"
@@ -233,6 +237,31 @@ TEST_F(ReentryTest, TwoMachines_OneProcessKilled_AllOthersContinue) {
   for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(run.processes(rank), 1u) << rank;
   EXPECT_EQ(run.processes(3), 2u);
   ExpectUndisturbed(run, 4);
+}
+
+TEST_F(ReentryTest, MachineIsLostAndComesBack_TheProcessesOfTheOtherContinue) {
+  const auto coordinator = StartCoordinator();
+  const std::vector<std::string> program = Program("run", "elastic", "");
+  const std::string gate = Temp("run/gate_6");
+  ASSERT_EQ(mkfifo(gate.c_str(), 0600), 0);
+  const OwnedFd opened(open(gate.c_str(), O_RDWR | O_CLOEXEC));
+  const auto first = Agent("j", 2, 2, program, {"--machine_rank", "0", "--max_restarts", "2"});
+  const std::vector<std::string> rank_one = {"--machine_rank", "1", "--max_restarts", "2"};
+  const auto second = Agent("j", 2, 2, program, rank_one);
+  first->WaitForLine("[0]: at the gate");
+  second->Signal(SIGKILL);
+  second->Wait();
+  const auto third = Agent("j", 2, 2, program, rank_one);
+  // Before the loss is noticed, and in the next generation.
+  ASSERT_EQ(write(opened.get(), "..", 2), 2);
+  EXPECT_EQ(first->Wait(), 0) << first->err_text();
+  EXPECT_EQ(third->Wait(), 0) << third->err_text();
+  Course run;
+  for (const auto* command : {&first, &second, &third}) Read(**command, "run", &run);
+  run.code = 0;
+  EXPECT_EQ(run.processes(0), 1u) << run.err;
+  EXPECT_EQ(run.processes(1), 2u) << run.err;
+  ExpectUndisturbed(run, 2);
 }
 
 }  // namespace

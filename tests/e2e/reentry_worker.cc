@@ -7,6 +7,7 @@
 //
 // Each process prints "begin RANK PID STEP" when training begins, and rank 0 appends "STEP LOSS" to
 // FOLDER/losses and prints at its end whether each epoch had every sample once.
+#include <fcntl.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -56,6 +57,16 @@ struct Settings {
     std::ofstream(done).close();
     kill(getpid(), SIGKILL);
   }
+  // Rank 0 waits before a step for which there is a pipe, until there is a byte in it.
+  void WaitAtGate(int rank, int64_t step) const {
+    const std::string gate = absl::StrCat(folder, "/gate_", step);
+    if (rank != 0 || !muster::PathExists(gate)) return;
+    muster::Say("at the gate");
+    const int fd = open(gate.c_str(), O_RDONLY | O_CLOEXEC);
+    char byte;
+    TORCH_CHECK(read(fd, &byte, 1) == 1, "the gate is broken");
+    close(fd);
+  }
 };
 
 // Of whole epochs, from the samples in the order in which they were trained.
@@ -89,6 +100,7 @@ absl::Status Train(muster::Accelerator& accelerator, const Settings& settings) {
   for ([[maybe_unused]] const int64_t epoch : accelerator.epochs(kEpochs)) {
     for (auto& batch : loader) {
       settings.KillIfTold(rank, accelerator.global_step());
+      settings.WaitAtGate(rank, accelerator.global_step());
       TORCH_CHECK(!settings.Has("error") || rank != 1 || accelerator.global_step() != 6,
                   "the loss is NaN");
       auto scope = accelerator.accumulate();
