@@ -172,6 +172,20 @@ TEST_F(ReentryTest, ProgramThatDoesNotReenter_StartsAgainAsAWhole) {
   EXPECT_THAT(run.err, HasSubstr("starting all workers again"));
 }
 
+TEST_F(ReentryTest, AgentThatDoesNotSupportIt_AllStartAgain) {
+  std::vector<std::string> args = {
+      "launch", "--cpu", "--num_processes", "2",  "--max_restarts",
+      "1",      "--",    "/usr/bin/env",    "-u", "MUSTER_MEMORY_SOCKET"};
+  for (std::string& word : Program("run", "elastic", "1@6")) args.push_back(std::move(word));
+  const auto command = Muster(std::move(args));
+  Course run;
+  run.code = command->Wait();
+  Read(*command, "run", &run);
+  ExpectUndisturbed(run, 2);
+  EXPECT_EQ(run.processes(0), 2u);
+  EXPECT_THAT(run.err, HasSubstr("if a process of this job is lost, all start again"));
+}
+
 TEST_F(ReentryTest, ErrorOfTheProgram_EndsItsProcess) {
   const Course run = Launch("run", 2, "elastic,error", "", 1);
   EXPECT_NE(run.code, 0);
