@@ -237,7 +237,7 @@ class ReentryTest : public AgentTest {
     AgentTest::SetUp();
     options_.slots = 2;
     options_.max_restarts = 1;
-    for (int rank = 0; rank < 2; ++rank) {
+    for (int rank = 0; rank < 4; ++rank) {
       const std::string path = folder_.Path(absl::StrCat("orders", rank));
       ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
       // For both directions: neither side waits for the other to open it.
@@ -271,7 +271,7 @@ class ReentryTest : public AgentTest {
   }
 
   const TestFolder folder_;
-  OwnedFd orders_[2];
+  OwnedFd orders_[4];
   std::map<int, std::string> pids_;
 };
 
@@ -336,6 +336,30 @@ TEST_F(ReentryTest, SurvivorEndsAfterItReturned_CountsAsAnotherRestart) {
   End(0, 0);
   End(1, 0);
   EXPECT_EQ(Join().restarts, 2);
+}
+
+TEST_F(ReentryTest, SurvivorHasFinished_IsStartedAgain) {
+  StartWorkers();
+  LoseRankOne();
+  EXPECT_THAT(ReadLine(), HasSubstr("[1]: "));
+  agent_->Reenters("w0", Reentry::kNone);
+  EXPECT_THAT(ReadLine(), HasSubstr("signal 15 (SIGTERM) before it has joined the others again"));
+  EXPECT_THAT(ReadLine(), ::testing::MatchesRegex("\\[0\\]: [0-9]+ 1"));
+  End(0, 0);
+  End(1, 0);
+  EXPECT_EQ(Join().restarts, 1);
+}
+
+TEST_F(ReentryTest, NodeGetsAnotherNumber_SurvivorWouldBeAnotherRank) {
+  StartWorkers();
+  coordination_.SetMeeting({.node_rank = 1, .num_nodes = 2});
+  LoseRankOne();
+  const std::map<int, std::string> others = ReadValues(2);
+  EXPECT_EQ(others.count(2) + others.count(3), 2u);
+  EXPECT_THAT(Ends(), ElementsAre("1 0 9", "0 15 0"));
+  End(2, 0);
+  End(3, 0);
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kSucceeded);
 }
 
 TEST_F(ReentryTest, NoRestartIsLeft_SurvivorIsStopped) {

@@ -57,6 +57,11 @@ class FakeJobCoordination final : public JobCoordination {
     }
     on_ended(std::move(end));
   }
+  // From the next attempt on.
+  void SetMeeting(Meeting meeting) {
+    MutexLock lock(&mu_);
+    meeting_ = std::move(meeting);
+  }
   void FailMeet(absl::Status status) {
     MutexLock lock(&mu_);
     meet_error_ = std::move(status);
@@ -90,9 +95,9 @@ class FakeJobCoordination final : public JobCoordination {
   }
 
  private:
-  const Meeting meeting_;
   mutable Mutex mu_;
   CondVar changed_;
+  Meeting meeting_ ABSL_GUARDED_BY(mu_);
   std::function<void(AttemptEnd)> on_ended_ ABSL_GUARDED_BY(mu_);
   std::vector<int> attempts_ ABSL_GUARDED_BY(mu_);
   std::vector<WorkerEnd> ends_ ABSL_GUARDED_BY(mu_);

@@ -299,6 +299,22 @@ TEST(CoordinatorClient, Heartbeats_CarryProgressAndTellOfTheEnd) {
   EXPECT_TRUE((*client)->Beat()->generation_ended);
 }
 
+TEST(CoordinatorClient, NextClientOfTheSameProcess_IsNotTakenForTheFormer) {
+  FakeCoordinator fake;
+  auto options = OptionsFor(fake);
+  options.incarnation = 7;
+  auto client = *CoordinatorClient::Connect(options);
+  ASSERT_TRUE(client->Join(World(1, 0)).ok());
+  ASSERT_TRUE(client->Set("k", "first").ok());
+  fake.EndGeneration("rank 1 was killed");
+  client.reset();
+  client = *CoordinatorClient::Connect(options);
+  ASSERT_TRUE(client->Join(World(1, 0)).ok());
+  ASSERT_TRUE(client->Set("k", "second").ok());
+  EXPECT_EQ(fake.writes(), 2);
+  EXPECT_EQ(client->Find("k")->value(), "second");
+}
+
 TEST(CoordinatorClient, BeatsOfRankZero_SayWhenTheStateWasLoadedAndAStepDone) {
   FakeCoordinator fake;
   std::vector<std::unique_ptr<CoordinatorClient>> clients;
