@@ -101,7 +101,8 @@ class ReentryTest : public ClusterFixture {
   void ExpectUndisturbed(const Course& run, int processes) {
     EXPECT_EQ(run.code, 0) << run.err;
     EXPECT_THAT(run.out, HasSubstr(" 0 inexact epochs of 2")) << run.err;
-    const Course calm = Launch("calm", processes, "", "", 0);
+    const std::string name = absl::StrCat("calm", ++calm_runs_);
+    const Course calm = Launch(name, processes, "", "", 0);
     ASSERT_EQ(calm.code, 0) << calm.err;
     ASSERT_EQ(run.losses.size(), calm.losses.size());
     for (const auto& [step, losses] : calm.losses) {
@@ -110,6 +111,8 @@ class ReentryTest : public ClusterFixture {
       }
     }
   }
+
+  int calm_runs_ = 0;
 };
 
 TEST_F(ReentryTest, TwoProcesses_OneKilled_TheOtherContinues) {
@@ -149,6 +152,16 @@ TEST_F(ReentryTest, TwoKilledAtOnce_TheThirdContinues) {
   const Course run = Launch("run", 3, "elastic", "0@6,2@6");
   ExpectUndisturbed(run, 3);
   EXPECT_EQ(run.processes(1), 1u);
+}
+
+TEST_F(ReentryTest, KilledWhileItJoins_SurvivorsJoinTheGenerationAfterThat) {
+  for (const std::string place : {"worker.group_begin", "worker.group_built"}) {
+    const Course run = Launch(place, 3, "elastic," + place, "1@6");
+    ExpectUndisturbed(run, 3);
+    EXPECT_EQ(run.processes(0), 1u);
+    EXPECT_EQ(run.processes(2), 1u);
+    EXPECT_THAT(run.err, HasSubstr("(restart 2 of 3)"));
+  }
 }
 
 TEST_F(ReentryTest, RestartsUsedUp_Fails) {

@@ -3,7 +3,8 @@
 // once. MODE, words joined by commas: "elastic" (run_elastic), "async" (asynchronous saves),
 // "memory" (saves in memory), "zero3", "error" (rank 1 throws an error of its own before step 6),
 // "keeps" (the model outlives the function), "stops" (asks should_stop()), "holds" (a process that
-// is started again does nothing).
+// is started again does nothing), "worker.group_begin" and "worker.group_built" (the first one that
+// is started again is killed there, between its seat and its function).
 //
 // Each process prints "begin RANK PID STEP" when training begins, and rank 0 appends "STEP LOSS" to
 // FOLDER/losses and prints at its end whether each epoch had every sample once.
@@ -144,6 +145,11 @@ int main(int argc, char** argv) {
   // What the agent has started again never gets to the others.
   if (settings.Has("holds") && muster::Variable("MUSTER_RESTART_COUNT") != "0") {
     while (true) pause();
+  }
+  for (const std::string place : {"worker.group_begin", "worker.group_built"}) {
+    if (settings.Has(place) && muster::Variable("MUSTER_RESTART_COUNT") == "1") {
+      setenv("MUSTER_FAILPOINTS", (place + "=kill").c_str(), 1);
+    }
   }
   // Not in Train: a process that goes on begins with the same random numbers as a new one.
   muster::set_seed(7);
