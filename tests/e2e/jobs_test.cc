@@ -57,6 +57,12 @@ class JobsTest : public JobsFixture {
     EXPECT_NE(at, std::string::npos) << log;
     return at == std::string::npos ? "" : log.substr(at, 24);
   }
+  // As Run, of what people read at once.
+  std::string OneLine(std::vector<std::string> args, int code) {
+    std::string text = Run(std::move(args), code);
+    EXPECT_FALSE(absl::StrContains(text, "\n")) << text;
+    return text;
+  }
   static std::vector<pid_t> ChildrenOf(pid_t parent) {
     std::vector<pid_t> children;
     const std::vector<std::string> processes = *ListDirectory("/proc");
@@ -295,6 +301,31 @@ TEST_F(JobsTest, FailedProgram_IsRestarted_AndItsLastLinesAreKept) {
   EXPECT_TRUE(recovery["first_step_s"].is_null()) << recovery;
   EXPECT_TRUE(incidents[1]["recovery"]["place_s"].is_null()) << incidents;
   EXPECT_THAT(Run({"incidents", job}), HasSubstr("exited with code 7"));
+}
+
+TEST_F(JobsTest, HungJob_IsRestarted_AndTheStacksOfAllRanksAreKept) {
+  const auto a = StartNode("a"), b = StartNode("b");
+  const std::string job = Run(
+      {"submit", "--name", "job", "--processes", "2", "--processes_per_node", "1", "--hang_timeout",
+       "10s", "--max_restarts", "1", "--", Runfile("tests/e2e/barrier_worker"), "stuck"});
+  WaitForState(job, "SUCCEEDED");
+  const Json record = Get(job);
+  EXPECT_EQ(record["restarts"], 1);
+  const Json incidents = Json::parse(Run({"incidents", job, "-o", "json"}))["incidents"];
+  ASSERT_EQ(incidents.size(), 1u);
+  const Json& hang = incidents[0];
+  EXPECT_EQ(hang["class"], "HANG") << hang;
+  EXPECT_EQ(hang["rank"], 1) << hang;
+  EXPECT_THAT(std::string(hang["why"]),
+              AllOf(HasSubstr("no rank has shown progress for 10s: rank 1 (pid "),
+                    HasSubstr("between steps, AllReduce #1 (1,024 Float), done"),
+                    HasSubstr("1 other waits: rank 0 (pid ")));
+  ASSERT_EQ(hang["hung"].size(), 2u) << hang;
+  EXPECT_EQ(hang["hung"][0]["ranks"], Json({0}));
+  EXPECT_THAT(std::string(hang["hung"][0]["stack"]), HasSubstr("Barrier"));
+  EXPECT_THAT(std::string(hang["hung"][1]["stack"]), HasSubstr("ReadShardForever()"));
+  EXPECT_THAT(Run({"incidents", job}),
+              AllOf(HasSubstr("attempt 1, rank 1 hung: step "), HasSubstr("ReadShardForever()")));
 }
 
 TEST_F(JobsTest, KilledWorker_HasTheTimeOfEachStageOfItsRecovery_AlsoAfterARestart) {
@@ -602,6 +633,28 @@ TEST_F(JobsTest, BadInput_IsNamed) {
   EXPECT_THAT(Run({"submit"}, 2), HasSubstr("no program"));
   EXPECT_THAT(Run({"describe", "none-1"}, 3), HasSubstr("no job \"none-1\""));
   EXPECT_THAT(Run({"drain", "nowhere"}, 3), HasSubstr("no node \"nowhere\""));
+  for (const char* const verb : {"watch", "logs", "cancel", "suspend", "resume", "retry", "remove",
+                                 "incidents", "status", "stacks", "barriers"}) {
+    EXPECT_THAT(OneLine({verb, "none-1"}, 3), HasSubstr("none-1")) << verb;
+  }
+  EXPECT_THAT(OneLine({"resize", "none-1", "--processes", "2"}, 3), HasSubstr("none-1"));
+  const auto refused = [&](std::vector<std::string> flags) {
+    flags.insert(flags.begin(), "submit");
+    flags.insert(flags.end(), {"--", "/bin/true"});
+    return OneLine(std::move(flags), 2);
+  };
+  // Before all nodes have had the time to come, a job may be larger than those that have.
+  ShortenNodeLease();
+  WaitUntil([&] {
+    return NodeState("a") == "READY" && Muster({"submit", "--coordinator", address_, "--dry_run",
+                                                "--processes", "99", "--", "x"})
+                                                ->Wait() == 2;
+  });
+  EXPECT_THAT(refused({"--processes", "99"}),
+              AllOf(HasSubstr("larger than all nodes together"), HasSubstr("ask for less")));
+  EXPECT_THAT(refused({"--gpu_memory", "80GiB"}), HasSubstr("gpu_memory_bytes is that of each"));
+  EXPECT_THAT(refused({"--hang_timeout", "1s"}), HasSubstr("hang_timeout is 1s: give 10s"));
+  EXPECT_THAT(refused({"--name", "a b"}), HasSubstr("\"a b\" does not name a job"));
   Command bad(*host_, {Runfile("agent/cmd/muster-agent"), "--serve", "--coordinator", address_},
               env_);
   EXPECT_EQ(bad.Wait(), 2);
