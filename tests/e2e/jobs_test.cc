@@ -57,12 +57,6 @@ class JobsTest : public JobsFixture {
     EXPECT_NE(at, std::string::npos) << log;
     return at == std::string::npos ? "" : log.substr(at, 24);
   }
-  // As Run, of what people read at once.
-  std::string OneLine(std::vector<std::string> args, int code) {
-    std::string text = Run(std::move(args), code);
-    EXPECT_FALSE(absl::StrContains(text, "\n")) << text;
-    return text;
-  }
   static std::vector<pid_t> ChildrenOf(pid_t parent) {
     std::vector<pid_t> children;
     const std::vector<std::string> processes = *ListDirectory("/proc");
@@ -328,6 +322,17 @@ TEST_F(JobsTest, HungJob_IsRestarted_AndTheStacksOfAllRanksAreKept) {
               AllOf(HasSubstr("attempt 1, rank 1 hung: step "), HasSubstr("ReadShardForever()")));
 }
 
+TEST_F(JobsTest, HungLaunch_PrintsTheStacksOfAllRanks_AndRestarts) {
+  const auto launch =
+      Muster({"launch", "--cpu", "--num_processes", "2", "--hang_timeout", "10s", "--max_restarts",
+              "1", "--", Runfile("tests/e2e/barrier_worker"), "stuck"});
+  EXPECT_EQ(launch->Wait(), 0) << launch->err_text();
+  EXPECT_THAT(launch->err_text(),
+              AllOf(HasSubstr("the job hangs: no rank has shown progress for 10s: rank 1 (pid "),
+                    HasSubstr("muster: rank 0: step 7"), HasSubstr("ReadShardForever()"),
+                    HasSubstr("(restart 1 of 1)")));
+}
+
 TEST_F(JobsTest, KilledWorker_HasTheTimeOfEachStageOfItsRecovery_AlsoAfterARestart) {
   const auto a = StartNode("a");
   const std::string job = Submit({"--processes", "2", "--max_restarts", "1"},
@@ -387,6 +392,17 @@ TEST_F(JobsTest, ProgramThatIsNotThere_IsNotRetried) {
   WaitForState(job, "FAILED");
   EXPECT_EQ(Get(job)["attempts"].size(), 1u);
   EXPECT_THAT(Get(job)["why"].get<std::string>(), HasSubstr("/no/such/program"));
+  // And what is no program, and where none can run.
+  ASSERT_TRUE(WriteFileAtomically(Temp("plain"), "text").ok());
+  const std::string plain = Run({"submit", "--max_restarts", "5", "--", Temp("plain")});
+  WaitForState(plain, "FAILED");
+  EXPECT_EQ(Get(plain)["attempts"].size(), 1u);
+  EXPECT_EQ(Get(plain)["attempts"][0]["end"]["class"], "USER_ERROR");
+  EXPECT_THAT(Get(plain)["why"].get<std::string>(), HasSubstr(Temp("plain")));
+  const std::string lost =
+      Run({"submit", "--max_restarts", "5", "--workdir", "/no/such/folder", "--", "/bin/true"});
+  WaitForState(lost, "FAILED");
+  EXPECT_THAT(Get(lost)["why"].get<std::string>(), HasSubstr("/no/such/folder"));
 }
 
 TEST_F(JobsTest, KilledAgent_LeavesItsProcessesRunning_AndTheNextOneAdoptsThem) {
@@ -624,6 +640,29 @@ TEST_F(UsersTest, Jobs_BelongToWhomSubmittedThem_AndRunWithATokenOfTheirOwn) {
       *ReadFile(Temp("audit")),
       AllOf(HasSubstr("\"user\":\"ann\""), HasSubstr("\"result\":\"PERMISSION_DENIED\""),
             HasSubstr("\"call\":\"set the log level to info for 10m00s\",\"result\":\"OK\"")));
+}
+
+TEST_F(UsersTest, WrongTokenOrNone_IsOneLineThatSaysWhatToGive) {
+  ASSERT_TRUE(WriteSecretFile(Temp("stranger"), "token-of-nobody\n").ok());
+  const std::vector<std::vector<std::string>> commands = {{"list"},
+                                                          {"nodes"},
+                                                          {"describe", "a-1"},
+                                                          {"cancel", "a-1"},
+                                                          {"drain", "a"},
+                                                          {"logs", "a-1"},
+                                                          {"status", "a-1"},
+                                                          {"watch", "a-1"},
+                                                          {"log-level"},
+                                                          {"stacks", "a-1"},
+                                                          {"submit", "--", "/bin/true"},
+                                                          {"remove", "a-1"},
+                                                          {"incidents", "a-1"}};
+  for (const std::vector<std::string>& command : commands) {
+    As("stranger");
+    EXPECT_THAT(OneLine(command, 8), HasSubstr("token")) << command[0];
+    env_.erase("MUSTER_TOKEN_FILE");
+    EXPECT_THAT(OneLine(command, 8), HasSubstr("--token_file")) << command[0];
+  }
 }
 
 TEST_F(JobsTest, BadInput_IsNamed) {
