@@ -37,7 +37,7 @@ absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::str
   grpc::ClientContext call;
   rpc::SetTimeout(call, connection.timeout);
   if (v1::Membership::NewStub(connection.channel)->GetMembers(&call, request, &members).ok()) {
-    return absl::FailedPreconditionError(absl::StrCat(
+    return absl::InvalidArgumentError(absl::StrCat(
         job, " is a submitted job and a launch: write ", kLaunchPrefix, job, " for the launch, or ",
         job, ".", std::max(1, submitted->attempts), " for that attempt of the submitted job"));
   }

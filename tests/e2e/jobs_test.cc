@@ -424,6 +424,26 @@ TEST_F(JobsTest, KilledAgent_LeavesItsProcessesRunning_AndTheNextOneAdoptsThem) 
 }
 
 // Where nothing but its helpers ends what it has left.
+TEST_F(JobsTest, LaunchOfASubmittedJobsName_IsSaidToBeOne) {
+  const auto a = StartNode("a");
+  const std::string job = Submit({}, "sleep 1000");
+  WaitForState(job, "RUNNING");
+  const auto launch = Agent(job, 1, 2, {Runfile("tests/e2e/barrier_worker"), "elastic"});
+  WaitUntil([&] {
+    return Muster({"status", "launch:" + job, "--coordinator", address_})->Wait() == 0;
+  });
+  for (const char* const verb : {"status", "stacks"}) {
+    EXPECT_THAT(OneLine({verb, job}, 2), AllOf(HasSubstr("is a submitted job and a launch"),
+                                               HasSubstr("launch:" + job), HasSubstr(job + ".1")));
+  }
+  WaitUntil([&] {
+    const auto stacks = Muster({"stacks", job + ".1", "--coordinator", address_});
+    return stacks->Wait() == 0 && absl::StrContains(stacks->out_text(), "sleep");
+  });
+  EXPECT_THAT(Run({"status", "launch:" + job}), Not(HasSubstr(job + ".1")));
+  Run({"cancel", job});
+}
+
 TEST_F(JobsTest, KilledRunner_IsNotOverBeforeItsProcesses) {
   const auto a = StartNode("a", {"--control_groups", "off"});
   const std::string job =
