@@ -39,7 +39,7 @@ v1::EndClass ClassOfRefusal(const absl::Status& status, int num_nodes) {
 }  // namespace
 
 v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user_error_codes,
-                           bool out_of_memory, int num_nodes) {
+                           bool out_of_memory, int num_nodes, const HangReport* hang) {
   v1::AttemptEnd end;
   end.set_rank(-1);
   switch (result.outcome) {
@@ -66,6 +66,15 @@ v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user
   }
   if (!here.has_value() || here->ToString() != result.failure.why) {
     end.set_end_class(num_nodes > 1 ? v1::END_CLASS_PEER_FAILED : v1::END_CLASS_PROCESS_FAILED);
+    return end;
+  }
+  if (hang != nullptr && here->killed_because == hang->hang.why) {
+    // What was killed for it is not the cause, nor are its last lines.
+    end.set_end_class(v1::END_CLASS_HANG);
+    end.set_why(Printable(hang->hang.why, kMaxText));
+    end.set_rank(hang->hang.rank);
+    if (here->rank != hang->hang.rank) end.clear_last_lines();
+    for (const v1::HungRanks& ranks : hang->ranks) *end.add_hung() = ranks;
     return end;
   }
   end.set_rank(here->rank);

@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "agent/agent.h"
+#include "agent/hang_core.h"
 #include "proto/muster/v1/job.pb.h"
 
 namespace muster::agent {
@@ -18,8 +19,9 @@ namespace muster::agent {
 // not say more. An end that began on another node is PEER_FAILED: the report of
 // that node has the cause. A refusal counts as the
 // fault of the node: whether it is that of the program, the caller knows.
+// `hang`: the last one that this node has ended an attempt for; null: none.
 v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user_error_codes,
-                           bool out_of_memory, int num_nodes);
+                           bool out_of_memory, int num_nodes, const HangReport* hang = nullptr);
 
 // How many processes the kernel of this machine has killed for memory; -1: it does not say.
 int64_t CountMemoryKills();

@@ -60,6 +60,30 @@ TEST(DescribeEndTest, ControlGroupOfAWorker_KnowsBetterThanTheMachine) {
   EXPECT_EQ(DescribeEnd(result, {}, false, 1).end_class(), v1::END_CLASS_OUT_OF_MEMORY);
 }
 
+TEST(DescribeEndTest, WorkerKilledBecauseTheJobHangs_IsAHangWithAllStacks) {
+  HangReport hang;
+  hang.hang.why = "no rank has shown progress for 10m: rank 5 (...)";
+  hang.hang.rank = 5;
+  hang.ranks.emplace_back().add_ranks(5);
+  hang.ranks.back().set_stack("#0 poll");
+  JobResult result = FailedHere(0, SIGKILL);
+  result.failed_here->killed_because = hang.hang.why;
+  result.failure.why = result.failed_here->ToString();
+  const v1::AttemptEnd end = DescribeEnd(result, {}, true, 2, &hang);
+  EXPECT_EQ(end.end_class(), v1::END_CLASS_HANG);
+  EXPECT_EQ(end.why(), hang.hang.why);
+  EXPECT_EQ(end.rank(), 5);
+  EXPECT_EQ(end.signal(), 0);
+  EXPECT_EQ(end.last_lines_size(), 0) << "they are another rank's";
+  ASSERT_EQ(end.hung_size(), 1);
+  EXPECT_EQ(end.hung(0).stack(), "#0 poll");
+  // One that failed by itself, before or after, is what it is.
+  EXPECT_EQ(DescribeEnd(FailedHere(1, 0), {}, false, 2, &hang).end_class(),
+            v1::END_CLASS_PROCESS_FAILED);
+  result.failure.why = "another node was first";
+  EXPECT_EQ(DescribeEnd(result, {}, false, 2, &hang).end_class(), v1::END_CLASS_PEER_FAILED);
+}
+
 TEST(DescribeEndTest, FailureThatBeganElsewhere_IsAnEcho) {
   JobResult result = FailedHere(1, 0);
   result.failure.why = "rank 0 (pid 7 on other) was killed by signal 9 (SIGKILL)";

@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "base/owned_fd.h"
 
 namespace muster::agent {
 namespace {
@@ -63,6 +64,47 @@ void LogFile::NoteTime() {
   }
 }
 
+void LogFile::TrimTimes() {
+  if (times_fd_ < 0) return;
+  const std::string path = LogTimesPath(path_), kept_path = absl::StrCat(path, ".new");
+  const OwnedFd from(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  struct stat info;
+  if (!from.open() || fstat(from.get(), &info) != 0) return;
+  const auto at = [&](int64_t index) {
+    LogTime entry = {};
+    const ssize_t n = pread(from.get(), &entry, sizeof(entry), index * sizeof(entry));
+    return n == sizeof(entry) ? entry : LogTime{0, written_};
+  };
+  // The first entry whose lines are all there; the one before has some of what is left, perhaps.
+  int64_t low = 0, high = info.st_size / static_cast<int64_t>(sizeof(LogTime));
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (at(middle).offset <= gone_) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  if (low < 2) return;
+  // A reader that has the old one open goes on with it.
+  const int fd = Begin(kept_path);
+  bool whole = fd >= 0;
+  std::string piece(64 << 10, '\0');
+  for (off_t offset = (low - 1) * static_cast<off_t>(sizeof(LogTime)); whole;) {
+    const ssize_t n = pread(from.get(), piece.data(), piece.size(), offset);
+    if (n == 0) break;
+    whole = n > 0 && ::write(fd, piece.data(), n) == n;
+    offset += n;
+  }
+  if (whole && rename(kept_path.c_str(), path.c_str()) == 0) {
+    close(std::exchange(times_fd_, fd));
+    return;
+  }
+  // It grows on, and is tried again when more is gone.
+  if (fd >= 0) close(fd);
+  unlink(kept_path.c_str());
+}
+
 std::string LogGonePath(const std::string& path) { return absl::StrCat(path, ".gone"); }
 
 void LogFile::Rotate() {
@@ -77,6 +119,7 @@ void LogFile::Rotate() {
       std::fprintf(file, "%lld", static_cast<long long>(gone_));
       std::fclose(file);
     }
+    TrimTimes();
   }
   for (int number = limits_.files - 1; number > 1; --number) {
     rename(Part(path_, number - 1).c_str(), Part(path_, number).c_str());

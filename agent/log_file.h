@@ -58,13 +58,15 @@ class LogFile {
   LogFile(std::string path, const LogLimits& limits, WriteCall write, const Clock* clock, int fd);
   void Rotate();
   void NoteTime();
+  // Drops the times of lines that are gone.
+  void TrimTimes();
 
   const std::string path_;
   const LogLimits limits_;
   const WriteCall write_;
   int fd_;
   const Clock& clock_;
-  int times_fd_ = -1;
+  int times_fd_ = -1;                        // -1: times are no longer written
   absl::Time timed_ = absl::InfinitePast();  // the last LogTime
   int64_t written_ = 0;                      // bytes, since the start
   int64_t size_ = 0;

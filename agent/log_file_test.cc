@@ -7,6 +7,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "base/fake_clock.h"
 #include "base/file.h"
 #include "base/test_folder.h"
 #include "gmock/gmock.h"
@@ -91,6 +92,20 @@ TEST_F(LogFileTest, FileThatCannotBeRenamed_GrowsOn) {
   ASSERT_EQ(unlink(path_.c_str()), 0);
   for (const char* line : {"fff", "ggg"}) log->Append(line);
   EXPECT_EQ(*ReadFile(path_), "ggg\n");
+}
+
+TEST_F(LogFileTest, TimesOfLinesThatAreGone_GoWithThem) {
+  FakeClock clock;
+  auto log = *LogFile::Open(path_, {.max_bytes = 40, .files = 3}, nullptr, &clock);
+  size_t most = 0;
+  for (int second = 0; second < 1000; ++second) {
+    log->Append("a line");
+    clock.Advance(absl::Seconds(1));
+    most = std::max(most, ReadFile(LogTimesPath(path_))->size() / sizeof(LogTime));
+  }
+  EXPECT_LT(most, 25u);  // 120 bytes are at most 17 lines
+  EXPECT_GT(most, 10u);
+  EXPECT_FALSE(PathExists(LogTimesPath(path_) + ".new"));
 }
 
 TEST_F(LogFileTest, NoLimit_IsOneFile) {

@@ -3,14 +3,19 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "agent/descriptors.h"
 #include "agent/grpc_job_coordination.h"
+#include "agent/hang_watch.h"
 #include "agent/job_signals.h"
 #include "agent/memory_holder.h"
 #include "agent/node_uplink.h"
@@ -144,6 +149,38 @@ class ReentryListener {
   Agent* agent_ ABSL_GUARDED_BY(mu_) = nullptr;
 };
 
+// Ends what runs here when the job hangs, if that are the first `slots` ranks. `*told` belongs to
+// the watch as long as that is there.
+std::unique_ptr<HangWatch> WatchForHangs(absl::Duration timeout, int slots, OpSender& sender,
+                                         Agent& agent, WorkerProcesses& processes,
+                                         OutputMux& output, std::optional<HangReport>* told) {
+  HangWatch::Options options;
+  options.job = processes.job();
+  options.timeout = timeout;
+  options.sender = &sender;
+  options.judges = [&processes, slots] {
+    const std::vector<WorkerProcesses::Running> here = processes.All();
+    return std::any_of(here.begin(), here.end(),
+                       [&](const WorkerProcesses::Running& one) { return one.rank < slots; });
+  };
+  options.on_hang = [&agent, &processes, &output, told](HangReport report) {
+    output.Note(absl::StrCat("muster: the job hangs: ", report.hang.why));
+    for (const v1::HungRanks& ranks : report.ranks) {
+      output.Note(absl::StrCat("muster: ", ranks.ranks_size() == 1 ? "rank " : "ranks ",
+                               absl::StrJoin(ranks.ranks(), ","), ": ", ranks.doing()));
+      for (const absl::string_view line : absl::StrSplit(ranks.stack(), '\n', absl::SkipEmpty())) {
+        output.Note(absl::StrCat("  | ", line));
+      }
+    }
+    const std::string why = report.hang.why;
+    *told = std::move(report);
+    for (const WorkerProcesses::Running& one : processes.All()) {
+      agent.Kill(one.worker_id, one.incarnation, why);
+    }
+  };
+  return HangWatch::Start(std::move(options));
+}
+
 // Stops the agent at the first signal of the job and kills at a later one; when the agent has
 // ended, hurries the output instead. Thread-safe.
 class JobStopper {
@@ -247,14 +284,21 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   options.agent.stdout_terminal = show && isatty(STDOUT_FILENO) != 0;
   options.agent.stderr_terminal = show && isatty(STDERR_FILENO) != 0;
   options.agent.stdin_fd = IsStandardDescriptor(STDIN_FILENO) ? STDIN_FILENO : -1;
+  const int slots = options.agent.slots;
   Agent agent(std::move(options.agent), host, output, *link);
   reentries.Set(&agent);
   (*session)->SetOnKillWorker([&agent](const v1::KillWorker& kill) {
     agent.Kill(kill.worker_id(), kill.incarnation(), kill.why());
   });
+  std::unique_ptr<HangWatch> hangs;
+  if (options.hang_timeout > absl::ZeroDuration()) {
+    hangs = WatchForHangs(options.hang_timeout, slots, (*session)->sender(), agent, processes,
+                          output, &result.hang);
+  }
   JobStopper stopper(agent, output);
   SignalWatcher signals([&stopper](int signal) { stopper.OnSignal(signal); });
   result.job = agent.Run();
+  hangs.reset();
   stopper.AgentEnded();
   // Again: the node's agent may have been started anew since.
   if (memory.ok() && result.job.outcome != JobResult::Outcome::kSucceeded) {

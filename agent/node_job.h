@@ -1,11 +1,13 @@
 #ifndef MUSTER_AGENT_NODE_JOB_H_
 #define MUSTER_AGENT_NODE_JOB_H_
 
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "agent/agent.h"
+#include "agent/hang_core.h"
 #include "agent/log_file.h"
 #include "base/defaults.h"
 #include "rpc/channel.h"
@@ -24,6 +26,8 @@ struct NodeJobOptions {
   absl::Duration outage_tolerance = kDefaultOutageTolerance;
   // How long a machine or worker may be silent, while others are not, before it counts as lost.
   absl::Duration lease = kDefaultLease;
+  // Once a step was finished: no rank may go without progress for so long (hang_core.h). 0: it may.
+  absl::Duration hang_timeout = absl::ZeroDuration();
   std::string hub_listen = {};  // see NodeUplink::Options
   // Of the node's agent that holds memory between attempts of the job; empty: none does.
   std::string memory_socket = {};
@@ -35,6 +39,8 @@ struct NodeJobOptions {
 struct NodeJobResult {
   JobResult job;
   int signal = 0;  // that stopped it
+  // The last one that this node has ended an attempt for.
+  std::optional<HangReport> hang = std::nullopt;
 };
 
 // Runs the job on the terminal: the workers' lines go to standard output and standard error; the

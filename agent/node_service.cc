@@ -663,6 +663,9 @@ class NodeService {
     add("outage_tolerance", absl::FormatDuration(kOutageTolerance));
     add("log_dir", folder.Of("logs"));
     add("stop_grace", absl::FormatDuration(rpc::FromProto(spec.stop_grace())));
+    if (spec.has_hang_timeout()) {
+      add("hang_timeout", absl::FormatDuration(rpc::FromProto(spec.hang_timeout())));
+    }
     for (const int code : spec.user_error_codes()) add("user_error_code", code);
     if (!spec.mixed_precision().empty()) add("mixed_precision", spec.mixed_precision());
     if (spec.gradient_accumulation_steps() > 0) {
@@ -695,6 +698,8 @@ class NodeService {
     for (const auto& [name, value] : ToMap(spec.env())) environment[name] = value;
     if (options_.info.gpus_size() > 0) {
       environment["CUDA_VISIBLE_DEVICES"] = absl::StrJoin(assignment.gpus(), ",");
+      // That is how they are counted here; CUDA's own order begins with the fastest.
+      environment.try_emplace("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
     }
     std::vector<std::string> args = RunnerArguments(assignment, *runner);
     std::vector<std::string> words;

@@ -246,6 +246,10 @@ class Core::Impl {
   std::optional<std::string> WhyGroupEnded(absl::string_view group) const;
   // The group of an earlier attempt of the same job, which has checkpoints; null: there is none.
   Job* FormerAttempt(absl::string_view group);
+  // Of the job's attempts up to `number`, the last one whose group has checkpoints.
+  Job* LastWithCheckpoints(const std::string& job_id, int number);
+  // From where the job of a dry run would continue.
+  void PlanCheckpoint(v1::SubmitJobReply* reply);
 
   // The job that a worker joins, which may begin with it; null: its join was refused.
   Job* JobToJoin(Incoming* in);
@@ -365,6 +369,7 @@ class Core::Impl::Job : public BarrierHost {
   const WatchLog& log() const { return *log_; }
   KvStore& kv() { return kv_; }
   CheckpointSet& checkpoints() { return checkpoints_; }
+  const CheckpointSet& checkpoints() const { return checkpoints_; }
   // How long it is kept when nothing of it is alive.
   absl::Duration Retention() const {
     return checkpoints_.size() > 0 ? impl_->options_.checkpoint_retention

@@ -7,6 +7,7 @@
 #include "absl/strings/strip.h"
 #include "base/defaults.h"
 #include "coordinator/core_impl.h"
+#include "proto/job_limits.h"
 
 // What the operations on submitted jobs and nodes do: jobs/jobs_core.h decides, this journals and
 // answers.
@@ -89,7 +90,60 @@ void Core::Impl::Submitted(Incoming* in) {
   JobsCore::Event event = JobsEvent();
   event.caller = in->caller.identity;
   submitted_->Handle(in->call, in->op, event, &out);
+  if (in->op.submit_job().dry_run()) {
+    for (auto& [call, result] : out.replies) {
+      if (call == in->call && result.has_submit_job()) {
+        PlanCheckpoint(result.mutable_submit_job());
+      }
+    }
+  }
   EndJobs(std::move(out));
+}
+
+void Core::Impl::PlanCheckpoint(v1::SubmitJobReply* reply) {
+  v1::PlannedCheckpoint* const plan = reply->mutable_plan()->mutable_checkpoint();
+  const v1::JobRecord& job = reply->job();
+  const Job* const own =
+      reply->existed() ? LastWithCheckpoints(job.job_id(), job.attempts()) : nullptr;
+  const v1::CheckpointRecord* record =
+      own == nullptr ? nullptr : own->checkpoints().NewestPromoted(/*folder=*/"");
+  if (record != nullptr) {
+    plan->set_decided_by("coordinator");
+    *plan->mutable_record() = *record;
+    plan->set_why(
+        "the newest one of this job that is promoted; if its files are not whole, the one before");
+    return;
+  }
+  plan->set_decided_by("program");
+  std::string folder = kDefaultProjectFolder;
+  for (const v1::NameValue& variable : job.spec().env()) {
+    if (variable.name() == "MUSTER_PROJECT_DIR" && !variable.value().empty()) {
+      folder = variable.value();
+    }
+  }
+  const std::string& below = job.spec().working_directory();
+  if (folder[0] != '/' && below.empty()) {
+    plan->set_why(
+        "the job runs in a private folder of each attempt, which begins empty; with a workdir that "
+        "its nodes share, checkpoints stay");
+    return;
+  }
+  if (folder[0] != '/') folder = absl::StrCat(absl::StripSuffix(below, "/"), "/", folder);
+  plan->set_folder(std::string(absl::StripSuffix(folder, "/")));
+  for (const Job* const other : JobsById()) {
+    const v1::CheckpointRecord* const known = other->checkpoints().NewestPromoted(plan->folder());
+    if (known == nullptr || (record != nullptr && record->checkpoint_id() > known->checkpoint_id()))
+      continue;
+    record = known;
+    *plan->mutable_record() = *record;
+    if (record->job_id().empty()) plan->mutable_record()->set_job_id(other->id());
+  }
+  plan->set_why(
+      record == nullptr
+          ? "this job has no checkpoint here: rank 0 takes the newest one in the folder that is "
+            "whole, and this coordinator knows none there"
+          : "this job has no checkpoint here: rank 0 takes the newest one in the folder that is "
+            "whole; the newest that this coordinator knows there is another job's");
 }
 
 std::optional<std::string> Core::Impl::WhyGroupEnded(absl::string_view group) const {
@@ -108,10 +162,13 @@ std::optional<std::string> Core::Impl::WhyGroupEnded(absl::string_view group) co
 Core::Impl::Job* Core::Impl::FormerAttempt(absl::string_view group) {
   const auto attempt = submitted_->AttemptOf(group);
   if (!attempt.has_value()) return nullptr;
+  return LastWithCheckpoints(attempt->first, attempt->second - 1);
+}
+
+Core::Impl::Job* Core::Impl::LastWithCheckpoints(const std::string& job_id, int number) {
   // Attempts in between may have ended before their workers joined.
-  for (int number = attempt->second - 1; number >= std::max(1, attempt->second - kMostAttempts);
-       --number) {
-    Job* const former = FindJob(JobsCore::GroupOf(attempt->first, number));
+  for (const int least = std::max(1, number + 1 - kMostAttempts); number >= least; --number) {
+    Job* const former = FindJob(JobsCore::GroupOf(job_id, number));
     if (former != nullptr && former->checkpoints().size() > 0) return former;
   }
   return nullptr;

@@ -302,6 +302,79 @@ TEST_F(SubmittedTest, NextAttempt_ResumesFromTheCheckpointsOfTheFormer) {
   }
 }
 
+TEST_F(SubmittedTest, DryRun_SaysFromWhichCheckpointTheJobWouldResume) {
+  Call(SyncOp());
+  v1::Op op;
+  v1::SubmitJobRequest& dry = *op.mutable_submit_job();
+  dry.set_dry_run(true);
+  dry.mutable_spec()->set_name("job");
+  dry.mutable_spec()->add_argv("./train");
+  dry.mutable_spec()->set_max_processes(1);
+  const auto plan = [&] { return Call(op).submit_job().plan().checkpoint(); };
+  // In a private folder there is none.
+  EXPECT_EQ(plan().decided_by(), "program");
+  EXPECT_FALSE(plan().has_record());
+  EXPECT_EQ(plan().folder(), "");
+  dry.mutable_spec()->set_working_directory("/w/");
+  EXPECT_EQ(plan().folder(), "/w/muster-run");
+  v1::NameValue* const variable = dry.mutable_spec()->add_env();
+  variable->set_name("MUSTER_PROJECT_DIR");
+  variable->set_value("/c");
+  EXPECT_EQ(plan().folder(), "/c");
+  EXPECT_FALSE(plan().has_record());
+
+  // Another job has some there.
+  const std::string job = Submit(2);
+  Report(job, v1::PLACEMENT_STATE_RUNNING);
+  v1::OpResult joined = Join("job-1.1", 11);
+  SaveCheckpoint("job-1.1", joined, 11, 100);
+  SaveCheckpoint("job-1.1", joined, 11, 200);
+  v1::PlannedCheckpoint found = plan();
+  EXPECT_EQ(found.decided_by(), "program");
+  EXPECT_EQ(found.record().path(), "/c/200");
+  EXPECT_EQ(found.record().step(), 200);
+  EXPECT_EQ(found.record().job_id(), "job-1.1");
+  EXPECT_EQ(found.SerializeAsString(), plan().SerializeAsString());
+  variable->set_value("/c/deeper");
+  EXPECT_FALSE(plan().has_record());
+  EXPECT_EQ(plan().why(),
+            "this job has no checkpoint here: rank 0 takes the newest one in the folder that is "
+            "whole, and this coordinator knows none there");
+  variable->set_value("/c");
+  v1::Op hold;
+  FillFence("job-1.1", joined, 11, hold.mutable_mark_checkpoint()->mutable_fence());
+  hold.mutable_mark_checkpoint()->set_checkpoint_id(found.record().checkpoint_id());
+  hold.mutable_mark_checkpoint()->set_mark(v1::MarkCheckpointRequest::HOLD_BACK);
+  ASSERT_TRUE(Call(hold).has_mark_checkpoint());
+  EXPECT_EQ(plan().record().step(), 100) << "no resume takes one that is held back";
+}
+
+TEST_F(SubmittedTest, DryRunOfAJobThatIsThere_HasItsOwnNewestCheckpoint) {
+  Call(SyncOp());
+  v1::Op op;
+  v1::SubmitJobRequest& submit = *op.mutable_submit_job();
+  submit.set_idempotency_key("k");
+  submit.mutable_spec()->set_name("job");
+  submit.mutable_spec()->add_argv("./train");
+  submit.mutable_spec()->set_max_processes(1);
+  submit.mutable_spec()->set_max_restarts(2);
+  const std::string job = Call(op).submit_job().job().job_id();
+  submit.set_dry_run(true);
+  EXPECT_EQ(Call(op).submit_job().plan().checkpoint().decided_by(), "program");
+  Report(job, v1::PLACEMENT_STATE_RUNNING);
+  SaveCheckpoint("job-1.1", Join("job-1.1", 11), 11, 100);
+  // Also while the next attempt has not joined, and after a restart.
+  Report(job, v1::PLACEMENT_STATE_ENDED);
+  Restart();
+  Call(SyncOp());
+  const size_t records = journal_.size();
+  const v1::SubmitJobReply reply = Call(op).submit_job();
+  EXPECT_TRUE(reply.existed());
+  EXPECT_EQ(reply.plan().checkpoint().decided_by(), "coordinator");
+  EXPECT_EQ(reply.plan().checkpoint().record().path(), "/c/100");
+  EXPECT_EQ(journal_.size(), records);
+}
+
 TEST_F(SubmittedTest, Group_SaysWhatStagesItsAttemptHasReached) {
   Call(SyncOp());
   const std::string job = Submit(1);

@@ -6,6 +6,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 
 namespace muster {
 
@@ -15,6 +16,13 @@ inline constexpr size_t kMaxSpecBytes = 128 << 10;
 inline constexpr size_t kMaxJobName = 64;
 // SyncNodeRequest.held_jobs; what else a node holds has its time.
 inline constexpr int kMaxHeldJobs = 1000;
+
+// JobSpec.hang_timeout: progress is told every 2 s, and looked at less often.
+inline constexpr absl::Duration kLeastHangTimeout = absl::Seconds(10);
+
+// Where a program keeps its checkpoints if neither it nor MUSTER_PROJECT_DIR says otherwise: below
+// the folder in which it runs.
+inline constexpr char kDefaultProjectFolder[] = "muster-run";
 
 // 1 to kMaxJobName letters, digits, '-' and '_'.
 inline bool IsJobName(absl::string_view name) {

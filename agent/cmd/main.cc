@@ -16,10 +16,13 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
 #include "agent/attempt_end.h"
 #include "agent/descriptors.h"
+#include "agent/gpu_facts.h"
 #include "agent/job_signals.h"
 #include "agent/node_job.h"
 #include "agent/node_service.h"
@@ -32,10 +35,12 @@
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/flags/service_settings.h"
+#include "base/log.h"
 #include "base/machine.h"
 #include "base/service_notifier.h"
 #include "base/status_macros.h"
 #include "base/version.h"
+#include "proto/job_limits.h"
 #include "proto/name_value.h"
 #include "rpc/address.h"
 #include "rpc/token.h"
@@ -110,6 +115,7 @@ struct Flags {
   int processes = 0;
   std::string join_timeout = "10m", stop_grace = "10s";
   std::string outage_tolerance = absl::StrCat(absl::ToInt64Seconds(kDefaultOutageTolerance), "s");
+  std::string hang_timeout = "0";
   std::string lease = absl::StrCat(absl::ToInt64Seconds(kDefaultLease), "s");
   bool no_prefix = false, tee = false;
   int log_max_mib = static_cast<int>(options.log_limits.max_bytes >> 20);
@@ -222,6 +228,10 @@ void AddConnectionFlags(CLI::App* app, Flags* flags) {
   app->add_option("--outage_tolerance", flags->outage_tolerance,
                   "how long the coordinator may be away before the job fails")
       ->capture_default_str();
+  app->add_option("--hang_timeout", flags->hang_timeout,
+                  "once a step was finished: fails the job if no rank shows progress for so long; "
+                  "at least 10s, or 0: never")
+      ->capture_default_str();
   app->add_option("--hub_listen", options->hub_listen,
                   "IP:PORT or unix:PATH at which this agent offers to be a hub for other agents; "
                   "port 0 takes a free one");
@@ -314,11 +324,17 @@ absl::Status SetDurations(Flags* flags) {
       !absl::ParseDuration(flags->join_timeout, &options.join_timeout) ||
       !absl::ParseDuration(flags->outage_tolerance, &options.outage_tolerance) ||
       !absl::ParseDuration(flags->lease, &options.lease) ||
+      !absl::ParseDuration(flags->hang_timeout, &options.hang_timeout) ||
       std::min({options.agent.stop_grace, options.join_timeout, options.outage_tolerance}) <
           absl::ZeroDuration()) {
     return absl::InvalidArgumentError(
-        "--stop_grace, --join_timeout, --outage_tolerance and --lease are durations with a "
-        "unit, such as 30s or 10m");
+        "--stop_grace, --join_timeout, --outage_tolerance, --hang_timeout and --lease are "
+        "durations with a unit, such as 30s or 10m");
+  }
+  if (options.hang_timeout != absl::ZeroDuration() && options.hang_timeout < kLeastHangTimeout) {
+    return absl::InvalidArgumentError(absl::StrCat("--hang_timeout is ", flags->hang_timeout,
+                                                   ": give 0 for none, or at least ",
+                                                   absl::FormatDuration(kLeastHangTimeout)));
   }
   if (options.lease < kShortestLease) {
     return absl::InvalidArgumentError(absl::StrCat("--lease is ", flags->lease, ": give at least ",
@@ -382,8 +398,8 @@ int RunAndReport(NodeJobOptions options, const Flags& flags) {
                                                : RunJob(std::move(options));
   if (!flags.groups.folder.empty()) groups.End();
   if (!flags.attempt_dir.empty()) {
-    v1::AttemptEnd end =
-        DescribeEnd(result.job, flags.user_error_codes, CountMemoryKills() > kills, num_nodes);
+    v1::AttemptEnd end = DescribeEnd(result.job, flags.user_error_codes, CountMemoryKills() > kills,
+                                     num_nodes, result.hang.has_value() ? &*result.hang : nullptr);
     if (!program.ok()) end.set_end_class(v1::END_CLASS_USER_ERROR);
     const absl::Status status = WriteEnd(JoinPath(flags.attempt_dir, "end.json"), end);
     // The exit code still tells the node how the job has ended.
@@ -405,10 +421,47 @@ constexpr char kServeVariables[] = "MUSTER_AGENT_";
 
 struct ServeFlags {
   NodeServiceOptions options;
-  int cpus = -1, gpus = -1, memory_mib = -1, keep_logs_hours = 24 * 7;
+  int cpus = -1, gpus = -1, memory_mib = -1, gpu_memory_mib = -1, keep_logs_hours = 24 * 7;
   std::vector<std::string> labels;
   bool serve = false;
 };
+
+// `found`: how many GPUs the machine has.
+void SetGpuFacts(int found, int memory_mib, v1::NodeInfo* info) {
+  GpuFacts facts;
+  if (found > 0) {
+    absl::StatusOr<GpuFacts> read = ReadGpuFacts();
+    if (read.ok()) {
+      facts = *std::move(read);
+    } else {
+      MUSTER_LOG(Warning) << "the memory of the GPUs is not known: " << read.status().message();
+    }
+  }
+  // Only then they are the same ones.
+  const bool same = static_cast<int>(facts.memory_bytes.size()) == found;
+  for (int i = 0; i < info->gpus_size(); ++i) {
+    info->add_gpu_memory_bytes(memory_mib >= 0     ? int64_t{memory_mib} << 20
+                               : same && i < found ? facts.memory_bytes[i]
+                                                   : 0);
+  }
+  if (info->nvlink_domain().empty() && info->gpus_size() > 0) {
+    info->set_nvlink_domain(facts.nvlink_domain);
+  }
+}
+
+// From where to where the kernel chooses ports of programs that ask for any.
+void SetFreePorts(v1::NodeInfo* info) {
+  const absl::StatusOr<std::string> text = ReadFile("/proc/sys/net/ipv4/ip_local_port_range", 256);
+  if (!text.ok()) return;
+  const std::vector<absl::string_view> ends =
+      absl::StrSplit(*text, absl::ByAnyChar(" \t\n"), absl::SkipEmpty());
+  int first = 0, last = 0;
+  if (ends.size() != 2 || !absl::SimpleAtoi(ends[0], &first) || !absl::SimpleAtoi(ends[1], &last)) {
+    return;
+  }
+  info->set_first_free_port(first);
+  info->set_last_free_port(last);
+}
 
 absl::Status SetInventory(const Machine& machine, ServeFlags* flags) {
   v1::NodeInfo* const info = &flags->options.info;
@@ -420,6 +473,8 @@ absl::Status SetInventory(const Machine& machine, ServeFlags* flags) {
   const int found = static_cast<int>(machine.gpus.size());
   const int gpus = flags->gpus >= 0 ? flags->gpus : found;
   for (int i = 0; i < gpus; ++i) info->add_gpus(i < found ? machine.gpus[i].model : "");
+  SetGpuFacts(found, flags->gpu_memory_mib, info);
+  SetFreePorts(info);
   std::map<std::string, std::string> labels;
   for (const std::string& label : flags->labels) {
     const size_t equals = label.find('=');
@@ -505,13 +560,18 @@ int Serve(std::vector<std::string> words) {
       ->check(CLI::Range(1, 1'000'000));
   app.add_option("--gpus", flags.gpus, "GPUs for jobs, the first ones (default: all)")
       ->check(CLI::Range(0, 1024));
+  app.add_option("--gpu_memory_mib", flags.gpu_memory_mib,
+                 "memory of each GPU, in MiB (default: what the driver says)")
+      ->check(CLI::Range(1, 2'000'000'000));
   app.add_option("--memory_mib", flags.memory_mib, "memory for jobs, in MiB (default: all)")
       ->check(CLI::Range(1, 2'000'000'000));
   app.add_option("--label", flags.labels, "KEY=VALUE that jobs can ask for; may be repeated");
   app.add_option("--rack", *options.info.mutable_rack(), "rack of this machine")
       ->envname("MUSTER_RACK");
-  app.add_option("--nvlink_domain", *options.info.mutable_nvlink_domain(),
-                 "NVLink domain of this machine, within its rack")
+  app.add_option(
+         "--nvlink_domain", *options.info.mutable_nvlink_domain(),
+         "NVLink domain of this machine, within its rack (default: the fabric that the driver "
+         "names, if there is one)")
       ->envname("MUSTER_NVLINK_DOMAIN");
   app.add_option("--control_groups", options.control_groups,
                  "auto: jobs get control groups below this agent's, with memory limits unless it "

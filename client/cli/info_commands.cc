@@ -433,7 +433,7 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     return std::any_of(reply.jobs().begin(), reply.jobs().end(),
                        [&](const v1::JobStatus& job) { return job.job_id() == name; });
   };
-  if (!wanted.empty() && !is_known(wanted)) {
+  if (!wanted.empty()) {
     // A submitted job; of a program without Muster's library only the agents are known.
     const absl::StatusOr<std::string> group = GroupOf(connection, wanted);
     if (!group.ok()) return FailCall(spec, context, group.status());

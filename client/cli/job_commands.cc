@@ -13,6 +13,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "base/exit_code.h"
@@ -90,15 +91,49 @@ ordered_json SparesJson(const std::vector<Placement>& spares) {
   return all;
 }
 
+ordered_json PlanJson(const JobPlan& plan) {
+  ordered_json ports = ordered_json::array();
+  for (const PlannedPort& port : plan.ports) {
+    ports.push_back({{"name", port.name},
+                     {"node", port.node},
+                     {"from", port.first > 0 ? ordered_json(port.first) : ordered_json()},
+                     {"to", port.last > 0 ? ordered_json(port.last) : ordered_json()},
+                     {"why", port.why}});
+  }
+  const PlannedCheckpoint& from = plan.checkpoint;
+  ordered_json checkpoint;
+  if (!from.decided_by.empty()) {
+    checkpoint = {{"decided_by", from.decided_by},
+                  {"resume_from", from.path.empty() ? "none" : from.path},
+                  {"step", from.path.empty() ? ordered_json() : ordered_json(from.step)},
+                  {"saved_by", from.saved_by},
+                  {"folder", from.folder},
+                  {"why", from.why}};
+  }
+  ordered_json json = {
+      {"starts_now", plan.starts_now},      {"why", plan.why},
+      {"processes", plan.processes},        {"placements", PlacementsJson(plan.placements)},
+      {"spares", SparesJson(plan.spares)},  {"ports", std::move(ports)},
+      {"checkpoint", std::move(checkpoint)}};
+  if (!plan.script.empty()) json["script"] = plan.script;
+  return json;
+}
+
 // Of an attempt that has one.
 ordered_json EndJson(const Attempt& attempt) {
-  return {{"class", attempt.end_class},
-          {"why", attempt.why},
-          {"node", attempt.node},
-          {"rank", attempt.rank},
-          {"exit_code", attempt.exit_code},
-          {"signal", attempt.signal},
-          {"last_lines", attempt.last_lines}};
+  ordered_json end = {{"class", attempt.end_class},
+                      {"why", attempt.why},
+                      {"node", attempt.node},
+                      {"rank", attempt.rank},
+                      {"exit_code", attempt.exit_code},
+                      {"signal", attempt.signal},
+                      {"last_lines", attempt.last_lines}};
+  if (attempt.hung.empty()) return end;
+  end["hung"] = ordered_json::array();
+  for (const HungRanks& hung : attempt.hung) {
+    end["hung"].push_back({{"ranks", hung.ranks}, {"doing", hung.doing}, {"stack", hung.stack}});
+  }
+  return end;
 }
 
 ordered_json JobJson(const Job& job) {
@@ -142,6 +177,17 @@ void PrintPlan(const CommandContext& context, const JobPlan& plan) {
     context.out << "  " << Printable(spare.node) << ": spare, room for " << spare.processes
                 << (spare.processes == 1 ? " process\n" : " processes\n");
   }
+  for (const PlannedPort& port : plan.ports) {
+    context.out << "  " << Printable(port.node) << ": " << Printable(port.name) << ", a free port";
+    if (port.first > 0) context.out << " from " << port.first << " to " << port.last;
+    context.out << "\n";
+  }
+  const PlannedCheckpoint& from = plan.checkpoint;
+  if (from.decided_by.empty()) return;
+  context.out << "  checkpoint: " << (from.path.empty() ? "none" : Printable(from.path, 1000));
+  if (!from.path.empty()) context.out << " of step " << from.step;
+  context.out << "; the " << Printable(from.decided_by) << " decides: " << Printable(from.why, 1000)
+              << "\n";
 }
 
 void PrintState(const CommandContext& context, const Job& job) {
@@ -282,15 +328,9 @@ CommandSpec SubmitSpec() {
 void PrintSubmission(const CommandContext& context, const std::string& format, bool dry_run,
                      const ResolvedJob& job, const Submission& made) {
   if (format != "name") {
-    PrintValue(context, format,
-               {{"job", JobJson(made.job)},
-                {"plan",
-                 {{"starts_now", made.plan.starts_now},
-                  {"why", made.plan.why},
-                  {"processes", made.plan.processes},
-                  {"placements", PlacementsJson(made.plan.placements)},
-                  {"spares", SparesJson(made.plan.spares)}}},
-                {"existed", made.existed}});
+    PrintValue(
+        context, format,
+        {{"job", JobJson(made.job)}, {"plan", PlanJson(made.plan)}, {"existed", made.existed}});
   } else if (dry_run) {
     for (const auto& [name, given] : job.provenance)
       context.out << name << ": " << given.text << "  (" << given.source << ")\n";
@@ -541,6 +581,17 @@ ordered_json IncidentsJson(const Job& job, const std::vector<Incident>& incident
           {"incidents", all}};
 }
 
+void PrintHung(const CommandContext& context, const Attempt& attempt) {
+  for (const HungRanks& hung : attempt.hung) {
+    context.out << "\nattempt " << attempt.number << ", "
+                << (hung.ranks.size() == 1 ? "rank " : "ranks ") << absl::StrJoin(hung.ranks, ",")
+                << " hung: " << Printable(hung.doing, 1000) << "\n";
+    for (const absl::string_view line : absl::StrSplit(hung.stack, '\n', absl::SkipEmpty())) {
+      context.out << "  " << Printable(line, 1000) << "\n";
+    }
+  }
+}
+
 void PrintIncidents(const CommandContext& context, const Job& job,
                     const std::vector<Incident>& incidents) {
   std::vector<std::vector<std::string>> rows = {
@@ -582,6 +633,7 @@ void PrintIncidents(const CommandContext& context, const Job& job,
       context.out << "  " << Printable(line, 1000) << "\n";
     }
   }
+  for (const Incident& incident : incidents) PrintHung(context, *incident.attempt);
 }
 
 }  // namespace
@@ -656,18 +708,16 @@ int RunWatchCommand(const std::vector<std::string>& args, const CommandContext& 
 
 namespace {
 
-// How long ago. Errors: INVALID_ARGUMENT what to write.
-absl::StatusOr<absl::Duration> ParseSince(const std::string& text) {
+// Errors: INVALID_ARGUMENT what to write.
+absl::StatusOr<absl::Time> ParseSince(const std::string& text) {
   absl::Duration ago;
   absl::Time time;
   std::string wrong;
   if (absl::ParseDuration(text, &ago)) {
-    if (ago >= absl::ZeroDuration() && ago != absl::InfiniteDuration()) return ago;
+    if (ago >= absl::ZeroDuration() && ago != absl::InfiniteDuration()) return absl::Now() - ago;
   } else if (absl::ParseTime(absl::RFC3339_full, text, &time, &wrong) ||
              absl::ParseTime("%Y-%m-%dT%H:%M:%S", text, absl::LocalTimeZone(), &time, &wrong)) {
-    if (time != absl::InfinitePast() && time != absl::InfiniteFuture()) {
-      return std::max(absl::ZeroDuration(), absl::Now() - time);
-    }
+    if (time != absl::InfinitePast() && time != absl::InfiniteFuture()) return time;
   }
   return absl::InvalidArgumentError(
       absl::StrCat("--since ", text, ": write how long ago, 10m, or a time, 2026-01-31T12:00:00"));
@@ -712,11 +762,12 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
       return refuse("--tail: write a number of lines");
     options.offset = -1;
   }
+  std::optional<absl::Time> since;
   if (line.Has("since")) {
-    const absl::StatusOr<absl::Duration> since = ParseSince(line.Get("since"));
-    if (!since.ok()) return refuse(std::string(since.status().message()));
+    const absl::StatusOr<absl::Time> given = ParseSince(line.Get("since"));
+    if (!given.ok()) return refuse(std::string(given.status().message()));
     if (line.Has("tail")) return refuse("--since and --tail exclude each other");
-    options.since = *since;
+    since = *given;
   }
   std::optional<std::regex> grep;
   if (line.Has("grep")) {
@@ -743,7 +794,10 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
     LogOptions one = options;
     if (all) one.rank = i;
     const auto print = [&, one, i] {
-      statuses[i] = PrintLog(*client, name, one, follow, &printer);
+      LogOptions now = one;
+      // As old as it is now: to read the ranks before may have taken long.
+      if (since.has_value()) now.since = std::max(absl::ZeroDuration(), absl::Now() - *since);
+      statuses[i] = PrintLog(*client, name, now, follow, &printer);
     };
     // Without --follow ranks are printed one after the other.
     if (follow && ranks > 1) {

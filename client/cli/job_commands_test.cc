@@ -1,6 +1,7 @@
 #include "client/cli/job_commands.h"
 
 #include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -13,6 +14,7 @@
 #include "client/cli/info_commands.h"
 #include "client/cli/node_commands.h"
 #include "client/jobs/fake_job_service.h"
+#include "client/jobs/job_file.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "proto/muster/v1/error.pb.h"
@@ -51,8 +53,71 @@ TEST_F(JobCommandsTest, Submit_DryRun_PrintsSettingsAndPlan) {
   EXPECT_EQ(RunSubmitCommand({"--dry_run", "--processes", "2", "--", "train"}, context_), kExitOk);
   EXPECT_EQ(out_.str(),
             "command: train  (the command line)\nprocesses: 2  (--processes)\n"
-            "starts now: fits now\n  a: 2 processes\n");
+            "starts now: fits now\n  a: 2 processes\n"
+            "  a: master_port, a free port from 32768 to 60999\n"
+            "  checkpoint: /w/muster-run/checkpoint_3 of step 300; the program decides: the newest "
+            "there\n");
   EXPECT_TRUE(fake_.submitted()[0].dry_run());
+}
+
+TEST_F(JobCommandsTest, Submit_DryRunAsJson_IsTheWholePlanAndTheSameEachTime) {
+  const std::vector<std::string> args = {"--dry_run", "--env", "A=b", "-o", "json", "--", "train"};
+  EXPECT_EQ(RunSubmitCommand(args, context_), kExitOk) << err_.str();
+  const std::string first = out_.str();
+  const auto document = nlohmann::json::parse(first);
+  EXPECT_EQ(document["job"]["spec"]["env"]["A"], "b");
+  const auto& plan = document["plan"];
+  EXPECT_EQ(plan["placements"][0]["node"], "a");
+  EXPECT_EQ(plan["ports"][0]["name"], "master_port");
+  EXPECT_EQ(plan["ports"][0]["from"], 32768);
+  EXPECT_EQ(plan["checkpoint"]["decided_by"], "program");
+  EXPECT_EQ(plan["checkpoint"]["resume_from"], "/w/muster-run/checkpoint_3");
+  EXPECT_EQ(plan["checkpoint"]["step"], 300);
+  EXPECT_EQ(plan["checkpoint"]["saved_by"], "old-1.2");
+  out_.str("");
+  EXPECT_EQ(RunSubmitCommand(args, context_), kExitOk);
+  EXPECT_EQ(out_.str(), first);
+}
+
+// Every flag with what it cannot be: one line that names it and what to write, before any call.
+TEST_F(JobCommandsTest, Submit_EveryFlagWithAWrongValue_IsOneLineThatNamesIt) {
+  const std::map<std::string, std::string> wrong = {
+      {"name", ""},  // any text: the coordinator knows its rule
+      {"workdir", "relative"},
+      {"env", "A"},
+      {"labels", "=b"},
+      {"processes", "1:x"},
+      {"user_error_codes", "3,x"},
+      {"mixed_precision", "fp8"},
+      {"memory_per_process", "much"},
+      {"gpu_memory", "-1"},
+  };
+  const std::vector<std::string> times = {"restart_delay", "time_limit", "stop_grace", "grow_after",
+                                          "hang_timeout"};
+  for (const JobSettingSpec& setting : JobSettings()) {
+    const auto given = wrong.find(setting.name);
+    const bool is_time = std::find(times.begin(), times.end(), setting.name) != times.end();
+    const std::string value = given != wrong.end()         ? given->second
+                              : is_time                    ? "5"
+                              : setting.value_name.empty() ? "maybe"
+                                                           : "1.5";
+    if (!setting.has_flag || value.empty()) continue;
+    err_.str("");
+    EXPECT_EQ(RunSubmitCommand({"--" + setting.name + "=" + value, "--", "train"}, context_),
+              kExitUsage)
+        << setting.name << "=" << value;
+    const std::string text = err_.str();
+    EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1) << text;
+    EXPECT_THAT(text, ::testing::StartsWith("muster submit: --" + setting.name));
+    EXPECT_THAT(text, HasSubstr(value));
+    EXPECT_THAT(text, ContainsRegex("write |true or false")) << "the way out";
+    // And without a value where there has to be one.
+    if (setting.value_name.empty()) continue;
+    err_.str("");
+    EXPECT_EQ(RunSubmitCommand({"--" + setting.name}, context_), kExitUsage);
+    EXPECT_THAT(err_.str(), HasSubstr("--" + setting.name)) << err_.str();
+  }
+  EXPECT_TRUE(fake_.submitted().empty());
 }
 
 TEST_F(JobCommandsTest, Submit_BadFlag_IsAUsageErrorBeforeAnyCall) {
@@ -143,6 +208,25 @@ TEST_F(JobCommandsTest, Incidents_EachFailedAttempt_WithCauseTimesAndLastLines) 
   EXPECT_THAT(text, HasSubstr("attempt 3, the last lines of rank 3:\n  no "));
   EXPECT_THAT(text, ::testing::Not(HasSubstr("\x1b")));
   EXPECT_THAT(text, ::testing::Not(HasSubstr("\n5 ")));
+}
+
+TEST_F(JobCommandsTest, Incidents_OfAHang_ShowWhatEveryRankWasDoing) {
+  v1::JobRecord job = JobWithIncidents();
+  v1::AttemptEnd* const end = job.mutable_history(0)->mutable_end();
+  end->set_end_class(v1::END_CLASS_HANG);
+  v1::HungRanks* const hung = end->add_hung();
+  for (const int rank : {0, 2}) hung->add_ranks(rank);
+  hung->set_doing("step 12, backward, AllReduce #41 (1,024 Float)");
+  hung->set_stack("thread 7:\n  #0 poll\n");
+  fake_.Add(job);
+  EXPECT_EQ(RunIncidentsCommand({"mnist-1"}, context_), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(),
+              HasSubstr("\nattempt 3, ranks 0,2 hung: step 12, backward, AllReduce #41 (1,024 "
+                        "Float)\n  thread 7:\n    #0 poll\n"));
+  EXPECT_THAT(out_.str(), HasSubstr("HANG"));
+  out_.str("");
+  EXPECT_EQ(RunIncidentsCommand({"mnist-1", "-o", "json"}, context_), kExitOk);
+  EXPECT_EQ(nlohmann::json::parse(out_.str())["incidents"][0]["hung"][0]["ranks"][1], 2);
 }
 
 TEST_F(JobCommandsTest, Incidents_OnATerminal_NoLineIsWiderThanIt) {
@@ -362,6 +446,24 @@ TEST_F(JobCommandsTest, Nodes_Table_ShowsUse) {
             "a     READY  2/8   0/0   0 B / 4.00 GiB  mnist-1  -\n");
   EXPECT_EQ(RunNodeControlCommand("drain", {"a", "--why", "disk"}, context_), kExitOk);
   EXPECT_THAT(fake_.actions(), ElementsAre("DRAIN a disk"));
+}
+
+TEST_F(JobCommandsTest, Nodes_WideAndJson_ShowTheMemoryOfGpusAndTheirDomain) {
+  v1::NodeRecord node;
+  node.set_node("a");
+  for (int i = 0; i < 3; ++i) node.mutable_info()->add_gpus("H200");
+  for (const int64_t gib : {141, 141}) node.mutable_info()->add_gpu_memory_bytes(gib << 30);
+  node.mutable_info()->set_nvlink_domain("cafe.1");
+  fake_.AddNode(node);
+  EXPECT_EQ(RunNodesCommand({"-o", "wide"}, context_), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("cafe.1"));
+  EXPECT_THAT(out_.str(), ContainsRegex("2 x 141.* GiB, 1 x \\?"));
+  out_.str("");
+  EXPECT_EQ(RunNodesCommand({"-o", "json"}, context_), kExitOk) << err_.str();
+  const auto shown = nlohmann::json::parse(out_.str())[0];
+  EXPECT_EQ(shown["nvlink_domain"], "cafe.1");
+  EXPECT_EQ(shown["gpu_memory_bytes"].size(), 2u);
+  EXPECT_EQ(shown["gpu_memory_bytes"][0], int64_t{141} << 30);
 }
 
 TEST_F(JobCommandsTest, Commands_NoJobNamed_SayWhatToWrite) {

@@ -2,8 +2,12 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <algorithm>
+
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "client/jobs/client_on_channel.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/error.pb.h"
@@ -12,12 +16,31 @@
 #include "rpc/status.h"
 
 namespace muster::client {
+namespace {
+
+constexpr absl::string_view kLaunchPrefix = "launch:";
+
+}  // namespace
 
 absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::string& job) {
+  // A launch may have any name, that of a submitted job too.
+  if (absl::string_view launch = job; absl::ConsumePrefix(&launch, kLaunchPrefix)) {
+    return std::string(launch);
+  }
   const absl::StatusOr<Job> submitted =
       ClientOn(connection.channel, connection.timeout, connection.timeout).get(job);
   if (absl::IsNotFound(submitted.status()) || absl::IsUnimplemented(submitted.status())) return job;
   if (!submitted.ok()) return submitted.status();
+  v1::GetMembersRequest request;
+  request.set_job_id(job);
+  v1::GetMembersReply members;
+  grpc::ClientContext call;
+  rpc::SetTimeout(call, connection.timeout);
+  if (v1::Membership::NewStub(connection.channel)->GetMembers(&call, request, &members).ok()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        job, " is a submitted job and a launch: write ", kLaunchPrefix, job, " for the launch, or ",
+        job, ".", std::max(1, submitted->attempts), " for that attempt of the submitted job"));
+  }
   if (submitted->attempts == 0) {
     return rpc::ErrorWithReason(absl::StatusCode::kFailedPrecondition,
                                 absl::StrCat("job ", job, " has not started yet: ", submitted->why),

@@ -12,8 +12,8 @@
 namespace muster::client {
 
 // The group of workers that the name of a job means: of a submitted one that of its last attempt,
-// of a launch its own. Blocks for a call. Errors: FAILED_PRECONDITION a submitted job that has not
-// started.
+// of a launch its own; "launch:NAME" is always a launch. Blocks for two calls. Errors:
+// FAILED_PRECONDITION a submitted job that has not started; INVALID_ARGUMENT a name that both have.
 absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::string& job);
 
 // The workers of `group`, page by page. Too many for one message of an older coordinator, which

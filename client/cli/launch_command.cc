@@ -1,7 +1,10 @@
 #include "client/cli/launch_command.h"
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
+#include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -10,10 +13,13 @@
 #include "base/machine.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "client/checkpoints/newest_checkpoint.h"
+#include "client/cli/output.h"
 #include "client/config/accelerate_launch.h"
 #include "client/config/cluster_launch.h"
 #include "client/config/engine_flags.h"
 #include "client/config/torchrun_flags.h"
+#include "proto/job_limits.h"
 
 namespace muster::client {
 namespace {
@@ -81,6 +87,8 @@ std::vector<OptionSpec> LaunchOptions() {
                      .repeated = true});
   options.push_back({.name = "dry_run",
                      .help = "Print what would be run, with the source of each setting, and exit"});
+  options.push_back(OutputOption({"text", "json", "yaml"}));
+  options.back().help = "With --dry_run: " + options.back().help;
   for (const AccelerateEngineFlag& flag : AccelerateEngineFlags()) {
     options.push_back(EngineOption(flag));
   }
@@ -128,6 +136,105 @@ int Report(const LaunchOutcome& outcome, const LaunchConfig& config, const Comma
   return kExitJobFailed;
 }
 
+// Who listens where, and who chooses the port: (what, address or "", in words).
+struct LaunchPort {
+  std::string name;
+  std::string address;
+  std::string why;
+};
+std::vector<LaunchPort> PortsOf(const LaunchConfig& config) {
+  std::vector<LaunchPort> ports;
+  if (config.coordinator_ip.empty() && config.coordinator_port == 0) {
+    ports.push_back({"coordinator", "", "a private socket of this user: no port"});
+  } else {
+    ports.push_back(
+        {"coordinator",
+         absl::StrCat(config.coordinator_ip.empty() ? "127.0.0.1" : config.coordinator_ip, ":",
+                      config.coordinator_port),
+         config.coordinator_port == 0 ? "machine 0 listens, on a port that its kernel has free"
+                                      : "machine 0 listens"});
+  }
+  if (!config.hub_listen.empty()) {
+    ports.push_back({"hub", config.hub_listen, "the agent of this machine listens"});
+  }
+  ports.push_back({"master_port", "",
+                   "MASTER_PORT of programs that meet by themselves, at rank 0: machine 0 takes a "
+                   "free port at each start"});
+  ports.push_back(
+      {"processes", "", "each process takes free ports of its machine for its process groups"});
+  return ports;
+}
+
+// From where a program continues that calls load_state_if_present().
+struct LaunchCheckpoint {
+  std::string folder;
+  std::string path;  // empty: none
+};
+LaunchCheckpoint CheckpointOf(const LaunchPlan& plan) {
+  LaunchCheckpoint checkpoint;
+  checkpoint.folder = Variable(plan.variables, "MUSTER_PROJECT_DIR");
+  if (const auto own = plan.config.env.find("MUSTER_PROJECT_DIR"); own != plan.config.env.end()) {
+    checkpoint.folder = own->second;
+  }
+  if (checkpoint.folder.empty()) checkpoint.folder = kDefaultProjectFolder;
+  checkpoint.path = NewestCheckpoint(checkpoint.folder);
+  return checkpoint;
+}
+constexpr char kWhoResumes[] =
+    "rank 0 takes the newest one in the folder whose files are whole; its program may name another "
+    "folder";
+
+void PrintDryRun(const LaunchPlan& plan, const std::string& program, const std::string& format,
+                 const CommandContext& context) {
+  const LaunchConfig& config = plan.config;
+  const int first = config.machine_rank * config.processes_here;
+  const LaunchCheckpoint checkpoint = CheckpointOf(plan);
+  if (format == "text") {
+    std::vector<std::string> words;
+    for (const std::string& word : plan.argv) words.push_back(ShellWord(word));
+    context.out << DescribeLaunch(config) << "\nprogram  " << program << "\nruns     "
+                << absl::StrJoin(words, " ") << "\nranks    " << first << " to "
+                << first + config.processes_here - 1 << " of " << config.num_processes
+                << " on this machine\n";
+    for (const LaunchPort& port : PortsOf(config)) {
+      context.out << "port     " << port.name << (port.address.empty() ? "" : " " + port.address)
+                  << ": " << port.why << "\n";
+    }
+    context.out << "resumes  " << (checkpoint.path.empty() ? "none" : checkpoint.path) << " in "
+                << checkpoint.folder << ": " << kWhoResumes << "\n";
+    return;
+  }
+  using nlohmann::ordered_json;
+  ordered_json settings = ordered_json::object(), ports = ordered_json::array();
+  for (const auto& [name, given] : config.provenance) {
+    if (absl::StartsWith(name, "env.")) continue;
+    settings[name] = {{"value", given.text}, {"source", given.source}};
+  }
+  for (const LaunchPort& port : PortsOf(config)) {
+    ports.push_back(
+        {{"name", port.name},
+         {"address", port.address.empty() ? ordered_json() : ordered_json(port.address)},
+         {"why", port.why}});
+  }
+  const ordered_json document = {
+      {"program", program},
+      {"command", plan.argv},
+      {"settings", std::move(settings)},
+      {"env", config.env},
+      {"placements",
+       {{{"machine_rank", config.machine_rank},
+         {"processes", config.processes_here},
+         {"first_rank", first},
+         {"num_processes", config.num_processes}}}},
+      {"ports", std::move(ports)},
+      {"checkpoint",
+       {{"decided_by", "program"},
+        {"resume_from", checkpoint.path.empty() ? "none" : checkpoint.path},
+        {"folder", checkpoint.folder},
+        {"why", kWhoResumes}}}};
+  context.out << (format == "yaml" ? YamlText(document) : Dump(document));
+}
+
 int Launch(const CommandLine& line, const std::vector<std::string>& argv,
            const CommandContext& context, const LaunchBackend& backend, const CommandSpec& spec) {
   LaunchPlan plan;
@@ -147,14 +254,14 @@ int Launch(const CommandLine& line, const std::vector<std::string>& argv,
                 absl::IsNotFound(program.status()) ? kExitProgramMissing : kExitNotExecutable);
   }
   if (ParseBool(line.Has("dry_run") ? line.Get("dry_run") : "false").value_or(true)) {
-    std::vector<std::string> words;
-    for (const std::string& word : argv) words.push_back(ShellWord(word));
-    context.out << DescribeLaunch(plan.config) << "\nprogram  " << *program << "\nruns     "
-                << absl::StrJoin(words, " ") << "\nranks    "
-                << plan.config.machine_rank * plan.config.processes_here << " to "
-                << (plan.config.machine_rank + 1) * plan.config.processes_here - 1 << " of "
-                << plan.config.num_processes << " on this machine\n";
+    PrintDryRun(plan, *program, line.Has("output") ? line.Get("output") : "text", context);
     return kExitOk;
+  }
+  if (line.Has("output")) {
+    return Fail(spec, context,
+                absl::InvalidArgumentError(
+                    "--output is the format of --dry_run: add it, or leave --output out"),
+                kExitUsage);
   }
   const LaunchOutcome outcome = backend.run(plan);
   // A program that vanished between the look-up and the start, or that is no binary.

@@ -1,5 +1,6 @@
 #include "client/cli/launch_command.h"
 
+#include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "absl/strings/match.h"
@@ -166,6 +167,40 @@ TEST_F(LaunchCommandTest, DryRun_PrintsEverySettingWithItsSourceAndRunsNothing) 
                     ::testing::ContainsRegex("mixed_precision +bf16 +MUSTER_MIXED_PRECISION"),
                     ::testing::ContainsRegex("max_restarts +0 +default"),
                     HasSubstr("./train 'a b'"), HasSubstr("ranks    0 to 3 of 4 on this machine")));
+}
+
+TEST_F(LaunchCommandTest, DryRunAsJson_IsTheWholePlanAndTheSameEachTime) {
+  const TestFolder folder;
+  variables_["MUSTER_PROJECT_DIR"] = folder.path();
+  const std::vector<std::string> args = {"--dry-run", "-o", "json",    "--num_processes=4",
+                                         "--env=A=b", "--", "./train", "a b"};
+  EXPECT_EQ(Run(args), kExitOk) << err_.str();
+  const std::string first = out_.str();
+  auto plan = nlohmann::json::parse(first);
+  EXPECT_EQ(plan["command"], (std::vector<std::string>{"./train", "a b"}));
+  EXPECT_EQ(plan["settings"]["num_processes"]["value"], "4");
+  EXPECT_EQ(plan["settings"]["num_processes"]["source"], "--num_processes");
+  EXPECT_EQ(plan["env"]["A"], "b");
+  EXPECT_EQ(plan["placements"][0]["processes"], 4);
+  EXPECT_EQ(plan["ports"][0]["name"], "coordinator");
+  EXPECT_TRUE(plan["ports"][0]["address"].is_null());
+  EXPECT_EQ(plan["ports"][1]["name"], "master_port");
+  EXPECT_EQ(plan["checkpoint"]["decided_by"], "program");
+  EXPECT_EQ(plan["checkpoint"]["resume_from"], "none");
+  EXPECT_EQ(plan["checkpoint"]["folder"], folder.path());
+  EXPECT_EQ(Run(args), kExitOk);
+  EXPECT_EQ(out_.str(), first);
+  EXPECT_FALSE(ran_);
+
+  ASSERT_TRUE(MakeDirectories(folder.Path("checkpoint_7")).ok());
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("checkpoint_7/manifest.json"), "{}").ok());
+  EXPECT_EQ(Run(args), kExitOk);
+  plan = nlohmann::json::parse(out_.str());
+  EXPECT_EQ(plan["checkpoint"]["resume_from"], folder.Path("checkpoint_7"));
+  EXPECT_EQ(Run({"--dry-run", "--coordinator=127.0.0.1:29400", "x"}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("port     coordinator 127.0.0.1:29400: machine 0 listens\n"));
+  EXPECT_THAT(out_.str(), HasSubstr("resumes  " + folder.Path("checkpoint_7") + " in "));
+  EXPECT_THAT(Refused({"-o", "json", "x"}, kExitUsage), HasSubstr("--output is the format of"));
 }
 
 TEST_F(LaunchCommandTest, Help_HasEverySettingAndTheExitCodes) {

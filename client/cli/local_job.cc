@@ -197,6 +197,7 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   options.host = config.machine_rank == 0 ? ip : "";
   options.join_timeout = config.join_timeout;
   options.outage_tolerance = config.outage_tolerance;
+  options.hang_timeout = config.hang_timeout;
   options.hub_listen = config.hub_listen;
   options.lease = config.lease;
   options.log_limits = {.max_bytes = int64_t{config.log_max_mib} << 20, .files = config.log_files};

@@ -41,15 +41,32 @@ ordered_json NodeJson(const Node& node) {
           {"memory_bytes", node.memory_bytes},
           {"used_memory_bytes", node.used_memory_bytes},
           {"gpus", node.gpus},
+          {"gpu_memory_bytes", node.gpu_memory_bytes},
           {"used_gpus", node.used_gpus},
           {"labels", node.labels},
           {"rack", node.rack},
+          {"nvlink_domain", node.nvlink_domain},
           {"limits", node.limits},
           {"limits_why", node.limits_why},
           {"heard_ago_seconds", absl::ToDoubleSeconds(node.heard_ago)},
           {"log_level", node.log_level},
           {"jobs", node.jobs},
           {"spare_of", node.spare_of}};
+}
+
+// "8 x 80.0 GiB", "1 x 80.0 GiB, 1 x ?": of GPUs that have the same.
+std::string GpuMemoryText(const Node& node) {
+  std::vector<std::string> parts;
+  for (size_t i = 0; i < node.gpus.size();) {
+    const auto at = [&](size_t index) {
+      return index < node.gpu_memory_bytes.size() ? node.gpu_memory_bytes[index] : 0;
+    };
+    size_t same = i + 1;
+    while (same < node.gpus.size() && at(same) == at(i)) ++same;
+    parts.push_back(absl::StrCat(same - i, " x ", at(i) > 0 ? HumanBytes(at(i)) : "?"));
+    i = same;
+  }
+  return absl::StrJoin(parts, ", ");
 }
 
 }  // namespace
@@ -78,7 +95,9 @@ int RunNodesCommand(const std::vector<std::string>& args, const CommandContext& 
   const bool wide = format == "wide";
   std::vector<std::vector<std::string>> rows = {
       {"NODE", "STATE", "CPUS", "GPUS", "MEMORY", "JOBS"}};
-  if (wide) rows[0].insert(rows[0].end(), {"HEARD", "RACK", "LABELS", "LIMITS", "VERSION"});
+  if (wide)
+    rows[0].insert(rows[0].end(),
+                   {"HEARD", "RACK", "NVLINK", "GPU MEMORY", "LABELS", "LIMITS", "VERSION"});
   rows[0].push_back("WHY");
   for (const Node& node : *nodes) {
     std::vector<std::string> jobs = node.jobs;
@@ -92,8 +111,8 @@ int RunNodesCommand(const std::vector<std::string>& args, const CommandContext& 
         absl::StrJoin(jobs, ",")};
     if (wide) {
       row.insert(row.end(),
-                 {HumanDuration(node.heard_ago) + " ago", node.rack,
-                  absl::StrJoin(node.labels, ",", absl::PairFormatter("=")),
+                 {HumanDuration(node.heard_ago) + " ago", node.rack, node.nvlink_domain,
+                  GpuMemoryText(node), absl::StrJoin(node.labels, ",", absl::PairFormatter("=")),
                   node.limits.empty() ? "none" : absl::StrJoin(node.limits, ","), node.version});
     }
     row.push_back(node.why);

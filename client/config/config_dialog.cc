@@ -15,6 +15,7 @@
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "base/units.h"
+#include "proto/job_limits.h"
 #include "rpc/address.h"
 
 namespace muster::client {
@@ -220,6 +221,17 @@ absl::StatusOr<std::string> ReadLease(const std::string& answer) {
   return Refused(answer, absl::StrCat("write at least ", absl::FormatDuration(kShortestLease)));
 }
 
+absl::StatusOr<std::string> ReadHangTimeout(const std::string& answer) {
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadByRule(*FindSetting("hang_timeout"), answer));
+  absl::Duration time;
+  if (absl::ParseDuration(text, &time) &&
+      (time == absl::ZeroDuration() || time >= kLeastHangTimeout)) {
+    return text;
+  }
+  return Refused(answer, absl::StrCat("write at least ", absl::FormatDuration(kLeastHangTimeout),
+                                      ", or 0 for none"));
+}
+
 absl::StatusOr<std::string> ReadHub(const std::string& answer) {
   const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(answer);
   if (address.ok() && !address->is_unix()) return answer;
@@ -249,6 +261,8 @@ Step StepOfSetting(const SettingSpec& spec) {
     };
   } else if (spec.name == "lease") {
     step.read = [](const Answers&, const std::string& text) { return ReadLease(text); };
+  } else if (spec.name == "hang_timeout") {
+    step.read = [](const Answers&, const std::string& text) { return ReadHangTimeout(text); };
   } else if (spec.name == "hub_listen") {
     step.read = [](const Answers&, const std::string& text) { return ReadHub(text); };
   } else if (spec.name == "checkpoint_key") {

@@ -254,15 +254,20 @@ TEST(ConfigDialog, MoreSettings_AreThoseThatAreLeft) {
   ConfigDialog dialog(Machine());
   EXPECT_EQ(Say(dialog, {"one", "cpu", "1", "", "", "", "", "logs", "no", "no", "yes"}), "");
   const std::vector<std::pair<std::string, std::string>> kAnswers = {
-      {"log_max_mib?", "5"},       {"log_files?", "2"},    {"prefix?", "no"},
-      {"job_name?", "night"},      {"stop_grace?", "20s"}, {"join_timeout?", "1m"},
-      {"outage_tolerance?", "2m"}, {"hub_listen?", ""},    {"lease?", "8s"},
+      {"log_max_mib?", "5"},       {"log_files?", "2"},
+      {"prefix?", "no"},           {"job_name?", "night"},
+      {"stop_grace?", "20s"},      {"join_timeout?", "1m"},
+      {"outage_tolerance?", "2m"}, {"hang_timeout?", "20m"},
+      {"hub_listen?", ""},         {"lease?", "8s"},
       {"checkpoint_key?", "k"}};
   for (const auto& [question, answer] : kAnswers) {
     EXPECT_EQ(dialog.question().text, question);
     if (question == "lease?") {
       EXPECT_THAT(Say(dialog, {"1s"}), HasSubstr("write at least 4s"));
       EXPECT_THAT(Say(dialog, {"soon"}), HasSubstr("a duration with a unit"));
+    }
+    if (question == "hang_timeout?") {
+      EXPECT_THAT(Say(dialog, {"5s"}), HasSubstr("write at least 10s, or 0 for none"));
     }
     if (question == "hub_listen?") {
       EXPECT_THAT(Say(dialog, {"here"}), HasSubstr("10.0.0.5:0"));

@@ -18,6 +18,7 @@
 #include "base/suggest.h"
 #include "base/yaml.h"
 #include "client/config/accelerate_launch.h"
+#include "proto/job_limits.h"
 #include "rpc/address.h"
 
 namespace muster::client {
@@ -279,6 +280,14 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .fallback = absl::StrCat(absl::ToInt64Seconds(kDefaultOutageTolerance), "s"),
        .value_name = "TIME",
        .help = "How long the coordinator may be away before the job fails"},
+      {.name = "hang_timeout",
+       .variable = "MUSTER_HANG_TIMEOUT",
+       .type = Type::kDuration,
+       .fallback = "0",
+       .value_name = "TIME",
+       .help =
+           "Once a step is done: the job fails, or restarts, if no process shows progress for so "
+           "long. At least 10s; 0: never"},
       {.name = "hub_listen",
        .value_name = "IP:PORT",
        .help = "Address at which this machine's agent offers to be a hub for other agents, useful "
@@ -628,6 +637,7 @@ LaunchConfig TakeSettings(const Resolver& values) {
   config.stop_grace = values.Duration("stop_grace");
   config.join_timeout = values.Duration("join_timeout");
   config.outage_tolerance = values.Duration("outage_tolerance");
+  config.hang_timeout = values.Duration("hang_timeout");
   config.hub_listen = values.Text("hub_listen");
   config.lease = values.Duration("lease");
   config.tls.ca = values.Text("tls_ca");
@@ -705,6 +715,12 @@ absl::Status CheckRequirements(const LaunchConfig& config, const Resolver& value
     return absl::InvalidArgumentError(absl::StrCat(
         "lease: ", values.Text("lease"), " (from ", values.Get("lease").source, ") is too short: ",
         "give at least ", absl::FormatDuration(kShortestLease), ", agents beat every 2 s"));
+  }
+  if (config.hang_timeout != absl::ZeroDuration() && config.hang_timeout < kLeastHangTimeout) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("hang_timeout: ", values.Text("hang_timeout"), " (from ",
+                     values.Get("hang_timeout").source, ") is too short: give at least ",
+                     absl::FormatDuration(kLeastHangTimeout), ", or 0 for none"));
   }
   if (config.tee && config.log_dir.empty()) {
     return absl::InvalidArgumentError(

@@ -109,7 +109,8 @@ struct LaunchConfig {
   absl::Duration stop_grace;
   absl::Duration join_timeout;
   absl::Duration outage_tolerance;
-  std::string hub_listen;  // empty: the agent is no hub
+  absl::Duration hang_timeout;  // 0: none
+  std::string hub_listen;       // empty: the agent is no hub
   absl::Duration lease;
   rpc::TlsFiles tls;
   std::string token_file;

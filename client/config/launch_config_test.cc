@@ -93,6 +93,9 @@ TEST(ResolveLaunch, BadValues_NameTheSettingItsSourceAndTheWayOut) {
   EXPECT_THAT(ErrorOf({{"stop_grace", "5"}}), HasSubstr("a duration with a unit"));
   EXPECT_THAT(ErrorOf({{"cpu", "maybe"}}), HasSubstr("true or false"));
   EXPECT_THAT(ErrorOf({{"tee", "true"}}), HasSubstr("--log_dir"));
+  EXPECT_THAT(ErrorOf({{"hang_timeout", "5s"}}),
+              HasSubstr("hang_timeout: 5s (from --hang_timeout) is too short: give at least 10s"));
+  EXPECT_EQ(ErrorOf({{"hang_timeout", "0"}}), "accepted");
   EXPECT_THAT(ErrorOf({{"tls_cert", "x"}}), HasSubstr("tls_key"));
 }
 
@@ -310,6 +313,33 @@ TEST(FindConfig, FlagThenVariableThenDefaultPlace) {
   EXPECT_TRUE(LoadConfig({}).ok());
   EXPECT_THAT(std::string(LoadConfig(FindConfig("/nowhere/c.yaml", {})).status().message()),
               AllOf(HasSubstr("/nowhere/c.yaml"), HasSubstr("--config_file")));
+}
+
+// Every key and flag with every type: read, or one line with the place and the rule.
+TEST(LaunchSettings, EveryOneWithEveryType_IsReadOrNamed) {
+  const char* const values[] = {"[1]", "{a: 1}", "-1", "1.5", "maybe"};
+  for (const SettingSpec& spec : LaunchSettings()) {
+    int refused = 0;
+    for (const char* const value : values) {
+      const std::string error = FileError(spec.name + ": " + value + "\n");
+      if (error == "accepted") continue;
+      ++refused;
+      const bool address = spec.name == "main_process_ip";
+      EXPECT_THAT(error, AllOf(HasSubstr("c.yaml:1"),
+                               testing::AnyOf(HasSubstr(spec.name),
+                                              HasSubstr(address ? "coordinator: " : spec.name))));
+      EXPECT_EQ(error.find('\n'), std::string::npos) << error;
+    }
+    EXPECT_GE(refused, 2) << spec.name;  // lists and maps
+    if (ValueRule(spec).empty()) continue;
+    EXPECT_GE(refused, 4) << spec.name;
+    EXPECT_THAT(ErrorOf({{spec.name, "maybe?"}}),
+                AllOf(HasSubstr(spec.name + ": maybe? (from --" + spec.name + ")"),
+                      HasSubstr(ValueRule(spec))));
+    const auto variable = ResolveLaunch({LayerFromVariables({{spec.variable, "maybe?"}})}, {});
+    EXPECT_THAT(std::string(variable.status().message()),
+                AllOf(HasSubstr(spec.name), HasSubstr(spec.variable)));
+  }
 }
 
 TEST(LaunchSettings, NamesAndVariables_AreUnique) {

@@ -139,6 +139,19 @@ class FakeJobService {
       v1::Placement* const placement = reply->mutable_plan()->add_placements();
       placement->set_node("a");
       placement->set_processes(request->spec().max_processes());
+      if (request->dry_run()) {
+        v1::PlannedPort* const port = reply->mutable_plan()->add_ports();
+        port->set_name("master_port");
+        port->set_node("a");
+        port->set_first(32768);
+        port->set_last(60999);
+        v1::PlannedCheckpoint* const from = reply->mutable_plan()->mutable_checkpoint();
+        from->set_decided_by("program");
+        from->mutable_record()->set_path("/w/muster-run/checkpoint_3");
+        from->mutable_record()->set_step(300);
+        from->mutable_record()->set_job_id("old-1.2");
+        from->set_why("the newest there");
+      }
       if (!request->dry_run() && fake_->Find(job->job_id()) == nullptr)
         fake_->records_.push_back(*job);
       return grpc::Status::OK;

@@ -120,15 +120,16 @@ std::string ReadProcesses(const json& value, JobSpec* spec) {
   return "";
 }
 
+template <int64_t JobSpec::*kField>
 std::string ReadMemory(const json& value, JobSpec* spec) {
   if (value.is_number_integer() && value >= 0 && value <= std::numeric_limits<int64_t>::max()) {
-    spec->memory_per_process = value.get<int64_t>();
+    spec->*kField = value.get<int64_t>();
     return "";
   }
   if (value.is_string()) {
     const absl::StatusOr<int64_t> bytes = ParseMemorySize(value.get<std::string>());
     if (bytes.ok()) {
-      spec->memory_per_process = *bytes;
+      spec->*kField = *bytes;
       return "";
     }
   }
@@ -183,12 +184,15 @@ const std::vector<Setting>& Table() {
       {{"gpus_per_process", "N", "Default 0"},
        Kind::kInteger,
        ReadInteger<&JobSpec::gpus_per_process>},
+      {{"gpu_memory", "SIZE", "That each of its GPUs has at least: 80GiB, for example"},
+       Kind::kText,
+       ReadMemory<&JobSpec::gpu_memory>},
       {{"cpus_per_process", "N", "Default 1"},
        Kind::kInteger,
        ReadInteger<&JobSpec::cpus_per_process>},
       {{"memory_per_process", "SIZE", "16GiB, for example (default: not counted)"},
        Kind::kText,
-       ReadMemory},
+       ReadMemory<&JobSpec::memory_per_process>},
       {{"labels", "NAME=VALUE", "A label that the nodes must have", /*repeated=*/true},
        Kind::kMap,
        ReadMap<&JobSpec::labels>},
@@ -208,6 +212,10 @@ const std::vector<Setting>& Table() {
       {{"time_limit", "TIME", "Of each attempt (default: none)"},
        Kind::kText,
        ReadTime<&JobSpec::time_limit>},
+      {{"hang_timeout", "TIME",
+        "Once a step is done: fails an attempt of which no rank shows progress for so long"},
+       Kind::kText,
+       ReadTime<&JobSpec::hang_timeout>},
       {{"stop_grace", "TIME", "Between SIGTERM and SIGKILL (default 30s)"},
        Kind::kText,
        ReadTime<&JobSpec::stop_grace>},
@@ -355,6 +363,7 @@ nlohmann::ordered_json SettingsJson(const JobSpec& spec) {
           {"processes", ProcessesText(spec)},
           {"processes_per_node", spec.processes_per_node},
           {"gpus_per_process", spec.gpus_per_process},
+          {"gpu_memory", spec.gpu_memory},
           {"cpus_per_process", spec.cpus_per_process},
           {"memory_per_process", spec.memory_per_process},
           {"labels", spec.labels},
@@ -363,6 +372,7 @@ nlohmann::ordered_json SettingsJson(const JobSpec& spec) {
           {"max_restarts", spec.max_restarts},
           {"restart_delay", absl::FormatDuration(spec.restart_delay)},
           {"time_limit", absl::FormatDuration(spec.time_limit)},
+          {"hang_timeout", absl::FormatDuration(spec.hang_timeout)},
           {"stop_grace", absl::FormatDuration(spec.stop_grace)},
           {"grow_after", absl::FormatDuration(spec.grow_after)},
           {"spare_nodes", spec.spare_nodes},

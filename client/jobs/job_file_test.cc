@@ -101,6 +101,25 @@ TEST(JobFile, ResolveJob_EverySettingWithAMapOfLists_IsRefused) {
   }
 }
 
+// Every key with every type: read, or one line with the place and what to write.
+TEST(JobFile, ResolveJob_EveryKeyWithEveryType_IsReadOrNamed) {
+  const char* const values[] = {"[]", "[1, a]", "[[1]]", "{}",   "{a: [1]}",
+                                "-1", "1.5",    "yes",   "\"\"", "word"};
+  for (const JobSettingSpec& setting : JobSettings()) {
+    int refused = 0;
+    for (const char* const value : values) {
+      const std::string program = setting.name == "command" ? "" : "command: [a], ";
+      const std::string error = Error("{" + program + setting.name + ": " + value + "}\n");
+      if (error.empty()) continue;
+      ++refused;
+      EXPECT_EQ(error.rfind("job.yaml:1: " + setting.name + ": ", 0), 0u) << error;
+      EXPECT_NE(error.find(": write "), std::string::npos) << error;
+      EXPECT_EQ(error.find('\n'), std::string::npos) << error;
+    }
+    EXPECT_GE(refused, 4) << setting.name;
+  }
+}
+
 TEST(JobFile, ResolveJob_MutatedFiles_AreReadOrRefusedInOneLine) {
   std::mt19937_64 random(17);
   for (int i = 0; i < 3000; ++i) {
@@ -135,6 +154,8 @@ TEST(JobFileTextTest, AnySpecification_IsReadBack) {
   spec.time_limit = absl::Hours(12) + absl::Milliseconds(1500);
   spec.stop_grace = absl::Minutes(2);
   spec.grow_after = absl::Minutes(10);
+  spec.hang_timeout = absl::Minutes(20);
+  spec.gpu_memory = int64_t{80} << 30;
   spec.spare_nodes = 2;
   spec.user_error_codes = {3, 4};
   spec.wait_for_nodes = true;

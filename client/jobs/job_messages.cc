@@ -61,6 +61,11 @@ Attempt FromProto(const v1::JobAttempt& attempt) {
     result.exit_code = end.exit_code();
     result.signal = end.signal();
     result.last_lines = {end.last_lines().begin(), end.last_lines().end()};
+    for (const v1::HungRanks& hung : end.hung()) {
+      result.hung.push_back({.ranks = {hung.ranks().begin(), hung.ranks().end()},
+                             .doing = hung.doing(),
+                             .stack = hung.stack()});
+    }
   }
   result.started = TimeOf(attempt.started_unix_ms());
   result.ended = TimeOf(attempt.ended_unix_ms());
@@ -89,6 +94,7 @@ v1::JobSpec ToProto(const JobSpec& spec) {
   message.mutable_per_process()->set_gpus(spec.gpus_per_process);
   message.mutable_per_process()->set_cpus(spec.cpus_per_process);
   message.mutable_per_process()->set_memory_bytes(spec.memory_per_process);
+  message.mutable_per_process()->set_gpu_memory_bytes(spec.gpu_memory);
   message.set_min_processes(spec.min_processes);
   message.set_max_processes(spec.max_processes);
   message.set_processes_per_node(spec.processes_per_node);
@@ -104,6 +110,7 @@ v1::JobSpec ToProto(const JobSpec& spec) {
   if (spec.time_limit > zero) *message.mutable_time_limit() = rpc::ToProto(spec.time_limit);
   if (spec.stop_grace > zero) *message.mutable_stop_grace() = rpc::ToProto(spec.stop_grace);
   if (spec.grow_after > zero) *message.mutable_grow_after() = rpc::ToProto(spec.grow_after);
+  if (spec.hang_timeout > zero) *message.mutable_hang_timeout() = rpc::ToProto(spec.hang_timeout);
   message.set_spare_nodes(spec.spare_nodes);
   message.mutable_user_error_codes()->Assign(spec.user_error_codes.begin(),
                                              spec.user_error_codes.end());
@@ -127,6 +134,7 @@ JobSpec FromProto(const v1::JobSpec& message) {
   spec.gpus_per_process = message.per_process().gpus();
   spec.cpus_per_process = message.per_process().cpus();
   spec.memory_per_process = message.per_process().memory_bytes();
+  spec.gpu_memory = message.per_process().gpu_memory_bytes();
   spec.labels = ToMap(message.node_labels());
   spec.priority = message.priority();
   spec.preemptible = message.preemptible();
@@ -135,6 +143,7 @@ JobSpec FromProto(const v1::JobSpec& message) {
   spec.time_limit = rpc::FromProto(message.time_limit());
   spec.stop_grace = rpc::FromProto(message.stop_grace());
   spec.grow_after = rpc::FromProto(message.grow_after());
+  spec.hang_timeout = rpc::FromProto(message.hang_timeout());
   spec.spare_nodes = message.spare_nodes();
   spec.user_error_codes = {message.user_error_codes().begin(), message.user_error_codes().end()};
   spec.wait_for_nodes = message.wait_for_nodes();
@@ -170,6 +179,20 @@ JobPlan FromProto(const v1::JobPlan& plan) {
   for (const v1::Placement& placement : plan.placements())
     result.placements.push_back(FromProto(placement));
   for (const v1::Placement& spare : plan.spares()) result.spares.push_back(FromProto(spare));
+  for (const v1::PlannedPort& port : plan.ports()) {
+    result.ports.push_back({.name = port.name(),
+                            .node = port.node(),
+                            .first = port.first(),
+                            .last = port.last(),
+                            .why = port.why()});
+  }
+  const v1::PlannedCheckpoint& checkpoint = plan.checkpoint();
+  result.checkpoint = {.decided_by = checkpoint.decided_by(),
+                       .path = checkpoint.record().path(),
+                       .step = checkpoint.record().step(),
+                       .saved_by = checkpoint.record().job_id(),
+                       .folder = checkpoint.folder(),
+                       .why = checkpoint.why()};
   return result;
 }
 
@@ -182,8 +205,11 @@ Node FromProto(const v1::NodeRecord& record) {
   node.cpus = record.info().cpus();
   node.memory_bytes = record.info().memory_bytes();
   node.gpus = {record.info().gpus().begin(), record.info().gpus().end()};
+  node.gpu_memory_bytes = {record.info().gpu_memory_bytes().begin(),
+                           record.info().gpu_memory_bytes().end()};
   node.labels = ToMap(record.info().labels());
   node.rack = record.info().rack();
+  node.nvlink_domain = record.info().nvlink_domain();
   if (record.info().limits_memory()) node.limits.push_back("memory");
   if (record.info().limits_cpus()) node.limits.push_back("cpus");
   node.limits_why = record.info().limits_why();

@@ -24,6 +24,7 @@ struct JobSpec {
   int max_processes = 1;
   int processes_per_node = 0;  // 0: the same number on each, as few nodes as possible
   int gpus_per_process = 0;
+  int64_t gpu_memory = 0;                          // bytes that each GPU has at least; 0: any
   int cpus_per_process = 0;                        // 0: one
   int64_t memory_per_process = 0;                  // bytes; 0: not counted
   std::map<std::string, std::string> labels = {};  // a node must have all of them
@@ -36,6 +37,9 @@ struct JobSpec {
   // An attempt with fewer than max_processes that has run for so long starts again as soon as more
   // fit. 0: it keeps its size.
   absl::Duration grow_after = absl::ZeroDuration();
+  // Once a step was finished: an attempt of which no rank shows progress for so long has failed. 0:
+  // none has.
+  absl::Duration hang_timeout = absl::ZeroDuration();
   // On so many more nodes room is kept for the next attempt, as far as there is some.
   int spare_nodes = 0;
   std::vector<int> user_error_codes = {};
@@ -83,6 +87,13 @@ struct AttemptTimes {
   absl::Time fenced = absl::InfinitePast();    // nothing of it was left
 };
 
+// What ranks were doing when they were found to hang; those with the same stack together.
+struct HungRanks {
+  std::vector<int> ranks = {};
+  std::string doing = {};  // one line
+  std::string stack = {};  // of several lines; empty: none could be taken
+};
+
 struct Attempt {
   int number = 0;  // from 1
   std::vector<Placement> placements = {};
@@ -94,6 +105,7 @@ struct Attempt {
   int exit_code = 0;
   int signal = 0;
   std::vector<std::string> last_lines = {};
+  std::vector<HungRanks> hung = {};           // with "HANG"
   absl::Time started = absl::InfinitePast();  // InfinitePast: not started
   absl::Time ended = absl::InfinitePast();
   AttemptTimes times;
@@ -137,13 +149,37 @@ struct JobUpdate {
   std::optional<Job> job = std::nullopt;
 };
 
+// Something of the job listens there, on a port that nobody has reserved yet.
+struct PlannedPort {
+  std::string name = {};  // "master_port", "processes"
+  std::string node = {};
+  int first = 0;  // the node's kernel chooses a free one from here to `last`; 0: it does not say
+  int last = 0;
+  std::string why = {};  // who listens, and who chooses
+};
+
+// From where the job would continue if its program loads the newest state.
+struct PlannedCheckpoint {
+  // "coordinator": one that is registered for this job. "program": rank 0 takes the newest one in
+  // `folder` that is whole. Empty: nobody knows, as of an older coordinator.
+  std::string decided_by = {};
+  // Empty: none. With "program": the newest that is known there, of another job.
+  std::string path = {};
+  int64_t step = 0;
+  std::string saved_by = {};  // the attempt or launch; empty: this job's
+  std::string folder = {};    // empty: in a private folder of the attempt
+  std::string why = {};
+};
+
 struct JobPlan {
   bool starts_now = false;
   std::string why = {};  // what it waits for
   std::vector<Placement> placements = {};
   std::vector<Placement> spares = {};
   int processes = 0;
-  std::string script = {};  // for SLURM: what its queue gets
+  std::vector<PlannedPort> ports = {};
+  PlannedCheckpoint checkpoint = {};  // of a dry run
+  std::string script = {};            // for SLURM: what its queue gets
 };
 
 struct Submission {
@@ -168,9 +204,11 @@ struct Node {
   std::string version = {};
   int cpus = 0;
   int64_t memory_bytes = 0;
-  std::vector<std::string> gpus = {};  // names, by index
+  std::vector<std::string> gpus = {};          // names, by index
+  std::vector<int64_t> gpu_memory_bytes = {};  // by index; 0: not known
   std::map<std::string, std::string> labels = {};
   std::string rack = {};
+  std::string nvlink_domain = {};
   // What control groups limit each process of a job to: "memory", "cpus"; and what is missing, why.
   std::vector<std::string> limits = {};
   std::string limits_why = {};

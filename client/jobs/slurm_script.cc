@@ -98,6 +98,9 @@ std::vector<std::string> LaunchFlags(const JobSpec& spec, const SlurmLayout& lay
   }
   if (spec.cpu || spec.gpus_per_process == 0) flags.emplace_back("--cpu");
   if (spec.debug) flags.emplace_back("--debug");
+  if (spec.hang_timeout > absl::ZeroDuration()) {
+    flags.push_back(absl::StrCat("--hang_timeout=", absl::FormatDuration(spec.hang_timeout)));
+  }
   return flags;
 }
 
@@ -126,6 +129,8 @@ absl::Status CheckSlurmJob(const JobSpec& spec) {
       {spec.restart_delay > absl::ZeroDuration(),
        "restart_delay: programs restart at once within the allocation"},
       {!spec.user_error_codes.empty(), "user_error_codes: use max_restarts: 0"},
+      {spec.gpu_memory > 0,
+       "gpu_memory: SLURM's nodes have features for it: use --sbatch --constraint=..."},
       {spec.gpus_per_process > 1, "gpus_per_process: a launch gives each process one GPU, or none"},
   };
   for (const auto& [given, why] : refused) {

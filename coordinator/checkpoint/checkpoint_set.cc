@@ -538,6 +538,18 @@ CheckpointSet::Error CheckpointSet::Resolve(const v1::ResolveCheckpointRequest& 
                                 by_step ? absl::StrCat(" of step ", request.step()) : ""));
 }
 
+const v1::CheckpointRecord* CheckpointSet::NewestPromoted(absl::string_view folder) const {
+  for (auto it = entries_.rbegin(); it != entries_.rend(); ++it) {
+    const v1::CheckpointRecord& record = it->second.record;
+    const bool whole = record.state() == v1::CHECKPOINT_STATE_SEALED ||
+                       record.state() == v1::CHECKPOINT_STATE_PUBLISHED;
+    if (!whole || !record.promoted()) continue;
+    const absl::string_view path = record.path();
+    if (folder.empty() || path.substr(0, path.rfind('/')) == folder) return &record;
+  }
+  return nullptr;
+}
+
 void CheckpointSet::List(const v1::ListCheckpointsRequest& request,
                          v1::ListCheckpointsReply* reply) const {
   const int limit = request.limit() > 0 ? std::min(request.limit(), kListLimit) : kListLimit;

@@ -94,6 +94,9 @@ class CheckpointSet {
   Error Resolve(const v1::ResolveCheckpointRequest& request,
                 v1::ResolveCheckpointReply* reply) const;
   void List(const v1::ListCheckpointsRequest& request, v1::ListCheckpointsReply* reply) const;
+  // What a resume takes if its files are whole: the newest promoted one that is sealed, whether
+  // published or not, and directly in `folder`; an empty one: anywhere. Null: none.
+  const v1::CheckpointRecord* NewestPromoted(absl::string_view folder) const;
 
   // Takes the checkpoints of the former job of this name, or of the former attempt of it. Those
   // that are sealed keep the name of the job that their digests have. Called before anything else.

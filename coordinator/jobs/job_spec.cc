@@ -120,14 +120,21 @@ Error CompleteJobSpec(v1::JobSpec* spec) {
   if (Error error = SortByName("node_labels", spec->mutable_node_labels())) return error;
   if (Error error = CompleteProcesses(spec)) return error;
   v1::ProcessResources* const process = spec->mutable_per_process();
-  const std::pair<const char*, int64_t> amounts[] = {{"gpus", process->gpus()},
-                                                     {"cpus", process->cpus()},
-                                                     {"memory_bytes", process->memory_bytes()}};
+  const std::pair<const char*, int64_t> amounts[] = {
+      {"gpus", process->gpus()},
+      {"cpus", process->cpus()},
+      {"memory_bytes", process->memory_bytes()},
+      {"gpu_memory_bytes", process->gpu_memory_bytes()}};
   for (const auto& [field, amount] : amounts) {
     if (amount < 0) {
       return BadField(absl::StrCat("spec.per_process.", field),
                       absl::StrCat(field, " is ", amount, ": give 0 or more"));
     }
+  }
+  if (process->gpu_memory_bytes() > 0 && process->gpus() == 0) {
+    return BadField("spec.per_process.gpu_memory_bytes",
+                    "gpu_memory_bytes is that of each GPU, and the processes have none: give gpus, "
+                    "or leave it out");
   }
   if (process->cpus() == 0) process->set_cpus(1);
   if (spec->max_restarts() < 0) {
@@ -172,6 +179,9 @@ Error CompleteJobSpec(v1::JobSpec* spec) {
     return error;
   if (Error error = CheckDuration("grow_after", spec->has_grow_after(), spec->grow_after(),
                                   absl::ZeroDuration()))
+    return error;
+  if (Error error = CheckDuration("hang_timeout", spec->has_hang_timeout(), spec->hang_timeout(),
+                                  kLeastHangTimeout))
     return error;
   if (spec->has_grow_after() && spec->min_processes() == spec->max_processes()) {
     return BadField("spec.grow_after",

@@ -73,6 +73,18 @@ TEST(JobSpecTest, BadField_IsNamed) {
   spec.mutable_per_process()->set_gpus(-1);
   EXPECT_EQ(FieldOf(spec), "spec.per_process.gpus");
   spec = Good();
+  spec.mutable_per_process()->set_gpu_memory_bytes(1);  // of no GPU
+  EXPECT_EQ(FieldOf(spec), "spec.per_process.gpu_memory_bytes");
+  spec.mutable_per_process()->set_gpus(1);
+  EXPECT_EQ(FieldOf(spec), "");
+  spec.mutable_per_process()->set_gpu_memory_bytes(-1);
+  EXPECT_EQ(FieldOf(spec), "spec.per_process.gpu_memory_bytes");
+  spec = Good();
+  spec.mutable_hang_timeout()->set_seconds(9);
+  EXPECT_EQ(FieldOf(spec), "spec.hang_timeout");
+  spec.mutable_hang_timeout()->set_seconds(10);
+  EXPECT_EQ(FieldOf(spec), "");
+  spec = Good();
   spec.set_max_restarts(-1);
   EXPECT_EQ(FieldOf(spec), "spec.max_restarts");
   spec = Good();

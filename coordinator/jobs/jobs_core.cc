@@ -3,6 +3,7 @@
 #include <google/protobuf/util/message_differencer.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -25,6 +26,7 @@ constexpr size_t kMaxInfoBytes = 16 << 10;
 constexpr size_t kMaxWhy = 1024;
 constexpr int kMaxLines = 20;
 constexpr size_t kMaxLine = 4096;
+constexpr size_t kMaxHungBytes = 64 << 10;  // of AttemptEnd.hung
 constexpr int kMaxPage = 500;
 constexpr size_t kMaxPageBytes = 3 << 20;
 constexpr absl::Duration kMaxHold = absl::Seconds(60);
@@ -98,6 +100,12 @@ v1::AttemptEnd Cleaned(const v1::AttemptEnd& end, const std::string& node) {
   for (int i = from; i < end.last_lines_size(); ++i) {
     clean.add_last_lines(Cut(end.last_lines(i), kMaxLine));
   }
+  size_t bytes = 0;
+  for (const v1::HungRanks& hung : end.hung()) {
+    bytes += hung.ByteSizeLong();
+    if (bytes > kMaxHungBytes) break;
+    *clean.add_hung() = hung;
+  }
   return clean;
 }
 
@@ -129,6 +137,7 @@ bool IsInState(const Request& request, const v1::JobRecord& record) {
 
 bool CountsAsRestart(v1::EndClass end_class) {
   return end_class == v1::END_CLASS_PROCESS_FAILED || end_class == v1::END_CLASS_OUT_OF_MEMORY ||
+         end_class == v1::END_CLASS_HANG ||
          end_class == v1::END_CLASS_PEER_FAILED;  // whose cause nobody has reported
 }
 
@@ -456,7 +465,7 @@ absl::Time JobsCore::NextDeadline() const {
 
 // ---- jobs
 
-JobsCore::Error JobsCore::Resubmit(CallId call, const Job& job, uint64_t hash) {
+JobsCore::Error JobsCore::Resubmit(CallId call, const Job& job, uint64_t hash, bool dry_run) {
   if (job.record.request_hash() != hash) {
     return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_KEY_REUSED,
                      absl::StrCat("the idempotency_key ", Quoted(job.record.idempotency_key()),
@@ -466,6 +475,17 @@ JobsCore::Error JobsCore::Resubmit(CallId call, const Job& job, uint64_t hash) {
   v1::OpResult result;
   *result.mutable_submit_job()->mutable_job() = View(job);
   result.mutable_submit_job()->set_existed(true);
+  if (dry_run) {
+    v1::JobPlan* const plan = result.mutable_submit_job()->mutable_plan();
+    plan->set_why(absl::StrCat("job ", job.record.job_id(), " has this key, and ",
+                               StateText(job.record.state())));
+    if (IsActive(job.record.state())) {
+      *plan->mutable_placements() = Last(job.record).placements();
+      plan->set_processes(CountProcesses(Last(job.record)));
+      PlanPorts(plan);
+    }
+    *plan->mutable_spares() = job.record.spares();
+  }
   Reply(call, std::move(result));
   return std::nullopt;
 }
@@ -499,7 +519,7 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
   const uint64_t hash = Hash(spec);
   if (const auto it = by_key_.find(Key(owner, request.idempotency_key()));
       !request.idempotency_key().empty() && it != by_key_.end()) {
-    return Resubmit(call, jobs_.at(it->second), hash);
+    return Resubmit(call, jobs_.at(it->second), hash, request.dry_run());
   }
   if (!no_room_.empty()) {
     return MakeError(absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT, no_room_);
@@ -509,7 +529,7 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
   if (request.dry_run()) {
     v1::OpResult result;
     v1::SubmitJobReply* const reply = result.mutable_submit_job();
-    *reply->mutable_plan() = PlanOf(spec);
+    *reply->mutable_plan() = PlanOf(owner, spec);
     reply->mutable_job()->set_owner(owner);
     *reply->mutable_job()->mutable_spec() = std::move(spec);
     Reply(call, std::move(result));
@@ -536,7 +556,7 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
   SetState(&job, v1::JOB_STATE_QUEUED, "it was submitted");
   out_->notices.push_back(
       {false, record.job_id(), absl::StrCat("submitted: ", DescribeDemand(record.spec()))});
-  const v1::JobPlan plan = PlanOf(record.spec());
+  const v1::JobPlan plan = PlanOf(owner, record.spec());
   at_end_.push_back([this, call, sequence, plan] {
     v1::OpResult result;
     *result.mutable_submit_job()->mutable_job() = View(jobs_.at(sequence));
@@ -546,13 +566,21 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
   return std::nullopt;
 }
 
-v1::JobPlan JobsCore::PlanOf(const v1::JobSpec& spec) const {
+v1::JobPlan JobsCore::PlanOf(const std::string& owner, const v1::JobSpec& spec) const {
   v1::JobPlan plan;
   PlacementDecision decision = Place(spec, {}, Candidates(/*free=*/true));
-  plan.set_starts_now(!decision.placements.empty() && queued_.size() <= 1);
+  const int most = owner.empty() ? 0 : options_.max_processes_of_owner;
+  int64_t others = most > 0 ? ProcessesOf(owner) : 0;
+  const bool allowed = most <= 0 || others + spec.max_processes() <= most;
+  plan.set_starts_now(!decision.placements.empty() && queued_.size() <= 1 && allowed);
   if (decision.placements.empty()) {
     plan.set_why(absl::StrCat("waits for ", decision.why));
     decision = Place(spec, {}, Candidates(/*free=*/false));
+    others = 0;
+  } else if (!allowed) {
+    plan.set_why(absl::StrCat("waits for other jobs of user ", Quoted(owner), " to end: they have ",
+                              others, " of the ", most, " processes that each user may"));
+    others = 0;
   } else if (!plan.starts_now()) {
     plan.set_why(absl::StrCat("there is room; ", queued_.size(), " jobs are in the queue"));
   }
@@ -560,8 +588,55 @@ v1::JobPlan JobsCore::PlanOf(const v1::JobSpec& spec) const {
   for (v1::Placement& placement : decision.placements) {
     *plan.add_placements() = std::move(placement);
   }
-  for (v1::Placement& spare : decision.spares) *plan.add_spares() = std::move(spare);
+  // As many as its owner may have beside the job itself and what is there already.
+  int64_t left =
+      most > 0 ? most - decision.processes - others : std::numeric_limits<int64_t>::max();
+  for (v1::Placement& spare : decision.spares) {
+    left -= spare.processes();
+    if (left < 0) break;
+    *plan.add_spares() = std::move(spare);
+  }
+  PlanPorts(&plan);
   return plan;
+}
+
+int64_t JobsCore::ProcessesOf(const std::string& owner) const {
+  int64_t processes = 0;
+  for (const uint64_t sequence : active_) {
+    const v1::JobRecord& job = jobs_.at(sequence).record;
+    if (job.owner() != owner) continue;
+    for (const v1::Placement& placement : Last(job).placements()) {
+      if (placement.state() != v1::PLACEMENT_STATE_ENDED) processes += placement.processes();
+    }
+  }
+  for (const uint64_t sequence : spared_) {
+    const v1::JobRecord& job = jobs_.at(sequence).record;
+    if (job.owner() != owner) continue;
+    for (const v1::Placement& spare : job.spares()) processes += spare.processes();
+  }
+  return processes;
+}
+
+void JobsCore::PlanPorts(v1::JobPlan* plan) const {
+  if (plan->placements_size() == 0) return;
+  const auto add = [&](absl::string_view name, const std::string& node, absl::string_view why) {
+    v1::PlannedPort* const port = plan->add_ports();
+    port->set_name(std::string(name));
+    port->set_node(node);
+    port->set_why(std::string(why));
+    const auto it = nodes_.find(node);
+    if (it == nodes_.end()) return;
+    port->set_first(it->second.info.first_free_port());
+    port->set_last(it->second.info.last_free_port());
+  };
+  add("master_port", plan->placements(0).node(),
+      "MASTER_PORT of programs that meet by themselves, at rank 0: its node takes a free port when "
+      "an attempt starts");
+  for (const v1::Placement& placement : plan->placements()) {
+    add("processes", placement.node(),
+        "each process takes free ports for its process groups; to the coordinator they go through "
+        "a socket of their node's agent");
+  }
 }
 
 v1::JobRecord JobsCore::View(const Job& job) {
@@ -582,6 +657,9 @@ v1::JobRecord JobsCore::Listed(const Job& job) {
   record.mutable_spec()->clear_env();
   if (record.history_size() > 1) {
     record.mutable_history()->DeleteSubrange(0, record.history_size() - 1);
+  }
+  for (v1::JobAttempt& attempt : *record.mutable_history()) {
+    if (attempt.has_end()) attempt.mutable_end()->clear_hung();  // large
   }
   return record;
 }
@@ -1078,7 +1156,9 @@ void JobsCore::Finish(Job* job) {
       (end_class != v1::END_CLASS_USER_ERROR && end_class != v1::END_CLASS_TIME_LIMIT);
   if (!may_retry) return SetState(job, v1::JOB_STATE_FAILED, why);
   if (wanted == v1::JOB_ACTION_SUSPEND) return SetState(job, v1::JOB_STATE_SUSPENDED, why);
-  if (CountsAsRestart(end_class)) {
+  const bool free_hang =
+      options_.mutants.restarts_hangs_for_free && end_class == v1::END_CLASS_HANG;
+  if (CountsAsRestart(end_class) && !free_hang) {
     if (record.restarts() >= record.spec().max_restarts()) {
       return SetState(job, v1::JOB_STATE_FAILED,
                       record.restarts() == 0
@@ -1675,6 +1755,7 @@ CandidateNodes JobsCore::Candidates(bool free) const {
     CandidateNode candidate{.info = &node.info, .uid = node.uid, .space = {}};
     candidate.space.cpus = node.info.cpus();
     candidate.space.memory = node.info.memory_bytes();
+    candidate.space.info = &node.info;
     for (int i = 0; i < node.info.gpus_size(); ++i) candidate.space.gpus.insert(i);
     candidates.emplace(name, std::move(candidate));
   }

@@ -36,6 +36,7 @@ struct JobsMutants {
   bool retries_user_errors = false;
   bool believes_ages = false;      // that a worker or node gives: stages out of order
   bool gives_spares_away = false;  // to any job: their room is promised twice
+  bool restarts_hangs_for_free = false;
 };
 
 struct JobsOptions {
@@ -204,7 +205,7 @@ class JobsCore {
   // The operations. Those with an Error answer the call unless they return one.
   Error Submit(CallId call, const v1::SubmitJobRequest& request);
   // Answers a request with the key of `job`, whose own request had the hash of the new one or not.
-  Error Resubmit(CallId call, const Job& job, uint64_t hash);
+  Error Resubmit(CallId call, const Job& job, uint64_t hash, bool dry_run);
   // An error if all nodes together are too few for it.
   Error CheckSize(const v1::JobSpec& spec) const;
   Error Get(CallId call, const v1::GetJobRequest& request);
@@ -287,7 +288,11 @@ class JobsCore {
   void Start(Job* job, PlacementDecision placement);
   // If it cannot run without the nodes that it avoids: they are tried again.
   bool StopAvoiding(Job* job);
-  v1::JobPlan PlanOf(const v1::JobSpec& spec) const;
+  v1::JobPlan PlanOf(const std::string& owner, const v1::JobSpec& spec) const;
+  // That run, are being stopped, or have room that is kept for them.
+  int64_t ProcessesOf(const std::string& owner) const;
+  // Where a part of the attempt in `plan->placements()` listens.
+  void PlanPorts(v1::JobPlan* plan) const;
   bool Settled() const { return now_ - started_ >= options_.node_lease; }
 
   void Reply(CallId call, v1::OpResult result) {
@@ -297,7 +302,7 @@ class JobsCore {
   void ReplyJob(CallId call, const Job& job, bool with_env);
   // As callers see it: with what it waits for.
   static v1::JobRecord View(const Job& job);
-  // As List has it: of the history the last attempt, no variables.
+  // As List has it: of the history the last attempt, no variables, no stacks.
   static v1::JobRecord Listed(const Job& job);
   void SetRevision(Job* job, uint64_t revision);
 

@@ -942,6 +942,89 @@ TEST_F(JobsCoreTest, DryRun_KeepsNothing_AndShowsThePlan) {
   EXPECT_EQ(core_->jobs(), 0u);
 }
 
+TEST_F(JobsCoreTest, DryRun_SaysWhoListensWhere_AndIsTheSameEachTime) {
+  AddNode("a", 1);
+  AddNode("b", 1);
+  v1::Op op;
+  *op.mutable_submit_job()->mutable_spec() = Spec(2);
+  op.mutable_submit_job()->set_dry_run(true);
+  const v1::JobPlan plan = Call(op).submit_job().plan();
+  ASSERT_EQ(plan.ports_size(), 3);
+  EXPECT_EQ(plan.ports(0).name(), "master_port");
+  EXPECT_EQ(plan.ports(0).node(), "a");
+  EXPECT_EQ(plan.ports(1).name(), "processes");
+  EXPECT_EQ(plan.ports(2).node(), "b");
+  EXPECT_EQ(Call(op).submit_job().plan().SerializeAsString(), plan.SerializeAsString());
+}
+
+TEST_F(JobsCoreTest, DryRun_PlansNoMoreThanTheOwnersLimitAllows) {
+  options_.max_processes_of_owner = 4;
+  StartTerm();
+  for (const char* const name : {"a", "b", "c", "d"}) AddNode(name, 2);
+  As("ann", Role::kSubmit);
+  v1::Op op;
+  *op.mutable_submit_job()->mutable_spec() = Spec(2);
+  op.mutable_submit_job()->mutable_spec()->set_spare_nodes(3);
+  op.mutable_submit_job()->set_dry_run(true);
+  EXPECT_EQ(Call(op).submit_job().plan().spares_size(), 1);
+  const std::string first = Submit(Spec(1));
+  ASSERT_EQ(Get(first).attempts(), 1);
+  EXPECT_EQ(Call(op).submit_job().plan().spares_size(), 0);
+  Submit(Spec(2));
+  const v1::JobPlan waits = Call(op).submit_job().plan();
+  EXPECT_FALSE(waits.starts_now());
+  EXPECT_EQ(waits.why(),
+            "waits for other jobs of user \"ann\" to end: they have 3 of the 4 processes that each "
+            "user may");
+  As("bob", Role::kSubmit);
+  EXPECT_TRUE(Call(op).submit_job().plan().starts_now());
+}
+
+TEST_F(JobsCoreTest, DryRunWithAKeyThatWasUsed_TellsOfThatJob) {
+  AddNode("a", 1);
+  const std::string job = TrySubmit(Spec(1), "k").submit_job().job().job_id();
+  v1::Op op;
+  *op.mutable_submit_job()->mutable_spec() = Spec(1);
+  op.mutable_submit_job()->set_idempotency_key("k");
+  op.mutable_submit_job()->set_dry_run(true);
+  const v1::SubmitJobReply reply = Call(op).submit_job();
+  EXPECT_TRUE(reply.existed());
+  EXPECT_EQ(reply.plan().why(), "job " + job + " has this key, and runs");
+  EXPECT_EQ(reply.plan().placements_size(), 1);
+  EXPECT_EQ(reply.plan().processes(), 1);
+}
+
+TEST_F(JobsCoreTest, Hang_CountsAsARestart_AndItsStacksAreKept) {
+  AddNode("a", 1);
+  const std::string job = Submit(Spec(1, /*max_restarts=*/1));
+  v1::AttemptReport& report = nodes_["a"].attempts.begin()->second;
+  v1::HungRanks* const hung = report.mutable_end()->add_hung();
+  hung->add_ranks(0);
+  hung->set_doing("step 12, backward");
+  hung->set_stack("#0 poll");
+  for (int i = 0; i < 100; ++i) {
+    *report.mutable_end()->add_hung() = *hung;
+    report.mutable_end()->mutable_hung(i + 1)->set_stack(std::string(1000, 'x'));
+  }
+  EndOn("a", job, v1::END_CLASS_HANG);
+  Pump();
+  v1::JobRecord record = Get(job);
+  EXPECT_EQ(record.restarts(), 1);
+  const v1::AttemptEnd& end = record.history(0).end();
+  EXPECT_EQ(end.end_class(), v1::END_CLASS_HANG);
+  ASSERT_GT(end.hung_size(), 1);
+  EXPECT_LT(end.hung_size(), 101) << "what a node says is bounded";
+  EXPECT_EQ(end.hung(0).stack(), "#0 poll");
+  v1::Op list;
+  list.mutable_list_jobs();
+  const v1::OpResult listed = Call(list);
+  for (const v1::JobAttempt& attempt : listed.list_jobs().jobs(0).history()) {
+    EXPECT_EQ(attempt.end().hung_size(), 0) << "lists are small";
+  }
+  EndOn("a", job, v1::END_CLASS_HANG);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+}
+
 TEST_F(JobsCoreTest, EndedJobs_MakeRoomForNewOnes) {
   options_.max_jobs = 2;
   StartTerm();

@@ -68,16 +68,33 @@ v1::Placement Occupy(const std::string& name, const CandidateNode& node, int pro
   placement.set_node(name);
   placement.set_node_uid(node.uid);
   placement.set_processes(processes);
-  auto gpu = node.space.gpus.begin();
-  for (int i = 0; i < processes * process.gpus(); ++i) placement.add_gpus(*gpu++);
+  if (process.gpus() == 0) return placement;
+  const std::vector<int> gpus = node.space.GpusFor(process);
+  for (int i = 0; i < processes * process.gpus(); ++i) placement.add_gpus(gpus[i]);
   return placement;
 }
 
 }  // namespace
 
+std::vector<int> NodeSpace::GpusFor(const v1::ProcessResources& process) const {
+  std::vector<int> fit;
+  for (const int gpu : gpus) {
+    if (process.gpu_memory_bytes() > 0) {
+      // What is not known may be too little.
+      const bool known = info != nullptr && gpu < info->gpu_memory_bytes_size();
+      if (!known || info->gpu_memory_bytes(gpu) < process.gpu_memory_bytes()) continue;
+    }
+    fit.push_back(gpu);
+  }
+  return fit;
+}
+
 int NodeSpace::Fits(const v1::ProcessResources& process) const {
   int fits = std::max(0, cpus) / Cpus(process);
-  if (process.gpus() > 0) fits = std::min(fits, static_cast<int>(gpus.size()) / process.gpus());
+  if (process.gpus() > 0) {
+    const size_t fit = process.gpu_memory_bytes() > 0 ? GpusFor(process).size() : gpus.size();
+    fits = std::min(fits, static_cast<int>(fit) / process.gpus());
+  }
   if (process.memory_bytes() > 0) {
     fits = static_cast<int>(
         std::min<int64_t>(fits, std::max<int64_t>(0, memory) / process.memory_bytes()));
@@ -122,7 +139,11 @@ std::string DescribeDemand(const v1::JobSpec& spec) {
   const v1::ProcessResources& process = spec.per_process();
   std::vector<std::string> parts;
   if (process.gpus() > 0) {
-    parts.push_back(absl::StrCat(process.gpus(), process.gpus() == 1 ? " GPU" : " GPUs"));
+    std::string gpus = absl::StrCat(process.gpus(), process.gpus() == 1 ? " GPU" : " GPUs");
+    if (process.gpu_memory_bytes() > 0) {
+      absl::StrAppend(&gpus, " of ", (process.gpu_memory_bytes() + (1 << 20) - 1) >> 20, " MiB");
+    }
+    parts.push_back(std::move(gpus));
   }
   parts.push_back(absl::StrCat(Cpus(process), Cpus(process) == 1 ? " CPU" : " CPUs"));
   if (process.memory_bytes() > 0) {

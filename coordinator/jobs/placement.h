@@ -17,8 +17,11 @@ namespace muster::coordinator {
 struct NodeSpace {
   int cpus = 0;
   int64_t memory = 0;
-  absl::btree_set<int> gpus;  // indices
+  absl::btree_set<int> gpus;           // indices
+  const v1::NodeInfo* info = nullptr;  // what its GPUs have; borrowed; null: not known
 
+  // Of `gpus`, in order, those that have the memory that `process` asks for.
+  std::vector<int> GpusFor(const v1::ProcessResources& process) const;
   // How many processes of this size fit.
   int Fits(const v1::ProcessResources& process) const;
   // Takes what `placement` has, or gives it back. Space may become negative: a node that returns

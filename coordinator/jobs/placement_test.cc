@@ -101,6 +101,22 @@ TEST_F(PlacementTest, Gpus_AreGivenByIndex) {
   EXPECT_TRUE(Run(Spec(3, 3, 1)).placements.empty());
 }
 
+TEST_F(PlacementTest, GpuMemory_OnlyGpusThatHaveItAreTaken) {
+  AddNode("a", 64, 4);
+  for (const int64_t gib : {80, 40, 80, 0}) infos_[0].add_gpu_memory_bytes(gib << 30);
+  AddNode("b", 64, 8);  // does not say what its GPUs have
+  for (auto& [name, node] : nodes_) node.space.info = node.info;
+  v1::JobSpec spec = Spec(1, 4, /*gpus=*/1);
+  spec.mutable_per_process()->set_gpu_memory_bytes(int64_t{60} << 30);
+  const PlacementDecision decision = Run(spec);
+  ASSERT_EQ(Names(decision), std::vector<std::string>{"a"});
+  ASSERT_EQ(decision.placements[0].gpus_size(), 2);
+  EXPECT_EQ(decision.placements[0].gpus(0), 0);
+  EXPECT_EQ(decision.placements[0].gpus(1), 2);
+  spec.set_min_processes(3);
+  EXPECT_EQ(Run(spec).why, "room for 3 to 4 processes with 1 GPU of 61440 MiB, 1 CPU each: 2 fit");
+}
+
 TEST_F(PlacementTest, Nodes_OfOneRack_ComeFirst) {
   AddNode("a", 1, 0, "r1");
   AddNode("b", 1, 0, "r2");

@@ -8,6 +8,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "coordinator/errors.h"
 
 namespace muster::coordinator {
@@ -216,12 +217,24 @@ class Scheduler {
       ChangeSpares(&NodeSpace::Give, *other, &all);
     }
     if (PlaceJob(job, &all).placements.empty()) return {};
+    std::vector<const v1::JobRecord*> yields;
+    CandidateNodes nodes = question_.nodes;
     for (const v1::JobRecord* const other : behind) {
-      Yield(*other);
-      PlacementDecision decision = PlaceJob(job, &question_.nodes);
-      if (!decision.placements.empty()) return decision;
+      ChangeSpares(&NodeSpace::Give, *other, &nodes);
+      yields.push_back(other);
+      if (!PlaceJob(job, &nodes).placements.empty()) break;
     }
-    return {};
+    // Some that came first may not have helped.
+    for (size_t i = yields.size() - 1; i-- > 0;) {
+      ChangeSpares(&NodeSpace::Take, *yields[i], &nodes);
+      if (!PlaceJob(job, &nodes).placements.empty()) {
+        yields.erase(yields.begin() + i);
+      } else {
+        ChangeSpares(&NodeSpace::Give, *yields[i], &nodes);
+      }
+    }
+    for (const v1::JobRecord* const other : yields) Yield(*other);
+    return PlaceJob(job, &question_.nodes);
   }
 
   // Frees spares of the owner's jobs behind `job`, if that makes `processes` fewer.
@@ -468,16 +481,27 @@ class Scheduler {
     std::sort(order.begin(), order.end(), [](const ActiveJob* a, const ActiveJob* b) {
       return Rank(*a->record) < Rank(*b->record);
     });
-    if (order.size() > kMaxExamined) order.resize(kMaxExamined);
+    // Of a shape for which no node has room, wherever its jobs run: they cost one look together.
+    absl::flat_hash_set<std::string> refused;
+    int examined = 0;
     for (const ActiveJob* const job : order) {
       const v1::JobRecord& record = *job->record;
+      const int each = job->attempt->placements(0).processes();
+      const std::string shape = absl::StrCat(each, "\n", DescribeDemand(record.spec()), "\n",
+                                             absl::StrJoin(record.avoided_nodes(), "\n"));
+      if (refused.contains(shape)) continue;
+      if (++examined > kMaxExamined) return;
+      if (PlaceSpares(record.spec(), each, 1, record.avoided_nodes(), {}, question_.nodes)
+              .empty()) {
+        refused.insert(shape);
+        continue;
+      }
       std::vector<const v1::Placement*> taken;
       for (const v1::Placement& placement : job->attempt->placements()) taken.push_back(&placement);
       for (const v1::Placement& spare : record.spares()) taken.push_back(&spare);
       std::vector<v1::Placement> more =
-          PlaceSpares(record.spec(), job->attempt->placements(0).processes(),
-                      record.spec().spare_nodes() - record.spares_size(), record.avoided_nodes(),
-                      taken, question_.nodes);
+          PlaceSpares(record.spec(), each, record.spec().spare_nodes() - record.spares_size(),
+                      record.avoided_nodes(), taken, question_.nodes);
       more.resize(SparesAllowed(record, more, 0));
       if (more.empty()) continue;
       ChangeEach(&NodeSpace::Take, more, record.spec(), &question_.nodes);

@@ -365,6 +365,32 @@ TEST_F(ScheduleTest, OnlyAsManySparesYieldAsAreNeeded_TheLastJobsFirst) {
   EXPECT_EQ(decision_.yields, Ids{"third"});
 }
 
+TEST_F(ScheduleTest, SparesThatDoNotHelp_AreKept) {
+  for (const char* const name : {"a", "b", "c"}) AddNode(name, 2);
+  AddNode("d", 1);
+  Queue("first", 2);
+  Keep(&Running("second", "a", 2), "b", 2);
+  // Comes last, so its spare is tried first: the job does not fit there.
+  Keep(&Running("third", "c", 2), "d", 1);
+  EXPECT_EQ(Starts(), Ids{"first"});
+  EXPECT_EQ(decision_.starts[0].placement.placements[0].node(), "b");
+  EXPECT_EQ(decision_.yields, Ids{"second"});
+}
+
+TEST_F(ScheduleTest, ManyJobsThatNoNodeHasSparesFor_DoNotKeepOthersFromTheirs) {
+  AddNode("a", 1000);
+  AddNode("b", 1);
+  for (int i = 0; i < 2 * kMaxExamined; ++i) {
+    Running(absl::StrCat("large-", i), "a", 2).mutable_spec()->set_spare_nodes(1);
+  }
+  question_.nodes.at("a").space.cpus = 0;
+  Running("small", "a", 1).mutable_spec()->set_spare_nodes(1);
+  question_.nodes.at("a").space.cpus = 0;
+  EXPECT_EQ(Starts(), Ids{});
+  ASSERT_EQ(decision_.spares.size(), 1u);
+  EXPECT_EQ(decision_.spares[0].first, "small");
+}
+
 TEST_F(ScheduleTest, RunningJobThatLacksSpares_GetsThem_WhenNobodyWaitsForTheRoom) {
   AddNode("a", 2);
   AddNode("b", 2);

@@ -12,6 +12,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "coordinator/errors.h"
+#include "rpc/log_level.h"
 
 namespace muster::coordinator {
 namespace {
@@ -66,6 +67,13 @@ AuditLog::Entry AuditLog::Begin(const Identity* who, absl::string_view from, con
     case v1::Op::kControlNode:
       entry.node = Text(op.control_node().node());
       entry.action = v1::NodeAction_Name(op.control_node().action());
+      if (op.control_node().action() == v1::NODE_ACTION_LOG_LEVEL) {
+        entry.name = rpc::LogLevelName(static_cast<v1::LogLevel>(op.control_node().log_level()));
+        if (op.control_node().has_for_()) {
+          absl::StrAppend(&entry.name, " for ",
+                          absl::FormatDuration(FromProto(op.control_node().for_())));
+        }
+      }
       break;
     case v1::Op::kRaiseTrigger:
       entry.name = Text(op.raise_trigger().name());

@@ -63,6 +63,25 @@ TEST_F(AuditLogTest, Submission_IsALineWithTheJobItMade) {
   EXPECT_EQ(info.st_mode & 0777, 0600u);
 }
 
+TEST_F(AuditLogTest, LogLevelOfANode_IsALineWithTheLevel) {
+  v1::Op op;
+  op.mutable_control_node()->set_node("n7");
+  op.mutable_control_node()->set_action(v1::NODE_ACTION_LOG_LEVEL);
+  op.mutable_control_node()->set_log_level(1);
+  op.mutable_control_node()->mutable_for_()->set_seconds(600);
+  v1::OpResult result;
+  result.mutable_control_node();
+  log_->End(AuditLog::Begin(&ann_, "", op), Answer(result));
+  op.mutable_control_node()->set_log_level(9);
+  op.mutable_control_node()->clear_for_();
+  log_->End(AuditLog::Begin(&ann_, "", op), Answer(result));
+  ASSERT_EQ(Lines().size(), 2u);
+  EXPECT_EQ(Lines()[0]["node"], "n7");
+  EXPECT_EQ(Lines()[0]["action"], "NODE_ACTION_LOG_LEVEL");
+  EXPECT_EQ(Lines()[0]["name"], "debug for 10m");
+  EXPECT_EQ(Lines()[1]["name"], "level 9");
+}
+
 TEST_F(AuditLogTest, Refusals_AreLinesWithTheirCode) {
   v1::Op op;
   op.mutable_control_job()->set_job_id("mnist-3");

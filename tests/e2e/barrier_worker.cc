@@ -83,6 +83,18 @@ void Hang(Worker& w) {
   }
 }
 
+// In the first start of the job rank 1 never comes to what rank 0 waits for.
+void Stuck(Worker& w) {
+  if (Variable("TORCHELASTIC_RESTART_COUNT") != "0") return;
+  if (w.seat.rank == 1) {
+    w.board->EndCollective();
+    w.board->SetPhase("between steps");
+    Say("stuck");
+    ReadShardForever();
+  }
+  w.client->Barrier("never", kLong).IgnoreError();
+}
+
 void OtherName(Worker& w) {
   const std::string name = w.seat.rank == 0 ? "saved" : "evaluated";
   w.Tell(name, w.client->Barrier(name, kLong).status());
@@ -236,6 +248,7 @@ int Main(int argc, char** argv) {
     const char* name;
     void (*run)(Worker&);
   } kJobs[] = {{"hang", Hang},
+               {"stuck", Stuck},
                {"other_name", OtherName},
                {"other_line", OtherLine},
                {"other_counter", OtherCounter},

@@ -25,6 +25,12 @@ std::string JobsFixture::Run(std::vector<std::string> args, int code) {
   return code == 0 ? command->out_text() : command->err_text();
 }
 
+std::string JobsFixture::OneLine(std::vector<std::string> args, int code) {
+  std::string text = Run(std::move(args), code);
+  EXPECT_EQ(text.find('\n'), std::string::npos) << text;
+  return text;
+}
+
 std::unique_ptr<Command> JobsFixture::StartAgent(const std::string& name,
                                                  const std::vector<std::string>& options) {
   std::vector<std::string> args = {Runfile("agent/cmd/muster-agent"),

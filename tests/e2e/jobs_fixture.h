@@ -19,6 +19,8 @@ class JobsFixture : public ClusterFixture {
 
   // What a muster command prints, or of one that fails, its errors. It has to end with `code`.
   std::string Run(std::vector<std::string> args, int code = 0);
+  // As Run, of errors that are one line.
+  std::string OneLine(std::vector<std::string> args, int code);
   // The agent of a node with two CPUs. It may not have said yet that it is there.
   std::unique_ptr<Command> StartAgent(const std::string& name,
                                       const std::vector<std::string>& options = {});

@@ -297,6 +297,42 @@ TEST_F(JobsTest, FailedProgram_IsRestarted_AndItsLastLinesAreKept) {
   EXPECT_THAT(Run({"incidents", job}), HasSubstr("exited with code 7"));
 }
 
+TEST_F(JobsTest, HungJob_IsRestarted_AndTheStacksOfAllRanksAreKept) {
+  const auto a = StartNode("a"), b = StartNode("b");
+  const std::string job = Run(
+      {"submit", "--name", "job", "--processes", "2", "--processes_per_node", "1", "--hang_timeout",
+       "10s", "--max_restarts", "1", "--", Runfile("tests/e2e/barrier_worker"), "stuck"});
+  WaitForState(job, "SUCCEEDED");
+  const Json record = Get(job);
+  EXPECT_EQ(record["restarts"], 1);
+  const Json incidents = Json::parse(Run({"incidents", job, "-o", "json"}))["incidents"];
+  ASSERT_EQ(incidents.size(), 1u);
+  const Json& hang = incidents[0];
+  EXPECT_EQ(hang["class"], "HANG") << hang;
+  EXPECT_EQ(hang["rank"], 1) << hang;
+  EXPECT_THAT(std::string(hang["why"]),
+              AllOf(HasSubstr("no rank has shown progress for 10s: rank 1 (pid "),
+                    HasSubstr("between steps, AllReduce #1 (1,024 Float), done"),
+                    HasSubstr("1 other waits: rank 0 (pid ")));
+  ASSERT_EQ(hang["hung"].size(), 2u) << hang;
+  EXPECT_EQ(hang["hung"][0]["ranks"], Json({0}));
+  EXPECT_THAT(std::string(hang["hung"][0]["stack"]), HasSubstr("Barrier"));
+  EXPECT_THAT(std::string(hang["hung"][1]["stack"]), HasSubstr("ReadShardForever()"));
+  EXPECT_THAT(Run({"incidents", job}),
+              AllOf(HasSubstr("attempt 1, rank 1 hung: step "), HasSubstr("ReadShardForever()")));
+}
+
+TEST_F(JobsTest, HungLaunch_PrintsTheStacksOfAllRanks_AndRestarts) {
+  const auto launch =
+      Muster({"launch", "--cpu", "--num_processes", "2", "--hang_timeout", "10s", "--max_restarts",
+              "1", "--", Runfile("tests/e2e/barrier_worker"), "stuck"});
+  EXPECT_EQ(launch->Wait(), 0) << launch->err_text();
+  EXPECT_THAT(launch->err_text(),
+              AllOf(HasSubstr("the job hangs: no rank has shown progress for 10s: rank 1 (pid "),
+                    HasSubstr("muster: rank 0: step 7"), HasSubstr("ReadShardForever()"),
+                    HasSubstr("(restart 1 of 1)")));
+}
+
 TEST_F(JobsTest, KilledWorker_HasTheTimeOfEachStageOfItsRecovery_AlsoAfterARestart) {
   const auto a = StartNode("a");
   const std::string job = Submit({"--processes", "2", "--max_restarts", "1"},
@@ -356,6 +392,17 @@ TEST_F(JobsTest, ProgramThatIsNotThere_IsNotRetried) {
   WaitForState(job, "FAILED");
   EXPECT_EQ(Get(job)["attempts"].size(), 1u);
   EXPECT_THAT(Get(job)["why"].get<std::string>(), HasSubstr("/no/such/program"));
+  // And what is no program, and where none can run.
+  ASSERT_TRUE(WriteFileAtomically(Temp("plain"), "text").ok());
+  const std::string plain = Run({"submit", "--max_restarts", "5", "--", Temp("plain")});
+  WaitForState(plain, "FAILED");
+  EXPECT_EQ(Get(plain)["attempts"].size(), 1u);
+  EXPECT_EQ(Get(plain)["attempts"][0]["end"]["class"], "USER_ERROR");
+  EXPECT_THAT(Get(plain)["why"].get<std::string>(), HasSubstr(Temp("plain")));
+  const std::string lost =
+      Run({"submit", "--max_restarts", "5", "--workdir", "/no/such/folder", "--", "/bin/true"});
+  WaitForState(lost, "FAILED");
+  EXPECT_THAT(Get(lost)["why"].get<std::string>(), HasSubstr("/no/such/folder"));
 }
 
 TEST_F(JobsTest, KilledAgent_LeavesItsProcessesRunning_AndTheNextOneAdoptsThem) {
@@ -377,6 +424,26 @@ TEST_F(JobsTest, KilledAgent_LeavesItsProcessesRunning_AndTheNextOneAdoptsThem) 
 }
 
 // Where nothing but its helpers ends what it has left.
+TEST_F(JobsTest, LaunchOfASubmittedJobsName_IsSaidToBeOne) {
+  const auto a = StartNode("a");
+  const std::string job = Submit({}, "sleep 1000");
+  WaitForState(job, "RUNNING");
+  const auto launch = Agent(job, 1, 2, {Runfile("tests/e2e/barrier_worker"), "elastic"});
+  WaitUntil([&] {
+    return Muster({"status", "launch:" + job, "--coordinator", address_})->Wait() == 0;
+  });
+  for (const char* const verb : {"status", "stacks"}) {
+    EXPECT_THAT(OneLine({verb, job}, 2), AllOf(HasSubstr("is a submitted job and a launch"),
+                                               HasSubstr("launch:" + job), HasSubstr(job + ".1")));
+  }
+  WaitUntil([&] {
+    const auto stacks = Muster({"stacks", job + ".1", "--coordinator", address_});
+    return stacks->Wait() == 0 && absl::StrContains(stacks->out_text(), "sleep");
+  });
+  EXPECT_THAT(Run({"status", "launch:" + job}), Not(HasSubstr(job + ".1")));
+  Run({"cancel", job});
+}
+
 TEST_F(JobsTest, KilledRunner_IsNotOverBeforeItsProcesses) {
   const auto a = StartNode("a", {"--control_groups", "off"});
   const std::string job =
@@ -595,6 +662,29 @@ TEST_F(UsersTest, Jobs_BelongToWhomSubmittedThem_AndRunWithATokenOfTheirOwn) {
             HasSubstr("\"call\":\"set the log level to info for 10m00s\",\"result\":\"OK\"")));
 }
 
+TEST_F(UsersTest, WrongTokenOrNone_IsOneLineThatSaysWhatToGive) {
+  ASSERT_TRUE(WriteSecretFile(Temp("stranger"), "token-of-nobody\n").ok());
+  const std::vector<std::vector<std::string>> commands = {{"list"},
+                                                          {"nodes"},
+                                                          {"describe", "a-1"},
+                                                          {"cancel", "a-1"},
+                                                          {"drain", "a"},
+                                                          {"logs", "a-1"},
+                                                          {"status", "a-1"},
+                                                          {"watch", "a-1"},
+                                                          {"log-level"},
+                                                          {"stacks", "a-1"},
+                                                          {"submit", "--", "/bin/true"},
+                                                          {"remove", "a-1"},
+                                                          {"incidents", "a-1"}};
+  for (const std::vector<std::string>& command : commands) {
+    As("stranger");
+    EXPECT_THAT(OneLine(command, 8), HasSubstr("token")) << command[0];
+    env_.erase("MUSTER_TOKEN_FILE");
+    EXPECT_THAT(OneLine(command, 8), HasSubstr("--token_file")) << command[0];
+  }
+}
+
 TEST_F(JobsTest, BadInput_IsNamed) {
   const auto a = StartNode("a");
   EXPECT_THAT(Run({"submit", "--processes", "many", "--", "/bin/true"}, 2),
@@ -602,6 +692,28 @@ TEST_F(JobsTest, BadInput_IsNamed) {
   EXPECT_THAT(Run({"submit"}, 2), HasSubstr("no program"));
   EXPECT_THAT(Run({"describe", "none-1"}, 3), HasSubstr("no job \"none-1\""));
   EXPECT_THAT(Run({"drain", "nowhere"}, 3), HasSubstr("no node \"nowhere\""));
+  for (const char* const verb : {"watch", "logs", "cancel", "suspend", "resume", "retry", "remove",
+                                 "incidents", "status", "stacks", "barriers"}) {
+    EXPECT_THAT(OneLine({verb, "none-1"}, 3), HasSubstr("none-1")) << verb;
+  }
+  EXPECT_THAT(OneLine({"resize", "none-1", "--processes", "2"}, 3), HasSubstr("none-1"));
+  const auto refused = [&](std::vector<std::string> flags) {
+    flags.insert(flags.begin(), "submit");
+    flags.insert(flags.end(), {"--", "/bin/true"});
+    return OneLine(std::move(flags), 2);
+  };
+  // Before all nodes have had the time to come, a job may be larger than those that have.
+  ShortenNodeLease();
+  WaitUntil([&] {
+    return NodeState("a") == "READY" && Muster({"submit", "--coordinator", address_, "--dry_run",
+                                                "--processes", "99", "--", "x"})
+                                                ->Wait() == 2;
+  });
+  EXPECT_THAT(refused({"--processes", "99"}),
+              AllOf(HasSubstr("larger than all nodes together"), HasSubstr("ask for less")));
+  EXPECT_THAT(refused({"--gpu_memory", "80GiB"}), HasSubstr("gpu_memory_bytes is that of each"));
+  EXPECT_THAT(refused({"--hang_timeout", "1s"}), HasSubstr("hang_timeout is 1s: give 10s"));
+  EXPECT_THAT(refused({"--name", "a b"}), HasSubstr("\"a b\" does not name a job"));
   Command bad(*host_, {Runfile("agent/cmd/muster-agent"), "--serve", "--coordinator", address_},
               env_);
   EXPECT_EQ(bad.Wait(), 2);

@@ -151,6 +151,20 @@ class Simulation {
         }
       }
     }
+    if (former != told_.end() && record.state() == v1::JOB_STATE_QUEUED &&
+        former->second.state() != v1::JOB_STATE_SUSPENDED &&
+        former->second.state() != v1::JOB_STATE_QUEUED && record.history_size() > 0 &&
+        former->second.attempts() == record.attempts()) {
+      const v1::JobAttempt& last = record.history(record.history_size() - 1);
+      if (last.end().end_class() == v1::END_CLASS_HANG && !Succeeded(last) &&
+          !by_hand_.contains({record.job_id(), last.number()})) {
+        ++result_.hangs;
+        if (record.restarts() == former->second.restarts()) {
+          Violation(
+              absl::StrCat(record.job_id(), " is restarted after a hang, which is not counted"));
+        }
+      }
+    }
     // Later the job may have been resized.
     const int told_attempts = former == told_.end() ? 0 : former->second.attempts();
     if (record.attempts() > told_attempts) {
@@ -462,8 +476,8 @@ class Simulation {
           const v1::EndClass classes[] = {
               v1::END_CLASS_SUCCEEDED,      v1::END_CLASS_SUCCEEDED,  v1::END_CLASS_PROCESS_FAILED,
               v1::END_CLASS_PROCESS_FAILED, v1::END_CLASS_USER_ERROR, v1::END_CLASS_NODE_FAILED,
-              v1::END_CLASS_OUT_OF_MEMORY};
-          end_class = classes[Up(6)];
+              v1::END_CLASS_OUT_OF_MEMORY,  v1::END_CLASS_HANG};
+          end_class = classes[Up(7)];
         }
         End(&node, &report, end_class);
         // It says so at once.

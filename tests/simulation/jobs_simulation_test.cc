@@ -14,7 +14,7 @@ int Seeds() {
 }
 
 TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
-  int attempts = 0, restarts = 0, lost = 0, resizes = 0, stepped = 0, promotions = 0;
+  int attempts = 0, restarts = 0, lost = 0, resizes = 0, stepped = 0, promotions = 0, hangs = 0;
   for (int seed = 1; seed <= Seeds(); ++seed) {
     const JobsSimulationResult result = RunJobsSimulation(seed, {});
     ASSERT_EQ(result.violation, "") << "seed " << seed;
@@ -24,6 +24,7 @@ TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
     resizes += result.resizes;
     stepped += result.stepped;
     promotions += result.promotions;
+    hangs += result.hangs;
   }
   // It has tried what it is about.
   EXPECT_GT(attempts, 10 * Seeds());
@@ -32,6 +33,7 @@ TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
   EXPECT_GT(resizes, Seeds() / 10);
   EXPECT_GT(stepped, Seeds());
   EXPECT_GT(promotions, Seeds() / 10);
+  EXPECT_GT(hangs, Seeds() / 10);
 }
 
 void ExpectCaught(coordinator::JobsMutants mutants) {
@@ -49,6 +51,10 @@ TEST(JobsSimulationTest, RetryOfAUserError_IsNoticed) {
   ExpectCaught({.retries_user_errors = true});
 }
 TEST(JobsSimulationTest, StagesOutOfOrder_AreNoticed) { ExpectCaught({.believes_ages = true}); }
+
+TEST(JobsSimulationTest, HangsThatAreRestartedForFree_AreNoticed) {
+  ExpectCaught({.restarts_hangs_for_free = true});
+}
 
 TEST(JobsSimulationTest, SparesGivenAway_AreNoticed) { ExpectCaught({.gives_spares_away = true}); }
 

@@ -1,0 +1,25 @@
+#include "client/checkpoints/newest_checkpoint.h"
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/registrar.h"
+#include "worker/checkpoint/seal.h"
+
+namespace muster::client {
+
+std::string NewestCheckpoint(const std::string& folder) {
+  const CheckpointFolder checkpoints(folder);
+  const absl::StatusOr<std::vector<int64_t>> numbers = checkpoints.Published();
+  if (!numbers.ok()) return "";
+  for (auto number = numbers->rbegin(); number != numbers->rend(); ++number) {
+    const std::string path = checkpoints.PathOf(*number);
+    const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
+    if (!seal.ok() || seal->promoted) return path;
+  }
+  return "";
+}
+
+}  // namespace muster::client
