@@ -11,6 +11,7 @@
 #include "absl/strings/str_format.h"
 #include "base/file.h"
 #include "base/json.h"
+#include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/weight_files.h"
@@ -32,7 +33,7 @@ std::string FolderOf(const std::string& path) {
 absl::StatusOr<bool> HasTiedHead(const std::string& path) {
   const std::string file = JoinPath(FolderOf(path), "config.json");
   if (!PathExists(file)) return false;
-  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(file, kMaxConfigBytes));
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadRegularFile(file, kMaxConfigBytes));
   MUSTER_ASSIGN_OR_RETURN(const nlohmann::json config, ParseJson(text, file));
   if (!config.is_object()) {
     return absl::InvalidArgumentError(absl::StrCat(file, ": is no JSON object"));

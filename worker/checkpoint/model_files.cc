@@ -10,6 +10,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "worker/checkpoint/shard_plan.h"
@@ -77,7 +78,7 @@ absl::StatusOr<ModelFiles> ModelFiles::Open(const std::string& path) {
     files.readers_.push_back(std::move(reader));
     return files;
   }
-  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(start));
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadRegularFile(start));
   MUSTER_ASSIGN_OR_RETURN(const auto map, ParseShardIndex(text, start));
   std::map<std::string, size_t> opened;
   for (const auto& [name, file] : map) {

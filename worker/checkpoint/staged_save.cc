@@ -49,7 +49,7 @@ struct Copy {
 std::vector<Copy> ReadCopies(const std::string& dir) {
   std::vector<Copy> copies;
   for (const std::string& path : CopiesOf(dir)) {
-    const absl::StatusOr<std::string> text = ReadFile(JoinPath(path, kManifestName));
+    const absl::StatusOr<std::string> text = ReadRecordFile(JoinPath(path, kManifestName));
     if (!text.ok()) continue;
     const absl::StatusOr<Manifest> manifest = ParseManifest(*text, path);
     if (!manifest.ok()) continue;

@@ -17,6 +17,7 @@
 #include "absl/strings/str_join.h"
 #include "base/file.h"
 #include "base/json.h"
+#include "base/regular_file.h"
 #include "base/status_macros.h"
 
 namespace muster {
@@ -119,7 +120,7 @@ absl::StatusOr<StateDict> ParseJsonState(absl::string_view text, const std::stri
 
 absl::StatusOr<StateDict> ReadJsonState(const std::string& path,
                                         const std::optional<FileDigest>& expected) {
-  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(path));
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadRegularFile(path));
   MUSTER_RETURN_IF_ERROR(CheckDigest(path, DigestBytes(text), expected));
   return ParseJsonState(text, path);
 }

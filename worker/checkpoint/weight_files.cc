@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/file.h"
+#include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "worker/checkpoint/shard_plan.h"
@@ -105,7 +106,7 @@ absl::StatusOr<WeightFiles> WeightFiles::Open(const std::string& path) {
     MUSTER_RETURN_IF_ERROR(files.Add(start, nullptr, ""));
     return files;
   }
-  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(start));
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadRegularFile(start));
   MUSTER_ASSIGN_OR_RETURN(const auto map, ParseShardIndex(text, start));
   std::map<std::string, std::vector<std::string>> by_file;
   for (const auto& [name, file] : map) by_file[file].push_back(name);

@@ -9,8 +9,8 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "base/file.h"
 #include "base/json.h"
+#include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "worker/train/guard.h"
 
@@ -180,7 +180,7 @@ absl::StatusOr<GenerateOptions> ParseGenerationConfig(absl::string_view json,
 
 absl::StatusOr<GenerateOptions> ReadGenerationConfig(const std::string& folder) {
   const std::string path = absl::StrCat(folder, "/generation_config.json");
-  const absl::StatusOr<std::string> text = ReadFile(path, int64_t{16} << 20);
+  const absl::StatusOr<std::string> text = ReadRegularFile(path, int64_t{16} << 20);
   if (absl::IsNotFound(text.status())) return GenerateOptions();
   if (!text.ok()) return text.status();
   return ParseGenerationConfig(*text, path);

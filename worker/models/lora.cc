@@ -14,6 +14,7 @@
 #include "absl/strings/strip.h"
 #include "base/file.h"
 #include "base/json.h"
+#include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/weight_loader.h"
@@ -118,7 +119,7 @@ absl::Status CheckSettings(const Json& json, const std::string& path) {
 }
 
 absl::StatusOr<LoraOptions> ParseConfig(const std::string& path) {
-  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, int64_t{16} << 20));
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadRegularFile(path, int64_t{16} << 20));
   MUSTER_ASSIGN_OR_RETURN(const Json json, ParseJson(text, path));
   if (!json.is_object() || json.value("peft_type", Json()) != "LORA") {
     return absl::UnimplementedError(absl::StrCat(path, ": \"peft_type\" is not \"LORA\""));

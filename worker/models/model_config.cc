@@ -13,8 +13,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "base/file.h"
 #include "base/json.h"
+#include "base/regular_file.h"
 #include "base/status_macros.h"
 
 namespace muster::models {
@@ -897,7 +897,7 @@ absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& path,
   struct stat info = {};
   const bool is_folder = stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
   const std::string file = is_folder ? absl::StrCat(path, "/config.json") : path;
-  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(file, int64_t{16} << 20));
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadRegularFile(file, int64_t{16} << 20));
   return ParseModelConfig(text, file, options);
 }
 
