@@ -1,5 +1,6 @@
 #include "worker/checkpoint/aligned_memory.h"
 
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -52,19 +53,64 @@ size_t MemoryLeft() {
   return left;
 }
 
+const HostPinning* HostPinning::Cuda() {
+  // Looked up, since programs are built without CUDA's headers and run with and without its
+  // libraries. `flags` 1: for all of its contexts.
+  using Register = int (*)(void* data, size_t bytes, unsigned int flags);
+  using Unregister = int (*)(void* data);
+  using LastError = int (*)();
+  static const HostPinning* const cuda = []() -> const HostPinning* {
+    const auto pin = reinterpret_cast<Register>(dlsym(RTLD_DEFAULT, "cudaHostRegister"));
+    const auto unpin = reinterpret_cast<Unregister>(dlsym(RTLD_DEFAULT, "cudaHostUnregister"));
+    // A failure stays the thread's last error, which the next kernel launch would take for its own.
+    const auto forget = reinterpret_cast<LastError>(dlsym(RTLD_DEFAULT, "cudaGetLastError"));
+    if (pin == nullptr || unpin == nullptr || forget == nullptr) return nullptr;
+    return new HostPinning{.pin =
+                               [pin, forget](void* data, size_t bytes) {
+                                 if (pin(data, bytes, 1) == 0) return true;
+                                 (void)forget();
+                                 return false;
+                               },
+                           .unpin =
+                               [unpin, forget](void* data) {
+                                 if (unpin(data) != 0) (void)forget();
+                               }};
+  }();
+  return cuda;
+}
+
 AlignedMemory::AlignedMemory(AlignedMemory&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       size_(std::exchange(other.size_, 0)),
-      fd_(std::exchange(other.fd_, -1)) {}
+      fd_(std::exchange(other.fd_, -1)),
+      pinned_(std::exchange(other.pinned_, nullptr)),
+      unpinnable_(other.unpinnable_) {}
 
 AlignedMemory& AlignedMemory::operator=(AlignedMemory&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
   std::swap(fd_, other.fd_);
+  std::swap(pinned_, other.pinned_);
+  std::swap(unpinnable_, other.unpinnable_);
   return *this;
 }
 
+void AlignedMemory::Pin(const HostPinning& pinning) {
+  if (pinned_ != nullptr || unpinnable_ || data_ == nullptr) return;
+  if (pinning.pin(data_, size_)) {
+    pinned_ = &pinning;
+  } else {
+    unpinnable_ = true;
+  }
+}
+
+void AlignedMemory::Unpin() {
+  if (pinned_ != nullptr) pinned_->unpin(data_);
+  pinned_ = nullptr;
+}
+
 AlignedMemory::~AlignedMemory() {
+  Unpin();
   if (data_ != nullptr) munmap(data_, size_);
 }
 
@@ -109,6 +155,8 @@ absl::Status AlignedMemory::Grow(size_t bytes) {
     }
   }
   if (rounded > 0) {
+    // Pinned pages cannot move.
+    Unpin();
     const int flags = fd_ >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
     grown = data_ == nullptr ? mmap(nullptr, rounded, PROT_READ | PROT_WRITE, flags, fd_, 0)
                              : mremap(data_, size_, rounded, MREMAP_MAYMOVE);

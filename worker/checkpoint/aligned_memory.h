@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -12,6 +13,15 @@ namespace muster {
 // What can be had before the kernel kills a process for memory, as far as it says so: of the
 // machine and of the process's cgroup.
 size_t MemoryLeft();
+
+// How pages are locked in memory, so that a GPU copies to and from them at full speed.
+struct HostPinning {
+  std::function<bool(void* data, size_t bytes)> pin;
+  std::function<void(void* data)> unpin;
+
+  // That of the CUDA that this process has loaded; null: it has none. Thread-safe.
+  static const HostPinning* Cuda();
+};
 
 // Memory of its own pages, as direct I/O needs it: begins at a page, zero at first, in huge pages
 // where the kernel has them. Movable. Not thread-safe.
@@ -32,13 +42,21 @@ class AlignedMemory {
   // RESOURCE_EXHAUSTED if the system has no such memory; nothing changes then.
   absl::Status Grow(size_t bytes);
 
+  // Pins it until it grows. Borrows `pinning`. Where that fails it stays as it is, which is slower,
+  // and is not tried again. Nothing happens if it is pinned, or empty.
+  void Pin(const HostPinning& pinning);
+
  private:
+  void Unpin();
+
   // Of the file.
   absl::Status Reserve(size_t bytes) const;
 
   char* data_ = nullptr;
   size_t size_ = 0;
   int fd_ = -1;
+  const HostPinning* pinned_ = nullptr;
+  bool unpinnable_ = false;
 };
 
 }  // namespace muster

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <map>
 #include <utility>
 
 namespace muster {
@@ -37,6 +38,46 @@ TEST(AlignedMemoryTest, MoreThanThereIs_IsAnErrorAndChangesNothing) {
     EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
     EXPECT_EQ(memory.data()[0], 'x');
   }
+}
+
+TEST(AlignedMemoryTest, Pinned_StaysSoUntilItGrowsAlsoWhenItMoves) {
+  std::map<void*, size_t> pinned;
+  int failures = 0;
+  const HostPinning pinning = {.pin =
+                                   [&](void* data, size_t bytes) {
+                                     if (failures > 0) return --failures > 0;
+                                     return pinned.emplace(data, bytes).second;
+                                   },
+                               .unpin = [&](void* data) { EXPECT_EQ(pinned.erase(data), 1u); }};
+  const auto of = [](const AlignedMemory& memory) {
+    return std::map<void*, size_t>{{memory.data(), memory.size()}};
+  };
+  {
+    AlignedMemory memory;
+    memory.Pin(pinning);
+    EXPECT_TRUE(pinned.empty()) << "there is nothing yet";
+    ASSERT_TRUE(memory.Grow(1).ok());
+    memory.Pin(pinning);
+    EXPECT_EQ(pinned, of(memory));
+    memory.Pin(pinning);
+    ASSERT_TRUE(memory.Grow(1).ok());
+    EXPECT_EQ(pinned, of(memory));
+    ASSERT_TRUE(memory.Grow(64 << 20).ok());
+    EXPECT_TRUE(pinned.empty());
+    memory.Pin(pinning);
+    AlignedMemory moved = std::move(memory);
+    memory = AlignedMemory();
+    EXPECT_EQ(pinned, of(moved));
+    // Slower, no error, and not tried again.
+    ASSERT_TRUE(moved.Grow(128 << 20).ok());
+    failures = 1;
+    moved.Pin(pinning);
+    moved.Pin(pinning);
+    EXPECT_TRUE(pinned.empty());
+    ASSERT_TRUE(moved.Grow(256 << 20).ok());
+  }
+  EXPECT_TRUE(pinned.empty());
+  EXPECT_EQ(HostPinning::Cuda(), HostPinning::Cuda());
 }
 
 }  // namespace

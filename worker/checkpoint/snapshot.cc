@@ -1,5 +1,6 @@
 #include "worker/checkpoint/snapshot.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 #include <variant>
@@ -27,6 +28,8 @@ absl::StatusOr<char*> Snapshot::Append(const std::string& name, size_t bytes) {
 }
 
 absl::Status Snapshot::AddTensors(const std::string& name, const SafetensorsPlan& plan) {
+  from_gpu_ = from_gpu_ || std::any_of(plan.sources.begin(), plan.sources.end(),
+                                       [](const at::Tensor& source) { return source.is_cuda(); });
   MUSTER_ASSIGN_OR_RETURN(char* const to, Append(name, plan.file_bytes()));
   const size_t data = to - memory_.data() + plan.layout.prefix.size();
   CopySafetensors(plan, to, [&](size_t i) {
@@ -48,6 +51,10 @@ std::unique_ptr<DeferredCopy> Snapshot::TakeDeferred() {
   std::vector<DeferredCopy::Digested> digested;
   for (const File& file : files_) {
     if (stays_in_memory_) digested.push_back({.offset = file.offset, .bytes = file.bytes});
+  }
+  // For the next save: this one had to find out how large it is.
+  if (const HostPinning* const cuda = from_gpu_ ? HostPinning::Cuda() : nullptr; cuda != nullptr) {
+    memory_.Pin(*cuda);
   }
   left_->Start(memory_.data(), digested);
   later_.clear();

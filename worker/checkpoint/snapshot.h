@@ -20,7 +20,8 @@ namespace muster {
 
 // One rank's files of a checkpoint in memory, byte for byte as they go to the disk: each begins at
 // a multiple of kDirectAlignment, and so do the data of each safetensors file. The memory is used
-// again by the next save; it never shrinks. Not thread-safe.
+// again by the next save; it never shrinks, and is pinned for the next save once it has got tensors
+// of a GPU. Not thread-safe.
 class Snapshot {
  public:
   struct File {
@@ -72,6 +73,7 @@ class Snapshot {
   AlignedMemory memory_;
   const size_t reserved_ = 0;
   const bool stays_in_memory_ = false;
+  bool from_gpu_ = false;
   std::vector<File> files_;
   absl::flat_hash_set<const void*> later_;  // where the data of such tensors begin
   std::unique_ptr<DeferredCopy> left_ = std::make_unique<DeferredCopy>();
