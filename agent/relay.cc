@@ -156,6 +156,7 @@ class CheckpointsRelay final : public v1::Checkpoints::CallbackService {
   MUSTER_RELAYED_NAMED(Resolve, ResolveCheckpoint, resolve_checkpoint)
   MUSTER_RELAYED_NAMED(List, ListCheckpoints, list_checkpoints)
   MUSTER_RELAYED_NAMED(Mark, MarkCheckpoint, mark_checkpoint)
+  MUSTER_RELAYED_NAMED(Verify, VerifyCheckpoint, verify_checkpoint)
   MUSTER_RELAYED_NAMED(Collect, CollectCheckpoints, collect_checkpoints)
 
  private:

@@ -46,6 +46,7 @@ Needs NeedsOf(v1::Op::KindCase kind) {
     case v1::Op::kCancelBarrier:
     case v1::Op::kEndGeneration:
     case v1::Op::kMarkCheckpoint:
+    case v1::Op::kVerifyCheckpoint:
     case v1::Op::kCollectCheckpoints:
     case v1::Op::kCheckpointDeleted:
     case v1::Op::kCaptureStacks:  // it stops the processes for a moment

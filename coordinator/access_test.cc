@@ -68,9 +68,10 @@ TEST(AccessTest, Submit_ActsOnItsOwnJobsOnly) {
   EXPECT_EQ(more, std::set<std::string>{"submit_job"});
   std::set<std::string> own = Allowed(ann, "j", "ann");
   for (const std::string& name : Allowed(ann, "j", "bob")) own.erase(name);
-  EXPECT_EQ(own, (std::set<std::string>{"control_job", "raise_trigger", "cancel_barrier",
-                                        "end_generation", "mark_checkpoint", "collect_checkpoints",
-                                        "checkpoint_deleted", "capture_stacks"}));
+  EXPECT_EQ(own,
+            (std::set<std::string>{"control_job", "raise_trigger", "cancel_barrier",
+                                   "end_generation", "mark_checkpoint", "verify_checkpoint",
+                                   "collect_checkpoints", "checkpoint_deleted", "capture_stacks"}));
   // Jobs without a known owner are not those of a user without a name.
   v1::Op cancel;
   cancel.mutable_control_job()->set_job_id("j");
@@ -158,8 +159,8 @@ TEST(AccessTest, Audit_IsOfPeoplesChanges) {
   EXPECT_EQ(audited,
             (std::set<std::string>{"submit_job", "control_job", "control_node", "raise_trigger",
                                    "cancel_barrier", "end_generation", "mark_checkpoint",
-                                   "collect_checkpoints", "checkpoint_deleted", "quarantine",
-                                   "remove_job", "capture_stacks"}));
+                                   "verify_checkpoint", "collect_checkpoints", "checkpoint_deleted",
+                                   "quarantine", "remove_job", "capture_stacks"}));
 }
 
 TEST(AccessTest, Roles_HaveNames) {

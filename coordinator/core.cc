@@ -12,6 +12,13 @@
 namespace muster::coordinator {
 namespace {}  // namespace
 
+void DurationCounts::Observe(double seconds) {
+  int bucket = 0;
+  while (bucket < kBuckets - 1 && seconds > Bound(bucket)) ++bucket;
+  ++buckets[bucket];
+  sum_seconds += seconds;
+}
+
 void Output::Clear() {
   replies.clear();
   records.clear();

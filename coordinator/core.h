@@ -86,15 +86,32 @@ struct Output {
   void Clear();
 };
 
+// Durations of up to 7 minutes, counted: bucket i has those of at most 2^i * 0.1 ms that fit no
+// smaller bucket; the last one has the rest as well.
+struct DurationCounts {
+  static constexpr int kBuckets = 24;
+  static constexpr double Bound(int bucket) {
+    return 0.0001 * static_cast<double>(int64_t{1} << bucket);
+  }
+  void Observe(double seconds);
+
+  uint64_t buckets[kBuckets] = {};
+  double sum_seconds = 0;
+};
+
 // Counts since construction, for the metrics page.
 struct CoreStats {
-  static constexpr int kWaitBuckets = 16;
   uint64_t barriers_passed = 0;
   uint64_t barriers_failed = 0;
-  // Time from the first arrival to the release of passed barriers: bucket i counts those of at most
-  // 2^i * 0.1 ms that fit no smaller bucket; the last one counts the rest as well.
-  uint64_t barrier_wait_buckets[kWaitBuckets] = {};
-  double barrier_wait_sum_seconds = 0;
+  // From the first arrival to the release of passed barriers.
+  DurationCounts barrier_wait;
+  uint64_t checkpoints_published = 0;
+  uint64_t checkpoints_given_up = 0;
+  uint64_t checkpoints_damaged = 0;  // as verifications said
+  uint64_t checkpoint_bytes = 0;     // of those published
+  // Of those published whose writers said it: how long training waited, and all of the save.
+  DurationCounts checkpoint_stall;
+  DurationCounts checkpoint_save;
   uint64_t generations_sealed = 0;
   uint64_t generations_ended = 0;
   uint64_t workers_lost = 0;

@@ -64,6 +64,11 @@ std::optional<v1::OpError> Core::Impl::Job::CheckpointOp(const v1::Op& op, const
       header = result->mutable_mark_checkpoint()->mutable_header();
       error = checkpoints_.Mark(op.mark_checkpoint(), result->mutable_mark_checkpoint(), &changes);
       break;
+    case v1::Op::kVerifyCheckpoint:
+      header = result->mutable_verify_checkpoint()->mutable_header();
+      error = checkpoints_.Verify(op.verify_checkpoint(), result->mutable_verify_checkpoint(),
+                                  &changes);
+      break;
     case v1::Op::kCollectCheckpoints:
       header = result->mutable_collect_checkpoints()->mutable_header();
       error = checkpoints_.Collect(op.collect_checkpoints(), result->mutable_collect_checkpoints(),
@@ -81,9 +86,28 @@ std::optional<v1::OpError> Core::Impl::Job::CheckpointOp(const v1::Op& op, const
       return BadField("kind", "this is not an operation on checkpoints");
   }
   if (error.has_value()) return error;
+  CountCheckpoint(op, changes);
   CheckpointsChanged(std::move(changes));
   *header = impl_->Header();
   return std::nullopt;
+}
+
+void Core::Impl::Job::CountCheckpoint(const v1::Op& op, const CheckpointSet::Changes& changes) {
+  if (changes.empty()) return;  // a repeat
+  CoreStats& stats = impl_->stats_;
+  const v1::CheckpointRecord& record = changes.front().record();
+  if (op.has_publish_checkpoint() &&
+      record.checkpoint_id() == op.publish_checkpoint().checkpoint_id()) {
+    ++stats.checkpoints_published;
+    stats.checkpoint_bytes += record.bytes();
+    if (record.save_us() == 0) return;
+    stats.checkpoint_stall.Observe(static_cast<double>(record.stall_us()) / 1e6);
+    stats.checkpoint_save.Observe(static_cast<double>(record.save_us()) / 1e6);
+  } else if (op.has_abort_checkpoint()) {
+    ++stats.checkpoints_given_up;
+  } else if (op.has_verify_checkpoint() && !record.damage().empty()) {
+    ++stats.checkpoints_damaged;
+  }
 }
 
 void Core::Impl::LeaveCheckpoints(Job* former) {

@@ -584,6 +584,8 @@ class Core::Impl::Job : public BarrierHost {
   void KvChanged(const std::vector<KvChange>& changes);
   void DropTriggers(const std::string& why);
   void CheckpointsChanged(std::vector<v1::CheckpointChanged> changes);
+  // For the metrics page.
+  void CountCheckpoint(const v1::Op& op, const CheckpointSet::Changes& changes);
   void SnapshotGenerationTo(SnapshotParts* parts) const;
   void SnapshotAnswersTo(SnapshotParts* parts) const;
 

@@ -794,12 +794,7 @@ void Core::Impl::Job::AfterEvent() {
     const BarrierCounts& counts = barriers_->counts();
     if (counts.passed > seen_counts_.passed) {
       impl_->stats_.barriers_passed += counts.passed - seen_counts_.passed;
-      const double seconds = absl::ToDoubleSeconds(counts.last_wait);
-      impl_->stats_.barrier_wait_sum_seconds += seconds;
-      int bucket = 0;
-      for (double bound = 1e-4; bucket < CoreStats::kWaitBuckets - 1 && seconds > bound; bound *= 2)
-        ++bucket;
-      ++impl_->stats_.barrier_wait_buckets[bucket];
+      impl_->stats_.barrier_wait.Observe(absl::ToDoubleSeconds(counts.last_wait));
     }
     impl_->stats_.barriers_failed += counts.failed - seen_counts_.failed;
     seen_counts_ = counts;

@@ -969,6 +969,8 @@ void Core::Impl::Checkpoint(Incoming* in) {
       return once(op.checkpoint_deleted(), true, true);
     case v1::Op::kMarkCheckpoint:
       return once(op.mark_checkpoint(), true, true);
+    case v1::Op::kVerifyCheckpoint:
+      return once(op.verify_checkpoint(), true, true);
     case v1::Op::kCollectCheckpoints:
       return once(op.collect_checkpoints(), true, true);
     case v1::Op::kResolveCheckpoint:
@@ -1004,6 +1006,7 @@ constexpr Core::Impl::Operation Core::Impl::kOperations[] = {
     {v1::Op::kAbortCheckpoint, &Impl::Checkpoint, Journal::kNeeded},
     {v1::Op::kCheckpointDeleted, &Impl::Checkpoint, Journal::kNeeded},
     {v1::Op::kMarkCheckpoint, &Impl::Checkpoint, Journal::kNeeded},
+    {v1::Op::kVerifyCheckpoint, &Impl::Checkpoint, Journal::kNeeded},
     {v1::Op::kCollectCheckpoints, &Impl::Checkpoint, Journal::kNeeded},
     {v1::Op::kResolveCheckpoint, &Impl::Checkpoint, Journal::kNotNeeded},
     {v1::Op::kListCheckpoints, &Impl::Checkpoint, Journal::kNotNeeded},

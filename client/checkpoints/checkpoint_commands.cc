@@ -367,6 +367,26 @@ absl::Status TrustIn(const Checkpoint& checkpoint, const std::optional<Verifying
                    key.has_value() ? &*key : nullptr, key_file);
 }
 
+// Tells the coordinator of its job what verify has found of a checkpoint.
+absl::Status ReportVerdict(const Call& call, const Checkpoint& checkpoint, VerifyLevel level) {
+  if (!checkpoint.seal.ok()) {
+    return absl::NotFoundError(
+        absl::StrCat(checkpoint.path, ": ", checkpoint.seal.status().message(),
+                     "; only a coordinator that sealed a checkpoint keeps what is found of it"));
+  }
+  const absl::Status& read = checkpoint.manifest.status();
+  // What cannot be read may be whole.
+  if (!read.ok() && !absl::IsDataLoss(read) && !absl::IsNotFound(read)) return read;
+  // Whether a key has signed it is no damage.
+  const absl::Status verdict = read.ok() ? TrustIn(checkpoint, std::nullopt, "") : read;
+  return ReportFoundState(call.line, call.context,
+                          call.line.Has("job") ? call.line.Get("job") : checkpoint.seal->job,
+                          {.id = checkpoint.seal->id,
+                           .sha256 = checkpoint.seal->sha256,
+                           .contents = level == VerifyLevel::kContents,
+                           .damage = verdict.ok() ? "" : std::string(verdict.message())});
+}
+
 int RunVerify(const Call& call) {
   const VerifyLevel level =
       call.line.Get("sizes") == "true" ? VerifyLevel::kSizes : VerifyLevel::kContents;
@@ -387,6 +407,13 @@ int RunVerify(const Call& call) {
     if (checkpoint.manifest.ok()) checkpoint.trust = TrustIn(checkpoint, key, key_file);
     const bool good = checkpoint.manifest.ok() && checkpoint.trust.ok();
     if (!good) code = kExitJobFailed;
+    if (call.line.Get("report") == "true") {
+      if (const absl::Status told = ReportVerdict(call, checkpoint, level); !told.ok()) {
+        call.context.err << call.spec.name << ": not reported: " << Printable(told.message(), 1000)
+                         << "\n";
+        if (code == kExitOk) code = ExitCodeOf(told);
+      }
+    }
     if (call.json) {
       ordered_json json = ToJson(checkpoint);
       if (key.has_value()) json["signed_by_key"] = good;
@@ -645,12 +672,19 @@ std::vector<Subcommand> Subcommands() {
       {{.name = "muster checkpoints verify",
         .summary = "Reads a checkpoint, or all of a folder, and compares every file's digest.",
         .usage = "PATH [OPTIONS]",
-        .details = "A checkpoint that a coordinator sealed must fit its record, seal.json.",
-        .options = {{.name = "sizes", .help = "Compare the sizes of files only"},
-                    {.name = "public_key",
-                     .value_name = "FILE",
-                     .help = "Ed25519 key (PEM): each checkpoint must be sealed and signed by the "
-                             "coordinator that has its private key (--checkpoint_key)"}},
+        .details = "A checkpoint that a coordinator sealed must fit its record, seal.json.\n"
+                   "With --report its coordinator remembers the verdict: no resume takes a damaged "
+                   "one until it is found whole.",
+        .options = ConnectionOptions(
+            {{.name = "sizes", .help = "Compare the sizes of files only"},
+             {.name = "public_key",
+              .value_name = "FILE",
+              .help = "Ed25519 key (PEM): each checkpoint must be sealed and signed by the "
+                      "coordinator that has its private key (--checkpoint_key)"},
+             {.name = "report", .help = "Tell the coordinator of each checkpoint's job"},
+             {.name = "job",
+              .value_name = "JOB",
+              .help = "With --report: the job that has it now, if another one sealed it"}}),
         .max_words = 1},
        1,
        RunVerify},

@@ -849,6 +849,15 @@ absl::StatusOr<std::vector<v1::CheckpointRecord>> ListRecords(const Connection& 
   return records;
 }
 
+std::string VerifiedWord(v1::VerifyDepth depth) {
+  return depth == v1::VERIFY_CONTENTS ? "contents" : depth == v1::VERIFY_SIZES ? "sizes" : "never";
+}
+
+std::string UtcTime(uint64_t unix_us) {
+  return absl::FormatTime(absl::RFC3339_sec, absl::FromUnixMicros(static_cast<int64_t>(unix_us)),
+                          absl::UTCTimeZone());
+}
+
 ordered_json RecordJson(const v1::CheckpointRecord& record) {
   return {{"id", record.checkpoint_id()},
           {"path", record.path()},
@@ -856,6 +865,13 @@ ordered_json RecordJson(const v1::CheckpointRecord& record) {
           {"promoted", record.promoted()},
           {"pinned", record.pinned()},
           {"signed", !record.signature().empty()},
+          {"verified", VerifiedWord(record.verified())},
+          {"verified_at", record.verified_unix_us() == 0
+                              ? ordered_json(nullptr)
+                              : ordered_json(UtcTime(record.verified_unix_us()))},
+          {"damage", record.damage()},
+          {"stall_s", static_cast<double>(record.stall_us()) / 1e6},
+          {"save_s", static_cast<double>(record.save_us()) / 1e6},
           {"iteration", record.iteration()},
           {"step", record.step()},
           {"ranks", record.ranks()},
@@ -870,10 +886,14 @@ ordered_json RecordJson(const v1::CheckpointRecord& record) {
 std::string PathText(absl::string_view path) { return Printable(path, /*max_bytes=*/8192); }
 
 std::string RecordText(const v1::CheckpointRecord& record) {
-  return absl::StrCat(record.checkpoint_id(), "  ", StateWord(record.state()),
-                      record.promoted() ? "" : ", held back", record.pinned() ? ", pinned" : "",
-                      record.signature().empty() ? "" : ", signed", ", step ", record.step(), ", ",
-                      record.bytes(), " bytes, ", PathText(record.path()), "\n");
+  return absl::StrCat(
+      record.checkpoint_id(), "  ", StateWord(record.state()),
+      record.promoted() ? "" : ", held back", record.pinned() ? ", pinned" : "",
+      record.signature().empty() ? "" : ", signed",
+      !record.damage().empty() ? absl::StrCat(", DAMAGED (", Printable(record.damage()), ")")
+      : record.verified() == v1::VERIFY_CONTENTS ? ", verified"
+                                                 : "",
+      ", step ", record.step(), ", ", record.bytes(), " bytes, ", PathText(record.path()), "\n");
 }
 
 // By id, path, or the last name of the path. The newest of several.
@@ -907,6 +927,29 @@ absl::StatusOr<std::vector<RegisteredState>> FindRegisteredStates(const CommandL
                       .pinned = record.pinned()});
   }
   return states;
+}
+
+absl::Status ReportFoundState(const CommandLine& line, const CommandContext& context,
+                              const std::string& job, const FoundState& found) {
+  MUSTER_ASSIGN_OR_RETURN(const std::optional<Connection> connection,
+                          FindCoordinator(line, context, job));
+  if (!connection.has_value()) {
+    return absl::NotFoundError(absl::StrCat("no coordinator of job ", Printable(job),
+                                            " is known: name it with --coordinator"));
+  }
+  v1::VerifyCheckpointRequest request;
+  request.mutable_fence()->set_job_id(job);
+  request.set_checkpoint_id(found.id);
+  request.set_depth(found.contents ? v1::VERIFY_CONTENTS : v1::VERIFY_SIZES);
+  request.set_sha256(absl::HexStringToBytes(found.sha256));
+  request.set_damage(
+      Printable(found.damage, /*max_bytes=*/250));  // a byte may become four of 1 KiB
+  request.set_verified_unix_us(static_cast<uint64_t>(absl::ToUnixMicros(absl::Now())));
+  v1::VerifyCheckpointReply reply;
+  grpc::ClientContext call;
+  rpc::SetTimeout(call, connection->timeout);
+  return rpc::FromGrpc(
+      v1::Checkpoints::NewStub(connection->channel)->Verify(&call, request, &reply));
 }
 
 std::vector<std::string> RegistryVerbs() {

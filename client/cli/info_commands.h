@@ -48,6 +48,18 @@ absl::StatusOr<std::vector<RegisteredState>> FindRegisteredStates(const CommandL
                                                                   const CommandContext& context,
                                                                   const std::string& job);
 
+// What was found of the files of a checkpoint, for its coordinator.
+struct FoundState {
+  uint64_t id = 0;
+  std::string sha256;     // of its record, hexadecimal digits
+  bool contents = false;  // every byte was read
+  std::string damage;     // empty: it is whole
+};
+// Tells the coordinator that FindRegisteredStates() asks. Errors: NOT_FOUND if there is none;
+// those of the call.
+absl::Status ReportFoundState(const CommandLine& line, const CommandContext& context,
+                              const std::string& job, const FoundState& found);
+
 // `muster version`.
 int RunVersionCommand(const std::vector<std::string>& args, const CommandContext& context);
 

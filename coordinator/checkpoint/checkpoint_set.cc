@@ -44,6 +44,11 @@ std::string StateText(v1::CheckpointState state) {
   }
 }
 
+// Whether a resume may take it, once it is published.
+bool IsResumable(const v1::CheckpointRecord& record) {
+  return record.promoted() && record.damage().empty();
+}
+
 std::optional<v1::OpError> CheckPath(absl::string_view field, absl::string_view path) {
   if (path.empty()) return BadField(field, absl::StrCat(field, " is empty: name a folder"));
   if (path.size() > CheckpointSet::kMaxPath) {
@@ -89,6 +94,16 @@ CheckpointSet::Error CheckpointSet::NoCheckpoint(uint64_t id) const {
                    absl::StrCat("job ", Quoted(job_id_), " has no checkpoint ", id,
                                 ": it was aborted or deleted, or belongs to a generation that has "
                                 "ended; begin a new one"));
+}
+
+CheckpointSet::Error CheckpointSet::CheckWhole(const v1::CheckpointRecord& record,
+                                               absl::string_view done) {
+  if (record.state() == v1::CHECKPOINT_STATE_SEALED ||
+      record.state() == v1::CHECKPOINT_STATE_PUBLISHED) {
+    return std::nullopt;
+  }
+  return Conflict(absl::StrCat(Name(record), " is ", StateText(record.state()),
+                               ": only a sealed or published one can be ", done));
 }
 
 void CheckpointSet::Changed(const v1::CheckpointRecord& record, Changes* changes) const {
@@ -357,9 +372,13 @@ std::vector<uint64_t> CheckpointSet::Superfluous(absl::string_view folder, int k
     }
     // What a resume would take now is never let go, however many were held back since.
     const bool newest_to_resume =
-        record.promoted() && !resumable && !faults_.deletes_last_resumable;
-    resumable = resumable || record.promoted();
-    if (record.pinned() || ++newer <= keep || newest_to_resume) continue;
+        IsResumable(record) && !resumable && !faults_.deletes_last_resumable;
+    resumable = resumable || IsResumable(record);
+    // A damaged one takes no whole one's place, and goes when there are enough of these.
+    if (record.pinned() || (record.damage().empty() ? ++newer <= keep : newer < keep) ||
+        newest_to_resume) {
+      continue;
+    }
     if (keep_every > 0 && record.step() % keep_every == 0) continue;
     found.push_back(it->first);
   }
@@ -387,6 +406,8 @@ CheckpointSet::Error CheckpointSet::Publish(const v1::PublishCheckpointRequest& 
     }
     record.set_state(v1::CHECKPOINT_STATE_PUBLISHED);
     record.set_published(true);
+    record.set_stall_us(std::max<int64_t>(request.stall_us(), 0));
+    record.set_save_us(std::max<int64_t>(request.save_us(), 0));
     Changed(record, changes);
   }
   *reply->mutable_checkpoint() = record;
@@ -452,11 +473,7 @@ CheckpointSet::Error CheckpointSet::Mark(const v1::MarkCheckpointRequest& reques
   Entry* const entry = Find(request.checkpoint_id());
   if (entry == nullptr) return NoCheckpoint(request.checkpoint_id());
   v1::CheckpointRecord& record = entry->record;
-  if (record.state() != v1::CHECKPOINT_STATE_SEALED &&
-      record.state() != v1::CHECKPOINT_STATE_PUBLISHED) {
-    return Conflict(absl::StrCat(Name(record), " is ", StateText(record.state()),
-                                 ": only a sealed or published one can be marked"));
-  }
+  if (auto error = CheckWhole(record, "marked")) return error;
   const bool was_pinned = record.pinned(), was_promoted = record.promoted();
   switch (request.mark()) {
     case v1::MarkCheckpointRequest::PIN:
@@ -476,6 +493,49 @@ CheckpointSet::Error CheckpointSet::Mark(const v1::MarkCheckpointRequest& reques
                                            " is not known: PIN, UNPIN, PROMOTE or HOLD_BACK"));
   }
   if (record.pinned() != was_pinned || record.promoted() != was_promoted) Changed(record, changes);
+  *reply->mutable_checkpoint() = record;
+  return std::nullopt;
+}
+
+CheckpointSet::Error CheckpointSet::Verify(const v1::VerifyCheckpointRequest& request,
+                                           v1::VerifyCheckpointReply* reply, Changes* changes) {
+  if (request.depth() != v1::VERIFY_SIZES && request.depth() != v1::VERIFY_CONTENTS) {
+    return BadField("depth", absl::StrCat("depth ", static_cast<int>(request.depth()),
+                                          " is not known: VERIFY_SIZES or VERIFY_CONTENTS"));
+  }
+  if (request.damage().size() > kMaxDamage) {
+    return TooLarge("damage", absl::StrCat("damage has ", request.damage().size(),
+                                           " bytes: at most ", kMaxDamage));
+  }
+  if (request.verified_unix_us() == 0) {
+    return BadField("verified_unix_us", "verified_unix_us is 0: say when the files were read");
+  }
+  Entry* const entry = Find(request.checkpoint_id());
+  if (entry == nullptr) return NoCheckpoint(request.checkpoint_id());
+  v1::CheckpointRecord& record = entry->record;
+  if (auto error = CheckWhole(record, "verified")) return error;
+  const std::string& sealed_by = record.job_id().empty() ? job_id_ : record.job_id();
+  if (RecordSha256(sealed_by, record) != record.sha256()) {
+    return Conflict(absl::StrCat(Name(record),
+                                 ": its record at the coordinator is not as it was "
+                                 "sealed; use another checkpoint, or load the folder by name"));
+  }
+  if (request.sha256() != record.sha256()) {
+    return Conflict(absl::StrCat(Name(record),
+                                 " has a record other than the one that its files were "
+                                 "compared with: another checkpoint has its folder"));
+  }
+  // A shallow look that finds nothing says nothing about what a deep one has found; nor does an
+  // older one.
+  const bool weaker = request.damage().empty() && request.depth() < record.verified();
+  const bool repeated = !request.damage().empty() && request.damage() == record.damage() &&
+                        request.depth() <= record.verified();
+  if (!weaker && !repeated && request.verified_unix_us() >= record.verified_unix_us()) {
+    record.set_verified_unix_us(request.verified_unix_us());
+    record.set_verified(request.depth());
+    record.set_damage(request.damage());
+    Changed(record, changes);
+  }
   *reply->mutable_checkpoint() = record;
   return std::nullopt;
 }
@@ -525,7 +585,11 @@ CheckpointSet::Error CheckpointSet::Resolve(const v1::ResolveCheckpointRequest& 
     if (record.state() != v1::CHECKPOINT_STATE_PUBLISHED) continue;
     if (by_id && it->first != request.checkpoint_id()) continue;
     if (by_step && record.step() != request.step()) continue;
-    if (!by_id && !request.any() && !record.promoted()) continue;
+    if (!by_id && !request.any() && !IsResumable(record)) continue;
+    if (record.verified() < request.verified() ||
+        (request.verified() != v1::VERIFY_DEPTH_UNSPECIFIED && !record.damage().empty())) {
+      continue;
+    }
     *reply->mutable_checkpoint() = record;
     return std::nullopt;
   }
@@ -534,7 +598,8 @@ CheckpointSet::Error CheckpointSet::Resolve(const v1::ResolveCheckpointRequest& 
   if (by_id) return NoCheckpoint(request.checkpoint_id());
   return MakeError(absl::StatusCode::kNotFound, v1::ERROR_REASON_NO_CHECKPOINT,
                    absl::StrCat("job ", Quoted(job_id_), " has no published ",
-                                request.any() ? "" : "and promoted ", "checkpoint",
+                                request.any() ? "" : "and promoted ",
+                                request.verified() == 0 ? "" : "and verified ", "checkpoint",
                                 by_step ? absl::StrCat(" of step ", request.step()) : ""));
 }
 
@@ -543,7 +608,7 @@ const v1::CheckpointRecord* CheckpointSet::NewestPromoted(absl::string_view fold
     const v1::CheckpointRecord& record = it->second.record;
     const bool whole = record.state() == v1::CHECKPOINT_STATE_SEALED ||
                        record.state() == v1::CHECKPOINT_STATE_PUBLISHED;
-    if (!whole || !record.promoted()) continue;
+    if (!whole || !IsResumable(record)) continue;
     const absl::string_view path = record.path();
     if (folder.empty() || path.substr(0, path.rfind('/')) == folder) return &record;
   }

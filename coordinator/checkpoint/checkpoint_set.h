@@ -44,6 +44,7 @@ class CheckpointSet {
   static constexpr size_t kMaxPreparing = 4;   // at a time
   static constexpr int kMaxRanks = 1 << 20;
   static constexpr int kMaxParts = 1 << 20;
+  static constexpr size_t kMaxDamage = 1024;
   static constexpr int kListLimit = 256;    // records of a page
   static constexpr int kDeleteLimit = 128;  // asked for in one reply
   // Of what is reported of one checkpoint that is being prepared.
@@ -87,6 +88,11 @@ class CheckpointSet {
   Error Deleted(const v1::CheckpointDeletedRequest& request, Changes* changes);
   Error Mark(const v1::MarkCheckpointRequest& request, v1::MarkCheckpointReply* reply,
              Changes* changes);
+  // Keeps what a reader of the files found. Errors: BAD_FIELD; NO_CHECKPOINT; CHECKPOINT_CONFLICT
+  // for one that is not sealed, if the reader compared with another record, or if the record itself
+  // is damaged.
+  Error Verify(const v1::VerifyCheckpointRequest& request, v1::VerifyCheckpointReply* reply,
+               Changes* changes);
   // What retention lets go; with dry_run nothing changes. Errors: BAD_FIELD.
   Error Collect(const v1::CollectCheckpointsRequest& request, v1::CollectCheckpointsReply* reply,
                 Changes* changes);
@@ -163,6 +169,8 @@ class CheckpointSet {
 
   Entry* Find(uint64_t id);
   Error NoCheckpoint(uint64_t id) const;
+  // Why it is none that is `done`, if it is neither sealed nor published.
+  static Error CheckWhole(const v1::CheckpointRecord& record, absl::string_view done);
   void Changed(const v1::CheckpointRecord& record, Changes* changes) const;
   void Remove(uint64_t id, Changes* changes);
   // The ids of those that `keep` and `keep_every` let go, oldest first.

@@ -93,6 +93,23 @@ class CheckpointSetTest : public ::testing::Test {
     v1::MarkCheckpointReply reply;
     return Message(set_.Mark(request, &reply, &changes_));
   }
+  // Of what was sealed last, unless `sha256` says otherwise.
+  std::string Verify(uint64_t id, const std::string& damage,
+                     v1::VerifyDepth depth = v1::VERIFY_CONTENTS, std::string sha256 = "") {
+    v1::ListCheckpointsReply all;
+    set_.List({}, &all);
+    for (const auto& record : all.checkpoints()) {
+      if (record.checkpoint_id() == id && sha256.empty()) sha256 = record.sha256();
+    }
+    v1::VerifyCheckpointRequest request;
+    request.set_checkpoint_id(id);
+    request.set_depth(depth);
+    request.set_sha256(sha256);
+    request.set_damage(damage);
+    request.set_verified_unix_us(1'790'000'000'000'000);
+    verified_.Clear();
+    return Message(set_.Verify(request, &verified_, &changes_));
+  }
   std::string Deleted(std::vector<uint64_t> ids) {
     v1::CheckpointDeletedRequest request;
     for (const uint64_t id : ids) request.add_checkpoint_ids(id);
@@ -124,6 +141,7 @@ class CheckpointSetTest : public ::testing::Test {
   CheckpointSet::Error error_;
   v1::SealCheckpointReply sealed_;
   v1::ResolveCheckpointReply resolved_;
+  v1::VerifyCheckpointReply verified_;
   std::vector<uint64_t> to_delete_;
 };
 
@@ -261,6 +279,80 @@ TEST_F(CheckpointSetTest, Retention_SparesPinnedEveryNthAndTheOneThatAResumeTake
   EXPECT_EQ(Resolve(), held_2);
   EXPECT_THAT(Mark(held_1, v1::MarkCheckpointRequest::PIN), HasSubstr("being deleted"));
   EXPECT_THAT(Ids(), ElementsAre(pinned, tenth, resumed, held_1, held_2));
+}
+
+TEST_F(CheckpointSetTest, Damaged_IsNotResolvedAndTakesNoPlaceOfAWholeOne) {
+  const uint64_t a = Save("/c/1", 1), b = Save("/c/2", 2);
+  EXPECT_EQ(Verify(b, "model.safetensors: block 3 has another digest"), "");
+  EXPECT_EQ(verified_.checkpoint().damage(), "model.safetensors: block 3 has another digest");
+  EXPECT_EQ(Resolve(), a);
+  EXPECT_EQ(Resolve(/*any=*/true), b);
+  EXPECT_EQ(changes_.back().record().damage(), verified_.checkpoint().damage()) << "durable";
+  // Sizes fit: that does not make the bytes whole.
+  EXPECT_EQ(Verify(b, "", v1::VERIFY_SIZES), "");
+  EXPECT_EQ(Resolve(), a);
+  const uint64_t c = Save("/c/3", 3, /*keep=*/2);
+  EXPECT_THAT(to_delete_, IsEmpty()) << "of whole ones there are two";
+  const uint64_t d = Save("/c/4", 4, /*keep=*/2);
+  EXPECT_THAT(to_delete_, ElementsAre(a, b));
+  EXPECT_EQ(Verify(d, "x"), "");
+  EXPECT_EQ(Verify(c, "x"), "");
+  EXPECT_EQ(Resolve(), 0u);
+  EXPECT_EQ(Verify(c, ""), "");
+  EXPECT_EQ(Resolve(), c);
+}
+
+TEST_F(CheckpointSetTest, LastResumableOne_StaysWhenNewerOnesAreDamaged) {
+  const uint64_t a = Save("/c/1", 1), b = Save("/c/2", 2);
+  EXPECT_EQ(Verify(b, "x"), "");
+  const uint64_t held = Save("/c/3", 3, /*keep=*/1, /*hold_back=*/true);
+  EXPECT_THAT(to_delete_, ElementsAre(b)) << held;
+  EXPECT_EQ(Resolve(), a);
+}
+
+TEST_F(CheckpointSetTest, Resolve_Verified_TakesOnlyThoseFoundWhole) {
+  const uint64_t a = Save("/c/1", 1), b = Save("/c/2", 2), c = Save("/c/3", 3);
+  EXPECT_EQ(Verify(a, ""), "");
+  EXPECT_EQ(Verify(b, "", v1::VERIFY_SIZES), "");
+  v1::ResolveCheckpointRequest request;
+  const auto resolve = [&](v1::VerifyDepth depth) {
+    request.set_verified(depth);
+    v1::ResolveCheckpointReply reply;
+    set_.Resolve(request, &reply);
+    return reply.checkpoint().checkpoint_id();
+  };
+  EXPECT_EQ(resolve(v1::VERIFY_DEPTH_UNSPECIFIED), c);
+  EXPECT_EQ(resolve(v1::VERIFY_SIZES), b);
+  EXPECT_EQ(resolve(v1::VERIFY_CONTENTS), a);
+  EXPECT_EQ(Verify(a, "", v1::VERIFY_SIZES), "");
+  EXPECT_EQ(resolve(v1::VERIFY_CONTENTS), a) << "a shallower look takes nothing back";
+  EXPECT_EQ(Verify(a, "x"), "");
+  const size_t changes = changes_.size();
+  EXPECT_EQ(Verify(a, "x"), "");
+  EXPECT_EQ(changes_.size(), changes) << "a repeat";
+  v1::ResolveCheckpointReply reply;
+  EXPECT_THAT(Message(set_.Resolve(request, &reply)), HasSubstr("and promoted and verified"));
+}
+
+TEST_F(CheckpointSetTest, Verify_OfAnotherRecordOrWithoutFacts_IsRefused) {
+  const uint64_t a = Save("/c/1", 1);
+  const size_t changes = changes_.size();
+  EXPECT_THAT(Verify(a, "", v1::VERIFY_CONTENTS, "other"), HasSubstr("other than the one"));
+  EXPECT_THAT(Verify(a, "", v1::VERIFY_DEPTH_UNSPECIFIED), HasSubstr("VERIFY_CONTENTS"));
+  EXPECT_THAT(Verify(a, std::string(2000, 'x')), HasSubstr("at most 1024"));
+  EXPECT_THAT(Verify(a + 7, ""), HasSubstr("has no checkpoint"));
+  v1::VerifyCheckpointRequest request;
+  request.set_checkpoint_id(a);
+  request.set_depth(v1::VERIFY_SIZES);
+  EXPECT_THAT(Message(set_.Verify(request, &verified_, &changes_)), HasSubstr("verified_unix_us"));
+  const uint64_t open = Begin("/c/2", 2, 1);
+  EXPECT_THAT(Verify(open, ""), HasSubstr("only a sealed or published one can be verified"));
+  EXPECT_EQ(changes_.size(), changes + 1) << "of Begin";
+  // The record itself was changed on the coordinator's disk.
+  v1::CheckpointChanged change = changes_[changes - 1];
+  change.mutable_record()->set_step(7);
+  set_.Restore(change);
+  EXPECT_THAT(Verify(a, ""), HasSubstr("is not as it was sealed"));
 }
 
 TEST_F(CheckpointSetTest, Retention_LeavesOtherFoldersAlone) {

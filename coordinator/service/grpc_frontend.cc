@@ -709,6 +709,7 @@ constexpr GrpcFrontend::Method GrpcFrontend::kMethods[] = {
     MUSTER_CORE_METHOD("Checkpoints", "Resolve", resolve_checkpoint),
     MUSTER_CORE_METHOD("Checkpoints", "List", list_checkpoints),
     MUSTER_CORE_METHOD("Checkpoints", "Mark", mark_checkpoint),
+    MUSTER_CORE_METHOD("Checkpoints", "Verify", verify_checkpoint),
     MUSTER_CORE_METHOD("Checkpoints", "Collect", collect_checkpoints),
     MUSTER_CORE_METHOD("Jobs", "Submit", submit_job),
     MUSTER_CORE_METHOD("Jobs", "Get", get_job),

@@ -67,6 +67,15 @@ struct CoreFacts {
   v1::StatusReply status;
 };
 
+// A histogram of the current family.
+void WriteDurations(const DurationCounts& counts, PrometheusText* text) {
+  std::vector<double> bounds;
+  for (int i = 0; i + 1 < DurationCounts::kBuckets; ++i) bounds.push_back(DurationCounts::Bound(i));
+  text->Histogram({}, bounds,
+                  std::vector<uint64_t>(std::begin(counts.buckets), std::end(counts.buckets)),
+                  counts.sum_seconds);
+}
+
 void WriteCore(const CoreFacts& facts, size_t kv_limit, PrometheusText* out) {
   using Type = PrometheusText::Type;
   PrometheusText& text = *out;
@@ -95,16 +104,20 @@ void WriteCore(const CoreFacts& facts, size_t kv_limit, PrometheusText* out) {
   text.Sample({{"result", "failed"}}, static_cast<double>(facts.stats.barriers_failed));
   text.Family("muster_barrier_wait_seconds", Type::kHistogram,
               "Time from the first arrival to the release of passed barriers.");
-  {
-    std::vector<double> bounds;
-    for (int i = 0; i + 1 < CoreStats::kWaitBuckets; ++i)
-      bounds.push_back(0.0001 * static_cast<double>(1 << i));
-    text.Histogram(
-        {}, bounds,
-        std::vector<uint64_t>(facts.stats.barrier_wait_buckets,
-                              facts.stats.barrier_wait_buckets + CoreStats::kWaitBuckets),
-        facts.stats.barrier_wait_sum_seconds);
-  }
+  WriteDurations(facts.stats.barrier_wait, &text);
+  text.Family("muster_checkpoints_total", Type::kCounter, "Checkpoints by what happened to them.");
+  text.Sample({{"result", "published"}}, static_cast<double>(facts.stats.checkpoints_published));
+  text.Sample({{"result", "given_up"}}, static_cast<double>(facts.stats.checkpoints_given_up));
+  text.Sample({{"result", "damaged"}}, static_cast<double>(facts.stats.checkpoints_damaged));
+  text.Family("muster_checkpoint_written_bytes_total", Type::kCounter,
+              "Bytes of the files of published checkpoints.");
+  text.Sample({}, static_cast<double>(facts.stats.checkpoint_bytes));
+  text.Family("muster_checkpoint_stall_seconds", Type::kHistogram,
+              "How long training waited for a checkpoint that was published.");
+  WriteDurations(facts.stats.checkpoint_stall, &text);
+  text.Family("muster_checkpoint_save_seconds", Type::kHistogram,
+              "From the begin of a save to the publication of its checkpoint.");
+  WriteDurations(facts.stats.checkpoint_save, &text);
   text.Family("muster_workers_lost_total", Type::kCounter, "Workers whose lease ran out.");
   text.Sample({}, static_cast<double>(facts.stats.workers_lost));
   text.Family("muster_workers_failed_total", Type::kCounter, "Workers that ended with an error.");

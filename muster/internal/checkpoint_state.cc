@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <unordered_set>
@@ -31,10 +32,12 @@
 #include "worker/checkpoint/node_checkpoints.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
 #include "worker/checkpoint/state.h"
 #include "worker/checkpoint/weight_loader.h"
 #include "worker/collective/nested_collectives.h"
+#include "worker/collective/shm_segment.h"
 #include "worker/job/checkpoint_client.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/train/guard.h"
@@ -826,6 +829,113 @@ void CheckpointState::ReadOthers(const StateReader& reader, Loaded* loaded) cons
   }
 }
 
+namespace {
+
+// Reads files of which each rank needs a part, several at a time.
+class PartsReader {
+ public:
+  // Collective, if a model is sharded.
+  PartsReader(Comm& comm, StateReader& reader, const Models& models)
+      : comm_(comm), reader_(reader) {
+    int copies = 0;  // of the model that has the most, each divided among ranks of its own
+    for (const auto& model : models) {
+      if (model->sharded() == nullptr) continue;
+      copies = std::max(copies, comm.size() / model->sharded()->shard_comm().size());
+    }
+    if (copies == 0) return;
+    const std::vector<std::string> all = comm.AllGatherBytes(HostIdentity());
+    const size_t hosts = std::set<std::string>(all.begin(), all.end()).size();
+    hosts_of_copy_ = std::max<uint64_t>(hosts / static_cast<size_t>(copies), 1);
+  }
+
+  // Of the files so far, all of them and what this rank's host has read of them.
+  uint64_t bytes() const { return bytes_; }
+  uint64_t bytes_read() const { return bytes_read_; }
+
+  // Collective. `ranges(header)`: what this rank needs of a file; `take(name)` reads it. An error
+  // of this rank goes to `mine`, after which it takes nothing more; throws those of all ranks.
+  void Read(const std::vector<std::string>& names,
+            const std::function<std::vector<FileRange>(const SafetensorsHeader&)>& ranges,
+            const std::function<void(const std::string&)>& take, absl::Status* mine) {
+    for (size_t first = 0; first < names.size();) {
+      size_t last = first;
+      // What a host may have in memory of them, if its ranks need an equal share.
+      for (uint64_t bytes = 0; last < names.size(); ++last) {
+        const ManifestFile* const file = reader_.manifest().Find(names[last]);
+        if (file == nullptr) continue;
+        bytes += file->digest.bytes / hosts_of_copy_;
+        if (last > first && bytes > kBytesAtATime) break;
+        if (!file->blocks.empty()) bytes_ += file->digest.bytes;
+      }
+      const std::vector<std::string> some(names.begin() + first, names.begin() + last);
+      first = last;
+      Ranges wanted;  // after an error nothing
+      for (const std::string& name : some) wanted[name];
+      if (mine->ok() && !reader_.in_memory()) {
+        *mine = Guard([&] {
+          for (const std::string& name : some) {
+            if (IsReadWhole(name)) continue;
+            wanted[name] = ranges(HeaderOf(name));
+          }
+        });
+      }
+      ThrowIfError(reader_.ReadTogether(comm_, some, wanted));
+      bytes_read_ += reader_.bytes_read_together();
+      for (const std::string& name : some) {
+        if (mine->ok()) *mine = Guard([&] { CheckHeader(name, wanted[name], ranges); });
+        if (mine->ok()) *mine = Guard([&] { take(name); });
+      }
+    }
+  }
+
+ private:
+  using Ranges = std::map<std::string, std::vector<FileRange>>;
+  static constexpr uint64_t kBytesAtATime = uint64_t{512} << 20;
+
+  bool IsReadWhole(const std::string& name) const {
+    const ManifestFile* const file = reader_.manifest().Find(name);
+    return file == nullptr || file->blocks.empty();
+  }
+
+  // Of a file on the disk, from the page cache. What cannot be parsed is damaged if its digests say
+  // so.
+  SafetensorsHeader HeaderOf(const std::string& name) const {
+    absl::StatusOr<SafetensorsHeader> header = ReadSafetensorsHeader(JoinPath(reader_.dir(), name));
+    if (absl::IsInvalidArgument(header.status())) {
+      ThrowIfError(VerifyCheckpointFile(reader_.dir(), *reader_.manifest().Find(name),
+                                        VerifyLevel::kContents));
+    }
+    ThrowIfError(header.status());
+    return *std::move(header);
+  }
+
+  // The header that was read with the blocks, and checked, asks for what was read.
+  void CheckHeader(
+      const std::string& name, const std::vector<FileRange>& wanted,
+      const std::function<std::vector<FileRange>(const SafetensorsHeader&)>& ranges) const {
+    const std::string path = reader_.PathOfShared(name);
+    if (path.empty()) return;
+    const auto header = ReadSafetensorsHeader(path);
+    ThrowIfError(header.status());
+    const std::vector<FileRange> now = ranges(*header);
+    if (std::equal(now.begin(), now.end(), wanted.begin(), wanted.end(),
+                   [](const FileRange& a, const FileRange& b) {
+                     return a.begin == b.begin && a.end == b.end;
+                   })) {
+      return;
+    }
+    ThrowIfError(absl::DataLossError(
+        absl::StrCat(JoinPath(reader_.dir(), name), ": changed while it was read")));
+  }
+
+  Comm& comm_;
+  StateReader& reader_;
+  uint64_t hosts_of_copy_ = 1;  // that divide a file
+  uint64_t bytes_ = 0, bytes_read_ = 0;
+};
+
+}  // namespace
+
 CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
   const Models& models = registry_.models();
   Loaded loaded;
@@ -871,15 +981,14 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
     }
     ReadOthers(reader, &loaded);
   });
-  const auto read_one = [&](const std::string& name, const std::function<void()>& take) {
-    ThrowIfError(reader.ReadTogether(process_.comm(), {name}));
-    if (mine.ok()) mine = Guard(take);
-  };
+  PartsReader parts(process_.comm(), reader, models);
   for (size_t i = 0; i < models.size(); ++i) {
     if (!loaded.shards[i].has_value()) continue;
-    for (const std::string& name : ModelFilesIn(reader, i)) {
-      read_one(name, [&] { loaded.shards[i]->Take(ReadFile(reader, name).tensors()); });
-    }
+    parts.Read(
+        ModelFilesIn(reader, i),
+        [&](const SafetensorsHeader& header) { return loaded.shards[i]->Ranges(header); },
+        [&](const std::string& name) { loaded.shards[i]->Take(ReadFile(reader, name).tensors()); },
+        &mine);
     if (mine.ok()) {
       mine = Guard([&] {
         loaded.shards[i]->Check(
@@ -888,9 +997,17 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
     }
   }
   for (const size_t i : optimizers_by_file) {
-    for (const std::string& name : OptimizerFilesIn(reader, i)) {
-      read_one(name, [&] { TakeOptimizerFile(reader, i, name, &loaded); });
-    }
+    parts.Read(
+        OptimizerFilesIn(reader, i),
+        [&](const SafetensorsHeader& header) {
+          return LocalRanges(header, registry_.optimizers()[i]->handle(), models);
+        },
+        [&](const std::string& name) { TakeOptimizerFile(reader, i, name, &loaded); }, &mine);
+  }
+  if (process_.rank() == 0 && parts.bytes_read() > 0) {
+    MUSTER_LOG(Info) << "this host has read " << HumanBytes(parts.bytes_read()) << " of the "
+                     << HumanBytes(parts.bytes()) << " of models and optimizers in "
+                     << reader.dir();
   }
   ThrowIfAnyFailed(mine);
   return loaded;
@@ -984,12 +1101,42 @@ void CheckpointState::ThrowIfAnyFailed(const absl::Status& mine) const {
   }
 }
 
-absl::StatusOr<StateReader> CheckpointState::OpenToLoad(const std::string& directory) {
+absl::StatusOr<StateReader> CheckpointState::OpenToLoad(const std::string& directory,
+                                                        const std::vector<std::string>& damaged) {
   const CheckpointFolder folder(Root());
   absl::StatusOr<NodeGroups> groups =
       GroupsOf(process_.comm(), directory.empty() ? folder.PathOf(0) : directory, OwnNode());
   ThrowIfError(groups.status());
-  return OpenCheckpointOnNodes(process_.comm(), directory, folder, *groups, registrar_.get());
+  return OpenCheckpointOnNodes(process_.comm(), directory, folder, *groups, registrar_.get(),
+                               damaged);
+}
+
+absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
+    const std::string& directory, const std::function<void(StateReader&)>& read) {
+  std::vector<std::string> damaged;
+  absl::Status first;
+  while (true) {
+    absl::StatusOr<StateReader> reader = OpenToLoad(directory, damaged);
+    // Not the same as none yet, where training begins from scratch.
+    if (absl::IsNotFound(reader.status()) && !first.ok()) return first;
+    MUSTER_RETURN_IF_ERROR(reader.status());
+    const absl::Status status = Guard([&] { read(*reader); });
+    if (status.ok()) return reader;
+    // What the disk cannot read (EIO) is damaged as well, though it may be readable elsewhere.
+    const bool damage = absl::IsDataLoss(status);
+    if (!damage && !absl::IsUnknown(status)) ThrowIfError(status);
+    if (!directory.empty() ||
+        std::find(damaged.begin(), damaged.end(), reader->dir()) != damaged.end()) {
+      return status;
+    }
+    if (process_.rank() == 0) {
+      MUSTER_LOG(Warning) << "passing over " << reader->dir() << " of step " << reader->info().step
+                          << ": " << status.message();
+      if (damage) ReportDamage(reader->dir(), registrar_.get(), status.message());
+    }
+    damaged.push_back(reader->dir());
+    first.Update(status);
+  }
 }
 
 absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& wanted_directory,
@@ -1019,36 +1166,40 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
   process_.progress().SetPhase("load_weights");
   LoadedState report;
   const absl::Status status = Guard([&] {
-    absl::StatusOr<StateReader> reader = OpenToLoad(directory);
+    const size_t models = registry_.models().size();
+    std::vector<std::string> names;
+    std::vector<NamedTensors> weights;
+    absl::StatusOr<StateReader> reader = OpenAndRead(directory, [&](StateReader& opened) {
+      ThrowIfAnyFailed(Guard([&] {
+        if (!options.strict) return;
+        CheckCount(opened.dir(), CountModels(opened), "model", models,
+                   "prepare the same models, in the same order, or set strict to false");
+      }));
+      size_t files = 0;
+      names.clear();
+      ThrowIfAnyFailed(Guard([&] {
+        files = std::min<size_t>(CountModels(opened), models);
+        for (size_t i = 0; i < files; ++i) {
+          const std::vector<std::string> of_model = ModelFilesIn(opened, i);
+          names.insert(names.end(), of_model.begin(), of_model.end());
+        }
+      }));
+      ThrowIfError(opened.ReadTogether(process_.comm(), names));
+      ThrowIfAnyFailed(
+          Guard([&] { weights = ReadWeights(opened, files, std::vector<bool>(files)); }));
+    });
     ThrowIfError(reader.status());
     report.directory = reader->dir();
-    const size_t models = registry_.models().size();
-    ThrowIfAnyFailed(Guard([&] {
-      if (!options.strict) return;
-      CheckCount(reader->dir(), CountModels(*reader), "model", models,
-                 "prepare the same models, in the same order, or set strict to false");
-    }));
-    size_t files = 0;
-    std::vector<std::string> names;
-    ThrowIfAnyFailed(Guard([&] {
-      files = std::min<size_t>(CountModels(*reader), models);
-      for (size_t i = 0; i < files; ++i) {
-        const std::vector<std::string> of_model = ModelFilesIn(*reader, i);
-        names.insert(names.end(), of_model.begin(), of_model.end());
-      }
-    }));
-    ThrowIfError(reader->ReadTogether(process_.comm(), names));
     std::vector<MatchedWeights> matched;
     std::vector<FullWeights> targets;
-    for (size_t i = 0; i < files; ++i) {
+    for (size_t i = 0; i < weights.size(); ++i) {
       targets.emplace_back(*registry_.models()[i], /*keep=*/true);
     }
     ThrowIfAnyFailed(Guard([&] {
-      std::vector<NamedTensors> weights = ReadWeights(*reader, files, std::vector<bool>(files));
       LoadWeightsOptions rules = options;
       // As in load_state: hooks decide what is loaded.
       if (!load_hooks_.empty()) rules.strict = false;
-      for (size_t i = 0; i < files; ++i) {
+      for (size_t i = 0; i < weights.size(); ++i) {
         absl::StatusOr<MatchedWeights> one =
             MatchedWeights::Match(absl::StrCat(reader->dir(), "/", ModelFileName(i)),
                                   std::move(weights[i]), targets[i].tensors(), rules);
@@ -1091,32 +1242,33 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
     MUSTER_LOG(Error) << saved.message();
   }
   process_.progress().SetPhase("load_state");
-  absl::Status loaded = Guard([&] {
+  absl::Status status = Guard([&] {
     OpenMemory();
     if (directory.empty() && memory_ != nullptr && LoadFromMemory(CheckpointFolder(Root()))) return;
-    absl::StatusOr<StateReader> reader = OpenToLoad(directory);
     if (may_be_missing && directory.empty()) CheckProjectWritable(/*always=*/true);
+    Loaded loaded;
+    const absl::StatusOr<StateReader> reader =
+        OpenAndRead(directory, [&](StateReader& opened) { loaded = CheckAndReadAll(opened); });
     if (may_be_missing && absl::IsNotFound(reader.status())) {
       if (memory_ != nullptr) memory_->Forget();
       return;
     }
     ThrowIfError(reader.status());
-    LoadFrom(*reader);
+    ThrowIfAnyFailed(Guard([&] { Apply(*reader, loaded); }));
     since_disk_ = 0;
     // What it holds is of another past than the training that begins here.
     if (memory_ != nullptr) memory_->Forget();
   });
   process_.progress().SetPhase("after load_state");
-  if (loaded.ok()) process_.progress().SetRestored();
-  return loaded;
+  if (status.ok()) process_.progress().SetRestored();
+  return status;
 }
 
-void CheckpointState::LoadFrom(StateReader& reader) {
+CheckpointState::Loaded CheckpointState::CheckAndReadAll(StateReader& reader) const {
   // Every file is read and checked before anything changes, so that a damaged one leaves the state
   // as it was; and a process that cannot go on must not leave the others in their next collective.
   ThrowIfAnyFailed(Guard([&] { CheckPrepared(reader); }));
-  const Loaded loaded = ReadAll(reader);
-  ThrowIfAnyFailed(Guard([&] { Apply(reader, loaded); }));
+  return ReadAll(reader);
 }
 
 bool CheckpointState::LoadFromMemory(const CheckpointFolder& folder) {
@@ -1137,7 +1289,8 @@ bool CheckpointState::LoadFromMemory(const CheckpointFolder& folder) {
   const std::string main = process_.comm().BroadcastBytes(absl::StrCat(on_disk), 0);
   TORCH_CHECK(absl::SimpleAtoi(main, &on_disk), "load_state: rank 0 sent ", main);
   if (on_disk > step) return false;
-  LoadFrom(newest.reader);
+  const Loaded loaded = CheckAndReadAll(newest.reader);
+  ThrowIfAnyFailed(Guard([&] { Apply(newest.reader, loaded); }));
   memory_->Keep(newest);
   since_disk_ = newest.since_disk;
   if (process_.rank() == 0) {

@@ -118,9 +118,15 @@ class CheckpointState {
   // (collective) Loads from memory if that has a newer state than the disk. False: it has not.
   bool LoadFromMemory(const CheckpointFolder& folder);
   // (collective) Part of Load().
-  void LoadFrom(StateReader& reader);
+  Loaded CheckAndReadAll(StateReader& reader) const;
   // (collective) The checkpoint to load. NOT_FOUND: there is none.
-  absl::StatusOr<StateReader> OpenToLoad(const std::string& directory);
+  absl::StatusOr<StateReader> OpenToLoad(const std::string& directory,
+                                         const std::vector<std::string>& damaged);
+  // (collective) Opens a checkpoint and calls `read`, collective too, which reads what it needs of
+  // it and changes nothing. Without a directory damaged ones are passed over. Errors, the same on
+  // every rank: NOT_FOUND; DATA_LOSS. Throws other errors of `read`.
+  absl::StatusOr<StateReader> OpenAndRead(const std::string& directory,
+                                          const std::function<void(StateReader&)>& read);
   // Parts of Load() and LoadWeights(). `without`: models whose weights are read elsewhere.
   std::vector<NamedTensors> ReadWeights(const StateReader& reader, size_t models,
                                         const std::vector<bool>& without) const;

@@ -1,5 +1,6 @@
 #include "muster/internal/full_state.h"
 
+#include <algorithm>
 #include <map>
 #include <set>
 #include <string>
@@ -299,8 +300,72 @@ OptimizerState LocalState(OptimizerState full, const OptimizerHandle& optimizer,
   return full;
 }
 
+namespace {
+
+uint64_t CountOf(const SafetensorsEntry& entry) {
+  uint64_t count = 1;
+  for (const uint64_t size : entry.shape) count *= size;
+  return count;
+}
+
+// What is read of a tensor in a file: these elements of it (first, past the last).
+FileRange RangeOf(const SafetensorsHeader& header, const SafetensorsEntry& entry,
+                  std::pair<int64_t, int64_t> elements) {
+  const uint64_t data = 8 + header.header_bytes + entry.begin;
+  const uint64_t all = entry.end - entry.begin;
+  const uint64_t count = CountOf(entry);
+  const uint64_t each = count == 0 ? 0 : all / count;
+  return {.begin = data + each * static_cast<uint64_t>(elements.first),
+          .end = data + each * static_cast<uint64_t>(elements.second)};
+}
+
+FileRange AllOf(const SafetensorsHeader& header, const SafetensorsEntry& entry) {
+  return RangeOf(header, entry, {0, static_cast<int64_t>(CountOf(entry))});
+}
+
+}  // namespace
+
+std::vector<FileRange> LocalRanges(const SafetensorsHeader& header,
+                                   const OptimizerHandle& optimizer, const Models& models) {
+  std::map<std::string, std::pair<ShardedModel*, std::string>> known;
+  for (const auto& model : models) {
+    if (model->sharded() == nullptr) continue;
+    for (auto& [name, known_as] : NamesIn(optimizer, *model)) {
+      known[known_as] = {model->sharded(), name};
+    }
+  }
+  std::vector<FileRange> ranges = {{.begin = 0, .end = 8 + header.header_bytes}};
+  for (const SafetensorsEntry& entry : header.tensors) {
+    const size_t dot = entry.name.rfind('.');
+    const auto it = dot == std::string::npos ? known.end() : known.find(entry.name.substr(0, dot));
+    if (it == known.end() || entry.name.substr(dot + 1) == kStep) {
+      ranges.push_back(AllOf(header, entry));
+      continue;
+    }
+    const auto& [model, name] = it->second;
+    ranges.push_back(RangeOf(header, entry, model->PartRange(name)));
+  }
+  return ranges;
+}
+
 LoadedShards::LoadedShards(ModelSlot& model) : model_(model), buffers_(model.source().buffers()) {
   for (const auto& [name, parameter] : model.source().parameters()) parameters_[name] = parameter;
+}
+
+std::vector<FileRange> LoadedShards::Ranges(const SafetensorsHeader& header) const {
+  std::vector<FileRange> ranges = {{.begin = 0, .end = 8 + header.header_bytes}};
+  for (const SafetensorsEntry& entry : header.tensors) {
+    const auto parameter = parameters_.find(entry.name);
+    if (parameter == parameters_.end()) {
+      ranges.push_back(AllOf(header, entry));
+    } else if (const at::IntArrayRef sizes = parameter->second.sizes();
+               std::equal(entry.shape.begin(), entry.shape.end(), sizes.begin(), sizes.end(),
+                          [](uint64_t a, int64_t b) { return a == static_cast<uint64_t>(b); })) {
+      const std::string& first = FirstName(*model_.sharded(), entry.name, parameter->second);
+      ranges.push_back(RangeOf(header, entry, model_.sharded()->PartRange(first)));
+    }
+  }
+  return ranges;
 }
 
 void LoadedShards::Take(const std::vector<std::pair<std::string, at::Tensor>>& tensors) {

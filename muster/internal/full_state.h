@@ -12,7 +12,9 @@
 #include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
 #include "muster/internal/model_slot.h"
+#include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/divided_files.h"
+#include "worker/checkpoint/safetensors_format.h"
 #include "worker/train/optimizer_handle.h"
 
 // State of sharded models and their optimizers as that of unsharded ones, which is what checkpoints
@@ -71,11 +73,17 @@ std::map<std::string, at::Tensor> TakeStateOf(const std::string& parameter, Opti
 OptimizerState LocalState(OptimizerState full, const OptimizerHandle& optimizer,
                           const Models& models);
 
+// Which bytes of a file of such a state LocalState() reads on this process, its header included.
+std::vector<FileRange> LocalRanges(const SafetensorsHeader& header,
+                                   const OptimizerHandle& optimizer, const Models& models);
+
 // A sharded model's values out of a checkpoint, read file by file: a rank keeps its parts of the
 // parameters.
 class LoadedShards {
  public:
   explicit LoadedShards(ModelSlot& model);
+  // Which bytes of a file Take() reads of its tensors, its header included.
+  std::vector<FileRange> Ranges(const SafetensorsHeader& header) const;
   // The tensors of one file. Keeps nothing of their memory.
   void Take(const std::vector<std::pair<std::string, at::Tensor>>& tensors);
   // When all files are taken: throws c10::Error unless the names, shapes and types are the model's.

@@ -12,6 +12,7 @@
 #include "gmock/gmock.h"
 #include "nlohmann/json.hpp"
 #include "proto/muster/v1/barrier.grpc.pb.h"
+#include "proto/muster/v1/checkpoint.grpc.pb.h"
 #include "proto/muster/v1/kv.grpc.pb.h"
 #include "proto/muster/v1/rendezvous.grpc.pb.h"
 #include "rpc/channel.h"
@@ -240,6 +241,43 @@ class MetricsTest : public ClusterFixture {
     for (Notification& one : done) one.WaitForNotification();
   }
 
+  // Of rank 0 alone: a checkpoint of 100 bytes that took 12 s, of which training waited 250 ms.
+  void PublishCheckpoint() {
+    const auto stub = v1::Checkpoints::NewStub(channel_);
+    const auto call = [&](auto method, auto request, auto* reply) {
+      *request.mutable_fence() = Fence(0);
+      grpc::ClientContext context;
+      rpc::SetTimeout(context, absl::Minutes(2));
+      const grpc::Status status = (stub.get()->*method)(&context, request, reply);
+      ASSERT_TRUE(status.ok()) << status.error_message();
+    };
+    v1::BeginCheckpointRequest begin;
+    begin.set_path("/c/1");
+    begin.set_staging("/c/1.tmp");
+    begin.set_ranks(1);
+    v1::BeginCheckpointReply begun;
+    call(&v1::Checkpoints::Stub::Begin, begin, &begun);
+    v1::ReportShardsRequest report;
+    report.set_checkpoint_id(begun.checkpoint_id());
+    report.set_last(true);
+    v1::ShardFile* const file = report.add_files();
+    file->set_name("model.safetensors");
+    file->set_bytes(100);
+    file->set_xxh3(std::string(32, 'a'));
+    v1::ReportShardsReply reported;
+    call(&v1::Checkpoints::Stub::ReportShards, report, &reported);
+    v1::SealCheckpointRequest seal;
+    seal.set_checkpoint_id(begun.checkpoint_id());
+    v1::SealCheckpointReply sealed;
+    call(&v1::Checkpoints::Stub::Seal, seal, &sealed);
+    v1::PublishCheckpointRequest publish;
+    publish.set_checkpoint_id(begun.checkpoint_id());
+    publish.set_stall_us(250'000);
+    publish.set_save_us(12'000'000);
+    v1::PublishCheckpointReply published;
+    call(&v1::Checkpoints::Stub::Publish, publish, &published);
+  }
+
   // With what a log line and a label value must not break on.
   const std::string kJob = "two\nlines \"quoted\" \\ \xc3\xa9";
   std::unique_ptr<Command> coordinator_;
@@ -278,6 +316,7 @@ TEST_F(MetricsTest, Page_IsWellFormedAndMovesWithWhatHappens) {
   }
   std::vector<v1::ArriveReply> passed;
   Both(*barriers, &v1::Barrier::Stub::async::Arrive, arrivals, &passed);
+  PublishCheckpoint();
   {
     grpc::ClientContext context;
     rpc::SetTimeout(context, absl::Minutes(2));
@@ -293,6 +332,12 @@ TEST_F(MetricsTest, Page_IsWellFormedAndMovesWithWhatHappens) {
   EXPECT_EQ(seated.samples.at("muster_generation_changes_total{change=\"sealed\"}"), 1);
   EXPECT_EQ(seated.samples.at("muster_barrier_wait_seconds_count"), 1);
   EXPECT_EQ(seated.samples.at("muster_barriers_total{result=\"passed\"}"), 1);
+  EXPECT_EQ(seated.samples.at("muster_checkpoints_total{result=\"published\"}"), 1);
+  EXPECT_EQ(seated.samples.at("muster_checkpoint_written_bytes_total"), 100);
+  EXPECT_EQ(seated.samples.at("muster_checkpoint_stall_seconds_sum"), 0.25);
+  EXPECT_EQ(seated.samples.at("muster_checkpoint_save_seconds_sum"), 12);
+  EXPECT_EQ(seated.samples.at("muster_checkpoint_save_seconds_bucket{le=\"6.5536\"}"), 0);
+  EXPECT_EQ(seated.samples.at("muster_checkpoint_save_seconds_bucket{le=\"13.1072\"}"), 1);
   EXPECT_GT(seated.samples.at("muster_journal_fsync_seconds_count"),
             before.samples.at("muster_journal_fsync_seconds_count"));
   EXPECT_GT(seated.samples.at("muster_journal_fsync_seconds_sum"), 0);

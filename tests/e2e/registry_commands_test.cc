@@ -215,6 +215,35 @@ TEST_F(RegistryCommandsTest, Verify_FindsThatTheCoordinatorSignedThem) {
   EXPECT_THAT(Run(verify, 1, false), HasSubstr(Numbered(2) + " is not signed by the key of"));
 }
 
+TEST_F(RegistryCommandsTest, VerifyReport_TheCoordinatorRemembersTheVerdict) {
+  Save(1);
+  Save(2);
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(Numbered(2), "scaler.json"), "[]").ok());
+  EXPECT_THAT(Run({"verify", Temp("run"), "--report"}, 1), HasSubstr("is damaged"));
+  EXPECT_EQ(error_, "");
+  Json records = RunJson({"registered", "night"});
+  EXPECT_EQ(records[0]["verified"], "contents");
+  EXPECT_EQ(records[0]["damage"], "");
+  EXPECT_THAT(records[1]["damage"].get<std::string>(), HasSubstr("scaler.json: is damaged"));
+  EXPECT_THAT(Run({"registered", "night"}), HasSubstr("DAMAGED ("));
+  v1::ResolveCheckpointRequest resolve;
+  resolve.mutable_fence()->set_job_id("night");
+  v1::ResolveCheckpointReply resolved;
+  Call<v1::Checkpoints>(&v1::Checkpoints::Stub::Resolve, resolve, &resolved);
+  EXPECT_EQ(resolved.checkpoint().path(), Numbered(1));
+
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(Numbered(2), "scaler.json"), "{}").ok());
+  Run({"verify", Numbered(2), "--report"});
+  records = RunJson({"registered", "night"});
+  EXPECT_EQ(records[1]["damage"], "");
+  // Of a job that is not there, and of a checkpoint that no coordinator has sealed.
+  Run({"verify", Numbered(2), "--report", "--job", "day"}, 3);
+  EXPECT_THAT(error_, HasSubstr("not reported: job \"day\""));
+  ASSERT_TRUE(RemoveTree(JoinPath(Numbered(2), "seal.json")).ok());
+  Run({"verify", Numbered(2), "--report"}, 3);
+  EXPECT_THAT(error_, HasSubstr("only a coordinator that sealed a checkpoint"));
+}
+
 TEST_F(RegistryCommandsTest, MarkOfAFolderThatIsAnother_LeavesIt) {
   Save(1);
   RegisteredCheckpoint seal = *ReadSeal(Numbered(1));

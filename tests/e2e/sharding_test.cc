@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -32,12 +34,13 @@ class ShardingTest : public ::testing::Test {
     return RunCommand(ulimit + variables +
                       "client/cli/muster launch --cpu --no_prefix --num_processes " +
                       std::to_string(processes) + " --sharding " + sharding +
-                      " --num_cpu_threads_per_process 1 -- examples/lm/lm --data " + data_ + " " +
+                      " --num_cpu_threads_per_process 1 -- " + program_ + " --data " + data_ + " " +
                       flags + " 2>&1");
   }
 
   const std::string folder_ = testing_support::MakeTestDir("sharding");
   const std::string data_ = folder_ + "/text";
+  std::string program_ = "examples/lm/lm";
 };
 
 TEST_F(ShardingTest, EveryStrategy_GivesTheSameLoss) {
@@ -63,6 +66,35 @@ TEST_F(ShardingTest, Checkpoint_ContinuesUnderAnotherStrategyAndNumberOfProcesse
             Json::parse(fresh.last_line()).at("loss").get<double>() - 0.5)
       << "it went on from step 40, and made one step";
   EXPECT_EQ(Json::parse(more.last_line()).at("steps"), 1);
+}
+
+// In pid namespaces of their own processes are on hosts of their own, as far as they know: each
+// reads the blocks that its parts are in, and what is not read would be zeros.
+TEST_F(ShardingTest, ProcessesOfSeveralHosts_ReadTheirPartsOfACheckpoint) {
+  if (std::getenv("MUSTER_CHAOS_WITHOUT_NAMESPACES") != nullptr) {
+    GTEST_SKIP() << "no pid namespaces here";
+  }
+  const std::string flags =
+      "--width 1024 --layers 2 --context 16 --batch_size 1 --checkpoint " + folder_;
+  ASSERT_EQ(Lm("zero3", 2, flags + "/saved --steps 2").exit_code, 0);
+  ASSERT_EQ(RunCommand("cp -r " + folder_ + "/saved " + folder_ + "/apart").exit_code, 0);
+  const CommandResult together = Lm("zero3", 3, flags + "/saved --steps 5");
+  ASSERT_EQ(together.exit_code, 0) << together.output;
+  program_ = "unshare --user --map-root-user --pid --fork --kill-child " + program_;
+  const CommandResult apart =
+      Lm("zero3", 3, flags + "/apart --steps 5", 0, "MUSTER_LOG_LEVEL=info ");
+  ASSERT_EQ(apart.exit_code, 0) << apart.output;
+  EXPECT_EQ(Json::parse(apart.last_line()).at("steps"), 3);
+  EXPECT_NEAR(Json::parse(apart.last_line()).at("loss").get<double>(),
+              Json::parse(together.last_line()).at("loss").get<double>(), 1e-5);
+  double read = 0, all = 0;
+  const size_t line = apart.output.find("this host has read ");
+  ASSERT_NE(line, std::string::npos) << apart.output;
+  ASSERT_EQ(std::sscanf(apart.output.c_str() + line, "this host has read %lf MiB of the %lf MiB",
+                        &read, &all),
+            2)
+      << apart.output.substr(line, 100);
+  EXPECT_LT(read, 0.7 * all) << "a third, and what else is in the same blocks of 8 MiB";
 }
 
 TEST_F(ShardingTest, ModelThatDoesNotFitEachProcess_FitsDivided) {

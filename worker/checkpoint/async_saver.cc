@@ -214,6 +214,10 @@ absl::Status AsyncSaver::Persist(Save& save) {
   publication.info = save.request.info;
   publication.path = save.request.path();
   if (save.request.dir.empty()) publication.folder = save.request.folder;
+  publication.times = [&] {
+    return SaveTimes{.stall = save.stall + save.deferred->waited(),
+                     .save = clock_.Now() - save.begun + save.stall};
+  };
   return save.staged->Publish(*comm_, std::move(publication), written, files);
 }
 

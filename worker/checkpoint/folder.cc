@@ -234,6 +234,10 @@ absl::Status VerifyCheckpointFile(const std::string& dir, const ManifestFile& fi
   const std::string path = JoinPath(dir, file.name);
   struct stat info;
   if (stat(path.c_str(), &info) != 0) {
+    // Anything else may pass: a mount that is stale, a folder that may not be read.
+    if (errno != ENOENT && errno != ENOTDIR) {
+      return absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path));
+    }
     return absl::DataLossError(absl::StrCat(path, ": is missing though the manifest lists it"));
   }
   if (!S_ISREG(info.st_mode)) return absl::DataLossError(absl::StrCat(path, ": is not a file"));
@@ -466,6 +470,7 @@ absl::StatusOr<std::string> CheckpointFolder::Newest(
     VerifyLevel level, const std::vector<std::string>& left_out) const {
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
   std::string why;
+  absl::StatusCode code = absl::StatusCode::kNotFound;
   for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) {
     if (std::find(left_out.begin(), left_out.end(), PathOf(*number)) != left_out.end()) continue;
     const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(PathOf(*number), level);
@@ -473,8 +478,9 @@ absl::StatusOr<std::string> CheckpointFolder::Newest(
     MUSTER_LOG(Warning) << "passing over " << PathOf(*number) << ": "
                         << manifest.status().message();
     if (why.empty()) why = absl::StrCat(": ", manifest.status().message());
+    if (code == absl::StatusCode::kNotFound) code = manifest.status().code();
   }
-  return absl::NotFoundError(absl::StrCat("no complete checkpoint in ", root_, why));
+  return absl::Status(code, absl::StrCat("no complete checkpoint in ", root_, why));
 }
 
 absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Published() const {

@@ -144,8 +144,9 @@ class CheckpointFolder {
   absl::StatusOr<int64_t> NextNumber() const;
 
   // The path of the highest number that verifies. Skips the others, with a warning in the log.
-  // NOT_FOUND if none does, with the reason of the newest. Those whose path is in `left_out` are
-  // not looked at.
+  // NOT_FOUND if there is none, with the reason of the newest folder without a manifest; if all
+  // that are there are damaged, of a newer format, or cannot be read, that error. Those whose
+  // path is in `left_out` are not looked at.
   absl::StatusOr<std::string> Newest(VerifyLevel level = VerifyLevel::kContents,
                                      const std::vector<std::string>& left_out = {}) const;
 

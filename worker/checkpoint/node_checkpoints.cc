@@ -50,7 +50,7 @@ struct Holding {
 
 Holding Inspect(const std::string& dir) {
   Holding holding;
-  absl::StatusOr<std::string> text = ReadFile(JoinPath(dir, kManifestName));
+  absl::StatusOr<std::string> text = ReadRecordFile(JoinPath(dir, kManifestName));
   if (!text.ok()) return holding;
   absl::StatusOr<Manifest> manifest = ParseManifest(*text, JoinPath(dir, kManifestName));
   if (!manifest.ok()) {
@@ -319,13 +319,15 @@ absl::StatusOr<int64_t> NextNewest(Comm& comm, const CheckpointFolder& folder,
 absl::StatusOr<StateReader> OpenCheckpointOnNodes(Comm& comm, const std::string& dir,
                                                   const CheckpointFolder& folder,
                                                   const NodeGroups& groups,
-                                                  CheckpointRegistrar* registrar) {
-  if (groups.nodes.size() == 1) return OpenCheckpoint(comm, dir, folder, registrar);
+                                                  CheckpointRegistrar* registrar,
+                                                  const std::vector<std::string>& damaged) {
+  if (groups.nodes.size() == 1) return OpenCheckpoint(comm, dir, folder, registrar, damaged);
   if (!dir.empty()) {
     MUSTER_RETURN_IF_ERROR(CompleteOnNodes(comm, dir, groups));
     return OpenOnEveryRank(comm, dir);
   }
   std::string why;
+  bool damaged_ones = false;
   int64_t bound = std::numeric_limits<int64_t>::max();
   while (true) {
     MUSTER_ASSIGN_OR_RETURN(bound, NextNewest(comm, folder, groups, bound));
@@ -339,8 +341,12 @@ absl::StatusOr<StateReader> OpenCheckpointOnNodes(Comm& comm, const std::string&
       MUSTER_LOG(Warning) << "passing over " << path << ": " << completed.message();
     }
     if (why.empty()) why = absl::StrCat(": ", completed.message());
+    damaged_ones = damaged_ones || absl::IsDataLoss(completed);
   }
-  return absl::NotFoundError(absl::StrCat("no complete checkpoint in ", folder.root(), why));
+  why = absl::StrCat("no complete checkpoint in ", folder.root(), why);
+  // Not the same as none yet, where training begins from scratch.
+  if (damaged_ones) return absl::DataLossError(why);
+  return absl::NotFoundError(why);
 }
 
 }  // namespace muster

@@ -17,14 +17,16 @@ namespace muster {
 // whole checkpoint. The fetched files go through the communicator in pieces of 8 MiB and are
 // checked against the manifest; a crash in between leaves what was there.
 //
-// `registrar` as in OpenCheckpoint, where all nodes turn out to share one file system.
+// `registrar` and `damaged` as in OpenCheckpoint, where all nodes turn out to share one file
+// system.
 //
 // Errors, the same on every rank: NOT_FOUND if no node has such a checkpoint; DATA_LOSS naming the
 // files that no node has and the node that wrote them; those of writing, with the rank.
 absl::StatusOr<StateReader> OpenCheckpointOnNodes(Comm& comm, const std::string& dir,
                                                   const CheckpointFolder& folder,
                                                   const NodeGroups& groups,
-                                                  CheckpointRegistrar* registrar = nullptr);
+                                                  CheckpointRegistrar* registrar = nullptr,
+                                                  const std::vector<std::string>& damaged = {});
 
 }  // namespace muster
 

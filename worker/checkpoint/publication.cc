@@ -173,7 +173,8 @@ absl::Status DeleteUnregistered(const Publication& publication,
   for (const RegisteredCheckpoint& record : records) {
     if (!record.published) continue;
     spared.push_back(JoinPath(folder.root(), BaseName(record.path)));
-    if (record.promoted && ParentPath(record.path) == AbsolutePath(folder.root())) resumable = true;
+    resumable = resumable || (record.promoted && record.damage.empty() &&
+                              ParentPath(record.path) == AbsolutePath(folder.root()));
   }
   const OptionalLock lock(publication.folder_mu);
   // All that the registry knows is held back: what a resume would take now is one of the others.
@@ -189,8 +190,8 @@ absl::Status DeleteUnregistered(const Publication& publication,
 void Register(const Publication& publication, const RegisteredCheckpoint& record) {
   CheckpointRegistrar& registrar = *publication.options.registrar;
   const bool numbered = publication.folder.has_value();
-  const absl::StatusOr<std::vector<RegisteredCheckpoint>> superfluous =
-      registrar.Publish(record.id);
+  const absl::StatusOr<std::vector<RegisteredCheckpoint>> superfluous = registrar.Publish(
+      record.id, publication.times == nullptr ? SaveTimes() : publication.times());
   if (!superfluous.ok()) {
     MUSTER_LOG(Warning) << publication.path << " is saved and sealed, but its publication is not "
                         << "registered yet: " << superfluous.status().message();
@@ -380,7 +381,7 @@ absl::Status NameSealed(const RegisteredCheckpoint& record, CheckpointRegistrar&
     MUSTER_RETURN_IF_ERROR(registrar.Pin(record.id));
   }
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> superfluous =
-      registrar.Publish(record.id);
+      registrar.Publish(record.id, SaveTimes());
   if (!superfluous.ok()) {
     MUSTER_LOG(Warning) << superfluous.status().message();
   } else {
@@ -449,10 +450,15 @@ absl::Status PublishTogether(Comm& comm, Staging* staging, const Publication& pu
 }
 
 absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folder,
-                                                   CheckpointRegistrar* registrar) {
+                                                   CheckpointRegistrar* registrar,
+                                                   const std::vector<std::string>& damaged) {
+  const auto by_folder = [&](std::vector<std::string> left_out) {
+    left_out.insert(left_out.end(), damaged.begin(), damaged.end());
+    return folder.Newest(VerifyLevel::kSizes, left_out);
+  };
   if (registrar == nullptr) {
     folder.PublishSealed();
-    return folder.Newest(VerifyLevel::kContents, HeldBackIn(folder, {}));
+    return by_folder(HeldBackIn(folder, {}));
   }
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar->List();
   if (!records.ok()) {
@@ -460,12 +466,12 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
                         << records.status().message() << "): the newest that is complete in "
                         << folder.root() << " is taken";
     folder.PublishSealed();
-    return folder.Newest(VerifyLevel::kContents, HeldBackIn(folder, {}));
+    return by_folder(HeldBackIn(folder, {}));
   }
   folder.PublishSealed();
   const std::string root = AbsolutePath(folder.root());
   std::vector<std::string> left_out;  // no run resumes from them
-  bool any = false;
+  bool any = false, any_damaged = false;
   for (auto record = records->rbegin(); record != records->rend(); ++record) {
     if (ParentPath(record->path) != root ||
         (record->state != RegisteredCheckpoint::State::kSealed &&
@@ -473,11 +479,21 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
       continue;
     }
     const std::string path = JoinPath(folder.root(), BaseName(record->path));
-    if (!record->promoted) {
-      if (IsFolderOf(path, *record)) left_out.push_back(path);
+    if (!record->promoted || record->damage_in_contents) {
+      if (!IsFolderOf(path, *record)) continue;
+      left_out.push_back(path);
+      if (!record->promoted) continue;
+      any_damaged = true;
+      MUSTER_LOG(Warning) << "passing over " << path << " of step " << record->step
+                          << ", which the coordinator knows as damaged: " << record->damage
+                          << "; if it is whole again, muster checkpoints verify --report says so";
       continue;
     }
     any = true;
+    if (std::find(damaged.begin(), damaged.end(), path) != damaged.end()) {
+      any_damaged = true;
+      continue;
+    }
     absl::Status status;
     if (record->state == RegisteredCheckpoint::State::kSealed) {
       status = NameSealed(*record, *registrar);
@@ -485,7 +501,14 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
       status = absl::NotFoundError(absl::StrCat(
           "it is not there", PathExists(path) ? ": another checkpoint has its name" : ""));
     }
-    if (status.ok()) status = VerifyCheckpoint(path, VerifyLevel::kContents).status();
+    if (status.ok()) {
+      status = VerifyCheckpoint(path, VerifyLevel::kSizes).status();
+      // The record and its seal are there.
+      if (absl::IsNotFound(status)) status = absl::DataLossError(status.message());
+      any_damaged = any_damaged || !status.ok();
+      const bool changed = status.ok() ? !record->damage.empty() : absl::IsDataLoss(status);
+      if (changed) registrar->Verified(*record, status.message(), /*contents=*/false);
+    }
     if (status.ok()) {
       // Held back when it was sealed and promoted since: the folder says so from now on, also to
       // runs without this registry.
@@ -503,7 +526,11 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
   }
   const std::vector<std::string> unknown = HeldBackIn(folder, *records);
   left_out.insert(left_out.end(), unknown.begin(), unknown.end());
-  absl::StatusOr<std::string> newest = folder.Newest(VerifyLevel::kContents, left_out);
+  absl::StatusOr<std::string> newest = by_folder(std::move(left_out));
+  // Not the same as none yet, where training begins from scratch.
+  if (absl::IsNotFound(newest.status()) && any_damaged) {
+    return absl::DataLossError(newest.status().message());
+  }
   if (newest.ok()) {
     MUSTER_LOG(Info) << "the coordinator knows "
                      << (any ? "no other checkpoint that is whole" : "no checkpoint") << " of "
@@ -511,6 +538,16 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
                      << *newest;
   }
   return newest;
+}
+
+void ReportDamage(const std::string& path, CheckpointRegistrar* registrar,
+                  absl::string_view damage) {
+  if (registrar == nullptr) return;
+  const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar->List();
+  if (!records.ok()) return;
+  for (const RegisteredCheckpoint& record : *records) {
+    if (IsFolderOf(path, record)) registrar->Verified(record, damage, /*contents=*/true);
+  }
 }
 
 }  // namespace muster

@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_CHECKPOINT_PUBLICATION_H_
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -37,6 +38,8 @@ struct Publication {
   std::string staging_path;
   // Of a numbered one: where older ones are.
   std::optional<CheckpointFolder> folder = std::nullopt;
+  // What the save has cost so far; null: not known.
+  std::function<SaveTimes()> times = nullptr;
   // If not null, locked while folders beside it change, but not while this rank waits for others.
   Mutex* folder_mu = nullptr;
 };
@@ -48,11 +51,19 @@ absl::Status PublishTogether(Comm& comm, Staging* staging, const Publication& pu
                              const absl::Status& written, const std::vector<ManifestFile>& mine);
 
 // Of rank 0: the checkpoint of `folder` that a resume takes. With a registry: the newest promoted
-// one that is whole on the disk, including one that was sealed when its writer ended, which is
+// one that is complete on the disk, including one that was sealed when its writer ended, which is
 // renamed now. A registry that knows none, or that is unreachable, is ignored, and the log says so.
-// Without one: the newest that is whole. Errors: NOT_FOUND.
+// Without one: the newest that is complete. Manifests and sizes are checked; who loads it checks
+// the contents, and asks again with the paths of those that were damaged in `damaged`. Errors:
+// NOT_FOUND; DATA_LOSS if there are only damaged ones.
 absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folder,
-                                                   CheckpointRegistrar* registrar);
+                                                   CheckpointRegistrar* registrar,
+                                                   const std::vector<std::string>& damaged = {});
+
+// Of rank 0: the checkpoint at `path`, which FindCheckpointToResume() has returned, is damaged.
+// Tells the registry if there is one.
+void ReportDamage(const std::string& path, CheckpointRegistrar* registrar,
+                  absl::string_view damage);
 
 }  // namespace muster
 

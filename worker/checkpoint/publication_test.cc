@@ -69,8 +69,10 @@ class FakeRegistrar : public CheckpointRegistrar {
     record.sha256 = std::string(60, 'a') + absl::StrCat(1000 + id);
     return record;
   }
-  absl::StatusOr<std::vector<RegisteredCheckpoint>> Publish(uint64_t id) override {
+  absl::StatusOr<std::vector<RegisteredCheckpoint>> Publish(uint64_t id,
+                                                            const SaveTimes& times) override {
     const MutexLock lock(&mu_);
+    published_times = times;
     RegisteredCheckpoint& record = records.at(id);
     EXPECT_TRUE(PathExists(record.path)) << "published before it has its name";
     record.state = State::kPublished;
@@ -94,6 +96,13 @@ class FakeRegistrar : public CheckpointRegistrar {
     const MutexLock lock(&mu_);
     aborts.push_back(reason);
     records.erase(id);
+  }
+  void Verified(const RegisteredCheckpoint& checkpoint, absl::string_view damage,
+                bool contents) override {
+    const MutexLock lock(&mu_);
+    verdicts.emplace_back(checkpoint.id, damage);
+    records.at(checkpoint.id).damage = std::string(damage);
+    records.at(checkpoint.id).damage_in_contents = contents && !damage.empty();
   }
   absl::Status Pin(uint64_t id) override {
     const MutexLock lock(&mu_);
@@ -119,6 +128,8 @@ class FakeRegistrar : public CheckpointRegistrar {
   std::map<uint64_t, RegisteredCheckpoint> records;
   std::set<std::string> slices;
   std::vector<std::string> aborts;
+  SaveTimes published_times;
+  std::vector<std::pair<uint64_t, std::string>> verdicts;
 
  private:
   Mutex mu_;
@@ -146,8 +157,9 @@ class PublicationTest : public testing::Test {
     return statuses[0];
   }
   std::vector<std::string> Names() const { return *ListDirectory(root_); }
-  std::string Resume(CheckpointRegistrar* registrar) const {
-    const absl::StatusOr<std::string> found = FindCheckpointToResume(folder_, registrar);
+  std::string Resume(CheckpointRegistrar* registrar,
+                     const std::vector<std::string>& damaged = {}) const {
+    const absl::StatusOr<std::string> found = FindCheckpointToResume(folder_, registrar, damaged);
     return found.ok() ? BaseName(*found) : std::string(found.status().message());
   }
   // Its writer ended when it was sealed.
@@ -314,6 +326,45 @@ TEST_F(PublicationTest, AllThatIsRegisteredIsHeldBack_TheNewestToResumeStays) {
   ASSERT_TRUE(Save(3, {.keep = 1, .promote = false}).ok());
   EXPECT_TRUE(PathExists(folder_.PathOf(1)));
   EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
+}
+
+TEST_F(PublicationTest, Damaged_IsReportedAndPassedOver) {
+  for (const int i : {0, 1, 2}) ASSERT_TRUE(Save(i).ok());
+  EXPECT_GT(registrar_.published_times.save, absl::ZeroDuration());
+  EXPECT_EQ(registrar_.published_times.stall, registrar_.published_times.save) << "synchronous";
+  // Files of another size are seen at once.
+  const std::string file = JoinPath(folder_.PathOf(2), RandomStatesFileName(0));
+  const std::string whole = *ReadFile(file);
+  ASSERT_TRUE(WriteFileAtomically(file, whole + "?").ok());
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
+  ASSERT_EQ(registrar_.verdicts.size(), 1u);
+  EXPECT_EQ(registrar_.verdicts[0].first, 3u);
+  EXPECT_THAT(registrar_.verdicts[0].second, HasSubstr(RandomStatesFileName(0)));
+  // What is damaged in its contents the reader finds, who asks again.
+  EXPECT_EQ(Resume(&registrar_, {folder_.PathOf(1)}), "checkpoint_0");
+  ReportDamage(folder_.PathOf(1), &registrar_, "a block has another digest");
+  EXPECT_EQ(registrar_.verdicts.back().first, 2u);
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_0") << "known now";
+  EXPECT_EQ(Resume(nullptr, {folder_.PathOf(1)}), "checkpoint_0");
+  // Repaired: sizes are looked at again, contents when somebody says so.
+  ASSERT_TRUE(WriteFileAtomically(file, whole).ok());
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_2");
+  EXPECT_EQ(registrar_.verdicts.back(), std::make_pair(uint64_t{3}, std::string()));
+}
+
+TEST_F(PublicationTest, OnlyDamagedOnes_IsNotTheSameAsNone) {
+  EXPECT_TRUE(absl::IsNotFound(FindCheckpointToResume(folder_, &registrar_).status()));
+  ASSERT_TRUE(Save(0).ok());
+  ReportDamage(folder_.PathOf(0), &registrar_, "a block has another digest");
+  EXPECT_TRUE(absl::IsDataLoss(FindCheckpointToResume(folder_, &registrar_).status()));
+  registrar_.records.at(1).damage.clear();
+  registrar_.records.at(1).damage_in_contents = false;
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(folder_.PathOf(0), RandomStatesFileName(0)), "").ok());
+  EXPECT_TRUE(absl::IsDataLoss(FindCheckpointToResume(folder_, &registrar_).status()));
+  EXPECT_TRUE(absl::IsDataLoss(FindCheckpointToResume(folder_, nullptr).status()));
+  // The record and the seal are there.
+  ASSERT_EQ(unlink(JoinPath(folder_.PathOf(0), kManifestName).c_str()), 0);
+  EXPECT_TRUE(absl::IsDataLoss(FindCheckpointToResume(folder_, &registrar_).status()));
 }
 
 TEST_F(PublicationTest, HeldBack_IsNotTaken) {

@@ -8,6 +8,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 
 namespace muster {
 
@@ -27,6 +29,9 @@ struct RegisteredCheckpoint {
   bool promoted = false;   // a resume may take it
   bool pinned = false;     // retention leaves it alone
   bool published = false;  // it had its name: its folder is `path`
+  // What the last verification of its files found; empty: nothing wrong, or there was none.
+  std::string damage;
+  bool damage_in_contents = false;  // found by reading all bytes, not by sizes alone
   uint64_t created_us = 0;
   int64_t files = 0;
   uint64_t bytes = 0;
@@ -68,6 +73,12 @@ struct CheckpointRegistration {
   bool promote = true;
 };
 
+// What a save cost its rank 0. Zero: not known.
+struct SaveTimes {
+  absl::Duration stall;  // training waited
+  absl::Duration save;   // from its begin until it had its name
+};
+
 // Knows which checkpoints of a job are whole (docs/protocol.md, "Checkpoints"). Every call may be
 // repeated. Methods block, through an outage of the registry for as long as the job tolerates one.
 // Thread-safe.
@@ -86,11 +97,17 @@ class CheckpointRegistrar {
   // that is not there exactly once; NOT_FOUND if it was given up. After any other it may be sealed.
   virtual absl::StatusOr<std::optional<RegisteredCheckpoint>> Seal(uint64_t id) = 0;
   // Of rank 0, once the folder has its name. Returns those to delete, oldest first.
-  virtual absl::StatusOr<std::vector<RegisteredCheckpoint>> Publish(uint64_t id) = 0;
+  virtual absl::StatusOr<std::vector<RegisteredCheckpoint>> Publish(uint64_t id,
+                                                                    const SaveTimes& times) = 0;
   // Of rank 0: those are deleted.
   virtual absl::Status Deleted(const std::vector<uint64_t>& ids) = 0;
   // Of rank 0. Does not wait for a registry that is away: what is left over is given up later.
   virtual void Abort(uint64_t id, const std::string& reason) = 0;
+  // Its files were examined: there is no `damage`, or this. `contents`: all bytes were read, not
+  // the sizes alone. The registry lets no resume take a damaged one until it is found whole. Does
+  // not wait for a registry that is away.
+  virtual void Verified(const RegisteredCheckpoint& checkpoint, absl::string_view damage,
+                        bool contents) = 0;
   virtual absl::Status Pin(uint64_t id) = 0;
   virtual absl::Status Unpin(uint64_t id) = 0;
   // All of the job, by id, which is the order of their beginning.

@@ -90,21 +90,59 @@ struct SharedFiles::Reading {
     return absl::OkStatus();
   }
 
-  // Reads the share of the `index`-th of `count` ranks: a run of all blocks in order.
-  absl::Status ReadShare(uint64_t index, uint64_t count) {
-    uint64_t all = 0;
-    for (const ManifestFile& file : files) all += file.blocks.xxh3.size();
-    const uint64_t begin = all * index / count, end = all * (index + 1) / count;
+  // Which blocks of all files, in their order, this rank needs: a bit each.
+  std::string Needed() const {
+    std::string bits;
     uint64_t first = 0;  // block of the file
     for (const ManifestFile& file : files) {
-      const uint64_t blocks = file.blocks.xxh3.size();
-      const uint64_t from = std::clamp(begin, first, first + blocks) - first;
-      const uint64_t to = std::clamp(end, first, first + blocks) - first;
+      const uint64_t blocks = file.blocks.xxh3.size(), size = file.blocks.block_bytes;
+      bits.resize((first + blocks + 7) / 8);
+      const auto set = [&](uint64_t from, uint64_t to) {
+        for (uint64_t i = first + from; i < first + to; ++i) {
+          bits[i / 8] = static_cast<char>(bits[i / 8] | 1 << i % 8);
+        }
+      };
+      const auto ranges = options.ranges.find(file.name);
+      if (ranges == options.ranges.end()) {
+        set(0, blocks);
+      } else {
+        for (const FileRange& range : ranges->second) {
+          const uint64_t end = std::min(range.end, file.digest.bytes);
+          if (range.begin < end) set(range.begin / size, (end - 1) / size + 1);
+        }
+      }
       first += blocks;
-      if (from == to) continue;
-      const FileRange range = {.begin = from * file.blocks.block_bytes,
-                               .end = std::min(to * file.blocks.block_bytes, file.digest.bytes)};
-      MUSTER_RETURN_IF_ERROR(ReadRange(file, range));
+    }
+    return bits;
+  }
+
+  // Reads the share of the `index`-th of `count` ranks, a run of the blocks that `needed` names,
+  // and counts all of these.
+  absl::Status ReadShare(uint64_t index, uint64_t count, const std::string& needed) {
+    struct Block {
+      const ManifestFile* file;
+      uint64_t begin, end;
+    };
+    std::vector<Block> blocks;
+    uint64_t i = 0;
+    for (const ManifestFile& file : files) {
+      for (uint64_t begin = 0; begin < file.digest.bytes; begin += file.blocks.block_bytes, ++i) {
+        if ((needed[i / 8] >> i % 8 & 1) == 0) continue;
+        const uint64_t end = std::min(begin + file.blocks.block_bytes, file.digest.bytes);
+        blocks.push_back({&file, begin, end});
+        shared.bytes_read_ += end - begin;
+      }
+    }
+    const uint64_t last = blocks.size() * (index + 1) / count;
+    for (uint64_t from = blocks.size() * index / count; from < last;) {
+      uint64_t to = from + 1;
+      while (to < last && blocks[to].file == blocks[from].file &&
+             blocks[to].begin == blocks[to - 1].end) {
+        ++to;
+      }
+      MUSTER_RETURN_IF_ERROR(
+          ReadRange(*blocks[from].file, {.begin = blocks[from].begin, .end = blocks[to - 1].end}));
+      from = to;
     }
     return absl::OkStatus();
   }
@@ -136,13 +174,13 @@ struct SharedFiles::Reading {
         [](uint64_t, absl::string_view) { return absl::OkStatus(); }, direct);
   }
 
+  // The end of a file's last page is beyond its size, but there: blocks are read up to it.
+  bool Shareable() const { return !files.empty() && sysconf(_SC_PAGESIZE) % kDirectAlignment == 0; }
+
   // Ranks with the same text read together.
   std::string Group(int rank) const {
     const std::string host = options.host.empty() ? HostIdentity() : options.host;
-    // The end of a file's last page is beyond its size, but there: blocks are read up to it.
-    if (host.empty() || files.empty() || sysconf(_SC_PAGESIZE) % kDirectAlignment != 0) {
-      return absl::StrCat("rank ", rank);
-    }
+    if (host.empty() || !Shareable()) return absl::StrCat("rank ", rank);
     std::string text = absl::StrCat(host, "\n", dir, "\n");
     for (const ManifestFile& file : files) {
       absl::StrAppend(&text, file.name, " ", file.digest.bytes, " ", file.digest.xxh3, "\n");
@@ -168,22 +206,30 @@ absl::StatusOr<std::unique_ptr<SharedFiles>> SharedFiles::Read(
   const int leader = static_cast<int>(std::find(begin, groups.end(), mine) - begin);
   const auto index = std::count(begin, begin + comm.rank(), mine);
   const auto count = std::count(begin, groups.end(), mine);
+  std::string needed = reading.Needed();
+  const std::vector<std::string> of_all = comm.AllGatherBytes(needed);
+  for (int rank = 0; rank < comm.size(); ++rank) {
+    if (groups[rank] != mine) continue;
+    for (size_t i = 0; i < std::min(needed.size(), of_all[rank].size()); ++i) {
+      needed[i] = static_cast<char>(needed[i] | of_all[rank][i]);
+    }
+  }
+  bool together = count > 1 || (!options.ranges.empty() && reading.Shareable());
 
   absl::Status ready;
   std::string created;
-  if (count > 1 && comm.rank() == leader) {
+  if (together && comm.rank() == leader) {
     absl::StatusOr<std::string> entries = reading.Create();
     ready = entries.status();
     if (entries.ok()) created = *std::move(entries);
   }
   const std::vector<std::string> all_created = comm.AllGatherBytes(created);
-  if (count > 1 && comm.rank() != leader) {
+  if (together && comm.rank() != leader) {
     ready = GuardRank([&] { return reading.Open(all_created[leader]); });
   }
   // The leader's files may be closed from here on: the others have opened them.
   const std::vector<std::string> why =
       comm.AllGatherBytes(ready.ok() ? "" : std::string(ready.message()));
-  bool together = count > 1;
   for (int rank = 0; rank < comm.size(); ++rank) {
     if (groups[rank] != mine || why[rank].empty()) continue;
     if (together && comm.rank() == leader) {
@@ -197,7 +243,7 @@ absl::StatusOr<std::unique_ptr<SharedFiles>> SharedFiles::Read(
     shared->files_.clear();
   }
   absl::Status read;
-  if (together) read = GuardRank([&] { return reading.ReadShare(index, count); });
+  if (together) read = GuardRank([&] { return reading.ReadShare(index, count, needed); });
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, read, {}, nullptr));
   return shared;
 }

@@ -24,14 +24,18 @@ class SharedFiles {
     DirectFileOptions read = {};
     // Ranks with the same text can open each other's files under /proc. Empty: HostIdentity().
     std::string host = "";
+    // Of files of which this rank needs a part: the ranges, in any order. Absent: all of it.
+    std::map<std::string, std::vector<FileRange>> ranges = {};
     // A new file in memory: its descriptor, or -1 with errno. Null: the system's.
     std::function<int(const char* name)> create = nullptr;
   };
 
   // Collective. Reads `files` of the folder `dir`; all of them must have digests of blocks. Ranks
-  // of one host read together if they name the same files with the same digests. Where the ranks of
-  // a host cannot share memory, and on a host with one rank, nothing is read. Errors, the same on
-  // every rank: those of ReadDirectFile, with the rank; RESOURCE_EXHAUSTED if there is no memory.
+  // of one host read together if they name the same files with the same digests: the blocks that
+  // one of them needs (Options::ranges), each once. The rest takes no memory and reads as zeros.
+  // Where the ranks of a host cannot share memory, and on a host whose only rank needs all, nothing
+  // is read. Errors, the same on every rank: those of ReadDirectFile, with the rank;
+  // RESOURCE_EXHAUSTED if there is no memory.
   static absl::StatusOr<std::unique_ptr<SharedFiles>> Read(Comm& comm, const std::string& dir,
                                                            const std::vector<ManifestFile>& files,
                                                            const Options& options);
@@ -39,15 +43,19 @@ class SharedFiles {
   SharedFiles(const SharedFiles&) = delete;
   SharedFiles& operator=(const SharedFiles&) = delete;
 
-  // Where the file is, whole and checked: a path that this process can open while this object
-  // lives. It does not change any more. Empty: it was not read.
+  // Where the file is, what was read of it checked: a path that this process can open while this
+  // object lives. It does not change any more. Empty: it was not read.
   std::string PathOf(absl::string_view name) const;
+
+  // Of the files, by this rank's host.
+  uint64_t bytes_read() const { return bytes_read_; }
 
  private:
   struct Reading;
   SharedFiles() = default;
 
   std::map<std::string, int, std::less<>> files_;  // descriptors, by name
+  uint64_t bytes_read_ = 0;
 };
 
 }  // namespace muster

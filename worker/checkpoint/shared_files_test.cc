@@ -128,6 +128,56 @@ TEST_F(SharedFilesTest, RanksOfSeveralHosts_ShareWithinEachOnly) {
   EXPECT_EQ(systems[0].bytes() + systems[2].bytes(), files[0].digest.bytes + files[1].digest.bytes);
 }
 
+TEST_F(SharedFilesTest, RanksThatNeedParts_ReadTheBlocksOfTheirHostEachOnce) {
+  const std::vector<ManifestFile> files = Files();
+  const uint64_t block = files[0].blocks.block_bytes;
+  ASSERT_EQ(files[0].blocks.xxh3.size(), 3u);
+  ASSERT_EQ(files[1].blocks.xxh3.size(), 2u);
+  // Of the model: ranks 0 and 2, of one host, need the first block and the end of it; rank 1 of
+  // another host the middle. Of the optimizer rank 1 needs nothing and the others all.
+  const std::vector<std::vector<FileRange>> wanted = {
+      {{.begin = 0, .end = 8}},
+      {{.begin = block + 5, .end = block + 6}},
+      {{.begin = block - 1, .end = block}, {.begin = 2 * block, .end = UINT64_MAX}}};
+  std::vector<CountingSystem> systems(3);
+  RunRanks(3, [&](Comm& comm) {
+    SharedFiles::Options options;
+    options.host = std::string(comm.rank() == 1 ? "b" : "a");
+    options.read.system = systems[comm.rank()].system();
+    options.ranges[kModel] = wanted[comm.rank()];
+    if (comm.rank() == 1) options.ranges[kOptimizer] = {};
+    const auto shared = SharedFiles::Read(comm, dir_, files, options);
+    ASSERT_TRUE(shared.ok()) << shared.status();
+    const std::string whole = *ReadFile(JoinPath(dir_, kModel));
+    const std::string found = *ReadFile((*shared)->PathOf(kModel));
+    ASSERT_EQ(found.size(), whole.size());
+    for (size_t i = 0; i < 3; ++i) {
+      const bool read = (i == 1) == (comm.rank() == 1);
+      EXPECT_EQ(found.substr(i * block, block),
+                read ? whole.substr(i * block, block)
+                     : std::string(std::min<size_t>(block, whole.size() - i * block), '\0'))
+          << comm.rank() << " " << i;
+    }
+    EXPECT_EQ((*shared)->bytes_read(),
+              comm.rank() == 1 ? block : whole.size() - block + files[1].digest.bytes);
+  });
+  EXPECT_EQ(systems[1].bytes(), block);
+  EXPECT_EQ(systems[0].bytes() + systems[2].bytes(),
+            files[0].digest.bytes - block + files[1].digest.bytes);
+}
+
+TEST_F(SharedFilesTest, DamageOutsideOfWhatIsNeeded_IsNotRead) {
+  const std::vector<ManifestFile> files = Files();
+  Damage(kModel, 9'000'000);  // in the second block
+  RunRanks(2, [&](Comm& comm) {
+    SharedFiles::Options options;
+    options.ranges[kModel] = {{.begin = 0, .end = 8}};
+    EXPECT_TRUE(SharedFiles::Read(comm, dir_, files, options).ok());
+    if (comm.rank() == 1) options.ranges[kModel] = {{.begin = 9'000'000, .end = 9'000'001}};
+    EXPECT_TRUE(absl::IsDataLoss(SharedFiles::Read(comm, dir_, files, options).status()));
+  });
+}
+
 TEST_F(SharedFilesTest, RanksThatWantOtherFiles_DoNotShare) {
   const std::vector<ManifestFile> files = Files();
   RunRanks(2, [&](Comm& comm) {

@@ -8,7 +8,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/clock.h"
 #include "base/file.h"
+#include "base/log.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/direct_file.h"
@@ -25,6 +27,11 @@ namespace {
 absl::Status SaveStaged(Comm& comm, Publication publication, NodeGroups groups,
                         absl::FunctionRef<absl::Status(StateWriter&)> write) {
   MUSTER_RETURN_IF_ERROR(CheckPublishable(groups, publication.options));
+  const Clock& clock = Clock::Real();
+  publication.times = [&clock, start = clock.Now()] {
+    const absl::Duration took = clock.Now() - start;
+    return SaveTimes{.stall = took, .save = took};
+  };
   MUSTER_ASSIGN_OR_RETURN(StagedSave staged,
                           StagedSave::Begin(comm, publication.path, std::move(groups)));
   StateWriter writer(staged.path(), comm.rank());
@@ -149,7 +156,8 @@ absl::StatusOr<StateDict> StateReader::Read(absl::string_view name) const {
   return ReadStateDict(path, file->digest, file->blocks);
 }
 
-absl::Status StateReader::ReadTogether(Comm& comm, const std::vector<std::string>& names) {
+absl::Status StateReader::ReadTogether(Comm& comm, const std::vector<std::string>& names,
+                                       std::map<std::string, std::vector<FileRange>> ranges) {
   if (in_memory()) return absl::OkStatus();
   std::vector<ManifestFile> files;
   for (const std::string& name : names) {
@@ -158,8 +166,17 @@ absl::Status StateReader::ReadTogether(Comm& comm, const std::vector<std::string
   }
   // The memory of those before goes first.
   shared_.reset();
-  MUSTER_ASSIGN_OR_RETURN(shared_, SharedFiles::Read(comm, dir_, files, {}));
+  MUSTER_ASSIGN_OR_RETURN(shared_,
+                          SharedFiles::Read(comm, dir_, files, {.ranges = std::move(ranges)}));
   return absl::OkStatus();
+}
+
+std::string StateReader::PathOfShared(absl::string_view name) const {
+  return shared_ == nullptr ? "" : shared_->PathOf(name);
+}
+
+uint64_t StateReader::bytes_read_together() const {
+  return shared_ == nullptr ? 0 : shared_->bytes_read();
 }
 
 absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,
@@ -208,22 +225,39 @@ absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
 
 absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
                                            const CheckpointFolder& folder,
-                                           CheckpointRegistrar* registrar) {
-  std::string found = dir;
-  if (dir.empty()) {
-    absl::Status status;
-    if (comm.rank() == 0) {
-      status = GuardRank([&]() -> absl::Status {
-        MUSTER_ASSIGN_OR_RETURN(found, FindCheckpointToResume(folder, registrar));
-        return absl::OkStatus();
-      });
+                                           CheckpointRegistrar* registrar,
+                                           const std::vector<std::string>& damaged) {
+  std::vector<std::string> passed_over = damaged;
+  absl::Status first;
+  while (true) {
+    std::string found = dir;
+    if (dir.empty()) {
+      absl::Status status;
+      if (comm.rank() == 0) {
+        status = GuardRank([&]() -> absl::Status {
+          MUSTER_ASSIGN_OR_RETURN(found, FindCheckpointToResume(folder, registrar, passed_over));
+          return absl::OkStatus();
+        });
+      }
+      status = StatusOfMain(comm, status);
+      if (absl::IsNotFound(status) && !first.ok()) return first;
+      MUSTER_RETURN_IF_ERROR(status);
+      found = comm.BroadcastBytes(found, 0);
     }
-    MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, status));
-    found = comm.BroadcastBytes(found, 0);
+    absl::StatusOr<StateReader> reader = StateReader::Open(found);
+    const absl::Status opened = AgreeOnFiles(comm, reader.status(), {}, nullptr);
+    if (opened.ok()) return reader;
+    // What rank 0 sees is complete; another rank may see less.
+    if (!dir.empty() || !absl::IsDataLoss(opened) ||
+        std::find(passed_over.begin(), passed_over.end(), found) != passed_over.end()) {
+      return opened;
+    }
+    if (comm.rank() == 0) {
+      MUSTER_LOG(Warning) << "passing over " << found << ": " << opened.message();
+    }
+    first.Update(opened);
+    passed_over.push_back(found);
   }
-  absl::StatusOr<StateReader> reader = StateReader::Open(found);
-  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, reader.status(), {}, nullptr));
-  return reader;
 }
 
 }  // namespace muster

@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/state_dict.h"
@@ -94,8 +95,14 @@ class StateReader {
 
   // Collective, before the reader is used by several threads. Reads those of `names` that are large
   // together with the ranks that need them too, each a share (see SharedFiles); Read() takes them
-  // from there. Errors: the same on every rank, as SharedFiles::Read.
-  absl::Status ReadTogether(Comm& comm, const std::vector<std::string>& names);
+  // from there. `ranges`: of files of which this rank needs a part, as in SharedFiles: what Read()
+  // returns of the rest has no meaning. Errors: the same on every rank, as SharedFiles::Read.
+  absl::Status ReadTogether(Comm& comm, const std::vector<std::string>& names,
+                            std::map<std::string, std::vector<FileRange>> ranges = {});
+  // Where such a file is in shared memory (SharedFiles::PathOf); empty: it was not read together.
+  std::string PathOfShared(absl::string_view name) const;
+  // Of the files of the last call, by this rank's host.
+  uint64_t bytes_read_together() const;
 
   // Reads a file and checks its digest in the same pass. NOT_FOUND names the file and lists what
   // there is; DATA_LOSS if it is damaged.
@@ -149,7 +156,8 @@ absl::Status CheckNumberIsFree(Comm& comm, const NodeGroups& groups, const Check
 // Collective; all ranks return the same error.
 absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
                                            const CheckpointFolder& folder,
-                                           CheckpointRegistrar* registrar = nullptr);
+                                           CheckpointRegistrar* registrar = nullptr,
+                                           const std::vector<std::string>& damaged = {});
 
 }  // namespace muster
 

@@ -10,6 +10,7 @@
 #include "absl/time/time.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "proto/muster/v1/checkpoint.pb.h"
 #include "rpc/status.h"
 
@@ -18,6 +19,9 @@ namespace {
 
 // The coordinator takes 1 MiB at most.
 constexpr size_t kMaxPartBytes = 768 << 10;
+
+// Of the text of a damage, of which it takes 1 KiB: each byte may become four.
+constexpr size_t kMaxDamage = 250;
 
 // After so many restarts of the coordinator in the middle of one report something else is wrong.
 constexpr int kReportTries = 10;
@@ -83,9 +87,12 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
     return FromProto(reply.checkpoint());
   }
 
-  absl::StatusOr<std::vector<RegisteredCheckpoint>> Publish(uint64_t id) override {
+  absl::StatusOr<std::vector<RegisteredCheckpoint>> Publish(uint64_t id,
+                                                            const SaveTimes& times) override {
     v1::PublishCheckpointRequest request;
     request.set_checkpoint_id(id);
+    request.set_stall_us(absl::ToInt64Microseconds(times.stall));
+    request.set_save_us(absl::ToInt64Microseconds(times.save));
     v1::PublishCheckpointReply reply;
     MUSTER_RETURN_IF_ERROR(client_->CallCheckpoints(&request, &reply));
     std::vector<RegisteredCheckpoint> to_delete;
@@ -109,6 +116,20 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
     v1::AbortCheckpointReply reply;
     const absl::Status aborted = client_->CallCheckpoints(&request, &reply);
     if (!aborted.ok()) MUSTER_LOG(Info) << aborted.message();
+  }
+
+  void Verified(const RegisteredCheckpoint& checkpoint, absl::string_view damage,
+                bool contents) override {
+    v1::VerifyCheckpointRequest request;
+    request.set_checkpoint_id(checkpoint.id);
+    request.set_depth(contents ? v1::VERIFY_CONTENTS : v1::VERIFY_SIZES);
+    request.set_sha256(absl::HexStringToBytes(checkpoint.sha256));
+    request.set_damage(Printable(damage, kMaxDamage));
+    request.set_verified_unix_us(static_cast<uint64_t>(absl::ToUnixMicros(absl::Now())));
+    v1::VerifyCheckpointReply reply;
+    const absl::Status told = client_->CallCheckpoints(&request, &reply);
+    // A coordinator that is older than this program keeps no verdicts.
+    if (!told.ok() && !absl::IsUnimplemented(told)) MUSTER_LOG(Info) << told.message();
   }
 
   absl::Status Pin(uint64_t id) override { return Mark(id, v1::MarkCheckpointRequest::PIN); }
@@ -200,25 +221,28 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
   }
 
   RegisteredCheckpoint FromProto(const v1::CheckpointRecord& record) const {
-    return {.job = record.job_id().empty() ? client_->job() : record.job_id(),
-            .id = record.checkpoint_id(),
-            .state = StateOf(record.state()),
-            .path = record.path(),
-            .staging = record.staging(),
-            .iteration = record.iteration(),
-            .step = record.step(),
-            .plan = record.plan_digest(),
-            .ranks = record.ranks(),
-            .promoted = record.promoted(),
-            .pinned = record.pinned(),
-            .published = record.published(),
-            .created_us = record.created_unix_us(),
-            .files = record.files(),
-            .bytes = record.bytes(),
-            .files_sha256 = absl::BytesToHexString(record.files_sha256()),
-            .previous_sha256 = absl::BytesToHexString(record.previous_sha256()),
-            .sha256 = absl::BytesToHexString(record.sha256()),
-            .signature = absl::BytesToHexString(record.signature())};
+    return {
+        .job = record.job_id().empty() ? client_->job() : record.job_id(),
+        .id = record.checkpoint_id(),
+        .state = StateOf(record.state()),
+        .path = record.path(),
+        .staging = record.staging(),
+        .iteration = record.iteration(),
+        .step = record.step(),
+        .plan = record.plan_digest(),
+        .ranks = record.ranks(),
+        .promoted = record.promoted(),
+        .pinned = record.pinned(),
+        .published = record.published(),
+        .damage = record.damage(),
+        .damage_in_contents = !record.damage().empty() && record.verified() == v1::VERIFY_CONTENTS,
+        .created_us = record.created_unix_us(),
+        .files = record.files(),
+        .bytes = record.bytes(),
+        .files_sha256 = absl::BytesToHexString(record.files_sha256()),
+        .previous_sha256 = absl::BytesToHexString(record.previous_sha256()),
+        .sha256 = absl::BytesToHexString(record.sha256()),
+        .signature = absl::BytesToHexString(record.signature())};
   }
 
   const std::shared_ptr<CoordinatorClient> client_;

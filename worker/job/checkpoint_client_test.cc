@@ -88,9 +88,9 @@ TEST_F(CheckpointClientTest, AnswersThatAreLost_ChangeNothing) {
   EXPECT_EQ((*sealed)->path, "/c/1");
   EXPECT_EQ((*sealed)->job, "job");
   EXPECT_EQ((*registrar_->Seal(first))->sha256, (*sealed)->sha256);
-  ASSERT_TRUE(registrar_->Publish(first).ok());
+  ASSERT_TRUE(registrar_->Publish(first, SaveTimes()).ok());
   const uint64_t second = Save("/c/2", 2);
-  const auto superfluous = registrar_->Publish(second);
+  const auto superfluous = registrar_->Publish(second, SaveTimes());
   ASSERT_TRUE(superfluous.ok()) << superfluous.status();
   ASSERT_THAT(*superfluous, SizeIs(1));
   EXPECT_EQ(superfluous->front().id, first);
@@ -135,9 +135,9 @@ TEST_F(CheckpointClientTest, LeftoversInTheWayOfBegin_AreGivenUp) {
   EXPECT_NE(Begin("/c/1", 2), unfinished);
   EXPECT_THAT(*registrar_->List(), SizeIs(1));
   const uint64_t old = Save("/c/2", 3);
-  ASSERT_TRUE(registrar_->Publish(old).ok());
+  ASSERT_TRUE(registrar_->Publish(old, SaveTimes()).ok());
   const uint64_t next = Save("/c/3", 4);
-  ASSERT_THAT(*registrar_->Publish(next), SizeIs(1));
+  ASSERT_THAT(*registrar_->Publish(next, SaveTimes()), SizeIs(1));
   // Its deletion was not reported.
   EXPECT_NE(Begin("/c/2", 5), old);
 }

@@ -485,8 +485,10 @@ class CoordinatorClient::Impl {
                                                                          const Request&, Reply*),
                            Request* request, Reply* reply) {
     FillFence(request->mutable_fence());
-    // What was begun is forgotten when its generation is over: no exit waits for it.
-    if constexpr (std::is_same_v<Request, v1::AbortCheckpointRequest>) {
+    // What was begun is forgotten when its generation is over, and a verdict can be found again: no
+    // exit waits for these.
+    if constexpr (std::is_same_v<Request, v1::AbortCheckpointRequest> ||
+                  std::is_same_v<Request, v1::VerifyCheckpointRequest>) {
       return CallWithin(what, kGrace, *checkpoints_, method, request, reply, AtExit::kCutShort);
     } else {
       return Call(what, options_.call_timeout, *checkpoints_, method, request, reply);
@@ -970,6 +972,12 @@ absl::Status CoordinatorClient::CallCheckpoints(v1::ListCheckpointsRequest* requ
 absl::Status CoordinatorClient::CallCheckpoints(v1::MarkCheckpointRequest* request,
                                                 v1::MarkCheckpointReply* reply) {
   return impl_->Checkpoints("mark a checkpoint", &v1::Checkpoints::Stub::Mark, request, reply);
+}
+
+absl::Status CoordinatorClient::CallCheckpoints(v1::VerifyCheckpointRequest* request,
+                                                v1::VerifyCheckpointReply* reply) {
+  return impl_->Checkpoints("report a verified checkpoint", &v1::Checkpoints::Stub::Verify, request,
+                            reply);
 }
 
 void CoordinatorClient::ReportProgress(int64_t step, const std::string& phase,

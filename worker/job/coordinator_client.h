@@ -37,6 +37,8 @@ class ListCheckpointsRequest;
 class ListCheckpointsReply;
 class MarkCheckpointRequest;
 class MarkCheckpointReply;
+class VerifyCheckpointRequest;
+class VerifyCheckpointReply;
 }  // namespace v1
 
 // A worker's request to a rendezvous.
@@ -292,6 +294,8 @@ class CoordinatorClient {
   absl::Status CallCheckpoints(v1::ListCheckpointsRequest* request,
                                v1::ListCheckpointsReply* reply);
   absl::Status CallCheckpoints(v1::MarkCheckpointRequest* request, v1::MarkCheckpointReply* reply);
+  absl::Status CallCheckpoints(v1::VerifyCheckpointRequest* request,
+                               v1::VerifyCheckpointReply* reply);
 
   // What the next heartbeat and barrier report about this rank. Does not block.
   void ReportProgress(int64_t step, const std::string& phase,

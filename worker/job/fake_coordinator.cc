@@ -181,6 +181,22 @@ class FakeCheckpoints : public v1::Checkpoints::Service {
       return grpc::Status::OK;
     });
   }
+  grpc::Status Verify(grpc::ServerContext*, const v1::VerifyCheckpointRequest* request,
+                      v1::VerifyCheckpointReply* reply) override {
+    return Answer(request->fence(), [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> grpc::Status {
+      const auto found = entries_.find(request->checkpoint_id());
+      if (found == entries_.end()) return NoCheckpoint();
+      v1::CheckpointRecord& record = found->second.record;
+      if (record.sha256() != request->sha256()) {
+        return ErrorOf(absl::StatusCode::kFailedPrecondition, "another record",
+                       v1::ERROR_REASON_CHECKPOINT_CONFLICT);
+      }
+      record.set_damage(request->damage());
+      record.set_verified(request->depth());
+      *reply->mutable_checkpoint() = record;
+      return grpc::Status::OK;
+    });
+  }
 
  private:
   struct Entry {

@@ -9,6 +9,8 @@
 #include "ATen/ops/where.h"
 #include "ATen/ops/zeros.h"
 #include "c10/util/Exception.h"
+#include "c10/util/accumulate.h"
+#include "c10/util/strides.h"
 
 namespace muster {
 namespace {
@@ -496,6 +498,16 @@ at::Tensor ShardUnit::PartOf(size_t index, const at::Tensor& full) const {
   return ordered.as_strided({full.numel()}, {1}, ordered.storage_offset())
       .narrow(0, slice.begin, slice.shard.numel())
       .clone();
+}
+
+std::pair<int64_t, int64_t> ShardUnit::PartRange(size_t index) const {
+  const Slice& slice = slices_[index];
+  const int64_t size = slice.shard.numel();
+  if (size == 0) return {0, 0};
+  // Of another order of memory PartOf() makes a copy of all.
+  const int64_t all = c10::multiply_integers(slice.sizes);
+  if (!c10::is_contiguous_strides(slice.sizes, slice.strides)) return {0, all};
+  return {slice.begin, slice.begin + size};
 }
 
 void ShardUnit::SetValues(const std::vector<at::Tensor>& full) {

@@ -151,6 +151,8 @@ class ShardUnit : public Page {
   std::vector<at::Tensor> Assemble(const std::vector<at::Tensor>& parts, at::ScalarType dtype);
   // This rank's part of a full tensor of slice `index`, a copy, in the order of memory.
   at::Tensor PartOf(size_t index, const at::Tensor& full) const;
+  // Which elements of a contiguous full tensor that reads: first and past the last.
+  std::pair<int64_t, int64_t> PartRange(size_t index) const;
   // Overwrites the shards with the values of the full tensors, where they are defined.
   void SetValues(const std::vector<at::Tensor>& full);
 

@@ -811,6 +811,11 @@ int64_t ShardedModel::PartSize(const std::string& name) const {
   return units_[unit]->slices()[slice].shard.numel();
 }
 
+std::pair<int64_t, int64_t> ShardedModel::PartRange(const std::string& name) const {
+  const auto& [unit, slice] = PlaceOf(name);
+  return units_[unit]->PartRange(slice);
+}
+
 at::Tensor ShardedModel::PartOf(const std::string& name, const at::Tensor& full) const {
   const auto& [unit, slice] = PlaceOf(name);
   return units_[unit]->PartOf(slice, full);

@@ -144,6 +144,8 @@ class ShardedModel {
   // This rank's part of the full tensor for parameter `name`: 1-D, in memory of its own on the
   // device of `full`.
   at::Tensor PartOf(const std::string& name, const at::Tensor& full) const;
+  // Which elements of a contiguous full tensor PartOf() reads: first and past the last.
+  std::pair<int64_t, int64_t> PartRange(const std::string& name) const;
 
   Comm& shard_comm() { return shard_comm_; }
   const std::vector<std::unique_ptr<ShardUnit>>& units() const { return units_; }
