@@ -5,6 +5,9 @@
 // this program's own and share no code with the saver. All of it in turns in one process; medians
 // in one JSON line.
 //
+// --limit_mb L: what training loses while a save is written at L MB/s: as many passes as it takes
+// to write it with a save at the first one, against as many without.
+//
 // --ranks N: what it costs N ranks of a host, threads of this process, to read a model's and an
 // optimizer's file of so many bytes together, and to copy them into tensors: each rank all of them
 // (apart), or each a share of the blocks into memory that all map (together).
@@ -191,11 +194,45 @@ void ReadOnRanks(int ranks, double gib, int rounds, const std::string& dir) {
   Check(muster::RemoveTree(dir));
 }
 
+// The throughput that training loses while a save of `bytes` is written at `limit` bytes a second.
+void MeasureDip(size_t bytes, int64_t limit, int rounds, const std::function<void()>& pass,
+                const std::function<absl::Status()>& save,
+                const std::function<absl::Status()>& wait) {
+  pass();
+  const double one = Seconds(pass);
+  // A tenth longer than the save should take.
+  const int passes =
+      static_cast<int>(1.1 * static_cast<double>(bytes) / static_cast<double>(limit) / one) + 1;
+  const auto run = [&](bool saves) {
+    return Seconds([&] {
+      if (saves) Check(save());
+      for (int i = 0; i < passes; ++i) pass();
+    });
+  };
+  std::vector<double> dips, left, plain;
+  for (int round = 0; round < rounds; ++round) {
+    plain.push_back(run(false));
+    const double with_save = run(true);
+    left.push_back(Seconds([&] { Check(wait()); }));
+    dips.push_back(1 - plain.back() / with_save);
+  }
+  double average[1] = {0};
+  (void)getloadavg(average, 1);
+  std::printf(
+      "{\"bench\":\"checkpoint_dip\",\"bytes\":%zu,\"limit_bytes_s\":%lld,\"passes\":%d,"
+      "\"plain_s\":%.2f,\"dip\":%.4f,\"least_dip\":%.4f,\"most_dip\":%.4f,\"left_to_write_s\":%.3f,"
+      "\"load_average\":%.1f}\n",
+      bytes, static_cast<long long>(limit), passes, Median(plain), Median(dips),
+      *std::min_element(dips.begin(), dips.end()), *std::max_element(dips.begin(), dips.end()),
+      Median(left), average[0]);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   double gib = 1;
   int rounds = 5, ranks = 1;
+  int64_t limit_mb = 0;
   std::string dir = "checkpoint-bench";
   CLI::App app("What saving and loading a state costs on this disk.");
   app.add_option("--gib", gib, "of state: parameters and two moments")->check(CLI::PositiveNumber);
@@ -203,6 +240,9 @@ int main(int argc, char** argv) {
   app.add_option("--dir", dir, "a new folder on the disk that is measured; removed at the end");
   app.add_option("--ranks", ranks, "above 1: only reading, by so many ranks")
       ->check(CLI::PositiveNumber);
+  app.add_option("--limit_mb", limit_mb,
+                 "above 0: only the dip, with writes limited to so many MB/s")
+      ->check(CLI::NonNegativeNumber);
   CLI11_PARSE(app, argc, argv);
   if (ranks > 1) {
     ReadOnRanks(ranks, gib, rounds, dir);
@@ -226,6 +266,7 @@ int main(int argc, char** argv) {
   options.cpu = true;
   muster::Accelerator before(options);
   options.checkpoint.asynchronous = true;
+  options.checkpoint.max_bytes_per_second = limit_mb * 1'000'000;
   muster::Accelerator beside(options);
   auto [model, optimizer] = before.prepare(net, adamw);
   auto [same_model, same_optimizer] = beside.prepare(net, adamw);
@@ -237,6 +278,18 @@ int main(int argc, char** argv) {
     same_optimizer.step();
     same_optimizer.zero_grad();
   };
+
+  if (limit_mb > 0) {
+    // The first one takes the memory.
+    Check(beside.save_state(path("beside")));
+    Check(beside.wait_for_checkpoint());
+    MeasureDip(
+        DropFromCache(path("beside")), limit_mb * 1'000'000, rounds, pass,
+        [&] { return beside.save_state(path("beside")); },
+        [&] { return beside.wait_for_checkpoint(); });
+    Check(muster::RemoveTree(dir));
+    return 0;
+  }
 
   std::vector<double> plain_write, synchronous, stall, durable, plain_read, load, durable_ratio,
       load_ratio, stall_ratio, synchronous_cpu, stall_cpu, durable_cpu, load_cpu, plain_pass,

@@ -1,0 +1,91 @@
+"""What others take to save and load the state of `bench/checkpoint`: parameters and two AdamW moments. Each save is on the
+disk when its time ends (fsync), each load begins without the page cache. One JSON line of seconds, medians."""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+
+import accelerate
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
+
+def files(folder):
+    return [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
+
+
+def flush(folder, drop=False):
+    for path in files(folder):
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        if drop:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", required=True, help="on the disk that is measured")
+    parser.add_argument("--gib", type=float, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    flags = parser.parse_args()
+    torch.manual_seed(0)
+    layers = max(1, int(flags.gib * 64 / 3 + 0.5))
+    net = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(layers)])
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    accelerator.backward(model(torch.ones(1, 2048)).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def flat():
+        state = {name: tensor.detach() for name, tensor in net.state_dict().items()}
+        for i, moments in optimizer.state_dict()["state"].items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[f"{i}.{key}"] = moments[key]
+        return state
+
+    def load_safetensors(at):
+        for name, tensor in safetensors.torch.load_file(at + "/state.safetensors").items():
+            state[name].copy_(tensor)
+
+    def load_torch(at):
+        for name, tensor in torch.load(at + "/state.pt", weights_only=True).items():
+            state[name].copy_(tensor)
+
+    state = flat()
+    ways = {
+        "safetensors": (lambda at: safetensors.torch.save_file(state, at + "/state.safetensors"), load_safetensors),
+        "torch": (lambda at: torch.save(state, at + "/state.pt"), load_torch),
+        "dcp": (lambda at: dcp.save(state, checkpoint_id=at, no_dist=True),
+                lambda at: dcp.load(state, checkpoint_id=at, no_dist=True)),
+        "accelerate": (accelerator.save_state, accelerator.load_state),
+    }
+    saves, loads = {way: [] for way in ways}, {way: [] for way in ways}
+    with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
+        for _ in range(flags.rounds):
+            for way, (save, load) in ways.items():
+                at = f"{folder}/{way}"
+                os.makedirs(at)
+                start = time.perf_counter()
+                save(at)
+                flush(at)
+                saves[way].append(time.perf_counter() - start)
+                flush(at, drop=True)
+                start = time.perf_counter()
+                load(at)
+                loads[way].append(time.perf_counter() - start)
+                shutil.rmtree(at)
+    result = {"bench": "checkpoint_peers", "bytes": sum(tensor.nbytes for tensor in state.values())}
+    for way in ways:
+        result[way + "_save_s"] = round(statistics.median(saves[way]), 3)
+        result[way + "_cold_load_s"] = round(statistics.median(loads[way]), 3)
+    print(json.dumps(result))
+
+
+main()
