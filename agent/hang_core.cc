@@ -7,6 +7,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "base/text.h"
 #include "rpc/session/duration.h"
 
 namespace muster::agent {
@@ -134,8 +135,7 @@ std::vector<v1::HungRanks> GroupHungRanks(const std::vector<v1::RankStack>& stac
                                member->second->last_collective());
     std::string stack = one.missing().empty() ? one.worker().native_stack() : "";
     if (stack.size() > kMaxStack) {
-      stack.resize(kMaxStack);
-      stack += "\n...";
+      stack = absl::StrCat(Utf8Prefix(stack, kMaxStack), "\n...");
     }
     const std::string text =
         one.missing().empty() ? doing : absl::StrCat(doing, "; no stack: ", one.missing());

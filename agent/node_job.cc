@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -26,6 +27,7 @@
 #include "base/held_memory.h"
 #include "base/log.h"
 #include "base/mutex.h"
+#include "base/text.h"
 
 namespace muster::agent {
 namespace {
@@ -153,23 +155,32 @@ class ReentryListener {
 // the watch as long as that is there.
 std::unique_ptr<HangWatch> WatchForHangs(absl::Duration timeout, int slots, OpSender& sender,
                                          Agent& agent, WorkerProcesses& processes,
-                                         OutputMux& output, std::optional<HangReport>* told) {
+                                         OutputMux& output, const std::atomic<bool>& stops,
+                                         std::optional<HangReport>* told) {
   HangWatch::Options options;
   options.job = processes.job();
   options.timeout = timeout;
   options.sender = &sender;
-  options.judges = [&processes, slots] {
+  options.judges = [&processes, &stops, slots] {
+    // It has its own time to end, which may be longer.
+    if (stops) return false;
     const std::vector<WorkerProcesses::Running> here = processes.All();
     return std::any_of(here.begin(), here.end(),
                        [&](const WorkerProcesses::Running& one) { return one.rank < slots; });
   };
-  options.on_hang = [&agent, &processes, &output, told](HangReport report) {
-    output.Note(absl::StrCat("muster: the job hangs: ", report.hang.why));
+  options.on_hang = [&agent, &processes, &output, &stops, told](HangReport report) {
+    if (stops) return;
+    // Hosts, phases and stacks are what workers, also of other machines, say.
+    const auto note = [&output](absl::string_view before, absl::string_view text) {
+      output.Note(absl::StrCat(before, Printable(text, /*max_bytes=*/1000)));
+    };
+    note("muster: the job hangs: ", report.hang.why);
     for (const v1::HungRanks& ranks : report.ranks) {
-      output.Note(absl::StrCat("muster: ", ranks.ranks_size() == 1 ? "rank " : "ranks ",
-                               absl::StrJoin(ranks.ranks(), ","), ": ", ranks.doing()));
+      note(absl::StrCat("muster: ", ranks.ranks_size() == 1 ? "rank " : "ranks ",
+                        absl::StrJoin(ranks.ranks(), ","), ": "),
+           ranks.doing());
       for (const absl::string_view line : absl::StrSplit(ranks.stack(), '\n', absl::SkipEmpty())) {
-        output.Note(absl::StrCat("  | ", line));
+        note("  | ", line);
       }
     }
     const std::string why = report.hang.why;
@@ -185,9 +196,12 @@ std::unique_ptr<HangWatch> WatchForHangs(absl::Duration timeout, int slots, OpSe
 // ended, hurries the output instead. Thread-safe.
 class JobStopper {
  public:
-  JobStopper(Agent& agent, OutputMux& output) : agent_(agent), output_(output) {}
+  // `*stops` becomes true at the first signal.
+  JobStopper(Agent& agent, OutputMux& output, std::atomic<bool>* stops)
+      : agent_(agent), output_(output), stops_(stops) {}
 
   void OnSignal(int signal) {
+    *stops_ = true;
     MutexLock lock(&mu_);
     switch (requests_.Take(Clock::Real().Now())) {
       case StopRequests::Request::kRepeated:
@@ -226,6 +240,7 @@ class JobStopper {
  private:
   Agent& agent_;
   OutputMux& output_;
+  std::atomic<bool>* const stops_;
   Mutex mu_;
   StopRequests requests_ ABSL_GUARDED_BY(mu_);
   bool running_ ABSL_GUARDED_BY(mu_) = true;  // the agent
@@ -290,12 +305,13 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   (*session)->SetOnKillWorker([&agent](const v1::KillWorker& kill) {
     agent.Kill(kill.worker_id(), kill.incarnation(), kill.why());
   });
+  std::atomic<bool> stops{false};
   std::unique_ptr<HangWatch> hangs;
   if (options.hang_timeout > absl::ZeroDuration()) {
     hangs = WatchForHangs(options.hang_timeout, slots, (*session)->sender(), agent, processes,
-                          output, &result.hang);
+                          output, stops, &result.hang);
   }
-  JobStopper stopper(agent, output);
+  JobStopper stopper(agent, output, &stops);
   SignalWatcher signals([&stopper](int signal) { stopper.OnSignal(signal); });
   result.job = agent.Run();
   hangs.reset();

@@ -129,7 +129,8 @@ void Core::Impl::PlanCheckpoint(v1::SubmitJobReply* reply) {
     return;
   }
   if (folder[0] != '/') folder = absl::StrCat(absl::StripSuffix(below, "/"), "/", folder);
-  plan->set_folder(std::string(absl::StripSuffix(folder, "/")));
+  // Not of the root: an empty folder is a private one.
+  plan->set_folder(std::string(folder.size() > 1 ? absl::StripSuffix(folder, "/") : folder));
   for (const Job* const other : JobsById()) {
     const v1::CheckpointRecord* const known = other->checkpoints().NewestPromoted(plan->folder());
     if (known == nullptr || (record != nullptr && record->checkpoint_id() > known->checkpoint_id()))

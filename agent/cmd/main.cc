@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -20,6 +21,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "absl/time/time.h"
 #include "agent/attempt_end.h"
 #include "agent/descriptors.h"
 #include "agent/gpu_facts.h"
@@ -37,6 +39,7 @@
 #include "base/flags/service_settings.h"
 #include "base/log.h"
 #include "base/machine.h"
+#include "base/mutex.h"
 #include "base/service_notifier.h"
 #include "base/status_macros.h"
 #include "base/version.h"
@@ -426,11 +429,32 @@ struct ServeFlags {
   bool serve = false;
 };
 
+// A driver with a GPU that hangs may never answer: the agent has to start nevertheless.
+absl::StatusOr<GpuFacts> AskDriver() {
+  constexpr absl::Duration kPatience = absl::Seconds(10);
+  struct Answer {
+    absl::StatusOr<GpuFacts> facts = absl::UnknownError("not asked");
+    Notification done;
+  };
+  const auto answer = std::make_shared<Answer>();
+  std::thread([answer] {
+    answer->facts = ReadGpuFacts();
+    answer->done.Notify();
+  }).detach();
+  if (!answer->done.WaitForNotificationWithTimeout(kPatience)) {
+    return absl::UnavailableError(
+        absl::StrCat("the driver has not answered for ", absl::FormatDuration(kPatience),
+                     ": see whether nvidia-smi does; --gpu_memory_mib says it without asking"));
+  }
+  return answer->facts;
+}
+
 // `found`: how many GPUs the machine has.
 void SetGpuFacts(int found, int memory_mib, v1::NodeInfo* info) {
   GpuFacts facts;
-  if (found > 0) {
-    absl::StatusOr<GpuFacts> read = ReadGpuFacts();
+  const bool all_said = memory_mib >= 0 && !info->nvlink_domain().empty();
+  if (found > 0 && info->gpus_size() > 0 && !all_said) {
+    absl::StatusOr<GpuFacts> read = AskDriver();
     if (read.ok()) {
       facts = *std::move(read);
     } else {

@@ -36,7 +36,14 @@ absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::str
   v1::GetMembersReply members;
   grpc::ClientContext call;
   rpc::SetTimeout(call, connection.timeout);
-  if (v1::Membership::NewStub(connection.channel)->GetMembers(&call, request, &members).ok()) {
+  const bool known =
+      v1::Membership::NewStub(connection.channel)->GetMembers(&call, request, &members).ok();
+  // One that is over is kept for a while.
+  const bool runs =
+      known && std::any_of(members.members().begin(), members.members().end(), [](const auto& one) {
+        return one.state() == v1::WORKER_STATE_JOINING || one.state() == v1::WORKER_STATE_RUNNING;
+      });
+  if (runs) {
     return absl::InvalidArgumentError(absl::StrCat(
         job, " is a submitted job and a launch: write ", kLaunchPrefix, job, " for the launch, or ",
         job, ".", std::max(1, submitted->attempts), " for that attempt of the submitted job"));

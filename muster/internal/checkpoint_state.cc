@@ -557,7 +557,7 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
   loops_.SavePlace(&info);
   const bool done = loops_.EpochIsDone();
   const auto write = [this](StateWriter& writer) { return Write(writer); };
-  return Guard([&] {
+  const absl::Status saved = Guard([&] {
     const CheckpointFolder folder(Root());
     OpenMemory();
     bool to_disk = GoesToDisk(directory);
@@ -597,6 +597,9 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     ThrowIfError(earlier);
     ThrowIfError(in_memory);
   });
+  // What hangs from here on is not the save.
+  process_.progress().SetPhase("after save_state");
+  return saved;
 }
 
 absl::Status CheckpointState::CheckSavable() {
@@ -1228,6 +1231,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
       if (read.count(file.name) == 0) report.left_out.push_back(file.name);
     }
   });
+  process_.progress().SetPhase("after load_weights");
   if (!status.ok()) return status;
   return report;
 }
