@@ -134,6 +134,7 @@ absl::Status Agent::StartWorkers(const Meeting& meeting, int attempt) {
     // They would be other ranks than their variables say.
     StopWorkers(options_.failure_grace);
     WaitForWorkers();
+    if (stopped_) return absl::CancelledError("the job was stopped");
   }
   node_rank_ = meeting.node_rank;
   num_nodes_ = meeting.num_nodes;
@@ -164,12 +165,17 @@ int Agent::kept() const {
                                         [](const Worker& worker) { return worker.kept; }));
 }
 
+bool Agent::IsReentering(const Worker& worker) {
+  return (worker.awaited || worker.reentry == Reentry::kReturned) && worker.killed_because.empty();
+}
+
 void Agent::OnReentry(const ReentryTold& told) {
   for (Worker& worker : workers_) {
     if (worker.worker_id != told.worker_id || worker.process == nullptr || worker.ended) continue;
     if (worker.renewed) continue;
     worker.reentry = told.reentry;
-    if (told.reentry == Reentry::kReturned) worker.awaited = false;
+    // Also when it says again that it can: it has a new seat.
+    if (told.reentry != Reentry::kNone) worker.awaited = false;
     // It has finished what it would re-enter.
     if (told.reentry == Reentry::kNone && worker.awaited) {
       worker.renewed = true;
@@ -274,8 +280,9 @@ AttemptEnd Agent::Culprit(const Ended& first) {
       Post(*std::move(event));
       break;
     }
+    const bool stopped_here = workers_[ended->local_rank].renewed;
     WorkerEnd end = OnEnded(*ended);
-    if (end.exit.signal != 0) culprit = std::move(end);
+    if (end.exit.signal != 0 && !stopped_here) culprit = std::move(end);
   }
   AttemptEnd end;
   end.why = culprit.ToString();
@@ -294,8 +301,12 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
     return link_.Fail(
         {absl::StrCat("a worker could not be started on ", hostname_, ": ", status.message()), {}});
   };
-  if (absl::Status status = StartWorkers(meeting, attempt); !status.ok()) {
+  if (absl::Status status = StartWorkers(meeting, attempt); !status.ok() && !stopped_) {
     return not_started(status);
+  }
+  if (stopped_) {
+    link_.Fail({absl::StrCat("the job was stopped on ", hostname_), {}});
+    return std::nullopt;
   }
   absl::Time reentry_ends = Clock::Real().Now() + options_.reentry_timeout;
   while (running_ > 0) {
@@ -311,7 +322,7 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
       continue;
     }
     if (const auto* ended = std::get_if<Ended>(&event)) {
-      if (workers_[ended->local_rank].awaited) {
+      if (IsReentering(workers_[ended->local_rank])) {
         if (absl::Status status = Renew(meeting, attempt, *ended); !status.ok()) {
           return not_started(status);
         }
@@ -389,6 +400,7 @@ JobResult Agent::RunAttempts() {
       events_.swap(left);
     }
     if (stop_wanted) {
+      stopped_ = true;
       result.outcome = JobResult::Outcome::kStopped;
       return result;
     }

@@ -148,6 +148,8 @@ class Agent {
   void KillWorker(const KillWanted& wanted);
   void OnReentry(const ReentryTold& told);
   void StopAwaited();
+  // Between the generation that has ended and its seat in the next: its end is not counted.
+  static bool IsReentering(const Worker& worker);
   // Starts the worker again within the attempt.
   absl::Status Renew(const Meeting& meeting, int attempt, const Ended& ended);
   int kept() const;

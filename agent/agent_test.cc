@@ -322,17 +322,32 @@ TEST_F(ReentryTest, SurvivorEndsBeforeItReturns_IsStartedAgainInTheSameAttempt) 
   EXPECT_EQ(Join().restarts, 1);
 }
 
-TEST_F(ReentryTest, SurvivorEndsAfterItReturned_CountsAsAnotherRestart) {
+TEST_F(ReentryTest, SurvivorEndsBeforeItHasASeat_IsStartedAgainInTheSameAttempt) {
+  StartWorkers();
+  LoseRankOne();
+  EXPECT_THAT(ReadLine(), HasSubstr("[1]: "));
+  agent_->Reenters("w0", Reentry::kReturned);
+  End(0, 1);
+  EXPECT_THAT(ReadLine(), HasSubstr("exited with code 1 before it has joined the others again"));
+  EXPECT_THAT(ReadLine(), ::testing::MatchesRegex("\\[0\\]: [0-9]+ 1"));
+  End(0, 0);
+  End(1, 0);
+  EXPECT_EQ(Join().restarts, 1);
+}
+
+TEST_F(ReentryTest, SurvivorEndsAfterItHasASeat_CountsAsAnotherRestart) {
   options_.max_restarts = 2;
   StartWorkers();
   LoseRankOne();
   EXPECT_THAT(ReadLine(), HasSubstr("[1]: "));
   agent_->Reenters("w0", Reentry::kReturned);
+  agent_->Reenters("w0", Reentry::kAble);
   agent_->Reenters("w1", Reentry::kAble);
   End(0, 5);
   EXPECT_THAT(ReadLine(), HasSubstr("exited with code 5; starting 1 of 2 workers again"));
   EXPECT_THAT(ReadLine(), ::testing::MatchesRegex("\\[0\\]: [0-9]+ 2"));
   agent_->Reenters("w1", Reentry::kReturned);
+  agent_->Reenters("w1", Reentry::kAble);
   End(0, 0);
   End(1, 0);
   EXPECT_EQ(Join().restarts, 2);
@@ -395,6 +410,8 @@ TEST_F(ReentryTest, AnotherNodeFails_SurvivorsHereContinue) {
   coordination_.EndElsewhere({"rank 5 (pid 7 on other) exited with code 1", {}});
   EXPECT_THAT(ReadLine(), HasSubstr("starting 0 of 2 workers again"));
   agent_->Reenters("w0", Reentry::kReturned);
+  agent_->Reenters("w0", Reentry::kAble);
+  agent_->Reenters("w1", Reentry::kAble);
   End(0, 0);
   End(1, 0);
   EXPECT_EQ(Join().outcome, JobResult::Outcome::kSucceeded);

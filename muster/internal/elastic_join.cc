@@ -1,9 +1,11 @@
 #include "muster/internal/elastic_join.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/held_memory.h"
 #include "base/log.h"
@@ -19,9 +21,29 @@
 
 namespace muster::internal {
 
+namespace {
+
+// What the agent counts: a process that re-enters more often than it can be asked to (once for a
+// restart, and once more if another survivor had to be started again) does so without a loss that
+// anybody counts, as after leases that run out again and again.
+int LargestNumberOfReentries() {
+  const std::map<std::string, std::string> variables = ProcessVariables();
+  const auto number = [&](const std::string& name, int* value) {
+    const auto it = variables.find(name);
+    return it != variables.end() && absl::SimpleAtoi(it->second, value);
+  };
+  int most = 0, done = 0;
+  if (!number("TORCHELASTIC_MAX_RESTARTS", &most)) return std::numeric_limits<int>::max();
+  number("MUSTER_RESTART_COUNT", &done);
+  return 2 * std::clamp(most - done, 0, 1 << 20) + 1;
+}
+
+}  // namespace
+
 ElasticJoin::ElasticJoin(const AcceleratorOptions& options, bool elastic)
     : options_(options),
       elastic_(elastic),
+      reentries_left_(elastic ? LargestNumberOfReentries() : 0),
       random_(elastic ? SaveRngState() : std::map<std::string, at::Tensor>()) {}
 
 void ElasticJoin::Offer(const JoinedProcess& process) {
@@ -47,11 +69,13 @@ void ElasticJoin::Offer(const JoinedProcess& process) {
 
 std::shared_ptr<Core> ElasticJoin::Join() {
   if (!elastic_) return std::make_shared<Core>(options_);
-  if (returns_) {
-    CheckHeld();
-    RestoreRngState(random_);
-  }
+  if (returns_) CheckHeld();
   while (true) {
+    if (returns_) {
+      // As in a new process.
+      RestoreRngState(random_);
+      at::ThreadLocalState::setThreadLocalState(thread_);
+    }
     if (returns_) ThrowIfError(TellReentry(agent_, Reentry::kReturned));
     bool seated = false;
     JoinJobOptions join;
@@ -66,7 +90,7 @@ std::shared_ptr<Core> ElasticJoin::Join() {
     };
     absl::StatusOr<JoinedProcess> process = Core::Join(options_, join);
     absl::Status status = process.status();
-    bool lost = seated && *able_ && absl::IsAborted(status);
+    bool lost = seated && *able_ && absl::IsAborted(status) && --reentries_left_ >= 0;
     if (process.ok()) {
       const std::shared_ptr<CoordinatorClient> coordinator = process->coordinator;
       const Environment environment = process->environment;
@@ -84,15 +108,21 @@ std::shared_ptr<Core> ElasticJoin::Join() {
 bool ElasticJoin::Lost(const absl::Status& error,
                        const std::shared_ptr<CoordinatorClient>& coordinator,
                        const Environment& environment) {
-  return *able_ && IsLossOfPeer(error) &&
-         AwaitGenerationEnd(*coordinator, PatienceForEnd(environment)).ok();
+  if (!*able_ || !IsLossOfPeer(error) ||
+      !AwaitGenerationEnd(*coordinator, PatienceForEnd(environment)).ok()) {
+    return false;
+  }
+  if (--reentries_left_ >= 0) return true;
+  MUSTER_LOG(Error) << "this process has joined again more often than the job may be restarted";
+  return false;
 }
 
 bool ElasticJoin::Leaves(Core& core, const absl::Status& error) {
   if (!Lost(error, core.process().coordinator(), core.process().environment())) return false;
   // From here to the next look at should_stop(), a process that is to stop just ends.
   if (!StopSignal::Release()) return false;
-  MUSTER_LOG(Info) << "joins the next generation: " << error.message();
+  // With the error: if it was this process's own, nobody else says it.
+  MUSTER_LOG(Warning) << "joins the next generation: " << error.message();
   returns_ = true;
   handed_ = core.Abandon();
   former_ = core.weak_from_this();

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "ATen/ThreadLocalState.h"
 #include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
 #include "muster/internal/core.h"
@@ -45,7 +46,10 @@ class ElasticJoin {
 
   const AcceleratorOptions options_;
   const bool elastic_;
+  int reentries_left_;
+  // Of the first call, which each later one begins with.
   const std::map<std::string, at::Tensor> random_;
+  const at::ThreadLocalState thread_;
   std::string agent_;  // its socket
   // The agent knows that this process re-enters. The heartbeats' thread reads it, which may outlive
   // this object.
