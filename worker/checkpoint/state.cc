@@ -156,8 +156,13 @@ absl::StatusOr<StateDict> StateReader::Read(absl::string_view name) const {
   return ReadStateDict(path, file->digest, file->blocks);
 }
 
-absl::Status StateReader::ReadTogether(Comm& comm, const std::vector<std::string>& names,
-                                       std::map<std::string, std::vector<FileRange>> ranges) {
+absl::Status StateReader::ReadTogether(Comm& comm, const std::vector<std::string>& names) {
+  return ReadTogether(comm, names, {});
+}
+
+absl::Status StateReader::ReadTogether(
+    Comm& comm, const std::vector<std::string>& names,
+    const std::map<std::string, std::vector<FileRange>>& ranges) {
   if (in_memory()) return absl::OkStatus();
   std::vector<ManifestFile> files;
   for (const std::string& name : names) {
@@ -166,8 +171,7 @@ absl::Status StateReader::ReadTogether(Comm& comm, const std::vector<std::string
   }
   // The memory of those before goes first.
   shared_.reset();
-  MUSTER_ASSIGN_OR_RETURN(shared_,
-                          SharedFiles::Read(comm, dir_, files, {.ranges = std::move(ranges)}));
+  MUSTER_ASSIGN_OR_RETURN(shared_, SharedFiles::Read(comm, dir_, files, {.ranges = ranges}));
   return absl::OkStatus();
 }
 

@@ -11,7 +11,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/state_dict.h"
@@ -21,6 +20,7 @@ namespace muster {
 
 class CheckpointRegistrar;
 class SharedFiles;
+struct FileRange;
 class Snapshot;
 struct DirectFileWritten;
 struct NodeGroups;
@@ -97,8 +97,9 @@ class StateReader {
   // together with the ranks that need them too, each a share (see SharedFiles); Read() takes them
   // from there. `ranges`: of files of which this rank needs a part, as in SharedFiles: what Read()
   // returns of the rest has no meaning. Errors: the same on every rank, as SharedFiles::Read.
+  absl::Status ReadTogether(Comm& comm, const std::vector<std::string>& names);
   absl::Status ReadTogether(Comm& comm, const std::vector<std::string>& names,
-                            std::map<std::string, std::vector<FileRange>> ranges = {});
+                            const std::map<std::string, std::vector<FileRange>>& ranges);
   // Where such a file is in shared memory (SharedFiles::PathOf); empty: it was not read together.
   std::string PathOfShared(absl::string_view name) const;
   // Of the files of the last call, by this rank's host.
