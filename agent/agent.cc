@@ -401,6 +401,7 @@ JobResult Agent::RunAttempts() {
     }
     if (stop_wanted) {
       stopped_ = true;
+      result.failed_here.reset();  // of the attempt before
       result.outcome = JobResult::Outcome::kStopped;
       return result;
     }
@@ -436,6 +437,8 @@ JobResult Agent::RunAttempts() {
     }
     if (stopped_) {
       result.outcome = JobResult::Outcome::kStopped;
+      // It had failed before it was told to stop.
+      if (end.has_value()) result.failure = *std::move(end);
       return result;
     }
     if (!end.has_value()) {

@@ -68,7 +68,7 @@ struct JobResult {
     kRefused,  // nothing was run: `status` says why
   };
   Outcome outcome = Outcome::kSucceeded;
-  AttemptEnd failure;
+  AttemptEnd failure;  // also of an attempt that had failed when it was stopped
   // The first worker of this node that failed in the last attempt; it need not be the cause.
   std::optional<WorkerEnd> failed_here;
   absl::Status status;

@@ -47,6 +47,10 @@ v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user
       end.set_end_class(v1::END_CLASS_SUCCEEDED);
       return end;
     case JobResult::Outcome::kStopped:
+      // Another node may have told of the failure of this one, an echo, before it was over here.
+      if (result.failed_here.has_value() && result.failed_here->ToString() == result.failure.why) {
+        break;
+      }
       end.set_end_class(v1::END_CLASS_CANCELLED);
       end.set_why("its runner was asked to stop");
       return end;

@@ -42,6 +42,20 @@ TEST(DescribeEndTest, FailureOfAProcessHere_HasItsRankAndClass) {
             v1::END_CLASS_PROCESS_FAILED);
 }
 
+TEST(DescribeEndTest, StoppedAfterItsOwnFailure_IsTheFailure) {
+  JobResult result = FailedHere(7, 0);
+  result.outcome = JobResult::Outcome::kStopped;
+  v1::AttemptEnd end = DescribeEnd(result, {}, false, 2);
+  EXPECT_EQ(end.end_class(), v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(end.rank(), 3);
+  EXPECT_EQ(end.exit_code(), 7);
+  // Without one, or with that of another node.
+  result.failure.why = "rank 1 on m was killed";
+  EXPECT_EQ(DescribeEnd(result, {}, false, 2).end_class(), v1::END_CLASS_CANCELLED);
+  result.failed_here.reset();
+  EXPECT_EQ(DescribeEnd(result, {}, false, 2).end_class(), v1::END_CLASS_CANCELLED);
+}
+
 TEST(DescribeEndTest, ControlGroupOfAWorker_KnowsBetterThanTheMachine) {
   JobResult result = FailedHere(0, SIGKILL);
   // Another process of the machine was killed for memory.
