@@ -34,6 +34,7 @@
 #include "client/cli/torch_version.h"
 #include "client/jobs/client_on_channel.h"
 #include "client/jobs/job_backend.h"
+#include "proto/checkpoint_verdict.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/checkpoint.grpc.pb.h"
@@ -937,14 +938,9 @@ absl::Status ReportFoundState(const CommandLine& line, const CommandContext& con
     return absl::NotFoundError(absl::StrCat("no coordinator of job ", Printable(job),
                                             " is known: name it with --coordinator"));
   }
-  v1::VerifyCheckpointRequest request;
+  v1::VerifyCheckpointRequest request =
+      MakeVerdict(found.id, found.sha256, found.contents, found.damage);
   request.mutable_fence()->set_job_id(job);
-  request.set_checkpoint_id(found.id);
-  request.set_depth(found.contents ? v1::VERIFY_CONTENTS : v1::VERIFY_SIZES);
-  request.set_sha256(absl::HexStringToBytes(found.sha256));
-  request.set_damage(
-      Printable(found.damage, /*max_bytes=*/250));  // a byte may become four of 1 KiB
-  request.set_verified_unix_us(static_cast<uint64_t>(absl::ToUnixMicros(absl::Now())));
   v1::VerifyCheckpointReply reply;
   grpc::ClientContext call;
   rpc::SetTimeout(call, connection->timeout);

@@ -10,7 +10,7 @@
 #include "absl/time/time.h"
 #include "base/log.h"
 #include "base/status_macros.h"
-#include "base/text.h"
+#include "proto/checkpoint_verdict.h"
 #include "proto/muster/v1/checkpoint.pb.h"
 #include "rpc/status.h"
 
@@ -19,9 +19,6 @@ namespace {
 
 // The coordinator takes 1 MiB at most.
 constexpr size_t kMaxPartBytes = 768 << 10;
-
-// Of the text of a damage, of which it takes 1 KiB: each byte may become four.
-constexpr size_t kMaxDamage = 250;
 
 // After so many restarts of the coordinator in the middle of one report something else is wrong.
 constexpr int kReportTries = 10;
@@ -120,12 +117,8 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
 
   void Verified(const RegisteredCheckpoint& checkpoint, absl::string_view damage,
                 bool contents) override {
-    v1::VerifyCheckpointRequest request;
-    request.set_checkpoint_id(checkpoint.id);
-    request.set_depth(contents ? v1::VERIFY_CONTENTS : v1::VERIFY_SIZES);
-    request.set_sha256(absl::HexStringToBytes(checkpoint.sha256));
-    request.set_damage(Printable(damage, kMaxDamage));
-    request.set_verified_unix_us(static_cast<uint64_t>(absl::ToUnixMicros(absl::Now())));
+    v1::VerifyCheckpointRequest request =
+        MakeVerdict(checkpoint.id, checkpoint.sha256, contents, damage);
     v1::VerifyCheckpointReply reply;
     const absl::Status told = client_->CallCheckpoints(&request, &reply);
     // A coordinator that is older than this program keeps no verdicts.
