@@ -23,6 +23,7 @@
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/log.h"
+#include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/direct_file.h"
 
@@ -199,11 +200,11 @@ std::string CustomFileName(int index) {
 }
 
 absl::StatusOr<std::string> ReadRecordFile(const std::string& path, int64_t max_bytes) {
-  struct stat info;
-  if (stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode) && !S_ISDIR(info.st_mode)) {
+  absl::StatusOr<std::string> text = ReadRegularFile(path, max_bytes);
+  if (absl::IsInvalidArgument(text.status())) {
     return absl::DataLossError(absl::StrCat(path, ": is not a file"));
   }
-  return ReadFile(path, max_bytes);
+  return text;
 }
 
 absl::StatusOr<Manifest> ReadManifest(const std::string& dir) {
