@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -151,57 +150,13 @@ class ReentryListener {
   Agent* agent_ ABSL_GUARDED_BY(mu_) = nullptr;
 };
 
-// Ends what runs here when the job hangs, if that are the first `slots` ranks. `*told` belongs to
-// the watch as long as that is there.
-std::unique_ptr<HangWatch> WatchForHangs(absl::Duration timeout, int slots, OpSender& sender,
-                                         Agent& agent, WorkerProcesses& processes,
-                                         OutputMux& output, const std::atomic<bool>& stops,
-                                         std::optional<HangReport>* told) {
-  HangWatch::Options options;
-  options.job = processes.job();
-  options.timeout = timeout;
-  options.sender = &sender;
-  options.judges = [&processes, &stops, slots] {
-    // It has its own time to end, which may be longer.
-    if (stops) return false;
-    const std::vector<WorkerProcesses::Running> here = processes.All();
-    return std::any_of(here.begin(), here.end(),
-                       [&](const WorkerProcesses::Running& one) { return one.rank < slots; });
-  };
-  options.on_hang = [&agent, &processes, &output, &stops, told](HangReport report) {
-    if (stops) return;
-    // Hosts, phases and stacks are what workers, also of other machines, say.
-    const auto note = [&output](absl::string_view before, absl::string_view text) {
-      output.Note(absl::StrCat(before, Printable(text, /*max_bytes=*/1000)));
-    };
-    note("muster: the job hangs: ", report.hang.why);
-    for (const v1::HungRanks& ranks : report.ranks) {
-      note(absl::StrCat("muster: ", ranks.ranks_size() == 1 ? "rank " : "ranks ",
-                        absl::StrJoin(ranks.ranks(), ","), ": "),
-           ranks.doing());
-      for (const absl::string_view line : absl::StrSplit(ranks.stack(), '\n', absl::SkipEmpty())) {
-        note("  | ", line);
-      }
-    }
-    const std::string why = report.hang.why;
-    *told = std::move(report);
-    for (const WorkerProcesses::Running& one : processes.All()) {
-      agent.Kill(one.worker_id, one.incarnation, why);
-    }
-  };
-  return HangWatch::Start(std::move(options));
-}
-
 // Stops the agent at the first signal of the job and kills at a later one; when the agent has
 // ended, hurries the output instead. Thread-safe.
 class JobStopper {
  public:
-  // `*stops` becomes true at the first signal.
-  JobStopper(Agent& agent, OutputMux& output, std::atomic<bool>* stops)
-      : agent_(agent), output_(output), stops_(stops) {}
+  JobStopper(Agent& agent, OutputMux& output) : agent_(agent), output_(output) {}
 
   void OnSignal(int signal) {
-    *stops_ = true;
     MutexLock lock(&mu_);
     switch (requests_.Take(Clock::Real().Now())) {
       case StopRequests::Request::kRepeated:
@@ -240,12 +195,52 @@ class JobStopper {
  private:
   Agent& agent_;
   OutputMux& output_;
-  std::atomic<bool>* const stops_;
   Mutex mu_;
   StopRequests requests_ ABSL_GUARDED_BY(mu_);
   bool running_ ABSL_GUARDED_BY(mu_) = true;  // the agent
   int first_signal_ ABSL_GUARDED_BY(mu_) = 0;
 };
+
+// Ends what runs here when the job hangs, if that are the first `slots` ranks. `*told` belongs to
+// the watch as long as that is there.
+std::unique_ptr<HangWatch> WatchForHangs(absl::Duration timeout, int slots, OpSender& sender,
+                                         Agent& agent, WorkerProcesses& processes,
+                                         OutputMux& output, JobStopper& stopper,
+                                         std::optional<HangReport>* told) {
+  HangWatch::Options options;
+  options.job = processes.job();
+  options.timeout = timeout;
+  options.sender = &sender;
+  options.judges = [&processes, &stopper, slots] {
+    // A job that stops has its own time to end, which may be longer.
+    if (stopper.first_signal() != 0) return false;
+    const std::vector<WorkerProcesses::Running> here = processes.All();
+    return std::any_of(here.begin(), here.end(),
+                       [&](const WorkerProcesses::Running& one) { return one.rank < slots; });
+  };
+  options.on_hang = [&agent, &processes, &output, &stopper, told](HangReport report) {
+    if (stopper.first_signal() != 0) return;
+    // Hosts, phases and stacks are what workers, also of other machines, say.
+    const auto note = [&output](absl::string_view before, absl::string_view text) {
+      output.Note(absl::StrCat(before, Printable(text, /*max_bytes=*/1000)));
+    };
+    note("muster: the job hangs: ", report.hang.why);
+    for (const v1::HungRanks& ranks : report.ranks) {
+      note(absl::StrCat("muster: ", ranks.ranks_size() == 1 ? "rank " : "ranks ",
+                        absl::StrJoin(ranks.ranks(), ","), ": "),
+           ranks.doing());
+      for (const absl::string_view line : absl::StrSplit(ranks.stack(), '\n', absl::SkipEmpty())) {
+        note("  | ", line);
+      }
+    }
+    const std::string why = report.hang.why;
+    *told = std::move(report);
+    for (const WorkerProcesses::Running& one : processes.All()) {
+      agent.Kill(one.worker_id, one.incarnation, why);
+    }
+  };
+  return HangWatch::Start(std::move(options));
+}
 
 }  // namespace
 
@@ -305,13 +300,12 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   (*session)->SetOnKillWorker([&agent](const v1::KillWorker& kill) {
     agent.Kill(kill.worker_id(), kill.incarnation(), kill.why());
   });
-  std::atomic<bool> stops{false};
+  JobStopper stopper(agent, output);
   std::unique_ptr<HangWatch> hangs;
   if (options.hang_timeout > absl::ZeroDuration()) {
     hangs = WatchForHangs(options.hang_timeout, slots, (*session)->sender(), agent, processes,
-                          output, stops, &result.hang);
+                          output, stopper, &result.hang);
   }
-  JobStopper stopper(agent, output, &stops);
   SignalWatcher signals([&stopper](int signal) { stopper.OnSignal(signal); });
   result.job = agent.Run();
   hangs.reset();
