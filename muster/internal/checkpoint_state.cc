@@ -1001,10 +1001,7 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
   }
   for (const size_t i : optimizers_by_file) {
     parts.Read(
-        OptimizerFilesIn(reader, i),
-        [&](const SafetensorsHeader& header) {
-          return LocalRanges(header, registry_.optimizers()[i]->handle(), models);
-        },
+        OptimizerFilesIn(reader, i), LocalRanges(registry_.optimizers()[i]->handle(), models),
         [&](const std::string& name) { TakeOptimizerFile(reader, i, name, &loaded); }, &mine);
   }
   if (process_.rank() == 0 && parts.bytes_read() > 0) {

@@ -325,8 +325,8 @@ FileRange AllOf(const SafetensorsHeader& header, const SafetensorsEntry& entry) 
 
 }  // namespace
 
-std::vector<FileRange> LocalRanges(const SafetensorsHeader& header,
-                                   const OptimizerHandle& optimizer, const Models& models) {
+std::function<std::vector<FileRange>(const SafetensorsHeader&)> LocalRanges(
+    const OptimizerHandle& optimizer, const Models& models) {
   std::map<std::string, std::pair<ShardedModel*, std::string>> known;
   for (const auto& model : models) {
     if (model->sharded() == nullptr) continue;
@@ -334,18 +334,21 @@ std::vector<FileRange> LocalRanges(const SafetensorsHeader& header,
       known[known_as] = {model->sharded(), name};
     }
   }
-  std::vector<FileRange> ranges = {{.begin = 0, .end = 8 + header.header_bytes}};
-  for (const SafetensorsEntry& entry : header.tensors) {
-    const size_t dot = entry.name.rfind('.');
-    const auto it = dot == std::string::npos ? known.end() : known.find(entry.name.substr(0, dot));
-    if (it == known.end() || entry.name.substr(dot + 1) == kStep) {
-      ranges.push_back(AllOf(header, entry));
-      continue;
+  return [known = std::move(known)](const SafetensorsHeader& header) {
+    std::vector<FileRange> ranges = {{.begin = 0, .end = 8 + header.header_bytes}};
+    for (const SafetensorsEntry& entry : header.tensors) {
+      const size_t dot = entry.name.rfind('.');
+      const auto it =
+          dot == std::string::npos ? known.end() : known.find(entry.name.substr(0, dot));
+      if (it == known.end() || entry.name.substr(dot + 1) == kStep) {
+        ranges.push_back(AllOf(header, entry));
+        continue;
+      }
+      const auto& [model, name] = it->second;
+      ranges.push_back(RangeOf(header, entry, model->PartRange(name)));
     }
-    const auto& [model, name] = it->second;
-    ranges.push_back(RangeOf(header, entry, model->PartRange(name)));
-  }
-  return ranges;
+    return ranges;
+  };
 }
 
 LoadedShards::LoadedShards(ModelSlot& model) : model_(model), buffers_(model.source().buffers()) {

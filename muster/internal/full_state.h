@@ -73,9 +73,10 @@ std::map<std::string, at::Tensor> TakeStateOf(const std::string& parameter, Opti
 OptimizerState LocalState(OptimizerState full, const OptimizerHandle& optimizer,
                           const Models& models);
 
-// Which bytes of a file of such a state LocalState() reads on this process, its header included.
-std::vector<FileRange> LocalRanges(const SafetensorsHeader& header,
-                                   const OptimizerHandle& optimizer, const Models& models);
+// Says which bytes of a file of such a state, by its header, LocalState() reads on this process,
+// the header included. Borrows `models`.
+std::function<std::vector<FileRange>(const SafetensorsHeader&)> LocalRanges(
+    const OptimizerHandle& optimizer, const Models& models);
 
 // A sharded model's values out of a checkpoint, read file by file: a rank keeps its parts of the
 // parameters.
