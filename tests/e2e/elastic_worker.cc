@@ -2,37 +2,23 @@
 // samples until FOLDER/grown is there and it has four processes, saves now and then, and keeps in
 // its state which samples it has trained. Rank 0 appends its number of processes to FOLDER/sizes
 // when training has begun, and prints at its end whether each epoch had every sample once.
-#include <algorithm>
 #include <cinttypes>
 #include <cstdio>
 #include <fstream>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "ATen/Functions.h"
 #include "base/file.h"
 #include "muster/accelerator.h"
-#include "muster/checkpoint.h"
 #include "muster/data.h"
 #include "muster/optim.h"
 #include "muster/utils.h"
+#include "tests/e2e/trained_samples.h"
 #include "torch/nn/modules/linear.h"
 
 namespace {
 
 constexpr int64_t kSamples = 480, kEvery = 50;
-
-// Of whole epochs, from the samples in the order in which they were trained.
-int64_t InexactEpochs(const std::vector<double>& seen) {
-  int64_t inexact = seen.size() % kSamples == 0 ? 0 : 1;
-  for (size_t first = 0; first + kSamples <= seen.size(); first += kSamples) {
-    std::vector<int> times(kSamples);
-    for (size_t i = first; i < first + kSamples; ++i) ++times.at(static_cast<size_t>(seen[i]));
-    inexact += std::count(times.begin(), times.end(), 1) == kSamples ? 0 : 1;
-  }
-  return inexact;
-}
 
 absl::Status Train(muster::Accelerator& accelerator, const std::string& folder) {
   muster::set_seed(accelerator, 7);
@@ -41,13 +27,7 @@ absl::Status Train(muster::Accelerator& accelerator, const std::string& folder) 
   const at::Tensor ids = at::arange(kSamples, at::kFloat).unsqueeze(1);
   auto [model, optimizer, loader] =
       accelerator.prepare(net, adamw, muster::batches(muster::TensorDataset(ids), 2).shuffle(true));
-  // The samples that have been trained, in the order in which that happened.
-  std::vector<double> seen;
-  accelerator.register_for_checkpointing(
-      [&] {
-        return muster::PlainState{{"samples", seen}};
-      },
-      [&](const muster::PlainState& state) { seen = state.at("samples"); });
+  muster::TrainedSamples seen(accelerator);
   if (absl::Status loaded = accelerator.load_state_if_present(); !loaded.ok()) return loaded;
   const size_t begun = seen.size();
   for ([[maybe_unused]] const int64_t epoch : accelerator.epochs(1'000'000)) {
@@ -56,9 +36,7 @@ absl::Status Train(muster::Accelerator& accelerator, const std::string& folder) 
       accelerator.backward(model(batch.value() / kSamples).pow(2).mean());
       optimizer.step();
       optimizer.zero_grad();
-      const at::Tensor all =
-          accelerator.gather_for_metrics(batch.value()).to(at::kDouble).flatten().contiguous();
-      seen.insert(seen.end(), all.data_ptr<double>(), all.data_ptr<double>() + all.numel());
+      seen.Add(batch.value());
       if (accelerator.should_stop()) return accelerator.save_state();
       if (accelerator.global_step() % kEvery != 0) continue;
       if (absl::Status saved = accelerator.save_state(); !saved.ok()) return saved;
@@ -71,7 +49,8 @@ absl::Status Train(muster::Accelerator& accelerator, const std::string& folder) 
     if (accelerator.reduce(last, "sum").item<double>() == 4) break;
   }
   accelerator.print("began after %s samples; %" PRId64 " inexact epochs of %zu\n",
-                    begun > 0 ? "some" : "no", InexactEpochs(seen), seen.size() / kSamples);
+                    begun > 0 ? "some" : "no", seen.InexactEpochs(kSamples),
+                    seen.size() / kSamples);
   return absl::OkStatus();
 }
 

@@ -27,10 +27,10 @@
 #include "base/file.h"
 #include "c10/util/Exception.h"
 #include "muster/accelerator.h"
-#include "muster/checkpoint.h"
 #include "muster/data.h"
 #include "muster/optim.h"
 #include "muster/utils.h"
+#include "tests/e2e/trained_samples.h"
 #include "tests/e2e/worker_talk.h"
 #include "torch/nn/modules/linear.h"
 
@@ -70,17 +70,6 @@ struct Settings {
   }
 };
 
-// Of whole epochs, from the samples in the order in which they were trained.
-int64_t InexactEpochs(const std::vector<double>& seen) {
-  int64_t inexact = seen.size() == kSamples * kEpochs ? 0 : 1;
-  for (size_t first = 0; first + kSamples <= seen.size(); first += kSamples) {
-    std::vector<int> times(kSamples);
-    for (size_t i = first; i < first + kSamples; ++i) ++times.at(static_cast<size_t>(seen[i]));
-    inexact += std::count(times.begin(), times.end(), 1) == kSamples ? 0 : 1;
-  }
-  return inexact;
-}
-
 absl::Status Train(muster::Accelerator& accelerator, const Settings& settings) {
   const int rank = accelerator.process_index();
   torch::nn::Linear net(1, 4);
@@ -89,13 +78,7 @@ absl::Status Train(muster::Accelerator& accelerator, const Settings& settings) {
   const at::Tensor ids = at::arange(kSamples, at::kFloat).unsqueeze(1);
   auto [model, optimizer, loader] =
       accelerator.prepare(net, adamw, muster::batches(muster::TensorDataset(ids), 2).shuffle(true));
-  // The samples that have been trained, in the order in which that happened.
-  std::vector<double> seen;
-  accelerator.register_for_checkpointing(
-      [&] {
-        return muster::PlainState{{"samples", seen}};
-      },
-      [&](const muster::PlainState& state) { seen = state.at("samples"); });
+  muster::TrainedSamples seen(accelerator);
   if (absl::Status loaded = accelerator.load_state_if_present(); !loaded.ok()) return loaded;
   muster::Say(absl::StrCat("begin ", rank, " ", getpid(), " ", accelerator.global_step()));
   for ([[maybe_unused]] const int64_t epoch : accelerator.epochs(kEpochs)) {
@@ -109,9 +92,7 @@ absl::Status Train(muster::Accelerator& accelerator, const Settings& settings) {
       accelerator.backward(loss);
       optimizer.step();
       optimizer.zero_grad();
-      const at::Tensor all =
-          accelerator.gather_for_metrics(batch.value()).to(at::kDouble).flatten().contiguous();
-      seen.insert(seen.end(), all.data_ptr<double>(), all.data_ptr<double>() + all.numel());
+      seen.Add(batch.value());
       const double mean = accelerator.reduce(loss.detach().to(at::kDouble), "mean").item<double>();
       if (rank == 0) {
         std::ofstream(settings.folder + "/losses", std::ios::app)
@@ -122,7 +103,7 @@ absl::Status Train(muster::Accelerator& accelerator, const Settings& settings) {
       if (absl::Status saved = accelerator.save_state(); !saved.ok()) return saved;
     }
   }
-  accelerator.print("%" PRId64 " inexact epochs of %zu\n", InexactEpochs(seen),
+  accelerator.print("%" PRId64 " inexact epochs of %zu\n", seen.InexactEpochs(kSamples),
                     seen.size() / kSamples);
   return absl::OkStatus();
 }
