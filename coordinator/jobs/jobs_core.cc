@@ -141,6 +141,11 @@ bool CountsAsRestart(v1::EndClass end_class) {
          end_class == v1::END_CLASS_PEER_FAILED;  // whose cause nobody has reported
 }
 
+// Whether the failure policy has a restart left after an end of this class, which counts as one.
+bool HasRestartLeft(const v1::JobRecord& record) {
+  return record.restarts() < record.spec().max_restarts();
+}
+
 // How often the delay before the restart that follows the current attempt is doubled: once for each
 // of the failures right before, which did not let an attempt run for long.
 int Doublings(const v1::JobRecord& record) {
@@ -1159,7 +1164,7 @@ void JobsCore::Finish(Job* job) {
   const bool free_hang =
       options_.mutants.restarts_hangs_for_free && end_class == v1::END_CLASS_HANG;
   if (CountsAsRestart(end_class) && !free_hang) {
-    if (record.restarts() >= record.spec().max_restarts()) {
+    if (!HasRestartLeft(record)) {
       return SetState(job, v1::JOB_STATE_FAILED,
                       record.restarts() == 0
                           ? why
@@ -1436,7 +1441,10 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
             now_ + FromProto(job->record.spec().time_limit()) - FromProto(report.ran_for());
         limits_.insert({job->ends_by, job->record.sequence()});
       }
-      if (placement.state() == v1::PLACEMENT_STATE_RUNNING) return;
+      if (placement.state() == v1::PLACEMENT_STATE_RUNNING) {
+        if (report.restart() > 0) OnAsked(job, placement, report);
+        return;
+      }
       placement.set_state(v1::PLACEMENT_STATE_RUNNING);
       TouchPlacement(*job, placement);
       const bool all = std::none_of(
@@ -1461,6 +1469,58 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
     }
     return;
   }
+}
+
+void JobsCore::OnAsked(Job* job, const v1::Placement& placement, const v1::AttemptReport& report) {
+  v1::JobAttempt* const attempt = Current(job);
+  if (attempt->stop() || report.restart() != attempt->restarts() + 1) return;
+  v1::AttemptEnd& end = job->asked[placement.node_rank()];
+  end = Cleaned(report.end(), placement.node());
+  // The node that has the cause asks too, unless it is lost, and then the attempt ends.
+  const bool all = static_cast<int>(job->asked.size()) == attempt->placements_size();
+  if (end.end_class() == v1::END_CLASS_PEER_FAILED && !all) return;
+  const absl::Time failed =
+      report.has_failed_ago() ? now_ - FromProto(report.failed_ago()) : absl::InfinitePast();
+  *attempt->mutable_end() = end;
+  Touch(*job);
+  Reach(job, AttemptStage::kDetected);
+  if (failed != absl::InfinitePast()) Reach(job, AttemptStage::kFailed, failed);
+  if (!attempt->may_restart() || !CountsAsRestart(end.end_class()) ||
+      !HasRestartLeft(job->record)) {
+    // As after any failure; the record says what follows once nothing is left.
+    return Stop(job, end.end_class(), end.why());
+  }
+  RestartInPlace(job, report);
+}
+
+void JobsCore::RestartInPlace(Job* job, const v1::AttemptReport& report) {
+  v1::JobRecord& record = job->record;
+  // What had to end has ended before a node asks.
+  Reach(job, AttemptStage::kDecided);
+  Reach(job, AttemptStage::kFenced);
+  Current(job)->set_ended_unix_ms(report.ended_unix_ms());
+  const absl::Duration delay = std::min(
+      FromProto(record.spec().restart_delay()) * (1 << Doublings(record)), kMaxRestartDelay);
+  if (!options_.mutants.restarts_in_place_for_free) record.set_restarts(record.restarts() + 1);
+  while (record.history_size() >= kKeptAttempts) {
+    record.mutable_history()->DeleteSubrange(0, 1);
+  }
+  const v1::JobAttempt former = *Current(job);
+  v1::JobAttempt* const next = record.add_history();
+  *next = former;
+  next->clear_end();
+  next->clear_times();
+  next->clear_ended_unix_ms();
+  next->set_started_unix_ms(report.ended_unix_ms());
+  next->set_restarts(former.restarts() + 1);
+  job->asked.clear();
+  job->restart_delay = delay;
+  Reach(job, AttemptStage::kPlaced);
+  record.set_why(absl::StrCat("restart ", record.restarts(), " of ", record.spec().max_restarts(),
+                              ", within attempt ", next->number(),
+                              ", after: ", former.end().why()));
+  out_->notices.push_back({true, record.job_id(), record.why()});
+  for (const v1::Placement& placement : next->placements()) TouchNode(placement.node());
 }
 
 bool JobsCore::HasLeftovers(const std::string& name, const v1::SyncNodeRequest& request) const {
@@ -1542,6 +1602,13 @@ void JobsCore::AnswerSync(const std::string& name, Node* node) {
         assignment->set_token(
             options_.attempt_token(GroupOf(job.record.job_id(), attempt.number())));
       }
+      if (whole && attempt.may_restart()) {
+        // The same for all nodes, whenever they begin.
+        assignment->set_restarts_left(job.record.spec().max_restarts() - job.record.restarts() +
+                                      attempt.restarts());
+      }
+      assignment->set_restarts(attempt.restarts());
+      if (attempt.restarts() > 0) *assignment->mutable_restart_delay() = ToProto(job.restart_delay);
       assignment->set_stop(attempt.stop());
       if (attempt.stop()) assignment->set_stop_why(attempt.end().why());
     }
@@ -1852,12 +1919,16 @@ void JobsCore::Start(Job* job, PlacementDecision placement) {
     placement.placements.pop_back();
   }
   std::vector<std::string> names;
+  bool all_can = true;
   for (v1::Placement& one : placement.placements) {
     names.push_back(one.node());
     nodes_.at(one.node()).jobs.insert(record.sequence());
     TouchNode(one.node());
+    all_can = all_can && nodes_.at(one.node()).info.restarts_in_place();
     *attempt->add_placements() = std::move(one);
   }
+  attempt->set_may_restart(all_can);
+  job->asked.clear();
   record.clear_spares();
   for (v1::Placement& spare : placement.spares) *record.add_spares() = std::move(spare);
   Reach(job, AttemptStage::kPlaced);

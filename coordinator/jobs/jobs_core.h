@@ -37,6 +37,7 @@ struct JobsMutants {
   bool believes_ages = false;      // that a worker or node gives: stages out of order
   bool gives_spares_away = false;  // to any job: their room is promised twice
   bool restarts_hangs_for_free = false;
+  bool restarts_in_place_for_free = false;
 };
 
 struct JobsOptions {
@@ -163,6 +164,10 @@ class JobsCore {
     int node_failures = 0;                         // in a row
     absl::Time runs_since = absl::InfinitePast();  // the current attempt, or the term
     size_t bytes = 0;                              // of the record, as bytes_ counts it
+    // By node rank, of the current attempt: why it asks for its next restart in place. Nodes repeat
+    // it.
+    absl::btree_map<int, v1::AttemptEnd> asked;
+    absl::Duration restart_delay;  // of the last restart in place that was let
     // By the last schedule, in words. Not in the record: the next coordinator finds it again.
     std::string waits_for;
   };
@@ -256,6 +261,10 @@ class JobsCore {
   // `failed`: when what ended it happened; InfinitePast: not known.
   void EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end,
                     absl::Time failed = absl::InfinitePast());
+  // A node asks to start again, within the attempt, what that has lost. `report` may be a repeat.
+  void OnAsked(Job* job, const v1::Placement& placement, const v1::AttemptReport& report);
+  // The current attempt goes on after its end: what comes now is another entry of the history.
+  void RestartInPlace(Job* job, const v1::AttemptReport& report);
   // The current attempt has reached a stage.
   void Reach(Job* job, AttemptStage stage, absl::Time at);
   void Reach(Job* job, AttemptStage stage) { Reach(job, stage, now_); }

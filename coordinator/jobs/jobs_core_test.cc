@@ -137,6 +137,7 @@ class JobsCoreTest : public testing::Test {
     int cpus = 4;
     int gpus = 0;
     bool talks = true;
+    bool restarts_in_place = true;
     std::map<std::pair<std::string, int>, v1::AttemptReport> attempts;
     v1::SyncNodeReply last;
     std::vector<v1::LogQuery> queries;
@@ -162,6 +163,7 @@ class JobsCoreTest : public testing::Test {
     request->set_cluster_id(cluster);
     request->mutable_info()->set_cpus(node.cpus);
     request->mutable_info()->set_memory_bytes(int64_t{64} << 30);
+    request->mutable_info()->set_restarts_in_place(node.restarts_in_place);
     for (int i = 0; i < node.gpus; ++i) request->mutable_info()->add_gpus("gpu");
     request->set_seen_version(node.last.version());
     for (const std::string& job : node.held_jobs) request->add_held_jobs(job);
@@ -191,6 +193,9 @@ class JobsCoreTest : public testing::Test {
         node.last = result.sync_node();
         for (const v1::NodeAssignment& assignment : node.last.assignments()) {
           if (!assignment.token().empty()) tokens_.push_back(assignment.token());
+          if (assignment.restarts_left() > 0) {
+            restarts_left_.push_back(assignment.restarts_left());
+          }
         }
         Obey(&node);
       }
@@ -238,6 +243,25 @@ class JobsCoreTest : public testing::Test {
     Sync(name);
   }
 
+  // Its runner there asks to start again, within the attempt, what that has lost.
+  void AskOn(const std::string& name, const std::string& job_id, int restart,
+             v1::EndClass end_class, const std::string& why = "rank 1 was killed") {
+    v1::AttemptReport& report = nodes_.at(name).attempts.at({job_id, Get(job_id).attempts()});
+    report.set_restart(restart);
+    report.set_ended_unix_ms(absl::ToUnixMillis(now_));
+    report.mutable_end()->set_end_class(end_class);
+    report.mutable_end()->set_why(why);
+    report.mutable_end()->set_rank(1);
+    report.mutable_failed_ago()->set_seconds(1);
+    Sync(name);
+  }
+  // How often the node was let.
+  int RestartsOn(const std::string& name) {
+    return nodes_.at(name).last.assignments_size() == 0
+               ? -1
+               : nodes_.at(name).last.assignments(0).restarts();
+  }
+
   void Hear(const std::string& group, AttemptStage stage,
             absl::Duration ago = absl::ZeroDuration()) {
     JobsOutput out;
@@ -263,6 +287,7 @@ class JobsCoreTest : public testing::Test {
   JobsOptions options_;
   std::vector<v1::JournalChange> journal_;
   std::vector<std::string> tokens_;  // that nodes were sent
+  std::vector<int> restarts_left_;   // likewise, if any
   std::optional<Identity> caller_;   // of all operations
   std::unique_ptr<JobsCore> core_;
   absl::Time now_ = absl::UnixEpoch() + absl::Hours(5);
@@ -455,6 +480,162 @@ TEST_F(JobsCoreTest, NextAttempt_WaitsUntilEveryNodeHasEndedTheFormer) {
   EXPECT_EQ(Get(job).attempts(), 1);
   ObeyStops();
   EXPECT_EQ(Get(job).attempts(), 2);
+}
+
+TEST_F(JobsCoreTest, RestartInPlace_IsCounted_AndHasTheTimesOfAnAttempt) {
+  AddNode("a");
+  const std::string job = Submit(Spec(2, 2));
+  const auto ms = [&](absl::Duration ago) { return absl::ToUnixMillis(now_ - ago); };
+  const absl::Duration none = absl::ZeroDuration();
+  Hear("mnist-1.1", AttemptStage::kSealed);
+  Hear("mnist-1.1", AttemptStage::kStepped);
+  Advance(absl::Seconds(60));
+  Hear("mnist-1.1", AttemptStage::kDetected, absl::InfiniteDuration());
+  Advance(absl::Seconds(2));
+  AskOn("a", job, 1, v1::END_CLASS_OUT_OF_MEMORY);
+  EXPECT_EQ(RestartsOn("a"), 1);
+  v1::JobRecord record = Get(job);
+  EXPECT_EQ(record.state(), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(record.why(), "restart 1 of 2, within attempt 1, after: rank 1 was killed");
+  EXPECT_EQ(record.restarts(), 1);
+  EXPECT_EQ(record.attempts(), 1);
+  ASSERT_EQ(record.history_size(), 2);
+  EXPECT_EQ(record.history(0).end().end_class(), v1::END_CLASS_OUT_OF_MEMORY);
+  EXPECT_EQ(record.history(0).end().rank(), 1);
+  EXPECT_EQ(record.history(0).times().detected_unix_ms(), ms(absl::Seconds(2)));
+  EXPECT_EQ(record.history(0).times().failed_unix_ms(), ms(absl::Seconds(2)));
+  EXPECT_EQ(record.history(0).times().decided_unix_ms(), ms(none));
+  EXPECT_EQ(record.history(0).times().fenced_unix_ms(), ms(none));
+  EXPECT_EQ(record.history(1).number(), 1);
+  EXPECT_EQ(record.history(1).restarts(), 1);
+  EXPECT_FALSE(record.history(1).has_end());
+  EXPECT_EQ(record.history(1).times().placed_unix_ms(), ms(none));
+  EXPECT_EQ(record.history(1).times().stepped_unix_ms(), 0);
+  // The node says it again, also to another coordinator: it is the same one.
+  Sync("a");
+  StartTerm();
+  Sync("a");
+  EXPECT_EQ(Get(job).restarts(), 1);
+  EXPECT_EQ(RestartsOn("a"), 1);
+  EXPECT_EQ(starts_[job], 1);
+  Advance(absl::Seconds(1));
+  Hear("mnist-1.1", AttemptStage::kSealed);
+  Hear("mnist-1.1", AttemptStage::kStepped);
+  EXPECT_EQ(Get(job).history(1).times().stepped_unix_ms(), ms(none));
+  EndOn("a", job, v1::END_CLASS_SUCCEEDED);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_SUCCEEDED);
+}
+
+TEST_F(JobsCoreTest, RestartsInPlaceAndOthers_HaveOneBudget) {
+  AddNode("a");
+  const std::string job = Submit(Spec(2, 2));
+  EXPECT_EQ(Get(job).restarts(), 0);
+  AskOn("a", job, 1, v1::END_CLASS_PROCESS_FAILED);
+  EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(Get(job).restarts(), 2);
+  EXPECT_EQ(Get(job).attempts(), 2);
+  // It could ask all the same; then the job has failed as by any failure.
+  AskOn("a", job, 1, v1::END_CLASS_PROCESS_FAILED, "rank 1 was killed again");
+  const v1::JobRecord record = Get(job);
+  EXPECT_EQ(record.state(), v1::JOB_STATE_FAILED);
+  EXPECT_EQ(record.why(), "rank 1 was killed again; it was restarted 2 times");
+  EXPECT_EQ(record.history_size(), 3);
+}
+
+TEST_F(JobsCoreTest, UserErrorInPlace_EndsTheJob) {
+  AddNode("a");
+  const std::string job = Submit(Spec(2, 2));
+  AskOn("a", job, 1, v1::END_CLASS_USER_ERROR, "rank 1 exited with code 2");
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+  EXPECT_EQ(Get(job).restarts(), 0);
+}
+
+TEST_F(JobsCoreTest, RestartInPlaceOfSeveralNodes_WaitsForTheCause_AndReachesAll) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  const std::string job = Submit(Spec(4, 1));
+  AskOn("a", job, 1, v1::END_CLASS_PEER_FAILED, "rank 3 was killed");
+  EXPECT_EQ(RestartsOn("a"), 0);
+  AskOn("b", job, 1, v1::END_CLASS_PROCESS_FAILED, "rank 3 was killed");
+  EXPECT_EQ(RestartsOn("a"), 1);
+  EXPECT_EQ(RestartsOn("b"), 1);
+  const v1::JobRecord record = Get(job);
+  EXPECT_EQ(record.restarts(), 1);
+  EXPECT_EQ(record.history(0).end().end_class(), v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(record.history(0).end().node(), "b");
+}
+
+TEST_F(JobsCoreTest, RestartInPlaceWhoseCauseNobodyHas_IsLetOnceAllAsk) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  const std::string job = Submit(Spec(4, 1));
+  AskOn("a", job, 1, v1::END_CLASS_PEER_FAILED);
+  AskOn("b", job, 1, v1::END_CLASS_PEER_FAILED);
+  EXPECT_EQ(RestartsOn("a"), 1);
+  EXPECT_EQ(Get(job).restarts(), 1);
+}
+
+TEST_F(JobsCoreTest, NodeIsLostBeforeARestartInPlace_AttemptEndsUncounted) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  Settle();
+  const std::string job = Submit(Spec(4, 1));
+  AskOn("a", job, 1, v1::END_CLASS_PEER_FAILED);
+  nodes_["b"].talks = false;
+  Advance(2 * options_.node_lease);
+  const v1::JobRecord record = Get(job);
+  EXPECT_EQ(record.restarts(), 0);
+  EXPECT_EQ(record.history(0).end().end_class(), v1::END_CLASS_NODE_LOST);
+}
+
+TEST_F(JobsCoreTest, JobThatIsStopped_DoesNotRestartInPlace) {
+  AddNode("a");
+  const std::string job = Submit(Spec(2, 2));
+  stops_obey_ = false;
+  Control(job, v1::JOB_ACTION_CANCEL);
+  AskOn("a", job, 1, v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(RestartsOn("a"), 0);
+  EXPECT_EQ(Get(job).restarts(), 0);
+  ObeyStops();
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_CANCELLED);
+  EXPECT_EQ(Get(job).history(0).end().end_class(), v1::END_CLASS_CANCELLED);
+}
+
+TEST_F(JobsCoreTest, RestartsInPlace_AreOfferedWhereAllNodesCan_AndSomeAreLeft) {
+  AddNode("a", 2);
+  AddNode("b", 2).restarts_in_place = false;
+  Sync("b");
+  const std::string job = Submit(Spec(4, 1));
+  EXPECT_FALSE(Get(job).history(0).may_restart());
+  AskOn("a", job, 1, v1::END_CLASS_PROCESS_FAILED);
+  // As if it had ended.
+  EXPECT_EQ(Get(job).attempts(), 2);
+  Control(job, v1::JOB_ACTION_CANCEL);
+  nodes_["b"].restarts_in_place = true;
+  Sync("b");
+  const std::string other = Submit(Spec(4, 3));
+  EXPECT_TRUE(Get(other).history(0).may_restart());
+  EXPECT_EQ(restarts_left_, (std::vector<int>{3, 3}));
+}
+
+TEST_F(JobsCoreTest, RestartInPlace_WaitsForTheDelay_WhichDoubles) {
+  AddNode("a");
+  v1::JobSpec spec = Spec(2, 9);
+  spec.mutable_restart_delay()->set_seconds(2);
+  const std::string job = Submit(spec);
+  for (const int seconds : {2, 4, 8}) {
+    AskOn("a", job, Get(job).restarts() + 1, v1::END_CLASS_PROCESS_FAILED);
+    EXPECT_EQ(nodes_["a"].last.assignments(0).restart_delay().seconds(), seconds);
+  }
+  Advance(absl::Minutes(10));
+  AskOn("a", job, 4, v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(nodes_["a"].last.assignments(0).restart_delay().seconds(), 2);
+  for (int restart = 5; restart <= 9; ++restart) {
+    AskOn("a", job, restart, v1::END_CLASS_PROCESS_FAILED);
+  }
+  // The history is bounded.
+  EXPECT_EQ(Get(job).history_size(), JobsCore::kKeptAttempts);
+  EXPECT_EQ(Get(job).restarts(), 9);
 }
 
 TEST_F(JobsCoreTest, UserError_IsNotRetried) {

@@ -175,12 +175,35 @@ class Simulation {
                                processes, " processes"));
       }
     }
+    if (former != told_.end()) CheckRestartsInPlace(former->second, record);
     CheckTimes(record);
     if (record.state() == v1::JOB_STATE_SUCCEEDED &&
         !Succeeded(record.history(record.history_size() - 1))) {
       Violation(absl::StrCat(record.job_id(), " has succeeded, but not its processes"));
     }
     told_[record.job_id()] = record;
+  }
+  // Each is asked for once by a node, counts, and leaves an entry with its cause.
+  void CheckRestartsInPlace(const v1::JobRecord& before, const v1::JobRecord& now) {
+    if (before.history_size() == 0 || now.history_size() == 0) return;
+    const v1::JobAttempt& was = before.history(before.history_size() - 1);
+    const v1::JobAttempt& is = now.history(now.history_size() - 1);
+    if (was.number() != is.number() || was.restarts() == is.restarts()) return;
+    ++result_.restarts_in_place;
+    const v1::AttemptEnd& cause = now.history(now.history_size() - 2).end();
+    const std::string what = absl::StrCat("restart ", is.restarts(), " within attempt ",
+                                          is.number(), " of ", now.job_id());
+    if (is.restarts() != was.restarts() + 1 || now.restarts() != before.restarts() + 1) {
+      Violation(absl::StrCat(what, " counts as ", now.restarts() - before.restarts()));
+    }
+    if (now.restarts() > now.spec().max_restarts()) Violation(absl::StrCat(what, " is too many"));
+    if (was.stop()) Violation(absl::StrCat(what, " follows the order to stop"));
+    if (cause.end_class() == v1::END_CLASS_USER_ERROR) {
+      Violation(absl::StrCat(what, " follows a user error"));
+    }
+    if (!asked_.contains({now.job_id(), is.number(), is.restarts()})) {
+      Violation(absl::StrCat(what, " was not asked for"));
+    }
   }
   void OnPlacement(const v1::JobRecordChanged& change) {
     v1::JobRecord& record = told_.at(change.job_id());
@@ -239,7 +262,7 @@ class Simulation {
         }
         last = time;
       }
-      const bool over = attempt.number() < record.attempts();
+      const bool over = &attempt != &record.history(record.history_size() - 1);
       if (over && (times.placed_unix_ms() == 0 || times.fenced_unix_ms() == 0)) {
         Violation(absl::StrCat("it is not known when attempt ", attempt.number(), " of ",
                                record.job_id(), " was placed and fenced"));
@@ -250,7 +273,9 @@ class Simulation {
     if (former == told_.end()) return;
     for (const v1::JobAttempt& before : former->second.history()) {
       for (const v1::JobAttempt& attempt : record.history()) {
-        if (attempt.number() != before.number()) continue;
+        if (attempt.number() != before.number() || attempt.restarts() != before.restarts()) {
+          continue;
+        }
         if (before.times().stepped_unix_ms() != 0 &&
             before.times().stepped_unix_ms() != attempt.times().stepped_unix_ms()) {
           Violation(absl::StrCat("the first step of attempt ", attempt.number(), " of ",
@@ -316,6 +341,7 @@ class Simulation {
     request->set_node_uid(node->uid);
     request->set_cluster_id(kCluster);
     request->mutable_info()->set_cpus(node->cpus);
+    request->mutable_info()->set_restarts_in_place(true);
     request->set_seen_version(node->seen);
     for (const auto& [key, report] : node->attempts) *request->add_attempts() = report;
     Send(op, node);
@@ -339,6 +365,11 @@ class Simulation {
         }
       } else if (assignment.stop() && Chance(70)) {
         End(node, &node->attempts[key], v1::END_CLASS_CANCELLED);
+      } else if (assignment.restarts() >= node->attempts[key].restart() &&
+                 node->attempts[key].state() == v1::PLACEMENT_STATE_RUNNING) {
+        restarts_on_[{node->name, key.first, key.second}] = assignment.restarts();
+        node->attempts[key].clear_restart();
+        node->attempts[key].clear_end();
       }
     }
     for (auto it = node->attempts.begin(); it != node->attempts.end();) {
@@ -406,6 +437,7 @@ class Simulation {
     EndSomething();
     GroupSays();
     if (quiet_) return;
+    LoseSomething();
     switch (Up(12)) {
       case 0:
       case 1:
@@ -481,6 +513,24 @@ class Simulation {
         }
         End(&node, &report, end_class);
         // It says so at once.
+        if (node.call.has_value()) core_->Abandon(*node.call);
+        node.call.reset();
+        break;
+      }
+    }
+  }
+
+  // A process of an attempt is lost, and others can go on: its nodes ask, one after the other.
+  void LoseSomething() {
+    for (Node& node : nodes_) {
+      for (auto& [key, report] : node.attempts) {
+        if (report.state() == v1::PLACEMENT_STATE_ENDED || !Chance(8)) continue;
+        const v1::EndClass classes[] = {v1::END_CLASS_PROCESS_FAILED, v1::END_CLASS_OUT_OF_MEMORY,
+                                        v1::END_CLASS_PEER_FAILED, v1::END_CLASS_USER_ERROR};
+        report.set_restart(restarts_on_[{node.name, key.first, key.second}] + 1);
+        report.mutable_end()->set_end_class(classes[Up(3)]);
+        report.mutable_end()->set_why("it was lost");
+        asked_.insert({key.first, key.second, report.restart()});
         if (node.call.has_value()) core_->Abandon(*node.call);
         node.call.reset();
         break;
@@ -588,6 +638,8 @@ class Simulation {
   std::map<std::string, v1::JobRecord> told_;  // by the journal
   std::set<AttemptKey> by_hand_;               // retried after these
   std::set<AttemptKey> stepped_;
+  std::set<std::tuple<std::string, int, int>> asked_;  // restarts within an attempt
+  std::map<std::tuple<std::string, std::string, int>, int> restarts_on_;  // that a node knows of
   std::set<std::string> closed_;
   std::set<std::string> was_lost_;
   std::set<std::tuple<std::string, uint64_t, std::string, int>> started_;

@@ -14,9 +14,10 @@ struct JobsSimulationResult {
   int attempts = 0;
   int restarts = 0;  // of the coordinator
   int lost_nodes = 0;
-  int stepped = 0;     // attempts that have reported a step
-  int resizes = 0;     // attempts after one that was stopped for another size
-  int hangs = 0;       // that were followed by a restart
+  int stepped = 0;  // attempts that have reported a step
+  int resizes = 0;  // attempts after one that was stopped for another size
+  int hangs = 0;    // that were followed by a restart
+  int restarts_in_place = 0;
   int promotions = 0;  // nodes of attempts that were spares of the one before
 };
 
@@ -28,9 +29,9 @@ struct JobsSimulationResult {
 // earlier ones are closed and, on nodes that were not lost, nothing of them is left; its processes
 // are as many as the job asks for; no node has more than it has room for, and no room that is kept
 // as a spare is anybody else's; what is not to be retried is not, and what counts as a restart is
-// counted. The stages of attempts are in the order of their times. A core that is made from the
-// journal knows what the former one has told. In the end every job has ended, and one that
-// succeeded had an attempt all of whose processes did.
+// counted, also within an attempt that goes on. The stages of attempts are in the order of their
+// times. A core that is made from the journal knows what the former one has told. In the end every
+// job has ended, and one that succeeded had an attempt all of whose processes did.
 JobsSimulationResult RunJobsSimulation(uint64_t seed, coordinator::JobsMutants mutants);
 
 }  // namespace muster::simulation

@@ -15,6 +15,7 @@ int Seeds() {
 
 TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
   int attempts = 0, restarts = 0, lost = 0, resizes = 0, stepped = 0, promotions = 0, hangs = 0;
+  int restarts_in_place = 0;
   for (int seed = 1; seed <= Seeds(); ++seed) {
     const JobsSimulationResult result = RunJobsSimulation(seed, {});
     ASSERT_EQ(result.violation, "") << "seed " << seed;
@@ -25,6 +26,7 @@ TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
     stepped += result.stepped;
     promotions += result.promotions;
     hangs += result.hangs;
+    restarts_in_place += result.restarts_in_place;
   }
   // It has tried what it is about.
   EXPECT_GT(attempts, 10 * Seeds());
@@ -34,6 +36,7 @@ TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
   EXPECT_GT(stepped, Seeds());
   EXPECT_GT(promotions, Seeds() / 10);
   EXPECT_GT(hangs, Seeds() / 10);
+  EXPECT_GT(restarts_in_place, Seeds() / 2);
 }
 
 void ExpectCaught(coordinator::JobsMutants mutants) {
@@ -54,6 +57,10 @@ TEST(JobsSimulationTest, StagesOutOfOrder_AreNoticed) { ExpectCaught({.believes_
 
 TEST(JobsSimulationTest, HangsThatAreRestartedForFree_AreNoticed) {
   ExpectCaught({.restarts_hangs_for_free = true});
+}
+
+TEST(JobsSimulationTest, RestartsInPlaceForFree_AreNoticed) {
+  ExpectCaught({.restarts_in_place_for_free = true});
 }
 
 TEST(JobsSimulationTest, SparesGivenAway_AreNoticed) { ExpectCaught({.gives_spares_away = true}); }
