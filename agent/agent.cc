@@ -35,6 +35,7 @@ void Agent::Stop() {
   }
   Post(StopWanted{});
   link_.Cancel();
+  if (options_.gate != nullptr) options_.gate->Cancel();
 }
 
 void Agent::Kill(const std::string& worker_id, uint64_t incarnation, const std::string& why) {
@@ -122,6 +123,8 @@ absl::Status Agent::StartWorker(const Meeting& meeting, int attempt, int local_r
 
 absl::Status Agent::LogWorker(int rank, int attempt) {
   if (options_.log_dir.empty()) return absl::OkStatus();
+  // The log of a rank goes on where its process has ended.
+  if (options_.gate != nullptr && attempt > 0) return absl::OkStatus();
   const std::string folder = absl::StrCat(options_.log_dir, "/attempt_", attempt);
   absl::Status status = MakeDirectories(folder);
   if (status.ok()) status = output_.AddLog(rank, absl::StrCat(folder, "/rank_", rank, ".log"));
@@ -147,6 +150,11 @@ absl::Status Agent::StartWorkers(const Meeting& meeting, int attempt) {
       continue;
     }
     worker = Worker();
+    if (options_.gate != nullptr && attempt > 0) {
+      output_.Line(node_rank_ * options_.slots + local_rank, OutputStream::kStderr,
+                   absl::StrCat("muster: ", restarted_after_, "; rank ",
+                                node_rank_ * options_.slots + local_rank, " starts again"));
+    }
     MUSTER_RETURN_IF_ERROR(StartWorker(meeting, attempt, local_rank));
   }
   return absl::OkStatus();
@@ -217,7 +225,7 @@ WorkerEnd Agent::OnEnded(const Ended& event) {
     end.counts_memory_kills = kill.has_value();
     end.memory_kill = kill.value_or("");
   }
-  end.may_restart = attempt_ < options_.max_restarts && !stopped_;
+  end.may_restart = MayRestart(end);
   if (!end.exit.stuck.empty()) stuck_.push_back(end.ToString());
   link_.ReportEnd(end);
   return end;
@@ -230,8 +238,25 @@ void Agent::StopWorkers(absl::Duration grace) {
   }
 }
 
-void Agent::StopOrKeepWorkers() {
-  const bool restarts = attempt_ < options_.max_restarts && !stopped_;
+bool Agent::MayRestart(const WorkerEnd& cause) const {
+  if (stopped_) return false;
+  if (options_.gate == nullptr) return attempt_ < options_.max_restarts;
+  // What was killed for a reason, as after a hang, may not be the only one to blame.
+  return cause.killed_because.empty() && options_.gate->MayAsk(attempt_ + 1, cause);
+}
+
+bool Agent::IsWorthKeeping(const WorkerEnd& cause) const {
+  if (options_.gate == nullptr || !MayRestart(cause)) return false;
+  return std::any_of(workers_.begin(), workers_.end(), [&](const Worker& worker) {
+    if (worker.reentry == Reentry::kNone) return false;
+    // All run the same program: if those of this node are gone, others have said the same.
+    if (worker.worker_id == cause.worker_id) return num_nodes_ > 1;
+    return !worker.ended && worker.killed_because.empty();
+  });
+}
+
+void Agent::StopOrKeepWorkers(bool restarts) {
+  restarts = restarts && !stopped_;
   for (Worker& worker : workers_) {
     if (worker.process == nullptr || worker.ended) continue;
     worker.kept = restarts && worker.reentry != Reentry::kNone && worker.killed_because.empty();
@@ -332,14 +357,17 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
         OnEnded(*ended);
         continue;
       }
-      const AttemptEnd local = Culprit(*ended);
-      StopOrKeepWorkers();
+      AttemptEnd local = Culprit(*ended);
+      local.restarts = IsWorthKeeping(*culprit_);
+      StopOrKeepWorkers(options_.gate != nullptr ? local.restarts : MayRestart(*culprit_));
       const AttemptEnd end = link_.Fail(local);
+      if (options_.gate != nullptr && !end.restarts) StopWorkers(options_.failure_grace);
       WaitForWorkers();
       return end;
     }
     if (const auto* elsewhere = std::get_if<EndedElsewhere>(&event)) {
-      StopOrKeepWorkers();
+      StopOrKeepWorkers(options_.gate != nullptr ? elsewhere->end.restarts
+                                                 : attempt_ < options_.max_restarts);
       WaitForWorkers();
       return elsewhere->end;
     }
@@ -451,17 +479,34 @@ JobResult Agent::RunAttempts() {
       result.status = refused;
       return result;
     }
-    if (attempt == options_.max_restarts) {
-      result.outcome = JobResult::Outcome::kFailed;
-      return result;
+    const bool again =
+        options_.gate != nullptr ? result.failure.restarts : attempt < options_.max_restarts;
+    result.outcome = JobResult::Outcome::kFailed;
+    if (!again) return result;
+    if (options_.gate != nullptr) {
+      const absl::Status allowed = options_.gate->Await(attempt + 1, result);
+      if (absl::IsCancelled(allowed)) {
+        stopped_ = true;
+        result.outcome = JobResult::Outcome::kStopped;
+        return result;
+      }
+      if (!allowed.ok()) {
+        absl::StrAppend(&result.failure.why,
+                        "; and no restart could be asked for: ", allowed.message());
+        return result;
+      }
     }
+    restarted_after_ = result.failure.why;
     const int others = kept();
     output_.Note(absl::StrCat(
         "muster: ", result.failure.why, "; starting ",
         others == 0 ? "all workers"
                     : absl::StrCat(options_.slots - others, " of ", options_.slots, " workers"),
         " again", others == 0 ? "" : ", the others continue in their processes", " (restart ",
-        attempt + 1, " of ", options_.max_restarts, ")"));
+        attempt + 1,
+        options_.gate != nullptr ? " within the attempt"
+                                 : absl::StrCat(" of ", options_.max_restarts),
+        ")"));
     output_.Flush(options_.failure_grace);
   }
 }

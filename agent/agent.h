@@ -23,6 +23,8 @@
 
 namespace muster::agent {
 
+class RestartGate;
+
 struct AgentOptions {
   // The program and its arguments, the same for every worker.
   std::vector<std::string> argv;
@@ -35,6 +37,9 @@ struct AgentOptions {
   std::map<std::string, std::string> inherited;
   // How often all workers are started again after a failure.
   int max_restarts = 0;
+  // Decides about that instead, and only when some workers can go on in their processes. They and
+  // those that are started again keep their log files. Borrowed.
+  RestartGate* gate = nullptr;
   // How long workers have between SIGTERM and SIGKILL, when the user stops the job and when a
   // worker has failed.
   absl::Duration stop_grace = absl::Seconds(10);
@@ -73,6 +78,20 @@ struct JobResult {
   std::optional<WorkerEnd> failed_here;
   absl::Status status;
   int restarts = 0;
+};
+
+// Who decides whether workers are started again while others go on.
+class RestartGate {
+ public:
+  virtual ~RestartGate() = default;
+  // Whether the `restart`-th one (from 1) may be asked for, after this end of a worker. Does not
+  // block.
+  virtual bool MayAsk(int restart, const WorkerEnd& cause) const = 0;
+  // Asks for it and blocks until it may begin, on this node. `result`: how it would end otherwise.
+  // Errors: CANCELLED after Cancel(), which is also how it is refused: who decides stops the job.
+  virtual absl::Status Await(int restart, const JobResult& result) = 0;
+  // Makes Await return. Final. Does not block; any thread.
+  virtual void Cancel() = 0;
 };
 
 // Runs the workers of one job on this node: starts them, watches them, and when one fails starts
@@ -142,9 +161,14 @@ class Agent {
   absl::Status LogWorker(int rank, int attempt);
   WorkerEnd OnEnded(const Ended& event);
   void StopWorkers(absl::Duration grace);
-  // At the end of an attempt that may be followed by another: keeps the workers that can re-enter
-  // and stops the others.
-  void StopOrKeepWorkers();
+  // At the end of an attempt. If it is followed by another: keeps the workers that can re-enter.
+  // Stops the others.
+  void StopOrKeepWorkers(bool restarts);
+  // Whether another attempt may follow one that has failed by this worker, as far as this node
+  // knows.
+  bool MayRestart(const WorkerEnd& cause) const;
+  // With a gate: and it is to start again what it has lost, because others can go on.
+  bool IsWorthKeeping(const WorkerEnd& cause) const;
   void KillWorker(const KillWanted& wanted);
   void OnReentry(const ReentryTold& told);
   void StopAwaited();
@@ -176,6 +200,7 @@ class Agent {
   bool stopped_ = false;
   std::vector<std::string> stuck_;  // workers that could not be killed
   std::optional<WorkerEnd> culprit_;
+  std::string restarted_after_;  // why the attempt before has ended
 
   Mutex mu_;
   CondVar changed_;

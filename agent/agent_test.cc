@@ -17,6 +17,8 @@
 #include "agent/control_group.h"
 #include "agent/fake_control_groups.h"
 #include "agent/fake_job_coordination.h"
+#include "base/file.h"
+#include "base/mutex.h"
 #include "base/owned_fd.h"
 #include "base/test_folder.h"
 #include "gmock/gmock.h"
@@ -31,6 +33,45 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 using ::testing::UnorderedElementsAre;
+
+// The test decides. Thread-safe.
+class FakeGate final : public RestartGate {
+ public:
+  bool MayAsk(int restart, const WorkerEnd& cause) const override {
+    return restart <= 2 && cause.exit.exit_code != 2;
+  }
+  absl::Status Await(int restart, const JobResult& result) override {
+    MutexLock lock(&mu_);
+    asked_.push_back(absl::StrCat(restart, " ", result.failed_here.has_value()));
+    changed_.SignalAll();
+    while (!cancelled_ && allowed_ < restart) changed_.Wait(&mu_);
+    return cancelled_ ? absl::CancelledError("cancelled") : absl::OkStatus();
+  }
+  void Cancel() override {
+    MutexLock lock(&mu_);
+    cancelled_ = true;
+    changed_.SignalAll();
+  }
+
+  void Allow(int restarts) {
+    MutexLock lock(&mu_);
+    allowed_ = restarts;
+    changed_.SignalAll();
+  }
+  // Once there are so many: "RESTART WHETHER-IT-FAILED-HERE" of each.
+  std::vector<std::string> Asked(size_t count) {
+    MutexLock lock(&mu_);
+    while (asked_.size() < count) changed_.Wait(&mu_);
+    return asked_;
+  }
+
+ private:
+  Mutex mu_;
+  CondVar changed_;
+  std::vector<std::string> asked_ ABSL_GUARDED_BY(mu_);
+  int allowed_ ABSL_GUARDED_BY(mu_) = 0;
+  bool cancelled_ ABSL_GUARDED_BY(mu_) = false;
+};
 
 // Runs an agent on a thread; what the workers write comes line by line.
 class AgentTest : public ::testing::Test {
@@ -416,6 +457,114 @@ TEST_F(ReentryTest, AnotherNodeFails_SurvivorsHereContinue) {
   End(1, 0);
   EXPECT_EQ(Join().outcome, JobResult::Outcome::kSucceeded);
   EXPECT_THAT(Ends(), UnorderedElementsAre("0 0 0", "1 0 0"));
+}
+
+class GateTest : public ReentryTest {
+ protected:
+  void SetUp() override {
+    ReentryTest::SetUp();
+    options_.max_restarts = 0;
+    options_.gate = &gate_;
+    options_.log_dir = folder_.Path("logs");
+  }
+  std::string LogOf(int rank) {
+    return ReadFile(folder_.Path(absl::StrCat("logs/attempt_0/rank_", rank, ".log"))).value_or("");
+  }
+
+  FakeGate gate_;
+};
+
+TEST_F(GateTest, OneIsLost_WaitsForTheGate_AndItsLogGoesOn) {
+  StartWorkers();
+  agent_->Reenters("w0", Reentry::kAble);
+  End(1, 9);
+  EXPECT_THAT(gate_.Asked(1), ElementsAre("1 1"));
+  agent_->Reenters("w0", Reentry::kReturned);
+  gate_.Allow(1);
+  EXPECT_THAT(ReadLine(), HasSubstr("starting 1 of 2 workers again, the others continue in their "
+                                    "processes (restart 1 within the attempt)"));
+  EXPECT_THAT(ReadLine(), HasSubstr("exited with code 9; rank 1 starts again"));
+  EXPECT_THAT(ReadLine(), ::testing::MatchesRegex("\\[1\\]: [0-9]+ 1"));
+  agent_->Reenters("w0", Reentry::kAble);
+  End(0, 0);
+  End(1, 0);
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kSucceeded);
+  EXPECT_THAT(Ends(), UnorderedElementsAre("1 0 9", "0 0 0", "1 0 0"));
+  EXPECT_THAT(LogOf(1),
+              ::testing::MatchesRegex("[0-9]+ 0\nmuster: rank 1 .* starts again\n[0-9]+ 1\n"));
+  EXPECT_TRUE(coordination_.failures()[0].restarts);
+  EXPECT_TRUE(coordination_.ends()[0].may_restart);
+}
+
+TEST_F(GateTest, NobodyCanGoOn_FailsWithoutAsking) {
+  StartWorkers();
+  End(1, 9);
+  const JobResult result = Join();
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  EXPECT_FALSE(coordination_.failures()[0].restarts);
+  EXPECT_THAT(coordination_.attempts(), SizeIs(1));
+}
+
+TEST_F(GateTest, EndAfterWhichNoRestartHelps_FailsWithoutAsking) {
+  StartWorkers();
+  agent_->Reenters("w0", Reentry::kAble);
+  End(1, 2);
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kFailed);
+  EXPECT_THAT(Ends(), UnorderedElementsAre("1 0 2", "0 15 0"));
+}
+
+TEST_F(GateTest, KilledForAReason_FailsWithoutAsking) {
+  Start("echo $MUSTER_INCARNATION; read code < $ORDERS$RANK; exit $code");
+  uint64_t incarnation = 0;
+  ASSERT_TRUE(absl::SimpleAtoi(ReadValues(2).at(1), &incarnation));
+  agent_->Reenters("w0", Reentry::kAble);
+  agent_->Kill("w1", incarnation, "the job hangs");
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kFailed);
+  EXPECT_THAT(Ends(), UnorderedElementsAre("1 15 0", "0 15 0"));
+}
+
+TEST_F(GateTest, StoppedWhileItWaits_HasItsFailure) {
+  StartWorkers();
+  agent_->Reenters("w0", Reentry::kAble);
+  End(1, 9);
+  gate_.Asked(1);
+  agent_->Stop();
+  const JobResult result = Join();
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kStopped);
+  ASSERT_TRUE(result.failed_here.has_value());
+  EXPECT_EQ(result.failure.why, result.failed_here->ToString());
+  EXPECT_THAT(Ends(), UnorderedElementsAre("1 0 9", "0 15 0"));
+}
+
+TEST_F(GateTest, StoppedAfterTheRestart_IsNotBlamedForTheFailureBefore) {
+  StartWorkers();
+  agent_->Reenters("w0", Reentry::kAble);
+  End(1, 9);
+  gate_.Allow(1);
+  ReadLine();
+  ReadLine();
+  ReadLine();
+  agent_->Stop();
+  const JobResult result = Join();
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kStopped);
+  EXPECT_FALSE(result.failed_here.has_value());
+}
+
+TEST_F(GateTest, AnotherNodeDecides) {
+  StartWorkers();
+  agent_->Reenters("w0", Reentry::kAble);
+  agent_->Reenters("w1", Reentry::kAble);
+  coordination_.EndElsewhere({"rank 5 (pid 7 on other) exited with code 1", {}, true});
+  EXPECT_THAT(gate_.Asked(1), ElementsAre("1 0"));
+  gate_.Allow(1);
+  EXPECT_THAT(ReadLine(), HasSubstr("starting 0 of 2 workers again"));
+  for (const char* const worker : {"w0", "w1"}) {
+    agent_->Reenters(worker, Reentry::kReturned);
+    agent_->Reenters(worker, Reentry::kAble);
+  }
+  coordination_.EndElsewhere({"rank 5 (pid 8 on other) exited with code 2", {}, false});
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kFailed);
+  EXPECT_THAT(Ends(), UnorderedElementsAre("0 15 0", "1 15 0"));
 }
 
 TEST_F(AgentTest, Stop_WorkersMayCleanUp) {

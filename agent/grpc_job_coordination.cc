@@ -35,7 +35,7 @@ constexpr absl::Duration kFirstContact = absl::Seconds(30);
 constexpr char kFinish[] = "finish";  // the barrier of agents whose workers are all done
 
 std::string ToJson(const AttemptEnd& end) {
-  return json{{"why", end.why}, {"last_lines", end.last_lines}}.dump(
+  return json{{"why", end.why}, {"last_lines", end.last_lines}, {"restarts", end.restarts}}.dump(
       -1, ' ', false, json::error_handler_t::replace);
 }
 
@@ -50,6 +50,9 @@ AttemptEnd EndFromJson(const std::string& text) {
   AttemptEnd end;
   if (!value.is_object()) return {text, {}};
   end.why = TextOf(value, "why");
+  if (const auto restarts = value.find("restarts"); restarts != value.end()) {
+    end.restarts = restarts->is_boolean() && restarts->get<bool>();
+  }
   if (const auto lines = value.find("last_lines"); lines != value.end() && lines->is_array()) {
     for (const json& line : *lines) {
       if (line.is_string()) end.last_lines.push_back(line.get<std::string>());

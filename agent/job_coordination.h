@@ -37,6 +37,9 @@ struct WorkerEnd {
 struct AttemptEnd {
   std::string why;  // one line
   std::vector<std::string> last_lines;
+  // With a RestartGate, on all nodes: workers that can go on in their processes do, and the others
+  // are started again.
+  bool restarts = false;
 };
 
 // The agents' agreement before each attempt of a job.

@@ -44,6 +44,23 @@ void NodeAttempts::Stop(const AttemptKey& key, Attempt* attempt, absl::Time now,
   orders->stop.push_back(key);
 }
 
+void NodeAttempts::Allow(const AttemptKey& key, const v1::NodeAssignment& assignment,
+                         Attempt* attempt, Orders* orders) {
+  v1::AttemptReport& report = attempt->report;
+  if (report.state() != v1::PLACEMENT_STATE_RUNNING || assignment.stop() ||
+      assignment.restarts() <= attempt->restarts) {
+    return;
+  }
+  attempt->restarts = assignment.restarts();
+  orders->restarts.push_back(
+      {key, assignment.restarts(), rpc::FromProto(assignment.restart_delay())});
+  if (report.restart() > attempt->restarts) return;
+  report.clear_restart();
+  report.clear_end();
+  report.clear_ended_unix_ms();
+  attempt->failed = absl::InfinitePast();
+}
+
 NodeAttempts::Orders NodeAttempts::Apply(const v1::SyncNodeReply& reply, absl::Time now) {
   Orders orders;
   const std::string& cluster = reply.header().cluster_id();
@@ -64,6 +81,7 @@ NodeAttempts::Orders NodeAttempts::Apply(const v1::SyncNodeReply& reply, absl::T
       if (known != attempts_.end()) {
         known->second.grace = rpc::FromProto(assignment.spec().stop_grace());
         if (assignment.stop()) Stop(key, &known->second, now, &orders);
+        Allow(key, assignment, &known->second, &orders);
         continue;
       }
       // What to start comes with a later reply: this one had no room for it.
@@ -130,12 +148,29 @@ void NodeAttempts::Ended(const AttemptKey& key, const v1::AttemptEnd& end, int64
   const auto it = attempts_.find(key);
   if (it == attempts_.end() || it->second.report.state() == v1::PLACEMENT_STATE_ENDED) return;
   it->second.report.set_state(v1::PLACEMENT_STATE_ENDED);
+  it->second.report.clear_restart();
   *it->second.report.mutable_end() = end;
-  it->second.report.set_ended_unix_ms(unix_ms);
-  if (end.failed_unix_ms() != 0) {
-    it->second.failed = now - absl::Milliseconds(unix_ms - end.failed_unix_ms());
-  }
+  SetFailed(&it->second, unix_ms, now);
   ++version_;
+}
+
+void NodeAttempts::Ask(const AttemptKey& key, int restart, const v1::AttemptEnd& end,
+                       int64_t unix_ms, absl::Time now) {
+  const auto it = attempts_.find(key);
+  if (it == attempts_.end() || it->second.report.state() != v1::PLACEMENT_STATE_RUNNING ||
+      restart <= std::max(it->second.restarts, it->second.report.restart())) {
+    return;
+  }
+  it->second.report.set_restart(restart);
+  *it->second.report.mutable_end() = end;
+  SetFailed(&it->second, unix_ms, now);
+  ++version_;
+}
+
+void NodeAttempts::SetFailed(Attempt* attempt, int64_t unix_ms, absl::Time now) {
+  attempt->report.set_ended_unix_ms(unix_ms);
+  const int64_t failed = attempt->report.end().failed_unix_ms();
+  attempt->failed = failed == 0 ? absl::InfinitePast() : now - absl::Milliseconds(unix_ms - failed);
 }
 
 bool NodeAttempts::IsRunning(const AttemptKey& key) const {

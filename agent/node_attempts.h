@@ -27,6 +27,12 @@ class NodeAttempts {
     std::vector<AttemptKey> stop;  // SIGTERM for the runner
     std::vector<AttemptKey> kill;  // it has not ended in time: SIGKILL
     std::vector<AttemptKey> forget;
+    struct Restart {
+      AttemptKey key;
+      int restart;
+      absl::Duration delay;
+    };
+    std::vector<Restart> restarts;  // its runner may start again what the attempt has lost
     // A line for the log; empty: nothing unusual.
     std::string notice;
   };
@@ -45,6 +51,10 @@ class NodeAttempts {
 
   // At `unix_ms` of the wall clock, which is `now`.
   void Ended(const AttemptKey& key, const v1::AttemptEnd& end, int64_t unix_ms, absl::Time now);
+  // Its runner asks for a restart within the attempt since `unix_ms` of the wall clock, when it was
+  // `now`. It may be a repeat.
+  void Ask(const AttemptKey& key, int restart, const v1::AttemptEnd& end, int64_t unix_ms,
+           absl::Time now);
   bool IsRunning(const AttemptKey& key) const;
   bool AnyRunning() const;
   bool Knows(const AttemptKey& key) const { return attempts_.count(key) != 0; }
@@ -57,11 +67,15 @@ class NodeAttempts {
     v1::AttemptReport report;
     absl::Time started;
     absl::Time failed = absl::InfinitePast();  // the process that its end names
+    int restarts = 0;                          // within the attempt, that were allowed
     absl::Duration grace = absl::Seconds(30);
     absl::Time kill_at = absl::InfiniteFuture();
     bool stopped = false;
     bool killed = false;
   };
+  static void Allow(const AttemptKey& key, const v1::NodeAssignment& assignment, Attempt* attempt,
+                    Orders* orders);
+  static void SetFailed(Attempt* attempt, int64_t unix_ms, absl::Time now);
   void Stop(const AttemptKey& key, Attempt* attempt, absl::Time now, Orders* orders);
 
   std::string cluster_;

@@ -71,6 +71,67 @@ TEST(NodeAttemptsTest, FailedProcess_IsReportedWithItsAge_ByAClockThatDoesNotJum
   EXPECT_EQ(rpc::FromProto(request.attempts(2).failed_ago()), absl::Milliseconds(1700));
 }
 
+v1::SyncNodeReply Restarts(int restarts, bool stop = false) {
+  v1::SyncNodeReply reply = Reply({{"j", 1}}, stop);
+  reply.mutable_assignments(0)->set_restarts(restarts);
+  reply.mutable_assignments(0)->mutable_restart_delay()->set_seconds(3);
+  return reply;
+}
+
+TEST(NodeAttemptsTest, RestartThatIsAskedFor_IsReportedUntilItIsAllowed_AndAllowedOnce) {
+  NodeAttempts attempts;
+  attempts.Apply(Reply({{"j", 1}}), kNow);
+  v1::AttemptEnd end;
+  end.set_end_class(v1::END_CLASS_PROCESS_FAILED);
+  end.set_failed_unix_ms(9'000);
+  const uint64_t version = attempts.version();
+  attempts.Ask({"j", 1}, 1, end, 10'000, kNow);
+  EXPECT_GT(attempts.version(), version);
+  attempts.Ask({"j", 1}, 1, end, 10'000, kNow);
+  EXPECT_EQ(attempts.version(), version + 1);
+  const auto report = [&] {
+    v1::SyncNodeRequest request;
+    attempts.FillReports(kNow + absl::Seconds(1), &request);
+    return request.attempts(0);
+  };
+  EXPECT_EQ(report().restart(), 1);
+  EXPECT_EQ(report().state(), v1::PLACEMENT_STATE_RUNNING);
+  EXPECT_EQ(report().end().end_class(), v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(report().ended_unix_ms(), 10'000);
+  EXPECT_EQ(rpc::FromProto(report().failed_ago()), absl::Seconds(2));
+  EXPECT_TRUE(attempts.Apply(Restarts(0), kNow).restarts.empty());
+  const NodeAttempts::Orders orders = attempts.Apply(Restarts(1), kNow);
+  ASSERT_EQ(orders.restarts.size(), 1u);
+  EXPECT_EQ(orders.restarts[0].restart, 1);
+  EXPECT_EQ(orders.restarts[0].delay, absl::Seconds(3));
+  EXPECT_TRUE(attempts.Apply(Restarts(1), kNow).restarts.empty());
+  EXPECT_EQ(report().restart(), 0);
+  EXPECT_FALSE(report().has_end());
+  EXPECT_FALSE(report().has_failed_ago());
+  // The runner's file is still there.
+  attempts.Ask({"j", 1}, 1, end, 10'000, kNow);
+  EXPECT_EQ(report().restart(), 0);
+  attempts.Ask({"j", 1}, 2, end, 20'000, kNow);
+  EXPECT_EQ(report().restart(), 2);
+  // What is stopped does not go on, and what has ended asks for nothing.
+  EXPECT_TRUE(attempts.Apply(Restarts(2, /*stop=*/true), kNow).restarts.empty());
+  attempts.Ended({"j", 1}, end, 30'000, kNow);
+  EXPECT_EQ(report().restart(), 0);
+  EXPECT_EQ(report().end().end_class(), v1::END_CLASS_PROCESS_FAILED);
+}
+
+TEST(NodeAttemptsTest, AdoptedAttempt_AsksAgain_AndIsToldAgain) {
+  NodeAttempts attempts;
+  attempts.SetCluster("c");
+  attempts.Adopt({"j", 1}, true, {}, kNow, kNow, kNow);
+  attempts.Ask({"j", 1}, 2, Succeeded(), 10'000, kNow);
+  EXPECT_EQ(attempts.Apply(Restarts(1), kNow).restarts.size(), 1u);
+  v1::SyncNodeRequest request;
+  attempts.FillReports(kNow, &request);
+  EXPECT_EQ(request.attempts(0).restart(), 2);
+  EXPECT_EQ(attempts.Apply(Restarts(2), kNow).restarts.size(), 1u);
+}
+
 TEST(NodeAttemptsTest, AssignmentWithoutAProgram_KeepsWhatRuns_AndStartsNothing) {
   NodeAttempts attempts;
   v1::SyncNodeReply reply = Reply({{"j", 1}});

@@ -34,6 +34,7 @@
 #include "absl/strings/strip.h"
 #include "agent/attempt_end.h"
 #include "agent/attempt_log.h"
+#include "agent/attempt_restarts.h"
 #include "agent/control_group.h"
 #include "agent/job_signals.h"
 #include "agent/memory_holder.h"
@@ -74,6 +75,8 @@ constexpr absl::Duration kAnswerTimeout = absl::Seconds(10);
 constexpr absl::Duration kLogPoll = absl::Milliseconds(100);
 // Between the end of a runner and that of the last process that holds its lock.
 constexpr absl::Duration kLockPoll = absl::Milliseconds(50);
+// At folders of attempts, if the system does not tell of new files, and at a disk that is full.
+constexpr absl::Duration kLookAgain = absl::Seconds(1);
 // For processes that the kernel does not end, after an attempt.
 constexpr absl::Duration kGroupPatience = absl::Seconds(10);
 constexpr absl::Duration kSweepEvery = absl::Hours(1);
@@ -87,6 +90,7 @@ int64_t UnixMs() { return absl::ToUnixMillis(absl::Now()); }
 //   lock         held by the runner and by all that must end with it
 //   runner.pid   by the runner
 //   end.json     by the runner when it has ended
+//   restart_K.json, restarts_allowed   see attempt_restarts.h
 //   logs/, work/, runner.log
 struct AttemptFolder {
   std::string path;
@@ -100,6 +104,7 @@ struct Runner {
   pid_t watched = -1;  // that of pidfd
   OwnedFd lock;        // not held by us: to try it
   int first_rank = 0;
+  int folder_watch = -1;                         // of folder_events_
   std::string group = {};                        // folder of its control group; empty: none
   int status = -1;                               // of waitpid; -1: not known
   absl::Time empty_by = absl::InfiniteFuture();  // its control group, once it has ended
@@ -162,7 +167,10 @@ class NodeService {
       : options_(options),
         notifier_(options.notify),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-        info_(options.info) {}
+        folder_events_(WatchFolders()),
+        info_(options.info) {
+    info_.set_restarts_in_place(true);
+  }
 
   absl::Status Run() {
     MUSTER_RETURN_IF_ERROR(Open());
@@ -310,10 +318,59 @@ class NodeService {
         RemoveGroup(&runner);
       }
       if (running) WatchPid(&runner);
+      if (running) WatchForRequests(&runner);
       runners_.emplace(key, std::move(runner));
     }
     groups_->Sweep(running_groups);
     return absl::OkStatus();
+  }
+
+  // ---- restarts within an attempt
+
+  void WatchForRequests(Runner* runner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    look_ = true;
+    if (!folder_events_.open()) return;
+    const absl::StatusOr<int> watch = WatchFolder(folder_events_.get(), runner->folder.path);
+    if (watch.ok()) {
+      runner->folder_watch = *watch;
+      return;
+    }
+    MUSTER_LOG(Warning) << watch.status().message()
+                        << "; folders of attempts are looked at now and then";
+    folder_events_ = OwnedFd();
+  }
+  // What runners ask for.
+  void ReadRequests() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    for (const auto& [key, runner] : runners_) {
+      if (!attempts_.IsRunning(key)) continue;
+      const absl::StatusOr<RestartRequest> asked = ReadRestartRequest(runner.folder.path);
+      if (!asked.ok()) {
+        MUSTER_LOG(Warning) << asked.status().message();
+        continue;
+      }
+      if (asked->restart == 0) continue;
+      const uint64_t version = attempts_.version();
+      const absl::Duration ago =
+          std::max(absl::ZeroDuration(), Clock::Real().WallNow() - asked->at);
+      attempts_.Ask(key, asked->restart, asked->end, absl::ToUnixMillis(asked->at),
+                    Clock::Real().Now() - ago);
+      if (attempts_.version() == version) continue;
+      MUSTER_LOG(Info) << "attempt " << BaseName(runner.folder.path) << " asks for restart "
+                       << asked->restart << ": " << asked->end.why();
+      Resync();
+    }
+  }
+  // Tells runners what they may do. A full disk delays it.
+  void Allow() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    for (auto it = unwritten_.begin(); it != unwritten_.end();) {
+      const auto runner = runners_.find(it->first);
+      absl::Status status;
+      if (runner != runners_.end() && attempts_.IsRunning(it->first)) {
+        status = AllowRestart(runner->second.folder.path, it->second.restart, it->second.delay);
+      }
+      if (!status.ok()) MUSTER_LOG(Warning) << status.message();
+      it = status.ok() ? unwritten_.erase(it) : std::next(it);
+    }
   }
 
   void WatchPid(Runner* runner) {
@@ -375,7 +432,7 @@ class NodeService {
   void Loop() {
     absl::Time sweep = Clock::Real().Now();
     while (true) {
-      std::vector<pollfd> fds = {{wake_.get(), POLLIN, 0}};
+      std::vector<pollfd> fds = {{wake_.get(), POLLIN, 0}, {folder_events_.get(), POLLIN, 0}};
       absl::Duration wait = std::min<absl::Duration>(absl::Seconds(60), notifier_.period());
       {
         MutexLock lock(&mu_);
@@ -386,6 +443,11 @@ class NodeService {
         notifier_.Status(StatusLine());
         Do(attempts_.Tick(now));
         SendSignals();
+        if (folder_events_.open() && TakeFolderEvents(folder_events_.get())) look_ = true;
+        if (look_) ReadRequests();
+        Allow();
+        look_ = !folder_events_.open();
+        if (look_ || !unwritten_.empty()) wait = std::min(wait, kLookAgain);
         CollectEnded();
         DropMemory(now);
         wait = std::min(wait, attempts_.NextDeadline() - now);
@@ -535,12 +597,19 @@ class NodeService {
       }
       Resync();
     }
+    for (const NodeAttempts::Orders::Restart& restart : orders.restarts) {
+      unwritten_.insert_or_assign(restart.key, restart);
+    }
+    Allow();
     for (const AttemptKey& key : orders.stop) Signal(key, SIGTERM);
     for (const AttemptKey& key : orders.kill) Signal(key, SIGKILL);
     for (const AttemptKey& key : orders.forget) {
       const auto it = runners_.find(key);
       if (it == runners_.end()) continue;
       // Its logs stay for a while.
+      if (it->second.folder_watch >= 0 && folder_events_.open()) {
+        UnwatchFolder(folder_events_.get(), it->second.folder_watch);
+      }
       const std::string record = it->second.folder.Of("record.json");
       const absl::Status status = WriteFileAtomically(record, json{{"forgotten", true}}.dump());
       if (!status.ok()) MUSTER_LOG(Warning) << status.message();
@@ -609,6 +678,7 @@ class NodeService {
       RemoveGroup(&runner);
       return NodeFailure(std::string(status.message()));
     }
+    WatchForRequests(&runner);
     std::optional<v1::AttemptEnd> failed = Spawn(assignment, &runner);
     if (failed.has_value()) RemoveGroup(&runner);
     // For the next agent, if this one ends before it has said so.
@@ -650,7 +720,11 @@ class NodeService {
     add("attempt_lock", kLockDescriptor);
     if (memory_ != nullptr) add("memory_socket", memory_->address());
     add("earlier_attempts", std::max(0, assignment.attempt() - 1));
-    add("restarts_of_job", std::max(0, spec.max_restarts()));
+    // Of those that have gone before, not all have counted.
+    const int left = assignment.restarts_left();
+    add("restarts_of_job",
+        left > 0 ? std::max(0, assignment.attempt() - 1) + left : std::max(0, spec.max_restarts()));
+    if (left > 0) add("restarts_in_place", left);
     if (!runner.group.empty()) {
       add("control_group", runner.group);
       if (groups_->limits_memory() && spec.per_process().memory_bytes() > 0) {
@@ -1003,6 +1077,7 @@ class NodeService {
   const NodeServiceOptions options_;
   ServiceNotifier notifier_;  // of the main loop
   const OwnedFd wake_;
+  OwnedFd folder_events_;  // of the folders of attempts; the main loop's
   OwnedFd lock_;
   uint64_t uid_ = 0;
   std::string host_;
@@ -1017,6 +1092,8 @@ class NodeService {
   NodeAttempts attempts_ ABSL_GUARDED_BY(mu_);
   std::map<AttemptKey, Runner> runners_ ABSL_GUARDED_BY(mu_);
   std::map<AttemptKey, int> unsent_ ABSL_GUARDED_BY(mu_);  // signals
+  std::map<AttemptKey, NodeAttempts::Orders::Restart> unwritten_ ABSL_GUARDED_BY(mu_);
+  bool look_ ABSL_GUARDED_BY(mu_) = true;  // a runner may have asked for something
   MemoryTerms memory_terms_ ABSL_GUARDED_BY(mu_);
   std::deque<OpenQuery> queries_ ABSL_GUARDED_BY(mu_);
   uint64_t seen_version_ ABSL_GUARDED_BY(mu_) = 0;

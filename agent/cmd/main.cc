@@ -23,6 +23,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/time/time.h"
 #include "agent/attempt_end.h"
+#include "agent/attempt_restarts.h"
 #include "agent/descriptors.h"
 #include "agent/gpu_facts.h"
 #include "agent/job_signals.h"
@@ -126,6 +127,7 @@ struct Flags {
   // Of one attempt of a submitted job.
   std::string attempt_dir, workdir;
   int attempt_lock = -1;
+  int restarts_in_place = 0;
   std::vector<int> user_error_codes;
   WorkerGroups::Options groups;
 };
@@ -173,6 +175,10 @@ void AddAttemptFlags(CLI::App* app, Flags* flags) {
       ->check(CLI::Range(0, 1'000'000'000));
   app->add_option("--restarts_of_job", flags->options.agent.worker.max_restarts,
                   "restarts that the job may have, for the variables of the processes")
+      ->check(CLI::Range(0, 1'000'000'000));
+  app->add_option("--restarts_in_place", flags->restarts_in_place,
+                  "with --attempt_dir: how often the agent may be asked to let processes that an "
+                  "attempt has lost start again, while the others go on in theirs")
       ->check(CLI::Range(0, 1'000'000'000));
   app->add_option("--workdir", flags->workdir, "folder in which the program runs");
   app->add_option("--user_error_code", flags->user_error_codes,
@@ -389,8 +395,11 @@ int RunAndReport(NodeJobOptions options, const Flags& flags) {
     entered = groups.Enter();
     options.agent.groups = &groups;
   }
-  const int num_nodes = options.num_nodes;
-  const int64_t kills = CountMemoryKills();
+  AttemptRestarts restarts({.folder = flags.attempt_dir,
+                            .left = flags.restarts_in_place,
+                            .user_error_codes = flags.user_error_codes,
+                            .num_nodes = options.num_nodes});
+  if (!flags.attempt_dir.empty() && flags.restarts_in_place > 0) options.agent.gate = &restarts;
   if (!flags.attempt_dir.empty()) {
     const absl::Status status =
         WriteFileAtomically(JoinPath(flags.attempt_dir, "runner.pid"), absl::StrCat(getpid()));
@@ -401,8 +410,8 @@ int RunAndReport(NodeJobOptions options, const Flags& flags) {
                                                : RunJob(std::move(options));
   if (!flags.groups.folder.empty()) groups.End();
   if (!flags.attempt_dir.empty()) {
-    v1::AttemptEnd end = DescribeEnd(result.job, flags.user_error_codes, CountMemoryKills() > kills,
-                                     num_nodes, result.hang.has_value() ? &*result.hang : nullptr);
+    v1::AttemptEnd end =
+        restarts.Describe(result.job, result.hang.has_value() ? &*result.hang : nullptr);
     if (!program.ok()) end.set_end_class(v1::END_CLASS_USER_ERROR);
     const absl::Status status = WriteEnd(JoinPath(flags.attempt_dir, "end.json"), end);
     // The exit code still tells the node how the job has ended.

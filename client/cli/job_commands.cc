@@ -140,6 +140,7 @@ ordered_json JobJson(const Job& job) {
   ordered_json attempts = ordered_json::array();
   for (const Attempt& attempt : job.history) {
     attempts.push_back({{"number", attempt.number},
+                        {"restarts_in_place", attempt.restarts},
                         {"started", TimeJson(attempt.started)},
                         {"ended", TimeJson(attempt.ended)},
                         {"placements", PlacementsJson(attempt.placements)},
@@ -515,7 +516,14 @@ struct Incident {
   // From its end to the start of the next attempt, by the clocks of their nodes. Absent: there is
   // none yet, or one of the times is not known.
   std::optional<absl::Duration> down;
+  bool in_place = false;  // what followed was within the attempt
 };
+
+// "3", or "3+1" after a restart within it.
+std::string NumberText(const Attempt& attempt) {
+  return attempt.restarts == 0 ? absl::StrCat(attempt.number)
+                               : absl::StrCat(attempt.number, "+", attempt.restarts);
+}
 
 std::vector<Incident> Incidents(const Job& job) {
   std::vector<Incident> incidents;
@@ -523,9 +531,10 @@ std::vector<Incident> Incidents(const Job& job) {
     const Attempt& attempt = job.history[i];
     if (!attempt.has_end || attempt.end_class == "SUCCEEDED") continue;
     const Attempt* const following = i + 1 < job.history.size() ? &job.history[i + 1] : nullptr;
-    Incident& incident =
-        incidents.emplace_back(Incident{&attempt, RecoveryOf(attempt, following), std::nullopt});
+    Incident& incident = incidents.emplace_back(
+        Incident{&attempt, RecoveryOf(attempt, following), std::nullopt, false});
     if (following == nullptr) continue;
+    incident.in_place = following->number == attempt.number;
     const absl::Time next = following->started;
     // Clocks of two nodes may differ by more than the pause.
     if (attempt.ended != absl::InfinitePast() && next >= attempt.ended) {
@@ -562,12 +571,12 @@ std::vector<std::pair<std::string, std::optional<absl::Duration>>> Stages(
 
 ordered_json IncidentsJson(const Job& job, const std::vector<Incident>& incidents) {
   ordered_json all = ordered_json::array();
-  for (const auto& [attempt, recovery, down] : incidents) {
-    ordered_json incident = {{"attempt", attempt->number},
-                             {"started", TimeJson(attempt->started)},
-                             {"ended", TimeJson(attempt->ended)},
-                             {"ran_s", SecondsJson(RanFor(*attempt))},
-                             {"down_s", SecondsJson(down)}};
+  for (const auto& [attempt, recovery, down, in_place] : incidents) {
+    ordered_json incident = {
+        {"attempt", attempt->number},        {"restarts_in_place", attempt->restarts},
+        {"continued_in_place", in_place},    {"started", TimeJson(attempt->started)},
+        {"ended", TimeJson(attempt->ended)}, {"ran_s", SecondsJson(RanFor(*attempt))},
+        {"down_s", SecondsJson(down)}};
     for (const auto& [name, took] : Stages(recovery)) {
       incident["recovery"][name + "_s"] = SecondsJson(took);
     }
@@ -583,7 +592,7 @@ ordered_json IncidentsJson(const Job& job, const std::vector<Incident>& incident
 
 void PrintHung(const CommandContext& context, const Attempt& attempt) {
   for (const HungRanks& hung : attempt.hung) {
-    context.out << "\nattempt " << attempt.number << ", "
+    context.out << "\nattempt " << NumberText(attempt) << ", "
                 << (hung.ranks.size() == 1 ? "rank " : "ranks ") << absl::StrJoin(hung.ranks, ",")
                 << " hung: " << Printable(hung.doing, 1000) << "\n";
     for (const absl::string_view line : absl::StrSplit(hung.stack, '\n', absl::SkipEmpty())) {
@@ -596,11 +605,10 @@ void PrintIncidents(const CommandContext& context, const Job& job,
                     const std::vector<Incident>& incidents) {
   std::vector<std::vector<std::string>> rows = {
       {"ATTEMPT", "ENDED", "RAN", "DOWN", "CLASS", "NODE", "RANK", "WHY"}};
-  for (const auto& [attempt, recovery, down] : incidents) {
-    rows.push_back({absl::StrCat(attempt->number), TimeText(attempt->ended),
-                    DurationText(RanFor(*attempt)), DurationText(down), attempt->end_class,
-                    attempt->node, attempt->rank < 0 ? "" : absl::StrCat(attempt->rank),
-                    attempt->why});
+  for (const auto& [attempt, recovery, down, in_place] : incidents) {
+    rows.push_back({NumberText(*attempt), TimeText(attempt->ended), DurationText(RanFor(*attempt)),
+                    DurationText(down), attempt->end_class, attempt->node,
+                    attempt->rank < 0 ? "" : absl::StrCat(attempt->rank), attempt->why});
   }
   if (!job.history.empty() && job.history.front().number > 1) {
     context.out << "attempts 1 to " << job.history.front().number - 1
@@ -617,7 +625,7 @@ void PrintIncidents(const CommandContext& context, const Job& job,
     stages[0].push_back(absl::AsciiStrToUpper(name));
   }
   for (const Incident& incident : incidents) {
-    stages.push_back({absl::StrCat(incident.attempt->number)});
+    stages.push_back({NumberText(*incident.attempt)});
     for (const auto& [name, took] : Stages(incident.recovery)) {
       stages.back().push_back(DurationText(took));
     }
@@ -627,7 +635,7 @@ void PrintIncidents(const CommandContext& context, const Job& job,
   for (const Incident& incident : incidents) {
     const Attempt& attempt = *incident.attempt;
     if (attempt.last_lines.empty()) continue;
-    context.out << "\nattempt " << attempt.number << ", the last lines of "
+    context.out << "\nattempt " << NumberText(attempt) << ", the last lines of "
                 << (attempt.rank < 0 ? "its output" : absl::StrCat("rank ", attempt.rank)) << ":\n";
     for (const std::string& line : attempt.last_lines) {
       context.out << "  " << Printable(line, 1000) << "\n";

@@ -210,6 +210,28 @@ TEST_F(JobCommandsTest, Incidents_EachFailedAttempt_WithCauseTimesAndLastLines) 
   EXPECT_THAT(text, ::testing::Not(HasSubstr("\n5 ")));
 }
 
+TEST_F(JobCommandsTest, Incidents_AfterWhichTheAttemptHasGoneOn_AreNumberedWithinIt) {
+  v1::JobRecord job = JobWithIncidents();
+  for (int restarts = 1; restarts <= 2; ++restarts) {
+    v1::JobAttempt* const next = job.add_history();
+    *next = job.history(job.history_size() - 2);
+    next->set_restarts(restarts);
+    if (restarts == 2) next->clear_end();
+  }
+  const int number = job.history(job.history_size() - 1).number();
+  fake_.Add(job);
+  EXPECT_EQ(RunIncidentsCommand({"mnist-1"}, context_), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr(absl::StrCat("\n", number, "+1 ")));
+  out_.str("");
+  EXPECT_EQ(RunIncidentsCommand({"mnist-1", "-o", "json"}, context_), kExitOk);
+  const auto incidents = nlohmann::json::parse(out_.str())["incidents"];
+  const auto last = incidents.back();
+  EXPECT_EQ(last["attempt"], number);
+  EXPECT_EQ(last["restarts_in_place"], 1);
+  EXPECT_EQ(last["continued_in_place"], true);
+  EXPECT_EQ(incidents[0]["continued_in_place"], false);
+}
+
 TEST_F(JobCommandsTest, Incidents_OfAHang_ShowWhatEveryRankWasDoing) {
   v1::JobRecord job = JobWithIncidents();
   v1::AttemptEnd* const end = job.mutable_history(0)->mutable_end();

@@ -49,6 +49,7 @@ Placement FromProto(const v1::Placement& placement) {
 Attempt FromProto(const v1::JobAttempt& attempt) {
   Attempt result;
   result.number = attempt.number();
+  result.restarts = attempt.restarts();
   for (const v1::Placement& placement : attempt.placements())
     result.placements.push_back(FromProto(placement));
   if (attempt.has_end()) {

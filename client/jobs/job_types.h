@@ -94,8 +94,11 @@ struct HungRanks {
   std::string stack = {};  // of several lines; empty: none could be taken
 };
 
+// One start of all processes of a job. If it has lost some and started them again within itself,
+// while the others went on in theirs, there is one of these for each stretch between two losses.
 struct Attempt {
-  int number = 0;  // from 1
+  int number = 0;    // from 1
+  int restarts = 0;  // within the attempt, before this stretch
   std::vector<Placement> placements = {};
   bool has_end = false;
   std::string end_class = {};  // "SUCCEEDED", "PROCESS_FAILED", ...
@@ -116,6 +119,7 @@ struct Attempt {
 // and no step.
 struct Recovery {
   int attempt = 0;                           // that ended
+  int restarts = 0;                          // within it, before that end
   std::optional<absl::Duration> detect;      // until the coordinator knew of the failure
   std::optional<absl::Duration> decide;      // until it had recorded the cause and told all nodes
   std::optional<absl::Duration> fence;       // until nothing of the attempt was left

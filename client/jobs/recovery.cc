@@ -19,6 +19,7 @@ Recovery RecoveryOf(const Attempt& ended, const Attempt* next) {
   const AttemptTimes& end = ended.times;
   Recovery recovery;
   recovery.attempt = ended.number;
+  recovery.restarts = ended.restarts;
   recovery.detect = Between(end.failed, end.detected);
   recovery.decide = Between(end.detected, end.decided);
   recovery.fence = Between(end.decided, end.fenced);

@@ -1,0 +1,112 @@
+#include "agent/attempt_restarts.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/stat.h>
+
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "base/test_folder.h"
+#include "base/test_wait.h"
+
+namespace muster::agent {
+namespace {
+
+using ::testing::HasSubstr;
+
+WorkerEnd Ended(int exit_code, int signal) {
+  WorkerEnd end;
+  end.rank = 1;
+  end.host = "n";
+  end.exit.exit_code = exit_code;
+  end.exit.signal = signal;
+  return end;
+}
+
+JobResult Failed(const WorkerEnd& end) {
+  JobResult result;
+  result.outcome = JobResult::Outcome::kFailed;
+  result.failure = {.why = end.ToString(), .last_lines = {"bye"}, .restarts = true};
+  result.failed_here = end;
+  return result;
+}
+
+class AttemptRestartsTest : public testing::Test {
+ protected:
+  AttemptRestarts::Options Options(int left) {
+    return {.folder = folder_.path(), .left = left, .user_error_codes = {42}};
+  }
+
+  const TestFolder folder_;
+};
+
+TEST_F(AttemptRestartsTest, MayAsk_WhileSomeAreLeft_AndARestartCanHelp) {
+  const AttemptRestarts restarts(Options(2));
+  EXPECT_TRUE(restarts.MayAsk(1, Ended(0, SIGSEGV)));
+  EXPECT_TRUE(restarts.MayAsk(2, Ended(1, 0)));
+  EXPECT_FALSE(restarts.MayAsk(3, Ended(1, 0)));
+  EXPECT_FALSE(restarts.MayAsk(1, Ended(2, 0)));
+  EXPECT_FALSE(restarts.MayAsk(1, Ended(42, 0)));
+  WorkerEnd for_memory = Ended(0, SIGKILL);
+  for_memory.memory_kill = "for memory";
+  EXPECT_TRUE(restarts.MayAsk(1, for_memory));
+}
+
+TEST_F(AttemptRestartsTest, Request_IsReadAndAnswered_AlsoByAnAgentThatComesLater) {
+  AttemptRestarts restarts(Options(2));
+  const OwnedFd events = WatchFolders();
+  ASSERT_TRUE(events.open());
+  ASSERT_TRUE(WatchFolder(events.get(), folder_.path()).ok());
+  EXPECT_FALSE(TakeFolderEvents(events.get()));
+  EXPECT_EQ(ReadRestartRequest(folder_.path())->restart, 0);
+  std::thread runner([&] {
+    EXPECT_TRUE(restarts.Await(1, Failed(Ended(3, 0))).ok());
+    EXPECT_TRUE(restarts.Await(2, Failed(Ended(4, 0))).ok());
+  });
+  for (int restart = 1; restart <= 2; ++restart) {
+    absl::StatusOr<RestartRequest> request;
+    WaitUntil([&] {
+      request = ReadRestartRequest(folder_.path());
+      return request->restart >= restart;
+    });
+    EXPECT_EQ(request->restart, restart);
+    EXPECT_EQ(request->end.exit_code(), 2 + restart);
+    EXPECT_EQ(request->end.end_class(), v1::END_CLASS_PROCESS_FAILED);
+    EXPECT_TRUE(AllowRestart(folder_.path(), restart, absl::Milliseconds(1)).ok());
+  }
+  runner.join();
+  EXPECT_TRUE(TakeFolderEvents(events.get()));
+}
+
+TEST_F(AttemptRestartsTest, Cancel_EndsTheWaitForTheAnswerAndForTheDelay) {
+  AttemptRestarts unanswered(Options(1));
+  unanswered.Cancel();
+  EXPECT_TRUE(absl::IsCancelled(unanswered.Await(1, Failed(Ended(3, 0)))));
+  AttemptRestarts delayed(Options(1));
+  ASSERT_TRUE(AllowRestart(folder_.path(), 1, absl::Hours(24 * 365)).ok());
+  std::thread other([&] { delayed.Cancel(); });
+  EXPECT_TRUE(absl::IsCancelled(delayed.Await(1, Failed(Ended(3, 0)))));
+  other.join();
+}
+
+TEST_F(AttemptRestartsTest, FilesThatAreNone_AllowNothing) {
+  ASSERT_TRUE(WriteFileAtomically(folder_.Path("restarts_allowed"), "9").ok());
+  ASSERT_TRUE(WriteFileAtomically(folder_.Path("restart_x.json"), "{}").ok());
+  EXPECT_EQ(ReadRestartRequest(folder_.path())->restart, 0);
+  AttemptRestarts restarts(Options(1));
+  restarts.Cancel();
+  EXPECT_TRUE(absl::IsCancelled(restarts.Await(1, Failed(Ended(3, 0)))));
+  ASSERT_TRUE(WriteFileAtomically(folder_.Path("restart_7.json"), "{}").ok());
+  EXPECT_FALSE(ReadRestartRequest(folder_.path()).ok());
+}
+
+TEST_F(AttemptRestartsTest, FolderThatIsNotThere_IsAnError) {
+  AttemptRestarts restarts({.folder = folder_.Path("none"), .left = 1});
+  EXPECT_THAT(std::string(restarts.Await(1, Failed(Ended(3, 0))).message()), HasSubstr("none"));
+}
+
+}  // namespace
+}  // namespace muster::agent
