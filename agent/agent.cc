@@ -491,8 +491,7 @@ JobResult Agent::RunAttempts() {
         return result;
       }
       if (!allowed.ok()) {
-        absl::StrAppend(&result.failure.why,
-                        "; and no restart could be asked for: ", allowed.message());
+        output_.Note(absl::StrCat("muster: cannot ask for a restart: ", allowed.message()));
         return result;
       }
     }

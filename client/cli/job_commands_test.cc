@@ -212,13 +212,16 @@ TEST_F(JobCommandsTest, Incidents_EachFailedAttempt_WithCauseTimesAndLastLines) 
 
 TEST_F(JobCommandsTest, Incidents_AfterWhichTheAttemptHasGoneOn_AreNumberedWithinIt) {
   v1::JobRecord job = JobWithIncidents();
-  for (int restarts = 1; restarts <= 2; ++restarts) {
+  // Attempt 5 has lost two processes, one after the other.
+  for (int restarts = 0; restarts < 2; ++restarts) {
+    v1::JobAttempt* const last = job.mutable_history(job.history_size() - 1);
+    last->mutable_end()->set_end_class(v1::END_CLASS_PROCESS_FAILED);
+    last->mutable_end()->set_why("rank 1 was killed");
     v1::JobAttempt* const next = job.add_history();
-    *next = job.history(job.history_size() - 2);
-    next->set_restarts(restarts);
-    if (restarts == 2) next->clear_end();
+    next->set_number(5);
+    next->set_restarts(restarts + 1);
   }
-  const int number = job.history(job.history_size() - 1).number();
+  const int number = 5;
   fake_.Add(job);
   EXPECT_EQ(RunIncidentsCommand({"mnist-1"}, context_), kExitOk) << err_.str();
   EXPECT_THAT(out_.str(), HasSubstr(absl::StrCat("\n", number, "+1 ")));
