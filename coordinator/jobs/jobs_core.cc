@@ -574,6 +574,11 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
 v1::JobPlan JobsCore::PlanOf(const std::string& owner, const v1::JobSpec& spec) const {
   v1::JobPlan plan;
   PlacementDecision decision = Place(spec, {}, Candidates(/*free=*/true));
+  if (decision.placements.empty() && !spared_.empty()) {
+    // Jobs behind it in the order would lose their spares to it.
+    PlacementDecision of_spares = Place(spec, {}, Candidates(/*free=*/true, spec.priority()));
+    if (!of_spares.placements.empty()) decision = std::move(of_spares);
+  }
   const int most = owner.empty() ? 0 : options_.max_processes_of_owner;
   int64_t others = most > 0 ? ProcessesOf(owner) : 0;
   const bool allowed = most <= 0 || others + spec.max_processes() <= most;
@@ -1441,18 +1446,19 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
             now_ + FromProto(job->record.spec().time_limit()) - FromProto(report.ran_for());
         limits_.insert({job->ends_by, job->record.sequence()});
       }
-      if (placement.state() == v1::PLACEMENT_STATE_RUNNING) {
-        if (report.restart() > 0) OnAsked(job, placement, report);
-        return;
+      if (placement.state() != v1::PLACEMENT_STATE_RUNNING) {
+        placement.set_state(v1::PLACEMENT_STATE_RUNNING);
+        TouchPlacement(*job, placement);
+        const bool all = std::none_of(attempt->placements().begin(), attempt->placements().end(),
+                                      [](const v1::Placement& other) {
+                                        return other.state() == v1::PLACEMENT_STATE_ASSIGNED;
+                                      });
+        if (all && job->record.state() == v1::JOB_STATE_STARTING) {
+          SetState(job, v1::JOB_STATE_RUNNING,
+                   absl::StrCat("attempt ", attempt->number(), " runs"));
+        }
       }
-      placement.set_state(v1::PLACEMENT_STATE_RUNNING);
-      TouchPlacement(*job, placement);
-      const bool all = std::none_of(
-          attempt->placements().begin(), attempt->placements().end(),
-          [](const v1::Placement& other) { return other.state() == v1::PLACEMENT_STATE_ASSIGNED; });
-      if (all && job->record.state() == v1::JOB_STATE_STARTING) {
-        SetState(job, v1::JOB_STATE_RUNNING, absl::StrCat("attempt ", attempt->number(), " runs"));
-      }
+      if (report.restart() > 0) OnAsked(job, placement, report);
     } else if (report.state() == v1::PLACEMENT_STATE_ENDED) {
       attempt->set_ended_unix_ms(std::max(attempt->ended_unix_ms(), report.ended_unix_ms()));
       v1::AttemptEnd end = Cleaned(report.end(), name);
@@ -1815,7 +1821,7 @@ JobsCore::Error JobsCore::ListNodes(CallId call, const v1::ListNodesRequest& req
 
 // ---- the schedule
 
-CandidateNodes JobsCore::Candidates(bool free) const {
+CandidateNodes JobsCore::Candidates(bool free, std::optional<int> priority) const {
   CandidateNodes candidates;
   for (const auto& [name, node] : nodes_) {
     if (!node.known || node.lost || node.cordoned || (free && node.leftovers)) continue;
@@ -1838,6 +1844,7 @@ CandidateNodes JobsCore::Candidates(bool free) const {
   if (options_.mutants.gives_spares_away) return candidates;
   for (const uint64_t sequence : spared_) {
     const v1::JobRecord& job = jobs_.at(sequence).record;
+    if (priority.has_value() && job.spec().priority() < *priority) continue;
     for (const v1::Placement& spare : job.spares()) {
       const auto it = candidates.find(spare.node());
       if (it != candidates.end()) it->second.space.Take(spare, job.spec().per_process());

@@ -291,7 +291,8 @@ class JobsCore {
   void SetNodeTimer(const std::string& name, Node* node);
   void TickNode(const std::string& name);
 
-  CandidateNodes Candidates(bool free) const;
+  // With `free`: without what is taken. Spares of jobs below `priority` count as free.
+  CandidateNodes Candidates(bool free, std::optional<int> priority = std::nullopt) const;
   ScheduleQuestion Question() const;
   void RunSchedule();
   void Start(Job* job, PlacementDecision placement);

@@ -1161,6 +1161,29 @@ TEST_F(JobsCoreTest, DryRun_PlansNoMoreThanTheOwnersLimitAllows) {
   EXPECT_TRUE(Call(op).submit_job().plan().starts_now());
 }
 
+TEST_F(JobsCoreTest, DryRunOfAnUrgentJob_PlansTheRoomOfSparesThatItWouldGet) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  v1::JobSpec spared = Spec(2);
+  spared.set_spare_nodes(1);
+  const std::string job = Submit(spared);
+  Settle();
+  ASSERT_EQ(Get(job).spares_size(), 1);
+  v1::Op op;
+  *op.mutable_submit_job()->mutable_spec() = Spec(2);
+  op.mutable_submit_job()->set_dry_run(true);
+  EXPECT_FALSE(Call(op).submit_job().plan().starts_now());
+  op.mutable_submit_job()->mutable_spec()->set_priority(1);
+  const v1::JobPlan plan = Call(op).submit_job().plan();
+  EXPECT_TRUE(plan.starts_now());
+  EXPECT_EQ(plan.placements(0).node(), Get(job).spares(0).node());
+  // So it does.
+  v1::JobSpec urgent = Spec(2);
+  urgent.set_priority(1);
+  EXPECT_EQ(StateOf(Submit(urgent)), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(Get(job).spares_size(), 0);
+}
+
 TEST_F(JobsCoreTest, DryRunWithAKeyThatWasUsed_TellsOfThatJob) {
   AddNode("a", 1);
   const std::string job = TrySubmit(Spec(1), "k").submit_job().job().job_id();
