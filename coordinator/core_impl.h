@@ -343,7 +343,8 @@ class Core::Impl::Job : public BarrierHost {
         triggers_(impl->options_.mutants.trigger_below_a_horizon),
         checkpoints_(id_, &impl->report_budget_,
                      {.seals_before_coverage = impl->options_.mutants.seals_before_coverage,
-                      .deletes_last_resumable = impl->options_.mutants.deletes_last_resumable},
+                      .deletes_last_resumable = impl->options_.mutants.deletes_last_resumable,
+                      .resumes_from_damaged = impl->options_.mutants.resumes_from_damaged},
                      impl->options_.sign_checkpoint) {}
 
   // Once, before anything else.
