@@ -466,7 +466,7 @@ class Sim {
     uint64_t incarnation = 0;
   };
   std::map<InstanceId, std::vector<SeenResult>> results_;
-  std::map<InstanceId, int64_t> failed_at_;  // event number
+  std::map<InstanceId, int64_t> failed_at_;  // event number of the newest record of it
   std::map<std::pair<uint64_t, uint64_t>, int64_t>
       recalled_at_;  // (incarnation, term) -> event number
   std::map<InstanceId, std::map<int, std::string>> payloads_;
@@ -1314,11 +1314,6 @@ void Sim::Absorb(const v1::Op* op, CallId call) {
       current_generation_ = std::max(current_generation_, result.join().generation());
     }
     if (result.has_arrive()) CheckPassed(result);
-    InstanceId instance;
-    if (result.has_error() && !Verdict(result).empty() && origin != origins_.end() &&
-        ArrivalOf(*origin->second.op, &instance)) {
-      failed_at_.try_emplace(instance, result_.events);
-    }
     // As in the runner: while the journal fails, whatever waits for it is refused.
     if (journal_failed_ && reply.durable_revision > durable_) FailReply(&reply);
     held_.push_back(std::move(reply));
@@ -2041,6 +2036,11 @@ void Sim::CheckRecord(const coordinator::Record& record) {
   v1::JournalRecord parsed;
   parsed.ParseFromString(record.payload);
   for (const v1::JournalChange& change : parsed.changes()) {
+    if (change.has_barrier_ended() && change.barrier_ended().answer().has_error()) {
+      // Whether or not anybody still waits for it. It happens again if this record is lost.
+      const v1::BarrierEnded& ended = change.barrier_ended();
+      failed_at_[{{ended.generation(), ended.barrier_id()}, ended.counter()}] = result_.events;
+    }
     if (!change.has_generation_sealed()) continue;
     const v1::GenerationSealed& sealed = change.generation_sealed();
     const std::map<std::string, int>& before = sealed_[sealed.generation() - 1];
