@@ -217,7 +217,7 @@ WorkerEnd Agent::OnEnded(const Ended& event) {
     end.counts_memory_kills = kill.has_value();
     end.memory_kill = kill.value_or("");
   }
-  end.may_restart = attempt_ < options_.max_restarts && !stopped_;
+  end.may_restart = counted_ < options_.max_restarts && !stopped_;
   if (!end.exit.stuck.empty()) stuck_.push_back(end.ToString());
   link_.ReportEnd(end);
   return end;
@@ -230,13 +230,19 @@ void Agent::StopWorkers(absl::Duration grace) {
   }
 }
 
-void Agent::StopOrKeepWorkers() {
-  const bool restarts = attempt_ < options_.max_restarts && !stopped_;
+void Agent::StopOrKeepWorkers(AttemptEnd::Cause cause) {
+  const bool restarts = !options_.elastic && counted_ < options_.max_restarts && !stopped_;
+  // Where nothing has failed, they have the time to save.
+  const bool orderly =
+      cause == AttemptEnd::Cause::kMachineCame || cause == AttemptEnd::Cause::kMachineLeft;
   for (Worker& worker : workers_) {
     if (worker.process == nullptr || worker.ended) continue;
     worker.kept = restarts && worker.reentry != Reentry::kNone && worker.killed_because.empty();
     worker.awaited = worker.kept && worker.reentry == Reentry::kAble;
-    if (!worker.kept) worker.process->Stop(options_.failure_grace);
+    if (!worker.kept) {
+      worker.process->Stop(orderly ? std::max(options_.stop_grace, options_.failure_grace)
+                                   : options_.failure_grace);
+    }
   }
 }
 
@@ -339,7 +345,7 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
       return end;
     }
     if (const auto* elsewhere = std::get_if<EndedElsewhere>(&event)) {
-      StopOrKeepWorkers();
+      StopOrKeepWorkers(elsewhere->end.cause);
       WaitForWorkers();
       return elsewhere->end;
     }
@@ -347,10 +353,16 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
       KillWorker(*kill);
       continue;
     }
-    StopWorkers(options_.stop_grace);
     stopped_ = true;
+    const AttemptEnd stopped = {
+        absl::StrCat(options_.elastic ? "the launch" : "the job", " was stopped on ", hostname_),
+        {},
+        options_.elastic ? AttemptEnd::Cause::kMachineLeft : AttemptEnd::Cause::kFailed};
+    // The workers of all machines get the signal together, so that they can save.
+    if (options_.elastic) link_.Fail(stopped);
+    StopWorkers(options_.stop_grace);
     WaitForWorkers();
-    link_.Fail({absl::StrCat("the job was stopped on ", hostname_), {}});
+    if (!options_.elastic) link_.Fail(stopped);
     return std::nullopt;
   }
   const absl::Status finished = link_.Finish();
@@ -365,7 +377,12 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
   // Another node failed after the workers of this one were done.
   while (true) {
     std::optional<Event> event = NextWithin(absl::Seconds(1));
-    if (!event.has_value()) return AttemptEnd{std::string(finished.message()), {}};
+    if (!event.has_value()) {
+      return AttemptEnd{
+          std::string(finished.message()),
+          {},
+          options_.elastic ? AttemptEnd::Cause::kMachineLeft : AttemptEnd::Cause::kFailed};
+    }
     if (auto* elsewhere = std::get_if<EndedElsewhere>(&*event)) return std::move(elsewhere->end);
   }
 }
@@ -383,7 +400,7 @@ JobResult Agent::RunAttempts() {
   JobResult result;
   for (int attempt = 0;; ++attempt) {
     result.restarts = attempt_ = attempt;
-    const absl::StatusOr<Meeting> meeting = link_.Meet(attempt);
+    const absl::StatusOr<Meeting> meeting = link_.Meet(attempt, counted_);
     bool stop_wanted;
     {
       MutexLock lock(&mu_);
@@ -418,6 +435,13 @@ JobResult Agent::RunAttempts() {
       result.outcome = JobResult::Outcome::kSucceeded;
       return result;
     }
+    if (options_.elastic) {
+      result.restarts = attempt = attempt_ = meeting->attempt;
+      counted_ = meeting->counted;
+      output_.Note(absl::StrCat("muster: the job runs on ", meeting->num_nodes,
+                                meeting->num_nodes == 1 ? " machine" : " machines",
+                                ", of which this one is number ", meeting->node_rank));
+    }
     absl::Status refused;
     culprit_.reset();
     std::optional<AttemptEnd> end = RunAttempt(*meeting, attempt, &refused);
@@ -451,17 +475,20 @@ JobResult Agent::RunAttempts() {
       result.status = refused;
       return result;
     }
-    if (attempt == options_.max_restarts) {
+    const bool counts = result.failure.cause == AttemptEnd::Cause::kFailed;
+    if (counts && counted_ >= options_.max_restarts) {
       result.outcome = JobResult::Outcome::kFailed;
       return result;
     }
+    if (counts) ++counted_;
     const int others = kept();
     output_.Note(absl::StrCat(
         "muster: ", result.failure.why, "; starting ",
         others == 0 ? "all workers"
                     : absl::StrCat(options_.slots - others, " of ", options_.slots, " workers"),
-        " again", others == 0 ? "" : ", the others continue in their processes", " (restart ",
-        attempt + 1, " of ", options_.max_restarts, ")"));
+        " again", others == 0 ? "" : ", the others continue in their processes",
+        counts ? absl::StrCat(" (restart ", counted_, " of ", options_.max_restarts, ")")
+               : " (not counted as a restart)"));
     output_.Flush(options_.failure_grace);
   }
 }

@@ -35,6 +35,9 @@ struct AgentOptions {
   std::map<std::string, std::string> inherited;
   // How often all workers are started again after a failure.
   int max_restarts = 0;
+  // The number of machines may change from attempt to attempt: then all workers start again, none
+  // keeps its process, and one that is stopped here leaves the job to the other machines.
+  bool elastic = false;
   // How long workers have between SIGTERM and SIGKILL, when the user stops the job and when a
   // worker has failed.
   absl::Duration stop_grace = absl::Seconds(10);
@@ -144,7 +147,7 @@ class Agent {
   void StopWorkers(absl::Duration grace);
   // At the end of an attempt that may be followed by another: keeps the workers that can re-enter
   // and stops the others.
-  void StopOrKeepWorkers();
+  void StopOrKeepWorkers(AttemptEnd::Cause cause = AttemptEnd::Cause::kFailed);
   void KillWorker(const KillWanted& wanted);
   void OnReentry(const ReentryTold& told);
   void StopAwaited();
@@ -173,6 +176,7 @@ class Agent {
   int node_rank_ = -1;  // of the last meeting
   int num_nodes_ = 0;
   int attempt_ = 0;  // 0 is the first
+  int counted_ = 0;  // restarts that count
   bool stopped_ = false;
   std::vector<std::string> stuck_;  // workers that could not be killed
   std::optional<WorkerEnd> culprit_;
