@@ -240,7 +240,7 @@ void Agent::StopWorkers(absl::Duration grace) {
 
 bool Agent::MayRestart(const WorkerEnd& cause) const {
   if (stopped_) return false;
-  if (options_.gate == nullptr) return attempt_ < options_.max_restarts;
+  if (options_.gate == nullptr) return counted_ < options_.max_restarts;
   // What was killed for a reason, as after a hang, may not be the only one to blame.
   return cause.killed_because.empty() && options_.gate->MayAsk(attempt_ + 1, cause);
 }
@@ -255,13 +255,20 @@ bool Agent::IsWorthKeeping(const WorkerEnd& cause) const {
   });
 }
 
-void Agent::StopOrKeepWorkers(bool restarts) {
-  restarts = restarts && !stopped_;
+void Agent::StopOrKeepWorkers(const AttemptEnd& end) {
+  const bool again = options_.gate != nullptr ? end.restarts : counted_ < options_.max_restarts;
+  const bool restarts = again && !options_.elastic && !stopped_;
+  // Where nothing has failed, they have the time to save.
+  const bool orderly =
+      end.cause == AttemptEnd::Cause::kMachineCame || end.cause == AttemptEnd::Cause::kMachineLeft;
   for (Worker& worker : workers_) {
     if (worker.process == nullptr || worker.ended) continue;
     worker.kept = restarts && worker.reentry != Reentry::kNone && worker.killed_because.empty();
     worker.awaited = worker.kept && worker.reentry == Reentry::kAble;
-    if (!worker.kept) worker.process->Stop(options_.failure_grace);
+    if (!worker.kept) {
+      worker.process->Stop(orderly ? std::max(options_.stop_grace, options_.failure_grace)
+                                   : options_.failure_grace);
+    }
   }
 }
 
@@ -359,15 +366,14 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
       }
       AttemptEnd local = Culprit(*ended);
       local.restarts = IsWorthKeeping(*culprit_);
-      StopOrKeepWorkers(options_.gate != nullptr ? local.restarts : MayRestart(*culprit_));
+      StopOrKeepWorkers(local);
       const AttemptEnd end = link_.Fail(local);
       if (options_.gate != nullptr && !end.restarts) StopWorkers(options_.failure_grace);
       WaitForWorkers();
       return end;
     }
     if (const auto* elsewhere = std::get_if<EndedElsewhere>(&event)) {
-      StopOrKeepWorkers(options_.gate != nullptr ? elsewhere->end.restarts
-                                                 : attempt_ < options_.max_restarts);
+      StopOrKeepWorkers(elsewhere->end);
       WaitForWorkers();
       return elsewhere->end;
     }
@@ -375,10 +381,16 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
       KillWorker(*kill);
       continue;
     }
-    StopWorkers(options_.stop_grace);
     stopped_ = true;
+    const AttemptEnd stopped = {
+        absl::StrCat(options_.elastic ? "the launch" : "the job", " was stopped on ", hostname_),
+        {},
+        options_.elastic ? AttemptEnd::Cause::kMachineLeft : AttemptEnd::Cause::kFailed};
+    // The workers of all machines get the signal together, so that they can save.
+    if (options_.elastic) link_.Fail(stopped);
+    StopWorkers(options_.stop_grace);
     WaitForWorkers();
-    link_.Fail({absl::StrCat("the job was stopped on ", hostname_), {}});
+    if (!options_.elastic) link_.Fail(stopped);
     return std::nullopt;
   }
   const absl::Status finished = link_.Finish();
@@ -393,7 +405,12 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
   // Another node failed after the workers of this one were done.
   while (true) {
     std::optional<Event> event = NextWithin(absl::Seconds(1));
-    if (!event.has_value()) return AttemptEnd{std::string(finished.message()), {}};
+    if (!event.has_value()) {
+      return AttemptEnd{
+          std::string(finished.message()),
+          {},
+          options_.elastic ? AttemptEnd::Cause::kMachineLeft : AttemptEnd::Cause::kFailed};
+    }
     if (auto* elsewhere = std::get_if<EndedElsewhere>(&*event)) return std::move(elsewhere->end);
   }
 }
@@ -411,7 +428,7 @@ JobResult Agent::RunAttempts() {
   JobResult result;
   for (int attempt = 0;; ++attempt) {
     result.restarts = attempt_ = attempt;
-    const absl::StatusOr<Meeting> meeting = link_.Meet(attempt);
+    const absl::StatusOr<Meeting> meeting = link_.Meet(attempt, counted_);
     bool stop_wanted;
     {
       MutexLock lock(&mu_);
@@ -446,6 +463,13 @@ JobResult Agent::RunAttempts() {
       result.outcome = JobResult::Outcome::kSucceeded;
       return result;
     }
+    if (options_.elastic) {
+      result.restarts = attempt = attempt_ = meeting->attempt;
+      counted_ = meeting->counted;
+      output_.Note(absl::StrCat("muster: the job runs on ", meeting->num_nodes,
+                                meeting->num_nodes == 1 ? " machine" : " machines",
+                                ", of which this one is number ", meeting->node_rank));
+    }
     absl::Status refused;
     culprit_.reset();
     std::optional<AttemptEnd> end = RunAttempt(*meeting, attempt, &refused);
@@ -479,8 +503,9 @@ JobResult Agent::RunAttempts() {
       result.status = refused;
       return result;
     }
-    const bool again =
-        options_.gate != nullptr ? result.failure.restarts : attempt < options_.max_restarts;
+    const bool counts = result.failure.cause == AttemptEnd::Cause::kFailed;
+    const bool again = options_.gate != nullptr ? result.failure.restarts
+                                                : !counts || counted_ < options_.max_restarts;
     result.outcome = JobResult::Outcome::kFailed;
     if (!again) return result;
     if (options_.gate != nullptr) {
@@ -495,17 +520,17 @@ JobResult Agent::RunAttempts() {
         return result;
       }
     }
+    if (counts) ++counted_;
     restarted_after_ = result.failure.why;
     const int others = kept();
     output_.Note(absl::StrCat(
         "muster: ", result.failure.why, "; starting ",
         others == 0 ? "all workers"
                     : absl::StrCat(options_.slots - others, " of ", options_.slots, " workers"),
-        " again", others == 0 ? "" : ", the others continue in their processes", " (restart ",
-        attempt + 1,
-        options_.gate != nullptr ? " within the attempt"
-                                 : absl::StrCat(" of ", options_.max_restarts),
-        ")"));
+        " again", others == 0 ? "" : ", the others continue in their processes",
+        options_.gate != nullptr ? absl::StrCat(" (restart ", attempt + 1, " within the attempt)")
+        : counts ? absl::StrCat(" (restart ", counted_, " of ", options_.max_restarts, ")")
+                 : " (not counted as a restart)"));
     output_.Flush(options_.failure_grace);
   }
 }

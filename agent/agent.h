@@ -40,6 +40,9 @@ struct AgentOptions {
   // Decides about that instead, and only when some workers can go on in their processes. They and
   // those that are started again keep their log files. Borrowed.
   RestartGate* gate = nullptr;
+  // The number of machines may change from attempt to attempt: then all workers start again, none
+  // keeps its process, and one that is stopped here leaves the job to the other machines.
+  bool elastic = false;
   // How long workers have between SIGTERM and SIGKILL, when the user stops the job and when a
   // worker has failed.
   absl::Duration stop_grace = absl::Seconds(10);
@@ -161,9 +164,9 @@ class Agent {
   absl::Status LogWorker(int rank, int attempt);
   WorkerEnd OnEnded(const Ended& event);
   void StopWorkers(absl::Duration grace);
-  // At the end of an attempt. If it is followed by another: keeps the workers that can re-enter.
-  // Stops the others.
-  void StopOrKeepWorkers(bool restarts);
+  // At the end of an attempt that may be followed by another: keeps the workers that can re-enter
+  // and stops the others.
+  void StopOrKeepWorkers(const AttemptEnd& end);
   // Whether another attempt may follow one that has failed by this worker, as far as this node
   // knows.
   bool MayRestart(const WorkerEnd& cause) const;
@@ -197,6 +200,7 @@ class Agent {
   int node_rank_ = -1;  // of the last meeting
   int num_nodes_ = 0;
   int attempt_ = 0;  // 0 is the first
+  int counted_ = 0;  // restarts that count
   bool stopped_ = false;
   std::vector<std::string> stuck_;  // workers that could not be killed
   std::optional<WorkerEnd> culprit_;

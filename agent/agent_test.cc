@@ -554,7 +554,8 @@ TEST_F(GateTest, AnotherNodeDecides) {
   StartWorkers();
   agent_->Reenters("w0", Reentry::kAble);
   agent_->Reenters("w1", Reentry::kAble);
-  coordination_.EndElsewhere({"rank 5 (pid 7 on other) exited with code 1", {}, true});
+  coordination_.EndElsewhere(
+      {.why = "rank 5 (pid 7 on other) exited with code 1", .last_lines = {}, .restarts = true});
   EXPECT_THAT(gate_.Asked(1), ElementsAre("1 0"));
   gate_.Allow(1);
   EXPECT_THAT(ReadLine(), HasSubstr("starting 0 of 2 workers again"));
@@ -562,7 +563,7 @@ TEST_F(GateTest, AnotherNodeDecides) {
     agent_->Reenters(worker, Reentry::kReturned);
     agent_->Reenters(worker, Reentry::kAble);
   }
-  coordination_.EndElsewhere({"rank 5 (pid 8 on other) exited with code 2", {}, false});
+  coordination_.EndElsewhere({"rank 5 (pid 8 on other) exited with code 2", {}});
   EXPECT_EQ(Join().outcome, JobResult::Outcome::kFailed);
   EXPECT_THAT(Ends(), UnorderedElementsAre("0 15 0", "1 15 0"));
 }
@@ -640,6 +641,40 @@ TEST_F(AgentTest, AnotherNodeFailsAfterWorkersHereAreDone_JobHasFailed) {
   const JobResult result = Join();
   EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
   EXPECT_EQ(result.failure.why, "rank 5 failed");
+}
+
+// A launch of MIN:MAX machines.
+TEST_F(AgentTest, MachineComes_AllStartAgainAndItIsNotCounted) {
+  options_.elastic = true;
+  Start(
+      "echo up at $TORCHELASTIC_RESTART_COUNT; [ $TORCHELASTIC_RESTART_COUNT = 7 ] && exit 3; "
+      "exec sleep 1000");
+  EXPECT_EQ(ReadLine(), "muster: the job runs on 1 machine, of which this one is number 0");
+  EXPECT_EQ(ReadLine(), "[0]: up at 0");
+  Meeting meeting;
+  meeting.num_nodes = 2;
+  meeting.attempt = 7;  // the one that came was there before
+  coordination_.SetMeeting(meeting);
+  coordination_.EndElsewhere({"one came", {}, AttemptEnd::Cause::kMachineCame});
+  EXPECT_EQ(ReadLine(), "muster: one came; starting all workers again (not counted as a restart)");
+  EXPECT_EQ(ReadLine(), "muster: the job runs on 2 machines, of which this one is number 0");
+  const JobResult result = Join();
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed) << "no restart is allowed";
+  EXPECT_THAT(result.failure.why, HasSubstr("exited with code 3"));
+  EXPECT_EQ(result.restarts, 7);
+  EXPECT_THAT(coordination_.attempts(), ElementsAre(0, 1));
+}
+
+TEST_F(AgentTest, StoppedAmongMachinesThatMayGo_LeavesTheJobToThem) {
+  options_.elastic = true;
+  Start("trap 'exit 0' TERM; echo up; while :; do sleep 1000 & wait; done");
+  ReadLine();
+  ReadLine();
+  agent_->Stop();
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kStopped);
+  const std::vector<AttemptEnd> failures = coordination_.failures();
+  ASSERT_THAT(failures, SizeIs(1));
+  EXPECT_EQ(failures[0].cause, AttemptEnd::Cause::kMachineLeft);
 }
 
 TEST_F(AgentTest, StopWhileWaitingForOtherNodes_Ends) {

@@ -1,6 +1,7 @@
 #ifndef MUSTER_AGENT_FAKE_JOB_COORDINATION_H_
 #define MUSTER_AGENT_FAKE_JOB_COORDINATION_H_
 
+#include <algorithm>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -16,11 +17,14 @@ class FakeJobCoordination final : public JobCoordination {
  public:
   explicit FakeJobCoordination(Meeting meeting = {}) : meeting_(std::move(meeting)) {}
 
-  absl::StatusOr<Meeting> Meet(int attempt) override {
+  absl::StatusOr<Meeting> Meet(int attempt, int counted) override {
     MutexLock lock(&mu_);
     attempts_.push_back(attempt);
     if (!meet_error_.ok()) return meet_error_;
-    return meeting_;
+    Meeting meeting = meeting_;
+    meeting.attempt = std::max(meeting.attempt, attempt);
+    meeting.counted = std::max(meeting.counted, counted);
+    return meeting;
   }
   void Watch(std::function<void(AttemptEnd)> on_ended) override {
     MutexLock lock(&mu_);

@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <atomic>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/backoff.h"
@@ -33,10 +35,15 @@ constexpr absl::Duration kLongest = absl::Hours(24);  // what a coordinator is a
 // A job of one node has no other node to wait for.
 constexpr absl::Duration kFirstContact = absl::Seconds(30);
 constexpr char kFinish[] = "finish";  // the barrier of agents whose workers are all done
+constexpr absl::Duration kLook = absl::Seconds(1);  // for machines that wait for a place
+constexpr absl::Duration kLookAgain = absl::Milliseconds(200);  // whether machines are heard
+constexpr int kMaxCount = 1'000'000'000;
 
 std::string ToJson(const AttemptEnd& end) {
-  return json{{"why", end.why}, {"last_lines", end.last_lines}, {"restarts", end.restarts}}.dump(
-      -1, ' ', false, json::error_handler_t::replace);
+  json value = {{"why", end.why}, {"last_lines", end.last_lines}};
+  if (end.cause != AttemptEnd::Cause::kFailed) value["cause"] = static_cast<int>(end.cause);
+  if (end.restarts) value["restarts"] = true;
+  return value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
 // What others wrote need not be what we expect of them.
@@ -45,11 +52,22 @@ std::string TextOf(const json& value, const char* name) {
   return it != value.end() && it->is_string() ? it->get<std::string>() : "";
 }
 
+// 0 if it is none.
+int CountOf(const json& value, const char* name) {
+  const auto it = value.find(name);
+  if (it == value.end() || !it->is_number_integer() || *it < 0 || *it > kMaxCount) return 0;
+  return it->get<int>();
+}
+
 AttemptEnd EndFromJson(const std::string& text) {
   const json value = json::parse(text, nullptr, /*allow_exceptions=*/false);
   AttemptEnd end;
   if (!value.is_object()) return {text, {}};
   end.why = TextOf(value, "why");
+  if (const int cause = CountOf(value, "cause");
+      cause <= static_cast<int>(AttemptEnd::Cause::kMachineCame)) {
+    end.cause = static_cast<AttemptEnd::Cause>(cause);
+  }
   if (const auto restarts = value.find("restarts"); restarts != value.end()) {
     end.restarts = restarts->is_boolean() && restarts->get<bool>();
   }
@@ -59,6 +77,15 @@ AttemptEnd EndFromJson(const std::string& text) {
     }
   }
   return end;
+}
+
+// The coordinator has ended the attempt. Without a culprit, another agent has asked for it.
+AttemptEnd EndOfGeneration(bool elastic, const std::string& why, bool has_culprit) {
+  return {elastic && has_culprit ? absl::StrCat("a machine is lost: ", why) : why,
+          {},
+          !elastic      ? AttemptEnd::Cause::kFailed
+          : has_culprit ? AttemptEnd::Cause::kMachineLost
+                        : AttemptEnd::Cause::kMachineLeft};
 }
 
 class GrpcJobCoordination final : public JobCoordination {
@@ -85,10 +112,12 @@ class GrpcJobCoordination final : public JobCoordination {
     Call(std::move(op), absl::Seconds(1), Until::kAnswered, Late::kHeld).IgnoreError();
   }
 
-  absl::StatusOr<Meeting> Meet(int attempt) override {
+  absl::StatusOr<Meeting> Meet(int attempt, int counted) override {
     StopWatching();
     MUSTER_RETURN_IF_ERROR(AwaitCoordinator(attempt));
     Meeting meeting;
+    meeting.attempt = attempt;
+    meeting.counted = counted;
     if (options_.num_nodes == 1) {
       MUSTER_ASSIGN_OR_RETURN(meeting.master_port, FindFreePort());
       return meeting;
@@ -101,11 +130,14 @@ class GrpcJobCoordination final : public JobCoordination {
       meeting.finished = true;
       return meeting;
     }
-    MUSTER_RETURN_IF_ERROR(Join());
-    meeting.node_rank = node_rank_;
-    meeting.num_nodes = options_.num_nodes;
-    absl::Status agreed = Agree(&meeting);
-    if (!agreed.ok()) {
+    while (true) {
+      MUSTER_RETURN_IF_ERROR(Join());
+      meeting.node_rank = node_rank_;
+      meeting.num_nodes = num_nodes_;
+      absl::Status agreed = Agree(&meeting);
+      if (agreed.ok()) break;
+      // A machine was lost before the attempt began: the others meet again.
+      if (elastic() && rpc::GetReason(agreed) == v1::ERROR_REASON_GENERATION_ENDED) continue;
       EndGeneration(absl::StrCat("machine ", node_rank_, " gave up: ", agreed.message()),
                     kShortCall, Until::kAnswered);
       return agreed;
@@ -117,6 +149,8 @@ class GrpcJobCoordination final : public JobCoordination {
     {
       MutexLock lock(&shared_->mu);
       shared_->ended = false;
+      shared_->how = AttemptEnd();
+      shared_->generation_gone = false;
       shared_->on_ended = std::move(on_ended);
     }
     const std::shared_ptr<Shared> shared = shared_;
@@ -125,11 +159,10 @@ class GrpcJobCoordination final : public JobCoordination {
       shared->End({std::string(status.message()), {}});
     };
     if (options_.num_nodes > 1) {
-      listener.on_generation_ended = [shared, job = agents_job_,
-                                      generation = generation_](const v1::GenerationEnded& ended) {
-        if (ended.job_id() == job && ended.generation() >= generation) {
-          shared->End({ended.why(), {}});
-        }
+      listener.on_generation_ended = [shared, job = agents_job_, generation = generation_,
+                                      elastic = elastic()](const v1::GenerationEnded& ended) {
+        if (ended.job_id() != job || ended.generation() < generation) return;
+        shared->End(EndOfGeneration(elastic, ended.why(), ended.culprits_size() > 0));
       };
     }
     session_->SetListener(std::move(listener));
@@ -140,6 +173,11 @@ class GrpcJobCoordination final : public JobCoordination {
         shared_->wait_at = absl::InfinitePast();
       }
       wait_timer_->Wake();
+    }
+    if (elastic() && node_rank_ == 0 && num_nodes_ < options_.num_nodes) {
+      grow_from_ = Clock::Real().Now() + options_.grow_after;
+      grow_timer_ = std::make_unique<TimerThread>([this] { return LookForMachines(); });
+      grow_timer_->Start();
     }
   }
 
@@ -166,33 +204,15 @@ class GrpcJobCoordination final : public JobCoordination {
     });
   }
 
-  AttemptEnd Fail(const AttemptEnd& end) override {
+  AttemptEnd Fail(const AttemptEnd& given) override {
     MUSTER_FAILPOINT("agent.fail");
-    if (options_.num_nodes == 1) return end;
-    v1::Op op;
-    v1::TxnRequest& request = *op.mutable_txn();
-    *request.mutable_fence() = AgentFence();
-    v1::Compare* const absent = request.add_compares();
-    absent->set_key(EndKey());
-    absent->set_target(v1::Compare::EXISTS);
-    absent->set_number(0);
-    v1::PutOp* const put = request.add_then()->mutable_put();
-    put->set_key(EndKey());
-    put->set_value(ToJson(end));
-    request.add_otherwise()->mutable_get()->set_key(EndKey());
-    // A job that ends does not wait for a coordinator that is away.
-    const absl::Duration patience = session_->stream().connected() ? kShortCall : absl::Seconds(1);
-    const absl::StatusOr<v1::OpResult> result =
-        Call(std::move(op), patience, Until::kAnswered, Late::kHeld);
-    if (!result.ok()) {
-      MUSTER_LOG(Debug) << "cannot notify the other machines: " << result.status().message();
-      return end;
+    AttemptEnd end = given;
+    if (elastic() && end.cause == AttemptEnd::Cause::kFailed) JudgeCause(&end);
+    {
+      MutexLock lock(&shared_->mu);
+      if (elastic() && shared_->ended) return shared_->how;
     }
-    const v1::TxnReply& reply = result->txn();
-    if (!reply.succeeded() && reply.results_size() == 1 && reply.results(0).kvs_size() == 1) {
-      return EndFromJson(reply.results(0).kvs(0).value());
-    }
-    return end;
+    return WriteEnd(end);
   }
 
   absl::Status Finish() override {
@@ -225,6 +245,7 @@ class GrpcJobCoordination final : public JobCoordination {
       std::function<void(AttemptEnd)> told;
       {
         MutexLock lock(&mu);
+        if (!ended) how = end;
         ended = true;
         told.swap(on_ended);
         changed.SignalAll();
@@ -236,6 +257,8 @@ class GrpcJobCoordination final : public JobCoordination {
     CondVar changed;
     bool cancelled ABSL_GUARDED_BY(mu) = false;
     bool ended ABSL_GUARDED_BY(mu) = false;  // the attempt
+    AttemptEnd how ABSL_GUARDED_BY(mu);
+    bool generation_gone ABSL_GUARDED_BY(mu) = false;  // an answer has said so
     std::function<void(AttemptEnd)> on_ended ABSL_GUARDED_BY(mu);
     // The operation that waits for the key "end", the latest one that was submitted (0: none), and
     // when it is to be submitted (again).
@@ -249,6 +272,37 @@ class GrpcJobCoordination final : public JobCoordination {
   // An operation whose answer is waited for no longer: does not happen if it was not sent yet, or
   // happens when the coordinator is back.
   enum class Late { kForgotten, kHeld };
+
+  bool elastic() const { return options_.min_nodes > 0 && options_.min_nodes < options_.num_nodes; }
+
+  AttemptEnd WriteEnd(const AttemptEnd& end) {
+    if (options_.num_nodes == 1) return end;
+    v1::Op op;
+    v1::TxnRequest& request = *op.mutable_txn();
+    *request.mutable_fence() = AgentFence();
+    v1::Compare* const absent = request.add_compares();
+    absent->set_key(EndKey());
+    absent->set_target(v1::Compare::EXISTS);
+    absent->set_number(0);
+    v1::PutOp* const put = request.add_then()->mutable_put();
+    put->set_key(EndKey());
+    put->set_value(ToJson(end));
+    request.add_otherwise()->mutable_get()->set_key(EndKey());
+    // A job that ends does not wait for a coordinator that is away.
+    const absl::Duration patience = session_->stream().connected() ? kShortCall : absl::Seconds(1);
+    const absl::StatusOr<v1::OpResult> result =
+        Call(std::move(op), patience, Until::kAnswered, Late::kHeld);
+    if (!result.ok()) {
+      MUSTER_LOG(Debug) << "cannot notify the other machines: " << result.status().message();
+      MutexLock lock(&shared_->mu);
+      return elastic() && shared_->ended ? shared_->how : end;
+    }
+    const v1::TxnReply& reply = result->txn();
+    if (!reply.succeeded() && reply.results_size() == 1 && reply.results(0).kvs_size() == 1) {
+      return EndFromJson(reply.results(0).kvs(0).value());
+    }
+    return end;
+  }
 
   v1::Fence AgentFence() {
     v1::Fence fence;
@@ -366,33 +420,113 @@ class GrpcJobCoordination final : public JobCoordination {
         described->describe_barrier().report().state() != v1::BARRIER_STATE_PASSED) {
       return false;
     }
+    const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
+    if (!members.ok()) return false;
     bool died = false;
+    for (const v1::Member& member : *members) {
+      if (member.state() == v1::WORKER_STATE_JOINING) return false;
+      if (member.worker_id() != worker_id_) continue;
+      died = member.state() != v1::WORKER_STATE_LEFT &&
+             rpc::FromProto(member.heartbeat_age()) < options_.join_timeout;
+    }
+    return died;
+  }
+
+  // The agents that have a place in the job, and those that wait for one.
+  absl::StatusOr<std::vector<v1::Member>> Machines(Until until) {
+    std::vector<v1::Member> members;
     int32_t first = 0, next = 0;
     do {
       first = next;
       v1::Op op;
       op.mutable_get_members()->set_job_id(agents_job_);
       op.mutable_get_members()->set_first(first);
-      const absl::StatusOr<v1::OpResult> result =
-          Call(std::move(op), kShortCall, Until::kCancelled);
-      if (!result.ok()) return false;
-      for (const v1::Member& member : result->get_members().members()) {
-        if (member.state() == v1::WORKER_STATE_JOINING) return false;
-        if (member.worker_id() != worker_id_) continue;
-        died = member.state() != v1::WORKER_STATE_LEFT &&
-               rpc::FromProto(member.heartbeat_age()) < options_.join_timeout;
-      }
-      next = result->get_members().next();
+      MUSTER_ASSIGN_OR_RETURN(const v1::OpResult result, Call(std::move(op), kShortCall, until));
+      const v1::GetMembersReply& reply = result.get_members();
+      members.insert(members.end(), reply.members().begin(), reply.members().end());
+      next = reply.next();
     } while (next > first);
-    return died;
+    return members;
+  }
+
+  // A failure here may be what this machine sees of the loss of another one, whose agent then is
+  // heard no more. Returns when that is decided.
+  void JudgeCause(AttemptEnd* end) {
+    const absl::Time start = Clock::Real().Now();
+    while (num_nodes_ > 1) {
+      const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kEnded);
+      const absl::Duration elapsed = Clock::Real().Now() - start;
+      if (members.ok()) {
+        bool all_heard = true;
+        for (const v1::Member& member : *members) {
+          if (member.rank() < 0 || member.worker_id() == worker_id_) continue;
+          if (member.state() != v1::WORKER_STATE_RUNNING) {
+            end->cause = AttemptEnd::Cause::kMachineLost;
+            end->why = absl::StrCat("machine ", member.rank(), " on ", member.host(),
+                                    " is lost, and ", end->why);
+            return;
+          }
+          if (rpc::FromProto(member.heartbeat_age()) >= elapsed) all_heard = false;
+        }
+        if (all_heard) return;
+      }
+      if (elapsed > options_.lease + kShortCall) return;
+      MutexLock lock(&shared_->mu);
+      if (shared_->ended || shared_->cancelled) return;
+      shared_->changed.WaitWithTimeout(&shared_->mu, kLookAgain);
+      if (shared_->ended || shared_->cancelled) return;
+    }
+  }
+
+  // The tick of machine 0's timer: ends the attempt if a machine waits for a place that the job
+  // has.
+  absl::Time LookForMachines() {
+    const absl::Time now = Clock::Real().Now();
+    if (now < grow_from_) return grow_from_;
+    const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kEnded);
+    if (!members.ok()) return now + kLook;
+    std::set<uint64_t> waiting;
+    std::string host;
+    bool is_new = false;
+    for (const v1::Member& member : *members) {
+      if (member.rank() >= 0) {
+        passed_over_.erase(member.incarnation());
+      } else if (member.state() == v1::WORKER_STATE_JOINING) {
+        waiting.insert(member.incarnation());
+        if (passed_over_.count(member.incarnation()) > 0) continue;
+        is_new = true;
+        host = member.host();
+      }
+    }
+    // Machines that have finished already do not start again.
+    if (!is_new || AnyoneIsDone()) return now + kLook;
+    // One that gets no place all the same, because its host is quarantined, ends no other attempt.
+    passed_over_ = std::move(waiting);
+    shared_->End(WriteEnd({absl::StrCat("another machine has come, ", host, ", to the ", num_nodes_,
+                                        " of at most ", options_.num_nodes),
+                           {},
+                           AttemptEnd::Cause::kMachineCame}));
+    return absl::InfiniteFuture();
+  }
+
+  bool AnyoneIsDone() {
+    v1::Op op;
+    op.mutable_describe_barrier()->set_job_id(agents_job_);
+    op.mutable_describe_barrier()->set_barrier_id(kFinish);
+    const absl::StatusOr<v1::OpResult> result = Call(std::move(op), kShortCall, Until::kEnded);
+    // Without an answer it is not known; there is none as long as nobody has arrived.
+    if (!result.ok()) return !absl::IsNotFound(result.status());
+    const v1::BarrierReport& report = result->describe_barrier().report();
+    return report.generation() == generation_ && report.arrived() > 0;
   }
 
   absl::Status Join() {
     v1::Op op;
     v1::JoinRequest& request = *op.mutable_join();
     v1::RendezvousSpec* const spec = request.mutable_spec();
-    spec->set_min_workers(options_.num_nodes);
+    spec->set_min_workers(elastic() ? options_.min_nodes : options_.num_nodes);
     spec->set_max_workers(options_.num_nodes);
+    if (elastic()) *spec->mutable_last_call() = rpc::ToProto(options_.last_call);
     *spec->mutable_join_timeout() = rpc::ToProto(options_.join_timeout);
     spec->set_end_generation_on_failure(true);
     *spec->mutable_lease() = rpc::ToProto(options_.lease);
@@ -411,6 +545,7 @@ class GrpcJobCoordination final : public JobCoordination {
     const absl::Status& status = result.status();
     if (status.ok()) {
       node_rank_ = result->join().rank();
+      num_nodes_ = elastic() ? result->join().world_size() : options_.num_nodes;
       generation_ = result->join().generation();
       prefix_ = result->join().generation_prefix();
       return status;
@@ -423,6 +558,12 @@ class GrpcJobCoordination final : public JobCoordination {
     if (absl::IsInvalidArgument(status)) {
       return absl::InvalidArgumentError(absl::StrCat(
           "the machines of job ", options_.job, " were launched differently: ", status.message()));
+    }
+    if (absl::IsDeadlineExceeded(status) && elastic()) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("no place among the machines of job ", options_.job, " within ",
+                       absl::FormatDuration(options_.join_timeout), ", which needs ",
+                       options_.min_nodes, " to ", options_.num_nodes, ": ", status.message()));
     }
     if (absl::IsDeadlineExceeded(status)) {
       return absl::DeadlineExceededError(
@@ -441,10 +582,14 @@ class GrpcJobCoordination final : public JobCoordination {
       *op.mutable_txn()->mutable_fence() = AgentFence();
       v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
       put->set_key(SettingsKey());
-      put->set_value(json{{"settings", options_.settings},
-                          {"master_addr", meeting->master_addr},
-                          {"master_port", meeting->master_port}}
-                         .dump());
+      json value = {{"settings", options_.settings},
+                    {"master_addr", meeting->master_addr},
+                    {"master_port", meeting->master_port}};
+      if (elastic()) {
+        value["attempt"] = meeting->attempt;
+        value["counted"] = meeting->counted;
+      }
+      put->set_value(value.dump());
       return Call(std::move(op), options_.outage_tolerance + kAgree, Until::kCancelled).status();
     }
     *op.mutable_wait()->mutable_fence() = AgentFence();
@@ -463,6 +608,10 @@ class GrpcJobCoordination final : public JobCoordination {
       return absl::InvalidArgumentError(absl::StrCat(
           "machine ", node_rank_, " was launched with ", options_.settings, ", but machine 0 with ",
           theirs, ": launch all machines with the same settings"));
+    }
+    if (elastic()) {
+      meeting->attempt = std::max(meeting->attempt, CountOf(value, "attempt"));
+      meeting->counted = std::max(meeting->counted, CountOf(value, "counted"));
     }
     meeting->master_addr = TextOf(value, "master_addr");
     const auto port = value.find("master_port");
@@ -491,7 +640,7 @@ class GrpcJobCoordination final : public JobCoordination {
 
   // The tick of the timer: submits what ends the attempt when another node has written why.
   static absl::Time WaitForEnd(const std::shared_ptr<Shared>& shared, OpSender* sender,
-                               const std::shared_ptr<TimerThread>& timer) {
+                               const std::shared_ptr<TimerThread>& timer, bool elastic) {
     v1::Op op;
     uint64_t watch;
     {
@@ -502,8 +651,8 @@ class GrpcJobCoordination final : public JobCoordination {
       watch = shared->watch;
     }
     const uint64_t op_id =
-        sender->Submit(std::move(op), [shared, timer, watch](const v1::OpResult& result) {
-          WaitAnswered(shared.get(), timer.get(), watch, result);
+        sender->Submit(std::move(op), [shared, timer, watch, elastic](const v1::OpResult& result) {
+          WaitAnswered(shared.get(), timer.get(), watch, elastic, result);
         });
     bool stale;
     absl::Time next;
@@ -517,7 +666,7 @@ class GrpcJobCoordination final : public JobCoordination {
     return next;
   }
 
-  static void WaitAnswered(Shared* shared, TimerThread* timer, uint64_t watch,
+  static void WaitAnswered(Shared* shared, TimerThread* timer, uint64_t watch, bool elastic,
                            const v1::OpResult& result) {
     const auto again = [&](absl::Duration after) {
       {
@@ -541,8 +690,21 @@ class GrpcJobCoordination final : public JobCoordination {
       case v1::ERROR_REASON_WAIT_TIMEOUT:
         again(absl::ZeroDuration());
         break;
-      case v1::ERROR_REASON_GENERATION_ENDED:  // a directive says it better
+      case v1::ERROR_REASON_GENERATION_ENDED: {
+        // A directive says it better, unless it came before anybody listened.
+        bool before;
+        {
+          MutexLock lock(&shared->mu);
+          before = std::exchange(shared->generation_gone, true);
+        }
+        if (before) {
+          shared->End(EndOfGeneration(elastic, result.error().message(),
+                                      result.error().detail().culprits_size() > 0));
+        } else {
+          again(kWaitAgain);
+        }
         break;
+      }
       default:
         // Overloaded, or away: then on_lost ends the attempt, if it must end.
         if (result.error().code() == static_cast<int>(absl::StatusCode::kUnavailable)) {
@@ -556,6 +718,14 @@ class GrpcJobCoordination final : public JobCoordination {
 
   void StopWatching() {
     session_->SetListener({});
+    if (grow_timer_ != nullptr) {
+      {
+        MutexLock lock(&shared_->mu);
+        shared_->ended = true;  // ends its calls
+        shared_->changed.SignalAll();
+      }
+      grow_timer_.reset();
+    }
     uint64_t op_id;
     {
       MutexLock lock(&shared_->mu);
@@ -578,14 +748,22 @@ class GrpcJobCoordination final : public JobCoordination {
 
   // Written by Join, before the watch starts.
   int node_rank_ = -1;
+  int num_nodes_ = 1;
   uint64_t generation_ = 0;
   std::string prefix_;
+
+  // Those that waited when an attempt was ended for them. With grow_timer_'s thread, or while there
+  // is none.
+  std::set<uint64_t> passed_over_;
+  absl::Time grow_from_ = absl::InfinitePast();
 
   std::atomic<uint64_t> last_request_{0};
   const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
   // Asks for the end of the attempt. Answers that come late wake it, in vain.
   const std::shared_ptr<TimerThread> wait_timer_ = std::make_shared<TimerThread>(
-      [this] { return WaitForEnd(shared_, &session_->sender(), wait_timer_); });
+      [this] { return WaitForEnd(shared_, &session_->sender(), wait_timer_, elastic()); });
+  // Of machine 0, while an attempt is watched that has fewer machines than it may have.
+  std::unique_ptr<TimerThread> grow_timer_;
 };
 
 }  // namespace

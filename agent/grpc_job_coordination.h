@@ -15,6 +15,12 @@ struct GrpcJobCoordinationOptions {
   std::string coordinator;  // for messages
   std::string job;
   int num_nodes = 1;
+  // Below num_nodes: their number varies from here to num_nodes. An attempt begins when num_nodes
+  // are there, or `last_call` after min_nodes are. One that is lost or leaves ends the attempt; one
+  // that comes does so once the attempt has lasted for `grow_after`. 0: always num_nodes.
+  int min_nodes = 0;
+  absl::Duration last_call = absl::Seconds(30);
+  absl::Duration grow_after = absl::ZeroDuration();
   int node_rank = -1;  // -1: any
   // Must be the same on all nodes, for example "num_processes 4, max_restarts 0". Shown when it is
   // not.

@@ -15,6 +15,7 @@
 #include "gtest/gtest.h"
 #include "proto/random_message.h"
 #include "rpc/server.h"
+#include "rpc/session/duration.h"
 
 namespace muster::agent {
 namespace {
@@ -42,6 +43,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
     coordination_ = MakeGrpcJobCoordination({.coordinator = address_,
                                              .job = "job",
                                              .num_nodes = num_nodes,
+                                             .min_nodes = min_nodes_,
                                              .node_rank = node_rank,
                                              .settings = "num_processes 2",
                                              .join_timeout = join_timeout,
@@ -75,6 +77,50 @@ class GrpcJobCoordinationTest : public ::testing::Test {
     if (server_ != nullptr) StopCoordinator();
   }
 
+  // This machine is `rank` of `world_size`; the machines of the job.
+  void AnswerAsElastic(int rank, int world_size, std::vector<v1::Member> members) {
+    min_nodes_ = 1;
+    sessions_.SetAnswer([=, this](const v1::Op& op, v1::OpResult* result) {
+      if (op.has_join()) {
+        EXPECT_EQ(op.join().spec().min_workers(), 1);
+        EXPECT_EQ(op.join().spec().max_workers(), 3);
+        result->mutable_join()->set_rank(rank);
+        result->mutable_join()->set_world_size(world_size);
+        result->mutable_join()->set_generation(1);
+        result->mutable_join()->set_generation_prefix("gen/1/");
+      }
+      if (op.has_get_members()) {
+        for (const v1::Member& member : members) {
+          *result->mutable_get_members()->add_members() = member;
+        }
+      }
+      if (op.has_describe_barrier() && looks_++ == 0) {  // one machine seems to be done
+        v1::BarrierReport* const report = result->mutable_describe_barrier()->mutable_report();
+        report->set_generation(1);
+        report->set_arrived(1);
+      }
+      if (op.has_wait() && op.wait().keys(0) == "gen/1/end") return false;
+      if (op.has_wait()) {
+        result->mutable_wait()->add_kvs()->set_value(
+            R"({"settings": "num_processes 2", "master_addr": "10.0.0.1", "master_port": 1234,)"
+            R"( "attempt": 5, "counted": 2})");
+      }
+      return true;
+    });
+  }
+  static v1::Member Machine(int rank, v1::WorkerState state, absl::Duration heard_ago) {
+    v1::Member member;
+    member.set_rank(rank);
+    member.set_worker_id(absl::StrCat("node-", rank));
+    member.set_incarnation(100 + rank);
+    member.set_state(state);
+    member.set_host("h");
+    *member.mutable_heartbeat_age() = rpc::ToProto(heard_ago);
+    return member;
+  }
+
+  int min_nodes_ = 0;
+  std::atomic<int> looks_{0};
   FakeSessions sessions_;
   std::string address_ = "127.0.0.1:0";
   std::unique_ptr<rpc::Server> server_;
@@ -88,12 +134,12 @@ constexpr char kSettings[] =
 TEST_F(GrpcJobCoordinationTest, NobodyThere_SaysWhereAndWhatToLookAt) {
   TakeAddress();
   MakeCoordination(1, absl::Milliseconds(20));
-  EXPECT_THAT(std::string(coordination_->Meet(0).status().message()),
+  EXPECT_THAT(std::string(coordination_->Meet(0, 0).status().message()),
               HasSubstr(absl::StrCat("no coordinator answers at ", address_,
                                      " after 20ms: is it running, and is the address right? (")));
   coordination_.reset();
   MakeCoordination(2, absl::Milliseconds(20));
-  EXPECT_THAT(std::string(coordination_->Meet(0).status().message()),
+  EXPECT_THAT(std::string(coordination_->Meet(0, 0).status().message()),
               HasSubstr("is machine 0 launched"));
 }
 
@@ -101,7 +147,7 @@ TEST_F(GrpcJobCoordinationTest, NobodyThere_SaysSoWhileItWaits) {
   TakeAddress();
   MakeCoordination(2, absl::Milliseconds(300));
   ::testing::internal::CaptureStderr();
-  EXPECT_FALSE(coordination_->Meet(0).ok());
+  EXPECT_FALSE(coordination_->Meet(0, 0).ok());
   EXPECT_THAT(::testing::internal::GetCapturedStderr(),
               AllOf(HasSubstr(absl::StrCat("no coordinator answers at ", address_, " for ")),
                     HasSubstr("is machine 0 launched"), HasSubstr("Waiting up to 300ms"),
@@ -114,17 +160,17 @@ TEST_F(GrpcJobCoordinationTest, CoordinatorEndsForGood_MeetEndsWithItsReason) {
   sessions_.SayGoodbye("stopped by SIGINT");
   StartCoordinator();
   MakeCoordination(2, absl::Hours(1));
-  const absl::Status status = coordination_->Meet(0).status();
+  const absl::Status status = coordination_->Meet(0, 0).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(status.message()), HasSubstr("has ended: stopped by SIGINT"));
-  EXPECT_EQ(coordination_->Meet(1).status(), status) << "nobody comes back";
+  EXPECT_EQ(coordination_->Meet(1, 0).status(), status) << "nobody comes back";
 }
 
 TEST_F(GrpcJobCoordinationTest, CoordinatorThatComesLate_IsWaitedFor) {
   TakeAddress();
   MakeCoordination(1, absl::Minutes(2));
   std::thread late([this] { StartCoordinator(); });
-  EXPECT_TRUE(coordination_->Meet(0).ok());
+  EXPECT_TRUE(coordination_->Meet(0, 0).ok());
   late.join();
 }
 
@@ -132,7 +178,7 @@ TEST_F(GrpcJobCoordinationTest, Cancel_EndsTheWaitForACoordinator) {
   TakeAddress();
   MakeCoordination(2, absl::Hours(1));
   std::thread user([this] { coordination_->Cancel(); });
-  EXPECT_EQ(coordination_->Meet(0).status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(coordination_->Meet(0, 0).status().code(), absl::StatusCode::kCancelled);
   user.join();
 }
 
@@ -141,7 +187,7 @@ TEST_F(GrpcJobCoordinationTest,
   StartCoordinator();
   AnswerWith(kSettings, "");
   MakeCoordination(2, absl::Minutes(2));
-  const absl::StatusOr<Meeting> first = coordination_->Meet(0);
+  const absl::StatusOr<Meeting> first = coordination_->Meet(0, 0);
   ASSERT_TRUE(first.ok()) << first.status();
   EXPECT_EQ(first->node_rank, 1);
   EXPECT_EQ(first->master_addr, "10.0.0.1");
@@ -157,7 +203,7 @@ TEST_F(GrpcJobCoordinationTest,
   EXPECT_THAT(why, HasSubstr(absl::StrCat("the coordinator at ", address_, " has been away")));
 
   std::thread operator_again([this] { StartCoordinator(); });
-  const absl::StatusOr<Meeting> second = coordination_->Meet(1);
+  const absl::StatusOr<Meeting> second = coordination_->Meet(1, 0);
   operator_again.join();
   ASSERT_TRUE(second.ok()) << second.status();
   std::atomic<bool> told{false};
@@ -170,7 +216,7 @@ TEST_F(GrpcJobCoordinationTest, AnotherMachineWroteTheEnd_AttemptEndsWithItsWord
   StartCoordinator();
   AnswerWith(kSettings, R"({"why": "rank 0 died", "last_lines": ["a", "b"]})");
   MakeCoordination(2, absl::Minutes(2));
-  ASSERT_TRUE(coordination_->Meet(0).ok());
+  ASSERT_TRUE(coordination_->Meet(0, 0).ok());
   Notification ended;
   AttemptEnd end;
   coordination_->Watch([&](AttemptEnd told) {
@@ -188,7 +234,7 @@ TEST_F(GrpcJobCoordinationTest, ValuesThatAreNoneOfOurs_EndTheAttemptWithoutACra
                                 "{\"why\": \"w\", \"last_lines\": [1, null, \"x\"]}", "\xff\xfe"}) {
     AnswerWith(kSettings, end);
     MakeCoordination(2, absl::Minutes(2));
-    ASSERT_TRUE(coordination_->Meet(0).ok());
+    ASSERT_TRUE(coordination_->Meet(0, 0).ok());
     Notification ended;
     coordination_->Watch([&](AttemptEnd) { ended.Notify(); });
     ended.WaitForNotification();
@@ -201,10 +247,54 @@ TEST_F(GrpcJobCoordinationTest, ValuesThatAreNoneOfOurs_EndTheAttemptWithoutACra
         "{\"settings\": \"num_processes 2\", \"master_port\": 123456789012}"}) {
     AnswerWith(settings, "");
     MakeCoordination(2, absl::Minutes(2));
-    EXPECT_FALSE(coordination_->Meet(0).ok()) << settings;
+    EXPECT_FALSE(coordination_->Meet(0, 0).ok()) << settings;
     coordination_.reset();
     session_.reset();
   }
+}
+
+// A process that fails because the machine of another one is lost is not counted as a failure.
+TEST_F(GrpcJobCoordinationTest, FailureWhileAMachineIsLost_IsThatLoss) {
+  StartCoordinator();
+  AnswerAsElastic(1, 2, {Machine(0, v1::WORKER_STATE_LOST, absl::Seconds(7))});
+  MakeCoordination(3, absl::Minutes(2));
+  const absl::StatusOr<Meeting> meeting = coordination_->Meet(0, 0);
+  ASSERT_TRUE(meeting.ok()) << meeting.status();
+  EXPECT_EQ(meeting->num_nodes, 2);
+  EXPECT_EQ(meeting->attempt, 5) << "as the others count";
+  EXPECT_EQ(meeting->counted, 2);
+  coordination_->Watch([](AttemptEnd) {});
+  const AttemptEnd end = coordination_->Fail({"rank 1 exited with code 1", {}});
+  EXPECT_EQ(end.cause, AttemptEnd::Cause::kMachineLost);
+  EXPECT_EQ(end.why, "machine 0 on h is lost, and rank 1 exited with code 1");
+}
+
+TEST_F(GrpcJobCoordinationTest, FailureWhileAllMachinesAreHeard_IsCounted) {
+  StartCoordinator();
+  AnswerAsElastic(1, 2, {Machine(0, v1::WORKER_STATE_RUNNING, absl::ZeroDuration())});
+  MakeCoordination(3, absl::Minutes(2));
+  ASSERT_TRUE(coordination_->Meet(0, 0).ok());
+  coordination_->Watch([](AttemptEnd) {});
+  const AttemptEnd end = coordination_->Fail({"rank 1 exited with code 1", {}});
+  EXPECT_EQ(end.cause, AttemptEnd::Cause::kFailed);
+  EXPECT_EQ(end.why, "rank 1 exited with code 1");
+}
+
+TEST_F(GrpcJobCoordinationTest, MachineWaitsForAPlace_AttemptEndsUnlessAMachineIsDone) {
+  StartCoordinator();
+  AnswerAsElastic(0, 2, {Machine(-1, v1::WORKER_STATE_JOINING, absl::ZeroDuration())});
+  MakeCoordination(3, absl::Minutes(2), /*node_rank=*/0);
+  ASSERT_TRUE(coordination_->Meet(1, 0).ok());
+  Notification ended;
+  AttemptEnd end;
+  coordination_->Watch([&](AttemptEnd told) {
+    end = std::move(told);
+    ended.Notify();
+  });
+  ended.WaitForNotification();
+  EXPECT_EQ(end.cause, AttemptEnd::Cause::kMachineCame);
+  EXPECT_THAT(end.why, HasSubstr("another machine has come, h, to the 2 of at most 3"));
+  EXPECT_EQ(looks_, 2);
 }
 
 // What the coordinator answers to the second machine that starts again: the barrier "finish" is in
@@ -250,7 +340,7 @@ TEST_F(GrpcJobCoordinationTest, AgentDiedAfterAllHadFinished_ItsNextStartHasNoth
     sessions_.SetAnswer(Restarted(v1::BARRIER_STATE_PASSED,
                                   {Node("node0", v1::WORKER_STATE_LEFT), Node("node1", state)}));
     MakeCoordination(2, absl::Minutes(2), 1);
-    const absl::StatusOr<Meeting> meeting = coordination_->Meet(0);
+    const absl::StatusOr<Meeting> meeting = coordination_->Meet(0, 0);
     ASSERT_TRUE(meeting.ok()) << meeting.status();
     EXPECT_TRUE(meeting->finished) << v1::WorkerState_Name(state);
     coordination_.reset();
@@ -281,7 +371,7 @@ TEST_F(GrpcJobCoordinationTest, AnotherRunOfAFinishedJob_IsJoined) {
        }) {
     sessions_.SetAnswer(Restarted(one.state, one.members));
     MakeCoordination(2, absl::Minutes(2), 1);
-    const absl::StatusOr<Meeting> meeting = coordination_->Meet(0);
+    const absl::StatusOr<Meeting> meeting = coordination_->Meet(0, 0);
     ASSERT_TRUE(meeting.ok()) << meeting.status();
     EXPECT_FALSE(meeting->finished) << one.what;
     EXPECT_EQ(meeting->node_rank, 1);
@@ -318,7 +408,7 @@ TEST_F(GrpcJobCoordinationTest, RandomAnswers_EveryCallReturns) {
   StartCoordinator();
   for (int round = 0; round < 8; ++round) {
     MakeCoordination(2, absl::Minutes(2), round % 4 == 0 ? 1 : -1);
-    const absl::StatusOr<Meeting> meeting = coordination_->Meet(round % 2);
+    const absl::StatusOr<Meeting> meeting = coordination_->Meet(round % 2, 0);
     coordination_->Watch([](AttemptEnd) {});
     coordination_->ReportEnd(WorkerEnd());
     coordination_->Fail({"why", {"line"}});

@@ -35,8 +35,17 @@ struct WorkerEnd {
 
 // Why an attempt ended before all workers were done.
 struct AttemptEnd {
+  // Only jobs whose number of machines varies have other causes than kFailed, and only that one
+  // counts as a restart.
+  enum class Cause {
+    kFailed,
+    kMachineLost,
+    kMachineLeft,  // its launch was stopped, or gave up
+    kMachineCame,  // one more waits for a place
+  };
   std::string why;  // one line
   std::vector<std::string> last_lines;
+  Cause cause = Cause::kFailed;
   // With a RestartGate, on all nodes: workers that can go on in their processes do, and the others
   // are started again.
   bool restarts = false;
@@ -49,6 +58,10 @@ struct Meeting {
   // Where programs without a coordinator may meet. Rank 0's node chooses.
   std::string master_addr = "127.0.0.1";
   int master_port = 0;
+  // All agents' number of this attempt, and of the restarts before it that count: those of this
+  // agent, unless it has come later than others.
+  int attempt = 0;
+  int counted = 0;
   // All nodes have finished the job already, and only this agent did not learn it before it died:
   // there is nothing left to run.
   bool finished = false;
@@ -60,10 +73,11 @@ class JobCoordination {
  public:
   virtual ~JobCoordination() = default;
 
-  // Meets the agents of all nodes. Blocks until all are there. Errors: DEADLINE_EXCEEDED naming the
+  // Meets the agents of all nodes; if their number varies, of as many as come. `counted`: the
+  // restarts so far that count. Blocks until all are there. Errors: DEADLINE_EXCEEDED naming the
   // nodes that did not come; INVALID_ARGUMENT the nodes were started with different settings;
   // UNAVAILABLE no coordinator; CANCELLED after Cancel().
-  virtual absl::StatusOr<Meeting> Meet(int attempt) = 0;
+  virtual absl::StatusOr<Meeting> Meet(int attempt, int counted) = 0;
 
   // From now on `on_ended` is called (once at most, on any thread) if the current attempt ends on
   // another node's account or because the coordinator is gone.
@@ -72,8 +86,9 @@ class JobCoordination {
   // A local worker has ended, well or not. Does not block.
   virtual void ReportEnd(const WorkerEnd& end) = 0;
 
-  // Ends the attempt on all nodes. Blocks shortly. Returns what ended it: another node may have
-  // been first.
+  // Ends the attempt on all nodes. Blocks shortly; if the number of nodes varies, until it is known
+  // whether a failure follows from the loss of another node, which takes up to a lease. Returns
+  // what ended it: another node may have been first.
   virtual AttemptEnd Fail(const AttemptEnd& end) = 0;
 
   // All local workers are done. Blocks until those of all other nodes are too. Errors: ABORTED the

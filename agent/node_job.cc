@@ -39,11 +39,16 @@ bool CanWrite(int fd) {
   return poll(&event, 1, 0) == 1 && (event.revents & POLLOUT) != 0;
 }
 
+bool IsElastic(const NodeJobOptions& options) {
+  return options.min_nodes > 0 && options.min_nodes < options.num_nodes;
+}
+
 // What must be equal on all nodes.
 std::string Settings(const NodeJobOptions& options) {
   const WorkerEnvironment& worker = options.agent.worker;
+  const std::string least = IsElastic(options) ? absl::StrCat(options.min_nodes, ":") : "";
   return absl::StrCat("num_processes ", options.num_nodes * options.agent.slots, ", num_machines ",
-                      options.num_nodes, ", mixed_precision ", worker.mixed_precision,
+                      least, options.num_nodes, ", mixed_precision ", worker.mixed_precision,
                       ", gradient_accumulation_steps ", worker.gradient_accumulation_steps,
                       ", max_restarts ", options.agent.max_restarts);
 }
@@ -120,6 +125,9 @@ std::unique_ptr<JobCoordination> JoinJob(const NodeJobOptions& options, NodeUpli
           .coordinator = options.agent.worker.coordinator,
           .job = options.agent.worker.job,
           .num_nodes = options.num_nodes,
+          .min_nodes = IsElastic(options) ? options.min_nodes : 0,
+          .last_call = options.last_call,
+          .grow_after = options.grow_after,
           .node_rank = options.node_rank,
           .settings = Settings(options),
           .host = options.host,
@@ -250,6 +258,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   StackCapture stacks;
   WorkerProcesses processes(options.agent.worker.job);
   options.agent.processes = &processes;
+  options.agent.elastic = IsElastic(options);
   absl::StatusOr<std::unique_ptr<NodeUplink>> session = StartUplink(options, stacks, processes);
   if (!session.ok()) {
     result.job.outcome = JobResult::Outcome::kRefused;

@@ -19,6 +19,10 @@ struct NodeJobOptions {
   AgentOptions agent;  // worker.coordinator is where to connect
   rpc::ChannelOptions channel = {};
   int num_nodes = 1;
+  // Their number varies: see GrpcJobCoordinationOptions. 0: it does not.
+  int min_nodes = 0;
+  absl::Duration last_call = absl::Seconds(30);
+  absl::Duration grow_after = absl::ZeroDuration();
   int node_rank = -1;  // -1: any
   std::string host = "127.0.0.1";
   absl::Duration join_timeout = absl::Minutes(10);

@@ -143,6 +143,7 @@ struct Mutants {
   bool forgets_departed = false;
   bool seals_before_coverage = false;
   bool deletes_last_resumable = false;
+  bool resumes_from_damaged = false;
 };
 
 struct CoreOptions {

@@ -256,6 +256,9 @@ class Core::Impl {
   // What a job leaves to the one of its name that begins in the same record, and how that takes it.
   void LeaveCheckpoints(Job* former);
   void AdoptCheckpoints(Job* job);
+  // Whether the agents of the job, whose number varies, have met anew and run its workers: they
+  // stop all of them before they meet, and so decide how many it has from then on.
+  bool IsResizedByItsAgents(const Job& job, const Caller& caller) const;
   // `former`: the ended job of that name, or null.
   Job* BeginJob(Incoming* in, Job* former);
   // Runs f(who, result) -> error once for each (worker_id, incarnation, request_id). `operators`:
@@ -343,7 +346,8 @@ class Core::Impl::Job : public BarrierHost {
         triggers_(impl->options_.mutants.trigger_below_a_horizon),
         checkpoints_(id_, &impl->report_budget_,
                      {.seals_before_coverage = impl->options_.mutants.seals_before_coverage,
-                      .deletes_last_resumable = impl->options_.mutants.deletes_last_resumable},
+                      .deletes_last_resumable = impl->options_.mutants.deletes_last_resumable,
+                      .resumes_from_damaged = impl->options_.mutants.resumes_from_damaged},
                      impl->options_.sign_checkpoint) {}
 
   // Once, before anything else.

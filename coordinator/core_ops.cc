@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/defaults.h"
 #include "base/log.h"
 #include "coordinator/core_impl.h"
 #include "coordinator/errors.h"
@@ -202,6 +203,13 @@ Core::Impl::Job* Core::Impl::BeginJob(Incoming* in, Job* former) {
   return job;
 }
 
+bool Core::Impl::IsResizedByItsAgents(const Job& job, const Caller& caller) const {
+  const Job* const agents = FindJob(absl::StrCat(job.id(), kAgentsSuffix));
+  return agents != nullptr && agents->sealed() &&
+         agents->spec().min_workers() < agents->spec().max_workers() &&
+         agents->members().HasNode(caller.node);
+}
+
 Core::Impl::Job* Core::Impl::JobToJoin(Incoming* in) {
   const v1::JoinRequest& request = in->op.join();
   const v1::Fence& fence = request.fence();
@@ -233,7 +241,8 @@ Core::Impl::Job* Core::Impl::JobToJoin(Incoming* in) {
     job->EndIfNobodyIsHeard("another job of this name begins");
   }
   // The name of an ended job is free for another one.
-  const bool begins = job == nullptr || (other_spec && !job->members().closed() && job->Over());
+  const bool begins = job == nullptr || (other_spec && !job->members().closed() &&
+                                         (job->Over() || IsResizedByItsAgents(*job, in->caller)));
   const int max_workers = begins ? request.spec().max_workers() : job->spec().max_workers();
   if (job == nullptr && !request.has_spec()) {
     return fail(BadField("spec", absl::StrCat("job ", Quoted(fence.job_id()), " is new and worker ",

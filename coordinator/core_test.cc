@@ -370,6 +370,48 @@ TEST_F(CoreTest, Join_OtherSpec_IsRefused) {
   EXPECT_THAT(bench_.Error(call).message(), HasSubstr("2:2"));
 }
 
+// The agents of a launch with MIN:MAX machines have met again without the one that was lost.
+TEST_F(CoreTest, Join_OtherSpecAfterElasticAgentsMetAgain_BeginsWithTheOtherSize) {
+  v1::RendezvousSpec agents = Spec(1, 3);
+  *agents.mutable_last_call() = ToProto(absl::Seconds(1));
+  const auto meet = [&](std::vector<int> nodes) {
+    for (const int node : nodes) {
+      v1::Op op = JoinOp({absl::StrCat("node", node), 900ull + node}, agents);
+      op.mutable_join()->mutable_fence()->set_job_id("j.agents");
+      bench_.Do(op, absl::StrCat("node-h", node));
+    }
+    bench_.Advance(absl::Seconds(1));
+  };
+  meet({0, 1});
+  std::vector<Worker> workers = Form(2, /*end_on_failure=*/true, /*hosts=*/2);
+  const CallId early = bench_.Do(JoinOp({"w2", 7, "h2"}, Spec(3, 3)), "node-h2");
+  EXPECT_EQ(bench_.Error(early).detail().field(), "spec") << "its agent has no place";
+
+  Exit(workers[0], 1, 0, /*may_restart=*/true);  // the other one is on the machine that is lost
+  v1::Op end;
+  end.mutable_end_generation()->mutable_fence()->set_job_id("j.agents");
+  bench_.Do(end);
+  EXPECT_EQ(
+      bench_.Error(bench_.Do(JoinOp({"w0", 200, "h0"}, Spec(1, 1)), "node-h0")).detail().field(),
+      "spec")
+      << "its agents have not met";
+  meet({0});
+  Worker next = {"w0", 201, "h0"};
+  Sit(&next, bench_.Do(JoinOp(next, Spec(1, 1)), "node-h0"));
+  EXPECT_EQ(next.generation, workers[0].generation + 1);
+  EXPECT_EQ(bench_.Reason(Arrive(workers[1], "b", 0)), v1::ERROR_REASON_STALE_GENERATION);
+}
+
+// Where their number is fixed, so is that of the workers.
+TEST_F(CoreTest, Join_OtherSpecOfFixedAgents_IsRefused) {
+  v1::Op op = JoinOp({"node0", 900}, Spec(1, 1));
+  op.mutable_join()->mutable_fence()->set_job_id("j.agents");
+  bench_.Do(op, "node-h0");
+  Form(2);
+  const CallId call = bench_.Do(JoinOp({"w0", 7, "h0"}, Spec(1, 1)), "node-h0");
+  EXPECT_EQ(bench_.Error(call).detail().field(), "spec");
+}
+
 TEST_F(CoreTest, Join_Timeout_SaysHowManyCameAndWhoIsMissing) {
   spec_ = Spec(3, 3);
   *spec_.mutable_join_timeout() = ToProto(absl::Seconds(10));

@@ -443,6 +443,8 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
       wanted = name;
       break;
     }
+  } else {
+    RemoveAgentGroups(&reply);
   }
   ordered_json jobs = ordered_json::array();
   std::string table;

@@ -4,10 +4,12 @@
 
 #include <algorithm>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "base/defaults.h"
 #include "client/jobs/client_on_channel.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/error.pb.h"
@@ -21,6 +23,19 @@ namespace {
 constexpr absl::string_view kLaunchPrefix = "launch:";
 
 }  // namespace
+
+void RemoveAgentGroups(v1::StatusReply* reply) {
+  absl::flat_hash_set<std::string> of_workers;
+  for (const v1::JobStatus& job : reply->jobs()) of_workers.insert(job.job_id());
+  auto* const jobs = reply->mutable_jobs();
+  jobs->erase(std::remove_if(jobs->begin(), jobs->end(),
+                             [&](const v1::JobStatus& job) {
+                               absl::string_view workers = job.job_id();
+                               return absl::ConsumeSuffix(&workers, kAgentsSuffix) &&
+                                      of_workers.contains(workers);
+                             }),
+              jobs->end());
+}
 
 absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::string& job) {
   // A launch may have any name, that of a submitted job too.

@@ -6,6 +6,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/cli/connection.h"
+#include "proto/muster/v1/admin.pb.h"
 #include "proto/muster/v1/barrier.pb.h"
 #include "proto/muster/v1/membership.pb.h"
 
@@ -15,6 +16,10 @@ namespace muster::client {
 // of a launch its own; "launch:NAME" is always a launch. Blocks for two calls. Errors:
 // FAILED_PRECONDITION a submitted job that has not started; INVALID_ARGUMENT a name that both have.
 absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::string& job);
+
+// Removes the groups of agents (kAgentsSuffix) from `reply`, unless nothing is known of the workers
+// that these agents run: they are no jobs of anybody's.
+void RemoveAgentGroups(v1::StatusReply* reply);
 
 // The workers of `group`, page by page. Too many for one message of an older coordinator, which
 // knows no pages: ERROR_REASON_LIMIT.

@@ -188,14 +188,20 @@ void PrintDryRun(const LaunchPlan& plan, const std::string& program, const std::
                  const CommandContext& context) {
   const LaunchConfig& config = plan.config;
   const int first = config.machine_rank * config.processes_here;
+  const bool numbered = config.machine_rank >= 0 && config.min_machines == config.num_machines;
   const LaunchCheckpoint checkpoint = CheckpointOf(plan);
   if (format == "text") {
     std::vector<std::string> words;
     for (const std::string& word : plan.argv) words.push_back(ShellWord(word));
     context.out << DescribeLaunch(config) << "\nprogram  " << program << "\nruns     "
-                << absl::StrJoin(words, " ") << "\nranks    " << first << " to "
-                << first + config.processes_here - 1 << " of " << config.num_processes
-                << " on this machine\n";
+                << absl::StrJoin(words, " ") << "\nranks    ";
+    if (numbered) {
+      context.out << first << " to " << first + config.processes_here - 1 << " of "
+                  << config.num_processes << " on this machine\n";
+    } else {
+      context.out << config.processes_here << " on this machine, of at most "
+                  << config.num_processes << ", numbered when the machines meet\n";
+    }
     for (const LaunchPort& port : PortsOf(config)) {
       context.out << "port     " << port.name << (port.address.empty() ? "" : " " + port.address)
                   << ": " << port.why << "\n";
@@ -224,7 +230,7 @@ void PrintDryRun(const LaunchPlan& plan, const std::string& program, const std::
       {"placements",
        {{{"machine_rank", config.machine_rank},
          {"processes", config.processes_here},
-         {"first_rank", first},
+         {"first_rank", numbered ? ordered_json(first) : ordered_json()},
          {"num_processes", config.num_processes}}}},
       {"ports", std::move(ports)},
       {"checkpoint",

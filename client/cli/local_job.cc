@@ -1,5 +1,8 @@
 #include "client/cli/local_job.h"
 
+#include <netdb.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -21,6 +24,7 @@
 #include "agent/worker_environment.h"
 #include "base/file.h"
 #include "base/log.h"
+#include "base/owned_fd.h"
 #include "base/status_macros.h"
 #include "client/cli/running_launch.h"
 
@@ -44,6 +48,37 @@ std::string JobName(const LaunchConfig& config) {
   if (!config.job_name.empty()) return config.job_name;
   // Machines that do not share a made-up name must share a fixed one.
   return config.num_machines > 1 ? "launch" : absl::StrCat("launch-", RandomHex().substr(0, 8));
+}
+
+// A UDP socket that has done `what` with a numeric address: bind or connect, which sends nothing.
+// Not open if that failed.
+template <class What>
+OwnedFd SocketFor(const std::string& ip, int port, What what) {
+  addrinfo hints = {};
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* found = nullptr;
+  if (getaddrinfo(ip.c_str(), absl::StrCat(port).c_str(), &hints, &found) != 0) return OwnedFd();
+  OwnedFd fd(socket(found->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  if (fd.get() >= 0 && what(fd.get(), found->ai_addr, found->ai_addrlen) != 0) fd = OwnedFd();
+  freeaddrinfo(found);
+  return fd;
+}
+
+bool IsOwnAddress(const std::string& ip) { return SocketFor(ip, 0, bind).get() >= 0; }
+
+// The address that packets from here to the coordinator carry. Empty: not known.
+std::string OwnAddressTowards(const std::string& ip, int port) {
+  const OwnedFd fd = SocketFor(ip, port, connect);
+  sockaddr_storage own = {};
+  socklen_t size = sizeof(own);
+  char text[NI_MAXHOST] = "";
+  if (fd.get() < 0 || getsockname(fd.get(), reinterpret_cast<sockaddr*>(&own), &size) != 0 ||
+      getnameinfo(reinterpret_cast<sockaddr*>(&own), size, text, sizeof(text), nullptr, 0,
+                  NI_NUMERICHOST) != 0) {
+    return "";
+  }
+  return text;
 }
 
 // For the other machines.
@@ -177,15 +212,22 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   Held held = {
       .access = {config.tls, config.token_file},
   };
-  if (config.machine_rank == 0 && !plan.coordinator_runs) {
+  int machine_rank = config.machine_rank;
+  const bool any_rank = machine_rank < 0;
+  if ((machine_rank == 0 || (any_rank && IsOwnAddress(ip))) && !plan.coordinator_runs) {
     absl::StatusOr<Held> started = HoldCoordinator(config, job, plan.variables, start_coordinator);
     // As RunNodeJob: NOT_FOUND says that the program is missing.
     if (absl::IsNotFound(started.status())) {
       return Refused(absl::InvalidArgumentError(started.status().message()));
     }
-    if (!started.ok()) return Refused(started.status());
-    held = *std::move(started);
-    address = held.coordinator->address();
+    // Another launch on this host may be machine 0.
+    const bool taken = any_rank && absl::IsAlreadyExists(started.status());
+    if (!started.ok() && !taken) return Refused(started.status());
+    if (started.ok()) {
+      held = *std::move(started);
+      address = held.coordinator->address();
+      machine_rank = 0;
+    }
   }
 
   agent::NodeJobOptions options;
@@ -193,8 +235,11 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   options.channel.tls = held.access.tls;
   options.channel.token_file = held.access.token_file;
   options.num_nodes = config.num_machines;
-  options.node_rank = config.machine_rank;
-  options.host = config.machine_rank == 0 ? ip : "";
+  options.min_nodes = config.min_machines;
+  options.last_call = config.last_call;
+  options.grow_after = config.grow_after;
+  options.node_rank = machine_rank;
+  options.host = machine_rank == 0 ? ip : OwnAddressTowards(ip, config.coordinator_port);
   options.join_timeout = config.join_timeout;
   options.outage_tolerance = config.outage_tolerance;
   options.hang_timeout = config.hang_timeout;

@@ -138,6 +138,7 @@ absl::Status Read(const Connection& connection, const std::string& wanted, TopSa
   MUSTER_RETURN_IF_ERROR(
       rpc::FromGrpc(v1::Admin::NewStub(connection.channel)->Status(&call, {}, &sample->status)));
   sample->at = absl::Now();
+  RemoveAgentGroups(&sample->status);
   sample->group = OnlyJob(sample->status);
   if (!wanted.empty()) {
     MUSTER_ASSIGN_OR_RETURN(sample->group, GroupOf(connection, wanted));

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/exit_code.h"
+#include "client/cli/job_group.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -57,6 +58,18 @@ TEST(TopLines, JobsThatHaveEnded_AreCountedAndLeaveRoomForTheOthers) {
   EXPECT_THAT(lines[0], HasSubstr("31 jobs, 30 of them ended"));
   EXPECT_THAT(lines, Not(testing::Contains(HasSubstr("old-"))));
   EXPECT_THAT(lines, testing::Contains(HasSubstr("slowest first")));
+}
+
+// They would hide that one job alone runs, whose ranks are of interest.
+TEST(RemoveAgentGroups, OfWorkersThatAreKnown_AndNoOthers) {
+  v1::StatusReply reply;
+  for (const char* name : {"mnist-1.1.agents", "mnist-1.1", "python-2.1.agents", ".agents"}) {
+    reply.add_jobs()->set_job_id(name);
+  }
+  RemoveAgentGroups(&reply);
+  std::vector<std::string> left;
+  for (const v1::JobStatus& job : reply.jobs()) left.push_back(job.job_id());
+  EXPECT_THAT(left, testing::ElementsAre("mnist-1.1", "python-2.1.agents", ".agents"));
 }
 
 TEST(TopLines, Rates_AreStepsSinceTheSampleBefore) {

@@ -54,7 +54,11 @@ class Answers {
   bool several() const { return Is("layout", "several"); }
   bool cluster() const { return Is("layout", "cluster"); }
   bool on_gpus() const { return Is("cpu", "gpu"); }
-  int machines() const { return Int("num_machines", 1); }
+  int machines() const { return ParseMachines(Get("num_machines")).value_or(MachineCount()).most; }
+  bool machines_vary() const {
+    const MachineCount count = ParseMachines(Get("num_machines")).value_or(MachineCount());
+    return count.least < count.most;
+  }
   bool loopback() const {
     const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(Get("coordinator"));
     return address.ok() && address->is_loopback();
@@ -127,12 +131,9 @@ absl::StatusOr<std::string> ReadFilePath(const Answers& answers, const std::stri
 }
 
 absl::StatusOr<std::string> ReadMachines(const std::string& answer) {
-  int machines = 0;
-  if (FitsRule(*FindSetting("num_machines"), answer) && absl::SimpleAtoi(answer, &machines) &&
-      machines >= 2) {
-    return answer;
-  }
-  return Refused(answer, "write a whole number of at least 2");
+  const std::optional<MachineCount> machines = ParseMachines(answer);
+  if (machines.has_value() && machines->most >= 2) return answer;
+  return Refused(answer, "write a whole number of at least 2, or a range such as 1:4");
 }
 
 absl::StatusOr<std::string> ReadMachineRank(const Answers& answers, const std::string& answer) {
@@ -273,6 +274,9 @@ Step StepOfSetting(const SettingSpec& spec) {
   if (spec.name == "log_max_mib" || spec.name == "log_files") {
     step.asked = [](const Answers& a) { return a.Is("more", "yes") && !a.Get("log_dir").empty(); };
   }
+  if (spec.name == "last_call" || spec.name == "grow_after") {
+    step.asked = [](const Answers& a) { return a.Is("more", "yes") && a.machines_vary(); };
+  }
   return step;
 }
 
@@ -324,8 +328,7 @@ void AddMachineSteps(std::vector<Step>* steps) {
            },
        .former =
            [](const Answers& a) {
-             int machines = 0;
-             return absl::SimpleAtoi(a.Former("num_machines"), &machines) && machines > 1
+             return ParseMachines(a.Former("num_machines")).value_or(MachineCount()).most > 1
                         ? "several"
                         : "";
            }});

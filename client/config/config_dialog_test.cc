@@ -146,6 +146,24 @@ TEST(ConfigDialog, WrongAnswers_SayWhatToWriteAndAskAgain) {
   }
 }
 
+TEST(ConfigDialog, RangeOfMachines_HasSettingsOfItsOwn) {
+  ConfigDialog dialog(Machine());
+  EXPECT_EQ(Say(dialog, {"several", "1:3", "1", "10.0.0.5", "certificates", "ca", "cert", "key",
+                         "cpu", "3", "", "", "", "", "", "", "", "yes"}),
+            "");
+  EXPECT_EQ(dialog.question().text, "last_call?");
+  EXPECT_EQ(Say(dialog, {"1m"}), "");
+  EXPECT_EQ(dialog.question().text, "grow_after?");
+  EXPECT_EQ(Say(dialog, {"inf"}), "");
+  TakeTheRest(dialog);
+  const auto config = ReadBack(dialog, 0);
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->min_machines, 1);
+  EXPECT_EQ(config->num_machines, 3);
+  EXPECT_EQ(config->last_call, absl::Minutes(1));
+  EXPECT_EQ(config->grow_after, absl::InfiniteDuration());
+}
+
 TEST(ConfigDialog, SeveralMachines_AreAskedWhatTheLaunchNeeds) {
   ConfigDialog certificates(Machine());
   EXPECT_EQ(Say(certificates,

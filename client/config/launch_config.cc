@@ -113,8 +113,8 @@ absl::Status CheckCallersAreKnown(const LaunchConfig& config, const Resolver& va
   const bool tls = !config.tls.ca.empty() && (config.machine_rank != 0 || !config.tls.cert.empty());
   if (certificates || (token && (local || tls))) return absl::OkStatus();
   const std::string where = absl::StrCat(
-      config.num_machines > 1 ? absl::StrCat("num_machines: ", config.num_machines, " (from ",
-                                             values.Get("num_machines").source, ")")
+      config.num_machines > 1 ? absl::StrCat("num_machines: ", values.Text("num_machines"),
+                                             " (from ", values.Get("num_machines").source, ")")
                               : absl::StrCat("coordinator: ", config.coordinator_ip, " (from ",
                                              values.Get("main_process_ip").source, ")"));
   if (local) {
@@ -134,6 +134,7 @@ absl::Status CheckCallersAreKnown(const LaunchConfig& config, const Resolver& va
 
 std::string YamlScalar(const SettingSpec& spec, const std::string& text) {
   if (spec.type == Type::kInt || spec.type == Type::kBool) return text;
+  if (spec.type == Type::kMachines && !absl::StrContains(text, ':')) return text;
   return JsonQuote(text);
 }
 
@@ -192,20 +193,34 @@ const std::vector<SettingSpec>& LaunchSettings() {
                "evenly"},
       {.name = "num_machines",
        .variable = "MUSTER_NUM_MACHINES",
-       .type = Type::kInt,
-       .min = 1,
+       .type = Type::kMachines,
        .max = kMaxCount,
        .fallback = "1",
-       .value_name = "M",
-       .help = "Machines of the job; start the same command on each"},
+       .value_name = "M|MIN:MAX",
+       .help = "Machines of the job; start the same command on each. MIN:MAX: the job starts with "
+               "those that are there, and again when one is lost or comes"},
       {.name = "machine_rank",
        .variable = "MUSTER_MACHINE_RANK",
        .type = Type::kInt,
-       .min = 0,
+       .min = -1,
        .max = kMaxCount,
-       .fallback = "0",
        .value_name = "R",
-       .help = "Index of this machine: 0 to M-1. Machine 0 hosts the coordinator"},
+       .help = "Index of this machine: 0 to M-1. Machine 0 hosts the coordinator. -1: that is the "
+               "one with the coordinator's address, and the others are numbered as they come. "
+               "Default: 0; with MIN:MAX machines -1"},
+      {.name = "last_call",
+       .variable = "MUSTER_LAST_CALL",
+       .type = Type::kDuration,
+       .fallback = "30s",
+       .value_name = "TIME",
+       .help = "With MIN:MAX machines: how long to wait for more once MIN are there"},
+      {.name = "grow_after",
+       .variable = "MUSTER_GROW_AFTER",
+       .type = Type::kDuration,
+       .fallback = "0",
+       .value_name = "TIME",
+       .help = "With MIN:MAX machines: all processes start again for a machine that comes, once "
+               "they have run for so long; inf: it waits for the next restart"},
       {.name = "main_process_ip",
        .variable = "MUSTER_MAIN_PROCESS_IP",
        .value_name = "IP",
@@ -331,6 +346,17 @@ const std::vector<SettingSpec>& LaunchSettings() {
   return *settings;
 }
 
+std::optional<MachineCount> ParseMachines(absl::string_view text) {
+  const std::vector<absl::string_view> parts = absl::StrSplit(text, ':');
+  MachineCount count;
+  if (parts.size() > 2 || !absl::SimpleAtoi(parts.front(), &count.least) ||
+      !absl::SimpleAtoi(parts.back(), &count.most) || count.least < 1 || count.most < count.least ||
+      count.most > kMaxCount) {
+    return std::nullopt;
+  }
+  return count;
+}
+
 const SettingSpec* FindSetting(absl::string_view name) {
   for (const SettingSpec& spec : LaunchSettings()) {
     if (spec.name == name || (!spec.alias.empty() && spec.alias == name)) return &spec;
@@ -350,6 +376,8 @@ std::string ValueRule(const SettingSpec& spec) {
       return absl::StrCat("one of ", absl::StrJoin(spec.choices, ", "));
     case Type::kDuration:
       return "a duration with a unit, such as 30s or 10m";
+    case Type::kMachines:
+      return "a number of machines of at least 1, or a range such as 1:4";
     case Type::kText:
       return "";
   }
@@ -370,6 +398,8 @@ bool FitsRule(const SettingSpec& spec, absl::string_view text) {
       absl::Duration value;
       return absl::ParseDuration(text, &value) && value >= absl::ZeroDuration();
     }
+    case Type::kMachines:
+      return ParseMachines(text).has_value();
     case Type::kText:
       return true;
   }
@@ -617,8 +647,14 @@ namespace {
 // The settings that are taken as they are given.
 LaunchConfig TakeSettings(const Resolver& values) {
   LaunchConfig config;
-  config.num_machines = values.Int("num_machines");
+  const MachineCount machines = ParseMachines(values.Text("num_machines")).value_or(MachineCount());
+  config.num_machines = machines.most;
+  config.min_machines = machines.least;
   config.machine_rank = values.Int("machine_rank");
+  if (!values.Has("machine_rank") && machines.least < machines.most) config.machine_rank = -1;
+  if (config.num_machines == 1 && config.machine_rank == -1) config.machine_rank = 0;
+  config.last_call = values.Duration("last_call");
+  config.grow_after = values.Duration("grow_after");
   config.gpu_ids = values.Text("gpu_ids");
   config.mixed_precision = values.Text("mixed_precision");
   config.sharding = values.Text("sharding");
@@ -708,7 +744,7 @@ absl::Status CheckCounts(const LaunchConfig& config, const Resolver& values, int
 absl::Status CheckRequirements(const LaunchConfig& config, const Resolver& values) {
   if (config.num_machines > 1 && (config.coordinator_ip.empty() || config.coordinator_port == 0)) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "num_machines: ", config.num_machines, " (from ", values.Get("num_machines").source,
+        "num_machines: ", values.Text("num_machines"), " (from ", values.Get("num_machines").source,
         ") needs --coordinator IP:PORT, an address of machine 0 that all machines reach"));
   }
   if (config.lease < kShortestLease) {
@@ -772,6 +808,9 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
     Given given = values.Get(spec.name);
     if (spec.name == "cpu") given = cpu;
     if (spec.name == "num_processes") given = processes;
+    if (spec.name == "machine_rank" && !values.Has("machine_rank")) {
+      given.text = absl::StrCat(config.machine_rank);
+    }
     config.provenance.emplace_back(spec.name, std::move(given));
   }
   MUSTER_RETURN_IF_ERROR(AddVariables(layers, &config));

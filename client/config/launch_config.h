@@ -17,7 +17,7 @@ namespace muster::client {
 // One setting of a launch. The table of all of them makes the flags, the variables, the keys of the
 // config file and their documentation, so these cannot drift apart.
 struct SettingSpec {
-  enum class Type { kInt, kBool, kText, kChoice, kDuration };
+  enum class Type { kInt, kBool, kText, kChoice, kDuration, kMachines };
   std::string name = {};      // the key in a file; the flag is "--" and the name
   std::string alias = {};     // another accepted key and flag; may be empty
   std::string variable = {};  // environment variable; empty: none
@@ -86,9 +86,14 @@ struct MachineFacts {
 
 // A whole launch, checked: every field has its meaning, and the counts fit each other.
 struct LaunchConfig {
-  int num_processes = 1;  // of all machines
+  int num_processes = 1;  // of all machines, and as many as there may be
   int num_machines = 1;
+  int min_machines = 1;  // below num_machines: their number varies
+  // -1: the one that has the coordinator's address is machine 0, the others are numbered as they
+  // come.
   int machine_rank = 0;
+  absl::Duration last_call;
+  absl::Duration grow_after;
   int processes_here = 1;
   bool cpu = false;
   std::string gpu_ids;  // empty: as inherited
@@ -121,6 +126,13 @@ struct LaunchConfig {
   // --dry_run.
   std::vector<std::pair<std::string, Given>> provenance;
 };
+
+// A number of machines, "4", or a range of them, "1:4". nullopt: neither.
+struct MachineCount {
+  int least = 1;
+  int most = 1;
+};
+std::optional<MachineCount> ParseMachines(absl::string_view text);
 
 // The first layer that has a setting wins: pass flags, variables, file. Errors: INVALID_ARGUMENT,
 // one line that names the setting, where its value came from and the way out: a bad value, counts

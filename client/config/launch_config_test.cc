@@ -108,6 +108,31 @@ TEST(ResolveLaunch, D27_ProcessesNotDivisibleByMachines_AreRefused) {
   EXPECT_THAT(ErrorOf({{"num_processes", "1"}, {"num_machines", "2"}}), HasSubstr("use 2"));
 }
 
+TEST(ResolveLaunch, RangeOfMachines_ProcessesAreThoseOfTheMost) {
+  std::vector<Layer> layers(1);
+  for (const auto& [name, text] :
+       std::map<std::string, std::string>{{"num_machines", "1:3"},
+                                          {"num_processes", "6"},
+                                          {"cpu", "true"},
+                                          {"main_process_ip", "127.0.0.1"},
+                                          {"main_process_port", "29400"},
+                                          {"token_file", "t"}}) {
+    layers[0].settings[name] = {text, "--" + name};
+  }
+  const absl::StatusOr<LaunchConfig> config = ResolveLaunch(layers, {});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->min_machines, 1);
+  EXPECT_EQ(config->num_machines, 3);
+  EXPECT_EQ(config->processes_here, 2);
+  EXPECT_EQ(config->machine_rank, -1) << "they are numbered as they come";
+  EXPECT_EQ(config->last_call, absl::Seconds(30));
+  layers[0].settings["machine_rank"] = {"2", "--machine_rank"};
+  EXPECT_EQ(ResolveLaunch(layers, {})->machine_rank, 2);
+  for (const char* wrong : {"3:1", "0:2", "1:", "1:2:3", "many"}) {
+    EXPECT_THAT(ErrorOf({{"num_machines", wrong}}), HasSubstr("a range such as 1:4"));
+  }
+}
+
 TEST(ResolveLaunch, MachinesThatCannotMeet_AreRefused) {
   EXPECT_THAT(ErrorOf({{"num_machines", "2"}}), HasSubstr("--coordinator IP:PORT"));
   EXPECT_THAT(ErrorOf({{"num_machines", "2"}, {"machine_rank", "2"}}),

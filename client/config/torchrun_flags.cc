@@ -1,5 +1,6 @@
 #include "client/config/torchrun_flags.h"
 
+#include <optional>
 #include <utility>
 
 #include "absl/status/statusor.h"
@@ -7,6 +8,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/time/time.h"
 #include "base/status_macros.h"
 
 namespace muster::client {
@@ -39,9 +41,7 @@ const Given* FirstGiven(const std::vector<Layer>& layers, const std::string& nam
 // A wrong number is reported with all the other settings, by ResolveLaunch.
 int NumMachines(const std::vector<Layer>& layers) {
   const Given* const given = FirstGiven(layers, "num_machines");
-  int machines = 1;
-  return given != nullptr && absl::SimpleAtoi(given->text, &machines) && machines > 0 ? machines
-                                                                                      : 1;
+  return given == nullptr ? 1 : ParseMachines(given->text).value_or(MachineCount()).most;
 }
 
 absl::Status CheckRivals(const TorchrunFlag& flag, const Flags& given) {
@@ -66,19 +66,44 @@ absl::StatusOr<Flags> WithoutFalse(Flags given) {
 }
 
 absl::Status ApplyMachines(const std::string& value, Layer* flags) {
-  const std::pair<std::string, std::string> range = absl::StrSplit(value, absl::MaxSplits(':', 1));
-  const bool is_range = absl::StrContains(value, ':');
-  int least = 0, most = 0;
-  if (!absl::SimpleAtoi(range.first, &least) || least < 1 ||
-      (is_range && (!absl::SimpleAtoi(range.second, &most) || most < least))) {
-    return Wrong("nnodes", value, "write the number of machines, 1 or more");
+  const std::optional<MachineCount> count = ParseMachines(value);
+  if (!count.has_value()) {
+    return Wrong("nnodes", value, "write the number of machines, 1 or more, or a range, MIN:MAX");
   }
-  if (is_range && most != least) {
-    return Wrong("nnodes", value,
-                 absl::StrCat("a launch has a fixed number of machines: write --nnodes ", most,
-                              ", or let the number vary: muster submit --processes MIN:MAX"));
+  flags->settings["num_machines"] = {count->least == count->most
+                                         ? absl::StrCat(count->most)
+                                         : absl::StrCat(count->least, ":", count->most),
+                                     absl::StrCat("--nnodes ", value)};
+  return absl::OkStatus();
+}
+
+// KEY=VALUE,...: the keys of torchrun's c10d and static backends.
+absl::Status ApplyConf(const std::string& value, Layer* flags) {
+  for (const absl::string_view part : absl::StrSplit(value, ',')) {
+    const std::pair<std::string, std::string> entry = absl::StrSplit(part, absl::MaxSplits('=', 1));
+    const std::string& key = entry.first;
+    const std::string source = absl::StrCat("--rdzv_conf ", key);
+    const std::string setting = key == "timeout" || key == "join_timeout" ? "join_timeout"
+                                : key == "last_call_timeout"              ? "last_call"
+                                                                          : "";
+    if (key == "is_host") {
+      const absl::StatusOr<bool> is_host = ParseBool(entry.second);
+      if (!is_host.ok()) return Wrong("rdzv_conf", part, "is_host must be true or false");
+      // Machine 0 is the host; of the others the coordinator makes numbers.
+      if (*is_host) flags->settings["machine_rank"] = {"0", source};
+      continue;
+    }
+    double seconds = 0;
+    if (setting.empty()) {
+      return Wrong("rdzv_conf", part,
+                   "of its keys a launch has timeout, join_timeout, last_call_timeout and is_host; "
+                   "the coordinator has its own settings for the others: leave it out");
+    }
+    if (!absl::SimpleAtod(entry.second, &seconds) || !(seconds > 0) || seconds > 1e9) {
+      return Wrong("rdzv_conf", part, absl::StrCat(key, " must be a number of seconds"));
+    }
+    flags->settings[setting] = {absl::FormatDuration(absl::Seconds(seconds)), source};
   }
-  flags->settings["num_machines"] = {absl::StrCat(least), absl::StrCat("--nnodes ", value)};
   return absl::OkStatus();
 }
 
@@ -156,19 +181,15 @@ absl::Status ApplyProcesses(const std::string& value, const MachineFacts& machin
   return absl::OkStatus();
 }
 
-absl::Status CheckBackend(const std::string& backend, const std::vector<Layer>& layers) {
+absl::Status ApplyBackend(const std::string& backend, std::vector<Layer>* layers) {
   if (backend != "c10d" && backend != "static") {
     return Wrong("rdzv_backend", backend,
                  "the machines of a launch meet at Muster's coordinator: write c10d or static, or "
                  "leave it out");
   }
-  const int machines = NumMachines(layers);
-  if (backend == "c10d" && machines > 1 && FirstGiven(layers, "machine_rank") == nullptr) {
-    return Wrong("rdzv_backend", backend,
-                 absl::StrCat("a launch does not number its ", machines,
-                              " machines: add --node_rank R, from 0 on the machine of "
-                              "--rdzv_endpoint to ",
-                              machines - 1));
+  if (backend == "c10d" && NumMachines(*layers) > 1 &&
+      FirstGiven(*layers, "machine_rank") == nullptr) {
+    layers->front().settings["machine_rank"] = {"-1", "--rdzv_backend c10d"};
   }
   return absl::OkStatus();
 }
@@ -184,8 +205,8 @@ const std::vector<TorchrunFlag>& TorchrunFlags() {
        .choices = {"auto", "gpu", "cpu"},
        .rivals = {"num_processes"}},
       {.name = "nnodes",
-       .value_name = "M|M:M",
-       .help = "num_machines; the number is fixed",
+       .value_name = "M|MIN:MAX",
+       .help = "num_machines",
        .rivals = {"num_machines"}},
       {.name = "node_rank", .value_name = "R", .help = "machine_rank", .rivals = {"machine_rank"}},
       {.name = "rdzv_endpoint",
@@ -195,7 +216,8 @@ const std::vector<TorchrunFlag>& TorchrunFlags() {
                   "master_port"}},
       {.name = "rdzv_backend",
        .value_name = "c10d|static",
-       .help = "Accepted: Muster's coordinator takes the place of both",
+       .help = "Accepted: Muster's coordinator takes the place of both. c10d: machine_rank -1, "
+               "unless it is given",
        .choices = {"c10d", "static"}},
       {.name = "rdzv_id", .value_name = "NAME", .help = "job_name", .rivals = {"job_name"}},
       {.name = "master_addr",
@@ -215,8 +237,9 @@ const std::vector<TorchrunFlag>& TorchrunFlags() {
        .refusal = "a launch runs programs: write -- python3 -m MODULE"},
       {.name = "run_path", .refusal = "a launch runs programs: write -- python3 PATH"},
       {.name = "rdzv_conf",
-       .value_name = "CONF",
-       .refusal = "the coordinator has its own settings: for timeout, write --join_timeout TIME"},
+       .value_name = "KEY=SECONDS,...",
+       .help = "timeout, join_timeout: join_timeout; last_call_timeout: last_call; is_host=1: "
+               "machine_rank 0"},
       {.name = "role",
        .value_name = "NAME",
        .refusal = "all processes of a launch have the role default: leave it out"},
@@ -285,6 +308,7 @@ absl::Status ApplyTorchrunFlags(const std::map<std::string, std::string>& all,
   if (const auto* rank = value("node_rank")) {
     flags.settings["machine_rank"] = {*rank, "--node_rank"};
   }
+  if (const auto* conf = value("rdzv_conf")) MUSTER_RETURN_IF_ERROR(ApplyConf(*conf, &flags));
   if (const auto* endpoint = value("rdzv_endpoint")) {
     MUSTER_RETURN_IF_ERROR(ApplyEndpoint(*endpoint, &flags));
   }
@@ -293,7 +317,7 @@ absl::Status ApplyTorchrunFlags(const std::map<std::string, std::string>& all,
   if (value("standalone") != nullptr) MUSTER_RETURN_IF_ERROR(ApplyStandalone(&flags));
   // These need the number of machines.
   if (const auto* backend = value("rdzv_backend")) {
-    MUSTER_RETURN_IF_ERROR(CheckBackend(*backend, *layers));
+    MUSTER_RETURN_IF_ERROR(ApplyBackend(*backend, layers));
   }
   if (const auto* processes = value("nproc_per_node")) {
     MUSTER_RETURN_IF_ERROR(ApplyProcesses(*processes, machine, layers));

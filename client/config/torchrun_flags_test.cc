@@ -70,14 +70,31 @@ TEST_F(TorchrunFlagsTest, ProcessesPerNodeByDevice_WithoutGpu_IsRefusedOrCountsC
 TEST_F(TorchrunFlagsTest, Machines_BecomeTheirSettings) {
   EXPECT_EQ(Setting({{"nnodes", "2"}}, "num_machines"), "2 from --nnodes 2");
   EXPECT_EQ(Setting({{"nnodes", "2:2"}}, "num_machines"), "2 from --nnodes 2:2");
+  EXPECT_EQ(Setting({{"nnodes", "1:4"}}, "num_machines"), "1:4 from --nnodes 1:4");
   EXPECT_EQ(Setting({{"node_rank", "1"}}, "machine_rank"), "1 from --node_rank");
   EXPECT_EQ(Setting({{"rdzv_id", "night"}}, "job_name"), "night from --rdzv_id");
 }
 
-TEST_F(TorchrunFlagsTest, RangeOfMachines_IsRefusedWithBothWaysOut) {
-  EXPECT_EQ(Refusal({{"nnodes", "1:4"}}),
-            "--nnodes 1:4: a launch has a fixed number of machines: write --nnodes 4, or let the "
-            "number vary: muster submit --processes MIN:MAX");
+TEST_F(TorchrunFlagsTest, RangeOfMachines_ProcessesAreThoseOfTheMost) {
+  EXPECT_EQ(Setting({{"nnodes", "1:4"}, {"nproc_per_node", "2"}}, "num_processes"),
+            "8 from --nproc_per_node 2");
+}
+
+TEST_F(TorchrunFlagsTest, RendezvousConf_BecomesTimesAndTheHost) {
+  const std::map<std::string, std::string> given = {
+      {"rdzv_conf", "join_timeout=60,last_call_timeout=1.5,is_host=1"}};
+  EXPECT_EQ(Setting(given, "join_timeout"), "1m from --rdzv_conf join_timeout");
+  EXPECT_EQ(Setting(given, "last_call"), "1.5s from --rdzv_conf last_call_timeout");
+  EXPECT_EQ(Setting(given, "machine_rank"), "0 from --rdzv_conf is_host");
+  EXPECT_EQ(Setting({{"rdzv_conf", "timeout=9"}}, "join_timeout"), "9s from --rdzv_conf timeout");
+  EXPECT_EQ(Setting({{"rdzv_conf", "is_host=0"}}, "machine_rank"), "none");
+  EXPECT_THAT(Refusal({{"rdzv_conf", "timeout=9,close_timeout=3"}}),
+              HasSubstr("--rdzv_conf close_timeout=3: of its keys a launch has timeout, "));
+  for (const char* wrong : {"timeout", "timeout=x", "timeout=-1", "timeout=0", "timeout=nan"}) {
+    EXPECT_THAT(Refusal({{"rdzv_conf", wrong}}), HasSubstr("timeout must be a number of seconds"));
+  }
+  EXPECT_THAT(Refusal({{"rdzv_conf", "is_host=perhaps"}}), HasSubstr("true or false"));
+  EXPECT_THAT(Refusal({{"rdzv_conf", ""}}), HasSubstr("of its keys"));
 }
 
 TEST_F(TorchrunFlagsTest, Addresses_BecomeTheCoordinators) {
@@ -109,11 +126,10 @@ TEST_F(TorchrunFlagsTest, Backend_OtherThanC10dAndStatic_IsRefusedByName) {
             "c10d or static, or leave it out");
 }
 
-// torchrun would number the machines as they arrive.
-TEST_F(TorchrunFlagsTest, C10dWithSeveralMachines_NeedsTheRankOfThisOne) {
-  EXPECT_EQ(Refusal({{"rdzv_backend", "c10d"}, {"nnodes", "2"}}),
-            "--rdzv_backend c10d: a launch does not number its 2 machines: add --node_rank R, from "
-            "0 on the machine of --rdzv_endpoint to 1");
+TEST_F(TorchrunFlagsTest, C10dWithSeveralMachines_NumbersThemAsTheyCome) {
+  EXPECT_EQ(Setting({{"rdzv_backend", "c10d"}, {"nnodes", "2"}}, "machine_rank"),
+            "-1 from --rdzv_backend c10d");
+  EXPECT_EQ(Setting({{"rdzv_backend", "c10d"}}, "machine_rank"), "none");
   EXPECT_EQ(
       Setting({{"rdzv_backend", "c10d"}, {"nnodes", "2"}, {"node_rank", "0"}}, "machine_rank"),
       "0 from --node_rank");
@@ -161,7 +177,7 @@ TEST_F(TorchrunFlagsTest, WrongValues_AreRefusedWithWhatToWrite) {
   for (const char* wrong : {"0", "-1", "many", ""}) {
     EXPECT_THAT(Refusal({{"nproc_per_node", wrong}}), HasSubstr("or auto, gpu or cpu"));
   }
-  for (const char* wrong : {"0", "x", "2:1", "1:", ":2", "1:2:3", ""}) {
+  for (const char* wrong : {"0", "x", "2:1", "0:2", "1:", ":2", "1:2:3", ""}) {
     EXPECT_THAT(Refusal({{"nnodes", wrong}}), HasSubstr("write the number of machines, 1 or more"));
   }
   EXPECT_EQ(Refusal({{"standalone", "perhaps"}}), "--standalone perhaps: it must be true or false");

@@ -525,16 +525,22 @@ CheckpointSet::Error CheckpointSet::Verify(const v1::VerifyCheckpointRequest& re
                                  " has a record other than the one that its files were "
                                  "compared with: another checkpoint has its folder"));
   }
-  // A shallow look that finds nothing says nothing about what a deep one has found; nor does an
-  // older one.
+  // A shallow look that finds nothing says nothing about what a deep one has found. An older one
+  // says nothing either, unless it was deeper than the newer one, which found nothing.
   const bool weaker = request.damage().empty() && request.depth() < record.verified();
-  const bool repeated = !request.damage().empty() && request.damage() == record.damage() &&
-                        request.depth() <= record.verified();
-  if (!weaker && !repeated && request.verified_unix_us() >= record.verified_unix_us()) {
+  const bool deeper = request.depth() > record.verified() && record.damage().empty();
+  const bool older = request.verified_unix_us() < record.verified_unix_us() && !deeper;
+  if (!weaker && !older) {
+    // Damage that a deep look has found stays until one as deep finds nothing, whatever a shallow
+    // one finds in between.
+    const bool both = !record.damage().empty() && !request.damage().empty();
+    const bool repeated = request.verified_unix_us() == record.verified_unix_us() &&
+                          request.depth() <= record.verified() &&
+                          request.damage() == record.damage();
     record.set_verified_unix_us(request.verified_unix_us());
-    record.set_verified(request.depth());
+    record.set_verified(both ? std::max(record.verified(), request.depth()) : request.depth());
     record.set_damage(request.damage());
-    Changed(record, changes);
+    if (!repeated) Changed(record, changes);
   }
   *reply->mutable_checkpoint() = record;
   return std::nullopt;
@@ -585,7 +591,9 @@ CheckpointSet::Error CheckpointSet::Resolve(const v1::ResolveCheckpointRequest& 
     if (record.state() != v1::CHECKPOINT_STATE_PUBLISHED) continue;
     if (by_id && it->first != request.checkpoint_id()) continue;
     if (by_step && record.step() != request.step()) continue;
-    if (!by_id && !request.any() && !IsResumable(record)) continue;
+    const bool resumable =
+        IsResumable(record) || (faults_.resumes_from_damaged && record.promoted());
+    if (!by_id && !request.any() && !resumable) continue;
     if (record.verified() < request.verified() ||
         (request.verified() != v1::VERIFY_DEPTH_UNSPECIFIED && !record.damage().empty())) {
       continue;

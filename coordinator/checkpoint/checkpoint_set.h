@@ -55,6 +55,7 @@ class CheckpointSet {
   struct Faults {
     bool seals_before_coverage = false;
     bool deletes_last_resumable = false;
+    bool resumes_from_damaged = false;
   };
   // Signs the hash of a record: the same signature for the same hash.
   using Signer = std::function<std::string(absl::string_view sha256)>;

@@ -106,7 +106,7 @@ class CheckpointSetTest : public ::testing::Test {
     request.set_depth(depth);
     request.set_sha256(sha256);
     request.set_damage(damage);
-    request.set_verified_unix_us(1'790'000'000'000'000);
+    request.set_verified_unix_us(1'790'000'000'000'000 + at_);
     verified_.Clear();
     return Message(set_.Verify(request, &verified_, &changes_));
   }
@@ -141,6 +141,7 @@ class CheckpointSetTest : public ::testing::Test {
   CheckpointSet::Error error_;
   v1::SealCheckpointReply sealed_;
   v1::ResolveCheckpointReply resolved_;
+  uint64_t at_ = 0;  // when files are read, microseconds after some time
   v1::VerifyCheckpointReply verified_;
   std::vector<uint64_t> to_delete_;
 };
@@ -332,6 +333,46 @@ TEST_F(CheckpointSetTest, Resolve_Verified_TakesOnlyThoseFoundWhole) {
   EXPECT_EQ(changes_.size(), changes) << "a repeat";
   v1::ResolveCheckpointReply reply;
   EXPECT_THAT(Message(set_.Resolve(request, &reply)), HasSubstr("and promoted and verified"));
+}
+
+TEST_F(CheckpointSetTest, Verify_DeepLookThatArrivesAfterANewerShallowOne_Counts) {
+  const uint64_t a = Save("/c/1", 1), b = Save("/c/2", 2);
+  at_ = 20;
+  EXPECT_EQ(Verify(b, "", v1::VERIFY_SIZES), "");
+  at_ = 10;
+  EXPECT_EQ(Verify(b, "x"), "");
+  EXPECT_EQ(Resolve(), a);
+  // An older look as deep, or one that finds what a newer one has not missed, does not.
+  at_ = 5;
+  EXPECT_EQ(Verify(b, ""), "");
+  EXPECT_EQ(Resolve(), a);
+  at_ = 30;
+  EXPECT_EQ(Verify(b, "", v1::VERIFY_CONTENTS), "");
+  at_ = 25;
+  EXPECT_EQ(Verify(b, "x"), "");
+  EXPECT_EQ(Resolve(), b);
+}
+
+TEST_F(CheckpointSetTest, Verify_DamageFoundAgain_IsAsNewAsTheLastLook) {
+  const uint64_t a = Save("/c/1", 1), b = Save("/c/2", 2);
+  at_ = 10;
+  EXPECT_EQ(Verify(b, "x"), "");
+  at_ = 30;
+  EXPECT_EQ(Verify(b, "x"), "");
+  at_ = 20;
+  EXPECT_EQ(Verify(b, ""), "");
+  EXPECT_EQ(Resolve(), a);
+}
+
+TEST_F(CheckpointSetTest, Verify_ShallowDamageAndItsRepair_KeepWhatADeepLookFound) {
+  const uint64_t a = Save("/c/1", 1), b = Save("/c/2", 2);
+  EXPECT_EQ(Verify(b, "block 3 has another digest"), "");
+  EXPECT_EQ(Verify(b, "a file is missing", v1::VERIFY_SIZES), "");
+  EXPECT_EQ(verified_.checkpoint().damage(), "a file is missing");
+  EXPECT_EQ(Verify(b, "", v1::VERIFY_SIZES), "");
+  EXPECT_EQ(Resolve(), a) << "nobody has read its bytes since";
+  EXPECT_EQ(Verify(b, ""), "");
+  EXPECT_EQ(Resolve(), b);
 }
 
 TEST_F(CheckpointSetTest, Verify_OfAnotherRecordOrWithoutFacts_IsRefused) {

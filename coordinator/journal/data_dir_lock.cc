@@ -6,6 +6,8 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <string>
+#include <vector>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
@@ -15,6 +17,20 @@
 namespace muster::coordinator {
 
 absl::StatusOr<std::unique_ptr<DataDirLock>> DataDirLock::Take(const std::string& directory) {
+  std::string parent = ParentPath(directory);
+  std::vector<std::string> missing;
+  for (; !PathExists(parent) && ParentPath(parent) != parent; parent = ParentPath(parent)) {
+    missing.push_back(parent);
+  }
+  if (!missing.empty()) {
+    if (absl::Status made = MakeDirectories(missing.front()); !made.ok()) {
+      return absl::Status(made.code(), absl::StrCat("data directory '", directory,
+                                                    "' cannot be created: ", made.message()));
+    }
+    for (const std::string& path : missing) {
+      MUSTER_RETURN_IF_ERROR(SyncDirectory(ParentPath(path)));
+    }
+  }
   if (mkdir(directory.c_str(), 0700) == 0) {
     // What is synced in it is lost if it is not there itself after a power cut.
     MUSTER_RETURN_IF_ERROR(SyncDirectory(ParentPath(directory)));

@@ -1020,6 +1020,13 @@ TEST_F(SqliteJournalTest, SecondOnTheDirectory_IsRefusedWithThePid) {
   EXPECT_EQ(Verify(dir_).status().code(), absl::StatusCode::kAlreadyExists);
 }
 
+TEST_F(SqliteJournalTest, DirectoryWithoutParents_IsMadeWithThem) {
+  const std::string deep = dir_ + "/of/this/cluster";
+  const auto journal = SqliteJournal::Open({.directory = deep});
+  EXPECT_TRUE(journal.ok()) << journal.status();
+  EXPECT_EQ(fs::status(deep).permissions(), fs::perms::owner_all);
+}
+
 TEST_F(SqliteJournalTest, BadDirectory_IsNamed) {
   EXPECT_THAT(std::string(SqliteJournal::Open({.directory = "/proc/nowhere/x"}).status().message()),
               HasSubstr("/proc/nowhere/x"));

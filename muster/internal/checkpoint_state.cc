@@ -1245,11 +1245,20 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
   process_.progress().SetPhase("load_state");
   absl::Status status = Guard([&] {
     OpenMemory();
-    if (directory.empty() && memory_ != nullptr && LoadFromMemory(CheckpointFolder(Root()))) return;
+    const bool memory = directory.empty() && memory_ != nullptr;
+    const int64_t newest = memory ? NewestStepOnDisk(CheckpointFolder(Root())) : -1;
+    if (memory && LoadFromMemory(newest)) return;
     if (may_be_missing && directory.empty()) CheckProjectWritable(/*always=*/true);
     Loaded loaded;
-    const absl::StatusOr<StateReader> reader =
-        OpenAndRead(directory, [&](StateReader& opened) { loaded = CheckAndReadAll(opened); });
+    bool from_memory = false;
+    const absl::StatusOr<StateReader> reader = OpenAndRead(directory, [&](StateReader& opened) {
+      // Newer ones were damaged: what memory has was older than these, and may be newer than this.
+      const int64_t step = opened.info().step;
+      from_memory = memory && step < newest && LoadFromMemory(step);
+      if (!from_memory) loaded = CheckAndReadAll(opened);
+    });
+    if (memory && absl::IsDataLoss(reader.status())) from_memory = LoadFromMemory(-1);
+    if (from_memory) return;
     if (may_be_missing && absl::IsNotFound(reader.status())) {
       if (memory_ != nullptr) memory_->Forget();
       return;
@@ -1272,13 +1281,7 @@ CheckpointState::Loaded CheckpointState::CheckAndReadAll(StateReader& reader) co
   return ReadAll(reader);
 }
 
-bool CheckpointState::LoadFromMemory(const CheckpointFolder& folder) {
-  const absl::Time start = Clock::Real().Now();
-  absl::StatusOr<std::optional<MemoryTier::Found>> found = memory_->Find(process_.comm());
-  ThrowIfError(found.status());
-  if (!found->has_value()) return false;
-  MemoryTier::Found& newest = **found;
-  const int64_t step = newest.reader.info().step;
+int64_t CheckpointState::NewestStepOnDisk(const CheckpointFolder& folder) const {
   int64_t on_disk = -1;
   if (process_.rank() == 0) {
     const absl::StatusOr<std::vector<int64_t>> numbers = folder.Published();
@@ -1289,7 +1292,16 @@ bool CheckpointState::LoadFromMemory(const CheckpointFolder& folder) {
   }
   const std::string main = process_.comm().BroadcastBytes(absl::StrCat(on_disk), 0);
   TORCH_CHECK(absl::SimpleAtoi(main, &on_disk), "load_state: rank 0 sent ", main);
-  if (on_disk > step) return false;
+  return on_disk;
+}
+
+bool CheckpointState::LoadFromMemory(int64_t on_disk) {
+  const absl::Time start = Clock::Real().Now();
+  absl::StatusOr<std::optional<MemoryTier::Found>> found = memory_->Find(process_.comm());
+  ThrowIfError(found.status());
+  if (!found->has_value()) return false;
+  MemoryTier::Found& newest = **found;
+  if (on_disk > newest.reader.info().step) return false;
   const Loaded loaded = CheckAndReadAll(newest.reader);
   ThrowIfAnyFailed(Guard([&] { Apply(newest.reader, loaded); }));
   memory_->Keep(newest);

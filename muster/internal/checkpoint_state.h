@@ -115,8 +115,11 @@ class CheckpointState {
   // (collective) Returns the error of the save before, if it failed.
   absl::Status SaveToMemory(const CheckpointInfo& info, int64_t since_disk,
                             absl::FunctionRef<absl::Status(StateWriter&)> write);
-  // (collective) Loads from memory if that has a newer state than the disk. False: it has not.
-  bool LoadFromMemory(const CheckpointFolder& folder);
+  // (collective) Of what rank 0's disk has, whole or not; -1: it has none.
+  int64_t NewestStepOnDisk(const CheckpointFolder& folder) const;
+  // (collective) Loads from memory if that has a state of step `on_disk` or later. False: it has
+  // not.
+  bool LoadFromMemory(int64_t on_disk);
   // (collective) Part of Load().
   Loaded CheckAndReadAll(StateReader& reader) const;
   // (collective) The checkpoint to load. NOT_FOUND: there is none.

@@ -2,14 +2,19 @@
 // whose weights must come out the same, bit for bit, whatever was killed on the way.
 #include <signal.h>
 
+#include <cstdio>
+#include <cstdlib>
 #include <map>
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "base/clock.h"
 #include "base/file.h"
 #include "base/mutex.h"
 #include "base/test_folder.h"
@@ -149,6 +154,42 @@ INSTANTIATE_TEST_SUITE_P(At, KilledAgent,
                                            "engine.welcome=kill", "engine.directive=kill",
                                            "engine.session_end=kill"),
                          kNameOf);
+
+// Ctrl-C in a terminal: the signal goes to the whole foreground group, at drawn moments.
+//   MUSTER_INTERRUPTS=100 bazel-bin/tests/chaos/launch_test --gtest_filter='Interrupted*'
+// is the long run; see docs/failpoints.md.
+TEST(InterruptedLaunch, AtAnyMoment_LeavesNothingBehind_AndTheNextLaunchGoesOn) {
+  int runs = 6;
+  if (const char* const text = std::getenv("MUSTER_INTERRUPTS")) {
+    ASSERT_TRUE(absl::SimpleAtoi(text, &runs)) << text;
+  }
+  Weights();
+  const absl::Time start = Clock::Real().Now();
+  {
+    Launch whole("timed");
+    ASSERT_EQ(whole.Start("")->Wait(), 0);
+  }
+  const absl::Duration duration = Clock::Real().Now() - start;
+  std::mt19937_64 random(7);
+  int interrupted = 0;
+  for (int i = 0; i < runs; ++i) {
+    Launch launch("interrupted");
+    const auto child = launch.Start("");
+    const double moment = std::uniform_real_distribution<double>(0, 1)(random);
+    child->WaitFor("a line that nobody writes", moment * duration);
+    kill(-child->pid(), SIGINT);
+    const int code = child->Wait();
+    // Of no use to it any more; or before it had its handlers.
+    EXPECT_TRUE(code == 130 || code == 0 || code == -SIGINT) << code << ": " << child->text();
+    interrupted += code == 130 ? 1 : 0;
+    EXPECT_TRUE(launch.NobodyIsLeft()) << "after " << moment << " of a run, " << i;
+    const auto next = launch.Start("");
+    EXPECT_EQ(next->Wait(), 0) << next->text();
+    EXPECT_EQ(WeightsOf(*next), Weights()) << next->text();
+  }
+  EXPECT_GT(interrupted, runs / 3);
+  std::printf("%d of %d launches were interrupted\n", interrupted, runs);
+}
 
 // One worker dies, the agent while it stops the other.
 TEST(StoppedAgent, WhileItStopsWorkers_LeavesNothingBehind) {

@@ -216,6 +216,96 @@ TEST_F(RacksTest, AgentsWithoutARank_NeighboursGetNeighbouringRanks) {
   EXPECT_THAT(agents[2]->out(), UnorderedElementsAre("[3]: in r10/b"));
 }
 
+// `--nnodes MIN:MAX`, as torchrun has it: no machine has a number.
+class ElasticNodesTest : public NodesTest {
+ protected:
+  std::unique_ptr<Command> Machine(const std::string& machines, const std::string& script,
+                                   std::vector<std::string> more = {}) {
+    std::vector<std::string> args = {"--nnodes",
+                                     machines,
+                                     "--nproc_per_node",
+                                     "1",
+                                     "--rdzv_backend",
+                                     "c10d",
+                                     "--rdzv_endpoint",
+                                     address_,
+                                     "--token_file",
+                                     TokenFile(),
+                                     "--cpu",
+                                     "--rdzv_conf",
+                                     "last_call_timeout=1"};
+    args.insert(args.end(), more.begin(), more.end());
+    return Launch(std::move(args), script);
+  }
+};
+
+constexpr char kSayPlaceUntilTold[] =
+    "trap 'exit 0' TERM; echo place $RANK of $WORLD_SIZE at $TORCHELASTIC_RESTART_COUNT pid $$; "
+    "while [ ! -e $DONE ]; do sleep 0.05; done";
+
+TEST_F(ElasticNodesTest, MachinesGoAndCome_TheJobShrinksAndGrows) {
+  env_["DONE"] = Temp("done");
+  auto first = Machine("1:3", kSayPlaceUntilTold);
+  first->WaitForLine("[0]: place 0 of 1");
+  auto second = Machine("1:3", kSayPlaceUntilTold);
+  second->WaitForLine("[1]: place 1 of 2");
+  first->WaitForLine("[0]: place 0 of 2");
+  auto third = Machine("1:3", kSayPlaceUntilTold);
+  third->WaitForLine("[2]: place 2 of 3");
+
+  // Lost with all that it has.
+  kill(second->pid(), SIGKILL);
+  first->WaitForLine("[0]: place 0 of 2", 2);
+  third->WaitForLine("[1]: place 1 of 2");
+  EXPECT_THAT(first->err_text(), HasSubstr("(not counted as a restart)"));
+  auto back = Machine("1:3", kSayPlaceUntilTold);
+  back->WaitForLine("[2]: place 2 of 3");
+  third->WaitForLine("[1]: place 1 of 3");
+
+  // It leaves by itself.
+  back->Signal(SIGTERM);
+  EXPECT_EQ(back->Wait(), 143);
+  first->WaitForLine("[0]: place 0 of 2", 3);
+  EXPECT_THAT(first->err_text(), HasSubstr("the launch was stopped on "));
+
+  std::ofstream(env_["DONE"]) << "\n";
+  EXPECT_EQ(first->Wait(), 0) << first->err_text();
+  EXPECT_EQ(third->Wait(), 0) << third->err_text();
+}
+
+TEST_F(ElasticNodesTest, ProgramFails_IsCountedAndEndsAllMachines) {
+  env_["DONE"] = Temp("done");
+  const std::string script =
+      absl::StrCat("[ $RANK$TORCHELASTIC_RESTART_COUNT = 10 ] && exit 5; ",
+                   "[ $RANK$TORCHELASTIC_RESTART_COUNT = 11 ] && exit 6; ", kSayPlaceUntilTold);
+  auto first = Machine("2:3", script, {"--max_restarts", "1"});
+  auto second = Machine("2:3", script, {"--max_restarts", "1"});
+  EXPECT_EQ(first->Wait(), 1) << first->err_text();
+  EXPECT_EQ(second->Wait(), 1) << second->err_text();
+  const std::string err = first->err_text() + second->err_text();
+  EXPECT_THAT(err, ContainsRegex("exited with code 5; starting all workers again \\(restart 1 of "
+                                 "1\\)"));
+  EXPECT_THAT(err, ContainsRegex("exited with code 6; the job has failed after 1 restart"));
+}
+
+// The number is fixed, but as with torchrun no machine has to know its own.
+TEST_F(ElasticNodesTest, FixedNumber_MachinesAreNumberedAsTheyCome) {
+  auto first = Machine("2", "echo $RANK of $WORLD_SIZE");
+  auto second = Machine("2", "echo $RANK of $WORLD_SIZE");
+  EXPECT_EQ(first->Wait(), 0) << first->err_text();
+  EXPECT_EQ(second->Wait(), 0) << second->err_text();
+  EXPECT_THAT((std::vector<std::string>{first->out_text(), second->out_text()}),
+              UnorderedElementsAre("[0]: 0 of 2", "[1]: 1 of 2"));
+}
+
+TEST_F(ElasticNodesTest, TooFewMachines_EndsAtTheTimeout) {
+  auto first = Machine("2:3", "exit 0", {"--join_timeout", "300ms"});
+  EXPECT_EQ(first->Wait(), 5);
+  EXPECT_THAT(first->err_text(),
+              HasSubstr("no place among the machines of job launch within 300ms, which needs 2 to "
+                        "3"));
+}
+
 TEST_F(NodesTest, AgentMistakes_AreOneLineEach) {
   const struct {
     std::vector<std::string> args;

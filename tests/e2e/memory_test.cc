@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -86,6 +87,23 @@ TEST(Memory, DamageInMemory_IsFoundAndTheDiskIsTaken) {
   EXPECT_THAT(After(result, "damaged "), ElementsAre("4 pieces"));
   EXPECT_THAT(result.output, HasSubstr("in memory has another digest"));
   EXPECT_THAT(After(result, "begins at "), ElementsAre("0", "10")) << result.output;
+  EXPECT_THAT(After(result, "weights "), ElementsAre(Weights()));
+}
+
+TEST(Memory, NewerOneOnTheDiskIsDamaged_MemoryIsTaken) {
+  const std::string other = MakeTestDir("other");
+  ASSERT_EQ(Launch(other, "none 20 0 5").exit_code, 0);
+  const std::string project = MakeTestDir("newer");
+  std::filesystem::rename(other + "/checkpoints/checkpoint_3", project + "/newer");
+  const std::string weights = project + "/newer/model.safetensors";
+  std::string bytes = *ReadFile(weights);
+  bytes.back() ^= 1;
+  ASSERT_TRUE(WriteFileAtomically(weights, bytes).ok());
+  const CommandResult result = Launch(project, "newer_on_disk 20 13 1000");
+  ASSERT_EQ(result.exit_code, 0) << result.output;
+  EXPECT_THAT(result.output, HasSubstr("checkpoint_3 of step 20: "));
+  EXPECT_THAT(After(result, "begins at "), ElementsAre("0", AnyOf(Eq("13"), Eq("12"))))
+      << result.output;
   EXPECT_THAT(After(result, "weights "), ElementsAre(Weights()));
 }
 

@@ -2,7 +2,8 @@
 //   memory_worker CASE STEPS DIE_AT DISK_EVERY
 // Rank 0 prints "begins at STEP" and, in the end, "weights DIGITS". In case "wait" it prints
 // "waits at STEP" at step DIE_AT, as soon as the save of that step is whole and, on several nodes,
-// mirrored, and all ranks wait for their end.
+// mirrored, and all ranks wait for their end. In case "newer_on_disk" the checkpoint in the folder
+// `newer` of the project appears among those on the disk before the second attempt loads.
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -11,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <string>
 
 #include "ATen/Functions.h"
@@ -82,6 +84,11 @@ absl::Status Train(Accelerator& a, const std::string& name, int64_t steps, int64
   const bool first = std::string(Variable("MUSTER_RESTART_COUNT")) == "0";
   const bool dies = first && a.process_index() == 1;
   if (name == "damage" && !first && a.process_index() == 0) DamageMemory();
+  if (name == "newer_on_disk" && !first && a.process_index() == 0) {
+    const std::string project = Variable("MUSTER_PROJECT_DIR");
+    std::filesystem::create_directories(project + "/checkpoints");
+    std::filesystem::rename(project + "/newer", project + "/checkpoints/checkpoint_3");
+  }
   a.wait_for_everyone();
   muster::set_seed(a, 7, /*device_specific=*/true);
   torch::nn::Linear net(64, 64);
@@ -108,7 +115,8 @@ absl::Status Train(Accelerator& a, const std::string& name, int64_t steps, int64
       optimizer.zero_grad();
       if (absl::Status s = a.save_state(); !s.ok()) return s;
       if (waits && a.global_step() == die_at) return WaitForTheEnd(a);
-      if (dies && (name == "after_save" || name == "damage") && a.global_step() == die_at) {
+      const bool after_save = name == "after_save" || name == "damage" || name == "newer_on_disk";
+      if (dies && after_save && a.global_step() == die_at) {
         raise(SIGKILL);
       }
       if (a.global_step() == steps) break;

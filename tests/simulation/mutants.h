@@ -35,6 +35,8 @@ inline constexpr Mutant kMutants[] = {
      [](SimulationOptions* options) { options->mutants.seals_before_coverage = true; }},
     {"deletes_last_resumable", "a resume finds no checkpoint",
      [](SimulationOptions* options) { options->mutants.deletes_last_resumable = true; }},
+    {"resumes_from_damaged", "that is known to be damaged",
+     [](SimulationOptions* options) { options->mutants.resumes_from_damaged = true; }},
     {"applies_frames_again", "was applied twice",
      [](SimulationOptions* options) { options->applies_frames_again = true; }},
     {"hub_speaks_for_the_silent", "has said nothing since",

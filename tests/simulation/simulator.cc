@@ -353,7 +353,12 @@ class Sim {
   void CheckProgress();
 
   void SawSealed(const v1::CheckpointRecord& record, int ranks);
-  void SawPublished(const v1::CheckpointRecord& record);
+  // `begun`: when the process first asked for it.
+  void SawPublished(const v1::CheckpointRecord& record, absl::Time begun);
+  // An operator compares the files of one with its record, and says what was found.
+  void VerifyOne(const v1::ListCheckpointsReply& listed);
+  // The coordinator has said that it knows of damage, and nobody has said since that it is whole.
+  bool KnownDamaged(uint64_t id) const;
 
   void CheckHandled(const v1::Op& op, const std::optional<v1::OpResult>& immediate);
   void CheckRecord(const coordinator::Record& record);
@@ -461,7 +466,7 @@ class Sim {
     uint64_t incarnation = 0;
   };
   std::map<InstanceId, std::vector<SeenResult>> results_;
-  std::map<InstanceId, int64_t> failed_at_;  // event number
+  std::map<InstanceId, int64_t> failed_at_;  // event number of the newest record of it
   std::map<std::pair<uint64_t, uint64_t>, int64_t>
       recalled_at_;  // (incarnation, term) -> event number
   std::map<InstanceId, std::map<int, std::string>> payloads_;
@@ -474,7 +479,16 @@ class Sim {
   std::map<uint64_t, std::set<int>> shards_;
   std::map<uint64_t, std::string> sealed_digests_;
   std::set<uint64_t> deleted_checkpoints_;
-  bool resumable_ = false;                                          // a promoted one was published
+  bool resumable_ = false;  // a promoted one was published after the last damage to one
+  // Of the files; what was said of them, newest last.
+  std::set<uint64_t> damaged_files_;
+  struct Verification {
+    bool damaged = false;
+    bool acknowledged = false;
+  };
+  std::map<uint64_t, std::vector<Verification>> verifications_;
+  absl::Time verified_at_ = absl::InfinitePast();
+  absl::Time damage_reported_at_ = absl::InfinitePast();            // of a promoted one
   std::map<std::pair<uint64_t, uint64_t>, int64_t> trigger_steps_;  // (generation, trigger) -> step
   struct Write {
     uint64_t revision = 0;
@@ -919,14 +933,14 @@ void Process::Publish(uint64_t id, std::function<void()> next) {
   auto op = std::make_shared<v1::Op>();
   FillFence(op->mutable_publish_checkpoint()->mutable_fence(), true);
   op->mutable_publish_checkpoint()->set_checkpoint_id(id);
-  Begin(op, absl::Milliseconds(250), [this, next](const v1::OpResult& result) {
+  Begin(op, absl::Milliseconds(250), [this, next, begun = sim_->now()](const v1::OpResult& result) {
     if (result.has_error()) {
       if (Leaves(result.error())) return;
       sim_->Violation("a checkpoint was not published: " + result.error().ShortDebugString());
       return;
     }
     const v1::PublishCheckpointReply& reply = result.publish_checkpoint();
-    sim_->SawPublished(reply.checkpoint());
+    sim_->SawPublished(reply.checkpoint(), begun);
     if (reply.to_delete_size() == 0) return next();
     auto op = std::make_shared<v1::Op>();
     v1::CheckpointDeletedRequest* const deleted = op->mutable_checkpoint_deleted();
@@ -1300,11 +1314,6 @@ void Sim::Absorb(const v1::Op* op, CallId call) {
       current_generation_ = std::max(current_generation_, result.join().generation());
     }
     if (result.has_arrive()) CheckPassed(result);
-    InstanceId instance;
-    if (result.has_error() && !Verdict(result).empty() && origin != origins_.end() &&
-        ArrivalOf(*origin->second.op, &instance)) {
-      failed_at_.try_emplace(instance, result_.events);
-    }
     // As in the runner: while the journal fails, whatever waits for it is refused.
     if (journal_failed_ && reply.durable_revision > durable_) FailReply(&reply);
     held_.push_back(std::move(reply));
@@ -1747,8 +1756,59 @@ void Sim::SawSealed(const v1::CheckpointRecord& record, int ranks) {
   }
 }
 
-void Sim::SawPublished(const v1::CheckpointRecord& record) {
-  if (record.promoted()) resumable_ = true;
+void Sim::SawPublished(const v1::CheckpointRecord& record, absl::Time begun) {
+  if (record.promoted() && begun > damage_reported_at_) resumable_ = true;
+}
+
+bool Sim::KnownDamaged(uint64_t id) const {
+  const auto it = verifications_.find(id);
+  if (it == verifications_.end()) return false;
+  // A later one that is still on its way may have arrived, or not.
+  bool known = false;
+  for (const Verification& one : it->second) {
+    if (!one.damaged) known = false;
+    if (one.damaged && one.acknowledged) known = true;
+  }
+  return known;
+}
+
+void Sim::VerifyOne(const v1::ListCheckpointsReply& listed) {
+  std::vector<const v1::CheckpointRecord*> whole;
+  for (const v1::CheckpointRecord& record : listed.checkpoints()) {
+    if (record.state() == v1::CHECKPOINT_STATE_PUBLISHED) whole.push_back(&record);
+  }
+  if (whole.empty()) return;
+  const v1::CheckpointRecord& record = *whole[Draw(whole.size())];
+  const uint64_t id = record.checkpoint_id();
+  if (damaged_files_.contains(id)) {
+    if (Draw(4) == 0) damaged_files_.erase(id);  // from a copy
+  } else if (Draw(6) == 0) {
+    damaged_files_.insert(id);
+    Fault("checkpoint damaged");
+  }
+  v1::Op op;
+  v1::VerifyCheckpointRequest* const verify = op.mutable_verify_checkpoint();
+  verify->mutable_fence()->set_job_id(kJob);
+  verify->set_checkpoint_id(id);
+  verify->set_sha256(record.sha256());
+  verified_at_ = std::max(now_, verified_at_ + absl::Microseconds(1));
+  verify->set_verified_unix_us(static_cast<uint64_t>(absl::ToUnixMicros(verified_at_)));
+  // A look at the sizes finds nothing, and must take back nothing.
+  const bool deep = Draw(3) != 0;
+  verify->set_depth(deep ? v1::VERIFY_CONTENTS : v1::VERIFY_SIZES);
+  if (!deep) return FromOperator(op, [](const v1::OpResult&) {});
+  const bool damaged = damaged_files_.contains(id);
+  if (damaged) verify->set_damage("rank0: block 0 is damaged");
+  if (damaged && record.promoted()) {
+    damage_reported_at_ = now_;
+    resumable_ = false;
+  }
+  std::vector<Verification>& verifications = verifications_[id];
+  const size_t index = verifications.size();
+  verifications.push_back({.damaged = damaged});
+  FromOperator(op, [this, id, index](const v1::OpResult& result) {
+    if (result.has_verify_checkpoint()) verifications_[id][index].acknowledged = true;
+  });
 }
 
 // What a resume would ask, and whether what was sealed is still known.
@@ -1757,11 +1817,17 @@ void Sim::OperatorCheckpoints() {
   op.mutable_resolve_checkpoint()->mutable_fence()->set_job_id(kJob);
   const bool resumable = resumable_;
   const std::set<uint64_t> gone = deleted_checkpoints_;
-  FromOperator(op, [this, resumable, gone](const v1::OpResult& result) {
+  std::set<uint64_t> damaged;
+  for (const auto& [id, verifications] : verifications_) {
+    if (KnownDamaged(id)) damaged.insert(id);
+  }
+  FromOperator(op, [this, resumable, gone, damaged, asked = now_](const v1::OpResult& result) {
     const v1::CheckpointRecord& record = result.resolve_checkpoint().checkpoint();
     if (result.error().detail().reason() == v1::ERROR_REASON_NO_CHECKPOINT ||
         (result.has_resolve_checkpoint() && record.checkpoint_id() == 0)) {
-      if (resumable) Violation("a resume finds no checkpoint, although one was published");
+      if (resumable && damage_reported_at_ < asked) {
+        Violation("a resume finds no checkpoint, although one was published");
+      }
       return;
     }
     if (!result.has_resolve_checkpoint()) return;
@@ -1770,16 +1836,25 @@ void Sim::OperatorCheckpoints() {
         static_cast<int>(shards_[record.checkpoint_id()].size()) != record.ranks()) {
       Violation("a resume is given a checkpoint that is not whole: " + record.ShortDebugString());
     }
+    if (damaged.contains(record.checkpoint_id()) && KnownDamaged(record.checkpoint_id())) {
+      Violation("a resume is given a checkpoint that is known to be damaged: " +
+                record.ShortDebugString());
+    }
   });
   op.Clear();
   op.mutable_list_checkpoints()->mutable_fence()->set_job_id(kJob);
   const std::map<uint64_t, std::string> sealed = sealed_digests_;
-  FromOperator(op, [this, sealed](const v1::OpResult& result) {
+  FromOperator(op, [this, sealed, damaged](const v1::OpResult& result) {
     if (!result.has_list_checkpoints()) return;
     std::map<uint64_t, std::string> listed;
     for (const v1::CheckpointRecord& record : result.list_checkpoints().checkpoints()) {
-      listed[record.checkpoint_id()] = record.sha256();
+      const uint64_t id = record.checkpoint_id();
+      listed[id] = record.sha256();
+      if (record.damage().empty() && damaged.contains(id) && KnownDamaged(id)) {
+        Violation(absl::StrCat("damage to checkpoint ", id, " was reported and is forgotten"));
+      }
     }
+    if (Draw(2) == 0) VerifyOne(result.list_checkpoints());
     for (const auto& [id, sha256] : sealed) {
       // Let go meanwhile.
       if (deleted_checkpoints_.contains(id)) continue;
@@ -1961,6 +2036,11 @@ void Sim::CheckRecord(const coordinator::Record& record) {
   v1::JournalRecord parsed;
   parsed.ParseFromString(record.payload);
   for (const v1::JournalChange& change : parsed.changes()) {
+    if (change.has_barrier_ended() && change.barrier_ended().answer().has_error()) {
+      // Whether or not anybody still waits for it. It happens again if this record is lost.
+      const v1::BarrierEnded& ended = change.barrier_ended();
+      failed_at_[{{ended.generation(), ended.barrier_id()}, ended.counter()}] = result_.events;
+    }
     if (!change.has_generation_sealed()) continue;
     const v1::GenerationSealed& sealed = change.generation_sealed();
     const std::map<std::string, int>& before = sealed_[sealed.generation() - 1];

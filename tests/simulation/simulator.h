@@ -27,7 +27,7 @@ struct SimulationOptions {
 inline constexpr const char* kFaults[] = {
     "delayed",      "dropped",    "repeated",    "overtaken", "partitioned",       "half-open",
     "broke stream", "lost tail",  "torn tail",   "disk full", "torn by full disk", "disk failed",
-    "slow fsync",   "hub killed", "hub stopped", "moved"};
+    "slow fsync",   "hub killed", "hub stopped", "moved",     "checkpoint damaged"};
 
 struct SimulationResult {
   std::string violation;           // empty: none
@@ -43,7 +43,7 @@ struct SimulationResult {
   int64_t watch_events = 0;
   int64_t through_hubs = 0;  // operations that hubs sent for other agents
   int64_t resumed = 0;       // agents' sessions that went on with another stream
-  // How often each fault of network and disk happened; all of kFaults are there.
+  // How often each fault of network, disk and files happened; all of kFaults are there.
   std::map<std::string, int64_t> faults;
 };
 
