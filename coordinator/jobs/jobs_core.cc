@@ -13,6 +13,7 @@
 #include "absl/strings/strip.h"
 #include "base/defaults.h"
 #include "base/log.h"
+#include "base/status_macros.h"
 #include "coordinator/errors.h"
 #include "coordinator/jobs/job_spec.h"
 #include "proto/job_limits.h"
@@ -269,7 +270,9 @@ void JobsCore::End() {
     v1::JobRecord& record = it->second.record;
     SetRevision(&it->second, revision_);
     Measure(&it->second);
-    *out_->changes.emplace_back().mutable_job_record_changed()->mutable_record() = record;
+    v1::JobRecordChanged* const changed = out_->changes.emplace_back().mutable_job_record_changed();
+    *changed->mutable_record() = record;
+    OmitKnownHistory(std::exchange(it->second.in_journal, CurrentEntry(record)), changed);
     const auto waiting = gets_of_.find(record.job_id());
     if (waiting == gets_of_.end()) continue;
     for (const CallId call : std::exchange(waiting->second, {})) {
@@ -1983,7 +1986,11 @@ absl::Status JobsCore::Restore(const v1::JobRecordChanged& change) {
     return absl::OkStatus();
   }
   if (!change.has_record()) return absl::OkStatus();
-  const v1::JobRecord& record = change.record();
+  v1::JobRecordChanged whole = change;
+  const v1::JobRecord* const before = Find(change.record().job_id());
+  MUSTER_RETURN_IF_ERROR(
+      RestoreKnownHistory(before == nullptr ? v1::JobRecord() : *before, &whole));
+  const v1::JobRecord& record = whole.record();
   const auto by_id = by_id_.find(record.job_id());
   const auto by_sequence = jobs_.find(record.sequence());
   const bool new_one = by_id == by_id_.end() && by_sequence == jobs_.end();
@@ -1998,6 +2005,7 @@ absl::Status JobsCore::Restore(const v1::JobRecordChanged& change) {
   Job& job = jobs_[record.sequence()];
   changes_.Changed(record.sequence(), job.record.revision(), record.revision());
   job.record = record;
+  job.in_journal = CurrentEntry(record);
   Measure(&job);
   by_id_[record.job_id()] = record.sequence();
   if (!record.idempotency_key().empty()) by_key_[KeyOf(record)] = record.sequence();

@@ -20,6 +20,7 @@
 #include "coordinator/jobs/attempt_times.h"
 #include "coordinator/jobs/job_changes.h"
 #include "coordinator/jobs/placement.h"
+#include "coordinator/jobs/record_history.h"
 #include "coordinator/jobs/schedule.h"
 #include "proto/muster/v1/error.pb.h"
 #include "proto/muster/v1/job.pb.h"
@@ -168,6 +169,7 @@ class JobsCore {
     // it.
     absl::btree_map<int, v1::AttemptEnd> asked;
     absl::Duration restart_delay;  // of the last restart in place that was let
+    HistoryKey in_journal;         // the last entry of the history that the journal has
     // By the last schedule, in words. Not in the record: the next coordinator finds it again.
     std::string waits_for;
   };

@@ -1229,6 +1229,41 @@ TEST_F(JobsCoreTest, Hang_CountsAsARestart_AndItsStacksAreKept) {
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
 }
 
+TEST_F(JobsCoreTest, WhatEarlierAttemptsHaveLeft_IsJournaledOnce_AndKnownAgain) {
+  AddNode("a", 1);
+  const std::string job = Submit(Spec(1, /*max_restarts=*/2));
+  v1::AttemptReport& report = nodes_["a"].attempts.at({job, 1});
+  v1::HungRanks* const hung = report.mutable_end()->add_hung();
+  hung->add_ranks(0);
+  hung->set_stack(std::string(30'000, 's'));
+  report.mutable_end()->add_last_lines(std::string(4'000, 'l'));
+  EndOn("a", job, v1::END_CLASS_HANG, "rank 0 is in ReadShard");
+  ASSERT_EQ(Get(job).attempts(), 2);
+  const size_t before = journal_.size();
+  for (const AttemptStage stage : {AttemptStage::kSealed, AttemptStage::kStepped}) {
+    Hear("mnist-1.2", stage);
+  }
+  ASSERT_GT(journal_.size(), before);
+  for (size_t i = before; i < journal_.size(); ++i) {
+    EXPECT_LT(journal_[i].ByteSizeLong(), 2'000u);
+  }
+  const v1::JobRecord known = Get(job);
+  EXPECT_EQ(known.history(0).end().hung(0).stack().size(), 30'000u);
+  // Of the changes, and of a snapshot with changes after it.
+  StartTerm();
+  EXPECT_EQ(Get(job).SerializeAsString(), known.SerializeAsString());
+  std::vector<v1::JournalChange> snapshot;
+  core_->ForEachChange([&](const v1::JournalChange& change) { snapshot.push_back(change); });
+  journal_ = snapshot;
+  StartTerm();
+  Sync("a");
+  EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
+  const v1::JobRecord later = Get(job);
+  ASSERT_EQ(later.history_size(), 3);
+  StartTerm();
+  EXPECT_EQ(Get(job).SerializeAsString(), later.SerializeAsString());
+}
+
 TEST_F(JobsCoreTest, EndedJobs_MakeRoomForNewOnes) {
   options_.max_jobs = 2;
   StartTerm();

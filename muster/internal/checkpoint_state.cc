@@ -670,6 +670,11 @@ absl::Status CheckpointState::Wait() {
   return saver_ == nullptr ? absl::OkStatus() : Report(saver_->Wait(), process_.rank());
 }
 
+absl::Status CheckpointState::Abandon() {
+  if (saver_ != nullptr) saver_->Abandon();
+  return Wait();
+}
+
 void CheckpointState::CheckProjectWritable(bool always) {
   // A program that names no folder may never save.
   if (project_checked_ || (!always && process_.environment().project_dir.value.empty())) return;

@@ -52,6 +52,8 @@ class CheckpointState {
                          const std::string& max_shard_size) const;
   // Waits for asynchronous saves; the error of the first that failed and was not reported yet.
   absl::Status Wait();
+  // The same once a peer is lost: what has not been written is not written any more.
+  absl::Status Abandon();
 
   void Register(std::function<StateDict()> save, std::function<void(const StateDict&)> load);
   void Register(std::function<PlainState()> save, std::function<void(const PlainState&)> load);

@@ -218,7 +218,7 @@ Handed Core::Abandon() {
   if (!freed.ok()) MUSTER_LOG(Debug) << "after a lost process: " << freed.message();
   sharding_groups_ = {};
   process_.LoseComm();
-  if (const absl::Status saved = checkpoints_.Wait(); !saved.ok()) {
+  if (const absl::Status saved = checkpoints_.Abandon(); !saved.ok()) {
     MUSTER_LOG(Warning) << "a save that was under way is lost: " << saved.message();
   }
   return handed;

@@ -18,6 +18,7 @@
 #include "coordinator/errors.h"
 #include "coordinator/jobs/attempt_times.h"
 #include "coordinator/jobs/placement.h"
+#include "coordinator/jobs/record_history.h"
 
 namespace muster::simulation {
 namespace {
@@ -111,7 +112,14 @@ class Simulation {
       return;
     }
     for (v1::JournalChange& change : out.changes) {
-      if (change.job_record_changed().has_record()) OnRecord(change.job_record_changed().record());
+      if (change.job_record_changed().has_record()) {
+        v1::JobRecordChanged whole = change.job_record_changed();
+        if (!coordinator::RestoreKnownHistory(told_[whole.record().job_id()], &whole).ok()) {
+          Violation(absl::StrCat("a history is not whole: ", change.ShortDebugString()));
+        }
+        if (told_[whole.record().job_id()].job_id().empty()) told_.erase(whole.record().job_id());
+        OnRecord(whole.record());
+      }
       if (!change.job_record_changed().job_id().empty()) OnPlacement(change.job_record_changed());
       journal_.push_back(std::move(change));
     }

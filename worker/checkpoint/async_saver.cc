@@ -176,7 +176,7 @@ std::vector<AsyncSaver::Outcome> AsyncSaver::Wait() {
   limiter_.Lift(true);
   MutexLock lock(&mu_);
   while (done_ < begun_) changed_.Wait(&mu_);
-  limiter_.Lift(false);
+  limiter_.Lift(abandoned_);
   std::vector<Outcome> outcomes(std::make_move_iterator(outcomes_.begin()),
                                 std::make_move_iterator(outcomes_.end()));
   outcomes_.clear();
@@ -184,6 +184,11 @@ std::vector<AsyncSaver::Outcome> AsyncSaver::Wait() {
     if (!outcome.status.ok()) settled_.erase(outcome.path);
   }
   return outcomes;
+}
+
+void AsyncSaver::Abandon() {
+  abandoned_ = true;
+  limiter_.Lift(true);
 }
 
 bool AsyncSaver::busy() const {
@@ -199,7 +204,7 @@ absl::Status AsyncSaver::WriteFiles(const Save& save, std::vector<ManifestFile>*
     MUSTER_ASSIGN_OR_RETURN(
         DirectFileWritten written,
         WriteDirectFile(JoinPath(save.staged->path(), file.name), save.snapshot->Contents(file),
-                        {.in_flight = in_flight_, .limiter = &limiter_}));
+                        {.in_flight = in_flight_, .limiter = &limiter_, .abandoned = &abandoned_}));
     files->push_back(FileOf(file.name, rank_, std::move(written)));
   }
   return absl::OkStatus();

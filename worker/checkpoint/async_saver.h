@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_CHECKPOINT_ASYNC_SAVER_H_
 #define MUSTER_WORKER_CHECKPOINT_ASYNC_SAVER_H_
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -96,6 +97,10 @@ class AsyncSaver {
   // a collective, though the ranks' threads wait for one another.
   std::vector<Outcome> Wait();
 
+  // No save that has begun is needed any more, because a peer is lost: those that are being written
+  // end as soon as a block is, and fail. Final. Does not block.
+  void Abandon();
+
   // Whether a save is being written. On rank 0, false means that it is published or has failed.
   bool busy() const;
 
@@ -122,6 +127,7 @@ class AsyncSaver {
 
   const std::unique_ptr<Comm> comm_;
   RateLimiter limiter_;
+  std::atomic<bool> abandoned_{false};
   const int in_flight_;
   const bool lazy_;
   const int rank_;

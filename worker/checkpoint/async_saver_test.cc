@@ -358,6 +358,37 @@ TEST_F(AsyncSaverTest, SaveThatIsWaitedFor_IsNotHeldBackByItsRateLimit) {
   EXPECT_EQ(WeightIn(dir_), 2);
 }
 
+TEST_F(AsyncSaverTest, AbandonedSave_EndsAfterABlock_AndTheOldOneStays) {
+  RunSavers(1, [&](Comm& comm, AsyncSaver& saver) {
+    std::vector<AsyncSaver::Outcome> earlier;
+    const auto begin = [&](double value) {
+      return saver.Begin(
+          comm, {.dir = dir_},
+          [&](StateWriter& writer) { return WriteAll(writer, at::full({10}, value)); }, &earlier);
+    };
+    ASSERT_TRUE(begin(1).ok());
+    EXPECT_TRUE(saver.Wait()[0].status.ok());
+  });
+  RunRanks(1, [&](Comm& comm) {
+    // A byte in a second: it takes years.
+    AsyncSaver saver(std::move(MakeThreadComms(1)[0]), {.max_bytes_per_second = 1});
+    std::vector<AsyncSaver::Outcome> earlier;
+    // More than a block.
+    const at::Tensor large = at::full({5 << 20}, 2.0);
+    ASSERT_TRUE(saver
+                    .Begin(
+                        comm, {.dir = dir_},
+                        [&](StateWriter& writer) { return WriteAll(writer, large); }, &earlier)
+                    .ok());
+    saver.Abandon();
+    const std::vector<AsyncSaver::Outcome> outcomes = saver.Wait();
+    ASSERT_EQ(outcomes.size(), 1u);
+    EXPECT_EQ(outcomes[0].status.code(), absl::StatusCode::kCancelled) << outcomes[0].status;
+  });
+  EXPECT_EQ(WeightIn(dir_), 1);
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("ckpt"));
+}
+
 TEST_F(AsyncSaverTest, FileOfManyBlocks_ComesBackAndAFlippedBitIsNamedByItsBlock) {
   // Three blocks, tensors across their borders.
   const at::Tensor large = at::arange(5'000'000, at::kFloat);

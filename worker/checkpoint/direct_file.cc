@@ -83,6 +83,12 @@ void WaitForTurn(const DirectFileSystem& system, RateLimiter* limiter, size_t by
   }
 }
 
+// Before a block is written.
+absl::Status CheckWanted(const DirectFileOptions& options, const std::string& path) {
+  if (options.abandoned == nullptr || !options.abandoned->load()) return absl::OkStatus();
+  return absl::CancelledError(absl::StrCat(path, ": nobody waits for it any more"));
+}
+
 // Calls `work` for each number below `count` from `threads` threads until one call fails, and
 // `meanwhile` from this one. Returns when all have ended.
 absl::Status ForEach(uint64_t count, int threads, absl::FunctionRef<absl::Status(uint64_t)> work,
@@ -176,6 +182,7 @@ absl::StatusOr<DirectFileWritten> WriteDirectFile(const std::string& path,
         const absl::string_view block = contents.substr(at, options.block_bytes);
         written.blocks.xxh3[i] = DigestBlock(block);
         WaitForTurn(system, options.limiter, block.size());
+        MUSTER_RETURN_IF_ERROR(CheckWanted(options, path));
         return WriteBlock(file, block, at);
       },
       [&] { written.digest = DigestBytes(contents); }));
@@ -202,6 +209,7 @@ struct DirectFileStream::State {
 
   absl::Status WriteOut(const Block& block) {
     WaitForTurn(calls, options.limiter, block.size);
+    MUSTER_RETURN_IF_ERROR(CheckWanted(options, path));
     return WriteBlock(file, absl::string_view(block.memory.data(), block.size), block.at);
   }
 

@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_CHECKPOINT_DIRECT_FILE_H_
 #define MUSTER_WORKER_CHECKPOINT_DIRECT_FILE_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -30,6 +31,8 @@ struct DirectFileOptions {
   int in_flight = 2;
   // Null: as fast as the disk takes it.
   RateLimiter* limiter = nullptr;
+  // Of writes: once it is true no further block is written. Null: never.
+  const std::atomic<bool>* abandoned = nullptr;
   // Null: the system's own.
   const DirectFileSystem* system = nullptr;
   // Of reads: where the block at an offset goes, memory for all of it up to the next multiple of
@@ -47,7 +50,7 @@ struct DirectFileWritten {
 // Writes the file and syncs it; not its folder. A file that is there is overwritten. Direct only
 // from memory that begins at a multiple of kDirectAlignment. After an error part of the file stays.
 // Errors: the system's, with the path and, of a write, the offset (RESOURCE_EXHAUSTED for a full
-// disk).
+// disk); CANCELLED once it is abandoned.
 absl::StatusOr<DirectFileWritten> WriteDirectFile(const std::string& path,
                                                   absl::string_view contents,
                                                   const DirectFileOptions& options = {});
