@@ -27,6 +27,7 @@
 #include "client/jobs/job_backend.h"
 #include "client/jobs/job_client.h"
 #include "client/jobs/job_file.h"
+#include "client/jobs/job_files.h"
 #include "client/jobs/recovery.h"
 
 namespace muster::client {
@@ -356,8 +357,11 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
     if (!read.ok()) return Fail(spec, context, read.status(), kExitUsage);
     text = *read;
   }
-  const absl::StatusOr<ResolvedJob> job = ResolveJob(text, source, line.options, program);
+  absl::StatusOr<ResolvedJob> job = ResolveJob(text, source, line.options, program);
   if (!job.ok()) return Fail(spec, context, job.status(), kExitUsage);
+  if (const absl::Status read = ReadJobFiles(job->paths, &job->spec.files); !read.ok()) {
+    return Fail(spec, context, read, kExitUsage);
+  }
   const std::string format = line.Has("output") ? line.Get("output") : "name";
   line.words.clear();  // the file is no job's name
   int code = 0;

@@ -56,6 +56,10 @@ TEST(JobsSimulationTest, HangsThatAreRestartedForFree_AreNoticed) {
   ExpectCaught({.restarts_hangs_for_free = true});
 }
 
+TEST(JobsSimulationTest, LimitsOfClassesThatAreForgotten_AreNoticed) {
+  ExpectCaught({.forgets_class_limits = true});
+}
+
 TEST(JobsSimulationTest, SparesGivenAway_AreNoticed) { ExpectCaught({.gives_spares_away = true}); }
 
 }  // namespace
