@@ -36,6 +36,7 @@
 #include "agent/attempt_log.h"
 #include "agent/attempt_restarts.h"
 #include "agent/control_group.h"
+#include "agent/job_files.h"
 #include "agent/job_signals.h"
 #include "agent/memory_holder.h"
 #include "agent/memory_terms.h"
@@ -671,6 +672,7 @@ class NodeService {
     absl::Status status = WriteFileAtomically(runner.folder.Of("record.json"), record.dump());
     if (status.ok()) status = SyncDirectory(Attempts());
     if (status.ok()) status = MakeDirectories(runner.folder.Of("work"));
+    if (status.ok()) status = WriteJobFiles(assignment.spec(), runner.folder.Of("work"));
     if (status.ok() && !assignment.token().empty()) {
       status = WriteSecretFile(runner.folder.Of("token"), assignment.token());
     }
@@ -770,6 +772,7 @@ class NodeService {
     std::map<std::string, std::string> environment = options_.environment;
     environment.erase("MUSTER_TOKEN_FILE");  // the node's
     for (const auto& [name, value] : ToMap(spec.env())) environment[name] = value;
+    if (spec.files_size() > 0) environment["MUSTER_FILES"] = runner->folder.Of("work");
     if (options_.info.gpus_size() > 0) {
       environment["CUDA_VISIBLE_DEVICES"] = absl::StrJoin(assignment.gpus(), ",");
       // That is how they are counted here; CUDA's own order begins with the fastest.

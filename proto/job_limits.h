@@ -5,6 +5,8 @@
 #include <cstddef>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 
@@ -16,6 +18,11 @@ inline constexpr size_t kMaxSpecBytes = 128 << 10;
 inline constexpr size_t kMaxJobName = 64;
 // SyncNodeRequest.held_jobs; what else a node holds has its time.
 inline constexpr int kMaxHeldJobs = 1000;
+
+// JobSpec.files: of all together.
+inline constexpr size_t kMaxFileBytes = 96 << 10;
+inline constexpr int kMaxFiles = 256;
+inline constexpr size_t kMaxFilePath = 256;
 
 // JobSpec.hang_timeout: progress is told every 2 s, and looked at less often.
 inline constexpr absl::Duration kLeastHangTimeout = absl::Seconds(10);
@@ -30,6 +37,16 @@ inline bool IsJobName(absl::string_view name) {
          std::all_of(name.begin(), name.end(), [](unsigned char c) {
            return absl::ascii_isalnum(c) || c == '-' || c == '_';
          });
+}
+
+// A path below a folder, from which it does not lead out: of JobSpec.files.
+inline bool IsJobFilePath(absl::string_view path) {
+  if (path.empty() || path.size() > kMaxFilePath) return false;
+  if (absl::StrContains(path, absl::string_view("\0", 1))) return false;
+  for (const absl::string_view part : absl::StrSplit(path, '/')) {
+    if (part.empty() || part == "." || part == "..") return false;
+  }
+  return true;
 }
 
 }  // namespace muster

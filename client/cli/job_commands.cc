@@ -27,6 +27,7 @@
 #include "client/jobs/job_backend.h"
 #include "client/jobs/job_client.h"
 #include "client/jobs/job_file.h"
+#include "client/jobs/job_files.h"
 #include "client/jobs/recovery.h"
 
 namespace muster::client {
@@ -232,8 +233,8 @@ int WatchAll(const CommandSpec& spec, const CommandContext& context, JobBackend&
 // Prints whole lines of ranks, each with its prefix, and those only that match.
 class LogPrinter {
  public:
-  LogPrinter(std::ostream& out, bool prefixed, std::optional<std::regex> grep)
-      : out_(out), prefixed_(prefixed), grep_(std::move(grep)) {}
+  LogPrinter(std::ostream& out, std::ostream& err, bool prefixed, std::optional<std::regex> grep)
+      : out_(out), err_(err), prefixed_(prefixed), grep_(std::move(grep)) {}
 
   // `rest` keeps a line that is not whole yet.
   void Print(int rank, absl::string_view data, std::string* rest) {
@@ -245,6 +246,13 @@ class LogPrinter {
   }
   void End(int rank, const std::string& rest) {
     if (!rest.empty()) Line(rank, rest);
+  }
+  // Lines that were gone before they were read.
+  void Gap(int rank, int64_t bytes) {
+    MutexLock lock(&mu_);
+    out_.flush();
+    err_ << "muster logs: " << bytes << " bytes of rank " << rank
+         << " are missing here: their file is the oldest, and its node has removed it" << std::endl;
   }
 
  private:
@@ -258,6 +266,7 @@ class LogPrinter {
 
   Mutex mu_;
   std::ostream& out_;
+  std::ostream& err_;
   const bool prefixed_;
   const std::optional<std::regex> grep_;
 };
@@ -267,9 +276,23 @@ absl::Status PrintLog(JobBackend& client, const std::string& job, LogOptions opt
                       LogPrinter* printer) {
   std::string rest;
   absl::Status status;
+  const bool from_start = options.offset == 0 && options.since == absl::InfiniteDuration();
+  int64_t next = from_start ? 0 : -1;  // -1: wherever it begins
+  int attempt = 0;
+  const auto take = [&](const LogChunk& chunk) {
+    if (attempt != 0 && chunk.attempt != attempt) next = 0;
+    attempt = chunk.attempt;
+    if (next >= 0 && chunk.offset > next) {
+      printer->End(options.rank, rest);
+      rest.clear();
+      printer->Gap(options.rank, chunk.offset - next);
+    }
+    next = chunk.next_offset;
+    printer->Print(options.rank, chunk.data, &rest);
+  };
   if (follow) {
     status = client.follow_log(job, options, [&](const LogChunk& chunk) {
-      printer->Print(options.rank, chunk.data, &rest);
+      take(chunk);
       return true;
     });
   } else {
@@ -277,7 +300,7 @@ absl::Status PrintLog(JobBackend& client, const std::string& job, LogOptions opt
       const absl::StatusOr<LogChunk> chunk = client.read_log(job, options);
       status = chunk.status();
       if (!chunk.ok()) break;
-      printer->Print(options.rank, chunk->data, &rest);
+      take(*chunk);
       if (chunk->data.empty() || chunk->ended) break;
       options.offset = chunk->next_offset;
       options.since = absl::InfiniteDuration();
@@ -357,8 +380,11 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
     if (!read.ok()) return Fail(spec, context, read.status(), kExitUsage);
     text = *read;
   }
-  const absl::StatusOr<ResolvedJob> job = ResolveJob(text, source, line.options, program);
+  absl::StatusOr<ResolvedJob> job = ResolveJob(text, source, line.options, program);
   if (!job.ok()) return Fail(spec, context, job.status(), kExitUsage);
+  if (const absl::Status read = ReadJobFiles(job->paths, &job->spec.files); !read.ok()) {
+    return Fail(spec, context, read, kExitUsage);
+  }
   const std::string format = line.Has("output") ? line.Get("output") : "name";
   line.words.clear();  // the file is no job's name
   int code = 0;
@@ -374,7 +400,7 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
   const bool follow = line.Get("follow") == "true";
   if (dry_run || (!follow && line.Get("wait") != "true")) return kExitOk;
   if (follow) {
-    LogPrinter printer(context.out, /*prefixed=*/false, std::nullopt);
+    LogPrinter printer(context.out, context.err, /*prefixed=*/false, std::nullopt);
     const absl::Status status = PrintLog(*client, made->job.id, {}, /*follow=*/true, &printer);
     if (!status.ok()) context.err << spec.name << ": " << Printable(status.message()) << "\n";
   }
@@ -795,7 +821,7 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
     const int attempt = options.attempt == 0 ? job->attempts : options.attempt;
     ranks = ProcessesOfAttempt(*job, attempt).value_or(job->spec.max_processes);
   }
-  LogPrinter printer(context.out, all && ranks > 1, std::move(grep));
+  LogPrinter printer(context.out, context.err, all && ranks > 1, std::move(grep));
   std::vector<absl::Status> statuses(ranks);
   std::vector<std::thread> threads;
   for (int i = 0; i < ranks; ++i) {

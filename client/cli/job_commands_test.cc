@@ -369,6 +369,26 @@ TEST_F(JobCommandsTest, Logs_AllRanks_ArePrefixedAndFiltered) {
   EXPECT_EQ(out_.str(), "loss 1\n");
 }
 
+TEST_F(JobCommandsTest, Logs_WhoseBeginIsGone_SaySo) {
+  v1::JobRecord job = FakeJob("mnist-1", v1::JOB_STATE_SUCCEEDED, 1);
+  job.set_attempts(1);
+  fake_.Add(job);
+  fake_.SetLog(1, 0, "epoch 0\nloss 1\n");
+  fake_.SetLogBegin(8);
+  for (const std::vector<std::string>& args :
+       {std::vector<std::string>{"mnist-1"}, {"mnist-1", "--follow"}}) {
+    err_.str("");
+    out_.str("");
+    EXPECT_EQ(RunLogsCommand(args, context_), kExitOk) << err_.str();
+    EXPECT_EQ(out_.str(), "loss 1\n");
+    EXPECT_THAT(err_.str(), HasSubstr("8 bytes of rank 0 are missing here"));
+  }
+  // Who asks for the end does not miss the begin.
+  err_.str("");
+  EXPECT_EQ(RunLogsCommand({"mnist-1", "--tail", "5"}, context_), kExitOk) << err_.str();
+  EXPECT_EQ(err_.str(), "");
+}
+
 TEST_F(JobCommandsTest, Logs_OfARankThatIsNotThere_SuggestNoOtherJob) {
   fake_.Add(FakeJob("mnist-1", v1::JOB_STATE_RUNNING, 1));
   EXPECT_EQ(RunLogsCommand({"mnist-1", "--rank", "7"}, context_), kExitNotFound);

@@ -86,6 +86,11 @@ class FakeJobService {
     lose_ = calls;
   }
   // Of rank `rank` in attempt `attempt`.
+  // What is before that byte of each log was rotated away.
+  void SetLogBegin(size_t offset) {
+    MutexLock lock(&mu_);
+    log_begin_ = offset;
+  }
   void SetLog(int attempt, int rank, std::string text) {
     MutexLock lock(&mu_);
     logs_[{attempt, rank}] = std::move(text);
@@ -267,7 +272,8 @@ class FakeJobService {
       if (log == fake_->logs_.end())
         return {grpc::StatusCode::NOT_FOUND, absl::StrCat("no rank ", request->rank())};
       // Five bytes at a time, so that lines are cut.
-      const size_t offset = request->offset() < 0 ? 0 : static_cast<size_t>(request->offset());
+      const size_t offset = std::max<size_t>(
+          fake_->log_begin_, request->offset() < 0 ? 0 : static_cast<size_t>(request->offset()));
       const std::string data = offset < log->second.size() ? log->second.substr(offset, 5) : "";
       reply->set_data(data);
       reply->set_offset(static_cast<int64_t>(offset));
@@ -317,6 +323,7 @@ class FakeJobService {
   std::vector<v1::NodeRecord> node_records_ ABSL_GUARDED_BY(mu_);
   std::vector<v1::JobRecord> changes_ ABSL_GUARDED_BY(mu_);
   std::map<std::pair<int, int>, std::string> logs_ ABSL_GUARDED_BY(mu_);
+  size_t log_begin_ ABSL_GUARDED_BY(mu_) = 0;
   absl::Status refusal_ ABSL_GUARDED_BY(mu_);
   std::vector<v1::SubmitJobRequest> submitted_ ABSL_GUARDED_BY(mu_);
   std::vector<std::string> actions_ ABSL_GUARDED_BY(mu_);

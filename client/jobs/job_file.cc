@@ -19,13 +19,14 @@
 #include "base/text.h"
 #include "base/units.h"
 #include "base/yaml.h"
+#include "proto/job_limits.h"
 
 namespace muster::client {
 namespace {
 
 using nlohmann::json;
 
-enum class Kind { kText, kInteger, kBool, kMap, kIntegers, kCommand };
+enum class Kind { kText, kInteger, kBool, kMap, kNumbers, kIntegers, kWords, kCommand };
 
 // Reads a value into the specification. Returns what to write instead; empty: it is good.
 using Reader = std::string (*)(const json& value, JobSpec* spec);
@@ -147,6 +148,72 @@ std::string ReadExitCodes(const json& value, JobSpec* spec) {
   return "";
 }
 
+// Without max_restarts these are all restarts that there are.
+std::string ReadFailurePolicy(const json& value, JobSpec* spec) {
+  static constexpr char kHelp[] =
+      "a map of max_restarts, failed, oom, hang, node_lost and preempted to whole numbers from 0: "
+      "{max_restarts: 3, oom: 1}";
+  if (!value.is_object() || value.empty()) return kHelp;
+  spec->class_limits.clear();
+  bool total = false;
+  int64_t sum = 0;
+  for (auto item = value.begin(); item != value.end(); ++item) {
+    static constexpr const char* kCounted[] = {"failed", "oom", "hang"};
+    const bool counted =
+        std::find(std::begin(kCounted), std::end(kCounted), item.key()) != std::end(kCounted);
+    if (!item->is_number_integer() || *item < 0 || *item > 1'000'000) return kHelp;
+    if (item.key() == "max_restarts") {
+      spec->max_restarts = item->get<int>();
+      total = true;
+      continue;
+    }
+    if (!counted && item.key() != "node_lost" && item.key() != "preempted") return kHelp;
+    spec->class_limits[item.key()] = item->get<int>();
+    if (counted) sum += item->get<int>();
+  }
+  if (total || sum == 0) return "";
+  spec->max_restarts = static_cast<int>(sum);
+  for (const char* const name : {"failed", "oom", "hang"}) spec->class_limits.try_emplace(name, 0);
+  return "";
+}
+
+// A path that is to be read has no name yet.
+std::string ReadFiles(const json& value, JobSpec* spec) {
+  static constexpr char kHelp[] =
+      "a list of files and folders, [config.yaml, scripts], or a map of paths to what the files "
+      "have: {config.yaml: \"lr: 1\"}";
+  spec->files.clear();
+  if (value.is_object()) {
+    for (auto item = value.begin(); item != value.end(); ++item) {
+      if (!item->is_string() || !IsJobFilePath(item.key())) return kHelp;
+      spec->files.push_back({.path = item.key(), .content = item->get<std::string>()});
+    }
+    return spec->files.empty() ? kHelp : "";
+  }
+  if (!value.is_array() || value.empty()) return kHelp;
+  for (const json& path : value) {
+    if (!path.is_string() || path.get<std::string>().empty()) return kHelp;
+    spec->files.push_back({.content = path.get<std::string>()});
+  }
+  return "";
+}
+
+// Takes the paths that are to be read out of the specification. `folder`: of relative ones.
+void TakePaths(const std::string& folder, ResolvedJob* job) {
+  std::vector<JobFile> read;
+  job->paths.clear();
+  for (JobFile& file : job->spec.files) {
+    if (!file.path.empty()) {
+      read.push_back(std::move(file));
+    } else {
+      job->paths.push_back(folder.empty() || file.content[0] == '/'
+                               ? file.content
+                               : absl::StrCat(folder, "/", file.content));
+    }
+  }
+  job->spec.files = std::move(read);
+}
+
 std::string ReadPrecision(const json& value, JobSpec* spec) {
   // YAML reads a bare no as false.
   if (value.is_boolean() && !value.get<bool>()) {
@@ -205,6 +272,11 @@ const std::vector<Setting>& Table() {
       {{"max_restarts", "N", "Restarts after failures of the program (default 0)"},
        Kind::kInteger,
        ReadInteger<&JobSpec::max_restarts>},
+      {{"failure_policy", "CLASS=N",
+        "Restarts after a class of end: failed, oom, hang, node_lost, preempted",
+        /*repeated=*/true},
+       Kind::kNumbers,
+       ReadFailurePolicy},
       {{"restart_delay", "TIME",
         "Before a restart; doubled with each failure in a row, up to 5 minutes"},
        Kind::kText,
@@ -230,6 +302,14 @@ const std::vector<Setting>& Table() {
       {{"user_error_codes", "CODE,...", "Exit codes that are never retried, besides 2, 126, 127"},
        Kind::kIntegers,
        ReadExitCodes},
+      {{"files", "PATH",
+        "A small file or folder for the private folder of each attempt; in all 96 KiB",
+        /*repeated=*/true},
+       Kind::kWords,
+       ReadFiles},
+      {{"retention", "TIME", "How long the record of the job is kept once it has ended"},
+       Kind::kText,
+       ReadTime<&JobSpec::retention>},
       {{"wait_for_nodes", "", "Queues the job also if it is larger than all nodes together"},
        Kind::kBool,
        ReadBool<&JobSpec::wait_for_nodes>},
@@ -272,6 +352,20 @@ json FlagValue(Kind kind, const std::vector<std::string>& words) {
       }
       return map;
     }
+    case Kind::kNumbers: {
+      json map = json::object();
+      for (const std::string& word : words) {
+        for (const absl::string_view part : absl::StrSplit(word, ',')) {
+          const std::pair<std::string, absl::string_view> entry =
+              absl::StrSplit(part, absl::MaxSplits('=', 1));
+          if (!absl::SimpleAtoi(entry.second, &number)) return json(word);
+          map[entry.first] = number;
+        }
+      }
+      return map;
+    }
+    case Kind::kWords:
+      return json(words);
     case Kind::kIntegers: {
       json list = json::array();
       for (absl::string_view word : absl::StrSplit(last, ',')) {
@@ -314,7 +408,16 @@ absl::Status ReadFile(absl::string_view text, absl::string_view source, Resolved
           absl::StrCat(where, ": ", key, ": ", ValueText(value), ": write ", write));
     }
     job->provenance[key] = {ValueText(value), where};
+    // The keys come in the order of the alphabet.
+    if (key == "max_restarts" && file.value.contains("failure_policy") &&
+        file.value["failure_policy"].is_object() &&
+        file.value["failure_policy"].contains("max_restarts")) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(where, ": max_restarts: failure_policy has it, too: give it once"));
+    }
   }
+  TakePaths(absl::StrContains(source, '/') ? std::string(source.substr(0, source.rfind('/'))) : "",
+            job);
   return absl::OkStatus();
 }
 
@@ -356,6 +459,13 @@ const std::vector<JobSettingSpec>& JobSettings() {
 }
 
 nlohmann::ordered_json SettingsJson(const JobSpec& spec) {
+  nlohmann::ordered_json files = nlohmann::ordered_json::array();
+  for (const JobFile& file : spec.files) {
+    files.push_back({{"path", file.path},
+                     {"size", file.content.empty() ? file.size : int64_t(file.content.size())},
+                     {"sha256", file.sha256},
+                     {"executable", file.executable}});
+  }
   return {{"name", spec.name},
           {"command", spec.command},
           {"env", spec.env},
@@ -370,6 +480,7 @@ nlohmann::ordered_json SettingsJson(const JobSpec& spec) {
           {"priority", spec.priority},
           {"preemptible", spec.preemptible},
           {"max_restarts", spec.max_restarts},
+          {"failure_policy", spec.class_limits},
           {"restart_delay", absl::FormatDuration(spec.restart_delay)},
           {"time_limit", absl::FormatDuration(spec.time_limit)},
           {"hang_timeout", absl::FormatDuration(spec.hang_timeout)},
@@ -377,6 +488,8 @@ nlohmann::ordered_json SettingsJson(const JobSpec& spec) {
           {"grow_after", absl::FormatDuration(spec.grow_after)},
           {"spare_nodes", spec.spare_nodes},
           {"user_error_codes", spec.user_error_codes},
+          {"files", std::move(files)},
+          {"retention", absl::FormatDuration(spec.retention)},
           {"wait_for_nodes", spec.wait_for_nodes},
           {"mixed_precision", spec.mixed_precision},
           {"gradient_accumulation_steps", spec.gradient_accumulation_steps},
@@ -389,6 +502,14 @@ std::string JobFileText(const JobSpec& spec) {
   nlohmann::ordered_json file;
   for (const auto& [key, value] : settings.items()) {
     if (value != unset[key]) file[key] = value;
+  }
+  if (!spec.files.empty()) {
+    file["files"] = nlohmann::ordered_json::object();
+    for (const JobFile& one : spec.files) file["files"][one.path] = one.content;
+  }
+  if (file.contains("failure_policy") && spec.max_restarts > 0) {
+    file["failure_policy"]["max_restarts"] = spec.max_restarts;
+    file.erase("max_restarts");
   }
   return file.dump(2, ' ', false, json::error_handler_t::replace);
 }
@@ -408,6 +529,7 @@ absl::StatusOr<ResolvedJob> ResolveJob(absl::string_view text, absl::string_view
                        setting->kind == Kind::kMap ? "NAME=VALUE" : write));
     }
     job.provenance[name] = {Printable(absl::StrJoin(words, " ")), absl::StrCat("--", name)};
+    if (name == "files") TakePaths("", &job);
   }
   if (!program.empty()) {
     job.spec.command = program;

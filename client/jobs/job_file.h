@@ -35,6 +35,8 @@ struct GivenSetting {
 struct ResolvedJob {
   JobSpec spec;
   std::map<std::string, GivenSetting> provenance;  // of the settings that are not the default
+  // Files and folders that are to be read into spec.files: see ReadJobFiles.
+  std::vector<std::string> paths = {};
 };
 
 // Combines a job file (empty text: none), flags and the program's words, which replace `command`. A

@@ -134,6 +134,40 @@ TEST(JobFile, ResolveJob_MutatedFiles_AreReadOrRefusedInOneLine) {
   }
 }
 
+TEST(JobFile, FailurePolicy_HasItsOwnTotalOrTheSum) {
+  const auto total =
+      ResolveJob("command: [a]\nfailure_policy: {max_restarts: 3, oom: 1}\n", "j", {}, {});
+  ASSERT_TRUE(total.ok()) << total.status();
+  EXPECT_EQ(total->spec.max_restarts, 3);
+  EXPECT_EQ(total->spec.class_limits, (std::map<std::string, int>{{"oom", 1}}));
+  const auto sum = ResolveJob("", "", {{"failure_policy", {"oom=1,hang=2", "preempted=5"}}}, {"a"});
+  ASSERT_TRUE(sum.ok()) << sum.status();
+  EXPECT_EQ(sum->spec.max_restarts, 3);
+  EXPECT_EQ(sum->spec.class_limits,
+            (std::map<std::string, int>{{"failed", 0}, {"hang", 2}, {"oom", 1}, {"preempted", 5}}));
+  EXPECT_EQ(Error("command: [a]\nfailure_policy: {max_restarts: 3}\nmax_restarts: 3\n"),
+            "job.yaml:3: max_restarts: failure_policy has it, too: give it once");
+  EXPECT_NE(Error("command: [a]\nfailure_policy: {user_error: 3}\n").find("write a map of"),
+            std::string::npos);
+}
+
+TEST(JobFile, Files_OfAListAreRelativeToTheJobFile) {
+  const auto job = ResolveJob("command: [a]\nfiles: [c.yaml, /abs/d]\n", "jobs/x.yaml", {}, {});
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_EQ(job->paths, (std::vector<std::string>{"jobs/c.yaml", "/abs/d"}));
+  EXPECT_TRUE(job->spec.files.empty());
+  // A flag replaces them, and is relative to where one is.
+  const auto flag =
+      ResolveJob("command: [a]\nfiles: [c.yaml]\n", "jobs/x.yaml", {{"files", {"e", "f"}}}, {});
+  ASSERT_TRUE(flag.ok()) << flag.status();
+  EXPECT_EQ(flag->paths, (std::vector<std::string>{"e", "f"}));
+  const auto inline_text = ResolveJob("command: [a]\nfiles: {c.yaml: \"x: 1\"}\n", "x", {}, {});
+  ASSERT_TRUE(inline_text.ok()) << inline_text.status();
+  EXPECT_TRUE(inline_text->paths.empty());
+  EXPECT_EQ(inline_text->spec.files.at(0).content, "x: 1");
+  EXPECT_NE(Error("command: [a]\nfiles: {../c: x}\n"), "");
+}
+
 TEST(JobFileTextTest, AnySpecification_IsReadBack) {
   JobSpec spec;
   spec.name = "a";
@@ -157,6 +191,9 @@ TEST(JobFileTextTest, AnySpecification_IsReadBack) {
   spec.hang_timeout = absl::Minutes(20);
   spec.gpu_memory = int64_t{80} << 30;
   spec.spare_nodes = 2;
+  spec.class_limits = {{"oom", 1}, {"preempted", 2}};
+  spec.files = {{.path = "a/b.yaml", .content = "lr: 1\n"}};
+  spec.retention = absl::Hours(24);
   spec.user_error_codes = {3, 4};
   spec.wait_for_nodes = true;
   spec.mixed_precision = "no";
@@ -172,7 +209,11 @@ TEST(JobFileTextTest, AnySpecification_IsReadBack) {
   EXPECT_EQ(read->spec.time_limit, spec.time_limit);
   EXPECT_EQ(read->spec.memory_per_process, spec.memory_per_process);
   // A new setting needs a line there.
-  EXPECT_EQ(read->provenance.size(), JobSettings().size());
+  EXPECT_EQ(read->provenance.size(), JobSettings().size() - 1);  // max_restarts is in the policy
+  EXPECT_EQ(read->spec.max_restarts, 4);
+  EXPECT_EQ(read->spec.class_limits, spec.class_limits);
+  ASSERT_EQ(read->spec.files.size(), 1u);
+  EXPECT_EQ(read->spec.files[0].content, "lr: 1\n");
 }
 
 }  // namespace

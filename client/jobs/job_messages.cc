@@ -1,5 +1,8 @@
 #include "client/jobs/job_messages.h"
 
+#include <utility>
+
+#include "absl/strings/escaping.h"
 #include "absl/strings/strip.h"
 #include "proto/name_value.h"
 #include "rpc/log_level.h"
@@ -7,6 +10,14 @@
 
 namespace muster {
 namespace {
+
+constexpr std::pair<absl::string_view, v1::EndClass> kLimitedClasses[] = {
+    {"failed", v1::END_CLASS_PROCESS_FAILED},
+    {"oom", v1::END_CLASS_OUT_OF_MEMORY},
+    {"hang", v1::END_CLASS_HANG},
+    {"node_lost", v1::END_CLASS_NODE_LOST},
+    {"preempted", v1::END_CLASS_PREEMPTED},
+};
 
 constexpr absl::string_view kStateNames[] = {"UNKNOWN",   "QUEUED",   "STARTING",
                                              "RUNNING",   "STOPPING", "SUSPENDED",
@@ -115,6 +126,20 @@ v1::JobSpec ToProto(const JobSpec& spec) {
   message.set_spare_nodes(spec.spare_nodes);
   message.mutable_user_error_codes()->Assign(spec.user_error_codes.begin(),
                                              spec.user_error_codes.end());
+  for (const auto& [name, end_class] : kLimitedClasses) {
+    const auto limit = spec.class_limits.find(std::string(name));
+    if (limit == spec.class_limits.end()) continue;
+    v1::ClassCount* const count = message.add_class_limits();
+    count->set_end_class(end_class);
+    count->set_count(limit->second);
+  }
+  for (const JobFile& file : spec.files) {
+    v1::JobFile* const sent = message.add_files();
+    sent->set_path(file.path);
+    sent->set_content(file.content);
+    sent->set_executable(file.executable);
+  }
+  if (spec.retention > zero) *message.mutable_retention() = rpc::ToProto(spec.retention);
   message.set_wait_for_nodes(spec.wait_for_nodes);
   message.set_mixed_precision(spec.mixed_precision);
   message.set_gradient_accumulation_steps(spec.gradient_accumulation_steps);
@@ -147,6 +172,19 @@ JobSpec FromProto(const v1::JobSpec& message) {
   spec.hang_timeout = rpc::FromProto(message.hang_timeout());
   spec.spare_nodes = message.spare_nodes();
   spec.user_error_codes = {message.user_error_codes().begin(), message.user_error_codes().end()};
+  for (const v1::ClassCount& limit : message.class_limits()) {
+    for (const auto& [name, end_class] : kLimitedClasses) {
+      if (end_class == limit.end_class()) spec.class_limits[std::string(name)] = limit.count();
+    }
+  }
+  for (const v1::JobFile& file : message.files()) {
+    spec.files.push_back({.path = file.path(),
+                          .content = file.content(),
+                          .executable = file.executable(),
+                          .sha256 = absl::BytesToHexString(file.sha256()),
+                          .size = file.size()});
+  }
+  spec.retention = rpc::FromProto(message.retention());
   spec.wait_for_nodes = message.wait_for_nodes();
   spec.mixed_precision = message.mixed_precision();
   spec.gradient_accumulation_steps = message.gradient_accumulation_steps();

@@ -14,6 +14,15 @@ namespace muster {
 
 // Jobs and nodes as a coordinator keeps them, without protobuf. docs/jobs.md says what they mean.
 
+// A small file that comes with a job, into the private folder of each of its attempts.
+struct JobFile {
+  std::string path = {};     // below that folder
+  std::string content = {};  // of what a coordinator says empty
+  bool executable = false;
+  std::string sha256 = {};  // of the content; hexadecimal, as a coordinator says it
+  int64_t size = 0;         // likewise, in bytes
+};
+
 // What to run. Zero, empty: the coordinator's default.
 struct JobSpec {
   std::string name = {};                        // job_id is NAME-NUMBER
@@ -31,6 +40,9 @@ struct JobSpec {
   int priority = 0;                                // larger first
   bool preemptible = false;
   int max_restarts = 0;
+  // Limits of restarts after ends of a class, besides max_restarts: of "failed", "oom", "hang",
+  // which count against that, too, and "node_lost", "preempted". A class that is not here has none.
+  std::map<std::string, int> class_limits = {};
   absl::Duration restart_delay = absl::ZeroDuration();
   absl::Duration time_limit = absl::ZeroDuration();  // of each attempt; 0: none
   absl::Duration stop_grace = absl::ZeroDuration();  // 0: 30 s
@@ -43,6 +55,8 @@ struct JobSpec {
   // On so many more nodes room is kept for the next attempt, as far as there is some.
   int spare_nodes = 0;
   std::vector<int> user_error_codes = {};
+  std::vector<JobFile> files = {};                  // at most 256, of 96 KiB together
+  absl::Duration retention = absl::ZeroDuration();  // of its record, once it has ended; 0: any
   bool wait_for_nodes = false;       // queued also if it is larger than all nodes together
   std::string mixed_precision = {};  // "", "no", "bf16", "fp16"
   int gradient_accumulation_steps = 0;

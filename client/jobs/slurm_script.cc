@@ -129,6 +129,11 @@ absl::Status CheckSlurmJob(const JobSpec& spec) {
       {spec.restart_delay > absl::ZeroDuration(),
        "restart_delay: programs restart at once within the allocation"},
       {!spec.user_error_codes.empty(), "user_error_codes: use max_restarts: 0"},
+      {!spec.class_limits.empty(), "failure_policy: max_restarts counts all classes together"},
+      {!spec.files.empty(), "files: put them into a folder that the nodes share, and use workdir"},
+      {spec.retention > absl::ZeroDuration(),
+       "retention: its records are kept until muster remove, and those of SLURM as slurm.conf "
+       "says"},
       {spec.gpu_memory > 0,
        "gpu_memory: SLURM's nodes have features for it: use --sbatch --constraint=..."},
       {spec.gpus_per_process > 1, "gpus_per_process: a launch gives each process one GPU, or none"},

@@ -4,10 +4,12 @@
 #include <string>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "base/signature.h"
 #include "coordinator/errors.h"
 #include "coordinator/jobs/placement.h"
 #include "proto/job_limits.h"
@@ -72,6 +74,80 @@ Error SortByName(absl::string_view field, NameValues* values) {
                   absl::StrCat(field, " has two values of ", Quoted(twice->name()), ": give one"));
 }
 
+// In the order of the paths, with digests and sizes.
+Error CompleteFiles(v1::JobSpec* spec) {
+  if (spec->files_size() > kMaxFiles) {
+    return TooLarge("spec.files", absl::StrCat("the job has ", spec->files_size(),
+                                               " files: at most ", kMaxFiles));
+  }
+  std::sort(spec->mutable_files()->begin(), spec->mutable_files()->end(),
+            [](const v1::JobFile& a, const v1::JobFile& b) { return a.path() < b.path(); });
+  absl::flat_hash_set<absl::string_view> paths;
+  size_t bytes = 0;
+  for (v1::JobFile& file : *spec->mutable_files()) {
+    if (!IsJobFilePath(file.path())) {
+      return BadField("spec.files", absl::StrCat("file ", Quoted(file.path()),
+                                                 " has no path below the folder of an attempt: "
+                                                 "give one without . and .., of at most ",
+                                                 kMaxFilePath, " bytes"));
+    }
+    if (!paths.insert(file.path()).second) {
+      return BadField("spec.files", absl::StrCat("file ", Quoted(file.path()), " is there twice"));
+    }
+    const std::string sha256 = Sha256(file.content());
+    if (!file.sha256().empty() && file.sha256() != sha256) {
+      return BadField("spec.files", absl::StrCat("file ", Quoted(file.path()),
+                                                 " has not the content that its sha256 says"));
+    }
+    file.set_sha256(sha256);
+    file.set_size(static_cast<int64_t>(file.content().size()));
+    bytes += file.content().size();
+  }
+  if (bytes > kMaxFileBytes) {
+    return TooLarge("spec.files",
+                    absl::StrCat("the files of the job have ", bytes, " bytes: at most ",
+                                 kMaxFileBytes, "; put larger ones where all nodes see them"));
+  }
+  for (const v1::JobFile& file : spec->files()) {
+    for (size_t end = file.path().find('/'); end != std::string::npos;
+         end = file.path().find('/', end + 1)) {
+      if (!paths.contains(absl::string_view(file.path()).substr(0, end))) continue;
+      return BadField("spec.files", absl::StrCat("file ", Quoted(file.path().substr(0, end)),
+                                                 " is also the folder of ", Quoted(file.path())));
+    }
+  }
+  return std::nullopt;
+}
+
+// In the order of the classes.
+Error CheckClassLimits(v1::JobSpec* spec) {
+  auto* const limits = spec->mutable_class_limits();
+  std::sort(limits->begin(), limits->end(), [](const v1::ClassCount& a, const v1::ClassCount& b) {
+    return a.end_class() < b.end_class();
+  });
+  for (int i = 0; i < limits->size(); ++i) {
+    const v1::ClassCount& limit = limits->Get(i);
+    const std::string name = v1::EndClass_Name(limit.end_class());
+    if (limit.end_class() == v1::END_CLASS_UNSPECIFIED ||
+        LimitedClass(limit.end_class()) != limit.end_class()) {
+      return BadField(
+          "spec.class_limits",
+          absl::StrCat("class ", name.empty() ? absl::StrCat(limit.end_class()) : name,
+                       " has no limit of restarts: PROCESS_FAILED, OUT_OF_MEMORY, HANG, "
+                       "NODE_LOST and PREEMPTED have"));
+    }
+    if (limit.count() < 0) {
+      return BadField("spec.class_limits", absl::StrCat("the limit of ", name, " is ",
+                                                        limit.count(), ": give 0 or more"));
+    }
+    if (i > 0 && limits->Get(i - 1).end_class() == limit.end_class()) {
+      return BadField("spec.class_limits",
+                      absl::StrCat("class ", name, " has two limits: give one"));
+    }
+  }
+  return std::nullopt;
+}
+
 Error CheckDuration(absl::string_view field, bool given, const google::protobuf::Duration& value,
                     absl::Duration at_least) {
   if (!given || FromProto(value) >= at_least) return std::nullopt;
@@ -81,6 +157,21 @@ Error CheckDuration(absl::string_view field, bool given, const google::protobuf:
 }
 
 }  // namespace
+
+v1::EndClass LimitedClass(v1::EndClass end_class) {
+  switch (end_class) {
+    case v1::END_CLASS_PROCESS_FAILED:
+    case v1::END_CLASS_PEER_FAILED:
+      return v1::END_CLASS_PROCESS_FAILED;
+    case v1::END_CLASS_OUT_OF_MEMORY:
+    case v1::END_CLASS_HANG:
+    case v1::END_CLASS_NODE_LOST:
+    case v1::END_CLASS_PREEMPTED:
+      return end_class;
+    default:
+      return v1::END_CLASS_UNSPECIFIED;
+  }
+}
 
 Error CompleteProcesses(v1::JobSpec* spec) {
   if (spec->min_processes() == 0 && spec->max_processes() == 0) {
@@ -118,6 +209,8 @@ Error CompleteJobSpec(v1::JobSpec* spec) {
   if (Error error = CheckProgram(*spec)) return error;
   if (Error error = SortByName("env", spec->mutable_env())) return error;
   if (Error error = SortByName("node_labels", spec->mutable_node_labels())) return error;
+  if (Error error = CompleteFiles(spec)) return error;
+  if (Error error = CheckClassLimits(spec)) return error;
   if (Error error = CompleteProcesses(spec)) return error;
   v1::ProcessResources* const process = spec->mutable_per_process();
   const std::pair<const char*, int64_t> amounts[] = {
@@ -179,6 +272,9 @@ Error CompleteJobSpec(v1::JobSpec* spec) {
     return error;
   if (Error error = CheckDuration("grow_after", spec->has_grow_after(), spec->grow_after(),
                                   absl::ZeroDuration()))
+    return error;
+  if (Error error =
+          CheckDuration("retention", spec->has_retention(), spec->retention(), absl::Seconds(1)))
     return error;
   if (Error error = CheckDuration("hang_timeout", spec->has_hang_timeout(), spec->hang_timeout(),
                                   kLeastHangTimeout))

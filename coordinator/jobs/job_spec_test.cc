@@ -3,7 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "base/signature.h"
 #include "proto/job_limits.h"
 #include "proto/name_value.h"
 
@@ -108,6 +111,63 @@ TEST(JobSpecTest, BadField_IsNamed) {
   spec = Good();
   AddNameValue("A", std::string(kMaxSpecBytes, 'x'), spec.mutable_env());
   EXPECT_EQ(FieldOf(spec), "spec");
+}
+
+v1::JobSpec WithFiles(const std::vector<std::pair<std::string, std::string>>& files) {
+  v1::JobSpec spec = Good();
+  for (const auto& [path, content] : files) {
+    v1::JobFile* const file = spec.add_files();
+    file->set_path(path);
+    file->set_content(content);
+  }
+  return spec;
+}
+
+TEST(JobSpecTest, Files_AreSortedAndGetDigests) {
+  v1::JobSpec spec = WithFiles({{"b/c.txt", "two"}, {"a", ""}});
+  EXPECT_FALSE(CompleteJobSpec(&spec).has_value());
+  EXPECT_EQ(spec.files(0).path(), "a");
+  EXPECT_EQ(spec.files(1).sha256(), Sha256("two"));
+  EXPECT_EQ(spec.files(1).size(), 3);
+}
+
+TEST(JobSpecTest, FilesThatLeadElsewhereOrAreTooLarge_AreRefused) {
+  for (const char* path : {"", "/etc/passwd", "..", "a/../b", "./a", "a//b", "a/", "a/.."}) {
+    EXPECT_EQ(FieldOf(WithFiles({{path, "x"}})), "spec.files") << path;
+  }
+  EXPECT_EQ(FieldOf(WithFiles({{std::string("a\0b", 3), "x"}})), "spec.files");
+  EXPECT_EQ(FieldOf(WithFiles({{std::string(kMaxFilePath + 1, 'a'), "x"}})), "spec.files");
+  EXPECT_EQ(FieldOf(WithFiles({{"a", "x"}, {"a", "x"}})), "spec.files");
+  EXPECT_EQ(FieldOf(WithFiles({{"a/b/c", "x"}, {"a/b", "x"}})), "spec.files");
+  EXPECT_EQ(FieldOf(WithFiles({{"a-b", "x"}, {"a", "x"}, {"a/b", "x"}})), "spec.files");
+  EXPECT_EQ(FieldOf(WithFiles({{"a", std::string(kMaxFileBytes, 'x')}, {"b", "x"}})), "spec.files");
+  v1::JobSpec spec = WithFiles({{"a", "x"}});
+  spec.mutable_files(0)->set_sha256(Sha256("y"));
+  EXPECT_EQ(FieldOf(spec), "spec.files");
+  EXPECT_EQ(FieldOf(WithFiles(
+                std::vector<std::pair<std::string, std::string>>(kMaxFiles + 1, {"a", ""}))),
+            "spec.files");
+}
+
+TEST(JobSpecTest, LimitsOfClassesThatHaveNone_AreRefused) {
+  const auto with = [](std::vector<std::pair<v1::EndClass, int>> limits) {
+    v1::JobSpec spec = Good();
+    for (const auto& [end_class, count] : limits) {
+      spec.add_class_limits()->set_end_class(end_class);
+      spec.mutable_class_limits()->rbegin()->set_count(count);
+    }
+    return spec;
+  };
+  v1::JobSpec good = with({{v1::END_CLASS_HANG, 2}, {v1::END_CLASS_OUT_OF_MEMORY, 0}});
+  EXPECT_FALSE(CompleteJobSpec(&good).has_value());
+  EXPECT_EQ(good.class_limits(0).end_class(), v1::END_CLASS_OUT_OF_MEMORY);
+  for (const v1::EndClass none :
+       {v1::END_CLASS_UNSPECIFIED, v1::END_CLASS_USER_ERROR, v1::END_CLASS_PEER_FAILED,
+        v1::END_CLASS_RESIZED, static_cast<v1::EndClass>(99)}) {
+    EXPECT_EQ(FieldOf(with({{none, 1}})), "spec.class_limits") << none;
+  }
+  EXPECT_EQ(FieldOf(with({{v1::END_CLASS_HANG, -1}})), "spec.class_limits");
+  EXPECT_EQ(FieldOf(with({{v1::END_CLASS_HANG, 1}, {v1::END_CLASS_HANG, 1}})), "spec.class_limits");
 }
 
 }  // namespace

@@ -403,6 +403,15 @@ void JobsCore::Tick(const Event& event, JobsOutput* out) {
          absl::StrCat("attempt ", job.record.attempts(), " has run for its time limit of ",
                       absl::FormatDuration(FromProto(job.record.spec().time_limit()))));
   }
+  while (!retained_.empty() && retained_.begin()->first <= now_) {
+    const uint64_t sequence = retained_.begin()->second;
+    const v1::JobRecord& record = jobs_.at(sequence).record;
+    out_->notices.push_back(
+        {false, record.job_id(),
+         absl::StrCat("removed: it has ended ",
+                      absl::FormatDuration(FromProto(record.spec().retention())), " ago")});
+    Forget(sequence);
+  }
   while (!call_timers_.empty() && call_timers_.begin()->first <= now_) {
     const CallId call = call_timers_.begin()->second;
     const HeldGet get = gets_.at(call);
@@ -464,6 +473,7 @@ absl::Time JobsCore::NextDeadline() const {
   absl::Time next = dirty_ ? now_ : schedule_at_;
   if (!node_timers_.empty()) next = std::min(next, node_timers_.begin()->first);
   if (!limits_.empty()) next = std::min(next, limits_.begin()->first);
+  if (!retained_.empty()) next = std::min(next, retained_.begin()->first);
   if (!call_timers_.empty()) next = std::min(next, call_timers_.begin()->first);
   if (!query_timers_.empty()) next = std::min(next, query_timers_.begin()->first);
   // Regular ticks while nodes have leases: their absence shows that this process was paused.
@@ -539,6 +549,7 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
     v1::SubmitJobReply* const reply = result.mutable_submit_job();
     *reply->mutable_plan() = PlanOf(owner, spec);
     reply->mutable_job()->set_owner(owner);
+    for (v1::JobFile& file : *spec.mutable_files()) file.clear_content();
     *reply->mutable_job()->mutable_spec() = std::move(spec);
     Reply(call, std::move(result));
     return std::nullopt;
@@ -654,6 +665,7 @@ void JobsCore::PlanPorts(v1::JobPlan* plan) const {
 
 v1::JobRecord JobsCore::View(const Job& job) {
   v1::JobRecord record = job.record;
+  for (v1::JobFile& file : *record.mutable_spec()->mutable_files()) file.clear_content();
   if (record.state() == v1::JOB_STATE_QUEUED && !job.waits_for.empty()) {
     record.set_why(absl::StrCat(record.why(), "; it waits for ", job.waits_for));
   }
@@ -912,6 +924,7 @@ JobsCore::Error JobsCore::Retry(Job* job, int after_attempt, const std::string& 
   if (!HasEnded(record.state()) || after_attempt < record.attempts()) return std::nullopt;
   if (Error error = CheckLimits(record.owner(), record.spec())) return error;
   record.set_restarts(0);
+  record.clear_class_restarts();
   record.clear_avoided_nodes();
   job->node_failures = 0;
   job->not_before = absl::InfinitePast();
@@ -1046,6 +1059,7 @@ void JobsCore::Forget(uint64_t sequence) {
   ended_.erase(sequence);
   spared_.erase(sequence);
   unspared_.erase(sequence);
+  retained_.erase({it->second.forget_at, sequence});
   bytes_ -= it->second.bytes;
   jobs_.erase(it);
 }
@@ -1073,6 +1087,8 @@ void JobsCore::SetState(Job* job, v1::JobState state, std::string why) {
   if (state == v1::JOB_STATE_QUEUED) queued_.insert(sequence);
   if (IsActive(state)) active_.insert(sequence);
   if (HasEnded(state)) ended_.insert(sequence);
+  record.clear_ended_unix_ms();
+  if (HasEnded(state)) record.set_ended_unix_ms(absl::ToUnixMillis(now_));
   record.set_state(state);
   record.set_why(std::move(why));
   job->waits_for.clear();
@@ -1082,8 +1098,44 @@ void JobsCore::SetState(Job* job, v1::JobState state, std::string why) {
   if (HasEnded(state) || state == v1::JOB_STATE_SUSPENDED) record.clear_spares();
   NoteGrowth(*job);
   NoteSpares(*job);
+  NoteRetention(job);
   Touch(*job);
   dirty_ = true;
+}
+
+void JobsCore::NoteRetention(Job* job) {
+  const v1::JobRecord& record = job->record;
+  retained_.erase({job->forget_at, record.sequence()});
+  job->forget_at = absl::InfiniteFuture();
+  if (!HasEnded(record.state()) || !record.spec().has_retention()) return;
+  job->forget_at =
+      absl::FromUnixMillis(record.ended_unix_ms()) + FromProto(record.spec().retention());
+  retained_.insert({job->forget_at, record.sequence()});
+}
+
+std::string JobsCore::CountClass(Job* job, v1::EndClass end_class) {
+  v1::JobRecord& record = job->record;
+  end_class = LimitedClass(end_class);
+  for (const v1::ClassCount& limit : record.spec().class_limits()) {
+    if (limit.end_class() != end_class) continue;
+    auto* const counts = record.mutable_class_restarts();
+    auto it = std::find_if(counts->begin(), counts->end(), [&](const v1::ClassCount& count) {
+      return count.end_class() == end_class;
+    });
+    if (it == counts->end()) {
+      counts->Add()->set_end_class(end_class);
+      it = counts->end() - 1;
+    }
+    if (it->count() >= limit.count() && !options_.mutants.forgets_class_limits) {
+      const std::string full_name = v1::EndClass_Name(end_class);
+      absl::string_view name = full_name;
+      absl::ConsumePrefix(&name, "END_CLASS_");
+      return absl::StrCat("its failure policy allows ", limit.count(),
+                          limit.count() == 1 ? " restart" : " restarts", " after ", name);
+    }
+    it->set_count(it->count() + 1);
+  }
+  return "";
 }
 
 void JobsCore::Stop(Job* job, v1::EndClass end_class, const std::string& why) {
@@ -1169,6 +1221,11 @@ void JobsCore::Finish(Job* job) {
       (end_class != v1::END_CLASS_USER_ERROR && end_class != v1::END_CLASS_TIME_LIMIT);
   if (!may_retry) return SetState(job, v1::JOB_STATE_FAILED, why);
   if (wanted == v1::JOB_ACTION_SUSPEND) return SetState(job, v1::JOB_STATE_SUSPENDED, why);
+  if (record.restarts() < record.spec().max_restarts() || !CountsAsRestart(end_class)) {
+    if (const std::string no_more = CountClass(job, end_class); !no_more.empty()) {
+      return SetState(job, v1::JOB_STATE_FAILED, absl::StrCat(why, "; ", no_more));
+    }
+  }
   const bool free_hang =
       options_.mutants.restarts_hangs_for_free && end_class == v1::END_CLASS_HANG;
   if (CountsAsRestart(end_class) && !free_hang) {
@@ -1495,7 +1552,7 @@ void JobsCore::OnAsked(Job* job, const v1::Placement& placement, const v1::Attem
   Reach(job, AttemptStage::kDetected);
   if (failed != absl::InfinitePast()) Reach(job, AttemptStage::kFailed, failed);
   if (!attempt->may_restart() || !CountsAsRestart(end.end_class()) ||
-      !HasRestartLeft(job->record)) {
+      !HasRestartLeft(job->record) || !CountClass(job, end.end_class()).empty()) {
     // As after any failure; the record says what follows once nothing is left.
     return Stop(job, end.end_class(), end.why());
   }
@@ -2056,6 +2113,7 @@ void JobsCore::StartTerm(const Event& event, bool restored, JobsOutput* out) {
     if (state == v1::JOB_STATE_QUEUED) queued_.insert(sequence);
     if (HasEnded(state)) ended_.insert(sequence);
     NoteSpares(job);
+    NoteRetention(&job);
     // They are lost as other nodes are, if they do not come back.
     for (const v1::Placement& spare : job.record.spares()) nodes_[spare.node()];
     if (IsActive(state)) {

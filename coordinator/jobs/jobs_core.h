@@ -39,6 +39,7 @@ struct JobsMutants {
   bool gives_spares_away = false;  // to any job: their room is promised twice
   bool restarts_hangs_for_free = false;
   bool restarts_in_place_for_free = false;
+  bool forgets_class_limits = false;
 };
 
 struct JobsOptions {
@@ -161,10 +162,11 @@ class JobsCore {
   struct Job {
     v1::JobRecord record;
     absl::Time not_before = absl::InfinitePast();
-    absl::Time ends_by = absl::InfiniteFuture();   // of the current attempt
-    int node_failures = 0;                         // in a row
-    absl::Time runs_since = absl::InfinitePast();  // the current attempt, or the term
-    size_t bytes = 0;                              // of the record, as bytes_ counts it
+    absl::Time ends_by = absl::InfiniteFuture();    // of the current attempt
+    absl::Time forget_at = absl::InfiniteFuture();  // of one that has ended
+    int node_failures = 0;                          // in a row
+    absl::Time runs_since = absl::InfinitePast();   // the current attempt, or the term
+    size_t bytes = 0;                               // of the record, as bytes_ counts it
     // By node rank, of the current attempt: why it asks for its next restart in place. Nodes repeat
     // it.
     absl::btree_map<int, v1::AttemptEnd> asked;
@@ -250,6 +252,10 @@ class JobsCore {
   // Those that are on a node which cannot run them any more.
   void DropSparesOn(const std::string& node);
   void SetState(Job* job, v1::JobState state, std::string why);
+  // By its retention, if it has ended.
+  void NoteRetention(Job* job);
+  // Counts an end of this class. Why no attempt may follow it; empty: one may.
+  std::string CountClass(Job* job, v1::EndClass end_class);
   void Touch(const Job& job) { touched_jobs_.insert(job.record.sequence()); }
   // Only this placement of the current attempt has changed.
   void TouchPlacement(const Job& job, const v1::Placement& placement) {
@@ -336,7 +342,8 @@ class JobsCore {
   absl::btree_map<std::string, Node> nodes_;
 
   absl::btree_set<std::pair<absl::Time, std::string>> node_timers_;
-  absl::btree_set<std::pair<absl::Time, uint64_t>> limits_;  // ends_by of jobs
+  absl::btree_set<std::pair<absl::Time, uint64_t>> limits_;    // ends_by of jobs
+  absl::btree_set<std::pair<absl::Time, uint64_t>> retained_;  // forget_at of jobs
   absl::btree_map<CallId, HeldGet> gets_;
   absl::flat_hash_map<std::string, absl::btree_set<CallId>> gets_of_;  // by job_id
   absl::btree_map<uint64_t, OpenQuery> queries_;

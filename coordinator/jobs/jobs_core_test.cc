@@ -362,6 +362,92 @@ TEST_F(JobsCoreTest, FailureOnOneNode_StopsTheOthers_AndRestarts) {
   EXPECT_EQ(record.why(), "rank 0 exited with code 1; it was restarted 1 time");
 }
 
+TEST_F(JobsCoreTest, FailurePolicy_LimitsTheRestartsOfEachClass) {
+  AddNode("a", 4);
+  v1::JobSpec spec = Spec(1, /*max_restarts=*/5);
+  const auto limit = [&](v1::EndClass end_class, int count) {
+    spec.add_class_limits()->set_end_class(end_class);
+    spec.mutable_class_limits()->rbegin()->set_count(count);
+  };
+  limit(v1::END_CLASS_OUT_OF_MEMORY, 1);
+  limit(v1::END_CLASS_PROCESS_FAILED, 2);
+  const std::string job = Submit(spec);
+  EndOn("a", job, v1::END_CLASS_OUT_OF_MEMORY);
+  EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
+  EndOn("a", job, v1::END_CLASS_PEER_FAILED);  // counts as that
+  EndOn("a", job, v1::END_CLASS_HANG);         // has no limit of its own
+  EXPECT_EQ(Get(job).state(), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(Get(job).restarts(), 4);
+  EndOn("a", job, v1::END_CLASS_OUT_OF_MEMORY, "rank 0 was killed for memory");
+  EXPECT_EQ(Get(job).state(), v1::JOB_STATE_FAILED);
+  EXPECT_EQ(Get(job).why(),
+            "rank 0 was killed for memory; its failure policy allows 1 restart after "
+            "OUT_OF_MEMORY");
+  // By hand it begins anew.
+  Control(job, v1::JOB_ACTION_RETRY, 5);
+  EndOn("a", job, v1::END_CLASS_OUT_OF_MEMORY);
+  EXPECT_EQ(Get(job).state(), v1::JOB_STATE_RUNNING);
+}
+
+TEST_F(JobsCoreTest, FailurePolicy_LimitsWhatIsNotCountedToo) {
+  AddNode("a", 1);
+  v1::JobSpec spec = Spec(1);
+  spec.set_preemptible(true);
+  spec.add_class_limits()->set_end_class(v1::END_CLASS_PREEMPTED);
+  spec.mutable_class_limits(0)->set_count(0);
+  const std::string job = Submit(spec);
+  Settle();
+  v1::JobSpec other = Spec(1);
+  other.set_priority(1);
+  Submit(other);
+  ObeyStops();
+  EXPECT_EQ(Get(job).state(), v1::JOB_STATE_FAILED);
+  EXPECT_THAT(Get(job).why(),
+              testing::HasSubstr("its failure policy allows 0 restarts after PREEMPTED"));
+}
+
+TEST_F(JobsCoreTest, Retention_ForgetsAJobThatHasEnded_AlsoAfterARestart) {
+  AddNode("a", 4);
+  v1::JobSpec spec = Spec(1);
+  *spec.mutable_retention() = ToProto(absl::Hours(2));
+  const std::string first = Submit(spec), second = Submit(spec), runs = Submit(spec);
+  const std::string kept = Submit(Spec(1));
+  EndOn("a", first, v1::END_CLASS_SUCCEEDED);
+  EndOn("a", kept, v1::END_CLASS_SUCCEEDED);
+  Advance(absl::Hours(1));
+  EndOn("a", second, v1::END_CLASS_PROCESS_FAILED);
+  Advance(absl::Minutes(59));
+  EXPECT_EQ(StateOf(first), v1::JOB_STATE_SUCCEEDED);
+  Advance(absl::Minutes(1));
+  EXPECT_EQ(StateOf(first), v1::JOB_STATE_UNSPECIFIED) << "it is not there";
+  StartTerm();
+  Sync("a");
+  EXPECT_EQ(StateOf(second), v1::JOB_STATE_FAILED);
+  Control(second, v1::JOB_ACTION_RETRY, 1);
+  Advance(absl::Hours(2));
+  EXPECT_EQ(StateOf(second), v1::JOB_STATE_RUNNING) << "it has not ended any more";
+  EXPECT_EQ(StateOf(kept), v1::JOB_STATE_SUCCEEDED);
+  EXPECT_EQ(StateOf(runs), v1::JOB_STATE_RUNNING);
+}
+
+TEST_F(JobsCoreTest, Files_GoToTheNodesAndIntoNoReply) {
+  Node& node = AddNode("a", 4);
+  v1::JobSpec spec = Spec(1);
+  v1::JobFile* const file = spec.add_files();
+  file->set_path("config.yaml");
+  file->set_content("lr: 1");
+  const v1::OpResult made = TrySubmit(spec);
+  EXPECT_EQ(made.submit_job().job().spec().files(0).content(), "");
+  const std::string job = made.submit_job().job().job_id();
+  EXPECT_EQ(Get(job).spec().files(0).content(), "");
+  EXPECT_EQ(Get(job).spec().files(0).size(), 5);
+  v1::Op list;
+  list.mutable_list_jobs();
+  EXPECT_EQ(Call(list).list_jobs().jobs(0).spec().files(0).content(), "");
+  ASSERT_EQ(node.last.assignments_size(), 1);
+  EXPECT_EQ(node.last.assignments(0).spec().files(0).content(), "lr: 1");
+}
+
 TEST_F(JobsCoreTest, Recovery_HasTheTimeOfEachStage_AlsoAfterARestart) {
   AddNode("a", 2);
   AddNode("b", 2);

@@ -187,6 +187,29 @@ TEST_F(JobsTest, LostNode_IsReplacedByTheSpare_AlthoughAnotherJobWaits) {
   EXPECT_EQ(Get(job)["restarts"], 0);
 }
 
+TEST_F(JobsTest, FilesOfASubmission_AreInTheFolderOfEachAttempt) {
+  const auto a = StartNode("a");
+  ASSERT_TRUE(MakeDirectories(Temp("conf/deep")).ok());
+  ASSERT_TRUE(WriteFileAtomically(Temp("conf/deep/text"), "lr: 1").ok());
+  ASSERT_TRUE(WriteFileAtomically(Temp("run.sh"),
+                                  "#!/bin/sh\ncat conf/deep/text\nrm -r conf\n"
+                                  "exit $TORCHELASTIC_RESTART_COUNT\n")
+                  .ok());
+  ASSERT_EQ(chmod(Temp("run.sh").c_str(), 0755), 0);
+  ASSERT_TRUE(WriteFileAtomically(Temp("job.yaml"),
+                                  "name: job\ncommand: [./run.sh]\nfiles: [conf, run.sh]\n"
+                                  "retention: 24h\nfailure_policy: {failed: 1}\n")
+                  .ok());
+  const std::string job = Run({"submit", Temp("job.yaml")});
+  WaitForState(job, "SUCCEEDED");
+  EXPECT_THAT(Run({"logs", job}), HasSubstr("lr: 1"));
+  const Json spec = Get(job)["spec"];
+  EXPECT_EQ(spec["files"][0]["path"], "conf/deep/text");
+  EXPECT_EQ(spec["files"][0]["size"], 5);
+  EXPECT_EQ(spec["retention"], "24h");
+  EXPECT_EQ(spec["max_restarts"], 1);
+}
+
 TEST_F(JobsTest, ElasticTraining_LosesANodeAndGetsItBack_TrainsEverySampleOnce) {
   ShortenNodeLease();
   const auto a = StartNode("a");

@@ -7,6 +7,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "agent/job_coordination.h"
+#include "base/file.h"
 #include "base/test_wait.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"
@@ -286,6 +287,32 @@ TEST_F(ElasticNodesTest, ProgramFails_IsCountedAndEndsAllMachines) {
   EXPECT_THAT(err, ContainsRegex("exited with code 5; starting all workers again \\(restart 1 of "
                                  "1\\)"));
   EXPECT_THAT(err, ContainsRegex("exited with code 6; the job has failed after 1 restart"));
+}
+
+// The group of the workers changes its size with the machines, and takes its checkpoints along.
+TEST_F(ElasticNodesTest, TrainingLosesAMachineAndGetsOneBack_TrainsEverySampleOnce) {
+  const std::string folder = Temp("elastic");
+  ASSERT_EQ(mkdir(folder.c_str(), 0700), 0);
+  env_["MUSTER_PROJECT_DIR"] = Temp("project");
+  const auto machine = [&] {
+    return Muster({"launch", "--num_machines", "1:2", "--num_processes", "4", "--coordinator",
+                   address_, "--token_file", TokenFile(), "--cpu", "--last_call", "1s",
+                   Runfile("tests/e2e/elastic_worker"), folder});
+  };
+  const auto wait_for_sizes = [&](const std::string& end) {
+    WaitUntil([&] { return absl::EndsWith(ReadFile(folder + "/sizes").value_or(""), end); });
+  };
+  auto first = machine();
+  wait_for_sizes("2\n");
+  auto second = machine();
+  wait_for_sizes("4\n");
+  kill(second->pid(), SIGKILL);
+  wait_for_sizes("4\n2\n");
+  ASSERT_TRUE(WriteFileAtomically(folder + "/grown", "").ok());
+  auto third = machine();
+  EXPECT_EQ(first->Wait(), 0) << first->err_text();
+  EXPECT_EQ(third->Wait(), 0) << third->err_text();
+  EXPECT_THAT(first->out_text(), HasSubstr("began after some samples; 0 inexact epochs of "));
 }
 
 // The number is fixed, but as with torchrun no machine has to know its own.

@@ -167,6 +167,19 @@ class Simulation {
       if (last.end().end_class() == v1::END_CLASS_HANG && !Succeeded(last) &&
           !by_hand_.contains({record.job_id(), last.number()})) {
         ++result_.hangs;
+        for (const v1::ClassCount& limit : record.spec().class_limits()) {
+          std::set<AttemptKey> hung;  // since a person has retried it
+          followed_hangs_.insert({record.job_id(), last.number()});
+          for (const AttemptKey& key : followed_hangs_) {
+            const auto later = by_hand_.upper_bound(key);
+            const bool retried = later != by_hand_.end() && later->first == key.first;
+            if (key.first == record.job_id() && !retried) hung.insert(key);
+          }
+          if (static_cast<int>(hung.size()) > limit.count()) {
+            Violation(absl::StrCat(record.job_id(), " is restarted after ", hung.size(),
+                                   " hangs, and its failure policy allows ", limit.count()));
+          }
+        }
         if (record.restarts() == former->second.restarts()) {
           Violation(
               absl::StrCat(record.job_id(), " is restarted after a hang, which is not counted"));
@@ -563,6 +576,10 @@ class Simulation {
     spec->set_priority(Up(2));
     spec->set_preemptible(Chance(50));
     spec->set_max_restarts(Up(2));
+    if (Chance(30)) {  // of hangs alone
+      spec->add_class_limits()->set_end_class(v1::END_CLASS_HANG);
+      spec->mutable_class_limits(0)->set_count(Up(1));
+    }
     spec->set_wait_for_nodes(true);
     if (Chance(20)) spec->mutable_time_limit()->set_seconds(10 + Up(60));
     if (Chance(30)) spec->mutable_restart_delay()->set_seconds(1 + Up(5));
@@ -645,6 +662,7 @@ class Simulation {
   std::set<std::string> jobs_;
   std::map<std::string, v1::JobRecord> told_;  // by the journal
   std::set<AttemptKey> by_hand_;               // retried after these
+  std::set<AttemptKey> followed_hangs_;        // of jobs with a limit of them
   std::set<AttemptKey> stepped_;
   std::set<std::tuple<std::string, int, int>> asked_;  // restarts within an attempt
   std::map<std::tuple<std::string, std::string, int>, int> restarts_on_;  // that a node knows of

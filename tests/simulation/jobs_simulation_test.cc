@@ -63,6 +63,10 @@ TEST(JobsSimulationTest, RestartsInPlaceForFree_AreNoticed) {
   ExpectCaught({.restarts_in_place_for_free = true});
 }
 
+TEST(JobsSimulationTest, LimitsOfClassesThatAreForgotten_AreNoticed) {
+  ExpectCaught({.forgets_class_limits = true});
+}
+
 TEST(JobsSimulationTest, SparesGivenAway_AreNoticed) { ExpectCaught({.gives_spares_away = true}); }
 
 }  // namespace
