@@ -19,6 +19,7 @@ class FakeJobCoordination final : public JobCoordination {
 
   absl::StatusOr<Meeting> Meet(int attempt, int counted) override {
     MutexLock lock(&mu_);
+    on_ended_ = nullptr;  // of the attempt before
     attempts_.push_back(attempt);
     if (!meet_error_.ok()) return meet_error_;
     Meeting meeting = meeting_;
@@ -29,6 +30,7 @@ class FakeJobCoordination final : public JobCoordination {
   void Watch(std::function<void(AttemptEnd)> on_ended) override {
     MutexLock lock(&mu_);
     on_ended_ = std::move(on_ended);
+    changed_.SignalAll();
   }
   void ReportEnd(const WorkerEnd& end) override {
     MutexLock lock(&mu_);
@@ -57,7 +59,9 @@ class FakeJobCoordination final : public JobCoordination {
     std::function<void(AttemptEnd)> on_ended;
     {
       MutexLock lock(&mu_);
-      on_ended = on_ended_;
+      // As the real one, which knows nothing of an attempt before it is watched.
+      while (on_ended_ == nullptr) changed_.Wait(&mu_);
+      on_ended = std::exchange(on_ended_, nullptr);
     }
     on_ended(std::move(end));
   }

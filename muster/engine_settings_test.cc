@@ -126,14 +126,85 @@ TEST(ReadEngineSettings, IgnoredModules_AreAPattern) {
             "head|norm.*");
 }
 
+// What Read() says of a DeepSpeed config of stage 2 and `rest`.
+absl::StatusOr<EngineSettings> ReadFile(const std::string& rest,
+                                        const std::string& mixed_precision = "no") {
+  const std::string file = TestPath("deepspeed.json");
+  std::ofstream(file) << R"({"train_micro_batch_size_per_gpu": 1, )"
+                      << R"("zero_optimization": {"stage": 2})" << rest << "}";
+  return Read({{"ACCELERATE_USE_DEEPSPEED", "true"}, {"ACCELERATE_DEEPSPEED_CONFIG_FILE", file}},
+              mixed_precision);
+}
+
+std::string ErrorOfFile(const std::string& rest) {
+  return std::string(ReadFile(rest).status().message());
+}
+
+TEST(ReadEngineSettings, ActivationCheckpointing_IsOfTheUnits) {
+  absl::StatusOr<EngineSettings> settings =
+      Read({{"ACCELERATE_USE_FSDP", "true"},
+            {"FSDP_VERSION", "2"},
+            {"FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP"},
+            {"FSDP_TRANSFORMER_CLS_TO_WRAP", "Block"},
+            {"FSDP_ACTIVATION_CHECKPOINTING", "true"},
+            {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true"}});
+  ASSERT_TRUE(settings.ok()) << settings.status();
+  EXPECT_TRUE(settings->activation_checkpointing);
+  EXPECT_TRUE(settings->activation_offload);
+  EXPECT_THAT(settings->sharding.unit_types, ElementsAre("Block"));
+  settings = Read({{"ACCELERATE_USE_FSDP", "true"}});
+  ASSERT_TRUE(settings.ok()) << settings.status();
+  EXPECT_FALSE(settings->activation_checkpointing);
+  EXPECT_FALSE(settings->activation_offload);
+}
+
+TEST(ReadEngineSettings, GradientClipping_IsThatOfTheConfig) {
+  absl::StatusOr<EngineSettings> settings =
+      Read({{"ACCELERATE_USE_DEEPSPEED", "true"}, {"ACCELERATE_GRADIENT_CLIPPING", "0.5"}});
+  ASSERT_TRUE(settings.ok()) << settings.status();
+  EXPECT_EQ(settings->gradient_clipping, 0.5);
+  settings = ReadFile(R"(, "gradient_clipping": 2)");
+  ASSERT_TRUE(settings.ok()) << settings.status();
+  EXPECT_EQ(settings->gradient_clipping, 2);
+  settings = ReadFile("");
+  ASSERT_TRUE(settings.ok()) << settings.status();
+  EXPECT_FALSE(settings->gradient_clipping.has_value());
+}
+
+TEST(ReadEngineSettings, LossScale_IsThatOfDeepSpeed) {
+  absl::StatusOr<EngineSettings> settings = ReadFile(R"(, "fp16": {"enabled": true})", "fp16");
+  ASSERT_TRUE(settings.ok()) << settings.status();
+  EXPECT_EQ(settings->grad_scaler,
+            (GradScalerOptions{
+                .init_scale = 65536, .growth_interval = 1000, .hysteresis = 2, .min_scale = 1}));
+  settings = ReadFile(R"(, "fp16": {"enabled": true, "loss_scale": 0, )"
+                      R"("initial_scale_power": 8, "loss_scale_window": 50, "hysteresis": 4, )"
+                      R"("min_loss_scale": 2})",
+                      "fp16");
+  ASSERT_TRUE(settings.ok()) << settings.status();
+  EXPECT_EQ(settings->grad_scaler,
+            (GradScalerOptions{
+                .init_scale = 256, .growth_interval = 50, .hysteresis = 4, .min_scale = 2}));
+  settings = ReadFile(R"(, "fp16": {"enabled": true, "loss_scale": 128})", "fp16");
+  ASSERT_TRUE(settings.ok()) << settings.status();
+  ASSERT_TRUE(settings->grad_scaler.has_value());
+  EXPECT_FALSE(settings->grad_scaler->dynamic);
+  EXPECT_EQ(settings->grad_scaler->init_scale, 128);
+  settings = ReadFile(R"(, "bf16": {"enabled": true})", "bf16");
+  ASSERT_TRUE(settings.ok()) << settings.status();
+  EXPECT_FALSE(settings->grad_scaler.has_value());
+}
+
 TEST(ReadEngineSettings, WhatTheEngineDoesNotHave_IsRefusedWithTheWayOut) {
-  EXPECT_THAT(Error({{"ACCELERATE_USE_FSDP", "true"}, {"FSDP_ACTIVATION_CHECKPOINTING", "true"}}),
-              HasSubstr("activation checkpointing"));
-  EXPECT_THAT(
-      Error({{"ACCELERATE_USE_DEEPSPEED", "true"}, {"ACCELERATE_GRADIENT_CLIPPING", "1.0"}}),
-      HasSubstr("accelerator.clip_grad_norm_()"));
   EXPECT_THAT(Error({{"ACCELERATE_USE_FSDP", "true"}, {"FSDP_SHARDING_STRATEGY", "9"}}),
               HasSubstr("9"));
+  EXPECT_THAT(ErrorOfFile(R"(, "optimizer": {"type": "AdamW", "params": {"lr": 0.001, )"
+                          R"("betas": [0.9, 0.95], "weight_decay": 0.1}})"),
+              HasSubstr("muster::FusedAdamW optimizer(net->parameters(), {.lr = 0.001, .betas = "
+                        "{0.9, 0.95}, .weight_decay = 0.1});"));
+  EXPECT_THAT(ErrorOfFile(R"(, "scheduler": {"type": "WarmupDecayLR", "params": )"
+                          R"({"warmup_num_steps": 10, "total_num_steps": 100}})"),
+              HasSubstr("muster::LinearWithWarmup(10, 100)"));
 }
 
 }  // namespace

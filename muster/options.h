@@ -97,6 +97,28 @@ struct CheckpointOptions {
   bool promote = true;
 };
 
+// Blocks of prepared models that keep their inputs alone for the backward pass, and run again there
+// (muster::activation_checkpoint): those that the model calls by muster::call(block, inputs...).
+// Results are the same to the last bit; a step takes about a third longer. With any strategy, under
+// data parallelism and in one process. The models of muster/models.h call their layers so.
+struct ActivationCheckpointingOptions {
+  bool enabled = true;
+  // Modules of these classes: "Block" and "BlockImpl" are the same, namespaces are left out. Empty:
+  // the units of options.sharding (unit_types, unit_names or min_unit_parameters, else the entries
+  // of each torch::nn::ModuleList and torch::nn::Sequential), whatever the strategy. A block inside
+  // of another one is part of that. prepare() throws if the model has none, and backward() if a
+  // block has run without muster::call().
+  std::vector<std::string> block_types = {};
+  // Where the inputs of blocks are between the two passes: tensors that depend on parameters,
+  // without gaps, of at least 4 KiB; what is in classes that are no structures of tensors
+  // (worker/nested/nested.h) stays. kCpu: of a GPU's, in pinned memory; no effect where they are on
+  // the CPU. kDisk: in a file of each process in `offload_path`, which goes with the process; a
+  // thread writes behind the forward pass and reads ahead of the backward pass, with 64 MiB, or one
+  // tensor, to write at most. An error of the disk is thrown by backward().
+  Offload offload = Offload::kNone;
+  std::string offload_path = {};
+};
+
 // Options of backward().
 struct BackwardOptions {
   // Keeps the graph for another backward pass.
@@ -121,6 +143,15 @@ struct AcceleratorOptions {
   // With one process nothing is divided. Absent: MUSTER_SHARDING (a name of ParseSharding) with
   // MUSTER_SHARDING_UNITS (its unit_types, separated by commas), else nothing.
   std::optional<ShardingOptions> sharding;
+  // Absent: what a configuration of FSDP asks for, else nothing.
+  std::optional<ActivationCheckpointingOptions> activation_checkpointing;
+  // The norm (2) to which step() of a prepared optimizer clips the gradients of its parameters, all
+  // together, where gradients are synchronized. clip_grad_norm_() then returns the norm and clips
+  // nothing, as Accelerate's does under DeepSpeed. 0: none. Absent: a DeepSpeed configuration's
+  // gradient_clipping, else none.
+  std::optional<double> gradient_clipping;
+  // With every field at its default: the section fp16 of a DeepSpeed configuration, if there is
+  // one.
   GradScalerOptions grad_scaler;
   // For prepared models and autocast().
   AutocastOptions autocast;

@@ -111,6 +111,22 @@ TEST(TextModels, ActivationCheckpointing_ChangesNoGradient) {
   }
 }
 
+TEST(TextModels, ActivationCheckpointingByOption_TrainsTheSameWeights) {
+  for (const char* const folder : kFolders) {
+    SCOPED_TRACE(folder);
+    Weights got[2];
+    for (const bool on : {false, true}) {
+      AcceleratorOptions options;
+      if (on) options.activation_checkpointing.emplace();
+      RunAccelerators(1, options,
+                      [&](Accelerator& accelerator) { got[on] = Train(accelerator, folder); });
+    }
+    for (const auto& [name, tensor] : got[0]) {
+      EXPECT_TRUE(at::equal(tensor, got[1].at(name))) << name;
+    }
+  }
+}
+
 TEST(TextModels, PreparedModel_GeneratesAndSaves) {
   RunAccelerators(1, {}, [&](Accelerator& accelerator) {
     auto loaded = load_causal_lm(GoldenPath("hf_train/gpt2_shared"));

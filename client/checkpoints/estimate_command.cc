@@ -54,6 +54,7 @@ struct Request {
   int64_t processes = 1;
   int64_t group_size = 1;
   int64_t state_bytes = 8;
+  EstimatedOffload offload;
 };
 
 absl::StatusOr<Request> RequestOf(const CommandLine& line) {
@@ -78,6 +79,16 @@ absl::StatusOr<Request> RequestOf(const CommandLine& line) {
         absl::StrCat("--optimizer ", optimizer, ": write adam, momentum or sgd"));
   }
   request.state_bytes = found->second;
+  if (line.Has("offload_optimizer")) {
+    const std::string place = line.Get("offload_optimizer");
+    if (place != "cpu" && place != "disk") {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--offload_optimizer ", place, ": write cpu or disk"));
+    }
+    request.offload.optimizer =
+        place == "cpu" ? EstimatedOffload::Place::kCpu : EstimatedOffload::Place::kDisk;
+  }
+  request.offload.parameters = line.Has("offload_parameters");
   return request;
 }
 
@@ -97,9 +108,14 @@ void PrintText(const std::string& path, const ModelSize& size,
   out << Table(rows) << "\nTraining in float32, each of " << request.processes
       << (request.processes == 1 ? " process" : " processes") << ":\n\n";
   rows = {{"sharding", "parameters", "gradients", "states", "at the peak", "in all"}};
+  const bool on_disk =
+      request.offload.parameters || request.offload.optimizer == EstimatedOffload::Place::kDisk;
+  const bool offloads = on_disk || request.offload.optimizer != EstimatedOffload::Place::kNone;
+  if (offloads) rows[0].push_back(on_disk ? "on the disk" : "in the CPU's memory");
   for (const StrategyEstimate& row : strategies) {
     rows.push_back({row.strategy, bytes(row.parameters), bytes(row.gradients), bytes(row.states),
                     bytes(row.gathered), bytes(row.total())});
+    if (offloads) rows.back().push_back(bytes(row.offloaded));
   }
   out << Table(rows) << "\nActivations come on top; so does what the libraries need.\n";
 }
@@ -130,6 +146,12 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
                    .value_name = "adam|momentum|sgd",
                    .help = "Adam has two states for each parameter, momentum one (default adam)",
                    .values = {"adam", "momentum", "sgd"}},
+                  {.name = "offload_optimizer",
+                   .value_name = "cpu|disk",
+                   .help = "States are there between the steps; cpu: those of a GPU",
+                   .values = {"cpu", "disk"}},
+                  {.name = "offload_parameters",
+                   .help = "Parts of parameters are on a disk between their uses (zero3, hybrid)"},
                   OutputOption({"text", "json"})},
       .max_words = 1};
   CommandLine line;
@@ -150,8 +172,8 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
     if (!estimate.ok()) return Fail(spec, context, estimate.status(), kExitUsage);
     dtypes.push_back(*estimate);
   }
-  const std::vector<StrategyEstimate> strategies =
-      EstimateStrategies(size, request->processes, request->group_size, request->state_bytes);
+  const std::vector<StrategyEstimate> strategies = EstimateStrategies(
+      size, request->processes, request->group_size, request->state_bytes, request->offload);
   if (format == "text") {
     if (model->from_config) context.out << kFromConfig;
     PrintText(line.words[0], size, dtypes, strategies, *request, context.out);
@@ -177,6 +199,7 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
                                 {"gradients", row.gradients},
                                 {"states", row.states},
                                 {"gathered", row.gathered},
+                                {"offloaded", row.offloaded},
                                 {"total", row.total()}});
   }
   context.out << Dump(json);

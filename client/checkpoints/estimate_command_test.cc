@@ -17,6 +17,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using Json = nlohmann::json;
 
 class EstimateCommandTest : public ::testing::Test {
@@ -71,6 +72,23 @@ TEST_F(EstimateCommandTest, Text_IsTwoTables) {
   EXPECT_THAT(out_.str(), HasSubstr("no_shard"));
 }
 
+TEST_F(EstimateCommandTest, Offload_HasAColumnOfItsOwn) {
+  ASSERT_EQ(Run({file_, "--offload_optimizer", "disk", "--offload_parameters", "-o", "json"}),
+            kExitOk)
+      << err_.str();
+  const Json json = Json::parse(out_.str());
+  ASSERT_EQ(json["sharding"].size(), 2u);
+  EXPECT_EQ(json["sharding"][0]["offloaded"], 8 * 160);
+  EXPECT_EQ(json["sharding"][1]["strategy"], "zero3");
+  EXPECT_EQ(json["sharding"][1]["offloaded"], 12 * 160);
+  ASSERT_EQ(Run({file_, "--offload_optimizer", "disk"}), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("on the disk"));
+  ASSERT_EQ(Run({file_, "--offload_optimizer", "cpu"}), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("in the CPU's memory"));
+  ASSERT_EQ(Run({file_}), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), Not(HasSubstr("on the disk")));
+}
+
 TEST_F(EstimateCommandTest, Mistakes_AreNamed) {
   const auto expect = [&](std::vector<std::string> args, int code, const std::string& words) {
     EXPECT_EQ(Run(std::move(args)), code);
@@ -81,6 +99,7 @@ TEST_F(EstimateCommandTest, Mistakes_AreNamed) {
   expect({file_, "--num_processes", "0"}, kExitUsage, "--num_processes 0");
   expect({file_, "--num_processes", "4", "--group_size", "3"}, kExitUsage, "--group_size 3");
   expect({file_, "--optimizer", "lion"}, kExitUsage, "--optimizer lion");
+  expect({file_, "--offload_optimizer", "nvme"}, kExitUsage, "nvme");
   expect({file_, "-o", "yaml"}, kExitUsage, "yaml");
   expect({folder_.Path("none")}, kExitNotFound, "none");
   const std::string config = folder_.Path("config");

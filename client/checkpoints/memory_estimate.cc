@@ -38,6 +38,7 @@ ModelSize SizeOf(const std::vector<EstimatedTensor>& tensors) {
       continue;
     }
     size.elements += tensor.elements;
+    size.largest_tensor = std::max(size.largest_tensor, tensor.elements);
     parts[PartOf(tensor.name)] += tensor.elements;
   }
   for (const auto& [name, elements] : parts) {
@@ -67,7 +68,8 @@ absl::StatusOr<DtypeEstimate> EstimateDtype(const ModelSize& size, absl::string_
 }
 
 std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t processes,
-                                                 int64_t group_size, int64_t state_bytes) {
+                                                 int64_t group_size, int64_t state_bytes,
+                                                 const EstimatedOffload& offload) {
   const int64_t whole = 4 * size.elements, states = state_bytes * size.elements;
   const int64_t unit = 4 * size.largest_elements;
   const auto divided = [&](const char* name, int64_t ranks) {
@@ -76,7 +78,25 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
                             .parameters = CeilOf(whole, ranks) + size.other_bytes,
                             .gradients = CeilOf(whole, ranks),
                             .states = CeilOf(states, ranks),
-                            .gathered = ranks == 1 ? 0 : 3 * unit};
+                            .gathered = ranks == 1 && !offload.parameters ? 0 : 3 * unit};
+  };
+  // Takes from a row what is elsewhere. `ranks` divide the states, and, if `parameters` are
+  // divided, these.
+  const auto take_away = [&](StrategyEstimate* row, int64_t ranks, bool parameters) {
+    if (offload.optimizer != EstimatedOffload::Place::kNone) {
+      constexpr int64_t kWindow = int64_t{64} << 20;
+      const int64_t windows = offload.optimizer == EstimatedOffload::Place::kDisk ? 3 : 1;
+      const int64_t largest =
+          ranks == 1 ? size.largest_tensor
+                     : std::min(size.largest_tensor, CeilOf(size.largest_elements, ranks));
+      row->offloaded += row->states;
+      row->states = std::min(row->states, windows * std::max(kWindow, state_bytes * largest));
+    }
+    if (offload.parameters && parameters) {
+      const int64_t part = row->parameters - size.other_bytes;
+      row->offloaded += part;
+      row->parameters = std::min(part, 2 * CeilOf(unit, ranks)) + size.other_bytes;
+    }
   };
   std::vector<StrategyEstimate> all;
   all.push_back({.strategy = "no_shard",
@@ -84,20 +104,32 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
                  .gradients = whole,
                  .states = states,
                  .gathered = 0});
-  if (processes == 1) return all;
+  take_away(&all.back(), 1, false);
+  if (processes == 1) {
+    if (!offload.parameters) return all;
+    all.push_back(divided("zero3", 1));
+    take_away(&all.back(), 1, true);
+    return all;
+  }
   const int64_t part = CeilOf(whole, processes);
   all.push_back({.strategy = "zero1",
                  .parameters = whole + size.other_bytes,
                  .gradients = part,
                  .states = CeilOf(states, processes),
                  .gathered = whole - part});
+  take_away(&all.back(), processes, false);
   all.push_back({.strategy = "zero2",
                  .parameters = whole + size.other_bytes,
                  .gradients = part,
                  .states = CeilOf(states, processes),
                  .gathered = std::min(3 * unit, whole)});
+  take_away(&all.back(), processes, false);
   all.push_back(divided("zero3", processes));
-  if (group_size != processes) all.push_back(divided("hybrid", group_size));
+  take_away(&all.back(), processes, true);
+  if (group_size != processes) {
+    all.push_back(divided("hybrid", group_size));
+    take_away(&all.back(), group_size, true);
+  }
   return all;
 }
 

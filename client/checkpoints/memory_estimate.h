@@ -28,6 +28,7 @@ struct ModelSize {
   // is in it, or a module outside of lists.
   std::string largest;
   int64_t largest_elements = 0;
+  int64_t largest_tensor = 0;  // elements
 };
 ModelSize SizeOf(const std::vector<EstimatedTensor>& tensors);
 
@@ -49,12 +50,26 @@ struct StrategyEstimate {
   int64_t gradients = 0;
   int64_t states = 0;
   int64_t gathered = 0;  // more at the highest point of a step: whole units, or whole gradients
+  // Not in the memory that trains, and not in total(): of EstimatedOffload.
+  int64_t offloaded = 0;
   int64_t total() const { return parameters + gradients + states + gathered; }
 };
+// What is elsewhere between its uses, as options.sharding.offload_optimizer and
+// offload_parameters say.
+struct EstimatedOffload {
+  enum class Place { kNone, kCpu, kDisk };
+  // Windows of 64 MiB, or of the largest state, are in memory in a step: three of a disk, one of
+  // the CPU's.
+  Place optimizer = Place::kNone;
+  // On a disk; parts of two units are in memory. Of strategies that divide parameters.
+  bool parameters = false;
+};
 // `processes` >= 1 divide one copy, for hybrid `group_size` of them (1 <= group_size <= processes).
-// `state_bytes`: of the optimizer for each element: 8 for Adam, 4 for momentum, 0.
+// `state_bytes`: of the optimizer for each element: 8 for Adam, 4 for momentum, 0. One process has
+// "zero3" only where its parameters are offloaded.
 std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t processes,
-                                                 int64_t group_size, int64_t state_bytes);
+                                                 int64_t group_size, int64_t state_bytes,
+                                                 const EstimatedOffload& offload = {});
 
 }  // namespace muster::client
 

@@ -63,5 +63,38 @@ TEST(EstimateStrategies, EachDividesMoreThanTheOneBefore) {
   EXPECT_EQ(EstimateStrategies(size, 4, 4, 8).size(), 4u);
 }
 
+// Blocks of 100 million elements in two tensors each: states of 0.8 GB a block.
+TEST(EstimateStrategies, Offload_TakesStatesAndPartsAway) {
+  std::vector<EstimatedTensor> tensors = {{"ids", 2, 16, false}};
+  for (const char* const name : {"layers.0.a", "layers.0.b", "layers.1.a", "layers.1.b"}) {
+    tensors.push_back({name, 50'000'000, 200'000'000, true});
+  }
+  const ModelSize size = SizeOf(tensors);
+  constexpr int64_t kWhole = 800'000'000, kStates = 2 * kWhole, kUnit = 400'000'000;
+  using Place = EstimatedOffload::Place;
+  auto all = EstimateStrategies(size, 1, 1, 8, {.optimizer = Place::kDisk});
+  ASSERT_EQ(all.size(), 1u);
+  EXPECT_EQ(all[0].offloaded, kStates);
+  EXPECT_EQ(all[0].states, 3 * 400'000'000);  // the largest parameter's are more than 64 MiB
+  all = EstimateStrategies(size, 1, 1, 8, {.optimizer = Place::kCpu});
+  EXPECT_EQ(all[0].states, 400'000'000);
+  all = EstimateStrategies(size, 1, 1, 8, {.optimizer = Place::kDisk, .parameters = true});
+  ASSERT_EQ(all.size(), 2u);
+  EXPECT_EQ(all[0].parameters, kWhole + 16);
+  EXPECT_EQ(all[1].strategy, "zero3");
+  EXPECT_EQ(all[1].offloaded, kStates + kWhole);
+  EXPECT_EQ(all[1].parameters, 2 * kUnit + 16);
+  EXPECT_EQ(all[1].gathered, 3 * kUnit);
+  all = EstimateStrategies(size, 40, 4, 8, {.optimizer = Place::kDisk, .parameters = true});
+  ASSERT_EQ(all.size(), 5u);
+  // States of a part: 20 MB of a unit, less than a window, and all of them less than three.
+  EXPECT_EQ(all[1].states, kStates / 40);
+  EXPECT_EQ(all[1].offloaded, kStates / 40);
+  EXPECT_EQ(all[3].offloaded, (kStates + kWhole) / 40);
+  EXPECT_EQ(all[3].parameters, kWhole / 40 + 16);
+  EXPECT_EQ(all[4].offloaded, (kStates + kWhole) / 4);
+  EXPECT_EQ(all[4].parameters, 2 * kUnit / 4 + 16);
+}
+
 }  // namespace
 }  // namespace muster::client

@@ -528,18 +528,20 @@ CheckpointSet::Error CheckpointSet::Verify(const v1::VerifyCheckpointRequest& re
   // A shallow look that finds nothing says nothing about what a deep one has found. An older one
   // says nothing either, unless it was deeper than the newer one, which found nothing.
   const bool weaker = request.damage().empty() && request.depth() < record.verified();
-  const bool deeper = request.depth() > record.verified() && record.damage().empty();
+  const bool both = !record.damage().empty() && !request.damage().empty();
+  const bool deeper = request.depth() > record.verified() && (record.damage().empty() || both);
   const bool older = request.verified_unix_us() < record.verified_unix_us() && !deeper;
   if (!weaker && !older) {
     // Damage that a deep look has found stays until one as deep finds nothing, whatever a shallow
     // one finds in between.
-    const bool both = !record.damage().empty() && !request.damage().empty();
     const bool repeated = request.verified_unix_us() == record.verified_unix_us() &&
                           request.depth() <= record.verified() &&
                           request.damage() == record.damage();
-    record.set_verified_unix_us(request.verified_unix_us());
     record.set_verified(both ? std::max(record.verified(), request.depth()) : request.depth());
-    record.set_damage(request.damage());
+    if (!both || request.verified_unix_us() >= record.verified_unix_us()) {
+      record.set_verified_unix_us(request.verified_unix_us());
+      record.set_damage(request.damage());
+    }
     if (!repeated) Changed(record, changes);
   }
   *reply->mutable_checkpoint() = record;

@@ -375,6 +375,20 @@ TEST_F(CheckpointSetTest, Verify_ShallowDamageAndItsRepair_KeepWhatADeepLookFoun
   EXPECT_EQ(Resolve(), b);
 }
 
+TEST_F(CheckpointSetTest, Verify_DeepDamageThatArrivesAfterNewerShallowDamage_OutlivesItsRepair) {
+  const uint64_t a = Save("/c/1", 1), b = Save("/c/2", 2);
+  at_ = 20;
+  EXPECT_EQ(Verify(b, "a file is missing", v1::VERIFY_SIZES), "");
+  at_ = 10;
+  EXPECT_EQ(Verify(b, "block 3 has another digest"), "");
+  EXPECT_EQ(verified_.checkpoint().damage(), "a file is missing") << "the newer one";
+  at_ = 30;
+  EXPECT_EQ(Verify(b, "", v1::VERIFY_SIZES), "");
+  EXPECT_EQ(Resolve(), a);
+  EXPECT_EQ(Verify(b, ""), "");
+  EXPECT_EQ(Resolve(), b);
+}
+
 TEST_F(CheckpointSetTest, Verify_OfAnotherRecordOrWithoutFacts_IsRefused) {
   const uint64_t a = Save("/c/1", 1);
   const size_t changes = changes_.size();

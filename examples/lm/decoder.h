@@ -20,8 +20,6 @@ struct DecoderOptions {
   int64_t width = 256;
   int64_t heads = 4;
   int64_t layers = 4;
-  // Keep the inputs of blocks alone for the backward pass.
-  bool activation_checkpointing = false;
 };
 
 struct BlockImpl : torch::nn::Module {
@@ -55,8 +53,7 @@ struct BlockImpl : torch::nn::Module {
 TORCH_MODULE(Block);
 
 struct DecoderImpl : torch::nn::Module {
-  explicit DecoderImpl(const DecoderOptions& options)
-      : activation_checkpointing(options.activation_checkpointing) {
+  explicit DecoderImpl(const DecoderOptions& options) {
     tokens = register_module("tokens", torch::nn::Embedding(options.vocabulary, options.width));
     positions = register_module("positions", torch::nn::Embedding(options.context, options.width));
     blocks = register_module("blocks", torch::nn::ModuleList());
@@ -71,14 +68,11 @@ struct DecoderImpl : torch::nn::Module {
   // Tokens [batch, length] to logits [batch, length, vocabulary]. The embedding is the head, too.
   at::Tensor forward(const at::Tensor& ids) {
     at::Tensor x = tokens(ids) + positions(at::arange(ids.size(1), ids.options()));
-    for (const auto& each : *blocks) {
-      BlockImpl* const block = each->as<BlockImpl>();
-      x = activation_checkpointing ? muster::activation_checkpoint(block, x) : block->forward(x);
-    }
+    // So that options.activation_checkpointing can have blocks run again in the backward pass.
+    for (const auto& block : *blocks) x = muster::call(block->as<BlockImpl>(), x);
     return at::linear(norm(x), tokens->weight);
   }
 
-  const bool activation_checkpointing;
   torch::nn::Embedding tokens{nullptr}, positions{nullptr};
   torch::nn::ModuleList blocks{nullptr};
   torch::nn::LayerNorm norm{nullptr};

@@ -26,6 +26,8 @@ struct Flags {
   int64_t batch_size = 8, steps = 100, group_size = 0;
   double lr = 3e-4;
   bool asynchronous = false;
+  bool activation_checkpointing = false;
+  std::string activation_offload;
 };
 
 // Rows of context + 1 tokens [rows, context + 1].
@@ -121,8 +123,11 @@ int main(int argc, char** argv) {
   app.add_option("--checkpoint", flags.checkpoint,
                  "folder to resume from, if it is there, and to save to at the end");
   app.add_flag("--asynchronous", flags.asynchronous, "save while training goes on");
-  app.add_flag("--activation_checkpointing", flags.model.activation_checkpointing,
+  app.add_flag("--activation_checkpointing", flags.activation_checkpointing,
                "run each block again in the backward pass rather than keep what it needs");
+  app.add_option("--activation_offload", flags.activation_offload,
+                 "with it: a folder for the inputs of blocks between the passes")
+      ->needs("--activation_checkpointing");
   app.add_option("--context", flags.model.context)->check(CLI::PositiveNumber);
   app.add_option("--width", flags.model.width)->check(CLI::PositiveNumber);
   app.add_option("--heads", flags.model.heads)->check(CLI::PositiveNumber);
@@ -137,6 +142,13 @@ int main(int argc, char** argv) {
     options.sharding->unit_types = {"Block"};
   }
   options.checkpoint.asynchronous = flags.asynchronous;
+  if (flags.activation_checkpointing) {
+    options.activation_checkpointing = {.block_types = {"Block"}};
+    if (!flags.activation_offload.empty()) {
+      options.activation_checkpointing->offload = muster::Offload::kDisk;
+      options.activation_checkpointing->offload_path = flags.activation_offload;
+    }
+  }
   return muster::run(argc, argv, options,
                      [&](muster::Accelerator& accelerator, const muster::Arguments&) {
                        return Train(accelerator, flags);

@@ -1262,7 +1262,10 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
       from_memory = memory && step < newest && LoadFromMemory(step);
       if (!from_memory) loaded = CheckAndReadAll(opened);
     });
-    if (memory && absl::IsDataLoss(reader.status())) from_memory = LoadFromMemory(-1);
+    // All on the disk are damaged, or cannot be read (EIO).
+    if (memory && (absl::IsDataLoss(reader.status()) || absl::IsUnknown(reader.status()))) {
+      from_memory = LoadFromMemory(-1);
+    }
     if (from_memory) return;
     if (may_be_missing && absl::IsNotFound(reader.status())) {
       if (memory_ != nullptr) memory_->Forget();

@@ -1,9 +1,12 @@
 #include "muster/internal/engine_settings.h"
 
+#include <algorithm>
+#include <cmath>
 #include <optional>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "base/status_macros.h"
 #include "client/config/deepspeed_config.h"
@@ -21,34 +24,63 @@ absl::Status Refused(absl::string_view what, absl::string_view instead) {
                                                what, ", which sharding does not have: ", instead));
 }
 
+// A line of C++ that makes the optimizer of the section "optimizer".
+std::string LineOf(const client::PlannedOptimizer& optimizer) {
+  std::vector<std::string> fields;
+  const auto add = [&](absl::string_view name, const std::optional<double>& value) {
+    if (value.has_value()) fields.push_back(absl::StrCat(".", name, " = ", *value));
+  };
+  add("lr", optimizer.lr);
+  add("momentum", optimizer.momentum);
+  if (optimizer.beta1.has_value() && optimizer.beta2.has_value()) {
+    fields.push_back(absl::StrCat(".betas = {", *optimizer.beta1, ", ", *optimizer.beta2, "}"));
+  }
+  add("eps", optimizer.eps);
+  add("weight_decay", optimizer.weight_decay);
+  if (optimizer.nesterov.value_or(false)) fields.push_back(".nesterov = true");
+  return absl::StrCat("muster::Fused", optimizer.type, " optimizer(net->parameters(), {",
+                      absl::StrJoin(fields, ", "), "});");
+}
+
+// One that makes the schedule of the section "scheduler", or what comes nearest.
+std::string LineOf(const client::PlannedScheduler& scheduler) {
+  const std::string warmup =
+      scheduler.warmup_steps.has_value() ? absl::StrCat(*scheduler.warmup_steps) : "WARMUP";
+  const std::string total =
+      scheduler.total_steps.has_value() ? absl::StrCat(*scheduler.total_steps) : "TOTAL";
+  if (scheduler.type == "WarmupLR") {
+    return absl::StrCat("muster::ConstantWithWarmup(", warmup, ")");
+  }
+  if (scheduler.type == "WarmupCosineLR") {
+    return absl::StrCat("muster::CosineWithWarmup(", warmup, ", ", total, ")");
+  }
+  return absl::StrCat("muster::LinearWithWarmup(", warmup, ", ", total, ")");
+}
+
 // Those who set them in a config file must learn that nothing of it would happen.
 absl::Status CheckEngineHas(const ShardingPlan& plan) {
-  const ShardingSettings& settings = plan.sharding;
-  if (settings.activation_checkpointing || settings.activation_offload) {
-    return Refused(
-        "activation checkpointing",
-        "switch it off, and call muster::activation_checkpoint(block, inputs...) where the "
-        "model calls its blocks");
+  if (plan.optimizer.has_value()) {
+    return Refused("an optimizer (the section \"optimizer\" of a DeepSpeed config)",
+                   absl::StrCat("remove the section, and prepare() in the program: ",
+                                LineOf(*plan.optimizer)));
   }
-  if (plan.gradient_clipping.has_value()) {
-    return Refused("gradient clipping inside of backward()",
-                   "leave gradient_clipping out and call accelerator.clip_grad_norm_()");
-  }
-  if (plan.optimizer.has_value() || plan.scheduler.has_value()) {
-    return Refused("the optimizer or scheduler of a DeepSpeed config",
-                   "leave the sections out and prepare() an optimizer and a schedule");
-  }
-  if (plan.loss_scale.has_value()) {
-    const client::PlannedLossScale standard;
-    const client::PlannedLossScale& scale = *plan.loss_scale;
-    if (scale.fixed != 0 || scale.initial_power != standard.initial_power ||
-        scale.window != standard.window || scale.hysteresis != standard.hysteresis ||
-        scale.minimum != standard.minimum) {
-      return Refused("a loss scale of its own (fp16.loss_scale and the like)",
-                     "leave it out and set options.grad_scaler");
-    }
+  if (plan.scheduler.has_value()) {
+    return Refused("a learning-rate schedule (the section \"scheduler\" of a DeepSpeed config)",
+                   absl::StrCat("remove the section, and prepare() with the optimizer: ",
+                                LineOf(*plan.scheduler), " (its warm-up is a line from 0)"));
   }
   return absl::OkStatus();
+}
+
+GradScalerOptions ScalerOf(const client::PlannedLossScale& scale) {
+  GradScalerOptions options;
+  options.dynamic = scale.fixed == 0;
+  options.init_scale =
+      options.dynamic ? std::ldexp(1.0, static_cast<int>(scale.initial_power)) : scale.fixed;
+  options.growth_interval = scale.window;
+  options.hysteresis = scale.hysteresis;
+  if (options.dynamic) options.min_scale = std::min(scale.minimum, options.init_scale);
+  return options;
 }
 
 absl::StatusOr<std::optional<c10::ScalarType>> DtypeOf(const std::optional<std::string>& name,
@@ -74,7 +106,12 @@ Offload OffloadOf(ShardingSettings::Offload offload) {
 absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks_per_node) {
   MUSTER_RETURN_IF_ERROR(CheckEngineHas(plan));
   const ShardingSettings& from = plan.sharding;
-  EngineSettings result{.sharding = {}, .notes = plan.notes};
+  EngineSettings result;
+  result.notes = plan.notes;
+  result.activation_checkpointing = from.activation_checkpointing;
+  result.activation_offload = from.activation_offload;
+  result.gradient_clipping = plan.gradient_clipping;
+  if (plan.loss_scale.has_value()) result.grad_scaler = ScalerOf(*plan.loss_scale);
   ShardingOptions& to = result.sharding;
   switch (from.strategy) {
     case ShardingSettings::Strategy::kNone:

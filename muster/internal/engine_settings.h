@@ -3,16 +3,23 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "worker/parallel/sharding_options.h"
+#include "worker/train/options.h"
 
 namespace muster::internal {
 
 struct EngineSettings {
   ShardingOptions sharding;
+  // Of the units of `sharding`; and their inputs in the memory of the CPU.
+  bool activation_checkpointing = false;
+  bool activation_offload = false;
+  std::optional<double> gradient_clipping;
+  std::optional<GradScalerOptions> grad_scaler;
   // What has no effect, a sentence each, for the log.
   std::vector<std::string> notes;
 };

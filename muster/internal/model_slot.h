@@ -13,6 +13,7 @@
 #include "worker/train/autocast.h"
 
 namespace muster {
+class ActivationPolicy;
 class Comm;
 class DataParallel;
 class ShardedModel;
@@ -54,6 +55,8 @@ class ModelSlot {
   // At most one of them.
   DataParallel* ddp() { return ddp_.get(); }
   ShardedModel* sharded() { return sharded_.get(); }
+  // Null without activation checkpointing.
+  ActivationPolicy* activation_policy() { return activation_policy_.get(); }
   // See Accelerator::trigger_sync_in_backward.
   void SyncInBackward();
   bool evaluation() const { return evaluation_; }
@@ -83,6 +86,7 @@ class ModelSlot {
   const ShardingGroups groups_;
   std::unique_ptr<DataParallel> ddp_;
   std::unique_ptr<ShardedModel> sharded_;
+  std::unique_ptr<ActivationPolicy> activation_policy_;
   // Passes with gradients so far.
   int64_t forwards_ = 0;
   // The exchange is armed by a forward pass; a backward pass has used that up.

@@ -14,19 +14,26 @@
 namespace muster::internal {
 namespace {
 
+// What Accelerate's launcher asks for; all off without it.
+EngineSettings EngineOf(const Environment& environment) {
+  if (environment.engine_variables.empty()) return {};
+  absl::StatusOr<EngineSettings> settings =
+      ReadEngineSettings(environment.engine_variables, environment.mixed_precision.value,
+                         environment.gradient_accumulation_steps.value,
+                         environment.world_size.value, environment.local_world_size.value);
+  ThrowIfError(settings.status());
+  for (const std::string& note : settings->notes) {
+    if (environment.rank.value == 0) MUSTER_LOG(Info) << "sharding: " << note;
+  }
+  return *std::move(settings);
+}
+
 // What a program has not said in options.sharding.
-ShardingOptions ShardingFrom(const Environment& environment, at::Device device) {
+ShardingOptions ShardingFrom(const Environment& environment, const EngineSettings& engine,
+                             at::Device device) {
   ShardingOptions sharding;
   if (environment.sharding.is_default() && !environment.engine_variables.empty()) {
-    absl::StatusOr<EngineSettings> settings =
-        ReadEngineSettings(environment.engine_variables, environment.mixed_precision.value,
-                           environment.gradient_accumulation_steps.value,
-                           environment.world_size.value, environment.local_world_size.value);
-    ThrowIfError(settings.status());
-    for (const std::string& note : settings->notes) {
-      if (environment.rank.value == 0) MUSTER_LOG(Info) << "sharding: " << note;
-    }
-    sharding = settings->sharding;
+    sharding = engine.sharding;
     // One setting of FSDP's says both.
     if (!device.is_cpu() && sharding.offload_parameters == Offload::kCpu) {
       sharding.offload_parameters = Offload::kNone;
@@ -61,9 +68,9 @@ void CheckOffload(const char* name, Offload place, const std::string& path) {
 }
 
 ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment& environment,
-                           at::Device device) {
+                           const EngineSettings& engine, at::Device device) {
   ShardingOptions sharding =
-      options.sharding.has_value() ? *options.sharding : ShardingFrom(environment, device);
+      options.sharding.has_value() ? *options.sharding : ShardingFrom(environment, engine, device);
   CheckOffload("offload_optimizer", sharding.offload_optimizer, sharding.offload_optimizer_path);
   CheckOffload("offload_parameters", sharding.offload_parameters, sharding.offload_parameters_path);
   TORCH_CHECK(sharding.reshard_group_size == 0 ||
@@ -80,6 +87,33 @@ ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment&
       "offload_parameters needs the strategy kFull (zero3, hybrid), with which parameters "
       "are not kept whole: set it, or leave offload_parameters out");
   return sharding;
+}
+
+Process::Settings SettingsOf(const AcceleratorOptions& options, const Environment& environment,
+                             at::Device device) {
+  // Also where the program says all: what it does not read here would be ignored in silence.
+  const EngineSettings engine = EngineOf(environment);
+  Process::Settings settings{.sharding = ShardingOf(options, environment, engine, device),
+                             .grad_scaler = options.grad_scaler};
+  ActivationCheckpointingOptions& activations = settings.activation_checkpointing;
+  if (options.activation_checkpointing.has_value()) {
+    activations = *options.activation_checkpointing;
+  } else {
+    activations.enabled = engine.activation_checkpointing;
+    activations.offload = engine.activation_offload ? Offload::kCpu : Offload::kNone;
+  }
+  TORCH_CHECK(
+      activations.offload != Offload::kDisk || !activations.offload_path.empty(),
+      "options.activation_checkpointing->offload is kDisk and offload_path is empty: name a "
+      "folder on a disk of each machine");
+  settings.gradient_clipping =
+      options.gradient_clipping.value_or(engine.gradient_clipping.value_or(0));
+  TORCH_CHECK(settings.gradient_clipping >= 0,
+              "options.gradient_clipping must not be negative, got ", settings.gradient_clipping);
+  if (engine.grad_scaler.has_value() && options.grad_scaler == GradScalerOptions()) {
+    settings.grad_scaler = *engine.grad_scaler;
+  }
+  return settings;
 }
 
 // In the place of a Comm whose generation has ended.
@@ -117,9 +151,9 @@ Process::Process(const AcceleratorOptions& options, JoinedProcess joined)
       joined_(std::move(joined)),
       device_(joined_.device),
       precision_(ParseMixedPrecision(joined_.environment.mixed_precision.value)),
-      sharding_(ShardingOf(options_, joined_.environment, joined_.device)) {
+      settings_(SettingsOf(options_, joined_.environment, joined_.device)) {
   // Streams of a GPU would have to be ordered with the thread.
-  if (size() > 1 && sharding_.strategy != ShardingStrategy::kNone && sharding_.overlap &&
+  if (size() > 1 && sharding().strategy != ShardingStrategy::kNone && sharding().overlap &&
       device_.is_cpu()) {
     comm_thread_ = std::make_shared<CommThread>();
     joined_.comm = InOrder(std::move(joined_.comm));

@@ -46,7 +46,14 @@ class Process {
   void LoseComm();
 
   MixedPrecision precision() const { return precision_; }
-  const ShardingOptions& sharding() const { return sharding_; }
+  // Options, or where the program sets none, what the environment says.
+  const ShardingOptions& sharding() const { return settings_.sharding; }
+  const ActivationCheckpointingOptions& activation_checkpointing() const {
+    return settings_.activation_checkpointing;
+  }
+  // 0: none.
+  double gradient_clipping() const { return settings_.gradient_clipping; }
+  const GradScalerOptions& grad_scaler() const { return settings_.grad_scaler; }
   AutocastGuard Autocast(const AutocastOptions& options) const {
     return AutocastGuard(precision_, device_.type(), options);
   }
@@ -61,12 +68,20 @@ class Process {
   // several.
   at::Tensor MeanOfAll(const at::Tensor& number) const;
 
+  // What options and environment say together.
+  struct Settings {
+    ShardingOptions sharding;
+    ActivationCheckpointingOptions activation_checkpointing = {.enabled = false};
+    double gradient_clipping = 0;
+    GradScalerOptions grad_scaler;
+  };
+
  private:
   const AcceleratorOptions options_;
   JoinedProcess joined_;
   const at::Device device_;
   const MixedPrecision precision_;
-  const ShardingOptions sharding_;
+  const Settings settings_;
   std::shared_ptr<CommThread> comm_thread_;
 };
 

@@ -1,6 +1,7 @@
 #include "muster/internal/slots.h"
 
 #include <memory>
+#include <set>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -11,8 +12,11 @@
 #include "worker/bigmodel/empty_weights.h"
 #include "worker/parallel/ddp.h"
 #include "worker/parallel/paged_storage.h"
+#include "worker/parallel/shard_plan.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/parallel/sync_batch_norm.h"
+#include "worker/train/activation_policy.h"
+#include "worker/train/activation_store.h"
 #include "worker/train/disk_parts.h"
 
 namespace muster::internal {
@@ -21,6 +25,35 @@ namespace {
 std::unique_ptr<PartStore> StoreOfParts(const ShardingOptions& sharding) {
   if (sharding.offload_parameters != Offload::kDisk) return nullptr;
   return std::make_unique<DiskParts>(MakeScratchFile(sharding.offload_parameters_path));
+}
+
+std::unique_ptr<ActivationPolicy> ActivationPolicyFor(const Process& process,
+                                                      torch::nn::Module* module) {
+  const ActivationCheckpointingOptions& options = process.activation_checkpointing();
+  if (!options.enabled) return nullptr;
+  TORCH_CHECK(module != nullptr,
+              "options.activation_checkpointing: the blocks of a TorchScript model cannot be run "
+              "again; leave it out, or write the model in C++");
+  const std::set<std::string> names =
+      options.block_types.empty() ? UnitModules(*module, process.sharding())
+                                  : ModulesOfTypes(*module, options.block_types,
+                                                   "options.activation_checkpointing.block_types");
+  TORCH_CHECK(!names.empty(),
+              "options.activation_checkpointing selects no module of the model, which has no list "
+              "of blocks (torch::nn::ModuleList, torch::nn::Sequential): name the classes of its "
+              "blocks in block_types");
+  std::vector<ActivationPolicy::Block> blocks;
+  for (const auto& item : module->named_modules("", /*include_self=*/false)) {
+    if (names.count(item.key()) > 0) blocks.push_back({item.key(), item.value()});
+  }
+  std::shared_ptr<ActivationStore> store;
+  if (options.offload == Offload::kDisk) {
+    store = std::make_shared<ActivationStore>(
+        std::make_unique<DiskParts>(MakeScratchFile(options.offload_path)));
+  } else if (options.offload == Offload::kCpu && !process.device().is_cpu()) {
+    store = std::make_shared<ActivationStore>(nullptr);
+  }
+  return std::make_unique<ActivationPolicy>(std::move(blocks), std::move(store));
 }
 
 }  // namespace
@@ -47,6 +80,7 @@ ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source,
     if (!shards) Materialize(parameter, device, name);
   }
   if (process.options().device_placement) source_->MoveTo(process.device());
+  if (!evaluation) activation_policy_ = ActivationPolicyFor(process, source_->module());
   if (evaluation || (process.size() == 1 && !shards)) return;
   std::unordered_set<const void*> sparse_parameters;
   if (source_->module() != nullptr) {

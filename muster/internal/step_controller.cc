@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <exception>
+#include <limits>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -15,6 +16,7 @@
 #include "worker/collective/nested_collectives.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/parallel/sync_batch_norm.h"
+#include "worker/train/activation_policy.h"
 #include "worker/train/clip.h"
 #include "worker/train/sync_state.h"
 
@@ -45,12 +47,12 @@ StepController::StepController(const Process& process, Registry& registry, LoopT
       loops_(loops),
       accumulation_(WithSteps(process.options().accumulation,
                               NumSteps(process.options(), process.environment()))) {
-  if (NeedsGradScaler(process.precision()) && process.options().grad_scaler.enabled) {
+  if (NeedsGradScaler(process.precision()) && process.grad_scaler().enabled) {
     // Each process sees the gradients of its own shards only.
     const bool sharded =
         process.size() > 1 && process.sharding().strategy != ShardingStrategy::kNone;
-    scaler_ = std::make_unique<GradScaler>(process.options().grad_scaler,
-                                           sharded ? &process.comm() : nullptr);
+    scaler_ =
+        std::make_unique<GradScaler>(process.grad_scaler(), sharded ? &process.comm() : nullptr);
   }
 }
 
@@ -191,6 +193,9 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
     loops_.MarkTrained();
   }
   CheckWitnesses();
+  for (const auto& model : registry_.models()) {
+    if (model->activation_policy() != nullptr) model->activation_policy()->CheckCalled(loss);
+  }
   const double divisor =
       weight.has_value() ? accumulation_.WeightedDivisor(*weight) : accumulation_.current().divisor;
   at::Tensor scaled = divisor == 1 ? loss : loss / divisor;
@@ -491,11 +496,33 @@ at::Tensor StepController::ClipGradNorm(const std::vector<at::Tensor>& parameter
               "only where accelerator.sync_gradients()");
   const Resolved resolved = Resolve(parameters);
   FinishGradientsOf(resolved.whole);
+  const double in_step = process_.gradient_clipping();
+  if (in_step > 0) {
+    if ((max_norm != in_step || norm_type != 2) && !said_who_clips_ && process_.rank() == 0) {
+      MUSTER_LOG(Warning) << "clip_grad_norm_(" << max_norm << ") clips nothing: step() clips to "
+                          << in_step
+                          << " (options.gradient_clipping, or gradient_clipping of a DeepSpeed "
+                             "config)";
+    }
+    said_who_clips_ = true;
+    max_norm = std::numeric_limits<double>::infinity();
+  }
   if (resolved.shards.empty()) {
     return muster::ClipGradNorm(resolved.whole, max_norm, norm_type);
   }
   FinishGradientsOf(resolved.shards);
   return muster::ClipGradNorm(resolved.whole, resolved.shards, *resolved.comm, max_norm, norm_type);
+}
+
+void StepController::ClipInStep(OptimizerSlot& slot) {
+  if (process_.gradient_clipping() == 0) return;
+  const Resolved resolved = Resolve(slot.handle_->parameters());
+  if (resolved.shards.empty()) {
+    muster::ClipGradNorm(resolved.whole, process_.gradient_clipping());
+  } else {
+    muster::ClipGradNorm(resolved.whole, resolved.shards, *resolved.comm,
+                         process_.gradient_clipping());
+  }
 }
 
 void StepController::ClipGradValue(const std::vector<at::Tensor>& parameters, double clip_value) {
@@ -603,6 +630,7 @@ void StepController::Step(OptimizerSlot& slot) {
   process_.progress().SetPhase("optimizer step");
   CheckGradients(slot);
   FinishGradients(&slot);
+  ClipInStep(slot);
   AboutToChange();
   MUSTER_FAILPOINT("worker.step");
   if (scaler_ != nullptr) {
@@ -646,6 +674,7 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
     window_factor_.reset();
     slot.gradients_finished_ = false;
     FinishGradients(&slot);
+    ClipInStep(slot);
     // What the optimizer decides by it, all processes must decide alike.
     return process_.MeanOfAll(loss.detach());
   };

@@ -114,6 +114,8 @@ class StepController {
   void CheckExchanged(const OptimizerSlot& slot) const;
   void CheckForwards(const OptimizerSlot& slot) const;
   void FindOwners(OptimizerSlot& slot) const;
+  // As options.gradient_clipping says.
+  void ClipInStep(OptimizerSlot& slot);
   // An optimizer has stepped: the loss scale is updated once all have, or when the next window
   // begins.
   void EndScalerStep();
@@ -138,6 +140,7 @@ class StepController {
   double join_factor_ = 1;
   // What FinishGradients multiplies by; nothing before it is known.
   std::optional<double> window_factor_;
+  bool said_who_clips_ = false;
   size_t scaler_steps_ = 0;  // optimizers stepped since the last update of the loss scale
 };
 

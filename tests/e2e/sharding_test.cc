@@ -132,6 +132,35 @@ TEST_F(ShardingTest, ModelThatDoesNotFitOneProcess_FitsOffloaded) {
   }
 }
 
+// What Accelerate's launcher has flags for, in a program that says nothing of it.
+TEST_F(ShardingTest, FsdpAndDeepSpeedSettings_AreDone) {
+  const auto loss = [&](const std::string& launch, const std::string& program = "") {
+    const CommandResult run = RunCommand(
+        "client/cli/muster launch --cpu --no_prefix --num_processes 2 "
+        "--num_cpu_threads_per_process 1 " +
+        launch + " -- " + program_ + " --data " + data_ +
+        " --steps 6 --width 64 --layers 3 --context 32 --batch_size 4 " + program + " 2>&1");
+    EXPECT_EQ(run.exit_code, 0) << run.output;
+    return run.exit_code == 0 ? Json::parse(run.last_line()).at("loss").get<double>() : 0;
+  };
+  const double plain = loss("--sharding zero3");
+  const std::string fsdp =
+      "--use_fsdp --fsdp_version 2 --fsdp_activation_checkpointing true --fsdp_auto_wrap_policy "
+      "TRANSFORMER_BASED_WRAP --fsdp_transformer_layer_cls_to_wrap ";
+  EXPECT_EQ(loss(fsdp + "Block"), plain);
+  EXPECT_EQ(loss("--sharding zero3", "--activation_checkpointing --activation_offload " + folder_),
+            plain);
+  // The program clips to 1 as well, which is no second time.
+  EXPECT_EQ(loss("--use_deepspeed --zero_stage 3 --gradient_clipping 1.0"), plain);
+  EXPECT_NE(loss("--use_deepspeed --zero_stage 3 --gradient_clipping 0.01"), plain);
+  // LayerNorm is called by itself.
+  const CommandResult run =
+      RunCommand("client/cli/muster launch --cpu --no_prefix --num_processes 2 " + fsdp +
+                 "LayerNorm -- " + program_ + " --data " + data_ + " --steps 1 2>&1");
+  EXPECT_NE(run.exit_code, 0);
+  EXPECT_THAT(run.output, HasSubstr("muster::call(block, inputs...)"));
+}
+
 TEST_F(ShardingTest, UnknownPlaceToOffloadTo_IsRefusedByName) {
   const CommandResult run = Lm("zero3", 2, "", 0, "MUSTER_OFFLOAD_OPTIMIZER=nvme ");
   EXPECT_NE(run.exit_code, 0);

@@ -482,7 +482,9 @@ class Sim {
   bool resumable_ = false;  // a promoted one was published after the last damage to one
   // Of the files; what was said of them, newest last.
   std::set<uint64_t> damaged_files_;
+  std::set<uint64_t> short_files_;  // those whose sizes alone say it
   struct Verification {
+    v1::VerifyDepth depth;
     bool damaged = false;
     bool acknowledged = false;
   };
@@ -1764,12 +1766,12 @@ bool Sim::KnownDamaged(uint64_t id) const {
   const auto it = verifications_.find(id);
   if (it == verifications_.end()) return false;
   // A later one that is still on its way may have arrived, or not.
-  bool known = false;
+  v1::VerifyDepth known = v1::VERIFY_DEPTH_UNSPECIFIED;  // the deepest look that found it
   for (const Verification& one : it->second) {
-    if (!one.damaged) known = false;
-    if (one.damaged && one.acknowledged) known = true;
+    if (!one.damaged && one.depth >= known) known = v1::VERIFY_DEPTH_UNSPECIFIED;
+    if (one.damaged && one.acknowledged) known = std::max(known, one.depth);
   }
-  return known;
+  return known != v1::VERIFY_DEPTH_UNSPECIFIED;
 }
 
 void Sim::VerifyOne(const v1::ListCheckpointsReply& listed) {
@@ -1781,9 +1783,15 @@ void Sim::VerifyOne(const v1::ListCheckpointsReply& listed) {
   const v1::CheckpointRecord& record = *whole[Draw(whole.size())];
   const uint64_t id = record.checkpoint_id();
   if (damaged_files_.contains(id)) {
-    if (Draw(4) == 0) damaged_files_.erase(id);  // from a copy
+    if (Draw(4) == 0) {  // from a copy
+      damaged_files_.erase(id);
+      short_files_.erase(id);
+    } else if (Draw(4) == 0) {
+      short_files_.insert(id);
+    }
   } else if (Draw(6) == 0) {
     damaged_files_.insert(id);
+    if (Draw(3) == 0) short_files_.insert(id);
     Fault("checkpoint damaged");
   }
   v1::Op op;
@@ -1793,19 +1801,17 @@ void Sim::VerifyOne(const v1::ListCheckpointsReply& listed) {
   verify->set_sha256(record.sha256());
   verified_at_ = std::max(now_, verified_at_ + absl::Microseconds(1));
   verify->set_verified_unix_us(static_cast<uint64_t>(absl::ToUnixMicros(verified_at_)));
-  // A look at the sizes finds nothing, and must take back nothing.
   const bool deep = Draw(3) != 0;
   verify->set_depth(deep ? v1::VERIFY_CONTENTS : v1::VERIFY_SIZES);
-  if (!deep) return FromOperator(op, [](const v1::OpResult&) {});
-  const bool damaged = damaged_files_.contains(id);
-  if (damaged) verify->set_damage("rank0: block 0 is damaged");
+  const bool damaged = (deep ? damaged_files_ : short_files_).contains(id);
+  if (damaged) verify->set_damage(deep ? "rank0: block 0 is damaged" : "rank0: 3 of 4 bytes");
   if (damaged && record.promoted()) {
     damage_reported_at_ = now_;
     resumable_ = false;
   }
   std::vector<Verification>& verifications = verifications_[id];
   const size_t index = verifications.size();
-  verifications.push_back({.damaged = damaged});
+  verifications.push_back({.depth = verify->depth(), .damaged = damaged});
   FromOperator(op, [this, id, index](const v1::OpResult& result) {
     if (result.has_verify_checkpoint()) verifications_[id][index].acknowledged = true;
   });

@@ -93,7 +93,7 @@ at::Tensor BertImpl::forward(const TextBatch& batch, bool activation_checkpointi
   at::Tensor x = Dropout(norm_(sum), dropout_, is_training());
   const AttentionMask mask = BidirectionalMask(PaddingMask(batch.attention_mask));
   for (BertLayer& layer : layers_) {
-    x = activation_checkpointing ? activation_checkpoint(layer, x, mask) : layer(x, mask);
+    x = activation_checkpointing ? activation_checkpoint(layer, x, mask) : call(layer, x, mask);
   }
   return x;
 }

@@ -90,8 +90,11 @@ DecoderImpl::Output DecoderImpl::forward(const TextBatch& batch, DecoderPass pas
   }
   Output out;
   for (DecoderLayer& layer : layers_) {
-    DecoderLayerImpl::Output next =
-        pass.activation_checkpointing ? activation_checkpoint(layer, x, pass) : layer(x, pass);
+    // A second run would extend a cache again.
+    DecoderLayerImpl::Output next = pass.activation_checkpointing
+                                        ? activation_checkpoint(layer, x, pass)
+                                    : pass.cache == nullptr ? call(layer, x, pass)
+                                                            : layer(x, pass);
     x = next.x;
     if (next.router_logits.defined()) out.router_logits.push_back(next.router_logits);
   }

@@ -82,8 +82,13 @@ at::Tensor Gpt2Impl::forward(const TextBatch& batch, KvCache* cache,
   const AttentionMask mask =
       CausalMask(PaddingMask(batch.attention_mask), count, past + count, /*window=*/0, x.device());
   for (Gpt2Block& block : h_) {
-    x = activation_checkpointing ? activation_checkpoint(block, x, mask, cache)
-                                 : block(x, mask, cache);
+    if (activation_checkpointing) {
+      x = activation_checkpoint(block, x, mask, cache);
+    } else if (cache == nullptr) {
+      x = call(block, x, mask, cache);
+    } else {  // which a second run would extend again
+      x = block(x, mask, cache);
+    }
   }
   if (cache != nullptr) cache->Advance(count);
   return ln_f_(x);

@@ -38,22 +38,26 @@ std::string Join(const std::set<std::string>& names) {
   return text;
 }
 
-void Match(const Modules& modules, const ShardingOptions& options, std::set<std::string>* units) {
-  std::set<std::string> types, names;
-  for (const auto& item : modules) {
-    types.insert(ShortName(item.value()->name()));
-    names.insert(item.key());
-  }
-  for (const std::string& wanted : options.unit_types) {
+void MatchTypes(const Modules& modules, const std::vector<std::string>& wanted,
+                const std::string& option, std::set<std::string>* units) {
+  std::set<std::string> types;
+  for (const auto& item : modules) types.insert(ShortName(item.value()->name()));
+  for (const std::string& type : wanted) {
     bool found = false;
     for (const auto& item : modules) {
-      if (ShortName(item.value()->name()) != ShortName(wanted)) continue;
+      if (ShortName(item.value()->name()) != ShortName(type)) continue;
       units->insert(item.key());
       found = true;
     }
-    TORCH_CHECK(found, "options.sharding.unit_types: the model has no module of class '", wanted,
-                "'; it has ", Join(types));
+    TORCH_CHECK(found, option, ": the model has no module of class '", type, "'; it has ",
+                Join(types));
   }
+}
+
+void Match(const Modules& modules, const ShardingOptions& options, std::set<std::string>* units) {
+  MatchTypes(modules, options.unit_types, "options.sharding.unit_types", units);
+  std::set<std::string> names;
+  for (const auto& item : modules) names.insert(item.key());
   for (const std::string& wanted : options.unit_names) {
     TORCH_CHECK(names.count(wanted) > 0, "options.sharding.unit_names: the model has no module '",
                 wanted, "'; it has ", Join(names));
@@ -83,7 +87,9 @@ int64_t MatchBySize(const torch::nn::Module& module, const std::string& name, in
   return 0;
 }
 
-std::set<std::string> UnitNames(torch::nn::Module& module, const ShardingOptions& options) {
+}  // namespace
+
+std::set<std::string> UnitModules(const torch::nn::Module& module, const ShardingOptions& options) {
   TORCH_CHECK(options.min_unit_parameters >= 0, "options.sharding.min_unit_parameters is ",
               options.min_unit_parameters, "; it must be 0 or more");
   const int rules = (options.unit_types.empty() ? 0 : 1) + (options.unit_names.empty() ? 0 : 1) +
@@ -110,6 +116,16 @@ std::set<std::string> UnitNames(torch::nn::Module& module, const ShardingOptions
   }
   return units;
 }
+
+std::set<std::string> ModulesOfTypes(const torch::nn::Module& module,
+                                     const std::vector<std::string>& types,
+                                     const std::string& option) {
+  std::set<std::string> names;
+  MatchTypes(module.named_modules("", /*include_self=*/false), types, option, &names);
+  return names;
+}
+
+namespace {
 
 // The innermost unit around `parameter`, "a.b.weight"; "(rest)" if there is none.
 std::string UnitOf(const std::string& parameter, const std::set<std::string>& units) {
@@ -153,7 +169,7 @@ std::vector<PlannedUnit> PlanUnits(torch::nn::Module* module,
                                    const ShardingOptions& options) {
   std::set<std::string> names, ignored;
   if (module != nullptr) {
-    names = UnitNames(*module, options);
+    names = UnitModules(*module, options);
     ignored = IgnoredModules(*module, options.ignored_modules);
   } else {
     TORCH_CHECK(options.unit_types.empty() && options.unit_names.empty() &&

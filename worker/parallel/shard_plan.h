@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_PARALLEL_SHARD_PLAN_H_
 #define MUSTER_WORKER_PARALLEL_SHARD_PLAN_H_
 
+#include <set>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,14 @@ struct PlannedUnit {
   std::vector<NamedParameter> parameters;
   bool whole = false;  // of ignored modules: it is not divided
 };
+
+// The full names of the modules that `options` make units, inside of each other or not.
+std::set<std::string> UnitModules(const torch::nn::Module& module, const ShardingOptions& options);
+// Those of modules of the classes `types`. Throws c10::Error for a class that the model does not
+// have, naming `option` and what there is.
+std::set<std::string> ModulesOfTypes(const torch::nn::Module& module,
+                                     const std::vector<std::string>& types,
+                                     const std::string& option);
 
 // Divides `parameters` (full names, those of `module`) into units as `options` say: in the order of
 // the modules, the rest at the end, parameters of different dtype or device apart. A tensor that

@@ -63,6 +63,16 @@ const char kLayer1[] =
     "layers.1: layers.1.first.weight layers.1.first.bias layers.1.second.weight "
     "layers.1.second.bias";
 
+TEST(UnitModules, AreThoseOfTheRule) {
+  Net net;
+  EXPECT_THAT(UnitModules(net, {}), ElementsAre("layers.0", "layers.1"));
+  EXPECT_THAT(UnitModules(net, {.unit_names = {"head"}}), ElementsAre("head"));
+  EXPECT_THAT(ModulesOfTypes(net, {"LayerImpl"}, "option"), ElementsAre("layers.0", "layers.1"));
+  EXPECT_THAT(
+      ErrorOf([&] { ModulesOfTypes(net, {"Block"}, "the.option"); }),
+      AllOf(HasSubstr("the.option: the model has no module of class 'Block'"), HasSubstr("Layer")));
+}
+
 TEST(PlanUnits, WithoutARule_TakesTheEntriesOfLists) {
   Net net;
   EXPECT_THAT(Plan(net, {}), ElementsAre(kLayer0, kLayer1, "(rest): words.weight head.weight"));

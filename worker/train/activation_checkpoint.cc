@@ -1,5 +1,6 @@
 #include "worker/train/activation_checkpoint.h"
 
+#include <exception>
 #include <map>
 #include <optional>
 #include <string>
@@ -8,9 +9,13 @@
 #include "ATen/autocast_mode.h"
 #include "ATen/core/grad_mode.h"
 #include "base/mutex.h"
+#include "c10/core/TensorImpl.h"
 #include "c10/util/Exception.h"
 #include "torch/csrc/autograd/engine.h"
 #include "torch/csrc/autograd/saved_variable_hooks.h"
+#include "worker/parallel/paged_storage.h"
+#include "worker/train/activation_policy.h"
+#include "worker/train/activation_store.h"
 #include "worker/train/autocast.h"
 #include "worker/train/seed.h"
 
@@ -73,8 +78,9 @@ class Region : public std::enable_shared_from_this<Region> {
     bool other_version = false;  // than in the first run
   };
 
-  explicit Region(Rerun rerun)
+  Region(Rerun rerun, std::shared_ptr<ActivationStore> store)
       : rerun_(std::move(rerun)),
+        store_(std::move(store)),
         rng_(SaveRngState()),
         autocast_{AutocastState(c10::kCPU), AutocastState(c10::kCUDA)} {
     for (const at::Tensor& input : rerun_.inputs) {
@@ -116,7 +122,11 @@ class Region : public std::enable_shared_from_this<Region> {
                          "first");
     }
     // An input that leads to this region would keep it.
-    if (!broken_.empty()) rerun_ = {};
+    if (!broken_.empty()) {
+      rerun_ = {};
+    } else if (!slots_.empty()) {
+      ParkInputs();
+    }
   }
 
   // The second run: the next tensor that autograd saves.
@@ -176,10 +186,16 @@ class Region : public std::enable_shared_from_this<Region> {
     return false;
   }
 
+  void ParkInputs();
+  std::vector<at::Tensor> Inputs() const;
   void RunAgain(int pass);
   void CheckUnchanged() const;
 
   Rerun rerun_;
+  const std::shared_ptr<ActivationStore> store_;
+  uint64_t group_ = 0;
+  // In the place of inputs that are not defined any more.
+  std::vector<std::shared_ptr<ActivationStore::Parked>> parked_;
   // As the first run found them: random generators and buffers, after it those that it has changed.
   std::map<std::string, at::Tensor> rng_;
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
@@ -278,6 +294,38 @@ void InstallEngine() {
 
 }  // namespace
 
+// What the graph has computed and no parameter or data, which others hold as well.
+void Region::ParkInputs() {
+  if (store_ == nullptr) return;
+  group_ = store_->NewGroup();
+  parked_.resize(rerun_.inputs.size());
+  for (size_t i = 0; i < rerun_.inputs.size(); ++i) {
+    at::Tensor& input = rerun_.inputs[i];
+    if (!input.defined() || input.is_leaf() || IsPaged(input)) continue;
+    try {
+      parked_[i] = store_->Park(input, group_);
+    } catch (const std::exception& error) {
+      broken_ = c10::str("activation_checkpoint: an input could not be offloaded: ", error.what());
+      return;
+    }
+    if (parked_[i] != nullptr) input = at::Tensor();
+  }
+}
+
+std::vector<at::Tensor> Region::Inputs() const {
+  std::vector<at::Tensor> inputs = rerun_.inputs;
+  for (size_t i = 0; i < parked_.size(); ++i) {
+    if (parked_[i] == nullptr) continue;
+    inputs[i] = store_->Get(parked_[i]).detach();
+    // What autograd saves of it is compared with the first run.
+    inputs[i].unsafeGetTensorImpl()->set_version_counter(
+        c10::VariableVersion(static_cast<uint32_t>(input_versions_[i])));
+    inputs[i].requires_grad_();
+  }
+  if (store_ != nullptr) store_->ReadAhead(group_);
+  return inputs;
+}
+
 void Region::CheckUnchanged() const {
   TORCH_CHECK(broken_.empty(), broken_);
   for (size_t i = 0; i < rerun_.inputs.size(); ++i) {
@@ -298,6 +346,7 @@ void Region::CheckUnchanged() const {
 
 void Region::RunAgain(int pass) {
   CheckUnchanged();
+  const std::vector<at::Tensor> inputs = Inputs();
   pass_ = pass;
   next_ = 0;
   seen_.clear();
@@ -328,7 +377,7 @@ void Region::RunAgain(int pass) {
       const AutocastGuard cpu(autocast_[0].precision, autocast_[0].device, autocast_[0].options);
       const AutocastGuard cuda(autocast_[1].precision, autocast_[1].device, autocast_[1].options);
       const RunningScope scope({.region = this, .again = true});
-      rerun_.function();
+      rerun_.function(inputs);
     } catch (const AllIsThere&) {
     } catch (...) {
       restore();
@@ -347,9 +396,11 @@ void Region::RunAgain(int pass) {
   seen_.clear();
 }
 
-RegionScope::RegionScope(Rerun rerun) {
+RegionScope::RegionScope(Rerun rerun, const torch::nn::Module* module) {
   InstallEngine();
-  region_ = std::make_shared<Region>(std::move(rerun));
+  const std::shared_ptr<Selection> selection = SelectionOf(module);
+  region_ =
+      std::make_shared<Region>(std::move(rerun), selection == nullptr ? nullptr : selection->store);
   running = {.region = region_.get(), .again = false};
 }
 
@@ -358,7 +409,12 @@ RegionScope::~RegionScope() {
   running = {};
 }
 
-bool NothingToDrop() { return !at::GradMode::is_enabled() || running.region != nullptr; }
+bool NothingToDrop(const torch::nn::Module* module) {
+  if (const std::shared_ptr<Selection> selection = SelectionOf(module)) selection->called = true;
+  return !at::GradMode::is_enabled() || running.region != nullptr;
+}
+
+bool IsSelected(const torch::nn::Module* module) { return SelectionOf(module) != nullptr; }
 
 }  // namespace activation_internal
 }  // namespace muster

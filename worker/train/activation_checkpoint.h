@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_TRAIN_ACTIVATION_CHECKPOINT_H_
 #define MUSTER_WORKER_TRAIN_ACTIVATION_CHECKPOINT_H_
 
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <tuple>
@@ -10,6 +11,10 @@
 
 #include "ATen/core/Tensor.h"
 #include "worker/nested/nested.h"
+
+namespace torch::nn {
+class Module;
+}
 
 namespace muster {
 
@@ -41,7 +46,8 @@ decltype(auto) Call(Function& function, Inputs&&... inputs) {
 
 // What it takes to run a function again.
 struct Rerun {
-  std::function<void()> function;
+  // The argument: the tensors of its inputs that are seen, which are kept here alone.
+  std::function<void(const std::vector<at::Tensor>& inputs)> function;
   std::vector<at::Tensor> inputs;
   // Of a module.
   std::vector<at::Tensor> parameters;
@@ -54,10 +60,53 @@ void AddTensorsOf(Function& function, Rerun* rerun) {
     for (const at::Tensor& parameter : module.parameters()) rerun->parameters.push_back(parameter);
     for (const at::Tensor& buffer : module.buffers()) rerun->buffers.push_back(buffer);
   };
-  if constexpr (requires { function->buffers(); }) {
+  if constexpr (requires { function.ptr()->buffers(); }) {
+    add(*function.ptr());
+  } else if constexpr (requires { function->buffers(); }) {
     add(*function);
   } else if constexpr (requires { function.buffers(); }) {
     add(function);
+  }
+}
+
+template <typename T>
+constexpr bool HoldsSeenTensors() {
+  if constexpr (IsTransparent<T>()) {
+    return nested_internal::HoldsTensor<T>();
+  } else {
+    return false;
+  }
+}
+
+// `value` without its tensors, and with those of `tensors` from `*next` on.
+template <typename T>
+T WithoutTensors(const T& value) {
+  if constexpr (HoldsSeenTensors<T>()) {
+    return MapTensors(value, [](const at::Tensor&) { return at::Tensor(); });
+  } else {
+    return value;
+  }
+}
+template <typename T>
+T WithTensors(const T& value, const std::vector<at::Tensor>& tensors, size_t* next) {
+  if constexpr (HoldsSeenTensors<T>()) {
+    return MapTensors(value, [&](const at::Tensor&) { return tensors[(*next)++]; });
+  } else {
+    return value;
+  }
+}
+
+// The module behind a handle; null for a function.
+template <typename Function>
+const torch::nn::Module* ModuleOf(const Function& function) {
+  if constexpr (requires { static_cast<const torch::nn::Module*>(function.ptr().get()); }) {
+    return function.is_empty() ? nullptr : function.ptr().get();
+  } else if constexpr (requires { static_cast<const torch::nn::Module*>(function.get()); }) {
+    return function.get();
+  } else if constexpr (std::is_convertible_v<Function, const torch::nn::Module*>) {
+    return function;
+  } else {
+    return nullptr;
   }
 }
 
@@ -67,7 +116,8 @@ class Region;
 // again when the backward pass asks for it.
 class RegionScope {
  public:
-  explicit RegionScope(Rerun rerun);
+  // Of a call of `module`, which may be null.
+  RegionScope(Rerun rerun, const torch::nn::Module* module);
   ~RegionScope();
   RegionScope(const RegionScope&) = delete;
   RegionScope& operator=(const RegionScope&) = delete;
@@ -76,8 +126,12 @@ class RegionScope {
   std::shared_ptr<Region> region_;
 };
 
-// Nothing is saved here: gradients are off, or an activation_checkpoint() around this one drops it.
-bool NothingToDrop();
+// Before a call of `module`, which may be null: whether nothing is saved here, as gradients are
+// off, or an activation_checkpoint() around this one drops it.
+bool NothingToDrop(const torch::nn::Module* module);
+
+// Whether a policy selects `module` (activation_policy.h).
+bool IsSelected(const torch::nn::Module* module);
 
 }  // namespace activation_internal
 
@@ -116,7 +170,8 @@ auto activation_checkpoint(Function&& function, Inputs&&... inputs) {
       "activation_checkpoint(): a TorchScript module rewrites itself after its first "
       "run, so that a second one would save other tensors; use a module in C++");
   namespace internal = activation_internal;
-  if (internal::NothingToDrop()) {
+  const torch::nn::Module* const module = internal::ModuleOf(function);
+  if (internal::NothingToDrop(module)) {
     return internal::Call(function, std::forward<Inputs>(inputs)...);
   }
   internal::Rerun rerun;
@@ -128,14 +183,51 @@ auto activation_checkpoint(Function&& function, Inputs&&... inputs) {
   (add(std::as_const(inputs)), ...);
   internal::AddTensorsOf(function, &rerun);
   // Each run has copies of its own, so that one which changes its captures finds them as the first.
-  rerun.function = [function = std::decay_t<Function>(function),
-                    inputs = std::tuple<std::decay_t<Inputs>...>(inputs...)] {
-    auto again = function;
-    auto arguments = inputs;
-    std::apply([&](auto&... each) { internal::Call(again, each...); }, arguments);
-  };
-  const internal::RegionScope scope(std::move(rerun));
+  // The tensors are kept in rerun.inputs alone, so that they can be elsewhere meanwhile.
+  const std::tuple<std::decay_t<Inputs>...> copies(inputs...);
+  rerun.function =
+      [function = std::decay_t<Function>(function),
+       inputs = std::apply(
+           [](const auto&... each) {
+             return std::tuple<std::decay_t<Inputs>...>(internal::WithoutTensors(each)...);
+           },
+           copies)](const std::vector<at::Tensor>& tensors) {
+        auto again = function;
+        size_t next = 0;
+        // Braces: from the first to the last.
+        auto arguments = std::apply(
+            [&](const auto&... each) {
+              return std::tuple<std::decay_t<Inputs>...>{
+                  internal::WithTensors(each, tensors, &next)...};
+            },
+            inputs);
+        std::apply([&](auto&... each) { internal::Call(again, each...); }, arguments);
+      };
+  const internal::RegionScope scope(std::move(rerun), module);
   return internal::Call(function, std::forward<Inputs>(inputs)...);
+}
+
+// Calls a block of a model: the forward() of a module (a ModuleHolder, an AnyModule, a shared_ptr,
+// a pointer). A plain call, unless options.activation_checkpointing or the configuration that the
+// job was launched with selects the module: then activation_checkpoint(block, inputs...). LibTorch
+// has no place of its own where calls of modules go through, so write it where the model calls what
+// it repeats:
+//
+//   for (auto& block : blocks_) x = muster::call(block, x, mask);
+//
+// Thread-safe.
+template <typename Block, typename... Inputs>
+auto call(Block&& block, Inputs&&... inputs) {
+  namespace internal = activation_internal;
+  static_assert(
+      requires { block.ptr(); } || requires { block.get(); } ||
+          std::is_convertible_v<Block, const torch::nn::Module*>,
+      "muster::call(block, inputs...): `block` is not a module by its holder, a shared_ptr or a "
+      "pointer");
+  if (!internal::IsSelected(internal::ModuleOf(block))) {
+    return internal::Call(block, std::forward<Inputs>(inputs)...);
+  }
+  return activation_checkpoint(std::forward<Block>(block), std::forward<Inputs>(inputs)...);
 }
 
 }  // namespace muster

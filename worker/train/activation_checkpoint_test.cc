@@ -1,18 +1,29 @@
 #include "worker/train/activation_checkpoint.h"
 
+#include <errno.h>
+
 #include <limits>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "ATen/Functions.h"
+#include "base/test_folder.h"
 #include "gtest/gtest.h"
 #include "torch/csrc/autograd/autograd.h"
 #include "torch/nn/module.h"
 #include "torch/nn/modules/activation.h"
 #include "torch/nn/modules/batchnorm.h"
+#include "torch/nn/modules/container/any.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/dropout.h"
 #include "torch/nn/modules/linear.h"
+#include "worker/checkpoint/direct_io.h"
+#include "worker/checkpoint/scratch_file.h"
+#include "worker/train/activation_policy.h"
+#include "worker/train/activation_store.h"
 #include "worker/train/autocast.h"
+#include "worker/train/disk_parts.h"
 
 namespace muster {
 namespace {
@@ -410,6 +421,188 @@ TEST(ActivationCheckpoint, TensorsInMembersAndNan_AreNoMistakes) {
       .backward();
   EXPECT_TRUE(x.grad().defined());
   net->logged.clear();
+}
+
+// --- muster::call() and policies ---
+
+std::vector<ActivationPolicy::Block> Named(const std::vector<Block>& blocks) {
+  std::vector<ActivationPolicy::Block> named;
+  for (const Block& block : blocks) {
+    named.push_back({"blocks." + std::to_string(named.size()), block.ptr()});
+  }
+  return named;
+}
+
+TEST(Call, WithoutAPolicy_IsAPlainCall) {
+  Block block;
+  call(block, at::ones({1, 8})).sum().backward();
+  call(block.ptr(), at::ones({1, 8})).sum().backward();
+  call(block.get(), at::ones({1, 8})).sum().backward();
+  torch::nn::AnyModule any(block);
+  call(any, at::ones({1, 8})).sum().backward();
+  EXPECT_EQ(block->runs, 4);
+}
+
+TEST(Call, ModulesThatAPolicySelects_AreCheckpointedAsLongAsItLives) {
+  Block selected, other;
+  {
+    ActivationPolicy policy(Named({selected}), nullptr);
+    torch::nn::AnyModule any(selected);
+    at::Tensor x = call(selected, at::ones({1, 8}));
+    x = call(any, call(selected.ptr(), call(selected.get(), x)));
+    const at::Tensor y = call(other, x).sum();
+    policy.CheckCalled(y);
+    y.backward();
+    EXPECT_EQ(selected->runs, 8);
+    EXPECT_EQ(other->runs, 1);
+  }
+  call(selected, at::ones({1, 8})).sum().backward();
+  EXPECT_EQ(selected->runs, 9);
+}
+
+TEST(Call, TwoPoliciesForOneModule_LastAsLongAsOneOfThem) {
+  Block block;
+  auto first = std::make_unique<ActivationPolicy>(Named({block}), nullptr);
+  const ActivationPolicy second(Named({block}), nullptr);
+  first.reset();
+  call(block, at::ones({1, 8})).sum().backward();
+  EXPECT_EQ(block->runs, 2);
+}
+
+TEST(ActivationPolicy, BlockThatIsCalledByItself_IsNamed) {
+  Block first, second;
+  ActivationPolicy policy(Named({first, second}), nullptr);
+  const at::Tensor y = second(call(first, at::ones({1, 8}))).sum();
+  const std::string error = ErrorOf([&] { policy.CheckCalled(y); });
+  EXPECT_NE(error.find("'blocks.1'"), std::string::npos) << error;
+  EXPECT_NE(error.find("1 block(s)"), std::string::npos) << error;
+  EXPECT_NE(error.find("muster::call(block, inputs...)"), std::string::npos) << error;
+  // One that a step leaves out has kept nothing.
+  policy.CheckCalled(call(first, at::ones({1, 8})).sum());
+  policy.CheckCalled(call(second, at::ones({1, 8})).sum());
+}
+
+TEST(ActivationPolicy, BlocksInsideOfBlocks_CountAsThose) {
+  struct OuterImpl : torch::nn::Module {
+    OuterImpl() : inner(register_module("inner", Block())) {}
+    at::Tensor forward(const at::Tensor& x) { return inner(x); }
+    Block inner;
+  };
+  const auto outer = std::make_shared<OuterImpl>();
+  ActivationPolicy policy({{"outer.inner", outer->inner.ptr()}, {"outer", outer}}, nullptr);
+  policy.CheckCalled(call(outer, at::ones({1, 8})).sum());
+}
+
+TEST(ActivationPolicy, TiedWeights_AreNoSign) {
+  Block first, second;
+  second->in->weight = first->in->weight;
+  second->unregister_module("in");
+  second->in = first->in;
+  second->register_module("in", first->in);
+  ActivationPolicy policy(Named({first, second}), nullptr);
+  policy.CheckCalled(call(first, at::ones({1, 8})).sum());
+}
+
+// --- Inputs that are elsewhere ---
+
+std::shared_ptr<ActivationStore> StoreIn(const TestFolder& folder,
+                                         const DirectFileSystem* system = nullptr) {
+  absl::StatusOr<std::shared_ptr<ScratchFile>> file = ScratchFile::Create(folder.path(), system);
+  EXPECT_TRUE(file.ok()) << file.status();
+  return std::make_shared<ActivationStore>(std::make_unique<DiskParts>(*file));
+}
+
+// Gradients of four blocks, one after the other, of inputs that the store takes. `kept`: how many
+// inputs of blocks are in memory before the backward pass.
+std::vector<at::Tensor> TrainOffloaded(const std::shared_ptr<ActivationStore>& store,
+                                       int* kept = nullptr) {
+  at::manual_seed(11);
+  std::vector<Block> blocks(4);
+  const ActivationPolicy policy(Named(blocks), store);
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> inputs;
+  torch::nn::Linear first(8, 8);
+  at::Tensor x = first(at::randn({512, 8}));
+  for (Block& block : blocks) {
+    inputs.emplace_back(x.getIntrusivePtr());
+    // An operator that writes: versions are not those of new tensors.
+    x = call(block, x);
+    x.mul_(1.5);
+  }
+  const at::Tensor loss = x.sum();
+  x = at::Tensor();
+  if (store != nullptr) store->WaitUntilIdle();
+  if (kept != nullptr) {
+    *kept = 0;
+    for (const auto& input : inputs) *kept += input.expired() ? 0 : 1;
+  }
+  loss.backward();
+  std::vector<at::Tensor> gradients;
+  for (const Block& block : blocks) {
+    EXPECT_EQ(block->runs, 2);
+    for (const at::Tensor& parameter : block->parameters()) gradients.push_back(parameter.grad());
+  }
+  for (const at::Tensor& parameter : first->parameters()) gradients.push_back(parameter.grad());
+  return gradients;
+}
+
+TEST(ActivationOffload, OnADisk_HasTheSameBitsAndHoldsNoInput) {
+  int kept = -1;
+  const std::vector<at::Tensor> want = TrainOffloaded(nullptr, &kept);
+  EXPECT_EQ(kept, 4);
+  const TestFolder folder;
+  const std::vector<at::Tensor> got = TrainOffloaded(StoreIn(folder), &kept);
+  EXPECT_EQ(kept, 0);
+  ASSERT_EQ(got.size(), want.size());
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(got[i].equal(want[i])) << i;
+}
+
+TEST(ActivationOffload, RetainedGraphAndStructures_GoThrough) {
+  const TestFolder folder;
+  struct Pair {
+    at::Tensor a, b;
+  };
+  struct NetImpl : torch::nn::Module {
+    NetImpl() : scale(register_parameter("scale", at::ones({2000}))) {}
+    at::Tensor forward(const Pair& in, double factor) {
+      return in.a.exp().sin() * scale * factor + in.b.cos();
+    }
+    at::Tensor scale;
+  };
+  const auto net = std::make_shared<NetImpl>();
+  const at::Tensor x = at::randn({2000}).requires_grad_();
+  const Pair in{x * 2, x * 3};
+  const at::Tensor want = grad({net->forward(in, 0.5).sum()}, {x}, {}, /*retain_graph=*/true)[0];
+  const ActivationPolicy policy({{"net", net}}, StoreIn(folder));
+  const at::Tensor y = call(net, in, 0.5).sum();
+  for (int pass = 0; pass < 2; ++pass) {
+    EXPECT_TRUE(grad({y}, {x}, {}, /*retain_graph=*/true)[0].equal(want)) << pass;
+  }
+}
+
+TEST(ActivationOffload, InputThatIsChangedInPlaceLater_HasTheValuesBefore) {
+  const TestFolder folder;
+  Block block;
+  block->eval();
+  const ActivationPolicy policy(Named({block}), StoreIn(folder));
+  const at::Tensor leaf = at::randn({512, 8}).requires_grad_();
+  const at::Tensor want = grad({block(leaf * 2).sum()}, {leaf})[0];
+  at::Tensor x = leaf * 2;
+  const at::Tensor y = call(block, x);
+  x.mul_(3);
+  EXPECT_TRUE(grad({y.sum()}, {leaf})[0].equal(want));
+}
+
+TEST(ActivationOffload, DiskThatFails_ThrowsInTheBackwardPass) {
+  const TestFolder folder;
+  DirectFileSystem system;
+  system.pwrite = [](int, const void*, size_t, off_t) -> ssize_t {
+    errno = EIO;
+    return -1;
+  };
+  const std::shared_ptr<ActivationStore> store = StoreIn(folder, &system);
+  const std::string error = ErrorOf([&] { TrainOffloaded(store); });
+  EXPECT_NE(error.find("could not be written"), std::string::npos) << error;
+  EXPECT_NE(error.find(folder.path()), std::string::npos) << error;
 }
 
 }  // namespace

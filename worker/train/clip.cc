@@ -107,6 +107,7 @@ at::Tensor TotalNorm(const std::vector<at::Tensor>& tensors, double norm_type) {
 void ScaleToNorm(const std::vector<at::Tensor>& tensors, double max_norm,
                  const at::Tensor& total_norm) {
   TORCH_CHECK(max_norm >= 0, "max_norm must not be negative, got ", max_norm);
+  if (std::isinf(max_norm)) return;
   at::NoGradGuard no_grad;
   const at::Tensor factor = total_norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0);
   ForEachKind(tensors, [&](const std::vector<at::Tensor>& list) {

@@ -29,7 +29,8 @@ at::Tensor GradientValues(const at::Tensor& parameter, const std::string& what);
 at::Tensor TotalNorm(const std::vector<at::Tensor>& tensors, double norm_type = 2);
 
 // Multiplies `tensors` in place by max_norm / (total_norm + 1e-6), at most 1. Always multiplies,
-// also by the factor of a NaN or infinite norm.
+// also by the factor of a NaN or infinite norm, but for a max_norm of infinity, which only
+// measures.
 void ScaleToNorm(const std::vector<at::Tensor>& tensors, double max_norm,
                  const at::Tensor& total_norm);
 

@@ -1,5 +1,6 @@
 #include "worker/train/grad_scaler.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 #include <vector>
@@ -23,7 +24,7 @@ at::Tensor Scalar(double value, at::ScalarType type, c10::Device device) {
 }  // namespace
 
 GradScaler::GradScaler(const GradScalerOptions& options, Comm* comm)
-    : options_(options), comm_(comm) {
+    : options_(options), comm_(comm), patience_(options.hysteresis) {
   TORCH_CHECK(options.init_scale > 0, "init_scale must be above 0, got ", options.init_scale);
   TORCH_CHECK(options.growth_factor > 1, "growth_factor must be above 1, got ",
               options.growth_factor);
@@ -31,6 +32,10 @@ GradScaler::GradScaler(const GradScalerOptions& options, Comm* comm)
               "backoff_factor must be in (0, 1), got ", options.backoff_factor);
   TORCH_CHECK(options.growth_interval >= 1, "growth_interval must be at least 1, got ",
               options.growth_interval);
+  TORCH_CHECK(options.hysteresis >= 1, "hysteresis must be at least 1, got ", options.hysteresis);
+  TORCH_CHECK(options.min_scale >= 0 && options.min_scale <= options.init_scale,
+              "min_scale must be from 0 to init_scale (", options.init_scale, "), got ",
+              options.min_scale);
   scale_ = Scalar(options.init_scale, at::kFloat, at::kCPU);
   tracker_ = Scalar(0, at::kInt, at::kCPU);
 }
@@ -147,16 +152,37 @@ void GradScaler::Update() {
   }
   TORCH_CHECK(found_inf.defined(),
               "the gradient scaler was updated without an optimizer step since the last update");
+  if (!options_.dynamic) return;
+  const bool decides = options_.hysteresis > 1 || options_.min_scale > 0;
+  const bool overflow = decides && found_inf.item<float>() != 0;
+  if (overflow && patience_ > 1) {
+    --patience_;
+    tracker_.zero_();
+    return;
+  }
+  const double before = decides ? scale_.item<float>() : 0;
+  TORCH_CHECK(
+      !overflow || options_.min_scale == 0 || before > options_.min_scale,
+      "the gradients overflow fp16 at the smallest loss scale, ", before,
+      " (grad_scaler.min_scale, or fp16.min_loss_scale of a DeepSpeed config): look for NaN "
+      "or infinity in the loss, lower the learning rate, or train in bf16");
   at::_amp_update_scale_(scale_, tracker_, found_inf, options_.growth_factor,
                          options_.backoff_factor, options_.growth_interval);
+  if (overflow) {
+    scale_.clamp_min_(options_.min_scale);
+  } else if (decides && scale_.item<float>() > before) {
+    patience_ = options_.hysteresis;
+  }
 }
 
 double GradScaler::scale() const { return options_.enabled ? scale_.item<float>() : 1; }
 int64_t GradScaler::growth_tracker() const { return tracker_.item<int>(); }
 
 PlainState GradScaler::SaveState() const {
-  return {{"scale", {static_cast<double>(scale_.item<float>())}},
-          {"growth_tracker", {static_cast<double>(growth_tracker())}}};
+  PlainState state = {{"scale", {static_cast<double>(scale_.item<float>())}},
+                      {"growth_tracker", {static_cast<double>(growth_tracker())}}};
+  if (options_.hysteresis > 1) state["hysteresis"] = {static_cast<double>(patience_)};
+  return state;
 }
 
 void GradScaler::LoadState(const PlainState& state) {
@@ -171,6 +197,13 @@ void GradScaler::LoadState(const PlainState& state) {
   TORCH_CHECK(scale > 0 && std::isfinite(scale), "gradient scaler state 'scale' is ", scale);
   scale_ = Scalar(scale, at::kFloat, scale_.device());
   tracker_ = Scalar(tracker, at::kInt, tracker_.device());
+  // A state of a scaler without one begins to count.
+  patience_ = options_.hysteresis;
+  if (options_.hysteresis > 1 && state.count("hysteresis") > 0) {
+    const double patience = value("hysteresis");
+    TORCH_CHECK(patience >= 1, "gradient scaler state 'hysteresis' is ", patience);
+    patience_ = std::min(options_.hysteresis, static_cast<int64_t>(patience));
+  }
 }
 
 }  // namespace muster

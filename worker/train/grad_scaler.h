@@ -23,7 +23,8 @@ namespace muster {
 // Update(). Unlike PyTorch's, a second Unscale() of an optimizer in one step does nothing, so
 // clipping twice (or clipping parts) is no error. Works on CPU and CUDA. On CUDA nothing here waits
 // for the device except step_was_skipped() and the state, as long as the optimizer
-// supports_scaled_step(). Not thread-safe. Errors are c10::Error.
+// supports_scaled_step(); with a hysteresis or a min_scale Update() waits, too. Not thread-safe.
+// Errors are c10::Error.
 class GradScaler {
  public:
   // With `comm`, an overflow on any rank counts on all of them: needed where ranks hold different
@@ -48,7 +49,8 @@ class GradScaler {
   // the device.
   bool step_was_skipped(const OptimizerHandle& optimizer) const;
 
-  // Ends the step: grows or backs off the scale. Without any Step() or Unscale() before, an error.
+  // Ends the step: grows or backs off the scale. Errors: no Step() or Unscale() before; an overflow
+  // at the smallest scale that the options allow.
   void Update();
 
   // Some optimizer was unscaled or stepped since the last Update().
@@ -74,6 +76,7 @@ class GradScaler {
   Comm* const comm_;
   at::Tensor scale_;                             // 0-d F32; on the device of the first loss
   at::Tensor tracker_;                           // 0-d I32: good steps in a row
+  int64_t patience_;                             // overflows until the scale backs off
   std::map<uint64_t, PerOptimizer> optimizers_;  // by OptimizerHandle::id()
 
   void EnsureOn(c10::Device device);

@@ -62,6 +62,54 @@ TEST(GradScaler, Overflow_SkipsTheStepAndBacksOff) {
   EXPECT_FALSE(scaler.step_was_skipped(one.sgd));
 }
 
+// One step each: the scale after it.
+std::vector<double> Scales(GradScaler& scaler, OneWeight& one, const std::vector<float>& steps) {
+  std::vector<double> scales;
+  for (const float gradient : steps) {
+    one.Backward(scaler, gradient);
+    scaler.Step(one.sgd);
+    EXPECT_EQ(scaler.step_was_skipped(one.sgd), gradient == kInf);
+    scaler.Update();
+    scales.push_back(scaler.scale());
+  }
+  return scales;
+}
+
+// As DeepSpeed's DynamicLossScaler of the same settings, step by step.
+TEST(GradScaler, Hysteresis_BacksOffAtTheLastOverflowAndCountsAnewWhenItGrows) {
+  GradScaler scaler({.init_scale = 64, .growth_interval = 2, .hysteresis = 3});
+  OneWeight one;
+  EXPECT_EQ(Scales(scaler, one, {kInf, 1, kInf, kInf, kInf}),
+            (std::vector<double>{64, 64, 64, 32, 16}));
+  EXPECT_EQ(Scales(scaler, one, {1, kInf, 1, 1}), (std::vector<double>{16, 8, 8, 16}));
+  EXPECT_EQ(Scales(scaler, one, {kInf, kInf}), (std::vector<double>{16, 16}));
+  // It goes on where it was.
+  GradScaler resumed({.init_scale = 64, .growth_interval = 2, .hysteresis = 3});
+  resumed.LoadState(scaler.SaveState());
+  EXPECT_EQ(Scales(resumed, one, {kInf}), (std::vector<double>{8}));
+  // A state without one begins to count.
+  GradScaler other({.init_scale = 64, .hysteresis = 2});
+  other.LoadState(GradScaler().SaveState());
+  EXPECT_EQ(Scales(other, one, {kInf, kInf}), (std::vector<double>{65536, 32768}));
+}
+
+TEST(GradScaler, SmallestScale_ThrowsWhenItOverflows) {
+  GradScaler scaler({.init_scale = 4, .growth_interval = 10, .min_scale = 1.5});
+  OneWeight one;
+  EXPECT_EQ(Scales(scaler, one, {kInf, kInf, 1}), (std::vector<double>{2, 1.5, 1.5}));
+  one.Backward(scaler, kInf);
+  scaler.Step(one.sgd);
+  EXPECT_THROW(scaler.Update(), c10::Error);
+  EXPECT_THROW(GradScaler({.init_scale = 1, .min_scale = 2}), c10::Error);
+  EXPECT_THROW(GradScaler({.hysteresis = 0}), c10::Error);
+}
+
+TEST(GradScaler, FixedScale_StaysAndSkipsOverflows) {
+  GradScaler scaler({.init_scale = 128, .growth_interval = 1, .dynamic = false});
+  OneWeight one;
+  EXPECT_EQ(Scales(scaler, one, {1, kInf, 1}), (std::vector<double>{128, 128, 128}));
+}
+
 TEST(GradScaler, D32_UnscaleTwice_DividesOnce) {
   GradScaler scaler({.init_scale = 4});
   OneWeight one;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <map>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -57,6 +58,7 @@ void OffloadedState::Add(size_t first, const std::vector<at::Tensor>& likes, siz
     const bool apart = k > 0 && IsPaged(like) && !like.is_alias_of(likes[k - 1]);
     if (added.empty() || apart || added.back().bytes + bytes > window_bytes_) {
       added.push_back({.first = first + k, .last = first + k, .bytes = 0, .memory = {}});
+      if (IsPaged(like)) added.back().page = like.storage().unsafeGetStorageImpl();
     }
     Window& window = added.back();
     Place& place = places[k];
@@ -137,6 +139,16 @@ void OffloadedState::ForWindows(size_t first, size_t last,
       break;
     }
   }
+  // A page is read and written once, though several groups have parameters in it.
+  std::map<const void*, size_t> first_of_page;
+  for (const size_t w : windows) {
+    if (windows_[w].page != nullptr) first_of_page.emplace(windows_[w].page, w);
+  }
+  const auto place = [&](size_t w) {
+    return windows_[w].page == nullptr ? w : first_of_page.at(windows_[w].page);
+  };
+  std::stable_sort(windows.begin(), windows.end(),
+                   [&](size_t a, size_t b) { return place(a) < place(b); });
   if (file_ == nullptr) {
     for (const size_t w : windows) {
       Update(w, static_cast<char*>(windows_[w].memory.data_ptr()), update);

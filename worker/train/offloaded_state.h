@@ -50,7 +50,8 @@ class OffloadedState {
   void Add(size_t first, const std::vector<at::Tensor>& likes, size_t slots, bool pinned = false);
 
   // Calls `update(first, last)` for the windows in [first, last) that `wanted(i)` for one of their
-  // parameters, in order, with the tensors of their states there. Throws what `update` throws, and
+  // parameters, in order, but those of one page after each other, with the tensors of their states
+  // there. Throws what `update` throws, and
   // what the file returns; then the states are lost, and so does every further call until Renew().
   void ForWindows(size_t first, size_t last, const std::function<bool(size_t i)>& wanted,
                   const std::function<void(size_t first, size_t last)>& update);
@@ -80,9 +81,10 @@ class OffloadedState {
   struct Window {
     size_t first, last;  // parameters
     uint64_t bytes;
-    uint64_t at = 0;       // in the file
-    at::Tensor memory;     // without a file
-    bool written = false;  // the file has something in it
+    uint64_t at = 0;             // in the file
+    const void* page = nullptr;  // that its parameters are in; null: none
+    at::Tensor memory;           // without a file
+    bool written = false;        // the file has something in it
   };
 
   at::Tensor TensorIn(char* window, const Place& place, size_t slot,

@@ -117,6 +117,23 @@ TEST_F(OffloadedStateTest, ParametersOfOnePage_ShareAWindow) {
   EXPECT_THAT(seen, ElementsAre(Pair(0, 2), Pair(2, 5)));
 }
 
+TEST_F(OffloadedStateTest, WindowsOfOnePage_ComeAfterEachOther) {
+  struct Nothing : Page {
+    void Require(bool, const char*) override {}
+  } page;
+  const at::Tensor first = at::zeros({20}), second = at::zeros({20});
+  const PageRegistration of_first(first, &page), of_second(second, &page);
+  OffloadedState state(File());
+  // Two groups with parameters in both pages, and one without pages.
+  state.Add(0, {PagedView(first, {5}, {1}, 0), PagedView(second, {5}, {1}, 0)}, 1);
+  state.Add(2, {at::zeros({3})}, 1);
+  state.Add(3, {PagedView(first, {15}, {1}, 5), PagedView(second, {15}, {1}, 5)}, 1);
+  std::vector<size_t> seen;
+  state.ForWindows(
+      0, 5, [](size_t) { return true; }, [&](size_t begin, size_t) { seen.push_back(begin); });
+  EXPECT_THAT(seen, ElementsAre(0, 3, 1, 4, 2));
+}
+
 TEST_F(OffloadedStateTest, WindowsThatNobodyWants_AreLeftOut) {
   OffloadedState state(File(), kWindow);
   state.Add(0, Likes(), 2);

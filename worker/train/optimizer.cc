@@ -255,13 +255,11 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
     }
   }
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // parameters with holes, dense copies
+  if (offloaded_ != nullptr) StepOffloaded(scale, inf, &copies);
   for (size_t g = 0; g < groups_.size(); ++g) {
+    if (IsOffloaded(static_cast<int64_t>(g))) continue;
     const auto [begin, end] = groups_[g];
     const std::vector<Slot> slots_of_group = slots(static_cast<int64_t>(g));
-    if (IsOffloaded(static_cast<int64_t>(g))) {
-      StepOffloaded(static_cast<int64_t>(g), scale, inf, &copies);
-      continue;
-    }
     const SlotOf slot_of = [&](size_t i, size_t s, const at::Tensor& target) {
       at::Tensor& slot = state_[i].slots[s];
       if (!slot.defined()) {
@@ -287,7 +285,8 @@ void FusedOptimizer::StepRange(int64_t group, size_t first, size_t last, const S
     const at::Tensor& param = seen_parameters()[i];
     at::Tensor grad = param.grad();
     if (!grad.defined()) continue;
-    CheckGradient(param, grad, parameter_names()[i]);
+    // With offload all have been checked.
+    if (offloaded_ == nullptr) CheckGradient(param, grad, parameter_names()[i]);
     // The kernel's parameter: a dense copy where this one has holes.
     const bool dense = IsDense(param);
     at::Tensor target = dense ? param : at::empty_like(param).copy_(param);
@@ -335,13 +334,14 @@ void FusedOptimizer::StepRange(int64_t group, size_t first, size_t last, const S
   }
 }
 
-void FusedOptimizer::StepOffloaded(int64_t group, const std::optional<at::Tensor>& grad_scale,
+void FusedOptimizer::StepOffloaded(const std::optional<at::Tensor>& grad_scale,
                                    const std::optional<at::Tensor>& found_inf,
                                    std::vector<std::pair<at::Tensor, at::Tensor>>* copies) {
-  const auto [begin, end] = groups_[group];
-  const std::vector<Slot> slots_of_group = slots(group);
   const auto has_gradient = [&](size_t i) { return seen_parameters()[i].grad().defined(); };
-  offloaded_->ForWindows(begin, end, has_gradient, [&](size_t first, size_t last) {
+  offloaded_->ForWindows(0, state_.size(), has_gradient, [&](size_t first, size_t last) {
+    int64_t group = 0;
+    while (groups_[group].second <= first) ++group;
+    const std::vector<Slot> slots_of_group = slots(group);
     // Tensors that were made for the kernel of those in the window.
     std::vector<std::pair<at::Tensor, at::Tensor>> fitted;
     const SlotOf slot_of = [&](size_t i, size_t s, const at::Tensor& target) {

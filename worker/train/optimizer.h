@@ -138,8 +138,8 @@ class FusedOptimizer : public OptimizerHandle {
                  const std::optional<at::Tensor>& grad_scale,
                  const std::optional<at::Tensor>& found_inf,
                  std::vector<std::pair<at::Tensor, at::Tensor>>* copies);
-  // The same for all of a group whose states are offloaded, window after window.
-  void StepOffloaded(int64_t group, const std::optional<at::Tensor>& grad_scale,
+  // The same for all groups whose states are offloaded, window after window.
+  void StepOffloaded(const std::optional<at::Tensor>& grad_scale,
                      const std::optional<at::Tensor>& found_inf,
                      std::vector<std::pair<at::Tensor, at::Tensor>>* copies);
   // Offloaded states of all groups get their places, unless they have them.

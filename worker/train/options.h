@@ -35,6 +35,15 @@ struct GradScalerOptions {
   double backoff_factor = 0.5;
   int64_t growth_interval = 2000;  // good steps in a row before the scale grows
   bool enabled = true;             // false: everything passes through
+  // false: the scale stays what it is; steps that overflow are skipped all the same.
+  bool dynamic = true;
+  // DeepSpeed's: of this many steps that overflow, only the last one makes the scale smaller, and
+  // so does each after it; when the scale grows, they are counted anew.
+  int64_t hysteresis = 1;
+  // The scale is never smaller; a step that overflows when it would have to be throws. 0: no limit.
+  double min_scale = 0;
+
+  bool operator==(const GradScalerOptions&) const = default;
 };
 
 // What one optimizer step is worth to a schedule.

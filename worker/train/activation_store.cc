@@ -1,0 +1,301 @@
+#include "worker/train/activation_store.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "ATen/ops/empty_strided.h"
+#include "absl/strings/str_cat.h"
+#include "c10/core/TensorImpl.h"
+#include "c10/core/UndefinedTensorImpl.h"
+#include "c10/util/Exception.h"
+
+namespace muster {
+namespace {
+
+// Less is not worth a transfer; also what direct I/O transfers at least.
+constexpr uint64_t kLeastBytes = 4096;
+// Of memory that LibTorch allocates. What lies otherwise might be computed with in another way.
+constexpr uintptr_t kTensorAlignment = 64;
+
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+std::string WhatOf(const std::exception& error) {
+  const auto* const torch_error = dynamic_cast<const c10::Error*>(&error);
+  return torch_error == nullptr ? error.what() : torch_error->what_without_backtrace();
+}
+
+}  // namespace
+
+// What parked tensors need until the last of them is gone, also after the store.
+struct ActivationStore::Shared {
+  explicit Shared(std::unique_ptr<PartStore> file) : file(std::move(file)) {}
+
+  // Room for so many bytes: a place that is free again and no larger than twice that, or a new one.
+  uint64_t TakePlace(uint64_t bytes, uint64_t* size) {
+    {
+      MutexLock lock(&mu);
+      const auto found = free_places.lower_bound(bytes);
+      if (found != free_places.end() && found->first <= 2 * bytes) {
+        *size = found->first;
+        const uint64_t place = found->second;
+        free_places.erase(found);
+        return place;
+      }
+    }
+    // By the store's thread alone.
+    const uint64_t place = file->Reserve(bytes);
+    *size = bytes;
+    MutexLock lock(&mu);
+    reserved += bytes;
+    return place;
+  }
+  void GiveBack(uint64_t place, uint64_t size) {
+    MutexLock lock(&mu);
+    free_places.emplace(size, place);
+  }
+
+  const std::unique_ptr<PartStore> file;
+  mutable Mutex mu;
+  std::multimap<uint64_t, uint64_t> free_places ABSL_GUARDED_BY(mu);  // size to place
+  uint64_t reserved ABSL_GUARDED_BY(mu) = 0;
+};
+
+class ActivationStore::Parked {
+ public:
+  Parked(std::shared_ptr<Shared> shared, const at::Tensor& tensor)
+      : shared(std::move(shared)),
+        original(tensor.getIntrusivePtr()),
+        sizes(tensor.sizes().vec()),
+        strides(tensor.strides().vec()),
+        options(tensor.options().requires_grad(false)),
+        bytes(tensor.nbytes()),
+        version(tensor.is_inference() ? 0 : tensor._version()) {}
+  ~Parked() {
+    if (has_place) shared->GiveBack(place, place_size);
+  }
+  Parked(const Parked&) = delete;
+  Parked& operator=(const Parked&) = delete;
+
+  // Whether `tensor`, of which this is, has the values that it had.
+  bool IsOf(const at::Tensor& tensor) const {
+    return !original.expired() && !tensor.is_inference() && tensor._version() == version;
+  }
+
+  const std::shared_ptr<Shared> shared;
+  const WeakTensor original;
+  const std::vector<int64_t> sizes, strides;
+  const at::TensorOptions options;
+  const uint64_t bytes;
+  const int64_t version;
+  // Guarded by the store's lock, but for what its thread alone touches while `queued`.
+  at::Tensor memory;  // a copy until it is written, or for good without a file
+  bool queued = false;
+  bool has_place = false;
+  uint64_t place = 0, place_size = 0;
+  at::Tensor read;     // ahead, until it is asked for
+  bool wanted = true;  // of one that is being read
+  std::string error;
+};
+
+ActivationStore::ActivationStore(std::unique_ptr<PartStore> file)
+    : shared_(std::make_shared<Shared>(std::move(file))) {}
+
+ActivationStore::~ActivationStore() {
+  std::thread thread;
+  {
+    MutexLock lock(&mu_);
+    stop_ = true;
+    thread = std::move(thread_);
+    changed_.SignalAll();
+  }
+  if (thread.joinable()) thread.join();
+}
+
+uint64_t ActivationStore::NewGroup() {
+  MutexLock lock(&mu_);
+  return next_group_++;
+}
+
+std::shared_ptr<ActivationStore::Parked> ActivationStore::Park(const at::Tensor& tensor,
+                                                               uint64_t group) {
+  const bool on_cpu = tensor.is_cpu();
+  if ((on_cpu && shared_->file == nullptr) || !tensor.is_floating_point() ||
+      tensor.layout() != at::kStrided || tensor.nbytes() < kLeastBytes ||
+      !tensor.is_non_overlapping_and_dense()) {
+    return nullptr;
+  }
+  if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kTensorAlignment != 0) return nullptr;
+  {
+    MutexLock lock(&mu_);
+    const auto known = by_tensor_.find(tensor.unsafeGetTensorImpl());
+    if (known != by_tensor_.end()) {
+      const std::shared_ptr<Parked> parked = known->second.lock();
+      // Another tensor may have come to the same address.
+      if (parked != nullptr && parked->IsOf(tensor)) return parked;
+    }
+  }
+  auto parked = std::make_shared<Parked>(shared_, tensor);
+  // A copy, since the program may write to the tensor while the thread is at it. Of a GPU's without
+  // waiting: in the order of its stream.
+  const bool pinned = !on_cpu && shared_->file == nullptr;
+  parked->memory =
+      at::empty_strided(parked->sizes, parked->strides,
+                        at::TensorOptions().dtype(tensor.scalar_type()).pinned_memory(pinned));
+  parked->memory.copy_(tensor.detach(), /*non_blocking=*/pinned);
+  MutexLock lock(&mu_);
+  by_tensor_[tensor.unsafeGetTensorImpl()] = parked;
+  groups_[group].push_back(parked);
+  if (by_tensor_.size() > 64 && by_tensor_.size() > 4 * groups_.size()) {
+    std::erase_if(by_tensor_, [](const auto& entry) { return entry.second.expired(); });
+  }
+  if (shared_->file == nullptr) return parked;
+  while (pending_bytes_ > 0 && pending_bytes_ + parked->bytes > kPendingBytes) {
+    changed_.Wait(&mu_);
+  }
+  pending_bytes_ += parked->bytes;
+  Enqueue(parked);
+  return parked;
+}
+
+void ActivationStore::Enqueue(std::shared_ptr<Parked> parked) {
+  if (!thread_.joinable()) thread_ = std::thread([this] { Run(); });
+  parked->queued = true;
+  queue_.push_back(std::move(parked));
+  changed_.SignalAll();
+}
+
+void ActivationStore::Run() {
+  MutexLock lock(&mu_);
+  while (true) {
+    while (queue_.empty() && !stop_) changed_.Wait(&mu_);
+    if (stop_) return;
+    std::shared_ptr<Parked> parked = queue_.front();
+    const bool writes = !parked->has_place;
+    at::Tensor done;
+    mu_.Unlock();
+    // Nobody else has it: the graph is gone. (What is not written stays in memory.)
+    const bool forgotten = parked.use_count() <= 2;
+    if (!forgotten) {
+      try {
+        if (writes) {
+          parked->place = shared_->TakePlace(parked->bytes, &parked->place_size);
+          parked->has_place = true;
+          shared_->file->Write(parked->place, parked->memory.const_data_ptr(), parked->bytes);
+        } else {
+          done = at::empty_strided(parked->sizes, parked->strides,
+                                   at::TensorOptions().dtype(parked->options.dtype()));
+          shared_->file->Read(parked->place, done.data_ptr(), parked->bytes);
+        }
+      } catch (const std::exception& error) {
+        parked->error = absl::StrCat(
+            "activation_checkpoint: the input of a block, ", parked->bytes,
+            " bytes that were offloaded, could not be ", writes ? "written" : "read",
+            "; free space on the disk, or switch the offload of activations off. ", WhatOf(error));
+      }
+    }
+    at::Tensor gone;
+    mu_.Lock();
+    queue_.pop_front();
+    parked->queued = false;
+    if (writes) {
+      pending_bytes_ -= parked->bytes;
+      if (!forgotten) {
+        gone = std::move(parked->memory);
+        parked->memory = at::Tensor();
+      }
+    } else if (parked->wanted) {
+      parked->read = std::move(done);
+    }
+    changed_.SignalAll();
+    mu_.Unlock();
+    // Frees memory.
+    gone = at::Tensor();
+    done = at::Tensor();
+    parked.reset();
+    mu_.Lock();
+  }
+}
+
+at::Tensor ActivationStore::Get(const std::shared_ptr<Parked>& parked) {
+  at::Tensor values;
+  {
+    MutexLock lock(&mu_);
+    // What is not written yet is still there.
+    while (parked->queued && !parked->memory.defined()) changed_.Wait(&mu_);
+    TORCH_CHECK(parked->error.empty(), parked->error);
+    values = parked->memory.defined() ? parked->memory : std::move(parked->read);
+    parked->read = at::Tensor();
+    if (!values.defined()) {
+      parked->wanted = true;
+      Enqueue(parked);
+      while (parked->queued) changed_.Wait(&mu_);
+      TORCH_CHECK(parked->error.empty(), parked->error);
+      values = std::move(parked->read);
+      parked->read = at::Tensor();
+    }
+  }
+  if (parked->options.device().is_cpu()) return values;
+  const at::Tensor there = at::empty_strided(parked->sizes, parked->strides, parked->options);
+  there.copy_(values, /*non_blocking=*/values.is_pinned());
+  return there;
+}
+
+void ActivationStore::ReadAhead(uint64_t group) {
+  if (shared_->file == nullptr) return;
+  std::vector<at::Tensor> dropped;
+  MutexLock lock(&mu_);
+  std::vector<std::shared_ptr<Parked>> before;
+  for (auto at = groups_.lower_bound(group); at != groups_.begin();) {
+    --at;
+    for (const std::weak_ptr<Parked>& weak : at->second) {
+      if (std::shared_ptr<Parked> parked = weak.lock()) before.push_back(std::move(parked));
+    }
+    if (!before.empty()) break;
+    at = groups_.erase(at);
+  }
+  // A pass that leaves what was read ahead for it leaves no more than one group.
+  for (const std::weak_ptr<Parked>& weak : ahead_) {
+    const std::shared_ptr<Parked> parked = weak.lock();
+    if (parked == nullptr || std::find(before.begin(), before.end(), parked) != before.end()) {
+      continue;
+    }
+    parked->wanted = false;
+    dropped.push_back(std::move(parked->read));
+    parked->read = at::Tensor();
+  }
+  ahead_.clear();
+  for (const std::shared_ptr<Parked>& parked : before) {
+    ahead_.push_back(parked);
+    if (parked->queued || !parked->error.empty() || !parked->has_place) continue;
+    if (parked->memory.defined() || parked->read.defined()) continue;
+    parked->wanted = true;
+    Enqueue(parked);
+  }
+}
+
+void ActivationStore::WaitUntilIdle() {
+  MutexLock lock(&mu_);
+  while (!queue_.empty()) changed_.Wait(&mu_);
+}
+
+uint64_t ActivationStore::bytes_reserved() const {
+  MutexLock lock(&shared_->mu);
+  return shared_->reserved;
+}
+
+int64_t ActivationStore::tensors_in_memory() const {
+  MutexLock lock(&mu_);
+  int64_t count = 0;
+  for (const auto& [group, list] : groups_) {
+    for (const std::weak_ptr<Parked>& weak : list) {
+      const std::shared_ptr<Parked> parked = weak.lock();
+      if (parked != nullptr && (parked->memory.defined() || parked->read.defined())) ++count;
+    }
+  }
+  return count;
+}
+
+}  // namespace muster

@@ -1,0 +1,86 @@
+#ifndef MUSTER_WORKER_TRAIN_ACTIVATION_STORE_H_
+#define MUSTER_WORKER_TRAIN_ACTIVATION_STORE_H_
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
+#include "worker/parallel/part_store.h"
+
+namespace muster {
+
+// Where the inputs of checkpointed blocks are between the forward pass and the backward pass: in a
+// file, or in the memory of the CPU while they belong to a GPU.
+//
+//   forward    block 0    | block 1     | block 2    | ...
+//   thread                | writes 0's  | writes 1's | ...
+//   backward                    ... block 2     | block 1     | block 0
+//   thread                      ... | reads 1's | reads 0's   |
+//
+// A thread writes behind the forward pass and reads ahead of the backward pass, the group before
+// the one that is asked for. It has no more than kPendingBytes, or one tensor, to write: Park()
+// waits for it. Errors of the disk are thrown by Get(). Thread-safe.
+class ActivationStore {
+ public:
+  static constexpr uint64_t kPendingBytes = uint64_t{64} << 20;
+
+  // A tensor that is there. It is forgotten when nobody has it any more.
+  class Parked;
+
+  // `file`: null: in the memory of the CPU, pinned; tensors on the CPU stay where they are.
+  explicit ActivationStore(std::unique_ptr<PartStore> file);
+  // Ends the thread; what is parked can be asked for no longer.
+  ~ActivationStore();
+  ActivationStore(const ActivationStore&) = delete;
+  ActivationStore& operator=(const ActivationStore&) = delete;
+
+  // Groups are read ahead in the opposite order.
+  uint64_t NewGroup();
+
+  // Takes a copy of `tensor`, or returns null for one that stays where it is: integers, less than a
+  // page, a view with gaps. The same tensor twice is parked once.
+  std::shared_ptr<Parked> Park(const at::Tensor& tensor, uint64_t group);
+
+  // The tensor: the same values, strides, type and device. Not to be written to. Throws c10::Error
+  // if the disk failed.
+  at::Tensor Get(const std::shared_ptr<Parked>& parked);
+
+  // Begins to read what was parked in the group before this one.
+  void ReadAhead(uint64_t group);
+
+  // For tests: waits until the thread has nothing to do; what the file takes, and how many tensors
+  // are in memory, because they are not written yet or are read ahead.
+  void WaitUntilIdle();
+  uint64_t bytes_reserved() const;
+  int64_t tensors_in_memory() const;
+
+ private:
+  struct Shared;
+
+  void Enqueue(std::shared_ptr<Parked> parked) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Run();
+
+  const std::shared_ptr<Shared> shared_;
+  mutable Mutex mu_;
+  CondVar changed_;
+  // To be written, or, if it is written, to be read. The first is under way.
+  std::deque<std::shared_ptr<Parked>> queue_ ABSL_GUARDED_BY(mu_);
+  uint64_t pending_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  std::map<uint64_t, std::vector<std::weak_ptr<Parked>>> groups_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::weak_ptr<Parked>> ahead_ ABSL_GUARDED_BY(mu_);
+  std::unordered_map<const void*, std::weak_ptr<Parked>> by_tensor_ ABSL_GUARDED_BY(mu_);
+  uint64_t next_group_ ABSL_GUARDED_BY(mu_) = 0;
+  bool stop_ ABSL_GUARDED_BY(mu_) = false;
+  std::thread thread_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_TRAIN_ACTIVATION_STORE_H_

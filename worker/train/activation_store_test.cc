@@ -1,0 +1,174 @@
+#include "worker/train/activation_store.h"
+
+#include <errno.h>
+
+#include <memory>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "base/test_folder.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "worker/checkpoint/direct_io.h"
+#include "worker/checkpoint/scratch_file.h"
+#include "worker/collective/test_error.h"
+#include "worker/train/disk_parts.h"
+
+namespace muster {
+namespace {
+
+using ::testing::HasSubstr;
+
+class ActivationStoreTest : public ::testing::Test {
+ protected:
+  void Make() {
+    absl::StatusOr<std::shared_ptr<ScratchFile>> file =
+        ScratchFile::Create(folder_.path(), &system_);
+    ASSERT_TRUE(file.ok()) << file.status();
+    store_ = std::make_unique<ActivationStore>(std::make_unique<DiskParts>(*file));
+  }
+  std::shared_ptr<ActivationStore::Parked> Park(const at::Tensor& tensor) {
+    return store_->Park(tensor, store_->NewGroup());
+  }
+
+  const TestFolder folder_;
+  DirectFileSystem system_;
+  std::unique_ptr<ActivationStore> store_;
+};
+
+TEST_F(ActivationStoreTest, Tensors_ComeBackWithTheirStridesAndTypes) {
+  Make();
+  std::vector<at::Tensor> tensors = {
+      at::randn({100, 33}), at::randn({70, 50}).t(), at::randn({2, 3, 40, 40}).to(at::kBFloat16),
+      at::randn({2, 3, 40, 40}).contiguous(at::MemoryFormat::ChannelsLast),
+      at::randn({3'000'001}).to(at::kDouble)};
+  std::vector<at::Tensor> want;
+  std::vector<std::shared_ptr<ActivationStore::Parked>> parked;
+  for (const at::Tensor& tensor : tensors) {
+    want.push_back(tensor.clone());
+    parked.push_back(Park(tensor));
+    ASSERT_NE(parked.back(), nullptr);
+  }
+  tensors.clear();
+  store_->WaitUntilIdle();
+  EXPECT_EQ(store_->tensors_in_memory(), 0);
+  // Twice: a graph may be kept for another backward pass.
+  for (int pass = 0; pass < 2; ++pass) {
+    for (size_t i = want.size(); i-- > 0;) {
+      const at::Tensor got = store_->Get(parked[i]);
+      EXPECT_TRUE(got.equal(want[i])) << i;
+      EXPECT_EQ(got.strides(), want[i].strides()) << i;
+      EXPECT_EQ(got.scalar_type(), want[i].scalar_type()) << i;
+    }
+  }
+}
+
+TEST_F(ActivationStoreTest, WhatIsNotWorthATransferOrHasGaps_StaysWhereItIs) {
+  Make();
+  EXPECT_EQ(Park(at::ones({4})), nullptr);
+  EXPECT_EQ(Park(at::ones({5000}, at::kLong)), nullptr);
+  EXPECT_EQ(Park(at::ones({100, 100}).slice(1, 0, 50)), nullptr);
+  EXPECT_EQ(Park(at::ones({1, 100}).expand({100, 100})), nullptr);
+  ActivationStore memory(nullptr);
+  EXPECT_EQ(memory.Park(at::ones({5000}), memory.NewGroup()), nullptr);
+}
+
+TEST_F(ActivationStoreTest, ReadAhead_HoldsTheGroupBeforeAlone) {
+  Make();
+  std::vector<std::shared_ptr<ActivationStore::Parked>> parked;
+  std::vector<uint64_t> groups;
+  for (int i = 0; i < 5; ++i) {
+    groups.push_back(store_->NewGroup());
+    parked.push_back(store_->Park(at::full({5000}, i, at::kFloat), groups.back()));
+  }
+  store_->WaitUntilIdle();
+  for (int i = 4; i >= 0; --i) {
+    EXPECT_EQ(store_->Get(parked[i])[17].item<int>(), i);
+    store_->ReadAhead(groups[i]);
+    store_->WaitUntilIdle();
+    EXPECT_EQ(store_->tensors_in_memory(), i > 0 ? 1 : 0);
+  }
+  // A pass that goes elsewhere gives back what was read for it.
+  store_->ReadAhead(groups[4]);
+  store_->ReadAhead(groups[2]);
+  store_->WaitUntilIdle();
+  EXPECT_EQ(store_->tensors_in_memory(), 1);
+  EXPECT_EQ(store_->Get(parked[1])[0].item<int>(), 1);
+  EXPECT_EQ(store_->tensors_in_memory(), 0);
+}
+
+TEST_F(ActivationStoreTest, TheSameTensorTwice_IsParkedOnce) {
+  Make();
+  const at::Tensor tensor = at::ones({5000});
+  const auto first = Park(tensor);
+  EXPECT_EQ(Park(tensor), first);
+  tensor.add_(1);
+  EXPECT_NE(Park(tensor), first);
+}
+
+TEST_F(ActivationStoreTest, PlacesOfTensorsThatAreGone_AreUsedAgain) {
+  Make();
+  for (int step = 0; step < 10; ++step) {
+    std::vector<std::shared_ptr<ActivationStore::Parked>> parked;
+    for (int block = 0; block < 4; ++block) parked.push_back(Park(at::ones({5000 - step})));
+    store_->WaitUntilIdle();
+  }
+  EXPECT_LE(store_->bytes_reserved(), 8 * 5000 * sizeof(float));
+}
+
+TEST_F(ActivationStoreTest, TensorsThatAreGoneBeforeTheyAreWritten_AreForgotten) {
+  Make();
+  for (int i = 0; i < 100; ++i) Park(at::ones({5000}));
+  store_->WaitUntilIdle();
+  EXPECT_EQ(store_->tensors_in_memory(), 0);
+}
+
+TEST_F(ActivationStoreTest, TensorThatIsChangedLater_ComesBackAsItWas) {
+  Make();
+  const at::Tensor tensor = at::ones({5000});
+  const auto parked = Park(tensor);
+  tensor.add_(1);
+  EXPECT_TRUE(store_->Get(parked).equal(at::ones({5000})));
+  store_->WaitUntilIdle();
+  EXPECT_TRUE(store_->Get(parked).equal(at::ones({5000})));
+}
+
+TEST_F(ActivationStoreTest, DiskThatFails_ThrowsWhenTheTensorIsAskedFor) {
+  system_.pwrite = [](int, const void*, size_t, off_t) -> ssize_t {
+    errno = EIO;
+    return -1;
+  };
+  Make();
+  const auto parked = Park(at::ones({5000}));
+  store_->WaitUntilIdle();
+  for (int i = 0; i < 2; ++i) {
+    const std::string error = ErrorOf([&] { store_->Get(parked); });
+    EXPECT_THAT(error, HasSubstr("could not be written"));
+    EXPECT_THAT(error, HasSubstr(folder_.path()));
+  }
+}
+
+TEST_F(ActivationStoreTest, FullDisk_ThrowsWhenTheTensorIsAskedFor) {
+  system_.allocate = [](int, off_t) {
+    errno = ENOSPC;
+    return -1;
+  };
+  Make();
+  const auto parked = Park(at::ones({5000}));
+  store_->WaitUntilIdle();
+  EXPECT_THAT(ErrorOf([&] { store_->Get(parked); }), HasSubstr("free space on the disk"));
+}
+
+TEST_F(ActivationStoreTest, DiskThatCannotBeRead_ThrowsWhenTheTensorIsAskedFor) {
+  system_.pread = [](int, void*, size_t, off_t) -> ssize_t {
+    errno = EIO;
+    return -1;
+  };
+  Make();
+  const auto parked = Park(at::ones({5000}));
+  store_->WaitUntilIdle();
+  EXPECT_THAT(ErrorOf([&] { store_->Get(parked); }), HasSubstr("could not be read"));
+}
+
+}  // namespace
+}  // namespace muster
