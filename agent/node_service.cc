@@ -330,7 +330,7 @@ class NodeService {
 
   void WatchForRequests(Runner* runner) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     look_ = true;
-    if (!folder_events_.open()) return;
+    if (!told_of_files_) return;
     const absl::StatusOr<int> watch = WatchFolder(folder_events_.get(), runner->folder.path);
     if (watch.ok()) {
       runner->folder_watch = *watch;
@@ -338,7 +338,7 @@ class NodeService {
     }
     MUSTER_LOG(Warning) << watch.status().message()
                         << "; folders of attempts are looked at now and then";
-    folder_events_ = OwnedFd();
+    told_of_files_ = false;
   }
   // What runners ask for.
   void ReadRequests() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
@@ -444,10 +444,10 @@ class NodeService {
         notifier_.Status(StatusLine());
         Do(attempts_.Tick(now));
         SendSignals();
-        if (folder_events_.open() && TakeFolderEvents(folder_events_.get())) look_ = true;
+        if (TakeFolderEvents(folder_events_.get())) look_ = true;
         if (look_) ReadRequests();
         Allow();
-        look_ = !folder_events_.open();
+        look_ = !told_of_files_;
         if (look_ || !unwritten_.empty()) wait = std::min(wait, kLookAgain);
         CollectEnded();
         DropMemory(now);
@@ -608,7 +608,7 @@ class NodeService {
       const auto it = runners_.find(key);
       if (it == runners_.end()) continue;
       // Its logs stay for a while.
-      if (it->second.folder_watch >= 0 && folder_events_.open()) {
+      if (it->second.folder_watch >= 0) {
         UnwatchFolder(folder_events_.get(), it->second.folder_watch);
       }
       const std::string record = it->second.folder.Of("record.json");
@@ -1080,7 +1080,7 @@ class NodeService {
   const NodeServiceOptions options_;
   ServiceNotifier notifier_;  // of the main loop
   const OwnedFd wake_;
-  OwnedFd folder_events_;  // of the folders of attempts; the main loop's
+  const OwnedFd folder_events_;  // of the folders of attempts
   OwnedFd lock_;
   uint64_t uid_ = 0;
   std::string host_;
@@ -1097,6 +1097,8 @@ class NodeService {
   std::map<AttemptKey, int> unsent_ ABSL_GUARDED_BY(mu_);  // signals
   std::map<AttemptKey, NodeAttempts::Orders::Restart> unwritten_ ABSL_GUARDED_BY(mu_);
   bool look_ ABSL_GUARDED_BY(mu_) = true;  // a runner may have asked for something
+  // By folder_events_, of every file that comes.
+  bool told_of_files_ ABSL_GUARDED_BY(mu_) = folder_events_.open();
   MemoryTerms memory_terms_ ABSL_GUARDED_BY(mu_);
   std::deque<OpenQuery> queries_ ABSL_GUARDED_BY(mu_);
   uint64_t seen_version_ ABSL_GUARDED_BY(mu_) = 0;
