@@ -383,7 +383,12 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
   absl::StatusOr<ResolvedJob> job = ResolveJob(text, source, line.options, program);
   if (!job.ok()) return Fail(spec, context, job.status(), kExitUsage);
   if (const absl::Status read = ReadJobFiles(job->paths, &job->spec.files); !read.ok()) {
-    return Fail(spec, context, read, kExitUsage);
+    const std::string& from = job->provenance["files"].source;
+    return Fail(
+        spec, context,
+        absl::Status(read.code(),
+                     absl::StrCat(from, from[0] == '-' ? ": " : ": files: ", read.message())),
+        kExitUsage);
   }
   const std::string format = line.Has("output") ? line.Get("output") : "name";
   line.words.clear();  // the file is no job's name

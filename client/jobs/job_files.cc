@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
@@ -19,7 +20,7 @@ namespace muster::client {
 namespace {
 
 absl::Status Refused(const std::string& path, absl::string_view why) {
-  return absl::InvalidArgumentError(absl::StrCat("files: ", Printable(path), " ", why));
+  return absl::InvalidArgumentError(absl::StrCat(Printable(path), " ", why));
 }
 
 class Reader {
@@ -42,7 +43,9 @@ class Reader {
     }
     struct stat info;
     if (!fd.open() || fstat(fd.get(), &info) != 0) {
-      return absl::ErrnoToStatus(errno, absl::StrCat("files: ", Printable(path)));
+      return absl::Status(absl::ErrnoToStatusCode(errno),
+                          absl::StrCat(Printable(path), ": ", strerror(errno),
+                                       ": write the path of a file or a folder"));
     }
     if (S_ISDIR(info.st_mode)) return AddFolder(path, name);
     if (!S_ISREG(info.st_mode)) return Refused(path, "is neither a file nor a folder");
@@ -66,18 +69,18 @@ class Reader {
     }
     if (files_.size() >= static_cast<size_t>(kMaxFiles)) {
       return absl::ResourceExhaustedError(
-          absl::StrCat("files: ", Printable(path), " is one too many: a job has at most ",
-                       kMaxFiles, "; put them into a folder that the nodes share"));
+          absl::StrCat(Printable(path), " is one too many: a job has at most ", kMaxFiles,
+                       "; put them into a folder that the nodes share"));
     }
     JobFile file = {.path = name, .executable = executable};
     char buffer[1 << 14];
     for (ssize_t n; (n = read(fd, buffer, sizeof(buffer))) != 0;) {
       if (n < 0 && errno == EINTR) continue;
-      if (n < 0) return absl::ErrnoToStatus(errno, absl::StrCat("files: ", Printable(path)));
+      if (n < 0) return absl::ErrnoToStatus(errno, std::string(Printable(path)));
       file.content.append(buffer, n);
       if (bytes_ + file.content.size() > kMaxFileBytes) {
         return absl::ResourceExhaustedError(
-            absl::StrCat("files: with ", Printable(path), " they have more than ", kMaxFileBytes,
+            absl::StrCat("with ", Printable(path), " they have more than ", kMaxFileBytes,
                          " bytes: put large ones into a folder that the nodes share"));
       }
     }

@@ -628,6 +628,21 @@ TEST_F(JobsCoreTest, RestartsInPlaceAndOthers_HaveOneBudget) {
   EXPECT_EQ(record.history_size(), 3);
 }
 
+TEST_F(JobsCoreTest, RestartsInPlaceAndOthers_HaveOneLimitOfTheirClass) {
+  AddNode("a", 1);
+  v1::JobSpec spec = Spec(1, /*max_restarts=*/5);
+  spec.add_class_limits()->set_end_class(v1::END_CLASS_PROCESS_FAILED);
+  spec.mutable_class_limits(0)->set_count(1);
+  const std::string job = Submit(spec);
+  AskOn("a", job, 1, v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(Get(job).restarts(), 1);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  AskOn("a", job, 2, v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+  EXPECT_THAT(Get(job).why(),
+              testing::HasSubstr("its failure policy allows 1 restart after PROCESS_FAILED"));
+}
+
 TEST_F(JobsCoreTest, UserErrorInPlace_EndsTheJob) {
   AddNode("a");
   const std::string job = Submit(Spec(2, 2));
