@@ -195,8 +195,10 @@ void GradScaler::LoadState(const PlainState& state) {
   const double scale = value("scale");
   const double tracker = value("growth_tracker");
   TORCH_CHECK(scale > 0 && std::isfinite(scale), "gradient scaler state 'scale' is ", scale);
-  scale_ = Scalar(scale, at::kFloat, scale_.device());
-  tracker_ = Scalar(tracker, at::kInt, tracker_.device());
+  // The options of this run count: a fixed scale is theirs, and they may limit another one.
+  scale_ = Scalar(options_.dynamic ? std::max(scale, options_.min_scale) : options_.init_scale,
+                  at::kFloat, scale_.device());
+  tracker_ = Scalar(options_.dynamic ? tracker : 0, at::kInt, tracker_.device());
   // A state of a scaler without one begins to count.
   patience_ = options_.hysteresis;
   if (options_.hysteresis > 1 && state.count("hysteresis") > 0) {

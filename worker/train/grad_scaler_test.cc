@@ -110,6 +110,26 @@ TEST(GradScaler, FixedScale_StaysAndSkipsOverflows) {
   EXPECT_EQ(Scales(scaler, one, {1, kInf, 1}), (std::vector<double>{128, 128, 128}));
 }
 
+TEST(GradScaler, StateOfAnotherRun_DoesNotReplaceWhatTheOptionsFix) {
+  GradScaler grown({.init_scale = 1048576, .growth_interval = 3});
+  OneWeight one;
+  Scales(grown, one, {1, 1});
+  GradScaler fixed({.init_scale = 128, .dynamic = false});
+  fixed.LoadState(grown.SaveState());
+  EXPECT_EQ(fixed.scale(), 128);
+  EXPECT_EQ(fixed.growth_tracker(), 0);
+  EXPECT_EQ(Scales(fixed, one, {1, kInf}), (std::vector<double>{128, 128}));
+  // One that is not fixed goes on from there.
+  GradScaler dynamic({.growth_interval = 3});
+  dynamic.LoadState(fixed.SaveState());
+  EXPECT_EQ(Scales(dynamic, one, {1, 1, 1}), (std::vector<double>{128, 128, 256}));
+
+  GradScaler small({.init_scale = 0.25});
+  GradScaler limited({.init_scale = 64, .min_scale = 1});
+  limited.LoadState(small.SaveState());
+  EXPECT_EQ(limited.scale(), 1);
+}
+
 TEST(GradScaler, D32_UnscaleTwice_DividesOnce) {
   GradScaler scaler({.init_scale = 4});
   OneWeight one;
