@@ -9,9 +9,11 @@
 namespace muster::internal {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 using Variables = std::map<std::string, std::string>;
 
@@ -205,6 +207,44 @@ TEST(ReadEngineSettings, WhatTheEngineDoesNotHave_IsRefusedWithTheWayOut) {
   EXPECT_THAT(ErrorOfFile(R"(, "scheduler": {"type": "WarmupDecayLR", "params": )"
                           R"({"warmup_num_steps": 10, "total_num_steps": 100}})"),
               HasSubstr("muster::LinearWithWarmup(10, 100)"));
+}
+
+// Copied into a program, the line compiles and trains as the section does.
+TEST(ReadEngineSettings, LineForAnOptimizer_HasTheDefaultsOfDeepSpeedAndTheOrderOfTheFields) {
+  const auto line = [](const std::string& section) {
+    return ErrorOfFile(R"(, "optimizer": )" + section);
+  };
+  EXPECT_THAT(line(R"({"type": "AdamW", "params": {"lr": 0.00012345678}})"),
+              HasSubstr("FusedAdamW optimizer(net->parameters(), {.lr = 0.00012345678, "
+                        ".weight_decay = 0});"));
+  EXPECT_THAT(line(R"({"type": "Adam"})"),
+              HasSubstr("FusedAdamW optimizer(net->parameters(), {.weight_decay = 0});"));
+  EXPECT_THAT(line(R"({"type": "Adam", "params": {"eps": 1e-6, "weight_decay": 0.1}})"),
+              HasSubstr("{.eps = 1e-06, .weight_decay = 0.1});"));
+  EXPECT_THAT(line(R"({"type": "Adagrad", "params": {"eps": 1e-6, "weight_decay": 0.1}})"),
+              HasSubstr("FusedAdagrad optimizer(net->parameters(), {.weight_decay = 0.1, .eps = "
+                        "1e-06});"));
+  EXPECT_THAT(line(R"({"type": "SGD", "params": {"lr": 1, "momentum": 0.9, "nesterov": true}})"),
+              HasSubstr("{.lr = 1, .momentum = 0.9, .weight_decay = 0, .nesterov = true});"));
+}
+
+TEST(ReadEngineSettings, LineForAScheduler_NamesTheRateThatItSetsAndWhatDiffers) {
+  const auto line = [](const std::string& section) {
+    return ErrorOfFile(R"(, "scheduler": )" + section);
+  };
+  EXPECT_THAT(line(R"({"type": "WarmupLR", "params": {"warmup_num_steps": 10, )"
+                   R"("warmup_max_lr": 3e-4, "warmup_min_lr": 1e-5, "warmup_type": "linear"}})"),
+              AllOf(HasSubstr("give the optimizer .lr = 0.0003"),
+                    HasSubstr("muster::ConstantWithWarmup(10)"),
+                    HasSubstr("DeepSpeed's a line from warmup_min_lr = 1e-05")));
+  EXPECT_THAT(line(R"({"type": "WarmupDecayLR", "params": {"total_num_steps": 100}})"),
+              AllOf(HasSubstr("give the optimizer .lr = 0.001"),
+                    HasSubstr("DeepSpeed's a logarithm from warmup_min_lr = 0")));
+  EXPECT_THAT(
+      line(R"({"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10, )"
+           R"("total_num_steps": 100, "warmup_min_ratio": 0.1}})"),
+      AllOf(HasSubstr("muster::CosineWithWarmup(10, 100)"), Not(HasSubstr(".lr")),
+            HasSubstr("from warmup_min_ratio = 0.1"), HasSubstr("at cos_min_ratio = 0.0001")));
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 #include "muster/internal/engine_settings.h"
 
 #include <algorithm>
+#include <array>
+#include <charconv>
 #include <cmath>
 #include <optional>
 
@@ -24,37 +26,68 @@ absl::Status Refused(absl::string_view what, absl::string_view instead) {
                                                what, ", which sharding does not have: ", instead));
 }
 
-// A line of C++ that makes the optimizer of the section "optimizer".
+// The shortest text that is read as `value` again.
+std::string Number(double value) {
+  std::array<char, 32> text;
+  const std::to_chars_result end =
+      std::to_chars(text.data(), text.data() + text.size(), value, std::chars_format::general);
+  return std::string(text.data(), end.ptr);
+}
+
+// A line of C++ that makes the optimizer of the section "optimizer". The fields are in the order in
+// which the options declare them: anything else does not compile.
 std::string LineOf(const client::PlannedOptimizer& optimizer) {
   std::vector<std::string> fields;
   const auto add = [&](absl::string_view name, const std::optional<double>& value) {
-    if (value.has_value()) fields.push_back(absl::StrCat(".", name, " = ", *value));
+    if (value.has_value()) fields.push_back(absl::StrCat(".", name, " = ", Number(*value)));
   };
+  const bool adagrad = optimizer.type == "Adagrad";
   add("lr", optimizer.lr);
   add("momentum", optimizer.momentum);
   if (optimizer.beta1.has_value() && optimizer.beta2.has_value()) {
-    fields.push_back(absl::StrCat(".betas = {", *optimizer.beta1, ", ", *optimizer.beta2, "}"));
+    fields.push_back(
+        absl::StrCat(".betas = {", Number(*optimizer.beta1), ", ", Number(*optimizer.beta2), "}"));
   }
-  add("eps", optimizer.eps);
-  add("weight_decay", optimizer.weight_decay);
+  if (!adagrad) add("eps", optimizer.eps);
+  // DeepSpeed's default is 0 for every type, and AdamW's here is not.
+  add("weight_decay", optimizer.weight_decay.value_or(0));
+  if (adagrad) add("eps", optimizer.eps);
   if (optimizer.nesterov.value_or(false)) fields.push_back(".nesterov = true");
   return absl::StrCat("muster::Fused", optimizer.type, " optimizer(net->parameters(), {",
                       absl::StrJoin(fields, ", "), "});");
 }
 
-// One that makes the schedule of the section "scheduler", or what comes nearest.
+// One that makes the schedule of the section "scheduler", or what comes nearest, and what else it
+// takes.
 std::string LineOf(const client::PlannedScheduler& scheduler) {
   const std::string warmup =
       scheduler.warmup_steps.has_value() ? absl::StrCat(*scheduler.warmup_steps) : "WARMUP";
   const std::string total =
       scheduler.total_steps.has_value() ? absl::StrCat(*scheduler.total_steps) : "TOTAL";
+  const bool cosine = scheduler.type == "WarmupCosineLR";
+  std::string line;
   if (scheduler.type == "WarmupLR") {
-    return absl::StrCat("muster::ConstantWithWarmup(", warmup, ")");
+    line = absl::StrCat("muster::ConstantWithWarmup(", warmup, ")");
+  } else if (cosine) {
+    line = absl::StrCat("muster::CosineWithWarmup(", warmup, ", ", total, ")");
+  } else {
+    line = absl::StrCat("muster::LinearWithWarmup(", warmup, ", ", total, ")");
   }
-  if (scheduler.type == "WarmupCosineLR") {
-    return absl::StrCat("muster::CosineWithWarmup(", warmup, ", ", total, ")");
+  std::vector<std::string> differences;
+  if (!cosine) {
+    differences.push_back(
+        absl::StrCat("give the optimizer .lr = ", Number(scheduler.max_lr.value_or(1e-3)),
+                     ": DeepSpeed's schedule puts warmup_max_lr in place of the optimizer's rate"));
   }
-  return absl::StrCat("muster::LinearWithWarmup(", warmup, ", ", total, ")");
+  const std::optional<double>& start = cosine ? scheduler.min_ratio : scheduler.min_lr;
+  differences.push_back(absl::StrCat(
+      "its warm-up is a line from 0, DeepSpeed's a ", scheduler.logarithmic ? "logarithm" : "line",
+      " from ", cosine ? "warmup_min_ratio" : "warmup_min_lr", " = ", Number(start.value_or(0))));
+  if (cosine) {
+    differences.push_back(absl::StrCat("it ends at 0, DeepSpeed's at cos_min_ratio = ",
+                                       Number(scheduler.cosine_min_ratio.value_or(1e-4))));
+  }
+  return absl::StrCat(line, " (", absl::StrJoin(differences, "; "), ")");
 }
 
 // Those who set them in a config file must learn that nothing of it would happen.
@@ -67,7 +100,7 @@ absl::Status CheckEngineHas(const ShardingPlan& plan) {
   if (plan.scheduler.has_value()) {
     return Refused("a learning-rate schedule (the section \"scheduler\" of a DeepSpeed config)",
                    absl::StrCat("remove the section, and prepare() with the optimizer: ",
-                                LineOf(*plan.scheduler), " (its warm-up is a line from 0)"));
+                                LineOf(*plan.scheduler)));
   }
   return absl::OkStatus();
 }
