@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -33,33 +34,48 @@ std::string WhatOf(const std::exception& error) {
 struct ActivationStore::Shared {
   explicit Shared(std::unique_ptr<PartStore> file) : file(std::move(file)) {}
 
-  // Room for so many bytes: a place that is free again and no larger than twice that, or a new one.
+  // Room for so many bytes: the first that is free, or a new one. Throws if there is none.
   uint64_t TakePlace(uint64_t bytes, uint64_t* size) {
+    bytes = (bytes + kLeastBytes - 1) / kLeastBytes * kLeastBytes;
+    *size = bytes;
     {
       MutexLock lock(&mu);
-      const auto found = free_places.lower_bound(bytes);
-      if (found != free_places.end() && found->first <= 2 * bytes) {
-        *size = found->first;
-        const uint64_t place = found->second;
-        free_places.erase(found);
+      for (auto at = free_places.begin(); at != free_places.end(); ++at) {
+        if (at->second < bytes) continue;
+        const auto [place, room] = *at;
+        free_places.erase(at);
+        if (room > bytes) free_places.emplace(place + bytes, room - bytes);
         return place;
       }
     }
     // By the store's thread alone.
     const uint64_t place = file->Reserve(bytes);
-    *size = bytes;
     MutexLock lock(&mu);
     reserved += bytes;
     return place;
   }
+  // Joined to its neighbours, so that inputs of other sizes find room in the next pass: after a
+  // backward pass the whole file is one place.
   void GiveBack(uint64_t place, uint64_t size) {
     MutexLock lock(&mu);
-    free_places.emplace(size, place);
+    auto after = free_places.lower_bound(place);
+    if (after != free_places.end() && after->first == place + size) {
+      size += after->second;
+      after = free_places.erase(after);
+    }
+    if (after != free_places.begin()) {
+      const auto before = std::prev(after);
+      if (before->first + before->second == place) {
+        before->second += size;
+        return;
+      }
+    }
+    free_places.emplace(place, size);
   }
 
   const std::unique_ptr<PartStore> file;
   mutable Mutex mu;
-  std::multimap<uint64_t, uint64_t> free_places ABSL_GUARDED_BY(mu);  // size to place
+  std::map<uint64_t, uint64_t> free_places ABSL_GUARDED_BY(mu);  // place to size
   uint64_t reserved ABSL_GUARDED_BY(mu) = 0;
 };
 
@@ -121,8 +137,7 @@ uint64_t ActivationStore::NewGroup() {
 
 std::shared_ptr<ActivationStore::Parked> ActivationStore::Park(const at::Tensor& tensor,
                                                                uint64_t group) {
-  const bool on_cpu = tensor.is_cpu();
-  if ((on_cpu && shared_->file == nullptr) || !tensor.is_floating_point() ||
+  if ((tensor.is_cpu() && shared_->file == nullptr) || !tensor.is_floating_point() ||
       tensor.layout() != at::kStrided || tensor.nbytes() < kLeastBytes ||
       !tensor.is_non_overlapping_and_dense()) {
     return nullptr;
@@ -136,28 +151,52 @@ std::shared_ptr<ActivationStore::Parked> ActivationStore::Park(const at::Tensor&
       // Another tensor may have come to the same address.
       if (parked != nullptr && parked->IsOf(tensor)) return parked;
     }
+    // Before there is a copy, which counts.
+    if (shared_->file != nullptr) {
+      while (pending_bytes_ > 0 && pending_bytes_ + tensor.nbytes() > kPendingBytes) {
+        changed_.Wait(&mu_);
+      }
+      pending_bytes_ += tensor.nbytes();
+    }
   }
+  std::shared_ptr<Parked> parked;
+  try {
+    parked = Copy(tensor);
+  } catch (...) {
+    MutexLock lock(&mu_);
+    if (shared_->file != nullptr) pending_bytes_ -= tensor.nbytes();
+    changed_.SignalAll();
+    throw;
+  }
+  MutexLock lock(&mu_);
+  by_tensor_[tensor.unsafeGetTensorImpl()] = parked;
+  groups_[group].push_back(parked);
+  ForgetWhatIsGone();
+  if (shared_->file != nullptr) Enqueue(parked);
+  return parked;
+}
+
+std::shared_ptr<ActivationStore::Parked> ActivationStore::Copy(const at::Tensor& tensor) const {
   auto parked = std::make_shared<Parked>(shared_, tensor);
   // A copy, since the program may write to the tensor while the thread is at it. Of a GPU's without
   // waiting: in the order of its stream.
-  const bool pinned = !on_cpu && shared_->file == nullptr;
+  const bool pinned = !tensor.is_cpu() && shared_->file == nullptr;
   parked->memory =
       at::empty_strided(parked->sizes, parked->strides,
                         at::TensorOptions().dtype(tensor.scalar_type()).pinned_memory(pinned));
   parked->memory.copy_(tensor.detach(), /*non_blocking=*/pinned);
-  MutexLock lock(&mu_);
-  by_tensor_[tensor.unsafeGetTensorImpl()] = parked;
-  groups_[group].push_back(parked);
-  if (by_tensor_.size() > 64 && by_tensor_.size() > 4 * groups_.size()) {
-    std::erase_if(by_tensor_, [](const auto& entry) { return entry.second.expired(); });
-  }
-  if (shared_->file == nullptr) return parked;
-  while (pending_bytes_ > 0 && pending_bytes_ + parked->bytes > kPendingBytes) {
-    changed_.Wait(&mu_);
-  }
-  pending_bytes_ += parked->bytes;
-  Enqueue(parked);
   return parked;
+}
+
+void ActivationStore::ForgetWhatIsGone() {
+  if (groups_.size() + by_tensor_.size() < forget_at_) return;
+  for (auto& [group, list] : groups_) {
+    std::erase_if(list, [](const auto& parked) { return parked.expired(); });
+  }
+  std::erase_if(groups_, [](const auto& group) { return group.second.empty(); });
+  std::erase_if(by_tensor_, [](const auto& entry) { return entry.second.expired(); });
+  // So that it costs little for each tensor.
+  forget_at_ = std::max(kLeastRecords, 2 * (groups_.size() + by_tensor_.size()));
 }
 
 void ActivationStore::Enqueue(std::shared_ptr<Parked> parked) {
@@ -175,6 +214,7 @@ void ActivationStore::Run() {
     std::shared_ptr<Parked> parked = queue_.front();
     const bool writes = !parked->has_place;
     at::Tensor done;
+    std::string failure;
     mu_.Unlock();
     // Nobody else has it: the graph is gone. (What is not written stays in memory.)
     const bool forgotten = parked.use_count() <= 2;
@@ -190,7 +230,7 @@ void ActivationStore::Run() {
           shared_->file->Read(parked->place, done.data_ptr(), parked->bytes);
         }
       } catch (const std::exception& error) {
-        parked->error = absl::StrCat(
+        failure = absl::StrCat(
             "activation_checkpoint: the input of a block, ", parked->bytes,
             " bytes that were offloaded, could not be ", writes ? "written" : "read",
             "; free space on the disk, or switch the offload of activations off. ", WhatOf(error));
@@ -200,6 +240,7 @@ void ActivationStore::Run() {
     mu_.Lock();
     queue_.pop_front();
     parked->queued = false;
+    if (!failure.empty()) parked->error = std::move(failure);
     if (writes) {
       pending_bytes_ -= parked->bytes;
       if (!forgotten) {
@@ -225,7 +266,7 @@ at::Tensor ActivationStore::Get(const std::shared_ptr<Parked>& parked) {
     MutexLock lock(&mu_);
     // What is not written yet is still there.
     while (parked->queued && !parked->memory.defined()) changed_.Wait(&mu_);
-    TORCH_CHECK(parked->error.empty(), parked->error);
+    TORCH_CHECK(parked->memory.defined() || parked->error.empty(), parked->error);
     values = parked->memory.defined() ? parked->memory : std::move(parked->read);
     parked->read = at::Tensor();
     if (!values.defined()) {
@@ -284,6 +325,11 @@ void ActivationStore::WaitUntilIdle() {
 uint64_t ActivationStore::bytes_reserved() const {
   MutexLock lock(&shared_->mu);
   return shared_->reserved;
+}
+
+size_t ActivationStore::records() const {
+  MutexLock lock(&mu_);
+  return groups_.size() + by_tensor_.size();
 }
 
 int64_t ActivationStore::tensors_in_memory() const {

@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_TRAIN_ACTIVATION_STORE_H_
 #define MUSTER_WORKER_TRAIN_ACTIVATION_STORE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -25,8 +26,9 @@ namespace muster {
 //   thread                      ... | reads 1's | reads 0's   |
 //
 // A thread writes behind the forward pass and reads ahead of the backward pass, the group before
-// the one that is asked for. It has no more than kPendingBytes, or one tensor, to write: Park()
-// waits for it. Errors of the disk are thrown by Get(). Thread-safe.
+// the one that is asked for. Copies of no more than kPendingBytes, or of one tensor, wait to be
+// written: Park() waits before it makes one more. Errors of the disk are thrown by Get().
+// Thread-safe.
 class ActivationStore {
  public:
   static constexpr uint64_t kPendingBytes = uint64_t{64} << 20;
@@ -55,15 +57,20 @@ class ActivationStore {
   // Begins to read what was parked in the group before this one.
   void ReadAhead(uint64_t group);
 
-  // For tests: waits until the thread has nothing to do; what the file takes, and how many tensors
-  // are in memory, because they are not written yet or are read ahead.
+  // For tests: waits until the thread has nothing to do; what the file takes, how many tensors
+  // are in memory, because they are not written yet or are read ahead, and how many entries the
+  // store remembers them by.
   void WaitUntilIdle();
   uint64_t bytes_reserved() const;
   int64_t tensors_in_memory() const;
+  size_t records() const;
 
  private:
   struct Shared;
+  static constexpr size_t kLeastRecords = 128;  // that are worth looking through
 
+  std::shared_ptr<Parked> Copy(const at::Tensor& tensor) const;
+  void ForgetWhatIsGone() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Enqueue(std::shared_ptr<Parked> parked) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Run();
 
@@ -76,6 +83,7 @@ class ActivationStore {
   std::map<uint64_t, std::vector<std::weak_ptr<Parked>>> groups_ ABSL_GUARDED_BY(mu_);
   std::vector<std::weak_ptr<Parked>> ahead_ ABSL_GUARDED_BY(mu_);
   std::unordered_map<const void*, std::weak_ptr<Parked>> by_tensor_ ABSL_GUARDED_BY(mu_);
+  size_t forget_at_ ABSL_GUARDED_BY(mu_) = kLeastRecords;  // so many records
   uint64_t next_group_ ABSL_GUARDED_BY(mu_) = 0;
   bool stop_ ABSL_GUARDED_BY(mu_) = false;
   std::thread thread_ ABSL_GUARDED_BY(mu_);

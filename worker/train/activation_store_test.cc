@@ -1,11 +1,16 @@
 #include "worker/train/activation_store.h"
 
 #include <errno.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <latch>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "ATen/record_function.h"
 #include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -114,6 +119,78 @@ TEST_F(ActivationStoreTest, PlacesOfTensorsThatAreGone_AreUsedAgain) {
     store_->WaitUntilIdle();
   }
   EXPECT_LE(store_->bytes_reserved(), 8 * 5000 * sizeof(float));
+}
+
+TEST_F(ActivationStoreTest, PlacesOfTensorsThatAreGone_TakeLargerOnesTogether) {
+  Make();
+  constexpr int64_t kLast = 22'000;
+  for (int64_t size = 2000; size <= kLast; size += 1000) {
+    std::vector<std::shared_ptr<ActivationStore::Parked>> parked;
+    for (int block = 0; block < 4; ++block)
+      parked.push_back(Park(at::full({size}, block, at::kFloat)));
+    store_->WaitUntilIdle();
+    for (int block = 0; block < 4; ++block) {
+      EXPECT_TRUE(store_->Get(parked[block]).equal(at::full({size}, block, at::kFloat))) << size;
+    }
+    // Not in the order in which they came.
+    for (const int block : {2, 0, 3, 1}) parked[block].reset();
+  }
+  // What is there at once, and one more that found the end of the file too short.
+  EXPECT_LE(store_->bytes_reserved(), 5 * (kLast * sizeof(float) + 4096));
+}
+
+TEST_F(ActivationStoreTest, TensorsThatAreGone_LeaveNoRecords) {
+  Make();
+  for (int i = 0; i < 2000; ++i) {
+    Park(at::ones({1024}));
+    if (i % 10 == 0) store_->WaitUntilIdle();
+  }
+  EXPECT_LE(store_->records(), 256u);
+}
+
+// Counts, when a store makes a copy, those that are there already.
+class CopyWatch {
+ public:
+  explicit CopyWatch(const ActivationStore* store) {
+    watched = store;
+    handle_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback([](const at::RecordFunction& function) {
+          if (std::string(function.name()) == "aten::empty_strided") {
+            most = std::max(most, watched->tensors_in_memory());
+          }
+          return std::unique_ptr<at::ObserverContext>();
+        }).scopes({at::RecordScope::FUNCTION}));
+  }
+  ~CopyWatch() { at::removeCallback(handle_); }
+  static const ActivationStore* watched;
+  static int64_t most;
+
+ private:
+  at::CallbackHandle handle_;
+};
+const ActivationStore* CopyWatch::watched = nullptr;
+int64_t CopyWatch::most = 0;
+
+TEST_F(ActivationStoreTest, CopiesThatWaitToBeWritten_AreNoMoreThanTheBoundWithTheNewest) {
+  std::latch open(1);
+  system_.pwrite = [&open](int fd, const void* from, size_t bytes, off_t at) {
+    open.wait();
+    return ::pwrite(fd, from, bytes, at);
+  };
+  Make();
+  const at::Tensor tensor = at::zeros({int64_t{24} << 18});  // 24 MiB
+  std::vector<std::shared_ptr<ActivationStore::Parked>> parked;
+  for (int i = 0; i < 5; ++i) {
+    if (i == 2) open.count_down();
+    {
+      const CopyWatch watch(store_.get());
+      parked.push_back(Park(tensor));
+    }
+    tensor.add_(1);
+  }
+  static_assert(3 * (uint64_t{24} << 20) > ActivationStore::kPendingBytes);
+  EXPECT_EQ(CopyWatch::most, 1);
+  for (int i = 0; i < 5; ++i) EXPECT_EQ(store_->Get(parked[i])[7].item<int>(), i);
 }
 
 TEST_F(ActivationStoreTest, TensorsThatAreGoneBeforeTheyAreWritten_AreForgotten) {
