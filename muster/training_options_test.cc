@@ -25,6 +25,7 @@ namespace {
 
 using ::testing::Each;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 using Weights = std::map<std::string, at::Tensor>;
 
@@ -262,6 +263,62 @@ TEST(GradientClipping, InTheStep_HasTheBitsOfTheLoopThatClips) {
       EXPECT_GT(norms[0], 0.05) << what;
     }
   }
+}
+
+// One optimizer is prepared, the other is not.
+TEST(GradientClipping, WhatNoStepClips_TheLoopClips) {
+  AcceleratorOptions options;
+  options.gradient_clipping = 1;
+  RunAccelerators(1, options, [](Accelerator& a) {
+    Net net;
+    FusedSGD head(net->last->parameters(), {.lr = 0.1});
+    auto [model, optimizer] = a.prepare(net, head);
+    a.backward(model(Random({8, 6}, 7)).square().mean());
+    std::map<std::string, at::Tensor> before;
+    for (const auto& item : net->named_parameters()) {
+      before[item.key()] = item.value().grad().clone();
+    }
+    const at::Tensor norm = a.clip_grad_norm_(net->parameters(), 0.05);
+    ASSERT_GT(norm.item<double>(), 0.1);
+    for (const auto& item : net->named_parameters()) {
+      const bool prepared = item.key().rfind("last", 0) == 0;
+      const at::Tensor want =
+          prepared ? before[item.key()] : before[item.key()] * (0.05 / (norm + 1e-6));
+      EXPECT_TRUE(item.value().grad().allclose(want, 1e-5, 1e-9)) << item.key();
+    }
+  });
+}
+
+TEST(GradientClipping, WithoutAPreparedOptimizer_IsRefusedAtBackward) {
+  AcceleratorOptions options;
+  options.gradient_clipping = 1;
+  EXPECT_THAT(ErrorsOf(1, options,
+                       [](Accelerator& a) {
+                         Net net;
+                         auto model = a.prepare(net);
+                         a.backward(model(Random({8, 6}, 7)).mean());
+                       }),
+              Each(HasSubstr("without a prepared optimizer: no step would clip")));
+}
+
+TEST(GradientClipping, AnotherNormInTheLoop_IsSaidOnceAlsoAfterTheSame) {
+  AcceleratorOptions options;
+  options.gradient_clipping = 1;
+  testing::internal::CaptureStderr();
+  RunAccelerators(1, options, [](Accelerator& a) {
+    Net net;
+    FusedSGD sgd(net->parameters(), {.lr = 0.1});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    for (const double norm : {1.0, 0.5, 0.25}) {
+      a.backward(model(Random({8, 6}, 7)).square().mean());
+      a.clip_grad_norm_(net->parameters(), norm);
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  });
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_THAT(log, HasSubstr("clip_grad_norm_(0.5)"));
+  EXPECT_THAT(log, Not(HasSubstr("clip_grad_norm_(0.25)")));
 }
 
 TEST(GradientClipping, NegativeNorm_IsRefused) {

@@ -143,6 +143,10 @@ void StepController::CheckLoss(const at::Tensor& loss, const std::optional<doubl
               "backward() under fp16 without a prepared optimizer: no optimizer would unscale the "
               "gradients; pass the optimizer to prepare()");
   if (registry_.optimizers().empty()) {
+    TORCH_CHECK(process_.gradient_clipping() == 0,
+                "backward() with options.gradient_clipping (or gradient_clipping of a DeepSpeed "
+                "config) and without a prepared optimizer: no step would clip; pass the optimizer "
+                "to prepare(), or take the setting out and call clip_grad_norm_()");
     for (const auto& model : registry_.models()) {
       TORCH_CHECK(model->sharded() == nullptr,
                   "backward() through a sharded model without a prepared optimizer: one that is "
@@ -496,22 +500,39 @@ at::Tensor StepController::ClipGradNorm(const std::vector<at::Tensor>& parameter
               "only where accelerator.sync_gradients()");
   const Resolved resolved = Resolve(parameters);
   FinishGradientsOf(resolved.whole);
+  if (!resolved.shards.empty()) FinishGradientsOf(resolved.shards);
+  const auto clip = [&resolved, norm_type](double norm) {
+    if (resolved.shards.empty()) return muster::ClipGradNorm(resolved.whole, norm, norm_type);
+    return muster::ClipGradNorm(resolved.whole, resolved.shards, *resolved.comm, norm, norm_type);
+  };
   const double in_step = process_.gradient_clipping();
-  if (in_step > 0) {
+  if (in_step == 0) return clip(max_norm);
+  // What no prepared optimizer has, no step() of one will clip.
+  std::unordered_set<const void*> in_steps;
+  for (const auto& optimizer : registry_.optimizers()) {
+    for (const at::Tensor& parameter : optimizer->handle().parameters()) {
+      in_steps.insert(parameter.unsafeGetTensorImpl());
+    }
+  }
+  std::vector<at::Tensor> others;
+  for (const std::vector<at::Tensor>& list : {resolved.whole, resolved.shards}) {
+    for (const at::Tensor& parameter : list) {
+      if (in_steps.count(parameter.unsafeGetTensorImpl()) == 0) others.push_back(parameter);
+    }
+  }
+  if (others.size() < resolved.whole.size() + resolved.shards.size()) {
     if ((max_norm != in_step || norm_type != 2) && !said_who_clips_ && process_.rank() == 0) {
-      MUSTER_LOG(Warning) << "clip_grad_norm_(" << max_norm << ") clips nothing: step() clips to "
+      MUSTER_LOG(Warning) << "clip_grad_norm_(" << max_norm
+                          << ") leaves the gradients of prepared optimizers: step() clips them to "
                           << in_step
                           << " (options.gradient_clipping, or gradient_clipping of a DeepSpeed "
                              "config)";
+      said_who_clips_ = true;
     }
-    said_who_clips_ = true;
-    max_norm = std::numeric_limits<double>::infinity();
   }
-  if (resolved.shards.empty()) {
-    return muster::ClipGradNorm(resolved.whole, max_norm, norm_type);
-  }
-  FinishGradientsOf(resolved.shards);
-  return muster::ClipGradNorm(resolved.whole, resolved.shards, *resolved.comm, max_norm, norm_type);
+  const at::Tensor norm = clip(std::numeric_limits<double>::infinity());
+  if (!others.empty()) ScaleToNorm(Gradients(others), max_norm, norm);
+  return norm;
 }
 
 void StepController::ClipInStep(OptimizerSlot& slot) {
