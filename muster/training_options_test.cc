@@ -36,12 +36,13 @@ struct BlockImpl : torch::nn::Module {
   }
   at::Tensor forward(const at::Tensor& x) {
     ++runs;
+    inputs.emplace_back(x.getIntrusivePtr());
     const at::Tensor hidden = at::gelu(in(x));
     activations.emplace_back(hidden.getIntrusivePtr());
     return x + out(hidden);
   }
   int runs = 0;
-  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> activations;
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> activations, inputs;
   torch::nn::Linear in{nullptr}, out{nullptr};
 };
 TORCH_MODULE(Block);
@@ -67,6 +68,12 @@ struct NetImpl : torch::nn::Module {
     for (int i = 0; i < 3; ++i) x = i == direct ? blocks[i](x) : call(blocks[i], x);
     return last(x);
   }
+  // Another entry, which leaves activations alone.
+  at::Tensor forward_plainly(const at::Tensor& in) {
+    at::Tensor x = first(in);
+    for (Block& block : blocks) x = block(x);
+    return last(x);
+  }
   const int direct;
   std::vector<Block> blocks;
   torch::nn::Linear first{nullptr}, last{nullptr};
@@ -77,9 +84,10 @@ TORCH_MODULE(Net);
 struct Outcome {
   Weights weights;
   int runs = 0;
+  int inputs = 0;  // of blocks, that were in memory between forward and backward passes
 };
 Outcome Train(int processes, AcceleratorOptions options, const std::string& strategy,
-              int64_t rows = 64) {
+              int64_t rows = 256) {
   options.sharding = ParseSharding(strategy, 2);
   options.gradient_accumulation_steps = 2;
   Outcome outcome;
@@ -90,7 +98,14 @@ Outcome Train(int processes, AcceleratorOptions options, const std::string& stra
     for (int step = 0; step < 6; ++step) {
       auto scope = a.accumulate();
       const at::Tensor x = Random({rows, 6}, 1000 + 10 * step + a.process_index());
-      a.backward(model(x).square().mean());
+      for (Block& block : net->blocks) block->inputs.clear();
+      const at::Tensor loss = model(x).square().mean();
+      for (const Block& block : net->blocks) {
+        for (const auto& weak : block->inputs) {
+          if (weak.lock() && a.is_main_process()) ++outcome.inputs;
+        }
+      }
+      a.backward(loss);
       optimizer.step();
       optimizer.zero_grad();
     }
@@ -127,9 +142,11 @@ TEST(ActivationCheckpointing, UnderEveryStrategy_HasTheSameBits) {
         EXPECT_EQ(want.runs, 6) << what;
         const Outcome got = Train(processes, checkpointed, strategy);
         EXPECT_EQ(got.runs, 12) << what;
+        EXPECT_EQ(got.inputs, 6 * 3) << what;
         ExpectEqual(got.weights, want.weights, what);
         const Outcome from_disk = Train(processes, offloaded, strategy);
         EXPECT_EQ(from_disk.runs, 12) << what;
+        EXPECT_EQ(from_disk.inputs, 0) << what;
         ExpectEqual(from_disk.weights, want.weights, what + " on a disk");
       }
     }
@@ -207,6 +224,41 @@ TEST(ActivationCheckpointing, ABlockThatIsNotCalledBySeam_IsRefusedAtBackward) {
                          }),
                 Each(HasSubstr("2 block(s) of the model ran without it")))
         << strategy;
+  }
+}
+
+TEST(ActivationCheckpointing, AnEvaluationBySeam_DoesNotExcuseATrainingAroundIt) {
+  AcceleratorOptions options;
+  options.activation_checkpointing.emplace();
+  EXPECT_THAT(
+      ErrorsOf(2, options,
+               [](Accelerator& a) {
+                 Net net;
+                 FusedSGD sgd(net->parameters(), {.lr = 0.1});
+                 auto [model, optimizer] = a.prepare(net, sgd);
+                 {
+                   const at::NoGradGuard no_grad;
+                   (void)model(Random({4, 6}, 7));
+                 }
+                 a.backward(model.call(&NetImpl::forward_plainly, Random({4, 6}, 7)).mean());
+               }),
+      Each(HasSubstr("3 block(s) of the model ran without it, 'blocks.0' first")));
+}
+
+TEST(ActivationCheckpointing, ABlockThatIsNotCalledBySeam_IsRefusedAtTheStepAfterPlainBackward) {
+  AcceleratorOptions options;
+  options.activation_checkpointing.emplace();
+  for (const int direct : {1, -1}) {
+    EXPECT_THAT(ErrorsOf(1, options,
+                         [direct](Accelerator& a) {
+                           Net net(16, direct);
+                           FusedSGD sgd(net->parameters(), {.lr = 0.1});
+                           auto [model, optimizer] = a.prepare(net, sgd);
+                           model(Random({4, 6}, 7)).mean().backward();
+                           optimizer.step();
+                         }),
+                Each(direct < 0 ? ::testing::Matcher<std::string>(::testing::IsEmpty())
+                                : HasSubstr("1 block(s) of the model ran without it, 'blocks.1'")));
   }
 }
 

@@ -307,6 +307,18 @@ std::string NameOf(const at::Tensor& parameter, size_t index,
   return c10::str("number ", index, " of the optimizer, of shape ", parameter.sizes(), ",");
 }
 
+// Blocks whose activations were to be dropped, and that have gradients.
+void CheckBlocksCalled(const Registry& registry) {
+  for (const auto& model : registry.models()) {
+    if (model->activation_policy() == nullptr) continue;
+    model->activation_policy()->CheckCalled([&](const at::Tensor& parameter) {
+      const at::Tensor shard =
+          model->sharded() == nullptr ? at::Tensor() : model->sharded()->ShardOf(parameter);
+      return (shard.defined() ? shard : parameter).grad().defined();
+    });
+  }
+}
+
 bool Holds(const std::vector<at::Tensor>& list, const at::Tensor& tensor) {
   return std::any_of(list.begin(), list.end(),
                      [&](const at::Tensor& other) { return other.is_same(tensor); });
@@ -316,6 +328,9 @@ bool Holds(const std::vector<at::Tensor>& list, const at::Tensor& tensor) {
 
 void StepController::CheckGradients(OptimizerSlot& slot) const {
   CheckWitnesses();
+  // After loss.backward(). The gradients of several processes do not tell which of them has run a
+  // block.
+  if (window_backwards_ == 0 && process_.size() == 1) CheckBlocksCalled(registry_);
   if (window_backwards_ == 0 && !in_closure_ &&
       (scaler_ != nullptr || accumulation_.current().divisor != 1)) {
     for (const at::Tensor& parameter : slot.handle().parameters()) {

@@ -410,8 +410,10 @@ RegionScope::~RegionScope() {
 }
 
 bool NothingToDrop(const torch::nn::Module* module) {
+  // Says nothing of how the model is trained: an evaluation may go another way.
+  if (!at::GradMode::is_enabled()) return true;
   if (const std::shared_ptr<Selection> selection = SelectionOf(module)) selection->called = true;
-  return !at::GradMode::is_enabled() || running.region != nullptr;
+  return running.region != nullptr;
 }
 
 bool IsSelected(const torch::nn::Module* module) { return SelectionOf(module) != nullptr; }

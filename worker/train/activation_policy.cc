@@ -1,6 +1,8 @@
 #include "worker/train/activation_policy.h"
 
 #include <cstddef>
+#include <functional>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -122,6 +124,15 @@ std::unordered_set<const void*> LeavesOf(const at::Tensor& root) {
 }  // namespace
 
 void ActivationPolicy::CheckCalled(const at::Tensor& root) {
+  std::optional<std::unordered_set<const void*>> leaves;
+  CheckCalled([&](const at::Tensor& parameter) {
+    if (!leaves.has_value()) leaves = LeavesOf(root);
+    return leaves->count(parameter.unsafeGetTensorImpl()) > 0;
+  });
+}
+
+void ActivationPolicy::CheckCalled(
+    const std::function<bool(const at::Tensor& parameter)>& has_gradient) {
   if (all_called_) return;
   std::vector<const Entry*> open;
   // How many blocks that were called, or that have not been, a parameter is in.
@@ -138,14 +149,13 @@ void ActivationPolicy::CheckCalled(const at::Tensor& root) {
     all_called_ = true;
     return;
   }
-  const std::unordered_set<const void*> leaves = LeavesOf(root);
   size_t missed = 0;
   const Entry* first = nullptr;
   for (const Entry* entry : open) {
     for (const at::Tensor& parameter : entry->block.module->parameters()) {
       const void* const impl = parameter.unsafeGetTensorImpl();
       // Tied weights tell nothing.
-      if (leaves.count(impl) == 0 || elsewhere.count(impl) > 0) continue;
+      if (elsewhere.count(impl) > 0 || !has_gradient(parameter)) continue;
       ++missed;
       if (first == nullptr) first = entry;
       break;

@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_TRAIN_ACTIVATION_POLICY_H_
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -32,9 +33,11 @@ class ActivationPolicy {
   ActivationPolicy& operator=(const ActivationPolicy&) = delete;
 
   // Throws c10::Error, naming one, if the graph of `root` leads to parameters of blocks that have
-  // never been called by muster::call(): they have kept their activations. Once all have been, it
-  // costs nothing. Blocks inside of other blocks count as those.
+  // never been called by muster::call() with gradients on: they have kept their activations. Once
+  // all have been, it costs nothing. Blocks inside of other blocks count as those.
   void CheckCalled(const at::Tensor& root);
+  // The same after a backward pass, by the parameters that have got gradients.
+  void CheckCalled(const std::function<bool(const at::Tensor& parameter)>& has_gradient);
 
  private:
   struct Entry;
