@@ -157,6 +157,10 @@ class Agent {
   Event Next();
   std::optional<Event> NextWithin(absl::Duration timeout);
 
+  // The job was stopped while no worker was watched: takes one request for that, for which the
+  // grace begins now. Any other one cuts it short.
+  void TakeStop();
+
   JobResult RunAttempts();
   // Those that are not kept.
   absl::Status StartWorkers(const Meeting& meeting, int attempt);

@@ -536,6 +536,34 @@ TEST_F(GateTest, StoppedWhileItWaits_HasItsFailure) {
   EXPECT_THAT(Ends(), UnorderedElementsAre("1 0 9", "0 15 0"));
 }
 
+TEST_F(GateTest, StoppedWhileItWaits_SurvivorsMayCleanUp) {
+  Start(
+      "echo up; if [ $RANK = 1 ]; then read code < $ORDERS$RANK; exit $code; fi; "
+      "trap 'read code < $ORDERS$RANK; exit $code' TERM; while :; do sleep 1000 & wait; done");
+  EXPECT_THAT(ReadValues(2), SizeIs(2));
+  agent_->Reenters("w0", Reentry::kAble);
+  End(1, 9);
+  gate_.Asked(1);
+  End(0, 5);
+  agent_->Stop();
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kStopped);
+  EXPECT_THAT(Ends(), UnorderedElementsAre("1 0 9", "0 0 5"));
+}
+
+TEST_F(GateTest, StoppedTwiceWhileItWaits_KillsAtOnce) {
+  Start(
+      "echo up; if [ $RANK = 1 ]; then read code < $ORDERS$RANK; exit $code; fi; "
+      "trap '' TERM; while :; do sleep 1000 & wait; done");
+  EXPECT_THAT(ReadValues(2), SizeIs(2));
+  agent_->Reenters("w0", Reentry::kAble);
+  End(1, 9);
+  gate_.Asked(1);
+  agent_->Stop();
+  agent_->Stop();
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kStopped);
+  EXPECT_THAT(Ends(), UnorderedElementsAre("1 0 9", "0 9 0"));
+}
+
 TEST_F(GateTest, StoppedAfterTheRestart_IsNotBlamedForTheFailureBefore) {
   StartWorkers();
   agent_->Reenters("w0", Reentry::kAble);
