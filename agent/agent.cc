@@ -518,8 +518,13 @@ JobResult Agent::RunAttempts() {
     if (!again) return result;
     if (options_.gate != nullptr) {
       const absl::Status allowed = options_.gate->Await(attempt + 1, result);
-      if (absl::IsCancelled(allowed)) {
+      if (absl::IsCancelled(allowed) || absl::IsAborted(allowed)) {
         TakeStop();
+        if (absl::IsAborted(allowed)) {
+          // Who has allowed it has counted this failure.
+          result.failed_here.reset();
+          result.failure = {};
+        }
         result.outcome = JobResult::Outcome::kStopped;
         return result;
       }
