@@ -376,9 +376,13 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
         continue;
       }
       AttemptEnd local = Culprit(*ended);
-      local.restarts = IsWorthKeeping(*culprit_);
+      const bool may_restart = MayRestart(*culprit_);
+      local.restarts = may_restart && IsWorthKeeping(*culprit_);
       StopOrKeepWorkers(local);
-      const AttemptEnd end = link_.Fail(local);
+      AttemptEnd end = link_.Fail(local);
+      // Another node was first with a failure after which a restart could help. It cannot after
+      // this one, and who decides has to learn that.
+      if (options_.gate != nullptr && end.restarts && !may_restart) end = std::move(local);
       if (options_.gate != nullptr && !end.restarts) StopWorkers(options_.failure_grace);
       WaitForWorkers();
       return end;

@@ -585,6 +585,20 @@ TEST_F(GateTest, StoppedDuringTheDelay_HasNoFailureThatIsNotCountedYet) {
   EXPECT_EQ(result.failure.why, "");
 }
 
+TEST_F(GateTest, EndAfterWhichNoRestartHelps_IsToldAlsoAfterAnotherNodesFailure) {
+  StartWorkers();
+  agent_->Reenters("w0", Reentry::kAble);
+  coordination_.FailsElsewhereFirst(
+      {.why = "rank 5 (pid 7 on other) was killed", .last_lines = {}, .restarts = true});
+  End(1, 2);
+  const JobResult result = Join();
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  ASSERT_TRUE(result.failed_here.has_value());
+  EXPECT_EQ(result.failure.why, result.failed_here->ToString());
+  EXPECT_THAT(result.failure.why, HasSubstr("exited with code 2"));
+  EXPECT_THAT(Ends(), UnorderedElementsAre("1 0 2", "0 15 0"));
+}
+
 TEST_F(GateTest, StoppedAfterTheRestart_IsNotBlamedForTheFailureBefore) {
   StartWorkers();
   agent_->Reenters("w0", Reentry::kAble);
