@@ -30,10 +30,12 @@ Agent::Agent(AgentOptions options, ProcessHost& host, OutputMux& output, JobCoor
 
 void Agent::Stop() {
   {
+    // Together: who sees the wish finds the event.
     MutexLock lock(&mu_);
     stop_wanted_ = true;
+    events_.push_back(StopWanted{});
+    changed_.SignalAll();
   }
-  Post(StopWanted{});
   link_.Cancel();
   if (options_.gate != nullptr) options_.gate->Cancel();
 }
@@ -65,6 +67,15 @@ std::optional<Agent::Event> Agent::NextWithin(absl::Duration timeout) {
   Event event = std::move(events_.front());
   events_.pop_front();
   return event;
+}
+
+void Agent::TakeStop() {
+  stopped_ = true;
+  MutexLock lock(&mu_);
+  const auto first = std::find_if(events_.begin(), events_.end(), [](const Event& event) {
+    return std::holds_alternative<StopWanted>(event);
+  });
+  if (first != events_.end()) events_.erase(first);
 }
 
 absl::Status Agent::StartWorker(const Meeting& meeting, int attempt, int local_rank) {
@@ -365,9 +376,13 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
         continue;
       }
       AttemptEnd local = Culprit(*ended);
-      local.restarts = IsWorthKeeping(*culprit_);
+      const bool may_restart = MayRestart(*culprit_);
+      local.restarts = may_restart && IsWorthKeeping(*culprit_);
       StopOrKeepWorkers(local);
-      const AttemptEnd end = link_.Fail(local);
+      AttemptEnd end = link_.Fail(local);
+      // Another node was first with a failure after which a restart could help. It cannot after
+      // this one, and who decides has to learn that.
+      if (options_.gate != nullptr && end.restarts && !may_restart) end = std::move(local);
       if (options_.gate != nullptr && !end.restarts) StopWorkers(options_.failure_grace);
       WaitForWorkers();
       return end;
@@ -437,15 +452,12 @@ JobResult Agent::RunAttempts() {
       // something.
       std::deque<Event> left;
       for (Event& event : events_) {
-        if (!std::holds_alternative<EndedElsewhere>(event) &&
-            !std::holds_alternative<StopWanted>(event)) {
-          left.push_back(std::move(event));
-        }
+        if (!std::holds_alternative<EndedElsewhere>(event)) left.push_back(std::move(event));
       }
       events_.swap(left);
     }
     if (stop_wanted) {
-      stopped_ = true;
+      TakeStop();
       result.failed_here.reset();  // of the attempt before
       result.outcome = JobResult::Outcome::kStopped;
       return result;
@@ -510,8 +522,13 @@ JobResult Agent::RunAttempts() {
     if (!again) return result;
     if (options_.gate != nullptr) {
       const absl::Status allowed = options_.gate->Await(attempt + 1, result);
-      if (absl::IsCancelled(allowed)) {
-        stopped_ = true;
+      if (absl::IsCancelled(allowed) || absl::IsAborted(allowed)) {
+        TakeStop();
+        if (absl::IsAborted(allowed)) {
+          // Who has allowed it has counted this failure.
+          result.failed_here.reset();
+          result.failure = {};
+        }
         result.outcome = JobResult::Outcome::kStopped;
         return result;
       }

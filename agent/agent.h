@@ -91,7 +91,8 @@ class RestartGate {
   // block.
   virtual bool MayAsk(int restart, const WorkerEnd& cause) const = 0;
   // Asks for it and blocks until it may begin, on this node. `result`: how it would end otherwise.
-  // Errors: CANCELLED after Cancel(), which is also how it is refused: who decides stops the job.
+  // Errors: CANCELLED after Cancel(), which is also how it is refused: who decides stops the job;
+  // ABORTED the same, but it had been allowed, so that `result` is known and counted.
   virtual absl::Status Await(int restart, const JobResult& result) = 0;
   // Makes Await return. Final. Does not block; any thread.
   virtual void Cancel() = 0;
@@ -156,6 +157,10 @@ class Agent {
   void Post(Event event);
   Event Next();
   std::optional<Event> NextWithin(absl::Duration timeout);
+
+  // The job was stopped while no worker was watched: takes one request for that, for which the
+  // grace begins now. Any other one cuts it short.
+  void TakeStop();
 
   JobResult RunAttempts();
   // Those that are not kept.

@@ -44,8 +44,9 @@ class FakeGate final : public RestartGate {
     MutexLock lock(&mu_);
     asked_.push_back(absl::StrCat(restart, " ", result.failed_here.has_value()));
     changed_.SignalAll();
-    while (!cancelled_ && allowed_ < restart) changed_.Wait(&mu_);
-    return cancelled_ ? absl::CancelledError("cancelled") : absl::OkStatus();
+    while (!cancelled_ && (delays_ || allowed_ < restart)) changed_.Wait(&mu_);
+    if (!cancelled_) return absl::OkStatus();
+    return allowed_ < restart ? absl::CancelledError("cancelled") : absl::AbortedError("cancelled");
   }
   void Cancel() override {
     MutexLock lock(&mu_);
@@ -57,6 +58,12 @@ class FakeGate final : public RestartGate {
     MutexLock lock(&mu_);
     allowed_ = restarts;
     changed_.SignalAll();
+  }
+  // Allows all, with a delay that does not end.
+  void AllowWithDelay() {
+    MutexLock lock(&mu_);
+    allowed_ = 100;
+    delays_ = true;
   }
   // Once there are so many: "RESTART WHETHER-IT-FAILED-HERE" of each.
   std::vector<std::string> Asked(size_t count) {
@@ -70,6 +77,7 @@ class FakeGate final : public RestartGate {
   CondVar changed_;
   std::vector<std::string> asked_ ABSL_GUARDED_BY(mu_);
   int allowed_ ABSL_GUARDED_BY(mu_) = 0;
+  bool delays_ ABSL_GUARDED_BY(mu_) = false;
   bool cancelled_ ABSL_GUARDED_BY(mu_) = false;
 };
 
@@ -534,6 +542,61 @@ TEST_F(GateTest, StoppedWhileItWaits_HasItsFailure) {
   ASSERT_TRUE(result.failed_here.has_value());
   EXPECT_EQ(result.failure.why, result.failed_here->ToString());
   EXPECT_THAT(Ends(), UnorderedElementsAre("1 0 9", "0 15 0"));
+}
+
+TEST_F(GateTest, StoppedWhileItWaits_SurvivorsMayCleanUp) {
+  Start(
+      "echo up; if [ $RANK = 1 ]; then read code < $ORDERS$RANK; exit $code; fi; "
+      "trap 'read code < $ORDERS$RANK; exit $code' TERM; while :; do sleep 1000 & wait; done");
+  EXPECT_THAT(ReadValues(2), SizeIs(2));
+  agent_->Reenters("w0", Reentry::kAble);
+  End(1, 9);
+  gate_.Asked(1);
+  End(0, 5);
+  agent_->Stop();
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kStopped);
+  EXPECT_THAT(Ends(), UnorderedElementsAre("1 0 9", "0 0 5"));
+}
+
+TEST_F(GateTest, StoppedTwiceWhileItWaits_KillsAtOnce) {
+  Start(
+      "echo up; if [ $RANK = 1 ]; then read code < $ORDERS$RANK; exit $code; fi; "
+      "trap '' TERM; while :; do sleep 1000 & wait; done");
+  EXPECT_THAT(ReadValues(2), SizeIs(2));
+  agent_->Reenters("w0", Reentry::kAble);
+  End(1, 9);
+  gate_.Asked(1);
+  agent_->Stop();
+  agent_->Stop();
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kStopped);
+  EXPECT_THAT(Ends(), UnorderedElementsAre("1 0 9", "0 9 0"));
+}
+
+TEST_F(GateTest, StoppedDuringTheDelay_HasNoFailureThatIsNotCountedYet) {
+  StartWorkers();
+  agent_->Reenters("w0", Reentry::kAble);
+  gate_.AllowWithDelay();
+  End(1, 9);
+  gate_.Asked(1);
+  agent_->Stop();
+  const JobResult result = Join();
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kStopped);
+  EXPECT_FALSE(result.failed_here.has_value());
+  EXPECT_EQ(result.failure.why, "");
+}
+
+TEST_F(GateTest, EndAfterWhichNoRestartHelps_IsToldAlsoAfterAnotherNodesFailure) {
+  StartWorkers();
+  agent_->Reenters("w0", Reentry::kAble);
+  coordination_.FailsElsewhereFirst(
+      {.why = "rank 5 (pid 7 on other) was killed", .last_lines = {}, .restarts = true});
+  End(1, 2);
+  const JobResult result = Join();
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  ASSERT_TRUE(result.failed_here.has_value());
+  EXPECT_EQ(result.failure.why, result.failed_here->ToString());
+  EXPECT_THAT(result.failure.why, HasSubstr("exited with code 2"));
+  EXPECT_THAT(Ends(), UnorderedElementsAre("1 0 2", "0 15 0"));
 }
 
 TEST_F(GateTest, StoppedAfterTheRestart_IsNotBlamedForTheFailureBefore) {

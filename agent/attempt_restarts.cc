@@ -28,6 +28,7 @@ constexpr char kRequestSuffix[] = ".json";
 constexpr char kAllowed[] = "restarts_allowed";
 // Where the system does not tell of new files.
 constexpr absl::Duration kLookAgain = absl::Milliseconds(500);
+constexpr absl::Duration kLongestPoll = absl::Hours(1);
 
 struct Allowed {
   int restarts = 0;
@@ -77,27 +78,40 @@ absl::Status AttemptRestarts::Await(int restart, const JobResult& result) {
       WriteEnd(JoinPath(options_.folder, absl::StrCat(kRequestPrefix, restart, kRequestSuffix)),
                Describe(result, nullptr)));
   Allowed allowed = ReadAllowed(options_.folder);
+  const absl::Time give_up = Clock::Real().Now() + options_.patience;
   while (allowed.restarts < restart) {
-    if (!Wait(events.get(), absl::InfiniteDuration())) return absl::CancelledError("stopped");
+    const absl::Duration left = give_up - Clock::Real().Now();
+    if (left <= absl::ZeroDuration()) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("no answer within ", absl::FormatDuration(options_.patience)));
+    }
+    const bool cancelled = !Wait(events.get(), left);
+    // Also then: it may have come together with the request to stop.
     allowed = ReadAllowed(options_.folder);
+    if (cancelled && allowed.restarts < restart) return absl::CancelledError("stopped");
+    if (cancelled) break;
   }
   const absl::Time begin = Clock::Real().Now() + allowed.delay;
   for (absl::Duration left = allowed.delay; left > absl::ZeroDuration();
        left = begin - Clock::Real().Now()) {
-    if (!Wait(-1, left)) return absl::CancelledError("stopped");
+    if (!Wait(-1, left)) return absl::AbortedError("stopped");
   }
+  if (IsCancelled()) return absl::AbortedError("stopped");
   memory_kills_ = CountMemoryKills();
   return absl::OkStatus();
 }
 
 bool AttemptRestarts::Wait(int folder_events, absl::Duration time) const {
-  if (folder_events < 0) time = std::min(time, kLookAgain);
+  time = std::min(time, folder_events < 0 ? kLookAgain : kLongestPoll);
   pollfd fds[] = {{cancelled_.get(), POLLIN, 0}, {folder_events, POLLIN, 0}};
-  const int timeout =
-      time == absl::InfiniteDuration() ? -1 : static_cast<int>(absl::ToInt64Milliseconds(time)) + 1;
-  poll(fds, 2, timeout);
+  poll(fds, 2, static_cast<int>(absl::ToInt64Milliseconds(time)) + 1);
   if ((fds[1].revents & POLLIN) != 0) TakeFolderEvents(folder_events);
   return (fds[0].revents & POLLIN) == 0;
+}
+
+bool AttemptRestarts::IsCancelled() const {
+  pollfd cancelled = {cancelled_.get(), POLLIN, 0};
+  return poll(&cancelled, 1, 0) == 1;
 }
 
 void AttemptRestarts::Cancel() {

@@ -28,6 +28,8 @@ class AttemptRestarts final : public RestartGate {
     int left = 0;  // restarts
     std::vector<int> user_error_codes = {};
     int num_nodes = 1;
+    // For the answer. An agent or coordinator that was replaced by an older one gives none.
+    absl::Duration patience = absl::Hours(24);
   };
   // Counts what the kernel kills for memory from now on.
   explicit AttemptRestarts(Options options);
@@ -36,13 +38,15 @@ class AttemptRestarts final : public RestartGate {
   v1::AttemptEnd Describe(const JobResult& result, const HangReport* hang) const;
 
   bool MayAsk(int restart, const WorkerEnd& cause) const override;
-  // Errors also: those of the disk.
+  // Errors also: those of the disk; DEADLINE_EXCEEDED no answer within `patience`.
   absl::Status Await(int restart, const JobResult& result) override;
   void Cancel() override;
 
  private:
   // Blocks until something may have come into the folder, for at most `time`. False: cancelled.
   bool Wait(int folder_events, absl::Duration time) const;
+
+  bool IsCancelled() const;
 
   const Options options_;
   int64_t memory_kills_;

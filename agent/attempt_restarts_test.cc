@@ -88,8 +88,20 @@ TEST_F(AttemptRestartsTest, Cancel_EndsTheWaitForTheAnswerAndForTheDelay) {
   AttemptRestarts delayed(Options(1));
   ASSERT_TRUE(AllowRestart(folder_.path(), 1, absl::Hours(24 * 365)).ok());
   std::thread other([&] { delayed.Cancel(); });
-  EXPECT_TRUE(absl::IsCancelled(delayed.Await(1, Failed(Ended(3, 0)))));
+  EXPECT_TRUE(absl::IsAborted(delayed.Await(1, Failed(Ended(3, 0))))) << "it was allowed";
   other.join();
+  // Together with the answer.
+  ASSERT_TRUE(AllowRestart(folder_.path(), 1, absl::ZeroDuration()).ok());
+  EXPECT_TRUE(absl::IsAborted(delayed.Await(1, Failed(Ended(3, 0)))));
+}
+
+TEST_F(AttemptRestartsTest, NoAnswerAtAll_IsNotAwaitedForEver) {
+  AttemptRestarts::Options options = Options(1);
+  options.patience = absl::ZeroDuration();
+  AttemptRestarts restarts(options);
+  EXPECT_TRUE(absl::IsDeadlineExceeded(restarts.Await(1, Failed(Ended(3, 0)))));
+  ASSERT_TRUE(AllowRestart(folder_.path(), 1, absl::ZeroDuration()).ok());
+  EXPECT_TRUE(restarts.Await(1, Failed(Ended(3, 0))).ok());
 }
 
 TEST_F(AttemptRestartsTest, FilesThatAreNone_AllowNothing) {

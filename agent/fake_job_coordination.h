@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -39,7 +40,7 @@ class FakeJobCoordination final : public JobCoordination {
   AttemptEnd Fail(const AttemptEnd& end) override {
     MutexLock lock(&mu_);
     failures_.push_back(end);
-    return end;
+    return first_.value_or(end);
   }
   absl::Status Finish() override {
     MutexLock lock(&mu_);
@@ -73,6 +74,11 @@ class FakeJobCoordination final : public JobCoordination {
   void FailMeet(absl::Status status) {
     MutexLock lock(&mu_);
     meet_error_ = std::move(status);
+  }
+  // Another node has failed before, which is not known here yet.
+  void FailsElsewhereFirst(AttemptEnd end) {
+    MutexLock lock(&mu_);
+    first_ = std::move(end);
   }
   void HoldFinish() {
     MutexLock lock(&mu_);
@@ -110,6 +116,7 @@ class FakeJobCoordination final : public JobCoordination {
   std::vector<int> attempts_ ABSL_GUARDED_BY(mu_);
   std::vector<WorkerEnd> ends_ ABSL_GUARDED_BY(mu_);
   std::vector<AttemptEnd> failures_ ABSL_GUARDED_BY(mu_);
+  std::optional<AttemptEnd> first_ ABSL_GUARDED_BY(mu_);
   absl::Status meet_error_ ABSL_GUARDED_BY(mu_);
   absl::Status finish_status_ ABSL_GUARDED_BY(mu_);
   int finished_ ABSL_GUARDED_BY(mu_) = 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -28,6 +29,27 @@ std::vector<const v1::Member*> Alive(const v1::GetMembersReply& members) {
     if (member.rank() >= 0 && member.state() == v1::WORKER_STATE_RUNNING) alive.push_back(&member);
   }
   return alive;
+}
+
+// A rank was lost, and the others wait for the one that follows it, or have just been told to. They
+// are as alive as before, and cannot show progress until then. Ranks that have finished are no
+// loss.
+bool LacksARank(const v1::GetMembersReply& members) {
+  std::set<absl::string_view> seated;
+  for (const v1::Member& member : members.members()) {
+    if (member.rank() < 0) {
+      // Also of those that have ended well and start again, as with another number of machines.
+      if (seated.count(member.worker_id()) != 0) return true;
+      continue;
+    }
+    seated.insert(member.worker_id());
+    const bool failed = member.state() == v1::WORKER_STATE_LOST ||
+                        member.state() == v1::WORKER_STATE_FENCED ||
+                        (member.state() == v1::WORKER_STATE_EXITED &&
+                         (member.exit().exit_code() != 0 || member.exit().signal() != 0));
+    if (failed) return true;
+  }
+  return false;
 }
 
 // Whatever changes with their progress.
@@ -78,7 +100,7 @@ std::optional<Hang> HangCore::Look(const v1::GetMembersReply& members, absl::Tim
   }
   const std::vector<const v1::Member*> alive = Alive(members);
   const std::string shows = Shows(alive);
-  bool counts = true, stepped = false;
+  bool counts = !LacksARank(members), stepped = false;
   for (const v1::Member* const member : alive) {
     stepped = stepped || member->last_step() > 0;
     counts = counts && !IsSlowOnPurpose(member->phase()) &&

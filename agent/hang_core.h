@@ -32,6 +32,7 @@ struct HangReport {
 // - before some rank has finished a step in its process: compilation and the first batch take long;
 // - while a rank saves or loads a state: what waits there has deadlines of its own;
 // - while a rank is not heard: that is for its lease to judge;
+// - from the loss of a rank until another process has its place: the others can only wait;
 // - while the coordinator does not answer, or this process was not running.
 // Programs without Muster's library have no ranks here, so they never hang.
 class HangCore {

@@ -132,6 +132,31 @@ TEST_F(HangCoreTest, WhatIsNotKnown_IsNoHang) {
   EXPECT_TRUE(Watch(absl::Hours(1)).has_value());
 }
 
+TEST_F(HangCoreTest, SurvivorsOfALoss_WaitForTheNextGeneration) {
+  v1::Member* const lost = Of(3);
+  lost->set_state(v1::WORKER_STATE_EXITED);
+  lost->mutable_exit()->set_signal(9);
+  EXPECT_FALSE(Watch(absl::Hours(1)).has_value());
+  lost->mutable_exit()->set_signal(0);
+  lost->mutable_exit()->set_exit_code(1);
+  EXPECT_FALSE(Watch(absl::Hours(1)).has_value());
+  for (const v1::WorkerState state : {v1::WORKER_STATE_LOST, v1::WORKER_STATE_FENCED}) {
+    lost->set_state(state);
+    EXPECT_FALSE(Watch(absl::Hours(1)).has_value());
+  }
+  // A survivor waits for its next seat already.
+  lost->set_state(v1::WORKER_STATE_LEFT);
+  v1::Member* const waiting = members_.add_members();
+  waiting->set_rank(-1);
+  waiting->set_worker_id("w1");
+  waiting->set_state(v1::WORKER_STATE_JOINING);
+  EXPECT_FALSE(Watch(absl::Hours(1)).has_value());
+  // A spare waits always.
+  waiting->set_worker_id("spare");
+  EXPECT_FALSE(Watch(kTimeout - absl::Seconds(20)).has_value()) << "the time begins now";
+  EXPECT_TRUE(Watch(absl::Hours(1)).has_value());
+}
+
 TEST_F(HangCoreTest, RanksThatHaveEnded_DoNotCount) {
   Of(0)->set_state(v1::WORKER_STATE_EXITED);
   std::optional<Hang> hang = Watch(absl::Hours(1));

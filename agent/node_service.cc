@@ -76,7 +76,8 @@ constexpr absl::Duration kAnswerTimeout = absl::Seconds(10);
 constexpr absl::Duration kLogPoll = absl::Milliseconds(100);
 // Between the end of a runner and that of the last process that holds its lock.
 constexpr absl::Duration kLockPoll = absl::Milliseconds(50);
-// At folders of attempts, if the system does not tell of new files, and at a disk that is full.
+// At folders of attempts, if the system does not tell of new files or one could not be read, and at
+// a disk that is full.
 constexpr absl::Duration kLookAgain = absl::Seconds(1);
 // For processes that the kernel does not end, after an attempt.
 constexpr absl::Duration kGroupPatience = absl::Seconds(10);
@@ -106,6 +107,7 @@ struct Runner {
   OwnedFd lock;        // not held by us: to try it
   int first_rank = 0;
   int folder_watch = -1;                         // of folder_events_
+  std::string unread = {};                       // why its requests could not be read
   std::string group = {};                        // folder of its control group; empty: none
   int status = -1;                               // of waitpid; -1: not known
   absl::Time empty_by = absl::InfiniteFuture();  // its control group, once it has ended
@@ -340,15 +342,20 @@ class NodeService {
                         << "; folders of attempts are looked at now and then";
     told_of_files_ = false;
   }
-  // What runners ask for.
-  void ReadRequests() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    for (const auto& [key, runner] : runners_) {
+  // What runners ask for. False: not all could be read, and no event tells when they can.
+  bool ReadRequests() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    bool all = true;
+    for (auto& [key, runner] : runners_) {
       if (!attempts_.IsRunning(key)) continue;
       const absl::StatusOr<RestartRequest> asked = ReadRestartRequest(runner.folder.path);
       if (!asked.ok()) {
-        MUSTER_LOG(Warning) << asked.status().message();
+        all = false;
+        const std::string why(asked.status().message());
+        if (std::exchange(runner.unread, why) == why) continue;
+        MUSTER_LOG(Warning) << why << "; it is tried again";
         continue;
       }
+      runner.unread.clear();
       if (asked->restart == 0) continue;
       const uint64_t version = attempts_.version();
       const absl::Duration ago =
@@ -360,6 +367,7 @@ class NodeService {
                        << asked->restart << ": " << asked->end.why();
       Resync();
     }
+    return all;
   }
   // Tells runners what they may do. A full disk delays it.
   void Allow() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
@@ -445,9 +453,9 @@ class NodeService {
         Do(attempts_.Tick(now));
         SendSignals();
         if (TakeFolderEvents(folder_events_.get())) look_ = true;
-        if (look_) ReadRequests();
+        const bool all_read = !look_ || ReadRequests();
         Allow();
-        look_ = !told_of_files_;
+        look_ = !told_of_files_ || !all_read;
         if (look_ || !unwritten_.empty()) wait = std::min(wait, kLookAgain);
         CollectEnded();
         DropMemory(now);

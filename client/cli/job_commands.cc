@@ -556,6 +556,20 @@ std::string NumberText(const Attempt& attempt) {
                                : absl::StrCat(attempt.number, "+", attempt.restarts);
 }
 
+// "attempts 1 to 3+1 are": those before the first one that is kept. Empty: all are.
+std::string ForgottenText(const Job& job) {
+  if (job.history.empty()) return "";
+  Attempt last = job.history.front();
+  if (last.restarts > 0) {
+    --last.restarts;
+  } else {
+    --last.number;  // however often it was restarted
+  }
+  if (last.number == 0) return "";
+  if (last.number == 1 && last.restarts == 0) return "attempt 1 is";
+  return absl::StrCat("attempts 1 to ", NumberText(last), " are");
+}
+
 std::vector<Incident> Incidents(const Job& job) {
   std::vector<Incident> incidents;
   for (size_t i = 0; i < job.history.size(); ++i) {
@@ -618,6 +632,7 @@ ordered_json IncidentsJson(const Job& job, const std::vector<Incident>& incident
           {"state", std::string(JobStateName(job.state))},
           {"attempts", job.attempts},
           {"forgotten", job.history.empty() ? 0 : job.history.front().number - 1},
+          {"forgotten_in_place", job.history.empty() ? 0 : job.history.front().restarts},
           {"incidents", all}};
 }
 
@@ -641,9 +656,8 @@ void PrintIncidents(const CommandContext& context, const Job& job,
                     DurationText(down), attempt->end_class, attempt->node,
                     attempt->rank < 0 ? "" : absl::StrCat(attempt->rank), attempt->why});
   }
-  if (!job.history.empty() && job.history.front().number > 1) {
-    context.out << "attempts 1 to " << job.history.front().number - 1
-                << " are no longer kept: see the audit log and the nodes' logs\n";
+  if (const std::string forgotten = ForgottenText(job); !forgotten.empty()) {
+    context.out << forgotten << " no longer kept: see the audit log and the nodes' logs\n";
   }
   if (incidents.empty()) {
     context.out << job.id << " " << JobStateName(job.state) << ": no attempt of "

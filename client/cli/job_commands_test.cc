@@ -235,6 +235,28 @@ TEST_F(JobCommandsTest, Incidents_AfterWhichTheAttemptHasGoneOn_AreNumberedWithi
   EXPECT_EQ(incidents[0]["continued_in_place"], false);
 }
 
+TEST_F(JobCommandsTest, Incidents_StretchesOfAnAttemptThatAreNotKept_AreSaid) {
+  v1::JobRecord job = JobWithIncidents();
+  job.mutable_history(0)->set_restarts(2);
+  fake_.Add(job);
+  EXPECT_EQ(RunIncidentsCommand({"mnist-1"}, context_), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("attempts 1 to 3+1 are no longer kept"));
+  out_.str("");
+  EXPECT_EQ(RunIncidentsCommand({"mnist-1", "-o", "json"}, context_), kExitOk);
+  const auto value = nlohmann::json::parse(out_.str());
+  EXPECT_EQ(value["forgotten"], 2);
+  EXPECT_EQ(value["forgotten_in_place"], 2);
+}
+
+TEST_F(JobCommandsTest, Incidents_FirstStretchOfTheOnlyAttemptIsNotKept_IsSaid) {
+  v1::JobRecord job = JobWithIncidents();
+  for (v1::JobAttempt& attempt : *job.mutable_history()) attempt.set_number(1);
+  job.mutable_history(0)->set_restarts(1);
+  fake_.Add(job);
+  EXPECT_EQ(RunIncidentsCommand({"mnist-1"}, context_), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("attempt 1 is no longer kept"));
+}
+
 TEST_F(JobCommandsTest, Incidents_OfAHang_ShowWhatEveryRankWasDoing) {
   v1::JobRecord job = JobWithIncidents();
   v1::AttemptEnd* const end = job.mutable_history(0)->mutable_end();

@@ -147,22 +147,32 @@ bool HasRestartLeft(const v1::JobRecord& record) {
   return record.restarts() < record.spec().max_restarts();
 }
 
-// How often the delay before the restart that follows the current attempt is doubled: once for each
-// of the failures right before, which did not let an attempt run for long.
-int Doublings(const v1::JobRecord& record) {
+// The delay before the restart that follows attempt `last` of the history, after `restarts` that
+// counted. It is doubled once for each of the failures right before, which did not let an attempt
+// run for long.
+absl::Duration RestartDelay(const v1::JobRecord& record, int last, int restarts) {
+  const auto doubled = [&record](int times) {
+    return std::min(FromProto(record.spec().restart_delay()) * (1 << times), kMaxRestartDelay);
+  };
   int early = 0;
-  for (int i = record.history_size() - 1; i >= 0; --i) {
+  for (int i = last; i >= 0; --i) {
     const v1::JobAttempt& attempt = record.history(i);
     const absl::Duration ran =
         attempt.started_unix_ms() == 0
             ? absl::ZeroDuration()
             : absl::Milliseconds(attempt.ended_unix_ms() - attempt.started_unix_ms());
-    if (ran >= kSettled) return std::min(early, record.restarts());
-    // The current one has decided already that there is a delay.
-    if (i < record.history_size() - 1 && CountsAsRestart(attempt.end().end_class())) ++early;
+    if (ran >= kSettled) return doubled(std::min(early, restarts));
+    // The last one has decided already that there is a delay.
+    if (i < last && CountsAsRestart(attempt.end().end_class())) ++early;
   }
   // Of longer series the history has the end only.
-  return std::min(record.restarts(), 20);
+  return doubled(std::min(restarts, 20));
+}
+
+// Of the restart in place with which the current stretch of the attempt has begun. A node may ask
+// for it from a coordinator that was started since, so it follows from the record.
+absl::Duration DelayInPlace(const v1::JobRecord& record) {
+  return RestartDelay(record, record.history_size() - 2, std::max(0, record.restarts() - 1));
 }
 
 // Whether a part of the attempt is over: it is about to end.
@@ -1236,13 +1246,12 @@ void JobsCore::Finish(Job* job) {
                           : absl::StrCat(why, "; it was restarted ", record.restarts(),
                                          record.restarts() == 1 ? " time" : " times"));
     }
-    const absl::Duration delay =
-        FromProto(record.spec().restart_delay()) * (1 << Doublings(record));
+    const absl::Duration delay = RestartDelay(record, record.history_size() - 1, record.restarts());
     record.set_restarts(record.restarts() + 1);
     return Requeue(job,
                    absl::StrCat("restart ", record.restarts(), " of ", record.spec().max_restarts(),
                                 " after: ", why),
-                   std::min(delay, kMaxRestartDelay));
+                   delay);
   }
   const std::string again = absl::StrCat("another start after: ", why);
   if (end_class != v1::END_CLASS_NODE_FAILED) return Requeue(job, again, absl::ZeroDuration());
@@ -1565,8 +1574,6 @@ void JobsCore::RestartInPlace(Job* job, const v1::AttemptReport& report) {
   Reach(job, AttemptStage::kDecided);
   Reach(job, AttemptStage::kFenced);
   Current(job)->set_ended_unix_ms(report.ended_unix_ms());
-  const absl::Duration delay = std::min(
-      FromProto(record.spec().restart_delay()) * (1 << Doublings(record)), kMaxRestartDelay);
   if (!options_.mutants.restarts_in_place_for_free) record.set_restarts(record.restarts() + 1);
   while (record.history_size() >= kKeptAttempts) {
     record.mutable_history()->DeleteSubrange(0, 1);
@@ -1580,7 +1587,6 @@ void JobsCore::RestartInPlace(Job* job, const v1::AttemptReport& report) {
   next->set_started_unix_ms(report.ended_unix_ms());
   next->set_restarts(former.restarts() + 1);
   job->asked.clear();
-  job->restart_delay = delay;
   Reach(job, AttemptStage::kPlaced);
   record.set_why(absl::StrCat("restart ", record.restarts(), " of ", record.spec().max_restarts(),
                               ", within attempt ", next->number(),
@@ -1674,7 +1680,9 @@ void JobsCore::AnswerSync(const std::string& name, Node* node) {
                                       attempt.restarts());
       }
       assignment->set_restarts(attempt.restarts());
-      if (attempt.restarts() > 0) *assignment->mutable_restart_delay() = ToProto(job.restart_delay);
+      if (attempt.restarts() > 0) {
+        *assignment->mutable_restart_delay() = ToProto(DelayInPlace(job.record));
+      }
       assignment->set_stop(attempt.stop());
       if (attempt.stop()) assignment->set_stop_why(attempt.end().why());
     }

@@ -170,8 +170,7 @@ class JobsCore {
     // By node rank, of the current attempt: why it asks for its next restart in place. Nodes repeat
     // it.
     absl::btree_map<int, v1::AttemptEnd> asked;
-    absl::Duration restart_delay;  // of the last restart in place that was let
-    HistoryKey in_journal;         // the last entry of the history that the journal has
+    HistoryKey in_journal;  // the last entry of the history that the journal has
     // By the last schedule, in words. Not in the record: the next coordinator finds it again.
     std::string waits_for;
   };

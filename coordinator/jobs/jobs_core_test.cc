@@ -389,6 +389,44 @@ TEST_F(JobsCoreTest, FailurePolicy_LimitsTheRestartsOfEachClass) {
   EXPECT_EQ(Get(job).state(), v1::JOB_STATE_RUNNING);
 }
 
+TEST_F(JobsCoreTest, FailurePolicy_LimitsRestartsInPlace_AndCountsEachOnce) {
+  AddNode("a", 4);
+  v1::JobSpec spec = Spec(2, /*max_restarts=*/5);
+  spec.add_class_limits()->set_end_class(v1::END_CLASS_PROCESS_FAILED);
+  spec.mutable_class_limits(0)->set_count(1);
+  const std::string job = Submit(spec);
+  AskOn("a", job, 1, v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(RestartsOn("a"), 1);
+  ASSERT_EQ(Get(job).class_restarts_size(), 1);
+  EXPECT_EQ(Get(job).class_restarts(0).count(), 1);
+  // Has no limit of its own.
+  AskOn("a", job, 2, v1::END_CLASS_OUT_OF_MEMORY);
+  EXPECT_EQ(RestartsOn("a"), 2);
+  AskOn("a", job, 3, v1::END_CLASS_PROCESS_FAILED, "rank 1 was killed again");
+  const v1::JobRecord record = Get(job);
+  EXPECT_EQ(record.state(), v1::JOB_STATE_FAILED);
+  EXPECT_EQ(record.why(),
+            "rank 1 was killed again; its failure policy allows 1 restart after PROCESS_FAILED");
+  EXPECT_EQ(record.restarts(), 2);
+  ASSERT_EQ(record.class_restarts_size(), 1);
+  EXPECT_EQ(record.class_restarts(0).count(), 1);
+}
+
+TEST_F(JobsCoreTest, FailurePolicy_RestartInPlaceThatIsRefused_IsCountedWithTheEndOfItsAttempt) {
+  AddNode("a", 2);
+  AddNode("b", 2).restarts_in_place = false;
+  Sync("b");
+  v1::JobSpec spec = Spec(4, /*max_restarts=*/5);
+  spec.add_class_limits()->set_end_class(v1::END_CLASS_PROCESS_FAILED);
+  spec.mutable_class_limits(0)->set_count(2);
+  const std::string job = Submit(spec);
+  AskOn("a", job, 1, v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(Get(job).attempts(), 2);
+  EXPECT_EQ(Get(job).restarts(), 1);
+  ASSERT_EQ(Get(job).class_restarts_size(), 1);
+  EXPECT_EQ(Get(job).class_restarts(0).count(), 1);
+}
+
 TEST_F(JobsCoreTest, FailurePolicy_LimitsWhatIsNotCountedToo) {
   AddNode("a", 1);
   v1::JobSpec spec = Spec(1);
@@ -651,6 +689,26 @@ TEST_F(JobsCoreTest, UserErrorInPlace_EndsTheJob) {
   EXPECT_EQ(Get(job).restarts(), 0);
 }
 
+TEST_F(JobsCoreTest, UserErrorOfOneNode_BesideAFailureOfAnother_EndsTheJob_WhicheverIsFirst) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  for (const bool asks_first : {false, true}) {
+    const std::string job = Submit(Spec(4, 3));
+    if (asks_first) {
+      AskOn("a", job, 1, v1::END_CLASS_PROCESS_FAILED);
+      EXPECT_EQ(RestartsOn("a"), 1);
+    }
+    stops_obey_ = false;
+    EndOn("b", job, v1::END_CLASS_USER_ERROR, "rank 3 exited with code 2");
+    if (!asks_first) AskOn("a", job, 1, v1::END_CLASS_PROCESS_FAILED);
+    ObeyStops();
+    const v1::JobRecord record = Get(job);
+    EXPECT_EQ(record.state(), v1::JOB_STATE_FAILED);
+    EXPECT_EQ(record.why(), "rank 3 exited with code 2");
+    EXPECT_EQ(record.restarts(), asks_first ? 1 : 0);
+  }
+}
+
 TEST_F(JobsCoreTest, RestartInPlaceOfSeveralNodes_WaitsForTheCause_AndReachesAll) {
   AddNode("a", 2);
   AddNode("b", 2);
@@ -726,6 +784,10 @@ TEST_F(JobsCoreTest, RestartInPlace_WaitsForTheDelay_WhichDoubles) {
   const std::string job = Submit(spec);
   for (const int seconds : {2, 4, 8}) {
     AskOn("a", job, Get(job).restarts() + 1, v1::END_CLASS_PROCESS_FAILED);
+    EXPECT_EQ(nodes_["a"].last.assignments(0).restart_delay().seconds(), seconds);
+    // Its node may not have read that yet.
+    StartTerm();
+    Sync("a");
     EXPECT_EQ(nodes_["a"].last.assignments(0).restart_delay().seconds(), seconds);
   }
   Advance(absl::Minutes(10));

@@ -196,6 +196,32 @@ TEST_F(JobReentryTest, CoordinatorIsAwayWhileAProcessIsLost_TheOtherContinues) {
   EXPECT_EQ(Processes(job, 1), 2u);
 }
 
+TEST_F(JobReentryTest, RequestThatCannotBeReadAtFirst_IsReadLater) {
+  const auto a = StartNode("a");
+  const OwnedFd gate = Gate(6);
+  const std::string job =
+      SubmitTraining({"--processes", "2", "--max_restarts", "3"}, "elastic", "");
+  WaitUntil([&] { return absl::StrContains(Run({"logs", job}), "at the gate"); });
+  const std::vector<std::string> attempts = *ListDirectory(Temp("a/attempts"));
+  ASSERT_THAT(attempts, SizeIs(1));
+  const std::string folder = Temp("a/attempts/" + attempts[0]);
+  // Hides the first one, as an error of the disk would.
+  ASSERT_TRUE(WriteFileAtomically(folder + "/restart_2.json", "{}").ok());
+  int pid = 0;
+  ASSERT_TRUE(absl::SimpleAtoi(
+      std::vector<std::string>(absl::StrSplit(Begins(job, 1).at(0), ' '))[0], &pid));
+  ASSERT_EQ(kill(pid, SIGKILL), 0);
+  WaitUntil([&] { return PathExists(folder + "/restart_1.json"); });
+  // Its agent has been told of the file before it comes to this.
+  Run({"logs", job});
+  EXPECT_EQ(Get(job)["restarts"], 0);
+  ASSERT_EQ(unlink((folder + "/restart_2.json").c_str()), 0);
+  WaitForRestarts(job, 1);
+  ASSERT_EQ(write(gate.get(), "..", 2), 2);
+  WaitForState(job, "SUCCEEDED");
+  ExpectEachSampleOnce(job);
+}
+
 TEST_F(JobReentryTest, AgentIsAwayWhileAProcessIsLost_TheNextOneAsks) {
   auto a = StartNode("a");
   const OwnedFd gate = Gate(6);
