@@ -341,8 +341,11 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
     StopWorkers(absl::ZeroDuration());
     WaitForWorkers();
     *refused = status;
+    // Where the number of machines varies, the others go on without this one.
     return link_.Fail(
-        {absl::StrCat("a worker could not be started on ", hostname_, ": ", status.message()), {}});
+        {absl::StrCat("a worker could not be started on ", hostname_, ": ", status.message()),
+         {},
+         options_.elastic ? AttemptEnd::Cause::kMachineLeft : AttemptEnd::Cause::kFailed});
   };
   if (absl::Status status = StartWorkers(meeting, attempt); !status.ok() && !stopped_) {
     return not_started(status);

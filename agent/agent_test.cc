@@ -740,6 +740,16 @@ TEST_F(AgentTest, StoppedAmongMachinesThatMayGo_LeavesTheJobToThem) {
   EXPECT_EQ(failures[0].cause, AttemptEnd::Cause::kMachineLeft);
 }
 
+TEST_F(AgentTest, CannotStartAmongMachinesThatMayGo_LeavesTheJobToThem) {
+  options_.elastic = true;
+  options_.log_dir = "/dev/null/logs";
+  Start("echo never");
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kRefused);
+  const std::vector<AttemptEnd> failures = coordination_.failures();
+  ASSERT_THAT(failures, SizeIs(1));
+  EXPECT_EQ(failures[0].cause, AttemptEnd::Cause::kMachineLeft);
+}
+
 TEST_F(AgentTest, StopWhileWaitingForOtherNodes_Ends) {
   coordination_.HoldFinish();
   Start("exit 0");

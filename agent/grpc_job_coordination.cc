@@ -4,11 +4,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/backoff.h"
 #include "base/clock.h"
@@ -37,6 +40,10 @@ constexpr absl::Duration kFirstContact = absl::Seconds(30);
 constexpr char kFinish[] = "finish";  // the barrier of agents whose workers are all done
 constexpr absl::Duration kLook = absl::Seconds(1);  // for machines that wait for a place
 constexpr absl::Duration kLookAgain = absl::Milliseconds(200);  // whether machines are heard
+// After a machine that came has gone, the attempt is ended for the next one of its host only so
+// much later; doubled each time.
+constexpr absl::Duration kComeAgain = absl::Seconds(10);
+constexpr absl::Duration kComeAgainAtMost = absl::Minutes(10);
 constexpr int kMaxCount = 1'000'000'000;
 
 std::string ToJson(const AttemptEnd& end) {
@@ -79,8 +86,51 @@ AttemptEnd EndFromJson(const std::string& text) {
   return end;
 }
 
+// The coordinator has ended this node's place in the job, or given it to another one.
+bool IsCutOff(v1::ErrorReason reason) {
+  return reason == v1::ERROR_REASON_STALE_GENERATION || reason == v1::ERROR_REASON_NOT_MEMBER ||
+         reason == v1::ERROR_REASON_LEASE_EXPIRED;
+}
+
+// The key "end" goes with its generation, so whoever ends that says the cause again, for agents
+// that have not read the key: in words, because logs show them.
+struct CauseWords {
+  AttemptEnd::Cause cause;
+  const char* words;
+};
+constexpr CauseWords kCauseWords[] = {
+    {AttemptEnd::Cause::kFailed, "another attempt begins after a failure: "},
+    {AttemptEnd::Cause::kMachineLost, "another attempt begins after a loss: "},
+    {AttemptEnd::Cause::kMachineLeft, "another attempt begins after a machine has left: "},
+    {AttemptEnd::Cause::kMachineCame, "another attempt begins because a machine has come: "},
+};
+constexpr char kJoinNext[] = "; join the next one";  // what the coordinator adds for waiting calls
+
+std::string AnotherBegins(const AttemptEnd& end) {
+  for (const CauseWords& one : kCauseWords) {
+    if (one.cause == end.cause) return absl::StrCat(one.words, end.why);
+  }
+  return "another attempt begins";
+}
+
+std::optional<AttemptEnd> EndFromReason(const std::string& reason) {
+  for (const CauseWords& one : kCauseWords) {
+    const size_t at = reason.find(one.words);
+    if (at == std::string::npos) continue;
+    AttemptEnd end;
+    end.cause = one.cause;
+    end.why = reason.substr(at + std::string(one.words).size());
+    if (absl::EndsWith(end.why, kJoinNext)) end.why.resize(end.why.size() - sizeof(kJoinNext) + 1);
+    return end;
+  }
+  return std::nullopt;
+}
+
 // The coordinator has ended the attempt. Without a culprit, another agent has asked for it.
 AttemptEnd EndOfGeneration(bool elastic, const std::string& why, bool has_culprit) {
+  if (elastic && !has_culprit) {
+    if (std::optional<AttemptEnd> end = EndFromReason(why)) return *std::move(end);
+  }
   return {elastic && has_culprit ? absl::StrCat("a machine is lost: ", why) : why,
           {},
           !elastic      ? AttemptEnd::Cause::kFailed
@@ -114,6 +164,7 @@ class GrpcJobCoordination final : public JobCoordination {
 
   absl::StatusOr<Meeting> Meet(int attempt, int counted) override {
     StopWatching();
+    const std::string again = elastic() ? WhyAgain() : "another attempt begins";
     MUSTER_RETURN_IF_ERROR(AwaitCoordinator(attempt));
     Meeting meeting;
     meeting.attempt = attempt;
@@ -124,11 +175,13 @@ class GrpcJobCoordination final : public JobCoordination {
     }
     if (attempt > 0) {
       // Or the next attempt would begin inside of the generation that fails.
-      EndGeneration("another attempt begins", options_.outage_tolerance + kShortCall,
-                    Until::kCancelled);
+      EndGeneration(again, options_.outage_tolerance + kShortCall, Until::kCancelled);
     } else if (FinishedBefore()) {
       meeting.finished = true;
       return meeting;
+    } else if (elastic()) {
+      if (options_.another_is_first) MUSTER_RETURN_IF_ERROR(AwaitFirst());
+      MUSTER_RETURN_IF_ERROR(CompareSettings());
     }
     while (true) {
       MUSTER_RETURN_IF_ERROR(Join());
@@ -136,8 +189,11 @@ class GrpcJobCoordination final : public JobCoordination {
       meeting.num_nodes = num_nodes_;
       absl::Status agreed = Agree(&meeting);
       if (agreed.ok()) break;
-      // A machine was lost before the attempt began: the others meet again.
-      if (elastic() && rpc::GetReason(agreed) == v1::ERROR_REASON_GENERATION_ENDED) continue;
+      // A machine, maybe this one, was lost before the attempt began: they meet again.
+      if (const v1::ErrorReason reason = rpc::GetReason(agreed);
+          elastic() && (reason == v1::ERROR_REASON_GENERATION_ENDED || IsCutOff(reason))) {
+        continue;
+      }
       EndGeneration(absl::StrCat("machine ", node_rank_, " gave up: ", agreed.message()),
                     kShortCall, Until::kAnswered);
       return agreed;
@@ -153,6 +209,7 @@ class GrpcJobCoordination final : public JobCoordination {
       shared_->generation_gone = false;
       shared_->on_ended = std::move(on_ended);
     }
+    told_end_.reset();
     const std::shared_ptr<Shared> shared = shared_;
     NodeUplink::Listener listener;
     listener.on_lost = [shared](const absl::Status& status) {
@@ -212,12 +269,14 @@ class GrpcJobCoordination final : public JobCoordination {
       MutexLock lock(&shared_->mu);
       if (elastic() && shared_->ended) return shared_->how;
     }
-    return WriteEnd(end);
+    told_end_ = WriteEnd(end);
+    return *told_end_;
   }
 
   absl::Status Finish() override {
     MUSTER_FAILPOINT("agent.finish");
     if (options_.num_nodes == 1) return absl::OkStatus();
+    if (elastic()) MUSTER_RETURN_IF_ERROR(WriteDone());
     v1::Op op;
     v1::ArriveRequest& request = *op.mutable_arrive();
     *request.mutable_fence() = AgentFence();
@@ -275,33 +334,89 @@ class GrpcJobCoordination final : public JobCoordination {
 
   bool elastic() const { return options_.min_nodes > 0 && options_.min_nodes < options_.num_nodes; }
 
-  AttemptEnd WriteEnd(const AttemptEnd& end) {
-    if (options_.num_nodes == 1) return end;
+  // Puts a key unless one of `absent` exists; then gets the key "end".
+  v1::Op PutUnless(const std::vector<std::string>& absent, const std::string& key,
+                   const std::string& value) {
     v1::Op op;
     v1::TxnRequest& request = *op.mutable_txn();
     *request.mutable_fence() = AgentFence();
-    v1::Compare* const absent = request.add_compares();
-    absent->set_key(EndKey());
-    absent->set_target(v1::Compare::EXISTS);
-    absent->set_number(0);
+    for (const std::string& one : absent) {
+      v1::Compare* const compare = request.add_compares();
+      compare->set_key(one);
+      compare->set_target(v1::Compare::EXISTS);
+      compare->set_number(0);
+    }
     v1::PutOp* const put = request.add_then()->mutable_put();
-    put->set_key(EndKey());
-    put->set_value(ToJson(end));
+    put->set_key(key);
+    put->set_value(value);
     request.add_otherwise()->mutable_get()->set_key(EndKey());
+    return op;
+  }
+
+  // What the key "end" says, if PutUnless has found it.
+  static std::optional<AttemptEnd> EndThatWasFound(const v1::TxnReply& reply) {
+    if (reply.succeeded() || reply.results_size() != 1 || reply.results(0).kvs_size() != 1) {
+      return std::nullopt;
+    }
+    return EndFromJson(reply.results(0).kvs(0).value());
+  }
+
+  // From now on no machine ends the attempt for another one that comes, unless it has already.
+  absl::Status WriteDone() {
+    MUSTER_ASSIGN_OR_RETURN(
+        const v1::OpResult result,
+        Call(PutUnless({EndKey()}, DoneKey(), "1"), absl::InfiniteDuration(), Until::kEnded));
+    if (result.txn().succeeded()) return absl::OkStatus();
+    if (std::optional<AttemptEnd> end = EndThatWasFound(result.txn())) {
+      shared_->End(*std::move(end));
+    }
+    return absl::AbortedError("the attempt has ended");
+  }
+
+  // Ends the attempt unless a machine is done, or it has ended: one operation, because a job that
+  // has succeeded must not begin again. False: it goes on, or the end is told as others tell it.
+  bool WriteEndUnlessDone(const AttemptEnd& end) {
+    const absl::StatusOr<v1::OpResult> result =
+        Call(PutUnless({EndKey(), DoneKey()}, EndKey(), ToJson(end)), kShortCall, Until::kEnded);
+    return result.ok() && result->txn().succeeded();
+  }
+
+  AttemptEnd WriteEnd(const AttemptEnd& end) {
+    if (options_.num_nodes == 1) return end;
+    v1::Op op = PutUnless({EndKey()}, EndKey(), ToJson(end));
     // A job that ends does not wait for a coordinator that is away.
     const absl::Duration patience = session_->stream().connected() ? kShortCall : absl::Seconds(1);
     const absl::StatusOr<v1::OpResult> result =
         Call(std::move(op), patience, Until::kAnswered, Late::kHeld);
     if (!result.ok()) {
       MUSTER_LOG(Debug) << "cannot notify the other machines: " << result.status().message();
-      MutexLock lock(&shared_->mu);
-      return elastic() && shared_->ended ? shared_->how : end;
+      if (!elastic()) return end;
+      {
+        MutexLock lock(&shared_->mu);
+        if (shared_->ended) return shared_->how;
+      }
+      const v1::ErrorReason reason = rpc::GetReason(result.status());
+      if (reason == v1::ERROR_REASON_GENERATION_ENDED) {
+        const std::optional<v1::ErrorDetail> detail = rpc::GetDetail(result.status());
+        return EndOfGeneration(true, std::string(result.status().message()),
+                               detail.has_value() && detail->culprits_size() > 0);
+      }
+      // Nobody else counts what has failed here because this machine was away.
+      if (IsCutOff(reason) && end.cause == AttemptEnd::Cause::kFailed) {
+        return {absl::StrCat("this machine was cut off from the others, and ", end.why),
+                end.last_lines, AttemptEnd::Cause::kMachineLost};
+      }
+      return end;
     }
-    const v1::TxnReply& reply = result->txn();
-    if (!reply.succeeded() && reply.results_size() == 1 && reply.results(0).kvs_size() == 1) {
-      return EndFromJson(reply.results(0).kvs(0).value());
-    }
-    return end;
+    return EndThatWasFound(result->txn()).value_or(end);
+  }
+
+  // Why the attempt that was watched has ended, for those who have not learned it.
+  std::string WhyAgain() {
+    if (told_end_.has_value()) return AnotherBegins(*told_end_);
+    MutexLock lock(&shared_->mu);
+    return shared_->ended && !shared_->how.why.empty() ? AnotherBegins(shared_->how)
+                                                       : "another attempt begins";
   }
 
   v1::Fence AgentFence() {
@@ -314,6 +429,8 @@ class GrpcJobCoordination final : public JobCoordination {
     return fence;
   }
   std::string EndKey() const { return prefix_ + "end"; }
+  std::string DoneKey() const { return prefix_ + "done"; }
+  std::string CountKey(int rank) const { return absl::StrCat(prefix_, "count/", rank); }
   std::string SettingsKey() const { return prefix_ + "settings"; }
 
   // Machine 0 may start last: before that no coordinator answers.
@@ -432,6 +549,54 @@ class GrpcJobCoordination final : public JobCoordination {
     return died;
   }
 
+  // The machine with the coordinator has a place, or waits for one: it gets one before others that
+  // come later, and keeps it. Without it there would be no job.
+  absl::Status AwaitFirst() {
+    const absl::Time give_up = Clock::Real().Now() + options_.join_timeout;
+    while (true) {
+      const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
+      if (absl::IsCancelled(members.status())) return members.status();
+      if (members.ok() &&
+          std::any_of(members->begin(), members->end(),
+                      [](const v1::Member& member) { return member.worker_id() == "node0"; })) {
+        return absl::OkStatus();
+      }
+      if (Clock::Real().Now() >= give_up) {
+        return absl::DeadlineExceededError(absl::StrCat(
+            "the launch with the coordinator of job ", options_.job, " has not joined it within ",
+            absl::FormatDuration(options_.join_timeout)));
+      }
+      MutexLock lock(&shared_->mu);
+      if (!shared_->cancelled) shared_->changed.WaitWithTimeout(&shared_->mu, kLookAgain);
+      if (shared_->cancelled) return absl::CancelledError("stopped");
+    }
+  }
+
+  // Whether this machine was launched as those that run, if any do: otherwise they would be stopped
+  // for one that cannot take part.
+  absl::Status CompareSettings() {
+    v1::Op op;
+    op.mutable_txn()->mutable_fence()->set_job_id(agents_job_);
+    v1::GetOp* const get = op.mutable_txn()->add_then()->mutable_get();
+    get->set_key("gen/");
+    get->set_prefix(true);
+    const absl::StatusOr<v1::OpResult> result = Call(std::move(op), kShortCall, Until::kCancelled);
+    if (absl::IsCancelled(result.status())) return result.status();
+    // Without an answer, Agree compares them.
+    if (!result.ok() || result->txn().results_size() != 1) return absl::OkStatus();
+    for (const v1::KeyValue& kv : result->txn().results(0).kvs()) {
+      if (!absl::EndsWith(kv.key(), "/settings")) continue;
+      const json value = json::parse(kv.value(), nullptr, /*allow_exceptions=*/false);
+      if (!value.is_object()) continue;
+      const std::string theirs = TextOf(value, "settings");
+      if (theirs == options_.settings) continue;
+      return absl::InvalidArgumentError(absl::StrCat(
+          "this machine was launched with ", options_.settings, ", but machine 0 with ", theirs,
+          ": launch all machines with the same settings"));
+    }
+    return absl::OkStatus();
+  }
+
   // The agents that have a place in the job, and those that wait for one.
   absl::StatusOr<std::vector<v1::Member>> Machines(Until until) {
     std::vector<v1::Member> members;
@@ -454,8 +619,9 @@ class GrpcJobCoordination final : public JobCoordination {
   void JudgeCause(AttemptEnd* end) {
     const absl::Time start = Clock::Real().Now();
     while (num_nodes_ > 1) {
-      const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kEnded);
+      // Before the call: an age is as of its answer.
       const absl::Duration elapsed = Clock::Real().Now() - start;
+      const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kEnded);
       if (members.ok()) {
         bool all_heard = true;
         for (const v1::Member& member : *members) {
@@ -472,9 +638,16 @@ class GrpcJobCoordination final : public JobCoordination {
       }
       if (elapsed > options_.lease + kShortCall) return;
       MutexLock lock(&shared_->mu);
-      if (shared_->ended || shared_->cancelled) return;
-      shared_->changed.WaitWithTimeout(&shared_->mu, kLookAgain);
-      if (shared_->ended || shared_->cancelled) return;
+      if (!shared_->ended && !shared_->cancelled) {
+        shared_->changed.WaitWithTimeout(&shared_->mu, kLookAgain);
+      }
+      if (shared_->ended) return;
+      if (shared_->cancelled) {
+        // It was not judged, and this machine leaves: the others have nothing to count.
+        end->cause = AttemptEnd::Cause::kMachineLeft;
+        end->why = absl::StrCat("the launch was stopped on ", hostname_, " after ", end->why);
+        return;
+      }
     }
   }
 
@@ -485,39 +658,42 @@ class GrpcJobCoordination final : public JobCoordination {
     if (now < grow_from_) return grow_from_;
     const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kEnded);
     if (!members.ok()) return now + kLook;
-    std::set<uint64_t> waiting;
-    std::string host;
-    bool is_new = false;
+    std::set<uint64_t> seated, waiting;
     for (const v1::Member& member : *members) {
       if (member.rank() >= 0) {
         passed_over_.erase(member.incarnation());
-      } else if (member.state() == v1::WORKER_STATE_JOINING) {
-        waiting.insert(member.incarnation());
-        if (passed_over_.count(member.incarnation()) > 0) continue;
-        is_new = true;
-        host = member.host();
+        if (member.state() == v1::WORKER_STATE_RUNNING) seated.insert(member.incarnation());
       }
     }
+    const v1::Member* comer = nullptr;
+    for (const v1::Member& member : *members) {
+      if (member.rank() >= 0 || member.state() != v1::WORKER_STATE_JOINING) continue;
+      waiting.insert(member.incarnation());
+      if (passed_over_.count(member.incarnation()) > 0) continue;
+      const auto former = came_.find(member.host());
+      if (former != came_.end() && seated.count(former->second.incarnation) > 0) {
+        came_.erase(former);
+      } else if (former != came_.end() && now < former->second.again) {
+        continue;
+      }
+      comer = &member;
+    }
+    if (comer == nullptr) return now + kLook;
+    const AttemptEnd end = {absl::StrCat("another machine has come, ", comer->host(), ", to the ",
+                                         num_nodes_, " of at most ", options_.num_nodes),
+                            {},
+                            AttemptEnd::Cause::kMachineCame};
     // Machines that have finished already do not start again.
-    if (!is_new || AnyoneIsDone()) return now + kLook;
-    // One that gets no place all the same, because its host is quarantined, ends no other attempt.
+    if (!WriteEndUnlessDone(end)) return now + kLook;
+    // One that gets no place all the same, because its host is quarantined, ends no other attempt;
+    // one whose launch ends and begins again and again does so ever more seldom.
     passed_over_ = std::move(waiting);
-    shared_->End(WriteEnd({absl::StrCat("another machine has come, ", host, ", to the ", num_nodes_,
-                                        " of at most ", options_.num_nodes),
-                           {},
-                           AttemptEnd::Cause::kMachineCame}));
+    Came& came = came_[comer->host()];
+    came.incarnation = comer->incarnation();
+    came.again = now + came.pause;
+    came.pause = std::min(2 * came.pause, kComeAgainAtMost);
+    shared_->End(end);
     return absl::InfiniteFuture();
-  }
-
-  bool AnyoneIsDone() {
-    v1::Op op;
-    op.mutable_describe_barrier()->set_job_id(agents_job_);
-    op.mutable_describe_barrier()->set_barrier_id(kFinish);
-    const absl::StatusOr<v1::OpResult> result = Call(std::move(op), kShortCall, Until::kEnded);
-    // Without an answer it is not known; there is none as long as nobody has arrived.
-    if (!result.ok()) return !absl::IsNotFound(result.status());
-    const v1::BarrierReport& report = result->describe_barrier().report();
-    return report.generation() == generation_ && report.arrived() > 0;
   }
 
   absl::Status Join() {
@@ -573,8 +749,40 @@ class GrpcJobCoordination final : public JobCoordination {
     return status;
   }
 
+  // The counts of this agent, for machine 0: that may be one that has just come.
+  absl::Status TellCounts(const Meeting& meeting) {
+    v1::Op op;
+    *op.mutable_txn()->mutable_fence() = AgentFence();
+    v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
+    put->set_key(CountKey(node_rank_));
+    put->set_value(json({{"attempt", meeting.attempt}, {"counted", meeting.counted}}).dump());
+    return Call(std::move(op), options_.outage_tolerance + kAgree, Until::kCancelled).status();
+  }
+
+  // Takes over the largest counts of all machines.
+  absl::Status TakeCounts(Meeting* meeting) {
+    if (num_nodes_ == 1) return absl::OkStatus();
+    v1::Op op;
+    *op.mutable_wait()->mutable_fence() = AgentFence();
+    for (int rank = 1; rank < num_nodes_; ++rank) op.mutable_wait()->add_keys(CountKey(rank));
+    const absl::Duration patience = std::min(options_.outage_tolerance + kAgree, kLongest);
+    *op.mutable_wait()->mutable_timeout() = rpc::ToProto(patience);
+    MUSTER_ASSIGN_OR_RETURN(const v1::OpResult result,
+                            Call(std::move(op), patience + kShortCall, Until::kCancelled));
+    for (const v1::KeyValue& kv : result.wait().kvs()) {
+      const json value = json::parse(kv.value(), nullptr, /*allow_exceptions=*/false);
+      if (!value.is_object()) return absl::InternalError("the counts of a machine are malformed");
+      meeting->attempt = std::max(meeting->attempt, CountOf(value, "attempt"));
+      meeting->counted = std::max(meeting->counted, CountOf(value, "counted"));
+    }
+    return absl::OkStatus();
+  }
+
   // Machine 0 writes what must be the same everywhere, the others compare.
   absl::Status Agree(Meeting* meeting) {
+    if (elastic()) {
+      MUSTER_RETURN_IF_ERROR(node_rank_ == 0 ? TakeCounts(meeting) : TellCounts(*meeting));
+    }
     v1::Op op;
     if (node_rank_ == 0) {
       MUSTER_ASSIGN_OR_RETURN(meeting->master_port, FindFreePort());
@@ -710,6 +918,11 @@ class GrpcJobCoordination final : public JobCoordination {
         if (result.error().code() == static_cast<int>(absl::StatusCode::kUnavailable)) {
           again(Backoff(kWaitAgain, kWaitAgain)
                     .Next(RandomShare(), rpc::RetryAfter(rpc::FromOpError(result.error()))));
+        } else if (elastic && IsCutOff(result.error().detail().reason())) {
+          shared->End(
+              {absl::StrCat("this machine was cut off from the others: ", result.error().message()),
+               {},
+               AttemptEnd::Cause::kMachineLost});
         } else {
           shared->End({result.error().message(), {}});
         }
@@ -751,10 +964,19 @@ class GrpcJobCoordination final : public JobCoordination {
   int num_nodes_ = 1;
   uint64_t generation_ = 0;
   std::string prefix_;
+  std::optional<AttemptEnd> told_end_;  // what Fail has returned for the attempt that is watched
 
   // Those that waited when an attempt was ended for them. With grow_timer_'s thread, or while there
   // is none.
   std::set<uint64_t> passed_over_;
+  // By host: the last start of a machine that an attempt was ended for, and when it may be for the
+  // next one if that start has ended.
+  struct Came {
+    uint64_t incarnation = 0;
+    absl::Time again;
+    absl::Duration pause = kComeAgain;
+  };
+  std::map<std::string, Came> came_;
   absl::Time grow_from_ = absl::InfinitePast();
 
   std::atomic<uint64_t> last_request_{0};

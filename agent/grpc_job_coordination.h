@@ -22,6 +22,9 @@ struct GrpcJobCoordinationOptions {
   absl::Duration last_call = absl::Seconds(30);
   absl::Duration grow_after = absl::ZeroDuration();
   int node_rank = -1;  // -1: any
+  // Whether another launch, with node_rank 0, hosts the coordinator: where the number of nodes
+  // varies, this one takes no place before that one has asked for its own.
+  bool another_is_first = false;
   // Must be the same on all nodes, for example "num_processes 4, max_restarts 0". Shown when it is
   // not.
   std::string settings = {};

@@ -45,6 +45,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
                                              .num_nodes = num_nodes,
                                              .min_nodes = min_nodes_,
                                              .node_rank = node_rank,
+                                             .another_is_first = another_is_first_,
                                              .settings = "num_processes 2",
                                              .join_timeout = join_timeout,
                                              .outage_tolerance = absl::Milliseconds(1),
@@ -80,7 +81,8 @@ class GrpcJobCoordinationTest : public ::testing::Test {
   // This machine is `rank` of `world_size`; the machines of the job.
   void AnswerAsElastic(int rank, int world_size, std::vector<v1::Member> members) {
     min_nodes_ = 1;
-    sessions_.SetAnswer([=, this](const v1::Op& op, v1::OpResult* result) {
+    sessions_.SetAnswer([=, this, special = special_](const v1::Op& op, v1::OpResult* result) {
+      if (special && special(op, result)) return true;
       if (op.has_join()) {
         EXPECT_EQ(op.join().spec().min_workers(), 1);
         EXPECT_EQ(op.join().spec().max_workers(), 3);
@@ -94,10 +96,10 @@ class GrpcJobCoordinationTest : public ::testing::Test {
           *result->mutable_get_members()->add_members() = member;
         }
       }
-      if (op.has_describe_barrier() && looks_++ == 0) {  // one machine seems to be done
-        v1::BarrierReport* const report = result->mutable_describe_barrier()->mutable_report();
-        report->set_generation(1);
-        report->set_arrived(1);
+      if (op.has_txn() && op.txn().compares_size() == 2) {
+        EXPECT_EQ(op.txn().compares(0).key(), "gen/1/end");
+        EXPECT_EQ(op.txn().compares(1).key(), "gen/1/done");
+        result->mutable_txn()->set_succeeded(looks_++ > 0);  // a machine seems to be done
       }
       if (op.has_wait() && op.wait().keys(0) == "gen/1/end") return false;
       if (op.has_wait()) {
@@ -107,6 +109,21 @@ class GrpcJobCoordinationTest : public ::testing::Test {
       }
       return true;
     });
+  }
+  static void SetError(v1::ErrorReason reason, v1::OpResult* result) {
+    result->mutable_error()->set_code(static_cast<int>(absl::StatusCode::kFailedPrecondition));
+    result->mutable_error()->set_message("it has ended");
+    result->mutable_error()->mutable_detail()->set_reason(reason);
+  }
+  AttemptEnd WaitForEnd() {
+    Notification ended;
+    AttemptEnd end;
+    coordination_->Watch([&](AttemptEnd told) {
+      end = std::move(told);
+      ended.Notify();
+    });
+    ended.WaitForNotification();
+    return end;
   }
   static v1::Member Machine(int rank, v1::WorkerState state, absl::Duration heard_ago) {
     v1::Member member;
@@ -120,6 +137,9 @@ class GrpcJobCoordinationTest : public ::testing::Test {
   }
 
   int min_nodes_ = 0;
+  bool another_is_first_ = false;
+  // Of the next AnswerAsElastic: what it does not answer as usual. Then this returns true.
+  FakeSessions::Answer special_;
   std::atomic<int> looks_{0};
   FakeSessions sessions_;
   std::string address_ = "127.0.0.1:0";
@@ -267,6 +287,116 @@ TEST_F(GrpcJobCoordinationTest, FailureWhileAMachineIsLost_IsThatLoss) {
   const AttemptEnd end = coordination_->Fail({"rank 1 exited with code 1", {}});
   EXPECT_EQ(end.cause, AttemptEnd::Cause::kMachineLost);
   EXPECT_EQ(end.why, "machine 0 on h is lost, and rank 1 exited with code 1");
+}
+
+TEST_F(GrpcJobCoordinationTest, StoppedWhileAFailureIsJudged_OthersDoNotCountIt) {
+  StartCoordinator();
+  AnswerAsElastic(1, 2, {Machine(0, v1::WORKER_STATE_RUNNING, absl::Hours(1))});
+  MakeCoordination(3, absl::Minutes(2));
+  ASSERT_TRUE(coordination_->Meet(0, 0).ok());
+  coordination_->Watch([](AttemptEnd) {});
+  coordination_->Cancel();
+  const AttemptEnd end = coordination_->Fail({"rank 1 exited with code 1", {}});
+  EXPECT_EQ(end.cause, AttemptEnd::Cause::kMachineLeft);
+  EXPECT_THAT(end.why, AllOf(HasSubstr("the launch was stopped on "),
+                             HasSubstr(" after rank 1 exited with code 1")));
+}
+
+TEST_F(GrpcJobCoordinationTest, NewcomerGetsNumberZero_ItTakesOverTheCountsOfTheOthers) {
+  StartCoordinator();
+  AnswerAsElastic(0, 2, {});
+  MakeCoordination(3, absl::Minutes(2));
+  const absl::StatusOr<Meeting> meeting = coordination_->Meet(0, 0);
+  ASSERT_TRUE(meeting.ok()) << meeting.status();
+  EXPECT_EQ(meeting->node_rank, 0);
+  EXPECT_EQ(meeting->attempt, 5);
+  EXPECT_EQ(meeting->counted, 2);
+}
+
+// The key "end" went with its generation before this machine had read it.
+TEST_F(GrpcJobCoordinationTest, GenerationEndsBeforeItsKeyWasRead_CauseIsTheSame) {
+  StartCoordinator();
+  AnswerAsElastic(1, 2, {Machine(0, v1::WORKER_STATE_RUNNING, absl::ZeroDuration())});
+  MakeCoordination(3, absl::Minutes(2));
+  ASSERT_TRUE(coordination_->Meet(0, 0).ok());
+  coordination_->Watch([](AttemptEnd) {});
+  EXPECT_EQ(coordination_->Fail({"rank 1 died", {}}).cause, AttemptEnd::Cause::kFailed);
+  ASSERT_TRUE(coordination_->Meet(1, 1).ok());
+  const v1::AgentFrame frame = sessions_.WaitFor([](const v1::AgentFrame& one) {
+    return one.has_ops() && one.ops().ops(0).has_end_generation();
+  });
+  const std::string reason = frame.ops().ops(0).end_generation().reason();
+  EXPECT_EQ(reason, "another attempt begins after a failure: rank 1 died");
+
+  special_ = [reason](const v1::Op& op, v1::OpResult* result) {
+    if (!op.has_wait() || op.wait().keys(0) != "gen/1/end") return false;
+    SetError(v1::ERROR_REASON_GENERATION_ENDED, result);
+    result->mutable_error()->set_message(
+        absl::StrCat("generation 1 has ended: ended on request: ", reason, "; join the next one"));
+    return true;
+  };
+  AnswerAsElastic(1, 2, {});
+  ASSERT_TRUE(coordination_->Meet(1, 1).ok());
+  const AttemptEnd end = WaitForEnd();
+  EXPECT_EQ(end.cause, AttemptEnd::Cause::kFailed);
+  EXPECT_EQ(end.why, "rank 1 died");
+}
+
+TEST_F(GrpcJobCoordinationTest, MachineWasCutOff_ItComesBackWithoutAFailure) {
+  StartCoordinator();
+  for (const v1::ErrorReason reason :
+       {v1::ERROR_REASON_STALE_GENERATION, v1::ERROR_REASON_NOT_MEMBER,
+        v1::ERROR_REASON_LEASE_EXPIRED}) {
+    // Once before the machines have agreed, and then when the attempt runs.
+    special_ = [reason, waits = 0](const v1::Op& op, v1::OpResult* result) mutable {
+      const bool refused = op.has_wait() && (waits++ == 0 || op.wait().keys(0) == "gen/1/end");
+      if (refused) SetError(reason, result);
+      return refused;
+    };
+    AnswerAsElastic(1, 2, {});
+    MakeCoordination(3, absl::Minutes(2));
+    const absl::StatusOr<Meeting> meeting = coordination_->Meet(0, 0);
+    ASSERT_TRUE(meeting.ok()) << meeting.status();
+    EXPECT_EQ(WaitForEnd().cause, AttemptEnd::Cause::kMachineLost);
+    coordination_.reset();
+    session_.reset();
+  }
+}
+
+TEST_F(GrpcJobCoordinationTest, NewcomerWithOtherSettings_IsRefusedBeforeItAsksForAPlace) {
+  StartCoordinator();
+  special_ = [](const v1::Op& op, v1::OpResult* result) {
+    EXPECT_FALSE(op.has_join());
+    if (!op.has_txn()) return false;
+    v1::KeyValue* const kv = result->mutable_txn()->add_results()->add_kvs();
+    kv->set_key("gen/7/settings");
+    kv->set_value(R"({"settings": "num_processes 4"})");
+    return true;
+  };
+  AnswerAsElastic(1, 2, {});
+  MakeCoordination(3, absl::Minutes(2));
+  EXPECT_EQ(coordination_->Meet(0, 0).status(),
+            absl::InvalidArgumentError(
+                "this machine was launched with num_processes 2, but machine 0 with num_processes "
+                "4: launch all machines with the same settings"));
+}
+
+TEST_F(GrpcJobCoordinationTest, CoordinatorIsAnotherLaunch_NoPlaceIsTakenBeforeItsOwn) {
+  StartCoordinator();
+  another_is_first_ = true;
+  auto looks = std::make_shared<std::atomic<int>>(0);
+  special_ = [looks](const v1::Op& op, v1::OpResult* result) {
+    EXPECT_TRUE(!op.has_join() || *looks == 2);
+    if (!op.has_get_members()) return false;
+    v1::Member* const member = result->mutable_get_members()->add_members();
+    member->set_worker_id(++*looks == 1 ? "node-h-1" : "node0");
+    member->set_state(v1::WORKER_STATE_JOINING);
+    return true;
+  };
+  AnswerAsElastic(1, 2, {});
+  MakeCoordination(3, absl::Minutes(2));
+  EXPECT_TRUE(coordination_->Meet(0, 0).ok());
+  EXPECT_EQ(*looks, 2);
 }
 
 TEST_F(GrpcJobCoordinationTest, FailureWhileAllMachinesAreHeard_IsCounted) {

@@ -129,6 +129,7 @@ std::unique_ptr<JobCoordination> JoinJob(const NodeJobOptions& options, NodeUpli
           .last_call = options.last_call,
           .grow_after = options.grow_after,
           .node_rank = options.node_rank,
+          .another_is_first = options.another_is_first,
           .settings = Settings(options),
           .host = options.host,
           .rack = options.agent.worker.rack,

@@ -564,6 +564,8 @@ class Core::Impl::Job : public BarrierHost {
   Waiter Unqueue(absl::string_view worker_id);
   WaiterKind KindOf(const v1::JoinRequest& request) const;
   bool SurvivorsWait() const;
+  // See SealQuestion::claims_end.
+  absl::Time ClaimsEnd() const;
   // A host may have become free, or not: classifies those that wait again.
   void Recount();
   std::vector<Candidate> Candidates() const;

@@ -11,6 +11,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/defaults.h"
 #include "coordinator/core_impl.h"
 #include "coordinator/errors.h"
 #include "coordinator/seating.h"
@@ -370,6 +371,21 @@ bool Core::Impl::Job::SurvivorsWait() const {
                      [&](const Seat& seat) { return !seat.alive() || Waits(seat); });
 }
 
+absl::Time Core::Impl::Job::ClaimsEnd() const {
+  // Agents whose number varies: one that is slow to stop its workers is there all the same, and may
+  // be the one that hosts this coordinator. Other workers may hang while their agent still speaks
+  // for them.
+  if (spec_.min_workers() >= spec_.max_workers() || !absl::EndsWith(id_, kAgentsSuffix)) {
+    return absl::InfinitePast();
+  }
+  absl::Time end = absl::InfinitePast();
+  for (const Seat& seat : members_.seats()) {
+    if (!seat.alive() || Waits(seat)) continue;
+    end = std::max(end, leases_.last_seen(seat.rank()) + Lease());
+  }
+  return std::min(end, members_.ended_at() + JoinTimeout());
+}
+
 void Core::Impl::Job::Evaluate() {
   if (rendezvous_.empty()) return;
   if (members_.closed()) return rendezvous_.Hold("nothing: the job has ended");
@@ -395,6 +411,8 @@ void Core::Impl::Job::Evaluate() {
       question.survivors_wait = SurvivorsWait();
     }
   }
+  question.claims_end = ClaimsEnd();
+  if (question.claims_end > impl_->now_) rendezvous_.CheckBy(question.claims_end);
   const SealDecision& decision = rendezvous_.Decide(question);
   if (decision.seal) Seal(decision.world_size);
 }
@@ -661,7 +679,7 @@ void Core::Impl::Job::WorkerGone(int rank, v1::WorkerState state, const v1::Exit
                        leases_.last_seen(rank) > leases_.FloorEnds() - leases_.length();
     TellJobs(AttemptStage::kDetected, heard ? leases_.last_seen(rank) : absl::InfinitePast());
   }
-  if (!sealed()) return;
+  if (!sealed()) return Evaluate();  // its claim to a seat in the next one has ended
   const std::string what = GoneText(seat);
   if (failed && state != v1::WORKER_STATE_FENCED) Strike(seat.record().topology().host(), what);
   const v1::Culprit culprit = DescribeRank(rank);

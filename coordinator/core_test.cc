@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/defaults.h"
 #include "coordinator/errors.h"
 #include "google/protobuf/stubs/logging.h"
 #include "proto/muster/v1/journal.pb.h"
@@ -374,13 +375,13 @@ TEST_F(CoreTest, Join_OtherSpec_IsRefused) {
 TEST_F(CoreTest, Join_OtherSpecAfterElasticAgentsMetAgain_BeginsWithTheOtherSize) {
   v1::RendezvousSpec agents = Spec(1, 3);
   *agents.mutable_last_call() = ToProto(absl::Seconds(1));
-  const auto meet = [&](std::vector<int> nodes) {
+  const auto meet = [&](std::vector<int> nodes, absl::Duration last_call = absl::Seconds(1)) {
     for (const int node : nodes) {
       v1::Op op = JoinOp({absl::StrCat("node", node), 900ull + node}, agents);
       op.mutable_join()->mutable_fence()->set_job_id("j.agents");
       bench_.Do(op, absl::StrCat("node-h", node));
     }
-    bench_.Advance(absl::Seconds(1));
+    bench_.Advance(last_call);
   };
   meet({0, 1});
   std::vector<Worker> workers = Form(2, /*end_on_failure=*/true, /*hosts=*/2);
@@ -395,11 +396,47 @@ TEST_F(CoreTest, Join_OtherSpecAfterElasticAgentsMetAgain_BeginsWithTheOtherSize
       bench_.Error(bench_.Do(JoinOp({"w0", 200, "h0"}, Spec(1, 1)), "node-h0")).detail().field(),
       "spec")
       << "its agents have not met";
-  meet({0});
+  meet({0}, kDefaultLease);  // until then the other one could come back
   Worker next = {"w0", 201, "h0"};
   Sit(&next, bench_.Do(JoinOp(next, Spec(1, 1)), "node-h0"));
   EXPECT_EQ(next.generation, workers[0].generation + 1);
   EXPECT_EQ(bench_.Reason(Arrive(workers[1], "b", 0)), v1::ERROR_REASON_STALE_GENERATION);
+}
+
+// More machines than there are places: one that is slow to stop its workers keeps its place.
+TEST_F(CoreTest, Join_ElasticAgentsWithOneMoreThanTheMaximum_SurvivorsKeepTheirPlaces) {
+  v1::RendezvousSpec agents = Spec(1, 2);
+  *agents.mutable_last_call() = ToProto(absl::Seconds(1));
+  const auto join = [&](int node) {
+    v1::Op op = JoinOp({absl::StrCat("node", node), 900ull + node}, agents);
+    op.mutable_join()->mutable_fence()->set_job_id("j.agents");
+    return bench_.Do(op, absl::StrCat("node-h", node));
+  };
+  const auto end = [&] {
+    v1::Op op;
+    op.mutable_end_generation()->mutable_fence()->set_job_id("j.agents");
+    bench_.Do(op);
+  };
+  const CallId first = join(0);
+  ASSERT_EQ(bench_.Result(join(1)).join().generation(), 1u);
+  ASSERT_EQ(bench_.Result(first).join().rank(), 0);
+  const CallId beyond = join(2);
+
+  end();
+  const CallId fast = join(1);
+  bench_.Advance(absl::Seconds(5));  // more than the last call, and less than a lease
+  EXPECT_FALSE(bench_.Answered(fast));
+  const CallId slow = join(0);
+  EXPECT_EQ(bench_.Result(slow).join().rank(), 0);
+  EXPECT_EQ(bench_.Result(fast).join().rank(), 1);
+  EXPECT_FALSE(bench_.Answered(beyond));
+
+  // One that is silent for a lease has lost its claim.
+  end();
+  const CallId again = join(1);
+  bench_.Advance(kDefaultLease);
+  EXPECT_EQ(bench_.Result(again).join().generation(), 3u);
+  EXPECT_EQ(bench_.Result(beyond).join().rank(), 0);
 }
 
 // Where their number is fixed, so is that of the workers.

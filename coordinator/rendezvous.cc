@@ -65,6 +65,12 @@ SealDecision DecideSeal(const SealQuestion& question) {
         absl::StrCat("more workers until the last call ends: ",
                      Workers(question.ordinary, "at most ", question.max_workers), " are here");
   }
+  if (decision.seal && question.claims_end > question.now) {
+    decision.seal = false;
+    decision.last_call_ends =
+        question.last_call_ends <= question.now ? question.claims_end : question.last_call_ends;
+    decision.why = "workers that had a seat, live and are not back yet";
+  }
   return decision;
 }
 

@@ -56,6 +56,9 @@ struct SealQuestion {
   bool survivors_wait = false;
   absl::Duration last_call;  // how long to wait for more once there are enough
   absl::Time last_call_ends = absl::InfiniteFuture();  // infinite: it has not begun
+  // Until when workers of the last generation that live, but do not wait yet, keep their claim to a
+  // seat. Past: there is none, or the others do not wait for them.
+  absl::Time claims_end = absl::InfinitePast();
   absl::Time now;
 };
 
@@ -71,7 +74,7 @@ struct SealDecision {
 // Seal, or wait and for which workers. There are enough workers if FeasibleWorld (seating.h) says
 // so. Then the generation is sealed at once if the maximum number has joined, or if spares replace
 // all workers that the last generation has lost and its survivors are back; otherwise when the last
-// call ends.
+// call ends. Never before `claims_end`.
 SealDecision DecideSeal(const SealQuestion& question);
 
 // The workers of one job that wait for a seat. Not thread-safe.

@@ -66,6 +66,29 @@ TEST(DecideSeal, LastCallOver_SealsWithThoseThatCame) {
   EXPECT_EQ(decision.why, "the last call has ended with 3 of at most 8 workers");
 }
 
+TEST(DecideSeal, LivingOnesAreNotBack_WaitsForThemAlsoWithTheMaximum) {
+  SealQuestion question = Question(1, 2, 2);
+  question.claims_end = kNow + absl::Seconds(6);
+  const SealDecision decision = DecideSeal(question);
+  EXPECT_FALSE(decision.seal);
+  EXPECT_EQ(decision.last_call_ends, absl::InfiniteFuture());
+  EXPECT_EQ(decision.why, "workers that had a seat, live and are not back yet");
+  question.now = question.claims_end;
+  EXPECT_TRUE(DecideSeal(question).seal);
+}
+
+TEST(DecideSeal, LivingOnesAreNotBackWhenTheLastCallEnds_WaitsForThem) {
+  SealQuestion question = Question(1, 3, 1);
+  question.last_call_ends = kNow;
+  question.claims_end = kNow + absl::Seconds(6);
+  const SealDecision decision = DecideSeal(question);
+  EXPECT_FALSE(decision.seal);
+  EXPECT_EQ(decision.last_call_ends, question.claims_end);
+  question.now = question.claims_end;
+  question.last_call_ends = decision.last_call_ends;
+  EXPECT_TRUE(DecideSeal(question).seal);
+}
+
 TEST(DecideSeal, TooFewAfterTheLastCallBegan_EndsIt) {
   SealQuestion question = Question(2, 8, 1);
   question.last_call_ends = kNow;

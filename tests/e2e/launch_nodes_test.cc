@@ -289,6 +289,48 @@ TEST_F(ElasticNodesTest, ProgramFails_IsCountedAndEndsAllMachines) {
   EXPECT_THAT(err, ContainsRegex("exited with code 6; the job has failed after 1 restart"));
 }
 
+// One that waits does not take the place of a machine that is slow to stop its process.
+TEST_F(ElasticNodesTest, MoreMachinesThanPlaces_ThoseThatHadOneKeepIt) {
+  env_["DONE"] = Temp("done");
+  env_["FAIL"] = Temp("fail");
+  const std::string script =
+      "trap '[ $RANK = 0 ] && sleep 3; exit 0' TERM; "
+      "echo place $RANK of $WORLD_SIZE at $TORCHELASTIC_RESTART_COUNT; "
+      "while [ ! -e $DONE ]; do [ $RANK = 1 ] && rm $FAIL 2>/dev/null && exit 5; sleep 0.05; done";
+  auto first = Machine("1:2", script, {"--max_restarts", "1"});
+  auto second = Machine("1:2", script, {"--max_restarts", "1"});
+  second->WaitForLine("[1]: place 1 of 2 at ");
+  auto third = Machine("1:2", script, {"--max_restarts", "1"});
+  EXPECT_FALSE(third->EndsWithin(absl::Seconds(2))) << third->err_text();
+  std::ofstream(env_["FAIL"]) << "\n";
+  first->WaitForLine("[0]: place 0 of 2 at ", 2);
+  second->WaitForLine("[1]: place 1 of 2 at ", 2);
+  third->Signal(SIGTERM);
+  EXPECT_EQ(third->Wait(), 143) << third->err_text();
+  EXPECT_EQ(third->out_text(), "");
+  std::ofstream(env_["DONE"]) << "\n";
+  EXPECT_EQ(first->Wait(), 0) << first->err_text();
+  EXPECT_EQ(second->Wait(), 0) << second->err_text();
+}
+
+TEST_F(ElasticNodesTest, MachineThatCannotTakePartComes_TheOthersGoOn) {
+  env_["DONE"] = Temp("done");
+  auto first = Machine("1:3", kSayPlaceUntilTold);
+  first->WaitForLine("[0]: place 0 of 1");
+  // Nobody starts again for it.
+  auto other = Machine("1:3", kSayPlaceUntilTold, {"--mixed_precision", "bf16"});
+  EXPECT_EQ(other->Wait(), 2);
+  EXPECT_THAT(other->err_text(), AllOf(HasSubstr("this machine was launched with"),
+                                       HasSubstr("mixed_precision bf16")));
+  EXPECT_THAT(first->out(), SizeIs(1));
+  auto broken = Machine("1:3", kSayPlaceUntilTold, {"--log_dir", "/dev/null/logs"});
+  EXPECT_EQ(broken->Wait(), 2) << broken->err_text();
+  first->WaitForLine("[0]: place 0 of 1", 2);
+  std::ofstream(env_["DONE"]) << "\n";
+  EXPECT_EQ(first->Wait(), 0) << first->err_text();
+  EXPECT_THAT(first->err_text(), HasSubstr("(not counted as a restart)"));
+}
+
 // The group of the workers changes its size with the machines, and takes its checkpoints along.
 TEST_F(ElasticNodesTest, TrainingLosesAMachineAndGetsOneBack_TrainsEverySampleOnce) {
   const std::string folder = Temp("elastic");
