@@ -92,8 +92,8 @@ bool IsCutOff(v1::ErrorReason reason) {
          reason == v1::ERROR_REASON_LEASE_EXPIRED;
 }
 
-// The key "end" goes with its generation, so whoever ends that says the cause again, for agents
-// that have not read the key: in words, because logs show them.
+// The key "end" goes with its generation, so the agent that ends it says the cause again, for
+// agents that have not read the key: in words, because logs show them.
 struct CauseWords {
   AttemptEnd::Cause cause;
   const char* words;
@@ -374,7 +374,7 @@ class GrpcJobCoordination final : public JobCoordination {
   }
 
   // Ends the attempt unless a machine is done, or it has ended: one operation, because a job that
-  // has succeeded must not begin again. False: it goes on, or the end is told as others tell it.
+  // has succeeded must not begin again. False: it goes on, or it ends as others say.
   bool WriteEndUnlessDone(const AttemptEnd& end) {
     const absl::StatusOr<v1::OpResult> result =
         Call(PutUnless({EndKey(), DoneKey()}, EndKey(), ToJson(end)), kShortCall, Until::kEnded);

@@ -256,7 +256,7 @@ class Core::Impl {
   // What a job leaves to the one of its name that begins in the same record, and how that takes it.
   void LeaveCheckpoints(Job* former);
   void AdoptCheckpoints(Job* job);
-  // Whether the agents of the job, whose number varies, have met anew and run its workers: they
+  // Whether the agents of the job, whose number varies, have met again and run its workers: they
   // stop all of them before they meet, and so decide how many it has from then on.
   bool IsResizedByItsAgents(const Job& job, const Caller& caller) const;
   // `former`: the ended job of that name, or null.

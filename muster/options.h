@@ -146,9 +146,9 @@ struct AcceleratorOptions {
   // Absent: what a configuration of FSDP asks for, else nothing.
   std::optional<ActivationCheckpointingOptions> activation_checkpointing;
   // The norm (2) to which step() of a prepared optimizer clips the gradients of its parameters, all
-  // together, where gradients are synchronized. clip_grad_norm_() then returns the norm and clips
-  // nothing, as Accelerate's does under DeepSpeed. 0: none. Absent: a DeepSpeed configuration's
-  // gradient_clipping, else none.
+  // together, where gradients are synchronized. clip_grad_norm_() then returns the norm and leaves
+  // these as they are, as Accelerate's does under DeepSpeed; it clips others. 0: none. Absent: a
+  // DeepSpeed configuration's gradient_clipping, else none.
   std::optional<double> gradient_clipping;
   // With every field at its default: the section fp16 of a DeepSpeed configuration, if there is
   // one.

@@ -383,7 +383,7 @@ TEST_F(JobsCoreTest, FailurePolicy_LimitsTheRestartsOfEachClass) {
   EXPECT_EQ(Get(job).why(),
             "rank 0 was killed for memory; its failure policy allows 1 restart after "
             "OUT_OF_MEMORY");
-  // By hand it begins anew.
+  // By hand it starts from zero.
   Control(job, v1::JOB_ACTION_RETRY, 5);
   EndOn("a", job, v1::END_CLASS_OUT_OF_MEMORY);
   EXPECT_EQ(Get(job).state(), v1::JOB_STATE_RUNNING);

@@ -38,7 +38,7 @@ struct GradScalerOptions {
   // false: the scale stays what it is; steps that overflow are skipped all the same.
   bool dynamic = true;
   // DeepSpeed's: of this many steps that overflow, only the last one makes the scale smaller, and
-  // so does each after it; when the scale grows, they are counted anew.
+  // so does each after it; when the scale grows, the count starts again.
   int64_t hysteresis = 1;
   // The scale is never smaller; a step that overflows when it would have to be throws. 0: no limit.
   double min_scale = 0;
