@@ -16,6 +16,9 @@ namespace {
 
 // Workers and agents beat every 2 s: one that was silent for so long says nothing of its progress.
 constexpr absl::Duration kNotHeard = absl::Seconds(15);
+// The longest delay of a restart (5 min), the default join_timeout, and as much for loading. Then
+// the survivors of a loss that nobody makes good, such as of a process that is stopped, hang.
+constexpr absl::Duration kLongestLoss = absl::Minutes(30);
 constexpr int kNamed = 4;
 constexpr size_t kMaxStack = 16 << 10;
 
@@ -100,7 +103,13 @@ std::optional<Hang> HangCore::Look(const v1::GetMembersReply& members, absl::Tim
   }
   const std::vector<const v1::Member*> alive = Alive(members);
   const std::string shows = Shows(alive);
-  bool counts = !LacksARank(members), stepped = false;
+  if (!LacksARank(members)) {
+    lacks_since_ = absl::InfiniteFuture();
+  } else if (lacks_since_ == absl::InfiniteFuture()) {
+    lacks_since_ = now;
+  }
+  bool counts = lacks_since_ == absl::InfiniteFuture() || now - lacks_since_ > kLongestLoss;
+  bool stepped = false;
   for (const v1::Member* const member : alive) {
     stepped = stepped || member->last_step() > 0;
     counts = counts && !IsSlowOnPurpose(member->phase()) &&

@@ -32,7 +32,8 @@ struct HangReport {
 // - before some rank has finished a step in its process: compilation and the first batch take long;
 // - while a rank saves or loads a state: what waits there has deadlines of its own;
 // - while a rank is not heard: that is for its lease to judge;
-// - from the loss of a rank until another process has its place: the others can only wait;
+// - from the loss of a rank until another process has its place, for at most half an hour: the
+//   others can only wait;
 // - while the coordinator does not answer, or this process was not running.
 // Programs without Muster's library have no ranks here, so they never hang.
 class HangCore {
@@ -59,6 +60,7 @@ class HangCore {
   std::string shown_;                        // by all ranks
   absl::Time since_ = absl::InfinitePast();  // it was last changed, or time did not count
   absl::Time looked_ = absl::InfinitePast();
+  absl::Time lacks_since_ = absl::InfiniteFuture();  // a rank
 };
 
 // "step 12, backward, AllReduce #41 (1,024 Float)"

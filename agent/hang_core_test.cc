@@ -136,13 +136,13 @@ TEST_F(HangCoreTest, SurvivorsOfALoss_WaitForTheNextGeneration) {
   v1::Member* const lost = Of(3);
   lost->set_state(v1::WORKER_STATE_EXITED);
   lost->mutable_exit()->set_signal(9);
-  EXPECT_FALSE(Watch(absl::Hours(1)).has_value());
+  EXPECT_FALSE(Watch(kTimeout + absl::Seconds(30)).has_value());
   lost->mutable_exit()->set_signal(0);
   lost->mutable_exit()->set_exit_code(1);
-  EXPECT_FALSE(Watch(absl::Hours(1)).has_value());
+  EXPECT_FALSE(Watch(kTimeout + absl::Seconds(30)).has_value());
   for (const v1::WorkerState state : {v1::WORKER_STATE_LOST, v1::WORKER_STATE_FENCED}) {
     lost->set_state(state);
-    EXPECT_FALSE(Watch(absl::Hours(1)).has_value());
+    EXPECT_FALSE(Watch(kTimeout + absl::Seconds(30)).has_value());
   }
   // A survivor waits for its next seat already.
   lost->set_state(v1::WORKER_STATE_LEFT);
@@ -150,11 +150,18 @@ TEST_F(HangCoreTest, SurvivorsOfALoss_WaitForTheNextGeneration) {
   waiting->set_rank(-1);
   waiting->set_worker_id("w1");
   waiting->set_state(v1::WORKER_STATE_JOINING);
-  EXPECT_FALSE(Watch(absl::Hours(1)).has_value());
+  EXPECT_FALSE(Watch(kTimeout + absl::Seconds(30)).has_value());
   // A spare waits always.
   waiting->set_worker_id("spare");
   EXPECT_FALSE(Watch(kTimeout - absl::Seconds(20)).has_value()) << "the time begins now";
   EXPECT_TRUE(Watch(absl::Hours(1)).has_value());
+}
+
+// Its process is stopped, perhaps: it has not ended, and so is not started again.
+TEST_F(HangCoreTest, LossThatNobodyMakesGood_IsAHangInTheEnd) {
+  Of(3)->set_state(v1::WORKER_STATE_LOST);
+  EXPECT_FALSE(Watch(absl::Minutes(29)).has_value());
+  EXPECT_TRUE(Watch(absl::Minutes(2) + kTimeout).has_value());
 }
 
 TEST_F(HangCoreTest, RanksThatHaveEnded_DoNotCount) {

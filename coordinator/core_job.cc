@@ -679,7 +679,7 @@ void Core::Impl::Job::WorkerGone(int rank, v1::WorkerState state, const v1::Exit
                        leases_.last_seen(rank) > leases_.FloorEnds() - leases_.length();
     TellJobs(AttemptStage::kDetected, heard ? leases_.last_seen(rank) : absl::InfinitePast());
   }
-  if (!sealed()) return Evaluate();  // its claim to a seat in the next one has ended
+  if (!sealed()) return;
   const std::string what = GoneText(seat);
   if (failed && state != v1::WORKER_STATE_FENCED) Strike(seat.record().topology().host(), what);
   const v1::Culprit culprit = DescribeRank(rank);

@@ -499,6 +499,7 @@ void Core::Impl::ReportExit(Incoming* in) {
   cause.set_message(Reason(cause.message()));
   while (cause.last_log_lines_size() > 64) cause.mutable_last_log_lines()->RemoveLast();
   for (std::string& line : *cause.mutable_last_log_lines()) line = Cut(line, 1024);
+  bool dropped = false;
   if (job->rendezvous().Waits(request.worker_id(), request.incarnation())) {
     job->FenceIncarnation(request.worker_id(), request.incarnation());
     job->DropWaiting(
@@ -506,7 +507,7 @@ void Core::Impl::ReportExit(Incoming* in) {
         MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_NOT_MEMBER,
                   absl::StrCat("worker ", Quoted(request.worker_id()),
                                " has ended according to its agent: start a new process")));
-    job->Evaluate();
+    dropped = true;
   }
   // A report about any other incarnation is old news.
   if (seat != nullptr && seat->record().incarnation() == request.incarnation() &&
@@ -514,6 +515,8 @@ void Core::Impl::ReportExit(Incoming* in) {
       seat->record().state() != v1::WORKER_STATE_FENCED) {
     job->WorkerGone(seat->rank(), v1::WORKER_STATE_EXITED, cause);
   }
+  // Last: a seal replaces the seats.
+  if (dropped) job->Evaluate();
   v1::OpResult result;
   *result.mutable_report_exit()->mutable_header() = Header();
   Send(in->call, result, job->membership_record());

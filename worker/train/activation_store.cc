@@ -159,21 +159,20 @@ std::shared_ptr<ActivationStore::Parked> ActivationStore::Park(const at::Tensor&
       pending_bytes_ += tensor.nbytes();
     }
   }
-  std::shared_ptr<Parked> parked;
   try {
-    parked = Copy(tensor);
-  } catch (...) {
+    std::shared_ptr<Parked> parked = Copy(tensor);
+    MutexLock lock(&mu_);
+    by_tensor_[tensor.unsafeGetTensorImpl()] = parked;
+    groups_[group].push_back(parked);
+    ForgetWhatIsGone();
+    if (shared_->file != nullptr) Enqueue(parked);
+    return parked;
+  } catch (...) {  // no memory, or no thread
     MutexLock lock(&mu_);
     if (shared_->file != nullptr) pending_bytes_ -= tensor.nbytes();
     changed_.SignalAll();
     throw;
   }
-  MutexLock lock(&mu_);
-  by_tensor_[tensor.unsafeGetTensorImpl()] = parked;
-  groups_[group].push_back(parked);
-  ForgetWhatIsGone();
-  if (shared_->file != nullptr) Enqueue(parked);
-  return parked;
 }
 
 std::shared_ptr<ActivationStore::Parked> ActivationStore::Copy(const at::Tensor& tensor) const {
