@@ -407,8 +407,8 @@ TEST_F(CoreTest, Join_OtherSpecAfterElasticAgentsMetAgain_BeginsWithTheOtherSize
 TEST_F(CoreTest, Join_ElasticAgentsWithOneMoreThanTheMaximum_SurvivorsKeepTheirPlaces) {
   v1::RendezvousSpec agents = Spec(1, 2);
   *agents.mutable_last_call() = ToProto(absl::Seconds(1));
-  const auto join = [&](int node) {
-    v1::Op op = JoinOp({absl::StrCat("node", node), 900ull + node}, agents);
+  const auto join = [&](int node, uint64_t start = 900) {
+    v1::Op op = JoinOp({absl::StrCat("node", node), start + node}, agents);
     op.mutable_join()->mutable_fence()->set_job_id("j.agents");
     return bench_.Do(op, absl::StrCat("node-h", node));
   };
@@ -431,11 +431,19 @@ TEST_F(CoreTest, Join_ElasticAgentsWithOneMoreThanTheMaximum_SurvivorsKeepTheirP
   EXPECT_EQ(bench_.Result(fast).join().rank(), 1);
   EXPECT_FALSE(bench_.Answered(beyond));
 
+  // So does one that was killed and started again: its former self ends when it joins.
+  end();
+  const CallId other = join(0);
+  const CallId restarted = join(1, /*start=*/1900);
+  EXPECT_EQ(bench_.Result(other).join().rank(), 0);
+  EXPECT_EQ(bench_.Result(restarted).join().rank(), 1);
+  EXPECT_FALSE(bench_.Answered(beyond));
+
   // One that is silent for a lease has lost its claim.
   end();
-  const CallId again = join(1);
+  const CallId again = join(1, /*start=*/1900);
   bench_.Advance(kDefaultLease);
-  EXPECT_EQ(bench_.Result(again).join().generation(), 3u);
+  EXPECT_EQ(bench_.Result(again).join().generation(), 4u);
   EXPECT_EQ(bench_.Result(beyond).join().rank(), 0);
 }
 
