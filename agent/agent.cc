@@ -257,13 +257,19 @@ bool Agent::MayRestart(const WorkerEnd& cause) const {
 }
 
 bool Agent::IsWorthKeeping(const WorkerEnd& cause) const {
-  if (options_.gate == nullptr || !MayRestart(cause)) return false;
+  if (options_.gate == nullptr || !cause.may_restart) return false;
   return std::any_of(workers_.begin(), workers_.end(), [&](const Worker& worker) {
     if (worker.reentry == Reentry::kNone) return false;
     // All run the same program: if those of this node are gone, others have said the same.
     if (worker.worker_id == cause.worker_id) return num_nodes_ > 1;
     return !worker.ended && worker.killed_because.empty();
   });
+}
+
+AttemptEnd Agent::EndOfThisMachine(std::string why) const {
+  return {std::move(why),
+          {},
+          options_.elastic ? AttemptEnd::Cause::kMachineLeft : AttemptEnd::Cause::kFailed};
 }
 
 void Agent::StopOrKeepWorkers(const AttemptEnd& end) {
@@ -341,11 +347,8 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
     StopWorkers(absl::ZeroDuration());
     WaitForWorkers();
     *refused = status;
-    // Where the number of machines varies, the others go on without this one.
-    return link_.Fail(
-        {absl::StrCat("a worker could not be started on ", hostname_, ": ", status.message()),
-         {},
-         options_.elastic ? AttemptEnd::Cause::kMachineLeft : AttemptEnd::Cause::kFailed});
+    return link_.Fail(EndOfThisMachine(
+        absl::StrCat("a worker could not be started on ", hostname_, ": ", status.message())));
   };
   if (absl::Status status = StartWorkers(meeting, attempt); !status.ok() && !stopped_) {
     return not_started(status);
@@ -379,13 +382,14 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
         continue;
       }
       AttemptEnd local = Culprit(*ended);
-      const bool may_restart = MayRestart(*culprit_);
-      local.restarts = may_restart && IsWorthKeeping(*culprit_);
+      local.restarts = IsWorthKeeping(*culprit_);
       StopOrKeepWorkers(local);
       AttemptEnd end = link_.Fail(local);
       // Another node was first with a failure after which a restart could help. It cannot after
       // this one, and who decides has to learn that.
-      if (options_.gate != nullptr && end.restarts && !may_restart) end = std::move(local);
+      if (options_.gate != nullptr && end.restarts && !culprit_->may_restart) {
+        end = std::move(local);
+      }
       if (options_.gate != nullptr && !end.restarts) StopWorkers(options_.failure_grace);
       WaitForWorkers();
       return end;
@@ -400,10 +404,8 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
       continue;
     }
     stopped_ = true;
-    const AttemptEnd stopped = {
-        absl::StrCat(options_.elastic ? "the launch" : "the job", " was stopped on ", hostname_),
-        {},
-        options_.elastic ? AttemptEnd::Cause::kMachineLeft : AttemptEnd::Cause::kFailed};
+    const AttemptEnd stopped = EndOfThisMachine(
+        absl::StrCat(options_.elastic ? "the launch" : "the job", " was stopped on ", hostname_));
     // The workers of all machines get the signal together, so that they can save.
     if (options_.elastic) link_.Fail(stopped);
     StopWorkers(options_.stop_grace);
@@ -423,12 +425,7 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
   // Another node failed after the workers of this one were done.
   while (true) {
     std::optional<Event> event = NextWithin(absl::Seconds(1));
-    if (!event.has_value()) {
-      return AttemptEnd{
-          std::string(finished.message()),
-          {},
-          options_.elastic ? AttemptEnd::Cause::kMachineLeft : AttemptEnd::Cause::kFailed};
-    }
+    if (!event.has_value()) return EndOfThisMachine(std::string(finished.message()));
     if (auto* elsewhere = std::get_if<EndedElsewhere>(&*event)) return std::move(elsewhere->end);
   }
 }

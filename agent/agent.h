@@ -172,6 +172,9 @@ class Agent {
   // At the end of an attempt that may be followed by another: keeps the workers that can re-enter
   // and stops the others.
   void StopOrKeepWorkers(const AttemptEnd& end);
+  // An end for which no worker is to blame: where the number of machines varies, the others go on
+  // without this one.
+  AttemptEnd EndOfThisMachine(std::string why) const;
   // Whether another attempt may follow one that has failed by this worker, as far as this node
   // knows.
   bool MayRestart(const WorkerEnd& cause) const;

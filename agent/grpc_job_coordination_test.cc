@@ -78,6 +78,15 @@ class GrpcJobCoordinationTest : public ::testing::Test {
     if (server_ != nullptr) StopCoordinator();
   }
 
+  // This machine is the second of two in an attempt that runs.
+  void RunBeside(const v1::Member& other) {
+    StartCoordinator();
+    AnswerAsElastic(1, 2, {other});
+    MakeCoordination(3, absl::Minutes(2));
+    ASSERT_TRUE(coordination_->Meet(0, 0).ok());
+    coordination_->Watch([](AttemptEnd) {});
+  }
+
   // This machine is `rank` of `world_size`; the machines of the job.
   void AnswerAsElastic(int rank, int world_size, std::vector<v1::Member> members) {
     min_nodes_ = 1;
@@ -290,11 +299,7 @@ TEST_F(GrpcJobCoordinationTest, FailureWhileAMachineIsLost_IsThatLoss) {
 }
 
 TEST_F(GrpcJobCoordinationTest, StoppedWhileAFailureIsJudged_OthersDoNotCountIt) {
-  StartCoordinator();
-  AnswerAsElastic(1, 2, {Machine(0, v1::WORKER_STATE_RUNNING, absl::Hours(1))});
-  MakeCoordination(3, absl::Minutes(2));
-  ASSERT_TRUE(coordination_->Meet(0, 0).ok());
-  coordination_->Watch([](AttemptEnd) {});
+  RunBeside(Machine(0, v1::WORKER_STATE_RUNNING, absl::Hours(1)));
   coordination_->Cancel();
   const AttemptEnd end = coordination_->Fail({"rank 1 exited with code 1", {}});
   EXPECT_EQ(end.cause, AttemptEnd::Cause::kMachineLeft);
@@ -315,11 +320,7 @@ TEST_F(GrpcJobCoordinationTest, NewcomerGetsNumberZero_ItTakesOverTheCountsOfThe
 
 // The key "end" went with its generation before this machine had read it.
 TEST_F(GrpcJobCoordinationTest, GenerationEndsBeforeItsKeyWasRead_CauseIsTheSame) {
-  StartCoordinator();
-  AnswerAsElastic(1, 2, {Machine(0, v1::WORKER_STATE_RUNNING, absl::ZeroDuration())});
-  MakeCoordination(3, absl::Minutes(2));
-  ASSERT_TRUE(coordination_->Meet(0, 0).ok());
-  coordination_->Watch([](AttemptEnd) {});
+  RunBeside(Machine(0, v1::WORKER_STATE_RUNNING, absl::ZeroDuration()));
   EXPECT_EQ(coordination_->Fail({"rank 1 died", {}}).cause, AttemptEnd::Cause::kFailed);
   ASSERT_TRUE(coordination_->Meet(1, 1).ok());
   const v1::AgentFrame frame = sessions_.WaitFor([](const v1::AgentFrame& one) {
@@ -400,11 +401,7 @@ TEST_F(GrpcJobCoordinationTest, CoordinatorIsAnotherLaunch_NoPlaceIsTakenBeforeI
 }
 
 TEST_F(GrpcJobCoordinationTest, FailureWhileAllMachinesAreHeard_IsCounted) {
-  StartCoordinator();
-  AnswerAsElastic(1, 2, {Machine(0, v1::WORKER_STATE_RUNNING, absl::ZeroDuration())});
-  MakeCoordination(3, absl::Minutes(2));
-  ASSERT_TRUE(coordination_->Meet(0, 0).ok());
-  coordination_->Watch([](AttemptEnd) {});
+  RunBeside(Machine(0, v1::WORKER_STATE_RUNNING, absl::ZeroDuration()));
   const AttemptEnd end = coordination_->Fail({"rank 1 exited with code 1", {}});
   EXPECT_EQ(end.cause, AttemptEnd::Cause::kFailed);
   EXPECT_EQ(end.why, "rank 1 exited with code 1");

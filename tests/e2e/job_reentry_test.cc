@@ -53,6 +53,20 @@ class JobReentryTest : public JobsFixture {
     }
     return begins;
   }
+  // The first one of a rank; 0: it is not known.
+  int ProcessOf(const std::string& job, int rank) {
+    int pid = 0;
+    const std::string begin = Begins(job, rank).at(0);
+    EXPECT_TRUE(absl::SimpleAtoi(begin.substr(0, begin.find(' ')), &pid)) << begin;
+    return pid;
+  }
+  // Two processes, of which rank 0 waits at its Gate().
+  std::string TrainToTheGate() {
+    const std::string job =
+        SubmitTraining({"--processes", "2", "--max_restarts", "3"}, "elastic", "");
+    WaitUntil([&] { return absl::StrContains(Run({"logs", job}), "at the gate"); });
+    return job;
+  }
   size_t Processes(const std::string& job, int rank) {
     std::set<std::string> pids;
     for (const std::string& begin : Begins(job, rank)) {
@@ -178,12 +192,9 @@ TEST_F(JobReentryTest, CancelledDuringTheRestartDelay_EndsAtOnce) {
 TEST_F(JobReentryTest, CoordinatorIsAwayWhileAProcessIsLost_TheOtherContinues) {
   const auto a = StartNode("a");
   const OwnedFd gate = Gate(6);
-  const std::string job =
-      SubmitTraining({"--processes", "2", "--max_restarts", "3"}, "elastic", "");
-  WaitUntil([&] { return absl::StrContains(Run({"logs", job}), "at the gate"); });
-  int pid = 0;
-  ASSERT_TRUE(absl::SimpleAtoi(
-      std::vector<std::string>(absl::StrSplit(Begins(job, 1).at(0), ' '))[0], &pid));
+  const std::string job = TrainToTheGate();
+  const int pid = ProcessOf(job, 1);
+  ASSERT_GT(pid, 0);
   coordinator_->Signal(SIGKILL);
   coordinator_->Wait();
   ASSERT_EQ(kill(pid, SIGKILL), 0);
@@ -199,17 +210,14 @@ TEST_F(JobReentryTest, CoordinatorIsAwayWhileAProcessIsLost_TheOtherContinues) {
 TEST_F(JobReentryTest, RequestThatCannotBeReadAtFirst_IsReadLater) {
   const auto a = StartNode("a");
   const OwnedFd gate = Gate(6);
-  const std::string job =
-      SubmitTraining({"--processes", "2", "--max_restarts", "3"}, "elastic", "");
-  WaitUntil([&] { return absl::StrContains(Run({"logs", job}), "at the gate"); });
+  const std::string job = TrainToTheGate();
   const std::vector<std::string> attempts = *ListDirectory(Temp("a/attempts"));
   ASSERT_THAT(attempts, SizeIs(1));
   const std::string folder = Temp("a/attempts/" + attempts[0]);
   // Hides the first one, as an error of the disk would.
   ASSERT_TRUE(WriteFileAtomically(folder + "/restart_2.json", "{}").ok());
-  int pid = 0;
-  ASSERT_TRUE(absl::SimpleAtoi(
-      std::vector<std::string>(absl::StrSplit(Begins(job, 1).at(0), ' '))[0], &pid));
+  const int pid = ProcessOf(job, 1);
+  ASSERT_GT(pid, 0);
   ASSERT_EQ(kill(pid, SIGKILL), 0);
   WaitUntil([&] { return PathExists(folder + "/restart_1.json"); });
   // Its agent has been told of the file before it comes to this.
@@ -225,12 +233,9 @@ TEST_F(JobReentryTest, RequestThatCannotBeReadAtFirst_IsReadLater) {
 TEST_F(JobReentryTest, AgentIsAwayWhileAProcessIsLost_TheNextOneAsks) {
   auto a = StartNode("a");
   const OwnedFd gate = Gate(6);
-  const std::string job =
-      SubmitTraining({"--processes", "2", "--max_restarts", "3"}, "elastic", "");
-  WaitUntil([&] { return absl::StrContains(Run({"logs", job}), "at the gate"); });
-  int pid = 0;
-  ASSERT_TRUE(absl::SimpleAtoi(
-      std::vector<std::string>(absl::StrSplit(Begins(job, 1).at(0), ' '))[0], &pid));
+  const std::string job = TrainToTheGate();
+  const int pid = ProcessOf(job, 1);
+  ASSERT_GT(pid, 0);
   a->Signal(SIGKILL);
   a->Wait();
   ASSERT_EQ(kill(pid, SIGKILL), 0);

@@ -135,12 +135,12 @@ void ActivationPolicy::CheckCalled(
     const std::function<bool(const at::Tensor& parameter)>& has_gradient) {
   if (all_called_) return;
   std::vector<const Entry*> open;
-  // How many blocks that were called, or that have not been, a parameter is in.
-  std::unordered_set<const void*> elsewhere;
+  std::unordered_set<const void*> elsewhere;  // parameters of blocks that were called
   for (const Entry& entry : entries_) {
-    const bool called = entry.selection->called || entries_[entry.outer].selection->called;
-    if (!called) open.push_back(&entry);
-    if (!called) continue;
+    if (!entry.selection->called && !entries_[entry.outer].selection->called) {
+      open.push_back(&entry);
+      continue;
+    }
     for (const at::Tensor& parameter : entry.block.module->parameters()) {
       elsewhere.insert(parameter.unsafeGetTensorImpl());
     }

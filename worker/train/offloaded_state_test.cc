@@ -99,10 +99,12 @@ TEST_F(OffloadedStateTest, Mapped_IsTheStateOfTheLastStep) {
   }
 }
 
+struct PageInMemory : Page {
+  void Require(bool, const char*) override {}
+};
+
 TEST_F(OffloadedStateTest, ParametersOfOnePage_ShareAWindow) {
-  struct Nothing : Page {
-    void Require(bool, const char*) override {}
-  } page;
+  PageInMemory page;
   const at::Tensor first = at::zeros({20}), second = at::zeros({20});
   const PageRegistration of_first(first, &page), of_second(second, &page);
   OffloadedState state(File());
@@ -118,9 +120,7 @@ TEST_F(OffloadedStateTest, ParametersOfOnePage_ShareAWindow) {
 }
 
 TEST_F(OffloadedStateTest, WindowsOfOnePage_ComeAfterEachOther) {
-  struct Nothing : Page {
-    void Require(bool, const char*) override {}
-  } page;
+  PageInMemory page;
   const at::Tensor first = at::zeros({20}), second = at::zeros({20});
   const PageRegistration of_first(first, &page), of_second(second, &page);
   OffloadedState state(File());
