@@ -167,7 +167,44 @@ class CoreRunnerTest : public ::testing::Test {
     if (runner_ != nullptr) runner_->Stop();
   }
 
+  // Blocks until all that was handed over has been applied, and what it put out delivered: the
+  // runner's own thread may be at it.
+  void Settle() {
+    // The second turn begins when what the first put out has been delivered.
+    for (int turn = 0; turn < 2; ++turn) {
+      Notification done;
+      runner_->WithCore([&](Core*) { done.Notify(); });
+      done.WaitForNotification();
+    }
+  }
+  void Abandon(CallId id) {
+    runner_->Abandon(id);
+    Settle();
+  }
+  void Frame(const std::shared_ptr<AgentStream>& stream, std::unique_ptr<v1::AgentFrame> frame,
+             size_t bytes = 0) {
+    runner_->AgentFrame(stream, std::move(frame), bytes);
+    Settle();
+  }
+  void WatchOpen(std::shared_ptr<WatchStream> stream, std::unique_ptr<WatchSource> source) {
+    runner_->WatchOpen(std::move(stream), std::move(source));
+    Settle();
+  }
+  void WatchWritable(const std::shared_ptr<WatchStream>& stream) {
+    runner_->WatchWritable(stream);
+    Settle();
+  }
+  void WatchClosed(const std::shared_ptr<WatchStream>& stream) {
+    runner_->WatchClosed(stream);
+    Settle();
+  }
   CallId Call(const v1::Op& op, FakeSink* sink, size_t bytes = 0) {
+    const CallId id = Bring(op, sink, bytes);
+    Settle();
+    return id;
+  }
+  // The same while the runner is busy.
+  CallId Bring(const v1::Op& op, FakeSink* sink, size_t bytes = 0) {
     const CallId id = runner_->NewCallId();
     runner_->Call(id, std::make_unique<v1::Op>(op), bytes, Borrowed(sink));
     return id;
@@ -213,7 +250,7 @@ class CoreRunnerTest : public ::testing::Test {
     hello->mutable_hello()->set_protocol_max(1);
     hello->mutable_hello()->set_node(node);
     hello->mutable_hello()->set_agent_incarnation(7);
-    runner_->AgentFrame(stream, std::move(hello));
+    Frame(stream, std::move(hello));
   }
   std::shared_ptr<FakeStream> Attach() {
     auto stream = std::make_shared<FakeStream>();
@@ -229,7 +266,7 @@ class CoreRunnerTest : public ::testing::Test {
     frame->set_ack(ack);
     op.set_op_id(op_id);
     *frame->mutable_ops()->add_ops() = std::move(op);
-    runner_->AgentFrame(stream, std::move(frame), bytes);
+    Frame(stream, std::move(frame), bytes);
   }
 
   // The rendezvous job of a new attempt of a submitted job, on a node of its own.
@@ -314,7 +351,7 @@ TEST_F(CoreRunnerTest, AgentOfAnAttempt_SpeaksForItsOwnJobOnly) {
   EXPECT_EQ(refused.detail().reason(), v1::ERROR_REASON_SCOPE);
   auto beat = std::make_unique<v1::AgentFrame>();
   beat->mutable_beat()->add_workers()->set_job_id("j");
-  runner_->AgentFrame(stranger, std::move(beat));
+  Frame(stranger, std::move(beat));
   ASSERT_TRUE(stranger->closed().has_value());
   EXPECT_EQ(rpc::GetReason(*stranger->closed()), v1::ERROR_REASON_SCOPE);
 
@@ -380,7 +417,7 @@ TEST_F(CoreRunnerTest, TooManyCalls_AreRefused) {
   Call(Wait("k"), &third);
   ASSERT_TRUE(third.answered.HasBeenNotified());
   EXPECT_EQ(third.reason(), v1::ERROR_REASON_OVERLOADED);
-  runner_->Abandon(ids[0]);
+  Abandon(ids[0]);
   FakeSink fourth;
   Call(Put("k", "v"), &fourth);
   EXPECT_TRUE(fourth.answer->Parse().has_txn());
@@ -417,20 +454,20 @@ class BehindTest : public CoreRunnerTest {
       beat.set_worker_id(worker);
       beat.set_incarnation(1);
     }
-    runner_->AgentFrame(stream_, std::move(frame));
+    // Applied before the clock goes on: seconds seen all at once are a pause of the coordinator's.
+    Frame(stream_, std::move(frame));
     stream_->WriteAll();
   }
   // In turn with all other events.
   uint64_t Lost() {
+    Settle();
     uint64_t lost = 0;
-    for (int turn = 0; turn < 2; ++turn) {
-      Notification done;
-      runner_->WithCore([&](Core* core) {
-        lost = core->stats().workers_lost;
-        done.Notify();
-      });
-      done.WaitForNotification();
-    }
+    Notification done;
+    runner_->WithCore([&](Core* core) {
+      lost = core->stats().workers_lost;
+      done.Notify();
+    });
+    done.WaitForNotification();
     return lost;
   }
   size_t Asked() {
@@ -486,11 +523,11 @@ TEST_F(CoreRunnerTest, CallsThatHoldTooManyBytes_AreRefusedUntilSomeAreAnswered)
   FakeSink small;  // as those of a rendezvous are: held all the same
   const CallId small_id = Call(Wait("k"), &small, 1500);
   EXPECT_FALSE(small.answered.HasBeenNotified());
-  runner_->Abandon(small_id);
+  Abandon(small_id);
   FakeSink at_once;  // is not held
   Call(Get("k"), &at_once, 1000);
   EXPECT_TRUE(at_once.answer->Parse().has_txn());
-  runner_->Abandon(id);
+  Abandon(id);
   EXPECT_EQ(runner_->held_bytes(false), 0u);
   FakeSink served;
   Call(Wait("k"), &served, 1000);
@@ -535,8 +572,8 @@ TEST_F(CoreRunnerTest, RequestsBehindABusyRunner_AreBoundedInBytes) {
   });
   busy.WaitForNotification();
   FakeSink fits, too_much;
-  Call(Get("k"), &fits, 1000);
-  Call(Get("k"), &too_much, 1);
+  Bring(Get("k"), &fits, 1000);
+  Bring(Get("k"), &too_much, 1);
   ASSERT_TRUE(too_much.answered.HasBeenNotified());
   EXPECT_EQ(too_much.reason(), v1::ERROR_REASON_OVERLOADED);
   go_on.Notify();
@@ -620,10 +657,10 @@ TEST_F(CoreRunnerTest, SlowWatcher_HoldsOneBatchAndIsToldToReadAgain) {
   v1::WatchRequest request;
   request.set_job_id("j");
   request.set_keys(true);
-  for (const auto& watch : {slow, quick}) runner_->WatchOpen(watch, WatchEvents(request));
+  for (const auto& watch : {slow, quick}) WatchOpen(watch, WatchEvents(request));
   size_t seen = 0;
   for (int i = 0; i < 30; ++i) {
-    runner_->WatchWritable(quick);
+    WatchWritable(quick);
     PutNow("k", std::string(10'000, 'x'));
   }
   for (const v1::WatchBatch& batch : quick->batches) seen += batch.events_size();
@@ -631,11 +668,11 @@ TEST_F(CoreRunnerTest, SlowWatcher_HoldsOneBatchAndIsToldToReadAgain) {
   EXPECT_FALSE(quick->closed.has_value());
   EXPECT_EQ(slow->batches.size(), 1u);  // the greeting, never taken
   const uint64_t resume = slow->batches[0].next_revision();
-  runner_->WatchWritable(slow);
+  WatchWritable(slow);
   ASSERT_TRUE(slow->closed.has_value());
   EXPECT_EQ(rpc::GetReason(*slow->closed), v1::ERROR_REASON_COMPACTED);
   EXPECT_GE(rpc::GetDetail(*slow->closed)->compacted_revision(), resume);
-  for (const auto& watch : {slow, quick}) runner_->WatchClosed(watch);
+  for (const auto& watch : {slow, quick}) WatchClosed(watch);
   EXPECT_EQ(runner_->watchers(), 0u);
 }
 
@@ -645,23 +682,23 @@ TEST_F(CoreRunnerTest, RevisionLargerThanAMessage_IsToldAsCompacted) {
   v1::WatchRequest request;
   request.set_job_id("j");
   request.set_keys(true);
-  runner_->WatchOpen(watch, WatchEvents(request));
-  runner_->WatchWritable(watch);
+  WatchOpen(watch, WatchEvents(request));
+  WatchWritable(watch);
   PutNow("small", std::string(2000, 'x'));
   ASSERT_EQ(watch->batches.size(), 2u);
   EXPECT_EQ(watch->batches[1].events_size(), 1);
-  runner_->WatchWritable(watch);
+  WatchWritable(watch);
   PutNow("large", std::string(3000, 'x'));
   ASSERT_TRUE(watch->closed.has_value());
   EXPECT_EQ(rpc::GetReason(*watch->closed), v1::ERROR_REASON_COMPACTED);
   // From behind it, a new watch sees what comes.
   auto next = std::make_shared<FakeWatch>();
   request.set_from_revision(rpc::GetDetail(*watch->closed)->compacted_revision() + 1);
-  runner_->WatchOpen(next, WatchEvents(request));
-  runner_->WatchWritable(next);
+  WatchOpen(next, WatchEvents(request));
+  WatchWritable(next);
   PutNow("small", "y");
   EXPECT_EQ(next->batches.back().events(0).put().value(), "y");
-  for (const auto& each : {watch, next}) runner_->WatchClosed(each);
+  for (const auto& each : {watch, next}) WatchClosed(each);
 }
 
 TEST_F(CoreRunnerTest, TooManyWatches_AreRefused) {
@@ -670,17 +707,17 @@ TEST_F(CoreRunnerTest, TooManyWatches_AreRefused) {
   request.set_job_id("j");
   request.set_keys(true);
   auto first = std::make_shared<FakeWatch>(), second = std::make_shared<FakeWatch>();
-  runner_->WatchOpen(first, WatchEvents(request));
-  runner_->WatchOpen(second, WatchEvents(request));
+  WatchOpen(first, WatchEvents(request));
+  WatchOpen(second, WatchEvents(request));
   EXPECT_FALSE(first->closed.has_value());
   ASSERT_TRUE(second->closed.has_value());
   EXPECT_EQ(rpc::GetReason(*second->closed), v1::ERROR_REASON_OVERLOADED);
-  runner_->WatchClosed(second);
-  runner_->WatchClosed(first);
+  WatchClosed(second);
+  WatchClosed(first);
   auto third = std::make_shared<FakeWatch>();
-  runner_->WatchOpen(third, WatchEvents(request));
+  WatchOpen(third, WatchEvents(request));
   EXPECT_FALSE(third->closed.has_value());
-  runner_->WatchClosed(third);
+  WatchClosed(third);
 }
 
 v1::Op SubmitOp(const std::string& name) {
@@ -707,13 +744,13 @@ TEST_F(CoreRunnerTest, SlowWatcherOfJobs_GetsTheLatestState_AndNoQueueGrows) {
   FakeSink submitted[2];
   Call(SubmitOp("a"), &submitted[0]);
   Call(SubmitOp("b"), &submitted[1]);
-  for (const auto& watch : {slow, quick}) runner_->WatchOpen(watch, WatchJobs({}, nullptr));
-  runner_->WatchOpen(other, WatchJobs(of_other, nullptr));
-  runner_->WatchWritable(other);
+  for (const auto& watch : {slow, quick}) WatchOpen(watch, WatchJobs({}, nullptr));
+  WatchOpen(other, WatchJobs(of_other, nullptr));
+  WatchWritable(other);
   ASSERT_EQ(slow->batches.size(), 1u);
   EXPECT_EQ(slow->batches[0].jobs_size(), 2);
   for (int i = 0; i < 10; ++i) {
-    runner_->WatchWritable(quick);
+    WatchWritable(quick);
     FakeSink sink;
     Call(ControlOp("a-1", i % 2 == 0 ? v1::JOB_ACTION_SUSPEND : v1::JOB_ACTION_RESUME), &sink);
   }
@@ -721,7 +758,7 @@ TEST_F(CoreRunnerTest, SlowWatcherOfJobs_GetsTheLatestState_AndNoQueueGrows) {
   EXPECT_EQ(quick->batches[1].jobs(0).state(), v1::JOB_STATE_SUSPENDED);
   EXPECT_EQ(other->batches.size(), 1u) << "another job is none of its business";
   EXPECT_EQ(slow->batches.size(), 1u);
-  runner_->WatchWritable(slow);
+  WatchWritable(slow);
   ASSERT_EQ(slow->batches.size(), 2u);
   ASSERT_EQ(slow->batches[1].jobs_size(), 1);
   EXPECT_EQ(slow->batches[1].jobs(0).SerializeAsString(),
@@ -730,20 +767,20 @@ TEST_F(CoreRunnerTest, SlowWatcherOfJobs_GetsTheLatestState_AndNoQueueGrows) {
   v1::WatchJobsRequest request;
   request.set_seen_revision(quick->batches[0].seen_revision());
   auto next = std::make_shared<FakeJobsWatch>();
-  runner_->WatchOpen(next, WatchJobs(request, nullptr));
+  WatchOpen(next, WatchJobs(request, nullptr));
   ASSERT_EQ(next->batches.size(), 1u);
   ASSERT_EQ(next->batches[0].jobs_size(), 1);
   EXPECT_EQ(next->batches[0].jobs(0).job_id(), "a-1");
   FakeSink cancelled, removed;
   Call(ControlOp("b-2", v1::JOB_ACTION_CANCEL), &cancelled);
-  runner_->WatchWritable(other);
+  WatchWritable(other);
   EXPECT_EQ(other->batches.back().jobs(0).state(), v1::JOB_STATE_CANCELLED);
   Call(ControlOp("b-2", v1::JOB_ACTION_REMOVE), &removed);
   ASSERT_TRUE(other->closed.has_value());
   EXPECT_TRUE(absl::IsNotFound(*other->closed));
-  runner_->WatchWritable(quick);
+  WatchWritable(quick);
   EXPECT_EQ(quick->batches.back().gone(0), "b-2");
-  for (const auto& watch : {slow, quick, other, next}) runner_->WatchClosed(watch);
+  for (const auto& watch : {slow, quick, other, next}) WatchClosed(watch);
 }
 
 TEST_F(CoreRunnerTest, FrameAfterStop_EndsItsStream) {
@@ -1121,25 +1158,25 @@ TEST_F(CoreRunnerTest, Events_OfOneJob_LookAtItsWatchersOnly) {
     request.set_job_id(absl::StrCat("other", i));
     request.set_keys(true);
     watches.push_back(std::make_shared<FakeWatch>());
-    runner_->WatchOpen(watches.back(), WatchEvents(request));
+    WatchOpen(watches.back(), WatchEvents(request));
   }
   v1::WatchRequest request;
   request.set_job_id("j");
   request.set_keys(true);
   auto watch = std::make_shared<FakeWatch>();
-  runner_->WatchOpen(watch, WatchEvents(request));
-  runner_->WatchWritable(watch);
+  WatchOpen(watch, WatchEvents(request));
+  WatchWritable(watch);
   const uint64_t before = runner_->watchers_visited();
   for (int i = 0; i < 10; ++i) PutNow("k", absl::StrCat(i));
   EXPECT_EQ(runner_->watchers_visited() - before, 10u);
   EXPECT_EQ(watch->batches.size(), 2u)
       << "the first says from where it sees, the next waits for it";
-  runner_->WatchClosed(watch);
+  WatchClosed(watch);
   const uint64_t closed = runner_->watchers_visited();
   PutNow("k", "v");
   EXPECT_EQ(runner_->watchers_visited(), closed);
   EXPECT_EQ(runner_->watchers(), static_cast<uint64_t>(kOthers));
-  for (const auto& other : watches) runner_->WatchClosed(other);
+  for (const auto& other : watches) WatchClosed(other);
 }
 
 // Told on any thread.
@@ -1176,8 +1213,8 @@ TEST_F(CoreRunnerTest, Watcher_SeesWhatIsDurableWhenItIs) {
   request.set_job_id("j");
   request.set_keys(true);
   auto early = std::make_shared<WaitingWatch>();
-  runner_->WatchOpen(early, WatchEvents(request));
-  runner_->WatchWritable(early);
+  WatchOpen(early, WatchEvents(request));
+  WatchWritable(early);
   journal->Hold();
   v1::Op put = Put("k", "v");
   put.mutable_txn()->mutable_then(0)->mutable_put()->set_klass(v1::KV_CLASS_DURABLE);
@@ -1187,8 +1224,8 @@ TEST_F(CoreRunnerTest, Watcher_SeesWhatIsDurableWhenItIs) {
   // One that comes while it is on its way to the disk.
   auto late = std::make_shared<WaitingWatch>();
   request.set_from_revision(from);
-  runner_->WatchOpen(late, WatchEvents(request));
-  runner_->WatchWritable(late);
+  WatchOpen(late, WatchEvents(request));
+  WatchWritable(late);
   EXPECT_EQ(late->Batch(0).events_size(), 0);
   EXPECT_FALSE(written.answered.HasBeenNotified());
   runner_->WithCore([journal](Core*) { journal->Release(); });
@@ -1196,8 +1233,8 @@ TEST_F(CoreRunnerTest, Watcher_SeesWhatIsDurableWhenItIs) {
     EXPECT_EQ(watch->Batch(1).events(0).put().value(), "v");
   }
   written.answered.WaitForNotification();
-  runner_->WatchClosed(early);
-  runner_->WatchClosed(late);
+  WatchClosed(early);
+  WatchClosed(late);
 }
 
 TEST_F(CoreRunnerTest, WatchOfJobs_ShowsWhatIsDurable_AndEndsWithTheCoordinator) {
@@ -1206,8 +1243,8 @@ TEST_F(CoreRunnerTest, WatchOfJobs_ShowsWhatIsDurable_AndEndsWithTheCoordinator)
   runner_ = std::make_unique<CoreRunner>(CoreRunner::Options{}, std::move(owned));
   ASSERT_TRUE(runner_->Start().ok());
   auto watch = std::make_shared<FakeJobsWatch>();
-  runner_->WatchOpen(watch, WatchJobs({}, nullptr));
-  runner_->WatchWritable(watch);
+  WatchOpen(watch, WatchJobs({}, nullptr));
+  WatchWritable(watch);
   const auto batches = [&] {
     size_t count = 0;
     Notification done;
