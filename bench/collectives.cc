@@ -1,5 +1,6 @@
-// Collectives between processes of one host: shared memory, which is Muster's default there,
-// against Gloo in the same run. The ranks are forked here; rank 0 prints.
+// Collectives between processes of one host: shared memory, which is Muster's default there, of
+// tensors anywhere and of those that lie in it, against Gloo in the same run. The ranks are forked
+// here; rank 0 prints.
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -107,19 +108,24 @@ void Run(int rank, const std::string& path, const Flags& flags) {
       const int64_t elements = bytes / 4 / flags.ranks * flags.ranks;
       at::Tensor whole = at::zeros({elements}, at::kFloat);
       at::Tensor part = at::zeros({elements / flags.ranks}, at::kFloat);
+      c10d::Backend& backend = *shared->getBackend(c10::DeviceType::CPU);
+      at::Tensor pool_whole = backend.allocateTensor(elements, at::kFloat);
+      at::Tensor pool_part = backend.allocateTensor(elements / flags.ranks, at::kFloat);
       const int calls = bytes <= 1 << 16 ? 200 : bytes <= 4 << 20 ? 20 : 5;
-      std::vector<double> ours, peers;
+      std::vector<double> ours, in_place, peers;
       for (int round = 0; round < flags.rounds; ++round) {
         ours.push_back(Measure(*shared, collective, whole, part, calls));
+        in_place.push_back(Measure(*shared, collective, pool_whole, pool_part, calls));
         peers.push_back(Measure(*gloo, collective, whole, part, calls));
       }
       if (rank != 0) continue;
       std::printf(
           "{\"bench\": \"collectives\", \"op\": \"%s\", \"bytes\": %lld, \"ranks\": %d, "
-          "\"shared_memory_us\": %.1f, \"gloo_us\": %.1f, \"times_as_fast\": %.1f, "
-          "\"load\": %.2f}\n",
-          collective.name, static_cast<long long>(bytes), flags.ranks, Median(ours), Median(peers),
-          Median(peers) / Median(ours), Load());
+          "\"shared_memory_us\": %.1f, \"in_place_us\": %.1f, \"gloo_us\": %.1f, "
+          "\"times_as_fast\": %.1f, \"in_place_times_as_fast\": %.1f, \"load\": %.2f}\n",
+          collective.name, static_cast<long long>(bytes), flags.ranks, Median(ours),
+          Median(in_place), Median(peers), Median(peers) / Median(ours),
+          Median(peers) / Median(in_place), Load());
       std::fflush(stdout);
     }
   }

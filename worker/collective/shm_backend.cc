@@ -10,12 +10,14 @@
 #include <vector>
 
 #include "ATen/core/ivalue.h"
+#include "ATen/ops/empty.h"
 #include "base/mutex.h"
 #include "c10/core/GradMode.h"
 #include "c10/util/Exception.h"
 #include "torch/csrc/distributed/c10d/Backend.hpp"
 #include "torch/csrc/distributed/c10d/PrefixStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "worker/collective/shm_pool.h"
 #include "worker/collective/shm_reduce.h"
 #include "worker/collective/shm_segment.h"
 
@@ -80,10 +82,11 @@ class ShmWork : public c10d::Work {
 
 class ShmBackend : public c10d::Backend {
  public:
-  ShmBackend(c10::intrusive_ptr<c10d::Backend> fallback, std::unique_ptr<ShmSegment> segment,
-             std::chrono::milliseconds timeout)
+  ShmBackend(c10::intrusive_ptr<c10d::Backend> fallback, std::shared_ptr<ShmPool> pool,
+             std::unique_ptr<ShmSegment> segment, std::chrono::milliseconds timeout)
       : Backend(segment->rank(), segment->size()),
         fallback_(std::move(fallback)),
+        pool_(std::move(pool)),
         segment_(std::move(segment)),
         timeout_(timeout),
         helper_([this] { Help(); }) {}
@@ -106,6 +109,13 @@ class ShmBackend : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override {
     timeout_ = timeout;
     fallback_->setTimeout(timeout);
+  }
+
+  // Tensors that collectives work on in place.
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return segment_->reaches_pools(); }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    at::Tensor tensor = segment_->reaches_pools() ? pool_->Allocate(size, options) : at::Tensor();
+    return tensor.defined() ? tensor : at::empty({size}, options);
   }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
@@ -380,16 +390,69 @@ class ShmBackend : public c10d::Backend {
     TORCH_CHECK(false, text);
   }
 
-  // Calls step(offset, bytes) for one slot's worth after the other; once if there is nothing to
-  // move.
+  // Calls step(offset, bytes) for one slot's worth after the other, while it returns true; once if
+  // there is nothing to move.
   template <class Step>
   static void ForChunks(int64_t bytes, int64_t chunk, Step step) {
     int64_t offset = 0;
     do {
       const int64_t n = std::min(chunk, bytes - offset);
-      step(offset, n);
+      if (!step(offset, n)) return;
       offset += n;
     } while (offset < bytes);
+  }
+
+  // Where `bytes` from `data` are for all ranks, if that is worth asking.
+  ShmPlace PlaceOf(const char* data, int64_t bytes) const {
+    if (bytes <= kAddAllBytes || !segment_->reaches_pools()) return {};
+    return pool_->Find(data, static_cast<uint64_t>(bytes));
+  }
+
+  // Where every rank's data lie, with this rank's at `data`.
+  std::vector<char*> Everyones(char* data) {
+    std::vector<char*> places(size_, data);
+    for (int r = 0; r < size_; ++r) {
+      if (r != rank_) places[r] = segment_->At(r);
+    }
+    return places;
+  }
+
+  // The steps of a call whose data go through the slots, chunk by chunk, or stay where they are if
+  // those of every rank lie in its pool. put(offset, bytes) writes a chunk to this rank's slot, and
+  // take(offset, bytes) takes it from there once all have; in_place(places) does all at once,
+  // between two meetings.
+  template <class InPlace, class Put, class Take>
+  void Exchange(const ShmCall& call, char* data, int64_t data_bytes, int64_t chunk,
+                Steady::time_point deadline, InPlace in_place, Put put, Take take) {
+    const ShmPlace mine = PlaceOf(data, data_bytes);
+    bool first = true;
+    ForChunks(call.bytes, chunk, [&](int64_t offset, int64_t bytes) {
+      if (first && mine) {
+        segment_->Begin(call, mine);
+      } else {
+        segment_->Begin(call);
+        put(offset, bytes);
+      }
+      MeetAndCompare(call, deadline);
+      if (first) {
+        first = false;
+        int placed = 0;
+        for (int r = 0; r < size_; ++r) placed += segment_->place(r) ? 1 : 0;
+        if (placed == size_) {
+          in_place(Everyones(data));
+          segment_->Meet(deadline, What(call));
+          return false;
+        }
+        if (placed > 0) {
+          // Some have written their slot and some have not: once more, all by slots.
+          segment_->Begin(call);
+          put(offset, bytes);
+          MeetAndCompare(call, deadline);
+        }
+      }
+      take(offset, bytes);
+      return true;
+    });
   }
 
   void AllReduce(const at::Tensor& tensor, ShmReduceOp op, const ShmCall& call,
@@ -398,50 +461,69 @@ class ShmBackend : public c10d::Backend {
     const auto width = static_cast<int64_t>(tensor.element_size());
     char* const data = Data(tensor);
     std::vector<const void*> sources(size_);
-    ForChunks(call.bytes, ShmSegment::kSlotBytes, [&](int64_t offset, int64_t bytes) {
-      segment_->Begin(call);
-      std::memcpy(segment_->slot(), data + offset, bytes);
-      MeetAndCompare(call, deadline);
+    // The part of `bytes` that this rank adds up for all.
+    const auto part = [&](int64_t bytes) {
       const int64_t count = bytes / width;
-      if (bytes <= kAddAllBytes) {
-        for (int r = 0; r < size_; ++r) sources[r] = segment_->slot(r);
-        ReduceArrays(dtype, op, sources, data + offset, count);
-        return;
-      }
-      const int64_t begin = count * rank_ / size_ * width;
-      const int64_t end = count * (rank_ + 1) / size_ * width;
-      for (int r = 0; r < size_; ++r) sources[r] = segment_->slot(r) + begin;
-      ReduceArrays(dtype, op, sources, segment_->result() + begin, (end - begin) / width);
-      segment_->Meet(deadline, What(call));
-      std::memcpy(data + offset, segment_->result(), bytes);
-    });
+      return std::make_pair(count * rank_ / size_ * width, count * (rank_ + 1) / size_ * width);
+    };
+    Exchange(
+        call, data, call.bytes, ShmSegment::kSlotBytes, deadline,
+        [&](const std::vector<char*>& places) {
+          const auto [begin, end] = part(call.bytes);
+          std::vector<void*> outs(size_);
+          for (int r = 0; r < size_; ++r) sources[r] = outs[r] = places[r] + begin;
+          ReduceArrays(dtype, op, sources, outs, (end - begin) / width);
+        },
+        [&](int64_t offset, int64_t bytes) { std::memcpy(segment_->slot(), data + offset, bytes); },
+        [&](int64_t offset, int64_t bytes) {
+          if (bytes <= kAddAllBytes) {
+            for (int r = 0; r < size_; ++r) sources[r] = segment_->slot(r);
+            ReduceArrays(dtype, op, sources, {data + offset}, bytes / width);
+            return;
+          }
+          const auto [begin, end] = part(bytes);
+          for (int r = 0; r < size_; ++r) sources[r] = segment_->slot(r) + begin;
+          ReduceArrays(dtype, op, sources, {segment_->result() + begin}, (end - begin) / width);
+          segment_->Meet(deadline, What(call));
+          std::memcpy(data + offset, segment_->result(), bytes);
+        });
   }
 
   void Broadcast(const at::Tensor& tensor, int root, const ShmCall& call,
                  Steady::time_point deadline) {
     char* const data = Data(tensor);
+    // The others write nothing, so only where the root's data lie matters.
+    const ShmPlace mine = rank_ == root ? PlaceOf(data, call.bytes) : ShmPlace();
     ForChunks(call.bytes, ShmSegment::kSlotBytes, [&](int64_t offset, int64_t bytes) {
-      segment_->Begin(call);
-      if (rank_ == root) std::memcpy(segment_->slot(), data + offset, bytes);
+      segment_->Begin(call, mine);
+      if (rank_ == root && !mine) std::memcpy(segment_->slot(), data + offset, bytes);
       MeetAndCompare(call, deadline);
+      if (segment_->place(root)) {
+        if (rank_ != root) std::memcpy(data, segment_->At(root), call.bytes);
+        segment_->Meet(deadline, What(call));
+        return false;
+      }
       if (rank_ != root) std::memcpy(data + offset, segment_->slot(root), bytes);
+      return true;
     });
   }
 
   void AllGather(const at::Tensor& input, const std::vector<char*>& outputs, const ShmCall& call,
                  Steady::time_point deadline) {
-    const char* const data = Data(input);
-    ForChunks(call.bytes, ShmSegment::kSlotBytes, [&](int64_t offset, int64_t bytes) {
-      segment_->Begin(call);
-      std::memcpy(segment_->slot(), data + offset, bytes);
-      MeetAndCompare(call, deadline);
-      for (int r = 0; r < size_; ++r) {
-        // The input may lie inside the output.
-        if (outputs[r] + offset != data + offset) {
-          std::memcpy(outputs[r] + offset, segment_->slot(r), bytes);
-        }
-      }
-    });
+    char* const data = Data(input);
+    // The input may lie inside the output.
+    const auto copy = [&](int r, int64_t offset, const char* from, int64_t bytes) {
+      if (outputs[r] != data) std::memcpy(outputs[r] + offset, from, bytes);
+    };
+    Exchange(
+        call, data, call.bytes, ShmSegment::kSlotBytes, deadline,
+        [&](const std::vector<char*>& places) {
+          for (int r = 0; r < size_; ++r) copy(r, 0, places[r], call.bytes);
+        },
+        [&](int64_t offset, int64_t bytes) { std::memcpy(segment_->slot(), data + offset, bytes); },
+        [&](int64_t offset, int64_t bytes) {
+          for (int r = 0; r < size_; ++r) copy(r, offset, segment_->slot(r), bytes);
+        });
   }
 
   void ReduceScatter(const at::Tensor& input, const at::Tensor& output, ShmReduceOp op,
@@ -449,25 +531,32 @@ class ShmBackend : public c10d::Backend {
     const auto width = static_cast<int64_t>(input.element_size());
     // A slot holds a piece for every rank.
     const int64_t piece = ShmSegment::kSlotBytes / size_ / 64 * 64;
-    const char* const in = Data(input);
+    char* const in = Data(input);
     char* const out = Data(output);
     std::vector<const void*> sources(size_);
-    ForChunks(call.bytes, piece, [&](int64_t offset, int64_t bytes) {
-      segment_->Begin(call);
-      for (int r = 0; r < size_; ++r) {
-        if (r == rank_) continue;
-        std::memcpy(segment_->slot() + r * piece, in + r * call.bytes + offset, bytes);
-      }
-      MeetAndCompare(call, deadline);
-      for (int r = 0; r < size_; ++r) {
-        sources[r] =
-            r == rank_ ? in + rank_ * call.bytes + offset : segment_->slot(r) + rank_ * piece;
-      }
-      ReduceArrays(input.scalar_type(), op, sources, out + offset, bytes / width);
-    });
+    Exchange(
+        call, in, call.bytes * size_, piece, deadline,
+        [&](const std::vector<char*>& places) {
+          for (int r = 0; r < size_; ++r) sources[r] = places[r] + rank_ * call.bytes;
+          ReduceArrays(input.scalar_type(), op, sources, {out}, call.bytes / width);
+        },
+        [&](int64_t offset, int64_t bytes) {
+          for (int r = 0; r < size_; ++r) {
+            if (r == rank_) continue;
+            std::memcpy(segment_->slot() + r * piece, in + r * call.bytes + offset, bytes);
+          }
+        },
+        [&](int64_t offset, int64_t bytes) {
+          for (int r = 0; r < size_; ++r) {
+            sources[r] =
+                r == rank_ ? in + rank_ * call.bytes + offset : segment_->slot(r) + rank_ * piece;
+          }
+          ReduceArrays(input.scalar_type(), op, sources, {out + offset}, bytes / width);
+        });
   }
 
   const c10::intrusive_ptr<c10d::Backend> fallback_;
+  const std::shared_ptr<ShmPool> pool_;  // may be null
   const std::unique_ptr<ShmSegment> segment_;
   std::chrono::milliseconds timeout_;
 
@@ -487,11 +576,13 @@ bool AddShmBackend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    std::string* why) {
   auto prefixed =
       c10::make_intrusive<c10d::PrefixStore>("muster/shm/" + group->getGroupName(), store);
+  std::string no_pool;  // then data are copied
+  std::shared_ptr<ShmPool> pool = ShmPool::Create(&no_pool);
   std::unique_ptr<ShmSegment> segment =
-      ShmSegment::Open(prefixed, group->getRank(), group->getSize(), why);
+      ShmSegment::Open(prefixed, group->getRank(), group->getSize(), pool.get(), why);
   if (segment == nullptr) return false;
   auto backend = c10::make_intrusive<ShmBackend>(group->getBackend(c10::DeviceType::CPU),
-                                                 std::move(segment), timeout);
+                                                 std::move(pool), std::move(segment), timeout);
   group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM,
                     c10::static_intrusive_pointer_cast<c10d::Backend>(backend));
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);

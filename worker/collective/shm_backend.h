@@ -18,6 +18,9 @@ namespace muster {
 // Everything else (send and receive, gather, scatter, dtypes it does not know) is passed on to the
 // Gloo backend that is already there. c10d::Reducer works on it.
 //
+// Tensors that Backend::allocateTensor makes are in memory that the other ranks reach: collectives
+// work on them in place, where those of all ranks are such, instead of through copies.
+//
 // Reductions add in rank order: the same bits on every rank, for every split into buckets and in
 // every run; half and bfloat16 are summed in float. Operations run in order on a helper thread, so
 // that they overlap with the caller's work; small ones at once. If ranks call different operations,

@@ -97,6 +97,72 @@ TEST(ShmBackend, ReduceScatterAndAllGather_AlsoInPlace) {
   });
 }
 
+// A tensor in memory that the other ranks reach, with the values of `values`.
+at::Tensor InPool(Comm& comm, const at::Tensor& values) {
+  at::Tensor tensor = Backend(comm).allocateTensor(values.numel(), values.options());
+  return tensor.copy_(values);
+}
+
+TEST(ShmBackend, TensorsThatAllReach_SameBitsInPlaceAsByCopies_AlsoWhereSomeAreNot) {
+  constexpr int kRanks = 3;
+  constexpr int64_t kPart = 70'001;
+  std::vector<at::Tensor> inputs;
+  for (int r = 0; r < kRanks; ++r) inputs.push_back(at::rand({kRanks * kPart}).sub(0.5));
+  RunShmRanks(kRanks, [&](Comm& comm) {
+    ASSERT_TRUE(Backend(comm).supportsTensorAlloc(-1));
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
+      const at::Tensor values = inputs[comm.rank()].to(dtype);
+      std::vector<at::Tensor> plain = {values.clone()};
+      Backend(comm).allreduce(plain)->wait();
+      at::Tensor plain_part = at::zeros({kPart}, dtype);
+      Backend(comm)._reduce_scatter_base(plain_part, plain[0], {})->wait();
+      // Bit r: rank r's tensor is in its pool.
+      for (const int pools : {0b111, 0b101, 0b010}) {
+        const bool mine = (pools >> comm.rank() & 1) != 0;
+        const auto make = [&](const at::Tensor& of) {
+          return mine ? InPool(comm, of) : of.clone();
+        };
+        std::vector<at::Tensor> x = {make(values)};
+        Backend(comm).allreduce(x)->wait();
+        EXPECT_TRUE(at::equal(x[0], plain[0])) << dtype << " " << pools;
+        at::Tensor part = make(at::zeros({kPart}, dtype));
+        Backend(comm)._reduce_scatter_base(part, x[0], {})->wait();
+        EXPECT_TRUE(at::equal(part, plain_part));
+        EXPECT_TRUE(at::equal(x[0], plain[0])) << "an input is as before";
+        at::Tensor own = x[0].narrow(0, comm.rank() * kPart, kPart);
+        own.fill_(comm.rank());
+        Backend(comm)._allgather_base(x[0], own)->wait();
+        for (int r = 0; r < kRanks; ++r) {
+          EXPECT_TRUE(at::equal(x[0].narrow(0, r * kPart, kPart), at::full({kPart}, r, dtype)));
+        }
+        c10d::BroadcastOptions from;
+        from.rootRank = 2;
+        x[0].fill_(comm.rank());
+        Backend(comm).broadcast(x, from)->wait();
+        EXPECT_TRUE(at::equal(x[0], at::full({kRanks * kPart}, 2, dtype)));
+      }
+    }
+  });
+}
+
+TEST(ShmBackend, TensorsInPools_ComeAndGo_WhileOthersAreOnTheirWay) {
+  RunShmRanks(2, [](Comm& comm) {
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    std::vector<at::Tensor> results;
+    for (int i = 0; i < 50; ++i) {
+      std::vector<at::Tensor> x = {
+          InPool(comm, at::full({20'000 + i}, comm.rank() + i, at::kFloat))};
+      works.push_back(Backend(comm).allreduce(x));
+      // Every other one ends with its work.
+      if (i % 2 == 0) results.push_back(x[0]);
+    }
+    for (size_t i = 0; i < works.size(); ++i) works[i]->wait();
+    for (size_t i = 0; i < results.size(); ++i) {
+      EXPECT_TRUE(at::equal(results[i], at::full_like(results[i], 4.0 * i + 1)));
+    }
+  });
+}
+
 TEST(ShmBackend, RanksDisagree_AllThrow_GroupStaysUsable) {
   std::atomic<int> threw = 0;
   RunShmRanks(2, [&](Comm& comm) {

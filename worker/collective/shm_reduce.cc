@@ -28,12 +28,12 @@ inline A Combine(A a, A b) {
 }
 
 template <ShmReduceOp kOp, class T>
-void Reduce(const std::vector<const void*>& sources, void* out_bytes, int64_t count) {
+void Reduce(const std::vector<const void*>& sources, const std::vector<void*>& outs,
+            int64_t count) {
   // Narrow floats are added up in float; integers in their unsigned twin, where overflow is
   // defined.
   constexpr bool kNarrow = std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>;
   using A = std::conditional_t<kNarrow, float, T>;
-  T* out = static_cast<T*>(out_bytes);
   const auto ranks = static_cast<int64_t>(sources.size());
   A sum[kBlock];
   for (int64_t begin = 0; begin < count; begin += kBlock) {
@@ -47,35 +47,39 @@ void Reduce(const std::vector<const void*>& sources, void* out_bytes, int64_t co
     if constexpr (kOp == ShmReduceOp::kAverage) {
       for (int64_t i = 0; i < n; ++i) sum[i] = static_cast<A>(sum[i] / static_cast<A>(ranks));
     }
-    for (int64_t i = 0; i < n; ++i) out[begin + i] = static_cast<T>(sum[i]);
+    for (void* const out : outs) {
+      T* const to = static_cast<T*>(out) + begin;
+      for (int64_t i = 0; i < n; ++i) to[i] = static_cast<T>(sum[i]);
+    }
   }
 }
 
 template <class T>
-void ReduceAs(ShmReduceOp op, const std::vector<const void*>& sources, void* out, int64_t count) {
+void ReduceAs(ShmReduceOp op, const std::vector<const void*>& sources,
+              const std::vector<void*>& outs, int64_t count) {
   switch (op) {
     case ShmReduceOp::kSum:
-      return Reduce<ShmReduceOp::kSum, T>(sources, out, count);
+      return Reduce<ShmReduceOp::kSum, T>(sources, outs, count);
     case ShmReduceOp::kAverage:
-      return Reduce<ShmReduceOp::kAverage, T>(sources, out, count);
+      return Reduce<ShmReduceOp::kAverage, T>(sources, outs, count);
     case ShmReduceOp::kMax:
-      return Reduce<ShmReduceOp::kMax, T>(sources, out, count);
+      return Reduce<ShmReduceOp::kMax, T>(sources, outs, count);
     case ShmReduceOp::kMin:
-      return Reduce<ShmReduceOp::kMin, T>(sources, out, count);
+      return Reduce<ShmReduceOp::kMin, T>(sources, outs, count);
     case ShmReduceOp::kProduct:
-      return Reduce<ShmReduceOp::kProduct, T>(sources, out, count);
+      return Reduce<ShmReduceOp::kProduct, T>(sources, outs, count);
   }
 }
 
 // Wrap-around as for unsigned numbers, whose sums and products have the same bits; order needs the
 // sign.
 template <class T>
-void ReduceInteger(ShmReduceOp op, const std::vector<const void*>& sources, void* out,
-                   int64_t count) {
+void ReduceInteger(ShmReduceOp op, const std::vector<const void*>& sources,
+                   const std::vector<void*>& outs, int64_t count) {
   if (op == ShmReduceOp::kSum || op == ShmReduceOp::kProduct) {
-    ReduceAs<std::make_unsigned_t<T>>(op, sources, out, count);
+    ReduceAs<std::make_unsigned_t<T>>(op, sources, outs, count);
   } else {
-    ReduceAs<T>(op, sources, out, count);
+    ReduceAs<T>(op, sources, outs, count);
   }
 }
 
@@ -101,32 +105,32 @@ bool CanReduce(c10::ScalarType dtype, ShmReduceOp op) {
 }
 
 void ReduceArrays(c10::ScalarType dtype, ShmReduceOp op, const std::vector<const void*>& sources,
-                  void* out, int64_t count) {
+                  const std::vector<void*>& outs, int64_t count) {
   switch (dtype) {
     case c10::ScalarType::Float:
-      return ReduceAs<float>(op, sources, out, count);
+      return ReduceAs<float>(op, sources, outs, count);
     case c10::ScalarType::Double:
-      return ReduceAs<double>(op, sources, out, count);
+      return ReduceAs<double>(op, sources, outs, count);
     case c10::ScalarType::Half:
-      return ReduceAs<c10::Half>(op, sources, out, count);
+      return ReduceAs<c10::Half>(op, sources, outs, count);
     case c10::ScalarType::BFloat16:
-      return ReduceAs<c10::BFloat16>(op, sources, out, count);
+      return ReduceAs<c10::BFloat16>(op, sources, outs, count);
     case c10::ScalarType::Byte:
-      return ReduceInteger<uint8_t>(op, sources, out, count);
+      return ReduceInteger<uint8_t>(op, sources, outs, count);
     case c10::ScalarType::Char:
-      return ReduceInteger<int8_t>(op, sources, out, count);
+      return ReduceInteger<int8_t>(op, sources, outs, count);
     case c10::ScalarType::Short:
-      return ReduceInteger<int16_t>(op, sources, out, count);
+      return ReduceInteger<int16_t>(op, sources, outs, count);
     case c10::ScalarType::Int:
-      return ReduceInteger<int32_t>(op, sources, out, count);
+      return ReduceInteger<int32_t>(op, sources, outs, count);
     case c10::ScalarType::Long:
-      return ReduceInteger<int64_t>(op, sources, out, count);
+      return ReduceInteger<int64_t>(op, sources, outs, count);
     case c10::ScalarType::Bool:
       // Truths are 0 or 1: any is their largest, all their smallest.
       return ReduceAs<uint8_t>(op == ShmReduceOp::kSum       ? ShmReduceOp::kMax
                                : op == ShmReduceOp::kProduct ? ShmReduceOp::kMin
                                                              : op,
-                               sources, out, count);
+                               sources, outs, count);
     default:
       TORCH_CHECK(false, "no reduction of ", c10::toString(dtype));
   }

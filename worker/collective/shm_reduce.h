@@ -14,12 +14,12 @@ enum class ShmReduceOp : uint8_t { kSum, kAverage, kMax, kMin, kProduct };
 // average of the last two.
 bool CanReduce(c10::ScalarType dtype, ShmReduceOp op);
 
-// out[i] = sources[0][i] op sources[1][i] op ..., from left to right, so equal inputs give equal
-// bits. half and bfloat16 are added up in float and rounded once. A NaN stays one in max and min;
-// sums of bool are "any". `out` may be one of the sources. `count` elements of `dtype`; at least
-// one source.
+// outs[k][i] = sources[0][i] op sources[1][i] op ..., from left to right, so equal inputs give
+// equal bits. half and bfloat16 are added up in float and rounded once. A NaN stays one in max and
+// min; sums of bool are "any". Each of `outs` may be one of the sources. `count` elements of
+// `dtype`; at least one source.
 void ReduceArrays(c10::ScalarType dtype, ShmReduceOp op, const std::vector<const void*>& sources,
-                  void* out, int64_t count);
+                  const std::vector<void*>& outs, int64_t count);
 
 }  // namespace muster
 

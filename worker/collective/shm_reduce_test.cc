@@ -19,7 +19,7 @@ at::Tensor Reduced(ShmReduceOp op, const std::vector<at::Tensor>& inputs) {
   std::vector<const void*> sources;
   for (const at::Tensor& input : inputs) sources.push_back(input.const_data_ptr());
   at::Tensor out = at::zeros(inputs[0].sizes(), inputs[0].options());
-  ReduceArrays(inputs[0].scalar_type(), op, sources, out.data_ptr(), out.numel());
+  ReduceArrays(inputs[0].scalar_type(), op, sources, {out.data_ptr()}, out.numel());
   return out;
 }
 

@@ -64,7 +64,10 @@ struct alignas(64) ShmSegment::Cell {
   std::atomic<uint32_t> waiters;  // asleep on `phase`
   std::atomic<uint32_t> left;
   int32_t pid;
+  int32_t pool_fd;  // in that process; -1: it has no pool
+  uint64_t pool_nonce;
   ShmCall calls[kBuffers];
+  ShmPlace places[kBuffers];
 };
 
 ShmSegment::Cell& ShmSegment::cell(int r) const {
@@ -80,7 +83,7 @@ bool ShmSegment::Map(int fd, size_t bytes) {
 }
 
 std::unique_ptr<ShmSegment> ShmSegment::Open(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                             int size, std::string* why) {
+                                             int size, const ShmPool* pool, std::string* why) {
   static_assert(std::atomic<uint32_t>::is_always_lock_free);
   std::unique_ptr<ShmSegment> segment(new ShmSegment(rank, size));
   segment->data_offset_ =
@@ -132,7 +135,12 @@ std::unique_ptr<ShmSegment> ShmSegment::Open(const c10::intrusive_ptr<c10d::Stor
       }
     }
   }
-  if (problem.empty()) segment->cell(rank).pid = getpid();
+  if (problem.empty()) {
+    Cell& mine = segment->cell(rank);
+    mine.pid = getpid();
+    mine.pool_fd = pool != nullptr ? pool->fd() : -1;
+    mine.pool_nonce = pool != nullptr ? pool->nonce() : 0;
+  }
   store->set(c10::str("shm/state/", rank), problem.empty() ? "ok" : problem);
   for (int r = 0; r < size; ++r) {
     const std::string state = store->get_to_str(c10::str("shm/state/", r));
@@ -149,9 +157,27 @@ std::unique_ptr<ShmSegment> ShmSegment::Open(const c10::intrusive_ptr<c10d::Stor
     segment->pidfds_.push_back(pid == getpid() ? -1
                                                : static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
   }
+  segment->OpenPools();
   // Spinning only pays if the others run at the same time.
   segment->spins_ = std::thread::hardware_concurrency() >= static_cast<unsigned>(size) ? 1000 : 20;
   return segment;
+}
+
+void ShmSegment::OpenPools() {
+  reaches_pools_ = true;
+  for (int r = 0; r < size_; ++r) {
+    const Cell& other = cell(r);
+    peers_.push_back(nullptr);
+    if (r == rank_) {
+      reaches_pools_ &= other.pool_fd >= 0;
+      continue;
+    }
+    if (other.pool_fd >= 0) {
+      const std::string path = c10::str("/proc/", other.pid, "/fd/", other.pool_fd);
+      peers_[r] = ShmPeerPool::Open(open(path.c_str(), O_RDWR | O_CLOEXEC), other.pool_nonce);
+    }
+    reaches_pools_ &= peers_[r] != nullptr;
+  }
 }
 
 ShmSegment::~ShmSegment() {
@@ -170,10 +196,20 @@ char* ShmSegment::slot(int r) {
 }
 char* ShmSegment::result() { return slot(size_); }
 const ShmCall& ShmSegment::call(int r) const { return cell(r).calls[step_ % kBuffers]; }
+const ShmPlace& ShmSegment::place(int r) const { return cell(r).places[step_ % kBuffers]; }
 
-void ShmSegment::Begin(const ShmCall& call) {
+char* ShmSegment::At(int r) {
+  try {
+    return peers_[r]->At(place(r));
+  } catch (const c10::Error& e) {
+    Fail(c10::str("rank ", rank_, ", data of rank ", r, ": ", e.what_without_backtrace()));
+  }
+}
+
+void ShmSegment::Begin(const ShmCall& call, const ShmPlace& place) {
   ++step_;
   cell(rank_).calls[step_ % kBuffers] = call;
+  cell(rank_).places[step_ % kBuffers] = place;
 }
 
 void ShmSegment::Meet(std::chrono::steady_clock::time_point deadline, const std::string& what) {

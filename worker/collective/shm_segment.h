@@ -10,6 +10,7 @@
 
 #include "c10/util/intrusive_ptr.h"
 #include "torch/csrc/distributed/c10d/Store.hpp"
+#include "worker/collective/shm_pool.h"
 
 namespace muster {
 
@@ -40,6 +41,8 @@ struct ShmCall {
 // shortly, then sleeps on a futex. A pidfd reveals a rank that died, a flag one that left. A rank
 // that waits for it throws c10::DistBackendError and marks the segment broken, so that all ranks
 // leave. One thread per rank at a time.
+//
+// Data that lie in the ranks' pools need no slots: each rank says in its call where they are.
 class ShmSegment {
  public:
   static constexpr int64_t kSlotBytes = 512 << 10;
@@ -47,14 +50,15 @@ class ShmSegment {
 
   // Collective over `store`. Null, on every rank alike and with the reason in `*why`, if the ranks
   // cannot share memory: other hosts, other pid namespaces, no permission. Throws like the store.
+  // `pool`: this rank's; null: it has none.
   static std::unique_ptr<ShmSegment> Open(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                          int size, std::string* why);
+                                          int size, const ShmPool* pool, std::string* why);
   ~ShmSegment();
   ShmSegment(const ShmSegment&) = delete;
   ShmSegment& operator=(const ShmSegment&) = delete;
 
-  // Begins a step: publishes this rank's call and returns where it may write.
-  void Begin(const ShmCall& call);
+  // Begins a step: publishes this rank's call and, if they are in its pool, where its data lie.
+  void Begin(const ShmCall& call, const ShmPlace& place = {});
   // This rank's slot and rank r's, of the current step; kSlotBytes each.
   char* slot() { return slot(rank_); }
   char* slot(int r);
@@ -64,6 +68,12 @@ class ShmSegment {
   void Meet(std::chrono::steady_clock::time_point deadline, const std::string& what);
   // Call of rank r in the current step, after the first Meet.
   const ShmCall& call(int r) const;
+  // After the first Meet: where rank r's data lie, if they are in its pool, and their address here
+  // (of another rank). Throws and breaks the segment if they cannot be mapped.
+  const ShmPlace& place(int r) const;
+  char* At(int r);
+  // Whether this rank can reach the pools of all others.
+  bool reaches_pools() const { return reaches_pools_; }
 
   // Makes all current and future waits fail with an error.
   void Break(const std::string& why);
@@ -76,6 +86,7 @@ class ShmSegment {
   ShmSegment(int rank, int size) : rank_(rank), size_(size) {}
 
   bool Map(int fd, size_t bytes);
+  void OpenPools();
   Cell& cell(int r) const;
   void WaitFor(int peer, uint32_t phase, std::chrono::steady_clock::time_point deadline,
                const std::string& what);
@@ -87,6 +98,8 @@ class ShmSegment {
   size_t bytes_ = 0;
   size_t data_offset_ = 0;
   std::vector<int> pidfds_;  // of the others; -1 where there is none
+  std::vector<std::unique_ptr<ShmPeerPool>> peers_;
+  bool reaches_pools_ = false;
   uint64_t step_ = 0;
   uint32_t phase_ = 0;
   int spins_ = 0;

@@ -72,6 +72,23 @@ class Reducer : public c10d::Reducer {
                     c10::toString(tensor.scalar_type()));
   }
 
+  // Moves the buckets to memory in which `group` exchanges them without copies, if it has such:
+  // what the constructor does for NCCL under DDP_DISABLE_COMM_MEM=0, which is a variable of the
+  // process. The buckets are new: nothing has been written to them but gradients that are views of
+  // them.
+  void ShareBuckets(c10d::ProcessGroup& group) {
+    for (Bucket& bucket : buckets_) {
+      if (bucket.expect_sparse_gradient || !bucket.gradients.is_cpu()) continue;
+      c10d::Backend& backend = *group.getBackend(c10::DeviceType::CPU);
+      if (!backend.supportsTensorAlloc(bucket.gradients.device().index())) return;
+      bucket.gradients =
+          backend.allocateTensor(bucket.gradients.numel(), bucket.gradients.options());
+      bucket.bucket_views_in.clear();
+      bucket.bucket_views_out.clear();
+      initialize_bucket_views(bucket);
+    }
+  }
+
   // Waits for the buckets in the order in which finalize_backward() does, with the one that is
   // being waited for on `board`. A failed bucket stays there: finalize_backward() throws its error.
   void AwaitBuckets(ProgressBoard& board) const {
@@ -341,6 +358,7 @@ class DataParallel::Impl {
                                          options_.gradient_as_bucket_view, std::move(names),
                                          first_cap, /*skip_all_reduce_unused_params=*/false,
                                          /*use_python_reducer=*/false, std::vector<int64_t>{});
+    reducer_->ShareBuckets(*group_);
     logger_ = std::make_shared<c10d::Logger>(reducer_);
     reducer_->set_logger(logger_);
     if (options_.static_graph) reducer_->set_static_graph();
@@ -361,7 +379,9 @@ class DataParallel::Impl {
       rebuild.emplace(*board_, "Broadcast", static_cast<int64_t>(trained_.size()),
                       "bucket indices");
     }
-    Guarded([&] { reducer_->rebuild_buckets(); });
+    Guarded([&] {
+      if (reducer_->rebuild_buckets()) reducer_->ShareBuckets(*group_);
+    });
   }
 
   // Notices parameters that were frozen, unfrozen, converted or moved since the last forward pass.

@@ -1,9 +1,12 @@
 #include "worker/parallel/ddp.h"
 
 #include <chrono>
+#include <cstdint>
+#include <fstream>
 #include <latch>
 #include <memory>
 #include <mutex>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 
@@ -131,6 +134,69 @@ TEST(DataParallel, AllModes_EqualOneProcess) {
     EXPECT_LT(Distance(ranks[0], expected), 2e-6)
         << "bucket_cap_mb " << mode.bucket_cap_mb << " unused " << mode.find_unused_parameters
         << " static " << mode.static_graph << " view " << mode.gradient_as_bucket_view;
+  }
+}
+
+// What this process has mapped at `address`, as /proc names it.
+std::string MappedAt(const void* address) {
+  std::ifstream maps("/proc/self/maps");
+  std::string line;
+  while (std::getline(maps, line)) {
+    uintptr_t begin = 0, end = 0;
+    char dash = 0;
+    std::istringstream fields(line);
+    fields >> std::hex >> begin >> dash >> end;
+    const auto value = reinterpret_cast<uintptr_t>(address);
+    if (value >= begin && value < end) return line;
+  }
+  return "";
+}
+
+TEST(DataParallel, RanksOfOneHost_ExchangeBucketsInPlace_AndTrainTheSame) {
+  constexpr int kWide = 120;  // a bucket is larger than what is rather copied
+  const auto loss = [](const std::vector<at::Tensor>& w, int step, int rank) {
+    const at::Tensor x = Randn({5, kWide}, 100 + step * 10 + rank);
+    return at::linear(at::tanh(at::linear(x, w[0])), w[1]).square().mean();
+  };
+  const auto make = [] {
+    std::vector<at::Tensor> w = {Randn({kWide, kWide}, 1).div_(10),
+                                 Randn({kWide, kWide}, 2).div_(10)};
+    for (at::Tensor& each : w) each.requires_grad_(true);
+    return w;
+  };
+  std::vector<at::Tensor> expected = make();
+  {
+    FusedSGD sgd(expected, {.lr = 0.5, .momentum = 0.9});
+    for (int step = 0; step < kSteps; ++step) {
+      for (int rank = 0; rank < kRanks; ++rank) loss(expected, step, rank).div(kRanks).backward();
+      sgd.Step();
+      sgd.ZeroGrad();
+    }
+  }
+  for (const DataParallelOptions& mode :
+       {DataParallelOptions{}, DataParallelOptions{.gradient_as_bucket_view = true},
+        DataParallelOptions{.bucket_cap_mb = 0.03, .gradient_as_bucket_view = true},
+        DataParallelOptions{.find_unused_parameters = true, .gradient_as_bucket_view = true},
+        DataParallelOptions{.static_graph = true},
+        DataParallelOptions{.comm_hook = CommHook::kBf16}}) {
+    std::vector<std::vector<at::Tensor>> ranks(kRanks);
+    RunShmRanks(kRanks, [&](Comm& comm) {
+      std::vector<at::Tensor> w = make();
+      DataParallel ddp(comm, w, {"a", "b"}, {}, mode);
+      FusedSGD sgd(w, {.lr = 0.5, .momentum = 0.9});
+      for (int step = 0; step < kSteps; ++step) {
+        ddp.BeforeForward(true);
+        ddp.AfterForward(loss(w, step, comm.rank())).backward();
+        if (mode.gradient_as_bucket_view && step > 0) {
+          EXPECT_THAT(MappedAt(w[0].grad().const_data_ptr()), HasSubstr("muster-pool"));
+        }
+        sgd.Step();
+        sgd.ZeroGrad(step % 2 == 0 ? GradZeroing::kInPlace : GradZeroing::kSetToNone);
+      }
+      ranks[comm.rank()] = w;
+    });
+    ExpectEqualRanks(ranks);
+    EXPECT_LT(Distance(ranks[0], expected), mode.comm_hook == CommHook::kBf16 ? 1e-3 : 2e-6);
   }
 }
 
