@@ -403,8 +403,8 @@ class ShmBackend : public c10d::Backend {
   }
 
   // Where `bytes` from `data` are for all ranks, if that is worth asking.
-  ShmPlace PlaceOf(const char* data, int64_t bytes) const {
-    if (bytes <= kAddAllBytes || !segment_->reaches_pools()) return {};
+  ShmPlace PlaceOf(const char* data, int64_t bytes) {
+    if (bytes <= kAddAllBytes || !segment_->all_reach_pools()) return {};
     return pool_->Find(data, static_cast<uint64_t>(bytes));
   }
 

@@ -1,6 +1,7 @@
 #include "worker/collective/shm_pool.h"
 
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -86,6 +87,21 @@ TEST(ShmPool, Tensor_KeepsItsPool) {
   }
   tensor.fill_(2);
   EXPECT_TRUE(at::equal(tensor, at::full({100}, 2, at::kDouble)));
+}
+
+TEST(ShmPool, PoolThatMayNotGrow_SaysSoAndKeepsWhatItHas) {
+  const auto pool = NewPool();
+  at::Tensor first = pool->Allocate(1000, at::kFloat);
+  first.fill_(1);
+  rlimit before = {};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  rlimit small = before;
+  small.rlim_cur = 1 << 20;
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  EXPECT_FALSE(pool->Allocate(1 << 20, at::kFloat).defined());
+  EXPECT_TRUE(pool->Allocate(1 << 10, at::kFloat).defined());
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_TRUE(at::equal(first, at::full({1000}, 1.0F)));
 }
 
 TEST(ShmPool, OtherFile_IsNotTakenForAPool) {

@@ -66,6 +66,7 @@ struct alignas(64) ShmSegment::Cell {
   int32_t pid;
   int32_t pool_fd;  // in that process; -1: it has no pool
   uint64_t pool_nonce;
+  std::atomic<uint32_t> reaches_pools;
   ShmCall calls[kBuffers];
   ShmPlace places[kBuffers];
 };
@@ -178,6 +179,15 @@ void ShmSegment::OpenPools() {
     }
     reaches_pools_ &= peers_[r] != nullptr;
   }
+  cell(rank_).reaches_pools.store(reaches_pools_ ? 1 : 0);
+}
+
+bool ShmSegment::all_reach_pools() {
+  for (int r = 0; r < size_ && !all_reach_pools_; ++r) {
+    if (cell(r).reaches_pools.load() == 0) return false;
+  }
+  all_reach_pools_ = true;
+  return true;
 }
 
 ShmSegment::~ShmSegment() {

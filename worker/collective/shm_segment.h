@@ -72,8 +72,10 @@ class ShmSegment {
   // (of another rank). Throws and breaks the segment if they cannot be mapped.
   const ShmPlace& place(int r) const;
   char* At(int r);
-  // Whether this rank can reach the pools of all others.
+  // Whether this rank has a pool and reaches those of all others.
   bool reaches_pools() const { return reaches_pools_; }
+  // Whether all ranks do, as far as they have said so: once true, it stays true.
+  bool all_reach_pools();
 
   // Makes all current and future waits fail with an error.
   void Break(const std::string& why);
@@ -100,6 +102,7 @@ class ShmSegment {
   std::vector<int> pidfds_;  // of the others; -1 where there is none
   std::vector<std::unique_ptr<ShmPeerPool>> peers_;
   bool reaches_pools_ = false;
+  bool all_reach_pools_ = false;
   uint64_t step_ = 0;
   uint32_t phase_ = 0;
   int spins_ = 0;
