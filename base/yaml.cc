@@ -304,19 +304,19 @@ class Builder final : public YAML::EventHandler {
     }
     if (anchor != YAML::NullAnchor) anchors_[anchor] = value;
     if (frames_.empty()) {
-      document_.lines[""] = mark.line + 1;
+      SetPlace("", mark.line + 1);
       document_.value = std::move(value);
       return;
     }
     Frame& frame = frames_.back();
     if (frame.value.is_array()) {
-      document_.lines[NextPointer()] = mark.line + 1;
+      SetPlace(NextPointer(), mark.line + 1);
       frame.value.push_back(std::move(value));
       return;
     }
     frame.has_key = false;
     if (!frame.is_merge) {
-      document_.lines[NextPointer()] = frame.key_mark.line + 1;
+      SetPlace(NextPointer(), frame.key_mark.line + 1);
       frame.value[frame.key] = std::move(value);
       return;
     }
@@ -325,6 +325,11 @@ class Builder final : public YAML::EventHandler {
       if (!part.is_object()) Refuse(mark, "only maps can be merged with \"<<\"");
       frame.merges.push_back(std::move(part));
     }
+  }
+
+  void SetPlace(const std::string& pointer, int line) {
+    document_.lines[pointer] = line;
+    document_.order[pointer] = static_cast<int>(document_.order.size());
   }
 
   const absl::string_view source_;

@@ -23,6 +23,8 @@ struct YamlDocument {
   // The position of each value: JSON pointer ("/fsdp_config/min_num_params") to line, from 1. For
   // error messages of code that checks the values.
   std::map<std::string, int> lines;
+  // The same pointers in the order of the text, from 0: `value` sorts the keys of a map.
+  std::map<std::string, int> order;
 };
 
 // Reads one YAML 1.1 document as JSON. Pure.

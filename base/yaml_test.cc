@@ -45,6 +45,16 @@ TEST(ParseYaml, Lines_AreToldByPointer) {
   EXPECT_EQ(document->lines.at("/b/e/1"), 6);
 }
 
+TEST(ParseYaml, Order_IsThatOfTheTextOnOneLineToo) {
+  const auto document = ParseYaml("b: {z: 1, a: {y: 2, x: 3}, m: 4}\na: 5\n", "f");
+  ASSERT_TRUE(document.ok());
+  const auto& order = document->order;
+  EXPECT_LT(order.at("/b"), order.at("/a"));
+  EXPECT_LT(order.at("/b/z"), order.at("/b/a"));
+  EXPECT_LT(order.at("/b/a"), order.at("/b/m"));
+  EXPECT_LT(order.at("/b/a/y"), order.at("/b/a/x"));
+}
+
 TEST(ParseYaml, KeyTwice_NamesLineAndKey) {
   EXPECT_THAT(Error("a: 1\nb: 2\na: 3\n"), HasSubstr("f.yaml:3:1: the key \"a\" occurs twice"));
 }

@@ -1,6 +1,9 @@
 #include "client/config/accelerate_launch.h"
 
 #include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <iterator>
 #include <optional>
 #include <set>
 #include <utility>
@@ -104,7 +107,7 @@ const std::vector<std::string>& DynamoBackends() {
 
 // A flag of `accelerate launch`.
 struct Flag {
-  enum class Type { kTrue, kInt, kFloat, kText, kBoolWord, kBoolWords };
+  enum class Type { kTrue, kInt, kFloat, kText, kBool, kBoolWord, kBoolWords };
   Type type = Type::kText;
   Json fallback = nullptr;
   std::vector<std::string> choices = {};
@@ -166,6 +169,13 @@ const std::map<std::string, Flag>& Flags() {
         {"megatron_lm_pp_degree", {T::kInt, 1}},
         {"megatron_lm_num_micro_batches", {T::kInt}},
         {"megatron_lm_gradient_clipping", {T::kFloat, 1.0}},
+        {"megatron_lm_decoder_last_pipeline_num_layers", {T::kInt}},
+        {"megatron_lm_recompute_num_layers", {T::kInt}},
+        {"megatron_lm_expert_model_parallel_size", {T::kInt}},
+        {"megatron_lm_expert_tensor_parallel_size", {T::kInt}},
+        {"megatron_lm_context_parallel_size", {T::kInt}},
+        {"megatron_lm_attention_dropout", {T::kFloat}},
+        {"megatron_lm_hidden_dropout", {T::kFloat}},
         {"fp8_backend", {T::kText, nullptr, {"ao", "te", "msamp"}}},
         {"fp8_margin", {T::kInt, 0}},
         {"fp8_interval", {T::kInt, 1}},
@@ -184,9 +194,9 @@ const std::map<std::string, Flag>& Flags() {
         {"parallelism_config_cp_comm_strategy", {T::kText, "allgather"}},
         {"parallelism_config_sp_size", {T::kInt, 1}},
         {"parallelism_config_sp_backend", {T::kText, "deepspeed", {"deepspeed"}}},
-        {"parallelism_config_sp_seq_length", {T::kInt}},
-        {"parallelism_config_sp_seq_length_is_variable", {T::kBoolWord, true}},
-        {"parallelism_config_sp_attn_implementation", {T::kText}},
+        {"parallelism_config_sp_seq_length", {T::kText}},
+        {"parallelism_config_sp_seq_length_is_variable", {T::kBool, true}},
+        {"parallelism_config_sp_attn_implementation", {T::kText, "sdpa"}},
     };
     Flag& backend = (*all)["dynamo_backend"];
     for (const std::string& name : DynamoBackends()) {
@@ -216,17 +226,10 @@ const std::map<std::string, Flag>& Flags() {
                              "megatron_lm_sequence_parallelism",
                              "megatron_lm_recompute_activations",
                              "megatron_lm_use_distributed_optimizer",
-                             "megatron_lm_decoder_last_pipeline_num_layers",
                              "megatron_lm_recompute_granularity",
                              "megatron_lm_recompute_method",
-                             "megatron_lm_recompute_num_layers",
                              "megatron_lm_attention_backend",
-                             "megatron_lm_expert_model_parallel_size",
-                             "megatron_lm_context_parallel_size",
-                             "megatron_lm_attention_dropout",
-                             "megatron_lm_hidden_dropout",
                              "megatron_lm_attention_softmax_in_fp32",
-                             "megatron_lm_expert_tensor_parallel_size",
                              "megatron_lm_calculate_per_token_loss",
                              "megatron_lm_use_rotary_position_embeddings",
                              "aws_access_key_id",
@@ -240,7 +243,7 @@ const std::map<std::string, Flag>& Flags() {
          {"megatron_lm_use_custom_fsdp", "megatron_lm_no_load_optim", "megatron_lm_no_save_optim",
           "megatron_lm_eod_mask_loss", "megatron_lm_overlap_cpu_optimizer_d2h_h2d",
           "megatron_lm_optimizer_cpu_offload", "megatron_lm_use_precision_aware_optimizer"}) {
-      (*all)[name] = Flag{T::kText, "False"};
+      (*all)[name] = Flag{T::kBool, false};
     }
     return all;
   }();
@@ -259,11 +262,26 @@ bool IsEngineFlag(absl::string_view name) {
   return name == "use_fsdp" || name == "use_deepspeed" || name == "gradient_clipping";
 }
 
+// As Python's repr() writes it: the shortest digits, with an exponent below 1e-4 and from 1e16.
+std::string PythonFloat(double value) {
+  if (std::isnan(value)) return "nan";
+  if (std::isinf(value)) return value > 0 ? "inf" : "-inf";
+  const double size = std::fabs(value);
+  const auto format = value == 0 || (size >= 1e-4 && size < 1e16) ? std::chars_format::fixed
+                                                                  : std::chars_format::scientific;
+  char buffer[64];
+  const auto end = std::to_chars(std::begin(buffer), std::end(buffer), value, format).ptr;
+  std::string text(buffer, end);
+  if (text.find_first_of(".e") == std::string::npos) text += ".0";
+  return text;
+}
+
 // As Python's str() writes it.
 std::string PythonText(const Json& value) {
   if (value.is_string()) return value.get<std::string>();
   if (value.is_null()) return "None";
   if (value.is_boolean()) return value.get<bool>() ? "True" : "False";
+  if (value.is_number_float()) return PythonFloat(value.get<double>());
   if (value.is_array()) {
     std::vector<std::string> parts;
     for (const Json& entry : value) {
@@ -358,20 +376,25 @@ class Planner {
     launch_.env[variable] = std::move(text);
   }
 
-  // The flag that a word means: the name, or the only one that begins with it.
-  absl::StatusOr<std::string> FlagOf(absl::string_view word) {
-    const std::string name = absl::StrReplaceAll(word, {{"-", "_"}});
+  // Names may have "-" for "_", but are not abbreviated.
+  static absl::StatusOr<std::string> FlagOf(absl::string_view word) {
+    std::string name = absl::StrReplaceAll(word, {{"-", "_"}});
     if (Flags().contains(name)) return name;
     std::vector<std::string> near, all;
     for (const auto& [flag, unused] : Flags()) {
       all.push_back(flag);
       if (absl::StartsWith(flag, name)) near.push_back(flag);
     }
-    if (near.size() == 1) return near[0];
     return absl::InvalidArgumentError(
         absl::StrCat("--", word, " is not a flag of accelerate launch",
                      near.empty() ? DidYouMean(name, all, "--")
                                   : absl::StrCat(": it may be --", absl::StrJoin(near, ", --"))));
+  }
+
+  // A negative number is a value.
+  static bool LooksLikeAFlag(absl::string_view word) {
+    double number = 0;
+    return word.size() > 1 && word[0] == '-' && !absl::SimpleAtod(word, &number);
   }
 
   absl::Status ReadFlags(const std::vector<std::string>& args) {
@@ -399,7 +422,7 @@ class Planner {
         values_[name] = true;
       } else {
         if (!text.has_value()) {
-          if (i + 1 == args.size() || absl::StartsWith(args[i + 1], "--")) {
+          if (i + 1 == args.size() || LooksLikeAFlag(args[i + 1])) {
             return absl::InvalidArgumentError(absl::StrCat("--", name, " expects a value"));
           }
           text = args[++i];
@@ -432,9 +455,11 @@ class Planner {
         if (!absl::SimpleAtod(text, &value)) return bad("a number");
         return Json(value);
       }
+      case Flag::Type::kBool:
       case Flag::Type::kBoolWord: {
         const std::optional<bool> value = ParseBoolWord(text);
         if (!value.has_value()) return bad("true or false");
+        if (flag.type == Flag::Type::kBool) return Json(*value);
         return Json(*value ? 1 : 0);  // as the release writes it
       }
       case Flag::Type::kBoolWords: {
@@ -502,6 +527,11 @@ class Planner {
                  key != "mixed_precision" && key != "debug" && !typed_.contains(key)) {
         values_[key] = Json(value);
       }
+    }
+    // On one machine, by a flag, the file's place among several says nothing.
+    if (typed_.contains("num_machines") && Int("num_machines") == 1 &&
+        !typed_.contains("machine_rank")) {
+      values_["machine_rank"] = 0;
     }
     if (values_["gpu_ids"].is_null()) values_["gpu_ids"] = "all";
     if (!typed_.contains("debug")) values_["debug"] = file.value("debug", false);
@@ -686,11 +716,15 @@ class Planner {
     return absl::OkStatus();
   }
 
+  // 0: a free one.
+  std::string Port() {
+    if (values_["main_process_port"].is_null()) return kDefaultPort;
+    return Int("main_process_port") == 0 ? kAny : Text("main_process_port");
+  }
+
   absl::Status Agent() {
     const int machines = Int("num_machines");
-    const std::string port = values_["main_process_port"].is_null() ? kDefaultPort
-                             : Int("main_process_port") == 0        ? kAny
-                                                                    : Text("main_process_port");
+    const std::string port = Port();
     auto& agent = launch_.agent;
     agent["nproc_per_node"] = absl::StrCat(Int("num_processes") / machines);
     if (machines > 1) {
@@ -766,7 +800,8 @@ class Planner {
     Export("ACCELERATE_USE_MEGATRON_LM", "true");
     constexpr absl::string_view kPrefix = "megatron_lm_";
     for (const auto& [name, value] : values_) {
-      if (!absl::StartsWith(name, kPrefix) || value.is_null()) continue;
+      // A section may have other keys, which the release does not hand on.
+      if (!absl::StartsWith(name, kPrefix) || !Flags().contains(name) || value.is_null()) continue;
       Export(absl::AsciiStrToUpper(name), PythonText(value));
     }
   }
@@ -857,8 +892,7 @@ class Planner {
       add({"--num_gpus", absl::StrCat(Int("num_processes") / Int("num_machines"))});
     }
     if (!values_["main_process_ip"].is_null()) add({"--master_addr", Text("main_process_ip")});
-    add({"--master_port",
-         values_["main_process_port"].is_null() ? kDefaultPort : Text("main_process_port")});
+    add({"--master_port", Port()});
     if (IsTrue(values_["module"])) add({"--module"});
     if (IsTrue(values_["no_python"])) add({"--no_python"});
     add({"<script>"});
@@ -874,19 +908,19 @@ class Planner {
   AccelerateLaunch launch_;
 };
 
-// The document with the order of the file, which `lines` has.
+// The document with the order of the file.
 OrderedJson InOrder(const Json& value, const std::string& pointer,
-                    const std::map<std::string, int>& lines) {
+                    const std::map<std::string, int>& order) {
   if (!value.is_object()) return OrderedJson(value);
   std::vector<std::pair<int, std::string>> keys;
   for (const auto& [key, entry] : value.items()) {
-    const auto line = lines.find(absl::StrCat(pointer, "/", key));
-    keys.push_back({line == lines.end() ? 0 : line->second, key});
+    const auto at = order.find(absl::StrCat(pointer, "/", key));
+    keys.push_back({at == order.end() ? 0 : at->second, key});
   }
   std::sort(keys.begin(), keys.end());
   OrderedJson ordered = OrderedJson::object();
-  for (const auto& [line, key] : keys) {
-    ordered[key] = InOrder(value[key], absl::StrCat(pointer, "/", key), lines);
+  for (const auto& [at, key] : keys) {
+    ordered[key] = InOrder(value[key], absl::StrCat(pointer, "/", key), order);
   }
   return ordered;
 }
@@ -902,6 +936,10 @@ absl::Status CheckKey(const AccelerateConfig& config, const std::string& key, Ke
   if (value->is_null()) return absl::OkStatus();
   switch (type) {
     case KeyType::kInt:
+      if (value->is_string()) {  // "2", in quotes
+        int64_t number = 0;
+        if (absl::SimpleAtoi(value->get<std::string>(), &number)) *value = number;
+      }
       if (!value->is_number_integer()) return WrongType(config, key, *value, "a whole number");
       break;
     case KeyType::kBool:
@@ -1010,7 +1048,7 @@ absl::StatusOr<AccelerateConfig> CheckConfig(OrderedJson file, absl::string_view
 
 absl::StatusOr<AccelerateConfig> ReadAccelerateConfig(const YamlDocument& document,
                                                       absl::string_view source) {
-  return CheckConfig(InOrder(document.value, "", document.lines), source);
+  return CheckConfig(InOrder(document.value, "", document.order), source);
 }
 
 absl::StatusOr<AccelerateConfig> ParseAccelerateConfig(absl::string_view text,

@@ -81,7 +81,9 @@ TEST(AccelerateLaunch, D31_VariableSequenceLengthFalse_IsFalse) {
                               "--num_processes", "2", "--parallelism_config_sp_size", "2",
                               "--parallelism_config_sp_seq_length_is_variable", "False"});
   ASSERT_TRUE(plan.ok()) << plan.status();
-  EXPECT_EQ(plan->env.at("PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE"), "0");
+  // The peer's processes compare the variable with "true", in any case.
+  EXPECT_EQ(plan->env.at("PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE"), "False");
+  EXPECT_EQ(plan->env.at("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"), "sdpa");
 }
 
 TEST(AccelerateLaunch, SectionKeysWithoutTheirPrefix_Count) {
@@ -92,6 +94,67 @@ TEST(AccelerateLaunch, SectionKeysWithoutTheirPrefix_Count) {
   EXPECT_EQ(plan->env.at("FSDP_VERSION"), "2");
   EXPECT_EQ(plan->env.at("FSDP_MIN_NUM_PARAMS"), "7");
   EXPECT_EQ(plan->env.at("ACCELERATE_DYNAMO_BACKEND"), "INDUCTOR");
+}
+
+TEST(AccelerateLaunch, SectionOnOneLine_KeepsTheOrderOfDeepspeedFields) {
+  const auto plan = Plan(
+      "distributed_type: DEEPSPEED\nnum_processes: 2\n"
+      "deepspeed_config: {zero_stage: 2, gradient_clipping: 1.0,\n  a: 1}\n");
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->env.at("ACCELERATE_CONFIG_DS_FIELDS"), "zero_stage,gradient_clipping,a");
+}
+
+TEST(AccelerateLaunch, MegatronFlags_AreWrittenAsTheirTypesAre) {
+  const auto plan = Plan(
+      "distributed_type: MEGATRON_LM\nnum_processes: 2\nmegatron_lm_config:\n"
+      "  megatron_lm_gradient_clipping: 1.0e+15\n  megatron_lm_other: 3\n",
+      {"--megatron_lm_attention_dropout", "1", "--megatron_lm_hidden_dropout=1e-5",
+       "--megatron_lm_recompute_num_layers=+2", "--megatron_lm_no_load_optim", "true",
+       "--megatron_lm_no_save_optim", "false"});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->env.at("MEGATRON_LM_ATTENTION_DROPOUT"), "1.0");
+  EXPECT_EQ(plan->env.at("MEGATRON_LM_HIDDEN_DROPOUT"), "1e-05");
+  EXPECT_EQ(plan->env.at("MEGATRON_LM_RECOMPUTE_NUM_LAYERS"), "2");
+  EXPECT_EQ(plan->env.at("MEGATRON_LM_NO_LOAD_OPTIM"), "True");
+  EXPECT_EQ(plan->env.at("MEGATRON_LM_NO_SAVE_OPTIM"), "False");
+  EXPECT_EQ(plan->env.at("MEGATRON_LM_GRADIENT_CLIPPING"), "1000000000000000.0");
+  EXPECT_THAT(plan->env, Not(Contains(Key("MEGATRON_LM_OTHER"))));
+}
+
+TEST(AccelerateLaunch, SequenceLength_MayBeAWord) {
+  const auto plan = Plan(
+      "", {"--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config", "--num_processes", "2",
+           "--parallelism_config_sp_size", "2", "--parallelism_config_sp_seq_length", "auto"});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->env.at("PARALLELISM_CONFIG_SP_SEQ_LENGTH"), "auto");
+}
+
+TEST(AccelerateLaunch, PortZeroForDeepspeedsRunner_IsAFreeOne) {
+  const auto plan = Plan(
+      "distributed_type: DEEPSPEED\nnum_processes: 4\nnum_machines: 2\nmain_process_ip: node\n"
+      "main_process_port: 0\ndeepspeed_config: {deepspeed_hostfile: hosts}\n");
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_THAT(plan->command, Contains("<any>"));
+}
+
+TEST(AccelerateLaunch, NumbersInQuotes_AreNumbers) {
+  const auto plan = Plan(
+      "distributed_type: MULTI_GPU\nnum_processes: '4'\nnum_machines: '2'\n"
+      "main_process_ip: node\nmain_process_port: '29511'\n");
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->agent.at("nproc_per_node"), "2");
+  EXPECT_EQ(plan->agent.at("rdzv_endpoint"), "node:29511");
+}
+
+TEST(AccelerateLaunch, OneMachineByAFlag_LeavesThePlaceAmongSeveralOut) {
+  const std::string file =
+      "distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 2\nmachine_rank: 1\n"
+      "main_process_ip: node\n";
+  const auto plan = Plan(file, {"--num_machines", "1"});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->machine_rank, 0);
+  EXPECT_THAT(Error(file, {"--num_machines=1", "--machine_rank=1"}),
+              HasSubstr("it must be from 0 to 0"));
 }
 
 TEST(AccelerateLaunch, Json_KeepsTheOrderOfDeepspeedFields) {
@@ -148,7 +211,9 @@ TEST(AccelerateLaunch, BadFlags_AreNamed) {
   EXPECT_THAT(Error("", {"--fp8_override_linear_precision", "true,false"}),
               HasSubstr("three times"));
   EXPECT_THAT(Error("", {"--use_parallelism_config"}), HasSubstr("--fsdp_version=2"));
-  EXPECT_EQ(Error("", {"--num_proc", "1"}), "no error") << "the only flag that begins so";
+  EXPECT_THAT(Error("", {"--num_proc", "1"}), HasSubstr("it may be --num_processes"));
+  EXPECT_THAT(Error("", {"--role", "-x"}), HasSubstr("--role expects a value"));
+  EXPECT_THAT(Error("", {"--machine_rank", "-1"}), HasSubstr("machine_rank: -1"));
 }
 
 }  // namespace

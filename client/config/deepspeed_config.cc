@@ -6,6 +6,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -170,7 +171,10 @@ absl::Status CheckSections(const Json& config) {
   for (const char* key : {kZero, "zero_optimization.offload_optimizer",
                           "zero_optimization.offload_param", "fp16", "bf16"}) {
     const Json* section = At(config, key);
-    if (section != nullptr && !section->is_object()) {
+    // DeepSpeed takes null for no offloading.
+    const bool absent =
+        section == nullptr || (section->is_null() && absl::StrContains(key, "offload"));
+    if (!absent && !section->is_object()) {
       return Wrong(absl::StrCat("the section ", key, " of a DeepSpeed config"), *section,
                    "an object");
     }
@@ -440,6 +444,10 @@ absl::StatusOr<std::optional<int64_t>> DeepSpeedConfig::MicroBatchSize(
   const int64_t ranks = context_.num_processes;
   for (const std::optional<int64_t>& size : objects.batch_sizes) {
     // As each loader is divided, whether or not its batch size counts.
+    if (!size && context_.split_batches) {
+      return absl::InvalidArgumentError(
+          "split_batches needs a batch_size, but a loader has None as batch size");
+    }
     if (size && context_.split_batches && ranks > 1 && *size % ranks != 0) {
       return absl::InvalidArgumentError(absl::StrCat(
           "split_batches: the batch size (", *size,

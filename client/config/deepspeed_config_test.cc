@@ -95,6 +95,35 @@ TEST(DeepSpeedConfig, BatchSizesThatContradict_AreRefusedInPrepare) {
   EXPECT_THAT(config->Prepare(objects).message(), HasSubstr("None as batch size"));
 }
 
+TEST(DeepSpeedConfig, NullForAnOffloadSection_IsNoOffloading) {
+  DeepSpeedObjects objects;
+  objects.model.emplace();
+  objects.optimizer = {false, 0.1, 0};
+  objects.batch_sizes = {4};
+  auto config = DeepSpeedConfig::Resolve(
+      {{"zero_optimization",
+        {{"stage", 3}, {"offload_optimizer", nullptr}, {"offload_param", nullptr}}}},
+      nullptr, {}, {});
+  ASSERT_TRUE(config.ok()) << config.status();
+  ASSERT_TRUE(config->Prepare(objects).ok());
+  EXPECT_FALSE(config->cpu_optimizer());
+  EXPECT_THAT(Error(DeepSpeedConfig::Resolve({{"zero_optimization", nullptr}}, nullptr, {}, {})),
+              HasSubstr("zero_optimization"));
+}
+
+TEST(DeepSpeedConfig, SplitBatchesOfALoaderWithoutABatchSize_AreRefused) {
+  DeepSpeedObjects objects;
+  objects.model.emplace();
+  objects.batch_sizes = {std::nullopt};
+  DeepSpeedContext context;
+  const Json config = {{"zero_optimization", {{"stage", 1}}},
+                       {"train_micro_batch_size_per_gpu", 2}};
+  EXPECT_TRUE(DeepSpeedConfig::Resolve(config, nullptr, {}, context)->Prepare(objects).ok());
+  context.split_batches = true;
+  EXPECT_THAT(DeepSpeedConfig::Resolve(config, nullptr, {}, context)->Prepare(objects).message(),
+              HasSubstr("batch_size"));
+}
+
 TEST(DeepSpeedBatch, NumbersThatDoNotFit_AreRefused) {
   for (const Json& config :
        {Json::object(), Json({{"train_batch_size", 0}}), Json({{"train_batch_size", 3}}),

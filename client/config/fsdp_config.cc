@@ -54,6 +54,17 @@ std::string Shown(const Json& value) {
   return text.substr(0, 200);
 }
 
+// "100_000_000", as Python writes it: an underscore between two digits.
+std::string WithoutUnderscores(absl::string_view text) {
+  std::string digits;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const bool between = text[i] == '_' && i > 0 && absl::ascii_isdigit(text[i - 1]) &&
+                         i + 1 < text.size() && absl::ascii_isdigit(text[i + 1]);
+    if (!between) digits += text[i];
+  }
+  return digits;
+}
+
 // Reads one plugin: for each setting the argument, else the variable, else the default.
 class Resolver {
  public:
@@ -135,7 +146,7 @@ class Resolver {
     int64_t number = 0;
     const bool is_variable = absl::StartsWith(given.source, "FSDP_");
     if (is_variable && given.value.is_string() &&
-        absl::SimpleAtoi(given.value.get<std::string>(), &number)) {
+        absl::SimpleAtoi(WithoutUnderscores(given.value.get<std::string>()), &number)) {
       return number;
     }
     return Wrong(given, absl::StrCat("`", what, "` must be an integer, not ", Shown(given.value)));
@@ -454,7 +465,10 @@ absl::StatusOr<FsdpSettings> ResolveFsdp(const Json& arguments,
 absl::Status SetStateDictType(absl::string_view type, FsdpSettings& settings) {
   const std::string name = absl::AsciiStrToUpper(type);
   const auto& names = StateDicts();
-  const auto at = std::find(names.begin(), names.end(), name);
+  auto at = std::find(names.begin(), names.end(), name);
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (name == absl::StrCat(i + 1)) at = names.begin() + static_cast<ptrdiff_t>(i);  // torch's
+  }
   if (at == names.end()) {
     return absl::InvalidArgumentError(
         absl::StrCat("state_dict_type: \"", name,

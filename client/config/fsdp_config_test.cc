@@ -95,6 +95,21 @@ TEST(SetStateDictType, OtherType_HasItsOwnConfiguration) {
   ASSERT_TRUE(SetStateDictType("LOCAL_STATE_DICT", settings).ok());
   EXPECT_FALSE(settings.state_dict_config);
   EXPECT_FALSE(SetStateDictType("STATE", settings).ok());
+  ASSERT_TRUE(SetStateDictType("3", settings).ok()) << "torch's number";
+  EXPECT_EQ(settings.state_dict, FsdpSettings::StateDict::kSharded);
+  EXPECT_FALSE(SetStateDictType("4", settings).ok());
+}
+
+TEST(ResolveFsdp, UnderscoresBetweenDigits_AreRead) {
+  const Variables sizes = {{"FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP"},
+                           {"FSDP_MIN_NUM_PARAMS", "100_000_000"}};
+  EXPECT_EQ(Resolved(nullptr, sizes).min_num_params, 100'000'000);
+  for (const char* wrong : {"1__0", "_1", "1_", "_"}) {
+    EXPECT_THAT(Error(nullptr, {{"FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP"},
+                                {"FSDP_MIN_NUM_PARAMS", wrong}}),
+                HasSubstr("must be an integer"))
+        << wrong;
+  }
 }
 
 // No value of any kind ends the process.
