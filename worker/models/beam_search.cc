@@ -15,7 +15,7 @@ int64_t Beams::num_candidates() const {
 }
 
 bool Beams::is_done() const {
-  return is_closed_ || length_ == options_.max_new_tokens ||
+  return is_closed_ || running_.empty() || length_ == options_.max_new_tokens ||
          (options_.early_stopping == EarlyStopping::kWhenFull && is_full());
 }
 

@@ -29,7 +29,7 @@ class Beams {
 
   // How many candidates Step() wants, the best first.
   int64_t num_candidates() const;
-  // At first one, of no tokens; then num_beams.
+  // At first one, of no tokens; then num_beams, or fewer where rules leave fewer candidates.
   const std::vector<Sequence>& running() const { return running_; }
   // Takes the best num_candidates() tokens after the running sequences, best first. Returns for
   // each sequence that runs on the one that it continues.

@@ -128,10 +128,23 @@ void CheckScores(const at::Tensor& best, int64_t step) {
               " are not numbers: its weights or its type are at fault");
 }
 
+// A token that a rule has removed is never the best of the rest.
+void ThrowNoTokenLeft(int64_t step, size_t row) {
+  TORCH_CHECK(false, "the rules leave no token for new token ", step, " of row ", row,
+              ": lower min_new_tokens, or raise no_repeat_ngram_size");
+}
+
 std::vector<int64_t> Choose(const GenerateOptions& options, const at::Tensor& scores, Draws* draws,
-                            int64_t step) {
+                            int64_t step, const std::vector<bool>& ended) {
   const auto [best, index] = scores.max(-1);
   CheckScores(best, step);
+  const at::Tensor on_cpu = best.cpu();
+  for (size_t row = 0; row < ended.size(); ++row) {
+    const float score = on_cpu.const_data_ptr<float>()[row];
+    if (!ended[row] && score == -std::numeric_limits<float>::infinity()) {
+      ThrowNoTokenLeft(step, row);
+    }
+  }
   if (!options.do_sample) return ToVector(index);
   const at::Tensor sums =
       at::softmax(ApplySamplingRules(options.rules, scores), -1, c10::kDouble).cumsum(-1);
@@ -170,7 +183,7 @@ Generated Walk(PromptReader& reader, const GenerateOptions& options, const Resol
   for (int64_t step = 0;; ++step) {
     if (options.output_logits) logits.push_back(scores);
     std::vector<int64_t> next =
-        Choose(options, ApplyRules(options.rules, scores, rows, step), &draws, step);
+        Choose(options, ApplyRules(options.rules, scores, rows, step), &draws, step, ended);
     for (size_t row = 0; row < num_rows; ++row) {
       if (ended[row]) {
         next[row] = resolved.padding;
@@ -191,7 +204,8 @@ Generated Walk(PromptReader& reader, const GenerateOptions& options, const Resol
   return out;
 }
 
-// The best tokens after each row's running sequences, best first. `scores` [B * beams, vocabulary].
+// The best tokens after each row's running sequences, best first, without those that a rule has
+// removed. `scores` [B * beams, vocabulary].
 std::vector<std::vector<Beams::Candidate>> BestCandidates(const std::vector<Beams>& searches,
                                                           const at::Tensor& scores,
                                                           int64_t num_beams) {
@@ -218,7 +232,8 @@ std::vector<std::vector<Beams::Candidate>> BestCandidates(const std::vector<Beam
       const Beams::Candidate candidate = {.beam = places[at] / vocabulary,
                                           .token = places[at] % vocabulary,
                                           .sum = values.const_data_ptr<float>()[at]};
-      if (candidate.beam < static_cast<int64_t>(searches[row].running().size())) {
+      if (candidate.beam < static_cast<int64_t>(searches[row].running().size()) &&
+          candidate.sum > -std::numeric_limits<double>::infinity()) {
         out[row].push_back(candidate);
       }
     }
@@ -268,6 +283,9 @@ Generated Search(PromptReader& reader, const GenerateOptions& options, const Res
     bool done = true;
     for (size_t row = 0; row < searches.size(); ++row) {
       std::vector<int64_t> from = searches[row].Step(candidates[row]);
+      if (searches[row].running().empty() && searches[row].finished().empty()) {
+        ThrowNoTokenLeft(step, row);
+      }
       done = done && searches[row].is_done();
       from.resize(options.num_beams, 0);
       for (int64_t beam = 0; beam < options.num_beams; ++beam) {

@@ -68,8 +68,12 @@ struct Generated {
 // model is in evaluation mode meanwhile and keeps no gradients. Blocks. Not thread-safe for one
 // model.
 //
+// A beam search whose rules leave fewer than num_return_sequences sequences gives empty ones, with
+// a score of minus infinity, for the rest.
+//
 // Throws c10::Error that names an option that has no meaning, a prompt that is empty, padded on the
-// right or too long for the model, and logits that are not numbers.
+// right or too long for the model, logits that are not numbers, and a row for which the rules leave
+// no token.
 Generated Generate(CausalLmImpl& model, const at::Tensor& input_ids,
                    const at::Tensor& attention_mask = {}, const GenerateOptions& options = {});
 

@@ -72,6 +72,45 @@ TEST(Generate, PaddedRow_SaysWhatItSaysAlone) {
   }
 }
 
+// Every token but one is an end token, and none of those may come yet.
+TEST(Generate, TokensThatRulesRemove_EndNoBeam) {
+  CausalLm model = Recorded("gpt2_shared");
+  std::vector<int64_t> ends;
+  for (int64_t token = 0; token < Common(model->config()).vocab_size; ++token) {
+    if (token != 7) ends.push_back(token);
+  }
+  const Generated got = Generate(*model, Ids({1, 2, 3}), {},
+                                 {.max_new_tokens = 4,
+                                  .rules = {.min_new_tokens = 9},
+                                  .eos_token_ids = ends,
+                                  .pad_token_id = 0,
+                                  .num_beams = 3,
+                                  .num_return_sequences = 2});
+  EXPECT_TRUE(at::equal(got.tokens, at::tensor({7, 7, 7, 7, 0, 0, 0, 0}, c10::kLong).view({2, 4})));
+  EXPECT_TRUE(std::isfinite(got.scores[0].item<float>()));
+  EXPECT_EQ(got.scores[1].item<float>(), -std::numeric_limits<float>::infinity());
+}
+
+TEST(Generate, RulesThatLeaveNoToken_AreAnError) {
+  CausalLm model = Recorded("gpt2_shared");
+  std::vector<int64_t> all;
+  for (int64_t token = 0; token < Common(model->config()).vocab_size; ++token) all.push_back(token);
+  for (const int64_t num_beams : {1, 3}) {
+    for (const bool sample : {false, true}) {
+      if (num_beams > 1 && sample) continue;
+      const std::string error = ErrorOf([&] {
+        Generate(*model, Ids({1, 2, 3}), {},
+                 {.rules = {.min_new_tokens = 2},
+                  .eos_token_ids = all,
+                  .do_sample = sample,
+                  .num_beams = num_beams});
+      });
+      EXPECT_NE(error.find("the rules leave no token for new token 0 of row 0"), std::string::npos)
+          << error;
+    }
+  }
+}
+
 TEST(Generate, Seed_DeterminesWhatIsDrawn) {
   CausalLm model = Recorded("gpt2_shared");
   const auto draw = [&](uint64_t seed) {

@@ -21,27 +21,20 @@ using Json = nlohmann::json;
 
 // Settings that do not change tokens.
 const std::set<std::string, std::less<>>& HarmlessSettings() {
-  static const auto* const settings =
-      new std::set<std::string, std::less<>>{"_from_model_config",
-                                             "bos_token_id",
-                                             "cache_implementation",
-                                             "decoder_start_token_id",
-                                             "disable_compile",
-                                             "is_assistant",
-                                             "max_matching_ngram_size",
-                                             "max_time",
-                                             "output_attentions",
-                                             "output_hidden_states",
-                                             "output_logits",
-                                             "output_scores",
-                                             "prefill_chunk_size",
-                                             "remove_invalid_values",
-                                             "return_dict_in_generate",
-                                             "return_legacy_cache",
-                                             "tokenizer_class",
-                                             "transformers_version",
-                                             "use_cache",
-                                             "use_model_defaults"};
+  static const auto* const settings = new std::set<std::string, std::less<>>{
+      "_from_model_config",      "assistant_confidence_threshold",
+      "assistant_lookbehind",    "bos_token_id",
+      "cache_implementation",    "decoder_start_token_id",
+      "disable_compile",         "is_assistant",
+      "max_matching_ngram_size", "max_time",
+      "num_assistant_tokens",    "num_assistant_tokens_schedule",
+      "output_attentions",       "output_hidden_states",
+      "output_logits",           "output_scores",
+      "prefill_chunk_size",      "remove_invalid_values",
+      "return_dict_in_generate", "return_legacy_cache",
+      "target_lookbehind",       "tokenizer_class",
+      "transformers_version",    "use_cache",
+      "use_model_defaults"};
   return *settings;
 }
 
@@ -167,8 +160,8 @@ absl::StatusOr<GenerateOptions> ParseGenerationConfig(absl::string_view json,
     options.rules.top_k = 0;
     options.rules.top_p = 1;
     options.rules.min_p = 0;
-  } else if (!parsed.contains("top_k")) {
-    // transformers' default.
+  } else if (!parsed.contains("top_k") || parsed["top_k"].is_null()) {
+    // transformers' default, for null too.
     options.rules.top_k = 50;
   }
   const absl::Status valid = Guard([&] { CheckRules(options.rules); });

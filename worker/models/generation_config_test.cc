@@ -20,6 +20,17 @@ TEST(ParseGenerationConfig, WhatLlama3Comes_With) {
   EXPECT_EQ(options->rules.top_k, 50);
 }
 
+TEST(ParseGenerationConfig, TopKOfNull_IsTheDefault) {
+  const auto options =
+      ParseGenerationConfig(R"({"do_sample": true, "top_k": null, "num_assistant_tokens": 20})",
+                            "generation_config.json");
+  ASSERT_TRUE(options.ok()) << options.status();
+  EXPECT_EQ(options->rules.top_k, 50);
+  const auto none = ParseGenerationConfig(R"({"do_sample": true, "top_k": 0})", "f");
+  ASSERT_TRUE(none.ok()) << none.status();
+  EXPECT_EQ(none->rules.top_k, 0);
+}
+
 TEST(ParseGenerationConfig, SettingsOfSamplingWithoutSampling_AreLeftOut) {
   const auto options = ParseGenerationConfig(R"({"temperature": 0.6, "top_k": 20})", "f");
   ASSERT_TRUE(options.ok()) << options.status();

@@ -187,6 +187,11 @@ class Settings {
     return found == json_.end() || found->is_null() ? nullptr : &*found;
   }
   bool Has(const std::string& name) { return Find(name) != nullptr; }
+  // It is there, be it as null.
+  bool Names(const std::string& name) {
+    seen_.insert(name);
+    return json_.contains(name);
+  }
 
   // `most` is not negative.
   static bool IsWholeIn(const Json& value, int64_t least, int64_t most) {
@@ -296,7 +301,37 @@ class Settings {
   std::set<std::string, std::less<>> seen_;
 };
 
-std::optional<int64_t> TokenId(Settings& settings, const std::string& name) {
+// What transformers' classes take for a token that a file does not name; one that it gives as null
+// is none.
+struct DefaultTokens {
+  std::optional<int64_t> bos = std::nullopt, eos = std::nullopt, pad = std::nullopt;
+};
+
+DefaultTokens DefaultTokensOf(Architecture architecture) {
+  switch (architecture) {
+    case Architecture::kLlamaForCausalLM:
+    case Architecture::kMistralForCausalLM:
+    case Architecture::kMixtralForCausalLM:
+      return {.bos = 1, .eos = 2};
+    case Architecture::kGpt2LMHeadModel:
+      return {.bos = 50256, .eos = 50256};
+    case Architecture::kBertForMaskedLM:
+    case Architecture::kBertForSequenceClassification:
+      return {.pad = 0};
+    case Architecture::kQwen2ForCausalLM:
+      break;
+  }
+  return {};
+}
+
+// A default that a small vocabulary does not have is none.
+std::optional<int64_t> WithinVocabulary(std::optional<int64_t> id, int64_t vocab_size) {
+  return id.has_value() && *id < vocab_size ? id : std::nullopt;
+}
+
+std::optional<int64_t> TokenId(Settings& settings, const std::string& name,
+                               std::optional<int64_t> otherwise) {
+  if (!settings.Names(name)) return otherwise;
   if (!settings.Has(name)) return std::nullopt;
   // Some files write -1 for none.
   const int64_t id = settings.Int(name, -1, kMaxSize);
@@ -307,8 +342,12 @@ void ReadCommon(Settings& settings, Architecture architecture, CommonConfig* con
   config->architecture = architecture;
   config->vocab_size = settings.Size("vocab_size");
   config->initializer_range = settings.Number("initializer_range", 0, 1e6, 0.02);
-  config->bos_token_id = TokenId(settings, "bos_token_id");
-  config->pad_token_id = TokenId(settings, "pad_token_id");
+  const DefaultTokens defaults = DefaultTokensOf(architecture);
+  const auto otherwise = [config](std::optional<int64_t> id) {
+    return WithinVocabulary(id, config->vocab_size);
+  };
+  config->bos_token_id = TokenId(settings, "bos_token_id", otherwise(defaults.bos));
+  config->pad_token_id = TokenId(settings, "pad_token_id", otherwise(defaults.pad));
   if (config->pad_token_id.has_value() && *config->pad_token_id >= config->vocab_size) {
     settings.Invalid(absl::StrCat("\"pad_token_id\" is ", *config->pad_token_id,
                                   ", beyond the vocabulary of ", config->vocab_size));
@@ -321,6 +360,8 @@ void ReadCommon(Settings& settings, Architecture architecture, CommonConfig* con
         config->eos_token_ids.push_back(id.get<int64_t>());
       }
     }
+  } else if (const auto end = otherwise(defaults.eos); end && !settings.Names("eos_token_id")) {
+    config->eos_token_ids = {*end};
   }
   const std::string legacy = settings.Text("torch_dtype", "");
   config->dtype = settings.Text("dtype", legacy);
@@ -344,9 +385,13 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
   const char* name = "rope_parameters";
   const Json* const legacy = settings.Find("rope_scaling");
   const Json* parameters = settings.Find(name);
-  if (parameters == nullptr) {
+  if (parameters == nullptr || parameters->empty()) {
     parameters = legacy;
     name = "rope_scaling";
+  } else if (legacy != nullptr && !legacy->empty() && *legacy != *parameters) {
+    // transformers 5 forgets the former, with its rope_theta; transformers 4 does not know it.
+    return settings.Invalid(
+        "\"rope_parameters\" and \"rope_scaling\" say different things; keep one of them");
   }
   if (parameters == nullptr) return;
   if (!parameters->is_object()) {
@@ -414,11 +459,13 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
       settings.Size("original_max_position_embeddings", rope->original_max_positions);
   const auto require = [&](std::initializer_list<const char*> keys) {
     for (const char* const key : keys) {
-      if (parameters->contains(key)) continue;
+      if (parameters->contains(key) && !(*parameters)[key].is_null()) continue;
       settings.Invalid(absl::StrCat("\"", name, ".", key, "\" is missing"));
     }
   };
-  if (rope->kind == RopeConfig::Kind::kDynamic) {
+  if (rope->kind == RopeConfig::Kind::kLinear) {
+    require({"factor"});
+  } else if (rope->kind == RopeConfig::Kind::kDynamic) {
     rope->original_max_positions = max_positions;
     require({"factor"});
   } else if (rope->kind == RopeConfig::Kind::kYarn) {
@@ -445,8 +492,14 @@ void ReadSlidingWindows(Settings& settings, DecoderConfig* config) {
   const bool is_qwen = config->architecture == Architecture::kQwen2ForCausalLM;
   const bool has_window = config->architecture == Architecture::kMistralForCausalLM ||
                           config->architecture == Architecture::kMixtralForCausalLM || is_qwen;
-  int64_t window =
-      has_window && settings.Has("sliding_window") ? settings.Size("sliding_window") : 0;
+  int64_t window = 0;
+  if (has_window && settings.Has("sliding_window")) {
+    window = settings.Size("sliding_window");
+  } else if (has_window && !settings.Names("sliding_window") &&
+             config->architecture != Architecture::kMixtralForCausalLM) {
+    // transformers' default; null is none.
+    window = 4096;
+  }
   int64_t first = 0;
   if (is_qwen) {
     // Its default; configs that switch the window on name the layer.
@@ -474,6 +527,10 @@ void ReadSlidingWindows(Settings& settings, DecoderConfig* config) {
     } else if (type != "full_attention") {
       return settings.Unknown(absl::StrCat("\"layer_types\": ", Settings::Shown(type),
                                            " is neither full_attention nor sliding_attention"));
+    } else if (window != 0 && !is_qwen) {
+      // transformers gives every layer of these the window, whatever the list says.
+      return settings.Unknown(
+          "\"layer_types\": only Qwen2 has layers with and without \"sliding_window\"");
     }
   }
 }
@@ -500,7 +557,9 @@ DecoderConfig ReadDecoder(Settings& settings, Architecture architecture) {
   config.intermediate_size = settings.Size("intermediate_size");
   config.num_layers = settings.Int("num_hidden_layers", 1, kMaxLayers);
   config.num_heads = settings.Size("num_attention_heads");
-  config.num_key_value_heads = settings.Size("num_key_value_heads", is_llama  ? config.num_heads
+  // Null is as many as heads; only a file that does not name it gets the class's default.
+  const bool as_many = is_llama || settings.Names("num_key_value_heads");
+  config.num_key_value_heads = settings.Size("num_key_value_heads", as_many   ? config.num_heads
                                                                     : is_qwen ? 32
                                                                               : 8);
   // The head's size decides, not the quotient, which need not be whole.
@@ -567,12 +626,18 @@ BertConfig ReadBert(Settings& settings, Architecture architecture) {
   const Json* const labels = settings.Find("id2label");
   const int64_t named =
       labels != nullptr && labels->is_object() ? static_cast<int64_t>(labels->size()) : 2;
-  config.num_labels = settings.Size("num_labels", std::max<int64_t>(named, 1));
+  // The names decide, as in transformers; files that have both agree.
+  const int64_t counted = settings.Size("num_labels", std::max<int64_t>(named, 1));
+  config.num_labels = labels != nullptr && labels->is_object() && named > 0 ? named : counted;
   const std::string problem = settings.Text("problem_type", "");
   if (problem == "regression") {
     config.problem = BertConfig::Problem::kRegression;
   } else if (problem == "single_label_classification") {
     config.problem = BertConfig::Problem::kSingleLabel;
+    if (config.num_labels == 1) {
+      settings.Invalid(
+          "\"problem_type\" is \"single_label_classification\", but there is only one label");
+    }
   } else if (problem == "multi_label_classification") {
     config.problem = BertConfig::Problem::kMultiLabel;
   } else if (!problem.empty()) {

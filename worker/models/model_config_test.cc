@@ -126,6 +126,59 @@ TEST(ParseModelConfig, Qwen2_HasAWindowInTheLayersThatTheConfigSays) {
   EXPECT_TRUE(Decoder(qwen).qkv_bias);
 }
 
+// transformers' classes tell a key that is missing from one that is null.
+TEST(ParseModelConfig, MissingKeys_GetTheClassesDefaults) {
+  Json qwen = With(kLlama, {{"model_type", "qwen2"},
+                            {"num_attention_heads", 4},
+                            {"num_key_value_heads", nullptr},
+                            {"use_sliding_window", true},
+                            {"max_window_layers", 1}});
+  EXPECT_EQ(Decoder(qwen).num_key_value_heads, 4);
+  EXPECT_EQ(Decoder(qwen).sliding_windows, (std::vector<int64_t>{0, 4096}));
+  EXPECT_EQ(Decoder(With(qwen, {{"sliding_window", nullptr}})).sliding_windows,
+            (std::vector<int64_t>{0, 0}));
+  qwen.erase("num_key_value_heads");
+  EXPECT_EQ(
+      Decoder(With(qwen, {{"num_attention_heads", 32}, {"hidden_size", 64}})).num_key_value_heads,
+      32);
+  const Json heads = {{"num_attention_heads", 16}};
+  const Json mistral = With(With(kLlama, {{"model_type", "mistral"}}), heads);
+  EXPECT_EQ(Decoder(mistral).num_key_value_heads, 8);
+  EXPECT_EQ(Decoder(mistral).sliding_windows, (std::vector<int64_t>{4096, 4096}));
+  const Json mixtral = With(With(kLlama, {{"model_type", "mixtral"}}), heads);
+  EXPECT_EQ(Decoder(mixtral).sliding_windows, (std::vector<int64_t>{0, 0}));
+
+  EXPECT_EQ(Decoder(kLlama).eos_token_ids, (std::vector<int64_t>{2}));
+  EXPECT_EQ(Decoder(kLlama).bos_token_id, 1);
+  EXPECT_EQ(Decoder(kLlama).pad_token_id, std::nullopt);
+  EXPECT_TRUE(Decoder(With(kLlama, {{"eos_token_id", nullptr}})).eos_token_ids.empty());
+  const auto bert = ParseModelConfig(With(kLlama, {{"model_type", "bert"}}).dump(), "config.json",
+                                     {.architecture = "BertForMaskedLM"});
+  ASSERT_TRUE(bert.ok()) << bert.status();
+  EXPECT_EQ(Common(*bert).pad_token_id, 0);
+  // 50256 is beyond this vocabulary.
+  const Json gpt2 = {{"model_type", "gpt2"}, {"n_embd", 32},      {"n_layer", 1},
+                     {"n_head", 2},          {"vocab_size", 100}, {"architectures", nullptr}};
+  const auto small = ParseModelConfig(gpt2.dump(), "config.json");
+  ASSERT_TRUE(small.ok()) << small.status();
+  EXPECT_TRUE(Common(*small).eos_token_ids.empty());
+}
+
+TEST(ParseModelConfig, NamesOfLabels_SayHowManyThereAre) {
+  const Json bert = With(kLlama, {{"model_type", "bert"},
+                                  {"num_labels", 2},
+                                  {"id2label", {{"0", "a"}, {"1", "b"}, {"2", "c"}}}});
+  const ReadConfigOptions classifier = {.architecture = "BertForSequenceClassification"};
+  const auto config = ParseModelConfig(bert.dump(), "config.json", classifier);
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(std::get<BertConfig>(*config).num_labels, 3);
+  EXPECT_NE(ErrorOf(With(bert, {{"id2label", {{"0", "a"}}},
+                                {"problem_type", "single_label_classification"}}),
+                    classifier)
+                .find("only one label"),
+            std::string::npos);
+}
+
 TEST(ParseModelConfig, WhatMusterCannotCompute_IsRefusedByName) {
   const std::vector<std::pair<Json, std::string>> cases = {
       {{{"attention_sinks", 4}}, "does not know the setting \"attention_sinks\""},
@@ -133,6 +186,16 @@ TEST(ParseModelConfig, WhatMusterCannotCompute_IsRefusedByName) {
          {{"rope_type", "longrope"}, {"factor", 2.0}, {"long_factor", {1.0, 1.5}}}}},
        "the type \"longrope\""},
       {{{"rope_scaling", {{"rope_type", "yarn"}}}}, "\"rope_scaling.factor\" is missing"},
+      {{{"rope_scaling", {{"rope_type", "linear"}}}}, "\"rope_scaling.factor\" is missing"},
+      {{{"rope_scaling", {{"rope_type", "yarn"}, {"factor", nullptr}}}},
+       "\"rope_scaling.factor\" is missing"},
+      {{{"rope_parameters", {{"rope_type", "default"}, {"rope_theta", 5e5}}},
+        {"rope_scaling", {{"rope_type", "linear"}, {"factor", 2.0}}}},
+       "\"rope_parameters\" and \"rope_scaling\" say different things"},
+      {{{"model_type", "mistral"},
+        {"num_key_value_heads", 2},
+        {"layer_types", {"full_attention", "sliding_attention"}}},
+       "only Qwen2 has layers with and without \"sliding_window\""},
       {{{"rope_theta", 1.0}, {"rope_scaling", {{"rope_type", "yarn"}, {"factor", 2.0}}}},
        "\"rope_theta\" is 1"},
       {{{"rope_scaling", {{"rope_type", "yarn"}, {"factor", 2.0}, {"beta_fast", 0.5}}}},
