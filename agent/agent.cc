@@ -12,6 +12,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "agent/end_class.h"
 #include "base/clock.h"
 #include "base/file.h"
 #include "base/identity.h"
@@ -315,9 +316,16 @@ void Agent::WaitForWorkers() {
 
 AttemptEnd Agent::Culprit(const Ended& first) {
   WorkerEnd culprit = OnEnded(first);
+  const auto is_user_error = [this](const WorkerEnd& end) {
+    return IsUserError(end, options_.user_error_codes);
+  };
   const absl::Time deadline = Clock::Real().Now() + options_.settle;
-  while (culprit.exit.signal == 0 && running_ > 0) {
-    std::optional<Event> event = NextWithin(deadline - Clock::Real().Now());
+  // No restart helps after a user error, so it counts before what else has failed.
+  while (running_ > 0 && !is_user_error(culprit)) {
+    // A signal is no echo: what has ended with it has ended already.
+    const absl::Duration left =
+        culprit.exit.signal != 0 ? absl::ZeroDuration() : deadline - Clock::Real().Now();
+    std::optional<Event> event = NextWithin(left);
     if (!event.has_value()) break;
     if (const auto* told = std::get_if<ReentryTold>(&*event)) {
       // Of a survivor, which is faster than the search for the cause.
@@ -331,7 +339,8 @@ AttemptEnd Agent::Culprit(const Ended& first) {
     }
     const bool stopped_here = workers_[ended->local_rank].renewed;
     WorkerEnd end = OnEnded(*ended);
-    if (end.exit.signal != 0 && !stopped_here) culprit = std::move(end);
+    const bool better = culprit.exit.signal == 0 && end.exit.signal != 0;
+    if (!stopped_here && (better || is_user_error(end))) culprit = std::move(end);
   }
   AttemptEnd end;
   end.why = culprit.ToString();

@@ -37,6 +37,8 @@ struct AgentOptions {
   std::map<std::string, std::string> inherited;
   // How often all workers are started again after a failure.
   int max_restarts = 0;
+  // Exit codes after which no restart can help, besides 2, 126 and 127.
+  std::vector<int> user_error_codes = {};
   // Decides about that instead, and only when some workers can go on in their processes. They and
   // those that are started again keep their log files. Borrowed.
   RestartGate* gate = nullptr;

@@ -242,6 +242,17 @@ TEST_F(AgentTest, EchoOfADeath_TheKilledWorkerIsTheCulprit) {
   EXPECT_THAT(result.failure.why, HasSubstr("rank 1"));
 }
 
+TEST_F(AgentTest, UserErrorBesideAnotherFailure_IsTheCulprit) {
+  options_.slots = 2;
+  options_.settle = absl::Hours(1);
+  options_.user_error_codes = {3};
+  // The first one to be seen is the echo.
+  const JobResult result = Run("[ $RANK = 0 ] && exit 1; exit 3");
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  EXPECT_THAT(result.failure.why, HasSubstr("exited with code 3"));
+  EXPECT_EQ(result.failed_here->rank, 1);
+}
+
 TEST_F(AgentTest, Restart_AllStartAgainWithNewIncarnations) {
   options_.slots = 2;
   options_.max_restarts = 2;

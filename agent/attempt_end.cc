@@ -1,16 +1,12 @@
 #include "agent/attempt_end.h"
 
 #include <google/protobuf/util/json_util.h>
-#include <signal.h>
 
-#include <algorithm>
+#include <optional>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
-#include "absl/strings/strip.h"
 #include "absl/time/time.h"
-#include "base/exit_code.h"
+#include "agent/end_class.h"
 #include "base/file.h"
 #include "base/status_macros.h"
 #include "base/text.h"
@@ -20,12 +16,6 @@ namespace {
 
 constexpr int64_t kMaxReportBytes = 1 << 20;
 constexpr size_t kMaxText = 1024;  // of a line
-
-bool IsUserError(int exit_code, const std::vector<int>& codes) {
-  return exit_code == kExitUsage || exit_code == kExitNotExecutable ||
-         exit_code == kExitProgramMissing ||
-         std::find(codes.begin(), codes.end(), exit_code) != codes.end();
-}
 
 v1::EndClass ClassOfRefusal(const absl::Status& status, int num_nodes) {
   switch (status.code()) {
@@ -40,6 +30,9 @@ v1::EndClass ClassOfRefusal(const absl::Status& status, int num_nodes) {
 
 v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user_error_codes,
                            bool out_of_memory, int num_nodes, const HangReport* hang) {
+  const std::optional<WorkerEnd>& here = result.failed_here;
+  const bool first = here.has_value() && here->ToString() == result.failure.why;
+  const bool user_error = here.has_value() && IsUserError(*here, user_error_codes);
   v1::AttemptEnd end;
   end.set_rank(-1);
   switch (result.outcome) {
@@ -48,9 +41,7 @@ v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user
       return end;
     case JobResult::Outcome::kStopped:
       // Another node may have told of the failure of this one, an echo, before it was over here.
-      if (result.failed_here.has_value() && result.failed_here->ToString() == result.failure.why) {
-        break;
-      }
+      if (first || user_error) break;
       end.set_end_class(v1::END_CLASS_CANCELLED);
       end.set_why("its runner was asked to stop");
       return end;
@@ -61,14 +52,16 @@ v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user
     case JobResult::Outcome::kFailed:
       break;
   }
-  end.set_why(Printable(result.failure.why, kMaxText));
-  for (const std::string& line : result.failure.last_lines)
+  // No retry helps after that, whichever was first.
+  const bool own = user_error && !first;
+  end.set_why(Printable(own ? here->ToString() : result.failure.why, kMaxText));
+  for (const std::string& line : own ? here->last_lines : result.failure.last_lines) {
     end.add_last_lines(Printable(line, kMaxText));
-  const std::optional<WorkerEnd>& here = result.failed_here;
+  }
   if (here.has_value() && here->exit.at != absl::InfinitePast()) {
     end.set_failed_unix_ms(absl::ToUnixMillis(here->exit.at));
   }
-  if (!here.has_value() || here->ToString() != result.failure.why) {
+  if (!first && !user_error) {
     end.set_end_class(num_nodes > 1 ? v1::END_CLASS_PEER_FAILED : v1::END_CLASS_PROCESS_FAILED);
     return end;
   }
@@ -84,27 +77,11 @@ v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user
   end.set_rank(here->rank);
   end.set_exit_code(here->exit.exit_code);
   end.set_signal(here->exit.signal);
-  if (!here->memory_kill.empty()) {
-    end.set_end_class(v1::END_CLASS_OUT_OF_MEMORY);
-  } else if (here->exit.signal == 0 && IsUserError(here->exit.exit_code, user_error_codes)) {
-    end.set_end_class(v1::END_CLASS_USER_ERROR);
-  } else if (here->exit.signal == SIGKILL && out_of_memory && !here->counts_memory_kills) {
-    end.set_end_class(v1::END_CLASS_OUT_OF_MEMORY);
+  end.set_end_class(ClassOf(*here, user_error_codes, out_of_memory));
+  if (end.end_class() == v1::END_CLASS_OUT_OF_MEMORY && here->memory_kill.empty()) {
     end.set_why(absl::StrCat(end.why(), "; the kernel has killed a process for memory"));
-  } else {
-    end.set_end_class(v1::END_CLASS_PROCESS_FAILED);
   }
   return end;
-}
-
-int64_t CountMemoryKills() {
-  const absl::StatusOr<std::string> text = ReadFile("/proc/vmstat", kMaxReportBytes);
-  if (!text.ok()) return -1;
-  for (absl::string_view line : absl::StrSplit(*text, '\n')) {
-    int64_t count = 0;
-    if (absl::ConsumePrefix(&line, "oom_kill ") && absl::SimpleAtoi(line, &count)) return count;
-  }
-  return -1;
 }
 
 absl::Status WriteEnd(const std::string& path, const v1::AttemptEnd& end) {

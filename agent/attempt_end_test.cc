@@ -108,6 +108,21 @@ TEST(DescribeEndTest, FailureThatBeganElsewhere_IsAnEcho) {
   EXPECT_EQ(DescribeEnd(result, {}, false, 2).end_class(), v1::END_CLASS_PEER_FAILED);
 }
 
+TEST(DescribeEndTest, UserErrorBesideAFailureElsewhere_IsTold) {
+  JobResult result = FailedHere(2, 0);
+  result.failed_here->last_lines = {"unknown option"};
+  result.failure.why = "rank 0 (pid 7 on other) was killed by signal 9 (SIGKILL)";
+  for (const auto outcome : {JobResult::Outcome::kFailed, JobResult::Outcome::kStopped}) {
+    result.outcome = outcome;
+    const v1::AttemptEnd end = DescribeEnd(result, {}, false, 2);
+    EXPECT_EQ(end.end_class(), v1::END_CLASS_USER_ERROR);
+    EXPECT_EQ(end.why(), "rank 3 (pid 0 on n) exited with code 2");
+    EXPECT_EQ(end.rank(), 3);
+    ASSERT_EQ(end.last_lines_size(), 1);
+    EXPECT_EQ(end.last_lines(0), "unknown option");
+  }
+}
+
 TEST(DescribeEndTest, Refusal_IsTheNodesOrAPeers) {
   JobResult result;
   result.outcome = JobResult::Outcome::kRefused;

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/numbers.h"
@@ -15,6 +16,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "agent/attempt_end.h"
+#include "agent/end_class.h"
 #include "base/clock.h"
 #include "base/file.h"
 #include "base/log.h"
@@ -140,6 +142,18 @@ absl::StatusOr<RestartRequest> ReadRestartRequest(const std::string& folder) {
   request.at = stat(path.c_str(), &info) == 0 ? absl::TimeFromTimespec(info.st_mtim)
                                               : Clock::Real().WallNow();
   return request;
+}
+
+int AskedFor(const std::string& folder, const v1::AttemptEnd& end) {
+  if (end.end_class() == v1::END_CLASS_SUCCEEDED || end.end_class() == v1::END_CLASS_CANCELLED) {
+    return 0;
+  }
+  const absl::StatusOr<RestartRequest> asked = ReadRestartRequest(folder);
+  if (!asked.ok()) return 0;
+  const auto key = [](const v1::AttemptEnd& one) {
+    return std::make_tuple(one.rank(), one.exit_code(), one.signal(), one.failed_unix_ms());
+  };
+  return key(asked->end) == key(end) ? asked->restart : 0;
 }
 
 absl::Status AllowRestart(const std::string& folder, int restart, absl::Duration delay) {

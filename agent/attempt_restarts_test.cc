@@ -95,6 +95,23 @@ TEST_F(AttemptRestartsTest, Cancel_EndsTheWaitForTheAnswerAndForTheDelay) {
   EXPECT_TRUE(absl::IsAborted(delayed.Await(1, Failed(Ended(3, 0)))));
 }
 
+TEST_F(AttemptRestartsTest, EndWithTheFailureThatWasAskedFor_NamesTheRestart) {
+  AttemptRestarts restarts(Options(2));
+  WorkerEnd lost = Ended(3, 0);
+  lost.exit.at = absl::FromUnixMillis(1'000);
+  EXPECT_EQ(AskedFor(folder_.path(), restarts.Describe(Failed(lost), nullptr)), 0);
+  restarts.Cancel();
+  JobResult result = Failed(lost);
+  EXPECT_TRUE(absl::IsCancelled(restarts.Await(1, result)));
+  result.outcome = JobResult::Outcome::kStopped;
+  EXPECT_EQ(AskedFor(folder_.path(), restarts.Describe(result, nullptr)), 1);
+  // What comes after it is another one, and so is a request to stop.
+  lost.exit.at = absl::FromUnixMillis(2'000);
+  EXPECT_EQ(AskedFor(folder_.path(), restarts.Describe(Failed(lost), nullptr)), 0);
+  result.failed_here.reset();
+  EXPECT_EQ(AskedFor(folder_.path(), restarts.Describe(result, nullptr)), 0);
+}
+
 TEST_F(AttemptRestartsTest, NoAnswerAtAll_IsNotAwaitedForEver) {
   AttemptRestarts::Options options = Options(1);
   options.patience = absl::ZeroDuration();

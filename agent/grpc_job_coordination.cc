@@ -37,7 +37,8 @@ constexpr absl::Duration kWaitAgain = absl::Seconds(1);
 constexpr absl::Duration kLongest = absl::Hours(24);  // what a coordinator is asked for
 // A job of one node has no other node to wait for.
 constexpr absl::Duration kFirstContact = absl::Seconds(30);
-constexpr char kFinish[] = "finish";  // the barrier of agents whose workers are all done
+constexpr char kFinish[] = "finish";      // the barrier of agents whose workers are all done
+constexpr char kFinished[] = "finished";  // the key that tells of it, and outlives the generation
 constexpr absl::Duration kLook = absl::Seconds(1);  // for machines that wait for a place
 constexpr absl::Duration kLookAgain = absl::Milliseconds(200);  // whether machines are heard
 // After a machine that came has gone, the attempt is ended for the next one of its host only so
@@ -138,6 +139,23 @@ AttemptEnd EndOfGeneration(bool elastic, const std::string& why, bool has_culpri
                         : AttemptEnd::Cause::kMachineLeft};
 }
 
+// How the attempt has ended if a call of its generation was refused with this; nullopt: the error
+// does not say that it has.
+std::optional<AttemptEnd> EndOfRefused(bool elastic, const absl::Status& status) {
+  const v1::ErrorReason reason = rpc::GetReason(status);
+  if (reason == v1::ERROR_REASON_GENERATION_ENDED) {
+    const std::optional<v1::ErrorDetail> detail = rpc::GetDetail(status);
+    return EndOfGeneration(elastic, std::string(status.message()),
+                           detail.has_value() && detail->culprits_size() > 0);
+  }
+  if (elastic && IsCutOff(reason)) {
+    return AttemptEnd{absl::StrCat("this machine was cut off from the others: ", status.message()),
+                      {},
+                      AttemptEnd::Cause::kMachineLost};
+  }
+  return std::nullopt;
+}
+
 class GrpcJobCoordination final : public JobCoordination {
  public:
   GrpcJobCoordination(const GrpcJobCoordinationOptions& options, NodeUplink* session)
@@ -184,7 +202,19 @@ class GrpcJobCoordination final : public JobCoordination {
       MUSTER_RETURN_IF_ERROR(CompareSettings());
     }
     while (true) {
-      MUSTER_RETURN_IF_ERROR(Join());
+      const std::optional<std::string> finished = elastic() ? Finished() : std::nullopt;
+      const absl::Status joined = Join();
+      if (absl::IsDeadlineExceeded(joined) && elastic() && options_.hosts_coordinator) {
+        MUSTER_ASSIGN_OR_RETURN(meeting.finished, ServeOthers(joined, finished));
+        if (meeting.finished) return meeting;
+        continue;
+      }
+      MUSTER_RETURN_IF_ERROR(joined);
+      // They were done while this one waited for a place.
+      if (FinishedSince(finished)) {
+        meeting.finished = true;
+        return meeting;
+      }
       meeting.node_rank = node_rank_;
       meeting.num_nodes = num_nodes_;
       absl::Status agreed = Agree(&meeting);
@@ -276,6 +306,25 @@ class GrpcJobCoordination final : public JobCoordination {
   absl::Status Finish() override {
     MUSTER_FAILPOINT("agent.finish");
     if (options_.num_nodes == 1) return absl::OkStatus();
+    absl::Status status = AwaitAll();
+    // The refusal may come before what else tells of the end, and all machines have to count the
+    // same.
+    if (std::optional<AttemptEnd> end = EndOfRefused(elastic(), status)) {
+      shared_->End(*std::move(end));
+    }
+    if (status.ok() && elastic()) WriteFinished();
+    return status;
+  }
+
+  void Cancel() override {
+    MutexLock lock(&shared_->mu);
+    shared_->cancelled = true;
+    shared_->changed.SignalAll();
+  }
+
+ private:
+  // Returns once the workers of all machines are done.
+  absl::Status AwaitAll() {
     if (elastic()) MUSTER_RETURN_IF_ERROR(WriteDone());
     v1::Op op;
     v1::ArriveRequest& request = *op.mutable_arrive();
@@ -290,13 +339,6 @@ class GrpcJobCoordination final : public JobCoordination {
     return Call(std::move(op), absl::InfiniteDuration(), Until::kEnded).status();
   }
 
-  void Cancel() override {
-    MutexLock lock(&shared_->mu);
-    shared_->cancelled = true;
-    shared_->changed.SignalAll();
-  }
-
- private:
   // What results and directives, which may come late, know of the link.
   struct Shared {
     // Ends the attempt that is watched, once.
@@ -361,6 +403,73 @@ class GrpcJobCoordination final : public JobCoordination {
     return EndFromJson(reply.results(0).kvs(0).value());
   }
 
+  // Not of a generation, so that a machine which waits for a place learns of it.
+  void WriteFinished() {
+    v1::Op op;
+    *op.mutable_txn()->mutable_fence() = AgentFence();
+    v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
+    put->set_key(kFinished);
+    put->set_value(prefix_);
+    const absl::StatusOr<v1::OpResult> result = Call(std::move(op), kShortCall, Until::kAnswered);
+    if (!result.ok()) {
+      MUSTER_LOG(Debug) << "cannot tell waiting machines that the job is done: "
+                        << result.status().message();
+    }
+  }
+
+  // Which generation of the job was the last one whose machines were all done, in a word; empty:
+  // none. nullopt: not known.
+  std::optional<std::string> Finished() {
+    v1::Op op;
+    op.mutable_txn()->mutable_fence()->set_job_id(agents_job_);
+    op.mutable_txn()->add_then()->mutable_get()->set_key(kFinished);
+    const absl::StatusOr<v1::OpResult> result = Call(std::move(op), kShortCall, Until::kCancelled);
+    if (absl::IsNotFound(result.status())) return "";
+    if (!result.ok() || result->txn().results_size() != 1) return std::nullopt;
+    const v1::KvOpResult& got = result->txn().results(0);
+    return got.kvs_size() == 1 ? got.kvs(0).value() : "";
+  }
+  bool FinishedSince(const std::optional<std::string>& before) {
+    if (!before.has_value()) return false;
+    const std::optional<std::string> now = Finished();
+    // Empty: the job was removed, and another one of its name has begun.
+    return now.has_value() && !now->empty() && *now != *before;
+  }
+
+  // Without this process the others would lose their coordinator: blocks while they have places.
+  // True: all of them are done. False: they meet again, and this one may join them. Errors:
+  // `no_place` nobody is left.
+  absl::StatusOr<bool> ServeOthers(const absl::Status& no_place,
+                                   const std::optional<std::string>& finished) {
+    bool told = false;
+    while (true) {
+      const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
+      if (absl::IsCancelled(members.status())) return members.status();
+      int running = 0;
+      bool meets = false;
+      if (members.ok()) {
+        for (const v1::Member& member : *members) {
+          if (member.rank() >= 0 && member.state() == v1::WORKER_STATE_RUNNING) ++running;
+          if (member.state() == v1::WORKER_STATE_JOINING) meets = true;
+        }
+        // After the members: they leave when they are done.
+        if (FinishedSince(finished)) return true;
+        if (running == 0) {
+          if (!meets) return no_place;
+          return false;
+        }
+        if (!std::exchange(told, true)) {
+          MUSTER_LOG(Warning) << no_place.message()
+                              << "; this machine hosts the coordinator, so it "
+                              << "stays for the " << running << " that have a place";
+        }
+      }
+      MutexLock lock(&shared_->mu);
+      if (!shared_->cancelled) shared_->changed.WaitWithTimeout(&shared_->mu, kLook);
+      if (shared_->cancelled) return absl::CancelledError("stopped");
+    }
+  }
+
   // From now on no machine ends the attempt for another one that comes, unless it has already.
   absl::Status WriteDone() {
     MUSTER_ASSIGN_OR_RETURN(
@@ -395,18 +504,13 @@ class GrpcJobCoordination final : public JobCoordination {
         MutexLock lock(&shared_->mu);
         if (shared_->ended) return shared_->how;
       }
-      const v1::ErrorReason reason = rpc::GetReason(result.status());
-      if (reason == v1::ERROR_REASON_GENERATION_ENDED) {
-        const std::optional<v1::ErrorDetail> detail = rpc::GetDetail(result.status());
-        return EndOfGeneration(true, std::string(result.status().message()),
-                               detail.has_value() && detail->culprits_size() > 0);
-      }
       // Nobody else counts what has failed here because this machine was away.
-      if (IsCutOff(reason) && end.cause == AttemptEnd::Cause::kFailed) {
+      if (IsCutOff(rpc::GetReason(result.status()))) {
+        if (end.cause != AttemptEnd::Cause::kFailed) return end;
         return {absl::StrCat("this machine was cut off from the others, and ", end.why),
                 end.last_lines, AttemptEnd::Cause::kMachineLost};
       }
-      return end;
+      return EndOfRefused(true, result.status()).value_or(end);
     }
     return EndThatWasFound(result->txn()).value_or(end);
   }
@@ -906,8 +1010,7 @@ class GrpcJobCoordination final : public JobCoordination {
           before = std::exchange(shared->generation_gone, true);
         }
         if (before) {
-          shared->End(EndOfGeneration(elastic, result.error().message(),
-                                      result.error().detail().culprits_size() > 0));
+          shared->End(*EndOfRefused(elastic, rpc::FromOpError(result.error())));
         } else {
           again(kWaitAgain);
         }
@@ -918,13 +1021,9 @@ class GrpcJobCoordination final : public JobCoordination {
         if (result.error().code() == static_cast<int>(absl::StatusCode::kUnavailable)) {
           again(Backoff(kWaitAgain, kWaitAgain)
                     .Next(RandomShare(), rpc::RetryAfter(rpc::FromOpError(result.error()))));
-        } else if (elastic && IsCutOff(result.error().detail().reason())) {
-          shared->End(
-              {absl::StrCat("this machine was cut off from the others: ", result.error().message()),
-               {},
-               AttemptEnd::Cause::kMachineLost});
         } else {
-          shared->End({result.error().message(), {}});
+          shared->End(EndOfRefused(elastic, rpc::FromOpError(result.error()))
+                          .value_or(AttemptEnd{result.error().message(), {}}));
         }
     }
   }

@@ -25,6 +25,9 @@ struct GrpcJobCoordinationOptions {
   // Whether another launch, with node_rank 0, hosts the coordinator: where the number of nodes
   // varies, this one takes no place before that one has asked for its own.
   bool another_is_first = false;
+  // This process hosts the coordinator: where the number of nodes varies, it serves the others on
+  // when it gets no place among them.
+  bool hosts_coordinator = false;
   // Must be the same on all nodes, for example "num_processes 4, max_restarts 0". Shown when it is
   // not.
   std::string settings = {};

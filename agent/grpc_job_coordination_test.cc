@@ -1,5 +1,6 @@
 #include "agent/grpc_job_coordination.h"
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <string>
@@ -46,6 +47,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
                                              .min_nodes = min_nodes_,
                                              .node_rank = node_rank,
                                              .another_is_first = another_is_first_,
+                                             .hosts_coordinator = hosts_coordinator_,
                                              .settings = "num_processes 2",
                                              .join_timeout = join_timeout,
                                              .outage_tolerance = absl::Milliseconds(1),
@@ -119,9 +121,11 @@ class GrpcJobCoordinationTest : public ::testing::Test {
       return true;
     });
   }
-  static void SetError(v1::ErrorReason reason, v1::OpResult* result) {
-    result->mutable_error()->set_code(static_cast<int>(absl::StatusCode::kFailedPrecondition));
-    result->mutable_error()->set_message("it has ended");
+  static void SetError(v1::ErrorReason reason, v1::OpResult* result,
+                       const std::string& message = "it has ended",
+                       absl::StatusCode code = absl::StatusCode::kFailedPrecondition) {
+    result->mutable_error()->set_code(static_cast<int>(code));
+    result->mutable_error()->set_message(message);
     result->mutable_error()->mutable_detail()->set_reason(reason);
   }
   AttemptEnd WaitForEnd() {
@@ -147,6 +151,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
 
   int min_nodes_ = 0;
   bool another_is_first_ = false;
+  bool hosts_coordinator_ = false;
   // Of the next AnswerAsElastic: what it does not answer as usual. Then this returns true.
   FakeSessions::Answer special_;
   std::atomic<int> looks_{0};
@@ -341,6 +346,118 @@ TEST_F(GrpcJobCoordinationTest, GenerationEndsBeforeItsKeyWasRead_CauseIsTheSame
   const AttemptEnd end = WaitForEnd();
   EXPECT_EQ(end.cause, AttemptEnd::Cause::kFailed);
   EXPECT_EQ(end.why, "rank 1 died");
+}
+
+// The workers here are done, and those of another machine fail. The refusal of the barrier is all
+// that this machine hears of it.
+TEST_F(GrpcJobCoordinationTest, GenerationEndsWhileOthersAreAwaited_CauseIsTheSameForAll) {
+  StartCoordinator();
+  for (const auto& [reason, cause] :
+       {std::pair{v1::ERROR_REASON_GENERATION_ENDED, AttemptEnd::Cause::kFailed},
+        {v1::ERROR_REASON_LEASE_EXPIRED, AttemptEnd::Cause::kMachineLost}}) {
+    special_ = [reason](const v1::Op& op, v1::OpResult* result) {
+      if (op.has_txn()) result->mutable_txn()->set_succeeded(true);
+      if (!op.has_arrive()) return op.has_txn();
+      SetError(reason, result,
+               "generation 1 has ended: ended on request: another attempt begins after a failure: "
+               "rank 0 died; join the next one");
+      return true;
+    };
+    AnswerAsElastic(1, 2, {});
+    MakeCoordination(3, absl::Minutes(2));
+    ASSERT_TRUE(coordination_->Meet(0, 0).ok());
+    std::vector<AttemptEnd> ends;
+    coordination_->Watch([&](AttemptEnd end) { ends.push_back(std::move(end)); });
+    EXPECT_FALSE(coordination_->Finish().ok());
+    ASSERT_EQ(ends.size(), 1u) << "it is told before Finish returns";
+    EXPECT_EQ(ends[0].cause, cause);
+    EXPECT_THAT(ends[0].why, HasSubstr("rank 0 died"));
+    coordination_.reset();
+    session_.reset();
+  }
+}
+
+// What the coordinator says to the machine that hosts it and gets no place: `looks` of the others,
+// one after the other, and the key "finished".
+FakeSessions::Answer WithoutAPlace(std::vector<std::vector<v1::Member>> looks,
+                                   std::vector<std::string> finished) {
+  struct State {
+    size_t joins = 0, looks = 0, finished = 0;
+  };
+  auto state = std::make_shared<State>();
+  return [=](const v1::Op& op, v1::OpResult* result) {
+    if (op.has_join() && state->joins++ == 0) {
+      result->mutable_error()->set_code(static_cast<int>(absl::StatusCode::kDeadlineExceeded));
+      result->mutable_error()->mutable_detail()->set_reason(v1::ERROR_REASON_RENDEZVOUS_TIMEOUT);
+      return true;
+    }
+    if (op.has_get_members()) {
+      for (const v1::Member& member : looks[std::min(state->looks++, looks.size() - 1)]) {
+        *result->mutable_get_members()->add_members() = member;
+      }
+      return true;
+    }
+    if (!op.has_txn() || op.txn().then_size() == 0 || op.txn().then(0).get().key() != "finished") {
+      return false;
+    }
+    result->mutable_txn()->set_succeeded(true);
+    auto* const kvs = result->mutable_txn()->add_results()->mutable_kvs();
+    const std::string& now = finished[std::min(state->finished++, finished.size() - 1)];
+    if (!now.empty()) kvs->Add()->set_value(now);
+    return true;
+  };
+}
+
+TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorWithoutAPlace_ServesTheOthersToTheirEnd) {
+  StartCoordinator();
+  hosts_coordinator_ = true;
+  special_ = WithoutAPlace({{Machine(1, v1::WORKER_STATE_RUNNING, absl::ZeroDuration())},
+                            {Machine(1, v1::WORKER_STATE_LEFT, absl::ZeroDuration())}},
+                           {"gen/3/", "gen/3/", "gen/7/"});
+  AnswerAsElastic(0, 2, {});
+  MakeCoordination(3, absl::Minutes(2), /*node_rank=*/0);
+  const absl::StatusOr<Meeting> meeting = coordination_->Meet(1, 0);
+  ASSERT_TRUE(meeting.ok()) << meeting.status();
+  EXPECT_TRUE(meeting->finished);
+}
+
+TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorWithoutAPlace_MeetsTheOthersAgain) {
+  StartCoordinator();
+  hosts_coordinator_ = true;
+  special_ = WithoutAPlace({{Machine(1, v1::WORKER_STATE_JOINING, absl::ZeroDuration())}}, {""});
+  AnswerAsElastic(0, 2, {});
+  MakeCoordination(3, absl::Minutes(2), /*node_rank=*/0);
+  const absl::StatusOr<Meeting> meeting = coordination_->Meet(1, 0);
+  ASSERT_TRUE(meeting.ok()) << meeting.status();
+  EXPECT_FALSE(meeting->finished);
+  EXPECT_EQ(meeting->num_nodes, 2);
+}
+
+TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorWithoutAPlace_EndsWhenNobodyIsLeft) {
+  StartCoordinator();
+  hosts_coordinator_ = true;
+  special_ = WithoutAPlace({{Machine(1, v1::WORKER_STATE_LOST, absl::ZeroDuration())}}, {"gen/3/"});
+  AnswerAsElastic(0, 2, {});
+  MakeCoordination(3, absl::Minutes(2), /*node_rank=*/0);
+  EXPECT_EQ(coordination_->Meet(1, 0).status().code(), absl::StatusCode::kDeadlineExceeded);
+}
+
+// It would begin the job again alone, once the others have left.
+TEST_F(GrpcJobCoordinationTest, OthersAreDoneWhileAMachineWaitsForAPlace_ItStartsNothing) {
+  StartCoordinator();
+  for (const bool done : {true, false}) {
+    special_ = [answer = WithoutAPlace({{}}, {"gen/3/", done ? "gen/7/" : "gen/3/"})](
+                   const v1::Op& op, v1::OpResult* result) {
+      return !op.has_join() && answer(op, result);
+    };
+    AnswerAsElastic(0, 1, {});
+    MakeCoordination(3, absl::Minutes(2));
+    const absl::StatusOr<Meeting> meeting = coordination_->Meet(1, 0);
+    ASSERT_TRUE(meeting.ok()) << meeting.status();
+    EXPECT_EQ(meeting->finished, done);
+    coordination_.reset();
+    session_.reset();
+  }
 }
 
 TEST_F(GrpcJobCoordinationTest, MachineWasCutOff_ItComesBackWithoutAFailure) {

@@ -13,7 +13,7 @@ constexpr size_t kMostReportBytes = 2 << 20;
 }  // namespace
 
 void NodeAttempts::Adopt(const AttemptKey& key, bool running, const v1::AttemptEnd& end,
-                         absl::Time started, absl::Time ended, absl::Time now) {
+                         absl::Time started, absl::Time ended, absl::Time now, int asked) {
   Attempt& attempt = attempts_[key];
   attempt.report.set_job_id(key.first);
   attempt.report.set_attempt(key.second);
@@ -23,6 +23,7 @@ void NodeAttempts::Adopt(const AttemptKey& key, bool running, const v1::AttemptE
   attempt.report.set_state(running ? v1::PLACEMENT_STATE_RUNNING : v1::PLACEMENT_STATE_ENDED);
   if (!running) {
     *attempt.report.mutable_end() = end;
+    attempt.report.set_restart(asked);
     attempt.report.set_ended_unix_ms(absl::ToUnixMillis(ended));
     if (end.failed_unix_ms() != 0) {
       attempt.failed = absl::FromUnixMillis(end.failed_unix_ms());
@@ -144,11 +145,11 @@ absl::Time NodeAttempts::NextDeadline() const {
 }
 
 void NodeAttempts::Ended(const AttemptKey& key, const v1::AttemptEnd& end, int64_t unix_ms,
-                         absl::Time now) {
+                         absl::Time now, int asked) {
   const auto it = attempts_.find(key);
   if (it == attempts_.end() || it->second.report.state() == v1::PLACEMENT_STATE_ENDED) return;
   it->second.report.set_state(v1::PLACEMENT_STATE_ENDED);
-  it->second.report.clear_restart();
+  it->second.report.set_restart(asked);
   *it->second.report.mutable_end() = end;
   SetFailed(&it->second, unix_ms, now);
   ++version_;

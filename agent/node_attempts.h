@@ -38,9 +38,9 @@ class NodeAttempts {
   };
 
   // What is found on the disk at the start: `running`, or ended as `end` says, at `ended`. All of
-  // one cluster, which is empty if nothing is found.
+  // one cluster, which is empty if nothing is found. `asked`: see Ended.
   void Adopt(const AttemptKey& key, bool running, const v1::AttemptEnd& end, absl::Time started,
-             absl::Time ended, absl::Time now);
+             absl::Time ended, absl::Time now, int asked = 0);
   void SetCluster(std::string cluster_id) { cluster_ = std::move(cluster_id); }
   const std::string& cluster() const { return cluster_; }
 
@@ -49,8 +49,10 @@ class NodeAttempts {
   Orders Tick(absl::Time now);
   absl::Time NextDeadline() const;
 
-  // At `unix_ms` of the wall clock, which is `now`.
-  void Ended(const AttemptKey& key, const v1::AttemptEnd& end, int64_t unix_ms, absl::Time now);
+  // At `unix_ms` of the wall clock, which is `now`. `asked`: the restart that this end was asked
+  // for before, and may have been counted for; 0: none.
+  void Ended(const AttemptKey& key, const v1::AttemptEnd& end, int64_t unix_ms, absl::Time now,
+             int asked = 0);
   // Its runner asks for a restart within the attempt since `unix_ms` of the wall clock, when it was
   // `now`. It may be a repeat.
   void Ask(const AttemptKey& key, int restart, const v1::AttemptEnd& end, int64_t unix_ms,

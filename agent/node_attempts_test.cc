@@ -120,6 +120,19 @@ TEST(NodeAttemptsTest, RestartThatIsAskedFor_IsReportedUntilItIsAllowed_AndAllow
   EXPECT_EQ(report().end().end_class(), v1::END_CLASS_PROCESS_FAILED);
 }
 
+TEST(NodeAttemptsTest, EndThatWasAskedForBefore_SaysForWhichRestart) {
+  for (const bool adopted : {false, true}) {
+    NodeAttempts attempts;
+    attempts.SetCluster("c");
+    attempts.Adopt({"j", 1}, /*running=*/!adopted, Succeeded(), kNow, kNow, kNow,
+                   /*asked=*/adopted ? 2 : 0);
+    if (!adopted) attempts.Ended({"j", 1}, Succeeded(), 30'000, kNow, /*asked=*/2);
+    v1::SyncNodeRequest request;
+    attempts.FillReports(kNow, &request);
+    EXPECT_EQ(request.attempts(0).restart(), 2);
+  }
+}
+
 TEST(NodeAttemptsTest, AdoptedAttempt_AsksAgain_AndIsToldAgain) {
   NodeAttempts attempts;
   attempts.SetCluster("c");

@@ -130,6 +130,7 @@ std::unique_ptr<JobCoordination> JoinJob(const NodeJobOptions& options, NodeUpli
           .grow_after = options.grow_after,
           .node_rank = options.node_rank,
           .another_is_first = options.another_is_first,
+          .hosts_coordinator = options.hosts_coordinator,
           .settings = Settings(options),
           .host = options.host,
           .rack = options.agent.worker.rack,

@@ -23,8 +23,9 @@ struct NodeJobOptions {
   int min_nodes = 0;
   absl::Duration last_call = absl::Seconds(30);
   absl::Duration grow_after = absl::ZeroDuration();
-  int node_rank = -1;             // -1: any
-  bool another_is_first = false;  // see GrpcJobCoordinationOptions
+  int node_rank = -1;              // -1: any
+  bool another_is_first = false;   // see GrpcJobCoordinationOptions
+  bool hosts_coordinator = false;  // likewise
   std::string host = "127.0.0.1";
   absl::Duration join_timeout = absl::Minutes(10);
   // How long the coordinator may be away before the job fails.

@@ -173,6 +173,7 @@ class NodeService {
         folder_events_(WatchFolders()),
         info_(options.info) {
     info_.set_restarts_in_place(true);
+    info_.set_takes_files(true);
   }
 
   absl::Status Run() {
@@ -310,9 +311,10 @@ class NodeService {
       const bool running = runner.lock.open() && !IsUnlocked(runner.lock.get());
       attempts_.SetCluster(record["cluster"].get<std::string>());
       const int64_t started = record["started"].get<int64_t>();
-      attempts_.Adopt(key, running, running ? v1::AttemptEnd() : EndOf(folder),
-                      absl::FromUnixMillis(started), WrittenAt(folder.Of("end.json")),
-                      Clock::Real().Now());
+      const v1::AttemptEnd end = running ? v1::AttemptEnd() : EndOf(folder);
+      attempts_.Adopt(key, running, end, absl::FromUnixMillis(started),
+                      WrittenAt(folder.Of("end.json")), Clock::Real().Now(),
+                      running ? 0 : AskedFor(folder.path, end));
       MUSTER_LOG(Info) << "attempt " << name << (running ? " runs: adopted" : " has ended");
       if (is("group", &json::is_string)) runner.group = record["group"].get<std::string>();
       if (running) {
@@ -565,7 +567,7 @@ class NodeService {
       const v1::AttemptEnd end = EndOf(runner.folder, runner.status);
       MUSTER_LOG(Info) << "attempt " << BaseName(runner.folder.path) << " has ended: "
                        << (end.end_class() == v1::END_CLASS_SUCCEEDED ? "succeeded" : end.why());
-      attempts_.Ended(key, end, UnixMs(), Clock::Real().Now());
+      attempts_.Ended(key, end, UnixMs(), Clock::Real().Now(), AskedFor(runner.folder.path, end));
       if (end.end_class() == v1::END_CLASS_SUCCEEDED && memory_ != nullptr) {
         memory_->Drop(MemoryOf(key.first));
       }

@@ -448,6 +448,8 @@ class Core::Impl::Job : public BarrierHost {
   void SendSeat(CallId call, const Seat& seat);
   void EndGeneration(const std::string& why, std::vector<v1::Culprit> culprits);
   void WorkerGone(int rank, v1::WorkerState state, const v1::ExitCause& cause);
+  // The generation has ended, and so has the claim of this worker, which had a seat in it.
+  void LeaveBetween(const std::string& worker_id, const v1::ExitCause& cause);
   std::string GoneText(const Seat& seat) const;
   void QuarantineHost(const std::string& host, absl::Duration length, const std::string& reason,
                       bool automatic);

@@ -701,6 +701,13 @@ void Core::Impl::Job::WorkerGone(int rank, v1::WorkerState state, const v1::Exit
   if (members_.alive() == 0) EndGeneration("every worker has left", {});
 }
 
+void Core::Impl::Job::LeaveBetween(const std::string& worker_id, const v1::ExitCause& cause) {
+  const Seat& seat = *members_.Find(worker_id);
+  if (!seat.alive()) return;
+  WorkerGone(seat.rank(), v1::WORKER_STATE_LEFT, cause);
+  if (members_.FormerWorld() == 0) DropTriggers("all workers have left the job");
+}
+
 void Core::Impl::Job::Strike(const std::string& host, const std::string& what) {
   const auto struck =
       quarantine_.Strike(host, /*other_hosts=*/members_.num_nodes() > 1, what, impl_->now_);

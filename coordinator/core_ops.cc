@@ -773,25 +773,31 @@ void Core::Impl::RemoveJob(Incoming* in) {
 void Core::Impl::Leave(Incoming* in) {
   const v1::LeaveRequest& request = in->op.leave();
   const v1::Fence& fence = request.fence();
+  Job* const job = FindJob(fence.job_id());
+  // In the generation that has ended before.
+  const bool had_seat = job != nullptr && !job->sealed() &&
+                        job->members().Holds(fence.worker_id(), fence.incarnation());
+  v1::ExitCause cause;
+  cause.set_message(Reason(request.reason()));
   Once(in, request, {.operators = false}, [&](Who who, v1::OpResult* result) {
-    v1::ExitCause cause;
-    cause.set_message(Reason(request.reason()));
     who.job->WorkerGone(who.seat->rank(), v1::WORKER_STATE_LEFT, cause);
     *result->mutable_leave()->mutable_header() = Header();
     return std::optional<v1::OpError>();
   });
-  // A worker that waits for a seat gives up its place.
-  Job* const job = FindJob(fence.job_id());
-  if (job == nullptr || !job->rendezvous().Waits(fence.worker_id(), fence.incarnation())) return;
+  // A worker that waits for a seat gives up its place, and one that had a seat its claim to
+  // another: nobody waits for it.
+  if (job == nullptr || out_->deposed) return;
+  if (!had_seat && !job->rendezvous().Waits(fence.worker_id(), fence.incarnation())) return;
   out_->replies.resize(first_reply_);
   job->DropWaiting(fence.worker_id(),
                    MakeError(absl::StatusCode::kCancelled, v1::ERROR_REASON_NOT_MEMBER,
                              absl::StrCat("worker ", Quoted(fence.worker_id()),
                                           " left while it waited for a seat")));
-  job->Evaluate();
+  if (had_seat) job->LeaveBetween(fence.worker_id(), cause);
+  job->Evaluate();  // last: a seal replaces the seats
   v1::OpResult result;
   *result.mutable_leave()->mutable_header() = Header();
-  Send(in->call, result, 0);
+  Send(in->call, result, had_seat ? job->membership_record() : 0);
   in->touched = job;
 }
 

@@ -447,6 +447,47 @@ TEST_F(CoreTest, Join_ElasticAgentsWithOneMoreThanTheMaximum_SurvivorsKeepTheirP
   EXPECT_EQ(bench_.Result(beyond).join().rank(), 0);
 }
 
+// As one whose launch is stopped does once its workers have ended: the others have met by then.
+TEST_F(CoreTest, Leave_ByAnElasticAgentBetweenGenerations_OthersDoNotWaitForIt) {
+  v1::RendezvousSpec agents = Spec(1, 4);
+  *agents.mutable_last_call() = ToProto(absl::Seconds(1));
+  const auto join = [&](int node) {
+    v1::Op op = JoinOp({absl::StrCat("node", node), 900ull + node}, agents);
+    op.mutable_join()->mutable_fence()->set_job_id("j.agents");
+    return bench_.Do(op, absl::StrCat("node-h", node));
+  };
+  v1::Op leave;
+  v1::Fence* const fence = leave.mutable_leave()->mutable_fence();
+  fence->set_job_id("j.agents");
+  fence->set_worker_id("node2");
+  fence->set_incarnation(902);
+  fence->set_generation(1);
+  fence->set_request_id(7);
+  // It has not asked for a place again, or it has.
+  for (const bool asked : {false, true}) {
+    for (const int node : {0, 1, 2}) join(node);
+    bench_.Advance(absl::Seconds(1));
+    v1::Op end;
+    end.mutable_end_generation()->mutable_fence()->set_job_id("j.agents");
+    bench_.Do(end);
+    const CallId first = join(0);
+    join(1);
+    if (asked) join(2);
+    bench_.Advance(absl::Milliseconds(500));
+    EXPECT_FALSE(bench_.Answered(first));
+    EXPECT_TRUE(bench_.Result(bench_.Do(leave)).has_leave());
+    EXPECT_TRUE(bench_.Result(bench_.Do(leave)).has_leave()) << "its answer was lost";
+    bench_.Restart(/*snapshot=*/asked);
+    const CallId again = join(0);
+    join(1);
+    bench_.Advance(absl::Seconds(1));  // the last call
+    EXPECT_EQ(bench_.Result(again).join().world_size(), 2);
+    bench_.Do(end);
+    fence->set_generation(3);
+    fence->set_request_id(8);
+  }
+}
+
 // Where their number is fixed, so is that of the workers.
 TEST_F(CoreTest, Join_OtherSpecOfFixedAgents_IsRefused) {
   v1::Op op = JoinOp({"node0", 900}, Spec(1, 1));

@@ -128,7 +128,6 @@ struct Flags {
   std::string attempt_dir, workdir;
   int attempt_lock = -1;
   int restarts_in_place = 0;
-  std::vector<int> user_error_codes;
   WorkerGroups::Options groups;
 };
 
@@ -181,7 +180,7 @@ void AddAttemptFlags(CLI::App* app, Flags* flags) {
                   "attempt has lost start again, while the others go on in theirs")
       ->check(CLI::Range(0, 1'000'000'000));
   app->add_option("--workdir", flags->workdir, "folder in which the program runs");
-  app->add_option("--user_error_code", flags->user_error_codes,
+  app->add_option("--user_error_code", flags->options.agent.user_error_codes,
                   "exit code of the program after which a restart cannot help, in end.json");
   app->add_option("--control_group", flags->groups.folder,
                   "folder of a control group for this process and those of the program");
@@ -397,7 +396,7 @@ int RunAndReport(NodeJobOptions options, const Flags& flags) {
   }
   AttemptRestarts restarts({.folder = flags.attempt_dir,
                             .left = flags.restarts_in_place,
-                            .user_error_codes = flags.user_error_codes,
+                            .user_error_codes = options.agent.user_error_codes,
                             .num_nodes = options.num_nodes});
   if (!flags.attempt_dir.empty() && flags.restarts_in_place > 0) options.agent.gate = &restarts;
   if (!flags.attempt_dir.empty()) {

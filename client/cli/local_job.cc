@@ -240,6 +240,7 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   options.grow_after = config.grow_after;
   options.node_rank = machine_rank;
   options.another_is_first = machine_rank != 0 && !plan.coordinator_runs;
+  options.hosts_coordinator = held.coordinator != nullptr;
   options.host = machine_rank == 0 ? ip : OwnAddressTowards(ip, config.coordinator_port);
   options.join_timeout = config.join_timeout;
   options.outage_tolerance = config.outage_tolerance;

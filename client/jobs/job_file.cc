@@ -332,6 +332,24 @@ const Setting* Find(absl::string_view name) {
   return nullptr;
 }
 
+// NAME=VALUE words as a map of texts, or of numbers, of which a word may have several, with commas.
+json MapOf(const std::vector<std::string>& words, bool numbers) {
+  json map = json::object();
+  for (const std::string& word : words) {
+    const std::vector<std::string> entries =
+        numbers ? std::vector<std::string>(absl::StrSplit(word, ',')) : std::vector{word};
+    for (const std::string& entry : entries) {
+      const size_t equals = entry.find('=');
+      if (equals == std::string::npos || equals == 0) return json(word);
+      const std::string value = entry.substr(equals + 1);
+      int64_t number = 0;
+      if (numbers && !absl::SimpleAtoi(value, &number)) return json(word);
+      map[entry.substr(0, equals)] = numbers ? json(number) : json(value);
+    }
+  }
+  return map;
+}
+
 // A flag's words as the file would have them; what a reader refuses stays text.
 json FlagValue(Kind kind, const std::vector<std::string>& words) {
   const std::string& last = words.back();
@@ -343,27 +361,10 @@ json FlagValue(Kind kind, const std::vector<std::string>& words) {
       const auto truth = ParseBoolWord(last);
       return truth.has_value() ? json(*truth) : json(last);
     }
-    case Kind::kMap: {
-      json map = json::object();
-      for (const std::string& word : words) {
-        const size_t equals = word.find('=');
-        if (equals == std::string::npos || equals == 0) return json(word);
-        map[word.substr(0, equals)] = word.substr(equals + 1);
-      }
-      return map;
-    }
-    case Kind::kNumbers: {
-      json map = json::object();
-      for (const std::string& word : words) {
-        for (const absl::string_view part : absl::StrSplit(word, ',')) {
-          const std::pair<std::string, absl::string_view> entry =
-              absl::StrSplit(part, absl::MaxSplits('=', 1));
-          if (!absl::SimpleAtoi(entry.second, &number)) return json(word);
-          map[entry.first] = number;
-        }
-      }
-      return map;
-    }
+    case Kind::kMap:
+      return MapOf(words, /*numbers=*/false);
+    case Kind::kNumbers:
+      return MapOf(words, /*numbers=*/true);
     case Kind::kWords:
       return json(words);
     case Kind::kIntegers: {

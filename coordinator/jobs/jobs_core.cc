@@ -1179,9 +1179,13 @@ void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::Attemp
   TouchPlacement(*job, *placement);
   dirty_ = true;
   if (end.end_class() != v1::END_CLASS_SUCCEEDED) {
-    // An echo can come before the cause.
-    const bool echo = attempt->end().end_class() == v1::END_CLASS_PEER_FAILED;
-    if (!attempt->has_end() || (echo && end.end_class() != v1::END_CLASS_PEER_FAILED)) {
+    // An echo can come before the cause, and another failure before a user error, after which no
+    // retry helps.
+    const v1::EndClass first = attempt->end().end_class();
+    const bool echo =
+        first == v1::END_CLASS_PEER_FAILED && end.end_class() != v1::END_CLASS_PEER_FAILED;
+    const bool hopeless = end.end_class() == v1::END_CLASS_USER_ERROR && CountsAsRestart(first);
+    if (!attempt->has_end() || echo || hopeless) {
       *attempt->mutable_end() = end;
       Touch(*job);
       Reach(job, AttemptStage::kDetected);
@@ -1531,6 +1535,18 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
     } else if (report.state() == v1::PLACEMENT_STATE_ENDED) {
       attempt->set_ended_unix_ms(std::max(attempt->ended_unix_ms(), report.ended_unix_ms()));
       v1::AttemptEnd end = Cleaned(report.end(), name);
+      absl::Time failed =
+          report.has_failed_ago() ? now_ - FromProto(report.failed_ago()) : absl::InfinitePast();
+      if (report.restart() > 0 && report.restart() <= attempt->restarts()) {
+        // This failure is counted: the attempt was to go on after it.
+        end = v1::AttemptEnd();
+        end.set_end_class(v1::END_CLASS_CANCELLED);
+        end.set_why(absl::StrCat("its runner was stopped when restart ", report.restart(),
+                                 " within the attempt was about to begin"));
+        end.set_node(name);
+        end.set_rank(-1);
+        failed = absl::InfinitePast();
+      }
       const bool ran = placement.state() == v1::PLACEMENT_STATE_RUNNING &&
                        FromProto(report.ran_for()) >= kStarted;
       // Somebody else has stopped it: the machine goes down. Or it had long started.
@@ -1538,9 +1554,7 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
           (end.end_class() == v1::END_CLASS_NODE_FAILED && ran)) {
         end.set_end_class(v1::END_CLASS_NODE_LOST);
       }
-      EndPlacement(
-          job, &placement, end,
-          report.has_failed_ago() ? now_ - FromProto(report.failed_ago()) : absl::InfinitePast());
+      EndPlacement(job, &placement, end, failed);
     }
     return;
   }

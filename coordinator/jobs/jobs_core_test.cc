@@ -235,10 +235,11 @@ class JobsCoreTest : public testing::Test {
   }
   // The processes of the job's current attempt end so on this node.
   void EndOn(const std::string& name, const std::string& job_id, v1::EndClass end_class,
-             const std::string& why = "rank 0 exited with code 1") {
+             const std::string& why = "rank 0 exited with code 1", int asked = 0) {
     const int attempt = Get(job_id).attempts();
     const auto it = nodes_.at(name).attempts.find({job_id, attempt});
     ASSERT_NE(it, nodes_.at(name).attempts.end()) << name << " does not run it";
+    it->second.set_restart(asked);
     SetEnd(&it->second, end_class, why);
     Sync(name);
   }
@@ -666,19 +667,24 @@ TEST_F(JobsCoreTest, RestartsInPlaceAndOthers_HaveOneBudget) {
   EXPECT_EQ(record.history_size(), 3);
 }
 
-TEST_F(JobsCoreTest, RestartsInPlaceAndOthers_HaveOneLimitOfTheirClass) {
-  AddNode("a", 1);
-  v1::JobSpec spec = Spec(1, /*max_restarts=*/5);
-  spec.add_class_limits()->set_end_class(v1::END_CLASS_PROCESS_FAILED);
-  spec.mutable_class_limits(0)->set_count(1);
-  const std::string job = Submit(spec);
-  AskOn("a", job, 1, v1::END_CLASS_PROCESS_FAILED);
-  EXPECT_EQ(Get(job).restarts(), 1);
-  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
-  AskOn("a", job, 2, v1::END_CLASS_PROCESS_FAILED);
-  EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
-  EXPECT_THAT(Get(job).why(),
-              testing::HasSubstr("its failure policy allows 1 restart after PROCESS_FAILED"));
+// Its node has not read the answer yet.
+TEST_F(JobsCoreTest, RunnerIsStoppedWhenItsRestartIsGranted_FailureCountsOnce) {
+  AddNode("a");
+  for (const bool granted : {false, true}) {
+    v1::JobSpec spec = Spec(2, /*max_restarts=*/3);
+    spec.add_class_limits()->set_end_class(v1::END_CLASS_PROCESS_FAILED);
+    spec.mutable_class_limits(0)->set_count(1);
+    const std::string job = Submit(spec);
+    if (granted) AskOn("a", job, 1, v1::END_CLASS_PROCESS_FAILED);
+    EndOn("a", job, v1::END_CLASS_PROCESS_FAILED, "rank 1 was killed", /*asked=*/1);
+    const v1::JobRecord record = Get(job);
+    EXPECT_EQ(record.state(), v1::JOB_STATE_RUNNING) << record.why();
+    EXPECT_EQ(record.restarts(), 1);
+    EXPECT_EQ(record.attempts(), 2);
+    if (granted) EXPECT_EQ(record.history(1).end().end_class(), v1::END_CLASS_NODE_LOST);
+    Control(job, v1::JOB_ACTION_CANCEL);
+    ObeyStops();
+  }
 }
 
 TEST_F(JobsCoreTest, UserErrorInPlace_EndsTheJob) {
@@ -818,6 +824,22 @@ TEST_F(JobsCoreTest, EchoOfAFailure_DoesNotHideItsCause) {
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_STOPPING);
   EndOn("b", job, v1::END_CLASS_USER_ERROR, "rank 2 exited with code 2");
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+}
+
+TEST_F(JobsCoreTest, UserErrorBesideAnotherFailure_IsNotRetried_WhicheverIsFirst) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  for (const bool user_error_first : {false, true}) {
+    stops_obey_ = false;
+    const std::string job = Submit(Spec(4, 5));
+    const auto fail = [&] { EndOn("a", job, v1::END_CLASS_PROCESS_FAILED); };
+    if (!user_error_first) fail();
+    EndOn("b", job, v1::END_CLASS_USER_ERROR, "rank 2 exited with code 2");
+    if (user_error_first) fail();
+    EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+    EXPECT_EQ(Get(job).why(), "rank 2 exited with code 2");
+    EXPECT_EQ(Get(job).restarts(), 0);
+  }
 }
 
 TEST_F(JobsCoreTest, RestartDelay_Doubles) {

@@ -61,6 +61,11 @@ bool HasLabels(const v1::JobSpec& spec, const v1::NodeInfo& info) {
       });
 }
 
+// An older agent would start the job without its files.
+bool TakesFiles(const v1::JobSpec& spec, const v1::NodeInfo& info) {
+  return spec.files_size() == 0 || info.takes_files();
+}
+
 // Without a node_rank and a state.
 v1::Placement Occupy(const std::string& name, const CandidateNode& node, int processes,
                      const v1::ProcessResources& process) {
@@ -171,10 +176,14 @@ PlacementDecision Place(const v1::JobSpec& spec,
                         const CandidateNodes& nodes) {
   PlacementDecision decision;
   std::vector<Fit> fits;
-  int without_labels = 0, of_no_use = 0, largest = 0;
+  int without_labels = 0, too_old = 0, of_no_use = 0, largest = 0;
   for (const auto& [name, node] : nodes) {
     if (!HasLabels(spec, *node.info)) {
       ++without_labels;
+      continue;
+    }
+    if (!TakesFiles(spec, *node.info)) {
+      ++too_old;
       continue;
     }
     if (std::find(avoided.begin(), avoided.end(), name) != avoided.end()) {
@@ -215,6 +224,11 @@ PlacementDecision Place(const v1::JobSpec& spec,
     } else {
       absl::StrAppend(&decision.why, most == 0 ? "no node has it" : absl::StrCat(most, " fit"));
     }
+    if (too_old > 0) {
+      absl::StrAppend(&decision.why, " (", too_old,
+                      too_old == 1 ? " node has an agent that is" : " nodes have agents that are",
+                      " too old for a job with files: update ", too_old == 1 ? "it)" : "them)");
+    }
     if (of_no_use > 0) {
       absl::StrAppend(&decision.why, " (", of_no_use,
                       of_no_use == 1 ? " node is avoided: it" : " nodes are avoided: they",
@@ -253,7 +267,9 @@ std::vector<v1::Placement> PlaceSpares(
   }
   std::vector<Fit> fits;
   for (const auto& [name, node] : nodes) {
-    if (used.contains(name) || !HasLabels(spec, *node.info)) continue;
+    if (used.contains(name) || !HasLabels(spec, *node.info) || !TakesFiles(spec, *node.info)) {
+      continue;
+    }
     const int processes = node.space.Fits(spec.per_process());
     if (processes >= each) fits.push_back({&name, &node, processes});
   }

@@ -137,6 +137,22 @@ TEST_F(PlacementTest, Labels_ThatNoNodeHas_AreNamed) {
   EXPECT_FALSE(Run(spec).placements.empty());
 }
 
+TEST_F(PlacementTest, JobWithFiles_RunsOnlyWhereAgentsTakeThem) {
+  AddNode("a", 4, 0);
+  AddNode("b", 2, 0);
+  v1::JobSpec spec = Spec(1, 2);
+  spec.set_spare_nodes(1);
+  spec.add_files()->set_path("config.yaml");
+  EXPECT_EQ(Run(spec).why,
+            "room for 1 to 2 processes with 1 CPU each: no node has it (2 nodes have agents that "
+            "are too old for a job with files: update them)");
+  infos_[0].set_takes_files(true);
+  const PlacementDecision decision = Run(spec);
+  ASSERT_EQ(decision.placements.size(), 1u);
+  EXPECT_EQ(decision.placements[0].node(), "a");
+  EXPECT_TRUE(decision.spares.empty());
+}
+
 TEST_F(PlacementTest, Memory_IsCounted) {
   AddNode("a", 64, 0, "", int64_t{10} << 30);
   v1::JobSpec spec = Spec(1, 8);

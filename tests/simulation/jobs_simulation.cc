@@ -363,6 +363,7 @@ class Simulation {
     request->set_cluster_id(kCluster);
     request->mutable_info()->set_cpus(node->cpus);
     request->mutable_info()->set_restarts_in_place(true);
+    request->mutable_info()->set_takes_files(true);
     request->set_seen_version(node->seen);
     for (const auto& [key, report] : node->attempts) *request->add_attempts() = report;
     Send(op, node);
@@ -429,8 +430,12 @@ class Simulation {
   static void End(Node* node, v1::AttemptReport* report, v1::EndClass end_class) {
     if (report->state() == v1::PLACEMENT_STATE_ENDED) return;
     report->set_state(v1::PLACEMENT_STATE_ENDED);
-    report->mutable_end()->set_end_class(end_class);
-    report->mutable_end()->set_why("it ended");
+    // A runner that is stopped while it waits for an answer ends with what it has asked for.
+    if (report->restart() == 0 || report->attempt() % 2 == 0) {
+      report->clear_restart();
+      report->mutable_end()->set_end_class(end_class);
+      report->mutable_end()->set_why("it ended");
+    }
     if (report->attempt() % 3 != 0) {
       report->mutable_failed_ago()->set_seconds(report->attempt() % 5 * 10);
     }
