@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -42,13 +43,19 @@ void* MapShared(int fd, uint64_t offset, uint64_t bytes) {
   return memory == MAP_FAILED ? nullptr : memory;
 }
 
-// Memory for part of the file, now rather than by SIGBUS when it is written.
+// Memory for part of the file, now rather than by SIGBUS when it is written. In pieces: a signal
+// undoes the piece that it meets, and a process may get a thousand of them a second (a profiler's).
 bool Reserve(int fd, uint64_t offset, uint64_t bytes) {
-  int result;
-  do {
-    result = fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes));
-  } while (result != 0 && errno == EINTR);
-  return result == 0;
+  constexpr uint64_t kPiece = 1 << 20;
+  for (const uint64_t end = offset + bytes; offset < end;) {
+    const uint64_t piece = std::min(kPiece, end - offset);
+    if (fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(piece)) == 0) {
+      offset += piece;
+    } else if (errno != EINTR) {
+      return false;
+    }
+  }
+  return true;
 }
 
 void Punch(int fd, uint64_t offset, uint64_t bytes) {
