@@ -276,6 +276,13 @@ std::string PythonFloat(double value) {
   return text;
 }
 
+std::string PythonText(const Json& value);
+
+// As Python writes it inside a list.
+std::string InList(const Json& value) {
+  return value.is_string() ? absl::StrCat("'", value.get<std::string>(), "'") : PythonText(value);
+}
+
 // As Python's str() writes it.
 std::string PythonText(const Json& value) {
   if (value.is_string()) return value.get<std::string>();
@@ -284,11 +291,15 @@ std::string PythonText(const Json& value) {
   if (value.is_number_float()) return PythonFloat(value.get<double>());
   if (value.is_array()) {
     std::vector<std::string> parts;
-    for (const Json& entry : value) {
-      parts.push_back(entry.is_string() ? absl::StrCat("'", entry.get<std::string>(), "'")
-                                        : PythonText(entry));
-    }
+    for (const Json& entry : value) parts.push_back(InList(entry));
     return absl::StrCat("[", absl::StrJoin(parts, ", "), "]");
+  }
+  if (value.is_object()) {
+    std::vector<std::string> parts;
+    for (const auto& [key, entry] : value.items()) {
+      parts.push_back(absl::StrCat("'", key, "': ", InList(entry)));
+    }
+    return absl::StrCat("{", absl::StrJoin(parts, ", "), "}");
   }
   return value.dump();
 }
@@ -948,6 +959,7 @@ absl::Status CheckKey(const AccelerateConfig& config, const std::string& key, Ke
         const std::optional<bool> word = ParseBoolWord(value->get<std::string>());
         if (word.has_value()) *value = *word;
       }
+      if (*value == 0 || *value == 1) *value = *value == 1;
       if (!value->is_boolean()) return WrongType(config, key, *value, "true or false");
       break;
     case KeyType::kText:

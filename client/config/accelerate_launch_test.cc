@@ -146,6 +146,14 @@ TEST(AccelerateLaunch, NumbersInQuotes_AreNumbers) {
   EXPECT_EQ(plan->agent.at("rdzv_endpoint"), "node:29511");
 }
 
+TEST(AccelerateLaunch, ZeroAndOne_AreNoAndYes) {
+  const auto plan = Plan("distributed_type: 'NO'\nuse_cpu: 1\ndebug: 0\n");
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->env.at("ACCELERATE_USE_CPU"), "True");
+  EXPECT_THAT(plan->env, Not(Contains(Key("ACCELERATE_DEBUG_MODE"))));
+  EXPECT_THAT(Error("distributed_type: 'NO'\nuse_cpu: 2\n"), HasSubstr("true or false"));
+}
+
 TEST(AccelerateLaunch, OneMachineByAFlag_LeavesThePlaceAmongSeveralOut) {
   const std::string file =
       "distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 2\nmachine_rank: 1\n"
