@@ -58,6 +58,30 @@ const std::map<std::string, Json, std::less<>>& OffSettings() {
   return *settings;
 }
 
+// What files had in config.json before there was generation_config.json. End and padding tokens are
+// the model's (CommonConfig).
+constexpr const char* kSettingsInConfigs[] = {"bad_words_ids",
+                                              "begin_suppress_tokens",
+                                              "diversity_penalty",
+                                              "do_sample",
+                                              "early_stopping",
+                                              "encoder_no_repeat_ngram_size",
+                                              "exponential_decay_length_penalty",
+                                              "forced_bos_token_id",
+                                              "forced_eos_token_id",
+                                              "length_penalty",
+                                              "min_length",
+                                              "no_repeat_ngram_size",
+                                              "num_beam_groups",
+                                              "num_beams",
+                                              "num_return_sequences",
+                                              "repetition_penalty",
+                                              "suppress_tokens",
+                                              "temperature",
+                                              "top_k",
+                                              "top_p",
+                                              "typical_p"};
+
 absl::Status Invalid(absl::string_view source, const std::string& name, const Json& value) {
   return absl::InvalidArgumentError(
       absl::StrCat(source, ": \"", Printable(name), "\" is ",
@@ -174,9 +198,20 @@ absl::StatusOr<GenerateOptions> ParseGenerationConfig(absl::string_view json,
 absl::StatusOr<GenerateOptions> ReadGenerationConfig(const std::string& folder) {
   const std::string path = absl::StrCat(folder, "/generation_config.json");
   const absl::StatusOr<std::string> text = ReadRegularFile(path, int64_t{16} << 20);
-  if (absl::IsNotFound(text.status())) return GenerateOptions();
-  if (!text.ok()) return text.status();
-  return ParseGenerationConfig(*text, path);
+  if (text.ok()) return ParseGenerationConfig(*text, path);
+  if (!absl::IsNotFound(text.status())) return text.status();
+  const std::string config_path = absl::StrCat(folder, "/config.json");
+  const absl::StatusOr<std::string> config = ReadRegularFile(config_path, int64_t{16} << 20);
+  if (absl::IsNotFound(config.status())) return GenerateOptions();
+  if (!config.ok()) return config.status();
+  MUSTER_ASSIGN_OR_RETURN(const Json parsed,
+                          ParseJson(*config, config_path, {.max_bytes = size_t{16} << 20}));
+  Json settings = Json::object();
+  for (const char* const name : kSettingsInConfigs) {
+    if (parsed.is_object() && parsed.contains(name)) settings[name] = parsed[name];
+  }
+  return ParseGenerationConfig(settings.dump(-1, ' ', false, Json::error_handler_t::replace),
+                               config_path);
 }
 
 }  // namespace muster::models

@@ -10,8 +10,9 @@
 namespace muster::models {
 
 // How the makers of a model want it to generate: FOLDER/generation_config.json, which transformers'
-// generate() starts from as well. The defaults of GenerateOptions if there is no such file. A
-// setting that would change what is generated and that Muster does not have is refused by name.
+// generate() starts from as well. If there is no such file, the settings of generation that
+// FOLDER/config.json has, as older files do; else the defaults of GenerateOptions. A setting that
+// would change what is generated and that Muster does not have is refused by name.
 // Errors: INVALID_ARGUMENT, UNIMPLEMENTED "FILE: FIELD ...".
 absl::StatusOr<GenerateOptions> ReadGenerationConfig(const std::string& folder);
 

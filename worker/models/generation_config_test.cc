@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "base/file.h"
 #include "base/test_folder.h"
 
 namespace muster::models {
@@ -51,6 +52,33 @@ TEST(ParseGenerationConfig, WhatMusterDoesNotHave_IsRefusedByName) {
     EXPECT_NE(options.status().message().find(message), std::string::npos) << options.status();
   }
   EXPECT_TRUE(ParseGenerationConfig(R"({"typical_p": 1.0, "suppress_tokens": null})", "f").ok());
+}
+
+TEST(ReadGenerationConfig, WithoutTheFile_SettingsInConfigJsonCount) {
+  const TestFolder folder;
+  const std::string config = folder.Path("config.json");
+  ASSERT_TRUE(WriteFileAtomically(
+                  config,
+                  R"({"model_type": "llama", "eos_token_id": 5, "max_length": 50, "num_beams": 2,
+                      "top_k": 50, "repetition_penalty": 1.3, "bad_words_ids": null})")
+                  .ok());
+  const auto options = ReadGenerationConfig(folder.path());
+  ASSERT_TRUE(options.ok()) << options.status();
+  EXPECT_EQ(options->num_beams, 2);
+  EXPECT_EQ(options->rules.repetition_penalty, 1.3);
+  EXPECT_EQ(options->rules.top_k, 0);
+  EXPECT_EQ(options->eos_token_ids, std::nullopt);  // the model's
+  EXPECT_EQ(options->max_new_tokens, GenerateOptions().max_new_tokens);
+
+  ASSERT_TRUE(WriteFileAtomically(config, R"({"suppress_tokens": [1, 2]})").ok());
+  EXPECT_NE(ReadGenerationConfig(folder.path())
+                .status()
+                .message()
+                .find("config.json: Muster does not have the setting \"suppress_tokens\""),
+            std::string::npos);
+  // It counts alone.
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("generation_config.json"), "{}").ok());
+  EXPECT_TRUE(ReadGenerationConfig(folder.path()).ok());
 }
 
 TEST(ReadGenerationConfig, NoFile_IsTheDefaults) {

@@ -301,37 +301,7 @@ class Settings {
   std::set<std::string, std::less<>> seen_;
 };
 
-// What transformers' classes take for a token that a file does not name; one that it gives as null
-// is none.
-struct DefaultTokens {
-  std::optional<int64_t> bos = std::nullopt, eos = std::nullopt, pad = std::nullopt;
-};
-
-DefaultTokens DefaultTokensOf(Architecture architecture) {
-  switch (architecture) {
-    case Architecture::kLlamaForCausalLM:
-    case Architecture::kMistralForCausalLM:
-    case Architecture::kMixtralForCausalLM:
-      return {.bos = 1, .eos = 2};
-    case Architecture::kGpt2LMHeadModel:
-      return {.bos = 50256, .eos = 50256};
-    case Architecture::kBertForMaskedLM:
-    case Architecture::kBertForSequenceClassification:
-      return {.pad = 0};
-    case Architecture::kQwen2ForCausalLM:
-      break;
-  }
-  return {};
-}
-
-// A default that a small vocabulary does not have is none.
-std::optional<int64_t> WithinVocabulary(std::optional<int64_t> id, int64_t vocab_size) {
-  return id.has_value() && *id < vocab_size ? id : std::nullopt;
-}
-
-std::optional<int64_t> TokenId(Settings& settings, const std::string& name,
-                               std::optional<int64_t> otherwise) {
-  if (!settings.Names(name)) return otherwise;
+std::optional<int64_t> TokenId(Settings& settings, const std::string& name) {
   if (!settings.Has(name)) return std::nullopt;
   // Some files write -1 for none.
   const int64_t id = settings.Int(name, -1, kMaxSize);
@@ -342,12 +312,12 @@ void ReadCommon(Settings& settings, Architecture architecture, CommonConfig* con
   config->architecture = architecture;
   config->vocab_size = settings.Size("vocab_size");
   config->initializer_range = settings.Number("initializer_range", 0, 1e6, 0.02);
-  const DefaultTokens defaults = DefaultTokensOf(architecture);
-  const auto otherwise = [config](std::optional<int64_t> id) {
-    return WithinVocabulary(id, config->vocab_size);
-  };
-  config->bos_token_id = TokenId(settings, "bos_token_id", otherwise(defaults.bos));
-  config->pad_token_id = TokenId(settings, "pad_token_id", otherwise(defaults.pad));
+  config->bos_token_id = TokenId(settings, "bos_token_id");
+  config->pad_token_id = TokenId(settings, "pad_token_id");
+  const bool is_bert = architecture == Architecture::kBertForMaskedLM ||
+                       architecture == Architecture::kBertForSequenceClassification;
+  // The class's default, which trains its row of the embedding otherwise; null is none.
+  if (is_bert && !settings.Names("pad_token_id")) config->pad_token_id = 0;
   if (config->pad_token_id.has_value() && *config->pad_token_id >= config->vocab_size) {
     settings.Invalid(absl::StrCat("\"pad_token_id\" is ", *config->pad_token_id,
                                   ", beyond the vocabulary of ", config->vocab_size));
@@ -360,8 +330,6 @@ void ReadCommon(Settings& settings, Architecture architecture, CommonConfig* con
         config->eos_token_ids.push_back(id.get<int64_t>());
       }
     }
-  } else if (const auto end = otherwise(defaults.eos); end && !settings.Names("eos_token_id")) {
-    config->eos_token_ids = {*end};
   }
   const std::string legacy = settings.Text("torch_dtype", "");
   config->dtype = settings.Text("dtype", legacy);

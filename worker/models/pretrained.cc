@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "base/file.h"
 #include "base/status_macros.h"
 #include "c10/core/impl/DeviceGuardImplInterface.h"
@@ -97,6 +98,52 @@ absl::Status Compare(const std::string& path, const WeightFiles& files, const Te
                    ". With strict = false, what is missing gets random weights"));
 }
 
+// Whether two tensors of the files have the same values. Holds one of them in memory.
+absl::StatusOr<bool> AreEqual(const WeightFiles& files, const WeightEntry& a,
+                              const WeightEntry& b) {
+  if (files.StorageOf(a) == files.StorageOf(b)) return true;
+  if (a.tensor.type != b.tensor.type || a.tensor.shape != b.tensor.shape) return false;
+  std::string bytes;
+  bytes.reserve(WeightFiles::BytesOf(a));
+  MUSTER_RETURN_IF_ERROR(files.Stream(a, [&bytes](absl::string_view part) {
+    bytes.append(part.data(), part.size());
+    return absl::OkStatus();
+  }));
+  absl::string_view rest = bytes;
+  bool equal = true;
+  MUSTER_RETURN_IF_ERROR(files.Stream(b, [&](absl::string_view part) {
+    equal = equal && absl::ConsumePrefix(&rest, part);
+    return absl::OkStatus();
+  }));
+  return equal;
+}
+
+absl::Status CheckTiedHead(const std::string& path, const WeightFiles& files,
+                           const TextModelImpl& model) {
+  if (!Common(model.config()).tie_word_embeddings) return absl::OkStatus();
+  // By the head's name in files, the model's name of what it is tied to.
+  static constexpr std::pair<const char*, const char*> kTies[] = {
+      {"lm_head.weight", "model.embed_tokens.weight"},
+      {"lm_head.weight", "transformer.wte.weight"},
+      {"cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"},
+      {"cls.predictions.decoder.bias", "cls.predictions.bias"},
+  };
+  for (const auto& [head_name, tied_to] : kTies) {
+    const WeightEntry* const head = files.Find(head_name);
+    if (head == nullptr) continue;
+    for (const WeightEntry& entry : files.entries()) {
+      if (model.ParameterName(entry.tensor.name) != tied_to) continue;
+      MUSTER_ASSIGN_OR_RETURN(const bool equal, AreEqual(files, *head, entry));
+      if (equal) continue;
+      return absl::InvalidArgumentError(absl::StrCat(
+          path, ": config.json ties ", head_name, " to ", entry.tensor.name,
+          ", but the files hold different values: set \"tie_word_embeddings\" to false "
+          "to use both, or remove the former"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckDeviceIsThere(const c10::Device& device) {
   if (device.is_cpu() || device.is_meta()) return absl::OkStatus();
   const int count = c10::impl::hasDeviceGuardImpl(device.type())
@@ -114,8 +161,9 @@ absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOpti
   MUSTER_ASSIGN_OR_RETURN(ModelConfig config, ReadModelConfig(path, options.config));
   MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, WeightFiles::Open(path));
   bool is_missing = false;
-  MUSTER_RETURN_IF_ERROR(Compare(path, files, *Construct(config, options.dtype, c10::kMeta),
-                                 options.strict, &is_missing));
+  const auto empty = Construct(config, options.dtype, c10::kMeta);
+  MUSTER_RETURN_IF_ERROR(Compare(path, files, *empty, options.strict, &is_missing));
+  MUSTER_RETURN_IF_ERROR(CheckTiedHead(path, files, *empty));
   TextModel model(Construct(config, options.dtype, options.device));
   if (is_missing) model->InitWeights();
   const TextModelImpl& names = *model;
@@ -177,6 +225,11 @@ absl::StatusOr<CausalLm> LoadCausalLm(const std::string& path, const LoadPretrai
   }
   MUSTER_ASSIGN_OR_RETURN(const TextModel model, LoadPretrained(path, options, report));
   return CausalLm(std::dynamic_pointer_cast<CausalLmImpl>(model.ptr()));
+}
+
+absl::Status CheckTiedHead(const std::string& path, const TextModelImpl& model) {
+  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, WeightFiles::Open(path));
+  return CheckTiedHead(path, files, model);
 }
 
 absl::Status SaveConfig(const TextModelImpl& model, const std::string& dir) {

@@ -53,6 +53,11 @@ absl::StatusOr<CausalLm> LoadCausalLm(const std::string& path,
                                       const LoadPretrainedOptions& options = {},
                                       LoadedWeights* report = nullptr);
 
+// Whether the files give a head that config.json ties to the embedding values of its own:
+// transformers 4 computes without them, transformers 5 with them. LoadPretrained asks. Reads both
+// tensors where files have both. INVALID_ARGUMENT names them; errors of WeightFiles.
+absl::Status CheckTiedHead(const std::string& path, const TextModelImpl& model);
+
 // Writes a folder that transformers and LoadPretrained load: config.json and safetensors in shards
 // of at most `max_shard_bytes`. Not for a model whose parameters are divided among processes: save
 // that with Accelerator::save_model and its config with SaveConfig.

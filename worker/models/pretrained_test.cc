@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
+#include <tuple>
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
@@ -124,6 +125,34 @@ TEST(LoadPretrained, ShapesUnlikeTheConfig_NameTensorAndBoth) {
                 "mlp.gate_proj.weight ([112, 48] in the file, [113, 48] by the config)"),
             std::string::npos)
       << model.status();
+}
+
+// transformers 4 computes without such a head, transformers 5 with it.
+TEST(LoadPretrained, TiedHeadWithValuesOfItsOwn_IsRefused) {
+  for (const auto& [name, embedding, head] :
+       {std::tuple("hf_models/qwen2_shared", "model.embed_tokens.weight", "lm_head.weight"),
+        std::tuple("hf_models/gpt2_shared", "transformer.wte.weight", "lm_head.weight"),
+        std::tuple("hf_models/bert_shared", "bert.embeddings.word_embeddings.weight",
+                   "cls.predictions.decoder.weight")}) {
+    SCOPED_TRACE(name);
+    const auto model = LoadPretrained(GoldenPath(name));
+    ASSERT_TRUE(model.ok()) << model.status();
+    for (const bool equal : {true, false}) {
+      NamedTensors tensors = TensorsOf(*model);
+      for (const auto& [each, tensor] : TensorsOf(*model)) {
+        if (each == embedding) tensors.emplace_back(head, equal ? tensor.clone() : tensor + 1);
+      }
+      const TestFolder folder;
+      WriteFolder(folder, tensors, (*model)->config());
+      const auto again = LoadPretrained(folder.path());
+      EXPECT_EQ(again.ok(), equal) << again.status();
+      EXPECT_EQ(CheckTiedHead(folder.path(), **model).ok(), equal);
+      if (equal) continue;
+      EXPECT_NE(again.status().message().find(std::string("ties ") + head + " to " + embedding),
+                std::string::npos)
+          << again.status();
+    }
+  }
 }
 
 // Before memory is allocated: the config alone would need more than there is.
