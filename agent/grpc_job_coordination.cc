@@ -454,7 +454,9 @@ class GrpcJobCoordination final : public JobCoordination {
     v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
     put->set_key(kFinished);
     put->set_value(prefix_);
-    const absl::StatusOr<v1::OpResult> result = Call(std::move(op), kShortCall, Until::kAnswered);
+    // The coordinator may end as soon as its own machine is done.
+    const absl::StatusOr<v1::OpResult> result =
+        Call(std::move(op), absl::Seconds(1), Until::kAnswered);
     if (!result.ok()) {
       MUSTER_LOG(Debug) << "cannot tell waiting machines that the job is done: "
                         << result.status().message();
@@ -704,9 +706,12 @@ class GrpcJobCoordination final : public JobCoordination {
     while (true) {
       const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
       if (absl::IsCancelled(members.status())) return members.status();
+      // Or it has asked before, and serves others on without a place: see ServeOthers.
       if (members.ok() &&
-          std::any_of(members->begin(), members->end(),
-                      [](const v1::Member& member) { return member.worker_id() == "node0"; })) {
+          std::any_of(members->begin(), members->end(), [](const v1::Member& member) {
+            return member.worker_id() == "node0" ||
+                   (member.rank() >= 0 && member.state() == v1::WORKER_STATE_RUNNING);
+          })) {
         return absl::OkStatus();
       }
       if (Clock::Real().Now() >= give_up) {

@@ -524,6 +524,14 @@ TEST_F(GrpcJobCoordinationTest, CoordinatorIsAnotherLaunch_NoPlaceIsTakenBeforeI
   EXPECT_EQ(*looks, 2);
 }
 
+TEST_F(GrpcJobCoordinationTest, LaunchWithTheCoordinatorHasNoPlaceAnyMore_OthersStillCome) {
+  another_is_first_ = true;
+  StartCoordinator();
+  AnswerAsElastic(1, 2, {Machine(0, v1::WORKER_STATE_RUNNING, absl::ZeroDuration())});
+  MakeCoordination(3, absl::Minutes(2));
+  EXPECT_TRUE(coordination_->Meet(0, {}).ok());
+}
+
 TEST_F(GrpcJobCoordinationTest, FailureWhileAllMachinesAreHeard_IsCounted) {
   RunBeside(Machine(0, v1::WORKER_STATE_RUNNING, absl::ZeroDuration()));
   const AttemptEnd end = coordination_->Fail({"rank 1 exited with code 1", {}});
