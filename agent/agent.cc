@@ -41,8 +41,9 @@ void Agent::Stop() {
   if (options_.gate != nullptr) options_.gate->Cancel();
 }
 
-void Agent::Kill(const std::string& worker_id, uint64_t incarnation, const std::string& why) {
-  Post(KillWanted{worker_id, incarnation, why});
+void Agent::Kill(const std::string& worker_id, uint64_t incarnation, const std::string& why,
+                 v1::EndClass as) {
+  Post(KillWanted{worker_id, incarnation, why, as});
 }
 
 void Agent::Reenters(const std::string& worker_id, Reentry reentry) {
@@ -231,6 +232,7 @@ WorkerEnd Agent::OnEnded(const Ended& event) {
   end.host = hostname_;
   end.exit = event.exit;
   end.killed_because = worker.killed_because;
+  end.killed_as = worker.killed_as;
   end.last_lines = worker.process->LastLines();
   if (options_.groups != nullptr && !end.exit.ok()) {
     const std::optional<std::string> kill = options_.groups->MemoryKill(worker.rank);
@@ -250,9 +252,24 @@ void Agent::StopWorkers(absl::Duration grace) {
   }
 }
 
+v1::EndClass Agent::ClassOfWorker(const WorkerEnd& end) const {
+  return ClassOf(end, options_.user_error_codes, CountMemoryKills() > memory_kills_);
+}
+
+std::optional<std::string> Agent::WhyLast(v1::EndClass end_class) const {
+  // Where nothing is restarted, nobody asks why.
+  if (!MayRetry(end_class)) {
+    return options_.max_restarts > 0 ? "a restart does not help after a user error" : "";
+  }
+  if (CountsAsRestart(end_class) && counted_.total >= options_.max_restarts) return "";
+  std::string over = WhyOverLimit(options_.class_limits, counted_.by_class, end_class);
+  if (over.empty()) return std::nullopt;
+  return over;
+}
+
 bool Agent::MayRestart(const WorkerEnd& cause) const {
   if (stopped_) return false;
-  if (options_.gate == nullptr) return counted_ < options_.max_restarts;
+  if (options_.gate == nullptr) return !WhyLast(ClassOfWorker(cause)).has_value();
   // What was killed for a reason, as after a hang, may not be the only one to blame.
   return cause.killed_because.empty() && options_.gate->MayAsk(attempt_ + 1, cause);
 }
@@ -274,7 +291,7 @@ AttemptEnd Agent::EndOfThisMachine(std::string why) const {
 }
 
 void Agent::StopOrKeepWorkers(const AttemptEnd& end) {
-  const bool again = options_.gate != nullptr ? end.restarts : counted_ < options_.max_restarts;
+  const bool again = options_.gate != nullptr ? end.restarts : !WhyLast(ClassOf(end)).has_value();
   const bool restarts = again && !options_.elastic && !stopped_;
   // Where nothing has failed, they have the time to save.
   const bool orderly =
@@ -297,6 +314,7 @@ void Agent::KillWorker(const KillWanted& wanted) {
       continue;
     }
     worker.killed_because = wanted.why.empty() ? "at the coordinator's request" : wanted.why;
+    worker.killed_as = wanted.as;
     worker.process->Stop(options_.failure_grace);
   }
 }
@@ -345,12 +363,14 @@ AttemptEnd Agent::Culprit(const Ended& first) {
   AttemptEnd end;
   end.why = culprit.ToString();
   end.last_lines = culprit.last_lines;
+  end.end_class = ClassOfWorker(culprit);
   culprit_ = std::move(culprit);
   return end;
 }
 
 std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
                                             absl::Status* refused) {
+  memory_kills_ = CountMemoryKills();
   link_.Watch([this](AttemptEnd end) { Post(EndedElsewhere{std::move(end)}); });
   const auto not_started = [&](const absl::Status& status) {
     StopWorkers(absl::ZeroDuration());
@@ -524,11 +544,16 @@ JobResult Agent::RunAttempts() {
       result.status = refused;
       return result;
     }
-    const bool counts = result.failure.cause == AttemptEnd::Cause::kFailed;
-    const bool again = options_.gate != nullptr ? result.failure.restarts
-                                                : !counts || counted_ < options_.max_restarts;
+    const v1::EndClass end_class = ClassOf(result.failure);
+    const bool counts = CountsAsRestart(end_class);
+    const std::optional<std::string> last =
+        options_.gate != nullptr ? std::nullopt : WhyLast(end_class);
+    const bool again = options_.gate != nullptr ? result.failure.restarts : !last.has_value();
     result.outcome = JobResult::Outcome::kFailed;
-    if (!again) return result;
+    if (!again) {
+      if (last.has_value() && !last->empty()) absl::StrAppend(&result.failure.why, "; ", *last);
+      return result;
+    }
     if (options_.gate != nullptr) {
       const absl::Status allowed = options_.gate->Await(attempt + 1, result);
       if (absl::IsCancelled(allowed) || absl::IsAborted(allowed)) {
@@ -546,7 +571,8 @@ JobResult Agent::RunAttempts() {
         return result;
       }
     }
-    if (counts) ++counted_;
+    if (counts) ++counted_.total;
+    CountStart(options_.class_limits, end_class, &counted_.by_class);
     restarted_after_ = result.failure.why;
     const int others = kept();
     output_.Note(absl::StrCat(
@@ -555,7 +581,7 @@ JobResult Agent::RunAttempts() {
                     : absl::StrCat(options_.slots - others, " of ", options_.slots, " workers"),
         " again", others == 0 ? "" : ", the others continue in their processes",
         options_.gate != nullptr ? absl::StrCat(" (restart ", attempt + 1, " within the attempt)")
-        : counts ? absl::StrCat(" (restart ", counted_, " of ", options_.max_restarts, ")")
+        : counts ? absl::StrCat(" (restart ", counted_.total, " of ", options_.max_restarts, ")")
                  : " (not counted as a restart)"));
     output_.Flush(options_.failure_grace);
   }

@@ -20,6 +20,8 @@
 #include "agent/worker_processes.h"
 #include "base/held_memory.h"
 #include "base/mutex.h"
+#include "proto/failure_policy.h"
+#include "proto/muster/v1/job.pb.h"
 
 namespace muster::agent {
 
@@ -37,6 +39,8 @@ struct AgentOptions {
   std::map<std::string, std::string> inherited;
   // How often all workers are started again after a failure.
   int max_restarts = 0;
+  // Of those, and of restarts that do not count, after ends of a class. The same on all machines.
+  ClassCounts class_limits = {};
   // Exit codes after which no restart can help, besides 2, 126 and 127.
   std::vector<int> user_error_codes = {};
   // Decides about that instead, and only when some workers can go on in their processes. They and
@@ -118,8 +122,10 @@ class Agent {
   void Stop();
 
   // The coordinator wants this start of this worker to end: SIGTERM, and SIGKILL after the grace.
-  // Its end counts as a failure. Nothing if it is not running here. Does not block.
-  void Kill(const std::string& worker_id, uint64_t incarnation, const std::string& why);
+  // Its end counts as a failure, of the class `as` if that is given. Nothing if it is not running
+  // here. Does not block.
+  void Kill(const std::string& worker_id, uint64_t incarnation, const std::string& why,
+            v1::EndClass as = v1::END_CLASS_UNSPECIFIED);
 
   // What the running process of this worker says of its re-entry. Does not block.
   void Reenters(const std::string& worker_id, Reentry reentry);
@@ -132,6 +138,7 @@ class Agent {
     std::shared_ptr<Process> process;
     bool ended = false;
     std::string killed_because;  // empty: it was not killed
+    v1::EndClass killed_as = v1::END_CLASS_UNSPECIFIED;
     Reentry reentry = Reentry::kNone;
     bool kept = false;     // the attempt in which it was started has ended without it
     bool awaited = false;  // and it has not given that up yet
@@ -149,6 +156,7 @@ class Agent {
     std::string worker_id;
     uint64_t incarnation;
     std::string why;
+    v1::EndClass as;
   };
   struct ReentryTold {
     std::string worker_id;
@@ -177,6 +185,10 @@ class Agent {
   // An end for which no worker is to blame: where the number of machines varies, the others go on
   // without this one.
   AttemptEnd EndOfThisMachine(std::string why) const;
+  v1::EndClass ClassOfWorker(const WorkerEnd& end) const;
+  // Why no other attempt may follow an end of this class, in words that follow "; ", of which there
+  // may be none. nullopt: one may. Without a gate.
+  std::optional<std::string> WhyLast(v1::EndClass end_class) const;
   // Whether another attempt may follow one that has failed by this worker, as far as this node
   // knows.
   bool MayRestart(const WorkerEnd& cause) const;
@@ -209,8 +221,9 @@ class Agent {
   int running_ = 0;
   int node_rank_ = -1;  // of the last meeting
   int num_nodes_ = 0;
-  int attempt_ = 0;  // 0 is the first
-  int counted_ = 0;  // restarts that count
+  int attempt_ = 0;           // 0 is the first
+  RestartCounts counted_;     // restarts
+  int64_t memory_kills_ = 0;  // of the machine, before the attempt
   bool stopped_ = false;
   std::vector<std::string> stuck_;  // workers that could not be killed
   std::optional<WorkerEnd> culprit_;

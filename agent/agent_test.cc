@@ -253,6 +253,39 @@ TEST_F(AgentTest, UserErrorBesideAnotherFailure_IsTheCulprit) {
   EXPECT_EQ(result.failed_here->rank, 1);
 }
 
+TEST_F(AgentTest, UserError_IsNotRestarted) {
+  options_.max_restarts = 5;
+  const JobResult result = Run("exit 2");
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  EXPECT_EQ(result.restarts, 0);
+  EXPECT_THAT(result.failure.why, HasSubstr("exited with code 2; a restart does not help"));
+}
+
+TEST_F(AgentTest, FailurePolicy_LimitsTheRestartsOfEachClass) {
+  options_.max_restarts = 5;
+  options_.class_limits = ToClassCounts({{"failed", 2}});
+  const JobResult result = Run("exit 1");
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  EXPECT_EQ(result.restarts, 2);
+  EXPECT_THAT(result.failure.why,
+              HasSubstr("; its failure policy allows 2 restarts after PROCESS_FAILED"));
+  std::vector<bool> may_restart;
+  for (const WorkerEnd& end : coordination_.ends()) may_restart.push_back(end.may_restart);
+  EXPECT_THAT(may_restart, ElementsAre(true, true, false));
+}
+
+TEST_F(AgentTest, WorkerKilledForAHang_CountsAsOne) {
+  options_.max_restarts = 5;
+  options_.class_limits = ToClassCounts({{"hang", 0}});
+  Start("trap 'exit 2' TERM; echo $MUSTER_INCARNATION; while :; do sleep 1000 & wait; done");
+  uint64_t incarnation = 0;
+  ASSERT_TRUE(absl::SimpleAtoi(ReadValues(1).at(0), &incarnation));
+  agent_->Kill("w0", incarnation, "the job hangs", v1::END_CLASS_HANG);
+  const JobResult result = Join();
+  EXPECT_EQ(result.restarts, 0);
+  EXPECT_THAT(result.failure.why, HasSubstr("its failure policy allows 0 restarts after HANG"));
+}
+
 TEST_F(AgentTest, Restart_AllStartAgainWithNewIncarnations) {
   options_.slots = 2;
   options_.max_restarts = 2;

@@ -24,6 +24,7 @@ bool IsUserError(const WorkerEnd& end, const std::vector<int>& user_error_codes)
 
 v1::EndClass ClassOf(const WorkerEnd& end, const std::vector<int>& user_error_codes,
                      bool out_of_memory) {
+  if (end.killed_as != v1::END_CLASS_UNSPECIFIED) return end.killed_as;
   if (!end.memory_kill.empty()) return v1::END_CLASS_OUT_OF_MEMORY;
   if (IsUserError(end, user_error_codes)) return v1::END_CLASS_USER_ERROR;
   if (end.exit.signal == SIGKILL && out_of_memory && !end.counts_memory_kills) {

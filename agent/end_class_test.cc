@@ -21,6 +21,8 @@ TEST(EndClassTest, ExitCodesOfUserErrors_AreThoseOfAProgramThatEndedByItself) {
   killed.killed_because = "the job hangs";
   EXPECT_FALSE(IsUserError(killed, {}));
   EXPECT_EQ(ClassOf(killed, {}, false), v1::END_CLASS_PROCESS_FAILED);
+  killed.killed_as = v1::END_CLASS_HANG;
+  EXPECT_EQ(ClassOf(killed, {}, false), v1::END_CLASS_HANG);
 }
 
 TEST(EndClassTest, KilledByTheKernel_IsOutOfMemory_AsTheControlGroupSays) {

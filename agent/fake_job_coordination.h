@@ -18,14 +18,14 @@ class FakeJobCoordination final : public JobCoordination {
  public:
   explicit FakeJobCoordination(Meeting meeting = {}) : meeting_(std::move(meeting)) {}
 
-  absl::StatusOr<Meeting> Meet(int attempt, int counted) override {
+  absl::StatusOr<Meeting> Meet(int attempt, const RestartCounts& counted) override {
     MutexLock lock(&mu_);
     on_ended_ = nullptr;  // of the attempt before
     attempts_.push_back(attempt);
     if (!meet_error_.ok()) return meet_error_;
     Meeting meeting = meeting_;
     meeting.attempt = std::max(meeting.attempt, attempt);
-    meeting.counted = std::max(meeting.counted, counted);
+    meeting.counted.TakeLarger(counted);
     return meeting;
   }
   void Watch(std::function<void(AttemptEnd)> on_ended) override {

@@ -22,6 +22,7 @@
 #include "base/mutex.h"
 #include "base/status_macros.h"
 #include "base/timer_thread.h"
+#include "proto/failure_policy.h"
 #include "proto/muster/v1/session.pb.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
@@ -47,10 +48,20 @@ constexpr absl::Duration kComeAgain = absl::Seconds(10);
 constexpr absl::Duration kComeAgainAtMost = absl::Minutes(10);
 constexpr int kMaxCount = 1'000'000'000;
 
+std::string NameOf(v1::EndClass end_class) {
+  return v1::EndClass_Name(end_class).substr(sizeof("END_CLASS_") - 1);
+}
+v1::EndClass ClassOfName(const std::string& name) {
+  v1::EndClass end_class = v1::END_CLASS_UNSPECIFIED;
+  v1::EndClass_Parse("END_CLASS_" + name, &end_class);
+  return end_class;
+}
+
 std::string ToJson(const AttemptEnd& end) {
   json value = {{"why", end.why}, {"last_lines", end.last_lines}};
   if (end.cause != AttemptEnd::Cause::kFailed) value["cause"] = static_cast<int>(end.cause);
   if (end.restarts) value["restarts"] = true;
+  if (end.end_class != v1::END_CLASS_UNSPECIFIED) value["class"] = NameOf(end.end_class);
   return value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
@@ -67,6 +78,28 @@ int CountOf(const json& value, const char* name) {
   return it->get<int>();
 }
 
+// The restarts so far.
+void AddCounts(const RestartCounts& counts, json* value) {
+  (*value)["counted"] = counts.total;
+  json classes = json::object();
+  for (const v1::ClassCount& one : counts.by_class) classes[NameOf(one.end_class())] = one.count();
+  if (!classes.empty()) (*value)["classes"] = std::move(classes);
+}
+RestartCounts CountsOf(const json& value) {
+  RestartCounts counts;
+  counts.total = CountOf(value, "counted");
+  const auto classes = value.find("classes");
+  if (classes == value.end() || !classes->is_object()) return counts;
+  for (const auto& [name, end_class] : kLimitedClasses) {
+    const int count = CountOf(*classes, NameOf(end_class).c_str());
+    if (count == 0) continue;
+    v1::ClassCount* const one = counts.by_class.Add();
+    one->set_end_class(end_class);
+    one->set_count(count);
+  }
+  return counts;
+}
+
 AttemptEnd EndFromJson(const std::string& text) {
   const json value = json::parse(text, nullptr, /*allow_exceptions=*/false);
   AttemptEnd end;
@@ -76,6 +109,7 @@ AttemptEnd EndFromJson(const std::string& text) {
       cause <= static_cast<int>(AttemptEnd::Cause::kMachineCame)) {
     end.cause = static_cast<AttemptEnd::Cause>(cause);
   }
+  end.end_class = ClassOfName(TextOf(value, "class"));
   if (const auto restarts = value.find("restarts"); restarts != value.end()) {
     end.restarts = restarts->is_boolean() && restarts->get<bool>();
   }
@@ -97,19 +131,28 @@ bool IsCutOff(v1::ErrorReason reason) {
 // agents that have not read the key: in words, because logs show them.
 struct CauseWords {
   AttemptEnd::Cause cause;
+  v1::EndClass end_class;  // as ClassOf has it
   const char* words;
 };
 constexpr CauseWords kCauseWords[] = {
-    {AttemptEnd::Cause::kFailed, "another attempt begins after a failure: "},
-    {AttemptEnd::Cause::kMachineLost, "another attempt begins after a loss: "},
-    {AttemptEnd::Cause::kMachineLeft, "another attempt begins after a machine has left: "},
-    {AttemptEnd::Cause::kMachineCame, "another attempt begins because a machine has come: "},
+    {AttemptEnd::Cause::kFailed, v1::END_CLASS_PROCESS_FAILED,
+     "another attempt begins after a failure: "},
+    {AttemptEnd::Cause::kFailed, v1::END_CLASS_OUT_OF_MEMORY,
+     "another attempt begins after a process ran out of memory: "},
+    {AttemptEnd::Cause::kFailed, v1::END_CLASS_HANG, "another attempt begins after a hang: "},
+    {AttemptEnd::Cause::kMachineLost, v1::END_CLASS_NODE_LOST,
+     "another attempt begins after a loss: "},
+    {AttemptEnd::Cause::kMachineLeft, v1::END_CLASS_UNSPECIFIED,
+     "another attempt begins after a machine has left: "},
+    {AttemptEnd::Cause::kMachineCame, v1::END_CLASS_UNSPECIFIED,
+     "another attempt begins because a machine has come: "},
 };
 constexpr char kJoinNext[] = "; join the next one";  // what the coordinator adds for waiting calls
 
 std::string AnotherBegins(const AttemptEnd& end) {
   for (const CauseWords& one : kCauseWords) {
-    if (one.cause == end.cause) return absl::StrCat(one.words, end.why);
+    if (one.cause == end.cause && one.end_class == ClassOf(end))
+      return absl::StrCat(one.words, end.why);
   }
   return "another attempt begins";
 }
@@ -120,6 +163,7 @@ std::optional<AttemptEnd> EndFromReason(const std::string& reason) {
     if (at == std::string::npos) continue;
     AttemptEnd end;
     end.cause = one.cause;
+    if (one.cause == AttemptEnd::Cause::kFailed) end.end_class = one.end_class;
     end.why = reason.substr(at + std::string(one.words).size());
     if (absl::EndsWith(end.why, kJoinNext)) end.why.resize(end.why.size() - sizeof(kJoinNext) + 1);
     return end;
@@ -180,7 +224,7 @@ class GrpcJobCoordination final : public JobCoordination {
     Call(std::move(op), absl::Seconds(1), Until::kAnswered, Late::kHeld).IgnoreError();
   }
 
-  absl::StatusOr<Meeting> Meet(int attempt, int counted) override {
+  absl::StatusOr<Meeting> Meet(int attempt, const RestartCounts& counted) override {
     StopWatching();
     const std::string again = elastic() ? WhyAgain() : "another attempt begins";
     MUSTER_RETURN_IF_ERROR(AwaitCoordinator(attempt));
@@ -410,7 +454,9 @@ class GrpcJobCoordination final : public JobCoordination {
     v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
     put->set_key(kFinished);
     put->set_value(prefix_);
-    const absl::StatusOr<v1::OpResult> result = Call(std::move(op), kShortCall, Until::kAnswered);
+    // The coordinator may end as soon as its own machine is done.
+    const absl::StatusOr<v1::OpResult> result =
+        Call(std::move(op), absl::Seconds(1), Until::kAnswered);
     if (!result.ok()) {
       MUSTER_LOG(Debug) << "cannot tell waiting machines that the job is done: "
                         << result.status().message();
@@ -660,9 +706,12 @@ class GrpcJobCoordination final : public JobCoordination {
     while (true) {
       const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
       if (absl::IsCancelled(members.status())) return members.status();
+      // Or it has asked before, and serves others on without a place: see ServeOthers.
       if (members.ok() &&
-          std::any_of(members->begin(), members->end(),
-                      [](const v1::Member& member) { return member.worker_id() == "node0"; })) {
+          std::any_of(members->begin(), members->end(), [](const v1::Member& member) {
+            return member.worker_id() == "node0" ||
+                   (member.rank() >= 0 && member.state() == v1::WORKER_STATE_RUNNING);
+          })) {
         return absl::OkStatus();
       }
       if (Clock::Real().Now() >= give_up) {
@@ -859,7 +908,9 @@ class GrpcJobCoordination final : public JobCoordination {
     *op.mutable_txn()->mutable_fence() = AgentFence();
     v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
     put->set_key(CountKey(node_rank_));
-    put->set_value(json({{"attempt", meeting.attempt}, {"counted", meeting.counted}}).dump());
+    json value = {{"attempt", meeting.attempt}};
+    AddCounts(meeting.counted, &value);
+    put->set_value(value.dump());
     return Call(std::move(op), options_.outage_tolerance + kAgree, Until::kCancelled).status();
   }
 
@@ -877,7 +928,7 @@ class GrpcJobCoordination final : public JobCoordination {
       const json value = json::parse(kv.value(), nullptr, /*allow_exceptions=*/false);
       if (!value.is_object()) return absl::InternalError("the counts of a machine are malformed");
       meeting->attempt = std::max(meeting->attempt, CountOf(value, "attempt"));
-      meeting->counted = std::max(meeting->counted, CountOf(value, "counted"));
+      meeting->counted.TakeLarger(CountsOf(value));
     }
     return absl::OkStatus();
   }
@@ -899,7 +950,7 @@ class GrpcJobCoordination final : public JobCoordination {
                     {"master_port", meeting->master_port}};
       if (elastic()) {
         value["attempt"] = meeting->attempt;
-        value["counted"] = meeting->counted;
+        AddCounts(meeting->counted, &value);
       }
       put->set_value(value.dump());
       return Call(std::move(op), options_.outage_tolerance + kAgree, Until::kCancelled).status();
@@ -923,7 +974,7 @@ class GrpcJobCoordination final : public JobCoordination {
     }
     if (elastic()) {
       meeting->attempt = std::max(meeting->attempt, CountOf(value, "attempt"));
-      meeting->counted = std::max(meeting->counted, CountOf(value, "counted"));
+      meeting->counted.TakeLarger(CountsOf(value));
     }
     meeting->master_addr = TextOf(value, "master_addr");
     const auto port = value.find("master_port");

@@ -85,7 +85,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
     StartCoordinator();
     AnswerAsElastic(1, 2, {other});
     MakeCoordination(3, absl::Minutes(2));
-    ASSERT_TRUE(coordination_->Meet(0, 0).ok());
+    ASSERT_TRUE(coordination_->Meet(0, {}).ok());
     coordination_->Watch([](AttemptEnd) {});
   }
 
@@ -116,7 +116,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
       if (op.has_wait()) {
         result->mutable_wait()->add_kvs()->set_value(
             R"({"settings": "num_processes 2", "master_addr": "10.0.0.1", "master_port": 1234,)"
-            R"( "attempt": 5, "counted": 2})");
+            R"( "attempt": 5, "counted": 2, "classes": {"OUT_OF_MEMORY": 1, "NONE": 3}})");
       }
       return true;
     });
@@ -168,12 +168,12 @@ constexpr char kSettings[] =
 TEST_F(GrpcJobCoordinationTest, NobodyThere_SaysWhereAndWhatToLookAt) {
   TakeAddress();
   MakeCoordination(1, absl::Milliseconds(20));
-  EXPECT_THAT(std::string(coordination_->Meet(0, 0).status().message()),
+  EXPECT_THAT(std::string(coordination_->Meet(0, {}).status().message()),
               HasSubstr(absl::StrCat("no coordinator answers at ", address_,
                                      " after 20ms: is it running, and is the address right? (")));
   coordination_.reset();
   MakeCoordination(2, absl::Milliseconds(20));
-  EXPECT_THAT(std::string(coordination_->Meet(0, 0).status().message()),
+  EXPECT_THAT(std::string(coordination_->Meet(0, {}).status().message()),
               HasSubstr("is machine 0 launched"));
 }
 
@@ -181,7 +181,7 @@ TEST_F(GrpcJobCoordinationTest, NobodyThere_SaysSoWhileItWaits) {
   TakeAddress();
   MakeCoordination(2, absl::Milliseconds(300));
   ::testing::internal::CaptureStderr();
-  EXPECT_FALSE(coordination_->Meet(0, 0).ok());
+  EXPECT_FALSE(coordination_->Meet(0, {}).ok());
   EXPECT_THAT(::testing::internal::GetCapturedStderr(),
               AllOf(HasSubstr(absl::StrCat("no coordinator answers at ", address_, " for ")),
                     HasSubstr("is machine 0 launched"), HasSubstr("Waiting up to 300ms"),
@@ -194,17 +194,17 @@ TEST_F(GrpcJobCoordinationTest, CoordinatorEndsForGood_MeetEndsWithItsReason) {
   sessions_.SayGoodbye("stopped by SIGINT");
   StartCoordinator();
   MakeCoordination(2, absl::Hours(1));
-  const absl::Status status = coordination_->Meet(0, 0).status();
+  const absl::Status status = coordination_->Meet(0, {}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(status.message()), HasSubstr("has ended: stopped by SIGINT"));
-  EXPECT_EQ(coordination_->Meet(1, 0).status(), status) << "nobody comes back";
+  EXPECT_EQ(coordination_->Meet(1, {}).status(), status) << "nobody comes back";
 }
 
 TEST_F(GrpcJobCoordinationTest, CoordinatorThatComesLate_IsWaitedFor) {
   TakeAddress();
   MakeCoordination(1, absl::Minutes(2));
   std::thread late([this] { StartCoordinator(); });
-  EXPECT_TRUE(coordination_->Meet(0, 0).ok());
+  EXPECT_TRUE(coordination_->Meet(0, {}).ok());
   late.join();
 }
 
@@ -212,7 +212,7 @@ TEST_F(GrpcJobCoordinationTest, Cancel_EndsTheWaitForACoordinator) {
   TakeAddress();
   MakeCoordination(2, absl::Hours(1));
   std::thread user([this] { coordination_->Cancel(); });
-  EXPECT_EQ(coordination_->Meet(0, 0).status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(coordination_->Meet(0, {}).status().code(), absl::StatusCode::kCancelled);
   user.join();
 }
 
@@ -221,7 +221,7 @@ TEST_F(GrpcJobCoordinationTest,
   StartCoordinator();
   AnswerWith(kSettings, "");
   MakeCoordination(2, absl::Minutes(2));
-  const absl::StatusOr<Meeting> first = coordination_->Meet(0, 0);
+  const absl::StatusOr<Meeting> first = coordination_->Meet(0, {});
   ASSERT_TRUE(first.ok()) << first.status();
   EXPECT_EQ(first->node_rank, 1);
   EXPECT_EQ(first->master_addr, "10.0.0.1");
@@ -237,7 +237,7 @@ TEST_F(GrpcJobCoordinationTest,
   EXPECT_THAT(why, HasSubstr(absl::StrCat("the coordinator at ", address_, " has been away")));
 
   std::thread operator_again([this] { StartCoordinator(); });
-  const absl::StatusOr<Meeting> second = coordination_->Meet(1, 0);
+  const absl::StatusOr<Meeting> second = coordination_->Meet(1, {});
   operator_again.join();
   ASSERT_TRUE(second.ok()) << second.status();
   std::atomic<bool> told{false};
@@ -248,9 +248,9 @@ TEST_F(GrpcJobCoordinationTest,
 
 TEST_F(GrpcJobCoordinationTest, AnotherMachineWroteTheEnd_AttemptEndsWithItsWords) {
   StartCoordinator();
-  AnswerWith(kSettings, R"({"why": "rank 0 died", "last_lines": ["a", "b"]})");
+  AnswerWith(kSettings, R"({"why": "rank 0 died", "last_lines": ["a", "b"], "class": "HANG"})");
   MakeCoordination(2, absl::Minutes(2));
-  ASSERT_TRUE(coordination_->Meet(0, 0).ok());
+  ASSERT_TRUE(coordination_->Meet(0, {}).ok());
   Notification ended;
   AttemptEnd end;
   coordination_->Watch([&](AttemptEnd told) {
@@ -260,6 +260,7 @@ TEST_F(GrpcJobCoordinationTest, AnotherMachineWroteTheEnd_AttemptEndsWithItsWord
   ended.WaitForNotification();
   EXPECT_EQ(end.why, "rank 0 died");
   EXPECT_THAT(end.last_lines, ElementsAre("a", "b"));
+  EXPECT_EQ(end.end_class, v1::END_CLASS_HANG);
 }
 
 TEST_F(GrpcJobCoordinationTest, ValuesThatAreNoneOfOurs_EndTheAttemptWithoutACrash) {
@@ -268,7 +269,7 @@ TEST_F(GrpcJobCoordinationTest, ValuesThatAreNoneOfOurs_EndTheAttemptWithoutACra
                                 "{\"why\": \"w\", \"last_lines\": [1, null, \"x\"]}", "\xff\xfe"}) {
     AnswerWith(kSettings, end);
     MakeCoordination(2, absl::Minutes(2));
-    ASSERT_TRUE(coordination_->Meet(0, 0).ok());
+    ASSERT_TRUE(coordination_->Meet(0, {}).ok());
     Notification ended;
     coordination_->Watch([&](AttemptEnd) { ended.Notify(); });
     ended.WaitForNotification();
@@ -281,7 +282,7 @@ TEST_F(GrpcJobCoordinationTest, ValuesThatAreNoneOfOurs_EndTheAttemptWithoutACra
         "{\"settings\": \"num_processes 2\", \"master_port\": 123456789012}"}) {
     AnswerWith(settings, "");
     MakeCoordination(2, absl::Minutes(2));
-    EXPECT_FALSE(coordination_->Meet(0, 0).ok()) << settings;
+    EXPECT_FALSE(coordination_->Meet(0, {}).ok()) << settings;
     coordination_.reset();
     session_.reset();
   }
@@ -292,11 +293,11 @@ TEST_F(GrpcJobCoordinationTest, FailureWhileAMachineIsLost_IsThatLoss) {
   StartCoordinator();
   AnswerAsElastic(1, 2, {Machine(0, v1::WORKER_STATE_LOST, absl::Seconds(7))});
   MakeCoordination(3, absl::Minutes(2));
-  const absl::StatusOr<Meeting> meeting = coordination_->Meet(0, 0);
+  const absl::StatusOr<Meeting> meeting = coordination_->Meet(0, {});
   ASSERT_TRUE(meeting.ok()) << meeting.status();
   EXPECT_EQ(meeting->num_nodes, 2);
   EXPECT_EQ(meeting->attempt, 5) << "as the others count";
-  EXPECT_EQ(meeting->counted, 2);
+  EXPECT_EQ(meeting->counted.total, 2);
   coordination_->Watch([](AttemptEnd) {});
   const AttemptEnd end = coordination_->Fail({"rank 1 exited with code 1", {}});
   EXPECT_EQ(end.cause, AttemptEnd::Cause::kMachineLost);
@@ -316,23 +317,28 @@ TEST_F(GrpcJobCoordinationTest, NewcomerGetsNumberZero_ItTakesOverTheCountsOfThe
   StartCoordinator();
   AnswerAsElastic(0, 2, {});
   MakeCoordination(3, absl::Minutes(2));
-  const absl::StatusOr<Meeting> meeting = coordination_->Meet(0, 0);
+  const absl::StatusOr<Meeting> meeting = coordination_->Meet(0, {});
   ASSERT_TRUE(meeting.ok()) << meeting.status();
   EXPECT_EQ(meeting->node_rank, 0);
   EXPECT_EQ(meeting->attempt, 5);
-  EXPECT_EQ(meeting->counted, 2);
+  EXPECT_EQ(meeting->counted.total, 2);
+  ASSERT_EQ(meeting->counted.by_class.size(), 1);
+  EXPECT_EQ(meeting->counted.by_class[0].end_class(), v1::END_CLASS_OUT_OF_MEMORY);
+  EXPECT_EQ(meeting->counted.by_class[0].count(), 1);
 }
 
 // The key "end" went with its generation before this machine had read it.
 TEST_F(GrpcJobCoordinationTest, GenerationEndsBeforeItsKeyWasRead_CauseIsTheSame) {
   RunBeside(Machine(0, v1::WORKER_STATE_RUNNING, absl::ZeroDuration()));
-  EXPECT_EQ(coordination_->Fail({"rank 1 died", {}}).cause, AttemptEnd::Cause::kFailed);
-  ASSERT_TRUE(coordination_->Meet(1, 1).ok());
+  AttemptEnd given = {"rank 1 died", {}};
+  given.end_class = v1::END_CLASS_OUT_OF_MEMORY;
+  EXPECT_EQ(coordination_->Fail(given).cause, AttemptEnd::Cause::kFailed);
+  ASSERT_TRUE(coordination_->Meet(1, {.total = 1}).ok());
   const v1::AgentFrame frame = sessions_.WaitFor([](const v1::AgentFrame& one) {
     return one.has_ops() && one.ops().ops(0).has_end_generation();
   });
   const std::string reason = frame.ops().ops(0).end_generation().reason();
-  EXPECT_EQ(reason, "another attempt begins after a failure: rank 1 died");
+  EXPECT_EQ(reason, "another attempt begins after a process ran out of memory: rank 1 died");
 
   special_ = [reason](const v1::Op& op, v1::OpResult* result) {
     if (!op.has_wait() || op.wait().keys(0) != "gen/1/end") return false;
@@ -342,9 +348,10 @@ TEST_F(GrpcJobCoordinationTest, GenerationEndsBeforeItsKeyWasRead_CauseIsTheSame
     return true;
   };
   AnswerAsElastic(1, 2, {});
-  ASSERT_TRUE(coordination_->Meet(1, 1).ok());
+  ASSERT_TRUE(coordination_->Meet(1, {.total = 1}).ok());
   const AttemptEnd end = WaitForEnd();
   EXPECT_EQ(end.cause, AttemptEnd::Cause::kFailed);
+  EXPECT_EQ(end.end_class, v1::END_CLASS_OUT_OF_MEMORY);
   EXPECT_EQ(end.why, "rank 1 died");
 }
 
@@ -365,7 +372,7 @@ TEST_F(GrpcJobCoordinationTest, GenerationEndsWhileOthersAreAwaited_CauseIsTheSa
     };
     AnswerAsElastic(1, 2, {});
     MakeCoordination(3, absl::Minutes(2));
-    ASSERT_TRUE(coordination_->Meet(0, 0).ok());
+    ASSERT_TRUE(coordination_->Meet(0, {}).ok());
     std::vector<AttemptEnd> ends;
     coordination_->Watch([&](AttemptEnd end) { ends.push_back(std::move(end)); });
     EXPECT_FALSE(coordination_->Finish().ok());
@@ -416,7 +423,7 @@ TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorWithoutAPlace_ServesTheOther
                            {"gen/3/", "gen/3/", "gen/7/"});
   AnswerAsElastic(0, 2, {});
   MakeCoordination(3, absl::Minutes(2), /*node_rank=*/0);
-  const absl::StatusOr<Meeting> meeting = coordination_->Meet(1, 0);
+  const absl::StatusOr<Meeting> meeting = coordination_->Meet(1, {});
   ASSERT_TRUE(meeting.ok()) << meeting.status();
   EXPECT_TRUE(meeting->finished);
 }
@@ -427,7 +434,7 @@ TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorWithoutAPlace_MeetsTheOthers
   special_ = WithoutAPlace({{Machine(1, v1::WORKER_STATE_JOINING, absl::ZeroDuration())}}, {""});
   AnswerAsElastic(0, 2, {});
   MakeCoordination(3, absl::Minutes(2), /*node_rank=*/0);
-  const absl::StatusOr<Meeting> meeting = coordination_->Meet(1, 0);
+  const absl::StatusOr<Meeting> meeting = coordination_->Meet(1, {});
   ASSERT_TRUE(meeting.ok()) << meeting.status();
   EXPECT_FALSE(meeting->finished);
   EXPECT_EQ(meeting->num_nodes, 2);
@@ -439,7 +446,7 @@ TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorWithoutAPlace_EndsWhenNobody
   special_ = WithoutAPlace({{Machine(1, v1::WORKER_STATE_LOST, absl::ZeroDuration())}}, {"gen/3/"});
   AnswerAsElastic(0, 2, {});
   MakeCoordination(3, absl::Minutes(2), /*node_rank=*/0);
-  EXPECT_EQ(coordination_->Meet(1, 0).status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(coordination_->Meet(1, {}).status().code(), absl::StatusCode::kDeadlineExceeded);
 }
 
 // It would begin the job again alone, once the others have left.
@@ -452,7 +459,7 @@ TEST_F(GrpcJobCoordinationTest, OthersAreDoneWhileAMachineWaitsForAPlace_ItStart
     };
     AnswerAsElastic(0, 1, {});
     MakeCoordination(3, absl::Minutes(2));
-    const absl::StatusOr<Meeting> meeting = coordination_->Meet(1, 0);
+    const absl::StatusOr<Meeting> meeting = coordination_->Meet(1, {});
     ASSERT_TRUE(meeting.ok()) << meeting.status();
     EXPECT_EQ(meeting->finished, done);
     coordination_.reset();
@@ -473,7 +480,7 @@ TEST_F(GrpcJobCoordinationTest, MachineWasCutOff_ItComesBackWithoutAFailure) {
     };
     AnswerAsElastic(1, 2, {});
     MakeCoordination(3, absl::Minutes(2));
-    const absl::StatusOr<Meeting> meeting = coordination_->Meet(0, 0);
+    const absl::StatusOr<Meeting> meeting = coordination_->Meet(0, {});
     ASSERT_TRUE(meeting.ok()) << meeting.status();
     EXPECT_EQ(WaitForEnd().cause, AttemptEnd::Cause::kMachineLost);
     coordination_.reset();
@@ -493,7 +500,7 @@ TEST_F(GrpcJobCoordinationTest, NewcomerWithOtherSettings_IsRefusedBeforeItAsksF
   };
   AnswerAsElastic(1, 2, {});
   MakeCoordination(3, absl::Minutes(2));
-  EXPECT_EQ(coordination_->Meet(0, 0).status(),
+  EXPECT_EQ(coordination_->Meet(0, {}).status(),
             absl::InvalidArgumentError(
                 "this machine was launched with num_processes 2, but machine 0 with num_processes "
                 "4: launch all machines with the same settings"));
@@ -513,8 +520,16 @@ TEST_F(GrpcJobCoordinationTest, CoordinatorIsAnotherLaunch_NoPlaceIsTakenBeforeI
   };
   AnswerAsElastic(1, 2, {});
   MakeCoordination(3, absl::Minutes(2));
-  EXPECT_TRUE(coordination_->Meet(0, 0).ok());
+  EXPECT_TRUE(coordination_->Meet(0, {}).ok());
   EXPECT_EQ(*looks, 2);
+}
+
+TEST_F(GrpcJobCoordinationTest, LaunchWithTheCoordinatorHasNoPlaceAnyMore_OthersStillCome) {
+  another_is_first_ = true;
+  StartCoordinator();
+  AnswerAsElastic(1, 2, {Machine(0, v1::WORKER_STATE_RUNNING, absl::ZeroDuration())});
+  MakeCoordination(3, absl::Minutes(2));
+  EXPECT_TRUE(coordination_->Meet(0, {}).ok());
 }
 
 TEST_F(GrpcJobCoordinationTest, FailureWhileAllMachinesAreHeard_IsCounted) {
@@ -528,7 +543,7 @@ TEST_F(GrpcJobCoordinationTest, MachineWaitsForAPlace_AttemptEndsUnlessAMachineI
   StartCoordinator();
   AnswerAsElastic(0, 2, {Machine(-1, v1::WORKER_STATE_JOINING, absl::ZeroDuration())});
   MakeCoordination(3, absl::Minutes(2), /*node_rank=*/0);
-  ASSERT_TRUE(coordination_->Meet(1, 0).ok());
+  ASSERT_TRUE(coordination_->Meet(1, {}).ok());
   Notification ended;
   AttemptEnd end;
   coordination_->Watch([&](AttemptEnd told) {
@@ -584,7 +599,7 @@ TEST_F(GrpcJobCoordinationTest, AgentDiedAfterAllHadFinished_ItsNextStartHasNoth
     sessions_.SetAnswer(Restarted(v1::BARRIER_STATE_PASSED,
                                   {Node("node0", v1::WORKER_STATE_LEFT), Node("node1", state)}));
     MakeCoordination(2, absl::Minutes(2), 1);
-    const absl::StatusOr<Meeting> meeting = coordination_->Meet(0, 0);
+    const absl::StatusOr<Meeting> meeting = coordination_->Meet(0, {});
     ASSERT_TRUE(meeting.ok()) << meeting.status();
     EXPECT_TRUE(meeting->finished) << v1::WorkerState_Name(state);
     coordination_.reset();
@@ -615,7 +630,7 @@ TEST_F(GrpcJobCoordinationTest, AnotherRunOfAFinishedJob_IsJoined) {
        }) {
     sessions_.SetAnswer(Restarted(one.state, one.members));
     MakeCoordination(2, absl::Minutes(2), 1);
-    const absl::StatusOr<Meeting> meeting = coordination_->Meet(0, 0);
+    const absl::StatusOr<Meeting> meeting = coordination_->Meet(0, {});
     ASSERT_TRUE(meeting.ok()) << meeting.status();
     EXPECT_FALSE(meeting->finished) << one.what;
     EXPECT_EQ(meeting->node_rank, 1);
@@ -652,7 +667,7 @@ TEST_F(GrpcJobCoordinationTest, RandomAnswers_EveryCallReturns) {
   StartCoordinator();
   for (int round = 0; round < 8; ++round) {
     MakeCoordination(2, absl::Minutes(2), round % 4 == 0 ? 1 : -1);
-    const absl::StatusOr<Meeting> meeting = coordination_->Meet(round % 2, 0);
+    const absl::StatusOr<Meeting> meeting = coordination_->Meet(round % 2, {});
     coordination_->Watch([](AttemptEnd) {});
     coordination_->ReportEnd(WorkerEnd());
     coordination_->Fail({"why", {"line"}});

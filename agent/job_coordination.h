@@ -10,6 +10,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "agent/process.h"
+#include "proto/failure_policy.h"
+#include "proto/muster/v1/job.pb.h"
 
 namespace muster::agent {
 
@@ -28,6 +30,8 @@ struct WorkerEnd {
   // process of this worker: why (see DescribeMemoryKill).
   bool counts_memory_kills = false;
   std::string memory_kill = "";
+  // Of one that was killed for a reason that has a class of its own, as a hang.
+  v1::EndClass killed_as = v1::END_CLASS_UNSPECIFIED;
 
   // "rank 1 (pid 1234 on node7) was killed by signal 9 (SIGKILL)", and for memory, if that is why
   std::string ToString() const;
@@ -49,6 +53,18 @@ struct AttemptEnd {
   // With a RestartGate, on all nodes: workers that can go on in their processes do, and the others
   // are started again.
   bool restarts = false;
+  // With kFailed; UNSPECIFIED: not known, which counts as PROCESS_FAILED.
+  v1::EndClass end_class = v1::END_CLASS_UNSPECIFIED;
+};
+
+// The class that the failure policy knows it by; UNSPECIFIED: an end that it does not limit.
+v1::EndClass ClassOf(const AttemptEnd& end);
+
+// The restarts of a job so far, as its failure policy counts them.
+struct RestartCounts {
+  int total = 0;           // those that count against max_restarts
+  ClassCounts by_class{};  // of the classes that have a limit
+  void TakeLarger(const RestartCounts& other);
 };
 
 // The agents' agreement before each attempt of a job.
@@ -61,7 +77,7 @@ struct Meeting {
   // All agents' number of this attempt, and of the restarts before it that count: those of this
   // agent, unless it has come later than others.
   int attempt = 0;
-  int counted = 0;
+  RestartCounts counted = {};
   // All nodes have finished the job already, and only this agent did not learn it before it died:
   // there is nothing left to run.
   bool finished = false;
@@ -74,10 +90,10 @@ class JobCoordination {
   virtual ~JobCoordination() = default;
 
   // Meets the agents of all nodes; if their number varies, of as many as come. `counted`: the
-  // restarts so far that count. Blocks until all are there. Errors: DEADLINE_EXCEEDED naming the
+  // restarts so far. Blocks until all are there. Errors: DEADLINE_EXCEEDED naming the
   // nodes that did not come; INVALID_ARGUMENT the nodes were started with different settings;
   // UNAVAILABLE no coordinator; CANCELLED after Cancel().
-  virtual absl::StatusOr<Meeting> Meet(int attempt, int counted) = 0;
+  virtual absl::StatusOr<Meeting> Meet(int attempt, const RestartCounts& counted) = 0;
 
   // From now on `on_ended` is called (once at most, on any thread) if the current attempt ends on
   // another node's account or because the coordinator is gone.

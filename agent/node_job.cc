@@ -43,6 +43,18 @@ bool IsElastic(const NodeJobOptions& options) {
   return options.min_nodes > 0 && options.min_nodes < options.num_nodes;
 }
 
+// What of the failure policy is no default.
+std::string Policy(const AgentOptions& options) {
+  std::string text;
+  for (const v1::ClassCount& limit : options.class_limits) {
+    absl::StrAppend(&text, ", ", v1::EndClass_Name(limit.end_class()), " ", limit.count());
+  }
+  if (!options.user_error_codes.empty()) {
+    absl::StrAppend(&text, ", user_error_codes ", absl::StrJoin(options.user_error_codes, ","));
+  }
+  return text;
+}
+
 // What must be equal on all nodes.
 std::string Settings(const NodeJobOptions& options) {
   const WorkerEnvironment& worker = options.agent.worker;
@@ -50,7 +62,7 @@ std::string Settings(const NodeJobOptions& options) {
   return absl::StrCat("num_processes ", options.num_nodes * options.agent.slots, ", num_machines ",
                       least, options.num_nodes, ", mixed_precision ", worker.mixed_precision,
                       ", gradient_accumulation_steps ", worker.gradient_accumulation_steps,
-                      ", max_restarts ", options.agent.max_restarts);
+                      ", max_restarts ", options.agent.max_restarts, Policy(options.agent));
 }
 
 // The output goes where this process writes its own.
@@ -246,7 +258,7 @@ std::unique_ptr<HangWatch> WatchForHangs(absl::Duration timeout, int slots, OpSe
     const std::string why = report.hang.why;
     *told = std::move(report);
     for (const WorkerProcesses::Running& one : processes.All()) {
-      agent.Kill(one.worker_id, one.incarnation, why);
+      agent.Kill(one.worker_id, one.incarnation, why, v1::END_CLASS_HANG);
     }
   };
   return HangWatch::Start(std::move(options));

@@ -44,6 +44,7 @@
 #include "base/service_notifier.h"
 #include "base/status_macros.h"
 #include "base/version.h"
+#include "proto/failure_policy.h"
 #include "proto/job_limits.h"
 #include "proto/name_value.h"
 #include "rpc/address.h"
@@ -120,6 +121,7 @@ struct Flags {
   std::string join_timeout = "10m", stop_grace = "10s";
   std::string outage_tolerance = absl::StrCat(absl::ToInt64Seconds(kDefaultOutageTolerance), "s");
   std::string hang_timeout = "0";
+  std::string failure_policy;
   std::string lease = absl::StrCat(absl::ToInt64Seconds(kDefaultLease), "s");
   bool no_prefix = false, tee = false;
   int log_max_mib = static_cast<int>(options.log_limits.max_bytes >> 20);
@@ -180,8 +182,6 @@ void AddAttemptFlags(CLI::App* app, Flags* flags) {
                   "attempt has lost start again, while the others go on in theirs")
       ->check(CLI::Range(0, 1'000'000'000));
   app->add_option("--workdir", flags->workdir, "folder in which the program runs");
-  app->add_option("--user_error_code", flags->options.agent.user_error_codes,
-                  "exit code of the program after which a restart cannot help, in end.json");
   app->add_option("--control_group", flags->groups.folder,
                   "folder of a control group for this process and those of the program");
   app->add_option("--memory_limit", flags->groups.memory_bytes,
@@ -207,6 +207,13 @@ void AddTrainingFlags(CLI::App* app, Flags* flags) {
                   "how often to restart all processes after a failure")
       ->check(CLI::Range(0, 1'000'000))
       ->capture_default_str();
+  app->add_option(
+      "--failure_policy", flags->failure_policy,
+      "restarts after each class of end, max_restarts=3,oom=1 for example: failed, oom, "
+      "hang; max_restarts for all of them together");
+  app->add_option("--user_error_code", options->agent.user_error_codes,
+                  "exit code of the program after which a restart cannot help, besides 2, 126 and "
+                  "127; may be repeated");
 }
 
 void AddOutputFlags(CLI::App* app, Flags* flags) {
@@ -323,6 +330,24 @@ absl::Status SetLayout(Flags* flags) {
   // Two jobs of one name would take each other's places.
   if (worker.job.empty()) worker.job = absl::StrCat("agent-", RandomHex().substr(0, 8));
   options.agent.slots = processes / options.num_nodes;
+  return absl::OkStatus();
+}
+
+absl::Status SetFailurePolicy(Flags* flags) {
+  if (flags->failure_policy.empty()) return absl::OkStatus();
+  std::optional<FailurePolicy> policy = ParseFailurePolicy(flags->failure_policy);
+  if (!policy.has_value() || policy->class_limits.contains("preempted")) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--failure_policy ", flags->failure_policy,
+                     ": write restarts by class, such as max_restarts=3,oom=1: failed, oom, hang "
+                     "and node_lost"));
+  }
+  AgentOptions& agent = flags->options.agent;
+  if (agent.max_restarts > 0)
+    policy->max_restarts = policy->max_restarts.value_or(agent.max_restarts);
+  CompletePolicy(&*policy);
+  agent.max_restarts = policy->max_restarts.value_or(0);
+  agent.class_limits = ToClassCounts(policy->class_limits);
   return absl::OkStatus();
 }
 
@@ -672,6 +697,7 @@ int Run(int argc, char** argv) {
   if (flags.attempt_lock >= 0) KeepOpen(flags.attempt_lock);
   absl::Status status = SetLayout(&flags);
   if (status.ok()) status = SetDurations(&flags);
+  if (status.ok()) status = SetFailurePolicy(&flags);
   if (!status.ok()) return Fail(kExitUsage, status.message());
   const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(worker.coordinator);
   if (!address.ok()) return Fail(kExitUsage, address.status().message());

@@ -27,6 +27,7 @@
 #include "base/owned_fd.h"
 #include "base/status_macros.h"
 #include "client/cli/running_launch.h"
+#include "proto/failure_policy.h"
 
 namespace muster::client {
 namespace {
@@ -119,6 +120,8 @@ agent::AgentOptions MakeAgentOptions(const LaunchPlan& plan, const std::string& 
     options.inherited["CUDA_VISIBLE_DEVICES"] = config.gpu_ids;
   }
   options.max_restarts = config.max_restarts;
+  options.class_limits = ToClassCounts(config.class_limits);
+  options.user_error_codes = config.user_error_codes;
   options.stop_grace = config.stop_grace;
   options.log_dir = config.log_dir;
 

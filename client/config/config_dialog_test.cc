@@ -272,11 +272,10 @@ TEST(ConfigDialog, MoreSettings_AreThoseThatAreLeft) {
   ConfigDialog dialog(Machine());
   EXPECT_EQ(Say(dialog, {"one", "cpu", "1", "", "", "", "", "logs", "no", "no", "yes"}), "");
   const std::vector<std::pair<std::string, std::string>> kAnswers = {
-      {"log_max_mib?", "5"},       {"log_files?", "2"},
-      {"prefix?", "no"},           {"job_name?", "night"},
-      {"stop_grace?", "20s"},      {"join_timeout?", "1m"},
-      {"outage_tolerance?", "2m"}, {"hang_timeout?", "20m"},
-      {"hub_listen?", ""},         {"lease?", "8s"},
+      {"failure_policy?", ""},  {"user_error_codes?", "3"}, {"log_max_mib?", "5"},
+      {"log_files?", "2"},      {"prefix?", "no"},          {"job_name?", "night"},
+      {"stop_grace?", "20s"},   {"join_timeout?", "1m"},    {"outage_tolerance?", "2m"},
+      {"hang_timeout?", "20m"}, {"hub_listen?", ""},        {"lease?", "8s"},
       {"checkpoint_key?", "k"}};
   for (const auto& [question, answer] : kAnswers) {
     EXPECT_EQ(dialog.question().text, question);

@@ -18,6 +18,7 @@
 #include "base/suggest.h"
 #include "base/yaml.h"
 #include "client/config/accelerate_launch.h"
+#include "proto/failure_policy.h"
 #include "proto/job_limits.h"
 #include "rpc/address.h"
 
@@ -55,6 +56,31 @@ absl::Status BadValue(absl::string_view name, const Given& given, absl::string_v
 absl::Status CheckValue(const SettingSpec& spec, const Given& given) {
   if (FitsRule(spec, given.text)) return absl::OkStatus();
   return BadValue(spec.name, given, ValueRule(spec));
+}
+
+std::optional<std::vector<int>> ParseExitCodes(absl::string_view text) {
+  std::vector<int> codes;
+  for (const absl::string_view word : absl::StrSplit(text, ',')) {
+    int code = 0;
+    if (!absl::SimpleAtoi(word, &code) || code < 1 || code > 255) return std::nullopt;
+    codes.push_back(code);
+  }
+  return codes;
+}
+
+// A map or list as the text that a flag would have; nullopt: the setting takes none.
+std::optional<std::string> CollectionText(const SettingSpec& spec, const json& value) {
+  std::vector<std::string> words;
+  if (spec.type == Type::kPolicy && value.is_object()) {
+    for (const auto& [name, count] : value.items()) {
+      words.push_back(absl::StrCat(name, "=", count.dump()));
+    }
+  } else if (spec.type == Type::kExitCodes && value.is_array()) {
+    for (const json& code : value) words.push_back(code.dump());
+  } else {
+    return std::nullopt;
+  }
+  return absl::StrJoin(words, ",");
 }
 
 // A scalar as the text that a flag would have; nullopt for null and for what is no scalar.
@@ -242,6 +268,17 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .fallback = "0",
        .value_name = "N",
        .help = "How often to restart all processes after one has failed"},
+      {.name = "failure_policy",
+       .variable = "MUSTER_FAILURE_POLICY",
+       .type = Type::kPolicy,
+       .value_name = "CLASS=N,...",
+       .help = "Restarts after each class of end: failed, oom, hang, and node_lost, which counts "
+               "against nothing else; max_restarts=N is the setting of that name"},
+      {.name = "user_error_codes",
+       .variable = "MUSTER_USER_ERROR_CODES",
+       .type = Type::kExitCodes,
+       .value_name = "CODE,...",
+       .help = "Exit codes after which nothing is restarted, besides 2, 126 and 127"},
       {.name = "log_dir",
        .variable = "MUSTER_LOG_DIR",
        .value_name = "FOLDER",
@@ -378,6 +415,10 @@ std::string ValueRule(const SettingSpec& spec) {
       return "a duration with a unit, such as 30s or 10m";
     case Type::kMachines:
       return "a number of machines of at least 1, or a range such as 1:4";
+    case Type::kPolicy:
+      return "restarts by class of failed, oom, hang and node_lost, such as max_restarts=3,oom=1";
+    case Type::kExitCodes:
+      return "exit codes from 1 to 255, such as 3,4";
     case Type::kText:
       return "";
   }
@@ -400,6 +441,13 @@ bool FitsRule(const SettingSpec& spec, absl::string_view text) {
     }
     case Type::kMachines:
       return ParseMachines(text).has_value();
+    case Type::kPolicy: {
+      // Nothing preempts a launch.
+      const std::optional<FailurePolicy> policy = ParseFailurePolicy(text);
+      return policy.has_value() && !policy->class_limits.contains("preempted");
+    }
+    case Type::kExitCodes:
+      return ParseExitCodes(text).has_value();
     case Type::kText:
       return true;
   }
@@ -564,6 +612,7 @@ absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view sour
     }
     if (value.is_null()) continue;
     std::optional<std::string> scalar = ScalarText(value);
+    if (!scalar.has_value() && spec != nullptr) scalar = CollectionText(*spec, value);
     if (!scalar.has_value()) {
       return absl::InvalidArgumentError(
           absl::StrCat(where, ": ", key, " must be one value, not a list or a map"));
@@ -664,6 +713,18 @@ LaunchConfig TakeSettings(const Resolver& values) {
   config.coordinator_port = values.Int("main_process_port");
   config.debug = values.Bool("debug");
   config.max_restarts = values.Int("max_restarts");
+  if (values.Has("failure_policy")) {
+    FailurePolicy policy = *ParseFailurePolicy(values.Text("failure_policy"));
+    if (!policy.max_restarts.has_value() && values.Has("max_restarts")) {
+      policy.max_restarts = config.max_restarts;
+    }
+    CompletePolicy(&policy);
+    config.max_restarts = policy.max_restarts.value_or(0);
+    config.class_limits = std::move(policy.class_limits);
+  }
+  if (values.Has("user_error_codes")) {
+    config.user_error_codes = *ParseExitCodes(values.Text("user_error_codes"));
+  }
   config.job_name = values.Text("job_name");
   config.log_dir = values.Text("log_dir");
   config.log_max_mib = values.Int("log_max_mib");

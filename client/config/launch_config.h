@@ -17,7 +17,7 @@ namespace muster::client {
 // One setting of a launch. The table of all of them makes the flags, the variables, the keys of the
 // config file and their documentation, so these cannot drift apart.
 struct SettingSpec {
-  enum class Type { kInt, kBool, kText, kChoice, kDuration, kMachines };
+  enum class Type { kInt, kBool, kText, kChoice, kDuration, kMachines, kPolicy, kExitCodes };
   std::string name = {};      // the key in a file; the flag is "--" and the name
   std::string alias = {};     // another accepted key and flag; may be empty
   std::string variable = {};  // environment variable; empty: none
@@ -105,6 +105,8 @@ struct LaunchConfig {
   int coordinator_port = 0;
   bool debug = false;
   int max_restarts = 0;
+  std::map<std::string, int> class_limits;  // of the failure policy, by name
+  std::vector<int> user_error_codes;
   std::string job_name;  // empty: made up
   std::string log_dir;
   int log_max_mib = 0;  // 0: no limit

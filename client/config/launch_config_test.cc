@@ -49,6 +49,23 @@ TEST(ResolveLaunch, Nothing_OneCpuProcess) {
   EXPECT_EQ(config->stop_grace, absl::Seconds(10));
 }
 
+TEST(ResolveLaunch, FailurePolicy_IsTheSameFromAFileAndFlags) {
+  const auto file = ParseConfig(
+      "failure_policy: {max_restarts: 5, oom: 1}\nuser_error_codes: [3, 4]\n", "c.yaml");
+  ASSERT_TRUE(file.ok()) << file.status();
+  for (const Layer& layer :
+       {*file, Flags({{"failure_policy", "max_restarts=5,oom=1"}, {"user_error_codes", "3,4"}}),
+        Flags({{"failure_policy", "oom=1"}, {"max_restarts", "5"}, {"user_error_codes", "3,4"}})}) {
+    const auto config = ResolveLaunch({layer}, {});
+    ASSERT_TRUE(config.ok()) << config.status();
+    EXPECT_EQ(config->max_restarts, 5);
+    EXPECT_EQ(config->class_limits, (std::map<std::string, int>{{"oom", 1}}));
+    EXPECT_EQ(config->user_error_codes, (std::vector<int>{3, 4}));
+  }
+  EXPECT_THAT(FileError("failure_policy: [3]"), HasSubstr("must be one value"));
+  EXPECT_THAT(FileError("failure_policy: {oom: soon}"), HasSubstr("restarts by class"));
+}
+
 TEST(ResolveLaunch, Gpus_OneProcessEach) {
   const auto config = ResolveLaunch({}, {.gpus = 4});
   ASSERT_TRUE(config.ok());
@@ -96,6 +113,11 @@ TEST(ResolveLaunch, BadValues_NameTheSettingItsSourceAndTheWayOut) {
   EXPECT_THAT(ErrorOf({{"hang_timeout", "5s"}}),
               HasSubstr("hang_timeout: 5s (from --hang_timeout) is too short: give at least 10s"));
   EXPECT_EQ(ErrorOf({{"hang_timeout", "0"}}), "accepted");
+  EXPECT_THAT(ErrorOf({{"failure_policy", "oom=x"}}),
+              HasSubstr("failure_policy: oom=x (from --failure_policy) is not allowed: it must be "
+                        "restarts by class"));
+  EXPECT_THAT(ErrorOf({{"failure_policy", "preempted=1"}}), HasSubstr("is not allowed"));
+  EXPECT_THAT(ErrorOf({{"user_error_codes", "3,256"}}), HasSubstr("exit codes from 1 to 255"));
   EXPECT_THAT(ErrorOf({{"tls_cert", "x"}}), HasSubstr("tls_key"));
 }
 

@@ -19,6 +19,7 @@
 #include "base/text.h"
 #include "base/units.h"
 #include "base/yaml.h"
+#include "proto/failure_policy.h"
 #include "proto/job_limits.h"
 
 namespace muster::client {
@@ -148,32 +149,20 @@ std::string ReadExitCodes(const json& value, JobSpec* spec) {
   return "";
 }
 
-// Without max_restarts these are all restarts that there are.
 std::string ReadFailurePolicy(const json& value, JobSpec* spec) {
   static constexpr char kHelp[] =
       "a map of max_restarts, failed, oom, hang, node_lost and preempted to whole numbers from 0: "
       "{max_restarts: 3, oom: 1}";
   if (!value.is_object() || value.empty()) return kHelp;
-  spec->class_limits.clear();
-  bool total = false;
-  int64_t sum = 0;
+  FailurePolicy policy;
   for (auto item = value.begin(); item != value.end(); ++item) {
-    static constexpr const char* kCounted[] = {"failed", "oom", "hang"};
-    const bool counted =
-        std::find(std::begin(kCounted), std::end(kCounted), item.key()) != std::end(kCounted);
-    if (!item->is_number_integer() || *item < 0 || *item > 1'000'000) return kHelp;
-    if (item.key() == "max_restarts") {
-      spec->max_restarts = item->get<int>();
-      total = true;
-      continue;
+    if (!item->is_number_integer() || !AddToPolicy(item.key(), item->get<int64_t>(), &policy)) {
+      return kHelp;
     }
-    if (!counted && item.key() != "node_lost" && item.key() != "preempted") return kHelp;
-    spec->class_limits[item.key()] = item->get<int>();
-    if (counted) sum += item->get<int>();
   }
-  if (total || sum == 0) return "";
-  spec->max_restarts = static_cast<int>(sum);
-  for (const char* const name : {"failed", "oom", "hang"}) spec->class_limits.try_emplace(name, 0);
+  CompletePolicy(&policy);
+  if (policy.max_restarts.has_value()) spec->max_restarts = *policy.max_restarts;
+  spec->class_limits = std::move(policy.class_limits);
   return "";
 }
 

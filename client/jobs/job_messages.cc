@@ -4,20 +4,13 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/strip.h"
+#include "proto/failure_policy.h"
 #include "proto/name_value.h"
 #include "rpc/log_level.h"
 #include "rpc/session/duration.h"
 
 namespace muster {
 namespace {
-
-constexpr std::pair<absl::string_view, v1::EndClass> kLimitedClasses[] = {
-    {"failed", v1::END_CLASS_PROCESS_FAILED},
-    {"oom", v1::END_CLASS_OUT_OF_MEMORY},
-    {"hang", v1::END_CLASS_HANG},
-    {"node_lost", v1::END_CLASS_NODE_LOST},
-    {"preempted", v1::END_CLASS_PREEMPTED},
-};
 
 constexpr absl::string_view kStateNames[] = {"UNKNOWN",   "QUEUED",   "STARTING",
                                              "RUNNING",   "STOPPING", "SUSPENDED",
@@ -126,13 +119,7 @@ v1::JobSpec ToProto(const JobSpec& spec) {
   message.set_spare_nodes(spec.spare_nodes);
   message.mutable_user_error_codes()->Assign(spec.user_error_codes.begin(),
                                              spec.user_error_codes.end());
-  for (const auto& [name, end_class] : kLimitedClasses) {
-    const auto limit = spec.class_limits.find(std::string(name));
-    if (limit == spec.class_limits.end()) continue;
-    v1::ClassCount* const count = message.add_class_limits();
-    count->set_end_class(end_class);
-    count->set_count(limit->second);
-  }
+  *message.mutable_class_limits() = ToClassCounts(spec.class_limits);
   for (const JobFile& file : spec.files) {
     v1::JobFile* const sent = message.add_files();
     sent->set_path(file.path);

@@ -12,6 +12,7 @@
 #include "base/signature.h"
 #include "coordinator/errors.h"
 #include "coordinator/jobs/placement.h"
+#include "proto/failure_policy.h"
 #include "proto/job_limits.h"
 #include "proto/name_value.h"
 
@@ -157,21 +158,6 @@ Error CheckDuration(absl::string_view field, bool given, const google::protobuf:
 }
 
 }  // namespace
-
-v1::EndClass LimitedClass(v1::EndClass end_class) {
-  switch (end_class) {
-    case v1::END_CLASS_PROCESS_FAILED:
-    case v1::END_CLASS_PEER_FAILED:
-      return v1::END_CLASS_PROCESS_FAILED;
-    case v1::END_CLASS_OUT_OF_MEMORY:
-    case v1::END_CLASS_HANG:
-    case v1::END_CLASS_NODE_LOST:
-    case v1::END_CLASS_PREEMPTED:
-      return end_class;
-    default:
-      return v1::END_CLASS_UNSPECIFIED;
-  }
-}
 
 Error CompleteProcesses(v1::JobSpec* spec) {
   if (spec->min_processes() == 0 && spec->max_processes() == 0) {

@@ -13,9 +13,6 @@ namespace muster::coordinator {
 // what to write: BAD_FIELD, LIMIT.
 std::optional<v1::OpError> CompleteJobSpec(v1::JobSpec* spec);
 
-// The class of JobSpec.class_limits that ends of this class count to; UNSPECIFIED: none.
-v1::EndClass LimitedClass(v1::EndClass end_class);
-
 // Only the number of processes, for a job that gets another one.
 std::optional<v1::OpError> CompleteProcesses(v1::JobSpec* spec);
 

@@ -16,6 +16,7 @@
 #include "base/status_macros.h"
 #include "coordinator/errors.h"
 #include "coordinator/jobs/job_spec.h"
+#include "proto/failure_policy.h"
 #include "proto/job_limits.h"
 
 namespace muster::coordinator {
@@ -134,12 +135,6 @@ template <typename Request>
 bool IsInState(const Request& request, const v1::JobRecord& record) {
   return request.states_size() == 0 || std::find(request.states().begin(), request.states().end(),
                                                  record.state()) != request.states().end();
-}
-
-bool CountsAsRestart(v1::EndClass end_class) {
-  return end_class == v1::END_CLASS_PROCESS_FAILED || end_class == v1::END_CLASS_OUT_OF_MEMORY ||
-         end_class == v1::END_CLASS_HANG ||
-         end_class == v1::END_CLASS_PEER_FAILED;  // whose cause nobody has reported
 }
 
 // Whether the failure policy has a restart left after an end of this class, which counts as one.
@@ -1125,26 +1120,10 @@ void JobsCore::NoteRetention(Job* job) {
 
 std::string JobsCore::CountClass(Job* job, v1::EndClass end_class) {
   v1::JobRecord& record = job->record;
-  end_class = LimitedClass(end_class);
-  for (const v1::ClassCount& limit : record.spec().class_limits()) {
-    if (limit.end_class() != end_class) continue;
-    auto* const counts = record.mutable_class_restarts();
-    auto it = std::find_if(counts->begin(), counts->end(), [&](const v1::ClassCount& count) {
-      return count.end_class() == end_class;
-    });
-    if (it == counts->end()) {
-      counts->Add()->set_end_class(end_class);
-      it = counts->end() - 1;
-    }
-    if (it->count() >= limit.count() && !options_.mutants.forgets_class_limits) {
-      const std::string full_name = v1::EndClass_Name(end_class);
-      absl::string_view name = full_name;
-      absl::ConsumePrefix(&name, "END_CLASS_");
-      return absl::StrCat("its failure policy allows ", limit.count(),
-                          limit.count() == 1 ? " restart" : " restarts", " after ", name);
-    }
-    it->set_count(it->count() + 1);
-  }
+  const ClassCounts& limits = record.spec().class_limits();
+  std::string over = WhyOverLimit(limits, record.class_restarts(), end_class);
+  if (!over.empty() && !options_.mutants.forgets_class_limits) return over;
+  CountStart(limits, end_class, record.mutable_class_restarts());
   return "";
 }
 
@@ -1230,10 +1209,8 @@ void JobsCore::Finish(Job* job) {
     return;
   }
   if (wanted == v1::JOB_ACTION_CANCEL) return SetState(job, v1::JOB_STATE_CANCELLED, why);
-  const bool may_retry =
-      options_.mutants.retries_user_errors ||
-      (end_class != v1::END_CLASS_USER_ERROR && end_class != v1::END_CLASS_TIME_LIMIT);
-  if (!may_retry) return SetState(job, v1::JOB_STATE_FAILED, why);
+  if (!MayRetry(end_class) && !options_.mutants.retries_user_errors)
+    return SetState(job, v1::JOB_STATE_FAILED, why);
   if (wanted == v1::JOB_ACTION_SUSPEND) return SetState(job, v1::JOB_STATE_SUSPENDED, why);
   if (record.restarts() < record.spec().max_restarts() || !CountsAsRestart(end_class)) {
     if (const std::string no_more = CountClass(job, end_class); !no_more.empty()) {

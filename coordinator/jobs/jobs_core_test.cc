@@ -164,6 +164,7 @@ class JobsCoreTest : public testing::Test {
     request->mutable_info()->set_cpus(node.cpus);
     request->mutable_info()->set_memory_bytes(int64_t{64} << 30);
     request->mutable_info()->set_restarts_in_place(node.restarts_in_place);
+    request->mutable_info()->set_takes_files(true);
     for (int i = 0; i < node.gpus; ++i) request->mutable_info()->add_gpus("gpu");
     request->set_seen_version(node.last.version());
     for (const std::string& job : node.held_jobs) request->add_held_jobs(job);
@@ -681,7 +682,9 @@ TEST_F(JobsCoreTest, RunnerIsStoppedWhenItsRestartIsGranted_FailureCountsOnce) {
     EXPECT_EQ(record.state(), v1::JOB_STATE_RUNNING) << record.why();
     EXPECT_EQ(record.restarts(), 1);
     EXPECT_EQ(record.attempts(), 2);
-    if (granted) EXPECT_EQ(record.history(1).end().end_class(), v1::END_CLASS_NODE_LOST);
+    if (granted) {
+      EXPECT_EQ(record.history(1).end().end_class(), v1::END_CLASS_NODE_LOST);
+    }
     Control(job, v1::JOB_ACTION_CANCEL);
     ObeyStops();
   }
