@@ -77,6 +77,9 @@ std::map<std::string, std::string> MakeWorkerVariables(
 
   set("MUSTER_MIXED_PRECISION", worker.mixed_precision);
   if (!worker.sharding.empty()) set("MUSTER_SHARDING", worker.sharding);
+  if (worker.activation_checkpointing.has_value()) {
+    set("MUSTER_ACTIVATION_CHECKPOINTING", YesNo(*worker.activation_checkpointing));
+  }
   set("MUSTER_CPU", YesNo(worker.cpu));
   set("MUSTER_GRADIENT_ACCUMULATION_STEPS", worker.gradient_accumulation_steps);
   set("MUSTER_DEBUG", YesNo(worker.debug));

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,7 @@ struct WorkerEnvironment {
 
   std::string mixed_precision = "no";
   std::string sharding;  // empty: the variable stays as it is
+  std::optional<bool> activation_checkpointing;
   bool cpu = false;
   int gradient_accumulation_steps = 1;
   bool debug = false;

@@ -29,6 +29,7 @@ WorkerEnvironment Third() {
   worker.max_restarts = 5;
   worker.mixed_precision = "bf16";
   worker.sharding = "zero3";
+  worker.activation_checkpointing = true;
   worker.cpu = true;
   worker.gradient_accumulation_steps = 8;
   worker.cores = 16;
@@ -54,6 +55,7 @@ TEST(MakeWorkerVariables, MusterAndTorchrunNames_SayTheSame) {
       {"MUSTER_RESTART_COUNT", "1"},
       {"MUSTER_MIXED_PRECISION", "bf16"},
       {"MUSTER_SHARDING", "zero3"},
+      {"MUSTER_ACTIVATION_CHECKPOINTING", "true"},
       {"MUSTER_CPU", "true"},
       {"MUSTER_GRADIENT_ACCUMULATION_STEPS", "8"},
       {"MUSTER_DEBUG", "false"},

@@ -72,6 +72,20 @@ int64_t Accelerator::gradient_accumulation_steps() const {
 void Accelerator::set_gradient_accumulation_steps(int64_t steps) {
   core_->steps().set_gradient_accumulation_steps(steps);
 }
+std::shared_ptr<OptimizerHandle> Accelerator::make_optimizer(std::vector<at::Tensor> parameters,
+                                                             const OptimizerArguments& arguments) {
+  std::vector<ConfiguredGroup> groups(1);
+  groups[0].params = std::move(parameters);
+  return core_->MakeOptimizer(std::move(groups), arguments);
+}
+std::shared_ptr<OptimizerHandle> Accelerator::make_optimizer(std::vector<ConfiguredGroup> groups,
+                                                             const OptimizerArguments& arguments) {
+  return core_->MakeOptimizer(std::move(groups), arguments);
+}
+LrSchedulePtr Accelerator::make_scheduler(const OptimizerHandle& optimizer,
+                                          const SchedulerArguments& arguments) {
+  return core_->MakeScheduler(optimizer, arguments);
+}
 void Accelerator::backward(const at::Tensor& loss) { core_->steps().Backward(loss); }
 void Accelerator::backward(const at::Tensor& loss, const BackwardOptions& how) {
   core_->steps().Backward(loss, std::nullopt, how);

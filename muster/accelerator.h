@@ -161,6 +161,24 @@ class Accelerator {
     return PrepareSchedule(std::forward<S>(schedule), optimizer.slot());
   }
 
+  // What the sections "optimizer" and "scheduler" of a DeepSpeed configuration say, for prepare():
+  //
+  //   auto adamw = accelerator.make_optimizer(net->parameters(), {.lr = 1e-4});
+  //   auto warmup = accelerator.make_scheduler(*adamw, {.total_num_steps = 9000});
+  //   auto [model, optimizer, scheduler] = accelerator.prepare(net, adamw, warmup);
+  //
+  // Accelerate's DummyOptim and DummyScheduler. Numbers in the configuration count, and the
+  // arguments for what is "auto" there. A configuration with such a section refuses optimizers and
+  // schedules that are made otherwise. Types: AdamW, Adam, SGD and Adagrad; WarmupLR, WarmupDecayLR
+  // and WarmupCosineLR (worker/train/warmup_schedules.h). Throw c10::Error without the section.
+  std::shared_ptr<OptimizerHandle> make_optimizer(std::vector<at::Tensor> parameters,
+                                                  const OptimizerArguments& arguments = {});
+  std::shared_ptr<OptimizerHandle> make_optimizer(std::vector<ConfiguredGroup> groups,
+                                                  const OptimizerArguments& arguments = {});
+  // `optimizer`: its rate is warmup_max_lr where that is "auto".
+  LrSchedulePtr make_scheduler(const OptimizerHandle& optimizer,
+                               const SchedulerArguments& arguments = {});
+
   // The step.
   // Begins a micro-step, which ends with the result's scope. Decides whether gradients are
   // exchanged and the optimizer steps: every gradient_accumulation_steps, and at the last batch of

@@ -4,5 +4,6 @@
 // Optimizers on LibTorch's fused kernels, and learning-rate schedules.
 #include "worker/train/lr_scheduler.h"
 #include "worker/train/optimizer.h"
+#include "worker/train/warmup_schedules.h"
 
 #endif  // MUSTER_OPTIM_H_

@@ -107,7 +107,8 @@ struct ActivationCheckpointingOptions {
   // the units of options.sharding (unit_types, unit_names or min_unit_parameters, else the entries
   // of each torch::nn::ModuleList and torch::nn::Sequential), whatever the strategy. A block inside
   // of another one is part of that. prepare() throws if the model has none, and backward() if a
-  // block has run without muster::call().
+  // block that was never called by muster::call() gets gradients; one that was, but not for this
+  // pass, is named in a warning, once.
   std::vector<std::string> block_types = {};
   // Where the inputs of blocks are between the two passes: tensors that depend on parameters,
   // without gaps, of at least 4 KiB; what is in classes that are no structures of tensors
@@ -117,6 +118,28 @@ struct ActivationCheckpointingOptions {
   // tensor, to write at most. An error of the disk is thrown by backward().
   Offload offload = Offload::kNone;
   std::string offload_path = {};
+};
+
+// Of make_optimizer(): for what the configuration leaves "auto", as Accelerate's DummyOptim.
+struct OptimizerArguments {
+  double lr = 1e-3;
+  double weight_decay = 0;
+};
+
+// A parameter group of make_optimizer(), with what differs from the configuration.
+struct ConfiguredGroup {
+  std::vector<at::Tensor> params;
+  std::optional<double> lr = {};
+  std::optional<double> weight_decay = {};
+};
+
+// Of make_scheduler(): for what the configuration leaves "auto", as Accelerate's DummyScheduler.
+struct SchedulerArguments {
+  // Steps of all processes together, as a program counts them that has not divided its data: with
+  // "auto" the schedule's length is this divided by the number of processes, rounded up, or, with
+  // split_batches, this. The warm-up is not divided.
+  std::optional<int64_t> total_num_steps = {};
+  int64_t warmup_num_steps = 0;
 };
 
 // Options of backward().
@@ -143,12 +166,15 @@ struct AcceleratorOptions {
   // With one process nothing is divided. Absent: MUSTER_SHARDING (a name of ParseSharding) with
   // MUSTER_SHARDING_UNITS (its unit_types, separated by commas), else nothing.
   std::optional<ShardingOptions> sharding;
-  // Absent: what a configuration of FSDP asks for, else nothing.
+  // Absent: MUSTER_ACTIVATION_CHECKPOINTING (yes or no) with MUSTER_ACTIVATION_BLOCKS (its
+  // block_types, separated by commas) and MUSTER_OFFLOAD_ACTIVATIONS (none, cpu or disk:FOLDER),
+  // else what a configuration of FSDP asks for, else nothing.
   std::optional<ActivationCheckpointingOptions> activation_checkpointing;
   // The norm (2) to which step() of a prepared optimizer clips the gradients of its parameters, all
   // together, where gradients are synchronized. clip_grad_norm_() then returns the norm and leaves
-  // these as they are, as Accelerate's does under DeepSpeed; it clips others. 0: none. Absent: a
-  // DeepSpeed configuration's gradient_clipping, else none.
+  // these as they are, as Accelerate's does under DeepSpeed; it clips others. backward() throws
+  // once a parameter of a prepared model has been changed that neither clips, by an optimizer that
+  // is not prepared. 0: none. Absent: a DeepSpeed configuration's gradient_clipping, else none.
   std::optional<double> gradient_clipping;
   // With every field at its default: the section fp16 of a DeepSpeed configuration, if there is
   // one.

@@ -14,6 +14,8 @@
 #include "muster/accelerator.h"
 #include "muster/test_model.h"
 #include "muster/test_ranks.h"
+#include "torch/csrc/autograd/autograd.h"
+#include "torch/nn/modules/container/sequential.h"
 #include "torch/optim/adamw.h"
 #include "torch/optim/lbfgs.h"
 #include "torch/optim/schedulers/reduce_on_plateau_scheduler.h"
@@ -176,6 +178,148 @@ TEST(RawBackward, WhereItWouldTrainWrongly_IsRefused) {
   AcceleratorOptions half;
   half.mixed_precision = "fp16";
   EXPECT_THAT(ErrorsOf(1, half, train), Each(HasSubstr("accelerator.backward(loss)")));
+}
+
+// One backward pass by the accelerator and one around it.
+TEST(RawBackward, BesideBackward_IsRefusedWhereItWouldTrainWrongly) {
+  const auto train = [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 0.25});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    for (int64_t i = 0; i < a.gradient_accumulation_steps(); ++i) {
+      auto scope = a.accumulate();
+      a.backward(Loss(model(at::ones({1, 1}))));
+      Loss(model(at::ones({1, 1}))).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  };
+  const auto wrong = HasSubstr("come from loss.backward(), at least in part (that of parameter");
+  AcceleratorOptions half;
+  half.mixed_precision = "fp16";
+  for (const int ranks : {1, 2}) {
+    for (const char* strategy : {"no_shard", "zero1", "zero2", "zero3"}) {
+      AcceleratorOptions plain = {}, accumulating = Accumulating(2), scaled = half;
+      for (AcceleratorOptions* options : {&plain, &accumulating, &scaled}) {
+        options->sharding = ParseSharding(strategy, ranks);
+      }
+      // Data parallelism averages once in each forward pass.
+      if (ranks == 1 || strategy != std::string("no_shard")) {
+        EXPECT_THAT(ErrorsOf(ranks, plain, train), Each("")) << strategy << ranks;
+      }
+      EXPECT_THAT(ErrorsOf(ranks, accumulating, train), Each(wrong)) << strategy << ranks;
+      EXPECT_THAT(ErrorsOf(ranks, scaled, train), Each(wrong)) << strategy << ranks;
+    }
+  }
+}
+
+// Two optimizers, of which one's losses go around backward(): a step of the other before does not
+// excuse it. Outside of accumulate() too.
+TEST(RawBackward, OfTheSecondOfTwoModels_IsRefusedUnderFp16) {
+  AcceleratorOptions half;
+  half.mixed_precision = "fp16";
+  for (const int ranks : {1, 2}) {
+    EXPECT_THAT(ErrorsOf(ranks, half,
+                         [](Accelerator& a) {
+                           torch::nn::Linear first = OneWeight(), second = OneWeight();
+                           FusedSGD of_first(first->parameters(), {.lr = 0.25});
+                           FusedSGD of_second(second->parameters(), {.lr = 0.25});
+                           auto [one, two, optimizer, other] =
+                               a.prepare(first, second, of_first, of_second);
+                           a.backward(Loss(one(at::ones({1, 1}))));
+                           optimizer.step();
+                           optimizer.zero_grad();
+                           Loss(two(at::ones({1, 1}))).backward();
+                           other.step();
+                         }),
+                Each(HasSubstr("come from loss.backward()")))
+        << ranks;
+  }
+}
+
+TEST(RawBackward, ThatLeavesNoGradients_IsNoMistake) {
+  RunAccelerators(1, Accumulating(2), [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 0.25});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    const at::Tensor x = at::ones({1, 1}).requires_grad_();
+    for (int i = 0; i < 2; ++i) {
+      auto scope = a.accumulate();
+      // A penalty on the gradient of the input, which adds to no parameter's.
+      (void)torch::autograd::grad({Loss(model(x))}, {x}, {}, std::nullopt, /*create_graph=*/true);
+      if (i == 0) {
+        Loss(model(x)).backward();  // to look at the gradients
+        net->zero_grad();
+      }
+      a.backward(Loss(model(at::ones({1, 1}))));
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    EXPECT_EQ(optimizer.steps(), 1);
+  });
+}
+
+// --- An optimizer that was not prepared, beside one that was ---
+
+// What the last backward pass throws after some steps. `micro_steps`: after each of which the
+// other optimizer steps, and not only at the ends of windows.
+std::string ErrorOfStray(const AcceleratorOptions& options, bool clips = false,
+                         bool micro_steps = false) {
+  return ErrorsOf(2, options, [&](Accelerator& a) {
+    torch::nn::Sequential net(torch::nn::Linear(1, 1), torch::nn::Linear(1, 1));
+    FusedSGD last(net[1]->parameters(), {.lr = 0.01});
+    torch::optim::SGD stray(net[0]->parameters(), 0.01);
+    auto [model, optimizer] = a.prepare(net, last);
+    for (int step = 0; step < 4; ++step) {
+      auto scope = a.accumulate();
+      a.backward(Loss(model(at::ones({1, 1}))));
+      if (clips && a.sync_gradients()) a.clip_grad_norm_(net->parameters(), 1.0);
+      optimizer.step();
+      optimizer.zero_grad();
+      if (a.sync_gradients() || micro_steps) {
+        stray.step();
+        stray.zero_grad();
+      }
+    }
+  })[0];
+}
+
+TEST(OptimizerThatIsNotPrepared, StepsOnGradientsThatAreNotWhole_AndIsRefused) {
+  EXPECT_EQ(ErrorOfStray({}), "");
+  AcceleratorOptions half;
+  half.mixed_precision = "fp16";
+  EXPECT_THAT(ErrorOfStray(half), AllOf(HasSubstr("parameter '0.weight' of a prepared model"),
+                                        HasSubstr("hold the loss scale")));
+  AcceleratorOptions clipping;
+  clipping.gradient_clipping = 1;
+  EXPECT_THAT(ErrorOfStray(clipping), HasSubstr("options.gradient_clipping"));
+  EXPECT_EQ(ErrorOfStray(clipping, /*clips=*/true), "");
+  EXPECT_EQ(ErrorOfStray(Accumulating(2)), "");
+  EXPECT_THAT(ErrorOfStray(Accumulating(2), false, /*micro_steps=*/true),
+              HasSubstr("a part of the accumulation window"));
+}
+
+// Weights that nothing trains may change: a checkpoint, an average.
+TEST(OptimizerThatIsNotPrepared, IsNotWhatLoadsWeights) {
+  AcceleratorOptions clipping;
+  clipping.gradient_clipping = 1;
+  RunAccelerators(1, clipping, [](Accelerator& a) {
+    torch::nn::Sequential net(torch::nn::Linear(1, 1), torch::nn::Linear(1, 1));
+    FusedSGD last(net[1]->parameters(), {.lr = 0.01});
+    auto [model, optimizer] = a.prepare(net, last);
+    const std::string dir = TestDir("stray");
+    for (int step = 0; step < 3; ++step) {
+      a.backward(Loss(model(at::ones({1, 1}))));
+      optimizer.step();
+      optimizer.zero_grad();
+      if (step == 0) {
+        ASSERT_TRUE(a.save_state(dir).ok());
+      }
+      if (step == 1) {
+        ASSERT_TRUE(a.load_state(dir).ok());
+      }
+    }
+  });
 }
 
 // --- Folds ---

@@ -248,17 +248,50 @@ TEST(ActivationCheckpointing, AnEvaluationBySeam_DoesNotExcuseATrainingAroundIt)
 TEST(ActivationCheckpointing, ABlockThatIsNotCalledBySeam_IsRefusedAtTheStepAfterPlainBackward) {
   AcceleratorOptions options;
   options.activation_checkpointing.emplace();
-  for (const int direct : {1, -1}) {
-    EXPECT_THAT(ErrorsOf(1, options,
-                         [direct](Accelerator& a) {
-                           Net net(16, direct);
-                           FusedSGD sgd(net->parameters(), {.lr = 0.1});
-                           auto [model, optimizer] = a.prepare(net, sgd);
-                           model(Random({4, 6}, 7)).mean().backward();
-                           optimizer.step();
-                         }),
-                Each(direct < 0 ? ::testing::Matcher<std::string>(::testing::IsEmpty())
-                                : HasSubstr("1 block(s) of the model ran without it, 'blocks.1'")));
+  for (const int processes : {1, 2}) {
+    for (const char* strategy : {"no_shard", "zero2", "zero3"}) {
+      options.sharding = ParseSharding(strategy, processes);
+      for (const int direct : {1, -1}) {
+        EXPECT_THAT(
+            ErrorsOf(processes, options,
+                     [direct](Accelerator& a) {
+                       Net net(16, direct);
+                       FusedSGD sgd(net->parameters(), {.lr = 0.1});
+                       auto [model, optimizer] = a.prepare(net, sgd);
+                       model(Random({4, 6}, 7)).mean().backward();
+                       optimizer.step();
+                     }),
+            Each(direct < 0 ? ::testing::Matcher<std::string>(::testing::IsEmpty())
+                            : HasSubstr("1 block(s) of the model ran without it, 'blocks.1'")))
+            << processes << strategy;
+      }
+    }
+  }
+}
+
+TEST(ActivationCheckpointing, ABlockThatIsCalledByItselfInALaterStep_IsNamed) {
+  AcceleratorOptions options;
+  options.activation_checkpointing.emplace();
+  for (const char* strategy : {"no_shard", "zero3"}) {
+    options.sharding = ParseSharding(strategy, 2);
+    const auto said = [&](bool plainly) {
+      testing::internal::CaptureStderr();
+      RunAccelerators(2, options, [&](Accelerator& a) {
+        Net net;
+        FusedSGD sgd(net->parameters(), {.lr = 0.1});
+        auto [model, optimizer] = a.prepare(net, sgd);
+        for (int step = 0; step < 3; ++step) {
+          const at::Tensor x = Random({4, 6}, 7);
+          a.backward(
+              (step == 1 && plainly ? model.call(&NetImpl::forward_plainly, x) : model(x)).mean());
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+      });
+      return testing::internal::GetCapturedStderr();
+    };
+    EXPECT_THAT(said(false), Not(HasSubstr("activation checkpointing"))) << strategy;
+    EXPECT_THAT(said(true), HasSubstr("block 'blocks.2' of the model")) << strategy;
   }
 }
 

@@ -130,6 +130,7 @@ agent::AgentOptions MakeAgentOptions(const LaunchPlan& plan, const std::string& 
   worker.coordinator = coordinator;
   worker.mixed_precision = config.mixed_precision;
   worker.sharding = config.sharding;
+  worker.activation_checkpointing = config.activation_checkpointing;
   worker.cpu = config.cpu;
   worker.gradient_accumulation_steps = config.gradient_accumulation_steps;
   worker.debug = config.debug;

@@ -201,6 +201,12 @@ const std::vector<SettingSpec>& LaunchSettings() {
            "What processes divide among them: no_shard (nothing), zero1 (optimizer states), zero2 "
            "(and gradients), zero3 (and parameters), hybrid (like zero3, in each machine). "
            "Default: as the program says, which always wins"},
+      {.name = "activation_checkpointing",
+       .variable = "MUSTER_ACTIVATION_CHECKPOINTING",
+       .type = Type::kBool,
+       .help = "Blocks keep their inputs alone for the backward pass, and run again there; "
+               "MUSTER_ACTIVATION_BLOCKS names their classes, MUSTER_OFFLOAD_ACTIVATIONS a place "
+               "for the inputs. Default: as the program says, which always wins"},
       {.name = "gradient_accumulation_steps",
        .variable = "MUSTER_GRADIENT_ACCUMULATION_STEPS",
        .type = Type::kInt,
@@ -707,6 +713,9 @@ LaunchConfig TakeSettings(const Resolver& values) {
   config.gpu_ids = values.Text("gpu_ids");
   config.mixed_precision = values.Text("mixed_precision");
   config.sharding = values.Text("sharding");
+  if (values.Has("activation_checkpointing")) {
+    config.activation_checkpointing = values.Bool("activation_checkpointing");
+  }
   config.gradient_accumulation_steps = values.Int("gradient_accumulation_steps");
   config.threads_per_process = values.Int("num_cpu_threads_per_process");
   config.coordinator_ip = values.Text("main_process_ip");

@@ -91,6 +91,11 @@ class Core : public std::enable_shared_from_this<Core> {
   std::shared_ptr<SchedulerSlot> PrepareSchedule(
       torch::optim::ReduceLROnPlateauScheduler& schedule, std::shared_ptr<void> keep,
       const std::shared_ptr<OptimizerSlot>& optimizer = nullptr);
+  // See Accelerator.
+  std::shared_ptr<OptimizerHandle> MakeOptimizer(std::vector<ConfiguredGroup> groups,
+                                                 const OptimizerArguments& arguments);
+  LrSchedulePtr MakeScheduler(const OptimizerHandle& optimizer,
+                              const SchedulerArguments& arguments);
   LoaderOptions loader_options() const;
   // A loader with the settings of a dropped one continues where that one stopped.
   void RegisterLoader(std::shared_ptr<LoaderStateHandle> loader);
@@ -135,12 +140,18 @@ class Core : public std::enable_shared_from_this<Core> {
   const ShardingGroups& MakeShardingGroups();
   // As options().sharding says.
   void OffloadStateOf(OptimizerHandle& optimizer);
+  // Throw if a configuration says what optimizers or schedules are, and these were made otherwise.
+  void CheckMade(const OptimizerHandle* optimizer) const;
+  void CheckMade(const std::vector<LrSchedulePtr>& schedules) const;
   // Has the optimizer update this process's shards of the parameters of sharded models.
   void GiveShards(OptimizerSlot& optimizer);
 
   Process process_;
   ShardingGroups sharding_groups_;
   bool sharding_groups_made_ = false;
+  // By MakeOptimizer() and MakeScheduler().
+  std::vector<uint64_t> made_optimizers_;
+  std::vector<std::weak_ptr<const LrSchedule>> made_schedules_;
   Registry registry_;
   LoopTracker loops_;
   StepController steps_;

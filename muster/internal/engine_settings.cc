@@ -1,19 +1,18 @@
 #include "muster/internal/engine_settings.h"
 
 #include <algorithm>
-#include <array>
-#include <charconv>
 #include <cmath>
 #include <optional>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "base/status_macros.h"
 #include "client/config/deepspeed_config.h"
 #include "client/config/fsdp_config.h"
 #include "client/config/sharding_settings.h"
+#include "nlohmann/json.hpp"
 
 namespace muster::internal {
 namespace {
@@ -26,83 +25,24 @@ absl::Status Refused(absl::string_view what, absl::string_view instead) {
                                                what, ", which sharding does not have: ", instead));
 }
 
-// The shortest text that is read as `value` again.
-std::string Number(double value) {
-  std::array<char, 32> text;
-  const std::to_chars_result end =
-      std::to_chars(text.data(), text.data() + text.size(), value, std::chars_format::general);
-  return std::string(text.data(), end.ptr);
-}
-
-// A line of C++ that makes the optimizer of the section "optimizer". The fields are in the order in
-// which the options declare them: anything else does not compile.
-std::string LineOf(const client::PlannedOptimizer& optimizer) {
-  std::vector<std::string> fields;
-  const auto add = [&](absl::string_view name, const std::optional<double>& value) {
-    if (value.has_value()) fields.push_back(absl::StrCat(".", name, " = ", Number(*value)));
-  };
-  const bool adagrad = optimizer.type == "Adagrad";
-  add("lr", optimizer.lr);
-  add("momentum", optimizer.momentum);
-  if (optimizer.beta1.has_value() && optimizer.beta2.has_value()) {
-    fields.push_back(
-        absl::StrCat(".betas = {", Number(*optimizer.beta1), ", ", Number(*optimizer.beta2), "}"));
+// Takes out of `config` what Accelerate fills from the program's placeholders where it is "auto".
+std::set<std::string> TakeAutos(nlohmann::json* config) {
+  std::set<std::string> autos;
+  for (const auto& [section, names] :
+       {std::pair<const char*, std::vector<const char*>>{"optimizer", {"lr", "weight_decay"}},
+        {"scheduler", {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"}}}) {
+    const auto found = config->find(section);
+    if (found == config->end() || !found->is_object()) continue;
+    const auto params = found->find("params");
+    if (params == found->end() || !params->is_object()) continue;
+    for (const char* name : names) {
+      const auto value = params->find(name);
+      if (value == params->end() || *value != "auto") continue;
+      autos.insert(absl::StrCat(section, ".params.", name));
+      params->erase(value);
+    }
   }
-  if (!adagrad) add("eps", optimizer.eps);
-  // DeepSpeed's default is 0 for every type, and AdamW's here is not.
-  add("weight_decay", optimizer.weight_decay.value_or(0));
-  if (adagrad) add("eps", optimizer.eps);
-  if (optimizer.nesterov.value_or(false)) fields.push_back(".nesterov = true");
-  return absl::StrCat("muster::Fused", optimizer.type, " optimizer(net->parameters(), {",
-                      absl::StrJoin(fields, ", "), "});");
-}
-
-// One that makes the schedule of the section "scheduler", or what comes nearest, and what else it
-// takes.
-std::string LineOf(const client::PlannedScheduler& scheduler) {
-  const std::string warmup =
-      scheduler.warmup_steps.has_value() ? absl::StrCat(*scheduler.warmup_steps) : "WARMUP";
-  const std::string total =
-      scheduler.total_steps.has_value() ? absl::StrCat(*scheduler.total_steps) : "TOTAL";
-  const bool cosine = scheduler.type == "WarmupCosineLR";
-  std::string line;
-  if (scheduler.type == "WarmupLR") {
-    line = absl::StrCat("muster::ConstantWithWarmup(", warmup, ")");
-  } else if (cosine) {
-    line = absl::StrCat("muster::CosineWithWarmup(", warmup, ", ", total, ")");
-  } else {
-    line = absl::StrCat("muster::LinearWithWarmup(", warmup, ", ", total, ")");
-  }
-  std::vector<std::string> differences;
-  if (!cosine) {
-    differences.push_back(
-        absl::StrCat("give the optimizer .lr = ", Number(scheduler.max_lr.value_or(1e-3)),
-                     ": DeepSpeed's schedule puts warmup_max_lr in place of the optimizer's rate"));
-  }
-  const std::optional<double>& start = cosine ? scheduler.min_ratio : scheduler.min_lr;
-  differences.push_back(absl::StrCat(
-      "its warm-up is a line from 0, DeepSpeed's a ", scheduler.logarithmic ? "logarithm" : "line",
-      " from ", cosine ? "warmup_min_ratio" : "warmup_min_lr", " = ", Number(start.value_or(0))));
-  if (cosine) {
-    differences.push_back(absl::StrCat("it ends at 0, DeepSpeed's at cos_min_ratio = ",
-                                       Number(scheduler.cosine_min_ratio.value_or(1e-4))));
-  }
-  return absl::StrCat(line, " (", absl::StrJoin(differences, "; "), ")");
-}
-
-// Those who set them in a config file must learn that nothing of it would happen.
-absl::Status CheckEngineHas(const ShardingPlan& plan) {
-  if (plan.optimizer.has_value()) {
-    return Refused("an optimizer (the section \"optimizer\" of a DeepSpeed config)",
-                   absl::StrCat("remove the section, and prepare() in the program: ",
-                                LineOf(*plan.optimizer)));
-  }
-  if (plan.scheduler.has_value()) {
-    return Refused("a learning-rate schedule (the section \"scheduler\" of a DeepSpeed config)",
-                   absl::StrCat("remove the section, and prepare() with the optimizer: ",
-                                LineOf(*plan.scheduler)));
-  }
-  return absl::OkStatus();
+  return autos;
 }
 
 GradScalerOptions ScalerOf(const client::PlannedLossScale& scale) {
@@ -137,13 +77,14 @@ Offload OffloadOf(ShardingSettings::Offload offload) {
 }
 
 absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks_per_node) {
-  MUSTER_RETURN_IF_ERROR(CheckEngineHas(plan));
   const ShardingSettings& from = plan.sharding;
   EngineSettings result;
   result.notes = plan.notes;
   result.activation_checkpointing = from.activation_checkpointing;
   result.activation_offload = from.activation_offload;
   result.gradient_clipping = plan.gradient_clipping;
+  result.configured.optimizer = plan.optimizer;
+  result.configured.scheduler = plan.scheduler;
   if (plan.loss_scale.has_value()) result.grad_scaler = ScalerOf(*plan.loss_scale);
   ShardingOptions& to = result.sharding;
   switch (from.strategy) {
@@ -202,6 +143,7 @@ absl::StatusOr<EngineSettings> ReadEngineSettings(
     const std::map<std::string, std::string>& variables, const std::string& mixed_precision,
     int64_t gradient_accumulation_steps, int64_t num_processes, int64_t ranks_per_node) {
   ShardingPlan plan;
+  std::set<std::string> autos;
   if (IsOn(variables, "ACCELERATE_USE_FSDP")) {
     MUSTER_ASSIGN_OR_RETURN(const client::FsdpSettings settings,
                             client::ResolveFsdp(nullptr, variables, mixed_precision));
@@ -214,9 +156,13 @@ absl::StatusOr<EngineSettings> ReadEngineSettings(
                                  .gradient_accumulation_steps = gradient_accumulation_steps,
                                  .num_processes = num_processes,
                                  .split_batches = false}));
-    MUSTER_ASSIGN_OR_RETURN(plan, client::MapDeepSpeed(config.config()));
+    nlohmann::json settings = config.config();
+    autos = TakeAutos(&settings);
+    MUSTER_ASSIGN_OR_RETURN(plan, client::MapDeepSpeed(settings));
   }
-  return ToOptions(plan, ranks_per_node);
+  MUSTER_ASSIGN_OR_RETURN(EngineSettings result, ToOptions(plan, ranks_per_node));
+  result.configured.autos = std::move(autos);
+  return result;
 }
 
 }  // namespace muster::internal

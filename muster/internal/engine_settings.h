@@ -4,14 +4,24 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "client/config/sharding_settings.h"
 #include "worker/parallel/sharding_options.h"
 #include "worker/train/options.h"
 
 namespace muster::internal {
+
+// The sections "optimizer" and "scheduler" of a DeepSpeed configuration, if it has them.
+struct ConfiguredTraining {
+  std::optional<client::PlannedOptimizer> optimizer;
+  std::optional<client::PlannedScheduler> scheduler;
+  // Dotted keys of them that are "auto".
+  std::set<std::string> autos;
+};
 
 struct EngineSettings {
   ShardingOptions sharding;
@@ -20,6 +30,7 @@ struct EngineSettings {
   bool activation_offload = false;
   std::optional<double> gradient_clipping;
   std::optional<GradScalerOptions> grad_scaler;
+  ConfiguredTraining configured;
   // What has no effect, a sentence each, for the log.
   std::vector<std::string> notes;
 };

@@ -21,6 +21,7 @@ class ShardedModel;
 
 namespace muster::internal {
 
+class BackwardWatch;
 class StepController;
 
 // The ranks among which models are sharded. Null: all of them, or no copies. `reshard`: those that
@@ -57,6 +58,8 @@ class ModelSlot {
   ShardedModel* sharded() { return sharded_.get(); }
   // Null without activation checkpointing.
   ActivationPolicy* activation_policy() { return activation_policy_.get(); }
+  // Null for evaluation.
+  BackwardWatch* watch() { return watch_.get(); }
   // See Accelerator::trigger_sync_in_backward.
   void SyncInBackward();
   bool evaluation() const { return evaluation_; }
@@ -74,6 +77,7 @@ class ModelSlot {
   template <class F>
   auto RunUnderAutocast(F&& forward);
 
+  void MakeReady();
   void BeforeForward();
   void AfterForward();
   std::vector<at::Tensor> PassOutputs(std::vector<at::Tensor> outputs);
@@ -87,6 +91,7 @@ class ModelSlot {
   std::unique_ptr<DataParallel> ddp_;
   std::unique_ptr<ShardedModel> sharded_;
   std::unique_ptr<ActivationPolicy> activation_policy_;
+  std::unique_ptr<BackwardWatch> watch_;
   // Passes with gradients so far.
   int64_t forwards_ = 0;
   // The exchange is armed by a forward pass; a backward pass has used that up.

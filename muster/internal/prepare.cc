@@ -8,6 +8,7 @@
 #include "ATen/Context.h"
 #include "base/log.h"
 #include "c10/core/CachingDeviceAllocator.h"
+#include "muster/internal/configured_training.h"
 #include "muster/internal/core.h"
 #include "worker/checkpoint/scratch_file.h"
 #include "worker/parallel/sharded_model.h"
@@ -108,11 +109,49 @@ std::shared_ptr<OptimizerSlot> Core::AddOptimizer(std::shared_ptr<OptimizerSlot>
   return registry_.AddOptimizer(std::move(slot));
 }
 
+std::shared_ptr<OptimizerHandle> Core::MakeOptimizer(std::vector<ConfiguredGroup> groups,
+                                                     const OptimizerArguments& arguments) {
+  std::shared_ptr<OptimizerHandle> made =
+      internal::MakeOptimizer(process_.configured(), std::move(groups), arguments);
+  made_optimizers_.push_back(made->id());
+  return made;
+}
+
+LrSchedulePtr Core::MakeScheduler(const OptimizerHandle& optimizer,
+                                  const SchedulerArguments& arguments) {
+  const int64_t ranks = process_.options().data_loader.split_batches ? 1 : process_.size();
+  LrSchedulePtr made = internal::MakeScheduler(process_.configured(), optimizer, arguments, ranks);
+  made_schedules_.push_back(made);
+  return made;
+}
+
+void Core::CheckMade(const OptimizerHandle* optimizer) const {
+  if (!process_.configured().optimizer.has_value()) return;
+  TORCH_CHECK(optimizer != nullptr && std::find(made_optimizers_.begin(), made_optimizers_.end(),
+                                                optimizer->id()) != made_optimizers_.end(),
+              "the DeepSpeed config has the section \"optimizer\", and the program prepares an "
+              "optimizer of its own: make it by accelerator.make_optimizer(parameters), or remove "
+              "the section");
+}
+
+void Core::CheckMade(const std::vector<LrSchedulePtr>& schedules) const {
+  if (!process_.configured().scheduler.has_value()) return;
+  const auto made = [this](const LrSchedulePtr& schedule) {
+    return std::any_of(made_schedules_.begin(), made_schedules_.end(),
+                       [&](const auto& weak) { return weak.lock() == schedule; });
+  };
+  TORCH_CHECK(!schedules.empty() && std::all_of(schedules.begin(), schedules.end(), made),
+              "the DeepSpeed config has the section \"scheduler\", and the program prepares a "
+              "schedule of its own: make it by accelerator.make_scheduler(optimizer), or remove "
+              "the section");
+}
+
 std::shared_ptr<OptimizerSlot> Core::PrepareOptimizer(torch::optim::Optimizer& optimizer,
                                                       std::shared_ptr<void> keep) {
   std::shared_ptr<OptimizerSlot> slot = registry_.FindOptimizer(
       &optimizer, [&](const OptimizerSlot& known) { return known.handle().Wraps(optimizer); });
   if (slot == nullptr) {
+    CheckMade(nullptr);
     std::unique_ptr<OptimizerHandle> handle = WrapTorchOptimizer(optimizer);
     OptimizerHandle* const borrowed = handle.get();
     slot = AddOptimizer(
@@ -127,6 +166,7 @@ std::shared_ptr<OptimizerSlot> Core::PrepareOptimizer(OptimizerHandle& optimizer
   std::shared_ptr<OptimizerSlot> slot = registry_.FindOptimizer(
       &optimizer, [&](const OptimizerSlot& known) { return known.source_id() == optimizer.id(); });
   if (slot == nullptr) {
+    CheckMade(&optimizer);
     slot = AddOptimizer(
         std::make_shared<OptimizerSlot>(&steps_, &optimizer, nullptr, &optimizer, optimizer.id()));
   }
@@ -137,6 +177,7 @@ std::shared_ptr<OptimizerSlot> Core::PrepareOptimizer(OptimizerHandle& optimizer
 std::shared_ptr<SchedulerSlot> Core::PrepareSchedule(
     LrSchedulePtr schedule, const std::shared_ptr<OptimizerSlot>& optimizer) {
   TORCH_CHECK(schedule != nullptr, "prepare() got an empty schedule");
+  CheckMade(std::vector<LrSchedulePtr>{schedule});
   return registry_.AddSchedule(
       std::make_shared<SchedulerSlot>(&steps_,
                                       SchedulerSlot::Make([schedule](OptimizerHandle& handle) {
@@ -150,6 +191,7 @@ std::shared_ptr<SchedulerSlot> Core::PrepareSchedule(
   for (const LrSchedulePtr& schedule : schedules) {
     TORCH_CHECK(schedule != nullptr, "prepare() got an empty schedule in a list of schedules");
   }
+  CheckMade(schedules);
   return registry_.AddSchedule(
       std::make_shared<SchedulerSlot>(
           &steps_, SchedulerSlot::Make([schedules = std::move(schedules)](OptimizerHandle& handle) {
@@ -160,6 +202,7 @@ std::shared_ptr<SchedulerSlot> Core::PrepareSchedule(
 
 std::shared_ptr<SchedulerSlot> Core::PrepareSchedule(
     const PlateauSchedule& schedule, const std::shared_ptr<OptimizerSlot>& optimizer) {
+  CheckMade(std::vector<LrSchedulePtr>());
   return registry_.AddSchedule(
       std::make_shared<SchedulerSlot>(
           &steps_, SchedulerSlot::MakePlateau([schedule](OptimizerHandle& handle) {
@@ -171,6 +214,7 @@ std::shared_ptr<SchedulerSlot> Core::PrepareSchedule(
 std::shared_ptr<SchedulerSlot> Core::PrepareSchedule(
     torch::optim::LRScheduler& schedule, std::shared_ptr<void> keep,
     const std::shared_ptr<OptimizerSlot>& optimizer) {
+  CheckMade(std::vector<LrSchedulePtr>());
   const SchedulerSlot::Make make = [&schedule](OptimizerHandle& handle) {
     return WrapTorchScheduler(schedule, handle);
   };
@@ -181,6 +225,7 @@ std::shared_ptr<SchedulerSlot> Core::PrepareSchedule(
 std::shared_ptr<SchedulerSlot> Core::PrepareSchedule(
     torch::optim::ReduceLROnPlateauScheduler& schedule, std::shared_ptr<void> keep,
     const std::shared_ptr<OptimizerSlot>& optimizer) {
+  CheckMade(std::vector<LrSchedulePtr>());
   const SchedulerSlot::MakePlateau make = [&schedule](OptimizerHandle& handle) {
     return WrapTorchPlateau(schedule, handle);
   };

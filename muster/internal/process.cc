@@ -94,13 +94,21 @@ Process::Settings SettingsOf(const AcceleratorOptions& options, const Environmen
   // Also where the program says all: what it does not read here would be ignored in silence.
   const EngineSettings engine = EngineOf(environment);
   Process::Settings settings{.sharding = ShardingOf(options, environment, engine, device),
-                             .grad_scaler = options.grad_scaler};
+                             .grad_scaler = options.grad_scaler,
+                             .configured = engine.configured};
   ActivationCheckpointingOptions& activations = settings.activation_checkpointing;
   if (options.activation_checkpointing.has_value()) {
     activations = *options.activation_checkpointing;
   } else {
-    activations.enabled = engine.activation_checkpointing;
+    activations.enabled = environment.activation_checkpointing.is_default()
+                              ? engine.activation_checkpointing
+                              : environment.activation_checkpointing.value;
+    activations.block_types = environment.activation_blocks.value;
     activations.offload = engine.activation_offload ? Offload::kCpu : Offload::kNone;
+    if (!environment.offload_activations.is_default()) {
+      std::tie(activations.offload, activations.offload_path) =
+          ParseOffload(environment.offload_activations.value);
+    }
   }
   TORCH_CHECK(
       activations.offload != Offload::kDisk || !activations.offload_path.empty(),

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "ATen/core/Tensor.h"
+#include "muster/internal/engine_settings.h"
 #include "muster/options.h"
 #include "worker/collective/comm.h"
 #include "worker/collective/comm_thread.h"
@@ -54,6 +55,7 @@ class Process {
   // 0: none.
   double gradient_clipping() const { return settings_.gradient_clipping; }
   const GradScalerOptions& grad_scaler() const { return settings_.grad_scaler; }
+  const ConfiguredTraining& configured() const { return settings_.configured; }
   AutocastGuard Autocast(const AutocastOptions& options) const {
     return AutocastGuard(precision_, device_.type(), options);
   }
@@ -74,6 +76,7 @@ class Process {
     ActivationCheckpointingOptions activation_checkpointing = {.enabled = false};
     double gradient_clipping = 0;
     GradScalerOptions grad_scaler;
+    ConfiguredTraining configured = {};
   };
 
  private:

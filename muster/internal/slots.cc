@@ -1,5 +1,9 @@
 #include "muster/internal/slots.h"
 
+#include <malloc.h>
+
+#include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <set>
 #include <string>
@@ -8,6 +12,7 @@
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
+#include "muster/internal/backward_watch.h"
 #include "muster/internal/step_controller.h"
 #include "worker/bigmodel/empty_weights.h"
 #include "worker/parallel/ddp.h"
@@ -25,6 +30,22 @@ namespace {
 std::unique_ptr<PartStore> StoreOfParts(const ShardingOptions& sharding) {
   if (sharding.offload_parameters != Offload::kDisk) return nullptr;
   return std::make_unique<DiskParts>(MakeScratchFile(sharding.offload_parameters_path));
+}
+
+// glibc keeps what is freed, up to 32 MiB a piece, once the first such piece has been: then memory
+// that a block does not hold any more stays the process's. From here on large pieces go back at
+// once, unless the user has set malloc himself. Costs system time (bench/README.md).
+void ReturnFreedMemory() {
+#ifdef __GLIBC__
+  [[maybe_unused]] static const bool done = [] {
+    const char* const tunables = std::getenv("GLIBC_TUNABLES");
+    if (std::getenv("MALLOC_MMAP_THRESHOLD_") != nullptr ||
+        (tunables != nullptr && std::strstr(tunables, "mmap_threshold") != nullptr)) {
+      return false;
+    }
+    return mallopt(M_MMAP_THRESHOLD, 1 << 20) == 1;
+  }();
+#endif
 }
 
 std::unique_ptr<ActivationPolicy> ActivationPolicyFor(const Process& process,
@@ -46,14 +67,16 @@ std::unique_ptr<ActivationPolicy> ActivationPolicyFor(const Process& process,
   for (const auto& item : module->named_modules("", /*include_self=*/false)) {
     if (names.count(item.key()) > 0) blocks.push_back({item.key(), item.value()});
   }
-  std::shared_ptr<ActivationStore> store;
+  ActivationPolicy::MakeStore store;
   if (options.offload == Offload::kDisk) {
-    store = std::make_shared<ActivationStore>(
-        std::make_unique<DiskParts>(MakeScratchFile(options.offload_path)));
+    store = [path = options.offload_path] {
+      return std::make_shared<ActivationStore>(std::make_unique<DiskParts>(MakeScratchFile(path)));
+    };
   } else if (options.offload == Offload::kCpu && !process.device().is_cpu()) {
-    store = std::make_shared<ActivationStore>(nullptr);
+    store = [] { return std::make_shared<ActivationStore>(nullptr); };
   }
-  return std::make_unique<ActivationPolicy>(std::move(blocks), std::move(store));
+  if (process.device().is_cpu()) ReturnFreedMemory();
+  return std::make_unique<ActivationPolicy>(std::move(blocks), store);
 }
 
 }  // namespace
@@ -61,6 +84,15 @@ std::unique_ptr<ActivationPolicy> ActivationPolicyFor(const Process& process,
 ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source, bool evaluation,
                      const ShardingGroups& groups)
     : controller_(steps), source_(std::move(source)), evaluation_(evaluation), groups_(groups) {
+  MakeReady();
+  // At last: what moves parameters gives them other places for their gradients.
+  if (!evaluation_) {
+    watch_ = std::make_unique<BackwardWatch>(controller_->passes(), source_->parameters());
+  }
+}
+
+void ModelSlot::MakeReady() {
+  const bool evaluation = evaluation_;
   const Process& process = controller_->process();
   for (const auto& [name, parameter] : source_->parameters()) {
     TORCH_CHECK(!IsPaged(parameter), "parameter '", name,
@@ -148,6 +180,7 @@ void ModelSlot::BeforeForward() {
     return;
   }
   ++forwards_;
+  if (watch_ != nullptr) watch_->Refresh();
   if (ddp_ == nullptr) return;
   TORCH_CHECK(!controller_->joining() || controller_->in_micro_step(),
               "inside join_uneven_inputs() every training step needs accelerator.accumulate(): it "

@@ -98,7 +98,17 @@ void StepController::ChangeLocal(int by) {
   apart_ = true;
 }
 
-void StepController::AboutToChange() const {
+void StepController::AboutToChange() {
+  ForgetStrays();
+  AnnounceChange();
+}
+
+void StepController::ChangeAveraged(int by) {
+  averaged_depth_ += by;
+  ForgetStrays();
+}
+
+void StepController::AnnounceChange() const {
   for (const auto& model : registry_.models()) {
     if (model->sharded() != nullptr) model->sharded()->Expire();
   }
@@ -143,6 +153,10 @@ void StepController::CheckLoss(const at::Tensor& loss, const std::optional<doubl
               "backward() under fp16 without a prepared optimizer: no optimizer would unscale the "
               "gradients; pass the optimizer to prepare()");
   if (registry_.optimizers().empty()) {
+    TORCH_CHECK(!process_.configured().optimizer.has_value() || registry_.models().empty(),
+                "backward() with the section \"optimizer\" of a DeepSpeed config and without a "
+                "prepared optimizer: make it by accelerator.make_optimizer(parameters) and pass it "
+                "to prepare(), or remove the section");
     TORCH_CHECK(process_.gradient_clipping() == 0,
                 "backward() with options.gradient_clipping (or gradient_clipping of a DeepSpeed "
                 "config) and without a prepared optimizer: no step would clip; pass the optimizer "
@@ -197,8 +211,10 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
     loops_.MarkTrained();
   }
   CheckWitnesses();
+  CheckStrays();
+  if (passes_->any_plain()) ForgetPlainPassesWithoutGradients();
   for (const auto& model : registry_.models()) {
-    if (model->activation_policy() != nullptr) model->activation_policy()->CheckCalled(loss);
+    if (model->activation_policy() != nullptr) model->activation_policy()->BeginBackward();
   }
   const double divisor =
       weight.has_value() ? accumulation_.WeightedDivisor(*weight) : accumulation_.current().divisor;
@@ -211,6 +227,7 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
     if (model->armed_ == ModelSlot::Armed::kYes) model->armed_ = ModelSlot::Armed::kUsed;
   }
   try {
+    const BackwardPasses::Scope pass(*passes_);
     scaled.backward({}, how.retain_graph || how.create_graph, how.create_graph,
                     how.inputs.empty() ? std::nullopt : std::optional<at::TensorList>(how.inputs));
   } catch (...) {
@@ -218,6 +235,12 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
     RethrowExplained(process_.joined().explain);
   }
   ++window_backwards_;
+  for (const auto& model : registry_.models()) {
+    if (model->activation_policy() == nullptr) continue;
+    model->activation_policy()->EndBackward(
+        [&model](const at::Tensor& parameter) { return model->watch()->InLastPass(parameter); });
+  }
+  RecordStrays();
   if (!sync_gradients()) {
     for (const auto& optimizer : registry_.optimizers()) {
       if (optimizer->witness_.defined()) continue;
@@ -307,18 +330,6 @@ std::string NameOf(const at::Tensor& parameter, size_t index,
   return c10::str("number ", index, " of the optimizer, of shape ", parameter.sizes(), ",");
 }
 
-// Blocks whose activations were to be dropped, and that have gradients.
-void CheckBlocksCalled(const Registry& registry) {
-  for (const auto& model : registry.models()) {
-    if (model->activation_policy() == nullptr) continue;
-    model->activation_policy()->CheckCalled([&](const at::Tensor& parameter) {
-      const at::Tensor shard =
-          model->sharded() == nullptr ? at::Tensor() : model->sharded()->ShardOf(parameter);
-      return (shard.defined() ? shard : parameter).grad().defined();
-    });
-  }
-}
-
 bool Holds(const std::vector<at::Tensor>& list, const at::Tensor& tensor) {
   return std::any_of(list.begin(), list.end(),
                      [&](const at::Tensor& other) { return other.is_same(tensor); });
@@ -328,9 +339,8 @@ bool Holds(const std::vector<at::Tensor>& list, const at::Tensor& tensor) {
 
 void StepController::CheckGradients(OptimizerSlot& slot) const {
   CheckWitnesses();
-  // After loss.backward(). The gradients of several processes do not tell which of them has run a
-  // block.
-  if (window_backwards_ == 0 && process_.size() == 1) CheckBlocksCalled(registry_);
+  if (passes_->any_plain()) CheckPlainPasses(slot);
+  // Of tensors that no model has.
   if (window_backwards_ == 0 && !in_closure_ &&
       (scaler_ != nullptr || accumulation_.current().divisor != 1)) {
     for (const at::Tensor& parameter : slot.handle().parameters()) {
@@ -349,6 +359,134 @@ void StepController::CheckGradients(OptimizerSlot& slot) const {
     CheckForwards(slot);
   } else {
     CheckExchanged(slot);
+  }
+}
+
+namespace {
+
+std::unordered_set<const void*> SetOf(const std::vector<at::Tensor>& tensors) {
+  std::unordered_set<const void*> set;
+  for (const at::Tensor& tensor : tensors) set.insert(tensor.unsafeGetTensorImpl());
+  return set;
+}
+
+// The tensor that an optimizer has for a parameter of `model`.
+at::Tensor AtOptimizer(ModelSlot& model, const at::Tensor& parameter) {
+  const at::Tensor shard =
+      model.sharded() == nullptr ? at::Tensor() : model.sharded()->ShardOf(parameter);
+  return shard.defined() ? shard : parameter;
+}
+
+}  // namespace
+
+void StepController::CheckPlainPasses(const OptimizerSlot& slot) const {
+  for (const auto& model : registry_.models()) {
+    if (model->activation_policy() == nullptr || model->watch() == nullptr) continue;
+    model->activation_policy()->CheckCalled(
+        [&model](const at::Tensor& parameter) { return model->watch()->Plain(parameter); });
+  }
+  if (scaler_ == nullptr && accumulation_.current().divisor == 1 && !accumulation_.weighted()) {
+    return;
+  }
+  const std::unordered_set<const void*> own = SetOf(slot.handle_->parameters());
+  for (const auto& model : registry_.models()) {
+    if (model->watch() == nullptr) continue;
+    for (const auto& seen : model->watch()->all()) {
+      TORCH_CHECK(
+          !seen->plain ||
+              own.count(AtOptimizer(*model, seen->parameter).unsafeGetTensorImpl()) == 0,
+          "optimizer.step(): the gradients of this window come from loss.backward(), at least in "
+          "part (that of parameter '",
+          seen->name,
+          "'), which neither divides them for the accumulation window nor scales them for fp16: "
+          "call accelerator.backward(loss), for each loss");
+    }
+  }
+}
+
+void StepController::ForgetPlainPasses(
+    const std::function<bool(ModelSlot&, BackwardWatch::Seen&)>& forgotten) const {
+  bool any = false;
+  for (const auto& model : registry_.models()) {
+    if (model->watch() == nullptr) continue;
+    for (const auto& seen : model->watch()->all()) {
+      if (seen->plain && forgotten(*model, *seen)) seen->plain = false;
+      any = any || seen->plain;
+    }
+  }
+  if (!any) passes_->ForgetPlain();
+}
+
+void StepController::ForgetPlainPasses(const OptimizerSlot& slot) const {
+  if (!passes_->any_plain()) return;
+  const std::unordered_set<const void*> own = SetOf(slot.handle_->parameters());
+  ForgetPlainPasses([&own](ModelSlot& model, BackwardWatch::Seen& seen) {
+    return own.count(AtOptimizer(model, seen.parameter).unsafeGetTensorImpl()) > 0;
+  });
+}
+
+void StepController::ForgetPlainPassesWithoutGradients() const {
+  ForgetPlainPasses([](ModelSlot& model, BackwardWatch::Seen& seen) {
+    return !AtOptimizer(model, seen.parameter).grad().defined();
+  });
+}
+
+bool StepController::StepsKnowMore() const {
+  return scaler_ != nullptr || process_.gradient_clipping() > 0 ||
+         gradient_accumulation_steps() > 1;
+}
+
+void StepController::VisitStrays(const std::function<void(BackwardWatch::Seen&)>& visit) const {
+  std::unordered_set<const void*> prepared;
+  for (const auto& optimizer : registry_.optimizers()) {
+    for (const at::Tensor& parameter : optimizer->handle().parameters()) {
+      prepared.insert(parameter.unsafeGetTensorImpl());
+    }
+  }
+  for (const auto& model : registry_.models()) {
+    // Gradients of sharded ones are at prepared optimizers alone.
+    if (model->watch() == nullptr || model->sharded() != nullptr) continue;
+    for (const auto& seen : model->watch()->all()) {
+      if (prepared.count(seen->parameter.unsafeGetTensorImpl()) == 0) visit(*seen);
+    }
+  }
+}
+
+void StepController::CheckStrays() const {
+  if (!StepsKnowMore()) return;
+  const bool clips = process_.gradient_clipping() > 0;
+  VisitStrays([&](BackwardWatch::Seen& seen) {
+    if (seen.version < 0 || seen.version == seen.parameter._version()) return;
+    const char* const why =
+        scaler_ != nullptr ? "which hold the loss scale of fp16"
+        : seen.partial     ? "which were those of a part of the accumulation window"
+        : clips && !seen.clipped
+            ? "which options.gradient_clipping (gradient_clipping of a DeepSpeed config) does not "
+              "clip"
+            : nullptr;
+    TORCH_CHECK(why == nullptr, "backward(): parameter '", seen.name,
+                "' of a prepared model has changed since the last backward pass, and no prepared "
+                "optimizer has it: an optimizer that was not given to prepare() has stepped on its "
+                "gradients, ",
+                why, "; prepare() that optimizer",
+                clips && scaler_ == nullptr && !seen.partial ? ", or call clip_grad_norm_()" : "");
+  });
+}
+
+void StepController::RecordStrays() const {
+  if (!StepsKnowMore()) return;
+  VisitStrays([&](BackwardWatch::Seen& seen) {
+    if (seen.pass != passes_->last()) return;
+    seen.version = static_cast<int64_t>(seen.parameter._version());
+    seen.clipped = false;
+    seen.partial = !sync_gradients();
+  });
+}
+
+void StepController::ForgetStrays() const {
+  for (const auto& model : registry_.models()) {
+    if (model->watch() == nullptr) continue;
+    for (const auto& seen : model->watch()->all()) seen->version = -1;
   }
 }
 
@@ -547,6 +685,12 @@ at::Tensor StepController::ClipGradNorm(const std::vector<at::Tensor>& parameter
   }
   const at::Tensor norm = clip(std::numeric_limits<double>::infinity());
   if (!others.empty()) ScaleToNorm(Gradients(others), max_norm, norm);
+  for (const at::Tensor& parameter : others) {
+    for (const auto& model : registry_.models()) {
+      if (model->watch() == nullptr) continue;
+      if (BackwardWatch::Seen* const seen = model->watch()->Find(parameter)) seen->clipped = true;
+    }
+  }
   return norm;
 }
 
@@ -637,6 +781,7 @@ void StepController::Stepped(OptimizerSlot& slot) {
   }
   slot.consumed_ = true;
   slot.gradients_finished_ = false;
+  ForgetPlainPasses(slot);
   for (size_t m = 0; m < slot.models_.size(); ++m) {
     const std::shared_ptr<ModelSlot> model = slot.models_[m].lock();
     if (model == nullptr) continue;
@@ -664,10 +809,11 @@ void StepController::Step(OptimizerSlot& slot) {
       "optimizer.step(closure) with a function that zeroes the gradients, computes the loss, "
       "calls accelerator.backward(loss) and returns it");
   process_.progress().SetPhase("optimizer step");
+  CheckScheduled(slot);
   CheckGradients(slot);
   FinishGradients(&slot);
   ClipInStep(slot);
-  AboutToChange();
+  AnnounceChange();
   MUSTER_FAILPOINT("worker.step");
   if (scaler_ != nullptr) {
     scaler_->Step(*slot.handle_);
@@ -677,6 +823,17 @@ void StepController::Step(OptimizerSlot& slot) {
     slot.handle_->Step();
   }
   Stepped(slot);
+}
+
+void StepController::CheckScheduled(const OptimizerSlot& slot) const {
+  if (!process_.configured().scheduler.has_value()) return;
+  const auto& schedulers = registry_.schedulers();
+  TORCH_CHECK(
+      std::any_of(schedulers.begin(), schedulers.end(),
+                  [&](const auto& scheduler) { return scheduler->optimizer().get() == &slot; }),
+      "optimizer.step() with the section \"scheduler\" of a DeepSpeed config and without a "
+      "schedule of this optimizer: pass accelerator.make_scheduler(optimizer) to prepare() "
+      "with the optimizer, and call step() of what it returns, or remove the section");
 }
 
 at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
@@ -693,6 +850,7 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
   TORCH_CHECK(!joining(),
               "step(closure) inside join_uneven_inputs(): processes without batches cannot follow "
               "its evaluations");
+  CheckScheduled(slot);
   TORCH_CHECK(!in_closure_, "step(closure) inside of a closure of step()");
   struct InClosure {
     explicit InClosure(bool& flag) : flag(flag) { flag = true; }
@@ -715,7 +873,7 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
     return process_.MeanOfAll(loss.detach());
   };
   slot.step_was_skipped_ = false;
-  AboutToChange();
+  AnnounceChange();
   const at::Tensor loss = slot.handle_->StepWithClosure(evaluate);
   Stepped(slot);
   return loss;
@@ -725,6 +883,7 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) const {
   slot.zero_at_end_.reset();
   slot.witness_.reset();
   slot.consumed_ = false;
+  ForgetPlainPasses(slot);
   for (const auto& model : registry_.models()) {
     if (model->sharded() != nullptr) model->sharded()->ForgetPending(slot.handle_->parameters());
   }
@@ -781,6 +940,8 @@ void StepController::Reset() {
     optimizer->witness_.reset();
     optimizer->consumed_ = false;
   }
+  ForgetStrays();
+  ForgetPlainPasses([](ModelSlot&, BackwardWatch::Seen&) { return true; });
   accumulation_ = Accumulation(accumulation_.options());
   window_factor_.reset();
   window_backwards_ = 0;

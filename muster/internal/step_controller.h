@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "muster/internal/backward_watch.h"
 #include "muster/internal/loop_tracker.h"
 #include "muster/internal/process.h"
 #include "muster/internal/registry.h"
@@ -31,6 +32,7 @@ class StepController {
   StepController& operator=(const StepController&) = delete;
 
   const Process& process() const { return process_; }
+  const std::shared_ptr<BackwardPasses>& passes() const { return passes_; }
 
   // Begins a micro-step, by the loop under way or by the facts of a batch.
   AccumulateScope Accumulate();
@@ -57,9 +59,9 @@ class StepController {
   // `function` is called before Muster itself changes the weights or the state of prepared
   // optimizers.
   void SetBeforeChange(std::function<void()> function) { before_change_ = std::move(function); }
-  void AboutToChange() const;
+  void AboutToChange();
   // The model's weights are, for a time, not those that are trained.
-  void ChangeAveraged(int by) { averaged_depth_ += by; }
+  void ChangeAveraged(int by);
   bool averaged() const { return averaged_depth_ > 0; }
 
   void BeginJoin(bool even_batches);
@@ -106,6 +108,26 @@ class StepController {
   // Arms the exchange of models whose graph a backward pass has been through before.
   void ArmAgain(const BackwardOptions& how) const;
   void CheckWitnesses() const;
+  // Parameters with gradients of prepared models that no prepared optimizer has. What those of
+  // other optimizers do not know of is not done for them: the loss scale, clipping, windows.
+  bool StepsKnowMore() const;
+  void VisitStrays(const std::function<void(BackwardWatch::Seen&)>& visit) const;
+  // Throws, naming one, if another optimizer has stepped on them.
+  void CheckStrays() const;
+  void RecordStrays() const;
+  // The weights are changed, but not by training.
+  void ForgetStrays() const;
+  // Throws, naming one, if a parameter of `slot` has gradients of loss.backward() that are not
+  // divided or scaled as those of accelerator.backward().
+  void CheckPlainPasses(const OptimizerSlot& slot) const;
+  // `slot` has used or lost its gradients.
+  void ForgetPlainPasses(const OptimizerSlot& slot) const;
+  void ForgetPlainPassesWithoutGradients() const;
+  void ForgetPlainPasses(
+      const std::function<bool(ModelSlot&, BackwardWatch::Seen&)>& forgotten) const;
+  // Throws if a configuration asks for a schedule, and `slot` has none.
+  void CheckScheduled(const OptimizerSlot& slot) const;
+  void AnnounceChange() const;
   // Of the optimizers that own some of `parameters`.
   void FinishGradientsOf(const std::vector<at::Tensor>& parameters);
   // Throws, naming one, if `slot` is about to step on a gradient that is not what training needs:
@@ -127,6 +149,7 @@ class StepController {
   LoopTracker& loops_;
   Accumulation accumulation_;
   std::unique_ptr<GradScaler> scaler_;
+  const std::shared_ptr<BackwardPasses> passes_ = std::make_shared<BackwardPasses>();
 
   std::function<void()> before_change_;
   int no_sync_depth_ = 0;

@@ -84,6 +84,17 @@ void ReadText(const Variables& variables, const std::string& name, Setting<std::
   if (const std::string* text = Find(variables, name)) *setting = {*text, name};
 }
 
+// Words separated by commas.
+void ReadList(const Variables& variables, const std::string& name,
+              Setting<std::vector<std::string>>* setting) {
+  const std::string* text = Find(variables, name);
+  if (text == nullptr) return;
+  for (const absl::string_view word : absl::StrSplit(*text, ',', absl::SkipWhitespace())) {
+    setting->value.emplace_back(absl::StripAsciiWhitespace(word));
+  }
+  setting->source = name;
+}
+
 absl::Status ReadBool(const Variables& variables, const std::string& name, Setting<bool>* setting) {
   const std::string* text = Find(variables, name);
   if (text == nullptr) return absl::OkStatus();
@@ -339,15 +350,14 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
   ReadText(variables, "ACCELERATE_MIXED_PRECISION", &env->mixed_precision);
   ReadText(variables, "MUSTER_MIXED_PRECISION", &env->mixed_precision);
   ReadText(variables, "MUSTER_SHARDING", &env->sharding);
-  if (const std::string* text = Find(variables, "MUSTER_SHARDING_UNITS")) {
-    for (const absl::string_view unit : absl::StrSplit(*text, ',', absl::SkipWhitespace())) {
-      env->sharding_units.value.emplace_back(absl::StripAsciiWhitespace(unit));
-    }
-    env->sharding_units.source = "MUSTER_SHARDING_UNITS";
-  }
+  ReadList(variables, "MUSTER_SHARDING_UNITS", &env->sharding_units);
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_SHARDING_OVERLAP", &env->sharding_overlap));
   ReadText(variables, "MUSTER_OFFLOAD_OPTIMIZER", &env->offload_optimizer);
   ReadText(variables, "MUSTER_OFFLOAD_PARAMETERS", &env->offload_parameters);
+  MUSTER_RETURN_IF_ERROR(
+      ReadBool(variables, "MUSTER_ACTIVATION_CHECKPOINTING", &env->activation_checkpointing));
+  ReadList(variables, "MUSTER_ACTIVATION_BLOCKS", &env->activation_blocks);
+  ReadText(variables, "MUSTER_OFFLOAD_ACTIVATIONS", &env->offload_activations);
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "ACCELERATE_USE_CPU", &env->use_cpu));
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_CPU", &env->use_cpu));
   MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1,
@@ -407,13 +417,25 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
                                                    absl::StrJoin(kShardings, ", ")));
   }
   for (const auto& [name, offload] : {std::pair{"offload_optimizer", &env->offload_optimizer},
-                                      {"offload_parameters", &env->offload_parameters}}) {
+                                      {"offload_parameters", &env->offload_parameters},
+                                      {"offload_activations", &env->offload_activations}}) {
     const std::string& place = offload->value;
     if (place != "none" && place != "cpu" &&
         (!absl::StartsWith(place, "disk:") || place.size() == 5)) {
       return absl::InvalidArgumentError(absl::StrCat(name, " '", place, "' (from ", offload->source,
                                                      ") is not one of none, cpu, disk:FOLDER"));
     }
+  }
+  // Without effect, they would be ignored in silence.
+  for (const std::string& source :
+       {env->activation_blocks.source, env->offload_activations.source}) {
+    if (!absl::StartsWith(source, "MUSTER_") || !env->activation_checkpointing.is_default()) {
+      continue;
+    }
+    return absl::InvalidArgumentError(
+        absl::StrCat(source,
+                     " says something of activation checkpointing, which nothing asks for: set "
+                     "MUSTER_ACTIVATION_CHECKPOINTING=yes as well, or unset it"));
   }
   if (env->gradient_accumulation_steps.value < 1) {
     return absl::InvalidArgumentError(
@@ -519,8 +541,13 @@ std::string Describe(const Environment& env) {
   add("mixed_precision", env.mixed_precision.value, env.mixed_precision.source);
   if (!env.sharding.is_default()) add("sharding", env.sharding.value, env.sharding.source);
   for (const auto& [name, offload] : {std::pair{"offload_optimizer", &env.offload_optimizer},
-                                      {"offload_parameters", &env.offload_parameters}}) {
+                                      {"offload_parameters", &env.offload_parameters},
+                                      {"offload_activations", &env.offload_activations}}) {
     if (!offload->is_default()) add(name, offload->value, offload->source);
+  }
+  if (!env.activation_checkpointing.is_default()) {
+    add("activation_checkpointing", env.activation_checkpointing.value ? "yes" : "no",
+        env.activation_checkpointing.source);
   }
   add("cpu", env.use_cpu.value ? "yes" : "no", env.use_cpu.source);
   add("gradient_accumulation_steps", env.gradient_accumulation_steps.value,

@@ -92,6 +92,11 @@ struct Environment {
   // are not used.
   Setting<std::string> offload_optimizer{"none"};
   Setting<std::string> offload_parameters{"none"};
+  // Blocks keep their inputs alone for the backward pass; the classes of modules that are blocks;
+  // and "none", "cpu" or "disk:FOLDER": where those inputs are meanwhile.
+  Setting<bool> activation_checkpointing{false};
+  Setting<std::vector<std::string>> activation_blocks;
+  Setting<std::string> offload_activations{"none"};
   // Where Accelerate's launcher asks for FSDP or DeepSpeed: its variables for them. Else empty.
   std::map<std::string, std::string> engine_variables;
   Setting<bool> use_cpu{false};

@@ -363,6 +363,26 @@ TEST(Environment, Offload_IsAPlace) {
   }
 }
 
+TEST(Environment, ActivationCheckpointing_IsReadWithItsBlocksAndPlace) {
+  EXPECT_FALSE(Read({}).activation_checkpointing.value);
+  const Environment env = Read({{"MUSTER_ACTIVATION_CHECKPOINTING", "yes"},
+                                {"MUSTER_ACTIVATION_BLOCKS", "Block, Head"},
+                                {"MUSTER_OFFLOAD_ACTIVATIONS", "disk:/scratch"}});
+  EXPECT_TRUE(env.activation_checkpointing.value);
+  EXPECT_THAT(env.activation_blocks.value, ::testing::ElementsAre("Block", "Head"));
+  EXPECT_EQ(env.offload_activations.value, "disk:/scratch");
+  EXPECT_THAT(Error({{"MUSTER_ACTIVATION_CHECKPOINTING", "perhaps"}}),
+              HasSubstr("MUSTER_ACTIVATION_CHECKPOINTING"));
+  EXPECT_THAT(
+      Error({{"MUSTER_ACTIVATION_CHECKPOINTING", "yes"}, {"MUSTER_OFFLOAD_ACTIVATIONS", "nvme"}}),
+      HasSubstr("(from MUSTER_OFFLOAD_ACTIVATIONS)"));
+  // Alone they would have no effect.
+  for (const char* name : {"MUSTER_ACTIVATION_BLOCKS", "MUSTER_OFFLOAD_ACTIVATIONS"}) {
+    EXPECT_THAT(Error({{name, "cpu"}}),
+                AllOf(HasSubstr(name), HasSubstr("which nothing asks for")));
+  }
+}
+
 TEST(Environment, BadWishes_AreRefusedByName) {
   EXPECT_THAT(Error({{"MUSTER_SHARDING", "zero4"}}),
               HasSubstr("sharding 'zero4' (from MUSTER_SHARDING) is not one of no_shard, zero1"));

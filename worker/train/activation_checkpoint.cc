@@ -78,9 +78,11 @@ class Region : public std::enable_shared_from_this<Region> {
     bool other_version = false;  // than in the first run
   };
 
-  Region(Rerun rerun, std::shared_ptr<ActivationStore> store)
+  // `selection`: of the module, by a policy; may be null.
+  Region(Rerun rerun, std::shared_ptr<Selection> selection)
       : rerun_(std::move(rerun)),
-        store_(std::move(store)),
+        selection_(std::move(selection)),
+        store_(selection_ == nullptr ? nullptr : selection_->store),
         rng_(SaveRngState()),
         autocast_{AutocastState(c10::kCPU), AutocastState(c10::kCUDA)} {
     for (const at::Tensor& input : rerun_.inputs) {
@@ -92,6 +94,10 @@ class Region : public std::enable_shared_from_this<Region> {
     for (const at::Tensor& buffer : rerun_.buffers) {
       buffers_.emplace_back(buffer, buffer.detach().clone());
     }
+    if (selection_ != nullptr) ++selection_->live;
+  }
+  ~Region() {
+    if (selection_ != nullptr) --selection_->live;
   }
 
   // The first run: remembers that `tensor` was saved, not the tensor.
@@ -108,6 +114,7 @@ class Region : public std::enable_shared_from_this<Region> {
   }
   void EndFirstRun() {
     in_first_run_ = false;
+    if (slots_.empty() && selection_ != nullptr) selection_->leaves_no_trace = true;
     // A second run needs what the first has changed.
     std::erase_if(buffers_,
                   [](const auto& buffer) { return SameValues(buffer.first, buffer.second); });
@@ -192,6 +199,7 @@ class Region : public std::enable_shared_from_this<Region> {
   void CheckUnchanged() const;
 
   Rerun rerun_;
+  const std::shared_ptr<Selection> selection_;
   const std::shared_ptr<ActivationStore> store_;
   uint64_t group_ = 0;
   // In the place of inputs that are not defined any more.
@@ -398,9 +406,7 @@ void Region::RunAgain(int pass) {
 
 RegionScope::RegionScope(Rerun rerun, const torch::nn::Module* module) {
   InstallEngine();
-  const std::shared_ptr<Selection> selection = SelectionOf(module);
-  region_ =
-      std::make_shared<Region>(std::move(rerun), selection == nullptr ? nullptr : selection->store);
+  region_ = std::make_shared<Region>(std::move(rerun), SelectionOf(module));
   running = {.region = region_.get(), .again = false};
 }
 
@@ -412,7 +418,10 @@ RegionScope::~RegionScope() {
 bool NothingToDrop(const torch::nn::Module* module) {
   // Says nothing of how the model is trained: an evaluation may go another way.
   if (!at::GradMode::is_enabled()) return true;
-  if (const std::shared_ptr<Selection> selection = SelectionOf(module)) selection->called = true;
+  if (const std::shared_ptr<Selection> selection = SelectionOf(module)) {
+    selection->called = true;
+    if (running.region != nullptr) selection->leaves_no_trace = true;
+  }
   return running.region != nullptr;
 }
 

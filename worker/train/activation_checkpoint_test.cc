@@ -446,13 +446,11 @@ TEST(Call, WithoutAPolicy_IsAPlainCall) {
 TEST(Call, ModulesThatAPolicySelects_AreCheckpointedAsLongAsItLives) {
   Block selected, other;
   {
-    ActivationPolicy policy(Named({selected}), nullptr);
+    const ActivationPolicy policy(Named({selected}), nullptr);
     torch::nn::AnyModule any(selected);
     at::Tensor x = call(selected, at::ones({1, 8}));
     x = call(any, call(selected.ptr(), call(selected.get(), x)));
-    const at::Tensor y = call(other, x).sum();
-    policy.CheckCalled(y);
-    y.backward();
+    call(other, x).sum().backward();
     EXPECT_EQ(selected->runs, 8);
     EXPECT_EQ(other->runs, 1);
   }
@@ -469,17 +467,61 @@ TEST(Call, TwoPoliciesForOneModule_LastAsLongAsOneOfThem) {
   EXPECT_EQ(block->runs, 2);
 }
 
+// Whether a backward pass from `root` gave a parameter its first gradient.
+ActivationPolicy::HasGradient Gradients() {
+  return [](const at::Tensor& parameter) { return parameter.grad().defined(); };
+}
+
+// What the policy says of a backward pass from `root`.
+std::string ErrorOfBackward(ActivationPolicy& policy, const at::Tensor& root) {
+  policy.BeginBackward();
+  root.backward();
+  return ErrorOf([&] { policy.EndBackward(Gradients()); });
+}
+
 TEST(ActivationPolicy, BlockThatIsCalledByItself_IsNamed) {
   Block first, second;
   ActivationPolicy policy(Named({first, second}), nullptr);
-  const at::Tensor y = second(call(first, at::ones({1, 8}))).sum();
-  const std::string error = ErrorOf([&] { policy.CheckCalled(y); });
+  // One that a step leaves out has kept nothing.
+  EXPECT_EQ(ErrorOfBackward(policy, call(first, at::ones({1, 8})).sum()), "no error");
+  const std::string error = ErrorOfBackward(policy, second(call(first, at::ones({1, 8}))).sum());
   EXPECT_NE(error.find("'blocks.1'"), std::string::npos) << error;
   EXPECT_NE(error.find("1 block(s)"), std::string::npos) << error;
   EXPECT_NE(error.find("muster::call(block, inputs...)"), std::string::npos) << error;
-  // One that a step leaves out has kept nothing.
-  policy.CheckCalled(call(first, at::ones({1, 8})).sum());
-  policy.CheckCalled(call(second, at::ones({1, 8})).sum());
+  EXPECT_EQ(ErrorOfBackward(policy, call(second, at::ones({1, 8})).sum()), "no error");
+}
+
+TEST(ActivationPolicy, BlockThatIsCalledByItselfLater_IsNamedInAWarningOnce) {
+  Block first, second;
+  ActivationPolicy policy(Named({first, second}), nullptr);
+  const auto said = [&](const at::Tensor& root) {
+    first->zero_grad();
+    second->zero_grad();
+    testing::internal::CaptureStderr();
+    EXPECT_EQ(ErrorOfBackward(policy, root), "no error");
+    return testing::internal::GetCapturedStderr();
+  };
+  const at::Tensor x = at::ones({1, 8});
+  EXPECT_EQ(said(call(second, call(first, x)).sum()), "");
+  // Two graphs that are there at a time.
+  const at::Tensor one = call(first, x).sum(), other = call(first, x).sum();
+  EXPECT_EQ(said(one), "");
+  EXPECT_EQ(said(other), "");
+  const std::string warning = said(second(call(first, x)).sum());
+  EXPECT_NE(warning.find("'blocks.1'"), std::string::npos) << warning;
+  EXPECT_EQ(warning.find("'blocks.0'"), std::string::npos) << warning;
+  EXPECT_EQ(said(second(call(first, x)).sum()), "");
+}
+
+TEST(ActivationPolicy, FrozenBlocks_AreNoMistake) {
+  Block frozen, trained;
+  for (const at::Tensor& parameter : frozen->parameters()) parameter.requires_grad_(false);
+  ActivationPolicy policy(Named({frozen, trained}), nullptr);
+  testing::internal::CaptureStderr();
+  for (int step = 0; step < 2; ++step) {
+    EXPECT_EQ(ErrorOfBackward(policy, call(trained, frozen(at::ones({1, 8}))).sum()), "no error");
+  }
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
 }
 
 TEST(ActivationPolicy, BlocksInsideOfBlocks_CountAsThose) {
@@ -490,7 +532,7 @@ TEST(ActivationPolicy, BlocksInsideOfBlocks_CountAsThose) {
   };
   const auto outer = std::make_shared<OuterImpl>();
   ActivationPolicy policy({{"outer.inner", outer->inner.ptr()}, {"outer", outer}}, nullptr);
-  policy.CheckCalled(call(outer, at::ones({1, 8})).sum());
+  EXPECT_EQ(ErrorOfBackward(policy, call(outer, at::ones({1, 8})).sum()), "no error");
 }
 
 TEST(ActivationPolicy, TiedWeights_AreNoSign) {
@@ -500,7 +542,21 @@ TEST(ActivationPolicy, TiedWeights_AreNoSign) {
   second->in = first->in;
   second->register_module("in", first->in);
   ActivationPolicy policy(Named({first, second}), nullptr);
-  policy.CheckCalled(call(first, at::ones({1, 8})).sum());
+  EXPECT_EQ(ErrorOfBackward(policy, call(first, at::ones({1, 8})).sum()), "no error");
+}
+
+TEST(ActivationPolicy, ASecondOneForTheSameBlocks_MakesNoStore) {
+  Block block, another;
+  int made = 0;
+  const ActivationPolicy::MakeStore make = [&] {
+    ++made;
+    return std::make_shared<ActivationStore>(nullptr);
+  };
+  const ActivationPolicy first(Named({block}), make);
+  const ActivationPolicy second(Named({block}), make);
+  EXPECT_EQ(made, 1);
+  const ActivationPolicy third(Named({block, another}), make);
+  EXPECT_EQ(made, 2);
 }
 
 // --- Inputs that are elsewhere ---
@@ -518,7 +574,7 @@ std::vector<at::Tensor> TrainOffloaded(const std::shared_ptr<ActivationStore>& s
                                        int* kept = nullptr) {
   at::manual_seed(11);
   std::vector<Block> blocks(4);
-  const ActivationPolicy policy(Named(blocks), store);
+  const ActivationPolicy policy(Named(blocks), [&store] { return store; });
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> inputs;
   torch::nn::Linear first(8, 8);
   at::Tensor x = first(at::randn({512, 8}));
@@ -572,7 +628,7 @@ TEST(ActivationOffload, RetainedGraphAndStructures_GoThrough) {
   const at::Tensor x = at::randn({2000}).requires_grad_();
   const Pair in{x * 2, x * 3};
   const at::Tensor want = grad({net->forward(in, 0.5).sum()}, {x}, {}, /*retain_graph=*/true)[0];
-  const ActivationPolicy policy({{"net", net}}, StoreIn(folder));
+  const ActivationPolicy policy({{"net", net}}, [&] { return StoreIn(folder); });
   const at::Tensor y = call(net, in, 0.5).sum();
   for (int pass = 0; pass < 2; ++pass) {
     EXPECT_TRUE(grad({y}, {x}, {}, /*retain_graph=*/true)[0].equal(want)) << pass;
@@ -583,7 +639,7 @@ TEST(ActivationOffload, InputThatIsChangedInPlaceLater_HasTheValuesBefore) {
   const TestFolder folder;
   Block block;
   block->eval();
-  const ActivationPolicy policy(Named({block}), StoreIn(folder));
+  const ActivationPolicy policy(Named({block}), [&] { return StoreIn(folder); });
   const at::Tensor leaf = at::randn({512, 8}).requires_grad_();
   const at::Tensor want = grad({block(leaf * 2).sum()}, {leaf})[0];
   at::Tensor x = leaf * 2;

@@ -1,17 +1,13 @@
 #include "worker/train/activation_policy.h"
 
 #include <cstddef>
-#include <functional>
-#include <optional>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "base/log.h"
 #include "base/mutex.h"
 #include "c10/util/Exception.h"
-#include "torch/csrc/autograd/function.h"
-#include "torch/csrc/autograd/functions/accumulate_grad.h"
 #include "torch/nn/module.h"
 
 namespace muster {
@@ -33,14 +29,16 @@ Registry& TheRegistry() {
 
 // Of the one that is there already, if another policy has selected the module.
 std::shared_ptr<Selection> Select(const torch::nn::Module* module,
-                                  const std::shared_ptr<ActivationStore>& store) {
+                                  const ActivationPolicy::MakeStore& make_store,
+                                  std::shared_ptr<ActivationStore>* store) {
   Registry& registry = TheRegistry();
   MutexLock lock(&registry.mu);
   std::weak_ptr<Selection>& known = registry.selections[module];
   std::shared_ptr<Selection> selection = known.lock();
   if (selection == nullptr) {
     selection = std::make_shared<Selection>();
-    selection->store = store;
+    if (*store == nullptr && make_store != nullptr) *store = make_store();
+    selection->store = *store;
     known = selection;
   }
   return selection;
@@ -63,15 +61,17 @@ using activation_internal::Selection;
 struct ActivationPolicy::Entry {
   Block block;
   std::shared_ptr<Selection> selection;
-  size_t outer;  // the entry around it, or its own index
+  size_t outer;       // the entry around it, or its own index
+  bool live = false;  // before the backward pass
+  bool warned = false;
 };
 
-ActivationPolicy::ActivationPolicy(std::vector<Block> blocks,
-                                   std::shared_ptr<ActivationStore> store) {
+ActivationPolicy::ActivationPolicy(std::vector<Block> blocks, const MakeStore& make_store) {
+  std::shared_ptr<ActivationStore> store;
   for (size_t i = 0; i < blocks.size(); ++i) {
     entries_.push_back({.block = std::move(blocks[i]), .selection = nullptr, .outer = i});
     Entry& entry = entries_.back();
-    entry.selection = activation_internal::Select(entry.block.module.get(), store);
+    entry.selection = activation_internal::Select(entry.block.module.get(), make_store, &store);
   }
   for (size_t i = 0; i < entries_.size(); ++i) {
     for (size_t k = 0; k < entries_.size(); ++k) {
@@ -99,73 +99,57 @@ ActivationPolicy::~ActivationPolicy() {
   }
 }
 
-namespace {
-
-// The leaves that the graph of `root` leads to.
-std::unordered_set<const void*> LeavesOf(const at::Tensor& root) {
-  std::unordered_set<const void*> leaves;
-  std::unordered_set<const torch::autograd::Node*> seen;
-  std::vector<const torch::autograd::Node*> stack;
-  const auto visit = [&](const torch::autograd::Node* node) {
-    if (node != nullptr && seen.insert(node).second) stack.push_back(node);
-  };
-  visit(root.grad_fn().get());
-  while (!stack.empty()) {
-    const torch::autograd::Node* const node = stack.back();
-    stack.pop_back();
-    if (const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node)) {
-      leaves.insert(leaf->variable.unsafeGetTensorImpl());
+bool ActivationPolicy::IsOwn(const Entry& entry, const at::Tensor& parameter) const {
+  for (const Entry& other : entries_) {
+    if (&other == &entry || !other.selection->called) continue;
+    for (const at::Tensor& its : other.block.module->parameters()) {
+      if (its.is_same(parameter)) return false;
     }
-    for (const torch::autograd::Edge& edge : node->next_edges()) visit(edge.function.get());
   }
-  return leaves;
+  return true;
 }
 
-}  // namespace
-
-void ActivationPolicy::CheckCalled(const at::Tensor& root) {
-  std::optional<std::unordered_set<const void*>> leaves;
-  CheckCalled([&](const at::Tensor& parameter) {
-    if (!leaves.has_value()) leaves = LeavesOf(root);
-    return leaves->count(parameter.unsafeGetTensorImpl()) > 0;
-  });
+bool ActivationPolicy::Ran(const Entry& entry, const HasGradient& has_gradient) const {
+  for (const at::Tensor& parameter : entry.block.module->parameters()) {
+    if (has_gradient(parameter) && IsOwn(entry, parameter)) return true;
+  }
+  return false;
 }
 
-void ActivationPolicy::CheckCalled(
-    const std::function<bool(const at::Tensor& parameter)>& has_gradient) {
-  if (all_called_) return;
-  std::vector<const Entry*> open;
-  std::unordered_set<const void*> elsewhere;  // parameters of blocks that were called
-  for (const Entry& entry : entries_) {
-    if (!entry.selection->called && !entries_[entry.outer].selection->called) {
-      open.push_back(&entry);
-      continue;
-    }
-    for (const at::Tensor& parameter : entry.block.module->parameters()) {
-      elsewhere.insert(parameter.unsafeGetTensorImpl());
-    }
-  }
-  if (open.empty()) {
-    all_called_ = true;
-    return;
-  }
+void ActivationPolicy::CheckCalled(const HasGradient& has_gradient) const {
   size_t missed = 0;
   const Entry* first = nullptr;
-  for (const Entry* entry : open) {
-    for (const at::Tensor& parameter : entry->block.module->parameters()) {
-      const void* const impl = parameter.unsafeGetTensorImpl();
-      // Tied weights tell nothing.
-      if (elsewhere.count(impl) > 0 || !has_gradient(parameter)) continue;
-      ++missed;
-      if (first == nullptr) first = entry;
-      break;
-    }
+  for (const Entry& entry : entries_) {
+    if (entry.selection->called || entries_[entry.outer].selection->called) continue;
+    if (!Ran(entry, has_gradient)) continue;
+    ++missed;
+    if (first == nullptr) first = &entry;
   }
   TORCH_CHECK(missed == 0, "activation checkpointing was asked for, and ", missed,
               " block(s) of the model ran without it, '", first == nullptr ? "" : first->block.name,
               "' first: call them by muster::call(block, inputs...) where the model calls "
               "block(inputs...), or name the classes of the blocks that it calls so in "
               "options.activation_checkpointing->block_types");
+}
+
+void ActivationPolicy::BeginBackward() {
+  for (Entry& entry : entries_) entry.live = entry.selection->live > 0;
+}
+
+void ActivationPolicy::EndBackward(const HasGradient& has_gradient) {
+  CheckCalled(has_gradient);
+  for (Entry& entry : entries_) {
+    const Entry& outer = entries_[entry.outer];
+    if (entry.warned || entry.live || outer.live || entry.selection->leaves_no_trace ||
+        outer.selection->leaves_no_trace || !Ran(entry, has_gradient)) {
+      continue;
+    }
+    entry.warned = true;
+    MUSTER_LOG(Warning) << "activation checkpointing was asked for, and block '" << entry.block.name
+                        << "' of the model has gradients of a backward pass for which it was not "
+                           "called by muster::call(block, inputs...), as it was before: if the "
+                           "model called block(inputs...) there, its activations were kept";
+  }
 }
 
 }  // namespace muster

@@ -18,31 +18,43 @@ namespace muster {
 class ActivationStore;
 
 // Blocks of a model whose calls by muster::call() are checkpointed, as long as this object lives.
-// Thread-safe but for CheckCalled().
+// Thread-safe but for what belongs to backward passes.
 class ActivationPolicy {
  public:
   struct Block {
     std::string name;  // in the model
     std::shared_ptr<torch::nn::Module> module;
   };
-  // `store`: where inputs of blocks are between the passes; null: where they were made. A block
-  // that another policy has selected too keeps the store of that one.
-  ActivationPolicy(std::vector<Block> blocks, std::shared_ptr<ActivationStore> store);
+  // `make_store`: makes the place where inputs of blocks are between the passes; null: they stay
+  // where they were made. A block that another policy has selected too keeps the store of that
+  // one; if all are such, nothing is made.
+  using MakeStore = std::function<std::shared_ptr<ActivationStore>()>;
+  ActivationPolicy(std::vector<Block> blocks, const MakeStore& make_store);
   ~ActivationPolicy();
   ActivationPolicy(const ActivationPolicy&) = delete;
   ActivationPolicy& operator=(const ActivationPolicy&) = delete;
 
-  // Throws c10::Error, naming one, if the graph of `root` leads to parameters of blocks that have
-  // never been called by muster::call() with gradients on: they have kept their activations. Once
-  // all have been, it costs nothing. Blocks inside of other blocks count as those.
-  void CheckCalled(const at::Tensor& root);
-  // The same after a backward pass, by the parameters that have got gradients.
-  void CheckCalled(const std::function<bool(const at::Tensor& parameter)>& has_gradient);
+  // Before a backward pass: remembers which blocks have a call by muster::call() to go back
+  // through.
+  void BeginBackward();
+  // After it, with the parameters to whose gradients it has added. Throws c10::Error, naming one,
+  // if they are of blocks that have never been called by muster::call() with gradients on: these
+  // have kept their activations. Of a block that has been called so before, but not for this pass,
+  // a warning says so once: a penalty on the weights of a block that a step leaves out looks the
+  // same. Costs the number of blocks where nothing is wrong. Blocks inside of other blocks count as
+  // those.
+  using HasGradient = std::function<bool(const at::Tensor& parameter)>;
+  void EndBackward(const HasGradient& has_gradient);
+  // The same without BeginBackward(): throws, and warns of nothing.
+  void CheckCalled(const HasGradient& has_gradient) const;
 
  private:
   struct Entry;
+  // Whether the gradient of `parameter` tells that this entry's block has run: no tied weight does.
+  bool IsOwn(const Entry& entry, const at::Tensor& parameter) const;
+  bool Ran(const Entry& entry, const HasGradient& has_gradient) const;
+
   std::vector<Entry> entries_;
-  bool all_called_ = false;
 };
 
 namespace activation_internal {
@@ -50,6 +62,10 @@ namespace activation_internal {
 // What a policy says of a module.
 struct Selection {
   std::atomic<bool> called = false;
+  // Calls whose graphs are there.
+  std::atomic<int> live = 0;
+  // A call has kept nothing, as without its graph, or was part of another block's.
+  std::atomic<bool> leaves_no_trace = false;
   std::shared_ptr<ActivationStore> store;
 };
 

@@ -1,0 +1,50 @@
+#include "muster/internal/backward_watch.h"
+
+namespace muster::internal {
+
+BackwardWatch::BackwardWatch(std::shared_ptr<BackwardPasses> passes,
+                             const std::vector<std::pair<std::string, at::Tensor>>& parameters)
+    : passes_(std::move(passes)) {
+  for (const auto& [name, parameter] : parameters) {
+    if (by_tensor_.count(parameter.unsafeGetTensorImpl()) > 0) continue;
+    seen_.push_back(std::make_unique<Seen>());
+    seen_.back()->parameter = parameter;
+    seen_.back()->name = name;
+    by_tensor_[parameter.unsafeGetTensorImpl()] = seen_.back().get();
+    frozen_.push_back(seen_.back().get());
+  }
+  Refresh();
+}
+
+void BackwardWatch::Refresh() {
+  std::erase_if(frozen_, [this](Seen* seen) {
+    if (!seen->parameter.requires_grad() || !seen->parameter.is_leaf()) return false;
+    observers_.Add(seen->parameter, [seen, passes = passes_](const at::Tensor& added) {
+      if (!added.defined()) return;
+      if (const int64_t current = passes->current_; current != 0) {
+        seen->pass = current;
+      } else {
+        seen->plain = true;
+        passes->any_plain_ = true;
+      }
+    });
+    return true;
+  });
+}
+
+BackwardWatch::Seen* BackwardWatch::Find(const at::Tensor& parameter) const {
+  const auto found = by_tensor_.find(parameter.unsafeGetTensorImpl());
+  return found == by_tensor_.end() ? nullptr : found->second;
+}
+
+bool BackwardWatch::InLastPass(const at::Tensor& parameter) const {
+  const Seen* const seen = Find(parameter);
+  return seen != nullptr && seen->pass == passes_->last();
+}
+
+bool BackwardWatch::Plain(const at::Tensor& parameter) const {
+  const Seen* const seen = Find(parameter);
+  return seen != nullptr && seen->plain;
+}
+
+}  // namespace muster::internal

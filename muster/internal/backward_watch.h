@@ -1,0 +1,92 @@
+#ifndef MUSTER_INTERNAL_BACKWARD_WATCH_H_
+#define MUSTER_INTERNAL_BACKWARD_WATCH_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "worker/parallel/gradient_observers.h"
+
+namespace muster::internal {
+
+// The backward passes of an Accelerator. Pass scopes are of the training thread; the rest may be
+// read on the threads of a backward pass.
+class BackwardPasses {
+ public:
+  // While it lives, backward passes are accelerator.backward()'s.
+  class Scope {
+   public:
+    explicit Scope(BackwardPasses& passes) : passes_(passes), before_(passes.current_) {
+      passes_.current_ = ++passes_.last_;
+    }
+    ~Scope() { passes_.current_ = before_; }
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    BackwardPasses& passes_;
+    const int64_t before_;
+  };
+
+  int64_t last() const { return last_; }
+  // Whether one outside of these scopes, loss.backward(), has added to a gradient that is watched,
+  // since Forget().
+  bool any_plain() const { return any_plain_; }
+  void ForgetPlain() { any_plain_ = false; }
+
+ private:
+  friend class BackwardWatch;
+
+  int64_t last_ = 0;
+  std::atomic<int64_t> current_ = 0;  // 0: in none
+  std::atomic<bool> any_plain_ = false;
+};
+
+// Which backward passes have added to the gradients of a model's parameters: some nanoseconds for
+// each of them in each pass. Not thread-safe but for the passes themselves.
+class BackwardWatch {
+ public:
+  // `passes` is shared with the hooks, which may outlive their Accelerator. Parameters are watched
+  // from when they require a gradient.
+  BackwardWatch(std::shared_ptr<BackwardPasses> passes,
+                const std::vector<std::pair<std::string, at::Tensor>>& parameters);
+  BackwardWatch(const BackwardWatch&) = delete;
+  BackwardWatch& operator=(const BackwardWatch&) = delete;
+
+  // What is known of a parameter.
+  struct Seen {
+    at::Tensor parameter;
+    std::string name;
+    std::atomic<int64_t> pass = 0;    // the last one that has added to its gradient
+    std::atomic<bool> plain = false;  // loss.backward() has, see BackwardPasses
+    // Its version after the last backward pass that no prepared optimizer would follow; -1: none.
+    int64_t version = -1;
+    bool partial = false;  // that pass was not the last one of its window
+    bool clipped = false;  // by the loop, since then
+  };
+
+  // Begins to watch those that require a gradient by now.
+  void Refresh();
+  const std::vector<std::unique_ptr<Seen>>& all() const { return seen_; }
+  // Null for tensors of others.
+  Seen* Find(const at::Tensor& parameter) const;
+  // Whether the last accelerator.backward() has added to the gradient of `parameter`.
+  bool InLastPass(const at::Tensor& parameter) const;
+  bool Plain(const at::Tensor& parameter) const;
+
+ private:
+  const std::shared_ptr<BackwardPasses> passes_;
+  std::vector<std::unique_ptr<Seen>> seen_;
+  std::unordered_map<const void*, Seen*> by_tensor_;
+  std::vector<Seen*> frozen_;
+  GradientObservers observers_;  // after what its hooks use
+};
+
+}  // namespace muster::internal
+
+#endif  // MUSTER_INTERNAL_BACKWARD_WATCH_H_
