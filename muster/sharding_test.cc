@@ -522,7 +522,7 @@ TEST(Sharding, WhatCannotBeSharded_IsRefusedOnEveryRank) {
                          auto model = a.prepare(net);
                          Ema ema(a, model);
                        }),
-              Each(HasSubstr("divided among the ranks")));
+              Each(HasSubstr("an average of weights (muster::Ema) needs whole parameters")));
 }
 
 TEST(Sharding, Environment_CountsWhereTheProgramSaysNothing) {

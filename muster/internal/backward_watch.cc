@@ -1,5 +1,8 @@
 #include "muster/internal/backward_watch.h"
 
+#include "ATen/Functions.h"
+#include "ATen/core/grad_mode.h"
+
 namespace muster::internal {
 
 BackwardWatch::BackwardWatch(std::shared_ptr<BackwardPasses> passes,
@@ -14,6 +17,26 @@ BackwardWatch::BackwardWatch(std::shared_ptr<BackwardPasses> passes,
     frozen_.push_back(seen_.back().get());
   }
   Refresh();
+}
+
+void BackwardWatch::Seen::Record() {
+  const at::NoGradGuard no_grad;
+  version = static_cast<int64_t>(parameter._version());
+  place = value = at::Tensor();
+  const at::Tensor& grad = parameter.grad();
+  if (!grad.defined() || grad.layout() != at::kStrided || grad.numel() == 0) return;
+  place = grad.abs().argmax();
+  value = parameter.detach().take(place);
+}
+
+at::Tensor BackwardWatch::Seen::Changed() const {
+  if (version < 0) return at::Tensor();
+  const at::NoGradGuard no_grad;
+  const bool counted = version != static_cast<int64_t>(parameter._version());
+  if (counted || !place.defined()) {
+    return at::full({}, counted, parameter.options().dtype(at::kBool).requires_grad(false));
+  }
+  return parameter.detach().take(place).ne(value);
 }
 
 void BackwardWatch::Refresh() {

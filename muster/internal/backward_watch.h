@@ -60,12 +60,21 @@ class BackwardWatch {
 
   // What is known of a parameter.
   struct Seen {
+    // Remembers what the parameter is now, after a pass that has added to its gradient.
+    void Record();
+    // A tensor of one boolean, on the parameter's device: whether it has changed since. Undefined
+    // where nothing was recorded.
+    at::Tensor Changed() const;
+
     at::Tensor parameter;
     std::string name;
     std::atomic<int64_t> pass = 0;    // the last one that has added to its gradient
     std::atomic<bool> plain = false;  // loss.backward() has, see BackwardPasses
     // Its version after the last backward pass that no prepared optimizer would follow; -1: none.
     int64_t version = -1;
+    // Where its gradient was largest then, and its value there: LibTorch's SGD changes parameters
+    // without counting. Undefined for sparse gradients.
+    at::Tensor place, value;
     bool partial = false;  // that pass was not the last one of its window
     bool clipped = false;  // by the loop, since then
   };

@@ -1,9 +1,5 @@
 #include "muster/internal/slots.h"
 
-#include <malloc.h>
-
-#include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <set>
 #include <string>
@@ -15,6 +11,7 @@
 #include "muster/internal/backward_watch.h"
 #include "muster/internal/step_controller.h"
 #include "worker/bigmodel/empty_weights.h"
+#include "worker/data/malloc_tuning.h"
 #include "worker/parallel/ddp.h"
 #include "worker/parallel/paged_storage.h"
 #include "worker/parallel/shard_plan.h"
@@ -30,22 +27,6 @@ namespace {
 std::unique_ptr<PartStore> StoreOfParts(const ShardingOptions& sharding) {
   if (sharding.offload_parameters != Offload::kDisk) return nullptr;
   return std::make_unique<DiskParts>(MakeScratchFile(sharding.offload_parameters_path));
-}
-
-// glibc keeps what is freed, up to 32 MiB a piece, once the first such piece has been: then memory
-// that a block does not hold any more stays the process's. From here on large pieces go back at
-// once, unless the user has set malloc himself. Costs system time (bench/README.md).
-void ReturnFreedMemory() {
-#ifdef __GLIBC__
-  [[maybe_unused]] static const bool done = [] {
-    const char* const tunables = std::getenv("GLIBC_TUNABLES");
-    if (std::getenv("MALLOC_MMAP_THRESHOLD_") != nullptr ||
-        (tunables != nullptr && std::strstr(tunables, "mmap_threshold") != nullptr)) {
-      return false;
-    }
-    return mallopt(M_MMAP_THRESHOLD, 1 << 20) == 1;
-  }();
-#endif
 }
 
 std::unique_ptr<ActivationPolicy> ActivationPolicyFor(const Process& process,
@@ -75,7 +56,7 @@ std::unique_ptr<ActivationPolicy> ActivationPolicyFor(const Process& process,
   } else if (options.offload == Offload::kCpu && !process.device().is_cpu()) {
     store = [] { return std::make_shared<ActivationStore>(nullptr); };
   }
-  if (process.device().is_cpu()) ReturnFreedMemory();
+  if (process.device().is_cpu()) GiveBackFreedMemory();
   return std::make_unique<ActivationPolicy>(std::move(blocks), store);
 }
 

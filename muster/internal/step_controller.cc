@@ -455,29 +455,40 @@ void StepController::VisitStrays(const std::function<void(BackwardWatch::Seen&)>
 void StepController::CheckStrays() const {
   if (!StepsKnowMore()) return;
   const bool clips = process_.gradient_clipping() > 0;
+  const auto wrong = [&](const BackwardWatch::Seen& seen) -> const char* {
+    if (scaler_ != nullptr) return "which hold the loss scale of fp16";
+    if (seen.partial) return "which were those of a part of the accumulation window";
+    if (!clips || seen.clipped) return nullptr;
+    return "which options.gradient_clipping (gradient_clipping of a DeepSpeed config) does not "
+           "clip";
+  };
+  std::vector<const BackwardWatch::Seen*> strays;
+  std::vector<at::Tensor> changed;
   VisitStrays([&](BackwardWatch::Seen& seen) {
-    if (seen.version < 0 || seen.version == seen.parameter._version()) return;
-    const char* const why =
-        scaler_ != nullptr ? "which hold the loss scale of fp16"
-        : seen.partial     ? "which were those of a part of the accumulation window"
-        : clips && !seen.clipped
-            ? "which options.gradient_clipping (gradient_clipping of a DeepSpeed config) does not "
-              "clip"
-            : nullptr;
-    TORCH_CHECK(why == nullptr, "backward(): parameter '", seen.name,
-                "' of a prepared model has changed since the last backward pass, and no prepared "
-                "optimizer has it: an optimizer that was not given to prepare() has stepped on its "
-                "gradients, ",
-                why, "; prepare() that optimizer",
-                clips && scaler_ == nullptr && !seen.partial ? ", or call clip_grad_norm_()" : "");
+    if (wrong(seen) == nullptr) return;
+    at::Tensor one = seen.Changed();
+    if (!one.defined()) return;
+    strays.push_back(&seen);
+    changed.push_back(std::move(one));
   });
+  // Waits for a GPU once.
+  if (strays.empty() || !at::stack(changed).any().item<bool>()) return;
+  for (size_t i = 0; i < strays.size(); ++i) {
+    TORCH_CHECK(
+        !changed[i].item<bool>(), "backward(): parameter '", strays[i]->name,
+        "' of a prepared model has changed since the last backward pass, and no prepared "
+        "optimizer has it: an optimizer that was not given to prepare() has stepped on its "
+        "gradients, ",
+        wrong(*strays[i]), "; prepare() that optimizer",
+        clips && scaler_ == nullptr && !strays[i]->partial ? ", or call clip_grad_norm_()" : "");
+  }
 }
 
 void StepController::RecordStrays() const {
   if (!StepsKnowMore()) return;
   VisitStrays([&](BackwardWatch::Seen& seen) {
     if (seen.pass != passes_->last()) return;
-    seen.version = static_cast<int64_t>(seen.parameter._version());
+    seen.Record();
     seen.clipped = false;
     seen.partial = !sync_gradients();
   });

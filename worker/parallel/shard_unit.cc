@@ -25,7 +25,7 @@ class GradientsElsewhere : public Page {
                 " uses the gradient of a sharded model's parameter, of which each process has a "
                 "part at the optimizer: clip by accelerator.clip_grad_norm_() or "
                 "clip_grad_value_(), zero by optimizer.zero_grad(), and read "
-                "optimizer.parameters()[i].grad()");
+                "optimizer.handle().parameters()[i].grad()");
   }
 };
 

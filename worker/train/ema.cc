@@ -8,6 +8,7 @@
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/_foreach_lerp.h"
 #include "c10/util/Exception.h"
+#include "worker/parallel/paged_storage.h"
 #include "worker/train/guard.h"
 #include "worker/train/optimizer_handle.h"
 
@@ -40,6 +41,12 @@ EmaWeights::EmaWeights(const std::vector<std::pair<std::string, at::Tensor>>& pa
   std::set<const void*> seen;
   for (const auto& [name, parameter] : parameters) {
     TORCH_CHECK(parameter.defined(), "parameter '", name, "' is undefined");
+    TORCH_CHECK(!IsPaged(parameter),
+                "an average of weights (muster::Ema) needs whole parameters, "
+                "and '",
+                name,
+                "' is of a sharded model, divided among the ranks: train without "
+                "sharding, or without the average");
     if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
     entries_.push_back({name, parameter, NewAverage(parameter)});
   }
