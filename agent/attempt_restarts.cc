@@ -148,6 +148,11 @@ int AskedFor(const std::string& folder, const v1::AttemptEnd& end) {
   if (end.end_class() == v1::END_CLASS_SUCCEEDED || end.end_class() == v1::END_CLASS_CANCELLED) {
     return 0;
   }
+  // Without a failure of its own, one end looks like any other.
+  if (end.failed_unix_ms() == 0 || end.end_class() == v1::END_CLASS_PEER_FAILED ||
+      end.end_class() == v1::END_CLASS_NODE_FAILED) {
+    return 0;
+  }
   const absl::StatusOr<RestartRequest> asked = ReadRestartRequest(folder);
   if (!asked.ok()) return 0;
   const auto key = [](const v1::AttemptEnd& one) {

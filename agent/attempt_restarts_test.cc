@@ -112,6 +112,15 @@ TEST_F(AttemptRestartsTest, EndWithTheFailureThatWasAskedFor_NamesTheRestart) {
   EXPECT_EQ(AskedFor(folder_.path(), restarts.Describe(result, nullptr)), 0);
 }
 
+TEST_F(AttemptRestartsTest, EndWithoutAFailureOfItsOwn_IsNotTakenForTheOneBefore) {
+  AttemptRestarts restarts(Options(2));
+  restarts.Cancel();
+  JobResult echo = Failed(Ended(3, 0));
+  echo.failed_here.reset();
+  EXPECT_TRUE(absl::IsCancelled(restarts.Await(1, echo)));
+  EXPECT_EQ(AskedFor(folder_.path(), restarts.Describe(echo, nullptr)), 0);
+}
+
 TEST_F(AttemptRestartsTest, NoAnswerAtAll_IsNotAwaitedForEver) {
   AttemptRestarts::Options options = Options(1);
   options.patience = absl::ZeroDuration();

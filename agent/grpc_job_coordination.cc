@@ -246,16 +246,19 @@ class GrpcJobCoordination final : public JobCoordination {
       MUSTER_RETURN_IF_ERROR(CompareSettings());
     }
     while (true) {
-      const std::optional<std::string> finished = elastic() ? Finished() : std::nullopt;
+      // Once: who was away for longer compares with what it knew.
+      if (elastic() && !finished_before_.has_value()) finished_before_ = Finished();
       const absl::Status joined = Join();
       if (absl::IsDeadlineExceeded(joined) && elastic() && options_.hosts_coordinator) {
-        MUSTER_ASSIGN_OR_RETURN(meeting.finished, ServeOthers(joined, finished));
+        MUSTER_ASSIGN_OR_RETURN(meeting.finished, ServeOthers(joined));
         if (meeting.finished) return meeting;
         continue;
       }
       MUSTER_RETURN_IF_ERROR(joined);
       // They were done while this one waited for a place.
-      if (FinishedSince(finished)) {
+      if (elastic() && FinishedSince()) {
+        // Another one that joined with it would wait for it.
+        EndGeneration("the job was done before", kShortCall, Until::kAnswered);
         meeting.finished = true;
         return meeting;
       }
@@ -475,35 +478,45 @@ class GrpcJobCoordination final : public JobCoordination {
     const v1::KvOpResult& got = result->txn().results(0);
     return got.kvs_size() == 1 ? got.kvs(0).value() : "";
   }
-  bool FinishedSince(const std::optional<std::string>& before) {
-    if (!before.has_value()) return false;
+  // Since the first meeting.
+  bool FinishedSince() {
+    if (!finished_before_.has_value()) return false;
     const std::optional<std::string> now = Finished();
     // Empty: the job was removed, and another one of its name has begun.
-    return now.has_value() && !now->empty() && *now != *before;
+    return now.has_value() && !now->empty() && *now != *finished_before_;
   }
 
   // Without this process the others would lose their coordinator: blocks while they have places.
   // True: all of them are done. False: they meet again, and this one may join them. Errors:
   // `no_place` nobody is left.
-  absl::StatusOr<bool> ServeOthers(const absl::Status& no_place,
-                                   const std::optional<std::string>& finished) {
+  absl::StatusOr<bool> ServeOthers(const absl::Status& no_place) {
     bool told = false;
     while (true) {
       const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
       if (absl::IsCancelled(members.status())) return members.status();
-      int running = 0;
-      bool meets = false;
+      if (absl::IsNotFound(members.status())) return no_place;  // the group was removed
       if (members.ok()) {
+        int running = 0;
+        std::set<std::pair<std::string, uint64_t>> joining;
         for (const v1::Member& member : *members) {
-          if (member.rank() >= 0 && member.state() == v1::WORKER_STATE_RUNNING) ++running;
-          if (member.state() == v1::WORKER_STATE_JOINING) meets = true;
+          if (member.state() == v1::WORKER_STATE_JOINING) {
+            joining.insert({member.worker_id(), member.incarnation()});
+          }
+        }
+        bool meets_again = false;
+        for (const v1::Member& member : *members) {
+          if (member.rank() < 0 || member.state() != v1::WORKER_STATE_RUNNING) continue;
+          // Its generation has ended: it has its seat of that, and waits for the next.
+          meets_again |= joining.contains({member.worker_id(), member.incarnation()});
+          // Between two generations nobody takes the seat of one that is gone.
+          const bool silent =
+              rpc::FromProto(member.heartbeat_age()) > options_.lease + options_.outage_tolerance;
+          if (!silent) ++running;
         }
         // After the members: they leave when they are done.
-        if (FinishedSince(finished)) return true;
-        if (running == 0) {
-          if (!meets) return no_place;
-          return false;
-        }
+        if (FinishedSince()) return true;
+        if (meets_again || (running == 0 && !joining.empty())) return false;
+        if (running == 0) return no_place;
         if (!std::exchange(told, true)) {
           MUSTER_LOG(Warning) << no_place.message()
                               << "; this machine hosts the coordinator, so it "
@@ -1114,6 +1127,7 @@ class GrpcJobCoordination final : public JobCoordination {
   int num_nodes_ = 1;
   uint64_t generation_ = 0;
   std::string prefix_;
+  std::optional<std::string> finished_before_;  // what Finished() said at first
   std::optional<AttemptEnd> told_end_;  // what Fail has returned for the attempt that is watched
 
   // Those that waited when an attempt was ended for them. With grow_timer_'s thread, or while there

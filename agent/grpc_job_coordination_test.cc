@@ -440,6 +440,33 @@ TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorWithoutAPlace_MeetsTheOthers
   EXPECT_EQ(meeting->num_nodes, 2);
 }
 
+// Until the next one is sealed, members have their seats of the generation that has ended.
+TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorWithoutAPlace_SeesThatAGenerationHasEnded) {
+  StartCoordinator();
+  hosts_coordinator_ = true;
+  for (const bool meets : {true, false}) {
+    std::vector<v1::Member> look = {
+        Machine(1, v1::WORKER_STATE_RUNNING, meets ? absl::ZeroDuration() : absl::Hours(1)),
+        Machine(2, v1::WORKER_STATE_LOST, absl::ZeroDuration())};
+    if (meets) {
+      look.push_back(Machine(1, v1::WORKER_STATE_JOINING, absl::ZeroDuration()));
+      look.back().set_rank(-1);
+    }
+    special_ = WithoutAPlace({look}, {""});
+    AnswerAsElastic(0, 2, {});
+    MakeCoordination(3, absl::Minutes(2), /*node_rank=*/0);
+    const absl::StatusOr<Meeting> meeting = coordination_->Meet(1, {});
+    if (meets) {
+      ASSERT_TRUE(meeting.ok()) << meeting.status();
+      EXPECT_FALSE(meeting->finished);
+    } else {
+      EXPECT_EQ(meeting.status().code(), absl::StatusCode::kDeadlineExceeded) << "it is gone";
+    }
+    coordination_.reset();
+    session_.reset();
+  }
+}
+
 TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorWithoutAPlace_EndsWhenNobodyIsLeft) {
   StartCoordinator();
   hosts_coordinator_ = true;

@@ -776,7 +776,8 @@ void Core::Impl::Leave(Incoming* in) {
   Job* const job = FindJob(fence.job_id());
   // In the generation that has ended before.
   const bool had_seat = job != nullptr && !job->sealed() &&
-                        job->members().Holds(fence.worker_id(), fence.incarnation());
+                        job->members().Holds(fence.worker_id(), fence.incarnation()) &&
+                        !job->incarnations().IsFenced(fence.worker_id(), fence.incarnation());
   v1::ExitCause cause;
   cause.set_message(Reason(request.reason()));
   Once(in, request, {.operators = false}, [&](Who who, v1::OpResult* result) {
@@ -786,13 +787,17 @@ void Core::Impl::Leave(Incoming* in) {
   });
   // A worker that waits for a seat gives up its place, and one that had a seat its claim to
   // another: nobody waits for it.
-  if (job == nullptr || out_->deposed) return;
-  if (!had_seat && !job->rendezvous().Waits(fence.worker_id(), fence.incarnation())) return;
+  Job* same = nullptr;
+  if (job == nullptr || out_->deposed || CheckJob(fence, &same).has_value()) return;
+  const bool waits = job->rendezvous().Waits(fence.worker_id(), fence.incarnation());
+  if (!had_seat && !waits) return;
   out_->replies.resize(first_reply_);
-  job->DropWaiting(fence.worker_id(),
-                   MakeError(absl::StatusCode::kCancelled, v1::ERROR_REASON_NOT_MEMBER,
-                             absl::StrCat("worker ", Quoted(fence.worker_id()),
-                                          " left while it waited for a seat")));
+  if (waits) {
+    job->DropWaiting(fence.worker_id(),
+                     MakeError(absl::StatusCode::kCancelled, v1::ERROR_REASON_NOT_MEMBER,
+                               absl::StrCat("worker ", Quoted(fence.worker_id()),
+                                            " left while it waited for a seat")));
+  }
   if (had_seat) job->LeaveBetween(fence.worker_id(), cause);
   job->Evaluate();  // last: a seal replaces the seats
   v1::OpResult result;

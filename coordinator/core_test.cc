@@ -447,6 +447,36 @@ TEST_F(CoreTest, Join_ElasticAgentsWithOneMoreThanTheMaximum_SurvivorsKeepTheirP
   EXPECT_EQ(bench_.Result(beyond).join().rank(), 0);
 }
 
+// Its launch was started again before the old one, which waits for its workers, has left.
+TEST_F(CoreTest, Leave_OfAnOldIncarnationBetweenGenerations_TakesNoPlaceFromTheNewOne) {
+  v1::RendezvousSpec agents = Spec(1, 3);
+  *agents.mutable_last_call() = ToProto(absl::Seconds(1));
+  const auto join = [&](int node, uint64_t incarnation) {
+    v1::Op op = JoinOp({absl::StrCat("node", node), incarnation}, agents);
+    op.mutable_join()->mutable_fence()->set_job_id("j.agents");
+    return bench_.Do(op, absl::StrCat("node-h", node));
+  };
+  join(0, 900);
+  join(1, 901);
+  bench_.Advance(absl::Seconds(1));
+  v1::Op end;
+  end.mutable_end_generation()->mutable_fence()->set_job_id("j.agents");
+  bench_.Do(end);
+  const CallId other = join(0, 900);
+  const CallId fresh = join(1, 911);
+  v1::Op leave;
+  v1::Fence* const fence = leave.mutable_leave()->mutable_fence();
+  fence->set_job_id("j.agents");
+  fence->set_worker_id("node1");
+  fence->set_incarnation(901);
+  fence->set_generation(1);
+  EXPECT_EQ(bench_.Reason(bench_.Do(leave)), v1::ERROR_REASON_SUPERSEDED);
+  EXPECT_FALSE(bench_.Answered(fresh));
+  bench_.Advance(absl::Seconds(1));
+  EXPECT_EQ(bench_.Result(fresh).join().world_size(), 2);
+  EXPECT_EQ(bench_.Result(other).join().world_size(), 2);
+}
+
 // As one whose launch is stopped does once its workers have ended: the others have met by then.
 TEST_F(CoreTest, Leave_ByAnElasticAgentBetweenGenerations_OthersDoNotWaitForIt) {
   v1::RendezvousSpec agents = Spec(1, 4);

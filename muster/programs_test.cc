@@ -322,6 +322,43 @@ TEST(OptimizerThatIsNotPrepared, IsNotWhatLoadsWeights) {
   });
 }
 
+TEST(OptimizerThatIsNotPrepared, IsNotWhatPutsValuesBack) {
+  AcceleratorOptions clipping;
+  clipping.gradient_clipping = 1;
+  RunAccelerators(1, clipping, [](Accelerator& a) {
+    torch::nn::Sequential net(torch::nn::Linear(1, 1), torch::nn::Linear(1, 1));
+    FusedSGD last(net[1]->parameters(), {.lr = 0.01});
+    auto [model, optimizer] = a.prepare(net, last);
+    for (int step = 0; step < 3; ++step) {
+      a.backward(Loss(model(at::ones({1, 1}))));
+      optimizer.step();
+      optimizer.zero_grad();
+      // As an average that is evaluated in the place of the weights.
+      const at::NoGradGuard no_grad;
+      at::Tensor weight = net[0]->parameters()[0];
+      const at::Tensor backup = weight.clone();
+      weight.zero_();
+      weight.copy_(backup);
+    }
+  });
+}
+
+TEST(PlainBackward, ZeroedInPlace_IsForgotten) {
+  RunAccelerators(1, Accumulating(2), [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 0.01});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    model(at::ones({1, 1})).sum().backward();  // to look at its gradient
+    net->zero_grad(/*set_to_none=*/false);
+    for (int step = 0; step < 2; ++step) {
+      auto scope = a.accumulate();
+      a.backward(Loss(model(at::ones({1, 1}))));
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  });
+}
+
 // --- Folds ---
 
 TEST(Folds, OptimizersAtOneAddress_AreTheirOwn) {

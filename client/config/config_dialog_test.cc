@@ -149,7 +149,7 @@ TEST(ConfigDialog, WrongAnswers_SayWhatToWriteAndAskAgain) {
 TEST(ConfigDialog, RangeOfMachines_HasSettingsOfItsOwn) {
   ConfigDialog dialog(Machine());
   EXPECT_EQ(Say(dialog, {"several", "1:3", "1", "10.0.0.5", "certificates", "ca", "cert", "key",
-                         "cpu", "3", "", "", "", "", "", "", "", "yes"}),
+                         "cpu", "3", "", "", "", "", "", "", "", "yes", ""}),
             "");
   EXPECT_EQ(dialog.question().text, "last_call?");
   EXPECT_EQ(Say(dialog, {"1m"}), "");
@@ -272,10 +272,19 @@ TEST(ConfigDialog, MoreSettings_AreThoseThatAreLeft) {
   ConfigDialog dialog(Machine());
   EXPECT_EQ(Say(dialog, {"one", "cpu", "1", "", "", "", "", "logs", "no", "no", "yes"}), "");
   const std::vector<std::pair<std::string, std::string>> kAnswers = {
-      {"failure_policy?", ""},  {"user_error_codes?", "3"}, {"log_max_mib?", "5"},
-      {"log_files?", "2"},      {"prefix?", "no"},          {"job_name?", "night"},
-      {"stop_grace?", "20s"},   {"join_timeout?", "1m"},    {"outage_tolerance?", "2m"},
-      {"hang_timeout?", "20m"}, {"hub_listen?", ""},        {"lease?", "8s"},
+      {"activation_checkpointing?", "yes"},
+      {"failure_policy?", ""},
+      {"user_error_codes?", "3"},
+      {"log_max_mib?", "5"},
+      {"log_files?", "2"},
+      {"prefix?", "no"},
+      {"job_name?", "night"},
+      {"stop_grace?", "20s"},
+      {"join_timeout?", "1m"},
+      {"outage_tolerance?", "2m"},
+      {"hang_timeout?", "20m"},
+      {"hub_listen?", ""},
+      {"lease?", "8s"},
       {"checkpoint_key?", "k"}};
   for (const auto& [question, answer] : kAnswers) {
     EXPECT_EQ(dialog.question().text, question);
@@ -294,6 +303,7 @@ TEST(ConfigDialog, MoreSettings_AreThoseThatAreLeft) {
   TakeTheRest(dialog);
   const auto config = ReadBack(dialog, 0);
   ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->activation_checkpointing, true);
   EXPECT_EQ(config->job_name, "night");
   EXPECT_EQ(config->prefix, false);
   EXPECT_EQ(config->checkpoint_key, "/abs/k");

@@ -103,6 +103,14 @@ class Resolver {
     return {FindSetting(name)->fallback, "default"};
   }
   bool Has(const std::string& name) const { return Get(name).source != "default"; }
+  // Whether `name` is given where it counts more than what gives `other`.
+  bool IsAbove(const std::string& name, const std::string& other) const {
+    for (const Layer& layer : layers_) {
+      if (layer.settings.contains(other)) return false;
+      if (layer.settings.contains(name)) return true;
+    }
+    return false;
+  }
   std::string Text(const std::string& name) const { return Get(name).text; }
   int Int(const std::string& name) const {
     int value = 0;
@@ -278,13 +286,16 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .variable = "MUSTER_FAILURE_POLICY",
        .type = Type::kPolicy,
        .value_name = "CLASS=N,...",
-       .help = "Restarts after each class of end: failed, oom, hang, and node_lost, which counts "
-               "against nothing else; max_restarts=N is the setting of that name"},
+       .help =
+           "Restarts after each class of end: failed, oom, hang, and node_lost, which counts "
+           "against nothing else; max_restarts=N is the setting of that name. Default: no limits "
+           "by class"},
       {.name = "user_error_codes",
        .variable = "MUSTER_USER_ERROR_CODES",
        .type = Type::kExitCodes,
        .value_name = "CODE,...",
-       .help = "Exit codes after which nothing is restarted, besides 2, 126 and 127"},
+       .help =
+           "Exit codes after which nothing is restarted, besides 2, 126 and 127. Default: none"},
       {.name = "log_dir",
        .variable = "MUSTER_LOG_DIR",
        .value_name = "FOLDER",
@@ -724,7 +735,9 @@ LaunchConfig TakeSettings(const Resolver& values) {
   config.max_restarts = values.Int("max_restarts");
   if (values.Has("failure_policy")) {
     FailurePolicy policy = *ParseFailurePolicy(values.Text("failure_policy"));
-    if (!policy.max_restarts.has_value() && values.Has("max_restarts")) {
+    // A file of `muster config` says max_restarts: 0 where nobody has asked for it.
+    if (values.IsAbove("max_restarts", "failure_policy") ||
+        (config.max_restarts > 0 && !policy.max_restarts.has_value())) {
       policy.max_restarts = config.max_restarts;
     }
     CompletePolicy(&policy);

@@ -62,6 +62,16 @@ TEST(ResolveLaunch, FailurePolicy_IsTheSameFromAFileAndFlags) {
     EXPECT_EQ(config->class_limits, (std::map<std::string, int>{{"oom", 1}}));
     EXPECT_EQ(config->user_error_codes, (std::vector<int>{3, 4}));
   }
+  // A file of `muster config` has max_restarts: 0 where nobody has asked for it.
+  const auto zero = ParseConfig("max_restarts: 0\n", "c.yaml");
+  ASSERT_TRUE(zero.ok()) << zero.status();
+  auto config = ResolveLaunch({Flags({{"failure_policy", "failed=3,oom=1"}}), *zero}, {});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->max_restarts, 4);
+  // What counts more than the policy counts more than what the policy says.
+  config = ResolveLaunch({Flags({{"max_restarts", "0"}}), *file}, {});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->max_restarts, 0);
   EXPECT_THAT(FileError("failure_policy: [3]"), HasSubstr("must be one value"));
   EXPECT_THAT(FileError("failure_policy: {oom: soon}"), HasSubstr("restarts by class"));
 }

@@ -32,8 +32,14 @@ void BackwardWatch::Seen::Record() {
 at::Tensor BackwardWatch::Seen::Changed() const {
   if (version < 0) return at::Tensor();
   const at::NoGradGuard no_grad;
+  // Moved or converted since: no longer the tensor that was recorded.
+  if (place.defined() &&
+      (place.device() != parameter.device() || value.scalar_type() != parameter.scalar_type())) {
+    return at::Tensor();
+  }
+  // Where there is a value it decides: averages are copied in and back again, which counts too.
   const bool counted = version != static_cast<int64_t>(parameter._version());
-  if (counted || !place.defined()) {
+  if (!place.defined()) {
     return at::full({}, counted, parameter.options().dtype(at::kBool).requires_grad(false));
   }
   return parameter.detach().take(place).ne(value);

@@ -59,7 +59,7 @@ std::shared_ptr<OptimizerHandle> MakeOptimizer(const ConfiguredTraining& configu
   return Fuse(common(AdagradOptions()), std::move(groups));
 }
 
-LrSchedulePtr MakeScheduler(const ConfiguredTraining& configured, const OptimizerHandle& optimizer,
+LrSchedulePtr MakeScheduler(const ConfiguredTraining& configured,
                             const SchedulerArguments& arguments, int64_t ranks) {
   TORCH_CHECK(configured.scheduler.has_value(),
               "make_scheduler() needs a DeepSpeed config with the section \"scheduler\", and this "
@@ -94,7 +94,11 @@ LrSchedulePtr MakeScheduler(const ConfiguredTraining& configured, const Optimize
   options.min_lr = from.min_lr.value_or(0);
   // Left out, DeepSpeed's WarmupLR takes the optimizer's as well, and WarmupDecayLR 0.001.
   const bool of_optimizer = is_auto("scheduler.params.warmup_max_lr") || from.type == "WarmupLR";
-  options.max_lr = from.max_lr.value_or(of_optimizer ? optimizer.lr(0) : options.max_lr);
+  if (from.max_lr.has_value()) {
+    options.max_lr = from.max_lr;
+  } else if (of_optimizer) {
+    options.max_lr = std::nullopt;  // of each of its groups
+  }
   options.warmup_steps = warmup_steps;
   options.logarithmic = from.logarithmic;
   if (from.type == "WarmupLR") return WarmupLR(options);

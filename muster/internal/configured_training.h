@@ -19,7 +19,7 @@ std::shared_ptr<OptimizerHandle> MakeOptimizer(const ConfiguredTraining& configu
                                                std::vector<ConfiguredGroup> groups,
                                                const OptimizerArguments& arguments);
 // `ranks`: among which Accelerate divides the steps of the arguments.
-LrSchedulePtr MakeScheduler(const ConfiguredTraining& configured, const OptimizerHandle& optimizer,
+LrSchedulePtr MakeScheduler(const ConfiguredTraining& configured,
                             const SchedulerArguments& arguments, int64_t ranks);
 
 }  // namespace muster::internal

@@ -117,10 +117,10 @@ std::shared_ptr<OptimizerHandle> Core::MakeOptimizer(std::vector<ConfiguredGroup
   return made;
 }
 
-LrSchedulePtr Core::MakeScheduler(const OptimizerHandle& optimizer,
+LrSchedulePtr Core::MakeScheduler(const OptimizerHandle& /*optimizer*/,
                                   const SchedulerArguments& arguments) {
   const int64_t ranks = process_.options().data_loader.split_batches ? 1 : process_.size();
-  LrSchedulePtr made = internal::MakeScheduler(process_.configured(), optimizer, arguments, ranks);
+  LrSchedulePtr made = internal::MakeScheduler(process_.configured(), arguments, ranks);
   made_schedules_.push_back(made);
   return made;
 }

@@ -427,7 +427,9 @@ void StepController::ForgetPlainPasses(const OptimizerSlot& slot) const {
 
 void StepController::ForgetPlainPassesWithoutGradients() const {
   ForgetPlainPasses([](ModelSlot& model, BackwardWatch::Seen& seen) {
-    return !AtOptimizer(model, seen.parameter).grad().defined();
+    const at::Tensor grad = AtOptimizer(model, seen.parameter).grad();
+    // Zeroed in place is gone as well.
+    return !grad.defined() || (grad.layout() == at::kStrided && !grad.any().item<bool>());
   });
 }
 
@@ -465,14 +467,20 @@ void StepController::CheckStrays() const {
   std::vector<const BackwardWatch::Seen*> strays;
   std::vector<at::Tensor> changed;
   VisitStrays([&](BackwardWatch::Seen& seen) {
-    if (wrong(seen) == nullptr) return;
+    // With gradients of another backward pass the step may have been on those alone.
+    if (seen.plain || wrong(seen) == nullptr) return;
     at::Tensor one = seen.Changed();
     if (!one.defined()) return;
     strays.push_back(&seen);
     changed.push_back(std::move(one));
   });
   // Waits for a GPU once.
-  if (strays.empty() || !at::stack(changed).any().item<bool>()) return;
+  if (strays.empty()) return;
+  if (std::any_of(changed.begin(), changed.end(),
+                  [&](const at::Tensor& one) { return one.device() != changed[0].device(); })) {
+    for (at::Tensor& one : changed) one = one.cpu();
+  }
+  if (!at::stack(changed).any().item<bool>()) return;
   for (size_t i = 0; i < strays.size(); ++i) {
     TORCH_CHECK(
         !changed[i].item<bool>(), "backward(): parameter '", strays[i]->name,
@@ -487,6 +495,8 @@ void StepController::CheckStrays() const {
 void StepController::RecordStrays() const {
   if (!StepsKnowMore()) return;
   VisitStrays([&](BackwardWatch::Seen& seen) {
+    // Its gradient is whole, in whichever passes it came.
+    if (sync_gradients()) seen.partial = false;
     if (seen.pass != passes_->last()) return;
     seen.Record();
     seen.clipped = false;

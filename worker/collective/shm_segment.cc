@@ -213,6 +213,8 @@ char* ShmSegment::At(int r) {
     return peers_[r]->At(place(r));
   } catch (const c10::Error& e) {
     Fail(c10::str("rank ", rank_, ", data of rank ", r, ": ", e.what_without_backtrace()));
+  } catch (const std::exception& e) {
+    Fail(c10::str("rank ", rank_, ", data of rank ", r, ": ", e.what()));
   }
 }
 
@@ -223,6 +225,8 @@ void ShmSegment::Begin(const ShmCall& call, const ShmPlace& place) {
 }
 
 void ShmSegment::Meet(std::chrono::steady_clock::time_point deadline, const std::string& what) {
+  // Not after one that failed: the others would take this arrival for that one's.
+  ThrowIfBroken(what);
   ++phase_;
   Cell& mine = cell(rank_);
   // Publishes the slot and the call that this rank wrote before. The default (sequentially
@@ -234,6 +238,15 @@ void ShmSegment::Meet(std::chrono::steady_clock::time_point deadline, const std:
   for (int peer = 0; peer < size_; ++peer) {
     if (peer != rank_) WaitFor(peer, phase_, deadline, what);
   }
+  ThrowIfBroken(what);
+}
+
+void ShmSegment::ThrowIfBroken(const std::string& what) const {
+  const auto* header = reinterpret_cast<const Header*>(base_);
+  if (header->broken.load() != 2) return;
+  C10_THROW_ERROR(DistBackendError,
+                  c10::str(what, " on rank ", rank_, ": ",
+                           std::string(header->why, strnlen(header->why, sizeof(header->why)))));
 }
 
 void ShmSegment::WaitFor(int peer, uint32_t phase, std::chrono::steady_clock::time_point deadline,
@@ -261,13 +274,7 @@ void ShmSegment::WaitFor(int peer, uint32_t phase, std::chrono::steady_clock::ti
     other.waiters.fetch_sub(1);
     if (arrived()) return;
 
-    auto* header = reinterpret_cast<Header*>(base_);
-    if (header->broken.load() == 2) {
-      C10_THROW_ERROR(
-          DistBackendError,
-          c10::str(what, " on rank ", rank_, ": ",
-                   std::string(header->why, strnlen(header->why, sizeof(header->why)))));
-    }
+    ThrowIfBroken(what);
     const std::string who = c10::str("rank ", peer, " (pid ", other.pid, ")");
     if (other.left.load() != 0) {
       // It may have arrived just before it left.

@@ -92,6 +92,7 @@ class ShmSegment {
   Cell& cell(int r) const;
   void WaitFor(int peer, uint32_t phase, std::chrono::steady_clock::time_point deadline,
                const std::string& what);
+  void ThrowIfBroken(const std::string& what) const;
   [[noreturn]] void Fail(const std::string& why);
 
   const int rank_;
