@@ -174,6 +174,27 @@ TEST(MakeScheduler, Auto_IsResolvedAsAccelerateDoes) {
   }
 }
 
+TEST(MakeScheduler, WithoutAMaximum_EachGroupHasItsOwn) {
+  EXPECT_THAT(
+      ErrorsUnder(std::string(kAdam) +
+                      R"(, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}})",
+                  [&](Accelerator& a) {
+                    torch::nn::Linear net(1, 1);
+                    std::vector<ConfiguredGroup> groups(2);
+                    groups[0].params = {net->weight};
+                    groups[0].lr = 0.5;
+                    groups[1].params = {net->bias};
+                    auto adam = a.make_optimizer(std::move(groups));
+                    const double second = adam->lr(1);
+                    const auto warmup = a.make_scheduler(*adam);
+                    EXPECT_DOUBLE_EQ(warmup->Lr(9, 0.5), 0.5);
+                    EXPECT_DOUBLE_EQ(warmup->Lr(9, second), second);
+                    EXPECT_NE(second, 0.5);
+                    a.prepare(net, adam, warmup);
+                  }),
+      Each(""));
+}
+
 TEST(MakeScheduler, WithoutALength_IsRefused) {
   EXPECT_THAT(ErrorsUnder(std::string(kAdam) + kWarmup,
                           [](Accelerator& a) {

@@ -1,6 +1,8 @@
 #include "muster/internal/configured_training.h"
 
 #include <algorithm>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -59,6 +61,28 @@ std::shared_ptr<OptimizerHandle> MakeOptimizer(const ConfiguredTraining& configu
   return Fuse(common(AdagradOptions()), std::move(groups));
 }
 
+namespace {
+
+// A warm-up to the rate that each group of the optimizer has.
+class UpToTheBaseRate final : public LrSchedule {
+ public:
+  using Make = std::function<LrSchedulePtr(const WarmupOptions&)>;
+  UpToTheBaseRate(const WarmupOptions& options, Make make)
+      : options_(options), make_(std::move(make)) {}
+  double Lr(int64_t step, double base_lr) const override {
+    WarmupOptions options = options_;
+    options.max_lr = base_lr;
+    return make_(options)->Lr(step, base_lr);
+  }
+  bool knows_any_step() const override { return true; }
+
+ private:
+  const WarmupOptions options_;
+  const Make make_;
+};
+
+}  // namespace
+
 LrSchedulePtr MakeScheduler(const ConfiguredTraining& configured,
                             const SchedulerArguments& arguments, int64_t ranks) {
   TORCH_CHECK(configured.scheduler.has_value(),
@@ -94,16 +118,16 @@ LrSchedulePtr MakeScheduler(const ConfiguredTraining& configured,
   options.min_lr = from.min_lr.value_or(0);
   // Left out, DeepSpeed's WarmupLR takes the optimizer's as well, and WarmupDecayLR 0.001.
   const bool of_optimizer = is_auto("scheduler.params.warmup_max_lr") || from.type == "WarmupLR";
-  if (from.max_lr.has_value()) {
-    options.max_lr = from.max_lr;
-  } else if (of_optimizer) {
-    options.max_lr = std::nullopt;  // of each of its groups
-  }
+  options.max_lr = from.max_lr.value_or(options.max_lr);
   options.warmup_steps = warmup_steps;
   options.logarithmic = from.logarithmic;
-  if (from.type == "WarmupLR") return WarmupLR(options);
-  TORCH_CHECK(from.type == "WarmupDecayLR", "unknown scheduler ", from.type);
-  return WarmupDecayLR(options, total_steps());
+  std::function<LrSchedulePtr(const WarmupOptions&)> make = WarmupLR;
+  if (from.type != "WarmupLR") {
+    TORCH_CHECK(from.type == "WarmupDecayLR", "unknown scheduler ", from.type);
+    make = [total = total_steps()](const WarmupOptions& o) { return WarmupDecayLR(o, total); };
+  }
+  if (from.max_lr.has_value() || !of_optimizer) return make(options);
+  return std::make_shared<UpToTheBaseRate>(options, std::move(make));
 }
 
 }  // namespace muster::internal

@@ -41,10 +41,10 @@ WarmUp WarmUpOf(int64_t steps, bool logarithmic) {
 }
 
 void CheckRates(const WarmupOptions& options) {
-  const double max_lr = options.max_lr.value_or(0);
-  TORCH_CHECK(
-      std::isfinite(options.min_lr) && std::isfinite(max_lr) && options.min_lr >= 0 && max_lr >= 0,
-      "min_lr and max_lr must be finite and not negative, got ", options.min_lr, " and ", max_lr);
+  TORCH_CHECK(std::isfinite(options.min_lr) && std::isfinite(options.max_lr) &&
+                  options.min_lr >= 0 && options.max_lr >= 0,
+              "min_lr and max_lr must be finite and not negative, got ", options.min_lr, " and ",
+              options.max_lr);
 }
 
 void CheckTotal(int64_t total_steps) {
@@ -56,10 +56,10 @@ LrSchedulePtr Warmup(const WarmupOptions& options, const WarmUp& warm_up,
                      std::function<double(int64_t)> after) {
   CheckRates(options);
   return std::make_shared<Formula>(
-      [options, warm_up, after = std::move(after)](int64_t i, double base_lr) {
+      [options, warm_up, after = std::move(after)](int64_t i, double /*base_lr*/) {
         if (i < 0) return options.min_lr;
         const double gamma = i < warm_up.steps ? warm_up.At(i) : after(i);
-        return options.min_lr + (options.max_lr.value_or(base_lr) - options.min_lr) * gamma;
+        return options.min_lr + (options.max_lr - options.min_lr) * gamma;
       });
 }
 

@@ -2,7 +2,6 @@
 #define MUSTER_WORKER_TRAIN_WARMUP_SCHEDULES_H_
 
 #include <cstdint>
-#include <optional>
 
 #include "worker/train/lr_scheduler.h"
 
@@ -13,14 +12,14 @@ namespace muster {
 
 struct WarmupOptions {
   double min_lr = 0;
-  std::optional<double> max_lr = 1e-3;  // none: the base rate of each group
+  double max_lr = 1e-3;
   int64_t warmup_steps = 1000;
   bool logarithmic = true;  // warmup_type "log"; false: "linear"
 };
 
 // With w = warmup_steps and g(i) = ln(i + 1) / ln(w), or i / w if not logarithmic:
 // min_lr for i < 0; min_lr + (max_lr - min_lr) * g(i) for i < w; then max_lr. It ignores the base
-// rate where max_lr is given.
+// rate.
 LrSchedulePtr WarmupLR(const WarmupOptions& options);
 // The same up to w; then min_lr + (max_lr - min_lr) * max(0, (total - i) / max(1, total - w)).
 LrSchedulePtr WarmupDecayLR(const WarmupOptions& options, int64_t total_steps);

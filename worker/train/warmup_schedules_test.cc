@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <limits>
-#include <optional>
 #include <vector>
 
 #include "c10/util/Exception.h"
@@ -53,15 +52,6 @@ TEST(WarmupSchedules, BadNumbers_AreRefused) {
   EXPECT_THROW(WarmupCosineLR({}, -1), c10::Error);
   EXPECT_THROW(WarmupCosineLR({.cosine_min_ratio = std::numeric_limits<double>::infinity()}, 9),
                c10::Error);
-}
-
-TEST(WarmupLR, WithoutAMaximum_EachGroupHasItsOwn) {
-  const LrSchedulePtr schedule =
-      WarmupLR({.min_lr = 0, .max_lr = std::nullopt, .warmup_steps = 2, .logarithmic = false});
-  for (const double base : {0.5, 0.01}) {
-    EXPECT_DOUBLE_EQ(schedule->Lr(2, base), base / 2);
-    EXPECT_DOUBLE_EQ(schedule->Lr(9, base), base);
-  }
 }
 
 }  // namespace
