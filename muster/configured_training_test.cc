@@ -190,7 +190,7 @@ TEST(MakeScheduler, WithoutAMaximum_EachGroupHasItsOwn) {
                     EXPECT_DOUBLE_EQ(warmup->Lr(9, 0.5), 0.5);
                     EXPECT_DOUBLE_EQ(warmup->Lr(9, second), second);
                     EXPECT_NE(second, 0.5);
-                    a.prepare(net, adam, warmup);
+                    const auto prepared = a.prepare(net, adam, warmup);
                   }),
       Each(""));
 }
