@@ -362,7 +362,7 @@ TEST_F(GrpcJobCoordinationTest, GenerationEndsWhileOthersAreAwaited_CauseIsTheSa
   for (const auto& [reason, cause] :
        {std::pair{v1::ERROR_REASON_GENERATION_ENDED, AttemptEnd::Cause::kFailed},
         {v1::ERROR_REASON_LEASE_EXPIRED, AttemptEnd::Cause::kMachineLost}}) {
-    special_ = [reason](const v1::Op& op, v1::OpResult* result) {
+    special_ = [reason = reason](const v1::Op& op, v1::OpResult* result) {
       if (op.has_txn()) result->mutable_txn()->set_succeeded(true);
       if (!op.has_arrive()) return op.has_txn();
       SetError(reason, result,
