@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <functional>
 #include <set>
 #include <string>
 #include <vector>
@@ -299,47 +300,45 @@ TEST(OptimizerThatIsNotPrepared, StepsOnGradientsThatAreNotWhole_AndIsRefused) {
               HasSubstr("a part of the accumulation window"));
 }
 
-// Weights that nothing trains may change: a checkpoint, an average.
-TEST(OptimizerThatIsNotPrepared, IsNotWhatLoadsWeights) {
+// Trains the second of two layers, with clipping, and calls `between` after each of three steps.
+void TrainTheLast(
+    const std::function<void(Accelerator&, torch::nn::Sequential&, int step)>& between) {
   AcceleratorOptions clipping;
   clipping.gradient_clipping = 1;
-  RunAccelerators(1, clipping, [](Accelerator& a) {
+  RunAccelerators(1, clipping, [&](Accelerator& a) {
     torch::nn::Sequential net(torch::nn::Linear(1, 1), torch::nn::Linear(1, 1));
     FusedSGD last(net[1]->parameters(), {.lr = 0.01});
     auto [model, optimizer] = a.prepare(net, last);
-    const std::string dir = TestDir("stray");
     for (int step = 0; step < 3; ++step) {
       a.backward(Loss(model(at::ones({1, 1}))));
       optimizer.step();
       optimizer.zero_grad();
-      if (step == 0) {
-        ASSERT_TRUE(a.save_state(dir).ok());
-      }
-      if (step == 1) {
-        ASSERT_TRUE(a.load_state(dir).ok());
-      }
+      between(a, net, step);
+    }
+  });
+}
+
+// Weights that nothing trains may change: a checkpoint, an average.
+TEST(OptimizerThatIsNotPrepared, IsNotWhatLoadsWeights) {
+  const std::string dir = TestDir("stray");
+  TrainTheLast([&](Accelerator& a, torch::nn::Sequential&, int step) {
+    if (step == 0) {
+      ASSERT_TRUE(a.save_state(dir).ok());
+    }
+    if (step == 1) {
+      ASSERT_TRUE(a.load_state(dir).ok());
     }
   });
 }
 
 TEST(OptimizerThatIsNotPrepared, IsNotWhatPutsValuesBack) {
-  AcceleratorOptions clipping;
-  clipping.gradient_clipping = 1;
-  RunAccelerators(1, clipping, [](Accelerator& a) {
-    torch::nn::Sequential net(torch::nn::Linear(1, 1), torch::nn::Linear(1, 1));
-    FusedSGD last(net[1]->parameters(), {.lr = 0.01});
-    auto [model, optimizer] = a.prepare(net, last);
-    for (int step = 0; step < 3; ++step) {
-      a.backward(Loss(model(at::ones({1, 1}))));
-      optimizer.step();
-      optimizer.zero_grad();
-      // As an average that is evaluated in the place of the weights.
-      const at::NoGradGuard no_grad;
-      at::Tensor weight = net[0]->parameters()[0];
-      const at::Tensor backup = weight.clone();
-      weight.zero_();
-      weight.copy_(backup);
-    }
+  TrainTheLast([](Accelerator&, torch::nn::Sequential& net, int) {
+    // As an average that is evaluated in the place of the weights.
+    const at::NoGradGuard no_grad;
+    at::Tensor weight = net[0]->parameters()[0];
+    const at::Tensor backup = weight.clone();
+    weight.zero_();
+    weight.copy_(backup);
   });
 }
 

@@ -171,11 +171,16 @@ class CoreRunnerTest : public ::testing::Test {
   // runner's own thread may be at it.
   void Settle() {
     // The second turn begins when what the first put out has been delivered.
-    for (int turn = 0; turn < 2; ++turn) {
-      Notification done;
-      runner_->WithCore([&](Core*) { done.Notify(); });
-      done.WaitForNotification();
-    }
+    for (int turn = 0; turn < 2; ++turn) InTurn([](Core*) {});
+  }
+  // Blocks until `task` has run, in turn with all other events.
+  void InTurn(absl::FunctionRef<void(Core*)> task) {
+    Notification done;
+    runner_->WithCore([&](Core* core) {
+      task(core);
+      done.Notify();
+    });
+    done.WaitForNotification();
   }
   void Abandon(CallId id) {
     runner_->Abandon(id);
@@ -462,22 +467,12 @@ class BehindTest : public CoreRunnerTest {
   uint64_t Lost() {
     Settle();
     uint64_t lost = 0;
-    Notification done;
-    runner_->WithCore([&](Core* core) {
-      lost = core->stats().workers_lost;
-      done.Notify();
-    });
-    done.WaitForNotification();
+    InTurn([&](Core* core) { lost = core->stats().workers_lost; });
     return lost;
   }
   size_t Asked() {
     size_t asked = 0;
-    Notification done;
-    runner_->WithCore([&](Core*) {
-      asked = asked_.size();
-      done.Notify();
-    });
-    done.WaitForNotification();
+    InTurn([&](Core*) { asked = asked_.size(); });
     return asked;
   }
   // Time in which w0 alone is read of, until the runner asks whether more is unread.
@@ -1040,15 +1035,12 @@ TEST_F(CoreRunnerTest, CopyMarkedAsRestored_EndsItsGenerationsOnce) {
     EXPECT_TRUE(runner_->Start().ok());
     Call(op, sink);
     uint64_t generation = 0;
-    Notification done;
-    runner_->WithCore([&](Core* core) {
+    InTurn([&](Core* core) {
       v1::StatusReply status;
       core->FillStatus(&status);
       generation = status.jobs(0).generation();
       EXPECT_EQ(status.header().term(), term);
-      done.Notify();
     });
-    done.WaitForNotification();
     runner_->Stop();
     records = journal->records();
     return generation;
@@ -1247,12 +1239,7 @@ TEST_F(CoreRunnerTest, WatchOfJobs_ShowsWhatIsDurable_AndEndsWithTheCoordinator)
   WatchWritable(watch);
   const auto batches = [&] {
     size_t count = 0;
-    Notification done;
-    runner_->WithCore([&](Core*) {
-      count = watch->batches.size();
-      done.Notify();
-    });
-    done.WaitForNotification();
+    InTurn([&](Core*) { count = watch->batches.size(); });
     return count;
   };
   EXPECT_EQ(batches(), 1u);

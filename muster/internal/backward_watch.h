@@ -35,7 +35,7 @@ class BackwardPasses {
 
   int64_t last() const { return last_; }
   // Whether one outside of these scopes, loss.backward(), has added to a gradient that is watched,
-  // since Forget().
+  // since ForgetPlain().
   bool any_plain() const { return any_plain_; }
   void ForgetPlain() { any_plain_ = false; }
 

@@ -576,8 +576,7 @@ bool AddShmBackend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    std::string* why) {
   auto prefixed =
       c10::make_intrusive<c10d::PrefixStore>("muster/shm/" + group->getGroupName(), store);
-  std::string no_pool;  // then data are copied
-  std::shared_ptr<ShmPool> pool = ShmPool::Create(&no_pool);
+  std::shared_ptr<ShmPool> pool = ShmPool::Create();  // null: data are copied
   std::unique_ptr<ShmSegment> segment =
       ShmSegment::Open(prefixed, group->getRank(), group->getSize(), pool.get(), why);
   if (segment == nullptr) return false;

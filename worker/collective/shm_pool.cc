@@ -13,7 +13,6 @@
 #include <iterator>
 
 #include "ATen/ops/from_blob.h"
-#include "absl/status/status.h"
 #include "base/identity.h"
 #include "base/memory_file.h"
 #include "c10/util/Exception.h"
@@ -66,22 +65,14 @@ void Punch(int fd, uint64_t offset, uint64_t bytes) {
 
 }  // namespace
 
-std::shared_ptr<ShmPool> ShmPool::Create(std::string* why) {
+std::shared_ptr<ShmPool> ShmPool::Create() {
   std::shared_ptr<ShmPool> pool(new ShmPool);
   pool->fd_ = static_cast<int>(syscall(SYS_memfd_create, "muster-pool", 1u /* MFD_CLOEXEC */));
-  if (pool->fd_ < 0) {
-    *why = c10::str("no memory to share: ", std::strerror(errno));
+  if (pool->fd_ < 0 || !ResizeMemoryFile(pool->fd_, kPage).ok() || !Reserve(pool->fd_, 0, kPage)) {
     return nullptr;
   }
-  if (const absl::Status sized = ResizeMemoryFile(pool->fd_, kPage); !sized.ok()) {
-    *why = std::string(sized.message());
-    return nullptr;
-  }
-  if (!Reserve(pool->fd_, 0, kPage) ||
-      (pool->first_page_ = MapShared(pool->fd_, 0, kPage)) == nullptr) {
-    *why = c10::str("no memory to share: ", std::strerror(errno));
-    return nullptr;
-  }
+  pool->first_page_ = MapShared(pool->fd_, 0, kPage);
+  if (pool->first_page_ == nullptr) return nullptr;
   pool->nonce_ = RandomId();
   auto* const header = static_cast<PoolHeader*>(pool->first_page_);
   header->nonce = pool->nonce_;

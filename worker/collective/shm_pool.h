@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <string>
 
 #include "ATen/core/Tensor.h"
 #include "base/mutex.h"
@@ -26,8 +25,8 @@ struct ShmPlace {
 // Thread-safe.
 class ShmPool : public std::enable_shared_from_this<ShmPool> {
  public:
-  // Null, with the reason in `*why`: this system has no such memory to give.
-  static std::shared_ptr<ShmPool> Create(std::string* why);
+  // Null: this system has no such memory to give.
+  static std::shared_ptr<ShmPool> Create();
   ~ShmPool();
   ShmPool(const ShmPool&) = delete;
   ShmPool& operator=(const ShmPool&) = delete;

@@ -14,9 +14,8 @@ namespace muster {
 namespace {
 
 std::shared_ptr<ShmPool> NewPool() {
-  std::string why;
-  std::shared_ptr<ShmPool> pool = ShmPool::Create(&why);
-  EXPECT_NE(pool, nullptr) << why;
+  std::shared_ptr<ShmPool> pool = ShmPool::Create();
+  EXPECT_NE(pool, nullptr);
   return pool;
 }
 
