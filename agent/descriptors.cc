@@ -9,6 +9,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "agent/numbered_entries.h"
+
 namespace muster::agent {
 namespace {
 
@@ -17,34 +19,17 @@ constexpr rlim_t kMostTried = 1 << 20;
 
 int kept = -1;  // of KeepOpen
 
-struct LinuxDirent {
-  uint64_t ino;
-  int64_t off;
-  unsigned short reclen;
-  unsigned char type;
-  char name[1];
-};
-
 // False if /proc cannot say which there are.
 template <typename Apply>
 bool ForEachListed(int first, Apply apply) {
   const int folder = open("/proc/self/fd", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (folder < 0) return false;
-  alignas(LinuxDirent) char entries[4096];
-  long size;  // NOLINT: what syscall returns
   // The kernel continues by number, so closing listed descriptors skips none.
-  while ((size = syscall(SYS_getdents64, folder, entries, sizeof(entries))) > 0) {
-    for (long at = 0; at < size;) {  // NOLINT
-      const auto* entry = reinterpret_cast<const LinuxDirent*>(entries + at);
-      at += entry->reclen;
-      int fd = 0;
-      const char* c = entry->name;
-      while (*c >= '0' && *c <= '9') fd = fd * 10 + (*c++ - '0');
-      if (*c == '\0' && c != entry->name && fd >= first && fd != folder) apply(fd);
-    }
-  }
+  const bool all = ForEachNumber(folder, [&](int fd, const char* /*name*/) {
+    if (fd >= first && fd != folder) apply(fd);
+  });
   close(folder);
-  return size == 0;
+  return all;
 }
 
 template <typename Apply>

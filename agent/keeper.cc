@@ -20,6 +20,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "agent/numbered_entries.h"
 #include "agent/orphans.h"
 #include "base/clock.h"
 #include "base/descriptor_limit.h"
@@ -59,20 +60,6 @@ struct Reply {
   int32_t error;
   ChildEnd end;
 };
-
-struct LinuxDirent {
-  uint64_t ino;
-  int64_t off;
-  unsigned short reclen;
-  unsigned char type;
-  char name[1];
-};
-
-int NumberOf(const char* digits) {
-  int number = 0;
-  while (*digits >= '0' && *digits <= '9') number = number * 10 + (*digits++ - '0');
-  return *digits == '\0' ? number : 0;
-}
 
 // --- The child between fork and exec, and the keeper: forked from a process with threads, they may
 // only do what a signal handler may. No allocation. ---
@@ -215,22 +202,12 @@ int KillChildren(const State& state) {
   const int dir = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (dir < 0) return 0;
   int patience = 0;
-  // The numbers of another pid namespace's /proc name other processes here.
-  char name[16] = "";
-  const ssize_t size_of_name = readlinkat(dir, "self", name, sizeof(name) - 1);
-  const bool own = size_of_name > 0 && NumberOf(name) == state.self;
-  alignas(LinuxDirent) static char entries[32768];
-  long size;  // NOLINT: what syscall returns
-  while (own && (size = syscall(SYS_getdents64, dir, entries, sizeof(entries))) > 0) {
-    for (long at = 0; at < size;) {  // NOLINT
-      const auto* entry = reinterpret_cast<const LinuxDirent*>(entries + at);
-      at += entry->reclen;
-      const int pid = NumberOf(entry->name);
+  if (IsOwnProc(dir, state.self)) {
+    ForEachNumber(dir, [&](int pid, const char* name) {
       // A child's number is its own until it is collected here.
-      if (pid <= 1 || ParentOf(entry->name) != state.self) continue;
-      if (state.kill(pid, SIGKILL) != 0) continue;
+      if (pid <= 1 || ParentOf(name) != state.self || state.kill(pid, SIGKILL) != 0) return;
       patience = std::max(patience, IsStuck(state, pid) ? kStuckMilliseconds : kEndMilliseconds);
-    }
+    });
   }
   close(dir);
   return patience;

@@ -34,6 +34,7 @@
 #include "absl/strings/str_split.h"
 #include "agent/keeper.h"
 #include "agent/line_splitter.h"
+#include "agent/numbered_entries.h"
 #include "agent/orphans.h"
 #include "agent/process_state.h"
 #include "base/clock.h"
@@ -128,51 +129,24 @@ struct GuardNote {
 constexpr int kGuardSlots = 16384;
 constexpr time_t kGuardSeconds = 3;
 
-struct LinuxDirent {
-  uint64_t ino;
-  int64_t off;
-  unsigned short reclen;
-  unsigned char type;
-  char name[1];
-};
-
-int NumberOf(const char* digits) {
-  int number = 0;
-  while (*digits >= '0' && *digits <= '9') number = number * 10 + (*digits++ - '0');
-  return *digits == '\0' ? number : 0;
-}
-
 // Kills all processes that carry the mark; returns how many it found.
 int KillMarked(const char* mark, size_t mark_size) {
   const int dir = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (dir < 0) return 0;
   const int self = getpid();
   int found = 0;
-  // The numbers of another pid namespace's /proc name other processes here.
-  char name[16] = "";
-  const ssize_t size_of_name = readlinkat(dir, "self", name, sizeof(name) - 1);
-  if (size_of_name <= 0 || NumberOf(name) != self) {
-    close(dir);
-    return 0;
-  }
-  alignas(LinuxDirent) static char entries[32768];
-  for (;;) {
-    const long size = syscall(SYS_getdents64, dir, entries, sizeof(entries));
-    if (size <= 0) break;
-    for (long at = 0; at < size;) {
-      const auto* entry = reinterpret_cast<const LinuxDirent*>(entries + at);
-      at += entry->reclen;
-      const int pid = NumberOf(entry->name);
-      if (pid <= 1 || pid == self || !StartedWith(pid, mark, mark_size)) continue;
+  if (IsOwnProc(dir, self)) {
+    ForEachNumber(dir, [&](int pid, const char* /*name*/) {
+      if (pid <= 1 || pid == self || !StartedWith(pid, mark, mark_size)) return;
       // Looked at again through a descriptor: the number may be another's by now.
       const int pidfd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-      if (pidfd < 0) continue;
+      if (pidfd < 0) return;
       if (StartedWith(pid, mark, mark_size)) {
         syscall(SYS_pidfd_send_signal, pidfd, SIGKILL, nullptr, 0);
         ++found;
       }
       close(pidfd);
-    }
+    });
   }
   close(dir);
   return found;

@@ -1,8 +1,6 @@
 #include "worker/text/normalizers.h"
 
 #include <algorithm>
-#include <functional>
-#include <map>
 #include <utility>
 #include <vector>
 
@@ -10,6 +8,7 @@
 #include "base/status_macros.h"
 #include "worker/text/byte_alphabet.h"
 #include "worker/text/charsmap.h"
+#include "worker/text/components.h"
 #include "worker/text/pattern.h"
 #include "worker/text/settings.h"
 #include "worker/text/unicode.h"
@@ -18,8 +17,6 @@ namespace muster::text {
 namespace {
 
 using Json = nlohmann::json;
-
-constexpr int kMaxDepth = 16;
 
 // Keeps the characters that `keep` is true of, each as `map` gives it.
 template <typename Keep, typename Map>
@@ -407,65 +404,44 @@ Made MakePrecompiled(Settings& settings) {
   return std::make_unique<Precompiled>(*std::move(map));
 }
 
-Made Make(const Json& json, const std::string& path, int depth);
-
-Made MakeSequence(Settings& settings, int depth) {
-  std::vector<std::unique_ptr<Normalizer>> parts;
-  for (const Json& part : settings.List("normalizers")) {
-    MUSTER_ASSIGN_OR_RETURN(
-        std::unique_ptr<Normalizer> made,
-        Make(part, absl::StrCat(settings.PathOf("normalizers"), "[", parts.size(), "]"),
-             depth + 1));
-    parts.push_back(std::move(made));
-  }
-  return std::make_unique<Sequence>(std::move(parts));
-}
-
-const std::map<absl::string_view, std::function<Made(Settings&)>>& Makers() {
-  static const auto* const makers = new std::map<absl::string_view, std::function<Made(Settings&)>>{
-      {"Prepend",
-       [](Settings& s) -> Made { return std::make_unique<Prepend>(s.String("prepend")); }},
-      {"Replace", MakeReplace},
-      {"NFC", [](Settings&) -> Made { return std::make_unique<UnicodeForm>(false, true); }},
-      {"NFD", [](Settings&) -> Made { return std::make_unique<UnicodeForm>(false, false); }},
-      {"NFKC", [](Settings&) -> Made { return std::make_unique<UnicodeForm>(true, true); }},
-      {"NFKD", [](Settings&) -> Made { return std::make_unique<UnicodeForm>(true, false); }},
-      {"Nmt", [](Settings&) -> Made { return std::make_unique<Nmt>(); }},
-      {"Strip",
-       [](Settings& s) -> Made {
-         const bool left = s.Bool("strip_left");
-         return std::make_unique<Strip>(left, s.Bool("strip_right"));
-       }},
-      {"StripAccents", [](Settings&) -> Made { return std::make_unique<StripAccents>(); }},
-      {"Lowercase", [](Settings&) -> Made { return std::make_unique<Lowercased>(); }},
-      {"Bert", MakeBert},
-      {"BertNormalizer", MakeBert},
-      {"ByteLevel", [](Settings&) -> Made { return std::make_unique<ByteLevel>(); }},
-      {"Precompiled", MakePrecompiled},
+const ComponentKind<Normalizer>& Kind() {
+  static const auto* const kind = new ComponentKind<Normalizer>{
+      .makers =
+          {
+              {"Prepend",
+               [](Settings& s) -> Made { return std::make_unique<Prepend>(s.String("prepend")); }},
+              {"Replace", MakeReplace},
+              {"NFC", [](Settings&) -> Made { return std::make_unique<UnicodeForm>(false, true); }},
+              {"NFD",
+               [](Settings&) -> Made { return std::make_unique<UnicodeForm>(false, false); }},
+              {"NFKC", [](Settings&) -> Made { return std::make_unique<UnicodeForm>(true, true); }},
+              {"NFKD",
+               [](Settings&) -> Made { return std::make_unique<UnicodeForm>(true, false); }},
+              {"Nmt", [](Settings&) -> Made { return std::make_unique<Nmt>(); }},
+              {"Strip",
+               [](Settings& s) -> Made {
+                 const bool left = s.Bool("strip_left");
+                 return std::make_unique<Strip>(left, s.Bool("strip_right"));
+               }},
+              {"StripAccents", [](Settings&) -> Made { return std::make_unique<StripAccents>(); }},
+              {"Lowercase", [](Settings&) -> Made { return std::make_unique<Lowercased>(); }},
+              {"Bert", MakeBert},
+              {"BertNormalizer", MakeBert},
+              {"ByteLevel", [](Settings&) -> Made { return std::make_unique<ByteLevel>(); }},
+              {"Precompiled", MakePrecompiled},
+          },
+      .parts = "normalizers",
+      .sequence = [](std::vector<std::unique_ptr<Normalizer>> parts)
+          -> std::unique_ptr<Normalizer> { return std::make_unique<Sequence>(std::move(parts)); },
   };
-  return *makers;
-}
-
-Made Make(const Json& json, const std::string& path, int depth) {
-  Settings settings(json, path);
-  const std::string type = settings.Type();
-  MUSTER_RETURN_IF_ERROR(settings.status());
-  if (depth > kMaxDepth) return settings.NotSupported("nesting this deep");
-  const auto maker = Makers().find(type);
-  if (type != "Sequence" && maker == Makers().end()) {
-    return settings.NotSupported(absl::StrCat("type '", type, "'"));
-  }
-  Made made = type == "Sequence" ? MakeSequence(settings, depth) : maker->second(settings);
-  MUSTER_RETURN_IF_ERROR(made.status());
-  MUSTER_RETURN_IF_ERROR(settings.Finish());
-  return made;
+  return *kind;
 }
 
 }  // namespace
 
 Made MakeNormalizer(const Json& json, const std::string& path) {
   if (json.is_null()) return std::unique_ptr<Normalizer>();
-  return Make(json, path, 0);
+  return MakeComponent(Kind(), json, path);
 }
 
 }  // namespace muster::text

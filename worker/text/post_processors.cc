@@ -9,6 +9,7 @@
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "worker/text/byte_alphabet.h"
+#include "worker/text/components.h"
 #include "worker/text/encoding_ops.h"
 #include "worker/text/settings.h"
 #include "worker/text/unicode.h"
@@ -18,7 +19,6 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr int kMaxDepth = 16;
 constexpr size_t kMaxPieces = 1024;
 constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
 
@@ -292,46 +292,31 @@ Made MakeByteLevel(Settings& settings) {
   return std::make_unique<ByteLevel>(settings.Bool("trim_offsets"), add_prefix_space);
 }
 
-Made Make(const Json& json, const std::string& path, int depth);
-
-Made MakeSequence(Settings& settings, int depth) {
-  std::vector<std::unique_ptr<PostProcessor>> parts;
-  for (const Json& part : settings.List("processors")) {
-    MUSTER_ASSIGN_OR_RETURN(
-        std::unique_ptr<PostProcessor> made,
-        Make(part, absl::StrCat(settings.PathOf("processors"), "[", parts.size(), "]"), depth + 1));
-    parts.push_back(std::move(made));
-    // More would multiply the tokens; none in use has more than two.
-    if (parts.size() > 8) return settings.Wrong("processors", "has more than 8 parts");
-  }
-  return std::make_unique<Sequence>(std::move(parts));
-}
-
-Made MakeOfType(Settings& settings, const std::string& type, int depth) {
-  if (type == "Sequence") return MakeSequence(settings, depth);
-  if (type == "TemplateProcessing") return MakeTemplate(settings);
-  if (type == "ByteLevel") return MakeByteLevel(settings);
-  if (type == "BertProcessing") return MakeBertLike(settings, false);
-  if (type == "RobertaProcessing") return MakeBertLike(settings, true);
-  return settings.NotSupported(absl::StrCat("type '", Printable(type), "'"));
-}
-
-Made Make(const Json& json, const std::string& path, int depth) {
-  Settings settings(json, path);
-  const std::string type = settings.Type();
-  MUSTER_RETURN_IF_ERROR(settings.status());
-  if (depth > kMaxDepth) return settings.NotSupported("nesting this deep");
-  Made made = MakeOfType(settings, type, depth);
-  MUSTER_RETURN_IF_ERROR(made.status());
-  MUSTER_RETURN_IF_ERROR(settings.Finish());
-  return made;
+const ComponentKind<PostProcessor>& Kind() {
+  static const auto* const kind = new ComponentKind<PostProcessor>{
+      .makers =
+          {
+              {"TemplateProcessing", MakeTemplate},
+              {"ByteLevel", MakeByteLevel},
+              {"BertProcessing", [](Settings& s) { return MakeBertLike(s, false); }},
+              {"RobertaProcessing", [](Settings& s) { return MakeBertLike(s, true); }},
+          },
+      .parts = "processors",
+      .sequence =
+          [](std::vector<std::unique_ptr<PostProcessor>> parts) -> std::unique_ptr<PostProcessor> {
+        return std::make_unique<Sequence>(std::move(parts));
+      },
+      // More would multiply the tokens; none in use has more than two.
+      .most_parts = 8,
+  };
+  return *kind;
 }
 
 }  // namespace
 
 Made MakePostProcessor(const Json& json, const std::string& path) {
   if (json.is_null()) return std::unique_ptr<PostProcessor>();
-  return Make(json, path, 0);
+  return MakeComponent(Kind(), json, path);
 }
 
 }  // namespace muster::text

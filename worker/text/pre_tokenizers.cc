@@ -1,8 +1,6 @@
 #include "worker/text/pre_tokenizers.h"
 
 #include <algorithm>
-#include <functional>
-#include <map>
 #include <utility>
 #include <vector>
 
@@ -10,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "worker/text/byte_alphabet.h"
+#include "worker/text/components.h"
 #include "worker/text/settings.h"
 #include "worker/text/unicode.h"
 
@@ -17,8 +16,6 @@ namespace muster::text {
 namespace {
 
 using Json = nlohmann::json;
-
-constexpr int kMaxDepth = 16;
 
 // What becomes of the matches that a text is cut at.
 enum class Behavior { kRemoved, kIsolated, kMergedWithPrevious, kMergedWithNext, kContiguous };
@@ -450,67 +447,48 @@ Made MakeFixedLength(Settings& settings) {
   return std::make_unique<FixedLength>(length);
 }
 
-Made Make(const Json& json, const std::string& path, int depth);
-
-Made MakeSequence(Settings& settings, int depth) {
-  std::vector<std::unique_ptr<PreTokenizer>> parts;
-  for (const Json& part : settings.List("pretokenizers")) {
-    MUSTER_ASSIGN_OR_RETURN(
-        std::unique_ptr<PreTokenizer> made,
-        Make(part, absl::StrCat(settings.PathOf("pretokenizers"), "[", parts.size(), "]"),
-             depth + 1));
-    parts.push_back(std::move(made));
-  }
-  return std::make_unique<Sequence>(std::move(parts));
-}
-
 Made MakeDelimiter(Settings& settings) {
   return std::make_unique<CharDelimiterSplit>(CharacterOf(settings.Character("delimiter")));
 }
 
-const std::map<absl::string_view, std::function<Made(Settings&)>>& Makers() {
-  static const auto* const makers = new std::map<absl::string_view, std::function<Made(Settings&)>>{
-      {"Split", MakeSplit},
-      {"ByteLevel", MakeByteLevel},
-      {"Metaspace", MakeMetaspace},
-      {"Whitespace", [](Settings&) -> Made { return std::make_unique<Whitespace>(); }},
-      {"WhitespaceSplit", [](Settings&) -> Made { return std::make_unique<WhitespaceSplit>(); }},
-      {"BertPreTokenizer", [](Settings&) -> Made { return std::make_unique<Bert>(); }},
-      {"Digits",
-       [](Settings& s) -> Made { return std::make_unique<Digits>(s.Bool("individual_digits")); }},
-      {"Punctuation",
-       [](Settings& s) -> Made {
-         return std::make_unique<Punctuation>(
-             static_cast<Behavior>(s.Choice("behavior", BehaviorNames(), 1)));
-       }},
-      {"CharDelimiterSplit", MakeDelimiter},
-      {"Delimiter", MakeDelimiter},
-      {"UnicodeScripts", [](Settings&) -> Made { return std::make_unique<UnicodeScripts>(); }},
-      {"FixedLength", MakeFixedLength},
+const ComponentKind<PreTokenizer>& Kind() {
+  static const auto* const kind = new ComponentKind<PreTokenizer>{
+      .makers =
+          {
+              {"Split", MakeSplit},
+              {"ByteLevel", MakeByteLevel},
+              {"Metaspace", MakeMetaspace},
+              {"Whitespace", [](Settings&) -> Made { return std::make_unique<Whitespace>(); }},
+              {"WhitespaceSplit",
+               [](Settings&) -> Made { return std::make_unique<WhitespaceSplit>(); }},
+              {"BertPreTokenizer", [](Settings&) -> Made { return std::make_unique<Bert>(); }},
+              {"Digits",
+               [](Settings& s) -> Made {
+                 return std::make_unique<Digits>(s.Bool("individual_digits"));
+               }},
+              {"Punctuation",
+               [](Settings& s) -> Made {
+                 return std::make_unique<Punctuation>(
+                     static_cast<Behavior>(s.Choice("behavior", BehaviorNames(), 1)));
+               }},
+              {"CharDelimiterSplit", MakeDelimiter},
+              {"Delimiter", MakeDelimiter},
+              {"UnicodeScripts",
+               [](Settings&) -> Made { return std::make_unique<UnicodeScripts>(); }},
+              {"FixedLength", MakeFixedLength},
+          },
+      .parts = "pretokenizers",
+      .sequence = [](std::vector<std::unique_ptr<PreTokenizer>> parts)
+          -> std::unique_ptr<PreTokenizer> { return std::make_unique<Sequence>(std::move(parts)); },
   };
-  return *makers;
-}
-
-Made Make(const Json& json, const std::string& path, int depth) {
-  Settings settings(json, path);
-  const std::string type = settings.Type();
-  MUSTER_RETURN_IF_ERROR(settings.status());
-  if (depth > kMaxDepth) return settings.NotSupported("nesting this deep");
-  const auto maker = Makers().find(type);
-  if (type != "Sequence" && maker == Makers().end()) {
-    return settings.NotSupported(absl::StrCat("type '", type, "'"));
-  }
-  Made made = type == "Sequence" ? MakeSequence(settings, depth) : maker->second(settings);
-  MUSTER_RETURN_IF_ERROR(made.status());
-  MUSTER_RETURN_IF_ERROR(settings.Finish());
-  return made;
+  return *kind;
 }
 
 }  // namespace
 
 Made MakePreTokenizer(const Json& json, const std::string& path) {
   if (json.is_null()) return std::unique_ptr<PreTokenizer>();
-  return Make(json, path, 0);
+  return MakeComponent(Kind(), json, path);
 }
 
 }  // namespace muster::text
