@@ -10,6 +10,7 @@ namespace {
 
 using Json = nlohmann::json;
 using testing::HasSubstr;
+using testing::Not;
 
 AlignedText Normalized(const Json& json, absl::string_view text) {
   const auto normalizer = Ok(MakeNormalizer(json, "normalizer"));
@@ -80,6 +81,7 @@ TEST(Normalizers, WhatIsNotSupported_IsNamed) {
   const auto status = [](const Json& json) {
     return std::string(MakeNormalizer(json, "f.normalizer").status().message());
   };
+  EXPECT_THAT(status(Of("a\x1b[2J")), Not(HasSubstr("\x1b")));
   EXPECT_THAT(status(Of("Cyrillic")), HasSubstr("f.normalizer: type 'Cyrillic' is not supported"));
   EXPECT_THAT(status({{"type", "NFC"}, {"form", 2}}), HasSubstr("'form'"));
   EXPECT_THAT(status({{"type", "Sequence"}, {"normalizers", {Of("NFC"), Of("X")}}}),

@@ -10,6 +10,7 @@ namespace {
 
 using Json = nlohmann::json;
 using testing::HasSubstr;
+using testing::Not;
 using Texts = std::vector<std::string>;
 
 Texts Cut(const Json& json, absl::string_view text) {
@@ -105,6 +106,7 @@ TEST(PreTokenizers, WhatIsNotSupported_IsNamed) {
   const auto message = [](const Json& json) {
     return std::string(MakePreTokenizer(json, "f.pre_tokenizer").status().message());
   };
+  EXPECT_THAT(message(Of("a\x1b[2J")), Not(HasSubstr("\x1b")));
   EXPECT_THAT(message(Of("X")), HasSubstr("f.pre_tokenizer: type 'X' is not supported"));
   EXPECT_THAT(message(SplitAt({{"String", "-"}}, "Lost")), HasSubstr("'Lost' is not supported"));
   EXPECT_THAT(message({{"type", "FixedLength"}, {"length", 0}}), HasSubstr("at least 1"));
