@@ -457,10 +457,11 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     jobs.push_back(*std::move(described));
   }
   if (!wanted.empty() && jobs.empty()) {
-    return Fail(
-        spec, context,
-        absl::NotFoundError(absl::StrCat("the coordinator at ", address, " has no job ", wanted)),
-        kExitNotFound);
+    return Fail(spec, context,
+                SuggestJob(connection, line.words[0],
+                           absl::NotFoundError(absl::StrCat("the coordinator at ", address,
+                                                            " has no job ", wanted))),
+                kExitNotFound);
   }
   const std::string format = FormatOf(line);
   if (format == "name") {
@@ -543,7 +544,9 @@ int RunTriggerCommand(const std::vector<std::string>& args, const CommandContext
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status =
       rpc::FromGrpc(v1::Triggers::NewStub(connection.channel)->Raise(&call, request, &reply));
-  if (!status.ok()) return FailCall(spec, context, status);
+  if (!status.ok()) {
+    return FailCall(spec, context, SuggestJob(connection, line.words[0], status));
+  }
   context.out << "raised " << line.words[1] << " for " << line.words[0]
               << (line.Has("at_step") ? ", before step " + line.Get("at_step") : "") << "\n";
   return kExitOk;
@@ -650,7 +653,7 @@ int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext
   if (const absl::Status listed =
           ListBarriers(connection.channel, job, only_open, connection.timeout, &list);
       !listed.ok()) {
-    return FailCall(spec, context, listed);
+    return FailCall(spec, context, SuggestJob(connection, line.words[0], listed));
   }
   if (name.empty()) {
     if (as_json) {
@@ -735,7 +738,9 @@ int RunQuarantineCommand(const std::vector<std::string>& args, const CommandCont
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status = rpc::FromGrpc(
       v1::Membership::NewStub(connection.channel)->Quarantine(&call, request, &reply));
-  if (!status.ok()) return FailCall(spec, context, status);
+  if (!status.ok()) {
+    return FailCall(spec, context, SuggestJob(connection, line.words[0], status));
+  }
   context.out << "host " << line.words[1] << " of " << line.words[0]
               << (lift ? " is no longer quarantined\n" : " is quarantined for ")
               << (lift ? "" : absl::FormatDuration(length) + "\n");
@@ -785,7 +790,9 @@ int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext&
   rpc::SetTimeout(call, connection.timeout);
   const absl::Status status =
       rpc::FromGrpc(v1::Admin::NewStub(connection.channel)->RemoveJob(&call, request, &reply));
-  if (!status.ok()) return FailCall(spec, context, status);
+  if (!status.ok()) {
+    return FailCall(spec, context, SuggestJob(connection, line.words[0], status));
+  }
   context.out << "job " << line.words[0] << " is removed\n";
   return kExitOk;
 }

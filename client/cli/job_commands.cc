@@ -168,10 +168,12 @@ void PrintPlan(const CommandContext& context, const JobPlan& plan) {
     context.out << Printable(plan.why, 1000) << "\n\n" << plan.script;
     return;
   }
-  context.out << (plan.starts_now ? "starts now: " : "waits: ") << Printable(plan.why, 1000)
-              << "\n";
+  context.out << (plan.starts_now ? "starts now" : "waits");
+  if (!plan.why.empty()) context.out << ": " << Printable(plan.why, 1000);
+  context.out << "\n";
   for (const Placement& placement : plan.placements) {
-    context.out << "  " << Printable(placement.node) << ": " << placement.processes << " processes";
+    context.out << "  " << Printable(placement.node) << ": " << placement.processes
+                << (placement.processes == 1 ? " process" : " processes");
     if (!placement.gpus.empty()) context.out << ", GPUs " << absl::StrJoin(placement.gpus, ",");
     context.out << "\n";
   }

@@ -3,14 +3,18 @@
 #include <grpcpp/grpcpp.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
+#include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "base/defaults.h"
+#include "base/suggest.h"
 #include "client/jobs/client_on_channel.h"
+#include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/error.pb.h"
 #include "proto/muster/v1/membership.grpc.pb.h"
@@ -35,6 +39,28 @@ void RemoveAgentGroups(v1::StatusReply* reply) {
                                       of_workers.contains(workers);
                              }),
               jobs->end());
+}
+
+absl::Status SuggestJob(const Connection& connection, const std::string& job, absl::Status status) {
+  if (!absl::IsNotFound(status)) return status;
+  std::vector<std::string> names;
+  const auto jobs = ClientOn(connection.channel, connection.timeout, connection.timeout).list({});
+  if (jobs.ok()) {
+    for (const Job& known : *jobs) names.push_back(known.id);
+  }
+  v1::StatusReply launches;
+  grpc::ClientContext call;
+  rpc::SetTimeout(call, connection.timeout);
+  if (v1::Admin::NewStub(connection.channel)->Status(&call, {}, &launches).ok()) {
+    RemoveAgentGroups(&launches);
+    for (const v1::JobStatus& known : launches.jobs()) names.push_back(known.job_id());
+  }
+  // It is something else that is missing.
+  if (std::find(names.begin(), names.end(), job) != names.end()) return status;
+  absl::Status suggests(status.code(), absl::StrCat(status.message(), DidYouMean(job, names)));
+  status.ForEachPayload(
+      [&](absl::string_view url, const absl::Cord& payload) { suggests.SetPayload(url, payload); });
+  return suggests;
 }
 
 absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::string& job) {

@@ -17,6 +17,10 @@ namespace muster::client {
 // FAILED_PRECONDITION a submitted job that has not started; INVALID_ARGUMENT a name that both have.
 absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::string& job);
 
+// `status`, with the name of a submitted job or a launch that is like `job` if it is NOT_FOUND and
+// there is no such job. Blocks for two calls then.
+absl::Status SuggestJob(const Connection& connection, const std::string& job, absl::Status status);
+
 // Removes the groups of agents (kAgentsSuffix) from `reply`, unless nothing is known of the workers
 // that these agents run: they are no jobs of anybody's.
 void RemoveAgentGroups(v1::StatusReply* reply);

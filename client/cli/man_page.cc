@@ -90,7 +90,7 @@ std::string ManPage(const CommandSpec& spec) {
 }
 
 std::string MainManPage(const std::vector<CommandSpec>& commands) {
-  std::string page = Header("muster", "trains and serves LibTorch models on one machine or many");
+  std::string page = Header("muster", "trains and runs LibTorch models on one machine or many");
   absl::StrAppend(&page, ".SH SYNOPSIS\n", Bold("muster"), " ", Italic("COMMAND"),
                   " [OPTIONS]\n.SH COMMANDS\n");
   for (const CommandSpec& spec : commands) {

@@ -35,7 +35,7 @@ struct Command {
 };
 
 void PrintHelp(const std::vector<Command>& commands, std::ostream& out) {
-  out << "Muster trains and serves LibTorch models on one machine or many.\n"
+  out << "Muster trains and runs LibTorch models on one machine or many.\n"
          "Usage: muster COMMAND [OPTIONS]\n\nCommands:\n";
   for (const Command& command : commands)
     out << absl::StrFormat("  %-13s %s\n", command.name, command.summary);

@@ -264,7 +264,7 @@ int RunStacksCommand(const std::vector<std::string>& args, const CommandContext&
     if (rpc::GetReason(status) == v1::ERROR_REASON_BAD_FIELD) {
       return Fail(spec, context, status, kExitUsage);
     }
-    return FailCall(spec, context, status);
+    return FailCall(spec, context, SuggestJob(connection, line.words[0], status));
   }
   context.out << (format == "json" ? Dump(Json(stacks))
                                    : Text(stacks, !line.Has("each"), line.Has("threads")));

@@ -247,7 +247,7 @@ int RunTopCommand(const std::vector<std::string>& args, const CommandContext& co
   for (int64_t drawn = 0;;) {
     TopSample now;
     const absl::Status status = Read(connection, wanted, &now);
-    if (!status.ok()) return FailCall(spec, context, status);
+    if (!status.ok()) return FailCall(spec, context, SuggestJob(connection, wanted, status));
     winsize size = {};
     if (terminal) (void)ioctl(STDOUT_FILENO, TIOCGWINSZ, &size);
     Draw(context.out,
