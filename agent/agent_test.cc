@@ -323,7 +323,7 @@ TEST_F(AgentTest, RestartsUsedUp_Fails) {
   EXPECT_FALSE(ends[1].may_restart);
 }
 
-// Two workers that say who they are and end with the code that they are told.
+// Two workers that say who they are and exit with the code that they receive.
 class ReentryTest : public AgentTest {
  protected:
   void SetUp() override {

@@ -14,7 +14,7 @@
 namespace muster::agent {
 namespace {
 
-// Containers have limits of a milliard, which would take minutes to try.
+// Containers have limits of a billion, which would take minutes to try.
 constexpr rlim_t kMostTried = 1 << 20;
 
 int kept = -1;  // of KeepOpen

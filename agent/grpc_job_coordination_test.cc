@@ -376,7 +376,7 @@ TEST_F(GrpcJobCoordinationTest, GenerationEndsWhileOthersAreAwaited_CauseIsTheSa
     std::vector<AttemptEnd> ends;
     coordination_->Watch([&](AttemptEnd end) { ends.push_back(std::move(end)); });
     EXPECT_FALSE(coordination_->Finish().ok());
-    ASSERT_EQ(ends.size(), 1u) << "it is told before Finish returns";
+    ASSERT_EQ(ends.size(), 1u) << "the end is reported before Finish returns";
     EXPECT_EQ(ends[0].cause, cause);
     EXPECT_THAT(ends[0].why, HasSubstr("rank 0 died"));
     coordination_.reset();

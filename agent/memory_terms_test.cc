@@ -16,7 +16,7 @@ TEST(MemoryTerms, WithoutAnAttempt_MemoryIsKeptForATime) {
   EXPECT_THAT(terms.Expired({"a", "b"}, {"a", "b"}, start), IsEmpty());
   EXPECT_THAT(terms.Expired({"a", "b"}, {"b"}, later(10)), IsEmpty());
   EXPECT_THAT(terms.Expired({"a", "b"}, {"b"}, later(10.9)), IsEmpty());
-  // Another attempt begins and ends: the time begins anew.
+  // Another attempt begins and ends: the time starts again.
   EXPECT_THAT(terms.Expired({"a", "b"}, {"a", "b"}, later(10.95)), IsEmpty());
   EXPECT_THAT(terms.Expired({"a", "b"}, {}, later(11)), IsEmpty());
   EXPECT_THAT(terms.Expired({"a", "b"}, {}, later(11.9)), IsEmpty());

@@ -333,7 +333,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   result.job = agent.Run();
   hangs.reset();
   stopper.AgentEnded();
-  // Again: the node's agent may have been started anew since.
+  // Again: the node's agent may have restarted since.
   if (memory.ok() && result.job.outcome != JobResult::Outcome::kSucceeded) {
     for (const HeldMemory& piece : (*memory)->Held("")) HandOver(piece, depot);
   }

@@ -366,7 +366,7 @@ TEST_F(RelayCoreTest, NumberThatAWorkerSays_IsNotWhatIsWatched) {
   join.mutable_join()->set_pid(1000);
   Submit("join", std::move(join));
   ASSERT_THAT(upstream_.ops(), SizeIs(1));
-  EXPECT_EQ(upstream_.ops()[0].join().pid(), 77) << "what the coordinator is told";
+  EXPECT_EQ(upstream_.ops()[0].join().pid(), 77) << "what the coordinator receives";
   upstream_.Answer({});
   Seat(0);  // says 1000, of which states_ says that it runs
   states_[77] = "stopped";

@@ -346,7 +346,7 @@ std::optional<v1::OpError> Core::ReadJobs(const v1::WatchJobsRequest& request, c
   if (place->seen > impl_->revision_) *place = {.seen = 1};
   std::optional<v1::OpError> error =
       impl_->submitted_->ReadChanges(request, who, durable_revision, max_bytes, place, batch);
-  // That a job is gone is told when it is durable.
+  // The answer that a job is gone waits until that is durable.
   if (error.has_value() && impl_->jobs_record_ > durable_revision) return std::nullopt;
   return error;
 }

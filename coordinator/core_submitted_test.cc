@@ -403,7 +403,7 @@ TEST_F(SubmittedTest, Group_SaysWhatStagesItsAttemptHasReached) {
   Call(arrival);
   Call(beat);
   EXPECT_EQ(times(1).stepped_unix_ms(), 0);
-  // By its agent. A restarted coordinator, which reads the journal, is told again.
+  // By its agent. A restarted coordinator, which reads the journal, hears it again.
   const v1::AttemptTimes before = times(1);
   Restart();
   EXPECT_EQ(times(1).SerializeAsString(), before.SerializeAsString());

@@ -600,9 +600,9 @@ int run(int argc, char** argv, F train) {
 
 // As run(), but when the job loses another process (killed, crashed, its machine gone), this one
 // continues: `train` leaves by the error of its collective, and is called again in this process
-// with the Accelerator of the next generation as soon as the lost process is started anew. It
+// with the Accelerator of the next generation as soon as the lost process has restarted. It
 // begins as in a new process, with the same random state: it makes models, optimizers and loaders
-// anew, and load_state_if_present() takes it to the newest checkpoint. What is made outside of
+// again, and load_state_if_present() takes it to the newest checkpoint. What is made outside of
 // `train` (data sets, tokenizers, caches) stays; nothing that an Accelerator prepared may.
 //
 //   int main(int argc, char** argv) { return muster::run_elastic(argc, argv, Train); }

@@ -135,7 +135,7 @@ TEST(DividedCheckpoint, UnshardedModel_IsWrittenByAllRanks_AndContinuesOnOtherNu
     EXPECT_EQ(WriterOf(two, "optimizer-00002-of-00002.safetensors"), 1);
     EXPECT_EQ(LoadTensors(two + "/optimizer.safetensors").size(), 0u);
     EXPECT_EQ(WriterOf(dir + "6", "model.safetensors"), 0);  // of one process
-    // Whoever reads Hugging Face's shards reads it.
+    // Every reader of Hugging Face's shards reads it.
     TiedNet whole;
     const auto loaded = load_model(whole, dir + "8");
     ASSERT_TRUE(loaded.ok()) << loaded.status();

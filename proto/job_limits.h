@@ -24,7 +24,7 @@ inline constexpr size_t kMaxFileBytes = 96 << 10;
 inline constexpr int kMaxFiles = 256;
 inline constexpr size_t kMaxFilePath = 256;
 
-// JobSpec.hang_timeout: progress is told every 2 s, and looked at less often.
+// JobSpec.hang_timeout: progress is reported every 2 s, and examined less often.
 inline constexpr absl::Duration kLeastHangTimeout = absl::Seconds(10);
 
 // Where a program keeps its checkpoints if neither it nor MUSTER_PROJECT_DIR says otherwise: below

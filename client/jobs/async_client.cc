@@ -22,7 +22,7 @@ struct AsyncClient::Call::Operation {
   std::shared_ptr<AsyncClient::Impl> impl;
   client::StoppableClient client;
   bool cancelled = false;  // under the lock of `impl`
-  // Joined by whoever cancels the call; by the callback thread, if its own callback does.
+  // Joined by the thread that cancels the call; by the callback thread, if its own callback does.
   std::thread thread = {};
 };
 

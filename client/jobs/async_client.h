@@ -13,13 +13,13 @@
 
 namespace muster {
 
-// Client with callbacks: calls return at once, and their results are told on one thread, the
+// Client with callbacks: calls return at once, and their results arrive on one thread, the
 // callback thread, which the AsyncClient owns. So callbacks never run at the same time; one that
 // takes long delays all others. A stream (watch, watch_all, follow_log) makes its next callback
 // when the last one has returned: nothing is queued for a slow one.
 //
 // Thread-safe, as are several AsyncClients. It must not be destroyed on its callback thread; that
-// ends all its calls. Errors are told to `done` as the Status that the call of Client returns.
+// ends all its calls. Errors reach `done` as the Status that the call of Client returns.
 class AsyncClient {
  public:
   // A call in progress, which its owner keeps: it ends with this. Not thread-safe.

@@ -45,7 +45,7 @@ class SlurmBackendTest : public ::testing::Test {
     if (missing_) return absl::NotFoundError("no such program");
     if (argv[0] == "sbatch") script_ = ReadFile(argv.back()).value_or("");
     if (argv[0] == "squeue") {
-      // Whoever asks for comments gets the one of the script.
+      // A call that asks for comments gets the one of the script.
       const bool comment = absl::StrContains(argv.back(), "%k");
       ProgramOutput output = squeue_;
       if (comment) output.out = comments_;

@@ -1170,7 +1170,7 @@ TEST_F(JobsCoreTest, Watch_SendsWhatHasChanged_AndWhatIsGone) {
   batch = Read(all, &place);
   EXPECT_EQ(Ids(batch), std::vector<std::string>{a});
   EXPECT_EQ(batch.jobs(0).state(), v1::JOB_STATE_SUSPENDED);
-  // What is not durable yet is not told, and is told then.
+  // What is not durable yet is not sent, and is sent once it is.
   Control(a, v1::JOB_ACTION_CANCEL);
   const uint64_t durable = revision_ - 1;
   v1::WatchJobsBatch nothing;
@@ -1260,7 +1260,7 @@ TEST_F(JobsCoreTest, Watch_OfManyJobs_ComesInMessagesOfBoundedSize) {
     EXPECT_LT(batch.ByteSizeLong(), 2000u);
     for (const std::string& id : Ids(batch)) EXPECT_TRUE(told.insert(id).second) << id;
     more = batch.more();
-    // One that changes meanwhile is told once more, with its last state.
+    // One that changes meanwhile is sent once more, with its last state.
     if (messages == 0) Control("mnist-1", v1::JOB_ACTION_SUSPEND);
     if (messages == 0) told.erase("mnist-1");
   }

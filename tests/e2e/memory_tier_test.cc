@@ -222,7 +222,7 @@ class MemoryTierTest : public testing::Test {
     std::string worker_ ABSL_GUARDED_BY(mu_);
   };
 
-  // Holds up whoever passes while it is closed.
+  // Holds up every caller while it is closed.
   class Gate {
    public:
     void Close() { Set(false); }

@@ -2571,7 +2571,7 @@ void Sim::AtAgent(const std::shared_ptr<Stream>& stream, const v1::CoordinatorFr
       if (directive.has_generation_ended() && process->rank_ >= 0 &&
           process->generation_ <= directive.generation_ended().generation() &&
           now_ >= process->paused_until_) {
-        Trace(absl::StrCat(process->worker_id(), " is told by its agent that generation ",
+        Trace(absl::StrCat(process->worker_id(), " hears from its agent that generation ",
                            directive.generation_ended().generation(), " has ended"));
         process->Rejoin();
       }

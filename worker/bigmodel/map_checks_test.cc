@@ -24,7 +24,7 @@ std::string Error(const DeviceEntries& devices) {
   return std::string(CheckDeviceMap(Model(), devices).message());
 }
 
-// D14: one grammar of sizes for limits, whoever reads them.
+// D14: one grammar of sizes for limits, in every reader.
 TEST(ParseMaxMemory, D14_LimitsOfDevices_AreInOrder) {
   const auto limits = ParseMaxMemory("cpu=1.5GiB, 1=20GB,0=10Gb");
   ASSERT_TRUE(limits.ok()) << limits.status();
