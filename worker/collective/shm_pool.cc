@@ -42,9 +42,17 @@ void* MapShared(int fd, uint64_t offset, uint64_t bytes) {
   return memory == MAP_FAILED ? nullptr : memory;
 }
 
-// Memory for part of the file, now rather than by SIGBUS when it is written. In pieces: a signal
-// undoes the piece that it meets, and a process may get a thousand of them a second (a profiler's).
-bool Reserve(int fd, uint64_t offset, uint64_t bytes) {
+void Punch(int fd, uint64_t offset, uint64_t bytes) {
+  // No memory is given back where this fails, and nothing else goes wrong.
+  (void)fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+                  static_cast<off_t>(bytes));
+}
+
+}  // namespace
+
+bool ReserveShm(int fd, uint64_t offset, uint64_t bytes) {
+  // In pieces: a signal undoes the piece that it meets, and a process may get a thousand of them a
+  // second (a profiler's).
   constexpr uint64_t kPiece = 1 << 20;
   for (const uint64_t end = offset + bytes; offset < end;) {
     const uint64_t piece = std::min(kPiece, end - offset);
@@ -57,18 +65,11 @@ bool Reserve(int fd, uint64_t offset, uint64_t bytes) {
   return true;
 }
 
-void Punch(int fd, uint64_t offset, uint64_t bytes) {
-  // No memory is given back where this fails, and nothing else goes wrong.
-  (void)fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
-                  static_cast<off_t>(bytes));
-}
-
-}  // namespace
-
 std::shared_ptr<ShmPool> ShmPool::Create() {
   std::shared_ptr<ShmPool> pool(new ShmPool);
   pool->fd_ = static_cast<int>(syscall(SYS_memfd_create, "muster-pool", 1u /* MFD_CLOEXEC */));
-  if (pool->fd_ < 0 || !ResizeMemoryFile(pool->fd_, kPage).ok() || !Reserve(pool->fd_, 0, kPage)) {
+  if (pool->fd_ < 0 || !ResizeMemoryFile(pool->fd_, kPage).ok() ||
+      !ReserveShm(pool->fd_, 0, kPage)) {
     return nullptr;
   }
   pool->first_page_ = MapShared(pool->fd_, 0, kPage);
@@ -93,7 +94,7 @@ at::Tensor ShmPool::Allocate(int64_t numel, const at::TensorOptions& options) {
   {
     MutexLock lock(&mu_);
     if (!ResizeMemoryFile(fd_, end_ + bytes).ok()) return {};
-    if (Reserve(fd_, end_, bytes)) mapped = static_cast<char*>(MapShared(fd_, end_, bytes));
+    if (ReserveShm(fd_, end_, bytes)) mapped = static_cast<char*>(MapShared(fd_, end_, bytes));
     if (mapped == nullptr) {
       Punch(fd_, end_, bytes);
       return {};

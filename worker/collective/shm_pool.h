@@ -18,6 +18,10 @@ struct ShmPlace {
   explicit operator bool() const { return region != 0; }
 };
 
+// Memory for part of a file in memory, now rather than by SIGBUS when it is written. False: there
+// is none.
+bool ReserveShm(int fd, uint64_t offset, uint64_t bytes);
+
 // Tensors of one rank that the other ranks of its host read and write in place: a file in memory
 // (memfd) that they open under /proc. A region of it holds one tensor, and no part of the file is
 // used twice, so what a peer has mapped is never something else. The memory of a tensor that ends

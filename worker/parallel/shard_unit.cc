@@ -37,14 +37,21 @@ int64_t AlignmentOf(const std::vector<NamedParameter>& parameters) {
                            1);
 }
 
-// Elements in the part of each of `ranks` ranks.
+// Parts from this size on fill whole pages, so that ranks can share them; that takes less than a
+// sixty-fourth more.
+constexpr int64_t kPagedPartBytes = 64 * kSharedPartPage;
+
+// Elements in the part of each of `ranks` ranks. The same whether they share memory or not: so are
+// the borders of parts, and what is summed up part by part.
 int64_t PartOfEach(const std::vector<NamedParameter>& parameters, int ranks) {
   const int64_t align = AlignmentOf(parameters);
   int64_t total = 0;
   for (const NamedParameter& parameter : parameters) {
     total += RoundUp(parameter.tensor.numel(), align);
   }
-  return RoundUp((total + ranks - 1) / ranks, align);
+  const int64_t part = (total + ranks - 1) / ranks;
+  const auto size = static_cast<int64_t>(parameters[0].tensor.element_size());
+  return RoundUp(part, part * size < kPagedPartBytes ? align : kSharedPartPage / size);
 }
 
 // Those of the tensor if it is dense, whatever the order of its dimensions; else of a contiguous
@@ -104,12 +111,15 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
     slice.tensor = std::move(parameter.tensor);
     slices_.push_back(std::move(slice));
   }
-  flat_ = at::zeros({part_ * comm_.size()}, options);
+  Share(options);
+  const bool whole = shared_.has_value() && shared_->whole.defined();
+  flat_ = whole ? shared_->whole : at::zeros({part_ * comm_.size()}, options);
   master_ = OwnSlot(flat_);
   if (separate()) {
     at::Tensor full = at::zeros({flat_.numel()}, options.dtype(dtype_));
     for (Slice& slice : slices_) View(full, slice).copy_(slice.tensor);
-    master_ = full.narrow(0, part_ * comm_.rank(), part_).clone();
+    const at::Tensor mine = full.narrow(0, part_ * comm_.rank(), part_);
+    master_ = shared_.has_value() ? shared_->mine.copy_(mine) : mine.clone();
     flat_.copy_(full);
   } else {
     for (Slice& slice : slices_) View(flat_, slice).copy_(slice.tensor);
@@ -131,6 +141,16 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
     if (slice.tensor.requires_grad()) ++expected;
   }
   FreePart();
+}
+
+void ShardUnit::Share(const at::TensorOptions& options) {
+  const at::ScalarType gathered = c10::typeMetaToScalarType(options.dtype());
+  const at::TensorOptions of_shards = options.dtype(dtype_);
+  const int64_t bytes = part_ * static_cast<int64_t>(of_shards.dtype().itemsize());
+  // What is small takes no page of its own.
+  if (bytes < kPagedPartBytes || !options.device().is_cpu() || stored_.store != nullptr) return;
+  shared_ = ShareParts(comm_, part_, of_shards, /*whole=*/!frees_ && gathered == dtype_);
+  in_place_ = shared_.has_value() && frees_ && gathered == dtype_;
 }
 
 uint64_t ShardUnit::PartBytes(const std::vector<NamedParameter>& parameters, int ranks) {
@@ -209,7 +229,28 @@ at::Tensor ShardUnit::ReshardSlot(const at::Tensor& flat) const {
   return flat.narrow(0, part * reshard_->rank(), part);
 }
 
+void ShardUnit::AwaitShards() {
+  // Frames of the exchange, which carry what this rank waits for.
+  const std::string mine = c10::str(index);
+  Named("gathering", [&] {
+    for (const std::string& other : comm_.AllGatherBytes(mine)) {
+      TORCH_CHECK(other == mine, "the ranks use different units of the sharded model: numbers ",
+                  mine, " and ", other,
+                  "; run the same submodules in the same order on every rank");
+    }
+  });
+}
+
 void ShardUnit::GatherInto(at::Tensor& full) {
+  if (shared_.has_value() && !kept_.defined()) {
+    AwaitShards();
+    const int64_t own = comm_.rank();
+    for (int64_t r = 0; r < comm_.size(); ++r) {
+      if (r == own && !separate()) continue;  // it is where the shards are
+      full.narrow(0, part_ * r, part_).copy_(shared_->all.narrow(0, part_ * r, part_));
+    }
+    return AwaitShards();
+  }
   if (kept_.defined()) {
     ReshardSlot(full).copy_(kept_);
     return Named("gathering", [&] { reshard_->AllGatherParts(full); });
@@ -233,7 +274,22 @@ void ShardUnit::GatherInto(at::Tensor& full) {
   Named("gathering", [&] { comm_.AllGatherParts(full); });
 }
 
+void ShardUnit::Attach() {
+  if (gathered_) return;
+  c10::DataPtr memory(
+      shared_->all.data_ptr(), new at::Tensor(shared_->all),
+      [](void* all) { delete static_cast<at::Tensor*>(all); }, flat_.device());
+  flat_.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(memory));
+  attached_ = gathered_ = allocated_ = true;
+  written_ = false;
+}
+
+void ShardUnit::Detach() {
+  if (attached_) FreeFlat();
+}
+
 void ShardUnit::Gather() {
+  Detach();
   if (gathered_) return;
   if (coming_ != nullptr) {
     const std::shared_ptr<Coming> coming = std::exchange(coming_, nullptr);
@@ -286,7 +342,7 @@ void ShardUnit::Free() {
 }
 
 void ShardUnit::FreeUntilBackward() {
-  if (reshard_ == nullptr) return Free();
+  if (reshard_ == nullptr || in_place_) return Free();
   Settle();
   if (gathered_ && !kept_.defined()) {
     const at::NoGradGuard no_grad;
@@ -296,6 +352,7 @@ void ShardUnit::FreeUntilBackward() {
 }
 
 void ShardUnit::FreeFlat() {
+  attached_ = false;
   if (!allocated_) return;
   FreeMemory(flat_);
   allocated_ = gathered_ = false;
@@ -390,27 +447,45 @@ void ShardUnit::KeepPending(size_t index) {
   Mark(slice);
 }
 
-at::Tensor ShardUnit::TakeGradients() {
-  at::Tensor full = at::zeros({flat_.numel()}, flat_.options().dtype(reduced_as_));
+int64_t ShardUnit::gradient_bytes() const {
+  return flat_.numel() * static_cast<int64_t>(c10::elementSize(reduced_as_));
+}
+
+at::Tensor ShardUnit::TakeGradients(const at::Tensor& buffer) {
+  at::Tensor full = buffer.defined()
+                        ? buffer.narrow(0, 0, gradient_bytes()).view(reduced_as_)
+                        : at::empty({flat_.numel()}, flat_.options().dtype(reduced_as_));
+  int64_t written = 0;
   for (Slice& slice : slices_) {
     at::Tensor& grad = slice.tensor.mutable_grad();
     if (slice.marked && !grad.defined()) DropZeroed(slice);
-    if (slice.pending.defined()) View(full, slice).copy_(slice.pending);
-    if (grad.defined() && !grad.is_same(GradientMark())) {
-      slice.used = true;
-      View(full, slice).add_(grad);
+    // What is between the parameters.
+    full.narrow(0, written, slice.offset - written).zero_();
+    written = slice.offset + slice.tensor.numel();
+    at::Tensor to = View(full, slice);
+    const bool arrived = grad.defined() && !grad.is_same(GradientMark());
+    slice.used = slice.used || arrived;
+    if (slice.pending.defined()) {
+      to.copy_(slice.pending);
+    } else if (arrived && grad.layout() == at::kStrided) {
+      to.copy_(grad);
+    } else {
+      to.zero_();
     }
+    if (arrived && (slice.pending.defined() || grad.layout() != at::kStrided)) to.add_(grad);
     slice.pending.reset();
     Mark(slice);
   }
+  full.narrow(0, written, full.numel() - written).zero_();
   return full;
 }
 
-void ShardUnit::StartReduction(double factor, Comm* replicas, CommThread* thread) {
+void ShardUnit::StartReduction(double factor, Comm* replicas, CommThread* thread,
+                               const at::Tensor& buffer) {
   const at::NoGradGuard no_grad;
   const auto reduction = std::make_shared<Reduction>();
   reduction->thread = thread;
-  reduction->full = TakeGradients();
+  reduction->full = TakeGradients(buffer);
   const auto reduce = [this, state = reduction.get(), factor, replicas] {
     const at::NoGradGuard without_graph;
     Named("reducing the gradients of",

@@ -13,6 +13,7 @@
 #include "base/mutex.h"
 #include "worker/collective/comm.h"
 #include "worker/collective/comm_thread.h"
+#include "worker/collective/shared_parts.h"
 #include "worker/parallel/paged_storage.h"
 #include "worker/parallel/part_store.h"
 
@@ -41,6 +42,11 @@ struct StoredPart {
 //   flat      [ part 0 | part 1 | ... ]      freed and allocated again, if `frees`
 //   tensors   [ weight   | bias | norm  ]    cut by the borders of parts
 //   shards    of rank 1:   [ei|bias|n]       leaf tensors, 1-D, what the optimizer updates
+//
+// Where the ranks share memory, shards of large units lie in it, and the others read them there
+// instead of having them sent. A full buffer that would be freed, and is of the same dtype, then
+// needs no memory at all: it is a view of the shards of all ranks (in_place()). See
+// docs/decisions/0056.
 //
 // With a PartStore the shards are in a file while nothing uses them: an operator that takes one
 // gets all of the unit into memory (the page Part), where they stay until FreePart().
@@ -86,7 +92,10 @@ class ShardUnit : public Page {
   const std::vector<Slice>& slices() const { return slices_; }
   std::vector<Slice>& slices() { return slices_; }
   int64_t full_bytes() const;  // of the flat buffer
-  bool frees() const { return frees_; }
+  // It takes memory while it is gathered.
+  bool frees() const { return frees_ && !in_place_; }
+  // The full values are the shards of all ranks, where these are.
+  bool in_place() const { return in_place_; }
   // All ranks of the model have the whole unit, not a part of it.
   bool whole() const { return whole_; }
   void set_whole() { whole_ = true; }
@@ -104,8 +113,14 @@ class ShardUnit : public Page {
   // They are on their way.
   bool coming() const { return coming_ != nullptr; }
   bool present() const { return gathered_ || coming(); }
-  // (collective) Makes them so; waits for those that are on their way.
+  // (collective) Makes them so; waits for those that are on their way. In memory of this rank's
+  // own.
   void Gather();
+  // The same of a unit in place, and not a collective: all ranks must have theirs (AwaitShards),
+  // and change none while others use the values.
+  void Attach();
+  // (collective) Returns when the shards of all ranks are what this one is to see.
+  void AwaitShards();
   // (collective) Begins it on `thread`, unless they are present. The memory for them is allocated
   // when the thread comes to it, so that the collective before has given up its own.
   void StartGather(CommThread& thread);
@@ -135,8 +150,11 @@ class ShardUnit : public Page {
   // (collective) Takes pending gradients and `.grad` from the parameters, and sums them over the
   // ranks, multiplied by `factor`: on `thread`, or, if that is null, now. A parameter without a
   // gradient counts as zeros. `replicas`: the ranks that hold the same shard of other copies; null:
-  // there is one copy. One reduction of a unit at a time.
-  void StartReduction(double factor, Comm* replicas, CommThread* thread);
+  // there is one copy. One reduction of a unit at a time. `buffer`: for gradient_bytes() bytes,
+  // which nobody else uses until it has finished; undefined: memory is taken for it.
+  void StartReduction(double factor, Comm* replicas, CommThread* thread,
+                      const at::Tensor& buffer = {});
+  int64_t gradient_bytes() const;
   // Waits for it, and adds this rank's part to `.grad` of the shards.
   void FinishReduction();
   // The same after a pass that has thrown: whoever uses the thread next learns of an error.
@@ -206,7 +224,8 @@ class ShardUnit : public Page {
   at::Tensor ReshardSlot(const at::Tensor& flat) const;
   void FreeFlat();
   void Arrive(const Coming& coming);
-  at::Tensor TakeGradients();
+  void Detach();
+  at::Tensor TakeGradients(const at::Tensor& buffer);
   void AddGradients(const at::Tensor& mine);
   static void Mark(Slice& slice);
   // The module was zeroed since `slice` was marked: its gradients are to be those of later passes.
@@ -217,6 +236,8 @@ class ShardUnit : public Page {
   // This rank's part of the flat buffer; the shards have memory of their own if separate().
   at::Tensor OwnSlot(const at::Tensor& flat) const;
   bool separate() const { return frees_ || flat_.scalar_type() != dtype_; }
+  // The shards in memory that the other ranks read.
+  void Share(const at::TensorOptions& options);
 
   const std::string name_;
   Comm& comm_;
@@ -228,6 +249,9 @@ class ShardUnit : public Page {
   int64_t part_ = 0;   // elements of each rank
   at::Tensor flat_;    // [size * part]; without memory while it is freed
   at::Tensor master_;  // [part]: this rank's values; without memory while they are in the store
+  std::optional<SharedParts> shared_;
+  bool in_place_ = false;
+  bool attached_ = false;  // flat_ has the memory of shared_
   bool allocated_ = true;
   bool gathered_ = true;
   std::shared_ptr<Coming> coming_;

@@ -15,6 +15,7 @@
 #include "torch/csrc/autograd/graph_task.h"
 #include "torch/csrc/autograd/variable.h"
 #include "torch/nn/module.h"
+#include "worker/collective/shared_parts.h"
 #include "worker/parallel/coalesce.h"
 #include "worker/parallel/same_model.h"
 
@@ -23,6 +24,9 @@ namespace {
 
 // The one that is used, and one that is about to be freed or comes ahead of its use.
 constexpr int kGatheredUnits = 2;
+
+// Gradients of smaller units are not worth a buffer that stays.
+constexpr int64_t kReachableBytes = 256 << 10;
 
 constexpr uint32_t kAtTheEnd = std::numeric_limits<uint32_t>::max();
 
@@ -110,6 +114,16 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
   }
   for (size_t i = 0; i < plan.size(); ++i) AddUnit(std::move(plan[i]), materialize, places[i]);
   if (!AllOnCpu(units_)) thread_ = nullptr;
+  int64_t gradients = 0;  // bytes
+  for (const auto& unit : units_) {
+    in_place_ = in_place_ || unit->in_place();
+    if (!unit->whole()) gradients = std::max(gradients, unit->gradient_bytes());
+  }
+  // Collectives of the backend work on it in place. Taken once: memory that others have mapped is
+  // used again for as long as it is there.
+  if (gradients >= kReachableBytes && AllOnCpu(units_) && RanksShareMemory(shard_comm_)) {
+    gradient_buffer_ = AllocateReachable(shard_comm_, gradients, at::kByte);
+  }
   for (std::vector<bool>* flags : {&complete_, &done_, &late_}) flags->resize(units_.size());
 }
 
@@ -232,6 +246,7 @@ void ShardedModel::AddUnit(PlannedUnit planned, const Materializer& materialize,
 }
 
 void ShardedModel::BeginForward(bool communicate) {
+  ThrowUnsaid();
   for (const auto& unit : units_) {
     for (const ShardUnit::Slice& slice : unit->slices()) {
       TORCH_CHECK(slice.shard.requires_grad() || !slice.tensor.requires_grad(), "parameter '",
@@ -270,6 +285,18 @@ void ShardedModel::EndForward() {
   // What was expected and did not come. After an error other ranks may not come to it: not now.
   if (std::uncaught_exceptions() > 0) return;
   for (const auto& unit : units_) unit->Settle();
+  // What this rank does next may change the shards that others read in their pass.
+  if (!in_place_ || summons_ > 0) return;
+  try {
+    shard_comm_.Barrier();
+  } catch (...) {
+    // Callers are at the end of a scope, where nothing may be thrown.
+    unsaid_ = std::current_exception();
+  }
+}
+
+void ShardedModel::ThrowUnsaid() {
+  if (unsaid_ != nullptr) std::rethrow_exception(std::exchange(unsaid_, nullptr));
 }
 
 void ShardedModel::Settle() {
@@ -279,6 +306,7 @@ void ShardedModel::Settle() {
 
 void ShardedModel::Use(ShardUnit& unit, bool write, const char* op) {
   if (unit.whole()) return;  // every rank has it, as in data parallelism
+  ThrowUnsaid();
   TORCH_CHECK(!write || summons_ > 0, op, " writes a parameter of unit '", unit.name(),
               "', which is sharded: the ranks would lose the change. Change parameters before "
               "prepare(), or inside accelerator.summon_full_params()");
@@ -293,11 +321,24 @@ void ShardedModel::Use(ShardUnit& unit, bool write, const char* op) {
                 "' outside of the model's forward and backward passes, where its values are "
                 "divided among the ranks: call model(...), model.call(...), or "
                 "accelerator.summon_full_params()");
-    MakeRoom();
-    Note(unit, /*reduced=*/false);
-    unit.Gather();
+    Bring(unit);
   }
   if (turns) Prefetch();
+}
+
+void ShardedModel::Bring(ShardUnit& unit) {
+  if (unit.in_place()) {
+    // Those of all units at once: what changes shards expires all of them.
+    if (!agreed_) {
+      Note(unit, /*reduced=*/false);
+      unit.AwaitShards();
+      agreed_ = true;
+    }
+    return unit.Attach();
+  }
+  MakeRoom();
+  Note(unit, /*reduced=*/false);
+  unit.Gather();
 }
 
 void ShardedModel::TurnTo(ShardUnit& unit, bool backward) {
@@ -319,8 +360,9 @@ void ShardedModel::Prefetch() {
     if (unit->coming()) return;
   }
   const absl::Span<const uint32_t> turns = (backward_ ? backward_turns_ : forward_turns_).Coming();
-  const auto next = std::find_if(turns.begin(), turns.end(),
-                                 [&](uint32_t unit) { return !units_[unit]->present(); });
+  const auto next = std::find_if(turns.begin(), turns.end(), [&](uint32_t unit) {
+    return !units_[unit]->present() && !units_[unit]->in_place();
+  });
   if (next == turns.end()) return;
   while (Bounded()) {
     // Those that are used before it stay.
@@ -389,6 +431,7 @@ void ShardedModel::FreeParts() {
 }
 
 void ShardedModel::Expire() {
+  ThrowUnsaid();
   TORCH_CHECK(summons_ == 0,
               "the parameters of a sharded model are about to change (optimizer.step(), "
               "load_state() or load_weights()) inside of summon_full_params(), which holds their "
@@ -398,7 +441,7 @@ void ShardedModel::Expire() {
 
 void ShardedModel::ExpireAll() {
   Settle();
-  stale_ = false;
+  stale_ = agreed_ = false;
   for (const auto& unit : units_) unit->Expire();
 }
 
@@ -477,7 +520,9 @@ void ShardedModel::Reduce(size_t index) {
   if (options_.strategy == ShardingStrategy::kFull && unit.pins() == 0 && summons_ == 0) {
     unit.Free();
   }
-  unit.StartReduction(1.0 / world_.size(), unit.whole() ? &world_ : replicas_, thread_.get());
+  // A whole unit keeps what it reduces.
+  unit.StartReduction(1.0 / world_.size(), unit.whole() ? &world_ : replicas_, thread_.get(),
+                      unit.whole() ? at::Tensor() : gradient_buffer_);
   reducing_ = &unit;
 }
 
@@ -708,6 +753,7 @@ void ShardedModel::ForgetPending(const std::vector<at::Tensor>& shards) {
 }
 
 void ShardedModel::Summon(const std::function<void()>& body) {
+  ThrowUnsaid();
   if (summons_ == 0) Settle();
   if (stale_ && summons_ == 0) ExpireAll();
   // What was written stays, also by a body that throws then, as without sharding. It has counted
@@ -744,6 +790,7 @@ std::vector<std::pair<std::string, at::Tensor>> ShardedModel::FullParameters(con
 }
 
 void ShardedModel::LoadParameters(const std::map<std::string, at::Tensor>& values) {
+  agreed_ = false;
   for (const auto& unit : units_) {
     std::vector<at::Tensor> full(unit->slices().size());
     for (size_t i = 0; i < full.size(); ++i) {

@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_PARALLEL_SHARDED_MODEL_H_
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -55,6 +56,11 @@ namespace muster {
 // Outside of forward and backward passes a use of the parameters throws, as does an operator that
 // writes them: Summon() is for both.
 //
+// Where the ranks share memory (docs/decisions/0056), units of kFull are used where the shards of
+// all ranks are. A rank writes its shards only when no other one reads them: the end of a forward
+// pass and of a backward pass that reduces waits for all ranks, and so does a gather after a
+// change.
+//
 // Construction is a collective: it compares models and units of all ranks, and the values become
 // those of rank 0. Parameters must be on their device, and require gradients as they will. Not
 // thread-safe. Errors are c10::Error.
@@ -89,6 +95,8 @@ class ShardedModel {
   // A micro-step that does not communicate leaves its gradients with the parameters; the next one
   // that does reduces the sum.
   void BeginForward(bool communicate);
+  // In full sharding in place it waits for all ranks; an error is thrown by what uses the model
+  // next.
   void EndForward();
   // Makes the next backward pass reduce.
   void Communicate() { communicate_ = true; }
@@ -158,6 +166,8 @@ class ShardedModel {
   void AddUnit(PlannedUnit planned, const Materializer& materialize, uint64_t place);
   void Use(ShardUnit& unit, bool write, const char* op);
   void TurnTo(ShardUnit& unit, bool backward);
+  // Gathers a unit that is absent.
+  void Bring(ShardUnit& unit);
   // Begins to gather the unit that is used next and absent.
   void Prefetch();
   // Frees a unit that gives its place to another one.
@@ -168,6 +178,8 @@ class ShardedModel {
   // The shards of `unit` have come from the store: those of others give way. Thread-safe.
   void UsePart(ShardUnit& unit);
   void FreeParts();
+  // What the end of a forward pass could not throw.
+  void ThrowUnsaid();
   // Waits for what an interrupted pass has left under way.
   void Settle();
   void ExpireAll();
@@ -208,9 +220,14 @@ class ShardedModel {
   GradientObservers observers_;
 
   bool communicate_ = true;
-  int forwards_ = 0;   // under way
-  int summons_ = 0;    // under way
-  bool open_ = false;  // a backward pass that reduces is under way
+  int forwards_ = 0;       // under way
+  int summons_ = 0;        // under way
+  bool in_place_ = false;  // of some unit; all ranks alike
+  // Units in place: all ranks have the shards that they had at the last gather.
+  bool agreed_ = false;
+  std::exception_ptr unsaid_;
+  at::Tensor gradient_buffer_;  // of units that are reduced, one after the other; may be undefined
+  bool open_ = false;           // a backward pass that reduces is under way
   // Such a pass has ended since the last gathers: an optimizer may have stepped, whoever holds it.
   bool stale_ = false;
   uint64_t uses_ = 0;  // clock of last_use

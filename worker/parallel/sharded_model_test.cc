@@ -1,10 +1,12 @@
 #include "worker/parallel/sharded_model.h"
 
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -15,6 +17,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "torch/nn/modules/container/modulelist.h"
+#include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/embedding.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/nn/modules/normalization.h"
@@ -1074,6 +1077,185 @@ TEST(ShardedModelOverlap, OverGlooAndSharedMemory_RunsAreEqualToTheBit) {
       EXPECT_TRUE(at::equal(runs[0].at(name), tensor)) << name;
       EXPECT_TRUE(at::equal(runs[1].at(name), tensor)) << name;
     }
+  }
+}
+
+// Large enough that ranks share their parts, where they can.
+constexpr int64_t kWide = 520;
+
+struct Wide {
+  explicit Wide(Comm& comm, const ShardingOptions& options)
+      : dtype(options.parameter_dtype.value_or(at::kFloat)),
+        thread(options.overlap ? std::make_shared<CommThread>() : nullptr),
+        ordered(InOrder(&comm, thread)),
+        net(MakeNet()),
+        model(*ordered, *ordered, nullptr, net.get(), ParametersOf(*net), {}, options, true,
+              thread),
+        sgd(model.shards(), {.lr = 0.1, .momentum = 0.9}) {}
+
+  static torch::nn::Sequential MakeNet() {
+    torch::nn::Sequential net;
+    for (int i = 0; i < 4; ++i) net->push_back(torch::nn::Linear(kWide, kWide));
+    at::NoGradGuard no_grad;
+    uint64_t seed = 3;
+    for (at::Tensor& parameter : net->parameters())
+      parameter.copy_(Randn(parameter.sizes(), ++seed).div_(kWide));
+    return net;
+  }
+  at::Tensor Forward(int step, bool communicate = true) {
+    model.BeginForward(communicate);
+    at::Tensor x = Randn({2, kWide}, static_cast<uint64_t>(10 * step + ordered->rank())).to(dtype);
+    for (auto& layer : *net) x = x + at::tanh(layer.forward(x));
+    model.EndForward();
+    return x.square().mean();
+  }
+  void Step() {
+    model.Expire();
+    sgd.Step();
+    sgd.ZeroGrad();
+  }
+  Values Full() {
+    Values values;
+    for (auto& [name, tensor] : model.FullParameters([](const std::string&) { return true; }))
+      values.emplace(name, tensor);
+    return values;
+  }
+
+  const at::ScalarType dtype;
+  const std::shared_ptr<CommThread> thread;
+  const std::unique_ptr<Comm> ordered;
+  torch::nn::Sequential net;
+  ShardedModel model;
+  FusedSGD sgd;
+};
+
+TEST(ShardedModel, RanksThatShareMemory_EqualOthersToTheBit) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    for (const std::optional<at::ScalarType> dtype :
+         {std::optional<at::ScalarType>(), std::optional<at::ScalarType>(at::kBFloat16)}) {
+      for (const bool overlap : {true, false}) {
+        ShardingOptions options = {.strategy = strategy, .overlap = overlap};
+        options.parameter_dtype = options.reduce_dtype = dtype;
+        Values want, got;
+        const auto train = [&](Comm& comm, Values* result) {
+          Wide wide(comm, options);
+          for (int step = 0; step < 4; ++step) {
+            // With a micro-step that is not reduced, and a pass after the gradients are there.
+            if (step == 2) wide.Forward(90, /*communicate=*/false).backward();
+            wide.Forward(step).backward();
+            {
+              const at::NoGradGuard no_grad;
+              wide.Forward(91);
+            }
+            wide.Step();
+          }
+          Values values = wide.Full();
+          if (comm.rank() == 0) *result = std::move(values);
+        };
+        RunRanks(2, [&](Comm& comm) { train(comm, &want); });
+        RunShmRanks(2, [&](Comm& comm) {
+          train(comm, &got);
+          const Wide wide(comm, options);
+          for (const auto& unit : wide.model.units()) {
+            EXPECT_EQ(unit->in_place(), strategy == ShardingStrategy::kFull && !dtype.has_value());
+          }
+        });
+        ExpectEqual(got, want);
+      }
+    }
+  }
+}
+
+TEST(ShardedModel, SummonOfSharedShards_WritesEachOnce) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    RunShmRanks(3, [&](Comm& comm) {
+      Wide wide(comm, {.strategy = strategy});
+      wide.Forward(0).backward();
+      wide.Step();
+      Values want = wide.Full();
+      for (int time = 0; time < 2; ++time) {
+        wide.Forward(1).backward();  // attached
+        wide.sgd.ZeroGrad();
+        wide.model.Summon([&] {
+          const at::NoGradGuard no_grad;
+          for (at::Tensor& parameter : wide.net->parameters()) parameter.mul_(2);
+          // One rank alone may use what it has.
+          if (comm.rank() == 0) wide.Forward(2);
+        });
+        for (auto& [name, tensor] : want) tensor.mul_(2);
+        ExpectEqual(wide.Full(), want);
+      }
+    });
+  }
+}
+
+TEST(ShardedModel, UnitInPlace_IsNotThereOutsideOfPasses_AndRefusesWrites) {
+  RunShmRanks(2, [](Comm& comm) {
+    Wide wide(comm, {.strategy = ShardingStrategy::kFull});
+    const at::Tensor weight = wide.net->parameters()[0];
+    EXPECT_THAT(ErrorOf([&] { weight.sum(); }), HasSubstr("outside of the model's forward"));
+    wide.Forward(0).backward();
+    EXPECT_THAT(ErrorOf([&] { weight.sum(); }), HasSubstr("outside of the model's forward"));
+    wide.model.BeginForward(true);
+    EXPECT_THAT(ErrorOf([&] {
+                  const at::NoGradGuard no_grad;
+                  weight.mul_(2);
+                }),
+                HasSubstr("which is sharded"));
+    EXPECT_NO_THROW(weight.sum());
+    wide.model.EndForward();
+  });
+}
+
+TEST(ShardedModel, ForwardPassInPlace_EndsWhenNoRankReadsShards) {
+  RunShmRanks(2, [](Comm& comm) {
+    static std::atomic<bool> read, changed;
+    if (comm.rank() == 0) read = changed = false;
+    comm.Barrier();
+    Wide wide(comm, {.strategy = ShardingStrategy::kFull});
+    const at::NoGradGuard no_grad;
+    wide.model.BeginForward(true);
+    const at::Tensor first = wide.net->parameters()[0].clone();
+    if (comm.rank() == 1) {
+      for (int i = 0; i < 200; ++i) EXPECT_TRUE(at::equal(wide.net->parameters()[0], first));
+      read = true;
+    }
+    wide.model.EndForward();
+    EXPECT_TRUE(read);
+    wide.model.Expire();
+    for (const at::Tensor& shard : wide.model.shards()) shard.zero_();
+  });
+}
+
+TEST(ShardedModel, PeerThatIsLostBeforeTheEndOfAForwardPass_IsAnErrorOfTheNextUse) {
+  std::string error;
+  ErrorOf([&] {
+    RunShmRanks(2, [&](Comm& comm) {
+      Wide wide(comm, {.strategy = ShardingStrategy::kFull});
+      wide.model.BeginForward(true);
+      wide.net->parameters()[0].sum();
+      TORCH_CHECK(comm.rank() == 0, "rank 1 gives up");
+      wide.model.EndForward();
+      error = ErrorOf([&] { wide.model.Expire(); });
+    });
+  });
+  EXPECT_THAT(error, HasSubstr("left"));
+}
+
+TEST(ShardedModel, PeerThatIsLostInAGatherOfSharedShards_IsAnErrorThatNamesTheUnit) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    std::string error;
+    const std::string thrown = ErrorOf([&] {
+      RunShmRanks(2, [&](Comm& comm) {
+        Wide wide(comm, {.strategy = strategy});
+        wide.Forward(0).backward();
+        wide.Step();
+        TORCH_CHECK(comm.rank() == 0, "rank 1 gives up");
+        error = ErrorOf([&] { wide.Forward(1); });
+      });
+    });
+    EXPECT_THAT(thrown, HasSubstr("rank 1 gives up"));
+    EXPECT_THAT(error, AllOf(HasSubstr("left"), HasSubstr("gathering unit '0'")));
   }
 }
 

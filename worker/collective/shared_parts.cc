@@ -1,0 +1,143 @@
+#include "worker/collective/shared_parts.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <memory>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ATen/ops/from_blob.h"
+#include "base/memory_file.h"
+#include "c10/util/Exception.h"
+#include "torch/csrc/distributed/c10d/Backend.hpp"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "worker/collective/shm_pool.h"
+
+namespace muster {
+namespace {
+
+class File {
+ public:
+  explicit File(int fd) : fd_(fd) {}
+  ~File() {
+    if (fd_ >= 0) close(fd_);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  int fd() const { return fd_; }
+
+ private:
+  const int fd_;
+};
+
+// Address space that becomes memory piece by piece.
+class Space {
+ public:
+  // Null: there is none.
+  static std::shared_ptr<Space> Make(uint64_t bytes, int protection) {
+    void* const base = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base == MAP_FAILED) return nullptr;
+    return std::shared_ptr<Space>(new Space(static_cast<char*>(base), bytes));
+  }
+  ~Space() { munmap(base_, bytes_); }
+  Space(const Space&) = delete;
+  Space& operator=(const Space&) = delete;
+
+  bool Map(int fd, uint64_t at, uint64_t bytes, int protection) {
+    return mmap(base_ + at, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED;
+  }
+  char* base() const { return base_; }
+
+ private:
+  Space(char* base, uint64_t bytes) : base_(base), bytes_(bytes) {}
+  char* const base_;
+  const uint64_t bytes_;
+};
+
+at::Tensor TensorIn(const std::shared_ptr<Space>& space, int64_t numel,
+                    const at::TensorOptions& options) {
+  return at::from_blob(
+      space->base(), {numel}, [space](void*) {}, options);
+}
+
+// What tells a file from every other one of this host.
+std::string IdentityOf(int fd) {
+  struct stat status = {};
+  if (fd < 0 || fstat(fd, &status) != 0) return "";
+  return c10::str(status.st_dev, ":", status.st_ino, ":", status.st_size);
+}
+
+bool All(Comm& comm, bool mine) {
+  bool all = true;
+  for (const std::string& answer : comm.AllGatherBytes(mine ? "y" : "n")) all &= answer == "y";
+  return all;
+}
+
+c10d::Backend* CpuBackend(Comm& comm) {
+  c10d::ProcessGroup* const group = comm.process_group();
+  if (group == nullptr || comm.size() == 1) return nullptr;
+  return group->getBackend(c10::DeviceType::CPU).get();
+}
+
+}  // namespace
+
+bool RanksShareMemory(Comm& comm) {
+  const c10d::Backend* const backend = CpuBackend(comm);
+  return backend != nullptr && backend->getBackendName() == "muster-shm";
+}
+
+std::optional<SharedParts> ShareParts(Comm& comm, int64_t part, const at::TensorOptions& options,
+                                      bool whole) {
+  const int64_t bytes = part * static_cast<int64_t>(options.dtype().itemsize());
+  TORCH_CHECK(bytes > 0 && bytes % kSharedPartPage == 0, "ShareParts: parts of ", bytes,
+              " bytes do not fill pages");
+  if (!RanksShareMemory(comm)) return std::nullopt;
+  const int size = comm.size();
+  const int rank = comm.rank();
+  const auto part_bytes = static_cast<uint64_t>(bytes);
+  const File file(static_cast<int>(syscall(SYS_memfd_create, "muster-part", 1u /* MFD_CLOEXEC */)));
+  bool made = file.fd() >= 0 && ResizeMemoryFile(file.fd(), part_bytes).ok() &&
+              ReserveShm(file.fd(), 0, part_bytes);
+  const std::shared_ptr<Space> all = Space::Make(part_bytes * size, PROT_NONE);
+  const std::shared_ptr<Space> own =
+      Space::Make(part_bytes * (whole ? size : 1), PROT_READ | PROT_WRITE);
+  made = made && all != nullptr && own != nullptr &&
+         own->Map(file.fd(), whole ? part_bytes * rank : 0, part_bytes, PROT_READ | PROT_WRITE);
+  // Where the others find it.
+  std::vector<std::string> places = comm.AllGatherBytes(
+      made ? c10::str(getpid(), " ", file.fd(), " ", IdentityOf(file.fd())) : std::string());
+  bool mapped = true;
+  for (int r = 0; r < size && mapped; ++r) {
+    std::istringstream place(places[r]);
+    int pid = 0, fd = -1;
+    std::string identity;
+    mapped = static_cast<bool>(place >> pid >> fd >> identity);
+    if (!mapped) break;
+    const std::string path = c10::str("/proc/", pid, "/fd/", fd);
+    const File other(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    mapped = IdentityOf(other.fd()) == identity &&
+             all->Map(other.fd(), part_bytes * r, part_bytes, PROT_READ);
+  }
+  // All have mapped it or given up: the files are needed no more.
+  if (!All(comm, mapped)) return std::nullopt;
+  SharedParts parts;
+  parts.all = TensorIn(all, part * size, options);
+  const at::Tensor writable = TensorIn(own, whole ? part * size : part, options);
+  parts.mine = whole ? writable.narrow(0, part * rank, part) : writable;
+  if (whole) parts.whole = writable;
+  return parts;
+}
+
+at::Tensor AllocateReachable(Comm& comm, int64_t numel, const at::TensorOptions& options) {
+  c10d::Backend* const backend = CpuBackend(comm);
+  if (backend == nullptr || !backend->supportsTensorAlloc(-1)) return {};
+  return backend->allocateTensor(numel, options);
+}
+
+}  // namespace muster

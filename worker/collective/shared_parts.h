@@ -1,0 +1,43 @@
+#ifndef MUSTER_WORKER_COLLECTIVE_SHARED_PARTS_H_
+#define MUSTER_WORKER_COLLECTIVE_SHARED_PARTS_H_
+
+#include <cstdint>
+#include <optional>
+
+#include "ATen/core/Tensor.h"
+#include "worker/collective/comm.h"
+
+namespace muster {
+
+// What each rank of a host has a part of, which it writes, and which all of them read where it is.
+// The memory ends with the last tensor of the last rank that has it, so a rank that has gone leaves
+// its values to the others. Who writes when others read is up to the caller.
+struct SharedParts {
+  // Of comm.size() parts, writable: that of this rank is what the others see; the rest is this
+  // rank's own, all zero. Only of ShareParts(whole).
+  at::Tensor whole;
+  at::Tensor mine;  // this rank's part, writable
+  // All parts, one after the other. To be read: a write to it is a segmentation fault.
+  at::Tensor all;
+};
+
+// Whether ShareParts() and AllocateReachable() have such memory between the ranks of `comm`: they
+// are of one host. The same on every rank.
+bool RanksShareMemory(Comm& comm);
+
+// Elements of a part must fill whole pages of this many bytes.
+inline constexpr int64_t kSharedPartPage = 4096;
+
+// (collective) Parts of `part` elements each, all zero; `options`: dense, on the CPU. None, on
+// every rank alike, if the ranks do not share memory or one of them has none to give. Throws as
+// collectives do.
+std::optional<SharedParts> ShareParts(Comm& comm, int64_t part, const at::TensorOptions& options,
+                                      bool whole);
+
+// A tensor of one dimension, all zero, on which collectives of `comm` work without copies if all
+// ranks have such. An undefined one where there is none to give. Not a collective.
+at::Tensor AllocateReachable(Comm& comm, int64_t numel, const at::TensorOptions& options);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_COLLECTIVE_SHARED_PARTS_H_
