@@ -40,6 +40,7 @@ struct WorkerEnvironment {
   std::string mixed_precision = "no";
   std::string sharding;  // empty: the variable stays as it is
   std::optional<bool> activation_checkpointing;
+  std::string activation_blocks, offload_activations;  // empty: the variables stay as they are
   bool cpu = false;
   int gradient_accumulation_steps = 1;
   bool debug = false;

@@ -30,6 +30,8 @@ WorkerEnvironment Third() {
   worker.mixed_precision = "bf16";
   worker.sharding = "zero3";
   worker.activation_checkpointing = true;
+  worker.activation_blocks = "Block,Head";
+  worker.offload_activations = "disk:/scratch";
   worker.cpu = true;
   worker.gradient_accumulation_steps = 8;
   worker.cores = 16;
@@ -56,6 +58,8 @@ TEST(MakeWorkerVariables, MusterAndTorchrunNames_SayTheSame) {
       {"MUSTER_MIXED_PRECISION", "bf16"},
       {"MUSTER_SHARDING", "zero3"},
       {"MUSTER_ACTIVATION_CHECKPOINTING", "true"},
+      {"MUSTER_ACTIVATION_BLOCKS", "Block,Head"},
+      {"MUSTER_OFFLOAD_ACTIVATIONS", "disk:/scratch"},
       {"MUSTER_CPU", "true"},
       {"MUSTER_GRADIENT_ACCUMULATION_STEPS", "8"},
       {"MUSTER_DEBUG", "false"},

@@ -342,6 +342,122 @@ TEST(OptimizerThatIsNotPrepared, IsNotWhatPutsValuesBack) {
   });
 }
 
+TEST(OptimizerThatIsNotPrepared, MayStepOnWhatIsClippedByValue) {
+  AcceleratorOptions clipping;
+  clipping.gradient_clipping = 1;
+  RunAccelerators(1, clipping, [](Accelerator& a) {
+    torch::nn::Sequential net(torch::nn::Linear(1, 1), torch::nn::Linear(1, 1));
+    FusedSGD last(net[1]->parameters(), {.lr = 0.01});
+    torch::optim::SGD stray(net[0]->parameters(), 0.01);
+    auto [model, optimizer] = a.prepare(net, last);
+    for (int step = 0; step < 3; ++step) {
+      a.backward(Loss(model(at::ones({1, 1}))));
+      a.clip_grad_value_(net[0]->parameters(), 0.5);
+      optimizer.step();
+      optimizer.zero_grad();
+      stray.step();
+      stray.zero_grad();
+    }
+  });
+}
+
+AcceleratorOptions HalfAndClipping() {
+  AcceleratorOptions options;
+  options.mixed_precision = "fp16";
+  options.gradient_clipping = 1;
+  return options;
+}
+
+// Teacher and student of one loss, with what happens to the teacher after each step.
+std::string ErrorOfTeacher(
+    const std::function<void(std::vector<at::Tensor>& teacher,
+                             const std::vector<at::Tensor>& student)>& follow) {
+  return ErrorsOf(2, HalfAndClipping(), [&](Accelerator& a) {
+    torch::nn::Sequential student(torch::nn::Linear(4, 3), torch::nn::Linear(3, 1));
+    torch::nn::Sequential teacher(torch::nn::Linear(4, 3), torch::nn::Linear(3, 1));
+    FusedSGD sgd(student->parameters(), {.lr = 0.01});
+    auto [model, averaged, optimizer] = a.prepare(student, teacher, sgd);
+    for (int step = 0; step < 4; ++step) {
+      const at::Tensor x = at::ones({2, 4}) * (step + 1);
+      // The teacher gets gradients too, which nobody uses.
+      a.backward(Loss(model(x)) + Loss(averaged(x)));
+      optimizer.step();
+      optimizer.zero_grad();
+      teacher->zero_grad();
+      const at::NoGradGuard no_grad;
+      std::vector<at::Tensor> followers = teacher->parameters();
+      follow(followers, student->parameters());
+    }
+  })[0];
+}
+
+TEST(OptimizerThatIsNotPrepared, IsNotAnAverageOfTheModel) {
+  for (const double weight : {0.001, 0.5, 1.0}) {
+    EXPECT_EQ(ErrorOfTeacher([&](auto& teacher, const auto& student) {
+                for (size_t i = 0; i < teacher.size(); ++i) teacher[i].lerp_(student[i], weight);
+              }),
+              "");
+  }
+  EXPECT_EQ(ErrorOfTeacher([&](auto& teacher, const auto& student) {
+              for (size_t i = 0; i < teacher.size(); ++i) {
+                teacher[i].mul_(0.9).add_(student[i], 0.1);
+              }
+            }),
+            "");
+  EXPECT_THAT(ErrorOfTeacher([&](auto& teacher, const auto&) {
+                for (at::Tensor& parameter : teacher) parameter.sub_(0.01);
+              }),
+              HasSubstr("that was not given to prepare()"));
+}
+
+TEST(OptimizerThatIsNotPrepared, IsNotWhatCopiesOwnMasterWeights) {
+  RunAccelerators(1, HalfAndClipping(), [](Accelerator& a) {
+    torch::nn::Linear net(4, 3);
+    std::vector<at::Tensor> masters;
+    for (const at::Tensor& parameter : net->parameters()) {
+      masters.push_back(parameter.detach().to(at::kDouble).clone().requires_grad_());
+    }
+    FusedSGD sgd(masters, {.lr = 0.01});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    const at::Tensor before = net->weight.detach().clone();
+    for (int step = 0; step < 4; ++step) {
+      a.backward(Loss(model(at::ones({2, 4}))));
+      std::vector<at::Tensor> parameters = net->parameters();
+      for (size_t i = 0; i < masters.size(); ++i) {
+        masters[i].mutable_grad() = parameters[i].grad().to(at::kDouble);
+        parameters[i].mutable_grad().reset();
+      }
+      optimizer.step();
+      optimizer.zero_grad();
+      const at::NoGradGuard no_grad;
+      for (size_t i = 0; i < masters.size(); ++i) parameters[i].copy_(masters[i]);
+    }
+    EXPECT_FALSE(at::equal(net->weight, before));
+  });
+}
+
+TEST(TwoOptimizers, OfGeneratorAndDiscriminator_AreNoStrays) {
+  EXPECT_EQ(ErrorsOf(2, HalfAndClipping(),
+                     [](Accelerator& a) {
+                       torch::nn::Linear generator(3, 4), discriminator(4, 1);
+                       FusedSGD of_generator(generator->parameters(), {.lr = 0.01});
+                       FusedSGD of_discriminator(discriminator->parameters(), {.lr = 0.01});
+                       auto [g, d, g_optimizer, d_optimizer] =
+                           a.prepare(generator, discriminator, of_generator, of_discriminator);
+                       for (int step = 0; step < 3; ++step) {
+                         const at::Tensor fake = g(at::ones({2, 3}));
+                         a.backward(Loss(d(fake.detach())));
+                         d_optimizer.step();
+                         d_optimizer.zero_grad();
+                         a.backward(Loss(d(fake)));
+                         g_optimizer.step();
+                         g_optimizer.zero_grad();
+                         d_optimizer.zero_grad();
+                       }
+                     })[0],
+            "");
+}
+
 TEST(PlainBackward, ZeroedInPlace_IsForgotten) {
   RunAccelerators(1, Accumulating(2), [](Accelerator& a) {
     torch::nn::Linear net = OneWeight();

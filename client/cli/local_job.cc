@@ -131,6 +131,8 @@ agent::AgentOptions MakeAgentOptions(const LaunchPlan& plan, const std::string& 
   worker.mixed_precision = config.mixed_precision;
   worker.sharding = config.sharding;
   worker.activation_checkpointing = config.activation_checkpointing;
+  worker.activation_blocks = config.activation_blocks;
+  worker.offload_activations = config.offload_activations;
   worker.cpu = config.cpu;
   worker.gradient_accumulation_steps = config.gradient_accumulation_steps;
   worker.debug = config.debug;

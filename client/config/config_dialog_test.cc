@@ -148,8 +148,11 @@ TEST(ConfigDialog, WrongAnswers_SayWhatToWriteAndAskAgain) {
 
 TEST(ConfigDialog, RangeOfMachines_HasSettingsOfItsOwn) {
   ConfigDialog dialog(Machine());
-  EXPECT_EQ(Say(dialog, {"several", "1:3", "1", "10.0.0.5", "certificates", "ca", "cert", "key",
-                         "cpu", "3", "", "", "", "", "", "", "", "yes", ""}),
+  EXPECT_EQ(Say(dialog, {"several", "1:3",  "1",   "10.0.0.5", "certificates",
+                         "ca",      "cert", "key", "cpu",      "3",
+                         "",        "",     "",    "",         "",
+                         "",        "",     "yes", "",         "",
+                         ""}),
             "");
   EXPECT_EQ(dialog.question().text, "last_call?");
   EXPECT_EQ(Say(dialog, {"1m"}), "");
@@ -273,6 +276,8 @@ TEST(ConfigDialog, MoreSettings_AreThoseThatAreLeft) {
   EXPECT_EQ(Say(dialog, {"one", "cpu", "1", "", "", "", "", "logs", "no", "no", "yes"}), "");
   const std::vector<std::pair<std::string, std::string>> kAnswers = {
       {"activation_checkpointing?", "yes"},
+      {"activation_blocks?", "Block"},
+      {"offload_activations?", "cpu"},
       {"failure_policy?", ""},
       {"user_error_codes?", "3"},
       {"log_max_mib?", "5"},
@@ -304,6 +309,8 @@ TEST(ConfigDialog, MoreSettings_AreThoseThatAreLeft) {
   const auto config = ReadBack(dialog, 0);
   ASSERT_TRUE(config.ok()) << config.status();
   EXPECT_EQ(config->activation_checkpointing, true);
+  EXPECT_EQ(config->activation_blocks, "Block");
+  EXPECT_EQ(config->offload_activations, "cpu");
   EXPECT_EQ(config->job_name, "night");
   EXPECT_EQ(config->prefix, false);
   EXPECT_EQ(config->checkpoint_key, "/abs/k");

@@ -212,9 +212,18 @@ const std::vector<SettingSpec>& LaunchSettings() {
       {.name = "activation_checkpointing",
        .variable = "MUSTER_ACTIVATION_CHECKPOINTING",
        .type = Type::kBool,
-       .help = "Blocks keep their inputs alone for the backward pass, and run again there; "
-               "MUSTER_ACTIVATION_BLOCKS names their classes, MUSTER_OFFLOAD_ACTIVATIONS a place "
-               "for the inputs. Default: as the program says, which always wins"},
+       .help = "Blocks keep their inputs alone for the backward pass, and run again there. "
+               "Default: as the program says, which always wins"},
+      {.name = "activation_blocks",
+       .variable = "MUSTER_ACTIVATION_BLOCKS",
+       .value_name = "CLASSES",
+       .help = "Classes of modules, separated by commas, that are these blocks; with "
+               "activation_checkpointing. Default: the units of sharding"},
+      {.name = "offload_activations",
+       .variable = "MUSTER_OFFLOAD_ACTIVATIONS",
+       .value_name = "none|cpu|disk:FOLDER",
+       .help = "Where the inputs of these blocks are between the passes; with "
+               "activation_checkpointing. Default: none"},
       {.name = "gradient_accumulation_steps",
        .variable = "MUSTER_GRADIENT_ACCUMULATION_STEPS",
        .type = Type::kInt,
@@ -727,6 +736,8 @@ LaunchConfig TakeSettings(const Resolver& values) {
   if (values.Has("activation_checkpointing")) {
     config.activation_checkpointing = values.Bool("activation_checkpointing");
   }
+  config.activation_blocks = values.Text("activation_blocks");
+  config.offload_activations = values.Text("offload_activations");
   config.gradient_accumulation_steps = values.Int("gradient_accumulation_steps");
   config.threads_per_process = values.Int("num_cpu_threads_per_process");
   config.coordinator_ip = values.Text("main_process_ip");

@@ -1,9 +1,18 @@
 #include "muster/internal/backward_watch.h"
 
+#include <algorithm>
+#include <tuple>
+
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
 
 namespace muster::internal {
+namespace {
+
+// Elements of a parameter that are remembered: enough to tell an average from a step.
+constexpr int64_t kPlaces = 4;
+
+}  // namespace
 
 BackwardWatch::BackwardWatch(std::shared_ptr<BackwardPasses> passes,
                              const std::vector<std::pair<std::string, at::Tensor>>& parameters)
@@ -25,7 +34,7 @@ void BackwardWatch::Seen::Record() {
   place = value = at::Tensor();
   const at::Tensor& grad = parameter.grad();
   if (!grad.defined() || grad.layout() != at::kStrided || grad.numel() == 0) return;
-  place = grad.abs().argmax();
+  place = std::get<1>(grad.abs().flatten().topk(std::min<int64_t>(kPlaces, grad.numel())));
   value = parameter.detach().take(place);
 }
 
@@ -42,7 +51,16 @@ at::Tensor BackwardWatch::Seen::Changed() const {
   if (!place.defined()) {
     return at::full({}, counted, parameter.options().dtype(at::kBool).requires_grad(false));
   }
-  return parameter.detach().take(place).ne(value);
+  return parameter.detach().take(place).ne(value).any();
+}
+
+at::Tensor BackwardWatch::Seen::Before() const {
+  return value.defined() ? value.cpu().to(at::kDouble) : at::Tensor();
+}
+
+at::Tensor BackwardWatch::Seen::At(const at::Tensor& other) const {
+  const at::Tensor here = place.to(other.device());
+  return other.detach().take(here).cpu().to(at::kDouble);
 }
 
 void BackwardWatch::Refresh() {

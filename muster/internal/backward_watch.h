@@ -65,6 +65,10 @@ class BackwardWatch {
     // A tensor of one boolean, on the parameter's device: whether it has changed since. Undefined
     // where nothing was recorded.
     at::Tensor Changed() const;
+    // For a few of its elements, in double on the CPU: what they were, and what those of `other`,
+    // a tensor of its shape, are now. Undefined where nothing was recorded.
+    at::Tensor Before() const;
+    at::Tensor At(const at::Tensor& other) const;
 
     at::Tensor parameter;
     std::string name;
@@ -72,8 +76,8 @@ class BackwardWatch {
     std::atomic<bool> plain = false;  // loss.backward() has, see BackwardPasses
     // Its version after the last backward pass that no prepared optimizer would follow; -1: none.
     int64_t version = -1;
-    // Where its gradient was largest then, and its value there: LibTorch's SGD changes parameters
-    // without counting. Undefined for sparse gradients.
+    // Where its gradient was largest then (some places), and its values there: LibTorch's SGD
+    // changes parameters without counting. Undefined for sparse gradients.
     at::Tensor place, value;
     bool partial = false;  // that pass was not the last one of its window
     bool clipped = false;  // by the loop, since then

@@ -433,6 +433,24 @@ void StepController::ForgetPlainPassesWithoutGradients() const {
   });
 }
 
+namespace {
+
+// The step from 1 to the next number of its type.
+double Rounding(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kDouble:
+      return std::numeric_limits<double>::epsilon();
+    case at::kHalf:
+      return std::numeric_limits<at::Half>::epsilon();
+    case at::kBFloat16:
+      return std::numeric_limits<at::BFloat16>::epsilon();
+    default:
+      return std::numeric_limits<float>::epsilon();
+  }
+}
+
+}  // namespace
+
 bool StepController::StepsKnowMore() const {
   return scaler_ != nullptr || process_.gradient_clipping() > 0 ||
          gradient_accumulation_steps() > 1;
@@ -481,15 +499,67 @@ void StepController::CheckStrays() const {
     for (at::Tensor& one : changed) one = one.cpu();
   }
   if (!at::stack(changed).any().item<bool>()) return;
+  std::vector<const BackwardWatch::Seen*> stepped;
   for (size_t i = 0; i < strays.size(); ++i) {
+    if (changed[i].item<bool>() && !IsCopyOfStepped(*strays[i])) stepped.push_back(strays[i]);
+  }
+  if (AreAverages(stepped)) return;
+  for (const BackwardWatch::Seen* const stray : stepped) {
     TORCH_CHECK(
-        !changed[i].item<bool>(), "backward(): parameter '", strays[i]->name,
+        false, "backward(): parameter '", stray->name,
         "' of a prepared model has changed since the last backward pass, and no prepared "
         "optimizer has it: an optimizer that was not given to prepare() has stepped on its "
         "gradients, ",
-        wrong(*strays[i]), "; prepare() that optimizer",
-        clips && scaler_ == nullptr && !strays[i]->partial ? ", or call clip_grad_norm_()" : "");
+        wrong(*stray), "; prepare() that optimizer",
+        clips && scaler_ == nullptr && !stray->partial ? ", or call clip_grad_norm_()" : "");
   }
+}
+
+bool StepController::IsCopyOfStepped(const BackwardWatch::Seen& changed) const {
+  const at::NoGradGuard no_grad;
+  const at::Tensor& now = changed.parameter;
+  for (const auto& optimizer : registry_.optimizers()) {
+    for (const at::Tensor& master : optimizer->handle().parameters()) {
+      if (master.sizes() == now.sizes() && at::equal(master.to(now.options()), now)) return true;
+    }
+  }
+  return false;
+}
+
+bool StepController::AreAverages(const std::vector<const BackwardWatch::Seen*>& changed) const {
+  // (what it was) + weight * (the other's - what it was), with one weight from 0 to 1 for all
+  // elements. A step along gradients is nowhere near it.
+  const auto average_with = [&](ModelSlot& other) {
+    std::unordered_map<std::string, at::Tensor> parameters;
+    for (const auto& [name, parameter] : other.source().parameters()) {
+      parameters.emplace(name, parameter);
+    }
+    std::vector<at::Tensor> ways, moves, sizes;
+    for (const BackwardWatch::Seen* const seen : changed) {
+      const auto same = parameters.find(seen->name);
+      const at::Tensor before = seen->Before();
+      if (same == parameters.end() || same->second.is_same(seen->parameter) ||
+          same->second.sizes() != seen->parameter.sizes() || !before.defined()) {
+        return false;
+      }
+      const at::Tensor target = seen->At(same->second);
+      const double rounding = std::max(Rounding(seen->parameter), Rounding(same->second));
+      ways.push_back(target - before);
+      moves.push_back(seen->At(seen->parameter) - before);
+      sizes.push_back((before.abs() + target.abs()) * rounding);
+    }
+    const at::Tensor way = at::cat(ways), move = at::cat(moves);
+    // One number says nothing.
+    if (way.count_nonzero().item<int64_t>() < 2) return false;
+    const at::Tensor most = way.abs().argmax();
+    const double weight = (move.take(most) / way.take(most)).item<double>();
+    return weight > 0 && weight <= 1 &&
+           move.sub(way * weight).abs().le(at::cat(sizes) * 4).all().item<bool>();
+  };
+  return changed.empty() ||
+         std::any_of(registry_.models().begin(), registry_.models().end(), [&](const auto& model) {
+           return model->sharded() == nullptr && average_with(*model);
+         });
 }
 
 void StepController::RecordStrays() const {
@@ -706,13 +776,17 @@ at::Tensor StepController::ClipGradNorm(const std::vector<at::Tensor>& parameter
   }
   const at::Tensor norm = clip(std::numeric_limits<double>::infinity());
   if (!others.empty()) ScaleToNorm(Gradients(others), max_norm, norm);
-  for (const at::Tensor& parameter : others) {
+  NoteClipped(others);
+  return norm;
+}
+
+void StepController::NoteClipped(const std::vector<at::Tensor>& parameters) const {
+  for (const at::Tensor& parameter : parameters) {
     for (const auto& model : registry_.models()) {
       if (model->watch() == nullptr) continue;
       if (BackwardWatch::Seen* const seen = model->watch()->Find(parameter)) seen->clipped = true;
     }
   }
-  return norm;
 }
 
 void StepController::ClipInStep(OptimizerSlot& slot) {
@@ -736,6 +810,7 @@ void StepController::ClipGradValue(const std::vector<at::Tensor>& parameters, do
     FinishGradientsOf(list);
     muster::ClipGradValue(list, clip_value);
   }
+  NoteClipped(resolved.whole);
 }
 
 bool StepController::optimizer_step_was_skipped() const {

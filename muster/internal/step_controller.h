@@ -114,6 +114,12 @@ class StepController {
   void VisitStrays(const std::function<void(BackwardWatch::Seen&)>& visit) const;
   // Throws, naming one, if another optimizer has stepped on them.
   void CheckStrays() const;
+  // The loop has clipped the gradients of these.
+  void NoteClipped(const std::vector<at::Tensor>& parameters) const;
+  // Whether what these have changed to comes from no gradient of theirs: an average with another
+  // prepared model, or values of tensors that a prepared optimizer steps on.
+  bool AreAverages(const std::vector<const BackwardWatch::Seen*>& changed) const;
+  bool IsCopyOfStepped(const BackwardWatch::Seen& changed) const;
   void RecordStrays() const;
   // The weights are changed, but not by training.
   void ForgetStrays() const;

@@ -150,7 +150,9 @@ TEST_F(ShardingTest, FsdpAndDeepSpeedSettings_AreDone) {
   EXPECT_EQ(loss(fsdp + "Block"), plain);
   EXPECT_EQ(loss("--sharding zero3", "--activation_checkpointing --activation_offload " + folder_),
             plain);
-  EXPECT_EQ(loss("--sharding zero3 --activation_checkpointing"), plain);
+  EXPECT_EQ(
+      loss("--sharding zero3 --activation_checkpointing --offload_activations disk:" + folder_),
+      plain);
   // The program clips to 1 as well, which is no second time.
   EXPECT_EQ(loss("--use_deepspeed --zero_stage 3 --gradient_clipping 1.0"), plain);
   EXPECT_NE(loss("--use_deepspeed --zero_stage 3 --gradient_clipping 0.01"), plain);
@@ -161,8 +163,8 @@ TEST_F(ShardingTest, FsdpAndDeepSpeedSettings_AreDone) {
   EXPECT_NE(run.exit_code, 0);
   EXPECT_THAT(run.output, HasSubstr("muster::call(block, inputs...)"));
   const CommandResult by_flag = RunCommand(
-      "MUSTER_ACTIVATION_BLOCKS=LayerNorm client/cli/muster launch --cpu --no_prefix "
-      "--num_processes 2 --activation_checkpointing -- " +
+      "client/cli/muster launch --cpu --no_prefix --num_processes 2 --activation_checkpointing "
+      "--activation_blocks LayerNorm -- " +
       program_ + " --data " + data_ + " --steps 1 2>&1");
   EXPECT_NE(by_flag.exit_code, 0);
   EXPECT_THAT(by_flag.output, HasSubstr("muster::call(block, inputs...)"));
