@@ -485,7 +485,7 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     return kExitOk;
   }
   context.out << "coordinator " << address << ", version " << reply.version() << ", up "
-              << DurationText(reply.uptime()) << ", " << reply.agents() << " agents"
+              << DurationText(reply.uptime()) << ", " << reply.agents() << " agents in jobs"
               << (reply.agents_behind_hubs() == 0
                       ? std::string()
                       : absl::StrCat(" (", reply.agents_behind_hubs(), " behind ", reply.hubs(),

@@ -378,7 +378,8 @@ int Main(int argc, char** argv) {
                                 {{"raise ring_bytes", "raise --weights_memory"},
                                  {"set do_sample too", "add --sample"},
                                  {"do_sample does not go with num_beams > 1",
-                                  "sampling does not go with beams: add --greedy"}})
+                                  "sampling does not go with beams: leave out --sample, or add "
+                                  "--greedy if the model's files ask for it"}})
                 .c_str());
   return absl::IsUnimplemented(status) ? kExitUsage : ExitCodeOf(status);
 }
