@@ -24,10 +24,8 @@ absl::StatusOr<OffloadedCausalLm> load_offloaded_causal_lm(
     out.model = models::CausalLm(std::dynamic_pointer_cast<models::CausalLmImpl>(
         models::MakeEmptyModel(read, options.dtype.value_or(at::kFloat)).ptr()));
   }));
-  MUSTER_RETURN_IF_ERROR(models::CheckTiedHead(path, *out.model));
   BigModelOptions named = options;
-  const models::CausalLmImpl* const names = out.model.get();
-  named.rename = [names](const std::string& name) { return names->ParameterName(name); };
+  MUSTER_ASSIGN_OR_RETURN(named.rename, models::NamesInFiles(path, *out.model));
   MUSTER_ASSIGN_OR_RETURN(DispatchedModel weights,
                           load_checkpoint_and_dispatch(out.model, path, device_map, named));
   out.weights = std::make_shared<DispatchedModel>(std::move(weights));

@@ -857,6 +857,32 @@ TEST(Epochs, EvaluationLeftByABreak_BeginsAtItsStart) {
   });
 }
 
+// Stages and folds that each loop over epochs().
+TEST(Epochs, SaveInASecondLoop_SaysThatACheckpointHasOneCount) {
+  SetLogLevel(LogLevel::kInfo);
+  for (const bool clear : {false, true}) {
+    AcceleratorOptions options;
+    options.project.directory = TestDir("stages");
+    testing::internal::CaptureStderr();
+    RunAccelerators(1, options, [&](Accelerator& a) {
+      for (int stage = 0; stage < 2; ++stage) {
+        std::vector<std::string> seen;
+        Trainer t(a, &seen);
+        auto loader = a.prepare(batches(TensorDataset(Rows(4)), 2));
+        for (int64_t epoch : a.epochs(2)) {
+          (void)epoch;
+          t.Train(loader, "a");
+          ASSERT_TRUE(a.save_state().ok());
+        }
+        // One stage after the other, as find_executable_batch_size tries.
+        if (clear) a.free_memory();
+      }
+    });
+    const std::string log = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(log.find("a second loop over epochs()") == std::string::npos, clear) << log;
+  }
+}
+
 TEST(Epochs, NothingLeft_IsSaid) {
   SetLogLevel(LogLevel::kInfo);
   AcceleratorOptions options;
@@ -903,6 +929,24 @@ TEST(SideBySide, LoadersOfDifferentLength_AskForTheBatchThatDecides) {
   EXPECT_THAT(ErrorsOf(1, Accumulating(2), [&](Accelerator& a) { train(a, false); }),
               Each(HasSubstr("accelerator.accumulate(batch)")));
   EXPECT_THAT(ErrorsOf(1, Accumulating(2), [&](Accelerator& a) { train(a, true); }), Each(""));
+}
+
+TEST(Accumulate, AroundTheLoop_IsRefusedAndNotLeftWithoutSteps) {
+  const auto train = [](Accelerator& a) {
+    std::vector<std::string> seen;
+    Trainer t(a, &seen);
+    auto loader = a.prepare(batches(TensorDataset(Rows(8)), 1));
+    auto scope = a.accumulate();
+    for (auto& batch : loader) {
+      a.backward(Loss(t.model(batch.value())));
+      t.optimizer.step();
+      t.optimizer.zero_grad();
+    }
+  };
+  EXPECT_THAT(ErrorsOf(2, Accumulating(2), train),
+              Each(HasSubstr("one accumulate() covers several batches")));
+  // Without accumulation each step takes effect.
+  EXPECT_THAT(ErrorsOf(1, {}, train), Each(""));
 }
 
 TEST(SideBySide, InnerTrainingLoops_EndWindowsAsEver) {

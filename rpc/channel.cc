@@ -1,11 +1,14 @@
 #include "rpc/channel.h"
 
+#include <fcntl.h>
 #include <grpc/support/time.h>
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
 #include <grpcpp/support/channel_arguments.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -30,6 +33,19 @@ gpr_timespec GrpcDeadline(absl::Duration timeout) {
   const absl::Duration bounded = std::clamp(timeout, absl::ZeroDuration(), absl::Hours(24 * 365));
   return gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC),
                       gpr_time_from_nanos(absl::ToInt64Nanoseconds(bounded), GPR_TIMESPAN));
+}
+
+// A socket that this user may not connect to does not open by waiting for it.
+absl::Status CheckSocketIsOpen(absl::string_view address) {
+  if (!absl::ConsumePrefix(&address, "unix:")) return absl::OkStatus();
+  const std::string path(address);
+  if (faccessat(AT_FDCWD, path.c_str(), W_OK, AT_EACCESS) == 0 || errno != EACCES) {
+    return absl::OkStatus();
+  }
+  return absl::PermissionDeniedError(absl::StrCat(
+      "user ", geteuid(), " may not connect to the coordinator's socket ", path,
+      ": run this as the user that the coordinator serves, or have it listen on an IP address "
+      "with a token"));
 }
 
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> Credentials(const TlsFiles& tls,
@@ -141,6 +157,7 @@ std::string WhyNotConnected(const std::shared_ptr<grpc::Channel>& channel) {
 
 absl::Status WaitUntilConnected(grpc::Channel& channel, absl::string_view address,
                                 absl::Duration timeout) {
+  MUSTER_RETURN_IF_ERROR(CheckSocketIsOpen(address));
   // gRPC connects again by itself, with a backoff that is shorter than these pauses.
   absl::Duration pause = kFirstPause, left = timeout;
   int tries = 0;

@@ -109,6 +109,7 @@ std::optional<DialError> Connect(const CommandLine& line, const CommandContext& 
   connection->channel = *std::move(channel);
   const absl::Status status =
       rpc::WaitUntilConnected(*connection->channel, address, connection->timeout);
+  if (absl::IsPermissionDenied(status)) return DialError{status, kExitDenied};
   if (!status.ok()) {
     return DialError{
         absl::UnavailableError(absl::StrCat(status.message(), " ", Remedy(line, launch, address))),

@@ -15,6 +15,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "base/defaults.h"
@@ -485,7 +486,7 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     return kExitOk;
   }
   context.out << "coordinator " << address << ", version " << reply.version() << ", up "
-              << DurationText(reply.uptime()) << ", " << reply.agents() << " agents"
+              << DurationText(reply.uptime()) << ", " << reply.agents() << " agents in jobs"
               << (reply.agents_behind_hubs() == 0
                       ? std::string()
                       : absl::StrCat(" (", reply.agents_behind_hubs(), " behind ", reply.hubs(),
@@ -859,6 +860,25 @@ absl::StatusOr<std::vector<v1::CheckpointRecord>> ListRecords(const Connection& 
   return records;
 }
 
+// The records of the job that `*job` names, and in `*job` the group that has them: of a submitted
+// job, the last attempt whose workers have joined, which took over those of the attempts before.
+absl::StatusOr<std::vector<v1::CheckpointRecord>> ListRecordsOfJob(const Connection& connection,
+                                                                   std::string* job) {
+  MUSTER_ASSIGN_OR_RETURN(std::string group, GroupOf(connection, *job));
+  absl::string_view number = group;
+  int attempt = 0;
+  if (absl::ConsumePrefix(&number, absl::StrCat(*job, "."))) {
+    (void)absl::SimpleAtoi(number, &attempt);
+  }
+  absl::StatusOr<std::vector<v1::CheckpointRecord>> records = ListRecords(connection, group);
+  while (absl::IsNotFound(records.status()) && attempt > 1) {
+    group = absl::StrCat(*job, ".", --attempt);
+    records = ListRecords(connection, group);
+  }
+  if (records.ok()) *job = group;
+  return records;
+}
+
 std::string VerifiedWord(v1::VerifyDepth depth) {
   return depth == v1::VERIFY_CONTENTS ? "contents" : depth == v1::VERIFY_SIZES ? "sizes" : "never";
 }
@@ -987,9 +1007,11 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
   }
   Connection connection;
   if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
-  const std::string& job = line.words[0];
-  const auto records = ListRecords(connection, job);
-  if (!records.ok()) return FailCall(spec, context, records.status());
+  std::string job = line.words[0];
+  const auto records = ListRecordsOfJob(connection, &job);
+  if (!records.ok()) {
+    return FailCall(spec, context, SuggestJob(connection, line.words[0], records.status()));
+  }
   if (lists) {
     ordered_json all = ordered_json::array();
     std::string text;
@@ -1003,8 +1025,9 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
   const v1::CheckpointRecord* const record = FindRecord(*records, line.words[1]);
   if (record == nullptr) {
     return Fail(spec, context,
-                absl::NotFoundError(absl::StrCat("job ", job, " has no checkpoint ", line.words[1],
-                                                 "; see muster checkpoints registered ", job)),
+                absl::NotFoundError(
+                    absl::StrCat("job ", line.words[0], " has no checkpoint ", line.words[1],
+                                 "; see muster checkpoints registered ", line.words[0])),
                 kExitNotFound);
   }
   v1::MarkCheckpointRequest request;

@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -249,6 +250,10 @@ class LogPrinter {
   void End(int rank, const std::string& rest) {
     if (!rest.empty()) Line(rank, rest);
   }
+  bool has_printed() const {
+    MutexLock lock(&mu_);
+    return has_printed_;
+  }
   // Lines that were gone before they were read.
   void Gap(int rank, int64_t bytes) {
     MutexLock lock(&mu_);
@@ -262,11 +267,13 @@ class LogPrinter {
     // std::regex recurses for every character: long lines would end the stack.
     if (grep_.has_value() && !std::regex_search(line.substr(0, 4096), *grep_)) return;
     MutexLock lock(&mu_);
+    has_printed_ = true;
     if (prefixed_) out_ << "[" << rank << "]: ";
     out_ << line << std::endl;
   }
 
-  Mutex mu_;
+  mutable Mutex mu_;
+  bool has_printed_ ABSL_GUARDED_BY(mu_) = false;
   std::ostream& out_;
   std::ostream& err_;
   const bool prefixed_;
@@ -864,6 +871,11 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
   for (std::thread& thread : threads) thread.join();
   for (const absl::Status& status : statuses) {
     if (!status.ok()) return FailJob(spec, context, *client, name, status);
+  }
+  if (printer.has_printed()) return kExitOk;
+  if (const absl::StatusOr<Job> job = client->get(name); job.ok() && job->attempts == 0) {
+    context.err << "muster logs: " << name << " has not run, so there is no output: " << job->why
+                << "\n";
   }
   return kExitOk;
 }

@@ -150,9 +150,13 @@ absl::StatusOr<models::LoadPretrainedOptions> LoadOptions(const Flags& flags) {
   return options;
 }
 
-absl::StatusOr<TextOptions> OptionsOf(const Flags& flags, const models::GenerateOptions& defaults) {
+absl::StatusOr<TextOptions> OptionsOf(const Flags& flags, models::GenerateOptions defaults) {
   if (flags.sample && flags.greedy) {
     return absl::InvalidArgumentError("--sample and --greedy exclude each other");
+  }
+  // What the files say of sampling depends on whether there is any.
+  if (flags.sample || flags.greedy) {
+    MUSTER_ASSIGN_OR_RETURN(defaults, models::ReadGenerationConfig(flags.model, flags.sample));
   }
   TextOptions options = {
       .tokens = defaults, .stop = flags.stop, .add_special_tokens = !flags.no_special_tokens};
@@ -164,13 +168,6 @@ absl::StatusOr<TextOptions> OptionsOf(const Flags& flags, const models::Generate
   tokens.max_new_tokens = flags.max_new_tokens.value_or(kNewTokens);
   options.shorten_to_context = !flags.max_new_tokens.has_value();
   tokens.seed = flags.seed;
-  if (flags.sample) tokens.do_sample = true;
-  if (flags.greedy && tokens.do_sample) {
-    tokens.do_sample = false;
-    rules.temperature = rules.top_p = 1;
-    rules.top_k = 0;
-    rules.min_p = 0;
-  }
   set(&rules.min_new_tokens, flags.min_new_tokens);
   set(&rules.temperature, flags.temperature);
   set(&rules.top_k, flags.top_k);
@@ -341,7 +338,9 @@ absl::Status Run(const Flags& flags) {
     return absl::OkStatus();
   }
   for (size_t i = 0; i < texts.size(); ++i) {
-    if (texts.size() > 1) std::printf("--- prompt %zu\n", i);
+    const size_t per_prompt = texts.size() / prompts.size();
+    if (prompts.size() > 1) std::printf("--- prompt %zu\n", i / per_prompt);
+    if (per_prompt > 1) std::printf("--- text %zu\n", i % per_prompt);
     std::printf("%s\n", streams ? "" : texts[i].text.c_str());
   }
   std::fflush(stdout);
@@ -377,7 +376,10 @@ int Main(int argc, char** argv) {
             "weights in their files, --dtype bfloat16 halves them"
           : absl::StrReplaceAll(OneLine(status.message()),
                                 {{"raise ring_bytes", "raise --weights_memory"},
-                                 {"set do_sample too", "add --sample"}})
+                                 {"set do_sample too", "add --sample"},
+                                 {"do_sample does not go with num_beams > 1",
+                                  "sampling does not go with beams: leave out --sample, or add "
+                                  "--greedy if the model's files ask for it"}})
                 .c_str());
   return absl::IsUnimplemented(status) ? kExitUsage : ExitCodeOf(status);
 }

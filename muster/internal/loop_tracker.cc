@@ -175,6 +175,7 @@ void LoopTracker::SetEpoch(int64_t epoch, bool open) {
   }
   if (epoch != first_epoch_) passes_to_skip_.clear();
   epoch_ = epoch;
+  if (open) furthest_epoch_ = std::max(furthest_epoch_, epoch);
   epoch_open_ = open;
   interrupted_ = false;
   trained_in_epoch_ = false;
@@ -184,6 +185,7 @@ void LoopTracker::SetEpoch(int64_t epoch, bool open) {
 }
 
 int64_t LoopTracker::FirstEpoch(int64_t count, const std::string& resumed_from) {
+  if (first_epoch_ < count && first_epoch_ <= furthest_epoch_) epochs_began_anew_ = true;
   if (!resumed_ || resumed_from.empty() || std::exchange(resume_told_, true)) return first_epoch_;
   if (first_epoch_ >= count) {
     MUSTER_LOG(Info) << "resumed from " << resumed_from << " at epoch " << count << " of " << count
@@ -259,6 +261,8 @@ void LoopTracker::LoadPlace(const CheckpointInfo& info, size_t loaders) {
   const auto first = info.cursor.find(kFirstEpoch);
   first_epoch_ = first == info.cursor.end() ? info.epoch : first->second;
   SetEpoch(first_epoch_, /*open=*/false);
+  furthest_epoch_ = -1;
+  epochs_began_anew_ = false;
   const auto passes = [&](const char* what, std::vector<int64_t>& list) {
     list.assign(std::max(registry_.loaders().size(), loaders), 0);
     for (size_t i = 0; i < list.size(); ++i) {
@@ -274,6 +278,11 @@ void LoopTracker::LoadPlace(const CheckpointInfo& info, size_t loaders) {
 
 void LoopTracker::NoteSaved(const std::string& path, bool done) {
   claimed_done_ = done && trained_in_epoch_ ? path : "";
+  if (!epochs_began_anew_ || std::exchange(anew_told_, true)) return;
+  MUSTER_LOG(Warning) << "saved in a second loop over epochs(): " << path
+                      << " records one count of epochs, so a run that resumes from it begins every "
+                         "such loop at epoch "
+                      << epoch_ << "; use epochs() for one loop, and plain counters around it";
 }
 
 void LoopTracker::LoadersAdded() {
@@ -286,6 +295,8 @@ void LoopTracker::LoadersCleared() {
   finished_passes_.clear();
   passes_per_epoch_.clear();
   passes_to_skip_.clear();
+  furthest_epoch_ = -1;
+  epochs_began_anew_ = false;
 }
 
 }  // namespace muster::internal

@@ -107,6 +107,10 @@ class LoopTracker {
   bool trained_outside_ = false;   // a micro-step was made in this epoch outside of such loops
   bool resumed_ = false;           // a state was loaded
   bool resume_told_ = false;
+  // Loops over epochs(): the last epoch that any has begun, and whether a later one began anew.
+  int64_t furthest_epoch_ = -1;
+  bool epochs_began_anew_ = false;
+  bool anew_told_ = false;
   std::string claimed_done_;  // the state that was saved in this epoch and takes it for finished
 };
 

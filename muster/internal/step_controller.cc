@@ -83,6 +83,8 @@ AccumulateScope StepController::Accumulate(const std::optional<BatchFacts>& fact
     join_factor_ = decision.gradient_factor;
   }
   in_micro_step_ = true;
+  outside_loops_ = !facts.has_value();
+  left_out_at_.reset();
   process_.progress().SetPhase("forward");
   loops_.MarkTrained();
   return AccumulateScope(this);
@@ -893,8 +895,19 @@ void StepController::Stepped(OptimizerSlot& slot) {
   }
 }
 
+void StepController::LeaveOutStep() {
+  const BatchInfo* const batch = loops_.current_batch();
+  if (!in_micro_step_ || !outside_loops_ || batch == nullptr) return;
+  const auto at = std::make_pair(batch->iteration, batch->index);
+  TORCH_CHECK(!left_out_at_.has_value() || left_out_at_->first != at.first || *left_out_at_ == at,
+              "one accumulate() covers several batches, so none of their optimizer.step() takes "
+              "effect: begin the scope inside the loop over the batches, where it is one "
+              "micro-step");
+  left_out_at_ = at;
+}
+
 void StepController::Step(OptimizerSlot& slot) {
-  if (!sync_gradients()) return;
+  if (!sync_gradients()) return LeaveOutStep();
   TORCH_CHECK(
       averaged_depth_ == 0,
       "optimizer.step() inside ema.apply(), where the model's weights are the average: step "

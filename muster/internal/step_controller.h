@@ -108,6 +108,9 @@ class StepController {
   // Arms the exchange of models whose graph a backward pass has been through before.
   void ArmAgain(const BackwardOptions& how) const;
   void CheckWitnesses() const;
+  // A step is left out, for the window has not ended. Throws where the micro-step spans batches,
+  // none of which would ever be stepped on.
+  void LeaveOutStep();
   // Parameters with gradients of prepared models that no prepared optimizer has. What those of
   // other optimizers do not know of is not done for them: the loss scale, clipping, windows.
   bool StepsKnowMore() const;
@@ -163,6 +166,10 @@ class StepController {
   int averaged_depth_ = 0;
   bool apart_ = false;  // a LocalScope has been there, or a JoinScope that was left early
   bool in_micro_step_ = false;
+  // The micro-step has begun outside of any loop, so it can span several batches: the last one in
+  // which a step was left out.
+  bool outside_loops_ = false;
+  std::optional<std::pair<uint64_t, int64_t>> left_out_at_;
   bool in_closure_ = false;             // of an optimizer's step
   int64_t window_backwards_ = 0;        // backward passes in this window
   std::unique_ptr<UnevenInputs> join_;  // while a JoinScope lives

@@ -218,16 +218,17 @@ TEST_F(AccessTest, AnotherUser_CanNeitherListNorJoinNorStopALaunch) {
   }
   // Another user cannot even reach the socket, nor read the token.
   if (geteuid() == 0) {
-    const std::vector<std::string> kUnreachable[] = {
-        {"muster", "status"},
-        {"muster", "status", "--coordinator", socket, "--timeout", "300ms"},
-        {"muster", "trigger", "quiet", "stop", "--coordinator", socket, "--timeout", "300ms"},
-        {"muster-agent", "--coordinator", socket, "--job_name", "quiet", "--cpu", "--join_timeout",
-         "300ms", "--", "/bin/true"},
+    const std::pair<std::vector<std::string>, int> kUnreachable[] = {
+        {{"muster", "status"}, 7},
+        {{"muster", "status", "--coordinator", socket}, 8},
+        {{"muster", "trigger", "quiet", "stop", "--coordinator", socket}, 8},
+        {{"muster-agent", "--coordinator", socket, "--job_name", "quiet", "--cpu", "--join_timeout",
+          "300ms", "--", "/bin/true"},
+         7},
     };
-    for (const auto& args : kUnreachable) {
+    for (const auto& [args, code] : kUnreachable) {
       const auto command = AsAnother(args);
-      EXPECT_EQ(command->Wait(), 7) << absl::StrJoin(args, " ") << ": " << command->err_text();
+      EXPECT_EQ(command->Wait(), code) << absl::StrJoin(args, " ") << ": " << command->err_text();
     }
     std::string token;
     const std::vector<std::string> names = *ListDirectory(runtime_);
@@ -332,6 +333,18 @@ TEST_F(AccessTest, CoordinatorOnASocket_NeedsNothingElse) {
   const auto agent = Agent("j", 1, 2, {"/bin/sh", "-c", "echo $MASTER_ADDR"});
   EXPECT_EQ(agent->Wait(), 0) << agent->err_text();
   EXPECT_THAT(agent->out(), ElementsAre("[0]: 127.0.0.1", "[1]: 127.0.0.1"));
+  // Nobody else reaches the folder.
+  const std::vector<std::string> as_other = {"muster", "list", "--coordinator", address};
+  const auto outsider = AsAnother(as_other);
+  if (geteuid() == 0) {
+    EXPECT_EQ(outsider->Wait(), 8) << outsider->err_text();
+    EXPECT_THAT(
+        outsider->err(),
+        ElementsAre(AllOf(HasSubstr("user 65534 may not connect to the coordinator's socket"),
+                          HasSubstr(runtime_), HasSubstr("run this as the user"))));
+  } else {
+    EXPECT_EQ(outsider->Wait(), 0) << outsider->err_text();
+  }
   // Even if other users can open it, it asks the kernel for their identity.
   ASSERT_EQ(chmod(runtime_.c_str(), 0755), 0);
   ASSERT_EQ(chmod((runtime_ + "/own").c_str(), 0777), 0);

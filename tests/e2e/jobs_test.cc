@@ -241,6 +241,19 @@ TEST_F(JobsTest, ElasticTraining_LosesANodeAndGetsItBack_TrainsEverySampleOnce) 
   // Attempt 2 went on from a checkpoint of attempt 1, and attempt 3 from the one that attempt 2
   // made when it was stopped.
   EXPECT_THAT(Run({"logs", job, "--attempt", "2"}), Not(HasSubstr("passing over")));
+  // They are the job's, by its own name, whichever attempt has made them.
+  const auto checkpoints = [&](std::vector<std::string> args, int code) {
+    args.insert(args.begin(), "checkpoints");
+    args.insert(args.end(), {"--coordinator", address_});
+    const auto command = Muster(args);
+    EXPECT_EQ(command->Wait(), code) << command->err_text();
+    return command->out_text();
+  };
+  const Json registered = Json::parse(checkpoints({"registered", job, "-o", "json"}, 0));
+  ASSERT_FALSE(registered.empty());
+  const std::string last = absl::StrCat(registered.back()["id"].get<int64_t>());
+  EXPECT_THAT(checkpoints({"pin", job, last}, 0), HasSubstr("is pinned"));
+  checkpoints({"pin", job, "checkpoint_999"}, 3);
 }
 
 TEST_F(JobsTest, TrainingThatLosesTheNodeOfRankZero_ContinuesFromItsPeersMemory) {

@@ -64,9 +64,9 @@ struct Generated {
 };
 
 // What comes after `input_ids` [B, T] int64. Rows of different lengths are padded on the left, with
-// 0 in `attention_mask` ([B, T]; undefined: no padding); a padded row says what it says alone. The
-// model is in evaluation mode meanwhile and keeps no gradients. Blocks. Not thread-safe for one
-// model.
+// 0 in `attention_mask` ([B, T]; undefined: no padding); a padded row says what it says alone, but
+// for rotary positions that are stretched by the longest row ("dynamic", "longrope"). The model is
+// in evaluation mode meanwhile and keeps no gradients. Blocks. Not thread-safe for one model.
 //
 // A beam search whose rules leave fewer than num_return_sequences sequences gives empty ones, with
 // a score of minus infinity, for the rest.

@@ -21,20 +21,29 @@ using Json = nlohmann::json;
 
 // Settings that do not change tokens.
 const std::set<std::string, std::less<>>& HarmlessSettings() {
-  static const auto* const settings = new std::set<std::string, std::less<>>{
-      "_from_model_config",      "assistant_confidence_threshold",
-      "assistant_lookbehind",    "bos_token_id",
-      "cache_implementation",    "decoder_start_token_id",
-      "disable_compile",         "is_assistant",
-      "max_matching_ngram_size", "max_time",
-      "num_assistant_tokens",    "num_assistant_tokens_schedule",
-      "output_attentions",       "output_hidden_states",
-      "output_logits",           "output_scores",
-      "prefill_chunk_size",      "remove_invalid_values",
-      "return_dict_in_generate", "return_legacy_cache",
-      "target_lookbehind",       "tokenizer_class",
-      "transformers_version",    "use_cache",
-      "use_model_defaults"};
+  static const auto* const settings =
+      new std::set<std::string, std::less<>>{"_from_model_config",
+                                             "assistant_confidence_threshold",
+                                             "assistant_lookbehind",
+                                             "bos_token_id",
+                                             "decoder_start_token_id",
+                                             "disable_compile",
+                                             "max_matching_ngram_size",
+                                             "num_assistant_tokens",
+                                             "num_assistant_tokens_schedule",
+                                             "output_attentions",
+                                             "output_hidden_states",
+                                             "output_logits",
+                                             "output_scores",
+                                             "prefill_chunk_size",
+                                             "remove_invalid_values",
+                                             "return_dict_in_generate",
+                                             "return_legacy_cache",
+                                             "target_lookbehind",
+                                             "tokenizer_class",
+                                             "transformers_version",
+                                             "use_cache",
+                                             "use_model_defaults"};
   return *settings;
 }
 
@@ -47,10 +56,12 @@ const std::map<std::string, Json, std::less<>>& OffSettings() {
                                                    {"epsilon_cutoff", 0.0},
                                                    {"eta_cutoff", 0.0},
                                                    {"guidance_scale", 1.0},
+                                                   {"is_assistant", false},
                                                    {"num_beam_groups", 1},
                                                    {"penalty_alpha", 0.0},
                                                    {"renormalize_logits", false},
                                                    {"token_healing", false},
+                                                   {"use_mtp", false},
                                                    {"top_h", 1.0},
                                                    {"typical_p", 1.0},
                                                    {"min_length", 0},
@@ -158,7 +169,8 @@ bool Apply(const std::string& name, const Json& value, GenerateOptions* options,
 }  // namespace
 
 absl::StatusOr<GenerateOptions> ParseGenerationConfig(absl::string_view json,
-                                                      absl::string_view source) {
+                                                      absl::string_view source,
+                                                      std::optional<bool> do_sample) {
   MUSTER_ASSIGN_OR_RETURN(const Json parsed,
                           ParseJson(json, source, {.max_bytes = size_t{16} << 20}));
   if (!parsed.is_object()) {
@@ -173,11 +185,14 @@ absl::StatusOr<GenerateOptions> ParseGenerationConfig(absl::string_view json,
       if (!valid) return Invalid(source, name, value);
       continue;
     }
+    // How keys and values are kept is Muster's own affair, but not whether they are rounded.
+    if (name == "cache_implementation" && value != "quantized") continue;
     const auto off = OffSettings().find(name);
     if (off != OffSettings().end() && value == off->second) continue;
     return absl::UnimplementedError(
         absl::StrCat(source, ": Muster does not have the setting \"", Printable(name), "\""));
   }
+  options.do_sample = do_sample.value_or(options.do_sample);
   // Only sampling looks at these; files keep them beside do_sample false.
   if (!options.do_sample) {
     options.rules.temperature = 1;
@@ -195,14 +210,17 @@ absl::StatusOr<GenerateOptions> ParseGenerationConfig(absl::string_view json,
   return options;
 }
 
-absl::StatusOr<GenerateOptions> ReadGenerationConfig(const std::string& folder) {
+absl::StatusOr<GenerateOptions> ReadGenerationConfig(const std::string& folder,
+                                                     std::optional<bool> do_sample) {
   const std::string path = absl::StrCat(folder, "/generation_config.json");
   const absl::StatusOr<std::string> text = ReadRegularFile(path, int64_t{16} << 20);
-  if (text.ok()) return ParseGenerationConfig(*text, path);
+  if (text.ok()) return ParseGenerationConfig(*text, path, do_sample);
   if (!absl::IsNotFound(text.status())) return text.status();
   const std::string config_path = absl::StrCat(folder, "/config.json");
   const absl::StatusOr<std::string> config = ReadRegularFile(config_path, int64_t{16} << 20);
-  if (absl::IsNotFound(config.status())) return GenerateOptions();
+  if (absl::IsNotFound(config.status())) {
+    return ParseGenerationConfig("{}", config_path, do_sample);
+  }
   if (!config.ok()) return config.status();
   MUSTER_ASSIGN_OR_RETURN(const Json parsed,
                           ParseJson(*config, config_path, {.max_bytes = size_t{16} << 20}));
@@ -211,7 +229,7 @@ absl::StatusOr<GenerateOptions> ReadGenerationConfig(const std::string& folder) 
     if (parsed.is_object() && parsed.contains(name)) settings[name] = parsed[name];
   }
   return ParseGenerationConfig(settings.dump(-1, ' ', false, Json::error_handler_t::replace),
-                               config_path);
+                               config_path, do_sample);
 }
 
 }  // namespace muster::models

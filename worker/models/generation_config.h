@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_MODELS_GENERATION_CONFIG_H_
 #define MUSTER_WORKER_MODELS_GENERATION_CONFIG_H_
 
+#include <optional>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -12,13 +13,17 @@ namespace muster::models {
 // How the makers of a model want it to generate: FOLDER/generation_config.json, which transformers'
 // generate() starts from as well. If there is no such file, the settings of generation that
 // FOLDER/config.json has, as older files do; else the defaults of GenerateOptions. A setting that
-// would change what is generated and that Muster does not have is refused by name.
+// would change what is generated and that Muster does not have is refused by name. `do_sample`
+// counts instead of the file's: a temperature, top_k, top_p or min_p beside "do_sample": false is
+// that of a caller who samples, and top_k is 50 unless the file says otherwise.
 // Errors: INVALID_ARGUMENT, UNIMPLEMENTED "FILE: FIELD ...".
-absl::StatusOr<GenerateOptions> ReadGenerationConfig(const std::string& folder);
+absl::StatusOr<GenerateOptions> ReadGenerationConfig(const std::string& folder,
+                                                     std::optional<bool> do_sample = std::nullopt);
 
 // The same from the text of such a file; `source` is for messages.
 absl::StatusOr<GenerateOptions> ParseGenerationConfig(absl::string_view json,
-                                                      absl::string_view source);
+                                                      absl::string_view source,
+                                                      std::optional<bool> do_sample = std::nullopt);
 
 }  // namespace muster::models
 

@@ -39,10 +39,28 @@ TEST(ParseGenerationConfig, SettingsOfSamplingWithoutSampling_AreLeftOut) {
   EXPECT_EQ(options->rules.top_k, 0);
 }
 
+// transformers' generate(do_sample=True) takes them from the file, too.
+TEST(ParseGenerationConfig, SettingsOfSampling_AreThoseOfACallerWhoSamples) {
+  const auto options =
+      ParseGenerationConfig(R"({"do_sample": false, "temperature": 0.6})", "f", true);
+  ASSERT_TRUE(options.ok()) << options.status();
+  EXPECT_TRUE(options->do_sample);
+  EXPECT_EQ(options->rules.temperature, 0.6);
+  EXPECT_EQ(options->rules.top_k, 50);
+  const auto greedy =
+      ParseGenerationConfig(R"({"do_sample": true, "temperature": 0.6})", "f", false);
+  ASSERT_TRUE(greedy.ok()) << greedy.status();
+  EXPECT_FALSE(greedy->do_sample);
+  EXPECT_EQ(greedy->rules.temperature, 1);
+}
+
 TEST(ParseGenerationConfig, WhatMusterDoesNotHave_IsRefusedByName) {
   const std::pair<const char*, const char*> cases[] = {
       {R"({"typical_p": 0.9})", "does not have the setting \"typical_p\""},
       {R"({"suppress_tokens": [1]})", "does not have the setting \"suppress_tokens\""},
+      {R"({"max_time": 1.5})", "does not have the setting \"max_time\""},
+      {R"({"is_assistant": true})", "does not have the setting \"is_assistant\""},
+      {R"({"cache_implementation": "quantized"})", "the setting \"cache_implementation\""},
       {R"({"top_k": -1})", "\"top_k\" is -1"},
       {R"({"do_sample": "yes"})", "\"do_sample\" is \"yes\""},
       {R"({"do_sample": true, "top_p": 2.0})", "top_p is 2"},
@@ -51,7 +69,10 @@ TEST(ParseGenerationConfig, WhatMusterDoesNotHave_IsRefusedByName) {
     const auto options = ParseGenerationConfig(json, "f");
     EXPECT_NE(options.status().message().find(message), std::string::npos) << options.status();
   }
-  EXPECT_TRUE(ParseGenerationConfig(R"({"typical_p": 1.0, "suppress_tokens": null})", "f").ok());
+  EXPECT_TRUE(ParseGenerationConfig(R"({"typical_p": 1.0, "suppress_tokens": null,
+                                        "cache_implementation": "hybrid"})",
+                                    "f")
+                  .ok());
 }
 
 TEST(ReadGenerationConfig, WithoutTheFile_SettingsInConfigJsonCount) {
@@ -86,6 +107,9 @@ TEST(ReadGenerationConfig, NoFile_IsTheDefaults) {
   const auto options = ReadGenerationConfig(folder.path());
   ASSERT_TRUE(options.ok());
   EXPECT_EQ(options->max_new_tokens, GenerateOptions().max_new_tokens);
+  const auto sampling = ReadGenerationConfig(folder.path(), true);
+  ASSERT_TRUE(sampling.ok());
+  EXPECT_EQ(sampling->rules.top_k, 50);
 }
 
 }  // namespace

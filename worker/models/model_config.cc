@@ -347,6 +347,17 @@ void ReadCommon(Settings& settings, Architecture architecture, CommonConfig* con
 
 // transformers 5 writes all of it in "rope_parameters", transformers 4 "rope_theta" and
 // "rope_scaling", whose type had the key "type" once.
+std::vector<double> ReadFactors(Settings& settings, const std::string& place, const Json& value) {
+  std::vector<double> factors;
+  if (!value.is_array()) {
+    settings.Invalid(
+        absl::StrCat("\"", place, "\" is ", Settings::Shown(value), ", not a list of numbers"));
+    return factors;
+  }
+  for (const Json& each : value) factors.push_back(settings.NumberOf(place, each, 1e-9, 1e9));
+  return factors;
+}
+
 void ReadRope(Settings& settings, double default_theta, int64_t max_positions, RopeConfig* rope) {
   rope->original_max_positions = max_positions;
   rope->theta = settings.Number("rope_theta", 1e-9, 1e30, default_theta);
@@ -376,18 +387,16 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
     }
     kind = type->get<std::string>();
   }
-  // Before its settings, which nobody knows if the type is another one ("longrope").
-  static const auto* const kinds =
-      new std::map<std::string, RopeConfig::Kind>{{"default", RopeConfig::Kind::kDefault},
-                                                  {"linear", RopeConfig::Kind::kLinear},
-                                                  {"dynamic", RopeConfig::Kind::kDynamic},
-                                                  {"yarn", RopeConfig::Kind::kYarn},
-                                                  {"llama3", RopeConfig::Kind::kLlama3}};
+  // Before its settings, which nobody knows if the type is another one.
+  static const auto* const kinds = new std::map<std::string, RopeConfig::Kind>{
+      {"default", RopeConfig::Kind::kDefault}, {"linear", RopeConfig::Kind::kLinear},
+      {"dynamic", RopeConfig::Kind::kDynamic}, {"yarn", RopeConfig::Kind::kYarn},
+      {"llama3", RopeConfig::Kind::kLlama3},   {"longrope", RopeConfig::Kind::kLongRope}};
   const auto known = kinds->find(kind);
   if (known == kinds->end()) {
     return settings.Unknown(
         absl::StrCat("\"", name, "\": the type \"", Printable(kind),
-                     "\" is not one of default, linear, dynamic, yarn, llama3"));
+                     "\" is not one of default, linear, dynamic, yarn, llama3, longrope"));
   }
   rope->kind = known->second;
   const std::map<std::string, double*> numbers = {{"factor", &rope->factor},
@@ -403,6 +412,10 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
       rope->theta = settings.NumberOf(place, value, 1e-9, 1e30);
     } else if (const auto number = numbers.find(key); number != numbers.end()) {
       *number->second = settings.NumberOf(place, value, 1e-9, 1e9);
+    } else if (rope->kind == RopeConfig::Kind::kLongRope &&
+               (key == "short_factor" || key == "long_factor")) {
+      (key == "short_factor" ? rope->short_factor : rope->long_factor) =
+          ReadFactors(settings, place, value);
     } else if (key == "attention_factor") {
       rope->attention_factor = settings.NumberOf(place, value, 0, 1e9);
     } else if (key == "mscale" || key == "mscale_all_dim") {
@@ -444,6 +457,12 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
     }
     if (rope->beta_fast < rope->beta_slow) {
       settings.Invalid(absl::StrCat("\"", name, ".beta_fast\" is below beta_slow"));
+    }
+  } else if (rope->kind == RopeConfig::Kind::kLongRope) {
+    require({"short_factor", "long_factor"});
+    if (!parameters->contains("factor") || (*parameters)["factor"].is_null()) {
+      rope->factor =
+          static_cast<double>(max_positions) / static_cast<double>(rope->original_max_positions);
     }
   } else if (rope->kind == RopeConfig::Kind::kLlama3) {
     require({"factor", "low_freq_factor", "high_freq_factor"});
@@ -594,9 +613,9 @@ BertConfig ReadBert(Settings& settings, Architecture architecture) {
   const Json* const labels = settings.Find("id2label");
   const int64_t named =
       labels != nullptr && labels->is_object() ? static_cast<int64_t>(labels->size()) : 2;
-  // The names decide, as in transformers; files that have both agree.
-  const int64_t counted = settings.Size("num_labels", std::max<int64_t>(named, 1));
-  config.num_labels = labels != nullptr && labels->is_object() && named > 0 ? named : counted;
+  // Where they disagree the number decides, as in transformers 5; transformers 4 takes the names,
+  // and the shape of the weights tells whom the file is from.
+  config.num_labels = settings.Size("num_labels", std::max<int64_t>(named, 1));
   const std::string problem = settings.Text("problem_type", "");
   if (problem == "regression") {
     config.problem = BertConfig::Problem::kRegression;
@@ -604,7 +623,8 @@ BertConfig ReadBert(Settings& settings, Architecture architecture) {
     config.problem = BertConfig::Problem::kSingleLabel;
     if (config.num_labels == 1) {
       settings.Invalid(
-          "\"problem_type\" is \"single_label_classification\", but there is only one label");
+          "\"problem_type\" is \"single_label_classification\", but there is only one label, and "
+          "nothing to learn: write \"regression\" for a score, or have two labels");
     }
   } else if (problem == "multi_label_classification") {
     config.problem = BertConfig::Problem::kMultiLabel;
@@ -668,6 +688,20 @@ absl::Status Validate(const DecoderConfig& config) {
   if (config.rope.kind == RopeConfig::Kind::kDynamic && config.head_dim < 4) {
     return absl::InvalidArgumentError(
         "\"rope_type\" \"dynamic\" needs a \"head_dim\" of at least 4");
+  }
+  if (config.rope.kind == RopeConfig::Kind::kLongRope) {
+    for (const auto& [name, factors] : {std::pair("short_factor", &config.rope.short_factor),
+                                        std::pair("long_factor", &config.rope.long_factor)}) {
+      if (static_cast<int64_t>(factors->size()) == config.head_dim / 2) continue;
+      return absl::InvalidArgumentError(absl::StrCat(
+          "\"", name, "\" of \"longrope\" has ", factors->size(), " numbers; a \"head_dim\" of ",
+          config.head_dim, " needs ", config.head_dim / 2));
+    }
+    // The attention factor is divided by its logarithm.
+    if (config.rope.original_max_positions < 2) {
+      return absl::InvalidArgumentError(
+          "\"longrope\" needs an \"original_max_position_embeddings\" of at least 2");
+    }
   }
   if (config.num_heads * config.head_dim > kMaxSize) {
     return absl::InvalidArgumentError(
@@ -744,6 +778,14 @@ Json RopeScaling(const RopeConfig& rope) {
               {"low_freq_factor", rope.low_freq_factor},
               {"high_freq_factor", rope.high_freq_factor},
               {"original_max_position_embeddings", original}};
+    case RopeConfig::Kind::kLongRope: {
+      Json json = {{"rope_type", "longrope"},
+                   {"factor", rope.factor},
+                   {"short_factor", rope.short_factor},
+                   {"long_factor", rope.long_factor}};
+      if (rope.attention_factor.has_value()) json["attention_factor"] = *rope.attention_factor;
+      return json;
+    }
     case RopeConfig::Kind::kYarn:
       break;
   }
@@ -774,6 +816,10 @@ void Write(const DecoderConfig& config, Json* json) {
   out.erase("rope_parameters");
   out["rope_theta"] = config.rope.theta;
   out.erase("original_max_position_embeddings");
+  // transformers 4 looks for that of "longrope" outside alone.
+  if (config.rope.kind == RopeConfig::Kind::kLongRope) {
+    out["original_max_position_embeddings"] = config.rope.original_max_positions;
+  }
   out["rope_scaling"] = RopeScaling(config.rope);
   if (config.architecture == Architecture::kLlamaForCausalLM) {
     out["attention_bias"] = config.qkv_bias;

@@ -73,7 +73,7 @@ struct CommonConfig {
 
 // Rotary position embedding. `kind` and numbers as transformers' "rope_parameters".
 struct RopeConfig {
-  enum class Kind { kDefault, kLinear, kDynamic, kYarn, kLlama3 };
+  enum class Kind { kDefault, kLinear, kDynamic, kYarn, kLlama3, kLongRope };
   Kind kind = Kind::kDefault;
   double theta = 10000;
   double factor = 1;
@@ -82,13 +82,18 @@ struct RopeConfig {
   // kLlama3 alone.
   double low_freq_factor = 1;
   double high_freq_factor = 4;
-  // kYarn alone. By default the attention factor follows from `factor` and the mscales.
+  // kYarn and kLongRope. By default it follows from `factor`, and of kYarn from the mscales too.
   std::optional<double> attention_factor = std::nullopt;
+  // kYarn alone.
   double mscale = 0;  // 0: none
   double mscale_all_dim = 0;
   double beta_fast = 32;
   double beta_slow = 1;
   bool truncate = true;
+  // kLongRope alone: by what each pair's wave is stretched, [head_dim / 2] each, in passes that
+  // stay within original_max_positions and in longer ones.
+  std::vector<double> short_factor = {};
+  std::vector<double> long_factor = {};
 };
 
 // Llama, Mistral, Mixtral and Qwen2: RMS norms, rotary positions, grouped queries, gated feed

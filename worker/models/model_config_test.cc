@@ -101,6 +101,32 @@ TEST(ParseModelConfig, StretchedPositions_LengthenTheContext) {
   }
 }
 
+TEST(ParseModelConfig, LongRope_StretchesByTheFactorOrByThePositions) {
+  const Json rope = {
+      {"type", "longrope"}, {"short_factor", {1.0, 1.0, 1.0, 1.5}}, {"long_factor", {1, 2, 3, 4}}};
+  const Json json = With(kLlama, {{"max_position_embeddings", 64},
+                                  {"original_max_position_embeddings", 16},
+                                  {"rope_scaling", rope}});
+  const DecoderConfig config = Decoder(json);
+  EXPECT_EQ(config.rope.kind, RopeConfig::Kind::kLongRope);
+  EXPECT_EQ(config.rope.original_max_positions, 16);
+  EXPECT_EQ(config.rope.factor, 4);
+  EXPECT_EQ(config.rope.long_factor, (std::vector<double>{1, 2, 3, 4}));
+  EXPECT_EQ(ContextLength(config), 64);
+  Json given = rope;
+  given.update({{"factor", 2.0}, {"attention_factor", 1.25}});
+  const DecoderConfig other = Decoder(With(json, {{"rope_scaling", given}}));
+  EXPECT_EQ(other.rope.factor, 2);
+  EXPECT_EQ(other.rope.attention_factor, 1.25);
+  for (const DecoderConfig& each : {config, other}) {
+    const std::string text = ToJson(each);
+    const auto again = ParseModelConfig(text, "again");
+    ASSERT_TRUE(again.ok()) << again.status();
+    EXPECT_EQ(ToJson(*again), text);
+    EXPECT_EQ(std::get<DecoderConfig>(*again).rope.original_max_positions, 16);
+  }
+}
+
 // Quirk hf_generate/s005: transformers refuses a hidden size that is no multiple of the heads.
 TEST(ParseModelConfig, HeadDim_DecidesWhereTheQuotientIsNotWhole) {
   const DecoderConfig config = Decoder(
@@ -160,14 +186,20 @@ TEST(ParseModelConfig, MissingKeys_GetTheClassesDefaults) {
   EXPECT_EQ(Common(*none).pad_token_id, std::nullopt);
 }
 
-TEST(ParseModelConfig, NamesOfLabels_SayHowManyThereAre) {
-  const Json bert = With(kLlama, {{"model_type", "bert"},
-                                  {"num_labels", 2},
-                                  {"id2label", {{"0", "a"}, {"1", "b"}, {"2", "c"}}}});
+TEST(ParseModelConfig, LabelsAreCountedByTheNumber_ElseByTheirNames) {
+  const Json bert =
+      With(kLlama, {{"model_type", "bert"}, {"id2label", {{"0", "a"}, {"1", "b"}, {"2", "c"}}}});
   const ReadConfigOptions classifier = {.architecture = "BertForSequenceClassification"};
-  const auto config = ParseModelConfig(bert.dump(), "config.json", classifier);
-  ASSERT_TRUE(config.ok()) << config.status();
-  EXPECT_EQ(std::get<BertConfig>(*config).num_labels, 3);
+  const auto labels = [&](const Json& json) {
+    const auto config = ParseModelConfig(json.dump(), "config.json", classifier);
+    EXPECT_TRUE(config.ok()) << config.status();
+    return config.ok() ? std::get<BertConfig>(*config).num_labels : -1;
+  };
+  EXPECT_EQ(labels(bert), 3);
+  EXPECT_EQ(labels(With(kLlama, {{"model_type", "bert"}})), 2);
+  // As transformers 5.17 reads it: regression, though there are names of classes.
+  EXPECT_EQ(labels(With(bert, {{"num_labels", 1}})), 1);
+  EXPECT_EQ(labels(With(bert, {{"num_labels", 1}, {"problem_type", "regression"}})), 1);
   EXPECT_NE(ErrorOf(With(bert, {{"id2label", {{"0", "a"}}},
                                 {"problem_type", "single_label_classification"}}),
                     classifier)
@@ -178,9 +210,18 @@ TEST(ParseModelConfig, NamesOfLabels_SayHowManyThereAre) {
 TEST(ParseModelConfig, WhatMusterCannotCompute_IsRefusedByName) {
   const std::vector<std::pair<Json, std::string>> cases = {
       {{{"attention_sinks", 4}}, "does not know the setting \"attention_sinks\""},
+      {{{"rope_scaling", {{"rope_type", "su"}, {"long_factor", {1.0, 1.5}}}}}, "the type \"su\""},
+      {{{"rope_scaling", {{"rope_type", "longrope"}, {"long_factor", {1.0, 1.5}}}}},
+       "\"rope_scaling.short_factor\" is missing"},
       {{{"rope_scaling",
-         {{"rope_type", "longrope"}, {"factor", 2.0}, {"long_factor", {1.0, 1.5}}}}},
-       "the type \"longrope\""},
+         {{"rope_type", "longrope"}, {"long_factor", {1.0, 1.5}}, {"short_factor", 2.0}}}},
+       "short_factor\" is 2.0, not a list"},
+      {{{"rope_scaling",
+         {{"rope_type", "longrope"}, {"long_factor", {1.0, 0}}, {"short_factor", {1.0, 1.5}}}}},
+       "long_factor\" is 0, not a number"},
+      {{{"rope_scaling",
+         {{"rope_type", "longrope"}, {"long_factor", {1.0, 1.5}}, {"short_factor", {1.0, 1.5}}}}},
+       "\"short_factor\" of \"longrope\" has 2 numbers; a \"head_dim\" of 8 needs 4"},
       {{{"rope_scaling", {{"rope_type", "yarn"}}}}, "\"rope_scaling.factor\" is missing"},
       {{{"rope_scaling", {{"rope_type", "linear"}}}}, "\"rope_scaling.factor\" is missing"},
       {{{"rope_scaling", {{"rope_type", "yarn"}, {"factor", nullptr}}}},

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -56,16 +57,50 @@ std::string Names(const std::vector<std::string>& names) {
       " and ", names.size() - kNamesShown, " more");
 }
 
+// By a head's name in files, the model's name of what it can be tied to.
+constexpr std::pair<const char*, const char*> kTies[] = {
+    {"lm_head.weight", "model.embed_tokens.weight"},
+    {"lm_head.weight", "transformer.wte.weight"},
+    {"cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"},
+    {"cls.predictions.decoder.bias", "cls.predictions.bias"},
+};
+
+bool HasTiedHead(const CommonConfig& config) {
+  // A classifier has no such head: what a file has of one is left over.
+  return config.tie_word_embeddings &&
+         config.architecture != Architecture::kBertForSequenceClassification;
+}
+
+NameInModel NamesIn(const WeightFiles& files, const TextModelImpl& model) {
+  std::set<std::string> given;
+  for (const WeightEntry& entry : files.entries()) {
+    given.insert(model.ParameterName(entry.tensor.name));
+  }
+  std::map<std::string, std::string> heads;
+  if (HasTiedHead(Common(model.config()))) {
+    std::set<std::string> wanted;
+    for (const auto& item : model.named_parameters()) wanted.insert(item.key());
+    for (const auto& [head, tied_to] : kTies) {
+      if (wanted.count(tied_to) != 0 && given.count(tied_to) == 0) heads.emplace(head, tied_to);
+    }
+  }
+  return [&model, heads = std::move(heads)](const std::string& in_file) {
+    const auto head = heads.find(in_file);
+    return head == heads.end() ? model.ParameterName(in_file) : head->second;
+  };
+}
+
 // Files against the model that the config describes, before it takes any memory. Sets
 // `*is_missing` if the files leave a tensor without a value.
 absl::Status Compare(const std::string& path, const WeightFiles& files, const TextModelImpl& model,
                      bool strict, bool* is_missing) {
+  const NameInModel names = NamesIn(files, model);
   std::map<std::string, at::Tensor> wanted;
   for (auto& [name, tensor] : Parameters(model)) wanted.emplace(name, tensor);
   std::vector<std::string> unexpected, different;
   for (const WeightEntry& entry : files.entries()) {
     const std::string& in_file = entry.tensor.name;
-    const std::string name = model.ParameterName(in_file);
+    const std::string name = names(in_file);
     if (name.empty()) continue;
     const auto found = wanted.find(name);
     if (found == wanted.end()) {
@@ -120,19 +155,7 @@ absl::StatusOr<bool> AreEqual(const WeightFiles& files, const WeightEntry& a,
 
 absl::Status CheckTiedHead(const std::string& path, const WeightFiles& files,
                            const TextModelImpl& model) {
-  const CommonConfig& config = Common(model.config());
-  // A classifier has no such head: what a file has of one is left over.
-  if (!config.tie_word_embeddings ||
-      config.architecture == Architecture::kBertForSequenceClassification) {
-    return absl::OkStatus();
-  }
-  // By the head's name in files, the model's name of what it is tied to.
-  static constexpr std::pair<const char*, const char*> kTies[] = {
-      {"lm_head.weight", "model.embed_tokens.weight"},
-      {"lm_head.weight", "transformer.wte.weight"},
-      {"cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"},
-      {"cls.predictions.decoder.bias", "cls.predictions.bias"},
-  };
+  if (!HasTiedHead(Common(model.config()))) return absl::OkStatus();
   for (const auto& [head_name, tied_to] : kTies) {
     const WeightEntry* const head = files.Find(head_name);
     if (head == nullptr) continue;
@@ -171,12 +194,9 @@ absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOpti
   MUSTER_RETURN_IF_ERROR(CheckTiedHead(path, files, *empty));
   TextModel model(Construct(config, options.dtype, options.device));
   if (is_missing) model->InitWeights();
-  const TextModelImpl& names = *model;
   MUSTER_ASSIGN_OR_RETURN(
       LoadedWeights loaded,
-      LoadWeights(path, Parameters(*model), {.strict = false, .rename = [&names](const auto& name) {
-                                               return names.ParameterName(name);
-                                             }}));
+      LoadWeights(path, Parameters(*model), {.strict = false, .rename = NamesIn(files, *model)}));
   if (report != nullptr) *report = std::move(loaded);
   model->eval();
   return model;
@@ -232,9 +252,10 @@ absl::StatusOr<CausalLm> LoadCausalLm(const std::string& path, const LoadPretrai
   return CausalLm(std::dynamic_pointer_cast<CausalLmImpl>(model.ptr()));
 }
 
-absl::Status CheckTiedHead(const std::string& path, const TextModelImpl& model) {
+absl::StatusOr<NameInModel> NamesInFiles(const std::string& path, const TextModelImpl& model) {
   MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, WeightFiles::Open(path));
-  return CheckTiedHead(path, files, model);
+  MUSTER_RETURN_IF_ERROR(CheckTiedHead(path, files, model));
+  return NamesIn(files, model);
 }
 
 absl::Status SaveConfig(const TextModelImpl& model, const std::string& dir) {

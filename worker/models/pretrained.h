@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_MODELS_PRETRAINED_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -53,10 +54,16 @@ absl::StatusOr<CausalLm> LoadCausalLm(const std::string& path,
                                       const LoadPretrainedOptions& options = {},
                                       LoadedWeights* report = nullptr);
 
-// Whether the files give a head that config.json ties to the embedding values of its own:
-// transformers 4 computes without them, transformers 5 with them. LoadPretrained asks. Reads both
-// tensors where files have both. INVALID_ARGUMENT names them; errors of WeightFiles.
-absl::Status CheckTiedHead(const std::string& path, const TextModelImpl& model);
+// The model's name of a tensor of its files; empty: it does not need it.
+using NameInModel = std::function<std::string(const std::string& name_in_file)>;
+
+// For files that are read otherwise than by LoadPretrained, which does the same: TextModelImpl's
+// ParameterName, and where the files hold a tied weight under the head's name alone, that one is
+// the embedding's. `model` outlives the result. INVALID_ARGUMENT names both tensors if the files
+// give a head that config.json ties to the embedding values of its own (transformers 4 computes
+// without them, transformers 5 with them); errors of WeightFiles. Reads both tensors where files
+// have both.
+absl::StatusOr<NameInModel> NamesInFiles(const std::string& path, const TextModelImpl& model);
 
 // Writes a folder that transformers and LoadPretrained load: config.json and safetensors in shards
 // of at most `max_shard_bytes`. Not for a model whose parameters are divided among processes: save

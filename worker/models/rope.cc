@@ -9,6 +9,7 @@
 #include "ATen/ops/cat.h"
 #include "ATen/ops/logical_and.h"
 #include "ATen/ops/pow.h"
+#include "ATen/ops/tensor.h"
 #include "ATen/ops/where.h"
 
 namespace muster::models {
@@ -59,10 +60,16 @@ at::Tensor RopeFrequencies(const RopeConfig& rope, int64_t head_dim, int64_t len
       head_dim;
   const double theta =
       rope.kind == RopeConfig::Kind::kDynamic ? DynamicTheta(rope, head_dim, length) : rope.theta;
+  if (rope.kind == RopeConfig::Kind::kLongRope) {
+    const auto& factors =
+        length > rope.original_max_positions ? rope.long_factor : rope.short_factor;
+    return (at::tensor(factors, exponents.options()) * at::pow(theta, exponents)).reciprocal();
+  }
   const at::Tensor plain = at::pow(theta, exponents).reciprocal();
   switch (rope.kind) {
     case RopeConfig::Kind::kDefault:
     case RopeConfig::Kind::kDynamic:
+    case RopeConfig::Kind::kLongRope:
       return plain;
     case RopeConfig::Kind::kLinear:
       return plain / rope.factor;
@@ -84,8 +91,15 @@ at::Tensor RopeFrequencies(const RopeConfig& rope, int64_t head_dim, int64_t len
 }
 
 double RopeAttentionFactor(const RopeConfig& rope) {
-  if (rope.kind != RopeConfig::Kind::kYarn) return 1;
+  const bool is_long = rope.kind == RopeConfig::Kind::kLongRope;
+  if (rope.kind != RopeConfig::Kind::kYarn && !is_long) return 1;
   if (rope.attention_factor.has_value()) return *rope.attention_factor;
+  if (is_long) {
+    return rope.factor <= 1
+               ? 1.0
+               : std::sqrt(1 + std::log(rope.factor) /
+                                   std::log(static_cast<double>(rope.original_max_positions)));
+  }
   if (rope.mscale != 0 && rope.mscale_all_dim != 0) {
     return Mscale(rope.factor, rope.mscale) / Mscale(rope.factor, rope.mscale_all_dim);
   }
@@ -106,7 +120,7 @@ RotaryEmbedding::RotaryEmbedding(const RopeConfig& rope, int64_t head_dim)
 
 Rotation RotaryEmbedding::At(const at::Tensor& positions, at::ScalarType dtype) const {
   at::Tensor frequencies = frequencies_;
-  if (rope_.kind == RopeConfig::Kind::kDynamic) {
+  if (rope_.kind == RopeConfig::Kind::kDynamic || rope_.kind == RopeConfig::Kind::kLongRope) {
     const int64_t length = positions.max().item<int64_t>() + 1;
     if (length > rope_.original_max_positions) {
       frequencies = RopeFrequencies(rope_, head_dim_, length);

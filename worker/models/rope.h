@@ -10,13 +10,13 @@ namespace muster::models {
 
 // Rotary position embedding (Su et al., 2021), with the frequencies of transformers' types
 // "default", "linear" (Chen et al., 2023), "dynamic" (NTK-aware, as in Peng et al., 2023), "yarn"
-// (Peng et al., 2023) and "llama3".
+// (Peng et al., 2023), "llama3" and "longrope" (Ding et al., 2024).
 
 // The angle between neighbouring positions for each pair of a head's dimensions: float32
-// [head_dim / 2], on the CPU. `length` counts for "dynamic": the tokens of the row.
+// [head_dim / 2], on the CPU. `length` counts for "dynamic" and "longrope": the tokens of the row.
 at::Tensor RopeFrequencies(const RopeConfig& rope, int64_t head_dim, int64_t length = 0);
 
-// What "yarn" multiplies cosines and sines by; 1 for the other types.
+// What "yarn" and "longrope" multiply cosines and sines by; 1 for the other types.
 double RopeAttentionFactor(const RopeConfig& rope);
 
 // Cosines and sines of some positions, computed once for all layers.
@@ -33,8 +33,9 @@ class RotaryEmbedding {
   RotaryEmbedding(const RopeConfig& rope, int64_t head_dim);
 
   // `positions` [B or 1, T] int64; the angles are float32, cosines and sines of `dtype`. "dynamic"
-  // looks at the last position: then, unlike in transformers, a row says the same whatever longer
-  // ones came before it.
+  // and "longrope" look at the last position of the pass: the longest row decides for all, and keys
+  // that a cache holds stay as they are. Unlike in transformers, "dynamic" keeps nothing: a row
+  // says the same whatever longer ones came before it.
   Rotation At(const at::Tensor& positions, at::ScalarType dtype) const;
 
  private:

@@ -68,6 +68,26 @@ TEST(RotaryEmbedding, Dynamic_ChangesBeyondTheLengthOfTheModelAlone) {
   EXPECT_TRUE(at::equal(sines(dynamic, 16), sines(plain, 16)));  // nothing is kept
 }
 
+TEST(RotaryEmbedding, LongRope_TakesTheLongFactorsBeyondTheOriginalPositionsAlone) {
+  const RopeConfig rope = {.kind = RopeConfig::Kind::kLongRope,
+                           .factor = 4,
+                           .original_max_positions = 16,
+                           .short_factor = {1, 1, 1, 1.5},
+                           .long_factor = {1, 2, 3, 4}};
+  for (int64_t i = 0; i < 4; ++i) {
+    const double plain = std::pow(10000, -static_cast<double>(i) / 4);
+    EXPECT_NEAR(At(RopeFrequencies(rope, 8, 16), i), plain / rope.short_factor[i], 1e-7);
+    EXPECT_NEAR(At(RopeFrequencies(rope, 8, 17), i), plain / rope.long_factor[i], 1e-7);
+  }
+  EXPECT_NEAR(RopeAttentionFactor(rope), std::sqrt(1.5), 1e-12);  // 1 + ln 4 / ln 16
+  const RotaryEmbedding rotary(rope, 8);
+  const auto first = [&](int64_t length) {
+    return rotary.At(at::arange(length, c10::kLong).unsqueeze(0), c10::kFloat).sin[0][0][1];
+  };
+  EXPECT_NEAR(At(first(16), 3), std::sqrt(1.5) * std::sin(1e-3 / 1.5), 1e-8);
+  EXPECT_NEAR(At(first(17), 3), std::sqrt(1.5) * std::sin(1e-3 / 4), 1e-8);
+}
+
 // What rotary positions are for: a product depends on the distance alone.
 TEST(Rotation, Products_DependOnTheDistanceOfPositions) {
   const RotaryEmbedding rotary({}, 8);
