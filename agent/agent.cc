@@ -379,9 +379,9 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
     return link_.Fail(EndOfThisMachine(
         absl::StrCat("a worker could not be started on ", hostname_, ": ", status.message())));
   };
-  if (absl::Status status = StartWorkers(meeting, attempt); !status.ok() && !stopped_) {
-    return not_started(status);
-  }
+  absl::Status status = options_.ready ? options_.ready() : absl::OkStatus();
+  if (status.ok()) status = StartWorkers(meeting, attempt);
+  if (!status.ok() && !stopped_) return not_started(status);
   if (stopped_) {
     link_.Fail({absl::StrCat("the job was stopped on ", hostname_), {}});
     return std::nullopt;

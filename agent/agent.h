@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -72,6 +73,8 @@ struct AgentOptions {
   WorkerProcesses* processes = nullptr;
   // Each worker starts in a control group of its own; borrowed. Null: in this process's.
   const WorkerGroups* groups = nullptr;
+  // Blocks until workers may start, for each attempt; an error refuses the job. Null: at once.
+  std::function<absl::Status()> ready = nullptr;
 };
 
 struct JobResult {

@@ -143,6 +143,15 @@ class AgentTest : public ::testing::Test {
   std::thread thread_;
 };
 
+TEST_F(AgentTest, NodeThatIsNotReady_StartsNothing) {
+  options_.ready = [] { return absl::InternalError("the disk is full"); };
+  const JobResult result = Run("echo runs");
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kRefused);
+  EXPECT_EQ(result.status, absl::InternalError("the disk is full"));
+  output_->Note("end");
+  EXPECT_EQ(ReadLine(), "end");
+}
+
 TEST_F(AgentTest, AllSucceed_EachSawItsPlace) {
   options_.slots = 3;
   const JobResult result =
