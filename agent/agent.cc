@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "agent/end_class.h"
+#include "agent/process_state.h"
 #include "base/clock.h"
 #include "base/file.h"
 #include "base/identity.h"
@@ -240,6 +241,7 @@ WorkerEnd Agent::OnEnded(const Ended& event) {
     end.memory_kill = kill.value_or("");
   }
   end.may_restart = MayRestart(end);
+  if (worker.by_itself && IsUserError(end, options_.user_error_codes)) user_error_ = EndBy(end);
   if (!end.exit.stuck.empty()) stuck_.push_back(end.ToString());
   link_.ReportEnd(end);
   return end;
@@ -254,6 +256,14 @@ void Agent::StopWorkers(absl::Duration grace) {
 
 v1::EndClass Agent::ClassOfWorker(const WorkerEnd& end) const {
   return ClassOf(end, options_.user_error_codes, CountMemoryKills() > memory_kills_);
+}
+
+AttemptEnd Agent::EndBy(const WorkerEnd& culprit) const {
+  AttemptEnd end;
+  end.why = culprit.ToString();
+  end.last_lines = culprit.last_lines;
+  end.end_class = ClassOfWorker(culprit);
+  return end;
 }
 
 std::optional<std::string> Agent::WhyLast(v1::EndClass end_class) const {
@@ -332,6 +342,19 @@ void Agent::WaitForWorkers() {
   }
 }
 
+void Agent::MarkEnded() {
+  for (Worker& worker : workers_) {
+    if (worker.process == nullptr || worker.ended || worker.renewed) continue;
+    const std::string state = ReadProcessState(worker.process->pid()).name;
+    worker.by_itself = state == "zombie" || state == "gone";
+  }
+}
+
+void Agent::NoteLast(const AttemptEnd& local, const AttemptEnd& agreed) {
+  if (options_.gate != nullptr) return;
+  if (!MayRetry(ClassOf(local)) && MayRetry(ClassOf(agreed))) counted_.last = local;
+}
+
 AttemptEnd Agent::Culprit(const Ended& first) {
   WorkerEnd culprit = OnEnded(first);
   const auto is_user_error = [this](const WorkerEnd& end) {
@@ -360,10 +383,7 @@ AttemptEnd Agent::Culprit(const Ended& first) {
     const bool better = culprit.exit.signal == 0 && end.exit.signal != 0;
     if (!stopped_here && (better || is_user_error(end))) culprit = std::move(end);
   }
-  AttemptEnd end;
-  end.why = culprit.ToString();
-  end.last_lines = culprit.last_lines;
-  end.end_class = ClassOfWorker(culprit);
+  AttemptEnd end = EndBy(culprit);
   culprit_ = std::move(culprit);
   return end;
 }
@@ -379,9 +399,9 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
     return link_.Fail(EndOfThisMachine(
         absl::StrCat("a worker could not be started on ", hostname_, ": ", status.message())));
   };
-  if (absl::Status status = StartWorkers(meeting, attempt); !status.ok() && !stopped_) {
-    return not_started(status);
-  }
+  absl::Status status = options_.ready ? options_.ready() : absl::OkStatus();
+  if (status.ok()) status = StartWorkers(meeting, attempt);
+  if (!status.ok() && !stopped_) return not_started(status);
   if (stopped_) {
     link_.Fail({absl::StrCat("the job was stopped on ", hostname_), {}});
     return std::nullopt;
@@ -414,6 +434,7 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
       local.restarts = IsWorthKeeping(*culprit_);
       StopOrKeepWorkers(local);
       AttemptEnd end = link_.Fail(local);
+      NoteLast(local, end);
       // Another node was first with a failure after which a restart could help. It cannot after
       // this one, and who decides has to learn that.
       if (options_.gate != nullptr && end.restarts && !culprit_->may_restart) {
@@ -424,8 +445,10 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
       return end;
     }
     if (const auto* elsewhere = std::get_if<EndedElsewhere>(&event)) {
+      MarkEnded();
       StopOrKeepWorkers(elsewhere->end);
       WaitForWorkers();
+      if (user_error_.has_value()) NoteLast(*user_error_, elsewhere->end);
       return elsewhere->end;
     }
     if (const auto* kill = std::get_if<KillWanted>(&event)) {
@@ -504,15 +527,23 @@ JobResult Agent::RunAttempts() {
       result.outcome = JobResult::Outcome::kSucceeded;
       return result;
     }
+    result.restarts = attempt = attempt_ = meeting->attempt;
+    counted_ = meeting->counted;
+    if (!counted_.last.why.empty()) {
+      result.outcome = JobResult::Outcome::kFailed;
+      result.failure = counted_.last;
+      const std::optional<std::string> last = WhyLast(ClassOf(result.failure));
+      if (last.has_value() && !last->empty()) absl::StrAppend(&result.failure.why, "; ", *last);
+      return result;
+    }
     if (options_.elastic) {
-      result.restarts = attempt = attempt_ = meeting->attempt;
-      counted_ = meeting->counted;
       output_.Note(absl::StrCat("muster: the job runs on ", meeting->num_nodes,
                                 meeting->num_nodes == 1 ? " machine" : " machines",
                                 ", of which this one is number ", meeting->node_rank));
     }
     absl::Status refused;
     culprit_.reset();
+    user_error_.reset();
     std::optional<AttemptEnd> end = RunAttempt(*meeting, attempt, &refused);
     result.failed_here = culprit_;
     if (!stuck_.empty()) {
@@ -571,6 +602,8 @@ JobResult Agent::RunAttempts() {
         return result;
       }
     }
+    // They meet only to hear of it.
+    if (!counted_.last.why.empty()) continue;
     if (counts) ++counted_.total;
     CountStart(options_.class_limits, end_class, &counted_.by_class);
     restarted_after_ = result.failure.why;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -72,6 +73,8 @@ struct AgentOptions {
   WorkerProcesses* processes = nullptr;
   // Each worker starts in a control group of its own; borrowed. Null: in this process's.
   const WorkerGroups* groups = nullptr;
+  // Blocks until workers may start, for each attempt; an error refuses the job. Null: at once.
+  std::function<absl::Status()> ready = nullptr;
 };
 
 struct JobResult {
@@ -143,6 +146,8 @@ class Agent {
     bool kept = false;     // the attempt in which it was started has ended without it
     bool awaited = false;  // and it has not given that up yet
     bool renewed = false;  // it was stopped for that, and is started again
+    // It had ended when another node ended the attempt, so nobody has asked it to.
+    bool by_itself = false;
   };
   struct Ended {
     int local_rank;
@@ -209,6 +214,12 @@ class Agent {
   // (stopped_).
   std::optional<AttemptEnd> RunAttempt(const Meeting& meeting, int attempt, absl::Status* refused);
   AttemptEnd Culprit(const Ended& first);
+  AttemptEnd EndBy(const WorkerEnd& culprit) const;
+  // Another node has ended the attempt.
+  void MarkEnded();
+  // No restart helps after `local`, but the nodes have agreed on another end by now. This one says
+  // so when they meet again.
+  void NoteLast(const AttemptEnd& local, const AttemptEnd& agreed);
 
   const AgentOptions options_;
   ProcessHost& host_;
@@ -227,7 +238,8 @@ class Agent {
   bool stopped_ = false;
   std::vector<std::string> stuck_;  // workers that could not be killed
   std::optional<WorkerEnd> culprit_;
-  std::string restarted_after_;  // why the attempt before has ended
+  std::optional<AttemptEnd> user_error_;  // of a worker that had ended by itself: see MarkEnded
+  std::string restarted_after_;           // why the attempt before has ended
 
   Mutex mu_;
   CondVar changed_;

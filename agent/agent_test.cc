@@ -27,6 +27,7 @@
 namespace muster::agent {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -142,6 +143,44 @@ class AgentTest : public ::testing::Test {
   JobResult result_;
   std::thread thread_;
 };
+
+TEST_F(AgentTest, UserErrorAfterAnotherFailureElsewhere_IsToldWhenTheNodesMeetAgain) {
+  options_.max_restarts = 3;
+  coordination_.FailsElsewhereFirst({"rank 5 was killed", {}});
+  const JobResult result = Run("echo runs; exit 2");
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  EXPECT_THAT(result.failure.why, AllOf(HasSubstr("exited with code 2"),
+                                        HasSubstr("; a restart does not help after a user error")));
+  EXPECT_THAT(coordination_.attempts(), ElementsAre(0, 1));
+  EXPECT_EQ(ReadLine(), "[0]: runs");
+  output_->Note("end");
+  EXPECT_EQ(ReadLine(), "end") << "it has run once, and nobody has said that it starts again";
+}
+
+TEST_F(AgentTest, UserErrorOfAnotherNode_StartsNothing) {
+  Meeting meeting;
+  meeting.attempt = 2;
+  meeting.counted.total = 2;
+  meeting.counted.last = {"rank 5 exited with code 2", {}};
+  meeting.counted.last.end_class = v1::END_CLASS_USER_ERROR;
+  coordination_.SetMeeting(meeting);
+  options_.max_restarts = 3;
+  const JobResult result = Run("echo runs");
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  EXPECT_EQ(result.failure.why,
+            "rank 5 exited with code 2; a restart does not help after a user error");
+  output_->Note("end");
+  EXPECT_EQ(ReadLine(), "end");
+}
+
+TEST_F(AgentTest, NodeThatIsNotReady_StartsNothing) {
+  options_.ready = [] { return absl::InternalError("the disk is full"); };
+  const JobResult result = Run("echo runs");
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kRefused);
+  EXPECT_EQ(result.status, absl::InternalError("the disk is full"));
+  output_->Note("end");
+  EXPECT_EQ(ReadLine(), "end");
+}
 
 TEST_F(AgentTest, AllSucceed_EachSawItsPlace) {
   options_.slots = 3;

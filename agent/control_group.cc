@@ -114,10 +114,10 @@ absl::Status ControlGroup::Enable(const std::vector<std::string>& controllers) c
 
 absl::Status ControlGroup::Enter() const { return Write("cgroup.procs", "0"); }
 
-absl::StatusOr<OwnedFd> ControlGroup::OpenProcesses() const {
-  OwnedFd fd(open(PathOf("cgroup.procs").c_str(), O_WRONLY | O_CLOEXEC));
+absl::StatusOr<OwnedFd> ControlGroup::Open() const {
+  OwnedFd fd(open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (fd.open()) return fd;
-  return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", PathOf("cgroup.procs")));
+  return absl::ErrnoToStatus(errno, absl::StrCat("cannot open the control group ", folder_));
 }
 
 std::vector<ControlGroup> ControlGroup::Children() const {

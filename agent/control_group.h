@@ -60,8 +60,8 @@ class ControlGroup {
 
   // Moves this process into it.
   absl::Status Enter() const;
-  // A descriptor on which a process writes "0" to move itself.
-  absl::StatusOr<OwnedFd> OpenProcesses() const;
+  // A descriptor of its folder, with which a process can be started in it.
+  absl::StatusOr<OwnedFd> Open() const;
   // The first processes in it and below it.
   std::vector<int64_t> Processes() const;
 

@@ -126,7 +126,7 @@ TEST_F(ControlGroupTest, Errors_NameTheFile) {
   const ControlGroup none = root_.Below("a").Below("b");
   EXPECT_THAT(none.Make().message(), HasSubstr("a/b"));
   EXPECT_THAT(none.Enter().message(), HasSubstr("a/b/cgroup.procs"));
-  EXPECT_THAT(none.OpenProcesses().status().message(), HasSubstr("a/b/cgroup.procs"));
+  EXPECT_THAT(none.Open().status().message(), HasSubstr("the control group "));
   EXPECT_THAT(none.Write("memory.max", "1").message(), Not(IsEmpty()));
 }
 

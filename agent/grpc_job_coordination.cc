@@ -57,11 +57,16 @@ v1::EndClass ClassOfName(const std::string& name) {
   return end_class;
 }
 
-std::string ToJson(const AttemptEnd& end) {
+json JsonOf(const AttemptEnd& end) {
   json value = {{"why", end.why}, {"last_lines", end.last_lines}};
   if (end.cause != AttemptEnd::Cause::kFailed) value["cause"] = static_cast<int>(end.cause);
   if (end.restarts) value["restarts"] = true;
   if (end.end_class != v1::END_CLASS_UNSPECIFIED) value["class"] = NameOf(end.end_class);
+  return value;
+}
+
+// What programs write need not be UTF-8.
+std::string Dump(const json& value) {
   return value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
@@ -78,32 +83,8 @@ int CountOf(const json& value, const char* name) {
   return it->get<int>();
 }
 
-// The restarts so far.
-void AddCounts(const RestartCounts& counts, json* value) {
-  (*value)["counted"] = counts.total;
-  json classes = json::object();
-  for (const v1::ClassCount& one : counts.by_class) classes[NameOf(one.end_class())] = one.count();
-  if (!classes.empty()) (*value)["classes"] = std::move(classes);
-}
-RestartCounts CountsOf(const json& value) {
-  RestartCounts counts;
-  counts.total = CountOf(value, "counted");
-  const auto classes = value.find("classes");
-  if (classes == value.end() || !classes->is_object()) return counts;
-  for (const auto& [name, end_class] : kLimitedClasses) {
-    const int count = CountOf(*classes, NameOf(end_class).c_str());
-    if (count == 0) continue;
-    v1::ClassCount* const one = counts.by_class.Add();
-    one->set_end_class(end_class);
-    one->set_count(count);
-  }
-  return counts;
-}
-
-AttemptEnd EndFromJson(const std::string& text) {
-  const json value = json::parse(text, nullptr, /*allow_exceptions=*/false);
+AttemptEnd EndOf(const json& value) {
   AttemptEnd end;
-  if (!value.is_object()) return {text, {}};
   end.why = TextOf(value, "why");
   if (const int cause = CountOf(value, "cause");
       cause <= static_cast<int>(AttemptEnd::Cause::kMachineCame)) {
@@ -119,6 +100,35 @@ AttemptEnd EndFromJson(const std::string& text) {
     }
   }
   return end;
+}
+AttemptEnd EndFromJson(const std::string& text) {
+  const json value = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  return value.is_object() ? EndOf(value) : AttemptEnd{text, {}};
+}
+
+void AddCounts(const RestartCounts& counts, json* value) {
+  (*value)["counted"] = counts.total;
+  json classes = json::object();
+  for (const v1::ClassCount& one : counts.by_class) classes[NameOf(one.end_class())] = one.count();
+  if (!classes.empty()) (*value)["classes"] = std::move(classes);
+  if (!counts.last.why.empty()) (*value)["last"] = JsonOf(counts.last);
+}
+RestartCounts CountsOf(const json& value) {
+  RestartCounts counts;
+  counts.total = CountOf(value, "counted");
+  if (const auto last = value.find("last"); last != value.end() && last->is_object()) {
+    counts.last = EndOf(*last);
+  }
+  const auto classes = value.find("classes");
+  if (classes == value.end() || !classes->is_object()) return counts;
+  for (const auto& [name, end_class] : kLimitedClasses) {
+    const int count = CountOf(*classes, NameOf(end_class).c_str());
+    if (count == 0) continue;
+    v1::ClassCount* const one = counts.by_class.Add();
+    one->set_end_class(end_class);
+    one->set_count(count);
+  }
+  return counts;
 }
 
 // The coordinator has ended this node's place in the job, or given it to another one.
@@ -173,7 +183,7 @@ std::optional<AttemptEnd> EndFromReason(const std::string& reason) {
 
 // The coordinator has ended the attempt. Without a culprit, another agent has asked for it.
 AttemptEnd EndOfGeneration(bool elastic, const std::string& why, bool has_culprit) {
-  if (elastic && !has_culprit) {
+  if (!has_culprit) {
     if (std::optional<AttemptEnd> end = EndFromReason(why)) return *std::move(end);
   }
   return {elastic && has_culprit ? absl::StrCat("a machine is lost: ", why) : why,
@@ -226,7 +236,7 @@ class GrpcJobCoordination final : public JobCoordination {
 
   absl::StatusOr<Meeting> Meet(int attempt, const RestartCounts& counted) override {
     StopWatching();
-    const std::string again = elastic() ? WhyAgain() : "another attempt begins";
+    const std::string again = WhyAgain();
     MUSTER_RETURN_IF_ERROR(AwaitCoordinator(attempt));
     Meeting meeting;
     meeting.attempt = attempt;
@@ -421,6 +431,7 @@ class GrpcJobCoordination final : public JobCoordination {
   // happens when the coordinator is back.
   enum class Late { kForgotten, kHeld };
 
+  bool agrees_on_counts() const { return elastic() || options_.counts_restarts; }
   bool elastic() const { return options_.min_nodes > 0 && options_.min_nodes < options_.num_nodes; }
 
   // Puts a key unless one of `absent` exists; then gets the key "end".
@@ -544,21 +555,27 @@ class GrpcJobCoordination final : public JobCoordination {
   // Ends the attempt unless a machine is done, or it has ended: one operation, because a job that
   // has succeeded must not begin again. False: it goes on, or it ends as others say.
   bool WriteEndUnlessDone(const AttemptEnd& end) {
-    const absl::StatusOr<v1::OpResult> result =
-        Call(PutUnless({EndKey(), DoneKey()}, EndKey(), ToJson(end)), kShortCall, Until::kEnded);
+    const absl::StatusOr<v1::OpResult> result = Call(
+        PutUnless({EndKey(), DoneKey()}, EndKey(), Dump(JsonOf(end))), kShortCall, Until::kEnded);
     return result.ok() && result->txn().succeeded();
   }
 
   AttemptEnd WriteEnd(const AttemptEnd& end) {
     if (options_.num_nodes == 1) return end;
-    v1::Op op = PutUnless({EndKey()}, EndKey(), ToJson(end));
+    v1::Op op = PutUnless({EndKey()}, EndKey(), Dump(JsonOf(end)));
     // A job that ends does not wait for a coordinator that is away.
     const absl::Duration patience = session_->stream().connected() ? kShortCall : absl::Seconds(1);
     const absl::StatusOr<v1::OpResult> result =
         Call(std::move(op), patience, Until::kAnswered, Late::kHeld);
     if (!result.ok()) {
       MUSTER_LOG(Debug) << "cannot notify the other machines: " << result.status().message();
-      if (!elastic()) return end;
+      if (!elastic()) {
+        // Another machine was first, and has ended the generation to meet again.
+        const std::optional<AttemptEnd> first = EndOfRefused(false, result.status());
+        if (!first.has_value()) return end;
+        MutexLock lock(&shared_->mu);
+        return shared_->ended ? shared_->how : *first;
+      }
       {
         MutexLock lock(&shared_->mu);
         if (shared_->ended) return shared_->how;
@@ -923,7 +940,7 @@ class GrpcJobCoordination final : public JobCoordination {
     put->set_key(CountKey(node_rank_));
     json value = {{"attempt", meeting.attempt}};
     AddCounts(meeting.counted, &value);
-    put->set_value(value.dump());
+    put->set_value(Dump(value));
     return Call(std::move(op), options_.outage_tolerance + kAgree, Until::kCancelled).status();
   }
 
@@ -933,11 +950,19 @@ class GrpcJobCoordination final : public JobCoordination {
     v1::Op op;
     *op.mutable_wait()->mutable_fence() = AgentFence();
     for (int rank = 1; rank < num_nodes_; ++rank) op.mutable_wait()->add_keys(CountKey(rank));
-    const absl::Duration patience = std::min(options_.outage_tolerance + kAgree, kLongest);
+    const absl::Duration patience =
+        elastic() ? std::min(options_.outage_tolerance + kAgree, kLongest) : kAgree;
     *op.mutable_wait()->mutable_timeout() = rpc::ToProto(patience);
-    MUSTER_ASSIGN_OR_RETURN(const v1::OpResult result,
-                            Call(std::move(op), patience + kShortCall, Until::kCancelled));
-    for (const v1::KeyValue& kv : result.wait().kvs()) {
+    const absl::StatusOr<v1::OpResult> result =
+        Call(std::move(op), patience + kShortCall, Until::kCancelled);
+    if (!elastic() && rpc::GetReason(result.status()) == v1::ERROR_REASON_WAIT_TIMEOUT) {
+      MUSTER_LOG(Warning) << "not all machines of job " << options_.job
+                          << " say how many restarts they have counted: an older version runs "
+                          << "there, which counts its own";
+      return absl::OkStatus();
+    }
+    MUSTER_RETURN_IF_ERROR(result.status());
+    for (const v1::KeyValue& kv : result->wait().kvs()) {
       const json value = json::parse(kv.value(), nullptr, /*allow_exceptions=*/false);
       if (!value.is_object()) return absl::InternalError("the counts of a machine are malformed");
       meeting->attempt = std::max(meeting->attempt, CountOf(value, "attempt"));
@@ -948,7 +973,7 @@ class GrpcJobCoordination final : public JobCoordination {
 
   // Machine 0 writes what must be the same everywhere, the others compare.
   absl::Status Agree(Meeting* meeting) {
-    if (elastic()) {
+    if (agrees_on_counts()) {
       MUSTER_RETURN_IF_ERROR(node_rank_ == 0 ? TakeCounts(meeting) : TellCounts(*meeting));
     }
     v1::Op op;
@@ -961,11 +986,11 @@ class GrpcJobCoordination final : public JobCoordination {
       json value = {{"settings", options_.settings},
                     {"master_addr", meeting->master_addr},
                     {"master_port", meeting->master_port}};
-      if (elastic()) {
+      if (agrees_on_counts()) {
         value["attempt"] = meeting->attempt;
         AddCounts(meeting->counted, &value);
       }
-      put->set_value(value.dump());
+      put->set_value(Dump(value));
       return Call(std::move(op), options_.outage_tolerance + kAgree, Until::kCancelled).status();
     }
     *op.mutable_wait()->mutable_fence() = AgentFence();
@@ -985,7 +1010,7 @@ class GrpcJobCoordination final : public JobCoordination {
           "machine ", node_rank_, " was launched with ", options_.settings, ", but machine 0 with ",
           theirs, ": launch all machines with the same settings"));
     }
-    if (elastic()) {
+    if (agrees_on_counts()) {
       meeting->attempt = std::max(meeting->attempt, CountOf(value, "attempt"));
       meeting->counted.TakeLarger(CountsOf(value));
     }

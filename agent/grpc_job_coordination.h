@@ -28,6 +28,9 @@ struct GrpcJobCoordinationOptions {
   // This process hosts the coordinator: where the number of nodes varies, it serves the others on
   // when it gets no place among them.
   bool hosts_coordinator = false;
+  // The agents count restarts themselves, so before each attempt they agree on what they have
+  // counted. They always do where the number of nodes varies.
+  bool counts_restarts = false;
   // Must be the same on all nodes, for example "num_processes 4, max_restarts 0". Shown when it is
   // not.
   std::string settings = {};

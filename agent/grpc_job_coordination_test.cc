@@ -48,6 +48,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
                                              .node_rank = node_rank,
                                              .another_is_first = another_is_first_,
                                              .hosts_coordinator = hosts_coordinator_,
+                                             .counts_restarts = counts_restarts_,
                                              .settings = "num_processes 2",
                                              .join_timeout = join_timeout,
                                              .outage_tolerance = absl::Milliseconds(1),
@@ -150,6 +151,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
   }
 
   int min_nodes_ = 0;
+  bool counts_restarts_ = false;
   bool another_is_first_ = false;
   bool hosts_coordinator_ = false;
   // Of the next AnswerAsElastic: what it does not answer as usual. Then this returns true.
@@ -325,6 +327,32 @@ TEST_F(GrpcJobCoordinationTest, NewcomerGetsNumberZero_ItTakesOverTheCountsOfThe
   ASSERT_EQ(meeting->counted.by_class.size(), 1);
   EXPECT_EQ(meeting->counted.by_class[0].end_class(), v1::END_CLASS_OUT_OF_MEMORY);
   EXPECT_EQ(meeting->counted.by_class[0].count(), 1);
+}
+
+// The number of machines is fixed.
+TEST_F(GrpcJobCoordinationTest, RestartsAreCounted_MachinesAgreeOnThem) {
+  StartCoordinator();
+  AnswerWith(R"({"settings": "num_processes 2", "master_addr": "10.0.0.1", "master_port": 29501,)"
+             R"( "attempt": 5, "counted": 3, "classes": {"OUT_OF_MEMORY": 2},)"
+             R"( "last": {"why": "rank 0 exited with code 2", "class": "USER_ERROR"}})",
+             "");
+  counts_restarts_ = true;
+  MakeCoordination(2, absl::Minutes(1));
+  RestartCounts counted;
+  counted.total = 4;
+  const absl::StatusOr<Meeting> meeting = coordination_->Meet(4, counted);
+  ASSERT_TRUE(meeting.ok()) << meeting.status();
+  EXPECT_EQ(meeting->attempt, 5);
+  EXPECT_EQ(meeting->counted.total, 4) << "the larger one";
+  ASSERT_EQ(meeting->counted.by_class.size(), 1);
+  EXPECT_EQ(meeting->counted.by_class[0].count(), 2);
+  EXPECT_EQ(meeting->counted.last.why, "rank 0 exited with code 2");
+  EXPECT_EQ(meeting->counted.last.end_class, v1::END_CLASS_USER_ERROR);
+  const v1::AgentFrame told = sessions_.WaitFor([](const v1::AgentFrame& one) {
+    return one.has_ops() && one.ops().ops(0).has_txn() &&
+           one.ops().ops(0).txn().then(0).put().key() == "gen/1/count/1";
+  });
+  EXPECT_THAT(told.ops().ops(0).txn().then(0).put().value(), HasSubstr("\"counted\":4"));
 }
 
 // The key "end" went with its generation before this machine had read it.

@@ -55,12 +55,17 @@ bool LacksARank(const v1::GetMembersReply& members) {
   return false;
 }
 
-// Whatever changes with their progress.
+// Whatever changes with their progress. Of a program that does not count its signs of progress,
+// what it shows: a step that is counted from a lower number again, or a phase that has come back
+// between two looks, looks the same.
 std::string Shows(const std::vector<const v1::Member*>& alive) {
   std::string shows;
   for (const v1::Member* const member : alive) {
-    absl::StrAppend(&shows, member->rank(), " ", member->incarnation(), " ", member->last_step(),
-                    " ", member->phase(), "\n", member->last_collective(), "\n");
+    absl::StrAppend(&shows, member->rank(), " ", member->incarnation(), " ", member->progress(),
+                    "\n");
+    if (member->progress() != 0) continue;
+    absl::StrAppend(&shows, member->last_step(), " ", member->phase(), "\n",
+                    member->last_collective(), "\n");
   }
   return shows;
 }

@@ -25,8 +25,9 @@ struct HangReport {
 };
 
 // Judges from what the coordinator knows of a job's ranks whether the job hangs: whether for
-// `timeout` no rank has finished a step, begun or ended a collective or come to another phase of
-// the program. Not thread-safe; pure.
+// `timeout` no rank has finished a step, begun or ended a collective or a bucket of one, or begun a
+// phase of the program. Workers count these, so what is as before at two looks because it has come
+// back in between is progress. Not thread-safe; pure.
 //
 // Time does not count:
 // - before some rank has finished a step in its process: compilation and the first batch take long;

@@ -96,6 +96,33 @@ TEST_F(HangCoreTest, AnyProgressOfOneRank_BeginsAnew) {
   EXPECT_TRUE(Watch(absl::Hours(1)).has_value());
 }
 
+// Whenever anyone looks, a process on its own is in the same micro step's backward.
+TEST_F(HangCoreTest, CountedProgressThatLooksTheSame_IsNoHang) {
+  for (int rank = 0; rank < 4; ++rank) Of(rank)->set_progress(500);
+  for (int i = 0; i < 5; ++i) {
+    EXPECT_FALSE(Watch(kTimeout - absl::Seconds(20)).has_value());
+    Of(1)->set_progress(501 + i);
+  }
+  EXPECT_TRUE(Watch(absl::Hours(1)).has_value());
+}
+
+TEST_F(HangCoreTest, CountedProgressThatStands_IsAHangWhateverIsShown) {
+  for (int rank = 0; rank < 4; ++rank) Of(rank)->set_progress(500);
+  ASSERT_FALSE(Watch(kTimeout).has_value());
+  // Read at another moment than the count.
+  Of(1)->set_phase("between steps");
+  EXPECT_TRUE(Watch(absl::Minutes(1)).has_value());
+}
+
+TEST_F(HangCoreTest, RanksOfAnOlderProgramAmongOthers_AreJudgedByWhatTheyShow) {
+  for (int rank = 1; rank < 4; ++rank) Of(rank)->set_progress(500);
+  for (int i = 0; i < 5; ++i) {
+    EXPECT_FALSE(Watch(kTimeout - absl::Seconds(20)).has_value());
+    Of(0)->set_last_step(13 + i);
+  }
+  EXPECT_TRUE(Watch(absl::Hours(1)).has_value());
+}
+
 TEST_F(HangCoreTest, BeforeTheFirstStep_NothingHangs) {
   for (int rank = 0; rank < 4; ++rank) Of(rank)->set_last_step(0);
   EXPECT_FALSE(Watch(absl::Hours(10)).has_value());

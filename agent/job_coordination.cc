@@ -34,6 +34,7 @@ v1::EndClass ClassOf(const AttemptEnd& end) {
 
 void RestartCounts::TakeLarger(const RestartCounts& other) {
   total = std::max(total, other.total);
+  if (last.why.empty()) last = other.last;
   for (const v1::ClassCount& theirs : other.by_class) {
     const auto ours = std::find_if(by_class.begin(), by_class.end(), [&](const auto& one) {
       return one.end_class() == theirs.end_class();

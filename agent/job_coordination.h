@@ -60,10 +60,13 @@ struct AttemptEnd {
 // The class that the failure policy knows it by; UNSPECIFIED: an end that it does not limit.
 v1::EndClass ClassOf(const AttemptEnd& end);
 
-// The restarts of a job so far, as its failure policy counts them.
+// What the failure policy of a job has counted so far: the restarts, and whether one more helps.
 struct RestartCounts {
   int total = 0;           // those that count against max_restarts
   ClassCounts by_class{};  // of the classes that have a limit
+  // An end after which no restart helps, on a machine whose attempt had another cause, which was
+  // seen first. Without `why`: none.
+  AttemptEnd last{};
   void TakeLarger(const RestartCounts& other);
 };
 
@@ -74,8 +77,8 @@ struct Meeting {
   // Where programs without a coordinator may meet. Rank 0's node chooses.
   std::string master_addr = "127.0.0.1";
   int master_port = 0;
-  // All agents' number of this attempt, and of the restarts before it that count: those of this
-  // agent, unless it has come later than others.
+  // All agents' number of this attempt, and what they have counted before it: that of this agent,
+  // unless it has come later than others, or they know more. With `counted.last`, nothing starts.
   int attempt = 0;
   RestartCounts counted = {};
   // All nodes have finished the job already, and only this agent did not learn it before it died:

@@ -1,6 +1,7 @@
 #include "agent/keeper.h"
 
 #include <fcntl.h>
+#include <linux/sched.h>
 #include <poll.h>
 #include <signal.h>
 #include <string.h>
@@ -70,7 +71,7 @@ struct ChildStart {
   char* const* envp;
   const char* directory;  // null: stay
   const int* fds;         // input, output, errors, report
-  int group_fd;           // -1: stay
+  int group_fd;           // -1: stay, or it is there already
   uint32_t ignored;
   pid_t parent;
   CloseRangeCall close_range;
@@ -83,13 +84,28 @@ struct ChildStart {
   _exit(127);
 }
 
+bool EnterGroup(int group_fd) {
+  const int processes = openat(group_fd, "cgroup.procs", O_WRONLY | O_CLOEXEC);
+  return processes >= 0 && write(processes, "0", 1) == 1 && close(processes) == 0;
+}
+
+// A child in a control group from its beginning; -1 and errno. To move one that runs, the kernel
+// waits until every processor has scheduled: some ten milliseconds, for each worker.
+pid_t ForkInto(int group_fd) {
+  clone_args args = {};
+  args.flags = CLONE_INTO_CGROUP;
+  args.exit_signal = SIGCHLD;
+  args.cgroup = static_cast<uint64_t>(group_fd);
+  return static_cast<pid_t>(syscall(SYS_clone3, &args, sizeof(args)));
+}
+
 [[noreturn]] void ChildMain(const ChildStart& start) {
   setsid();
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   // The parent may have died before the line above.
   if (getppid() != start.parent) _exit(127);
   // Before all else: what it uses counts there from the beginning.
-  if (start.group_fd >= 0 && write(start.group_fd, "0", 1) != 1) {
+  if (start.group_fd >= 0 && !EnterGroup(start.group_fd)) {
     ChildFails(start.fds[3], StartError::kGroup);
   }
   for (int signal = 1; signal < NSIG; ++signal) {
@@ -274,7 +290,7 @@ pid_t ForkChild(const Request& request, const int* fds, State* state) {
   char** const envp = pointers + request.argc + 1;
   for (int i = 0; i < request.argc; ++i) argv[i] = next();
   for (int i = 0; i < request.envc; ++i) envp[i] = next();
-  const ChildStart start = {
+  ChildStart start = {
       .path = path,
       .argv = argv,
       .envp = envp,
@@ -285,9 +301,21 @@ pid_t ForkChild(const Request& request, const int* fds, State* state) {
       .parent = state->self,
       .close_range = state->close_range,
   };
-  // Not fork: its handlers are those of the libraries of the process that this one was forked from.
-  const pid_t pid = _Fork();
-  if (pid == 0) ChildMain(start);
+  pid_t pid = -1;
+  if (start.group_fd >= 0) {
+    pid = ForkInto(start.group_fd);
+    if (pid == 0) {
+      start.group_fd = -1;
+      ChildMain(start);
+    }
+  }
+  // An older kernel cannot, and a container may forbid it; what else is wrong with the group, the
+  // child says. Not fork: its handlers are those of the libraries of the process that this one was
+  // forked from.
+  if (pid < 0) {
+    pid = _Fork();
+    if (pid == 0) ChildMain(start);
+  }
   const int error = errno;
   munmap(memory, pointers_size);
   munmap(strings, request.bytes);

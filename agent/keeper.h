@@ -28,7 +28,7 @@ struct ChildPlan {
   std::vector<std::string> env;
   std::string directory;  // empty: the one this process had when the keeper started
   int stdin_fd = -1, stdout_fd = -1, stderr_fd = -1, error_fd = -1;
-  int group_fd = -1;  // cgroup.procs of its control group; -1: this process's
+  int group_fd = -1;  // the folder of its control group; -1: this process's
 };
 
 // How a child ended, in the words of siginfo_t.

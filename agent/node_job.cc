@@ -143,6 +143,8 @@ std::unique_ptr<JobCoordination> JoinJob(const NodeJobOptions& options, NodeUpli
           .node_rank = options.node_rank,
           .another_is_first = options.another_is_first,
           .hosts_coordinator = options.hosts_coordinator,
+          // With a gate, who decides counts.
+          .counts_restarts = options.agent.gate == nullptr && options.agent.max_restarts > 0,
           .settings = Settings(options),
           .host = options.host,
           .rack = options.agent.worker.rack,

@@ -33,6 +33,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "agent/attempt_end.h"
+#include "agent/attempt_files.h"
 #include "agent/attempt_log.h"
 #include "agent/attempt_restarts.h"
 #include "agent/control_group.h"
@@ -42,6 +43,7 @@
 #include "agent/memory_terms.h"
 #include "agent/node_attempts.h"
 #include "agent/node_groups.h"
+#include "agent/worker_groups.h"
 #include "base/clock.h"
 #include "base/exit_code.h"
 #include "base/file.h"
@@ -50,7 +52,6 @@
 #include "base/log_level_control.h"
 #include "base/mutex.h"
 #include "base/owned_fd.h"
-#include "base/secret_file.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "proto/job_limits.h"
@@ -88,7 +89,8 @@ constexpr absl::Duration kOutageTolerance = absl::Hours(24);  // of attempts
 int64_t UnixMs() { return absl::ToUnixMillis(absl::Now()); }
 
 // One attempt's folder under STATE_DIR/attempts:
-//   record.json  what was assigned; written before the runner starts
+//   record.json  what was assigned; there before the runner starts, and on the disk before the
+//                program does
 //   lock         held by the runner and by all that must end with it
 //   runner.pid   by the runner
 //   end.json     by the runner when it has ended
@@ -679,12 +681,12 @@ class NodeService {
     const json record = {
         {"job", key.first},    {"attempt", key.second},           {"cluster", attempts_.cluster()},
         {"started", UnixMs()}, {"first_rank", runner.first_rank}, {"group", runner.group}};
-    absl::Status status = WriteFileAtomically(runner.folder.Of("record.json"), record.dump());
-    if (status.ok()) status = SyncDirectory(Attempts());
+    // The runner waits for the disk, beside what it has to do before it starts the program.
+    absl::Status status = PutFile(runner.folder.Of("record.json"), record.dump());
     if (status.ok()) status = MakeDirectories(runner.folder.Of("work"));
     if (status.ok()) status = WriteJobFiles(assignment.spec(), runner.folder.Of("work"));
     if (status.ok() && !assignment.token().empty()) {
-      status = WriteSecretFile(runner.folder.Of("token"), assignment.token());
+      status = PutFile(runner.folder.Of("token"), assignment.token(), 0600);
     }
     if (!status.ok()) {
       RemoveGroup(&runner);
@@ -833,6 +835,7 @@ class NodeService {
       runner->pid = -1;
       return NodeFailure(absl::StrCat("cannot start its runner: ", strerror(error)));
     }
+    if (!runner->group.empty()) WorkerGroups::TakeRunner(groups_->At(runner->group), runner->pid);
     WatchPid(runner);
     MUSTER_LOG(Info) << "attempt " << BaseName(runner->folder.path) << " starts "
                      << assignment.processes() << " processes";

@@ -49,8 +49,7 @@ struct ProcessOptions {
   std::string working_directory;
   // Standard input, borrowed for the call. -1: /dev/null.
   int stdin_fd = -1;
-  // cgroup.procs of the control group in which it starts, borrowed for the call. -1: this
-  // process's.
+  // The folder of the control group in which it starts, borrowed for the call. -1: this process's.
   int group_fd = -1;
   // Gives the process a pseudo-terminal instead of a pipe, so that it writes line by line and shows
   // progress bars as it would if the user had started it by hand. Without echo and without "\n"

@@ -104,6 +104,7 @@ uint64_t RelayCore::Heartbeat(v1::Op op, Done done) {
       worker.beat.set_step(std::max(worker.beat.step(), request.step()));
       worker.beat.set_phase(request.phase());
       worker.beat.set_last_collective(request.last_collective());
+      worker.beat.set_progress(request.progress());
       if (request.has_restored_ago()) {
         worker.restored = worker.heard - rpc::FromProto(request.restored_ago());
       }

@@ -79,6 +79,7 @@ class RelayCoreTest : public ::testing::Test {
     op.mutable_heartbeat()->set_step(step);
     op.mutable_heartbeat()->set_phase("training");
     op.mutable_heartbeat()->set_last_collective("all_reduce #4");
+    op.mutable_heartbeat()->set_progress(99);
     last_.Clear();
     Submit("beat", std::move(op));
     return last_.heartbeat();
@@ -243,6 +244,7 @@ TEST_F(RelayCoreTest, Heartbeat_IsAnsweredHereAndFillsTheBeat) {
   EXPECT_EQ(beat.workers(0).step(), 7);
   EXPECT_EQ(beat.workers(0).phase(), "training");
   EXPECT_EQ(beat.workers(0).last_collective(), "all_reduce #4");
+  EXPECT_EQ(beat.workers(0).progress(), 99u);
   EXPECT_EQ(beat.workers(0).process_state(), "running");
 }
 

@@ -1,5 +1,9 @@
 #include "agent/worker_groups.h"
 
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
 #include <utility>
 #include <vector>
 
@@ -27,7 +31,17 @@ ControlGroup WorkerGroups::OfRank(int rank) const {
   return attempt_.Below(absl::StrCat(kRankPrefix, rank));
 }
 
-absl::Status WorkerGroups::Enter() const { return attempt_.Below("runner").Enter(); }
+absl::Status WorkerGroups::Enter() const {
+  const ControlGroup group = attempt_.Below("runner");
+  // Even to where it is already, a move costs the kernel milliseconds.
+  const std::vector<int64_t> there = group.Processes();
+  if (std::find(there.begin(), there.end(), getpid()) != there.end()) return absl::OkStatus();
+  return group.Enter();
+}
+
+void WorkerGroups::TakeRunner(const ControlGroup& attempt, int64_t pid) {
+  attempt.Below("runner").Write("cgroup.procs", absl::StrCat(pid)).IgnoreError();
+}
 
 absl::StatusOr<OwnedFd> WorkerGroups::Make(int rank) const {
   const ControlGroup group = OfRank(rank);
@@ -51,7 +65,7 @@ absl::StatusOr<OwnedFd> WorkerGroups::Make(int rank) const {
     MUSTER_RETURN_IF_ERROR(
         group.Write("cpu.max", absl::StrCat(int64_t{options_.cpus} * kPeriodUs, " ", kPeriodUs)));
   }
-  return group.OpenProcesses();
+  return group.Open();
 }
 
 std::optional<std::string> WorkerGroups::MemoryKill(int rank) const {

@@ -26,8 +26,11 @@ class WorkerGroups {
   };
   explicit WorkerGroups(Options options);
 
-  // Moves this process to FOLDER/runner. Call before it starts others.
+  // Moves this process to FOLDER/runner, if it is not there yet. Call before it starts others.
   absl::Status Enter() const;
+  // By the agent, while the runner still loads: moves it there. Where that fails, the runner moves
+  // itself and says why it cannot. Blocks for some ten milliseconds.
+  static void TakeRunner(const ControlGroup& attempt, int64_t pid);
 
   // A new group for a start of the worker, for ProcessOptions::group_fd. What an earlier start has
   // left in it ends.

@@ -1,8 +1,11 @@
 #include "agent/worker_groups.h"
 
+#include <unistd.h>
+
 #include <optional>
 #include <string>
 
+#include "absl/strings/str_cat.h"
 #include "agent/fake_control_groups.h"
 #include "base/file.h"
 #include "base/test_folder.h"
@@ -46,6 +49,16 @@ TEST_F(WorkerGroupsTest, EachWorker_HasItsLimits) {
   EXPECT_EQ(Get("rank_4/memory.swap.max"), "0");
   EXPECT_EQ(Get("rank_4/memory.oom.group"), "1");
   EXPECT_EQ(Get("rank_4/cpu.max"), "200000 100000");
+}
+
+TEST_F(WorkerGroupsTest, RunnerThatItsAgentHasMoved_StaysWhereItIs) {
+  const WorkerGroups groups = Groups("", 0, 0);
+  WorkerGroups::TakeRunner(ControlGroup(root_, FakeControlGroups::Calls()), getpid());
+  EXPECT_EQ(Get("runner/cgroup.procs"), absl::StrCat(getpid()));
+  ASSERT_TRUE(groups.Enter().ok());
+  EXPECT_EQ(Get("runner/cgroup.procs"), absl::StrCat(getpid())) << "not written again";
+  // One that is gone is no error of the agent.
+  WorkerGroups::TakeRunner(ControlGroup(folder_.Path("missing")), getpid());
 }
 
 TEST_F(WorkerGroupsTest, WithoutLimits_TheKernelsStay) {

@@ -465,6 +465,7 @@ class Core::Impl::Job : public BarrierHost {
     seat->AtStep(report.step());
     seat->SetPhase(report.phase());
     seat->SetLastCollective(report.last_collective());
+    seat->SetProgress(report.progress());
     if (seat->rank() != 0) return;
     if (report.has_restored_ago() && !std::exchange(restored_told_, true)) {
       TellJobs(AttemptStage::kRestored, impl_->now_ - FromProto(report.restored_ago()));

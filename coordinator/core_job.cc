@@ -191,6 +191,7 @@ v1::Member Core::Impl::Job::MakeMember(const Seat& seat) const {
       ToProto(std::max(impl_->now_ - leases_.last_seen(seat.rank()), absl::ZeroDuration()));
   member.set_phase(seat.phase());
   member.set_last_collective(seat.last_collective());
+  member.set_progress(seat.progress());
   if (seat.record().has_exit()) *member.mutable_exit() = seat.record().exit();
   member.set_why_rank(seat.record().why_rank());
   return member;

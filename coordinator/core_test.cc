@@ -1524,6 +1524,32 @@ TEST_F(RestoredCoreTest, NotMarked_EveryErrorOfTheLostStateNamesTheWayOut) {
   EXPECT_FALSE(Watch(bench_.core_->revision() + 1).has_value());
 }
 
+TEST_F(CoreTest, GetMembers_HasTheCountOfProgressOfBeatsAndHeartbeats) {
+  const std::vector<Worker> workers = Form(2, true, 2);
+  v1::Op heartbeat;
+  workers[0].FillFence(heartbeat.mutable_heartbeat()->mutable_fence());
+  heartbeat.mutable_heartbeat()->set_progress(7);
+  bench_.Do(heartbeat);
+  v1::Beat beat;
+  v1::WorkerBeat* const one = beat.add_workers();
+  one->set_job_id("j");
+  one->set_worker_id(workers[1].id);
+  one->set_incarnation(workers[1].incarnation);
+  one->set_progress(8);
+  bench_.core_->HandleBeat("node-" + workers[1].host, beat, bench_.now_, &bench_.out_);
+  bench_.Collect();
+  v1::Op op;
+  op.mutable_get_members()->set_job_id("j");
+  const v1::GetMembersReply& reply = bench_.Result(bench_.Do(op)).get_members();
+  ASSERT_EQ(reply.members_size(), 2);
+  EXPECT_EQ(reply.members(0).progress() + reply.members(1).progress(), 15u);
+  // An older worker, or an older agent, says nothing of it.
+  one->clear_progress();
+  bench_.core_->HandleBeat("node-" + workers[1].host, beat, bench_.now_, &bench_.out_);
+  bench_.Collect();
+  EXPECT_EQ(bench_.Result(bench_.Do(op)).get_members().members(workers[1].rank).progress(), 0u);
+}
+
 TEST_F(CoreTest, GetMembers_OfManyThatFailedWithLastWords_FitsAMessage) {
   std::vector<Worker> workers = Form(100, /*end_on_failure=*/false);
   for (const Worker& worker : workers) {

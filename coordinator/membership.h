@@ -31,6 +31,7 @@ class Seat {
   int64_t step() const { return step_; }
   const std::string& phase() const { return phase_; }
   const std::string& last_collective() const { return last_collective_; }
+  uint64_t progress() const { return progress_; }  // 0: not counted
   const std::string& process_state() const { return process_state_; }
   const std::string& stack() const { return stack_; }
 
@@ -38,6 +39,7 @@ class Seat {
   // Long texts are cut.
   void SetPhase(absl::string_view phase);
   void SetLastCollective(absl::string_view collective);
+  void SetProgress(uint64_t progress) { progress_ = progress; }
   void SetProcessState(absl::string_view state);
   void SetStack(absl::string_view stack);
   // Its worker was heard of through the agent of `node`, whose number is `agent`: a hub's messages
@@ -50,6 +52,7 @@ class Seat {
   v1::SeatRecord record_;
   uint64_t via_ = 0;
   int64_t step_ = 0;
+  uint64_t progress_ = 0;
   std::string phase_;
   std::string last_collective_;
   std::string process_state_;

@@ -23,6 +23,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/time/time.h"
 #include "agent/attempt_end.h"
+#include "agent/attempt_files.h"
 #include "agent/attempt_restarts.h"
 #include "agent/descriptors.h"
 #include "agent/gpu_facts.h"
@@ -424,10 +425,15 @@ int RunAndReport(NodeJobOptions options, const Flags& flags) {
                             .user_error_codes = options.agent.user_error_codes,
                             .num_nodes = options.num_nodes});
   if (!flags.attempt_dir.empty() && flags.restarts_in_place > 0) options.agent.gate = &restarts;
+  std::optional<AttemptSync> on_disk;
   if (!flags.attempt_dir.empty()) {
     const absl::Status status =
-        WriteFileAtomically(JoinPath(flags.attempt_dir, "runner.pid"), absl::StrCat(getpid()));
+        PutFile(JoinPath(flags.attempt_dir, "runner.pid"), absl::StrCat(getpid()));
     if (!status.ok()) return Fail(kExitInternal, status.message());
+    // An attempt runs on a node once: also after a loss of power the next agent knows of it. The
+    // disk takes its time while this process gets ready.
+    on_disk.emplace(flags.attempt_dir);
+    options.agent.ready = [&on_disk] { return on_disk->Wait(); };
   }
   const NodeJobResult result = !program.ok()   ? Refused(program.status())
                                : !entered.ok() ? Refused(entered)

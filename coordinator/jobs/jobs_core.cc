@@ -1514,7 +1514,8 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
       v1::AttemptEnd end = Cleaned(report.end(), name);
       absl::Time failed =
           report.has_failed_ago() ? now_ - FromProto(report.failed_ago()) : absl::InfinitePast();
-      if (report.restart() > 0 && report.restart() <= attempt->restarts()) {
+      if (report.restart() > 0 && report.restart() <= attempt->restarts() &&
+          !options_.mutants.counts_failures_twice) {
         // This failure is counted: the attempt was to go on after it.
         end = v1::AttemptEnd();
         end.set_end_class(v1::END_CLASS_CANCELLED);

@@ -40,6 +40,8 @@ struct JobsMutants {
   bool restarts_hangs_for_free = false;
   bool restarts_in_place_for_free = false;
   bool forgets_class_limits = false;
+  // A failure for which the attempt was restarted within, and then by the end of its runner.
+  bool counts_failures_twice = false;
 };
 
 struct JobsOptions {

@@ -19,6 +19,7 @@ using ::testing::AllOf;
 using ::testing::Contains;
 using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using ::testing::SizeIs;
 using ::testing::UnorderedElementsAre;
 
@@ -117,6 +118,65 @@ TEST_F(NodesTest, MaxRestarts_AllMachinesStartAgain) {
   EXPECT_THAT(first->err_text(),
               ContainsRegex(
                   "rank 2 .* exited with code 5; starting all workers again \\(restart 1 of 1\\)"));
+}
+
+// The machines agree on the failure that was seen first, after which a restart could help.
+TEST_F(NodesTest, UserErrorBesideAnEarlierFailureElsewhere_IsFollowedByNoOtherStart) {
+  for (const char* const pipe : {"pipe0", "pipe2"}) {
+    ASSERT_EQ(mkfifo(Temp(pipe).c_str(), 0600), 0);
+  }
+  const std::string script =
+      absl::StrCat("echo pid $$ start $TORCHELASTIC_RESTART_COUNT; case $RANK in 0|2) read code < ",
+                   temp_, "/pipe$RANK; exit $code;; esac; exec sleep 1000");
+  auto first = Machine(0, script, {"--max_restarts", "3"});
+  auto second = Machine(1, script, {"--max_restarts", "3"});
+  first->WaitForLine("[0]: pid");
+  first->WaitForLine("[1]: pid");
+  second->WaitForLine("[3]: pid");
+  const int wrong = Numbers(second->WaitForLine("[2]: pid")).at(0);
+  // Its machine learns of the user error only after the other one has failed.
+  second->Signal(SIGSTOP);
+  std::ofstream(Temp("pipe2")) << "2\n";
+  ASSERT_TRUE(WaitUntilEnded(wrong));
+  std::ofstream(Temp("pipe0")) << "5\n";
+  first->WaitForLine("muster: rank 0 ");
+  second->Signal(SIGCONT);
+  EXPECT_EQ(first->Wait(), 1) << first->err_text();
+  EXPECT_EQ(second->Wait(), 1) << second->err_text();
+  for (const Command* command : {first.get(), second.get()}) {
+    EXPECT_THAT(command->err_text(), AllOf(HasSubstr(absl::StrCat("rank 2 (pid ", wrong, " on ")),
+                                           HasSubstr("exited with code 2")));
+    EXPECT_THAT(command->out(), Not(Contains(ContainsRegex("start 1"))));
+  }
+  EXPECT_THAT(first->err_text(), HasSubstr("a restart does not help after a user error"));
+}
+
+// A machine that has counted other ends takes over what the others know.
+TEST_F(NodesTest, MachineThatComesAgain_CountsAsTheOthers) {
+  const std::string script =
+      "echo pid $$ start $TORCHELASTIC_RESTART_COUNT; trap 'exit 0' TERM; while :; do sleep 1000 & "
+      "wait; done";
+  const std::vector<std::string> policy = {"--failure_policy", "max_restarts=5,failed=2", "--lease",
+                                           "4s"};
+  auto first = Machine(0, script, policy);
+  auto second = Machine(1, script, policy);
+  const int victim = Numbers(first->WaitForLine("[0]: pid")).at(0);
+  second->WaitForLine("[2]: pid");
+  kill(victim, SIGKILL);
+  EXPECT_THAT(second->WaitForLine("[2]: pid", 2), HasSubstr("start 1"));
+  const int other = Numbers(first->WaitForLine("[0]: pid", 2)).at(0);
+  // Its counts go with it.
+  second->Signal(SIGKILL);
+  EXPECT_EQ(second->Wait(), -SIGKILL);
+  auto third = Machine(1, script, policy);
+  EXPECT_THAT(third->WaitForLine("[2]: pid"), HasSubstr("start 2"));
+  const int last = Numbers(first->WaitForLine("[0]: pid", 3)).at(0);
+  EXPECT_NE(last, other);
+  kill(last, SIGKILL);
+  EXPECT_EQ(first->Wait(), 1) << first->err_text();
+  EXPECT_EQ(third->Wait(), 1) << third->err_text();
+  // A machine on its own would have started once more.
+  EXPECT_THAT(third->err_text(), HasSubstr(absl::StrCat("rank 0 (pid ", last)));
 }
 
 TEST_F(NodesTest, StoppedOnOneMachine_TheOtherEndsToo) {

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "base/defaults.h"
@@ -30,6 +31,7 @@ using coordinator::JobsOptions;
 using coordinator::JobsOutput;
 
 constexpr char kCluster[] = "c";
+constexpr char kFailure[] = "failure ";  // and its number: why a process or an attempt has ended
 using AttemptKey = std::pair<std::string, int>;
 
 struct Node {
@@ -197,6 +199,7 @@ class Simulation {
       }
     }
     if (former != told_.end()) CheckRestartsInPlace(former->second, record);
+    if (former != told_.end()) CheckCountedOnce(former->second, record);
     CheckTimes(record);
     if (record.state() == v1::JOB_STATE_SUCCEEDED &&
         !Succeeded(record.history(record.history_size() - 1))) {
@@ -224,6 +227,24 @@ class Simulation {
     }
     if (!asked_.contains({now.job_id(), is.number(), is.restarts()})) {
       Violation(absl::StrCat(what, " was not asked for"));
+    }
+  }
+  // A runner that is stopped before it learns that its request was granted reports what it has
+  // asked for once more.
+  void CheckCountedOnce(const v1::JobRecord& before, const v1::JobRecord& now) {
+    if (now.restarts() <= before.restarts()) return;
+    // What follows the last end has none yet.
+    const auto cause =
+        std::find_if(now.history().rbegin(), now.history().rend(),
+                     [](const v1::JobAttempt& attempt) { return attempt.has_end(); });
+    if (cause == now.history().rend()) {
+      return Violation(absl::StrCat(now.job_id(), " counts a restart without a cause"));
+    }
+    ++result_.counted;
+    // Others, such as the loss of a node, are seen by the coordinator itself.
+    if (!absl::StartsWith(cause->end().why(), kFailure)) return;
+    if (!counted_.insert({now.job_id(), cause->end().why()}).second) {
+      Violation(absl::StrCat(now.job_id(), " counts ", cause->end().why(), " twice"));
     }
   }
   void OnPlacement(const v1::JobRecordChanged& change) {
@@ -427,14 +448,14 @@ class Simulation {
     }
   }
 
-  static void End(Node* node, v1::AttemptReport* report, v1::EndClass end_class) {
+  void End(Node* node, v1::AttemptReport* report, v1::EndClass end_class) {
     if (report->state() == v1::PLACEMENT_STATE_ENDED) return;
     report->set_state(v1::PLACEMENT_STATE_ENDED);
     // A runner that is stopped while it waits for an answer ends with what it has asked for.
     if (report->restart() == 0 || report->attempt() % 2 == 0) {
       report->clear_restart();
       report->mutable_end()->set_end_class(end_class);
-      report->mutable_end()->set_why("it ended");
+      report->mutable_end()->set_why(absl::StrCat(kFailure, ++failures_));
     }
     if (report->attempt() % 3 != 0) {
       report->mutable_failed_ago()->set_seconds(report->attempt() % 5 * 10);
@@ -555,7 +576,7 @@ class Simulation {
                                         v1::END_CLASS_PEER_FAILED, v1::END_CLASS_USER_ERROR};
         report.set_restart(restarts_on_[{node.name, key.first, key.second}] + 1);
         report.mutable_end()->set_end_class(classes[Up(3)]);
-        report.mutable_end()->set_why("it was lost");
+        report.mutable_end()->set_why(absl::StrCat(kFailure, ++failures_));
         asked_.insert({key.first, key.second, report.restart()});
         if (node.call.has_value()) core_->Abandon(*node.call);
         node.call.reset();
@@ -663,13 +684,15 @@ class Simulation {
   uint64_t revision_ = 1000;
   CallId calls_ = 0;
   int keys_ = 0;
+  int failures_ = 0;
   bool quiet_ = false;
   std::set<std::string> jobs_;
   std::map<std::string, v1::JobRecord> told_;  // by the journal
   std::set<AttemptKey> by_hand_;               // retried after these
   std::set<AttemptKey> followed_hangs_;        // of jobs with a limit of them
   std::set<AttemptKey> stepped_;
-  std::set<std::tuple<std::string, int, int>> asked_;  // restarts within an attempt
+  std::set<std::pair<std::string, std::string>> counted_;  // jobs, and which failures of theirs
+  std::set<std::tuple<std::string, int, int>> asked_;      // restarts within an attempt
   std::map<std::tuple<std::string, std::string, int>, int> restarts_on_;  // that a node knows of
   std::set<std::string> closed_;
   std::set<std::string> was_lost_;

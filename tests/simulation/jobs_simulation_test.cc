@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <string>
 
+#include "absl/strings/match.h"
+
 namespace muster::simulation {
 namespace {
 
@@ -15,7 +17,7 @@ int Seeds() {
 
 TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
   int attempts = 0, restarts = 0, lost = 0, resizes = 0, stepped = 0, promotions = 0, hangs = 0;
-  int restarts_in_place = 0;
+  int restarts_in_place = 0, counted = 0;
   for (int seed = 1; seed <= Seeds(); ++seed) {
     const JobsSimulationResult result = RunJobsSimulation(seed, {});
     ASSERT_EQ(result.violation, "") << "seed " << seed;
@@ -27,6 +29,7 @@ TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
     promotions += result.promotions;
     hangs += result.hangs;
     restarts_in_place += result.restarts_in_place;
+    counted += result.counted;
   }
   // It has tried what it is about.
   EXPECT_GT(attempts, 10 * Seeds());
@@ -37,11 +40,14 @@ TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
   EXPECT_GT(promotions, Seeds() / 10);
   EXPECT_GT(hangs, Seeds() / 10);
   EXPECT_GT(restarts_in_place, Seeds() / 2);
+  EXPECT_GT(counted, Seeds());
 }
 
-void ExpectCaught(coordinator::JobsMutants mutants) {
+// `says`: a part of what the rule that is there for it says; empty: any rule.
+void ExpectCaught(coordinator::JobsMutants mutants, const std::string& says = "") {
   for (int seed = 1; seed <= 200; ++seed) {
-    if (!RunJobsSimulation(seed, mutants).violation.empty()) return;
+    const std::string violation = RunJobsSimulation(seed, mutants).violation;
+    if (!violation.empty() && absl::StrContains(violation, says)) return;
   }
   ADD_FAILURE() << "no seed notices it";
 }
@@ -61,6 +67,10 @@ TEST(JobsSimulationTest, HangsThatAreRestartedForFree_AreNoticed) {
 
 TEST(JobsSimulationTest, RestartsInPlaceForFree_AreNoticed) {
   ExpectCaught({.restarts_in_place_for_free = true});
+}
+
+TEST(JobsSimulationTest, FailuresThatAreCountedTwice_AreNoticed) {
+  ExpectCaught({.counts_failures_twice = true}, "counts failure ");
 }
 
 TEST(JobsSimulationTest, LimitsOfClassesThatAreForgotten_AreNoticed) {

@@ -3,6 +3,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "ATen/ops/ones.h"
 #include "absl/time/time.h"
@@ -107,6 +108,29 @@ TEST(ProgressBoard, LoadAndFirstStep_HaveTheirTimes) {
   EXPECT_LE(stepped, Clock::Real().Now());
   board.SetStep(42);
   EXPECT_EQ(board.Read().first_step, stepped);
+}
+
+TEST(ProgressBoard, Progress_ChangesWithEachSignOfIt) {
+  ProgressBoard board;
+  uint64_t before = board.Read().progress;
+  EXPECT_NE(before, 0u) << "0 is a program that does not count";
+  const auto changes = [&] { return std::exchange(before, board.Read().progress) != before; };
+  EXPECT_FALSE(changes());
+  board.SetPhase("backward");
+  EXPECT_TRUE(changes());
+  board.SetPhase("forward");
+  board.SetPhase("backward");
+  EXPECT_TRUE(changes()) << "it has come back to what it was";
+  board.SetStep(0);
+  EXPECT_TRUE(changes());
+  board.BeginCollective("AllReduce", 0, "undefined");
+  EXPECT_TRUE(changes());
+  board.SetBucket(1, 5, 100, "Float");
+  EXPECT_TRUE(changes());
+  board.EndCollective();
+  EXPECT_TRUE(changes());
+  board.SetRestored();
+  EXPECT_FALSE(changes());
 }
 
 TEST(ProgressBoard, StepAndPhase_AreRead) {

@@ -30,6 +30,7 @@ ProgressBoard::Facts ProgressBoard::Read() const {
   facts.step = step_.load(std::memory_order_relaxed);
   facts.phase = phase_.load(std::memory_order_relaxed);
   facts.restored = TimeOf(restored_.load(std::memory_order_relaxed));
+  facts.progress = progress_.load(std::memory_order_relaxed);
   facts.first_step = TimeOf(first_step_.load(std::memory_order_relaxed));
   const char* const name = name_.load(std::memory_order_relaxed);
   if (name == nullptr) return facts;

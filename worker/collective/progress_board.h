@@ -26,25 +26,32 @@ class ProgressBoard {
     // By Clock::Real().Now(); InfinitePast: not yet.
     absl::Time restored = absl::InfinitePast();    // the state was loaded, for the first time
     absl::Time first_step = absl::InfinitePast();  // a step was finished
+    // Changes with each call of a setter but SetRestored, whether what is shown changes or not: a
+    // phase that was left and entered again between two reads was progress. At least 1.
+    uint64_t progress = 1;
   };
 
   void SetStep(int64_t step) {
     if (step > 0 && first_step_.load(std::memory_order_relaxed) == 0) NoteNow(&first_step_);
     step_.store(step, std::memory_order_relaxed);
+    Progress();
   }
   void SetRestored() {
     if (restored_.load(std::memory_order_relaxed) == 0) NoteNow(&restored_);
   }
-  void SetPhase(const char* phase) { phase_.store(phase, std::memory_order_relaxed); }
+  void SetPhase(const char* phase) {
+    phase_.store(phase, std::memory_order_relaxed);
+    Progress();
+  }
   // `elements` of type `dtype` on this rank.
   void BeginCollective(const char* name, int64_t elements, const char* dtype) {
     name_.store(name, std::memory_order_relaxed);
     buckets_.store(0, std::memory_order_relaxed);
     elements_.store(elements, std::memory_order_relaxed);
     dtype_.store(dtype, std::memory_order_relaxed);
-    // One writer: no read-modify-write needed.
-    count_.store(count_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    Increment(&count_);
     going_on_.store(true, std::memory_order_relaxed);
+    Progress();
   }
   // Within a collective that goes through its tensors in buckets: the one under way, from 1.
   void SetBucket(int bucket, int buckets, int64_t elements, const char* dtype) {
@@ -52,13 +59,22 @@ class ProgressBoard {
     buckets_.store(buckets, std::memory_order_relaxed);
     elements_.store(elements, std::memory_order_relaxed);
     dtype_.store(dtype, std::memory_order_relaxed);
+    Progress();
   }
-  void EndCollective() { going_on_.store(false, std::memory_order_relaxed); }
+  void EndCollective() {
+    going_on_.store(false, std::memory_order_relaxed);
+    Progress();
+  }
 
   Facts Read() const;
 
  private:
   static void NoteNow(std::atomic<int64_t>* time);
+  // One writer: no read-modify-write needed.
+  static void Increment(std::atomic<uint64_t>* count) {
+    count->store(count->load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  }
+  void Progress() { Increment(&progress_); }
 
   std::atomic<int64_t> step_{0};
   std::atomic<int64_t> restored_{0}, first_step_{0};  // Unix nanoseconds; 0: not yet
@@ -67,8 +83,9 @@ class ProgressBoard {
   std::atomic<const char*> dtype_{""};
   std::atomic<int64_t> elements_{0};
   std::atomic<int> bucket_{0};
-  std::atomic<int> buckets_{0};  // 0: the collective has none
-  std::atomic<uint64_t> count_{0};
+  std::atomic<int> buckets_{0};     // 0: the collective has none
+  std::atomic<uint64_t> count_{0};  // of collectives
+  std::atomic<uint64_t> progress_{1};
   std::atomic<bool> going_on_{false};
 };
 

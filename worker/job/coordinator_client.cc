@@ -497,6 +497,9 @@ class CoordinatorClient::Impl {
 
   void ReportProgress(int64_t step, const std::string& phase, const std::string& last_collective) {
     MutexLock lock(&mu_);
+    const std::string& collective = last_collective.empty() ? last_collective_ : last_collective;
+    // A program that says the same again has not moved.
+    if (step_ != step || phase_ != phase || last_collective_ != collective) ++progress_;
     step_ = step;
     phase_ = phase;
     if (!last_collective.empty()) last_collective_ = last_collective;
@@ -509,6 +512,7 @@ class CoordinatorClient::Impl {
     request.set_step(facts.step);
     request.set_phase(facts.phase);
     request.set_last_collective(facts.last_collective);
+    request.set_progress(facts.progress);
     if (const std::optional<Seat> place = seat(); place.has_value() && place->rank == 0) {
       const absl::Time now = Clock::Real().Now();
       if (facts.restored != absl::InfinitePast()) {
@@ -543,7 +547,8 @@ class CoordinatorClient::Impl {
   ProgressBoard::Facts Facts() const {
     if (options_.progress != nullptr) return options_.progress->Read();
     MutexLock lock(&mu_);
-    return {.step = step_, .phase = phase_, .last_collective = last_collective_};
+    return {
+        .step = step_, .phase = phase_, .last_collective = last_collective_, .progress = progress_};
   }
 
   void FillFence(v1::Fence* fence) {
@@ -701,6 +706,7 @@ class CoordinatorClient::Impl {
   int64_t step_ ABSL_GUARDED_BY(mu_) = 0;
   std::string phase_ ABSL_GUARDED_BY(mu_);
   std::string last_collective_ ABSL_GUARDED_BY(mu_);
+  uint64_t progress_ ABSL_GUARDED_BY(mu_) = 1;
   // Nothing more to say of the seat's generation.
   bool ended_told_ ABSL_GUARDED_BY(mu_) = false;
   absl::Time exit_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();

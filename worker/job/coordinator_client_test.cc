@@ -341,6 +341,37 @@ TEST(CoordinatorClient, BeatsOfRankZero_SayWhenTheStateWasLoadedAndAStepDone) {
   EXPECT_EQ(beat(1), "41  ");
 }
 
+TEST(CoordinatorClient, Beats_TellTheCountOfProgress) {
+  FakeCoordinator fake;
+  auto options = OptionsFor(fake, 0);
+  const auto board = std::make_shared<ProgressBoard>();
+  options.progress = board;
+  const auto of_board = *CoordinatorClient::Connect(options);
+  ASSERT_TRUE(of_board->Join(World(1, 0)).ok());
+  board->SetPhase("backward");
+  ASSERT_TRUE(of_board->Beat().ok());
+  EXPECT_EQ(fake.last_progress(), board->Read().progress);
+}
+
+TEST(CoordinatorClient, ProgressThatIsReported_CountsWhatIsNew) {
+  FakeCoordinator fake;
+  const auto client = *CoordinatorClient::Connect(OptionsFor(fake, 0));
+  ASSERT_TRUE(client->Join(World(1, 0)).ok());
+  const auto count = [&] {
+    EXPECT_TRUE(client->Beat().ok());
+    return fake.last_progress();
+  };
+  const uint64_t before = count();
+  EXPECT_NE(before, 0u);
+  client->ReportProgress(1, "training");
+  EXPECT_EQ(count(), before + 1);
+  client->ReportProgress(1, "training");
+  EXPECT_EQ(count(), before + 1) << "the same again";
+  client->ReportProgress(1, "waiting");
+  client->ReportProgress(1, "training");
+  EXPECT_EQ(count(), before + 3);
+}
+
 TEST(CoordinatorClient, ExitWhileTheCoordinatorIsAway_IsNotHeldUp) {
   auto fake = std::make_unique<FakeCoordinator>();
   auto options = OptionsFor(*fake);

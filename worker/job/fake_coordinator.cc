@@ -291,6 +291,10 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
     MutexLock lock(&mu_);
     return rows_sent_;
   }
+  uint64_t last_progress() const {
+    MutexLock lock(&mu_);
+    return last_progress_;
+  }
   std::string last_heartbeat() const {
     MutexLock lock(&mu_);
     return last_beat_;
@@ -521,6 +525,7 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
       out.set_last_step(facts.step());
       out.set_phase(facts.phase());
       out.set_last_collective(facts.last_collective());
+      out.set_progress(facts.progress());
     }
     return grpc::Status::OK;
   }
@@ -532,6 +537,7 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
         absl::StrCat(request->step(), " ", request->phase(), " ", request->last_collective(),
                      request->has_restored_ago() ? " restored" : "",
                      request->has_first_step_ago() ? " stepped" : "");
+    last_progress_ = request->progress();
     ++beats_;
     facts_[request->fence().worker_id()] = *request;
     cv_.SignalAll();
@@ -632,6 +638,7 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
   int64_t rows_sent_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t beats_ ABSL_GUARDED_BY(mu_) = 0;
   std::string last_beat_ ABSL_GUARDED_BY(mu_);
+  uint64_t last_progress_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<std::string, v1::HeartbeatRequest> facts_ ABSL_GUARDED_BY(mu_);  // by worker
   std::unique_ptr<grpc::Server> server_;
 };
@@ -651,6 +658,7 @@ std::vector<std::string> FakeCoordinator::reports() const { return impl_->checkp
 int64_t FakeCoordinator::writes() const { return impl_->writes(); }
 int64_t FakeCoordinator::rows_sent() const { return impl_->rows_sent(); }
 std::string FakeCoordinator::last_heartbeat() const { return impl_->last_heartbeat(); }
+uint64_t FakeCoordinator::last_progress() const { return impl_->last_progress(); }
 std::string FakeCoordinator::WaitForHeartbeat() { return impl_->WaitForHeartbeat(); }
 
 }  // namespace muster

@@ -52,6 +52,7 @@ class FakeCoordinator {
   // how long ago that was.
   std::string WaitForHeartbeat();
   std::string last_heartbeat() const;
+  uint64_t last_progress() const;  // of the last heartbeat
 
  private:
   class Impl;

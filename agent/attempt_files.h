@@ -1,0 +1,44 @@
+#ifndef MUSTER_AGENT_ATTEMPT_FILES_H_
+#define MUSTER_AGENT_ATTEMPT_FILES_H_
+
+#include <sys/stat.h>
+
+#include <string>
+#include <thread>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "base/mutex.h"
+
+namespace muster::agent {
+
+// A file that outlives this process and need not outlive the machine's power: it appears whole
+// under `path`, without a wait for the disk. `mode` is reduced by the umask.
+absl::Status PutFile(const std::string& path, absl::string_view contents, mode_t mode = 0666);
+
+// What an attempt's folder has of files by PutFile, and the folder itself, are on the disk when
+// this returns. Blocks on the disk. Errors: INTERNAL, naming what could not be synced.
+absl::Status SyncAttempt(const std::string& folder);
+
+// SyncAttempt on a thread of its own. Thread-safe.
+class AttemptSync {
+ public:
+  explicit AttemptSync(std::string folder);
+  // Blocks until the disk has answered.
+  ~AttemptSync();
+  AttemptSync(const AttemptSync&) = delete;
+  AttemptSync& operator=(const AttemptSync&) = delete;
+
+  // The same, each time.
+  absl::Status Wait();
+
+ private:
+  const std::string folder_;
+  absl::Status status_;  // until done_ says so, the thread's
+  Notification done_;
+  std::thread thread_;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_ATTEMPT_FILES_H_
