@@ -628,7 +628,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
     const bool fits = slot.scalar_type() == param.scalar_type() &&
                       slot.device() == param.device() && slot.sizes() == param.sizes() &&
                       slot.strides() == param.strides() && param.is_non_overlapping_and_dense() &&
-                      source.sizes() == slot.sizes();
+                      source.layout() == at::kStrided && source.sizes() == slot.sizes();
     return fits ? slot : at::Tensor();
   }
 
