@@ -1130,11 +1130,16 @@ absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
     // What the disk cannot read (EIO) is damaged as well, though it may be readable elsewhere.
     const bool damage = absl::IsDataLoss(status);
     if (!damage && !absl::IsUnknown(status)) ThrowIfError(status);
-    if (!directory.empty() ||
+    // Another node may have a copy of what is damaged.
+    const bool on_nodes = !reader->manifest().nodes.empty();
+    if ((!directory.empty() && !on_nodes) ||
         std::find(damaged.begin(), damaged.end(), reader->dir()) != damaged.end()) {
       return status;
     }
-    if (process_.rank() == 0) {
+    if (process_.rank() == 0 && on_nodes) {
+      MUSTER_LOG(Warning) << "all nodes verify their files of " << reader->dir() << ": "
+                          << status.message();
+    } else if (process_.rank() == 0) {
       MUSTER_LOG(Warning) << "passing over " << reader->dir() << " of step " << reader->info().step
                           << ": " << status.message();
       if (damage) ReportDamage(reader->dir(), registrar_.get(), status.message());

@@ -2,13 +2,16 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <deque>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -21,18 +24,27 @@
 #include "base/mutex.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/aligned_memory.h"
+#include "worker/checkpoint/direct_pieces.h"
 
 namespace muster {
 namespace {
+
+// What is digested and then copied while it is still in the core's cache.
+constexpr size_t kCachedBytes = size_t{64} << 10;
 
 const DirectFileSystem& SystemOf(const DirectFileOptions& options) {
   return options.system == nullptr ? DirectFileSystem::Real() : *options.system;
 }
 
+absl::Status BlockFailpoint() {
+  MUSTER_FAILPOINT_STATUS("worker.checkpoint_block");
+  return absl::OkStatus();
+}
+
 // The block that ends the file may end anywhere: its last part goes out as a page that is filled up
 // with zeros, which the file is then cut off.
 absl::Status WriteBlock(DirectFile& file, absl::string_view block, uint64_t at) {
-  MUSTER_FAILPOINT_STATUS("worker.checkpoint_block");
+  MUSTER_RETURN_IF_ERROR(BlockFailpoint());
   const size_t tail = file.direct() ? block.size() % kDirectAlignment : 0;
   MUSTER_RETURN_IF_ERROR(file.Write(block.substr(0, block.size() - tail), at));
   if (tail == 0) return absl::OkStatus();
@@ -42,11 +54,17 @@ absl::Status WriteBlock(DirectFile& file, absl::string_view block, uint64_t at) 
 }
 
 // Makes an empty file with room for `bytes` bytes.
-absl::StatusOr<DirectFile> CreateFile(const DirectFileSystem& system, const std::string& path,
-                                      uint64_t bytes, bool direct) {
+absl::StatusOr<DirectFile> CreateFile(const std::string& path, uint64_t bytes, bool direct,
+                                      const DirectFileOptions& options) {
+  const DirectFileSystem& system = SystemOf(options);
+  constexpr int kFlags = O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC;
   MUSTER_ASSIGN_OR_RETURN(DirectFile file,
-                          DirectFile::Open(system, path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC,
-                                           direct && bytes > 0));
+                          DirectFile::Open(system, path, kFlags, direct && bytes > 0));
+  if (IsInMemory(file.fd(), options)) {
+    (void)file.GiveUpDirect();
+    // Reserved pages would be looked up once more when they are written.
+    return file;
+  }
   // A disk that is too full says so before anything is written, and blocks that end the file in any
   // order do not wait for one another to extend it.
   const uint64_t rounded = DirectAlignedUp(bytes);
@@ -89,6 +107,16 @@ absl::Status CheckWanted(const DirectFileOptions& options, const std::string& pa
   return absl::CancelledError(absl::StrCat(path, ": nobody waits for it any more"));
 }
 
+// Absent: the system gives no more threads.
+template <typename Work>
+std::optional<std::thread> TryStart(Work work) {
+  try {
+    return std::thread(std::move(work));
+  } catch (const std::system_error&) {
+    return std::nullopt;
+  }
+}
+
 // Calls `work` for each number below `count` from `threads` threads until one call fails, and
 // `meanwhile` from this one. Returns when all have ended.
 absl::Status ForEach(uint64_t count, int threads, absl::FunctionRef<absl::Status(uint64_t)> work,
@@ -115,14 +143,223 @@ absl::Status ForEach(uint64_t count, int threads, absl::FunctionRef<absl::Status
     return first;
   }
   std::vector<std::thread> running;
-  for (int i = 0; i < threads; ++i) running.emplace_back(run);
+  while (running.size() < static_cast<size_t>(threads)) {
+    std::optional<std::thread> thread = TryStart(run);
+    if (!thread.has_value()) break;
+    running.push_back(*std::move(thread));
+  }
   meanwhile();
+  if (running.empty()) run();
   for (std::thread& thread : running) thread.join();
   return first;
 }
 
 uint64_t BlocksOf(uint64_t bytes, uint64_t block_bytes) {
   return bytes / block_bytes + (bytes % block_bytes == 0 ? 0 : 1);
+}
+
+// Bytes that lie in several places of memory, in order.
+class Parts {
+ public:
+  explicit Parts(absl::Span<const absl::string_view> parts) : parts_(parts) {
+    ends_.reserve(parts.size());
+    for (const absl::string_view part : parts) ends_.push_back(bytes_ += part.size());
+  }
+
+  uint64_t bytes() const { return bytes_; }
+
+  // Calls `take` for the pieces of a range, in order, none larger than `most`, until that fails.
+  absl::Status Take(const FileRange& range, size_t most,
+                    absl::FunctionRef<absl::Status(absl::string_view)> take) const {
+    uint64_t at = range.begin;
+    for (size_t i = PartAt(at); at < range.end; ++i) {
+      const uint64_t begin = ends_[i] - parts_[i].size();
+      for (const uint64_t end = std::min(ends_[i], range.end); at < end;) {
+        const size_t size = std::min<uint64_t>(end - at, most);
+        MUSTER_RETURN_IF_ERROR(take(parts_[i].substr(at - begin, size)));
+        at += size;
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // A range, not empty, as one piece, if it is one.
+  std::optional<absl::string_view> Whole(const FileRange& range) const {
+    const size_t i = PartAt(range.begin);
+    if (range.end > ends_[i]) return std::nullopt;
+    return parts_[i].substr(range.begin - (ends_[i] - parts_[i].size()), range.end - range.begin);
+  }
+
+ private:
+  size_t PartAt(uint64_t at) const {
+    return std::upper_bound(ends_.begin(), ends_.end(), at) - ends_.begin();
+  }
+
+  const absl::Span<const absl::string_view> parts_;
+  std::vector<uint64_t> ends_;
+  uint64_t bytes_ = 0;
+};
+
+FileRange BlockAt(uint64_t i, uint64_t block_bytes, uint64_t bytes) {
+  return {.begin = i * block_bytes, .end = std::min((i + 1) * block_bytes, bytes)};
+}
+
+// Memory of blocks for the threads that need it.
+class BlockBuffers {
+ public:
+  absl::StatusOr<AlignedMemory> Take(size_t bytes) {
+    AlignedMemory memory;
+    {
+      MutexLock lock(&mu_);
+      if (!idle_.empty()) {
+        memory = std::move(idle_.back());
+        idle_.pop_back();
+      }
+    }
+    MUSTER_RETURN_IF_ERROR(memory.Grow(DirectAlignedUp(bytes)));
+    return memory;
+  }
+  void GiveBack(AlignedMemory memory) {
+    MutexLock lock(&mu_);
+    idle_.push_back(std::move(memory));
+  }
+
+ private:
+  Mutex mu_;
+  std::vector<AlignedMemory> idle_ ABSL_GUARDED_BY(mu_);
+};
+
+// Writes blocks from several threads while this one digests the whole.
+absl::Status WritePastCache(DirectFile& file, const Parts& parts, const DirectFileOptions& options,
+                            DirectFileWritten* written) {
+  const DirectFileSystem& system = SystemOf(options);
+  const uint64_t count = written->blocks.xxh3.size();
+  const auto in_place = [&](const FileRange& range) -> std::optional<absl::string_view> {
+    const std::optional<absl::string_view> whole = parts.Whole(range);
+    return whole.has_value() && IsDirectAligned(whole->data()) ? whole : std::nullopt;
+  };
+  bool copies = false;
+  for (uint64_t i = 0; i < count && !copies; ++i) {
+    copies = !in_place(BlockAt(i, options.block_bytes, parts.bytes())).has_value();
+  }
+  BlockBuffers buffers;
+  const auto write = [&](uint64_t i) -> absl::Status {
+    const FileRange range = BlockAt(i, options.block_bytes, parts.bytes());
+    const auto write_out = [&](absl::string_view block) -> absl::Status {
+      WaitForTurn(system, options.limiter, block.size());
+      MUSTER_RETURN_IF_ERROR(CheckWanted(options, file.path()));
+      return WriteBlock(file, block, range.begin);
+    };
+    if (const std::optional<absl::string_view> block = in_place(range); block.has_value()) {
+      written->blocks.xxh3[i] = DigestBlock(*block);
+      return write_out(*block);
+    }
+    const size_t size = range.end - range.begin;
+    MUSTER_ASSIGN_OR_RETURN(AlignedMemory memory, buffers.Take(size));
+    BlockDigester digester;
+    char* to = memory.data();
+    MUSTER_RETURN_IF_ERROR(parts.Take(range, kCachedBytes, [&](absl::string_view piece) {
+      digester.Update(piece);
+      std::memcpy(to, piece.data(), piece.size());
+      to += piece.size();
+      return absl::OkStatus();
+    }));
+    written->blocks.xxh3[i] = digester.Finish();
+    MUSTER_RETURN_IF_ERROR(write_out(absl::string_view(memory.data(), size)));
+    buffers.GiveBack(std::move(memory));
+    return absl::OkStatus();
+  };
+  return ForEach(count, std::max(options.in_flight, 1) + (copies ? 1 : 0), write, [&] {
+    Digester digester;
+    (void)parts.Take({.begin = 0, .end = parts.bytes()}, parts.bytes(),
+                     [&](absl::string_view piece) {
+                       digester.Update(piece);
+                       return absl::OkStatus();
+                     });
+    written->digest = digester.Finish();
+  });
+}
+
+// Writes a range that is not direct from where its bytes are. Small pieces are put together.
+absl::Status WritePieces(DirectFile& file, const Parts& parts, const FileRange& range,
+                         std::string* gathered) {
+  MUSTER_RETURN_IF_ERROR(BlockFailpoint());
+  uint64_t at = range.begin;
+  const auto write = [&](absl::string_view bytes) -> absl::Status {
+    if (!bytes.empty()) MUSTER_RETURN_IF_ERROR(file.Write(bytes, at));
+    at += bytes.size();
+    return absl::OkStatus();
+  };
+  gathered->clear();
+  MUSTER_RETURN_IF_ERROR(
+      parts.Take(range, range.end - range.begin, [&](absl::string_view piece) -> absl::Status {
+        const bool small = piece.size() < kCachedBytes;
+        if (small) absl::StrAppend(gathered, piece);
+        if (small && gathered->size() < kCachedBytes) return absl::OkStatus();
+        MUSTER_RETURN_IF_ERROR(write(*gathered));
+        gathered->clear();
+        return small ? absl::OkStatus() : write(piece);
+      }));
+  return write(*gathered);
+}
+
+// A file system takes a file's bytes from one thread at a time, and lets others spin: one writes,
+// and this one digests.
+absl::Status WriteThroughCache(DirectFile& file, const Parts& parts,
+                               const DirectFileOptions& options, DirectFileWritten* written) {
+  const DirectFileSystem& system = SystemOf(options);
+  const uint64_t count = written->blocks.xxh3.size();
+  std::atomic<bool> failed{false};
+  const auto write = [&](uint64_t) -> absl::Status {
+    std::string gathered;
+    for (uint64_t i = 0; i < count; ++i) {
+      const FileRange range = BlockAt(i, options.block_bytes, parts.bytes());
+      WaitForTurn(system, options.limiter, range.end - range.begin);
+      absl::Status status = CheckWanted(options, file.path());
+      if (status.ok()) status = WritePieces(file, parts, range, &gathered);
+      if (status.ok()) continue;
+      failed = true;
+      return status;
+    }
+    return absl::OkStatus();
+  };
+  const auto digest = [&] {
+    Digester digester;
+    BlockDigester of_block;
+    for (uint64_t i = 0; i < count && !failed; ++i) {
+      (void)parts.Take(BlockAt(i, options.block_bytes, parts.bytes()), kCachedBytes,
+                       [&](absl::string_view piece) {
+                         digester.Update(piece);
+                         of_block.Update(piece);
+                         return absl::OkStatus();
+                       });
+      written->blocks.xxh3[i] = of_block.Finish();
+    }
+    written->digest = digester.Finish();
+  };
+  // A thread for a single block would only cost time.
+  if (count > 1) {
+    if (std::optional<std::thread> thread = TryStart([&] { digest(); }); thread.has_value()) {
+      const absl::Status status = write(0);
+      thread->join();
+      return status;
+    }
+  }
+  digest();
+  return write(0);
+}
+
+absl::StatusOr<DirectFileWritten> WriteParts(const std::string& path, const Parts& parts,
+                                             bool direct, const DirectFileOptions& options) {
+  MUSTER_ASSIGN_OR_RETURN(DirectFile file, CreateFile(path, parts.bytes(), direct, options));
+  DirectFileWritten written;
+  written.blocks.block_bytes = options.block_bytes;
+  written.blocks.xxh3.resize(BlocksOf(parts.bytes(), options.block_bytes));
+  MUSTER_RETURN_IF_ERROR(file.direct() ? WritePastCache(file, parts, options, &written)
+                                       : WriteThroughCache(file, parts, options, &written));
+  MUSTER_RETURN_IF_ERROR(EndFile(SystemOf(options), file, path, parts.bytes()));
+  written.direct = file.direct();
+  return written;
 }
 
 // Whether all of the range is in the page cache, from where it comes faster than from the disk.
@@ -165,30 +402,24 @@ absl::Status ReadBlock(const DirectFileSystem& system, DirectFile& direct, Direc
 
 }  // namespace
 
+bool IsInMemory(int fd, const DirectFileOptions& options) {
+  if (options.system != nullptr) return false;
+  struct statfs info;
+  if (fstatfs(fd, &info) != 0) return false;
+  return info.f_type == TMPFS_MAGIC || info.f_type == RAMFS_MAGIC;
+}
+
 absl::StatusOr<DirectFileWritten> WriteDirectFile(const std::string& path,
                                                   absl::string_view contents,
                                                   const DirectFileOptions& options) {
-  const DirectFileSystem& system = SystemOf(options);
-  MUSTER_ASSIGN_OR_RETURN(
-      DirectFile file, CreateFile(system, path, contents.size(), IsDirectAligned(contents.data())));
-  DirectFileWritten written;
-  written.blocks.block_bytes = options.block_bytes;
-  const uint64_t count = BlocksOf(contents.size(), options.block_bytes);
-  written.blocks.xxh3.resize(count);
-  MUSTER_RETURN_IF_ERROR(ForEach(
-      count, options.in_flight,
-      [&](uint64_t i) {
-        const uint64_t at = i * options.block_bytes;
-        const absl::string_view block = contents.substr(at, options.block_bytes);
-        written.blocks.xxh3[i] = DigestBlock(block);
-        WaitForTurn(system, options.limiter, block.size());
-        MUSTER_RETURN_IF_ERROR(CheckWanted(options, path));
-        return WriteBlock(file, block, at);
-      },
-      [&] { written.digest = DigestBytes(contents); }));
-  MUSTER_RETURN_IF_ERROR(EndFile(system, file, path, contents.size()));
-  written.direct = file.direct();
-  return written;
+  return WriteParts(path, Parts(absl::MakeConstSpan(&contents, 1)),
+                    IsDirectAligned(contents.data()), options);
+}
+
+absl::StatusOr<DirectFileWritten> WriteDirectPieces(const std::string& path,
+                                                    absl::Span<const absl::string_view> pieces,
+                                                    const DirectFileOptions& options) {
+  return WriteParts(path, Parts(pieces), /*direct=*/true, options);
 }
 
 struct DirectFileStream::State {
@@ -208,6 +439,9 @@ struct DirectFileStream::State {
   };
 
   absl::Status WriteOut(const Block& block) {
+    // Each block's own element.
+    written.blocks.xxh3[block.at / options.block_bytes] =
+        DigestBlock(absl::string_view(block.memory.data(), block.size));
     WaitForTurn(calls, options.limiter, block.size);
     MUSTER_RETURN_IF_ERROR(CheckWanted(options, path));
     return WriteBlock(file, absl::string_view(block.memory.data(), block.size), block.at);
@@ -266,18 +500,18 @@ struct DirectFileStream::State {
 
   // False: the system gives no more threads.
   bool StartThread() {
-    try {
-      threads.emplace_back([this] { Write(); });
-      return true;
-    } catch (const std::system_error&) {
-      return false;
-    }
+    std::optional<std::thread> thread = TryStart([this] { Write(); });
+    if (thread.has_value()) threads.push_back(*std::move(thread));
+    return thread.has_value();
+  }
+
+  // Threads would wait for one another at a file that is not direct.
+  size_t most_threads() const {
+    return file.direct() ? static_cast<size_t>(std::max(options.in_flight, 1)) : 1;
   }
 
   // The block under way is full.
   absl::Status End() {
-    written.blocks.xxh3.push_back(
-        DigestBlock(absl::string_view(filling.memory.data(), filling.size)));
     Block block = std::exchange(filling, Block());
     // A thread for a single block would only cost time.
     if (bytes <= options.block_bytes) {
@@ -286,8 +520,7 @@ struct DirectFileStream::State {
       first.Update(status);
       return first;
     }
-    if (threads.size() < static_cast<size_t>(std::max(options.in_flight, 1)) && !StartThread() &&
-        threads.empty()) {
+    if (threads.size() < most_threads() && !StartThread() && threads.empty()) {
       const absl::Status status = WriteOut(block);
       MutexLock lock(&mu);
       first.Update(status);
@@ -323,9 +556,10 @@ DirectFileStream::~DirectFileStream() = default;
 
 absl::StatusOr<std::unique_ptr<DirectFileStream>> DirectFileStream::Create(
     const std::string& path, uint64_t bytes, const DirectFileOptions& options) {
-  MUSTER_ASSIGN_OR_RETURN(DirectFile file, CreateFile(SystemOf(options), path, bytes, true));
+  MUSTER_ASSIGN_OR_RETURN(DirectFile file, CreateFile(path, bytes, /*direct=*/true, options));
   auto state = std::make_unique<State>(path, bytes, options, std::move(file));
   state->written.blocks.block_bytes = options.block_bytes;
+  state->written.blocks.xxh3.resize(BlocksOf(bytes, options.block_bytes));
   return absl::WrapUnique(new DirectFileStream(std::move(state)));
 }
 
@@ -369,12 +603,17 @@ absl::StatusOr<DirectFileWritten> DirectFileStream::Finish() {
   return std::move(state.written);
 }
 
-absl::Status ReadDirectFile(
-    const std::string& path, uint64_t bytes, const BlockDigests& blocks,
-    const std::optional<FileRange>& range,
-    absl::FunctionRef<absl::Status(uint64_t offset, absl::string_view block)> take,
-    const DirectFileOptions& options) {
-  const DirectFileSystem& system = SystemOf(options);
+namespace {
+
+// The blocks that a range touches.
+struct BlockRun {
+  uint64_t first = 0;
+  uint64_t count = 0;
+};
+
+absl::StatusOr<BlockRun> BlocksIn(const std::string& path, uint64_t bytes,
+                                  const BlockDigests& blocks,
+                                  const std::optional<FileRange>& range) {
   const uint64_t block_bytes = blocks.block_bytes;
   if (!IsDirectAligned(block_bytes) || block_bytes == 0 ||
       blocks.xxh3.size() != BlocksOf(bytes, block_bytes)) {
@@ -387,11 +626,36 @@ absl::Status ReadDirectFile(
     return absl::InvalidArgumentError(
         absl::StrCat(path, ": has no bytes ", wanted.begin, " to ", wanted.end, ", only ", bytes));
   }
-  if (wanted.begin == wanted.end) return absl::OkStatus();
-  MUSTER_ASSIGN_OR_RETURN(DirectFile direct,
-                          DirectFile::Open(system, path, O_RDONLY | O_CLOEXEC, true));
+  if (wanted.begin == wanted.end) return BlockRun();
+  const uint64_t first = wanted.begin / block_bytes;
+  return BlockRun{.first = first, .count = BlocksOf(wanted.end, block_bytes) - first};
+}
+
+absl::Status CheckBlock(const std::string& path, const BlockDigests& blocks, uint64_t block,
+                        absl::string_view found) {
+  const uint64_t digest = DigestBlock(found), at = block * blocks.block_bytes;
+  if (digest == blocks.xxh3[block]) return absl::OkStatus();
+  return absl::DataLossError(absl::StrFormat(
+      "%s: is damaged: block %d of %d (bytes %d to %d) has the digest %016x, but the manifest "
+      "says %016x; use an earlier checkpoint",
+      path, block, blocks.xxh3.size(), at, at + found.size(), digest, blocks.xxh3[block]));
+}
+
+}  // namespace
+
+absl::Status ReadDirectFile(
+    const std::string& path, uint64_t bytes, const BlockDigests& blocks,
+    const std::optional<FileRange>& range,
+    absl::FunctionRef<absl::Status(uint64_t offset, absl::string_view block)> take,
+    const DirectFileOptions& options) {
+  const DirectFileSystem& system = SystemOf(options);
+  const uint64_t block_bytes = blocks.block_bytes;
+  MUSTER_ASSIGN_OR_RETURN(const BlockRun run, BlocksIn(path, bytes, blocks, range));
+  if (run.count == 0) return absl::OkStatus();
   MUSTER_ASSIGN_OR_RETURN(DirectFile cached,
                           DirectFile::Open(system, path, O_RDONLY | O_CLOEXEC, false));
+  MUSTER_ASSIGN_OR_RETURN(DirectFile direct, DirectFile::Open(system, path, O_RDONLY | O_CLOEXEC,
+                                                              !IsInMemory(cached.fd(), options)));
   struct stat info;
   if (fstat(cached.fd(), &info) != 0) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path));
@@ -400,40 +664,38 @@ absl::Status ReadDirectFile(
     return absl::DataLossError(
         absl::StrCat(path, ": has ", info.st_size, " bytes, but the manifest says ", bytes));
   }
-  const uint64_t first = wanted.begin / block_bytes;
-  const uint64_t count = BlocksOf(wanted.end, block_bytes) - first;
-  // Buffers that no thread uses; never more of them than threads.
-  Mutex mu;
-  std::vector<AlignedMemory> idle;
+  BlockBuffers buffers;
   const auto read = [&](uint64_t i) -> absl::Status {
-    const uint64_t block = first + i;
+    const uint64_t block = run.first + i;
     const uint64_t at = block * block_bytes;
     const size_t size = std::min(block_bytes, bytes - at);
     AlignedMemory memory;
     if (options.place == nullptr) {
-      MutexLock lock(&mu);
-      if (!idle.empty()) {
-        memory = std::move(idle.back());
-        idle.pop_back();
-      }
+      MUSTER_ASSIGN_OR_RETURN(memory, buffers.Take(size));
     }
-    if (options.place == nullptr) MUSTER_RETURN_IF_ERROR(memory.Grow(DirectAlignedUp(size)));
     char* const to = options.place == nullptr ? memory.data() : options.place(at);
     MUSTER_RETURN_IF_ERROR(ReadBlock(system, direct, cached, path, to, size, at));
     const absl::string_view found(to, size);
-    if (const uint64_t digest = DigestBlock(found); digest != blocks.xxh3[block]) {
-      return absl::DataLossError(absl::StrFormat(
-          "%s: is damaged: block %d of %d (bytes %d to %d) has the digest %016x, but the manifest "
-          "says %016x; use an earlier checkpoint",
-          path, block, blocks.xxh3.size(), at, at + size, digest, blocks.xxh3[block]));
-    }
+    MUSTER_RETURN_IF_ERROR(CheckBlock(path, blocks, block, found));
     MUSTER_RETURN_IF_ERROR(take(at, found));
-    if (options.place != nullptr) return absl::OkStatus();
-    MutexLock lock(&mu);
-    idle.push_back(std::move(memory));
+    if (options.place == nullptr) buffers.GiveBack(std::move(memory));
     return absl::OkStatus();
   };
-  return ForEach(count, options.in_flight, read, [] {});
+  return ForEach(run.count, options.in_flight, read, [] {});
+}
+
+absl::Status CheckBlocks(const std::string& path, absl::string_view contents,
+                         const BlockDigests& blocks, const std::optional<FileRange>& range,
+                         int threads) {
+  MUSTER_ASSIGN_OR_RETURN(const BlockRun run, BlocksIn(path, contents.size(), blocks, range));
+  return ForEach(
+      run.count, threads,
+      [&](uint64_t i) {
+        const uint64_t block = run.first + i;
+        return CheckBlock(path, blocks, block,
+                          contents.substr(block * blocks.block_bytes, blocks.block_bytes));
+      },
+      [] {});
 }
 
 }  // namespace muster

@@ -48,7 +48,7 @@ struct Holding {
   }
 };
 
-Holding Inspect(const std::string& dir) {
+Holding Inspect(const std::string& dir, VerifyLevel level) {
   Holding holding;
   absl::StatusOr<std::string> text = ReadRecordFile(JoinPath(dir, kManifestName));
   if (!text.ok()) return holding;
@@ -58,7 +58,7 @@ Holding Inspect(const std::string& dir) {
     return holding;
   }
   for (const ManifestFile& file : manifest->files) {
-    const absl::Status status = VerifyCheckpointFile(dir, file, VerifyLevel::kContents);
+    const absl::Status status = VerifyCheckpointFile(dir, file, level);
     if (status.ok()) {
       holding.intact.push_back(file.name);
     } else if (PathExists(JoinPath(dir, file.name))) {
@@ -76,8 +76,9 @@ class Gathering {
   Gathering(Comm& comm, std::string dir, const NodeGroups& groups)
       : comm_(comm), dir_(std::move(dir)), groups_(groups) {}
 
-  // (collective) Looks for the files on all nodes.
-  absl::Status Find();
+  // (collective) Looks for the files on all nodes. What is intact by its size may still turn out to
+  // be damaged when it is read.
+  absl::Status Find(VerifyLevel level);
   // (collective) Fetches what this node lacks, if any node lacks anything.
   absl::Status Complete();
 
@@ -99,8 +100,8 @@ class Gathering {
   std::set<int> lacking_;  // leaders
 };
 
-absl::Status Gathering::Find() {
-  if (groups_.leads()) mine_ = Inspect(dir_);
+absl::Status Gathering::Find(VerifyLevel level) {
+  if (groups_.leads()) mine_ = Inspect(dir_, level);
   std::vector<Json> summaries;
   for (const std::string& text :
        comm_.AllGatherBytes(mine_.Summary().dump(-1, ' ', false, Json::error_handler_t::replace))) {
@@ -281,11 +282,22 @@ absl::Status Gathering::Complete() {
   return AgreeOnFiles(comm_, published, {}, nullptr);
 }
 
-absl::Status CompleteOnNodes(Comm& comm, const std::string& dir, const NodeGroups& groups) {
+// `damaged`: those of which a file that is there was found damaged.
+absl::Status CompleteOnNodes(Comm& comm, const std::string& dir, const NodeGroups& groups,
+                             const std::vector<std::string>& damaged) {
   MUSTER_RETURN_IF_ERROR(SettleNodes(comm, dir, groups));
-  Gathering gathering(comm, dir, groups);
-  MUSTER_RETURN_IF_ERROR(gathering.Find());
-  return gathering.Complete();
+  const auto complete = [&](VerifyLevel level) -> absl::Status {
+    Gathering gathering(comm, dir, groups);
+    MUSTER_RETURN_IF_ERROR(gathering.Find(level));
+    return gathering.Complete();
+  };
+  if (std::find(damaged.begin(), damaged.end(), dir) == damaged.end()) {
+    // Files are checked when they are read, and those of other nodes when they come: reading all of
+    // them before would be once too often.
+    const absl::Status completed = complete(VerifyLevel::kSizes);
+    if (!absl::IsDataLoss(completed)) return completed;
+  }
+  return complete(VerifyLevel::kContents);
 }
 
 absl::StatusOr<StateReader> OpenOnEveryRank(Comm& comm, const std::string& dir) {
@@ -323,7 +335,7 @@ absl::StatusOr<StateReader> OpenCheckpointOnNodes(Comm& comm, const std::string&
                                                   const std::vector<std::string>& damaged) {
   if (groups.nodes.size() == 1) return OpenCheckpoint(comm, dir, folder, registrar, damaged);
   if (!dir.empty()) {
-    MUSTER_RETURN_IF_ERROR(CompleteOnNodes(comm, dir, groups));
+    MUSTER_RETURN_IF_ERROR(CompleteOnNodes(comm, dir, groups, damaged));
     return OpenOnEveryRank(comm, dir);
   }
   std::string why;
@@ -333,7 +345,7 @@ absl::StatusOr<StateReader> OpenCheckpointOnNodes(Comm& comm, const std::string&
     MUSTER_ASSIGN_OR_RETURN(bound, NextNewest(comm, folder, groups, bound));
     if (bound < 0) break;
     const std::string path = folder.PathOf(bound);
-    const absl::Status completed = CompleteOnNodes(comm, path, groups);
+    const absl::Status completed = CompleteOnNodes(comm, path, groups, damaged);
     if (completed.ok()) return OpenOnEveryRank(comm, path);
     // A disk that is full, say, is no reason to take an older one.
     if (!absl::IsDataLoss(completed) && !absl::IsNotFound(completed)) return completed;

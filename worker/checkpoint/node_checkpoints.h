@@ -12,10 +12,14 @@
 namespace muster {
 
 // Collective. As OpenCheckpoint, where every node has a disk of its own. Takes `dir`, or, if it is
-// empty, the newest numbered checkpoint of `folder` of which every file is intact on some node.
+// empty, the newest numbered checkpoint of `folder` of which every file is there on some node.
 // Nodes that lack files fetch them from those that have them, so that on return every node has the
 // whole checkpoint. The fetched files go through the communicator in pieces of 8 MiB and are
 // checked against the manifest; a crash in between leaves what was there.
+//
+// Files that are there are not read: the reader checks what it reads. Of the folders `damaged`, in
+// which it found damage, all nodes read all files, and replace damaged ones by copies of other
+// nodes.
 //
 // `registrar` and `damaged` as in OpenCheckpoint, where all nodes turn out to share one file
 // system.

@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <optional>
@@ -56,14 +57,18 @@ class NodeCheckpointsTest : public testing::Test {
   }
 
   static absl::StatusOr<StateReader> Open(Comm& comm, const std::string& dir,
-                                          const CheckpointFolder& folder) {
+                                          const CheckpointFolder& folder,
+                                          const std::vector<std::string>& damaged = {}) {
     const std::string parent = dir.empty() ? folder.root() : ParentPath(dir);
     const auto groups = FindNodeGroups(comm, parent, NodeOf(comm));
     if (!groups.ok()) return groups.status();
-    return OpenCheckpointOnNodes(comm, dir, folder, *groups);
+    return OpenCheckpointOnNodes(comm, dir, folder, *groups, nullptr, damaged);
   }
-  absl::StatusOr<StateReader> OpenDir(Comm& comm) {
-    return Open(comm, Dir(NodeOf(comm)), CheckpointFolder(""));
+  // `damaged`: after a file of it was found damaged.
+  absl::StatusOr<StateReader> OpenDir(Comm& comm, bool damaged = false) {
+    const std::string dir = Dir(NodeOf(comm));
+    return Open(comm, dir, CheckpointFolder(""),
+                damaged ? std::vector<std::string>{dir} : std::vector<std::string>());
   }
   absl::StatusOr<StateReader> OpenNewest(Comm& comm) {
     return Open(comm, "", CheckpointFolder(Disk(NodeOf(comm))));
@@ -213,11 +218,34 @@ TEST_F(NodeCheckpointsTest, DamagedCopy_IsReplacedByThatOfAnotherNode) {
   RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(OpenDir(comm).ok()); });
   FlipBit(JoinPath(Dir(0), "model.safetensors"));
   RunRanks(4, [&](Comm& comm) {
-    const auto reader = OpenDir(comm);
+    const auto found = OpenDir(comm);
+    ASSERT_TRUE(found.ok()) << found.status();
+    // Only who reads the file learns of it.
+    EXPECT_EQ(found->Read(ModelFileName(0)).ok(), NodeOf(comm) == 1);
+    EXPECT_EQ(RandomOf(*found, comm.rank()), 30 + comm.rank());
+    const auto reader = OpenDir(comm, /*damaged=*/true);
     ASSERT_TRUE(reader.ok()) << reader.status();
     EXPECT_EQ(ModelOf(*reader), 3);
   });
   EXPECT_TRUE(VerifyCheckpoint(Dir(0), VerifyLevel::kContents).ok());
+}
+
+TEST_F(NodeCheckpointsTest, DamageThatIsFetched_IsNotTaken) {
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 3, 1).ok()); });
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(OpenDir(comm).ok()); });
+  // Node 1 lacks a file, so that something is fetched; node 0 sends one that is damaged.
+  FlipBit(JoinPath(Dir(0), "random_states_0.safetensors"));
+  ASSERT_EQ(unlink(JoinPath(Dir(1), "random_states_0.safetensors").c_str()), 0);
+  FlipBit(JoinPath(Dir(1), "model.safetensors"));
+  RunRanks(4, [&](Comm& comm) {
+    EXPECT_THAT(std::string(OpenDir(comm).status().message()),
+                AllOf(HasSubstr("no node of this job has an intact copy of random_states_0."),
+                      HasSubstr("is damaged")));
+  });
+  FlipBit(JoinPath(Dir(0), "random_states_0.safetensors"));
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(OpenDir(comm, /*damaged=*/true).ok()); });
+  EXPECT_TRUE(VerifyCheckpoint(Dir(0), VerifyLevel::kContents).ok());
+  EXPECT_TRUE(VerifyCheckpoint(Dir(1), VerifyLevel::kContents).ok());
 }
 
 TEST_F(NodeCheckpointsTest, DamageWithoutAnotherCopy_IsNamed) {

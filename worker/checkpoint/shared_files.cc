@@ -18,6 +18,7 @@
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/digest.h"
+#include "worker/checkpoint/direct_pieces.h"
 #include "worker/collective/shm_segment.h"
 
 namespace muster {
@@ -29,7 +30,11 @@ using Json = nlohmann::json;
 class Mapping {
  public:
   static absl::StatusOr<Mapping> Of(int fd, uint64_t bytes) {
-    void* const address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    return Of(fd, bytes, PROT_READ | PROT_WRITE);
+  }
+  static absl::StatusOr<Mapping> ToRead(int fd, uint64_t bytes) { return Of(fd, bytes, PROT_READ); }
+  static absl::StatusOr<Mapping> Of(int fd, uint64_t bytes, int protection) {
+    void* const address = mmap(nullptr, bytes, protection, MAP_SHARED, fd, 0);
     if (address == MAP_FAILED) return absl::ErrnoToStatus(errno, "cannot map shared memory");
     return Mapping(static_cast<char*>(address), bytes);
   }
@@ -58,9 +63,31 @@ absl::StatusOr<Json> IdentityOf(int fd) {
 
 // One rank's part of Read().
 struct SharedFiles::Reading {
+  // Opens the files, if all of them are in memory where they are.
+  bool OpenInPlace() {
+    in_place = !files.empty() && std::all_of(files.begin(), files.end(), [&](const auto& file) {
+      const int fd = open(JoinPath(dir, file.name).c_str(), O_RDONLY | O_CLOEXEC);
+      if (fd < 0) return false;
+      shared.files_.emplace(file.name, fd);
+      struct stat info;
+      // Of another size: ReadDirectFile says so.
+      return IsInMemory(fd, options.read) && fstat(fd, &info) == 0 &&
+             static_cast<uint64_t>(info.st_size) == file.digest.bytes;
+    });
+    if (!in_place) shared.CloseAll();
+    return in_place;
+  }
+
   // The leader's files in memory, for the others to open.
   absl::StatusOr<std::string> Create() {
     Json entries = Json::array();
+    if (in_place) {
+      for (const ManifestFile& file : files) {
+        MUSTER_ASSIGN_OR_RETURN(const Json identity, IdentityOf(shared.files_.at(file.name)));
+        entries.push_back({getpid(), shared.files_.at(file.name), identity});
+      }
+      return entries.dump();
+    }
     for (const ManifestFile& file : files) {
       const int fd = options.create != nullptr ? options.create(file.name.c_str())
                                                : memfd_create(file.name.c_str(), MFD_CLOEXEC);
@@ -77,6 +104,12 @@ struct SharedFiles::Reading {
     if (created.empty()) return absl::UnavailableError("the first rank has no shared memory");
     const Json entries = Json::parse(created);
     for (size_t i = 0; i < files.size(); ++i) {
+      if (in_place) {
+        MUSTER_ASSIGN_OR_RETURN(const Json identity, IdentityOf(shared.files_.at(files[i].name)));
+        if (identity == entries[i][2]) continue;
+        return absl::UnavailableError(
+            absl::StrCat(JoinPath(dir, files[i].name), " is another file than the first rank's"));
+      }
       const std::string path =
           absl::StrCat("/proc/", entries[i][0].get<int>(), "/fd/", entries[i][1].get<int>());
       const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
@@ -149,6 +182,12 @@ struct SharedFiles::Reading {
 
   absl::Status ReadRange(const ManifestFile& file, const FileRange& range) {
     const int fd = shared.files_.at(file.name);
+    if (in_place) {
+      MUSTER_ASSIGN_OR_RETURN(const Mapping mapping, Mapping::ToRead(fd, file.digest.bytes));
+      return CheckBlocks(JoinPath(dir, file.name),
+                         absl::string_view(mapping.data(), file.digest.bytes), file.blocks, range,
+                         options.read.in_flight);
+    }
     // Memory that is not there is an error here, and a signal when it is touched.
     while (fallocate(fd, 0, static_cast<off_t>(range.begin),
                      static_cast<off_t>(range.end - range.begin)) != 0) {
@@ -181,7 +220,7 @@ struct SharedFiles::Reading {
   std::string Group(int rank) const {
     const std::string host = options.host.empty() ? HostIdentity() : options.host;
     if (host.empty() || !Shareable()) return absl::StrCat("rank ", rank);
-    std::string text = absl::StrCat(host, "\n", dir, "\n");
+    std::string text = absl::StrCat(host, "\n", dir, "\n", in_place ? "in place" : "", "\n");
     for (const ManifestFile& file : files) {
       absl::StrAppend(&text, file.name, " ", file.digest.bytes, " ", file.digest.xxh3, "\n");
     }
@@ -192,14 +231,16 @@ struct SharedFiles::Reading {
   const std::string& dir;
   const std::vector<ManifestFile>& files;
   const Options& options;
+  bool in_place = false;
 };
 
 absl::StatusOr<std::unique_ptr<SharedFiles>> SharedFiles::Read(
     Comm& comm, const std::string& dir, const std::vector<ManifestFile>& files,
     const Options& options) {
   std::unique_ptr<SharedFiles> shared(new SharedFiles);
-  if (comm.size() == 1) return shared;
   Reading reading{*shared, dir, files, options};
+  const bool in_place = reading.OpenInPlace();
+  if (comm.size() == 1 && !in_place) return shared;
   const std::vector<std::string> groups = comm.AllGatherBytes(reading.Group(comm.rank()));
   const std::string& mine = groups[comm.rank()];
   const auto begin = groups.begin();
@@ -214,7 +255,7 @@ absl::StatusOr<std::unique_ptr<SharedFiles>> SharedFiles::Read(
       needed[i] = static_cast<char>(needed[i] | of_all[rank][i]);
     }
   }
-  bool together = count > 1 || (!options.ranges.empty() && reading.Shareable());
+  bool together = count > 1 || in_place || (!options.ranges.empty() && reading.Shareable());
 
   absl::Status ready;
   std::string created;
@@ -238,18 +279,18 @@ absl::StatusOr<std::unique_ptr<SharedFiles>> SharedFiles::Read(
     }
     together = false;
   }
-  if (!together) {
-    for (const auto& [unused, fd] : shared->files_) close(fd);
-    shared->files_.clear();
-  }
+  if (!together) shared->CloseAll();
   absl::Status read;
   if (together) read = GuardRank([&] { return reading.ReadShare(index, count, needed); });
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, read, {}, nullptr));
   return shared;
 }
 
-SharedFiles::~SharedFiles() {
+SharedFiles::~SharedFiles() { CloseAll(); }
+
+void SharedFiles::CloseAll() {
   for (const auto& [unused, fd] : files_) close(fd);
+  files_.clear();
 }
 
 std::string SharedFiles::PathOf(absl::string_view name) const {

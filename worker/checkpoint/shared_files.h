@@ -17,7 +17,8 @@ namespace muster {
 
 // Files of a checkpoint that every rank needs, read once on each host: the ranks of a host each
 // read and digest a share of the blocks, past the page cache, into memory that they share. The
-// memory holds the files once on a host and goes when no rank uses it any more. Thread-safe.
+// memory holds the files once on a host and goes when no rank uses it any more. Where the folder is
+// in memory itself (tmpfs), the files are digested and used where they are. Thread-safe.
 class SharedFiles {
  public:
   struct Options {
@@ -34,8 +35,8 @@ class SharedFiles {
   // of one host read together if they name the same files with the same digests: the blocks that
   // one of them needs (Options::ranges), each once. The rest takes no memory and reads as zeros.
   // Where the ranks of a host cannot share memory, and on a host whose only rank needs all, nothing
-  // is read. Errors, the same on every rank: those of ReadDirectFile, with the rank;
-  // RESOURCE_EXHAUSTED if there is no memory.
+  // is read, unless the folder is in memory. Errors, the same on every rank: those of
+  // ReadDirectFile, with the rank; RESOURCE_EXHAUSTED if there is no memory.
   static absl::StatusOr<std::unique_ptr<SharedFiles>> Read(Comm& comm, const std::string& dir,
                                                            const std::vector<ManifestFile>& files,
                                                            const Options& options);
@@ -44,7 +45,8 @@ class SharedFiles {
   SharedFiles& operator=(const SharedFiles&) = delete;
 
   // Where the file is, what was read of it checked: a path that this process can open while this
-  // object lives. It does not change any more. Empty: it was not read.
+  // object lives. It does not change any more, if nobody writes into a checkpoint that is
+  // published. Empty: it was not read.
   std::string PathOf(absl::string_view name) const;
 
   // Of the files, by this rank's host.
@@ -53,6 +55,7 @@ class SharedFiles {
  private:
   struct Reading;
   SharedFiles() = default;
+  void CloseAll();
 
   std::map<std::string, int, std::less<>> files_;  // descriptors, by name
   uint64_t bytes_read_ = 0;

@@ -14,11 +14,13 @@
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/direct_pieces.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/shared_files.h"
 #include "worker/checkpoint/snapshot.h"
 #include "worker/checkpoint/staged_save.h"
+#include "worker/checkpoint/transfer.h"
 
 namespace muster {
 namespace {
@@ -40,6 +42,22 @@ absl::Status SaveStaged(Comm& comm, Publication publication, NodeGroups groups,
     return write(writer);
   });
   return staged.Publish(comm, std::move(publication), written, writer.files());
+}
+
+// The whole file, header and data, where it lies in memory; absent: a tensor is on another device,
+// or its elements are not in a row.
+std::optional<std::vector<absl::string_view>> PiecesOf(const SafetensorsPlan& plan) {
+  std::vector<absl::string_view> pieces{plan.layout.prefix};
+  for (size_t i = 0; i < plan.sources.size(); ++i) {
+    const SafetensorsEntry& entry = plan.layout.tensors[i];
+    if (entry.begin == entry.end) continue;
+    const at::Tensor& source = plan.sources[i];
+    if (!source.is_cpu() || !source.is_contiguous() || source.is_conj() || source.is_neg()) {
+      return std::nullopt;
+    }
+    pieces.emplace_back(static_cast<const char*>(source.const_data_ptr()), entry.end - entry.begin);
+  }
+  return pieces;
 }
 
 absl::Status NumberIsFree(const CheckpointFolder& folder, int64_t iteration, int total_limit) {
@@ -75,15 +93,21 @@ void StateWriter::CopyLater(const at::Tensor& tensor) {
 
 absl::Status StateWriter::Put(const std::string& name, const PlannedStateFile& file) {
   const auto* const plan = std::get_if<SafetensorsPlan>(&file);
-  const auto* const text = std::get_if<std::string>(&file);
-  MUSTER_ASSIGN_OR_RETURN(
-      const std::unique_ptr<DirectFileStream> stream,
-      DirectFileStream::Create(JoinPath(staging_, name), plan ? plan->file_bytes() : text->size()));
-  const auto append = [&](absl::string_view bytes) { return stream->Append(bytes); };
-  MUSTER_RETURN_IF_ERROR(plan ? StreamSafetensors(*plan, append) : append(*text));
-  MUSTER_ASSIGN_OR_RETURN(DirectFileWritten written, stream->Finish());
-  files_.push_back(FileOf(name, rank_, std::move(written)));
-  return absl::OkStatus();
+  const std::string path = JoinPath(staging_, name);
+  const DirectFileOptions options{.in_flight = TransferThreads()};
+  const auto put = [&](absl::StatusOr<DirectFileWritten> written) {
+    if (written.ok()) files_.push_back(FileOf(name, rank_, *std::move(written)));
+    return written.status();
+  };
+  if (plan == nullptr) return put(WriteDirectFile(path, std::get<std::string>(file), options));
+  if (const auto pieces = PiecesOf(*plan); pieces.has_value()) {
+    return put(WriteDirectPieces(path, *pieces, options));
+  }
+  MUSTER_ASSIGN_OR_RETURN(const std::unique_ptr<DirectFileStream> stream,
+                          DirectFileStream::Create(path, plan->file_bytes(), options));
+  MUSTER_RETURN_IF_ERROR(
+      StreamSafetensors(*plan, [&](absl::string_view bytes) { return stream->Append(bytes); }));
+  return put(stream->Finish());
 }
 
 absl::Status StateWriter::Write(const std::string& name, const StateDict& state,
@@ -171,7 +195,9 @@ absl::Status StateReader::ReadTogether(
   }
   // The memory of those before goes first.
   shared_.reset();
-  MUSTER_ASSIGN_OR_RETURN(shared_, SharedFiles::Read(comm, dir_, files, {.ranges = ranges}));
+  MUSTER_ASSIGN_OR_RETURN(
+      shared_, SharedFiles::Read(comm, dir_, files,
+                                 {.read = {.in_flight = TransferThreads()}, .ranges = ranges}));
   return absl::OkStatus();
 }
 

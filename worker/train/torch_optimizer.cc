@@ -550,6 +550,8 @@ class TorchOptimizerHandle : public OptimizerHandle {
     if (kind_->counts_steps) known.push_back("step");
     const auto by_parameter = Slots(state, known);
     std::vector<std::unique_ptr<optim::OptimizerParamState>> loaded(seen_parameters().size());
+    // Into memory that is there: what is copied once nothing can fail any more.
+    std::vector<std::pair<at::Tensor, at::Tensor>> copies;
     const std::vector<std::string>& names = parameter_names();
     size_t i = 0;
     for (int64_t g = 0; g < num_groups(); ++g) {
@@ -567,7 +569,12 @@ class TorchOptimizerHandle : public OptimizerHandle {
           for (size_t s = 0; s < kind_->slots.size(); ++s) {
             const auto it = slots.find(kind_->slots[s]);
             if (it != slots.end()) {
-              tensors[s] = at::empty_like(param).detach().copy_(it->second);
+              tensors[s] = SlotToReuse(param, s, it->second);
+              if (tensors[s].defined()) {
+                copies.emplace_back(tensors[s], it->second);
+              } else {
+                tensors[s] = at::empty_like(param).detach().copy_(it->second);
+              }
             } else {
               TORCH_CHECK(!kind_->needs(group_options(g), s), "optimizer state '", name, ".",
                           kind_->slots[s], "' is missing");
@@ -581,6 +588,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
     for (int64_t g = 0; g < num_groups(); ++g) {
       kind_->load_group(group_options(g), state.groups, g, /*commit=*/true);
     }
+    for (const auto& [to, from] : copies) to.copy_(from);
     for (size_t k = 0; k < loaded.size(); ++k) {
       void* key = seen_parameters()[k].unsafeGetTensorImpl();
       if (loaded[k] != nullptr) {
@@ -604,6 +612,25 @@ class TorchOptimizerHandle : public OptimizerHandle {
   Fused fused_ = Fused::kNo;
   bool made_state_ = false;               // by a step through this handle
   mutable std::optional<bool> archives_;  // whether save() writes something
+
+  // The memory of a parameter's slot, if `source` fits there and nobody else has it: new memory
+  // costs several times what the copy does. Undefined: there is none.
+  at::Tensor SlotToReuse(const at::Tensor& param, size_t s, const at::Tensor& source) const {
+    const auto it = optimizer_.state().find(param.unsafeGetTensorImpl());
+    if (it == optimizer_.state().end()) return {};
+    at::Tensor slot = kind_->slot(*it->second, s);
+    // The state's own reference, and this one.
+    if (!slot.defined() || slot.use_count() != 2 || slot.layout() != at::kStrided ||
+        slot.is_inference() || slot.requires_grad() || !slot.storage() ||
+        slot.storage().use_count() != 1 || slot.storage().nbytes() < slot.nbytes()) {
+      return {};
+    }
+    const bool fits = slot.scalar_type() == param.scalar_type() &&
+                      slot.device() == param.device() && slot.sizes() == param.sizes() &&
+                      slot.strides() == param.strides() && param.is_non_overlapping_and_dense() &&
+                      source.layout() == at::kStrided && source.sizes() == slot.sizes();
+    return fits ? slot : at::Tensor();
+  }
 
   bool is_plain_lbfgs() const { return type_ == typeid(optim::LBFGS); }
   static bool IsLbfgs(const optim::Optimizer& optimizer) {

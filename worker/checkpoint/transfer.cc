@@ -1,0 +1,11 @@
+#include "worker/checkpoint/transfer.h"
+
+#include <algorithm>
+
+#include "ATen/Parallel.h"
+
+namespace muster {
+
+int TransferThreads() { return std::clamp(at::get_num_threads(), 2, 8); }
+
+}  // namespace muster
