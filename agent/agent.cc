@@ -351,7 +351,8 @@ void Agent::MarkEnded() {
 }
 
 void Agent::NoteLast(const AttemptEnd& local, const AttemptEnd& agreed) {
-  if (options_.gate != nullptr) return;
+  // What follows from the loss or the leave of another machine is no error of the user's.
+  if (options_.gate != nullptr || agreed.cause != AttemptEnd::Cause::kFailed) return;
   if (!MayRetry(ClassOf(local)) && MayRetry(ClassOf(agreed))) counted_.last = local;
 }
 
@@ -518,6 +519,11 @@ JobResult Agent::RunAttempts() {
       result.outcome = attempt == 0 ? JobResult::Outcome::kRefused : JobResult::Outcome::kFailed;
       result.status = meeting.status();
       if (attempt > 0) result.failure = {std::string(meeting.status().message()), {}};
+      // What this machine was to say there.
+      if (!counted_.last.why.empty()) {
+        result.failure = counted_.last;
+        absl::StrAppend(&result.failure.why, "; and ", meeting.status().message());
+      }
       return result;
     }
     if (meeting->finished) {

@@ -106,12 +106,29 @@ AttemptEnd EndFromJson(const std::string& text) {
   return value.is_object() ? EndOf(value) : AttemptEnd{text, {}};
 }
 
+// The newest of `lines`, cut, that take at most 4 KiB: the counts of all machines come in one
+// answer.
+std::vector<std::string> NewestLines(const std::vector<std::string>& lines) {
+  constexpr size_t kMostOfLine = 1024;
+  size_t left = 4096;
+  std::vector<std::string> newest;
+  for (auto line = lines.rbegin(); line != lines.rend() && left > 0; ++line) {
+    newest.push_back(line->substr(0, std::min(left, kMostOfLine)));
+    left -= std::min(left, newest.back().size() + 1);
+  }
+  std::reverse(newest.begin(), newest.end());
+  return newest;
+}
+
 void AddCounts(const RestartCounts& counts, json* value) {
   (*value)["counted"] = counts.total;
   json classes = json::object();
   for (const v1::ClassCount& one : counts.by_class) classes[NameOf(one.end_class())] = one.count();
   if (!classes.empty()) (*value)["classes"] = std::move(classes);
-  if (!counts.last.why.empty()) (*value)["last"] = JsonOf(counts.last);
+  if (counts.last.why.empty()) return;
+  AttemptEnd last = counts.last;
+  last.last_lines = NewestLines(last.last_lines);
+  (*value)["last"] = JsonOf(last);
 }
 RestartCounts CountsOf(const json& value) {
   RestartCounts counts;
@@ -210,6 +227,13 @@ std::optional<AttemptEnd> EndOfRefused(bool elastic, const absl::Status& status)
   return std::nullopt;
 }
 
+// Whether a call was refused because a machine was lost, which ended the generation.
+bool EndedByLoss(const absl::Status& status) {
+  const std::optional<v1::ErrorDetail> detail = rpc::GetDetail(status);
+  return rpc::GetReason(status) == v1::ERROR_REASON_GENERATION_ENDED && detail.has_value() &&
+         detail->culprits_size() > 0;
+}
+
 class GrpcJobCoordination final : public JobCoordination {
  public:
   GrpcJobCoordination(const GrpcJobCoordinationOptions& options, NodeUplink* session)
@@ -281,6 +305,8 @@ class GrpcJobCoordination final : public JobCoordination {
           elastic() && (reason == v1::ERROR_REASON_GENERATION_ENDED || IsCutOff(reason))) {
         continue;
       }
+      // Join waits for it to come back.
+      if (agrees_on_counts() && !elastic() && EndedByLoss(agreed)) continue;
       EndGeneration(absl::StrCat("machine ", node_rank_, " gave up: ", agreed.message()),
                     kShortCall, Until::kAnswered);
       return agreed;
@@ -431,6 +457,8 @@ class GrpcJobCoordination final : public JobCoordination {
   // happens when the coordinator is back.
   enum class Late { kForgotten, kHeld };
 
+  // Also one that may not restart: machine 0, launched differently by mistake, would wait for it.
+  bool tells_counts() const { return agrees_on_counts() || options_.counts_itself; }
   bool agrees_on_counts() const { return elastic() || options_.counts_restarts; }
   bool elastic() const { return options_.min_nodes > 0 && options_.min_nodes < options_.num_nodes; }
 
@@ -954,11 +982,14 @@ class GrpcJobCoordination final : public JobCoordination {
         elastic() ? std::min(options_.outage_tolerance + kAgree, kLongest) : kAgree;
     *op.mutable_wait()->mutable_timeout() = rpc::ToProto(patience);
     const absl::StatusOr<v1::OpResult> result =
-        Call(std::move(op), patience + kShortCall, Until::kCancelled);
+        Call(std::move(op), std::min(patience + kShortCall + options_.outage_tolerance, kLongest),
+             Until::kCancelled);
     if (!elastic() && rpc::GetReason(result.status()) == v1::ERROR_REASON_WAIT_TIMEOUT) {
       MUSTER_LOG(Warning) << "not all machines of job " << options_.job
                           << " say how many restarts they have counted: an older version runs "
                           << "there, which counts its own";
+      // Machines that do not hear of it start, and would wait for this one.
+      meeting->counted.last = {};
       return absl::OkStatus();
     }
     MUSTER_RETURN_IF_ERROR(result.status());
@@ -973,8 +1004,10 @@ class GrpcJobCoordination final : public JobCoordination {
 
   // Machine 0 writes what must be the same everywhere, the others compare.
   absl::Status Agree(Meeting* meeting) {
-    if (agrees_on_counts()) {
-      MUSTER_RETURN_IF_ERROR(node_rank_ == 0 ? TakeCounts(meeting) : TellCounts(*meeting));
+    if (node_rank_ == 0) {
+      if (agrees_on_counts()) MUSTER_RETURN_IF_ERROR(TakeCounts(meeting));
+    } else if (tells_counts()) {
+      MUSTER_RETURN_IF_ERROR(TellCounts(*meeting));
     }
     v1::Op op;
     if (node_rank_ == 0) {
@@ -1012,7 +1045,11 @@ class GrpcJobCoordination final : public JobCoordination {
     }
     if (agrees_on_counts()) {
       meeting->attempt = std::max(meeting->attempt, CountOf(value, "attempt"));
-      meeting->counted.TakeLarger(CountsOf(value));
+      const RestartCounts theirs = CountsOf(value);
+      meeting->counted.TakeLarger(theirs);
+      // Machine 0 decides: machines that do not hear of it from there start, and would wait for
+      // this one.
+      meeting->counted.last = theirs.last;
     }
     meeting->master_addr = TextOf(value, "master_addr");
     const auto port = value.find("master_port");

@@ -31,6 +31,8 @@ struct GrpcJobCoordinationOptions {
   // The agents count restarts themselves, so before each attempt they agree on what they have
   // counted. They always do where the number of nodes varies.
   bool counts_restarts = false;
+  // The same of agents that may not restart, which tell those that may.
+  bool counts_itself = false;
   // Must be the same on all nodes, for example "num_processes 4, max_restarts 0". Shown when it is
   // not.
   std::string settings = {};

@@ -355,6 +355,29 @@ TEST_F(GrpcJobCoordinationTest, RestartsAreCounted_MachinesAgreeOnThem) {
   EXPECT_THAT(told.ops().ops(0).txn().then(0).put().value(), HasSubstr("\"counted\":4"));
 }
 
+// A machine that ends alone is waited for: machine 0, an older version perhaps, decides for all.
+TEST_F(GrpcJobCoordinationTest, LastEndThatMachine0DoesNotKnow_IsNone_AndItsLinesAreCut) {
+  StartCoordinator();
+  AnswerWith(R"({"settings": "num_processes 2", "master_addr": "10.0.0.1", "master_port": 29501})",
+             "");
+  counts_restarts_ = true;
+  MakeCoordination(2, absl::Minutes(1));
+  RestartCounts counted;
+  counted.total = 1;
+  counted.last = {"rank 1 exited with code 2", {"oldest", std::string(100'000, 'x'), "newest"}};
+  const absl::StatusOr<Meeting> meeting = coordination_->Meet(1, counted);
+  ASSERT_TRUE(meeting.ok()) << meeting.status();
+  EXPECT_EQ(meeting->counted.total, 1);
+  EXPECT_EQ(meeting->counted.last.why, "");
+  const v1::AgentFrame told = sessions_.WaitFor([](const v1::AgentFrame& one) {
+    return one.has_ops() && one.ops().ops(0).has_txn() &&
+           one.ops().ops(0).txn().then(0).put().key() == "gen/1/count/1";
+  });
+  const std::string value = told.ops().ops(0).txn().then(0).put().value();
+  EXPECT_THAT(value, HasSubstr("newest"));
+  EXPECT_LT(value.size(), 8192u);
+}
+
 // The key "end" went with its generation before this machine had read it.
 TEST_F(GrpcJobCoordinationTest, GenerationEndsBeforeItsKeyWasRead_CauseIsTheSame) {
   RunBeside(Machine(0, v1::WORKER_STATE_RUNNING, absl::ZeroDuration()));

@@ -145,6 +145,7 @@ std::unique_ptr<JobCoordination> JoinJob(const NodeJobOptions& options, NodeUpli
           .hosts_coordinator = options.hosts_coordinator,
           // With a gate, who decides counts.
           .counts_restarts = options.agent.gate == nullptr && options.agent.max_restarts > 0,
+          .counts_itself = options.agent.gate == nullptr,
           .settings = Settings(options),
           .host = options.host,
           .rack = options.agent.worker.rack,

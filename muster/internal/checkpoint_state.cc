@@ -1107,11 +1107,13 @@ void CheckpointState::ThrowIfAnyFailed(const absl::Status& mine) const {
 }
 
 absl::StatusOr<StateReader> CheckpointState::OpenToLoad(const std::string& directory,
-                                                        const std::vector<std::string>& damaged) {
+                                                        const std::vector<std::string>& damaged,
+                                                        bool* on_nodes) {
   const CheckpointFolder folder(Root());
   absl::StatusOr<NodeGroups> groups =
       GroupsOf(process_.comm(), directory.empty() ? folder.PathOf(0) : directory, OwnNode());
   ThrowIfError(groups.status());
+  *on_nodes = groups->nodes.size() > 1;
   return OpenCheckpointOnNodes(process_.comm(), directory, folder, *groups, registrar_.get(),
                                damaged);
 }
@@ -1121,7 +1123,8 @@ absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
   std::vector<std::string> damaged;
   absl::Status first;
   while (true) {
-    absl::StatusOr<StateReader> reader = OpenToLoad(directory, damaged);
+    bool on_nodes = false;
+    absl::StatusOr<StateReader> reader = OpenToLoad(directory, damaged, &on_nodes);
     // Not the same as none yet, where training begins from scratch.
     if (absl::IsNotFound(reader.status()) && !first.ok()) return first;
     MUSTER_RETURN_IF_ERROR(reader.status());
@@ -1130,8 +1133,6 @@ absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
     // What the disk cannot read (EIO) is damaged as well, though it may be readable elsewhere.
     const bool damage = absl::IsDataLoss(status);
     if (!damage && !absl::IsUnknown(status)) ThrowIfError(status);
-    // Another node may have a copy of what is damaged.
-    const bool on_nodes = !reader->manifest().nodes.empty();
     if ((!directory.empty() && !on_nodes) ||
         std::find(damaged.begin(), damaged.end(), reader->dir()) != damaged.end()) {
       return status;

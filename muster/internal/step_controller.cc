@@ -522,7 +522,13 @@ bool StepController::IsCopyOfStepped(const BackwardWatch::Seen& changed) const {
   const at::Tensor& now = changed.parameter;
   for (const auto& optimizer : registry_.optimizers()) {
     for (const at::Tensor& master : optimizer->handle().parameters()) {
-      if (master.sizes() == now.sizes() && at::equal(master.to(now.options()), now)) return true;
+      if (master.sizes() != now.sizes()) continue;
+      // A few elements first: many layers have equal shapes.
+      if (changed.Before().defined() && !at::equal(changed.At(master).to(now.scalar_type()),
+                                                   changed.At(now).to(now.scalar_type()))) {
+        continue;
+      }
+      if (at::equal(master.to(now.options()), now)) return true;
     }
   }
   return false;

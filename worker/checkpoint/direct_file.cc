@@ -259,8 +259,8 @@ absl::Status WritePastCache(DirectFile& file, const Parts& parts, const DirectFi
     BlockDigester digester;
     char* to = memory.data();
     MUSTER_RETURN_IF_ERROR(parts.Take(range, kCachedBytes, [&](absl::string_view piece) {
-      digester.Update(piece);
       std::memcpy(to, piece.data(), piece.size());
+      digester.Update(absl::string_view(to, piece.size()));
       to += piece.size();
       return absl::OkStatus();
     }));

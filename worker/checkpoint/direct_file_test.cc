@@ -10,9 +10,11 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/failpoint.h"
 #include "base/fake_clock.h"
@@ -121,7 +123,10 @@ INSTANTIATE_TEST_SUITE_P(All, DirectWriteTest, testing::Range(0, 3), NameOfWay);
 
 TEST_P(DirectWriteTest, FilesOnTheSystemsOwnFileSystemsAndInMemory_AreWrittenAndReadBack) {
   options_.system = nullptr;
-  const std::string in_memory = absl::StrCat("/dev/shm/muster-direct-file-test-", getpid());
+  // Containers may share the folder.
+  const std::string in_memory =
+      absl::StrCat("/dev/shm/muster-direct-file-test-", getpid(), "-", std::random_device()());
+  const absl::Cleanup removes = [&] { unlink(in_memory.c_str()); };
   for (const std::string& path : {path_, in_memory}) {
     path_ = path;
     for (const size_t bytes :
@@ -131,7 +136,6 @@ TEST_P(DirectWriteTest, FilesOnTheSystemsOwnFileSystemsAndInMemory_AreWrittenAnd
     }
   }
   EXPECT_FALSE(ExpectWritten(kBlock).direct);
-  EXPECT_EQ(unlink(in_memory.c_str()), 0);
 }
 
 TEST_P(DirectWriteTest, FilesThroughTheCache_AreWrittenFromOneThreadAtATime) {

@@ -33,10 +33,11 @@ class SharedFiles {
 
   // Collective. Reads `files` of the folder `dir`; all of them must have digests of blocks. Ranks
   // of one host read together if they name the same files with the same digests: the blocks that
-  // one of them needs (Options::ranges), each once. The rest takes no memory and reads as zeros.
-  // Where the ranks of a host cannot share memory, and on a host whose only rank needs all, nothing
-  // is read, unless the folder is in memory. Errors, the same on every rank: those of
-  // ReadDirectFile, with the rank; RESOURCE_EXHAUSTED if there is no memory.
+  // one of them needs (Options::ranges), each once. The rest takes no memory and reads as zeros; of
+  // a folder in memory, whose files are used where they are, it is there and was not checked. Where
+  // the ranks of a host cannot share memory, and on a host whose only rank needs all, nothing is
+  // read, unless the folder is in memory. Errors, the same on every rank: those of ReadDirectFile,
+  // with the rank; RESOURCE_EXHAUSTED if there is no memory.
   static absl::StatusOr<std::unique_ptr<SharedFiles>> Read(Comm& comm, const std::string& dir,
                                                            const std::vector<ManifestFile>& files,
                                                            const Options& options);

@@ -7,7 +7,9 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/ops/arange.h"
@@ -62,8 +64,19 @@ class SharedFilesTest : public testing::Test {
     close(fd);
   }
 
+  SharedFilesTest() = default;
+  explicit SharedFilesTest(std::string dir) : dir_(std::move(dir)) {}
+
   const TestFolder folder_;
   const std::string dir_ = folder_.Path("shared_files");
+};
+
+// In a folder in memory. Containers may share /dev/shm.
+class SharedFilesInMemoryTest : public SharedFilesTest {
+ protected:
+  SharedFilesInMemoryTest()
+      : SharedFilesTest(absl::StrCat("/dev/shm/muster-shared-files-test-", getpid(), "-",
+                                     std::random_device()())) {}
 };
 
 // Counts the bytes that go through it, by offset and file.
@@ -176,6 +189,47 @@ TEST_F(SharedFilesTest, DamageOutsideOfWhatIsNeeded_IsNotRead) {
     if (comm.rank() == 1) options.ranges[kModel] = {{.begin = 9'000'000, .end = 9'000'001}};
     EXPECT_TRUE(absl::IsDataLoss(SharedFiles::Read(comm, dir_, files, options).status()));
   });
+}
+
+TEST_F(SharedFilesInMemoryTest, Files_AreCheckedAndUsedWhereTheyAre) {
+  const std::vector<ManifestFile> files = Files();
+  for (const int ranks : {1, 2}) {
+    RunRanks(ranks, [&](Comm& comm) {
+      CountingSystem system;
+      SharedFiles::Options options;
+      options.read.system = system.system();
+      options.create = [](const char*) -> int {
+        ADD_FAILURE() << "no memory is needed";
+        return -1;
+      };
+      const auto shared = SharedFiles::Read(comm, dir_, files, options);
+      ASSERT_TRUE(shared.ok()) << shared.status();
+      for (const ManifestFile& file : files) {
+        const auto digest = DigestFile((*shared)->PathOf(file.name));
+        ASSERT_TRUE(digest.ok()) << digest.status();
+        EXPECT_EQ(*digest, file.digest);
+      }
+      EXPECT_EQ(system.bytes(), 0u);
+    });
+  }
+}
+
+TEST_F(SharedFilesInMemoryTest, Damage_IsFoundInWhatIsNeededOnly) {
+  const std::vector<ManifestFile> files = Files();
+  Damage(kModel, 9'000'000);  // in the second block
+  for (const int ranks : {1, 2}) {
+    RunRanks(ranks, [&](Comm& comm) {
+      SharedFiles::Options options;
+      options.ranges[kModel] = {{.begin = 0, .end = 8}};
+      EXPECT_TRUE(SharedFiles::Read(comm, dir_, files, options).ok());
+      if (comm.rank() == ranks - 1) {
+        options.ranges[kModel] = {{.begin = 9'000'000, .end = 9'000'001}};
+      }
+      const absl::Status status = SharedFiles::Read(comm, dir_, files, options).status();
+      EXPECT_TRUE(absl::IsDataLoss(status)) << status;
+      EXPECT_THAT(std::string(status.message()), HasSubstr("is damaged: block 1 of 3"));
+    });
+  }
 }
 
 TEST_F(SharedFilesTest, RanksThatWantOtherFiles_DoNotShare) {

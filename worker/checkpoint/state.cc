@@ -60,6 +60,15 @@ std::optional<std::vector<absl::string_view>> PiecesOf(const SafetensorsPlan& pl
   return pieces;
 }
 
+std::vector<int64_t> VersionsOf(const std::vector<at::Tensor>& tensors) {
+  std::vector<int64_t> versions;
+  versions.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    versions.push_back(tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version()));
+  }
+  return versions;
+}
+
 absl::Status NumberIsFree(const CheckpointFolder& folder, int64_t iteration, int total_limit) {
   if (total_limit < 0) {
     return absl::InvalidArgumentError(
@@ -101,7 +110,18 @@ absl::Status StateWriter::Put(const std::string& name, const PlannedStateFile& f
   };
   if (plan == nullptr) return put(WriteDirectFile(path, std::get<std::string>(file), options));
   if (const auto pieces = PiecesOf(*plan); pieces.has_value()) {
-    return put(WriteDirectPieces(path, *pieces, options));
+    // What another thread changes meanwhile would be written with the digest of something else.
+    const std::vector<int64_t> versions = VersionsOf(plan->sources);
+    absl::StatusOr<DirectFileWritten> written = WriteDirectPieces(path, *pieces, options);
+    const std::vector<int64_t> after = VersionsOf(plan->sources);
+    const auto changed = std::mismatch(versions.begin(), versions.end(), after.begin()).first;
+    if (written.ok() && changed != versions.end()) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "tensor \"", plan->layout.tensors[changed - versions.begin()].name, "\" of ", name,
+          " changed while it was saved: no other thread of the program may change it until "
+          "save_state() returns"));
+    }
+    return put(std::move(written));
   }
   MUSTER_ASSIGN_OR_RETURN(const std::unique_ptr<DirectFileStream> stream,
                           DirectFileStream::Create(path, plan->file_bytes(), options));

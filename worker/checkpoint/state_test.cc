@@ -1,14 +1,21 @@
 #include "worker/checkpoint/state.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/inotify.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <stdexcept>
+#include <string>
+#include <thread>
 
 #include "ATen/ops/arange.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
+#include "base/failpoint.h"
 #include "base/file.h"
 #include "base/test_folder.h"
 #include "worker/checkpoint/direct_file.h"
@@ -116,6 +123,68 @@ TEST_F(StateTest, OneRankFails_AllRanksSeeWhoAndOldCheckpointStays) {
     comm.Barrier();
   });
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("ckpt")) << "no staging folder is left";
+}
+
+// Holds up the process where a failpoint reports, until Release().
+class HeldReport {
+ public:
+  explicit HeldReport(const std::string& path) {
+    EXPECT_EQ(mkfifo(path.c_str(), 0600), 0);
+    fifo_ = open(path.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC);
+    const std::string page(4096, '.');
+    while (write(fifo_, page.data(), page.size()) > 0) {
+    }
+    events_ = inotify_init1(IN_CLOEXEC);
+    EXPECT_GE(inotify_add_watch(events_, path.c_str(), IN_OPEN), 0);
+  }
+  ~HeldReport() {
+    close(fifo_);
+    close(events_);
+  }
+  void WaitUntilHeld() {
+    char event[512];
+    EXPECT_GT(read(events_, event, sizeof(event)), 0);
+  }
+  void Release() {
+    char page[4096];
+    while (read(fifo_, page, sizeof(page)) > 0) {
+    }
+  }
+
+ private:
+  int fifo_ = -1;
+  int events_ = -1;
+};
+
+TEST_F(StateTest, TensorThatAThreadChangesMeanwhile_IsNamed_AndTheOldCheckpointStays) {
+  const std::string dir = JoinPath(root_, "ckpt");
+  at::Tensor weight = at::full({3'000'000}, 1.0);
+  RunRanks(1, [&](Comm& comm) {
+    const auto save = [&] {
+      return SaveCheckpoint(comm, dir, {}, [&](StateWriter& writer) {
+        return writer.WriteModel(ModelFileName(0), {{"w", weight}});
+      });
+    };
+    ASSERT_TRUE(save().ok());
+    const std::string report = JoinPath(root_, "report");
+    HeldReport held(report);
+    ASSERT_TRUE(ArmFailpoints("worker.checkpoint_block=report", "", report).ok());
+    std::thread changes([&] {
+      held.WaitUntilHeld();
+      weight.add_(1);
+      held.Release();
+    });
+    const absl::Status status = save();
+    changes.join();
+    ASSERT_TRUE(ArmFailpoints("", "", "").ok());
+    EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr("tensor \"w\" of model.safetensors changed"));
+    const auto reader = StateReader::Open(dir);
+    ASSERT_TRUE(reader.ok());
+    EXPECT_EQ(reader->Read(ModelFileName(0))->GetTensor("w")->max().item<float>(), 1);
+    EXPECT_TRUE(save().ok());
+  });
 }
 
 TEST_F(StateTest, D21_TwoRanksWithOneFileName_IsAnErrorOnAllRanks) {

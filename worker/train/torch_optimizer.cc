@@ -628,7 +628,10 @@ class TorchOptimizerHandle : public OptimizerHandle {
     const bool fits = slot.scalar_type() == param.scalar_type() &&
                       slot.device() == param.device() && slot.sizes() == param.sizes() &&
                       slot.strides() == param.strides() && param.is_non_overlapping_and_dense() &&
-                      source.layout() == at::kStrided && source.sizes() == slot.sizes();
+                      source.layout() == at::kStrided && source.sizes() == slot.sizes() &&
+                      // A copy to a GPU that converts needs memory there, and may fail.
+                      (slot.is_cpu() || (source.scalar_type() == slot.scalar_type() &&
+                                         source.strides() == slot.strides()));
     return fits ? slot : at::Tensor();
   }
 
