@@ -221,9 +221,9 @@ const std::vector<SettingSpec>& LaunchSettings() {
                "activation_checkpointing. Default: the units of sharding"},
       {.name = "offload_activations",
        .variable = "MUSTER_OFFLOAD_ACTIVATIONS",
-       .value_name = "none|cpu|disk:FOLDER",
-       .help = "Where the inputs of these blocks are between the passes; with "
-               "activation_checkpointing. Default: none"},
+       .value_name = "PLACE",
+       .help = "Where the inputs of these blocks are between the passes: none, cpu or disk:FOLDER; "
+               "with activation_checkpointing. Default: none"},
       {.name = "gradient_accumulation_steps",
        .variable = "MUSTER_GRADIENT_ACCUMULATION_STEPS",
        .type = Type::kInt,

@@ -1,7 +1,7 @@
 #include "muster/internal/backward_watch.h"
 
 #include <algorithm>
-#include <tuple>
+#include <vector>
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
@@ -34,7 +34,16 @@ void BackwardWatch::Seen::Record() {
   place = value = at::Tensor();
   const at::Tensor& grad = parameter.grad();
   if (!grad.defined() || grad.layout() != at::kStrided || grad.numel() == 0) return;
-  place = std::get<1>(grad.abs().flatten().topk(std::min<int64_t>(kPlaces, grad.numel())));
+  // The largest of each part: topk() copies the whole gradient, in pairs.
+  const at::Tensor flat = grad.abs().flatten();
+  const int64_t count = std::min(kPlaces, flat.numel());
+  std::vector<at::Tensor> places;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t begin = flat.numel() / count * i;
+    const int64_t end = i + 1 == count ? flat.numel() : flat.numel() / count * (i + 1);
+    places.push_back(flat.narrow(0, begin, end - begin).argmax() + begin);
+  }
+  place = at::stack(places);
   value = parameter.detach().take(place);
 }
 

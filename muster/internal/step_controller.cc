@@ -505,16 +505,23 @@ void StepController::CheckStrays() const {
   for (size_t i = 0; i < strays.size(); ++i) {
     if (changed[i].item<bool>() && !IsCopyOfStepped(*strays[i])) stepped.push_back(strays[i]);
   }
-  if (AreAverages(stepped)) return;
-  for (const BackwardWatch::Seen* const stray : stepped) {
-    TORCH_CHECK(
-        false, "backward(): parameter '", stray->name,
-        "' of a prepared model has changed since the last backward pass, and no prepared "
-        "optimizer has it: an optimizer that was not given to prepare() has stepped on its "
-        "gradients, ",
-        wrong(*stray), "; prepare() that optimizer",
-        clips && scaler_ == nullptr && !stray->partial ? ", or call clip_grad_norm_()" : "");
+  // Each model may be the average of another one.
+  for (const auto& model : registry_.models()) {
+    std::vector<const BackwardWatch::Seen*> own, others;
+    for (const BackwardWatch::Seen* const one : stepped) {
+      const bool belongs = model->watch() != nullptr && model->watch()->Find(one->parameter) == one;
+      (belongs ? own : others).push_back(one);
+    }
+    if (AreAverages(own)) stepped = std::move(others);
   }
+  if (stepped.empty()) return;
+  const BackwardWatch::Seen& stray = *stepped[0];
+  TORCH_CHECK(
+      false, "backward(): parameter '", stray.name,
+      "' of a prepared model has changed since the last backward pass, and no prepared optimizer "
+      "has it: an optimizer that was not given to prepare() has stepped on its gradients, ",
+      wrong(stray), "; prepare() that optimizer",
+      clips && scaler_ == nullptr && !stray.partial ? ", or call clip_grad_norm_()" : "");
 }
 
 bool StepController::IsCopyOfStepped(const BackwardWatch::Seen& changed) const {
@@ -557,12 +564,13 @@ bool StepController::AreAverages(const std::vector<const BackwardWatch::Seen*>& 
       sizes.push_back((before.abs() + target.abs()) * rounding);
     }
     const at::Tensor way = at::cat(ways), move = at::cat(moves);
-    // One number says nothing.
-    if (way.count_nonzero().item<int64_t>() < 2) return false;
     const at::Tensor most = way.abs().argmax();
     const double weight = (move.take(most) / way.take(most)).item<double>();
-    return weight > 0 && weight <= 1 &&
-           move.sub(way * weight).abs().le(at::cat(sizes) * 4).all().item<bool>();
+    if (!(weight > 0 && weight <= 1)) return false;
+    const at::Tensor tolerance = at::cat(sizes) * 4;
+    // One number says nothing, nor does what rounding hides.
+    return (way * weight).abs().gt(tolerance).sum().item<int64_t>() >= 2 &&
+           move.sub(way * weight).abs().le(tolerance).all().item<bool>();
   };
   return changed.empty() ||
          std::any_of(registry_.models().begin(), registry_.models().end(), [&](const auto& model) {
@@ -928,6 +936,9 @@ void StepController::Step(OptimizerSlot& slot) {
   CheckGradients(slot);
   FinishGradients(&slot);
   ClipInStep(slot);
+  for (const auto& model : registry_.models()) {
+    if (model->sharded() != nullptr) model->sharded()->AwaitReaders();
+  }
   AnnounceChange();
   MUSTER_FAILPOINT("worker.step");
   if (scaler_ != nullptr) {

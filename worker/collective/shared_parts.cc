@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -13,7 +14,10 @@
 #include <vector>
 
 #include "ATen/ops/from_blob.h"
+#include "absl/strings/numbers.h"
+#include "base/file.h"
 #include "base/memory_file.h"
+#include "base/owned_fd.h"
 #include "c10/util/Exception.h"
 #include "torch/csrc/distributed/c10d/Backend.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
@@ -22,42 +26,65 @@
 namespace muster {
 namespace {
 
-class File {
+// Takes `wanted` of the mappings that the kernel allows this process (vm.max_map_count); false:
+// half of them are taken, and the other half is everybody else's. What one file backs is a mapping.
+class Mappings {
  public:
-  explicit File(int fd) : fd_(fd) {}
-  ~File() {
-    if (fd_ >= 0) close(fd_);
+  static bool Take(int64_t wanted) {
+    if (taken_.fetch_add(wanted) + wanted <= Most()) return true;
+    GiveBack(wanted);
+    return false;
   }
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
-  int fd() const { return fd_; }
+  static void GiveBack(int64_t count) { taken_.fetch_sub(count); }
 
  private:
-  const int fd_;
+  static int64_t Most() {
+    static const int64_t most = [] {
+      constexpr int64_t kDefault = 65530;
+      int64_t limit = 0;
+      const auto text = ReadFile("/proc/sys/vm/max_map_count");
+      return (text.ok() && absl::SimpleAtoi(*text, &limit) ? limit : kDefault) / 2;
+    }();
+    return most;
+  }
+  static inline std::atomic<int64_t> taken_{0};
 };
 
 // Address space that becomes memory piece by piece.
 class Space {
  public:
   // Null: there is none.
-  static std::shared_ptr<Space> Make(uint64_t bytes, int protection) {
+  static std::shared_ptr<Space> Make(uint64_t bytes, int protection, int64_t mappings) {
+    if (!Mappings::Take(mappings)) return nullptr;
     void* const base = mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (base == MAP_FAILED) return nullptr;
-    return std::shared_ptr<Space>(new Space(static_cast<char*>(base), bytes));
+    if (base == MAP_FAILED) {
+      Mappings::GiveBack(mappings);
+      return nullptr;
+    }
+    return std::shared_ptr<Space>(new Space(static_cast<char*>(base), bytes, mappings));
   }
-  ~Space() { munmap(base_, bytes_); }
+  ~Space() {
+    munmap(base_, bytes_);
+    Mappings::GiveBack(mappings_);
+  }
   Space(const Space&) = delete;
   Space& operator=(const Space&) = delete;
 
   bool Map(int fd, uint64_t at, uint64_t bytes, int protection) {
-    return mmap(base_ + at, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED;
+    if (mmap(base_ + at, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED)
+      return false;
+    // A core of each rank would hold the parts of all.
+    if ((protection & PROT_WRITE) == 0) (void)madvise(base_ + at, bytes, MADV_DONTDUMP);
+    return true;
   }
   char* base() const { return base_; }
 
  private:
-  Space(char* base, uint64_t bytes) : base_(base), bytes_(bytes) {}
+  Space(char* base, uint64_t bytes, int64_t mappings)
+      : base_(base), bytes_(bytes), mappings_(mappings) {}
   char* const base_;
   const uint64_t bytes_;
+  const int64_t mappings_;
 };
 
 at::Tensor TensorIn(const std::shared_ptr<Space>& space, int64_t numel,
@@ -101,17 +128,18 @@ std::optional<SharedParts> ShareParts(Comm& comm, int64_t part, const at::Tensor
   const int size = comm.size();
   const int rank = comm.rank();
   const auto part_bytes = static_cast<uint64_t>(bytes);
-  const File file(static_cast<int>(syscall(SYS_memfd_create, "muster-part", 1u /* MFD_CLOEXEC */)));
-  bool made = file.fd() >= 0 && ResizeMemoryFile(file.fd(), part_bytes).ok() &&
-              ReserveShm(file.fd(), 0, part_bytes);
-  const std::shared_ptr<Space> all = Space::Make(part_bytes * size, PROT_NONE);
+  const OwnedFd file(
+      static_cast<int>(syscall(SYS_memfd_create, "muster-part", 1u /* MFD_CLOEXEC */)));
+  bool made = file.get() >= 0 && ResizeMemoryFile(file.get(), part_bytes).ok() &&
+              ReserveShm(file.get(), 0, part_bytes);
+  const std::shared_ptr<Space> all = Space::Make(part_bytes * size, PROT_NONE, size);
   const std::shared_ptr<Space> own =
-      Space::Make(part_bytes * (whole ? size : 1), PROT_READ | PROT_WRITE);
+      Space::Make(part_bytes * (whole ? size : 1), PROT_READ | PROT_WRITE, whole ? 3 : 1);
   made = made && all != nullptr && own != nullptr &&
-         own->Map(file.fd(), whole ? part_bytes * rank : 0, part_bytes, PROT_READ | PROT_WRITE);
+         own->Map(file.get(), whole ? part_bytes * rank : 0, part_bytes, PROT_READ | PROT_WRITE);
   // Where the others find it.
   std::vector<std::string> places = comm.AllGatherBytes(
-      made ? c10::str(getpid(), " ", file.fd(), " ", IdentityOf(file.fd())) : std::string());
+      made ? c10::str(getpid(), " ", file.get(), " ", IdentityOf(file.get())) : std::string());
   bool mapped = true;
   for (int r = 0; r < size && mapped; ++r) {
     std::istringstream place(places[r]);
@@ -120,9 +148,9 @@ std::optional<SharedParts> ShareParts(Comm& comm, int64_t part, const at::Tensor
     mapped = static_cast<bool>(place >> pid >> fd >> identity);
     if (!mapped) break;
     const std::string path = c10::str("/proc/", pid, "/fd/", fd);
-    const File other(open(path.c_str(), O_RDONLY | O_CLOEXEC));
-    mapped = IdentityOf(other.fd()) == identity &&
-             all->Map(other.fd(), part_bytes * r, part_bytes, PROT_READ);
+    const OwnedFd other(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    mapped = IdentityOf(other.get()) == identity &&
+             all->Map(other.get(), part_bytes * r, part_bytes, PROT_READ);
   }
   // All have mapped it or given up: the files are needed no more.
   if (!All(comm, mapped)) return std::nullopt;

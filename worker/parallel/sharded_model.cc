@@ -11,6 +11,7 @@
 
 #include "ATen/core/grad_mode.h"
 #include "absl/types/span.h"
+#include "base/log.h"
 #include "c10/util/Exception.h"
 #include "torch/csrc/autograd/graph_task.h"
 #include "torch/csrc/autograd/variable.h"
@@ -120,8 +121,10 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
     if (!unit->whole()) gradients = std::max(gradients, unit->gradient_bytes());
   }
   // Collectives of the backend work on it in place. Taken once: memory that others have mapped is
-  // used again for as long as it is there.
-  if (gradients >= kReachableBytes && AllOnCpu(units_) && RanksShareMemory(shard_comm_)) {
+  // used again for as long as it is there. Under kOptimizer gradients are whole until the end of a
+  // backward pass, where it would be one unit more.
+  if (options_.strategy != ShardingStrategy::kOptimizer && gradients >= kReachableBytes &&
+      AllOnCpu(units_) && RanksShareMemory(shard_comm_)) {
     gradient_buffer_ = AllocateReachable(shard_comm_, gradients, at::kByte);
   }
   for (std::vector<bool>* flags : {&complete_, &done_, &late_}) flags->resize(units_.size());
@@ -287,11 +290,28 @@ void ShardedModel::EndForward() {
   for (const auto& unit : units_) unit->Settle();
   // What this rank does next may change the shards that others read in their pass.
   if (!in_place_ || summons_ > 0) return;
+  for (const auto& unit : units_) {
+    if (unit->in_place() && unit->pins() == 0) unit->Free();
+  }
   try {
-    shard_comm_.Barrier();
-  } catch (...) {
+    MeetAt("the end of a forward pass");
+  } catch (const std::exception& error) {
     // Callers are at the end of a scope, where nothing may be thrown.
     unsaid_ = std::current_exception();
+    MUSTER_LOG(Error) << "at the end of a forward pass of a sharded model: " << error.what();
+  }
+}
+
+void ShardedModel::AwaitReaders() {
+  if (in_place_ && summons_ == 0) MeetAt("an optimizer's step");
+}
+
+void ShardedModel::MeetAt(const std::string& where) {
+  // Not a barrier, which could meet one of the program's own.
+  for (const std::string& other : shard_comm_.AllGatherBytes(where)) {
+    TORCH_CHECK(other == where, "the ranks of a sharded model are at different places: one at ",
+                where, ", another at ", other,
+                "; every rank must call the model and step its optimizers equally often");
   }
 }
 
@@ -533,6 +553,7 @@ void ShardedModel::FinishReduction() {
 void ShardedModel::EndOfBackward() {
   open_ = false;
   stale_ = true;
+  agreed_ = false;
   if (order_.empty()) AgreeOnOrder();
   while (reduced_ < order_.size()) ReduceNext();
   FinishReduction();

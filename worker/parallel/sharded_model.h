@@ -95,9 +95,12 @@ class ShardedModel {
   // A micro-step that does not communicate leaves its gradients with the parameters; the next one
   // that does reduces the sum.
   void BeginForward(bool communicate);
-  // In full sharding in place it waits for all ranks; an error is thrown by what uses the model
-  // next.
+  // In full sharding in place it waits for all ranks; an error is logged, and thrown by what uses
+  // the model next.
   void EndForward();
+  // (collective) Before an optimizer changes shards: in full sharding in place it waits until no
+  // other rank reads them, in a pass that reduces nothing (torch::autograd::grad of inputs).
+  void AwaitReaders();
   // Makes the next backward pass reduce.
   void Communicate() { communicate_ = true; }
 
@@ -165,6 +168,8 @@ class ShardedModel {
   // `place`: of the unit's shards in the store.
   void AddUnit(PlannedUnit planned, const Materializer& materialize, uint64_t place);
   void Use(ShardUnit& unit, bool write, const char* op);
+  // (collective) Returns when all ranks of the shards have come to `where`.
+  void MeetAt(const std::string& where);
   void TurnTo(ShardUnit& unit, bool backward);
   // Gathers a unit that is absent.
   void Bring(ShardUnit& unit);
