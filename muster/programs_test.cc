@@ -410,6 +410,43 @@ TEST(OptimizerThatIsNotPrepared, IsNotAnAverageOfTheModel) {
               HasSubstr("that was not given to prepare()"));
 }
 
+// Two critics and their targets, and a model that a stray optimizer may step on.
+std::string ErrorOfTargets(bool stray) {
+  return ErrorsOf(1, HalfAndClipping(), [&](Accelerator& a) {
+    std::vector<torch::nn::Linear> critics, targets;
+    for (int i = 0; i < 2; ++i) {
+      critics.emplace_back(4, 3);
+      targets.emplace_back(4, 3);
+    }
+    torch::nn::Bilinear other(2, 2, 2);
+    std::vector<at::Tensor> trained = critics[0]->parameters();
+    for (const at::Tensor& parameter : critics[1]->parameters()) trained.push_back(parameter);
+    FusedSGD sgd(trained, {.lr = 0.01});
+    auto [target0, target1, one, critic0, critic1, optimizer] =
+        a.prepare(targets[0], targets[1], other, critics[0], critics[1], sgd);
+    for (int step = 0; step < 4; ++step) {
+      const at::Tensor x = at::ones({2, 4}), y = at::ones({2, 2});
+      a.backward(Loss(critic0(x)) + Loss(critic1(x)) + Loss(target0(x)) + Loss(target1(x)) +
+                 Loss(one(y, y)));
+      optimizer.step();
+      optimizer.zero_grad();
+      const at::NoGradGuard no_grad;
+      for (int i = 0; i < 2; ++i) {
+        targets[i]->zero_grad();
+        targets[i]->weight.lerp_(critics[i]->weight, 0.1);
+        targets[i]->bias.lerp_(critics[i]->bias, 0.1);
+      }
+      other->zero_grad();
+      if (stray) other->weight.sub_(0.01);
+    }
+  })[0];
+}
+
+TEST(OptimizerThatIsNotPrepared, IsNamedBesideAverages_OfWhichEachModelHasItsOwn) {
+  EXPECT_EQ(ErrorOfTargets(false), "");
+  EXPECT_THAT(ErrorOfTargets(true), HasSubstr("parameter 'weight' of a prepared model"));
+}
+
 TEST(OptimizerThatIsNotPrepared, IsNotWhatCopiesOwnMasterWeights) {
   RunAccelerators(1, HalfAndClipping(), [](Accelerator& a) {
     torch::nn::Linear net(4, 3);

@@ -1227,6 +1227,42 @@ TEST(ShardedModel, ForwardPassInPlace_EndsWhenNoRankReadsShards) {
   });
 }
 
+// A pass that reduces nothing ends without a meeting of its own.
+TEST(ShardedModel, OptimizersStepInPlace_WaitsForReaders) {
+  RunShmRanks(2, [](Comm& comm) {
+    static std::atomic<bool> arrived, read;
+    if (comm.rank() == 0) arrived = read = false;
+    comm.Barrier();
+    Wide wide(comm, {.strategy = ShardingStrategy::kFull});
+    wide.Forward(0).backward();
+    if (comm.rank() == 0) {
+      arrived = true;
+    } else {
+      while (!arrived) std::this_thread::yield();
+      read = true;
+    }
+    wide.model.AwaitReaders();
+    EXPECT_TRUE(read);
+  });
+}
+
+TEST(ShardedModel, RanksThatMeetAtDifferentPlaces_AreAnError) {
+  std::string errors[2];
+  RunShmRanks(2, [&](Comm& comm) {
+    Wide wide(comm, {.strategy = ShardingStrategy::kFull});
+    wide.model.BeginForward(true);
+    wide.net->parameters()[0].sum();
+    errors[comm.rank()] = ErrorOf([&] {
+      if (comm.rank() == 0) return wide.model.AwaitReaders();
+      wide.model.EndForward();
+      wide.model.Expire();
+    });
+  });
+  for (const std::string& error : errors) {
+    EXPECT_THAT(error, HasSubstr("the ranks of a sharded model are at different places"));
+  }
+}
+
 TEST(ShardedModel, PeerThatIsLostBeforeTheEndOfAForwardPass_IsAnErrorOfTheNextUse) {
   std::string error;
   ErrorOf([&] {
