@@ -41,7 +41,7 @@ void BackwardWatch::Seen::Record() {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t begin = flat.numel() / count * i;
     const int64_t end = i + 1 == count ? flat.numel() : flat.numel() / count * (i + 1);
-    places.push_back(flat.narrow(0, begin, end - begin).argmax() + begin);
+    places.push_back(flat.narrow(0, begin, end - begin).argmax().add(begin));
   }
   place = at::stack(places);
   value = parameter.detach().take(place);
