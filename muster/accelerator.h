@@ -414,9 +414,10 @@ class Accelerator {
   // and registered objects to `directory`, or, if empty, to the next numbered folder under the
   // project directory. When it returns on any process, the checkpoint is complete; with
   // AcceleratorOptions::checkpoint.asynchronous only the copy is, and the error may be that of an
-  // earlier save (this one continues). Layout: docs/checkpoint_format.md. Errors:
-  // RESOURCE_EXHAUSTED, PERMISSION_DENIED, FAILED_PRECONDITION in the middle of an accumulation
-  // window, ALREADY_EXISTS.
+  // earlier save (this one continues). Until it returns, no other thread may change what is saved.
+  // Layout: docs/checkpoint_format.md. Errors: RESOURCE_EXHAUSTED, PERMISSION_DENIED,
+  // FAILED_PRECONDITION in the middle of an accumulation window, or if a thread has changed a
+  // tensor meanwhile, ALREADY_EXISTS.
   absl::Status save_state(const std::string& directory = "");
   // Waits until asynchronous saves are on disk. Returns the error of a failed save that has not
   // been reported yet. Call it on all processes or on none, because each waits for the others'
