@@ -358,6 +358,7 @@ TEST_F(ElasticNodesTest, MoreMachinesThanPlaces_ThoseThatHadOneKeepIt) {
       "echo place $RANK of $WORLD_SIZE at $TORCHELASTIC_RESTART_COUNT; "
       "while [ ! -e $DONE ]; do [ $RANK = 1 ] && rm $FAIL 2>/dev/null && exit 5; sleep 0.05; done";
   auto first = Machine("1:2", script, {"--max_restarts", "1"});
+  first->WaitForLine("[0]: place 0 of 1 at ");
   auto second = Machine("1:2", script, {"--max_restarts", "1"});
   second->WaitForLine("[1]: place 1 of 2 at ");
   auto third = Machine("1:2", script, {"--max_restarts", "1"});
