@@ -4,28 +4,18 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstdio>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/owned_fd.h"
+#include "base/status_macros.h"
 
 namespace muster::agent {
 namespace {
 
 absl::Status Failed(absl::string_view what, const std::string& path) {
   return absl::ErrnoToStatus(errno, absl::StrCat("cannot ", what, " ", path));
-}
-
-absl::Status WriteAll(int fd, absl::string_view contents, const std::string& path) {
-  while (!contents.empty()) {
-    const ssize_t n = write(fd, contents.data(), contents.size());
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return Failed("write", path);
-    contents.remove_prefix(n);
-  }
-  return absl::OkStatus();
 }
 
 // The folder has other files, such as logs, that nobody waits for.
@@ -38,15 +28,9 @@ absl::Status SyncRecord(const std::string& path) {
 }  // namespace
 
 absl::Status PutFile(const std::string& path, absl::string_view contents, mode_t mode) {
-  const std::string temporary = absl::StrCat(path, ".tmp-", RandomHex());
-  const OwnedFd fd(open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode));
-  if (!fd.open()) return Failed("create", path);
-  absl::Status status = WriteAll(fd.get(), contents, path);
-  if (status.ok() && rename(temporary.c_str(), path.c_str()) != 0) {
-    status = Failed("publish", path);
-  }
-  if (!status.ok()) unlink(temporary.c_str());
-  return status;
+  MUSTER_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(path, mode));
+  MUSTER_RETURN_IF_ERROR(file.Append(contents));
+  return file.Publish();
 }
 
 absl::Status SyncAttempt(const std::string& folder) {

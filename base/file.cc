@@ -178,10 +178,15 @@ absl::Status AtomicFile::Sync() {
 
 absl::Status AtomicFile::Commit() {
   if (fsync(fd_) != 0) return Failed("sync", path_);
+  MUSTER_RETURN_IF_ERROR(Publish());
+  return SyncDirectory(ParentPath(path_));
+}
+
+absl::Status AtomicFile::Publish() {
   if (close(std::exchange(fd_, -1)) != 0) return Failed("close", path_);
   if (rename(temporary_.c_str(), path_.c_str()) != 0) return Failed("publish", path_);
   temporary_.clear();
-  return SyncDirectory(ParentPath(path_));
+  return absl::OkStatus();
 }
 
 }  // namespace muster

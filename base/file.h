@@ -69,6 +69,10 @@ class AtomicFile {
   // Sync, close, rename over `path`, sync the folder. Nothing may be called after it.
   absl::Status Commit();
 
+  // Close and rename over `path`, without a wait for the disk: a loss of power may undo it, or
+  // leave an empty file. Nothing may be called after it.
+  absl::Status Publish();
+
  private:
   AtomicFile(int fd, std::string path, std::string temporary);
   void Discard();

@@ -1,6 +1,7 @@
 #include "base/memory_file.h"
 
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -26,6 +27,12 @@ absl::Status ResizeMemoryFile(int fd, uint64_t bytes) {
     return absl::ErrnoToStatus(errno, "cannot size shared memory");
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> FileIdentity(int fd) {
+  struct stat info;
+  if (fstat(fd, &info) != 0) return absl::ErrnoToStatus(errno, "cannot examine shared memory");
+  return absl::StrCat(info.st_dev, ":", info.st_ino, ":", info.st_size);
 }
 
 }  // namespace muster

@@ -2,8 +2,10 @@
 #define MUSTER_BASE_MEMORY_FILE_H_
 
 #include <cstdint>
+#include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
 namespace muster {
 
@@ -14,6 +16,10 @@ absl::Status CheckMemoryFileSize(uint64_t bytes);
 // Sets the size of a file in memory; what it grows by is zero, and takes memory when it is touched.
 // Errors: as CheckMemoryFileSize, or what the kernel says. Thread-safe.
 absl::Status ResizeMemoryFile(int fd, uint64_t bytes);
+
+// What tells an open file from all others of this host, in memory or not. Errors: what the kernel
+// says. Thread-safe.
+absl::StatusOr<std::string> FileIdentity(int fd);
 
 }  // namespace muster
 

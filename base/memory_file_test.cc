@@ -33,5 +33,14 @@ TEST(MemoryFile, LimitOfFileSizes_IsAnErrorAndNotASignal) {
   EXPECT_EQ(info.st_size, 4096);
 }
 
+TEST(FileIdentity, DescriptorsOfOneFileHaveOne_AndOthersAnother) {
+  const OwnedFd file(memfd_create("test", MFD_CLOEXEC)), other(memfd_create("test", MFD_CLOEXEC));
+  const OwnedFd again(dup(file.get()));
+  ASSERT_TRUE(FileIdentity(file.get()).ok());
+  EXPECT_EQ(*FileIdentity(file.get()), *FileIdentity(again.get()));
+  EXPECT_NE(*FileIdentity(file.get()), *FileIdentity(other.get()));
+  EXPECT_FALSE(FileIdentity(-1).ok());
+}
+
 }  // namespace
 }  // namespace muster

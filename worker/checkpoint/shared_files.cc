@@ -52,13 +52,6 @@ class Mapping {
   const uint64_t bytes_;
 };
 
-// What distinguishes one open file from all others of a host.
-absl::StatusOr<Json> IdentityOf(int fd) {
-  struct stat info;
-  if (fstat(fd, &info) != 0) return absl::ErrnoToStatus(errno, "cannot examine shared memory");
-  return Json({info.st_dev, info.st_ino, info.st_size});
-}
-
 }  // namespace
 
 // One rank's part of Read().
@@ -83,7 +76,8 @@ struct SharedFiles::Reading {
     Json entries = Json::array();
     if (in_place) {
       for (const ManifestFile& file : files) {
-        MUSTER_ASSIGN_OR_RETURN(const Json identity, IdentityOf(shared.files_.at(file.name)));
+        MUSTER_ASSIGN_OR_RETURN(const std::string identity,
+                                FileIdentity(shared.files_.at(file.name)));
         entries.push_back({getpid(), shared.files_.at(file.name), identity});
       }
       return entries.dump();
@@ -94,7 +88,7 @@ struct SharedFiles::Reading {
       if (fd < 0) return absl::ErrnoToStatus(errno, "cannot create shared memory");
       shared.files_.emplace(file.name, fd);
       MUSTER_RETURN_IF_ERROR(ResizeMemoryFile(fd, file.digest.bytes));
-      MUSTER_ASSIGN_OR_RETURN(const Json identity, IdentityOf(fd));
+      MUSTER_ASSIGN_OR_RETURN(const std::string identity, FileIdentity(fd));
       entries.push_back({getpid(), fd, identity});
     }
     return entries.dump();
@@ -105,8 +99,9 @@ struct SharedFiles::Reading {
     const Json entries = Json::parse(created);
     for (size_t i = 0; i < files.size(); ++i) {
       if (in_place) {
-        MUSTER_ASSIGN_OR_RETURN(const Json identity, IdentityOf(shared.files_.at(files[i].name)));
-        if (identity == entries[i][2]) continue;
+        MUSTER_ASSIGN_OR_RETURN(const std::string identity,
+                                FileIdentity(shared.files_.at(files[i].name)));
+        if (identity == entries[i][2].get<std::string>()) continue;
         return absl::UnavailableError(
             absl::StrCat(JoinPath(dir, files[i].name), " is another file than the first rank's"));
       }
@@ -115,8 +110,8 @@ struct SharedFiles::Reading {
       const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
       if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
       shared.files_.emplace(files[i].name, fd);
-      MUSTER_ASSIGN_OR_RETURN(const Json identity, IdentityOf(fd));
-      if (identity != entries[i][2]) {
+      MUSTER_ASSIGN_OR_RETURN(const std::string identity, FileIdentity(fd));
+      if (identity != entries[i][2].get<std::string>()) {
         return absl::UnavailableError(absl::StrCat(path, " is not the shared memory"));
       }
     }

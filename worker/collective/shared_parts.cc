@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "ATen/ops/from_blob.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/numbers.h"
 #include "base/file.h"
 #include "base/memory_file.h"
@@ -93,13 +93,6 @@ at::Tensor TensorIn(const std::shared_ptr<Space>& space, int64_t numel,
       space->base(), {numel}, [space](void*) {}, options);
 }
 
-// What tells a file from every other one of this host.
-std::string IdentityOf(int fd) {
-  struct stat status = {};
-  if (fd < 0 || fstat(fd, &status) != 0) return "";
-  return c10::str(status.st_dev, ":", status.st_ino, ":", status.st_size);
-}
-
 bool All(Comm& comm, bool mine) {
   bool all = true;
   for (const std::string& answer : comm.AllGatherBytes(mine ? "y" : "n")) all &= answer == "y";
@@ -138,18 +131,20 @@ std::optional<SharedParts> ShareParts(Comm& comm, int64_t part, const at::Tensor
   made = made && all != nullptr && own != nullptr &&
          own->Map(file.get(), whole ? part_bytes * rank : 0, part_bytes, PROT_READ | PROT_WRITE);
   // Where the others find it.
-  std::vector<std::string> places = comm.AllGatherBytes(
-      made ? c10::str(getpid(), " ", file.get(), " ", IdentityOf(file.get())) : std::string());
+  const absl::StatusOr<std::string> identity = FileIdentity(file.get());
+  made = made && identity.ok();
+  const std::vector<std::string> places = comm.AllGatherBytes(
+      made ? c10::str(getpid(), " ", file.get(), " ", *identity) : std::string());
   bool mapped = true;
   for (int r = 0; r < size && mapped; ++r) {
     std::istringstream place(places[r]);
     int pid = 0, fd = -1;
-    std::string identity;
-    mapped = static_cast<bool>(place >> pid >> fd >> identity);
+    std::string theirs;
+    mapped = static_cast<bool>(place >> pid >> fd >> theirs);
     if (!mapped) break;
     const std::string path = c10::str("/proc/", pid, "/fd/", fd);
     const OwnedFd other(open(path.c_str(), O_RDONLY | O_CLOEXEC));
-    mapped = IdentityOf(other.get()) == identity &&
+    mapped = FileIdentity(other.get()).value_or("") == theirs &&
              all->Map(other.get(), part_bytes * r, part_bytes, PROT_READ);
   }
   // All have mapped it or given up: the files are needed no more.
