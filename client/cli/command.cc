@@ -1,9 +1,14 @@
 #include "client/cli/command.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "absl/strings/cord.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/string_view.h"
 #include "base/exit_code.h"
+#include "base/suggest.h"
 #include "proto/muster/v1/error.pb.h"
 #include "rpc/status.h"
 
@@ -52,6 +57,15 @@ int FailCall(const CommandSpec& spec, const CommandContext& context, const absl:
       break;
   }
   return Fail(spec, context, status, code);
+}
+
+absl::Status SuggestName(const absl::Status& status, const std::string& name,
+                         const std::vector<std::string>& names) {
+  if (std::find(names.begin(), names.end(), name) != names.end()) return status;
+  absl::Status suggests(status.code(), absl::StrCat(status.message(), DidYouMean(name, names)));
+  status.ForEachPayload(
+      [&](absl::string_view url, const absl::Cord& payload) { suggests.SetPayload(url, payload); });
+  return suggests;
 }
 
 std::string Dump(const nlohmann::ordered_json& value) {

@@ -47,6 +47,11 @@ int Fail(const CommandSpec& spec, const CommandContext& context, const absl::Sta
 // tells a limit from a lack, and a job in another state from a wrong option.
 int FailCall(const CommandSpec& spec, const CommandContext& context, const absl::Status& status);
 
+// `status` with "; did you mean NAME?" if one of `names` is like `name`. As it is if `name` is one
+// of them: then something else is missing.
+absl::Status SuggestName(const absl::Status& status, const std::string& name,
+                         const std::vector<std::string>& names);
+
 // JSON as commands print it; bytes that are no UTF-8 are replaced.
 std::string Dump(const nlohmann::ordered_json& value);
 

@@ -49,17 +49,17 @@ int FailJob(const CommandSpec& spec, const CommandContext& context, JobBackend& 
     if (const auto jobs = client.list({}); jobs.ok()) {
       for (const Job& known : *jobs) names.push_back(known.id);
     }
-    // It is an attempt or a rank that is missing.
-    if (std::find(names.begin(), names.end(), job) != names.end()) names.clear();
-    return Fail(spec, context,
-                absl::NotFoundError(absl::StrCat(status.message(), DidYouMean(job, names))),
-                kExitNotFound);
+    return Fail(spec, context, SuggestName(status, job, names), kExitNotFound);
   }
   return FailCall(spec, context, status);
 }
 
 int CodeOfJob(const Job& job) {
   return job.state == JobState::kSucceeded ? kExitOk : kExitJobFailed;
+}
+
+std::string ProcessesText(int count) {
+  return absl::StrCat(count, count == 1 ? " process" : " processes");
 }
 
 std::string TimeText(absl::Time time) {
@@ -173,14 +173,13 @@ void PrintPlan(const CommandContext& context, const JobPlan& plan) {
   if (!plan.why.empty()) context.out << ": " << Printable(plan.why, 1000);
   context.out << "\n";
   for (const Placement& placement : plan.placements) {
-    context.out << "  " << Printable(placement.node) << ": " << placement.processes
-                << (placement.processes == 1 ? " process" : " processes");
+    context.out << "  " << Printable(placement.node) << ": " << ProcessesText(placement.processes);
     if (!placement.gpus.empty()) context.out << ", GPUs " << absl::StrJoin(placement.gpus, ",");
     context.out << "\n";
   }
   for (const Placement& spare : plan.spares) {
-    context.out << "  " << Printable(spare.node) << ": spare, room for " << spare.processes
-                << (spare.processes == 1 ? " process\n" : " processes\n");
+    context.out << "  " << Printable(spare.node) << ": spare, room for "
+                << ProcessesText(spare.processes) << "\n";
   }
   for (const PlannedPort& port : plan.ports) {
     context.out << "  " << Printable(port.node) << ": " << Printable(port.name) << ", a free port";

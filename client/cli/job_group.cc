@@ -7,12 +7,11 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
-#include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "base/defaults.h"
-#include "base/suggest.h"
+#include "client/cli/command.h"
 #include "client/jobs/client_on_channel.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
@@ -55,12 +54,7 @@ absl::Status SuggestJob(const Connection& connection, const std::string& job, ab
     RemoveAgentGroups(&launches);
     for (const v1::JobStatus& known : launches.jobs()) names.push_back(known.job_id());
   }
-  // It is something else that is missing.
-  if (std::find(names.begin(), names.end(), job) != names.end()) return status;
-  absl::Status suggests(status.code(), absl::StrCat(status.message(), DidYouMean(job, names)));
-  status.ForEachPayload(
-      [&](absl::string_view url, const absl::Cord& payload) { suggests.SetPayload(url, payload); });
-  return suggests;
+  return SuggestName(status, job, names);
 }
 
 absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::string& job) {

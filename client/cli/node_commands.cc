@@ -7,7 +7,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/exit_code.h"
-#include "base/suggest.h"
 #include "base/units.h"
 #include "client/cli/connection.h"
 #include "client/cli/output.h"
@@ -162,9 +161,7 @@ int RunNodeControlCommand(const std::string& verb, const std::vector<std::string
     if (const auto nodes = client.nodes(); nodes.ok()) {
       for (const Node& known : *nodes) names.push_back(known.name);
     }
-    return Fail(spec, context,
-                absl::NotFoundError(absl::StrCat(status.message(), DidYouMean(node, names))),
-                kExitNotFound);
+    return Fail(spec, context, SuggestName(status, node, names), kExitNotFound);
   }
   if (!status.ok()) return FailCall(spec, context, status);
   context.out << "node " << node
