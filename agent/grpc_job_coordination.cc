@@ -210,14 +210,18 @@ AttemptEnd EndOfGeneration(bool elastic, const std::string& why, bool has_culpri
                         : AttemptEnd::Cause::kMachineLeft};
 }
 
+// Whether a call was refused because members of its generation were lost or failed.
+bool HasCulprit(const absl::Status& status) {
+  const std::optional<v1::ErrorDetail> detail = rpc::GetDetail(status);
+  return detail.has_value() && detail->culprits_size() > 0;
+}
+
 // How the attempt has ended if a call of its generation was refused with this; nullopt: the error
 // does not say that it has.
 std::optional<AttemptEnd> EndOfRefused(bool elastic, const absl::Status& status) {
   const v1::ErrorReason reason = rpc::GetReason(status);
   if (reason == v1::ERROR_REASON_GENERATION_ENDED) {
-    const std::optional<v1::ErrorDetail> detail = rpc::GetDetail(status);
-    return EndOfGeneration(elastic, std::string(status.message()),
-                           detail.has_value() && detail->culprits_size() > 0);
+    return EndOfGeneration(elastic, std::string(status.message()), HasCulprit(status));
   }
   if (elastic && IsCutOff(reason)) {
     return AttemptEnd{absl::StrCat("this machine was cut off from the others: ", status.message()),
@@ -225,13 +229,6 @@ std::optional<AttemptEnd> EndOfRefused(bool elastic, const absl::Status& status)
                       AttemptEnd::Cause::kMachineLost};
   }
   return std::nullopt;
-}
-
-// Whether a call was refused because a machine was lost, which ended the generation.
-bool EndedByLoss(const absl::Status& status) {
-  const std::optional<v1::ErrorDetail> detail = rpc::GetDetail(status);
-  return rpc::GetReason(status) == v1::ERROR_REASON_GENERATION_ENDED && detail.has_value() &&
-         detail->culprits_size() > 0;
 }
 
 class GrpcJobCoordination final : public JobCoordination {
@@ -301,12 +298,11 @@ class GrpcJobCoordination final : public JobCoordination {
       absl::Status agreed = Agree(&meeting);
       if (agreed.ok()) break;
       // A machine, maybe this one, was lost before the attempt began: they meet again.
-      if (const v1::ErrorReason reason = rpc::GetReason(agreed);
-          elastic() && (reason == v1::ERROR_REASON_GENERATION_ENDED || IsCutOff(reason))) {
-        continue;
-      }
-      // Join waits for it to come back.
-      if (agrees_on_counts() && !elastic() && EndedByLoss(agreed)) continue;
+      const v1::ErrorReason reason = rpc::GetReason(agreed);
+      const bool generation_ended = reason == v1::ERROR_REASON_GENERATION_ENDED;
+      if (elastic() && (generation_ended || IsCutOff(reason))) continue;
+      // Where their number is fixed, Join waits for it to come back.
+      if (options_.counts_restarts && generation_ended && HasCulprit(agreed)) continue;
       EndGeneration(absl::StrCat("machine ", node_rank_, " gave up: ", agreed.message()),
                     kShortCall, Until::kAnswered);
       return agreed;

@@ -303,14 +303,14 @@ absl::Status WritePieces(DirectFile& file, const Parts& parts, const FileRange& 
   return write(*gathered);
 }
 
-// A file system takes a file's bytes from one thread at a time, and lets others spin: one writes,
-// and this one digests.
+// A file system takes a file's bytes from one thread at a time, and lets others spin: this one
+// writes, and another one digests.
 absl::Status WriteThroughCache(DirectFile& file, const Parts& parts,
                                const DirectFileOptions& options, DirectFileWritten* written) {
   const DirectFileSystem& system = SystemOf(options);
   const uint64_t count = written->blocks.xxh3.size();
   std::atomic<bool> failed{false};
-  const auto write = [&](uint64_t) -> absl::Status {
+  const auto write = [&]() -> absl::Status {
     std::string gathered;
     for (uint64_t i = 0; i < count; ++i) {
       const FileRange range = BlockAt(i, options.block_bytes, parts.bytes());
@@ -339,14 +339,14 @@ absl::Status WriteThroughCache(DirectFile& file, const Parts& parts,
   };
   // A thread for a single block would only cost time.
   if (count > 1) {
-    if (std::optional<std::thread> thread = TryStart([&] { digest(); }); thread.has_value()) {
-      const absl::Status status = write(0);
+    if (std::optional<std::thread> thread = TryStart(digest); thread.has_value()) {
+      const absl::Status status = write();
       thread->join();
       return status;
     }
   }
   digest();
-  return write(0);
+  return write();
 }
 
 absl::StatusOr<DirectFileWritten> WriteParts(const std::string& path, const Parts& parts,

@@ -345,8 +345,6 @@ void ReadCommon(Settings& settings, Architecture architecture, CommonConfig* con
   }
 }
 
-// transformers 5 writes all of it in "rope_parameters", transformers 4 "rope_theta" and
-// "rope_scaling", whose type had the key "type" once.
 std::vector<double> ReadFactors(Settings& settings, const std::string& place, const Json& value) {
   std::vector<double> factors;
   if (!value.is_array()) {
@@ -358,6 +356,8 @@ std::vector<double> ReadFactors(Settings& settings, const std::string& place, co
   return factors;
 }
 
+// transformers 5 writes all of it in "rope_parameters", transformers 4 "rope_theta" and
+// "rope_scaling", whose type had the key "type" once.
 void ReadRope(Settings& settings, double default_theta, int64_t max_positions, RopeConfig* rope) {
   rope->original_max_positions = max_positions;
   rope->theta = settings.Number("rope_theta", 1e-9, 1e30, default_theta);

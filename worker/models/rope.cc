@@ -60,17 +60,18 @@ at::Tensor RopeFrequencies(const RopeConfig& rope, int64_t head_dim, int64_t len
       head_dim;
   const double theta =
       rope.kind == RopeConfig::Kind::kDynamic ? DynamicTheta(rope, head_dim, length) : rope.theta;
-  if (rope.kind == RopeConfig::Kind::kLongRope) {
-    const auto& factors =
-        length > rope.original_max_positions ? rope.long_factor : rope.short_factor;
-    return (at::tensor(factors, exponents.options()) * at::pow(theta, exponents)).reciprocal();
-  }
-  const at::Tensor plain = at::pow(theta, exponents).reciprocal();
+  const at::Tensor waves = at::pow(theta, exponents);
+  const at::Tensor plain = waves.reciprocal();
   switch (rope.kind) {
     case RopeConfig::Kind::kDefault:
     case RopeConfig::Kind::kDynamic:
-    case RopeConfig::Kind::kLongRope:
       return plain;
+    case RopeConfig::Kind::kLongRope: {
+      const bool is_long = length > rope.original_max_positions;
+      return (at::tensor(is_long ? rope.long_factor : rope.short_factor, exponents.options()) *
+              waves)
+          .reciprocal();
+    }
     case RopeConfig::Kind::kLinear:
       return plain / rope.factor;
     case RopeConfig::Kind::kYarn:

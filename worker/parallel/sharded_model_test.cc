@@ -138,6 +138,19 @@ std::unique_ptr<Comm> InOrder(Comm* comm, const std::shared_ptr<CommThread>& thr
   return MakeOrderedComm(std::move(borrowed), thread);
 }
 
+void StepOn(ShardedModel& model, FusedSGD& sgd) {
+  model.Expire();
+  sgd.Step();
+  sgd.ZeroGrad();
+}
+
+Values FullOf(ShardedModel& model) {
+  Values values;
+  for (auto& [name, tensor] : model.FullParameters([](const std::string&) { return true; }))
+    values.emplace(name, tensor);
+  return values;
+}
+
 // A model on one rank, with what trains it.
 struct Trained {
   Trained(Comm& all, const ShardingOptions& options, Comm* part = nullptr, Comm* copies = nullptr,
@@ -157,17 +170,8 @@ struct Trained {
     model.EndForward();
     return loss;
   }
-  void Step() {
-    model.Expire();
-    sgd.Step();
-    sgd.ZeroGrad();
-  }
-  Values Full() {
-    Values values;
-    for (auto& [name, tensor] : model.FullParameters([](const std::string&) { return true; }))
-      values.emplace(name, tensor);
-    return values;
-  }
+  void Step() { StepOn(model, sgd); }
+  Values Full() { return FullOf(model); }
 
   Net net;
   const std::shared_ptr<CommThread> thread;
@@ -1109,17 +1113,8 @@ struct Wide {
     model.EndForward();
     return x.square().mean();
   }
-  void Step() {
-    model.Expire();
-    sgd.Step();
-    sgd.ZeroGrad();
-  }
-  Values Full() {
-    Values values;
-    for (auto& [name, tensor] : model.FullParameters([](const std::string&) { return true; }))
-      values.emplace(name, tensor);
-    return values;
-  }
+  void Step() { StepOn(model, sgd); }
+  Values Full() { return FullOf(model); }
 
   const at::ScalarType dtype;
   const std::shared_ptr<CommThread> thread;
