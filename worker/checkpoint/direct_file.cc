@@ -362,21 +362,41 @@ absl::StatusOr<DirectFileWritten> WriteParts(const std::string& path, const Part
   return written;
 }
 
-// Whether all of the range is in the page cache, from where it comes faster than from the disk.
-bool IsCached(int fd, uint64_t at, size_t size) {
-  void* const address = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, at);
-  if (address == MAP_FAILED) return false;
-  std::vector<unsigned char> resident(size / sysconf(_SC_PAGESIZE) + 1, 1);
-  const bool known = mincore(address, size, resident.data()) == 0;
-  munmap(address, size);
-  return known && std::all_of(resident.begin(), resident.end(),
-                              [](unsigned char page) { return (page & 1) != 0; });
-}
+// Tells which parts of a file are in the page cache, from where they come faster than from the
+// disk. Thread-safe.
+class CachedPages {
+ public:
+  CachedPages(int fd, size_t bytes) : bytes_(bytes) {
+    void* const address =
+        bytes == 0 ? MAP_FAILED : mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, 0);
+    if (address != MAP_FAILED) base_ = static_cast<char*>(address);
+  }
+  ~CachedPages() {
+    if (base_ != nullptr) munmap(base_, bytes_);
+  }
+  CachedPages(const CachedPages&) = delete;
+  CachedPages& operator=(const CachedPages&) = delete;
+
+  // Whether all of the range, which begins at a page, is there.
+  bool Has(uint64_t at, size_t size) const {
+    if (base_ == nullptr) return false;
+    std::vector<unsigned char> resident(size / sysconf(_SC_PAGESIZE) + 1, 1);
+    return mincore(base_ + at, size, resident.data()) == 0 &&
+           std::all_of(resident.begin(), resident.end(),
+                       [](unsigned char page) { return (page & 1) != 0; });
+  }
+
+ private:
+  // Mapped once for all blocks: a mapping made for each waits for threads that take memory.
+  char* base_ = nullptr;
+  const size_t bytes_;
+};
 
 // Reads `size` bytes at `at`, both fit for direct I/O but for the end of the file.
 absl::Status ReadBlock(const DirectFileSystem& system, DirectFile& direct, DirectFile& cached,
-                       const std::string& path, char* to, size_t size, uint64_t at) {
-  const bool from_cache = !direct.direct() || IsCached(cached.fd(), at, size);
+                       const CachedPages& pages, const std::string& path, char* to, size_t size,
+                       uint64_t at) {
+  const bool from_cache = !direct.direct() || pages.Has(at, size);
   size_t done = 0;
   while (done < size) {
     // A direct read ends at a multiple of the alignment or at the end of the file; what comes after
@@ -664,6 +684,7 @@ absl::Status ReadDirectFile(
     return absl::DataLossError(
         absl::StrCat(path, ": has ", info.st_size, " bytes, but the manifest says ", bytes));
   }
+  const CachedPages pages(cached.fd(), direct.direct() ? bytes : 0);
   BlockBuffers buffers;
   const auto read = [&](uint64_t i) -> absl::Status {
     const uint64_t block = run.first + i;
@@ -674,7 +695,7 @@ absl::Status ReadDirectFile(
       MUSTER_ASSIGN_OR_RETURN(memory, buffers.Take(size));
     }
     char* const to = options.place == nullptr ? memory.data() : options.place(at);
-    MUSTER_RETURN_IF_ERROR(ReadBlock(system, direct, cached, path, to, size, at));
+    MUSTER_RETURN_IF_ERROR(ReadBlock(system, direct, cached, pages, path, to, size, at));
     const absl::string_view found(to, size);
     MUSTER_RETURN_IF_ERROR(CheckBlock(path, blocks, block, found));
     MUSTER_RETURN_IF_ERROR(take(at, found));

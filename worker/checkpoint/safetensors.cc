@@ -228,7 +228,7 @@ absl::StatusOr<NamedTensors> SafetensorsReader::ReadAllBlocks(const BlockDigests
   // 4 KiB, and a copy, would take longer than a fast disk does.
   const auto memory = std::make_shared<AlignedMemory>();
   MUSTER_RETURN_IF_ERROR(memory->Grow(DirectAlignedUp(file_->size)));
-  DirectFileOptions options{.in_flight = TransferThreads()};
+  DirectFileOptions options{.in_flight = ReadingThreads()};
   options.place = [&](uint64_t offset) {
     char* const block = memory->data() + offset;
 #ifdef MADV_POPULATE_WRITE

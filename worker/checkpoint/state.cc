@@ -217,7 +217,7 @@ absl::Status StateReader::ReadTogether(
   shared_.reset();
   MUSTER_ASSIGN_OR_RETURN(
       shared_, SharedFiles::Read(comm, dir_, files,
-                                 {.read = {.in_flight = TransferThreads()}, .ranges = ranges}));
+                                 {.read = {.in_flight = ReadingThreads()}, .ranges = ranges}));
   return absl::OkStatus();
 }
 

@@ -8,4 +8,6 @@ namespace muster {
 
 int TransferThreads() { return std::clamp(at::get_num_threads(), 2, 8); }
 
+int ReadingThreads() { return 2 * TransferThreads(); }
+
 }  // namespace muster

@@ -7,6 +7,10 @@ namespace muster {
 // least 2, which keeps a disk busy, and at most 8, which no disk needs.
 int TransferThreads();
 
+// Threads that read a file: twice as many, so that the disk has something to do while others take
+// memory and compare digests.
+int ReadingThreads();
+
 }  // namespace muster
 
 #endif  // MUSTER_WORKER_CHECKPOINT_TRANSFER_H_

@@ -18,6 +18,7 @@
 #include "worker/train/guard.h"
 #include "worker/train/offloaded_state.h"
 #include "worker/train/slot_layout.h"
+#include "worker/train/slot_memory.h"
 #include "worker/train/tensor_ranges.h"
 
 namespace muster {
@@ -435,6 +436,8 @@ void FusedOptimizer::LoadState(const OptimizerState& state) {
   CheckGroupCount(state.groups, num_groups());
   for (int64_t g = 0; g < num_groups(); ++g) LoadGroup(state.groups, g, /*commit=*/false);
   std::vector<ParamState> loaded(state_.size());
+  // Into memory that is there: what is copied once nothing can fail any more.
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   std::map<std::pair<c10::Device, float>, at::Tensor,
            bool (*)(const std::pair<c10::Device, float>&, const std::pair<c10::Device, float>&)>
       steps([](const auto& a, const auto& b) {
@@ -470,7 +473,13 @@ void FusedOptimizer::LoadState(const OptimizerState& state) {
         TORCH_CHECK(it != by_parameter[i].end(), "optimizer state '", parameter_names()[i], ".",
                     names[s].name, "' is missing");
         if (offloaded_ == nullptr) {
-          loaded[i].slots[s] = at::empty_like(param).detach().copy_(it->second);
+          at::Tensor& slot = loaded[i].slots[s];
+          slot = SlotToReuse(state_[i].slots[s], 1, param, it->second);
+          if (slot.defined()) {
+            copies.emplace_back(slot, it->second);
+          } else {
+            slot = NewSlot(param).copy_(it->second);
+          }
         }
       }
       loaded[i].exists = true;
@@ -479,6 +488,7 @@ void FusedOptimizer::LoadState(const OptimizerState& state) {
   if (offloaded_ != nullptr) MakeRoom();
   for (int64_t g = 0; g < num_groups(); ++g) LoadGroup(state.groups, g, /*commit=*/true);
   steps.clear();
+  for (const auto& [to, from] : copies) to.copy_(from);
   state_ = std::move(loaded);
   if (offloaded_ == nullptr) return;
   offloaded_->Renew();

@@ -15,7 +15,6 @@
 #include "ATen/ops/_fused_adamw.h"
 #include "ATen/ops/_fused_sgd.h"
 #include "ATen/ops/empty.h"
-#include "ATen/ops/empty_like.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/full_like.h"
 #include "ATen/ops/stack.h"
@@ -28,6 +27,7 @@
 #include "torch/optim/sgd.h"
 #include "torch/serialize/archive.h"
 #include "worker/train/slot_layout.h"
+#include "worker/train/slot_memory.h"
 #include "worker/train/tensor_ranges.h"
 
 namespace muster {
@@ -569,11 +569,12 @@ class TorchOptimizerHandle : public OptimizerHandle {
           for (size_t s = 0; s < kind_->slots.size(); ++s) {
             const auto it = slots.find(kind_->slots[s]);
             if (it != slots.end()) {
-              tensors[s] = SlotToReuse(param, s, it->second);
+              // The state's own reference, and that of the tensor that slot() returns.
+              tensors[s] = SlotToReuse(CurrentSlot(param, s), 2, param, it->second);
               if (tensors[s].defined()) {
                 copies.emplace_back(tensors[s], it->second);
               } else {
-                tensors[s] = at::empty_like(param).detach().copy_(it->second);
+                tensors[s] = NewSlot(param).copy_(it->second);
               }
             } else {
               TORCH_CHECK(!kind_->needs(group_options(g), s), "optimizer state '", name, ".",
@@ -613,26 +614,9 @@ class TorchOptimizerHandle : public OptimizerHandle {
   bool made_state_ = false;               // by a step through this handle
   mutable std::optional<bool> archives_;  // whether save() writes something
 
-  // The memory of a parameter's slot, if `source` fits there and nobody else has it: new memory
-  // costs several times what the copy does. Undefined: there is none.
-  at::Tensor SlotToReuse(const at::Tensor& param, size_t s, const at::Tensor& source) const {
+  at::Tensor CurrentSlot(const at::Tensor& param, size_t s) const {
     const auto it = optimizer_.state().find(param.unsafeGetTensorImpl());
-    if (it == optimizer_.state().end()) return {};
-    at::Tensor slot = kind_->slot(*it->second, s);
-    // The state's own reference, and this one.
-    if (!slot.defined() || slot.use_count() != 2 || slot.layout() != at::kStrided ||
-        slot.is_inference() || slot.requires_grad() || !slot.storage() ||
-        slot.storage().use_count() != 1 || slot.storage().nbytes() < slot.nbytes()) {
-      return {};
-    }
-    const bool fits = slot.scalar_type() == param.scalar_type() &&
-                      slot.device() == param.device() && slot.sizes() == param.sizes() &&
-                      slot.strides() == param.strides() && param.is_non_overlapping_and_dense() &&
-                      source.layout() == at::kStrided && source.sizes() == slot.sizes() &&
-                      // A copy to a GPU that converts needs memory there, and may fail.
-                      (slot.is_cpu() || (source.scalar_type() == slot.scalar_type() &&
-                                         source.strides() == slot.strides()));
-    return fits ? slot : at::Tensor();
+    return it == optimizer_.state().end() ? at::Tensor() : kind_->slot(*it->second, s);
   }
 
   bool is_plain_lbfgs() const { return type_ == typeid(optim::LBFGS); }

@@ -90,53 +90,6 @@ TEST(TorchOptimizer, GroupAddedLater_IsZeroedSteppedSavedAndLoaded) {
   }
 }
 
-// New memory costs more than the copy.
-TEST(TorchOptimizer, LoadState_UsesMomentsAgainThatNobodyElseHas) {
-  const at::Tensor parameter = Parameter(at::ones({4}));
-  const auto optimizer = Make("AdamW", {parameter});
-  const auto handle = WrapTorchOptimizer(*optimizer);
-  const auto step = [&] {
-    parameter.mutable_grad() = at::ones({4});
-    handle->Step();
-  };
-  const auto moment = [&] { return handle->SaveState().tensors.at("0.exp_avg"); };
-  step();
-  OptimizerState state;
-  for (const auto& [name, tensor] : handle->SaveState().tensors) {
-    state.tensors[name] = tensor.clone();
-  }
-  state.groups = handle->SaveState().groups;
-  const at::Tensor saved = state.tensors["0.exp_avg"];
-
-  step();
-  const void* const memory = moment().data_ptr();
-  handle->LoadState(state);
-  EXPECT_EQ(moment().data_ptr(), memory);
-  EXPECT_TRUE(moment().equal(saved));
-
-  // What somebody else holds stays as it is, and so does what was loaded.
-  step();
-  const at::Tensor held = moment();
-  const at::Tensor values = held.clone();
-  handle->LoadState(state);
-  EXPECT_TRUE(held.equal(values));
-  EXPECT_TRUE(moment().equal(saved));
-  step();
-  EXPECT_FALSE(moment().equal(saved));
-  EXPECT_TRUE(state.tensors["0.exp_avg"].is_same(saved));
-  const at::Tensor alias = moment().detach();
-  const at::Tensor before = alias.clone();
-  handle->LoadState(state);
-  EXPECT_TRUE(alias.equal(before));
-
-  // An error changes nothing.
-  step();
-  const at::Tensor now = moment().clone();
-  state.tensors.erase("0.exp_avg_sq");
-  EXPECT_THAT(ErrorOf([&] { handle->LoadState(state); }), HasSubstr("0.exp_avg_sq"));
-  EXPECT_TRUE(moment().equal(now));
-}
-
 TEST(TorchOptimizer, ParameterReplacedInItsGroup_IsSeen) {
   const at::Tensor a = Parameter(at::ones({2})), b = Parameter(at::ones({2}));
   optim::SGD sgd(std::vector<at::Tensor>{a}, optim::SGDOptions(0.1));
