@@ -22,6 +22,7 @@
 #include "base/mutex.h"
 #include "base/status_macros.h"
 #include "base/timer_thread.h"
+#include "proto/end_class.h"
 #include "proto/failure_policy.h"
 #include "proto/muster/v1/session.pb.h"
 #include "rpc/session/duration.h"
@@ -41,6 +42,8 @@ constexpr absl::Duration kFirstContact = absl::Seconds(30);
 constexpr char kFinish[] = "finish";      // the barrier of agents whose workers are all done
 constexpr char kFinished[] = "finished";  // the key that tells of it, and outlives the generation
 constexpr absl::Duration kLook = absl::Seconds(1);  // for machines that wait for a place
+// After so many of them every machine has seen that one does not wait.
+constexpr int kLooksOfAll = 3;
 constexpr absl::Duration kLookAgain = absl::Milliseconds(200);  // whether machines are heard
 // After a machine that came has gone, the attempt is ended for the next one of its host only so
 // much later; doubled each time.
@@ -48,20 +51,11 @@ constexpr absl::Duration kComeAgain = absl::Seconds(10);
 constexpr absl::Duration kComeAgainAtMost = absl::Minutes(10);
 constexpr int kMaxCount = 1'000'000'000;
 
-std::string NameOf(v1::EndClass end_class) {
-  return v1::EndClass_Name(end_class).substr(sizeof("END_CLASS_") - 1);
-}
-v1::EndClass ClassOfName(const std::string& name) {
-  v1::EndClass end_class = v1::END_CLASS_UNSPECIFIED;
-  v1::EndClass_Parse("END_CLASS_" + name, &end_class);
-  return end_class;
-}
-
 json JsonOf(const AttemptEnd& end) {
   json value = {{"why", end.why}, {"last_lines", end.last_lines}};
   if (end.cause != AttemptEnd::Cause::kFailed) value["cause"] = static_cast<int>(end.cause);
   if (end.restarts) value["restarts"] = true;
-  if (end.end_class != v1::END_CLASS_UNSPECIFIED) value["class"] = NameOf(end.end_class);
+  if (end.end_class != v1::END_CLASS_UNSPECIFIED) value["class"] = EndClassName(end.end_class);
   return value;
 }
 
@@ -90,7 +84,7 @@ AttemptEnd EndOf(const json& value) {
       cause <= static_cast<int>(AttemptEnd::Cause::kMachineCame)) {
     end.cause = static_cast<AttemptEnd::Cause>(cause);
   }
-  end.end_class = ClassOfName(TextOf(value, "class"));
+  end.end_class = EndClassOfName(TextOf(value, "class"));
   if (const auto restarts = value.find("restarts"); restarts != value.end()) {
     end.restarts = restarts->is_boolean() && restarts->get<bool>();
   }
@@ -123,7 +117,9 @@ std::vector<std::string> NewestLines(const std::vector<std::string>& lines) {
 void AddCounts(const RestartCounts& counts, json* value) {
   (*value)["counted"] = counts.total;
   json classes = json::object();
-  for (const v1::ClassCount& one : counts.by_class) classes[NameOf(one.end_class())] = one.count();
+  for (const v1::ClassCount& one : counts.by_class) {
+    classes[EndClassName(one.end_class())] = one.count();
+  }
   if (!classes.empty()) (*value)["classes"] = std::move(classes);
   if (counts.last.why.empty()) return;
   AttemptEnd last = counts.last;
@@ -139,7 +135,7 @@ RestartCounts CountsOf(const json& value) {
   const auto classes = value.find("classes");
   if (classes == value.end() || !classes->is_object()) return counts;
   for (const auto& [name, end_class] : kLimitedClasses) {
-    const int count = CountOf(*classes, NameOf(end_class).c_str());
+    const int count = CountOf(*classes, EndClassName(end_class).c_str());
     if (count == 0) continue;
     v1::ClassCount* const one = counts.by_class.Add();
     one->set_end_class(end_class);
@@ -279,7 +275,8 @@ class GrpcJobCoordination final : public JobCoordination {
     while (true) {
       // Once: who was away for longer compares with what it knew.
       if (elastic() && !finished_before_.has_value()) finished_before_ = Finished();
-      const absl::Status joined = Join();
+      const absl::Status joined = Join(&meeting.finished);
+      if (meeting.finished) return meeting;
       if (absl::IsDeadlineExceeded(joined) && elastic() && options_.hosts_coordinator) {
         MUSTER_ASSIGN_OR_RETURN(meeting.finished, ServeOthers(joined));
         if (meeting.finished) return meeting;
@@ -522,11 +519,11 @@ class GrpcJobCoordination final : public JobCoordination {
   }
 
   // Without this process the others would lose their coordinator: blocks while they have places.
-  // True: all of them are done. False: they meet again, and this one may join them. Errors:
-  // `no_place` nobody is left.
+  // True: all of them are done. False: they meet again, and this one may join them; or they have
+  // room for it, and nothing keeps it out any more. Errors: `no_place` nobody is left.
   absl::StatusOr<bool> ServeOthers(const absl::Status& no_place) {
     bool told = false;
-    while (true) {
+    for (int looks = 1;; ++looks) {
       const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
       if (absl::IsCancelled(members.status())) return members.status();
       if (absl::IsNotFound(members.status())) return no_place;  // the group was removed
@@ -552,6 +549,12 @@ class GrpcJobCoordination final : public JobCoordination {
         if (FinishedSince()) return true;
         if (meets_again || (running == 0 && !joining.empty())) return false;
         if (running == 0) return no_place;
+        // It asks as a machine that comes, for which they start again: see LookForMachines. That
+        // would be in vain while its host is quarantined.
+        if (looks >= kLooksOfAll && running < options_.num_nodes &&
+            session_->IsQuarantined(agents_job_, hostname_) == false) {
+          return false;
+        }
         if (!std::exchange(told, true)) {
           MUSTER_LOG(Warning) << no_place.message()
                               << "; this machine hosts the coordinator, so it "
@@ -681,49 +684,82 @@ class GrpcJobCoordination final : public JobCoordination {
     }
   }
 
-  absl::StatusOr<v1::OpResult> Call(v1::Op op, absl::Duration timeout, Until until,
-                                    Late late = Late::kForgotten) {
-    struct Answer {
-      bool came = false;  // under the lock of Shared
-      v1::OpResult result;
-    };
-    const absl::Time deadline = Clock::Real().Now() + timeout;
-    auto answer = std::make_shared<Answer>();
-    const uint64_t op_id = session_->sender().Submit(
-        std::move(op), [shared = shared_, answer](const v1::OpResult& result) {
+  struct Answer {
+    bool came = false;  // under the lock of Shared
+    v1::OpResult result;
+  };
+  struct Pending {
+    uint64_t op_id = 0;
+    std::shared_ptr<Answer> answer = std::make_shared<Answer>();
+  };
+  Pending Submit(v1::Op op) {
+    Pending pending;
+    pending.op_id = session_->sender().Submit(
+        std::move(op), [shared = shared_, answer = pending.answer](const v1::OpResult& result) {
           MutexLock lock(&shared->mu);
           answer->came = true;
           answer->result = result;
           shared->changed.SignalAll();
         });
-    absl::Status status;
-    {
-      MutexLock lock(&shared_->mu);
-      while (!answer->came) {
-        if (shared_->cancelled && until != Until::kAnswered) {
-          status = absl::CancelledError("stopped");
-          break;
-        }
-        if (shared_->ended && until == Until::kEnded) {
-          status = absl::AbortedError("the attempt has ended");
-          break;
-        }
-        const absl::Duration left = deadline - Clock::Real().Now();
-        if (left <= absl::ZeroDuration()) {
-          status = absl::UnavailableError(absl::StrCat("no answer from the coordinator at ",
-                                                       options_.coordinator, " within ",
-                                                       absl::FormatDuration(timeout)));
-          break;
-        }
-        shared_->changed.WaitWithTimeout(&shared_->mu, left);
+    return pending;
+  }
+  // Blocks until the answer is there. Errors: CANCELLED and ABORTED as `until` has it;
+  // DEADLINE_EXCEEDED.
+  absl::Status Await(const Pending& pending, absl::Time deadline, Until until) {
+    MutexLock lock(&shared_->mu);
+    while (!pending.answer->came) {
+      if (shared_->cancelled && until != Until::kAnswered) return absl::CancelledError("stopped");
+      if (shared_->ended && until == Until::kEnded) {
+        return absl::AbortedError("the attempt has ended");
       }
+      const absl::Duration left = deadline - Clock::Real().Now();
+      if (left <= absl::ZeroDuration()) return absl::DeadlineExceededError("no answer");
+      shared_->changed.WaitWithTimeout(&shared_->mu, left);
     }
-    if (!status.ok()) {
-      if (late == Late::kForgotten) session_->sender().Forget(op_id);
-      return status;
+    return absl::OkStatus();
+  }
+  static absl::StatusOr<v1::OpResult> ResultOf(const Pending& pending) {
+    if (pending.answer->result.has_error()) {
+      return rpc::FromOpError(pending.answer->result.error());
     }
-    if (answer->result.has_error()) return rpc::FromOpError(answer->result.error());
-    return std::move(answer->result);
+    return std::move(pending.answer->result);
+  }
+  absl::Status NoAnswer(absl::Duration timeout) const {
+    return absl::UnavailableError(absl::StrCat("no answer from the coordinator at ",
+                                               options_.coordinator, " within ",
+                                               absl::FormatDuration(timeout)));
+  }
+
+  absl::StatusOr<v1::OpResult> Call(v1::Op op, absl::Duration timeout, Until until,
+                                    Late late = Late::kForgotten) {
+    const absl::Time deadline = Clock::Real().Now() + timeout;
+    const Pending pending = Submit(std::move(op));
+    const absl::Status waited = Await(pending, deadline, until);
+    if (waited.ok()) return ResultOf(pending);
+    if (late == Late::kForgotten) session_->sender().Forget(pending.op_id);
+    return absl::IsDeadlineExceeded(waited) ? NoAnswer(timeout) : waited;
+  }
+
+  // As Call, of an operation that waits for other machines; nullopt: they are done meanwhile. Who
+  // hosts the coordinator learns that from nobody.
+  std::optional<absl::StatusOr<v1::OpResult>> CallUnlessFinished(v1::Op op,
+                                                                 absl::Duration timeout) {
+    if (!elastic() || !options_.hosts_coordinator) {
+      return Call(std::move(op), timeout, Until::kCancelled);
+    }
+    const absl::Time deadline = Clock::Real().Now() + timeout;
+    const Pending pending = Submit(std::move(op));
+    while (true) {
+      const absl::Time now = Clock::Real().Now();
+      const absl::Status waited =
+          Await(pending, std::min(deadline, now + kLook), Until::kCancelled);
+      if (waited.ok()) return ResultOf(pending);
+      const bool finished = absl::IsDeadlineExceeded(waited) && FinishedSince();
+      if (absl::IsDeadlineExceeded(waited) && !finished && now < deadline) continue;
+      session_->sender().Forget(pending.op_id);
+      if (finished) return std::nullopt;
+      return absl::IsDeadlineExceeded(waited) ? NoAnswer(timeout) : waited;
+    }
   }
 
   // Whether this agent was started again after all nodes, and its former start, had arrived at the
@@ -868,14 +904,19 @@ class GrpcJobCoordination final : public JobCoordination {
     std::set<uint64_t> seated, waiting;
     for (const v1::Member& member : *members) {
       if (member.rank() >= 0) {
-        passed_over_.erase(member.incarnation());
         if (member.state() == v1::WORKER_STATE_RUNNING) seated.insert(member.incarnation());
       }
     }
     const v1::Member* comer = nullptr;
     for (const v1::Member& member : *members) {
+      if (member.rank() < 0 && member.state() == v1::WORKER_STATE_JOINING) {
+        waiting.insert(member.incarnation());
+      }
+    }
+    // One that has given up and asks again later has a reason to.
+    std::erase_if(passed_over_, [&](uint64_t one) { return waiting.count(one) == 0; });
+    for (const v1::Member& member : *members) {
       if (member.rank() >= 0 || member.state() != v1::WORKER_STATE_JOINING) continue;
-      waiting.insert(member.incarnation());
       if (passed_over_.count(member.incarnation()) > 0) continue;
       const auto former = came_.find(member.host());
       if (former != came_.end() && seated.count(former->second.incarnation) > 0) {
@@ -903,7 +944,8 @@ class GrpcJobCoordination final : public JobCoordination {
     return absl::InfiniteFuture();
   }
 
-  absl::Status Join() {
+  // `finished`: all machines are done meanwhile, without this one.
+  absl::Status Join(bool* finished) {
     v1::Op op;
     v1::JoinRequest& request = *op.mutable_join();
     v1::RendezvousSpec* const spec = request.mutable_spec();
@@ -923,8 +965,11 @@ class GrpcJobCoordination final : public JobCoordination {
     request.set_preferred_rank(node_rank_ >= 0 ? node_rank_ : options_.node_rank);
     *request.mutable_fence() = AgentFence();
     request.mutable_fence()->set_generation(0);
-    const absl::StatusOr<v1::OpResult> result =
-        Call(std::move(op), options_.join_timeout + kShortCall, Until::kCancelled);
+    const std::optional<absl::StatusOr<v1::OpResult>> answered =
+        CallUnlessFinished(std::move(op), options_.join_timeout + kShortCall);
+    *finished = !answered.has_value();
+    if (*finished) return absl::OkStatus();
+    const absl::StatusOr<v1::OpResult>& result = *answered;
     const absl::Status& status = result.status();
     if (status.ok()) {
       node_rank_ = result->join().rank();

@@ -11,9 +11,11 @@
 #include "absl/strings/str_cat.h"
 #include "agent/fake_sessions.h"
 #include "agent/node_uplink.h"
+#include "base/identity.h"
 #include "base/mutex.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/random_message.h"
 #include "rpc/server.h"
 #include "rpc/session/duration.h"
@@ -25,10 +27,41 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
+// Says of which hosts this job takes no machine, and later of none.
+class FakeAdmin final : public v1::Admin::Service {
+ public:
+  void Quarantine(const std::string& job, const std::string& host, int times) {
+    MutexLock lock(&mu_);
+    job_ = job;
+    host_ = host;
+    times_ = times;
+  }
+  int asked() {
+    MutexLock lock(&mu_);
+    return asked_;
+  }
+
+  grpc::Status Status(grpc::ServerContext*, const v1::StatusRequest*,
+                      v1::StatusReply* reply) override {
+    MutexLock lock(&mu_);
+    v1::JobStatus* const job = reply->add_jobs();
+    job->set_job_id(job_);
+    if (asked_++ < times_) job->add_quarantined()->set_host(host_);
+    return grpc::Status::OK;
+  }
+
+ private:
+  Mutex mu_;
+  std::string job_ ABSL_GUARDED_BY(mu_);
+  std::string host_ ABSL_GUARDED_BY(mu_);
+  int times_ ABSL_GUARDED_BY(mu_) = 0;
+  int asked_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
 class GrpcJobCoordinationTest : public ::testing::Test {
  protected:
   void StartCoordinator() {
-    server_ = *rpc::Server::Start({.listen = address_, .insecure = true}, {&sessions_});
+    server_ = *rpc::Server::Start({.listen = address_, .insecure = true}, {&sessions_, &admin_});
     address_ = server_->address();
   }
   void StopCoordinator() {
@@ -158,6 +191,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
   FakeSessions::Answer special_;
   std::atomic<int> looks_{0};
   FakeSessions sessions_;
+  FakeAdmin admin_;
   std::string address_ = "127.0.0.1:0";
   std::unique_ptr<rpc::Server> server_;
   std::unique_ptr<NodeUplink> session_;
@@ -525,6 +559,43 @@ TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorWithoutAPlace_EndsWhenNobody
   AnswerAsElastic(0, 2, {});
   MakeCoordination(3, absl::Minutes(2), /*node_rank=*/0);
   EXPECT_EQ(coordination_->Meet(1, {}).status().code(), absl::StatusCode::kDeadlineExceeded);
+}
+
+// The others run on with fewer machines than they may be: it comes back when it may.
+TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorWithoutAPlace_AsksAgainWhenItsHostIsFree) {
+  StartCoordinator();
+  hosts_coordinator_ = true;
+  admin_.Quarantine("job.agents", HostName(), 1);
+  special_ = WithoutAPlace({{Machine(1, v1::WORKER_STATE_RUNNING, absl::ZeroDuration())}}, {""});
+  AnswerAsElastic(0, 2, {});
+  MakeCoordination(3, absl::Minutes(2), /*node_rank=*/0);
+  const absl::StatusOr<Meeting> meeting = coordination_->Meet(1, {});
+  ASSERT_TRUE(meeting.ok()) << meeting.status();
+  EXPECT_FALSE(meeting->finished);
+  EXPECT_EQ(meeting->num_nodes, 2);
+  EXPECT_EQ(admin_.asked(), 2);
+}
+
+// They are done while it waits for its place.
+TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorThatAsksAgain_EndsWithTheOthers) {
+  StartCoordinator();
+  hosts_coordinator_ = true;
+  min_nodes_ = 2;
+  admin_.Quarantine("job.agents", HostName(), 0);
+  auto joins = std::make_shared<std::atomic<int>>(0);
+  sessions_.SetAnswer(
+      [joins, answer = WithoutAPlace({{Machine(1, v1::WORKER_STATE_RUNNING, absl::ZeroDuration())}},
+                                     {"gen/3/", "gen/3/", "gen/3/", "gen/3/", "gen/7/"})](
+          const v1::Op& op, v1::OpResult* result) {
+        if (op.has_join() && ++*joins > 1) return false;
+        answer(op, result);
+        return true;
+      });
+  MakeCoordination(3, absl::Minutes(2), /*node_rank=*/0);
+  const absl::StatusOr<Meeting> meeting = coordination_->Meet(1, {});
+  ASSERT_TRUE(meeting.ok()) << meeting.status();
+  EXPECT_TRUE(meeting->finished);
+  EXPECT_EQ(*joins, 2);
 }
 
 // It would begin the job again alone, once the others have left.

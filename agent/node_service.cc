@@ -44,6 +44,7 @@
 #include "agent/node_attempts.h"
 #include "agent/node_groups.h"
 #include "agent/worker_groups.h"
+#include "base/backoff.h"
 #include "base/clock.h"
 #include "base/exit_code.h"
 #include "base/file.h"
@@ -70,8 +71,12 @@ using json = nlohmann::json;
 constexpr absl::Duration kSyncTimeout = absl::Seconds(40);  // held for a third of a lease
 // A call that ends so long after its timeout hangs.
 constexpr absl::Duration kSyncSlack = absl::Seconds(20);
+// Between calls that fail; each is a random part of it.
 constexpr absl::Duration kAwayLeast = absl::Milliseconds(200);
 constexpr absl::Duration kAwayMost = absl::Seconds(5);
+// Between attempts to connect to a coordinator that is not there: so long, at most, it has no nodes
+// after its start. gRPC makes each a fifth longer or shorter.
+constexpr absl::Duration kConnectAgain = absl::Seconds(2);
 constexpr absl::Duration kAnswerTimeout = absl::Seconds(10);
 // How often a log with a waiting reader is polled.
 constexpr absl::Duration kLogPoll = absl::Milliseconds(100);
@@ -182,7 +187,9 @@ class NodeService {
     MUSTER_RETURN_IF_ERROR(Open());
     MUSTER_ASSIGN_OR_RETURN(const rpc::Address address, rpc::ParseAddress(options_.coordinator));
     host_ = options_.host.empty() ? OwnAddress(address) : options_.host;
-    MUSTER_ASSIGN_OR_RETURN(channel_, rpc::Connect(options_.coordinator, options_.channel));
+    rpc::ChannelOptions channel = options_.channel;
+    channel.max_backoff = kConnectAgain;
+    MUSTER_ASSIGN_OR_RETURN(channel_, rpc::Connect(options_.coordinator, channel));
     MUSTER_LOG(Info) << "node " << options_.node << " waits for jobs of " << options_.coordinator
                      << ": " << options_.info.cpus() << " CPUs, " << options_.info.gpus_size()
                      << " GPUs";
@@ -876,10 +883,13 @@ class NodeService {
 
   void SyncLoop() {
     const std::unique_ptr<v1::Nodes::Stub> stub = v1::Nodes::NewStub(channel_);
-    absl::Duration away = absl::ZeroDuration();
+    std::optional<Backoff> away;  // while it does not answer
     while (true) {
       v1::SyncNodeRequest request;
       grpc::ClientContext context;
+      // The first call that fails says why. The next ones wait for a connection, which this channel
+      // makes as soon as the coordinator is there.
+      context.set_wait_for_ready(away.has_value());
       uint64_t sent;
       {
         MutexLock lock(&mu_);
@@ -909,10 +919,10 @@ class NodeService {
         if (std::exchange(answers_, status.ok()) != answers_) Wake();
       }
       if (status.ok()) {
-        if (away > absl::ZeroDuration()) {
+        if (away.has_value()) {
           MUSTER_LOG(Info) << "the coordinator at " << options_.coordinator << " answers again";
         }
-        away = absl::ZeroDuration();
+        away.reset();
         seen_version_ = reply.version();
         for (const v1::LogQuery& query : reply.queries()) AddQuery(query);
         if (reply.has_log_level()) Obey(reply.log_level());
@@ -930,14 +940,14 @@ class NodeService {
         Wake();
         return;
       }
-      if (away == absl::ZeroDuration()) {
+      if (!away.has_value()) {
         MUSTER_LOG(Warning) << "the coordinator at " << options_.coordinator
                             << " does not answer: " << status.message()
                             << "; attempts continue, and it is tried again";
         seen_version_ = 0;
+        away.emplace(kAwayLeast, kAwayMost);
       }
-      away = std::clamp(away * 2, kAwayLeast, kAwayMost);
-      changed_.WaitWithTimeout(&mu_, away);
+      changed_.WaitWithTimeout(&mu_, away->Next(RandomShare(), rpc::RetryAfter(status)));
     }
   }
   // The next call says the level that is in force then.

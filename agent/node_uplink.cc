@@ -179,6 +179,19 @@ v1::Beat NodeUplink::MakeBeat() {
 // The stream waits for a connection and does not learn why there is none.
 std::string NodeUplink::WhyNotConnected() { return rpc::WhyNotConnected(channel_); }
 
+std::optional<bool> NodeUplink::IsQuarantined(const std::string& job, const std::string& host) {
+  grpc::ClientContext context;
+  rpc::SetTimeout(context, absl::Seconds(1));
+  v1::StatusReply reply;
+  if (!v1::Admin::NewStub(channel_)->Status(&context, {}, &reply).ok()) return std::nullopt;
+  for (const v1::JobStatus& one : reply.jobs()) {
+    if (one.job_id() != job) continue;
+    return std::any_of(one.quarantined().begin(), one.quarantined().end(),
+                       [&](const v1::QuarantinedHost& other) { return other.host() == host; });
+  }
+  return std::nullopt;
+}
+
 void NodeUplink::OnDirective(const v1::Directive& directive) {
   MUSTER_FAILPOINT("agent.directive");
   if (hub_ != nullptr) hub_->OnDirective(directive);

@@ -5,6 +5,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -87,6 +88,9 @@ class NodeUplink {
   // What keeps this node from the coordinator, by one attempt now: "Connection refused", a
   // certificate that is not believed. Empty: nothing that shows within a second. Blocks until then.
   std::string WhyNotConnected();
+  // Whether `host` is in quarantine for this job; nullopt: the coordinator does not say. Blocks for
+  // at most a second.
+  std::optional<bool> IsQuarantined(const std::string& job, const std::string& host);
   // See SessionClient::Finish.
   void Finish(absl::Duration within);
 

@@ -5,7 +5,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
-#include "absl/strings/strip.h"
+#include "proto/end_class.h"
 
 namespace muster {
 namespace {
@@ -44,11 +44,8 @@ std::string WhyOverLimit(const ClassCounts& limits, const ClassCounts& counts,
   end_class = LimitedClass(end_class);
   const int limit = CountOf(limits, end_class);
   if (limit < 0 || std::max(0, CountOf(counts, end_class)) < limit) return "";
-  const std::string full_name = v1::EndClass_Name(end_class);
-  absl::string_view name = full_name;
-  absl::ConsumePrefix(&name, "END_CLASS_");
   return absl::StrCat("its failure policy allows ", limit, limit == 1 ? " restart" : " restarts",
-                      " after ", name);
+                      " after ", EndClassName(end_class));
 }
 
 void CountStart(const ClassCounts& limits, v1::EndClass end_class, ClassCounts* counts) {

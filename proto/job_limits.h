@@ -30,6 +30,8 @@ inline constexpr absl::Duration kLeastHangTimeout = absl::Seconds(10);
 // Where a program keeps its checkpoints if neither it nor MUSTER_PROJECT_DIR says otherwise: below
 // the folder in which it runs.
 inline constexpr char kDefaultProjectFolder[] = "muster-run";
+// In it: where save_state() puts those that it names itself, and load_state() finds them.
+inline constexpr char kCheckpointsFolder[] = "checkpoints";
 
 // 1 to kMaxJobName letters, digits, '-' and '_'.
 inline bool IsJobName(absl::string_view name) {

@@ -4,6 +4,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/strip.h"
+#include "proto/end_class.h"
 #include "proto/failure_policy.h"
 #include "proto/name_value.h"
 #include "rpc/log_level.h"
@@ -59,7 +60,7 @@ Attempt FromProto(const v1::JobAttempt& attempt) {
   if (attempt.has_end()) {
     const v1::AttemptEnd& end = attempt.end();
     result.has_end = true;
-    result.end_class = EnumWord(v1::EndClass_Name(end.end_class()), "END_CLASS_");
+    result.end_class = EndClassName(end.end_class());
     result.why = end.why();
     result.node = end.node();
     result.rank = end.rank();

@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <map>
 #include <memory>
@@ -573,6 +574,23 @@ TEST_F(JobsTest, KilledCoordinator_KnowsItsJobsAgain) {
   Run({"cancel", job});
   WaitForState(queued, "SUCCEEDED");
   EXPECT_EQ(Run({"logs", queued}), "second");
+}
+
+TEST_F(JobsTest, AgentThatIsThereBeforeItsCoordinator_SaysSoOnceAndFindsIt) {
+  coordinator_->Signal(SIGTERM);
+  coordinator_->Wait();
+  const auto a = StartAgent("a");
+  const auto told = [&](const std::string& words) {
+    const std::vector<std::string> lines = a->err();
+    return std::count_if(lines.begin(), lines.end(),
+                         [&](const std::string& line) { return absl::StrContains(line, words); });
+  };
+  WaitUntil([&] { return told(" does not answer: ") > 0; });
+  coordinator_ = StartCoordinator();
+  WaitUntil([&] { return NodeState("a") == "READY"; });
+  WaitForState(Submit({}, "true"), "SUCCEEDED");
+  EXPECT_EQ(told(" does not answer: "), 1);
+  EXPECT_EQ(told(" answers again"), 1);
 }
 
 TEST_F(JobsTest, Watches_GoOnOverARestartOfTheCoordinator_AndPrintNothingTwice) {
