@@ -129,8 +129,7 @@ void Core::Impl::PlanCheckpoint(v1::SubmitJobReply* reply) {
     return;
   }
   if (folder[0] != '/') folder = absl::StrCat(absl::StripSuffix(below, "/"), "/", folder);
-  // Not of the root: an empty folder is a private one.
-  plan->set_folder(std::string(folder.size() > 1 ? absl::StripSuffix(folder, "/") : folder));
+  plan->set_folder(absl::StrCat(absl::StripSuffix(folder, "/"), "/", kCheckpointsFolder));
   for (const Job* const other : JobsById()) {
     const v1::CheckpointRecord* const known = other->checkpoints().NewestPromoted(plan->folder());
     if (known == nullptr || (record != nullptr && record->checkpoint_id() > known->checkpoint_id()))

@@ -116,8 +116,8 @@ class SubmittedTest : public ::testing::Test {
                       int64_t step) {
     v1::Op begin;
     FillFence(group, joined, incarnation, begin.mutable_begin_checkpoint()->mutable_fence());
-    begin.mutable_begin_checkpoint()->set_path(absl::StrCat("/c/", step));
-    begin.mutable_begin_checkpoint()->set_staging(absl::StrCat("/c/", step, ".tmp"));
+    begin.mutable_begin_checkpoint()->set_path(absl::StrCat("/c/checkpoints/checkpoint_", step));
+    begin.mutable_begin_checkpoint()->set_staging(absl::StrCat("/c/checkpoints/", step, ".tmp"));
     begin.mutable_begin_checkpoint()->set_step(step);
     begin.mutable_begin_checkpoint()->set_ranks(1);
     const uint64_t id = Call(begin).begin_checkpoint().checkpoint_id();
@@ -316,11 +316,13 @@ TEST_F(SubmittedTest, DryRun_SaysFromWhichCheckpointTheJobWouldResume) {
   EXPECT_FALSE(plan().has_record());
   EXPECT_EQ(plan().folder(), "");
   dry.mutable_spec()->set_working_directory("/w/");
-  EXPECT_EQ(plan().folder(), "/w/muster-run");
+  EXPECT_EQ(plan().folder(), "/w/muster-run/checkpoints");
   v1::NameValue* const variable = dry.mutable_spec()->add_env();
   variable->set_name("MUSTER_PROJECT_DIR");
+  variable->set_value("/");
+  EXPECT_EQ(plan().folder(), "/checkpoints");
   variable->set_value("/c");
-  EXPECT_EQ(plan().folder(), "/c");
+  EXPECT_EQ(plan().folder(), "/c/checkpoints");
   EXPECT_FALSE(plan().has_record());
 
   // Another job has some there.
@@ -331,7 +333,7 @@ TEST_F(SubmittedTest, DryRun_SaysFromWhichCheckpointTheJobWouldResume) {
   SaveCheckpoint("job-1.1", joined, 11, 200);
   v1::PlannedCheckpoint found = plan();
   EXPECT_EQ(found.decided_by(), "program");
-  EXPECT_EQ(found.record().path(), "/c/200");
+  EXPECT_EQ(found.record().path(), "/c/checkpoints/checkpoint_200");
   EXPECT_EQ(found.record().step(), 200);
   EXPECT_EQ(found.record().job_id(), "job-1.1");
   EXPECT_EQ(found.SerializeAsString(), plan().SerializeAsString());
@@ -371,7 +373,7 @@ TEST_F(SubmittedTest, DryRunOfAJobThatIsThere_HasItsOwnNewestCheckpoint) {
   const v1::SubmitJobReply reply = Call(op).submit_job();
   EXPECT_TRUE(reply.existed());
   EXPECT_EQ(reply.plan().checkpoint().decided_by(), "coordinator");
-  EXPECT_EQ(reply.plan().checkpoint().record().path(), "/c/100");
+  EXPECT_EQ(reply.plan().checkpoint().record().path(), "/c/checkpoints/checkpoint_100");
   EXPECT_EQ(journal_.size(), records);
 }
 

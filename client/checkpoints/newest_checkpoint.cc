@@ -5,21 +5,24 @@
 
 #include "absl/status/statusor.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/registrar.h"
 #include "worker/checkpoint/seal.h"
 
 namespace muster::client {
 
-std::string NewestCheckpoint(const std::string& folder) {
+std::optional<FoundCheckpoint> NewestCheckpoint(const std::string& folder) {
   const CheckpointFolder checkpoints(folder);
   const absl::StatusOr<std::vector<int64_t>> numbers = checkpoints.Published();
-  if (!numbers.ok()) return "";
+  if (!numbers.ok()) return std::nullopt;
   for (auto number = numbers->rbegin(); number != numbers->rend(); ++number) {
     const std::string path = checkpoints.PathOf(*number);
     const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
-    if (!seal.ok() || seal->promoted) return path;
+    if (seal.ok() && !seal->promoted) continue;
+    const absl::StatusOr<Manifest> manifest = ReadManifest(path);
+    if (manifest.ok()) return FoundCheckpoint{path, manifest->info.step};
   }
-  return "";
+  return std::nullopt;
 }
 
 }  // namespace muster::client

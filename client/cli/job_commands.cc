@@ -164,9 +164,19 @@ void PrintValue(const CommandContext& context, const std::string& format,
   context.out << (format == "yaml" ? YamlText(value) : Dump(value));
 }
 
+void PrintCheckpoint(const CommandContext& context, const PlannedCheckpoint& from) {
+  if (from.decided_by.empty()) return;
+  context.out << "  checkpoint: " << (from.path.empty() ? "none" : Printable(from.path, 1000));
+  if (!from.path.empty()) context.out << " of step " << from.step;
+  context.out << "; the " << Printable(from.decided_by) << " decides: " << Printable(from.why, 1000)
+              << "\n";
+}
+
 void PrintPlan(const CommandContext& context, const JobPlan& plan) {
   if (!plan.script.empty()) {
-    context.out << Printable(plan.why, 1000) << "\n\n" << plan.script;
+    context.out << Printable(plan.why, 1000) << "\n";
+    PrintCheckpoint(context, plan.checkpoint);
+    context.out << "\n" << plan.script;
     return;
   }
   context.out << (plan.starts_now ? "starts now" : "waits");
@@ -186,12 +196,7 @@ void PrintPlan(const CommandContext& context, const JobPlan& plan) {
     if (port.first > 0) context.out << " from " << port.first << " to " << port.last;
     context.out << "\n";
   }
-  const PlannedCheckpoint& from = plan.checkpoint;
-  if (from.decided_by.empty()) return;
-  context.out << "  checkpoint: " << (from.path.empty() ? "none" : Printable(from.path, 1000));
-  if (!from.path.empty()) context.out << " of step " << from.step;
-  context.out << "; the " << Printable(from.decided_by) << " decides: " << Printable(from.why, 1000)
-              << "\n";
+  PrintCheckpoint(context, plan.checkpoint);
 }
 
 void PrintState(const CommandContext& context, const Job& job) {
@@ -513,9 +518,9 @@ int RunListCommand(const std::vector<std::string>& args, const CommandContext& c
 
 namespace {
 
-// The options of a command for one job, and a client, or the exit code (>= 0).
+// The options of a command for one job, or the exit code (>= 0).
 int BeginJob(CommandSpec& spec, const std::vector<std::string>& args, const CommandContext& context,
-             CommandLine* line, std::unique_ptr<JobBackend>* client) {
+             CommandLine* line) {
   spec.usage = "JOB [OPTIONS]";
   spec.max_words = 1;
   if (const int code = Begin(spec, args, context, line); code >= 0) return code;
@@ -525,6 +530,12 @@ int BeginJob(CommandSpec& spec, const std::vector<std::string>& args, const Comm
                     absl::StrCat("write ", spec.name, " JOB; muster list shows the jobs")),
                 kExitUsage);
   }
+  return -1;
+}
+// And a client.
+int BeginJob(CommandSpec& spec, const std::vector<std::string>& args, const CommandContext& context,
+             CommandLine* line, std::unique_ptr<JobBackend>* client) {
+  if (const int code = BeginJob(spec, args, context, line); code >= 0) return code;
   int code = 0;
   *client = OpenBackend(spec, *line, context, &code);
   return *client != nullptr ? -1 : code;
@@ -803,8 +814,7 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
                 "the second"},
            {.name = "grep", .value_name = "REGEX", .help = "Only lines that match"}})};
   CommandLine line;
-  std::unique_ptr<JobBackend> client;
-  if (const int code = BeginJob(spec, args, context, &line, &client); code >= 0) return code;
+  if (const int code = BeginJob(spec, args, context, &line); code >= 0) return code;
   const auto refuse = [&](const std::string& what) {
     return Fail(spec, context, absl::InvalidArgumentError(what), kExitUsage);
   };
@@ -812,15 +822,16 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
   const bool all = line.Get("rank") == "all";
   if (line.Has("rank") && !all &&
       (!absl::SimpleAtoi(line.Get("rank"), &options.rank) || options.rank < 0)) {
-    return refuse("--rank: write a number from 0, or all");
+    return refuse(absl::StrCat("--rank ", line.Get("rank"), ": write a number from 0, or all"));
   }
   if (line.Has("attempt") &&
       (!absl::SimpleAtoi(line.Get("attempt"), &options.attempt) || options.attempt < 1)) {
-    return refuse("--attempt: write a number from 1");
+    return refuse(absl::StrCat("--attempt ", line.Get("attempt"), ": write a number from 1"));
   }
   if (line.Has("tail")) {
-    if (!absl::SimpleAtoi(line.Get("tail"), &options.tail_lines) || options.tail_lines < 1)
-      return refuse("--tail: write a number of lines");
+    if (!absl::SimpleAtoi(line.Get("tail"), &options.tail_lines) || options.tail_lines < 1) {
+      return refuse(absl::StrCat("--tail ", line.Get("tail"), ": write a number of lines"));
+    }
     options.offset = -1;
   }
   std::optional<absl::Time> since;
@@ -838,6 +849,9 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
       return refuse("--grep " + line.Get("grep") + ": it is no regular expression");
     }
   }
+  int code = 0;
+  const std::unique_ptr<JobBackend> client = OpenBackend(spec, line, context, &code);
+  if (client == nullptr) return code;
   const std::string& name = line.words[0];
   const bool follow = line.Get("follow") == "true";
   int ranks = 1;

@@ -51,12 +51,13 @@ TEST_F(JobCommandsTest, Submit_Program_PrintsTheJob) {
 
 TEST_F(JobCommandsTest, Submit_DryRun_PrintsSettingsAndPlan) {
   EXPECT_EQ(RunSubmitCommand({"--dry_run", "--processes", "2", "--", "train"}, context_), kExitOk);
-  EXPECT_EQ(out_.str(),
-            "command: train  (the command line)\nprocesses: 2  (--processes)\n"
-            "starts now: fits now\n  a: 2 processes\n"
-            "  a: master_port, a free port from 32768 to 60999\n"
-            "  checkpoint: /w/muster-run/checkpoint_3 of step 300; the program decides: the newest "
-            "there\n");
+  EXPECT_EQ(
+      out_.str(),
+      "command: train  (the command line)\nprocesses: 2  (--processes)\n"
+      "starts now: fits now\n  a: 2 processes\n"
+      "  a: master_port, a free port from 32768 to 60999\n"
+      "  checkpoint: /w/muster-run/checkpoints/checkpoint_3 of step 300; the program decides: "
+      "the newest there\n");
   EXPECT_TRUE(fake_.submitted()[0].dry_run());
 }
 
@@ -71,7 +72,7 @@ TEST_F(JobCommandsTest, Submit_DryRunAsJson_IsTheWholePlanAndTheSameEachTime) {
   EXPECT_EQ(plan["ports"][0]["name"], "master_port");
   EXPECT_EQ(plan["ports"][0]["from"], 32768);
   EXPECT_EQ(plan["checkpoint"]["decided_by"], "program");
-  EXPECT_EQ(plan["checkpoint"]["resume_from"], "/w/muster-run/checkpoint_3");
+  EXPECT_EQ(plan["checkpoint"]["resume_from"], "/w/muster-run/checkpoints/checkpoint_3");
   EXPECT_EQ(plan["checkpoint"]["step"], 300);
   EXPECT_EQ(plan["checkpoint"]["saved_by"], "old-1.2");
   out_.str("");
@@ -145,6 +146,23 @@ TEST_F(JobCommandsTest, List_StateAndName_PrintsOnlyThose) {
   EXPECT_EQ(out_.str(), "gpt-2\n");
   EXPECT_EQ(RunListCommand({"--state", "runing"}, context_), kExitUsage);
   EXPECT_THAT(err_.str(), HasSubstr("did you mean RUNNING?"));
+}
+
+TEST_F(JobCommandsTest, Logs_WrongFlags_AreNamedBeforeAnyCall) {
+  for (const auto& [flag, value] :
+       std::vector<std::pair<std::string, std::string>>{{"rank", "-1"},
+                                                        {"rank", "x"},
+                                                        {"attempt", "0"},
+                                                        {"tail", "1.5"},
+                                                        {"since", "lately"},
+                                                        {"grep", "("}}) {
+    err_.str("");
+    EXPECT_EQ(RunLogsCommand({"mnist-1", absl::StrCat("--", flag, "=", value), "--coordinator",
+                              "unix:/nonexistent", "--timeout", "100ms"},
+                             context_),
+              kExitUsage);
+    EXPECT_THAT(err_.str(), HasSubstr(absl::StrCat("--", flag, " ", value)));
+  }
 }
 
 TEST_F(JobCommandsTest, NoCoordinator_EveryCommandSaysWhereHowOftenWhyAndWhatToDo) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -168,16 +169,17 @@ std::vector<LaunchPort> PortsOf(const LaunchConfig& config) {
 // From where a program continues that calls load_state_if_present().
 struct LaunchCheckpoint {
   std::string folder;
-  std::string path;  // empty: none
+  std::optional<FoundCheckpoint> found;
 };
 LaunchCheckpoint CheckpointOf(const LaunchPlan& plan) {
   LaunchCheckpoint checkpoint;
-  checkpoint.folder = Variable(plan.variables, "MUSTER_PROJECT_DIR");
+  std::string project = Variable(plan.variables, "MUSTER_PROJECT_DIR");
   if (const auto own = plan.config.env.find("MUSTER_PROJECT_DIR"); own != plan.config.env.end()) {
-    checkpoint.folder = own->second;
+    project = own->second;
   }
-  if (checkpoint.folder.empty()) checkpoint.folder = kDefaultProjectFolder;
-  checkpoint.path = NewestCheckpoint(checkpoint.folder);
+  if (project.empty()) project = kDefaultProjectFolder;
+  checkpoint.folder = JoinPath(project, kCheckpointsFolder);
+  checkpoint.found = NewestCheckpoint(checkpoint.folder);
   return checkpoint;
 }
 constexpr char kWhoResumes[] =
@@ -206,8 +208,8 @@ void PrintDryRun(const LaunchPlan& plan, const std::string& program, const std::
       context.out << "port     " << port.name << (port.address.empty() ? "" : " " + port.address)
                   << ": " << port.why << "\n";
     }
-    context.out << "resumes  " << (checkpoint.path.empty() ? "none" : checkpoint.path) << " in "
-                << checkpoint.folder << ": " << kWhoResumes << "\n";
+    context.out << "resumes  " << (checkpoint.found.has_value() ? checkpoint.found->path : "none")
+                << " in " << checkpoint.folder << ": " << kWhoResumes << "\n";
     return;
   }
   using nlohmann::ordered_json;
@@ -222,22 +224,27 @@ void PrintDryRun(const LaunchPlan& plan, const std::string& program, const std::
          {"address", port.address.empty() ? ordered_json() : ordered_json(port.address)},
          {"why", port.why}});
   }
-  const ordered_json document = {
-      {"program", program},
-      {"command", plan.argv},
-      {"settings", std::move(settings)},
-      {"env", config.env},
-      {"placements",
-       {{{"machine_rank", config.machine_rank},
-         {"processes", config.processes_here},
-         {"first_rank", numbered ? ordered_json(first) : ordered_json()},
-         {"num_processes", config.num_processes}}}},
-      {"ports", std::move(ports)},
-      {"checkpoint",
-       {{"decided_by", "program"},
-        {"resume_from", checkpoint.path.empty() ? "none" : checkpoint.path},
-        {"folder", checkpoint.folder},
-        {"why", kWhoResumes}}}};
+  ordered_json resume_from = "none", step;
+  if (checkpoint.found.has_value()) {
+    resume_from = checkpoint.found->path;
+    step = checkpoint.found->step;
+  }
+  const ordered_json document = {{"program", program},
+                                 {"command", plan.argv},
+                                 {"settings", std::move(settings)},
+                                 {"env", config.env},
+                                 {"placements",
+                                  {{{"machine_rank", config.machine_rank},
+                                    {"processes", config.processes_here},
+                                    {"first_rank", numbered ? ordered_json(first) : ordered_json()},
+                                    {"num_processes", config.num_processes}}}},
+                                 {"ports", std::move(ports)},
+                                 {"checkpoint",
+                                  {{"decided_by", "program"},
+                                   {"resume_from", std::move(resume_from)},
+                                   {"step", std::move(step)},
+                                   {"folder", checkpoint.folder},
+                                   {"why", kWhoResumes}}}};
   context.out << (format == "yaml" ? YamlText(document) : Dump(document));
 }
 

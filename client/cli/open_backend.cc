@@ -1,6 +1,7 @@
 #include "client/cli/open_backend.h"
 
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -8,8 +9,10 @@
 #include "absl/strings/str_cat.h"
 #include "base/exit_code.h"
 #include "base/file.h"
+#include "client/checkpoints/newest_checkpoint.h"
 #include "client/cli/connection.h"
 #include "client/jobs/client_on_channel.h"
+#include "client/jobs/job_types.h"
 #include "client/jobs/slurm_backend.h"
 
 namespace muster::client {
@@ -33,8 +36,16 @@ std::unique_ptr<JobBackend> OnSlurm(const CommandLine& line, const CommandContex
   if (const auto given = line.options.find("sbatch"); given != line.options.end()) {
     options.sbatch_options = given->second;
   }
-  // This very command, which may not be in the PATH of the nodes.
+  options.project = Variable(context.variables, "MUSTER_PROJECT_DIR");
+  options.find_checkpoint = [](const std::string& in, PlannedCheckpoint* checkpoint) {
+    const std::optional<FoundCheckpoint> found = NewestCheckpoint(in);
+    if (!found.has_value()) return;
+    checkpoint->path = found->path;
+    checkpoint->step = found->step;
+  };
   std::error_code unknown;
+  options.here = std::filesystem::current_path(unknown).string();
+  // This very command, which may not be in the PATH of the nodes.
   const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", unknown);
   const std::string chosen = Variable(context.variables, "MUSTER");
   options.muster = !chosen.empty() ? chosen : unknown ? "muster" : self.string();

@@ -152,7 +152,7 @@ class FakeJobService {
         port->set_last(60999);
         v1::PlannedCheckpoint* const from = reply->mutable_plan()->mutable_checkpoint();
         from->set_decided_by("program");
-        from->mutable_record()->set_path("/w/muster-run/checkpoint_3");
+        from->mutable_record()->set_path("/w/muster-run/checkpoints/checkpoint_3");
         from->mutable_record()->set_step(300);
         from->mutable_record()->set_job_id("old-1.2");
         from->set_why("the newest there");

@@ -22,6 +22,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
+#include "base/exit_code.h"
 #include "base/file.h"
 #include "base/mutex.h"
 #include "base/owned_fd.h"
@@ -32,6 +33,7 @@
 #include "client/jobs/follow_log.h"
 #include "client/jobs/job_file.h"
 #include "client/jobs/slurm_script.h"
+#include "proto/end_class.h"
 #include "proto/job_limits.h"
 #include "rpc/status.h"
 
@@ -123,18 +125,18 @@ JobState StateOf(const Queued& queued) {
   return JobState::kFailed;
 }
 
-std::string EndClassOf(const Start& start) {
+v1::EndClass EndClassOf(const Start& start) {
   switch (*start.code) {
-    case 0:
-      return "SUCCEEDED";
-    case 1:
-      return "PROCESS_FAILED";
-    case 2:
-    case 126:
-    case 127:
-      return "USER_ERROR";
+    case kExitOk:
+      return v1::END_CLASS_SUCCEEDED;
+    case kExitJobFailed:
+      return v1::END_CLASS_PROCESS_FAILED;
+    case kExitUsage:
+    case kExitNotExecutable:
+    case kExitProgramMissing:
+      return v1::END_CLASS_USER_ERROR;
     default:
-      return "NODE_FAILED";
+      return v1::END_CLASS_NODE_FAILED;
   }
 }
 
@@ -538,7 +540,25 @@ class Slurm final : public JobBackend {
     planned.plan.why = LastLine(output.err);
     planned.plan.processes = layout.processes_per_node * layout.max_nodes;
     planned.plan.script = script;
+    planned.plan.checkpoint = CheckpointOf(spec);
     return planned;
+  }
+
+  // The folder is one that this machine sees, too. The coordinator of a job ends with each start.
+  PlannedCheckpoint CheckpointOf(const JobSpec& spec) const {
+    PlannedCheckpoint checkpoint = {.decided_by = "program"};
+    std::string project = options_.project;
+    if (const auto own = spec.env.find("MUSTER_PROJECT_DIR"); own != spec.env.end()) {
+      project = own->second;
+    }
+    if (project.empty()) project = kDefaultProjectFolder;
+    project = JoinPath(spec.workdir.empty() ? options_.here : spec.workdir, project);
+    checkpoint.folder = JoinPath(project, kCheckpointsFolder);
+    checkpoint.why =
+        "rank 0 takes the newest one in the folder whose files are whole; its program may name "
+        "another folder";
+    if (options_.find_checkpoint) options_.find_checkpoint(checkpoint.folder, &checkpoint);
+    return checkpoint;
   }
 
   absl::StatusOr<Submission> Submit(const JobSpec& spec, const SlurmLayout& layout,
@@ -750,7 +770,9 @@ class Slurm final : public JobBackend {
       }
       // Its script could not say how it ended.
       attempt.has_end = true;
-      attempt.end_class = last && job.state == JobState::kCancelled ? "CANCELLED" : "NODE_LOST";
+      const bool cancelled = last && job.state == JobState::kCancelled;
+      attempt.end_class =
+          EndClassName(cancelled ? v1::END_CLASS_CANCELLED : v1::END_CLASS_NODE_LOST);
       attempt.why = last ? job.why : "SLURM has ended it, or its node was lost";
     }
     return job;
@@ -763,7 +785,8 @@ class Slurm final : public JobBackend {
     attempt.ended = start.ended;
     attempt.has_end = start.code.has_value();
     if (attempt.has_end) {
-      attempt.end_class = WasStopped(start) ? "PREEMPTED" : EndClassOf(start);
+      attempt.end_class =
+          EndClassName(WasStopped(start) ? v1::END_CLASS_PREEMPTED : EndClassOf(start));
       attempt.exit_code = *start.code;
       attempt.why = start.why == "over" && *start.code == 0 ? "all processes have succeeded"
                     : start.why == "over" ? absl::StrCat("exit code ", *start.code)

@@ -1,12 +1,14 @@
 #ifndef MUSTER_CLIENT_JOBS_SLURM_BACKEND_H_
 #define MUSTER_CLIENT_JOBS_SLURM_BACKEND_H_
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/time/time.h"
 #include "client/jobs/job_backend.h"
+#include "client/jobs/job_types.h"
 #include "client/jobs/program_runner.h"
 
 namespace muster::client {
@@ -17,6 +19,14 @@ struct SlurmOptions {
   std::string muster = "muster";  // the command on the nodes
   std::string user = {};          // the owner of all jobs
   std::vector<std::string> sbatch_options = {};
+  // What the processes get of this environment: the folder in which they run, unless the job names
+  // another one, and the variable MUSTER_PROJECT_DIR.
+  std::string here = {};
+  std::string project = {};
+  // Fills in the path and step of the checkpoint that a program takes from a folder, if there is
+  // one. Of a dry run; null: nobody looks.
+  std::function<void(const std::string& folder, PlannedCheckpoint* checkpoint)> find_checkpoint =
+      nullptr;
   ProgramRunner run;
   absl::Duration poll = absl::Seconds(2);  // how often watch and follow_log look again
   // And how long a controller that does not answer is waited for then.

@@ -28,10 +28,19 @@ using ::testing::IsEmpty;
 // SLURM, as its commands say what the test has written.
 class SlurmBackendTest : public ::testing::Test {
  protected:
-  SlurmBackendTest() {
+  SlurmBackendTest() { Start(/*project=*/""); }
+  void Start(const std::string& project) {
     backend_ = SlurmBackend({.folder = Folder(),
                              .muster = "/opt/muster",
                              .user = "ann",
+                             .here = "/home/ann",
+                             .project = project,
+                             .find_checkpoint =
+                                 [this](const std::string& folder, PlannedCheckpoint* checkpoint) {
+                                   if (folder != has_checkpoint_) return;
+                                   checkpoint->path = folder + "/checkpoint_3";
+                                   checkpoint->step = 300;
+                                 },
                              .run = [this](const auto& argv) { return Run(argv); },
                              .poll = absl::Milliseconds(1)});
     answers_["sinfo"] = {0, "n0|2|1000|(null)\nn1|2|1000|(null)\n", ""};
@@ -92,6 +101,7 @@ class SlurmBackendTest : public ::testing::Test {
   std::string comments_, script_;
   std::vector<std::string> commands_;
   bool missing_ = false;
+  std::string has_checkpoint_;  // a folder
   std::unique_ptr<JobBackend> backend_;
 };
 
@@ -162,6 +172,28 @@ TEST_F(SlurmBackendTest, DryRun_ShowsSlurmsAnswerAndTheScript) {
   EXPECT_THAT(plan->plan.why, HasSubstr("to start at noon"));
   EXPECT_EQ(plan->plan.script, script_);
   EXPECT_THAT(*ListDirectory(Folder()), IsEmpty());
+}
+
+TEST_F(SlurmBackendTest, DryRun_SaysFromWhichCheckpointTheJobWouldResume) {
+  JobSpec spec = Spec();
+  const auto plan = [&] {
+    const auto planned = backend_->submit(spec, {.dry_run = true});
+    EXPECT_TRUE(planned.ok()) << planned.status();
+    return planned.ok() ? planned->plan.checkpoint : PlannedCheckpoint();
+  };
+  // Where sbatch is called, unless it is told otherwise.
+  EXPECT_EQ(plan().folder, "/home/ann/muster-run/checkpoints");
+  EXPECT_EQ(plan().decided_by, "program");
+  EXPECT_EQ(plan().path, "");
+  has_checkpoint_ = "/data/muster-run/checkpoints";
+  spec.workdir = "/data";
+  EXPECT_EQ(plan().path, "/data/muster-run/checkpoints/checkpoint_3");
+  EXPECT_EQ(plan().step, 300);
+  // The variables of the submission come along, and the job's own win.
+  Start("run");
+  EXPECT_EQ(plan().folder, "/data/run/checkpoints");
+  spec.env["MUSTER_PROJECT_DIR"] = "/data/muster-run";
+  EXPECT_EQ(plan().step, 300);
 }
 
 TEST_F(SlurmBackendTest, State_IsThatOfTheQueue_ThenOfTheScript_ThenOfTheAccounts) {

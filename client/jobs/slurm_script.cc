@@ -10,6 +10,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "absl/time/time.h"
@@ -98,6 +99,17 @@ std::vector<std::string> LaunchFlags(const JobSpec& spec, const SlurmLayout& lay
   }
   if (spec.cpu || spec.gpus_per_process == 0) flags.emplace_back("--cpu");
   if (spec.debug) flags.emplace_back("--debug");
+  if (!spec.class_limits.empty()) {
+    // With the total, which the flag before does not complete.
+    std::string policy = absl::StrCat("max_restarts=", spec.max_restarts);
+    for (const auto& [name, limit] : spec.class_limits) {
+      absl::StrAppend(&policy, ",", name, "=", limit);
+    }
+    flags.insert(flags.end(), {"--failure_policy", policy});
+  }
+  if (!spec.user_error_codes.empty()) {
+    flags.insert(flags.end(), {"--user_error_codes", absl::StrJoin(spec.user_error_codes, ",")});
+  }
   if (spec.hang_timeout > absl::ZeroDuration()) {
     flags.push_back(absl::StrCat("--hang_timeout=", absl::FormatDuration(spec.hang_timeout)));
   }
@@ -128,8 +140,10 @@ absl::Status CheckSlurmJob(const JobSpec& spec) {
       {spec.wait_for_nodes, "wait_for_nodes: SLURM refuses a job that is larger than its nodes"},
       {spec.restart_delay > absl::ZeroDuration(),
        "restart_delay: programs restart at once within the allocation"},
-      {!spec.user_error_codes.empty(), "user_error_codes: use max_restarts: 0"},
-      {!spec.class_limits.empty(), "failure_policy: max_restarts counts all classes together"},
+      {spec.class_limits.contains("node_lost") || spec.class_limits.contains("preempted"),
+       "failure_policy: SLURM puts a job back into its queue after a lost node and a preemption, "
+       "as "
+       "its own settings say: limit failed, oom and hang, and leave node_lost and preempted out"},
       {!spec.files.empty(), "files: put them into a folder that the nodes share, and use workdir"},
       {spec.retention > absl::ZeroDuration(),
        "retention: its records are kept until muster remove, and those of SLURM as slurm.conf "

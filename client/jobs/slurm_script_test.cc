@@ -126,6 +126,16 @@ TEST(SlurmScriptTest, Settings_AreOptionsOfSbatchAndFlagsOfLaunch) {
   EXPECT_THAT(Script(Spec(4)), HasSubstr("--cpu)"));
 }
 
+TEST(SlurmScriptTest, FailurePolicy_IsThatOfTheLaunch) {
+  JobSpec spec = Spec(4);
+  spec.max_restarts = 3;
+  spec.class_limits = {{"failed", 0}, {"oom", 1}, {"hang", 2}};
+  spec.user_error_codes = {3, 4};
+  ASSERT_TRUE(CheckSlurmJob(spec).ok());
+  EXPECT_THAT(Script(spec), HasSubstr("--failure_policy max_restarts=3,failed=0,hang=2,oom=1 "
+                                      "--user_error_codes 3,4)"));
+}
+
 std::string Shell(const std::string& command) {
   FILE* const pipe = popen((command + " 2>&1").c_str(), "r");
   std::string output;
@@ -179,6 +189,11 @@ TEST(SlurmJobTest, SettingsThatSlurmDecides_AreRefusedByName) {
   EXPECT_THAT(refusal([](JobSpec* spec) { spec->grow_after = absl::Seconds(1); }),
               HasSubstr("grow_after"));
   EXPECT_THAT(refusal([](JobSpec* spec) { spec->spare_nodes = 1; }), HasSubstr("spare_nodes"));
+  for (const char* const of_slurm : {"node_lost", "preempted"}) {
+    EXPECT_THAT(
+        refusal([&](JobSpec* spec) { spec->class_limits[of_slurm] = 1; }),
+        HasSubstr("failure_policy: SLURM puts a job back into its queue after a lost node"));
+  }
   EXPECT_THAT(refusal([](JobSpec* spec) { spec->time_limit = absl::Seconds(100); }),
               HasSubstr("time_limit: 1m40s is short"));
 }

@@ -255,6 +255,11 @@ TEST_F(JobsTest, ElasticTraining_LosesANodeAndGetsItBack_TrainsEverySampleOnce) 
   const std::string last = absl::StrCat(registered.back()["id"].get<int64_t>());
   EXPECT_THAT(checkpoints({"pin", job, last}, 0), HasSubstr("is pinned"));
   checkpoints({"pin", job, "checkpoint_999"}, 3);
+  // And what another one with this project folder would begin from.
+  const Json plan = Json::parse(
+      Run({"submit", "--dry_run", "-o", "json", "--env",
+           absl::StrCat("MUSTER_PROJECT_DIR=", folder, "/checkpoints"), "--", "x"}))["plan"];
+  EXPECT_EQ(plan["checkpoint"]["resume_from"], registered.back()["path"]) << plan;
 }
 
 TEST_F(JobsTest, TrainingThatLosesTheNodeOfRankZero_ContinuesFromItsPeersMemory) {

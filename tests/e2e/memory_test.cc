@@ -111,6 +111,13 @@ TEST(Memory, OtherJobAfterOneThatEnded_FindsTheDiskAlone) {
   const std::string project = MakeTestDir("later");
   const CommandResult first = Launch(project, "none 13 0 5");
   ASSERT_EQ(first.exit_code, 0) << first.output;
+  // Which a launch can be asked for before it.
+  const CommandResult plan =
+      RunCommand(absl::StrCat("MUSTER_PROJECT_DIR=", project,
+                              " client/cli/muster launch --cpu --dry_run -- /bin/true 2>&1"));
+  EXPECT_THAT(plan.output,
+              HasSubstr(absl::StrCat("resumes  ", project, "/checkpoints/checkpoint_1 in ", project,
+                                     "/checkpoints: ")));
   const CommandResult second = Launch(project, "none 20 0 5");
   ASSERT_EQ(second.exit_code, 0) << second.output;
   EXPECT_THAT(After(second, "begins at "), ElementsAre("10")) << second.output;

@@ -276,7 +276,8 @@ TEST_F(SlurmTest, SubmittedJob_IsSuspendedAndResumed_AndContinuesFromItsCheckpoi
       absl::StrCat("--processes 2 --processes_per_node 1 --name train --env WORD=\"it's here\" -- ",
                    Program("tests/e2e/slurm_worker"), " ", folder);
   EXPECT_THAT(Muster("submit --dry_run " + options),
-              AllOf(HasSubstr("to start at"), HasSubstr("#SBATCH --nodes=2\n")));
+              AllOf(HasSubstr("to start at"), HasSubstr("#SBATCH --nodes=2\n"),
+                    HasSubstr("checkpoint: none; the program decides")));
   const std::string job = Muster("submit --idempotency_key once " + options);
   EXPECT_EQ(Muster("submit --idempotency_key once " + options), job);
   EXPECT_EQ(Shell("cat " + folder + "/holds"), "now");

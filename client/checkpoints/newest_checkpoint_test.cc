@@ -1,0 +1,42 @@
+#include "client/checkpoints/newest_checkpoint.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "base/test_folder.h"
+#include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/registrar.h"
+#include "worker/checkpoint/seal.h"
+
+namespace muster::client {
+namespace {
+
+TEST(NewestCheckpointTest, NewestThatIsReadable_AndNotHeldBack_IsTaken) {
+  const TestFolder folder;
+  EXPECT_FALSE(NewestCheckpoint(folder.path()).has_value());
+  EXPECT_FALSE(NewestCheckpoint(folder.Path("missing")).has_value());
+  const auto save = [&](int number, const std::string& manifest) {
+    const std::string path = folder.Path(absl::StrCat("checkpoint_", number));
+    ASSERT_TRUE(MakeDirectories(path).ok());
+    ASSERT_TRUE(WriteFileAtomically(path + "/manifest.json", manifest).ok());
+  };
+  for (const int number : {2, 10, 11}) {
+    Manifest manifest;
+    manifest.info.step = 100 * number;
+    save(number, *EncodeManifest(manifest));
+  }
+  save(12, "{}");
+  ASSERT_TRUE(MakeDirectories(folder.Path("checkpoint_13")).ok());
+  ASSERT_EQ(NewestCheckpoint(folder.path())->path, folder.Path("checkpoint_11"));
+  RegisteredCheckpoint held_back;
+  held_back.sha256 = std::string(64, '0');
+  ASSERT_TRUE(WriteSeal(folder.Path("checkpoint_11"), held_back).ok());
+  EXPECT_EQ(NewestCheckpoint(folder.path())->path, folder.Path("checkpoint_10"));
+  EXPECT_EQ(NewestCheckpoint(folder.path())->step, 1000);
+}
+
+}  // namespace
+}  // namespace muster::client
