@@ -1,9 +1,11 @@
 #include "client/cli/command.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/cord.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
@@ -13,6 +15,18 @@
 #include "rpc/status.h"
 
 namespace muster::client {
+
+namespace {
+
+// By the system's words, which every error of a file has at its end.
+bool IsDiskFull(const absl::Status& status) {
+  const auto says = [&](int error) {
+    return absl::StrContains(status.message(), absl::ErrnoToStatus(error, "").message());
+  };
+  return absl::IsResourceExhausted(status) && (says(ENOSPC) || says(EDQUOT));
+}
+
+}  // namespace
 
 std::string Variable(const std::map<std::string, std::string>& variables, const std::string& name) {
   const auto it = variables.find(name);
@@ -36,7 +50,8 @@ int Begin(const CommandSpec& spec, const std::vector<std::string>& args,
 int Fail(const CommandSpec& spec, const CommandContext& context, const absl::Status& status,
          int code) {
   context.err << spec.name << ": " << absl::StrReplaceAll(status.message(), {{"\n", " "}}) << "\n";
-  return code;
+  // No bug, and nothing that another start cures.
+  return code == kExitInternal && IsDiskFull(status) ? kExitLimit : code;
 }
 
 int FailCall(const CommandSpec& spec, const CommandContext& context, const absl::Status& status) {

@@ -39,7 +39,8 @@ std::string Variable(const std::map<std::string, std::string>& variables, const 
 int Begin(const CommandSpec& spec, const std::vector<std::string>& args,
           const CommandContext& context, CommandLine* line);
 
-// Prints one line: the command and the error. Returns `code`.
+// Prints one line: the command and the error. Returns `code`; in place of kExitInternal kExitLimit
+// if the disk is full.
 int Fail(const CommandSpec& spec, const CommandContext& context, const absl::Status& status,
          int code);
 

@@ -56,6 +56,17 @@ TEST_F(CommandTest, Fail_MessageOfTwoLines_IsOne) {
   EXPECT_EQ(err_.str(), "muster greet: no job\n");
 }
 
+TEST_F(CommandTest, FullDisk_IsNoBug) {
+  const auto code = [&](int error) {
+    return FailCall(spec_, context_, absl::ErrnoToStatus(error, "cannot write config.yaml"));
+  };
+  EXPECT_EQ(code(ENOSPC), kExitLimit);
+  EXPECT_EQ(code(EDQUOT), kExitLimit);
+  EXPECT_EQ(code(EMFILE), kExitInternal);
+  EXPECT_EQ(code(EIO), kExitInternal);
+  EXPECT_EQ(Fail(spec_, context_, absl::ErrnoToStatus(ENOSPC, "x"), kExitUsage), kExitUsage);
+}
+
 TEST_F(CommandTest, FailCall_CodeFitsTheReason) {
   const auto code = [&](absl::StatusCode status, v1::ErrorReason reason) {
     return FailCall(spec_, context_, rpc::ErrorWithReason(status, "no", reason));

@@ -32,6 +32,7 @@
 #include "client/config/accelerate_launch.h"
 #include "client/config/config_dialog.h"
 #include "client/config/launch_config.h"
+#include "client/config/muster_programs.h"
 #include "client/config/torchrun_flags.h"
 #include "rpc/certificates.h"
 #include "rpc/token.h"
@@ -65,10 +66,11 @@ CommandSpec ConfigSpec() {
       "default   writes a file with every setting and its meaning; the options given here go into "
       "it\n"
       "show      prints every setting that a launch with these options would use, with its source\n"
-      "validate  reads a file and says whether a launch would accept it\n"
+      "validate  reads a file and says whether a launch would accept it, and what of it programs "
+      "written with Muster do not\n"
       "Exit codes: 0 done; 2 wrong options or answers, or a file that would be refused; 4 the file "
       "exists already\n"
-      "(--force); 8 the folder is not yours; 130 Ctrl-C.";
+      "(--force); 6 the disk is full; 8 the folder is not yours; 130 Ctrl-C.";
   spec.takes_program = false;
   spec.max_words = 2;
   spec.verbs = {"default", "show", "validate"};
@@ -431,6 +433,13 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
     }
     if (!config.ok()) return Fail(spec, context, config.status(), kExitUsage);
     context.out << path.path << ": ok\n";
+    const MusterProgramNotes notes = NotesForMusterPrograms(*config);
+    for (const std::string& why : notes.refused) {
+      context.out << "for Python programs; those written with Muster refuse it: " << why << "\n";
+    }
+    for (const std::string& what : notes.no_effect) {
+      context.out << "without effect on programs written with Muster: " << what << "\n";
+    }
     return kExitOk;
   }
   if (!config.ok()) return Fail(spec, context, config.status(), kExitUsage);

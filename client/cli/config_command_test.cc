@@ -98,6 +98,22 @@ TEST_F(ConfigCommandTest, FileThatExists_IsOnlyReplacedIfSaid) {
   EXPECT_EQ(Written(path).settings.at("num_processes").text, "1");
 }
 
+TEST_F(ConfigCommandTest, Validate_SaysWhatProgramsWrittenWithMusterDoNotTake) {
+  const std::string path = folder_.Path("c.yaml");
+  const auto validate = [&](const std::string& text) {
+    EXPECT_TRUE(WriteFileAtomically(path, text).ok());
+    EXPECT_EQ(Run({"validate", path}, ""), kExitOk) << err_.str();
+    return out_.str();
+  };
+  EXPECT_EQ(validate("num_processes: 1\ncpu: true\n"), path + ": ok\n");
+  EXPECT_THAT(
+      validate("distributed_type: MEGATRON_LM\nnum_processes: 1\n"
+               "megatron_lm_config: {megatron_lm_tp_degree: 2}\n"
+               "dynamo_config: {dynamo_backend: INDUCTOR}\n"),
+      AllOf(HasSubstr(path + ": ok\nfor Python programs; those written with Muster refuse it: "),
+            HasSubstr("\nwithout effect on programs written with Muster: dynamo_config: ")));
+}
+
 TEST_F(ConfigCommandTest, Options_AreSuggested) {
   ASSERT_EQ(Run({"--num_processes", "3", "--lease", "20s"}, "\n\n\n\n\n\n\n\n\n\n\n\n\n"), kExitOk)
       << err_.str();

@@ -7,6 +7,7 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
@@ -52,7 +53,10 @@ absl::Status SuggestJob(const Connection& connection, const std::string& job, ab
   rpc::SetTimeout(call, connection.timeout);
   if (v1::Admin::NewStub(connection.channel)->Status(&call, {}, &launches).ok()) {
     RemoveAgentGroups(&launches);
-    for (const v1::JobStatus& known : launches.jobs()) names.push_back(known.job_id());
+    for (const v1::JobStatus& known : launches.jobs()) {
+      // What is left of an attempt whose program has none of its own.
+      if (!absl::EndsWith(known.job_id(), kAgentsSuffix)) names.push_back(known.job_id());
+    }
   }
   return SuggestName(status, job, names);
 }

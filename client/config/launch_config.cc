@@ -5,17 +5,20 @@
 #include <set>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "base/bool_word.h"
 #include "base/defaults.h"
 #include "base/file.h"
 #include "base/json.h"
 #include "base/status_macros.h"
 #include "base/suggest.h"
+#include "base/text.h"
 #include "base/yaml.h"
 #include "client/config/accelerate_launch.h"
 #include "proto/failure_policy.h"
@@ -49,8 +52,50 @@ bool IsAcceleratesOnly(absl::string_view key) {
 
 absl::Status BadValue(absl::string_view name, const Given& given, absl::string_view must) {
   return absl::InvalidArgumentError(
-      absl::StrCat(name, ": ", given.text.empty() ? "an empty value" : given.text, " (from ",
-                   given.source, ") is not allowed: it must be ", must));
+      absl::StrCat(name, ": ", given.text.empty() ? "an empty value" : Printable(given.text),
+                   " (from ", given.source, ") is not allowed: it must be ", must));
+}
+
+// What a text must be, where not any will do. An empty one says nothing.
+struct TextRule {
+  const char* setting;
+  const char* rule;
+  bool (*fits)(absl::string_view text);
+};
+constexpr TextRule kTextRules[] = {
+    {"gpu_ids", "all, or numbers or names of GPUs such as 0,1",
+     [](absl::string_view text) {
+       if (text == "all") return true;
+       const std::vector<absl::string_view> ids = absl::StrSplit(text, ',');
+       return std::all_of(ids.begin(), ids.end(), [](absl::string_view id) {
+         int number = 0;
+         id = absl::StripAsciiWhitespace(id);
+         return absl::StartsWith(id, "GPU-") || absl::StartsWith(id, "MIG-") ||
+                (absl::SimpleAtoi(id, &number) && number >= 0);
+       });
+     }},
+    {"offload_activations", "none, cpu or disk:FOLDER",
+     [](absl::string_view text) {
+       return text == "none" || text == "cpu" ||
+              (absl::ConsumePrefix(&text, "disk:") && !text.empty());
+     }},
+    {"hub_listen", "an address of this machine, IP:PORT",
+     [](absl::string_view text) {
+       const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(text);
+       return address.ok() && !address->is_unix();
+     }},
+    {"job_name", "at most 200 characters on one line",
+     [](absl::string_view text) {
+       return text.size() <= 200 && std::none_of(text.begin(), text.end(), [](unsigned char c) {
+                return absl::ascii_iscntrl(c);
+              });
+     }},
+};
+const TextRule* RuleOfText(absl::string_view setting) {
+  for (const TextRule& one : kTextRules) {
+    if (setting == one.setting) return &one;
+  }
+  return nullptr;
 }
 
 absl::Status CheckValue(const SettingSpec& spec, const Given& given) {
@@ -135,9 +180,9 @@ absl::Status CheckCallersAreKnown(const LaunchConfig& config, const Resolver& va
     const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(absl::StrCat(
         v6 ? "[" : "", config.coordinator_ip, v6 ? "]:" : ":", config.coordinator_port));
     if (!address.ok()) {
-      return absl::InvalidArgumentError(absl::StrCat("coordinator: ", address.status().message(),
-                                                     " (from ",
-                                                     values.Get("main_process_ip").source, ")"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("main_process_ip: ", address.status().message(), " (from ",
+                       values.Get("main_process_ip").source, ")"));
     }
     local = address->is_loopback();
   }
@@ -445,8 +490,10 @@ std::string ValueRule(const SettingSpec& spec) {
       return "restarts by class of failed, oom, hang and node_lost, such as max_restarts=3,oom=1";
     case Type::kExitCodes:
       return "exit codes from 1 to 255, such as 3,4";
-    case Type::kText:
-      return "";
+    case Type::kText: {
+      const TextRule* const rule = RuleOfText(spec.name);
+      return rule == nullptr ? "" : rule->rule;
+    }
   }
   return "";
 }
@@ -474,8 +521,10 @@ bool FitsRule(const SettingSpec& spec, absl::string_view text) {
     }
     case Type::kExitCodes:
       return ParseExitCodes(text).has_value();
-    case Type::kText:
-      return true;
+    case Type::kText: {
+      const TextRule* const rule = RuleOfText(spec.name);
+      return rule == nullptr || text.empty() || rule->fits(text);
+    }
   }
   return true;
 }
@@ -711,8 +760,8 @@ absl::StatusOr<int> CountGpus(const std::vector<Layer>& layers, const MachineFac
       static_cast<int>(std::vector<absl::string_view>(absl::StrSplit(ids.text, ',')).size());
   if (gpus > machine.gpus) {
     return absl::InvalidArgumentError(absl::StrCat("gpu_ids: ", ids.text, " (from ", ids.source,
-                                                   ") names ", gpus, " GPUs, but this machine has ",
-                                                   machine.gpus));
+                                                   ") names ", gpus, gpus == 1 ? " GPU" : " GPUs",
+                                                   ", but this machine has ", machine.gpus));
   }
   return gpus;
 }

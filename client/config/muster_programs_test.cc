@@ -1,0 +1,60 @@
+#include "client/config/muster_programs.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "client/config/launch_config.h"
+
+namespace muster::client {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+// Of a file of Accelerate's.
+MusterProgramNotes NotesOf(const std::string& type, const std::string& more) {
+  const auto layer = ParseConfig(
+      "distributed_type: " + type + "\nnum_processes: 2\nmixed_precision: bf16\n" + more, "c.yaml");
+  EXPECT_TRUE(layer.ok()) << layer.status();
+  if (!layer.ok()) return {};
+  const auto config = ResolveLaunch({*layer}, {.gpus = 2, .cores = 2});
+  EXPECT_TRUE(config.ok()) << config.status();
+  return config.ok() ? NotesForMusterPrograms(*config) : MusterProgramNotes();
+}
+MusterProgramNotes Notes(const std::string& more) { return NotesOf("MULTI_GPU", more); }
+
+TEST(MusterPrograms, PlainFile_NeedsNoWord) {
+  EXPECT_THAT(Notes("").refused, IsEmpty());
+  EXPECT_THAT(Notes("").no_effect, IsEmpty());
+}
+
+TEST(MusterPrograms, EnginesThatAreNotHere_AreNamed) {
+  EXPECT_THAT(NotesOf("MEGATRON_LM", "megatron_lm_config: {megatron_lm_tp_degree: 2}\n").refused,
+              ElementsAre(HasSubstr("Megatron-LM, which they do not have")));
+  EXPECT_THAT(Notes("parallelism_config: {parallelism_config_tp_size: 2}\n").refused,
+              ElementsAre(HasSubstr("parallelism_config")));
+}
+
+TEST(MusterPrograms, SettingsOfFsdpAndDeepSpeed_AreThoseThatProgramsTake) {
+  const std::string fsdp =
+      "fsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_state_dict_type: ";
+  EXPECT_THAT(NotesOf("FSDP", fsdp + "SHARDED_STATE_DICT}\n").refused, IsEmpty());
+  EXPECT_THAT(NotesOf("FSDP", fsdp + "LOCAL_STATE_DICT}\n").refused,
+              ElementsAre(HasSubstr("LOCAL_STATE_DICT")));
+  EXPECT_THAT(NotesOf("DEEPSPEED", "deepspeed_config: {zero_stage: 3}\n").refused, IsEmpty());
+}
+
+TEST(MusterPrograms, SettingsOfPythonAlone_HaveNoEffect) {
+  const MusterProgramNotes notes =
+      Notes("dynamo_config: {dynamo_backend: INDUCTOR}\nenable_cpu_affinity: true\n");
+  EXPECT_THAT(notes.refused, IsEmpty());
+  EXPECT_THAT(notes.no_effect,
+              ElementsAre(HasSubstr("dynamo_config"), HasSubstr("enable_cpu_affinity")));
+  EXPECT_THAT(Notes("dynamo_config: {dynamo_backend: 'NO'}\n").no_effect, IsEmpty());
+}
+
+}  // namespace
+}  // namespace muster::client
