@@ -17,6 +17,7 @@
 #include "base/json.h"
 #include "base/status_macros.h"
 #include "base/suggest.h"
+#include "base/text.h"
 #include "base/yaml.h"
 
 namespace muster {
@@ -212,6 +213,25 @@ std::string ServiceSettings::Print() const {
 }
 
 absl::StatusOr<std::optional<std::string>> ServiceSettings::Parse(std::vector<std::string> words) {
+  // CLI11 takes any number for a yes or a no, and after "--name=" the next word.
+  for (const std::string& word : words) {
+    absl::string_view text = word;
+    if (text == "--") break;
+    const size_t equals = text.find('=');
+    if (equals == text.npos || !absl::ConsumePrefix(&text, "--")) continue;
+    const absl::string_view value = absl::string_view(word).substr(equals + 1);
+    const Setting* const setting = Find(text.substr(0, text.find('=')));
+    if (setting == nullptr) continue;
+    if (setting->flag && !ParseBoolWord(value).has_value()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--", setting->name, ": ", Printable(value), " is neither true nor false"));
+    }
+    if (!setting->flag && value.empty()) {
+      return absl::InvalidArgumentError(absl::StrCat("--", setting->name,
+                                                     ": nothing follows the =: write --",
+                                                     setting->name, "=VALUE, or leave it out"));
+    }
+  }
   std::reverse(words.begin(), words.end());
   try {
     app_->parse(words);

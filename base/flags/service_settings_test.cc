@@ -187,6 +187,20 @@ TEST_F(ServiceSettingsTest, Help_NamesTheVariables) {
                             HasSubstr("REQUIRED"), HasSubstr("--print_config")));
 }
 
+// Neither is the next word a value, nor any number a yes or a no.
+TEST_F(ServiceSettingsTest, FlagsThatSayNothing_AreNamed) {
+  for (const char* const word : {"--data_dir=", "--insecure=-7x", "--insecure=2", "--insecure="}) {
+    MakeApp();
+    const absl::Status status = Parse({word, "--listen", "here"}).status();
+    const std::string name = std::string(word).substr(0, std::string(word).find('='));
+    EXPECT_THAT(std::string(status.message()), ::testing::StartsWith(name + ": ")) << word;
+  }
+  MakeApp();
+  Read({"--insecure=no", "--label=A=", "--listen", "here"});
+  EXPECT_FALSE(insecure_);
+  EXPECT_EQ(labels_, std::vector<std::string>({"A="}));
+}
+
 TEST_F(ServiceSettingsTest, UnknownFlag_IsRefused) {
   EXPECT_THAT(Parse({"--lisen", "x"}).status().message(),
               AllOf(HasSubstr("--lisen"), HasSubstr("see server --help")));
