@@ -184,9 +184,12 @@ class NodeService {
   }
 
   absl::Status Run() {
+    const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(options_.coordinator);
+    if (!address.ok()) {
+      return absl::InvalidArgumentError(absl::StrCat("coordinator: ", address.status().message()));
+    }
     MUSTER_RETURN_IF_ERROR(Open());
-    MUSTER_ASSIGN_OR_RETURN(const rpc::Address address, rpc::ParseAddress(options_.coordinator));
-    host_ = options_.host.empty() ? OwnAddress(address) : options_.host;
+    host_ = options_.host.empty() ? OwnAddress(*address) : options_.host;
     rpc::ChannelOptions channel = options_.channel;
     channel.max_backoff = kConnectAgain;
     MUSTER_ASSIGN_OR_RETURN(channel_, rpc::Connect(options_.coordinator, channel));

@@ -246,12 +246,18 @@ absl::Status SetCheckpointKey(const std::string& file, CoreOptions* core) {
   return absl::OkStatus();
 }
 
+absl::StatusOr<rpc::Address> AddressOf(absl::string_view setting, const std::string& text) {
+  absl::StatusOr<rpc::Address> address = rpc::ParseAddress(text);
+  if (address.ok()) return address;
+  return absl::InvalidArgumentError(absl::StrCat(setting, ": ", address.status().message()));
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Options options) {
   std::unique_ptr<CoordinatorServer> self(new CoordinatorServer());
   self->started_ = absl::Now();
-  MUSTER_ASSIGN_OR_RETURN(const rpc::Address address, rpc::ParseAddress(options.rpc.listen));
+  MUSTER_ASSIGN_OR_RETURN(const rpc::Address address, AddressOf("listen", options.rpc.listen));
   std::string token;
   if (!options.token_file.empty()) {
     MUSTER_ASSIGN_OR_RETURN(token, rpc::ReadToken(options.token_file, "token_file"));
@@ -268,7 +274,7 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
   MUSTER_RETURN_IF_ERROR(rpc::CheckCallersAreKnown(options.rpc));
   rpc::Address metrics_address;
   if (!options.metrics_listen.empty()) {
-    MUSTER_ASSIGN_OR_RETURN(metrics_address, rpc::ParseAddress(options.metrics_listen));
+    MUSTER_ASSIGN_OR_RETURN(metrics_address, AddressOf("metrics_listen", options.metrics_listen));
     if (metrics_address.is_unix())
       return absl::InvalidArgumentError("metrics_listen: a HOST:PORT is needed");
   }

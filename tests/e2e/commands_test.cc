@@ -132,7 +132,11 @@ TEST_F(CommandsTest, Mistakes_AreOneLineEach) {
     std::string text;
   } kCases[] = {
       {coordinator, {"--bogus"}, "--bogus"},
-      {coordinator, {"--listen", "nonsense"}, "nonsense"},
+      {coordinator, {"--insecure", "--listen", "nonsense"}, "listen: address 'nonsense'"},
+      {coordinator,
+       {"--insecure", "--metrics_listen", "nonsense"},
+       "metrics_listen: address 'nonsense'"},
+      {coordinator, {"--insecure=maybe"}, "--insecure: maybe is neither true nor false"},
       {coordinator, {"--listen", "0.0.0.0:0"}, "without TLS"},
       {coordinator, {"--listen", "0.0.0.0:0", "--insecure"}, "without TLS"},
       {coordinator, {}, "--insecure"},
@@ -154,6 +158,10 @@ TEST_F(CommandsTest, Mistakes_AreOneLineEach) {
       {coordinator, {"--snapshot_records", "0"}, "--snapshot_records"},
       {coordinator, {"--snapshot_records", "-1"}, "--snapshot_records"},
       {agent, {"--bogus"}, "--bogus"},
+      {agent, {"--serve", "--node=", "--state_dir", "x"}, "--node: nothing follows the ="},
+      {agent,
+       {"--serve", "--coordinator", "nonsense", "--state_dir", "/proc/nowhere"},
+       "coordinator: address 'nonsense'"},
       {agent, {"--", "true"}, "--coordinator"},
       {agent, {"--coordinator", "127.0.0.1:1", "--num_processes", "0", "--", "true"}, "Value 0"},
       {mnist, {"--bogus"}, "--bogus"},
