@@ -551,6 +551,32 @@ absl::Status AddCoordinator(absl::string_view text, const std::string& source, L
 
 namespace {
 
+// A section of a file of Accelerate's that its distributed_type does not call for, and that asks
+// for something all the same. Its own launcher ignores it.
+struct AccelerateSection {
+  const char* name;
+  const char* variable;  // of programs that get it
+  const char* type;      // that calls for it
+};
+constexpr AccelerateSection kAccelerateSections[] = {
+    {"fsdp_config", "ACCELERATE_USE_FSDP", "FSDP"},
+    {"deepspeed_config", "ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"},
+    {"megatron_lm_config", "ACCELERATE_USE_MEGATRON_LM", "MEGATRON_LM"},
+    {"parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG", "MULTI_GPU or FSDP"},
+};
+bool AsksForSomething(const nlohmann::ordered_json& section) {
+  if (!section.is_object()) return false;
+  for (const auto& [name, value] : section.items()) {
+    // This one has its effect everywhere; and a size of 1 divides nothing.
+    if (name == "gradient_accumulation_steps" || value.is_null() ||
+        (absl::EndsWith(name, "_size") && value == 1)) {
+      continue;
+    }
+    return true;
+  }
+  return false;
+}
+
 // The settings of a config file of Accelerate's, and the variables that its own programs read from
 // the rest of it. `lines`: of the keys.
 absl::StatusOr<Layer> LayerOfAccelerate(const AccelerateConfig& config,
@@ -609,7 +635,19 @@ absl::StatusOr<Layer> LayerOfAccelerate(const AccelerateConfig& config,
     return absl::Status(launch.status().code(),
                         absl::StrCat(source, ": ", launch.status().message()));
   }
-  for (const auto& [name, value] : launch->env) {
+  const auto& env = launch->env;
+  for (const AccelerateSection& section : kAccelerateSections) {
+    if (env.contains(section.variable) || !values.contains(section.name) ||
+        !AsksForSomething(values[section.name])) {
+      continue;
+    }
+    return absl::InvalidArgumentError(
+        absl::StrCat(place(absl::StrCat("/", section.name)), ": ", section.name,
+                     " has no effect with distributed_type: ",
+                     ScalarText(values["distributed_type"]).value_or(""),
+                     ": write distributed_type: ", section.type, ", or leave the section out"));
+  }
+  for (const auto& [name, value] : env) {
     // Defaults that say nothing.
     if (absl::StartsWith(name, "ACCELERATE_DYNAMO_") && !values.contains("dynamo_config")) continue;
     // What the launcher sets itself, from its own settings.

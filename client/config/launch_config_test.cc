@@ -261,6 +261,31 @@ TEST(ParseConfig, D25_D34_SectionsOfOtherEngines_AreRefused) {
   EXPECT_THAT(FileError("mixed_precision: fp8\n"), HasSubstr("one of no, bf16, fp16"));
 }
 
+// Its own launcher ignores them in silence.
+TEST(ParseConfig, SectionThatTheTypeOfAFileDoesNotCallFor_IsRefused) {
+  const auto error = [](const std::string& type, const std::string& section) {
+    return FileError("distributed_type: " + type + "\nnum_processes: 2\n" + section + "\n");
+  };
+  for (const char* const section :
+       {"fsdp_config: {fsdp_version: 2}", "deepspeed_config: {zero_stage: 3}",
+        "megatron_lm_config: {megatron_lm_tp_degree: 2}",
+        "parallelism_config: {parallelism_config_tp_size: 2}"}) {
+    const std::string name = std::string(section).substr(0, std::string(section).find(':'));
+    EXPECT_THAT(error("MULTI_CPU", section),
+                AllOf(HasSubstr("c.yaml:3: " + name +
+                                " has no effect with distributed_type: "
+                                "MULTI_CPU: write distributed_type: ")));
+  }
+  // What wizards write into every file, and what asks for nothing.
+  for (const char* const section :
+       {"fsdp_config: {}", "deepspeed_config: {gradient_accumulation_steps: 2}",
+        "megatron_lm_config: {}", "parallelism_config: {parallelism_config_tp_size: 1}"}) {
+    EXPECT_EQ(error("MULTI_CPU", section), "accepted") << section;
+  }
+  EXPECT_EQ(error("FSDP", "fsdp_config: {fsdp_version: 2}"), "accepted");
+  EXPECT_EQ(error("MULTI_GPU", "parallelism_config: {parallelism_config_tp_size: 2}"), "accepted");
+}
+
 // A file that `accelerate config` wrote: its settings are ours, and its sections become the
 // variables that Accelerate's own programs read.
 TEST(ParseConfig, FileOfAccelerates_IsReadAsItIs) {
