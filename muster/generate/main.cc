@@ -21,7 +21,9 @@
 #include "absl/strings/str_replace.h"
 #include "base/exit_code.h"
 #include "base/file.h"
+#include "base/json.h"
 #include "base/log.h"
+#include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "base/units.h"
@@ -45,6 +47,11 @@ constexpr char kAbout[] =
     "Hugging Face\nHub has it: config.json, weights, tokenizer.json; GPT-2, Llama, Mistral, "
     "Mixtral, Qwen2.";
 constexpr char kFooter[] =
+    "\nThe prompt is taken as it is: a model's chat template is not applied. What it would put "
+    "around "
+    "the prompt\n(\"<|im_start|>user\" and the like) can stand in the prompt; such markers become "
+    "their "
+    "tokens.\n"
     "\nText goes to standard output, figures to standard error. What is not set is as the model's "
     "generation_config.json\nsays, and --max_new_tokens is 256,\nor what is left of the model's "
     "positions.\n\n"
@@ -63,7 +70,8 @@ struct Flags {
                                         weights_memory, max_memory;
   std::vector<std::string> prompts, stop;
   std::optional<int64_t> max_new_tokens;
-  std::optional<int64_t> min_new_tokens, top_k, no_repeat_ngram_size, num_beams;
+  std::optional<int64_t> min_new_tokens, top_k, no_repeat_ngram_size, num_beams,
+      num_return_sequences;
   std::optional<double> temperature, top_p, min_p, repetition_penalty, length_penalty;
   uint64_t seed = 0;
   bool sample = false, greedy = false, ignore_end = false, no_special_tokens = false, quiet = false,
@@ -93,6 +101,8 @@ void AddOptions(CLI::App& app, Flags& flags) {
   app.add_option("--no_repeat_ngram_size", flags.no_repeat_ngram_size,
                  "No n-gram of this size twice");
   app.add_option("--num_beams", flags.num_beams, "Beam search with so many beams");
+  app.add_option("--num_return_sequences", flags.num_return_sequences,
+                 "So many texts for each prompt: draws, or the best of the beams");
   app.add_option("--length_penalty", flags.length_penalty,
                  "Of beam search: above 0 favours length");
   app.add_option("--stop", flags.stop, "Stop before this text; may be given several times")
@@ -150,14 +160,13 @@ absl::StatusOr<models::LoadPretrainedOptions> LoadOptions(const Flags& flags) {
   return options;
 }
 
-absl::StatusOr<TextOptions> OptionsOf(const Flags& flags, models::GenerateOptions defaults) {
-  if (flags.sample && flags.greedy) {
-    return absl::InvalidArgumentError("--sample and --greedy exclude each other");
-  }
-  // What the files say of sampling depends on whether there is any.
-  if (flags.sample || flags.greedy) {
-    MUSTER_ASSIGN_OR_RETURN(defaults, models::ReadGenerationConfig(flags.model, flags.sample));
-  }
+// Whether to sample; absent: as the model's files say.
+std::optional<bool> DoSample(const Flags& flags) {
+  if (flags.sample || flags.greedy) return flags.sample;
+  return std::nullopt;
+}
+
+TextOptions OptionsOf(const Flags& flags, const models::GenerateOptions& defaults) {
   TextOptions options = {
       .tokens = defaults, .stop = flags.stop, .add_special_tokens = !flags.no_special_tokens};
   models::GenerateOptions& tokens = options.tokens;
@@ -169,6 +178,7 @@ absl::StatusOr<TextOptions> OptionsOf(const Flags& flags, models::GenerateOption
   options.shorten_to_context = !flags.max_new_tokens.has_value();
   tokens.seed = flags.seed;
   set(&rules.min_new_tokens, flags.min_new_tokens);
+  if (flags.min_new_tokens.has_value()) rules.min_length = 0;
   set(&rules.temperature, flags.temperature);
   set(&rules.top_k, flags.top_k);
   set(&rules.top_p, flags.top_p);
@@ -176,6 +186,7 @@ absl::StatusOr<TextOptions> OptionsOf(const Flags& flags, models::GenerateOption
   set(&rules.repetition_penalty, flags.repetition_penalty);
   set(&rules.no_repeat_ngram_size, flags.no_repeat_ngram_size);
   set(&tokens.num_beams, flags.num_beams);
+  set(&tokens.num_return_sequences, flags.num_return_sequences);
   set(&tokens.length_penalty, flags.length_penalty);
   if (flags.ignore_end) tokens.eos_token_ids.emplace();
   return options;
@@ -191,6 +202,20 @@ const char* ReasonName(GeneratedText::Reason reason) {
       return "max_new_tokens";
   }
   return "";
+}
+
+// Whether the folder has a chat template, in any of the places where transformers looks for one.
+bool HasChatTemplate(const std::string& folder) {
+  if (PathExists(JoinPath(folder, "chat_template.jinja")) ||
+      PathExists(JoinPath(folder, "chat_template.json"))) {
+    return true;
+  }
+  const absl::StatusOr<std::string> text =
+      ReadRegularFile(JoinPath(folder, "tokenizer_config.json"), int64_t{16} << 20);
+  if (!text.ok()) return false;
+  const auto json = ParseJson(*text, "tokenizer_config.json", {.max_bytes = size_t{16} << 20});
+  return json.ok() && json->is_object() && json->contains("chat_template") &&
+         !(*json)["chat_template"].is_null();
 }
 
 // Where the weights are to be: by default in memory, all of them.
@@ -226,13 +251,13 @@ absl::Status SetPlaces(const Flags& flags, const c10::Device& device, DeviceMapC
 absl::StatusOr<TextGenerator> LoadBase(const Flags& flags, OffloadedCausalLm* offloaded) {
   MUSTER_ASSIGN_OR_RETURN(const models::LoadPretrainedOptions load, LoadOptions(flags));
   if (flags.weights_memory.empty() && flags.max_memory.empty()) {
-    return TextGenerator::FromFolder(flags.model, load);
+    return TextGenerator::FromFolder(flags.model, load, DoSample(flags));
   }
   DeviceMapChoice map;
   BigModelOptions options = {.dtype = load.dtype};
   MUSTER_RETURN_IF_ERROR(SetPlaces(flags, load.device, &map, &options));
   MUSTER_ASSIGN_OR_RETURN(models::GenerateOptions defaults,
-                          models::ReadGenerationConfig(flags.model));
+                          models::ReadGenerationConfig(flags.model, DoSample(flags)));
   MUSTER_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::FromFolder(flags.model));
   MUSTER_ASSIGN_OR_RETURN(*offloaded,
                           load_offloaded_causal_lm(flags.model, map, options, load.config));
@@ -312,13 +337,16 @@ absl::Status Run(const Flags& flags) {
         absl::StrCat(flags.model, " holds adapters and no model: write --model DIR --lora ",
                      flags.model, ", DIR being the model that they are for"));
   }
+  if (flags.sample && flags.greedy) {
+    return absl::InvalidArgumentError("--sample and --greedy exclude each other");
+  }
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> prompts, Prompts(flags));
   OffloadedCausalLm offloaded;
   MUSTER_ASSIGN_OR_RETURN(TextGenerator generator, LoadGenerator(flags, &offloaded));
-  MUSTER_ASSIGN_OR_RETURN(TextOptions options, OptionsOf(flags, generator.defaults()));
+  TextOptions options = OptionsOf(flags, generator.defaults());
   Times times = {.load = elapsed()};
-  const bool streams =
-      flags.output == "text" && prompts.size() == 1 && options.tokens.num_beams == 1;
+  const bool streams = flags.output == "text" && prompts.size() == 1 &&
+                       options.tokens.num_beams == 1 && options.tokens.num_return_sequences == 1;
   if (options.tokens.num_beams == 1) {
     options.tokens.on_tokens = [&](const auto&, auto&) {
       if (times.first_token == 0) times.first_token = elapsed();
@@ -345,6 +373,11 @@ absl::Status Run(const Flags& flags) {
   }
   std::fflush(stdout);
   if (!flags.quiet) PrintFigures(texts, times);
+  if (!flags.quiet && HasChatTemplate(flags.model)) {
+    std::fprintf(stderr,
+                 "the model has a chat template, which is not applied: its markers can stand in "
+                 "the prompt\n");
+  }
   if (!flags.quiet && offloaded.weights != nullptr) {
     PrintOffload(*offloaded.weights);
   }

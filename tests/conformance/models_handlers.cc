@@ -132,16 +132,31 @@ models::GenerateOptions OptionsOf(const Json& in) {
   number("min_p", &options.rules.min_p);
   number("length_penalty", &options.length_penalty);
   count("no_repeat_ngram_size", &options.rules.no_repeat_ngram_size);
+  if (!IsGiven(in, "min_new_tokens")) count("min_length", &options.rules.min_length);
   count("min_new_tokens", &options.rules.min_new_tokens);
   count("top_k", &options.rules.top_k);
   count("max_new_tokens", &options.max_new_tokens);
   count("num_beams", &options.num_beams);
   count("num_return_sequences", &options.num_return_sequences);
-  options.eos_token_ids.emplace();
-  if (IsGiven(in, "eos_token_id")) {
-    const Json& ends = in["eos_token_id"];
-    options.eos_token_ids = ends.is_array() ? ends.get<std::vector<int64_t>>()
-                                            : std::vector<int64_t>{ends.get<int64_t>()};
+  const auto tokens = [&in](const char* name, std::vector<int64_t>* to) {
+    if (!IsGiven(in, name)) return;
+    *to = in[name].is_array() ? in[name].get<std::vector<int64_t>>()
+                              : std::vector<int64_t>{in[name].get<int64_t>()};
+  };
+  tokens("eos_token_id", &options.eos_token_ids.emplace());
+  tokens("forced_eos_token_id", &options.rules.forced_eos_token_id);
+  tokens("suppress_tokens", &options.rules.suppress_tokens);
+  tokens("begin_suppress_tokens", &options.rules.begin_suppress_tokens);
+  if (IsGiven(in, "forced_bos_token_id")) {
+    options.rules.forced_bos_token_id = in["forced_bos_token_id"].get<int64_t>();
+  }
+  if (IsGiven(in, "bad_words_ids")) {
+    options.rules.bad_words_ids = in["bad_words_ids"].get<std::vector<std::vector<int64_t>>>();
+  }
+  if (IsGiven(in, "exponential_decay_length_penalty")) {
+    const Json& decay = in["exponential_decay_length_penalty"];
+    options.rules.exponential_decay_length_penalty = models::ScoreRules::LengthDecay{
+        .start = decay.at(0).get<int64_t>(), .factor = decay.at(1).get<double>()};
   }
   if (IsGiven(in, "pad_token_id")) options.pad_token_id = in["pad_token_id"].get<int64_t>();
   if (IsGiven(in, "early_stopping")) {

@@ -75,6 +75,22 @@ TEST(HfGenerate, EveryRecordedCase_SaysWhatTransformersSays) {
   }
 }
 
+// tests/testdata/generation/make.py: rules that the other cases do not have.
+TEST(HfGenerate, RulesAloneAndTogether_SayWhatTransformersSays) {
+  std::ifstream file(testing_support::TestdataPath("generation/cases.jsonl"));
+  int count = 0;
+  for (std::string line; std::getline(file, line); ++count) {
+    const Json test_case = Json::parse(line);
+    SCOPED_TRACE(test_case.dump());
+    const Json got = AnswerOf("hf_generate", test_case["in"]);
+    EXPECT_EQ(got["generated"], test_case["out"]["generated"]);
+    if (test_case["out"].contains("scores")) {
+      EXPECT_EQ(Difference(got["scores"], test_case["out"]["scores"], {1e-5, 1e-5}), "");
+    }
+  }
+  EXPECT_GT(count, 100);
+}
+
 bool HasBf16Instructions() {
   std::ifstream file("/proc/cpuinfo");
   for (std::string line; std::getline(file, line);) {

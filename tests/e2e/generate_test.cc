@@ -74,6 +74,40 @@ TEST_F(GenerateTest, Json_HasTextsAndFigures) {
   EXPECT_GT(json["load_seconds"], 0);
 }
 
+TEST_F(GenerateTest, SettingsOfSamplingThatAreNotValid_CountForWhoSamples) {
+  ASSERT_TRUE(WriteFileAtomically(model_ + "/generation_config.json",
+                                  R"({"do_sample": true, "top_p": 7, "suppress_tokens": [5]})")
+                  .ok());
+  auto greedy = Generate({"--prompt", "Hello", "--greedy", "--max_new_tokens", "3", "--quiet"});
+  EXPECT_EQ(greedy->Wait(), 0) << greedy->err_text();
+  auto sampled = Generate({"--prompt", "Hello", "--max_new_tokens", "3", "--quiet"});
+  EXPECT_EQ(sampled->Wait(), 2);
+  EXPECT_THAT(sampled->err(), ElementsAre(HasSubstr("generation_config.json: top_p is 7")));
+}
+
+TEST_F(GenerateTest, ChatTemplate_IsSaidNotToBeApplied) {
+  ASSERT_TRUE(WriteFileAtomically(model_ + "/tokenizer_config.json",
+                                  R"({"chat_template": "{{ messages }}"})")
+                  .ok());
+  const std::vector<std::string> args = {"--prompt", "Hello", "--max_new_tokens", "3"};
+  auto run = Generate(args);
+  EXPECT_EQ(run->Wait(), 0);
+  EXPECT_THAT(run->err(), ElementsAre(HasSubstr("3 new tokens"),
+                                      HasSubstr("a chat template, which is not applied")));
+  std::vector<std::string> quiet = args;
+  quiet.emplace_back("--quiet");
+  auto silent = Generate(quiet);
+  EXPECT_EQ(silent->Wait(), 0);
+  EXPECT_THAT(silent->err(), IsEmpty());
+}
+
+TEST_F(GenerateTest, SeveralDraws_AreShownOneAfterTheOther) {
+  auto run = Generate({"--prompt", "Hello", "--sample", "--num_return_sequences", "3",
+                       "--max_new_tokens", "4", "-o", "json"});
+  ASSERT_EQ(run->Wait(), 0) << run->err_text();
+  EXPECT_EQ(nlohmann::json::parse(run->out_text())["texts"].size(), 3);
+}
+
 // 170 MB of weights where 40 MB are for them: read again and again, and the same text.
 TEST_F(GenerateTest, ModelLargerThanMemory_RunsFromItsFiles) {
   const std::string large = Temp("large");

@@ -66,10 +66,13 @@ void CheckOptions(const GenerateOptions& options, const ModelConfig& config,
                     "; it must be at least 1");
   TORCH_CHECK_VALUE(options.num_beams >= 1, "num_beams is ", options.num_beams,
                     "; it must be at least 1");
-  TORCH_CHECK_VALUE(
-      options.num_return_sequences >= 1 && options.num_return_sequences <= options.num_beams,
-      "num_return_sequences is ", options.num_return_sequences,
-      "; it must be from 1 to num_beams, which is ", options.num_beams);
+  const bool draws_several = options.do_sample && options.num_beams == 1;
+  TORCH_CHECK_VALUE(options.num_return_sequences >= 1 &&
+                        (draws_several || options.num_return_sequences <= options.num_beams),
+                    "num_return_sequences is ", options.num_return_sequences,
+                    "; it must be from 1 to num_beams, which is ", options.num_beams);
+  TORCH_CHECK_VALUE(options.stop_strings.empty(),
+                    "stop_strings need the model's tokenizer: generate with a TextGenerator");
   TORCH_CHECK_VALUE(std::isfinite(options.length_penalty), "length_penalty is not a finite number");
   if (options.num_beams > 1) {
     TORCH_CHECK_VALUE(!options.do_sample, "do_sample does not go with num_beams > 1");
@@ -131,7 +134,8 @@ void CheckScores(const at::Tensor& best, int64_t step) {
 // A token that a rule has removed is never the best of the rest.
 void ThrowNoTokenLeft(int64_t step, size_t row) {
   TORCH_CHECK(false, "the rules leave no token for new token ", step, " of row ", row,
-              ": lower min_new_tokens, or raise no_repeat_ngram_size");
+              ": lower min_new_tokens or min_length, raise no_repeat_ngram_size, or suppress fewer "
+              "tokens");
 }
 
 std::vector<int64_t> Choose(const GenerateOptions& options, const at::Tensor& scores, Draws* draws,
@@ -173,13 +177,19 @@ bool Contains(const std::vector<int64_t>& tokens, int64_t token) {
 
 // Greedy search and sampling.
 Generated Walk(PromptReader& reader, const GenerateOptions& options, const Resolved& resolved) {
-  std::vector<Tokens> rows = reader.prompts();
+  const int64_t times = options.num_return_sequences;
+  std::vector<Tokens> rows;
+  for (const Tokens& prompt : reader.prompts()) rows.insert(rows.end(), times, prompt);
   const size_t num_rows = rows.size();
   std::vector<std::vector<int64_t>> generated(num_rows);
   std::vector<bool> ended(num_rows, false);
   std::vector<at::Tensor> logits;
   Draws draws(options.seed, static_cast<int64_t>(num_rows));
   at::Tensor scores = reader.ReadPrompt();
+  if (times > 1) {
+    reader.Repeat(times);
+    scores = scores.repeat_interleave(times, 0);
+  }
   for (int64_t step = 0;; ++step) {
     if (options.output_logits) logits.push_back(scores);
     std::vector<int64_t> next =
@@ -316,6 +326,7 @@ Generated Generate(CausalLmImpl& model, const at::Tensor& input_ids,
   const Resolved resolved = Resolve(config, options);
   GenerateOptions complete = options;
   complete.rules.end_tokens = resolved.end_tokens;
+  complete.rules.max_new_tokens = options.max_new_tokens;
   PromptReader reader(model, input_ids, attention_mask, options.max_new_tokens,
                       options.run_idle_experts);
   return options.num_beams > 1 ? Search(reader, complete, resolved)

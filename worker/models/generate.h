@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
@@ -21,10 +22,13 @@ enum class EarlyStopping {
 // How generate() goes on; names and meanings are transformers'.
 struct GenerateOptions {
   int64_t max_new_tokens = 20;
-  // `rules.end_tokens` is filled in.
+  // `rules.end_tokens` and `rules.max_new_tokens` are filled in.
   ScoreRules rules = {};
   // What ends a row; by default the config's. An empty list: nothing does.
   std::optional<std::vector<int64_t>> eos_token_ids = std::nullopt;
+  // Texts that end a row as soon as it has one. Texts need a tokenizer: TextGenerator takes them,
+  // Generate() refuses them.
+  std::vector<std::string> stop_strings = {};
   // What rows that have ended are filled with; by default the config's, else the first end token.
   std::optional<int64_t> pad_token_id = std::nullopt;
 
@@ -35,6 +39,7 @@ struct GenerateOptions {
 
   // Beam search with more than 1.
   int64_t num_beams = 1;
+  // Of each row: so many of the best beams, or so many draws.
   int64_t num_return_sequences = 1;
   double length_penalty = 1;
   EarlyStopping early_stopping = EarlyStopping::kWhenUnlikely;

@@ -64,8 +64,15 @@ const std::map<std::string, Json, std::less<>>& OffSettings() {
                                                    {"use_mtp", false},
                                                    {"top_h", 1.0},
                                                    {"typical_p", 1.0},
-                                                   {"min_length", 0},
                                                    {"low_memory", false}};
+  return *settings;
+}
+
+// What only sampling looks at, so that files keep it beside do_sample false.
+const std::set<std::string, std::less<>>& SamplingSettings() {
+  static const auto* const settings =
+      new std::set<std::string, std::less<>>{"epsilon_cutoff", "eta_cutoff", "min_p", "temperature",
+                                             "top_h",          "top_k",      "top_p", "typical_p"};
   return *settings;
 }
 
@@ -122,6 +129,33 @@ bool ToNumber(const Json& value, double* to) {
   return true;
 }
 
+bool ToToken(const Json& value, std::optional<int64_t>* to) {
+  std::vector<int64_t> tokens;
+  if (!ToTokens(value, &tokens) || value.is_array() || tokens.empty()) return false;
+  *to = tokens[0];
+  return true;
+}
+
+bool ToWords(const Json& value, std::vector<std::vector<int64_t>>* words) {
+  if (!value.is_array()) return false;
+  for (const Json& word : value) {
+    std::vector<int64_t>& tokens = words->emplace_back();
+    if (!word.is_array() || !ToTokens(word, &tokens) || tokens.size() != word.size() ||
+        tokens.empty()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool ToTexts(const Json& value, std::vector<std::string>* texts) {
+  for (const Json& text : value.is_array() ? value : Json::array({value})) {
+    if (!text.is_string() || text.get<std::string>().empty()) return false;
+    texts->push_back(text.get<std::string>());
+  }
+  return true;
+}
+
 bool ToFlag(const Json& value, bool* to) {
   if (!value.is_boolean()) return false;
   *to = value.get<bool>();
@@ -136,6 +170,7 @@ bool Apply(const std::string& name, const Json& value, GenerateOptions* options,
       {"num_beams", &options->num_beams},
       {"num_return_sequences", &options->num_return_sequences},
       {"no_repeat_ngram_size", &rules.no_repeat_ngram_size},
+      {"min_length", &rules.min_length},
       {"min_new_tokens", &rules.min_new_tokens},
       {"top_k", &rules.top_k}};
   const std::map<std::string, double*> numbers = {{"length_penalty", &options->length_penalty},
@@ -143,12 +178,26 @@ bool Apply(const std::string& name, const Json& value, GenerateOptions* options,
                                                   {"temperature", &rules.temperature},
                                                   {"top_p", &rules.top_p},
                                                   {"min_p", &rules.min_p}};
+  const std::map<std::string, std::vector<int64_t>*> tokens = {
+      {"begin_suppress_tokens", &rules.begin_suppress_tokens},
+      {"forced_eos_token_id", &rules.forced_eos_token_id},
+      {"suppress_tokens", &rules.suppress_tokens}};
   if (const auto count = counts.find(name); count != counts.end()) {
     *valid = ToCount(value, count->second);
   } else if (const auto number = numbers.find(name); number != numbers.end()) {
     *valid = ToNumber(value, number->second);
-  } else if (name == "do_sample") {
-    *valid = ToFlag(value, &options->do_sample);
+  } else if (const auto list = tokens.find(name); list != tokens.end()) {
+    *valid = ToTokens(value, list->second);
+  } else if (name == "forced_bos_token_id") {
+    *valid = ToToken(value, &rules.forced_bos_token_id);
+  } else if (name == "bad_words_ids") {
+    *valid = ToWords(value, &rules.bad_words_ids);
+  } else if (name == "exponential_decay_length_penalty") {
+    ScoreRules::LengthDecay& decay = rules.exponential_decay_length_penalty.emplace();
+    *valid = value.is_array() && value.size() == 2 && ToCount(value[0], &decay.start) &&
+             ToNumber(value[1], &decay.factor);
+  } else if (name == "stop_strings") {
+    *valid = ToTexts(value, &options->stop_strings);
   } else if (name == "eos_token_id") {
     *valid = ToTokens(value, &options->eos_token_ids.emplace());
   } else if (name == "pad_token_id") {
@@ -176,10 +225,20 @@ absl::StatusOr<GenerateOptions> ParseGenerationConfig(absl::string_view json,
   if (!parsed.is_object()) {
     return absl::InvalidArgumentError(absl::StrCat(source, ": not an object"));
   }
+  const auto is_given = [&parsed](const char* name) {
+    return parsed.contains(name) && !parsed[name].is_null();
+  };
   GenerateOptions options;
+  if (is_given("do_sample") && !ToFlag(parsed["do_sample"], &options.do_sample)) {
+    return Invalid(source, "do_sample", parsed["do_sample"]);
+  }
+  options.do_sample = do_sample.value_or(options.do_sample);
   // transformers counts the prompt in it; Muster's default counts what is new.
   for (const auto& [name, value] : parsed.items()) {
-    if (value.is_null() || name == "max_length" || HarmlessSettings().count(name) != 0) continue;
+    if (value.is_null() || name == "do_sample" || name == "max_length" ||
+        HarmlessSettings().count(name) != 0)
+      continue;
+    if (!options.do_sample && SamplingSettings().count(name) != 0) continue;
     bool valid = true;
     if (Apply(name, value, &options, &valid)) {
       if (!valid) return Invalid(source, name, value);
@@ -192,17 +251,10 @@ absl::StatusOr<GenerateOptions> ParseGenerationConfig(absl::string_view json,
     return absl::UnimplementedError(
         absl::StrCat(source, ": Muster does not have the setting \"", Printable(name), "\""));
   }
-  options.do_sample = do_sample.value_or(options.do_sample);
-  // Only sampling looks at these; files keep them beside do_sample false.
-  if (!options.do_sample) {
-    options.rules.temperature = 1;
-    options.rules.top_k = 0;
-    options.rules.top_p = 1;
-    options.rules.min_p = 0;
-  } else if (!parsed.contains("top_k") || parsed["top_k"].is_null()) {
-    // transformers' default, for null too.
-    options.rules.top_k = 50;
-  }
+  // transformers' default, for null too.
+  if (options.do_sample && !is_given("top_k")) options.rules.top_k = 50;
+  // As in transformers.
+  if (is_given("min_new_tokens")) options.rules.min_length = 0;
   const absl::Status valid = Guard([&] { CheckRules(options.rules); });
   if (!valid.ok()) {
     return absl::InvalidArgumentError(absl::StrCat(source, ": ", valid.message()));

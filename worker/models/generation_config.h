@@ -15,7 +15,8 @@ namespace muster::models {
 // FOLDER/config.json has, as older files do; else the defaults of GenerateOptions. A setting that
 // would change what is generated and that Muster does not have is refused by name. `do_sample`
 // counts instead of the file's: a temperature, top_k, top_p or min_p beside "do_sample": false is
-// that of a caller who samples, and top_k is 50 unless the file says otherwise.
+// that of a caller who samples, and top_k is 50 unless the file says otherwise. Without sampling,
+// nobody looks at the settings of sampling, valid or not.
 // Errors: INVALID_ARGUMENT, UNIMPLEMENTED "FILE: FIELD ...".
 absl::StatusOr<GenerateOptions> ReadGenerationConfig(const std::string& folder,
                                                      std::optional<bool> do_sample = std::nullopt);

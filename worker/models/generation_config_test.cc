@@ -54,14 +54,54 @@ TEST(ParseGenerationConfig, SettingsOfSampling_AreThoseOfACallerWhoSamples) {
   EXPECT_EQ(greedy->rules.temperature, 1);
 }
 
+TEST(ParseGenerationConfig, RulesForTokens_AreRead) {
+  const auto options = ParseGenerationConfig(
+      R"({"bad_words_ids": [[3], [4, 5]], "min_length": 7, "forced_bos_token_id": 1,
+          "forced_eos_token_id": 2, "suppress_tokens": [-1, 9], "begin_suppress_tokens": [6],
+          "exponential_decay_length_penalty": [3, 1.5], "stop_strings": "THE END"})",
+      "f");
+  ASSERT_TRUE(options.ok()) << options.status();
+  const ScoreRules& rules = options->rules;
+  EXPECT_EQ(rules.bad_words_ids, (std::vector<std::vector<int64_t>>{{3}, {4, 5}}));
+  EXPECT_EQ(rules.min_length, 7);
+  EXPECT_EQ(rules.forced_bos_token_id, 1);
+  EXPECT_EQ(rules.forced_eos_token_id, (std::vector<int64_t>{2}));
+  EXPECT_EQ(rules.suppress_tokens, (std::vector<int64_t>{9}));
+  EXPECT_EQ(rules.begin_suppress_tokens, (std::vector<int64_t>{6}));
+  EXPECT_EQ(rules.exponential_decay_length_penalty->start, 3);
+  EXPECT_EQ(rules.exponential_decay_length_penalty->factor, 1.5);
+  EXPECT_EQ(options->stop_strings, (std::vector<std::string>{"THE END"}));
+  // As in transformers, this one counts alone.
+  const auto fresh = ParseGenerationConfig(R"({"min_length": 7, "min_new_tokens": 2})", "f");
+  ASSERT_TRUE(fresh.ok()) << fresh.status();
+  EXPECT_EQ(fresh->rules.min_length, 0);
+}
+
+// transformers looks at them where it samples alone.
+TEST(ParseGenerationConfig, InvalidSettingsOfSampling_CountForWhoSamples) {
+  const char* const json = R"({"do_sample": true, "top_p": 2.0, "top_k": "all", "typical_p": 0.9})";
+  EXPECT_FALSE(ParseGenerationConfig(json, "f").ok());
+  const auto greedy = ParseGenerationConfig(json, "f", false);
+  ASSERT_TRUE(greedy.ok()) << greedy.status();
+  EXPECT_EQ(greedy->rules.top_p, 1);
+}
+
 TEST(ParseGenerationConfig, WhatMusterDoesNotHave_IsRefusedByName) {
   const std::pair<const char*, const char*> cases[] = {
-      {R"({"typical_p": 0.9})", "does not have the setting \"typical_p\""},
-      {R"({"suppress_tokens": [1]})", "does not have the setting \"suppress_tokens\""},
+      {R"({"do_sample": true, "typical_p": 0.9})", "does not have the setting \"typical_p\""},
+      {R"({"sequence_bias": [[[1], 2.0]]})", "does not have the setting \"sequence_bias\""},
       {R"({"max_time": 1.5})", "does not have the setting \"max_time\""},
       {R"({"is_assistant": true})", "does not have the setting \"is_assistant\""},
       {R"({"cache_implementation": "quantized"})", "the setting \"cache_implementation\""},
-      {R"({"top_k": -1})", "\"top_k\" is -1"},
+      {R"({"do_sample": true, "top_k": -1})", "\"top_k\" is -1"},
+      {R"({"bad_words_ids": [1]})", "\"bad_words_ids\" is [1]"},
+      {R"({"bad_words_ids": [[]]})", "\"bad_words_ids\" is [[]]"},
+      {R"({"bad_words_ids": [[-1]]})", "\"bad_words_ids\" is [[-1]]"},
+      {R"({"forced_bos_token_id": [1]})", "\"forced_bos_token_id\" is [1]"},
+      {R"({"suppress_tokens": ["a"]})", "\"suppress_tokens\" is [\"a\"]"},
+      {R"({"stop_strings": [""]})", "\"stop_strings\" is [\"\"]"},
+      {R"({"exponential_decay_length_penalty": [5]})", "\"exponential_decay_length_penalty\" is"},
+      {R"({"exponential_decay_length_penalty": [5, -1.0]})", "a factor above 0"},
       {R"({"do_sample": "yes"})", "\"do_sample\" is \"yes\""},
       {R"({"do_sample": true, "top_p": 2.0})", "top_p is 2"},
       {"[]", "not an object"}};
@@ -91,11 +131,11 @@ TEST(ReadGenerationConfig, WithoutTheFile_SettingsInConfigJsonCount) {
   EXPECT_EQ(options->eos_token_ids, std::nullopt);  // the model's
   EXPECT_EQ(options->max_new_tokens, GenerateOptions().max_new_tokens);
 
-  ASSERT_TRUE(WriteFileAtomically(config, R"({"suppress_tokens": [1, 2]})").ok());
+  ASSERT_TRUE(WriteFileAtomically(config, R"({"diversity_penalty": 0.5})").ok());
   EXPECT_NE(ReadGenerationConfig(folder.path())
                 .status()
                 .message()
-                .find("config.json: Muster does not have the setting \"suppress_tokens\""),
+                .find("config.json: Muster does not have the setting \"diversity_penalty\""),
             std::string::npos);
   // It counts alone.
   ASSERT_TRUE(WriteFileAtomically(folder.Path("generation_config.json"), "{}").ok());

@@ -821,6 +821,12 @@ void Write(const DecoderConfig& config, Json* json) {
     out["original_max_position_embeddings"] = config.rope.original_max_positions;
   }
   out["rope_scaling"] = RopeScaling(config.rope);
+  if (config.rope.kind == RopeConfig::Kind::kLongRope &&
+      config.rope.factor != static_cast<double>(config.max_positions) /
+                                static_cast<double>(config.rope.original_max_positions)) {
+    // Beside the original positions, transformers 4 does not look at a factor of its own.
+    out["rope_scaling"]["attention_factor"] = LongRopeAttentionFactor(config.rope);
+  }
   if (config.architecture == Architecture::kLlamaForCausalLM) {
     out["attention_bias"] = config.qkv_bias;
     out["mlp_bias"] = config.mlp_bias;
@@ -893,6 +899,13 @@ void Write(const BertConfig& config, Json* json) {
 }
 
 }  // namespace
+
+double LongRopeAttentionFactor(const RopeConfig& rope) {
+  if (rope.attention_factor.has_value()) return *rope.attention_factor;
+  if (rope.factor <= 1) return 1;
+  return std::sqrt(1 + std::log(rope.factor) /
+                           std::log(static_cast<double>(rope.original_max_positions)));
+}
 
 absl::string_view ArchitectureName(Architecture architecture) {
   for (const KnownArchitecture& known : kArchitectures) {

@@ -96,6 +96,10 @@ struct RopeConfig {
   std::vector<double> long_factor = {};
 };
 
+// By what cosines and sines of kLongRope are multiplied: attention_factor, or what follows from
+// `factor`.
+double LongRopeAttentionFactor(const RopeConfig& rope);
+
 // Llama, Mistral, Mixtral and Qwen2: RMS norms, rotary positions, grouped queries, gated feed
 // forward, of one expert or of many.
 struct DecoderConfig : CommonConfig {

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -118,7 +119,14 @@ TEST(ParseModelConfig, LongRope_StretchesByTheFactorOrByThePositions) {
   const DecoderConfig other = Decoder(With(json, {{"rope_scaling", given}}));
   EXPECT_EQ(other.rope.factor, 2);
   EXPECT_EQ(other.rope.attention_factor, 1.25);
-  for (const DecoderConfig& each : {config, other}) {
+  // transformers 4 takes the positions for the factor, and so finds what follows from this one.
+  given.erase("attention_factor");
+  const DecoderConfig own_factor = Decoder(With(json, {{"rope_scaling", given}}));
+  EXPECT_EQ(own_factor.rope.attention_factor, std::nullopt);
+  EXPECT_EQ(Json::parse(ToJson(own_factor))["rope_scaling"]["attention_factor"],
+            std::sqrt(1 + std::log(2.0) / std::log(16.0)));
+  EXPECT_FALSE(Json::parse(ToJson(config))["rope_scaling"].contains("attention_factor"));
+  for (const DecoderConfig& each : {config, other, own_factor}) {
     const std::string text = ToJson(each);
     const auto again = ParseModelConfig(text, "again");
     ASSERT_TRUE(again.ok()) << again.status();

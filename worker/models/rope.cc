@@ -92,15 +92,9 @@ at::Tensor RopeFrequencies(const RopeConfig& rope, int64_t head_dim, int64_t len
 }
 
 double RopeAttentionFactor(const RopeConfig& rope) {
-  const bool is_long = rope.kind == RopeConfig::Kind::kLongRope;
-  if (rope.kind != RopeConfig::Kind::kYarn && !is_long) return 1;
+  if (rope.kind == RopeConfig::Kind::kLongRope) return LongRopeAttentionFactor(rope);
+  if (rope.kind != RopeConfig::Kind::kYarn) return 1;
   if (rope.attention_factor.has_value()) return *rope.attention_factor;
-  if (is_long) {
-    return rope.factor <= 1
-               ? 1.0
-               : std::sqrt(1 + std::log(rope.factor) /
-                                   std::log(static_cast<double>(rope.original_max_positions)));
-  }
   if (rope.mscale != 0 && rope.mscale_all_dim != 0) {
     return Mscale(rope.factor, rope.mscale) / Mscale(rope.factor, rope.mscale_all_dim);
   }

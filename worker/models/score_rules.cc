@@ -1,7 +1,10 @@
 #include "worker/models/score_rules.h"
 
 #include <algorithm>
+#include <cmath>
+#include <iterator>
 #include <limits>
+#include <optional>
 
 #include "ATen/TensorOperators.h"
 #include "ATen/ops/cumsum.h"
@@ -37,6 +40,15 @@ at::Tensor Penalize(double penalty, const at::Tensor& scores, const std::vector<
   return scores.scatter(1, ids, at::where(held < 0, held * penalty, held / penalty));
 }
 
+bool Contains(const std::vector<int64_t>& tokens, int64_t token) {
+  return std::find(tokens.begin(), tokens.end(), token) != tokens.end();
+}
+
+void CheckToken(const char* rule, int64_t token, int64_t vocabulary) {
+  TORCH_CHECK_VALUE(token >= 0 && token < vocabulary, rule, " names token ", token,
+                    "; the vocabulary has ", vocabulary);
+}
+
 // Tokens that would complete an n-gram that is in `row` already.
 std::vector<int64_t> Completions(const Tokens& row, size_t size) {
   std::vector<int64_t> found;
@@ -45,6 +57,21 @@ std::vector<int64_t> Completions(const Tokens& row, size_t size) {
   for (size_t begin = 0; begin + size <= row.size(); ++begin) {
     const auto at = row.begin() + static_cast<int64_t>(begin);
     if (std::equal(last, row.end(), at)) found.push_back(*(at + static_cast<int64_t>(size - 1)));
+  }
+  return found;
+}
+
+// Tokens that would complete one of the sequences.
+std::vector<int64_t> BadWordEnds(const ScoreRules& rules, const Tokens& row, int64_t vocabulary) {
+  std::vector<int64_t> found;
+  for (const std::vector<int64_t>& word : rules.bad_words_ids) {
+    for (const int64_t token : word) CheckToken("bad_words_ids", token, vocabulary);
+    if (word.size() == 1 && Contains(rules.end_tokens, word[0])) continue;
+    if (row.size() + 1 < word.size()) continue;
+    if (std::equal(word.begin(), word.end() - 1,
+                   row.end() - static_cast<int64_t>(word.size() - 1))) {
+      found.push_back(word.back());
+    }
   }
   return found;
 }
@@ -62,6 +89,49 @@ at::Tensor Remove(const at::Tensor& scores, const std::vector<std::vector<int64_
   return scores.index_put({index(rows), index(columns)}, at::full({}, kRemoved, scores.options()));
 }
 
+// Leaves a row no choice but these tokens.
+void Force(const char* rule, const std::vector<int64_t>& tokens, at::Tensor row) {
+  row.fill_(kRemoved);
+  for (const int64_t token : tokens) {
+    CheckToken(rule, token, row.size(0));
+    row[token].fill_(0);
+  }
+}
+
+at::Tensor ApplyForcedTokens(const ScoreRules& rules, const at::Tensor& scores,
+                             const std::vector<Tokens>& rows, int64_t num_generated) {
+  const bool is_last =
+      !rules.forced_eos_token_id.empty() && num_generated + 1 == rules.max_new_tokens;
+  at::Tensor out;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const bool is_first = rules.forced_bos_token_id.has_value() && rows[i].size() == 1;
+    if (!is_first && !is_last) continue;
+    if (!out.defined()) out = scores.clone();
+    at::Tensor row = out[static_cast<int64_t>(i)];
+    if (is_first) Force("forced_bos_token_id", {*rules.forced_bos_token_id}, row);
+    if (is_last) Force("forced_eos_token_id", rules.forced_eos_token_id, row);
+  }
+  return out.defined() ? out : scores;
+}
+
+at::Tensor ApplyLengthDecay(const ScoreRules& rules, const at::Tensor& scores,
+                            int64_t num_generated) {
+  const auto& decay = rules.exponential_decay_length_penalty;
+  if (!decay.has_value() || num_generated <= decay->start) return scores;
+  std::vector<int64_t> ends;
+  for (const int64_t token : rules.end_tokens) {
+    if (token < scores.size(1)) ends.push_back(token);
+  }
+  if (ends.empty()) return scores;
+  const double growth =
+      std::pow(decay->factor, static_cast<double>(num_generated - decay->start)) - 1;
+  const at::Tensor columns = at::tensor(ends, c10::kLong).to(scores.device());
+  const at::Tensor held = scores.index_select(1, columns);
+  // What is removed stays so: infinity less infinity is no number.
+  const at::Tensor grown = at::where(held == kRemoved, held, held + held.abs() * growth);
+  return scores.index_copy(1, columns, grown);
+}
+
 }  // namespace
 
 void CheckRules(const ScoreRules& rules) {
@@ -71,6 +141,16 @@ void CheckRules(const ScoreRules& rules) {
                     rules.no_repeat_ngram_size, "; it must not be negative");
   TORCH_CHECK_VALUE(rules.min_new_tokens >= 0, "min_new_tokens is ", rules.min_new_tokens,
                     "; it must not be negative");
+  TORCH_CHECK_VALUE(rules.min_length >= 0, "min_length is ", rules.min_length,
+                    "; it must not be negative");
+  for (const std::vector<int64_t>& word : rules.bad_words_ids) {
+    TORCH_CHECK_VALUE(!word.empty(), "bad_words_ids has a word without tokens");
+  }
+  if (const auto& decay = rules.exponential_decay_length_penalty) {
+    TORCH_CHECK_VALUE(decay->start >= 0 && std::isfinite(decay->factor) && decay->factor > 0,
+                      "exponential_decay_length_penalty is ", decay->start, ", ", decay->factor,
+                      "; it must be a number of tokens and a factor above 0");
+  }
   TORCH_CHECK_VALUE(rules.temperature > 0, "temperature is ", rules.temperature,
                     "; it must be above 0 (for the best token always, do not sample)");
   TORCH_CHECK_VALUE(rules.top_k >= 0, "top_k is ", rules.top_k, "; it must not be negative");
@@ -83,21 +163,28 @@ void CheckRules(const ScoreRules& rules) {
 at::Tensor ApplyRules(const ScoreRules& rules, const at::Tensor& scores,
                       const std::vector<Tokens>& rows, int64_t num_generated) {
   at::Tensor out = scores;
+  const int64_t vocabulary = scores.size(1);
   if (rules.repetition_penalty != 1) out = Penalize(rules.repetition_penalty, out, rows);
-  std::vector<std::vector<int64_t>> removed(rows.size());
-  if (rules.no_repeat_ngram_size > 0) {
-    for (size_t i = 0; i < rows.size(); ++i) {
+  std::vector<std::vector<int64_t>> removed(rows.size()), suppressed(rows.size());
+  const auto append = [vocabulary](const std::vector<int64_t>& tokens, std::vector<int64_t>* to) {
+    std::copy_if(tokens.begin(), tokens.end(), std::back_inserter(*to),
+                 [vocabulary](int64_t token) { return token < vocabulary; });
+  };
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const auto length = static_cast<int64_t>(rows[i].size());
+    if (rules.no_repeat_ngram_size > 0) {
       removed[i] = Completions(rows[i], static_cast<size_t>(rules.no_repeat_ngram_size));
     }
-  }
-  if (num_generated < rules.min_new_tokens) {
-    for (auto& row : removed) {
-      for (const int64_t token : rules.end_tokens) {
-        if (token < scores.size(1)) row.push_back(token);
-      }
+    append(BadWordEnds(rules, rows[i], vocabulary), &removed[i]);
+    if (num_generated < rules.min_new_tokens || length < rules.min_length) {
+      append(rules.end_tokens, &removed[i]);
     }
+    append(rules.suppress_tokens, &suppressed[i]);
+    const bool has_forced = rules.forced_bos_token_id.has_value() && length - num_generated == 1;
+    if (num_generated == (has_forced ? 1 : 0)) append(rules.begin_suppress_tokens, &suppressed[i]);
   }
-  return Remove(out, removed);
+  out = ApplyForcedTokens(rules, Remove(out, removed), rows, num_generated);
+  return Remove(ApplyLengthDecay(rules, out, num_generated), suppressed);
 }
 
 at::Tensor ApplySamplingRules(const ScoreRules& rules, const at::Tensor& scores) {

@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_MODELS_SCORE_RULES_H_
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
@@ -16,9 +17,31 @@ struct ScoreRules {
   double repetition_penalty = 1;
   // No n-gram of this size comes twice; 0: no rule.
   int64_t no_repeat_ngram_size = 0;
-  // End tokens cannot come before so many tokens have been generated.
+  // None of these sequences of tokens comes; an end token alone is no such sequence.
+  std::vector<std::vector<int64_t>> bad_words_ids = {};
+  // End tokens cannot come before a row has so many tokens, its prompt included, and ...
+  int64_t min_length = 0;
+  // ... before so many tokens have been generated.
   int64_t min_new_tokens = 0;
+  // generate() fills these two in.
   std::vector<int64_t> end_tokens = {};
+  int64_t max_new_tokens = 0;
+
+  // What follows a prompt of one token.
+  std::optional<int64_t> forced_bos_token_id = std::nullopt;
+  // One of these is the last of max_new_tokens; empty: no rule.
+  std::vector<int64_t> forced_eos_token_id = {};
+  // Once more than `start` tokens have been generated, n of them more, the scores of end tokens
+  // grow by (factor^n - 1) times what they are without their sign.
+  struct LengthDecay {
+    int64_t start = 0;
+    double factor = 1;
+  };
+  std::optional<LengthDecay> exponential_decay_length_penalty = std::nullopt;
+  // Never.
+  std::vector<int64_t> suppress_tokens = {};
+  // Not as the first token; behind one that forced_bos_token_id gives, not as the next.
+  std::vector<int64_t> begin_suppress_tokens = {};
 
   // For sampling alone, applied in this order.
   double temperature = 1;
@@ -36,10 +59,11 @@ void CheckRules(const ScoreRules& rules);
 // The tokens of a row, without padding.
 using Tokens = std::vector<int64_t>;
 
-// `scores` [rows, vocabulary] float32 after the first three rules, in the order above. `rows`: what
-// each row holds, prompt and generated tokens; of those `num_generated` are generated. Removed
-// tokens get minus infinity. transformers lets padding count as tokens of the row; here it does
-// not, so that a row says the same however much it is padded.
+// `scores` [rows, vocabulary] float32 after the rules that are not for sampling alone, in the order
+// above. `rows`: what each row holds, prompt and generated tokens; of those `num_generated` are
+// generated. Removed tokens get minus infinity. transformers lets padding count as tokens of the
+// row; here it does not, so that a row says the same however much it is padded. Throws c10::Error
+// for a forced token and one of a bad word that the vocabulary does not have.
 at::Tensor ApplyRules(const ScoreRules& rules, const at::Tensor& scores,
                       const std::vector<Tokens>& rows, int64_t num_generated);
 

@@ -47,6 +47,55 @@ TEST(ApplyRules, MinNewTokens_RemovesEndTokensUntilThen) {
   EXPECT_EQ(Removed(ApplyRules(rules, Row({1, 1, 1}), {{1}}, 2)), (Ids{}));
 }
 
+TEST(ApplyRules, BadWords_AreNeverCompleted) {
+  const at::Tensor scores = Row({1, 1, 1, 1, 1});
+  const ScoreRules rules = {.bad_words_ids = {{0}, {1, 2}, {3, 1, 4}, {2}}, .end_tokens = {2}};
+  EXPECT_EQ(Removed(ApplyRules(rules, scores, {{3}}, 0)), (Ids{0}));
+  EXPECT_EQ(Removed(ApplyRules(rules, scores, {{1}}, 0)), (Ids{0, 2}));
+  EXPECT_EQ(Removed(ApplyRules(rules, scores, {{3, 1}}, 0)), (Ids{0, 2, 4}));
+  EXPECT_THROW(ApplyRules({.bad_words_ids = {{5}}}, scores, {{3}}, 0), c10::Error);
+  EXPECT_THROW(CheckRules({.bad_words_ids = {{}}}), c10::Error);
+}
+
+TEST(ApplyRules, MinLength_CountsThePrompt) {
+  const ScoreRules rules = {.min_length = 3, .end_tokens = {0, 99}};
+  EXPECT_EQ(Removed(ApplyRules(rules, Row({1, 1}), {{1, 1}}, 0)), (Ids{0}));
+  EXPECT_EQ(Removed(ApplyRules(rules, Row({1, 1}), {{1, 1, 1}}, 1)), (Ids{}));
+}
+
+TEST(ApplyRules, ForcedTokens_LeaveNoChoice) {
+  const ScoreRules rules = {
+      .max_new_tokens = 4, .forced_bos_token_id = 1, .forced_eos_token_id = {0, 2}};
+  const at::Tensor scores = at::ones({2, 3});
+  const at::Tensor first = ApplyRules(rules, scores, {{2}, {2, 2}}, 0);
+  EXPECT_EQ(Removed(first.narrow(0, 0, 1)), (Ids{0, 2}));
+  EXPECT_EQ(Removed(first.narrow(0, 1, 1)), (Ids{}));
+  EXPECT_EQ(Removed(ApplyRules(rules, Row({1, 1, 1}), {{2, 2, 2}}, 2)), (Ids{}));
+  EXPECT_EQ(Removed(ApplyRules(rules, Row({1, 1, 1}), {{2, 2, 2, 2}}, 3)), (Ids{1}));
+  EXPECT_THROW(ApplyRules({.forced_bos_token_id = 3}, Row({1, 1, 1}), {{2}}, 0), c10::Error);
+}
+
+TEST(ApplyRules, SuppressedTokens_AreRemoved) {
+  const ScoreRules rules = {.suppress_tokens = {0, 99}, .begin_suppress_tokens = {1}};
+  EXPECT_EQ(Removed(ApplyRules(rules, Row({1, 1, 1}), {{2}}, 0)), (Ids{0, 1}));
+  EXPECT_EQ(Removed(ApplyRules(rules, Row({1, 1, 1}), {{2, 2}}, 1)), (Ids{0}));
+  // What is forced does not count as the beginning.
+  ScoreRules forced = rules;
+  forced.forced_bos_token_id = 2;
+  EXPECT_EQ(Removed(ApplyRules(forced, Row({1, 1, 1}), {{2, 2}}, 1)), (Ids{0, 1}));
+}
+
+TEST(ApplyRules, LengthDecay_RaisesEndTokensFromThenOn) {
+  const ScoreRules rules = {.end_tokens = {0, 1, 99},
+                            .exponential_decay_length_penalty = {{.start = 1, .factor = 2}}};
+  EXPECT_TRUE(at::equal(ApplyRules(rules, Row({3, -2, 5}), {{2}}, 1), Row({3, -2, 5})));
+  EXPECT_TRUE(at::equal(ApplyRules(rules, Row({3, -2, 5}), {{2}}, 3), Row({12, 4, 5})));
+  // An end token that cannot come yet does not come.
+  ScoreRules early = rules;
+  early.min_new_tokens = 9;
+  EXPECT_EQ(Removed(ApplyRules(early, Row({3, -2, 5}), {{2}}, 3)), (Ids{0, 1}));
+}
+
 TEST(ApplySamplingRules, TopK_KeepsTheBest) {
   EXPECT_EQ(Removed(ApplySamplingRules({.top_k = 2}, Row({3, 1, 2, 0}))), (Ids{1, 3}));
   EXPECT_EQ(Removed(ApplySamplingRules({.top_k = 9}, Row({3, 1, 2, 0}))), (Ids{}));

@@ -58,9 +58,10 @@ bool Contains(const std::vector<int64_t>& tokens, int64_t token) {
 }  // namespace
 
 absl::StatusOr<TextGenerator> TextGenerator::FromFolder(const std::string& folder,
-                                                        const LoadPretrainedOptions& options) {
+                                                        const LoadPretrainedOptions& options,
+                                                        std::optional<bool> do_sample) {
   // The small files first: what is wrong with them shows at once.
-  MUSTER_ASSIGN_OR_RETURN(GenerateOptions defaults, ReadGenerationConfig(folder));
+  MUSTER_ASSIGN_OR_RETURN(GenerateOptions defaults, ReadGenerationConfig(folder, do_sample));
   MUSTER_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::FromFolder(folder));
   MUSTER_ASSIGN_OR_RETURN(CausalLm model, LoadCausalLm(folder, options));
   return TextGenerator(std::move(model), std::move(tokenizer), std::move(defaults));
@@ -110,10 +111,13 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::Generate(
     const int64_t room = ContextLength(model_->config()) - encoded.ids.size(1);
     tokens.max_new_tokens = std::clamp<int64_t>(room, 1, tokens.max_new_tokens);
   }
+  std::vector<std::string> stop = options.stop;
+  stop.insert(stop.end(), tokens.stop_strings.begin(), tokens.stop_strings.end());
+  tokens.stop_strings.clear();
   const auto per_prompt = static_cast<size_t>(std::max<int64_t>(1, tokens.num_return_sequences));
   std::vector<TextRow> rows;
   for (size_t i = 0; i < prompts.size() * per_prompt; ++i) {
-    rows.emplace_back(tokenizer_.Stream(), options.stop);
+    rows.emplace_back(tokenizer_.Stream(), stop);
   }
   const std::vector<int64_t> end_tokens =
       tokens.eos_token_ids.value_or(Common(model_->config()).eos_token_ids);

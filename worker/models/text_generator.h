@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,7 +18,8 @@ namespace muster::models {
 
 struct TextOptions {
   GenerateOptions tokens = {};
-  // A row ends before the first of these; what the model says before is all that is shown.
+  // A row ends before the first of these and of tokens.stop_strings; what the model says before is
+  // all that is shown. The prompt's own text does not count.
   std::vector<std::string> stop = {};
   // Where prompt and max_new_tokens are more than the model's positions: fewer new tokens rather
   // than an error.
@@ -41,10 +43,11 @@ struct GeneratedText {
 class TextGenerator {
  public:
   // From a folder with config.json, weights, tokenizer.json and, where there is one,
-  // generation_config.json. Blocks on the disk. Errors: as LoadCausalLm, Tokenizer::FromFolder and
-  // ReadGenerationConfig.
+  // generation_config.json, with `do_sample` instead of its own. Blocks on the disk. Errors: as
+  // LoadCausalLm, Tokenizer::FromFolder and ReadGenerationConfig.
   static absl::StatusOr<TextGenerator> FromFolder(const std::string& folder,
-                                                  const LoadPretrainedOptions& options = {});
+                                                  const LoadPretrainedOptions& options = {},
+                                                  std::optional<bool> do_sample = std::nullopt);
   TextGenerator(CausalLm model, Tokenizer tokenizer, GenerateOptions defaults);
 
   // What the model's makers recommend.

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
@@ -109,6 +110,35 @@ TEST_F(TextGeneratorTest, StopString_EndsItsRowBeforeIt) {
   EXPECT_EQ(stopped[0].reason, GeneratedText::Reason::kStopString);
   EXPECT_LT(stopped[0].num_new_tokens, 40);
   EXPECT_EQ(stopped[1].text, texts[1].text.substr(0, texts[1].text.find(stop)));
+}
+
+TEST_F(TextGeneratorTest, StopStringOfTheModelsFiles_EndsItsRow) {
+  TextGenerator plain = Load();
+  const std::string whole = Texts(plain, {"Hello"}, {.tokens = {.max_new_tokens = 40}})[0].text;
+  ASSERT_GT(whole.size(), 20);
+  const std::string stop = whole.substr(8, 3);
+  ASSERT_TRUE(WriteFileAtomically(folder_.Path("generation_config.json"),
+                                  nlohmann::json({{"stop_strings", {stop}}}).dump())
+                  .ok());
+  TextGenerator generator = Load();
+  TextOptions options = {.tokens = generator.defaults()};
+  options.tokens.max_new_tokens = 40;
+  const auto texts = Texts(generator, {"Hello"}, options);
+  EXPECT_EQ(texts[0].text, whole.substr(0, whole.find(stop)));
+  EXPECT_EQ(texts[0].reason, GeneratedText::Reason::kStopString);
+}
+
+TEST_F(TextGeneratorTest, SeveralDraws_AreOfThePromptThatTheyFollow) {
+  TextGenerator generator = Load();
+  const TextOptions options = {
+      .tokens = {.max_new_tokens = 12, .do_sample = true, .seed = 4, .num_return_sequences = 3}};
+  const auto texts = Texts(generator, {"Hello", "Bye, all of you"}, options);
+  ASSERT_EQ(texts.size(), 6);
+  EXPECT_NE(texts[0].text, texts[1].text);
+  EXPECT_EQ(texts[2].num_prompt_tokens, texts[0].num_prompt_tokens);
+  // What a draw says does not depend on what the others are.
+  const auto alone = Texts(generator, {"Hello"}, options);
+  for (size_t i = 0; i < 3; ++i) EXPECT_EQ(alone[i].text, texts[i].text);
 }
 
 TEST_F(TextGeneratorTest, EndToken_IsNotPartOfTheText) {
