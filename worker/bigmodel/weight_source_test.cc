@@ -72,6 +72,33 @@ TEST(WeightSource, AnyRange_HasTheBytesOfTheFile) {
   }
 }
 
+// What is in the cache is taken from there, and the rest from the disk.
+TEST(WeightSource, PartlyCachedRange_HasTheBytesOfTheFile) {
+  const TestFolder folder;
+  const std::string path = folder.Path("model.safetensors");
+  const at::Tensor values = at::arange(300'000, at::kInt);
+  const Saved saved = Save(folder.path(), {{"b", values}});
+  const size_t bytes = 1'200'000;
+  ReadScratch scratch;
+  AlignedMemory memory;
+  ASSERT_TRUE(memory.Grow(bytes + 8192).ok());
+  // Read in place, and not.
+  for (const size_t offset : {saved.source->Remainder(0), saved.source->Remainder(0) + 4}) {
+    for (const size_t cached : {4096, 100'000, 600'000}) {
+      DropFromCache(path);
+      const int file = open(path.c_str(), O_RDONLY);
+      ASSERT_EQ(posix_fadvise(file, 0, 0, POSIX_FADV_RANDOM), 0);
+      std::vector<char> part(cached);
+      ASSERT_GT(pread(file, part.data(), cached, 0), 0);
+      close(file);
+      std::memset(memory.data(), 0xaa, bytes + 8192);
+      const absl::Status read = saved.source->Read(0, 0, bytes, memory.data() + offset, scratch);
+      ASSERT_TRUE(read.ok()) << read;
+      EXPECT_EQ(memcmp(memory.data() + offset, values.const_data_ptr(), bytes), 0);
+    }
+  }
+}
+
 TEST(WeightSource, FileThatBecameShorter_IsNamedWithItsTensor) {
   const TestFolder folder;
   const Saved saved = Save(folder.path(), {{"layers.3.up", at::zeros({10'000})}});
