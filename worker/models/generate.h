@@ -64,7 +64,7 @@ struct Generated {
   at::Tensor tokens = {};
   // With beams: the sum of the log-probabilities over length^length_penalty, float32 [rows].
   at::Tensor scores = {};
-  // With output_logits: [B, n, vocabulary] float32 before any rule.
+  // With output_logits: of the same rows, [rows, n, vocabulary] float32 before any rule.
   at::Tensor logits = {};
 };
 

@@ -120,7 +120,7 @@ at::Tensor ApplyLengthDecay(const ScoreRules& rules, const at::Tensor& scores,
   if (!decay.has_value() || num_generated <= decay->start) return scores;
   std::vector<int64_t> ends;
   for (const int64_t token : rules.end_tokens) {
-    if (token < scores.size(1)) ends.push_back(token);
+    if (token >= 0 && token < scores.size(1)) ends.push_back(token);
   }
   if (ends.empty()) return scores;
   const double growth =
@@ -168,7 +168,7 @@ at::Tensor ApplyRules(const ScoreRules& rules, const at::Tensor& scores,
   std::vector<std::vector<int64_t>> removed(rows.size()), suppressed(rows.size());
   const auto append = [vocabulary](const std::vector<int64_t>& tokens, std::vector<int64_t>* to) {
     std::copy_if(tokens.begin(), tokens.end(), std::back_inserter(*to),
-                 [vocabulary](int64_t token) { return token < vocabulary; });
+                 [vocabulary](int64_t token) { return token >= 0 && token < vocabulary; });
   };
   for (size_t i = 0; i < rows.size(); ++i) {
     const auto length = static_cast<int64_t>(rows[i].size());

@@ -76,7 +76,7 @@ TEST(ApplyRules, ForcedTokens_LeaveNoChoice) {
 }
 
 TEST(ApplyRules, SuppressedTokens_AreRemoved) {
-  const ScoreRules rules = {.suppress_tokens = {0, 99}, .begin_suppress_tokens = {1}};
+  const ScoreRules rules = {.suppress_tokens = {0, -1, 99}, .begin_suppress_tokens = {1}};
   EXPECT_EQ(Removed(ApplyRules(rules, Row({1, 1, 1}), {{2}}, 0)), (Ids{0, 1}));
   EXPECT_EQ(Removed(ApplyRules(rules, Row({1, 1, 1}), {{2, 2}}, 1)), (Ids{0}));
   // What is forced does not count as the beginning.
