@@ -71,6 +71,9 @@ std::vector<PlannedUnit> PlanOnAll(Comm& world,
   } catch (const c10::Error& error) {
     mistake = error.what_without_backtrace();
     mine = std::current_exception();
+  } catch (const std::exception& error) {
+    mistake = error.what();
+    mine = std::current_exception();
   }
   const std::vector<std::string> all = world.AllGatherBytes(mistake);
   if (mine != nullptr) std::rethrow_exception(mine);

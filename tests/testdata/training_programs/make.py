@@ -290,8 +290,8 @@ def train_copies(case):
 
 
 def draw_case(draw, index):
-    ranks = draw.choice([1, 2, 2, 3, 4, 4])
-    big = index % 6 == 5  # parts of a unit that ranks share in memory
+    ranks = [2, 4, 3, 2, 4, 1, 3, 4][index % 8]
+    big = index % 8 < 2  # parts of a unit that ranks share in memory
     width = 48 if big else draw.randint(2, 7)
     hidden = (lambda: 360 * ranks) if big else (lambda: draw.randint(1, 9))
     accumulation = draw.choice([1, 1, 2, 3])
@@ -317,16 +317,16 @@ def draw_case(draw, index):
     all_names = [f"blocks.{i}.{n}" for i, b in enumerate(blocks) for n in names[b["kind"]]] + ["first.weight", "first.bias", "head.bias"]
     tied = []
     mlps = [i for i, b in enumerate(blocks) if b["kind"] == "mlp"]
-    if len(mlps) > 1 and draw.random() < 0.5:
+    if len(mlps) > 1 and draw.random() < 0.7:
         a, b = draw.sample(mlps, 2)
         blocks[max(a, b)]["hidden"] = blocks[min(a, b)]["hidden"]
         tied = [[f"blocks.{max(a, b)}.{n}", f"blocks.{min(a, b)}.{n}"] for n in draw.choice([["a.weight"], ["a.weight", "a.bias", "b.weight"], ["b.bias"]])]
     squares = [i for i, b in enumerate(blocks) if b["kind"] in ("norm", "memory")]
-    if len(squares) > 1 and draw.random() < 0.5:
+    if len(squares) > 1 and draw.random() < 0.7:
         tied.append([f"blocks.{squares[-1]}.a.weight", f"blocks.{squares[0]}.a.weight"])
     second = {name for name, _ in tied}
     frozen = sorted(n for n in draw.sample(all_names, draw.choice([0, 0, 1, 2])) if n not in second)
-    optimizer = {"type": draw.choice(["sgd", "sgd", "adam", "adamw", "adagrad", "rmsprop"]), "lr": draw.choice([0.02, 0.05]),
+    optimizer = {"type": draw.choice(["sgd", "sgd", "adam", "adamw", "adagrad", "rmsprop"]), "lr": draw.choice([0.02, 0.05]) / (40 if big else 1),
                  "weight_decay": draw.choice([0, 0.1]), "momentum": draw.choice([0, 0.9]), "nesterov": False, "lr_decay": draw.choice([0, 0.1]),
                  "groups": draw.choice(["one", "dims"]), "fused": draw.random() < 0.6}
     if optimizer["type"] == "sgd" and optimizer["momentum"] > 0:
