@@ -404,7 +404,7 @@ def train_rank(case, rank, engine):
         model, optimizer = accelerator.prepare(net, optimizer)
     else:
         # No shards of single numbers, nor gradients on one rank only; a module that is not called is not gathered.
-        if kinds & {"bare", "branch", "memory"} or case["model"]["tied"] or case["model"]["frozen"] or n > 1 or case["sync_each_batch"]:
+        if kinds & {"bare", "branch", "memory"} or case["model"]["tied"]:
             return None
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -421,9 +421,12 @@ def train_rank(case, rank, engine):
     norms, updates = [], 0
 
     def backward(loss):
-        accelerator.backward(loss) if engine == "ddp" else loss.backward()
+        accelerator.backward(loss) if engine == "ddp" else (loss / n).backward()
 
     for s, step in enumerate(case["steps"]):
+        sync = (s + 1) % n == 0
+        if engine == "fsdp2":
+            model.set_requires_gradient_sync(sync)
         with accelerator.accumulate(model) if engine == "ddp" else nullcontext():
             losses = []
             for f, order in enumerate(step["orders"]):
@@ -433,7 +436,7 @@ def train_rank(case, rank, engine):
                     backward(losses[-1])
             if step["backward"] == "sum":
                 backward(sum(losses))
-            if (s + 1) % n == 0:
+            if sync:
                 clip_norm = accelerator.clip_grad_norm_ if engine == "ddp" else nn.utils.clip_grad_norm_
                 clip_value = accelerator.clip_grad_value_ if engine == "ddp" else nn.utils.clip_grad_value_
                 if clip is not None and clip["kind"] == "norm":
@@ -441,12 +444,14 @@ def train_rank(case, rank, engine):
                     norms.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())
                 elif clip is not None:
                     clip_value(clipped(named, clip), clip["max"])
-            optimizer.step()
-            if (s + 1) % n == 0 and case["schedule"] is not None:
+            if engine == "ddp" or sync:
+                optimizer.step()
+            if sync and case["schedule"] is not None:
                 updates += 1
                 for group, lr in zip(optimizer.param_groups, base):
                     group["lr"] = lr * rate(case["schedule"], updates)
-            optimizer.zero_grad()
+            if engine == "ddp" or sync:
+                optimizer.zero_grad()
     state = {name: sample(p.full_tensor() if hasattr(p, "full_tensor") else p) for name, p in named}
     state.update({name: sample(b) for name, b in net.named_buffers()})
     return state, norms
