@@ -207,6 +207,44 @@ TEST(ReadEngineSettings, WhatTheEngineDoesNotHave_IsRefusedWithTheWayOut) {
               HasSubstr("optimizer.params.eps"));
 }
 
+// DeepSpeed takes these from its config; here the process has them from elsewhere.
+TEST(ReadEngineSettings, LoopThatTheConfigSaysOtherwise_IsRefused) {
+  EXPECT_THAT(ErrorOfFile(R"(, "gradient_accumulation_steps": 4)"),
+              HasSubstr("has gradient_accumulation_steps 4, and the process 1"));
+  EXPECT_TRUE(ReadFile(R"(, "gradient_accumulation_steps": "auto")").ok());
+  EXPECT_TRUE(ReadFile(R"(, "gradient_accumulation_steps": 1)").ok());
+  EXPECT_THAT(
+      ErrorOfFile(R"(, "fp16": {"enabled": true})"),
+      HasSubstr("mixed precision fp16 (fp16.enabled, bf16.enabled), and the process has no"));
+  EXPECT_THAT(std::string(ReadFile(R"(, "bf16": {"enabled": false})", "bf16").status().message()),
+              HasSubstr("asks for mixed precision no"));
+  EXPECT_TRUE(ReadFile(R"(, "bf16": {"enabled": "auto"})", "bf16").ok());
+  EXPECT_TRUE(ReadFile("", "bf16").ok());
+  // An option of the program wins over a variable, as ever.
+  EXPECT_TRUE(
+      Read({{"ACCELERATE_USE_DEEPSPEED", "true"}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"}})
+          .ok());
+}
+
+TEST(ReadEngineSettings, WhatHasNoEffect_IsSaid) {
+  absl::StatusOr<EngineSettings> settings = Read({{"ACCELERATE_USE_FSDP", "true"}}, "bf16");
+  ASSERT_TRUE(settings.ok()) << settings.status();
+  EXPECT_THAT(settings->notes, Contains(HasSubstr("Buffers stay in their own dtype")));
+  settings = Read({{"ACCELERATE_USE_FSDP", "true"}, {"FSDP_VERSION", "2"}}, "bf16");
+  ASSERT_TRUE(settings.ok()) << settings.status();
+  EXPECT_THAT(settings->notes, Contains(HasSubstr("What a model returns is float32")));
+  const std::string file = TestPath("deepspeed.json");
+  std::ofstream(file) << R"({"train_micro_batch_size_per_gpu": 3, "zero_optimization": )"
+                      << R"({"stage": 3, "stage3_param_persistence_threshold": 100, )"
+                      << R"("reduce_bucket_size": 1000}})";
+  settings =
+      Read({{"ACCELERATE_USE_DEEPSPEED", "true"}, {"ACCELERATE_DEEPSPEED_CONFIG_FILE", file}});
+  ASSERT_TRUE(settings.ok()) << settings.status();
+  EXPECT_THAT(settings->notes, Contains(HasSubstr("reduce_bucket_size has no effect")));
+  EXPECT_THAT(settings->notes, Contains(HasSubstr("persistence_threshold has no effect")));
+  EXPECT_THAT(settings->notes, Contains(HasSubstr("Batches are as large as")));
+}
+
 TEST(ReadEngineSettings, OptimizerAndScheduler_AreForTheProgramToMake) {
   absl::StatusOr<EngineSettings> settings = ReadFile(
       R"(, "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.95]}}, )"

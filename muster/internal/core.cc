@@ -6,6 +6,7 @@
 #include "ATen/Functions.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
@@ -20,6 +21,28 @@
 
 namespace muster::internal {
 namespace {
+
+// What the ranks must have alike, since their collectives follow from it. Folders are each rank's
+// own.
+std::string Describe(const ShardingOptions& sharding) {
+  if (sharding.strategy == ShardingStrategy::kNone) return "no_shard";
+  std::string text = absl::StrCat("zero", static_cast<int>(sharding.strategy));
+  const auto add = [&text](absl::string_view name, const auto& value) {
+    absl::StrAppend(&text, " ", name, "=", value);
+  };
+  if (sharding.group_size != 0) add("group_size", sharding.group_size);
+  if (!sharding.reshard_after_forward) add("reshard_after_forward", "false");
+  if (sharding.reshard_group_size != 0) add("reshard_group_size", sharding.reshard_group_size);
+  if (sharding.parameter_dtype) add("parameter_dtype", c10::toString(*sharding.parameter_dtype));
+  if (sharding.reduce_dtype) add("reduce_dtype", c10::toString(*sharding.reduce_dtype));
+  if (sharding.overlap) add("overlap", "true");
+  if (sharding.offload_parameters == Offload::kDisk) add("offload_parameters", "disk");
+  if (!sharding.ignored_modules.empty()) add("ignored_modules", sharding.ignored_modules);
+  if (!sharding.unit_types.empty()) add("unit_types", absl::StrJoin(sharding.unit_types, ","));
+  if (!sharding.unit_names.empty()) add("unit_names", absl::StrJoin(sharding.unit_names, ","));
+  if (sharding.min_unit_parameters != 0) add("min_unit_parameters", sharding.min_unit_parameters);
+  return text;
+}
 
 JoinedProcess JoinOrThrow(const AcceleratorOptions& options) {
   JoinJobOptions join;
@@ -64,9 +87,9 @@ Core::Core(const AcceleratorOptions& options, JoinedProcess process)
           JobTriggers::Options{.stop_on_sigterm = options.stop_on_sigterm})) {
   if (process_.size() == 1) return;
   // Ranks that step at different times would wait for each other in vain, or mix their gradients.
-  const std::vector<std::string> all = process_.comm().AllGatherBytes(
-      absl::StrCat("mixed_precision=", process_.mixed_precision(),
-                   " gradient_accumulation_steps=", steps_.gradient_accumulation_steps()));
+  const std::vector<std::string> all = process_.comm().AllGatherBytes(absl::StrCat(
+      "mixed_precision=", process_.mixed_precision(), " gradient_accumulation_steps=",
+      steps_.gradient_accumulation_steps(), " sharding=", Describe(process_.sharding())));
   for (size_t r = 1; r < all.size(); ++r) {
     TORCH_CHECK(all[r] == all[0], "rank ", r, " has ", all[r], " and rank 0 has ", all[0],
                 ": give all processes of a job the same settings");

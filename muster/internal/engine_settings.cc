@@ -124,12 +124,60 @@ absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks
   if (from.wrap == ShardingSettings::Wrap::kSize) to.min_unit_parameters = from.min_parameters;
   MUSTER_ASSIGN_OR_RETURN(to.parameter_dtype, DtypeOf(from.parameter_dtype, "parameters"));
   MUSTER_ASSIGN_OR_RETURN(to.reduce_dtype, DtypeOf(from.reduce_dtype, "reductions"));
+  const auto low = [](const std::optional<std::string>& dtype) {
+    return dtype.value_or("float32") != "float32";
+  };
+  if (low(from.buffer_dtype)) {
+    result.notes.push_back("Buffers stay in their own dtype, whatever that of the policy.");
+  }
+  if (low(from.output_dtype)) {
+    result.notes.push_back(
+        "What a model returns is float32, as under every mixed precision, whatever the policy.");
+  }
+  if (from.reduce_bucket_elements.has_value()) {
+    result.notes.push_back("reduce_bucket_size has no effect: gradients are reduced unit by unit.");
+  }
+  if (from.whole_below_elements.has_value()) {
+    result.notes.push_back(
+        "stage3_param_persistence_threshold has no effect: small parameters are divided with their "
+        "unit. ignored_modules stay whole.");
+  }
+  if (plan.micro_batch_size.has_value() || plan.train_batch_size.has_value()) {
+    result.notes.push_back(
+        "Batches are as large as those of the loaders that the program prepares, whatever "
+        "train_micro_batch_size_per_gpu and train_batch_size.");
+  }
   if (!from.full_state_dict) {
     result.notes.push_back(
         "Checkpoints hold whole tensors, divided among files of all processes, "
         "whatever the state dict type.");
   }
   return result;
+}
+
+// What the file of a DeepSpeed config says about the loop, and the process has in another place.
+absl::Status CheckAgrees(const std::map<std::string, std::string>& variables,
+                         const ShardingPlan& plan, const std::string& mixed_precision,
+                         int64_t gradient_accumulation_steps) {
+  const auto file = variables.find("ACCELERATE_DEEPSPEED_CONFIG_FILE");
+  if (file == variables.end() || file->second == "none") return absl::OkStatus();
+  if (plan.mixed_precision != mixed_precision) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the DeepSpeed config asks for mixed precision ", plan.mixed_precision,
+                     " (fp16.enabled, bf16.enabled), and the process has ", mixed_precision,
+                     ": set --mixed_precision ", plan.mixed_precision,
+                     " or options.mixed_precision, or \"auto\" in the config"));
+  }
+  // "auto", and a file that says nothing, have been filled in from elsewhere.
+  MUSTER_ASSIGN_OR_RETURN(const nlohmann::json config, client::ReadDeepSpeedConfig(file->second));
+  const auto steps = config.find("gradient_accumulation_steps");
+  if (steps == config.end() || !steps->is_number() || *steps == gradient_accumulation_steps) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "the DeepSpeed config has gradient_accumulation_steps ", steps->dump(), ", and the process ",
+      gradient_accumulation_steps, ": set --gradient_accumulation_steps ", steps->dump(),
+      " or options.gradient_accumulation_steps, or \"auto\" in the config"));
 }
 
 bool IsOn(const std::map<std::string, std::string>& variables, const std::string& name) {
@@ -159,6 +207,8 @@ absl::StatusOr<EngineSettings> ReadEngineSettings(
     nlohmann::json settings = config.config();
     autos = TakeAutos(&settings);
     MUSTER_ASSIGN_OR_RETURN(plan, client::MapDeepSpeed(settings));
+    MUSTER_RETURN_IF_ERROR(
+        CheckAgrees(variables, plan, mixed_precision, gradient_accumulation_steps));
   }
   MUSTER_ASSIGN_OR_RETURN(EngineSettings result, ToOptions(plan, ranks_per_node));
   result.configured.autos = std::move(autos);

@@ -649,6 +649,37 @@ void StepController::FindOwners(OptimizerSlot& slot) const {
   }
 }
 
+namespace {
+
+// Of an optimizer none of whose tensors, so many, has to do with a prepared model: if the gradients
+// of a sharded one are nobody's, it was to have them.
+void CheckHoldsOthers(const Registry& registry, size_t tensors) {
+  std::unordered_set<const void*> held;
+  for (const auto& optimizer : registry.optimizers()) {
+    for (const at::Tensor& parameter : optimizer->handle().parameters()) {
+      held.insert(parameter.unsafeGetTensorImpl());
+    }
+  }
+  for (const auto& model : registry.models()) {
+    if (model->sharded() == nullptr) continue;
+    for (const auto& [name, parameter] : model->source().parameters()) {
+      const at::Tensor shard = model->sharded()->ShardOf(parameter);
+      // Of each parameter that was trained, whether this rank has a part of it or not.
+      if (!parameter.grad().defined() || held.count(shard.unsafeGetTensorImpl()) > 0) continue;
+      TORCH_CHECK(
+          false, "optimizer.step(): none of the ", tensors,
+          " tensors of this optimizer belongs to a prepared model or has a gradient, and no "
+          "prepared optimizer has parameter '",
+          name,
+          "' of a sharded model, which has one: the optimizer was made of other tensors, "
+          "such as those of a copy of the model; make it of net->parameters() of the "
+          "module that prepare() gets");
+    }
+  }
+}
+
+}  // namespace
+
 void StepController::CheckExchanged(const OptimizerSlot& slot) const {
   const std::vector<at::Tensor>& parameters = slot.handle_->parameters();
   for (const size_t i : slot.local_) {
@@ -661,6 +692,7 @@ void StepController::CheckExchanged(const OptimizerSlot& slot) const {
         "prepare it, or, if you average the gradient yourself, set "
         "options.allow_local_gradients");
   }
+  if (slot.local_.size() == parameters.size()) CheckHoldsOthers(registry_, parameters.size());
   for (const auto& owner : slot.models_) {
     const std::shared_ptr<ModelSlot> model = owner.lock();
     if (model == nullptr) continue;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <limits>
 #include <optional>
 #include <tuple>
@@ -18,6 +19,7 @@
 #include "torch/nn/module.h"
 #include "worker/collective/shared_parts.h"
 #include "worker/parallel/coalesce.h"
+#include "worker/parallel/paged_storage.h"
 #include "worker/parallel/same_model.h"
 
 namespace muster {
@@ -56,6 +58,29 @@ bool InBackward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 at::Tensor OnCpu(const at::Tensor& tensor) {
   return tensor.detach().to(at::kCPU).contiguous().clone();
+}
+
+// What `plan` gives on every rank. An error of one rank is thrown on all: the others would wait.
+std::vector<PlannedUnit> PlanOnAll(Comm& world,
+                                   const std::function<std::vector<PlannedUnit>()>& plan) {
+  std::vector<PlannedUnit> units;
+  std::string mistake;
+  std::exception_ptr mine;
+  try {
+    units = plan();
+  } catch (const c10::Error& error) {
+    mistake = error.what_without_backtrace();
+    mine = std::current_exception();
+  } catch (const std::exception& error) {
+    mistake = error.what();
+    mine = std::current_exception();
+  }
+  const std::vector<std::string> all = world.AllGatherBytes(mistake);
+  if (mine != nullptr) std::rethrow_exception(mine);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    TORCH_CHECK(all[rank].empty(), "rank ", rank, " cannot shard the model: ", all[rank]);
+  }
+  return units;
 }
 
 // A number that grows or shrinks back whatever happens.
@@ -102,7 +127,8 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
   }
   CheckStorage(parameters);
   VerifySameModel(world_, tensors, names, std::vector<bool>(names.size(), false));
-  std::vector<PlannedUnit> plan = PlanUnits(module, parameters, options_);
+  std::vector<PlannedUnit> plan =
+      PlanOnAll(world_, [&] { return PlanUnits(module, parameters, options_); });
   CheckSamePlan(plan);
   tensors.clear();
   parameters.clear();
@@ -184,6 +210,11 @@ void ShardedModel::CheckSamePlan(const std::vector<PlannedUnit>& plan) const {
                ", reshard_after_forward ", options_.reshard_after_forward, " in groups of ",
                options_.reshard_group_size, "\n");
   mine += c10::str("offload_parameters ", static_cast<int>(options_.offload_parameters), "\n");
+  const auto name = [](const std::optional<at::ScalarType>& dtype) {
+    return dtype.has_value() ? c10::toString(*dtype) : "none";
+  };
+  mine += c10::str("parameter_dtype ", name(options_.parameter_dtype), ", reduce_dtype ",
+                   name(options_.reduce_dtype), ", overlap ", options_.overlap, "\n");
   for (const PlannedUnit& unit : plan) {
     mine += c10::str("unit '", unit.name, "' of ", unit.parameters.size(), " parameters from '",
                      unit.parameters.front().name, "'\n");
@@ -257,6 +288,12 @@ void ShardedModel::BeginForward(bool communicate) {
                   "' of a sharded model was frozen when the model was prepared, and has "
                   "requires_grad now: prepare the model with all parameters that are trained "
                   "later, and freeze them afterwards");
+      TORCH_CHECK(
+          IsPaged(slice.tensor), "parameter '", slice.name,
+          "' of a sharded model has been given other memory since prepare() (set_data(), "
+          "module->to()): its values are divided among the ranks, and what is trained would "
+          "not be what the model uses; convert the model before prepare(), and write "
+          "values inside accelerator.summon_full_params()");
     }
   }
   for (const auto& unit : units_) {
