@@ -180,7 +180,12 @@ std::optional<int> CheckpointState::OwnNode() const {
 
 PublishOptions CheckpointState::Publishing() const {
   const CheckpointOptions& options = process_.options().checkpoint;
-  const int64_t keep = options.keep.value_or(process_.options().project.total_limit.value_or(0));
+  int64_t keep = options.keep.value_or(0);  // 0: all
+  if (const std::optional<int64_t> limit = process_.options().project.total_limit;
+      !options.keep.has_value() && limit.has_value()) {
+    // As in Accelerate, where 0 leaves the newest one.
+    keep = *limit == 0 ? 1 : *limit;
+  }
   return {.registrar = registrar_.get(),
           .keep = static_cast<int>(std::clamp<int64_t>(keep, -1, kMaxKept)),
           .keep_every = options.keep_every,
