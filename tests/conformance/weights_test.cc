@@ -125,7 +125,8 @@ def tensors(folder):
 def model(folder, architecture):
     model, info = getattr(transformers, architecture).from_pretrained(
         folder, output_loading_info=True, dtype="auto", local_files_only=True)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not info[key], info
     return model.state_dict()
 
 
