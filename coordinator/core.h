@@ -144,6 +144,12 @@ struct Mutants {
   bool seals_before_coverage = false;
   bool deletes_last_resumable = false;
   bool resumes_from_damaged = false;
+  bool resumes_from_held_back = false;
+  bool deletes_before_seal = false;
+  bool deletes_pinned = false;
+  bool forgets_damage = false;
+  bool sizes_clear_damage = false;
+  bool sizes_count_as_contents = false;
 };
 
 struct CoreOptions {

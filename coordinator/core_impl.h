@@ -347,7 +347,13 @@ class Core::Impl::Job : public BarrierHost {
         checkpoints_(id_, &impl->report_budget_,
                      {.seals_before_coverage = impl->options_.mutants.seals_before_coverage,
                       .deletes_last_resumable = impl->options_.mutants.deletes_last_resumable,
-                      .resumes_from_damaged = impl->options_.mutants.resumes_from_damaged},
+                      .resumes_from_damaged = impl->options_.mutants.resumes_from_damaged,
+                      .resumes_from_held_back = impl->options_.mutants.resumes_from_held_back,
+                      .deletes_before_seal = impl->options_.mutants.deletes_before_seal,
+                      .deletes_pinned = impl->options_.mutants.deletes_pinned,
+                      .forgets_damage = impl->options_.mutants.forgets_damage,
+                      .sizes_clear_damage = impl->options_.mutants.sizes_clear_damage,
+                      .sizes_count_as_contents = impl->options_.mutants.sizes_count_as_contents},
                      impl->options_.sign_checkpoint) {}
 
   // Once, before anything else.

@@ -598,6 +598,7 @@ int RunPrune(const Call& call) {
   const auto found = Find(folder->root(), VerifyLevel::kSizes);
   if (!found.ok()) return Fail(call, found.status());
   std::vector<std::string> complete, pinned;
+  std::string to_resume;  // the newest that is not held back
   for (const Checkpoint& checkpoint : *found) {
     if (checkpoint.manifest.ok()) {
       if (!checkpoint.seal.ok() && !absl::IsNotFound(checkpoint.seal.status())) {
@@ -608,22 +609,27 @@ int RunPrune(const Call& call) {
       }
       const bool stays = checkpoint.seal.ok() && checkpoint.seal->pinned;
       (stays ? pinned : complete).push_back(checkpoint.path);
+      if (!checkpoint.seal.ok() || checkpoint.seal->promoted) to_resume = checkpoint.path;
     } else if (!absl::IsNotFound(checkpoint.manifest.status())) {
       // It would count as one to keep, and a good one would go.
       return Fail(call, StopsPrune(checkpoint.manifest.status()));
     }
   }
-  const size_t removed = complete.size() - std::min<size_t>(complete.size(), keep);
-  // Sizes say nothing of a flipped bit: those that stay are read.
-  for (size_t i = removed; i < complete.size(); ++i) {
+  const size_t older = complete.size() - std::min<size_t>(complete.size(), keep);
+  std::vector<std::string> removed;
+  for (size_t i = 0; i < complete.size(); ++i) {
+    // What a resume would take stays, however many were held back since.
+    if (i < older && complete[i] != to_resume) {
+      removed.push_back(complete[i]);
+      continue;
+    }
+    // Sizes say nothing of a flipped bit: those that stay are read.
     const auto whole = VerifyCheckpoint(complete[i], VerifyLevel::kContents);
-    if (whole.ok()) continue;
-    return Fail(call, StopsPrune(whole.status()));
+    if (!whole.ok()) return Fail(call, StopsPrune(whole.status()));
   }
-  complete.resize(removed);
   const bool dry_run = call.line.Get("dry_run") == "true";
   if (!dry_run) {
-    for (const std::string& path : complete) {
+    for (const std::string& path : removed) {
       const absl::Status status = RemoveCheckpoint(path);
       if (!status.ok()) return Fail(call, status);
     }
@@ -631,13 +637,13 @@ int RunPrune(const Call& call) {
     if (!synced.ok()) return Fail(call, synced);
   }
   if (call.json) {
-    call.context.out << Dump({{"dry_run", dry_run}, {"removed", complete}, {"pinned", pinned}});
+    call.context.out << Dump({{"dry_run", dry_run}, {"removed", removed}, {"pinned", pinned}});
     return kExitOk;
   }
-  for (const std::string& path : complete) {
+  for (const std::string& path : removed) {
     call.context.out << (dry_run ? "would remove " : "removed ") << path << "\n";
   }
-  if (complete.empty()) call.context.out << "nothing to remove\n";
+  if (removed.empty()) call.context.out << "nothing to remove\n";
   return kExitOk;
 }
 

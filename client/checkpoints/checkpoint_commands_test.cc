@@ -337,6 +337,19 @@ TEST_F(CheckpointCommandsTest, Prune_ReadsWhatStaysBeforeAnythingGoes) {
   EXPECT_THAT(*ListDirectory(Path("checkpoints")), ElementsAre("checkpoint_3"));
 }
 
+TEST_F(CheckpointCommandsTest, Prune_LeavesWhatAResumeTakes_HoweverManyWereHeldBackSince) {
+  for (int i = 0; i < 4; ++i) Save(Numbered(i), {1}, i);
+  for (int i = 2; i < 4; ++i) {
+    RegisteredCheckpoint record = Seal(Numbered(i), "");
+    record.promoted = false;
+    ASSERT_TRUE(WriteSeal(Numbered(i), record).ok());
+  }
+  EXPECT_EQ(RunJson({"prune", root_, "--keep", "1"})["removed"], Json({Numbered(0), Numbered(2)}));
+  EXPECT_THAT(*ListDirectory(Path("checkpoints")), ElementsAre("checkpoint_1", "checkpoint_3"));
+  EXPECT_EQ(Run({"prune", root_, "--keep", "1"}), kExitOk);
+  EXPECT_EQ(out_.str(), "nothing to remove\n");
+}
+
 TEST_F(CheckpointCommandsTest, ExportIntoACheckpoint_IsRefused) {
   Save(Numbered(0), {1}, 0);
   Save(Numbered(1), {2}, 1);

@@ -367,7 +367,9 @@ std::vector<uint64_t> CheckpointSet::Superfluous(absl::string_view folder, int k
   bool resumable = false;  // a newer one that a resume may take
   for (auto it = entries_.rbegin(); it != entries_.rend(); ++it) {
     const v1::CheckpointRecord& record = it->second.record;
-    if (record.state() != v1::CHECKPOINT_STATE_PUBLISHED || FolderOf(record.path()) != folder) {
+    if (FolderOf(record.path()) != folder) continue;
+    if (record.state() != v1::CHECKPOINT_STATE_PUBLISHED) {
+      if (record.state() == v1::CHECKPOINT_STATE_PREPARING && faults_.deletes_before_seal) ++newer;
       continue;
     }
     // What a resume would take now is never let go, however many were held back since.
@@ -375,8 +377,8 @@ std::vector<uint64_t> CheckpointSet::Superfluous(absl::string_view folder, int k
         IsResumable(record) && !resumable && !faults_.deletes_last_resumable;
     resumable = resumable || IsResumable(record);
     // A damaged one takes no whole one's place, and goes when there are enough of these.
-    if (record.pinned() || (record.damage().empty() ? ++newer <= keep : newer < keep) ||
-        newest_to_resume) {
+    if ((record.pinned() && !faults_.deletes_pinned) ||
+        (record.damage().empty() ? ++newer <= keep : newer < keep) || newest_to_resume) {
       continue;
     }
     if (keep_every > 0 && record.step() % keep_every == 0) continue;
@@ -527,7 +529,8 @@ CheckpointSet::Error CheckpointSet::Verify(const v1::VerifyCheckpointRequest& re
   }
   // A shallow look that finds nothing says nothing about what a deep one has found. An older one
   // says nothing either, unless it was deeper than the newer one, which found nothing.
-  const bool weaker = request.damage().empty() && request.depth() < record.verified();
+  const bool weaker = request.damage().empty() && request.depth() < record.verified() &&
+                      !faults_.sizes_clear_damage;
   const bool both = !record.damage().empty() && !request.damage().empty();
   const bool deeper = request.depth() > record.verified() && (record.damage().empty() || both);
   const bool older = request.verified_unix_us() < record.verified_unix_us() && !deeper;
@@ -542,7 +545,8 @@ CheckpointSet::Error CheckpointSet::Verify(const v1::VerifyCheckpointRequest& re
       record.set_verified_unix_us(request.verified_unix_us());
       record.set_damage(request.damage());
     }
-    if (!repeated) Changed(record, changes);
+    if (faults_.sizes_count_as_contents) record.set_verified(v1::VERIFY_CONTENTS);
+    if (!repeated && !faults_.forgets_damage) Changed(record, changes);
   }
   *reply->mutable_checkpoint() = record;
   return std::nullopt;
@@ -593,8 +597,9 @@ CheckpointSet::Error CheckpointSet::Resolve(const v1::ResolveCheckpointRequest& 
     if (record.state() != v1::CHECKPOINT_STATE_PUBLISHED) continue;
     if (by_id && it->first != request.checkpoint_id()) continue;
     if (by_step && record.step() != request.step()) continue;
-    const bool resumable =
-        IsResumable(record) || (faults_.resumes_from_damaged && record.promoted());
+    const bool resumable = IsResumable(record) ||
+                           (faults_.resumes_from_damaged && record.promoted()) ||
+                           (faults_.resumes_from_held_back && record.damage().empty());
     if (!by_id && !request.any() && !resumable) continue;
     if (record.verified() < request.verified() ||
         (request.verified() != v1::VERIFY_DEPTH_UNSPECIFIED && !record.damage().empty())) {

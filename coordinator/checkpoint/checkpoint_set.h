@@ -56,6 +56,12 @@ class CheckpointSet {
     bool seals_before_coverage = false;
     bool deletes_last_resumable = false;
     bool resumes_from_damaged = false;
+    bool resumes_from_held_back = false;
+    bool deletes_before_seal = false;  // counts one that is being prepared as one that is kept
+    bool deletes_pinned = false;
+    bool forgets_damage = false;           // when the coordinator starts again
+    bool sizes_clear_damage = false;       // that a deep look has found
+    bool sizes_count_as_contents = false;  // a look at the sizes is kept as a deep one
   };
   // Signs the hash of a record: the same signature for the same hash.
   using Signer = std::function<std::string(absl::string_view sha256)>;

@@ -136,25 +136,15 @@ StateDict ReadFile(const StateReader& reader, const std::string& name) {
   return *std::move(file);
 }
 
-// Says how saves have ended; the first failure.
-absl::Status Report(const std::vector<AsyncSaver::Outcome>& outcomes, int rank) {
-  absl::Status first;
+// The first failure. Each is in the log since the save ended.
+absl::Status FirstFailure(const std::vector<AsyncSaver::Outcome>& outcomes) {
   for (const AsyncSaver::Outcome& outcome : outcomes) {
-    if (!outcome.status.ok()) {
-      const absl::Status failed(outcome.status.code(),
-                                absl::StrCat("the asynchronous save of ", outcome.path,
-                                             " failed: ", outcome.status.message()));
-      if (!first.ok()) MUSTER_LOG(Error) << failed.message();
-      first.Update(failed);
-    } else if (rank == 0) {
-      MUSTER_LOG(Info) << "saved " << outcome.path << ": training waited "
-                       << absl::FormatDuration(absl::Trunc(outcome.stall, absl::Microseconds(100)))
-                       << ", written "
-                       << absl::FormatDuration(absl::Trunc(outcome.persist, absl::Milliseconds(1)))
-                       << " later, " << outcome.bytes << " bytes by rank 0";
-    }
+    if (outcome.status.ok()) continue;
+    return absl::Status(outcome.status.code(),
+                        absl::StrCat("the asynchronous save of ", outcome.path,
+                                     " failed: ", outcome.status.message()));
   }
-  return first;
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -190,7 +180,12 @@ std::optional<int> CheckpointState::OwnNode() const {
 
 PublishOptions CheckpointState::Publishing() const {
   const CheckpointOptions& options = process_.options().checkpoint;
-  const int64_t keep = options.keep.value_or(process_.options().project.total_limit.value_or(0));
+  int64_t keep = options.keep.value_or(0);  // 0: all
+  if (const std::optional<int64_t> limit = process_.options().project.total_limit;
+      !options.keep.has_value() && limit.has_value()) {
+    // As in Accelerate, where 0 leaves the newest one.
+    keep = *limit == 0 ? 1 : *limit;
+  }
   return {.registrar = registrar_.get(),
           .keep = static_cast<int>(std::clamp<int64_t>(keep, -1, kMaxKept)),
           .keep_every = options.keep_every,
@@ -648,18 +643,13 @@ absl::Status CheckpointState::SaveBesideTraining(
   }
   std::vector<AsyncSaver::Outcome> ended;
   const absl::Status begun = saver_->Begin(process_.comm(), request, write, &ended);
-  const absl::Status earlier = Report(ended, process_.rank());
-  if (!begun.ok()) {
-    if (!earlier.ok()) MUSTER_LOG(Error) << earlier.message();
-    ThrowIfError(begun);
-  }
+  const absl::Status earlier = FirstFailure(ended);
+  ThrowIfError(begun);
   if (directory.empty()) next_numbered_ = info.iteration + 1;
   // The process is about to be ended: there may be no later call that waits.
   if (stopping_()) {
     const absl::Status last = Wait();
-    if (earlier.ok()) return last;
-    if (!last.ok()) MUSTER_LOG(Error) << last.message();
-    return earlier;
+    return earlier.ok() ? last : earlier;
   }
   if (earlier.ok()) return earlier;
   return absl::Status(earlier.code(),
@@ -667,7 +657,7 @@ absl::Status CheckpointState::SaveBesideTraining(
 }
 
 absl::Status CheckpointState::Wait() {
-  return saver_ == nullptr ? absl::OkStatus() : Report(saver_->Wait(), process_.rank());
+  return saver_ == nullptr ? absl::OkStatus() : FirstFailure(saver_->Wait());
 }
 
 absl::Status CheckpointState::Abandon() {
@@ -1171,9 +1161,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
         "weights: load where accelerator.sync_gradients(), after optimizer.step()");
   }
   if (steps_.between_windows()) registry_.ForgetUnheld();
-  if (const absl::Status saved = Wait(); !saved.ok()) {
-    MUSTER_LOG(Error) << saved.message();
-  }
+  Wait().IgnoreError();  // a failure is in the log
   process_.progress().SetPhase("load_weights");
   LoadedState report;
   const absl::Status status = Guard([&] {
@@ -1249,10 +1237,8 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
   if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("load_state()"); }); !here.ok())
     return here;
   if (steps_.between_windows()) registry_.ForgetUnheld();
-  // What is being written may be what is wanted.
-  if (const absl::Status saved = Wait(); !saved.ok()) {
-    MUSTER_LOG(Error) << saved.message();
-  }
+  // What is being written may be what is wanted. A failure is in the log.
+  Wait().IgnoreError();
   process_.progress().SetPhase("load_state");
   absl::Status status = Guard([&] {
     OpenMemory();

@@ -121,15 +121,15 @@ void TrainAndSave(Accelerator& accelerator, const Plan& plan) {
 
   const at::Tensor input = at::arange(12, at::kFloat).view({4, 3}).div(12);
   for (int64_t save = 0; save < plan.saves; ++save) {
-    if (plan.models > 0) {
+    // Without an optimizer nothing is trained.
+    if (plan.optimizers > 0) {
       auto scope = accelerator.accumulate();
       at::Tensor loss = at::zeros({});
       for (Model& model : models) loss = loss + model(input).mean();
       accelerator.backward(loss);
-      for (AcceleratedOptimizer& optimizer : optimizers) {
-        optimizer.step();
-        optimizer.zero_grad();
-      }
+      // Two may have the same parameters.
+      for (AcceleratedOptimizer& optimizer : optimizers) optimizer.step();
+      for (AcceleratedOptimizer& optimizer : optimizers) optimizer.zero_grad();
     }
     Check(accelerator.save_state(plan.numbered ? "" : JoinPath(plan.folder, "ckpt")));
   }

@@ -1,20 +1,25 @@
-// The weights of every recorded model of transformers: load_model takes them, and saving them again
-// changes nothing.
+// The weights of every recorded model of transformers: load_model takes them, saving them again
+// changes nothing, and Python's libraries read what was saved. MUSTER_TEST_TORCH_PYTHON names a
+// Python that has these; without it python3 is tried.
 #include "muster/weights.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <cstring>
+#include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "ATen/ops/zeros.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "tests/support/command.h"
 #include "tests/testdata/golden.h"
 #include "torch/nn/module.h"
 #include "worker/checkpoint/model_files.h"
@@ -26,6 +31,7 @@ namespace {
 using ::testing::IsEmpty;
 using testing_support::GoldenCases;
 using testing_support::GoldenPath;
+using testing_support::RunCommand;
 
 // A module of modules, made for the dotted names.
 void Register(torch::nn::Module& root, const std::string& name, const at::Tensor& tensor) {
@@ -47,6 +53,26 @@ NamedTensors TensorsOf(const torch::nn::Module& module) {
   return tensors;
 }
 
+// The model of `recorded` with its own weights.
+std::unique_ptr<torch::nn::Module> LoadedModel(const nlohmann::json& recorded) {
+  const std::string dir = recorded["in"]["dir"];
+  auto model = std::make_unique<torch::nn::Module>();
+  const auto files = WeightFiles::Open(GoldenPath(dir));
+  EXPECT_TRUE(files.ok()) << files.status();
+  for (const std::string name : recorded["out"]["tensors"]) {
+    const WeightFiles::Entry* const entry = files->Find(name);
+    EXPECT_NE(entry, nullptr) << name;
+    const std::vector<int64_t> shape(entry->tensor.shape.begin(), entry->tensor.shape.end());
+    Register(*model, name, at::zeros(shape, *ToScalarType(entry->tensor.type)));
+  }
+  const auto loaded = load_model(*model, GoldenPath(dir));
+  EXPECT_TRUE(loaded.ok()) << loaded.status();
+  if (!loaded.ok()) return model;
+  EXPECT_EQ(loaded->loaded.size(), recorded["out"]["tensors"].size());
+  EXPECT_THAT(loaded->unexpected, IsEmpty());
+  return model;
+}
+
 TEST(RecordedWeights, EveryModel_LoadsAndSavesAgainIdentically) {
   const std::string folder = TestPath("weights");
   for (const nlohmann::json& recorded : GoldenCases("hf_models")) {
@@ -55,25 +81,16 @@ TEST(RecordedWeights, EveryModel_LoadsAndSavesAgainIdentically) {
     const auto files = WeightFiles::Open(GoldenPath(dir));
     ASSERT_TRUE(files.ok()) << files.status();
     EXPECT_EQ(files->Files().size(), recorded["out"]["num_shards"]);
-    torch::nn::Module model;
+    const std::unique_ptr<torch::nn::Module> model = LoadedModel(recorded);
     int64_t total = 0;
-    for (const std::string name : recorded["out"]["tensors"]) {
-      const WeightFiles::Entry* const entry = files->Find(name);
-      ASSERT_NE(entry, nullptr) << name;
-      const std::vector<int64_t> shape(entry->tensor.shape.begin(), entry->tensor.shape.end());
-      const at::Tensor tensor = at::zeros(shape, *ToScalarType(entry->tensor.type));
-      total += tensor.nbytes();
-      Register(model, name, tensor);
+    for (const auto& [name, tensor] : TensorsOf(*model)) {
+      total += static_cast<int64_t>(tensor.nbytes());
     }
     EXPECT_EQ(total, recorded["out"]["total_size"]);
-    const auto loaded = load_model(model, GoldenPath(dir));
-    ASSERT_TRUE(loaded.ok()) << loaded.status();
-    EXPECT_EQ(loaded->loaded.size(), recorded["out"]["tensors"].size());
-    EXPECT_THAT(loaded->unexpected, IsEmpty());
 
     for (const int64_t limit : {int64_t{1} << 40, total / 3}) {
       const std::string to = JoinPath(folder, dir);
-      ASSERT_TRUE(SaveModelFiles(to, TensorsOf(model), limit).ok());
+      ASSERT_TRUE(SaveModelFiles(to, TensorsOf(*model), limit).ok());
       const auto saved = WeightFiles::Open(to);
       ASSERT_TRUE(saved.ok()) << saved.status();
       ASSERT_EQ(saved->entries().size(), files->entries().size());
@@ -91,6 +108,70 @@ TEST(RecordedWeights, EveryModel_LoadsAndSavesAgainIdentically) {
     }
   }
   EXPECT_TRUE(RemoveTree(folder).ok());
+}
+
+// Says for pairs of folders whether the libraries find the same tensors in both, and the same
+// model.
+constexpr char kCompare[] = R"(
+import glob, sys, torch, transformers
+from safetensors.torch import load_file
+
+
+def tensors(folder):
+    files = glob.glob(folder + "/model*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def model(folder, architecture):
+    model, info = getattr(transformers, architecture).from_pretrained(
+        folder, output_loading_info=True, dtype="auto", local_files_only=True)
+    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not info[key], info
+    return model.state_dict()
+
+
+def same(a, b):
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+
+
+for architecture, recorded, saved in zip(*[iter(sys.argv[1:])] * 3):
+    same(tensors(recorded), tensors(saved))
+    same(model(recorded, architecture), model(saved, architecture))
+print("all the same")
+)";
+
+TEST(RecordedWeights, PythonsLibraries_ReadWhatWasSaved) {
+  const char* const given = std::getenv("MUSTER_TEST_TORCH_PYTHON");
+  const std::string python = given != nullptr ? given : "python3";
+  if (RunCommand(absl::StrCat(python, " -c 'import torch, safetensors, transformers' 2>&1"))
+          .exit_code != 0) {
+    EXPECT_EQ(given, nullptr) << python << " lacks one of torch, safetensors and transformers";
+    std::cout << "skipped: no transformers in " << python << "\n";
+    return;
+  }
+  const std::string folder = testing_support::MakeTestDir("read_by_python");
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(folder, "compare.py"), kCompare).ok());
+  std::string command =
+      absl::StrCat("HF_HUB_OFFLINE=1 HF_HOME=", folder, " ", python, " -B ", folder, "/compare.py");
+  for (const nlohmann::json& recorded : GoldenCases("hf_models")) {
+    const std::string dir = recorded["in"]["dir"];
+    const std::unique_ptr<torch::nn::Module> model = LoadedModel(recorded);
+    for (const int64_t limit : {int64_t{1} << 40, int64_t{100'000}}) {
+      const std::string to = JoinPath(folder, absl::StrCat(dir, "-", limit));
+      ASSERT_TRUE(MakeDirectories(to).ok());
+      ASSERT_TRUE(SaveModelFiles(to, TensorsOf(*model), limit).ok());
+      const auto config = ReadFile(JoinPath(GoldenPath(dir), "config.json"));
+      ASSERT_TRUE(config.ok()) << config.status();
+      ASSERT_TRUE(WriteFileAtomically(JoinPath(to, "config.json"), *config).ok());
+      absl::StrAppend(&command, " ", recorded["in"]["architecture"].get<std::string>(), " ",
+                      GoldenPath(dir), " ", to);
+    }
+  }
+  const testing_support::CommandResult result = RunCommand(command + " 2>&1");
+  EXPECT_EQ(result.exit_code, 0) << result.output;
+  EXPECT_EQ(result.last_line(), "all the same") << result.output;
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <optional>
@@ -34,6 +35,7 @@ using coordinator::Output;
 using coordinator::ToProto;
 
 constexpr char kJob[] = "job";
+constexpr int kKept = 2;             // checkpoints
 constexpr uint64_t kCluster = 0x51;  // as Fence has it
 const absl::Time kStart = absl::FromUnixSeconds(1'000'000);
 const absl::Duration kLease = absl::Seconds(2);
@@ -355,6 +357,13 @@ class Sim {
   void SawSealed(const v1::CheckpointRecord& record, int ranks);
   // `begun`: when the process first asked for it.
   void SawPublished(const v1::CheckpointRecord& record, absl::Time begun);
+  // It is to be deleted.
+  void SawDoomed(const v1::CheckpointRecord& record);
+  // An operator pins one, holds it back, or undoes that.
+  void MarkOne(const v1::ListCheckpointsReply& listed);
+  // An operator has retention applied, and may carry out what it orders.
+  void CollectNow();
+  void ResolveNow(v1::VerifyDepth depth);
   // An operator compares the files of one with its record, and says what was found.
   void VerifyOne(const v1::ListCheckpointsReply& listed);
   // The coordinator has said that it knows of damage, and nobody has said since that it is whole.
@@ -479,7 +488,18 @@ class Sim {
   std::map<uint64_t, std::set<int>> shards_;
   std::map<uint64_t, std::string> sealed_digests_;
   std::set<uint64_t> deleted_checkpoints_;
-  bool resumable_ = false;  // a promoted one was published after the last damage to one
+  std::set<uint64_t> publications_;  // that were asked for
+  // What operators have acknowledged marks of, while no other mark is on its way.
+  struct Marks {
+    bool known() const { return !asked; }
+    bool asked = false;
+    bool pinned = false;
+    bool held_back = false;
+    int changes = 0;
+  };
+  std::map<uint64_t, Marks> marks_;
+  // A promoted one was published since the last of these was damaged or held back.
+  bool resumable_ = false;
   // Of the files; what was said of them, newest last.
   std::set<uint64_t> damaged_files_;
   std::set<uint64_t> short_files_;  // those whose sizes alone say it
@@ -490,7 +510,7 @@ class Sim {
   };
   std::map<uint64_t, std::vector<Verification>> verifications_;
   absl::Time verified_at_ = absl::InfinitePast();
-  absl::Time damage_reported_at_ = absl::InfinitePast();            // of a promoted one
+  absl::Time withdrawn_at_ = absl::InfinitePast();  // damage to a promoted one, or its hold
   std::map<std::pair<uint64_t, uint64_t>, int64_t> trigger_steps_;  // (generation, trigger) -> step
   struct Write {
     uint64_t revision = 0;
@@ -843,7 +863,7 @@ void Process::CheckpointThen(std::function<void()> next) {
   begin->set_staging(absl::StrCat("g", generation_, ".s", step_, ".tmp"));
   begin->set_step(step_);
   begin->set_ranks(world_size_);
-  begin->set_keep(2);
+  begin->set_keep(kKept);
   begin->set_hold_back(step_ % 18 != 4);
   Begin(op, absl::Milliseconds(250), [this, next](const v1::OpResult& result) {
     if (result.has_error()) {
@@ -935,6 +955,7 @@ void Process::Publish(uint64_t id, std::function<void()> next) {
   auto op = std::make_shared<v1::Op>();
   FillFence(op->mutable_publish_checkpoint()->mutable_fence(), true);
   op->mutable_publish_checkpoint()->set_checkpoint_id(id);
+  sim_->publications_.insert(id);
   Begin(op, absl::Milliseconds(250), [this, next, begun = sim_->now()](const v1::OpResult& result) {
     if (result.has_error()) {
       if (Leaves(result.error())) return;
@@ -948,7 +969,7 @@ void Process::Publish(uint64_t id, std::function<void()> next) {
     v1::CheckpointDeletedRequest* const deleted = op->mutable_checkpoint_deleted();
     FillFence(deleted->mutable_fence(), true);
     for (const v1::CheckpointRecord& record : reply.to_delete()) {
-      sim_->deleted_checkpoints_.insert(record.checkpoint_id());
+      sim_->SawDoomed(record);
       deleted->add_checkpoint_ids(record.checkpoint_id());
     }
     Begin(op, absl::Milliseconds(250), [this, next](const v1::OpResult& told) {
@@ -1759,7 +1780,87 @@ void Sim::SawSealed(const v1::CheckpointRecord& record, int ranks) {
 }
 
 void Sim::SawPublished(const v1::CheckpointRecord& record, absl::Time begun) {
-  if (record.promoted() && begun > damage_reported_at_) resumable_ = true;
+  if (record.promoted() && begun > withdrawn_at_) resumable_ = true;
+}
+
+void Sim::SawDoomed(const v1::CheckpointRecord& record) {
+  const uint64_t id = record.checkpoint_id();
+  if (!deleted_checkpoints_.insert(id).second) return;
+  const auto marks = marks_.find(id);
+  if (marks != marks_.end() && marks->second.known() && marks->second.pinned) {
+    Violation(absl::StrCat("checkpoint ", id, " is pinned and is to be deleted"));
+  }
+  if (!record.published() || !record.damage().empty()) return;
+  const auto newer = std::distance(publications_.upper_bound(id), publications_.end());
+  if (newer < kKept) {
+    Violation(absl::StrCat("checkpoint ", id, " is to be deleted, but only ", newer, " of ", kKept,
+                           " newer ones are sealed"));
+  }
+}
+
+void Sim::MarkOne(const v1::ListCheckpointsReply& listed) {
+  std::vector<const v1::CheckpointRecord*> whole;
+  for (const v1::CheckpointRecord& record : listed.checkpoints()) {
+    // What the answer to an earlier mark was is not known: it may still arrive.
+    if (record.state() == v1::CHECKPOINT_STATE_PUBLISHED &&
+        marks_[record.checkpoint_id()].known()) {
+      whole.push_back(&record);
+    }
+  }
+  if (whole.empty()) return;
+  const v1::CheckpointRecord& record = *whole[Draw(whole.size())];
+  const uint64_t id = record.checkpoint_id();
+  constexpr v1::MarkCheckpointRequest::Mark kMarks[] = {
+      v1::MarkCheckpointRequest::PIN, v1::MarkCheckpointRequest::UNPIN,
+      v1::MarkCheckpointRequest::HOLD_BACK, v1::MarkCheckpointRequest::PROMOTE};
+  const v1::MarkCheckpointRequest::Mark mark = kMarks[Draw(std::size(kMarks))];
+  v1::Op op;
+  op.mutable_mark_checkpoint()->mutable_fence()->set_job_id(kJob);
+  op.mutable_mark_checkpoint()->set_checkpoint_id(id);
+  op.mutable_mark_checkpoint()->set_mark(mark);
+  if (mark == v1::MarkCheckpointRequest::HOLD_BACK && record.promoted()) {
+    withdrawn_at_ = now_;
+    resumable_ = false;
+  }
+  marks_[id].asked = true;
+  ++marks_[id].changes;
+  FromOperator(op, [this, id, mark](const v1::OpResult& result) {
+    Marks& marks = marks_[id];
+    if (result.has_mark_checkpoint()) {
+      marks.asked = false;
+      if (mark == v1::MarkCheckpointRequest::PIN) marks.pinned = true;
+      if (mark == v1::MarkCheckpointRequest::UNPIN) marks.pinned = false;
+      if (mark == v1::MarkCheckpointRequest::HOLD_BACK) marks.held_back = true;
+      if (mark == v1::MarkCheckpointRequest::PROMOTE) marks.held_back = false;
+    } else if (result.error().detail().reason() == v1::ERROR_REASON_CHECKPOINT_CONFLICT ||
+               result.error().detail().reason() == v1::ERROR_REASON_NO_CHECKPOINT) {
+      marks.asked = false;  // it is being deleted
+    }
+  });
+}
+
+void Sim::CollectNow() {
+  v1::Op op;
+  op.mutable_collect_checkpoints()->mutable_fence()->set_job_id(kJob);
+  op.mutable_collect_checkpoints()->set_keep(kKept);
+  const bool dry_run = Draw(3) == 0;
+  op.mutable_collect_checkpoints()->set_dry_run(dry_run);
+  FromOperator(op, [this, dry_run](const v1::OpResult& result) {
+    if (!result.has_collect_checkpoints() || dry_run) return;
+    v1::Op done;
+    done.mutable_checkpoint_deleted()->mutable_fence()->set_job_id(kJob);
+    for (const v1::CheckpointRecord& record : result.collect_checkpoints().to_delete()) {
+      SawDoomed(record);
+      done.mutable_checkpoint_deleted()->add_checkpoint_ids(record.checkpoint_id());
+    }
+    // Or it ends before it has deleted them: the order is given again.
+    if (Draw(2) == 0) return;
+    FromOperator(done, [this](const v1::OpResult& told) {
+      if (told.error().detail().reason() == v1::ERROR_REASON_CHECKPOINT_CONFLICT) {
+        Violation("a deletion was refused: " + told.error().ShortDebugString());
+      }
+    });
+  });
 }
 
 bool Sim::KnownDamaged(uint64_t id) const {
@@ -1806,7 +1907,7 @@ void Sim::VerifyOne(const v1::ListCheckpointsReply& listed) {
   const bool damaged = (deep ? damaged_files_ : short_files_).contains(id);
   if (damaged) verify->set_damage(deep ? "rank0: block 0 is damaged" : "rank0: 3 of 4 bytes");
   if (damaged && record.promoted()) {
-    damage_reported_at_ = now_;
+    withdrawn_at_ = now_;
     resumable_ = false;
   }
   std::vector<Verification>& verifications = verifications_[id];
@@ -1817,37 +1918,65 @@ void Sim::VerifyOne(const v1::ListCheckpointsReply& listed) {
   });
 }
 
-// What a resume would ask, and whether what was sealed is still known.
-void Sim::OperatorCheckpoints() {
+// What a resume would ask.
+void Sim::ResolveNow(v1::VerifyDepth depth) {
   v1::Op op;
   op.mutable_resolve_checkpoint()->mutable_fence()->set_job_id(kJob);
-  const bool resumable = resumable_;
+  op.mutable_resolve_checkpoint()->set_verified(depth);
+  const bool resumable = resumable_ && depth == v1::VERIFY_DEPTH_UNSPECIFIED;
   const std::set<uint64_t> gone = deleted_checkpoints_;
+  const std::map<uint64_t, Marks> marks = marks_;
   std::set<uint64_t> damaged;
   for (const auto& [id, verifications] : verifications_) {
     if (KnownDamaged(id)) damaged.insert(id);
   }
-  FromOperator(op, [this, resumable, gone, damaged, asked = now_](const v1::OpResult& result) {
+  FromOperator(op, [this, depth, resumable, gone, marks, damaged,
+                    asked = now_](const v1::OpResult& result) {
     const v1::CheckpointRecord& record = result.resolve_checkpoint().checkpoint();
+    const uint64_t id = record.checkpoint_id();
     if (result.error().detail().reason() == v1::ERROR_REASON_NO_CHECKPOINT ||
-        (result.has_resolve_checkpoint() && record.checkpoint_id() == 0)) {
-      if (resumable && damage_reported_at_ < asked) {
+        (result.has_resolve_checkpoint() && id == 0)) {
+      if (resumable && withdrawn_at_ < asked) {
         Violation("a resume finds no checkpoint, although one was published");
       }
       return;
     }
     if (!result.has_resolve_checkpoint()) return;
+    const auto before = marks.find(id);
+    if (before != marks.end() && before->second.known() && before->second.held_back &&
+        marks_[id].changes == before->second.changes) {
+      Violation("a resume is given a checkpoint that is held back: " + record.ShortDebugString());
+    }
     if (record.state() != v1::CHECKPOINT_STATE_PUBLISHED || !record.promoted() ||
-        gone.contains(record.checkpoint_id()) ||
-        static_cast<int>(shards_[record.checkpoint_id()].size()) != record.ranks()) {
+        gone.contains(id) || static_cast<int>(shards_[id].size()) != record.ranks()) {
       Violation("a resume is given a checkpoint that is not whole: " + record.ShortDebugString());
     }
-    if (damaged.contains(record.checkpoint_id()) && KnownDamaged(record.checkpoint_id())) {
+    if (damaged.contains(id) && KnownDamaged(id)) {
       Violation("a resume is given a checkpoint that is known to be damaged: " +
                 record.ShortDebugString());
     }
+    const std::vector<Verification>& looks = verifications_[id];
+    if (depth != v1::VERIFY_DEPTH_UNSPECIFIED &&
+        std::none_of(looks.begin(), looks.end(), [depth](const Verification& one) {
+          return !one.damaged && one.depth >= depth;
+        })) {
+      Violation("a resume that wants a verified checkpoint is given one that nobody has read: " +
+                record.ShortDebugString());
+    }
   });
-  op.Clear();
+}
+
+// What a resume would ask, what people do with checkpoints, and whether what was sealed is still
+// known.
+void Sim::OperatorCheckpoints() {
+  ResolveNow(v1::VERIFY_DEPTH_UNSPECIFIED);
+  if (Draw(2) == 0) ResolveNow(v1::VERIFY_CONTENTS);
+  if (Draw(6) == 0) CollectNow();
+  std::set<uint64_t> damaged;
+  for (const auto& [id, verifications] : verifications_) {
+    if (KnownDamaged(id)) damaged.insert(id);
+  }
+  v1::Op op;
   op.mutable_list_checkpoints()->mutable_fence()->set_job_id(kJob);
   const std::map<uint64_t, std::string> sealed = sealed_digests_;
   FromOperator(op, [this, sealed, damaged](const v1::OpResult& result) {
@@ -1861,6 +1990,7 @@ void Sim::OperatorCheckpoints() {
       }
     }
     if (Draw(2) == 0) VerifyOne(result.list_checkpoints());
+    if (Draw(3) == 0) MarkOne(result.list_checkpoints());
     for (const auto& [id, sha256] : sealed) {
       // Let go meanwhile.
       if (deleted_checkpoints_.contains(id)) continue;

@@ -5,6 +5,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/log.h"
@@ -22,6 +23,20 @@ constexpr int kSnapshots = 2;
 // Training comes first where the cores are busy. Not the lowest: nobody else does this work while
 // training waits for it, and the cores may be others' then.
 constexpr int kPersistNice = 10;
+
+// The next call that returns a status may be hours away.
+void Log(const AsyncSaver::Outcome& outcome) {
+  if (!outcome.status.ok()) {
+    MUSTER_LOG(Error) << "the asynchronous save of " << outcome.path
+                      << " failed: " << outcome.status.message();
+    return;
+  }
+  MUSTER_LOG(Info) << "saved " << outcome.path << ": training waited "
+                   << absl::FormatDuration(absl::Trunc(outcome.stall, absl::Microseconds(100)))
+                   << ", written "
+                   << absl::FormatDuration(absl::Trunc(outcome.persist, absl::Milliseconds(1)))
+                   << " later, " << outcome.bytes << " bytes by rank 0";
+}
 
 }  // namespace
 
@@ -45,12 +60,6 @@ AsyncSaver::~AsyncSaver() {
   }
   thread_.join();
   if (copier_.joinable()) copier_.join();
-  MutexLock lock(&mu_);
-  for (const Outcome& outcome : outcomes_) {
-    if (outcome.status.ok()) continue;
-    MUSTER_LOG(Error) << "the asynchronous save of " << outcome.path
-                      << " failed: " << outcome.status.message();
-  }
 }
 
 std::unique_ptr<Snapshot> AsyncSaver::TakeSnapshot() {
@@ -248,6 +257,7 @@ void AsyncSaver::Run() {
     // Before the end is reported: the files of a failed save are removed by then.
     save->staged.reset();
     save->snapshot->Clear();
+    if (rank_ == 0) Log(outcome);
     // In one step: a thread that gets the memory of a save also learns of its end.
     MutexLock lock(&mu_);
     idle_.push_back(std::move(save->snapshot));

@@ -61,7 +61,7 @@ class AsyncSaver {
     std::string path() const { return dir.empty() ? folder->PathOf(info.iteration) : dir; }
   };
 
-  // How a save has ended.
+  // How a save has ended. Rank 0 logs it at once.
   struct Outcome {
     std::string path;
     // The same on every rank: OK, or why there is no checkpoint.
@@ -75,7 +75,7 @@ class AsyncSaver {
 
   // `comm`: the same ranks as those that save, for the thread alone.
   AsyncSaver(std::unique_ptr<Comm> comm, const Options& options);
-  // Waits for the saves that have begun, and logs failures that were never reported.
+  // Waits for the saves that have begun.
   ~AsyncSaver();
   AsyncSaver(const AsyncSaver&) = delete;
   AsyncSaver& operator=(const AsyncSaver&) = delete;

@@ -25,6 +25,7 @@
 namespace muster {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
@@ -251,6 +252,29 @@ TEST_F(AsyncSaverTest, LostPeer_FailsTheSave) {
     EXPECT_FALSE(outcomes[0].status.ok());
   });
   EXPECT_TRUE(ListDirectory(root_)->empty());
+}
+
+TEST_F(AsyncSaverTest, End_IsLoggedBeforeAnybodyAsks) {
+  testing::internal::CaptureStderr();
+  {
+    LocalComm comm;
+    AsyncSaver saver(std::make_unique<LocalComm>(), {});
+    std::vector<AsyncSaver::Outcome> earlier;
+    const auto save = [&](const std::string& dir) {
+      return saver.Begin(
+          comm, {.dir = dir},
+          [&](StateWriter& writer) { return WriteAll(writer, at::full({10}, 1)); }, &earlier);
+    };
+    ASSERT_TRUE(ArmFailpoints("worker.checkpoint_sync=error:RESOURCE_EXHAUSTED", "", "").ok());
+    ASSERT_TRUE(save(dir_).ok());
+    while (saver.busy()) std::this_thread::yield();
+    ASSERT_TRUE(ArmFailpoints("", "", "").ok());
+    ASSERT_TRUE(save(dir_ + "-2").ok());
+  }
+  EXPECT_THAT(testing::internal::GetCapturedStderr(),
+              AllOf(HasSubstr("the asynchronous save of " + dir_ + " failed: "),
+                    HasSubstr("worker.checkpoint_sync"),
+                    HasSubstr("saved " + dir_ + "-2: training waited ")));
 }
 
 TEST_F(AsyncSaverTest, LazySave_HoldsWhatWasThereBeforeTheChange) {

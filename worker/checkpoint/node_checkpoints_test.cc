@@ -4,8 +4,11 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <exception>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -16,6 +19,7 @@
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/staged_save.h"
 #include "worker/checkpoint/state.h"
+#include "worker/collective/borrowed_comm.h"
 #include "worker/collective/thread_comm.h"
 
 namespace muster {
@@ -255,6 +259,54 @@ TEST_F(NodeCheckpointsTest, DamageWithoutAnotherCopy_IsNamed) {
     EXPECT_THAT(std::string(OpenDir(comm).status().message()),
                 AllOf(HasSubstr("model.safetensors, which node "), HasSubstr("is damaged")));
   });
+}
+
+// A process that ends before its `last`-th broadcast.
+class LeavingComm : public BorrowedComm {
+ public:
+  LeavingComm(Comm& comm, int last) : BorrowedComm(comm), left_(last) {}
+  std::string BroadcastBytes(const std::string& bytes, int root) override {
+    if (--left_ == 0) throw std::runtime_error("this process ends");
+    return BorrowedComm::BroadcastBytes(bytes, root);
+  }
+
+ private:
+  int left_;
+};
+
+TEST_F(NodeCheckpointsTest, PeerThatEndsWhileAFileIsFetched_LeavesWhatWasThere) {
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 2, 1).ok()); });
+  const std::vector<std::string> before = *ListDirectory(Dir(1));
+  // The holder of files, and the node that fetches them.
+  for (const int who : {0, 2}) {
+    bool ended = true;
+    for (int last = 1; ended; ++last) {
+      SCOPED_TRACE("rank " + std::to_string(who) + ", broadcast " + std::to_string(last));
+      ASSERT_LT(last, 100);
+      std::atomic<int> opened = 0;
+      try {
+        RunRanks(4, [&](Comm& comm) {
+          LeavingComm leaving(comm, comm.rank() == who ? last : 0);
+          opened += OpenDir(leaving).ok() ? 1 : 0;
+        });
+        ended = false;
+      } catch (const std::exception& error) {
+        EXPECT_THAT(std::string(error.what()), HasSubstr("this process ends"));
+      }
+      EXPECT_EQ(opened, ended ? 0 : 4);
+      EXPECT_THAT(*ListDirectory(Disk(0)), ElementsAre("ckpt"));
+      EXPECT_THAT(*ListDirectory(Disk(1)), ElementsAre("ckpt"));
+      if (ended) {
+        EXPECT_EQ(*ListDirectory(Dir(1)), before);
+      }
+    }
+    // For the other one.
+    const std::vector<std::string> after = *ListDirectory(Dir(1));
+    for (const std::string& name : after) {
+      if (std::find(before.begin(), before.end(), name) != before.end()) continue;
+      ASSERT_EQ(unlink(JoinPath(Dir(1), name).c_str()), 0);
+    }
+  }
 }
 
 TEST_F(NodeCheckpointsTest, OneNodeFails_NothingChangesAnywhere) {

@@ -72,7 +72,7 @@ std::vector<int64_t> VersionsOf(const std::vector<at::Tensor>& tensors) {
 absl::Status NumberIsFree(const CheckpointFolder& folder, int64_t iteration, int total_limit) {
   if (total_limit < 0) {
     return absl::InvalidArgumentError(
-        absl::StrCat("total_limit is ", total_limit, "; it must be 0 (keep all) or more"));
+        absl::StrCat("total_limit is ", total_limit, "; it must not be negative"));
   }
   const std::string dir = folder.PathOf(iteration);
   if (!PathExists(JoinPath(dir, kManifestName))) return absl::OkStatus();

@@ -1,0 +1,59 @@
+// Bit-exact resume as a user has it: processes under `muster launch` that are all killed.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "tests/support/command.h"
+
+namespace muster {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::SizeIs;
+using testing_support::CommandResult;
+using testing_support::MakeTestDir;
+using testing_support::RunCommand;
+
+CommandResult Launch(const std::string& project, int ranks, const std::string& arguments) {
+  return RunCommand(absl::StrCat("MUSTER_PROJECT_DIR=", project, " client/cli/muster launch --cpu ",
+                                 "--num_processes ", ranks, " -- tests/e2e/resume_worker ",
+                                 arguments, " 2>&1"));
+}
+
+// What follows `words` in each line that has them.
+std::vector<std::string> After(const CommandResult& result, const std::string& words) {
+  std::vector<std::string> found;
+  for (const absl::string_view line : absl::StrSplit(result.output, '\n')) {
+    const size_t at = line.find(words);
+    if (at != absl::string_view::npos) found.emplace_back(line.substr(at + words.size()));
+  }
+  return found;
+}
+
+class Resume : public testing::TestWithParam<int> {};
+
+TEST_P(Resume, AfterAllWereKilled_TenAndTenSteps_AreTwentyBitForBit) {
+  const CommandResult whole = Launch(MakeTestDir("whole"), GetParam(), "20 end");
+  ASSERT_EQ(whole.exit_code, 0) << whole.output;
+  const std::vector<std::string> expected = After(whole, "state ");
+  ASSERT_THAT(expected, SizeIs(1)) << whole.output;
+  const std::string project = MakeTestDir("parts");
+  // Two steps beyond the last save are lost.
+  const CommandResult killed = Launch(project, GetParam(), "12 kill");
+  EXPECT_NE(killed.exit_code, 0) << killed.output;
+  EXPECT_THAT(killed.output, HasSubstr("signal 9"));
+  const CommandResult resumed = Launch(project, GetParam(), "20 end");
+  ASSERT_EQ(resumed.exit_code, 0) << resumed.output;
+  EXPECT_THAT(After(resumed, "begins at "), ElementsAre("10")) << resumed.output;
+  EXPECT_EQ(After(resumed, "state "), expected) << resumed.output;
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, Resume, testing::Range(1, 5));
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,85 @@
+// A training that is exact only if every part of its state comes back: `resume_worker UNTIL KILL`.
+// fp16 with a scaler, dropout, workers in the loader, a sampler of LibTorch; asynchronous saves
+// every five steps. KILL: each process ends by SIGKILL at optimizer step UNTIL. Else rank 0 prints
+// digests of the weights, and what every process would draw next.
+#include <signal.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "ATen/Functions.h"
+#include "muster/accelerator.h"
+#include "muster/utils.h"
+#include "torch/data/samplers/random.h"
+#include "torch/nn/functional/dropout.h"
+#include "torch/nn/modules/linear.h"
+
+namespace {
+
+using muster::Accelerator;
+
+absl::Status Train(Accelerator& a, int64_t until, bool kill_all) {
+  muster::set_seed(a, 7, /*device_specific=*/true);
+  torch::nn::Linear net(16, 16);
+  muster::FusedAdamW adamw(net->parameters(), {.lr = 0.05});
+  const at::Tensor rows = at::arange(16 * 120, at::kFloat).view({120, 16}).remainder(13).div(13);
+  auto [model, optimizer, loader] =
+      a.prepare(net, adamw,
+                muster::batches(muster::TensorDataset(rows), 2)
+                    .sampler(torch::data::samplers::RandomSampler(120))
+                    .workers(2));
+  if (absl::Status s = a.load_state_if_present(); !s.ok()) return s;
+  if (a.is_main_process()) std::printf("begins at %ld\n", static_cast<long>(a.global_step()));
+  std::fflush(stdout);
+  for (int64_t epoch : a.epochs(1000)) {
+    (void)epoch;
+    for (auto& batch : loader) {
+      auto scope = a.accumulate();
+      const at::Tensor x = torch::nn::functional::dropout(batch.value());
+      a.backward(model(x).pow(2).mean());
+      optimizer.step();
+      optimizer.zero_grad();
+      if (a.global_step() % 5 == 0) {
+        if (absl::Status s = a.save_state(); !s.ok()) return s;
+      }
+      if (a.global_step() == until) break;
+    }
+    if (a.global_step() == until) break;
+  }
+  if (kill_all) {
+    // So that there is something to resume from.
+    if (absl::Status s = a.wait_for_checkpoint(); !s.ok()) return s;
+    a.wait_for_everyone();
+    raise(SIGKILL);
+  }
+  const at::Tensor next = a.gather(at::rand({1}, at::kDouble));
+  if (a.is_main_process()) {
+    const at::Tensor weights = net->weight.detach().contiguous();
+    uint64_t digest = 1469598103934665603u;
+    for (size_t i = 0; i < weights.nbytes(); ++i) {
+      digest = (digest ^ static_cast<const unsigned char*>(weights.data_ptr())[i]) * 1099511628211u;
+    }
+    std::printf("state %016lx", static_cast<unsigned long>(digest));
+    for (int64_t rank = 0; rank < next.numel(); ++rank) {
+      std::printf(" %.17g", next[rank].item<double>());
+    }
+    std::printf("\n");
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return 2;
+  muster::AcceleratorOptions options;
+  options.cpu = true;
+  options.mixed_precision = "fp16";
+  options.autocast.enabled = false;  // not on every CPU; the scaler is there
+  options.checkpoint.asynchronous = true;
+  return muster::run(argc, argv, options, [&](Accelerator& a) {
+    return Train(a, std::atoi(argv[1]), std::string(argv[2]) == "kill");
+  });
+}
