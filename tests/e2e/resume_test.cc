@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -51,6 +52,21 @@ TEST_P(Resume, AfterAllWereKilled_TenAndTenSteps_AreTwentyBitForBit) {
   ASSERT_EQ(resumed.exit_code, 0) << resumed.output;
   EXPECT_THAT(After(resumed, "begins at "), ElementsAre("10")) << resumed.output;
   EXPECT_EQ(After(resumed, "state "), expected) << resumed.output;
+}
+
+// 40 rows on two ranks, 60 on three, 20 on two: an epoch.
+TEST(ResumeOnOtherNumbers, TwoRanksThreeAndTwo_TrainEachRowOnce) {
+  const std::string project = MakeTestDir("numbers");
+  for (const auto& [ranks, arguments] :
+       std::vector<std::pair<int, std::string>>{{2, "10 kill"}, {3, "20 kill"}}) {
+    const CommandResult killed = Launch(project, ranks, arguments);
+    EXPECT_NE(killed.exit_code, 0) << killed.output;
+    EXPECT_THAT(killed.output, HasSubstr("signal 9"));
+  }
+  const CommandResult ended = Launch(project, 2, "25 end");
+  ASSERT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_THAT(After(ended, "begins at "), ElementsAre("20")) << ended.output;
+  EXPECT_THAT(After(ended, "rows "), ElementsAre("120, inexact 0")) << ended.output;
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Resume, testing::Range(1, 5));

@@ -1,7 +1,7 @@
 // A training that is exact only if every part of its state comes back: `resume_worker UNTIL KILL`.
 // fp16 with a scaler, dropout, workers in the loader, a sampler of LibTorch; asynchronous saves
 // every five steps. KILL: each process ends by SIGKILL at optimizer step UNTIL. Else rank 0 prints
-// digests of the weights, and what every process would draw next.
+// digests of the weights, what every process would draw next, and how often it had which row.
 #include <signal.h>
 
 #include <cstdint>
@@ -12,6 +12,7 @@
 #include "ATen/Functions.h"
 #include "muster/accelerator.h"
 #include "muster/utils.h"
+#include "tests/e2e/trained_samples.h"
 #include "torch/data/samplers/random.h"
 #include "torch/nn/functional/dropout.h"
 #include "torch/nn/modules/linear.h"
@@ -21,14 +22,20 @@ namespace {
 using muster::Accelerator;
 
 absl::Status Train(Accelerator& a, int64_t until, bool kill_all) {
+  constexpr int64_t kRows = 120;
   muster::set_seed(a, 7, /*device_specific=*/true);
   torch::nn::Linear net(16, 16);
   muster::FusedAdamW adamw(net->parameters(), {.lr = 0.05});
-  const at::Tensor rows = at::arange(16 * 120, at::kFloat).view({120, 16}).remainder(13).div(13);
+  // The last column is the row's number.
+  const at::Tensor rows =
+      at::cat({at::arange(16 * kRows, at::kFloat).view({kRows, 16}).remainder(13).div(13),
+               at::arange(kRows, at::kFloat).view({kRows, 1})},
+              1);
+  muster::TrainedSamples samples(a);
   auto [model, optimizer, loader] =
       a.prepare(net, adamw,
                 muster::batches(muster::TensorDataset(rows), 2)
-                    .sampler(torch::data::samplers::RandomSampler(120))
+                    .sampler(torch::data::samplers::RandomSampler(kRows))
                     .workers(2));
   if (absl::Status s = a.load_state_if_present(); !s.ok()) return s;
   if (a.is_main_process()) std::printf("begins at %ld\n", static_cast<long>(a.global_step()));
@@ -37,7 +44,8 @@ absl::Status Train(Accelerator& a, int64_t until, bool kill_all) {
     (void)epoch;
     for (auto& batch : loader) {
       auto scope = a.accumulate();
-      const at::Tensor x = torch::nn::functional::dropout(batch.value());
+      samples.Add(batch.value().select(1, 16));
+      const at::Tensor x = torch::nn::functional::dropout(batch.value().slice(1, 0, 16));
       a.backward(model(x).pow(2).mean());
       optimizer.step();
       optimizer.zero_grad();
@@ -65,7 +73,8 @@ absl::Status Train(Accelerator& a, int64_t until, bool kill_all) {
     for (int64_t rank = 0; rank < next.numel(); ++rank) {
       std::printf(" %.17g", next[rank].item<double>());
     }
-    std::printf("\n");
+    std::printf("\nrows %zu, inexact %ld\n", samples.size(),
+                static_cast<long>(samples.InexactEpochs(kRows)));
   }
   return absl::OkStatus();
 }
