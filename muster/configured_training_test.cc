@@ -70,6 +70,22 @@ PlainState GroupsOf(const std::string& section, const OptimizerArguments& argume
   return groups;
 }
 
+TEST(AccumulationSteps, OfTheLoop_AreTheConfigs) {
+  const std::string sections = R"(, "gradient_accumulation_steps": 4)";
+  AcceleratorOptions options;
+  options.accumulation.num_steps = 4;
+  EXPECT_THAT(ErrorsUnder(
+                  sections, [](Accelerator&) {}, 1, options),
+              Each(""));
+  options.accumulation.num_steps = 1;
+  EXPECT_THAT(ErrorsUnder(
+                  sections, [](Accelerator&) {}, 1, options),
+              Each(HasSubstr("gradient_accumulation_steps 4, and the process 1")));
+  options.accumulation.num_steps = 2;
+  EXPECT_THAT(ErrorsUnder(R"(, "gradient_accumulation_steps": 1)", [](Accelerator&) {}, 1, options),
+              Each(HasSubstr("gradient_accumulation_steps 1, and the process 2")));
+}
+
 TEST(MakeOptimizer, WhatTheSectionLeavesOut_HasDeepSpeedsDefault) {
   PlainState groups = GroupsOf(R"({"type": "AdamW"})", {.lr = 7, .weight_decay = 7});
   EXPECT_EQ(groups.at("0.lr"), std::vector<double>{1e-3});

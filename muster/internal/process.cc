@@ -15,12 +15,12 @@ namespace muster::internal {
 namespace {
 
 // What Accelerate's launcher asks for; all off without it.
-EngineSettings EngineOf(const Environment& environment) {
+EngineSettings EngineOf(const AcceleratorOptions& options, const Environment& environment) {
   if (environment.engine_variables.empty()) return {};
   absl::StatusOr<EngineSettings> settings =
       ReadEngineSettings(environment.engine_variables, environment.mixed_precision.value,
-                         environment.gradient_accumulation_steps.value,
-                         environment.world_size.value, environment.local_world_size.value);
+                         AccumulationSteps(options, environment), environment.world_size.value,
+                         environment.local_world_size.value);
   ThrowIfError(settings.status());
   for (const std::string& note : settings->notes) {
     if (environment.rank.value == 0) MUSTER_LOG(Info) << "sharding: " << note;
@@ -92,7 +92,7 @@ ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment&
 Process::Settings SettingsOf(const AcceleratorOptions& options, const Environment& environment,
                              at::Device device) {
   // Also where the program says all: what it does not read here would be ignored in silence.
-  const EngineSettings engine = EngineOf(environment);
+  const EngineSettings engine = EngineOf(options, environment);
   Process::Settings settings{.sharding = ShardingOf(options, environment, engine, device),
                              .grad_scaler = options.grad_scaler,
                              .configured = engine.configured};
@@ -153,6 +153,12 @@ class LostComm final : public Comm {
 };
 
 }  // namespace
+
+int64_t AccumulationSteps(const AcceleratorOptions& options, const Environment& environment) {
+  return environment.gradient_accumulation_steps.is_default()
+             ? options.accumulation.num_steps
+             : environment.gradient_accumulation_steps.value;
+}
 
 Process::Process(const AcceleratorOptions& options, JoinedProcess joined)
     : options_(options),

@@ -1,6 +1,7 @@
 #ifndef MUSTER_INTERNAL_PROCESS_H_
 #define MUSTER_INTERNAL_PROCESS_H_
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -16,6 +17,9 @@
 #include "worker/train/autocast.h"
 
 namespace muster::internal {
+
+// Micro-steps of an optimizer step: the argument or the variable, or else what the plug-in says.
+int64_t AccumulationSteps(const AcceleratorOptions& options, const Environment& environment);
 
 // The process of an Accelerator, its place in the job and its settings. Does not change after
 // construction, before LoseComm(). Methods marked (collective) are collectives of the whole job.

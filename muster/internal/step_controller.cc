@@ -24,16 +24,6 @@ namespace muster::internal {
 
 namespace {
 
-// The number of steps a single process's scheduler would have made.
-int64_t NumSteps(const AcceleratorOptions& options, const Environment& environment) {
-  const int64_t steps = environment.gradient_accumulation_steps.value;
-  // The plug-in's own num_steps counts where neither an argument nor a variable says anything.
-  if (environment.gradient_accumulation_steps.is_default() && options.accumulation.num_steps != 1) {
-    return options.accumulation.num_steps;
-  }
-  return steps;
-}
-
 AccumulationOptions WithSteps(AccumulationOptions options, int64_t steps) {
   options.num_steps = steps;
   return options;
@@ -46,7 +36,7 @@ StepController::StepController(const Process& process, Registry& registry, LoopT
       registry_(registry),
       loops_(loops),
       accumulation_(WithSteps(process.options().accumulation,
-                              NumSteps(process.options(), process.environment()))) {
+                              AccumulationSteps(process.options(), process.environment()))) {
   if (NeedsGradScaler(process.precision()) && process.grad_scaler().enabled) {
     // Each process sees the gradients of its own shards only.
     const bool sharded =
@@ -662,10 +652,16 @@ void CheckHoldsOthers(const Registry& registry, size_t tensors) {
   }
   for (const auto& model : registry.models()) {
     if (model->sharded() == nullptr) continue;
-    for (const auto& [name, parameter] : model->source().parameters()) {
-      const at::Tensor shard = model->sharded()->ShardOf(parameter);
+    const auto parameters = model->source().parameters();
+    const auto is_held = [&](const auto& named) {
+      const at::Tensor shard = model->sharded()->ShardOf(named.second);
+      return shard.defined() && held.count(shard.unsafeGetTensorImpl()) > 0;
+    };
+    // A model of which a part is trained is a choice, and not a mistake.
+    if (std::any_of(parameters.begin(), parameters.end(), is_held)) continue;
+    for (const auto& [name, parameter] : parameters) {
       // Of each parameter that was trained, whether this rank has a part of it or not.
-      if (!parameter.grad().defined() || held.count(shard.unsafeGetTensorImpl()) > 0) continue;
+      if (!parameter.grad().defined() || !model->sharded()->ShardOf(parameter).defined()) continue;
       TORCH_CHECK(
           false, "optimizer.step(): none of the ", tensors,
           " tensors of this optimizer belongs to a prepared model or has a gradient, and no "

@@ -1818,7 +1818,8 @@ void Sim::MarkOne(const v1::ListCheckpointsReply& listed) {
   op.mutable_mark_checkpoint()->mutable_fence()->set_job_id(kJob);
   op.mutable_mark_checkpoint()->set_checkpoint_id(id);
   op.mutable_mark_checkpoint()->set_mark(mark);
-  if (mark == v1::MarkCheckpointRequest::HOLD_BACK && record.promoted()) {
+  // The list may be older than a promotion that another one led to.
+  if (mark == v1::MarkCheckpointRequest::HOLD_BACK) {
     withdrawn_at_ = now_;
     resumable_ = false;
   }
@@ -1906,7 +1907,7 @@ void Sim::VerifyOne(const v1::ListCheckpointsReply& listed) {
   verify->set_depth(deep ? v1::VERIFY_CONTENTS : v1::VERIFY_SIZES);
   const bool damaged = (deep ? damaged_files_ : short_files_).contains(id);
   if (damaged) verify->set_damage(deep ? "rank0: block 0 is damaged" : "rank0: 3 of 4 bytes");
-  if (damaged && record.promoted()) {
+  if (damaged) {
     withdrawn_at_ = now_;
     resumable_ = false;
   }

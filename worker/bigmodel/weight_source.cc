@@ -1,22 +1,21 @@
 #include "worker/bigmodel/weight_source.h"
 
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/owned_fd.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/checkpoint/cached_pages.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/safetensors.h"
 
@@ -40,6 +39,7 @@ class StreamedFile {
     if (fstat(file->cached_.get(), &file->opened_) != 0) {
       return absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path));
     }
+    file->pages_.emplace(file->cached_.get(), static_cast<uint64_t>(file->opened_.st_size));
     return file;
   }
 
@@ -57,29 +57,24 @@ class StreamedFile {
   }
 
   absl::Status Read(uint64_t begin, size_t bytes, char* to, ReadScratch& scratch) const {
-    if (!is_direct_) return ReadFrom(cached_.get(), begin, bytes, bytes, to);
-    const size_t done = ReadCached(begin, bytes, to);
-    if (done == bytes) return absl::OkStatus();
-    // The rest from the disk, by whole blocks.
-    const uint64_t rest = std::max(begin, RoundDown(begin + done));
-    const size_t left = bytes - (rest - begin);
-    char* const to_rest = to + (rest - begin);
-    if (IsDirectAligned(rest) && IsDirectAligned(left) && IsDirectAligned(to_rest)) {
-      return ReadFrom(direct_.get(), rest, left, left, to_rest);
+    if (!is_direct_ || pages_->Has(begin, bytes)) {
+      return ReadFrom(cached_.get(), begin, bytes, bytes, to);
     }
-    MUSTER_ASSIGN_OR_RETURN(const char* const from, Fetch(rest, left, scratch));
-    std::memcpy(to_rest, from, left);
+    if (IsDirectAligned(begin) && IsDirectAligned(bytes) && IsDirectAligned(to)) {
+      return ReadFrom(direct_.get(), begin, bytes, bytes, to);
+    }
+    MUSTER_ASSIGN_OR_RETURN(const char* const from, Fetch(begin, bytes, scratch));
+    std::memcpy(to, from, bytes);
     return absl::OkStatus();
   }
 
   absl::StatusOr<const char*> Fetch(uint64_t begin, size_t bytes, ReadScratch& scratch) const {
     const uint64_t first = RoundDown(begin), whole = DirectAlignedUp(begin + bytes) - first;
     MUSTER_RETURN_IF_ERROR(scratch.Grow(whole));
-    if (!is_direct_) {
+    if (!is_direct_ || pages_->Has(begin, bytes)) {
       MUSTER_RETURN_IF_ERROR(ReadFrom(cached_.get(), begin, bytes, bytes, scratch.data()));
       return scratch.data();
     }
-    if (ReadCached(begin, bytes, scratch.data()) == bytes) return scratch.data();
     // The end of the file may come before the end of the last block.
     MUSTER_RETURN_IF_ERROR(
         ReadFrom(direct_.get(), first, begin + bytes - first, whole, scratch.data()));
@@ -113,43 +108,10 @@ class StreamedFile {
     return absl::OkStatus();
   }
 
-  // Copies what the page cache has of the range, from its beginning on and without waiting for the
-  // disk; how much that was.
-  size_t ReadCached(uint64_t begin, size_t bytes, char* to) const {
-    size_t done = 0;
-    while (done < bytes && can_ask_cache_) {
-      const iovec part = {.iov_base = to + done, .iov_len = bytes - done};
-      const ssize_t got =
-          preadv2(cached_.get(), &part, 1, static_cast<off_t>(begin + done), RWF_NOWAIT);
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0 && errno != EAGAIN) can_ask_cache_ = false;
-      if (got <= 0) break;
-      done += static_cast<size_t>(got);
-    }
-    if (done > 0 || can_ask_cache_) return done;
-    // Not all file systems answer that.
-    const bool is_read =
-        IsCached(begin, bytes) && ReadFrom(cached_.get(), begin, bytes, bytes, to).ok();
-    return is_read ? bytes : 0;
-  }
-
-  // Whether all of the range is in the page cache. Takes longer the more of it is.
-  bool IsCached(uint64_t begin, size_t bytes) const {
-    const uint64_t first = RoundDown(begin), whole = DirectAlignedUp(begin + bytes) - first;
-    void* const pages =
-        mmap(nullptr, whole, PROT_READ, MAP_SHARED, cached_.get(), static_cast<off_t>(first));
-    if (pages == MAP_FAILED) return false;
-    std::vector<unsigned char> there(whole / kDirectAlignment);
-    bool all = mincore(pages, whole, there.data()) == 0;
-    for (const unsigned char page : there) all = all && (page & 1) != 0;
-    munmap(pages, whole);
-    return all;
-  }
-
   OwnedFd cached_, direct_;
   struct stat opened_ = {};
+  std::optional<CachedPages> pages_;
   mutable std::atomic<bool> is_direct_ = false;
-  mutable std::atomic<bool> can_ask_cache_ = true;
 };
 
 class FileWeights final : public WeightSource {

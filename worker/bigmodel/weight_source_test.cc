@@ -10,6 +10,7 @@
 #include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "worker/checkpoint/cached_pages.h"
 #include "worker/checkpoint/model_files.h"
 
 namespace muster {
@@ -97,6 +98,36 @@ TEST(WeightSource, PartlyCachedRange_HasTheBytesOfTheFile) {
       EXPECT_EQ(memcmp(memory.data() + offset, values.const_data_ptr(), bytes), 0);
     }
   }
+}
+
+// A model that is streamed must not drive out of the cache what others have there.
+TEST(WeightSource, FileThatIsNotCached_StaysSo) {
+  const TestFolder folder;
+  const std::string path = folder.Path("model.safetensors");
+  const size_t bytes = 16 << 20;
+  const Saved saved =
+      Save(folder.path(), {{"b", at::zeros({static_cast<int64_t>(bytes)}, at::kByte)}});
+  const auto cached = [&] {
+    const int file = open(path.c_str(), O_RDONLY);
+    const CachedPages pages(file, bytes);
+    close(file);
+    int64_t count = 0;
+    for (size_t page = 0; page < bytes; page += 4096) count += pages.Has(page, 1) ? 1 : 0;
+    return count;
+  };
+  DropFromCache(path);
+  const int64_t before = cached();
+  const int direct = open(path.c_str(), O_RDONLY | O_DIRECT);
+  // A file system that reads nothing past the cache has it there afterwards.
+  if (direct < 0) return;
+  close(direct);
+  ReadScratch scratch;
+  std::vector<char> to(bytes);
+  for (size_t begin = 0; begin < bytes; begin += 4 << 20) {
+    ASSERT_TRUE(saved.source->Read(0, begin, 4 << 20, to.data() + begin, scratch).ok());
+  }
+  // All of a file in memory.
+  EXPECT_EQ(cached(), before);
 }
 
 TEST(WeightSource, FileThatBecameShorter_IsNamedWithItsTensor) {

@@ -257,7 +257,9 @@ void AsyncSaver::Run() {
     // Before the end is reported: the files of a failed save are removed by then.
     save->staged.reset();
     save->snapshot->Clear();
-    if (rank_ == 0) Log(outcome);
+    // An error that the ranks have agreed on is rank 0's to tell. A lost peer is not agreed on:
+    // there may be no rank 0 any more.
+    if (rank_ == 0 || absl::IsInternal(outcome.status)) Log(outcome);
     // In one step: a thread that gets the memory of a save also learns of its end.
     MutexLock lock(&mu_);
     idle_.push_back(std::move(save->snapshot));

@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/magic.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
 
@@ -24,6 +23,7 @@
 #include "base/mutex.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/aligned_memory.h"
+#include "worker/checkpoint/cached_pages.h"
 #include "worker/checkpoint/direct_pieces.h"
 
 namespace muster {
@@ -361,36 +361,6 @@ absl::StatusOr<DirectFileWritten> WriteParts(const std::string& path, const Part
   written.direct = file.direct();
   return written;
 }
-
-// Tells which parts of a file are in the page cache, from where they come faster than from the
-// disk. Thread-safe.
-class CachedPages {
- public:
-  CachedPages(int fd, size_t bytes) : bytes_(bytes) {
-    void* const address =
-        bytes == 0 ? MAP_FAILED : mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, 0);
-    if (address != MAP_FAILED) base_ = static_cast<char*>(address);
-  }
-  ~CachedPages() {
-    if (base_ != nullptr) munmap(base_, bytes_);
-  }
-  CachedPages(const CachedPages&) = delete;
-  CachedPages& operator=(const CachedPages&) = delete;
-
-  // Whether all of the range, which begins at a page, is there.
-  bool Has(uint64_t at, size_t size) const {
-    if (base_ == nullptr) return false;
-    std::vector<unsigned char> resident(size / sysconf(_SC_PAGESIZE) + 1, 1);
-    return mincore(base_ + at, size, resident.data()) == 0 &&
-           std::all_of(resident.begin(), resident.end(),
-                       [](unsigned char page) { return (page & 1) != 0; });
-  }
-
- private:
-  // Mapped once for all blocks: a mapping made for each waits for threads that take memory.
-  char* base_ = nullptr;
-  const size_t bytes_;
-};
 
 // Reads `size` bytes at `at`, both fit for direct I/O but for the end of the file.
 absl::Status ReadBlock(const DirectFileSystem& system, DirectFile& direct, DirectFile& cached,

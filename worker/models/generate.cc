@@ -327,6 +327,8 @@ Generated Generate(CausalLmImpl& model, const at::Tensor& input_ids,
   GenerateOptions complete = options;
   complete.rules.end_tokens = resolved.end_tokens;
   complete.rules.max_new_tokens = options.max_new_tokens;
+  // As in transformers the one replaces the other.
+  if (complete.rules.min_new_tokens > 0) complete.rules.min_length = 0;
   PromptReader reader(model, input_ids, attention_mask, options.max_new_tokens,
                       options.run_idle_experts);
   return options.num_beams > 1 ? Search(reader, complete, resolved)

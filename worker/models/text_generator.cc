@@ -111,20 +111,45 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::Generate(
     const int64_t room = ContextLength(model_->config()) - encoded.ids.size(1);
     tokens.max_new_tokens = std::clamp<int64_t>(room, 1, tokens.max_new_tokens);
   }
+  if (tokens.num_beams > 1 && !tokens.stop_strings.empty()) {
+    return absl::UnimplementedError(absl::StrCat(
+        "num_beams is ", tokens.num_beams,
+        ", and a stop string of the model's generation_config.json would have to end a beam, which "
+        "is not supported: set num_beams to 1, or take stop_strings out of the file"));
+  }
   std::vector<std::string> stop = options.stop;
   stop.insert(stop.end(), tokens.stop_strings.begin(), tokens.stop_strings.end());
   tokens.stop_strings.clear();
   const auto per_prompt = static_cast<size_t>(std::max<int64_t>(1, tokens.num_return_sequences));
+  constexpr size_t kMostTexts = 1 << 20;
+  if (per_prompt > kMostTexts / prompts.size()) {
+    return absl::InvalidArgumentError(absl::StrCat("num_return_sequences is ", per_prompt, "; ",
+                                                   prompts.size(), " prompts have room for ",
+                                                   kMostTexts / prompts.size(), " each"));
+  }
   std::vector<TextRow> rows;
   for (size_t i = 0; i < prompts.size() * per_prompt; ++i) {
     rows.emplace_back(tokenizer_.Stream(), stop);
   }
   const std::vector<int64_t> end_tokens =
       tokens.eos_token_ids.value_or(Common(model_->config()).eos_token_ids);
-  std::vector<bool> met_end(rows.size(), false);
+  // A special token is no text: a stop string that is one is met by its token.
+  std::vector<int64_t> stop_tokens;
+  for (const std::string& string : stop) {
+    const std::optional<int64_t> id = tokenizer_.TokenToId(string);
+    if (!id.has_value()) continue;
+    const absl::StatusOr<std::string> text = tokenizer_.Decode({*id});
+    if (text.ok() && text->empty()) stop_tokens.push_back(*id);
+  }
+  std::vector<bool> met_end(rows.size(), false), met_stop_token(rows.size(), false);
   // Takes a row's next token; whether it goes on.
   const auto take = [&](size_t row, int64_t token) {
     if (Contains(end_tokens, token)) met_end[row] = true;
+    if (Contains(stop_tokens, token)) {
+      met_stop_token[row] = true;
+      rows[row].Skip();
+      return false;
+    }
     // A vocabulary that is filled up to a round number has ids without a text.
     if (!tokenizer_.IdToToken(token).has_value()) {
       rows[row].Skip();
@@ -164,9 +189,10 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::Generate(
     if (options.on_text != nullptr && !rest.empty()) options.on_text(row, rest);
     using Reason = GeneratedText::Reason;
     out.push_back({.text = rows[row].text(),
-                   .reason = rows[row].met_stop_string() ? Reason::kStopString
-                             : met_end[row]              ? Reason::kEndToken
-                                                         : Reason::kMaxTokens,
+                   .reason = rows[row].met_stop_string() || met_stop_token[row]
+                                 ? Reason::kStopString
+                             : met_end[row] ? Reason::kEndToken
+                                            : Reason::kMaxTokens,
                    .num_prompt_tokens = encoded.lengths[row / per_prompt],
                    .num_new_tokens = rows[row].num_tokens()});
   }

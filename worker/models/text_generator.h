@@ -19,7 +19,9 @@ namespace muster::models {
 struct TextOptions {
   GenerateOptions tokens = {};
   // A row ends before the first of these and of tokens.stop_strings; what the model says before is
-  // all that is shown. The prompt's own text does not count.
+  // all that is shown. The prompt's own text does not count. A special token ends a row too; within
+  // a longer string it is no text. Beams are cut when they have been found, and go with no
+  // tokens.stop_strings, which would have to end them.
   std::vector<std::string> stop = {};
   // Where prompt and max_new_tokens are more than the model's positions: fewer new tokens rather
   // than an error.

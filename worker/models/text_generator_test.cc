@@ -128,6 +128,19 @@ TEST_F(TextGeneratorTest, StopStringOfTheModelsFiles_EndsItsRow) {
   EXPECT_EQ(texts[0].reason, GeneratedText::Reason::kStopString);
 }
 
+// The text has no special tokens to find it in.
+TEST_F(TextGeneratorTest, StopStringThatIsASpecialToken_EndsItsRow) {
+  TextGenerator generator = Load();
+  const auto special = generator.tokenizer().TokenToId("<|endoftext|>");
+  ASSERT_TRUE(special.has_value());
+  TextOptions options = {.tokens = {.max_new_tokens = 5, .eos_token_ids = {{}}}};
+  options.tokens.rules.forced_eos_token_id = {*special};
+  EXPECT_EQ(Texts(generator, {"Hello"}, options)[0].reason, GeneratedText::Reason::kMaxTokens);
+  options.stop = {"<|endoftext|>"};
+  const auto texts = Texts(generator, {"Hello"}, options);
+  EXPECT_EQ(texts[0].reason, GeneratedText::Reason::kStopString);
+}
+
 TEST_F(TextGeneratorTest, SeveralDraws_AreOfThePromptThatTheyFollow) {
   TextGenerator generator = Load();
   const TextOptions options = {
@@ -181,6 +194,18 @@ TEST_F(TextGeneratorTest, WhatIsWrong_IsNamed) {
                 .message()
                 .find("more than the 128 positions"),
             std::string::npos);
+  EXPECT_NE(generator.Generate({"a"}, {.tokens = {.stop_strings = {"b"}, .num_beams = 2}})
+                .status()
+                .message()
+                .find("set num_beams to 1"),
+            std::string::npos);
+  EXPECT_NE(
+      generator
+          .Generate({"a"}, {.tokens = {.do_sample = true, .num_return_sequences = 2'000'000'000}})
+          .status()
+          .message()
+          .find("room for 1048576 each"),
+      std::string::npos);
   ASSERT_TRUE(RemoveTree(folder_.Path("tokenizer.json")).ok());
   EXPECT_NE(TextGenerator::FromFolder(folder_.path()).status().message().find("tokenizer.json"),
             std::string::npos);

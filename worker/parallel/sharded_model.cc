@@ -60,14 +60,12 @@ at::Tensor OnCpu(const at::Tensor& tensor) {
   return tensor.detach().to(at::kCPU).contiguous().clone();
 }
 
-// What `plan` gives on every rank. An error of one rank is thrown on all: the others would wait.
-std::vector<PlannedUnit> PlanOnAll(Comm& world,
-                                   const std::function<std::vector<PlannedUnit>()>& plan) {
-  std::vector<PlannedUnit> units;
+// Does `step` on every rank. An error of one rank is thrown on all: the others would wait.
+void OnAll(Comm& world, const std::function<void()>& step) {
   std::string mistake;
   std::exception_ptr mine;
   try {
-    units = plan();
+    step();
   } catch (const c10::Error& error) {
     mistake = error.what_without_backtrace();
     mine = std::current_exception();
@@ -75,12 +73,12 @@ std::vector<PlannedUnit> PlanOnAll(Comm& world,
     mistake = error.what();
     mine = std::current_exception();
   }
+  if (mine != nullptr && mistake.empty()) mistake = "an error without a text";
   const std::vector<std::string> all = world.AllGatherBytes(mistake);
   if (mine != nullptr) std::rethrow_exception(mine);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     TORCH_CHECK(all[rank].empty(), "rank ", rank, " cannot shard the model: ", all[rank]);
   }
-  return units;
 }
 
 // A number that grows or shrinks back whatever happens.
@@ -113,31 +111,37 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
       thread_(std::move(thread)) {
   std::vector<at::Tensor> tensors;
   std::vector<std::string> names;
-  for (const NamedParameter& parameter : parameters) {
-    TORCH_CHECK(store_ == nullptr || parameter.tensor.is_cpu() || parameter.tensor.is_meta(),
-                "parameter '", parameter.name, "' is on ", parameter.tensor.device(),
-                ": only parameters on the CPU can be offloaded to a disk");
-    TORCH_CHECK(parameter.tensor.is_floating_point() && parameter.tensor.layout() == at::kStrided,
-                "parameter '", parameter.name, "' is ", parameter.tensor.scalar_type(), " ",
-                parameter.tensor.layout(),
-                ": only dense floating-point parameters can be sharded; register it as a buffer, "
-                "or train without sharding");
-    tensors.push_back(parameter.tensor);
-    names.push_back(parameter.name);
-  }
-  CheckStorage(parameters);
+  OnAll(world_, [&] {
+    for (const NamedParameter& parameter : parameters) {
+      TORCH_CHECK(store_ == nullptr || parameter.tensor.is_cpu() || parameter.tensor.is_meta(),
+                  "parameter '", parameter.name, "' is on ", parameter.tensor.device(),
+                  ": only parameters on the CPU can be offloaded to a disk");
+      TORCH_CHECK(parameter.tensor.is_floating_point() && parameter.tensor.layout() == at::kStrided,
+                  "parameter '", parameter.name, "' is ", parameter.tensor.scalar_type(), " ",
+                  parameter.tensor.layout(),
+                  ": only dense floating-point parameters can be sharded; register it as a buffer, "
+                  "or train without sharding");
+      tensors.push_back(parameter.tensor);
+      names.push_back(parameter.name);
+    }
+    CheckStorage(parameters);
+  });
   VerifySameModel(world_, tensors, names, std::vector<bool>(names.size(), false));
-  std::vector<PlannedUnit> plan =
-      PlanOnAll(world_, [&] { return PlanUnits(module, parameters, options_); });
+  std::vector<PlannedUnit> plan;
+  OnAll(world_, [&] { plan = PlanUnits(module, parameters, options_); });
   CheckSamePlan(plan);
   tensors.clear();
   parameters.clear();
   BroadcastCoalesced(world_, buffers_, 0);
   // Before a parameter has become one of a unit: a disk that is full changes nothing.
   std::vector<uint64_t> places(plan.size());
-  for (size_t i = 0; i < plan.size(); ++i) {
-    if (store_ == nullptr || plan[i].whole) continue;
-    places[i] = store_->Reserve(ShardUnit::PartBytes(plan[i].parameters, shard_comm_.size()));
+  if (store_ != nullptr) {
+    OnAll(world_, [&] {
+      for (size_t i = 0; i < plan.size(); ++i) {
+        if (plan[i].whole) continue;
+        places[i] = store_->Reserve(ShardUnit::PartBytes(plan[i].parameters, shard_comm_.size()));
+      }
+    });
   }
   for (size_t i = 0; i < plan.size(); ++i) AddUnit(std::move(plan[i]), materialize, places[i]);
   if (!AllOnCpu(units_)) thread_ = nullptr;

@@ -1,0 +1,32 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_CACHED_PAGES_H_
+#define MUSTER_WORKER_CHECKPOINT_CACHED_PAGES_H_
+
+#include <cstddef>
+#include <cstdint>
+
+namespace muster {
+
+// Tells which parts of a file are in the page cache, from where they come faster than from the
+// disk. Asks without touching them: a read with RWF_NOWAIT that finds a page missing starts to read
+// ahead all that was asked for (since Linux 5.9). Thread-safe.
+class CachedPages {
+ public:
+  // The file may be closed afterwards. 0 bytes: nothing is cached.
+  CachedPages(int fd, uint64_t bytes);
+  ~CachedPages();
+  CachedPages(const CachedPages&) = delete;
+  CachedPages& operator=(const CachedPages&) = delete;
+
+  // Whether all of the range is there; of one that ends after the file, what the file has of it.
+  // False where that cannot be told.
+  bool Has(uint64_t begin, uint64_t bytes) const;
+
+ private:
+  // Mapped once, and not for each range: making a mapping waits for threads that take memory.
+  char* base_ = nullptr;
+  const uint64_t bytes_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_CACHED_PAGES_H_
