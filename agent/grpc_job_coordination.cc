@@ -290,6 +290,14 @@ class GrpcJobCoordination final : public JobCoordination {
         meeting.finished = true;
         return meeting;
       }
+      if (asks_itself_.has_value() && num_nodes_ == 1) {
+        // The others have ended for good while it waited, and have counted what it does not know:
+        // the job would begin again after its last restart.
+        EndGeneration("the others have ended", kShortCall, Until::kAnswered);
+        return *asks_itself_;
+      }
+      asks_itself_.reset();
+      told_it_serves_ = false;
       meeting.node_rank = node_rank_;
       meeting.num_nodes = num_nodes_;
       absl::Status agreed = Agree(&meeting);
@@ -522,7 +530,6 @@ class GrpcJobCoordination final : public JobCoordination {
   // True: all of them are done. False: they meet again, and this one may join them; or they have
   // room for it, and nothing keeps it out any more. Errors: `no_place` nobody is left.
   absl::StatusOr<bool> ServeOthers(const absl::Status& no_place) {
-    bool told = false;
     for (int looks = 1;; ++looks) {
       const absl::StatusOr<std::vector<v1::Member>> members = Machines(Until::kCancelled);
       if (absl::IsCancelled(members.status())) return members.status();
@@ -547,15 +554,19 @@ class GrpcJobCoordination final : public JobCoordination {
         }
         // After the members: they leave when they are done.
         if (FinishedSince()) return true;
-        if (meets_again || (running == 0 && !joining.empty())) return false;
+        if (meets_again || (running == 0 && !joining.empty())) {
+          asks_itself_.reset();
+          return false;
+        }
         if (running == 0) return no_place;
         // It asks as a machine that comes, for which they start again: see LookForMachines. That
         // would be in vain while its host is quarantined.
         if (looks >= kLooksOfAll && running < options_.num_nodes &&
             session_->IsQuarantined(agents_job_, hostname_) == false) {
+          asks_itself_ = no_place;
           return false;
         }
-        if (!std::exchange(told, true)) {
+        if (!std::exchange(told_it_serves_, true)) {
           MUSTER_LOG(Warning) << no_place.message()
                               << "; this machine hosts the coordinator, so it "
                               << "stays for the " << running << " that have a place";
@@ -907,7 +918,6 @@ class GrpcJobCoordination final : public JobCoordination {
         if (member.state() == v1::WORKER_STATE_RUNNING) seated.insert(member.incarnation());
       }
     }
-    const v1::Member* comer = nullptr;
     for (const v1::Member& member : *members) {
       if (member.rank() < 0 && member.state() == v1::WORKER_STATE_JOINING) {
         waiting.insert(member.incarnation());
@@ -915,6 +925,8 @@ class GrpcJobCoordination final : public JobCoordination {
     }
     // One that has given up and asks again later has a reason to.
     std::erase_if(passed_over_, [&](uint64_t one) { return waiting.count(one) == 0; });
+    const v1::Member* comer = nullptr;
+    std::set<std::string> quarantined;
     for (const v1::Member& member : *members) {
       if (member.rank() >= 0 || member.state() != v1::WORKER_STATE_JOINING) continue;
       if (passed_over_.count(member.incarnation()) > 0) continue;
@@ -924,7 +936,14 @@ class GrpcJobCoordination final : public JobCoordination {
       } else if (former != came_.end() && now < former->second.again) {
         continue;
       }
+      // It would get no place, also if it comes back again and again.
+      if (quarantined.count(member.host()) > 0) continue;
+      if (session_->IsQuarantined(agents_job_, member.host()) == true) {
+        quarantined.insert(member.host());
+        continue;
+      }
       comer = &member;
+      break;
     }
     if (comer == nullptr) return now + kLook;
     const AttemptEnd end = {absl::StrCat("another machine has come, ", comer->host(), ", to the ",
@@ -933,8 +952,8 @@ class GrpcJobCoordination final : public JobCoordination {
                             AttemptEnd::Cause::kMachineCame};
     // Machines that have finished already do not start again.
     if (!WriteEndUnlessDone(end)) return now + kLook;
-    // One that gets no place all the same, because its host is quarantined, ends no other attempt;
-    // one whose launch ends and begins again and again does so ever more seldom.
+    // One that gets no place all the same, because its host is quarantined meanwhile, ends no other
+    // attempt; one whose launch ends and begins again and again does so ever more seldom.
     passed_over_ = std::move(waiting);
     Came& came = came_[comer->host()];
     came.incarnation = comer->incarnation();
@@ -1232,6 +1251,11 @@ class GrpcJobCoordination final : public JobCoordination {
   std::string prefix_;
   std::optional<std::string> finished_before_;  // what Finished() said at first
   std::optional<AttemptEnd> told_end_;  // what Fail has returned for the attempt that is watched
+
+  // Of the machine that hosts the coordinator, while it has no place. That it asks for one beside
+  // others that run, and how the wait for the last one ended; and that it has said why it stays.
+  std::optional<absl::Status> asks_itself_;
+  bool told_it_serves_ = false;
 
   // Those that waited when an attempt was ended for them. With grow_timer_'s thread, or while there
   // is none.

@@ -73,6 +73,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
     NodeUplink::Options options;
     options.coordinator = address_;
     options.outage_tolerance = absl::Milliseconds(1);
+    options.quarantine_timeout = absl::Minutes(5);  // a busy machine takes its time
     session_ = *NodeUplink::Start(std::move(options));
     coordination_ = MakeGrpcJobCoordination({.coordinator = address_,
                                              .job = "job",
@@ -469,16 +470,16 @@ TEST_F(GrpcJobCoordinationTest, GenerationEndsWhileOthersAreAwaited_CauseIsTheSa
   }
 }
 
-// What the coordinator says to the machine that hosts it and gets no place: `looks` of the others,
-// one after the other, and the key "finished".
+// What the coordinator says to the machine that hosts it and gets no place, `times` times: `looks`
+// of the others, one after the other, and the key "finished".
 FakeSessions::Answer WithoutAPlace(std::vector<std::vector<v1::Member>> looks,
-                                   std::vector<std::string> finished) {
+                                   std::vector<std::string> finished, size_t times = 1) {
   struct State {
     size_t joins = 0, looks = 0, finished = 0;
   };
   auto state = std::make_shared<State>();
   return [=](const v1::Op& op, v1::OpResult* result) {
-    if (op.has_join() && state->joins++ == 0) {
+    if (op.has_join() && state->joins++ < times) {
       result->mutable_error()->set_code(static_cast<int>(absl::StatusCode::kDeadlineExceeded));
       result->mutable_error()->mutable_detail()->set_reason(v1::ERROR_REASON_RENDEZVOUS_TIMEOUT);
       return true;
@@ -576,6 +577,39 @@ TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorWithoutAPlace_AsksAgainWhenI
   EXPECT_EQ(admin_.asked(), 2);
 }
 
+// They fail for good while it waits for its place, and leave: it would begin their job again alone.
+TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorThatAsksAgain_DoesNotStartAloneAfterTheOthers) {
+  StartCoordinator();
+  hosts_coordinator_ = true;
+  admin_.Quarantine("job.agents", HostName(), 0);
+  special_ = WithoutAPlace({{Machine(1, v1::WORKER_STATE_RUNNING, absl::ZeroDuration())}}, {""});
+  AnswerAsElastic(0, 1, {});
+  MakeCoordination(3, absl::Minutes(2), /*node_rank=*/0);
+  const absl::Status status = coordination_->Meet(1, {}).status();
+  ASSERT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("no place among the machines of job job"));
+  sessions_.WaitFor([](const v1::AgentFrame& one) {
+    return one.has_ops() && one.ops().ops(0).has_end_generation() &&
+           one.ops().ops(0).end_generation().reason() == "the others have ended";
+  });
+}
+
+TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorThatAsksInVain_SaysOnceWhyItStays) {
+  StartCoordinator();
+  hosts_coordinator_ = true;
+  admin_.Quarantine("job.agents", HostName(), 0);
+  const std::vector<v1::Member> runs = {Machine(1, v1::WORKER_STATE_RUNNING, absl::ZeroDuration())};
+  special_ = WithoutAPlace({runs, runs, runs, runs, {}}, {""}, /*times=*/2);
+  AnswerAsElastic(0, 2, {});
+  MakeCoordination(3, absl::Minutes(2), /*node_rank=*/0);
+  ::testing::internal::CaptureStderr();
+  EXPECT_EQ(coordination_->Meet(1, {}).status().code(), absl::StatusCode::kDeadlineExceeded);
+  const std::string told = ::testing::internal::GetCapturedStderr();
+  const size_t first = told.find("this machine hosts the coordinator, so it stays");
+  EXPECT_NE(first, std::string::npos) << told;
+  EXPECT_EQ(told.rfind("this machine hosts the coordinator, so it stays"), first) << told;
+}
+
 // They are done while it waits for its place.
 TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorThatAsksAgain_EndsWithTheOthers) {
   StartCoordinator();
@@ -584,11 +618,12 @@ TEST_F(GrpcJobCoordinationTest, HostOfTheCoordinatorThatAsksAgain_EndsWithTheOth
   admin_.Quarantine("job.agents", HostName(), 0);
   auto joins = std::make_shared<std::atomic<int>>(0);
   sessions_.SetAnswer(
-      [joins, answer = WithoutAPlace({{Machine(1, v1::WORKER_STATE_RUNNING, absl::ZeroDuration())}},
-                                     {"gen/3/", "gen/3/", "gen/3/", "gen/3/", "gen/7/"})](
-          const v1::Op& op, v1::OpResult* result) {
+      [joins,
+       before = WithoutAPlace({{Machine(1, v1::WORKER_STATE_RUNNING, absl::ZeroDuration())}},
+                              {"gen/3/"}),
+       done = WithoutAPlace({{}}, {"gen/7/"})](const v1::Op& op, v1::OpResult* result) {
         if (op.has_join() && ++*joins > 1) return false;
-        answer(op, result);
+        *joins > 1 ? done(op, result) : before(op, result);
         return true;
       });
   MakeCoordination(3, absl::Minutes(2), /*node_rank=*/0);
@@ -703,6 +738,34 @@ TEST_F(GrpcJobCoordinationTest, MachineWaitsForAPlace_AttemptEndsUnlessAMachineI
   EXPECT_EQ(end.cause, AttemptEnd::Cause::kMachineCame);
   EXPECT_THAT(end.why, HasSubstr("another machine has come, h, to the 2 of at most 3"));
   EXPECT_EQ(looks_, 2);
+}
+
+// It asks again and again, and would get no place.
+TEST_F(GrpcJobCoordinationTest, MachineOnAQuarantinedHostWaits_AttemptEndsWhenTheHostIsFree) {
+  StartCoordinator();
+  admin_.Quarantine("job.agents", "h", 1);
+  looks_ = 1;  // no machine is done
+  AnswerAsElastic(0, 2, {Machine(-1, v1::WORKER_STATE_JOINING, absl::ZeroDuration())});
+  MakeCoordination(3, absl::Minutes(2), /*node_rank=*/0);
+  ASSERT_TRUE(coordination_->Meet(1, {}).ok());
+  EXPECT_EQ(WaitForEnd().cause, AttemptEnd::Cause::kMachineCame);
+  EXPECT_EQ(admin_.asked(), 2);
+}
+
+TEST_F(GrpcJobCoordinationTest, MachineOnAQuarantinedHostWaits_TheOneBesideItComes) {
+  StartCoordinator();
+  admin_.Quarantine("job.agents", "h", 1'000'000);
+  looks_ = 1;  // no machine is done
+  v1::Member waits = Machine(-1, v1::WORKER_STATE_JOINING, absl::ZeroDuration());
+  v1::Member second = waits, free = waits;
+  second.set_incarnation(7);
+  free.set_incarnation(8);
+  free.set_host("free");
+  AnswerAsElastic(0, 2, {waits, second, free, waits});
+  MakeCoordination(3, absl::Minutes(2), /*node_rank=*/0);
+  ASSERT_TRUE(coordination_->Meet(1, {}).ok());
+  EXPECT_THAT(WaitForEnd().why, HasSubstr("another machine has come, free, to the 2"));
+  EXPECT_EQ(admin_.asked(), 2) << "once for each host";
 }
 
 // What the coordinator answers to the second machine that starts again: the barrier "finish" is in

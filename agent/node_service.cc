@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <memory>
@@ -75,8 +76,10 @@ constexpr absl::Duration kSyncSlack = absl::Seconds(20);
 constexpr absl::Duration kAwayLeast = absl::Milliseconds(200);
 constexpr absl::Duration kAwayMost = absl::Seconds(5);
 // Between attempts to connect to a coordinator that is not there: so long, at most, it has no nodes
-// after its start. gRPC makes each a fifth longer or shorter.
+// after its start where its host answers; one attempt at a host that drops packets takes 10 s. gRPC
+// makes each a fifth longer or shorter.
 constexpr absl::Duration kConnectAgain = absl::Seconds(2);
+constexpr absl::Duration kConnectedPoll = absl::Milliseconds(200);  // for the end of the service
 constexpr absl::Duration kAnswerTimeout = absl::Seconds(10);
 // How often a log with a waiting reader is polled.
 constexpr absl::Duration kLogPoll = absl::Milliseconds(100);
@@ -884,15 +887,26 @@ class NodeService {
     changed_.SignalAll();
   }
 
+  // Until there is a connection, which the channel makes as soon as the coordinator is there, or
+  // this service ends.
+  void AwaitConnection() {
+    do {
+      MutexLock lock(&mu_);
+      if (ended_) return;
+      sync_turn_ = Clock::Real().Now();
+    } while (!channel_->WaitForConnected(std::chrono::system_clock::now() +
+                                         absl::ToChronoMilliseconds(kConnectedPoll)));
+  }
+
   void SyncLoop() {
     const std::unique_ptr<v1::Nodes::Stub> stub = v1::Nodes::NewStub(channel_);
     std::optional<Backoff> away;  // while it does not answer
     while (true) {
+      // The first call that fails says why. Before the next ones, and not in them: a request says
+      // how long ago things were when it is made.
+      if (away.has_value()) AwaitConnection();
       v1::SyncNodeRequest request;
       grpc::ClientContext context;
-      // The first call that fails says why. The next ones wait for a connection, which this channel
-      // makes as soon as the coordinator is there.
-      context.set_wait_for_ready(away.has_value());
       uint64_t sent;
       {
         MutexLock lock(&mu_);

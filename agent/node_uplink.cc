@@ -101,6 +101,7 @@ absl::StatusOr<std::unique_ptr<NodeUplink>> NodeUplink::Start(Options options) {
   raw->channel_ = channel;
   raw->stacks_ = options.stacks;
   raw->stack_budget_ = options.stack_budget;
+  raw->quarantine_timeout_ = options.quarantine_timeout;
   raw->on_barrier_late_ = std::move(options.on_barrier_late);
   raw->transport_ =
       std::make_unique<GrpcStreamOpener>(channel, options.coordinator, options.channel);
@@ -181,7 +182,7 @@ std::string NodeUplink::WhyNotConnected() { return rpc::WhyNotConnected(channel_
 
 std::optional<bool> NodeUplink::IsQuarantined(const std::string& job, const std::string& host) {
   grpc::ClientContext context;
-  rpc::SetTimeout(context, absl::Seconds(1));
+  rpc::SetTimeout(context, quarantine_timeout_);
   v1::StatusReply reply;
   if (!v1::Admin::NewStub(channel_)->Status(&context, {}, &reply).ok()) return std::nullopt;
   for (const v1::JobStatus& one : reply.jobs()) {

@@ -48,6 +48,7 @@ class NodeUplink {
         process_of = nullptr;
     std::function<std::vector<LocalProcess>()> processes = nullptr;  // see RelayCore::Options
     std::function<void(v1::WorkerBeat*)> refresh = nullptr;          // see RelayCore::Options
+    absl::Duration quarantine_timeout = absl::Seconds(1);            // of IsQuarantined
     // Ranks of this node wait in a barrier that others are late for. Called on threads of the
     // session, must not block.
     std::function<void(const v1::BarrierLate&)> on_barrier_late = nullptr;
@@ -89,7 +90,7 @@ class NodeUplink {
   // certificate that is not believed. Empty: nothing that shows within a second. Blocks until then.
   std::string WhyNotConnected();
   // Whether `host` is in quarantine for this job; nullopt: the coordinator does not say. Blocks for
-  // at most a second.
+  // at most Options::quarantine_timeout.
   std::optional<bool> IsQuarantined(const std::string& job, const std::string& host);
   // See SessionClient::Finish.
   void Finish(absl::Duration within);
@@ -118,6 +119,7 @@ class NodeUplink {
   std::unique_ptr<Relay> relay_;
   StackSource* stacks_ = nullptr;
   absl::Duration stack_budget_;
+  absl::Duration quarantine_timeout_;
   std::function<void(const v1::BarrierLate&)> on_barrier_late_;
 
   Mutex listener_mu_;  // held while the listener is called
