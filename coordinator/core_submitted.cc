@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <filesystem>
 #include <optional>
 #include <string>
 #include <utility>
@@ -129,6 +130,8 @@ void Core::Impl::PlanCheckpoint(v1::SubmitJobReply* reply) {
     return;
   }
   if (folder[0] != '/') folder = absl::StrCat(absl::StripSuffix(below, "/"), "/", folder);
+  // As workers register theirs.
+  folder = std::filesystem::path(folder).lexically_normal().string();
   plan->set_folder(absl::StrCat(absl::StripSuffix(folder, "/"), "/", kCheckpointsFolder));
   for (const Job* const other : JobsById()) {
     const v1::CheckpointRecord* const known = other->checkpoints().NewestPromoted(plan->folder());

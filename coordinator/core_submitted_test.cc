@@ -324,6 +324,17 @@ TEST_F(SubmittedTest, DryRun_SaysFromWhichCheckpointTheJobWouldResume) {
   variable->set_value("/c");
   EXPECT_EQ(plan().folder(), "/c/checkpoints");
   EXPECT_FALSE(plan().has_record());
+  for (const auto& [given, folder] : {std::pair{"./run/", "/w/run"},
+                                      {"a//b", "/w/a/b"},
+                                      {"../x", "/x"},
+                                      {"/c/d/..", "/c"},
+                                      {"/c/.", "/c"},
+                                      {".", "/w"},
+                                      {"..", ""}}) {
+    variable->set_value(given);
+    EXPECT_EQ(plan().folder(), absl::StrCat(folder, "/checkpoints")) << given;
+  }
+  variable->set_value("/c");
 
   // Another job has some there.
   const std::string job = Submit(2);
@@ -336,6 +347,8 @@ TEST_F(SubmittedTest, DryRun_SaysFromWhichCheckpointTheJobWouldResume) {
   EXPECT_EQ(found.record().path(), "/c/checkpoints/checkpoint_200");
   EXPECT_EQ(found.record().step(), 200);
   EXPECT_EQ(found.record().job_id(), "job-1.1");
+  EXPECT_EQ(found.SerializeAsString(), plan().SerializeAsString());
+  variable->set_value("../c/./deeper/..");
   EXPECT_EQ(found.SerializeAsString(), plan().SerializeAsString());
   variable->set_value("/c/deeper");
   EXPECT_FALSE(plan().has_record());
