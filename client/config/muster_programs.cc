@@ -1,14 +1,12 @@
 #include "client/config/muster_programs.h"
 
-#include <iterator>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "base/bool_word.h"
-#include "client/config/deepspeed_config.h"
+#include "client/config/deepspeed_plan.h"
 #include "client/config/fsdp_config.h"
 #include "client/config/sharding_settings.h"
 
@@ -28,23 +26,12 @@ absl::Status CheckFsdp(const LaunchConfig& config) {
 }
 
 absl::Status CheckDeepSpeed(const LaunchConfig& config) {
-  const auto resolved =
-      DeepSpeedConfig::Resolve(nullptr, nullptr, config.env,
-                               {.mixed_precision = config.mixed_precision,
-                                .gradient_accumulation_steps = config.gradient_accumulation_steps,
-                                .num_processes = config.num_processes,
-                                .split_batches = false});
-  if (!resolved.ok()) return resolved.status();
-  nlohmann::json settings = resolved->config();
-  // What is "auto" there is what the program gives.
-  for (const char* const section : {"/optimizer/params", "/scheduler/params"}) {
-    const nlohmann::json::json_pointer params(section);
-    if (!settings.contains(params) || !settings[params].is_object()) continue;
-    for (auto it = settings[params].begin(); it != settings[params].end();) {
-      it = *it == "auto" ? settings[params].erase(it) : std::next(it);
-    }
-  }
-  return MapDeepSpeed(settings).status();
+  return PlanDeepSpeed(config.env,
+                       {.mixed_precision = config.mixed_precision,
+                        .gradient_accumulation_steps = config.gradient_accumulation_steps,
+                        .num_processes = config.num_processes,
+                        .split_batches = false})
+      .status();
 }
 
 }  // namespace

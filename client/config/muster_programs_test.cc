@@ -5,6 +5,8 @@
 
 #include <string>
 
+#include "base/file.h"
+#include "base/test_folder.h"
 #include "client/config/launch_config.h"
 
 namespace muster::client {
@@ -15,9 +17,10 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
 // Of a file of Accelerate's.
-MusterProgramNotes NotesOf(const std::string& type, const std::string& more) {
+MusterProgramNotes NotesOf(const std::string& type, const std::string& more,
+                           const std::string& precision = "mixed_precision: bf16\n") {
   const auto layer = ParseConfig(
-      "distributed_type: " + type + "\nnum_processes: 2\nmixed_precision: bf16\n" + more, "c.yaml");
+      "distributed_type: " + type + "\nnum_processes: 2\n" + precision + more, "c.yaml");
   EXPECT_TRUE(layer.ok()) << layer.status();
   if (!layer.ok()) return {};
   const auto config = ResolveLaunch({*layer}, {.gpus = 2, .cores = 2});
@@ -45,6 +48,27 @@ TEST(MusterPrograms, SettingsOfFsdpAndDeepSpeed_AreThoseThatProgramsTake) {
   EXPECT_THAT(NotesOf("FSDP", fsdp + "LOCAL_STATE_DICT}\n").refused,
               ElementsAre(HasSubstr("LOCAL_STATE_DICT")));
   EXPECT_THAT(NotesOf("DEEPSPEED", "deepspeed_config: {zero_stage: 3}\n").refused, IsEmpty());
+}
+
+// As the program refuses it, see engine_settings_test.
+TEST(MusterPrograms, FilesOfDeepSpeed_AreReadAsTheProgramReadsThem) {
+  const TestFolder folder;
+  const auto refused = [&](const std::string& more) {
+    const std::string path = folder.Path("ds.json");
+    EXPECT_TRUE(
+        WriteFileAtomically(path, "{\"zero_optimization\": {\"stage\": 2}" + more + "}").ok());
+    // Beside such a file the precision is the file's.
+    return NotesOf("DEEPSPEED", "deepspeed_config: {deepspeed_config_file: " + path + "}\n", "")
+        .refused;
+  };
+  const std::string params = R"(, "optimizer": {"type": "AdamW", "params": )";
+  EXPECT_THAT(refused(params + R"({"lr": "auto"}})"), IsEmpty());
+  EXPECT_THAT(refused(params + R"({"betas": "auto"}})"), ElementsAre(HasSubstr("params.betas")));
+  EXPECT_THAT(refused(R"(, "gradient_accumulation_steps": 4)"),
+              ElementsAre(HasSubstr("gradient_accumulation_steps 4, and the process 1")));
+  EXPECT_THAT(refused(R"(, "fp16": {"enabled": true})"), ElementsAre(HasSubstr("fp16")));
+  EXPECT_THAT(refused(R"(, "fp16": {"enabled": "auto"}, "gradient_accumulation_steps": "auto")"),
+              IsEmpty());
 }
 
 TEST(MusterPrograms, SettingsOfPythonAlone_HaveNoEffect) {

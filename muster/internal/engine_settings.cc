@@ -9,10 +9,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "base/status_macros.h"
-#include "client/config/deepspeed_config.h"
+#include "client/config/deepspeed_plan.h"
 #include "client/config/fsdp_config.h"
 #include "client/config/sharding_settings.h"
-#include "nlohmann/json.hpp"
 
 namespace muster::internal {
 namespace {
@@ -23,26 +22,6 @@ using client::ShardingSettings;
 absl::Status Refused(absl::string_view what, absl::string_view instead) {
   return absl::UnimplementedError(absl::StrCat("the settings of Accelerate's launcher ask for ",
                                                what, ", which sharding does not have: ", instead));
-}
-
-// Takes out of `config` what Accelerate fills from the program's placeholders where it is "auto".
-std::set<std::string> TakeAutos(nlohmann::json* config) {
-  std::set<std::string> autos;
-  for (const auto& [section, names] :
-       {std::pair<const char*, std::vector<const char*>>{"optimizer", {"lr", "weight_decay"}},
-        {"scheduler", {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"}}}) {
-    const auto found = config->find(section);
-    if (found == config->end() || !found->is_object()) continue;
-    const auto params = found->find("params");
-    if (params == found->end() || !params->is_object()) continue;
-    for (const char* name : names) {
-      const auto value = params->find(name);
-      if (value == params->end() || *value != "auto") continue;
-      autos.insert(absl::StrCat(section, ".params.", name));
-      params->erase(value);
-    }
-  }
-  return autos;
 }
 
 GradScalerOptions ScalerOf(const client::PlannedLossScale& scale) {
@@ -155,31 +134,6 @@ absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks
   return result;
 }
 
-// What the file of a DeepSpeed config says about the loop, and the process has in another place.
-absl::Status CheckAgrees(const std::map<std::string, std::string>& variables,
-                         const ShardingPlan& plan, const std::string& mixed_precision,
-                         int64_t gradient_accumulation_steps) {
-  const auto file = variables.find("ACCELERATE_DEEPSPEED_CONFIG_FILE");
-  if (file == variables.end() || file->second == "none") return absl::OkStatus();
-  if (plan.mixed_precision != mixed_precision) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the DeepSpeed config asks for mixed precision ", plan.mixed_precision,
-                     " (fp16.enabled, bf16.enabled), and the process has ", mixed_precision,
-                     ": set --mixed_precision ", plan.mixed_precision,
-                     " or options.mixed_precision, or \"auto\" in the config"));
-  }
-  // "auto", and a file that says nothing, have been filled in from elsewhere.
-  MUSTER_ASSIGN_OR_RETURN(const nlohmann::json config, client::ReadDeepSpeedConfig(file->second));
-  const auto steps = config.find("gradient_accumulation_steps");
-  if (steps == config.end() || !steps->is_number() || *steps == gradient_accumulation_steps) {
-    return absl::OkStatus();
-  }
-  return absl::InvalidArgumentError(absl::StrCat(
-      "the DeepSpeed config has gradient_accumulation_steps ", steps->dump(), ", and the process ",
-      gradient_accumulation_steps, ": set --gradient_accumulation_steps ", steps->dump(),
-      " or options.gradient_accumulation_steps, or \"auto\" in the config"));
-}
-
 bool IsOn(const std::map<std::string, std::string>& variables, const std::string& name) {
   const auto it = variables.find(name);
   return it != variables.end() && it->second == "true";
@@ -197,18 +151,14 @@ absl::StatusOr<EngineSettings> ReadEngineSettings(
                             client::ResolveFsdp(nullptr, variables, mixed_precision));
     MUSTER_ASSIGN_OR_RETURN(plan, client::MapFsdp(settings));
   } else {
-    MUSTER_ASSIGN_OR_RETURN(const client::DeepSpeedConfig config,
-                            client::DeepSpeedConfig::Resolve(
-                                nullptr, nullptr, variables,
-                                {.mixed_precision = mixed_precision,
-                                 .gradient_accumulation_steps = gradient_accumulation_steps,
-                                 .num_processes = num_processes,
-                                 .split_batches = false}));
-    nlohmann::json settings = config.config();
-    autos = TakeAutos(&settings);
-    MUSTER_ASSIGN_OR_RETURN(plan, client::MapDeepSpeed(settings));
-    MUSTER_RETURN_IF_ERROR(
-        CheckAgrees(variables, plan, mixed_precision, gradient_accumulation_steps));
+    MUSTER_ASSIGN_OR_RETURN(client::DeepSpeedPlan planned,
+                            client::PlanDeepSpeed(variables, {.mixed_precision = mixed_precision,
+                                                              .gradient_accumulation_steps =
+                                                                  gradient_accumulation_steps,
+                                                              .num_processes = num_processes,
+                                                              .split_batches = false}));
+    plan = std::move(planned.plan);
+    autos = std::move(planned.autos);
   }
   MUSTER_ASSIGN_OR_RETURN(EngineSettings result, ToOptions(plan, ranks_per_node));
   result.configured.autos = std::move(autos);
