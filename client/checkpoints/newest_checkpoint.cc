@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "absl/status/statusor.h"
+#include "base/status_macros.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/registrar.h"
@@ -11,11 +11,10 @@
 
 namespace muster::client {
 
-std::optional<FoundCheckpoint> NewestCheckpoint(const std::string& folder) {
+absl::StatusOr<std::optional<FoundCheckpoint>> NewestCheckpoint(const std::string& folder) {
   const CheckpointFolder checkpoints(folder);
-  const absl::StatusOr<std::vector<int64_t>> numbers = checkpoints.Published();
-  if (!numbers.ok()) return std::nullopt;
-  for (auto number = numbers->rbegin(); number != numbers->rend(); ++number) {
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, checkpoints.Published());
+  for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) {
     const std::string path = checkpoints.PathOf(*number);
     const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
     if (seal.ok() && !seal->promoted) continue;

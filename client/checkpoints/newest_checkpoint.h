@@ -5,6 +5,8 @@
 #include <optional>
 #include <string>
 
+#include "absl/status/statusor.h"
+
 namespace muster::client {
 
 struct FoundCheckpoint {
@@ -14,8 +16,17 @@ struct FoundCheckpoint {
 
 // What load_state() takes of the numbered checkpoints in `folder` if no coordinator knows any and
 // the files of this one are whole: the newest whose manifest can be read and that was not held
-// back. nullopt: none. Changes nothing and reads no tensors; blocks on the disk.
-std::optional<FoundCheckpoint> NewestCheckpoint(const std::string& folder);
+// back. nullopt: none. Passes over a save that is sealed and lacks only its name
+// (checkpoint_12.tmp-...), which a load gives it and takes. Changes nothing and reads no tensors;
+// blocks on the disk. Errors: those of a folder that cannot be listed, such as PERMISSION_DENIED;
+// one that is not there is none.
+absl::StatusOr<std::optional<FoundCheckpoint>> NewestCheckpoint(const std::string& folder);
+
+// Who decides that, for people: of a program whose coordinator knows no checkpoint.
+inline constexpr char kWhoResumes[] =
+    "rank 0 takes the newest one in the folder whose files are whole, also one that is sealed and "
+    "not yet published (.tmp-...), which is not looked at here; its program may name another "
+    "folder";
 
 }  // namespace muster::client
 

@@ -1,5 +1,6 @@
 #include "client/checkpoints/newest_checkpoint.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <string>
@@ -16,8 +17,9 @@ namespace {
 
 TEST(NewestCheckpointTest, NewestThatIsReadable_AndNotHeldBack_IsTaken) {
   const TestFolder folder;
-  EXPECT_FALSE(NewestCheckpoint(folder.path()).has_value());
-  EXPECT_FALSE(NewestCheckpoint(folder.Path("missing")).has_value());
+  const auto newest = [&] { return *NewestCheckpoint(folder.path()); };
+  EXPECT_FALSE(newest().has_value());
+  EXPECT_FALSE(NewestCheckpoint(folder.Path("missing"))->has_value());
   const auto save = [&](int number, const std::string& manifest) {
     const std::string path = folder.Path(absl::StrCat("checkpoint_", number));
     ASSERT_TRUE(MakeDirectories(path).ok());
@@ -30,12 +32,21 @@ TEST(NewestCheckpointTest, NewestThatIsReadable_AndNotHeldBack_IsTaken) {
   }
   save(12, "{}");
   ASSERT_TRUE(MakeDirectories(folder.Path("checkpoint_13")).ok());
-  ASSERT_EQ(NewestCheckpoint(folder.path())->path, folder.Path("checkpoint_11"));
+  ASSERT_EQ(newest()->path, folder.Path("checkpoint_11"));
   RegisteredCheckpoint held_back;
   held_back.sha256 = std::string(64, '0');
   ASSERT_TRUE(WriteSeal(folder.Path("checkpoint_11"), held_back).ok());
-  EXPECT_EQ(NewestCheckpoint(folder.path())->path, folder.Path("checkpoint_10"));
-  EXPECT_EQ(NewestCheckpoint(folder.path())->step, 1000);
+  EXPECT_EQ(newest()->path, folder.Path("checkpoint_10"));
+  EXPECT_EQ(newest()->step, 1000);
+}
+
+// As one that may not be read: nobody knows what is in it.
+TEST(NewestCheckpointTest, FolderThatCannotBeListed_IsAnError) {
+  const TestFolder folder;
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("checkpoints"), "").ok());
+  const auto found = NewestCheckpoint(folder.Path("checkpoints"));
+  EXPECT_THAT(std::string(found.status().message()),
+              ::testing::HasSubstr("checkpoints: Not a directory"));
 }
 
 }  // namespace

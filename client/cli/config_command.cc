@@ -433,6 +433,7 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
     }
     if (!config.ok()) return Fail(spec, context, config.status(), kExitUsage);
     context.out << path.path << ": ok\n";
+    for (const std::string& note : config->notes) context.out << note << "\n";
     const MusterProgramNotes notes = NotesForMusterPrograms(*config);
     for (const std::string& why : notes.refused) {
       context.out << "for Python programs; those written with Muster refuse it: " << why << "\n";

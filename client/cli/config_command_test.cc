@@ -112,6 +112,11 @@ TEST_F(ConfigCommandTest, Validate_SaysWhatProgramsWrittenWithMusterDoNotTake) {
                "dynamo_config: {dynamo_backend: INDUCTOR}\n"),
       AllOf(HasSubstr(path + ": ok\nfor Python programs; those written with Muster refuse it: "),
             HasSubstr("\nwithout effect on programs written with Muster: dynamo_config: ")));
+  EXPECT_EQ(validate("distributed_type: 'NO'\nuse_cpu: true\nnum_processes: 1\n"
+                     "fsdp_config: {fsdp_version: 2}\n"),
+            path + ": ok\n" + path +
+                ":4: fsdp_config has no effect with distributed_type: NO: to use it, write "
+                "distributed_type: FSDP\n");
 }
 
 TEST_F(ConfigCommandTest, Options_AreSuggested) {

@@ -93,6 +93,11 @@ ordered_json SparesJson(const std::vector<Placement>& spares) {
   return all;
 }
 
+std::string ResumesFrom(const PlannedCheckpoint& from) {
+  if (from.unknown) return "unknown";
+  return from.path.empty() ? "none" : from.path;
+}
+
 ordered_json PlanJson(const JobPlan& plan) {
   ordered_json ports = ordered_json::array();
   for (const PlannedPort& port : plan.ports) {
@@ -106,7 +111,7 @@ ordered_json PlanJson(const JobPlan& plan) {
   ordered_json checkpoint;
   if (!from.decided_by.empty()) {
     checkpoint = {{"decided_by", from.decided_by},
-                  {"resume_from", from.path.empty() ? "none" : from.path},
+                  {"resume_from", ResumesFrom(from)},
                   {"step", from.path.empty() ? ordered_json() : ordered_json(from.step)},
                   {"saved_by", from.saved_by},
                   {"folder", from.folder},
@@ -166,7 +171,7 @@ void PrintValue(const CommandContext& context, const std::string& format,
 
 void PrintCheckpoint(const CommandContext& context, const PlannedCheckpoint& from) {
   if (from.decided_by.empty()) return;
-  context.out << "  checkpoint: " << (from.path.empty() ? "none" : Printable(from.path, 1000));
+  context.out << "  checkpoint: " << Printable(ResumesFrom(from), 1000);
   if (!from.path.empty()) context.out << " of step " << from.step;
   context.out << "; the " << Printable(from.decided_by) << " decides: " << Printable(from.why, 1000)
               << "\n";

@@ -169,7 +169,9 @@ std::vector<LaunchPort> PortsOf(const LaunchConfig& config) {
 // From where a program continues that calls load_state_if_present().
 struct LaunchCheckpoint {
   std::string folder;
-  std::optional<FoundCheckpoint> found;
+  std::string resume_from = "none";
+  std::optional<int64_t> step;
+  std::string why = kWhoResumes;
 };
 LaunchCheckpoint CheckpointOf(const LaunchPlan& plan) {
   LaunchCheckpoint checkpoint;
@@ -179,12 +181,16 @@ LaunchCheckpoint CheckpointOf(const LaunchPlan& plan) {
   }
   if (project.empty()) project = kDefaultProjectFolder;
   checkpoint.folder = JoinPath(project, kCheckpointsFolder);
-  checkpoint.found = NewestCheckpoint(checkpoint.folder);
+  const auto found = NewestCheckpoint(checkpoint.folder);
+  if (!found.ok()) {
+    checkpoint.resume_from = "unknown";
+    checkpoint.why = absl::StrCat(found.status().message(), "; ", kWhoResumes);
+  } else if (found->has_value()) {
+    checkpoint.resume_from = (*found)->path;
+    checkpoint.step = (*found)->step;
+  }
   return checkpoint;
 }
-constexpr char kWhoResumes[] =
-    "rank 0 takes the newest one in the folder whose files are whole; its program may name another "
-    "folder";
 
 void PrintDryRun(const LaunchPlan& plan, const std::string& program, const std::string& format,
                  const CommandContext& context) {
@@ -208,8 +214,8 @@ void PrintDryRun(const LaunchPlan& plan, const std::string& program, const std::
       context.out << "port     " << port.name << (port.address.empty() ? "" : " " + port.address)
                   << ": " << port.why << "\n";
     }
-    context.out << "resumes  " << (checkpoint.found.has_value() ? checkpoint.found->path : "none")
-                << " in " << checkpoint.folder << ": " << kWhoResumes << "\n";
+    context.out << "resumes  " << checkpoint.resume_from << " in " << checkpoint.folder << ": "
+                << checkpoint.why << "\n";
     return;
   }
   using nlohmann::ordered_json;
@@ -224,11 +230,8 @@ void PrintDryRun(const LaunchPlan& plan, const std::string& program, const std::
          {"address", port.address.empty() ? ordered_json() : ordered_json(port.address)},
          {"why", port.why}});
   }
-  ordered_json resume_from = "none", step;
-  if (checkpoint.found.has_value()) {
-    resume_from = checkpoint.found->path;
-    step = checkpoint.found->step;
-  }
+  const ordered_json step =
+      checkpoint.step.has_value() ? ordered_json(*checkpoint.step) : ordered_json();
   const ordered_json document = {{"program", program},
                                  {"command", plan.argv},
                                  {"settings", std::move(settings)},
@@ -241,10 +244,10 @@ void PrintDryRun(const LaunchPlan& plan, const std::string& program, const std::
                                  {"ports", std::move(ports)},
                                  {"checkpoint",
                                   {{"decided_by", "program"},
-                                   {"resume_from", std::move(resume_from)},
-                                   {"step", std::move(step)},
+                                   {"resume_from", checkpoint.resume_from},
+                                   {"step", step},
                                    {"folder", checkpoint.folder},
-                                   {"why", kWhoResumes}}}};
+                                   {"why", checkpoint.why}}}};
   context.out << (format == "yaml" ? YamlText(document) : Dump(document));
 }
 
@@ -257,6 +260,9 @@ int Launch(const CommandLine& line, const std::vector<std::string>& argv,
     return Fail(spec, context, config.status(), kExitUsage);
   }
   plan.config = *std::move(config);
+  for (const std::string& note : plan.config.notes) {
+    context.err << spec.name << ": " << note << "\n";
+  }
   plan.argv = argv;
   plan.cores = ReadMachine(context.variables).cores;
 

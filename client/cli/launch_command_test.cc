@@ -116,6 +116,21 @@ TEST_F(LaunchCommandTest, ConfigFile_UnknownKey_NamesFileLineAndKey) {
   EXPECT_EQ(plan_.config.num_processes, 3);
 }
 
+TEST_F(LaunchCommandTest, SectionOfAccelerates_WithoutEffect_IsSaidAndTheLaunchGoesOn) {
+  const std::string path = TestPath("c.yaml");
+  ASSERT_TRUE(WriteFileAtomically(path,
+                                  "distributed_type: 'NO'\nuse_cpu: true\n"
+                                  "fsdp_config: {fsdp_version: 2}\n")
+                  .ok());
+  EXPECT_EQ(Run({"--config_file", path, "x"}), kExitOk) << err_.str();
+  EXPECT_TRUE(ran_);
+  EXPECT_EQ(err_.str(), "muster launch: " + path +
+                            ":3: fsdp_config has no effect with distributed_type: NO: to use it, "
+                            "write distributed_type: FSDP\n");
+  EXPECT_THAT(Refused({"--config_file", path, "--use_fsdp", "x"}, kExitUsage),
+              HasSubstr("fsdp_config would be lost"));
+}
+
 TEST_F(LaunchCommandTest, FailedJob_NamesTheWorkerAndItsLastLines) {
   outcome_.kind = LaunchOutcome::Kind::kFailed;
   outcome_.why = "rank 1 (pid 12 on box) was killed by signal 9 (SIGKILL)";
@@ -197,6 +212,13 @@ TEST_F(LaunchCommandTest, DryRunAsJson_IsTheWholePlanAndTheSameEachTime) {
   EXPECT_THAT(out_.str(), HasSubstr("port     coordinator 127.0.0.1:29400: machine 0 listens\n"));
   EXPECT_THAT(out_.str(), HasSubstr("resumes  none in " + folder.Path("checkpoints") + ": "));
   EXPECT_THAT(Refused({"-o", "json", "x"}, kExitUsage), HasSubstr("--output is the format of"));
+
+  // Nobody knows what is in a folder that cannot be listed.
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("checkpoints"), "").ok());
+  EXPECT_EQ(Run(args), kExitOk);
+  plan = nlohmann::json::parse(out_.str());
+  EXPECT_EQ(plan["checkpoint"]["resume_from"], "unknown");
+  EXPECT_THAT(std::string(plan["checkpoint"]["why"]), HasSubstr("checkpoints: Not a directory; "));
 }
 
 TEST_F(LaunchCommandTest, Help_HasEverySettingAndTheExitCodes) {

@@ -1,7 +1,6 @@
 #include "client/cli/open_backend.h"
 
 #include <filesystem>
-#include <optional>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -38,10 +37,15 @@ std::unique_ptr<JobBackend> OnSlurm(const CommandLine& line, const CommandContex
   }
   options.project = Variable(context.variables, "MUSTER_PROJECT_DIR");
   options.find_checkpoint = [](const std::string& in, PlannedCheckpoint* checkpoint) {
-    const std::optional<FoundCheckpoint> found = NewestCheckpoint(in);
-    if (!found.has_value()) return;
-    checkpoint->path = found->path;
-    checkpoint->step = found->step;
+    checkpoint->why = kWhoResumes;
+    const auto found = NewestCheckpoint(in);
+    if (!found.ok()) {
+      checkpoint->unknown = true;
+      checkpoint->why = absl::StrCat(found.status().message(), "; ", kWhoResumes);
+    } else if (found->has_value()) {
+      checkpoint->path = (*found)->path;
+      checkpoint->step = (*found)->step;
+    }
   };
   std::error_code unknown;
   options.here = std::filesystem::current_path(unknown).string();

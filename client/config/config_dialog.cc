@@ -68,7 +68,7 @@ class Answers {
     if (!on_gpus()) return 0;
     const std::string ids = Get("gpu_ids");
     if (ids.empty()) return facts.usable_gpus;
-    return static_cast<int>(std::vector<absl::string_view>(absl::StrSplit(ids, ',')).size());
+    return static_cast<int>(SplitGpuIds(ids).size());
   }
 
   // What a file or a flag says of a setting; empty: nothing.

@@ -98,6 +98,14 @@ absl::Status ApplyEngineFlags(const std::map<std::string, std::string>& given,
           absl::StrCat(source, ": ", found->second.source, " has these settings already (",
                        variable, "): change them there, or leave them out there"));
     }
+    // Accelerate's launcher takes it then; here only the flags would count.
+    for (const UnusedSection& section : layer.unused_sections) {
+      if (section.flag != engine) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat(source, ": ", section.place, ": ", section.name,
+                       " would be lost: write distributed_type: ", section.type,
+                       " there in place of ", source, ", or leave the section out"));
+    }
   }
   MUSTER_ASSIGN_OR_RETURN(const auto without, VariablesOf({}));
   MUSTER_ASSIGN_OR_RETURN(const auto with, VariablesOf(flags.args));

@@ -15,8 +15,8 @@ namespace muster::client {
 // of flags. Muster's own programs read their sharding from these, Accelerate's theirs.
 //
 // Errors: INVALID_ARGUMENT, one line that names the flag and the way out: one without its
-// --use_fsdp or --use_deepspeed, flags of both, --sharding besides, a config file that has such a
-// section already, and what `accelerate launch` refuses. Pure.
+// --use_fsdp or --use_deepspeed, flags of both, --sharding besides, a config file that has such
+// settings already or a section of that engine, and what `accelerate launch` refuses. Pure.
 absl::Status ApplyEngineFlags(const std::map<std::string, std::string>& given,
                               std::vector<Layer>* layers);
 

@@ -67,5 +67,17 @@ TEST(EngineFlags, WhatWouldBeIgnored_IsRefused) {
   EXPECT_THAT(error({{"use_deepspeed", "true"}}, {{}, {}, file}), HasSubstr("c.yaml"));
 }
 
+// Accelerate's launcher takes the section of the engine that a flag asks for.
+TEST(EngineFlags, SectionOfTheFileThatTheTypeDoesNotCallFor_IsNotLost) {
+  const absl::StatusOr<Layer> file =
+      ParseConfig("distributed_type: 'NO'\nfsdp_config: {fsdp_version: 2}\n", "c.yaml");
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_EQ(VariablesFor({{"use_fsdp", "true"}}, {{}, {}, *file}).at(""),
+            "--use_fsdp: c.yaml:2: fsdp_config would be lost: write distributed_type: FSDP there "
+            "in place of --use_fsdp, or leave the section out");
+  // The other engine's is ignored there, too.
+  EXPECT_EQ(VariablesFor({{"use_deepspeed", "true"}}, {{}, {}, *file}).count(""), 0u);
+}
+
 }  // namespace
 }  // namespace muster::client

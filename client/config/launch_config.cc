@@ -63,10 +63,10 @@ struct TextRule {
   bool (*fits)(absl::string_view text);
 };
 constexpr TextRule kTextRules[] = {
-    {"gpu_ids", "all, or numbers or names of GPUs such as 0,1",
+    {"gpu_ids", "all, or numbers or names of GPUs such as 0,1; --cpu uses none",
      [](absl::string_view text) {
        if (text == "all") return true;
-       const std::vector<absl::string_view> ids = absl::StrSplit(text, ',');
+       const std::vector<absl::string_view> ids = SplitGpuIds(text);
        return std::all_of(ids.begin(), ids.end(), [](absl::string_view id) {
          int number = 0;
          id = absl::StripAsciiWhitespace(id);
@@ -454,6 +454,10 @@ const std::vector<SettingSpec>& LaunchSettings() {
   return *settings;
 }
 
+std::vector<absl::string_view> SplitGpuIds(absl::string_view text) {
+  return absl::StrSplit(absl::StripSuffix(absl::StripAsciiWhitespace(text), ","), ',');
+}
+
 std::optional<MachineCount> ParseMachines(absl::string_view text) {
   const std::vector<absl::string_view> parts = absl::StrSplit(text, ':');
   MachineCount count;
@@ -551,18 +555,19 @@ absl::Status AddCoordinator(absl::string_view text, const std::string& source, L
 
 namespace {
 
-// A section of a file of Accelerate's that its distributed_type does not call for, and that asks
-// for something all the same. Its own launcher ignores it.
+// Sections of a file of Accelerate's for which its distributed_type has to call.
 struct AccelerateSection {
   const char* name;
+  const char* flag;      // that calls for it, too
   const char* variable;  // of programs that get it
   const char* type;      // that calls for it
 };
 constexpr AccelerateSection kAccelerateSections[] = {
-    {"fsdp_config", "ACCELERATE_USE_FSDP", "FSDP"},
-    {"deepspeed_config", "ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"},
-    {"megatron_lm_config", "ACCELERATE_USE_MEGATRON_LM", "MEGATRON_LM"},
-    {"parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG", "MULTI_GPU or FSDP"},
+    {"fsdp_config", "use_fsdp", "ACCELERATE_USE_FSDP", "FSDP"},
+    {"deepspeed_config", "use_deepspeed", "ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"},
+    {"megatron_lm_config", "use_megatron_lm", "ACCELERATE_USE_MEGATRON_LM", "MEGATRON_LM"},
+    {"parallelism_config", "use_parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG",
+     "MULTI_GPU, FSDP or DEEPSPEED"},
 };
 bool AsksForSomething(const nlohmann::ordered_json& section) {
   if (!section.is_object()) return false;
@@ -641,11 +646,11 @@ absl::StatusOr<Layer> LayerOfAccelerate(const AccelerateConfig& config,
         !AsksForSomething(values[section.name])) {
       continue;
     }
-    return absl::InvalidArgumentError(
-        absl::StrCat(place(absl::StrCat("/", section.name)), ": ", section.name,
-                     " has no effect with distributed_type: ",
-                     ScalarText(values["distributed_type"]).value_or(""),
-                     ": write distributed_type: ", section.type, ", or leave the section out"));
+    layer.unused_sections.push_back({.name = section.name,
+                                     .flag = section.flag,
+                                     .type = section.type,
+                                     .given = ScalarText(values["distributed_type"]).value_or(""),
+                                     .place = place(absl::StrCat("/", section.name))});
   }
   for (const auto& [name, value] : env) {
     // Defaults that say nothing.
@@ -745,6 +750,12 @@ absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view sour
   return layer;
 }
 
+std::string DescribeUnused(const UnusedSection& section) {
+  return absl::StrCat(section.place, ": ", section.name,
+                      " has no effect with distributed_type: ", section.given,
+                      ": to use it, write distributed_type: ", section.type);
+}
+
 Layer LayerFromVariables(const std::map<std::string, std::string>& variables) {
   Layer layer;
   for (const SettingSpec& spec : LaunchSettings()) {
@@ -794,8 +805,7 @@ absl::StatusOr<Layer> LoadConfig(const ConfigPath& path) {
 absl::StatusOr<int> CountGpus(const std::vector<Layer>& layers, const MachineFacts& machine) {
   const Given ids = Resolver(layers).Get("gpu_ids");
   if (ids.text.empty() || ids.text == "all") return machine.gpus;
-  const int gpus =
-      static_cast<int>(std::vector<absl::string_view>(absl::StrSplit(ids.text, ',')).size());
+  const int gpus = static_cast<int>(SplitGpuIds(ids.text).size());
   if (gpus > machine.gpus) {
     return absl::InvalidArgumentError(absl::StrCat("gpu_ids: ", ids.text, " (from ", ids.source,
                                                    ") names ", gpus, gpus == 1 ? " GPU" : " GPUs",
@@ -817,7 +827,7 @@ LaunchConfig TakeSettings(const Resolver& values) {
   if (config.num_machines == 1 && config.machine_rank == -1) config.machine_rank = 0;
   config.last_call = values.Duration("last_call");
   config.grow_after = values.Duration("grow_after");
-  config.gpu_ids = values.Text("gpu_ids");
+  config.gpu_ids = absl::StrJoin(SplitGpuIds(values.Text("gpu_ids")), ",");
   config.mixed_precision = values.Text("mixed_precision");
   config.sharding = values.Text("sharding");
   if (values.Has("activation_checkpointing")) {
@@ -995,6 +1005,11 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
     config.provenance.emplace_back(spec.name, std::move(given));
   }
   MUSTER_RETURN_IF_ERROR(AddVariables(layers, &config));
+  for (const Layer& layer : layers) {
+    for (const UnusedSection& section : layer.unused_sections) {
+      config.notes.push_back(DescribeUnused(section));
+    }
+  }
   return config;
 }
 

@@ -31,6 +31,10 @@ struct SettingSpec {
 };
 const std::vector<SettingSpec>& LaunchSettings();
 
+// The GPUs of a text of the setting gpu_ids, which is not "all". A comma at its end counts for
+// nothing, as in CUDA_VISIBLE_DEVICES.
+std::vector<absl::string_view> SplitGpuIds(absl::string_view text);
+
 // The setting that has this name or alias; null if none.
 const SettingSpec* FindSetting(absl::string_view name);
 
@@ -47,11 +51,25 @@ struct Given {
   std::string source;
 };
 
+// A section of a file of Accelerate's that asks for something, although the distributed_type of the
+// file does not call for it. Accelerate's launcher ignores it, unless a flag asks for its engine:
+// then it takes it.
+struct UnusedSection {
+  std::string name;   // "fsdp_config"
+  std::string flag;   // "use_fsdp"
+  std::string type;   // the one or several that call for it
+  std::string given;  // the file's
+  std::string place;  // "config.yaml:3"
+};
+// A sentence about it, for the log.
+std::string DescribeUnused(const UnusedSection& section);
+
 // One source of settings, by name.
 struct Layer {
   std::map<std::string, Given> settings;
   // Variables for all workers (`env` in a file, --env on the command line).
   std::map<std::string, Given> env;
+  std::vector<UnusedSection> unused_sections = {};
 };
 
 // Reads a config file's text: YAML, or JSON if `source` ends in ".json". `source` is the file's
@@ -125,6 +143,8 @@ struct LaunchConfig {
   std::string token_file;
   std::string checkpoint_key;
   std::map<std::string, std::string> env;
+  // What of the file has no effect, a sentence each, to be said.
+  std::vector<std::string> notes;
 
   // Every setting with its text and source, in the order of the table, then "env.NAME". For
   // --dry_run.

@@ -14,7 +14,9 @@ namespace muster::client {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 Layer Flags(const std::map<std::string, std::string>& values) {
   Layer layer;
@@ -83,6 +85,10 @@ TEST(ResolveLaunch, Gpus_OneProcessEach) {
   EXPECT_FALSE(config->cpu);
   const auto two = ResolveLaunch({Flags({{"gpu_ids", "1,3"}})}, {.gpus = 4});
   EXPECT_EQ(two->num_processes, 2);
+  // CUDA takes it, too.
+  const auto comma = ResolveLaunch({Flags({{"gpu_ids", "1,3,"}})}, {.gpus = 4});
+  EXPECT_EQ(comma->num_processes, 2);
+  EXPECT_EQ(comma->gpu_ids, "1,3");
 }
 
 TEST(ResolveLaunch, FirstLayerWins_AndSaysSo) {
@@ -214,6 +220,7 @@ TEST(ResolveLaunch, CoordinatorThatWouldNotKnowItsCallers_IsRefusedWithTheWays) 
 TEST(ResolveLaunch, MoreProcessesThanGpus_AreRefusedUnlessOnTheCpu) {
   EXPECT_THAT(ErrorOf({{"num_processes", "4"}}, {.gpus = 2}), HasSubstr("use 2 or --cpu"));
   EXPECT_THAT(ErrorOf({{"gpu_ids", "0,1,2"}}, {.gpus = 2}), HasSubstr("names 3 GPUs"));
+  EXPECT_THAT(ErrorOf({{"gpu_ids", "-1"}}, {.gpus = 2}), HasSubstr("--cpu"));
   EXPECT_EQ(ErrorOf({{"num_processes", "4"}, {"cpu", "true"}}, {.gpus = 2}), "accepted");
 }
 
@@ -262,28 +269,40 @@ TEST(ParseConfig, D25_D34_SectionsOfOtherEngines_AreRefused) {
 }
 
 // Its own launcher ignores them in silence.
-TEST(ParseConfig, SectionThatTheTypeOfAFileDoesNotCallFor_IsRefused) {
-  const auto error = [](const std::string& type, const std::string& section) {
-    return FileError("distributed_type: " + type + "\nnum_processes: 2\n" + section + "\n");
+TEST(ParseConfig, SectionThatTheTypeOfAFileDoesNotCallFor_IsNoted) {
+  const auto notes = [](const std::string& type, const std::string& section) {
+    const auto layer = ParseConfig(
+        "distributed_type: " + type + "\nnum_processes: 2\n" + section + "\n", "c.yaml");
+    EXPECT_TRUE(layer.ok()) << layer.status();
+    const auto config = ResolveLaunch({*layer}, {.gpus = 2});
+    EXPECT_TRUE(config.ok()) << config.status();
+    return config.ok() ? config->notes : std::vector<std::string>();
   };
-  for (const char* const section :
-       {"fsdp_config: {fsdp_version: 2}", "deepspeed_config: {zero_stage: 3}",
-        "megatron_lm_config: {megatron_lm_tp_degree: 2}",
-        "parallelism_config: {parallelism_config_tp_size: 2}"}) {
+  for (const auto& [section, type] :
+       {std::pair("fsdp_config: {fsdp_version: 2}", "FSDP"),
+        {"deepspeed_config: {zero_stage: 3}", "DEEPSPEED"},
+        {"megatron_lm_config: {megatron_lm_tp_degree: 2}", "MEGATRON_LM"},
+        {"parallelism_config: {parallelism_config_tp_size: 2}", "MULTI_GPU, FSDP or DEEPSPEED"}}) {
     const std::string name = std::string(section).substr(0, std::string(section).find(':'));
-    EXPECT_THAT(error("MULTI_CPU", section),
-                AllOf(HasSubstr("c.yaml:3: " + name +
-                                " has no effect with distributed_type: "
-                                "MULTI_CPU: write distributed_type: ")));
+    EXPECT_THAT(notes("MULTI_CPU", section),
+                ElementsAre("c.yaml:3: " + name +
+                            " has no effect with distributed_type: MULTI_CPU: to use it, write "
+                            "distributed_type: " +
+                            type));
   }
+  // The section stays in the file for a try on one GPU.
+  EXPECT_THAT(notes("'NO'", "fsdp_config: {fsdp_version: 2}"),
+              ElementsAre(HasSubstr("distributed_type: NO: ")));
   // What wizards write into every file, and what asks for nothing.
   for (const char* const section :
        {"fsdp_config: {}", "deepspeed_config: {gradient_accumulation_steps: 2}",
         "megatron_lm_config: {}", "parallelism_config: {parallelism_config_tp_size: 1}"}) {
-    EXPECT_EQ(error("MULTI_CPU", section), "accepted") << section;
+    EXPECT_THAT(notes("MULTI_CPU", section), IsEmpty()) << section;
   }
-  EXPECT_EQ(error("FSDP", "fsdp_config: {fsdp_version: 2}"), "accepted");
-  EXPECT_EQ(error("MULTI_GPU", "parallelism_config: {parallelism_config_tp_size: 2}"), "accepted");
+  EXPECT_THAT(notes("FSDP", "fsdp_config: {fsdp_version: 2}"), IsEmpty());
+  for (const char* const type : {"MULTI_GPU", "FSDP", "DEEPSPEED"}) {
+    EXPECT_THAT(notes(type, "parallelism_config: {parallelism_config_tp_size: 2}"), IsEmpty());
+  }
 }
 
 // A file that `accelerate config` wrote: its settings are ours, and its sections become the
@@ -424,7 +443,9 @@ TEST(LaunchSettings, EveryOneWithEveryType_IsReadOrNamed) {
 
 TEST(LaunchSettings, TextsWithARule_AreReadByIt) {
   const std::map<std::string, std::pair<std::vector<std::string>, std::vector<std::string>>> texts =
-      {{"gpu_ids", {{"all", "0", "0, 2", "GPU-8f3c,MIG-1"}, {"-1", "0,", "x", "1.5"}}},
+      {{"gpu_ids",
+        {{"all", "0", "0, 2", "0,1,", "GPU-8f3c,MIG-1"},
+         {"-1", ",", "0,,", ",0", "0,,1", "x", "1.5"}}},
        {"offload_activations", {{"none", "cpu", "disk:/tmp"}, {"disk:", "gpu", "/tmp"}}},
        {"hub_listen", {{"127.0.0.1:0", "[::1]:29401"}, {"here", "unix:/x", "127.0.0.1"}}},
        {"job_name", {{"night", "a b"}, {"a\nb", "\x1b[2J", std::string(201, 'a')}}}};

@@ -183,6 +183,8 @@ struct PlannedCheckpoint {
   std::string decided_by = {};
   // Empty: none. With "program": the newest that is known there, of another job.
   std::string path = {};
+  // The folder cannot be read; `why` says it.
+  bool unknown = false;
   int64_t step = 0;
   std::string saved_by = {};  // the attempt or launch; empty: this job's
   std::string folder = {};    // empty: in a private folder of the attempt

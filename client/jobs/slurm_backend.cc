@@ -83,6 +83,23 @@ absl::Status KeyReused(const std::string& key, const std::string& job) {
                               v1::ERROR_REASON_KEY_REUSED);
 }
 
+// Without a temporary name, for a file that others append to. On disk when it returns: a file
+// system of other machines says only then that it has no room.
+absl::Status AppendLine(const std::string& path, absl::string_view line) {
+  const OwnedFd file(open(path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666));
+  const auto failed = [&](const char* what) {
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot ", what, " ", path));
+  };
+  if (!file.open()) return failed("open");
+  while (!line.empty()) {
+    const ssize_t n = write(file.get(), line.data(), line.size());
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return failed("write");
+    line.remove_prefix(static_cast<size_t>(n));
+  }
+  return fsync(file.get()) == 0 ? absl::OkStatus() : failed("sync");
+}
+
 absl::string_view FirstLine(absl::string_view text) {
   text = absl::StripAsciiWhitespace(text);
   return text.substr(0, text.find('\n'));
@@ -554,9 +571,7 @@ class Slurm final : public JobBackend {
     if (project.empty()) project = kDefaultProjectFolder;
     project = JoinPath(spec.workdir.empty() ? options_.here : spec.workdir, project);
     checkpoint.folder = JoinPath(project, kCheckpointsFolder);
-    checkpoint.why =
-        "rank 0 takes the newest one in the folder whose files are whole; its program may name "
-        "another folder";
+    checkpoint.why = "rank 0 takes the newest one in the folder whose files are whole";
     if (options_.find_checkpoint) options_.find_checkpoint(checkpoint.folder, &checkpoint);
     return checkpoint;
   }
@@ -585,15 +600,16 @@ class Slurm final : public JobBackend {
 
   absl::StatusOr<Submission> Record(int64_t id, const JobSpec& spec, int processes_per_node,
                                     const std::string& key) const {
-    std::ofstream(Path(absl::StrCat(id, ".events")), std::ios::app)
-        << "submit\t" << absl::ToUnixSeconds(absl::Now()) << "\t0\t" << key << " "
-        << processes_per_node << "\n";
-    if (absl::Status written =
-            WriteSecretFile(Path(absl::StrCat(id, ".job")), JobFileText(spec) + "\n");
-        !written.ok()) {
-      return absl::InternalError(
-          absl::StrCat("SLURM has job ", id, ", but its record cannot be kept: ", written.message(),
-                       "; scancel ", id, " ends it"));
+    absl::Status written = AppendLine(Path(absl::StrCat(id, ".events")),
+                                      absl::StrCat("submit\t", absl::ToUnixSeconds(absl::Now()),
+                                                   "\t0\t", key, " ", processes_per_node, "\n"));
+    if (written.ok()) {
+      written = WriteSecretFile(Path(absl::StrCat(id, ".job")), JobFileText(spec) + "\n");
+    }
+    if (!written.ok()) {
+      return absl::Status(written.code(),
+                          absl::StrCat("SLURM has job ", id, ", but its record cannot be kept: ",
+                                       written.message(), "; scancel ", id, " ends it"));
     }
     MUSTER_ASSIGN_OR_RETURN(const Records records, Load(id));
     MUSTER_ASSIGN_OR_RETURN(const auto queue, Queue());

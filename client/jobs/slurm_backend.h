@@ -24,7 +24,7 @@ struct SlurmOptions {
   std::string here = {};
   std::string project = {};
   // Fills in the path and step of the checkpoint that a program takes from a folder, if there is
-  // one. Of a dry run; null: nobody looks.
+  // one, and why; or that nobody knows. Of a dry run; null: nobody looks.
   std::function<void(const std::string& folder, PlannedCheckpoint* checkpoint)> find_checkpoint =
       nullptr;
   ProgramRunner run;

@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <fstream>
 #include <map>
@@ -21,6 +22,7 @@
 namespace muster::client {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -125,6 +127,23 @@ TEST_F(SlurmBackendTest, Submit_GivesTheScriptToSbatch_AndKeepsARecordThatOthers
   ASSERT_TRUE(job.ok()) << job.status();
   EXPECT_EQ(job->spec.env.at("TOKEN"), "secret");
   EXPECT_EQ(job->spec.max_processes, 4);
+}
+
+// No bug of ours: `muster submit` ends as where a disk is full.
+TEST_F(SlurmBackendTest, Submit_RecordThatCannotBeWritten_SaysWhyAndHowToEndTheJob) {
+  ASSERT_TRUE(MakeDirectories(Folder()).ok());
+  const std::string events = Folder() + "/12.events";
+  ASSERT_EQ(symlink("/dev/full", events.c_str()), 0);
+  absl::StatusOr<Submission> made = backend_->submit(Spec(), {});
+  EXPECT_TRUE(absl::IsResourceExhausted(made.status())) << made.status();
+  EXPECT_THAT(std::string(made.status().message()),
+              AllOf(HasSubstr("SLURM has job 12, but its record cannot be kept: "),
+                    HasSubstr("12.events: No space left on device; scancel 12 ends it")));
+  ASSERT_EQ(unlink(events.c_str()), 0);
+  ASSERT_TRUE(MakeDirectories(Folder() + "/12.job/in").ok());
+  made = backend_->submit(Spec(), {});
+  EXPECT_FALSE(absl::IsInternal(made.status())) << made.status();
+  EXPECT_THAT(std::string(made.status().message()), HasSubstr("its record cannot be kept: "));
 }
 
 TEST_F(SlurmBackendTest, Submit_ThatSbatchRefuses_KeepsNothingAndSaysWhy) {
