@@ -45,7 +45,8 @@ constexpr int64_t kLargestKeyFile = 16 << 10;
 constexpr char kExitCodes[] =
     "Exit codes: 0 done; 1 damaged or not signed (verify) or different (diff); 2 wrong options, or "
     "an "
-    "impossible\nrequest; 3 not found; 4 an input file would be replaced; 6 the disk has no room; "
+    "impossible\nrequest, also one that is too large; 3 not found; 4 an input file would be "
+    "replaced; 6 the disk has no room; "
     "8 not permitted.";
 
 bool IsFolder(const std::string& path) {
@@ -66,13 +67,13 @@ struct Call {
 };
 
 int Fail(const Call& call, const absl::Status& status) {
-  // Damage is a result, the format of a newer program is one that this one cannot read, and what is
-  // too large for the disk is so every time: none of them is a bug.
+  // Damage is a result, the format of a newer program is one that this one cannot read, and a file
+  // or request beyond a limit stays one: none of them is a bug. A full disk is a case of its own.
   return Fail(call.spec, call.context, status,
-              absl::IsDataLoss(status)            ? kExitJobFailed
-              : absl::IsUnimplemented(status)     ? kExitUsage
-              : absl::IsResourceExhausted(status) ? kExitLimit
-                                                  : ExitCodeOf(status));
+              absl::IsDataLoss(status)                                   ? kExitJobFailed
+              : absl::IsUnimplemented(status)                            ? kExitUsage
+              : absl::IsResourceExhausted(status) && !IsDiskFull(status) ? kExitUsage
+                                                                         : ExitCodeOf(status));
 }
 
 // Runs one command: options that all of them have, --help, mistakes.

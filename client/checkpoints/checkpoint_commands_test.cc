@@ -171,6 +171,9 @@ TEST_F(CheckpointCommandsTest, VerifyWithAPublicKey_WantsEveryCheckpointSignedBy
   ExpectRefused({"verify", root_, "--public_key", Path("key.pem")}, kExitUsage,
                 "holds the private key");
   ExpectRefused({"verify", root_, "--public_key", Path("nothing")}, kExitNotFound, "nothing");
+  // No matter of the disk's room.
+  ASSERT_TRUE(WriteFileAtomically(Path("large.pem"), std::string(1 << 20, 'x')).ok());
+  ExpectRefused({"verify", root_, "--public_key", Path("large.pem")}, kExitUsage, "is larger than");
 }
 
 TEST_F(CheckpointCommandsTest, Verify_FindsARecordThatWasChangedOrIsOfAnotherCheckpoint) {

@@ -16,17 +16,17 @@
 
 namespace muster::client {
 
-namespace {
-
-// By the system's words, which every error of a file has at its end.
 bool IsDiskFull(const absl::Status& status) {
+  // By the system's words, which every error of a file has at its end.
   const auto says = [&](int error) {
     return absl::StrContains(status.message(), absl::ErrnoToStatus(error, "").message());
   };
+  // They are also those of a user who has too many watches (epoll, inotify).
+  for (const char* const watch : {"epoll_ctl: ", "cannot watch "}) {
+    if (absl::StrContains(status.message(), watch)) return false;
+  }
   return absl::IsResourceExhausted(status) && (says(ENOSPC) || says(EDQUOT));
 }
-
-}  // namespace
 
 std::string Variable(const std::map<std::string, std::string>& variables, const std::string& name) {
   const auto it = variables.find(name);

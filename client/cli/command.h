@@ -39,6 +39,9 @@ std::string Variable(const std::map<std::string, std::string>& variables, const 
 int Begin(const CommandSpec& spec, const std::vector<std::string>& args,
           const CommandContext& context, CommandLine* line);
 
+// Whether the disk, or the user's share of it, is full, and no other resource is exhausted.
+bool IsDiskFull(const absl::Status& status);
+
 // Prints one line: the command and the error. Returns `code`; in place of kExitInternal kExitLimit
 // if the disk is full.
 int Fail(const CommandSpec& spec, const CommandContext& context, const absl::Status& status,

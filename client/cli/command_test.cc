@@ -64,6 +64,9 @@ TEST_F(CommandTest, FullDisk_IsNoBug) {
   EXPECT_EQ(code(EDQUOT), kExitLimit);
   EXPECT_EQ(code(EMFILE), kExitInternal);
   EXPECT_EQ(code(EIO), kExitInternal);
+  // The user's limit of watches has the same words.
+  EXPECT_FALSE(IsDiskFull(absl::ErrnoToStatus(ENOSPC, "epoll_ctl")));
+  EXPECT_FALSE(IsDiskFull(absl::ErrnoToStatus(ENOSPC, "cannot watch /run/a")));
   EXPECT_EQ(Fail(spec_, context_, absl::ErrnoToStatus(ENOSPC, "x"), kExitUsage), kExitUsage);
 }
 

@@ -497,7 +497,8 @@ std::string JobFileText(const JobSpec& spec) {
     file["files"] = nlohmann::ordered_json::object();
     for (const JobFile& one : spec.files) file["files"][one.path] = one.content;
   }
-  if (file.contains("failure_policy") && spec.max_restarts > 0) {
+  // A 0, too: without one, the policy is completed from its classes when it is read.
+  if (file.contains("failure_policy")) {
     file["failure_policy"]["max_restarts"] = spec.max_restarts;
     file.erase("max_restarts");
   }

@@ -51,6 +51,20 @@ TEST(JobFile, ResolveJob_AllKinds_AreRead) {
   EXPECT_EQ(job->provenance.at("processes").source, "job.yaml:5");
 }
 
+// A job on SLURM is kept as a job file.
+TEST(JobFile, JobFileText_FailurePolicy_IsReadAsItWas) {
+  for (const char* const policy : {"max_restarts=0,oom=1", "max_restarts=3,oom=1", "oom=2",
+                                   "failed=0", "max_restarts=2", "max_restarts=0"}) {
+    const auto job = ResolveJob("", "", {{"failure_policy", {policy}}}, {"./train"});
+    ASSERT_TRUE(job.ok()) << job.status();
+    const auto read = ResolveJob(JobFileText(job->spec), "job.json", {}, {});
+    ASSERT_TRUE(read.ok()) << read.status();
+    EXPECT_EQ(read->spec.max_restarts, job->spec.max_restarts) << policy;
+    EXPECT_EQ(read->spec.class_limits, job->spec.class_limits) << policy;
+    EXPECT_EQ(JobFileText(read->spec), JobFileText(job->spec)) << policy;
+  }
+}
+
 TEST(JobFile, ResolveJob_FlagAndFile_FlagWinsAndEnvIsJoined) {
   const auto job = ResolveJob(
       kFile, "job.yaml",

@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 
+#include <cerrno>
 #include <memory>
 #include <utility>
 
@@ -63,9 +64,10 @@ absl::Status CheckSpace(const std::string& folder, uint64_t bytes) {
   if (statvfs(folder.c_str(), &info) != 0 || info.f_blocks == 0) return absl::OkStatus();
   const uint64_t left = static_cast<uint64_t>(info.f_bavail) * info.f_frsize;
   if (bytes <= left) return absl::OkStatus();
-  return absl::ResourceExhaustedError(
-      absl::StrCat("the tensors take ", bytes, " bytes, but the disk of ", folder, " has ", left,
-                   " left: make room, or write to another disk"));
+  // As the write would fail.
+  return absl::ErrnoToStatus(
+      ENOSPC, absl::StrCat("the tensors take ", bytes, " bytes, but the disk of ", folder, " has ",
+                           left, " left (make room, or write to another disk)"));
 }
 
 }  // namespace
