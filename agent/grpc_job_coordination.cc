@@ -914,11 +914,9 @@ class GrpcJobCoordination final : public JobCoordination {
     if (!members.ok()) return now + kLook;
     std::set<uint64_t> seated, waiting;
     for (const v1::Member& member : *members) {
-      if (member.rank() >= 0) {
-        if (member.state() == v1::WORKER_STATE_RUNNING) seated.insert(member.incarnation());
+      if (member.rank() >= 0 && member.state() == v1::WORKER_STATE_RUNNING) {
+        seated.insert(member.incarnation());
       }
-    }
-    for (const v1::Member& member : *members) {
       if (member.rank() < 0 && member.state() == v1::WORKER_STATE_JOINING) {
         waiting.insert(member.incarnation());
       }

@@ -25,6 +25,7 @@
 #include "base/units.h"
 #include "client/cli/open_backend.h"
 #include "client/cli/output.h"
+#include "client/cli/planned_checkpoint.h"
 #include "client/jobs/job_backend.h"
 #include "client/jobs/job_client.h"
 #include "client/jobs/job_file.h"
@@ -91,11 +92,6 @@ ordered_json SparesJson(const std::vector<Placement>& spares) {
     all.push_back({{"node", spare.node}, {"processes", spare.processes}, {"gpus", spare.gpus}});
   }
   return all;
-}
-
-std::string ResumesFrom(const PlannedCheckpoint& from) {
-  if (from.unknown) return "unknown";
-  return from.path.empty() ? "none" : from.path;
 }
 
 ordered_json PlanJson(const JobPlan& plan) {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -14,12 +13,13 @@
 #include "base/machine.h"
 #include "base/status_macros.h"
 #include "base/text.h"
-#include "client/checkpoints/newest_checkpoint.h"
 #include "client/cli/output.h"
+#include "client/cli/planned_checkpoint.h"
 #include "client/config/accelerate_launch.h"
 #include "client/config/cluster_launch.h"
 #include "client/config/engine_flags.h"
 #include "client/config/torchrun_flags.h"
+#include "client/jobs/job_types.h"
 #include "proto/job_limits.h"
 
 namespace muster::client {
@@ -167,28 +167,15 @@ std::vector<LaunchPort> PortsOf(const LaunchConfig& config) {
 }
 
 // From where a program continues that calls load_state_if_present().
-struct LaunchCheckpoint {
-  std::string folder;
-  std::string resume_from = "none";
-  std::optional<int64_t> step;
-  std::string why = kWhoResumes;
-};
-LaunchCheckpoint CheckpointOf(const LaunchPlan& plan) {
-  LaunchCheckpoint checkpoint;
+PlannedCheckpoint CheckpointOf(const LaunchPlan& plan) {
+  PlannedCheckpoint checkpoint = {.decided_by = "program"};
   std::string project = Variable(plan.variables, "MUSTER_PROJECT_DIR");
   if (const auto own = plan.config.env.find("MUSTER_PROJECT_DIR"); own != plan.config.env.end()) {
     project = own->second;
   }
   if (project.empty()) project = kDefaultProjectFolder;
   checkpoint.folder = JoinPath(project, kCheckpointsFolder);
-  const auto found = NewestCheckpoint(checkpoint.folder);
-  if (!found.ok()) {
-    checkpoint.resume_from = "unknown";
-    checkpoint.why = absl::StrCat(found.status().message(), "; ", kWhoResumes);
-  } else if (found->has_value()) {
-    checkpoint.resume_from = (*found)->path;
-    checkpoint.step = (*found)->step;
-  }
+  FindCheckpoint(checkpoint.folder, &checkpoint);
   return checkpoint;
 }
 
@@ -197,7 +184,7 @@ void PrintDryRun(const LaunchPlan& plan, const std::string& program, const std::
   const LaunchConfig& config = plan.config;
   const int first = config.machine_rank * config.processes_here;
   const bool numbered = config.machine_rank >= 0 && config.min_machines == config.num_machines;
-  const LaunchCheckpoint checkpoint = CheckpointOf(plan);
+  const PlannedCheckpoint checkpoint = CheckpointOf(plan);
   if (format == "text") {
     std::vector<std::string> words;
     for (const std::string& word : plan.argv) words.push_back(ShellWord(word));
@@ -214,7 +201,7 @@ void PrintDryRun(const LaunchPlan& plan, const std::string& program, const std::
       context.out << "port     " << port.name << (port.address.empty() ? "" : " " + port.address)
                   << ": " << port.why << "\n";
     }
-    context.out << "resumes  " << checkpoint.resume_from << " in " << checkpoint.folder << ": "
+    context.out << "resumes  " << ResumesFrom(checkpoint) << " in " << checkpoint.folder << ": "
                 << checkpoint.why << "\n";
     return;
   }
@@ -231,7 +218,7 @@ void PrintDryRun(const LaunchPlan& plan, const std::string& program, const std::
          {"why", port.why}});
   }
   const ordered_json step =
-      checkpoint.step.has_value() ? ordered_json(*checkpoint.step) : ordered_json();
+      checkpoint.path.empty() ? ordered_json() : ordered_json(checkpoint.step);
   const ordered_json document = {{"program", program},
                                  {"command", plan.argv},
                                  {"settings", std::move(settings)},
@@ -243,8 +230,8 @@ void PrintDryRun(const LaunchPlan& plan, const std::string& program, const std::
                                     {"num_processes", config.num_processes}}}},
                                  {"ports", std::move(ports)},
                                  {"checkpoint",
-                                  {{"decided_by", "program"},
-                                   {"resume_from", checkpoint.resume_from},
+                                  {{"decided_by", checkpoint.decided_by},
+                                   {"resume_from", ResumesFrom(checkpoint)},
                                    {"step", step},
                                    {"folder", checkpoint.folder},
                                    {"why", checkpoint.why}}}};

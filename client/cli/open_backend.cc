@@ -8,10 +8,9 @@
 #include "absl/strings/str_cat.h"
 #include "base/exit_code.h"
 #include "base/file.h"
-#include "client/checkpoints/newest_checkpoint.h"
 #include "client/cli/connection.h"
+#include "client/cli/planned_checkpoint.h"
 #include "client/jobs/client_on_channel.h"
-#include "client/jobs/job_types.h"
 #include "client/jobs/slurm_backend.h"
 
 namespace muster::client {
@@ -36,17 +35,7 @@ std::unique_ptr<JobBackend> OnSlurm(const CommandLine& line, const CommandContex
     options.sbatch_options = given->second;
   }
   options.project = Variable(context.variables, "MUSTER_PROJECT_DIR");
-  options.find_checkpoint = [](const std::string& in, PlannedCheckpoint* checkpoint) {
-    checkpoint->why = kWhoResumes;
-    const auto found = NewestCheckpoint(in);
-    if (!found.ok()) {
-      checkpoint->unknown = true;
-      checkpoint->why = absl::StrCat(found.status().message(), "; ", kWhoResumes);
-    } else if (found->has_value()) {
-      checkpoint->path = (*found)->path;
-      checkpoint->step = (*found)->step;
-    }
-  };
+  options.find_checkpoint = FindCheckpoint;
   std::error_code unknown;
   options.here = std::filesystem::current_path(unknown).string();
   // This very command, which may not be in the PATH of the nodes.

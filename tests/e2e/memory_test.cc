@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "base/file.h"
 #include "tests/support/command.h"
@@ -35,22 +34,12 @@ CommandResult Launch(const std::string& project, const std::string& arguments,
                    kWorker, arguments, " 2>&1"));
 }
 
-// What follows `words` in each line that has them.
-std::vector<std::string> After(const CommandResult& result, const std::string& words) {
-  std::vector<std::string> found;
-  for (const absl::string_view line : absl::StrSplit(result.output, '\n')) {
-    const size_t at = line.find(words);
-    if (at != absl::string_view::npos) found.emplace_back(line.substr(at + words.size()));
-  }
-  return found;
-}
-
 // Of a run that nothing disturbs.
 std::string Weights() {
   static const auto* const weights = new std::string([] {
     const CommandResult whole = Launch(MakeTestDir("whole"), "none 20 0 1000");
     EXPECT_EQ(whole.exit_code, 0) << whole.output;
-    const std::vector<std::string> found = After(whole, "weights ");
+    const std::vector<std::string> found = whole.after("weights ");
     return found.empty() ? "" : found[0];
   }());
   return *weights;
@@ -62,14 +51,14 @@ TEST(Memory, WorkerIsKilledBetweenOrInSteps_TheJobContinuesFromMemoryBitForBit) 
     const CommandResult result = Launch(project, name + " 20 13 1000");
     ASSERT_EQ(result.exit_code, 0) << result.output;
     EXPECT_THAT(result.output, HasSubstr("signal 9"));
-    const std::vector<std::string> begins = After(result, "begins at ");
+    const std::vector<std::string> begins = result.after("begins at ");
     ASSERT_EQ(begins.size(), 2u) << result.output;
     EXPECT_EQ(begins[0], "0");
     // The copy of the last save may have been under way.
     EXPECT_THAT(begins[1], AnyOf(Eq("13"), Eq("12"))) << result.output;
     EXPECT_THAT(result.output,
                 HasSubstr(absl::StrCat("loaded the checkpoint of step ", begins[1], " in memory")));
-    EXPECT_THAT(After(result, "weights "), ElementsAre(Weights()));
+    EXPECT_THAT(result.after("weights "), ElementsAre(Weights()));
     EXPECT_FALSE(PathExists(project + "/checkpoints/checkpoint_0"));
   }
 }
@@ -77,17 +66,17 @@ TEST(Memory, WorkerIsKilledBetweenOrInSteps_TheJobContinuesFromMemoryBitForBit) 
 TEST(Memory, WorkerIsKilledInASave_TheOneBeforeIsTaken) {
   const CommandResult result = Launch(MakeTestDir("in_save"), "in_save 20 13 1000");
   ASSERT_EQ(result.exit_code, 0) << result.output;
-  EXPECT_THAT(After(result, "begins at "), ElementsAre("0", "12")) << result.output;
-  EXPECT_THAT(After(result, "weights "), ElementsAre(Weights()));
+  EXPECT_THAT(result.after("begins at "), ElementsAre("0", "12")) << result.output;
+  EXPECT_THAT(result.after("weights "), ElementsAre(Weights()));
 }
 
 TEST(Memory, DamageInMemory_IsFoundAndTheDiskIsTaken) {
   const CommandResult result = Launch(MakeTestDir("damage"), "damage 20 13 5");
   ASSERT_EQ(result.exit_code, 0) << result.output;
-  EXPECT_THAT(After(result, "damaged "), ElementsAre("4 pieces"));
+  EXPECT_THAT(result.after("damaged "), ElementsAre("4 pieces"));
   EXPECT_THAT(result.output, HasSubstr("in memory has another digest"));
-  EXPECT_THAT(After(result, "begins at "), ElementsAre("0", "10")) << result.output;
-  EXPECT_THAT(After(result, "weights "), ElementsAre(Weights()));
+  EXPECT_THAT(result.after("begins at "), ElementsAre("0", "10")) << result.output;
+  EXPECT_THAT(result.after("weights "), ElementsAre(Weights()));
 }
 
 TEST(Memory, NewerOneOnTheDiskIsDamaged_MemoryIsTaken) {
@@ -102,9 +91,9 @@ TEST(Memory, NewerOneOnTheDiskIsDamaged_MemoryIsTaken) {
   const CommandResult result = Launch(project, "newer_on_disk 20 13 1000");
   ASSERT_EQ(result.exit_code, 0) << result.output;
   EXPECT_THAT(result.output, HasSubstr("checkpoint_3 of step 20: "));
-  EXPECT_THAT(After(result, "begins at "), ElementsAre("0", AnyOf(Eq("13"), Eq("12"))))
+  EXPECT_THAT(result.after("begins at "), ElementsAre("0", AnyOf(Eq("13"), Eq("12"))))
       << result.output;
-  EXPECT_THAT(After(result, "weights "), ElementsAre(Weights()));
+  EXPECT_THAT(result.after("weights "), ElementsAre(Weights()));
 }
 
 TEST(Memory, OtherJobAfterOneThatEnded_FindsTheDiskAlone) {
@@ -120,8 +109,8 @@ TEST(Memory, OtherJobAfterOneThatEnded_FindsTheDiskAlone) {
                                      "/checkpoints: ")));
   const CommandResult second = Launch(project, "none 20 0 5");
   ASSERT_EQ(second.exit_code, 0) << second.output;
-  EXPECT_THAT(After(second, "begins at "), ElementsAre("10")) << second.output;
-  EXPECT_THAT(After(second, "weights "), ElementsAre(Weights()));
+  EXPECT_THAT(second.after("begins at "), ElementsAre("10")) << second.output;
+  EXPECT_THAT(second.after("weights "), ElementsAre(Weights()));
 }
 
 TEST(Memory, NoAgent_IsSaidOnceAndTheDiskGoesOn) {
@@ -129,7 +118,7 @@ TEST(Memory, NoAgent_IsSaidOnceAndTheDiskGoesOn) {
   const CommandResult result =
       RunCommand(absl::StrCat("MUSTER_PROJECT_DIR=", project, " ", kWorker, "none 20 0 5 2>&1"));
   ASSERT_EQ(result.exit_code, 0) << result.output;
-  EXPECT_EQ(After(result, "no agent holds memory").size(), 1u) << result.output;
+  EXPECT_EQ(result.after("no agent holds memory").size(), 1u) << result.output;
   EXPECT_TRUE(PathExists(project + "/checkpoints/checkpoint_3"));
 }
 
@@ -138,8 +127,8 @@ TEST(Memory, NoRoomForIt_IsSaidOnceAndTheDiskGoesOn) {
   // 512-byte or 1 KiB blocks: less than a piece of memory, more than a file of the checkpoint.
   const CommandResult result = Launch(project, "none 20 0 5", "ulimit -S -f 1000; ");
   ASSERT_EQ(result.exit_code, 0) << result.output;
-  EXPECT_EQ(After(result, "no more checkpoints in memory").size(), 1u) << result.output;
-  EXPECT_THAT(After(result, "weights "), ElementsAre(Weights()));
+  EXPECT_EQ(result.after("no more checkpoints in memory").size(), 1u) << result.output;
+  EXPECT_THAT(result.after("weights "), ElementsAre(Weights()));
   EXPECT_TRUE(PathExists(project + "/checkpoints/checkpoint_3"));
 }
 

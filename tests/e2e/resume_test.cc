@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
 #include "tests/support/command.h"
 
 namespace muster {
@@ -26,22 +25,12 @@ CommandResult Launch(const std::string& project, int ranks, const std::string& a
                                  arguments, " 2>&1"));
 }
 
-// What follows `words` in each line that has them.
-std::vector<std::string> After(const CommandResult& result, const std::string& words) {
-  std::vector<std::string> found;
-  for (const absl::string_view line : absl::StrSplit(result.output, '\n')) {
-    const size_t at = line.find(words);
-    if (at != absl::string_view::npos) found.emplace_back(line.substr(at + words.size()));
-  }
-  return found;
-}
-
 class Resume : public testing::TestWithParam<int> {};
 
 TEST_P(Resume, AfterAllWereKilled_TenAndTenSteps_AreTwentyBitForBit) {
   const CommandResult whole = Launch(MakeTestDir("whole"), GetParam(), "20 end");
   ASSERT_EQ(whole.exit_code, 0) << whole.output;
-  const std::vector<std::string> expected = After(whole, "state ");
+  const std::vector<std::string> expected = whole.after("state ");
   ASSERT_THAT(expected, SizeIs(1)) << whole.output;
   const std::string project = MakeTestDir("parts");
   // Two steps beyond the last save are lost.
@@ -50,8 +39,8 @@ TEST_P(Resume, AfterAllWereKilled_TenAndTenSteps_AreTwentyBitForBit) {
   EXPECT_THAT(killed.output, HasSubstr("signal 9"));
   const CommandResult resumed = Launch(project, GetParam(), "20 end");
   ASSERT_EQ(resumed.exit_code, 0) << resumed.output;
-  EXPECT_THAT(After(resumed, "begins at "), ElementsAre("10")) << resumed.output;
-  EXPECT_EQ(After(resumed, "state "), expected) << resumed.output;
+  EXPECT_THAT(resumed.after("begins at "), ElementsAre("10")) << resumed.output;
+  EXPECT_EQ(resumed.after("state "), expected) << resumed.output;
 }
 
 // 40 rows on two ranks, 60 on three, 20 on two: an epoch.
@@ -65,8 +54,8 @@ TEST(ResumeOnOtherNumbers, TwoRanksThreeAndTwo_TrainEachRowOnce) {
   }
   const CommandResult ended = Launch(project, 2, "25 end");
   ASSERT_EQ(ended.exit_code, 0) << ended.output;
-  EXPECT_THAT(After(ended, "begins at "), ElementsAre("20")) << ended.output;
-  EXPECT_THAT(After(ended, "rows "), ElementsAre("120, inexact 0")) << ended.output;
+  EXPECT_THAT(ended.after("begins at "), ElementsAre("20")) << ended.output;
+  EXPECT_THAT(ended.after("rows "), ElementsAre("120, inexact 0")) << ended.output;
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Resume, testing::Range(1, 5));

@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <filesystem>
+#include <sstream>
 
 #include "base/test_folder.h"
 
@@ -12,6 +13,16 @@ namespace muster::testing_support {
 std::string CommandResult::last_line() const {
   const std::string text = output.substr(0, output.find_last_not_of('\n') + 1);
   return text.substr(text.rfind('\n') + 1);
+}
+
+std::vector<std::string> CommandResult::after(const std::string& words) const {
+  std::vector<std::string> found;
+  std::istringstream lines(output);
+  for (std::string line; std::getline(lines, line);) {
+    const size_t at = line.find(words);
+    if (at != std::string::npos) found.push_back(line.substr(at + words.size()));
+  }
+  return found;
 }
 
 CommandResult RunCommand(const std::string& command_line) {

@@ -2,6 +2,7 @@
 #define MUSTER_TESTS_SUPPORT_COMMAND_H_
 
 #include <string>
+#include <vector>
 
 namespace muster::testing_support {
 
@@ -10,6 +11,8 @@ struct CommandResult {
   std::string output;  // standard output, and standard error where the command joins them
   // The last line of the output that is not empty.
   std::string last_line() const;
+  // What follows `words` in each line of the output that has them.
+  std::vector<std::string> after(const std::string& words) const;
 };
 
 // Runs a shell command line to its end. For tests only: product code never goes through a shell.

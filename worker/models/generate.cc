@@ -19,6 +19,7 @@
 #include "c10/core/InferenceMode.h"
 #include "worker/models/beam_search.h"
 #include "worker/models/prompt.h"
+#include "worker/models/score_rules.h"
 
 namespace muster::models {
 namespace {
@@ -169,10 +170,6 @@ at::Tensor Padded(const std::vector<std::vector<int64_t>>& rows, int64_t padding
   }
   return at::tensor(flat, c10::kLong)
       .view({static_cast<int64_t>(rows.size()), static_cast<int64_t>(longest)});
-}
-
-bool Contains(const std::vector<int64_t>& tokens, int64_t token) {
-  return std::find(tokens.begin(), tokens.end(), token) != tokens.end();
 }
 
 // Greedy search and sampling.

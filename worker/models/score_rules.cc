@@ -40,10 +40,6 @@ at::Tensor Penalize(double penalty, const at::Tensor& scores, const std::vector<
   return scores.scatter(1, ids, at::where(held < 0, held * penalty, held / penalty));
 }
 
-bool Contains(const std::vector<int64_t>& tokens, int64_t token) {
-  return std::find(tokens.begin(), tokens.end(), token) != tokens.end();
-}
-
 void CheckToken(const char* rule, int64_t token, int64_t vocabulary) {
   TORCH_CHECK_VALUE(token >= 0 && token < vocabulary, rule, " names token ", token,
                     "; the vocabulary has ", vocabulary);
@@ -133,6 +129,10 @@ at::Tensor ApplyLengthDecay(const ScoreRules& rules, const at::Tensor& scores,
 }
 
 }  // namespace
+
+bool Contains(const Tokens& tokens, int64_t token) {
+  return std::find(tokens.begin(), tokens.end(), token) != tokens.end();
+}
 
 void CheckRules(const ScoreRules& rules) {
   TORCH_CHECK_VALUE(rules.repetition_penalty > 0, "repetition_penalty is ",

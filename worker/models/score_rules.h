@@ -58,6 +58,7 @@ void CheckRules(const ScoreRules& rules);
 
 // The tokens of a row, without padding.
 using Tokens = std::vector<int64_t>;
+bool Contains(const Tokens& tokens, int64_t token);
 
 // `scores` [rows, vocabulary] float32 after the rules that are not for sampling alone, in the order
 // above. `rows`: what each row holds, prompt and generated tokens; of those `num_generated` are

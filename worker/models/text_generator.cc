@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "worker/models/generation_config.h"
+#include "worker/models/score_rules.h"
 #include "worker/models/stop_strings.h"
 #include "worker/train/guard.h"
 
@@ -50,10 +51,6 @@ class TextRow {
   std::string text_;
   int64_t num_tokens_ = 0;
 };
-
-bool Contains(const std::vector<int64_t>& tokens, int64_t token) {
-  return std::find(tokens.begin(), tokens.end(), token) != tokens.end();
-}
 
 }  // namespace
 
