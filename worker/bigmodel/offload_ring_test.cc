@@ -1,5 +1,6 @@
 #include "worker/bigmodel/offload_ring.h"
 
+#include <numeric>
 #include <thread>
 
 #include "ATen/Functions.h"
@@ -73,6 +74,17 @@ struct Rows {
     return rows[i].sum().item<double>();
   }
 
+  // Waits for what the use of each row has asked for. Else a row that comes late keeps its memory,
+  // and what is read next depends on the threads.
+  void UseOneByOne(const std::vector<size_t>& order, int passes) const {
+    for (int pass = 0; pass < passes; ++pass) {
+      for (const size_t i : order) {
+        Sum(i);
+        ring->WaitUntilIdle();
+      }
+    }
+  }
+
   std::shared_ptr<CountingSource> source;
   std::vector<at::Tensor> rows;
   std::unique_ptr<OffloadRing> ring;
@@ -97,15 +109,11 @@ TEST(OffloadRing, MoreUnitsThanRoom_EachHasItsValues) {
 
 TEST(OffloadRing, Prefetch_AsksBeforeTheUse) {
   const Rows rows(6, RoomFor(3));
-  for (int pass = 0; pass < 4; ++pass) {
-    for (const size_t i : {3, 0, 5, 1, 2, 4}) rows.Sum(i);
-  }
+  rows.UseOneByOne({3, 0, 5, 1, 2, 4}, 4);
   // The first pass has no order to go by; from then on each unit was asked for by one before it.
   EXPECT_LE(rows.ring->stats().waits, 6);
   const Rows slow(6, RoomFor(3, /*prefetch=*/false));
-  for (int pass = 0; pass < 4; ++pass) {
-    for (const size_t i : {3, 0, 5, 1, 2, 4}) slow.Sum(i);
-  }
+  slow.UseOneByOne({3, 0, 5, 1, 2, 4}, 4);
   EXPECT_GE(slow.ring->stats().waits, 15);
 }
 
@@ -119,10 +127,9 @@ TEST(OffloadRing, AllFits_IsReadOnce) {
 
 TEST(OffloadRing, RingForMostOfTheModel_ReadsTheRestInEachPass) {
   const Rows rows(20, RoomFor(16));
-  for (int pass = 0; pass < 10; ++pass) {
-    for (size_t i = 0; i < 20; ++i) rows.Sum(i);
-  }
-  rows.ring->WaitUntilIdle();
+  std::vector<size_t> order(20);
+  std::iota(order.begin(), order.end(), 0);
+  rows.UseOneByOne(order, 10);
   const uint64_t passes = rows.ring->stats().read_bytes / (kRow * sizeof(float)) / 10;
   EXPECT_LE(passes, 14u) << "of 20 rows in each pass";
 }
