@@ -36,9 +36,9 @@ class FaulthandlerTest : public ::testing::Test {
     const std::string source =
         absl::StrCat("import faulthandler, signal, sys, time\n", setup,
                      "\nturns = open(sys.argv[1], 'w')"
-                     "\ndef inner():\n  while True:\n    time.sleep(0.01)\n"
-                     "    turns.write('.')\n    turns.flush()\n"
-                     "print('ready', file=sys.stderr, flush=True)\ninner()\n");
+                     "\ndef inner():\n  print('ready', file=sys.stderr, flush=True)\n"
+                     "  while True:\n    time.sleep(0.01)\n"
+                     "    turns.write('.')\n    turns.flush()\ninner()\n");
     EXPECT_TRUE(WriteFileAtomically(folder_.Path("program.py"), source).ok());
     pid_ = fork();
     if (pid_ == 0) {

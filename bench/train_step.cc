@@ -2,7 +2,8 @@
 // hand-written all-reduce
 // (--mode raw). Both train the same net on the same synthetic images of MNIST's shape with
 // torch::optim::AdamW, or, with
-// --fused, Muster's. Run under a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
+// --fused, Muster's. With --width W, four layers Linear(W) instead, with the fused optimizer.
+// Run under a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
 // bench/run_train_step does it for both and pairs the runs. Rank 0 prints one JSON line.
 #include <sys/resource.h>
 
@@ -25,7 +26,23 @@ struct Flags {
   int64_t warmup = 20;
   int64_t steps = 200;
   bool fused = false;
+  int64_t width = 0;
 };
+
+struct LinearsImpl : torch::nn::Module {
+  explicit LinearsImpl(int64_t width) {
+    for (int i = 0; i < 4; ++i) layers->push_back(torch::nn::Linear(width, width));
+    register_module("layers", layers);
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    for (size_t i = 0; i < layers->size(); ++i) {
+      x = layers[i]->as<torch::nn::Linear>()->forward(i == 0 ? x : torch::relu(x));
+    }
+    return x;
+  }
+  torch::nn::ModuleList layers;
+};
+TORCH_MODULE(Linears);
 
 double CpuSeconds() {
   rusage usage;
@@ -125,6 +142,21 @@ void UnderMuster(const Flags& flags) {
   });
 }
 
+void UnderMusterLinears(const Flags& flags) {
+  muster::Accelerator accelerator;
+  torch::manual_seed(0);
+  Linears net(flags.width);
+  muster::FusedAdamW adamw(net->parameters(), {.lr = 1e-3});
+  torch::manual_seed(accelerator.process_index());
+  const torch::Tensor x = torch::randn({flags.batch_size, flags.width}), y = torch::randn_like(x);
+  auto [model, optimizer] = accelerator.prepare(net, adamw);
+  Measure(flags, accelerator.process_index(), accelerator.num_processes(), [&](int64_t) {
+    accelerator.backward(torch::mse_loss(model(x), y));
+    optimizer.step();
+    optimizer.zero_grad();
+  });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -135,8 +167,14 @@ int main(int argc, char** argv) {
   app.add_option("--warmup", flags.warmup);
   app.add_option("--steps", flags.steps)->check(CLI::PositiveNumber);
   app.add_flag("--fused", flags.fused, "Muster's fused AdamW instead of torch::optim's");
+  app.add_option("--width", flags.width, "four layers Linear(W) under Muster")
+      ->check(CLI::PositiveNumber);
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
+  if (flags.width > 0) {
+    UnderMusterLinears(flags);
+    return 0;
+  }
   flags.mode == "raw" ? Raw(flags) : UnderMuster(flags);
   return 0;
 }
