@@ -249,13 +249,15 @@ void ActivationStore::Run() {
     } else if (parked->wanted) {
       parked->read = std::move(done);
     }
+    frees_ = true;
     changed_.SignalAll();
     mu_.Unlock();
-    // Frees memory.
     gone = at::Tensor();
     done = at::Tensor();
     parked.reset();
     mu_.Lock();
+    frees_ = false;
+    changed_.SignalAll();
   }
 }
 
@@ -318,7 +320,7 @@ void ActivationStore::ReadAhead(uint64_t group) {
 
 void ActivationStore::WaitUntilIdle() {
   MutexLock lock(&mu_);
-  while (!queue_.empty()) changed_.Wait(&mu_);
+  while (!queue_.empty() || frees_) changed_.Wait(&mu_);
 }
 
 uint64_t ActivationStore::bytes_reserved() const {

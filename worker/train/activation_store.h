@@ -86,6 +86,7 @@ class ActivationStore {
   size_t forget_at_ ABSL_GUARDED_BY(mu_) = kLeastRecords;  // so many records
   uint64_t next_group_ ABSL_GUARDED_BY(mu_) = 0;
   bool stop_ ABSL_GUARDED_BY(mu_) = false;
+  bool frees_ ABSL_GUARDED_BY(mu_) = false;  // the thread gives back what it has written
   std::thread thread_ ABSL_GUARDED_BY(mu_);
 };
 
