@@ -164,7 +164,8 @@ struct AcceleratorOptions {
   DataParallelOptions data_parallel;
   // Divides prepared models, their gradients and the state of their optimizers among the processes.
   // With one process nothing is divided. Absent: MUSTER_SHARDING (a name of ParseSharding) with
-  // MUSTER_SHARDING_UNITS (its unit_types, separated by commas), else nothing.
+  // MUSTER_SHARDING_UNITS, MUSTER_SHARDING_NO_SPLIT (its unit_types and no_split, separated by
+  // commas), MUSTER_SHARDING_IGNORED_MODULES and MUSTER_SHARDING_IGNORED_PARAMETERS, else nothing.
   std::optional<ShardingOptions> sharding;
   // Absent: MUSTER_ACTIVATION_CHECKPOINTING (yes or no) with MUSTER_ACTIVATION_BLOCKS (its
   // block_types, separated by commas) and MUSTER_OFFLOAD_ACTIVATIONS (none, cpu or disk:FOLDER),

@@ -109,6 +109,13 @@ TEST(ShardingBadInput, PolicyThatMatchesNothing_IsNamedOnEveryRank) {
     EXPECT_THAT(Errors(kind, PrepareOnly,
                        [](int, AcceleratorOptions& o) { o.sharding->ignored_modules = "head"; }),
                 Each(HasSubstr("head")));
+    EXPECT_THAT(Errors(kind, PrepareOnly,
+                       [](int, AcceleratorOptions& o) { o.sharding->ignored_parameters = "head"; }),
+                Each(HasSubstr("ignored_parameters: no parameter's name is 'head'")));
+    EXPECT_THAT(Errors(kind, PrepareOnly,
+                       [](int, AcceleratorOptions& o) { o.sharding->no_split = {"Blok"}; }),
+                Each(HasSubstr("options.sharding.no_split: the model has no module of class or "
+                               "name 'Blok'")));
   }
 }
 
@@ -171,6 +178,9 @@ TEST(ShardingBadInput, SettingsThatDifferBetweenRanks_AreNamedOnEveryRank) {
               }},
              {"unit_types=Linear", [](ShardingOptions& o) { o.unit_types = {"Linear"}; }},
              {"ignored_modules=1", [](ShardingOptions& o) { o.ignored_modules = "1"; }},
+             {"ignored_parameters=1.bias",
+              [](ShardingOptions& o) { o.ignored_parameters = "1.bias"; }},
+             {"no_split=Linear", [](ShardingOptions& o) { o.no_split = {"Linear"}; }},
              {"overlap", [](ShardingOptions& o) { o.overlap = !o.overlap; }},
              {"group_size",
               [](ShardingOptions& o) { o.group_size = o.group_size == 0 ? 2 : 0; }}}) {

@@ -534,6 +534,10 @@ TEST(Sharding, Environment_CountsWhereTheProgramSaysNothing) {
       process.environment.world_size.value = process.environment.local_world_size.value = 2;
       process.environment.sharding = {"hybrid", "MUSTER_SHARDING"};
       process.environment.sharding_units = {{"Linear"}, "MUSTER_SHARDING_UNITS"};
+      process.environment.sharding_no_split = {{"0"}, "MUSTER_SHARDING_NO_SPLIT"};
+      process.environment.sharding_ignored_modules = {"0", "MUSTER_SHARDING_IGNORED_MODULES"};
+      process.environment.sharding_ignored_parameters = {".*\\.bias",
+                                                         "MUSTER_SHARDING_IGNORED_PARAMETERS"};
       process.comm = std::make_unique<BorrowedComm>(comm);
       Accelerator a(std::make_shared<internal::Core>(options, std::move(process)));
       EXPECT_EQ(a.core().process().sharding().strategy,
@@ -542,7 +546,13 @@ TEST(Sharding, Environment_CountsWhereTheProgramSaysNothing) {
       auto model = a.prepare(net);
       const ShardedModel* const sharded = model.slot()->sharded();
       ASSERT_EQ(sharded != nullptr, !explicitly);
-      EXPECT_TRUE(explicitly || sharded->units().size() == 3);
+      if (explicitly) continue;
+      EXPECT_EQ(a.core().process().sharding().no_split, std::vector<std::string>{"0"});
+      std::vector<std::string> whole;
+      for (const at::Tensor& shard : sharded->shards()) {
+        if (sharded->IsWhole(shard)) whole.push_back(*sharded->NameOf(shard));
+      }
+      EXPECT_THAT(whole, testing::ElementsAre("0.weight", "0.bias", "2.bias", "4.bias"));
     }
   });
 }

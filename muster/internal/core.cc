@@ -38,6 +38,10 @@ std::string Describe(const ShardingOptions& sharding) {
   if (sharding.overlap) add("overlap", "true");
   if (sharding.offload_parameters == Offload::kDisk) add("offload_parameters", "disk");
   if (!sharding.ignored_modules.empty()) add("ignored_modules", sharding.ignored_modules);
+  if (!sharding.ignored_parameters.empty()) {
+    add("ignored_parameters", sharding.ignored_parameters);
+  }
+  if (!sharding.no_split.empty()) add("no_split", absl::StrJoin(sharding.no_split, ","));
   if (!sharding.unit_types.empty()) add("unit_types", absl::StrJoin(sharding.unit_types, ","));
   if (!sharding.unit_names.empty()) add("unit_names", absl::StrJoin(sharding.unit_names, ","));
   if (sharding.min_unit_parameters != 0) add("min_unit_parameters", sharding.min_unit_parameters);

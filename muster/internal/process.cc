@@ -46,6 +46,15 @@ ShardingOptions ShardingFrom(const Environment& environment, const EngineSetting
     sharding = ParseSharding(environment.sharding.value, environment.local_world_size.value);
     sharding.unit_types = environment.sharding_units.value;
   }
+  if (!environment.sharding_no_split.is_default()) {
+    sharding.no_split = environment.sharding_no_split.value;
+  }
+  if (!environment.sharding_ignored_modules.is_default()) {
+    sharding.ignored_modules = environment.sharding_ignored_modules.value;
+  }
+  if (!environment.sharding_ignored_parameters.is_default()) {
+    sharding.ignored_parameters = environment.sharding_ignored_parameters.value;
+  }
   if (!environment.sharding_overlap.is_default()) {
     sharding.overlap = environment.sharding_overlap.value;
   }

@@ -351,6 +351,9 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
   ReadText(variables, "MUSTER_MIXED_PRECISION", &env->mixed_precision);
   ReadText(variables, "MUSTER_SHARDING", &env->sharding);
   ReadList(variables, "MUSTER_SHARDING_UNITS", &env->sharding_units);
+  ReadList(variables, "MUSTER_SHARDING_NO_SPLIT", &env->sharding_no_split);
+  ReadText(variables, "MUSTER_SHARDING_IGNORED_MODULES", &env->sharding_ignored_modules);
+  ReadText(variables, "MUSTER_SHARDING_IGNORED_PARAMETERS", &env->sharding_ignored_parameters);
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_SHARDING_OVERLAP", &env->sharding_overlap));
   ReadText(variables, "MUSTER_OFFLOAD_OPTIMIZER", &env->offload_optimizer);
   ReadText(variables, "MUSTER_OFFLOAD_PARAMETERS", &env->offload_parameters);

@@ -86,6 +86,11 @@ struct Environment {
   // "no_shard", "zero1", "zero2", "zero3" or "hybrid"; and the classes of modules that are units.
   Setting<std::string> sharding{"no_shard"};
   Setting<std::vector<std::string>> sharding_units;
+  // Classes or names of modules that are not divided into units; and patterns for the names of
+  // modules and parameters that are not divided at all.
+  Setting<std::vector<std::string>> sharding_no_split;
+  Setting<std::string> sharding_ignored_modules;
+  Setting<std::string> sharding_ignored_parameters;
   // Communication of sharded training overlaps with its computation.
   Setting<bool> sharding_overlap{false};
   // "none", "cpu" or "disk:FOLDER": where the optimizer's states and the parameters are while they

@@ -344,6 +344,12 @@ TEST(Environment, Sharding_IsReadWithItsUnits) {
       Read({{"MUSTER_SHARDING", "zero3"}, {"MUSTER_SHARDING_UNITS", "Block, Head,"}});
   EXPECT_EQ(env.sharding.value, "zero3");
   EXPECT_THAT(env.sharding_units.value, ::testing::ElementsAre("Block", "Head"));
+  const Environment kept = Read({{"MUSTER_SHARDING_NO_SPLIT", "Experts, blocks.0"},
+                                 {"MUSTER_SHARDING_IGNORED_MODULES", "head"},
+                                 {"MUSTER_SHARDING_IGNORED_PARAMETERS", ".*\\.bias"}});
+  EXPECT_THAT(kept.sharding_no_split.value, ::testing::ElementsAre("Experts", "blocks.0"));
+  EXPECT_EQ(kept.sharding_ignored_modules.value, "head");
+  EXPECT_EQ(kept.sharding_ignored_parameters.value, ".*\\.bias");
   EXPECT_FALSE(env.sharding_overlap.value);
   EXPECT_TRUE(Read({{"MUSTER_SHARDING_OVERLAP", "yes"}}).sharding_overlap.value);
   EXPECT_THAT(Error({{"MUSTER_SHARDING_OVERLAP", "perhaps"}}),

@@ -1,6 +1,7 @@
 #include "worker/parallel/shard_plan.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <memory>
 #include <regex>
@@ -70,19 +71,80 @@ bool IsList(const torch::nn::Module& module) {
          module.as<torch::nn::Sequential>() != nullptr;
 }
 
+// The module of `names` around `name`; itself is none. Empty: there is none.
+std::string OuterOf(const std::string& name, const std::set<std::string>& names) {
+  for (size_t dot = name.rfind('.'); dot != std::string::npos && dot > 0;
+       dot = name.rfind('.', dot - 1)) {
+    std::string prefix = name.substr(0, dot);
+    if (names.count(prefix) > 0) return prefix;
+  }
+  return "";
+}
+
+// The names of the modules of `options.no_split` that are in no other of them.
+std::set<std::string> KeptTogether(const Modules& modules, const ShardingOptions& options) {
+  std::set<std::string> kept, types;
+  for (const auto& item : modules) types.insert(ShortName(item.value()->name()));
+  for (const std::string& wanted : options.no_split) {
+    bool found = false;
+    for (const auto& item : modules) {
+      if (item.key() != wanted && ShortName(item.value()->name()) != ShortName(wanted)) continue;
+      kept.insert(item.key());
+      found = true;
+    }
+    TORCH_CHECK(found, "options.sharding.no_split: the model has no module of class or name '",
+                wanted, "'; its classes are ", Join(types));
+  }
+  std::set<std::string> outermost;
+  for (const std::string& name : kept) {
+    if (OuterOf(name, kept).empty()) outermost.insert(name);
+  }
+  return outermost;
+}
+
+// Puts each of `kept` in the place of the units inside of it.
+void KeepTogether(const Modules& modules, const ShardingOptions& options,
+                  const std::set<std::string>& kept, std::set<std::string>* units) {
+  for (const std::string& name : options.unit_names) {
+    const std::string outer = OuterOf(name, kept);
+    TORCH_CHECK(outer.empty(), "options.sharding.unit_names: '", name, "' is inside of '", outer,
+                "', which options.sharding.no_split keeps undivided: leave one of them out");
+  }
+  for (const std::string& type : options.unit_types) {
+    std::string inside;
+    bool outside = false;
+    for (const auto& item : modules) {
+      if (ShortName(item.value()->name()) != ShortName(type)) continue;
+      const std::string outer = OuterOf(item.key(), kept);
+      outside = outside || outer.empty();
+      if (!outer.empty()) inside = outer;
+    }
+    TORCH_CHECK(outside, "options.sharding.unit_types: all modules of class '", type,
+                "' are inside of others, as '", inside,
+                "', which options.sharding.no_split keeps undivided: leave one of them out");
+  }
+  std::set<std::string> outer_units;
+  for (const std::string& name : *units) {
+    const std::string outer = OuterOf(name, kept);
+    outer_units.insert(outer.empty() ? name : outer);
+  }
+  *units = std::move(outer_units);
+}
+
 // Children before parents; returns the elements in no unit so far.
 int64_t MatchBySize(const torch::nn::Module& module, const std::string& name, int64_t least,
-                    std::set<std::string>* units) {
+                    const std::set<std::string>& kept, std::set<std::string>* units) {
   int64_t elements = 0;
   for (const auto& parameter : module.named_parameters(/*recurse=*/false)) {
     elements += parameter.value().numel();
   }
+  const bool is_kept = kept.count(name) > 0;
   for (const auto& child : module.named_children()) {
     elements += MatchBySize(*child.value(), name.empty() ? child.key() : name + "." + child.key(),
-                            least, units);
+                            is_kept ? std::numeric_limits<int64_t>::max() : least, kept, units);
   }
   // A list is never called as a whole; the model itself is the rest.
-  if (elements < least || IsList(module) || name.empty()) return elements;
+  if (elements < least || (IsList(module) && !is_kept) || name.empty()) return elements;
   units->insert(name);
   return 0;
 }
@@ -99,9 +161,10 @@ std::set<std::string> UnitModules(const torch::nn::Module& module, const Shardin
       "options.sharding: unit_types, unit_names and min_unit_parameters exclude each other");
   // Without the model itself, which is the rest.
   const Modules modules = module.named_modules("", /*include_self=*/false);
+  const std::set<std::string> kept = KeptTogether(modules, options);
   std::set<std::string> units;
   if (options.min_unit_parameters > 0) {
-    MatchBySize(module, "", options.min_unit_parameters, &units);
+    MatchBySize(module, "", options.min_unit_parameters, kept, &units);
     TORCH_CHECK(!units.empty(), "options.sharding.min_unit_parameters: no module has ",
                 options.min_unit_parameters, " parameters");
   } else if (rules > 0) {
@@ -114,6 +177,7 @@ std::set<std::string> UnitModules(const torch::nn::Module& module, const Shardin
     add(module, "");
     for (const auto& item : modules) add(*item.value(), item.key() + ".");
   }
+  KeepTogether(modules, options, kept, &units);
   return units;
 }
 
@@ -129,32 +193,54 @@ namespace {
 
 // The innermost unit around `parameter`, "a.b.weight"; "(rest)" if there is none.
 std::string UnitOf(const std::string& parameter, const std::set<std::string>& units) {
-  for (size_t dot = parameter.rfind('.'); dot != std::string::npos && dot > 0;
-       dot = parameter.rfind('.', dot - 1)) {
-    const std::string prefix = parameter.substr(0, dot);
-    if (units.count(prefix) > 0) return prefix;
-  }
-  return kRest;
+  const std::string unit = OuterOf(parameter, units);
+  return unit.empty() ? kRest : unit;
 }
 
-// The names of the modules that are not divided; those in them are not named.
-std::set<std::string> IgnoredModules(const torch::nn::Module& module, const std::string& pattern) {
-  std::set<std::string> ignored;
-  if (pattern.empty()) return ignored;
+// Those of `names` that are the pattern `options.sharding.<option>`; empty: none.
+std::set<std::string> Matching(const std::string& pattern, const std::set<std::string>& names,
+                               const char* option, const char* what) {
+  std::set<std::string> matching;
+  if (pattern.empty()) return matching;
   std::regex expression;
   try {
     expression = std::regex(pattern);
   } catch (const std::regex_error& error) {
-    TORCH_CHECK(false, "options.sharding.ignored_modules: '", pattern,
-                "' is no regular expression (", error.what(), ")");
+    TORCH_CHECK(false, "options.sharding.", option, ": '", pattern, "' is no regular expression (",
+                error.what(), ")");
   }
-  std::set<std::string> names;
-  for (const auto& item : module.named_modules("", /*include_self=*/false)) {
-    names.insert(item.key());
-    if (std::regex_match(item.key(), expression)) ignored.insert(item.key());
+  for (const std::string& name : names) {
+    if (std::regex_match(name, expression)) matching.insert(name);
   }
-  TORCH_CHECK(!ignored.empty(), "options.sharding.ignored_modules: no module's name is '", pattern,
-              "'; the model has ", Join(names));
+  TORCH_CHECK(!matching.empty(), "options.sharding.", option, ": no ", what, "'s name is '",
+              pattern, "'; the model has ", Join(names));
+  return matching;
+}
+
+// The parameters that are not divided.
+std::unordered_set<const void*> Ignored(const torch::nn::Module* module,
+                                        const std::vector<NamedParameter>& parameters,
+                                        const ShardingOptions& options) {
+  std::set<std::string> modules, names;
+  if (module != nullptr && !options.ignored_modules.empty()) {
+    for (const auto& item : module->named_modules("", /*include_self=*/false)) {
+      modules.insert(item.key());
+    }
+    modules = Matching(options.ignored_modules, modules, "ignored_modules", "module");
+  }
+  for (const NamedParameter& parameter : parameters) names.insert(parameter.name);
+  names = Matching(options.ignored_parameters, names, "ignored_parameters", "parameter");
+  std::unordered_set<const void*> ignored;
+  bool any_of_modules = false;
+  for (const NamedParameter& parameter : parameters) {
+    const bool of_module = !OuterOf(parameter.name, modules).empty();
+    any_of_modules = any_of_modules || of_module;
+    if (of_module || names.count(parameter.name) > 0) {
+      ignored.insert(parameter.tensor.unsafeGetTensorImpl());
+    }
+  }
+  TORCH_CHECK(any_of_modules || modules.empty(),
+              "options.sharding.ignored_modules: ", Join(modules), " have no parameters");
   return ignored;
 }
 
@@ -167,16 +253,17 @@ std::string KindOf(const at::Tensor& tensor) {
 std::vector<PlannedUnit> PlanUnits(torch::nn::Module* module,
                                    const std::vector<NamedParameter>& parameters,
                                    const ShardingOptions& options) {
-  std::set<std::string> names, ignored;
+  std::set<std::string> names;
   if (module != nullptr) {
     names = UnitModules(*module, options);
-    ignored = IgnoredModules(*module, options.ignored_modules);
   } else {
     TORCH_CHECK(options.unit_types.empty() && options.unit_names.empty() &&
-                    options.min_unit_parameters == 0 && options.ignored_modules.empty(),
+                    options.min_unit_parameters == 0 && options.no_split.empty() &&
+                    options.ignored_modules.empty(),
                 "options.sharding: a TorchScript model is one unit; leave out unit_types, "
-                "unit_names, min_unit_parameters and ignored_modules");
+                "unit_names, min_unit_parameters, no_split and ignored_modules");
   }
+  const std::unordered_set<const void*> ignored = Ignored(module, parameters, options);
   std::unordered_set<const void*> seen;
   std::vector<PlannedUnit> units;
   std::map<std::pair<std::string, std::string>, size_t> places;
@@ -189,7 +276,7 @@ std::vector<PlannedUnit> PlanUnits(torch::nn::Module* module,
   };
   for (const NamedParameter& parameter : parameters) {
     if (!seen.insert(parameter.tensor.unsafeGetTensorImpl()).second) continue;
-    const bool is_ignored = UnitOf(parameter.name, ignored) != kRest;
+    const bool is_ignored = ignored.count(parameter.tensor.unsafeGetTensorImpl()) > 0;
     const std::string unit = is_ignored ? kIgnored : UnitOf(parameter.name, names);
     if (unit == kRest || is_ignored) {
       rest.emplace_back(unit, &parameter);
@@ -200,13 +287,7 @@ std::vector<PlannedUnit> PlanUnits(torch::nn::Module* module,
   std::stable_partition(rest.begin(), rest.end(),
                         [](const auto& entry) { return entry.first == kRest; });
   for (const auto& [unit, parameter] : rest) add(unit, *parameter);
-  bool any_whole = false;
-  for (PlannedUnit& unit : units) {
-    unit.whole = unit.name == kIgnored;
-    any_whole = any_whole || unit.whole;
-  }
-  TORCH_CHECK(any_whole || ignored.empty(), "options.sharding.ignored_modules: ", Join(ignored),
-              " have no parameters of their own (of tied weights the first name counts)");
+  for (PlannedUnit& unit : units) unit.whole = unit.name == kIgnored;
   return units;
 }
 

@@ -18,7 +18,7 @@ namespace muster {
 struct PlannedUnit {
   std::string name;  // that of its module; "(rest)" for what no unit has
   std::vector<NamedParameter> parameters;
-  bool whole = false;  // of ignored modules: it is not divided
+  bool whole = false;  // of ignored modules and parameters: it is not divided
 };
 
 // The full names of the modules that `options` make units, inside of each other or not.
@@ -31,9 +31,10 @@ std::set<std::string> ModulesOfTypes(const torch::nn::Module& module,
 
 // Divides `parameters` (full names, those of `module`) into units as `options` say: in the order of
 // the modules, the rest at the end, parameters of different dtype or device apart. A tensor that
-// occurs twice (tied weights) counts where it occurs first. Parameters of modules that
-// `ignored_modules` matches are units of their own at the end. `module` null (TorchScript): one
-// unit. Throws c10::Error for a rule that matches no module, and names what there is.
+// occurs twice (tied weights) counts where it occurs first. Parameters that `ignored_parameters`
+// matches, or of modules that `ignored_modules` does, under any of their names, are units of their
+// own at the end. `module` null (TorchScript): one unit. Throws c10::Error for a rule that matches
+// nothing, and names what there is.
 std::vector<PlannedUnit> PlanUnits(torch::nn::Module* module,
                                    const std::vector<NamedParameter>& parameters,
                                    const ShardingOptions& options);

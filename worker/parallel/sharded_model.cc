@@ -220,8 +220,15 @@ void ShardedModel::CheckSamePlan(const std::vector<PlannedUnit>& plan) const {
   mine += c10::str("parameter_dtype ", name(options_.parameter_dtype), ", reduce_dtype ",
                    name(options_.reduce_dtype), ", overlap ", options_.overlap, "\n");
   for (const PlannedUnit& unit : plan) {
-    mine += c10::str("unit '", unit.name, "' of ", unit.parameters.size(), " parameters from '",
-                     unit.parameters.front().name, "'\n");
+    // Of which ones a digest: the text of every rank goes to every rank.
+    uint32_t names = kEmptyDigest;
+    for (const NamedParameter& parameter : unit.parameters) {
+      for (const char c : parameter.name) names = Digest(names, static_cast<unsigned char>(c));
+      names = Digest(names, 0);
+    }
+    mine += c10::str(unit.whole ? "undivided " : "", "unit '", unit.name, "' of ",
+                     unit.parameters.size(), " parameters from '", unit.parameters.front().name,
+                     "' (names ", names, ")\n");
   }
   const std::vector<std::string> all = world_.AllGatherBytes(mine);
   for (size_t rank = 1; rank < all.size(); ++rank) {

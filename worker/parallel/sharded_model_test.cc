@@ -349,6 +349,51 @@ TEST(ShardedModel, IgnoredModules_AreWholeAndEqualOneProcess) {
   }
 }
 
+TEST(ShardedModel, IgnoredParameters_AreWholeAndEqualOneProcess) {
+  const Values want = OneProcess(5);
+  const Values start = ValuesOf(Net());
+  for (const int ranks : {1, 3}) {
+    for (const ShardingStrategy strategy : kStrategies) {
+      for (const char* pattern : {".*norm\\..*|.*bias", ".*"}) {
+        RunRanks(ranks, [&](Comm& comm) {
+          Trained trained(comm, {.strategy = strategy, .ignored_parameters = pattern});
+          const bool all = std::string(pattern) == ".*";
+          for (const at::Tensor& shard : trained.model.shards()) {
+            const std::string& name = *trained.model.NameOf(shard);
+            const bool whole = all || name.find("norm") != std::string::npos ||
+                               name.find("bias") != std::string::npos;
+            EXPECT_EQ(trained.model.IsWhole(shard), whole) << name;
+            if (whole) {
+              EXPECT_EQ(shard.numel(), want.at(name).numel()) << name;
+            }
+          }
+          for (int step = 0; step < 5; ++step) {
+            const std::vector<at::Tensor> halves = IdsOf(step, comm).chunk(2);
+            trained.Forward(halves[0], /*communicate=*/false).div(2).backward();
+            trained.Forward(halves[1]).div(2).backward();
+            trained.Step();
+          }
+          EXPECT_LE(Distance(trained.Full(), want, start), 1e-6)
+              << ranks << " ranks, strategy " << static_cast<int>(strategy) << " " << pattern;
+        });
+      }
+    }
+  }
+}
+
+// Plans of as many parameters, which begin with the same ones.
+TEST(ShardedModel, RanksThatIgnoreOtherParameters_AreNamedOnEveryRank) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    ShardingOptions options{.strategy = ShardingStrategy::kFull};
+    options.ignored_parameters = comm.rank() == 0 ? "blocks\\.0\\.(norm\\.bias|outer\\.bias)"
+                                                  : "blocks\\.0\\.(norm\\.bias|inner\\.weight)";
+    errors[comm.rank()] = ErrorOf([&] { Trained trained(comm, options); });
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("shard the model differently"),
+                                 HasSubstr("unit 'blocks.0' of 4 parameters"))));
+}
+
 TEST(ShardedModel, IgnoredModulesThatAreNone_AreRefused) {
   RunRanks(1, [](Comm& comm) {
     EXPECT_THAT(ErrorOf([&] {

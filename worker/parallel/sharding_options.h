@@ -69,6 +69,9 @@ struct ShardingOptions {
   // in them, are not divided. Each rank keeps their parameters, gradients and states whole, and
   // gradients are averaged as in data parallelism. Empty: none.
   std::string ignored_modules = {};
+  // The same for whole names of parameters: "blocks\\.0\\.norm\\.weight". Of tied weights one name
+  // that matches is enough, here and there.
+  std::string ignored_parameters = {};
   // Modules of these classes are units: "Block" and "BlockImpl" are the same, namespaces are left
   // out.
   std::vector<std::string> unit_types = {};
@@ -77,6 +80,11 @@ struct ShardingOptions {
   // Modules of at least so many parameters are units, without the units in them.
   int64_t min_unit_parameters = 0;
   // With none of the three: the entries of each torch::nn::ModuleList and torch::nn::Sequential.
+
+  // Modules of these classes, or of these names, are not divided further: where the rule would make
+  // units inside of one, it is the unit in their place. Of such modules inside of each other the
+  // outermost counts.
+  std::vector<std::string> no_split = {};
 };
 
 // "no_shard", "zero1", "zero2", "zero3" or "hybrid" (zero3 in groups of `ranks_per_node`).
