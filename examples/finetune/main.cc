@@ -36,7 +36,7 @@ using muster::models::TextBatch;
 struct Flags {
   std::string model, data, output, sharding;
   int64_t context = 512, batch_size = 4, steps = 100, accumulate = 1, lora = 0, log_every = 10;
-  double lr = 2e-5, warmup = 0.05;
+  double lr = 2e-5, warmup = 0.05, weight_decay = 0;
   bool activation_checkpointing = false;
   uint64_t seed = 1;
 };
@@ -129,9 +129,14 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
   if (flags.lora > 0) muster::models::AddLora(*net, lora);
   auto rows = Rows(flags, muster::models::Common(net->config()));
   if (!rows.ok()) return rows.status();
-  muster::FusedAdamW adamw(
-      flags.lora > 0 ? muster::models::LoraParameters(*net) : net->parameters(),
-      {.lr = flags.lr, .weight_decay = 0.0});
+  muster::DecayLists lists = muster::SplitForDecay(*net);
+  if (flags.lora > 0) {
+    for (std::vector<at::Tensor>* const list : {&lists.decayed, &lists.others}) {
+      std::erase_if(*list, [](const at::Tensor& parameter) { return !parameter.requires_grad(); });
+    }
+  }
+  muster::FusedAdamW adamw(muster::DecayGroups(
+      std::move(lists), muster::AdamWOptions{.lr = flags.lr, .weight_decay = flags.weight_decay}));
   const auto warmup = static_cast<int64_t>(flags.warmup * static_cast<double>(flags.steps));
   auto [model, optimizer, schedule, loader] = accelerator.prepare(
       net, adamw, muster::CosineWithWarmup(warmup, flags.steps),
@@ -197,6 +202,8 @@ int main(int argc, char** argv) {
       ->check(CLI::PositiveNumber);
   app.add_option("--steps", flags.steps)->check(CLI::PositiveNumber);
   app.add_option("--lr", flags.lr);
+  app.add_option("--weight_decay", flags.weight_decay, "not of biases and norms")
+      ->check(CLI::NonNegativeNumber);
   app.add_option("--warmup", flags.warmup, "share of the steps")->check(CLI::Range(0.0, 1.0));
   app.add_option("--seed", flags.seed);
   app.add_option("--log_every", flags.log_every)->check(CLI::PositiveNumber);

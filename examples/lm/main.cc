@@ -24,7 +24,7 @@ struct Flags {
   std::string data, sharding, checkpoint;
   DecoderOptions model;
   int64_t batch_size = 8, steps = 100, group_size = 0;
-  double lr = 3e-4;
+  double lr = 3e-4, weight_decay = 0.1;
   bool asynchronous = false;
   bool activation_checkpointing = false;
   std::string activation_offload;
@@ -43,22 +43,14 @@ at::Tensor Rows(const Flags& flags) {
       .to(torch::kLong);
 }
 
-// No decay for biases, norms and embeddings of positions.
-std::vector<muster::ParamGroup<muster::AdamWOptions>> Groups(const Decoder& net, double lr) {
-  muster::ParamGroup<muster::AdamWOptions> decayed{{}, {.lr = lr, .weight_decay = 0.1}},
-      others{{}, {.lr = lr, .weight_decay = 0}};
-  for (const auto& parameter : net->named_parameters()) {
-    const bool matrix = parameter.value().dim() >= 2 && parameter.key() != "positions.weight";
-    (matrix ? decayed : others).params.push_back(parameter.value());
-  }
-  return {decayed, others};
-}
-
 absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
   muster::set_seed(1);
   // With --sharding zero3 no process ever has memory for the whole model.
   Decoder net = muster::deferred_init([&] { return Decoder(flags.model); });
-  muster::FusedAdamW adamw(Groups(net, flags.lr));
+  // No decay for biases, norms and embeddings of positions.
+  muster::FusedAdamW adamw(muster::DecayGroups(
+      *net, muster::AdamWOptions{.lr = flags.lr, .weight_decay = flags.weight_decay},
+      "positions\\.weight"));
   const at::Tensor rows = Rows(flags);
   auto [model, optimizer, loader] =
       accelerator.prepare(net, adamw,
@@ -135,6 +127,9 @@ int main(int argc, char** argv) {
   app.add_option("--batch_size", flags.batch_size, "of each process")->check(CLI::PositiveNumber);
   app.add_option("--steps", flags.steps)->check(CLI::PositiveNumber);
   app.add_option("--lr", flags.lr);
+  app.add_option("--weight_decay", flags.weight_decay,
+                 "not of biases, norms and embeddings of positions")
+      ->check(CLI::NonNegativeNumber);
   CLI11_PARSE(app, argc, argv);
   muster::AcceleratorOptions options;
   if (!flags.sharding.empty()) {
