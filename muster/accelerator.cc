@@ -172,8 +172,9 @@ internal::AccumulateScope Accelerator::Accumulate(const BatchInfo& info) {
   return core_->steps().Accumulate(info);
 }
 void Accelerator::Register(std::function<StateDict()> save,
-                           std::function<void(const StateDict&)> load) {
-  core_->checkpoints().Register(std::move(save), std::move(load));
+                           std::function<void(const StateDict&)> load,
+                           std::shared_ptr<internal::DividedObject> divided) {
+  core_->checkpoints().Register(std::move(save), std::move(load), std::move(divided));
 }
 void Accelerator::Summon(internal::ModelSlot& model, const std::function<void()>& body) {
   core_->steps().CheckAllTakePart("summon_full_params()");

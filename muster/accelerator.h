@@ -19,6 +19,7 @@
 #include "absl/time/time.h"
 #include "muster/data.h"
 #include "muster/handles.h"
+#include "muster/internal/divided_object.h"
 #include "muster/internal/scopes.h"
 #include "muster/optim.h"
 #include "muster/options.h"
@@ -445,11 +446,13 @@ class Accelerator {
   // loads.
   int64_t save_iteration() const;
   // Adds objects to the state: saving calls `StateDict state_dict() const` on process 0, loading
-  // calls `load_state_dict(const StateDict&)` on all processes. Keep them alive.
+  // calls `load_state_dict(const StateDict&)` on all processes. Keep them alive. (An Ema of a
+  // sharded model is saved and loaded by all processes, part by part.)
   template <Checkpointable... Objects>
   void register_for_checkpointing(Objects&... objects) {
     (Register([&objects] { return StateDict(objects.state_dict()); },
-              [&objects](const StateDict& state) { objects.load_state_dict(state); }),
+              [&objects](const StateDict& state) { objects.load_state_dict(state); },
+              internal::DividedIn(objects)),
      ...);
   }
   // Adds an object given by its save and load functions.
@@ -546,7 +549,8 @@ class Accelerator {
   Comm& CommFor(const char* call);
   const BatchInfo* BatchOfMetrics() const;
   internal::AccumulateScope Accumulate(const BatchInfo& info);
-  void Register(std::function<StateDict()> save, std::function<void(const StateDict&)> load);
+  void Register(std::function<StateDict()> save, std::function<void(const StateDict&)> load,
+                std::shared_ptr<internal::DividedObject> divided);
   void Summon(internal::ModelSlot& model, const std::function<void()>& body);
   absl::Status SaveModel(internal::ModelSlot& model, const std::string& directory,
                          const std::string& max_shard_size);

@@ -516,13 +516,6 @@ TEST(Sharding, WhatCannotBeSharded_IsRefusedOnEveryRank) {
                          auto model = a.prepare(net);
                        }),
               Each(HasSubstr("does not divide 3 processes")));
-  EXPECT_THAT(ErrorsOf(2, Sharded("zero3"),
-                       [](Accelerator& a) {
-                         torch::nn::Sequential net = MakeNet();
-                         auto model = a.prepare(net);
-                         Ema ema(a, model);
-                       }),
-              Each(HasSubstr("an average of weights (muster::Ema) needs whole parameters")));
 }
 
 TEST(Sharding, Environment_CountsWhereTheProgramSaysNothing) {

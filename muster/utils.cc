@@ -1,11 +1,18 @@
 #include "muster/utils.h"
 
 #include <exception>
+#include <functional>
 #include <map>
+#include <memory>
+#include <string>
+#include <utility>
 
 #include "ATen/core/grad_mode.h"
 #include "muster/internal/core.h"
+#include "muster/internal/full_state.h"
+#include "muster/internal/model_slot.h"
 #include "worker/job/environment.h"
+#include "worker/parallel/sharded_model.h"
 #include "worker/train/guard.h"
 
 namespace muster {
@@ -63,6 +70,96 @@ bool Ema::update() {
   return true;
 }
 
+namespace {
+
+std::shared_ptr<internal::ModelSlot> ModelOf(const internal::DividedObject& average) {
+  std::shared_ptr<internal::ModelSlot> model = average.model();
+  TORCH_CHECK(model != nullptr,
+              "the sharded model of which there is an average (muster::Ema) is gone: keep the "
+              "prepared model for as long as the average is used");
+  return model;
+}
+
+// The average of a sharded model.
+class DividedAverage : public internal::DividedObject {
+ public:
+  DividedAverage(std::shared_ptr<EmaWeights> weights, std::weak_ptr<internal::ModelSlot> model)
+      : weights_(std::move(weights)), model_(std::move(model)) {}
+
+  std::shared_ptr<internal::ModelSlot> model() const override { return model_.lock(); }
+  std::string KeyOf(const std::string& parameter) const override {
+    return EmaWeights::KeyOf(parameter);
+  }
+  StateDict Collect(const std::function<bool(const std::string& name)>& keep) const override {
+    const StateDict mine = weights_->SaveState();
+    StateDict state;
+    internal::CopyScalars(mine, &state);
+    const std::shared_ptr<internal::ModelSlot> model = ModelOf(*this);
+    for (auto& [name, average] : model->sharded()->Assemble(
+             [&](const std::string& name) {
+               const absl::StatusOr<at::Tensor> part = mine.GetTensor(KeyOf(name));
+               ThrowIfError(part.status());
+               return *part;
+             },
+             keep)) {
+      state.SetTensor(KeyOf(name), average);
+    }
+    return state;
+  }
+  void LoadParts(const StateDict& parts) override { weights_->LoadState(parts); }
+
+ private:
+  const std::shared_ptr<EmaWeights> weights_;
+  const std::weak_ptr<internal::ModelSlot> model_;
+};
+
+// This process's parts of a sharded model's parameters, by their first names.
+EmaWeights::Named ShardsOf(const ShardedModel& model) {
+  EmaWeights::Named shards;
+  for (const at::Tensor& shard : model.shards()) shards.emplace_back(*model.NameOf(shard), shard);
+  return shards;
+}
+
+}  // namespace
+
+Ema::Ema(Accelerator& accelerator, const std::shared_ptr<internal::ModelSlot>& model,
+         const EmaOptions& options)
+    : core_(&accelerator.core()), buffers_(model->source().buffers()) {
+  const ShardedModel* const sharded = model->sharded();
+  if (sharded == nullptr) {
+    weights_ = std::make_shared<EmaWeights>(model->source().parameters(), options);
+    return;
+  }
+  // Shards of a unit share a version; the parameters that they are parts of have their own.
+  std::map<std::string, at::Tensor> parameters;
+  for (const auto& unit : sharded->units()) {
+    for (const ShardUnit::Slice& slice : unit->slices()) parameters[slice.name] = slice.tensor;
+  }
+  weights_ = std::make_shared<EmaWeights>(
+      ShardsOf(*sharded), options, [parameters = std::move(parameters)](const std::string& name) {
+        return parameters.at(name);
+      });
+  divided_ = std::make_shared<DividedAverage>(weights_, model);
+}
+
+std::shared_ptr<internal::ModelSlot> Ema::Sharded() const {
+  return divided_ == nullptr ? nullptr : ModelOf(*divided_);
+}
+
+StateDict Ema::state_dict() const {
+  if (divided_ == nullptr) return weights_->SaveState();
+  const bool main = core_->process().rank() == 0;
+  return divided_->Collect([&](const std::string&) { return main; });
+}
+
+void Ema::load_state_dict(const StateDict& state) {
+  const std::shared_ptr<internal::ModelSlot> model = Sharded();
+  if (model == nullptr) return weights_->LoadState(state);
+  StateDict parts;
+  internal::TakeParts(*model, internal::KeysOf(*divided_, *model), state, &parts);
+  weights_->LoadState(parts);
+}
+
 void Ema::CopyTo(const Named& parameters, const Named& buffers) const {
   std::map<std::string, at::Tensor> own(buffers_.begin(), buffers_.end());
   for (const auto& [name, buffer] : buffers) {
@@ -72,8 +169,25 @@ void Ema::CopyTo(const Named& parameters, const Named& buffers) const {
                 "buffer '",
                 name, "' of shape ", buffer.sizes());
   }
+  const std::shared_ptr<internal::ModelSlot> model = Sharded();
+  ShardedModel* const sharded = model == nullptr ? nullptr : model->sharded();
+  const bool itself =
+      sharded != nullptr && !parameters.empty() && sharded->ShardOf(parameters[0].second).defined();
+  if (itself) sharded->AwaitReaders();
   core_->steps().AboutToChange();
-  weights_->CopyTo(parameters);
+  if (sharded == nullptr) {
+    weights_->CopyTo(parameters);
+  } else if (itself) {
+    weights_->CopyTo(ShardsOf(*sharded));
+    sharded->MarkChanged(sharded->shards());
+  } else {
+    Named averages;
+    const StateDict all = divided_->Collect([](const std::string&) { return true; });
+    for (const auto& [key, average] : all.tensors()) {
+      averages.emplace_back(key.substr(EmaWeights::KeyOf("").size()), average);
+    }
+    EmaWeights::CopyAverages(averages, parameters);
+  }
   const at::NoGradGuard no_grad;
   for (const auto& [name, buffer] : buffers) {
     if (!buffer.is_same(own.at(name))) at::Tensor(buffer).copy_(own.at(name));

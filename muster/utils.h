@@ -13,6 +13,7 @@
 #include "ATen/core/Generator.h"
 #include "muster/accelerator.h"
 #include "muster/internal/averaged_scope.h"
+#include "muster/internal/divided_object.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/nested/nested.h"
 #include "worker/track/logger.h"
@@ -176,15 +177,15 @@ class LocalSGD {
 //   }
 //   ema.copy_to(*model);  // for good, or into another module, to save it
 //
-// All processes have the same weights, so the averages are the same without an exchange. Create it
-// after prepare(), which moves and broadcasts the weights. Throws c10::Error.
+// All processes have the same weights, so the averages are the same without an exchange; of a
+// sharded model each process has the averages of its part, with the same values to the last bit,
+// and apply(), copy_to() and state_dict() are collective. Create it after prepare(), which moves
+// and broadcasts the weights. Throws c10::Error.
 class Ema {
  public:
   template <class M>
   Ema(Accelerator& accelerator, const AcceleratedModel<M>& model, const EmaOptions& options = {})
-      : core_(&accelerator.core()),
-        weights_(std::make_shared<EmaWeights>(model.slot()->source().parameters(), options)),
-        buffers_(model.slot()->source().buffers()) {}
+      : Ema(accelerator, model.slot(), options) {}
 
   // Call it after optimizer.step(). It updates when the optimizer has stepped, and does nothing
   // inside an accumulation window. Returns whether it updated. Throws inside LocalSGD, where
@@ -193,8 +194,9 @@ class Ema {
 
   // During the result's lifetime the model's weights are the average; its destructor restores them.
   // Buffers (BatchNorm's statistics) stay the model's own throughout. The destructor throws if the
-  // weights were changed in between. save_state() and step() are refused in the scope.
-  [[nodiscard]] internal::AveragedScope apply() { return {core_, *weights_}; }
+  // weights were changed in between. save_state() and step() are refused in the scope; save_model()
+  // and get_state_dict() give the average.
+  [[nodiscard]] internal::AveragedScope apply() { return {core_, *weights_, Sharded()}; }
 
   // Writes the average, and the model's buffers, into `module`: permanently into the model itself,
   // or into another one of the same class. Refuses different names or shapes before it changes
@@ -207,12 +209,20 @@ class Ema {
   // Updates so far.
   int64_t updates() const { return weights_->updates(); }
 
-  // For register_for_checkpointing().
-  StateDict state_dict() const { return weights_->SaveState(); }
-  void load_state_dict(const StateDict& state) { weights_->LoadState(state); }
+  // For register_for_checkpointing(), by which the processes write the averages of a sharded model
+  // together, and each reads its part. Here they are whole: of a sharded model state_dict() gives
+  // them to process 0, and the counters alone to the others, and load_state_dict() needs all on
+  // every process.
+  StateDict state_dict() const;
+  void load_state_dict(const StateDict& state);
+  std::shared_ptr<internal::DividedObject> divided_object() const { return divided_; }
 
  private:
-  using Named = std::vector<std::pair<std::string, at::Tensor>>;
+  using Named = EmaWeights::Named;
+  Ema(Accelerator& accelerator, const std::shared_ptr<internal::ModelSlot>& model,
+      const EmaOptions& options);
+  // Null unless the model is sharded. Throws if it is, and is gone.
+  std::shared_ptr<internal::ModelSlot> Sharded() const;
   // For LibTorch's OrderedDict.
   template <class Dict>
   static Named Names(const Dict& dict) {
@@ -230,6 +240,7 @@ class Ema {
 
   internal::Core* core_;
   std::shared_ptr<EmaWeights> weights_;
+  std::shared_ptr<internal::DividedObject> divided_;  // null unless the model is sharded
   Named buffers_;
 };
 

@@ -124,6 +124,14 @@ std::vector<std::string> OptimizerFilesIn(const StateReader& reader, size_t i) {
   return *std::move(files);
 }
 
+std::vector<std::string> RegisteredFilesIn(const StateReader& reader, size_t i) {
+  const std::string name = CustomFileName(static_cast<int>(i));
+  absl::StatusOr<std::vector<std::string>> files = PartsOf(reader.manifest(), name);
+  ThrowIfError(files.status());
+  files->insert(files->begin(), name);
+  return *std::move(files);
+}
+
 int CountModels(const StateReader& reader) {
   int count = 0;
   while (!ModelFilesIn(reader, static_cast<size_t>(count)).empty()) ++count;
@@ -428,10 +436,52 @@ absl::Status CheckpointState::WriteShared(StateWriter& writer) const {
     PutRows(steps_.scaler()->SaveState(), &file);
     MUSTER_RETURN_IF_ERROR(writer.Write(ScalerFileName(0), file));
   }
-  for (size_t i = 0; i < registered_.size(); ++i) {
-    MUSTER_RETURN_IF_ERROR(writer.Write(CustomFileName(i), registered_[i].save()));
-  }
   return absl::OkStatus();
+}
+
+std::optional<size_t> CheckpointState::DividedModelOf(size_t index) const {
+  if (registered_[index].divided == nullptr) return std::nullopt;
+  const std::shared_ptr<ModelSlot> model = registered_[index].divided->model();
+  const auto& models = registry_.models();
+  const auto at = std::find(models.begin(), models.end(), model);
+  TORCH_CHECK(model != nullptr && at != models.end(), "registered object ", index,
+              " belongs to a sharded model that is not prepared any more: keep the prepared model "
+              "for as long as its average is registered");
+  return static_cast<size_t>(at - models.begin());
+}
+
+absl::Status CheckpointState::WriteRegistered(StateWriter& writer, const Division& division,
+                                              size_t index,
+                                              const std::optional<StateDict>& collected) const {
+  const std::string name = CustomFileName(static_cast<int>(index));
+  if (!collected.has_value()) {
+    if (process_.rank() != 0) return absl::OkStatus();
+    return writer.Write(name, registered_[index].save());
+  }
+  // The tensors for the parameters in each file of the model are a file, too.
+  const size_t model = *DividedModelOf(index);
+  std::set<std::string> apart;
+  if (division.Divides(model)) {
+    const std::vector<DividedFile>& files = division.models[model].files;
+    for (size_t k = 0; k < files.size(); ++k) {
+      StateDict part;
+      for (const std::string& tensor : files[k].tensors) {
+        const std::string key = registered_[index].divided->KeyOf(tensor);
+        apart.insert(key);
+        const absl::StatusOr<at::Tensor> mine = collected->GetTensor(key);
+        if (mine.ok()) part.SetTensor(key, *mine);
+      }
+      if (files[k].rank != process_.rank()) continue;
+      MUSTER_RETURN_IF_ERROR(writer.Write(PartFileName(name, k, files.size()), part));
+    }
+  }
+  if (process_.rank() != 0) return absl::OkStatus();
+  StateDict rest;
+  CopyScalars(*collected, &rest);
+  for (const auto& [key, tensor] : collected->tensors()) {
+    if (apart.count(key) == 0) rest.SetTensor(key, tensor);
+  }
+  return writer.Write(name, rest);
 }
 
 void CheckpointState::CopyParametersLater(StateWriter& writer) const {
@@ -497,6 +547,13 @@ absl::Status CheckpointState::Write(StateWriter& writer) const {
       optimizers.back() = FullState(optimizer->handle(), models, writes);
     }
   }
+  std::vector<std::optional<StateDict>> collected(registered_.size());
+  for (size_t i = 0; i < registered_.size(); ++i) {
+    const std::optional<size_t> model = DividedModelOf(i);
+    if (!model.has_value()) continue;
+    collected[i] = registered_[i].divided->Collect(
+        [&](const std::string& name) { return division.Writes(rank, *model, name); });
+  }
   // No collectives from here on: a rank whose disk is full leaves no other waiting.
   for (const auto& [unused, hook] : save_hooks_) {
     hook(weights, writer);
@@ -508,6 +565,9 @@ absl::Status CheckpointState::Write(StateWriter& writer) const {
     MUSTER_RETURN_IF_ERROR(WriteOptimizer(writer, division, i, *std::move(optimizers[i])));
   }
   if (rank == 0) MUSTER_RETURN_IF_ERROR(WriteShared(writer));
+  for (size_t i = 0; i < registered_.size(); ++i) {
+    MUSTER_RETURN_IF_ERROR(WriteRegistered(writer, division, i, collected[i]));
+  }
   StateDict random;
   for (const auto& [name, tensor] : SaveRngState()) random.SetTensor(name, tensor);
   return writer.Write(RandomStatesFileName(process_.rank()), random);
@@ -605,6 +665,10 @@ absl::Status CheckpointState::CheckSavable() {
   }
   if (steps_.between_windows()) registry_.ForgetUnheld();
   if (absl::Status complete = CheckComplete(); !complete.ok()) return complete;
+  const absl::Status registered = Guard([&] {
+    for (size_t i = 0; i < registered_.size(); ++i) DividedModelOf(i);
+  });
+  if (!registered.ok()) return registered;
   if (!steps_.at_boundary()) {
     return absl::FailedPreconditionError(
         "save_state in the middle of an accumulation window would lose its gradients: save where "
@@ -704,10 +768,11 @@ absl::Status CheckpointState::SaveModel(ModelSlot& model, const std::string& wan
 }
 
 void CheckpointState::Register(std::function<StateDict()> save,
-                               std::function<void(const StateDict&)> load) {
+                               std::function<void(const StateDict&)> load,
+                               std::shared_ptr<DividedObject> divided) {
   TORCH_CHECK(save != nullptr && load != nullptr,
               "register_for_checkpointing() needs both a save and a load function");
-  registered_.push_back({std::move(save), std::move(load)});
+  registered_.push_back({std::move(save), std::move(load), std::move(divided)});
 }
 
 void CheckpointState::Register(std::function<PlainState()> save,
@@ -754,7 +819,9 @@ struct CheckpointState::Loaded {
   std::vector<NamedTensors> weights;  // of sharded models empty, unless hooks want them
   std::vector<std::optional<LoadedShards>> shards;
   std::vector<Optimizer> optimizers;
+  // Of divided objects this process's parts, unless hooks want whole models.
   std::vector<StateDict> schedulers, loaders, registered;
+  std::vector<bool> registered_in_parts;
   std::optional<StateDict> scaler, random;
 };
 
@@ -818,7 +885,16 @@ void CheckpointState::ReadOthers(const StateReader& reader, Loaded* loaded) cons
   };
   loaded->schedulers = read_all(SchedulerFileName, registry_.schedulers().size());
   loaded->loaders = read_all(SamplerFileName, reader.Count(SamplerFileName));
-  loaded->registered = read_all(CustomFileName, registered_.size());
+  for (size_t i = 0; i < registered_.size(); ++i) {
+    StateDict& state = loaded->registered.emplace_back();
+    if (loaded->registered_in_parts[i]) continue;
+    const std::vector<std::string> files = RegisteredFilesIn(reader, i);
+    state = ReadFile(reader, files[0]);
+    for (size_t k = 1; k < files.size(); ++k) {
+      const StateDict part = ReadFile(reader, files[k]);
+      for (const auto& [key, tensor] : part.tensors()) state.SetTensor(key, tensor);
+    }
+  }
   if (steps_.scaler() != nullptr && reader.Has(ScalerFileName(0))) {
     loaded->scaler = ReadFile(reader, ScalerFileName(0));
   }
@@ -950,7 +1026,15 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
   loaded.shards.resize(models.size());
   loaded.optimizers.resize(registry_.optimizers().size());
   std::vector<size_t> optimizers_by_file;
+  loaded.registered_in_parts.resize(registered_.size());
   ThrowIfAnyFailed(Guard([&] {
+    for (size_t i = 0; i < registered_.size(); ++i) {
+      loaded.registered_in_parts[i] = by_file && DividedModelOf(i).has_value();
+      if (!loaded.registered_in_parts[i]) {
+        const std::vector<std::string> files = RegisteredFilesIn(reader, i);
+        if (files.size() > 1) add(files);
+      }
+    }
     for (size_t i = 0; i < models.size(); ++i) {
       if (by_file && models[i]->sharded() != nullptr) {
         loaded.shards[i].emplace(*models[i]);
@@ -998,6 +1082,18 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
     parts.Read(
         OptimizerFilesIn(reader, i), LocalRanges(registry_.optimizers()[i]->handle(), models),
         [&](const std::string& name) { TakeOptimizerFile(reader, i, name, &loaded); }, &mine);
+  }
+  for (size_t i = 0; i < registered_.size(); ++i) {
+    if (!loaded.registered_in_parts[i]) continue;
+    const DividedObject& object = *registered_[i].divided;
+    ModelSlot& model = *models[*DividedModelOf(i)];
+    const std::map<std::string, std::string> keys = KeysOf(object, model);
+    parts.Read(
+        RegisteredFilesIn(reader, i), RangesOfParts(model, keys),
+        [&](const std::string& name) {
+          TakeParts(model, keys, ReadFile(reader, name), &loaded.registered[i]);
+        },
+        &mine);
   }
   if (process_.rank() == 0 && parts.bytes_read() > 0) {
     MUSTER_LOG(Info) << "this host has read " << HumanBytes(parts.bytes_read()) << " of the "
@@ -1072,7 +1168,13 @@ void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
     steps_.scaler()->LoadState(Rows(*loaded.scaler));
   }
   for (size_t i = 0; i < registered_.size(); ++i) {
-    ThrowIfError(Try(CustomFileName(i), [&] { registered_[i].load(loaded.registered[i]); }));
+    ThrowIfError(Try(CustomFileName(i), [&] {
+      if (loaded.registered_in_parts[i]) {
+        registered_[i].divided->LoadParts(loaded.registered[i]);
+      } else {
+        registered_[i].load(loaded.registered[i]);
+      }
+    }));
   }
   ForgetCastWeights();
   ApplyRandom(reader, loaded);

@@ -12,6 +12,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "muster/internal/divided_object.h"
 #include "muster/internal/loop_tracker.h"
 #include "muster/internal/model_source.h"
 #include "muster/internal/process.h"
@@ -55,7 +56,9 @@ class CheckpointState {
   // The same once a peer is lost: what has not been written is not written any more.
   absl::Status Abandon();
 
-  void Register(std::function<StateDict()> save, std::function<void(const StateDict&)> load);
+  // `divided`: as what it is saved and loaded; null: by `save` and `load`.
+  void Register(std::function<StateDict()> save, std::function<void(const StateDict&)> load,
+                std::shared_ptr<DividedObject> divided = nullptr);
   void Register(std::function<PlainState()> save, std::function<void(const PlainState&)> load);
   // Returns the hook's number, for RemoveHook().
   int64_t AddSaveHook(SaveStateHook hook);
@@ -76,6 +79,7 @@ class CheckpointState {
   struct Registered {
     std::function<StateDict()> save;
     std::function<void(const StateDict&)> load;
+    std::shared_ptr<DividedObject> divided;  // may be null
   };
   struct Loaded;
   struct Division;
@@ -103,6 +107,12 @@ class CheckpointState {
   absl::Status WriteOptimizer(StateWriter& writer, const Division& division, size_t index,
                               OptimizerState state) const;
   absl::Status WriteShared(StateWriter& writer) const;
+  // `collected`: of a divided object.
+  absl::Status WriteRegistered(StateWriter& writer, const Division& division, size_t index,
+                               const std::optional<StateDict>& collected) const;
+  // Where among the prepared models that of registered object `index` is; nothing unless it is
+  // divided.
+  std::optional<size_t> DividedModelOf(size_t index) const;
   // (collective) The number of the next checkpoint.
   int64_t AgreeOnNumber(const CheckpointFolder& folder, int64_t number) const;
   // (collective) Copies the state and returns the error of an earlier save, if one failed.

@@ -5,6 +5,8 @@
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
+#include <variant>
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
@@ -349,6 +351,65 @@ std::function<std::vector<FileRange>(const SafetensorsHeader&)> LocalRanges(
     }
     return ranges;
   };
+}
+
+std::map<std::string, std::string> KeysOf(const DividedObject& object, ModelSlot& model) {
+  std::map<std::string, std::string> keys;
+  for (const auto& unit : model.sharded()->units()) {
+    for (const ShardUnit::Slice& slice : unit->slices()) {
+      keys.emplace(object.KeyOf(slice.name), slice.name);
+    }
+  }
+  return keys;
+}
+
+std::function<std::vector<FileRange>(const SafetensorsHeader&)> RangesOfParts(
+    ModelSlot& model, std::map<std::string, std::string> keys) {
+  const ShardedModel* const sharded = model.sharded();
+  return [sharded, keys = std::move(keys)](const SafetensorsHeader& header) {
+    std::vector<FileRange> ranges = {{.begin = 0, .end = 8 + header.header_bytes}};
+    for (const SafetensorsEntry& entry : header.tensors) {
+      const auto it = keys.find(entry.name);
+      if (it == keys.end()) {
+        ranges.push_back(AllOf(header, entry));
+        continue;
+      }
+      // What does not fit is refused by its shape.
+      const auto count = static_cast<int64_t>(CountOf(entry));
+      const auto [first, last] = sharded->PartRange(it->second);
+      ranges.push_back(RangeOf(header, entry, {std::min(first, count), std::min(last, count)}));
+    }
+    return ranges;
+  };
+}
+
+void CopyScalars(const StateDict& from, StateDict* to) {
+  for (const auto& [name, scalar] : from.scalars()) {
+    if (const auto* const flag = std::get_if<bool>(&scalar)) to->SetBool(name, *flag);
+    if (const auto* const number = std::get_if<int64_t>(&scalar)) to->SetInt(name, *number);
+    if (const auto* const number = std::get_if<double>(&scalar)) to->SetDouble(name, *number);
+    if (const auto* const text = std::get_if<std::string>(&scalar)) to->SetText(name, *text);
+  }
+}
+
+void TakeParts(ModelSlot& model, const std::map<std::string, std::string>& keys,
+               const StateDict& file, StateDict* parts) {
+  std::map<std::string, std::vector<int64_t>> sizes;
+  for (const auto& unit : model.sharded()->units()) {
+    for (const ShardUnit::Slice& slice : unit->slices()) sizes.emplace(slice.name, slice.sizes);
+  }
+  CopyScalars(file, parts);
+  for (const auto& [key, tensor] : file.tensors()) {
+    const auto it = keys.find(key);
+    if (it == keys.end()) {
+      parts->SetTensor(key, tensor.clone());
+      continue;
+    }
+    TORCH_CHECK(tensor.sizes() == at::IntArrayRef(sizes.at(it->second)), "'", key, "' has shape ",
+                tensor.sizes(), ", and parameter '", it->second, "' has shape ",
+                at::IntArrayRef(sizes.at(it->second)));
+    parts->SetTensor(key, model.sharded()->PartOf(it->second, tensor));
+  }
 }
 
 LoadedShards::LoadedShards(ModelSlot& model) : model_(model), buffers_(model.source().buffers()) {

@@ -11,10 +11,12 @@
 
 #include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
+#include "muster/internal/divided_object.h"
 #include "muster/internal/model_slot.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/safetensors_format.h"
+#include "worker/checkpoint/state_dict.h"
 #include "worker/train/optimizer_handle.h"
 
 // State of sharded models and their optimizers as that of unsharded ones, which is what checkpoints
@@ -77,6 +79,18 @@ OptimizerState LocalState(OptimizerState full, const OptimizerHandle& optimizer,
 // the header included. Borrows `models`.
 std::function<std::vector<FileRange>(const SafetensorsHeader&)> LocalRanges(
     const OptimizerHandle& optimizer, const Models& models);
+
+// The parameters of a divided object's model: their first names by those of their tensors in its
+// state.
+std::map<std::string, std::string> KeysOf(const DividedObject& object, ModelSlot& model);
+// As LocalRanges() for a file of such a state.
+std::function<std::vector<FileRange>(const SafetensorsHeader&)> RangesOfParts(
+    ModelSlot& model, std::map<std::string, std::string> keys);
+// Adds what `file` has to `parts`: of the whole tensors of parameters this process's parts, in
+// memory of their own. Throws c10::Error, naming it, for one of another shape than its parameter.
+void TakeParts(ModelSlot& model, const std::map<std::string, std::string>& keys,
+               const StateDict& file, StateDict* parts);
+void CopyScalars(const StateDict& from, StateDict* to);
 
 // A sharded model's values out of a checkpoint, read file by file: a rank keeps its parts of the
 // parameters.

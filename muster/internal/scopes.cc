@@ -1,11 +1,15 @@
 #include "muster/internal/scopes.h"
 
 #include <exception>
+#include <memory>
+#include <utility>
 
 #include "base/log.h"
 #include "c10/util/Exception.h"
 #include "muster/internal/averaged_scope.h"
 #include "muster/internal/core.h"
+#include "muster/internal/model_slot.h"
+#include "worker/parallel/sharded_model.h"
 
 namespace muster::internal {
 
@@ -29,20 +33,38 @@ LocalScope::LocalScope(Core* core) : core_(core) {
 }
 LocalScope::~LocalScope() { core_->steps().ChangeLocal(-1); }
 
-namespace {
-
-// The average is about to take the place of the weights.
-Core* Announced(Core* core) {
-  core->steps().AboutToChange();
-  return core;
-}
-
-}  // namespace
-
-AveragedScope::AveragedScope(Core* core, EmaWeights& ema) : core_(Announced(core)), scope_(ema) {
+AveragedScope::AveragedScope(Core* core, EmaWeights& ema, std::shared_ptr<ModelSlot> sharded)
+    : core_(core),
+      sharded_(std::move(sharded)),
+      exceptions_(std::uncaught_exceptions()),
+      // The average is about to take the place of the weights.
+      scope_((Announce(), ema), [this] { MarkChanged(); }) {
   core_->steps().ChangeAveraged(+1);
 }
-AveragedScope::~AveragedScope() noexcept(false) { core_->steps().ChangeAveraged(-1); }
+
+AveragedScope::~AveragedScope() noexcept(false) {
+  core_->steps().ChangeAveraged(-1);
+  if (sharded_ == nullptr) return;
+  if (std::uncaught_exceptions() == exceptions_) {
+    Announce();
+    return;
+  }
+  // After an exception other ranks may not come here.
+  try {
+    sharded_->sharded()->Expire();
+  } catch (const c10::Error& error) {
+    MUSTER_LOG(Error) << "at the end of ema.apply(): " << error.what_without_backtrace();
+  }
+}
+
+void AveragedScope::Announce() const {
+  if (sharded_ != nullptr) sharded_->sharded()->AwaitReaders();
+  core_->steps().AboutToChange();
+}
+
+void AveragedScope::MarkChanged() const {
+  if (sharded_ != nullptr) sharded_->sharded()->MarkChanged(sharded_->sharded()->shards());
+}
 
 JoinScope::JoinScope(Core* core, bool even_batches)
     : core_(core), exceptions_(std::uncaught_exceptions()) {

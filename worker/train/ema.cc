@@ -4,6 +4,7 @@
 #include <exception>
 #include <map>
 #include <set>
+#include <utility>
 
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/_foreach_lerp.h"
@@ -27,9 +28,8 @@ at::Tensor NewAverage(const at::Tensor& parameter) {
 
 }  // namespace
 
-EmaWeights::EmaWeights(const std::vector<std::pair<std::string, at::Tensor>>& parameters,
-                       const EmaOptions& options)
-    : options_(options) {
+EmaWeights::EmaWeights(const Named& parameters, const EmaOptions& options, Witness witness)
+    : options_(options), witness_(std::move(witness)) {
   TORCH_CHECK(options.decay >= 0 && options.decay <= 1,
               "the decay of an average of weights must be "
               "in [0, 1], got ",
@@ -41,12 +41,6 @@ EmaWeights::EmaWeights(const std::vector<std::pair<std::string, at::Tensor>>& pa
   std::set<const void*> seen;
   for (const auto& [name, parameter] : parameters) {
     TORCH_CHECK(parameter.defined(), "parameter '", name, "' is undefined");
-    TORCH_CHECK(!IsPaged(parameter),
-                "an average of weights (muster::Ema) needs whole parameters, "
-                "and '",
-                name,
-                "' is of a sharded model, divided among the ranks: train without "
-                "sharding, or without the average");
     if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
     entries_.push_back({name, parameter, NewAverage(parameter)});
   }
@@ -78,6 +72,11 @@ void EmaWeights::Update() {
       entry.average.copy_(parameter);
       continue;
     }
+    if (IsPaged(parameter)) {
+      // An operator brings all that it takes into memory.
+      entry.average.lerp_(parameter.detach().to(type), 1 - decay);
+      continue;
+    }
     auto list = std::find_if(lists.begin(), lists.end(), [&](const List& l) {
       return l.averages[0].device() == entry.average.device() &&
              l.averages[0].scalar_type() == type;
@@ -90,14 +89,19 @@ void EmaWeights::Update() {
   if (!copies) ++updates_;
 }
 
-EmaWeights::Scope::Scope(EmaWeights& ema) : ema_(ema), exceptions_(std::uncaught_exceptions()) {
+uint32_t EmaWeights::VersionOf(const Entry& entry) const {
+  const at::Tensor witness = witness_ == nullptr ? entry.parameter : witness_(entry.name);
+  return static_cast<uint32_t>(witness._version());
+}
+
+EmaWeights::Scope::Scope(EmaWeights& ema, std::function<void()> changed)
+    : ema_(ema), changed_(std::move(changed)), exceptions_(std::uncaught_exceptions()) {
   TORCH_CHECK(!ema.applied_, "the average of weights is applied already: scopes of it do not nest");
   const at::NoGradGuard no_grad;
   for (const Entry& entry : ema.entries_) weights_.push_back(entry.parameter.detach().clone());
-  for (Entry& entry : ema.entries_) {
-    entry.parameter.copy_(entry.average);
-    versions_.push_back(static_cast<uint32_t>(entry.parameter._version()));
-  }
+  for (Entry& entry : ema.entries_) entry.parameter.copy_(entry.average);
+  if (changed_ != nullptr) changed_();
+  for (const Entry& entry : ema.entries_) versions_.push_back(ema.VersionOf(entry));
   ema.applied_ = true;
   ForgetCastWeights();
 }
@@ -105,40 +109,45 @@ EmaWeights::Scope::Scope(EmaWeights& ema) : ema_(ema), exceptions_(std::uncaught
 EmaWeights::Scope::~Scope() noexcept(false) {
   const at::NoGradGuard no_grad;
   std::string changed;
-  for (size_t i = 0; i < weights_.size(); ++i) {
-    Entry& entry = ema_.entries_[i];
-    if (changed.empty() && static_cast<uint32_t>(entry.parameter._version()) != versions_[i]) {
-      changed = entry.name;
-    }
-    entry.parameter.copy_(weights_[i]);
+  for (size_t i = 0; i < weights_.size() && changed.empty(); ++i) {
+    const Entry& entry = ema_.entries_[i];
+    if (ema_.VersionOf(entry) != versions_[i]) changed = entry.name;
   }
+  for (size_t i = 0; i < weights_.size(); ++i) ema_.entries_[i].parameter.copy_(weights_[i]);
   ema_.applied_ = false;
   ForgetCastWeights();
+  if (changed_ != nullptr) changed_();
   TORCH_CHECK(changed.empty() || std::uncaught_exceptions() != exceptions_, "parameter '", changed,
               "' was changed while the weights were their average, and is now what it was before: "
               "train and load outside of the average's scope");
 }
 
-void EmaWeights::CopyTo(const std::vector<std::pair<std::string, at::Tensor>>& parameters) const {
+EmaWeights::Named EmaWeights::averages() const {
+  Named averages;
+  for (const Entry& entry : entries_) averages.emplace_back(entry.name, entry.average);
+  return averages;
+}
+
+void EmaWeights::CopyAverages(const Named& averages, const Named& parameters) {
   std::map<std::string, at::Tensor> targets(parameters.begin(), parameters.end());
-  for (const Entry& entry : entries_) {
-    const auto it = targets.find(entry.name);
-    TORCH_CHECK(it != targets.end(), "the model has no parameter '", entry.name,
+  for (const auto& [name, average] : averages) {
+    const auto it = targets.find(name);
+    TORCH_CHECK(it != targets.end(), "the model has no parameter '", name,
                 "', of which there is an average");
-    TORCH_CHECK(it->second.sizes() == entry.average.sizes(), "parameter '", entry.name,
-                "' has shape ", it->second.sizes(), " and its average ", entry.average.sizes());
+    TORCH_CHECK(it->second.sizes() == average.sizes(), "parameter '", name, "' has shape ",
+                it->second.sizes(), " and its average ", average.sizes());
   }
   // The other names of a shared parameter have no average of their own.
   std::set<const void*> filled;
-  for (const Entry& entry : entries_) {
-    filled.insert(targets.at(entry.name).unsafeGetTensorImpl());
+  for (const auto& [name, unused] : averages) {
+    filled.insert(targets.at(name).unsafeGetTensorImpl());
   }
   for (const auto& [name, target] : targets) {
     TORCH_CHECK(filled.count(target.unsafeGetTensorImpl()) > 0,
                 "there is no average of the model's parameter '", name, "'");
   }
   const at::NoGradGuard no_grad;
-  for (const Entry& entry : entries_) targets.at(entry.name).copy_(entry.average);
+  for (const auto& [name, average] : averages) targets.at(name).copy_(average);
   ForgetCastWeights();
 }
 
@@ -146,7 +155,7 @@ StateDict EmaWeights::SaveState() const {
   StateDict state;
   state.SetInt("calls", calls_);
   state.SetInt("updates", updates_);
-  for (const Entry& entry : entries_) state.SetTensor("average." + entry.name, entry.average);
+  for (const Entry& entry : entries_) state.SetTensor(KeyOf(entry.name), entry.average);
   return state;
 }
 
@@ -156,7 +165,7 @@ void EmaWeights::LoadState(const StateDict& state) {
   ThrowIfError(calls.status());
   ThrowIfError(updates.status());
   NamedTensors averages;
-  for (const Entry& entry : entries_) averages.emplace_back("average." + entry.name, entry.average);
+  for (const Entry& entry : entries_) averages.emplace_back(KeyOf(entry.name), entry.average);
   ThrowIfError(LoadTensors(state.tensors(), averages, "the average of weights"));
   calls_ = *calls;
   updates_ = *updates;

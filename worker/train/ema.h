@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_TRAIN_EMA_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -33,14 +34,19 @@ struct EmaOptions {
 //   { EmaWeights::Scope averaged(ema); evaluate the model; }
 //
 // In a job all ranks have equal weights, and so equal averages without a word between them; where
-// ranks train apart (local SGD), the averages are of no use. Parameters may move to another device
-// or dtype. Not thread-safe. Errors are c10::Error.
+// ranks train apart (local SGD), the averages are of no use. Of a sharded model each rank averages
+// its shards, element by element. Parameters may move to another device or dtype. Not thread-safe.
+// Errors are c10::Error.
 class EmaWeights {
  public:
+  using Named = std::vector<std::pair<std::string, at::Tensor>>;
+  // A tensor whose version tells that the parameter `name` has been changed.
+  using Witness = std::function<at::Tensor(const std::string& name)>;
+
   // The parameters by name; a tensor with several names counts once, under the first. They are the
-  // average to begin with.
-  explicit EmaWeights(const std::vector<std::pair<std::string, at::Tensor>>& parameters,
-                      const EmaOptions& options = {});
+  // average to begin with. `witness`: null if it is the parameter itself.
+  explicit EmaWeights(const Named& parameters, const EmaOptions& options = {},
+                      Witness witness = nullptr);
   EmaWeights(const EmaWeights&) = delete;
   EmaWeights& operator=(const EmaWeights&) = delete;
 
@@ -54,13 +60,15 @@ class EmaWeights {
   // step, a load), which would be lost, it throws. Do not save the model's training state in it.
   class Scope {
    public:
-    explicit Scope(EmaWeights& ema);
+    // `changed` is called whenever the weights have been exchanged.
+    explicit Scope(EmaWeights& ema, std::function<void()> changed = nullptr);
     ~Scope() noexcept(false);
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
 
    private:
     EmaWeights& ema_;
+    const std::function<void()> changed_;
     const int exceptions_;
     std::vector<at::Tensor> weights_;  // as they were
     std::vector<uint32_t> versions_;
@@ -68,12 +76,17 @@ class EmaWeights {
 
   // Writes the average into `parameters`: those of this model, permanently, or of another one with
   // the same names and shapes. Nothing is changed unless all fit.
-  void CopyTo(const std::vector<std::pair<std::string, at::Tensor>>& parameters) const;
+  void CopyTo(const Named& parameters) const { CopyAverages(averages(), parameters); }
+  // The same of averages by the parameters' first names.
+  static void CopyAverages(const Named& averages, const Named& parameters);
+  // By the parameters' names; not copied.
+  Named averages() const;
 
-  // The averages under "average.<parameter>" (not copied) and the counters. Loading refuses what
-  // does not fit, with nothing changed.
+  // The averages under KeyOf(parameter) (not copied) and the counters. Loading refuses what does
+  // not fit, with nothing changed.
   StateDict SaveState() const;
   void LoadState(const StateDict& state);
+  static std::string KeyOf(const std::string& parameter) { return "average." + parameter; }
 
  private:
   struct Entry {
@@ -81,7 +94,10 @@ class EmaWeights {
     at::Tensor parameter;
     at::Tensor average;
   };
+  uint32_t VersionOf(const Entry& entry) const;
+
   const EmaOptions options_;
+  const Witness witness_;
   std::vector<Entry> entries_;
   int64_t calls_ = 0;
   int64_t updates_ = 0;  // that averaged

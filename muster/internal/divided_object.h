@@ -1,0 +1,45 @@
+#ifndef MUSTER_INTERNAL_DIVIDED_OBJECT_H_
+#define MUSTER_INTERNAL_DIVIDED_OBJECT_H_
+
+#include <concepts>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "worker/checkpoint/state_dict.h"
+
+namespace muster::internal {
+
+class ModelSlot;
+
+// A registered object with a tensor for each parameter of a sharded model, divided among the
+// processes as the parameters are. Checkpoints hold whole ones, as of any object.
+class DividedObject {
+ public:
+  virtual ~DividedObject() = default;
+
+  // Null if it is gone.
+  virtual std::shared_ptr<ModelSlot> model() const = 0;
+  // What the tensor for a parameter is called in the state.
+  virtual std::string KeyOf(const std::string& parameter) const = 0;
+  // (collective) The state, with whole tensors, on the CPU, for parameters for which keep(name).
+  virtual StateDict Collect(const std::function<bool(const std::string& name)>& keep) const = 0;
+  // Loads a state that has this process's parts of tensors.
+  virtual void LoadParts(const StateDict& parts) = 0;
+};
+
+// Null for other objects.
+template <class T>
+std::shared_ptr<DividedObject> DividedIn(const T& object) {
+  if constexpr (requires {
+                  { object.divided_object() } -> std::same_as<std::shared_ptr<DividedObject>>;
+                }) {
+    return object.divided_object();
+  } else {
+    return nullptr;
+  }
+}
+
+}  // namespace muster::internal
+
+#endif  // MUSTER_INTERNAL_DIVIDED_OBJECT_H_
