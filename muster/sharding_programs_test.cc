@@ -6,7 +6,9 @@
 #include <cmath>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/Functions.h"
@@ -28,9 +30,11 @@
 #include "torch/nn/modules/dropout.h"
 #include "torch/nn/modules/embedding.h"
 #include "torch/nn/modules/linear.h"
+#include "torch/nn/modules/normalization.h"
 #include "torch/nn/modules/rnn.h"
 #include "torch/nn/utils/clip_grad.h"
 #include "torch/optim/adam.h"
+#include "torch/optim/adamw.h"
 #include "torch/optim/rmsprop.h"
 #include "torch/utils.h"
 
@@ -510,6 +514,98 @@ TEST(ShardingPrograms, OptimizersWithMoreState_ContinueAcrossStrategies) {
   ContinuesAcrossStrategies("adagrad", [](std::vector<at::Tensor> parameters) {
     return FusedAdagrad(parameters, {.lr = 1e-3, .initial_accumulator_value = 0.1});
   });
+}
+
+// Groups by name, whoever makes the optimizer, and before prepare() or after it: as one process.
+TEST(ShardingPrograms, GroupsByName_SurviveEveryStrategy) {
+  constexpr int kSteps = 5, kRows = 8;
+  const auto layers = [] {
+    torch::nn::Sequential net(torch::nn::Linear(6, 8),
+                              torch::nn::LayerNorm(torch::nn::LayerNormOptions({8})),
+                              torch::nn::Tanh(), torch::nn::Linear(8, 3));
+    Fill(*net);
+    return net;
+  };
+  const auto loss = [](const at::Tensor& out, int step, int part, int parts) {
+    return at::mse_loss(out, Random({kRows, 3}, 300 + step).chunk(parts)[part]);
+  };
+  const AdamWOptions fused_options = {.lr = 0.02, .eps = 1e-3, .weight_decay = 0.5};
+  const auto torch_options = torch::optim::AdamWOptions(0.02).eps(1e-3).weight_decay(0.5);
+  const auto fused = [&](torch::nn::Sequential& net) {
+    return FusedAdamW(DecayGroups(*net, fused_options, "3\\.weight"));
+  };
+  const auto torch_adamw = [&](torch::nn::Sequential& net) {
+    return torch::optim::AdamW(DecayGroups(*net, torch_options, "3\\.weight"));
+  };
+  const auto one_process = [&](double decay_of_others) {
+    torch::nn::Sequential net = layers();
+    const std::vector<at::Tensor> all = net->parameters();
+    // Of the first matrix alone.
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector<at::Tensor>{all[0]},
+                        std::make_unique<torch::optim::AdamWOptions>(torch_options));
+    groups.emplace_back(
+        std::vector<at::Tensor>(all.begin() + 1, all.end()),
+        std::make_unique<torch::optim::AdamWOptions>(
+            torch::optim::AdamWOptions(torch_options).weight_decay(decay_of_others)));
+    torch::optim::AdamW adamw(groups);
+    for (int step = 0; step < kSteps; ++step) {
+      adamw.zero_grad();
+      loss(net->forward(Random({kRows, 6}, 100 + step)), step, 0, 1).backward();
+      adamw.step();
+    }
+    Weights weights;
+    for (const auto& item : net->named_parameters()) weights[item.key()] = item.value().detach();
+    return weights;
+  };
+  const Weights want = one_process(0);
+  ASSERT_GT((one_process(0.5).at("1.weight") - want.at("1.weight")).abs().max().item<double>(),
+            1e-2);
+  const auto check = [&](const std::string& strategy, int ranks, bool after, const auto& make) {
+    SCOPED_TRACE(testing::Message()
+                 << strategy << " on " << ranks << ", after prepare() " << after);
+    AcceleratorOptions options;
+    options.sharding = ParseSharding(strategy, 2);
+    RunAccelerators(ranks, options, [&](Accelerator& a) {
+      torch::nn::Sequential net = layers();
+      const auto train = [&](auto& model, auto& optimizer) {
+        for (int step = 0; step < kSteps; ++step) {
+          auto scope = a.accumulate();
+          const at::Tensor x = Random({kRows, 6}, 100 + step).chunk(ranks)[a.process_index()];
+          a.backward(loss(model(x), step, a.process_index(), ranks));
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+        const auto weights = a.get_state_dict(model);
+        if (!a.is_main_process()) return;
+        for (const auto& [name, tensor] : weights) {
+          EXPECT_LE((tensor - want.at(name)).abs().max().template item<double>(), 1e-5) << name;
+        }
+      };
+      if (after) {
+        auto model = a.prepare(net);
+        auto inner = make(net);
+        auto optimizer = a.prepare(inner);
+        train(model, optimizer);
+      } else {
+        auto inner = make(net);
+        auto [model, optimizer] = a.prepare(net, inner);
+        train(model, optimizer);
+      }
+    });
+  };
+  for (const auto& [strategy, ranks] : {std::pair<const char*, int>{"no_shard", 1},
+                                        {"no_shard", 2},
+                                        {"zero1", 2},
+                                        {"zero2", 2},
+                                        {"zero3", 2},
+                                        {"zero3", 4},
+                                        {"hybrid", 4}}) {
+    for (const bool after : {false, true}) {
+      check(strategy, ranks, after, fused);
+      check(strategy, ranks, after, torch_adamw);
+    }
+  }
 }
 
 // What LibTorch's own loops do.

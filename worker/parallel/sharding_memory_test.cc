@@ -7,6 +7,7 @@
 #include <thread>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "ATen/Functions.h"
 #include "base/mutex.h"
@@ -143,11 +144,16 @@ struct Link {
   bool overlap = true, slow = false;
 };
 
-Memory Measure(ShardingStrategy strategy, Link link = {}) {
+// `group`: ranks that divide one copy.
+Memory Measure(ShardingStrategy strategy, Link link = {}, int ranks = kRanks, int group = 0,
+               bool reshard = true) {
   CountingAllocator& allocator = CountingAllocator::Get();
+  std::vector<std::vector<std::unique_ptr<Comm>>> copies, replicas;
+  for (int i = 0; group > 0 && i < ranks / group; ++i) copies.push_back(MakeThreadComms(group));
+  for (int i = 0; i < group; ++i) replicas.push_back(MakeThreadComms(ranks / group));
   const int64_t before = allocator.live();
   Memory memory;
-  RunRanks(kRanks, [&](Comm& inner) {
+  RunRanks(ranks, [&](Comm& inner) {
     SlowComm slow(inner);
     const auto thread = link.overlap ? std::make_shared<CommThread>() : nullptr;
     std::unique_ptr<Comm> ordered = std::make_unique<BorrowedComm>(slow);
@@ -161,8 +167,14 @@ Memory Measure(ShardingStrategy strategy, Link link = {}) {
     std::vector<NamedParameter> parameters;
     for (const auto& item : net->named_parameters())
       parameters.push_back({item.key(), item.value()});
-    ShardedModel model(comm, comm, nullptr, net.get(), std::move(parameters), {},
-                       {.strategy = strategy, .overlap = link.overlap}, true, thread);
+    // Groups are measured without overlap, for which they would have to be in order with it.
+    const int r = inner.rank();
+    ShardedModel model(
+        comm, group == 0 ? comm : *copies[r / group][r % group],
+        group == 0 ? nullptr : replicas[r % group][r / group].get(), net.get(),
+        std::move(parameters), {},
+        {.strategy = strategy, .reshard_after_forward = reshard, .overlap = link.overlap}, true,
+        thread);
     FusedAdamW adam(model.shards(), {.lr = 1e-3});
     for (int step = 0; step < 3; ++step) {
       comm.Barrier();
@@ -207,6 +219,40 @@ TEST(ShardingMemory, BetweenSteps_IsTheFormula) {
     const double want = (kRanks + 3.0) * kModelBytes;
     EXPECT_NEAR(static_cast<double>(Measure(strategy).between), want, 0.02 * want);
   }
+}
+
+// Per rank 16/w bytes of 4 for each parameter, 8 + 8/w, 4 + 12/w: of all ranks, and in groups.
+TEST(ShardingMemory, BetweenStepsOfMoreRanks_IsTheFormula) {
+  const auto check = [](ShardingStrategy strategy, int ranks, int group, bool reshard,
+                        double models) {
+    const Memory memory = Measure(strategy, {.overlap = false}, ranks, group, reshard);
+    EXPECT_NEAR(static_cast<double>(memory.between), models * kModelBytes,
+                0.02 * models * kModelBytes)
+        << "strategy " << static_cast<int>(strategy) << ", " << ranks << " ranks in groups of "
+        << group << ", reshard " << reshard;
+  };
+  for (const int ranks : {1, 3, 4}) {
+    for (const bool reshard : {true, false}) {
+      check(ShardingStrategy::kFull, ranks, 0, reshard, 4);
+    }
+    // Parameters whole, the rest divided.
+    check(ShardingStrategy::kGradients, ranks, 0, true, ranks + 3);
+    check(ShardingStrategy::kOptimizer, ranks, 0, true, ranks + 3);
+  }
+  // Two copies.
+  check(ShardingStrategy::kFull, 4, 2, true, 2 * 4);
+  check(ShardingStrategy::kGradients, 4, 2, true, 4 + 2 * 3);
+}
+
+TEST(ShardingMemory, PeakOfMoreRanks_IsThreeUnitsMore) {
+  for (const int ranks : {3, 4}) {
+    const Memory memory = Measure(ShardingStrategy::kFull, {.overlap = false}, ranks);
+    EXPECT_LE(memory.peak, memory.between + ranks * 3 * kUnitBytes * 102 / 100) << ranks;
+    EXPECT_LE(memory.large, ranks * 3) << ranks;
+  }
+  const Memory hybrid = Measure(ShardingStrategy::kFull, {.overlap = false}, 4, 2);
+  EXPECT_LE(hybrid.peak, hybrid.between + 4 * 3 * kUnitBytes * 102 / 100);
+  EXPECT_LE(hybrid.large, 4 * 3);
 }
 
 TEST(ShardingMemory, PeakOfFullSharding_IsThreeUnitsMore) {
