@@ -16,7 +16,9 @@
 namespace muster {
 namespace {
 
-void Run(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options, bool shm) {
+// hosts[r]: that of rank r; empty: Gloo alone.
+void Run(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options,
+         const std::string& hosts) {
   setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/1);
   auto store = c10::make_intrusive<c10d::HashStore>();
   Mutex mu;
@@ -31,7 +33,9 @@ void Run(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& opt
         gloo.single_host = true;
         const auto group = MakeGlooGroup(store, gloo);
         std::string why;
-        TORCH_CHECK(!shm || AddShmBackend(group, store, options.timeout, &why), why);
+        TORCH_CHECK(hosts.empty() || AddShmBackend(group, store, options.timeout, &why,
+                                                   std::string(1, hosts[rank])),
+                    why);
         const auto comm = MakeC10dComm(group, options);
         try {
           fn(*comm);
@@ -53,11 +57,16 @@ void Run(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& opt
 }  // namespace
 
 void RunGlooRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options) {
-  Run(n, fn, options, /*shm=*/false);
+  Run(n, fn, options, /*hosts=*/"");
 }
 
 void RunShmRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options) {
-  Run(n, fn, options, /*shm=*/true);
+  Run(n, fn, options, std::string(n, 'a'));
+}
+
+void RunHostRanks(const std::string& hosts, const std::function<void(Comm&)>& fn,
+                  const C10dCommOptions& options) {
+  Run(static_cast<int>(hosts.size()), fn, options, hosts);
 }
 
 }  // namespace muster

@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_COLLECTIVE_GLOO_RANKS_H_
 
 #include <functional>
+#include <string>
 
 #include "worker/collective/c10d_comm.h"
 
@@ -16,8 +17,13 @@ namespace muster {
 // first use, and several groups in one process, each on its own thread, crash in it.
 void RunGlooRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options = {});
 
-// The same with shared memory in front (AddShmBackend).
+// The same with Muster's own collectives in front (AddShmBackend).
 void RunShmRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options = {});
+
+// The same over ranks that take themselves for ranks of several hosts: hosts[r] is that of rank r
+// ("aabb": two ranks on each of two hosts).
+void RunHostRanks(const std::string& hosts, const std::function<void(Comm&)>& fn,
+                  const C10dCommOptions& options = {});
 
 }  // namespace muster
 

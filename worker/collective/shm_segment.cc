@@ -84,9 +84,10 @@ bool ShmSegment::Map(int fd, size_t bytes) {
 }
 
 std::unique_ptr<ShmSegment> ShmSegment::Open(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                             int size, const ShmPool* pool, std::string* why) {
+                                             int size, const ShmPool* pool, std::string* why,
+                                             std::vector<int> names) {
   static_assert(std::atomic<uint32_t>::is_always_lock_free);
-  std::unique_ptr<ShmSegment> segment(new ShmSegment(rank, size));
+  std::unique_ptr<ShmSegment> segment(new ShmSegment(rank, size, std::move(names)));
   segment->data_offset_ =
       RoundUp(RoundUp(sizeof(Header), 64) + size * sizeof(Cell), static_cast<size_t>(4096));
   const size_t bytes =
@@ -145,7 +146,8 @@ std::unique_ptr<ShmSegment> ShmSegment::Open(const c10::intrusive_ptr<c10d::Stor
   store->set(c10::str("shm/state/", rank), problem.empty() ? "ok" : problem);
   for (int r = 0; r < size; ++r) {
     const std::string state = store->get_to_str(c10::str("shm/state/", r));
-    if (state != "ok" && problem.empty()) problem = c10::str("rank ", r, ": ", state);
+    if (state != "ok" && problem.empty())
+      problem = c10::str("rank ", segment->NameOf(r), ": ", state);
   }
   // All have mapped it or given up: the file is needed no more.
   if (fd >= 0) close(fd);
@@ -212,9 +214,10 @@ char* ShmSegment::At(int r) {
   try {
     return peers_[r]->At(place(r));
   } catch (const c10::Error& e) {
-    Fail(c10::str("rank ", rank_, ", data of rank ", r, ": ", e.what_without_backtrace()));
+    Fail(c10::str("rank ", NameOf(rank_), ", data of rank ", NameOf(r), ": ",
+                  e.what_without_backtrace()));
   } catch (const std::exception& e) {
-    Fail(c10::str("rank ", rank_, ", data of rank ", r, ": ", e.what()));
+    Fail(c10::str("rank ", NameOf(rank_), ", data of rank ", NameOf(r), ": ", e.what()));
   }
 }
 
@@ -245,7 +248,7 @@ void ShmSegment::ThrowIfBroken(const std::string& what) const {
   const auto* header = reinterpret_cast<const Header*>(base_);
   if (header->broken.load() != 2) return;
   C10_THROW_ERROR(DistBackendError,
-                  c10::str(what, " on rank ", rank_, ": ",
+                  c10::str(what, " on rank ", NameOf(rank_), ": ",
                            std::string(header->why, strnlen(header->why, sizeof(header->why)))));
 }
 
@@ -275,21 +278,21 @@ void ShmSegment::WaitFor(int peer, uint32_t phase, std::chrono::steady_clock::ti
     if (arrived()) return;
 
     ThrowIfBroken(what);
-    const std::string who = c10::str("rank ", peer, " (pid ", other.pid, ")");
+    const std::string who = c10::str("rank ", NameOf(peer), " (pid ", other.pid, ")");
     if (other.left.load() != 0) {
       // It may have arrived just before it left.
       if (arrived()) return;
-      Fail(c10::str(what, " on rank ", rank_, ": ", who, " has left the group"));
+      Fail(c10::str(what, " on rank ", NameOf(rank_), ": ", who, " has left the group"));
     }
     if (pidfds_[peer] >= 0) {
       pollfd poll_fd = {pidfds_[peer], POLLIN, 0};
       if (poll(&poll_fd, 1, 0) == 1) {
         if (arrived()) return;
-        Fail(c10::str(what, " on rank ", rank_, ": ", who, " has died"));
+        Fail(c10::str(what, " on rank ", NameOf(rank_), ": ", who, " has died"));
       }
     }
     if (std::chrono::steady_clock::now() >= deadline) {
-      Fail(c10::str(what, " on rank ", rank_, ": ", who, " did not arrive in time"));
+      Fail(c10::str(what, " on rank ", NameOf(rank_), ": ", who, " did not arrive in time"));
     }
   }
 }

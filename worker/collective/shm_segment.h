@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "c10/util/intrusive_ptr.h"
@@ -50,9 +51,10 @@ class ShmSegment {
 
   // Collective over `store`. Null, on every rank alike and with the reason in `*why`, if the ranks
   // cannot share memory: other hosts, other pid namespaces, no permission. Throws like the store.
-  // `pool`: this rank's; null: it has none.
+  // `pool`: this rank's; null: it has none. names[r]: what messages call rank r; empty: r.
   static std::unique_ptr<ShmSegment> Open(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                          int size, const ShmPool* pool, std::string* why);
+                                          int size, const ShmPool* pool, std::string* why,
+                                          std::vector<int> names = {});
   ~ShmSegment();
   ShmSegment(const ShmSegment&) = delete;
   ShmSegment& operator=(const ShmSegment&) = delete;
@@ -85,11 +87,13 @@ class ShmSegment {
  private:
   struct Header;
   struct Cell;
-  ShmSegment(int rank, int size) : rank_(rank), size_(size) {}
+  ShmSegment(int rank, int size, std::vector<int> names)
+      : rank_(rank), size_(size), names_(std::move(names)) {}
 
   bool Map(int fd, size_t bytes);
   void OpenPools();
   Cell& cell(int r) const;
+  int NameOf(int r) const { return names_.empty() ? r : names_[r]; }
   void WaitFor(int peer, uint32_t phase, std::chrono::steady_clock::time_point deadline,
                const std::string& what);
   void ThrowIfBroken(const std::string& what) const;
@@ -97,6 +101,7 @@ class ShmSegment {
 
   const int rank_;
   const int size_;
+  const std::vector<int> names_;
   char* base_ = nullptr;
   size_t bytes_ = 0;
   size_t data_offset_ = 0;

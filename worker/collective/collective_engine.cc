@@ -1,0 +1,40 @@
+#include "worker/collective/collective_engine.h"
+
+#include "c10/core/ScalarType.h"
+#include "c10/util/StringUtil.h"
+
+namespace muster {
+namespace {
+
+const char* Name(uint8_t operation) {
+  switch (static_cast<Operation>(operation)) {
+    case Operation::kAllReduce:
+      return "all_reduce";
+    case Operation::kBroadcast:
+      return "broadcast";
+    case Operation::kAllGather:
+      return "all_gather";
+    case Operation::kReduceScatter:
+      return "reduce_scatter";
+    case Operation::kBarrier:
+      return "barrier";
+  }
+  return "an unknown operation";
+}
+
+}  // namespace
+
+std::string DescribeCall(const ShmCall& call) {
+  return c10::str(Name(call.operation), " #", call.sequence, " of ", call.bytes, " bytes");
+}
+
+std::string DescribeDisagreement(const std::vector<int>& ranks, const std::vector<ShmCall>& calls) {
+  std::string text = "ranks disagree about a collective:";
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    text += c10::str(i == 0 ? " " : "; ", "rank ", ranks[i], " called ", DescribeCall(calls[i]),
+                     " of ", c10::toString(static_cast<c10::ScalarType>(calls[i].dtype)));
+  }
+  return text;
+}
+
+}  // namespace muster

@@ -1,0 +1,26 @@
+#ifndef MUSTER_WORKER_COLLECTIVE_ENGINE_BACKEND_H_
+#define MUSTER_WORKER_COLLECTIVE_ENGINE_BACKEND_H_
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+
+#include "c10/util/intrusive_ptr.h"
+#include "torch/csrc/distributed/c10d/Backend.hpp"
+#include "worker/collective/collective_engine.h"
+
+namespace muster {
+
+// The c10d backend over an engine. What the engine does not know (dtypes, send and receive, gather,
+// scatter, all-to-all, lists of tensors) goes to `fallback`. Operations run in order on a thread of
+// its own, so that they overlap with the caller's work; small ones at once, where none is waiting.
+// Send and receive with a tag from `first_own_tag` on throw. Thread-safe, as backends are: the
+// order of calls is that of the operations.
+c10::intrusive_ptr<c10d::Backend> MakeEngineBackend(c10::intrusive_ptr<c10d::Backend> fallback,
+                                                    std::unique_ptr<CollectiveEngine> engine,
+                                                    std::chrono::milliseconds timeout,
+                                                    int64_t first_own_tag = int64_t{1} << 31);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_COLLECTIVE_ENGINE_BACKEND_H_

@@ -1,0 +1,134 @@
+#include "worker/collective/host_links.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "ATen/ops/from_blob.h"
+#include "c10/util/Exception.h"
+#include "torch/csrc/distributed/c10d/Backend.hpp"
+#include "torch/csrc/distributed/c10d/Work.hpp"
+
+namespace muster {
+namespace {
+
+// After those of collectives.
+constexpr int kReasonTag = HostLinks::kFirstTag + HostLinks::kTags;
+constexpr int kNeverTag = kReasonTag + 1;
+// How long a rank that gives up waits until its reason has left.
+constexpr std::chrono::milliseconds kFarewell{200};
+
+std::vector<at::Tensor> Bytes(const void* data, int64_t bytes) {
+  return {at::from_blob(const_cast<void*>(data), {bytes}, at::kByte)};
+}
+
+std::string FirstLine(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+// The error of what `body` throws; empty if it does not.
+template <class Body>
+std::string ErrorOf(Body body) {
+  try {
+    body();
+    return "";
+  } catch (const c10::Error& e) {
+    return FirstLine(e.what_without_backtrace());
+  } catch (const std::exception& e) {
+    return FirstLine(e.what());
+  }
+}
+
+}  // namespace
+
+HostLinks::HostLinks(c10::intrusive_ptr<c10d::Backend> gloo, int rank, std::vector<int> peers)
+    : gloo_(std::move(gloo)), rank_(rank), peers_(std::move(peers)) {
+  for (const int peer : peers_) {
+    std::vector<char>& reason = reasons_[peer];
+    reason.resize(kReasonBytes);
+    std::vector<at::Tensor> tensors = Bytes(reason.data(), kReasonBytes);
+    reasons_to_come_.push_back(gloo_->recv(tensors, peer, kReasonTag));
+  }
+}
+
+HostLinks::~HostLinks() = default;
+
+HostLinks::Message HostLinks::Send(int peer, int tag, const void* data, int64_t bytes,
+                                   const std::string& what) {
+  Message message;
+  message.peer = peer;
+  if (bytes == 0) return message;
+  std::vector<at::Tensor> tensors = Bytes(data, bytes);
+  const std::string error =
+      ErrorOf([&] { message.work = gloo_->send(tensors, peer, kFirstTag + tag); });
+  if (!error.empty()) Fail(peer, /*late=*/false, error, what);
+  return message;
+}
+
+HostLinks::Message HostLinks::Receive(int peer, int tag, void* data, int64_t bytes,
+                                      const std::string& what) {
+  Message message;
+  message.peer = peer;
+  if (bytes == 0) return message;
+  std::vector<at::Tensor> tensors = Bytes(data, bytes);
+  const std::string error =
+      ErrorOf([&] { message.work = gloo_->recv(tensors, peer, kFirstTag + tag); });
+  if (!error.empty()) Fail(peer, /*late=*/false, error, what);
+  return message;
+}
+
+void HostLinks::Wait(Message& message, std::chrono::steady_clock::time_point deadline,
+                     const std::string& what) {
+  if (message.work == nullptr) return;
+  // Not 0, which is Gloo's own timeout.
+  const auto left = std::max(
+      std::chrono::milliseconds(1),
+      std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()));
+  const std::string error =
+      ErrorOf([&] { TORCH_CHECK(message.work->wait(left), "the operation was aborted"); });
+  message.work = nullptr;
+  if (error.empty()) return;
+  Fail(message.peer, std::chrono::steady_clock::now() >= deadline, error, what);
+}
+
+void HostLinks::Fail(int peer, bool late, const std::string& error, const std::string& what) {
+  ThrowIfBroken(what);
+  const std::vector<char>& reason = reasons_[peer];
+  const std::string said(reason.data(), strnlen(reason.data(), reason.size()));
+  const std::string why =
+      !said.empty() ? said
+      : late        ? c10::str("rank ", peer, " on another host did not arrive in time")
+             : c10::str("rank ", peer, " on another host has died or has left the group (", error,
+                        ")");
+  C10_THROW_ERROR(DistBackendError, c10::str(what, " on rank ", rank_, ": ", why));
+}
+
+void HostLinks::ThrowIfBroken(const std::string& what) const {
+  MutexLock lock(&mu_);
+  if (broken_.empty()) return;
+  C10_THROW_ERROR(DistBackendError, c10::str(what, " on rank ", rank_, ": ", broken_));
+}
+
+void HostLinks::Break(const std::string& why) {
+  {
+    MutexLock lock(&mu_);
+    if (!broken_.empty()) return;
+    broken_ = why;
+  }
+  std::vector<char> reason(kReasonBytes, '\0');
+  std::memcpy(reason.data(), why.data(), std::min<size_t>(why.size(), kReasonBytes - 1));
+  std::vector<c10::intrusive_ptr<c10d::Work>> farewells;
+  std::vector<at::Tensor> tensors = Bytes(reason.data(), kReasonBytes);
+  for (const int peer : peers_) {
+    // One that is gone needs none.
+    (void)ErrorOf([&] { farewells.push_back(gloo_->send(tensors, peer, kReasonTag)); });
+  }
+  for (const auto& farewell : farewells) (void)ErrorOf([&] { farewell->wait(kFarewell); });
+  // Gloo closes all connections of a rank when an operation of it times out, which is the only way
+  // to end what others wait for.
+  char nothing = 0;
+  std::vector<at::Tensor> never = Bytes(&nothing, 1);
+  for (const int peer : peers_) {
+    (void)ErrorOf([&] { gloo_->recv(never, peer, kNeverTag)->wait(std::chrono::milliseconds(1)); });
+  }
+}
+
+}  // namespace muster

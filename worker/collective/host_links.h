@@ -1,0 +1,76 @@
+#ifndef MUSTER_WORKER_COLLECTIVE_HOST_LINKS_H_
+#define MUSTER_WORKER_COLLECTIVE_HOST_LINKS_H_
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "c10/util/intrusive_ptr.h"
+
+namespace c10d {
+class Backend;
+class Work;
+}  // namespace c10d
+
+namespace muster {
+
+// Messages between this rank and its peers on other hosts, by send and receive of a Gloo backend
+// that others use too: those with tags from kFirstTag on are of these links alone.
+//
+// A rank for which a collective has failed tells its peers why and closes the connections, so that
+// nobody waits for it; an error says that, or which peer died or did not come. Gloo's connections
+// are of no use to anybody afterwards. One thread at a time, but for Break().
+class HostLinks {
+ public:
+  static constexpr int kFirstTag = 0x7f000000;
+  // Messages from one rank to another arrive in the order of their sending under one tag.
+  static constexpr int kTags = 0x00ffff00;
+
+  // A message on its way; the memory that it is sent from or received into is in use until Wait().
+  struct Message {
+    c10::intrusive_ptr<c10d::Work> work;  // null: nothing to move
+    int peer = -1;
+  };
+
+  // `rank` and `peers`: of the group of the backend. Begins to listen for reasons.
+  HostLinks(c10::intrusive_ptr<c10d::Backend> gloo, int rank, std::vector<int> peers);
+  ~HostLinks();
+  HostLinks(const HostLinks&) = delete;
+  HostLinks& operator=(const HostLinks&) = delete;
+
+  const std::vector<int>& peers() const { return peers_; }
+
+  // Begin to send and receive `bytes`; `tag` is below kTags. `what` is for messages.
+  Message Send(int peer, int tag, const void* data, int64_t bytes, const std::string& what);
+  Message Receive(int peer, int tag, void* data, int64_t bytes, const std::string& what);
+  // Blocks until the message has left or come. Throws c10::DistBackendError that names the peer.
+  void Wait(Message& message, std::chrono::steady_clock::time_point deadline,
+            const std::string& what);
+
+  // Makes all current and future calls fail, here and on the peers, which learn `why`. The first
+  // reason stays. From any thread.
+  void Break(const std::string& why);
+  // Throws if it is broken.
+  void ThrowIfBroken(const std::string& what) const;
+
+ private:
+  static constexpr int kReasonBytes = 512;
+
+  [[noreturn]] void Fail(int peer, bool late, const std::string& error, const std::string& what);
+
+  const c10::intrusive_ptr<c10d::Backend> gloo_;
+  const int rank_;
+  const std::vector<int> peers_;
+  // What a peer has sent before it closed its connections, by peer. Gloo writes into them.
+  std::map<int, std::vector<char>> reasons_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> reasons_to_come_;
+  mutable Mutex mu_;
+  std::string broken_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_COLLECTIVE_HOST_LINKS_H_
