@@ -1,6 +1,7 @@
-// Collectives between processes of one host: shared memory, which is Muster's default there, of
-// tensors anywhere and of those that lie in it, against Gloo in the same run. The ranks are forked
-// here; rank 0 prints.
+// Collectives between processes: Muster's own, in shared memory between ranks of one host and by a
+// ring between hosts, of tensors anywhere and of those that lie in shared memory, against Gloo in
+// the same run. The ranks are forked here and may take themselves for ranks of several hosts; rank
+// 0 prints.
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -41,6 +42,7 @@ double Load() {
 
 struct Flags {
   int ranks = 2;
+  std::string hosts;
   int rounds = 7;
   std::vector<int64_t> bytes = {1 << 10, 1 << 16, 1 << 20, 4 << 20, 16 << 20, 32 << 20, 64 << 20};
 };
@@ -101,7 +103,8 @@ void Run(int rank, const std::string& path, const Flags& flags) {
   const Group shared = connect("shared");
   std::string why;
   const auto shm_store = c10::make_intrusive<c10d::PrefixStore>("shm", store);
-  TORCH_CHECK(muster::AddShmBackend(shared, shm_store, std::chrono::minutes(1), &why),
+  TORCH_CHECK(muster::AddShmBackend(shared, shm_store, std::chrono::minutes(1), &why,
+                                    flags.hosts.empty() ? "" : flags.hosts.substr(rank, 1)),
               "the ranks cannot share memory: ", why);
   for (const Collective& collective : kCollectives) {
     for (const int64_t bytes : flags.bytes) {
@@ -121,10 +124,11 @@ void Run(int rank, const std::string& path, const Flags& flags) {
       if (rank != 0) continue;
       std::printf(
           "{\"bench\": \"collectives\", \"op\": \"%s\", \"bytes\": %lld, \"ranks\": %d, "
-          "\"shared_memory_us\": %.1f, \"in_place_us\": %.1f, \"gloo_us\": %.1f, "
+          "\"hosts\": \"%s\", \"shared_memory_us\": %.1f, \"in_place_us\": %.1f, \"gloo_us\": "
+          "%.1f, "
           "\"times_as_fast\": %.1f, \"in_place_times_as_fast\": %.1f, \"load\": %.2f}\n",
-          collective.name, static_cast<long long>(bytes), flags.ranks, Median(ours),
-          Median(in_place), Median(peers), Median(peers) / Median(ours),
+          collective.name, static_cast<long long>(bytes), flags.ranks, flags.hosts.c_str(),
+          Median(ours), Median(in_place), Median(peers), Median(peers) / Median(ours),
           Median(peers) / Median(in_place), Load());
       std::fflush(stdout);
     }
@@ -135,12 +139,16 @@ void Run(int rank, const std::string& path, const Flags& flags) {
 
 int main(int argc, char** argv) {
   Flags flags;
-  CLI::App app("Collectives over shared memory against Gloo, one JSON line each.");
+  CLI::App app("Muster's collectives against Gloo, one JSON line each.");
   app.add_option("--ranks", flags.ranks)->check(CLI::Range(2, 64));
+  app.add_option("--hosts", flags.hosts,
+                 "The host that each rank takes itself to be on, instead of --ranks: aabb is two "
+                 "hosts of two ranks; all use loopback");
   app.add_option("--rounds", flags.rounds)->check(CLI::PositiveNumber);
   app.add_option("--bytes", flags.bytes, "Of the whole tensor (float32)")
       ->check(CLI::Range(1 << 10, 1 << 30));
   CLI11_PARSE(app, argc, argv);
+  if (flags.hosts.size() > 1) flags.ranks = static_cast<int>(flags.hosts.size());
   char path[] = "/tmp/muster-collectives-XXXXXX";
   const int file = mkstemp(path);
   if (file < 0) {

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <functional>
 #include <stdexcept>
+#include <string>
 
 #include "ATen/ops/arange.h"
 #include "ATen/ops/equal.h"
@@ -28,7 +29,7 @@ using ::testing::HasSubstr;
 
 using Body = std::function<void(Comm&)>;
 
-enum class Kind { kThread, kGloo, kGlooUnchecked, kShm, kShmUnchecked };
+enum class Kind { kThread, kGloo, kGlooUnchecked, kShm, kShmUnchecked, kHosts, kHostsUnchecked };
 
 std::string KindName(const ::testing::TestParamInfo<Kind>& info) {
   switch (info.param) {
@@ -42,8 +43,19 @@ std::string KindName(const ::testing::TestParamInfo<Kind>& info) {
       return "Shm";
     case Kind::kShmUnchecked:
       return "ShmUnchecked";
+    case Kind::kHosts:
+      return "Hosts";
+    case Kind::kHostsUnchecked:
+      return "HostsUnchecked";
   }
   return "";
+}
+
+// Two, with the ranks by turns.
+std::string Hosts(int n) {
+  std::string hosts;
+  for (int r = 0; r < n; ++r) hosts += r % 2 == 0 ? 'a' : 'b';
+  return hosts;
 }
 
 class CommTest : public ::testing::TestWithParam<Kind> {
@@ -65,13 +77,20 @@ class CommTest : public ::testing::TestWithParam<Kind> {
       case Kind::kShmUnchecked:
         RunShmRanks(n, body, {.check = false});
         break;
+      case Kind::kHosts:
+        RunHostRanks(Hosts(n), body);
+        break;
+      case Kind::kHostsUnchecked:
+        RunHostRanks(Hosts(n), body, {.check = false});
+        break;
     }
   }
 };
 
 INSTANTIATE_TEST_SUITE_P(Every, CommTest,
                          ::testing::Values(Kind::kThread, Kind::kGloo, Kind::kGlooUnchecked,
-                                           Kind::kShm, Kind::kShmUnchecked),
+                                           Kind::kShm, Kind::kShmUnchecked, Kind::kHosts,
+                                           Kind::kHostsUnchecked),
                          KindName);
 
 // Small ones travel inside a frame, large ones do not.

@@ -27,16 +27,7 @@ void Run(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& opt
   for (int rank = 0; rank < n; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        GlooOptions gloo;
-        gloo.rank = rank;
-        gloo.size = n;
-        gloo.single_host = true;
-        const auto group = MakeGlooGroup(store, gloo);
-        std::string why;
-        TORCH_CHECK(hosts.empty() || AddShmBackend(group, store, options.timeout, &why,
-                                                   std::string(1, hosts[rank])),
-                    why);
-        const auto comm = MakeC10dComm(group, options);
+        const auto comm = MakeHostComm(store, "world", rank, n, hosts, options);
         try {
           fn(*comm);
         } catch (...) {
@@ -55,6 +46,22 @@ void Run(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& opt
 }
 
 }  // namespace
+
+std::unique_ptr<Comm> MakeHostComm(const c10::intrusive_ptr<c10d::Store>& store,
+                                   const std::string& name, int rank, int size,
+                                   const std::string& hosts, const C10dCommOptions& options) {
+  GlooOptions gloo;
+  gloo.rank = rank;
+  gloo.size = size;
+  gloo.single_host = true;
+  gloo.name = name;
+  const auto group = MakeGlooGroup(store, gloo);
+  std::string why;
+  TORCH_CHECK(hosts.empty() ||
+                  AddShmBackend(group, store, options.timeout, &why, std::string(1, hosts[rank])),
+              why);
+  return MakeC10dComm(group, options);
+}
 
 void RunGlooRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options) {
   Run(n, fn, options, /*hosts=*/"");

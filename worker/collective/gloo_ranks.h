@@ -2,8 +2,11 @@
 #define MUSTER_WORKER_COLLECTIVE_GLOO_RANKS_H_
 
 #include <functional>
+#include <memory>
 #include <string>
 
+#include "c10/util/intrusive_ptr.h"
+#include "torch/csrc/distributed/c10d/Store.hpp"
 #include "worker/collective/c10d_comm.h"
 
 namespace muster {
@@ -24,6 +27,12 @@ void RunShmRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOpti
 // ("aabb": two ranks on each of two hosts).
 void RunHostRanks(const std::string& hosts, const std::function<void(Comm&)>& fn,
                   const C10dCommOptions& options = {});
+
+// One such rank's Comm; `name` is that of its group, and `hosts` as above. A collective over
+// `store`; empty `hosts` for Gloo alone.
+std::unique_ptr<Comm> MakeHostComm(const c10::intrusive_ptr<c10d::Store>& store,
+                                   const std::string& name, int rank, int size,
+                                   const std::string& hosts, const C10dCommOptions& options = {});
 
 }  // namespace muster
 

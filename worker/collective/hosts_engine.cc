@@ -203,6 +203,8 @@ class HostsEngine : public CollectiveEngine {
         MeetWithData(turn, placed, input);
         GatherChunk(turn, input, outputs, begin, n);
       });
+      // Stages are read up to here, and end with the group.
+      MeetAgain(turn);
     });
   }
 

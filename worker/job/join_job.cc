@@ -203,6 +203,28 @@ bool OnOneNode(const Environment& env, const std::vector<int>& ranks) {
                      [&](int rank) { return rank / here == ranks[0] / here; });
 }
 
+// Puts Muster's own collectives in front of Gloo's, and says so where they are not what one would
+// expect. A node is a host, whatever its ranks could share with those of another node.
+void AddOwnCollectives(const JoinedProcess& joined,
+                       const c10::intrusive_ptr<c10d::ProcessGroup>& group, const GlooOptions& gloo,
+                       const std::vector<int>& ranks) {
+  const Environment& env = joined.environment;
+  std::string why;
+  const bool added = AddShmBackend(group, joined.store, gloo.timeout, &why,
+                                   absl::StrCat("node ", env.node_rank.value));
+  if (gloo.rank != 0) return;
+  if (!added) {
+    MUSTER_LOG(Warning) << "no shared memory between the ranks of " << gloo.name
+                        << " that are of one node, so all of them exchange tensors through Gloo: "
+                        << why << ". MUSTER_SHM=no accepts that";
+  } else if (OnOneNode(env, ranks) &&
+             group->getBackend(c10::DeviceType::CPU)->getBackendName() != "muster-shm") {
+    MUSTER_LOG(Warning) << "no shared memory between the ranks of " << gloo.name
+                        << ", which exchange tensors through sockets: they are of one node, but of "
+                           "several hosts or pid namespaces. MUSTER_SHM=no accepts that";
+  }
+}
+
 // The Comm of one group of ranks over every transport that they have. `ranks`: of the job.
 absl::StatusOr<std::unique_ptr<Comm>> BuildComm(const JoinedProcess& joined,
                                                 const std::string& name,
@@ -212,13 +234,7 @@ absl::StatusOr<std::unique_ptr<Comm>> BuildComm(const JoinedProcess& joined,
   std::unique_ptr<Comm> comm;
   try {
     auto group = MakeGlooGroup(joined.store, gloo);
-    std::string why;
-    if (env.shared_memory.value && gloo.size > 1 && OnOneNode(env, ranks) &&
-        !AddShmBackend(group, joined.store, gloo.timeout, &why) && gloo.rank == 0) {
-      MUSTER_LOG(Warning) << "no shared memory between the ranks of " << name
-                          << ", which exchange tensors through sockets: " << why
-                          << ". MUSTER_SHM=no accepts that";
-    }
+    if (env.shared_memory.value && gloo.size > 1) AddOwnCollectives(joined, group, gloo, ranks);
     if (joined.device.is_cuda()) {
       MUSTER_RETURN_IF_ERROR(
           AddNcclBackend(group, joined.store, joined.device, gloo.timeout, gloo.name));

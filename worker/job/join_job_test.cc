@@ -30,7 +30,7 @@ Environment Env(Variables variables) {
 
 // Every rank joins with variables(rank) and adds up the ranks.
 void ExpectWorldOf(int n, const std::function<Variables(int)>& variables,
-                   const std::function<void(const JoinedProcess&, int)>& check = nullptr,
+                   const std::function<void(JoinedProcess&, int)>& check = nullptr,
                    const JoinJobOptions& options = {}) {
   std::vector<std::thread> threads;
   for (int i = 0; i < n; ++i) {
@@ -118,6 +118,46 @@ TEST(JoinJob, ThroughTheCoordinator_SeatDecides) {
         ASSERT_NE(joined.coordinator, nullptr);
         EXPECT_TRUE(joined.coordinator->Barrier("end", absl::Seconds(60)).ok());
       });
+}
+
+// Nodes are hosts, also where they are one machine; MUSTER_SHM=no leaves Gloo.
+TEST(JoinJob, SeveralNodes_SharedMemoryInsideAndARingBetween) {
+  for (const bool shared_memory : {true, false}) {
+    const auto server = AgentStore();
+    ExpectWorldOf(
+        4,
+        [&](int i) -> Variables {
+          return {{"RANK", std::to_string(i)},
+                  {"WORLD_SIZE", "4"},
+                  {"LOCAL_RANK", std::to_string(i % 2)},
+                  {"LOCAL_WORLD_SIZE", "2"},
+                  {"GROUP_RANK", std::to_string(i / 2)},
+                  {"GROUP_WORLD_SIZE", "2"},
+                  {"MASTER_ADDR", "127.0.0.1"},
+                  {"MASTER_PORT", std::to_string(server->getPort())},
+                  {"MUSTER_SHM", shared_memory ? "yes" : "no"},
+                  {"TORCHELASTIC_USE_AGENT_STORE", "True"}};
+        },
+        [&](JoinedProcess& joined, int i) {
+          const auto backend = [](Comm& comm) {
+            return comm.process_group()->getBackend(c10::DeviceType::CPU)->getBackendName();
+          };
+          EXPECT_EQ(backend(*joined.comm), shared_memory ? "muster-hosts" : "gloo");
+          auto inside = MakeSubgroup(joined, {0, 1});
+          auto between = MakeSubgroup(joined, {1, 3});
+          ASSERT_TRUE(inside.ok() && between.ok());
+          if (i < 2) {
+            EXPECT_EQ(backend(**inside), shared_memory ? "muster-shm" : "gloo");
+          }
+          if (i % 2 == 1) {
+            EXPECT_EQ(backend(**between), shared_memory ? "muster-hosts" : "gloo");
+            at::Tensor x = at::full({100'000}, i);
+            (*between)->AllReduce(x, ReduceOp::kSum);
+            EXPECT_EQ(x[99'999].item<int64_t>(), 4);
+          }
+          joined.comm->Barrier();
+        });
+  }
 }
 
 TEST(JoinJob, WithoutRanks_TheRendezvousGivesThem) {

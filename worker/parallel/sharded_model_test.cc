@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -16,6 +17,7 @@
 #include "base/mutex.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/nn/modules/container/modulelist.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/embedding.h"
@@ -225,6 +227,61 @@ TEST(ShardedModel, OverGloo_TwoRunsAreEqualToTheBit) {
   EXPECT_LE(Distance(runs[0], OneProcess(10), ValuesOf(Net())), 1e-6);
 }
 
+void ExpectEqual(const Values& a, const Values& b) {
+  for (const auto& [name, tensor] : a) EXPECT_TRUE(at::equal(tensor, b.at(name))) << name;
+}
+
+TEST(ShardedModel, OverTwoHosts_EqualsOneProcess_RunsAreEqualToTheBit) {
+  const Values want = OneProcess(50);
+  const Values start = ValuesOf(Net());
+  // Two hosts of two; one rank on each; unequal ones whose ranks do not follow one another.
+  for (const std::string hosts : {"aabb", "ab", "aba"}) {
+    for (const ShardingStrategy strategy : kStrategies) {
+      std::vector<Values> runs;
+      for (const bool overlap : {true, false}) {
+        if (overlap && hosts != "aabb") continue;
+        RunHostRanks(hosts, [&](Comm& comm) {
+          Trained trained(comm, {.strategy = strategy, .overlap = overlap});
+          for (int step = 0; step < 50; ++step) {
+            trained.Forward(IdsOf(step, comm)).backward();
+            trained.Step();
+          }
+          Values values = trained.Full();
+          EXPECT_LE(Distance(values, want, start), 1e-6)
+              << hosts << ", strategy " << static_cast<int>(strategy);
+          if (comm.rank() == 0) runs.push_back(std::move(values));
+        });
+      }
+      ExpectEqual(runs.front(), runs.back());
+    }
+  }
+}
+
+// Shards inside a host, through shared memory; replicas between hosts, one rank on each.
+TEST(ShardedModel, HybridOverTwoHosts_EqualsOneProcess) {
+  const Values want = OneProcess(50);
+  const Values start = ValuesOf(Net());
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/1);
+  RunRanks(4, [&](Comm& thread) {
+    const int rank = thread.rank();
+    const int host = rank / 2, place = rank % 2;
+    const auto world = MakeHostComm(store, "world", rank, 4, "aabb");
+    const auto shard =
+        MakeHostComm(store, c10::str("shard_", host), place, 2, std::string(2, "ab"[host]));
+    const auto replicas = MakeHostComm(store, c10::str("replicas_", place), host, 2, "ab");
+    Trained trained(*world, {.strategy = ShardingStrategy::kFull, .group_size = 2}, shard.get(),
+                    replicas.get());
+    for (int step = 0; step < 50; ++step) {
+      trained.Forward(IdsOf(step, *world)).backward();
+      trained.Step();
+    }
+    EXPECT_LE(Distance(trained.Full(), want, start), 1e-6);
+    // Nobody leaves while others still need it.
+    world->Barrier();
+  });
+}
+
 // Parts in memory that is not theirs.
 class MemoryParts : public PartStore {
  public:
@@ -246,10 +303,6 @@ class MemoryParts : public PartStore {
  private:
   std::vector<char> bytes_;
 };
-
-void ExpectEqual(const Values& a, const Values& b) {
-  for (const auto& [name, tensor] : a) EXPECT_TRUE(at::equal(tensor, b.at(name))) << name;
-}
 
 TEST(ShardedModel, PartsInAStore_EqualThoseInMemory) {
   for (const int ranks : {1, 2, 3}) {
