@@ -72,7 +72,8 @@ struct Flags {
   std::optional<int64_t> max_new_tokens;
   std::optional<int64_t> min_new_tokens, top_k, no_repeat_ngram_size, num_beams,
       num_return_sequences;
-  std::optional<double> temperature, top_p, min_p, repetition_penalty, length_penalty;
+  std::optional<double> temperature, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff,
+      repetition_penalty, length_penalty;
   uint64_t seed = 0;
   bool sample = false, greedy = false, ignore_end = false, no_special_tokens = false, quiet = false,
        version = false;
@@ -96,6 +97,11 @@ void AddOptions(CLI::App& app, Flags& flags) {
   app.add_option("--top_k", flags.top_k, "Draw from the k best tokens; 0: from all");
   app.add_option("--top_p", flags.top_p, "Draw from the likeliest tokens that add up to this");
   app.add_option("--min_p", flags.min_p, "Draw from tokens at least this share of the best one's");
+  app.add_option("--typical_p", flags.typical_p,
+                 "Draw from the most typical tokens that add up to this");
+  app.add_option("--epsilon_cutoff", flags.epsilon_cutoff, "Draw from tokens at least so likely");
+  app.add_option("--eta_cutoff", flags.eta_cutoff,
+                 "The same, and from less likely ones where many are about equally likely");
   app.add_option("--repetition_penalty", flags.repetition_penalty,
                  "Above 1: what is there already becomes less likely");
   app.add_option("--no_repeat_ngram_size", flags.no_repeat_ngram_size,
@@ -183,6 +189,9 @@ TextOptions OptionsOf(const Flags& flags, const models::GenerateOptions& default
   set(&rules.top_k, flags.top_k);
   set(&rules.top_p, flags.top_p);
   set(&rules.min_p, flags.min_p);
+  set(&rules.typical_p, flags.typical_p);
+  set(&rules.epsilon_cutoff, flags.epsilon_cutoff);
+  set(&rules.eta_cutoff, flags.eta_cutoff);
   set(&rules.repetition_penalty, flags.repetition_penalty);
   set(&rules.no_repeat_ngram_size, flags.no_repeat_ngram_size);
   set(&tokens.num_beams, flags.num_beams);
@@ -409,10 +418,7 @@ int Main(int argc, char** argv) {
             "weights in their files, --dtype bfloat16 halves them"
           : absl::StrReplaceAll(OneLine(status.message()),
                                 {{"raise ring_bytes", "raise --weights_memory"},
-                                 {"set do_sample too", "add --sample"},
-                                 {"do_sample does not go with num_beams > 1",
-                                  "sampling does not go with beams: leave out --sample, or add "
-                                  "--greedy if the model's files ask for it"}})
+                                 {"set do_sample too", "add --sample"}})
                 .c_str());
   return absl::IsUnimplemented(status) ? kExitUsage : ExitCodeOf(status);
 }

@@ -19,6 +19,8 @@
 #include "worker/models/generate.h"
 #include "worker/models/model_config.h"
 #include "worker/models/pretrained.h"
+#include "worker/models/text_generator.h"
+#include "worker/text/tokenizer.h"
 
 namespace muster::conformance {
 namespace {
@@ -130,6 +132,9 @@ models::GenerateOptions OptionsOf(const Json& in) {
   number("temperature", &options.rules.temperature);
   number("top_p", &options.rules.top_p);
   number("min_p", &options.rules.min_p);
+  number("typical_p", &options.rules.typical_p);
+  number("epsilon_cutoff", &options.rules.epsilon_cutoff);
+  number("eta_cutoff", &options.rules.eta_cutoff);
   number("length_penalty", &options.length_penalty);
   count("no_repeat_ngram_size", &options.rules.no_repeat_ngram_size);
   if (!IsGiven(in, "min_new_tokens")) count("min_length", &options.rules.min_length);
@@ -138,6 +143,8 @@ models::GenerateOptions OptionsOf(const Json& in) {
   count("max_new_tokens", &options.max_new_tokens);
   count("num_beams", &options.num_beams);
   count("num_return_sequences", &options.num_return_sequences);
+  if (IsGiven(in, "do_sample")) options.do_sample = in["do_sample"].get<bool>();
+  if (IsGiven(in, "seed")) options.seed = in["seed"].get<uint64_t>();
   const auto tokens = [&in](const char* name, std::vector<int64_t>* to) {
     if (!IsGiven(in, name)) return;
     *to = in[name].is_array() ? in[name].get<std::vector<int64_t>>()
@@ -152,6 +159,16 @@ models::GenerateOptions OptionsOf(const Json& in) {
   }
   if (IsGiven(in, "bad_words_ids")) {
     options.rules.bad_words_ids = in["bad_words_ids"].get<std::vector<std::vector<int64_t>>>();
+  }
+  if (IsGiven(in, "sequence_bias")) {
+    for (const Json& pair : in["sequence_bias"]) {
+      options.rules.sequence_bias[pair.at(0).get<std::vector<int64_t>>()] =
+          pair.at(1).get<double>();
+    }
+  }
+  if (IsGiven(in, "stop_strings")) {
+    options.ends_row = models::EndsAtStopString(ValueOf(Tokenizer::FromFile(in.at("tokenizer"))),
+                                                in["stop_strings"].get<std::vector<std::string>>());
   }
   if (IsGiven(in, "exponential_decay_length_penalty")) {
     const Json& decay = in["exponential_decay_length_penalty"];

@@ -91,6 +91,32 @@ TEST(HfGenerate, RulesAloneAndTogether_SayWhatTransformersSays) {
   EXPECT_GT(count, 100);
 }
 
+// The same file: stop strings, rules for sampling, and beams that are drawn.
+TEST(HfGenerate, EndsAndDraws_AreTransformers) {
+  std::ifstream file(testing_support::TestdataPath("generation/ends_and_draws.jsonl"));
+  int count = 0;
+  for (std::string line; std::getline(file, line); ++count) {
+    Json test_case = Json::parse(line);
+    SCOPED_TRACE(test_case["in"].dump());
+    Json& in = test_case["in"];
+    if (in.contains("tokenizer")) {
+      in["tokenizer"] = testing_support::TestdataPath(in["tokenizer"].get<std::string>());
+    }
+    const Json& want = test_case["out"];
+    const Json got = AnswerOf("hf_generate", in);
+    if (want.contains("generated")) {
+      EXPECT_EQ(got["generated"], want["generated"]);
+    }
+    if (want.contains("scores")) {
+      EXPECT_EQ(Difference(got["scores"], want["scores"], {1e-5, 1e-5}), "");
+    }
+    if (want.contains("logprobs")) {
+      EXPECT_EQ(Difference(got["logprobs"], want["logprobs"], {1e-4, 0}), "");
+    }
+  }
+  EXPECT_GT(count, 100);
+}
+
 bool HasBf16Instructions() {
   std::ifstream file("/proc/cpuinfo");
   for (std::string line; std::getline(file, line);) {

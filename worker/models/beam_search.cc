@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <utility>
 
 namespace muster::models {
@@ -19,24 +20,35 @@ bool Beams::is_done() const {
          (options_.early_stopping == EarlyStopping::kWhenFull && is_full());
 }
 
+bool Beams::HasEnded(const Sequence& sequence) const {
+  return length_ == options_.max_new_tokens ||
+         std::find(end_tokens_.begin(), end_tokens_.end(), sequence.tokens.back()) !=
+             end_tokens_.end() ||
+         (options_.ends_row != nullptr && options_.ends_row(sequence.tokens));
+}
+
 std::vector<int64_t> Beams::Step(const std::vector<Candidate>& candidates) {
   ++length_;
+  const auto num_beams = static_cast<size_t>(options_.num_beams);
+  // Whether a candidate ends costs something to know; it matters if it may be a result or run on.
+  std::vector<size_t> best(candidates.size());
+  std::iota(best.begin(), best.end(), size_t{0});
+  std::stable_sort(best.begin(), best.end(), [&candidates](size_t a, size_t b) {
+    return candidates[a].sum > candidates[b].sum;
+  });
   std::vector<Sequence> next;
   std::vector<int64_t> parents;
-  for (size_t i = 0; i < candidates.size(); ++i) {
+  for (const size_t i : best) {
+    const bool may_run_on = next.size() < num_beams;
+    if (!may_run_on && i >= num_beams) continue;
     const Candidate& candidate = candidates[i];
-    const bool has_ended =
-        length_ == options_.max_new_tokens ||
-        std::find(end_tokens_.begin(), end_tokens_.end(), candidate.token) != end_tokens_.end();
-    const bool runs_on = !has_ended && static_cast<int64_t>(next.size()) < options_.num_beams;
-    const bool may_finish = has_ended && static_cast<int64_t>(i) < options_.num_beams;
-    if (!runs_on && !may_finish) continue;
     Sequence sequence = {.tokens = running_[candidate.beam].tokens, .score = candidate.sum};
     sequence.tokens.push_back(candidate.token);
-    if (runs_on) {
+    if (!HasEnded(sequence)) {
+      if (!may_run_on) continue;
       next.push_back(std::move(sequence));
       parents.push_back(candidate.beam);
-    } else {
+    } else if (i < num_beams) {
       Finish(std::move(sequence));
     }
   }

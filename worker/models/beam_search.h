@@ -27,12 +27,14 @@ class Beams {
   // `end_tokens`: as resolved from options and config.
   Beams(const GenerateOptions& options, std::vector<int64_t> end_tokens);
 
-  // How many candidates Step() wants, the best first.
+  // How many candidates Step() wants.
   int64_t num_candidates() const;
-  // At first one, of no tokens; then num_beams, or fewer where rules leave fewer candidates.
+  // At first one, of no tokens; then num_beams, or fewer where rules leave fewer candidates or more
+  // of them end. Best first.
   const std::vector<Sequence>& running() const { return running_; }
-  // Takes the best num_candidates() tokens after the running sequences, best first. Returns for
-  // each sequence that runs on the one that it continues.
+  // Takes num_candidates() tokens after the running sequences: the best, best first, or as they
+  // were drawn. Those of the first num_beams that end become results. Returns for each sequence
+  // that runs on the one that it continues.
   std::vector<int64_t> Step(const std::vector<Candidate>& candidates);
   bool is_done() const;
   // Best first.
@@ -40,6 +42,7 @@ class Beams {
 
  private:
   bool is_full() const { return static_cast<int64_t>(finished_.size()) == options_.num_beams; }
+  bool HasEnded(const Sequence& sequence) const;
   void Finish(Sequence sequence);
   void KeepBestFinished();
   void CloseIfHopeless();

@@ -8,6 +8,7 @@
 
 #include "ATen/TensorOperators.h"
 #include "ATen/ops/argmax.h"
+#include "ATen/ops/cat.h"
 #include "ATen/ops/cumsum.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/log_softmax.h"
@@ -76,16 +77,18 @@ void CheckOptions(const GenerateOptions& options, const ModelConfig& config,
                     "stop_strings need the model's tokenizer: generate with a TextGenerator");
   TORCH_CHECK_VALUE(std::isfinite(options.length_penalty), "length_penalty is not a finite number");
   if (options.num_beams > 1) {
-    TORCH_CHECK_VALUE(!options.do_sample, "do_sample does not go with num_beams > 1");
     TORCH_CHECK_VALUE(options.on_tokens == nullptr,
                       "on_tokens does not go with num_beams > 1, whose "
                       "tokens can still change");
     TORCH_CHECK_VALUE(!options.output_logits, "output_logits does not go with num_beams > 1");
   }
   if (!options.do_sample) {
-    TORCH_CHECK_VALUE(options.rules.temperature == 1 && options.rules.top_k == 0 &&
-                          options.rules.top_p == 1 && options.rules.min_p == 0,
-                      "temperature, top_k, top_p and min_p are for sampling: set do_sample too");
+    const ScoreRules& rules = options.rules;
+    TORCH_CHECK_VALUE(rules.temperature == 1 && rules.top_k == 0 && rules.top_p == 1 &&
+                          rules.min_p == 0 && rules.typical_p == 1 && rules.epsilon_cutoff == 0 &&
+                          rules.eta_cutoff == 0,
+                      "temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff and eta_cutoff "
+                      "are for sampling: set do_sample too");
   }
   const int64_t length = input_ids.defined() && input_ids.dim() == 2 ? input_ids.size(1) : 0;
   const int64_t context = ContextLength(config);
@@ -139,6 +142,14 @@ void ThrowNoTokenLeft(int64_t step, size_t row) {
               "tokens");
 }
 
+// [rows, 1]: the index of one number of each row of `sums`, the running sums of what is likely.
+at::Tensor Drawn(const at::Tensor& sums, Draws* draws) {
+  const at::Tensor total = sums.narrow(-1, sums.size(-1) - 1, 1);
+  return at::searchsorted(sums, draws->Next().to(sums.device()) * total, /*out_int32=*/false,
+                          /*right=*/true)
+      .clamp_max(sums.size(-1) - 1);
+}
+
 std::vector<int64_t> Choose(const GenerateOptions& options, const at::Tensor& scores, Draws* draws,
                             int64_t step, const std::vector<bool>& ended) {
   const auto [best, index] = scores.max(-1);
@@ -153,11 +164,7 @@ std::vector<int64_t> Choose(const GenerateOptions& options, const at::Tensor& sc
   if (!options.do_sample) return ToVector(index);
   const at::Tensor sums =
       at::softmax(ApplySamplingRules(options.rules, scores), -1, c10::kDouble).cumsum(-1);
-  const at::Tensor total = sums.narrow(-1, sums.size(-1) - 1, 1);
-  const at::Tensor chosen =
-      at::searchsorted(sums, draws->Next().to(sums.device()) * total, /*out_int32=*/false,
-                       /*right=*/true);
-  return ToVector(chosen.clamp_max(sums.size(-1) - 1));
+  return ToVector(Drawn(sums, draws));
 }
 
 at::Tensor Padded(const std::vector<std::vector<int64_t>>& rows, int64_t padding) {
@@ -198,7 +205,8 @@ Generated Walk(PromptReader& reader, const GenerateOptions& options, const Resol
       }
       rows[row].push_back(next[row]);
       generated[row].push_back(next[row]);
-      ended[row] = Contains(resolved.end_tokens, next[row]);
+      ended[row] = Contains(resolved.end_tokens, next[row]) ||
+                   (options.ends_row != nullptr && options.ends_row(generated[row]));
     }
     if (options.on_tokens != nullptr) options.on_tokens(next, ended);
     TORCH_CHECK(ended.size() == num_rows, "on_tokens changed the number of rows");
@@ -211,11 +219,23 @@ Generated Walk(PromptReader& reader, const GenerateOptions& options, const Resol
   return out;
 }
 
-// The best tokens after each row's running sequences, best first, without those that a rule has
-// removed. `scores` [B * beams, vocabulary].
-std::vector<std::vector<Beams::Candidate>> BestCandidates(const std::vector<Beams>& searches,
-                                                          const at::Tensor& scores,
-                                                          int64_t num_beams) {
+// [rows, count]: indices drawn from `scores` without any twice.
+at::Tensor DrawnOnce(const at::Tensor& scores, int64_t count, Draws* draws) {
+  // A row without candidates has no probabilities.
+  at::Tensor likely = at::softmax(scores, -1, c10::kDouble).nan_to_num(0);
+  std::vector<at::Tensor> drawn;
+  for (int64_t i = 0; i < count; ++i) {
+    drawn.push_back(Drawn(likely.cumsum(-1), draws));
+    likely.scatter_(-1, drawn.back(), 0);
+  }
+  return at::cat(drawn, -1);
+}
+
+// The tokens that may follow each row's running sequences, the best of them, best first, or with
+// `draws` so many drawn, without those that a rule has removed. `scores` [B * beams, vocabulary].
+std::vector<std::vector<Beams::Candidate>> Candidates(const std::vector<Beams>& searches,
+                                                      const at::Tensor& scores, int64_t num_beams,
+                                                      Draws* draws) {
   const int64_t vocabulary = scores.size(1);
   std::vector<float> sums;
   for (const Beams& search : searches) {
@@ -229,8 +249,9 @@ std::vector<std::vector<Beams::Candidate>> BestCandidates(const std::vector<Beam
   const at::Tensor total = (scores + at::tensor(sums, c10::kFloat).to(scores.device()).unsqueeze(1))
                                .view({static_cast<int64_t>(searches.size()), -1});
   const int64_t wanted = std::min(searches.at(0).num_candidates(), total.size(1));
-  const auto [best, index] = total.topk(wanted, -1);
-  const at::Tensor values = best.cpu().contiguous();
+  const at::Tensor index = draws == nullptr ? std::get<1>(total.topk(wanted, -1))
+                                            : DrawnOnce(total, wanted, draws);
+  const at::Tensor values = total.gather(-1, index).cpu().contiguous();
   const std::vector<int64_t> places = ToVector(index);
   std::vector<std::vector<Beams::Candidate>> out(searches.size());
   for (size_t row = 0; row < searches.size(); ++row) {
@@ -269,6 +290,8 @@ Generated Search(PromptReader& reader, const GenerateOptions& options, const Res
   for (size_t row = 0; row < prompts.size(); ++row) {
     searches.emplace_back(options, resolved.end_tokens);
   }
+  Draws draws(options.seed, static_cast<int64_t>(prompts.size()));
+  const auto min_kept = static_cast<int64_t>(std::max<size_t>(1, resolved.end_tokens.size())) + 1;
   at::Tensor logits = reader.ReadPrompt();
   int64_t num_beams = 1;
   for (int64_t step = 0;; ++step) {
@@ -284,8 +307,11 @@ Generated Search(PromptReader& reader, const GenerateOptions& options, const Res
       }
     }
     CheckScores(logits.amax(-1), step);
-    const auto candidates = BestCandidates(
-        searches, ApplyRules(options.rules, at::log_softmax(logits, -1), rows, step), num_beams);
+    at::Tensor scores = ApplyRules(options.rules, at::log_softmax(logits, -1), rows, step);
+    // As in transformers, enough stay for one that runs on.
+    if (options.do_sample) scores = ApplySamplingRules(options.rules, scores, min_kept);
+    const auto candidates =
+        Candidates(searches, scores, num_beams, options.do_sample ? &draws : nullptr);
     std::vector<int64_t> parents, tokens;
     bool done = true;
     for (size_t row = 0; row < searches.size(); ++row) {

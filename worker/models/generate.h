@@ -33,7 +33,8 @@ struct GenerateOptions {
   std::optional<int64_t> pad_token_id = std::nullopt;
 
   // Draw the next token instead of taking the best one. Each row draws from a sequence of its own,
-  // which `seed` and its index determine: what a row says does not depend on the other rows.
+  // which `seed` and its index determine: what a row says does not depend on the other rows. With
+  // beams, the tokens that may follow are drawn from those of all sequences of a row.
   bool do_sample = false;
   uint64_t seed = 0;
 
@@ -44,6 +45,9 @@ struct GenerateOptions {
   double length_penalty = 1;
   EarlyStopping early_stopping = EarlyStopping::kWhenUnlikely;
 
+  // Whether these generated tokens, of which the last one is new, end their row, as an end token
+  // does. Of a beam search, asked for each sequence that may run on or become a result.
+  std::function<bool(const std::vector<int64_t>& generated)> ends_row = nullptr;
   // Called after each step with the new token of every row (int64 [B] on the CPU; a row that has
   // ended gives the padding). A row that it marks as ended in `ended` gets no further token. Not
   // with beams, whose tokens can still change.

@@ -97,7 +97,6 @@ TEST(Generate, RulesThatLeaveNoToken_AreAnError) {
   for (int64_t token = 0; token < Common(model->config()).vocab_size; ++token) all.push_back(token);
   for (const int64_t num_beams : {1, 3}) {
     for (const bool sample : {false, true}) {
-      if (num_beams > 1 && sample) continue;
       const std::string error = ErrorOf([&] {
         Generate(*model, Ids({1, 2, 3}), {},
                  {.rules = {.min_new_tokens = 2},
@@ -135,6 +134,37 @@ TEST(Generate, Draws_FollowTheProbabilities) {
     const double p = expected[token].item<double>();
     const double share = static_cast<double>(tokens.eq(token).sum().item<int64_t>()) / kDraws;
     EXPECT_NEAR(share, p, 5 * std::sqrt(p * (1 - p) / kDraws) + 1e-9) << token;
+  }
+}
+
+TEST(Generate, Seed_DeterminesWhichBeamsAreDrawn) {
+  CausalLm model = Recorded("gpt2_shared");
+  const auto draw = [&](const at::Tensor& prompt, uint64_t seed) {
+    return Generate(*model, prompt, {},
+                    {.max_new_tokens = 12,
+                     .rules = {.temperature = 3},
+                     .do_sample = true,
+                     .seed = seed,
+                     .num_beams = 3})
+        .tokens;
+  };
+  const at::Tensor row = Ids({1, 2, 3});
+  EXPECT_TRUE(at::equal(draw(row, 7), draw(row, 7)));
+  EXPECT_FALSE(at::equal(draw(row, 7), draw(row, 8)));
+  // What a row says does not depend on the others.
+  const at::Tensor both = draw(at::cat({row, Ids({9, 9, 9})}), 7);
+  EXPECT_TRUE(at::equal(both[0], draw(row, 7)[0]));
+}
+
+TEST(Generate, RowThatItsTokensEnd_GetsNoMore) {
+  CausalLm model = Recorded("gpt2_shared");
+  const auto third = [](const std::vector<int64_t>& generated) { return generated.size() == 3; };
+  for (const int64_t num_beams : {1, 3}) {
+    const GenerateOptions options = {.max_new_tokens = 9,
+                                     .eos_token_ids = {{}},
+                                     .num_beams = num_beams,
+                                     .ends_row = third};
+    EXPECT_EQ(Generate(*model, Ids({1, 2, 3}), {}, options).tokens.size(1), 3);
   }
 }
 
@@ -185,7 +215,9 @@ TEST(Generate, WhatHasNoMeaning_IsNamed) {
       {error(prompt, {}, {.max_new_tokens = 0}), "max_new_tokens is 0"},
       {error(prompt, {}, {.num_return_sequences = 2}), "num_return_sequences is 2"},
       {error(prompt, {}, {.rules = {.temperature = 0.5}}), "set do_sample too"},
-      {error(prompt, {}, {.do_sample = true, .num_beams = 2}), "does not go with num_beams"}};
+      {error(prompt, {}, {.rules = {.typical_p = 0.5}}), "set do_sample too"},
+      {error(prompt, {}, {.rules = {.sequence_bias = {{{1, 120}, 2.0}}}}),
+       "sequence_bias names token 120"}};
   for (const auto& [got, want] : cases) {
     EXPECT_NE(got.find(want), std::string::npos) << "'" << got << "' does not contain " << want;
   }
@@ -202,9 +234,29 @@ TEST(Generate, LogitsThatAreNotNumbers_AreAnErrorNotTokens) {
       std::string::npos);
 }
 
+TEST(Beams, DrawnCandidates_RunOnByTheirSumsAndEndByTheirPlaces) {
+  Beams beams({.max_new_tokens = 9, .num_beams = 2}, {0});
+  // Of the end tokens, the second is not among the first two that were drawn.
+  EXPECT_EQ(beams.Step({{.beam = 0, .token = 5, .sum = -3},
+                        {.beam = 0, .token = 0, .sum = -4},
+                        {.beam = 0, .token = 6, .sum = -1},
+                        {.beam = 0, .token = 0, .sum = -0.5},
+                        {.beam = 0, .token = 7, .sum = -2}}),
+            (std::vector<int64_t>{0, 0}));
+  ASSERT_EQ(beams.running().size(), 2);
+  EXPECT_EQ(beams.running()[0].tokens, (std::vector<int64_t>{6}));
+  EXPECT_EQ(beams.running()[1].tokens, (std::vector<int64_t>{7}));
+  ASSERT_EQ(beams.finished().size(), 1);
+  EXPECT_EQ(beams.finished()[0].score, -4);
+}
+
 // Beam search against all sequences there are, where the beam is wide enough to lose none.
 TEST(Beams, WideEnough_FindTheBestSequenceOfAll) {
   constexpr int64_t kVocabulary = 3, kLength = 3;
+  // Besides the end token 0.
+  const auto ends = [](const std::vector<int64_t>& tokens) {
+    return tokens.size() == 2 && tokens[0] == 1 && tokens[1] == 2;
+  };
   // Scores that depend on the last two tokens.
   const auto score = [](const std::vector<int64_t>& tokens, int64_t token) {
     const int64_t last = tokens.empty() ? 2 : tokens.back();
@@ -213,7 +265,8 @@ TEST(Beams, WideEnough_FindTheBestSequenceOfAll) {
   const GenerateOptions options = {.max_new_tokens = kLength,
                                    .num_beams = 27,
                                    .length_penalty = 1,
-                                   .early_stopping = EarlyStopping::kNever};
+                                   .early_stopping = EarlyStopping::kNever,
+                                   .ends_row = ends};
   Beams beams(options, {0});
   while (!beams.is_done()) {
     std::vector<Beams::Candidate> candidates;
@@ -232,7 +285,8 @@ TEST(Beams, WideEnough_FindTheBestSequenceOfAll) {
   double best = -std::numeric_limits<double>::infinity();
   const std::function<void(std::vector<int64_t>, double)> extend = [&](std::vector<int64_t> tokens,
                                                                        double sum) {
-    const bool ended = !tokens.empty() && (tokens.back() == 0 || tokens.size() == kLength);
+    const bool ended =
+        !tokens.empty() && (tokens.back() == 0 || tokens.size() == kLength || ends(tokens));
     if (ended) {
       best = std::max(best, sum / static_cast<double>(tokens.size()));
       return;

@@ -53,8 +53,6 @@ const std::map<std::string, Json, std::less<>>& OffSettings() {
       new std::map<std::string, Json, std::less<>>{{"diversity_penalty", 0.0},
                                                    {"encoder_no_repeat_ngram_size", 0},
                                                    {"encoder_repetition_penalty", 1.0},
-                                                   {"epsilon_cutoff", 0.0},
-                                                   {"eta_cutoff", 0.0},
                                                    {"guidance_scale", 1.0},
                                                    {"is_assistant", false},
                                                    {"num_beam_groups", 1},
@@ -63,7 +61,6 @@ const std::map<std::string, Json, std::less<>>& OffSettings() {
                                                    {"token_healing", false},
                                                    {"use_mtp", false},
                                                    {"top_h", 1.0},
-                                                   {"typical_p", 1.0},
                                                    {"low_memory", false}};
   return *settings;
 }
@@ -148,6 +145,20 @@ bool ToWords(const Json& value, std::vector<std::vector<int64_t>>* words) {
   return true;
 }
 
+bool ToBiases(const Json& value, std::map<std::vector<int64_t>, double>* biases) {
+  if (!value.is_array()) return false;
+  for (const Json& pair : value) {
+    std::vector<std::vector<int64_t>> words;
+    double bias = 0;
+    if (!pair.is_array() || pair.size() != 2 || !ToWords(Json::array({pair[0]}), &words) ||
+        !ToNumber(pair[1], &bias)) {
+      return false;
+    }
+    (*biases)[words[0]] = bias;
+  }
+  return true;
+}
+
 bool ToTexts(const Json& value, std::vector<std::string>* texts) {
   for (const Json& text : value.is_array() ? value : Json::array({value})) {
     if (!text.is_string() || text.get<std::string>().empty()) return false;
@@ -177,7 +188,10 @@ bool Apply(const std::string& name, const Json& value, GenerateOptions* options,
                                                   {"repetition_penalty", &rules.repetition_penalty},
                                                   {"temperature", &rules.temperature},
                                                   {"top_p", &rules.top_p},
-                                                  {"min_p", &rules.min_p}};
+                                                  {"min_p", &rules.min_p},
+                                                  {"typical_p", &rules.typical_p},
+                                                  {"epsilon_cutoff", &rules.epsilon_cutoff},
+                                                  {"eta_cutoff", &rules.eta_cutoff}};
   const std::map<std::string, std::vector<int64_t>*> tokens = {
       {"begin_suppress_tokens", &rules.begin_suppress_tokens},
       {"forced_eos_token_id", &rules.forced_eos_token_id},
@@ -192,6 +206,8 @@ bool Apply(const std::string& name, const Json& value, GenerateOptions* options,
     *valid = ToToken(value, &rules.forced_bos_token_id);
   } else if (name == "bad_words_ids") {
     *valid = ToWords(value, &rules.bad_words_ids);
+  } else if (name == "sequence_bias") {
+    *valid = ToBiases(value, &rules.sequence_bias);
   } else if (name == "exponential_decay_length_penalty") {
     ScoreRules::LengthDecay& decay = rules.exponential_decay_length_penalty.emplace();
     *valid = value.is_array() && value.size() == 2 && ToCount(value[0], &decay.start) &&

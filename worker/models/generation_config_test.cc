@@ -58,7 +58,8 @@ TEST(ParseGenerationConfig, RulesForTokens_AreRead) {
   const auto options = ParseGenerationConfig(
       R"({"bad_words_ids": [[3], [4, 5]], "min_length": 7, "forced_bos_token_id": 1,
           "forced_eos_token_id": 2, "suppress_tokens": [-1, 9], "begin_suppress_tokens": [6],
-          "exponential_decay_length_penalty": [3, 1.5], "stop_strings": "THE END"})",
+          "exponential_decay_length_penalty": [3, 1.5], "stop_strings": "THE END",
+          "sequence_bias": [[[5], 1.0], [[5, 6], -2.5], [[5], 2.0]]})",
       "f");
   ASSERT_TRUE(options.ok()) << options.status();
   const ScoreRules& rules = options->rules;
@@ -71,15 +72,27 @@ TEST(ParseGenerationConfig, RulesForTokens_AreRead) {
   EXPECT_EQ(rules.exponential_decay_length_penalty->start, 3);
   EXPECT_EQ(rules.exponential_decay_length_penalty->factor, 1.5);
   EXPECT_EQ(options->stop_strings, (std::vector<std::string>{"THE END"}));
+  // As in transformers, the last of equal ones counts.
+  EXPECT_EQ(rules.sequence_bias,
+            (std::map<std::vector<int64_t>, double>{{{5}, 2.0}, {{5, 6}, -2.5}}));
   // As in transformers, this one counts alone.
   const auto fresh = ParseGenerationConfig(R"({"min_length": 7, "min_new_tokens": 2})", "f");
   ASSERT_TRUE(fresh.ok()) << fresh.status();
   EXPECT_EQ(fresh->rules.min_length, 0);
 }
 
+TEST(ParseGenerationConfig, RulesForSampling_AreRead) {
+  const auto options = ParseGenerationConfig(
+      R"({"do_sample": true, "typical_p": 0.9, "epsilon_cutoff": 3e-4, "eta_cutoff": 2e-3})", "f");
+  ASSERT_TRUE(options.ok()) << options.status();
+  EXPECT_EQ(options->rules.typical_p, 0.9);
+  EXPECT_EQ(options->rules.epsilon_cutoff, 3e-4);
+  EXPECT_EQ(options->rules.eta_cutoff, 2e-3);
+}
+
 // transformers looks at them where it samples alone.
 TEST(ParseGenerationConfig, InvalidSettingsOfSampling_CountForWhoSamples) {
-  const char* const json = R"({"do_sample": true, "top_p": 2.0, "top_k": "all", "typical_p": 0.9})";
+  const char* const json = R"({"do_sample": true, "top_p": 2.0, "top_k": "all", "top_h": 0.9})";
   EXPECT_FALSE(ParseGenerationConfig(json, "f").ok());
   const auto greedy = ParseGenerationConfig(json, "f", false);
   ASSERT_TRUE(greedy.ok()) << greedy.status();
@@ -88,13 +101,18 @@ TEST(ParseGenerationConfig, InvalidSettingsOfSampling_CountForWhoSamples) {
 
 TEST(ParseGenerationConfig, WhatMusterDoesNotHave_IsRefusedByName) {
   const std::pair<const char*, const char*> cases[] = {
-      {R"({"do_sample": true, "typical_p": 0.9})", "does not have the setting \"typical_p\""},
-      {R"({"sequence_bias": [[[1], 2.0]]})", "does not have the setting \"sequence_bias\""},
+      {R"({"do_sample": true, "top_h": 0.9})", "does not have the setting \"top_h\""},
       {R"({"max_time": 1.5})", "does not have the setting \"max_time\""},
       {R"({"is_assistant": true})", "does not have the setting \"is_assistant\""},
       {R"({"cache_implementation": "quantized"})", "the setting \"cache_implementation\""},
       {R"({"do_sample": true, "top_k": -1})", "\"top_k\" is -1"},
       {R"({"bad_words_ids": [1]})", "\"bad_words_ids\" is [1]"},
+      {R"({"sequence_bias": [[[1], 2.0, 3]]})", "\"sequence_bias\" is [[[1],2.0,3]]"},
+      {R"({"sequence_bias": [[[], 2.0]]})", "\"sequence_bias\" is [[[],2.0]]"},
+      {R"({"sequence_bias": {"1": 2.0}})", "\"sequence_bias\" is {"},
+      {R"({"do_sample": true, "typical_p": 0.0})", "typical_p is 0"},
+      {R"({"do_sample": true, "epsilon_cutoff": 1.0})", "epsilon_cutoff is 1"},
+      {R"({"do_sample": true, "eta_cutoff": -1})", "eta_cutoff is -1"},
       {R"({"bad_words_ids": [[]]})", "\"bad_words_ids\" is [[]]"},
       {R"({"bad_words_ids": [[-1]]})", "\"bad_words_ids\" is [[-1]]"},
       {R"({"forced_bos_token_id": [1]})", "\"forced_bos_token_id\" is [1]"},

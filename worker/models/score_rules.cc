@@ -10,12 +10,14 @@
 #include "ATen/ops/cumsum.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/gather.h"
+#include "ATen/ops/log_softmax.h"
 #include "ATen/ops/scatter.h"
 #include "ATen/ops/softmax.h"
 #include "ATen/ops/sort.h"
 #include "ATen/ops/tensor.h"
 #include "ATen/ops/topk.h"
 #include "ATen/ops/where.h"
+#include "ATen/ops/zeros.h"
 
 namespace muster::models {
 namespace {
@@ -57,19 +59,36 @@ std::vector<int64_t> Completions(const Tokens& row, size_t size) {
   return found;
 }
 
+// Whether `row` ends with all of the sequence but its last token.
+bool MayComplete(const std::vector<int64_t>& sequence, const Tokens& row) {
+  return row.size() + 1 >= sequence.size() &&
+         std::equal(sequence.begin(), sequence.end() - 1,
+                    row.end() - static_cast<int64_t>(sequence.size() - 1));
+}
+
 // Tokens that would complete one of the sequences.
 std::vector<int64_t> BadWordEnds(const ScoreRules& rules, const Tokens& row, int64_t vocabulary) {
   std::vector<int64_t> found;
   for (const std::vector<int64_t>& word : rules.bad_words_ids) {
     for (const int64_t token : word) CheckToken("bad_words_ids", token, vocabulary);
     if (word.size() == 1 && Contains(rules.end_tokens, word[0])) continue;
-    if (row.size() + 1 < word.size()) continue;
-    if (std::equal(word.begin(), word.end() - 1,
-                   row.end() - static_cast<int64_t>(word.size() - 1))) {
-      found.push_back(word.back());
-    }
+    if (MayComplete(word, row)) found.push_back(word.back());
   }
   return found;
+}
+
+at::Tensor ApplyBias(const ScoreRules& rules, const at::Tensor& scores,
+                     const std::vector<Tokens>& rows) {
+  at::Tensor bias = at::zeros(scores.sizes(), c10::kFloat);
+  auto values = bias.accessor<float, 2>();
+  for (const auto& [sequence, value] : rules.sequence_bias) {
+    for (const int64_t token : sequence) CheckToken("sequence_bias", token, scores.size(1));
+    for (size_t row = 0; row < rows.size(); ++row) {
+      if (!MayComplete(sequence, rows[row])) continue;
+      values[static_cast<int64_t>(row)][sequence.back()] += static_cast<float>(value);
+    }
+  }
+  return scores + bias.to(scores.device());
 }
 
 at::Tensor Remove(const at::Tensor& scores, const std::vector<std::vector<int64_t>>& tokens) {
@@ -128,6 +147,28 @@ at::Tensor ApplyLengthDecay(const ScoreRules& rules, const at::Tensor& scores,
   return scores.index_copy(1, columns, grown);
 }
 
+// [rows, 1]: the score that `count` tokens of each row reach.
+at::Tensor LeastOfBest(const at::Tensor& scores, int64_t count) {
+  return std::get<0>(scores.topk(count, -1)).narrow(-1, count - 1, 1);
+}
+
+// [rows, 1]; what is removed has no part in it.
+at::Tensor Entropy(const at::Tensor& logprobs) {
+  return (logprobs * logprobs.exp()).nansum(-1, true).neg();
+}
+
+at::Tensor KeepTypical(double mass, const at::Tensor& scores, int64_t kept) {
+  const at::Tensor logprobs = at::log_softmax(scores, -1);
+  const at::Tensor distance = (logprobs.neg() - Entropy(logprobs)).abs();
+  const auto [sorted, order] = distance.sort(/*dim=*/-1, /*descending=*/false);
+  const at::Tensor sums = at::softmax(scores.gather(-1, order), -1).cumsum(-1);
+  // The one that reaches the mass stays.
+  const at::Tensor last = (sums < mass).sum(-1, true).clamp_max(scores.size(1) - 1);
+  at::Tensor removed = sorted > sorted.gather(-1, last);
+  removed.narrow(-1, 0, kept).fill_(false);
+  return scores.masked_fill(removed.scatter(-1, order, removed), kRemoved);
+}
+
 }  // namespace
 
 bool Contains(const Tokens& tokens, int64_t token) {
@@ -143,6 +184,10 @@ void CheckRules(const ScoreRules& rules) {
                     "; it must not be negative");
   TORCH_CHECK_VALUE(rules.min_length >= 0, "min_length is ", rules.min_length,
                     "; it must not be negative");
+  for (const auto& [sequence, bias] : rules.sequence_bias) {
+    TORCH_CHECK_VALUE(!sequence.empty(), "sequence_bias has a sequence without tokens");
+    TORCH_CHECK_VALUE(std::isfinite(bias), "sequence_bias has a bias that is no number");
+  }
   for (const std::vector<int64_t>& word : rules.bad_words_ids) {
     TORCH_CHECK_VALUE(!word.empty(), "bad_words_ids has a word without tokens");
   }
@@ -158,12 +203,19 @@ void CheckRules(const ScoreRules& rules) {
                     "; it must be above 0 and at most 1");
   TORCH_CHECK_VALUE(rules.min_p >= 0 && rules.min_p <= 1, "min_p is ", rules.min_p,
                     "; it must be from 0 to 1");
+  TORCH_CHECK_VALUE(rules.typical_p > 0 && rules.typical_p <= 1, "typical_p is ", rules.typical_p,
+                    "; it must be above 0 and at most 1");
+  TORCH_CHECK_VALUE(rules.epsilon_cutoff >= 0 && rules.epsilon_cutoff < 1, "epsilon_cutoff is ",
+                    rules.epsilon_cutoff, "; it must be from 0 to below 1");
+  TORCH_CHECK_VALUE(rules.eta_cutoff >= 0 && rules.eta_cutoff < 1, "eta_cutoff is ",
+                    rules.eta_cutoff, "; it must be from 0 to below 1");
 }
 
 at::Tensor ApplyRules(const ScoreRules& rules, const at::Tensor& scores,
                       const std::vector<Tokens>& rows, int64_t num_generated) {
   at::Tensor out = scores;
   const int64_t vocabulary = scores.size(1);
+  if (!rules.sequence_bias.empty()) out = ApplyBias(rules, out, rows);
   if (rules.repetition_penalty != 1) out = Penalize(rules.repetition_penalty, out, rows);
   std::vector<std::vector<int64_t>> removed(rows.size()), suppressed(rows.size());
   const auto append = [vocabulary](const std::vector<int64_t>& tokens, std::vector<int64_t>* to) {
@@ -187,21 +239,35 @@ at::Tensor ApplyRules(const ScoreRules& rules, const at::Tensor& scores,
   return Remove(ApplyLengthDecay(rules, out, num_generated), suppressed);
 }
 
-at::Tensor ApplySamplingRules(const ScoreRules& rules, const at::Tensor& scores) {
+at::Tensor ApplySamplingRules(const ScoreRules& rules, const at::Tensor& scores, int64_t min_kept) {
   at::Tensor out = rules.temperature == 1 ? scores : scores / rules.temperature;
-  if (rules.top_k > 0 && rules.top_k < out.size(1)) {
-    const at::Tensor least = std::get<0>(out.topk(rules.top_k, -1)).narrow(-1, rules.top_k - 1, 1);
-    out = out.masked_fill(out < least, kRemoved);
+  const int64_t kept = std::min(min_kept, scores.size(1));
+  if (const int64_t top_k = std::max(rules.top_k, kept); rules.top_k > 0 && top_k < out.size(1)) {
+    out = out.masked_fill(out < LeastOfBest(out, top_k), kRemoved);
   }
   if (rules.top_p < 1) {
     const auto [sorted, order] = out.sort(/*dim=*/-1, /*descending=*/false);
     at::Tensor removed = at::softmax(sorted, -1).cumsum(-1) <= 1 - rules.top_p;
-    removed.narrow(-1, removed.size(-1) - 1, 1).fill_(false);
+    removed.narrow(-1, removed.size(-1) - kept, kept).fill_(false);
     out = out.masked_fill(removed.scatter(-1, order, removed), kRemoved);
   }
   if (rules.min_p > 0) {
     const at::Tensor probabilities = at::softmax(out, -1);
-    out = out.masked_fill(probabilities < probabilities.amax(-1, true) * rules.min_p, kRemoved);
+    const at::Tensor best = std::get<1>(probabilities.topk(kept, -1));
+    const at::Tensor removed = probabilities < probabilities.amax(-1, true) * rules.min_p;
+    out = out.masked_fill(removed.scatter(-1, best, false), kRemoved);
+  }
+  if (rules.typical_p < 1) out = KeepTypical(rules.typical_p, out, kept);
+  if (rules.epsilon_cutoff > 0) {
+    const at::Tensor removed = at::softmax(out, -1) < rules.epsilon_cutoff;
+    out = out.masked_fill(removed & (out < LeastOfBest(out, kept)), kRemoved);
+  }
+  if (rules.eta_cutoff > 0) {
+    const at::Tensor least =
+        (Entropy(at::log_softmax(out, -1)).neg().exp() * std::sqrt(rules.eta_cutoff))
+            .clamp_max(rules.eta_cutoff);
+    const at::Tensor removed = at::softmax(out, -1) < least;
+    out = out.masked_fill(removed & (out < LeastOfBest(out, kept)), kRemoved);
   }
   return out;
 }

@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_MODELS_SCORE_RULES_H_
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <vector>
 
@@ -12,6 +13,9 @@ namespace muster::models {
 // What changes the scores of the next token before one is chosen. A rule at its default value does
 // nothing.
 struct ScoreRules {
+  // What is added to the score of the last token of a sequence where the row ends with the tokens
+  // before it.
+  std::map<std::vector<int64_t>, double> sequence_bias = {};
   // The score of every token that the row holds is divided by it if positive, else multiplied
   // (Keskar et al., 2019).
   double repetition_penalty = 1;
@@ -51,6 +55,14 @@ struct ScoreRules {
   double top_p = 1;
   // Only tokens stay that are at least so likely, as a share of the best one's probability.
   double min_p = 0;
+  // Only the tokens stay that are nearest to as likely as the entropy lets one expect and whose
+  // probabilities together reach it (Meister et al., 2022).
+  double typical_p = 1;
+  // Only tokens stay that are at least so likely; 0: all.
+  double epsilon_cutoff = 0;
+  // Only tokens stay that are at least so likely, or, where the entropy is high, its square root
+  // times exp(-entropy) (Hewitt et al., 2022); 0: all.
+  double eta_cutoff = 0;
 };
 
 // Throws c10::Error that names a rule whose number has no meaning.
@@ -68,8 +80,10 @@ bool Contains(const Tokens& tokens, int64_t token);
 at::Tensor ApplyRules(const ScoreRules& rules, const at::Tensor& scores,
                       const std::vector<Tokens>& rows, int64_t num_generated);
 
-// `scores` after temperature, top_k, top_p and min_p.
-at::Tensor ApplySamplingRules(const ScoreRules& rules, const at::Tensor& scores);
+// `scores` after the rules for sampling. Each rule leaves the best token, or with `min_kept` so many
+// of the best, but for typical_p, which leaves the most typical ones.
+at::Tensor ApplySamplingRules(const ScoreRules& rules, const at::Tensor& scores,
+                              int64_t min_kept = 1);
 
 }  // namespace muster::models
 

@@ -112,6 +112,43 @@ TEST(ApplySamplingRules, MinP_IsAShareOfTheBest) {
   EXPECT_EQ(Removed(ApplySamplingRules({.min_p = 0.5}, scores)), (Ids{2}));
 }
 
+TEST(ApplySamplingRules, TypicalP_KeepsWhatIsAsLikelyAsTheEntropyLetsOneExpect) {
+  const at::Tensor scores = Row({std::log(0.6), std::log(0.25), std::log(0.1), std::log(0.05)});
+  // An entropy of 1.03: 0.25 is nearest to exp(-1.03), 0.6 next.
+  EXPECT_EQ(Removed(ApplySamplingRules({.typical_p = 0.2}, scores)), (Ids{0, 2, 3}));
+  EXPECT_EQ(Removed(ApplySamplingRules({.typical_p = 0.5}, scores)), (Ids{2, 3}));
+}
+
+TEST(ApplySamplingRules, Cutoffs_LeaveTheBest) {
+  const at::Tensor scores = Row({std::log(0.6), std::log(0.25), std::log(0.1), std::log(0.05)});
+  EXPECT_EQ(Removed(ApplySamplingRules({.epsilon_cutoff = 0.2}, scores)), (Ids{2, 3}));
+  EXPECT_EQ(Removed(ApplySamplingRules({.epsilon_cutoff = 0.9}, scores)), (Ids{1, 2, 3}));
+  // The entropy of 1.03 makes it sqrt(0.12) * exp(-1.03) = 0.124, and 0.12 is less.
+  EXPECT_EQ(Removed(ApplySamplingRules({.eta_cutoff = 0.12}, scores)), (Ids{2, 3}));
+  // sqrt(0.9) * exp(-1.03) = 0.339.
+  EXPECT_EQ(Removed(ApplySamplingRules({.eta_cutoff = 0.9}, scores)), (Ids{1, 2, 3}));
+}
+
+// So that one of a beam search can run on beside the end tokens.
+TEST(ApplySamplingRules, SoManyOfTheBest_Stay) {
+  const at::Tensor scores = Row({std::log(0.6), std::log(0.25), std::log(0.1), std::log(0.05)});
+  for (const ScoreRules& rules : {ScoreRules{.top_k = 1}, ScoreRules{.top_p = 0.1},
+                                  ScoreRules{.min_p = 1}, ScoreRules{.epsilon_cutoff = 0.9},
+                                  ScoreRules{.eta_cutoff = 0.9}}) {
+    EXPECT_EQ(Removed(ApplySamplingRules(rules, scores, 2)), (Ids{2, 3}));
+  }
+  EXPECT_EQ(Removed(ApplySamplingRules({.typical_p = 0.1}, scores, 9)), (Ids{}));
+}
+
+TEST(ApplyRules, SequenceBias_CountsForWhatWouldCompleteASequence) {
+  const ScoreRules rules = {.sequence_bias = {{{0}, 1.0}, {{3, 1}, 2.0}, {{2, 3, 1}, -5.0}},
+                            .repetition_penalty = 2};
+  // Before the penalty for what the row holds.
+  EXPECT_TRUE(at::equal(ApplyRules(rules, Row({4, 4, 4, 4}), {{3}}, 0), Row({5, 6, 4, 2})));
+  EXPECT_TRUE(at::equal(ApplyRules(rules, Row({4, 4, 4, 4}), {{2, 3}}, 0), Row({5, 1, 2, 2})));
+  EXPECT_THROW(CheckRules({.sequence_bias = {{{}, 1.0}}}), c10::Error);
+}
+
 TEST(CheckRules, NumbersWithoutMeaning_AreNamed) {
   const std::pair<ScoreRules, const char*> cases[] = {
       {{.repetition_penalty = 0}, "repetition_penalty is 0"},
@@ -120,7 +157,10 @@ TEST(CheckRules, NumbersWithoutMeaning_AreNamed) {
       {{.temperature = 0}, "temperature is 0"},
       {{.top_k = -1}, "top_k is -1"},
       {{.top_p = std::nan("")}, "top_p is nan"},
-      {{.min_p = 2}, "min_p is 2"}};
+      {{.min_p = 2}, "min_p is 2"},
+      {{.typical_p = 0}, "typical_p is 0"},
+      {{.epsilon_cutoff = 1}, "epsilon_cutoff is 1"},
+      {{.eta_cutoff = -1}, "eta_cutoff is -1"}};
   for (const auto& [rules, message] : cases) {
     try {
       CheckRules(rules);

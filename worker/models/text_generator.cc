@@ -52,7 +52,34 @@ class TextRow {
   int64_t num_tokens_ = 0;
 };
 
+// A special token is no text: a stop string that is one is met by its token.
+std::vector<int64_t> StopTokens(const Tokenizer& tokenizer,
+                                const std::vector<std::string>& strings) {
+  std::vector<int64_t> tokens;
+  for (const std::string& string : strings) {
+    const std::optional<int64_t> id = tokenizer.TokenToId(string);
+    if (!id.has_value()) continue;
+    const absl::StatusOr<std::string> text = tokenizer.Decode({*id});
+    if (text.ok() && text->empty()) tokens.push_back(*id);
+  }
+  return tokens;
+}
+
 }  // namespace
+
+std::function<bool(const std::vector<int64_t>&)> EndsAtStopString(
+    Tokenizer tokenizer, std::vector<std::string> strings) {
+  std::vector<int64_t> stop_tokens = StopTokens(tokenizer, strings);
+  return [tokenizer = std::move(tokenizer), strings = std::move(strings),
+          stop_tokens = std::move(stop_tokens)](const std::vector<int64_t>& generated) {
+    if (Contains(stop_tokens, generated.back())) return true;
+    TextRow row(tokenizer.Stream(), strings);
+    for (const int64_t token : generated) {
+      if (tokenizer.IdToToken(token).has_value()) ThrowIfError(row.Push(token).status());
+    }
+    return row.met_stop_string();
+  };
+}
 
 absl::StatusOr<TextGenerator> TextGenerator::FromFolder(const std::string& folder,
                                                         const LoadPretrainedOptions& options,
@@ -108,12 +135,6 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::Generate(
     const int64_t room = ContextLength(model_->config()) - encoded.ids.size(1);
     tokens.max_new_tokens = std::clamp<int64_t>(room, 1, tokens.max_new_tokens);
   }
-  if (tokens.num_beams > 1 && !tokens.stop_strings.empty()) {
-    return absl::UnimplementedError(absl::StrCat(
-        "num_beams is ", tokens.num_beams,
-        ", and a stop string of the model's generation_config.json would have to end a beam, which "
-        "is not supported: set num_beams to 1, or take stop_strings out of the file"));
-  }
   std::vector<std::string> stop = options.stop;
   stop.insert(stop.end(), tokens.stop_strings.begin(), tokens.stop_strings.end());
   tokens.stop_strings.clear();
@@ -130,14 +151,7 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::Generate(
   }
   const std::vector<int64_t> end_tokens =
       tokens.eos_token_ids.value_or(Common(model_->config()).eos_token_ids);
-  // A special token is no text: a stop string that is one is met by its token.
-  std::vector<int64_t> stop_tokens;
-  for (const std::string& string : stop) {
-    const std::optional<int64_t> id = tokenizer_.TokenToId(string);
-    if (!id.has_value()) continue;
-    const absl::StatusOr<std::string> text = tokenizer_.Decode({*id});
-    if (text.ok() && text->empty()) stop_tokens.push_back(*id);
-  }
+  const std::vector<int64_t> stop_tokens = StopTokens(tokenizer_, stop);
   std::vector<bool> met_end(rows.size(), false), met_stop_token(rows.size(), false);
   // Takes a row's next token; whether it goes on.
   const auto take = [&](size_t row, int64_t token) {
@@ -160,6 +174,12 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::Generate(
   std::vector<bool> is_done(rows.size(), false);
   const auto caller = tokens.on_tokens;
   const bool has_beams = tokens.num_beams > 1;
+  if (has_beams && !stop.empty()) {
+    tokens.ends_row = [at_string = EndsAtStopString(tokenizer_, stop),
+                       caller = std::move(tokens.ends_row)](const std::vector<int64_t>& generated) {
+      return at_string(generated) || (caller != nullptr && caller(generated));
+    };
+  }
   if (!has_beams) {
     tokens.on_tokens = [&](const std::vector<int64_t>& next, std::vector<bool>& ended) {
       if (caller != nullptr) caller(next, ended);

@@ -18,10 +18,9 @@ namespace muster::models {
 
 struct TextOptions {
   GenerateOptions tokens = {};
-  // A row ends before the first of these and of tokens.stop_strings; what the model says before is
-  // all that is shown. The prompt's own text does not count. A special token ends a row too; within
-  // a longer string it is no text. Beams are cut when they have been found, and go with no
-  // tokens.stop_strings, which would have to end them.
+  // A row, or a sequence of a beam search, ends before the first of these and of
+  // tokens.stop_strings; what the model says before is all that is shown. The prompt's own text does
+  // not count. A special token ends a row too; within a longer string it is no text.
   std::vector<std::string> stop = {};
   // Where prompt and max_new_tokens are more than the model's positions: fewer new tokens rather
   // than an error.
@@ -40,6 +39,11 @@ struct GeneratedText {
   int64_t num_prompt_tokens = 0;
   int64_t num_new_tokens = 0;
 };
+
+// For GenerateOptions::ends_row: whether the text of generated tokens has one of the strings, or
+// the last of them is one. Decodes all of them in each call.
+std::function<bool(const std::vector<int64_t>& generated)> EndsAtStopString(
+    Tokenizer tokenizer, std::vector<std::string> strings);
 
 // A model with its tokenizer. Not thread-safe.
 class TextGenerator {
