@@ -2,6 +2,7 @@
 
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -26,8 +27,11 @@ bool IsFloating(const std::string& type) {
 
 std::vector<EstimatedTensor> Estimated(const ModelTensors& model) {
   std::vector<EstimatedTensor> tensors;
+  std::set<std::string> seen;
   for (size_t i = 0; i < model.tensors.size(); ++i) {
     const TreeTensor& tensor = model.tensors[i];
+    // A tied tensor has several names and is there once.
+    if (!tensor.storage.empty() && !seen.insert(tensor.storage).second) continue;
     tensors.push_back({.name = tensor.name,
                        .elements = 1,
                        .bytes = model.bytes[i],

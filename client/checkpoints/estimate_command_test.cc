@@ -109,6 +109,14 @@ TEST_F(EstimateCommandTest, Mistakes_AreNamed) {
   EXPECT_THAT(err_.str(), AllOf(HasSubstr("sizes cannot be taken"), HasSubstr("\"model_type\"")));
 }
 
+// An embedding of 5 x 3 that is the head, too, and 12 numbers of a norm.
+TEST_F(EstimateCommandTest, TiedTensor_CountsOnce) {
+  ASSERT_EQ(Run({testing_support::TestdataPath("torch_files/pytorch_model.bin"), "-o", "json"}),
+            kExitOk)
+      << err_.str();
+  EXPECT_EQ(Json::parse(out_.str())["parameters"], 15 + 12);
+}
+
 // As transformers' folders are before their weights are downloaded, with or without the index.
 TEST_F(EstimateCommandTest, ConfigAlone_SaysWhatTheWeightsWouldTake) {
   for (const char* const name : {"hf_models/llama_shared", "hf_models/mixtral_shared",

@@ -5,12 +5,15 @@
 //
 // --sharding and --mixed_precision of muster launch are for models that fit no single process. The
 // folder that it writes loads in transformers (or, of adapters, in PEFT), `muster generate` and
-// here again. Rank 0 prints a JSON line every --log_every steps and at the end.
+// here again. Rank 0 prints a JSON line every --log_every steps and at the end. With
+// --checkpoint_dir, a run that was stopped goes on where it was, also on other processes.
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -34,8 +37,11 @@ using muster::models::LoraOptions;
 using muster::models::TextBatch;
 
 struct Flags {
-  std::string model, data, output, sharding;
-  int64_t context = 512, batch_size = 4, steps = 100, accumulate = 1, lora = 0, log_every = 10;
+  std::string model, data, output, sharding, checkpoints;
+  // 0: 512, or what the model has.
+  int64_t context = 0;
+  int64_t batch_size = 4, steps = 100, accumulate = 1, lora = 0, log_every = 10,
+          checkpoint_steps = 0;
   double lr = 2e-5, warmup = 0.05, weight_decay = 0;
   bool activation_checkpointing = false;
   uint64_t seed = 1;
@@ -63,14 +69,20 @@ absl::StatusOr<at::Tensor> Rows(const Flags& flags, const muster::models::Common
                                                    " is more than the model's ",
                                                    config.max_positions, " positions"));
   }
+  const int64_t context =
+      flags.context > 0 ? flags.context : std::min<int64_t>(512, config.max_positions);
   const int64_t end = config.eos_token_ids.empty() ? -1 : config.eos_token_ids.front();
-  return PackText(*text, *tokenizer, flags.context, end);
+  auto packed = PackText(*text, *tokenizer, context, end);
+  if (packed.ok()) return packed;
+  return absl::Status(packed.status().code(),
+                      absl::StrCat("--data ", flags.data, ": ", packed.status().message()));
 }
 
 // What transformers and `muster generate` need beside the weights.
 void CopyTokenizer(const std::string& from, const std::string& to) {
-  for (const char* const name : {"tokenizer.json", "tokenizer_config.json",
-                                 "special_tokens_map.json", "generation_config.json"}) {
+  for (const char* const name :
+       {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+        "chat_template.jinja", "chat_template.json", "generation_config.json"}) {
     const std::filesystem::path file = std::filesystem::path(from) / name;
     if (!std::filesystem::exists(file)) continue;
     std::filesystem::copy_file(file, std::filesystem::path(to) / name,
@@ -141,22 +153,33 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
   auto [model, optimizer, schedule, loader] = accelerator.prepare(
       net, adamw, muster::CosineWithWarmup(warmup, flags.steps),
       muster::batches(muster::TensorDataset<at::Tensor>(*rows), flags.batch_size).shuffle(true));
+  if (!flags.checkpoints.empty()) {
+    if (absl::Status loaded = accelerator.load_state_if_present(); !loaded.ok()) return loaded;
+  }
   const auto start = std::chrono::steady_clock::now();
   double loss_sum = 0;
-  int64_t micro_steps = 0, tokens = 0, logged = 0;
-  const auto report = [&] {
-    const at::Tensor mean = accelerator.reduce(
-        torch::full({1}, loss_sum / static_cast<double>(std::max<int64_t>(1, micro_steps)),
-                    torch::kDouble),
-        "mean");
+  int64_t micro_steps = 0, tokens = 0, logged = optimizer.steps();
+  const auto report = [&]() -> absl::Status {
+    const double loss =
+        accelerator
+            .reduce(
+                torch::full({1}, loss_sum / static_cast<double>(std::max<int64_t>(1, micro_steps)),
+                            torch::kDouble),
+                "mean")
+            .item<double>();
+    if (!std::isfinite(loss)) {
+      return absl::InternalError(absl::StrCat("after ", optimizer.steps(),
+                                              " steps the loss is no number: take a smaller --lr"));
+    }
     const double seconds =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     accelerator.print("{\"step\":%lld,\"loss\":%.4f,\"tokens_per_s\":%.0f}\n",
-                      static_cast<long long>(optimizer.steps()), mean.item<double>(),
+                      static_cast<long long>(optimizer.steps()), loss,
                       static_cast<double>(tokens) * accelerator.num_processes() / seconds);
     loss_sum = 0;
     micro_steps = 0;
     logged = optimizer.steps();
+    return absl::OkStatus();
   };
   while (optimizer.steps() < flags.steps) {
     for (auto& batch : loader) {
@@ -172,10 +195,23 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       loss_sum += output.loss.item<double>();
       ++micro_steps;
       tokens += ids.numel();
-      if (optimizer.steps() % flags.log_every == 0 && optimizer.steps() != logged) report();
+      if (!accelerator.sync_gradients()) continue;
+      if (optimizer.steps() % flags.log_every == 0 && optimizer.steps() != logged) {
+        if (absl::Status reported = report(); !reported.ok()) return reported;
+      }
+      if (flags.checkpoints.empty()) continue;
+      const bool stops = accelerator.should_stop();
+      const bool is_due =
+          flags.checkpoint_steps > 0 && optimizer.steps() % flags.checkpoint_steps == 0;
+      if (stops || is_due) {
+        if (absl::Status saved = accelerator.save_state(); !saved.ok()) return saved;
+      }
+      if (stops) return absl::OkStatus();
     }
   }
-  if (logged != optimizer.steps()) report();
+  if (logged != optimizer.steps()) {
+    if (absl::Status reported = report(); !reported.ok()) return reported;
+  }
   return Save(accelerator, flags, net, model, lora);
 }
 
@@ -195,20 +231,30 @@ int main(int argc, char** argv) {
       ->check(CLI::IsMember({"no_shard", "zero1", "zero2", "zero3", "hybrid"}));
   app.add_flag("--activation_checkpointing", flags.activation_checkpointing,
                "run each layer again in the backward pass rather than keep what it needs");
-  app.add_option("--context", flags.context, "tokens of a row")->check(CLI::Range(2, 1 << 20));
+  app.add_option("--context", flags.context,
+                 "tokens of a row; by default 512, or the model's positions if they are fewer")
+      ->check(CLI::Range(2, 1 << 20));
   app.add_option("--batch_size", flags.batch_size, "rows, of each process")
       ->check(CLI::PositiveNumber);
   app.add_option("--accumulate", flags.accumulate, "batches for one step")
       ->check(CLI::PositiveNumber);
   app.add_option("--steps", flags.steps)->check(CLI::PositiveNumber);
-  app.add_option("--lr", flags.lr);
+  app.add_option("--lr", flags.lr)->check(CLI::NonNegativeNumber);
   app.add_option("--weight_decay", flags.weight_decay, "not of biases and norms")
       ->check(CLI::NonNegativeNumber);
+  auto* const checkpoints =
+      app.add_option("--checkpoint_dir", flags.checkpoints,
+                     "where the state of the training goes; goes on from the newest there");
+  app.add_option("--checkpoint_steps", flags.checkpoint_steps,
+                 "save it every so many steps, besides when the job is stopped")
+      ->check(CLI::PositiveNumber)
+      ->needs(checkpoints);
   app.add_option("--warmup", flags.warmup, "share of the steps")->check(CLI::Range(0.0, 1.0));
   app.add_option("--seed", flags.seed);
   app.add_option("--log_every", flags.log_every)->check(CLI::PositiveNumber);
   CLI11_PARSE(app, argc, argv);
   muster::AcceleratorOptions options;
+  options.project.directory = flags.checkpoints;
   options.gradient_accumulation_steps = static_cast<int>(flags.accumulate);
   if (!flags.sharding.empty()) options.sharding = muster::ParseSharding(flags.sharding, 0);
   return muster::run(argc, argv, options,

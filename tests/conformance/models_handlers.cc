@@ -12,6 +12,7 @@
 #include "base/test_folder.h"
 #include "muster/accelerator.h"
 #include "muster/test_ranks.h"
+#include "muster/tokenizer.h"
 #include "tests/conformance/case_fields.h"
 #include "tests/conformance/handlers.h"
 #include "worker/checkpoint/safetensors.h"
@@ -20,7 +21,6 @@
 #include "worker/models/model_config.h"
 #include "worker/models/pretrained.h"
 #include "worker/models/text_generator.h"
-#include "worker/text/tokenizer.h"
 
 namespace muster::conformance {
 namespace {

@@ -278,6 +278,52 @@ TEST(Quirks, D15_InferAutoDeviceMap_EveryTensorHasADevice) {
   }
 }
 
+// {"name": ..., "class": ..., "params": one of so many float32} or with more of the kind in it.
+Json ModuleWith(const char* name, const std::vector<std::pair<const char*, int>>& params,
+                const std::vector<Json>& children = {}) {
+  Json module = {{"name", name}, {"class", "Part"}, {"children", children}};
+  for (const auto& [param, size] : params) {
+    module["params"].push_back({{"name", param}, {"dtype", "F32"}, {"shape", {size}}});
+  }
+  return module;
+}
+
+Json MapOf(const std::vector<Json>& children, const std::vector<std::string>& tied, int limit) {
+  return AnswerTo({{"kind", "infer_auto_device_map"},
+                   {"in",
+                    {{"tree", {{"class", "Net"}, {"children", children}}},
+                     {"tied", Json::array({tied})},
+                     {"max_memory", Json::array({Json::array({0, limit}), Json::array({1, 200}),
+                                                 Json::array({"cpu", 1000})})},
+                     {"no_split_module_classes", nullptr},
+                     {"dtype", nullptr},
+                     {"special_dtypes", nullptr},
+                     {"offload_buffers", false},
+                     {"fallback_allocation", false},
+                     {"clean_result", false}}}})["device_map"];
+}
+
+// Accelerate looks for the name of a module anywhere in that of a tied tensor, and takes
+// decoder.emb.weight for one inside of emb: it goes on without its partner, and ends with "list
+// index out of range", or leaves one tensor on two devices.
+TEST(Quirks, TiedTensorsOfNamesWithinOneAnother_AreTogether) {
+  EXPECT_EQ(MapOf({ModuleWith("emb", {{"weight", 10}}),
+                   ModuleWith("decoder", {},
+                              {ModuleWith("emb", {{"weight", 10}}),
+                               ModuleWith("layer", {{"weight", 20}})})},
+                  {"emb.weight", "decoder.emb.weight"}, 160),
+            Json::parse(R"([["emb", 0], ["decoder.emb", 0], ["decoder.layer", 0]])"));
+}
+
+// Its error, too, where a divided module has tied tensors of its own.
+TEST(Quirks, TiedTensorsOfADividedModule_AreTogether) {
+  EXPECT_EQ(
+      MapOf({ModuleWith("cell", {{"w0", 10}, {"w1", 10}}, {ModuleWith("proj", {{"weight", 25}})}),
+             ModuleWith("head", {{"weight", 25}})},
+            {"cell.w0", "cell.w1"}, 150),
+      Json::parse(R"([["cell.w0", 0], ["cell.w1", 0], ["cell.proj", 1], ["head", 1]])"));
+}
+
 // Nothing is dropped without a word, and added tokens are their own text. Where the recorded cases
 // have the peer's behavior too (s006 to s008), the same tokens and texts count more than better
 // ones.

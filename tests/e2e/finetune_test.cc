@@ -89,6 +89,35 @@ TEST_F(FinetuneTest, Adapters_LearnAndLoadIntoTheBaseModel) {
   EXPECT_FALSE(at::allclose(Logits(*base), before));
 }
 
+// Of 20 steps, those after the tenth are done again.
+TEST_F(FinetuneTest, RunThatStopped_GoesOnToTheSameModel) {
+  const std::vector<std::string> args = {
+      "--steps",          "20",           "--sharding",         "zero3",
+      "--checkpoint_dir", Temp("states"), "--checkpoint_steps", "10"};
+  Finetune(args);
+  auto whole = load_causal_lm(Temp("tuned"));
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  const auto states = ListDirectory(Temp("states/checkpoints"));
+  ASSERT_TRUE(states.ok()) << states.status();
+  ASSERT_THAT(*states, ::testing::UnorderedElementsAre("checkpoint_0", "checkpoint_1"));
+  ASSERT_TRUE(RemoveTree(Temp("states/checkpoints/checkpoint_1")).ok());
+  ASSERT_TRUE(RemoveTree(Temp("tuned")).ok());
+  EXPECT_EQ(Finetune(args).size(), 2);
+  auto again = load_causal_lm(Temp("tuned"));
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_TRUE(at::equal(Logits(*again), Logits(*whole)));
+}
+
+TEST_F(FinetuneTest, LossThatIsNoNumber_IsAnErrorNotAModel) {
+  auto run = Muster({"launch", "--cpu", "--num_processes", "1", "--",
+                     Runfile("examples/finetune/finetune"), "--model", Temp("model"), "--data",
+                     Temp("text"), "--output_dir", Temp("tuned"), "--steps", "9", "--lr", "1e30",
+                     "--warmup", "0"});
+  EXPECT_NE(run->Wait(), 0);
+  EXPECT_THAT(run->err_text(), HasSubstr("the loss is no number: take a smaller --lr"));
+  EXPECT_FALSE(PathExists(Temp("tuned/model.safetensors")));
+}
+
 TEST_F(FinetuneTest, ContextBeyondTheModel_IsOneLine) {
   auto run = Muster({"launch", "--cpu", "--num_processes", "1", "--",
                      Runfile("examples/finetune/finetune"), "--model", Temp("model"), "--data",

@@ -249,8 +249,8 @@ std::vector<std::vector<Beams::Candidate>> Candidates(const std::vector<Beams>& 
   const at::Tensor total = (scores + at::tensor(sums, c10::kFloat).to(scores.device()).unsqueeze(1))
                                .view({static_cast<int64_t>(searches.size()), -1});
   const int64_t wanted = std::min(searches.at(0).num_candidates(), total.size(1));
-  const at::Tensor index = draws == nullptr ? std::get<1>(total.topk(wanted, -1))
-                                            : DrawnOnce(total, wanted, draws);
+  const at::Tensor index =
+      draws == nullptr ? std::get<1>(total.topk(wanted, -1)) : DrawnOnce(total, wanted, draws);
   const at::Tensor values = total.gather(-1, index).cpu().contiguous();
   const std::vector<int64_t> places = ToVector(index);
   std::vector<std::vector<Beams::Candidate>> out(searches.size());

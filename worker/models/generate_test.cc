@@ -160,10 +160,8 @@ TEST(Generate, RowThatItsTokensEnd_GetsNoMore) {
   CausalLm model = Recorded("gpt2_shared");
   const auto third = [](const std::vector<int64_t>& generated) { return generated.size() == 3; };
   for (const int64_t num_beams : {1, 3}) {
-    const GenerateOptions options = {.max_new_tokens = 9,
-                                     .eos_token_ids = {{}},
-                                     .num_beams = num_beams,
-                                     .ends_row = third};
+    const GenerateOptions options = {
+        .max_new_tokens = 9, .eos_token_ids = {{}}, .num_beams = num_beams, .ends_row = third};
     EXPECT_EQ(Generate(*model, Ids({1, 2, 3}), {}, options).tokens.size(1), 3);
   }
 }

@@ -2,7 +2,15 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <string>
+#include <vector>
+
 #include "base/file.h"
+#include "base/mutate.h"
 #include "base/test_folder.h"
 
 namespace muster::models {
@@ -131,6 +139,54 @@ TEST(ParseGenerationConfig, WhatMusterDoesNotHave_IsRefusedByName) {
                                         "cache_implementation": "hybrid"})",
                                     "f")
                   .ok());
+}
+
+// MUSTER_FUZZ_CASES says how many.
+TEST(ParseGenerationConfig, DamagedTexts_AreErrorsOrValid) {
+  int64_t cases = 20'000;
+  if (const char* const wanted = std::getenv("MUSTER_FUZZ_CASES")) cases = std::atoll(wanted);
+  const nlohmann::json whole = nlohmann::json::parse(
+      R"({"do_sample": true, "eos_token_id": [1, 2], "pad_token_id": 0, "temperature": 0.6,
+          "top_k": 20, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.9, "epsilon_cutoff": 0.001,
+          "eta_cutoff": 0.001, "bad_words_ids": [[3], [4, 5]], "min_length": 7,
+          "sequence_bias": [[[5], 1.0], [[5, 6], -2.5]], "forced_eos_token_id": 2,
+          "exponential_decay_length_penalty": [3, 1.5], "stop_strings": ["THE END"],
+          "num_beams": 3, "early_stopping": "never", "suppress_tokens": [9]})");
+  const std::vector<nlohmann::json> strange = {
+      nullptr,
+      true,
+      -1,
+      0,
+      1,
+      1e300,
+      -0.5,
+      "",
+      "x",
+      std::numeric_limits<uint64_t>::max(),
+      nlohmann::json::array(),
+      nlohmann::json::array({nlohmann::json::array({1, "x"})}),
+      nlohmann::json::object()};
+  std::mt19937_64 random(1);
+  int64_t taken = 0;
+  for (int64_t i = 0; i < cases; ++i) {
+    std::string text = whole.dump();
+    if (i % 2 == 0) {
+      text = Mutate(text, random);
+    } else {
+      nlohmann::json json = whole;
+      *std::next(json.begin(), static_cast<int64_t>(random() % json.size())) =
+          strange[random() % strange.size()];
+      text = json.dump();
+    }
+    const auto options = ParseGenerationConfig(text, "f");
+    if (!options.ok()) {
+      EXPECT_NE(options.status().message(), "");
+      continue;
+    }
+    ++taken;
+    EXPECT_NO_THROW(CheckRules(options->rules)) << text;
+  }
+  EXPECT_GT(taken, cases / 100);
 }
 
 TEST(ReadGenerationConfig, WithoutTheFile_SettingsInConfigJsonCount) {

@@ -80,8 +80,8 @@ bool Contains(const Tokens& tokens, int64_t token);
 at::Tensor ApplyRules(const ScoreRules& rules, const at::Tensor& scores,
                       const std::vector<Tokens>& rows, int64_t num_generated);
 
-// `scores` after the rules for sampling. Each rule leaves the best token, or with `min_kept` so many
-// of the best, but for typical_p, which leaves the most typical ones.
+// `scores` after the rules for sampling. Each rule leaves the best token, or with `min_kept` so
+// many of the best, but for typical_p, which leaves the most typical ones.
 at::Tensor ApplySamplingRules(const ScoreRules& rules, const at::Tensor& scores,
                               int64_t min_kept = 1);
 

@@ -132,9 +132,9 @@ TEST(ApplySamplingRules, Cutoffs_LeaveTheBest) {
 // So that one of a beam search can run on beside the end tokens.
 TEST(ApplySamplingRules, SoManyOfTheBest_Stay) {
   const at::Tensor scores = Row({std::log(0.6), std::log(0.25), std::log(0.1), std::log(0.05)});
-  for (const ScoreRules& rules : {ScoreRules{.top_k = 1}, ScoreRules{.top_p = 0.1},
-                                  ScoreRules{.min_p = 1}, ScoreRules{.epsilon_cutoff = 0.9},
-                                  ScoreRules{.eta_cutoff = 0.9}}) {
+  for (const ScoreRules& rules :
+       {ScoreRules{.top_k = 1}, ScoreRules{.top_p = 0.1}, ScoreRules{.min_p = 1},
+        ScoreRules{.epsilon_cutoff = 0.9}, ScoreRules{.eta_cutoff = 0.9}}) {
     EXPECT_EQ(Removed(ApplySamplingRules(rules, scores, 2)), (Ids{2, 3}));
   }
   EXPECT_EQ(Removed(ApplySamplingRules({.typical_p = 0.1}, scores, 9)), (Ids{}));

@@ -19,8 +19,8 @@ namespace muster::models {
 struct TextOptions {
   GenerateOptions tokens = {};
   // A row, or a sequence of a beam search, ends before the first of these and of
-  // tokens.stop_strings; what the model says before is all that is shown. The prompt's own text does
-  // not count. A special token ends a row too; within a longer string it is no text.
+  // tokens.stop_strings; what the model says before is all that is shown. The prompt's own text
+  // does not count. A special token ends a row too; within a longer string it is no text.
   std::vector<std::string> stop = {};
   // Where prompt and max_new_tokens are more than the model's positions: fewer new tokens rather
   // than an error.

@@ -210,9 +210,8 @@ TEST_F(TextGeneratorTest, StopStringThatIsASpecialToken_EndsABeam) {
   TextGenerator generator = Load();
   const auto special = generator.tokenizer().TokenToId("<|endoftext|>");
   ASSERT_TRUE(special.has_value());
-  TextOptions options = {
-      .tokens = {.max_new_tokens = 5, .eos_token_ids = {{}}, .num_beams = 2},
-      .stop = {"<|endoftext|>"}};
+  TextOptions options = {.tokens = {.max_new_tokens = 5, .eos_token_ids = {{}}, .num_beams = 2},
+                         .stop = {"<|endoftext|>"}};
   options.tokens.rules.sequence_bias = {{{*special}, 100.0}};
   const auto texts = Texts(generator, {"Hello"}, options);
   EXPECT_EQ(texts[0].reason, GeneratedText::Reason::kStopString);
