@@ -72,5 +72,27 @@ TEST(ReduceArrays, UnknownDtype_IsRefused) {
   EXPECT_FALSE(CanReduce(at::kLong, ShmReduceOp::kAverage));
 }
 
+// As hosts do: each its ranks, and then these sums.
+TEST(ReduceSources, SumsOfSums_AreRoundedOnce) {
+  for (const auto dtype : {at::kBFloat16, at::kHalf, at::kFloat}) {
+    constexpr int64_t kCount = 3000;
+    std::vector<at::Tensor> x;
+    for (int r = 0; r < 4; ++r) x.push_back(at::rand({kCount}).to(dtype));
+    const at::ScalarType wide = WideType(dtype);
+    at::Tensor first = at::zeros({kCount}, wide), second = at::zeros({kCount}, wide);
+    at::Tensor out = at::zeros({kCount}, dtype);
+    const auto from = [&](int r) { return ReduceSource{x[r].const_data_ptr()}; };
+    ReduceSources(dtype, ShmReduceOp::kAverage, {from(0), from(1)}, {first.data_ptr()}, true, 0,
+                  kCount);
+    ReduceSources(dtype, ShmReduceOp::kAverage, {from(2)}, {second.data_ptr()}, true, 0, kCount);
+    EXPECT_TRUE(at::equal(first, x[0].to(wide).add(x[1].to(wide))));
+    ReduceSources(dtype, ShmReduceOp::kAverage,
+                  {{first.data_ptr(), true}, {second.data_ptr(), true}, from(3)}, {out.data_ptr()},
+                  false, 4, kCount);
+    const at::Tensor want = first.add(x[2].to(wide)).add(x[3].to(wide)).mul(0.25).to(dtype);
+    EXPECT_TRUE(at::equal(out, want)) << dtype;
+  }
+}
+
 }  // namespace
 }  // namespace muster

@@ -10,6 +10,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "rpc/test_listener.h"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/TCPStore.hpp"
 #include "worker/job/fake_coordinator.h"
 
