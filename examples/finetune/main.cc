@@ -200,8 +200,12 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       if (optimizer.steps() % flags.log_every == 0 && optimizer.steps() != logged) {
         if (absl::Status reported = report(); !reported.ok()) return reported;
       }
-      if (flags.checkpoints.empty()) continue;
+      // SIGTERM at any process.
       const bool stops = accelerator.should_stop();
+      if (stops && flags.checkpoints.empty()) {
+        return absl::CancelledError(absl::StrCat("stopped after ", optimizer.steps(),
+                                                 " steps; --checkpoint_dir would have kept them"));
+      }
       const bool is_due =
           flags.checkpoint_steps > 0 && optimizer.steps() % flags.checkpoint_steps == 0;
       if (stops || is_due) {

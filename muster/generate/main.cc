@@ -292,12 +292,41 @@ struct Times {
   double load = 0, first_token = 0, generate = 0;
 };
 
-void PrintJson(const std::vector<GeneratedText>& texts, const Times& times) {
+// Of a model whose weights are not all in memory.
+struct OffloadFigures {
+  // Bytes: what stays in memory, what comes when it is used, what all weights have at most.
+  uint64_t resident = 0, offloaded = 0, most = 0;
+  // With the program as it was before the model came; without activations and the cache.
+  uint64_t planned = 0;
+  uint64_t read = 0;
+};
+
+OffloadFigures FiguresOf(const DispatchedModel& weights, int64_t program) {
+  const OffloadStats stats = weights.stats();
+  double resident = 0;
+  for (const auto& [device, bytes] : weights.resident()) resident += bytes;
+  OffloadFigures figures = {.resident = static_cast<uint64_t>(resident),
+                            .offloaded = stats.offloaded_bytes,
+                            .read = stats.read_bytes};
+  figures.most = figures.resident + stats.ring_bytes + stats.overflow_bytes;
+  figures.planned = figures.most + static_cast<uint64_t>(program);
+  return figures;
+}
+
+void PrintJson(const std::vector<GeneratedText>& texts, const Times& times,
+               const std::optional<OffloadFigures>& offload) {
   nlohmann::json out = {{"texts", nlohmann::json::array()},
                         {"load_seconds", times.load},
                         {"first_token_seconds", times.first_token},
                         {"generate_seconds", times.generate},
                         {"peak_memory", PeakMemory()}};
+  if (offload.has_value()) {
+    out["weights"] = {{"resident", offload->resident},
+                      {"offloaded", offload->offloaded},
+                      {"most_in_memory", offload->most},
+                      {"read", offload->read}};
+    out["planned_memory"] = offload->planned;
+  }
   for (const GeneratedText& text : texts) {
     out["texts"].push_back({{"text", text.text},
                             {"stopped_by", ReasonName(text.reason)},
@@ -321,17 +350,13 @@ void PrintFigures(const std::vector<GeneratedText>& texts, const Times& times) {
                times.first_token, static_cast<long>(PeakMemory() >> 20));
 }
 
-void PrintOffload(const DispatchedModel& weights) {
-  const OffloadStats stats = weights.stats();
-  double resident = 0;
-  for (const auto& [device, bytes] : weights.resident()) resident += bytes;
+void PrintOffload(const OffloadFigures& figures) {
   const auto mib = [](uint64_t bytes) { return static_cast<long>(bytes >> 20); };
-  const auto always = static_cast<uint64_t>(resident);
   std::fprintf(stderr,
                "weights: %ld MiB stay in memory, %ld MiB come when they are used; at most %ld MiB "
-               "in memory, %ld MiB read\n",
-               mib(always), mib(stats.offloaded_bytes),
-               mib(always + stats.ring_bytes + stats.overflow_bytes), mib(stats.read_bytes));
+               "in memory, with the program %ld MiB; %ld MiB read\n",
+               mib(figures.resident), mib(figures.offloaded), mib(figures.most),
+               mib(figures.planned), mib(figures.read));
 }
 
 absl::Status Run(const Flags& flags) {
@@ -350,6 +375,7 @@ absl::Status Run(const Flags& flags) {
     return absl::InvalidArgumentError("--sample and --greedy exclude each other");
   }
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> prompts, Prompts(flags));
+  const int64_t program = PeakMemory();
   OffloadedCausalLm offloaded;
   MUSTER_ASSIGN_OR_RETURN(TextGenerator generator, LoadGenerator(flags, &offloaded));
   TextOptions options = OptionsOf(flags, generator.defaults());
@@ -370,8 +396,10 @@ absl::Status Run(const Flags& flags) {
   MUSTER_ASSIGN_OR_RETURN(const std::vector<GeneratedText> texts,
                           generator.Generate(prompts, options));
   times.generate = elapsed() - times.load;
+  std::optional<OffloadFigures> offload;
+  if (offloaded.weights != nullptr) offload = FiguresOf(*offloaded.weights, program);
   if (flags.output == "json") {
-    PrintJson(texts, times);
+    PrintJson(texts, times, offload);
     return absl::OkStatus();
   }
   for (size_t i = 0; i < texts.size(); ++i) {
@@ -387,9 +415,7 @@ absl::Status Run(const Flags& flags) {
                  "the model has a chat template, which is not applied: its markers can stand in "
                  "the prompt\n");
   }
-  if (!flags.quiet && offloaded.weights != nullptr) {
-    PrintOffload(*offloaded.weights);
-  }
+  if (!flags.quiet && offload.has_value()) PrintOffload(*offload);
   return absl::OkStatus();
 }
 

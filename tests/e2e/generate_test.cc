@@ -139,6 +139,16 @@ TEST_F(GenerateTest, ModelLargerThanMemory_RunsFromItsFiles) {
       divided->err_text(),
       testing::ContainsRegex("weights: [1-9][0-9]* MiB stay in memory, [1-9][0-9]* MiB come "
                              "when they are used; at most [1-9][0-9] MiB in memory"));
+  auto json = generate("260000", "--max_memory cpu=100MB -o json");
+  ASSERT_EQ(json->Wait(), 0) << json->err_text();
+  const auto figures = nlohmann::json::parse(json->out_text());
+  EXPECT_GT(figures["weights"]["offloaded"], 60'000'000);
+  EXPECT_LE(figures["weights"]["most_in_memory"], 100'000'000);
+  // Beside the plan there are activations, the cache of keys and values, and what the program has
+  // loaded meanwhile: some tens of MB, however large the model is.
+  EXPECT_GT(figures["peak_memory"], figures["weights"]["most_in_memory"]);
+  EXPECT_LT(figures["peak_memory"].get<int64_t>(),
+            figures["planned_memory"].get<int64_t>() + (int64_t{80} << 20));
   auto too_large = generate("170000", "--quiet");
   EXPECT_NE(too_large->Wait(), 0);
   EXPECT_THAT(too_large->err(), ElementsAre(HasSubstr("--max_memory cpu=SIZE")));

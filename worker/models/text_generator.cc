@@ -77,6 +77,8 @@ std::function<bool(const std::vector<int64_t>&)> EndsAtStopString(
     for (const int64_t token : generated) {
       if (tokenizer.IdToToken(token).has_value()) ThrowIfError(row.Push(token).status());
     }
+    // Bytes of which more may come are text, too: the newline of Llama 2 is one.
+    ThrowIfError(row.Finish().status());
     return row.met_stop_string();
   };
 }
@@ -153,9 +155,12 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::Generate(
       tokens.eos_token_ids.value_or(Common(model_->config()).eos_token_ids);
   const std::vector<int64_t> stop_tokens = StopTokens(tokenizer_, stop);
   std::vector<bool> met_end(rows.size(), false), met_stop_token(rows.size(), false);
+  const auto at_string = EndsAtStopString(tokenizer_, stop);
+  std::vector<std::vector<int64_t>> taken(rows.size());
   // Takes a row's next token; whether it goes on.
   const auto take = [&](size_t row, int64_t token) {
     if (Contains(end_tokens, token)) met_end[row] = true;
+    taken[row].push_back(token);
     if (Contains(stop_tokens, token)) {
       met_stop_token[row] = true;
       rows[row].Skip();
@@ -169,13 +174,15 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::Generate(
     absl::StatusOr<std::string> text = rows[row].Push(token);
     ThrowIfError(text.status());
     if (options.on_text != nullptr && !text->empty()) options.on_text(row, *text);
-    return !met_end[row] && !rows[row].met_stop_string();
+    // What is held back until the next token shows more may have a string already.
+    const bool is_held = text->empty() && !stop.empty() && at_string(taken[row]);
+    return !met_end[row] && !is_held && !rows[row].met_stop_string();
   };
   std::vector<bool> is_done(rows.size(), false);
   const auto caller = tokens.on_tokens;
   const bool has_beams = tokens.num_beams > 1;
   if (has_beams && !stop.empty()) {
-    tokens.ends_row = [at_string = EndsAtStopString(tokenizer_, stop),
+    tokens.ends_row = [&at_string,
                        caller = std::move(tokens.ends_row)](const std::vector<int64_t>& generated) {
       return at_string(generated) || (caller != nullptr && caller(generated));
     };

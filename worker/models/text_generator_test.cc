@@ -218,6 +218,21 @@ TEST_F(TextGeneratorTest, StopStringThatIsASpecialToken_EndsABeam) {
   EXPECT_EQ(texts[0].num_new_tokens, 1);
 }
 
+// As the newline of Llama 2, which is a byte that others could follow.
+TEST(EndsAtStopString, ByteThatMayBeABeginning_IsText) {
+  const auto tokenizer =
+      Tokenizer::FromFile(testing_support::TestdataPath("generation/tokenizer_fallback.json"));
+  ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  const int64_t byte = tokenizer->TokenToId("<0x61>").value_or(-1);
+  const int64_t other = tokenizer->TokenToId("b").value_or(-1);
+  ASSERT_GE(byte, 0);
+  ASSERT_GE(other, 0);
+  const auto ends = EndsAtStopString(*tokenizer, {"ba"});
+  EXPECT_FALSE(ends({byte}));
+  EXPECT_FALSE(ends({byte, other}));
+  EXPECT_TRUE(ends({byte, other, byte}));
+}
+
 TEST_F(TextGeneratorTest, WhatIsWrong_IsNamed) {
   TextGenerator generator = Load();
   EXPECT_NE(generator.Generate({"a", ""}, {}).status().message().find("prompt 1 has no token"),

@@ -146,6 +146,8 @@ def drawn_beams(model, ids, settings, seed):
         for row, own in enumerate(draws):
             for i in range(num_samples):
                 sums = likely[row].cumsum(0)
+                if sums[-1] == 0:
+                    raise RuntimeError("not enough to draw from: torch's multinomial has this error")
                 at = torch.searchsorted(sums, torch.tensor([own.next()], dtype=torch.double) * sums[-1], right=True).clamp(max=len(sums) - 1)
                 out[row, i] = at
                 likely[row, at] = 0
@@ -166,7 +168,10 @@ def ends_and_draws_case(model, wide, name, tokenizers, rng):
     ids = torch.tensor([[rng.randrange(vocab) for _ in range(length)] + [0] for _ in range(rng.randint(1, 3))])
     given = {"dir": "hf_generate/" + name, "architecture": model.config.architectures[0], "input_ids": ids.tolist()}
     kind = rng.choice(["stop", "stop", "next_token", "drawn"])
-    settings = {"pad_token_id": vocab - 1, "eos_token_id": rng.choice([None, rng.randrange(vocab), [rng.randrange(vocab), rng.randrange(vocab)]])}
+    settings = {"pad_token_id": vocab - 1, "eos_token_id": rng.choice([rng.randrange(vocab), [rng.randrange(vocab), rng.randrange(vocab)]])}
+    if kind != "stop" and rng.random() < 0.3:
+        # Without one, transformers fills what a stop string has ended with -1, or goes on with it.
+        settings["eos_token_id"] = None
     beams = {"num_beams": rng.randint(2, 4), "length_penalty": rng.choice([0.5, 1.0, 2.0]), "early_stopping": rng.choice([True, False, "never"])}
     beams["num_return_sequences"] = rng.randint(1, beams["num_beams"])
     if rng.random() < 0.4:
@@ -189,7 +194,10 @@ def ends_and_draws_case(model, wide, name, tokenizers, rng):
     if kind == "drawn":
         settings.update(beams)
         seed = rng.randrange(2 ** 40)
-        out = drawn_beams(model, ids, settings, seed)
+        try:
+            out = drawn_beams(model, ids, settings, seed)
+        except RuntimeError:
+            return None
         if out["generated"] != drawn_beams(wide, ids, settings, seed)["generated"]:
             return None
         given.update(mode="beam", do_sample=True, seed=seed)
@@ -261,6 +269,7 @@ def main():
                 found = case(model, wide, name, rng)
                 if found is not None:
                     file.write(json.dumps(dict(id="%s/%d" % (name, number), **found), separators=(",", ":")) + "\n")
+            for number in range(flags.count * 4 // 3):
                 found = ends_and_draws_case(model, wide, name, tokenizers, second)
                 if found is not None:
                     more.write(json.dumps(dict(id="%s/more/%d" % (name, number), **found), separators=(",", ":")) + "\n")
