@@ -600,8 +600,11 @@ int64_t CheckpointState::AgreeOnNumber(const CheckpointFolder& folder, int64_t n
 
 absl::Status CheckpointState::Save(const std::string& wanted_directory) {
   const std::string directory = CleanPath(wanted_directory);
-  if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("save_state()"); }); !here.ok())
-    return here;
+  const auto check = [&] {
+    steps_.CheckAllTakePart("save_state()");
+    steps_.CheckStepped("save_state()");
+  };
+  if (absl::Status here = Guard(check); !here.ok()) return here;
   // Every rank says whether it can save before any of them writes: none waits for one that left.
   if (absl::Status all = AgreeToSave(CheckSavable()); !all.ok()) return all;
   process_.progress().SetPhase("save_state");
@@ -1160,10 +1163,10 @@ void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
     ShardedModel* const sharded = model->sharded();
     if (sharded != nullptr) sharded->ForgetPending(sharded->shards());
   }
+  steps_.Reset();
   for (const auto& optimizer : registry_.optimizers()) {
     optimizer->handle().ZeroGrad(GradZeroing::kInPlace);
   }
-  steps_.Reset();
   if (steps_.scaler() != nullptr && loaded.scaler.has_value()) {
     steps_.scaler()->LoadState(Rows(*loaded.scaler));
   }

@@ -36,6 +36,7 @@ std::string Describe(const ShardingOptions& sharding) {
   if (sharding.parameter_dtype) add("parameter_dtype", c10::toString(*sharding.parameter_dtype));
   if (sharding.reduce_dtype) add("reduce_dtype", c10::toString(*sharding.reduce_dtype));
   if (sharding.overlap) add("overlap", "true");
+  if (sharding.optimizer_in_backward) add("optimizer_in_backward", "true");
   if (sharding.offload_parameters == Offload::kDisk) add("offload_parameters", "disk");
   if (!sharding.ignored_modules.empty()) add("ignored_modules", sharding.ignored_modules);
   if (!sharding.ignored_parameters.empty()) {

@@ -8,6 +8,7 @@
 #include "ATen/Context.h"
 #include "base/log.h"
 #include "c10/core/CachingDeviceAllocator.h"
+#include "muster/internal/backward_updates.h"
 #include "muster/internal/configured_training.h"
 #include "muster/internal/core.h"
 #include "worker/checkpoint/scratch_file.h"
@@ -101,6 +102,7 @@ void Core::OffloadStateOf(OptimizerHandle& optimizer) {
 
 std::shared_ptr<OptimizerSlot> Core::AddOptimizer(std::shared_ptr<OptimizerSlot> slot) {
   checkpoints_.CheckProjectWritable();
+  if (steps_.updates() != nullptr) BackwardUpdates::Prepare(*slot);
   OffloadStateOf(slot->handle());
   if (const std::string why = slot->handle().CannotSave(); !why.empty()) {
     MUSTER_LOG(Warning) << "save_state() is going to fail: " << why;

@@ -58,6 +58,9 @@ ShardingOptions ShardingFrom(const Environment& environment, const EngineSetting
   if (!environment.sharding_overlap.is_default()) {
     sharding.overlap = environment.sharding_overlap.value;
   }
+  if (!environment.optimizer_in_backward.is_default()) {
+    sharding.optimizer_in_backward = environment.optimizer_in_backward.value;
+  }
   if (!environment.offload_optimizer.is_default()) {
     std::tie(sharding.offload_optimizer, sharding.offload_optimizer_path) =
         ParseOffload(environment.offload_optimizer.value);
@@ -86,6 +89,10 @@ ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment&
                   (sharding.strategy == ShardingStrategy::kFull && sharding.reshard_after_forward),
               "options.sharding.reshard_group_size needs the strategy kFull and "
               "reshard_after_forward: set them, or leave it out");
+  TORCH_CHECK(!sharding.optimizer_in_backward || sharding.strategy != ShardingStrategy::kNone,
+              "options.sharding.optimizer_in_backward (MUSTER_OPTIMIZER_IN_BACKWARD) needs a "
+              "strategy that divides the work of the optimizer by units: set kGradients or kFull "
+              "(zero2, zero3), with one process as well");
   TORCH_CHECK(
       device.is_cpu() || sharding.offload_parameters == Offload::kNone,
       "options.sharding.offload_parameters (MUSTER_OFFLOAD_PARAMETERS) is for parameters on "

@@ -8,6 +8,7 @@
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
+#include "muster/internal/backward_updates.h"
 #include "muster/internal/backward_watch.h"
 #include "muster/internal/step_controller.h"
 #include "worker/bigmodel/empty_weights.h"
@@ -80,10 +81,14 @@ void ModelSlot::MakeReady() {
                 "' belongs to another sharded model, or to one of an Accelerator that is gone: "
                 "prepare one module that holds both models, or build the model again");
   }
-  // One process alone has its parameters in units where they come from a disk.
-  const bool shards =
-      !evaluation && process.sharding().strategy != ShardingStrategy::kNone &&
-      (process.size() > 1 || process.sharding().offload_parameters == Offload::kDisk);
+  // One process alone has its parameters in units where they come from a disk, or an optimizer
+  // updates one after the other.
+  ShardingOptions sharding = process.sharding();
+  const bool from_disk = sharding.offload_parameters == Offload::kDisk;
+  const bool shards = !evaluation && sharding.strategy != ShardingStrategy::kNone &&
+                      (process.size() > 1 || from_disk || sharding.optimizer_in_backward);
+  // Nothing has to be gathered there.
+  if (process.size() == 1 && !from_disk) sharding.strategy = ShardingStrategy::kGradients;
   const at::Device device = process.options().device_placement ? process.device() : at::kCPU;
   for (const auto& [name, parameter] : source_->parameters()) {
     TORCH_CHECK(!parameter.is_meta() || HasDeferredValues(parameter), "parameter '", name,
@@ -138,13 +143,13 @@ void ModelSlot::MakeReady() {
     }
     sharded_ = std::make_unique<ShardedModel>(
         process.comm(), groups_.shard != nullptr ? *groups_.shard : process.comm(),
-        groups_.replicas.get(), source_->module(), std::move(named), std::move(buffers),
-        process.sharding(), process.options().data_parallel.broadcast_buffers,
-        process.comm_thread(),
+        groups_.replicas.get(), source_->module(), std::move(named), std::move(buffers), sharding,
+        process.options().data_parallel.broadcast_buffers, process.comm_thread(),
         [device](const NamedParameter& parameter, bool with_values) {
           Materialize(parameter.tensor, device, parameter.name, with_values);
         },
         StoreOfParts(process.sharding()), groups_.reshard.get());
+    if (controller_->updates() != nullptr) sharded_->UpdateInBackward(controller_->updates());
     return;
   }
   ddp_ = std::make_unique<DataParallel>(

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/failpoint.h"
 #include "base/log.h"
+#include "muster/internal/backward_updates.h"
 #include "worker/collective/collective_error.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/parallel/sharded_model.h"
@@ -44,6 +45,39 @@ StepController::StepController(const Process& process, Registry& registry, LoopT
     scaler_ =
         std::make_unique<GradScaler>(process.grad_scaler(), sharded ? &process.comm() : nullptr);
   }
+  if (!process.sharding().optimizer_in_backward) return;
+  TORCH_CHECK(
+      scaler_ == nullptr,
+      "options.sharding.optimizer_in_backward with fp16: whether a step is skipped is known "
+      "once all gradients are there, and by then the optimizer has used them. Use "
+      "mixed_precision \"bf16\", or leave the option out");
+  TORCH_CHECK(process.gradient_clipping() == 0,
+              "options.sharding.optimizer_in_backward with options.gradient_clipping (or "
+              "gradient_clipping of a DeepSpeed config): the norm is known once all gradients are "
+              "there, and by then the optimizer has used them. Leave one of them out");
+  updates_ = std::make_shared<BackwardUpdates>(registry, [this] { return BeginUpdates(); });
+}
+
+StepController::~StepController() = default;
+
+std::optional<double> StepController::BeginUpdates() {
+  if (!sync_gradients()) return std::nullopt;
+  TORCH_CHECK(in_backward_ || (accumulation_.current().divisor == 1 &&
+                               accumulation_.current().gradient_factor == 1),
+              "loss.backward() with gradient accumulation and "
+              "options.sharding.optimizer_in_backward: it does not divide the loss for the window; "
+              "call accelerator.backward(loss)");
+  TORCH_CHECK(averaged_depth_ == 0,
+              "backward() inside ema.apply() with options.sharding.optimizer_in_backward, where "
+              "the model's weights are the average: train before or after that scope");
+  // What it waits for is about to change.
+  if (before_change_) before_change_();
+  return WindowFactor();
+}
+
+void StepController::CheckStepped(const char* what) const {
+  if (updates_ == nullptr) return;
+  for (const auto& optimizer : registry_.optimizers()) updates_->CheckStepped(*optimizer, what);
 }
 
 AccumulateScope StepController::Accumulate() {
@@ -202,6 +236,14 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
     accumulation_.BeginAlone();
     loops_.MarkTrained();
   }
+  if (updates_ != nullptr) {
+    CheckStepped("another backward()");
+    TORCH_CHECK(
+        !weight.has_value(),
+        "backward(loss, weight) with options.sharding.optimizer_in_backward: what gradients "
+        "are divided by is known at the end of the window, and by then the optimizer has "
+        "used them. Leave one of them out");
+  }
   CheckWitnesses();
   CheckStrays();
   if (passes_->any_plain()) ForgetPlainPassesWithoutGradients();
@@ -220,6 +262,11 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
   }
   try {
     const BackwardPasses::Scope pass(*passes_);
+    struct InBackward {
+      explicit InBackward(bool& flag) : flag(flag) { flag = true; }
+      ~InBackward() { flag = false; }
+      bool& flag;
+    } in_backward(in_backward_);
     scaled.backward({}, how.retain_graph || how.create_graph, how.create_graph,
                     how.inputs.empty() ? std::nullopt : std::optional<at::TensorList>(how.inputs));
   } catch (...) {
@@ -780,6 +827,12 @@ StepController::Resolved StepController::Resolve(const std::vector<at::Tensor>& 
   return resolved;
 }
 
+void StepController::CheckGradientsThere(const Resolved& resolved, const char* what) const {
+  if (updates_ == nullptr) return;
+  BackwardUpdates::CheckGradientsThere(resolved.whole, what);
+  BackwardUpdates::CheckGradientsThere(resolved.shards, what);
+}
+
 at::Tensor StepController::ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_norm,
                                         double norm_type) {
   TORCH_CHECK(sync_gradients(),
@@ -787,6 +840,7 @@ at::Tensor StepController::ClipGradNorm(const std::vector<at::Tensor>& parameter
               "gradients: call it "
               "only where accelerator.sync_gradients()");
   const Resolved resolved = Resolve(parameters);
+  CheckGradientsThere(resolved, "clip_grad_norm_()");
   FinishGradientsOf(resolved.whole);
   if (!resolved.shards.empty()) FinishGradientsOf(resolved.shards);
   const auto clip = [&resolved, norm_type](double norm) {
@@ -850,6 +904,7 @@ void StepController::ClipGradValue(const std::vector<at::Tensor>& parameters, do
               "gradients: call it "
               "only where accelerator.sync_gradients()");
   const Resolved resolved = Resolve(parameters);
+  CheckGradientsThere(resolved, "clip_grad_value_()");
   for (const std::vector<at::Tensor>& list : {resolved.whole, resolved.shards}) {
     FinishGradientsOf(list);
     muster::ClipGradValue(list, clip_value);
@@ -961,9 +1016,14 @@ void StepController::Step(OptimizerSlot& slot) {
       "calls accelerator.backward(loss) and returns it");
   process_.progress().SetPhase("optimizer step");
   CheckScheduled(slot);
+  const bool updated = updates_ != nullptr && updates_->Updated(slot);
+  if (updates_ != nullptr) updates_->CheckWhole();
+  if (updated) updates_->CheckRates(slot);
   CheckGradients(slot);
-  FinishGradients(&slot);
-  ClipInStep(slot);
+  if (!updated) {
+    FinishGradients(&slot);
+    ClipInStep(slot);
+  }
   for (const auto& model : registry_.models()) {
     if (model->sharded() != nullptr) model->sharded()->AwaitReaders();
   }
@@ -973,6 +1033,8 @@ void StepController::Step(OptimizerSlot& slot) {
     scaler_->Step(*slot.handle_);
     slot.step_was_skipped_ = scaler_->step_was_skipped(*slot.handle_);
     EndScalerStep();
+  } else if (updated) {
+    updates_->FinishStep(slot, WindowFactor());
   } else {
     slot.handle_->Step();
   }
@@ -993,6 +1055,10 @@ void StepController::CheckScheduled(const OptimizerSlot& slot) const {
 at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
                                            const std::function<at::Tensor()>& closure) {
   TORCH_CHECK(closure != nullptr, "step(closure) got an empty function");
+  TORCH_CHECK(updates_ == nullptr,
+              "step(closure) with options.sharding.optimizer_in_backward: the closure's backward "
+              "pass would update the parameters itself. Call backward() and step(), or leave the "
+              "option out");
   TORCH_CHECK(
       gradient_accumulation_steps() == 1,
       "step(closure) evaluates the loss itself, so its gradients cannot be accumulated over "
@@ -1034,6 +1100,10 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
 }
 
 void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) const {
+  if (updates_ != nullptr) {
+    updates_->CheckStepped(slot, "optimizer.zero_grad()");
+    BackwardUpdates::ForgetGradients(slot);
+  }
   slot.zero_at_end_.reset();
   slot.witness_.reset();
   slot.consumed_ = false;
@@ -1087,6 +1157,12 @@ void StepController::OptimizerForgotten() {
 }
 
 void StepController::Reset() {
+  if (updates_ != nullptr) {
+    updates_->Reset();
+    for (const auto& optimizer : registry_.optimizers()) {
+      BackwardUpdates::ForgetGradients(*optimizer);
+    }
+  }
   for (const auto& optimizer : registry_.optimizers()) {
     optimizer->gradients_finished_ = false;
     optimizer->step_was_skipped_ = false;

@@ -22,17 +22,24 @@
 
 namespace muster::internal {
 
+class BackwardUpdates;
+
 // The training step: windows of micro-steps, where gradients are exchanged, scaled, checked and
 // clipped, and when optimizers may step. Not thread-safe.
 class StepController {
  public:
   // All are borrowed.
   StepController(const Process& process, Registry& registry, LoopTracker& loops);
+  ~StepController();
   StepController(const StepController&) = delete;
   StepController& operator=(const StepController&) = delete;
 
   const Process& process() const { return process_; }
   const std::shared_ptr<BackwardPasses>& passes() const { return passes_; }
+  // Null where optimizers step between backward passes alone.
+  const std::shared_ptr<BackwardUpdates>& updates() const { return updates_; }
+  // The program is about to save: throws between a backward pass that has updated and step().
+  void CheckStepped(const char* what) const;
 
   // Begins a micro-step, by the loop under way or by the facts of a batch.
   AccumulateScope Accumulate();
@@ -100,7 +107,11 @@ class StepController {
     Comm* comm = nullptr;  // of the processes that divide them; null without shards
   };
   Resolved Resolve(const std::vector<at::Tensor>& parameters) const;
+  void CheckGradientsThere(const Resolved& resolved, const char* what) const;
 
+  // What gradients of a backward pass that reduces are multiplied by before optimizers use them in
+  // it; nothing: they do not.
+  std::optional<double> BeginUpdates();
   void BeginWindow();
   double WindowFactor();
   void CheckLoss(const at::Tensor& loss, const std::optional<double>& weight) const;
@@ -160,6 +171,8 @@ class StepController {
   std::unique_ptr<GradScaler> scaler_;
   const std::shared_ptr<BackwardPasses> passes_ = std::make_shared<BackwardPasses>();
 
+  std::shared_ptr<BackwardUpdates> updates_;
+
   std::function<void()> before_change_;
   int no_sync_depth_ = 0;
   int local_depth_ = 0;
@@ -170,6 +183,7 @@ class StepController {
   // which a step was left out.
   bool outside_loops_ = false;
   std::optional<std::pair<uint64_t, int64_t>> left_out_at_;
+  bool in_backward_ = false;            // of accelerator.backward()
   bool in_closure_ = false;             // of an optimizer's step
   int64_t window_backwards_ = 0;        // backward passes in this window
   std::unique_ptr<UnevenInputs> join_;  // while a JoinScope lives

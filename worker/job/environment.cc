@@ -355,6 +355,8 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
   ReadText(variables, "MUSTER_SHARDING_IGNORED_MODULES", &env->sharding_ignored_modules);
   ReadText(variables, "MUSTER_SHARDING_IGNORED_PARAMETERS", &env->sharding_ignored_parameters);
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_SHARDING_OVERLAP", &env->sharding_overlap));
+  MUSTER_RETURN_IF_ERROR(
+      ReadBool(variables, "MUSTER_OPTIMIZER_IN_BACKWARD", &env->optimizer_in_backward));
   ReadText(variables, "MUSTER_OFFLOAD_OPTIMIZER", &env->offload_optimizer);
   ReadText(variables, "MUSTER_OFFLOAD_PARAMETERS", &env->offload_parameters);
   MUSTER_RETURN_IF_ERROR(

@@ -93,6 +93,7 @@ struct Environment {
   Setting<std::string> sharding_ignored_parameters;
   // Communication of sharded training overlaps with its computation.
   Setting<bool> sharding_overlap{false};
+  Setting<bool> optimizer_in_backward{false};
   // "none", "cpu" or "disk:FOLDER": where the optimizer's states and the parameters are while they
   // are not used.
   Setting<std::string> offload_optimizer{"none"};

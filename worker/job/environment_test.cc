@@ -354,6 +354,10 @@ TEST(Environment, Sharding_IsReadWithItsUnits) {
   EXPECT_TRUE(Read({{"MUSTER_SHARDING_OVERLAP", "yes"}}).sharding_overlap.value);
   EXPECT_THAT(Error({{"MUSTER_SHARDING_OVERLAP", "perhaps"}}),
               HasSubstr("MUSTER_SHARDING_OVERLAP"));
+  EXPECT_FALSE(env.optimizer_in_backward.value);
+  EXPECT_TRUE(Read({{"MUSTER_OPTIMIZER_IN_BACKWARD", "yes"}}).optimizer_in_backward.value);
+  EXPECT_THAT(Error({{"MUSTER_OPTIMIZER_IN_BACKWARD", "perhaps"}}),
+              HasSubstr("MUSTER_OPTIMIZER_IN_BACKWARD"));
 }
 
 TEST(Environment, Offload_IsAPlace) {

@@ -29,6 +29,24 @@ class GradientsElsewhere : public Page {
   }
 };
 
+class GradientsUsed : public Page {
+ public:
+  void Require(bool, const char* op) override {
+    TORCH_CHECK(false, op,
+                " uses a gradient that is gone: the optimizer has used it inside of the backward "
+                "pass (options.sharding.optimizer_in_backward). What needs gradients after "
+                "backward() needs a program without this option");
+  }
+};
+
+// A tensor whose uses ask a page of class `P`.
+template <typename P>
+at::Tensor MakeMark() {
+  const at::Tensor flat = at::zeros({1}, at::kFloat);
+  new PageRegistration(flat, new P);  // for good
+  return PagedView(flat, {1}, {1}, 0);
+}
+
 int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // In elements.
@@ -167,6 +185,18 @@ ShardUnit::PartAccess::~PartAccess() {
   MutexLock lock(&unit_.part_mu_);
   unit_.part_taken_ = false;
   unit_.part_released_.SignalAll();
+}
+
+void ShardUnit::CheckNotUpdated(const at::Tensor& tensor, const char* op) const {
+  const int64_t at = tensor.storage_offset();
+  for (const Slice& slice : slices_) {
+    TORCH_CHECK(
+        !slice.updated || at < slice.offset || at >= slice.offset + slice.tensor.numel(), op,
+        " uses parameter '", slice.name,
+        "' in a backward pass after the optimizer has updated it "
+        "(options.sharding.optimizer_in_backward), which it does once the parameter has its "
+        "gradient: a use without a gradient (detach()) comes later. Leave the option out");
+  }
 }
 
 void ShardUnit::RequirePart(bool write) {
@@ -394,11 +424,12 @@ void ShardUnit::KeepOwnPart() {
 }
 
 const at::Tensor& ShardUnit::GradientMark() {
-  static const at::Tensor& mark = *[] {
-    const at::Tensor flat = at::zeros({1}, at::kFloat);
-    new PageRegistration(flat, new GradientsElsewhere);  // for good
-    return new at::Tensor(PagedView(flat, {1}, {1}, 0));
-  }();
+  static const at::Tensor& mark = *new at::Tensor(MakeMark<GradientsElsewhere>());
+  return mark;
+}
+
+const at::Tensor& ShardUnit::UsedGradientMark() {
+  static const at::Tensor& mark = *new at::Tensor(MakeMark<GradientsUsed>());
   return mark;
 }
 
@@ -459,6 +490,11 @@ at::Tensor ShardUnit::TakeGradients(const at::Tensor& buffer) {
   for (Slice& slice : slices_) {
     at::Tensor& grad = slice.tensor.mutable_grad();
     if (slice.marked && !grad.defined()) DropZeroed(slice);
+    TORCH_CHECK(slice.updated || !slice.shard.grad().is_same(UsedGradientMark()),
+                "the gradient of parameter '", slice.name,
+                "' is to be added to the one of the step before, which is gone: "
+                "options.sharding.optimizer_in_backward needs optimizer.zero_grad() after each "
+                "optimizer.step()");
     // What is between the parameters.
     full.narrow(0, written, slice.offset - written).zero_();
     written = slice.offset + slice.tensor.numel();
@@ -530,6 +566,7 @@ void ShardUnit::AddGradients(const at::Tensor& mine) {
   const int64_t first = part_ * comm_.rank();
   for (Slice& slice : slices_) {
     if (!slice.tensor.requires_grad() || slice.shard.numel() == 0) continue;
+    if (slice.updated) continue;  // none came
     const at::Tensor part = mine.narrow(0, slice.offset + slice.begin - first, slice.shard.numel());
     at::Tensor& grad = slice.shard.mutable_grad();
     if (grad.defined()) {

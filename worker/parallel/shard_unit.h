@@ -71,6 +71,11 @@ class ShardUnit : public Page {
   ShardUnit& operator=(const ShardUnit&) = delete;
 
   void Require(bool write, const char* op) override { use_(*this, write, op); }
+  void Allow(const at::Tensor& tensor, bool /*write*/, const char* op) override {
+    if (any_updated_) CheckNotUpdated(tensor, op);
+  }
+  // An operator that takes a parameter with `updated` throws.
+  void set_any_updated(bool any) { any_updated_ = any; }
 
   // A parameter in the unit. `shard`: the part of it that is this rank's, [begin, begin + numel) of
   // its elements in the order of memory; 1-D, maybe empty; a leaf.
@@ -87,6 +92,9 @@ class ShardUnit : public Page {
     bool used = false, fresh = false;
     // `.grad` is GradientMark(), unless the program has zeroed it.
     bool marked = false;
+    // In this backward pass: this rank's gradient was reduced and goes to what updates the shard
+    // (shard_updates.h); it came after the unit was reduced.
+    bool updated = false, late = false;
   };
   const std::string& name() const { return name_; }
   const std::vector<Slice>& slices() const { return slices_; }
@@ -142,6 +150,9 @@ class ShardUnit : public Page {
   // What parameters have for `.grad` while their gradients are elsewhere: it throws when it is
   // used, and a program that zeroes it is noticed.
   static const at::Tensor& GradientMark();
+  // What a shard has for `.grad` once an optimizer has used its gradient in the backward pass: it
+  // throws when it is used, until the program zeroes it.
+  static const at::Tensor& UsedGradientMark();
   // A backward pass is about to add to `.grad` of slice `index`. Throws if the program has zeroed
   // the module, and with it gradients of micro-steps before.
   void GradientArrives(size_t index);
@@ -216,6 +227,7 @@ class ShardUnit : public Page {
     ShardUnit& unit_;
   };
 
+  void CheckNotUpdated(const at::Tensor& tensor, const char* op) const;
   // The shards are in memory afterwards.
   void RequirePart(bool write);
   at::Tensor View(const at::Tensor& flat, const Slice& slice) const;
@@ -269,6 +281,7 @@ class ShardUnit : public Page {
   bool part_taken_ ABSL_GUARDED_BY(part_mu_) = false;  // by a PartAccess
   bool part_present_ ABSL_GUARDED_BY(part_mu_) = true;
   bool part_changed_ ABSL_GUARDED_BY(part_mu_) = true;
+  bool any_updated_ = false;
   bool written_ = false;  // the full values, since they were gathered
 };
 

@@ -161,7 +161,8 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
 }
 
 ShardedModel::~ShardedModel() {
-  // The thread must be done with the units.
+  // The threads must be done with the units.
+  if (updates_ != nullptr) updates_->Settle();
   if (reducing_ != nullptr) reducing_->AbandonReduction();
   for (const auto& unit : units_) unit->Settle();
   for (const auto& [tensor, hook] : hooks_) tensor.remove_hook(hook);
@@ -316,7 +317,9 @@ void ShardedModel::BeginForward(bool communicate) {
   if (!InBackward()) {
     // A pass that threw has left this behind.
     Settle();
-    open_ = false;
+    open_ = updating_ = false;
+    for (const auto& unit : units_) unit->set_any_updated(false);
+    CheckStepped("a forward pass");
     turns_ = 0;
     turn_of_ = nullptr;
     if (backward_) forward_turns_.Begin();
@@ -370,6 +373,11 @@ void ShardedModel::ThrowUnsaid() {
 void ShardedModel::Settle() {
   if (reducing_ != nullptr) std::exchange(reducing_, nullptr)->SettleReduction();
   for (const auto& unit : units_) unit->Settle();
+  if (updates_ != nullptr) updates_->Settle();
+}
+
+void ShardedModel::CheckStepped(const char* what) const {
+  if (updates_ != nullptr) updates_->CheckStepped(*this, what);
 }
 
 void ShardedModel::Use(ShardUnit& unit, bool write, const char* op) {
@@ -540,6 +548,7 @@ bool ShardedModel::IsWhole(const at::Tensor& shard) const {
 
 void ShardedModel::OpenPass() {
   if (open_) return;
+  updating_ = updates_ != nullptr && updates_->Begin(*this);
   open_ = true;
   completed_.clear();
   completed_at_.clear();
@@ -547,7 +556,11 @@ void ShardedModel::OpenPass() {
   std::fill(complete_.begin(), complete_.end(), false);
   std::fill(done_.begin(), done_.end(), false);
   std::fill(late_.begin(), late_.end(), false);
-  for (const auto& unit : units_) unit->arrived = 0;
+  for (const auto& unit : units_) {
+    unit->arrived = 0;
+    unit->set_any_updated(false);
+    for (ShardUnit::Slice& slice : unit->slices()) slice.updated = slice.late = false;
+  }
   AtEndOfBackward([this] { EndOfBackward(); });
 }
 
@@ -556,13 +569,16 @@ void ShardedModel::OnGradient(size_t index, size_t slice) {
   if (!communicate_) return unit.KeepPending(slice);
   OpenPass();
   unit.slices()[slice].used = true;
-  if (done_[index]) late_[index] = true;
+  if (done_[index]) late_[index] = unit.slices()[slice].late = true;
   if (++unit.arrived != unit.expected) return;
   complete_[index] = true;
   completed_.push_back(index);
   completed_at_.push_back(turns_);
-  // ZeRO-1 keeps the gradients until all are there; ZeRO-3 until the next unit's turn.
-  if (options_.strategy != ShardingStrategy::kGradients) return;
+  // ZeRO-1 keeps the gradients until all are there, unless an optimizer uses them at once; ZeRO-3
+  // until the next unit's turn.
+  const bool at_once = options_.strategy == ShardingStrategy::kGradients ||
+                       (updating_ && options_.strategy == ShardingStrategy::kOptimizer);
+  if (!at_once) return;
   const auto ready = [this](size_t next) { return complete_[next] || units_[next]->expected == 0; };
   while (reduced_ < order_.size() && ready(order_[reduced_])) ReduceNext();
 }
@@ -592,10 +608,40 @@ void ShardedModel::Reduce(size_t index) {
   unit.StartReduction(1.0 / world_.size(), unit.whole() ? &world_ : replicas_, thread_.get(),
                       unit.whole() ? at::Tensor() : gradient_buffer_);
   reducing_ = &unit;
+  // It has been done by now.
+  if (updating_ && thread_ == nullptr) FinishReduction();
 }
 
 void ShardedModel::FinishReduction() {
-  if (reducing_ != nullptr) std::exchange(reducing_, nullptr)->FinishReduction();
+  if (reducing_ == nullptr) return;
+  ShardUnit& unit = *std::exchange(reducing_, nullptr);
+  unit.FinishReduction();
+  Update(unit, /*rest=*/false);
+}
+
+void ShardedModel::Update(ShardUnit& unit, bool rest) {
+  if (!updating_) return;
+  std::vector<at::Tensor> shards;
+  for (ShardUnit::Slice& slice : unit.slices()) {
+    // What no rank had a gradient for is left alone, and only the end of the pass tells.
+    if (slice.updated || (!rest && !slice.used)) continue;
+    if (rest && !slice.shard.grad().defined()) continue;
+    slice.updated = true;
+    // A graph that has the values before throws if it comes to them.
+    torch::autograd::impl::bump_version(slice.tensor);
+    // Otherwise other ranks have all of it.
+    if (slice.shard.grad().defined()) shards.push_back(slice.shard);
+  }
+  unit.set_any_updated(true);
+  if (!shards.empty()) updates_->Update(*this, std::move(shards));
+}
+
+void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained) {
+  if (!updating_) return;
+  for (const auto& unit : units_) Update(*unit, /*rest=*/true);
+  updating_ = false;
+  for (const auto& unit : units_) unit->set_any_updated(false);
+  updates_->End(*this, trained);
 }
 
 void ShardedModel::EndOfBackward() {
@@ -605,8 +651,8 @@ void ShardedModel::EndOfBackward() {
   if (order_.empty()) AgreeOnOrder();
   while (reduced_ < order_.size()) ReduceNext();
   FinishReduction();
-  Settle();
-  CheckOrder();
+  for (const auto& unit : units_) unit->Settle();
+  EndUpdates(CheckOrder());
   turns_ = 0;
   turn_of_ = nullptr;
   SyncBuffers();
@@ -620,12 +666,17 @@ void ShardedModel::EndOfBackward() {
 void ShardedModel::AgreeOnOrder() {
   // Pairs of a unit and when it is due.
   std::vector<uint32_t> order;
+  // Those that have got more gradients afterwards wait for all of them.
+  const auto at_the_end = [this](size_t i) {
+    return !complete_[i] || (updates_ != nullptr && units_[i]->arrived > units_[i]->expected);
+  };
   for (size_t i = 0; i < completed_.size(); ++i) {
+    if (at_the_end(completed_[i])) continue;
     order.push_back(static_cast<uint32_t>(completed_[i]));
     order.push_back(completed_at_[i]);
   }
   for (size_t i = units_.size(); i-- > 0;) {
-    if (complete_[i]) continue;
+    if (!at_the_end(i)) continue;
     order.push_back(static_cast<uint32_t>(i));
     order.push_back(kAtTheEnd);
   }
@@ -636,10 +687,34 @@ void ShardedModel::AgreeOnOrder() {
   }
 }
 
-void ShardedModel::ReduceLate(const std::vector<uint32_t>& late) {
+const std::string* ShardedModel::LateAfterUpdate(const std::vector<uint32_t>& late) const {
+  // All ranks know of the late units.
+  std::string mine;
   for (const uint32_t index : late) {
-    Reduce(index);
-    FinishReduction();
+    for (const ShardUnit::Slice& slice : units_[index]->slices()) {
+      mine += static_cast<char>((slice.updated ? 1 : 0) + (slice.late ? 2 : 0));
+    }
+  }
+  std::string any(mine.size(), '\0');
+  for (const std::string& other : world_.AllGatherBytes(mine)) {
+    for (size_t i = 0; i < any.size(); ++i) any[i] = static_cast<char>(any[i] | other[i]);
+  }
+  size_t i = 0;
+  for (const uint32_t index : late) {
+    for (const ShardUnit::Slice& slice : units_[index]->slices()) {
+      if (any[i++] == 3) return &slice.name;
+    }
+  }
+  return nullptr;
+}
+
+void ShardedModel::ReduceLate(const std::vector<uint32_t>& late) {
+  const std::string* const in_vain = updating_ && !late.empty() ? LateAfterUpdate(late) : nullptr;
+  for (const uint32_t index : late) {
+    if (in_vain == nullptr) {
+      Reduce(index);
+      FinishReduction();
+    }
     // From now on it waits for all of them, and so does what comes after it.
     const auto at = std::find(order_.begin(), order_.end(), index) - order_.begin();
     order_.erase(order_.begin() + at);
@@ -647,6 +722,14 @@ void ShardedModel::ReduceLate(const std::vector<uint32_t>& late) {
     order_.push_back(index);
     due_.push_back(kAtTheEnd);
   }
+  if (in_vain == nullptr) return;
+  DropGradients();
+  TORCH_CHECK(
+      false, "a gradient of parameter '", *in_vain,
+      "' came in a backward pass after the optimizer had updated it "
+      "(options.sharding.optimizer_in_backward), which a rank does that has one when its "
+      "unit is reduced, in the order of the first step: the model has changed in part; load "
+      "a checkpoint. From now on the unit is reduced at the end of the pass");
 }
 
 std::string ShardedModel::TrainedBits() const {
@@ -675,6 +758,7 @@ void ShardedModel::CheckTrained(const std::vector<std::string>& bits) const {
 }
 
 void ShardedModel::DropGradients() {
+  if (updates_ != nullptr) updates_->Settle();
   for (const auto& unit : units_) {
     for (ShardUnit::Slice& slice : unit->slices()) {
       slice.pending.reset();
@@ -690,7 +774,7 @@ void ShardedModel::Note(const ShardUnit& unit, bool reduced) {
   history_.push_back(unit.index * 2 + (reduced ? 1 : 0));
 }
 
-void ShardedModel::CheckOrder() {
+std::vector<at::Tensor> ShardedModel::CheckOrder() {
   // Of the same shape on every rank in a program without errors: a frame of the exchange.
   uint32_t digest = kEmptyDigest;
   for (const uint32_t event : history_) digest = Digest(digest, event);
@@ -778,16 +862,20 @@ void ShardedModel::CheckOrder() {
   // it.
   number = 0;
   size_t next = 0;
+  std::vector<at::Tensor> trained_shards;
   for (const auto& unit : units_) {
     for (ShardUnit::Slice& slice : unit->slices()) {
       if (next < unused.size() && unused[next] == number) {
         ++next;
         if (slice.fresh) slice.shard.mutable_grad().reset();
+      } else if (slice.tensor.requires_grad()) {
+        trained_shards.push_back(slice.shard);
       }
       slice.used = slice.fresh = false;
       ++number;
     }
   }
+  return trained_shards;
 }
 
 void ShardedModel::SyncBuffers() {
@@ -824,6 +912,7 @@ void ShardedModel::ForgetPending(const std::vector<at::Tensor>& shards) {
 void ShardedModel::Summon(const std::function<void()>& body) {
   ThrowUnsaid();
   if (summons_ == 0) Settle();
+  CheckStepped("summon_full_params()");
   if (stale_ && summons_ == 0) ExpireAll();
   // What was written stays, also by a body that throws then, as without sharding. It has counted
   // versions by itself.
@@ -844,6 +933,7 @@ void ShardedModel::Summon(const std::function<void()>& body) {
 
 void ShardedModel::VisitFullParameters(
     const std::function<void(const std::string& name, const at::Tensor& value)>& visit) {
+  CheckStepped("reading the weights");
   for (const auto& unit : units_) {
     const std::vector<at::Tensor> values = unit->Values();
     for (size_t i = 0; i < values.size(); ++i) visit(unit->slices()[i].name, values[i]);
@@ -885,6 +975,7 @@ void ShardedModel::LoadParts(const std::map<std::string, at::Tensor>& parts) {
 
 std::map<std::string, at::Tensor> ShardedModel::Assemble(
     const std::function<at::Tensor(const std::string& name)>& state, const KeepName& keep) {
+  CheckStepped("reading the optimizer's state");
   std::vector<std::vector<at::Tensor>> parts;
   std::string mine;  // for each parameter the dtype of its state, and one; 0: it has none
   for (const auto& unit : units_) {

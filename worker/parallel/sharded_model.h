@@ -21,6 +21,7 @@
 #include "worker/parallel/part_store.h"
 #include "worker/parallel/shard_plan.h"
 #include "worker/parallel/shard_unit.h"
+#include "worker/parallel/shard_updates.h"
 #include "worker/parallel/sharding_options.h"
 #include "worker/parallel/unit_turns.h"
 
@@ -101,6 +102,11 @@ class ShardedModel {
   // (collective) Before an optimizer changes shards: in full sharding in place it waits until no
   // other rank reads them, in a pass that reduces nothing (torch::autograd::grad of inputs).
   void AwaitReaders();
+  // From now on the shards are updated inside of backward passes that reduce: of each unit as soon
+  // as its gradients are reduced. A backward pass that uses the unit's parameters afterwards
+  // throws.
+  void UpdateInBackward(std::shared_ptr<ShardUpdates> updates) { updates_ = std::move(updates); }
+
   // Makes the next backward pass reduce.
   void Communicate() { communicate_ = true; }
 
@@ -199,10 +205,19 @@ class ShardedModel {
   void ReduceNext();
   void Reduce(size_t unit);
   void FinishReduction();
+  // Has those shards of the unit updated that have their gradients. `rest`: also those of
+  // parameters that this rank had no gradient for in this pass.
+  void Update(ShardUnit& unit, bool rest);
+  void EndUpdates(const std::vector<at::Tensor>& trained);
+  void CheckStepped(const char* what) const;
+  // The name of a parameter that some rank has updated in this pass, and some rank has got a
+  // gradient for after its unit was reduced; null: none.
+  const std::string* LateAfterUpdate(const std::vector<uint32_t>& late) const;
   void ReduceLate(const std::vector<uint32_t>& late);
   void EndOfBackward();
   void AgreeOnOrder();
-  void CheckOrder();
+  // Returns the shards of what some rank had a gradient for in this pass.
+  std::vector<at::Tensor> CheckOrder();
   void SyncBuffers();
   void Note(const ShardUnit& unit, bool reduced);
 
@@ -259,6 +274,9 @@ class ShardedModel {
   std::vector<uint32_t> history_;
   std::shared_ptr<CommThread> thread_;  // null: nothing overlaps
   ShardUnit* reducing_ = nullptr;       // its gradients are on their way
+
+  std::shared_ptr<ShardUpdates> updates_;  // null: optimizers step between passes
+  bool updating_ = false;                  // this backward pass updates
 };
 
 }  // namespace muster

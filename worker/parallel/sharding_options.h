@@ -52,6 +52,13 @@ struct ShardingOptions {
   // a thread of its own communicates. Results are the same to the last bit, and so are the bytes on
   // the wire. For links that are slower than the computation. The same on every rank.
   bool overlap = false;
+  // Optimizers update the parameters of a unit inside of the backward pass, as soon as all of its
+  // gradients are reduced, on the CPU on a thread of its own; the gradients are gone then, so no
+  // more than those of a few units exist. optimizer.step() only ends the step. Results are the same
+  // to the last bit. Of Muster's fused optimizers, with a strategy other than kNone, and with one
+  // process as well. What needs all gradients first is refused: clipping, fp16's loss scale, steps
+  // that are left out after backward(). From the second step on. The same on every rank.
+  bool optimizer_in_backward = false;
   // Where the states of optimizers are between their steps, whatever the strategy, and with one
   // process as well: of Muster's fused optimizers; others are refused. A step takes them to the
   // parameters in windows of 64 MiB, or of the largest parameter's state if that is more, and needs

@@ -49,16 +49,17 @@ void OffloadedState::Renew() {
 }
 
 void OffloadedState::Add(size_t first, const std::vector<at::Tensor>& likes, size_t slots,
-                         bool pinned) {
+                         bool pinned, bool by_memory) {
   std::vector<Window> added;
   std::vector<Place> places(likes.size());
   for (size_t k = 0; k < likes.size(); ++k) {
     const at::Tensor& like = likes[k];
     const uint64_t bytes = slots * RoundedBytes(like);
-    const bool apart = k > 0 && IsPaged(like) && !like.is_alias_of(likes[k - 1]);
+    const bool by_page = by_memory || IsPaged(like);
+    const bool apart = k > 0 && by_page && !like.is_alias_of(likes[k - 1]);
     if (added.empty() || apart || added.back().bytes + bytes > window_bytes_) {
       added.push_back({.first = first + k, .last = first + k, .bytes = 0, .memory = {}});
-      if (IsPaged(like)) added.back().page = like.storage().unsafeGetStorageImpl();
+      if (by_page && like.has_storage()) added.back().page = like.storage().unsafeGetStorageImpl();
     }
     Window& window = added.back();
     Place& place = places[k];

@@ -45,9 +45,10 @@ class OffloadedState {
 
   // Makes room for `slots` tensors like each of the parameters [first, first + likes.size()), all
   // of one group. `likes` are dense. Of parameters in pages (paged_storage.h) a window has those of
-  // one page. `pinned`: without a file, memory that a GPU copies from. Throws, with nothing
-  // changed, if the disk is full.
-  void Add(size_t first, const std::vector<at::Tensor>& likes, size_t slots, bool pinned = false);
+  // one page. `pinned`: without a file, memory that a GPU copies from. `by_memory`: of all
+  // parameters a window has those in one memory. Throws, with nothing changed, if the disk is full.
+  void Add(size_t first, const std::vector<at::Tensor>& likes, size_t slots, bool pinned = false,
+           bool by_memory = false);
 
   // Calls `update(first, last)` for the windows in [first, last) that `wanted(i)` for one of their
   // parameters, in order, but those of one page after each other, with the tensors of their states

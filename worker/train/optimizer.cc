@@ -233,6 +233,18 @@ void FusedOptimizer::StepScaled(const at::Tensor& grad_scale, const at::Tensor& 
   Run(grad_scale, found_inf);
 }
 
+void FusedOptimizer::StepOnly(const std::vector<size_t>& which) {
+  struct Only {
+    explicit Only(std::vector<bool>& flags, size_t size) : flags(flags) {
+      flags.assign(size, false);
+    }
+    ~Only() { flags.clear(); }
+    std::vector<bool>& flags;
+  } only(only_, state_.size());
+  for (const size_t i : which) only_.at(i) = true;
+  if (!which.empty()) Run(at::Tensor(), at::Tensor());
+}
+
 void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
   at::NoGradGuard no_grad;
   std::optional<at::Tensor> scale;
@@ -246,7 +258,7 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
     MakeRoom();
     for (size_t i = 0; i < state_.size(); ++i) {
       const at::Tensor& param = seen_parameters()[i];
-      if (!param.grad().defined()) continue;
+      if (!Steps(i) || !param.grad().defined()) continue;
       CheckGradient(param, param.grad(), parameter_names()[i]);
       TORCH_CHECK(!offloaded_->Has(i) || offloaded_->Fits(i, param), "parameter ",
                   parameter_names()[i], " has become ", param.scalar_type(), " of shape ",
@@ -283,6 +295,7 @@ void FusedOptimizer::StepRange(int64_t group, size_t first, size_t last, const S
   const size_t slot_count = slots(group).size();
   std::vector<Chunk> chunks;
   for (size_t i = first; i < last; ++i) {
+    if (!Steps(i)) continue;
     const at::Tensor& param = seen_parameters()[i];
     at::Tensor grad = param.grad();
     if (!grad.defined()) continue;
@@ -338,7 +351,9 @@ void FusedOptimizer::StepRange(int64_t group, size_t first, size_t last, const S
 void FusedOptimizer::StepOffloaded(const std::optional<at::Tensor>& grad_scale,
                                    const std::optional<at::Tensor>& found_inf,
                                    std::vector<std::pair<at::Tensor, at::Tensor>>* copies) {
-  const auto has_gradient = [&](size_t i) { return seen_parameters()[i].grad().defined(); };
+  const auto has_gradient = [&](size_t i) {
+    return Steps(i) && seen_parameters()[i].grad().defined();
+  };
   offloaded_->ForWindows(0, state_.size(), has_gradient, [&](size_t first, size_t last) {
     int64_t group = 0;
     while (groups_[group].second <= first) ++group;
@@ -373,7 +388,7 @@ void FusedOptimizer::MakeRoom() {
                           ? param.detach()
                           : at::empty_like(param, at::TensorOptions().device(at::kMeta)));
     }
-    offloaded_->Add(begin, likes, slots(g).size(), on_gpu);
+    offloaded_->Add(begin, likes, slots(g).size(), on_gpu, offloads_by_memory_);
   }
 }
 
@@ -386,6 +401,8 @@ void FusedOptimizer::OffloadState(std::shared_ptr<ScratchFile> file) {
   }
   offloaded_ = std::make_shared<OffloadedState>(std::move(file));
 }
+
+void FusedOptimizer::OffloadByMemory() { offloads_by_memory_ = true; }
 
 void FusedOptimizer::ReplaceParameters(
     const std::function<at::Tensor(const at::Tensor&)>& replacement) {

@@ -73,6 +73,14 @@ class FusedOptimizer : public OptimizerHandle {
   void Step() override { Run(at::Tensor(), at::Tensor()); }
   void StepScaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) override;
   bool supports_scaled_step() const override { return true; }
+  // As Step(), of these parameters alone: numbers in parameters(). A step may be made of several
+  // such calls, each parameter in one of them: the results are the same to the last bit. Touches
+  // nothing of other parameters, whose gradients may change meanwhile.
+  void StepOnly(const std::vector<size_t>& which);
+  // Offloaded states of parameters that lie in different memory (units of sharded models) get
+  // windows of their own, so that StepOnly() of a unit takes no state of others. Before the first
+  // step.
+  void OffloadByMemory();
   int64_t num_groups() const override { return static_cast<int64_t>(groups_.size()); }
   void ReplaceParameters(const std::function<at::Tensor(const at::Tensor&)>& replacement) override;
   void OffloadState(std::shared_ptr<ScratchFile> file) override;
@@ -128,6 +136,10 @@ class FusedOptimizer : public OptimizerHandle {
   std::vector<ParamState> state_;
   // Has the slots of all states, if they are offloaded; null otherwise. Copies share it.
   std::shared_ptr<OffloadedState> offloaded_;
+  bool offloads_by_memory_ = false;
+  // The parameters that StepOnly() is for, by number; empty: all.
+  std::vector<bool> only_;
+  bool Steps(size_t i) const { return only_.empty() || only_[i]; }
 
   // The tensor of state `slot` of a parameter, for a kernel with `target`, which is the parameter
   // or a dense copy of it.

@@ -1,0 +1,651 @@
+// Optimizers that update inside of the backward pass: the same bits as those that step after it, on
+// one rank and on several (threads of this process over Gloo), and an error where the difference
+// would show.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
+#include "base/test_folder.h"
+#include "c10/core/CPUAllocator.h"
+#include "muster/accelerator.h"
+#include "muster/checkpoint.h"
+#include "muster/data.h"
+#include "muster/optim.h"
+#include "muster/test_net.h"
+#include "muster/test_ranks.h"
+#include "torch/nn/modules/container/modulelist.h"
+#include "torch/nn/modules/container/sequential.h"
+#include "torch/nn/modules/embedding.h"
+#include "torch/nn/modules/linear.h"
+#include "torch/optim/adamw.h"
+#include "worker/parallel/shard_unit.h"
+#include "worker/parallel/sharded_model.h"
+#include "worker/train/offloaded_state.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+constexpr int kSamples = 12;  // of a step, on all ranks
+constexpr char kOption[] = "optimizer_in_backward";
+
+using Weights = std::map<std::string, at::Tensor>;
+
+at::Tensor MineOf(const Accelerator& a, const at::Tensor& all) {
+  return all.chunk(a.num_processes())[a.process_index()];
+}
+
+// Words to words by a tied weight, through some of its parts.
+struct Branches : torch::nn::Module {
+  Branches() {
+    words = register_module("words", torch::nn::Embedding(7, 5));
+    scale = register_parameter("scale", at::ones({5}));
+    parts = register_module("parts", torch::nn::ModuleList());
+    for (int i = 0; i < 3; ++i) parts->push_back(torch::nn::Linear(5, 5));
+    at::NoGradGuard no_grad;
+    uint64_t seed = 20;
+    for (at::Tensor& parameter : parameters()) {
+      parameter.copy_(Random(parameter.sizes(), ++seed).div_(3));
+    }
+  }
+  // `which`: a bit for each part, and one for the scale, which is in the unit of the words.
+  at::Tensor Forward(const at::Tensor& ids, int which) {
+    at::Tensor x = words(ids);
+    for (int i = 0; i < 3; ++i) {
+      if ((which >> i & 1) != 0) x = at::tanh(parts[i]->as<torch::nn::Linear>()->forward(x));
+    }
+    if ((which >> 3 & 1) != 0) x = x * scale;
+    return at::linear(x, words->weight);
+  }
+
+  torch::nn::Embedding words{nullptr};
+  at::Tensor scale;
+  torch::nn::ModuleList parts{nullptr};
+};
+
+class OptimizerInBackward : public testing::Test {
+ protected:
+  // Several windows of offloaded states.
+  void SetUp() override { OffloadedState::SetDefaultWindowBytes(512); }
+  void TearDown() override { OffloadedState::SetDefaultWindowBytes(OffloadedState::kWindowBytes); }
+
+  static AcceleratorOptions Options(const std::string& strategy, bool in_backward = true,
+                                    int64_t ranks_per_node = 2) {
+    AcceleratorOptions options;
+    options.sharding = ParseSharding(strategy, ranks_per_node);
+    options.sharding->optimizer_in_backward = in_backward;
+    return options;
+  }
+  AcceleratorOptions OnDisk(AcceleratorOptions options, bool parameters) const {
+    options.sharding->offload_optimizer = Offload::kDisk;
+    options.sharding->offload_optimizer_path = folder_.Path("optimizer");
+    if (parameters) {
+      options.sharding->offload_parameters = Offload::kDisk;
+      options.sharding->offload_parameters_path = folder_.Path("parameters");
+    }
+    return options;
+  }
+
+  // The weights after seven batches, with a checkpoint after three that another Accelerator loads.
+  // The learning rate changes in each step.
+  Weights Trained(int ranks, const AcceleratorOptions& first, const AcceleratorOptions& second) {
+    Weights weights;
+    const std::string dir = folder_.Path("state" + std::to_string(++runs_));
+    for (const bool continued : {false, true}) {
+      RunAccelerators(ranks, continued ? second : first, [&](Accelerator& a) {
+        torch::nn::Sequential net = MakeNet();
+        FusedAdamW adam({{{net->parameters()[0], net->parameters()[2]}, {.lr = 0.01}},
+                         {{net->parameters()[1], net->parameters()[3], net->parameters()[4],
+                           net->parameters()[5]},
+                          {.lr = 0.02, .weight_decay = 0}}});
+        auto [model, optimizer, scheduler] =
+            a.prepare(net, adam, LambdaLR([](int64_t step) { return 1 / (1.0 + 0.3 * step); }));
+        if (continued) {
+          const absl::Status loaded = a.load_state(dir);
+          ASSERT_TRUE(loaded.ok()) << loaded;
+        }
+        for (int step = continued ? 3 : 0; step < (continued ? 7 : 3); ++step) {
+          auto scope = a.accumulate();
+          a.backward(at::mse_loss(model(MineOf(a, Random({kSamples, 5}, 100 + step))),
+                                  MineOf(a, Random({kSamples, 3}, 200 + step))));
+          optimizer.step();
+          scheduler.step();
+          optimizer.zero_grad();
+        }
+        EXPECT_EQ(optimizer.steps(), (continued ? 7 : 3) / a.gradient_accumulation_steps());
+        if (!continued) {
+          const absl::Status saved = a.save_state(dir);
+          ASSERT_TRUE(saved.ok()) << saved;
+        }
+        const Weights got = a.get_state_dict(model);
+        if (continued && a.is_main_process()) {
+          for (const auto& [name, tensor] : got) weights[name] = tensor.clone();
+        }
+      });
+    }
+    return weights;
+  }
+
+  static void ExpectEqual(const Weights& a, const Weights& b) {
+    ASSERT_FALSE(a.empty());
+    ASSERT_EQ(a.size(), b.size());
+    for (const auto& [name, tensor] : a) EXPECT_TRUE(tensor.equal(b.at(name))) << name;
+  }
+
+  const TestFolder folder_;
+  int runs_ = 0;
+};
+
+TEST_F(OptimizerInBackward, EveryStrategy_TrainsToTheSameBits) {
+  for (const std::string strategy : {"zero1", "zero2", "zero3"}) {
+    for (const int ranks : {1, 2, 3}) {
+      for (const bool overlap : {false, true}) {
+        SCOPED_TRACE(strategy + " on " + std::to_string(ranks) + " ranks, overlap " +
+                     std::to_string(static_cast<int>(overlap)));
+        AcceleratorOptions off = Options(strategy, false), on = Options(strategy);
+        off.sharding->overlap = on.sharding->overlap = overlap;
+        if (overlap && ranks != 2) continue;
+        const Weights want = Trained(ranks, off, off);
+        ExpectEqual(Trained(ranks, on, on), want);
+        if (overlap || ranks == 3) continue;
+        // A checkpoint says nothing of it.
+        ExpectEqual(Trained(ranks, on, off), want);
+        ExpectEqual(Trained(ranks, off, on), want);
+      }
+    }
+  }
+}
+
+TEST_F(OptimizerInBackward, HybridSharding_TrainsToTheSameBits) {
+  const AcceleratorOptions off = Options("hybrid", false);
+  ExpectEqual(Trained(4, Options("hybrid"), Options("hybrid")), Trained(4, off, off));
+}
+
+TEST_F(OptimizerInBackward, OffloadedStatesAndParameters_TrainToTheSameBits) {
+  for (const int ranks : {1, 2}) {
+    for (const bool overlap : {false, true}) {
+      AcceleratorOptions off = Options("zero3", false), on = Options("zero3");
+      off.sharding->overlap = on.sharding->overlap = overlap;
+      const Weights want = Trained(ranks, off, off);
+      for (const bool parameters : {false, true}) {
+        SCOPED_TRACE(std::to_string(ranks) + (parameters ? " ranks, parameters too" : " ranks"));
+        ExpectEqual(Trained(ranks, OnDisk(on, parameters), OnDisk(on, parameters)), want);
+      }
+    }
+  }
+}
+
+// The last window of three has one batch: its gradients are multiplied.
+TEST_F(OptimizerInBackward, Accumulation_UpdatesInTheLastMicroStepAlone) {
+  for (const bool each_batch : {false, true}) {
+    for (const int ranks : {1, 2}) {
+      AcceleratorOptions off = Options("zero3", false), on = Options("zero3");
+      for (AcceleratorOptions* options : {&off, &on}) {
+        options->gradient_accumulation_steps = 3;
+        options->accumulation.sync_each_batch = each_batch;
+        options->mixed_precision = "bf16";
+        options->sharding->reduce_dtype = at::kBFloat16;
+      }
+      ExpectEqual(Trained(ranks, on, on), Trained(ranks, off, off));
+    }
+  }
+}
+
+TEST_F(OptimizerInBackward, PreparedLoaderWithAShortWindow_TrainsToTheSameBits) {
+  std::vector<Weights> runs;
+  for (const bool in_backward : {false, true}) {
+    AcceleratorOptions options = Options("zero2", in_backward);
+    options.gradient_accumulation_steps = 2;
+    RunAccelerators(2, options, [&](Accelerator& a) {
+      torch::nn::Sequential net = MakeNet();
+      FusedSGD sgd(net->parameters(), {.lr = 0.1, .momentum = 0.9, .dampening = 0.1});
+      std::vector<at::Tensor> samples;
+      for (int i = 0; i < 6; ++i) samples.push_back(Random({2, 5}, 300 + i));
+      auto [model, optimizer] = a.prepare(net, sgd);
+      for (int i = 0; i < 6; i += 2) {
+        BatchInfo info;
+        info.index = i / 2;
+        info.is_last = i == 4;
+        info.batches_left = (4 - i) / 2;
+        const Batch<at::Tensor> batch(samples[static_cast<size_t>(i + a.process_index())], info);
+        auto scope = a.accumulate(batch);
+        a.backward(model(batch.value()).square().mean());
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      EXPECT_EQ(optimizer.steps(), 2);
+      const Weights got = a.get_state_dict(model);
+      if (!a.is_main_process()) return;
+      runs.emplace_back();
+      for (const auto& [name, tensor] : got) runs.back()[name] = tensor.clone();
+    });
+  }
+  ExpectEqual(runs[1], runs[0]);
+}
+
+// Parts that no rank uses are left alone, those that one rank uses are trained on both; tied
+// weights wait for both of their gradients, and so do two forward passes before one backward pass.
+TEST_F(OptimizerInBackward, PartsThatAreNotUsedByAll_TrainToTheSameBits) {
+  for (const std::string strategy : {"zero2", "zero3"}) {
+    std::vector<Weights> runs;
+    for (const bool in_backward : {false, true}) {
+      RunAccelerators(2, Options(strategy, in_backward), [&](Accelerator& a) {
+        auto net = std::make_shared<Branches>();
+        FusedAdamW adam(net->parameters(), {.lr = 0.01, .weight_decay = 0.1});
+        auto [model, optimizer] = a.prepare(net, adam);
+        for (int step = 0; step < 8; ++step) {
+          const at::Tensor ids = at::arange(7, at::kLong).add(step).remainder(7);
+          // All; then without the second part; then rank 1 alone without the scale; then no rank
+          // with it.
+          const int which = step < 2   ? 15
+                            : step < 4 ? 13
+                            : step < 6 ? (a.process_index() == 1 ? 7 : 15)
+                                       : 7;
+          const auto loss = [&](int times) {
+            return model.call(&Branches::Forward, ids.roll(times), which).square().mean();
+          };
+          a.backward(step % 2 == 0 ? loss(0) : loss(0) + loss(1));
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+        const Weights got = a.get_state_dict(model);
+        if (!a.is_main_process()) return;
+        runs.emplace_back();
+        for (const auto& [name, tensor] : got) runs.back()[name] = tensor.clone();
+      });
+    }
+    ExpectEqual(runs[1], runs[0]);
+  }
+}
+
+TEST_F(OptimizerInBackward, TwoOptimizersOfOneModel_EachUpdateTheirs) {
+  std::vector<Weights> runs;
+  for (const bool in_backward : {false, true}) {
+    RunAccelerators(2, Options("zero3", in_backward), [&](Accelerator& a) {
+      torch::nn::Sequential net = MakeNet();
+      const std::vector<at::Tensor> p = net->parameters();
+      FusedAdam adam({p[0], p[1], p[2]}, {.lr = 0.01});
+      FusedAdagrad adagrad({p[3], p[4], p[5]}, {.lr = 0.1});
+      auto [model, one, two] = a.prepare(net, adam, adagrad);
+      for (int step = 0; step < 4; ++step) {
+        a.backward(model(MineOf(a, Random({kSamples, 5}, 100 + step))).square().mean());
+        one.step();
+        two.step();
+        one.zero_grad();
+        two.zero_grad();
+      }
+      const Weights got = a.get_state_dict(model);
+      if (!a.is_main_process()) return;
+      runs.emplace_back();
+      for (const auto& [name, tensor] : got) runs.back()[name] = tensor.clone();
+    });
+  }
+  ExpectEqual(runs[1], runs[0]);
+}
+
+// Trains one step, and calls `then` in the second one, after its backward pass.
+using Then = std::function<void(Accelerator&, AcceleratedModel<torch::nn::Sequential>&,
+                                AcceleratedOptimizer&)>;
+std::vector<std::string> ErrorsAfterBackward(const AcceleratorOptions& options, const Then& then) {
+  return ErrorsOf(2, options, [&](Accelerator& a) {
+    torch::nn::Sequential net = MakeNet();
+    FusedAdamW adam(net->parameters());
+    auto [model, optimizer] = a.prepare(net, adam);
+    for (int step = 0; step < 2; ++step) {
+      a.backward(model(Random({4, 5}, 1)).square().mean());
+      if (step == 1) then(a, model, optimizer);
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  });
+}
+
+TEST_F(OptimizerInBackward, WhatWouldShowTheDifference_IsAnErrorOnEveryRank) {
+  const std::vector<std::pair<std::string, Then>> cases = {
+      {"another backward",
+       [](Accelerator& a, auto& model, auto&) {
+         a.backward(model(Random({4, 5}, 1)).square().mean());
+       }},
+      {"optimizer.zero_grad() between", [](Accelerator&, auto&, auto& o) { o.zero_grad(); }},
+      {"a forward pass between",
+       [](Accelerator&, auto& model, auto&) {
+         model(Random({4, 5}, 1));
+       }},
+      {"summon_full_params() between",
+       [](Accelerator& a, auto& model, auto&) { a.summon_full_params(model, [] {}); }},
+      {"reading the weights between",
+       [](Accelerator& a, auto& model, auto&) { a.get_state_dict(model); }},
+      {"save_state() between",
+       [&](Accelerator& a, auto&, auto&) {
+         const absl::Status saved = a.save_state(folder_.Path("never"));
+         TORCH_CHECK(saved.ok(), saved.message());
+       }},
+      {"learning rate or momentum was changed",
+       [](Accelerator&, auto&, auto& o) { o.set_lr(0.5); }},
+      {"clip_grad_norm_()",
+       [](Accelerator& a, auto& model, auto&) { a.clip_grad_norm_(model.parameters(), 1.0); }},
+      {"clip_grad_value_()",
+       [](Accelerator& a, auto& model, auto&) { a.clip_grad_value_(model.parameters(), 1.0); }},
+      {"uses a gradient that is gone",
+       [](Accelerator&, auto&, auto& o) { o.handle().parameters()[0].grad().square(); }},
+  };
+  for (const std::string strategy : {"zero2", "zero3"}) {
+    for (const auto& [what, then] : cases) {
+      SCOPED_TRACE(strategy + ": " + what);
+      std::vector<std::string> errors = ErrorsAfterBackward(Options(strategy), then);
+      if (what.rfind("another", 0) == 0) {
+        EXPECT_THAT(errors, Each(HasSubstr(kOption)));
+        continue;
+      }
+      EXPECT_THAT(errors, Each(AllOf(HasSubstr(what), HasSubstr(kOption))));
+    }
+  }
+}
+
+TEST_F(OptimizerInBackward, GradientsThatAreNotZeroed_AreAnErrorOnEveryRank) {
+  EXPECT_THAT(ErrorsOf(2, Options("zero3"),
+                       [](Accelerator& a) {
+                         torch::nn::Sequential net = MakeNet();
+                         FusedAdamW adam(net->parameters());
+                         auto [model, optimizer] = a.prepare(net, adam);
+                         for (int step = 0; step < 2; ++step) {
+                           a.backward(model(Random({4, 5}, 1)).square().mean());
+                           optimizer.step();
+                         }
+                       }),
+              Each(AllOf(HasSubstr("optimizer.zero_grad() after each"), HasSubstr(kOption))));
+  // By the module is as good.
+  EXPECT_THAT(ErrorsOf(2, Options("zero3"),
+                       [](Accelerator& a) {
+                         torch::nn::Sequential net = MakeNet();
+                         FusedAdamW adam(net->parameters());
+                         auto [model, optimizer] = a.prepare(net, adam);
+                         for (int step = 0; step < 3; ++step) {
+                           a.backward(model(Random({4, 5}, 1)).square().mean());
+                           optimizer.step();
+                           model->zero_grad();
+                         }
+                       }),
+              Each(""));
+}
+
+TEST_F(OptimizerInBackward, WhatNeedsAllGradientsFirst_IsRefusedByName) {
+  const auto prepare = [](Accelerator& a) {
+    torch::nn::Sequential net = MakeNet();
+    torch::optim::AdamW adam(net->parameters());
+    auto prepared = a.prepare(net, adam);
+  };
+  EXPECT_THAT(ErrorsOf(2, Options("zero3"), prepare),
+              Each(AllOf(HasSubstr(kOption), HasSubstr("muster::FusedAdamW"))));
+  const auto error = [](const AcceleratorOptions& options) -> std::string {
+    try {
+      RunAccelerators(1, options, [](Accelerator&) {});
+    } catch (const c10::Error& error) {
+      return error.what_without_backtrace();
+    }
+    return "no error";
+  };
+  EXPECT_THAT(error(Options("no_shard")), AllOf(HasSubstr(kOption), HasSubstr("zero3")));
+  AcceleratorOptions clipped = Options("zero3");
+  clipped.gradient_clipping = 1.0;
+  EXPECT_THAT(error(clipped), AllOf(HasSubstr(kOption), HasSubstr("gradient_clipping")));
+  AcceleratorOptions scaled = Options("zero3");
+  scaled.mixed_precision = "fp16";
+  EXPECT_THAT(error(scaled), AllOf(HasSubstr(kOption), HasSubstr("fp16")));
+  const auto train =
+      [](const std::function<void(Accelerator&, const at::Tensor&, AcceleratedOptimizer&)>& step) {
+        return [step](Accelerator& a) {
+          torch::nn::Sequential net = MakeNet();
+          FusedAdamW adam(net->parameters());
+          auto [model, optimizer] = a.prepare(net, adam);
+          step(a, model(Random({4, 5}, 1)).square().mean(), optimizer);
+        };
+      };
+  EXPECT_THAT(
+      ErrorsOf(2, Options("zero3"),
+               train([](Accelerator& a, const at::Tensor& loss, auto&) { a.backward(loss, 2.0); })),
+      Each(AllOf(HasSubstr(kOption), HasSubstr("weight"))));
+  EXPECT_THAT(ErrorsOf(2, Options("zero3"),
+                       train([](Accelerator&, const at::Tensor& loss, auto& optimizer) {
+                         optimizer.step([&] { return loss; });
+                       })),
+              Each(AllOf(HasSubstr(kOption), HasSubstr("step(closure)"))));
+  AcceleratorOptions accumulated = Options("zero3");
+  accumulated.gradient_accumulation_steps = 2;
+  EXPECT_THAT(ErrorsOf(2, accumulated,
+                       [](Accelerator& a) {
+                         torch::nn::Sequential net = MakeNet();
+                         FusedAdamW adam(net->parameters());
+                         auto [model, optimizer] = a.prepare(net, adam);
+                         for (int step = 0; step < 2; ++step) {
+                           auto scope = a.accumulate();
+                           model(Random({4, 5}, 1)).square().mean().backward();
+                         }
+                       }),
+              Each(AllOf(HasSubstr(kOption), HasSubstr("accelerator.backward"))));
+}
+
+TEST_F(OptimizerInBackward, RanksWithOtherSettings_AreNamed) {
+  std::vector<std::string> errors(2);
+  RunGlooRanks(2, [&](Comm& comm) {
+    try {
+      Accelerator a(CoreOn(comm, Options("zero3", comm.rank() == 0)));
+    } catch (const c10::Error& error) {
+      errors[comm.rank()] = error.what_without_backtrace();
+    }
+  });
+  EXPECT_THAT(errors, Each(HasSubstr(kOption)));
+}
+
+// A backward pass that throws on the way leaves a model that has changed in part.
+TEST_F(OptimizerInBackward, PassThatThrows_NeedsACheckpoint) {
+  const std::string dir = folder_.Path("before");
+  Weights want, got;
+  for (const bool fails : {false, true}) {
+    RunAccelerators(2, Options("zero2"), [&](Accelerator& a) {
+      torch::nn::Sequential net = MakeNet();
+      FusedAdamW adam(net->parameters(), {.lr = 0.01});
+      auto [model, optimizer] = a.prepare(net, adam);
+      const auto step = [&, &model = model, &optimizer = optimizer](int i, bool throws = false) {
+        const at::Tensor x = MineOf(a, Random({kSamples, 5}, 100 + i)).requires_grad_();
+        at::Tensor loss = model(x).square().mean();
+        if (throws) {
+          x.register_hook([](at::Tensor) { TORCH_CHECK(false, "a hook throws"); });
+        }
+        a.backward(loss);
+        optimizer.step();
+        optimizer.zero_grad();
+      };
+      step(0);
+      step(1);
+      ASSERT_TRUE(a.save_state(dir).ok());
+      if (fails) {
+        EXPECT_THROW(step(2, /*throws=*/true), c10::Error);
+        for (int again = 0; again < 2; ++again) {
+          try {
+            step(2);
+            ADD_FAILURE() << "trains on";
+          } catch (const c10::Error& error) {
+            EXPECT_THAT(error.what_without_backtrace(), HasSubstr("changed in part"));
+          }
+        }
+        EXPECT_FALSE(a.save_state(folder_.Path("never")).ok());
+        const absl::Status loaded = a.load_state(dir);
+        ASSERT_TRUE(loaded.ok()) << loaded;
+        optimizer.zero_grad();
+      }
+      step(2);
+      step(3);
+      const Weights all = a.get_state_dict(model);
+      if (!a.is_main_process()) return;
+      for (const auto& [name, tensor] : all) (fails ? got : want)[name] = tensor.clone();
+    });
+  }
+  ExpectEqual(got, want);
+}
+
+// Two units wait at most: when the first layer goes backward, the last ones are updated.
+TEST_F(OptimizerInBackward, LastUnit_IsUpdatedWhileTheFirstOneGoesBackward) {
+  constexpr int kLayers = 6;
+  for (const std::string strategy : {"zero1", "zero2", "zero3"}) {
+    RunAccelerators(2, Options(strategy), [&](Accelerator& a) {
+      torch::nn::Sequential net;
+      for (int i = 0; i < kLayers; ++i) net->push_back(torch::nn::Linear(8, 8));
+      FusedAdamW adam(net->parameters());
+      auto [model, optimizer] = a.prepare(net, adam);
+      const ShardedModel& sharded = *model.slot()->sharded();
+      const at::Tensor last = sharded.units().back()->slices().front().shard;
+      for (int step = 0; step < 3; ++step) {
+        bool updated = false;
+        const at::Tensor loss = model.call([&](torch::nn::SequentialImpl& layers) {
+          at::Tensor x = layers[0]->as<torch::nn::Linear>()->forward(Random({2, 8}, 5));
+          x.register_hook(
+              [&](at::Tensor) { updated = last.grad().is_same(ShardUnit::UsedGradientMark()); });
+          for (size_t i = 1; i < layers.size(); ++i) {
+            x = layers[i]->as<torch::nn::Linear>()->forward(x);
+          }
+          return x.square().mean();
+        });
+        a.backward(loss);
+        // The first step finds out in which order gradients come.
+        if (last.numel() > 0) {
+          EXPECT_EQ(updated, step > 0) << strategy;
+        }
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    });
+  }
+}
+
+// Counts what it gives out and has not got back.
+class CountingMemory : public c10::Allocator {
+ public:
+  static CountingMemory& Get() {
+    static auto& made = *[] {
+      auto* const memory = new CountingMemory(c10::GetDefaultCPUAllocator());
+      c10::SetCPUAllocator(memory, /*priority=*/255);
+      return memory;
+    }();
+    return made;
+  }
+  c10::DataPtr allocate(size_t bytes) override {
+    c10::DataPtr inner = inner_->allocate(bytes);
+    void* const data = inner.get();
+    if (data == nullptr) return inner;
+    inner.release_context();
+    MutexLock lock(&mu_);
+    sizes_[data] = bytes;
+    live_ += static_cast<int64_t>(bytes);
+    peak_ = std::max(peak_, live_);
+    return {data, data, &Delete, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &Delete; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    inner_->copy_data(to, from, bytes);
+  }
+  void ResetPeak() {
+    MutexLock lock(&mu_);
+    peak_ = live_;
+  }
+  // Since then: the most above what there was, and what there is above it.
+  int64_t peak() const {
+    MutexLock lock(&mu_);
+    return peak_;
+  }
+  int64_t live() const {
+    MutexLock lock(&mu_);
+    return live_;
+  }
+
+ private:
+  explicit CountingMemory(c10::Allocator* inner) : inner_(inner) {}
+  static void Delete(void* data) {
+    CountingMemory& self = Get();
+    {
+      MutexLock lock(&self.mu_);
+      const auto it = self.sizes_.find(data);
+      self.live_ -= static_cast<int64_t>(it->second);
+      self.sizes_.erase(it);
+    }
+    self.inner_->raw_deleter()(data);
+  }
+
+  c10::Allocator* const inner_;
+  mutable Mutex mu_;
+  std::unordered_map<void*, size_t> sizes_ ABSL_GUARDED_BY(mu_);
+  int64_t live_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t peak_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+TEST_F(OptimizerInBackward, GradientsOfAFewUnits_ExistAtATime) {
+  constexpr int kLayers = 24;
+  constexpr int64_t kWidth = 128;
+  constexpr int64_t kUnitBytes = 4 * (kWidth * kWidth + kWidth);
+  CountingMemory& memory = CountingMemory::Get();
+  for (const int ranks : {1, 2}) {
+    // Above what is there between steps, on all ranks.
+    std::map<bool, int64_t> peak, after;
+    for (const bool in_backward : {false, true}) {
+      RunAccelerators(ranks, Options("zero2", in_backward), [&](Accelerator& a) {
+        torch::nn::Sequential net;
+        for (int i = 0; i < kLayers; ++i) net->push_back(torch::nn::Linear(kWidth, kWidth));
+        FusedAdamW adam(net->parameters());
+        auto [model, optimizer] = a.prepare(net, adam);
+        int64_t before = 0;
+        for (int step = 0; step < 3; ++step) {
+          a.wait_for_everyone();
+          if (a.is_main_process()) {
+            memory.ResetPeak();
+            before = memory.live();
+          }
+          a.wait_for_everyone();
+          a.backward(model(Random({1, kWidth}, 5)).square().mean());
+          a.wait_for_everyone();
+          if (a.is_main_process()) {
+            peak[in_backward] = memory.peak() - before;
+            after[in_backward] = memory.live() - before;
+          }
+          a.wait_for_everyone();
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+      });
+    }
+    SCOPED_TRACE(ranks);
+    // All gradients of the model, in parts: together those of one model.
+    EXPECT_GE(after[false], kLayers * kUnitBytes - kUnitBytes / 4);
+    EXPECT_LE(after[true], kUnitBytes / 4);
+    // Whole gradients and copies of two units on each rank, and the parts of three, which are
+    // reduced, wait or are updated.
+    EXPECT_LE(peak[true], (ranks * 4 + 4) * kUnitBytes);
+  }
+}
+
+TEST_F(OptimizerInBackward, Environment_CountsWhereTheProgramSaysNothing) {
+  RunGlooRanks(1, [&](Comm& comm) {
+    JoinedProcess process;
+    process.environment.sharding = {"zero3", "MUSTER_SHARDING"};
+    process.environment.optimizer_in_backward = {true, "MUSTER_OPTIMIZER_IN_BACKWARD"};
+    process.comm = std::make_unique<BorrowedComm>(comm);
+    const internal::Core core({}, std::move(process));
+    EXPECT_TRUE(core.process().sharding().optimizer_in_backward);
+  });
+}
+
+}  // namespace
+}  // namespace muster
