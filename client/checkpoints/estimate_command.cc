@@ -93,6 +93,7 @@ absl::StatusOr<Request> RequestOf(const CommandLine& line) {
         place == "cpu" ? EstimatedOffload::Place::kCpu : EstimatedOffload::Place::kDisk;
   }
   request.offload.parameters = line.Has("offload_parameters");
+  request.offload.optimizer_in_backward = line.Has("optimizer_in_backward");
   return request;
 }
 
@@ -156,6 +157,9 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
                    .values = {"cpu", "disk"}},
                   {.name = "offload_parameters",
                    .help = "Parts of parameters are on a disk between their uses (zero3, hybrid)"},
+                  {.name = "optimizer_in_backward",
+                   .help = "Gradients of a few units at a time: the optimizer uses them inside of "
+                           "the backward pass"},
                   OutputOption({"text", "json"})},
       .max_words = 1};
   CommandLine line;

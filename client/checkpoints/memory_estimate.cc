@@ -72,11 +72,16 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
                                                  const EstimatedOffload& offload) {
   const int64_t whole = 4 * size.elements, states = state_bytes * size.elements;
   const int64_t unit = 4 * size.largest_elements;
+  // The gradients of a process that has a part of each.
+  const auto gradients_of = [&](int64_t ranks) {
+    const int64_t part = CeilOf(whole, ranks);
+    return offload.optimizer_in_backward ? std::min(part, 3 * CeilOf(unit, ranks)) : part;
+  };
   const auto divided = [&](const char* name, int64_t ranks) {
     // Two units of parameters, or one and the gradients of another: three at most.
     return StrategyEstimate{.strategy = name,
                             .parameters = CeilOf(whole, ranks) + size.other_bytes,
-                            .gradients = CeilOf(whole, ranks),
+                            .gradients = gradients_of(ranks),
                             .states = CeilOf(states, ranks),
                             .gathered = ranks == 1 && !offload.parameters ? 0 : 3 * unit};
   };
@@ -106,17 +111,26 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
                  .gathered = 0});
   take_away(&all.back(), 1, false);
   if (processes == 1) {
+    if (offload.optimizer_in_backward) {
+      all.push_back({.strategy = "zero2",
+                     .parameters = whole + size.other_bytes,
+                     .gradients = gradients_of(1),
+                     .states = states,
+                     .gathered = std::min(unit, whole)});
+      take_away(&all.back(), 1, false);
+    }
     if (!offload.parameters) return all;
     all.push_back(divided("zero3", 1));
     take_away(&all.back(), 1, true);
     return all;
   }
-  const int64_t part = CeilOf(whole, processes);
-  all.push_back({.strategy = "zero1",
-                 .parameters = whole + size.other_bytes,
-                 .gradients = part,
-                 .states = CeilOf(states, processes),
-                 .gathered = whole - part});
+  const int64_t part = gradients_of(processes);
+  all.push_back(
+      {.strategy = "zero1",
+       .parameters = whole + size.other_bytes,
+       .gradients = part,
+       .states = CeilOf(states, processes),
+       .gathered = offload.optimizer_in_backward ? std::min(3 * unit, whole) : whole - part});
   take_away(&all.back(), processes, false);
   all.push_back({.strategy = "zero2",
                  .parameters = whole + size.other_bytes,

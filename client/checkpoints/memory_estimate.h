@@ -63,6 +63,9 @@ struct EstimatedOffload {
   Place optimizer = Place::kNone;
   // On a disk; parts of two units are in memory. Of strategies that divide parameters.
   bool parameters = false;
+  // options.sharding.optimizer_in_backward: gradients of a unit and parts of three at a time. Not
+  // of "no_shard"; one process then has "zero2" as well.
+  bool optimizer_in_backward = false;
 };
 // `processes` >= 1 divide one copy, for hybrid `group_size` of them (1 <= group_size <= processes).
 // `state_bytes`: of the optimizer for each element: 8 for Adam, 4 for momentum, 0. One process has

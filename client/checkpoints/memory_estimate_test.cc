@@ -63,6 +63,23 @@ TEST(EstimateStrategies, EachDividesMoreThanTheOneBefore) {
   EXPECT_EQ(EstimateStrategies(size, 4, 4, 8).size(), 4u);
 }
 
+TEST(EstimateStrategies, OptimizerInBackward_HasGradientsOfThreeUnits) {
+  ModelSize size;
+  size.elements = 1000;
+  size.largest_elements = 40;
+  const auto all = EstimateStrategies(size, 4, 2, 8, {.optimizer_in_backward = true});
+  ASSERT_EQ(all.size(), 5u);
+  EXPECT_EQ(all[0].gradients, 4000);  // no_shard
+  for (const int row : {1, 2, 3}) EXPECT_EQ(all[row].gradients, 3 * 40) << all[row].strategy;
+  EXPECT_EQ(all[4].gradients, 3 * 80);
+  EXPECT_EQ(all[1].gathered, 3 * 160);
+  const auto one = EstimateStrategies(size, 1, 1, 8, {.optimizer_in_backward = true});
+  ASSERT_EQ(one.size(), 2u);
+  EXPECT_EQ(one[1].strategy, "zero2");
+  EXPECT_EQ(one[1].gradients + one[1].gathered, 4 * 160);
+  EXPECT_EQ(one[1].states, 8000);
+}
+
 // Blocks of 100 million elements in two tensors each: states of 0.8 GB a block.
 TEST(EstimateStrategies, Offload_TakesStatesAndPartsAway) {
   std::vector<EstimatedTensor> tensors = {{"ids", 2, 16, false}};
