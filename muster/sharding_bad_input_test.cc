@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +18,7 @@
 #include "muster/test_ranks.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/linear.h"
+#include "worker/collective/comm_thread.h"
 
 namespace muster {
 namespace {
@@ -276,6 +278,38 @@ TEST(ShardingBadInput, RankWithoutMemoryForAGather_NamesTheUnitAndTheOthersLearn
     EXPECT_THAT(errors[last],
                 AllOf(HasSubstr("can't allocate memory"), HasSubstr("allocating memory for unit")));
   }
+}
+
+// A gather ahead of its use runs on the thread that communicates.
+TEST(ShardingBadInput, RankWithoutMemoryForAGatherAhead_NamesTheUnitAndTheOthersLearnOfIt) {
+  FullMemory::Install();
+  AcceleratorOptions options;
+  options.sharding = ShardingOptions{.strategy = ShardingStrategy::kFull, .overlap = true};
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::string> errors(3);
+  RunGlooRanks(3, [&](Comm& comm) {
+    try {
+      const std::shared_ptr<internal::Core> core = CoreOn(comm, options, store);
+      Accelerator a(core);
+      torch::nn::Sequential net = Wide();
+      FusedSGD sgd(net->parameters(), {.lr = 0.1});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      for (int step = 0; step < 3; ++step) {
+        // The first step finds the order in which units come.
+        if (step == 2 && comm.rank() == 2) {
+          core->process().comm_thread()->Submit([] { FullMemory::full_ = true; });
+        }
+        a.backward(model(Input()).mean());
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    } catch (const c10::Error& error) {
+      errors[comm.rank()] = error.what_without_backtrace();
+    }
+  });
+  EXPECT_THAT(errors, Each(Not("")));
+  EXPECT_THAT(errors[2],
+              AllOf(HasSubstr("can't allocate memory"), HasSubstr("allocating memory for unit")));
 }
 
 TEST(ShardingBadInput, PeerThatDiesInsideAGather_IsAnErrorOnEveryRank) {
