@@ -105,6 +105,11 @@ uint64_t RelayCore::Heartbeat(v1::Op op, Done done) {
       worker.beat.set_phase(request.phase());
       worker.beat.set_last_collective(request.last_collective());
       worker.beat.set_progress(request.progress());
+      if (request.has_save()) {
+        *worker.beat.mutable_save() = request.save();
+      } else {
+        worker.beat.clear_save();
+      }
       if (request.has_restored_ago()) {
         worker.restored = worker.heard - rpc::FromProto(request.restored_ago());
       }

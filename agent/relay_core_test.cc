@@ -80,6 +80,7 @@ class RelayCoreTest : public ::testing::Test {
     op.mutable_heartbeat()->set_phase("training");
     op.mutable_heartbeat()->set_last_collective("all_reduce #4");
     op.mutable_heartbeat()->set_progress(99);
+    if (saving_) op.mutable_heartbeat()->mutable_save()->set_written_bytes(7);
     last_.Clear();
     Submit("beat", std::move(op));
     return last_.heartbeat();
@@ -102,6 +103,7 @@ class RelayCoreTest : public ::testing::Test {
   FakeClock clock_;
   FakeOpSender upstream_;
   bool connected_ = true;
+  bool saving_ = false;
   std::map<int64_t, std::string> states_;
   std::map<std::string, std::string> results_;
   v1::OpResult last_;
@@ -246,6 +248,16 @@ TEST_F(RelayCoreTest, Heartbeat_IsAnsweredHereAndFillsTheBeat) {
   EXPECT_EQ(beat.workers(0).last_collective(), "all_reduce #4");
   EXPECT_EQ(beat.workers(0).progress(), 99u);
   EXPECT_EQ(beat.workers(0).process_state(), "running");
+}
+
+TEST_F(RelayCoreTest, CheckpointThatIsWritten_IsInTheBeatUntilItIsDone) {
+  Seat(0);
+  saving_ = true;
+  Beat(0, 7);
+  EXPECT_EQ(core_->MakeBeat().workers(0).save().written_bytes(), 7u);
+  saving_ = false;
+  Beat(0, 8);
+  EXPECT_FALSE(core_->MakeBeat().workers(0).has_save());
 }
 
 TEST_F(RelayCoreTest, Beat_SaysHowLongAgoTheStateWasLoadedAndAStepDone) {

@@ -472,6 +472,7 @@ class Core::Impl::Job : public BarrierHost {
     seat->SetPhase(report.phase());
     seat->SetLastCollective(report.last_collective());
     seat->SetProgress(report.progress());
+    seat->SetSave(report.has_save() ? &report.save() : nullptr);
     if (seat->rank() != 0) return;
     if (report.has_restored_ago() && !std::exchange(restored_told_, true)) {
       TellJobs(AttemptStage::kRestored, impl_->now_ - FromProto(report.restored_ago()));

@@ -22,6 +22,32 @@ namespace {
 constexpr size_t kMaxCallsOfJoin = 8;
 constexpr int kNamed = 4;
 
+// The save that has lasted longest, all parts of it together.
+void FillSave(const std::vector<Seat>& seats, v1::JobStatus* status) {
+  v1::SaveProgress save;
+  int writers = 0;
+  const auto writes = [](const Seat& seat) { return seat.alive() && seat.save() != nullptr; };
+  for (const Seat& seat : seats) {
+    if (!writes(seat)) continue;
+    if (writers++ == 0 || seat.save()->step() < save.step()) save.set_step(seat.save()->step());
+  }
+  if (writers == 0) return;
+  writers = 0;
+  absl::Duration elapsed;
+  for (const Seat& seat : seats) {
+    if (!writes(seat) || seat.save()->step() != save.step()) continue;
+    ++writers;
+    if (save.path().empty()) save.set_path(seat.save()->path());
+    save.set_written_bytes(save.written_bytes() + seat.save()->written_bytes());
+    save.set_bytes(save.bytes() + seat.save()->bytes());
+    save.set_asynchronous(seat.save()->asynchronous());
+    elapsed = std::max(elapsed, FromProto(seat.save()->elapsed()));
+  }
+  *save.mutable_elapsed() = ToProto(elapsed);
+  *status->mutable_save() = std::move(save);
+  status->set_saving(writers);
+}
+
 }  // namespace
 
 LeaseTerms Core::Impl::Job::Terms() const {
@@ -192,6 +218,7 @@ v1::Member Core::Impl::Job::MakeMember(const Seat& seat) const {
   member.set_phase(seat.phase());
   member.set_last_collective(seat.last_collective());
   member.set_progress(seat.progress());
+  if (seat.alive() && seat.save() != nullptr) *member.mutable_save() = *seat.save();
   if (seat.record().has_exit()) *member.mutable_exit() = seat.record().exit();
   member.set_why_rank(seat.record().why_rank());
   return member;
@@ -864,6 +891,7 @@ void Core::Impl::Job::FillStatus(v1::JobStatus* status) const {
   }
   status->set_min_step(members_.seats().empty() ? 0 : min_step);
   status->set_max_step(max_step);
+  FillSave(members_.seats(), status);
   if (leases_.silent() > 0) {
     status->set_silent(leases_.silent());
     *status->mutable_silent_for() = ToProto(leases_.SilentFor(impl_->now_));

@@ -1550,6 +1550,58 @@ TEST_F(CoreTest, GetMembers_HasTheCountOfProgressOfBeatsAndHeartbeats) {
   EXPECT_EQ(bench_.Result(bench_.Do(op)).get_members().members(workers[1].rank).progress(), 0u);
 }
 
+TEST_F(CoreTest, CheckpointThatIsWritten_IsToldOfEachWorkerAndOfAllTogether) {
+  const std::vector<Worker> workers = Form(2, true, 2);
+  v1::Op heartbeat;
+  workers[0].FillFence(heartbeat.mutable_heartbeat()->mutable_fence());
+  v1::SaveProgress& save = *heartbeat.mutable_heartbeat()->mutable_save();
+  save.set_path("/c/checkpoint_7");
+  save.set_step(70);
+  save.set_written_bytes(30);
+  save.set_bytes(100);
+  save.mutable_elapsed()->set_seconds(2);
+  save.set_asynchronous(true);
+  bench_.Do(heartbeat);
+  v1::Beat beat;
+  v1::WorkerBeat* const one = beat.add_workers();
+  one->set_job_id("j");
+  one->set_worker_id(workers[1].id);
+  one->set_incarnation(workers[1].incarnation);
+  one->mutable_save()->set_step(70);
+  one->mutable_save()->set_written_bytes(5);
+  one->mutable_save()->set_bytes(50);
+  one->mutable_save()->mutable_elapsed()->set_seconds(3);
+  const auto said = [&] {
+    bench_.core_->HandleBeat("node-" + workers[1].host, beat, bench_.now_, &bench_.out_);
+    bench_.Collect();
+    v1::StatusReply status;
+    bench_.core_->FillStatus(&status);
+    return status.jobs(0);
+  };
+  v1::JobStatus status = said();
+  EXPECT_EQ(status.saving(), 2);
+  EXPECT_EQ(status.save().path(), "/c/checkpoint_7");
+  EXPECT_EQ(status.save().step(), 70);
+  EXPECT_EQ(status.save().written_bytes(), 35u);
+  EXPECT_EQ(status.save().bytes(), 150u);
+  EXPECT_EQ(status.save().elapsed().seconds(), 3);
+  v1::Op op;
+  op.mutable_get_members()->set_job_id("j");
+  const v1::GetMembersReply members = bench_.Result(bench_.Do(op)).get_members();
+  ASSERT_EQ(members.members_size(), 2);
+  EXPECT_EQ(members.members(workers[0].rank).save().written_bytes(), 30u);
+  EXPECT_EQ(members.members(workers[1].rank).save().bytes(), 50u);
+  // One writes the next checkpoint already.
+  one->mutable_save()->set_step(80);
+  status = said();
+  EXPECT_EQ(status.saving(), 1);
+  EXPECT_EQ(status.save().step(), 70);
+  one->clear_save();
+  heartbeat.mutable_heartbeat()->clear_save();
+  bench_.Do(heartbeat);
+  EXPECT_FALSE(said().has_save());
+}
+
 TEST_F(CoreTest, GetMembers_OfManyThatFailedWithLastWords_FitsAMessage) {
   std::vector<Worker> workers = Form(100, /*end_on_failure=*/false);
   for (const Worker& worker : workers) {

@@ -11,6 +11,7 @@ namespace muster::coordinator {
 namespace {
 
 constexpr size_t kMaxText = 256;
+constexpr size_t kMaxSavePath = 4096;
 constexpr size_t kMaxProcessState = 64;
 constexpr size_t kMaxStack = 16 << 10;
 
@@ -46,6 +47,13 @@ absl::Status BadRank(absl::string_view job_id, int rank) {
 void Seat::SetPhase(absl::string_view phase) { SetText(phase, kMaxText, &phase_); }
 void Seat::SetLastCollective(absl::string_view collective) {
   SetText(collective, kMaxText, &last_collective_);
+}
+void Seat::SetSave(const v1::SaveProgress* save) {
+  if (save == nullptr) return save_.reset();
+  auto known = std::make_shared<v1::SaveProgress>(*save);
+  known->DiscardUnknownFields();
+  known->set_path(Cut(save->path(), kMaxSavePath));
+  save_ = std::move(known);
 }
 void Seat::SetProcessState(absl::string_view state) {
   SetText(state, kMaxProcessState, &process_state_);

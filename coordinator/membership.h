@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "proto/muster/v1/journal.pb.h"
+#include "proto/muster/v1/membership.pb.h"
 #include "proto/muster/v1/rendezvous.pb.h"
 
 namespace muster::coordinator {
@@ -32,6 +34,8 @@ class Seat {
   const std::string& phase() const { return phase_; }
   const std::string& last_collective() const { return last_collective_; }
   uint64_t progress() const { return progress_; }  // 0: not counted
+  // The checkpoint that it writes; null: none.
+  const v1::SaveProgress* save() const { return save_.get(); }
   const std::string& process_state() const { return process_state_; }
   const std::string& stack() const { return stack_; }
 
@@ -40,6 +44,7 @@ class Seat {
   void SetPhase(absl::string_view phase);
   void SetLastCollective(absl::string_view collective);
   void SetProgress(uint64_t progress) { progress_ = progress; }
+  void SetSave(const v1::SaveProgress* save);
   void SetProcessState(absl::string_view state);
   void SetStack(absl::string_view stack);
   // Its worker was heard of through the agent of `node`, whose number is `agent`: a hub's messages
@@ -53,6 +58,7 @@ class Seat {
   uint64_t via_ = 0;
   int64_t step_ = 0;
   uint64_t progress_ = 0;
+  std::shared_ptr<const v1::SaveProgress> save_;  // few have one
   std::string phase_;
   std::string last_collective_;
   std::string process_state_;

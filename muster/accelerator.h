@@ -424,6 +424,10 @@ class Accelerator {
   // been reported yet. Call it on all processes or on none, because each waits for the others'
   // parts.
   absl::Status wait_for_checkpoint();
+  // How far the save is that is being written at this moment: of this process's files. Nothing if
+  // none is. May be asked at each step; does not block. Reports of the coordinator add up those of
+  // all processes (`muster status`).
+  std::optional<RunningSave> save_progress() const;
   // (collective) Restores such a state, also on another number of processes; loaders continue at
   // the exact next sample, epochs() at the saved epoch. An empty `directory` means the newest
   // complete checkpoint of the project directory. Errors: NOT_FOUND, DATA_LOSS,

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -210,6 +211,131 @@ TEST(DividedCheckpoint, SmallModelHooksAndRanksThatTrainApart_AreWrittenByRank0)
   AcceleratorOptions own = Dividing();
   own.allow_local_gradients = true;
   EXPECT_EQ(save(own, "own", nothing), 0);
+}
+
+// Counts the exchanges of a rank.
+class CountingComm : public BorrowedComm {
+ public:
+  using BorrowedComm::BorrowedComm;
+  std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
+    ++exchanges;
+    return BorrowedComm::AllGatherBytes(bytes);
+  }
+  std::string BroadcastBytes(const std::string& bytes, int root) override {
+    ++exchanges;
+    return BorrowedComm::BroadcastBytes(bytes, root);
+  }
+  void AllReduce(at::Tensor& tensor, ReduceOp op) override {
+    ++exchanges;
+    BorrowedComm::AllReduce(tensor, op);
+  }
+
+  int64_t exchanges = 0;
+};
+
+// What a save has planned and exchanged, and what it could take from the one before.
+struct SaveCost {
+  int64_t saves_planned = 0, saves_reused = 0, files_planned = 0, exchanges = 0;
+};
+
+SaveCost CostOfSave(Accelerator& a, CountingComm& comm, const std::string& dir) {
+  const auto before = a.core().checkpoints().plan_counts();
+  const int64_t exchanged = comm.exchanges;
+  const absl::Status saved = a.save_state(dir);
+  EXPECT_TRUE(saved.ok()) << saved;
+  const int64_t exchanges = comm.exchanges - exchanged;
+  const auto after = a.core().checkpoints().plan_counts();
+  EXPECT_TRUE(VerifyCheckpoint(dir, VerifyLevel::kContents).ok());
+  comm.Barrier();
+  return {.saves_planned = after.saves_planned - before.saves_planned,
+          .saves_reused = after.saves_reused - before.saves_reused,
+          .files_planned = after.files_planned - before.files_planned,
+          .exchanges = exchanges};
+}
+
+TEST(DividedCheckpoint, SecondSave_PlansNothing_UntilTheLayoutChangesOnAnyRank) {
+  const std::string root = TestDir("plans");
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  RunGlooRanks(2, [&](Comm& gloo) {
+    CountingComm comm(gloo);
+    Accelerator a(CoreOn(comm, Dividing(), store));
+    TiedNet net;
+    FusedAdamW adam(net->distinct(), {.lr = 1e-2});
+    auto [model, optimizer] = a.prepare(net, adam);
+    int saves = 0;
+    const auto save = [&] { return CostOfSave(a, comm, root + std::to_string(saves++)); };
+    const auto planned = [&](const std::string& why, bool plan, bool files) {
+      const SaveCost cost = save();
+      EXPECT_EQ(cost.saves_planned, plan ? 1 : 0) << why;
+      EXPECT_EQ(cost.saves_reused, plan ? 0 : 1) << why;
+      EXPECT_EQ(cost.files_planned > 0, files) << why;
+    };
+    planned("the first", true, true);
+    planned("the same again", false, false);
+    Train(a, model, optimizer, 0, 1);
+    planned("states are there after a step, in the files as they are divided", false, true);
+    Train(a, model, optimizer, 1, 2);
+    planned("other values alone", false, false);
+    std::optional<HookHandle> hook;
+    if (a.process_index() == 1) {
+      hook = a.register_save_state_pre_hook([](std::vector<NamedTensors>&, StateWriter&) {});
+    }
+    // Rank 0 writes all then.
+    EXPECT_EQ(save().saves_planned, 1) << "a hook of the other rank";
+    if (hook.has_value()) hook->remove();
+    EXPECT_EQ(save().saves_planned, 1) << "without it";
+    planned("as before", false, false);
+    torch::nn::Linear more(3, 3);
+    auto second = a.prepare(more);
+    EXPECT_EQ(save().saves_planned, 1) << "another model";
+    planned("the same two", false, false);
+    // What is read is what was there.
+    TiedNet whole;
+    ASSERT_TRUE(load_model(whole, root + std::to_string(saves - 1)).ok());
+    for (const auto& item : whole->named_parameters()) {
+      EXPECT_TRUE(at::equal(item.value(), net->named_parameters()[item.key()])) << item.key();
+    }
+  });
+}
+
+TEST(DividedCheckpoint, SecondSaveOfAShardedModel_ExchangesLess) {
+  const std::string root = TestDir("sharded_plans");
+  AcceleratorOptions options;
+  options.sharding = ParseSharding("zero3", 2);
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  RunGlooRanks(2, [&](Comm& gloo) {
+    CountingComm comm(gloo);
+    Accelerator a(CoreOn(comm, options, store));
+    TiedNet net;
+    FusedAdamW adam(net->distinct(), {.lr = 1e-2});
+    auto [model, optimizer] = a.prepare(net, adam);
+    const SaveCost without_state = CostOfSave(a, comm, root + "0");
+    Train(a, model, optimizer, 0, 1);
+    const SaveCost first = CostOfSave(a, comm, root + "1");
+    Train(a, model, optimizer, 1, 2);
+    const SaveCost second = CostOfSave(a, comm, root + "2");
+    EXPECT_EQ(without_state.saves_planned, 1);
+    EXPECT_EQ(first.saves_planned, 0);
+    EXPECT_GT(first.files_planned, 0);
+    EXPECT_EQ(second.saves_planned, 0);
+    EXPECT_EQ(second.files_planned, 0);
+    // Which slots the states have is known.
+    EXPECT_LT(second.exchanges, first.exchanges);
+    const Weights all = a.get_state_dict(model);
+    if (a.is_main_process()) {
+      TiedNet whole;
+      ASSERT_TRUE(load_model(whole, root + "2").ok());
+      EXPECT_TRUE(at::equal(whole->middle->weight, all.at("middle.weight")));
+      const absl::StatusOr<Manifest> manifest = ReadManifest(root + "2");
+      std::map<std::string, int> states;
+      const std::vector<std::string> parts = PartsOf(*manifest, "optimizer.safetensors").value();
+      for (const std::string& part : parts) {
+        for (const auto& [name, tensor] : LoadTensors(root + "2/" + part)) ++states[name];
+      }
+      EXPECT_EQ(states.size(), 3 * net->distinct().size());
+    }
+    comm.Barrier();
+  });
 }
 
 TEST(DividedCheckpoint, NegativeBytes_AreRefused) {

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "worker/checkpoint/save_progress.h"
 #include "worker/checkpoint/state.h"
 #include "worker/checkpoint/state_dict.h"
 #include "worker/checkpoint/weight_loader.h"

@@ -24,6 +24,7 @@
 #include "base/machine.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "base/units.h"
 #include "base/version.h"
 #include "client/checkpoints/seal_marks.h"
 #include "client/cli/command.h"
@@ -362,6 +363,36 @@ std::string WaitingText(const v1::JobStatus& job) {
   return text;
 }
 
+// The checkpoint that the job's workers are writing.
+std::string SaveText(const v1::JobStatus& job) {
+  if (!job.has_save()) return "";
+  const v1::SaveProgress& save = job.save();
+  std::string text = "  saving";
+  if (!save.path().empty()) absl::StrAppend(&text, " ", Printable(save.path(), 8192));
+  absl::StrAppend(&text, " of step ", save.step(), save.asynchronous() ? " beside training" : "",
+                  ": ", HumanBytes(static_cast<int64_t>(save.written_bytes())), " of ",
+                  HumanBytes(static_cast<int64_t>(save.bytes())), " by ", job.saving(),
+                  job.saving() == 1 ? " rank" : " ranks");
+  const absl::Duration elapsed = rpc::FromProto(save.elapsed());
+  if (const double seconds = absl::ToDoubleSeconds(elapsed); seconds > 0) {
+    const double rate = static_cast<double>(save.written_bytes()) / seconds;
+    absl::StrAppend(&text, ", ", HumanBytes(static_cast<int64_t>(rate)), "/s");
+  }
+  return absl::StrCat(text, ", for ", HumanDuration(elapsed), "\n");
+}
+
+ordered_json SaveJson(const v1::JobStatus& job) {
+  if (!job.has_save()) return nullptr;
+  const v1::SaveProgress& save = job.save();
+  return {{"path", save.path()},
+          {"step", save.step()},
+          {"written_bytes", save.written_bytes()},
+          {"bytes", save.bytes()},
+          {"elapsed", DurationText(save.elapsed(), 3)},
+          {"asynchronous", save.asynchronous()},
+          {"ranks", job.saving()}};
+}
+
 // One job, with what only calls of their own tell.
 absl::StatusOr<ordered_json> AddJob(const Connection& connection, const v1::JobStatus& job,
                                     std::string* table) {
@@ -380,6 +411,7 @@ absl::StatusOr<ordered_json> AddJob(const Connection& connection, const v1::JobS
   }
   ordered_json rows = AddMembers(members, table);
   absl::StrAppend(table, RanksText(members));
+  absl::StrAppend(table, SaveText(job));
 
   v1::StragglerReportReply report;
   MUSTER_RETURN_IF_ERROR(ReadStragglers(connection, job.job_id(), &report));
@@ -400,6 +432,7 @@ absl::StatusOr<ordered_json> AddJob(const Connection& connection, const v1::JobS
                       {"silent", job.silent()},
                       {"min_step", job.min_step()},
                       {"max_step", job.max_step()},
+                      {"save", SaveJson(job)},
                       {"workers", std::move(rows)},
                       {"stragglers", std::move(stragglers)},
                       {"open_barriers", std::move(barriers)},
@@ -879,6 +912,19 @@ absl::StatusOr<std::vector<v1::CheckpointRecord>> ListRecordsOfJob(const Connect
   return records;
 }
 
+// Empty, if it is not known.
+v1::JobStatus StatusOfJob(const Connection& connection, const std::string& group) {
+  v1::StatusReply reply;
+  grpc::ClientContext call;
+  rpc::SetTimeout(call, connection.timeout);
+  if (v1::Admin::NewStub(connection.channel)->Status(&call, {}, &reply).ok()) {
+    for (const v1::JobStatus& status : reply.jobs()) {
+      if (status.job_id() == group) return status;
+    }
+  }
+  return v1::JobStatus();
+}
+
 std::string VerifiedWord(v1::VerifyDepth depth) {
   return depth == v1::VERIFY_CONTENTS ? "contents" : depth == v1::VERIFY_SIZES ? "sizes" : "never";
 }
@@ -1019,6 +1065,8 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
       all.push_back(RecordJson(record));
       absl::StrAppend(&text, RecordText(record));
     }
+    // Not a record yet.
+    if (format != "json") absl::StrAppend(&text, SaveText(StatusOfJob(connection, job)));
     context.out << (format == "json" ? Dump(all) : text);
     return kExitOk;
   }

@@ -22,6 +22,7 @@
 #include "coordinator/journal/sqlite_journal.h"
 #include "coordinator/web/prometheus.h"
 #include "rpc/address.h"
+#include "rpc/session/duration.h"
 #include "rpc/token.h"
 
 namespace muster::coordinator {
@@ -118,6 +119,27 @@ void WriteCore(const CoreFacts& facts, size_t kv_limit, PrometheusText* out) {
   text.Family("muster_checkpoint_save_seconds", Type::kHistogram,
               "From the begin of a save to the publication of its checkpoint.");
   WriteDurations(facts.stats.checkpoint_save, &text);
+  int64_t saving = 0;
+  double bytes = 0, written = 0, seconds = 0;
+  for (const v1::JobStatus& job : facts.status.jobs()) {
+    if (!job.has_save()) continue;
+    ++saving;
+    bytes += static_cast<double>(job.save().bytes());
+    written += static_cast<double>(job.save().written_bytes());
+    seconds = std::max(seconds, absl::ToDoubleSeconds(rpc::FromProto(job.save().elapsed())));
+  }
+  text.Family("muster_checkpoint_saves_running", Type::kGauge,
+              "Jobs whose workers are writing a checkpoint.");
+  text.Sample({}, static_cast<double>(saving));
+  text.Family("muster_checkpoint_running_bytes", Type::kGauge,
+              "Of checkpoints that are being written: bytes in all, as far as they are known.");
+  text.Sample({}, bytes);
+  text.Family("muster_checkpoint_running_written_bytes", Type::kGauge,
+              "Of checkpoints that are being written: bytes that are in their files.");
+  text.Sample({}, written);
+  text.Family("muster_checkpoint_running_seconds", Type::kGauge,
+              "How long the longest of these saves has lasted.");
+  text.Sample({}, seconds);
   text.Family("muster_workers_lost_total", Type::kCounter, "Workers whose lease ran out.");
   text.Sample({}, static_cast<double>(facts.stats.workers_lost));
   text.Family("muster_workers_failed_total", Type::kCounter, "Workers that ended with an error.");

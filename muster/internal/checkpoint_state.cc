@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/hash/hash.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -26,6 +27,7 @@
 #include "base/units.h"
 #include "muster/internal/full_state.h"
 #include "worker/checkpoint/async_saver.h"
+#include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/memory_tier.h"
@@ -144,6 +146,25 @@ StateDict ReadFile(const StateReader& reader, const std::string& name) {
   return *std::move(file);
 }
 
+// Of all ranks, code and message of each. The same on every process; it names the rank.
+void ThrowFirst(const std::vector<std::tuple<int, std::string>>& statuses) {
+  const bool alike = std::all_of(statuses.begin(), statuses.end(),
+                                 [&](const auto& status) { return status == statuses[0]; });
+  for (size_t r = 0; r < statuses.size(); ++r) {
+    const auto& [code, message] = statuses[r];
+    if (code == 0) continue;
+    ThrowIfError(absl::Status(static_cast<absl::StatusCode>(code),
+                              alike ? message : absl::StrCat("rank ", r, ": ", message)));
+  }
+}
+
+// (collective)
+bool OnAnyProcess(Comm& comm, bool here) {
+  bool anywhere = false;
+  for (const std::string& one : comm.AllGatherBytes(here ? "1" : "0")) anywhere |= one == "1";
+  return anywhere;
+}
+
 // The first failure. Each is in the log since the save ended.
 absl::Status FirstFailure(const std::vector<AsyncSaver::Outcome>& outcomes) {
   for (const AsyncSaver::Outcome& outcome : outcomes) {
@@ -156,6 +177,50 @@ absl::Status FirstFailure(const std::vector<AsyncSaver::Outcome>& outcomes) {
 }
 
 }  // namespace
+
+// What the ranks write together: the files of each divided model; none for the others, which rank 0
+// writes.
+struct CheckpointState::Division {
+  std::vector<DividedModel> models;
+  std::vector<std::map<std::string, int>> writers;  // rank by tensor, of each model
+
+  void Add(DividedModel model) {
+    std::map<std::string, int>& ranks = writers.emplace_back();
+    for (const DividedFile& file : model.files) {
+      for (const std::string& tensor : file.tensors) ranks.emplace(tensor, file.rank);
+    }
+    models.push_back(std::move(model));
+  }
+
+  bool Divides(size_t model) const { return !models[model].files.empty(); }
+  bool DividesAny() const {
+    return std::any_of(models.begin(), models.end(),
+                       [](const DividedModel& model) { return !model.files.empty(); });
+  }
+  // Whether rank `rank` writes tensor `name` of model `model`.
+  bool Writes(int rank, size_t model, const std::string& name) const {
+    if (!Divides(model)) return rank == 0;
+    const auto found = writers[model].find(name);
+    return found != writers[model].end() && found->second == rank;
+  }
+};
+
+struct CheckpointState::Plan {
+  // The states of the parameters in one file of a model are a file, too.
+  struct OptimizerPart {
+    int rank = 0;                       // its writer
+    std::vector<std::string> known_as;  // the optimizer's names
+  };
+
+  // What it was made for.
+  Layout layout;
+  bool hooks = false, apart = false;
+
+  Division division;
+  std::vector<std::string> indexes;                       // of each model; empty: it is one file
+  std::vector<std::vector<OptimizerPart>> optimizers;     // of each optimizer, files of states
+  std::map<std::pair<size_t, size_t>, StateSlots> slots;  // of each optimizer's part of a model
+};
 
 CheckpointState::CheckpointState(Process& process, Registry& registry, LoopTracker& loops,
                                  StepController& steps, std::function<bool()> stopping)
@@ -197,7 +262,8 @@ PublishOptions CheckpointState::Publishing() const {
   return {.registrar = registrar_.get(),
           .keep = static_cast<int>(std::clamp<int64_t>(keep, -1, kMaxKept)),
           .keep_every = options.keep_every,
-          .promote = options.promote};
+          .promote = options.promote,
+          .progress = process_.joined().saves.get()};
 }
 
 absl::Status CheckpointState::CheckOptions() const {
@@ -284,7 +350,7 @@ absl::Status CheckpointState::SaveToMemory(const CheckpointInfo& info, int64_t s
                       absl::StrCat("the last save in memory failed: ", before.message()));
 }
 
-absl::Status CheckpointState::CheckComplete() const {
+absl::Status CheckpointState::CheckComplete(const Layout& layout) {
   for (const auto& optimizer : registry_.optimizers()) {
     const std::string why = optimizer->handle().CannotSave();
     if (!why.empty()) return absl::FailedPreconditionError(why);
@@ -295,7 +361,7 @@ absl::Status CheckpointState::CheckComplete() const {
         "save_state would write no model, although optimizers have stepped: prepare() the model "
         "that is trained, and save before free_memory()");
   }
-  if (!registered_.empty() || !save_hooks_.empty()) return absl::OkStatus();
+  if (!registered_.empty() || !save_hooks_.empty() || complete_ == layout) return absl::OkStatus();
   std::unordered_set<const void*> written;
   for (const auto& model : registry_.models()) {
     for (const auto& [name, tensor] : model->source().parameters()) {
@@ -317,82 +383,146 @@ absl::Status CheckpointState::CheckComplete() const {
           "register_for_checkpointing()"));
     }
   }
+  complete_ = layout;
   return absl::OkStatus();
 }
 
-// What the ranks write together: the files of each divided model; none for the others, which rank 0
-// writes.
-struct CheckpointState::Division {
-  std::vector<DividedModel> models;
-  std::vector<std::map<std::string, int>> writers;  // rank by tensor, of each model
+namespace {
 
-  void Add(DividedModel model) {
-    std::map<std::string, int>& ranks = writers.emplace_back();
-    for (const DividedFile& file : model.files) {
-      for (const std::string& tensor : file.tensors) ranks.emplace(tensor, file.rank);
+// Of a tensor, without its values; equal for two names of one.
+size_t HashOfTensor(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  const void* const storage = impl.has_storage() ? impl.storage().unsafeGetStorageImpl() : nullptr;
+  const at::IntArrayRef sizes = tensor.sizes();
+  size_t hash =
+      absl::HashOf(static_cast<const void*>(&impl), storage, static_cast<int>(tensor.scalar_type()),
+                   tensor.device().index(), std::vector<int64_t>(sizes.begin(), sizes.end()));
+  if (tensor.layout() != at::kStrided) return hash;
+  const at::IntArrayRef strides = tensor.strides();
+  return absl::HashOf(hash, tensor.storage_offset(),
+                      std::vector<int64_t>(strides.begin(), strides.end()));
+}
+
+}  // namespace
+
+CheckpointState::Layout CheckpointState::LookAtLayout() const {
+  BlockDigester shared;
+  size_t here = absl::HashOf(process_.options().checkpoint.divide_above);
+  for (size_t i = 0; i < registry_.models().size(); ++i) {
+    ModelSlot& model = *registry_.models()[i];
+    here = absl::HashOf(here, static_cast<const void*>(&model),
+                        static_cast<const void*>(model.sharded()),
+                        static_cast<const void*>(model.ddp()));
+    if (model.sharded() != nullptr) {
+      for (const at::Tensor& shard : model.sharded()->shards()) {
+        here = absl::HashOf(here, static_cast<const void*>(shard.unsafeGetTensorImpl()));
+      }
     }
-    models.push_back(std::move(model));
+    const auto parameters = model.source().parameters();
+    const bool together = IsDivisible(model, parameters);
+    if (together) shared.Update(absl::StrCat("model ", i, "\n"));
+    for (const auto& [name, tensor] : parameters) {
+      here = absl::HashOf(here, name, HashOfTensor(tensor));
+      if (!together) continue;
+      shared.Update(absl::StrCat(name, "\n", c10::toString(tensor.scalar_type()), " ",
+                                 absl::StrJoin(tensor.sizes(), ","), "\n"));
+    }
+    for (const auto& [name, tensor] : model.source().buffers()) {
+      here = absl::HashOf(here, name, HashOfTensor(tensor));
+    }
   }
+  for (const auto& optimizer : registry_.optimizers()) {
+    const OptimizerHandle& handle = optimizer->handle();
+    here = absl::HashOf(here, static_cast<const void*>(optimizer.get()), handle.id(),
+                        handle.parameters_version(), handle.parameter_names());
+    for (const at::Tensor& parameter : handle.parameters()) {
+      here = absl::HashOf(here, static_cast<const void*>(parameter.unsafeGetTensorImpl()));
+    }
+  }
+  return {.here = here, .shared = shared.Finish()};
+}
 
-  bool Divides(size_t model) const { return !models[model].files.empty(); }
-  bool DividesAny() const {
-    return std::any_of(models.begin(), models.end(),
-                       [](const DividedModel& model) { return !model.files.empty(); });
+CheckpointState::Plan CheckpointState::MakePlan() const {
+  Plan plan{.layout = layout_,
+            .hooks = agreed_.hooks,
+            .apart = agreed_.apart,
+            .division = {},
+            .indexes = {},
+            .optimizers = {},
+            .slots = {}};
+  const Models& models = registry_.models();
+  for (size_t i = 0; i < models.size(); ++i) {
+    // Hooks get whole models, on rank 0. Processes that have trained apart have weights and states
+    // of their own: those of rank 0 count.
+    ModelSlot& model = *models[i];
+    const bool divide = IsDivisible(model, model.source().parameters()) && !plan.hooks &&
+                        (model.sharded() != nullptr || !plan.apart);
+    plan.division.Add(divide ? DivideModel(model, process_.size()) : DividedModel());
+    plan.indexes.emplace_back();
+    const std::vector<DividedFile>& files = plan.division.models[i].files;
+    if (files.empty()) continue;
+    ShardPlan index{.files = {}, .total_bytes = plan.division.models[i].bytes, .index_name = {}};
+    for (size_t k = 0; k < files.size(); ++k) {
+      index.files.push_back(
+          {PartFileName(ModelFileName(static_cast<int>(i)), k, files.size()), files[k].tensors});
+    }
+    if (process_.rank() == 0) plan.indexes.back() = EncodeShardIndex(index);
   }
-  // Whether rank `rank` writes tensor `name` of model `model`.
-  bool Writes(int rank, size_t model, const std::string& name) const {
-    if (!Divides(model)) return rank == 0;
-    const auto found = writers[model].find(name);
-    return found != writers[model].end() && found->second == rank;
+  for (const auto& optimizer : registry_.optimizers()) {
+    std::vector<Plan::OptimizerPart>& parts = plan.optimizers.emplace_back();
+    for (size_t m = 0; m < models.size(); ++m) {
+      if (!plan.division.Divides(m)) continue;
+      const std::map<std::string, std::string> names = NamesIn(optimizer->handle(), *models[m]);
+      if (names.empty()) continue;
+      for (const DividedFile& file : plan.division.models[m].files) {
+        Plan::OptimizerPart& part = parts.emplace_back();
+        part.rank = file.rank;
+        for (const std::string& tensor : file.tensors) {
+          const auto found = names.find(tensor);
+          if (found != names.end()) part.known_as.push_back(found->second);
+        }
+      }
+    }
   }
-};
+  return plan;
+}
 
-absl::Status CheckpointState::WriteModels(StateWriter& writer, const Division& division,
+CheckpointState::PlanCounts CheckpointState::plan_counts() const {
+  return {.saves_planned = saves_planned_,
+          .saves_reused = saves_reused_,
+          .files_planned = file_plans_.made(),
+          .files_reused = file_plans_.reused()};
+}
+
+absl::Status CheckpointState::WriteModels(StateWriter& writer,
                                           const std::vector<NamedTensors>& weights) const {
   for (size_t i = 0; i < weights.size(); ++i) {
     const std::string name = ModelFileName(static_cast<int>(i));
-    const std::vector<DividedFile>& files = division.models[i].files;
+    const std::vector<DividedFile>& files = plan_->division.models[i].files;
     if (files.empty()) {
       if (process_.rank() == 0) MUSTER_RETURN_IF_ERROR(writer.WriteModel(name, weights[i]));
       continue;
     }
     std::map<std::string, at::Tensor> mine(weights[i].begin(), weights[i].end());
-    ShardPlan index{.files = {}, .total_bytes = division.models[i].bytes, .index_name = {}};
     for (size_t k = 0; k < files.size(); ++k) {
-      index.files.push_back({PartFileName(name, k, files.size()), files[k].tensors});
       if (files[k].rank != process_.rank()) continue;
       NamedTensors tensors;
       for (const std::string& tensor : files[k].tensors) {
         tensors.emplace_back(tensor, mine.at(tensor));
       }
-      MUSTER_RETURN_IF_ERROR(writer.WriteModel(index.files.back().name, tensors));
+      MUSTER_RETURN_IF_ERROR(writer.WriteModel(PartFileName(name, k, files.size()), tensors));
     }
     if (process_.rank() != 0) continue;
-    MUSTER_RETURN_IF_ERROR(writer.WriteText(IndexFileName(name), EncodeShardIndex(index)));
+    MUSTER_RETURN_IF_ERROR(writer.WriteText(IndexFileName(name), plan_->indexes[i]));
   }
   return absl::OkStatus();
 }
 
-absl::Status CheckpointState::WriteOptimizer(StateWriter& writer, const Division& division,
-                                             size_t index, OptimizerState state) const {
+absl::Status CheckpointState::WriteOptimizer(StateWriter& writer, size_t index,
+                                             OptimizerState state) const {
   const auto& slot = registry_.optimizers()[index];
   const std::string name = OptimizerFileName(static_cast<int>(index));
-  // The states of the parameters in each file of a model are a file, too.
-  std::vector<std::pair<int, std::vector<std::string>>> parts;  // rank, the optimizer's names
-  for (size_t m = 0; m < division.models.size(); ++m) {
-    if (!division.Divides(m)) continue;
-    const std::map<std::string, std::string> names =
-        NamesIn(slot->handle(), *registry_.models()[m]);
-    if (names.empty()) continue;
-    for (const DividedFile& file : division.models[m].files) {
-      std::vector<std::string> known_as;
-      for (const std::string& tensor : file.tensors) {
-        const auto found = names.find(tensor);
-        if (found != names.end()) known_as.push_back(found->second);
-      }
-      parts.emplace_back(file.rank, std::move(known_as));
-    }
-  }
+  const std::vector<Plan::OptimizerPart>& parts = plan_->optimizers[index];
   // What is gathered from several processes is a copy already.
   const bool live = !IsSharded(slot->handle(), registry_.models());
   const auto put = [&](const std::string& key, const at::Tensor& tensor, StateDict& file) {
@@ -401,13 +531,13 @@ absl::Status CheckpointState::WriteOptimizer(StateWriter& writer, const Division
   };
   for (size_t k = 0; k < parts.size(); ++k) {
     StateDict file;
-    for (const std::string& parameter : parts[k].second) {
+    for (const std::string& parameter : parts[k].known_as) {
       // What another rank writes is not to be among the rest.
       const std::map<std::string, at::Tensor> taken = TakeStateOf(parameter, &state);
-      if (parts[k].first != process_.rank()) continue;
+      if (parts[k].rank != process_.rank()) continue;
       for (const auto& [key, tensor] : taken) put(key, tensor, file);
     }
-    if (parts[k].first != process_.rank()) continue;
+    if (parts[k].rank != process_.rank()) continue;
     MUSTER_RETURN_IF_ERROR(writer.Write(PartFileName(name, k, parts.size()), file));
   }
   if (process_.rank() != 0) return absl::OkStatus();
@@ -492,43 +622,55 @@ void CheckpointState::CopyParametersLater(StateWriter& writer) const {
   }
 }
 
-bool CheckpointState::IsDivisible(ModelSlot& model) const {
+bool CheckpointState::IsDivisible(ModelSlot& model, const NamedTensors& parameters) const {
   if (model.sharded() != nullptr) return true;
   if (model.ddp() == nullptr) return false;
   int64_t bytes = 0;
-  for (const auto& [name, parameter] : model.source().parameters()) {
+  for (const auto& [name, parameter] : parameters) {
     bytes += static_cast<int64_t>(parameter.nbytes());
   }
   return bytes > process_.options().checkpoint.divide_above;
 }
 
-bool CheckpointState::OnAnyProcess(bool here) const {
-  bool anywhere = false;
-  for (const std::string& one : process_.comm().AllGatherBytes(here ? "1" : "0")) {
-    anywhere |= one == "1";
+void CheckpointState::ExpectBytes(
+    StateWriter& writer, const std::vector<NamedTensors>& weights,
+    const std::vector<std::optional<OptimizerState>>& optimizers) const {
+  uint64_t mine = 0, models = 0, states = 0;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    uint64_t bytes = 0;
+    for (const auto& [name, tensor] : weights[i]) bytes += tensor.nbytes();
+    const bool divided = plan_->division.Divides(i);
+    if (divided || process_.rank() == 0) mine += bytes;
+    models += divided ? plan_->division.models[i].bytes : bytes;
   }
-  return anywhere;
+  bool whole = false;  // of unsharded models every process has all of the states
+  for (size_t i = 0; i < optimizers.size(); ++i) {
+    if (!optimizers[i].has_value()) continue;
+    whole |= !IsSharded(registry_.optimizers()[i]->handle(), registry_.models());
+    for (const auto& [name, tensor] : optimizers[i]->tensors) states += tensor.nbytes();
+  }
+  if (whole && models > 0) {
+    states = static_cast<uint64_t>(static_cast<double>(states) * static_cast<double>(mine) /
+                                   static_cast<double>(models));
+  }
+  writer.Expect(mine + states);
 }
 
-absl::Status CheckpointState::Write(StateWriter& writer) const {
+absl::Status CheckpointState::Write(StateWriter& writer) {
+  writer.PlanWith(&file_plans_);
   CopyParametersLater(writer);
   const Models& models = registry_.models();
   const int rank = process_.rank();
-  std::vector<bool> divisible;
-  for (const auto& model : models) divisible.push_back(IsDivisible(*model));
-  bool hooks = !save_hooks_.empty(), apart = steps_.trained_apart();
-  if (std::find(divisible.begin(), divisible.end(), true) != divisible.end()) {
-    hooks = OnAnyProcess(hooks);
-    apart = OnAnyProcess(apart);
+  if (!agreed_.same_plan) {
+    plan_.reset();
+    plan_ = std::make_unique<Plan>(MakePlan());
+    ++saves_planned_;
+    agreed_.same_plan = true;  // if this save is written to a second place
   }
-  Division division;
+  const Division& division = plan_->division;
   std::vector<NamedTensors> weights;
   for (size_t i = 0; i < models.size(); ++i) {
-    // Hooks get whole models, on rank 0. Processes that have trained apart have weights and states
-    // of their own: those of rank 0 count.
-    const bool divide = divisible[i] && !hooks && (models[i]->sharded() != nullptr || !apart);
-    division.Add(divide ? DivideModel(*models[i], process_.size()) : DividedModel());
-    if (divide) {
+    if (division.Divides(i)) {
       const auto writes = [&](const std::string& name) { return division.Writes(rank, i, name); };
       weights.push_back(FullWeights(*models[i], writes).tensors());
     } else {
@@ -541,10 +683,13 @@ absl::Status CheckpointState::Write(StateWriter& writer) const {
     return division.Writes(rank, static_cast<size_t>(at - models.begin()), name);
   };
   std::vector<std::optional<OptimizerState>> optimizers;
-  for (const auto& optimizer : registry_.optimizers()) {
+  for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
+    const OptimizerHandle& handle = registry_.optimizers()[i]->handle();
     optimizers.emplace_back();
-    if (rank == 0 || division.DividesAny() || IsSharded(optimizer->handle(), models)) {
-      optimizers.back() = FullState(optimizer->handle(), models, writes);
+    if (rank == 0 || division.DividesAny() || IsSharded(handle, models)) {
+      optimizers.back() = FullState(handle, models, writes, [&](size_t model) {
+        return &plan_->slots[{i, model}];
+      });
     }
   }
   std::vector<std::optional<StateDict>> collected(registered_.size());
@@ -559,10 +704,11 @@ absl::Status CheckpointState::Write(StateWriter& writer) const {
     hook(weights, writer);
     CheckWeights(weights, models.size(), "save_state()");
   }
-  MUSTER_RETURN_IF_ERROR(WriteModels(writer, division, weights));
+  ExpectBytes(writer, weights, optimizers);
+  MUSTER_RETURN_IF_ERROR(WriteModels(writer, weights));
   for (size_t i = 0; i < optimizers.size(); ++i) {
     if (!optimizers[i].has_value()) continue;
-    MUSTER_RETURN_IF_ERROR(WriteOptimizer(writer, division, i, *std::move(optimizers[i])));
+    MUSTER_RETURN_IF_ERROR(WriteOptimizer(writer, i, *std::move(optimizers[i])));
   }
   if (rank == 0) MUSTER_RETURN_IF_ERROR(WriteShared(writer));
   for (size_t i = 0; i < registered_.size(); ++i) {
@@ -667,7 +813,8 @@ absl::Status CheckpointState::CheckSavable() {
         "or after that scope");
   }
   if (steps_.between_windows()) registry_.ForgetUnheld();
-  if (absl::Status complete = CheckComplete(); !complete.ok()) return complete;
+  if (absl::Status looked = Guard([&] { layout_ = LookAtLayout(); }); !looked.ok()) return looked;
+  if (absl::Status complete = CheckComplete(layout_); !complete.ok()) return complete;
   const absl::Status registered = Guard([&] {
     for (size_t i = 0; i < registered_.size(); ++i) DividedModelOf(i);
   });
@@ -681,9 +828,39 @@ absl::Status CheckpointState::CheckSavable() {
 }
 
 absl::Status CheckpointState::AgreeToSave(const absl::Status& mine) {
-  if (process_.size() == 1) return mine;
-  const absl::Status all = Guard([&] { ThrowIfAnyFailed(mine); });
-  return mine.ok() ? all : mine;
+  const bool fits = mine.ok() && plan_ != nullptr && plan_->layout == layout_;
+  agreed_ = {.hooks = !save_hooks_.empty(), .apart = steps_.trained_apart(), .same_plan = fits};
+  if (process_.size() > 1) {
+    const absl::Status all = Guard([&] {
+      const auto said = GatherObject(
+          process_.comm(),
+          std::make_tuple(static_cast<int>(mine.code()), std::string(mine.message()), agreed_.hooks,
+                          agreed_.apart, agreed_.same_plan, static_cast<int64_t>(layout_.shared)));
+      std::vector<std::tuple<int, std::string>> statuses;
+      int other = 0;  // a rank that shares other models
+      for (size_t r = 0; r < said.size(); ++r) {
+        const auto& [code, message, hooks, apart, same_plan, shared] = said[r];
+        statuses.emplace_back(code, message);
+        agreed_.hooks |= hooks;
+        agreed_.apart |= apart;
+        agreed_.same_plan &= same_plan;
+        if (shared != std::get<5>(said[0])) other = static_cast<int>(r);
+      }
+      ThrowFirst(statuses);
+      if (other == 0) return;
+      ThrowIfError(absl::FailedPreconditionError(absl::StrCat(
+          "save_state: the models that all processes write together have parameters of other "
+          "names, shapes or types on rank ",
+          other, " than on rank 0")));
+    });
+    if (!mine.ok()) return mine;
+    if (!all.ok()) return all;
+  }
+  agreed_.same_plan =
+      agreed_.same_plan && plan_->hooks == agreed_.hooks && plan_->apart == agreed_.apart;
+  if (agreed_.same_plan) ++saves_reused_;
+  if (mine.ok()) file_plans_.BeginSave();
+  return mine;
 }
 
 absl::Status CheckpointState::SaveBesideTraining(
@@ -1020,7 +1197,7 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
   const bool any_sharded = std::any_of(
       models.begin(), models.end(), [](const auto& model) { return model->sharded() != nullptr; });
   const bool hooks = !load_hooks_.empty();
-  const bool by_file = !(any_sharded ? OnAnyProcess(hooks) : hooks);
+  const bool by_file = !(any_sharded ? OnAnyProcess(process_.comm(), hooks) : hooks);
   std::vector<std::string> together;
   const auto add = [&together](const std::vector<std::string>& names) {
     together.insert(together.end(), names.begin(), names.end());
@@ -1189,16 +1366,8 @@ void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
 }
 
 void CheckpointState::ThrowIfAnyFailed(const absl::Status& mine) const {
-  const auto statuses = GatherObject(
-      process_.comm(), std::make_tuple(static_cast<int>(mine.code()), std::string(mine.message())));
-  const bool alike = std::all_of(statuses.begin(), statuses.end(),
-                                 [&](const auto& status) { return status == statuses[0]; });
-  for (size_t r = 0; r < statuses.size(); ++r) {
-    const auto& [code, message] = statuses[r];
-    if (code == 0) continue;
-    ThrowIfError(absl::Status(static_cast<absl::StatusCode>(code),
-                              alike ? message : absl::StrCat("rank ", r, ": ", message)));
-  }
+  ThrowFirst(GatherObject(process_.comm(), std::make_tuple(static_cast<int>(mine.code()),
+                                                           std::string(mine.message()))));
 }
 
 absl::StatusOr<StateReader> CheckpointState::OpenToLoad(const std::string& directory,

@@ -19,6 +19,7 @@
 #include "muster/internal/registry.h"
 #include "muster/internal/step_controller.h"
 #include "muster/state.h"
+#include "worker/checkpoint/file_plans.h"
 #include "worker/checkpoint/state.h"
 #include "worker/train/plain_state.h"
 
@@ -71,6 +72,15 @@ class CheckpointState {
   // has seen.
   int64_t save_iteration() const { return save_iteration_; }
 
+  // Who writes which tensor of a save, and how its files are laid out, is planned once for what is
+  // registered and its tensors, and again when that changes on any process. How often, by this
+  // process: saves and files that were planned, and those that took the plan of an earlier one.
+  struct PlanCounts {
+    int64_t saves_planned = 0, saves_reused = 0;
+    int64_t files_planned = 0, files_reused = 0;
+  };
+  PlanCounts plan_counts() const;
+
   // (collective) Once, before hours of training end in a save that fails. `always`: also where no
   // folder was named.
   void CheckProjectWritable(bool always = false);
@@ -83,29 +93,43 @@ class CheckpointState {
   };
   struct Loaded;
   struct Division;
+  struct Plan;
+  // Digests of what is saved, without its values.
+  struct Layout {
+    uint64_t here = 0;    // of everything that a plan is made of, on this process
+    uint64_t shared = 0;  // of the models that processes write together: alike on all
+    friend bool operator==(const Layout&, const Layout&) = default;
+  };
+  // What the processes have agreed on before a save.
+  struct Agreed {
+    bool hooks = false;      // one has hooks
+    bool apart = false;      // one has trained apart
+    bool same_plan = false;  // the last plan fits on all of them
+  };
 
   std::string Root() const;
   // The number that the processes of this node have in common, if nodes keep files of their own.
   std::optional<int> OwnNode() const;
   // Whether everything that is trained would be written.
-  absl::Status CheckComplete() const;
+  absl::Status CheckComplete(const Layout& layout);
+  Layout LookAtLayout() const;
   // Whether this process may save now, with these options.
   absl::Status CheckSavable();
   // (collective) OK if it is on every rank; else this rank's error, or another's with its rank.
+  // Fills in agreed_. The only exchange about a plan.
   absl::Status AgreeToSave(const absl::Status& mine);
+  Plan MakePlan() const;
   // Tells the writer what only optimizers change.
   void CopyParametersLater(StateWriter& writer) const;
   // This process's files.
-  absl::Status Write(StateWriter& writer) const;
-  // Whether all ranks may write a part of this model each.
-  bool IsDivisible(ModelSlot& model) const;
-  // (collective)
-  bool OnAnyProcess(bool here) const;
+  absl::Status Write(StateWriter& writer);
+  // Whether all ranks may write a part of this model, which has these parameters, each.
+  bool IsDivisible(ModelSlot& model, const NamedTensors& parameters) const;
   // Parts of Write().
-  absl::Status WriteModels(StateWriter& writer, const Division& division,
-                           const std::vector<NamedTensors>& weights) const;
-  absl::Status WriteOptimizer(StateWriter& writer, const Division& division, size_t index,
-                              OptimizerState state) const;
+  absl::Status WriteModels(StateWriter& writer, const std::vector<NamedTensors>& weights) const;
+  absl::Status WriteOptimizer(StateWriter& writer, size_t index, OptimizerState state) const;
+  void ExpectBytes(StateWriter& writer, const std::vector<NamedTensors>& weights,
+                   const std::vector<std::optional<OptimizerState>>& optimizers) const;
   absl::Status WriteShared(StateWriter& writer) const;
   // `collected`: of a divided object.
   absl::Status WriteRegistered(StateWriter& writer, const Division& division, size_t index,
@@ -174,9 +198,15 @@ class CheckpointState {
   std::unique_ptr<AsyncSaver> saver_;                     // from the first asynchronous save on
   std::unique_ptr<MemoryTier> memory_;                    // null without memory
   bool memory_opened_ = false;
-  bool saves_to_memory_ = true;  // false: it was too small once
-  int64_t since_disk_ = 0;       // saves since the last one to the disk
-  int64_t next_numbered_ = 0;    // after the last numbered asynchronous save
+  bool saves_to_memory_ = true;     // false: it was too small once
+  int64_t since_disk_ = 0;          // saves since the last one to the disk
+  int64_t next_numbered_ = 0;       // after the last numbered asynchronous save
+  Layout layout_;                   // of the save that is made, or was last
+  std::optional<Layout> complete_;  // nothing that is trained is left out of it
+  Agreed agreed_;
+  std::unique_ptr<Plan> plan_;  // of the last save; null before
+  int64_t saves_planned_ = 0, saves_reused_ = 0;
+  FilePlans file_plans_;
 };
 
 }  // namespace muster::internal

@@ -225,43 +225,79 @@ std::map<std::string, at::Tensor> TakeStateOf(const std::string& parameter, Opti
   return taken;
 }
 
-OptimizerState FullState(
-    const OptimizerHandle& optimizer, const Models& models,
-    const std::function<bool(ModelSlot& model, const std::string& name)>& keep) {
+namespace {
+
+// (collective) What the ranks that have shards know together: the steps of the parameters, in the
+// order of `names` (-1: no rank has one), and in `slots` those that any rank has.
+std::vector<double> AgreeOnState(Comm& comm, const std::vector<double>& steps,
+                                 const std::set<std::string>& mine, StateSlots* slots) {
+  // A rank whose shards are empty has no slots, so that each one counts, and others than are known.
+  const size_t known = slots->names.size();
+  at::Tensor facts = at::full({static_cast<int64_t>(steps.size() + known + 1)}, 0.0,
+                              at::TensorOptions().dtype(at::kDouble));
+  double* const fact = facts.mutable_data_ptr<double>();
+  std::copy(steps.begin(), steps.end(), fact);
+  double* at = fact + steps.size();
+  for (const std::string& name : slots->names) *at++ = static_cast<double>(mine.count(name));
+  *at = slots->known &&
+                std::includes(slots->names.begin(), slots->names.end(), mine.begin(), mine.end())
+            ? 0
+            : 1;
+  comm.AllReduce(facts, ReduceOp::kMax);
+  const double* const agreed = facts.const_data_ptr<double>();
+  std::vector<double> all(agreed, agreed + steps.size());
+  const double* const flags = agreed + steps.size();
+  const bool right =
+      flags[known] == 0 && std::all_of(flags, flags + known, [](double has) { return has != 0; });
+  if (!right) {
+    slots->names.clear();
+    for (const std::string& name :
+         GatherObject(comm, std::vector<std::string>(mine.begin(), mine.end()))) {
+      slots->names.insert(name);
+    }
+    slots->known = true;
+  }
+  return all;
+}
+
+}  // namespace
+
+OptimizerState FullState(const OptimizerHandle& optimizer, const Models& models,
+                         const std::function<bool(ModelSlot& model, const std::string& name)>& keep,
+                         const std::function<StateSlots*(size_t model)>& slots) {
   OptimizerState state = optimizer.SaveState();
-  for (const auto& model : models) {
-    ShardedModel* const sharded = model->sharded();
+  for (size_t m = 0; m < models.size(); ++m) {
+    ModelSlot& model = *models[m];
+    ShardedModel* const sharded = model.sharded();
     if (sharded == nullptr) continue;
-    const std::map<std::string, std::string> names = NamesIn(optimizer, *model);
+    const std::map<std::string, std::string> names = NamesIn(optimizer, model);
     if (names.empty()) continue;
     // A process whose shard of a parameter is empty knows nothing of its state.
-    std::set<std::string> slots;
-    std::vector<std::pair<std::string, double>> steps;  // by the model's names
+    std::set<std::string> mine;
+    std::vector<double> steps;  // by the model's names
     std::map<std::string, at::Tensor> shards;
     for (const auto& [name, known_as] : names) {
+      steps.push_back(-1);
       for (const auto& [key, tensor] : TakeStateOf(known_as, &state)) {
         const std::string slot = SlotOf(key, known_as);
         if (slot == kStep) {
-          steps.emplace_back(name, tensor.item<double>());
+          steps.back() = tensor.item<double>();
         } else {
-          slots.insert(slot);
+          mine.insert(slot);
           shards.emplace(key, tensor);
         }
       }
     }
-    Comm& comm = sharded->shard_comm();
-    for (const auto& [name, step] : GatherObject(comm, steps)) {
-      if (keep(*model, name)) {
-        state.tensors[absl::StrCat(names.at(name), ".", kStep)] =
-            at::full({}, step, at::TensorOptions().dtype(at::kFloat));
-      }
+    StateSlots* const all = slots(m);
+    steps = AgreeOnState(sharded->shard_comm(), steps, mine, all);
+    size_t at = 0;
+    for (const auto& [name, known_as] : names) {
+      const double step = steps[at++];
+      if (step < 0 || !keep(model, name)) continue;
+      state.tensors[absl::StrCat(known_as, ".", kStep)] =
+          at::full({}, step, at::TensorOptions().dtype(at::kFloat));
     }
-    std::set<std::string> all;
-    for (const std::string& slot :
-         GatherObject(comm, std::vector<std::string>(slots.begin(), slots.end()))) {
-      all.insert(slot);
-    }
-    for (const std::string& slot : all) {
+    for (const std::string& slot : all->names) {
       const std::map<std::string, at::Tensor> full = sharded->Assemble(
           [&](const std::string& name) {
             const auto known_as = names.find(name);
@@ -269,7 +305,7 @@ OptimizerState FullState(
             const auto it = shards.find(absl::StrCat(known_as->second, ".", slot));
             return it == shards.end() ? at::Tensor() : it->second;
           },
-          [&](const std::string& name) { return keep(*model, name); });
+          [&](const std::string& name) { return keep(model, name); });
       for (const auto& [name, tensor] : full) {
         state.tensors[absl::StrCat(names.at(name), ".", slot)] = tensor;
       }

@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -64,11 +65,20 @@ bool IsSharded(const OptimizerHandle& optimizer, const Models& models);
 // model.
 std::map<std::string, std::string> NamesIn(const OptimizerHandle& optimizer, ModelSlot& model);
 
+// The slots of an optimizer's state of a sharded model, on all ranks together: as far as they know
+// since they have last asked one another.
+struct StateSlots {
+  bool known = false;
+  std::set<std::string> names;
+};
+
 // (collective, if a model is sharded) optimizer.SaveState(), with the whole state of the parameters
-// whose shards it updates and for which keep(model, name); nothing of the others.
-OptimizerState FullState(
-    const OptimizerHandle& optimizer, const Models& models,
-    const std::function<bool(ModelSlot& model, const std::string& name)>& keep);
+// whose shards it updates and for which keep(model, name); nothing of the others. `slots`: what is
+// known of those of models[i], the same on all ranks; kept up to date. While it is right, the ranks
+// exchange one number for each parameter, and what they gather.
+OptimizerState FullState(const OptimizerHandle& optimizer, const Models& models,
+                         const std::function<bool(ModelSlot& model, const std::string& name)>& keep,
+                         const std::function<StateSlots*(size_t model)>& slots);
 // Takes the state of the parameter that the optimizer knows by this name out of `state`.
 std::map<std::string, at::Tensor> TakeStateOf(const std::string& parameter, OptimizerState* state);
 // The reverse: what optimizer.LoadState() takes on this process, of all or of a part of the state.

@@ -1,8 +1,10 @@
 #include "worker/checkpoint/async_saver.h"
 
+#include <algorithm>
 #include <iterator>
 #include <utility>
 
+#include "ATen/Parallel.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
@@ -14,6 +16,7 @@
 #include "c10/util/Exception.h"
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/node_group.h"
+#include "worker/checkpoint/polite_pace.h"
 
 namespace muster {
 namespace {
@@ -23,6 +26,9 @@ constexpr int kSnapshots = 2;
 // Training comes first where the cores are busy. Not the lowest: nobody else does this work while
 // training waits for it, and the cores may be others' then.
 constexpr int kPersistNice = 10;
+
+// Of the cores of training, while it wants all of them.
+constexpr double kShareOfCores = 0.02;
 
 // The next call that returns a status may be hours away.
 void Log(const AsyncSaver::Outcome& outcome) {
@@ -45,7 +51,10 @@ AsyncSaver::AsyncSaver(std::unique_ptr<Comm> comm, const Options& options)
       limiter_(options.max_bytes_per_second),
       in_flight_(options.in_flight),
       lazy_(options.lazy),
-      rank_(comm_->rank()) {
+      rank_(comm_->rank()),
+      share_(options.max_bytes_per_second > 0
+                 ? 0
+                 : kShareOfCores * at::get_num_threads() / std::max(options.in_flight, 1)) {
   for (int i = 0; i < kSnapshots; ++i) idle_.push_back(std::make_unique<Snapshot>());
   if (lazy_) copier_ = std::thread([this] { RunCopies(); });
   thread_ = std::thread([this] { Run(); });
@@ -62,8 +71,21 @@ AsyncSaver::~AsyncSaver() {
   if (copier_.joinable()) copier_.join();
 }
 
+class AsyncSaver::Hurry {
+ public:
+  explicit Hurry(AsyncSaver& saver) : saver_(saver) { saver_.limiter_.Lift(true); }
+  ~Hurry() { saver_.limiter_.Lift(saver_.abandoned_); }
+  Hurry(const Hurry&) = delete;
+  Hurry& operator=(const Hurry&) = delete;
+
+ private:
+  AsyncSaver& saver_;
+};
+
 std::unique_ptr<Snapshot> AsyncSaver::TakeSnapshot() {
   MutexLock lock(&mu_);
+  std::optional<Hurry> hurry;
+  if (idle_.empty()) hurry.emplace(*this);
   while (idle_.empty()) changed_.Wait(&mu_);
   // The one that was used last: the other needs no memory as long as saves do not overlap.
   std::unique_ptr<Snapshot> snapshot = std::move(idle_.back());
@@ -101,6 +123,11 @@ absl::Status AsyncSaver::Begin(Comm& comm, const Request& request,
   last_deferred_ = save->deferred;
   save->begun = clock_.Now();
   save->stall = save->begun - start;
+  if (SaveProgress* const all = request.publish.progress; all != nullptr) {
+    save->progress =
+        all->Begin(request.path(), request.info.step, /*asynchronous=*/true, /*logs=*/rank_ == 0);
+    save->progress->Expect(save->snapshot->bytes());
+  }
   MutexLock lock(&mu_);
   if (lazy_ && !save->deferred->empty()) to_copy_ = save->deferred;
   queue_.push_back(std::move(save));
@@ -142,6 +169,7 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
   } else if (groups.nodes.size() > 1 && settled_.insert(request.dir).second) {
     {
       // None is half published meanwhile.
+      const Hurry hurry(*this);
       MutexLock lock(&mu_);
       while (done_ < begun_) changed_.Wait(&mu_);
     }
@@ -182,10 +210,9 @@ void AsyncSaver::RunCopies() {
 
 std::vector<AsyncSaver::Outcome> AsyncSaver::Wait() {
   // Training waits meanwhile, and the process may be about to be killed.
-  limiter_.Lift(true);
+  const Hurry hurry(*this);
   MutexLock lock(&mu_);
   while (done_ < begun_) changed_.Wait(&mu_);
-  limiter_.Lift(abandoned_);
   std::vector<Outcome> outcomes(std::make_move_iterator(outcomes_.begin()),
                                 std::make_move_iterator(outcomes_.end()));
   outcomes_.clear();
@@ -205,15 +232,38 @@ bool AsyncSaver::busy() const {
   return done_ < begun_;
 }
 
+PolitePace& AsyncSaver::PaceOfThisThread() const {
+  // Most threads that write live as long as a file is written; the one of this object writes small
+  // files.
+  thread_local std::optional<PolitePace> pace;
+  if (!pace.has_value()) pace.emplace(share_);
+  return *pace;
+}
+
+void AsyncSaver::RestIfCoresAreWanted() {
+  if (share_ <= 0) return;
+  const std::optional<PolitePace::CpuTimes> times = PolitePace::OfThisThread();
+  if (!times.has_value()) return;
+  limiter_.Wait(PaceOfThisThread().Rest(*times, clock_.Now()));
+}
+
 absl::Status AsyncSaver::WriteFiles(const Save& save, std::vector<ManifestFile>* files) {
   save.deferred->Wait();
   MUSTER_RETURN_IF_ERROR(save.deferred->status());
   MUSTER_RETURN_IF_ERROR(save.staged->CheckVisible());
+  DirectFileOptions options{
+      .in_flight = in_flight_, .limiter = &limiter_, .abandoned = &abandoned_};
+  if (const auto times = PolitePace::OfThisThread(); share_ > 0 && times.has_value()) {
+    PaceOfThisThread().Begin(*times, clock_.Now());
+  }
+  options.wrote = [&](uint64_t bytes) {
+    if (save.progress != nullptr) save.progress->Wrote(bytes);
+    RestIfCoresAreWanted();
+  };
   for (const Snapshot::File& file : save.snapshot->files()) {
-    MUSTER_ASSIGN_OR_RETURN(
-        DirectFileWritten written,
-        WriteDirectFile(JoinPath(save.staged->path(), file.name), save.snapshot->Contents(file),
-                        {.in_flight = in_flight_, .limiter = &limiter_, .abandoned = &abandoned_}));
+    MUSTER_ASSIGN_OR_RETURN(DirectFileWritten written,
+                            WriteDirectFile(JoinPath(save.staged->path(), file.name),
+                                            save.snapshot->Contents(file), options));
     files->push_back(FileOf(file.name, rank_, std::move(written)));
   }
   return absl::OkStatus();
@@ -256,6 +306,7 @@ void AsyncSaver::Run() {
     outcome.stall += save->deferred->waited();
     // Before the end is reported: the files of a failed save are removed by then.
     save->staged.reset();
+    save->progress.reset();
     save->snapshot->Clear();
     // An error that the ranks have agreed on is rank 0's to tell. A lost peer is not agreed on:
     // there may be no rank 0 any more.

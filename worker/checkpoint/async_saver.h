@@ -21,12 +21,15 @@
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/save_progress.h"
 #include "worker/checkpoint/snapshot.h"
 #include "worker/checkpoint/staged_save.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/comm.h"
 
 namespace muster {
+
+class PolitePace;
 
 // Saves checkpoints beside training. A save copies this rank's state into memory, which is all that
 // training waits for. What only the optimizer changes is copied by a thread while training
@@ -38,7 +41,9 @@ namespace muster {
 class AsyncSaver {
  public:
   struct Options {
-    // Of this rank's writes; 0: as fast as the disk takes them.
+    // Of this rank's writes; 0: as fast as the disk takes them, but where training wants all cores
+    // no faster than about 2 % of them suffice for (PolitePace). Neither holds back what training
+    // waits for.
     int64_t max_bytes_per_second = 0;
     // Blocks under way at a time.
     int in_flight = 2;
@@ -82,9 +87,9 @@ class AsyncSaver {
 
   // Collective over `comm`: every rank calls it with the same request (rank 0's counts), and
   // `write` writes the files of its rank. On return the state may change, except what was passed to
-  // CopyLater(). Waits while two saves are being written. Errors, the same on every rank: as
-  // SaveCheckpoint before anything is written; those of Snapshot. `earlier` gets the outcomes of
-  // the saves that have ended since, the same on every rank, each once.
+  // CopyLater(). Waits while two saves are being written, which hurry then. Errors, the same on
+  // every rank: as SaveCheckpoint before anything is written; those of Snapshot. `earlier` gets the
+  // outcomes of the saves that have ended since, the same on every rank, each once.
   absl::Status Begin(Comm& comm, const Request& request,
                      absl::FunctionRef<absl::Status(StateWriter&)> write,
                      std::vector<Outcome>* earlier);
@@ -113,7 +118,11 @@ class AsyncSaver {
     std::shared_ptr<DeferredCopy> deferred;
     absl::Duration stall;
     absl::Time begun;
+    std::unique_ptr<SaveProgress::Save> progress;  // null: nobody wants to know
   };
+
+  // While it lives, training waits for what is written.
+  class Hurry;
 
   std::unique_ptr<Snapshot> TakeSnapshot();
   void GiveBack(std::unique_ptr<Snapshot> snapshot);
@@ -122,6 +131,9 @@ class AsyncSaver {
                     std::vector<Outcome>* earlier);
   absl::Status Persist(Save& save);
   absl::Status WriteFiles(const Save& save, std::vector<ManifestFile>* files);
+  // Of a thread that writes, after a block.
+  void RestIfCoresAreWanted();
+  PolitePace& PaceOfThisThread() const;
   void Run();
   void RunCopies();
 
@@ -131,6 +143,7 @@ class AsyncSaver {
   const int in_flight_;
   const bool lazy_;
   const int rank_;
+  const double share_;  // of a core, for each thread that writes; 0: a rate limit says how fast
   const Clock& clock_ = Clock::Real();
 
   // One thread at a time changes the folders beside the checkpoints (a staging folder of a dead

@@ -382,6 +382,47 @@ TEST_F(AsyncSaverTest, SaveThatIsWaitedFor_IsNotHeldBackByItsRateLimit) {
   EXPECT_EQ(WeightIn(dir_), 2);
 }
 
+TEST_F(AsyncSaverTest, SavesThatTheNextOneWaitsFor_AreNotHeldBackByTheRateLimit) {
+  // As above, a day for each; memory is for two.
+  LocalComm comm;
+  AsyncSaver saver(std::make_unique<LocalComm>(), {.max_bytes_per_second = 1});
+  std::vector<AsyncSaver::Outcome> outcomes;
+  for (const double value : {1, 2, 3, 4, 5}) {
+    ASSERT_TRUE(
+        saver
+            .Begin(
+                comm, {.dir = dir_},
+                [&](StateWriter& writer) { return WriteAll(writer, at::full({20'000}, value)); },
+                &outcomes)
+            .ok());
+  }
+  saver.Wait();
+  EXPECT_EQ(WeightIn(dir_), 5);
+}
+
+TEST_F(AsyncSaverTest, Progress_IsThatOfTheSaveThatIsWritten) {
+  SaveProgress progress;
+  LocalComm comm;
+  AsyncSaver saver(std::make_unique<LocalComm>(), {.max_bytes_per_second = 1});
+  std::vector<AsyncSaver::Outcome> outcomes;
+  const at::Tensor large = at::full({5 << 20}, 2.0);
+  ASSERT_TRUE(saver
+                  .Begin(
+                      comm, {.dir = dir_, .publish = {.progress = &progress}, .info = {.step = 7}},
+                      [&](StateWriter& writer) { return WriteAll(writer, large); }, &outcomes)
+                  .ok());
+  // Its second block has to wait for a day.
+  const std::optional<RunningSave> running = progress.Read();
+  ASSERT_TRUE(running.has_value());
+  EXPECT_EQ(running->path, dir_);
+  EXPECT_EQ(running->step, 7);
+  EXPECT_TRUE(running->asynchronous);
+  EXPECT_LT(running->written, running->bytes);
+  EXPECT_GT(running->bytes, large.nbytes());
+  ASSERT_TRUE(saver.Wait().at(0).status.ok());
+  EXPECT_FALSE(progress.Read().has_value());
+}
+
 TEST_F(AsyncSaverTest, AbandonedSave_EndsAfterABlock_AndTheOldOneStays) {
   RunSavers(1, [&](Comm& comm, AsyncSaver& saver) {
     std::vector<AsyncSaver::Outcome> earlier;

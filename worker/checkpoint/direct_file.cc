@@ -107,6 +107,11 @@ absl::Status CheckWanted(const DirectFileOptions& options, const std::string& pa
   return absl::CancelledError(absl::StrCat(path, ": nobody waits for it any more"));
 }
 
+// After a block.
+void TellWrote(const DirectFileOptions& options, uint64_t bytes) {
+  if (options.wrote != nullptr) options.wrote(bytes);
+}
+
 // Absent: the system gives no more threads.
 template <typename Work>
 std::optional<std::thread> TryStart(Work work) {
@@ -248,7 +253,9 @@ absl::Status WritePastCache(DirectFile& file, const Parts& parts, const DirectFi
     const auto write_out = [&](absl::string_view block) -> absl::Status {
       WaitForTurn(system, options.limiter, block.size());
       MUSTER_RETURN_IF_ERROR(CheckWanted(options, file.path()));
-      return WriteBlock(file, block, range.begin);
+      MUSTER_RETURN_IF_ERROR(WriteBlock(file, block, range.begin));
+      TellWrote(options, block.size());
+      return absl::OkStatus();
     };
     if (const std::optional<absl::string_view> block = in_place(range); block.has_value()) {
       written->blocks.xxh3[i] = DigestBlock(*block);
@@ -317,7 +324,10 @@ absl::Status WriteThroughCache(DirectFile& file, const Parts& parts,
       WaitForTurn(system, options.limiter, range.end - range.begin);
       absl::Status status = CheckWanted(options, file.path());
       if (status.ok()) status = WritePieces(file, parts, range, &gathered);
-      if (status.ok()) continue;
+      if (status.ok()) {
+        TellWrote(options, range.end - range.begin);
+        continue;
+      }
       failed = true;
       return status;
     }
@@ -434,7 +444,10 @@ struct DirectFileStream::State {
         DigestBlock(absl::string_view(block.memory.data(), block.size));
     WaitForTurn(calls, options.limiter, block.size);
     MUSTER_RETURN_IF_ERROR(CheckWanted(options, path));
-    return WriteBlock(file, absl::string_view(block.memory.data(), block.size), block.at);
+    MUSTER_RETURN_IF_ERROR(
+        WriteBlock(file, absl::string_view(block.memory.data(), block.size), block.at));
+    TellWrote(options, block.size);
+    return absl::OkStatus();
   }
 
   // Of a thread: writes blocks until no more come.

@@ -33,6 +33,8 @@ struct DirectFileOptions {
   RateLimiter* limiter = nullptr;
   // Of writes: once it is true no further block is written. Null: never.
   const std::atomic<bool>* abandoned = nullptr;
+  // Of writes: called when so many bytes more are in the file, from the threads that write.
+  std::function<void(uint64_t bytes)> wrote = nullptr;
   // Null: the system's own.
   const DirectFileSystem* system = nullptr;
   // Of reads: where the block at an offset goes, memory for all of it up to the next multiple of

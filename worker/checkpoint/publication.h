@@ -13,6 +13,7 @@
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/registrar.h"
+#include "worker/checkpoint/save_progress.h"
 #include "worker/collective/comm.h"
 
 namespace muster {
@@ -29,6 +30,8 @@ struct PublishOptions {
   int64_t keep_every = 0;
   // false: no resume takes it until it is promoted. Needs a registrar.
   bool promote = true;
+  // Where the save says how far it is. Borrowed. Null: nowhere.
+  SaveProgress* progress = nullptr;
 };
 
 struct Publication {

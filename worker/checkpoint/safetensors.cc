@@ -261,24 +261,23 @@ absl::StatusOr<NamedTensors> SafetensorsReader::ReadAllBlocks(const BlockDigests
 }
 
 NamedTensors WithoutSharedTensors(const NamedTensors& tensors) {
-  using View = std::tuple<const void*, c10::Device, at::ScalarType, std::vector<int64_t>,
-                          std::vector<int64_t>>;
-  const auto less = [](const View& a, const View& b) {
-    const auto key = [](const View& view) {
-      return std::tuple(std::get<0>(view), std::get<1>(view).str(), std::get<2>(view),
-                        std::get<3>(view), std::get<4>(view));
-    };
-    return key(a) < key(b);
+  // By where they begin; few are there twice.
+  absl::flat_hash_map<const void*, std::vector<const at::Tensor*>> seen;
+  const auto same = [](const at::Tensor& a, const at::Tensor& b) {
+    return a.device() == b.device() && a.scalar_type() == b.scalar_type() &&
+           a.sizes() == b.sizes() && a.strides() == b.strides();
   };
-  std::set<View, decltype(less)> seen(less);
   NamedTensors kept;
+  kept.reserve(tensors.size());
   for (const auto& [name, tensor] : tensors) {
     if (tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_meta() &&
-        tensor.numel() > 0 &&
-        !seen.emplace(tensor.data_ptr(), tensor.device(), tensor.scalar_type(),
-                      tensor.sizes().vec(), tensor.strides().vec())
-             .second) {
-      continue;
+        tensor.numel() > 0) {
+      std::vector<const at::Tensor*>& others = seen[tensor.const_data_ptr()];
+      if (std::any_of(others.begin(), others.end(),
+                      [&](const at::Tensor* other) { return same(*other, tensor); })) {
+        continue;
+      }
+      others.push_back(&tensor);
     }
     kept.emplace_back(name, tensor);
   }

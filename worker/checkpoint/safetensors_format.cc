@@ -431,6 +431,34 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path)
   return ParseSafetensorsHeader(json, file_bytes - 8 - header_bytes, path);
 }
 
+absl::StatusOr<std::string> SafetensorsPrefix(const std::optional<SafetensorsMetadata>& metadata,
+                                              absl::string_view entries, uint64_t data_alignment) {
+  std::string prefix(sizeof(uint64_t), '\0');
+  prefix += '{';
+  if (metadata.has_value()) {
+    absl::StrAppend(&prefix, JsonQuote(kMetadataName), ":{");
+    bool first = true;
+    for (const auto& [key, value] : *metadata) {
+      if (!IsValidUtf8(key) || !IsValidUtf8(value)) {
+        return absl::InvalidArgumentError(absl::StrCat("metadata ", Shown(key), " is not UTF-8"));
+      }
+      absl::StrAppend(&prefix, first ? "" : ",", JsonQuote(key), ":", JsonQuote(value));
+      first = false;
+    }
+    absl::StrAppend(&prefix, "}", entries.empty() ? "" : ",");
+  }
+  absl::StrAppend(&prefix, entries, "}");
+  prefix.append((data_alignment - prefix.size() % data_alignment) % data_alignment, ' ');
+  uint64_t length = prefix.size() - sizeof(uint64_t);
+  if (length > kMaxSafetensorsHeaderBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("a header of ", length,
+                                                   " bytes is more than the ",
+                                                   kMaxSafetensorsHeaderBytes, " allowed"));
+  }
+  for (int i = 0; i < 8; ++i, length >>= 8) prefix[i] = static_cast<char>(length & 0xff);
+  return prefix;
+}
+
 absl::StatusOr<SafetensorsLayout> LayOutSafetensors(
     std::vector<SafetensorsEntry> tensors, const std::optional<SafetensorsMetadata>& metadata,
     uint64_t data_alignment) {
@@ -439,22 +467,7 @@ absl::StatusOr<SafetensorsLayout> LayOutSafetensors(
               return a.type != b.type ? a.type > b.type : a.name < b.name;
             });
   SafetensorsLayout layout;
-  std::string json = "{";
-  const auto separate = [&json] {
-    if (json.size() > 1) json += ',';
-  };
-  if (metadata.has_value()) {
-    absl::StrAppend(&json, JsonQuote(kMetadataName), ":{");
-    bool first = true;
-    for (const auto& [key, value] : *metadata) {
-      if (!IsValidUtf8(key) || !IsValidUtf8(value)) {
-        return absl::InvalidArgumentError(absl::StrCat("metadata ", Shown(key), " is not UTF-8"));
-      }
-      absl::StrAppend(&json, first ? "" : ",", JsonQuote(key), ":", JsonQuote(value));
-      first = false;
-    }
-    json += '}';
-  }
+  std::string& json = layout.entries;
   absl::flat_hash_map<absl::string_view, int> names;
   for (SafetensorsEntry& entry : tensors) {
     if (++names[entry.name] > 1 || entry.name == kMetadataName) {
@@ -475,22 +488,12 @@ absl::StatusOr<SafetensorsLayout> LayOutSafetensors(
     }
     entry.begin = layout.data_bytes;
     layout.data_bytes = entry.end;
-    separate();
-    absl::StrAppend(&json, JsonQuote(entry.name), ":{\"dtype\":\"", SafetensorsTypeName(entry.type),
-                    "\",\"shape\":[", absl::StrJoin(entry.shape, ","), "],\"data_offsets\":[",
-                    entry.begin, ",", entry.end, "]}");
+    absl::StrAppend(&json, json.empty() ? "" : ",", JsonQuote(entry.name), ":{\"dtype\":\"",
+                    SafetensorsTypeName(entry.type), "\",\"shape\":[",
+                    absl::StrJoin(entry.shape, ","), "],\"data_offsets\":[", entry.begin, ",",
+                    entry.end, "]}");
   }
-  json += '}';
-  const uint64_t over = (sizeof(uint64_t) + json.size()) % data_alignment;
-  json.append((data_alignment - over) % data_alignment, ' ');
-  if (json.size() > kMaxSafetensorsHeaderBytes) {
-    return absl::InvalidArgumentError(absl::StrCat("a header of ", json.size(),
-                                                   " bytes is more than the ",
-                                                   kMaxSafetensorsHeaderBytes, " allowed"));
-  }
-  uint64_t length = json.size();
-  for (int i = 0; i < 8; ++i, length >>= 8) layout.prefix += static_cast<char>(length & 0xff);
-  layout.prefix += json;
+  MUSTER_ASSIGN_OR_RETURN(layout.prefix, SafetensorsPrefix(metadata, json, data_alignment));
   layout.tensors = std::move(tensors);
   return layout;
 }

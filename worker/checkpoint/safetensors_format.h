@@ -103,6 +103,8 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path)
 struct SafetensorsLayout {
   // The length, the JSON and its padding: a multiple of the alignment of the data.
   std::string prefix;
+  // Of the JSON, the tensors: a file with the same tensors and other metadata has the same.
+  std::string entries;
   // In the order of the file: decreasing type rank, then name. Ranges are filled in.
   std::vector<SafetensorsEntry> tensors;
   uint64_t data_bytes = 0;
@@ -119,6 +121,11 @@ inline constexpr uint64_t kSafetensorsAlignment = 8;
 absl::StatusOr<SafetensorsLayout> LayOutSafetensors(
     std::vector<SafetensorsEntry> tensors, const std::optional<SafetensorsMetadata>& metadata,
     uint64_t data_alignment = kSafetensorsAlignment);
+
+// The prefix of a file with these SafetensorsLayout::entries. Errors: as LayOutSafetensors, for
+// metadata and the limit.
+absl::StatusOr<std::string> SafetensorsPrefix(const std::optional<SafetensorsMetadata>& metadata,
+                                              absl::string_view entries, uint64_t data_alignment);
 
 // A whole file in memory: `data[i]` are the bytes of `tensors[i]`. For tests, tools and small
 // files. Errors: as LayOutSafetensors, and INVALID_ARGUMENT if bytes do not fit shape and dtype.

@@ -9,6 +9,7 @@
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/file_plans.h"
 
 namespace muster {
 
@@ -68,15 +69,16 @@ void Snapshot::Clear() {
 }
 
 absl::Status Snapshot::Add(const std::string& name, const NamedTensors& tensors,
-                           WriteSafetensorsOptions options) {
+                           WriteSafetensorsOptions options, FilePlans* plans) {
   options.data_alignment = kDirectAlignment;
-  MUSTER_ASSIGN_OR_RETURN(const SafetensorsPlan plan, PlanSafetensors(name, tensors, options));
+  MUSTER_ASSIGN_OR_RETURN(const SafetensorsPlan plan, PlanFile(plans, name, tensors, options));
   return AddTensors(name, plan);
 }
 
-absl::Status Snapshot::Add(const std::string& name, const StateDict& state, SharedTensors shared) {
+absl::Status Snapshot::Add(const std::string& name, const StateDict& state, SharedTensors shared,
+                           FilePlans* plans) {
   MUSTER_ASSIGN_OR_RETURN(const PlannedStateFile file,
-                          PlanStateDict(name, state, shared, kDirectAlignment));
+                          PlanStateDict(name, state, shared, kDirectAlignment, plans));
   if (const auto* const plan = std::get_if<SafetensorsPlan>(&file)) return AddTensors(name, *plan);
   return AddText(name, std::get<std::string>(file));
 }

@@ -18,6 +18,8 @@
 
 namespace muster {
 
+class FilePlans;
+
 // One rank's files of a checkpoint in memory, byte for byte as they go to the disk: each begins at
 // a multiple of kDirectAlignment, and so do the data of each safetensors file. The memory is used
 // again by the next save; it never shrinks, and is pinned for the next save once it has got tensors
@@ -43,10 +45,11 @@ class Snapshot {
   // Copies a file in; the tensors may change then, except those of CopyLater(). Blocks until copies
   // from devices are done. Errors: as WriteSafetensors and WriteStateDict, but for those of the
   // disk; RESOURCE_EXHAUSTED if there is no memory. Throws c10::Error if a copy from a device
-  // fails.
+  // fails. `plans`: how files were laid out before; null: not known.
   absl::Status Add(const std::string& name, const NamedTensors& tensors,
-                   WriteSafetensorsOptions options);
-  absl::Status Add(const std::string& name, const StateDict& state, SharedTensors shared);
+                   WriteSafetensorsOptions options, FilePlans* plans = nullptr);
+  absl::Status Add(const std::string& name, const StateDict& state, SharedTensors shared,
+                   FilePlans* plans = nullptr);
   absl::Status AddText(const std::string& name, const std::string& text);
 
   // Once all files are added: the copies that are left to make; Contents() is complete then. It

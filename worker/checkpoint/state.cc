@@ -15,6 +15,7 @@
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/direct_pieces.h"
+#include "worker/checkpoint/file_plans.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/shared_files.h"
@@ -37,6 +38,12 @@ absl::Status SaveStaged(Comm& comm, Publication publication, NodeGroups groups,
   MUSTER_ASSIGN_OR_RETURN(StagedSave staged,
                           StagedSave::Begin(comm, publication.path, std::move(groups)));
   StateWriter writer(staged.path(), comm.rank());
+  std::unique_ptr<SaveProgress::Save> progress;
+  if (SaveProgress* const all = publication.options.progress; all != nullptr) {
+    progress = all->Begin(publication.path, publication.info.step, /*asynchronous=*/false,
+                          /*logs=*/comm.rank() == 0);
+    writer.ReportTo(progress.get());
+  }
   const absl::Status written = GuardRank([&]() -> absl::Status {
     MUSTER_RETURN_IF_ERROR(staged.CheckVisible());
     return write(writer);
@@ -103,7 +110,11 @@ void StateWriter::CopyLater(const at::Tensor& tensor) {
 absl::Status StateWriter::Put(const std::string& name, const PlannedStateFile& file) {
   const auto* const plan = std::get_if<SafetensorsPlan>(&file);
   const std::string path = JoinPath(staging_, name);
-  const DirectFileOptions options{.in_flight = TransferThreads()};
+  DirectFileOptions options{.in_flight = TransferThreads()};
+  if (progress_ != nullptr) {
+    progress_->Begin(plan == nullptr ? std::get<std::string>(file).size() : plan->file_bytes());
+    options.wrote = [this](uint64_t bytes) { progress_->Wrote(bytes); };
+  }
   const auto put = [&](absl::StatusOr<DirectFileWritten> written) {
     if (written.ok()) files_.push_back(FileOf(name, rank_, *std::move(written)));
     return written.status();
@@ -133,19 +144,20 @@ absl::Status StateWriter::Put(const std::string& name, const PlannedStateFile& f
 absl::Status StateWriter::Write(const std::string& name, const StateDict& state,
                                 SharedTensors shared) {
   MUSTER_RETURN_IF_ERROR(CheckName(name));
-  if (snapshot_ != nullptr) return snapshot_->Add(name, state, shared);
-  MUSTER_ASSIGN_OR_RETURN(const PlannedStateFile file,
-                          PlanStateDict(JoinPath(staging_, name), state, shared, kDirectAlignment));
+  if (snapshot_ != nullptr) return snapshot_->Add(name, state, shared, plans_);
+  MUSTER_ASSIGN_OR_RETURN(
+      const PlannedStateFile file,
+      PlanStateDict(JoinPath(staging_, name), state, shared, kDirectAlignment, plans_));
   return Put(name, file);
 }
 
 absl::Status StateWriter::WriteModel(const std::string& name, const NamedTensors& tensors) {
   MUSTER_RETURN_IF_ERROR(CheckName(name));
   WriteSafetensorsOptions options{.metadata = SafetensorsMetadata{{"format", "pt"}}};
-  if (snapshot_ != nullptr) return snapshot_->Add(name, tensors, options);
+  if (snapshot_ != nullptr) return snapshot_->Add(name, tensors, options, plans_);
   options.data_alignment = kDirectAlignment;
   MUSTER_ASSIGN_OR_RETURN(SafetensorsPlan plan,
-                          PlanSafetensors(JoinPath(staging_, name), tensors, options));
+                          PlanFile(plans_, JoinPath(staging_, name), tensors, options));
   return Put(name, PlannedStateFile(std::move(plan)));
 }
 

@@ -13,12 +13,14 @@
 #include "absl/strings/string_view.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/save_progress.h"
 #include "worker/checkpoint/state_dict.h"
 #include "worker/collective/comm.h"
 
 namespace muster {
 
 class CheckpointRegistrar;
+class FilePlans;
 class SharedFiles;
 struct FileRange;
 class Snapshot;
@@ -37,6 +39,15 @@ class StateWriter {
       : snapshot_(snapshot), rank_(rank), lazy_(lazy) {}
 
   int rank() const { return rank_; }
+
+  // What is to be written counts there. Borrows `save`.
+  void ReportTo(SaveProgress::Save* save) { progress_ = save; }
+  // So many bytes are going to be written by this rank, about.
+  void Expect(uint64_t bytes) {
+    if (progress_ != nullptr) progress_->Expect(bytes);
+  }
+  // Files that are written again and again, and how they were laid out. Borrows `plans`.
+  void PlanWith(FilePlans* plans) { plans_ = plans; }
 
   // Into memory: the tensor may be copied later, see Snapshot::CopyLater.
   void CopyLater(const at::Tensor& tensor);
@@ -64,6 +75,8 @@ class StateWriter {
   Snapshot* const snapshot_ = nullptr;
   const int rank_;
   const bool lazy_ = false;
+  SaveProgress::Save* progress_ = nullptr;
+  FilePlans* plans_ = nullptr;
   std::vector<ManifestFile> files_;
 };
 

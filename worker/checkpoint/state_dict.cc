@@ -19,6 +19,7 @@
 #include "base/json.h"
 #include "base/regular_file.h"
 #include "base/status_macros.h"
+#include "worker/checkpoint/file_plans.h"
 
 namespace muster {
 namespace {
@@ -308,11 +309,12 @@ absl::StatusOr<FileDigest> WriteStateDict(const std::string& path, const StateDi
 }
 
 absl::StatusOr<PlannedStateFile> PlanStateDict(const std::string& path, const StateDict& state,
-                                               SharedTensors shared, uint64_t data_alignment) {
+                                               SharedTensors shared, uint64_t data_alignment,
+                                               FilePlans* plans) {
   if (absl::EndsWith(path, ".json")) return EncodeJsonState(path, state);
   MUSTER_ASSIGN_OR_RETURN(WriteSafetensorsOptions options, SafetensorsOptions(path, state, shared));
   options.data_alignment = data_alignment;
-  return PlanSafetensors(path, state.tensors(), options);
+  return PlanFile(plans, path, state.tensors(), options);
 }
 
 absl::StatusOr<StateDict> ReadStateDict(const std::string& path,

@@ -16,6 +16,8 @@
 
 namespace muster {
 
+class FilePlans;
+
 // The state of an object in a checkpoint: named tensors in order, named scalars, and text metadata.
 // Nesting is written with dots ("state.0.exp_avg"). A value type; copies share the tensors' memory.
 // Not thread-safe.
@@ -66,11 +68,12 @@ absl::StatusOr<FileDigest> WriteStateDict(const std::string& path, const StateDi
 // layout and the tensors that go into it.
 using PlannedStateFile = std::variant<std::string, SafetensorsPlan>;
 
-// Lays it out, the data of a safetensors file at a multiple of `data_alignment`. Errors: as
-// WriteStateDict, but for those of the disk.
+// Lays it out, the data of a safetensors file at a multiple of `data_alignment`; by `plans`, if not
+// null. Errors: as WriteStateDict, but for those of the disk.
 absl::StatusOr<PlannedStateFile> PlanStateDict(const std::string& path, const StateDict& state,
                                                SharedTensors shared = SharedTensors::kWriteAll,
-                                               uint64_t data_alignment = kSafetensorsAlignment);
+                                               uint64_t data_alignment = kSafetensorsAlignment,
+                                               FilePlans* plans = nullptr);
 
 // Reads it back, tensors by name. With `expected`, DATA_LOSS unless size and contents are those:
 // the message names the file and both sizes or digests. With `blocks` not empty, these digests are

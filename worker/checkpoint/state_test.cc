@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -19,6 +20,7 @@
 #include "base/file.h"
 #include "base/test_folder.h"
 #include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/publication.h"
 #include "worker/collective/thread_comm.h"
 
 namespace muster {
@@ -123,6 +125,124 @@ TEST_F(StateTest, OneRankFails_AllRanksSeeWhoAndOldCheckpointStays) {
     comm.Barrier();
   });
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("ckpt")) << "no staging folder is left";
+}
+
+TEST_F(StateTest, Progress_CountsWhatThisRankHasWritten) {
+  const std::string dir = JoinPath(root_, "ckpt");
+  RunRanks(2, [&](Comm& comm) {
+    SaveProgress progress;
+    const absl::Status saved = SaveCheckpoint(
+        comm, dir, {.step = 7}, PublishOptions{.progress = &progress}, [&](StateWriter& writer) {
+          writer.Expect(1 << 20);
+          absl::Status written = WriteAll(writer, 1);
+          const std::optional<RunningSave> running = progress.Read();
+          EXPECT_EQ(running->path, dir);
+          EXPECT_EQ(running->step, 7);
+          EXPECT_FALSE(running->asynchronous);
+          uint64_t bytes = 0;
+          for (const ManifestFile& file : writer.files()) bytes += file.digest.bytes;
+          EXPECT_EQ(running->written, bytes);
+          EXPECT_EQ(running->bytes, uint64_t{1} << 20);
+          return written;
+        });
+    ASSERT_TRUE(saved.ok()) << saved;
+    EXPECT_FALSE(progress.Read().has_value());
+    EXPECT_GT(progress.signs(), 0u);
+  });
+}
+
+TEST_F(StateTest, NoSpaceAtAnyMoment_IsTheSameErrorOnAllRanks_AndTheNextSaveGoesOn) {
+  const std::string dir = JoinPath(root_, "ckpt");
+  const auto save = [&](double value) {
+    std::vector<absl::Status> saved(2);
+    RunRanks(2, [&](Comm& comm) {
+      saved[comm.rank()] = SaveCheckpoint(
+          comm, dir, {}, [&](StateWriter& writer) { return WriteAll(writer, value); });
+    });
+    EXPECT_EQ(saved[0], saved[1]);
+    return saved[0];
+  };
+  const auto value_there = [&] {
+    EXPECT_TRUE(VerifyCheckpoint(dir, VerifyLevel::kContents).ok());
+    return StateReader::Open(dir)
+        ->Read(ModelFileName(0))
+        ->GetTensor("w")
+        ->select(0, 0)
+        .item<double>();
+  };
+  double value = 1;
+  ASSERT_TRUE(save(value).ok());
+  int moments = 0;
+  for (const char* const where : {"block", "sync", "staged", "publish"}) {
+    for (int pass = 1;; ++pass) {
+      SCOPED_TRACE(std::string(where) + " " + std::to_string(pass));
+      ASSERT_LT(pass, 50);
+      ASSERT_TRUE(ArmFailpoints("worker.checkpoint_" + std::string(where) +
+                                    "=error:RESOURCE_EXHAUSTED@" + std::to_string(pass),
+                                "", "")
+                      .ok());
+      const absl::Status full = save(value + 1);
+      ASSERT_TRUE(ArmFailpoints("", "", "").ok());
+      if (full.ok()) {
+        // That moment does not come in a save.
+        value += 1;
+        break;
+      }
+      ++moments;
+      EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted) << full;
+      EXPECT_EQ(value_there(), value);
+      EXPECT_THAT(*ListDirectory(root_), ElementsAre("ckpt"));
+      value += 2;
+      ASSERT_TRUE(save(value).ok());
+      EXPECT_EQ(value_there(), value);
+    }
+  }
+  // Four files of two ranks are written and synced.
+  EXPECT_GE(moments, 10);
+}
+
+TEST_F(StateTest, BadPlaceOrCheckpoint_IsTheSameErrorOnAllRanks_AndTheNextSaveGoesOn) {
+  const auto save = [&](Comm& comm, const std::string& dir) {
+    return SaveCheckpoint(comm, dir, {}, [&](StateWriter& writer) { return WriteAll(writer, 3); });
+  };
+  const std::string file = JoinPath(root_, "file"), good = JoinPath(root_, "good");
+  ASSERT_TRUE(WriteFileAtomically(file, "mine").ok());
+  std::vector<std::vector<absl::Status>> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    std::vector<absl::Status>& mine = errors[comm.rank()];
+    // Nothing can be made in /sys, by no user.
+    for (const std::string& dir : {file, JoinPath(file, "ckpt"), std::string("/sys/ckpt")}) {
+      mine.push_back(save(comm, dir));
+      EXPECT_FALSE(mine.back().ok()) << dir;
+      EXPECT_THAT(std::string(mine.back().message()), HasSubstr(ParentPath(dir)));
+    }
+    ASSERT_TRUE(save(comm, good).ok());
+    // Of a newer program; without one of its files; with none that is a checkpoint's.
+    const std::string newer = JoinPath(root_, "newer"), missing = JoinPath(root_, "missing");
+    ASSERT_TRUE(save(comm, newer).ok());
+    ASSERT_TRUE(save(comm, missing).ok());
+    if (comm.rank() == 0) {
+      auto manifest = nlohmann::json::parse(*ReadFile(JoinPath(newer, kManifestName)));
+      manifest["version"] = 2;
+      manifest.erase("digest");
+      manifest["digest"] = DigestBytes(manifest.dump()).xxh3;
+      ASSERT_TRUE(WriteFileAtomically(JoinPath(newer, kManifestName), manifest.dump()).ok());
+      ASSERT_EQ(unlink(JoinPath(missing, RandomStatesFileName(1)).c_str()), 0);
+    }
+    comm.Barrier();
+    for (const auto& [dir, code] : {std::pair{newer, absl::StatusCode::kUnimplemented},
+                                    {missing, absl::StatusCode::kDataLoss},
+                                    {file, absl::StatusCode::kFailedPrecondition}}) {
+      const auto opened = OpenCheckpoint(comm, dir, CheckpointFolder(""));
+      EXPECT_EQ(opened.status().code(), code) << opened.status();
+      mine.push_back(opened.status());
+    }
+    ASSERT_TRUE(save(comm, good).ok());
+    EXPECT_TRUE(OpenCheckpoint(comm, good, CheckpointFolder("")).ok());
+  });
+  EXPECT_EQ(errors[0], errors[1]);
+  EXPECT_EQ(*ReadFile(file), "mine");
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("file", "good", "missing", "newer"));
 }
 
 // Holds up the process where a failpoint reports, until Release().

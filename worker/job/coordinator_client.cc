@@ -512,8 +512,23 @@ class CoordinatorClient::Impl {
     request.set_step(facts.step);
     request.set_phase(facts.phase);
     request.set_last_collective(facts.last_collective);
-    request.set_progress(facts.progress);
-    if (const std::optional<Seat> place = seat(); place.has_value() && place->rank == 0) {
+    const std::optional<Seat> place = seat();
+    const bool main = place.has_value() && place->rank == 0;
+    uint64_t signs = 0;
+    if (options_.saves != nullptr) {
+      signs = options_.saves->signs();
+      if (const auto running = options_.saves->Read(); running.has_value()) {
+        v1::SaveProgress& save = *request.mutable_save();
+        if (main) save.set_path(running->path);
+        save.set_step(running->step);
+        save.set_written_bytes(running->written);
+        save.set_bytes(running->bytes);
+        *save.mutable_elapsed() = rpc::ToProto(running->elapsed);
+        save.set_asynchronous(running->asynchronous);
+      }
+    }
+    request.set_progress(facts.progress + signs);
+    if (main) {
       const absl::Time now = Clock::Real().Now();
       if (facts.restored != absl::InfinitePast()) {
         *request.mutable_restored_ago() = rpc::ToProto(now - facts.restored);

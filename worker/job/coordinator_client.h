@@ -16,6 +16,7 @@
 #include "base/defaults.h"
 #include "base/place.h"
 #include "rpc/tls_files.h"
+#include "worker/checkpoint/save_progress.h"
 #include "worker/collective/progress_board.h"
 
 namespace muster {
@@ -194,6 +195,8 @@ class CoordinatorClient {
     std::string token_file = "";  // see rpc/token.h
     // What heartbeats and barriers report about this worker. Null: what ReportProgress said.
     std::shared_ptr<const ProgressBoard> progress = nullptr;
+    // The checkpoints that this worker writes: heartbeats report them. Null: none.
+    std::shared_ptr<const SaveProgress> saves = nullptr;
     // Called once per generation, on the heartbeat thread, when the coordinator reports that it has
     // ended or that another incarnation holds the seat. Must not call back into the client's
     // destructor.

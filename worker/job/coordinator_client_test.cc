@@ -353,6 +353,28 @@ TEST(CoordinatorClient, Beats_TellTheCountOfProgress) {
   EXPECT_EQ(fake.last_progress(), board->Read().progress);
 }
 
+TEST(CoordinatorClient, Beats_TellTheCheckpointThatIsWritten) {
+  FakeCoordinator fake;
+  auto options = OptionsFor(fake, 0);
+  const auto saves = std::make_shared<SaveProgress>();
+  options.saves = saves;
+  const auto client = *CoordinatorClient::Connect(options);
+  ASSERT_TRUE(client->Join(World(1, 0)).ok());
+  const auto beat = [&] {
+    EXPECT_TRUE(client->Beat().ok());
+    return fake.last_heartbeat();
+  };
+  EXPECT_EQ(beat(), "0  ");
+  const uint64_t before = fake.last_progress();
+  auto save = saves->Begin("/c/checkpoint_7", 70, /*asynchronous=*/false, /*logs=*/false);
+  save->Expect(100);
+  save->Wrote(30);
+  EXPECT_EQ(beat(), "0   saving /c/checkpoint_7 of step 70, 30 of 100");
+  EXPECT_EQ(fake.last_progress(), before + 1) << "a block is a sign of progress";
+  save.reset();
+  EXPECT_EQ(beat(), "0  ");
+}
+
 TEST(CoordinatorClient, ProgressThatIsReported_CountsWhatIsNew) {
   FakeCoordinator fake;
   const auto client = *CoordinatorClient::Connect(OptionsFor(fake, 0));

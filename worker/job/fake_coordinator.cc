@@ -526,6 +526,7 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
       out.set_phase(facts.phase());
       out.set_last_collective(facts.last_collective());
       out.set_progress(facts.progress());
+      if (facts.has_save()) *out.mutable_save() = facts.save();
     }
     return grpc::Status::OK;
   }
@@ -537,6 +538,10 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
         absl::StrCat(request->step(), " ", request->phase(), " ", request->last_collective(),
                      request->has_restored_ago() ? " restored" : "",
                      request->has_first_step_ago() ? " stepped" : "");
+    if (const v1::SaveProgress& save = request->save(); request->has_save()) {
+      absl::StrAppend(&last_beat_, " saving ", save.path(), " of step ", save.step(), ", ",
+                      save.written_bytes(), " of ", save.bytes());
+    }
     last_progress_ = request->progress();
     ++beats_;
     facts_[request->fence().worker_id()] = *request;

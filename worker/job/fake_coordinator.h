@@ -49,7 +49,7 @@ class FakeCoordinator {
   // Rows of the rank table that were sent.
   int64_t rows_sent() const;
   // The last heartbeat, as "step phase last_collective", and " restored" and " stepped" if it says
-  // how long ago that was.
+  // how long ago that was; " saving PATH of step STEP, BYTES of BYTES" if it has a save.
   std::string WaitForHeartbeat();
   std::string last_heartbeat() const;
   uint64_t last_progress() const;  // of the last heartbeat

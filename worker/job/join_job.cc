@@ -100,6 +100,7 @@ absl::Status MeetAtCoordinator(const JoinJobOptions& options, JoinedProcess* joi
   client.tls = {env.tls_ca.value, env.tls_cert.value, env.tls_key.value};
   client.token_file = env.token_file.value;
   client.progress = joined->progress;
+  client.saves = joined->saves;
   client.on_generation_ended = options.on_generation_ended;
   MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<CoordinatorClient> connected,
                           CoordinatorClient::Connect(std::move(client)));

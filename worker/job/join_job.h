@@ -11,6 +11,7 @@
 #include "c10/core/Device.h"
 #include "c10/util/intrusive_ptr.h"
 #include "torch/csrc/distributed/c10d/Store.hpp"
+#include "worker/checkpoint/save_progress.h"
 #include "worker/collective/collective_error.h"
 #include "worker/collective/comm.h"
 #include "worker/collective/progress_board.h"
@@ -50,6 +51,8 @@ struct JoinedProcess {
   c10::intrusive_ptr<c10d::Store> store;           // null for a process alone without a coordinator
   // The progress of this process; its heartbeats carry it.
   std::shared_ptr<ProgressBoard> progress = std::make_shared<ProgressBoard>();
+  // The checkpoints that it writes; its heartbeats carry them, too.
+  std::shared_ptr<SaveProgress> saves = std::make_shared<SaveProgress>();
   // LocalComm for a single process, else Gloo, plus NCCL if `device` is a GPU. In debug mode
   // checked.
   std::unique_ptr<Comm> comm;

@@ -1,0 +1,49 @@
+#include "worker/checkpoint/polite_pace.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+
+namespace muster {
+namespace {
+
+// The cores are wanted if a thread has waited for one for more than this part of its work.
+constexpr double kWaits = 0.25;
+// What training does may change meanwhile.
+constexpr absl::Duration kLongestRest = absl::Seconds(1);
+
+}  // namespace
+
+std::optional<PolitePace::CpuTimes> PolitePace::OfThisThread() {
+  const int fd = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return std::nullopt;
+  char text[128];
+  const ssize_t bytes = read(fd, text, sizeof(text) - 1);
+  close(fd);
+  if (bytes <= 0) return std::nullopt;
+  text[bytes] = '\0';
+  unsigned long long ran = 0, waited = 0;
+  if (std::sscanf(text, "%llu %llu", &ran, &waited) != 2) return std::nullopt;
+  return CpuTimes{.ran = absl::Nanoseconds(static_cast<int64_t>(ran)),
+                  .waited = absl::Nanoseconds(static_cast<int64_t>(waited))};
+}
+
+void PolitePace::Begin(const CpuTimes& times, absl::Time now) {
+  last_ = times;
+  rested_ = now;
+}
+
+absl::Duration PolitePace::Rest(const CpuTimes& times, absl::Time now) {
+  const absl::Duration ran = times.ran - last_.ran, waited = times.waited - last_.waited;
+  const absl::Duration elapsed =
+      rested_ == absl::InfinitePast() ? ran + waited : std::max(now - rested_, ran + waited);
+  last_ = times;
+  absl::Duration rest;
+  if (waited > kWaits * ran) rest = std::clamp(ran / share_ - elapsed, rest, kLongestRest);
+  rested_ = now + rest;
+  return rest;
+}
+
+}  // namespace muster

@@ -1,0 +1,42 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_POLITE_PACE_H_
+#define MUSTER_WORKER_CHECKPOINT_POLITE_PACE_H_
+
+#include <optional>
+
+#include "absl/time/time.h"
+
+namespace muster {
+
+// How much of the cores a thread of the background takes where training wants them all. A thread of
+// low priority still has its share of a core, and the other threads of a parallel loop wait for the
+// one that it is taken from. So such a thread rests between its pieces of work, if it had to wait
+// for a core while it worked: nobody is disturbed where cores are idle. Pure. Not thread-safe.
+class PolitePace {
+ public:
+  // Of the thread, since it began: how long it was on a core, and for how long it was ready to and
+  // waited for one.
+  struct CpuTimes {
+    absl::Duration ran, waited;
+  };
+  // Those of the calling thread, as the kernel counts them. Nothing if it does not.
+  static std::optional<CpuTimes> OfThisThread();
+
+  // `share`: of one core, while cores are wanted.
+  explicit PolitePace(double share) : share_(share) {}
+
+  // A piece of work begins at `now`, after something else.
+  void Begin(const CpuTimes& times, absl::Time now);
+
+  // After a piece of work, at `now`: how long to rest. The next piece begins after that. Without
+  // Begin() the first one began with the thread.
+  absl::Duration Rest(const CpuTimes& times, absl::Time now);
+
+ private:
+  const double share_;
+  CpuTimes last_ = {};
+  absl::Time rested_ = absl::InfinitePast();  // the end of the last rest
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_POLITE_PACE_H_

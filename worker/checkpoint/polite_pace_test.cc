@@ -1,0 +1,73 @@
+#include "worker/checkpoint/polite_pace.h"
+
+#include <gtest/gtest.h>
+
+#include <optional>
+
+namespace muster {
+namespace {
+
+constexpr absl::Duration kMs = absl::Milliseconds(1);
+
+TEST(PolitePaceTest, IdleCores_AreUsed) {
+  PolitePace pace(0.02);
+  absl::Time now = absl::UnixEpoch();
+  for (int i = 1; i < 10; ++i) {
+    now += 12 * kMs;
+    EXPECT_EQ(pace.Rest({.ran = 2 * i * kMs, .waited = i * kMs / 4}, now), absl::ZeroDuration());
+  }
+}
+
+TEST(PolitePaceTest, CoresThatAreWanted_AreLeftButForTheShare) {
+  PolitePace pace(0.02);
+  const absl::Time start = absl::UnixEpoch();
+  absl::Time now = start;
+  absl::Duration ran, waited;
+  for (int i = 1; i <= 20; ++i) {
+    ran += 2 * kMs;
+    waited += 3 * kMs;
+    now += 9 * kMs;  // 4 for the disk
+    now += pace.Rest({.ran = ran, .waited = waited}, now);
+  }
+  const double share = absl::FDivDuration(ran, now - start);
+  EXPECT_GT(share, 0.018);
+  EXPECT_LT(share, 0.021);
+  // They are idle now.
+  ran += 2 * kMs;
+  EXPECT_EQ(pace.Rest({.ran = ran, .waited = waited}, now + 2 * kMs), absl::ZeroDuration());
+}
+
+TEST(PolitePaceTest, SlowDisk_IsRestEnough) {
+  PolitePace pace(0.02);
+  absl::Time now = absl::UnixEpoch();
+  EXPECT_GT(pace.Rest({.ran = kMs, .waited = kMs}, now), absl::ZeroDuration());
+  now += absl::Seconds(2);
+  EXPECT_EQ(pace.Rest({.ran = 2 * kMs, .waited = 2 * kMs}, now), absl::ZeroDuration());
+}
+
+TEST(PolitePaceTest, WhatTheThreadDidBefore_DoesNotCount) {
+  PolitePace pace(0.02);
+  const absl::Time now = absl::UnixEpoch();
+  pace.Begin({.ran = absl::Seconds(5), .waited = absl::Seconds(5)}, now);
+  EXPECT_EQ(
+      pace.Rest({.ran = absl::Seconds(5) + kMs, .waited = absl::Seconds(5) + kMs}, now + 2 * kMs),
+      48 * kMs);
+}
+
+TEST(PolitePaceTest, LongPiece_DoesNotRestForever) {
+  PolitePace pace(0.001);
+  EXPECT_EQ(pace.Rest({.ran = absl::Seconds(9), .waited = absl::Seconds(9)}, absl::UnixEpoch()),
+            absl::Seconds(1));
+}
+
+TEST(PolitePaceTest, ThisThread_HasRun) {
+  const std::optional<PolitePace::CpuTimes> times = PolitePace::OfThisThread();
+  // Kernels without these counts have no file.
+  if (times.has_value()) {
+    EXPECT_GT(times->ran, absl::ZeroDuration());
+    EXPECT_GE(times->waited, absl::ZeroDuration());
+  }
+}
+
+}  // namespace
+}  // namespace muster
