@@ -85,7 +85,9 @@ struct CheckpointOptions {
   // as are all where a save hook is registered, and where processes have trained apart
   // (muster::LocalSGD, allow_local_gradients). 0: every model is divided.
   int64_t divide_above = int64_t{1} << 30;
-  // Write rate of an asynchronous save on each process; 0: as fast as the disk.
+  // Write rate of an asynchronous save on each process; 0: as fast as the disk, but where training
+  // wants all cores no faster than about 2 % of them suffice for. What training waits for is not
+  // held back.
   int64_t max_bytes_per_second = 0;
   // How many numbered checkpoints to keep, besides the pinned ones. The oldest are deleted once a
   // new one is complete. Absent: project.total_limit; if that is absent too, all stay.
