@@ -24,6 +24,7 @@
 #include "muster/optim.h"
 #include "muster/test_net.h"
 #include "muster/test_ranks.h"
+#include "muster/utils.h"
 #include "torch/nn/modules/container/modulelist.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/embedding.h"
@@ -333,6 +334,11 @@ TEST_F(OptimizerInBackward, WhatWouldShowTheDifference_IsAnErrorOnEveryRank) {
        [&](Accelerator& a, auto&, auto&) {
          const absl::Status saved = a.save_state(folder_.Path("never"));
          TORCH_CHECK(saved.ok(), saved.message());
+       }},
+      {"ema.update() between",
+       [](Accelerator& a, auto& model, auto&) {
+         Ema ema(a, model);
+         ema.update();
        }},
       {"learning rate or momentum was changed",
        [](Accelerator&, auto&, auto& o) { o.set_lr(0.5); }},

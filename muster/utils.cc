@@ -66,6 +66,7 @@ bool Ema::update() {
   TORCH_CHECK(core_->steps().communicate(),
               "an average of weights is updated inside LocalSGD, where every process has its own "
               "weights: update it after the scope, or without LocalSGD");
+  core_->steps().CheckStepped("ema.update()");
   weights_->Update();
   return true;
 }
