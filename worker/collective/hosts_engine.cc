@@ -19,8 +19,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Message = HostLinks::Message;
 
-// Of the data of all ranks, how much is on its way at a time: what the stages hold.
+// Of the data of all ranks, how much is on its way at a time: what the stages hold, and, where no
+// rank needs one, what is enough to hide the meetings between two chunks.
 constexpr int64_t kChunkBytes = kHostStageBytes / 2;
+constexpr int64_t kLoneChunkBytes = int64_t{32} << 20;
 // What one message carries, so that the next is under way while one is added up or passed on.
 constexpr int64_t kPieceBytes = 256 << 10;
 // Up to so much of a host goes in the frames that say which call it is: one message, no second
@@ -139,7 +141,7 @@ class HostsEngine : public CollectiveEngine {
       }
       turn.piece = kind.piece() * kind.width;
       const ShmPlace placed = PlaceOf(data, call.bytes);
-      ForChunks(count, kChunkBytes / kind.wide_width, [&](int64_t begin, int64_t n) {
+      ForChunks(count, chunk_bytes_ / kind.wide_width, [&](int64_t begin, int64_t n) {
         const bool staged = MustStage(placed);
         if (staged) std::memcpy(stage_, data + begin * kind.width, n * kind.width);
         MeetWithData(turn, placed, data);
@@ -160,7 +162,7 @@ class HostsEngine : public CollectiveEngine {
         return;
       }
       const ShmPlace placed = PlaceOf(input, call.bytes * size());
-      const int64_t chunk = std::max<int64_t>(1, kChunkBytes / kind.wide_width / size());
+      const int64_t chunk = std::max<int64_t>(1, chunk_bytes_ / kind.wide_width / size());
       ForChunks(part, chunk, [&](int64_t begin, int64_t n) {
         if (MustStage(placed)) {
           for (int r = 0; r < size(); ++r) {
@@ -198,7 +200,7 @@ class HostsEngine : public CollectiveEngine {
       const int64_t bytes = call.bytes;
       if (bytes * MostRanks() <= kInlineBytes) return AllGatherAtOnce(turn, input, outputs, bytes);
       const ShmPlace placed = PlaceOf(input, bytes);
-      ForChunks(bytes, std::max<int64_t>(1, kChunkBytes / size()), [&](int64_t begin, int64_t n) {
+      ForChunks(bytes, std::max<int64_t>(1, chunk_bytes_ / size()), [&](int64_t begin, int64_t n) {
         if (MustStage(placed)) std::memcpy(stage_, input + begin, n);
         MeetWithData(turn, placed, input);
         GatherChunk(turn, input, outputs, begin, n);
@@ -213,7 +215,7 @@ class HostsEngine : public CollectiveEngine {
       if (call.bytes <= kInlineBytes) return BroadcastAtOnce(turn, data);
       const ShmPlace placed = PlaceOf(data, call.bytes);
       const int root_host = layout_.host_of[call.root];
-      ForChunks(call.bytes, kChunkBytes, [&](int64_t begin, int64_t n) {
+      ForChunks(call.bytes, chunk_bytes_, [&](int64_t begin, int64_t n) {
         const bool staged = MustStage(placed);
         if (staged && rank_ == call.root) std::memcpy(stage_, data + begin, n);
         MeetWithData(turn, placed, data);
@@ -723,6 +725,7 @@ class HostsEngine : public CollectiveEngine {
   const int locals_;  // ranks of this host
   const HostMemory memory_;
   ShmSegment* const segment_;  // null: alone on its host
+  const int64_t chunk_bytes_ = MostRanks() > 1 ? kChunkBytes : kLoneChunkBytes;  // on all alike
   HostLinks links_;
   std::vector<int> my_lanes_;
 
