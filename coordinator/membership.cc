@@ -2,6 +2,7 @@
 
 #include <xxhash.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -12,6 +13,7 @@ namespace {
 
 constexpr size_t kMaxText = 256;
 constexpr size_t kMaxSavePath = 4096;
+constexpr uint64_t kMaxSaveBytes = uint64_t{1} << 60;
 constexpr size_t kMaxProcessState = 64;
 constexpr size_t kMaxStack = 16 << 10;
 
@@ -53,6 +55,8 @@ void Seat::SetSave(const v1::SaveProgress* save) {
   auto known = std::make_shared<v1::SaveProgress>(*save);
   known->DiscardUnknownFields();
   known->set_path(Cut(save->path(), kMaxSavePath));
+  known->set_written_bytes(std::min(save->written_bytes(), kMaxSaveBytes));
+  known->set_bytes(std::min(save->bytes(), kMaxSaveBytes));
   save_ = std::move(known);
 }
 void Seat::SetProcessState(absl::string_view state) {

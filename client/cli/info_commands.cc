@@ -375,7 +375,7 @@ std::string SaveText(const v1::JobStatus& job) {
                   job.saving() == 1 ? " rank" : " ranks");
   const absl::Duration elapsed = rpc::FromProto(save.elapsed());
   if (const double seconds = absl::ToDoubleSeconds(elapsed); seconds > 0) {
-    const double rate = static_cast<double>(save.written_bytes()) / seconds;
+    const double rate = std::min(static_cast<double>(save.written_bytes()) / seconds, 1e18);
     absl::StrAppend(&text, ", ", HumanBytes(static_cast<int64_t>(rate)), "/s");
   }
   return absl::StrCat(text, ", for ", HumanDuration(elapsed), "\n");

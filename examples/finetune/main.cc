@@ -209,6 +209,10 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       const bool is_due =
           flags.checkpoint_steps > 0 && optimizer.steps() % flags.checkpoint_steps == 0;
       if (stops || is_due) {
+        // No state is kept whose loss is no number.
+        if (logged != optimizer.steps()) {
+          if (absl::Status reported = report(); !reported.ok()) return reported;
+        }
         if (absl::Status saved = accelerator.save_state(); !saved.ok()) return saved;
       }
       if (stops) return absl::OkStatus();

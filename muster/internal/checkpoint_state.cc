@@ -847,11 +847,12 @@ absl::Status CheckpointState::AgreeToSave(const absl::Status& mine) {
         if (shared != std::get<5>(said[0])) other = static_cast<int>(r);
       }
       ThrowFirst(statuses);
-      if (other == 0) return;
+      // Rank 0 writes everything then.
+      if (other == 0 || agreed_.hooks || agreed_.apart) return;
       ThrowIfError(absl::FailedPreconditionError(absl::StrCat(
           "save_state: the models that all processes write together have parameters of other "
           "names, shapes or types on rank ",
-          other, " than on rank 0")));
+          other, " than on rank 0, or options.checkpoint.divide_above differs")));
     });
     if (!mine.ok()) return mine;
     if (!all.ok()) return all;
@@ -901,7 +902,13 @@ absl::Status CheckpointState::SaveBesideTraining(
 }
 
 absl::Status CheckpointState::Wait() {
-  return saver_ == nullptr ? absl::OkStatus() : FirstFailure(saver_->Wait());
+  if (saver_ == nullptr) return absl::OkStatus();
+  // A save of many minutes is no hang.
+  const bool busy = saver_->busy();
+  if (busy) process_.progress().SetPhase("save_state");
+  const absl::Status saved = FirstFailure(saver_->Wait());
+  if (busy) process_.progress().SetPhase("after save_state");
+  return saved;
 }
 
 absl::Status CheckpointState::Abandon() {

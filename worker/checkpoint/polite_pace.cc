@@ -12,7 +12,7 @@ namespace {
 // The cores are wanted if a thread has waited for one for more than this part of its work.
 constexpr double kWaits = 0.25;
 // What training does may change meanwhile.
-constexpr absl::Duration kLongestRest = absl::Seconds(1);
+constexpr absl::Duration kLongestRest = absl::Milliseconds(250);
 
 }  // namespace
 
@@ -26,6 +26,7 @@ std::optional<PolitePace::CpuTimes> PolitePace::OfThisThread() {
   text[bytes] = '\0';
   unsigned long long ran = 0, waited = 0;
   if (std::sscanf(text, "%llu %llu", &ran, &waited) != 2) return std::nullopt;
+  if (ran == 0 && waited == 0) return std::nullopt;  // it does not count
   return CpuTimes{.ran = absl::Nanoseconds(static_cast<int64_t>(ran)),
                   .waited = absl::Nanoseconds(static_cast<int64_t>(waited))};
 }

@@ -57,14 +57,14 @@ TEST(PolitePaceTest, WhatTheThreadDidBefore_DoesNotCount) {
 TEST(PolitePaceTest, LongPiece_DoesNotRestForever) {
   PolitePace pace(0.001);
   EXPECT_EQ(pace.Rest({.ran = absl::Seconds(9), .waited = absl::Seconds(9)}, absl::UnixEpoch()),
-            absl::Seconds(1));
+            absl::Milliseconds(250));
 }
 
 TEST(PolitePaceTest, ThisThread_HasRun) {
   const std::optional<PolitePace::CpuTimes> times = PolitePace::OfThisThread();
-  // Kernels without these counts have no file.
+  // There are kernels without these counts.
   if (times.has_value()) {
-    EXPECT_GT(times->ran, absl::ZeroDuration());
+    EXPECT_GE(times->ran, absl::ZeroDuration());
     EXPECT_GE(times->waited, absl::ZeroDuration());
   }
 }

@@ -210,8 +210,8 @@ TEST_F(StateTest, BadPlaceOrCheckpoint_IsTheSameErrorOnAllRanks_AndTheNextSaveGo
   std::vector<std::vector<absl::Status>> errors(2);
   RunRanks(2, [&](Comm& comm) {
     std::vector<absl::Status>& mine = errors[comm.rank()];
-    // Nothing can be made in /sys, by no user.
-    for (const std::string& dir : {file, JoinPath(file, "ckpt"), std::string("/sys/ckpt")}) {
+    // Nothing can be made in /proc, by no user.
+    for (const std::string& dir : {file, JoinPath(file, "ckpt"), std::string("/proc/ckpt")}) {
       mine.push_back(save(comm, dir));
       EXPECT_FALSE(mine.back().ok()) << dir;
       EXPECT_THAT(std::string(mine.back().message()), HasSubstr(ParentPath(dir)));

@@ -161,8 +161,8 @@ std::unique_ptr<ShmSegment> ShmSegment::Open(const c10::intrusive_ptr<c10d::Stor
                                                : static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
   }
   segment->OpenPools();
-  // Spinning only pays if the others run at the same time. About a tenth of a millisecond: the ranks
-  // of a small step are apart by less, and a sleeper needs half as long to wake up.
+  // Spinning only pays if the others run at the same time. About a tenth of a millisecond: the
+  // ranks of a small step are apart by less, and a sleeper needs half as long to wake up.
   segment->spins_ = std::thread::hardware_concurrency() >= static_cast<unsigned>(size) ? 5000 : 20;
   return segment;
 }

@@ -19,6 +19,7 @@
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/checkpoint.grpc.pb.h"
 #include "proto/muster/v1/kv.grpc.pb.h"
@@ -35,6 +36,7 @@ namespace {
 
 // The server's own verdict, with names in it, should arrive before the transport gives up.
 constexpr absl::Duration kGrace = absl::Seconds(5);
+constexpr size_t kMostPathBytes = 4000;
 constexpr int kCompareTries = 1000;
 constexpr int kTableChanges = 100;
 constexpr absl::Duration kFirstBackoff = absl::Milliseconds(50);
@@ -519,7 +521,8 @@ class CoordinatorClient::Impl {
       signs = options_.saves->signs();
       if (const auto running = options_.saves->Read(); running.has_value()) {
         v1::SaveProgress& save = *request.mutable_save();
-        if (main) save.set_path(running->path);
+        // A message takes UTF-8 alone.
+        if (main) save.set_path(Printable(running->path, kMostPathBytes));
         save.set_step(running->step);
         save.set_written_bytes(running->written);
         save.set_bytes(running->bytes);

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <random>
+#include <set>
 #include <utility>
 
 #include "ATen/TensorOperators.h"
@@ -255,8 +256,11 @@ std::vector<std::vector<Beams::Candidate>> Candidates(const std::vector<Beams>& 
   const std::vector<int64_t> places = ToVector(index);
   std::vector<std::vector<Beams::Candidate>> out(searches.size());
   for (size_t row = 0; row < searches.size(); ++row) {
+    // Draws from a row of which nothing is left give its last place again.
+    std::set<int64_t> drawn;
     for (int64_t i = 0; i < wanted; ++i) {
       const size_t at = row * static_cast<size_t>(wanted) + static_cast<size_t>(i);
+      if (draws != nullptr && !drawn.insert(places[at]).second) continue;
       const Beams::Candidate candidate = {.beam = places[at] / vocabulary,
                                           .token = places[at] % vocabulary,
                                           .sum = values.const_data_ptr<float>()[at]};

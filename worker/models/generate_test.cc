@@ -6,7 +6,9 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <set>
 #include <string>
+#include <vector>
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
@@ -89,6 +91,30 @@ TEST(Generate, TokensThatRulesRemove_EndNoBeam) {
   EXPECT_TRUE(at::equal(got.tokens, at::tensor({7, 7, 7, 7, 0, 0, 0, 0}, c10::kLong).view({2, 4})));
   EXPECT_TRUE(std::isfinite(got.scores[0].item<float>()));
   EXPECT_EQ(got.scores[1].item<float>(), -std::numeric_limits<float>::infinity());
+}
+
+// Two candidates are left in the first step, one of them the last of the vocabulary; eight are
+// drawn.
+TEST(Generate, DrawnBeams_AreNotDrawnTwice) {
+  CausalLm model = Recorded("gpt2_shared");
+  const int64_t last = Common(model->config()).vocab_size - 1;
+  for (const std::vector<int64_t>& ends : {std::vector<int64_t>{}, std::vector<int64_t>{last}}) {
+    const Generated got = Generate(*model, Ids({1, 2, 3}), {},
+                                   {.max_new_tokens = 3,
+                                    .rules = {.top_k = 1, .sequence_bias = {{{last}, 100.0}}},
+                                    .eos_token_ids = ends,
+                                    .pad_token_id = 0,
+                                    .do_sample = true,
+                                    .num_beams = 4,
+                                    .num_return_sequences = 4});
+    std::set<std::vector<int64_t>> rows;
+    for (int64_t row = 0; row < 4; ++row) {
+      const at::Tensor tokens = got.tokens[row].contiguous();
+      const int64_t* const begin = tokens.const_data_ptr<int64_t>();
+      rows.insert({begin, begin + tokens.numel()});
+    }
+    EXPECT_EQ(rows.size(), 4u) << ends.size();
+  }
 }
 
 TEST(Generate, RulesThatLeaveNoToken_AreAnError) {

@@ -61,9 +61,10 @@ std::vector<int64_t> Completions(const Tokens& row, size_t size) {
 
 // Whether `row` ends with all of the sequence but its last token.
 bool MayComplete(const std::vector<int64_t>& sequence, const Tokens& row) {
-  return row.size() + 1 >= sequence.size() &&
-         std::equal(sequence.begin(), sequence.end() - 1,
-                    row.end() - static_cast<int64_t>(sequence.size() - 1));
+  return sequence.size() == 1 ||
+         (row.size() >= sequence.size() &&
+          std::equal(sequence.begin(), sequence.end() - 1,
+                     row.end() - static_cast<int64_t>(sequence.size() - 1)));
 }
 
 // Tokens that would complete one of the sequences.

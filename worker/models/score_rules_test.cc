@@ -51,8 +51,10 @@ TEST(ApplyRules, BadWords_AreNeverCompleted) {
   const at::Tensor scores = Row({1, 1, 1, 1, 1});
   const ScoreRules rules = {.bad_words_ids = {{0}, {1, 2}, {3, 1, 4}, {2}}, .end_tokens = {2}};
   EXPECT_EQ(Removed(ApplyRules(rules, scores, {{3}}, 0)), (Ids{0}));
-  EXPECT_EQ(Removed(ApplyRules(rules, scores, {{1}}, 0)), (Ids{0, 2}));
-  EXPECT_EQ(Removed(ApplyRules(rules, scores, {{3, 1}}, 0)), (Ids{0, 2, 4}));
+  EXPECT_EQ(Removed(ApplyRules(rules, scores, {{3, 1}}, 0)), (Ids{0, 2}));
+  EXPECT_EQ(Removed(ApplyRules(rules, scores, {{2, 3, 1}}, 0)), (Ids{0, 2, 4}));
+  // A word that is longer than the row is not looked for, as in transformers.
+  EXPECT_EQ(Removed(ApplyRules(rules, scores, {{1}}, 0)), (Ids{0}));
   EXPECT_THROW(ApplyRules({.bad_words_ids = {{5}}}, scores, {{3}}, 0), c10::Error);
   EXPECT_THROW(CheckRules({.bad_words_ids = {{}}}), c10::Error);
 }
@@ -144,8 +146,11 @@ TEST(ApplyRules, SequenceBias_CountsForWhatWouldCompleteASequence) {
   const ScoreRules rules = {.sequence_bias = {{{0}, 1.0}, {{3, 1}, 2.0}, {{2, 3, 1}, -5.0}},
                             .repetition_penalty = 2};
   // Before the penalty for what the row holds.
-  EXPECT_TRUE(at::equal(ApplyRules(rules, Row({4, 4, 4, 4}), {{3}}, 0), Row({5, 6, 4, 2})));
-  EXPECT_TRUE(at::equal(ApplyRules(rules, Row({4, 4, 4, 4}), {{2, 3}}, 0), Row({5, 1, 2, 2})));
+  EXPECT_TRUE(at::equal(ApplyRules(rules, Row({4, 4, 4, 4}), {{0, 3}}, 0), Row({2.5, 6, 4, 2})));
+  // A row that is no longer than what comes before the last token does not count, as in
+  // transformers.
+  EXPECT_TRUE(at::equal(ApplyRules(rules, Row({4, 4, 4, 4}), {{3}}, 0), Row({5, 4, 4, 2})));
+  EXPECT_TRUE(at::equal(ApplyRules(rules, Row({4, 4, 4, 4}), {{1, 2, 3}}, 0), Row({5, 0.5, 2, 2})));
   EXPECT_THROW(CheckRules({.sequence_bias = {{{}, 1.0}}}), c10::Error);
 }
 

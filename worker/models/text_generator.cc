@@ -72,6 +72,7 @@ std::function<bool(const std::vector<int64_t>&)> EndsAtStopString(
   std::vector<int64_t> stop_tokens = StopTokens(tokenizer, strings);
   return [tokenizer = std::move(tokenizer), strings = std::move(strings),
           stop_tokens = std::move(stop_tokens)](const std::vector<int64_t>& generated) {
+    if (generated.empty()) return false;
     if (Contains(stop_tokens, generated.back())) return true;
     TextRow row(tokenizer.Stream(), strings);
     for (const int64_t token : generated) {
