@@ -146,8 +146,7 @@ class C10dComm : public Comm {
       work = work.to(at::kInt);
     }
     work = work.contiguous();
-    c10d::AllreduceOptions opts;
-    opts.timeout = options_.timeout;
+    auto opts = WaitedFor<c10d::AllreduceOptions>(work);
     switch (op) {
       case ReduceOp::kSum:
         // The sum of truths is "any", and 256 of them must not be none.
@@ -183,8 +182,7 @@ class C10dComm : public Comm {
     at::Tensor flat_in = Bytes(input);
     at::Tensor flat_out = at::empty({bytes * size_}, flat_in.options());
     if (bytes > 0) {
-      c10d::AllgatherOptions opts;
-      opts.timeout = options_.timeout;
+      auto opts = WaitedFor<c10d::AllgatherOptions>(input);
       Run([&] { return BackendOf(input)->_allgather_base(flat_out, flat_in, opts); });
     }
     for (int r = 0; r < size_; ++r) {
@@ -203,8 +201,7 @@ class C10dComm : public Comm {
     at::Tensor all = Bytes(flat.detach());
     const int64_t part = all.numel() / size_;
     at::Tensor mine = all.narrow(0, rank_ * part, part);
-    c10d::AllgatherOptions opts;
-    opts.timeout = options_.timeout;
+    auto opts = WaitedFor<c10d::AllgatherOptions>(flat);
     Run([&] { return BackendOf(flat)->_allgather_base(all, mine, opts); });
   }
 
@@ -218,8 +215,7 @@ class C10dComm : public Comm {
     if (part == 0) return at::empty({0}, input.options());
     if (BackendOf(input)->getBackendName() != "gloo") {
       at::Tensor output = at::empty({part}, input.options());
-      c10d::ReduceScatterOptions opts;
-      opts.timeout = options_.timeout;
+      auto opts = WaitedFor<c10d::ReduceScatterOptions>(input);
       Run([&] { return BackendOf(input)->_reduce_scatter_base(output, input, opts); });
       return op == ReduceOp::kMean ? output.div_(size_) : output;
     }
@@ -227,8 +223,7 @@ class C10dComm : public Comm {
     // its part, and adds up what it gets.
     at::Tensor parts = at::empty_like(input);
     std::vector<int64_t> equal;  // sizes: all the same
-    c10d::AllToAllOptions opts;
-    opts.timeout = options_.timeout;
+    auto opts = WaitedFor<c10d::AllToAllOptions>(input);
     Run([&] { return BackendOf(input)->alltoall_base(parts, input, equal, equal, opts); });
     return ReduceInRankOrder(parts.chunk(size_), op);
   }
@@ -299,8 +294,7 @@ class C10dComm : public Comm {
       std::memcpy(mine.data_ptr(), bytes.data(), bytes.size());
       std::memset(mine.data_ptr<uint8_t>() + bytes.size(), 0, longest - bytes.size());
       at::Tensor out = at::empty({longest * size_}, at::kByte);
-      c10d::AllgatherOptions opts;
-      opts.timeout = options_.timeout;
+      auto opts = WaitedFor<c10d::AllgatherOptions>(out);
       Run([&] { return BackendOf(out)->_allgather_base(out, mine, opts); });
       for (int r = 0; r < size_; ++r) {
         all[r].assign(reinterpret_cast<const char*>(out.data_ptr<uint8_t>()) + r * longest,
@@ -392,8 +386,7 @@ class C10dComm : public Comm {
     if (size_ == 1) {
       std::memcpy(frames_.data_ptr(), frame_.const_data_ptr(), kFrameBytes);
     } else {
-      c10d::AllgatherOptions opts;
-      opts.timeout = options_.timeout;
+      auto opts = WaitedFor<c10d::AllgatherOptions>(frames_);
       Run([&] { return BackendOf(frames_)->_allgather_base(frames_, frame_, opts); });
     }
     bool all_inline = true;
@@ -469,9 +462,8 @@ class C10dComm : public Comm {
 
   void BroadcastFlat(const at::Tensor& flat, int root) {
     std::vector<at::Tensor> tensors = {flat};
-    c10d::BroadcastOptions opts;
+    auto opts = WaitedFor<c10d::BroadcastOptions>(flat);
     opts.rootRank = root;
-    opts.timeout = options_.timeout;
     Run([&] { return BackendOf(flat)->broadcast(tensors, opts); });
   }
 
@@ -482,6 +474,15 @@ class C10dComm : public Comm {
 
   c10::intrusive_ptr<c10d::Backend> BackendOf(const at::Tensor& tensor) {
     return group_->getBackend(tensor.device().type());
+  }
+
+  // Those of a call that is waited for at once: on the CPU it may run in this thread.
+  template <class Options>
+  Options WaitedFor(const at::Tensor& tensor) const {
+    Options opts;
+    opts.timeout = options_.timeout;
+    opts.asyncOp = !tensor.is_cpu();
+    return opts;
   }
 
   int Tag() const { return static_cast<int>(sequence_ % 1000000); }

@@ -36,7 +36,8 @@ class CollectiveEngine {
   virtual int size() const = 0;
   // What the c10d backend is called.
   virtual std::string name() const = 0;
-  // Up to so many bytes, handing an operation to another thread costs more than it hides.
+  // Up to so many bytes, handing an operation that nobody waits for yet to another thread costs
+  // more than it hides.
   virtual int64_t at_once_bytes() const = 0;
 
   virtual void AllReduce(char* data, const ShmCall& call, Deadline deadline) = 0;

@@ -98,7 +98,7 @@ class EngineBackend : public c10d::Backend {
     const at::Tensor tensor = tensors[0];
     ShmCall call = CallFor(Operation::kAllReduce, tensor);
     call.reduction = static_cast<uint8_t>(op);
-    return Start(c10d::OpType::ALLREDUCE, call, tensors, opts.timeout,
+    return Start(c10d::OpType::ALLREDUCE, call, tensors, opts,
                  [this, tensor](const ShmCall& c, Steady::time_point deadline) {
                    engine_->AllReduce(Data(tensor), c, deadline);
                  });
@@ -116,7 +116,7 @@ class EngineBackend : public c10d::Backend {
     TORCH_CHECK(root >= 0 && root < size_, "broadcast: there is no rank ", root);
     ShmCall call = CallFor(Operation::kBroadcast, tensor);
     call.root = root;
-    return Start(c10d::OpType::BROADCAST, call, tensors, opts.timeout,
+    return Start(c10d::OpType::BROADCAST, call, tensors, opts,
                  [this, tensor](const ShmCall& c, Steady::time_point deadline) {
                    engine_->Broadcast(Data(tensor), c, deadline);
                  });
@@ -129,8 +129,7 @@ class EngineBackend : public c10d::Backend {
     }
     std::vector<char*> outputs;
     for (int r = 0; r < size_; ++r) outputs.push_back(Data(output) + r * input.nbytes());
-    return StartAllGather(c10d::OpType::_ALLGATHER_BASE, input, {output}, std::move(outputs),
-                          opts.timeout);
+    return StartAllGather(c10d::OpType::_ALLGATHER_BASE, input, {output}, std::move(outputs), opts);
   }
 
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -144,8 +143,7 @@ class EngineBackend : public c10d::Backend {
     }
     std::vector<char*> places;
     for (const at::Tensor& output : outputs[0]) places.push_back(Data(output));
-    return StartAllGather(c10d::OpType::ALLGATHER, inputs[0], outputs[0], std::move(places),
-                          opts.timeout);
+    return StartAllGather(c10d::OpType::ALLGATHER, inputs[0], outputs[0], std::move(places), opts);
   }
 
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -158,7 +156,7 @@ class EngineBackend : public c10d::Backend {
     }
     ShmCall call = CallFor(Operation::kReduceScatter, output);
     call.reduction = static_cast<uint8_t>(op);
-    return Start(c10d::OpType::_REDUCE_SCATTER_BASE, call, {output}, opts.timeout,
+    return Start(c10d::OpType::_REDUCE_SCATTER_BASE, call, {output}, opts,
                  [this, input, output](const ShmCall& c, Steady::time_point deadline) {
                    engine_->ReduceScatter(Data(input), Data(output), c, deadline);
                  });
@@ -168,7 +166,7 @@ class EngineBackend : public c10d::Backend {
     ShmCall call;
     call.operation = static_cast<uint8_t>(Operation::kBarrier);
     return Start(
-        c10d::OpType::BARRIER, call, {}, opts.timeout,
+        c10d::OpType::BARRIER, call, {}, opts,
         [this](const ShmCall& c, Steady::time_point deadline) { engine_->Barrier(c, deadline); });
   }
 
@@ -294,26 +292,29 @@ class EngineBackend : public c10d::Backend {
     return call;
   }
 
+  template <class Options>
   WorkPtr StartAllGather(c10d::OpType type, const at::Tensor& input, Tensors outputs,
-                         std::vector<char*> places, std::chrono::milliseconds timeout) {
+                         std::vector<char*> places, const Options& opts) {
     const ShmCall call = CallFor(Operation::kAllGather, input);
     // The work keeps the outputs alive, the body the input.
     return Start(
-        type, call, std::move(outputs), timeout,
+        type, call, std::move(outputs), opts,
         [this, input, places = std::move(places)](const ShmCall& c, Steady::time_point deadline) {
           engine_->AllGather(Data(input), places, c, deadline);
         });
   }
 
-  WorkPtr Start(c10d::OpType type, ShmCall call, Tensors outputs, std::chrono::milliseconds timeout,
-                Body body) {
+  template <class Options>
+  WorkPtr Start(c10d::OpType type, ShmCall call, Tensors outputs, const Options& opts, Body body) {
     Task task;
     {
       MutexLock lock(&mu_);
       call.sequence = ++sequence_;
       task = {c10::make_intrusive<EngineWork>(rank_, type, call.sequence, std::move(outputs)), call,
-              timeout == c10d::kUnsetTimeout ? timeout_ : timeout, std::move(body)};
-      const bool at_once = call.bytes <= engine_->at_once_bytes() && tasks_.empty() && !busy_;
+              opts.timeout == c10d::kUnsetTimeout ? timeout_ : opts.timeout, std::move(body)};
+      // Another thread can hide nothing of what the caller waits for.
+      const bool at_once =
+          (!opts.asyncOp || call.bytes <= engine_->at_once_bytes()) && tasks_.empty() && !busy_;
       if (!at_once) {
         tasks_.push_back(task);
         cv_.SignalAll();

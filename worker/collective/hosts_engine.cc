@@ -22,7 +22,7 @@ using Message = HostLinks::Message;
 // Of the data of all ranks, how much is on its way at a time: what the stages hold, and, where no
 // rank needs one, what is enough to hide the meetings between two chunks.
 constexpr int64_t kChunkBytes = kHostStageBytes / 2;
-constexpr int64_t kLoneChunkBytes = int64_t{32} << 20;
+constexpr int64_t kLoneChunkBytes = int64_t{16} << 20;
 // What one message carries, so that the next is under way while one is added up or passed on.
 constexpr int64_t kPieceBytes = 256 << 10;
 // Up to so much of a host goes in the frames that say which call it is: one message, no second
@@ -120,7 +120,8 @@ class HostsEngine : public CollectiveEngine {
   int rank() const override { return rank_; }
   int size() const override { return layout_.size(); }
   std::string name() const override { return "muster-hosts"; }
-  int64_t at_once_bytes() const override { return kInlineBytes; }
+  // Nothing: who calls without waiting may be what another host waits for.
+  int64_t at_once_bytes() const override { return -1; }
   void Break(const std::string& why) override {
     if (segment_ != nullptr) segment_->Break(why);
     links_.Break(why);

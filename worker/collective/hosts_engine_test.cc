@@ -388,12 +388,14 @@ TEST(HostsEngine, RanksDisagree_AllThrow_GroupStaysUsable) {
 TEST(HostsEngine, RankThatDoesNotCome_IsNamedByAll_ThenUnusable) {
   for (const std::string hosts : {"aabb", "abb", "abcd"}) {
     const int absent = static_cast<int>(hosts.size()) - 1;
-    std::latch given_up(absent);
+    std::latch ready(absent), given_up(absent);
     std::atomic<int> named = 0;
     RunHostRanks(hosts,
                  [&](Comm& comm) {
                    // Alive, but elsewhere, until the others have given up.
                    if (comm.rank() == absent) return given_up.wait();
+                   // The patience of each begins with its call.
+                   ready.arrive_and_wait();
                    for (int time = 0; time < 2; ++time) {
                      Tensors x = {at::ones({50'000})};
                      try {
@@ -408,7 +410,7 @@ TEST(HostsEngine, RankThatDoesNotCome_IsNamedByAll_ThenUnusable) {
                    }
                    given_up.count_down();
                  },
-                 {.timeout = std::chrono::milliseconds(300)});
+                 {.timeout = std::chrono::seconds(3)});
     EXPECT_EQ(named, 2 * absent) << hosts;
   }
 }

@@ -22,6 +22,7 @@ namespace muster {
 namespace {
 
 constexpr int64_t kLineBytes = 256;
+constexpr char kNotWanted[] = "not wanted";
 
 // The lines of all ranks, cut to kLineBytes. By Gloo: a store would have to answer each rank for
 // each other one.
@@ -70,7 +71,7 @@ HostMemory MemoryOf(const c10::intrusive_ptr<c10d::Store>& store, const HostLayo
 
 bool AddShmBackend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    const c10::intrusive_ptr<c10d::Store>& store, std::chrono::milliseconds timeout,
-                   std::string* why, const std::string& host) {
+                   std::string* why, const std::string& host, bool wanted) {
   auto prefixed =
       c10::make_intrusive<c10d::PrefixStore>("muster/shm/" + group->getGroupName(), store);
   const c10::intrusive_ptr<c10d::Backend> gloo = group->getBackend(c10::DeviceType::CPU);
@@ -78,8 +79,11 @@ bool AddShmBackend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
   std::string problem;
   const std::string identity = HostIdentity();
   const std::vector<std::string> identities =
-      GatherLines(*gloo, identity.empty() ? "" : identity + " " + host);
+      GatherLines(*gloo, !wanted            ? kNotWanted
+                         : identity.empty() ? ""
+                                            : identity + " " + host);
   for (size_t r = 0; r < identities.size() && problem.empty(); ++r) {
+    if (identities[r] == kNotWanted) problem = c10::str("rank ", r, " has MUSTER_SHM=no");
     if (identities[r].empty()) problem = c10::str("rank ", r, " cannot tell which host it is on");
   }
   std::unique_ptr<CollectiveEngine> engine;

@@ -28,12 +28,13 @@ namespace muster {
 // If ranks call different operations, all throw; a rank that died, left or did not arrive in time
 // is named by all others (c10::DistBackendError) and the backend is unusable.
 //
-// Collective. False, on every rank alike and with the reason in `*why`, if ranks of one host cannot
-// share memory: then `group` is as before. Throws like the store and Gloo. `host`: ranks that give
-// different texts are taken for ranks of different hosts, which tests do with one host.
+// Collective, also for ranks that do not want it (`wanted`). False, on every rank alike and with
+// the reason in `*why`, if one does not or ranks of one host cannot share memory: then `group` is
+// as before. Throws like the store and Gloo. `host`: ranks that give different texts are taken for
+// ranks of different hosts, which tests do with one host.
 bool AddShmBackend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                    const c10::intrusive_ptr<c10d::Store>& store, std::chrono::milliseconds timeout,
-                   std::string* why = nullptr, const std::string& host = "");
+                   std::string* why = nullptr, const std::string& host = "", bool wanted = true);
 
 }  // namespace muster
 

@@ -205,15 +205,17 @@ bool OnOneNode(const Environment& env, const std::vector<int>& ranks) {
 }
 
 // Puts Muster's own collectives in front of Gloo's, and says so where they are not what one would
-// expect. A node is a host, whatever its ranks could share with those of another node.
+// expect. A node is a host, whatever its ranks could share with those of another node. Ranks that
+// are not to use them take part: they might differ.
 void AddOwnCollectives(const JoinedProcess& joined,
                        const c10::intrusive_ptr<c10d::ProcessGroup>& group, const GlooOptions& gloo,
                        const std::vector<int>& ranks) {
   const Environment& env = joined.environment;
   std::string why;
-  const bool added = AddShmBackend(group, joined.store, gloo.timeout, &why,
-                                   absl::StrCat("node ", env.node_rank.value));
-  if (gloo.rank != 0) return;
+  const bool added =
+      AddShmBackend(group, joined.store, gloo.timeout, &why,
+                    absl::StrCat("node ", env.node_rank.value), env.shared_memory.value);
+  if (gloo.rank != 0 || !env.shared_memory.value) return;
   if (!added) {
     MUSTER_LOG(Warning) << "no shared memory between the ranks of " << gloo.name
                         << " that are of one node, so all of them exchange tensors through Gloo: "
@@ -230,12 +232,11 @@ void AddOwnCollectives(const JoinedProcess& joined,
 absl::StatusOr<std::unique_ptr<Comm>> BuildComm(const JoinedProcess& joined,
                                                 const std::string& name,
                                                 const std::vector<int>& ranks) {
-  const Environment& env = joined.environment;
   const GlooOptions gloo = GlooOf(joined, name, ranks);
   std::unique_ptr<Comm> comm;
   try {
     auto group = MakeGlooGroup(joined.store, gloo);
-    if (env.shared_memory.value && gloo.size > 1) AddOwnCollectives(joined, group, gloo, ranks);
+    if (gloo.size > 1) AddOwnCollectives(joined, group, gloo, ranks);
     if (joined.device.is_cuda()) {
       MUSTER_RETURN_IF_ERROR(
           AddNcclBackend(group, joined.store, joined.device, gloo.timeout, gloo.name));
@@ -243,6 +244,8 @@ absl::StatusOr<std::unique_ptr<Comm>> BuildComm(const JoinedProcess& joined,
     comm = MakeC10dComm(group, {.timeout = gloo.timeout});
   } catch (const c10::Error& e) {
     return absl::UnavailableError(FirstLine(e.what_without_backtrace()));
+  } catch (const std::exception& e) {  // Gloo's own
+    return absl::UnavailableError(FirstLine(e.what()));
   }
   return comm;
 }

@@ -101,7 +101,7 @@ TEST(Generate, DrawnBeams_AreNotDrawnTwice) {
   for (const std::vector<int64_t>& ends : {std::vector<int64_t>{}, std::vector<int64_t>{last}}) {
     const Generated got = Generate(*model, Ids({1, 2, 3}), {},
                                    {.max_new_tokens = 3,
-                                    .rules = {.top_k = 1, .sequence_bias = {{{last}, 100.0}}},
+                                    .rules = {.sequence_bias = {{{last}, 100.0}}, .top_k = 1},
                                     .eos_token_ids = ends,
                                     .pad_token_id = 0,
                                     .do_sample = true,
