@@ -71,7 +71,14 @@ struct Use {
   bool write;
 };
 
-void AddUse(const at::Tensor& tensor, bool write, const char* op, std::vector<Use>* uses) {
+struct Taken {
+  Page* page;
+  at::Tensor tensor;
+  bool write;
+};
+
+void AddUse(const at::Tensor& tensor, bool write, const char* op, std::vector<Use>* uses,
+            std::vector<Taken>* taken) {
   if (!tensor.defined() || !IsPaged(tensor)) return;
   Page* const page = Table().Find(tensor.storage().unsafeGetStorageImpl());
   TORCH_CHECK(
@@ -80,6 +87,7 @@ void AddUse(const at::Tensor& tensor, bool write, const char* op, std::vector<Us
       "gone; keep the Accelerator (or save_model() before it ends), or the model that "
       "dispatch returned");
   page->Allow(tensor, write, op);
+  taken->push_back({page, tensor, write});
   for (Use& use : *uses) {
     if (use.page != page) continue;
     use.write |= write;
@@ -94,6 +102,7 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   const size_t first = stack->size() - arguments.size();
   const char* const name = schema.name().c_str();
   std::vector<Use> uses;
+  std::vector<Taken> taken;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const c10::AliasInfo* const alias = arguments[i].alias_info();
     // A result that is an alias of the argument asks by itself when it is used.
@@ -101,12 +110,14 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     const bool write = alias != nullptr;
     const c10::IValue& value = (*stack)[first + i];
     if (value.isTensor()) {
-      AddUse(value.toTensor(), write, name, &uses);
+      AddUse(value.toTensor(), write, name, &uses, &taken);
     } else if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorList()) AddUse(tensor, write, name, &uses);
+      for (const at::Tensor& tensor : value.toTensorList()) {
+        AddUse(tensor, write, name, &uses, &taken);
+      }
     } else if (value.isOptionalTensorList()) {
       for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
-        if (tensor.has_value()) AddUse(*tensor, write, name, &uses);
+        if (tensor.has_value()) AddUse(*tensor, write, name, &uses, &taken);
       }
     }
   }
@@ -114,6 +125,9 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   Pins pins;
   for (const Use& use : uses) pins.Add(use.page);
   for (const Use& use : uses) use.page->Require(use.write, name);
+  // To bring the contents may have ended what is allowed.
+  for (const Taken& one : taken) one.page->Allow(one.tensor, one.write, name);
+  taken.clear();
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey), stack);
 }
 

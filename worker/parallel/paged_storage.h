@@ -25,8 +25,8 @@ class Page {
   // thread of the operator. Returns with the contents there, or throws c10::Error.
   virtual void Require(bool write, const char* op) = 0;
 
-  // Called before for each such tensor that the operator takes: a page that does not allow the use
-  // throws c10::Error.
+  // Called before, and once more afterwards, for each such tensor that the operator takes: a page
+  // that does not allow the use throws c10::Error.
   virtual void Allow(const at::Tensor& /*tensor*/, bool /*write*/, const char* /*op*/) {}
 
   // While above 0, operators use the contents. Any thread may ask; one that has called Require()

@@ -132,6 +132,28 @@ TEST(PagedStorage, PagesOfOneOperator_StayPinnedUntilItHasEnded) {
   EXPECT_EQ(first.pins(), 0);
 }
 
+// Of itself, or of another one that the operator takes as well.
+TEST(PagedStorage, ContentsThatComingChangesWhatIsAllowed_AreAskedAgain) {
+  struct Ended : Numbers {
+    void Allow(const at::Tensor&, bool, const char* op) override {
+      TORCH_CHECK(!*ended, op, " comes too late");
+    }
+    const bool* ended = nullptr;
+  } ending;
+  struct Ends : Numbers {
+    void Require(bool write, const char* op) override {
+      Numbers::Require(write, op);
+      ended = true;
+    }
+    bool ended = false;
+  } other;
+  ending.ended = &other.ended;
+  const at::Tensor a = PagedView(ending.flat, {6}, {1}, 0), b = PagedView(other.flat, {6}, {1}, 0);
+  EXPECT_EQ(a.sum().item<float>(), 15);
+  EXPECT_THAT(ErrorOf([&] { at::add(a, b); }), HasSubstr("comes too late"));
+  EXPECT_EQ(ending.pins() + other.pins(), 0);
+}
+
 TEST(PagedStorage, PageThatIsGone_IsAnError) {
   at::Tensor left;
   {
