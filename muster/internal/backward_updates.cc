@@ -51,12 +51,13 @@ BackwardUpdates::Rates BackwardUpdates::RatesOf(const OptimizerSlot& optimizer) 
 }
 
 bool BackwardUpdates::Begin(ShardedModel& model) {
-  CheckWhole();
-  CheckStepped(model, "another backward pass");
+  // Several models may be in one pass, and those before may have been updated in it.
+  if (!pass_open_) CheckWhole();
+  CheckNotPending(model, "another backward pass");
   const std::optional<double> factor = begin_pass_();
   if (!factor.has_value()) return false;
   factor_ = *factor;
-  // Several models may be in one pass.
+  pass_open_ = true;
   for (const auto& optimizer : registry_.optimizers()) {
     const std::vector<at::Tensor>& parameters = optimizer->handle().parameters();
     for (size_t i = 0; i < parameters.size(); ++i) {
@@ -120,7 +121,7 @@ void BackwardUpdates::End(ShardedModel& model, const std::vector<at::Tensor>& tr
   for (const at::Tensor& shard : model.shards()) places_.erase(shard.unsafeGetTensorImpl());
   if (!places_.empty()) return;  // another model of this pass has not ended
   rates_.clear();
-  under_way_ = false;
+  pass_open_ = under_way_ = false;
 }
 
 void BackwardUpdates::Settle() {
@@ -129,6 +130,11 @@ void BackwardUpdates::Settle() {
     tickets_.pop_front();
     thread_.WaitQuietly(first);
   }
+  pass_open_ = false;
+  if (under_way_) return;
+  // Nothing has changed: the next pass begins from scratch.
+  places_.clear();
+  rates_.clear();
 }
 
 void BackwardUpdates::CheckWhole() const {
@@ -142,6 +148,10 @@ void BackwardUpdates::CheckWhole() const {
 
 void BackwardUpdates::CheckStepped(const ShardedModel& model, const char* what) const {
   CheckWhole();
+  CheckNotPending(model, what);
+}
+
+void BackwardUpdates::CheckNotPending(const ShardedModel& model, const char* what) const {
   for (const auto& [optimizer, pending] : pending_) {
     TORCH_CHECK(
         std::find(pending.models.begin(), pending.models.end(), &model) == pending.models.end(),
@@ -216,7 +226,7 @@ void BackwardUpdates::Reset() {
   places_.clear();
   rates_.clear();
   pending_.clear();
-  under_way_ = false;
+  pass_open_ = under_way_ = false;
 }
 
 }  // namespace muster::internal

@@ -79,6 +79,8 @@ class BackwardUpdates : public ShardUpdates {
     std::vector<const ShardedModel*> models;
   };
   static Rates RatesOf(const OptimizerSlot& optimizer);
+  // CheckStepped() inside of a pass.
+  void CheckNotPending(const ShardedModel& model, const char* what) const;
 
   const Registry& registry_;
   const BeginPass begin_pass_;
@@ -90,6 +92,7 @@ class BackwardUpdates : public ShardUpdates {
   std::unordered_map<const void*, Place> places_;
   std::unordered_map<const OptimizerSlot*, Rates> rates_;  // of this pass
   double factor_ = 1;
+  bool pass_open_ = false;  // some model has begun, and the pass has neither ended nor thrown
   bool under_way_ = false;  // an update has begun, and its pass has not ended
   std::unordered_map<const OptimizerSlot*, Pending> pending_;  // and kept by them
   std::deque<CommThread::Ticket> tickets_;
