@@ -92,9 +92,9 @@ class ShardUnit : public Page {
     bool used = false, fresh = false;
     // `.grad` is GradientMark(), unless the program has zeroed it.
     bool marked = false;
-    // In this backward pass: this rank's gradient was reduced and goes to what updates the shard
-    // (shard_updates.h); it came after the unit was reduced.
-    bool updated = false, late = false;
+    // In this backward pass: this rank had a gradient; it was reduced and goes to what updates the
+    // shard (shard_updates.h); it came after the unit was reduced.
+    bool came = false, updated = false, late = false;
   };
   const std::string& name() const { return name_; }
   const std::vector<Slice>& slices() const { return slices_; }

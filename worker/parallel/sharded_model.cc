@@ -559,7 +559,9 @@ void ShardedModel::OpenPass() {
   for (const auto& unit : units_) {
     unit->arrived = 0;
     unit->set_any_updated(false);
-    for (ShardUnit::Slice& slice : unit->slices()) slice.updated = slice.late = false;
+    for (ShardUnit::Slice& slice : unit->slices()) {
+      slice.came = slice.updated = slice.late = false;
+    }
   }
   AtEndOfBackward([this] { EndOfBackward(); });
 }
@@ -568,7 +570,7 @@ void ShardedModel::OnGradient(size_t index, size_t slice) {
   ShardUnit& unit = *units_[index];
   if (!communicate_) return unit.KeepPending(slice);
   OpenPass();
-  unit.slices()[slice].used = true;
+  unit.slices()[slice].used = unit.slices()[slice].came = true;
   if (done_[index]) late_[index] = unit.slices()[slice].late = true;
   if (++unit.arrived != unit.expected) return;
   complete_[index] = true;
@@ -623,8 +625,9 @@ void ShardedModel::Update(ShardUnit& unit, bool rest) {
   if (!updating_) return;
   std::vector<at::Tensor> shards;
   for (ShardUnit::Slice& slice : unit.slices()) {
-    // What no rank had a gradient for is left alone, and only the end of the pass tells.
-    if (slice.updated || (!rest && !slice.used)) continue;
+    // What no rank had a gradient for is left alone, and only the end of the pass tells. What has
+    // gradients of earlier micro-steps alone may be used in this pass yet.
+    if (slice.updated || (!rest && !slice.came)) continue;
     if (rest && !slice.shard.grad().defined()) continue;
     slice.updated = true;
     // A graph that has the values before throws if it comes to them.
@@ -797,7 +800,13 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
   uint32_t number = 0;
   for (const auto& unit : units_) {
     for (const ShardUnit::Slice& slice : unit->slices()) {
-      if (slice.tensor.requires_grad() && !slice.used) mine.push_back(number);
+      // A pass that updates also does so with the gradients of passes before, which those ranks
+      // know of that have a part.
+      const bool left = updating_ && !slice.used && !slice.fresh && slice.shard.grad().defined() &&
+                        !slice.shard.grad().is_same(ShardUnit::UsedGradientMark());
+      if ((updating_ || slice.tensor.requires_grad()) && !slice.used && !left) {
+        mine.push_back(number);
+      }
       ++number;
     }
   }
@@ -868,7 +877,7 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
       if (next < unused.size() && unused[next] == number) {
         ++next;
         if (slice.fresh) slice.shard.mutable_grad().reset();
-      } else if (slice.tensor.requires_grad()) {
+      } else if (updating_ || slice.tensor.requires_grad()) {
         trained_shards.push_back(slice.shard);
       }
       slice.used = slice.fresh = false;
