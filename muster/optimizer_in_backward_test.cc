@@ -298,6 +298,117 @@ TEST_F(OptimizerInBackward, TwoOptimizersOfOneModel_EachUpdateTheirs) {
   ExpectEqual(runs[1], runs[0]);
 }
 
+// The gradients of the second model are all reduced when those of the first one come.
+TEST_F(OptimizerInBackward, TwoModelsInOnePass_TrainToTheSameBits) {
+  for (const std::string strategy : {"zero1", "zero2", "zero3"}) {
+    SCOPED_TRACE(strategy);
+    std::vector<Weights> runs;
+    for (const bool in_backward : {false, true}) {
+      RunAccelerators(2, Options(strategy, in_backward), [&](Accelerator& a) {
+        torch::nn::Sequential net = MakeNet();
+        torch::nn::Sequential head(torch::nn::Linear(3, 6), torch::nn::Linear(6, 2));
+        {
+          const at::NoGradGuard no_grad;
+          for (at::Tensor& parameter : head->parameters())
+            parameter.copy_(Random(parameter.sizes(), 4));
+        }
+        FusedAdamW adam(net->parameters(), {.lr = 0.01});
+        FusedSGD sgd(head->parameters(), {.lr = 0.1, .momentum = 0.9});
+        auto [body, one] = a.prepare(net, adam);
+        auto [top, two] = a.prepare(head, sgd);
+        for (int step = 0; step < 4; ++step) {
+          a.backward(top(body(MineOf(a, Random({kSamples, 5}, 100 + step)))).square().mean());
+          one.step();
+          two.step();
+          one.zero_grad();
+          two.zero_grad();
+        }
+        const Weights of_body = a.get_state_dict(body), of_top = a.get_state_dict(top);
+        if (!a.is_main_process()) return;
+        runs.emplace_back();
+        for (const auto& [name, tensor] : of_body) runs.back()[name] = tensor.clone();
+        for (const auto& [name, tensor] : of_top) runs.back()["top." + name] = tensor.clone();
+      });
+    }
+    ASSERT_EQ(runs.size(), 2U);
+    ExpectEqual(runs[1], runs[0]);
+  }
+}
+
+// A unit is then due before its gradients of this pass are there, with those of the micro-step
+// before alone.
+TEST_F(OptimizerInBackward, LastMicroStepWithMoreTurns_TrainsToTheSameBits) {
+  std::vector<Weights> runs;
+  for (const bool in_backward : {false, true}) {
+    AcceleratorOptions options = Options("zero3", in_backward);
+    options.gradient_accumulation_steps = 2;
+    RunAccelerators(2, options, [&](Accelerator& a) {
+      auto net = std::make_shared<Branches>();
+      FusedAdamW adam(net->parameters(), {.lr = 0.01, .weight_decay = 0.1});
+      auto [model, optimizer] = a.prepare(net, adam);
+      for (int step = 0; step < 8; ++step) {
+        auto scope = a.accumulate();
+        const at::Tensor ids = at::arange(7, at::kLong).add(step + a.process_index()).remainder(7);
+        const auto loss = [&](int times) {
+          return model.call(&Branches::Forward, ids.roll(times), 15).square().mean();
+        };
+        a.backward(step != 3 ? loss(0) : loss(0) + loss(1));
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      const Weights got = a.get_state_dict(model);
+      if (!a.is_main_process()) return;
+      runs.emplace_back();
+      for (const auto& [name, tensor] : got) runs.back()[name] = tensor.clone();
+    });
+  }
+  ASSERT_EQ(runs.size(), 2U);
+  ExpectEqual(runs[1], runs[0]);
+}
+
+// Its gradients are those of a micro-step before, which were reduced there. One rank has no part of
+// what it updates, and must know all the same.
+TEST_F(OptimizerInBackward, OptimizerOfAnEarlierMicroStep_TrainsToTheSameBits) {
+  for (const int ranks : {1, 2}) {
+    SCOPED_TRACE(ranks);
+    std::vector<Weights> runs;
+    for (const bool in_backward : {false, true}) {
+      AcceleratorOptions options = Options("zero2", in_backward);
+      options.gradient_accumulation_steps = 2;
+      options.accumulation.sync_each_batch = true;
+      RunAccelerators(ranks, options, [&](Accelerator& a) {
+        auto net = std::make_shared<Branches>();
+        std::vector<at::Tensor> others;
+        const at::Tensor bias = net->parts[0]->as<torch::nn::Linear>()->bias;
+        for (const at::Tensor& parameter : net->parameters()) {
+          if (!parameter.is_same(bias)) others.push_back(parameter);
+        }
+        FusedAdamW adam({bias}, {.lr = 0.01, .weight_decay = 0.1});
+        FusedSGD sgd(others, {.lr = 0.1});
+        auto [model, one, two] = a.prepare(net, adam, sgd);
+        for (int step = 0; step < 8; ++step) {
+          auto scope = a.accumulate();
+          const at::Tensor ids =
+              at::arange(7, at::kLong).add(step + a.process_index()).remainder(7);
+          // In the last window no micro-step has it.
+          const int which = step % 2 == 0 && step < 6 ? 15 : 14;
+          a.backward(model.call(&Branches::Forward, ids, which).square().mean());
+          one.step();
+          two.step();
+          one.zero_grad();
+          two.zero_grad();
+        }
+        const Weights got = a.get_state_dict(model);
+        if (!a.is_main_process()) return;
+        runs.emplace_back();
+        for (const auto& [name, tensor] : got) runs.back()[name] = tensor.clone();
+      });
+    }
+    ASSERT_EQ(runs.size(), 2U);
+    ExpectEqual(runs[1], runs[0]);
+  }
+}
+
 // Trains one step, and calls `then` in the second one, after its backward pass.
 using Then = std::function<void(Accelerator&, AcceleratedModel<torch::nn::Sequential>&,
                                 AcceleratedOptimizer&)>;
@@ -339,6 +450,16 @@ TEST_F(OptimizerInBackward, WhatWouldShowTheDifference_IsAnErrorOnEveryRank) {
        [](Accelerator& a, auto& model, auto&) {
          Ema ema(a, model);
          ema.update();
+       }},
+      {"ema.copy_to() between",
+       [](Accelerator& a, auto& model, auto&) {
+         Ema ema(a, model);
+         ema.copy_to(*model);
+       }},
+      {"load_weights() between",
+       [&](Accelerator& a, auto&, auto&) {
+         const absl::StatusOr<LoadedState> loaded = a.load_weights(folder_.Path("never"));
+         TORCH_CHECK(loaded.ok(), loaded.status().message());
        }},
       {"learning rate or momentum was changed",
        [](Accelerator&, auto&, auto& o) { o.set_lr(0.5); }},
@@ -460,9 +581,14 @@ TEST_F(OptimizerInBackward, RanksWithOtherSettings_AreNamed) {
 // A backward pass that throws on the way leaves a model that has changed in part.
 TEST_F(OptimizerInBackward, PassThatThrows_NeedsACheckpoint) {
   const std::string dir = folder_.Path("before");
-  Weights want, got;
-  for (const bool fails : {false, true}) {
+  Weights want, got, with_hook;
+  for (Weights* const weights : {&want, &got, &with_hook}) {
+    const bool fails = weights != &want;
     RunAccelerators(2, Options("zero2"), [&](Accelerator& a) {
+      // With one, load_state() reads the weights that it is about to replace.
+      if (weights == &with_hook) {
+        a.register_load_state_pre_hook([](std::vector<NamedTensors>&, const StateReader&) {});
+      }
       torch::nn::Sequential net = MakeNet();
       FusedAdamW adam(net->parameters(), {.lr = 0.01});
       auto [model, optimizer] = a.prepare(net, adam);
@@ -496,6 +622,36 @@ TEST_F(OptimizerInBackward, PassThatThrows_NeedsACheckpoint) {
       }
       step(2);
       step(3);
+      const Weights all = a.get_state_dict(model);
+      if (!a.is_main_process()) return;
+      for (const auto& [name, tensor] : all) (*weights)[name] = tensor.clone();
+    });
+  }
+  ExpectEqual(got, want);
+  ExpectEqual(with_hook, want);
+}
+
+// The first step updates at the end of the pass: nothing has changed before.
+TEST_F(OptimizerInBackward, PassThatThrowsBeforeAnUpdate_IsRepeatedAtAnotherRate) {
+  Weights want, got;
+  for (const bool fails : {false, true}) {
+    RunAccelerators(2, Options("zero2"), [&](Accelerator& a) {
+      torch::nn::Sequential net = MakeNet();
+      FusedAdamW adam(net->parameters(), {.lr = fails ? 1.0 : 0.01});
+      auto [model, optimizer] = a.prepare(net, adam);
+      const at::Tensor x = MineOf(a, Random({kSamples, 5}, 100)).requires_grad_();
+      if (fails) {
+        const at::Tensor loss = model(x).square().mean();
+        x.register_hook([](at::Tensor) { TORCH_CHECK(false, "a hook throws"); });
+        EXPECT_THROW(a.backward(loss), c10::Error);
+        optimizer.zero_grad();
+        optimizer.set_lr(0.01);
+      }
+      for (int step = 0; step < 2; ++step) {
+        a.backward(model(x.detach()).square().mean());
+        optimizer.step();
+        optimizer.zero_grad();
+      }
       const Weights all = a.get_state_dict(model);
       if (!a.is_main_process()) return;
       for (const auto& [name, tensor] : all) (fails ? got : want)[name] = tensor.clone();

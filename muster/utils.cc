@@ -174,7 +174,10 @@ void Ema::CopyTo(const Named& parameters, const Named& buffers) const {
   ShardedModel* const sharded = model == nullptr ? nullptr : model->sharded();
   const bool itself =
       sharded != nullptr && !parameters.empty() && sharded->ShardOf(parameters[0].second).defined();
-  if (itself) sharded->AwaitReaders();
+  if (itself) {
+    core_->steps().CheckStepped("ema.copy_to()");
+    sharded->AwaitReaders();
+  }
   core_->steps().AboutToChange();
   if (sharded == nullptr) {
     weights_->CopyTo(parameters);

@@ -25,6 +25,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/units.h"
+#include "muster/internal/backward_updates.h"
 #include "muster/internal/full_state.h"
 #include "worker/checkpoint/async_saver.h"
 #include "worker/checkpoint/digest.h"
@@ -1341,6 +1342,8 @@ void CheckpointState::ApplyRandom(const StateReader& reader, const Loaded& loade
 }
 
 void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
+  // What follows reads the weights, also those of a model that a failed pass has changed in part.
+  if (steps_.updates() != nullptr) steps_.updates()->Reset();
   ApplyObjects(reader, loaded);
   // Gradients and scaler steps of a window that was open belong to the state that is given up.
   for (const auto& model : registry_.models()) {
@@ -1424,8 +1427,13 @@ absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
 absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& wanted_directory,
                                                          const LoadWeightsOptions& options) {
   const std::string directory = CleanPath(wanted_directory);
-  if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("load_weights()"); }); !here.ok())
+  if (absl::Status here = Guard([&] {
+        steps_.CheckAllTakePart("load_weights()");
+        steps_.CheckStepped("load_weights()");
+      });
+      !here.ok()) {
     return here;
+  }
   if (options.dtype.has_value()) {
     return absl::InvalidArgumentError(
         "load_weights cannot change the type of prepared models (options.dtype): their optimizers "
