@@ -93,12 +93,12 @@ void HostLinks::Fail(int peer, bool late, const std::string& error, const std::s
   ThrowIfBroken(what);
   const std::vector<char>& reason = reasons_[peer];
   const std::string said(reason.data(), strnlen(reason.data(), reason.size()));
-  const std::string why =
-      !said.empty() ? said
-      : late        ? c10::str("rank ", peer,
-                               " on another host, or one that it waited for, did not arrive in time")
-             : c10::str("rank ", peer, " on another host has died or has left the group (", error,
-                        ")");
+  std::string why = said;
+  if (said.empty()) {
+    why = c10::str("rank ", peer, " on another host");
+    why += late ? ", or one that it waits for, did not arrive in time"
+                : c10::str(" has died or has left the group (", error, ")");
+  }
   C10_THROW_ERROR(DistBackendError, c10::str(what, " on rank ", rank_, ": ", why));
 }
 
