@@ -243,6 +243,113 @@ TEST_F(ShardingOffloadTest, AccumulationInBf16_TrainsAsWithoutOffload) {
   }
 }
 
+// Gradients at the optimizer between backward() and step(): used by hand, scaled, clipped, zeroed
+// in place, taken by an optimizer of LibTorch that has all of them at once.
+TEST_F(ShardingOffloadTest, GradientsOnTheDisk_AreThoseInMemory) {
+  struct Way {
+    const char* precision;
+    bool torchs_own, norm, value, by_hand, set_to_none, in_step;
+  };
+  const Way ways[] = {
+      {"no", false, false, true, true, true, false},
+      {"fp16", false, true, false, true, false, false},
+      {"bf16", true, true, false, true, true, false},
+      {"no", true, false, true, false, false, false},
+      {"fp16", true, false, false, false, true, false},
+      {"no", false, false, false, true, false, true},
+  };
+  for (const Way& way : ways) {
+    for (const int ranks : {1, 2, 3}) {
+      SCOPED_TRACE(testing::Message() << "way " << &way - ways << " on " << ranks << " ranks");
+      std::vector<Weights> runs;
+      std::vector<std::vector<double>> numbers;  // losses and what was read of gradients
+      for (const Offload place : {Offload::kNone, Offload::kDisk}) {
+        const Offload states = way.torchs_own ? Offload::kNone : place;
+        AcceleratorOptions options = Options("zero3", states, place);
+        options.mixed_precision = way.precision;
+        options.gradient_accumulation_steps = 2;
+        if (way.in_step) options.gradient_clipping = 0.3;
+        runs.emplace_back();
+        numbers.emplace_back();
+        RunAccelerators(ranks, options, [&](Accelerator& a) {
+          torch::nn::Sequential net = MakeNet();
+          FusedAdamW fused(
+              {{{net->parameters()[0], net->parameters()[2], net->parameters()[4]}, {.lr = 0.01}},
+               {{net->parameters()[1], net->parameters()[3], net->parameters()[5]},
+                {.lr = 0.02, .weight_decay = 0}}});
+          torch::optim::AdamW own(net->parameters(), torch::optim::AdamWOptions(0.01));
+          const auto train = [&](auto& model, auto& optimizer) {
+            for (int step = 0; step < 8; ++step) {
+              const auto mine = [&](const at::Tensor& t) {
+                return t.chunk(ranks)[a.process_index()];
+              };
+              auto scope = a.accumulate();
+              const at::Tensor loss =
+                  at::mse_loss(model(mine(Random({kSamples, 5}, 100 + step))).to(at::kFloat),
+                               mine(Random({kSamples, 3}, 200 + step)));
+              a.backward(loss);
+              if (a.sync_gradients() && way.norm) a.clip_grad_norm_(model.parameters(), 0.5);
+              if (a.sync_gradients() && way.value) a.clip_grad_value_(model.parameters(), 0.05);
+              if (way.by_hand && a.sync_gradients()) {
+                const at::NoGradGuard no_grad;
+                double sum = 0;
+                for (const at::Tensor& shard : optimizer.handle().parameters()) {
+                  if (!shard.grad().defined()) continue;
+                  sum += shard.grad().sum().item<double>();
+                  shard.grad().mul_(1.25);
+                }
+                if (a.is_main_process()) numbers.back().push_back(sum);
+              }
+              if (a.is_main_process()) numbers.back().push_back(loss.item<double>());
+              optimizer.step();
+              optimizer.zero_grad(way.set_to_none);
+            }
+            const Weights got = a.get_state_dict(model);
+            if (!a.is_main_process()) return;
+            for (const auto& [name, tensor] : got) runs.back()[name] = tensor.clone();
+          };
+          if (way.torchs_own) {
+            auto [model, optimizer] = a.prepare(net, own);
+            train(model, optimizer);
+          } else {
+            auto [model, optimizer] = a.prepare(net, fused);
+            train(model, optimizer);
+          }
+        });
+      }
+      ExpectEqual(runs[0], runs[1]);
+      EXPECT_EQ(numbers[0], numbers[1]);
+    }
+  }
+}
+
+TEST_F(ShardingOffloadTest, GradientsOnTheDisk_AreThoseOfTwoUnits) {
+  RunAccelerators(2, Options("zero3", Offload::kDisk, Offload::kDisk), [&](Accelerator& a) {
+    torch::nn::Sequential net = MakeNet();
+    FusedAdamW adam(net->parameters());
+    auto [model, optimizer] = a.prepare(net, adam);
+    const ShardedModel& sharded = *model.slot()->sharded();
+    ASSERT_EQ(sharded.units().size(), 3u);
+    const auto present = [&] {
+      int count = 0;
+      for (const auto& unit : sharded.units()) count += unit->gradients_are_present() ? 1 : 0;
+      return count;
+    };
+    for (int step = 0; step < 3; ++step) {
+      a.backward(model(Random({2, 5}, 1)).square().sum());
+      EXPECT_EQ(present(), 2);
+      a.clip_grad_norm_(model.parameters(), 0.1);
+      EXPECT_EQ(present(), 2);
+      optimizer.step();
+      EXPECT_EQ(present(), 2);
+      optimizer.zero_grad();
+    }
+    const at::NoGradGuard no_grad;
+    model(Random({2, 5}, 1));
+    EXPECT_EQ(present(), 0);
+  });
+}
+
 TEST_F(ShardingOffloadTest, WhatCannotBeOffloaded_IsRefusedOnEveryRank) {
   const auto prepare = [](Accelerator& a) {
     torch::nn::Sequential net = MakeNet();

@@ -1,6 +1,8 @@
 #include "worker/parallel/paged_storage.h"
 
 #include <memory>
+#include <optional>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -96,6 +98,15 @@ void AddUse(const at::Tensor& tensor, bool write, const char* op, std::vector<Us
   uses->push_back({page, write});
 }
 
+// Whether an operator leaves an argument alone that it may write by its schema: a fused optimizer
+// writes gradients only where it unscales them. A page of them would be written for nothing.
+bool OnlyReads(const c10::FunctionSchema& schema, const std::string& argument,
+               const c10::IValue* arguments) {
+  if (argument != "grads" || schema.name().rfind("aten::_fused_", 0) != 0) return false;
+  const std::optional<int> scale = schema.argumentIndexWithName("grad_scale");
+  return scale.has_value() && arguments[*scale].isNone();
+}
+
 void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const std::vector<c10::Argument>& arguments = schema.arguments();
@@ -107,7 +118,8 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     const c10::AliasInfo* const alias = arguments[i].alias_info();
     // A result that is an alias of the argument asks by itself when it is used.
     if (alias != nullptr && !alias->isWrite()) continue;
-    const bool write = alias != nullptr;
+    const bool write =
+        alias != nullptr && !OnlyReads(schema, arguments[i].name(), stack->data() + first);
     const c10::IValue& value = (*stack)[first + i];
     if (value.isTensor()) {
       AddUse(value.toTensor(), write, name, &uses, &taken);
@@ -175,6 +187,19 @@ at::Tensor PagedView(const at::Tensor& flat, at::ScalarType type, at::IntArrayRe
 }
 
 bool IsPaged(const at::Tensor& tensor) { return tensor.key_set().has(kPagedKey); }
+
+std::vector<std::vector<size_t>> GroupsByPage(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::vector<size_t>> groups;
+  std::unordered_map<const void*, size_t> of_page;  // null: none
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const void* const page =
+        IsPaged(tensors[i]) ? tensors[i].storage().unsafeGetStorageImpl() : nullptr;
+    const auto [group, is_new] = of_page.emplace(page, groups.size());
+    if (is_new) groups.emplace_back();
+    groups[group->second].push_back(i);
+  }
+  return groups;
+}
 
 void FreeMemory(const at::Tensor& flat) {
   c10::StorageImpl* const storage = flat.storage().unsafeGetStorageImpl();

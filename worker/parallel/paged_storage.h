@@ -2,6 +2,8 @@
 #define MUSTER_WORKER_PARALLEL_PAGED_STORAGE_H_
 
 #include <atomic>
+#include <cstddef>
+#include <vector>
 
 #include "ATen/core/Tensor.h"
 
@@ -60,6 +62,23 @@ at::Tensor PagedView(const at::Tensor& flat, at::ScalarType type, at::IntArrayRe
 
 // Whether uses of `tensor` ask a page.
 bool IsPaged(const at::Tensor& tensor);
+
+// Indexes of `tensors` in groups: those whose uses ask one page, and those that ask none. Groups
+// are in the order of their first tensors, and each of them is in order.
+std::vector<std::vector<size_t>> GroupsByPage(const std::vector<at::Tensor>& tensors);
+
+// Calls fn(group, indexes) for one group of `tensors` after the other: an operator that takes a
+// list has the pages of all of it in memory at once.
+template <typename Fn>
+void ForEachPage(const std::vector<at::Tensor>& tensors, const Fn& fn) {
+  for (const std::vector<size_t>& indexes : GroupsByPage(tensors)) {
+    if (indexes.size() == tensors.size()) return fn(tensors, indexes);
+    std::vector<at::Tensor> group;
+    group.reserve(indexes.size());
+    for (const size_t i : indexes) group.push_back(tensors[i]);
+    fn(group, indexes);
+  }
+}
 
 // Frees the memory of `flat`, and gets memory for it again, uninitialized. Its tensors keep their
 // shapes; no version counter changes.

@@ -8,6 +8,7 @@
 #include "ATen/ops/empty_strided.h"
 #include "ATen/ops/where.h"
 #include "ATen/ops/zeros.h"
+#include "c10/core/CPUAllocator.h"
 #include "c10/util/Exception.h"
 #include "c10/util/accumulate.h"
 #include "c10/util/strides.h"
@@ -70,6 +71,14 @@ int64_t PartOfEach(const std::vector<NamedParameter>& parameters, int ranks) {
   const int64_t part = (total + ranks - 1) / ranks;
   const auto size = static_cast<int64_t>(parameters[0].tensor.element_size());
   return RoundUp(part, part * size < kPagedPartBytes ? align : kSharedPartPage / size);
+}
+
+// Whether the memory of a 1-D tensor can be freed and allocated again: it is the tensor's alone,
+// and LibTorch's allocator gives it.
+bool OwnsItsMemory(const at::Tensor& flat) {
+  const c10::Storage& storage = flat.storage();
+  return storage.use_count() == 1 && storage.nbytes() == flat.nbytes() &&
+         storage.unsafeGetStorageImpl()->allocator() == c10::GetCPUAllocator();
 }
 
 // Those of the tensor if it is dense, whatever the order of its dimensions; else of a contiguous
@@ -143,7 +152,11 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
     for (Slice& slice : slices_) View(flat_, slice).copy_(slice.tensor);
   }
   registration_.emplace(flat_, this);
-  if (stored_.store != nullptr) part_registration_.emplace(master_, &part_page_);
+  if (stored_.store != nullptr) {
+    part_page_ = std::make_shared<StoredPage>(
+        master_, *stored_.store, stored_.place, *stored_.among,
+        c10::str("this process's part of unit '", name_, "' of the sharded model"));
+  }
   for (Slice& slice : slices_) {
     // From here on the module's tensor is a view of the flat buffer.
     slice.tensor.set_data(PagedView(flat_, slice.sizes, slice.strides, slice.offset));
@@ -175,18 +188,6 @@ uint64_t ShardUnit::PartBytes(const std::vector<NamedParameter>& parameters, int
   return static_cast<uint64_t>(PartOfEach(parameters, ranks)) * parameters[0].tensor.element_size();
 }
 
-ShardUnit::PartAccess::PartAccess(ShardUnit& unit) : unit_(unit) {
-  MutexLock lock(&unit_.part_mu_);
-  while (unit_.part_taken_) unit_.part_released_.Wait(&unit_.part_mu_);
-  unit_.part_taken_ = true;
-}
-
-ShardUnit::PartAccess::~PartAccess() {
-  MutexLock lock(&unit_.part_mu_);
-  unit_.part_taken_ = false;
-  unit_.part_released_.SignalAll();
-}
-
 void ShardUnit::CheckNotUpdated(const at::Tensor& tensor, const char* op) const {
   const int64_t at = tensor.storage_offset();
   for (const Slice& slice : slices_) {
@@ -199,51 +200,19 @@ void ShardUnit::CheckNotUpdated(const at::Tensor& tensor, const char* op) const 
   }
 }
 
-void ShardUnit::RequirePart(bool write) {
-  {
-    const PartAccess access(*this);
-    {
-      MutexLock lock(&part_mu_);
-      part_changed_ = part_changed_ || write;
-      if (part_present_) return;
-    }
-    Named("reading this process's part of", [&] {
-      AllocateMemory(master_);
-      try {
-        stored_.store->Read(stored_.place, master_.data_ptr(), master_.nbytes());
-      } catch (...) {
-        FreeMemory(master_);
-        throw;
-      }
-    });
-    MutexLock lock(&part_mu_);
-    part_present_ = true;
-  }
-  if (stored_.came != nullptr) stored_.came(*this);
-}
-
 void ShardUnit::FreePart() {
-  if (stored_.store == nullptr) return;
-  const PartAccess access(*this);
-  bool changed = false;
-  {
-    MutexLock lock(&part_mu_);
-    // An operator that comes now waits for this to end, and reads.
-    if (!part_present_ || part_page_.pins() > 0) return;
-    changed = part_changed_;
-  }
-  if (changed) {
-    Named("writing this process's part of",
-          [&] { stored_.store->Write(stored_.place, master_.data_ptr(), master_.nbytes()); });
-  }
-  FreeMemory(master_);
-  MutexLock lock(&part_mu_);
-  part_present_ = part_changed_ = false;
+  if (part_page_ != nullptr) part_page_->Free();
 }
 
-bool ShardUnit::part_is_present() const {
-  MutexLock lock(&part_mu_);
-  return part_present_;
+bool ShardUnit::part_is_present() const { return part_page_ == nullptr || part_page_->present(); }
+
+bool ShardUnit::gradients_are_present() const {
+  return gradients_page_ != nullptr && gradients_page_->present();
+}
+
+void ShardUnit::ForgetUnusedGradients() {
+  if (gradients_page_ == nullptr || gradients_page_->used() || gradients_page_->pins() > 0) return;
+  gradients_page_ = nullptr;
 }
 
 int64_t ShardUnit::full_bytes() const {
@@ -286,18 +255,7 @@ void ShardUnit::GatherInto(at::Tensor& full) {
     return Named("gathering", [&] { reshard_->AllGatherParts(full); });
   }
   if (stored_.store != nullptr) {
-    const PartAccess access(*this);
-    if (part_is_present()) {
-      OwnSlot(full).copy_(master_);
-    } else {
-      Named("reading this process's part of", [&] {
-        const bool as_it_is = full.scalar_type() == dtype_;
-        const at::Tensor part =
-            as_it_is ? OwnSlot(full) : at::empty({part_}, full.options().dtype(dtype_));
-        stored_.store->Read(stored_.place, part.data_ptr(), master_.nbytes());
-        if (!as_it_is) OwnSlot(full).copy_(part);
-      });
-    }
+    part_page_->CopyTo(OwnSlot(full));
   } else if (separate()) {
     OwnSlot(full).copy_(master_);
   }
@@ -410,7 +368,7 @@ void ShardUnit::KeepOwnPart() {
   if (!separate() || !gathered_) return;
   if (stored_.store != nullptr) {
     if (!written_) return;  // it would be read and written for nothing
-    RequirePart(/*write=*/true);
+    part_page_->Require(/*write=*/true, "summon_full_params");
   }
   written_ = false;
   const at::Tensor written = OwnSlot(flat_);
@@ -540,11 +498,11 @@ void ShardUnit::StartReduction(double factor, Comm* replicas, CommThread* thread
   reduction_ = reduction;
 }
 
-void ShardUnit::FinishReduction() {
+void ShardUnit::FinishReduction(bool in_memory) {
   if (reduction_ == nullptr) return;
   const std::shared_ptr<Reduction> reduction = std::exchange(reduction_, nullptr);
   if (reduction->ticket != nullptr) reduction->thread->Wait(reduction->ticket);
-  AddGradients(reduction->mine);
+  AddGradients(std::move(reduction->mine), in_memory);
 }
 
 void ShardUnit::SettleReduction() {
@@ -552,7 +510,7 @@ void ShardUnit::SettleReduction() {
   const std::shared_ptr<Reduction> reduction = std::exchange(reduction_, nullptr);
   const bool done =
       reduction->ticket == nullptr || reduction->thread->WaitQuietly(reduction->ticket);
-  if (done) AddGradients(reduction->mine);
+  if (done) AddGradients(std::move(reduction->mine), /*in_memory=*/false);
 }
 
 void ShardUnit::AbandonReduction() {
@@ -561,22 +519,41 @@ void ShardUnit::AbandonReduction() {
   if (reduction->ticket != nullptr) reduction->thread->WaitQuietly(reduction->ticket);
 }
 
-void ShardUnit::AddGradients(const at::Tensor& mine) {
+void ShardUnit::AddGradients(at::Tensor mine, bool in_memory) {
   const at::NoGradGuard no_grad;
   const int64_t first = part_ * comm_.rank();
+  ForgetUnusedGradients();
+  const bool stored = stored_.gradients_place.has_value() && !in_memory;
+  // The place is taken while a tensor has the gradients there: those of other parameters of this
+  // unit, or what the program has kept of a step before. What is new then stays in memory.
+  const bool has_place = stored && gradients_page_ == nullptr;
+  if (has_place && !OwnsItsMemory(mine)) mine = mine.clone();
+  bool any = false;
   for (Slice& slice : slices_) {
     if (!slice.tensor.requires_grad() || slice.shard.numel() == 0) continue;
     if (slice.updated) continue;  // none came
-    const at::Tensor part = mine.narrow(0, slice.offset + slice.begin - first, slice.shard.numel());
+    const int64_t at = slice.offset + slice.begin - first;
+    const at::Tensor part = mine.narrow(0, at, slice.shard.numel());
     at::Tensor& grad = slice.shard.mutable_grad();
     if (grad.defined()) {
       grad.add_(part);
+      continue;
+    }
+    any = true;
+    slice.fresh = true;
+    if (has_place) {
+      grad = PagedView(mine, {slice.shard.numel()}, {1}, at);
     } else {
-      // No view, which Optimizer::zero_grad() could not detach.
-      grad = part.variable_data();
-      slice.fresh = true;
+      // No view, which Optimizer::zero_grad() could not detach. Where the others are in the store,
+      // it does not hold the memory for theirs.
+      grad = stored ? part.clone() : part.variable_data();
     }
   }
+  if (!has_place || !any) return;
+  gradients_page_ = std::make_shared<StoredPage>(
+      std::move(mine), *stored_.store, *stored_.gradients_place, *stored_.gradients_among,
+      c10::str("the gradients of this process's part of unit '", name_, "' of the sharded model"));
+  stored_.gradients_among->Came(gradients_page_);
 }
 
 std::vector<at::Tensor> ShardUnit::Assemble(const std::vector<at::Tensor>& parts,

@@ -9,13 +9,12 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
-#include "absl/base/thread_annotations.h"
-#include "base/mutex.h"
 #include "worker/collective/comm.h"
 #include "worker/collective/comm_thread.h"
 #include "worker/collective/shared_parts.h"
 #include "worker/parallel/paged_storage.h"
 #include "worker/parallel/part_store.h"
+#include "worker/parallel/stored_page.h"
 
 namespace muster {
 
@@ -27,12 +26,15 @@ struct NamedParameter {
   at::Tensor tensor;
 };
 
-// Where the shards of a unit are while nothing uses them.
+// Where the shards of a unit and their gradients are while nothing uses them. What is behind the
+// pointers is borrowed, and outlives the unit.
 struct StoredPart {
-  PartStore* store = nullptr;  // borrowed; null: in memory
+  PartStore* store = nullptr;  // null: in memory
   uint64_t place = 0;
-  // They have come from there. Called in any thread.
-  std::function<void(ShardUnit&)> came = nullptr;
+  StoredPages* among = nullptr;
+  // Of the gradients, as large. Absent: they are in memory.
+  std::optional<uint64_t> gradients_place = std::nullopt;
+  StoredPages* gradients_among = nullptr;
 };
 
 // The parameters that are gathered and freed together, all of one dtype and device. They lie one
@@ -49,7 +51,8 @@ struct StoredPart {
 // docs/decisions/0056.
 //
 // With a PartStore the shards are in a file while nothing uses them: an operator that takes one
-// gets all of the unit into memory (the page Part), where they stay until FreePart().
+// gets all of the unit into memory (a StoredPage), where they stay until FreePart(). So are their
+// gradients: a page of its own, from the end of a reduction until no tensor has them any more.
 //
 // Not thread-safe.
 class ShardUnit : public Page {
@@ -113,6 +116,10 @@ class ShardUnit : public Page {
   void FreePart();
   // Whether they are in memory.
   bool part_is_present() const;
+  // Whether gradients of shards are in memory that may be in the store.
+  bool gradients_are_present() const;
+  // Forgets the page of gradients that no tensor has any more.
+  void ForgetUnusedGradients();
   // An operator has written the full values.
   void NoteWrite() { written_ = true; }
 
@@ -166,8 +173,9 @@ class ShardUnit : public Page {
   void StartReduction(double factor, Comm* replicas, CommThread* thread,
                       const at::Tensor& buffer = {});
   int64_t gradient_bytes() const;
-  // Waits for it, and adds this rank's part to `.grad` of the shards.
-  void FinishReduction();
+  // Waits for it, and adds this rank's part to `.grad` of the shards. `in_memory`: what is new
+  // there stays out of the store, since it is used at once.
+  void FinishReduction(bool in_memory = false);
   // The same after a pass that has thrown: whoever uses the thread next learns of an error.
   void SettleReduction();
   // Waits for it and drops the result.
@@ -188,7 +196,6 @@ class ShardUnit : public Page {
   // For the model's bookkeeping: its number, and when it was used last.
   uint32_t index = 0;
   uint64_t last_use = 0;
-  uint64_t part_came = 0;  // the later the larger
   // Parameters whose gradients have arrived in this backward pass, and those that will.
   int arrived = 0, expected = 0;
 
@@ -204,32 +211,7 @@ class ShardUnit : public Page {
     at::Tensor full, mine;      // what is reduced, and this rank's part of the result
   };
 
-  // While it lives, nobody else has to do with the memory of the shards or their place in the
-  // store.
-  class PartAccess {
-   public:
-    explicit PartAccess(ShardUnit& unit);
-    ~PartAccess();
-    PartAccess(const PartAccess&) = delete;
-    PartAccess& operator=(const PartAccess&) = delete;
-
-   private:
-    ShardUnit& unit_;
-  };
-
-  // The page of the shards, if they are in a store.
-  class Part : public Page {
-   public:
-    explicit Part(ShardUnit& unit) : unit_(unit) {}
-    void Require(bool write, const char*) override { unit_.RequirePart(write); }
-
-   private:
-    ShardUnit& unit_;
-  };
-
   void CheckNotUpdated(const at::Tensor& tensor, const char* op) const;
-  // The shards are in memory afterwards.
-  void RequirePart(bool write);
   at::Tensor View(const at::Tensor& flat, const Slice& slice) const;
   void GatherInto(at::Tensor& full);
   // This rank's part of the flat buffer among those of reshard_.
@@ -238,7 +220,7 @@ class ShardUnit : public Page {
   void Arrive(const Coming& coming);
   void Detach();
   at::Tensor TakeGradients(const at::Tensor& buffer);
-  void AddGradients(const at::Tensor& mine);
+  void AddGradients(at::Tensor mine, bool in_memory);
   static void Mark(Slice& slice);
   // The module was zeroed since `slice` was marked: its gradients are to be those of later passes.
   static void DropZeroed(Slice& slice);
@@ -274,13 +256,8 @@ class ShardUnit : public Page {
   at::Tensor kept_;  // [size * part / reshard_->size()], of the dtype of the flat buffer
 
   const StoredPart stored_;
-  Part part_page_{*this};
-  std::optional<PageRegistration> part_registration_;
-  mutable Mutex part_mu_;
-  CondVar part_released_;
-  bool part_taken_ ABSL_GUARDED_BY(part_mu_) = false;  // by a PartAccess
-  bool part_present_ ABSL_GUARDED_BY(part_mu_) = true;
-  bool part_changed_ ABSL_GUARDED_BY(part_mu_) = true;
+  // Null: in memory.
+  std::shared_ptr<StoredPage> part_page_, gradients_page_;
   bool any_updated_ = false;
   bool written_ = false;  // the full values, since they were gathered
 };

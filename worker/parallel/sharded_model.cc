@@ -134,16 +134,24 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
   parameters.clear();
   BroadcastCoalesced(world_, buffers_, 0);
   // Before a parameter has become one of a unit: a disk that is full changes nothing.
-  std::vector<uint64_t> places(plan.size());
+  std::vector<StoredPart> stored(plan.size());
   if (store_ != nullptr) {
     OnAll(world_, [&] {
       for (size_t i = 0; i < plan.size(); ++i) {
         if (plan[i].whole) continue;
-        places[i] = store_->Reserve(ShardUnit::PartBytes(plan[i].parameters, shard_comm_.size()));
+        const uint64_t bytes = ShardUnit::PartBytes(plan[i].parameters, shard_comm_.size());
+        stored[i] = {.store = store_.get(),
+                     .place = store_->Reserve(bytes),
+                     .among = &stored_parts_,
+                     .gradients_among = &stored_gradients_};
+        const bool trained = std::any_of(
+            plan[i].parameters.begin(), plan[i].parameters.end(),
+            [](const NamedParameter& parameter) { return parameter.tensor.requires_grad(); });
+        if (trained) stored[i].gradients_place = store_->Reserve(bytes);
       }
     });
   }
-  for (size_t i = 0; i < plan.size(); ++i) AddUnit(std::move(plan[i]), materialize, places[i]);
+  for (size_t i = 0; i < plan.size(); ++i) AddUnit(std::move(plan[i]), materialize, stored[i]);
   if (!AllOnCpu(units_)) thread_ = nullptr;
   int64_t gradients = 0;  // bytes
   for (const auto& unit : units_) {
@@ -249,7 +257,8 @@ void ShardedModel::CheckSamePlan(const std::vector<PlannedUnit>& plan) const {
   }
 }
 
-void ShardedModel::AddUnit(PlannedUnit planned, const Materializer& materialize, uint64_t place) {
+void ShardedModel::AddUnit(PlannedUnit planned, const Materializer& materialize,
+                           StoredPart stored) {
   const size_t index = units_.size();
   std::vector<at::Tensor> values;
   for (const NamedParameter& parameter : planned.parameters) {
@@ -269,8 +278,7 @@ void ShardedModel::AddUnit(PlannedUnit planned, const Materializer& materialize,
     units_.push_back(std::make_unique<ShardUnit>(
         std::move(planned.name), std::move(planned.parameters), shard_comm_,
         options_.strategy == ShardingStrategy::kFull, options_.parameter_dtype,
-        options_.reduce_dtype, use,
-        StoredPart{store_.get(), place, [this](ShardUnit& unit) { UsePart(unit); }}, reshard_));
+        options_.reduce_dtype, use, stored, reshard_));
   }
   units_.back()->index = static_cast<uint32_t>(index);
   const std::vector<ShardUnit::Slice>& slices = units_.back()->slices();
@@ -326,6 +334,7 @@ void ShardedModel::BeginForward(bool communicate) {
     backward_ = false;
     noting_ = at::GradMode::is_enabled();
     FreeParts();
+    for (const auto& unit : units_) unit->ForgetUnusedGradients();
     if (stale_ && summons_ == 0) ExpireAll();
   }
   // With one rank there is nothing to wait for, and no gradient is left behind.
@@ -488,19 +497,6 @@ void ShardedModel::MakeRoom() {
   }
 }
 
-void ShardedModel::UsePart(ShardUnit& unit) {
-  std::vector<ShardUnit*> others;
-  {
-    MutexLock lock(&parts_mu_);
-    unit.part_came = ++parts_came_;
-    // The one that came before may be used together with it.
-    for (const auto& other : units_) {
-      if (other->part_came + 1 < parts_came_) others.push_back(other.get());
-    }
-  }
-  for (ShardUnit* const other : others) other->FreePart();
-}
-
 void ShardedModel::FreeParts() {
   if (store_ == nullptr) return;
   for (const auto& unit : units_) unit->FreePart();
@@ -617,7 +613,7 @@ void ShardedModel::Reduce(size_t index) {
 void ShardedModel::FinishReduction() {
   if (reducing_ == nullptr) return;
   ShardUnit& unit = *std::exchange(reducing_, nullptr);
-  unit.FinishReduction();
+  unit.FinishReduction(/*in_memory=*/updating_);
   Update(unit, /*rest=*/false);
 }
 

@@ -12,8 +12,6 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
-#include "absl/base/thread_annotations.h"
-#include "base/mutex.h"
 #include "worker/collective/comm.h"
 #include "worker/collective/comm_thread.h"
 #include "worker/collective/local_comm.h"
@@ -23,6 +21,7 @@
 #include "worker/parallel/shard_unit.h"
 #include "worker/parallel/shard_updates.h"
 #include "worker/parallel/sharding_options.h"
+#include "worker/parallel/stored_page.h"
 #include "worker/parallel/unit_turns.h"
 
 namespace muster {
@@ -80,7 +79,8 @@ class ShardedModel {
   // `thread`: for gathers and reductions beside the computation; the three are Comms in order with
   // it (MakeOrderedComm). Null: in the thread of the program. Used for parameters on the CPU only:
   // streams of devices are not ordered with it. `materialize`: for parameters on the meta device.
-  // `store`: for the shards of kFull while nothing uses them; of parameters on the CPU. `reshard`:
+  // `store`: for the shards of kFull while nothing uses them, and for their gradients; of
+  // parameters on the CPU. `reshard`:
   // the ranks of options.reshard_group_size that this one is of, among those of `shard`, each in
   // its own order; null: 0. Borrowed, and in order with `thread`.
   ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::Module* module,
@@ -171,8 +171,8 @@ class ShardedModel {
   // Unit and slice.
   const std::pair<size_t, size_t>& PlaceOf(const std::string& name) const;
   void CheckSamePlan(const std::vector<PlannedUnit>& plan) const;
-  // `place`: of the unit's shards in the store.
-  void AddUnit(PlannedUnit planned, const Materializer& materialize, uint64_t place);
+  // `stored`: of a unit that is divided.
+  void AddUnit(PlannedUnit planned, const Materializer& materialize, StoredPart stored);
   void Use(ShardUnit& unit, bool write, const char* op);
   // (collective) Returns when all ranks of the shards have come to `where`.
   void MeetAt(const std::string& where);
@@ -186,8 +186,6 @@ class ShardedModel {
   // Whether units are freed to make room for others.
   bool Bounded() const;
   void MakeRoom();
-  // The shards of `unit` have come from the store: those of others give way. Thread-safe.
-  void UsePart(ShardUnit& unit);
   void FreeParts();
   // What the end of a forward pass could not throw.
   void ThrowUnsaid();
@@ -230,8 +228,7 @@ class ShardedModel {
   const std::vector<at::Tensor> buffers_;
   LocalComm alone_;  // divides the units that are not divided
   const std::unique_ptr<PartStore> store_;
-  Mutex parts_mu_;
-  uint64_t parts_came_ ABSL_GUARDED_BY(parts_mu_) = 0;
+  StoredPages stored_parts_, stored_gradients_;
   std::vector<std::unique_ptr<ShardUnit>> units_;
   std::vector<at::Tensor> shards_;
   std::unordered_map<const void*, at::Tensor> shard_of_;  // by the parameter's TensorImpl

@@ -31,7 +31,9 @@
 #include "worker/collective/test_error.h"
 #include "worker/collective/thread_comm.h"
 #include "worker/parallel/test_net.h"
+#include "worker/train/clip.h"
 #include "worker/train/optimizer.h"
+#include "worker/train/optimizer_handle.h"
 
 namespace muster {
 namespace {
@@ -285,8 +287,11 @@ TEST(ShardedModel, HybridOverTwoHosts_EqualsOneProcess) {
 // Parts in memory that is not theirs.
 class MemoryParts : public PartStore {
  public:
+  explicit MemoryParts(uint64_t room = 1 << 30) : room_(room) {}
+
   uint64_t Reserve(uint64_t bytes) override {
     const uint64_t place = bytes_.size();
+    TORCH_CHECK(place + bytes <= room_, "the disk has no room");
     bytes_.resize(place + bytes);
     return place;
   }
@@ -295,12 +300,14 @@ class MemoryParts : public PartStore {
     std::memcpy(to, bytes_.data() + place, bytes);
   }
   void Write(uint64_t place, const void* from, uint64_t bytes) override {
+    TORCH_CHECK(!full, "the disk is full");
     std::memcpy(bytes_.data() + place, from, bytes);
   }
 
-  bool broken = false;
+  bool broken = false, full = false;
 
  private:
+  const uint64_t room_;
   std::vector<char> bytes_;
 };
 
@@ -327,6 +334,152 @@ TEST(ShardedModel, PartsInAStore_EqualThoseInMemory) {
       });
     }
   }
+}
+
+int GradientsPresent(const ShardedModel& model) {
+  int present = 0;
+  for (const auto& unit : model.units()) present += unit->gradients_are_present() ? 1 : 0;
+  return present;
+}
+
+void ExpectEqualGradients(const ShardedModel& a, const ShardedModel& b) {
+  for (size_t i = 0; i < a.shards().size(); ++i) {
+    const at::Tensor &mine = a.shards()[i].grad(), &other = b.shards()[i].grad();
+    ASSERT_EQ(mine.defined(), other.defined()) << i;
+    EXPECT_TRUE(!mine.defined() || at::equal(mine, other)) << i;
+  }
+}
+
+// Micro-steps that all reduce, so that gradients in the store are added to; both ways to zero.
+TEST(ShardedModel, GradientsInAStore_EqualThoseInMemory_TwoUnitsAreThere) {
+  for (const int ranks : {1, 2, 3}) {
+    for (const GradZeroing how : {GradZeroing::kSetToNone, GradZeroing::kInPlace}) {
+      for (const bool overlap : {true, false}) {
+        RunRanks(ranks, [&](Comm& comm) {
+          const ShardingOptions options = {.strategy = ShardingStrategy::kFull, .overlap = overlap};
+          Trained in_memory(comm, options);
+          Trained in_store(comm, options, nullptr, nullptr, std::make_unique<MemoryParts>());
+          for (int step = 0; step < 4; ++step) {
+            for (Trained* trained : {&in_memory, &in_store}) {
+              for (int micro = 0; micro < 2; ++micro) {
+                trained->Forward(IdsOf(2 * step + micro, comm)).backward();
+              }
+            }
+            EXPECT_LE(GradientsPresent(in_store.model), 2);
+            ExpectEqualGradients(in_store.model, in_memory.model);
+            EXPECT_LE(GradientsPresent(in_store.model), 2);
+            for (Trained* trained : {&in_memory, &in_store}) {
+              const at::Tensor norm = ClipGradNorm(trained->model.shards(), 0.1);
+              EXPECT_LE(GradientsPresent(in_store.model), 2);
+              trained->model.Expire();
+              trained->sgd.Step();
+              EXPECT_LE(GradientsPresent(in_store.model), 2);
+              trained->sgd.ZeroGrad(how);
+              trained->model.MarkChanged(trained->model.shards());
+            }
+            EXPECT_LE(GradientsPresent(in_store.model), 2);
+          }
+          EXPECT_EQ(GradientsPresent(in_memory.model), 0);
+          ExpectEqual(in_store.Full(), in_memory.Full());
+        });
+      }
+    }
+  }
+}
+
+TEST(ShardedModel, GradientsInAStore_ThatAProgramKeeps_StayWhatTheyWere) {
+  RunRanks(2, [](Comm& comm) {
+    Trained in_memory(comm, {.strategy = ShardingStrategy::kFull});
+    Trained in_store(comm, {.strategy = ShardingStrategy::kFull}, nullptr, nullptr,
+                     std::make_unique<MemoryParts>());
+    std::vector<at::Tensor> kept, want;
+    for (int step = 0; step < 4; ++step) {
+      for (Trained* trained : {&in_memory, &in_store}) {
+        trained->Forward(IdsOf(step, comm)).backward();
+        for (const at::Tensor& shard : trained->model.shards()) {
+          if (step > 1 || !shard.grad().defined()) continue;
+          if (trained == &in_store) {
+            kept.push_back(shard.grad());
+          } else {
+            want.push_back(shard.grad().clone());
+          }
+        }
+      }
+      ExpectEqualGradients(in_store.model, in_memory.model);
+      in_memory.Step();
+      in_store.Step();
+    }
+    ASSERT_EQ(kept.size(), want.size());
+    for (size_t i = 0; i < kept.size(); ++i) EXPECT_TRUE(at::equal(kept[i], want[i])) << i;
+    // Once they are gone, gradients are in the store again.
+    kept.clear();
+    in_store.Forward(IdsOf(4, comm)).backward();
+    EXPECT_EQ(GradientsPresent(in_store.model), 2);
+    in_memory.Forward(IdsOf(4, comm)).backward();
+    ExpectEqualGradients(in_store.model, in_memory.model);
+    in_memory.Step();
+    in_store.Step();
+    ExpectEqual(in_store.Full(), in_memory.Full());
+  });
+}
+
+// As two optimizers do that have parameters of one unit each.
+TEST(ShardedModel, GradientsInAStore_SomeZeroed_EqualThoseInMemory) {
+  RunRanks(2, [](Comm& comm) {
+    Trained in_memory(comm, {.strategy = ShardingStrategy::kFull});
+    Trained in_store(comm, {.strategy = ShardingStrategy::kFull}, nullptr, nullptr,
+                     std::make_unique<MemoryParts>());
+    for (int step = 0; step < 4; ++step) {
+      for (Trained* trained : {&in_memory, &in_store}) {
+        trained->Forward(IdsOf(step, comm)).backward();
+        trained->model.Expire();
+        trained->sgd.Step();
+        for (size_t i = 0; i < trained->model.shards().size(); ++i) {
+          if (i % 3 != 0) trained->model.shards()[i].mutable_grad().reset();
+        }
+        trained->model.MarkChanged(trained->model.shards());
+      }
+      ExpectEqualGradients(in_store.model, in_memory.model);
+    }
+    ExpectEqual(in_store.Full(), in_memory.Full());
+  });
+}
+
+TEST(ShardedModel, GradientsInAStoreThatIsFull_ThrowNamingTheUnit) {
+  RunRanks(1, [](Comm& comm) {
+    Trained in_memory(comm, {.strategy = ShardingStrategy::kFull});
+    auto store = std::make_unique<MemoryParts>();
+    MemoryParts& parts = *store;
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull}, nullptr, nullptr,
+                    std::move(store));
+    at::Tensor loss = trained.Forward(IdsOf(0, comm));
+    parts.full = true;
+    EXPECT_THAT(ErrorOf([&] { loss.backward(); }),
+                AllOf(HasSubstr("the disk is full"), HasSubstr("while writing the gradients of")));
+    parts.full = false;
+    trained.sgd.ZeroGrad();
+    for (at::Tensor& parameter : trained.net.parameters()) parameter.mutable_grad().reset();
+    for (Trained* again : {&in_memory, &trained}) {
+      again->Forward(IdsOf(0, comm)).backward();
+      again->Step();
+    }
+    ExpectEqual(trained.Full(), in_memory.Full());
+  });
+}
+
+TEST(ShardedModel, StoreWithoutRoomForGradients_IsFoundOnEveryRank) {
+  RunRanks(2, [](Comm& comm) {
+    Net net;
+    uint64_t bytes = 0;
+    for (const at::Tensor& parameter : net.parameters()) bytes += parameter.nbytes();
+    // For the parameters it is enough.
+    auto store = std::make_unique<MemoryParts>(comm.rank() == 0 ? bytes * 3 / 4 : 1 << 30);
+    EXPECT_THAT(ErrorOf([&] {
+                  Trained trained(comm, {.strategy = ShardingStrategy::kFull}, nullptr, nullptr,
+                                  std::move(store));
+                }),
+                HasSubstr("the disk has no room"));
+  });
 }
 
 TEST(ShardedModel, PartsInAStore_AreWrittenBySummonAndLoad) {

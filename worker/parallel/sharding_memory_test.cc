@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <thread>
 #include <unordered_map>
@@ -20,6 +21,7 @@
 #include "worker/collective/comm_thread.h"
 #include "worker/collective/ordered_comm.h"
 #include "worker/collective/thread_comm.h"
+#include "worker/parallel/part_store.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/parallel/test_net.h"
 #include "worker/train/optimizer.h"
@@ -140,13 +142,32 @@ class SlowComm : public BorrowedComm {
   int released_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
+// In memory that LibTorch's allocator does not know.
+class OtherMemory : public PartStore {
+ public:
+  uint64_t Reserve(uint64_t bytes) override {
+    const uint64_t place = bytes_.size();
+    bytes_.resize(place + bytes);
+    return place;
+  }
+  void Read(uint64_t place, void* to, uint64_t bytes) override {
+    std::memcpy(to, bytes_.data() + place, bytes);
+  }
+  void Write(uint64_t place, const void* from, uint64_t bytes) override {
+    std::memcpy(bytes_.data() + place, from, bytes);
+  }
+
+ private:
+  std::vector<char> bytes_;
+};
+
 struct Link {
   bool overlap = true, slow = false;
 };
 
 // `group`: ranks that divide one copy.
 Memory Measure(ShardingStrategy strategy, Link link = {}, int ranks = kRanks, int group = 0,
-               bool reshard = true) {
+               bool reshard = true, bool stored = false) {
   CountingAllocator& allocator = CountingAllocator::Get();
   std::vector<std::vector<std::unique_ptr<Comm>>> copies, replicas;
   for (int i = 0; group > 0 && i < ranks / group; ++i) copies.push_back(MakeThreadComms(group));
@@ -174,7 +195,7 @@ Memory Measure(ShardingStrategy strategy, Link link = {}, int ranks = kRanks, in
         group == 0 ? nullptr : replicas[r % group][r / group].get(), net.get(),
         std::move(parameters), {},
         {.strategy = strategy, .reshard_after_forward = reshard, .overlap = link.overlap}, true,
-        thread);
+        thread, nullptr, stored ? std::make_unique<OtherMemory>() : nullptr);
     FusedAdamW adam(model.shards(), {.lr = 1e-3});
     for (int step = 0; step < 3; ++step) {
       comm.Barrier();
@@ -262,6 +283,18 @@ TEST(ShardingMemory, PeakOfFullSharding_IsThreeUnitsMore) {
         << "overlap " << link.overlap << ", slow " << link.slow;
     // Gradients that are not there yet make room in the sum above, but not here.
     EXPECT_LE(memory.large, kRanks * 3) << "overlap " << link.overlap << ", slow " << link.slow;
+  }
+}
+
+// Of parameters and gradients those of two units are there, and at most three units more in a step;
+// states are in memory.
+TEST(ShardingMemory, PartsAndGradientsInAStore_AreThoseOfAFewUnits) {
+  for (const bool overlap : {true, false}) {
+    const Memory memory =
+        Measure(ShardingStrategy::kFull, {.overlap = overlap}, kRanks, 0, true, /*stored=*/true);
+    const double want = 2.0 * kModelBytes + 4 * kUnitBytes;
+    EXPECT_NEAR(static_cast<double>(memory.between), want, 0.02 * want);
+    EXPECT_LE(memory.peak, memory.between + kRanks * 3 * kUnitBytes * 102 / 100);
   }
 }
 

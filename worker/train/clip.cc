@@ -17,6 +17,7 @@
 #include "ATen/ops/stack.h"
 #include "ATen/ops/zeros.h"
 #include "c10/util/Exception.h"
+#include "worker/parallel/paged_storage.h"
 
 namespace muster {
 namespace {
@@ -46,6 +47,14 @@ void ForEachKind(const std::vector<at::Tensor>& tensors, Fn fn) {
   std::map<Kind, std::vector<at::Tensor>, KindLess> kinds;
   for (const at::Tensor& t : tensors) kinds[{t.device(), t.scalar_type()}].push_back(t);
   for (const auto& [kind, list] : kinds) fn(list);
+}
+
+// Of one kind, and of one page: more need not be in memory.
+template <typename Fn>
+void ForEachList(const std::vector<at::Tensor>& tensors, const Fn& fn) {
+  ForEachKind(tensors, [&](const std::vector<at::Tensor>& list) {
+    ForEachPage(list, [&](const std::vector<at::Tensor>& group, const auto&) { fn(group); });
+  });
 }
 
 }  // namespace
@@ -92,7 +101,13 @@ at::Tensor TotalNorm(const std::vector<at::Tensor>& tensors, double norm_type) {
   std::vector<at::Tensor> norms;
   norms.reserve(tensors.size());
   ForEachKind(tensors, [&](const std::vector<at::Tensor>& list) {
-    for (at::Tensor& norm : at::_foreach_norm(list, norm_type)) norms.push_back(std::move(norm));
+    const size_t first = norms.size();
+    norms.resize(first + list.size());
+    // In the order of `list`, in which they are added up.
+    ForEachPage(list, [&](const std::vector<at::Tensor>& group, const std::vector<size_t>& places) {
+      std::vector<at::Tensor> found = at::_foreach_norm(group, norm_type);
+      for (size_t i = 0; i < found.size(); ++i) norms[first + places[i]] = std::move(found[i]);
+    });
   });
   if (norms.empty()) {
     return tensors.empty() ? at::zeros({}) : at::zeros({}, tensors[0].options());
@@ -110,7 +125,10 @@ void ScaleToNorm(const std::vector<at::Tensor>& tensors, double max_norm,
   if (std::isinf(max_norm)) return;
   at::NoGradGuard no_grad;
   const at::Tensor factor = total_norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0);
-  ForEachKind(tensors, [&](const std::vector<at::Tensor>& list) {
+  const bool paged = std::any_of(tensors.begin(), tensors.end(), IsPaged);
+  // Nothing is read and written for it.
+  if (paged && factor.item<double>() == 1) return;
+  ForEachList(tensors, [&](const std::vector<at::Tensor>& list) {
     at::_foreach_mul_(list,
                       factor.device() == list[0].device() ? factor : factor.to(list[0].device()));
   });
@@ -163,7 +181,7 @@ at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters,
 void ClipGradValue(const std::vector<at::Tensor>& parameters, double clip_value) {
   TORCH_CHECK(clip_value >= 0, "clip_value must not be negative, got ", clip_value);
   at::NoGradGuard no_grad;
-  ForEachKind(Gradients(parameters), [&](const std::vector<at::Tensor>& list) {
+  ForEachList(Gradients(parameters), [&](const std::vector<at::Tensor>& list) {
     at::_foreach_clamp_min_(list, -clip_value);
     at::_foreach_clamp_max_(list, clip_value);
   });
@@ -172,7 +190,7 @@ void ClipGradValue(const std::vector<at::Tensor>& parameters, double clip_value)
 void ScaleGradients(const std::vector<at::Tensor>& parameters, double factor) {
   if (factor == 1) return;
   at::NoGradGuard no_grad;
-  ForEachKind(Gradients(parameters),
+  ForEachList(Gradients(parameters),
               [&](const std::vector<at::Tensor>& list) { at::_foreach_mul_(list, factor); });
 }
 

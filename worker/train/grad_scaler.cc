@@ -12,6 +12,7 @@
 #include "ATen/ops/maximum.h"
 #include "ATen/ops/zeros.h"
 #include "c10/util/Exception.h"
+#include "worker/parallel/paged_storage.h"
 #include "worker/train/clip.h"
 
 namespace muster {
@@ -86,13 +87,13 @@ at::Tensor GradScaler::CheckAndUnscale(OptimizerHandle& optimizer, bool unscale)
   const at::Tensor inverse = unscale ? scale_.to(at::kDouble).reciprocal().to(at::kFloat)
                                      : Scalar(1, at::kFloat, scale_.device());
   for (List& list : lists) {
-    if (list.device == scale_.device()) {
-      at::_amp_foreach_non_finite_check_and_unscale_(list.grads, found_inf, inverse);
-    } else {
-      at::Tensor there = Scalar(0, at::kFloat, list.device);
-      at::_amp_foreach_non_finite_check_and_unscale_(list.grads, there, inverse.to(list.device));
-      found_inf = at::maximum(found_inf, there.to(found_inf.device()));
-    }
+    const bool here = list.device == scale_.device();
+    at::Tensor found = here ? found_inf : Scalar(0, at::kFloat, list.device);
+    const at::Tensor factor = here ? inverse : inverse.to(list.device);
+    ForEachPage(list.grads, [&](const std::vector<at::Tensor>& grads, const auto&) {
+      at::_amp_foreach_non_finite_check_and_unscale_(grads, found, factor);
+    });
+    if (!here) found_inf = at::maximum(found_inf, found.to(found_inf.device()));
   }
   if (comm_ != nullptr && comm_->size() > 1) comm_->AllReduce(found_inf, ReduceOp::kMax);
   return found_inf;

@@ -11,6 +11,7 @@
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/_foreach_zero.h"
 #include "c10/util/Exception.h"
+#include "worker/parallel/paged_storage.h"
 
 namespace muster {
 namespace {
@@ -150,7 +151,8 @@ void OptimizerHandle::ZeroGrad(GradZeroing how) {
       parameter.mutable_grad().reset();  // no bucket holds it
     }
   }
-  if (!grads.empty()) at::_foreach_zero_(grads);
+  ForEachPage(grads,
+              [](const std::vector<at::Tensor>& list, const auto&) { at::_foreach_zero_(list); });
 }
 
 std::vector<std::map<std::string, at::Tensor>> OptimizerHandle::Slots(

@@ -8,6 +8,7 @@
 #include "ATen/Parallel.h"
 #include "ATen/core/Tensor.h"
 #include "ATen/core/grad_mode.h"
+#include "worker/parallel/paged_storage.h"
 
 namespace muster {
 
@@ -30,43 +31,63 @@ class OneThread {
   const int threads_;
 };
 
-// Calls fn(begin, end) for ranges that together cover `tensors`. A list of small ones (all of them,
-// see IsSmall) is one range on this thread if it is short, else one for each of LibTorch's threads,
-// so that these meet once for the whole list and not for each tensor. Others are one range, left to
-// LibTorch. `fn` runs without grad mode and may run on several threads at a time.
+namespace tensor_ranges_internal {
+
+// Of the tensors from `first` up to `last`.
 template <typename Fn>
-void ForTensorRanges(const std::vector<at::Tensor>& tensors, const Fn& fn) {
-  const auto size = static_cast<int64_t>(tensors.size());
+void ForRangesOf(const std::vector<at::Tensor>& tensors, int64_t first, int64_t last,
+                 const Fn& fn) {
+  const int64_t size = last - first;
   const int64_t threads = at::get_num_threads();
-  at::NoGradGuard no_grad;
-  if (threads < 2 || size == 0 || !IsSmall(tensors[0])) {
-    fn(int64_t{0}, size);
+  if (threads < 2 || size == 0 || !IsSmall(tensors[first])) {
+    fn(first, last);
     return;
   }
   // A tensor costs about as much as 256 elements, in addition to its own elements.
   constexpr int64_t kTensorCost = 256;
   constexpr int64_t kShort = 1 << 17;
   int64_t total = 0;
-  for (const at::Tensor& tensor : tensors) total += tensor.numel() + kTensorCost;
+  for (int64_t i = first; i < last; ++i) total += tensors[i].numel() + kTensorCost;
   if (total < kShort) {
     const OneThread one_thread;
-    fn(int64_t{0}, size);
+    fn(first, last);
     return;
   }
   const int64_t parts = std::min(threads, size);
-  std::vector<int64_t> bounds = {0};
+  std::vector<int64_t> bounds = {first};
   int64_t sum = 0;
-  for (int64_t i = 0; i < size; ++i) {
+  for (int64_t i = first; i < last; ++i) {
     if (sum * parts >= total * static_cast<int64_t>(bounds.size())) bounds.push_back(i);
     sum += tensors[i].numel() + kTensorCost;
   }
-  bounds.push_back(size);
+  bounds.push_back(last);
   at::parallel_for(0, static_cast<int64_t>(bounds.size()) - 1, 1, [&](int64_t begin, int64_t end) {
     at::NoGradGuard no_grad_here;  // grad mode belongs to a thread
     for (int64_t part = begin; part < end; ++part) {
       if (bounds[part] < bounds[part + 1]) fn(bounds[part], bounds[part + 1]);
     }
   });
+}
+
+}  // namespace tensor_ranges_internal
+
+// Calls fn(begin, end) for ranges that together cover `tensors`. A list of small ones (all of them,
+// see IsSmall) is one range on this thread if it is short, else one for each of LibTorch's threads,
+// so that these meet once for the whole list and not for each tensor. Others are one range, left to
+// LibTorch. Tensors of different pages (paged_storage.h) are in different ranges, one page after
+// the other. `fn` runs without grad mode and may run on several threads at a time.
+template <typename Fn>
+void ForTensorRanges(const std::vector<at::Tensor>& tensors, const Fn& fn) {
+  const auto size = static_cast<int64_t>(tensors.size());
+  at::NoGradGuard no_grad;
+  if (size == 0) return fn(int64_t{0}, size);
+  const auto page = [&](int64_t i) -> const void* {
+    return IsPaged(tensors[i]) ? tensors[i].storage().unsafeGetStorageImpl() : nullptr;
+  };
+  for (int64_t first = 0, last = 1; first < size; first = last++) {
+    while (last < size && page(last) == page(first)) ++last;
+    tensor_ranges_internal::ForRangesOf(tensors, first, last, fn);
+  }
 }
 
 }  // namespace muster

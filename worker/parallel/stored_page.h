@@ -1,0 +1,89 @@
+#ifndef MUSTER_WORKER_PARALLEL_STORED_PAGE_H_
+#define MUSTER_WORKER_PARALLEL_STORED_PAGE_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/base/thread_annotations.h"
+#include "base/mutex.h"
+#include "worker/parallel/paged_storage.h"
+#include "worker/parallel/part_store.h"
+
+namespace muster {
+
+class StoredPage;
+
+// Pages of which the two that came last stay in memory: one may be used together with the one
+// before it. Thread-safe. It outlives the pages.
+class StoredPages {
+ public:
+  StoredPages() = default;
+  StoredPages(const StoredPages&) = delete;
+  StoredPages& operator=(const StoredPages&) = delete;
+
+  // The contents of `page` have come to memory: those of others give way. Errors: the store's, as
+  // c10::Error; the others are in memory then, and give way later.
+  void Came(const std::shared_ptr<StoredPage>& page);
+
+ private:
+  Mutex mu_;
+  std::vector<std::weak_ptr<StoredPage>> present_ ABSL_GUARDED_BY(mu_);  // the newest is the last
+};
+
+// Memory of tensors that is in a PartStore while nothing uses them: an operator that takes one has
+// all of it read, and it stays until Free(), or until two others of `among` have come. Thread-safe.
+class StoredPage : public Page, public std::enable_shared_from_this<StoredPage> {
+ public:
+  // `flat`: has the whole of its memory, from LibTorch's allocator, which others use by PagedView()
+  // alone. `store`: borrowed; `place`: of flat.nbytes() bytes in it. `what`: for errors: "this
+  // process's part of unit '0'".
+  StoredPage(at::Tensor flat, PartStore& store, uint64_t place, StoredPages& among,
+             std::string what);
+
+  void Require(bool write, const char* op) override;
+  // Writes it to the store if it has changed, and frees its memory, unless an operator uses it.
+  // Whether it is free now.
+  bool Free();
+  // Whether it is in memory.
+  bool present() const;
+  // Whether a tensor has it, besides this.
+  bool used() const { return flat_.storage().use_count() > 1; }
+  // Overwrites `to`, of as many elements; it stays where it is.
+  void CopyTo(const at::Tensor& to);
+  uint64_t place() const { return place_; }
+
+ private:
+  // While it lives, nobody else has to do with the memory or the place in the store.
+  class Access {
+   public:
+    explicit Access(StoredPage& page);
+    ~Access();
+    Access(const Access&) = delete;
+    Access& operator=(const Access&) = delete;
+
+   private:
+    StoredPage& page_;
+  };
+
+  void Read(void* to);
+
+  const at::Tensor flat_;  // without memory while it is in the store
+  PartStore& store_;
+  const uint64_t place_;
+  StoredPages& among_;
+  const std::string what_;
+  const PageRegistration registration_;
+  mutable Mutex mu_;
+  CondVar released_;
+  bool taken_ ABSL_GUARDED_BY(mu_) = false;  // by an Access
+  bool present_ ABSL_GUARDED_BY(mu_) = true;
+  bool changed_ ABSL_GUARDED_BY(mu_) = true;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_PARALLEL_STORED_PAGE_H_

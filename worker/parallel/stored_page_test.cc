@@ -1,0 +1,184 @@
+#include "worker/parallel/stored_page.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "c10/util/Exception.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "worker/collective/test_error.h"
+#include "worker/parallel/paged_storage.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+constexpr int64_t kSize = 4;
+
+// Says which places were written.
+class Store : public PartStore {
+ public:
+  uint64_t Reserve(uint64_t bytes) override {
+    const uint64_t place = bytes_.size();
+    bytes_.resize(place + bytes);
+    return place;
+  }
+  void Read(uint64_t place, void* to, uint64_t bytes) override {
+    TORCH_CHECK(!broken, "the disk is broken");
+    std::memcpy(to, bytes_.data() + place, bytes);
+  }
+  void Write(uint64_t place, const void* from, uint64_t bytes) override {
+    TORCH_CHECK(!broken, "the disk is full");
+    std::memcpy(bytes_.data() + place, from, bytes);
+    written.push_back(place / bytes);
+  }
+
+  bool broken = false;
+  std::vector<uint64_t> written;  // numbers of pages
+
+ private:
+  std::vector<char> bytes_;
+};
+
+class StoredPageTest : public testing::Test {
+ protected:
+  // Page number i of values i, and a tensor of it.
+  void Add() {
+    const auto number = static_cast<int64_t>(pages_.size());
+    at::Tensor flat = at::full({kSize}, number, at::kFloat);
+    const uint64_t place = store_.Reserve(flat.nbytes());
+    tensors_.push_back(PagedView(flat, {kSize}, {1}, 0));
+    pages_.push_back(std::make_shared<StoredPage>(std::move(flat), store_, place, among_,
+                                                  "page " + std::to_string(number)));
+    among_.Came(pages_.back());
+  }
+  std::vector<int> Present() const {
+    std::vector<int> present;
+    for (size_t i = 0; i < pages_.size(); ++i) {
+      if (pages_[i]->present()) present.push_back(static_cast<int>(i));
+    }
+    return present;
+  }
+
+  Store store_;
+  StoredPages among_;
+  std::vector<std::shared_ptr<StoredPage>> pages_;
+  std::vector<at::Tensor> tensors_;
+};
+
+TEST_F(StoredPageTest, Operators_FindTheirPages_TheNewestTwoStay) {
+  for (int i = 0; i < 4; ++i) Add();
+  EXPECT_THAT(Present(), ElementsAre(2, 3));
+  EXPECT_EQ(tensors_[0].sum().item<float>(), 0);
+  EXPECT_EQ(tensors_[1].sum().item<float>(), kSize);
+  EXPECT_THAT(Present(), ElementsAre(0, 1));
+  tensors_[0].add_(7);
+  EXPECT_EQ(tensors_[3].sum().item<float>(), 3 * kSize);
+  EXPECT_EQ(tensors_[2].sum().item<float>(), 2 * kSize);
+  EXPECT_THAT(Present(), ElementsAre(2, 3));
+  EXPECT_EQ(tensors_[0].sum().item<float>(), 7 * kSize);
+}
+
+TEST_F(StoredPageTest, WhatHasNotChanged_IsNotWritten) {
+  for (int i = 0; i < 4; ++i) Add();
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(tensors_[i].max().item<float>(), i);
+  EXPECT_THAT(store_.written, ElementsAre(0, 1, 2, 3));
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(tensors_[i].max().item<float>(), i);
+  tensors_[1].zero_();
+  for (int i = 2; i < 4; ++i) EXPECT_EQ(tensors_[i].max().item<float>(), i);
+  EXPECT_THAT(store_.written, ElementsAre(0, 1, 2, 3, 1));
+}
+
+TEST_F(StoredPageTest, WhatNoTensorHas_IsNotWritten) {
+  for (int i = 0; i < 2; ++i) Add();
+  tensors_[0] = at::Tensor();
+  EXPECT_FALSE(pages_[0]->used());
+  for (int i = 2; i < 4; ++i) Add();
+  EXPECT_THAT(store_.written, ElementsAre(1));
+  EXPECT_THAT(Present(), ElementsAre(2, 3));
+  // A page that is gone takes no place among those that stay.
+  tensors_[3] = at::Tensor();
+  pages_.pop_back();
+  EXPECT_EQ(tensors_[1].max().item<float>(), 1);
+  EXPECT_THAT(Present(), ElementsAre(1, 2));
+}
+
+TEST_F(StoredPageTest, OperatorOfAList_HasAllOfItsPages_OneAfterTheOtherByForEachPage) {
+  for (int i = 0; i < 5; ++i) Add();
+  EXPECT_EQ(at::cat(tensors_).sum().item<float>(), 10 * kSize);
+  EXPECT_EQ(Present().size(), 5u);
+  EXPECT_EQ(tensors_[0].sum().item<float>(), 0);  // it is there, and nothing comes
+  Add();
+  EXPECT_THAT(Present(), ElementsAre(2, 5)) << "the last that had to come";
+  size_t most = 0;
+  ForEachPage(tensors_, [&](const std::vector<at::Tensor>& group, const auto&) {
+    at::_foreach_add_(group, 1);
+    most = std::max(most, Present().size());
+  });
+  EXPECT_EQ(most, 2u);
+  for (int i = 0; i < 6; ++i) EXPECT_EQ(tensors_[i].max().item<float>(), i + 1);
+}
+
+TEST_F(StoredPageTest, FusedOptimizer_LeavesGradientsAsTheyAre) {
+  for (int i = 0; i < 3; ++i) Add();  // the gradients
+  store_.written.clear();
+  const auto step = [&](const std::optional<at::Tensor>& scale) {
+    for (const at::Tensor& grad : tensors_) {
+      std::vector<at::Tensor> parameters = {at::ones({kSize})};
+      at::_fused_sgd_(parameters, {grad}, {}, 0, 0, 0.5, 0, false, false, false, scale);
+      EXPECT_TRUE(at::equal(parameters[0], at::ones({kSize}).sub(grad, 0.5)));
+    }
+  };
+  step(std::nullopt);
+  EXPECT_THAT(store_.written, ElementsAre(1, 2)) << "as they came, and no more";
+  store_.written.clear();
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(tensors_[i].max().item<float>(), i);
+  EXPECT_THAT(store_.written, IsEmpty());
+  // A scale is taken off in place.
+  std::vector<at::Tensor> parameters = {at::ones({kSize})};
+  at::_fused_sgd_(parameters, {tensors_[0]}, {}, 0, 0, 0.5, 0, false, false, false,
+                  at::full({}, 2.0, at::kFloat));
+  for (int i = 1; i < 3; ++i) EXPECT_EQ(tensors_[i].max().item<float>(), i);
+  EXPECT_THAT(store_.written, ElementsAre(0));
+}
+
+TEST_F(StoredPageTest, StoreThatFails_ThrowsNamingThePage_AndLosesNothing) {
+  for (int i = 0; i < 2; ++i) Add();
+  store_.broken = true;
+  EXPECT_THAT(ErrorOf([&] { Add(); }),
+              AllOf(HasSubstr("the disk is full"), HasSubstr("while writing page 0")));
+  EXPECT_EQ(Present().size(), 3u);
+  store_.broken = false;
+  Add();
+  EXPECT_THAT(Present(), ElementsAre(2, 3));
+  store_.broken = true;
+  EXPECT_THAT(ErrorOf([&] { tensors_[0].sum(); }),
+              AllOf(HasSubstr("the disk is broken"), HasSubstr("while reading page 0")));
+  store_.broken = false;
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(tensors_[i].max().item<float>(), i);
+}
+
+TEST_F(StoredPageTest, CopyTo_LeavesThePageWhereItIs) {
+  for (int i = 0; i < 3; ++i) Add();
+  for (const at::ScalarType type : {at::kFloat, at::kHalf}) {
+    for (int i = 0; i < 3; ++i) {
+      at::Tensor to = at::zeros({kSize}, type);
+      pages_[i]->CopyTo(to);
+      EXPECT_TRUE(at::equal(to, at::full({kSize}, i, type)));
+    }
+  }
+  EXPECT_THAT(Present(), ElementsAre(1, 2));
+}
+
+}  // namespace
+}  // namespace muster
