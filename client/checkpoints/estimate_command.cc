@@ -156,7 +156,8 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
                    .help = "States are there between the steps; cpu: those of a GPU",
                    .values = {"cpu", "disk"}},
                   {.name = "offload_parameters",
-                   .help = "Parts of parameters are on a disk between their uses (zero3, hybrid)"},
+                   .help = "Parts of parameters and their gradients are on a disk between their "
+                           "uses (zero3, hybrid)"},
                   {.name = "optimizer_in_backward",
                    .help = "Gradients of a few units at a time: the optimizer uses them inside of "
                            "the backward pass"},

@@ -80,7 +80,7 @@ TEST_F(EstimateCommandTest, Offload_HasAColumnOfItsOwn) {
   ASSERT_EQ(json["sharding"].size(), 2u);
   EXPECT_EQ(json["sharding"][0]["offloaded"], 8 * 160);
   EXPECT_EQ(json["sharding"][1]["strategy"], "zero3");
-  EXPECT_EQ(json["sharding"][1]["offloaded"], 12 * 160);
+  EXPECT_EQ(json["sharding"][1]["offloaded"], 16 * 160);
   ASSERT_EQ(Run({file_, "--offload_optimizer", "disk"}), kExitOk) << err_.str();
   EXPECT_THAT(out_.str(), HasSubstr("on the disk"));
   ASSERT_EQ(Run({file_, "--offload_optimizer", "cpu"}), kExitOk) << err_.str();
