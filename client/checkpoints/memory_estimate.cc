@@ -99,11 +99,10 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
     }
     if (offload.parameters && parameters) {
       const int64_t part = row->parameters - size.other_bytes;
-      row->offloaded += part;
+      row->offloaded += 2 * part;  // gradients have a place, too
       row->parameters = std::min(part, 2 * CeilOf(unit, ranks)) + size.other_bytes;
       // Those of an optimizer in the backward pass are used at once.
       if (offload.optimizer_in_backward) return;
-      row->offloaded += row->gradients;
       row->gradients = std::min(row->gradients, 3 * CeilOf(unit, ranks));
     }
   };

@@ -113,7 +113,7 @@ TEST(EstimateStrategies, Offload_TakesStatesAndPartsAway) {
   EXPECT_EQ(all[4].offloaded, (kStates + 2 * kWhole) / 4);
   EXPECT_EQ(all[4].parameters, 2 * kUnit / 4 + 16);
   all = EstimateStrategies(size, 1, 1, 8, {.parameters = true, .optimizer_in_backward = true});
-  EXPECT_EQ(all[2].offloaded, kWhole);
+  EXPECT_EQ(all[2].offloaded, 2 * kWhole);
   // Eight blocks as large as one of these.
   ModelSize deep;
   deep.elements = 8 * kUnit / 4;

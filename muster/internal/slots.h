@@ -60,6 +60,8 @@ class OptimizerSlot {
   // Written by the StepController.
   bool step_was_skipped_ = false;
   bool gradients_finished_ = false;  // in this window
+  // Scaling or clipping them has failed on the way: some are, and some are not.
+  bool gradients_torn_ = false;
   // The gradients that are there have been stepped on: the next ZeroGrad() forgets them.
   bool consumed_ = false;
   // ZeroGrad() came before the step of this micro-step: done when the micro-step ends.

@@ -346,10 +346,17 @@ void StepController::FinishGradients(OptimizerSlot* only) {
   if (!sync_gradients()) return;
   const double factor = WindowFactor();
   for (const auto& optimizer : registry_.optimizers()) {
-    if ((only != nullptr && optimizer.get() != only) || optimizer->gradients_finished_) continue;
-    optimizer->gradients_finished_ = true;
+    if (only != nullptr && optimizer.get() != only) continue;
+    TORCH_CHECK(!optimizer->gradients_torn_,
+                "the gradients of an optimizer were scaled or clipped in part when that failed (a "
+                "disk that they are offloaded to, or memory): call its zero_grad(), or load a "
+                "checkpoint");
+    if (optimizer->gradients_finished_) continue;
+    optimizer->gradients_torn_ = true;
     if (scaler_ != nullptr) scaler_->Unscale(optimizer->handle());
     ScaleGradients(optimizer->handle().parameters(), factor);
+    optimizer->gradients_torn_ = false;
+    optimizer->gradients_finished_ = true;
   }
 }
 
@@ -890,12 +897,14 @@ void StepController::NoteClipped(const std::vector<at::Tensor>& parameters) cons
 void StepController::ClipInStep(OptimizerSlot& slot) {
   if (process_.gradient_clipping() == 0) return;
   const Resolved resolved = Resolve(slot.handle_->parameters());
+  slot.gradients_torn_ = true;
   if (resolved.shards.empty()) {
     muster::ClipGradNorm(resolved.whole, process_.gradient_clipping());
   } else {
     muster::ClipGradNorm(resolved.whole, resolved.shards, *resolved.comm,
                          process_.gradient_clipping());
   }
+  slot.gradients_torn_ = false;
 }
 
 void StepController::ClipGradValue(const std::vector<at::Tensor>& parameters, double clip_value) {
@@ -1106,7 +1115,7 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) const {
   }
   slot.zero_at_end_.reset();
   slot.witness_.reset();
-  slot.consumed_ = false;
+  slot.consumed_ = slot.gradients_torn_ = false;
   ForgetPlainPasses(slot);
   for (const auto& model : registry_.models()) {
     if (model->sharded() != nullptr) model->sharded()->ForgetPending(slot.handle_->parameters());
@@ -1164,7 +1173,7 @@ void StepController::Reset() {
     }
   }
   for (const auto& optimizer : registry_.optimizers()) {
-    optimizer->gradients_finished_ = false;
+    optimizer->gradients_finished_ = optimizer->gradients_torn_ = false;
     optimizer->step_was_skipped_ = false;
     optimizer->zero_at_end_.reset();
     optimizer->witness_.reset();

@@ -83,11 +83,11 @@ void AddUse(const at::Tensor& tensor, bool write, const char* op, std::vector<Us
             std::vector<Taken>* taken) {
   if (!tensor.defined() || !IsPaged(tensor)) return;
   Page* const page = Table().Find(tensor.storage().unsafeGetStorageImpl());
-  TORCH_CHECK(
-      page != nullptr, op,
-      ": a parameter of a sharded or offloaded model is used after what holds its values is "
-      "gone; keep the Accelerator (or save_model() before it ends), or the model that "
-      "dispatch returned");
+  TORCH_CHECK(page != nullptr, op,
+              ": a parameter of a sharded or offloaded model, or its gradient, is used after what "
+              "holds its values is "
+              "gone; keep the Accelerator (or save_model() before it ends), or the model that "
+              "dispatch returned");
   page->Allow(tensor, write, op);
   taken->push_back({page, tensor, write});
   for (Use& use : *uses) {
@@ -191,12 +191,19 @@ bool IsPaged(const at::Tensor& tensor) { return tensor.key_set().has(kPagedKey);
 std::vector<std::vector<size_t>> GroupsByPage(const std::vector<at::Tensor>& tensors) {
   std::vector<std::vector<size_t>> groups;
   std::unordered_map<const void*, size_t> of_page;  // null: none
+  const void* last = nullptr;
+  size_t group_of_last = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const void* const page =
         IsPaged(tensors[i]) ? tensors[i].storage().unsafeGetStorageImpl() : nullptr;
-    const auto [group, is_new] = of_page.emplace(page, groups.size());
-    if (is_new) groups.emplace_back();
-    groups[group->second].push_back(i);
+    // Mostly; all of an ordinary model.
+    if (i == 0 || page != last) {
+      const auto [group, is_new] = of_page.try_emplace(page, groups.size());
+      if (is_new) groups.emplace_back();
+      last = page;
+      group_of_last = group->second;
+    }
+    groups[group_of_last].push_back(i);
   }
   return groups;
 }

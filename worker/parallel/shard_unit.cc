@@ -212,6 +212,8 @@ bool ShardUnit::gradients_are_present() const {
 
 void ShardUnit::ForgetUnusedGradients() {
   if (gradients_page_ == nullptr || gradients_page_->used() || gradients_page_->pins() > 0) return;
+  // Another thread may be writing it still: its place is free after that alone.
+  if (!gradients_page_->Free()) return;
   gradients_page_ = nullptr;
 }
 
@@ -510,7 +512,8 @@ void ShardUnit::SettleReduction() {
   const std::shared_ptr<Reduction> reduction = std::exchange(reduction_, nullptr);
   const bool done =
       reduction->ticket == nullptr || reduction->thread->WaitQuietly(reduction->ticket);
-  if (done) AddGradients(std::move(reduction->mine), /*in_memory=*/false);
+  // What may fail is left out: the program is about to zero, or to begin again.
+  if (done) AddGradients(std::move(reduction->mine), /*in_memory=*/true);
 }
 
 void ShardUnit::AbandonReduction() {
