@@ -9,15 +9,11 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "ATen/Functions.h"
-#include "absl/base/thread_annotations.h"
-#include "base/mutex.h"
 #include "base/test_folder.h"
-#include "c10/core/CPUAllocator.h"
 #include "muster/accelerator.h"
 #include "muster/checkpoint.h"
 #include "muster/data.h"
@@ -31,6 +27,7 @@
 #include "torch/nn/modules/linear.h"
 #include "torch/optim/adamw.h"
 #include "worker/collective/thread_comm.h"
+#include "worker/parallel/counting_allocator.h"
 #include "worker/parallel/shard_unit.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/train/offloaded_state.h"
@@ -133,10 +130,8 @@ class OptimizerInBackward : public testing::Test {
           const absl::Status saved = a.save_state(dir);
           ASSERT_TRUE(saved.ok()) << saved;
         }
-        const Weights got = a.get_state_dict(model);
-        if (continued && a.is_main_process()) {
-          for (const auto& [name, tensor] : got) weights[name] = tensor.clone();
-        }
+        const Weights got = WeightsOf(a, model);
+        if (continued && a.is_main_process()) weights = got;
       });
     }
     return weights;
@@ -230,10 +225,8 @@ TEST_F(OptimizerInBackward, PreparedLoaderWithAShortWindow_TrainsToTheSameBits) 
         optimizer.zero_grad();
       }
       EXPECT_EQ(optimizer.steps(), 2);
-      const Weights got = a.get_state_dict(model);
-      if (!a.is_main_process()) return;
-      runs.emplace_back();
-      for (const auto& [name, tensor] : got) runs.back()[name] = tensor.clone();
+      const Weights got = WeightsOf(a, model);
+      if (a.is_main_process()) runs.push_back(got);
     });
   }
   ExpectEqual(runs[1], runs[0]);
@@ -264,10 +257,8 @@ TEST_F(OptimizerInBackward, PartsThatAreNotUsedByAll_TrainToTheSameBits) {
           optimizer.step();
           optimizer.zero_grad();
         }
-        const Weights got = a.get_state_dict(model);
-        if (!a.is_main_process()) return;
-        runs.emplace_back();
-        for (const auto& [name, tensor] : got) runs.back()[name] = tensor.clone();
+        const Weights got = WeightsOf(a, model);
+        if (a.is_main_process()) runs.push_back(got);
       });
     }
     ExpectEqual(runs[1], runs[0]);
@@ -290,10 +281,8 @@ TEST_F(OptimizerInBackward, TwoOptimizersOfOneModel_EachUpdateTheirs) {
         one.zero_grad();
         two.zero_grad();
       }
-      const Weights got = a.get_state_dict(model);
-      if (!a.is_main_process()) return;
-      runs.emplace_back();
-      for (const auto& [name, tensor] : got) runs.back()[name] = tensor.clone();
+      const Weights got = WeightsOf(a, model);
+      if (a.is_main_process()) runs.push_back(got);
     });
   }
   ExpectEqual(runs[1], runs[0]);
@@ -357,10 +346,8 @@ TEST_F(OptimizerInBackward, LastMicroStepWithMoreTurns_TrainsToTheSameBits) {
         optimizer.step();
         optimizer.zero_grad();
       }
-      const Weights got = a.get_state_dict(model);
-      if (!a.is_main_process()) return;
-      runs.emplace_back();
-      for (const auto& [name, tensor] : got) runs.back()[name] = tensor.clone();
+      const Weights got = WeightsOf(a, model);
+      if (a.is_main_process()) runs.push_back(got);
     });
   }
   ASSERT_EQ(runs.size(), 2U);
@@ -399,10 +386,8 @@ TEST_F(OptimizerInBackward, OptimizerOfAnEarlierMicroStep_TrainsToTheSameBits) {
           one.zero_grad();
           two.zero_grad();
         }
-        const Weights got = a.get_state_dict(model);
-        if (!a.is_main_process()) return;
-        runs.emplace_back();
-        for (const auto& [name, tensor] : got) runs.back()[name] = tensor.clone();
+        const Weights got = WeightsOf(a, model);
+        if (a.is_main_process()) runs.push_back(got);
       });
     }
     ASSERT_EQ(runs.size(), 2U);
@@ -623,9 +608,8 @@ TEST_F(OptimizerInBackward, PassThatThrows_NeedsACheckpoint) {
       }
       step(2);
       step(3);
-      const Weights all = a.get_state_dict(model);
-      if (!a.is_main_process()) return;
-      for (const auto& [name, tensor] : all) (*weights)[name] = tensor.clone();
+      const Weights all = WeightsOf(a, model);
+      if (a.is_main_process()) (*weights) = all;
     });
   }
   ExpectEqual(got, want);
@@ -653,9 +637,8 @@ TEST_F(OptimizerInBackward, PassThatThrowsBeforeAnUpdate_IsRepeatedAtAnotherRate
         optimizer.step();
         optimizer.zero_grad();
       }
-      const Weights all = a.get_state_dict(model);
-      if (!a.is_main_process()) return;
-      for (const auto& [name, tensor] : all) (fails ? got : want)[name] = tensor.clone();
+      const Weights all = WeightsOf(a, model);
+      if (a.is_main_process()) (fails ? got : want) = all;
     });
   }
   ExpectEqual(got, want);
@@ -695,71 +678,11 @@ TEST_F(OptimizerInBackward, LastUnit_IsUpdatedWhileTheFirstOneGoesBackward) {
   }
 }
 
-// Counts what it gives out and has not got back.
-class CountingMemory : public c10::Allocator {
- public:
-  static CountingMemory& Get() {
-    static auto& made = *[] {
-      auto* const memory = new CountingMemory(c10::GetDefaultCPUAllocator());
-      c10::SetCPUAllocator(memory, /*priority=*/255);
-      return memory;
-    }();
-    return made;
-  }
-  c10::DataPtr allocate(size_t bytes) override {
-    c10::DataPtr inner = inner_->allocate(bytes);
-    void* const data = inner.get();
-    if (data == nullptr) return inner;
-    inner.release_context();
-    MutexLock lock(&mu_);
-    sizes_[data] = bytes;
-    live_ += static_cast<int64_t>(bytes);
-    peak_ = std::max(peak_, live_);
-    return {data, data, &Delete, c10::Device(c10::DeviceType::CPU)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &Delete; }
-  void copy_data(void* to, const void* from, size_t bytes) const override {
-    inner_->copy_data(to, from, bytes);
-  }
-  void ResetPeak() {
-    MutexLock lock(&mu_);
-    peak_ = live_;
-  }
-  // Since then: the most above what there was, and what there is above it.
-  int64_t peak() const {
-    MutexLock lock(&mu_);
-    return peak_;
-  }
-  int64_t live() const {
-    MutexLock lock(&mu_);
-    return live_;
-  }
-
- private:
-  explicit CountingMemory(c10::Allocator* inner) : inner_(inner) {}
-  static void Delete(void* data) {
-    CountingMemory& self = Get();
-    {
-      MutexLock lock(&self.mu_);
-      const auto it = self.sizes_.find(data);
-      self.live_ -= static_cast<int64_t>(it->second);
-      self.sizes_.erase(it);
-    }
-    self.inner_->raw_deleter()(data);
-  }
-
-  c10::Allocator* const inner_;
-  mutable Mutex mu_;
-  std::unordered_map<void*, size_t> sizes_ ABSL_GUARDED_BY(mu_);
-  int64_t live_ ABSL_GUARDED_BY(mu_) = 0;
-  int64_t peak_ ABSL_GUARDED_BY(mu_) = 0;
-};
-
 TEST_F(OptimizerInBackward, GradientsOfAFewUnits_ExistAtATime) {
   constexpr int kLayers = 24;
   constexpr int64_t kWidth = 128;
   constexpr int64_t kUnitBytes = 4 * (kWidth * kWidth + kWidth);
-  CountingMemory& memory = CountingMemory::Get();
+  CountingAllocator& memory = CountingAllocator::Get();
   for (const int ranks : {1, 2}) {
     // Above what is there between steps, on all ranks.
     std::map<bool, int64_t> peak, after;

@@ -74,13 +74,6 @@ void TrainStep(Accelerator& a, Model& model, Optimizer& optimizer, int step) {
   optimizer.zero_grad();
 }
 
-template <class Model>
-Weights WeightsOf(Accelerator& a, const Model& model) {
-  Weights weights;
-  for (const auto& [name, tensor] : a.get_state_dict(model)) weights[name] = tensor.clone();
-  return weights;
-}
-
 void ExpectEqual(const Weights& got, const Weights& want) {
   EXPECT_EQ(got.size(), want.size());
   for (const auto& [name, tensor] : want) {

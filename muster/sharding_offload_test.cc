@@ -90,10 +90,8 @@ class ShardingOffloadTest : public testing::Test {
           const absl::Status saved = a.save_state(dir);
           ASSERT_TRUE(saved.ok()) << saved;
         }
-        const Weights got = a.get_state_dict(model);
-        if (continued && a.is_main_process()) {
-          for (const auto& [name, tensor] : got) weights[name] = tensor.clone();
-        }
+        const Weights got = WeightsOf(a, model);
+        if (continued && a.is_main_process()) weights = got;
       });
     }
     return weights;
@@ -138,11 +136,8 @@ TEST_F(ShardingOffloadTest, OptimizerBeforeItsModel_IsOffloadedToo) {
       auto optimizer = a.prepare(adam);
       auto model = a.prepare(net);
       Train(a, model, optimizer, 0, 3);
-      const Weights got = a.get_state_dict(model);
-      if (!a.is_main_process()) return;
-      for (const auto& [name, tensor] : got) {
-        (place == Offload::kNone ? without : with)[name] = tensor.clone();
-      }
+      const Weights got = WeightsOf(a, model);
+      if (a.is_main_process()) (place == Offload::kNone ? without : with) = got;
     });
   }
   ExpectEqual(with, without);
@@ -304,9 +299,8 @@ TEST_F(ShardingOffloadTest, GradientsOnTheDisk_AreThoseInMemory) {
               optimizer.step();
               optimizer.zero_grad(way.set_to_none);
             }
-            const Weights got = a.get_state_dict(model);
-            if (!a.is_main_process()) return;
-            for (const auto& [name, tensor] : got) runs.back()[name] = tensor.clone();
+            const Weights got = WeightsOf(a, model);
+            if (a.is_main_process()) runs.back() = got;
           };
           if (way.torchs_own) {
             auto [model, optimizer] = a.prepare(net, own);

@@ -2,6 +2,7 @@
 #define MUSTER_MUSTER_TEST_RANKS_H_
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -38,6 +39,17 @@ inline void RunAccelerators(int n, const AcceleratorOptions& options,
     Accelerator accelerator(CoreOn(comm, options, store));
     function(accelerator);
   });
+}
+
+// Copies of the weights of a prepared model, whole: on rank 0 (AcceleratorOptions::sharding) or on
+// all. Collective.
+template <class Model>
+std::map<std::string, at::Tensor> WeightsOf(Accelerator& accelerator, const Model& model) {
+  std::map<std::string, at::Tensor> weights;
+  for (const auto& [name, tensor] : accelerator.get_state_dict(model)) {
+    weights[name] = tensor.clone();
+  }
+  return weights;
 }
 
 // What each rank threw, or "".

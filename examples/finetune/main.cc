@@ -160,7 +160,9 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
   const auto start = std::chrono::steady_clock::now();
   double loss_sum = 0;
   int64_t micro_steps = 0, tokens = 0, logged = optimizer.steps();
+  // Of the steps since it was called last.
   const auto report = [&]() -> absl::Status {
+    if (logged == optimizer.steps()) return absl::OkStatus();
     const double loss =
         accelerator
             .reduce(
@@ -197,7 +199,7 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       ++micro_steps;
       tokens += ids.numel();
       if (!accelerator.sync_gradients()) continue;
-      if (optimizer.steps() % flags.log_every == 0 && optimizer.steps() != logged) {
+      if (optimizer.steps() % flags.log_every == 0) {
         if (absl::Status reported = report(); !reported.ok()) return reported;
       }
       // SIGTERM at any process.
@@ -210,17 +212,13 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
           flags.checkpoint_steps > 0 && optimizer.steps() % flags.checkpoint_steps == 0;
       if (stops || is_due) {
         // No state is kept whose loss is no number.
-        if (logged != optimizer.steps()) {
-          if (absl::Status reported = report(); !reported.ok()) return reported;
-        }
+        if (absl::Status reported = report(); !reported.ok()) return reported;
         if (absl::Status saved = accelerator.save_state(); !saved.ok()) return saved;
       }
       if (stops) return absl::OkStatus();
     }
   }
-  if (logged != optimizer.steps()) {
-    if (absl::Status reported = report(); !reported.ok()) return reported;
-  }
+  if (absl::Status reported = report(); !reported.ok()) return reported;
   return Save(accelerator, flags, net, model, lora);
 }
 

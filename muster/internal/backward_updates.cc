@@ -69,7 +69,15 @@ bool BackwardUpdates::Begin(ShardedModel& model) {
   return true;
 }
 
-void BackwardUpdates::Update(ShardedModel& /*model*/, std::vector<at::Tensor> shards) {
+void BackwardUpdates::WaitUntilLeft(size_t most) {
+  while (tickets_.size() > most) {
+    const CommThread::Ticket first = std::move(tickets_.front());
+    tickets_.pop_front();
+    thread_.Wait(first);
+  }
+}
+
+void BackwardUpdates::Update(std::vector<at::Tensor> shards) {
   std::unordered_map<OptimizerSlot*, std::vector<size_t>> steps;
   std::vector<at::Tensor> updated;
   for (at::Tensor& shard : shards) {
@@ -91,20 +99,12 @@ void BackwardUpdates::Update(ShardedModel& /*model*/, std::vector<at::Tensor> sh
     }
   };
   if (!on_cpu) return update();
-  while (tickets_.size() >= kUnitsWaiting) {
-    const CommThread::Ticket first = std::move(tickets_.front());
-    tickets_.pop_front();
-    thread_.Wait(first);
-  }
+  WaitUntilLeft(kUnitsWaiting - 1);
   tickets_.push_back(thread_.Submit(std::move(update)));
 }
 
 void BackwardUpdates::End(ShardedModel& model, const std::vector<at::Tensor>& trained) {
-  while (!tickets_.empty()) {
-    const CommThread::Ticket first = std::move(tickets_.front());
-    tickets_.pop_front();
-    thread_.Wait(first);
-  }
+  WaitUntilLeft(0);
   for (const at::Tensor& shard : trained) {
     const auto place = places_.find(shard.unsafeGetTensorImpl());
     if (place == places_.end()) continue;

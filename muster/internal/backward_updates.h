@@ -46,7 +46,7 @@ class BackwardUpdates : public ShardUpdates {
   static void Prepare(OptimizerSlot& optimizer);
 
   bool Begin(ShardedModel& model) override;
-  void Update(ShardedModel& model, std::vector<at::Tensor> shards) override;
+  void Update(std::vector<at::Tensor> shards) override;
   void End(ShardedModel& model, const std::vector<at::Tensor>& trained) override;
   void Settle() override;
   void CheckStepped(const ShardedModel& model, const char* what) const override;
@@ -79,6 +79,8 @@ class BackwardUpdates : public ShardUpdates {
     std::vector<const ShardedModel*> models;
   };
   static Rates RatesOf(const OptimizerSlot& optimizer);
+  // Waits for updates, the first of them first, until so many are under way.
+  void WaitUntilLeft(size_t most);
   // CheckStepped() inside of a pass.
   void CheckNotPending(const ShardedModel& model, const char* what) const;
 

@@ -51,28 +51,30 @@ HostLinks::HostLinks(c10::intrusive_ptr<c10d::Backend> gloo, int rank, std::vect
 
 HostLinks::~HostLinks() = default;
 
-HostLinks::Message HostLinks::Send(int peer, int tag, const void* data, int64_t bytes,
-                                   const std::string& what) {
+template <class Start>
+HostLinks::Message HostLinks::Begin(int peer, const void* data, int64_t bytes,
+                                    const std::string& what, Start start) {
   Message message;
   message.peer = peer;
   if (bytes == 0) return message;
   std::vector<at::Tensor> tensors = Bytes(data, bytes);
-  const std::string error =
-      ErrorOf([&] { message.work = gloo_->send(tensors, peer, kFirstTag + tag); });
+  const std::string error = ErrorOf([&] { message.work = start(tensors); });
   if (!error.empty()) Fail(peer, /*late=*/false, error, what);
   return message;
 }
 
+HostLinks::Message HostLinks::Send(int peer, int tag, const void* data, int64_t bytes,
+                                   const std::string& what) {
+  return Begin(peer, data, bytes, what, [&](std::vector<at::Tensor>& tensors) {
+    return gloo_->send(tensors, peer, kFirstTag + tag);
+  });
+}
+
 HostLinks::Message HostLinks::Receive(int peer, int tag, void* data, int64_t bytes,
                                       const std::string& what) {
-  Message message;
-  message.peer = peer;
-  if (bytes == 0) return message;
-  std::vector<at::Tensor> tensors = Bytes(data, bytes);
-  const std::string error =
-      ErrorOf([&] { message.work = gloo_->recv(tensors, peer, kFirstTag + tag); });
-  if (!error.empty()) Fail(peer, /*late=*/false, error, what);
-  return message;
+  return Begin(peer, data, bytes, what, [&](std::vector<at::Tensor>& tensors) {
+    return gloo_->recv(tensors, peer, kFirstTag + tag);
+  });
 }
 
 void HostLinks::Wait(Message& message, std::chrono::steady_clock::time_point deadline,

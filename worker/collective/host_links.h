@@ -59,6 +59,8 @@ class HostLinks {
  private:
   static constexpr int kReasonBytes = 512;
 
+  template <class Start>
+  Message Begin(int peer, const void* data, int64_t bytes, const std::string& what, Start start);
   [[noreturn]] void Fail(int peer, bool late, const std::string& error, const std::string& what);
 
   const c10::intrusive_ptr<c10d::Backend> gloo_;

@@ -20,7 +20,7 @@ class ShardUpdates {
   virtual bool Begin(ShardedModel& model) = 0;
   // These shards have all of their gradients, and nothing uses their values in this pass any more.
   // May return before they are updated.
-  virtual void Update(ShardedModel& model, std::vector<at::Tensor> shards) = 0;
+  virtual void Update(std::vector<at::Tensor> shards) = 0;
   // The pass is over. `trained`: the shards of all parameters that some rank had a gradient for.
   // Returns when they are updated.
   virtual void End(ShardedModel& model, const std::vector<at::Tensor>& trained) = 0;

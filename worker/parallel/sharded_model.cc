@@ -632,7 +632,7 @@ void ShardedModel::Update(ShardUnit& unit, bool rest) {
     if (slice.shard.grad().defined()) shards.push_back(slice.shard);
   }
   unit.set_any_updated(true);
-  if (!shards.empty()) updates_->Update(*this, std::move(shards));
+  if (!shards.empty()) updates_->Update(std::move(shards));
 }
 
 void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained) {

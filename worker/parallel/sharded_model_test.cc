@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
@@ -30,6 +29,7 @@
 #include "worker/collective/ordered_comm.h"
 #include "worker/collective/test_error.h"
 #include "worker/collective/thread_comm.h"
+#include "worker/parallel/memory_parts.h"
 #include "worker/parallel/test_net.h"
 #include "worker/train/clip.h"
 #include "worker/train/optimizer.h"
@@ -283,33 +283,6 @@ TEST(ShardedModel, HybridOverTwoHosts_EqualsOneProcess) {
     world->Barrier();
   });
 }
-
-// Parts in memory that is not theirs.
-class MemoryParts : public PartStore {
- public:
-  explicit MemoryParts(uint64_t room = 1 << 30) : room_(room) {}
-
-  uint64_t Reserve(uint64_t bytes) override {
-    const uint64_t place = bytes_.size();
-    TORCH_CHECK(place + bytes <= room_, "the disk has no room");
-    bytes_.resize(place + bytes);
-    return place;
-  }
-  void Read(uint64_t place, void* to, uint64_t bytes) override {
-    TORCH_CHECK(!broken, "the disk is broken");
-    std::memcpy(to, bytes_.data() + place, bytes);
-  }
-  void Write(uint64_t place, const void* from, uint64_t bytes) override {
-    TORCH_CHECK(!full, "the disk is full");
-    std::memcpy(bytes_.data() + place, from, bytes);
-  }
-
-  bool broken = false, full = false;
-
- private:
-  const uint64_t room_;
-  std::vector<char> bytes_;
-};
 
 TEST(ShardedModel, PartsInAStore_EqualThoseInMemory) {
   for (const int ranks : {1, 2, 3}) {

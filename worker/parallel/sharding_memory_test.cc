@@ -3,16 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <thread>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "ATen/Functions.h"
 #include "base/mutex.h"
-#include "c10/core/CPUAllocator.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/linear.h"
 #include "worker/bigmodel/empty_weights.h"
@@ -21,7 +18,8 @@
 #include "worker/collective/comm_thread.h"
 #include "worker/collective/ordered_comm.h"
 #include "worker/collective/thread_comm.h"
-#include "worker/parallel/part_store.h"
+#include "worker/parallel/counting_allocator.h"
+#include "worker/parallel/memory_parts.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/parallel/test_net.h"
 #include "worker/train/optimizer.h"
@@ -37,78 +35,6 @@ constexpr int64_t kModelBytes = kUnits * kUnitBytes;
 // What is as large as a unit: its parameters or gradients in one buffer, and the gradient of its
 // matrix.
 constexpr size_t kLarge = 4 * kWidth * kWidth;
-
-// Counts what it gives out and has not got back.
-class CountingAllocator : public c10::Allocator {
- public:
-  static CountingAllocator& Get() {
-    static auto& allocator = *[] {
-      auto* const made = new CountingAllocator(c10::GetDefaultCPUAllocator());
-      c10::SetCPUAllocator(made, /*priority=*/255);
-      return made;
-    }();
-    return allocator;
-  }
-
-  c10::DataPtr allocate(size_t bytes) override {
-    c10::DataPtr inner = inner_->allocate(bytes);
-    void* const data = inner.get();
-    if (data == nullptr) return inner;
-    inner.release_context();
-    MutexLock lock(&mu_);
-    sizes_[data] = bytes;
-    live_ += static_cast<int64_t>(bytes);
-    peak_ = std::max(peak_, live_);
-    if (bytes >= kLarge) large_peak_ = std::max(large_peak_, ++large_);
-    return {data, data, &Delete, c10::Device(c10::DeviceType::CPU)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &Delete; }
-  void copy_data(void* to, const void* from, size_t bytes) const override {
-    inner_->copy_data(to, from, bytes);
-  }
-
-  int64_t live() const {
-    MutexLock lock(&mu_);
-    return live_;
-  }
-  int64_t peak() const {
-    MutexLock lock(&mu_);
-    return peak_;
-  }
-  // Pieces as large as a unit.
-  int64_t large_peak() const {
-    MutexLock lock(&mu_);
-    return large_peak_;
-  }
-  void ResetPeak() {
-    MutexLock lock(&mu_);
-    peak_ = live_;
-    large_peak_ = large_;
-  }
-
- private:
-  explicit CountingAllocator(c10::Allocator* inner) : inner_(inner) {}
-
-  static void Delete(void* data) {
-    CountingAllocator& self = Get();
-    {
-      MutexLock lock(&self.mu_);
-      const auto it = self.sizes_.find(data);
-      self.live_ -= static_cast<int64_t>(it->second);
-      if (it->second >= kLarge) --self.large_;
-      self.sizes_.erase(it);
-    }
-    self.inner_->raw_deleter()(data);
-  }
-
-  c10::Allocator* const inner_;
-  mutable Mutex mu_;
-  std::unordered_map<void*, size_t> sizes_ ABSL_GUARDED_BY(mu_);
-  int64_t live_ ABSL_GUARDED_BY(mu_) = 0;
-  int64_t peak_ ABSL_GUARDED_BY(mu_) = 0;
-  int64_t large_ ABSL_GUARDED_BY(mu_) = 0;
-  int64_t large_peak_ ABSL_GUARDED_BY(mu_) = 0;
-};
 
 struct Memory {
   int64_t large = 0;    // of them as large as a unit, the most at a time
@@ -142,25 +68,6 @@ class SlowComm : public BorrowedComm {
   int released_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
-// In memory that LibTorch's allocator does not know.
-class OtherMemory : public PartStore {
- public:
-  uint64_t Reserve(uint64_t bytes) override {
-    const uint64_t place = bytes_.size();
-    bytes_.resize(place + bytes);
-    return place;
-  }
-  void Read(uint64_t place, void* to, uint64_t bytes) override {
-    std::memcpy(to, bytes_.data() + place, bytes);
-  }
-  void Write(uint64_t place, const void* from, uint64_t bytes) override {
-    std::memcpy(bytes_.data() + place, from, bytes);
-  }
-
- private:
-  std::vector<char> bytes_;
-};
-
 struct Link {
   bool overlap = true, slow = false;
 };
@@ -168,7 +75,7 @@ struct Link {
 // `group`: ranks that divide one copy.
 Memory Measure(ShardingStrategy strategy, Link link = {}, int ranks = kRanks, int group = 0,
                bool reshard = true, bool stored = false) {
-  CountingAllocator& allocator = CountingAllocator::Get();
+  CountingAllocator& allocator = CountingAllocator::Get(kLarge);
   std::vector<std::vector<std::unique_ptr<Comm>>> copies, replicas;
   for (int i = 0; group > 0 && i < ranks / group; ++i) copies.push_back(MakeThreadComms(group));
   for (int i = 0; i < group; ++i) replicas.push_back(MakeThreadComms(ranks / group));
@@ -195,7 +102,7 @@ Memory Measure(ShardingStrategy strategy, Link link = {}, int ranks = kRanks, in
         group == 0 ? nullptr : replicas[r % group][r / group].get(), net.get(),
         std::move(parameters), {},
         {.strategy = strategy, .reshard_after_forward = reshard, .overlap = link.overlap}, true,
-        thread, nullptr, stored ? std::make_unique<OtherMemory>() : nullptr);
+        thread, nullptr, stored ? std::make_unique<MemoryParts>() : nullptr);
     FusedAdamW adam(model.shards(), {.lr = 1e-3});
     for (int step = 0; step < 3; ++step) {
       comm.Barrier();
@@ -299,7 +206,7 @@ TEST(ShardingMemory, PartsAndGradientsInAStore_AreThoseOfAFewUnits) {
 }
 
 TEST(ShardingMemory, DeferredModel_IsMadeUnitByUnit) {
-  CountingAllocator& allocator = CountingAllocator::Get();
+  CountingAllocator& allocator = CountingAllocator::Get(kLarge);
   Mutex mu;
   const int64_t before = allocator.live();
   RunRanks(kRanks, [&](Comm& comm) {
@@ -334,7 +241,7 @@ TEST(ShardingMemory, DeferredModel_IsMadeUnitByUnit) {
 }
 
 TEST(ShardingMemory, VisitingFullParameters_TakesOneUnit) {
-  CountingAllocator& allocator = CountingAllocator::Get();
+  CountingAllocator& allocator = CountingAllocator::Get(kLarge);
   RunRanks(kRanks, [&](Comm& comm) {
     torch::nn::Sequential net;
     for (int i = 0; i < kUnits; ++i) net->push_back(torch::nn::Linear(kWidth, kWidth));

@@ -1,7 +1,6 @@
 #include "worker/parallel/stored_page.h"
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -9,10 +8,10 @@
 #include <vector>
 
 #include "ATen/Functions.h"
-#include "c10/util/Exception.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "worker/collective/test_error.h"
+#include "worker/parallel/memory_parts.h"
 #include "worker/parallel/paged_storage.h"
 
 namespace muster {
@@ -26,28 +25,14 @@ using ::testing::IsEmpty;
 constexpr int64_t kSize = 4;
 
 // Says which places were written.
-class Store : public PartStore {
+class Store : public MemoryParts {
  public:
-  uint64_t Reserve(uint64_t bytes) override {
-    const uint64_t place = bytes_.size();
-    bytes_.resize(place + bytes);
-    return place;
-  }
-  void Read(uint64_t place, void* to, uint64_t bytes) override {
-    TORCH_CHECK(!broken, "the disk is broken");
-    std::memcpy(to, bytes_.data() + place, bytes);
-  }
   void Write(uint64_t place, const void* from, uint64_t bytes) override {
-    TORCH_CHECK(!broken, "the disk is full");
-    std::memcpy(bytes_.data() + place, from, bytes);
+    MemoryParts::Write(place, from, bytes);
     written.push_back(place / bytes);
   }
 
-  bool broken = false;
   std::vector<uint64_t> written;  // numbers of pages
-
- private:
-  std::vector<char> bytes_;
 };
 
 class StoredPageTest : public testing::Test {
@@ -154,17 +139,17 @@ TEST_F(StoredPageTest, FusedOptimizer_LeavesGradientsAsTheyAre) {
 
 TEST_F(StoredPageTest, StoreThatFails_ThrowsNamingThePage_AndLosesNothing) {
   for (int i = 0; i < 2; ++i) Add();
-  store_.broken = true;
+  store_.broken = store_.full = true;
   EXPECT_THAT(ErrorOf([&] { Add(); }),
               AllOf(HasSubstr("the disk is full"), HasSubstr("while writing page 0")));
   EXPECT_EQ(Present().size(), 3u);
-  store_.broken = false;
+  store_.broken = store_.full = false;
   Add();
   EXPECT_THAT(Present(), ElementsAre(2, 3));
-  store_.broken = true;
+  store_.broken = store_.full = true;
   EXPECT_THAT(ErrorOf([&] { tensors_[0].sum(); }),
               AllOf(HasSubstr("the disk is broken"), HasSubstr("while reading page 0")));
-  store_.broken = false;
+  store_.broken = store_.full = false;
   for (int i = 0; i < 4; ++i) EXPECT_EQ(tensors_[i].max().item<float>(), i);
 }
 
