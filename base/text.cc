@@ -61,6 +61,11 @@ std::string Printable(absl::string_view text, size_t max_bytes) {
   return cut ? out + "..." : out;
 }
 
+absl::string_view FirstLine(absl::string_view text) {
+  text = absl::StripAsciiWhitespace(text);
+  return absl::StripTrailingAsciiWhitespace(text.substr(0, text.find('\n')));
+}
+
 std::string ShellWord(absl::string_view word) {
   const bool plain = !word.empty() && std::all_of(word.begin(), word.end(), [](unsigned char c) {
     return absl::ascii_isalnum(c) || absl::StrContains("_-+=./:,@%", static_cast<char>(c));

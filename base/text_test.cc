@@ -29,6 +29,12 @@ TEST(Printable, AnyBytes_BecomeOneLineOfUtf8) {
   EXPECT_EQ(Printable("abcdef", 3), "abc...");
 }
 
+TEST(FirstLineTest, Text_IsItsFirstLineWithoutSpaceAroundIt) {
+  EXPECT_EQ(FirstLine("Connection refused \r\nbacktrace"), "Connection refused");
+  EXPECT_EQ(FirstLine("\n  reason\n"), "reason");
+  EXPECT_EQ(FirstLine(" \n\t"), "");
+}
+
 TEST(ShellWordTest, AnyWord_IsReadBackByAShell) {
   EXPECT_EQ(ShellWord("--lr=0.1"), "--lr=0.1");
   EXPECT_EQ(ShellWord(""), "''");

@@ -100,11 +100,6 @@ absl::Status AppendLine(const std::string& path, absl::string_view line) {
   return fsync(file.get()) == 0 ? absl::OkStatus() : failed("sync");
 }
 
-absl::string_view FirstLine(absl::string_view text) {
-  text = absl::StripAsciiWhitespace(text);
-  return text.substr(0, text.find('\n'));
-}
-
 std::string LastLine(absl::string_view text) {
   text = absl::StripAsciiWhitespace(text);
   return Printable(text.substr(text.rfind('\n') + 1), 1000);

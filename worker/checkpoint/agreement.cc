@@ -6,16 +6,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/json.h"
+#include "base/text.h"
 #include "c10/util/Exception.h"
 
 namespace muster {
 namespace {
 
 using Json = nlohmann::json;
-
-std::string FirstLine(absl::string_view text) {
-  return std::string(text.substr(0, text.find('\n')));
-}
 
 std::string Encode(const absl::Status& status, const std::vector<ManifestFile>& files = {}) {
   Json json = {{"code", static_cast<int>(status.code())}, {"files", Json::array()}};

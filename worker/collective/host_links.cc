@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "ATen/ops/from_blob.h"
+#include "base/text.h"
 #include "c10/util/Exception.h"
 #include "torch/csrc/distributed/c10d/Backend.hpp"
 #include "torch/csrc/distributed/c10d/Work.hpp"
@@ -22,8 +23,6 @@ std::vector<at::Tensor> Bytes(const void* data, int64_t bytes) {
   return {at::from_blob(const_cast<void*>(data), {bytes}, at::kByte)};
 }
 
-std::string FirstLine(const std::string& text) { return text.substr(0, text.find('\n')); }
-
 // The error of what `body` throws; empty if it does not.
 template <class Body>
 std::string ErrorOf(Body body) {
@@ -31,9 +30,9 @@ std::string ErrorOf(Body body) {
     body();
     return "";
   } catch (const c10::Error& e) {
-    return FirstLine(e.what_without_backtrace());
+    return std::string(FirstLine(e.what_without_backtrace()));
   } catch (const std::exception& e) {
-    return FirstLine(e.what());
+    return std::string(FirstLine(e.what()));
   }
 }
 

@@ -7,8 +7,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
+#include "base/text.h"
 #include "c10/util/Exception.h"
 #include "worker/collective/collective_error.h"
 
@@ -71,10 +71,6 @@ bool Waits(const MemberInfo& member, const ProgressBoard::Facts& mine) {
   }
   if (GoesOn(mine.last_collective)) return GoesOn(member.last_collective);
   return member.phase == mine.phase && member.step == mine.step;
-}
-
-std::string FirstLine(absl::string_view text) {
-  return std::string(absl::StripAsciiWhitespace(text.substr(0, text.find('\n'))));
 }
 
 // Ranks that wait leave a note in the store and wait for each other's: those without one are

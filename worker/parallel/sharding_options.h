@@ -69,7 +69,8 @@ struct ShardingOptions {
   Offload offload_optimizer = Offload::kNone;
   std::string offload_optimizer_path = {};
   // kFull: where the parts of the parameters are while no unit that has them is gathered and no
-  // optimizer steps. kDisk: as above, in `offload_parameters_path`, one unit after the other.
+  // optimizer steps. kDisk: as above, in `offload_parameters_path`, one unit after the other; the
+  // parts of the gradients are there too from the backward pass to the step.
   Offload offload_parameters = Offload::kNone;
   std::string offload_parameters_path = {};
   // A regular expression (ECMAScript's) for the whole name of a module: modules that match, and all
