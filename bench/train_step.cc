@@ -27,6 +27,7 @@ struct Flags {
   int64_t steps = 200;
   bool fused = false;
   int64_t width = 0;
+  bool bucket_view = false;
 };
 
 struct LinearsImpl : torch::nn::Module {
@@ -143,7 +144,9 @@ void UnderMuster(const Flags& flags) {
 }
 
 void UnderMusterLinears(const Flags& flags) {
-  muster::Accelerator accelerator;
+  muster::AcceleratorOptions options;
+  options.data_parallel.gradient_as_bucket_view = flags.bucket_view;
+  muster::Accelerator accelerator(options);
   torch::manual_seed(0);
   Linears net(flags.width);
   muster::FusedAdamW adamw(net->parameters(), {.lr = 1e-3});
@@ -169,6 +172,7 @@ int main(int argc, char** argv) {
   app.add_flag("--fused", flags.fused, "Muster's fused AdamW instead of torch::optim's");
   app.add_option("--width", flags.width, "four layers Linear(W) under Muster")
       ->check(CLI::PositiveNumber);
+  app.add_flag("--bucket_view", flags.bucket_view, "gradients are views of their buckets");
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
   if (flags.width > 0) {

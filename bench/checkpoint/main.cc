@@ -6,7 +6,8 @@
 // in one JSON line.
 //
 // --limit_mb L: what training loses while a save is written at L MB/s: as many passes as it takes
-// to write it with a save at the first one, against as many without.
+// to write it with a save at the first one, against as many without. --dip_passes N: the same over
+// N passes; without a limit writers rest as the saver has them rest.
 //
 // --ranks N: what it costs N ranks of a host, threads of this process, to read a model's and an
 // optimizer's file of so many bytes together, and to copy them into tensors: each rank all of them
@@ -194,15 +195,17 @@ void ReadOnRanks(int ranks, double gib, int rounds, const std::string& dir) {
   Check(muster::RemoveTree(dir));
 }
 
-// The throughput that training loses while a save of `bytes` is written at `limit` bytes a second.
-void MeasureDip(size_t bytes, int64_t limit, int rounds, const std::function<void()>& pass,
-                const std::function<absl::Status()>& save,
+// The throughput that training loses while a save of `bytes` is written at `limit` bytes a second
+// (0: none), over so many passes (0: as long as the limit makes it take, and a tenth).
+void MeasureDip(size_t bytes, int64_t limit, int passes, int rounds,
+                const std::function<void()>& pass, const std::function<absl::Status()>& save,
                 const std::function<absl::Status()>& wait) {
   pass();
   const double one = Seconds(pass);
-  // A tenth longer than the save should take.
-  const int passes =
-      static_cast<int>(1.1 * static_cast<double>(bytes) / static_cast<double>(limit) / one) + 1;
+  if (passes == 0) {
+    passes =
+        static_cast<int>(1.1 * static_cast<double>(bytes) / static_cast<double>(limit) / one) + 1;
+  }
   const auto run = [&](bool saves) {
     return Seconds([&] {
       if (saves) Check(save());
@@ -233,6 +236,7 @@ int main(int argc, char** argv) {
   double gib = 1;
   int rounds = 5, ranks = 1;
   int64_t limit_mb = 0;
+  int dip_passes = 0;
   std::string dir = "checkpoint-bench";
   CLI::App app("What saving and loading a state costs on this disk.");
   app.add_option("--gib", gib, "of state: parameters and two moments")->check(CLI::PositiveNumber);
@@ -242,6 +246,8 @@ int main(int argc, char** argv) {
       ->check(CLI::PositiveNumber);
   app.add_option("--limit_mb", limit_mb,
                  "above 0: only the dip, with writes limited to so many MB/s")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--dip_passes", dip_passes, "above 0: only the dip, over so many passes")
       ->check(CLI::NonNegativeNumber);
   CLI11_PARSE(app, argc, argv);
   if (ranks > 1) {
@@ -279,12 +285,12 @@ int main(int argc, char** argv) {
     same_optimizer.zero_grad();
   };
 
-  if (limit_mb > 0) {
+  if (limit_mb > 0 || dip_passes > 0) {
     // The first one takes the memory.
     Check(beside.save_state(path("beside")));
     Check(beside.wait_for_checkpoint());
     MeasureDip(
-        DropFromCache(path("beside")), limit_mb * 1'000'000, rounds, pass,
+        DropFromCache(path("beside")), limit_mb * 1'000'000, dip_passes, rounds, pass,
         [&] { return beside.save_state(path("beside")); },
         [&] { return beside.wait_for_checkpoint(); });
     Check(muster::RemoveTree(dir));

@@ -1120,7 +1120,9 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) const {
   for (const auto& model : registry_.models()) {
     if (model->sharded() != nullptr) model->sharded()->ForgetPending(slot.handle_->parameters());
   }
-  if (set_to_none && !process_.options().data_parallel.gradient_as_bucket_view) {
+  // Gradients that are views of buckets too: the next backward pass moves them back there, for less
+  // than zeros and a sum in place.
+  if (set_to_none) {
     slot.handle_->ZeroGrad(GradZeroing::kSetToNone);
     return;
   }

@@ -22,6 +22,8 @@ using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Steady = std::chrono::steady_clock;
 
+thread_local bool next_here = false;
+
 class EngineWork : public c10d::Work {
  public:
   EngineWork(int rank, c10d::OpType type, uint64_t sequence, Tensors outputs)
@@ -313,8 +315,9 @@ class EngineBackend : public c10d::Backend {
       task = {c10::make_intrusive<EngineWork>(rank_, type, call.sequence, std::move(outputs)), call,
               opts.timeout == c10d::kUnsetTimeout ? timeout_ : opts.timeout, std::move(body)};
       // Another thread can hide nothing of what the caller waits for.
+      const bool waited_for = std::exchange(next_here, false) || !opts.asyncOp;
       const bool at_once =
-          (!opts.asyncOp || call.bytes <= engine_->at_once_bytes()) && tasks_.empty() && !busy_;
+          (waited_for || call.bytes <= engine_->at_once_bytes()) && tasks_.empty() && !busy_;
       if (!at_once) {
         tasks_.push_back(task);
         cv_.SignalAll();
@@ -338,7 +341,8 @@ class EngineBackend : public c10d::Backend {
     {
       MutexLock lock(&mu_);
       busy_ = false;
-      cv_.SignalAll();
+      // A helper that is woken for nothing takes the core of a thread that computes.
+      if (stop_ || !tasks_.empty()) cv_.SignalAll();
     }
     task.work->Done(error);
   }
@@ -377,6 +381,8 @@ class EngineBackend : public c10d::Backend {
 };
 
 }  // namespace
+
+void StartNextHere() { next_here = true; }
 
 c10::intrusive_ptr<c10d::Backend> MakeEngineBackend(c10::intrusive_ptr<c10d::Backend> fallback,
                                                     std::unique_ptr<CollectiveEngine> engine,

@@ -14,8 +14,8 @@ struct DataParallelOptions {
   bool find_unused_parameters = false;
   // The set of used parameters and the order of their gradients never change.
   bool static_graph = false;
-  // Gradients are views of the reduction buckets: saves their memory and a copy. Zero them in place
-  // (grad_zeroing()).
+  // Gradients are views of the reduction buckets: saves their memory and a copy. A gradient that
+  // the program keeps has the values of the next step after the next backward pass.
   bool gradient_as_bucket_view = false;
   // Parameters and buffers start as those of rank 0. Off, they must be equal already.
   bool init_sync = true;

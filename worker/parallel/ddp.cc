@@ -22,6 +22,7 @@
 #include "torch/csrc/distributed/c10d/Store.hpp"
 #include "torch/csrc/distributed/c10d/logger.hpp"
 #include "torch/csrc/distributed/c10d/reducer.hpp"
+#include "worker/collective/engine_backend.h"
 #include "worker/collective/progress_board.h"
 #include "worker/parallel/coalesce.h"
 #include "worker/parallel/comm_hooks.h"
@@ -291,6 +292,7 @@ class DataParallel::Impl {
   bool open_ = false;     // the first gradient of the armed exchange has arrived
   bool closing_ = false;  // its end is queued
   size_t shown_ = 0;      // buckets of it that the board has seen launched
+  size_t arrived_ = 0;    // gradients of the armed exchange
   bool delay_enqueued_ = false;
 
   // Whether the gradient of a parameter in trained_ holds what was not exchanged. `open`: an armed
@@ -326,6 +328,14 @@ class DataParallel::Impl {
     for (const size_t i : trained_index_) {
       if (all_[i].dim() != 2) continue;
       observers_.Add(all_[i], [this, i](const at::Tensor& gradient) { CheckLayout(i, gradient); });
+    }
+    if (group_ != nullptr) {
+      for (const size_t i : trained_index_) {
+        observers_.Add(all_[i], [this](const at::Tensor&) {
+          // This gradient completes the last bucket, which is waited for next.
+          if (reducer_->expecting() && ++arrived_ == trained_.size()) StartNextHere();
+        });
+      }
     }
     if (group_ != nullptr) MakeReducer();
     // After them, to see whether this was the last gradient.
@@ -463,7 +473,7 @@ class DataParallel::Impl {
   void Arm(const std::vector<at::Tensor>& outputs) {
     ++arms_;
     open_ = closing_ = false;
-    shown_ = 0;
+    shown_ = arrived_ = 0;
     if (reducer_ == nullptr) {
       armed_ = true;
       return;
