@@ -21,6 +21,7 @@
 #include "worker/parallel/coalesce.h"
 #include "worker/parallel/paged_storage.h"
 #include "worker/parallel/same_model.h"
+#include "worker/parallel/weight_changes.h"
 
 namespace muster {
 namespace {
@@ -30,6 +31,10 @@ constexpr int kGatheredUnits = 2;
 
 // Gradients of smaller units are not worth a buffer that stays.
 constexpr int64_t kReachableBytes = 256 << 10;
+
+// Frames of the exchange before a forward pass.
+constexpr char kChanged[] = "the shards have changed";
+constexpr char kUnchanged[] = "the shards have not changed";
 
 constexpr uint32_t kAtTheEnd = std::numeric_limits<uint32_t>::max();
 
@@ -335,7 +340,8 @@ void ShardedModel::BeginForward(bool communicate) {
     noting_ = at::GradMode::is_enabled();
     FreeParts();
     for (const auto& unit : units_) unit->ForgetUnusedGradients();
-    if (stale_ && summons_ == 0) ExpireAll();
+    if (stale_ && summons_ == 0) ExpireIfChanged();
+    if (!writes_.has_value()) writes_ = Writes();
   }
   // With one rank there is nothing to wait for, and no gradient is left behind.
   communicate_ = communicate || world_.size() == 1;
@@ -514,7 +520,34 @@ void ShardedModel::Expire() {
 void ShardedModel::ExpireAll() {
   Settle();
   stale_ = agreed_ = false;
+  writes_.reset();
   for (const auto& unit : units_) unit->Expire();
+}
+
+uint64_t ShardedModel::Writes() const {
+  uint64_t writes = WeightChanges();
+  for (const at::Tensor& shard : shards_) {
+    // Those of a model that was prepared in inference mode have no versions, and are not trained.
+    if (!shard.is_inference()) writes += static_cast<uint64_t>(shard._version());
+  }
+  return writes;
+}
+
+void ShardedModel::ExpireIfChanged() {
+  // Of kFull nothing is gathered between passes.
+  if (options_.strategy == ShardingStrategy::kFull || unseen_steps_) return ExpireAll();
+  // Ranks with empty parts of all that was trained have seen nothing.
+  const std::string mine = writes_ == Writes() ? kUnchanged : kChanged;
+  bool changed = false;
+  for (const std::string& other : shard_comm_.AllGatherBytes(mine)) {
+    TORCH_CHECK(other == kUnchanged || other == kChanged,
+                "the ranks of a sharded model are at different places: one begins a forward pass "
+                "(or summon_full_params()) after a backward pass, and another does not; every rank "
+                "must call the model and step its optimizers equally often");
+    changed = changed || other == kChanged;
+  }
+  if (changed) return ExpireAll();
+  stale_ = false;
 }
 
 void ShardedModel::MarkChanged(const std::vector<at::Tensor>& shards) {
@@ -638,6 +671,8 @@ void ShardedModel::Update(ShardUnit& unit, bool rest) {
 void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained) {
   if (!updating_) return;
   for (const auto& unit : units_) Update(*unit, /*rest=*/true);
+  // In another thread.
+  writes_.reset();
   updating_ = false;
   for (const auto& unit : units_) unit->set_any_updated(false);
   updates_->End(*this, trained);
@@ -918,7 +953,7 @@ void ShardedModel::Summon(const std::function<void()>& body) {
   ThrowUnsaid();
   if (summons_ == 0) Settle();
   CheckStepped("summon_full_params()");
-  if (stale_ && summons_ == 0) ExpireAll();
+  if (stale_ && summons_ == 0) ExpireIfChanged();
   // What was written stays, also by a body that throws then, as without sharding. It has counted
   // versions by itself.
   const auto end = [this] {

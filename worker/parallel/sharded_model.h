@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -113,6 +114,9 @@ class ShardedModel {
   // The shards are about to change: gathered parameters count no more. On every rank; not inside of
   // Summon().
   void Expire();
+  // What steps on the shards may do so without a trace (see Writes): from now on gathered
+  // parameters count no more after any backward pass that reduces. On every rank.
+  void ExpectUnseenSteps() { unseen_steps_ = true; }
 
   // These shards were changed, on every rank: a backward pass through a graph that has the values
   // before throws, as LibTorch's own check does for parameters that are changed in place. (Gathered
@@ -192,6 +196,12 @@ class ShardedModel {
   // Waits for what an interrupted pass has left under way.
   void Settle();
   void ExpireAll();
+  // (collective) After a backward pass that reduces: does so if the shards of some rank have
+  // changed since the parameters were gathered.
+  void ExpireIfChanged();
+  // Another number once this rank's shards have been written: by operators on them, or by what is
+  // Muster's in this thread. LibTorch's SGD and RMSprop write `.data()`, which does not show.
+  uint64_t Writes() const;
   void CheckStorage(const std::vector<NamedParameter>& parameters) const;
   void CheckTrained(const std::vector<std::string>& frames) const;
   std::string TrainedBits() const;
@@ -247,6 +257,9 @@ class ShardedModel {
   bool open_ = false;           // a backward pass that reduces is under way
   // Such a pass has ended since the last gathers: an optimizer may have stepped, whoever holds it.
   bool stale_ = false;
+  bool unseen_steps_ = false;
+  // Writes() before the first gather of what is gathered; absent: some may have been missed.
+  std::optional<uint64_t> writes_;
   uint64_t uses_ = 0;  // clock of last_use
   // Units in the order in which their gradients were complete in rank 0's first backward pass: all
   // ranks reduce in it. Empty before.
