@@ -44,7 +44,11 @@ ShardingOptions ShardingFrom(const Environment& environment, const EngineSetting
     }
   } else {
     sharding = ParseSharding(environment.sharding.value, environment.local_world_size.value);
+  }
+  // Muster's own words win over those of FSDP and DeepSpeed.
+  if (!environment.sharding_units.is_default()) {
     sharding.unit_types = environment.sharding_units.value;
+    sharding.min_unit_parameters = 0;
   }
   if (!environment.sharding_no_split.is_default()) {
     sharding.no_split = environment.sharding_no_split.value;

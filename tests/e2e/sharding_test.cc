@@ -177,7 +177,7 @@ TEST_F(ShardingTest, FsdpAndDeepSpeedSettings_AreDone) {
 TEST_F(ShardingTest, UnknownPlaceToOffloadTo_IsRefusedByName) {
   const CommandResult run = Lm("zero3", 2, "", 0, "MUSTER_OFFLOAD_OPTIMIZER=nvme ");
   EXPECT_NE(run.exit_code, 0);
-  EXPECT_THAT(run.output, HasSubstr("offload_optimizer 'nvme' (from MUSTER_OFFLOAD_OPTIMIZER)"));
+  EXPECT_THAT(run.output, HasSubstr("offload_optimizer: nvme (from MUSTER_OFFLOAD_OPTIMIZER)"));
 }
 
 TEST_F(ShardingTest, UnknownStrategy_IsRefusedByName) {
