@@ -1057,7 +1057,6 @@ absl::Status CheckSharding(const std::vector<Layer>& layers, const Resolver& val
   for (const SettingSpec& spec : LaunchSettings()) {
     const Given given = values.Get(spec.name);
     if (!spec.of_sharding || given.source == "default" || given.text.empty()) continue;
-    if (spec.type == Type::kBool && !values.Bool(spec.name)) continue;
     return absl::InvalidArgumentError(absl::StrCat(
         spec.name, ": ", Printable(given.text), " (from ", given.source,
         ") says how a model is divided, which nothing asks for: give --sharding NAME as well, or "
