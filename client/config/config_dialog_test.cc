@@ -326,6 +326,13 @@ TEST(ConfigDialog, MoreSettingsOfSharding_AreAskedWhereSomethingIsDivided) {
   EXPECT_EQ(Say(dialog, start), "");
   EXPECT_EQ(Say(dialog, {"zero3", "Block", "", "", "no", "yes"}), "");
   const std::vector<std::pair<std::string, std::string>> kAnswers = {
+      {"sharding_unit_names?", ""},
+      {"sharding_min_unit_parameters?", ""},
+      {"sharding_group_size?", "2"},
+      {"sharding_reshard_after_forward?", ""},
+      {"sharding_reshard_group_size?", ""},
+      {"sharding_parameter_dtype?", ""},
+      {"sharding_reduce_dtype?", "bf16"},
       {"sharding_no_split?", "Experts,blocks.0"},
       {"sharding_ignored_modules?", "head"},
       {"sharding_ignored_parameters?", ".*\\.bias"},
@@ -348,6 +355,8 @@ TEST(ConfigDialog, MoreSettingsOfSharding_AreAskedWhereSomethingIsDivided) {
   ASSERT_TRUE(config.ok()) << config.status();
   EXPECT_EQ(config->env,
             (std::map<std::string, std::string>{{"MUSTER_SHARDING_UNITS", "Block"},
+                                                {"MUSTER_SHARDING_GROUP_SIZE", "2"},
+                                                {"MUSTER_SHARDING_REDUCE_DTYPE", "bf16"},
                                                 {"MUSTER_SHARDING_NO_SPLIT", "Experts,blocks.0"},
                                                 {"MUSTER_SHARDING_IGNORED_MODULES", "head"},
                                                 {"MUSTER_SHARDING_IGNORED_PARAMETERS", ".*\\.bias"},

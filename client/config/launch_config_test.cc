@@ -467,6 +467,13 @@ TEST(LaunchSettings, TextsWithARule_AreReadByIt) {
 TEST(LaunchSettings, Sharding_ReachesTheWorkersAsVariables) {
   const std::map<std::string, std::pair<std::string, std::string>> kSettings = {
       {"sharding_units", {"MUSTER_SHARDING_UNITS", "Block,Head"}},
+      {"sharding_unit_names", {"MUSTER_SHARDING_UNIT_NAMES", "blocks.0,head"}},
+      {"sharding_min_unit_parameters", {"MUSTER_SHARDING_MIN_UNIT_PARAMETERS", "1000000"}},
+      {"sharding_group_size", {"MUSTER_SHARDING_GROUP_SIZE", "4"}},
+      {"sharding_reshard_after_forward", {"MUSTER_SHARDING_RESHARD_AFTER_FORWARD", "false"}},
+      {"sharding_reshard_group_size", {"MUSTER_SHARDING_RESHARD_GROUP_SIZE", "2"}},
+      {"sharding_parameter_dtype", {"MUSTER_SHARDING_PARAMETER_DTYPE", "bf16"}},
+      {"sharding_reduce_dtype", {"MUSTER_SHARDING_REDUCE_DTYPE", "bf16"}},
       {"sharding_no_split", {"MUSTER_SHARDING_NO_SPLIT", "Experts"}},
       {"sharding_ignored_modules", {"MUSTER_SHARDING_IGNORED_MODULES", "head"}},
       {"sharding_ignored_parameters", {"MUSTER_SHARDING_IGNORED_PARAMETERS", ".*\\.bias"}},
@@ -498,7 +505,11 @@ TEST(LaunchSettings, ShardingOfNothing_IsRefusedByName) {
   for (const SettingSpec& spec : LaunchSettings()) {
     if (!spec.of_sharding) continue;
     const bool is_bool = spec.type == SettingSpec::Type::kBool;
-    const std::string value = is_bool ? "yes" : spec.name == "offload_parameters" ? "cpu" : "head";
+    const std::string value = is_bool                                ? "yes"
+                              : spec.name == "offload_parameters"    ? "cpu"
+                              : spec.type == SettingSpec::Type::kInt ? "8"
+                              : !spec.choices.empty()                ? "bf16"
+                                                                     : "head";
     EXPECT_THAT(ErrorOf({{spec.name, value}}),
                 AllOf(HasSubstr(absl::StrCat(spec.name, ": ", value, " (from --", spec.name, ")")),
                       HasSubstr("--sharding NAME")));
