@@ -97,7 +97,8 @@ TEST(MakeWorkerVariables, SettingsThatNobodyHasMade_LeaveTheVariablesThatTheUser
                   {"MUSTER_ACTIVATION_BLOCKS", "Head"},
                   {"MUSTER_OFFLOAD_ACTIVATIONS", "cpu"}};
   const auto variables = MakeWorkerVariables(worker, {});
-  for (const auto& [name, value] : worker.extra) EXPECT_THAT(variables, Contains(Pair(name, value)));
+  for (const auto& [name, value] : worker.extra)
+    EXPECT_THAT(variables, Contains(Pair(name, value)));
 }
 
 TEST(MakeWorkerVariables, OuterLaunchers_DoNotSayWhereThisProcessStands) {

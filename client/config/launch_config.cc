@@ -1102,8 +1102,8 @@ bool VariablesAskForSharding(const std::vector<Layer>& layers) {
       const auto given = layer.env.find(variable);
       if (given == layer.env.end()) continue;
       const std::string& text = given->second.text;
-      const bool asks = absl::StartsWith(variable, "MUSTER_") ? !text.empty()
-                                                              : ParseBool(text).value_or(false);
+      const bool asks =
+          absl::StartsWith(variable, "MUSTER_") ? !text.empty() : ParseBool(text).value_or(false);
       if (asks) return true;
       break;
     }

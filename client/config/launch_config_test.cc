@@ -517,7 +517,8 @@ TEST(LaunchSettings, ShardingOfNothing_IsRefusedByName) {
     Layer flags;
     flags.settings[spec.name] = {value, "--" + spec.name};
     // What else asks for it.
-    for (const char* name : {"MUSTER_SHARDING", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"}) {
+    for (const char* name :
+         {"MUSTER_SHARDING", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"}) {
       flags.env = {{name, {name == std::string("MUSTER_SHARDING") ? "zero3" : "true", "--env"}}};
       const absl::Status status = ResolveLaunch({flags}, {}).status();
       EXPECT_TRUE(status.ok()) << status;

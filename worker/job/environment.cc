@@ -436,9 +436,8 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
        {std::pair{"sharding_parameter_dtype", &env->sharding_parameter_dtype},
         {"sharding_reduce_dtype", &env->sharding_reduce_dtype}}) {
     if (dtype->value != "fp32" && dtype->value != "bf16" && dtype->value != "fp16") {
-      return absl::InvalidArgumentError(absl::StrCat(name, " '", dtype->value, "' (from ",
-                                                     dtype->source,
-                                                     ") is not one of fp32, bf16, fp16"));
+      return absl::InvalidArgumentError(absl::StrCat(
+          name, " '", dtype->value, "' (from ", dtype->source, ") is not one of fp32, bf16, fp16"));
     }
   }
   for (const auto& [name, offload] : {std::pair{"offload_optimizer", &env->offload_optimizer},
