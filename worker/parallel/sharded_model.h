@@ -200,7 +200,7 @@ class ShardedModel {
   // changed since the parameters were gathered.
   void ExpireIfChanged();
   // Another number once this rank's shards have been written: by operators on them, or by what is
-  // Muster's in this thread. LibTorch's SGD and RMSprop write `.data()`, which does not show.
+  // Muster's in this thread. LibTorch's SGD writes `.data()`, which does not show.
   uint64_t Writes() const;
   void CheckStorage(const std::vector<NamedParameter>& parameters) const;
   void CheckTrained(const std::vector<std::string>& frames) const;

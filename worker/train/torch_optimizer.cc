@@ -414,11 +414,8 @@ class TorchOptimizerHandle : public OptimizerHandle {
     made_state_ = made_state_ || !optimizer_.state().empty();
   }
 
-  // These write `.data()`; classes of the user's may do so.
-  bool leaves_no_version() const {
-    return type_ != typeid(optim::AdamW) && type_ != typeid(optim::Adam) &&
-           type_ != typeid(optim::Adagrad);
-  }
+  // SGD writes `.data()`; classes of the user's may do so.
+  bool leaves_no_version() const { return !is_torchs_own_ || type_ == typeid(optim::SGD); }
 
   bool needs_closure() const override { return is_lbfgs_; }
   at::Tensor StepWithClosure(const std::function<at::Tensor()>& closure) override {

@@ -33,8 +33,8 @@ std::unique_ptr<OptimizerHandle> WrapTorchOptimizer(torch::optim::Optimizer& opt
                                                     const TorchOptimizerOptions& options = {});
 
 // Whether a step that the program takes by the torch::optim optimizer behind `handle` itself leaves
-// the versions of its parameters as they are, as those of SGD and RMSprop do. false for handles of
-// another kind.
+// the versions of its parameters as they are, as those of SGD do. false for handles of another
+// kind.
 bool StepsLeaveNoVersion(const OptimizerHandle& handle);
 
 }  // namespace muster

@@ -102,7 +102,12 @@ TEST(TorchOptimizer, StepsOfItsOwn_LeaveAVersionWhereTheHandleSaysSo) {
     EXPECT_NE(parameter[0].item<float>(), 1);
     EXPECT_EQ(parameter._version() == version, StepsLeaveNoVersion(*handle));
   }
-  FusedSGD fused({Parameter(at::ones({2}))}, {.lr = 0.1});
+  const at::Tensor parameter = Parameter(at::ones({2}));
+  parameter.mutable_grad() = at::ones({2});
+  const auto version = parameter._version();
+  optim::RMSprop({parameter}, optim::RMSpropOptions(0.1).momentum(0.9)).step();
+  EXPECT_NE(parameter._version(), version);
+  FusedSGD fused({parameter}, {.lr = 0.1});
   EXPECT_FALSE(StepsLeaveNoVersion(fused));
 }
 
