@@ -80,8 +80,10 @@ std::map<std::string, std::string> MakeWorkerVariables(
   if (worker.activation_checkpointing.has_value()) {
     set("MUSTER_ACTIVATION_CHECKPOINTING", YesNo(*worker.activation_checkpointing));
   }
-  set_if("MUSTER_ACTIVATION_BLOCKS", worker.activation_blocks);
-  set_if("MUSTER_OFFLOAD_ACTIVATIONS", worker.offload_activations);
+  if (!worker.activation_blocks.empty()) set("MUSTER_ACTIVATION_BLOCKS", worker.activation_blocks);
+  if (!worker.offload_activations.empty()) {
+    set("MUSTER_OFFLOAD_ACTIVATIONS", worker.offload_activations);
+  }
   set("MUSTER_CPU", YesNo(worker.cpu));
   set("MUSTER_GRADIENT_ACCUMULATION_STEPS", worker.gradient_accumulation_steps);
   set("MUSTER_DEBUG", YesNo(worker.debug));

@@ -88,6 +88,19 @@ TEST(MakeWorkerVariables, MusterAndTorchrunNames_SayTheSame) {
   EXPECT_EQ(variables, expected);
 }
 
+TEST(MakeWorkerVariables, SettingsThatNobodyHasMade_LeaveTheVariablesThatTheUserGave) {
+  WorkerEnvironment worker = Third();
+  worker.sharding = worker.activation_blocks = worker.offload_activations = "";
+  worker.activation_checkpointing = std::nullopt;
+  worker.extra = {{"MUSTER_SHARDING", "zero1"},
+                  {"MUSTER_ACTIVATION_CHECKPOINTING", "yes"},
+                  {"MUSTER_ACTIVATION_BLOCKS", "Head"},
+                  {"MUSTER_OFFLOAD_ACTIVATIONS", "cpu"}};
+  const auto variables = MakeWorkerVariables(worker, {});
+  for (const auto& [name, value] : worker.extra)
+    EXPECT_THAT(variables, Contains(Pair(name, value)));
+}
+
 TEST(MakeWorkerVariables, OuterLaunchers_DoNotSayWhereThisProcessStands) {
   const auto variables = MakeWorkerVariables(Third(), {{"RANK", "9"},
                                                        {"MUSTER_GENERATION", "4"},

@@ -36,6 +36,7 @@
 #include "torch/optim/adam.h"
 #include "torch/optim/adamw.h"
 #include "torch/optim/rmsprop.h"
+#include "torch/optim/sgd.h"
 #include "torch/utils.h"
 
 namespace muster {
@@ -674,6 +675,52 @@ TEST(ShardingPrograms, OptimizerThatWasGivenToPrepare_Steps) {
     }
     return a.get_state_dict(model);
   });
+}
+
+// With all gradients reduced in each micro-step, parameters stay where they are until somebody has
+// changed them: the program's own steps, within a window as well, are not missed.
+TEST(ShardingPrograms, OptimizerThatWasGivenToPrepare_StepsWithinAWindow) {
+  AcceleratorOptions options;
+  options.gradient_accumulation_steps = 3;
+  options.accumulation.sync_each_batch = true;
+  const auto train = [](Accelerator& a, torch::nn::Sequential& net, auto& mine,
+                        const auto& step_mine, const auto& zero_mine) {
+    auto [model, optimizer] = a.prepare(net, mine);
+    for (int step = 0; step < 6; ++step) {
+      auto scope = a.accumulate();
+      a.backward(model(X(a, step)).square().mean());
+      step_mine(mine);
+      if (a.sync_gradients()) zero_mine(mine);
+    }
+    return a.get_state_dict(model);
+  };
+  const auto of_torch = [&](const auto& make) {
+    ExpectAsUnderDataParallelism(
+        [&](Accelerator& a) {
+          torch::nn::Sequential net = Layers();
+          auto mine = make(net->parameters());
+          return train(
+              a, net, mine, [](auto& optimizer) { optimizer.step(); },
+              [](auto& optimizer) { optimizer.zero_grad(); });
+        },
+        options);
+  };
+  using torch::optim::AdamOptions;
+  of_torch([](auto p) { return torch::optim::Adam(p, AdamOptions(0.01).eps(1e-3)); });
+  using torch::optim::AdamWOptions;
+  of_torch([](auto p) { return torch::optim::AdamW(p, AdamWOptions(0.01).eps(1e-3)); });
+  of_torch([](auto p) { return torch::optim::SGD(p, torch::optim::SGDOptions(0.1)); });
+  using torch::optim::RMSpropOptions;
+  of_torch([](auto p) { return torch::optim::RMSprop(p, RMSpropOptions(0.01).eps(1e-2)); });
+  ExpectAsUnderDataParallelism(
+      [&](Accelerator& a) {
+        torch::nn::Sequential net = Layers();
+        FusedSGD mine(net->parameters(), {.lr = 0.1, .momentum = 0.9});
+        return train(
+            a, net, mine, [](auto& optimizer) { optimizer.Step(); },
+            [](auto& optimizer) { optimizer.ZeroGrad(GradZeroing::kSetToNone); });
+      },
+      options);
 }
 
 TEST(ShardingPrograms, EvaluationAfterAStepWithClosure) {

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,7 @@
 #include "torch/optim/lbfgs.h"
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/collective/local_comm.h"
 #include "worker/parallel/sharded_model.h"
 
 namespace muster {
@@ -548,6 +550,48 @@ TEST(Sharding, Environment_CountsWhereTheProgramSaysNothing) {
       EXPECT_THAT(whole, testing::ElementsAre("0.weight", "0.bias", "2.bias", "4.bias"));
     }
   });
+}
+
+// Beside FSDP's settings, over which Muster's own words win.
+TEST(Sharding, EverySettingOfTheEnvironment_IsAnOption) {
+  for (const bool fsdp : {false, true}) {
+    JoinedProcess process;
+    Environment& environment = process.environment;
+    environment.mixed_precision.value = "bf16";
+    if (fsdp) {
+      environment.engine_variables = {{"ACCELERATE_USE_FSDP", "true"},
+                                      {"FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP"},
+                                      {"FSDP_MIN_NUM_PARAMS", "7"}};
+    } else {
+      environment.sharding = {"zero3", "MUSTER_SHARDING"};
+    }
+    environment.sharding_unit_names = {{"0", "2"}, "MUSTER_SHARDING_UNIT_NAMES"};
+    environment.sharding_group_size = {4, "MUSTER_SHARDING_GROUP_SIZE"};
+    environment.sharding_reshard_group_size = {2, "MUSTER_SHARDING_RESHARD_GROUP_SIZE"};
+    environment.sharding_parameter_dtype = {"bf16", "MUSTER_SHARDING_PARAMETER_DTYPE"};
+    environment.sharding_reduce_dtype = {fsdp ? "fp32" : "fp16", "MUSTER_SHARDING_REDUCE_DTYPE"};
+    process.comm = std::make_unique<LocalComm>();
+    Accelerator a(std::make_shared<internal::Core>(AcceleratorOptions(), std::move(process)));
+    const ShardingOptions& sharding = a.core().process().sharding();
+    EXPECT_EQ(sharding.strategy, ShardingStrategy::kFull);
+    EXPECT_THAT(sharding.unit_names, testing::ElementsAre("0", "2"));
+    EXPECT_THAT(sharding.unit_types, testing::IsEmpty());
+    EXPECT_EQ(sharding.min_unit_parameters, 0);
+    EXPECT_EQ(sharding.group_size, 4);
+    EXPECT_EQ(sharding.reshard_group_size, 2);
+    EXPECT_EQ(sharding.parameter_dtype, at::kBFloat16);
+    EXPECT_EQ(sharding.reduce_dtype,
+              fsdp ? std::nullopt : std::optional<at::ScalarType>(at::kHalf));
+  }
+  JoinedProcess process;
+  process.environment.sharding = {"zero3", "MUSTER_SHARDING"};
+  process.environment.sharding_min_unit_parameters = {9, "MUSTER_SHARDING_MIN_UNIT_PARAMETERS"};
+  process.environment.sharding_reshard_after_forward = {false,
+                                                        "MUSTER_SHARDING_RESHARD_AFTER_FORWARD"};
+  process.comm = std::make_unique<LocalComm>();
+  Accelerator a(std::make_shared<internal::Core>(AcceleratorOptions(), std::move(process)));
+  EXPECT_EQ(a.core().process().sharding().min_unit_parameters, 9);
+  EXPECT_FALSE(a.core().process().sharding().reshard_after_forward);
 }
 
 TEST(Sharding, OneProcess_DividesNothing) {

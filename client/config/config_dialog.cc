@@ -79,6 +79,11 @@ class Answers {
     const auto it = facts.former->settings.find(name);
     return it == facts.former->settings.end() ? "" : it->second.text;
   }
+  // Whether the processes divide a model by the answers.
+  bool shards() const {
+    const std::string sharding = Get("sharding");
+    return absl::StartsWith(sharding, "zero") || sharding == "hybrid";
+  }
   bool FormerBool(const std::string& name) const { return ParseBool(Former(name)).value_or(false); }
   bool keeps_former() const { return facts.former.has_value() && Is("existing", "change"); }
 
@@ -273,6 +278,14 @@ Step StepOfSetting(const SettingSpec& spec) {
   }
   if (spec.name == "log_max_mib" || spec.name == "log_files") {
     step.asked = [](const Answers& a) { return a.Is("more", "yes") && !a.Get("log_dir").empty(); };
+  }
+  if (spec.of_sharding) {
+    step.asked = [](const Answers& a) { return a.Is("more", "yes") && a.shards(); };
+  }
+  if (spec.name == "offload_parameters") {
+    step.asked = [](const Answers& a) {
+      return a.Is("more", "yes") && (a.Is("sharding", "zero3") || a.Is("sharding", "hybrid"));
+    };
   }
   if (spec.name == "last_call" || spec.name == "grow_after") {
     step.asked = [](const Answers& a) { return a.Is("more", "yes") && a.machines_vary(); };
@@ -527,12 +540,8 @@ void AddTrainingSteps(std::vector<Step>* steps) {
              return question;
            }});
   steps->push_back(
-      {.name = "units",
-       .asked =
-           [](const Answers& a) {
-             const std::string sharding = a.Get("sharding");
-             return absl::StartsWith(sharding, "zero") || sharding == "hybrid";
-           },
+      {.name = "sharding_units",
+       .asked = [](const Answers& a) { return a.shards(); },
        .question =
            [](const Answers&) {
              return DialogQuestion{
@@ -544,7 +553,9 @@ void AddTrainingSteps(std::vector<Step>* steps) {
            },
        .former =
            [](const Answers& a) {
-             if (!a.keeps_former()) return std::string();
+             const std::string former = a.Former("sharding_units");
+             if (!former.empty() || !a.keeps_former()) return former;
+             // As `muster config` wrote it before there was the setting.
              const auto it = a.facts.former->env.find(kUnits);
              return it == a.facts.former->env.end() ? "" : it->second.text;
            },
@@ -683,15 +694,13 @@ class ConfigDialog::Impl {
       if (step.name == "more") decided = false;
     }
     for (const char* name : {"main_process_ip", "main_process_port"}) settings.erase(name);
-    env.erase(kUnits);
-    for (const auto& [name, value] : Summary()) {
-      const absl::string_view variable = name;
-      if (absl::StartsWith(variable, "env.")) {
-        env[std::string(variable.substr(4))] = value;
-      } else {
-        settings[name] = value;
+    if (!now_.shards()) {
+      for (const SettingSpec& spec : LaunchSettings()) {
+        if (spec.of_sharding) settings.erase(spec.name);
       }
     }
+    env.erase(kUnits);
+    for (const auto& [name, value] : Summary()) settings[name] = value;
     return DefaultConfigText(settings, env);
   }
 
@@ -701,7 +710,6 @@ class ConfigDialog::Impl {
     const std::string value = now_.Get(name);
     if (value.empty()) return {};
     if (name == "cpu") return {{name, value == "cpu" ? "true" : "false"}};
-    if (name == "units") return {{absl::StrCat("env.", kUnits), value}};
     if (name == "coordinator") {
       const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(value);
       if (!address.ok()) return {};

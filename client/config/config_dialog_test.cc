@@ -1,5 +1,6 @@
 #include "client/config/config_dialog.h"
 
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -69,7 +70,7 @@ TEST(ConfigDialog, OneMachineOnTheCpu_IsReadBack) {
   ASSERT_EQ(dialog.state(), State::kWrite);
   EXPECT_EQ(Summary(dialog),
             "cpu=true num_processes=2 mixed_precision=bf16 gradient_accumulation_steps=4 "
-            "sharding=zero3 env.MUSTER_SHARDING_UNITS=Block,Head max_restarts=3 log_dir=logs "
+            "sharding=zero3 sharding_units=Block,Head max_restarts=3 log_dir=logs "
             "tee=true debug=false");
   const auto config = ReadBack(dialog, 0);
   ASSERT_TRUE(config.ok()) << config.status();
@@ -275,6 +276,7 @@ TEST(ConfigDialog, MoreSettings_AreThoseThatAreLeft) {
   ConfigDialog dialog(Machine());
   EXPECT_EQ(Say(dialog, {"one", "cpu", "1", "", "", "", "", "logs", "no", "no", "yes"}), "");
   const std::vector<std::pair<std::string, std::string>> kAnswers = {
+      {"offload_optimizer?", "disk:/scratch"},
       {"activation_checkpointing?", "yes"},
       {"activation_blocks?", "Block"},
       {"offload_activations?", "cpu"},
@@ -311,10 +313,85 @@ TEST(ConfigDialog, MoreSettings_AreThoseThatAreLeft) {
   EXPECT_EQ(config->activation_checkpointing, true);
   EXPECT_EQ(config->activation_blocks, "Block");
   EXPECT_EQ(config->offload_activations, "cpu");
+  EXPECT_EQ(config->env.at("MUSTER_OFFLOAD_OPTIMIZER"), "disk:/scratch");
   EXPECT_EQ(config->job_name, "night");
   EXPECT_EQ(config->prefix, false);
   EXPECT_EQ(config->checkpoint_key, "/abs/k");
   EXPECT_EQ(config->log_files, 2);
+}
+
+TEST(ConfigDialog, MoreSettingsOfSharding_AreAskedWhereSomethingIsDivided) {
+  const std::vector<std::string> start = {"one", "cpu", "2", "", "", ""};
+  ConfigDialog dialog(Machine());
+  EXPECT_EQ(Say(dialog, start), "");
+  EXPECT_EQ(Say(dialog, {"zero3", "Block", "", "", "no", "yes"}), "");
+  const std::vector<std::pair<std::string, std::string>> kAnswers = {
+      {"sharding_unit_names?", ""},
+      {"sharding_min_unit_parameters?", ""},
+      {"sharding_group_size?", "2"},
+      {"sharding_reshard_after_forward?", ""},
+      {"sharding_reshard_group_size?", ""},
+      {"sharding_parameter_dtype?", ""},
+      {"sharding_reduce_dtype?", "bf16"},
+      {"sharding_no_split?", "Experts,blocks.0"},
+      {"sharding_ignored_modules?", "head"},
+      {"sharding_ignored_parameters?", ".*\\.bias"},
+      {"sharding_overlap?", "yes"},
+      {"optimizer_in_backward?", "yes"},
+      {"offload_optimizer?", "disk:/scratch"},
+      {"offload_parameters?", "disk:/scratch"}};
+  for (const auto& [question, answer] : kAnswers) {
+    EXPECT_EQ(dialog.question().text, question);
+    if (question == "sharding_ignored_modules?") {
+      EXPECT_THAT(Say(dialog, {"head("}), HasSubstr("a regular expression"));
+    }
+    if (question == "offload_parameters?") {
+      EXPECT_THAT(Say(dialog, {"nvme"}), HasSubstr("disk:FOLDER"));
+    }
+    EXPECT_EQ(Say(dialog, {answer}), "") << question;
+  }
+  TakeTheRest(dialog);
+  const auto config = ReadBack(dialog, 0);
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->env,
+            (std::map<std::string, std::string>{{"MUSTER_SHARDING_UNITS", "Block"},
+                                                {"MUSTER_SHARDING_GROUP_SIZE", "2"},
+                                                {"MUSTER_SHARDING_REDUCE_DTYPE", "bf16"},
+                                                {"MUSTER_SHARDING_NO_SPLIT", "Experts,blocks.0"},
+                                                {"MUSTER_SHARDING_IGNORED_MODULES", "head"},
+                                                {"MUSTER_SHARDING_IGNORED_PARAMETERS", ".*\\.bias"},
+                                                {"MUSTER_SHARDING_OVERLAP", "true"},
+                                                {"MUSTER_OPTIMIZER_IN_BACKWARD", "true"},
+                                                {"MUSTER_OFFLOAD_OPTIMIZER", "disk:/scratch"},
+                                                {"MUSTER_OFFLOAD_PARAMETERS", "disk:/scratch"}}));
+  // A file that says so is changed to one that divides nothing: what is left would be refused.
+  DialogFacts facts = Machine();
+  facts.exists = true;
+  facts.former = ParseConfig(dialog.FileText(), "config.yaml").value();
+  ConfigDialog change(facts);
+  EXPECT_EQ(Say(change, {"change", "one", "cpu", "2", "", "", "", "program"}), "");
+  TakeTheRest(change);
+  ASSERT_EQ(change.state(), State::kWrite);
+  const auto changed = ReadBack(change, 0);
+  ASSERT_TRUE(changed.ok()) << changed.status();
+  EXPECT_EQ(changed->env,
+            (std::map<std::string, std::string>{{"MUSTER_OFFLOAD_OPTIMIZER", "disk:/scratch"}}));
+}
+
+// Files of `muster config` had the units as a variable.
+TEST(ConfigDialog, UnitsThatAreAVariable_BecomeTheSetting) {
+  DialogFacts facts = Machine();
+  facts.exists = true;
+  facts.former = ParseConfig(
+                     "num_processes: 2\ncpu: true\nsharding: zero3\nenv: {MUSTER_SHARDING_UNITS: "
+                     "C}\n",
+                     "config.yaml")
+                     .value();
+  ConfigDialog dialog(facts);
+  EXPECT_EQ(Say(dialog, {"change"}), "");
+  TakeTheRest(dialog);
+  EXPECT_THAT(Summary(dialog), HasSubstr("sharding=zero3 sharding_units=C "));
+  EXPECT_EQ(ReadBack(dialog, 0)->env.at("MUSTER_SHARDING_UNITS"), "C");
 }
 
 TEST(ConfigDialog, LastQuestion_ShowsWhatIsWrittenAndTakesNo) {

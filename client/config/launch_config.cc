@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <regex>
 #include <set>
 #include <utility>
 
@@ -56,6 +57,22 @@ absl::Status BadValue(absl::string_view name, const Given& given, absl::string_v
                    " (from ", given.source, ") is not allowed: it must be ", must));
 }
 
+constexpr char kPlaceRule[] = "none, cpu or disk:FOLDER";
+bool IsPlace(absl::string_view text) {
+  return text == "none" || text == "cpu" || (absl::ConsumePrefix(&text, "disk:") && !text.empty());
+}
+
+// Of the kind that programs read (worker/parallel/shard_plan.cc).
+constexpr char kPatternRule[] = "a regular expression for whole names, such as head|.*\\.bias";
+bool IsPattern(absl::string_view text) {
+  try {
+    (void)std::regex(text.begin(), text.end());
+    return true;
+  } catch (const std::regex_error&) {
+    return false;
+  }
+}
+
 // What a text must be, where not any will do. An empty one says nothing.
 struct TextRule {
   const char* setting;
@@ -74,11 +91,11 @@ constexpr TextRule kTextRules[] = {
                 (absl::SimpleAtoi(id, &number) && number >= 0);
        });
      }},
-    {"offload_activations", "none, cpu or disk:FOLDER",
-     [](absl::string_view text) {
-       return text == "none" || text == "cpu" ||
-              (absl::ConsumePrefix(&text, "disk:") && !text.empty());
-     }},
+    {"offload_activations", kPlaceRule, &IsPlace},
+    {"offload_optimizer", kPlaceRule, &IsPlace},
+    {"offload_parameters", kPlaceRule, &IsPlace},
+    {"sharding_ignored_modules", kPatternRule, &IsPattern},
+    {"sharding_ignored_parameters", kPatternRule, &IsPattern},
     {"hub_listen", "an address of this machine, IP:PORT",
      [](absl::string_view text) {
        const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(text);
@@ -254,6 +271,120 @@ const std::vector<SettingSpec>& LaunchSettings() {
            "What processes divide among them: no_shard (nothing), zero1 (optimizer states), zero2 "
            "(and gradients), zero3 (and parameters), hybrid (like zero3, in each machine). "
            "Default: as the program says, which always wins"},
+      {.name = "sharding_units",
+       .variable = "MUSTER_SHARDING_UNITS",
+       .value_name = "CLASSES",
+       .help = "Classes of modules, separated by commas, that are units: what is gathered and "
+               "freed together. Default: the entries of every ModuleList and Sequential",
+       .for_workers = true,
+       .of_sharding = true},
+      {.name = "sharding_unit_names",
+       .variable = "MUSTER_SHARDING_UNIT_NAMES",
+       .value_name = "NAMES",
+       .help = "In place of classes: names of modules, separated by commas, that are units. "
+               "Default: none",
+       .for_workers = true,
+       .of_sharding = true},
+      {.name = "sharding_min_unit_parameters",
+       .variable = "MUSTER_SHARDING_MIN_UNIT_PARAMETERS",
+       .type = Type::kInt,
+       .min = 0,
+       .max = 2'000'000'000,
+       .value_name = "N",
+       .help = "In place of classes: modules of at least so many parameters are units. Default: 0, "
+               "none",
+       .for_workers = true,
+       .of_sharding = true},
+      {.name = "sharding_group_size",
+       .variable = "MUSTER_SHARDING_GROUP_SIZE",
+       .type = Type::kInt,
+       .min = 0,
+       .max = kMaxCount,
+       .value_name = "N",
+       .help = "Groups of so many processes divide a copy of the model each; 0: all are one group. "
+               "Default: 0; with hybrid those of a machine",
+       .for_workers = true,
+       .of_sharding = true},
+      {.name = "sharding_reshard_after_forward",
+       .variable = "MUSTER_SHARDING_RESHARD_AFTER_FORWARD",
+       .type = Type::kBool,
+       .help = "With zero3 and hybrid: parameters are freed after the forward pass as well, not "
+               "only after the backward pass. Default: yes",
+       .for_workers = true,
+       .of_sharding = true},
+      {.name = "sharding_reshard_group_size",
+       .variable = "MUSTER_SHARDING_RESHARD_GROUP_SIZE",
+       .type = Type::kInt,
+       .min = 0,
+       .max = kMaxCount,
+       .value_name = "N",
+       .help = "Groups of so many processes keep a copy of the parameters divided among them from "
+               "the forward pass to the backward pass. Default: 0, none do",
+       .for_workers = true,
+       .of_sharding = true},
+      {.name = "sharding_parameter_dtype",
+       .variable = "MUSTER_SHARDING_PARAMETER_DTYPE",
+       .type = Type::kChoice,
+       .choices = {"fp32", "bf16", "fp16"},
+       .value_name = "fp32|bf16|fp16",
+       .help = "In which type parameters are gathered: fp32, or that of mixed_precision. Default: "
+               "fp32",
+       .for_workers = true,
+       .of_sharding = true},
+      {.name = "sharding_reduce_dtype",
+       .variable = "MUSTER_SHARDING_REDUCE_DTYPE",
+       .type = Type::kChoice,
+       .choices = {"fp32", "bf16", "fp16"},
+       .value_name = "fp32|bf16|fp16",
+       .help = "In which type gradients are reduced. Default: fp32",
+       .for_workers = true,
+       .of_sharding = true},
+      {.name = "sharding_no_split",
+       .variable = "MUSTER_SHARDING_NO_SPLIT",
+       .value_name = "NAMES",
+       .help = "Classes or names of modules, separated by commas, that are not divided into units. "
+               "Default: none",
+       .for_workers = true,
+       .of_sharding = true},
+      {.name = "sharding_ignored_modules",
+       .variable = "MUSTER_SHARDING_IGNORED_MODULES",
+       .value_name = "PATTERN",
+       .help = "Regular expression for whole names of modules that every process keeps whole. "
+               "Default: none",
+       .for_workers = true,
+       .of_sharding = true},
+      {.name = "sharding_ignored_parameters",
+       .variable = "MUSTER_SHARDING_IGNORED_PARAMETERS",
+       .value_name = "PATTERN",
+       .help = "The same for whole names of parameters. Default: none",
+       .for_workers = true,
+       .of_sharding = true},
+      {.name = "sharding_overlap",
+       .variable = "MUSTER_SHARDING_OVERLAP",
+       .type = Type::kBool,
+       .help = "On the CPU, communicate while the program computes, for slow links. Default: no",
+       .for_workers = true,
+       .of_sharding = true},
+      {.name = "optimizer_in_backward",
+       .variable = "MUSTER_OPTIMIZER_IN_BACKWARD",
+       .type = Type::kBool,
+       .help = "The optimizer updates each unit inside of the backward pass, so that few gradients "
+               "exist; one process has units then, too. Default: no",
+       .for_workers = true,
+       .of_sharding = true},
+      {.name = "offload_optimizer",
+       .variable = "MUSTER_OFFLOAD_OPTIMIZER",
+       .value_name = "PLACE",
+       .help = "Where the states of optimizers are between steps, whatever the sharding: none, cpu "
+               "or disk:FOLDER. Default: none",
+       .for_workers = true},
+      {.name = "offload_parameters",
+       .variable = "MUSTER_OFFLOAD_PARAMETERS",
+       .value_name = "PLACE",
+       .help = "Where the parameters of zero3 and hybrid are while nothing uses them: none, cpu or "
+               "disk:FOLDER. Default: none",
+       .for_workers = true,
+       .of_sharding = true},
       {.name = "activation_checkpointing",
        .variable = "MUSTER_ACTIVATION_CHECKPOINTING",
        .type = Type::kBool,
@@ -962,6 +1093,49 @@ absl::Status CheckRequirements(const LaunchConfig& config, const Resolver& value
   return CheckCallersAreKnown(config, values);
 }
 
+// Whether something asks for sharding besides the setting of that name: --env, a file of
+// Accelerate's or its flags.
+bool VariablesAskForSharding(const std::vector<Layer>& layers) {
+  for (const char* variable :
+       {"MUSTER_SHARDING", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"}) {
+    for (const Layer& layer : layers) {
+      const auto given = layer.env.find(variable);
+      if (given == layer.env.end()) continue;
+      const std::string& text = given->second.text;
+      const bool asks =
+          absl::StartsWith(variable, "MUSTER_") ? !text.empty() : ParseBool(text).value_or(false);
+      if (asks) return true;
+      break;
+    }
+  }
+  return false;
+}
+
+// Where nothing is divided, what says how would be ignored in silence: a program that divides its
+// model by options.sharding says there how, too.
+absl::Status CheckSharding(const std::vector<Layer>& layers, const Resolver& values) {
+  if (values.Has("sharding") || VariablesAskForSharding(layers)) return absl::OkStatus();
+  for (const SettingSpec& spec : LaunchSettings()) {
+    const Given given = values.Get(spec.name);
+    if (!spec.of_sharding || given.source == "default" || given.text.empty()) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        spec.name, ": ", Printable(given.text), " (from ", given.source,
+        ") says how a model is divided, which nothing asks for: give --sharding NAME as well, or "
+        "leave it out"));
+  }
+  return absl::OkStatus();
+}
+
+// Variables of the workers that settings are.
+void AddVariablesOfSettings(const Resolver& values, LaunchConfig* config) {
+  for (const SettingSpec& spec : LaunchSettings()) {
+    if (!spec.for_workers || !values.Has(spec.name)) continue;
+    config->env[spec.variable] = spec.type == Type::kBool
+                                     ? (values.Bool(spec.name) ? "true" : "false")
+                                     : values.Text(spec.name);
+  }
+}
+
 // The variables of all layers; the first layer that has one wins.
 absl::Status AddVariables(const std::vector<Layer>& layers, LaunchConfig* config) {
   std::map<std::string, Given> env;
@@ -995,6 +1169,7 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
   MUSTER_RETURN_IF_ERROR(CheckCounts(config, values, gpus, processes));
   config.processes_here = config.num_processes / config.num_machines;
   MUSTER_RETURN_IF_ERROR(CheckRequirements(config, values));
+  MUSTER_RETURN_IF_ERROR(CheckSharding(layers, values));
   for (const SettingSpec& spec : LaunchSettings()) {
     Given given = values.Get(spec.name);
     if (spec.name == "cpu") given = cpu;
@@ -1005,6 +1180,7 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
     config.provenance.emplace_back(spec.name, std::move(given));
   }
   MUSTER_RETURN_IF_ERROR(AddVariables(layers, &config));
+  AddVariablesOfSettings(values, &config);
   for (const Layer& layer : layers) {
     for (const UnusedSection& section : layer.unused_sections) {
       config.notes.push_back(DescribeUnused(section));

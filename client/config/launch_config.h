@@ -28,6 +28,10 @@ struct SettingSpec {
   std::string fallback = {};              // text of the default; empty: worked out or none
   std::string value_name = {};            // "N" in the help
   std::string help = {};
+  // Given, it is a variable of the workers (LaunchConfig::env), and nothing else.
+  bool for_workers = false;
+  // It says something of sharding, and is refused where nothing asks for that.
+  bool of_sharding = false;
 };
 const std::vector<SettingSpec>& LaunchSettings();
 
@@ -142,6 +146,7 @@ struct LaunchConfig {
   rpc::TlsFiles tls;
   std::string token_file;
   std::string checkpoint_key;
+  // Variables of the workers: those that were given, and settings that are nothing else.
   std::map<std::string, std::string> env;
   // What of the file has no effect, a sentence each, to be said.
   std::vector<std::string> notes;

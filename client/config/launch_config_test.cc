@@ -447,6 +447,10 @@ TEST(LaunchSettings, TextsWithARule_AreReadByIt) {
         {{"all", "0", "0, 2", "0,1,", "GPU-8f3c,MIG-1"},
          {"-1", ",", "0,,", ",0", "0,,1", "x", "1.5"}}},
        {"offload_activations", {{"none", "cpu", "disk:/tmp"}, {"disk:", "gpu", "/tmp"}}},
+       {"offload_optimizer", {{"none", "cpu", "disk:/tmp"}, {"disk:", "gpu", "/tmp"}}},
+       {"offload_parameters", {{"none", "cpu", "disk:/tmp"}, {"disk:", "gpu", "/tmp"}}},
+       {"sharding_ignored_modules", {{"head|blocks\\.0", ".*"}, {"head(", "[", "*"}}},
+       {"sharding_ignored_parameters", {{".*\\.bias"}, {"(", "+a"}}},
        {"hub_listen", {{"127.0.0.1:0", "[::1]:29401"}, {"here", "unix:/x", "127.0.0.1"}}},
        {"job_name", {{"night", "a b"}, {"a\nb", "\x1b[2J", std::string(201, 'a')}}}};
   for (const auto& [name, values] : texts) {
@@ -457,6 +461,72 @@ TEST(LaunchSettings, TextsWithARule_AreReadByIt) {
   }
   // Nothing that a terminal would obey.
   EXPECT_THAT(ErrorOf({{"job_name", "\x1b[2J"}}), testing::Not(HasSubstr("\x1b")));
+}
+
+// Of everything that options.sharding has a variable for.
+TEST(LaunchSettings, Sharding_ReachesTheWorkersAsVariables) {
+  const std::map<std::string, std::pair<std::string, std::string>> kSettings = {
+      {"sharding_units", {"MUSTER_SHARDING_UNITS", "Block,Head"}},
+      {"sharding_unit_names", {"MUSTER_SHARDING_UNIT_NAMES", "blocks.0,head"}},
+      {"sharding_min_unit_parameters", {"MUSTER_SHARDING_MIN_UNIT_PARAMETERS", "1000000"}},
+      {"sharding_group_size", {"MUSTER_SHARDING_GROUP_SIZE", "4"}},
+      {"sharding_reshard_after_forward", {"MUSTER_SHARDING_RESHARD_AFTER_FORWARD", "false"}},
+      {"sharding_reshard_group_size", {"MUSTER_SHARDING_RESHARD_GROUP_SIZE", "2"}},
+      {"sharding_parameter_dtype", {"MUSTER_SHARDING_PARAMETER_DTYPE", "bf16"}},
+      {"sharding_reduce_dtype", {"MUSTER_SHARDING_REDUCE_DTYPE", "bf16"}},
+      {"sharding_no_split", {"MUSTER_SHARDING_NO_SPLIT", "Experts"}},
+      {"sharding_ignored_modules", {"MUSTER_SHARDING_IGNORED_MODULES", "head"}},
+      {"sharding_ignored_parameters", {"MUSTER_SHARDING_IGNORED_PARAMETERS", ".*\\.bias"}},
+      {"sharding_overlap", {"MUSTER_SHARDING_OVERLAP", "true"}},
+      {"optimizer_in_backward", {"MUSTER_OPTIMIZER_IN_BACKWARD", "true"}},
+      {"offload_optimizer", {"MUSTER_OFFLOAD_OPTIMIZER", "disk:/scratch"}},
+      {"offload_parameters", {"MUSTER_OFFLOAD_PARAMETERS", "disk:/scratch"}}};
+  Layer flags, file;
+  std::map<std::string, std::string> variables, want;
+  flags.settings["sharding"] = {"zero3", "--sharding"};
+  for (const auto& [name, setting] : kSettings) {
+    flags.settings[name] = {setting.second, "--" + name};
+    variables[setting.first] = "none";
+    file.env[setting.first] = {"of the file", "c.yaml:1"};
+    want[setting.first] = setting.second;
+  }
+  const auto config = ResolveLaunch({flags, LayerFromVariables(variables), file}, {});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->env, want);
+  // A file says the same, in its words for yes and no.
+  const auto read = ParseConfig("sharding: zero2\nsharding_overlap: on\n", "c.yaml");
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(ResolveLaunch({*read}, {})->env,
+            (std::map<std::string, std::string>{{"MUSTER_SHARDING_OVERLAP", "true"}}));
+  EXPECT_TRUE(ResolveLaunch({}, {})->env.empty());
+}
+
+TEST(LaunchSettings, ShardingOfNothing_IsRefusedByName) {
+  for (const SettingSpec& spec : LaunchSettings()) {
+    if (!spec.of_sharding) continue;
+    const bool is_bool = spec.type == SettingSpec::Type::kBool;
+    const std::string value = is_bool                                ? "yes"
+                              : spec.name == "offload_parameters"    ? "cpu"
+                              : spec.type == SettingSpec::Type::kInt ? "8"
+                              : !spec.choices.empty()                ? "bf16"
+                                                                     : "head";
+    EXPECT_THAT(ErrorOf({{spec.name, value}}),
+                AllOf(HasSubstr(absl::StrCat(spec.name, ": ", value, " (from --", spec.name, ")")),
+                      HasSubstr("--sharding NAME")));
+    EXPECT_EQ(ErrorOf({{spec.name, value}, {"sharding", "zero3"}}), "accepted");
+    Layer flags;
+    flags.settings[spec.name] = {value, "--" + spec.name};
+    // What else asks for it.
+    for (const char* name :
+         {"MUSTER_SHARDING", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"}) {
+      flags.env = {{name, {name == std::string("MUSTER_SHARDING") ? "zero3" : "true", "--env"}}};
+      const absl::Status status = ResolveLaunch({flags}, {}).status();
+      EXPECT_TRUE(status.ok()) << status;
+    }
+    flags.env = {{"ACCELERATE_USE_FSDP", {"false", "--env"}}};
+    EXPECT_FALSE(ResolveLaunch({flags}, {}).ok());
+  }
+  EXPECT_EQ(ErrorOf({{"offload_optimizer", "cpu"}}), "accepted") << "whatever the strategy";
 }
 
 TEST(LaunchSettings, NamesAndVariables_AreUnique) {

@@ -7,7 +7,7 @@ using Use = SettingUse::Use;
 namespace {
 
 constexpr char kAhead[] =
-    "the next unit is gathered ahead, forward and backward, with MUSTER_SHARDING_OVERLAP=yes";
+    "the next unit is gathered ahead, forward and backward, with --sharding_overlap";
 
 }  // namespace
 

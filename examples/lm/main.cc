@@ -24,7 +24,7 @@ struct Flags {
   std::string data, sharding, checkpoint;
   DecoderOptions model;
   int64_t batch_size = 8, steps = 100, group_size = 0;
-  double lr = 3e-4, weight_decay = 0.1;
+  double lr = 3e-4, weight_decay = 0.1, clip_norm = 1;
   bool asynchronous = false;
   bool activation_checkpointing = false;
   std::string activation_offload;
@@ -76,7 +76,9 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       const at::Tensor loss =
           at::cross_entropy_loss(logits.flatten(0, 1).to(torch::kFloat), ids.slice(1, 1).flatten());
       accelerator.backward(loss);
-      if (accelerator.sync_gradients()) accelerator.clip_grad_norm_(model.parameters(), 1.0);
+      if (accelerator.sync_gradients() && flags.clip_norm > 0) {
+        accelerator.clip_grad_norm_(model.parameters(), flags.clip_norm);
+      }
       optimizer.step();
       optimizer.zero_grad();
       loss_sum = loss.item<double>();
@@ -129,6 +131,10 @@ int main(int argc, char** argv) {
   app.add_option("--lr", flags.lr);
   app.add_option("--weight_decay", flags.weight_decay,
                  "not of biases, norms and embeddings of positions")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--clip_norm", flags.clip_norm,
+                 "the most that the norm of all gradients may be; 0: any, as muster launch "
+                 "--optimizer_in_backward needs it")
       ->check(CLI::NonNegativeNumber);
   CLI11_PARSE(app, argc, argv);
   muster::AcceleratorOptions options;

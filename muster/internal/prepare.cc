@@ -85,6 +85,8 @@ void Core::GiveShards(OptimizerSlot& optimizer) {
     if (!holds) continue;
     optimizer.handle().ReplaceParameters(
         [&](const at::Tensor& parameter) { return sharded->ShardOf(parameter); });
+    // The program may step the optimizer that it has given to prepare().
+    if (StepsLeaveNoVersion(optimizer.handle())) sharded->ExpectUnseenSteps();
   }
 }
 

@@ -1,11 +1,13 @@
 #include "muster/internal/process.h"
 
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "base/log.h"
+#include "c10/core/ScalarType.h"
 #include "c10/util/Exception.h"
 #include "muster/internal/engine_settings.h"
 #include "worker/collective/ordered_comm.h"
@@ -28,6 +30,13 @@ EngineSettings EngineOf(const AcceleratorOptions& options, const Environment& en
   return *std::move(settings);
 }
 
+// Of "fp32", "bf16" and "fp16"; absent: fp32.
+std::optional<c10::ScalarType> DtypeOf(const std::string& name) {
+  if (name == "bf16") return c10::ScalarType::BFloat16;
+  if (name == "fp16") return c10::ScalarType::Half;
+  return std::nullopt;
+}
+
 // What a program has not said in options.sharding.
 ShardingOptions ShardingFrom(const Environment& environment, const EngineSettings& engine,
                              at::Device device) {
@@ -44,7 +53,29 @@ ShardingOptions ShardingFrom(const Environment& environment, const EngineSetting
     }
   } else {
     sharding = ParseSharding(environment.sharding.value, environment.local_world_size.value);
+  }
+  // Muster's own words win over those of FSDP and DeepSpeed.
+  if (!environment.sharding_units.is_default() || !environment.sharding_unit_names.is_default() ||
+      !environment.sharding_min_unit_parameters.is_default()) {
+    // Of more than one of these prepare() says that they exclude each other.
     sharding.unit_types = environment.sharding_units.value;
+    sharding.unit_names = environment.sharding_unit_names.value;
+    sharding.min_unit_parameters = environment.sharding_min_unit_parameters.value;
+  }
+  if (!environment.sharding_group_size.is_default()) {
+    sharding.group_size = environment.sharding_group_size.value;
+  }
+  if (!environment.sharding_reshard_group_size.is_default()) {
+    sharding.reshard_group_size = environment.sharding_reshard_group_size.value;
+  }
+  if (!environment.sharding_reshard_after_forward.is_default()) {
+    sharding.reshard_after_forward = environment.sharding_reshard_after_forward.value;
+  }
+  if (!environment.sharding_parameter_dtype.is_default()) {
+    sharding.parameter_dtype = DtypeOf(environment.sharding_parameter_dtype.value);
+  }
+  if (!environment.sharding_reduce_dtype.is_default()) {
+    sharding.reduce_dtype = DtypeOf(environment.sharding_reduce_dtype.value);
   }
   if (!environment.sharding_no_split.is_default()) {
     sharding.no_split = environment.sharding_no_split.value;

@@ -796,19 +796,31 @@ void StepController::EndScalerStep() {
   scaler_steps_ = 0;
 }
 
-void StepController::FinishGradientsOf(const std::vector<at::Tensor>& parameters) {
+namespace {
+
+// The optimizers that hold any of `parameters`.
+std::vector<OptimizerSlot*> OwnersOf(const Registry& registry,
+                                     const std::vector<at::Tensor>& parameters) {
   std::unordered_set<const void*> wanted;
   for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());
-  bool owned = false;
-  for (const auto& optimizer : registry_.optimizers()) {
-    for (const at::Tensor& parameter : optimizer->handle().parameters()) {
-      if (wanted.count(parameter.unsafeGetTensorImpl()) == 0) continue;
-      FinishGradients(optimizer.get());
-      owned = true;
-      break;
+  std::vector<OptimizerSlot*> owners;
+  for (const auto& optimizer : registry.optimizers()) {
+    const std::vector<at::Tensor>& held = optimizer->handle().parameters();
+    if (std::any_of(held.begin(), held.end(), [&](const at::Tensor& parameter) {
+          return wanted.count(parameter.unsafeGetTensorImpl()) > 0;
+        })) {
+      owners.push_back(optimizer.get());
     }
   }
-  TORCH_CHECK(owned || wanted.empty() ||
+  return owners;
+}
+
+}  // namespace
+
+void StepController::FinishGradientsOf(const std::vector<at::Tensor>& parameters) {
+  const std::vector<OptimizerSlot*> owners = OwnersOf(registry_, parameters);
+  for (OptimizerSlot* const optimizer : owners) FinishGradients(optimizer);
+  TORCH_CHECK(!owners.empty() || parameters.empty() ||
                   (scaler_ == nullptr && !accumulation_.weighted() &&
                    accumulation_.current().gradient_factor == 1),
               "these parameters belong to no prepared optimizer, so their gradients still hold the "
@@ -855,7 +867,18 @@ at::Tensor StepController::ClipGradNorm(const std::vector<at::Tensor>& parameter
     return muster::ClipGradNorm(resolved.whole, resolved.shards, *resolved.comm, norm, norm_type);
   };
   const double in_step = process_.gradient_clipping();
-  if (in_step == 0) return clip(max_norm);
+  if (in_step == 0) {
+    const at::Tensor norm = clip(std::numeric_limits<double>::infinity());
+    ScaleToNorm({}, max_norm, norm);  // throws where no number will do
+    // In the order in which they are clipped where the step does it.
+    std::vector<at::Tensor> all = resolved.shards;
+    all.insert(all.end(), resolved.whole.begin(), resolved.whole.end());
+    const std::vector<OptimizerSlot*> owners = OwnersOf(registry_, all);
+    for (OptimizerSlot* const optimizer : owners) optimizer->gradients_torn_ = true;
+    ScaleToNorm(Gradients(all), max_norm, norm);
+    for (OptimizerSlot* const optimizer : owners) optimizer->gradients_torn_ = false;
+    return norm;
+  }
   // What no prepared optimizer has, no step() of one will clip.
   std::unordered_set<const void*> in_steps;
   for (const auto& optimizer : registry_.optimizers()) {
@@ -914,9 +937,13 @@ void StepController::ClipGradValue(const std::vector<at::Tensor>& parameters, do
               "only where accelerator.sync_gradients()");
   const Resolved resolved = Resolve(parameters);
   CheckGradientsThere(resolved, "clip_grad_value_()");
+  muster::ClipGradValue({}, clip_value);  // throws where no number will do
   for (const std::vector<at::Tensor>& list : {resolved.whole, resolved.shards}) {
     FinishGradientsOf(list);
+    const std::vector<OptimizerSlot*> owners = OwnersOf(registry_, list);
+    for (OptimizerSlot* const optimizer : owners) optimizer->gradients_torn_ = true;
     muster::ClipGradValue(list, clip_value);
+    for (OptimizerSlot* const optimizer : owners) optimizer->gradients_torn_ = false;
   }
   NoteClipped(resolved.whole);
 }

@@ -1,16 +1,23 @@
 #include "muster/internal/step_controller.h"
 
+#include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
+#include <string>
 
 #include "ATen/ops/ones.h"
 #include "c10/util/Exception.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "muster/internal/test_parts.h"
+#include "worker/parallel/paged_storage.h"
 #include "worker/train/optimizer.h"
 
 namespace muster::internal {
 namespace {
+
+using ::testing::HasSubstr;
 
 // One weight of 1, stepped by SGD with rate 1.
 class StepControllerTest : public testing::Test {
@@ -64,6 +71,115 @@ TEST_F(StepControllerTest, GradientsZeroedWithinAWindow_AreMissed) {
   MicroStep(1);
   weight_.mutable_grad().reset();
   EXPECT_THROW(MicroStep(1), c10::Error);
+}
+
+// Gradients in a place that fails: the second of two weights' when it is written.
+class TornGradients : public testing::Test {
+ protected:
+  class Place : public Page {
+   public:
+    void Require(bool write, const char* op) override {
+      TORCH_CHECK(!write || !fails, op, ": the disk has failed");
+    }
+    bool fails = false;
+  };
+  struct Run {
+    explicit Run(const AcceleratorOptions& options) : parts(options) {}
+
+    // Gradients of 2, which weighted losses hold times `tokens` until the step.
+    void Backward(std::optional<double> tokens) {
+      parts.steps.Backward((first * 2 + second * 2).sum(), tokens);
+      flat = second.grad().clone();
+      place = std::make_unique<Place>();
+      registration.emplace(flat, place.get());
+      second.mutable_grad() = PagedView(flat, {1}, {1}, 0);
+    }
+    std::string ErrorOf(const std::function<void()>& body) const {
+      try {
+        body();
+      } catch (const c10::Error& error) {
+        return error.what_without_backtrace();
+      }
+      return "";
+    }
+
+    const at::Tensor first = at::ones({1}).requires_grad_(true);
+    const at::Tensor second = at::ones({1}).requires_grad_(true);
+    at::Tensor flat;
+    std::unique_ptr<Place> place;
+    std::optional<PageRegistration> registration;
+    FusedSGD sgd{{first, second}, {.lr = 1}};
+    Parts parts;
+    const std::shared_ptr<OptimizerSlot> slot = parts.registry.AddOptimizer(
+        std::make_shared<OptimizerSlot>(&parts.steps, &sgd, nullptr, &sgd, sgd.id()));
+  };
+
+  // `scale`: what scales or clips, and fails. A later step() must not step on what is left.
+  static void ExpectRefused(Run& run, std::optional<double> tokens,
+                            const std::function<void()>& scale) {
+    run.Backward(tokens);
+    run.place->fails = true;
+    EXPECT_THAT(run.ErrorOf(scale), HasSubstr("the disk has failed"));
+    run.place->fails = false;
+    for (int again = 0; again < 2; ++again) {
+      EXPECT_THAT(run.ErrorOf([&] { run.slot->Step(); }), HasSubstr("scaled or clipped in part"));
+    }
+    EXPECT_EQ(run.first.item<double>(), 1);
+    EXPECT_EQ(run.second.item<double>(), 1);
+    // The next window is a whole one.
+    run.slot->ZeroGrad(true);
+    run.Backward(tokens);
+    run.slot->Step();
+    EXPECT_LT(run.first.item<double>(), 1);
+    EXPECT_EQ(run.first.item<double>(), run.second.item<double>());
+  }
+};
+
+TEST_F(TornGradients, ScalingThatFails_RefusesTheStepUntilTheyAreZeroed) {
+  Run run({});
+  ExpectRefused(run, 4.0, [&] { run.slot->Step(); });
+}
+
+TEST_F(TornGradients, ClippingInTheStepThatFails_RefusesTheStepUntilTheyAreZeroed) {
+  AcceleratorOptions options;
+  options.gradient_clipping = 0.5;
+  Run run(options);
+  ExpectRefused(run, std::nullopt, [&] { run.slot->Step(); });
+}
+
+TEST_F(TornGradients, ClippingOfTheLoopThatFails_RefusesTheStepUntilTheyAreZeroed) {
+  Run by_norm({});
+  ExpectRefused(by_norm, std::nullopt, [&] {
+    by_norm.parts.steps.ClipGradNorm({by_norm.first, by_norm.second}, 0.5, 2);
+  });
+  Run by_value({});
+  ExpectRefused(by_value, std::nullopt, [&] {
+    by_value.parts.steps.ClipGradValue({by_value.first, by_value.second}, 0.5);
+  });
+}
+
+TEST_F(TornGradients, LoadedState_IsAWholeOne) {
+  Run run({});
+  run.Backward(4.0);
+  run.place->fails = true;
+  EXPECT_NE(run.ErrorOf([&] { run.slot->Step(); }), "");
+  run.place->fails = false;
+  run.parts.steps.Reset();
+  run.first.mutable_grad().reset();
+  run.second.mutable_grad().reset();
+  run.Backward(4.0);
+  run.slot->Step();
+  EXPECT_EQ(run.first.item<double>(), -1);
+}
+
+// What is refused before anything has changed tears nothing.
+TEST_F(TornGradients, BadArgumentsOfClipping_LeaveThemWhole) {
+  Run run({});
+  run.Backward(std::nullopt);
+  EXPECT_NE(run.ErrorOf([&] { run.parts.steps.ClipGradNorm({run.first, run.second}, -1, 2); }), "");
+  EXPECT_NE(run.ErrorOf([&] { run.parts.steps.ClipGradValue({run.first, run.second}, -1); }), "");
+  run.slot->Step();
+  EXPECT_EQ(run.first.item<double>(), -1);
 }
 
 }  // namespace

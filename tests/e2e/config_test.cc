@@ -141,7 +141,7 @@ TEST_F(ConfigOnATerminal, ArrowsNumbersAndText_WriteAFileThatALaunchTakes) {
   EXPECT_EQ(dry_run.exit_code, 0) << dry_run.output;
   EXPECT_THAT(dry_run.output, AllOf(testing::ContainsRegex("num_processes +2 "), HasSubstr("bf16"),
                                     testing::ContainsRegex("sharding +zero3 "),
-                                    testing::ContainsRegex("env.MUSTER_SHARDING_UNITS +Block ")));
+                                    testing::ContainsRegex("sharding_units +Block ")));
 }
 
 TEST_F(ConfigOnATerminal, CtrlC_LeavesNothingAndPutsTheTerminalBack) {

@@ -174,10 +174,56 @@ TEST_F(ShardingTest, FsdpAndDeepSpeedSettings_AreDone) {
   EXPECT_THAT(by_flag.output, HasSubstr("muster::call(block, inputs...)"));
 }
 
+// What options.sharding says, of a program that says nothing of it.
+TEST_F(ShardingTest, SettingsOfTheLaunch_AreDone) {
+  const auto run = [&](const std::string& launch, const std::string& program = "") {
+    return RunCommand(
+        "client/cli/muster launch --cpu --no_prefix --num_processes 2 "
+        "--num_cpu_threads_per_process 1 " +
+        launch + " -- " + program_ + " --data " + data_ +
+        " --steps 4 --width 64 --layers 3 --context 32 --batch_size 4 " + program + " 2>&1");
+  };
+  const auto loss = [&](const std::string& launch, const std::string& program = "") {
+    const CommandResult result = run(launch, program);
+    EXPECT_EQ(result.exit_code, 0) << result.output;
+    return result.exit_code == 0 ? Json::parse(result.last_line()).at("loss").get<double>() : 0;
+  };
+  const double plain = loss("--sharding zero3", "--clip_norm 0");
+  for (const char* flags :
+       {"--sharding_units Block --sharding_overlap", "--sharding_unit_names blocks.0,blocks.2",
+        "--sharding_min_unit_parameters 1000 --sharding_no_split Block",
+        "--no_sharding_reshard_after_forward", "--sharding_group_size 2",
+        "--sharding_ignored_parameters '.*bias' --sharding_ignored_modules norm",
+        "--sharding_parameter_dtype fp32 --sharding_reduce_dtype fp32"}) {
+    EXPECT_NEAR(loss(std::string("--sharding zero3 ") + flags, "--clip_norm 0"), plain, 1e-4)
+        << flags;
+  }
+  EXPECT_EQ(loss("--sharding zero3 --optimizer_in_backward --offload_optimizer disk:" + folder_ +
+                     " --offload_parameters disk:" + folder_,
+                 "--clip_norm 0"),
+            plain);
+  const auto error = [&](const std::string& launch) {
+    const CommandResult result = run(launch);
+    EXPECT_NE(result.exit_code, 0) << launch;
+    return result.output;
+  };
+  EXPECT_THAT(error("--sharding zero3 --optimizer_in_backward"), HasSubstr("clip_grad_norm_()"));
+  EXPECT_THAT(error("--sharding zero3 --sharding_unit_names nothing"),
+              HasSubstr("options.sharding.unit_names: the model has no module 'nothing'"));
+  EXPECT_THAT(error("--sharding zero3 --sharding_group_size 3"),
+              HasSubstr("options.sharding.group_size is 3"));
+  EXPECT_THAT(error("--sharding zero3 --sharding_parameter_dtype bf16"),
+              HasSubstr("options.sharding.parameter_dtype is BFloat16"));
+  EXPECT_THAT(
+      error("--sharding_units Block"),
+      HasSubstr("sharding_units: Block (from --sharding_units) says how a model is divided, "
+                "which nothing asks for"));
+}
+
 TEST_F(ShardingTest, UnknownPlaceToOffloadTo_IsRefusedByName) {
   const CommandResult run = Lm("zero3", 2, "", 0, "MUSTER_OFFLOAD_OPTIMIZER=nvme ");
   EXPECT_NE(run.exit_code, 0);
-  EXPECT_THAT(run.output, HasSubstr("offload_optimizer 'nvme' (from MUSTER_OFFLOAD_OPTIMIZER)"));
+  EXPECT_THAT(run.output, HasSubstr("offload_optimizer: nvme (from MUSTER_OFFLOAD_OPTIMIZER)"));
 }
 
 TEST_F(ShardingTest, UnknownStrategy_IsRefusedByName) {

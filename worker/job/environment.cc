@@ -351,6 +351,17 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
   ReadText(variables, "MUSTER_MIXED_PRECISION", &env->mixed_precision);
   ReadText(variables, "MUSTER_SHARDING", &env->sharding);
   ReadList(variables, "MUSTER_SHARDING_UNITS", &env->sharding_units);
+  ReadList(variables, "MUSTER_SHARDING_UNIT_NAMES", &env->sharding_unit_names);
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "MUSTER_SHARDING_MIN_UNIT_PARAMETERS", int64_t{0},
+                                    &env->sharding_min_unit_parameters));
+  MUSTER_RETURN_IF_ERROR(
+      ReadNumber(variables, "MUSTER_SHARDING_GROUP_SIZE", 0, &env->sharding_group_size));
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "MUSTER_SHARDING_RESHARD_GROUP_SIZE", 0,
+                                    &env->sharding_reshard_group_size));
+  MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_SHARDING_RESHARD_AFTER_FORWARD",
+                                  &env->sharding_reshard_after_forward));
+  ReadText(variables, "MUSTER_SHARDING_PARAMETER_DTYPE", &env->sharding_parameter_dtype);
+  ReadText(variables, "MUSTER_SHARDING_REDUCE_DTYPE", &env->sharding_reduce_dtype);
   ReadList(variables, "MUSTER_SHARDING_NO_SPLIT", &env->sharding_no_split);
   ReadText(variables, "MUSTER_SHARDING_IGNORED_MODULES", &env->sharding_ignored_modules);
   ReadText(variables, "MUSTER_SHARDING_IGNORED_PARAMETERS", &env->sharding_ignored_parameters);
@@ -420,6 +431,14 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
     return absl::InvalidArgumentError(absl::StrCat("sharding '", env->sharding.value, "' (from ",
                                                    env->sharding.source, ") is not one of ",
                                                    absl::StrJoin(kShardings, ", ")));
+  }
+  for (const auto& [name, dtype] :
+       {std::pair{"sharding_parameter_dtype", &env->sharding_parameter_dtype},
+        {"sharding_reduce_dtype", &env->sharding_reduce_dtype}}) {
+    if (dtype->value != "fp32" && dtype->value != "bf16" && dtype->value != "fp16") {
+      return absl::InvalidArgumentError(absl::StrCat(
+          name, " '", dtype->value, "' (from ", dtype->source, ") is not one of fp32, bf16, fp16"));
+    }
   }
   for (const auto& [name, offload] : {std::pair{"offload_optimizer", &env->offload_optimizer},
                                       {"offload_parameters", &env->offload_parameters},

@@ -86,6 +86,17 @@ struct Environment {
   // "no_shard", "zero1", "zero2", "zero3" or "hybrid"; and the classes of modules that are units.
   Setting<std::string> sharding{"no_shard"};
   Setting<std::vector<std::string>> sharding_units;
+  // In place of these classes: names of modules, or how many parameters a unit has at least.
+  Setting<std::vector<std::string>> sharding_unit_names;
+  Setting<int64_t> sharding_min_unit_parameters{0};
+  // How many ranks share one copy of the model, and one of what is kept for the backward pass; 0:
+  // as `sharding` has it, and none. Whether parameters are freed after the forward pass.
+  Setting<int> sharding_group_size{0};
+  Setting<int> sharding_reshard_group_size{0};
+  Setting<bool> sharding_reshard_after_forward{true};
+  // "fp32", "bf16" or "fp16": in which parameters are gathered, and gradients reduced.
+  Setting<std::string> sharding_parameter_dtype{"fp32"};
+  Setting<std::string> sharding_reduce_dtype{"fp32"};
   // Classes or names of modules that are not divided into units; and patterns for the names of
   // modules and parameters that are not divided at all.
   Setting<std::vector<std::string>> sharding_no_split;

@@ -350,6 +350,28 @@ TEST(Environment, Sharding_IsReadWithItsUnits) {
   EXPECT_THAT(kept.sharding_no_split.value, ::testing::ElementsAre("Experts", "blocks.0"));
   EXPECT_EQ(kept.sharding_ignored_modules.value, "head");
   EXPECT_EQ(kept.sharding_ignored_parameters.value, ".*\\.bias");
+  const Environment shaped = Read({{"MUSTER_SHARDING_UNIT_NAMES", "blocks.0, head"},
+                                   {"MUSTER_SHARDING_MIN_UNIT_PARAMETERS", "3000000000"},
+                                   {"MUSTER_SHARDING_GROUP_SIZE", "4"},
+                                   {"MUSTER_SHARDING_RESHARD_GROUP_SIZE", "2"},
+                                   {"MUSTER_SHARDING_RESHARD_AFTER_FORWARD", "no"},
+                                   {"MUSTER_SHARDING_PARAMETER_DTYPE", "bf16"},
+                                   {"MUSTER_SHARDING_REDUCE_DTYPE", "fp16"}});
+  EXPECT_THAT(shaped.sharding_unit_names.value, ::testing::ElementsAre("blocks.0", "head"));
+  EXPECT_EQ(shaped.sharding_min_unit_parameters.value, 3000000000);
+  EXPECT_EQ(shaped.sharding_group_size.value, 4);
+  EXPECT_EQ(shaped.sharding_reshard_group_size.value, 2);
+  EXPECT_FALSE(shaped.sharding_reshard_after_forward.value);
+  EXPECT_TRUE(env.sharding_reshard_after_forward.value);
+  EXPECT_EQ(shaped.sharding_parameter_dtype.value, "bf16");
+  EXPECT_EQ(shaped.sharding_reduce_dtype.value, "fp16");
+  EXPECT_EQ(env.sharding_reduce_dtype.value, "fp32");
+  for (const char* name :
+       {"MUSTER_SHARDING_MIN_UNIT_PARAMETERS", "MUSTER_SHARDING_GROUP_SIZE",
+        "MUSTER_SHARDING_RESHARD_GROUP_SIZE", "MUSTER_SHARDING_RESHARD_AFTER_FORWARD",
+        "MUSTER_SHARDING_PARAMETER_DTYPE", "MUSTER_SHARDING_REDUCE_DTYPE"}) {
+    EXPECT_THAT(Error({{name, "-1"}}), HasSubstr(name));
+  }
   EXPECT_FALSE(env.sharding_overlap.value);
   EXPECT_TRUE(Read({{"MUSTER_SHARDING_OVERLAP", "yes"}}).sharding_overlap.value);
   EXPECT_THAT(Error({{"MUSTER_SHARDING_OVERLAP", "perhaps"}}),

@@ -166,7 +166,8 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
     const int64_t end = std::clamp<int64_t>(mine + part_ - slice.offset, begin, numel);
     slice.begin = begin;
     const int64_t at = begin == end ? 0 : slice.offset + begin - mine;
-    slice.shard = stored_.store == nullptr ? master_.narrow(0, at, end - begin).detach()
+    // With a version of its own, which tells when an optimizer has written it.
+    slice.shard = stored_.store == nullptr ? master_.narrow(0, at, end - begin).variable_data()
                                            : PagedView(master_, {end - begin}, {1}, at);
     slice.shard.requires_grad_(slice.tensor.requires_grad());
     if (slice.tensor.requires_grad()) ++expected;

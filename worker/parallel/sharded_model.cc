@@ -6,11 +6,13 @@
 #include <functional>
 #include <limits>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <unordered_set>
 #include <utility>
 
 #include "ATen/core/grad_mode.h"
+#include "absl/strings/match.h"
 #include "absl/types/span.h"
 #include "base/log.h"
 #include "c10/util/Exception.h"
@@ -21,6 +23,7 @@
 #include "worker/parallel/coalesce.h"
 #include "worker/parallel/paged_storage.h"
 #include "worker/parallel/same_model.h"
+#include "worker/parallel/weight_changes.h"
 
 namespace muster {
 namespace {
@@ -30,6 +33,13 @@ constexpr int kGatheredUnits = 2;
 
 // Gradients of smaller units are not worth a buffer that stays.
 constexpr int64_t kReachableBytes = 256 << 10;
+
+// Frames of the exchange before a forward pass.
+constexpr char kChanged[] = "the shards have changed";
+constexpr char kUnchanged[] = "the shards have not changed";
+
+// Of the frames of another exchange, before each turn of the first backward pass.
+constexpr uint32_t kFirstPass = 0x66697273;
 
 constexpr uint32_t kAtTheEnd = std::numeric_limits<uint32_t>::max();
 
@@ -166,6 +176,15 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
     gradient_buffer_ = AllocateReachable(shard_comm_, gradients, at::kByte);
   }
   for (std::vector<bool>* flags : {&complete_, &done_, &late_}) flags->resize(units_.size());
+  if (options_.strategy == ShardingStrategy::kFull) return;
+  // What is around the other units (embeddings) waits for them.
+  const auto is_around = [](const auto& unit) { return absl::StartsWith(unit->name(), "("); };
+  for (const bool around : {false, true}) {
+    for (size_t i = units_.size(); i-- > 0;) {
+      if (is_around(units_[i]) == around) order_.push_back(i);
+    }
+  }
+  due_.assign(order_.size(), kAtTheEnd);
 }
 
 ShardedModel::~ShardedModel() {
@@ -335,7 +354,8 @@ void ShardedModel::BeginForward(bool communicate) {
     noting_ = at::GradMode::is_enabled();
     FreeParts();
     for (const auto& unit : units_) unit->ForgetUnusedGradients();
-    if (stale_ && summons_ == 0) ExpireAll();
+    if (stale_ && summons_ == 0) ExpireIfChanged();
+    if (!writes_.has_value()) writes_ = Writes();
   }
   // With one rank there is nothing to wait for, and no gradient is left behind.
   communicate_ = communicate || world_.size() == 1;
@@ -514,7 +534,34 @@ void ShardedModel::Expire() {
 void ShardedModel::ExpireAll() {
   Settle();
   stale_ = agreed_ = false;
+  writes_.reset();
   for (const auto& unit : units_) unit->Expire();
+}
+
+uint64_t ShardedModel::Writes() const {
+  uint64_t writes = WeightChanges();
+  for (const at::Tensor& shard : shards_) {
+    // Those of a model that was prepared in inference mode have no versions, and are not trained.
+    if (!shard.is_inference()) writes += static_cast<uint64_t>(shard._version());
+  }
+  return writes;
+}
+
+void ShardedModel::ExpireIfChanged() {
+  // Of kFull nothing is gathered between passes.
+  if (options_.strategy == ShardingStrategy::kFull || unseen_steps_) return ExpireAll();
+  // Ranks with empty parts of all that was trained have seen nothing.
+  const std::string mine = writes_ == Writes() ? kUnchanged : kChanged;
+  bool changed = false;
+  for (const std::string& other : shard_comm_.AllGatherBytes(mine)) {
+    TORCH_CHECK(other == kUnchanged || other == kChanged,
+                "the ranks of a sharded model are at different places: one begins a forward pass "
+                "(or summon_full_params()) after a backward pass, and another does not; every rank "
+                "must call the model and step its optimizers equally often");
+    changed = changed || other == kChanged;
+  }
+  if (changed) return ExpireAll();
+  stale_ = false;
 }
 
 void ShardedModel::MarkChanged(const std::vector<at::Tensor>& shards) {
@@ -582,12 +629,51 @@ void ShardedModel::OnGradient(size_t index, size_t slice) {
 }
 
 void ShardedModel::ReduceDue() {
-  if (!open_ || options_.strategy != ShardingStrategy::kFull) return;
+  if (options_.strategy != ShardingStrategy::kFull) return;
+  if (!order_agreed_ && communicate_) return ReduceComplete();
+  if (!open_) return;
   while (reduced_ < order_.size() && due_[reduced_] <= turns_) ReduceNext();
+}
+
+void ShardedModel::ReduceComplete() {
+  // All ranks turn to the same units, but the first gradient of one may come later than another's,
+  // and one may have none for a parameter: only what all say counts.
+  constexpr size_t kHead = 2;
+  std::vector<uint32_t> mine = {kFirstPass, turns_};
+  for (const size_t index : completed_) {
+    const ShardUnit& unit = *units_[index];
+    if (open_ && !done_[index] && unit.arrived == unit.expected) {
+      mine.push_back(static_cast<uint32_t>(index));
+    }
+  }
+  std::vector<uint32_t> of_all;
+  int rank = 0;
+  for (const std::string& bytes : world_.AllGatherBytes(Pack(mine))) {
+    std::vector<uint32_t> other = Unpack(bytes);
+    TORCH_CHECK(other.size() >= kHead && other[0] == mine[0] && other[1] == mine[1],
+                "the ranks used the units of the sharded model in different orders: rank ",
+                world_.rank(), " turns to its unit number ", turns_,
+                " of the first backward pass, and rank ", rank,
+                " does not; run the same submodules in the same order on every rank");
+    other.erase(other.begin(), other.begin() + kHead);
+    // In the order of rank 0.
+    if (rank++ == 0) {
+      of_all = std::move(other);
+    } else {
+      std::erase_if(of_all, [&](uint32_t index) {
+        return std::find(other.begin(), other.end(), index) == other.end();
+      });
+    }
+  }
+  for (const uint32_t index : of_all) {
+    done_[index] = true;
+    Reduce(index);
+  }
 }
 
 void ShardedModel::ReduceNext() {
   const size_t index = order_[reduced_++];
+  if (done_[index]) return;
   done_[index] = true;
   // Frozen since: CheckOrder() has compared it.
   if (units_[index]->expected > 0) Reduce(index);
@@ -619,6 +705,8 @@ void ShardedModel::FinishReduction() {
 
 void ShardedModel::Update(ShardUnit& unit, bool rest) {
   if (!updating_) return;
+  // In the first pass nobody knows yet what gets a second gradient: all wait for its end.
+  if (!rest && !order_agreed_) return;
   std::vector<at::Tensor> shards;
   for (ShardUnit::Slice& slice : unit.slices()) {
     // What no rank had a gradient for is left alone, and only the end of the pass tells. What has
@@ -638,6 +726,8 @@ void ShardedModel::Update(ShardUnit& unit, bool rest) {
 void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained) {
   if (!updating_) return;
   for (const auto& unit : units_) Update(*unit, /*rest=*/true);
+  // In another thread.
+  writes_.reset();
   updating_ = false;
   for (const auto& unit : units_) unit->set_any_updated(false);
   updates_->End(*this, trained);
@@ -647,8 +737,13 @@ void ShardedModel::EndOfBackward() {
   open_ = false;
   stale_ = true;
   agreed_ = false;
-  if (order_.empty()) AgreeOnOrder();
   while (reduced_ < order_.size()) ReduceNext();
+  if (!order_agreed_) {
+    // Before the model knows the order: what has come early is not updated yet.
+    FinishReduction();
+    AgreeOnOrder();
+    while (reduced_ < order_.size()) ReduceNext();
+  }
   FinishReduction();
   for (const auto& unit : units_) unit->Settle();
   EndUpdates(CheckOrder());
@@ -680,6 +775,10 @@ void ShardedModel::AgreeOnOrder() {
     order.push_back(kAtTheEnd);
   }
   order = Unpack(world_.BroadcastBytes(Pack(order), 0));
+  order_.clear();
+  due_.clear();
+  reduced_ = 0;
+  order_agreed_ = true;
   for (size_t i = 0; i + 1 < order.size(); i += 2) {
     order_.push_back(order[i]);
     due_.push_back(order[i + 1]);
@@ -918,7 +1017,7 @@ void ShardedModel::Summon(const std::function<void()>& body) {
   ThrowUnsaid();
   if (summons_ == 0) Settle();
   CheckStepped("summon_full_params()");
-  if (stale_ && summons_ == 0) ExpireAll();
+  if (stale_ && summons_ == 0) ExpireIfChanged();
   // What was written stays, also by a body that throws then, as without sharding. It has counted
   // versions by itself.
   const auto end = [this] {

@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -113,6 +114,9 @@ class ShardedModel {
   // The shards are about to change: gathered parameters count no more. On every rank; not inside of
   // Summon().
   void Expire();
+  // What steps on the shards may do so without a trace (see Writes): from now on gathered
+  // parameters count no more after any backward pass that reduces. On every rank.
+  void ExpectUnseenSteps() { unseen_steps_ = true; }
 
   // These shards were changed, on every rank: a backward pass through a graph that has the values
   // before throws, as LibTorch's own check does for parameters that are changed in place. (Gathered
@@ -192,6 +196,12 @@ class ShardedModel {
   // Waits for what an interrupted pass has left under way.
   void Settle();
   void ExpireAll();
+  // (collective) After a backward pass that reduces: does so if the shards of some rank have
+  // changed since the parameters were gathered.
+  void ExpireIfChanged();
+  // Another number once this rank's shards have been written: by operators on them, or by what is
+  // Muster's in this thread. LibTorch's SGD writes `.data()`, which does not show.
+  uint64_t Writes() const;
   void CheckStorage(const std::vector<NamedParameter>& parameters) const;
   void CheckTrained(const std::vector<std::string>& frames) const;
   std::string TrainedBits() const;
@@ -201,6 +211,9 @@ class ShardedModel {
   void OpenPass();
   void ReduceDue();
   void ReduceNext();
+  // (collective) In the first pass that reduces, of kFull: the units that are complete on all
+  // ranks.
+  void ReduceComplete();
   void Reduce(size_t unit);
   void FinishReduction();
   // Has those shards of the unit updated that have their gradients. `rest`: also those of
@@ -247,10 +260,15 @@ class ShardedModel {
   bool open_ = false;           // a backward pass that reduces is under way
   // Such a pass has ended since the last gathers: an optimizer may have stepped, whoever holds it.
   bool stale_ = false;
+  bool unseen_steps_ = false;
+  // Writes() before the first gather of what is gathered; absent: some may have been missed.
+  std::optional<uint64_t> writes_;
   uint64_t uses_ = 0;  // clock of last_use
   // Units in the order in which their gradients were complete in rank 0's first backward pass: all
-  // ranks reduce in it. Empty before.
+  // ranks reduce in it. Before, where nothing else is exchanged in a backward pass, the reverse of
+  // the model's own order, and under kFull empty.
   std::vector<size_t> order_;
+  bool order_agreed_ = false;
   // kFull: how often rank 0 had gone on to another unit in that pass when they were complete. They
   // are reduced when it goes on again, complete or not: so gathers and reductions of all ranks are
   // in one order, also where a rank leaves a parameter out.

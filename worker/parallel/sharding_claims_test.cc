@@ -134,8 +134,9 @@ struct Traffic {
 };
 
 // What each rank sends in a step of `micro_steps` after the first ones, in which ranks agree on an
-// order.
-Traffic Measure(int ranks, ShardingOptions options, int micro_steps = 1, bool sync_each = true) {
+// order. `evaluations`: forward passes after each micro-step and after the step.
+Traffic Measure(int ranks, ShardingOptions options, int micro_steps = 1, bool sync_each = true,
+                int evaluations = 0) {
   Traffic traffic;
   const int group = options.group_size == 0 ? ranks : static_cast<int>(options.group_size);
   const int node = static_cast<int>(options.reshard_group_size);
@@ -150,8 +151,17 @@ Traffic Measure(int ranks, ShardingOptions options, int micro_steps = 1, bool sy
     for (const auto& unit : trained.model.units()) {
       EXPECT_EQ(static_cast<size_t>(unit->full_bytes()), kLayerBytes) << "without padding";
     }
+    const auto evaluate = [&] {
+      const at::NoGradGuard no_grad;
+      for (int e = 0; e < evaluations; ++e) {
+        trained.model.BeginForward(true);
+        net->forward(Randn({1, kWidth}, 8));
+        trained.model.EndForward();
+      }
+    };
     for (int step = 0; step < 3; ++step) {
       shard.bytes = replicas.bytes = reshard.bytes = 0;
+      evaluate();
       for (int m = 0; m < micro_steps; ++m) {
         trained.model.BeginForward(sync_each || m + 1 == micro_steps);
         // The first layer has a gradient to pass on, too.
@@ -159,6 +169,7 @@ Traffic Measure(int ranks, ShardingOptions options, int micro_steps = 1, bool sy
         const at::Tensor loss = net->forward(x).sum();
         trained.model.EndForward();
         loss.backward();
+        evaluate();
       }
       trained.Step();
     }
@@ -173,24 +184,31 @@ TEST(ShardingTraffic, EveryStrategyOn2To4Ranks_IsTheTableToTheByte) {
     for (const bool overlap : {false, true}) {
       SCOPED_TRACE(testing::Message() << ranks << " ranks, overlap " << overlap);
       const auto shard = [&](ShardingStrategy strategy, bool reshard, int micro_steps,
-                             bool sync_each) {
+                             bool sync_each, int evaluations = 0) {
         const Traffic traffic = Measure(
             ranks, {.strategy = strategy, .reshard_after_forward = reshard, .overlap = overlap},
-            micro_steps, sync_each);
+            micro_steps, sync_each, evaluations);
         EXPECT_EQ(traffic.replicas + traffic.reshard, 0U);
         return traffic.shard;
       };
       // With k micro-steps, of which each is reduced, or the last one alone.
       for (const int k : {1, 3}) {
-        EXPECT_EQ(shard(ShardingStrategy::kOptimizer, true, k, false), 2 * f(kModelBytes));
-        EXPECT_EQ(shard(ShardingStrategy::kGradients, true, k, false), 2 * f(kModelBytes));
-        // After a reduction an optimizer may have stepped, whoever holds it: parameters come anew.
-        EXPECT_EQ(shard(ShardingStrategy::kGradients, true, k, true), 2 * k * f(kModelBytes));
+        for (const ShardingStrategy whole :
+             {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients}) {
+          // Parameters are gathered once for a step, however often they are used until then.
+          for (const int evaluations : {0, 2}) {
+            EXPECT_EQ(shard(whole, true, k, false, evaluations), 2 * f(kModelBytes));
+            EXPECT_EQ(shard(whole, true, k, true, evaluations), (k + 1) * f(kModelBytes));
+          }
+        }
         // Two units that the forward pass has left are not gathered again by the backward pass.
         EXPECT_EQ(shard(ShardingStrategy::kFull, true, k, true),
                   k * (3 * f(kModelBytes) - 2 * f(kLayerBytes)));
       }
-      EXPECT_EQ(shard(ShardingStrategy::kFull, false, 1, true), 2 * f(kModelBytes));
+      // Freed after the backward pass all the same.
+      for (const int k : {1, 3}) {
+        EXPECT_EQ(shard(ShardingStrategy::kFull, false, k, true), 2 * k * f(kModelBytes));
+      }
     }
   }
 }
@@ -208,6 +226,41 @@ TEST(ShardingTraffic, HybridAndSmallerGroups_AreTheTableToTheByte) {
   const Traffic pairs = Measure(4, {.strategy = ShardingStrategy::kFull, .reshard_group_size = 2});
   EXPECT_EQ(pairs.shard, 2 * kModelBytes / 4 * 3);
   EXPECT_EQ(pairs.reshard, (kModelBytes - 2 * kLayerBytes) / 2);
+}
+
+// After a step that nobody has announced, all parameters are gathered again.
+TEST(ShardingTraffic, StepsThatNobodyAnnounces_AreSeenByEveryRank) {
+  for (const bool unseen : {false, true}) {
+    std::vector<size_t> bytes;
+    RunRanks(2, [&](Comm& world) {
+      CountingComm comm(world);
+      torch::nn::Sequential net = Layers();
+      Sharded trained(*net, {.strategy = ShardingStrategy::kGradients}, comm);
+      if (unseen) trained.model.ExpectUnseenSteps();
+      const auto gathered = [&] {
+        comm.bytes = 0;
+        trained.model.BeginForward(true);
+        const at::Tensor loss = net->forward(Randn({1, kWidth}, 7)).sum();
+        trained.model.EndForward();
+        const size_t of_forward = comm.bytes;
+        loss.backward();
+        return of_forward;
+      };
+      std::vector<size_t> mine = {gathered(), gathered()};
+      trained.sgd.Step();
+      mine.push_back(gathered());
+      mine.push_back(gathered());
+      // By an operator, on one rank: the others have no part of what it changes.
+      if (world.rank() == 1) {
+        const at::NoGradGuard no_grad;
+        trained.model.shards().back().mul_(2);
+      }
+      mine.push_back(gathered());
+      if (world.rank() == 0) bytes = mine;
+    });
+    const size_t all = kModelBytes / 2;
+    EXPECT_EQ(bytes, (std::vector<size_t>{all, unseen ? all : 0, all, unseen ? all : 0, all}));
+  }
 }
 
 TEST(ShardingTraffic, HalfTheBytesInBfloat16) {

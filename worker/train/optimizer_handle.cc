@@ -12,6 +12,7 @@
 #include "ATen/ops/_foreach_zero.h"
 #include "c10/util/Exception.h"
 #include "worker/parallel/paged_storage.h"
+#include "worker/parallel/weight_changes.h"
 
 namespace muster {
 namespace {
@@ -182,7 +183,10 @@ std::vector<std::map<std::string, at::Tensor>> OptimizerHandle::Slots(
   return slots;
 }
 
-void ForgetCastWeights() { at::autocast::clear_cache(); }
+void ForgetCastWeights() {
+  NoteWeightChange();
+  at::autocast::clear_cache();
+}
 
 void CheckGroupCount(const PlainState& groups, int64_t size) {
   int64_t saved = 0;

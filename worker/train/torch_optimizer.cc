@@ -414,6 +414,9 @@ class TorchOptimizerHandle : public OptimizerHandle {
     made_state_ = made_state_ || !optimizer_.state().empty();
   }
 
+  // SGD writes `.data()`; classes of the user's may do so.
+  bool leaves_no_version() const { return !is_torchs_own_ || type_ == typeid(optim::SGD); }
+
   bool needs_closure() const override { return is_lbfgs_; }
   at::Tensor StepWithClosure(const std::function<at::Tensor()>& closure) override {
     // Those evaluate once, and Step() checks the gradients and takes the fused kernels.
@@ -867,6 +870,11 @@ class TorchOptimizerHandle : public OptimizerHandle {
 std::unique_ptr<OptimizerHandle> WrapTorchOptimizer(torch::optim::Optimizer& optimizer,
                                                     const TorchOptimizerOptions& options) {
   return std::make_unique<TorchOptimizerHandle>(optimizer, options);
+}
+
+bool StepsLeaveNoVersion(const OptimizerHandle& handle) {
+  const auto* const of_torch = dynamic_cast<const TorchOptimizerHandle*>(&handle);
+  return of_torch != nullptr && of_torch->leaves_no_version();
 }
 
 }  // namespace muster

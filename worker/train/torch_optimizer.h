@@ -32,6 +32,11 @@ struct TorchOptimizerOptions {
 std::unique_ptr<OptimizerHandle> WrapTorchOptimizer(torch::optim::Optimizer& optimizer,
                                                     const TorchOptimizerOptions& options = {});
 
+// Whether a step that the program takes by the torch::optim optimizer behind `handle` itself leaves
+// the versions of its parameters as they are, as those of SGD do. false for handles of another
+// kind.
+bool StepsLeaveNoVersion(const OptimizerHandle& handle);
+
 }  // namespace muster
 
 #endif  // MUSTER_WORKER_TRAIN_TORCH_OPTIMIZER_H_

@@ -90,6 +90,27 @@ TEST(TorchOptimizer, GroupAddedLater_IsZeroedSteppedSavedAndLoaded) {
   }
 }
 
+TEST(TorchOptimizer, StepsOfItsOwn_LeaveAVersionWhereTheHandleSaysSo) {
+  for (const char* kind : {"AdamW", "Adam", "SGD", "SGD with momentum", "Adagrad", "RMSprop"}) {
+    SCOPED_TRACE(kind);
+    const at::Tensor parameter = Parameter(at::ones({2}));
+    const auto optimizer = Make(kind, {parameter});
+    const auto handle = WrapTorchOptimizer(*optimizer);
+    parameter.mutable_grad() = at::ones({2});
+    const auto version = parameter._version();
+    optimizer->step();
+    EXPECT_NE(parameter[0].item<float>(), 1);
+    EXPECT_EQ(parameter._version() == version, StepsLeaveNoVersion(*handle));
+  }
+  const at::Tensor parameter = Parameter(at::ones({2}));
+  parameter.mutable_grad() = at::ones({2});
+  const auto version = parameter._version();
+  optim::RMSprop({parameter}, optim::RMSpropOptions(0.1).momentum(0.9)).step();
+  EXPECT_NE(parameter._version(), version);
+  FusedSGD fused({parameter}, {.lr = 0.1});
+  EXPECT_FALSE(StepsLeaveNoVersion(fused));
+}
+
 TEST(TorchOptimizer, ParameterReplacedInItsGroup_IsSeen) {
   const at::Tensor a = Parameter(at::ones({2})), b = Parameter(at::ones({2}));
   optim::SGD sgd(std::vector<at::Tensor>{a}, optim::SGDOptions(0.1));
