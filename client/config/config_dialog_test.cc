@@ -153,7 +153,7 @@ TEST(ConfigDialog, RangeOfMachines_HasSettingsOfItsOwn) {
                          "ca",      "cert", "key", "cpu",      "3",
                          "",        "",     "",    "",         "",
                          "",        "",     "yes", "",         "",
-                         ""}),
+                         "",        ""}),
             "");
   EXPECT_EQ(dialog.question().text, "last_call?");
   EXPECT_EQ(Say(dialog, {"1m"}), "");
