@@ -6,13 +6,11 @@
 #include <functional>
 #include <limits>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <unordered_set>
 #include <utility>
 
 #include "ATen/core/grad_mode.h"
-#include "absl/strings/match.h"
 #include "absl/types/span.h"
 #include "base/log.h"
 #include "c10/util/Exception.h"
@@ -37,9 +35,6 @@ constexpr int64_t kReachableBytes = 256 << 10;
 // Frames of the exchange before a forward pass.
 constexpr char kChanged[] = "the shards have changed";
 constexpr char kUnchanged[] = "the shards have not changed";
-
-// Of the frames of another exchange, before each turn of the first backward pass.
-constexpr uint32_t kFirstPass = 0x66697273;
 
 constexpr uint32_t kAtTheEnd = std::numeric_limits<uint32_t>::max();
 
@@ -176,15 +171,6 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
     gradient_buffer_ = AllocateReachable(shard_comm_, gradients, at::kByte);
   }
   for (std::vector<bool>* flags : {&complete_, &done_, &late_}) flags->resize(units_.size());
-  if (options_.strategy == ShardingStrategy::kFull) return;
-  // What is around the other units (embeddings) waits for them.
-  const auto is_around = [](const auto& unit) { return absl::StartsWith(unit->name(), "("); };
-  for (const bool around : {false, true}) {
-    for (size_t i = units_.size(); i-- > 0;) {
-      if (is_around(units_[i]) == around) order_.push_back(i);
-    }
-  }
-  due_.assign(order_.size(), kAtTheEnd);
 }
 
 ShardedModel::~ShardedModel() {
@@ -629,51 +615,12 @@ void ShardedModel::OnGradient(size_t index, size_t slice) {
 }
 
 void ShardedModel::ReduceDue() {
-  if (options_.strategy != ShardingStrategy::kFull) return;
-  if (!order_agreed_ && communicate_) return ReduceComplete();
-  if (!open_) return;
+  if (!open_ || options_.strategy != ShardingStrategy::kFull) return;
   while (reduced_ < order_.size() && due_[reduced_] <= turns_) ReduceNext();
-}
-
-void ShardedModel::ReduceComplete() {
-  // All ranks turn to the same units, but the first gradient of one may come later than another's,
-  // and one may have none for a parameter: only what all say counts.
-  constexpr size_t kHead = 2;
-  std::vector<uint32_t> mine = {kFirstPass, turns_};
-  for (const size_t index : completed_) {
-    const ShardUnit& unit = *units_[index];
-    if (open_ && !done_[index] && unit.arrived == unit.expected) {
-      mine.push_back(static_cast<uint32_t>(index));
-    }
-  }
-  std::vector<uint32_t> of_all;
-  int rank = 0;
-  for (const std::string& bytes : world_.AllGatherBytes(Pack(mine))) {
-    std::vector<uint32_t> other = Unpack(bytes);
-    TORCH_CHECK(other.size() >= kHead && other[0] == mine[0] && other[1] == mine[1],
-                "the ranks used the units of the sharded model in different orders: rank ",
-                world_.rank(), " turns to its unit number ", turns_,
-                " of the first backward pass, and rank ", rank,
-                " does not; run the same submodules in the same order on every rank");
-    other.erase(other.begin(), other.begin() + kHead);
-    // In the order of rank 0.
-    if (rank++ == 0) {
-      of_all = std::move(other);
-    } else {
-      std::erase_if(of_all, [&](uint32_t index) {
-        return std::find(other.begin(), other.end(), index) == other.end();
-      });
-    }
-  }
-  for (const uint32_t index : of_all) {
-    done_[index] = true;
-    Reduce(index);
-  }
 }
 
 void ShardedModel::ReduceNext() {
   const size_t index = order_[reduced_++];
-  if (done_[index]) return;
   done_[index] = true;
   // Frozen since: CheckOrder() has compared it.
   if (units_[index]->expected > 0) Reduce(index);
@@ -705,8 +652,6 @@ void ShardedModel::FinishReduction() {
 
 void ShardedModel::Update(ShardUnit& unit, bool rest) {
   if (!updating_) return;
-  // In the first pass nobody knows yet what gets a second gradient: all wait for its end.
-  if (!rest && !order_agreed_) return;
   std::vector<at::Tensor> shards;
   for (ShardUnit::Slice& slice : unit.slices()) {
     // What no rank had a gradient for is left alone, and only the end of the pass tells. What has
@@ -737,13 +682,8 @@ void ShardedModel::EndOfBackward() {
   open_ = false;
   stale_ = true;
   agreed_ = false;
+  if (order_.empty()) AgreeOnOrder();
   while (reduced_ < order_.size()) ReduceNext();
-  if (!order_agreed_) {
-    // Before the model knows the order: what has come early is not updated yet.
-    FinishReduction();
-    AgreeOnOrder();
-    while (reduced_ < order_.size()) ReduceNext();
-  }
   FinishReduction();
   for (const auto& unit : units_) unit->Settle();
   EndUpdates(CheckOrder());
@@ -775,10 +715,6 @@ void ShardedModel::AgreeOnOrder() {
     order.push_back(kAtTheEnd);
   }
   order = Unpack(world_.BroadcastBytes(Pack(order), 0));
-  order_.clear();
-  due_.clear();
-  reduced_ = 0;
-  order_agreed_ = true;
   for (size_t i = 0; i + 1 < order.size(); i += 2) {
     order_.push_back(order[i]);
     due_.push_back(order[i + 1]);

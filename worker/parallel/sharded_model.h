@@ -211,9 +211,6 @@ class ShardedModel {
   void OpenPass();
   void ReduceDue();
   void ReduceNext();
-  // (collective) In the first pass that reduces, of kFull: the units that are complete on all
-  // ranks.
-  void ReduceComplete();
   void Reduce(size_t unit);
   void FinishReduction();
   // Has those shards of the unit updated that have their gradients. `rest`: also those of
@@ -265,10 +262,8 @@ class ShardedModel {
   std::optional<uint64_t> writes_;
   uint64_t uses_ = 0;  // clock of last_use
   // Units in the order in which their gradients were complete in rank 0's first backward pass: all
-  // ranks reduce in it. Before, where nothing else is exchanged in a backward pass, the reverse of
-  // the model's own order, and under kFull empty.
+  // ranks reduce in it. Empty before.
   std::vector<size_t> order_;
-  bool order_agreed_ = false;
   // kFull: how often rank 0 had gone on to another unit in that pass when they were complete. They
   // are reduced when it goes on again, complete or not: so gathers and reductions of all ranks are
   // in one order, also where a rank leaves a parameter out.
