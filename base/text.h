@@ -22,7 +22,8 @@ absl::string_view Utf8Prefix(absl::string_view text, size_t max_bytes);
 // `max_bytes` and end in "...".
 std::string Printable(absl::string_view text, size_t max_bytes = 200);
 
-// The first line of `text` that is not blank, without white space around it; empty if there is none.
+// The first line of `text` that is not blank, without white space around it; empty if there is
+// none.
 absl::string_view FirstLine(absl::string_view text);
 
 // A word that a POSIX shell reads back as it is: in single quotes unless it is plain.

@@ -160,7 +160,9 @@ void ModelSlot::MakeReady() {
 ModelSlot::~ModelSlot() = default;
 
 void ModelSlot::BeforeForward() {
-  if (sharded_ != nullptr) sharded_->BeginForward(controller_->communicate());
+  if (sharded_ != nullptr) {
+    sharded_->BeginForward(controller_->communicate(), controller_->sync_gradients());
+  }
   if (!at::GradMode::is_enabled()) {
     if (ddp_ != nullptr) ddp_->BeforeForward(controller_->communicate());
     return;

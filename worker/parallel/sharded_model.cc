@@ -304,7 +304,7 @@ void ShardedModel::AddUnit(PlannedUnit planned, const Materializer& materialize,
   units_.back()->Expire();
 }
 
-void ShardedModel::BeginForward(bool communicate) {
+void ShardedModel::BeginForward(bool communicate, bool step_follows) {
   ThrowUnsaid();
   for (const auto& unit : units_) {
     for (const ShardUnit::Slice& slice : unit->slices()) {
@@ -340,8 +340,9 @@ void ShardedModel::BeginForward(bool communicate) {
     noting_ = at::GradMode::is_enabled();
     FreeParts();
     for (const auto& unit : units_) unit->ForgetUnusedGradients();
-    if (stale_ && summons_ == 0) ExpireIfChanged();
+    if (summons_ == 0) ExpireIfChanged();
     if (!writes_.has_value()) writes_ = Writes();
+    step_follows_ = step_follows;
   }
   // With one rank there is nothing to wait for, and no gradient is left behind.
   communicate_ = communicate || world_.size() == 1;
@@ -514,6 +515,7 @@ void ShardedModel::Expire() {
               "the parameters of a sharded model are about to change (optimizer.step(), "
               "load_state() or load_weights()) inside of summon_full_params(), which holds their "
               "values: do it before or after that scope");
+  unannounced_ = false;
   ExpireAll();
 }
 
@@ -534,20 +536,21 @@ uint64_t ShardedModel::Writes() const {
 }
 
 void ShardedModel::ExpireIfChanged() {
+  if (stale_) return ExpireAll();
   // Of kFull nothing is gathered between passes.
-  if (options_.strategy == ShardingStrategy::kFull || unseen_steps_) return ExpireAll();
-  // Ranks with empty parts of all that was trained have seen nothing.
-  const std::string mine = writes_ == Writes() ? kUnchanged : kChanged;
+  if (!unannounced_ || options_.strategy == ShardingStrategy::kFull) return;
+  // Of all ranks, as they compare what they have gathered. Those with empty parts of all that was
+  // trained have seen nothing.
+  const std::string mine = writes_ == Writes() && !unseen_steps_ ? kUnchanged : kChanged;
   bool changed = false;
-  for (const std::string& other : shard_comm_.AllGatherBytes(mine)) {
+  for (const std::string& other : world_.AllGatherBytes(mine)) {
     TORCH_CHECK(other == kUnchanged || other == kChanged,
                 "the ranks of a sharded model are at different places: one begins a forward pass "
                 "(or summon_full_params()) after a backward pass, and another does not; every rank "
                 "must call the model and step its optimizers equally often");
     changed = changed || other == kChanged;
   }
-  if (changed) return ExpireAll();
-  stale_ = false;
+  if (changed) ExpireAll();
 }
 
 void ShardedModel::MarkChanged(const std::vector<at::Tensor>& shards) {
@@ -680,7 +683,8 @@ void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained) {
 
 void ShardedModel::EndOfBackward() {
   open_ = false;
-  stale_ = true;
+  stale_ = stale_ || step_follows_ || options_.strategy == ShardingStrategy::kFull;
+  unannounced_ = true;
   agreed_ = false;
   if (order_.empty()) AgreeOnOrder();
   while (reduced_ < order_.size()) ReduceNext();
@@ -953,7 +957,7 @@ void ShardedModel::Summon(const std::function<void()>& body) {
   ThrowUnsaid();
   if (summons_ == 0) Settle();
   CheckStepped("summon_full_params()");
-  if (stale_ && summons_ == 0) ExpireIfChanged();
+  if (summons_ == 0) ExpireIfChanged();
   // What was written stays, also by a body that throws then, as without sharding. It has counted
   // versions by itself.
   const auto end = [this] {

@@ -95,8 +95,10 @@ class ShardedModel {
   ShardedModel& operator=(const ShardedModel&) = delete;
 
   // A micro-step that does not communicate leaves its gradients with the parameters; the next one
-  // that does reduces the sum.
-  void BeginForward(bool communicate);
+  // that does reduces the sum. `step_follows`: on its backward pass, as far as the caller knows;
+  // gathered parameters count no more after that. Otherwise they do until a rank has changed its
+  // shards. The same on every rank.
+  void BeginForward(bool communicate, bool step_follows = true);
   // In full sharding in place it waits for all ranks; an error is logged, and thrown by what uses
   // the model next.
   void EndForward();
@@ -196,11 +198,12 @@ class ShardedModel {
   // Waits for what an interrupted pass has left under way.
   void Settle();
   void ExpireAll();
-  // (collective) After a backward pass that reduces: does so if the shards of some rank have
-  // changed since the parameters were gathered.
+  // Does so after a backward pass that a step follows, whoever takes it. (collective) After others
+  // until the shards are announced to change: does so if those of some rank have changed since the
+  // parameters were gathered.
   void ExpireIfChanged();
   // Another number once this rank's shards have been written: by operators on them, or by what is
-  // Muster's in this thread. LibTorch's SGD writes `.data()`, which does not show.
+  // Muster's in this process. LibTorch's SGD writes `.data()`, which does not show.
   uint64_t Writes() const;
   void CheckStorage(const std::vector<NamedParameter>& parameters) const;
   void CheckTrained(const std::vector<std::string>& frames) const;
@@ -257,6 +260,9 @@ class ShardedModel {
   bool open_ = false;           // a backward pass that reduces is under way
   // Such a pass has ended since the last gathers: an optimizer may have stepped, whoever holds it.
   bool stale_ = false;
+  // Such a pass has ended since Expire(): the shards may have been changed by others.
+  bool unannounced_ = false;
+  bool step_follows_ = true;  // after the pass that was begun last
   bool unseen_steps_ = false;
   // Writes() before the first gather of what is gathered; absent: some may have been missed.
   std::optional<uint64_t> writes_;

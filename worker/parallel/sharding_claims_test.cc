@@ -7,6 +7,7 @@
 #include <optional>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -25,6 +26,7 @@
 #include "worker/parallel/sharded_model.h"
 #include "worker/parallel/test_net.h"
 #include "worker/train/optimizer.h"
+#include "worker/train/optimizer_handle.h"
 
 namespace muster {
 namespace {
@@ -154,7 +156,7 @@ Traffic Measure(int ranks, ShardingOptions options, int micro_steps = 1, bool sy
     const auto evaluate = [&] {
       const at::NoGradGuard no_grad;
       for (int e = 0; e < evaluations; ++e) {
-        trained.model.BeginForward(true);
+        trained.model.BeginForward(true, /*step_follows=*/false);
         net->forward(Randn({1, kWidth}, 8));
         trained.model.EndForward();
       }
@@ -163,13 +165,14 @@ Traffic Measure(int ranks, ShardingOptions options, int micro_steps = 1, bool sy
       shard.bytes = replicas.bytes = reshard.bytes = 0;
       evaluate();
       for (int m = 0; m < micro_steps; ++m) {
-        trained.model.BeginForward(sync_each || m + 1 == micro_steps);
+        const bool last = m + 1 == micro_steps;
+        trained.model.BeginForward(sync_each || last, last);
         // The first layer has a gradient to pass on, too.
         const at::Tensor x = Randn({1, kWidth}, 7).requires_grad_();
         const at::Tensor loss = net->forward(x).sum();
         trained.model.EndForward();
         loss.backward();
-        evaluate();
+        if (!last) evaluate();
       }
       trained.Step();
     }
@@ -228,6 +231,46 @@ TEST(ShardingTraffic, HybridAndSmallerGroups_AreTheTableToTheByte) {
   EXPECT_EQ(pairs.reshard, (kModelBytes - 2 * kLayerBytes) / 2);
 }
 
+// Also where an evaluation between the backward pass and the step has gathered what was before it,
+// and where ranks see different changes in groups of their own.
+TEST(ShardingTraffic, StepAfterAnEvaluation_IsSeenByEveryRank) {
+  for (const ShardingStrategy strategy :
+       {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients}) {
+    for (const bool in_another_thread : {false, true}) {
+      std::vector<double> losses(4);
+      Groups groups(4, 2);
+      RunRanks(4, [&](Comm& world) {
+        torch::nn::Sequential net = Layers();
+        Sharded trained(*net, {.strategy = strategy, .group_size = 2}, world,
+                        &groups.ShardOf(world.rank(), 2), &groups.ReplicasOf(world.rank(), 2));
+        const auto forward = [&] {
+          trained.model.BeginForward(true);
+          const at::Tensor loss = net->forward(Randn({1, kWidth}, 7)).square().mean();
+          trained.model.EndForward();
+          return loss;
+        };
+        forward().backward();
+        {
+          const at::NoGradGuard no_grad;
+          forward();
+        }
+        if (in_another_thread) {
+          std::thread([&] { trained.sgd.Step(); }).join();
+        } else {
+          const at::NoGradGuard no_grad;
+          for (const at::Tensor& shard : trained.model.shards()) shard.mul_(0.5);
+        }
+        // Of no concern for others, and must not make ranks disagree.
+        if (world.rank() == 0) ForgetCastWeights();
+        losses[world.rank()] = forward().item<double>();
+        const double again = forward().item<double>();
+        EXPECT_EQ(again, losses[world.rank()]);
+      });
+      for (const double loss : losses) EXPECT_EQ(loss, losses[0]);
+    }
+  }
+}
+
 // After a step that nobody has announced, all parameters are gathered again.
 TEST(ShardingTraffic, StepsThatNobodyAnnounces_AreSeenByEveryRank) {
   for (const bool unseen : {false, true}) {
@@ -239,7 +282,7 @@ TEST(ShardingTraffic, StepsThatNobodyAnnounces_AreSeenByEveryRank) {
       if (unseen) trained.model.ExpectUnseenSteps();
       const auto gathered = [&] {
         comm.bytes = 0;
-        trained.model.BeginForward(true);
+        trained.model.BeginForward(true, /*step_follows=*/false);
         const at::Tensor loss = net->forward(Randn({1, kWidth}, 7)).sum();
         trained.model.EndForward();
         const size_t of_forward = comm.bytes;
@@ -478,7 +521,8 @@ Values Train(const Program& program, const ShardingOptions& options) {
       const at::Tensor mine = Inputs(program, step).chunk(world.size())[world.rank()];
       const std::vector<at::Tensor> parts = mine.chunk(program.micro_steps);
       for (int m = 0; m < program.micro_steps; ++m) {
-        trained.model.BeginForward(program.sync_each || m + 1 == program.micro_steps);
+        const bool last = m + 1 == program.micro_steps;
+        trained.model.BeginForward(program.sync_each || last, last);
         const at::Tensor loss = net->Loss(parts[m], step);
         trained.model.EndForward();
         loss.div(program.micro_steps).backward();

@@ -1,9 +1,11 @@
 #include "worker/parallel/weight_changes.h"
 
+#include <atomic>
+
 namespace muster {
 namespace {
 
-thread_local uint64_t changes = 0;
+std::atomic<uint64_t> changes{0};
 
 }  // namespace
 

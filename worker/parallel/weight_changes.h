@@ -5,8 +5,8 @@
 
 namespace muster {
 
-// How often Muster's own code has changed weights in this thread, whichever they are. Versions of
-// tensors do not tell: LibTorch's fused kernels of optimizers leave them alone.
+// How often Muster's own code has changed weights in this process, whichever they are. Versions of
+// tensors do not tell: LibTorch's fused kernels of optimizers leave them alone. Thread-safe.
 uint64_t WeightChanges();
 void NoteWeightChange();
 
