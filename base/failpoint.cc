@@ -145,10 +145,12 @@ struct Armed {
 
 struct State {
   Mutex mu;
+  CondVar changed;  // `reporting` is less
   std::vector<Armed> armed ABSL_GUARDED_BY(mu);
   std::string once_path ABSL_GUARDED_BY(mu);
   std::string report_path ABSL_GUARDED_BY(mu);
   std::set<std::string> reported ABSL_GUARDED_BY(mu);
+  int reporting ABSL_GUARDED_BY(mu) = 0;  // threads that write a report
 };
 
 State& GetState() {
@@ -291,34 +293,54 @@ absl::Status ArmFailpointsFromEnvironment() {
 
 absl::Status failpoint_internal::Hit(const char* name) {
   State& state = GetState();
-  Action action;
+  bool fires = false;
+  Action action = Action::kReport;
   absl::StatusCode code = absl::StatusCode::kOk;
   absl::Duration delay;
   uint64_t at = 0;
+  std::string report_path;
+  std::string once_path;
   {
     MutexLock lock(&state.mu);
-    Armed* found = nullptr;
+    const Armed* found = nullptr;
     for (Armed& armed : state.armed) {
       if (armed.action == Action::kReport) {
         if (armed.info != nullptr && armed.info != FindFailpoint(name)) continue;
-        if (state.reported.insert(name).second) AppendLine(state.report_path, name);
+        if (!state.reported.insert(name).second) continue;
+        report_path = state.report_path;
+        ++state.reporting;
         continue;
       }
       if (name != absl::string_view(armed.info->name)) continue;
       if (++armed.passes == armed.at && found == nullptr) found = &armed;
     }
-    if (found == nullptr || !TakeOnce(state.once_path)) return absl::OkStatus();
-    action = found->action;
-    code = found->code;
-    delay = found->delay;
-    at = found->at;
+    fires = found != nullptr;
+    if (fires) {
+      action = found->action;
+      code = found->code;
+      delay = found->delay;
+      at = found->at;
+      once_path = state.once_path;
+    }
   }
+  // A reader that lets it wait holds up this thread, and no other failpoint.
+  if (!report_path.empty()) {
+    AppendLine(report_path, name);
+    MutexLock lock(&state.mu);
+    --state.reporting;
+    state.changed.SignalAll();
+  }
+  if (!fires || !TakeOnce(once_path)) return absl::OkStatus();
   // Logged before the action: the last line of a process that killed itself has the reason.
   MUSTER_LOG(Warning) << "failpoint " << name << " fires (pass " << at << ")";
   switch (action) {
-    case Action::kKill:
+    case Action::kKill: {
+      // What other threads have passed is in the report.
+      MutexLock lock(&state.mu);
+      while (state.reporting > 0) state.changed.Wait(&state.mu);
       raise(SIGKILL);
       break;
+    }
     case Action::kStop:
       raise(SIGSTOP);
       break;

@@ -8,9 +8,11 @@
 #include <fstream>
 #include <iterator>
 #include <string>
+#include <thread>
 
 #include "absl/status/statusor.h"
 #include "base/test_folder.h"
+#include "base/test_held_report.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -97,6 +99,21 @@ TEST_F(FailpointTest, Report_WritesEachPassedNameOnce) {
   std::ifstream in(report);
   EXPECT_EQ(std::string(std::istreambuf_iterator<char>(in), {}),
             "journal.before_fsync\njournal.commit_begin\n");
+}
+
+// As a reader of the report that does not read it holds up a save, and not the heartbeats.
+TEST_F(FailpointTest, ReportThatIsHeld_HoldsUpItsOwnThreadOnly) {
+  const std::string report = Path("held");
+  HeldReport held(report);
+  ASSERT_TRUE(
+      ArmFailpoints("journal.before_fsync=report,journal.commit_begin=error@2", "", report).ok());
+  std::thread waits([] { EXPECT_TRUE(FailingFunction().ok()); });
+  held.WaitUntilHeld();
+  EXPECT_TRUE(FailingFunction().ok()) << "it is reported once";
+  EXPECT_TRUE(FailingValue().ok());
+  EXPECT_FALSE(FailingValue().ok());
+  held.Release();
+  waits.join();
 }
 
 TEST_F(FailpointTest, WrongText_IsRefusedByName) {

@@ -1,23 +1,31 @@
 // Checkpoints that are damaged after they were complete: who loads finds it, and all ranks take the
 // one before.
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <functional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "ATen/Functions.h"
 #include "base/file.h"
+#include "base/owned_fd.h"
 #include "base/test_folder.h"
 #include "muster/accelerator.h"
 #include "muster/test_ranks.h"
+#include "torch/data/samplers/random.h"
 #include "torch/nn/modules/linear.h"
+#include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/manifest.h"
 
 namespace muster {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Contains;
 using ::testing::HasSubstr;
 
 constexpr int kRanks = 2;
@@ -140,6 +148,126 @@ TEST_P(DamagedCheckpointTest, NamedOrAllThereIs_IsAnErrorAndChangesNothing) {
 
 INSTANTIATE_TEST_SUITE_P(Sharding, DamagedCheckpointTest, testing::Bool(),
                          [](const auto& info) { return info.param ? "Sharded" : "Whole"; });
+
+// Two small checkpoints with every kind of file that a save writes.
+class DamagedFileTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    OnRanks([](Accelerator& a, double& number, const auto& step) {
+      for (number = 0; number < 2; ++number) {
+        step();
+        const absl::Status saved = a.save_state();
+        ASSERT_TRUE(saved.ok()) << saved;
+      }
+    });
+    names_ = *ListDirectory(newest_);
+    for (const char* name :
+         {"custom_checkpoint_0.safetensors", "manifest.json", "model-00001-of-00002.safetensors",
+          "model.safetensors.index.json", "optimizer.safetensors",
+          "optimizer-00002-of-00002.safetensors", "random_states_0.safetensors",
+          "random_states_1.safetensors", "sampler.safetensors", "scaler.json", "scheduler.json"}) {
+      EXPECT_THAT(names_, Contains(name));
+    }
+  }
+
+  // `function` gets a number that is part of the state, and what trains a step.
+  template <class F>
+  void OnRanks(const F& function) {
+    AcceleratorOptions options;
+    options.project.directory = folder_.Path("run");
+    options.mixed_precision = "fp16";
+    options.autocast.enabled = false;  // not on every CPU; the scaler is there
+    options.checkpoint.divide_above = 0;
+    RunAccelerators(kRanks, options, [&](Accelerator& a) {
+      torch::nn::Linear net(3, 5);
+      FusedSGD sgd(net->parameters(), {.lr = 0.1, .momentum = 0.9});
+      auto [model, optimizer, schedule, loader] =
+          a.prepare(net, sgd, StepLR(1, 0.5),
+                    batches(TensorDataset(at::arange(96, at::kFloat).view({32, 3})), 2)
+                        .sampler(torch::data::samplers::RandomSampler(32)));
+      double number = -1;
+      a.register_for_checkpointing(
+          [&] {
+            return PlainState{{"number", {number}}};
+          },
+          [&](const PlainState& state) { number = state.at("number").at(0); });
+      const auto step = [&, &model = model, &optimizer = optimizer, &schedule = schedule,
+                         &loader = loader] {
+        for (auto& batch : loader) {
+          auto scope = a.accumulate();
+          a.backward(model(batch.value()).square().mean());
+          optimizer.step();
+          schedule.step();
+          optimizer.zero_grad();
+          break;
+        }
+      };
+      function(a, number, step);
+    });
+  }
+
+  std::string PathOf(const std::string& name) const { return JoinPath(newest_, name); }
+
+  // Calls `look` with a bit turned at each position, `every` apart.
+  void TurnBits(const std::string& name, off_t every, const std::function<void()>& look) {
+    const OwnedFd file(open(PathOf(name).c_str(), O_RDWR | O_CLOEXEC));
+    ASSERT_TRUE(file.open()) << name;
+    const off_t end = lseek(file.get(), 0, SEEK_END);
+    ASSERT_GT(end, 0) << name;
+    for (off_t at = every == 1 ? 0 : end / 2; at < end && !HasFailure(); at += every) {
+      SCOPED_TRACE(name + " at " + std::to_string(at));
+      char byte;
+      ASSERT_EQ(pread(file.get(), &byte, 1, at), 1);
+      const char turned = static_cast<char>(byte ^ (1 << (at % 8)));
+      ASSERT_EQ(pwrite(file.get(), &turned, 1, at), 1);
+      look();
+      ASSERT_EQ(pwrite(file.get(), &byte, 1, at), 1);
+    }
+  }
+
+  const TestFolder folder_;
+  const std::string newest_ = folder_.Path("run/checkpoints/checkpoint_1");
+  std::vector<std::string> names_;
+};
+
+TEST_F(DamagedFileTest, AnyByteOfAnyFile_IsFoundAndNamed) {
+  const absl::StatusOr<Manifest> manifest = ReadManifest(newest_);
+  ASSERT_TRUE(manifest.ok()) << manifest.status();
+  for (const std::string& name : names_) {
+    const ManifestFile* const file = manifest->Find(name);
+    EXPECT_TRUE(file != nullptr || name == kManifestName) << name;
+    TurnBits(name, 1, [&] {
+      const absl::Status found = file == nullptr
+                                     ? ReadManifest(newest_).status()
+                                     : VerifyCheckpointFile(newest_, *file, VerifyLevel::kContents);
+      EXPECT_FALSE(found.ok());
+      EXPECT_THAT(std::string(found.message()), HasSubstr(PathOf(name)));
+    });
+    TurnBits(name, 1 << 30, [&] {
+      EXPECT_THAT(std::string(VerifyCheckpoint(newest_, VerifyLevel::kContents).status().message()),
+                  HasSubstr(PathOf(name)));
+    });
+  }
+  EXPECT_TRUE(VerifyCheckpoint(newest_, VerifyLevel::kContents).ok());
+}
+
+TEST_F(DamagedFileTest, ALoad_TakesTheOneBeforeForAnyFileThatItReads_AndSaysSo) {
+  for (const std::string& name : names_) {
+    TurnBits(name, 1 << 30, [&] {
+      testing::internal::CaptureStderr();
+      OnRanks([&](Accelerator& a, double& number, const auto&) {
+        const absl::Status loaded = a.load_state();
+        EXPECT_TRUE(loaded.ok()) << loaded;
+        // The index is for other libraries: a load knows the parts by the manifest.
+        EXPECT_EQ(number, name == "model.safetensors.index.json" ? 1 : 0);
+      });
+      const std::string log = testing::internal::GetCapturedStderr();
+      if (name == "model.safetensors.index.json") return;
+      EXPECT_THAT(log, HasSubstr("passing over " + newest_));
+      EXPECT_THAT(log, HasSubstr(PathOf(name)));
+    });
+  }
+}
 
 }  // namespace
 }  // namespace muster

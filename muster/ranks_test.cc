@@ -143,6 +143,39 @@ TEST(Ranks, LoadWeights_ThatFitOnOneRankOnly_AreTheSameErrorOnAllAndChangeNone) 
   EXPECT_EQ(errors[0], errors[1]);
 }
 
+// A checkpoint of another program, of which one model fits.
+TEST(Ranks, LoadState_OneOfTwoModelsDoesNotFit_ChangesNeither_AndTrainingGoesOn) {
+  AcceleratorOptions options;
+  options.project.directory = TestDir("another_model");
+  RunAccelerators(2, options, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [first, second, optimizer] = a.prepare(net, torch::nn::Linear(2, 3), sgd);
+    const at::NoGradGuard no_grad;
+    first->weight.fill_(3);
+    ASSERT_TRUE(a.save_state().ok());
+  });
+  std::vector<std::string> errors(2);
+  RunAccelerators(2, options, [&](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [first, second, optimizer] = a.prepare(net, torch::nn::Linear(2, 4), sgd);
+    {
+      const at::NoGradGuard no_grad;
+      first->weight.fill_(5);
+    }
+    errors[a.process_index()] = a.load_state_if_present().ToString();
+    EXPECT_EQ(net->weight.item<double>(), 5);
+    a.backward(Loss(first(at::ones({1, 1}))));
+    optimizer.step();
+    EXPECT_NE(net->weight.item<double>(), 5);
+    EXPECT_TRUE(a.save_state().ok());
+  });
+  EXPECT_EQ(errors[0], errors[1]);
+  EXPECT_THAT(errors[0], AllOf(HasSubstr("INVALID_ARGUMENT"), HasSubstr("model_1.safetensors"),
+                               HasSubstr("different: ")));
+}
+
 // Trains on `ranks` ranks from the newest checkpoint, if any, until optimizer step `until`; returns
 // the samples in the order of the epoch.
 std::vector<int64_t> TrainUntil(int ranks, const std::string& root, int64_t until,

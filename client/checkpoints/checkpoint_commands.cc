@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -14,8 +15,11 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "base/exit_code.h"
 #include "base/file.h"
+#include "base/json.h"
 #include "base/signature.h"
 #include "base/status_macros.h"
 #include "base/suggest.h"
@@ -32,6 +36,8 @@
 #include "worker/checkpoint/registrar.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/seal.h"
+#include "worker/checkpoint/staging_folder.h"
+#include "worker/checkpoint/unfinished_saves.h"
 #include "worker/checkpoint/weight_files.h"
 #include "worker/checkpoint/weight_writer.h"
 
@@ -53,6 +59,9 @@ bool IsFolder(const std::string& path) {
   struct stat info;
   return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
 }
+
+// Names and messages come from files that others wrote: they must not control the terminal.
+std::string Shown(absl::string_view text) { return Printable(text, /*max_bytes=*/8192); }
 
 std::string Plural(uint64_t count, absl::string_view one) {
   return absl::StrCat(count, " ", one, count == 1 ? "" : "s");
@@ -220,31 +229,76 @@ ordered_json ToJson(const Checkpoint& checkpoint) {
 
 std::string ToText(const Checkpoint& checkpoint) {
   if (!checkpoint.manifest.ok() || !checkpoint.trust.ok()) {
-    return absl::StrCat(checkpoint.path, "  ", StateOf(checkpoint), ": ",
-                        checkpoint.manifest.ok() ? checkpoint.trust.message()
-                                                 : checkpoint.manifest.status().message(),
+    return absl::StrCat(Shown(checkpoint.path), "  ", StateOf(checkpoint), ": ",
+                        Shown(checkpoint.manifest.ok() ? checkpoint.trust.message()
+                                                       : checkpoint.manifest.status().message()),
                         "\n");
   }
   const Manifest& manifest = *checkpoint.manifest;
   return absl::StrCat(
-      checkpoint.path, "  step ", manifest.info.step, "  epoch ", manifest.info.epoch, "  ",
+      Shown(checkpoint.path), "  step ", manifest.info.step, "  epoch ", manifest.info.epoch, "  ",
       manifest.info.world_size == 1 ? "1 process"
                                     : absl::StrCat(manifest.info.world_size, " processes"),
       "  ", Plural(manifest.files.size(), "file"), "  ", HumanBytes(BytesOf(manifest)), "  ",
-      manifest.created, "  ", RegistrationText(checkpoint), "\n");
+      Shown(manifest.created), "  ", RegistrationText(checkpoint), "\n");
 }
 
-int PrintAll(const Call& call, const std::vector<Checkpoint>& checkpoints) {
-  ordered_json list = ordered_json::array();
-  for (const Checkpoint& checkpoint : checkpoints) {
-    if (call.json) {
-      list.push_back(ToJson(checkpoint));
-    } else {
-      call.context.out << ToText(checkpoint);
-    }
+// The saves of `path` that are no checkpoints yet: of its name, in it, and in its "checkpoints".
+absl::StatusOr<std::vector<UnfinishedSave>> FindUnfinished(const std::string& path) {
+  MUSTER_ASSIGN_OR_RETURN(std::vector<UnfinishedSave> saves, UnfinishedSavesOf(path));
+  if (!IsFolder(path) || IsCheckpoint(path)) return saves;
+  for (const std::string& root : {path, JoinPath(path, "checkpoints")}) {
+    if (!IsFolder(root)) continue;
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<UnfinishedSave> more, UnfinishedSavesIn(root));
+    saves.insert(saves.end(), more.begin(), more.end());
   }
-  if (call.json) call.context.out << Dump({{"checkpoints", list}});
-  return kExitOk;
+  return saves;
+}
+
+std::string StateOf(const UnfinishedSave& save) {
+  switch (save.writer) {
+    case FolderWriter::kAlive:
+      return "saving";
+    case FolderWriter::kGone:
+      return "abandoned";
+    case FolderWriter::kUnknown:
+      break;
+  }
+  return "unknown";
+}
+
+// The clocks of file servers may be ahead.
+absl::Duration AgeOf(const UnfinishedSave& save) {
+  return std::max(absl::Now() - save.changed, absl::ZeroDuration());
+}
+
+ordered_json ToJson(const UnfinishedSave& save) {
+  return {{"path", save.path},
+          {"checkpoint", save.checkpoint},
+          {"state", StateOf(save)},
+          {"sealed", save.sealed},
+          {"bytes", save.bytes},
+          {"changed", absl::FormatTime(absl::RFC3339_sec, save.changed, absl::UTCTimeZone())},
+          {"age_s", absl::ToDoubleSeconds(AgeOf(save))}};
+}
+
+std::string ToText(const UnfinishedSave& save) {
+  std::string text = absl::StrCat(Shown(save.path), "  no checkpoint yet, ");
+  switch (save.writer) {
+    case FolderWriter::kAlive:
+      absl::StrAppend(&text, "being saved");
+      break;
+    case FolderWriter::kGone:
+      absl::StrAppend(&text, "abandoned: its process has ended; ",
+                      save.sealed ? "it is sealed, so the next load without a directory renames it"
+                                  : "the next save removes it");
+      break;
+    case FolderWriter::kUnknown:
+      absl::StrAppend(&text, "being saved or abandoned: this machine cannot tell");
+      break;
+  }
+  return absl::StrCat(text, "  ", HumanBytes(save.bytes), " on the disk, changed ",
+                      HumanDuration(AgeOf(save)), " ago\n");
 }
 
 // --- Tensors ---
@@ -305,12 +359,27 @@ absl::Status AskCoordinators(const Call& call, std::vector<Checkpoint>* checkpoi
 
 int RunList(const Call& call) {
   const std::string path = call.line.words.empty() ? "." : call.line.words[0];
+  // First: a save that ends meanwhile is in one of the two lists at least.
+  const auto unfinished = FindUnfinished(path);
   auto found = Find(path, VerifyLevel::kSizes);
+  if (absl::IsNotFound(found.status()) && unfinished.ok() && !unfinished->empty()) {
+    found = std::vector<Checkpoint>();
+  }
   if (!found.ok()) return Fail(call, found.status());
+  if (!unfinished.ok()) return Fail(call, unfinished.status());
   if (const absl::Status asked = AskCoordinators(call, &*found); !asked.ok()) {
     return Fail(call, asked);
   }
-  return PrintAll(call, *found);
+  if (!call.json) {
+    for (const Checkpoint& checkpoint : *found) call.context.out << ToText(checkpoint);
+    for (const UnfinishedSave& save : *unfinished) call.context.out << ToText(save);
+    return kExitOk;
+  }
+  ordered_json checkpoints = ordered_json::array(), saves = ordered_json::array();
+  for (const Checkpoint& checkpoint : *found) checkpoints.push_back(ToJson(checkpoint));
+  for (const UnfinishedSave& save : *unfinished) saves.push_back(ToJson(save));
+  call.context.out << Dump({{"checkpoints", checkpoints}, {"unfinished", saves}});
+  return kExitOk;
 }
 
 int RunInspect(const Call& call) {
@@ -332,8 +401,8 @@ int RunInspect(const Call& call) {
                       {"rank", file.rank},
                       {"bytes", file.digest.bytes},
                       {"xxh3", file.digest.xxh3}});
-      absl::StrAppend(&text, "  ", file.name, "  ", HumanBytes(file.digest.bytes), "  by rank ",
-                      file.rank, "\n");
+      absl::StrAppend(&text, "  ", Shown(file.name), "  ", HumanBytes(file.digest.bytes),
+                      "  by rank ", file.rank, "\n");
     }
     json["files"] = list;
   }
@@ -347,7 +416,7 @@ int RunInspect(const Call& call) {
                          {"dtype", type},
                          {"shape", entry.tensor.shape},
                          {"bytes", WeightFiles::BytesOf(entry)}});
-      absl::StrAppend(&text, in, ": ", entry.tensor.name, "  ", type, " [",
+      absl::StrAppend(&text, Shown(in), ": ", Shown(entry.tensor.name), "  ", type, " [",
                       absl::StrJoin(entry.tensor.shape, ", "), "]\n");
     }
   }
@@ -422,7 +491,7 @@ int RunVerify(const Call& call) {
       if (key.has_value()) json["signed_by_key"] = good;
       list.push_back(std::move(json));
     } else if (good) {
-      call.context.out << checkpoint.path << "  ok, "
+      call.context.out << Shown(checkpoint.path) << "  ok, "
                        << Plural(checkpoint.manifest->files.size(), "file") << ", "
                        << HumanBytes(BytesOf(*checkpoint.manifest))
                        << (key.has_value() ? absl::StrCat(", signed by the key of ", key_file) : "")
@@ -433,6 +502,39 @@ int RunVerify(const Call& call) {
   }
   if (call.json) call.context.out << Dump({{"checkpoints", list}});
   return code;
+}
+
+// The numbers and texts of a file of a checkpoint, an object by name; null if it is for none.
+absl::StatusOr<nlohmann::json> ScalarsOf(const std::string& path) {
+  nlohmann::json scalars;
+  if (absl::EndsWith(path, ".json")) {
+    MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadRecordFile(path));
+    MUSTER_ASSIGN_OR_RETURN(const nlohmann::json all, ParseJson(text, path));
+    if (all.is_object()) scalars = all.value("scalars", nlohmann::json());
+  } else if (absl::EndsWith(path, ".safetensors")) {
+    MUSTER_ASSIGN_OR_RETURN(const SafetensorsHeader header, ReadSafetensorsHeader(path));
+    if (!header.metadata.has_value()) return scalars;
+    const auto found = header.metadata->find("muster.scalars");
+    if (found == header.metadata->end()) return scalars;
+    MUSTER_ASSIGN_OR_RETURN(scalars, ParseJson(found->second, path));
+  }
+  if (scalars.is_null() || scalars.is_object()) return scalars;
+  return absl::DataLossError(absl::StrCat(path, ": its scalars are no object"));
+}
+
+// By file, of those that have any.
+absl::StatusOr<std::map<std::string, nlohmann::json>> ScalarsOfAll(const std::string& path) {
+  MUSTER_ASSIGN_OR_RETURN(const Manifest manifest, VerifyCheckpoint(path, VerifyLevel::kSizes));
+  std::map<std::string, nlohmann::json> scalars;
+  for (const ManifestFile& file : manifest.files) {
+    MUSTER_ASSIGN_OR_RETURN(nlohmann::json of_file, ScalarsOf(JoinPath(path, file.name)));
+    if (!of_file.is_null()) scalars.emplace(file.name, std::move(of_file));
+  }
+  return scalars;
+}
+
+std::string ScalarText(const nlohmann::json& scalar) {
+  return scalar.is_null() ? "nothing" : Printable(scalar.dump(), 200);
 }
 
 int RunDiff(const Call& call) {
@@ -466,7 +568,8 @@ int RunDiff(const Call& call) {
     ordered_json item = {{"what", what}, {"file", file}, {"name", name}};
     item.update(more);
     list.push_back(item);
-    absl::StrAppend(&text, file, file.empty() || name.empty() ? "" : ": ", name, "  ", words, "\n");
+    absl::StrAppend(&text, Shown(file), file.empty() || name.empty() ? "" : ": ", Shown(name), "  ",
+                    words, "\n");
   };
   for (const std::string& file : names) {
     const WeightFiles* const a = pick(*first, file, first_is_weights);
@@ -492,7 +595,10 @@ int RunDiff(const Call& call) {
       } else {
         ordered_json more = {{"elements", difference->elements},
                              {"differing", difference->differing}};
-        if (difference->largest.has_value()) more["largest"] = *difference->largest;
+        if (const std::optional<double> largest = difference->largest; largest.has_value()) {
+          // JSON has no number for it.
+          more["largest"] = std::isinf(*largest) ? ordered_json("inf") : ordered_json(*largest);
+        }
         note("values", file, name,
              absl::StrCat(difference->differing, " of ", difference->elements, " elements differ",
                           difference->largest.has_value()
@@ -504,6 +610,38 @@ int RunDiff(const Call& call) {
     for (const WeightFiles::Entry& entry : b->entries()) {
       if (a->Find(entry.tensor.name) != nullptr) continue;
       note("only_second", file, entry.tensor.name, "only in the second", ordered_json::object());
+    }
+  }
+  if (IsCheckpoint(call.line.words[0]) && IsCheckpoint(call.line.words[1])) {
+    const auto a = ScalarsOfAll(call.line.words[0]), b = ScalarsOfAll(call.line.words[1]);
+    if (!a.ok()) return Fail(call, a.status());
+    if (!b.ok()) return Fail(call, b.status());
+    std::set<std::string> files;
+    for (const auto* all : {&*a, &*b}) {
+      for (const auto& [file, scalars] : *all) files.insert(file);
+    }
+    for (const std::string& file : files) {
+      const auto first_of = a->find(file), second_of = b->find(file);
+      if (first_of == a->end() || second_of == b->end()) {
+        // Files with tensors are named above.
+        if (!absl::EndsWith(file, ".json")) continue;
+        const bool first_only = second_of == b->end();
+        note(first_only ? "only_first" : "only_second", file, "",
+             first_only ? "only in the first" : "only in the second", ordered_json::object());
+        continue;
+      }
+      const nlohmann::json none;  // null, which no scalar is
+      std::set<std::string> scalars;
+      for (const nlohmann::json* all : {&first_of->second, &second_of->second}) {
+        for (const auto& [name, value] : all->items()) scalars.insert(name);
+      }
+      for (const std::string& name : scalars) {
+        const nlohmann::json x = first_of->second.value(name, none);
+        const nlohmann::json y = second_of->second.value(name, none);
+        if (x == y) continue;
+        note("scalar", file, name, absl::StrCat(ScalarText(x), " and ", ScalarText(y)),
+             {{"first", x}, {"second", y}});
+      }
     }
   }
   if (call.json) {
@@ -539,7 +677,7 @@ int Copy(const Call& call, const std::string& from, const std::string& to) {
                    << HumanBytes(copied->bytes) << ", to " << to << " ("
                    << Plural(copied->files.size(), "file") << ")\n";
   for (const std::string& name : copied->left_out) {
-    call.context.out << "left out " << name << ", the same tensor under another name\n";
+    call.context.out << "left out " << Shown(name) << ", the same tensor under another name\n";
   }
   return kExitOk;
 }
@@ -663,11 +801,13 @@ std::vector<Subcommand> Subcommands() {
       {{.name = "muster checkpoints list",
         .summary = "Lists the checkpoints of a folder, with step, epoch and size.",
         .usage = "[FOLDER] [OPTIONS]",
-        .details = "FOLDER holds checkpoint_0, checkpoint_1, ..., or a folder checkpoints with "
-                   "them; by default the current one.\nThe state at the end of a line is that of "
-                   "seal.json, or of the coordinator if one is named or runs the job:\nsealed or "
-                   "published, promoted or held back, pinned, signed; not registered: saved "
-                   "without a coordinator.",
+        .details =
+            "FOLDER holds checkpoint_0, checkpoint_1, ..., or a folder checkpoints with "
+            "them; by default the current one.\nThe state at the end of a line is that of "
+            "seal.json, or of the coordinator if one is named or runs the job:\nsealed or "
+            "published, promoted or held back, pinned, signed; not registered: saved "
+            "without a coordinator.\nSaves that are being written are listed last, and those "
+            "that a process left when it ended; neither is a checkpoint.",
         .options = ConnectionOptions({}),
         .max_words = 1},
        0,
@@ -700,7 +840,8 @@ std::vector<Subcommand> Subcommands() {
       {{.name = "muster checkpoints diff",
         .summary = "Compares the tensors of two checkpoints, or of files of weights.",
         .usage = "FIRST SECOND [OPTIONS]",
-        .details = "Between a checkpoint and bare weights, compares model.safetensors.",
+        .details = "Between two checkpoints, compares also the numbers and texts of their state. "
+                   "Between a checkpoint and bare\nweights, compares model.safetensors.",
         .max_words = 2},
        2,
        RunDiff},
@@ -716,9 +857,10 @@ std::vector<Subcommand> Subcommands() {
       {{.name = "muster checkpoints prune",
         .summary = "Removes the oldest complete checkpoints of a folder.",
         .usage = "FOLDER --keep N [OPTIONS]",
-        .details = "Incomplete ones do not count and stay, and so do those whose seal.json says "
-                   "that they are pinned. A damaged\none stops the command. It contacts no "
-                   "coordinator.",
+        .details =
+            "Incomplete ones and saves that are being written do not count and stay, and so do "
+            "those whose seal.json says\nthat they are pinned. A damaged one stops the "
+            "command. It contacts no coordinator.",
         .options = {{.name = "keep", .value_name = "N", .help = "How many to keep, 1 or more"},
                     {.name = "dry_run", .help = "Print which ones, and remove nothing"}},
         .max_words = 1},

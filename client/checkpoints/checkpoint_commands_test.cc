@@ -1,15 +1,23 @@
 #include "client/checkpoints/checkpoint_commands.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <limits>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "base/exit_code.h"
 #include "base/file.h"
 #include "base/signature.h"
@@ -26,15 +34,16 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using testing_support::GoldenPath;
 using testing_support::TestdataPath;
 using Json = nlohmann::json;
 
-std::string Tensor(const std::string& name, const std::vector<float>& values) {
+std::string Tensor(const std::string& name, const std::vector<float>& values,
+                   const std::optional<SafetensorsMetadata>& metadata = std::nullopt) {
   const std::string bytes(reinterpret_cast<const char*>(values.data()), values.size() * 4);
   return *EncodeSafetensors(
-      {{.name = name, .type = SafetensorsType::kF32, .shape = {values.size()}}}, {bytes},
-      std::nullopt);
+      {{.name = name, .type = SafetensorsType::kF32, .shape = {values.size()}}}, {bytes}, metadata);
 }
 
 class CheckpointCommandsTest : public testing::Test {
@@ -44,13 +53,16 @@ class CheckpointCommandsTest : public testing::Test {
 
   // A checkpoint of a model and a schedule.
   void Save(const std::string& dir, const std::vector<float>& weights, int step) {
+    SaveFiles(dir, step, {{"model.safetensors", Tensor("w", weights)}, {"scheduler.json", "{}"}});
+  }
+  void SaveFiles(const std::string& dir, int step,
+                 const std::vector<std::pair<std::string, std::string>>& files) {
     auto staging = Staging::Create(dir);
     ASSERT_TRUE(staging.ok()) << staging.status();
     Manifest manifest;
     manifest.info.step = step;
     manifest.created = "2026-01-01T00:00:00Z";
-    for (const auto& [name, bytes] : std::vector<std::pair<std::string, std::string>>{
-             {"model.safetensors", Tensor("w", weights)}, {"scheduler.json", "{}"}}) {
+    for (const auto& [name, bytes] : files) {
       ASSERT_TRUE(WriteFileAtomically(JoinPath(staging->path(), name), bytes).ok());
       manifest.files.push_back({.name = name, .rank = 0, .digest = DigestBytes(bytes)});
     }
@@ -139,6 +151,84 @@ TEST_F(CheckpointCommandsTest, List_ShowsEachWithItsState) {
   ExpectRefused({"list", Path("nothing")}, kExitNotFound, "does not exist");
 }
 
+TEST_F(CheckpointCommandsTest, RunningSave_IsListedButIsNoCheckpoint) {
+  ASSERT_TRUE(MakeDirectories(root_).ok());
+  ExpectRefused({"list", root_}, kExitNotFound, "holds no checkpoint_0");
+  std::optional<Staging> first(*Staging::Create(Numbered(0)));
+  // The first of a run.
+  EXPECT_EQ(Run({"list", root_}), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("checkpoint_0.tmp-"));
+  ExpectRefused({"verify", root_}, kExitNotFound, "holds no checkpoint_0");
+  ExpectRefused({"prune", root_, "--keep", "1"}, kExitNotFound, "holds no checkpoint_0");
+  first.reset();
+
+  for (int i = 0; i < 2; ++i) Save(Numbered(i), {1}, i);
+  EXPECT_EQ(RunJson({"list", root_})["unfinished"], Json::array());
+  auto staging = Staging::Create(Numbered(2));
+  ASSERT_TRUE(staging.ok()) << staging.status();
+  ASSERT_TRUE(
+      WriteFileAtomically(JoinPath(staging->path(), "scheduler.json"), std::string(9000, ' '))
+          .ok());
+  for (const std::string& path : {root_, Path("checkpoints")}) {
+    const Json json = RunJson({"list", path});
+    ASSERT_EQ(json["checkpoints"].size(), 2u);
+    ASSERT_EQ(json["unfinished"].size(), 1u);
+    const Json save = json["unfinished"][0];
+    EXPECT_EQ(save["path"], staging->path());
+    EXPECT_EQ(save["checkpoint"], Numbered(2));
+    EXPECT_EQ(save["state"], "saving");
+    EXPECT_EQ(save["sealed"], false);
+    EXPECT_GE(save["bytes"], 9000);
+    EXPECT_GE(save["age_s"], 0);
+  }
+  EXPECT_EQ(Run({"list", root_}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr(staging->path() + "  no checkpoint yet, being saved  "));
+  // Nothing else takes it for one, and nothing removes it.
+  EXPECT_EQ(RunJson({"verify", root_})["checkpoints"].size(), 2u);
+  EXPECT_EQ(RunJson({"prune", root_, "--keep", "1"})["removed"], Json({Numbered(0)}));
+  EXPECT_TRUE(PathExists(JoinPath(staging->path(), "scheduler.json")));
+  Manifest manifest;
+  manifest.files = {{.name = "scheduler.json",
+                     .rank = 0,
+                     .digest = *DigestFile(JoinPath(staging->path(), "scheduler.json"))}};
+  ASSERT_TRUE(staging->Publish(manifest).ok());
+  const Json json = RunJson({"list", root_});
+  EXPECT_EQ(json["checkpoints"].size(), 2u);
+  EXPECT_EQ(json["unfinished"], Json::array());
+}
+
+TEST_F(CheckpointCommandsTest, SaveOfAnotherName_IsListedByIt) {
+  auto staging = Staging::Create(Path("best"));
+  ASSERT_TRUE(staging.ok()) << staging.status();
+  EXPECT_EQ(RunJson({"list", Path("best")})["unfinished"][0]["path"], staging->path());
+  Save(Path("best"), {1}, 1);
+  const Json json = RunJson({"list", Path("best")});
+  EXPECT_EQ(json["checkpoints"].size(), 1u);
+  EXPECT_EQ(json["unfinished"].size(), 1u);
+}
+
+TEST_F(CheckpointCommandsTest, AbandonedSave_IsListedWithItsAge_AndPruneLeavesIt) {
+  Save(Numbered(0), {1}, 0);
+  const std::string left = Numbered(1) + ".tmp-0123456789abcdef";
+  ASSERT_TRUE(MakeDirectories(left).ok());
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(left, "scheduler.json"), "{}").ok());
+  const timespec hours_ago = absl::ToTimespec(absl::Now() - absl::Minutes(125));
+  const timespec times[2] = {hours_ago, hours_ago};
+  for (const std::string& path : {JoinPath(left, "scheduler.json"), left}) {
+    ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), times, 0), 0);
+  }
+  EXPECT_EQ(Run({"list", root_}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr(left + "  no checkpoint yet, abandoned: its process has ended; "
+                                           "the next save removes it  "));
+  EXPECT_THAT(out_.str(), HasSubstr("changed 2h05m ago\n"));
+  EXPECT_EQ(RunJson({"list", root_})["unfinished"][0]["state"], "abandoned");
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(left, kSealName), "{}").ok());
+  EXPECT_EQ(Run({"list", root_}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("the next load without a directory renames it"));
+  EXPECT_EQ(Run({"prune", root_, "--keep", "1"}), kExitOk) << err_.str();
+  EXPECT_TRUE(PathExists(left));
+}
+
 TEST_F(CheckpointCommandsTest, VerifyWithAPublicKey_WantsEveryCheckpointSignedByIt) {
   const std::string key = NewKey(Path("public.pem")), other = NewKey(Path("other.pem"));
   Save(Numbered(0), {1}, 10);
@@ -208,6 +298,19 @@ TEST_F(CheckpointCommandsTest, Inspect_ShowsFilesAndTensorsOfEveryFormat) {
   ExpectRefused({"inspect", TestdataPath("torch_files/evil.bin")}, kExitUsage, "posix.system");
 }
 
+// Files may be anybody's.
+TEST_F(CheckpointCommandsTest, NamesInFiles_DoNotControlTheTerminal) {
+  SaveFiles(Numbered(0), 1, {{"model.safetensors", Tensor("\x1b[2Jw", {1})}});
+  SaveFiles(Numbered(1), 1, {{"model.safetensors", Tensor("\x1b[2Jv", {1})}});
+  for (const std::vector<std::string>& args :
+       {std::vector<std::string>{"inspect", Numbered(0)}, {"diff", Numbered(0), Numbered(1)}}) {
+    Run(args);
+    EXPECT_THAT(out_.str(), HasSubstr("model.safetensors: \\x1b[2Jw"));
+    EXPECT_THAT(out_.str(), Not(HasSubstr("\x1b")));
+  }
+  EXPECT_EQ(RunJson({"inspect", Numbered(0)})["tensors"][0]["name"], "\x1b[2Jw");
+}
+
 TEST_F(CheckpointCommandsTest, Verify_NamesTheDamagedFile) {
   Save(Numbered(0), {1}, 1);
   Save(Numbered(1), {2}, 2);
@@ -239,6 +342,84 @@ TEST_F(CheckpointCommandsTest, Diff_CountsElementsAndTheLargestDistance) {
       << out_.str();
   EXPECT_EQ(Run({"diff", TestdataPath("torch_files/types.bin"), model}), kExitJobFailed);
   EXPECT_THAT(out_.str(), HasSubstr("w  only in the second"));
+}
+
+// What is no tensor makes two checkpoints differ too.
+TEST_F(CheckpointCommandsTest, Diff_ComparesTheNumbersAndTextsOfTheState) {
+  const auto optimizer = [](const std::string& scalars) {
+    return Tensor("m", {1}, SafetensorsMetadata{{"muster.scalars", scalars}});
+  };
+  SaveFiles(Numbered(0), 1,
+            {{"optimizer.safetensors", optimizer(R"({"lr":0.5,"steps":3})")},
+             {"scaler.json", R"({"scalars":{"scale":2}})"},
+             {"scheduler.json", R"({"scalars":{"last_epoch":1,"name":"step"}})"}});
+  SaveFiles(Numbered(1), 1,
+            {{"optimizer.safetensors", optimizer(R"({"lr":0.5,"steps":4})")},
+             {"scheduler.json", R"({"scalars":{"last_epoch":1,"extra":"\u001b[2J"}})"}});
+  EXPECT_EQ(Run({"diff", Numbered(0), Numbered(0)}), kExitOk) << out_.str();
+  EXPECT_EQ(Run({"diff", Numbered(0), Numbered(1)}), kExitJobFailed);
+  EXPECT_EQ(out_.str(),
+            "optimizer.safetensors: steps  3 and 4\n"
+            "scaler.json  only in the first\n"
+            "scheduler.json: extra  nothing and \"\\u001b[2J\"\n"
+            "scheduler.json: name  \"step\" and nothing\n"
+            "1 tensor equal, 4 differences\n");
+  const Json json = RunJson({"diff", Numbered(0), Numbered(1)}, kExitJobFailed);
+  EXPECT_EQ(json["equal"], false);
+  EXPECT_EQ(json["differences"][0], Json({{"what", "scalar"},
+                                          {"file", "optimizer.safetensors"},
+                                          {"name", "steps"},
+                                          {"first", 3},
+                                          {"second", 4}}));
+  EXPECT_EQ(json["differences"][3]["second"], nullptr);
+}
+
+TEST_F(CheckpointCommandsTest, Diff_OddInput_IsOneLineOrSaidInJson) {
+  Save(Numbered(0), {1, 2}, 1);
+  Save(Numbered(1), {1, std::numeric_limits<float>::quiet_NaN()}, 1);
+  EXPECT_EQ(
+      RunJson({"diff", Numbered(0), Numbered(1)}, kExitJobFailed)["differences"][0]["largest"],
+      "inf");
+  EXPECT_EQ(RunJson({"diff", Numbered(1), Numbered(1)})["equal"], true);
+  Save(Numbered(2), {1, 2, 3}, 1);
+  EXPECT_EQ(RunJson({"diff", Numbered(0), Numbered(2)}, kExitJobFailed)["differences"][0]["shapes"],
+            "F32 [2] and F32 [3]");
+  // Nothing, a path with a byte that is no text, and what is half there.
+  ExpectRefused({"diff", Numbered(0), Path("nothing"), "-o", "json"}, kExitNotFound, "nothing");
+  ExpectRefused({"diff", Path("n\xff"), Numbered(0), "-o", "json"}, kExitNotFound, "n");
+  ASSERT_TRUE(MakeDirectories(Numbered(3)).ok());
+  ExpectRefused({"diff", Numbered(3), Numbered(0)}, kExitNotFound, "holds no weights");
+  ASSERT_TRUE(RemoveTree(JoinPath(Numbered(2), "scheduler.json")).ok());
+  ExpectRefused({"diff", Numbered(0), Numbered(2)}, kExitJobFailed, "scheduler.json: is missing");
+  for (const char* scalars : {"[]", "{", "7"}) {
+    SaveFiles(Numbered(4), 1, {{"scheduler.json", absl::StrCat("{\"scalars\":", scalars, "}")}});
+    EXPECT_NE(Run({"diff", Numbered(4), Numbered(4)}), kExitOk);
+    EXPECT_THAT(err_.str(), HasSubstr("scheduler.json"));
+  }
+}
+
+TEST_F(CheckpointCommandsTest, Export_OddInput_IsOneLine) {
+  Save(Numbered(0), {1, 2}, 1);
+  for (const char* model : {"-1", "x", "99999999999999999999", ""}) {
+    ExpectRefused({"export", Numbered(0), Path("out"), "--model", model, "-o", "json"}, kExitUsage,
+                  "write its number, from 0");
+  }
+  ExpectRefused({"export", Path("nothing"), Path("out"), "-o", "json"}, kExitNotFound,
+                "does not exist");
+  ExpectRefused({"export", root_, Path("out"), "-o", "json"}, kExitNotFound,
+                "is not a complete checkpoint");
+  ASSERT_TRUE(WriteFileAtomically(Path("file"), "mine").ok());
+  for (const std::string& to : {Path("file"), Path("file/below"), Path("file/below.safetensors"),
+                                std::string("/proc/out"), std::string("")}) {
+    EXPECT_NE(Run({"export", Numbered(0), to, "-o", "json"}), kExitOk) << to;
+    const std::string text = err_.str();
+    EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1) << text;
+    EXPECT_EQ(out_.str(), "");
+  }
+  EXPECT_EQ(*ReadFile(Path("file")), "mine");
+  const Json json = RunJson({"export", Numbered(0), Path("n\xff")});
+  EXPECT_EQ(json["files"], Json({"model.safetensors"}));
+  EXPECT_TRUE(PathExists(Path("n\xff/model.safetensors")));
 }
 
 TEST_F(CheckpointCommandsTest, Diff_UnderstandsHalves) {

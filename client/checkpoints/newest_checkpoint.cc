@@ -17,7 +17,8 @@ absl::StatusOr<std::optional<FoundCheckpoint>> NewestCheckpoint(const std::strin
   for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) {
     const std::string path = checkpoints.PathOf(*number);
     const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
-    if (seal.ok() && !seal->promoted) continue;
+    // One whose record cannot be read may be held back.
+    if (seal.ok() ? !seal->promoted : !absl::IsNotFound(seal.status())) continue;
     const absl::StatusOr<Manifest> manifest = ReadManifest(path);
     if (manifest.ok()) return FoundCheckpoint{path, manifest->info.step};
   }

@@ -38,6 +38,8 @@ TEST(NewestCheckpointTest, NewestThatIsReadable_AndNotHeldBack_IsTaken) {
   ASSERT_TRUE(WriteSeal(folder.Path("checkpoint_11"), held_back).ok());
   EXPECT_EQ(newest()->path, folder.Path("checkpoint_10"));
   EXPECT_EQ(newest()->step, 1000);
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("checkpoint_10/seal.json"), "{").ok());
+  EXPECT_EQ(newest()->path, folder.Path("checkpoint_2"));
 }
 
 // As one that may not be read: nobody knows what is in it.

@@ -11,10 +11,16 @@
 #include "absl/strings/string_view.h"
 #include "base/exit_code.h"
 #include "base/suggest.h"
+#include "base/text.h"
 #include "proto/muster/v1/error.pb.h"
 #include "rpc/status.h"
 
 namespace muster::client {
+namespace {
+
+constexpr size_t kLongestMessage = 64 << 10;
+
+}  // namespace
 
 bool IsDiskFull(const absl::Status& status) {
   // By the system's words, which every error of a file has at its end.
@@ -49,7 +55,10 @@ int Begin(const CommandSpec& spec, const std::vector<std::string>& args,
 
 int Fail(const CommandSpec& spec, const CommandContext& context, const absl::Status& status,
          int code) {
-  context.err << spec.name << ": " << absl::StrReplaceAll(status.message(), {{"\n", " "}}) << "\n";
+  // It may have names of files and tensors that others made.
+  context.err << spec.name << ": "
+              << Printable(absl::StrReplaceAll(status.message(), {{"\n", " "}}), kLongestMessage)
+              << "\n";
   // No bug, and nothing that another start cures.
   return code == kExitInternal && IsDiskFull(status) ? kExitLimit : code;
 }

@@ -56,6 +56,11 @@ TEST_F(CommandTest, Fail_MessageOfTwoLines_IsOne) {
   EXPECT_EQ(err_.str(), "muster greet: no job\n");
 }
 
+TEST_F(CommandTest, Fail_NamesOfFiles_DoNotControlTheTerminal) {
+  Fail(spec_, context_, absl::NotFoundError("no \x1b[2J\xff"), kExitNotFound);
+  EXPECT_EQ(err_.str(), "muster greet: no \\x1b[2J\\xff\n");
+}
+
 TEST_F(CommandTest, FullDisk_IsNoBug) {
   const auto code = [&](int error) {
     return FailCall(spec_, context_, absl::ErrnoToStatus(error, "cannot write config.yaml"));

@@ -958,6 +958,21 @@ ordered_json RecordJson(const v1::CheckpointRecord& record) {
           {"previous_sha256", absl::BytesToHexString(record.previous_sha256())}};
 }
 
+// The save that is being written, in the form of a record: it has no id, and nothing may take it.
+ordered_json RunningJson(const v1::JobStatus& job) {
+  v1::CheckpointRecord record;
+  record.set_path(job.save().path());
+  record.set_step(job.save().step());
+  record.set_bytes(job.save().bytes());
+  record.set_ranks(job.saving());
+  record.set_generation(job.generation());
+  ordered_json json = RecordJson(record);
+  json["id"] = nullptr;
+  json["state"] = "saving";
+  json["save"] = SaveJson(job);
+  return json;
+}
+
 // Records come from workers: their names must not control the terminal.
 std::string PathText(absl::string_view path) { return Printable(path, /*max_bytes=*/8192); }
 
@@ -1066,7 +1081,10 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
       absl::StrAppend(&text, RecordText(record));
     }
     // Not a record yet.
-    if (format != "json") absl::StrAppend(&text, SaveText(StatusOfJob(connection, job)));
+    if (const v1::JobStatus status = StatusOfJob(connection, job); status.has_save()) {
+      all.push_back(RunningJson(status));
+      absl::StrAppend(&text, SaveText(status));
+    }
     context.out << (format == "json" ? Dump(all) : text);
     return kExitOk;
   }

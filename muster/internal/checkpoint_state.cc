@@ -166,6 +166,16 @@ bool OnAnyProcess(Comm& comm, bool here) {
   return anywhere;
 }
 
+// Of `file`. `hooks`: they may have left tensors out, or all.
+void LoadModel(ModelSlot& model, const NamedTensors& weights, const std::string& file, bool hooks,
+               bool check_only) {
+  if (weights.empty() && hooks) return;
+  const FullWeights targets(model, /*keep=*/true);
+  ThrowIfError(LoadTensors(weights, targets.tensors(), file,
+                           {.allow_missing = hooks, .check_only = check_only}));
+  if (!check_only) targets.Store();
+}
+
 // The first failure. Each is in the log since the save ended.
 absl::Status FirstFailure(const std::vector<AsyncSaver::Outcome>& outcomes) {
   for (const AsyncSaver::Outcome& outcome : outcomes) {
@@ -1298,12 +1308,9 @@ void CheckpointState::ApplyObjects(const StateReader& reader, const Loaded& load
       loaded.shards[i]->Store();
       continue;
     }
-    if (loaded.weights[i].empty() && !load_hooks_.empty()) continue;
-    const FullWeights targets(*registry_.models()[i], /*keep=*/true);
-    ThrowIfError(LoadTensors(loaded.weights[i], targets.tensors(),
-                             absl::StrCat(reader.dir(), "/", ModelFileName(i)),
-                             {.allow_missing = !load_hooks_.empty()}));
-    targets.Store();
+    LoadModel(*registry_.models()[i], loaded.weights[i],
+              JoinPath(reader.dir(), ModelFileName(static_cast<int>(i))), !load_hooks_.empty(),
+              /*check_only=*/false);
   }
   for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
     ThrowIfError(Try(OptimizerFileName(i), [&] {
@@ -1567,7 +1574,17 @@ CheckpointState::Loaded CheckpointState::CheckAndReadAll(StateReader& reader) co
   // Every file is read and checked before anything changes, so that a damaged one leaves the state
   // as it was; and a process that cannot go on must not leave the others in their next collective.
   ThrowIfAnyFailed(Guard([&] { CheckPrepared(reader); }));
-  return ReadAll(reader);
+  Loaded loaded = ReadAll(reader);
+  // Nor does one model change if another one does not fit, here or on another process.
+  ThrowIfAnyFailed(Guard([&] {
+    for (size_t i = 0; i < registry_.models().size(); ++i) {
+      if (registry_.models()[i]->sharded() != nullptr) continue;
+      LoadModel(*registry_.models()[i], loaded.weights[i],
+                JoinPath(reader.dir(), ModelFileName(static_cast<int>(i))), !load_hooks_.empty(),
+                /*check_only=*/true);
+    }
+  }));
+  return loaded;
 }
 
 int64_t CheckpointState::NewestStepOnDisk(const CheckpointFolder& folder) const {

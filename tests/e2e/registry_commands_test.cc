@@ -261,6 +261,16 @@ TEST_F(RegistryCommandsTest, Mistakes_AreOneLineEach) {
   EXPECT_THAT(error_, HasSubstr("job night has no checkpoint checkpoint_7"));
   Run({"registered", "day"}, 3);
   EXPECT_THAT(error_, HasSubstr("day"));
+  EXPECT_EQ(RunJson({"pin", "night", "checkpoint_1"})["pinned"], true);
+  EXPECT_EQ(RunJson({"pin", "night", "checkpoint_1"})["pinned"], true) << "again";
+  // Nothing that a script could take for an answer.
+  for (const char* word : {"", " ", "0", "99999999999999999999", "checkpoint", "/", "\xff\n"}) {
+    EXPECT_EQ(Run({"pin", "night", word, "-o", "json"}, 3), "") << word;
+    EXPECT_THAT(error_, AllOf(HasSubstr("job night has no checkpoint "), Not(HasSubstr("\n"))));
+  }
+  EXPECT_EQ(Run({"pin", "night", "checkpoint_1", "-o", "yaml"}, 2), "");
+  EXPECT_EQ(Run({"pin", "night", "checkpoint_1", "again"}, 2), "");
+  EXPECT_EQ(RunJson({"unpin", "night", "checkpoint_1"})["pinned"], false);
   Run({"pin", "night"}, 2);
   EXPECT_THAT(error_, HasSubstr("write muster checkpoints pin JOB CHECKPOINT"));
   server_->Shutdown();

@@ -16,7 +16,6 @@
 #include "c10/util/Exception.h"
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/node_group.h"
-#include "worker/checkpoint/polite_pace.h"
 
 namespace muster {
 namespace {
@@ -52,9 +51,8 @@ AsyncSaver::AsyncSaver(std::unique_ptr<Comm> comm, const Options& options)
       in_flight_(options.in_flight),
       lazy_(options.lazy),
       rank_(comm_->rank()),
-      share_(options.max_bytes_per_second > 0
-                 ? 0
-                 : kShareOfCores * at::get_num_threads() / std::max(options.in_flight, 1)) {
+      polite_(options.max_bytes_per_second <= 0),
+      writers_(kShareOfCores * at::get_num_threads(), options.in_flight) {
   for (int i = 0; i < kSnapshots; ++i) idle_.push_back(std::make_unique<Snapshot>());
   if (lazy_) copier_ = std::thread([this] { RunCopies(); });
   thread_ = std::thread([this] { Run(); });
@@ -233,15 +231,14 @@ bool AsyncSaver::busy() const {
 }
 
 PolitePace& AsyncSaver::PaceOfThisThread() const {
-  // Most threads that write live as long as a file is written; the one of this object writes small
-  // files.
+  // Most threads that write live as long as a file is written; the one of this object lives on.
   thread_local std::optional<PolitePace> pace;
-  if (!pace.has_value()) pace.emplace(share_);
+  if (!pace.has_value()) pace.emplace(writers_.ShareOfThisThread());
   return *pace;
 }
 
 void AsyncSaver::RestIfCoresAreWanted() {
-  if (share_ <= 0) return;
+  if (!polite_) return;
   const std::optional<PolitePace::CpuTimes> times = PolitePace::OfThisThread();
   if (!times.has_value()) return;
   limiter_.Wait(PaceOfThisThread().Rest(*times, clock_.Now()));
@@ -253,7 +250,7 @@ absl::Status AsyncSaver::WriteFiles(const Save& save, std::vector<ManifestFile>*
   MUSTER_RETURN_IF_ERROR(save.staged->CheckVisible());
   DirectFileOptions options{
       .in_flight = in_flight_, .limiter = &limiter_, .abandoned = &abandoned_};
-  if (const auto times = PolitePace::OfThisThread(); share_ > 0 && times.has_value()) {
+  if (const auto times = PolitePace::OfThisThread(); polite_ && times.has_value()) {
     PaceOfThisThread().Begin(*times, clock_.Now());
   }
   options.wrote = [&](uint64_t bytes) {
@@ -287,6 +284,7 @@ absl::Status AsyncSaver::Persist(Save& save) {
 
 void AsyncSaver::Run() {
   LowerThreadPriority(kPersistNice);
+  writers_.WriteFromThisThread();
   while (true) {
     std::unique_ptr<Save> save;
     {

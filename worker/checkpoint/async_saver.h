@@ -20,6 +20,7 @@
 #include "base/mutex.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/polite_pace.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/save_progress.h"
 #include "worker/checkpoint/snapshot.h"
@@ -28,8 +29,6 @@
 #include "worker/collective/comm.h"
 
 namespace muster {
-
-class PolitePace;
 
 // Saves checkpoints beside training. A save copies this rank's state into memory, which is all that
 // training waits for. What only the optimizer changes is copied by a thread while training
@@ -143,7 +142,8 @@ class AsyncSaver {
   const int in_flight_;
   const bool lazy_;
   const int rank_;
-  const double share_;  // of a core, for each thread that writes; 0: a rate limit says how fast
+  const bool polite_;  // else a rate limit says how fast
+  PoliteWriters writers_;
   const Clock& clock_ = Clock::Real();
 
   // One thread at a time changes the folders beside the checkpoints (a staging folder of a dead

@@ -33,7 +33,9 @@ struct DirectFileOptions {
   RateLimiter* limiter = nullptr;
   // Of writes: once it is true no further block is written. Null: never.
   const std::atomic<bool>* abandoned = nullptr;
-  // Of writes: called when so many bytes more are in the file, from the threads that write.
+  // Of writes: called when so many bytes more are in the file, by the thread that wrote them: one
+  // of `in_flight` that WriteDirectFile() starts, or the caller's, alone, through the cache or if
+  // there is a single block.
   std::function<void(uint64_t bytes)> wrote = nullptr;
   // Null: the system's own.
   const DirectFileSystem* system = nullptr;

@@ -11,7 +11,9 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/cleanup/cleanup.h"
@@ -28,7 +30,11 @@ namespace muster {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
 
 constexpr size_t kBlock = 3 * kDirectAlignment;
 
@@ -152,6 +158,32 @@ TEST_P(DirectWriteTest, FilesThroughTheCache_AreWrittenFromOneThreadAtATime) {
     return n;
   };
   ExpectWritten(40 * kBlock + 5000);
+}
+
+// What the pace of a save beside training goes by.
+TEST_F(DirectFileTest, ThreadThatWrote_IsTheCallersAloneThroughTheCache_AndAStartedOnePastIt) {
+  Mutex mu;
+  std::set<std::thread::id> wrote;
+  options_.wrote = [&](uint64_t) {
+    MutexLock lock(&mu);
+    wrote.insert(std::this_thread::get_id());
+  };
+  const auto write = [&](size_t bytes, bool direct) {
+    // Direct I/O is what the file system says that it is.
+    system_.open = [direct](const char* path, int flags, mode_t mode) {
+      if (direct || (flags & O_DIRECT) == 0) return ::open(path, flags & ~O_DIRECT, mode);
+      errno = EINVAL;
+      return -1;
+    };
+    wrote.clear();
+    EXPECT_EQ(ExpectWritten(bytes).direct, direct);
+    return wrote;
+  };
+  const std::thread::id caller = std::this_thread::get_id();
+  EXPECT_THAT(write(40 * kBlock, false), ElementsAre(caller));
+  EXPECT_THAT(write(kBlock, false), ElementsAre(caller));
+  EXPECT_THAT(write(kBlock, true), ElementsAre(caller));
+  EXPECT_THAT(write(40 * kBlock, true), AllOf(Not(IsEmpty()), Not(Contains(caller))));
 }
 
 TEST_P(DirectWriteTest, FileSystemThatIsFullLater_IsAnErrorWithTheOffset) {

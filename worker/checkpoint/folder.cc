@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -26,27 +25,15 @@
 #include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/staging_folder.h"
 
 namespace muster {
 namespace {
 
 constexpr absl::string_view kNumbered = "checkpoint_";
-constexpr absl::string_view kTemporary = ".tmp-";
-constexpr absl::string_view kReplaced = ".old-";
 
 std::string Numbered(absl::string_view stem, int index, absl::string_view extension) {
   return index == 0 ? absl::StrCat(stem, extension) : absl::StrCat(stem, "_", index, extension);
-}
-
-// Whether `name` is STEM + mark + 16 hexadecimal digits.
-bool HasSuffix(absl::string_view name, absl::string_view stem, absl::string_view mark) {
-  if (!absl::ConsumePrefix(&name, stem) || !absl::ConsumePrefix(&name, mark)) return false;
-  return name.size() == 16 && std::all_of(name.begin(), name.end(), absl::ascii_isxdigit);
-}
-
-// The part before the mark; all of `name` without one.
-absl::string_view StemOf(absl::string_view name, absl::string_view mark) {
-  return name.substr(0, name.find(mark));
 }
 
 bool ParseNumber(absl::string_view name, int64_t* number) {
@@ -68,21 +55,13 @@ absl::Status RenamePath(const std::string& from, const std::string& to) {
 // Puts `from` in the place of the folder `to`; returns where that one is then.
 absl::StatusOr<std::string> Exchange(const std::string& from, const std::string& to) {
   if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0) return from;
-  std::string aside = absl::StrCat(to, kReplaced, RandomHex());
+  std::string aside = absl::StrCat(to, kReplacedMark, RandomHex());
   MUSTER_RETURN_IF_ERROR(RenamePath(to, aside));
   if (const absl::Status renamed = RenamePath(from, to); !renamed.ok()) {
     MUSTER_RETURN_IF_ERROR(RenamePath(aside, to));
     return renamed;
   }
   return aside;
-}
-
-// Takes the lock that says that a live process writes into the folder; -1 if another has it.
-int LockFolder(const std::string& path) {
-  const int fd = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) == 0) return fd;
-  if (fd >= 0) close(fd);
-  return -1;
 }
 
 // Where a file system cannot exchange two folders, a crash can come between moving the old one away
@@ -93,7 +72,7 @@ absl::Status PutBackReplaced(const std::string& dir) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
   if (!names.ok()) return absl::OkStatus();
   for (const std::string& name : *names) {
-    if (!HasSuffix(name, BaseName(dir), kReplaced)) continue;
+    if (!HasMark(name, BaseName(dir), kReplacedMark)) continue;
     MUSTER_LOG(Warning) << "putting " << JoinPath(parent, name) << " back to " << dir
                         << ": a save that was to replace it did not finish";
     // Two readers may try at once; one of them finds it done.
@@ -114,7 +93,7 @@ void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
   }
   for (const std::string& name : *names) {
     const std::string target = JoinPath(new_dir, name);
-    if (own.contains(name) || absl::StrContains(name, kTemporary) || PathExists(target)) continue;
+    if (own.contains(name) || absl::StrContains(name, kStagingMark) || PathExists(target)) continue;
     if (const absl::Status moved = RenamePath(JoinPath(old_dir, name), target); !moved.ok()) {
       MUSTER_LOG(Warning) << moved.message();
     }
@@ -136,10 +115,10 @@ void RemoveAbandoned(const std::string& dir) {
   if (!names.ok()) return;
   const std::string own = BaseName(dir);
   for (const std::string& name : *names) {
-    const bool replaced = HasSuffix(name, StemOf(name, kReplaced), kReplaced);
-    const absl::string_view stem = StemOf(name, replaced ? kReplaced : kTemporary);
+    const bool replaced = HasMark(name, StemOf(name, kReplacedMark), kReplacedMark);
+    const absl::string_view stem = StemOf(name, replaced ? kReplacedMark : kStagingMark);
     int64_t number = 0;
-    if (!replaced && !HasSuffix(name, stem, kTemporary)) continue;
+    if (!replaced && !HasMark(name, stem, kStagingMark)) continue;
     if (stem != own && !ParseNumber(stem, &number)) continue;
     const std::string path = JoinPath(parent, name);
     // The only copy there is: it is put back when it is looked for.
@@ -284,7 +263,7 @@ absl::StatusOr<Staging> Staging::Create(const std::string& wanted) {
     }
   }
   RemoveAbandoned(dir);
-  std::string path = absl::StrCat(dir, kTemporary, RandomHex());
+  std::string path = NewStagingPath(dir);
   if (mkdir(path.c_str(), 0777) != 0) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot make folder ", path));
   }
@@ -335,7 +314,7 @@ absl::StatusOr<Staging> Staging::TakeOver(const std::string& wanted, const std::
   // Its writer may have ended between the parts of WriteFileAtomically.
   for (const std::string& name : ListDirectory(path).value_or(std::vector<std::string>())) {
     const std::string left = JoinPath(path, name);
-    if (!HasSuffix(name, StemOf(name, kTemporary), kTemporary)) continue;
+    if (!HasMark(name, StemOf(name, kStagingMark), kStagingMark)) continue;
     if (unlink(left.c_str()) != 0) {
       MUSTER_LOG(Warning) << "cannot remove " << left
                           << ", which the writer of the checkpoint left";
@@ -421,7 +400,8 @@ std::vector<std::string> CopiesOf(const std::string& dir) {
   if (!names.ok()) return copies;
   for (const std::string& name : *names) {
     const std::string path = JoinPath(parent, name);
-    if ((HasSuffix(name, BaseName(dir), kTemporary) || HasSuffix(name, BaseName(dir), kReplaced)) &&
+    if ((HasMark(name, BaseName(dir), kStagingMark) ||
+         HasMark(name, BaseName(dir), kReplacedMark)) &&
         PathExists(JoinPath(path, kManifestName))) {
       copies.push_back(path);
     }
@@ -450,8 +430,8 @@ absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Numbers() const {
   MUSTER_RETURN_IF_ERROR(names.status());
   for (const std::string& name : *names) {
     int64_t number = 0;
-    const absl::string_view stem = StemOf(name, kReplaced);
-    const bool replaced = stem != name && HasSuffix(name, stem, kReplaced);
+    const absl::string_view stem = StemOf(name, kReplacedMark);
+    const bool replaced = stem != name && HasMark(name, stem, kReplacedMark);
     if (ParseNumber(replaced ? stem : absl::string_view(name), &number) &&
         IsFolder(JoinPath(root_, name))) {
       numbers.push_back(number);
@@ -502,7 +482,7 @@ absl::Status RemoveCheckpoint(const std::string& dir) {
   if (unlink(seal.c_str()) != 0 && errno != ENOENT) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot remove ", seal));
   }
-  const std::string doomed = absl::StrCat(dir, kTemporary, RandomHex());
+  const std::string doomed = NewDoomedPath(dir);
   MUSTER_RETURN_IF_ERROR(RenamePath(dir, doomed));
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_doomed");
   return RemoveTree(doomed);
@@ -531,10 +511,10 @@ void CheckpointFolder::PublishSealed() const {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(root_);
   if (!names.ok()) return;
   for (const std::string& name : *names) {
-    const absl::string_view stem = StemOf(name, kTemporary);
+    const absl::string_view stem = StemOf(name, kStagingMark);
     int64_t number = 0;
     const std::string path = JoinPath(root_, name);
-    if (!HasSuffix(name, stem, kTemporary) || !ParseNumber(stem, &number) ||
+    if (!HasMark(name, stem, kStagingMark) || !ParseNumber(stem, &number) ||
         !PathExists(JoinPath(path, kSealName)) || PathExists(PathOf(number))) {
       continue;
     }

@@ -47,4 +47,11 @@ absl::Duration PolitePace::Rest(const CpuTimes& times, absl::Time now) {
   return rest;
 }
 
+PoliteWriters::PoliteWriters(double share, int threads)
+    : share_(share), threads_(std::max(threads, 1)) {}
+
+double PoliteWriters::ShareOfThisThread() const {
+  return std::this_thread::get_id() == main_ ? share_ : share_ / threads_;
+}
+
 }  // namespace muster

@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_CHECKPOINT_POLITE_PACE_H_
 
 #include <optional>
+#include <thread>
 
 #include "absl/time/time.h"
 
@@ -35,6 +36,27 @@ class PolitePace {
   const double share_;
   CpuTimes last_ = {};
   absl::Time rested_ = absl::InfinitePast();  // the end of the last rest
+};
+
+// What each thread that writes a save takes, so that all of them together take one share. One
+// thread goes through the files: it writes alone what goes through the page cache and what is a
+// single block, and starts threads for the rest (DirectFileOptions::wrote). Thread-safe after
+// WriteFromThisThread().
+class PoliteWriters {
+ public:
+  // `share`: of one core, for all of them. `threads`: those that are started at a time.
+  PoliteWriters(double share, int threads);
+
+  // This is the thread that goes through the files. Call it before any other thread writes.
+  void WriteFromThisThread() { main_ = std::this_thread::get_id(); }
+
+  // For PolitePace.
+  double ShareOfThisThread() const;
+
+ private:
+  const double share_;
+  const int threads_;
+  std::thread::id main_;
 };
 
 }  // namespace muster

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <optional>
+#include <thread>
 
 namespace muster {
 namespace {
@@ -67,6 +68,15 @@ TEST(PolitePaceTest, ThisThread_HasRun) {
     EXPECT_GE(times->ran, absl::ZeroDuration());
     EXPECT_GE(times->waited, absl::ZeroDuration());
   }
+}
+
+// A file system that refuses direct I/O takes a file from one thread, which has what several have
+// elsewhere.
+TEST(PoliteWritersTest, ThreadThatWritesAlone_HasTheWholeShare) {
+  PoliteWriters writers(0.04, 2);
+  writers.WriteFromThisThread();
+  EXPECT_EQ(writers.ShareOfThisThread(), 0.04);
+  std::thread([&] { EXPECT_EQ(writers.ShareOfThisThread(), 0.02); }).join();
 }
 
 }  // namespace

@@ -390,23 +390,38 @@ absl::Status NameSealed(const RegisteredCheckpoint& record, CheckpointRegistrar&
   return absl::OkStatus();
 }
 
-// The checkpoints that were held back when they were sealed and that are in none of `records`.
-std::vector<std::string> HeldBackIn(const CheckpointFolder& folder,
-                                    const std::vector<RegisteredCheckpoint>& records) {
-  std::vector<std::string> held_back;
+struct HeldBack {
+  std::vector<std::string> paths;
+  // Why nobody knows of one of them whether it was held back.
+  absl::Status unreadable;
+};
+
+// The checkpoints that were held back when they were sealed and that are in none of `records`, and
+// those that may have been.
+HeldBack HeldBackIn(const CheckpointFolder& folder,
+                    const std::vector<RegisteredCheckpoint>& records) {
+  HeldBack held_back;
   const absl::StatusOr<std::vector<int64_t>> numbers = folder.Numbers();
   if (!numbers.ok()) return held_back;
   for (const int64_t number : *numbers) {
     const std::string path = folder.PathOf(number);
     const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
-    if (!seal.ok() || seal->promoted) continue;
+    if (absl::IsNotFound(seal.status()) || (seal.ok() && seal->promoted)) continue;
+    if (!seal.ok()) {
+      MUSTER_LOG(Warning) << "passing over " << path << ": " << seal.status().message()
+                          << "; nobody knows whether it was held back: load_state(\"" << path
+                          << "\") loads it";
+      held_back.unreadable.Update(seal.status());
+      held_back.paths.push_back(path);
+      continue;
+    }
     const bool known = std::any_of(records.begin(), records.end(), [&](const auto& record) {
       return record.sha256 == seal->sha256 && record.job == seal->job;
     });
     if (known) continue;
     MUSTER_LOG(Warning) << path << " was held back when it was saved, and no coordinator says that "
                         << "it was promoted: load_state(\"" << path << "\") loads it";
-    held_back.push_back(path);
+    held_back.paths.push_back(path);
   }
   return held_back;
 }
@@ -452,9 +467,14 @@ absl::Status PublishTogether(Comm& comm, Staging* staging, const Publication& pu
 absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folder,
                                                    CheckpointRegistrar* registrar,
                                                    const std::vector<std::string>& damaged) {
-  const auto by_folder = [&](std::vector<std::string> left_out) {
-    left_out.insert(left_out.end(), damaged.begin(), damaged.end());
-    return folder.Newest(VerifyLevel::kSizes, left_out);
+  const auto by_folder = [&](HeldBack left_out) -> absl::StatusOr<std::string> {
+    left_out.paths.insert(left_out.paths.end(), damaged.begin(), damaged.end());
+    absl::StatusOr<std::string> newest = folder.Newest(VerifyLevel::kSizes, left_out.paths);
+    // Not the same as none yet, where training begins from scratch.
+    if (absl::IsNotFound(newest.status()) && !left_out.unreadable.ok()) {
+      return absl::DataLossError(left_out.unreadable.message());
+    }
+    return newest;
   };
   if (registrar == nullptr) {
     folder.PublishSealed();
@@ -498,8 +518,12 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     if (record->state == RegisteredCheckpoint::State::kSealed) {
       status = NameSealed(*record, *registrar);
     } else if (!IsFolderOf(path, *record)) {
-      status = absl::NotFoundError(absl::StrCat(
-          "it is not there", PathExists(path) ? ": another checkpoint has its name" : ""));
+      const absl::Status seal = ReadSeal(path).status();
+      status =
+          seal.ok() || absl::IsNotFound(seal)
+              ? absl::NotFoundError(absl::StrCat(
+                    "it is not there", PathExists(path) ? ": another checkpoint has its name" : ""))
+              : seal;
     }
     if (status.ok()) {
       status = VerifyCheckpoint(path, VerifyLevel::kSizes).status();
@@ -524,9 +548,9 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     MUSTER_LOG(Warning) << "passing over " << path << " of step " << record->step << ": "
                         << status.message();
   }
-  const std::vector<std::string> unknown = HeldBackIn(folder, *records);
-  left_out.insert(left_out.end(), unknown.begin(), unknown.end());
-  absl::StatusOr<std::string> newest = by_folder(std::move(left_out));
+  HeldBack unknown = HeldBackIn(folder, *records);
+  unknown.paths.insert(unknown.paths.end(), left_out.begin(), left_out.end());
+  absl::StatusOr<std::string> newest = by_folder(std::move(unknown));
   // Not the same as none yet, where training begins from scratch.
   if (absl::IsNotFound(newest.status()) && any_damaged) {
     return absl::DataLossError(newest.status().message());

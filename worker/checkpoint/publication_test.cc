@@ -317,6 +317,36 @@ TEST_F(PublicationTest, HeldBack_IsNotTakenWithoutItsRegistryEither) {
   EXPECT_EQ(Resume(nullptr), "checkpoint_1");
 }
 
+TEST_F(PublicationTest, RecordThatCannotBeRead_TheOneBeforeIsTaken_ForItMayBeHeldBack) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1, {.promote = false}).ok());
+  const std::string path = JoinPath(folder_.PathOf(1), kSealName);
+  std::string text = *ReadFile(path);
+  const size_t at = text.find("held_back");
+  ASSERT_NE(at, std::string::npos);
+  text[at] ^= 1;
+  ASSERT_TRUE(WriteFileAtomically(path, text).ok());
+  FakeRegistrar another;
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(Resume(nullptr), "checkpoint_0");
+  EXPECT_THAT(testing::internal::GetCapturedStderr(),
+              HasSubstr("passing over " + folder_.PathOf(1) + ": " + path));
+  EXPECT_EQ(Resume(&another), "checkpoint_0");
+  // Its own registry knows that it is promoted, but not that this folder is the one.
+  registrar_.records.at(2).promoted = true;
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_0");
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("of step 10: " + path));
+  // Where there is no other, nobody begins from scratch.
+  ASSERT_TRUE(RemoveTree(folder_.PathOf(0)).ok());
+  for (CheckpointRegistrar* const registrar :
+       std::vector<CheckpointRegistrar*>{nullptr, &another, &registrar_}) {
+    const absl::Status status = FindCheckpointToResume(folder_, registrar).status();
+    EXPECT_TRUE(absl::IsDataLoss(status)) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(path));
+  }
+}
+
 TEST_F(PublicationTest, AllThatIsRegisteredIsHeldBack_TheNewestToResumeStays) {
   registered_ = false;
   ASSERT_TRUE(Save(0).ok());

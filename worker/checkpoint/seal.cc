@@ -80,8 +80,12 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
                        " is of a newer Muster; this one knows version 1"));
     }
     std::string plan;
-    if (!absl::CUnescape(json.at("job").get<std::string>(), &record.job) ||
-        !absl::CUnescape(json.at("path").get<std::string>(), &record.path)) {
+    // Not in another way either: what was changed shows.
+    const auto unescape = [&json](const char* field, std::string* name) {
+      const std::string text = json.at(field).get<std::string>();
+      return absl::CUnescape(text, name) && absl::CHexEscape(*name) == text;
+    };
+    if (!unescape("job", &record.job) || !unescape("path", &record.path)) {
       return bad("a name is escaped in an unknown way");
     }
     json.at("id").get_to(record.id);
@@ -96,9 +100,11 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
     json.at("previous").get_to(record.previous_sha256);
     json.at("sha256").get_to(record.sha256);
     json.at("signature").get_to(record.signature);
-    record.promoted = !json.value("held_back", false);
-    record.pinned = json.value("pinned", false);
-    if (plan.size() != 16 || !absl::SimpleHexAtoi(plan, &record.plan)) return bad("plan");
+    record.promoted = !json.at("held_back").get<bool>();
+    json.at("pinned").get_to(record.pinned);
+    if (plan.size() != 16 || !IsHex(plan) || !absl::SimpleHexAtoi(plan, &record.plan)) {
+      return bad("plan");
+    }
     if (record.sha256.size() != 64) return bad("sha256");
     for (const std::string* digest :
          {&record.files_sha256, &record.previous_sha256, &record.sha256, &record.signature}) {

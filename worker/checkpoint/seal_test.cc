@@ -1,13 +1,16 @@
 #include "worker/checkpoint/seal.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <string>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/owned_fd.h"
 #include "base/signature.h"
 #include "base/test_folder.h"
 #include "base/test_keys.h"
@@ -118,6 +121,24 @@ class CheckSealTest : public ::testing::Test {
 TEST_F(CheckSealTest, AsSealed_IsGood) {
   EXPECT_EQ(Problem(), "");
   EXPECT_TRUE(CheckSeal(dir_, manifest_, seal_).ok());
+}
+
+TEST_F(CheckSealTest, AnyFlippedBitOfTheFile_IsFound) {
+  ASSERT_TRUE(WriteSeal(dir_, seal_).ok());
+  const std::string path = JoinPath(dir_, kSealName);
+  const std::string whole = *ReadFile(path);
+  const OwnedFd file(open(path.c_str(), O_RDWR | O_CLOEXEC));
+  const VerifyingKey key = *VerifyingKey::Parse(kTestPublicKey, "key");
+  for (size_t bit = 0; bit < whole.size() * 8 && !HasFailure(); ++bit) {
+    const char turned = static_cast<char>(whole[bit / 8] ^ (1 << (bit % 8)));
+    ASSERT_EQ(pwrite(file.get(), &turned, 1, bit / 8), 1);
+    const auto seal = ReadSeal(dir_);
+    const absl::Status found =
+        seal.ok() ? CheckSeal(dir_, manifest_, *seal, &key, "public.pem") : seal.status();
+    EXPECT_THAT(std::string(found.message()), HasSubstr(dir_)) << "bit " << bit;
+    ASSERT_EQ(pwrite(file.get(), &whole[bit / 8], 1, bit / 8), 1);
+  }
+  EXPECT_TRUE(CheckSeal(dir_, manifest_, *ReadSeal(dir_), &key, "public.pem").ok());
 }
 
 TEST_F(CheckSealTest, RecordOfAnOlderWorker_NeedNotListTheManifest) {

@@ -1,10 +1,7 @@
 #include "worker/checkpoint/state.h"
 
-#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/inotify.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -19,6 +16,7 @@
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "base/test_held_report.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/collective/thread_comm.h"
@@ -244,37 +242,6 @@ TEST_F(StateTest, BadPlaceOrCheckpoint_IsTheSameErrorOnAllRanks_AndTheNextSaveGo
   EXPECT_EQ(*ReadFile(file), "mine");
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("file", "good", "missing", "newer"));
 }
-
-// Holds up the process where a failpoint reports, until Release().
-class HeldReport {
- public:
-  explicit HeldReport(const std::string& path) {
-    EXPECT_EQ(mkfifo(path.c_str(), 0600), 0);
-    fifo_ = open(path.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC);
-    const std::string page(4096, '.');
-    while (write(fifo_, page.data(), page.size()) > 0) {
-    }
-    events_ = inotify_init1(IN_CLOEXEC);
-    EXPECT_GE(inotify_add_watch(events_, path.c_str(), IN_OPEN), 0);
-  }
-  ~HeldReport() {
-    close(fifo_);
-    close(events_);
-  }
-  void WaitUntilHeld() {
-    char event[512];
-    EXPECT_GT(read(events_, event, sizeof(event)), 0);
-  }
-  void Release() {
-    char page[4096];
-    while (read(fifo_, page, sizeof(page)) > 0) {
-    }
-  }
-
- private:
-  int fifo_ = -1;
-  int events_ = -1;
-};
 
 TEST_F(StateTest, TensorThatAThreadChangesMeanwhile_IsNamed_AndTheOldCheckpointStays) {
   const std::string dir = JoinPath(root_, "ckpt");

@@ -1,0 +1,280 @@
+// A disk that fails at any moment of a save: before each call that makes, reserves, writes, syncs,
+// renames or removes a file. Every rank gets the same error, the checkpoint before or the new one
+// is whole, and the next save, for which there is room, leaves nothing over.
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ATen/ops/full.h"
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "base/test_folder.h"
+#include "worker/checkpoint/async_saver.h"
+#include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/state.h"
+#include "worker/collective/thread_comm.h"
+
+namespace {
+
+// The calls of the system below, which this program has in place of the C library's.
+struct Fault {
+  std::atomic<long> calls{0};  // below a folder named "failing_disk", that are counted
+  std::atomic<long> at{0};     // the call that fails; 0: none
+  std::atomic<int> error{0};
+  std::atomic<bool> lasts{false};          // so do those after it,
+  std::atomic<bool> also_removals{false};  // those that remove files too
+  std::atomic<bool> fired{false};
+};
+Fault fault;
+
+template <class F>
+F Real(const char* name) {
+  return reinterpret_cast<F>(dlsym(RTLD_NEXT, name));
+}
+
+bool Watched(const char* path) {
+  return path != nullptr && strstr(path, "/failing_disk") != nullptr;
+}
+
+bool Watched(int fd) {
+  char link[64], path[4096];
+  snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
+  const ssize_t size = readlink(link, path, sizeof(path) - 1);
+  if (size <= 0) return false;
+  path[size] = 0;
+  return Watched(path);
+}
+
+template <class Where>
+bool Fails(Where where, bool removes = false) {
+  if (fault.at == 0 || (removes && !fault.also_removals) || !Watched(where)) return false;
+  const long call = ++fault.calls;
+  if (fault.lasts ? call < fault.at : call != fault.at) return false;
+  fault.fired = true;
+  errno = fault.error;
+  return true;
+}
+
+}  // namespace
+
+extern "C" {
+
+int open(const char* path, int flags, ...) {
+  mode_t mode = 0;
+  if ((flags & (O_CREAT | O_TMPFILE)) != 0) {
+    va_list list;
+    va_start(list, flags);
+    mode = va_arg(list, mode_t);
+    va_end(list);
+  }
+  if ((flags & O_CREAT) != 0 && Fails(path)) return -1;
+  static const auto real = Real<int (*)(const char*, int, ...)>("open");
+  return real(path, flags, mode);
+}
+
+ssize_t write(int fd, const void* data, size_t size) {
+  if (fd > 2 && Fails(fd)) return -1;
+  static const auto real = Real<ssize_t (*)(int, const void*, size_t)>("write");
+  return real(fd, data, size);
+}
+
+ssize_t pwrite(int fd, const void* data, size_t size, off_t at) {
+  if (Fails(fd)) return -1;
+  static const auto real = Real<ssize_t (*)(int, const void*, size_t, off_t)>("pwrite");
+  return real(fd, data, size, at);
+}
+
+int fallocate(int fd, int mode, off_t at, off_t size) {
+  if (Fails(fd)) return -1;
+  static const auto real = Real<int (*)(int, int, off_t, off_t)>("fallocate");
+  return real(fd, mode, at, size);
+}
+
+int ftruncate(int fd, off_t size) {
+  if (Fails(fd)) return -1;
+  static const auto real = Real<int (*)(int, off_t)>("ftruncate");
+  return real(fd, size);
+}
+
+int fsync(int fd) {
+  if (Fails(fd)) return -1;
+  static const auto real = Real<int (*)(int)>("fsync");
+  return real(fd);
+}
+
+int mkdir(const char* path, mode_t mode) {
+  if (Fails(path)) return -1;
+  static const auto real = Real<int (*)(const char*, mode_t)>("mkdir");
+  return real(path, mode);
+}
+
+int rename(const char* from, const char* to) {
+  if (Fails(from)) return -1;
+  static const auto real = Real<int (*)(const char*, const char*)>("rename");
+  return real(from, to);
+}
+
+int renameat2(int from_dir, const char* from, int to_dir, const char* to, unsigned int flags) {
+  if (Fails(from)) return -1;
+  static const auto real =
+      Real<int (*)(int, const char*, int, const char*, unsigned int)>("renameat2");
+  return real(from_dir, from, to_dir, to, flags);
+}
+
+int unlink(const char* path) {
+  if (Fails(path, /*removes=*/true)) return -1;
+  static const auto real = Real<int (*)(const char*)>("unlink");
+  return real(path);
+}
+
+int unlinkat(int dir, const char* path, int flags) {
+  if (dir >= 0 ? Fails(dir, /*removes=*/true) : Fails(path, /*removes=*/true)) return -1;
+  static const auto real = Real<int (*)(int, const char*, int)>("unlinkat");
+  return real(dir, path, flags);
+}
+
+int rmdir(const char* path) {
+  if (Fails(path, /*removes=*/true)) return -1;
+  static const auto real = Real<int (*)(const char*)>("rmdir");
+  return real(path);
+}
+
+}  // extern "C"
+
+namespace muster {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+struct Kind {
+  const char* name;
+  int error;
+  bool lasts;
+  bool also_removals;
+  bool asynchronous;
+};
+
+absl::Status WriteAll(StateWriter& writer, int64_t value) {
+  if (writer.rank() == 0) {
+    const absl::Status model =
+        writer.WriteModel(ModelFileName(0), {{"w", at::full({2000}, value)}});
+    if (!model.ok()) return model;
+  }
+  StateDict random;
+  random.SetTensor("cpu", at::full({3}, value));
+  return writer.Write(RandomStatesFileName(writer.rank()), random);
+}
+
+class FullDiskTest : public testing::TestWithParam<Kind> {
+ protected:
+  ~FullDiskTest() override { fault.at = 0; }
+
+  // A save of the next number by two ranks, which leaves the newest one alone.
+  absl::Status Save() {
+    const absl::StatusOr<int64_t> number = folder_.NextNumber();
+    if (!number.ok()) return number.status();
+    const CheckpointInfo info{.iteration = *number, .step = *number};
+    const auto write = [&](StateWriter& writer) { return WriteAll(writer, *number); };
+    std::vector<absl::Status> saved(2);
+    std::vector<std::unique_ptr<Comm>> background = MakeThreadComms(2);
+    RunRanks(2, [&](Comm& comm) {
+      absl::Status& mine = saved[comm.rank()];
+      if (!GetParam().asynchronous) {
+        mine = SaveNumberedCheckpoint(comm, folder_, info, /*total_limit=*/1, write);
+        return;
+      }
+      AsyncSaver saver(std::move(background[comm.rank()]), {});
+      std::vector<AsyncSaver::Outcome> earlier;
+      mine =
+          saver.Begin(comm, {.folder = folder_, .total_limit = 1, .info = info}, write, &earlier);
+      if (mine.ok()) mine = saver.Wait().at(0).status;
+    });
+    EXPECT_EQ(saved[0], saved[1]);
+    return saved[0];
+  }
+
+  // The number of the newest one, of which everything is read and what was saved.
+  int64_t Newest() const {
+    const absl::StatusOr<std::string> newest = folder_.Newest(VerifyLevel::kContents);
+    EXPECT_TRUE(newest.ok()) << newest.status();
+    if (!newest.ok()) return -1;
+    const absl::StatusOr<StateReader> reader = StateReader::Open(*newest);
+    EXPECT_TRUE(reader.ok()) << reader.status();
+    const auto model = reader->Read(ModelFileName(0));
+    EXPECT_TRUE(model.ok()) << model.status();
+    EXPECT_EQ(model->GetTensor("w")->min().item<double>(), reader->info().step);
+    return reader->info().iteration;
+  }
+
+  const TestFolder test_folder_;
+  const std::string root_ = test_folder_.Path("failing_disk");
+  const CheckpointFolder folder_{root_};
+};
+
+TEST_P(FullDiskTest, AnyMoment_IsTheSameErrorOnAllRanks_NothingIsLost_AndTheNextSaveGoesOn) {
+  const Kind& kind = GetParam();
+  ASSERT_TRUE(MakeDirectories(root_).ok());
+  const absl::Status first = Save();
+  ASSERT_TRUE(first.ok()) << first;
+  const std::string words = std::strerror(kind.error);
+  int moments = 0, failures = 0;
+  for (long at = 1; !HasFailure(); ++at) {
+    SCOPED_TRACE(absl::StrCat(kind.name, " ", at));
+    ASSERT_LT(at, 500);
+    const int64_t before = Newest();
+    fault.calls = 0;
+    fault.error = kind.error;
+    fault.lasts = kind.lasts;
+    fault.also_removals = kind.also_removals;
+    fault.fired = false;
+    fault.at = at;
+    const absl::Status saved = Save();
+    fault.at = 0;
+    const int64_t after = Newest();
+    if (saved.ok()) {
+      // What failed, if anything, is nothing that the checkpoint needs.
+      EXPECT_EQ(after, before + 1);
+    } else {
+      ++failures;
+      EXPECT_THAT(std::string(saved.message()), HasSubstr(words));
+      EXPECT_TRUE(after == before || after == before + 1) << after << " after " << before;
+    }
+    if (!fault.fired) break;
+    ++moments;
+    const absl::Status next = Save();
+    ASSERT_TRUE(next.ok()) << next;
+    EXPECT_EQ(Newest(), after + 1);
+    EXPECT_THAT(*ListDirectory(root_), ElementsAre(absl::StrCat("checkpoint_", after + 1)));
+  }
+  std::printf("%s: %d moments, %d of them failed the save\n", kind.name, moments, failures);
+  // Three files and the manifest are made, written and synced; three folders are synced.
+  EXPECT_GE(failures, 12);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Disks, FullDiskTest,
+    testing::Values(Kind{"FullFromThenOn", ENOSPC, true, false, false},
+                    Kind{"FullForAMoment", ENOSPC, false, false, false},
+                    Kind{"ReadOnlyFromThenOn", EROFS, true, true, false},
+                    Kind{"FailsOnce", EIO, false, true, false},
+                    Kind{"FullFromThenOnBesideTraining", ENOSPC, true, false, true},
+                    Kind{"ReadOnlyFromThenOnBesideTraining", EROFS, true, true, true}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,69 @@
+#include "worker/checkpoint/staging_folder.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <string>
+#include <thread>
+
+#include "base/file.h"
+#include "base/owned_fd.h"
+#include "base/test_folder.h"
+
+namespace muster {
+namespace {
+
+TEST(StagingFolder, Names_TellWhatTheFolderIsFor) {
+  for (int i = 0; i < 100; ++i) {
+    const std::string staging = NewStagingPath("/a/checkpoint_3");
+    EXPECT_TRUE(HasMark(staging, "/a/checkpoint_3", kStagingMark)) << staging;
+    EXPECT_FALSE(IsDoomed(staging)) << staging;
+  }
+  const std::string doomed = NewDoomedPath("/a/checkpoint_3");
+  EXPECT_TRUE(HasMark(doomed, "/a/checkpoint_3", kStagingMark)) << doomed;
+  EXPECT_TRUE(IsDoomed(doomed)) << doomed;
+  EXPECT_NE(doomed, NewDoomedPath("/a/checkpoint_3"));
+  EXPECT_FALSE(IsDoomed("/a/dead"));
+  EXPECT_FALSE(HasMark("checkpoint_3.tmp-0123", "checkpoint_3", kStagingMark));
+  EXPECT_EQ(StemOf("checkpoint_3.tmp-0123", kStagingMark), "checkpoint_3");
+  EXPECT_EQ(StemOf("checkpoint_3", kStagingMark), "checkpoint_3");
+}
+
+TEST(StagingFolder, Writer_IsAliveWhileItHoldsTheLock) {
+  const TestFolder folder;
+  EXPECT_EQ(WriterOf(folder.path()), FolderWriter::kGone);
+  {
+    const OwnedFd lock(LockFolder(folder.path()));
+    ASSERT_TRUE(lock.open());
+    EXPECT_EQ(WriterOf(folder.path()), FolderWriter::kAlive);
+    EXPECT_EQ(LockFolder(folder.path()), -1);
+  }
+  EXPECT_EQ(WriterOf(folder.path()), FolderWriter::kGone);
+  EXPECT_EQ(WriterOf(folder.Path("missing")), FolderWriter::kUnknown);
+  EXPECT_EQ(LockFolder(folder.Path("missing")), -1);
+}
+
+// Locks of other machines are not seen on a file system that they could share.
+TEST(StagingFolder, WriterOnAFileSystemThatMayBeShared_IsUnknown) {
+  EXPECT_EQ(WriterOf("/proc/self"), FolderWriter::kUnknown);
+}
+
+TEST(StagingFolder, ThoseWhoAsk_KeepNobodyFromItsLock) {
+  const TestFolder folder;
+  std::atomic<bool> end{false};
+  std::thread asks([&] {
+    while (!end) WriterOf(folder.path());
+  });
+  for (int i = 0; i < 2000; ++i) {
+    const OwnedFd lock(LockFolder(folder.path()));
+    EXPECT_TRUE(lock.open()) << i;
+  }
+  end = true;
+  asks.join();
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,35 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_UNFINISHED_SAVES_H_
+#define MUSTER_WORKER_CHECKPOINT_UNFINISHED_SAVES_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "worker/checkpoint/staging_folder.h"
+
+namespace muster {
+
+// A save that is being written, or that its writer has left: no checkpoint yet.
+struct UnfinishedSave {
+  std::string path;        // its folder, DIR.tmp-...
+  std::string checkpoint;  // what it is to be called, DIR
+  FolderWriter writer = FolderWriter::kUnknown;
+  // All of it is written, and the registry has sealed it: only its name is missing. The next load
+  // without a directory gives it to it if its writer is gone.
+  bool sealed = false;
+  uint64_t bytes = 0;  // that it takes on the disk; room is reserved before it is written
+  absl::Time changed;  // when something in it was last written, by the clock of the file system
+};
+
+// Those of numbered checkpoints in `root`, in the order of their names. They change nothing and
+// take no part in the save. Empty if there is no such folder. Errors: those of ListDirectory.
+absl::StatusOr<std::vector<UnfinishedSave>> UnfinishedSavesIn(const std::string& root);
+
+// Those of the checkpoint `dir`. Of a symbolic link to a folder: those of that folder.
+absl::StatusOr<std::vector<UnfinishedSave>> UnfinishedSavesOf(const std::string& dir);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_UNFINISHED_SAVES_H_
