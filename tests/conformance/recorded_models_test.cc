@@ -94,7 +94,9 @@ void ExpectGradients(const TextModelImpl& model, const Json& want) {
   std::map<std::string, at::Tensor> left;
   for (const auto& item : model.named_parameters()) left.emplace(item.key(), item.value().grad());
   double squares = 0;
-  for (const auto& [name, of_tensor] : want.items()) squares += std::pow(of_tensor[0], 2);
+  for (const auto& [name, of_tensor] : want.items()) {
+    squares += std::pow(of_tensor[0].get<double>(), 2);
+  }
   for (const auto& [name, of_tensor] : want.items()) {
     const auto found = left.find(model.ParameterName(name));
     ASSERT_TRUE(found != left.end()) << name;

@@ -47,7 +47,8 @@ AttentionMask CausalMask(const at::Tensor& padding, int64_t num_queries, int64_t
   at::Tensor seen = keys <= queries;
   if (has_window) seen = at::logical_and(seen, queries - keys < window);
   if (texts.defined()) {
-    seen = at::logical_and(seen, texts.view({-1, 1, num_queries, 1}) == texts.view({-1, 1, 1, num_keys}));
+    seen = at::logical_and(seen,
+                           texts.view({-1, 1, num_queries, 1}) == texts.view({-1, 1, 1, num_keys}));
   }
   if (padding.defined()) {
     seen = at::logical_and(seen, padding.view({-1, 1, 1, num_keys}));

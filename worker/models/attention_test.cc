@@ -45,8 +45,8 @@ TEST(CausalMask, RightPadding_SeesWhatIsBeforeIt) {
   EXPECT_TRUE(at::equal(mask.flatten(), want));
   // Beyond the window there is nothing but padding.
   const at::Tensor far = CausalMask(Padding({1, 0, 0}), 3, 3, 2, c10::kCPU).mask;
-  EXPECT_TRUE(at::equal(far.flatten(),
-                        at::tensor({1, 0, 0, 1, 0, 0, 0, 0, 1}, c10::kLong).to(c10::kBool)));
+  EXPECT_TRUE(
+      at::equal(far.flatten(), at::tensor({1, 0, 0, 1, 0, 0, 0, 0, 1}, c10::kLong).to(c10::kBool)));
 }
 
 TEST(PackedTexts, PositionsThatBeginAgain_BeginAText) {

@@ -85,8 +85,7 @@ DecoderImpl::Output DecoderImpl::forward(const TextBatch& batch, DecoderPass pas
     if (found == of_window.end()) {
       found =
           of_window
-              .emplace(window,
-                       CausalMask(padding, count, past + count, window, x.device(), texts))
+              .emplace(window, CausalMask(padding, count, past + count, window, x.device(), texts))
               .first;
     }
     pass.masks.push_back(found->second);

@@ -298,7 +298,8 @@ class Settings {
   void Finish(const ReadConfigOptions& options) {
     for (const auto& [name, value] : json_.items()) {
       // Null is none, whatever it would be of.
-      if (value.is_null() || seen_.count(name) != 0 || HarmlessSettings().count(name) != 0) continue;
+      if (value.is_null() || seen_.count(name) != 0 || HarmlessSettings().count(name) != 0)
+        continue;
       if (std::find(options.ignore_settings.begin(), options.ignore_settings.end(), name) !=
           options.ignore_settings.end()) {
         continue;
@@ -575,8 +576,9 @@ DecoderConfig ReadDecoder(Settings& settings, Architecture architecture) {
   const bool is_mixtral = architecture == Architecture::kMixtralForCausalLM;
   ReadCommon(settings, architecture, is_qwen ? 151'936 : 32'000, &config);
   config.hidden_size = settings.ClassSize("hidden_size", 4096);
-  config.intermediate_size =
-      settings.ClassSize("intermediate_size", is_llama ? 11'008 : is_qwen ? 22'016 : 14'336);
+  config.intermediate_size = settings.ClassSize("intermediate_size", is_llama  ? 11'008
+                                                                     : is_qwen ? 22'016
+                                                                               : 14'336);
   config.num_layers = settings.Layers("num_hidden_layers", 32);
   config.num_heads = settings.ClassSize("num_attention_heads", 32);
   // Null is as many as heads; only a file that does not name it gets the class's default.

@@ -230,8 +230,8 @@ TEST(ParseModelConfig, OtherNamesOfTheClass_AreUnderstoodAndLeftOut) {
   const Json again = Json::parse(ToJson(*config));
   EXPECT_EQ(again["n_embd"], 24);
   EXPECT_FALSE(again.contains("hidden_size"));
-  const DecoderConfig mixtral = Decoder(With(
-      kLlama, {{"model_type", "mixtral"}, {"num_key_value_heads", 2}, {"num_experts", 4}}));
+  const DecoderConfig mixtral = Decoder(
+      With(kLlama, {{"model_type", "mixtral"}, {"num_key_value_heads", 2}, {"num_experts", 4}}));
   EXPECT_EQ(mixtral.num_experts, 4);
 }
 
