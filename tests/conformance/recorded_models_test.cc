@@ -139,7 +139,7 @@ void Check(const Json& test_case) {
   }
   ASSERT_TRUE(WriteSafetensors(folder.Path("model.safetensors"), tensors).ok());
   ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"), test_case["config"].dump()).ok());
-  const auto model =
+  auto model =
       LoadPretrained(folder.path(), {.config = {.architecture = test_case["architecture"]}});
   ASSERT_TRUE(model.ok()) << model.status();
 
