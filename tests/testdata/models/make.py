@@ -95,12 +95,12 @@ def decoder(rng, family):
     if family == "llama":
         out.update(attention_bias=rng.random() < 0.4, mlp_bias=rng.random() < 0.4)
     if family in ("mistral", "mixtral"):
-        out["sliding_window"] = rng.choice([None, 1, 3, 4096])
+        out["sliding_window"] = rng.choice([None, 2, 3, 4096])
     if family == "mixtral":
         experts = rng.choice([1, 2, 4, 8])
         out.update(num_local_experts=experts, num_experts_per_tok=rng.randint(1, experts), router_aux_loss_coef=rng.choice([0.02, 1.0]), output_router_logits=rng.random() < 0.5)
     if family == "qwen2":
-        out.update(use_sliding_window=rng.random() < 0.7, sliding_window=rng.choice([None, 1, 3]), max_window_layers=rng.choice([0, 1, 28]))
+        out.update(use_sliding_window=rng.random() < 0.7, sliding_window=rng.choice([None, 2, 3]), max_window_layers=rng.choice([0, 1, 28]))
         if out["use_sliding_window"] and out["sliding_window"] and rng.random() < 0.4:
             out["layer_types"] = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(out["num_hidden_layers"])]
     return out
@@ -302,11 +302,13 @@ def run(folder, architecture, dtype, batch, labels, passes, rng):
         labels = class_labels(rng, model, len(batch["input_ids"]))
     cast = labels.to(dtype) if labels.is_floating_point() else labels
     out = {}
-    said = load(folder, architecture, dtype)(**batch).logits if architecture.startswith("Bert") else load(folder, architecture, dtype)(**batch, use_cache=False).logits
+    # With a cache, positions that begin again begin no text.
+    alone = {} if architecture.startswith("Bert") else {"use_cache": False}
+    said = load(folder, architecture, dtype)(**batch, **alone).logits
     config = model.config.to_dict()
     out["said"] = what_it_says(said.detach(), batch, config)
-    if batch["input_ids"].size(1) > 1:
-        output = model(**batch, labels=cast)
+    output = model(**batch, **alone, labels=cast)
+    if output.loss.isfinite():
         output.loss.backward()
         out["loss"] = output.loss.item()
         if getattr(output, "aux_loss", None) is not None:
