@@ -91,7 +91,8 @@ TEST(ParseGenerationConfig, RulesForTokens_AreRead) {
 
 TEST(ParseGenerationConfig, RulesForSampling_AreRead) {
   const auto options = ParseGenerationConfig(
-      R"({"do_sample": true, "top_h": 1, "typical_p": 0.9, "epsilon_cutoff": 3e-4, "eta_cutoff": 2e-3})",
+      R"({"do_sample": true, "top_h": 1, "typical_p": 0.9, "epsilon_cutoff": 3e-4,
+          "eta_cutoff": 2e-3})",
       "f");
   ASSERT_TRUE(options.ok()) << options.status();
   EXPECT_EQ(options->rules.top_h, 1);
