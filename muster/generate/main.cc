@@ -72,7 +72,7 @@ struct Flags {
   std::optional<int64_t> max_new_tokens;
   std::optional<int64_t> min_new_tokens, top_k, no_repeat_ngram_size, num_beams,
       num_return_sequences;
-  std::optional<double> temperature, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff,
+  std::optional<double> temperature, top_h, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff,
       repetition_penalty, length_penalty;
   uint64_t seed = 0;
   bool sample = false, greedy = false, ignore_end = false, no_special_tokens = false, quiet = false,
@@ -94,6 +94,8 @@ void AddOptions(CLI::App& app, Flags& flags) {
   app.add_flag("--greedy", flags.greedy, "Take the best token, whatever the model's files say");
   app.add_option("--seed", flags.seed, "Of the draws: the same seed gives the same text");
   app.add_option("--temperature", flags.temperature, "Below 1: likely tokens become more likely");
+  app.add_option("--top_h", flags.top_h,
+                 "Draw from the likeliest tokens whose part of the entropy is at most this");
   app.add_option("--top_k", flags.top_k, "Draw from the k best tokens; 0: from all");
   app.add_option("--top_p", flags.top_p, "Draw from the likeliest tokens that add up to this");
   app.add_option("--min_p", flags.min_p, "Draw from tokens at least this share of the best one's");
@@ -186,6 +188,7 @@ TextOptions OptionsOf(const Flags& flags, const models::GenerateOptions& default
   set(&rules.min_new_tokens, flags.min_new_tokens);
   if (flags.min_new_tokens.has_value()) rules.min_length = 0;
   set(&rules.temperature, flags.temperature);
+  set(&rules.top_h, flags.top_h);
   set(&rules.top_k, flags.top_k);
   set(&rules.top_p, flags.top_p);
   set(&rules.min_p, flags.min_p);

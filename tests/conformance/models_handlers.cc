@@ -89,7 +89,8 @@ Json HfModelsCase(const Json& in) {
   const at::NoGradGuard no_grad;
   const TextBatch batch = {.input_ids = Ids(in.at("input_ids")),
                            .attention_mask = IdsIf(in, "attention_mask"),
-                           .token_type_ids = IdsIf(in, "token_type_ids")};
+                           .token_type_ids = IdsIf(in, "token_type_ids"),
+                           .position_ids = IdsIf(in, "position_ids")};
   const at::Tensor logits = model->forward(batch).logits.to(c10::kFloat);
   Json out = {{"golden", WriteTensors({{"logits", logits.contiguous()}})},
               {"logits_key", "logits"},
@@ -106,8 +107,9 @@ Json HfModelsCase(const Json& in) {
   std::sort(names.begin(), names.end());
   out["tensors"] = names;
   out["total_size"] = total;
-  out["last_position_argmax"] =
-      RowsOf(logits.select(1, logits.size(1) - 1).argmax(-1).unsqueeze(0))[0];
+  // Of a classifier there are no positions.
+  const at::Tensor last = logits.dim() == 3 ? logits.select(1, logits.size(1) - 1) : logits;
+  out["last_position_argmax"] = RowsOf(last.argmax(-1).unsqueeze(0))[0];
   if (IsGiven(in, "max_new_tokens")) {
     CausalLm lm = ValueOf(models::LoadCausalLm(dir, AsSaid(in)));
     const models::Generated generated =
@@ -130,6 +132,7 @@ models::GenerateOptions OptionsOf(const Json& in) {
   };
   number("repetition_penalty", &options.rules.repetition_penalty);
   number("temperature", &options.rules.temperature);
+  number("top_h", &options.rules.top_h);
   number("top_p", &options.rules.top_p);
   number("min_p", &options.rules.min_p);
   number("typical_p", &options.rules.typical_p);
@@ -249,10 +252,13 @@ Json HfTrainCase(const Json& in) {
   const std::string dir = in.at("dir");
   models::LoadPretrainedOptions options = AsSaid(in);
   TextModel loaded = ValueOf(models::LoadPretrained(dir, options));
-  const bool has_aux = in.value("output_router_logits", false);
-  if (has_aux) {
+  const auto* const decoder = std::get_if<models::DecoderConfig>(&loaded->config());
+  const bool of_config = decoder != nullptr && decoder->output_router_logits;
+  const bool has_aux =
+      IsGiven(in, "output_router_logits") ? in["output_router_logits"].get<bool>() : of_config;
+  if (has_aux != of_config) {
     models::DecoderConfig config = std::get<models::DecoderConfig>(loaded->config());
-    config.output_router_logits = true;
+    config.output_router_logits = has_aux;
     loaded = models::MakeModel(config);
     NamedTensors targets;
     for (const auto& item : loaded->named_parameters()) {
@@ -285,7 +291,8 @@ Json HfTrainCase(const Json& in) {
           model(TextBatch{.input_ids = at_step("input_ids"),
                           .attention_mask = at_step("attention_mask"),
                           .labels = at_step("labels"),
-                          .token_type_ids = at_step("token_type_ids")});
+                          .token_type_ids = at_step("token_type_ids"),
+                          .position_ids = at_step("position_ids")});
       accelerator.backward(output.loss);
       if (step == 0) out["grads"] = WriteTensors(Floats(*loaded, /*gradients=*/true));
       const at::Tensor norm =

@@ -4,6 +4,7 @@
 
 #include "ATen/TensorOperators.h"
 #include "ATen/ops/arange.h"
+#include "ATen/ops/constant_pad_nd.h"
 #include "ATen/ops/logical_and.h"
 #include "ATen/ops/logical_or.h"
 #include "ATen/ops/scaled_dot_product_attention.h"
@@ -25,10 +26,17 @@ at::Tensor PaddingMask(const at::Tensor& attention_mask) {
   return mask;
 }
 
+at::Tensor PackedTexts(const at::Tensor& positions) {
+  if (positions.size(1) < 2) return {};
+  const at::Tensor begins = at::constant_pad_nd(positions.diff(/*n=*/1, /*dim=*/1) != 1, {1, 0}, 0);
+  if (!begins.any().item<bool>()) return {};
+  return begins.cumsum(1);
+}
+
 AttentionMask CausalMask(const at::Tensor& padding, int64_t num_queries, int64_t num_keys,
-                         int64_t window, at::Device device) {
+                         int64_t window, at::Device device, const at::Tensor& texts) {
   const bool has_window = window > 0 && window < num_keys;
-  if (!padding.defined() && !has_window) {
+  if (!padding.defined() && !has_window && !texts.defined()) {
     if (num_queries == 1) return {};
     if (num_queries == num_keys) return {.is_causal = true};
   }
@@ -38,9 +46,14 @@ AttentionMask CausalMask(const at::Tensor& padding, int64_t num_queries, int64_t
   const at::Tensor keys = at::arange(num_keys, options).view({1, 1, 1, num_keys});
   at::Tensor seen = keys <= queries;
   if (has_window) seen = at::logical_and(seen, queries - keys < window);
+  if (texts.defined()) {
+    seen = at::logical_and(seen,
+                           texts.view({-1, 1, num_queries, 1}) == texts.view({-1, 1, 1, num_keys}));
+  }
   if (padding.defined()) {
-    seen =
-        at::logical_or(at::logical_and(seen, padding.view({-1, 1, 1, num_keys})), keys == queries);
+    seen = at::logical_and(seen, padding.view({-1, 1, 1, num_keys}));
+    const at::Tensor sees_nothing = seen.any(-1, /*keepdim=*/true).logical_not();
+    seen = at::logical_or(seen, at::logical_and(sees_nothing, keys == queries));
   }
   return {.mask = seen};
 }

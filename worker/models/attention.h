@@ -18,12 +18,17 @@ struct AttentionMask {
 // padding, where that is known without waiting for a GPU.
 at::Tensor PaddingMask(const at::Tensor& attention_mask);
 
+// Which of several texts each position of a row belongs to, [B or 1, T] int64: a text begins where
+// `positions` ([B or 1, T] int64) do not go on by one. Undefined if every row is one text.
+at::Tensor PackedTexts(const at::Tensor& positions);
+
 // The last `num_queries` of `num_keys` positions see themselves and what is before them: with
 // `window` > 0 only the last `window` positions, themselves included. `padding` ([B, num_keys],
-// bool, false is padding; or undefined) is seen by nobody but itself, so that the row of a padded
-// position has something to average and is not NaN.
+// bool, false is padding; or undefined) is not seen; a position that sees nothing else, as on the
+// left of a padded row, sees itself, so that it has something to average and is not NaN. `texts`,
+// from PackedTexts(), with as many queries as keys: a position sees its own text alone.
 AttentionMask CausalMask(const at::Tensor& padding, int64_t num_queries, int64_t num_keys,
-                         int64_t window, at::Device device);
+                         int64_t window, at::Device device, const at::Tensor& texts = {});
 
 // Every position sees every other that is no padding.
 AttentionMask BidirectionalMask(const at::Tensor& padding);

@@ -38,6 +38,32 @@ TEST(CausalMask, LeftPadding_IsSeenByItselfAlone) {
   EXPECT_TRUE(at::equal(mask.flatten(), want));
 }
 
+// As in transformers: what a padded position on the right says is well-defined.
+TEST(CausalMask, RightPadding_SeesWhatIsBeforeIt) {
+  const at::Tensor mask = CausalMask(Padding({1, 1, 0}), 3, 3, 0, c10::kCPU).mask;
+  const at::Tensor want = at::tensor({1, 0, 0, 1, 1, 0, 1, 1, 0}, c10::kLong).to(c10::kBool);
+  EXPECT_TRUE(at::equal(mask.flatten(), want));
+  // Beyond the window there is nothing but padding.
+  const at::Tensor far = CausalMask(Padding({1, 0, 0}), 3, 3, 2, c10::kCPU).mask;
+  EXPECT_TRUE(
+      at::equal(far.flatten(), at::tensor({1, 0, 0, 1, 0, 0, 0, 0, 1}, c10::kLong).to(c10::kBool)));
+}
+
+TEST(PackedTexts, PositionsThatBeginAgain_BeginAText) {
+  EXPECT_FALSE(PackedTexts(at::arange(3, c10::kLong).unsqueeze(0)).defined());
+  EXPECT_FALSE(PackedTexts(at::tensor({5, 6, 9}, c10::kLong).unsqueeze(1)).defined());
+  const at::Tensor positions = at::tensor({0, 1, 0, 1, 2, 5, 2, 3, 4, 5, 6, 7}, c10::kLong);
+  EXPECT_TRUE(at::equal(PackedTexts(positions.view({2, 6})).flatten(),
+                        at::tensor({0, 0, 1, 1, 1, 2, 0, 0, 0, 0, 0, 0}, c10::kLong)));
+}
+
+TEST(CausalMask, PackedTexts_SeeThemselvesAlone) {
+  const at::Tensor texts = at::tensor({0, 0, 1}, c10::kLong).unsqueeze(0);
+  const at::Tensor mask = CausalMask({}, 3, 3, 0, c10::kCPU, texts).mask;
+  const at::Tensor want = at::tensor({1, 0, 0, 1, 1, 0, 0, 0, 1}, c10::kLong).to(c10::kBool);
+  EXPECT_TRUE(at::equal(mask.flatten(), want));
+}
+
 TEST(BidirectionalMask, RowOfPaddingAlone_IsNotNan) {
   const AttentionMask mask = BidirectionalMask(Padding({0, 0}));
   const at::Tensor x = at::randn({1, 2, 2, 4});

@@ -78,12 +78,14 @@ DecoderImpl::Output DecoderImpl::forward(const TextBatch& batch, DecoderPass pas
           : at::arange(past, past + count, batch.input_ids.options()).unsqueeze(0);
   pass.rotation = rotary_.At(positions, x.scalar_type());
   const at::Tensor padding = PaddingMask(batch.attention_mask);
+  const at::Tensor texts = pass.cache == nullptr ? TextsOf(batch) : at::Tensor();
   std::map<int64_t, AttentionMask> of_window;
   for (const int64_t window : sliding_windows_) {
     auto found = of_window.find(window);
     if (found == of_window.end()) {
       found =
-          of_window.emplace(window, CausalMask(padding, count, past + count, window, x.device()))
+          of_window
+              .emplace(window, CausalMask(padding, count, past + count, window, x.device(), texts))
               .first;
     }
     pass.masks.push_back(found->second);

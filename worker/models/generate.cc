@@ -85,11 +85,12 @@ void CheckOptions(const GenerateOptions& options, const ModelConfig& config,
   }
   if (!options.do_sample) {
     const ScoreRules& rules = options.rules;
-    TORCH_CHECK_VALUE(rules.temperature == 1 && rules.top_k == 0 && rules.top_p == 1 &&
-                          rules.min_p == 0 && rules.typical_p == 1 && rules.epsilon_cutoff == 0 &&
-                          rules.eta_cutoff == 0,
-                      "temperature, top_k, top_p, min_p, typical_p, epsilon_cutoff and eta_cutoff "
-                      "are for sampling: set do_sample too");
+    TORCH_CHECK_VALUE(
+        rules.temperature == 1 && rules.top_h == 0 && rules.top_k == 0 && rules.top_p == 1 &&
+            rules.min_p == 0 && rules.typical_p == 1 && rules.epsilon_cutoff == 0 &&
+            rules.eta_cutoff == 0,
+        "temperature, top_h, top_k, top_p, min_p, typical_p, epsilon_cutoff and eta_cutoff "
+        "are for sampling: set do_sample too");
   }
   const int64_t length = input_ids.defined() && input_ids.dim() == 2 ? input_ids.size(1) : 0;
   const int64_t context = ContextLength(config);

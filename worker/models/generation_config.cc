@@ -60,7 +60,6 @@ const std::map<std::string, Json, std::less<>>& OffSettings() {
                                                    {"renormalize_logits", false},
                                                    {"token_healing", false},
                                                    {"use_mtp", false},
-                                                   {"top_h", 1.0},
                                                    {"low_memory", false}};
   return *settings;
 }
@@ -187,6 +186,7 @@ bool Apply(const std::string& name, const Json& value, GenerateOptions* options,
   const std::map<std::string, double*> numbers = {{"length_penalty", &options->length_penalty},
                                                   {"repetition_penalty", &rules.repetition_penalty},
                                                   {"temperature", &rules.temperature},
+                                                  {"top_h", &rules.top_h},
                                                   {"top_p", &rules.top_p},
                                                   {"min_p", &rules.min_p},
                                                   {"typical_p", &rules.typical_p},
@@ -199,7 +199,8 @@ bool Apply(const std::string& name, const Json& value, GenerateOptions* options,
   if (const auto count = counts.find(name); count != counts.end()) {
     *valid = ToCount(value, count->second);
   } else if (const auto number = numbers.find(name); number != numbers.end()) {
-    *valid = ToNumber(value, number->second);
+    // 0 would be Muster's word for none.
+    *valid = ToNumber(value, number->second) && (name != "top_h" || rules.top_h > 0);
   } else if (const auto list = tokens.find(name); list != tokens.end()) {
     *valid = ToTokens(value, list->second);
   } else if (name == "forced_bos_token_id") {

@@ -91,8 +91,11 @@ TEST(ParseGenerationConfig, RulesForTokens_AreRead) {
 
 TEST(ParseGenerationConfig, RulesForSampling_AreRead) {
   const auto options = ParseGenerationConfig(
-      R"({"do_sample": true, "typical_p": 0.9, "epsilon_cutoff": 3e-4, "eta_cutoff": 2e-3})", "f");
+      R"({"do_sample": true, "top_h": 1, "typical_p": 0.9, "epsilon_cutoff": 3e-4,
+          "eta_cutoff": 2e-3})",
+      "f");
   ASSERT_TRUE(options.ok()) << options.status();
+  EXPECT_EQ(options->rules.top_h, 1);
   EXPECT_EQ(options->rules.typical_p, 0.9);
   EXPECT_EQ(options->rules.epsilon_cutoff, 3e-4);
   EXPECT_EQ(options->rules.eta_cutoff, 2e-3);
@@ -109,7 +112,8 @@ TEST(ParseGenerationConfig, InvalidSettingsOfSampling_CountForWhoSamples) {
 
 TEST(ParseGenerationConfig, WhatMusterDoesNotHave_IsRefusedByName) {
   const std::pair<const char*, const char*> cases[] = {
-      {R"({"do_sample": true, "top_h": 0.9})", "does not have the setting \"top_h\""},
+      {R"({"do_sample": true, "top_h": 0})", "\"top_h\" is 0"},
+      {R"({"do_sample": true, "top_h": 1.1})", "top_h is 1.1"},
       {R"({"max_time": 1.5})", "does not have the setting \"max_time\""},
       {R"({"is_assistant": true})", "does not have the setting \"is_assistant\""},
       {R"({"cache_implementation": "quantized"})", "the setting \"cache_implementation\""},

@@ -78,9 +78,13 @@ at::Tensor Gpt2Impl::forward(const TextBatch& batch, KvCache* cache,
       batch.position_ids.defined()
           ? batch.position_ids
           : at::arange(past, past + count, batch.input_ids.options()).unsqueeze(0);
-  at::Tensor x = Dropout(wte(batch.input_ids) + wpe_(positions), dropout_, is_training());
+  at::Tensor x = wte(batch.input_ids) + wpe_(positions);
+  // Types are tokens of the vocabulary here.
+  if (batch.token_type_ids.defined()) x = x + wte(batch.token_type_ids);
+  x = Dropout(x, dropout_, is_training());
   const AttentionMask mask =
-      CausalMask(PaddingMask(batch.attention_mask), count, past + count, /*window=*/0, x.device());
+      CausalMask(PaddingMask(batch.attention_mask), count, past + count, /*window=*/0, x.device(),
+                 cache == nullptr ? TextsOf(batch) : at::Tensor());
   for (Gpt2Block& block : h_) {
     if (activation_checkpointing) {
       x = activation_checkpoint(block, x, mask, cache);

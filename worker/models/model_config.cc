@@ -73,6 +73,9 @@ constexpr std::pair<const char*, Activation> kActivations[] = {
 const std::set<std::string, std::less<>>& HarmlessSettings() {
   static const auto* const settings =
       new std::set<std::string, std::less<>>{"_attn_implementation",
+                                             "_experts_implementation",
+                                             "_experts_implementation_internal",
+                                             "_num_labels",
                                              "_attn_implementation_autoset",
                                              "_attn_implementation_internal",
                                              "_commit_hash",
@@ -89,6 +92,7 @@ const std::set<std::string, std::less<>>& HarmlessSettings() {
                                              "do_sample",
                                              "early_stopping",
                                              "encoder_no_repeat_ngram_size",
+                                             "experts_implementation",
                                              "exponential_decay_length_penalty",
                                              "finetuning_task",
                                              "forced_bos_token_id",
@@ -96,18 +100,23 @@ const std::set<std::string, std::less<>>& HarmlessSettings() {
                                              "gradient_checkpointing",
                                              "id2label",
                                              "ignore_keys_at_rope_validation",
+                                             "is_llama_config",
                                              "keys_to_ignore_at_inference",
                                              "label2id",
+                                             "language",
                                              "length_penalty",
                                              "mask_token_id",
                                              "max_length",
+                                             "max_sequence_length",
                                              "min_length",
                                              "model_max_length",
                                              "model_type",
                                              "n_ctx",
+                                             "name",
                                              "no_repeat_ngram_size",
                                              "num_beam_groups",
                                              "num_beams",
+                                             "num_labels",
                                              "num_return_sequences",
                                              "output_attentions",
                                              "output_hidden_states",
@@ -120,6 +129,7 @@ const std::set<std::string, std::less<>>& HarmlessSettings() {
                                              "pooler_type",
                                              "predict_special_tokens",
                                              "prefix",
+                                             "problem_type",
                                              "pretraining_tp",
                                              "remove_invalid_values",
                                              "reorder_and_upcast_attn",
@@ -140,13 +150,15 @@ const std::set<std::string, std::less<>>& HarmlessSettings() {
                                              "top_k",
                                              "top_p",
                                              "torchscript",
+                                             "transformers.js_config",
                                              "transformers_version",
                                              "typical_p",
                                              "unk_token_id",
                                              "unsloth_fixed",
                                              "unsloth_version",
                                              "use_bfloat16",
-                                             "use_cache"};
+                                             "use_cache",
+                                             "xla_device"};
   return *settings;
 }
 
@@ -154,14 +166,18 @@ const std::set<std::string, std::less<>>& HarmlessSettings() {
 const std::map<std::string, Json, std::less<>>& OnlySettings() {
   static const auto* const settings = new std::map<std::string, Json, std::less<>>{
       {"add_cross_attention", false},
+      {"attention_bias", false},
       {"cross_attention_hidden_size", nullptr},
+      {"is_causal", true},
       {"is_decoder", false},
       {"is_encoder_decoder", false},
+      {"mlp_bias", false},
       {"partial_rotary_factor", 1.0},
       {"position_embedding_type", "absolute"},
       {"pruned_heads", Json::object()},
       {"rope_interleaved", false},
       {"tie_encoder_decoder", false},
+      {"use_mrope", false},
   };
   return *settings;
 }
@@ -221,6 +237,14 @@ class Settings {
     return Int(name, 1, kMaxSize, otherwise);
   }
 
+  // As transformers' class has it if the file does not name it; null is an error.
+  int64_t ClassSize(const std::string& name, int64_t otherwise) {
+    return Names(name) ? Size(name) : otherwise;
+  }
+  int64_t Layers(const std::string& name, int64_t otherwise) {
+    return Names(name) ? Int(name, 1, kMaxLayers) : otherwise;
+  }
+
   double Number(const std::string& name, double least, double most, double otherwise) {
     const Json* const value = Find(name);
     if (value == nullptr) return otherwise;
@@ -273,7 +297,9 @@ class Settings {
   // What nothing asked for.
   void Finish(const ReadConfigOptions& options) {
     for (const auto& [name, value] : json_.items()) {
-      if (seen_.count(name) != 0 || HarmlessSettings().count(name) != 0) continue;
+      // Null is none, whatever it would be of.
+      if (value.is_null() || seen_.count(name) != 0 || HarmlessSettings().count(name) != 0)
+        continue;
       if (std::find(options.ignore_settings.begin(), options.ignore_settings.end(), name) !=
           options.ignore_settings.end()) {
         continue;
@@ -283,7 +309,7 @@ class Settings {
         Unknown(absl::StrCat("Muster does not know the setting \"", Printable(name),
                              "\"; if it has no effect on what the model computes, name it in "
                              "ignore_settings"));
-      } else if (!value.is_null() && value != only->second) {
+      } else if (value != only->second) {
         Unknown(absl::StrCat("\"", name, "\" is ", Shown(value), "; Muster has only ",
                              only->second.dump()));
       }
@@ -308,9 +334,10 @@ std::optional<int64_t> TokenId(Settings& settings, const std::string& name) {
   return id < 0 ? std::nullopt : std::make_optional(id);
 }
 
-void ReadCommon(Settings& settings, Architecture architecture, CommonConfig* config) {
+void ReadCommon(Settings& settings, Architecture architecture, int64_t default_vocabulary,
+                CommonConfig* config) {
   config->architecture = architecture;
-  config->vocab_size = settings.Size("vocab_size");
+  config->vocab_size = settings.ClassSize("vocab_size", default_vocabulary);
   config->initializer_range = settings.Number("initializer_range", 0, 1e6, 0.02);
   config->bos_token_id = TokenId(settings, "bos_token_id");
   config->pad_token_id = TokenId(settings, "pad_token_id");
@@ -406,6 +433,8 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
                                                   {"beta_slow", &rope->beta_slow}};
   for (const auto& [key, value] : parameters->items()) {
     const std::string place = absl::StrCat(name, ".", key);
+    // As Python reads it, unlike a key that is missing.
+    if (value.is_null() && key == "truncate") rope->truncate = false;
     if (value.is_null()) continue;
     if (key == "rope_type" || key == "type") continue;
     if (key == "rope_theta") {
@@ -450,7 +479,13 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
     rope->original_max_positions = max_positions;
     require({"factor"});
   } else if (rope->kind == RopeConfig::Kind::kYarn) {
-    require({"factor"});
+    const auto factor = parameters->find("factor");
+    if (factor != parameters->end() && factor->is_null()) {
+      rope->factor =
+          static_cast<double>(max_positions) / static_cast<double>(rope->original_max_positions);
+    } else {
+      require({"factor"});
+    }
     if (rope->theta <= 1) {
       settings.Invalid(
           absl::StrCat("\"rope_theta\" is ", rope->theta, "; \"yarn\" needs more than 1"));
@@ -536,14 +571,16 @@ void ReadExperts(Settings& settings, DecoderConfig* config) {
 
 DecoderConfig ReadDecoder(Settings& settings, Architecture architecture) {
   DecoderConfig config;
-  ReadCommon(settings, architecture, &config);
   const bool is_llama = architecture == Architecture::kLlamaForCausalLM;
   const bool is_qwen = architecture == Architecture::kQwen2ForCausalLM;
   const bool is_mixtral = architecture == Architecture::kMixtralForCausalLM;
-  config.hidden_size = settings.Size("hidden_size");
-  config.intermediate_size = settings.Size("intermediate_size");
-  config.num_layers = settings.Int("num_hidden_layers", 1, kMaxLayers);
-  config.num_heads = settings.Size("num_attention_heads");
+  ReadCommon(settings, architecture, is_qwen ? 151'936 : 32'000, &config);
+  config.hidden_size = settings.ClassSize("hidden_size", 4096);
+  config.intermediate_size = settings.ClassSize("intermediate_size", is_llama  ? 11'008
+                                                                     : is_qwen ? 22'016
+                                                                               : 14'336);
+  config.num_layers = settings.Layers("num_hidden_layers", 32);
+  config.num_heads = settings.ClassSize("num_attention_heads", 32);
   // Null is as many as heads; only a file that does not name it gets the class's default.
   const bool as_many = is_llama || settings.Names("num_key_value_heads");
   config.num_key_value_heads = settings.Size("num_key_value_heads", as_many   ? config.num_heads
@@ -578,10 +615,10 @@ DecoderConfig ReadDecoder(Settings& settings, Architecture architecture) {
 
 Gpt2Config ReadGpt2(Settings& settings) {
   Gpt2Config config;
-  ReadCommon(settings, Architecture::kGpt2LMHeadModel, &config);
-  config.hidden_size = settings.Size("n_embd");
-  config.num_layers = settings.Int("n_layer", 1, kMaxLayers);
-  config.num_heads = settings.Size("n_head");
+  ReadCommon(settings, Architecture::kGpt2LMHeadModel, 50'257, &config);
+  config.hidden_size = settings.ClassSize("n_embd", 768);
+  config.num_layers = settings.Layers("n_layer", 12);
+  config.num_heads = settings.ClassSize("n_head", 12);
   config.inner_size = settings.Size("n_inner", std::min(kMaxSize, 4 * config.hidden_size));
   config.max_positions = settings.Size("n_positions", 1024);
   config.activation = settings.ActivationOf("activation_function", "gelu_new");
@@ -597,11 +634,11 @@ Gpt2Config ReadGpt2(Settings& settings) {
 
 BertConfig ReadBert(Settings& settings, Architecture architecture) {
   BertConfig config;
-  ReadCommon(settings, architecture, &config);
-  config.hidden_size = settings.Size("hidden_size");
-  config.intermediate_size = settings.Size("intermediate_size");
-  config.num_layers = settings.Int("num_hidden_layers", 1, kMaxLayers);
-  config.num_heads = settings.Size("num_attention_heads");
+  ReadCommon(settings, architecture, 30'522, &config);
+  config.hidden_size = settings.ClassSize("hidden_size", 768);
+  config.intermediate_size = settings.ClassSize("intermediate_size", 3072);
+  config.num_layers = settings.Layers("num_hidden_layers", 12);
+  config.num_heads = settings.ClassSize("num_attention_heads", 12);
   config.max_positions = settings.Size("max_position_embeddings", 512);
   config.type_vocab_size = settings.Size("type_vocab_size", 2);
   config.activation = settings.ActivationOf("hidden_act", "gelu");
@@ -667,6 +704,44 @@ absl::StatusOr<Architecture> ChooseArchitecture(const Json& json, absl::string_v
           : std::string("a config that names neither \"architectures\" nor \"model_type\"");
   return absl::UnimplementedError(absl::StrCat(source, ": Muster does not have ", what, "; it has ",
                                                absl::StrJoin(known, ", ")));
+}
+
+struct OtherName {
+  const char* model_type;
+  const char* name;
+  const char* other;
+};
+// Names that transformers' classes have for a setting besides their own.
+constexpr OtherName kOtherNames[] = {
+    {"gpt2", "n_embd", "hidden_size"},
+    {"gpt2", "n_head", "num_attention_heads"},
+    {"gpt2", "n_layer", "num_hidden_layers"},
+    {"gpt2", "n_positions", "max_position_embeddings"},
+    {"mixtral", "num_local_experts", "num_experts"},
+};
+
+const char* ModelType(Architecture architecture) {
+  for (const KnownArchitecture& known : kArchitectures) {
+    if (known.architecture == architecture) return known.model_type;
+  }
+  return "";
+}
+
+absl::Status UseOwnNames(Architecture architecture, absl::string_view source, Json& json) {
+  for (const OtherName& each : kOtherNames) {
+    if (each.model_type != absl::string_view(ModelType(architecture))) continue;
+    const auto other = json.find(each.other);
+    if (other == json.end()) continue;
+    if (json.contains(each.name) && json[each.name] != *other) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(source, ": \"", each.name, "\" is ", Settings::Shown(json[each.name]),
+                       ", but \"", each.other, "\", another name for it, is ",
+                       Settings::Shown(*other), "; keep one of them"));
+    }
+    json[each.name] = *other;
+    json.erase(each.other);
+  }
+  return absl::OkStatus();
 }
 
 absl::Status CheckHeads(const std::string& what, int64_t hidden, int64_t heads) {
@@ -744,10 +819,11 @@ void SetActivation(Json& json, const char* name, Activation activation) {
 
 void WriteCommon(const CommonConfig& config, Json* json) {
   Json& out = *json;
-  for (const KnownArchitecture& known : kArchitectures) {
-    if (known.architecture != config.architecture) continue;
-    out["architectures"] = Json::array({known.name});
-    out["model_type"] = known.model_type;
+  const char* const type = ModelType(config.architecture);
+  out["architectures"] = Json::array({std::string(ArchitectureName(config.architecture))});
+  out["model_type"] = type;
+  for (const OtherName& each : kOtherNames) {
+    if (each.model_type == absl::string_view(type)) out.erase(each.other);
   }
   out["vocab_size"] = config.vocab_size;
   out["initializer_range"] = config.initializer_range;
@@ -962,6 +1038,7 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json, absl::strin
   for (const std::string& name : options.ignore_settings) parsed.erase(name);
   MUSTER_ASSIGN_OR_RETURN(const Architecture architecture,
                           ChooseArchitecture(parsed, source, options));
+  MUSTER_RETURN_IF_ERROR(UseOwnNames(architecture, source, parsed));
   Settings settings(parsed, source);
   ModelConfig config;
   switch (architecture) {

@@ -102,6 +102,18 @@ TEST(ParseModelConfig, StretchedPositions_LengthenTheContext) {
   }
 }
 
+// As transformers 5.17 computes it.
+TEST(ParseModelConfig, YarnWithNullFactor_StretchesByThePositions) {
+  const Json yarn = {{"rope_type", "yarn"},
+                     {"factor", nullptr},
+                     {"truncate", nullptr},
+                     {"original_max_position_embeddings", 16}};
+  const DecoderConfig config =
+      Decoder(With(kLlama, {{"max_position_embeddings", 64}, {"rope_parameters", yarn}}));
+  EXPECT_EQ(config.rope.factor, 4);
+  EXPECT_FALSE(config.rope.truncate);
+}
+
 TEST(ParseModelConfig, LongRope_StretchesByTheFactorOrByThePositions) {
   const Json rope = {
       {"type", "longrope"}, {"short_factor", {1.0, 1.0, 1.0, 1.5}}, {"long_factor", {1, 2, 3, 4}}};
@@ -194,6 +206,51 @@ TEST(ParseModelConfig, MissingKeys_GetTheClassesDefaults) {
   EXPECT_EQ(Common(*none).pad_token_id, std::nullopt);
 }
 
+TEST(ParseModelConfig, MissingSizes_AreTheClasses) {
+  const DecoderConfig llama = Decoder({{"architectures", {"LlamaForCausalLM"}}});
+  EXPECT_EQ(llama.vocab_size, 32'000);
+  EXPECT_EQ(llama.hidden_size, 4096);
+  EXPECT_EQ(llama.intermediate_size, 11'008);
+  EXPECT_EQ(llama.num_layers, 32);
+  EXPECT_EQ(llama.num_heads, 32);
+  EXPECT_EQ(Decoder({{"model_type", "qwen2"}}).vocab_size, 151'936);
+  EXPECT_EQ(Decoder({{"model_type", "mixtral"}}).intermediate_size, 14'336);
+  const auto gpt2 = ParseModelConfig(R"({"model_type": "gpt2", "n_layer": 2})", "config.json");
+  ASSERT_TRUE(gpt2.ok()) << gpt2.status();
+  EXPECT_EQ(std::get<Gpt2Config>(*gpt2).hidden_size, 768);
+  EXPECT_EQ(std::get<Gpt2Config>(*gpt2).num_layers, 2);
+}
+
+TEST(ParseModelConfig, OtherNamesOfTheClass_AreUnderstoodAndLeftOut) {
+  const std::string json =
+      R"({"model_type": "gpt2", "hidden_size": 24, "num_attention_heads": 3, "n_embd": 24})";
+  const auto config = ParseModelConfig(json, "config.json");
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(std::get<Gpt2Config>(*config).num_heads, 3);
+  const Json again = Json::parse(ToJson(*config));
+  EXPECT_EQ(again["n_embd"], 24);
+  EXPECT_FALSE(again.contains("hidden_size"));
+  const DecoderConfig mixtral = Decoder(
+      With(kLlama, {{"model_type", "mixtral"}, {"num_key_value_heads", 2}, {"num_experts", 4}}));
+  EXPECT_EQ(mixtral.num_experts, 4);
+}
+
+// As folders on the Hub have them.
+TEST(ParseModelConfig, WhatIsNullOrChangesNothing_IsNotRefused) {
+  EXPECT_EQ(ErrorOf(With(kLlama, {{"some_setting", nullptr},
+                                  {"max_sequence_length", 2048},
+                                  {"is_llama_config", true},
+                                  {"transformers.js_config", {{"dtype", "q4"}}},
+                                  {"_num_labels", 3},
+                                  {"num_labels", 1}})),
+            "");
+  EXPECT_EQ(ErrorOf(With(kLlama, {{"model_type", "qwen2"},
+                                  {"num_key_value_heads", 2},
+                                  {"use_mrope", false},
+                                  {"attention_bias", false}})),
+            "");
+}
+
 TEST(ParseModelConfig, LabelsAreCountedByTheNumber_ElseByTheirNames) {
   const Json bert =
       With(kLlama, {{"model_type", "bert"}, {"id2label", {{"0", "a"}, {"1", "b"}, {"2", "c"}}}});
@@ -232,8 +289,17 @@ TEST(ParseModelConfig, WhatMusterCannotCompute_IsRefusedByName) {
        "\"short_factor\" of \"longrope\" has 2 numbers; a \"head_dim\" of 8 needs 4"},
       {{{"rope_scaling", {{"rope_type", "yarn"}}}}, "\"rope_scaling.factor\" is missing"},
       {{{"rope_scaling", {{"rope_type", "linear"}}}}, "\"rope_scaling.factor\" is missing"},
-      {{{"rope_scaling", {{"rope_type", "yarn"}, {"factor", nullptr}}}},
+      {{{"rope_scaling", {{"rope_type", "linear"}, {"factor", nullptr}}}},
        "\"rope_scaling.factor\" is missing"},
+      {{{"attention_bias", "yes"}}, "\"attention_bias\" is \"yes\""},
+      {{{"model_type", "qwen2"}, {"num_key_value_heads", 2}, {"attention_bias", true}},
+       "\"attention_bias\" is true; Muster has only false"},
+      {{{"use_mrope", true}}, "\"use_mrope\" is true"},
+      {{{"model_type", "mixtral"},
+        {"num_key_value_heads", 2},
+        {"num_experts", 4},
+        {"num_local_experts", 8}},
+       "\"num_local_experts\" is 8, but \"num_experts\", another name for it, is 4"},
       {{{"rope_parameters", {{"rope_type", "default"}, {"rope_theta", 5e5}}},
         {"rope_scaling", {{"rope_type", "linear"}, {"factor", 2.0}}}},
        "\"rope_parameters\" and \"rope_scaling\" say different things"},

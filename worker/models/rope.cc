@@ -25,7 +25,7 @@ double PairThatTurns(double rotations, const RopeConfig& rope, int64_t head_dim)
 }
 
 // Pairs that turn fast stay, slow ones are stretched, and between them it goes over evenly.
-at::Tensor YarnFrequencies(const RopeConfig& rope, int64_t head_dim, const at::Tensor& plain) {
+at::Tensor YarnFrequencies(const RopeConfig& rope, int64_t head_dim, const at::Tensor& waves) {
   double low = PairThatTurns(rope.beta_fast, rope, head_dim);
   double high = PairThatTurns(rope.beta_slow, rope, head_dim);
   if (rope.truncate) {
@@ -35,9 +35,9 @@ at::Tensor YarnFrequencies(const RopeConfig& rope, int64_t head_dim, const at::T
   low = std::max(low, 0.0);
   high = std::min(high, static_cast<double>(head_dim - 1));
   if (low == high) high += 0.001;  // as in transformers: no division by zero
-  const at::Tensor pairs = at::arange(head_dim / 2, plain.options());
+  const at::Tensor pairs = at::arange(head_dim / 2, waves.options());
   const at::Tensor stretched = ((pairs - low) / (high - low)).clamp(0, 1);
-  return plain / rope.factor * stretched + plain * (1 - stretched);
+  return (rope.factor * waves).reciprocal() * stretched + waves.reciprocal() * (1 - stretched);
 }
 
 double Mscale(double factor, double mscale) {
@@ -75,7 +75,7 @@ at::Tensor RopeFrequencies(const RopeConfig& rope, int64_t head_dim, int64_t len
     case RopeConfig::Kind::kLinear:
       return plain / rope.factor;
     case RopeConfig::Kind::kYarn:
-      return YarnFrequencies(rope, head_dim, plain);
+      return YarnFrequencies(rope, head_dim, waves);
     case RopeConfig::Kind::kLlama3:
       break;
   }

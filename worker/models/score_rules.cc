@@ -11,6 +11,8 @@
 #include "ATen/ops/full.h"
 #include "ATen/ops/gather.h"
 #include "ATen/ops/log_softmax.h"
+#include "ATen/ops/logsumexp.h"
+#include "ATen/ops/ones.h"
 #include "ATen/ops/scatter.h"
 #include "ATen/ops/softmax.h"
 #include "ATen/ops/sort.h"
@@ -158,6 +160,22 @@ at::Tensor Entropy(const at::Tensor& logprobs) {
   return (logprobs * logprobs.exp()).nansum(-1, true).neg();
 }
 
+// In transformers' operations, so that sums round alike: at a share of 1 it counts.
+at::Tensor KeepTopH(double share, const at::Tensor& scores) {
+  constexpr int64_t kMost = 100;
+  const auto [best, ids] = scores.topk(std::min(kMost, scores.size(1)), -1);
+  const at::Tensor logits = best - best.logsumexp(-1, /*keepdim=*/true);
+  const at::Tensor likely = at::softmax(logits, -1);
+  const at::Tensor entropy =
+      (logits.clamp_min(std::numeric_limits<float>::lowest()) * likely).sum(-1, true).neg();
+  // From a removed token on they are no numbers, which are not below.
+  const at::Tensor sums = (likely.neg() * likely.log()).cumsum(-1);
+  at::Tensor kept = sums <= entropy * share;
+  kept.narrow(-1, 0, 1).fill_(true);
+  const at::Tensor removed = at::ones(scores.sizes(), kept.options());
+  return scores.masked_fill(removed.scatter(-1, ids, kept.logical_not()), kRemoved);
+}
+
 at::Tensor KeepTypical(double mass, const at::Tensor& scores, int64_t kept) {
   const at::Tensor logprobs = at::log_softmax(scores, -1);
   const at::Tensor distance = (logprobs.neg() - Entropy(logprobs)).abs();
@@ -199,6 +217,8 @@ void CheckRules(const ScoreRules& rules) {
   }
   TORCH_CHECK_VALUE(rules.temperature > 0, "temperature is ", rules.temperature,
                     "; it must be above 0 (for the best token always, do not sample)");
+  TORCH_CHECK_VALUE(rules.top_h >= 0 && rules.top_h <= 1, "top_h is ", rules.top_h,
+                    "; it must be above 0 and at most 1 (0: no rule)");
   TORCH_CHECK_VALUE(rules.top_k >= 0, "top_k is ", rules.top_k, "; it must not be negative");
   TORCH_CHECK_VALUE(rules.top_p > 0 && rules.top_p <= 1, "top_p is ", rules.top_p,
                     "; it must be above 0 and at most 1");
@@ -243,6 +263,7 @@ at::Tensor ApplyRules(const ScoreRules& rules, const at::Tensor& scores,
 at::Tensor ApplySamplingRules(const ScoreRules& rules, const at::Tensor& scores, int64_t min_kept) {
   at::Tensor out = rules.temperature == 1 ? scores : scores / rules.temperature;
   const int64_t kept = std::min(min_kept, scores.size(1));
+  if (rules.top_h > 0) out = KeepTopH(rules.top_h, out);
   if (const int64_t top_k = std::max(rules.top_k, kept); rules.top_k > 0 && top_k < out.size(1)) {
     out = out.masked_fill(out < LeastOfBest(out, top_k), kRemoved);
   }

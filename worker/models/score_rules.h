@@ -49,6 +49,9 @@ struct ScoreRules {
 
   // For sampling alone, applied in this order.
   double temperature = 1;
+  // Of the 100 best tokens the most likely ones stay, for as long as their part of the entropy does
+  // not exceed this share of it (Potraghloo et al., 2025); 0: no rule.
+  double top_h = 0;
   // Only the k best tokens stay; 0: all.
   int64_t top_k = 0;
   // Only the most likely tokens stay whose probabilities together reach it (Holtzman et al., 2020).
@@ -81,7 +84,8 @@ at::Tensor ApplyRules(const ScoreRules& rules, const at::Tensor& scores,
                       const std::vector<Tokens>& rows, int64_t num_generated);
 
 // `scores` after the rules for sampling. Each rule leaves the best token, or with `min_kept` so
-// many of the best, but for typical_p, which leaves the most typical ones.
+// many of the best, but for top_h, which leaves one, and typical_p, which leaves the most typical
+// ones.
 at::Tensor ApplySamplingRules(const ScoreRules& rules, const at::Tensor& scores,
                               int64_t min_kept = 1);
 

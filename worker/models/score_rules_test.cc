@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
@@ -103,6 +104,19 @@ TEST(ApplySamplingRules, TopK_KeepsTheBest) {
   EXPECT_EQ(Removed(ApplySamplingRules({.top_k = 9}, Row({3, 1, 2, 0}))), (Ids{}));
 }
 
+TEST(ApplySamplingRules, TopH_KeepsTheLikeliestWhosePartOfTheEntropyIsSmall) {
+  // Parts 0.306, 0.347, 0.230, 0.150 of an entropy of 1.033.
+  const at::Tensor scores = Row({std::log(0.25), std::log(0.6), std::log(0.1), std::log(0.05)});
+  EXPECT_EQ(Removed(ApplySamplingRules({.top_h = 0.7}, scores)), (Ids{2, 3}));
+  EXPECT_EQ(Removed(ApplySamplingRules({.top_h = 0.01}, scores)), (Ids{0, 2, 3}));
+  // What is removed already has no part in it.
+  const double gone = -std::numeric_limits<double>::infinity();
+  EXPECT_EQ(Removed(ApplySamplingRules({.top_h = 0.9}, Row({gone, 2, 1, gone}))), (Ids{0, 2, 3}));
+  // Never more than 100, even where the share is 1.
+  const at::Tensor many = at::arange(120, c10::kFloat).mul(-0.01).unsqueeze(0);
+  EXPECT_GE(Removed(ApplySamplingRules({.top_h = 1}, many)).size(), 20);
+}
+
 TEST(ApplySamplingRules, TopP_KeepsTheMostLikelyThatReachIt) {
   const at::Tensor scores = Row({std::log(0.5), std::log(0.25), std::log(0.15), std::log(0.1)});
   EXPECT_EQ(Removed(ApplySamplingRules({.top_p = 0.7}, scores)), (Ids{2, 3}));
@@ -160,6 +174,7 @@ TEST(CheckRules, NumbersWithoutMeaning_AreNamed) {
       {{.no_repeat_ngram_size = -1}, "no_repeat_ngram_size is -1"},
       {{.min_new_tokens = -1}, "min_new_tokens is -1"},
       {{.temperature = 0}, "temperature is 0"},
+      {{.top_h = 1.5}, "top_h is 1.5"},
       {{.top_k = -1}, "top_k is -1"},
       {{.top_p = std::nan("")}, "top_p is nan"},
       {{.min_p = 2}, "min_p is 2"},

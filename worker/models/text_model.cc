@@ -15,7 +15,8 @@ at::Tensor NextLabels(const TextBatch& batch) {
   const at::Tensor next = batch.labels.narrow(1, 1, length - 1);
   const at::Tensor padding = PaddingMask(batch.attention_mask);
   if (!padding.defined()) return next;
-  return next.masked_fill(padding.narrow(1, 0, length - 1).logical_not(), -100);
+  const at::Tensor num_read = padding.narrow(1, 0, length - 1).cumsum(1);
+  return next.masked_fill(num_read == 0, -100);
 }
 
 }  // namespace
@@ -58,6 +59,12 @@ at::Tensor CausalLmImpl::NextLogits(const TextBatch& batch, KvCache* cache, int6
   CheckBatch(batch, Common(config()), cache == nullptr ? 0 : cache->length());
   const at::Tensor hidden = Run(batch, cache, run_idle_experts).hidden;
   return Head(hidden.narrow(1, hidden.size(1) - num_logits, num_logits));
+}
+
+at::Tensor TextsOf(const TextBatch& batch) {
+  // As in transformers: a mask says that there is one text.
+  if (!batch.position_ids.defined() || batch.attention_mask.defined()) return {};
+  return PackedTexts(batch.position_ids);
 }
 
 void CheckBatch(const TextBatch& batch, const CommonConfig& config, int64_t past) {

@@ -14,13 +14,14 @@
 namespace muster::models {
 
 // What a model reads; tensors that are left out are undefined. Rows of different lengths are padded
-// on either side.
+// on either side. Of decoders without an `attention_mask`, a row has several texts, each of which
+// sees itself alone, where `position_ids` do not go on by one.
 struct TextBatch {
   at::Tensor input_ids = {};       // [B, T] int64
   at::Tensor attention_mask = {};  // [B, T] int64 or bool; 0: padding
   at::Tensor labels = {};          // [B, T] int64, -100: none; of a sequence classifier [B], or
                                    // [B, labels] of floats
-  at::Tensor token_type_ids = {};  // [B, T] int64; BERT
+  at::Tensor token_type_ids = {};  // [B, T] int64; BERT, and GPT-2, whose types are tokens
   at::Tensor position_ids = {};    // [B or 1, T] int64; by default 0, 1, ... from the left edge
 };
 
@@ -65,9 +66,9 @@ TORCH_MODULE(TextModel);
 // One that predicts the next token.
 class CausalLmImpl : public TextModelImpl {
  public:
-  // The loss holds the logits at position t against the label at t + 1. A label that only a padded
-  // position could predict, the first token of a row that is padded on the left, does not count:
-  // what a padded position says has no meaning.
+  // The loss holds the logits at position t against the label at t + 1. A label that has only
+  // padding before it, the first token of a row that is padded on the left, does not count: what
+  // predicts it has no meaning.
   ModelOutput forward(const TextBatch& batch) override;
 
   // Logits [B, `num_logits`, vocabulary] of the last positions. With a cache, the ids are the
@@ -92,6 +93,9 @@ class CausalLmImpl : public TextModelImpl {
   virtual double aux_loss_coefficient() const { return 0; }
 };
 TORCH_MODULE(CausalLm);
+
+// Which text of its row each position belongs to, as from PackedTexts().
+at::Tensor TextsOf(const TextBatch& batch);
 
 // Throws unless `batch` has ids [B, T] of int64 and the other tensors fit them. `past`: positions
 // before these.

@@ -88,7 +88,7 @@ def case(model, wide, name, rng):
     return {"in": dict(given, **settings), "out": out}
 
 
-ENDS_AND_DRAWS_RULES = {"temperature": [0.3, 0.7, 2.0], "top_k": [1, 3, 20], "top_p": [0.3, 0.8, 0.95], "min_p": [0.05, 0.3],
+ENDS_AND_DRAWS_RULES = {"temperature": [0.3, 0.7, 2.0], "top_h": [0.1, 0.5, 0.9, 1.0], "top_k": [1, 3, 20], "top_p": [0.3, 0.8, 0.95], "min_p": [0.05, 0.3],
                         "typical_p": [0.1, 0.5, 0.9], "epsilon_cutoff": [0.003, 0.02, 0.1], "eta_cutoff": [0.003, 0.02, 0.3]}
 
 
