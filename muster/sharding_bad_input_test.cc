@@ -18,7 +18,7 @@
 #include "muster/test_ranks.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/linear.h"
-#include "worker/collective/comm_thread.h"
+#include "worker/collective/comm_queue.h"
 
 namespace muster {
 namespace {
@@ -297,7 +297,7 @@ TEST(ShardingBadInput, RankWithoutMemoryForAGatherAhead_NamesTheUnitAndTheOthers
       for (int step = 0; step < 3; ++step) {
         // The first step finds the order in which units come.
         if (step == 2 && comm.rank() == 2) {
-          core->process().comm_thread()->Submit([] { FullMemory::full_ = true; });
+          core->process().comm_queue()->Submit([] { FullMemory::full_ = true; });
         }
         a.backward(model(Input()).mean());
         optimizer.step();

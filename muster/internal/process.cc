@@ -10,6 +10,8 @@
 #include "c10/core/ScalarType.h"
 #include "c10/util/Exception.h"
 #include "muster/internal/engine_settings.h"
+#include "worker/collective/comm_stream.h"
+#include "worker/collective/comm_thread.h"
 #include "worker/collective/ordered_comm.h"
 #include "worker/train/guard.h"
 
@@ -213,10 +215,9 @@ Process::Process(const AcceleratorOptions& options, JoinedProcess joined)
       device_(joined_.device),
       precision_(ParseMixedPrecision(joined_.environment.mixed_precision.value)),
       settings_(SettingsOf(options_, joined_.environment, joined_.device)) {
-  // Streams of a GPU would have to be ordered with the thread.
-  if (size() > 1 && sharding().strategy != ShardingStrategy::kNone && sharding().overlap &&
-      device_.is_cpu()) {
-    comm_thread_ = std::make_shared<CommThread>();
+  if (size() > 1 && sharding().strategy != ShardingStrategy::kNone && sharding().overlap) {
+    if (device_.is_cpu()) comm_queue_ = std::make_shared<CommThread>();
+    if (device_.is_cuda()) comm_queue_ = std::make_shared<CommStream>(device_);
     joined_.comm = InOrder(std::move(joined_.comm));
   }
   CheckMixedPrecision(precision_, device_.type());
@@ -227,8 +228,8 @@ Process::Process(const AcceleratorOptions& options, JoinedProcess joined)
 }
 
 std::unique_ptr<Comm> Process::InOrder(std::unique_ptr<Comm> comm) const {
-  if (comm_thread_ == nullptr || comm == nullptr) return comm;
-  return MakeOrderedComm(std::move(comm), comm_thread_);
+  if (comm_queue_ == nullptr || comm == nullptr) return comm;
+  return MakeOrderedComm(std::move(comm), comm_queue_);
 }
 
 void Process::LoseComm() { joined_.comm = std::make_unique<LostComm>(rank(), size()); }

@@ -9,7 +9,7 @@
 #include "muster/internal/engine_settings.h"
 #include "muster/options.h"
 #include "worker/collective/comm.h"
-#include "worker/collective/comm_thread.h"
+#include "worker/collective/comm_queue.h"
 #include "worker/collective/progress_board.h"
 #include "worker/job/coordinator_client.h"
 #include "worker/job/environment.h"
@@ -37,9 +37,9 @@ class Process {
   int local_rank() const { return joined_.environment.local_rank.value; }
   const std::string& mixed_precision() const { return joined_.environment.mixed_precision.value; }
   Comm& comm() const { return *joined_.comm; }
-  // Runs collectives beside the training thread, in one order with those of comm() and of what
+  // Runs collectives beside the computation, in one order with those of comm() and of what
   // InOrder() returns. Null if nothing does.
-  const std::shared_ptr<CommThread>& comm_thread() const { return comm_thread_; }
+  const std::shared_ptr<CommQueue>& comm_queue() const { return comm_queue_; }
   std::unique_ptr<Comm> InOrder(std::unique_ptr<Comm> comm) const;
   ProgressBoard& progress() const { return *joined_.progress; }
   // Null in a job without a coordinator.
@@ -89,7 +89,7 @@ class Process {
   const at::Device device_;
   const MixedPrecision precision_;
   const Settings settings_;
-  std::shared_ptr<CommThread> comm_thread_;
+  std::shared_ptr<CommQueue> comm_queue_;
 };
 
 }  // namespace muster::internal

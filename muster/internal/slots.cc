@@ -144,7 +144,7 @@ void ModelSlot::MakeReady() {
     sharded_ = std::make_unique<ShardedModel>(
         process.comm(), groups_.shard != nullptr ? *groups_.shard : process.comm(),
         groups_.replicas.get(), source_->module(), std::move(named), std::move(buffers), sharding,
-        process.options().data_parallel.broadcast_buffers, process.comm_thread(),
+        process.options().data_parallel.broadcast_buffers, process.comm_queue(),
         [device](const NamedParameter& parameter, bool with_values) {
           Materialize(parameter.tensor, device, parameter.name, with_values);
         },

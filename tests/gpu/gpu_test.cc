@@ -1,21 +1,28 @@
-// What needs a GPU: NCCL and training on one process.
+// What needs a GPU: NCCL, streams, and training on one process.
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
 #include <chrono>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "c10/core/Event.h"
+#include "c10/core/impl/VirtualGuardImpl.h"
 #include "examples/mnist/net.h"
 #include "muster/accelerator.h"
 #include "muster/optim.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "worker/collective/borrowed_comm.h"
 #include "worker/collective/c10d_comm.h"
+#include "worker/collective/comm_stream.h"
 #include "worker/collective/nccl.h"
+#include "worker/collective/ordered_comm.h"
 #include "worker/collective/process_group.h"
+#include "worker/parallel/sharded_model.h"
 
 namespace muster {
 namespace {
@@ -66,14 +73,160 @@ class Gpu : public testing::Test {
   }
 };
 
-TEST_F(Gpu, Nccl_OneRank_AllReducesAndTellsItsVersion) {
-  auto store = c10::make_intrusive<c10d::HashStore>();
+const c10::Device kDevice(c10::kCUDA, 0);
+
+// One rank over NCCL.
+std::unique_ptr<Comm> NcclComm() {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
   auto group = MakeGlooGroup(store, {});
-  const c10::Device device(c10::kCUDA, 0);
-  const absl::Status added = AddNcclBackend(group, store, device, std::chrono::minutes(1));
-  ASSERT_TRUE(added.ok()) << added;
-  const auto comm = MakeC10dComm(group);
-  torch::Tensor x = torch::arange(1000, torch::TensorOptions(device).dtype(torch::kFloat32));
+  const absl::Status added = AddNcclBackend(group, store, kDevice, std::chrono::minutes(1));
+  EXPECT_TRUE(added.ok()) << added;
+  return MakeC10dComm(group);
+}
+
+// An event on the stream that is current, whose time can be read.
+std::unique_ptr<c10::Event> Mark() {
+  auto event = std::make_unique<c10::Event>(c10::kCUDA, c10::EventFlag::BACKEND_DEFAULT);
+  event->record(c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(kDevice));
+  return event;
+}
+
+// Gathers that take much longer than the forward pass of a unit.
+class SlowGathers : public BorrowedComm {
+ public:
+  using BorrowedComm::BorrowedComm;
+  void AllGatherParts(torch::Tensor& flat) override {
+    begins.push_back(Mark());
+    for (int i = 0; i < 40; ++i) at::mm_out(product_, factor_, factor_);
+    BorrowedComm::AllGatherParts(flat);
+    ends.push_back(Mark());
+  }
+  std::vector<std::unique_ptr<c10::Event>> begins, ends;
+
+ private:
+  const torch::Tensor factor_ = torch::ones({4096, 4096}, torch::TensorOptions(kDevice)).div_(4096);
+  torch::Tensor product_ = torch::empty_like(factor_);
+};
+
+// A model of linear layers, each a unit, with its parts on one rank.
+struct ShardedOnGpu {
+  ShardedOnGpu(Comm& comm, int units, int64_t width, bool overlap)
+      : queue(overlap ? std::make_shared<CommStream>(kDevice) : nullptr),
+        world(InOrder(comm)),
+        net(MakeNet(units, width)),
+        model(*world, *world, nullptr, net.get(), ParametersOf(*net), {},
+              {.strategy = ShardingStrategy::kFull, .overlap = overlap}, true, queue),
+        adamw(model.shards(), {.lr = 1e-3}) {}
+
+  std::unique_ptr<Comm> InOrder(Comm& comm) const {
+    auto borrowed = std::make_unique<BorrowedComm>(comm);
+    if (queue == nullptr) return borrowed;
+    return MakeOrderedComm(std::move(borrowed), queue);
+  }
+  static torch::nn::Sequential MakeNet(int units, int64_t width) {
+    torch::manual_seed(1);
+    torch::nn::Sequential net;
+    for (int i = 0; i < units; ++i) net->push_back(torch::nn::Linear(width, width));
+    net->to(kDevice);
+    return net;
+  }
+  static std::vector<NamedParameter> ParametersOf(const torch::nn::Module& module) {
+    std::vector<NamedParameter> parameters;
+    for (const auto& item : module.named_parameters()) {
+      parameters.push_back({item.key(), item.value()});
+    }
+    return parameters;
+  }
+  torch::Tensor Layer(int i, const torch::Tensor& x) {
+    return net[i]->as<torch::nn::Linear>()->forward(x);
+  }
+  void Update() {
+    model.Expire();
+    adamw.Step();
+    adamw.ZeroGrad();
+  }
+
+  const std::shared_ptr<CommStream> queue;
+  const std::unique_ptr<Comm> world;
+  torch::nn::Sequential net;
+  ShardedModel model;
+  FusedAdamW adamw;
+};
+
+TEST_F(Gpu, ShardingOnAStreamOfItsOwn_HasTheBitsWithoutIt) {
+  std::vector<std::vector<torch::Tensor>> runs;
+  for (const bool overlap : {false, true}) {
+    const std::unique_ptr<Comm> comm = NcclComm();
+    constexpr int kUnits = 6;
+    ShardedOnGpu trained(*comm, kUnits, 512, overlap);
+    runs.emplace_back();
+    for (int step = 0; step < 8; ++step) {
+      torch::manual_seed(100 + step);
+      torch::Tensor x = torch::randn({256, 512}).to(kDevice);
+      trained.model.BeginForward(true);
+      for (int i = 0; i < kUnits; ++i) x = torch::tanh(trained.Layer(i, x));
+      trained.model.EndForward();
+      const torch::Tensor loss = x.square().mean();
+      loss.backward();
+      // Also where the host runs ahead of the device.
+      if (step % 2 == 0) runs.back().push_back(loss.detach().cpu());
+      trained.Update();
+    }
+    for (const auto& [name, value] :
+         trained.model.FullParameters([](const std::string&) { return true; })) {
+      runs.back().push_back(value);
+    }
+  }
+  ASSERT_EQ(runs[0].size(), runs[1].size());
+  for (size_t i = 0; i < runs[0].size(); ++i) EXPECT_TRUE(runs[0][i].equal(runs[1][i])) << i;
+}
+
+TEST_F(Gpu, GatherOnAStreamOfItsOwn_RunsWhileTheUnitBeforeComputes) {
+  constexpr int kUnits = 4;
+  for (const bool overlap : {false, true}) {
+    const std::unique_ptr<Comm> comm = NcclComm();
+    SlowGathers slow(*comm);
+    ShardedOnGpu trained(slow, kUnits, 4096, overlap);
+    const torch::Tensor input = torch::randn({4096, 4096}).to(kDevice);
+    std::unique_ptr<c10::Event> begin;
+    std::vector<std::unique_ptr<c10::Event>> computed;
+    // The first step finds the order in which units come.
+    for (int step = 0; step < 2; ++step) {
+      slow.begins.clear();
+      slow.ends.clear();
+      computed.clear();
+      begin = Mark();
+      torch::Tensor x = input;
+      trained.model.BeginForward(true);
+      for (int i = 0; i < kUnits; ++i) {
+        x = trained.Layer(i, x);
+        computed.push_back(Mark());
+      }
+      trained.model.EndForward();
+      x.mean().backward();
+      trained.Update();
+    }
+    const std::unique_ptr<c10::Event> end = Mark();
+    end->synchronize();
+    ASSERT_GE(slow.ends.size(), static_cast<size_t>(kUnits));
+    const auto time = [&](const std::unique_ptr<c10::Event>& event) {
+      event->synchronize();
+      return begin->elapsedTime(*event);
+    };
+    for (int i = 0; i + 1 < kUnits; ++i) {
+      if (overlap) {
+        EXPECT_LT(time(slow.begins[i + 1]), time(computed[i])) << i;
+        EXPECT_LT(time(computed[i]), time(slow.ends[i + 1])) << i;
+      } else {
+        EXPECT_LE(time(computed[i]), time(slow.begins[i + 1])) << i;
+      }
+    }
+  }
+}
+
+TEST_F(Gpu, Nccl_OneRank_AllReducesAndTellsItsVersion) {
+  const std::unique_ptr<Comm> comm = NcclComm();
+  torch::Tensor x = torch::arange(1000, torch::TensorOptions(kDevice).dtype(torch::kFloat32));
   comm->AllReduce(x, ReduceOp::kSum);
   EXPECT_EQ(x.sum().item<float>(), 999.0f * 500);
   torch::Tensor on_cpu = torch::ones({3});

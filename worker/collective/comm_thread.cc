@@ -10,7 +10,7 @@ thread_local const CommThread* current = nullptr;
 
 }  // namespace
 
-struct CommThread::Work {
+struct CommThread::ThreadWork : Work {
   std::function<void()> body;
   SavedCallSite site;
   // Guarded by the lock of its thread.
@@ -30,7 +30,7 @@ CommThread::~CommThread() {
 }
 
 CommThread::Ticket CommThread::Submit(std::function<void()> body) {
-  Ticket ticket = std::make_shared<Work>();
+  const auto ticket = std::make_shared<ThreadWork>();
   ticket->body = std::move(body);
   ticket->site = SaveCallSite();
   MutexLock lock(&mu_);
@@ -46,17 +46,19 @@ CommThread::Ticket CommThread::Submit(std::function<void()> body) {
 }
 
 void CommThread::Wait(const Ticket& ticket) {
+  const auto& work = static_cast<const ThreadWork&>(*ticket);
   MutexLock lock(&mu_);
-  while (!ticket->done) changed_.Wait(&mu_);
-  if (ticket->error == nullptr) return;
-  if (unseen_ == ticket->error) unseen_ = nullptr;
-  std::rethrow_exception(ticket->error);
+  while (!work.done) changed_.Wait(&mu_);
+  if (work.error == nullptr) return;
+  if (unseen_ == work.error) unseen_ = nullptr;
+  std::rethrow_exception(work.error);
 }
 
 bool CommThread::WaitQuietly(const Ticket& ticket) {
+  const auto& work = static_cast<const ThreadWork&>(*ticket);
   MutexLock lock(&mu_);
-  while (!ticket->done) changed_.Wait(&mu_);
-  return ticket->error == nullptr;
+  while (!work.done) changed_.Wait(&mu_);
+  return work.error == nullptr;
 }
 
 void CommThread::Drain() {
@@ -70,7 +72,7 @@ bool CommThread::IsCurrent() const { return current == this; }
 void CommThread::Run() {
   current = this;
   for (;;) {
-    Ticket next;
+    std::shared_ptr<ThreadWork> next;
     {
       MutexLock lock(&mu_);
       while (!stop_ && queue_.empty()) changed_.Wait(&mu_);
@@ -92,7 +94,7 @@ void CommThread::Run() {
     queue_.pop_front();
     if (error != nullptr) {
       unseen_ = error;
-      for (const Ticket& waiting : queue_) {
+      for (const std::shared_ptr<ThreadWork>& waiting : queue_) {
         waiting->body = nullptr;
         waiting->done = true;
         waiting->error = error;

@@ -9,47 +9,38 @@
 
 #include "base/mutex.h"
 #include "worker/collective/call_site.h"
+#include "worker/collective/comm_queue.h"
 
 namespace muster {
 
-// A thread that runs collectives beside the computation, one after the other in the order in which
-// they were submitted. Each process of a job has one, and a Comm that runs on it too keeps that
-// order (MakeOrderedComm): ranks that submit and call in one order stay in step, as with one
-// thread.
-//
-// When a collective throws, those after it are not run and throw the same, until somebody has seen
-// the error: ranks would no longer be in step. No error is lost: what no Wait() has thrown, the
-// next Drain() throws.
-//
-// Thread-safe. The thread starts with the first Submit().
-class CommThread {
+// A thread that runs what is submitted, for tensors on the CPU: Wait() and Drain() block. It starts
+// with the first Submit().
+class CommThread : public CommQueue {
  public:
-  struct Work;
-  using Ticket = std::shared_ptr<Work>;
-
   CommThread() = default;
   // Runs what is in the queue, and ends.
-  ~CommThread();
+  ~CommThread() override;
   CommThread(const CommThread&) = delete;
   CommThread& operator=(const CommThread&) = delete;
 
-  // Collectives in `body` are said to come from the caller's CallSite.
-  Ticket Submit(std::function<void()> body);
-  // Returns when the work is done. Throws what it has thrown.
-  void Wait(const Ticket& ticket);
-  // Whether it has ended well; an error stays for others to throw.
-  bool WaitQuietly(const Ticket& ticket);
-  // Returns when nothing is queued or under way. Throws an error that nobody has seen.
-  void Drain();
-  // Whether the caller is this thread.
-  bool IsCurrent() const;
+  bool Suits(const c10::Device& device) const override { return device.is_cpu(); }
+  bool on_stream() const override { return false; }
+  Ticket Submit(std::function<void()> body) override;
+  void Wait(const Ticket& ticket) override;
+  bool WaitQuietly(const Ticket& ticket) override;
+  void Drain() override;
+  bool IsCurrent() const override;
+  void Allocate(const std::function<void()>& allocate) override { allocate(); }
 
  private:
+  struct ThreadWork;
+
   void Run();
 
   Mutex mu_;
   CondVar changed_;
-  std::deque<Ticket> queue_ ABSL_GUARDED_BY(mu_);  // the first one is under way
+  // The first one is under way.
+  std::deque<std::shared_ptr<ThreadWork>> queue_ ABSL_GUARDED_BY(mu_);
   bool stop_ ABSL_GUARDED_BY(mu_) = false;
   std::exception_ptr unseen_ ABSL_GUARDED_BY(mu_);
   std::thread thread_ ABSL_GUARDED_BY(mu_);

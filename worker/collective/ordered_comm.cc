@@ -11,8 +11,8 @@ namespace {
 
 class OrderedComm : public Comm {
  public:
-  OrderedComm(std::unique_ptr<Comm> inner, std::shared_ptr<CommThread> thread)
-      : thread_(std::move(thread)), inner_(std::move(inner)) {}
+  OrderedComm(std::unique_ptr<Comm> inner, std::shared_ptr<CommQueue> queue)
+      : queue_(std::move(queue)), inner_(std::move(inner)) {}
 
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
@@ -41,20 +41,20 @@ class OrderedComm : public Comm {
 
  private:
   Comm& InOrder() {
-    if (!thread_->IsCurrent()) thread_->Drain();
+    if (!queue_->IsCurrent()) queue_->Drain();
     return *inner_;
   }
 
-  const std::shared_ptr<CommThread> thread_;
+  const std::shared_ptr<CommQueue> queue_;
   const std::unique_ptr<Comm> inner_;
 };
 
 }  // namespace
 
 std::unique_ptr<Comm> MakeOrderedComm(std::unique_ptr<Comm> inner,
-                                      std::shared_ptr<CommThread> thread) {
-  TORCH_CHECK(inner != nullptr && thread != nullptr, "MakeOrderedComm: no Comm or no thread");
-  return std::make_unique<OrderedComm>(std::move(inner), std::move(thread));
+                                      std::shared_ptr<CommQueue> queue) {
+  TORCH_CHECK(inner != nullptr && queue != nullptr, "MakeOrderedComm: no Comm or no queue");
+  return std::make_unique<OrderedComm>(std::move(inner), std::move(queue));
 }
 
 }  // namespace muster

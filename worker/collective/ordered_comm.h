@@ -4,16 +4,17 @@
 #include <memory>
 
 #include "worker/collective/comm.h"
-#include "worker/collective/comm_thread.h"
+#include "worker/collective/comm_queue.h"
 
 namespace muster {
 
-// `inner`, whose collectives also run on `thread`: one that another thread calls waits until all
-// that was submitted before is done, and then runs in its caller's thread. So the collectives of
-// both are one sequence, in the order of the program. Throws the error of submitted work that
-// nobody has seen yet. process_group() is inner's: calls that bypass the Comm must Drain() first.
+// `inner`, whose collectives also run on `queue`: one that is called outside of its bodies comes
+// after all that was submitted before, and runs in its caller's thread, on its stream. So the
+// collectives of both are one sequence, in the order of the program. Throws the error of submitted
+// work that nobody has seen yet. process_group() is inner's: calls that bypass the Comm must
+// Drain() first.
 std::unique_ptr<Comm> MakeOrderedComm(std::unique_ptr<Comm> inner,
-                                      std::shared_ptr<CommThread> thread);
+                                      std::shared_ptr<CommQueue> queue);
 
 }  // namespace muster
 

@@ -9,6 +9,7 @@
 #include "ATen/Functions.h"
 #include "c10/util/Exception.h"
 #include "worker/collective/borrowed_comm.h"
+#include "worker/collective/comm_thread.h"
 #include "worker/collective/test_error.h"
 #include "worker/collective/thread_comm.h"
 

@@ -282,9 +282,11 @@ void ShardUnit::Detach() {
 void ShardUnit::Gather() {
   Detach();
   if (gathered_) return;
+  // All of them have the queue's memory: two would keep what the other one has freed.
+  if (queue_ != nullptr && queue_->on_stream()) StartGather();
   if (coming_ != nullptr) {
     const std::shared_ptr<Coming> coming = std::exchange(coming_, nullptr);
-    coming->thread->Wait(coming->ticket);
+    queue_->Wait(coming->ticket);
     return Arrive(*coming);
   }
   at::NoGradGuard no_grad;
@@ -297,11 +299,10 @@ void ShardUnit::Gather() {
   written_ = false;
 }
 
-void ShardUnit::StartGather(CommThread& thread) {
+void ShardUnit::StartGather() {
   if (present()) return;
   const auto coming = std::make_shared<Coming>();
-  coming->thread = &thread;
-  coming->ticket = thread.Submit([this, state = coming.get()] {
+  coming->ticket = queue_->Submit([this, state = coming.get()] {
     const at::NoGradGuard no_grad;
     // Operators must not find the memory before the values.
     at::Tensor full = flat_;
@@ -317,12 +318,18 @@ void ShardUnit::StartGather(CommThread& thread) {
 void ShardUnit::Arrive(const Coming& coming) {
   if (frees_) TakeMemory(flat_, coming.full);
   allocated_ = gathered_ = true;
+  written_ = false;
+  if (queue_->on_stream()) brought_ = coming.ticket;
+}
+
+void ShardUnit::NoteUse() {
+  if (brought_ != nullptr) queue_->Wait(brought_);
 }
 
 void ShardUnit::Settle() {
   if (coming_ == nullptr) return;
   const std::shared_ptr<Coming> coming = std::exchange(coming_, nullptr);
-  if (coming->thread->WaitQuietly(coming->ticket)) Arrive(*coming);
+  if (queue_->WaitQuietly(coming->ticket)) Arrive(*coming);
 }
 
 void ShardUnit::Free() {
@@ -337,7 +344,8 @@ void ShardUnit::FreeUntilBackward() {
   Settle();
   if (gathered_ && !kept_.defined()) {
     const at::NoGradGuard no_grad;
-    kept_ = ReshardSlot(flat_).clone();
+    const at::Tensor slot = ReshardSlot(flat_);
+    kept_ = Allocate(slot.numel(), slot.options()).copy_(slot);
   }
   FreeFlat();
 }
@@ -347,6 +355,7 @@ void ShardUnit::FreeFlat() {
   if (!allocated_) return;
   FreeMemory(flat_);
   allocated_ = gathered_ = false;
+  brought_ = nullptr;
 }
 
 void ShardUnit::Expire() {
@@ -443,10 +452,21 @@ int64_t ShardUnit::gradient_bytes() const {
   return flat_.numel() * static_cast<int64_t>(c10::elementSize(reduced_as_));
 }
 
+at::Tensor ShardUnit::Allocate(int64_t numel, const at::TensorOptions& options) const {
+  at::Tensor made;
+  const auto allocate = [&] { made = at::empty({numel}, options); };
+  if (queue_ != nullptr) {
+    queue_->Allocate(allocate);
+  } else {
+    allocate();
+  }
+  return made;
+}
+
 at::Tensor ShardUnit::TakeGradients(const at::Tensor& buffer) {
-  at::Tensor full = buffer.defined()
-                        ? buffer.narrow(0, 0, gradient_bytes()).view(reduced_as_)
-                        : at::empty({flat_.numel()}, flat_.options().dtype(reduced_as_));
+  // The gather that comes behind the reduction takes the memory over.
+  at::Tensor full = buffer.defined() ? buffer.narrow(0, 0, gradient_bytes()).view(reduced_as_)
+                                     : Allocate(flat_.numel(), flat_.options().dtype(reduced_as_));
   int64_t written = 0;
   for (Slice& slice : slices_) {
     at::Tensor& grad = slice.tensor.mutable_grad();
@@ -477,11 +497,9 @@ at::Tensor ShardUnit::TakeGradients(const at::Tensor& buffer) {
   return full;
 }
 
-void ShardUnit::StartReduction(double factor, Comm* replicas, CommThread* thread,
-                               const at::Tensor& buffer) {
+void ShardUnit::StartReduction(double factor, Comm* replicas, const at::Tensor& buffer) {
   const at::NoGradGuard no_grad;
   const auto reduction = std::make_shared<Reduction>();
-  reduction->thread = thread;
   reduction->full = TakeGradients(buffer);
   const auto reduce = [this, state = reduction.get(), factor, replicas] {
     const at::NoGradGuard without_graph;
@@ -493,10 +511,10 @@ void ShardUnit::StartReduction(double factor, Comm* replicas, CommThread* thread
     }
     state->mine = state->mine.to(dtype_).mul_(factor);
   };
-  if (thread == nullptr) {
+  if (queue_ == nullptr) {
     reduce();
   } else {
-    reduction->ticket = thread->Submit(reduce);
+    reduction->ticket = queue_->Submit(reduce);
   }
   reduction_ = reduction;
 }
@@ -504,15 +522,14 @@ void ShardUnit::StartReduction(double factor, Comm* replicas, CommThread* thread
 void ShardUnit::FinishReduction(bool in_memory) {
   if (reduction_ == nullptr) return;
   const std::shared_ptr<Reduction> reduction = std::exchange(reduction_, nullptr);
-  if (reduction->ticket != nullptr) reduction->thread->Wait(reduction->ticket);
+  if (reduction->ticket != nullptr) queue_->Wait(reduction->ticket);
   AddGradients(std::move(reduction->mine), in_memory);
 }
 
 void ShardUnit::SettleReduction() {
   if (reduction_ == nullptr) return;
   const std::shared_ptr<Reduction> reduction = std::exchange(reduction_, nullptr);
-  const bool done =
-      reduction->ticket == nullptr || reduction->thread->WaitQuietly(reduction->ticket);
+  const bool done = reduction->ticket == nullptr || queue_->WaitQuietly(reduction->ticket);
   // What may fail is left out: the program is about to zero, or to begin again.
   if (done) AddGradients(std::move(reduction->mine), /*in_memory=*/true);
 }
@@ -520,7 +537,7 @@ void ShardUnit::SettleReduction() {
 void ShardUnit::AbandonReduction() {
   if (reduction_ == nullptr) return;
   const std::shared_ptr<Reduction> reduction = std::exchange(reduction_, nullptr);
-  if (reduction->ticket != nullptr) reduction->thread->WaitQuietly(reduction->ticket);
+  if (reduction->ticket != nullptr) queue_->WaitQuietly(reduction->ticket);
 }
 
 void ShardUnit::AddGradients(at::Tensor mine, bool in_memory) {

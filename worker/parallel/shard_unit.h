@@ -10,7 +10,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "worker/collective/comm.h"
-#include "worker/collective/comm_thread.h"
+#include "worker/collective/comm_queue.h"
 #include "worker/collective/shared_parts.h"
 #include "worker/parallel/paged_storage.h"
 #include "worker/parallel/part_store.h"
@@ -77,6 +77,9 @@ class ShardUnit : public Page {
   void Allow(const at::Tensor& tensor, bool /*write*/, const char* op) override {
     if (any_updated_) CheckNotUpdated(tensor, op);
   }
+  // For gathers and reductions beside the computation, with memory of the queue's: one that suits
+  // the parameters' device. Borrowed; null: there is none. Before the first gather.
+  void set_queue(CommQueue* queue) { queue_ = queue; }
   // An operator that takes a parameter with `updated` throws.
   void set_any_updated(bool any) { any_updated_ = any; }
 
@@ -136,10 +139,12 @@ class ShardUnit : public Page {
   void Attach();
   // (collective) Returns when the shards of all ranks are what this one is to see.
   void AwaitShards();
-  // (collective) Begins it on `thread`, unless they are present. The memory for them is allocated
-  // when the thread comes to it, so that the collective before has given up its own.
-  void StartGather(CommThread& thread);
-  // Waits for those that are on their way. Whoever uses `thread` next learns of an error.
+  // (collective) Begins it on the queue, unless they are present. The memory for them is allocated
+  // when the queue comes to it, so that the collective before has given up its own.
+  void StartGather();
+  // An operator is about to use the full values, which are there: on the stream that is current.
+  void NoteUse();
+  // Waits for those that are on their way. Whoever uses the queue next learns of an error.
   void Settle();
   // Frees the full buffer, if `frees`; waits for what is on its way.
   void Free();
@@ -166,17 +171,16 @@ class ShardUnit : public Page {
   // It has: a micro-step that is not reduced moves it to `pending`.
   void KeepPending(size_t index);
   // (collective) Takes pending gradients and `.grad` from the parameters, and sums them over the
-  // ranks, multiplied by `factor`: on `thread`, or, if that is null, now. A parameter without a
+  // ranks, multiplied by `factor`: on the queue, or, if there is none, now. A parameter without a
   // gradient counts as zeros. `replicas`: the ranks that hold the same shard of other copies; null:
   // there is one copy. One reduction of a unit at a time. `buffer`: for gradient_bytes() bytes,
   // which nobody else uses until it has finished; undefined: memory is taken for it.
-  void StartReduction(double factor, Comm* replicas, CommThread* thread,
-                      const at::Tensor& buffer = {});
+  void StartReduction(double factor, Comm* replicas, const at::Tensor& buffer = {});
   int64_t gradient_bytes() const;
   // Waits for it, and adds this rank's part to `.grad` of the shards. `in_memory`: what is new
   // there stays out of the store, since it is used at once.
   void FinishReduction(bool in_memory = false);
-  // The same after a pass that has thrown: whoever uses the thread next learns of an error.
+  // The same after a pass that has thrown: whoever uses the queue next learns of an error.
   void SettleReduction();
   // Waits for it and drops the result.
   void AbandonReduction();
@@ -201,14 +205,12 @@ class ShardUnit : public Page {
 
  private:
   struct Coming {
-    CommThread* thread;
-    CommThread::Ticket ticket;
+    CommQueue::Ticket ticket;
     at::Tensor full;  // what was gathered, if `frees`
   };
   struct Reduction {
-    CommThread* thread;
-    CommThread::Ticket ticket;  // null without a thread
-    at::Tensor full, mine;      // what is reduced, and this rank's part of the result
+    CommQueue::Ticket ticket;  // null without a queue
+    at::Tensor full, mine;     // what is reduced, and this rank's part of the result
   };
 
   void CheckNotUpdated(const at::Tensor& tensor, const char* op) const;
@@ -219,6 +221,8 @@ class ShardUnit : public Page {
   void FreeFlat();
   void Arrive(const Coming& coming);
   void Detach();
+  // Memory that the queue's collectives use as well.
+  at::Tensor Allocate(int64_t numel, const at::TensorOptions& options) const;
   at::Tensor TakeGradients(const at::Tensor& buffer);
   void AddGradients(at::Tensor mine, bool in_memory);
   static void Mark(Slice& slice);
@@ -248,7 +252,10 @@ class ShardUnit : public Page {
   bool attached_ = false;  // flat_ has the memory of shared_
   bool allocated_ = true;
   bool gathered_ = true;
+  CommQueue* queue_ = nullptr;
   std::shared_ptr<Coming> coming_;
+  // The gather on a stream that has brought what is there; null: none.
+  CommQueue::Ticket brought_;
   std::shared_ptr<Reduction> reduction_;
   std::optional<PageRegistration> registration_;
   bool whole_ = false;

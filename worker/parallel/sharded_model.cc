@@ -59,6 +59,12 @@ bool AllOnCpu(const std::vector<std::unique_ptr<ShardUnit>>& units) {
                      [](const auto& unit) { return unit->slices().front().tensor.is_cpu(); });
 }
 
+bool AllSuit(const std::vector<std::unique_ptr<ShardUnit>>& units, const CommQueue& queue) {
+  return std::all_of(units.begin(), units.end(), [&](const auto& unit) {
+    return queue.Suits(unit->slices().front().tensor.device());
+  });
+}
+
 bool InBackward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 at::Tensor OnCpu(const at::Tensor& tensor) {
@@ -103,7 +109,7 @@ class Depth {
 ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::Module* module,
                            std::vector<NamedParameter> parameters, std::vector<at::Tensor> buffers,
                            const ShardingOptions& options, bool broadcast_buffers,
-                           std::shared_ptr<CommThread> thread, const Materializer& materialize,
+                           std::shared_ptr<CommQueue> queue, const Materializer& materialize,
                            std::unique_ptr<PartStore> store, Comm* reshard)
     : world_(world),
       shard_comm_(shard),
@@ -113,7 +119,7 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
       broadcast_buffers_(broadcast_buffers),
       buffers_(std::move(buffers)),
       store_(std::move(store)),
-      thread_(std::move(thread)) {
+      queue_(std::move(queue)) {
   std::vector<at::Tensor> tensors;
   std::vector<std::string> names;
   OnAll(world_, [&] {
@@ -157,9 +163,10 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
     });
   }
   for (size_t i = 0; i < plan.size(); ++i) AddUnit(std::move(plan[i]), materialize, stored[i]);
-  if (!AllOnCpu(units_)) thread_ = nullptr;
+  if (queue_ != nullptr && !AllSuit(units_, *queue_)) queue_ = nullptr;
   int64_t gradients = 0;  // bytes
   for (const auto& unit : units_) {
+    unit->set_queue(queue_.get());
     in_place_ = in_place_ || unit->in_place();
     if (!unit->whole()) gradients = std::max(gradients, unit->gradient_bytes());
   }
@@ -174,7 +181,7 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
 }
 
 ShardedModel::~ShardedModel() {
-  // The threads must be done with the units.
+  // What runs beside the program must be done with the units.
   if (updates_ != nullptr) updates_->Settle();
   if (reducing_ != nullptr) reducing_->AbandonReduction();
   for (const auto& unit : units_) unit->Settle();
@@ -416,6 +423,8 @@ void ShardedModel::Use(ShardUnit& unit, bool write, const char* op) {
     Bring(unit);
   }
   if (turns) Prefetch();
+  // Behind the gather ahead, which comes after earlier uses alone.
+  unit.NoteUse();
 }
 
 void ShardedModel::Bring(ShardUnit& unit) {
@@ -434,7 +443,7 @@ void ShardedModel::Bring(ShardUnit& unit) {
 }
 
 void ShardedModel::TurnTo(ShardUnit& unit, bool backward) {
-  // First, since the thread is then done with the gradients before it.
+  // First, since the queue is then done with the gradients before it.
   if (unit.coming()) unit.Gather();
   if (backward) {
     ReduceDue();
@@ -447,7 +456,7 @@ void ShardedModel::TurnTo(ShardUnit& unit, bool backward) {
 }
 
 void ShardedModel::Prefetch() {
-  if (thread_ == nullptr || summons_ > 0) return;
+  if (queue_ == nullptr || summons_ > 0) return;
   for (const auto& unit : units_) {
     if (unit->coming()) return;
   }
@@ -476,7 +485,7 @@ void ShardedModel::Prefetch() {
   unit.last_use = ++uses_;
   turn_of_->last_use = ++uses_;
   Note(unit, /*reduced=*/false);
-  unit.StartGather(*thread_);
+  unit.StartGather();
 }
 
 void ShardedModel::Displace(ShardUnit& unit) {
@@ -639,11 +648,11 @@ void ShardedModel::Reduce(size_t index) {
     unit.Free();
   }
   // A whole unit keeps what it reduces.
-  unit.StartReduction(1.0 / world_.size(), unit.whole() ? &world_ : replicas_, thread_.get(),
+  unit.StartReduction(1.0 / world_.size(), unit.whole() ? &world_ : replicas_,
                       unit.whole() ? at::Tensor() : gradient_buffer_);
   reducing_ = &unit;
   // It has been done by now.
-  if (updating_ && thread_ == nullptr) FinishReduction();
+  if (updating_ && queue_ == nullptr) FinishReduction();
 }
 
 void ShardedModel::FinishReduction() {

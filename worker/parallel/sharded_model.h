@@ -14,7 +14,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "worker/collective/comm.h"
-#include "worker/collective/comm_thread.h"
+#include "worker/collective/comm_queue.h"
 #include "worker/collective/local_comm.h"
 #include "worker/parallel/gradient_observers.h"
 #include "worker/parallel/part_store.h"
@@ -46,13 +46,13 @@ namespace muster {
 // leaves out would leave it waiting. Different orders of units of one size are found out at the end
 // of the backward pass, before an optimizer steps on wrong numbers, and throw on every rank.
 //
-// With a CommThread, communication overlaps with computation (docs/decisions/0042). When a step
-// turns to a unit, the gather of the one that the step before turned to next begins on the thread;
-// its use waits for it. Gradients are reduced on the thread while earlier layers go backward. What
-// is gathered ahead depends on nothing but the program and an order that all ranks have agreed on,
-// never on time, so that collectives of all ranks are in one order. Results are the same to the
-// last bit. Between passes nothing is under way; errors of the thread are thrown by the use that
-// waits.
+// With a CommQueue, communication overlaps with computation (docs/decisions/0042, on a GPU 0066):
+// on a thread or a stream. When a step turns to a unit, the gather of the one that the step before
+// turned to next begins there; its use waits for it. Gradients are reduced there while earlier
+// layers go backward. What is gathered ahead depends on nothing but the program and an order that
+// all ranks have agreed on, never on time, so that collectives of all ranks are in one order.
+// Results are the same to the last bit. Between passes nothing is under way; errors of the queue
+// are thrown by the use that waits.
 //
 // Outside of forward and backward passes a use of the parameters throws, as does an operator that
 // writes them: Summon() is for both.
@@ -77,17 +77,16 @@ class ShardedModel {
   // `world`: all ranks. `shard`: the ranks that divide one copy; `replicas`: those that hold the
   // same part of other copies, null if there is one copy. All are borrowed. `module`: null for
   // TorchScript. `names` and `parameters`: as DataParallel's. `broadcast_buffers`: as DDP's.
-  // `thread`: for gathers and reductions beside the computation; the three are Comms in order with
-  // it (MakeOrderedComm). Null: in the thread of the program. Used for parameters on the CPU only:
-  // streams of devices are not ordered with it. `materialize`: for parameters on the meta device.
-  // `store`: for the shards of kFull while nothing uses them, and for their gradients; of
-  // parameters on the CPU. `reshard`:
-  // the ranks of options.reshard_group_size that this one is of, among those of `shard`, each in
-  // its own order; null: 0. Borrowed, and in order with `thread`.
+  // `queue`: for gathers and reductions beside the computation; the three are Comms in order with
+  // it (MakeOrderedComm). Null, or one that does not suit the parameters' device: in order with the
+  // program. `materialize`: for parameters on the meta device. `store`: for the shards of kFull
+  // while nothing uses them, and for their gradients; of parameters on the CPU. `reshard`: the
+  // ranks of options.reshard_group_size that this one is of, among those of `shard`, each in its
+  // own order; null: 0. Borrowed, and in order with `queue`.
   ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::Module* module,
                std::vector<NamedParameter> parameters, std::vector<at::Tensor> buffers,
                const ShardingOptions& options, bool broadcast_buffers = true,
-               std::shared_ptr<CommThread> thread = nullptr,
+               std::shared_ptr<CommQueue> queue = nullptr,
                const Materializer& materialize = nullptr,
                std::unique_ptr<PartStore> store = nullptr, Comm* reshard = nullptr);
   ~ShardedModel();
@@ -288,8 +287,8 @@ class ShardedModel {
   std::vector<std::pair<at::Tensor, unsigned>> hooks_;
   // What was gathered and reduced since the last check, in order.
   std::vector<uint32_t> history_;
-  std::shared_ptr<CommThread> thread_;  // null: nothing overlaps
-  ShardUnit* reducing_ = nullptr;       // its gradients are on their way
+  std::shared_ptr<CommQueue> queue_;  // null: nothing overlaps
+  ShardUnit* reducing_ = nullptr;     // its gradients are on their way
 
   std::shared_ptr<ShardUpdates> updates_;  // null: optimizers step between passes
   bool updating_ = false;                  // this backward pass updates

@@ -48,9 +48,10 @@ struct ShardingOptions {
   std::optional<c10::ScalarType> parameter_dtype = std::nullopt;
   // The dtype in which gradients are reduced. Absent: fp32.
   std::optional<c10::ScalarType> reduce_dtype = std::nullopt;
-  // On the CPU the next unit is gathered, and gradients are reduced, while the one before computes:
-  // a thread of its own communicates. Results are the same to the last bit, and so are the bytes on
-  // the wire. For links that are slower than the computation. The same on every rank.
+  // The next unit is gathered, and gradients are reduced, while the one before computes: on the CPU
+  // on a thread of its own, on a GPU on a stream of its own. Results are the same to the last bit,
+  // and so are the bytes on the wire. For links that are slower than the computation; not measured
+  // on GPUs. The same on every rank.
   bool overlap = false;
   // Optimizers update the parameters of a unit inside of the backward pass, as soon as all of its
   // gradients are reduced, on the CPU on a thread of its own; the gradients are gone then, so no

@@ -1,0 +1,55 @@
+#ifndef MUSTER_WORKER_COLLECTIVE_COMM_QUEUE_H_
+#define MUSTER_WORKER_COLLECTIVE_COMM_QUEUE_H_
+
+#include <functional>
+#include <memory>
+
+#include "c10/core/Device.h"
+
+namespace muster {
+
+// Runs collectives beside the computation, one after the other in the order in which they were
+// submitted. Each process of a job has one, and a Comm that runs on it too keeps that order
+// (MakeOrderedComm): ranks that submit and call in one order stay in step, as without it.
+//
+// When a collective throws, those after it are not run and throw the same, until somebody has seen
+// the error: ranks would no longer be in step. No error is lost: what no Wait() has thrown, the
+// next Drain() throws.
+//
+// Implementations: CommThread for tensors on the CPU, CommStream for those on a GPU. Thread-safe.
+class CommQueue {
+ public:
+  // What was submitted.
+  class Work {
+   public:
+    virtual ~Work() = default;
+  };
+  using Ticket = std::shared_ptr<Work>;
+
+  virtual ~CommQueue() = default;
+
+  // Whether its collectives are in order with what works on tensors on `device`.
+  virtual bool Suits(const c10::Device& device) const = 0;
+  // Whether the order is that of a stream of the device: Submit() returns when all is queued there,
+  // and Wait() makes the current stream wait, not its caller.
+  virtual bool on_stream() const = 0;
+
+  // Collectives in `body` are said to come from the caller's CallSite.
+  virtual Ticket Submit(std::function<void()> body) = 0;
+  // What comes after it comes after the work. Throws what the work has thrown.
+  virtual void Wait(const Ticket& ticket) = 0;
+  // Whether it has ended well; an error stays for others to throw.
+  virtual bool WaitQuietly(const Ticket& ticket) = 0;
+  // What comes after it comes after all that was submitted. Throws an error that nobody has seen.
+  virtual void Drain() = 0;
+  // Whether the caller is in a body.
+  virtual bool IsCurrent() const = 0;
+
+  // Runs `allocate`, whose tensors have memory from where bodies get theirs: so what one of them
+  // frees the other can take. The caller may use the tensors at once.
+  virtual void Allocate(const std::function<void()>& allocate) = 0;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_COLLECTIVE_COMM_QUEUE_H_
