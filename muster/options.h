@@ -86,7 +86,7 @@ struct CheckpointOptions {
   // (muster::LocalSGD, allow_local_gradients). 0: every model is divided.
   int64_t divide_above = int64_t{1} << 30;
   // Write rate of an asynchronous save on each process; 0: as fast as the disk, but where training
-  // wants all cores no faster than about 2 % of them suffice for. What training waits for is not
+  // wants all cores, writers take about 2 % of them. What training waits for is not
   // held back.
   int64_t max_bytes_per_second = 0;
   // How many numbered checkpoints to keep, besides the pinned ones. The oldest are deleted once a
@@ -166,8 +166,7 @@ struct AcceleratorOptions {
   DataParallelOptions data_parallel;
   // Divides prepared models, their gradients and the state of their optimizers among the processes.
   // With one process nothing is divided. Absent: MUSTER_SHARDING (a name of ParseSharding) with
-  // MUSTER_SHARDING_UNITS, MUSTER_SHARDING_NO_SPLIT (its unit_types and no_split, separated by
-  // commas), MUSTER_SHARDING_IGNORED_MODULES and MUSTER_SHARDING_IGNORED_PARAMETERS, else nothing.
+  // a variable for each of its settings (docs/sharding.md, "From outside"), else nothing.
   std::optional<ShardingOptions> sharding;
   // Absent: MUSTER_ACTIVATION_CHECKPOINTING (yes or no) with MUSTER_ACTIVATION_BLOCKS (its
   // block_types, separated by commas) and MUSTER_OFFLOAD_ACTIVATIONS (none, cpu or disk:FOLDER),

@@ -175,6 +175,8 @@ Traffic Measure(int ranks, ShardingOptions options, int micro_steps = 1, bool sy
         if (!last) evaluate();
       }
       trained.Step();
+      // These ranks are threads of one process, in which steps of others count as changes too.
+      world.Barrier();
     }
     if (world.rank() == 0) traffic = {shard.bytes, replicas.bytes, reshard.bytes};
   });
