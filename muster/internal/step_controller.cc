@@ -1131,6 +1131,8 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
   slot.step_was_skipped_ = false;
   AnnounceChange();
   const at::Tensor loss = slot.handle_->StepWithClosure(evaluate);
+  // Behind the backward passes of the closure, after which it has changed them.
+  AnnounceChange();
   Stepped(slot);
   return loss;
 }

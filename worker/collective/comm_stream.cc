@@ -61,13 +61,21 @@ void CommStream::Follow() {
   {
     MutexLock lock(&mu_);
     users.swap(users_);
+    // A stream of the program's may be gone by now and another one have its name.
+    waited_.clear();
   }
   if (std::find(users.begin(), users.end(), here) == users.end()) users.push_back(here);
-  for (const c10::Stream& user : users) {
-    if (user == stream_) continue;
-    c10::Event event(stream_.device_type());
-    event.record(user);
-    event.block(stream_);
+  try {
+    for (const c10::Stream& user : users) {
+      if (user == stream_) continue;
+      c10::Event event(stream_.device_type());
+      event.record(user);
+      event.block(stream_);
+    }
+  } catch (...) {
+    MutexLock lock(&mu_);
+    users_.insert(users_.end(), users.begin(), users.end());
+    throw;
   }
 }
 
@@ -100,7 +108,8 @@ CommQueue::Ticket CommStream::Submit(std::function<void()> body) {
   MutexLock lock(&mu_);
   work->number = ++submitted_;
   last_ = work;
-  unseen_ = work->error;
+  // That of another thread's quiet wait stays.
+  if (work->error != nullptr) unseen_ = work->error;
   return work;
 }
 

@@ -164,6 +164,17 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
   }
   for (size_t i = 0; i < plan.size(); ++i) AddUnit(std::move(plan[i]), materialize, stored[i]);
   if (queue_ != nullptr && !AllSuit(units_, *queue_)) queue_ = nullptr;
+  if (options_.overlap) {
+    // With and without a queue, communication has another order.
+    const std::string mine = queue_ != nullptr ? "overlaps" : "does not overlap";
+    int rank = 0;
+    for (const std::string& other : world_.AllGatherBytes(mine)) {
+      TORCH_CHECK(other == mine, "options.sharding.overlap: the model of rank ", world_.rank(), " ",
+                  mine, " and that of rank ", rank, " ", other,
+                  ": put it on the device of the process on every rank, before prepare()");
+      ++rank;
+    }
+  }
   int64_t gradients = 0;  // bytes
   for (const auto& unit : units_) {
     unit->set_queue(queue_.get());

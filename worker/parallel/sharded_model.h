@@ -95,8 +95,8 @@ class ShardedModel {
 
   // A micro-step that does not communicate leaves its gradients with the parameters; the next one
   // that does reduces the sum. `step_follows`: on its backward pass, as far as the caller knows;
-  // gathered parameters count no more after that. Otherwise they do until a rank has changed its
-  // shards. The same on every rank.
+  // gathered parameters count no more after that. Otherwise, from a backward pass that reduces to
+  // the next Expire(), they count until a rank has changed its shards. The same on every rank.
   void BeginForward(bool communicate, bool step_follows = true);
   // In full sharding in place it waits for all ranks; an error is logged, and thrown by what uses
   // the model next.

@@ -423,8 +423,8 @@ struct Trained {
   }
 
   at::Tensor Forward(const at::Tensor& ids, bool communicate = true,
-                     const std::vector<int>& through = kAll) {
-    model.BeginForward(communicate);
+                     const std::vector<int>& through = kAll, bool step_follows = true) {
+    model.BeginForward(communicate, step_follows);
     const at::Tensor loss = net.Loss(ids, through);
     model.EndForward();
     return loss;
@@ -503,7 +503,9 @@ void TrainSixSteps(Trained& trained, const Here& here) {
   for (int step = 0; step < 6; ++step) {
     const std::vector<at::Tensor> parts = IdsOf(step, here.comm).chunk(step % 2 + 1);
     for (size_t i = 0; i < parts.size(); ++i) {
-      trained.Forward(parts[i], i + 1 == parts.size()).backward();
+      // In step 3 each micro-step reduces.
+      const bool last = i + 1 == parts.size();
+      trained.Forward(parts[i], step == 3 || last, kAll, last).backward();
     }
     {
       const at::NoGradGuard no_grad;
