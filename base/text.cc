@@ -10,6 +10,24 @@
 #include "absl/strings/str_replace.h"
 
 namespace muster {
+namespace {
+
+// Whether it controls a terminal, or the direction in which it shows what follows: C0, DEL, C1 and
+// the controls of the bidirectional algorithm. `character` is one character of UTF-8.
+bool IsControl(absl::string_view character) {
+  const auto at = [&](size_t i) { return static_cast<unsigned char>(character[i]); };
+  if (character.size() == 1) return at(0) < 0x20 || at(0) == 0x7f;
+  if (character.size() == 2) {
+    return (at(0) == 0xc2 && at(1) < 0xa0) ||  // U+0080 to U+009F
+           (at(0) == 0xd8 && at(1) == 0x9c);   // U+061C
+  }
+  if (character.size() != 3 || at(0) != 0xe2) return false;
+  return (at(1) == 0x80 && (at(2) == 0x8e || at(2) == 0x8f)) ||  // U+200E and U+200F
+         (at(1) == 0x80 && at(2) >= 0xa8 && at(2) <= 0xae) ||    // U+2028 to U+202E
+         (at(1) == 0x81 && at(2) >= 0xa6 && at(2) <= 0xa9);      // U+2066 to U+2069
+}
+
+}  // namespace
 
 size_t Utf8CharacterBytes(absl::string_view text) {
   const auto at = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
@@ -50,12 +68,16 @@ std::string Printable(absl::string_view text, size_t max_bytes) {
   const bool utf8 = IsValidUtf8(text);
   text = utf8 ? Utf8Prefix(text, max_bytes) : text.substr(0, max_bytes);
   std::string out;
-  for (const char c : text) {
-    const unsigned char byte = static_cast<unsigned char>(c);
-    if (byte < 0x20 || byte == 0x7f || (byte >= 0x80 && !utf8)) {
-      absl::StrAppendFormat(&out, "\\x%02x", byte);
-    } else {
-      out += c;
+  while (!text.empty()) {
+    const absl::string_view character = text.substr(0, utf8 ? Utf8CharacterBytes(text) : 1);
+    text.remove_prefix(character.size());
+    const bool plain = utf8 || static_cast<unsigned char>(character[0]) < 0x80;
+    if (plain && !IsControl(character)) {
+      absl::StrAppend(&out, character);
+      continue;
+    }
+    for (const char c : character) {
+      absl::StrAppendFormat(&out, "\\x%02x", static_cast<unsigned char>(c));
     }
   }
   return cut ? out + "..." : out;

@@ -29,6 +29,18 @@ TEST(Printable, AnyBytes_BecomeOneLineOfUtf8) {
   EXPECT_EQ(Printable("abcdef", 3), "abc...");
 }
 
+TEST(Printable, ControlsOfTerminalsAndOfDirections_AreEscaped) {
+  // The first and the last one of each range.
+  EXPECT_EQ(Printable("\x1f\x7f"), "\\x1f\\x7f");
+  EXPECT_EQ(Printable("\u0080\u009b[2J\u009f"), "\\xc2\\x80\\xc2\\x9b[2J\\xc2\\x9f");
+  EXPECT_EQ(Printable("\u061c\u200e\u200f"), "\\xd8\\x9c\\xe2\\x80\\x8e\\xe2\\x80\\x8f");
+  EXPECT_EQ(Printable("\u2028\u202a\u202e"), "\\xe2\\x80\\xa8\\xe2\\x80\\xaa\\xe2\\x80\\xae");
+  EXPECT_EQ(Printable("\u2066\u2069"), "\\xe2\\x81\\xa6\\xe2\\x81\\xa9");
+  // Their neighbours, and letters of the same first bytes.
+  const std::string plain = "\u00a0\u00e9\u061b\u061d\u200d\u2010\u2027\u202f\u2065\u206a\u20ac";
+  EXPECT_EQ(Printable(plain), plain);
+}
+
 TEST(FirstLineTest, Text_IsItsFirstLineWithoutSpaceAroundIt) {
   EXPECT_EQ(FirstLine("Connection refused \r\nbacktrace"), "Connection refused");
   EXPECT_EQ(FirstLine("\n  reason\n"), "reason");

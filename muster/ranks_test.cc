@@ -305,6 +305,74 @@ TEST(Ranks, SaveHooks_ChangeWhatIsWrittenAndLoaded) {
   });
 }
 
+// With hooks all ranks load sharded models together. The first model of the second program fits,
+// the second one does not: on rank 1 alone, or on both.
+TEST(Ranks, ShardedModelOfAHook_ThatDoesNotFit_IsAnErrorOnAllRanks_AndNothingChanges) {
+  const std::string dir = TestDir("sharded_misfit");
+  AcceleratorOptions options;
+  options.sharding = ParseSharding("zero3", 2);
+  const auto filled = [](double value) {
+    torch::nn::Linear net(torch::nn::LinearOptions(2, 2).bias(false));
+    at::NoGradGuard no_grad;
+    net->weight.fill_(value);
+    return net;
+  };
+  RunAccelerators(2, options, [&](Accelerator& a) {
+    auto [first, second] = a.prepare(filled(1), filled(2));
+    ASSERT_TRUE(a.save_state(dir).ok());
+  });
+  for (const std::string how : {"misfit on rank 1", "misfit on all", "empty on rank 1"}) {
+    RunAccelerators(2, options, [&](Accelerator& a) {
+      auto [first, second] = a.prepare(filled(7), filled(8));
+      auto loading = a.register_load_state_pre_hook(
+          [&](std::vector<NamedTensors>& weights, const StateReader&) {
+            if (how != "misfit on all" && a.is_main_process()) return;
+            if (how == "empty on rank 1") {
+              weights[1].clear();
+            } else {
+              weights[1][0].second = at::zeros({2, 3});
+            }
+          });
+      EXPECT_THAT(a.load_state(dir).ToString(),
+                  HasSubstr(how == "empty on rank 1" ? "a hook of load_state() on rank 1"
+                                                     : "model_1.safetensors"))
+          << how;
+      const auto now = WeightsOf(a, first);
+      if (a.is_main_process()) {
+        EXPECT_TRUE(at::equal(now.at("weight"), at::full({2, 2}, 7))) << how;
+      }
+      // All ranks go on together.
+      loading.remove();
+      EXPECT_TRUE(a.load_state(dir).ok()) << how;
+    });
+  }
+}
+
+TEST(Ranks, OptimizerThatDoesNotFit_IsAnErrorBeforeModelsChange) {
+  using Group = ParamGroup<SGDOptions>;
+  const std::string dir = TestDir("optimizer_misfit");
+  for (const bool save : {true, false}) {
+    RunAccelerators(2, {}, [&](Accelerator& a) {
+      torch::nn::Linear net(torch::nn::LinearOptions(1, 1));
+      {
+        at::NoGradGuard no_grad;
+        net->weight.fill_(save ? 3 : 5);
+      }
+      const SGDOptions sgd_options = {.lr = 1.0};
+      FusedSGD sgd(
+          save ? std::vector<Group>{{net->parameters(), sgd_options}}
+               : std::vector<Group>{{{net->weight}, sgd_options}, {{net->bias}, sgd_options}});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      if (save) {
+        ASSERT_TRUE(a.save_state(dir).ok());
+        return;
+      }
+      EXPECT_THAT(a.load_state(dir).ToString(), HasSubstr("optimizer.safetensors: "));
+      EXPECT_EQ(model->weight.item<double>(), 5);
+    });
+  }
+}
+
 TEST(Ranks, SaveModel_IsWrittenOnceAndReadByName) {
   const std::string directory = TestDir("model");
   RunAccelerators(2, {}, [&](Accelerator& a) {

@@ -290,7 +290,7 @@ std::string ToText(const UnfinishedSave& save) {
       break;
     case FolderWriter::kGone:
       absl::StrAppend(&text, "abandoned: its process has ended; ",
-                      save.sealed ? "it is sealed, so the next load without a directory renames it"
+                      save.sealed ? "it is sealed: a load without a directory may give it its name"
                                   : "the next save removes it");
       break;
     case FolderWriter::kUnknown:

@@ -224,7 +224,8 @@ TEST_F(CheckpointCommandsTest, AbandonedSave_IsListedWithItsAge_AndPruneLeavesIt
   EXPECT_EQ(RunJson({"list", root_})["unfinished"][0]["state"], "abandoned");
   ASSERT_TRUE(WriteFileAtomically(JoinPath(left, kSealName), "{}").ok());
   EXPECT_EQ(Run({"list", root_}), kExitOk);
-  EXPECT_THAT(out_.str(), HasSubstr("the next load without a directory renames it"));
+  EXPECT_THAT(out_.str(),
+              HasSubstr("it is sealed: a load without a directory may give it its name"));
   EXPECT_EQ(Run({"prune", root_, "--keep", "1"}), kExitOk) << err_.str();
   EXPECT_TRUE(PathExists(left));
 }

@@ -17,8 +17,9 @@ absl::StatusOr<std::optional<FoundCheckpoint>> NewestCheckpoint(const std::strin
   for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) {
     const std::string path = checkpoints.PathOf(*number);
     const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
-    // One whose record cannot be read may be held back.
-    if (seal.ok() ? !seal->promoted : !absl::IsNotFound(seal.status())) continue;
+    // One whose record is damaged may be held back.
+    if (seal.ok() ? !seal->promoted : StaysUnreadable(seal.status())) continue;
+    if (!seal.ok() && !absl::IsNotFound(seal.status())) return seal.status();
     const absl::StatusOr<Manifest> manifest = ReadManifest(path);
     if (manifest.ok()) return FoundCheckpoint{path, manifest->info.step};
   }

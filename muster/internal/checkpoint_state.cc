@@ -166,14 +166,53 @@ bool OnAnyProcess(Comm& comm, bool here) {
   return anywhere;
 }
 
-// Of `file`. `hooks`: they may have left tensors out, or all.
-void LoadModel(ModelSlot& model, const NamedTensors& weights, const std::string& file, bool hooks,
-               bool check_only) {
+// Of `file`. `hooks`: they may have left tensors out, or all. (collective, for a sharded model)
+void LoadModel(ModelSlot& model, const NamedTensors& weights, const std::string& file, bool hooks) {
   if (weights.empty() && hooks) return;
   const FullWeights targets(model, /*keep=*/true);
-  ThrowIfError(LoadTensors(weights, targets.tensors(), file,
-                           {.allow_missing = hooks, .check_only = check_only}));
-  if (!check_only) targets.Store();
+  ThrowIfError(LoadTensors(weights, targets.tensors(), file, {.allow_missing = hooks}));
+  targets.Store();
+}
+
+// As LoadModel, without changes and without collectives.
+void CheckModel(ModelSlot& model, const NamedTensors& weights, const std::string& file,
+                bool hooks) {
+  if (weights.empty() && hooks) return;
+  if (model.sharded() != nullptr) return CheckWholeWeights(model, weights, file, hooks);
+  ThrowIfError(LoadTensors(weights, FullWeights(model, /*keep=*/true).tensors(), file,
+                           {.allow_missing = hooks, .check_only = true}));
+}
+
+// Throws unless an optimizer has the parameter groups and the parameters of `state`. Its
+// LoadState() checks the rest.
+void CheckOptimizer(const OptimizerHandle& handle, const OptimizerState& state) {
+  CheckGroupCount(state.groups, handle.num_groups());
+  const std::vector<std::string>& names = handle.parameter_names();
+  const std::vector<at::Tensor>& parameters = handle.parameters();
+  std::map<std::string, at::IntArrayRef> shapes;
+  for (size_t i = 0; i < names.size(); ++i) shapes.emplace(names[i], parameters[i].sizes());
+  static const std::set<std::string> kLikeTheParameter = {
+      "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer",
+      "sum",     "square_avg", "grad_avg"};
+  for (const auto& [name, tensor] : state.tensors) {
+    const size_t dot = name.rfind('.');
+    if (dot == std::string::npos) continue;  // "archive"
+    const auto shape = shapes.find(name.substr(0, dot));
+    TORCH_CHECK(shape != shapes.end(), "optimizer state '", name,
+                "' belongs to no parameter of this optimizer: was it saved for another model?");
+    TORCH_CHECK(
+        kLikeTheParameter.count(name.substr(dot + 1)) == 0 || tensor.sizes() == shape->second,
+        "optimizer state '", name, "' has shape ", tensor.sizes(), ", its parameter ",
+        shape->second);
+  }
+}
+
+LoaderState PlaceOf(const StateDict& file) {
+  const absl::StatusOr<std::string> place = file.GetText("place");
+  ThrowIfError(place.status());
+  absl::StatusOr<LoaderState> state = LoaderState::FromString(*place);
+  ThrowIfError(state.status());
+  return *std::move(state);
 }
 
 // The first failure. Each is in the log since the save ended.
@@ -1309,8 +1348,7 @@ void CheckpointState::ApplyObjects(const StateReader& reader, const Loaded& load
       continue;
     }
     LoadModel(*registry_.models()[i], loaded.weights[i],
-              JoinPath(reader.dir(), ModelFileName(static_cast<int>(i))), !load_hooks_.empty(),
-              /*check_only=*/false);
+              JoinPath(reader.dir(), ModelFileName(static_cast<int>(i))), !load_hooks_.empty());
   }
   for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
     ThrowIfError(Try(OptimizerFileName(i), [&] {
@@ -1324,14 +1362,11 @@ void CheckpointState::ApplyObjects(const StateReader& reader, const Loaded& load
   }
   registry_.ForgetLoadedPlaces();
   for (size_t i = 0; i < loaded.loaders.size(); ++i) {
-    const absl::StatusOr<std::string> place = loaded.loaders[i].GetText("place");
-    ThrowIfError(place.status());
-    const absl::StatusOr<LoaderState> state = LoaderState::FromString(*place);
-    ThrowIfError(state.status());
+    const LoaderState state = PlaceOf(loaded.loaders[i]);
     std::map<std::string, at::Tensor> tensors;
     for (const auto& [name, tensor] : loaded.loaders[i].tensors()) tensors.emplace(name, tensor);
     ThrowIfError(
-        Try(SamplerFileName(i), [&] { registry_.LoadLoader(i, *state, std::move(tensors)); }));
+        Try(SamplerFileName(i), [&] { registry_.LoadLoader(i, state, std::move(tensors)); }));
   }
 }
 
@@ -1571,19 +1606,42 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
 }
 
 CheckpointState::Loaded CheckpointState::CheckAndReadAll(StateReader& reader) const {
-  // Every file is read and checked before anything changes, so that a damaged one leaves the state
-  // as it was; and a process that cannot go on must not leave the others in their next collective.
+  // Every file is read, and its digest checked, before anything changes, so that a damaged one
+  // leaves the state as it was; and a process that cannot go on must not leave the others in their
+  // next collective.
   ThrowIfAnyFailed(Guard([&] { CheckPrepared(reader); }));
   Loaded loaded = ReadAll(reader);
-  // Nor does one model change if another one does not fit, here or on another process.
-  ThrowIfAnyFailed(Guard([&] {
+  // Nor does anything change if a model does not fit, here or on another process, or an optimizer's
+  // parameters, or what has no text or number to read. What else optimizers, schedules, loaders and
+  // registered objects refuse, they refuse when they load: models have changed then.
+  std::string left_out;  // of whole sharded models, those that a hook of this process loads not
+  absl::Status mine = Guard([&] {
     for (size_t i = 0; i < registry_.models().size(); ++i) {
-      if (registry_.models()[i]->sharded() != nullptr) continue;
-      LoadModel(*registry_.models()[i], loaded.weights[i],
-                JoinPath(reader.dir(), ModelFileName(static_cast<int>(i))), !load_hooks_.empty(),
-                /*check_only=*/true);
+      if (loaded.shards[i].has_value()) continue;  // checked as they were read
+      CheckModel(*registry_.models()[i], loaded.weights[i],
+                 JoinPath(reader.dir(), ModelFileName(static_cast<int>(i))), !load_hooks_.empty());
+      if (registry_.models()[i]->sharded() == nullptr) continue;
+      left_out += loaded.weights[i].empty() && !load_hooks_.empty() ? "y" : "n";
     }
-  }));
+    for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
+      ThrowIfError(Try(OptimizerFileName(static_cast<int>(i)), [&] {
+        CheckOptimizer(registry_.optimizers()[i]->handle(), loaded.optimizers[i].state);
+      }));
+    }
+    for (const StateDict& scheduler : loaded.schedulers) Rows(scheduler);
+    for (const StateDict& loader : loaded.loaders) PlaceOf(loader);
+    if (loaded.scaler.has_value()) Rows(*loaded.scaler);
+  });
+  ThrowIfAnyFailed(mine);
+  // They are loaded by all ranks together.
+  const std::vector<std::string> all = process_.comm().AllGatherBytes(left_out);
+  for (size_t r = 1; r < all.size(); ++r) {
+    if (all[r] == all[0]) continue;
+    ThrowIfError(absl::FailedPreconditionError(
+        absl::StrCat("a hook of load_state() on rank ", r,
+                     " loads other sharded models than rank 0: it must "
+                     "empty the weights of a sharded model on all ranks or on none")));
+  }
   return loaded;
 }
 

@@ -448,6 +448,24 @@ void TakeParts(ModelSlot& model, const std::map<std::string, std::string>& keys,
   }
 }
 
+void CheckWholeWeights(ModelSlot& model,
+                       const std::vector<std::pair<std::string, at::Tensor>>& weights,
+                       const std::string& what, bool allow_missing) {
+  std::map<std::string, at::Tensor> shapes;  // tied weights are one tensor
+  NamedTensors wanted;
+  for (const auto& [name, parameter] : model.source().parameters()) {
+    const std::string& first = FirstName(*model.sharded(), name, parameter);
+    const at::Tensor shard = model.sharded()->ShardOf(parameter);
+    wanted.emplace_back(
+        name, shapes.emplace(first, ShapeOf(parameter, shard.scalar_type())).first->second);
+  }
+  for (const auto& [name, buffer] : model.source().buffers()) {
+    wanted.emplace_back(name, buffer.detach());
+  }
+  ThrowIfError(
+      LoadTensors(weights, wanted, what, {.allow_missing = allow_missing, .check_only = true}));
+}
+
 LoadedShards::LoadedShards(ModelSlot& model) : model_(model), buffers_(model.source().buffers()) {
   for (const auto& [name, parameter] : model.source().parameters()) parameters_[name] = parameter;
 }
@@ -485,16 +503,7 @@ void LoadedShards::Take(const std::vector<std::pair<std::string, at::Tensor>>& t
 }
 
 void LoadedShards::Check(const std::string& what) const {
-  std::map<std::string, at::Tensor> shapes;  // tied weights are one tensor
-  NamedTensors wanted;
-  for (const auto& [name, parameter] : model_.source().parameters()) {
-    const std::string& first = FirstName(*model_.sharded(), name, parameter);
-    const at::Tensor shard = model_.sharded()->ShardOf(parameter);
-    wanted.emplace_back(
-        name, shapes.emplace(first, ShapeOf(parameter, shard.scalar_type())).first->second);
-  }
-  for (const auto& [name, buffer] : buffers_) wanted.emplace_back(name, buffer.detach());
-  ThrowIfError(LoadTensors(found_, wanted, what, {.check_only = true}));
+  CheckWholeWeights(model_, found_, what, /*allow_missing=*/false);
 }
 
 void LoadedShards::Store() const {

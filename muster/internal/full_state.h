@@ -102,6 +102,13 @@ void TakeParts(ModelSlot& model, const std::map<std::string, std::string>& keys,
                const StateDict& file, StateDict* parts);
 void CopyScalars(const StateDict& from, StateDict* to);
 
+// Throws c10::Error unless the names, shapes and types of `weights`, or of what they stand for, are
+// those of a sharded model's whole tensors. Not collective: looks at no values. `what` is for
+// messages.
+void CheckWholeWeights(ModelSlot& model,
+                       const std::vector<std::pair<std::string, at::Tensor>>& weights,
+                       const std::string& what, bool allow_missing);
+
 // A sharded model's values out of a checkpoint, read file by file: a rank keeps its parts of the
 // parameters.
 class LoadedShards {

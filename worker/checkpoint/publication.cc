@@ -397,16 +397,20 @@ struct HeldBack {
 };
 
 // The checkpoints that were held back when they were sealed and that are in none of `records`, and
-// those that may have been.
-HeldBack HeldBackIn(const CheckpointFolder& folder,
-                    const std::vector<RegisteredCheckpoint>& records) {
+// those that may have been. Does not look at `damaged`. Errors: of a seal.json that may be readable
+// later.
+absl::StatusOr<HeldBack> HeldBackIn(const CheckpointFolder& folder,
+                                    const std::vector<RegisteredCheckpoint>& records,
+                                    const std::vector<std::string>& damaged) {
   HeldBack held_back;
   const absl::StatusOr<std::vector<int64_t>> numbers = folder.Numbers();
   if (!numbers.ok()) return held_back;
   for (const int64_t number : *numbers) {
     const std::string path = folder.PathOf(number);
+    if (std::find(damaged.begin(), damaged.end(), path) != damaged.end()) continue;
     const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
     if (absl::IsNotFound(seal.status()) || (seal.ok() && seal->promoted)) continue;
+    if (!seal.ok() && !StaysUnreadable(seal.status())) return seal.status();
     if (!seal.ok()) {
       MUSTER_LOG(Warning) << "passing over " << path << ": " << seal.status().message()
                           << "; nobody knows whether it was held back: load_state(\"" << path
@@ -467,7 +471,11 @@ absl::Status PublishTogether(Comm& comm, Staging* staging, const Publication& pu
 absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folder,
                                                    CheckpointRegistrar* registrar,
                                                    const std::vector<std::string>& damaged) {
-  const auto by_folder = [&](HeldBack left_out) -> absl::StatusOr<std::string> {
+  const auto by_folder =
+      [&](const std::vector<RegisteredCheckpoint>& records,
+          const std::vector<std::string>& also_left_out) -> absl::StatusOr<std::string> {
+    MUSTER_ASSIGN_OR_RETURN(HeldBack left_out, HeldBackIn(folder, records, damaged));
+    left_out.paths.insert(left_out.paths.end(), also_left_out.begin(), also_left_out.end());
     left_out.paths.insert(left_out.paths.end(), damaged.begin(), damaged.end());
     absl::StatusOr<std::string> newest = folder.Newest(VerifyLevel::kSizes, left_out.paths);
     // Not the same as none yet, where training begins from scratch.
@@ -478,7 +486,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
   };
   if (registrar == nullptr) {
     folder.PublishSealed();
-    return by_folder(HeldBackIn(folder, {}));
+    return by_folder({}, {});
   }
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar->List();
   if (!records.ok()) {
@@ -486,7 +494,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
                         << records.status().message() << "): the newest that is complete in "
                         << folder.root() << " is taken";
     folder.PublishSealed();
-    return by_folder(HeldBackIn(folder, {}));
+    return by_folder({}, {});
   }
   folder.PublishSealed();
   const std::string root = AbsolutePath(folder.root());
@@ -499,6 +507,12 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
       continue;
     }
     const std::string path = JoinPath(folder.root(), BaseName(record->path));
+    const bool known_damaged = std::find(damaged.begin(), damaged.end(), path) != damaged.end();
+    // Not a reason to train on from an older one.
+    if (const absl::Status seal = ReadSeal(path).status();
+        !known_damaged && !seal.ok() && !absl::IsNotFound(seal) && !StaysUnreadable(seal)) {
+      return seal;
+    }
     if (!record->promoted || record->damage_in_contents) {
       if (!IsFolderOf(path, *record)) continue;
       left_out.push_back(path);
@@ -510,7 +524,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
       continue;
     }
     any = true;
-    if (std::find(damaged.begin(), damaged.end(), path) != damaged.end()) {
+    if (known_damaged) {
       any_damaged = true;
       continue;
     }
@@ -548,9 +562,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     MUSTER_LOG(Warning) << "passing over " << path << " of step " << record->step << ": "
                         << status.message();
   }
-  HeldBack unknown = HeldBackIn(folder, *records);
-  unknown.paths.insert(unknown.paths.end(), left_out.begin(), left_out.end());
-  absl::StatusOr<std::string> newest = by_folder(std::move(unknown));
+  absl::StatusOr<std::string> newest = by_folder(*records, left_out);
   // Not the same as none yet, where training begins from scratch.
   if (absl::IsNotFound(newest.status()) && any_damaged) {
     return absl::DataLossError(newest.status().message());

@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <map>
 #include <set>
@@ -345,6 +346,31 @@ TEST_F(PublicationTest, RecordThatCannotBeRead_TheOneBeforeIsTaken_ForItMayBeHel
     EXPECT_TRUE(absl::IsDataLoss(status)) << status;
     EXPECT_THAT(std::string(status.message()), HasSubstr(path));
   }
+}
+
+// As after ESTALE or EIO: the newest may be whole. (A link to itself is an error of that kind also
+// for root.)
+TEST_F(PublicationTest, RecordThatCannotBeReadNow_IsAnError_NoOlderOneIsTaken) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1).ok());
+  const std::string path = JoinPath(folder_.PathOf(1), kSealName);
+  const std::string text = *ReadFile(path);
+  ASSERT_EQ(unlink(path.c_str()), 0);
+  ASSERT_EQ(symlink(kSealName, path.c_str()), 0);
+  FakeRegistrar another;
+  for (CheckpointRegistrar* const registrar :
+       std::vector<CheckpointRegistrar*>{nullptr, &another, &registrar_}) {
+    const absl::Status status = FindCheckpointToResume(folder_, registrar).status();
+    EXPECT_EQ(status, ReadSeal(folder_.PathOf(1)).status());
+    EXPECT_THAT(std::string(status.message()), HasSubstr(path));
+    // What a load could not read is passed over.
+    EXPECT_EQ(FindCheckpointToResume(folder_, registrar, {folder_.PathOf(1)}).value(),
+              folder_.PathOf(0));
+  }
+  ASSERT_EQ(unlink(path.c_str()), 0);
+  ASSERT_TRUE(WriteFileAtomically(path, text).ok());
+  EXPECT_EQ(Resume(nullptr), "checkpoint_1");
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
 }
 
 TEST_F(PublicationTest, AllThatIsRegisteredIsHeldBack_TheNewestToResumeStays) {

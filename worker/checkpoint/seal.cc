@@ -1,9 +1,12 @@
 #include "worker/checkpoint/seal.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "absl/strings/ascii.h"
@@ -23,6 +26,7 @@ using Json = nlohmann::json;
 
 constexpr char kFormat[] = "muster-seal";
 constexpr int64_t kMaxBytes = 1 << 20;
+constexpr size_t kFirstFields = 16;  // of WriteSeal, without `held_back` and `pinned`
 
 bool IsHex(absl::string_view text) {
   return std::all_of(text.begin(), text.end(),
@@ -65,11 +69,22 @@ absl::Status WriteSeal(const std::string& dir, const RegisteredCheckpoint& recor
 
 absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
   const std::string path = JoinPath(dir, kSealName);
-  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadRecordFile(path, kMaxBytes));
-  MUSTER_ASSIGN_OR_RETURN(const Json json, ParseJson(text, path));
   const auto bad = [&path](absl::string_view why) {
     return absl::DataLossError(absl::StrCat(path, " is not a record of a checkpoint: ", why));
   };
+  const absl::StatusOr<std::string> text = ReadRecordFile(path, kMaxBytes);
+  if (!text.ok()) {
+    // ReadRecordFile() has the same codes for these and for what passes.
+    std::error_code error;
+    if (std::filesystem::is_directory(path, error)) return bad("it is a folder");
+    if (const uintmax_t bytes = std::filesystem::file_size(path, error);
+        !error && bytes > kMaxBytes)
+      return bad(absl::StrCat("it has ", bytes, " bytes"));
+    return text.status();
+  }
+  const absl::StatusOr<Json> parsed = ParseJson(*text, path);
+  if (!parsed.ok()) return absl::DataLossError(parsed.status().message());
+  const Json& json = *parsed;
   RegisteredCheckpoint record;
   record.state = RegisteredCheckpoint::State::kSealed;
   try {
@@ -100,8 +115,12 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
     json.at("previous").get_to(record.previous_sha256);
     json.at("sha256").get_to(record.sha256);
     json.at("signature").get_to(record.signature);
-    record.promoted = !json.at("held_back").get<bool>();
-    json.at("pinned").get_to(record.pinned);
+    // The first writers of this version knew neither, the next ones no `pinned`. A field whose name
+    // was changed is not one that is missing: the file has as many fields as it had.
+    const size_t later = json.count("held_back") + json.count("pinned");
+    if (later < 2 && json.size() != kFirstFields + later) return bad("a field has another name");
+    if (json.contains("held_back")) record.promoted = !json.at("held_back").get<bool>();
+    if (json.contains("pinned")) json.at("pinned").get_to(record.pinned);
     if (plan.size() != 16 || !IsHex(plan) || !absl::SimpleHexAtoi(plan, &record.plan)) {
       return bad("plan");
     }
@@ -114,6 +133,10 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
     return bad(error.what());
   }
   return record;
+}
+
+bool StaysUnreadable(const absl::Status& error) {
+  return absl::IsDataLoss(error) || absl::IsUnimplemented(error);
 }
 
 absl::Status CheckSeal(const std::string& dir, const Manifest& manifest,

@@ -21,8 +21,13 @@ namespace muster {
 // Not durable until the folder is synced.
 absl::Status WriteSeal(const std::string& dir, const RegisteredCheckpoint& record);
 
-// Errors: NOT_FOUND if the folder has none; DATA_LOSS if it cannot be read.
+// Errors: NOT_FOUND if the folder has none; DATA_LOSS if it is damaged, UNIMPLEMENTED if it is of a
+// newer version; others are the file system's, which may be able to read it later.
 absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir);
+
+// Whether ReadSeal() would fail again with this error: a load passes over the checkpoint, which may
+// be held back. After other errors it must not take an older one.
+bool StaysUnreadable(const absl::Status& error);
 
 // Whether the record `seal` of the checkpoint in `dir` is as it was sealed and about what is there:
 // its hash fits its facts, and the manifest and its files are those that the ranks reported. With a

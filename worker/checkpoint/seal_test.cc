@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <nlohmann/json.hpp>
 #include <string>
 
 #include "absl/strings/escaping.h"
@@ -74,6 +75,58 @@ TEST(Seal, Damaged_IsAnErrorThatNamesTheFile) {
     ASSERT_FALSE(read.ok()) << size;
     EXPECT_THAT(std::string(read.status().message()), HasSubstr("seal.json"));
   }
+}
+
+TEST(Seal, OfEarlierWriters_HasDefaultsForWhatTheyDidNotKnow) {
+  const TestFolder folder;
+  const std::string path = JoinPath(folder.path(), kSealName);
+  RegisteredCheckpoint held_back = Record();
+  held_back.promoted = false;
+  held_back.pinned = true;
+  ASSERT_TRUE(WriteSeal(folder.path(), held_back).ok());
+  nlohmann::json json = nlohmann::json::parse(*ReadFile(path));
+  const auto read = [&](const nlohmann::json& changed) {
+    EXPECT_TRUE(WriteFileAtomically(path, changed.dump()).ok());
+    return ReadSeal(folder.path());
+  };
+  for (const char* field : {"held_back", "pinned"}) {
+    nlohmann::json wrong = json;
+    wrong[field] = 0;
+    EXPECT_TRUE(absl::IsDataLoss(read(wrong).status())) << field;
+    nlohmann::json renamed = json;
+    renamed.erase(field);
+    renamed[std::string(field) + "x"] = true;
+    EXPECT_TRUE(absl::IsDataLoss(read(renamed).status())) << field;
+  }
+  json.erase("pinned");
+  const auto second = read(json);
+  ASSERT_TRUE(second.ok()) << second.status();
+  EXPECT_FALSE(second->promoted);
+  EXPECT_FALSE(second->pinned);
+  json.erase("held_back");
+  const auto first = read(json);
+  ASSERT_TRUE(first.ok()) << first.status();
+  EXPECT_TRUE(first->promoted);
+  EXPECT_FALSE(first->pinned);
+}
+
+TEST(Seal, Errors_SayWhetherTheyStay) {
+  const TestFolder folder;
+  const std::string path = JoinPath(folder.path(), kSealName);
+  const auto error = [&] { return ReadSeal(folder.path()).status(); };
+  EXPECT_TRUE(absl::IsNotFound(error()));
+  ASSERT_TRUE(WriteFileAtomically(path, "{").ok());
+  EXPECT_TRUE(absl::IsDataLoss(error())) << error();
+  ASSERT_TRUE(WriteFileAtomically(path, std::string((1 << 20) + 1, ' ')).ok());
+  EXPECT_TRUE(absl::IsDataLoss(error())) << error();
+  ASSERT_TRUE(WriteFileAtomically(path, R"({"format": "muster-seal", "version": 2})").ok());
+  EXPECT_TRUE(absl::IsUnimplemented(error()) && StaysUnreadable(error())) << error();
+  ASSERT_EQ(unlink(path.c_str()), 0);
+  ASSERT_TRUE(MakeDirectories(path).ok());
+  EXPECT_TRUE(absl::IsDataLoss(error()) && StaysUnreadable(error())) << error();
+  ASSERT_EQ(rmdir(path.c_str()), 0);
+  ASSERT_EQ(symlink(kSealName, path.c_str()), 0);
+  EXPECT_FALSE(absl::IsNotFound(error()) || StaysUnreadable(error())) << error();
 }
 
 std::string Hash(const std::string& bytes) { return absl::BytesToHexString(Sha256(bytes)); }

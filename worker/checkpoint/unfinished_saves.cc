@@ -74,14 +74,21 @@ absl::StatusOr<std::vector<UnfinishedSave>> UnfinishedSavesIn(const std::string&
 }
 
 absl::StatusOr<std::vector<UnfinishedSave>> UnfinishedSavesOf(const std::string& dir) {
+  // "link/" is what the link points to, as "link" is; "." has a name.
   std::error_code error;
-  std::string real = dir;
-  if (std::filesystem::is_symlink(dir, error)) {
-    const std::filesystem::path target = std::filesystem::canonical(dir, error);
+  std::string plain = dir;
+  while (plain.size() > 1 && plain.back() == '/') plain.pop_back();
+  const bool named = BaseName(plain) != "." && BaseName(plain) != "..";
+  std::string real = plain;
+  if (!named || std::filesystem::is_symlink(plain, error)) {
+    const std::filesystem::path target = std::filesystem::canonical(plain, error);
     if (!error) real = target.string();
   }
   const std::string name = BaseName(real);
-  return Find(ParentPath(real), [&](absl::string_view stem) { return stem == name; });
+  auto saves = Find(ParentPath(real), [&](absl::string_view stem) { return stem == name; });
+  // What lies in the folder can be seen all the same.
+  if (absl::IsPermissionDenied(saves.status())) return std::vector<UnfinishedSave>();
+  return saves;
 }
 
 }  // namespace muster

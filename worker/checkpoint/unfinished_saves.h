@@ -16,8 +16,9 @@ struct UnfinishedSave {
   std::string path;        // its folder, DIR.tmp-...
   std::string checkpoint;  // what it is to be called, DIR
   FolderWriter writer = FolderWriter::kUnknown;
-  // All of it is written, and the registry has sealed it: only its name is missing. The next load
-  // without a directory gives it to it if its writer is gone.
+  // All of it is written, and the registry has sealed it: only its name is missing. If its writer
+  // is gone a load without a directory gives it to it: where the name is that of a numbered
+  // checkpoint and no newer one has it, or the job's coordinator knows it.
   bool sealed = false;
   uint64_t bytes = 0;  // that it takes on the disk; room is reserved before it is written
   absl::Time changed;  // when something in it was last written, by the clock of the file system
@@ -27,7 +28,8 @@ struct UnfinishedSave {
 // take no part in the save. Empty if there is no such folder. Errors: those of ListDirectory.
 absl::StatusOr<std::vector<UnfinishedSave>> UnfinishedSavesIn(const std::string& root);
 
-// Those of the checkpoint `dir`. Of a symbolic link to a folder: those of that folder.
+// Those of the checkpoint `dir`. Of a symbolic link to a folder: those of that folder. None where
+// this process may not list the folder that `dir` is in.
 absl::StatusOr<std::vector<UnfinishedSave>> UnfinishedSavesOf(const std::string& dir);
 
 }  // namespace muster

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -132,8 +133,46 @@ TEST_F(UnfinishedSavesTest, SaveOfALink_IsBesideItsFolder) {
   ASSERT_EQ(symlink(Path("disk/ckpt").c_str(), Path("link").c_str()), 0);
   auto staging = Staging::Create(Path("link"));
   ASSERT_TRUE(staging.ok()) << staging.status();
-  EXPECT_THAT(*UnfinishedSavesOf(Path("link")),
-              ElementsAre(Field(&UnfinishedSave::path, staging->path())));
+  for (const std::string name : {"link", "link/", "link//"}) {
+    EXPECT_THAT(*UnfinishedSavesOf(Path(name)),
+                ElementsAre(Field(&UnfinishedSave::path, staging->path())))
+        << name;
+  }
+}
+
+TEST_F(UnfinishedSavesTest, SaveOfTheFolderOneIsIn_IsBesideIt) {
+  Save(Path("ckpt"));
+  ASSERT_TRUE(MakeDirectories(Path("ckpt/below")).ok());
+  auto staging = Staging::Create(Path("ckpt"));
+  ASSERT_TRUE(staging.ok()) << staging.status();
+  const std::filesystem::path before = std::filesystem::current_path();
+  std::filesystem::current_path(Path("ckpt"));
+  for (const std::string name : {".", "./", "below/.."}) {
+    const auto saves = UnfinishedSavesOf(name);
+    ASSERT_TRUE(saves.ok()) << saves.status();
+    ASSERT_EQ(saves->size(), 1u) << name;
+    EXPECT_EQ(BaseName(saves->front().path), BaseName(staging->path()));
+  }
+  std::filesystem::current_path(before);
+}
+
+TEST_F(UnfinishedSavesTest, ParentThatMayNotBeListed_HasNone) {
+  Save(Path("ckpt"));
+  EXPECT_EXIT(
+      {
+        ASSERT_EQ(chmod(root_.c_str(), 0311), 0);
+        // Root may list all.
+        if (geteuid() == 0) {
+          ASSERT_EQ(seteuid(65534), 0);
+        }
+        const bool refused = absl::IsPermissionDenied(ListDirectory(root_).status());
+        const auto saves = UnfinishedSavesOf(Path("ckpt"));
+        const bool empty = saves.ok() && saves->empty();
+        const bool in_itself = absl::IsPermissionDenied(UnfinishedSavesIn(root_).status());
+        _exit(refused && empty && in_itself ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), "");
+  ASSERT_EQ(chmod(root_.c_str(), 0755), 0);
 }
 
 }  // namespace
