@@ -168,7 +168,6 @@ const std::map<std::string, Json, std::less<>>& OnlySettings() {
       {"add_cross_attention", false},
       {"attention_bias", false},
       {"cross_attention_hidden_size", nullptr},
-      {"is_causal", true},
       {"is_decoder", false},
       {"is_encoder_decoder", false},
       {"mlp_bias", false},
@@ -264,12 +263,24 @@ class Settings {
 
   bool Bool(const std::string& name, bool otherwise) {
     const Json* const value = Find(name);
+    // Python reads null as false: transformers 4 does, transformers 5 refuses it.
+    if (value == nullptr && otherwise && Names(name)) {
+      Invalid(absl::StrCat("\"", name, "\" is null, not true or false"));
+    }
     if (value == nullptr) return otherwise;
     if (!value->is_boolean()) {
       Invalid(absl::StrCat("\"", name, "\" is ", Shown(*value), ", not true or false"));
       return otherwise;
     }
     return value->get<bool>();
+  }
+
+  // Refuses every other value. Unlike what OnlySettings() has, null is another value.
+  void Only(const std::string& name, const Json& right) {
+    if (!Names(name) || json_[name] == right) return;
+    Unknown(absl::StrCat("\"", name, "\" is ", Shown(json_[name]),
+                         "; of this architecture Muster has only ", right.dump(),
+                         ", which it also takes if the setting is left out"));
   }
 
   std::string Text(const std::string& name, const std::string& otherwise) {
@@ -343,6 +354,8 @@ void ReadCommon(Settings& settings, Architecture architecture, int64_t default_v
   config->pad_token_id = TokenId(settings, "pad_token_id");
   const bool is_bert = architecture == Architecture::kBertForMaskedLM ||
                        architecture == Architecture::kBertForSequenceClassification;
+  // transformers hands it to attention, and a null, which is not true, takes the causal mask away.
+  settings.Only("is_causal", !is_bert);
   // The class's default, which trains its row of the embedding otherwise; null is none.
   if (is_bert && !settings.Names("pad_token_id")) config->pad_token_id = 0;
   if (config->pad_token_id.has_value() && *config->pad_token_id >= config->vocab_size) {
@@ -641,6 +654,8 @@ BertConfig ReadBert(Settings& settings, Architecture architecture) {
   config.num_heads = settings.ClassSize("num_attention_heads", 12);
   config.max_positions = settings.Size("max_position_embeddings", 512);
   config.type_vocab_size = settings.Size("type_vocab_size", 2);
+  // To transformers 4 null is not "absolute": it leaves the positions out.
+  settings.Only("position_embedding_type", "absolute");
   config.activation = settings.ActivationOf("hidden_act", "gelu");
   config.layer_norm_eps = settings.Number("layer_norm_eps", 0, 1, 1e-12);
   config.hidden_dropout = settings.Probability("hidden_dropout_prob", 0.1);

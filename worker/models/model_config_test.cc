@@ -206,6 +206,47 @@ TEST(ParseModelConfig, MissingKeys_GetTheClassesDefaults) {
   EXPECT_EQ(Common(*none).pad_token_id, std::nullopt);
 }
 
+// In transformers 5.17 the setting reaches attention, and null takes the causal mask away.
+TEST(ParseModelConfig, IsCausal_IsAsTheArchitectureIsOrRefused) {
+  const Json mistral = With(kLlama, {{"model_type", "mistral"}, {"num_key_value_heads", 2}});
+  const Json gpt2 = {{"model_type", "gpt2"}};
+  const Json bert = With(kLlama, {{"architectures", {"BertForMaskedLM"}}, {"model_type", "bert"}});
+  const Json classifier = With(bert, {{"architectures", {"BertForSequenceClassification"}}});
+  for (const Json& json : {kLlama, mistral, gpt2, bert, classifier}) {
+    SCOPED_TRACE(json.dump());
+    const bool causal = json["model_type"] != "bert";
+    EXPECT_EQ(ErrorOf(json), "");
+    EXPECT_EQ(ErrorOf(With(json, {{"is_causal", causal}})), "");
+    EXPECT_NE(
+        ErrorOf(With(json, {{"is_causal", !causal}}))
+            .find(causal ? "\"is_causal\" is false; of this architecture Muster has only true"
+                         : "\"is_causal\" is true; of this architecture Muster has only false"),
+        std::string::npos);
+    EXPECT_NE(ErrorOf(With(json, {{"is_causal", nullptr}})).find("\"is_causal\" is null"),
+              std::string::npos);
+    EXPECT_EQ(ErrorOf(With(json, {{"is_causal", nullptr}}), {.ignore_settings = {"is_causal"}}),
+              "");
+  }
+}
+
+// transformers 5.17 refuses them, transformers 4 computes something else than without them.
+TEST(ParseModelConfig, NullThatIsNotTheDefault_IsRefusedByName) {
+  const Json gpt2 = {{"model_type", "gpt2"}};
+  const Json bert = With(kLlama, {{"architectures", {"BertForMaskedLM"}}, {"model_type", "bert"}});
+  const std::vector<std::pair<Json, std::string>> cases = {{gpt2, "scale_attn_weights"},
+                                                           {gpt2, "tie_word_embeddings"},
+                                                           {bert, "tie_word_embeddings"},
+                                                           {bert, "position_embedding_type"}};
+  for (const auto& [json, name] : cases) {
+    const std::string error = ErrorOf(With(json, {{name, nullptr}}));
+    EXPECT_NE(error.find("\"" + name + "\" is null"), std::string::npos) << name << ": " << error;
+  }
+  // Null is false, as if it were missing.
+  EXPECT_EQ(ErrorOf(With(kLlama, {{"tie_word_embeddings", nullptr}, {"mlp_bias", nullptr}})), "");
+  EXPECT_EQ(ErrorOf(With(bert, {{"position_embedding_type", "absolute"}})), "");
+  EXPECT_NE(ErrorOf(With(bert, {{"position_embedding_type", "relative_key"}})), "");
+}
+
 TEST(ParseModelConfig, MissingSizes_AreTheClasses) {
   const DecoderConfig llama = Decoder({{"architectures", {"LlamaForCausalLM"}}});
   EXPECT_EQ(llama.vocab_size, 32'000);

@@ -241,6 +241,28 @@ TEST(CausalLm, LabelAfterPadding_DoesNotCount) {
   }
 }
 
+TEST(CausalLm, TokenTypeIds_AreRefusedWhereNothingReadsThem) {
+  for (const auto& [name, has_types] : {std::pair("hf_models/llama_shared", false),
+                                        {"hf_models/mixtral_shared", false},
+                                        {"hf_models/qwen2_shared", false},
+                                        {"hf_models/gpt2_shared", true},
+                                        {"hf_models/bert_shared", true}}) {
+    SCOPED_TRACE(name);
+    const auto model = LoadPretrained(GoldenPath(name));
+    ASSERT_TRUE(model.ok()) << model.status();
+    const at::Tensor ids = at::tensor({1, 2}, c10::kLong).unsqueeze(0);
+    const TextBatch batch = {.input_ids = ids, .token_type_ids = at::zeros_like(ids)};
+    std::string error;
+    try {
+      (*model).ptr()->forward(batch);
+    } catch (const c10::Error& e) {
+      error = e.what_without_backtrace();
+    }
+    EXPECT_EQ(error.empty(), has_types) << error;
+    EXPECT_EQ(error.find("leave token_type_ids out") == std::string::npos, has_types) << error;
+  }
+}
+
 // Quirk hf_train/s006: what labels mean is decided for each batch.
 TEST(BertForSequenceClassification, KindOfLabels_IsNotRemembered) {
   const auto model = LoadPretrained(GoldenPath("hf_train/bert_cls_shared"));

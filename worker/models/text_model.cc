@@ -62,7 +62,7 @@ at::Tensor CausalLmImpl::NextLogits(const TextBatch& batch, KvCache* cache, int6
 }
 
 at::Tensor TextsOf(const TextBatch& batch) {
-  // As in transformers: a mask says that there is one text.
+  // As in transformers with use_cache=False: a mask says that there is one text.
   if (!batch.position_ids.defined() || batch.attention_mask.defined()) return {};
   return PackedTexts(batch.position_ids);
 }
@@ -99,6 +99,10 @@ void CheckBatch(const TextBatch& batch, const CommonConfig& config, int64_t past
   const bool has_table = config.architecture == Architecture::kGpt2LMHeadModel ||
                          config.architecture == Architecture::kBertForMaskedLM ||
                          config.architecture == Architecture::kBertForSequenceClassification;
+  // The same ones have types.
+  TORCH_CHECK(has_table || !batch.token_type_ids.defined(), "a ",
+              std::string(ArchitectureName(config.architecture)),
+              " has no types of tokens: leave token_type_ids out");
   TORCH_CHECK(!has_table || batch.position_ids.defined() || length <= config.max_positions,
               "rows of ", length, " tokens are longer than the ", config.max_positions,
               " positions that the model has: shorten them");
