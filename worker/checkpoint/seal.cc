@@ -119,7 +119,7 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
     // was changed is not one that is missing: the file has as many fields as it had.
     const size_t later = json.count("held_back") + json.count("pinned");
     if (later < 2 && json.size() != kFirstFields + later) return bad("a field has another name");
-    if (json.contains("held_back")) record.promoted = !json.at("held_back").get<bool>();
+    record.promoted = !json.contains("held_back") || !json.at("held_back").get<bool>();
     if (json.contains("pinned")) json.at("pinned").get_to(record.pinned);
     if (plan.size() != 16 || !IsHex(plan) || !absl::SimpleHexAtoi(plan, &record.plan)) {
       return bad("plan");
