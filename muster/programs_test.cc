@@ -1096,6 +1096,32 @@ TEST(Schedules, PlateauByTheMeanOfAllProcesses_ReducesAlike) {
   });
 }
 
+// In the first epoch there is no metric yet, and a row of numbers may be empty.
+TEST(Schedules, SavedBeforeTheFirstMetric_Continue) {
+  RunAccelerators(2, {}, [](Accelerator& a) {
+    torch::nn::Linear one = OneWeight(), two = OneWeight();
+    torch::optim::SGD sgd(one->parameters(), 1.0), other(two->parameters(), 1.0);
+    torch::optim::ReduceLROnPlateauScheduler of_torch(
+        other, torch::optim::ReduceLROnPlateauScheduler::min, 0.5, /*patience=*/0);
+    auto [model, optimizer, plateau] =
+        a.prepare(one, sgd, PlateauSchedule({.factor = 0.5, .patience = 0}));
+    auto [model2, optimizer2, plateau2] = a.prepare(two, other, of_torch);
+    PlainState mine = {{"losses", {}}, {"counts", {1, 2}}};
+    a.register_for_checkpointing([&] { return mine; }, [&](const PlainState& s) { mine = s; });
+    ASSERT_TRUE(a.save_state(TestDir("early")).ok());
+    plateau.step(-5);
+    plateau2.step(-5);
+    mine = {};
+    const absl::Status loaded = a.load_state(TestDir("early"));
+    ASSERT_TRUE(loaded.ok()) << loaded;
+    EXPECT_EQ(mine, (PlainState{{"losses", {}}, {"counts", {1, 2}}}));
+    plateau.step(3);
+    plateau2.step(3);
+    EXPECT_EQ(optimizer.lr(), 1.0) << "the first metric is the best";
+    EXPECT_EQ(optimizer2.lr(), 1.0);
+  });
+}
+
 // --- Closures ---
 
 TEST(Closure, Lbfgs_FindsTheMinimumOnAllRanksAlike) {

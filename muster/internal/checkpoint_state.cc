@@ -59,9 +59,11 @@ std::string CleanPath(const std::string& path) {
   return clean;
 }
 
-// A row of numbers "name" becomes the scalars "name.0", "name.1", ...
+// A row of numbers "name" becomes the scalars "name.0", "name.1", ...; without numbers it is
+// "name.empty" alone, by which TakeRows() knows its name.
 void PutRows(const PlainState& rows, StateDict* state) {
   for (const auto& [name, row] : rows) {
+    if (row.empty()) state->SetDouble(absl::StrCat(name, ".empty"), 0);
     for (size_t i = 0; i < row.size(); ++i) state->SetDouble(absl::StrCat(name, ".", i), row[i]);
   }
 }

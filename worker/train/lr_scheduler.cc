@@ -418,12 +418,21 @@ void LrScheduler::LoadState(const PlainState& state) {
   for (size_t g = 0; g < last_lr.size(); ++g) target_.set_lr(static_cast<int64_t>(g), last_lr[g]);
 }
 
+namespace {
+
+// What any metric is better than.
+double WorstOf(const PlateauOptions& options) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  return options.minimize ? infinity : -infinity;
+}
+
+}  // namespace
+
 ReduceLROnPlateau::ReduceLROnPlateau(LrTarget& target, const PlateauOptions& options)
     : target_(target), options_(options) {
   TORCH_CHECK(options.factor < 1, "ReduceLROnPlateau's factor must be below 1, got ",
               options.factor);
-  best_ = options.minimize ? std::numeric_limits<double>::infinity()
-                           : -std::numeric_limits<double>::infinity();
+  best_ = WorstOf(options);
 }
 
 bool ReduceLROnPlateau::Better(double metric) const {
@@ -461,8 +470,7 @@ PlainState ReduceLROnPlateau::SaveState() const {
   return {{"step", {D(step_)}},
           {"bad", {D(bad_)}},
           {"cooldown_left", {D(cooldown_left_)}},
-          // Infinity, before the first metric, has no JSON.
-          {"best", std::isfinite(best_) ? std::vector<double>{best_} : std::vector<double>{}},
+          {"best", {best_}},
           {"last_lr", std::move(lrs)}};
 }
 
@@ -471,12 +479,14 @@ void ReduceLROnPlateau::LoadState(const PlainState& state) {
   const double bad = Row(state, "bad", 1)[0];
   const double cooldown = Row(state, "cooldown_left", 1)[0];
   const auto best = state.find("best");
-  TORCH_CHECK(best != state.end() && best->second.size() <= 1, "scheduler state has no 'best'");
+  TORCH_CHECK(best == state.end() || best->second.size() <= 1,
+              "scheduler state has several 'best'");
   const std::vector<double>& lrs = Row(state, "last_lr", static_cast<size_t>(target_.num_groups()));
   step_ = static_cast<int64_t>(step);
   bad_ = static_cast<int64_t>(bad);
   cooldown_left_ = static_cast<int64_t>(cooldown);
-  if (!best->second.empty()) best_ = best->second[0];
+  // Older states of a schedule that had no metric yet have none.
+  best_ = best == state.end() || best->second.empty() ? WorstOf(options_) : best->second[0];
   for (size_t g = 0; g < lrs.size(); ++g) target_.set_lr(static_cast<int64_t>(g), lrs[g]);
 }
 

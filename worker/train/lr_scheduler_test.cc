@@ -312,6 +312,25 @@ TEST(ReduceLROnPlateau, NoImprovement_ReducesAfterPatience) {
   EXPECT_EQ(plateau.best(), 0.5);
 }
 
+TEST(ReduceLROnPlateau, StateBeforeTheFirstMetric_ForgetsTheBest) {
+  for (const bool minimize : {true, false}) {
+    FakeTarget target({1.0});
+    const PlateauOptions options = {.minimize = minimize, .factor = 0.5, .patience = 0};
+    const ReduceLROnPlateau fresh(target, options);
+    const PlainState with = fresh.SaveState();
+    PlainState without = with;
+    without.erase("best");  // as in checkpoints that left empty rows out
+    for (const PlainState& state : {with, without}) {
+      ReduceLROnPlateau used(target, options);
+      used.Step(minimize ? -100.0 : 100.0);
+      used.LoadState(state);
+      used.Step(0.0);
+      EXPECT_EQ(used.best(), 0.0);
+      EXPECT_EQ(target.lr(0), 1.0);
+    }
+  }
+}
+
 TEST(ReduceLROnPlateau, MaxMode_TakesLargerAsBetter) {
   FakeTarget target({1.0});
   ReduceLROnPlateau plateau(

@@ -1,6 +1,5 @@
 #include "worker/train/torch_scheduler.h"
 
-#include <cmath>
 #include <typeinfo>
 #include <utility>
 #include <vector>
@@ -145,8 +144,7 @@ class TorchPlateau : public MetricScheduler {
             {"epoch", number(scheduler_.*MemberOf(Epoch()))},
             {"bad", number(scheduler_.*MemberOf(BadEpochs()))},
             {"cooldown_left", number(scheduler_.*MemberOf(Cooldown()))},
-            // Infinity has no JSON.
-            {"best", std::isfinite(best) ? number(best) : std::vector<double>{}},
+            {"best", number(best)},
             {"last_lr", Lrs(target_)}};
   }
 
@@ -154,13 +152,14 @@ class TorchPlateau : public MetricScheduler {
     const double step = Number(state, "step"), epoch = Number(state, "epoch");
     const double bad = Number(state, "bad"), cooldown = Number(state, "cooldown_left");
     const auto best = state.find("best");
-    TORCH_CHECK(best != state.end() && best->second.size() <= 1, "scheduler state has no 'best'");
+    TORCH_CHECK(best == state.end() || best->second.size() <= 1,
+                "scheduler state has several 'best'");
     const std::vector<double>& lrs = LastLrs(state, target_);
     step_ = static_cast<int64_t>(step);
     scheduler_.*MemberOf(Epoch()) = static_cast<int>(epoch);
     scheduler_.*MemberOf(BadEpochs()) = static_cast<int>(bad);
     scheduler_.*MemberOf(Cooldown()) = static_cast<int>(cooldown);
-    if (!best->second.empty()) {
+    if (best != state.end() && !best->second.empty()) {
       scheduler_.*MemberOf(Best()) = static_cast<float>(best->second[0]);
     }
     SetLrs(target_, lrs);
