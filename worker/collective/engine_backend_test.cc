@@ -75,8 +75,8 @@ struct Group {
 
   NotingEngine::Notes notes;
   c10::intrusive_ptr<c10d::Backend> backend =
-      MakeEngineBackend(c10::make_intrusive<NoBackend>(),
-                        std::make_unique<NotingEngine>(notes), std::chrono::seconds(60));
+      MakeEngineBackend(c10::make_intrusive<NoBackend>(), std::make_unique<NotingEngine>(notes),
+                        std::chrono::seconds(60));
 };
 
 TEST(EngineBackend, StartNextHere_RunsOneOperationOnTheCallersThread) {
