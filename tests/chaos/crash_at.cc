@@ -4,7 +4,6 @@
 //   MUSTER_CRASH_AT=N     the number
 //   MUSTER_CRASH_RANK=R   only of the process whose $RANK is R
 //   MUSTER_CRASH_ONCE=F   only if the file F is not there yet, which is made then
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -17,24 +16,13 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "base/test_system_calls.h"
+
 namespace {
 
-template <class F>
-F Real(const char* name) {
-  return reinterpret_cast<F>(dlsym(RTLD_NEXT, name));
-}
-
-bool Watched(const char* path) {
-  return path != nullptr && strstr(path, "/checkpoints") != nullptr;
-}
-
-bool Watched(int fd) {
-  char link[64], path[4096];
-  snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
-  const ssize_t size = readlink(link, path, sizeof(path) - 1);
-  if (size <= 0) return false;
-  path[size] = 0;
-  return Watched(path);
+template <class Where>
+bool Watched(Where where) {
+  return muster::PathHas(where, "/checkpoints");
 }
 
 void Count() {
@@ -73,7 +61,7 @@ int open(const char* path, int flags, ...) {
     va_end(list);
   }
   if ((flags & O_CREAT) != 0 && Watched(path)) Count();
-  static const auto real = Real<int (*)(const char*, int, ...)>("open");
+  static const auto real = muster::RealCall<int (*)(const char*, int, ...)>("open");
   return real(path, flags, mode);
 }
 
@@ -86,74 +74,75 @@ int open64(const char* path, int flags, ...) {
     va_end(list);
   }
   if ((flags & O_CREAT) != 0 && Watched(path)) Count();
-  static const auto real = Real<int (*)(const char*, int, ...)>("open64");
+  static const auto real = muster::RealCall<int (*)(const char*, int, ...)>("open64");
   return real(path, flags, mode);
 }
 
 ssize_t write(int fd, const void* data, size_t size) {
   if (fd > 2 && Watched(fd)) Count();
-  static const auto real = Real<ssize_t (*)(int, const void*, size_t)>("write");
+  static const auto real = muster::RealCall<ssize_t (*)(int, const void*, size_t)>("write");
   return real(fd, data, size);
 }
 
 ssize_t pwrite(int fd, const void* data, size_t size, off_t at) {
   if (Watched(fd)) Count();
-  static const auto real = Real<ssize_t (*)(int, const void*, size_t, off_t)>("pwrite");
+  static const auto real = muster::RealCall<ssize_t (*)(int, const void*, size_t, off_t)>("pwrite");
   return real(fd, data, size, at);
 }
 
 ssize_t pwrite64(int fd, const void* data, size_t size, off64_t at) {
   if (Watched(fd)) Count();
-  static const auto real = Real<ssize_t (*)(int, const void*, size_t, off64_t)>("pwrite64");
+  static const auto real =
+      muster::RealCall<ssize_t (*)(int, const void*, size_t, off64_t)>("pwrite64");
   return real(fd, data, size, at);
 }
 
 int fsync(int fd) {
   if (Watched(fd)) Count();
-  static const auto real = Real<int (*)(int)>("fsync");
+  static const auto real = muster::RealCall<int (*)(int)>("fsync");
   return real(fd);
 }
 
 int fdatasync(int fd) {
   if (Watched(fd)) Count();
-  static const auto real = Real<int (*)(int)>("fdatasync");
+  static const auto real = muster::RealCall<int (*)(int)>("fdatasync");
   return real(fd);
 }
 
 int mkdir(const char* path, mode_t mode) {
   if (Watched(path)) Count();
-  static const auto real = Real<int (*)(const char*, mode_t)>("mkdir");
+  static const auto real = muster::RealCall<int (*)(const char*, mode_t)>("mkdir");
   return real(path, mode);
 }
 
 int rename(const char* from, const char* to) {
   if (Watched(from)) Count();
-  static const auto real = Real<int (*)(const char*, const char*)>("rename");
+  static const auto real = muster::RealCall<int (*)(const char*, const char*)>("rename");
   return real(from, to);
 }
 
 int renameat2(int from_dir, const char* from, int to_dir, const char* to, unsigned int flags) {
   if (Watched(from)) Count();
   static const auto real =
-      Real<int (*)(int, const char*, int, const char*, unsigned int)>("renameat2");
+      muster::RealCall<int (*)(int, const char*, int, const char*, unsigned int)>("renameat2");
   return real(from_dir, from, to_dir, to, flags);
 }
 
 int unlink(const char* path) {
   if (Watched(path)) Count();
-  static const auto real = Real<int (*)(const char*)>("unlink");
+  static const auto real = muster::RealCall<int (*)(const char*)>("unlink");
   return real(path);
 }
 
 int unlinkat(int dir, const char* path, int flags) {
   if (Watched(path) || (dir >= 0 && Watched(dir))) Count();
-  static const auto real = Real<int (*)(int, const char*, int)>("unlinkat");
+  static const auto real = muster::RealCall<int (*)(int, const char*, int)>("unlinkat");
   return real(dir, path, flags);
 }
 
 int rmdir(const char* path) {
   if (Watched(path)) Count();
-  static const auto real = Real<int (*)(const char*)>("rmdir");
+  static const auto real = muster::RealCall<int (*)(const char*)>("rmdir");
   return real(path);
 }
 

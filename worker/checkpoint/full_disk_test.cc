@@ -1,7 +1,6 @@
 // A disk that fails at any moment of a save: before each call that makes, reserves, writes, syncs,
 // renames or removes a file. Every rank gets the same error, the checkpoint before or the new one
 // is whole, and the next save, for which there is room, leaves nothing over.
-#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -23,6 +22,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "base/test_system_calls.h"
 #include "worker/checkpoint/async_saver.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/state.h"
@@ -41,22 +41,9 @@ struct Fault {
 };
 Fault fault;
 
-template <class F>
-F Real(const char* name) {
-  return reinterpret_cast<F>(dlsym(RTLD_NEXT, name));
-}
-
-bool Watched(const char* path) {
-  return path != nullptr && strstr(path, "/failing_disk") != nullptr;
-}
-
-bool Watched(int fd) {
-  char link[64], path[4096];
-  snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
-  const ssize_t size = readlink(link, path, sizeof(path) - 1);
-  if (size <= 0) return false;
-  path[size] = 0;
-  return Watched(path);
+template <class Where>
+bool Watched(Where where) {
+  return muster::PathHas(where, "/failing_disk");
 }
 
 template <class Where>
@@ -82,74 +69,74 @@ int open(const char* path, int flags, ...) {
     va_end(list);
   }
   if ((flags & O_CREAT) != 0 && Fails(path)) return -1;
-  static const auto real = Real<int (*)(const char*, int, ...)>("open");
+  static const auto real = muster::RealCall<int (*)(const char*, int, ...)>("open");
   return real(path, flags, mode);
 }
 
 ssize_t write(int fd, const void* data, size_t size) {
   if (fd > 2 && Fails(fd)) return -1;
-  static const auto real = Real<ssize_t (*)(int, const void*, size_t)>("write");
+  static const auto real = muster::RealCall<ssize_t (*)(int, const void*, size_t)>("write");
   return real(fd, data, size);
 }
 
 ssize_t pwrite(int fd, const void* data, size_t size, off_t at) {
   if (Fails(fd)) return -1;
-  static const auto real = Real<ssize_t (*)(int, const void*, size_t, off_t)>("pwrite");
+  static const auto real = muster::RealCall<ssize_t (*)(int, const void*, size_t, off_t)>("pwrite");
   return real(fd, data, size, at);
 }
 
 int fallocate(int fd, int mode, off_t at, off_t size) {
   if (Fails(fd)) return -1;
-  static const auto real = Real<int (*)(int, int, off_t, off_t)>("fallocate");
+  static const auto real = muster::RealCall<int (*)(int, int, off_t, off_t)>("fallocate");
   return real(fd, mode, at, size);
 }
 
 int ftruncate(int fd, off_t size) {
   if (Fails(fd)) return -1;
-  static const auto real = Real<int (*)(int, off_t)>("ftruncate");
+  static const auto real = muster::RealCall<int (*)(int, off_t)>("ftruncate");
   return real(fd, size);
 }
 
 int fsync(int fd) {
   if (Fails(fd)) return -1;
-  static const auto real = Real<int (*)(int)>("fsync");
+  static const auto real = muster::RealCall<int (*)(int)>("fsync");
   return real(fd);
 }
 
 int mkdir(const char* path, mode_t mode) {
   if (Fails(path)) return -1;
-  static const auto real = Real<int (*)(const char*, mode_t)>("mkdir");
+  static const auto real = muster::RealCall<int (*)(const char*, mode_t)>("mkdir");
   return real(path, mode);
 }
 
 int rename(const char* from, const char* to) {
   if (Fails(from)) return -1;
-  static const auto real = Real<int (*)(const char*, const char*)>("rename");
+  static const auto real = muster::RealCall<int (*)(const char*, const char*)>("rename");
   return real(from, to);
 }
 
 int renameat2(int from_dir, const char* from, int to_dir, const char* to, unsigned int flags) {
   if (Fails(from)) return -1;
   static const auto real =
-      Real<int (*)(int, const char*, int, const char*, unsigned int)>("renameat2");
+      muster::RealCall<int (*)(int, const char*, int, const char*, unsigned int)>("renameat2");
   return real(from_dir, from, to_dir, to, flags);
 }
 
 int unlink(const char* path) {
   if (Fails(path, /*removes=*/true)) return -1;
-  static const auto real = Real<int (*)(const char*)>("unlink");
+  static const auto real = muster::RealCall<int (*)(const char*)>("unlink");
   return real(path);
 }
 
 int unlinkat(int dir, const char* path, int flags) {
   if (dir >= 0 ? Fails(dir, /*removes=*/true) : Fails(path, /*removes=*/true)) return -1;
-  static const auto real = Real<int (*)(int, const char*, int)>("unlinkat");
+  static const auto real = muster::RealCall<int (*)(int, const char*, int)>("unlinkat");
   return real(dir, path, flags);
 }
 
 int rmdir(const char* path) {
   if (Fails(path, /*removes=*/true)) return -1;
-  static const auto real = Real<int (*)(const char*)>("rmdir");
+  static const auto real = muster::RealCall<int (*)(const char*)>("rmdir");
   return real(path);
 }
 
