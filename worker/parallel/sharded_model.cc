@@ -359,7 +359,7 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
     FreeParts();
     for (const auto& unit : units_) unit->ForgetUnusedGradients();
     if (summons_ == 0) ExpireIfChanged();
-    if (!writes_.has_value()) writes_ = Writes();
+    if (!writes_.has_value() && options_.strategy != ShardingStrategy::kFull) writes_ = Writes();
     step_follows_ = step_follows;
   }
   // With one rank there is nothing to wait for, and no gradient is left behind.
