@@ -1072,15 +1072,21 @@ TEST(Schedules, OnePerGroup) {
   });
 }
 
+// Two optimizers of rate 1, for Muster's schedule and with LibTorch's, which halve without
+// patience.
+struct Plateaus {
+  torch::nn::Linear one = OneWeight(), two = OneWeight();
+  torch::optim::SGD sgd{one->parameters(), 1.0}, other{two->parameters(), 1.0};
+  torch::optim::ReduceLROnPlateauScheduler of_torch{
+      other, torch::optim::ReduceLROnPlateauScheduler::min, 0.5, /*patience=*/0};
+};
+
 TEST(Schedules, PlateauByTheMeanOfAllProcesses_ReducesAlike) {
   RunAccelerators(2, {}, [](Accelerator& a) {
-    torch::nn::Linear one = OneWeight(), two = OneWeight();
-    torch::optim::SGD sgd(one->parameters(), 1.0), other(two->parameters(), 1.0);
-    torch::optim::ReduceLROnPlateauScheduler of_torch(
-        other, torch::optim::ReduceLROnPlateauScheduler::min, 0.5, /*patience=*/0);
+    Plateaus with;
     auto [model, optimizer, plateau] =
-        a.prepare(one, sgd, PlateauSchedule({.factor = 0.5, .patience = 0}));
-    auto [model2, optimizer2, plateau2] = a.prepare(two, other, of_torch);
+        a.prepare(with.one, with.sgd, PlateauSchedule({.factor = 0.5, .patience = 0}));
+    auto [model2, optimizer2, plateau2] = a.prepare(with.two, with.other, with.of_torch);
     // On rank 0 alone it gets better, on rank 1 alone it gets worse; the mean gets worse.
     for (int i = 0; i < 2; ++i) {
       const double metric = a.is_main_process() ? 10 - i : 10 + 3 * i;
@@ -1099,13 +1105,10 @@ TEST(Schedules, PlateauByTheMeanOfAllProcesses_ReducesAlike) {
 // In the first epoch there is no metric yet, and a row of numbers may be empty.
 TEST(Schedules, SavedBeforeTheFirstMetric_Continue) {
   RunAccelerators(2, {}, [](Accelerator& a) {
-    torch::nn::Linear one = OneWeight(), two = OneWeight();
-    torch::optim::SGD sgd(one->parameters(), 1.0), other(two->parameters(), 1.0);
-    torch::optim::ReduceLROnPlateauScheduler of_torch(
-        other, torch::optim::ReduceLROnPlateauScheduler::min, 0.5, /*patience=*/0);
+    Plateaus with;
     auto [model, optimizer, plateau] =
-        a.prepare(one, sgd, PlateauSchedule({.factor = 0.5, .patience = 0}));
-    auto [model2, optimizer2, plateau2] = a.prepare(two, other, of_torch);
+        a.prepare(with.one, with.sgd, PlateauSchedule({.factor = 0.5, .patience = 0}));
+    auto [model2, optimizer2, plateau2] = a.prepare(with.two, with.other, with.of_torch);
     PlainState mine = {{"losses", {}}, {"counts", {1, 2}}};
     a.register_for_checkpointing([&] { return mine; }, [&](const PlainState& s) { mine = s; });
     ASSERT_TRUE(a.save_state(TestDir("early")).ok());
