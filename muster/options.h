@@ -86,7 +86,7 @@ struct CheckpointOptions {
   // (muster::LocalSGD, allow_local_gradients). 0: every model is divided.
   int64_t divide_above = int64_t{1} << 30;
   // Write rate of an asynchronous save on each process; 0: as fast as the disk, but where training
-  // wants all cores, writers take about 2 % of them. What training waits for is not
+  // wants all cores, slowly enough for it to lose less than 3 %. What training waits for is not
   // held back.
   int64_t max_bytes_per_second = 0;
   // How many numbered checkpoints to keep, besides the pinned ones. The oldest are deleted once a

@@ -926,6 +926,7 @@ absl::Status CheckpointState::SaveBesideTraining(
     saver_ = std::make_unique<AsyncSaver>(
         *std::move(beside),
         AsyncSaver::Options{.max_bytes_per_second = options.max_bytes_per_second,
+                            .local_ranks = process_.environment().local_world_size.value,
                             .lazy = options.lazy});
   }
   AsyncSaver::Request request;

@@ -4,7 +4,6 @@
 #include <iterator>
 #include <utility>
 
-#include "ATen/Parallel.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
@@ -26,8 +25,10 @@ constexpr int kSnapshots = 2;
 // training waits for it, and the cores may be others' then.
 constexpr int kPersistNice = 10;
 
-// Of the cores of training, while it wants all of them.
-constexpr double kShareOfCores = 0.02;
+// How much of the time a core is taken from training, by all ranks of a node together, while it
+// wants all of them. However many there are, the threads of a parallel loop wait for the one that
+// is interrupted, and ranks for one another. Training loses about twice this: caches are cold then.
+constexpr double kShareOfTime = 0.0125;
 
 // The next call that returns a status may be hours away.
 void Log(const AsyncSaver::Outcome& outcome) {
@@ -52,7 +53,7 @@ AsyncSaver::AsyncSaver(std::unique_ptr<Comm> comm, const Options& options)
       lazy_(options.lazy),
       rank_(comm_->rank()),
       polite_(options.max_bytes_per_second <= 0),
-      writers_(kShareOfCores * at::get_num_threads(), options.in_flight) {
+      writers_(kShareOfTime / std::max(options.local_ranks, 1), options.in_flight) {
   for (int i = 0; i < kSnapshots; ++i) idle_.push_back(std::make_unique<Snapshot>());
   if (lazy_) copier_ = std::thread([this] { RunCopies(); });
   thread_ = std::thread([this] { Run(); });
@@ -237,11 +238,11 @@ PolitePace& AsyncSaver::PaceOfThisThread() const {
   return *pace;
 }
 
-void AsyncSaver::RestIfCoresAreWanted() {
+void AsyncSaver::RestIfCoresAreWanted(absl::Duration also) {
   if (!polite_) return;
   const std::optional<PolitePace::CpuTimes> times = PolitePace::OfThisThread();
   if (!times.has_value()) return;
-  limiter_.Wait(PaceOfThisThread().Rest(*times, clock_.Now()));
+  limiter_.Wait(PaceOfThisThread().Rest(*times, clock_.Now(), also));
 }
 
 absl::Status AsyncSaver::WriteFiles(const Save& save, std::vector<ManifestFile>* files) {
@@ -253,9 +254,13 @@ absl::Status AsyncSaver::WriteFiles(const Save& save, std::vector<ManifestFile>*
   if (const auto times = PolitePace::OfThisThread(); polite_ && times.has_value()) {
     PaceOfThisThread().Begin(*times, clock_.Now());
   }
+  // The copies had to be made at once, before the optimizer's step. What they have taken of the
+  // cores is made up for here.
+  const double cpu_per_byte = absl::ToDoubleSeconds(save.deferred->cpu()) /
+                              static_cast<double>(std::max<uint64_t>(save.snapshot->bytes(), 1));
   options.wrote = [&](uint64_t bytes) {
     if (save.progress != nullptr) save.progress->Wrote(bytes);
-    RestIfCoresAreWanted();
+    RestIfCoresAreWanted(absl::Seconds(cpu_per_byte * static_cast<double>(bytes)));
   };
   for (const Snapshot::File& file : save.snapshot->files()) {
     MUSTER_ASSIGN_OR_RETURN(DirectFileWritten written,

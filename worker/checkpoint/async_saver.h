@@ -41,9 +41,11 @@ class AsyncSaver {
  public:
   struct Options {
     // Of this rank's writes; 0: as fast as the disk takes them, but where training wants all cores
-    // no faster than about 2 % of them suffice for (PolitePace). Neither holds back what training
-    // waits for.
+    // slowly enough for training to lose less than 3 % (PolitePace). Neither holds back what
+    // training waits for.
     int64_t max_bytes_per_second = 0;
+    // How many ranks of this node save.
+    int local_ranks = 1;
     // Blocks under way at a time.
     int in_flight = 2;
     // What StateWriter::CopyLater() names is copied after Begin() returns; see WaitForCopy().
@@ -131,7 +133,8 @@ class AsyncSaver {
   absl::Status Persist(Save& save);
   absl::Status WriteFiles(const Save& save, std::vector<ManifestFile>* files);
   // Of a thread that writes, after a block.
-  void RestIfCoresAreWanted();
+  // `also`: as for PolitePace.
+  void RestIfCoresAreWanted(absl::Duration also);
   PolitePace& PaceOfThisThread() const;
   void Run();
   void RunCopies();

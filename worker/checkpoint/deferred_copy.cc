@@ -4,6 +4,8 @@
 #include <emmintrin.h>
 #endif
 
+#include <time.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -36,6 +38,12 @@ void CopyPastCaches(char* to, const char* from, size_t bytes) {
 #else
   std::memcpy(to, from, bytes);
 #endif
+}
+
+absl::Duration CpuOfThisThread() {
+  timespec time = {};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return absl::DurationFromTimespec(time);
 }
 
 // Other threads see the copies that were made before, as they do with memcpy().
@@ -147,6 +155,7 @@ absl::Status DeferredCopy::Check(const Copied& copied) const {
 }
 
 void DeferredCopy::Run() {
+  const absl::Duration start = CpuOfThisThread();
   size_t mine = 0;
   BlockDigester digester;
   for (size_t i = next_.fetch_add(1); i < parts_.size(); i = next_.fetch_add(1)) {
@@ -154,7 +163,9 @@ void DeferredCopy::Run() {
     ++mine;
   }
   EndCopiesPastCaches();
+  const absl::Duration cpu = CpuOfThisThread() - start;
   MutexLock lock(&mu_);
+  cpu_ += cpu;
   copied_ += mine;
   while (copied_ < parts_.size() && !done_) changed_.Wait(&mu_);
   if (done_) return;
@@ -190,6 +201,11 @@ void DeferredCopy::RunWhileTrainingWaits(const Clock& clock) {
 absl::Duration DeferredCopy::waited() const {
   MutexLock lock(&mu_);
   return waited_;
+}
+
+absl::Duration DeferredCopy::cpu() const {
+  MutexLock lock(&mu_);
+  return cpu_;
 }
 
 }  // namespace muster

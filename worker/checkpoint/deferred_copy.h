@@ -64,6 +64,9 @@ class DeferredCopy {
   void RunWhileTrainingWaits(const Clock& clock);
   // For how long training has waited.
   absl::Duration waited() const;
+  // After Run() or Wait(): what copies and digests have taken of the cores, of all threads
+  // together.
+  absl::Duration cpu() const;
 
  private:
   // As many words as are compared, spread over the tensor.
@@ -101,6 +104,7 @@ class DeferredCopy {
   bool done_ ABSL_GUARDED_BY(mu_) = false;
   absl::Status status_ ABSL_GUARDED_BY(mu_);
   absl::Duration waited_ ABSL_GUARDED_BY(mu_);
+  absl::Duration cpu_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace muster

@@ -151,7 +151,9 @@ TEST_F(DeferredCopyTest, TimeThatTrainingWaits_IsCountedUntilItIsCopied) {
   copy_.Add("t", tensor_.detach(), 0);
   copy_.Start(memory_.data());
   EXPECT_EQ(copy_.waited(), absl::ZeroDuration());
+  EXPECT_EQ(copy_.cpu(), absl::ZeroDuration());
   copy_.RunWhileTrainingWaits(clock);
+  EXPECT_GT(copy_.cpu(), absl::ZeroDuration());
   EXPECT_TRUE(CopiedIs(tensor_));
   EXPECT_EQ(copy_.waited(), absl::Seconds(1));
   copy_.RunWhileTrainingWaits(clock);

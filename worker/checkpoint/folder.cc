@@ -30,6 +30,9 @@
 namespace muster {
 namespace {
 
+// To make a folder that nobody else has locked.
+constexpr int kAttempts = 100;
+
 constexpr absl::string_view kNumbered = "checkpoint_";
 
 std::string Numbered(absl::string_view stem, int index, absl::string_view extension) {
@@ -263,11 +266,19 @@ absl::StatusOr<Staging> Staging::Create(const std::string& wanted) {
     }
   }
   RemoveAbandoned(dir);
-  std::string path = NewStagingPath(dir);
-  if (mkdir(path.c_str(), 0777) != 0) {
-    return absl::ErrnoToStatus(errno, absl::StrCat("cannot make folder ", path));
+  for (int i = 0; i < kAttempts; ++i) {
+    std::string path = NewStagingPath(dir);
+    if (mkdir(path.c_str(), 0777) != 0) {
+      return absl::ErrnoToStatus(errno, absl::StrCat("cannot make folder ", path));
+    }
+    const int lock = LockFolder(path);
+    // Before it is locked, another process may take it for abandoned and remove it.
+    const bool taken = lock < 0 && WriterOf(path) == FolderWriter::kAlive;
+    if (!taken && PathExists(path)) return Staging(dir, path, lock);
+    if (lock >= 0) close(lock);
   }
-  return Staging(dir, path, LockFolder(path));
+  return absl::UnavailableError(absl::StrCat("cannot save a checkpoint as ", dir,
+                                             ": other processes remove what is written beside it"));
 }
 
 Staging::Staging(std::string dir, std::string path, int lock)

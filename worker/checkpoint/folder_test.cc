@@ -7,6 +7,8 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <thread>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/failpoint.h"
@@ -152,6 +154,22 @@ TEST_F(FolderTest, StagingOfADeadWriter_IsSweptButNotOfALiveOne) {
   EXPECT_FALSE(PathExists(Path("ckpt.tmp-0123456789abcdef")));
   EXPECT_FALSE(PathExists(Path("checkpoint_7.tmp-0123456789abcdef")));
   EXPECT_TRUE(PathExists(Path("mine.tmp-0123456789abcdef")));
+}
+
+TEST_F(FolderTest, WritersThatBeginTogether_KeepTheirFolders) {
+  std::vector<std::thread> writers;
+  for (int writer = 0; writer < 4; ++writer) {
+    writers.emplace_back([this] {
+      for (int i = 0; i < 200; ++i) {
+        auto staging = Staging::Create(Path("ckpt"));
+        ASSERT_TRUE(staging.ok()) << staging.status();
+        std::this_thread::yield();
+        EXPECT_TRUE(PathExists(staging->path())) << i;
+      }
+    });
+  }
+  for (std::thread& writer : writers) writer.join();
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre());
 }
 
 TEST_F(FolderTest, D17_StaleFilesOfAnEarlierSave_DoNotSurvive) {

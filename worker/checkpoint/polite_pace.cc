@@ -11,8 +11,11 @@ namespace {
 
 // The cores are wanted if a thread has waited for one for more than this part of its work.
 constexpr double kWaits = 0.25;
+// A piece is shorter than training's time slices, so one that did not wait tells little. How much
+// the pieces before it count, each as much less than the next.
+constexpr double kBefore = 0.75;
 // What training does may change meanwhile.
-constexpr absl::Duration kLongestRest = absl::Milliseconds(250);
+constexpr absl::Duration kLongestRest = absl::Milliseconds(500);
 
 }  // namespace
 
@@ -33,16 +36,20 @@ std::optional<PolitePace::CpuTimes> PolitePace::OfThisThread() {
 
 void PolitePace::Begin(const CpuTimes& times, absl::Time now) {
   last_ = times;
+  lately_ = {};
   rested_ = now;
 }
 
-absl::Duration PolitePace::Rest(const CpuTimes& times, absl::Time now) {
+absl::Duration PolitePace::Rest(const CpuTimes& times, absl::Time now, absl::Duration also) {
   const absl::Duration ran = times.ran - last_.ran, waited = times.waited - last_.waited;
   const absl::Duration elapsed =
       rested_ == absl::InfinitePast() ? ran + waited : std::max(now - rested_, ran + waited);
   last_ = times;
+  lately_.ran = kBefore * lately_.ran + ran;
+  lately_.waited = kBefore * lately_.waited + waited;
   absl::Duration rest;
-  if (waited > kWaits * ran) rest = std::clamp(ran / share_ - elapsed, rest, kLongestRest);
+  if (lately_.waited > kWaits * lately_.ran)
+    rest = std::clamp((ran + also) / share_ - elapsed, rest, kLongestRest);
   rested_ = now + rest;
   return rest;
 }

@@ -11,7 +11,7 @@ namespace muster {
 // How much of the cores a thread of the background takes where training wants them all. A thread of
 // low priority still has its share of a core, and the other threads of a parallel loop wait for the
 // one that it is taken from. So such a thread rests between its pieces of work, if it had to wait
-// for a core while it worked: nobody is disturbed where cores are idle. Pure. Not thread-safe.
+// for a core in the last ones: nobody is disturbed where cores are idle. Pure. Not thread-safe.
 class PolitePace {
  public:
   // Of the thread, since it began: how long it was on a core, and for how long it was ready to and
@@ -29,12 +29,15 @@ class PolitePace {
   void Begin(const CpuTimes& times, absl::Time now);
 
   // After a piece of work, at `now`: how long to rest. The next piece begins after that. Without
-  // Begin() the first one began with the thread.
-  absl::Duration Rest(const CpuTimes& times, absl::Time now);
+  // Begin() the first one began with the thread. `also`: what the same work has taken of the cores
+  // elsewhere, for which nobody has rested.
+  absl::Duration Rest(const CpuTimes& times, absl::Time now,
+                      absl::Duration also = absl::ZeroDuration());
 
  private:
   const double share_;
   CpuTimes last_ = {};
+  CpuTimes lately_ = {};                      // of the last pieces, the later ones more
   absl::Time rested_ = absl::InfinitePast();  // the end of the last rest
 };
 

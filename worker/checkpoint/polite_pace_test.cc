@@ -33,9 +33,27 @@ TEST(PolitePaceTest, CoresThatAreWanted_AreLeftButForTheShare) {
   const double share = absl::FDivDuration(ran, now - start);
   EXPECT_GT(share, 0.018);
   EXPECT_LT(share, 0.021);
-  // They are idle now.
-  ran += 2 * kMs;
-  EXPECT_EQ(pace.Rest({.ran = ran, .waited = waited}, now + 2 * kMs), absl::ZeroDuration());
+  // They are idle now, which one piece without a wait does not show.
+  int pieces = 0;
+  absl::Duration rest;
+  do {
+    ran += 2 * kMs;
+    now += 2 * kMs;
+    rest = pace.Rest({.ran = ran, .waited = waited}, now);
+    now += rest;
+    ++pieces;
+  } while (rest > absl::ZeroDuration() && pieces < 20);
+  EXPECT_GT(pieces, 1);
+  EXPECT_LT(pieces, 20);
+}
+
+TEST(PolitePaceTest, WhatTheWorkTookElsewhere_IsMadeUpFor) {
+  PolitePace pace(0.02);
+  const absl::Time now = absl::UnixEpoch();
+  EXPECT_EQ(pace.Rest({.ran = kMs, .waited = 3 * kMs}, now, 2 * kMs), 146 * kMs);
+  // Not where cores are idle.
+  PolitePace undisturbed(0.02);
+  EXPECT_EQ(undisturbed.Rest({.ran = kMs, .waited = 0 * kMs}, now, 2 * kMs), absl::ZeroDuration());
 }
 
 TEST(PolitePaceTest, SlowDisk_IsRestEnough) {
@@ -58,7 +76,7 @@ TEST(PolitePaceTest, WhatTheThreadDidBefore_DoesNotCount) {
 TEST(PolitePaceTest, LongPiece_DoesNotRestForever) {
   PolitePace pace(0.001);
   EXPECT_EQ(pace.Rest({.ran = absl::Seconds(9), .waited = absl::Seconds(9)}, absl::UnixEpoch()),
-            absl::Milliseconds(250));
+            absl::Milliseconds(500));
 }
 
 TEST(PolitePaceTest, ThisThread_HasRun) {

@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/magic.h>
-#include <sched.h>
 #include <sys/file.h>
 #include <sys/vfs.h>
 #include <unistd.h>
@@ -14,6 +13,9 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "base/clock.h"
 #include "base/file.h"
 #include "base/owned_fd.h"
 
@@ -22,8 +24,9 @@ namespace {
 
 constexpr absl::string_view kDoomedDigits = "dead";
 
-// Those who ask hold a shared lock for microseconds.
-constexpr int kAttempts = 1000;
+// Those who ask hold a shared lock for microseconds, unless they are interrupted then.
+constexpr absl::Duration kAskersTakeAtMost = absl::Seconds(30);
+constexpr absl::Duration kBetweenAttempts = absl::Microseconds(100);
 
 int OpenFolder(const std::string& path) {
   return open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -79,11 +82,13 @@ bool IsDoomed(absl::string_view path) {
 int LockFolder(const std::string& path) {
   const int folder = OpenFolder(path);
   if (folder < 0) return -1;
-  for (int i = 0; i < kAttempts; ++i) {
+  const Clock& clock = Clock::Real();
+  for (const absl::Time end = clock.Now() + kAskersTakeAtMost; clock.Now() < end;) {
     if (flock(folder, LOCK_EX | LOCK_NB) == 0) return folder;
     // A writer's lock does not go with a shared one; that of somebody who asks does.
     if (errno != EWOULDBLOCK || flock(folder, LOCK_SH | LOCK_NB) != 0) break;
-    sched_yield();
+    flock(folder, LOCK_UN);  // others may be waiting here, too
+    absl::SleepFor(kBetweenAttempts);
   }
   close(folder);
   return -1;

@@ -12,6 +12,18 @@
 #include "base/file.h"
 #include "base/owned_fd.h"
 #include "base/test_folder.h"
+#include "base/test_system_calls.h"
+
+namespace {
+std::atomic<int> locks_asked_for{0};
+}  // namespace
+
+extern "C" int flock(int fd, int operation) {
+  static const auto call = muster::RealCall<int (*)(int, int)>("flock");
+  ++locks_asked_for;
+  locks_asked_for.notify_all();
+  return call(fd, operation);
+}
 
 namespace muster {
 namespace {
@@ -63,6 +75,29 @@ TEST(StagingFolder, ThoseWhoAsk_KeepNobodyFromItsLock) {
   }
   end = true;
   asks.join();
+}
+
+TEST(StagingFolder, OneWhoAsksAndIsInterrupted_IsWaitedFor) {
+  const TestFolder folder;
+  OwnedFd asks(open(folder.path().c_str(), O_RDONLY | O_DIRECTORY));
+  ASSERT_EQ(flock(asks.get(), LOCK_SH), 0);
+  // More often than a thread can ask in the time that one is interrupted for.
+  constexpr int kMany = 2100;
+  const int many = locks_asked_for + kMany;
+  std::atomic<int> lock{-2};
+  std::thread writer([&] {
+    lock = LockFolder(folder.path());
+    locks_asked_for += kMany;
+    locks_asked_for.notify_all();
+  });
+  for (int asked = locks_asked_for; asked < many; asked = locks_asked_for) {
+    locks_asked_for.wait(asked);
+  }
+  EXPECT_EQ(lock, -2) << "does not wait";
+  asks.Close();
+  writer.join();
+  const OwnedFd locked(lock);
+  EXPECT_TRUE(locked.open());
 }
 
 }  // namespace
