@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/magic.h>
+#include <poll.h>
 #include <sys/file.h>
 #include <sys/vfs.h>
 #include <unistd.h>
@@ -13,7 +14,6 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "base/clock.h"
 #include "base/file.h"
@@ -26,7 +26,7 @@ constexpr absl::string_view kDoomedDigits = "dead";
 
 // Those who ask hold a shared lock for microseconds, unless they are interrupted then.
 constexpr absl::Duration kAskersTakeAtMost = absl::Seconds(30);
-constexpr absl::Duration kBetweenAttempts = absl::Microseconds(100);
+constexpr int kMillisecondsBetweenAttempts = 1;
 
 int OpenFolder(const std::string& path) {
   return open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -88,7 +88,7 @@ int LockFolder(const std::string& path) {
     // A writer's lock does not go with a shared one; that of somebody who asks does.
     if (errno != EWOULDBLOCK || flock(folder, LOCK_SH | LOCK_NB) != 0) break;
     flock(folder, LOCK_UN);  // others may be waiting here, too
-    absl::SleepFor(kBetweenAttempts);
+    (void)poll(nullptr, 0, kMillisecondsBetweenAttempts);
   }
   close(folder);
   return -1;
