@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -17,6 +18,7 @@ namespace {
 
 using Json = nlohmann::json;
 using testing_support::GoldenCases;
+using testing_support::TestdataPath;
 
 struct Kind {
   const char* name;
@@ -31,26 +33,35 @@ std::string Lower(std::string text) {
   return text;
 }
 
-TEST_P(GoldenKind, EveryRecordedCase_GivesTheExpectedAnswer) {
-  for (Json test_case : GoldenCases(GetParam().name)) {
-    const Json out = test_case.value("out", Json());
-    const Json error = test_case.value("error", Json());
-    test_case.erase("out");
-    test_case.erase("error");
-    const Json answer = Json::parse(AnswerLine(test_case.dump()));
-    SCOPED_TRACE(test_case["id"].get<std::string>());
-    if (!error.is_null()) {
-      ASSERT_TRUE(answer.contains("error")) << "must be rejected: " << answer.dump().substr(0, 300);
-      EXPECT_NE(Lower(answer["error"]).find(Lower(error["contains"])), std::string::npos)
-          << answer["error"] << " does not contain " << error["contains"];
-      continue;
-    }
-    if (!answer.contains("out")) {
-      ADD_FAILURE() << answer.dump();
-      continue;
-    }
-    EXPECT_EQ(Difference(answer["out"], out, GetParam().tolerance), "");
+// Holds the answer to a case against what the case expects.
+void ExpectAnswer(Json test_case, const Tolerance& tolerance) {
+  SCOPED_TRACE(test_case["id"].get<std::string>());
+  const Json out = test_case.value("out", Json());
+  const Json error = test_case.value("error", Json());
+  test_case.erase("out");
+  test_case.erase("error");
+  const Json answer = Json::parse(AnswerLine(test_case.dump()));
+  if (!error.is_null()) {
+    ASSERT_TRUE(answer.contains("error")) << "must be rejected: " << answer.dump().substr(0, 300);
+    EXPECT_NE(Lower(answer["error"]).find(Lower(error["contains"])), std::string::npos)
+        << answer["error"] << " does not contain " << error["contains"];
+    return;
   }
+  ASSERT_TRUE(answer.contains("out")) << answer.dump();
+  EXPECT_EQ(Difference(answer["out"], out, tolerance), "");
+}
+
+TEST_P(GoldenKind, EveryRecordedCase_GivesTheExpectedAnswer) {
+  for (const Json& test_case : GoldenCases(GetParam().name)) {
+    ExpectAnswer(test_case, GetParam().tolerance);
+  }
+}
+
+TEST(SettingsAtRandom, EachIsResolvedAsByAccelerate) {
+  std::ifstream cases(TestdataPath("settings/cases.jsonl"));
+  int read = 0;
+  for (std::string line; std::getline(cases, line); ++read) ExpectAnswer(Json::parse(line), {});
+  EXPECT_GT(read, 200);
 }
 
 // Pickles are other files here (docs/accelerate.md), so that of them only the names are compared.
