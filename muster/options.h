@@ -86,8 +86,8 @@ struct CheckpointOptions {
   // (muster::LocalSGD, allow_local_gradients). 0: every model is divided.
   int64_t divide_above = int64_t{1} << 30;
   // Write rate of an asynchronous save on each process; 0: as fast as the disk, but where training
-  // wants all cores, slowly enough for it to lose less than 3 %. What training waits for is not
-  // held back.
+  // wants all cores, slowly enough for it to lose less than 3 % if a minute is enough for that.
+  // What training waits for is not held back.
   int64_t max_bytes_per_second = 0;
   // How many numbered checkpoints to keep, besides the pinned ones. The oldest are deleted once a
   // new one is complete. Absent: project.total_limit; if that is absent too, all stay.

@@ -29,6 +29,9 @@ constexpr int kPersistNice = 10;
 // wants all of them. However many there are, the threads of a parallel loop wait for the one that
 // is interrupted, and ranks for one another. Training loses about twice this: caches are cold then.
 constexpr double kShareOfTime = 0.0125;
+// Rests make a save take no longer than this if the disk does not: what is not on the disk yet is
+// lost with the node.
+constexpr absl::Duration kRestsTakeAtMost = absl::Minutes(1);
 
 // The next call that returns a status may be hours away.
 void Log(const AsyncSaver::Outcome& outcome) {
@@ -238,11 +241,11 @@ PolitePace& AsyncSaver::PaceOfThisThread() const {
   return *pace;
 }
 
-void AsyncSaver::RestIfCoresAreWanted(absl::Duration also) {
+void AsyncSaver::RestIfCoresAreWanted(absl::Duration also, absl::Duration most) {
   if (!polite_) return;
   const std::optional<PolitePace::CpuTimes> times = PolitePace::OfThisThread();
   if (!times.has_value()) return;
-  limiter_.Wait(PaceOfThisThread().Rest(*times, clock_.Now(), also));
+  limiter_.Wait(PaceOfThisThread().Rest(*times, clock_.Now(), also, most));
 }
 
 absl::Status AsyncSaver::WriteFiles(const Save& save, std::vector<ManifestFile>* files) {
@@ -256,11 +259,12 @@ absl::Status AsyncSaver::WriteFiles(const Save& save, std::vector<ManifestFile>*
   }
   // The copies had to be made at once, before the optimizer's step. What they have taken of the
   // cores is made up for here.
-  const double cpu_per_byte = absl::ToDoubleSeconds(save.deferred->cpu()) /
-                              static_cast<double>(std::max<uint64_t>(save.snapshot->bytes(), 1));
+  const absl::Duration copied = save.deferred->cpu();
+  const double total = static_cast<double>(std::max<uint64_t>(save.snapshot->bytes(), 1));
   options.wrote = [&](uint64_t bytes) {
     if (save.progress != nullptr) save.progress->Wrote(bytes);
-    RestIfCoresAreWanted(absl::Seconds(cpu_per_byte * static_cast<double>(bytes)));
+    const double part = static_cast<double>(bytes) / total;
+    RestIfCoresAreWanted(part * copied, part * writers_.Threads() * kRestsTakeAtMost);
   };
   for (const Snapshot::File& file : save.snapshot->files()) {
     MUSTER_ASSIGN_OR_RETURN(DirectFileWritten written,

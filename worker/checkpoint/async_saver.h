@@ -41,8 +41,8 @@ class AsyncSaver {
  public:
   struct Options {
     // Of this rank's writes; 0: as fast as the disk takes them, but where training wants all cores
-    // slowly enough for training to lose less than 3 % (PolitePace). Neither holds back what
-    // training waits for.
+    // slowly enough for training to lose less than 3 % (PolitePace), as long as that takes no more
+    // than a minute. Neither holds back what training waits for.
     int64_t max_bytes_per_second = 0;
     // How many ranks of this node save.
     int local_ranks = 1;
@@ -133,8 +133,8 @@ class AsyncSaver {
   absl::Status Persist(Save& save);
   absl::Status WriteFiles(const Save& save, std::vector<ManifestFile>* files);
   // Of a thread that writes, after a block.
-  // `also`: as for PolitePace.
-  void RestIfCoresAreWanted(absl::Duration also);
+  // As PolitePace::Rest.
+  void RestIfCoresAreWanted(absl::Duration also, absl::Duration most);
   PolitePace& PaceOfThisThread() const;
   void Run();
   void RunCopies();

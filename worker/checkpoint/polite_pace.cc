@@ -40,7 +40,8 @@ void PolitePace::Begin(const CpuTimes& times, absl::Time now) {
   rested_ = now;
 }
 
-absl::Duration PolitePace::Rest(const CpuTimes& times, absl::Time now, absl::Duration also) {
+absl::Duration PolitePace::Rest(const CpuTimes& times, absl::Time now, absl::Duration also,
+                                absl::Duration most) {
   const absl::Duration ran = times.ran - last_.ran, waited = times.waited - last_.waited;
   const absl::Duration elapsed =
       rested_ == absl::InfinitePast() ? ran + waited : std::max(now - rested_, ran + waited);
@@ -48,8 +49,9 @@ absl::Duration PolitePace::Rest(const CpuTimes& times, absl::Time now, absl::Dur
   lately_.ran = kBefore * lately_.ran + ran;
   lately_.waited = kBefore * lately_.waited + waited;
   absl::Duration rest;
-  if (lately_.waited > kWaits * lately_.ran)
-    rest = std::clamp((ran + also) / share_ - elapsed, rest, kLongestRest);
+  if (lately_.waited > kWaits * lately_.ran) {
+    rest = std::clamp((ran + also) / share_ - elapsed, rest, std::min(most, kLongestRest));
+  }
   rested_ = now + rest;
   return rest;
 }
@@ -57,8 +59,6 @@ absl::Duration PolitePace::Rest(const CpuTimes& times, absl::Time now, absl::Dur
 PoliteWriters::PoliteWriters(double share, int threads)
     : share_(share), threads_(std::max(threads, 1)) {}
 
-double PoliteWriters::ShareOfThisThread() const {
-  return std::this_thread::get_id() == main_ ? share_ : share_ / threads_;
-}
+int PoliteWriters::Threads() const { return std::this_thread::get_id() == main_ ? 1 : threads_; }
 
 }  // namespace muster

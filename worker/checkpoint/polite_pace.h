@@ -30,9 +30,10 @@ class PolitePace {
 
   // After a piece of work, at `now`: how long to rest. The next piece begins after that. Without
   // Begin() the first one began with the thread. `also`: what the same work has taken of the cores
-  // elsewhere, for which nobody has rested.
+  // elsewhere, for which nobody has rested. `most`: what it may rest.
   absl::Duration Rest(const CpuTimes& times, absl::Time now,
-                      absl::Duration also = absl::ZeroDuration());
+                      absl::Duration also = absl::ZeroDuration(),
+                      absl::Duration most = absl::InfiniteDuration());
 
  private:
   const double share_;
@@ -53,8 +54,10 @@ class PoliteWriters {
   // This is the thread that goes through the files. Call it before any other thread writes.
   void WriteFromThisThread() { main_ = std::this_thread::get_id(); }
 
+  // How many write at a time where this thread does.
+  int Threads() const;
   // For PolitePace.
-  double ShareOfThisThread() const;
+  double ShareOfThisThread() const { return share_ / Threads(); }
 
  private:
   const double share_;

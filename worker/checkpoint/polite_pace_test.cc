@@ -79,6 +79,11 @@ TEST(PolitePaceTest, LongPiece_DoesNotRestForever) {
             absl::Milliseconds(500));
 }
 
+TEST(PolitePaceTest, RestThatMayNotBeLong_IsShort) {
+  PolitePace pace(0.02);
+  EXPECT_EQ(pace.Rest({.ran = kMs, .waited = kMs}, absl::UnixEpoch(), kMs, 7 * kMs), 7 * kMs);
+}
+
 TEST(PolitePaceTest, ThisThread_HasRun) {
   const std::optional<PolitePace::CpuTimes> times = PolitePace::OfThisThread();
   // There are kernels without these counts.
@@ -94,7 +99,11 @@ TEST(PoliteWritersTest, ThreadThatWritesAlone_HasTheWholeShare) {
   PoliteWriters writers(0.04, 2);
   writers.WriteFromThisThread();
   EXPECT_EQ(writers.ShareOfThisThread(), 0.04);
-  std::thread([&] { EXPECT_EQ(writers.ShareOfThisThread(), 0.02); }).join();
+  EXPECT_EQ(writers.Threads(), 1);
+  std::thread([&] {
+    EXPECT_EQ(writers.ShareOfThisThread(), 0.02);
+    EXPECT_EQ(writers.Threads(), 2);
+  }).join();
 }
 
 }  // namespace
