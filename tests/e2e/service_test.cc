@@ -94,7 +94,7 @@ TEST_F(ServiceTest, Coordinator_TellsWhenItServes_AndWhenItStops) {
 
 TEST_F(ServiceTest, CoordinatorThatAppliesNothing_IsNotAlive) {
   env_["WATCHDOG_USEC"] = "600000";
-  env_["MUSTER_FAILPOINTS"] = "engine.apply=delay:6s";
+  env_["MUSTER_FAILPOINTS"] = "engine.apply=delay:10s";
   const auto coordinator = StartCoordinator();
   EXPECT_THAT(manager_->Await("WATCHDOG=1"), HasSubstr("WATCHDOG=1"));
   EXPECT_THAT(manager_->Await("WATCHDOG=1"), HasSubstr("WATCHDOG=1"));
@@ -104,8 +104,8 @@ TEST_F(ServiceTest, CoordinatorThatAppliesNothing_IsNotAlive) {
   const auto list = Muster({"list", "--coordinator", address_});
   // At most one message is on its way when it begins to.
   absl::Duration longest;
-  for (absl::Time last = start; absl::Now() < start + absl::Seconds(5);) {
-    manager_->Next(start + absl::Seconds(5) - absl::Now());
+  for (absl::Time last = start; absl::Now() < start + absl::Seconds(9);) {
+    manager_->Next(start + absl::Seconds(9) - absl::Now());
     longest = std::max(longest, absl::Now() - last);
     last = absl::Now();
   }
