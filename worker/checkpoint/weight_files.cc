@@ -127,6 +127,43 @@ std::vector<std::string> WeightFiles::Files() const {
   return paths;
 }
 
+absl::Status WeightFiles::Divide(
+    const std::function<std::vector<std::string>(const std::string&)>& parts) {
+  std::vector<Entry> entries;
+  for (const Entry& entry : entries_) {
+    const StoredTensor& whole = entry.tensor;
+    std::vector<std::string> names = parts(whole.name);
+    if (names.empty()) {
+      entries.push_back(entry);
+      continue;
+    }
+    const uint64_t count = names.size();
+    const bool fits = whole.shape.size() == 3 && whole.strides.empty() && BytesOf(entry) > 0 &&
+                      whole.shape[0] * whole.shape[1] % count == 0;
+    if (!fits) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(FileOf(entry), ": tensor \"", Printable(whole.name), "\" of shape [",
+                       absl::StrJoin(whole.shape, ", "), "] should be ", count,
+                       " matrices of one size, one below the other",
+                       whole.strides.empty() ? "" : "; it is stored transposed"));
+    }
+    const std::vector<uint64_t> shape = {whole.shape[0] * whole.shape[1] / count, whole.shape[2]};
+    const uint64_t bytes = whole.extent_bytes / count;
+    for (uint64_t i = 0; i < count; ++i) {
+      entries.push_back({.tensor = {.name = std::move(names[i]),
+                                    .type = whole.type,
+                                    .shape = shape,
+                                    .begin = whole.begin + i * bytes,
+                                    .extent_bytes = bytes},
+                         .file = entry.file});
+    }
+  }
+  entries_ = std::move(entries);
+  places_.clear();
+  for (size_t i = 0; i < entries_.size(); ++i) places_.emplace(entries_[i].tensor.name, i);
+  return absl::OkStatus();
+}
+
 absl::Status WeightFiles::Read(const Entry& entry, char* to) const {
   return sources_[entry.file]->Read(entry.tensor.begin, to, entry.tensor.extent_bytes);
 }

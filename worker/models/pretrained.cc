@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "ATen/core/grad_mode.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
@@ -187,17 +188,26 @@ absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOpti
                                LoadedWeights* report) {
   MUSTER_RETURN_IF_ERROR(CheckDeviceIsThere(options.device));
   MUSTER_ASSIGN_OR_RETURN(ModelConfig config, ReadModelConfig(path, options.config));
-  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, WeightFiles::Open(path));
+  MUSTER_ASSIGN_OR_RETURN(WeightFiles files, WeightFiles::Open(path));
   bool is_missing = false;
   const auto empty = Construct(config, options.dtype, c10::kMeta);
+  MUSTER_RETURN_IF_ERROR(
+      files.Divide([&empty](const std::string& name) { return empty->PartsOf(name); }));
   MUSTER_RETURN_IF_ERROR(Compare(path, files, *empty, options.strict, &is_missing));
   MUSTER_RETURN_IF_ERROR(CheckTiedHead(path, files, *empty));
   TextModel model(Construct(config, options.dtype, options.device));
   if (is_missing) model->InitWeights();
+  const NamedTensors parameters = Parameters(*model);
   MUSTER_ASSIGN_OR_RETURN(
-      LoadedWeights loaded,
-      LoadWeights(path, Parameters(*model), {.strict = false, .rename = NamesIn(files, *model)}));
-  if (report != nullptr) *report = std::move(loaded);
+      MatchedEntries matched,
+      MatchEntries(files, parameters, {.strict = false, .rename = NamesIn(files, *model)}));
+  const at::NoGradGuard no_grad;
+  for (const MatchedWeight& match : matched.matches) {
+    MUSTER_ASSIGN_OR_RETURN(const at::Tensor weight,
+                            ReadWeight(files, files.entries()[match.from]));
+    parameters[match.target].second.copy_(weight);
+  }
+  if (report != nullptr) *report = std::move(matched.report);
   model->eval();
   return model;
 }
