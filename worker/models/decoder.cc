@@ -144,12 +144,11 @@ std::string DecoderForCausalLMImpl::ParameterName(const std::string& name_in_fil
   if (absl::EndsWith(name_in_file, ".rotary_emb.inv_freq")) return "";
   if (name_in_file == "lm_head.weight") return lm_head_ ? name_in_file : "";
   // As the model in the memory of transformers 5 has it.
-  constexpr absl::string_view kMlp = ".mlp.";
-  const size_t mlp = name_in_file.find(kMlp);
-  if (decoder_config().num_experts > 0 && mlp != std::string::npos) {
-    return ParameterName(absl::StrCat(absl::string_view(name_in_file).substr(0, mlp),
-                                      ".block_sparse_moe.",
-                                      absl::string_view(name_in_file).substr(mlp + kMlp.size())));
+  const std::string mlp = ".mlp.";
+  const size_t at = name_in_file.find(mlp);
+  if (decoder_config().num_experts > 0 && at != std::string::npos) {
+    return ParameterName(absl::StrCat(name_in_file.substr(0, at), ".block_sparse_moe.",
+                                      name_in_file.substr(at + mlp.size())));
   }
   // Files of the decoder without its head.
   if (absl::StartsWith(name_in_file, "embed_tokens.") ||

@@ -211,13 +211,14 @@ def edges():
     """Numbers at the end of what is allowed, and what the draws do not have."""
     small = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 23, "max_position_embeddings": 64}
     mixtral = dict(small, model_type="mixtral", num_key_value_heads=1, head_dim=4, num_local_experts=4, sliding_window=None)
+    # transformers loads no Mixtral with an intermediate_size of 1 that it has saved itself.
     one = {"intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 1}
     return {
         "proportional": ("llama", dict(small, model_type="llama", head_dim=12,
                                        rope_parameters={"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0, "rope_theta": 100.0})),
         "proportional, outside": ("qwen2", dict(small, model_type="qwen2", num_key_value_heads=1, partial_rotary_factor=0.3, rope_theta=50.0, rope_scaling={"rope_type": "proportional"})),
         "ones of a Llama": ("llama", dict(one, model_type="llama", hidden_size=1, head_dim=2, num_key_value_heads=1, max_position_embeddings=1)),
-        "ones of a Mixtral": ("mixtral", dict(mixtral, intermediate_size=1, num_local_experts=1, num_experts_per_tok=1, max_position_embeddings=1)),
+        "ones of a Mixtral": ("mixtral", dict(mixtral, intermediate_size=2, num_local_experts=1, num_experts_per_tok=1, max_position_embeddings=1)),
         "window of 1": ("mistral", dict(small, model_type="mistral", num_key_value_heads=1, sliding_window=1)),
         "window of 1 in a layer": ("qwen2", dict(small, model_type="qwen2", num_key_value_heads=1, use_sliding_window=True, sliding_window=1, max_window_layers=1)),
         "ones of a GPT-2": ("gpt2", {"model_type": "gpt2", "n_embd": 1, "n_head": 1, "n_layer": 1, "n_inner": 1, "vocab_size": 1, "n_positions": 40}),
