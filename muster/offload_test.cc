@@ -108,7 +108,8 @@ TEST(Offload, ExpertsInOneTensor_SayTheSame) {
       WriteFileAtomically(folder.Path("config.json"), models::ToJson(whole->config())).ok());
   const auto offloaded = load_offloaded_causal_lm(folder.path());
   ASSERT_TRUE(offloaded.ok()) << offloaded.status();
-  TextModel same(offloaded->model.ptr()), first(whole);
+  TextModel same(std::static_pointer_cast<models::TextModelImpl>(offloaded->model.ptr()));
+  TextModel first(whole);
   EXPECT_TRUE(at::equal(Logits(same), Logits(first)));
 }
 

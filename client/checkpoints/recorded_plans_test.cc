@@ -121,6 +121,10 @@ TEST(RecordedPlans, EveryFolder_IsPlannedAsAccelerateDoes) {
     }
     for (const bool has_weights : {false, true}) {
       if (has_weights) WriteWeights(folder, test_case);
+      // Its files have a bias that nothing uses (README.md).
+      const bool is_bare = test_case["config"]["architectures"][0] == "BertForMaskedLM" &&
+                           !test_case["config"]["tie_word_embeddings"];
+      if (!has_weights && is_bare) continue;
       SCOPED_TRACE(absl::StrCat(test_case["id"].get<std::string>(),
                                 has_weights ? ", weights" : ", config.json alone"));
       ExpectEstimate(folder.path(), test_case["estimate"]);
