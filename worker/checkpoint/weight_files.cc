@@ -111,7 +111,13 @@ absl::StatusOr<WeightFiles> WeightFiles::Open(const std::string& path) {
   std::map<std::string, std::vector<std::string>> by_file;
   for (const auto& [name, file] : map) by_file[file].push_back(name);
   for (const auto& [file, names] : by_file) {
-    MUSTER_RETURN_IF_ERROR(files.Add(JoinPath(ParentPath(start), file), &names, start));
+    const std::string shard = JoinPath(ParentPath(start), file);
+    const absl::Status added = files.Add(shard, &names, start);
+    if (absl::IsNotFound(added) && !PathExists(shard)) {
+      return absl::NotFoundError(absl::StrCat(start, ": places tensors in ", shard,
+                                              ", which is not there: copy or download it, too"));
+    }
+    MUSTER_RETURN_IF_ERROR(added);
   }
   return files;
 }

@@ -265,7 +265,9 @@ TEST(LoadPretrained, MissingShard_IsNamed) {
   }
   ASSERT_TRUE(RemoveTree(folder.Path(shard)).ok());
   const auto again = LoadPretrained(folder.path());
-  EXPECT_NE(again.status().message().find(shard), std::string::npos) << again.status();
+  EXPECT_TRUE(absl::IsNotFound(again.status()));
+  EXPECT_NE(again.status().message().find(shard + ", which is not there"), std::string::npos)
+      << again.status();
 }
 
 TEST(LoadPretrained, DeviceThatIsNotThere_IsNamed) {
