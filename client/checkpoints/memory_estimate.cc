@@ -27,8 +27,11 @@ std::string EmbeddingsOf(absl::string_view name) {
 
 // "model.layers.3.mlp.up.weight" is in "model.layers.3", "lm_head.weight" in "lm_head".
 std::string PartOf(absl::string_view name, const std::set<std::string>& embeddings) {
-  for (const std::string& whole : embeddings) {
-    if (absl::StartsWith(name, whole) && name[whole.size()] == '.') return whole;
+  constexpr absl::string_view kEmbeddings = "embeddings.";
+  for (size_t at = name.find(kEmbeddings); at != absl::string_view::npos;
+       at = name.find(kEmbeddings, at + 1)) {
+    std::string whole(name.substr(0, at + kEmbeddings.size() - 1));
+    if (embeddings.count(whole) != 0) return whole;
   }
   std::vector<absl::string_view> path = absl::StrSplit(name, '.');
   path.pop_back();
