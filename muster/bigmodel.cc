@@ -82,6 +82,7 @@ absl::StatusOr<DispatchedModel> load_checkpoint_and_dispatch(torch::nn::Module& 
   load.weights.strict = options.strict;
   load.weights.prefix = options.prefix;
   load.weights.rename = options.rename;
+  load.parts = options.parts;
   load.weights.dtype = options.dtype;
   load.keep_buffers = options.keep_buffers;
   load.dispatch.offload_buffers = options.offload_buffers;

@@ -81,6 +81,9 @@ struct BigModelOptions {
   bool keep_buffers = true;
   std::string prefix = "";
   std::function<std::string(const std::string&)> rename = nullptr;
+  // For a tensor [a, b, c] of the files that holds several matrices of the model, one below the
+  // other, the names that these would have in a file; empty for any other.
+  std::function<std::vector<std::string>(const std::string&)> parts = nullptr;
   // Of what is offloaded: see DispatchOptions in worker/bigmodel/dispatch.h.
   std::optional<uint64_t> ring_bytes = std::nullopt;
   int readers = 8;

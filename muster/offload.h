@@ -21,7 +21,8 @@ struct OffloadedCausalLm {
 // A model from its folder that never has all of its weights in memory, not while it is loaded
 // either: load_checkpoint_and_dispatch for models::LoadCausalLm. In evaluation mode, its weights in
 // options.dtype (float32 by default). With {{"", "disk"}} the weights stay in their files, and at
-// most options.ring_bytes of them are in memory. options.prefix and options.rename are the model's.
+// most options.ring_bytes of them are in memory. options.prefix, options.rename and options.parts
+// are the model's.
 absl::StatusOr<OffloadedCausalLm> load_offloaded_causal_lm(
     const std::string& path, const DeviceMapChoice& device_map = DeviceEntries{{"", "disk"}},
     const BigModelOptions& options = {}, const models::ReadConfigOptions& config = {});

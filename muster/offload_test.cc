@@ -3,11 +3,17 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <map>
 #include <string>
+#include <variant>
+#include <vector>
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
+#include "base/file.h"
+#include "base/test_folder.h"
 #include "tests/testdata/golden.h"
+#include "worker/checkpoint/model_files.h"
 #include "worker/models/generate.h"
 #include "worker/models/pretrained.h"
 
@@ -74,6 +80,37 @@ TEST(Offload, EveryFamily_SaysTheSameToTheLastBitInEachPlacement) {
     }
     EXPECT_TRUE(at::equal(Logits(whole), want));
   }
+}
+
+// As transformers 5 has them in its memory; each expert is read from its part of the file.
+TEST(Offload, ExpertsInOneTensor_SayTheSame) {
+  const TestFolder folder;
+  const TextModel whole = *models::LoadPretrained(GoldenPath("hf_models/mixtral_shared"));
+  std::map<std::string, std::vector<at::Tensor>> fused;
+  NamedTensors tensors;
+  for (const auto& item : whole->named_parameters()) {
+    std::string name = item.key();
+    const size_t block = name.find(".block_sparse_moe.experts.");
+    if (block == std::string::npos) {
+      tensors.emplace_back(name, item.value());
+      continue;
+    }
+    fused[name.substr(0, block) + ".mlp.experts." +
+          (name.ends_with(".w2.weight") ? "down_proj" : "gate_up_proj")]
+        .push_back(item.value().detach());
+  }
+  for (const auto& [name, parts] : fused) {
+    const auto experts = std::get<models::DecoderConfig>(whole->config()).num_experts;
+    tensors.emplace_back(name, at::cat(parts).view({experts, -1, parts[0].size(1)}));
+  }
+  ASSERT_TRUE(SaveModelFiles(folder.path(), tensors).ok());
+  ASSERT_TRUE(
+      WriteFileAtomically(folder.Path("config.json"), models::ToJson(whole->config())).ok());
+  const auto offloaded = load_offloaded_causal_lm(folder.path());
+  ASSERT_TRUE(offloaded.ok()) << offloaded.status();
+  TextModel same(std::static_pointer_cast<models::TextModelImpl>(offloaded->model.ptr()));
+  TextModel first(whole);
+  EXPECT_TRUE(at::equal(Logits(same), Logits(first)));
 }
 
 TEST(Offload, Generation_SaysTheSameTokens) {

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
@@ -15,8 +17,22 @@ bool IsNumber(absl::string_view text) {
   return !text.empty() && std::all_of(text.begin(), text.end(), absl::ascii_isdigit);
 }
 
+// "bert.embeddings", which has word_embeddings among others: transformers keeps it whole as it does
+// layers. Empty if the tensor is of no such module.
+std::string EmbeddingsOf(absl::string_view name) {
+  const size_t words = name.rfind(".word_embeddings.");
+  const absl::string_view above = name.substr(0, words == absl::string_view::npos ? 0 : words);
+  return above == "embeddings" || absl::EndsWith(above, ".embeddings") ? std::string(above) : "";
+}
+
 // "model.layers.3.mlp.up.weight" is in "model.layers.3", "lm_head.weight" in "lm_head".
-std::string PartOf(absl::string_view name) {
+std::string PartOf(absl::string_view name, const std::set<std::string>& embeddings) {
+  constexpr absl::string_view kEmbeddings = "embeddings.";
+  for (size_t at = name.find(kEmbeddings); at != absl::string_view::npos;
+       at = name.find(kEmbeddings, at + 1)) {
+    std::string whole(name.substr(0, at + kEmbeddings.size() - 1));
+    if (embeddings.count(whole) != 0) return whole;
+  }
   std::vector<absl::string_view> path = absl::StrSplit(name, '.');
   path.pop_back();
   const auto number = std::find_if(path.begin(), path.end(), IsNumber);
@@ -31,6 +47,10 @@ int64_t CeilOf(int64_t bytes, int64_t parts) { return (bytes + parts - 1) / part
 ModelSize SizeOf(const std::vector<EstimatedTensor>& tensors) {
   ModelSize size;
   std::map<std::string, int64_t> parts;
+  std::set<std::string> embeddings;
+  for (const EstimatedTensor& tensor : tensors) {
+    if (std::string whole = EmbeddingsOf(tensor.name); !whole.empty()) embeddings.insert(whole);
+  }
   for (const EstimatedTensor& tensor : tensors) {
     ++size.tensors;
     if (!tensor.floating) {
@@ -39,7 +59,7 @@ ModelSize SizeOf(const std::vector<EstimatedTensor>& tensors) {
     }
     size.elements += tensor.elements;
     size.largest_tensor = std::max(size.largest_tensor, tensor.elements);
-    parts[PartOf(tensor.name)] += tensor.elements;
+    parts[PartOf(tensor.name, embeddings)] += tensor.elements;
   }
   for (const auto& [name, elements] : parts) {
     if (elements <= size.largest_elements) continue;

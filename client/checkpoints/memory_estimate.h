@@ -25,7 +25,7 @@ struct ModelSize {
   int64_t elements = 0;     // of floating tensors
   int64_t other_bytes = 0;  // of the others, whose type stays
   // The largest part that is kept together: an entry of a module list ("layers.3"), with all that
-  // is in it, or a module outside of lists.
+  // is in it, a module like BERT's embeddings, or one outside of lists that has tensors of its own.
   std::string largest;
   int64_t largest_elements = 0;
   int64_t largest_tensor = 0;  // elements

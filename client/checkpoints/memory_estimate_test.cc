@@ -80,6 +80,23 @@ TEST(EstimateStrategies, OptimizerInBackward_HasGradientsOfThreeUnits) {
   EXPECT_EQ(one[1].states, 8000);
 }
 
+// As transformers keeps them: no part of them is larger than the layer.
+TEST(SizeOf, EmbeddingsOfWordsAndPositions_AreOnePart) {
+  const auto tensor = [](const std::string& name, int64_t elements) {
+    return EstimatedTensor{.name = name, .elements = elements, .bytes = 4 * elements};
+  };
+  const std::vector<EstimatedTensor> bert = {
+      tensor("bert.embeddings.word_embeddings.weight", 60),
+      tensor("bert.embeddings.position_embeddings.weight", 30),
+      tensor("bert.embeddings.LayerNorm.weight", 5), tensor("bert.embeddings_project.weight", 1),
+      tensor("bert.encoder.layer.0.w", 70)};
+  EXPECT_EQ(SizeOf(bert).largest, "bert.embeddings");
+  EXPECT_EQ(SizeOf(bert).largest_elements, 95);
+  // Without words it is no such module.
+  EXPECT_EQ(SizeOf({tensor("embeddings.a.weight", 3), tensor("embeddings.b.weight", 4)}).largest,
+            "embeddings.b");
+}
+
 // Blocks of 100 million elements in two tensors each: states of 0.8 GB a block.
 TEST(EstimateStrategies, Offload_TakesStatesAndPartsAway) {
   std::vector<EstimatedTensor> tensors = {{"ids", 2, 16, false}};

@@ -150,9 +150,16 @@ PlannedModule ModuleOf(const std::string& name, const std::string& class_name, c
   return module;
 }
 
+bool IsEmbeddings(const PlannedModule& module) {
+  return module.name == "embeddings" &&
+         std::any_of(module.children.begin(), module.children.end(),
+                     [](const PlannedModule& child) { return child.name == "word_embeddings"; });
+}
+
 void AddLayerClasses(const PlannedModule& module, std::set<std::string>* classes) {
   for (const PlannedModule& child : module.children) {
-    if (module.class_name == kList && child.class_name != kList) {
+    const bool is_entry = module.class_name == kList && child.class_name != kList;
+    if (is_entry || IsEmbeddings(child)) {
       classes->insert(child.class_name);
     } else {
       AddLayerClasses(child, classes);
@@ -274,6 +281,7 @@ std::string TreeClass(absl::string_view class_name) {
       {"Qwen2DecoderLayer", "layers"},
       {"DecoderLayer", "layers"},
       {"BertLayer", "layer"},
+      {"BertEmbeddings", "embeddings"},
   };
   const auto found = classes.find(class_name);
   if (found != classes.end()) return found->second;

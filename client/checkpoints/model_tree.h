@@ -38,7 +38,8 @@ absl::StatusOr<PlannedModel> TreeOf(const std::vector<TreeTensor>& tensors);
 // embedding of words. False if no embedding is known by its name.
 bool TieHead(PlannedModel* model);
 
-// The classes of the entries of the outermost module lists: what each layer of a model is.
+// The classes of the entries of the outermost module lists, what each layer of a model is, and of
+// modules like BERT's embeddings, which transformers keeps whole too.
 std::set<std::string> LayerClasses(const PlannedModel& model);
 
 // The class that TreeOf gives the modules of a class of transformers or Muster

@@ -81,6 +81,7 @@ TEST(ModelTree, TiedHeadOfBert_IsBelowCls) {
   ASSERT_TRUE(TieHead(&model));
   EXPECT_EQ(ModuleSizes(model, {})->at(""), 48);
   EXPECT_THAT(Children(model.root.children[1].children[0]), ElementsAre("transform", "decoder"));
+  EXPECT_THAT(LayerClasses(model), ElementsAre("embeddings"));
 }
 
 TEST(ModelTree, OneStorageUnderTwoNames_IsTied) {
@@ -102,6 +103,7 @@ TEST(ModelTree, NamesThatNoModelHas_AreRefused) {
 TEST(ModelTree, ClassesOfTransformers_AreTheListsOfTheirModels) {
   EXPECT_EQ(TreeClass("LlamaDecoderLayer"), "layers");
   EXPECT_EQ(TreeClass("GPT2Block"), "h");
+  EXPECT_EQ(TreeClass("BertEmbeddings"), "embeddings");
   EXPECT_EQ(TreeClass("model.layers.*"), "layers");
   EXPECT_EQ(TreeClass("experts"), "experts");
 }

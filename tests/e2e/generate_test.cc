@@ -1,4 +1,5 @@
 // `muster generate` on a folder as the Hub has it: as a person and as a script use it.
+#include <cstdio>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -159,6 +160,8 @@ TEST_F(GenerateTest, WhatIsWrong_IsOneLineThatNamesIt) {
       {{}, "say what to continue: --prompt TEXT"},
       {{"--prompt", "", "--no_special_tokens"}, "prompt 0 has no token"},
       {{"--prompt", "a", "--max_new_tokens", "200"}, "are more than the 64 positions of the model"},
+      {{"--prompt", std::string(400, 'a')}, "are more than the 64 positions of the model: shorten"},
+      {{"--prompt", "a", "--weights_memory", "1KB"}, "raise --weights_memory"},
       {{"--prompt", "a", "--temperature", "0.5"}, "add --sample"},
       {{"--prompt", "a", "--sample", "--greedy"}, "--sample and --greedy exclude each other"},
       {{"--prompt", "a", "--sample", "--top_p", "7"}, "top_p is 7"},
@@ -179,6 +182,50 @@ TEST_F(GenerateTest, WhatIsWrong_IsOneLineThatNamesIt) {
   auto run = Run({"--model", Temp("nowhere"), "--prompt", "a"});
   EXPECT_EQ(run->Wait(), 3);
   EXPECT_THAT(run->err(), ElementsAre(HasSubstr("nowhere")));
+}
+
+// Whatever runs or plans it.
+TEST_F(GenerateTest, DamagedFolder_IsOneLineThatNamesWhatIsWrong) {
+  const std::vector<std::vector<std::string>> generating = {
+      {"generate", "--model", model_, "--prompt", "a"},
+      {"generate", "--model", model_, "--prompt", "a", "--weights_memory", "1GB"},
+      {"generate", "--model", model_, "--prompt", "a", "--max_memory", "cpu=1GB"}};
+  const auto expect = [&](const std::vector<std::string>& args, const std::string& message) {
+    SCOPED_TRACE(absl::StrJoin(args, " "));
+    env_["PATH"] = std::string(ParentPath(Runfile("muster/muster-generate")));
+    auto run = Muster(args);
+    EXPECT_NE(run->Wait(), 0);
+    EXPECT_THAT(run->out(), IsEmpty());
+    EXPECT_THAT(run->err(), ElementsAre(HasSubstr(message)));
+  };
+  const std::string path = model_ + "/config.json";
+  const auto config = nlohmann::json::parse(ReadFile(path).value_or("{}"));
+  const auto write = [&](const std::string& name, const nlohmann::json& value) {
+    nlohmann::json other = config;
+    other[name] = value;
+    ASSERT_TRUE(WriteFileAtomically(path, other.dump()).ok());
+  };
+  write("intermediate_size", 65);
+  for (const auto& args : generating) {
+    expect(args, "mlp.down_proj.weight ([32, 64] in the file, [32, 65] by the config)");
+  }
+  write("rms_norm_eps", nullptr);
+  for (const auto& args : generating) expect(args, "config.json: \"rms_norm_eps\" is null");
+  write("vocab_size", config["vocab_size"]);
+  expect({"plan", model_, "--max_memory", "cpu=10KB"}, "raise a limit");
+  expect({"plan", model_, "--max_memory", "cpu=1GB", "--no_split", "Nothing"}, "class Nothing");
+
+  ASSERT_TRUE(WriteFileAtomically(model_ + "/model.safetensors.index.json",
+                                  R"({"weight_map": {"model.norm.weight": "model-1.safetensors",
+                                                     "lm_head.weight": "model-2.safetensors"}})")
+                  .ok());
+  ASSERT_EQ(
+      rename((model_ + "/model.safetensors").c_str(), (model_ + "/model-1.safetensors").c_str()),
+      0);
+  const std::string lost = "/model-2.safetensors, which is not there: copy or download it, too";
+  for (const auto& args : generating) expect(args, lost);
+  expect({"plan", model_, "--max_memory", "cpu=1GB"}, lost);
+  expect({"estimate-memory", model_}, lost);
 }
 
 }  // namespace

@@ -237,6 +237,7 @@ NamedTensors Dispatcher::Targets(const WeightFiles& files, const LoadCheckpointO
 
 absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptions& options) {
   MUSTER_ASSIGN_OR_RETURN(WeightFiles opened, WeightFiles::Open(path));
+  if (options.parts != nullptr) MUSTER_RETURN_IF_ERROR(opened.Divide(options.parts));
   const auto files = std::make_shared<const WeightFiles>(std::move(opened));
   std::vector<std::string> kept;
   const NamedTensors targets = Targets(*files, options, &kept);

@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_BIGMODEL_DISPATCH_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <set>
@@ -66,6 +67,9 @@ struct DispatchOptions {
 struct LoadCheckpointOptions {
   // As of load_model: strict by default.
   LoadWeightsOptions weights = {};
+  // For a tensor of the files that holds several of the model's, their names, as
+  // WeightFiles::Divide has it.
+  std::function<std::vector<std::string>(const std::string&)> parts = nullptr;
   // Buffers that the files lack keep the values that the constructor gave them, also with `strict`:
   // tables that are computed. They are listed as missing.
   bool keep_buffers = false;

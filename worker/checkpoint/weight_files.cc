@@ -111,7 +111,13 @@ absl::StatusOr<WeightFiles> WeightFiles::Open(const std::string& path) {
   std::map<std::string, std::vector<std::string>> by_file;
   for (const auto& [name, file] : map) by_file[file].push_back(name);
   for (const auto& [file, names] : by_file) {
-    MUSTER_RETURN_IF_ERROR(files.Add(JoinPath(ParentPath(start), file), &names, start));
+    const std::string shard = JoinPath(ParentPath(start), file);
+    const absl::Status added = files.Add(shard, &names, start);
+    if (absl::IsNotFound(added) && !PathExists(shard)) {
+      return absl::NotFoundError(absl::StrCat(start, ": places tensors in ", shard,
+                                              ", which is not there: copy or download it, too"));
+    }
+    MUSTER_RETURN_IF_ERROR(added);
   }
   return files;
 }
@@ -125,6 +131,43 @@ std::vector<std::string> WeightFiles::Files() const {
   std::vector<std::string> paths;
   for (const auto& source : sources_) paths.push_back(source->name());
   return paths;
+}
+
+absl::Status WeightFiles::Divide(
+    const std::function<std::vector<std::string>(const std::string&)>& parts) {
+  std::vector<Entry> entries;
+  for (const Entry& entry : entries_) {
+    const StoredTensor& whole = entry.tensor;
+    std::vector<std::string> names = parts(whole.name);
+    if (names.empty()) {
+      entries.push_back(entry);
+      continue;
+    }
+    const uint64_t count = names.size();
+    const bool fits = whole.shape.size() == 3 && whole.strides.empty() && BytesOf(entry) > 0 &&
+                      whole.shape[0] * whole.shape[1] % count == 0;
+    if (!fits) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(FileOf(entry), ": tensor \"", Printable(whole.name), "\" of shape [",
+                       absl::StrJoin(whole.shape, ", "), "] should be ", count,
+                       " matrices of one size, one below the other",
+                       whole.strides.empty() ? "" : "; it is stored transposed"));
+    }
+    const std::vector<uint64_t> shape = {whole.shape[0] * whole.shape[1] / count, whole.shape[2]};
+    const uint64_t bytes = whole.extent_bytes / count;
+    for (uint64_t i = 0; i < count; ++i) {
+      entries.push_back({.tensor = {.name = std::move(names[i]),
+                                    .type = whole.type,
+                                    .shape = shape,
+                                    .begin = whole.begin + i * bytes,
+                                    .extent_bytes = bytes},
+                         .file = entry.file});
+    }
+  }
+  entries_ = std::move(entries);
+  places_.clear();
+  for (size_t i = 0; i < entries_.size(); ++i) places_.emplace(entries_[i].tensor.name, i);
+  return absl::OkStatus();
 }
 
 absl::Status WeightFiles::Read(const Entry& entry, char* to) const {

@@ -51,6 +51,13 @@ class WeightFiles {
   // The paths of all files.
   std::vector<std::string> Files() const;
 
+  // Takes apart tensors that hold several, such as those of all experts of a layer. `parts` has, by
+  // the name of a tensor, the names of the matrices that it is, one below the other; none: it stays
+  // whole. Of a tensor [a, b, c] each has a * b / (number of parts) rows of c numbers. They are
+  // entries as if the file had them. INVALID_ARGUMENT names a tensor that is not so many matrices,
+  // or that is stored transposed; nothing changes then.
+  absl::Status Divide(const std::function<std::vector<std::string>(const std::string&)>& parts);
+
   // The bytes of the entry's extent, of which there are `entry.tensor.extent_bytes`.
   absl::Status Read(const Entry& entry, char* to) const;
 

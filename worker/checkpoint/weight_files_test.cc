@@ -138,6 +138,43 @@ TEST_F(WeightFilesTest, Index_OverShardsOfBothFormats) {
   EXPECT_TRUE(absl::IsInvalidArgument(WeightFiles::Open(dir_).status()));
 }
 
+TEST_F(WeightFilesTest, Divide_TakesMatricesOutOfATensor) {
+  std::string bytes;
+  for (char c = 'a'; c < 'a' + 24; ++c) bytes.push_back(c);
+  Put("model.safetensors",
+      *EncodeSafetensors({{.name = "all", .type = SafetensorsType::kU8, .shape = {2, 4, 3}},
+                          {.name = "other", .type = SafetensorsType::kU8, .shape = {2}}},
+                         {bytes, "yz"}, std::nullopt));
+  auto files = WeightFiles::Open(dir_);
+  ASSERT_TRUE(files.ok()) << files.status();
+  std::vector<std::string> names = {"a", "b", "c", "d"};
+  const auto parts = [&names](const std::string& name) {
+    return name == "all" ? names : std::vector<std::string>();
+  };
+  ASSERT_TRUE(files->Divide(parts).ok());
+  ASSERT_EQ(files->entries().size(), 5u);
+  EXPECT_EQ(files->Find("all"), nullptr);
+  EXPECT_THAT(files->Find("b")->tensor.shape, ElementsAre(2, 3));
+  EXPECT_EQ(Bytes(*files, "a"), "abcdef");
+  EXPECT_EQ(Bytes(*files, "b"), "ghijkl");
+  EXPECT_EQ(Bytes(*files, "d"), "stuvwx");
+  EXPECT_EQ(Bytes(*files, "other"), "yz");
+
+  names.push_back("e");
+  auto uneven = WeightFiles::Open(dir_);
+  ASSERT_TRUE(uneven.ok()) << uneven.status();
+  EXPECT_THAT(std::string(uneven->Divide(parts).message()),
+              HasSubstr("tensor \"all\" of shape [2, 4, 3] should be 5 matrices of one size"));
+  EXPECT_EQ(Bytes(*uneven, "all"), bytes);
+  EXPECT_THAT(std::string(uneven
+                              ->Divide([](const std::string& name) {
+                                return name == "other" ? std::vector<std::string>{"x"}
+                                                       : std::vector<std::string>();
+                              })
+                              .message()),
+              HasSubstr("\"other\" of shape [2]"));
+}
+
 TEST_F(WeightFilesTest, Copy_KeepsBytesAndTheFirstNameOfATiedTensor) {
   const auto files = WeightFiles::Open(TestdataPath("torch_files/pytorch_model.bin"));
   ASSERT_TRUE(files.ok()) << files.status();

@@ -92,6 +92,7 @@ class DecoderForCausalLMImpl : public CausalLmImpl {
 
   KvCache NewCache(int64_t batch, int64_t capacity) const override;
   std::string ParameterName(const std::string& name_in_file) const override;
+  std::vector<std::string> PartsOf(const std::string& name_in_file) const override;
 
  protected:
   Hidden Run(const TextBatch& batch, KvCache* cache, bool run_idle_experts) override;

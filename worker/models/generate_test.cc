@@ -247,6 +247,40 @@ TEST(Generate, WhatHasNoMeaning_IsNamed) {
   }
 }
 
+TEST(Generate, VocabularyOfOneToken_IsSaidInEveryWay) {
+  DecoderConfig config;
+  config.vocab_size = config.hidden_size = config.intermediate_size = config.num_layers = 1;
+  config.num_heads = config.num_key_value_heads = 1;
+  config.head_dim = 2;
+  config.max_positions = 5;
+  config.sliding_windows = {1};
+  const TextModel made = MakeModel(config);
+  CausalLm model(std::dynamic_pointer_cast<CausalLmImpl>(made.ptr()));
+  const std::vector<GenerateOptions> ways = {{.rules = {.repetition_penalty = 2}},
+                                             {.num_beams = 3, .num_return_sequences = 1},
+                                             {.rules = {.temperature = 0.5,
+                                                        .top_h = 0.5,
+                                                        .top_k = 5,
+                                                        .top_p = 0.5,
+                                                        .min_p = 0.5,
+                                                        .typical_p = 0.5,
+                                                        .epsilon_cutoff = 0.5,
+                                                        .eta_cutoff = 0.5},
+                                              .do_sample = true},
+                                             {.do_sample = true, .num_beams = 2}};
+  for (GenerateOptions options : ways) {
+    options.max_new_tokens = 3;
+    const at::Tensor tokens = Generate(*model, Ids({0, 0}), {}, options).tokens;
+    EXPECT_TRUE(at::equal(tokens, at::zeros({1, 3}, c10::kLong))) << tokens;
+    options.eos_token_ids = {0};
+    options.rules.min_new_tokens = 1;
+    EXPECT_NE(ErrorOf([&] {
+                Generate(*model, Ids({0, 0}), {}, options);
+              }).find("the rules leave no token"),
+              std::string::npos);
+  }
+}
+
 TEST(Generate, LogitsThatAreNotNumbers_AreAnErrorNotTokens) {
   CausalLm model = Recorded("gpt2_shared");
   {

@@ -217,37 +217,31 @@ class Settings {
     }
     return value.get<int64_t>() >= least && value.get<int64_t>() <= most;
   }
-  // A whole number in [least, most]. Without a default the setting is required.
-  int64_t Int(const std::string& name, int64_t least, int64_t most,
-              std::optional<int64_t> otherwise = std::nullopt) {
-    const Json* const value = Find(name);
-    if (value == nullptr) {
-      if (!otherwise.has_value()) Invalid(absl::StrCat("\"", name, "\" is missing"));
-      return otherwise.value_or(least);
-    }
-    if (!IsWholeIn(*value, least, most)) {
-      Invalid(absl::StrCat("\"", name, "\" is ", Shown(*value), ", not a whole number from ", least,
+  // A whole number in [least, most]; `otherwise`, the default of transformers' class, if the file
+  // does not name it. Null is no number there either, except where a class reads it as none:
+  // SizeOrNull() and ProbabilityOrNull().
+  int64_t Int(const std::string& name, int64_t least, int64_t most, int64_t otherwise) {
+    if (!Names(name)) return otherwise;
+    const Json& value = json_[name];
+    if (!IsWholeIn(value, least, most)) {
+      Invalid(absl::StrCat("\"", name, "\" is ", Shown(value), ", not a whole number from ", least,
                            " to ", most));
       return least;
     }
-    return value->get<int64_t>();
+    return value.get<int64_t>();
   }
-  int64_t Size(const std::string& name, std::optional<int64_t> otherwise = std::nullopt) {
+  int64_t Size(const std::string& name, int64_t otherwise) {
     return Int(name, 1, kMaxSize, otherwise);
   }
-
-  // As transformers' class has it if the file does not name it; null is an error.
-  int64_t ClassSize(const std::string& name, int64_t otherwise) {
-    return Names(name) ? Size(name) : otherwise;
+  int64_t SizeOrNull(const std::string& name, int64_t otherwise) {
+    return Has(name) ? Size(name, otherwise) : otherwise;
   }
   int64_t Layers(const std::string& name, int64_t otherwise) {
-    return Names(name) ? Int(name, 1, kMaxLayers) : otherwise;
+    return Int(name, 1, kMaxLayers, otherwise);
   }
 
   double Number(const std::string& name, double least, double most, double otherwise) {
-    const Json* const value = Find(name);
-    if (value == nullptr) return otherwise;
-    return NumberOf(name, *value, least, most);
+    return Names(name) ? NumberOf(name, json_[name], least, most) : otherwise;
   }
   double NumberOf(const std::string& name, const Json& value, double least, double most) {
     if (!value.is_number() || !(value.get<double>() >= least && value.get<double>() <= most)) {
@@ -259,6 +253,9 @@ class Settings {
   }
   double Probability(const std::string& name, double otherwise) {
     return Number(name, 0, 1, otherwise);
+  }
+  double ProbabilityOrNull(const std::string& name, double otherwise) {
+    return Has(name) ? Probability(name, otherwise) : otherwise;
   }
 
   bool Bool(const std::string& name, bool otherwise) {
@@ -295,6 +292,9 @@ class Settings {
 
   Activation ActivationOf(const std::string& name, const std::string& otherwise) {
     const std::string text = Text(name, otherwise);
+    if (Names(name) && !Has(name)) {
+      Invalid(absl::StrCat("\"", name, "\" is null, not the name of an activation"));
+    }
     for (const auto& [known, activation] : kActivations) {
       if (text == known) return activation;
     }
@@ -338,31 +338,64 @@ class Settings {
   std::set<std::string, std::less<>> seen_;
 };
 
-std::optional<int64_t> TokenId(Settings& settings, const std::string& name) {
+// Tokens that transformers' classes have where config.json does not name them.
+struct ClassTokens {
+  std::optional<int64_t> bos = std::nullopt, eos = std::nullopt, pad = std::nullopt;
+};
+ClassTokens TokensOf(Architecture architecture) {
+  switch (architecture) {
+    case Architecture::kLlamaForCausalLM:
+    case Architecture::kMistralForCausalLM:
+    case Architecture::kMixtralForCausalLM:
+      return {.bos = 1, .eos = 2};
+    case Architecture::kGpt2LMHeadModel:
+      return {.bos = 50'256, .eos = 50'256};
+    case Architecture::kQwen2ForCausalLM:
+      return {};
+    case Architecture::kBertForMaskedLM:
+    case Architecture::kBertForSequenceClassification:
+      break;
+  }
+  // It keeps a row of the embedding from learning.
+  return {.pad = 0};
+}
+
+// Null is none. A default beyond the vocabulary is none, too: no row can hold it.
+std::optional<int64_t> TokenId(Settings& settings, const std::string& name,
+                               std::optional<int64_t> otherwise, int64_t vocab_size) {
+  if (!settings.Names(name)) {
+    return otherwise.has_value() && *otherwise < vocab_size ? otherwise : std::nullopt;
+  }
   if (!settings.Has(name)) return std::nullopt;
   // Some files write -1 for none.
-  const int64_t id = settings.Int(name, -1, kMaxSize);
+  const int64_t id = settings.Int(name, -1, kMaxSize, -1);
   return id < 0 ? std::nullopt : std::make_optional(id);
 }
 
 void ReadCommon(Settings& settings, Architecture architecture, int64_t default_vocabulary,
                 CommonConfig* config) {
   config->architecture = architecture;
-  config->vocab_size = settings.ClassSize("vocab_size", default_vocabulary);
+  config->vocab_size = settings.Size("vocab_size", default_vocabulary);
   config->initializer_range = settings.Number("initializer_range", 0, 1e6, 0.02);
-  config->bos_token_id = TokenId(settings, "bos_token_id");
-  config->pad_token_id = TokenId(settings, "pad_token_id");
+  const ClassTokens defaults = TokensOf(architecture);
+  const auto token = [&](const char* name, std::optional<int64_t> otherwise) {
+    return TokenId(settings, name, otherwise, config->vocab_size);
+  };
+  config->bos_token_id = token("bos_token_id", defaults.bos);
+  config->pad_token_id = token("pad_token_id", defaults.pad);
   const bool is_bert = architecture == Architecture::kBertForMaskedLM ||
                        architecture == Architecture::kBertForSequenceClassification;
   // transformers hands it to attention, and a null, which is not true, takes the causal mask away.
   settings.Only("is_causal", !is_bert);
-  // The class's default, which trains its row of the embedding otherwise; null is none.
-  if (is_bert && !settings.Names("pad_token_id")) config->pad_token_id = 0;
   if (config->pad_token_id.has_value() && *config->pad_token_id >= config->vocab_size) {
     settings.Invalid(absl::StrCat("\"pad_token_id\" is ", *config->pad_token_id,
                                   ", beyond the vocabulary of ", config->vocab_size));
   }
-  if (const Json* const ends = settings.Find("eos_token_id"); ends != nullptr) {
+  const Json* const ends = settings.Find("eos_token_id");
+  if (ends == nullptr) {
+    const std::optional<int64_t> end = token("eos_token_id", defaults.eos);
+    if (end.has_value()) config->eos_token_ids = {*end};
+  } else {
     for (const Json& id : ends->is_array() ? *ends : Json::array({*ends})) {
       if (!Settings::IsWholeIn(id, -1, kMaxSize)) {
         settings.Invalid(absl::StrCat("\"eos_token_id\": ", Settings::Shown(id), " is no token"));
@@ -400,7 +433,6 @@ std::vector<double> ReadFactors(Settings& settings, const std::string& place, co
 // "rope_scaling", whose type had the key "type" once.
 void ReadRope(Settings& settings, double default_theta, int64_t max_positions, RopeConfig* rope) {
   rope->original_max_positions = max_positions;
-  rope->theta = settings.Number("rope_theta", 1e-9, 1e30, default_theta);
   const char* name = "rope_parameters";
   const Json* const legacy = settings.Find("rope_scaling");
   const Json* parameters = settings.Find(name);
@@ -412,6 +444,12 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
     return settings.Invalid(
         "\"rope_parameters\" and \"rope_scaling\" say different things; keep one of them");
   }
+  const bool is_theta_inside =
+      parameters != nullptr && parameters->is_object() && parameters->contains("rope_theta");
+  // What is inside counts, and transformers does not look at a null outside then.
+  if (!is_theta_inside || settings.Has("rope_theta")) {
+    rope->theta = settings.Number("rope_theta", 1e-9, 1e30, default_theta);
+  }
   if (parameters == nullptr) return;
   if (!parameters->is_object()) {
     return settings.Invalid(
@@ -421,24 +459,35 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
   // "rope_type" is the newer one and counts.
   for (const char* const key : {"type", "rope_type"}) {
     const auto type = parameters->find(key);
-    if (type == parameters->end() || type->is_null()) continue;
+    if (type == parameters->end()) continue;
+    const bool counts = key == absl::string_view("rope_type") || !parameters->contains("rope_type");
+    if (type->is_null() && !counts) continue;
     if (!type->is_string()) {
-      return settings.Invalid(absl::StrCat("\"", name, ".", key, "\" is no text"));
+      return settings.Invalid(
+          absl::StrCat("\"", name, ".", key, "\" is ", Settings::Shown(*type), ", not a text"));
     }
     kind = type->get<std::string>();
   }
   // Before its settings, which nobody knows if the type is another one.
   static const auto* const kinds = new std::map<std::string, RopeConfig::Kind>{
-      {"default", RopeConfig::Kind::kDefault}, {"linear", RopeConfig::Kind::kLinear},
-      {"dynamic", RopeConfig::Kind::kDynamic}, {"yarn", RopeConfig::Kind::kYarn},
-      {"llama3", RopeConfig::Kind::kLlama3},   {"longrope", RopeConfig::Kind::kLongRope}};
+      {"default", RopeConfig::Kind::kDefault},
+      {"linear", RopeConfig::Kind::kLinear},
+      {"dynamic", RopeConfig::Kind::kDynamic},
+      {"yarn", RopeConfig::Kind::kYarn},
+      {"llama3", RopeConfig::Kind::kLlama3},
+      {"longrope", RopeConfig::Kind::kLongRope},
+      {"proportional", RopeConfig::Kind::kProportional}};
   const auto known = kinds->find(kind);
   if (known == kinds->end()) {
     return settings.Unknown(
         absl::StrCat("\"", name, "\": the type \"", Printable(kind),
-                     "\" is not one of default, linear, dynamic, yarn, llama3, longrope"));
+                     "\" is not one of default, linear, dynamic, yarn, llama3, longrope, "
+                     "proportional"));
   }
   rope->kind = known->second;
+  const bool has_original = rope->kind == RopeConfig::Kind::kYarn ||
+                            rope->kind == RopeConfig::Kind::kLlama3 ||
+                            rope->kind == RopeConfig::Kind::kLongRope;
   const std::map<std::string, double*> numbers = {{"factor", &rope->factor},
                                                   {"low_freq_factor", &rope->low_freq_factor},
                                                   {"high_freq_factor", &rope->high_freq_factor},
@@ -446,9 +495,17 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
                                                   {"beta_slow", &rope->beta_slow}};
   for (const auto& [key, value] : parameters->items()) {
     const std::string place = absl::StrCat(name, ".", key);
-    // As Python reads it, unlike a key that is missing.
-    if (value.is_null() && key == "truncate") rope->truncate = false;
-    if (value.is_null()) continue;
+    if (value.is_null()) {
+      // As Python reads it, unlike a key that is missing.
+      if (key == "truncate") rope->truncate = false;
+      // transformers computes with these, and fails.
+      const bool is_needed =
+          key == "rope_theta" || (key == "original_max_position_embeddings" && has_original) ||
+          (key == "partial_rotary_factor" && rope->kind != RopeConfig::Kind::kDefault) ||
+          (key == "factor" && rope->kind == RopeConfig::Kind::kProportional);
+      if (is_needed) settings.Invalid(absl::StrCat("\"", place, "\" is null, not a number"));
+      continue;
+    }
     if (key == "rope_type" || key == "type") continue;
     if (key == "rope_theta") {
       rope->theta = settings.NumberOf(place, value, 1e-9, 1e30);
@@ -471,22 +528,31 @@ void ReadRope(Settings& settings, double default_theta, int64_t max_positions, R
     } else if (key == "original_max_position_embeddings") {
       rope->original_max_positions =
           static_cast<int64_t>(settings.NumberOf(place, value, 1, static_cast<double>(kMaxSize)));
+    } else if (key == "partial_rotary_factor" && rope->kind == RopeConfig::Kind::kProportional) {
+      rope->partial_rotary_factor = settings.NumberOf(place, value, 0, 1);
     } else if (key == "partial_rotary_factor") {
       if (value != Json(1.0)) settings.Unknown(absl::StrCat("\"", place, "\" other than 1"));
     } else {
       settings.Unknown(absl::StrCat("Muster does not know the setting \"", Printable(place), "\""));
     }
   }
-  // transformers gives the one outside precedence.
+  // transformers gives the one outside precedence, and other types do not look at it.
   rope->original_max_positions =
-      settings.Size("original_max_position_embeddings", rope->original_max_positions);
+      has_original
+          ? settings.Size("original_max_position_embeddings", rope->original_max_positions)
+          : settings.SizeOrNull("original_max_position_embeddings", rope->original_max_positions);
   const auto require = [&](std::initializer_list<const char*> keys) {
     for (const char* const key : keys) {
       if (parameters->contains(key) && !(*parameters)[key].is_null()) continue;
       settings.Invalid(absl::StrCat("\"", name, ".", key, "\" is missing"));
     }
   };
-  if (rope->kind == RopeConfig::Kind::kLinear) {
+  if (rope->kind == RopeConfig::Kind::kProportional) {
+    // Folders may have it beside "rope_theta"; what is inside counts.
+    if (settings.Has("partial_rotary_factor") && !parameters->contains("partial_rotary_factor")) {
+      rope->partial_rotary_factor = settings.Number("partial_rotary_factor", 0, 1, 1);
+    }
+  } else if (rope->kind == RopeConfig::Kind::kLinear) {
     require({"factor"});
   } else if (rope->kind == RopeConfig::Kind::kDynamic) {
     rope->original_max_positions = max_positions;
@@ -529,7 +595,7 @@ void ReadSlidingWindows(Settings& settings, DecoderConfig* config) {
                           config->architecture == Architecture::kMixtralForCausalLM || is_qwen;
   int64_t window = 0;
   if (has_window && settings.Has("sliding_window")) {
-    window = settings.Size("sliding_window");
+    window = settings.Size("sliding_window", 0);
   } else if (has_window && !settings.Names("sliding_window") &&
              config->architecture != Architecture::kMixtralForCausalLM) {
     // transformers' default; null is none.
@@ -588,25 +654,27 @@ DecoderConfig ReadDecoder(Settings& settings, Architecture architecture) {
   const bool is_qwen = architecture == Architecture::kQwen2ForCausalLM;
   const bool is_mixtral = architecture == Architecture::kMixtralForCausalLM;
   ReadCommon(settings, architecture, is_qwen ? 151'936 : 32'000, &config);
-  config.hidden_size = settings.ClassSize("hidden_size", 4096);
-  config.intermediate_size = settings.ClassSize("intermediate_size", is_llama  ? 11'008
-                                                                     : is_qwen ? 22'016
-                                                                               : 14'336);
+  config.hidden_size = settings.Size("hidden_size", 4096);
+  config.intermediate_size = settings.Size("intermediate_size", is_llama  ? 11'008
+                                                                : is_qwen ? 22'016
+                                                                          : 14'336);
   config.num_layers = settings.Layers("num_hidden_layers", 32);
-  config.num_heads = settings.ClassSize("num_attention_heads", 32);
+  config.num_heads = settings.Size("num_attention_heads", 32);
   // Null is as many as heads; only a file that does not name it gets the class's default.
   const bool as_many = is_llama || settings.Names("num_key_value_heads");
-  config.num_key_value_heads = settings.Size("num_key_value_heads", as_many   ? config.num_heads
-                                                                    : is_qwen ? 32
-                                                                              : 8);
+  config.num_key_value_heads = settings.SizeOrNull("num_key_value_heads", as_many ? config.num_heads
+                                                                          : is_qwen ? 32
+                                                                                    : 8);
   // The head's size decides, not the quotient, which need not be whole.
   if (!settings.Has("head_dim") && config.hidden_size % config.num_heads != 0) {
     settings.Invalid(absl::StrCat("\"hidden_size\" ", config.hidden_size,
                                   " is no multiple of \"num_attention_heads\" ", config.num_heads,
                                   ", and there is no \"head_dim\""));
   }
+  const int64_t quotient = std::max<int64_t>(1, config.hidden_size / config.num_heads);
+  // transformers takes the null of a Qwen2 for the size, and fails.
   config.head_dim =
-      settings.Size("head_dim", std::max<int64_t>(1, config.hidden_size / config.num_heads));
+      is_qwen ? settings.Size("head_dim", quotient) : settings.SizeOrNull("head_dim", quotient);
   config.max_positions = settings.Size("max_position_embeddings", is_llama  ? 2048
                                                                   : is_qwen ? 32768
                                                                             : int64_t{4096} * 32);
@@ -614,7 +682,8 @@ DecoderConfig ReadDecoder(Settings& settings, Architecture architecture) {
   ReadRope(settings, is_mixtral ? 1e6 : 1e4, config.max_positions, &config.rope);
   config.activation = settings.ActivationOf("hidden_act", "silu");
   config.tie_word_embeddings = settings.Bool("tie_word_embeddings", false);
-  config.attention_dropout = settings.Probability("attention_dropout", 0);
+  config.attention_dropout = is_llama ? settings.ProbabilityOrNull("attention_dropout", 0)
+                                      : settings.Probability("attention_dropout", 0);
   config.qkv_bias = is_qwen;
   if (is_llama) {
     config.qkv_bias = settings.Bool("attention_bias", false);
@@ -629,10 +698,10 @@ DecoderConfig ReadDecoder(Settings& settings, Architecture architecture) {
 Gpt2Config ReadGpt2(Settings& settings) {
   Gpt2Config config;
   ReadCommon(settings, Architecture::kGpt2LMHeadModel, 50'257, &config);
-  config.hidden_size = settings.ClassSize("n_embd", 768);
+  config.hidden_size = settings.Size("n_embd", 768);
   config.num_layers = settings.Layers("n_layer", 12);
-  config.num_heads = settings.ClassSize("n_head", 12);
-  config.inner_size = settings.Size("n_inner", std::min(kMaxSize, 4 * config.hidden_size));
+  config.num_heads = settings.Size("n_head", 12);
+  config.inner_size = settings.SizeOrNull("n_inner", std::min(kMaxSize, 4 * config.hidden_size));
   config.max_positions = settings.Size("n_positions", 1024);
   config.activation = settings.ActivationOf("activation_function", "gelu_new");
   config.layer_norm_epsilon = settings.Number("layer_norm_epsilon", 0, 1, 1e-5);
@@ -648,10 +717,10 @@ Gpt2Config ReadGpt2(Settings& settings) {
 BertConfig ReadBert(Settings& settings, Architecture architecture) {
   BertConfig config;
   ReadCommon(settings, architecture, 30'522, &config);
-  config.hidden_size = settings.ClassSize("hidden_size", 768);
-  config.intermediate_size = settings.ClassSize("intermediate_size", 3072);
+  config.hidden_size = settings.Size("hidden_size", 768);
+  config.intermediate_size = settings.Size("intermediate_size", 3072);
   config.num_layers = settings.Layers("num_hidden_layers", 12);
-  config.num_heads = settings.ClassSize("num_attention_heads", 12);
+  config.num_heads = settings.Size("num_attention_heads", 12);
   config.max_positions = settings.Size("max_position_embeddings", 512);
   config.type_vocab_size = settings.Size("type_vocab_size", 2);
   // To transformers 4 null is not "absolute": it leaves the positions out.
@@ -660,14 +729,15 @@ BertConfig ReadBert(Settings& settings, Architecture architecture) {
   config.layer_norm_eps = settings.Number("layer_norm_eps", 0, 1, 1e-12);
   config.hidden_dropout = settings.Probability("hidden_dropout_prob", 0.1);
   config.attention_dropout = settings.Probability("attention_probs_dropout_prob", 0.1);
-  config.classifier_dropout = settings.Probability("classifier_dropout", config.hidden_dropout);
+  config.classifier_dropout =
+      settings.ProbabilityOrNull("classifier_dropout", config.hidden_dropout);
   config.tie_word_embeddings = settings.Bool("tie_word_embeddings", true);
   const Json* const labels = settings.Find("id2label");
   const int64_t named =
       labels != nullptr && labels->is_object() ? static_cast<int64_t>(labels->size()) : 2;
   // Where they disagree the number decides, as in transformers 5; transformers 4 takes the names,
   // and the shape of the weights tells whom the file is from.
-  config.num_labels = settings.Size("num_labels", std::max<int64_t>(named, 1));
+  config.num_labels = settings.SizeOrNull("num_labels", std::max<int64_t>(named, 1));
   const std::string problem = settings.Text("problem_type", "");
   if (problem == "regression") {
     config.problem = BertConfig::Problem::kRegression;
@@ -863,6 +933,10 @@ Json RopeScaling(const RopeConfig& rope) {
       return {{"rope_type", "linear"}, {"factor", rope.factor}};
     case RopeConfig::Kind::kDynamic:
       return {{"rope_type", "dynamic"}, {"factor", rope.factor}};
+    case RopeConfig::Kind::kProportional:
+      return {{"rope_type", "proportional"},
+              {"factor", rope.factor},
+              {"partial_rotary_factor", rope.partial_rotary_factor}};
     case RopeConfig::Kind::kLlama3:
       return {{"rope_type", "llama3"},
               {"factor", rope.factor},

@@ -73,7 +73,7 @@ struct CommonConfig {
 
 // Rotary position embedding. `kind` and numbers as transformers' "rope_parameters".
 struct RopeConfig {
-  enum class Kind { kDefault, kLinear, kDynamic, kYarn, kLlama3, kLongRope };
+  enum class Kind { kDefault, kLinear, kDynamic, kYarn, kLlama3, kLongRope, kProportional };
   Kind kind = Kind::kDefault;
   double theta = 10000;
   double factor = 1;
@@ -94,6 +94,8 @@ struct RopeConfig {
   // stay within original_max_positions and in longer ones.
   std::vector<double> short_factor = {};
   std::vector<double> long_factor = {};
+  // kProportional alone: the share of the pairs that turn; the others, the slow ones, do not.
+  double partial_rotary_factor = 1;
 };
 
 // By what cosines and sines of kLongRope are multiplied: attention_factor, or what follows from

@@ -194,16 +194,152 @@ TEST(ParseModelConfig, MissingKeys_GetTheClassesDefaults) {
   EXPECT_EQ(Decoder(mistral).sliding_windows, (std::vector<int64_t>{4096, 4096}));
   const Json mixtral = With(With(kLlama, {{"model_type", "mixtral"}}), heads);
   EXPECT_EQ(Decoder(mixtral).sliding_windows, (std::vector<int64_t>{0, 0}));
+}
 
-  const auto bert = ParseModelConfig(With(kLlama, {{"model_type", "bert"}}).dump(), "config.json",
-                                     {.architecture = "BertForMaskedLM"});
-  ASSERT_TRUE(bert.ok()) << bert.status();
-  EXPECT_EQ(Common(*bert).pad_token_id, 0);
-  const auto none =
-      ParseModelConfig(With(kLlama, {{"model_type", "bert"}, {"pad_token_id", nullptr}}).dump(),
-                       "config.json", {.architecture = "BertForMaskedLM"});
-  ASSERT_TRUE(none.ok()) << none.status();
-  EXPECT_EQ(Common(*none).pad_token_id, std::nullopt);
+// bos_token_id, eos_token_id and pad_token_id; -1: none.
+std::vector<int64_t> TokensOf(const Json& json) {
+  const auto config = ParseModelConfig(json.dump(), "config.json");
+  EXPECT_TRUE(config.ok()) << config.status();
+  if (!config.ok()) return {};
+  const CommonConfig& common = Common(*config);
+  EXPECT_LE(common.eos_token_ids.size(), 1u);
+  return {common.bos_token_id.value_or(-1),
+          common.eos_token_ids.empty() ? -1 : common.eos_token_ids[0],
+          common.pad_token_id.value_or(-1)};
+}
+
+TEST(ParseModelConfig, MissingTokens_AreTheClasses_AndNullIsNone) {
+  const std::vector<std::pair<Json, std::vector<int64_t>>> cases = {
+      {kLlama, {1, 2, -1}},
+      {With(kLlama, {{"model_type", "mistral"}, {"num_key_value_heads", 2}}), {1, 2, -1}},
+      {With(kLlama, {{"model_type", "mixtral"}, {"num_key_value_heads", 2}}), {1, 2, -1}},
+      {With(kLlama, {{"model_type", "qwen2"}, {"num_key_value_heads", 2}}), {-1, -1, -1}},
+      {{{"model_type", "gpt2"}}, {50'256, 50'256, -1}},
+      // Beyond the vocabulary there is no token.
+      {{{"model_type", "gpt2"}, {"vocab_size", 50'256}}, {-1, -1, -1}},
+      {With(kLlama, {{"vocab_size", 2}}), {1, -1, -1}},
+      {With(kLlama, {{"architectures", {"BertForMaskedLM"}}, {"model_type", "bert"}}),
+       {-1, -1, 0}}};
+  for (const auto& [json, tokens] : cases) {
+    SCOPED_TRACE(json.dump());
+    EXPECT_EQ(TokensOf(json), tokens);
+    const Json none = With(
+        json, {{"bos_token_id", nullptr}, {"eos_token_id", nullptr}, {"pad_token_id", nullptr}});
+    EXPECT_EQ(TokensOf(none), (std::vector<int64_t>{-1, -1, -1}));
+    EXPECT_EQ(TokensOf(With(json, {{"eos_token_id", -1}, {"bos_token_id", -1}})),
+              (std::vector<int64_t>{-1, -1, tokens[2]}));
+    // What is saved says it, whichever class reads it.
+    const auto config = ParseModelConfig(json.dump(), "config.json");
+    ASSERT_TRUE(config.ok()) << config.status();
+    EXPECT_EQ(TokensOf(Json::parse(ToJson(*config))), tokens);
+  }
+}
+
+TEST(ParseModelConfig, Proportional_TurnsAShareOfThePairs) {
+  const DecoderConfig inside = Decoder(With(
+      kLlama, {{"partial_rotary_factor", 0.5},
+               {"rope_parameters",
+                {{"rope_type", "proportional"}, {"partial_rotary_factor", 0.25}, {"factor", 2}}}}));
+  EXPECT_EQ(inside.rope.kind, RopeConfig::Kind::kProportional);
+  EXPECT_EQ(inside.rope.partial_rotary_factor, 0.25);
+  EXPECT_EQ(inside.rope.factor, 2);
+  const DecoderConfig outside =
+      Decoder(With(kLlama, {{"partial_rotary_factor", 0.5},
+                            {"rope_parameters", {{"rope_type", "proportional"}}}}));
+  EXPECT_EQ(outside.rope.partial_rotary_factor, 0.5);
+  EXPECT_EQ(outside.rope.factor, 1);
+  for (const DecoderConfig& each : {inside, outside}) {
+    const std::string json = ToJson(each);
+    const DecoderConfig again = Decoder(Json::parse(json));
+    EXPECT_EQ(ToJson(again), json);
+    EXPECT_EQ(again.rope.partial_rotary_factor, each.rope.partial_rotary_factor);
+  }
+  EXPECT_NE(ErrorOf(With(kLlama, {{"rope_parameters",
+                                   {{"rope_type", "proportional"}, {"partial_rotary_factor", 2}}}}))
+                .find("partial_rotary_factor\" is 2, not a number from 0 to 1"),
+            std::string::npos);
+}
+
+// transformers 5.17 refuses a null where its class has a number, or fails when it computes with it.
+TEST(ParseModelConfig, NullWhereANumberMustBe_IsRefusedByName) {
+  const Json gpt2 = {{"model_type", "gpt2"}};
+  const Json qwen = With(kLlama, {{"model_type", "qwen2"}, {"num_key_value_heads", 2}});
+  const Json mixtral = With(kLlama, {{"model_type", "mixtral"}, {"num_key_value_heads", 2}});
+  const Json bert = With(kLlama, {{"architectures", {"BertForMaskedLM"}}, {"model_type", "bert"}});
+  const std::vector<std::pair<Json, std::vector<std::string>>> cases = {
+      {kLlama,
+       {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "max_position_embeddings", "initializer_range", "rms_norm_eps",
+        "rope_theta", "hidden_act"}},
+      {qwen, {"max_window_layers", "attention_dropout", "head_dim"}},
+      {mixtral,
+       {"num_local_experts", "num_experts", "num_experts_per_tok", "router_aux_loss_coef",
+        "router_jitter_noise"}},
+      {gpt2,
+       {"n_embd", "n_layer", "n_head", "n_positions", "layer_norm_epsilon", "embd_pdrop",
+        "attn_pdrop", "resid_pdrop", "activation_function"}},
+      {bert,
+       {"type_vocab_size", "layer_norm_eps", "hidden_dropout_prob",
+        "attention_probs_dropout_prob"}}};
+  for (const auto& [json, names] : cases) {
+    for (const std::string& name : names) {
+      // The error has the class's own name for it.
+      const std::string shown = name == "num_experts" ? "num_local_experts" : name;
+      EXPECT_NE(ErrorOf(With(json, {{name, nullptr}})).find("\"" + shown + "\" is null"),
+                std::string::npos)
+          << name << ": " << ErrorOf(With(json, {{name, nullptr}}));
+    }
+  }
+  // Where the class reads null as none.
+  for (const auto& [json, name] :
+       std::vector<std::pair<Json, std::string>>{{kLlama, "num_key_value_heads"},
+                                                 {kLlama, "head_dim"},
+                                                 {kLlama, "attention_dropout"},
+                                                 {qwen, "num_key_value_heads"},
+                                                 {mixtral, "head_dim"},
+                                                 {mixtral, "sliding_window"},
+                                                 {gpt2, "n_inner"},
+                                                 {bert, "classifier_dropout"}}) {
+    EXPECT_EQ(ErrorOf(With(json, {{name, nullptr}})), "") << name;
+  }
+}
+
+TEST(ParseModelConfig, NullInRopeParameters_IsRefusedWhereItIsComputedWith) {
+  const Json yarn = {{"rope_type", "yarn"}, {"factor", 2.0}};
+  const Json proportional = {{"rope_type", "proportional"}};
+  const Json plain = {{"rope_type", "default"}};
+  for (const auto& [rope, name] :
+       std::vector<std::pair<Json, std::string>>{{yarn, "original_max_position_embeddings"},
+                                                 {yarn, "rope_theta"},
+                                                 {yarn, "partial_rotary_factor"},
+                                                 {yarn, "rope_type"},
+                                                 {proportional, "factor"},
+                                                 {proportional, "partial_rotary_factor"},
+                                                 {plain, "rope_theta"}}) {
+    const std::string error =
+        ErrorOf(With(kLlama, {{"rope_parameters", With(rope, {{name, nullptr}})}}));
+    EXPECT_NE(error.find("\"rope_parameters." + name + "\" is null"), std::string::npos)
+        << rope << " " << name << ": " << error;
+  }
+  for (const auto& [rope, name] :
+       std::vector<std::pair<Json, std::string>>{{yarn, "attention_factor"},
+                                                 {yarn, "mscale"},
+                                                 {yarn, "beta_fast"},
+                                                 {yarn, "type"},
+                                                 {plain, "original_max_position_embeddings"},
+                                                 {plain, "partial_rotary_factor"}}) {
+    EXPECT_EQ(ErrorOf(With(kLlama, {{"rope_parameters", With(rope, {{name, nullptr}})}})), "")
+        << rope << " " << name;
+  }
+  // One inside counts.
+  EXPECT_EQ(Decoder(With(kLlama, {{"rope_theta", nullptr},
+                                  {"rope_parameters", With(plain, {{"rope_theta", 5e5}})}}))
+                .rope.theta,
+            5e5);
+  EXPECT_NE(ErrorOf(With(kLlama, {{"original_max_position_embeddings", nullptr},
+                                  {"rope_parameters", yarn}}))
+                .find("\"original_max_position_embeddings\" is null"),
+            std::string::npos);
 }
 
 // In transformers 5.17 the setting reaches attention, and null takes the causal mask away.
@@ -364,7 +500,10 @@ TEST(ParseModelConfig, WhatMusterCannotCompute_IsRefusedByName) {
       {{{"pad_token_id", 100}}, "beyond the vocabulary of 100"},
       {{{"eos_token_id", std::numeric_limits<uint64_t>::max()}},
        "\"eos_token_id\": 18446744073709551615 is no token"},
-      {{{"vocab_size", nullptr}}, "\"vocab_size\" is missing"}};
+      {{{"head_dim", 7}}, "\"head_dim\" is 7; rotary positions need an even number"},
+      {{{"sliding_window", 0}, {"model_type", "mistral"}, {"num_key_value_heads", 2}},
+       "\"sliding_window\" is 0, not a whole number from 1"},
+      {{{"vocab_size", nullptr}}, "\"vocab_size\" is null"}};
   for (const auto& [more, message] : cases) {
     EXPECT_NE(ErrorOf(With(kLlama, more)).find(message), std::string::npos)
         << ErrorOf(With(kLlama, more)) << " does not contain " << message;

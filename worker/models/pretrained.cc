@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "ATen/core/grad_mode.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
@@ -71,6 +72,13 @@ bool HasTiedHead(const CommonConfig& config) {
          config.architecture != Architecture::kBertForSequenceClassification;
 }
 
+absl::StatusOr<WeightFiles> OpenFor(const std::string& path, const TextModelImpl& model) {
+  MUSTER_ASSIGN_OR_RETURN(WeightFiles files, WeightFiles::Open(path));
+  MUSTER_RETURN_IF_ERROR(
+      files.Divide([&model](const std::string& name) { return model.PartsOf(name); }));
+  return files;
+}
+
 NameInModel NamesIn(const WeightFiles& files, const TextModelImpl& model) {
   std::set<std::string> given;
   for (const WeightEntry& entry : files.entries()) {
@@ -123,7 +131,8 @@ absl::Status Compare(const std::string& path, const WeightFiles& files, const Te
   const absl::string_view architecture = ArchitectureName(Common(model.config()).architecture);
   if (!different.empty()) {
     return absl::InvalidArgumentError(
-        absl::StrCat(path, ": config.json and the weights differ: ", Names(different)));
+        absl::StrCat(path, ": config.json and the weights differ: ", Names(different),
+                     ": take the config.json that belongs to the weights"));
   }
   if (!strict || (missing.empty() && unexpected.empty())) return absl::OkStatus();
   return absl::InvalidArgumentError(
@@ -187,17 +196,24 @@ absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOpti
                                LoadedWeights* report) {
   MUSTER_RETURN_IF_ERROR(CheckDeviceIsThere(options.device));
   MUSTER_ASSIGN_OR_RETURN(ModelConfig config, ReadModelConfig(path, options.config));
-  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, WeightFiles::Open(path));
   bool is_missing = false;
   const auto empty = Construct(config, options.dtype, c10::kMeta);
+  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, OpenFor(path, *empty));
   MUSTER_RETURN_IF_ERROR(Compare(path, files, *empty, options.strict, &is_missing));
   MUSTER_RETURN_IF_ERROR(CheckTiedHead(path, files, *empty));
   TextModel model(Construct(config, options.dtype, options.device));
   if (is_missing) model->InitWeights();
+  const NamedTensors parameters = Parameters(*model);
   MUSTER_ASSIGN_OR_RETURN(
-      LoadedWeights loaded,
-      LoadWeights(path, Parameters(*model), {.strict = false, .rename = NamesIn(files, *model)}));
-  if (report != nullptr) *report = std::move(loaded);
+      MatchedEntries matched,
+      MatchEntries(files, parameters, {.strict = false, .rename = NamesIn(files, *model)}));
+  const at::NoGradGuard no_grad;
+  for (const MatchedWeight& match : matched.matches) {
+    MUSTER_ASSIGN_OR_RETURN(const at::Tensor weight,
+                            ReadWeight(files, files.entries()[match.from]));
+    parameters[match.target].second.copy_(weight);
+  }
+  if (report != nullptr) *report = std::move(matched.report);
   model->eval();
   return model;
 }
@@ -253,7 +269,9 @@ absl::StatusOr<CausalLm> LoadCausalLm(const std::string& path, const LoadPretrai
 }
 
 absl::StatusOr<NameInModel> NamesInFiles(const std::string& path, const TextModelImpl& model) {
-  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, WeightFiles::Open(path));
+  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, OpenFor(path, model));
+  bool is_missing = false;
+  MUSTER_RETURN_IF_ERROR(Compare(path, files, model, /*strict=*/false, &is_missing));
   MUSTER_RETURN_IF_ERROR(CheckTiedHead(path, files, model));
   return NamesIn(files, model);
 }

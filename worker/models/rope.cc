@@ -74,6 +74,13 @@ at::Tensor RopeFrequencies(const RopeConfig& rope, int64_t head_dim, int64_t len
     }
     case RopeConfig::Kind::kLinear:
       return plain / rope.factor;
+    case RopeConfig::Kind::kProportional: {
+      const auto turning = static_cast<int64_t>(
+          std::floor(rope.partial_rotary_factor * static_cast<double>(head_dim) / 2));
+      at::Tensor frequencies = plain / rope.factor;
+      frequencies.narrow(0, turning, head_dim / 2 - turning).zero_();
+      return frequencies;
+    }
     case RopeConfig::Kind::kYarn:
       return YarnFrequencies(rope, head_dim, waves);
     case RopeConfig::Kind::kLlama3:

@@ -10,7 +10,8 @@ namespace muster::models {
 
 // Rotary position embedding (Su et al., 2021), with the frequencies of transformers' types
 // "default", "linear" (Chen et al., 2023), "dynamic" (NTK-aware, as in Peng et al., 2023), "yarn"
-// (Peng et al., 2023), "llama3" and "longrope" (Ding et al., 2024).
+// (Peng et al., 2023), "llama3", "longrope" (Ding et al., 2024) and "proportional", in which the
+// slowest pairs do not turn.
 
 // The angle between neighbouring positions for each pair of a head's dimensions: float32
 // [head_dim / 2], on the CPU. `length` counts for "dynamic" and "longrope": the tokens of the row.

@@ -26,6 +26,22 @@ TEST(RopeFrequencies, Linear_AreDividedByTheFactor) {
   EXPECT_TRUE(at::allclose(scaled * 4, plain));
 }
 
+TEST(RopeFrequencies, Proportional_LeaveTheSlowestPairsAlone) {
+  const at::Tensor plain = RopeFrequencies({}, 12);
+  const auto turning = [&plain](double share) {
+    const at::Tensor some = RopeFrequencies(
+        {.kind = RopeConfig::Kind::kProportional, .factor = 2, .partial_rotary_factor = share}, 12);
+    int64_t count = 0;
+    while (count < 6 && At(some, count) == At(plain, count) / 2) ++count;
+    for (int64_t i = count; i < 6; ++i) EXPECT_EQ(At(some, i), 0) << share << ", pair " << i;
+    return count;
+  };
+  EXPECT_EQ(turning(1), 6);
+  EXPECT_EQ(turning(0.5), 3);
+  EXPECT_EQ(turning(0.3), 1);  // 12 * 0.3 / 2 = 1.8
+  EXPECT_EQ(turning(0), 0);
+}
+
 TEST(RopeFrequencies, Llama3_StretchesLongWavesOnly) {
   const RopeConfig rope = {.kind = RopeConfig::Kind::kLlama3,
                            .theta = 500000,

@@ -25,6 +25,10 @@ TextModelImpl::TextModelImpl(ModelConfig config) : config_(std::move(config)) {
   ThrowIfError(ValidateConfig(config_));
 }
 
+std::vector<std::string> TextModelImpl::PartsOf(const std::string& /*name_in_file*/) const {
+  return {};
+}
+
 void TextModelImpl::InitWeights() {
   const double deviation = Common(config_).initializer_range;
   for (const auto& module : modules(/*include_self=*/false)) {

@@ -2,7 +2,7 @@
 """usage: [SEED=N] [COUNT=N] [OUT=FILE] python make.py
 
 Writes cases.jsonl: what models of transformers 5.17.0 say, lose and learn whose config.json is put together at random: every setting that changes numbers, as transformers 4
-and 5 write it, and some config.json as the Hub has them, with smaller sizes. README.md has the format. A model whose numbers differ by more than rounding in float64 is left out.
+and 5 write it, some config.json as the Hub has them, with smaller sizes, and some with numbers at the end of what is allowed. README.md has the format. A model whose numbers differ by more than rounding in float64 is left out.
 """
 
 import copy
@@ -207,6 +207,28 @@ def of_the_hub():
     }
 
 
+def edges():
+    """Numbers at the end of what is allowed, and what the draws do not have."""
+    small = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 23, "max_position_embeddings": 64}
+    mixtral = dict(small, model_type="mixtral", num_key_value_heads=1, head_dim=4, num_local_experts=4, sliding_window=None)
+    # transformers loads no Mixtral with an intermediate_size of 1 that it has saved itself.
+    one = {"intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 1}
+    return {
+        "proportional": ("llama", dict(small, model_type="llama", head_dim=12,
+                                       rope_parameters={"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0, "rope_theta": 100.0})),
+        "proportional, outside": ("qwen2", dict(small, model_type="qwen2", num_key_value_heads=1, partial_rotary_factor=0.3, rope_theta=50.0, rope_scaling={"rope_type": "proportional"})),
+        "ones of a Llama": ("llama", dict(one, model_type="llama", hidden_size=1, head_dim=2, num_key_value_heads=1, max_position_embeddings=1)),
+        "ones of a Mixtral": ("mixtral", dict(mixtral, intermediate_size=2, num_local_experts=1, num_experts_per_tok=1, max_position_embeddings=1)),
+        "window of 1": ("mistral", dict(small, model_type="mistral", num_key_value_heads=1, sliding_window=1)),
+        "window of 1 in a layer": ("qwen2", dict(small, model_type="qwen2", num_key_value_heads=1, use_sliding_window=True, sliding_window=1, max_window_layers=1)),
+        "ones of a GPT-2": ("gpt2", {"model_type": "gpt2", "n_embd": 1, "n_head": 1, "n_layer": 1, "n_inner": 1, "vocab_size": 1, "n_positions": 40}),
+        "odd heads of a GPT-2": ("gpt2", {"model_type": "gpt2", "n_embd": 9, "n_head": 3, "n_layer": 2, "n_inner": 7, "vocab_size": 5, "n_positions": 40}),
+        "ones of a BERT": ("masked", dict(one, model_type="bert", hidden_size=1, type_vocab_size=1, max_position_embeddings=40)),
+        "odd heads of a BERT": ("classes", dict(small, model_type="bert", hidden_size=15, num_attention_heads=3, type_vocab_size=1)),
+        "experts in one tensor": ("mixtral", dict(mixtral, num_experts_per_tok=2)),
+    }
+
+
 def in_files(model, tensors):
     """By the names of the files: a Mixtral's experts one by one."""
     out = {}
@@ -358,7 +380,7 @@ def case(rng, name, config, architecture):
         read = getattr(transformers, CONFIGS[architecture]).from_pretrained(folder)
         if "Mixtral" in architecture:
             read._experts_implementation = "eager"
-        getattr(transformers, architecture)(read).save_pretrained(folder)
+        getattr(transformers, architecture)(read).save_pretrained(folder, save_original_format=name != "experts in one tensor")
         path = os.path.join(folder, "model.safetensors")
         shapes = {key: list(tensor.shape) for key, tensor in sorted(load_file(path).items())}
         save_file({key: weight(key, shape) for key, shape in shapes.items()}, path, {"format": "pt"})
@@ -367,7 +389,8 @@ def case(rng, name, config, architecture):
         batch, labels = inputs(rng, read.to_dict(), architecture)
         passes = []
         length = batch["input_ids"].size(1)
-        if not architecture.startswith("Bert") and rng.random() < 0.6:
+        # With a cache, transformers sees everything through a window of 1.
+        if not architecture.startswith("Bert") and rng.random() < 0.6 and config.get("sliding_window") != 1:
             while sum(passes) < length:
                 passes.append(min(length - sum(passes), rng.choice([1, 1, 2, 4, 12])))
         out, labels = run(folder, architecture, torch.float32, batch, labels, passes, random.Random(name))
@@ -391,6 +414,8 @@ def main():
             for name, config in of_the_hub().items():
                 architecture = config.pop("_architecture", None) or config.get("architectures", ["GPT2LMHeadModel"])[0]
                 write(random.Random(name), name, config, architecture)
+            for name, (family, config) in edges().items():
+                write(random.Random(name), name, config, CLASSES[family])
         for i in range(count):
             family = list(CLASSES)[i % len(CLASSES)]
             rng = random.Random("%d %d" % (seed, i))
