@@ -1,5 +1,6 @@
 // A file system of a network: calls that fail for a moment, and writers on other machines, whose
 // locks are not seen here.
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -14,9 +15,6 @@
 #include <string>
 #include <utility>
 #include <vector>
-
-// After the system's headers, which have macros and inline functions of these names.
-#include <dirent.h>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
