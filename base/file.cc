@@ -82,11 +82,16 @@ absl::StatusOr<std::vector<std::string>> ListDirectory(const std::string& path) 
   DIR* const folder = opendir(path.c_str());
   if (folder == nullptr) return Failed("list folder", path);
   std::vector<std::string> names;
+  errno = 0;
   while (const dirent* const entry = readdir(folder)) {
     const absl::string_view name = entry->d_name;
     if (name != "." && name != "..") names.emplace_back(name);
+    errno = 0;
   }
+  // At the end of the folder there is no error.
+  const absl::Status ended = errno == 0 ? absl::OkStatus() : Failed("list folder", path);
   closedir(folder);
+  MUSTER_RETURN_IF_ERROR(ended);
   std::sort(names.begin(), names.end());
   return names;
 }

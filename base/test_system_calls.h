@@ -2,6 +2,8 @@
 #define MUSTER_BASE_TEST_SYSTEM_CALLS_H_
 
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <sys/types.h>
 #include <unistd.h>
@@ -31,6 +33,25 @@ inline bool PathHas(int fd, const char* part) {
   path[size] = 0;
   return PathHas(path, part);
 }
+
+// The mode of a new file, the argument after `flags` of open(); 0 where there is none.
+inline mode_t OpenMode(int flags, va_list after_flags) {
+  const bool makes_file = (flags & O_CREAT) != 0 || (flags & O_TMPFILE) == O_TMPFILE;
+  return makes_file ? va_arg(after_flags, mode_t) : 0;
+}
+
+// Defines `name`, open or open64, of the program: where `fails(path, flags)` is true it fails, with
+// the errno that is set by then, and else it is the C library's. Outside of namespaces.
+#define MUSTER_REPLACE_OPEN(name, fails)                                              \
+  extern "C" int name(const char* path, int flags, ...) {                             \
+    va_list after_flags;                                                              \
+    va_start(after_flags, flags);                                                     \
+    const mode_t mode = muster::OpenMode(flags, after_flags);                         \
+    va_end(after_flags);                                                              \
+    if (fails(path, flags)) return -1;                                                \
+    static const auto real = muster::RealCall<int (*)(const char*, int, ...)>(#name); \
+    return real(path, flags, mode);                                                   \
+  }
 
 }  // namespace muster
 

@@ -430,8 +430,11 @@ class Accelerator {
   std::optional<RunningSave> save_progress() const;
   // (collective) Restores such a state, also on another number of processes; loaders continue at
   // the exact next sample, epochs() at the saved epoch. An empty `directory` means the newest
-  // complete checkpoint of the project directory. Errors: NOT_FOUND, DATA_LOSS,
-  // FAILED_PRECONDITION.
+  // complete checkpoint of the project directory. Everything that is prepared is asked first
+  // whether it can take its part; then registered objects are loaded, and then the rest. An error
+  // says what has changed, if anything has. Errors: NOT_FOUND, DATA_LOSS, FAILED_PRECONDITION;
+  // those of the disk: no older checkpoint is taken because a newer one cannot be read at the
+  // moment.
   absl::Status load_state(const std::string& directory = "");
   // Like load_state, but returns OK if there is no checkpoint yet.
   absl::Status load_state_if_present(const std::string& directory = "");
@@ -450,8 +453,9 @@ class Accelerator {
   // loads.
   int64_t save_iteration() const;
   // Adds objects to the state: saving calls `StateDict state_dict() const` on process 0, loading
-  // calls `load_state_dict(const StateDict&)` on all processes. Keep them alive. (An Ema of a
-  // sharded model is saved and loaded by all processes, part by part.)
+  // calls `load_state_dict(const StateDict&)` on all processes, before prepared objects are loaded.
+  // Keep them alive. (An Ema of a sharded model is saved and loaded by all processes, part by
+  // part.)
   template <Checkpointable... Objects>
   void register_for_checkpointing(Objects&... objects) {
     (Register([&objects] { return StateDict(objects.state_dict()); },

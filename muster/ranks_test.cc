@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -373,6 +374,59 @@ TEST(Ranks, OptimizerThatDoesNotFit_IsAnErrorBeforeModelsChange) {
   }
 }
 
+// A program of which one object is not the saved one.
+struct Program {
+  SGDOptions optimizer = {.lr = 1.0, .momentum = 0.9};
+  int64_t samples = 8;
+  bool plateau = false;
+};
+
+TEST(Ranks, WhatDoesNotFit_IsNamedBeforeAnythingChanges) {
+  const std::string dir = TestDir("misfits");
+  const auto run = [&](const Program& program, const std::string& misfit) {
+    RunAccelerators(2, {}, [&](Accelerator& a) {
+      torch::nn::Linear net = OneWeight();
+      FusedSGD sgd(net->parameters(), program.optimizer);
+      auto [model, optimizer, loader] = a.prepare(
+          net, sgd,
+          batches(TensorDataset(at::arange(program.samples, at::kFloat).unsqueeze(1)), 1));
+      std::optional<AcceleratedScheduler> schedule;
+      std::optional<AcceleratedPlateau> plateau;
+      if (program.plateau) {
+        plateau = a.prepare_scheduler(optimizer, PlateauSchedule({.factor = 0.5}));
+      } else {
+        schedule = a.prepare_scheduler(optimizer, StepLR(1, 0.5));
+      }
+      Counter counter;
+      a.register_for_checkpointing(counter);
+      // One batch, so that every object has a state.
+      for (auto& batch : loader) {
+        auto scope = a.accumulate();
+        a.backward(Loss(model(batch.value())));
+        optimizer.step();
+        break;
+      }
+      counter.value = misfit.empty() ? 3 : 5;
+      const at::NoGradGuard no_grad;
+      net->weight.fill_(misfit.empty() ? 3 : 5);
+      sgd.set_lr(0, misfit.empty() ? 0.25 : 0.125);
+      if (misfit.empty()) {
+        ASSERT_TRUE(a.save_state(dir).ok());
+        return;
+      }
+      const absl::Status loaded = a.load_state(dir);
+      EXPECT_THAT(loaded.ToString(), HasSubstr(misfit + ": "));
+      EXPECT_EQ(net->weight.item<double>(), 5);
+      EXPECT_EQ(sgd.lr(0), 0.125);
+      EXPECT_EQ(counter.value, 5);
+    });
+  };
+  run({}, "");
+  run({.optimizer = {.lr = 1.0}}, "optimizer.safetensors");
+  run({.samples = 12}, "sampler.safetensors");
+  run({.plateau = true}, "scheduler.json");
+}
+
 TEST(Ranks, SaveModel_IsWrittenOnceAndReadByName) {
   const std::string directory = TestDir("model");
   RunAccelerators(2, {}, [&](Accelerator& a) {
@@ -475,16 +529,27 @@ TEST(BadInput, RegisteredObjectThatThrowsOnOneRank_IsToldToEveryRank) {
   AcceleratorOptions options;
   options.project.directory = TestDir("bad object");
   const auto errors = ErrorsOf(2, options, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = a.prepare(net, sgd);
     a.register_for_checkpointing(
         [] {
           return PlainState{{"x", {1.0}}};
         },
         [&](const PlainState&) { TORCH_CHECK(a.is_main_process(), "cannot take it"); });
     ASSERT_TRUE(a.save_state().ok());
+    {
+      const at::NoGradGuard no_grad;
+      net->weight.fill_(5);
+      sgd.set_lr(0, 0.5);
+    }
     const absl::Status status = a.load_state();
+    EXPECT_EQ(net->weight.item<double>(), 5);
+    EXPECT_EQ(sgd.lr(0), 0.5);
     TORCH_CHECK(status.ok(), status.ToString());
   });
-  EXPECT_THAT(errors[0], AllOf(HasSubstr("rank 1"), HasSubstr("cannot take it")));
+  EXPECT_THAT(errors[0], AllOf(HasSubstr("rank 1"), HasSubstr("cannot take it"),
+                               HasSubstr("and nothing else has")));
   EXPECT_THAT(errors[1], HasSubstr("cannot take it"));
 }
 

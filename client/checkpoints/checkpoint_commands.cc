@@ -154,10 +154,10 @@ absl::StatusOr<std::vector<Checkpoint>> Find(const std::string& path, VerifyLeve
 std::string StateOf(const Checkpoint& checkpoint) {
   if (checkpoint.manifest.ok()) return checkpoint.trust.ok() ? "complete" : "untrusted";
   const absl::Status& why = checkpoint.manifest.status();
-  return absl::IsNotFound(why)           ? "incomplete"
-         : absl::IsUnimplemented(why)    ? "newer"
-         : absl::IsPermissionDenied(why) ? "unreadable"
-                                         : "damaged";
+  return absl::IsNotFound(why)        ? "incomplete"
+         : absl::IsUnimplemented(why) ? "newer"
+         : absl::IsDataLoss(why)      ? "damaged"
+                                      : "unreadable";
 }
 
 // What is registered of it; by the coordinator, else by seal.json.

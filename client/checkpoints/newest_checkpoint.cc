@@ -22,6 +22,9 @@ absl::StatusOr<std::optional<FoundCheckpoint>> NewestCheckpoint(const std::strin
     if (!seal.ok() && !absl::IsNotFound(seal.status())) return seal.status();
     const absl::StatusOr<Manifest> manifest = ReadManifest(path);
     if (manifest.ok()) return FoundCheckpoint{path, manifest->info.step};
+    if (!absl::IsNotFound(manifest.status()) && !StaysUnreadable(manifest.status())) {
+      return manifest.status();
+    }
   }
   return std::nullopt;
 }

@@ -19,7 +19,7 @@ struct FoundCheckpoint {
 // back. nullopt: none. Passes over a save that is sealed and lacks only its name
 // (checkpoint_12.tmp-...), which a load gives it and takes. Changes nothing and reads no tensors;
 // blocks on the disk. Errors: those of a folder that cannot be listed, such as PERMISSION_DENIED,
-// and of a seal.json that cannot be read now (ReadSeal()); one that is not there is none.
+// and of a manifest or seal.json that may be readable later (StaysUnreadable()).
 absl::StatusOr<std::optional<FoundCheckpoint>> NewestCheckpoint(const std::string& folder);
 
 // Who decides that, for people: of a program whose coordinator knows no checkpoint.

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/registrar.h"
 #include "worker/checkpoint/seal.h"
@@ -47,6 +48,13 @@ TEST(NewestCheckpointTest, NewestThatIsReadable_AndNotHeldBack_IsTaken) {
   ASSERT_EQ(symlink("seal.json", seal.c_str()), 0);
   EXPECT_EQ(NewestCheckpoint(folder.path()).status(),
             ReadSeal(folder.Path("checkpoint_10")).status());
+  ASSERT_EQ(unlink(seal.c_str()), 0);
+  EXPECT_EQ(newest()->path, folder.Path("checkpoint_10"));
+  const std::string manifest = folder.Path("checkpoint_10/manifest.json");
+  ASSERT_EQ(unlink(manifest.c_str()), 0);
+  ASSERT_EQ(symlink("manifest.json", manifest.c_str()), 0);
+  EXPECT_EQ(NewestCheckpoint(folder.path()).status(),
+            ReadManifest(folder.Path("checkpoint_10")).status());
 }
 
 // As one that may not be read: nobody knows what is in it.

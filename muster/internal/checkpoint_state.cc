@@ -185,36 +185,24 @@ void CheckModel(ModelSlot& model, const NamedTensors& weights, const std::string
                            {.allow_missing = hooks, .check_only = true}));
 }
 
-// Throws unless an optimizer has the parameter groups and the parameters of `state`. Its
-// LoadState() checks the rest.
-void CheckOptimizer(const OptimizerHandle& handle, const OptimizerState& state) {
-  CheckGroupCount(state.groups, handle.num_groups());
-  const std::vector<std::string>& names = handle.parameter_names();
-  const std::vector<at::Tensor>& parameters = handle.parameters();
-  std::map<std::string, at::IntArrayRef> shapes;
-  for (size_t i = 0; i < names.size(); ++i) shapes.emplace(names[i], parameters[i].sizes());
-  static const std::set<std::string> kLikeTheParameter = {
-      "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer",
-      "sum",     "square_avg", "grad_avg"};
-  for (const auto& [name, tensor] : state.tensors) {
-    const size_t dot = name.rfind('.');
-    if (dot == std::string::npos) continue;  // "archive"
-    const auto shape = shapes.find(name.substr(0, dot));
-    TORCH_CHECK(shape != shapes.end(), "optimizer state '", name,
-                "' belongs to no parameter of this optimizer: was it saved for another model?");
-    TORCH_CHECK(
-        kLikeTheParameter.count(name.substr(dot + 1)) == 0 || tensor.sizes() == shape->second,
-        "optimizer state '", name, "' has shape ", tensor.sizes(), ", its parameter ",
-        shape->second);
-  }
-}
-
 LoaderState PlaceOf(const StateDict& file) {
   const absl::StatusOr<std::string> place = file.GetText("place");
   ThrowIfError(place.status());
   absl::StatusOr<LoaderState> state = LoaderState::FromString(*place);
   ThrowIfError(state.status());
   return *std::move(state);
+}
+
+std::map<std::string, at::Tensor> TensorsIn(const StateDict& file) {
+  std::map<std::string, at::Tensor> tensors;
+  for (const auto& [name, tensor] : file.tensors()) tensors.emplace(name, tensor);
+  return tensors;
+}
+
+// With what has happened to the state until then.
+absl::Status WithOutcome(const absl::Status& status, const char* outcome) {
+  if (status.ok()) return status;
+  return absl::Status(status.code(), absl::StrCat(status.message(), "; ", outcome));
 }
 
 // The first failure. Each is in the log since the save ended.
@@ -1100,6 +1088,16 @@ std::vector<NamedTensors> CheckpointState::ReadWeights(const StateReader& reader
   return weights;
 }
 
+void CheckpointState::CheckIndexes(const StateReader& reader, size_t models) const {
+  if (reader.in_memory() || (process_.rank() != 0 && !OwnNode().has_value())) return;
+  for (size_t i = 0; i < models; ++i) {
+    const std::string name = IndexFileName(ModelFileName(static_cast<int>(i)));
+    const ManifestFile* const file = reader.manifest().Find(name);
+    if (file == nullptr) continue;
+    ThrowIfError(VerifyCheckpointFile(reader.dir(), *file, VerifyLevel::kContents));
+  }
+}
+
 void CheckpointState::TakeOptimizerFile(const StateReader& reader, size_t index,
                                         const std::string& name, Loaded* loaded) const {
   const OptimizerHandle& handle = registry_.optimizers()[index]->handle();
@@ -1302,6 +1300,7 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
       }
     }
     ReadOthers(reader, &loaded);
+    CheckIndexes(reader, models.size());
   });
   PartsReader parts(process_.comm(), reader, models);
   for (size_t i = 0; i < models.size(); ++i) {
@@ -1344,15 +1343,19 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
   return loaded;
 }
 
-void CheckpointState::ApplyObjects(const StateReader& reader, const Loaded& loaded) {
-  for (size_t i = 0; i < registry_.models().size(); ++i) {
-    if (loaded.shards[i].has_value()) {
-      loaded.shards[i]->Store();
-      continue;
-    }
-    LoadModel(*registry_.models()[i], loaded.weights[i],
-              JoinPath(reader.dir(), ModelFileName(static_cast<int>(i))), !load_hooks_.empty());
+void CheckpointState::ApplyRegistered(const Loaded& loaded) {
+  for (size_t i = 0; i < registered_.size(); ++i) {
+    ThrowIfError(Try(CustomFileName(i), [&] {
+      if (loaded.registered_in_parts[i]) {
+        registered_[i].divided->LoadParts(loaded.registered[i]);
+      } else {
+        registered_[i].load(loaded.registered[i]);
+      }
+    }));
   }
+}
+
+void CheckpointState::ApplyOptimizers(const Loaded& loaded) {
   for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
     ThrowIfError(Try(OptimizerFileName(i), [&] {
       registry_.optimizers()[i]->handle().LoadState(loaded.optimizers[i].state);
@@ -1363,33 +1366,17 @@ void CheckpointState::ApplyObjects(const StateReader& reader, const Loaded& load
     ThrowIfError(Try(SchedulerFileName(i),
                      [&] { registry_.schedulers()[i]->LoadState(Rows(loaded.schedulers[i])); }));
   }
-  registry_.ForgetLoadedPlaces();
-  for (size_t i = 0; i < loaded.loaders.size(); ++i) {
-    const LoaderState state = PlaceOf(loaded.loaders[i]);
-    std::map<std::string, at::Tensor> tensors;
-    for (const auto& [name, tensor] : loaded.loaders[i].tensors()) tensors.emplace(name, tensor);
-    ThrowIfError(
-        Try(SamplerFileName(i), [&] { registry_.LoadLoader(i, state, std::move(tensors)); }));
-  }
 }
 
-void CheckpointState::ApplyRandom(const StateReader& reader, const Loaded& loaded) const {
-  if (loaded.random.has_value()) {
-    std::map<std::string, at::Tensor> states;
-    for (const auto& [name, tensor] : loaded.random->tensors()) states.emplace(name, tensor);
-    const std::string left_out = RestoreRngState(states);
-    if (!left_out.empty()) MUSTER_LOG(Warning) << "random states: " << left_out;
-  } else {
-    MUSTER_LOG(Warning) << reader.dir() << " was saved by " << reader.info().world_size
-                        << " processes and has no random state for rank " << process_.rank()
-                        << ": it keeps its own";
+void CheckpointState::ApplyModels(const StateReader& reader, const Loaded& loaded) {
+  for (size_t i = 0; i < registry_.models().size(); ++i) {
+    if (loaded.shards[i].has_value()) {
+      loaded.shards[i]->Store();
+      continue;
+    }
+    LoadModel(*registry_.models()[i], loaded.weights[i],
+              JoinPath(reader.dir(), ModelFileName(static_cast<int>(i))), !load_hooks_.empty());
   }
-}
-
-void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
-  // What follows reads the weights, also those of a model that a failed pass has changed in part.
-  if (steps_.updates() != nullptr) steps_.updates()->Reset();
-  ApplyObjects(reader, loaded);
   // Gradients and scaler steps of a window that was open belong to the state that is given up.
   for (const auto& model : registry_.models()) {
     ShardedModel* const sharded = model->sharded();
@@ -1399,25 +1386,57 @@ void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
   for (const auto& optimizer : registry_.optimizers()) {
     optimizer->handle().ZeroGrad(GradZeroing::kInPlace);
   }
+  ForgetCastWeights();
+}
+
+void CheckpointState::ApplyPlaces(const StateReader& reader, const Loaded& loaded) {
+  registry_.ForgetLoadedPlaces();
+  for (size_t i = 0; i < loaded.loaders.size(); ++i) {
+    ThrowIfError(Try(SamplerFileName(i), [&] {
+      registry_.LoadLoader(i, PlaceOf(loaded.loaders[i]), TensorsIn(loaded.loaders[i]));
+    }));
+  }
   if (steps_.scaler() != nullptr && loaded.scaler.has_value()) {
     steps_.scaler()->LoadState(Rows(*loaded.scaler));
   }
-  for (size_t i = 0; i < registered_.size(); ++i) {
-    ThrowIfError(Try(CustomFileName(i), [&] {
-      if (loaded.registered_in_parts[i]) {
-        registered_[i].divided->LoadParts(loaded.registered[i]);
-      } else {
-        registered_[i].load(loaded.registered[i]);
-      }
-    }));
-  }
-  ForgetCastWeights();
   ApplyRandom(reader, loaded);
   loops_.LoadPlace(reader.info(), loaded.loaders.size());
   save_iteration_ = reader.info().iteration;
   if (reader.in_memory()) return;
   last_checkpoint_ = reader.dir();
   ++save_iteration_;
+}
+
+void CheckpointState::ApplyRandom(const StateReader& reader, const Loaded& loaded) const {
+  if (loaded.random.has_value()) {
+    const std::string left_out = RestoreRngState(TensorsIn(*loaded.random));
+    if (!left_out.empty()) MUSTER_LOG(Warning) << "random states: " << left_out;
+  } else {
+    MUSTER_LOG(Warning) << reader.dir() << " was saved by " << reader.info().world_size
+                        << " processes and has no random state for rank " << process_.rank()
+                        << ": it keeps its own";
+  }
+}
+
+void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
+  // The code of the program first: nobody knows what it refuses before it runs.
+  ThrowIfAnyFailed(WithOutcome(Guard([&] { ApplyRegistered(loaded); }),
+                               "registered objects may have changed, and nothing else has"));
+  // Then what needs memory, or room in the files of an offload, or has a load() of its own.
+  constexpr char kMixture[] =
+      "the state is a mixture of two now: load a checkpoint, or end the program";
+  ThrowIfAnyFailed(WithOutcome(Guard([&] {
+                                 // What follows reads the weights, also those of a model that a
+                                 // failed pass has changed in part.
+                                 if (steps_.updates() != nullptr) steps_.updates()->Reset();
+                                 ApplyOptimizers(loaded);
+                               }),
+                               kMixture));
+  ThrowIfAnyFailed(WithOutcome(Guard([&] {
+                                 ApplyModels(reader, loaded);
+                                 ApplyPlaces(reader, loaded);
+                               }),
+                               kMixture));
 }
 
 void CheckpointState::ThrowIfAnyFailed(const absl::Status& mine) const {
@@ -1449,9 +1468,10 @@ absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
     MUSTER_RETURN_IF_ERROR(reader.status());
     const absl::Status status = Guard([&] { read(*reader); });
     if (status.ok()) return reader;
-    // What the disk cannot read (EIO) is damaged as well, though it may be readable elsewhere.
+    // What a disk cannot read (EIO) may be readable elsewhere, or later. It is no reason to take an
+    // older one.
     const bool damage = absl::IsDataLoss(status);
-    if (!damage && !absl::IsUnknown(status)) ThrowIfError(status);
+    if (!damage && !(on_nodes && absl::IsUnknown(status))) ThrowIfError(status);
     if ((!directory.empty() && !on_nodes) ||
         std::find(damaged.begin(), damaged.end(), reader->dir()) != damaged.end()) {
       return status;
@@ -1518,8 +1538,10 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
         }
       }));
       ThrowIfError(opened.ReadTogether(process_.comm(), names));
-      ThrowIfAnyFailed(
-          Guard([&] { weights = ReadWeights(opened, files, std::vector<bool>(files)); }));
+      ThrowIfAnyFailed(Guard([&] {
+        weights = ReadWeights(opened, files, std::vector<bool>(files));
+        CheckIndexes(opened, files);
+      }));
     });
     ThrowIfError(reader.status());
     report.directory = reader->dir();
@@ -1582,14 +1604,17 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
     if (may_be_missing && directory.empty()) CheckProjectWritable(/*always=*/true);
     Loaded loaded;
     bool from_memory = false;
+    absl::Status in_memory;
     const absl::StatusOr<StateReader> reader = OpenAndRead(directory, [&](StateReader& opened) {
       // Newer ones were damaged: what memory has was older than these, and may be newer than this.
       const int64_t step = opened.info().step;
-      from_memory = memory && step < newest && LoadFromMemory(step);
-      if (!from_memory) loaded = CheckAndReadAll(opened);
+      // Its errors are not those of the disk.
+      in_memory = Guard([&] { from_memory = memory && step < newest && LoadFromMemory(step); });
+      if (in_memory.ok() && !from_memory) loaded = CheckAndReadAll(opened);
     });
-    // All on the disk are damaged, or cannot be read (EIO).
-    if (memory && (absl::IsDataLoss(reader.status()) || absl::IsUnknown(reader.status()))) {
+    ThrowIfError(in_memory);
+    // All on the disk are damaged or held back.
+    if (memory && (absl::IsDataLoss(reader.status()) || absl::IsNotFound(reader.status()))) {
       from_memory = LoadFromMemory(-1);
     }
     if (from_memory) return;
@@ -1598,7 +1623,7 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
       return;
     }
     ThrowIfError(reader.status());
-    ThrowIfAnyFailed(Guard([&] { Apply(*reader, loaded); }));
+    Apply(*reader, loaded);
     since_disk_ = 0;
     // What it holds is of another past than the training that begins here.
     if (memory_ != nullptr) memory_->Forget();
@@ -1614,9 +1639,7 @@ CheckpointState::Loaded CheckpointState::CheckAndReadAll(StateReader& reader) co
   // next collective.
   ThrowIfAnyFailed(Guard([&] { CheckPrepared(reader); }));
   Loaded loaded = ReadAll(reader);
-  // Nor does anything change if a model does not fit, here or on another process, or an optimizer's
-  // parameters, or what has no text or number to read. What else optimizers, schedules, loaders and
-  // registered objects refuse, they refuse when they load: models have changed then.
+  // Nor does anything change if what is prepared does not fit, here or on another process.
   std::string left_out;  // of whole sharded models, those that a hook of this process loads not
   absl::Status mine = Guard([&] {
     for (size_t i = 0; i < registry_.models().size(); ++i) {
@@ -1628,12 +1651,26 @@ CheckpointState::Loaded CheckpointState::CheckAndReadAll(StateReader& reader) co
     }
     for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
       ThrowIfError(Try(OptimizerFileName(static_cast<int>(i)), [&] {
-        CheckOptimizer(registry_.optimizers()[i]->handle(), loaded.optimizers[i].state);
+        registry_.optimizers()[i]->handle().CheckState(loaded.optimizers[i].state);
       }));
     }
-    for (const StateDict& scheduler : loaded.schedulers) Rows(scheduler);
-    for (const StateDict& loader : loaded.loaders) PlaceOf(loader);
-    if (loaded.scaler.has_value()) Rows(*loaded.scaler);
+    for (size_t i = 0; i < loaded.schedulers.size(); ++i) {
+      ThrowIfError(Try(SchedulerFileName(static_cast<int>(i)),
+                       [&] { registry_.schedulers()[i]->CheckState(Rows(loaded.schedulers[i])); }));
+    }
+    for (size_t i = 0; i < loaded.loaders.size(); ++i) {
+      ThrowIfError(Try(SamplerFileName(static_cast<int>(i)), [&] {
+        registry_.CheckLoader(i, PlaceOf(loaded.loaders[i]), TensorsIn(loaded.loaders[i]));
+      }));
+    }
+    if (loaded.scaler.has_value()) {
+      ThrowIfError(
+          Try(ScalerFileName(0), [&] { steps_.scaler()->CheckState(Rows(*loaded.scaler)); }));
+    }
+    if (loaded.random.has_value()) {
+      ThrowIfError(Try(RandomStatesFileName(process_.rank()),
+                       [&] { CheckRngState(TensorsIn(*loaded.random)); }));
+    }
   });
   ThrowIfAnyFailed(mine);
   // They are loaded by all ranks together.
@@ -1649,17 +1686,20 @@ CheckpointState::Loaded CheckpointState::CheckAndReadAll(StateReader& reader) co
 }
 
 int64_t CheckpointState::NewestStepOnDisk(const CheckpointFolder& folder) const {
-  int64_t on_disk = -1;
-  if (process_.rank() == 0) {
-    const absl::StatusOr<std::vector<int64_t>> numbers = folder.Published();
-    if (numbers.ok() && !numbers->empty()) {
-      const absl::StatusOr<Manifest> manifest = ReadManifest(folder.PathOf(numbers->back()));
-      if (manifest.ok()) on_disk = manifest->info.step;
-    }
+  absl::StatusOr<int64_t> mine = -1;
+  // Nodes with disks of their own may have other checkpoints each.
+  if (process_.rank() == 0 || OwnNode().has_value()) mine = folder.NewestStep();
+  const auto all = GatherObject(
+      process_.comm(), std::make_tuple(mine.value_or(-1), static_cast<int>(mine.status().code()),
+                                       std::string(mine.status().message())));
+  int64_t newest = -1;
+  std::vector<std::tuple<int, std::string>> statuses;
+  for (const auto& [step, code, message] : all) {
+    newest = std::max(newest, step);
+    statuses.emplace_back(code, message);
   }
-  const std::string main = process_.comm().BroadcastBytes(absl::StrCat(on_disk), 0);
-  TORCH_CHECK(absl::SimpleAtoi(main, &on_disk), "load_state: rank 0 sent ", main);
-  return on_disk;
+  ThrowFirst(statuses);
+  return newest;
 }
 
 bool CheckpointState::LoadFromMemory(int64_t on_disk) {
@@ -1670,7 +1710,7 @@ bool CheckpointState::LoadFromMemory(int64_t on_disk) {
   MemoryTier::Found& newest = **found;
   if (on_disk > newest.reader.info().step) return false;
   const Loaded loaded = CheckAndReadAll(newest.reader);
-  ThrowIfAnyFailed(Guard([&] { Apply(newest.reader, loaded); }));
+  Apply(newest.reader, loaded);
   memory_->Keep(newest);
   since_disk_ = newest.since_disk;
   if (process_.rank() == 0) {

@@ -151,7 +151,8 @@ class CheckpointState {
   // (collective) Returns the error of the save before, if it failed.
   absl::Status SaveToMemory(const CheckpointInfo& info, int64_t since_disk,
                             absl::FunctionRef<absl::Status(StateWriter&)> write);
-  // (collective) Of what rank 0's disk has, whole or not; -1: it has none.
+  // (collective) Of what is on the disk, of rank 0 or of all nodes, whole or not; -1: there is
+  // none. Throws what may be another number later.
   int64_t NewestStepOnDisk(const CheckpointFolder& folder) const;
   // (collective) Loads from memory if that has a state of step `on_disk` or later. False: it has
   // not.
@@ -170,14 +171,21 @@ class CheckpointState {
   // Parts of Load() and LoadWeights(). `without`: models whose weights are read elsewhere.
   std::vector<NamedTensors> ReadWeights(const StateReader& reader, size_t models,
                                         const std::vector<bool>& without) const;
+  // Nothing is read from the indexes of models: the manifest has what they say. Others read them.
+  void CheckIndexes(const StateReader& reader, size_t models) const;
   void TakeOptimizerFile(const StateReader& reader, size_t index, const std::string& name,
                          Loaded* loaded) const;
   void ReadOthers(const StateReader& reader, Loaded* loaded) const;
   void CheckPrepared(const StateReader& reader) const;
   // (collective)
   Loaded ReadAll(StateReader& reader) const;
+  // (collective) Everything is checked already. Throws the same on every process, with what has
+  // changed until then.
   void Apply(const StateReader& reader, const Loaded& loaded);
-  void ApplyObjects(const StateReader& reader, const Loaded& loaded);
+  void ApplyRegistered(const Loaded& loaded);
+  void ApplyOptimizers(const Loaded& loaded);
+  void ApplyModels(const StateReader& reader, const Loaded& loaded);
+  void ApplyPlaces(const StateReader& reader, const Loaded& loaded);
   void ApplyRandom(const StateReader& reader, const Loaded& loaded) const;
   // (collective) Throws the same on every process if one of them has failed, naming it.
   void ThrowIfAnyFailed(const absl::Status& mine) const;

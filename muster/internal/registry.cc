@@ -117,6 +117,11 @@ void Registry::AddLoader(std::shared_ptr<LoaderStateHandle> loader) {
   loaders_.push_back(std::move(loader));
 }
 
+void Registry::CheckLoader(size_t place, const LoaderState& state,
+                           const std::map<std::string, at::Tensor>& tensors) const {
+  if (place < loaders_.size()) loaders_[place]->CheckState(state, tensors);
+}
+
 void Registry::LoadLoader(size_t place, const LoaderState& state,
                           std::map<std::string, at::Tensor> tensors) {
   if (place < loaders_.size()) {

@@ -62,6 +62,9 @@ class Registry {
 
   // A loader with the settings of a dropped one takes its place and continues where it stopped.
   void AddLoader(std::shared_ptr<LoaderStateHandle> loader);
+  // Throws if that loader, if it is prepared, cannot be put there.
+  void CheckLoader(size_t place, const LoaderState& state,
+                   const std::map<std::string, at::Tensor>& tensors) const;
   // Puts loader number `place` where a checkpoint left it: now, or once it is prepared.
   void LoadLoader(size_t place, const LoaderState& state,
                   std::map<std::string, at::Tensor> tensors);

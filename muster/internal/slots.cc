@@ -262,6 +262,14 @@ PlainState SchedulerSlot::SaveState() const {
   CheckBound();
   return plateau_ != nullptr ? plateau_->SaveState() : scheduler_->SaveState();
 }
+void SchedulerSlot::CheckState(const PlainState& state) const {
+  CheckBound();
+  if (plateau_ != nullptr) {
+    plateau_->CheckState(state);
+  } else {
+    scheduler_->CheckState(state);
+  }
+}
 void SchedulerSlot::LoadState(const PlainState& state) {
   CheckBound();
   if (plateau_ != nullptr) {

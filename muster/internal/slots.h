@@ -104,6 +104,7 @@ class SchedulerSlot {
   std::vector<double> last_lrs() const;
   int64_t step_count() const;
   PlainState SaveState() const;
+  void CheckState(const PlainState& state) const;
   void LoadState(const PlainState& state);
   const void* source() const { return source_; }
   const std::shared_ptr<OptimizerSlot>& optimizer() const { return optimizer_; }

@@ -25,6 +25,7 @@ class PlaceOnlyLoader : public LoaderStateHandle {
 
   LoaderState State() const override { return state; }
   std::map<std::string, at::Tensor> StateTensors() const override { return {}; }
+  void CheckState(const LoaderState&, const std::map<std::string, at::Tensor>&) const override {}
   void LoadState(const LoaderState& loaded, const std::map<std::string, at::Tensor>&) override {
     state = loaded;
   }

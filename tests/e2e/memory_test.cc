@@ -96,6 +96,21 @@ TEST(Memory, NewerOneOnTheDiskIsDamaged_MemoryIsTaken) {
   EXPECT_THAT(result.after("weights "), ElementsAre(Weights()));
 }
 
+// A link to itself is an error as that of a file server that does not answer, also for root.
+TEST(Memory, NewerOneOnTheDiskCannotBeReadNow_IsAnErrorAndNothingOlderIsTaken) {
+  const std::string other = MakeTestDir("unreadable_other");
+  ASSERT_EQ(Launch(other, "none 20 0 5").exit_code, 0);
+  const std::string project = MakeTestDir("unreadable");
+  std::filesystem::rename(other + "/checkpoints/checkpoint_3", project + "/newer");
+  std::filesystem::remove(project + "/newer/model.safetensors");
+  std::filesystem::create_symlink("model.safetensors", project + "/newer/model.safetensors");
+  const CommandResult result = Launch(project, "newer_on_disk 20 13 1000");
+  EXPECT_NE(result.exit_code, 0);
+  EXPECT_THAT(result.output,
+              HasSubstr("cannot examine " + project + "/checkpoints/checkpoint_3/model"));
+  EXPECT_THAT(result.after("begins at "), ElementsAre("0")) << result.output;
+}
+
 TEST(Memory, OtherJobAfterOneThatEnded_FindsTheDiskAlone) {
   const std::string project = MakeTestDir("later");
   const CommandResult first = Launch(project, "none 13 0 5");

@@ -29,6 +29,7 @@
 namespace muster {
 namespace {
 
+using testing::AllOf;
 using testing::HasSubstr;
 
 // Nodes of one rank each, for the whole job.
@@ -342,7 +343,8 @@ TEST_F(MemoryTierTest, PartsOfOtherNodes_AreCopiedOncePerNode) {
   EXPECT_GT(copied[2], size_t{12} << 20);
 }
 
-TEST_F(MemoryTierTest, RankWithoutMemoryForOtherNodes_AllPassOverTheSave) {
+// It may have memory later: no rank takes an older save, or one of the disk.
+TEST_F(MemoryTierTest, RankWithoutMemoryForOtherNodes_IsAnErrorOnAll) {
   Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_TRUE(Save(comm, tier, 1).ok()); });
   Attempt([](Comm& comm, MemoryTier& tier) {
     MemoryTier::FindOptions options;
@@ -351,10 +353,23 @@ TEST_F(MemoryTierTest, RankWithoutMemoryForOtherNodes_AllPassOverTheSave) {
         throw std::bad_alloc();
       };
     }
-    const auto found = tier.Find(comm, options);
-    ASSERT_TRUE(found.ok()) << found.status();
-    EXPECT_FALSE(found->has_value());
+    const absl::Status found = tier.Find(comm, options).status();
+    EXPECT_THAT(found.message(), AllOf(HasSubstr("cannot read the checkpoint of step 1 in memory"),
+                                       HasSubstr("rank 1: ")));
     EXPECT_EQ(FoundStep(comm, tier), 1);
+  });
+}
+
+TEST_F(MemoryTierTest, AgentThatDoesNotAnswerASearch_IsAnErrorOnAll) {
+  Attempt([](Comm& comm, MemoryTier& tier) {
+    for (int step = 1; step <= 2; ++step) EXPECT_TRUE(Save(comm, tier, step).ok());
+  });
+  Attempt([this](Comm& comm, MemoryTier& tier) {
+    if (comm.rank() == 1) holders_[1].reset();
+    comm.Barrier();
+    const absl::Status found = tier.Find(comm).status();
+    EXPECT_EQ(found.code(), absl::StatusCode::kUnavailable) << found;
+    EXPECT_THAT(found.message(), HasSubstr("rank 1: "));
   });
 }
 

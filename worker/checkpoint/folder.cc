@@ -19,6 +19,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "absl/time/clock.h"
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/log.h"
@@ -45,9 +46,36 @@ bool ParseNumber(absl::string_view name, int64_t* number) {
          (name.size() == 1 || name[0] != '0') && absl::SimpleAtoi(name, number);
 }
 
-bool IsFolder(const std::string& path) {
+// False only where there is nothing: what cannot be examined at the moment is an error.
+absl::StatusOr<bool> Exists(const std::string& path) {
   struct stat info;
-  return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+  if (lstat(path.c_str(), &info) == 0) return true;
+  if (errno == ENOENT || errno == ENOTDIR) return false;
+  return absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path));
+}
+
+// Also what cannot be examined at the moment.
+bool MayBeFolder(const std::string& path) {
+  struct stat info;
+  if (stat(path.c_str(), &info) == 0) return S_ISDIR(info.st_mode);
+  return errno != ENOENT && errno != ENOTDIR;
+}
+
+// When the folder, or a file in it, has changed last; absent if that cannot be read.
+std::optional<absl::Time> LastChange(const std::string& dir) {
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(dir);
+  if (!names.ok()) return std::nullopt;
+  absl::Time last = absl::InfinitePast();
+  std::vector<std::string> paths = {dir};
+  for (const std::string& name : *names) paths.push_back(JoinPath(dir, name));
+  for (const std::string& path : paths) {
+    struct stat info;
+    if (lstat(path.c_str(), &info) != 0) return std::nullopt;
+    // A folder that was moved has another ctime.
+    last = std::max(
+        {last, absl::TimeFromTimespec(info.st_mtim), absl::TimeFromTimespec(info.st_ctim)});
+  }
+  return last;
 }
 
 absl::Status RenamePath(const std::string& from, const std::string& to) {
@@ -70,10 +98,12 @@ absl::StatusOr<std::string> Exchange(const std::string& from, const std::string&
 // Where a file system cannot exchange two folders, a crash can come between moving the old one away
 // and putting the new one into its place.
 absl::Status PutBackReplaced(const std::string& dir) {
-  if (PathExists(dir)) return absl::OkStatus();
+  MUSTER_ASSIGN_OR_RETURN(const bool exists, Exists(dir));
+  if (exists) return absl::OkStatus();
   const std::string parent = ParentPath(dir);
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
-  if (!names.ok()) return absl::OkStatus();
+  if (absl::IsNotFound(names.status())) return absl::OkStatus();
+  MUSTER_RETURN_IF_ERROR(names.status());
   for (const std::string& name : *names) {
     if (!HasMark(name, BaseName(dir), kReplacedMark)) continue;
     MUSTER_LOG(Warning) << "putting " << JoinPath(parent, name) << " back to " << dir
@@ -105,9 +135,19 @@ void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
 
 // Whether the folder `path`, which has no writer, is the last copy of a checkpoint that was sealed
 // and is to be called `named`: not one that the checkpoint there has replaced.
-bool AwaitsItsName(const std::string& path, const std::string& named) {
-  return PathExists(JoinPath(path, kSealName)) &&
-         (!PathExists(JoinPath(named, kManifestName)) || IsNewerCheckpoint(path, named));
+absl::StatusOr<bool> AwaitsItsName(const std::string& path, const std::string& named) {
+  MUSTER_ASSIGN_OR_RETURN(const bool sealed, Exists(JoinPath(path, kSealName)));
+  if (!sealed) return false;
+  MUSTER_ASSIGN_OR_RETURN(const bool taken, Exists(JoinPath(named, kManifestName)));
+  if (!taken) return true;
+  return IsNewerCheckpoint(path, named);
+}
+
+// Whether a writer on another machine may be at work in the folder, which nobody here has locked.
+bool MayHaveDistantWriter(const std::string& path) {
+  if (IsDoomed(path) || WriterOf(path) == FolderWriter::kGone) return false;
+  const std::optional<absl::Time> last = LastChange(path);
+  return !last.has_value() || absl::Now() - *last < kQuietTime;
 }
 
 // What killed writers left beside `dir`: their staging folders, and checkpoints that were
@@ -124,20 +164,24 @@ void RemoveAbandoned(const std::string& dir) {
     if (!replaced && !HasMark(name, stem, kStagingMark)) continue;
     if (stem != own && !ParseNumber(stem, &number)) continue;
     const std::string path = JoinPath(parent, name);
+    const std::string named = JoinPath(parent, stem);
     // The only copy there is: it is put back when it is looked for.
-    if (replaced && !PathExists(JoinPath(JoinPath(parent, stem), kManifestName))) continue;
+    if (replaced && !PathExists(JoinPath(named, kManifestName))) continue;
+    // Asked before it is locked here.
+    if (MayHaveDistantWriter(path)) continue;
     const int lock = LockFolder(path);
     if (lock < 0) continue;
-    if (!replaced && AwaitsItsName(path, JoinPath(parent, stem))) {
-      MUSTER_LOG(Info) << path
-                       << " was sealed when its writer ended: it stays until a load without "
-                       << "a directory gives it its name";
+    const absl::StatusOr<bool> awaits = replaced ? false : AwaitsItsName(path, named);
+    if (!awaits.ok() || *awaits) {
+      MUSTER_LOG(Info) << path << " stays: "
+                       << (awaits.ok() ? "it was sealed when its writer ended, and a load without "
+                                         "a directory gives it its name"
+                                       : awaits.status().message());
       close(lock);
       continue;
     }
     // Killed between the exchange of two checkpoints and its end: this is the former one, whose
     // foreign files belong to the user.
-    const std::string named = JoinPath(parent, stem);
     if (PathExists(JoinPath(path, kManifestName)) && PathExists(JoinPath(named, kManifestName))) {
       KeepForeignFiles(path, named);
     }
@@ -170,9 +214,6 @@ std::string ModelFileName(int index) { return Numbered("model", index, ".safeten
 std::string OptimizerFileName(int index) { return Numbered("optimizer", index, ".safetensors"); }
 std::string SchedulerFileName(int index) { return Numbered("scheduler", index, ".json"); }
 std::string SamplerFileName(int index) { return Numbered("sampler", index, ".safetensors"); }
-std::string DataLoaderFileName(int index, int rank) {
-  return absl::StrCat(Numbered("dl_state_dict", index, ""), "_rank", rank, ".safetensors");
-}
 std::string ScalerFileName(int index) { return Numbered("scaler", index, ".json"); }
 std::string RandomStatesFileName(int rank) {
   return absl::StrCat("random_states_", rank, ".safetensors");
@@ -181,10 +222,20 @@ std::string CustomFileName(int index) {
   return absl::StrCat("custom_checkpoint_", index, ".safetensors");
 }
 
+bool StaysUnreadable(const absl::Status& error) {
+  return absl::IsDataLoss(error) || absl::IsUnimplemented(error);
+}
+
 absl::StatusOr<std::string> ReadRecordFile(const std::string& path, int64_t max_bytes) {
   absl::StatusOr<std::string> text = ReadRegularFile(path, max_bytes);
-  if (absl::IsInvalidArgument(text.status())) {
-    return absl::DataLossError(absl::StrCat(path, ": is not a file"));
+  if (text.ok() || absl::IsNotFound(text.status())) return text;
+  // Those have the codes of errors that pass.
+  struct stat info;
+  if (stat(path.c_str(), &info) != 0) return text;
+  if (!S_ISREG(info.st_mode)) return absl::DataLossError(absl::StrCat(path, ": is not a file"));
+  if (info.st_size > max_bytes) {
+    return absl::DataLossError(absl::StrCat(path, ": has ", info.st_size, " bytes, more than the ",
+                                            max_bytes, " that such a file may have"));
   }
   return text;
 }
@@ -198,11 +249,18 @@ absl::StatusOr<Manifest> ReadManifest(const std::string& dir) {
                                           : " does not exist"));
   }
   MUSTER_RETURN_IF_ERROR(text.status());
-  return ParseManifest(*text, path);
+  absl::StatusOr<Manifest> manifest = ParseManifest(*text, path);
+  if (absl::IsInvalidArgument(manifest.status())) {
+    return absl::DataLossError(manifest.status().message());
+  }
+  return manifest;
 }
 
-bool IsNewerCheckpoint(const std::string& dir, const std::string& than) {
+absl::StatusOr<bool> IsNewerCheckpoint(const std::string& dir, const std::string& than) {
   const absl::StatusOr<Manifest> mine = ReadManifest(dir), other = ReadManifest(than);
+  for (const absl::Status& status : {mine.status(), other.status()}) {
+    if (!status.ok() && !absl::IsNotFound(status) && !StaysUnreadable(status)) return status;
+  }
   if (!mine.ok() || !other.ok()) return mine.ok();
   return std::tie(mine->created, mine->info.step) > std::tie(other->created, other->info.step);
 }
@@ -252,7 +310,11 @@ absl::StatusOr<Manifest> VerifyCheckpoint(const std::string& dir, VerifyLevel le
 absl::StatusOr<Staging> Staging::Create(const std::string& wanted) {
   MUSTER_ASSIGN_OR_RETURN(const std::string dir, FollowLink(wanted));
   MUSTER_RETURN_IF_ERROR(MakeDirectories(ParentPath(dir)));
-  MUSTER_RETURN_IF_ERROR(PutBackReplaced(dir));
+  // A folder that may not be listed may be one that can be written to.
+  if (const absl::Status back = PutBackReplaced(dir);
+      !back.ok() && !absl::IsPermissionDenied(back)) {
+    return back;
+  }
   if (PathExists(dir)) {
     const absl::StatusOr<std::vector<std::string>> names = ListDirectory(dir);
     if (!names.ok()) {
@@ -311,9 +373,15 @@ Staging::~Staging() {
 
 absl::StatusOr<Staging> Staging::TakeOver(const std::string& wanted, const std::string& path) {
   MUSTER_ASSIGN_OR_RETURN(const std::string dir, FollowLink(wanted));
-  if (!PathExists(path)) return absl::NotFoundError(absl::StrCat(path, " does not exist"));
+  MUSTER_ASSIGN_OR_RETURN(const bool exists, Exists(path));
+  if (!exists) return absl::NotFoundError(absl::StrCat(path, " does not exist"));
   const int lock = LockFolder(path);
   if (lock < 0) {
+    // What cannot be opened, or what nobody else has locked, may be locked in a moment.
+    MUSTER_RETURN_IF_ERROR(ListDirectory(path).status());
+    if (WriterOf(path) == FolderWriter::kGone) {
+      return absl::UnavailableError(absl::StrCat("cannot lock ", path));
+    }
     return absl::FailedPreconditionError(
         absl::StrCat(path, ": a process that is alive writes there"));
   }
@@ -403,19 +471,20 @@ absl::Status Staging::Finish() {
   return absl::OkStatus();
 }
 
-std::vector<std::string> CopiesOf(const std::string& dir) {
-  std::vector<std::string> copies;
-  if (PathExists(JoinPath(dir, kManifestName))) copies.push_back(dir);
+absl::StatusOr<std::vector<std::string>> CopiesOf(const std::string& dir) {
+  std::vector<std::string> folders = {dir};
   const std::string parent = ParentPath(dir);
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
-  if (!names.ok()) return copies;
-  for (const std::string& name : *names) {
-    const std::string path = JoinPath(parent, name);
-    if ((HasMark(name, BaseName(dir), kStagingMark) ||
-         HasMark(name, BaseName(dir), kReplacedMark)) &&
-        PathExists(JoinPath(path, kManifestName))) {
-      copies.push_back(path);
+  if (!names.ok() && !absl::IsNotFound(names.status())) return names.status();
+  for (const std::string& name : names.value_or(std::vector<std::string>())) {
+    if (HasMark(name, BaseName(dir), kStagingMark) || HasMark(name, BaseName(dir), kReplacedMark)) {
+      folders.push_back(JoinPath(parent, name));
     }
+  }
+  std::vector<std::string> copies;
+  for (const std::string& folder : folders) {
+    MUSTER_ASSIGN_OR_RETURN(const bool exists, Exists(JoinPath(folder, kManifestName)));
+    if (exists) copies.push_back(folder);
   }
   return copies;
 }
@@ -444,7 +513,7 @@ absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Numbers() const {
     const absl::string_view stem = StemOf(name, kReplacedMark);
     const bool replaced = stem != name && HasMark(name, stem, kReplacedMark);
     if (ParseNumber(replaced ? stem : absl::string_view(name), &number) &&
-        IsFolder(JoinPath(root_, name))) {
+        MayBeFolder(JoinPath(root_, name))) {
       numbers.push_back(number);
     }
   }
@@ -467,6 +536,9 @@ absl::StatusOr<std::string> CheckpointFolder::Newest(
     if (std::find(left_out.begin(), left_out.end(), PathOf(*number)) != left_out.end()) continue;
     const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(PathOf(*number), level);
     if (manifest.ok()) return PathOf(*number);
+    if (!absl::IsNotFound(manifest.status()) && !StaysUnreadable(manifest.status())) {
+      return manifest.status();
+    }
     MUSTER_LOG(Warning) << "passing over " << PathOf(*number) << ": "
                         << manifest.status().message();
     if (why.empty()) why = absl::StrCat(": ", manifest.status().message());
@@ -476,11 +548,25 @@ absl::StatusOr<std::string> CheckpointFolder::Newest(
 }
 
 absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Published() const {
-  MUSTER_ASSIGN_OR_RETURN(std::vector<int64_t> numbers, Numbers());
-  std::erase_if(numbers, [this](int64_t number) {
-    return !PathExists(JoinPath(PathOf(number), kManifestName));
-  });
-  return numbers;
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
+  std::vector<int64_t> published;
+  for (const int64_t number : numbers) {
+    MUSTER_ASSIGN_OR_RETURN(const bool exists, Exists(JoinPath(PathOf(number), kManifestName)));
+    if (exists) published.push_back(number);
+  }
+  return published;
+}
+
+absl::StatusOr<int64_t> CheckpointFolder::NewestStep() const {
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
+  for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) {
+    const absl::StatusOr<Manifest> manifest = ReadManifest(PathOf(*number));
+    if (manifest.ok()) return manifest->info.step;
+    if (!absl::IsNotFound(manifest.status()) && !StaysUnreadable(manifest.status())) {
+      return manifest.status();
+    }
+  }
+  return -1;
 }
 
 absl::Status RemoveCheckpoint(const std::string& dir) {
@@ -511,33 +597,44 @@ absl::Status CheckpointFolder::Rotate(int keep, int64_t keep_every,
     if (std::find(spared.begin(), spared.end(), dir) != spared.end()) continue;
     if (keep_every > 0) {
       const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
-      if (manifest.ok() && manifest->info.step % keep_every == 0) continue;
+      if (manifest.ok() ? manifest->info.step % keep_every == 0
+                        : !StaysUnreadable(manifest.status())) {
+        continue;
+      }
     }
     MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(dir));
   }
   return SyncDirectory(root_);
 }
 
-void CheckpointFolder::PublishSealed() const {
+absl::Status CheckpointFolder::PublishSealed() const {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(root_);
-  if (!names.ok()) return;
+  if (absl::IsNotFound(names.status())) return absl::OkStatus();
+  MUSTER_RETURN_IF_ERROR(names.status());
   for (const std::string& name : *names) {
     const absl::string_view stem = StemOf(name, kStagingMark);
     int64_t number = 0;
     const std::string path = JoinPath(root_, name);
-    if (!HasMark(name, stem, kStagingMark) || !ParseNumber(stem, &number) ||
-        !PathExists(JoinPath(path, kSealName)) || PathExists(PathOf(number))) {
-      continue;
-    }
+    if (!HasMark(name, stem, kStagingMark) || !ParseNumber(stem, &number)) continue;
+    MUSTER_ASSIGN_OR_RETURN(const bool sealed, Exists(JoinPath(path, kSealName)));
+    MUSTER_ASSIGN_OR_RETURN(const bool taken, Exists(PathOf(number)));
+    if (!sealed || taken) continue;
     absl::StatusOr<Staging> staging = Staging::TakeOver(PathOf(number), path);
     const absl::Status renamed = staging.ok() ? staging->Rename() : staging.status();
     if (renamed.ok()) {
       MUSTER_LOG(Info) << PathOf(number)
                        << " was sealed when its writer ended: it has its name now";
-    } else {
+    } else if (absl::IsNotFound(renamed) || absl::IsFailedPrecondition(renamed) ||
+               StaysUnreadable(renamed)) {
+      // Gone, of a live writer, or damaged.
       MUSTER_LOG(Warning) << renamed.message();
+    } else {
+      return absl::Status(renamed.code(),
+                          absl::StrCat(path, " is sealed and lacks only the name ", PathOf(number),
+                                       ", which it does not get: ", renamed.message()));
     }
   }
+  return absl::OkStatus();
 }
 
 }  // namespace muster

@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "worker/checkpoint/manifest.h"
 
 namespace muster {
@@ -22,13 +23,11 @@ namespace muster {
 // killed one has left.
 
 // The names of a checkpoint's files. The first of several has no number.
-std::string ModelFileName(int index);      // model.safetensors, model_1.safetensors
-std::string OptimizerFileName(int index);  // optimizer.safetensors, optimizer_1.safetensors
-std::string SchedulerFileName(int index);  // scheduler.json, scheduler_1.json
-std::string SamplerFileName(int index);    // sampler.safetensors, sampler_1.safetensors
-std::string DataLoaderFileName(
-    int index, int rank);               // dl_state_dict_rank0.safetensors, dl_state_dict_1_rank0...
-std::string ScalerFileName(int index);  // scaler.json, scaler_1.json
+std::string ModelFileName(int index);        // model.safetensors, model_1.safetensors
+std::string OptimizerFileName(int index);    // optimizer.safetensors, optimizer_1.safetensors
+std::string SchedulerFileName(int index);    // scheduler.json, scheduler_1.json
+std::string SamplerFileName(int index);      // sampler.safetensors, sampler_1.safetensors
+std::string ScalerFileName(int index);       // scaler.json, scaler_1.json
 std::string RandomStatesFileName(int rank);  // random_states_0.safetensors
 std::string CustomFileName(int index);       // custom_checkpoint_0.safetensors
 
@@ -38,6 +37,11 @@ inline constexpr char kSealName[] = "seal.json";
 // Whether `name` is that of a numbered checkpoint: checkpoint_0, checkpoint_1, ...
 bool IsNumberedName(absl::string_view name);
 
+// Whether reading a checkpoint, or a file of it, would fail again with this error: a load passes
+// over it. After other errors (EIO, ESTALE, EACCES, ...) it may be whole, and no older one is taken
+// by itself.
+bool StaysUnreadable(const absl::Status& error);
+
 enum class VerifyLevel {
   kSizes,     // the manifest is whole, every file is there with its size
   kContents,  // and every file has its digest: reads everything
@@ -46,37 +50,40 @@ enum class VerifyLevel {
 // The manifest of the checkpoint in `dir`. If a crash in mid-replacement left only the old one
 // aside, that is put back first. Errors: NOT_FOUND if there is no folder or no manifest (what is
 // there is not a complete checkpoint); DATA_LOSS naming the file that is missing or damaged;
-// UNIMPLEMENTED for a newer format.
+// UNIMPLEMENTED for a newer format; others are the file system's, and may pass.
 absl::StatusOr<Manifest> VerifyCheckpoint(const std::string& dir, VerifyLevel level);
 
-// The manifest alone. Errors: NOT_FOUND without one; else as ParseManifest.
+// The manifest alone. Errors: NOT_FOUND without one; DATA_LOSS if it is damaged or not that of a
+// checkpoint; UNIMPLEMENTED for a newer format; others are the file system's, and may pass.
 absl::StatusOr<Manifest> ReadManifest(const std::string& dir);
 
 // Whether the checkpoint in `dir` was saved after that in `than`, by their manifests; also if
-// `than` has none.
-bool IsNewerCheckpoint(const std::string& dir, const std::string& than);
+// `than` has none that can ever be read. Errors: those that may pass.
+absl::StatusOr<bool> IsNewerCheckpoint(const std::string& dir, const std::string& than);
 
 // One file of a checkpoint. Errors: DATA_LOSS naming the file that is missing or damaged.
 absl::Status VerifyCheckpointFile(const std::string& dir, const ManifestFile& file,
                                   VerifyLevel level);
 
 // Folders with a manifest that a publication of `dir` has left, `dir` itself first: the one that
-// was to be published and the one that it replaced (DIR.tmp-..., DIR.old-...).
-std::vector<std::string> CopiesOf(const std::string& dir);
+// was to be published and the one that it replaced (DIR.tmp-..., DIR.old-...). Errors: there may be
+// more of them that cannot be seen at the moment.
+absl::StatusOr<std::vector<std::string>> CopiesOf(const std::string& dir);
 
 // Puts the folder `copy` in the place of `dir`; what was there gets the name of `copy`, or is moved
 // to DIR.old-... where the file system cannot exchange two folders. Durable on return.
 absl::Status PutInPlace(const std::string& copy, const std::string& dir);
 
 // A small file of a checkpoint, such as its manifest. Does not wait for a pipe of that name.
-// Errors: those of ReadFile; DATA_LOSS if it is neither a file nor a folder.
+// Errors: NOT_FOUND; DATA_LOSS if it is not a file, or larger; others may pass.
 absl::StatusOr<std::string> ReadRecordFile(const std::string& path,
                                            int64_t max_bytes = int64_t{1} << 30);
 
 // Makes the staging folder of `wanted` and locks it. Removes what dead writers of this folder left,
-// except what is sealed and lacks only its name. A symbolic link to a folder means that
-// folder. Errors: FAILED_PRECONDITION if `wanted` exists and is neither empty nor a checkpoint: it
-// is not ours to replace; or if it is a link to nothing.
+// except what is sealed and lacks only its name; on a file system that other machines may write to,
+// whose locks are not known here, what has not changed for kQuietTime. A symbolic link to a folder
+// means that folder. Errors: FAILED_PRECONDITION if `wanted` exists and is neither empty nor a
+// checkpoint: it is not ours to replace; or if it is a link to nothing.
 class Staging {
  public:
   static absl::StatusOr<Staging> Create(const std::string& wanted);
@@ -129,6 +136,9 @@ class Staging {
 // missing checkpoint is not an error. Of a symbolic link, the link goes and its folder stays.
 absl::Status RemoveCheckpoint(const std::string& dir);
 
+// A live writer of another machine is taken for dead after a day without a change: its files go.
+inline constexpr absl::Duration kQuietTime = absl::Hours(24);
+
 // Numbered checkpoints: ROOT/checkpoint_0, checkpoint_1, ... Other names in ROOT are ignored.
 class CheckpointFolder {
  public:
@@ -137,21 +147,26 @@ class CheckpointFolder {
   const std::string& root() const { return root_; }
   std::string PathOf(int64_t iteration) const;
 
-  // The numbers of all folders, complete or not, ascending. Empty if there is no root.
+  // The numbers of all folders, complete or not, ascending, and of what cannot be examined at the
+  // moment. Empty if there is no root.
   absl::StatusOr<std::vector<int64_t>> Numbers() const;
 
   // One above the highest number: what the next save is called.
   absl::StatusOr<int64_t> NextNumber() const;
 
-  // The path of the highest number that verifies. Skips the others, with a warning in the log.
-  // NOT_FOUND if there is none, with the reason of the newest folder without a manifest; if all
-  // that are there are damaged, of a newer format, or cannot be read, that error. Those whose
+  // The path of the highest number that verifies. Skips those that are incomplete, damaged, or of a
+  // newer format, with a warning in the log. NOT_FOUND if there is none, with the reason of the
+  // newest folder without a manifest; if all that are there are damaged, or of a newer format, that
+  // error. Other errors, which may pass, are returned at once: no older one is taken. Those whose
   // path is in `left_out` are not looked at.
   absl::StatusOr<std::string> Newest(VerifyLevel level = VerifyLevel::kContents,
                                      const std::vector<std::string>& left_out = {}) const;
 
   // The numbers of the folders that have a manifest, ascending.
   absl::StatusOr<std::vector<int64_t>> Published() const;
+
+  // The step of the newest whose manifest is not damaged; -1: there is none.
+  absl::StatusOr<int64_t> NewestStep() const;
 
   // Removes the oldest complete checkpoints until `keep` (>= 1) are left. Incomplete ones do not
   // count and stay, as do those whose step is a multiple of `keep_every` (0: none) or whose path is
@@ -160,7 +175,8 @@ class CheckpointFolder {
                       const std::vector<std::string>& spared = {}) const;
 
   // Renames the sealed and complete checkpoints that dead writers have left in staging folders.
-  void PublishSealed() const;
+  // Errors: one of them cannot be read or renamed at the moment.
+  absl::Status PublishSealed() const;
 
  private:
   std::string root_;

@@ -71,7 +71,7 @@ TEST_F(FolderTest, Create_KeepsWhatIsSealedAndLacksItsName) {
   // A resume from another folder goes on with another name.
   ASSERT_TRUE(Save(Path("checkpoint_2"), {"a"}).ok());
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_2", BaseName(sealed)));
-  CheckpointFolder(root_).PublishSealed();
+  ASSERT_TRUE(CheckpointFolder(root_).PublishSealed().ok());
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_2", "checkpoint_3"));
 }
 
@@ -245,6 +245,56 @@ TEST_F(FolderTest, Newest_PassesOverDamagedAndIncompleteOnes) {
   EXPECT_EQ(*folder.Newest(), folder.PathOf(1));
 }
 
+// As after EIO or ESTALE: the newest may be whole. (A link to itself is an error of that kind also
+// for root.)
+TEST_F(FolderTest, WhatCannotBeExaminedNow_IsAnError_NoOlderOneIsTaken) {
+  const CheckpointFolder folder(root_);
+  for (int i = 0; i < 3; ++i) ASSERT_TRUE(Save(folder.PathOf(i), {"a"}).ok());
+  const auto expect_error = [&](const std::string& path) {
+    for (const absl::Status& status :
+         {folder.Newest().status(), folder.Newest(VerifyLevel::kSizes).status()}) {
+      EXPECT_FALSE(status.ok() || absl::IsNotFound(status) || StaysUnreadable(status)) << status;
+      EXPECT_THAT(std::string(status.message()), HasSubstr(path));
+    }
+    EXPECT_EQ(*folder.Newest(VerifyLevel::kContents, {folder.PathOf(2)}), folder.PathOf(1));
+  };
+  const auto take_away = [](const std::string& path) {
+    ASSERT_EQ(rename(path.c_str(), (path + "_").c_str()), 0);
+    ASSERT_EQ(symlink(BaseName(path).c_str(), path.c_str()), 0);
+  };
+  const auto bring_back = [](const std::string& path) {
+    ASSERT_EQ(unlink(path.c_str()), 0);
+    ASSERT_EQ(rename((path + "_").c_str(), path.c_str()), 0);
+  };
+  for (const char* name : {"checkpoint_2/manifest.json", "checkpoint_2/a", "checkpoint_2"}) {
+    SCOPED_TRACE(name);
+    take_away(Path(name));
+    expect_error(Path(name));
+    EXPECT_EQ(folder.NewestStep().ok(), std::string(name) == "checkpoint_2/a");
+    bring_back(Path(name));
+  }
+  EXPECT_EQ(*folder.Newest(), folder.PathOf(2));
+  take_away(Path("checkpoint_2/manifest.json"));
+  const auto is_newer = IsNewerCheckpoint(folder.PathOf(2), folder.PathOf(1));
+  EXPECT_FALSE(is_newer.ok() || StaysUnreadable(is_newer.status())) << is_newer.status();
+  EXPECT_FALSE(IsNewerCheckpoint(folder.PathOf(1), folder.PathOf(2)).ok());
+  EXPECT_FALSE(*IsNewerCheckpoint(folder.PathOf(3), folder.PathOf(1)));
+}
+
+TEST_F(FolderTest, NewestStep_IsThatOfTheNewestManifestThatIsWhole) {
+  const CheckpointFolder folder(root_);
+  EXPECT_EQ(*folder.NewestStep(), -1);
+  for (int i = 0; i < 3; ++i) {
+    Staging staging = *Staging::Create(folder.PathOf(i));
+    Manifest manifest;
+    manifest.info.step = 10 * i;
+    ASSERT_TRUE(staging.Publish(manifest).ok());
+  }
+  EXPECT_EQ(*folder.NewestStep(), 20);
+  ASSERT_TRUE(WriteFileAtomically(Path("checkpoint_2/manifest.json"), "{}").ok());
+  EXPECT_EQ(*folder.NewestStep(), 10);
+}
+
 TEST_F(FolderTest, Rotate_CountsCompleteOnesOnly) {
   const CheckpointFolder folder(root_);
   for (int i = 0; i < 4; ++i) ASSERT_TRUE(Save(folder.PathOf(i), {"a"}).ok());
@@ -265,8 +315,6 @@ TEST(FileNames, FirstOfSeveral_HasNoNumber) {
 }
 
 TEST(FileNames, D21_PerRankFiles_CarryTheRank) {
-  EXPECT_EQ(DataLoaderFileName(0, 1), "dl_state_dict_rank1.safetensors");
-  EXPECT_EQ(DataLoaderFileName(1, 0), "dl_state_dict_1_rank0.safetensors");
   EXPECT_NE(RandomStatesFileName(0), RandomStatesFileName(1));
 }
 

@@ -5,7 +5,6 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -56,22 +55,13 @@ bool Fails(Where where, bool removes = false) {
   return true;
 }
 
+bool FailsToMake(const char* path, int flags) { return (flags & O_CREAT) != 0 && Fails(path); }
+
 }  // namespace
 
-extern "C" {
+MUSTER_REPLACE_OPEN(open, FailsToMake)
 
-int open(const char* path, int flags, ...) {
-  mode_t mode = 0;
-  if ((flags & (O_CREAT | O_TMPFILE)) != 0) {
-    va_list list;
-    va_start(list, flags);
-    mode = va_arg(list, mode_t);
-    va_end(list);
-  }
-  if ((flags & O_CREAT) != 0 && Fails(path)) return -1;
-  static const auto real = muster::RealCall<int (*)(const char*, int, ...)>("open");
-  return real(path, flags, mode);
-}
+extern "C" {
 
 ssize_t write(int fd, const void* data, size_t size) {
   if (fd > 2 && Fails(fd)) return -1;

@@ -518,6 +518,10 @@ absl::StatusOr<std::vector<MemoryTier::Piece>> MemoryTier::PiecesHere() const {
     if (record.ok() && record->manifest.info.world_size == size_) {
       pieces.push_back({absl::StrCat(held_piece.slot, " of ", held_piece.worker_id),
                         std::move(memory), *std::move(record)});
+    } else if (record.ok() && held_piece.worker_id == worker_id_ && rank_ == 0) {
+      MUSTER_LOG(Warning) << "passing over " << NameOf(record->manifest.info) << ": it is of "
+                          << record->manifest.info.world_size << " ranks, which are " << size_
+                          << " now";
     } else if (!record.ok() && !absl::IsNotFound(record.status())) {
       MUSTER_LOG(Warning) << "passing over the memory of " << held_piece.worker_id << ": "
                           << record.status().message();
@@ -900,7 +904,7 @@ absl::StatusOr<std::optional<MemoryTier::Found>> MemoryTier::Find(Comm& comm,
     MUSTER_ASSIGN_OR_RETURN(here, PiecesHere());
     return absl::OkStatus();
   });
-  if (!looked.ok()) MUSTER_LOG(Warning) << "no checkpoint in memory here: " << looked.message();
+  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, looked, {}, nullptr));
   Search search(comm, socket_, here, options);
   MUSTER_RETURN_IF_ERROR(search.Exchange());
   for (const MemorySaveId& save : search.WholeSaves()) {
@@ -909,6 +913,11 @@ absl::StatusOr<std::optional<MemoryTier::Found>> MemoryTier::Find(Comm& comm,
     absl::Status usable = search.Check(save, &manifest);
     const std::string name = NameOf(manifest.info);
     if (usable.ok()) usable = search.Gather(save, contents.get());
+    // No reason to train on from an older one.
+    if (!usable.ok() && !absl::IsDataLoss(usable)) {
+      return absl::Status(usable.code(),
+                          absl::StrCat("cannot read ", name, ": ", usable.message()));
+    }
     if (!usable.ok()) {
       if (rank_ == 0) MUSTER_LOG(Warning) << "passing over " << name << ": " << usable.message();
       continue;

@@ -95,7 +95,10 @@ class MemoryTier {
     std::function<absl::StatusOr<OwnedFd>(const std::string& name)> create = nullptr;
   };
   // Collective. The newest save that all ranks have and whose files have their digests; nothing if
-  // there is none. A part that is damaged on one node is taken from another that mirrors it. What a
+  // there is none. Errors, the same on every rank, where that is not known or cannot be read now:
+  // an agent that does not answer (UNAVAILABLE), no memory for the parts of other nodes, ... No
+  // older save is taken then. A part that is damaged on one node is taken from another that mirrors
+  // it. What a
   // node lacks comes from the others: one copy, which the ranks of the node
   // share if they can open each other's files under /proc. The reader is valid until the next save.
   absl::StatusOr<std::optional<Found>> Find(Comm& comm, const FindOptions& options);

@@ -37,6 +37,8 @@ struct Holding {
   std::vector<std::string> intact;
   // Why the others are not.
   std::vector<std::string> damaged;
+  // Of the manifest or a file, which may be intact: see StaysUnreadable().
+  absl::Status unreadable;
 
   Json Summary() const {
     if (text.empty()) return nullptr;
@@ -51,7 +53,12 @@ struct Holding {
 Holding Inspect(const std::string& dir, VerifyLevel level) {
   Holding holding;
   absl::StatusOr<std::string> text = ReadRecordFile(JoinPath(dir, kManifestName));
-  if (!text.ok()) return holding;
+  if (!text.ok()) {
+    if (!absl::IsNotFound(text.status()) && !StaysUnreadable(text.status())) {
+      holding.unreadable = text.status();
+    }
+    return holding;
+  }
   absl::StatusOr<Manifest> manifest = ParseManifest(*text, JoinPath(dir, kManifestName));
   if (!manifest.ok()) {
     MUSTER_LOG(Warning) << manifest.status().message();
@@ -61,6 +68,8 @@ Holding Inspect(const std::string& dir, VerifyLevel level) {
     const absl::Status status = VerifyCheckpointFile(dir, file, level);
     if (status.ok()) {
       holding.intact.push_back(file.name);
+    } else if (!StaysUnreadable(status)) {
+      holding.unreadable.Update(status);
     } else if (PathExists(JoinPath(dir, file.name))) {
       holding.damaged.push_back(std::string(status.message()));
     }
@@ -115,7 +124,9 @@ absl::Status Gathering::Find(VerifyLevel level) {
     candidates.try_emplace({summary["step"], summary["created"], summary["digest"]},
                            static_cast<int>(rank));
   }
-  absl::Status first;
+  // What a node cannot read at the moment is no loss where others have all of it.
+  const absl::Status unreadable = AgreeOnFiles(comm_, mine_.unreadable, {}, nullptr);
+  absl::Status first = unreadable;
   for (const auto& [age, holder] : candidates) {
     const absl::StatusOr<Manifest> manifest =
         ParseManifest(comm_.BroadcastBytes(mine_.text, holder), dir_);
@@ -124,6 +135,7 @@ absl::Status Gathering::Find(VerifyLevel level) {
     manifest_ = *manifest;
     const absl::Status chosen = Choose(std::get<2>(age), summaries);
     if (chosen.ok()) return chosen;
+    if (!unreadable.ok()) return unreadable;
     if (first.ok()) first = chosen;
   }
   if (!first.ok()) return first;
@@ -214,9 +226,8 @@ absl::Status Gathering::FetchFile(const ManifestFile& file, AtomicFile* out) {
     }
     piece = comm_.BroadcastBytes(piece, holder);
     const absl::string_view data = absl::string_view(piece).substr(1);
-    if (piece[0] == 'E') {
-      return absl::DataLossError(absl::StrCat("rank ", holder, ": ", data));
-    }
+    // As EIO: it may be readable later. Those who verify all of it say whether it is damaged.
+    if (piece[0] == 'E') return absl::UnknownError(absl::StrCat("rank ", holder, ": ", data));
     if (out != nullptr) {
       digester.Update(data);
       if (written.ok()) written = out->Append(data);
@@ -295,7 +306,7 @@ absl::Status CompleteOnNodes(Comm& comm, const std::string& dir, const NodeGroup
     // Files are checked when they are read, and those of other nodes when they come: reading all of
     // them before would be once too often.
     const absl::Status completed = complete(VerifyLevel::kSizes);
-    if (!absl::IsDataLoss(completed)) return completed;
+    if (!absl::IsDataLoss(completed) && !absl::IsUnknown(completed)) return completed;
   }
   return complete(VerifyLevel::kContents);
 }

@@ -110,6 +110,11 @@ bool IsFolderOf(const std::string& dir, const RegisteredCheckpoint& record) {
   return seal.ok() && seal->sha256 == record.sha256 && seal->job == record.job;
 }
 
+// Whether nobody knows at the moment what is there: see StaysUnreadable().
+bool MayPass(const absl::Status& error) {
+  return !error.ok() && !absl::IsNotFound(error) && !StaysUnreadable(error);
+}
+
 // Deletes what the registry no longer keeps. Not what has taken its name without the registry: that
 // folder is another checkpoint.
 absl::Status DeleteFolderOf(const RegisteredCheckpoint& record) {
@@ -117,9 +122,11 @@ absl::Status DeleteFolderOf(const RegisteredCheckpoint& record) {
     return record.staging.empty() ? absl::OkStatus() : RemoveTree(record.staging);
   }
   if (!PathExists(record.path)) return absl::OkStatus();
+  if (const absl::Status seal = ReadSeal(record.path).status(); MayPass(seal)) return seal;
   if (!IsFolderOf(record.path, record)) {
     // Its seal goes first when it is removed, so that it may be missing.
     const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(record.path, VerifyLevel::kSizes);
+    if (MayPass(manifest.status())) return manifest.status();
     if (PathExists(JoinPath(record.path, kSealName)) || !manifest.ok() ||
         manifest->info.step != record.step || manifest->info.iteration != record.iteration) {
       MUSTER_LOG(Warning) << record.path << " is not the checkpoint of step " << record.step
@@ -168,7 +175,7 @@ int KeepBesides(const CheckpointFolder& folder, int keep, const std::vector<std:
 absl::Status DeleteUnregistered(const Publication& publication,
                                 const std::vector<RegisteredCheckpoint>& records) {
   const CheckpointFolder& folder = *publication.folder;
-  std::vector<std::string> spared = PinnedIn(folder);
+  MUSTER_ASSIGN_OR_RETURN(std::vector<std::string> spared, PinnedIn(folder));
   bool resumable = false;
   for (const RegisteredCheckpoint& record : records) {
     if (!record.published) continue;
@@ -180,6 +187,7 @@ absl::Status DeleteUnregistered(const Publication& publication,
   // All that the registry knows is held back: what a resume would take now is one of the others.
   if (!resumable) {
     const absl::StatusOr<std::string> newest = folder.Newest(VerifyLevel::kSizes, spared);
+    if (MayPass(newest.status())) return newest.status();
     if (newest.ok()) spared.push_back(*newest);
   }
   return folder.Rotate(publication.options.keep, publication.options.keep_every, spared);
@@ -250,12 +258,12 @@ absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
   const PublishOptions& options = publication.options;
   if (!publication.folder.has_value() || options.keep <= 0) return absl::OkStatus();
   // The checkpoint is there: an old one that cannot be deleted does not change that.
-  const std::vector<std::string> pinned = PinnedIn(*publication.folder);
-  if (const absl::Status rotated = publication.folder->Rotate(
-          KeepBesides(*publication.folder, options.keep, pinned), options.keep_every, pinned);
-      !rotated.ok()) {
-    MUSTER_LOG(Warning) << rotated.message();
-  }
+  const absl::Status rotated = [&]() -> absl::Status {
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> pinned, PinnedIn(*publication.folder));
+    return publication.folder->Rotate(KeepBesides(*publication.folder, options.keep, pinned),
+                                      options.keep_every, pinned);
+  }();
+  if (!rotated.ok()) MUSTER_LOG(Warning) << rotated.message();
   return absl::OkStatus();
 }
 
@@ -362,7 +370,8 @@ absl::Status PublishRegistered(Comm& comm, Staging* staging, const Publication& 
 // Whether the sealed checkpoint has its name, after it was given it if need be.
 absl::Status NameSealed(const RegisteredCheckpoint& record, CheckpointRegistrar& registrar) {
   if (!IsFolderOf(record.path, record)) {
-    if (IsNewerCheckpoint(record.path, record.staging)) {
+    MUSTER_ASSIGN_OR_RETURN(const bool is_newer, IsNewerCheckpoint(record.path, record.staging));
+    if (is_newer) {
       return absl::FailedPreconditionError(absl::StrCat(
           record.path, " was saved after ", record.staging, ", which was to have its name"));
     }
@@ -397,20 +406,19 @@ struct HeldBack {
 };
 
 // The checkpoints that were held back when they were sealed and that are in none of `records`, and
-// those that may have been. Does not look at `damaged`. Errors: of a seal.json that may be readable
-// later.
+// those that may have been. Does not look at `damaged`. Errors: of a folder or a seal.json that may
+// be readable later.
 absl::StatusOr<HeldBack> HeldBackIn(const CheckpointFolder& folder,
                                     const std::vector<RegisteredCheckpoint>& records,
                                     const std::vector<std::string>& damaged) {
   HeldBack held_back;
-  const absl::StatusOr<std::vector<int64_t>> numbers = folder.Numbers();
-  if (!numbers.ok()) return held_back;
-  for (const int64_t number : *numbers) {
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, folder.Numbers());
+  for (const int64_t number : numbers) {
     const std::string path = folder.PathOf(number);
     if (std::find(damaged.begin(), damaged.end(), path) != damaged.end()) continue;
     const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
     if (absl::IsNotFound(seal.status()) || (seal.ok() && seal->promoted)) continue;
-    if (!seal.ok() && !StaysUnreadable(seal.status())) return seal.status();
+    if (MayPass(seal.status())) return seal.status();
     if (!seal.ok()) {
       MUSTER_LOG(Warning) << "passing over " << path << ": " << seal.status().message()
                           << "; nobody knows whether it was held back: load_state(\"" << path
@@ -485,7 +493,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     return newest;
   };
   if (registrar == nullptr) {
-    folder.PublishSealed();
+    MUSTER_RETURN_IF_ERROR(folder.PublishSealed());
     return by_folder({}, {});
   }
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar->List();
@@ -493,10 +501,10 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     MUSTER_LOG(Warning) << "the coordinator does not say which checkpoint to resume from ("
                         << records.status().message() << "): the newest that is complete in "
                         << folder.root() << " is taken";
-    folder.PublishSealed();
+    MUSTER_RETURN_IF_ERROR(folder.PublishSealed());
     return by_folder({}, {});
   }
-  folder.PublishSealed();
+  MUSTER_RETURN_IF_ERROR(folder.PublishSealed());
   const std::string root = AbsolutePath(folder.root());
   std::vector<std::string> left_out;  // no run resumes from them
   bool any = false, any_damaged = false;
@@ -509,8 +517,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     const std::string path = JoinPath(folder.root(), BaseName(record->path));
     const bool known_damaged = std::find(damaged.begin(), damaged.end(), path) != damaged.end();
     // Not a reason to train on from an older one.
-    if (const absl::Status seal = ReadSeal(path).status();
-        !known_damaged && !seal.ok() && !absl::IsNotFound(seal) && !StaysUnreadable(seal)) {
+    if (const absl::Status seal = ReadSeal(path).status(); !known_damaged && MayPass(seal)) {
       return seal;
     }
     if (!record->promoted || record->damage_in_contents) {
@@ -529,8 +536,10 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
       continue;
     }
     absl::Status status;
+    bool is_taken = false;  // another process writes there, or a newer one has the name
     if (record->state == RegisteredCheckpoint::State::kSealed) {
       status = NameSealed(*record, *registrar);
+      is_taken = absl::IsFailedPrecondition(status);
     } else if (!IsFolderOf(path, *record)) {
       const absl::Status seal = ReadSeal(path).status();
       status =
@@ -559,6 +568,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
       WarnOfNewer(folder, *record, *records);
       return path;
     }
+    if (MayPass(status) && !is_taken) return status;
     MUSTER_LOG(Warning) << "passing over " << path << " of step " << record->step << ": "
                         << status.message();
   }

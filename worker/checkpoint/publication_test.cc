@@ -373,6 +373,48 @@ TEST_F(PublicationTest, RecordThatCannotBeReadNow_IsAnError_NoOlderOneIsTaken) {
   EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
 }
 
+TEST_F(PublicationTest, FileThatCannotBeReadNow_IsAnError_NoOlderOneIsTaken) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1).ok());
+  FakeRegistrar another;
+  for (const std::string& name : {std::string(kManifestName), RandomStatesFileName(0)}) {
+    SCOPED_TRACE(name);
+    const std::string path = JoinPath(folder_.PathOf(1), name);
+    const std::string text = *ReadFile(path);
+    ASSERT_EQ(unlink(path.c_str()), 0);
+    ASSERT_EQ(symlink(name.c_str(), path.c_str()), 0);
+    for (CheckpointRegistrar* const registrar :
+         std::vector<CheckpointRegistrar*>{nullptr, &another, &registrar_}) {
+      const absl::Status status = FindCheckpointToResume(folder_, registrar).status();
+      EXPECT_EQ(status, VerifyCheckpoint(folder_.PathOf(1), VerifyLevel::kSizes).status());
+      EXPECT_FALSE(status.ok() || absl::IsNotFound(status) || StaysUnreadable(status)) << status;
+      EXPECT_THAT(std::string(status.message()), HasSubstr(path));
+      EXPECT_EQ(FindCheckpointToResume(folder_, registrar, {folder_.PathOf(1)}).value(),
+                folder_.PathOf(0));
+    }
+    EXPECT_THAT(registrar_.verdicts, IsEmpty());
+    ASSERT_EQ(unlink(path.c_str()), 0);
+    ASSERT_TRUE(WriteFileAtomically(path, text).ok());
+  }
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
+  // Nor where the newest is sealed and lacks only its name.
+  TakeNameAway(2, /*noted=*/true);
+  const std::string path = JoinPath(registrar_.records.at(2).staging, kManifestName);
+  const std::string text = *ReadFile(path);
+  ASSERT_EQ(unlink(path.c_str()), 0);
+  ASSERT_EQ(symlink(kManifestName, path.c_str()), 0);
+  for (CheckpointRegistrar* const registrar :
+       std::vector<CheckpointRegistrar*>{nullptr, &registrar_}) {
+    const absl::Status status = FindCheckpointToResume(folder_, registrar).status();
+    EXPECT_THAT(std::string(status.message()), HasSubstr(path));
+  }
+  // It stays, whatever is saved meanwhile.
+  registered_ = false;
+  ASSERT_TRUE(Save(1).ok());
+  ASSERT_TRUE(Save(2).ok());
+  EXPECT_TRUE(PathExists(registrar_.records.at(2).staging));
+}
+
 TEST_F(PublicationTest, AllThatIsRegisteredIsHeldBack_TheNewestToResumeStays) {
   registered_ = false;
   ASSERT_TRUE(Save(0).ok());

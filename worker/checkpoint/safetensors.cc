@@ -206,7 +206,8 @@ absl::StatusOr<NamedTensors> SafetensorsReader::ReadAll(FileDigest* digest) cons
     while (done < prefix.size()) {
       const ssize_t n = pread(file_->fd, prefix.data() + done, prefix.size() - done, done);
       if (n < 0 && errno == EINTR) continue;
-      if (n <= 0) return absl::DataLossError(absl::StrCat(path_, ": cannot read the header again"));
+      if (n < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot read ", path_));
+      if (n == 0) return absl::DataLossError(absl::StrCat(path_, ": cannot read the header again"));
       done += n;
     }
     digester.Update(prefix);

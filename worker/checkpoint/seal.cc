@@ -2,11 +2,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
-#include <system_error>
 #include <vector>
 
 #include "absl/strings/ascii.h"
@@ -72,17 +70,8 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
   const auto bad = [&path](absl::string_view why) {
     return absl::DataLossError(absl::StrCat(path, " is not a record of a checkpoint: ", why));
   };
-  const absl::StatusOr<std::string> text = ReadRecordFile(path, kMaxBytes);
-  if (!text.ok()) {
-    // ReadRecordFile() has the same codes for these and for what passes.
-    std::error_code error;
-    if (std::filesystem::is_directory(path, error)) return bad("it is a folder");
-    if (const uintmax_t bytes = std::filesystem::file_size(path, error);
-        !error && bytes > kMaxBytes)
-      return bad(absl::StrCat("it has ", bytes, " bytes"));
-    return text.status();
-  }
-  const absl::StatusOr<Json> parsed = ParseJson(*text, path);
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadRecordFile(path, kMaxBytes));
+  const absl::StatusOr<Json> parsed = ParseJson(text, path);
   if (!parsed.ok()) return absl::DataLossError(parsed.status().message());
   const Json& json = *parsed;
   RegisteredCheckpoint record;
@@ -135,10 +124,6 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
   return record;
 }
 
-bool StaysUnreadable(const absl::Status& error) {
-  return absl::IsDataLoss(error) || absl::IsUnimplemented(error);
-}
-
 absl::Status CheckSeal(const std::string& dir, const Manifest& manifest,
                        const RegisteredCheckpoint& seal, const VerifyingKey* key,
                        const std::string& key_name) {
@@ -175,9 +160,10 @@ absl::Status CheckSeal(const std::string& dir, const Manifest& manifest,
   return absl::OkStatus();
 }
 
-std::vector<std::string> PinnedIn(const CheckpointFolder& folder) {
+absl::StatusOr<std::vector<std::string>> PinnedIn(const CheckpointFolder& folder) {
   std::vector<std::string> pinned;
-  for (const int64_t number : folder.Numbers().value_or(std::vector<int64_t>())) {
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, folder.Numbers());
+  for (const int64_t number : numbers) {
     const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(folder.PathOf(number));
     // One that cannot be read may be pinned.
     if (seal.ok() ? seal->pinned : !absl::IsNotFound(seal.status()))

@@ -22,12 +22,9 @@ namespace muster {
 absl::Status WriteSeal(const std::string& dir, const RegisteredCheckpoint& record);
 
 // Errors: NOT_FOUND if the folder has none; DATA_LOSS if it is damaged, UNIMPLEMENTED if it is of a
-// newer version; others are the file system's, which may be able to read it later.
+// newer version: a load passes over the checkpoint, which may be held back. Others may pass, see
+// StaysUnreadable().
 absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir);
-
-// Whether ReadSeal() would fail again with this error: a load passes over the checkpoint, which may
-// be held back. After other errors it must not take an older one.
-bool StaysUnreadable(const absl::Status& error);
 
 // Whether the record `seal` of the checkpoint in `dir` is as it was sealed and about what is there:
 // its hash fits its facts, and the manifest and its files are those that the ranks reported. With a
@@ -37,8 +34,9 @@ absl::Status CheckSeal(const std::string& dir, const Manifest& manifest,
                        const RegisteredCheckpoint& seal, const VerifyingKey* key = nullptr,
                        const std::string& key_name = "");
 
-// The paths of the numbered checkpoints whose records say that they are pinned.
-std::vector<std::string> PinnedIn(const CheckpointFolder& folder);
+// The paths of the numbered checkpoints whose records say that they are pinned, and of those whose
+// record cannot be read.
+absl::StatusOr<std::vector<std::string>> PinnedIn(const CheckpointFolder& folder);
 
 // The text whose SHA-256 is `record.sha256`.
 std::string SealText(const RegisteredCheckpoint& record);

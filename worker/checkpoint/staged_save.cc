@@ -46,11 +46,13 @@ struct Copy {
   auto age() const { return std::tie(step, created, digest); }
 };
 
-std::vector<Copy> ReadCopies(const std::string& dir) {
+absl::StatusOr<std::vector<Copy>> ReadCopies(const std::string& dir) {
   std::vector<Copy> copies;
-  for (const std::string& path : CopiesOf(dir)) {
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> paths, CopiesOf(dir));
+  for (const std::string& path : paths) {
     const absl::StatusOr<std::string> text = ReadRecordFile(JoinPath(path, kManifestName));
-    if (!text.ok()) continue;
+    if (absl::IsNotFound(text.status()) || StaysUnreadable(text.status())) continue;
+    MUSTER_RETURN_IF_ERROR(text.status());
     const absl::StatusOr<Manifest> manifest = ParseManifest(*text, path);
     if (!manifest.ok()) continue;
     copies.push_back({.path = path,
@@ -141,7 +143,12 @@ absl::Status CheckPublishable(const NodeGroups& groups, const PublishOptions& op
 absl::Status SettleNodes(Comm& comm, const std::string& dir, const NodeGroups& groups) {
   if (groups.nodes.size() == 1) return absl::OkStatus();
   std::vector<Copy> mine;
-  if (groups.leads()) mine = ReadCopies(dir);
+  // Where one cannot be read at the moment, it may be the latest.
+  const absl::Status looked = OnlyLeader(groups, nullptr, [&]() -> absl::Status {
+    MUSTER_ASSIGN_OR_RETURN(mine, ReadCopies(dir));
+    return absl::OkStatus();
+  });
+  MUSTER_RETURN_IF_ERROR(AgreeOfLeaders(comm, groups, looked));
   Json json = Json::array();
   for (const Copy& copy : mine) {
     json.push_back({copy.path == dir, copy.digest, copy.step, copy.created});
@@ -207,7 +214,10 @@ absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const Nod
       if (number >= oldest_kept) continue;
       if (keep_every > 0) {
         const absl::StatusOr<Manifest> manifest = ReadManifest(folder.PathOf(number));
-        if (manifest.ok() && manifest->info.step % keep_every == 0) continue;
+        if (manifest.ok() ? manifest->info.step % keep_every == 0
+                          : !StaysUnreadable(manifest.status())) {
+          continue;
+        }
       }
       MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(folder.PathOf(number)));
     }

@@ -82,7 +82,9 @@ absl::Status NumberIsFree(const CheckpointFolder& folder, int64_t iteration, int
         absl::StrCat("total_limit is ", total_limit, "; it must not be negative"));
   }
   const std::string dir = folder.PathOf(iteration);
-  if (!PathExists(JoinPath(dir, kManifestName))) return absl::OkStatus();
+  const absl::Status there = ReadManifest(dir).status();
+  if (absl::IsNotFound(there)) return absl::OkStatus();
+  if (!there.ok() && !StaysUnreadable(there)) return there;
   return absl::AlreadyExistsError(absl::StrCat(
       "checkpoint ", dir, " exists; load it first to continue after it, or name another folder"));
 }
@@ -309,7 +311,16 @@ absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
     absl::StatusOr<StateReader> reader = StateReader::Open(found);
     const absl::Status opened = AgreeOnFiles(comm, reader.status(), {}, nullptr);
     if (opened.ok()) return reader;
-    // What rank 0 sees is complete; another rank may see less.
+    // What is not there for one rank and whole for another is there: this one looks elsewhere, or
+    // knows a file server's state of a moment ago.
+    const std::vector<std::string> wholes = comm.AllGatherBytes(reader.ok() ? "whole" : "");
+    if ((absl::IsNotFound(opened) || absl::IsDataLoss(opened)) &&
+        std::count(wholes.begin(), wholes.end(), "whole") > 0) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          opened.message(), "; other ranks see all of ", found,
+          ": all ranks must see one folder (or set project.save_on_each_node); where they do, "
+          "start again"));
+    }
     if (!dir.empty() || !absl::IsDataLoss(opened) ||
         std::find(passed_over.begin(), passed_over.end(), found) != passed_over.end()) {
       return opened;

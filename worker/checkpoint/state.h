@@ -167,7 +167,8 @@ absl::Status CheckNumberIsFree(Comm& comm, const NodeGroups& groups, const Check
                                int64_t iteration, int total_limit);
 
 // Opens a checkpoint on every rank; with `dir` empty, what FindCheckpointToResume says on rank 0.
-// Collective; all ranks return the same error.
+// Collective; all ranks return the same error: FAILED_PRECONDITION if some see all of it and others
+// not.
 absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
                                            const CheckpointFolder& folder,
                                            CheckpointRegistrar* registrar = nullptr,

@@ -24,6 +24,7 @@
 namespace muster {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -332,6 +333,28 @@ TEST_F(StateTest, NoCheckpoint_IsTheSameErrorOnAllRanks) {
     EXPECT_EQ(reader.status().code(), absl::StatusCode::kNotFound);
     EXPECT_EQ(OpenCheckpoint(comm, JoinPath(root_, "x"), CheckpointFolder("")).status().code(),
               absl::StatusCode::kNotFound);
+  });
+}
+
+TEST_F(StateTest, CheckpointThatSomeRanksDoNotSee_IsNeitherNoneNorDamaged) {
+  const std::string whole = JoinPath(root_, "whole"), part = JoinPath(root_, "part");
+  RunRanks(2, [&](Comm& comm) {
+    for (const std::string& dir : {whole, part}) {
+      ASSERT_TRUE(SaveCheckpoint(comm, dir, {}, [&](StateWriter& writer) {
+                    return WriteAll(writer, 3);
+                  }).ok());
+    }
+    if (comm.rank() == 0) {
+      ASSERT_EQ(unlink(JoinPath(part, RandomStatesFileName(1)).c_str()), 0);
+    }
+    comm.Barrier();
+    for (const std::string& other : {JoinPath(root_, "nothing"), part}) {
+      const absl::Status status =
+          OpenCheckpoint(comm, comm.rank() == 0 ? whole : other, CheckpointFolder("")).status();
+      EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+      EXPECT_THAT(std::string(status.message()),
+                  AllOf(HasSubstr("rank 1: " + other), HasSubstr("save_on_each_node")));
+    }
   });
 }
 

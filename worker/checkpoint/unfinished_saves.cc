@@ -23,7 +23,7 @@ constexpr uint64_t kStatBlock = 512;
 // Whether `path` is a checkpoint that the one in `dir` has replaced, and that is being removed.
 bool IsReplaced(const std::string& path, const std::string& dir) {
   return PathExists(JoinPath(path, kManifestName)) && PathExists(JoinPath(dir, kManifestName)) &&
-         !IsNewerCheckpoint(path, dir);
+         !IsNewerCheckpoint(path, dir).value_or(false);
 }
 
 // Absent: it is none, or has just become a checkpoint.

@@ -655,8 +655,8 @@ LoaderState LoaderCore::NextState() const {
   return resuming_ ? State() : Completed({.epoch = next_epoch_});
 }
 
-void LoaderCore::LoadState(const LoaderState& state,
-                           const std::map<std::string, at::Tensor>& tensors) {
+std::optional<LoaderCore::UserOrder> LoaderCore::CheckedOrder(
+    const LoaderState& state, const std::map<std::string, at::Tensor>& tensors) const {
   TORCH_CHECK(state.epoch >= 0 && state.position >= 0 && state.index >= 0,
               "loader: a saved state with negative numbers: ", state.ToString());
   TORCH_CHECK(
@@ -682,6 +682,17 @@ void LoaderCore::LoadState(const LoaderState& state,
     refuse_unless(!has_sampler() || !state.order_digest.empty(),
                   "without the order that its sampler gave");
   }
+  return order;
+}
+
+void LoaderCore::CheckState(const LoaderState& state,
+                            const std::map<std::string, at::Tensor>& tensors) const {
+  CheckedOrder(state, tensors);
+}
+
+void LoaderCore::LoadState(const LoaderState& state,
+                           const std::map<std::string, at::Tensor>& tensors) {
+  std::optional<UserOrder> order = CheckedOrder(state, tensors);
   if (order.has_value()) {
     user_order_ = std::move(order);
     expected_digest_.clear();

@@ -129,12 +129,15 @@ class LoaderStateHandle {
   // the epoch (int64, [n]), and "lengths" of a batch sampler's batches (int64, [batches]). Empty
   // where the order follows from State(). Handles, not copies.
   virtual std::map<std::string, at::Tensor> StateTensors() const = 0;
+  // Whether LoadState() can take it. Errors (c10::Error): another data set's length; tensors that
+  // do not belong to the state; a place inside an epoch of another kind of order, of a sampler's
+  // order that was not saved, or of a stream sharded into another number of parts.
+  virtual void CheckState(const LoaderState& state,
+                          const std::map<std::string, at::Tensor>& tensors) const = 0;
   // The next pass of that epoch continues from there, in the saved order. `tensors` is what
-  // StateTensors() gave. Errors (c10::Error), which leave the loader as it was: another data set's
-  // length; tensors that do not belong to the state; a place inside an epoch of another kind of
-  // order, of a sampler's order that was not saved, or of a stream sharded into another number of
-  // parts. With a state but no tensors, the next pass compares the sampler's order with the state's
-  // digest and throws if they differ.
+  // StateTensors() gave. Errors: those of CheckState(), with the loader as it was. With a state but
+  // no tensors, the next pass compares the sampler's order with the state's digest and throws if
+  // they differ.
   virtual void LoadState(const LoaderState& state,
                          const std::map<std::string, at::Tensor>& tensors) = 0;
   void LoadState(const LoaderState& state) { LoadState(state, {}); }
@@ -232,6 +235,8 @@ class LoaderCore : public LoaderStateHandle {
 
   LoaderState State() const override;
   std::map<std::string, at::Tensor> StateTensors() const override;
+  void CheckState(const LoaderState& state,
+                  const std::map<std::string, at::Tensor>& tensors) const override;
   using LoaderStateHandle::LoadState;
   void LoadState(const LoaderState& state,
                  const std::map<std::string, at::Tensor>& tensors) override;
@@ -288,6 +293,9 @@ class LoaderCore : public LoaderStateHandle {
   // Of saved tensors, checked.
   UserOrder LoadedOrder(const LoaderState& state,
                         const std::map<std::string, at::Tensor>& tensors) const;
+  // Of a state that was checked, if it has one.
+  std::optional<UserOrder> CheckedOrder(const LoaderState& state,
+                                        const std::map<std::string, at::Tensor>& tensors) const;
 
   // A pass that has begun and not ended, since the last LoadState.
   struct LivePass {

@@ -186,7 +186,7 @@ PlainState GradScaler::SaveState() const {
   return state;
 }
 
-void GradScaler::LoadState(const PlainState& state) {
+void GradScaler::CheckState(const PlainState& state) const {
   const auto value = [&state](const char* name) {
     const auto it = state.find(name);
     TORCH_CHECK(it != state.end() && it->second.size() == 1,
@@ -194,8 +194,17 @@ void GradScaler::LoadState(const PlainState& state) {
     return it->second[0];
   };
   const double scale = value("scale");
-  const double tracker = value("growth_tracker");
   TORCH_CHECK(scale > 0 && std::isfinite(scale), "gradient scaler state 'scale' is ", scale);
+  value("growth_tracker");
+  if (options_.hysteresis <= 1 || state.count("hysteresis") == 0) return;
+  const double patience = value("hysteresis");
+  TORCH_CHECK(patience >= 1, "gradient scaler state 'hysteresis' is ", patience);
+}
+
+void GradScaler::LoadState(const PlainState& state) {
+  CheckState(state);
+  const double scale = state.at("scale")[0];
+  const double tracker = state.at("growth_tracker")[0];
   // The options of this run count: a fixed scale is theirs, and they may limit another one.
   scale_ = Scalar(options_.dynamic ? std::max(scale, options_.min_scale) : options_.init_scale,
                   at::kFloat, scale_.device());
@@ -203,9 +212,7 @@ void GradScaler::LoadState(const PlainState& state) {
   // A state of a scaler without one begins to count.
   patience_ = options_.hysteresis;
   if (options_.hysteresis > 1 && state.count("hysteresis") > 0) {
-    const double patience = value("hysteresis");
-    TORCH_CHECK(patience >= 1, "gradient scaler state 'hysteresis' is ", patience);
-    patience_ = std::min(options_.hysteresis, static_cast<int64_t>(patience));
+    patience_ = std::min(options_.hysteresis, static_cast<int64_t>(state.at("hysteresis")[0]));
   }
 }
 

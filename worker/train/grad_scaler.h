@@ -62,6 +62,9 @@ class GradScaler {
   int64_t growth_tracker() const;
 
   PlainState SaveState() const;
+  // Throws for a state that LoadState() would refuse. Changes nothing.
+  void CheckState(const PlainState& state) const;
+  // After CheckState().
   void LoadState(const PlainState& state);
 
  private:

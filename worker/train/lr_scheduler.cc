@@ -340,7 +340,7 @@ void LrScheduler::Apply() {
   }
 }
 
-void LrScheduler::AddGroups() {
+void LrScheduler::CheckGroups() const {
   const auto known = static_cast<int64_t>(base_lrs_.size());
   const int64_t now = target_.num_groups();
   if (now == known) return;
@@ -351,7 +351,11 @@ void LrScheduler::AddGroups() {
                 known,
                 " schedules: with schedules of their own, add all groups before the schedule");
   }
-  for (int64_t g = known; g < now; ++g) {
+}
+
+void LrScheduler::AddGroups() {
+  CheckGroups();
+  for (auto g = static_cast<int64_t>(base_lrs_.size()); g < target_.num_groups(); ++g) {
     schedules_.push_back(schedules_.front());
     const double lr = target_.lr(g);
     base_lrs_.push_back(BaseFor(*schedules_.back(), step_, lr, lr).value_or(lr));
@@ -404,14 +408,21 @@ PlainState LrScheduler::SaveState() const {
   return {{"step", {D(step_)}}, {"base_lrs", std::move(base_lrs)}, {"last_lr", last_lr()}};
 }
 
-void LrScheduler::LoadState(const PlainState& state) {
-  AddGroups();
+void LrScheduler::CheckState(const PlainState& state) const {
+  CheckGroups();
+  const auto groups = static_cast<size_t>(target_.num_groups());
   const double step = Row(state, "step", 1)[0];
-  std::vector<double> base_lrs = Row(state, "base_lrs", base_lrs_.size());
-  const std::vector<double> last_lr = Row(state, "last_lr", base_lrs_.size());
+  Row(state, "base_lrs", groups);
+  Row(state, "last_lr", groups);
   TORCH_CHECK(step >= 0, "scheduler state 'step' is negative: ", step);
-  step_ = static_cast<int64_t>(step);
-  base_lrs_ = std::move(base_lrs);
+}
+
+void LrScheduler::LoadState(const PlainState& state) {
+  CheckState(state);
+  AddGroups();
+  const std::vector<double>& last_lr = state.at("last_lr");
+  step_ = static_cast<int64_t>(state.at("step")[0]);
+  base_lrs_ = state.at("base_lrs");
   Apply();
   // The saved rates win over the schedule's: rates changed by hand are restored, and the next step
   // continues from them, as in an uninterrupted run.
@@ -474,18 +485,22 @@ PlainState ReduceLROnPlateau::SaveState() const {
           {"last_lr", std::move(lrs)}};
 }
 
-void ReduceLROnPlateau::LoadState(const PlainState& state) {
-  const double step = Row(state, "step", 1)[0];
-  const double bad = Row(state, "bad", 1)[0];
-  const double cooldown = Row(state, "cooldown_left", 1)[0];
+void ReduceLROnPlateau::CheckState(const PlainState& state) const {
+  for (const char* name : {"step", "bad", "cooldown_left"}) Row(state, name, 1);
   const auto best = state.find("best");
   TORCH_CHECK(best == state.end() || best->second.size() <= 1,
               "scheduler state has several 'best'");
-  const std::vector<double>& lrs = Row(state, "last_lr", static_cast<size_t>(target_.num_groups()));
-  step_ = static_cast<int64_t>(step);
-  bad_ = static_cast<int64_t>(bad);
-  cooldown_left_ = static_cast<int64_t>(cooldown);
+  Row(state, "last_lr", static_cast<size_t>(target_.num_groups()));
+}
+
+void ReduceLROnPlateau::LoadState(const PlainState& state) {
+  CheckState(state);
+  const std::vector<double>& lrs = state.at("last_lr");
+  step_ = static_cast<int64_t>(state.at("step")[0]);
+  bad_ = static_cast<int64_t>(state.at("bad")[0]);
+  cooldown_left_ = static_cast<int64_t>(state.at("cooldown_left")[0]);
   // Older states of a schedule that had no metric yet have none.
+  const auto best = state.find("best");
   best_ = best == state.end() || best->second.empty() ? WorstOf(options_) : best->second[0];
   for (size_t g = 0; g < lrs.size(); ++g) target_.set_lr(static_cast<int64_t>(g), lrs[g]);
 }

@@ -108,7 +108,9 @@ class Scheduler {
   virtual bool Step() = 0;
   virtual int64_t step_count() const = 0;
   virtual PlainState SaveState() const = 0;
-  // Refuses (c10::Error) a state that does not fit, before anything is changed.
+  // Refuses (c10::Error) a state that LoadState() would refuse. Changes nothing.
+  virtual void CheckState(const PlainState& state) const = 0;
+  // After CheckState().
   virtual void LoadState(const PlainState& state) = 0;
 };
 
@@ -138,6 +140,7 @@ class LrScheduler : public Scheduler {
   const std::vector<double>& base_lrs() const { return base_lrs_; }
 
   PlainState SaveState() const override;
+  void CheckState(const PlainState& state) const override;
   void LoadState(const PlainState& state) override;
 
  private:
@@ -151,6 +154,7 @@ class LrScheduler : public Scheduler {
   void Apply();
   // Base rates for rates set by hand and for groups added since the last step.
   void Rebase();
+  void CheckGroups() const;
   void AddGroups();
 };
 
@@ -181,7 +185,9 @@ class MetricScheduler {
   virtual void Step(double metric) = 0;
   virtual int64_t step_count() const = 0;
   virtual PlainState SaveState() const = 0;
-  // Refuses (c10::Error) a state that does not fit, before anything is changed.
+  // Refuses (c10::Error) a state that LoadState() would refuse. Changes nothing.
+  virtual void CheckState(const PlainState& state) const = 0;
+  // After CheckState().
   virtual void LoadState(const PlainState& state) = 0;
 };
 
@@ -199,6 +205,7 @@ class ReduceLROnPlateau : public MetricScheduler {
   double best() const { return best_; }
 
   PlainState SaveState() const override;
+  void CheckState(const PlainState& state) const override;
   void LoadState(const PlainState& state) override;
 
  private:

@@ -448,10 +448,33 @@ OptimizerState FusedOptimizer::SaveState() const {
   return saved;
 }
 
+std::vector<std::map<std::string, at::Tensor>> FusedOptimizer::CheckedSlots(
+    const OptimizerState& state) const {
+  CheckGroupCount(state.groups, num_groups());
+  for (int64_t g = 0; g < num_groups(); ++g) CheckGroup(state.groups, g);
+  std::vector<std::string> known;
+  if (counts_steps()) known.push_back("step");
+  for (int64_t g = 0; g < num_groups(); ++g) {
+    for (const Slot& slot : slots(g)) known.push_back(slot.name);
+  }
+  std::vector<std::map<std::string, at::Tensor>> by_parameter = Slots(state, known);
+  for (int64_t g = 0; g < num_groups(); ++g) {
+    std::vector<std::string> needed;
+    if (counts_steps()) needed.push_back("step");
+    for (const Slot& slot : slots(g)) needed.push_back(slot.name);
+    for (size_t i = groups_[g].first; i < groups_[g].second; ++i) {
+      for (const std::string& name : needed) {
+        TORCH_CHECK(by_parameter[i].empty() || by_parameter[i].count(name) > 0, "optimizer state '",
+                    parameter_names()[i], ".", name, "' is missing");
+      }
+    }
+  }
+  return by_parameter;
+}
+
 void FusedOptimizer::LoadState(const OptimizerState& state) {
   at::NoGradGuard no_grad;
-  CheckGroupCount(state.groups, num_groups());
-  for (int64_t g = 0; g < num_groups(); ++g) LoadGroup(state.groups, g, /*commit=*/false);
+  const auto by_parameter = CheckedSlots(state);
   std::vector<ParamState> loaded(state_.size());
   // Into memory that is there: what is copied once nothing can fail any more.
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
@@ -461,12 +484,6 @@ void FusedOptimizer::LoadState(const OptimizerState& state) {
         return std::make_tuple(a.first.type(), a.first.index(), a.second) <
                std::make_tuple(b.first.type(), b.first.index(), b.second);
       });
-  std::vector<std::string> known;
-  if (counts_steps()) known.push_back("step");
-  for (int64_t g = 0; g < num_groups(); ++g) {
-    for (const Slot& slot : slots(g)) known.push_back(slot.name);
-  }
-  const auto by_parameter = Slots(state, known);
   for (int64_t g = 0; g < num_groups(); ++g) {
     const auto [begin, end] = groups_[g];
     const std::vector<Slot> names = slots(g);
@@ -474,10 +491,7 @@ void FusedOptimizer::LoadState(const OptimizerState& state) {
       if (by_parameter[i].empty()) continue;
       const at::Tensor& param = seen_parameters()[i];
       if (counts_steps()) {
-        const auto it = by_parameter[i].find("step");
-        TORCH_CHECK(it != by_parameter[i].end(), "optimizer state '", parameter_names()[i],
-                    ".step' is missing");
-        const float count = it->second.to(at::kCPU, at::kFloat).item<float>();
+        const float count = by_parameter[i].at("step").to(at::kCPU, at::kFloat).item<float>();
         at::Tensor& shared = steps[{param.device(), count}];
         if (!shared.defined()) {
           shared =
@@ -485,25 +499,21 @@ void FusedOptimizer::LoadState(const OptimizerState& state) {
         }
         loaded[i].step = shared;
       }
-      for (size_t s = 0; s < names.size(); ++s) {
-        const auto it = by_parameter[i].find(names[s].name);
-        TORCH_CHECK(it != by_parameter[i].end(), "optimizer state '", parameter_names()[i], ".",
-                    names[s].name, "' is missing");
-        if (offloaded_ == nullptr) {
-          at::Tensor& slot = loaded[i].slots[s];
-          slot = SlotToReuse(state_[i].slots[s], 1, param, it->second);
-          if (slot.defined()) {
-            copies.emplace_back(slot, it->second);
-          } else {
-            slot = NewSlot(param).copy_(it->second);
-          }
+      for (size_t s = 0; s < names.size() && offloaded_ == nullptr; ++s) {
+        const at::Tensor& saved = by_parameter[i].at(names[s].name);
+        at::Tensor& slot = loaded[i].slots[s];
+        slot = SlotToReuse(state_[i].slots[s], 1, param, saved);
+        if (slot.defined()) {
+          copies.emplace_back(slot, saved);
+        } else {
+          slot = NewSlot(param).copy_(saved);
         }
       }
       loaded[i].exists = true;
     }
   }
   if (offloaded_ != nullptr) MakeRoom();
-  for (int64_t g = 0; g < num_groups(); ++g) LoadGroup(state.groups, g, /*commit=*/true);
+  for (int64_t g = 0; g < num_groups(); ++g) LoadGroup(state.groups, g);
   steps.clear();
   for (const auto& [to, from] : copies) to.copy_(from);
   state_ = std::move(loaded);
@@ -608,7 +618,7 @@ PlainState Fused<Options>::SaveGroup(int64_t group) const {
 }
 
 template <typename Options>
-void Fused<Options>::LoadGroup(const PlainState& groups, int64_t group, bool commit) {
+Options Fused<Options>::ReadGroup(const PlainState& groups, int64_t group) const {
   Options saved;
   ForOptions(saved, [&](const char* name, auto& field) {
     using Field = std::remove_cvref_t<decltype(field)>;
@@ -623,7 +633,7 @@ void Fused<Options>::LoadGroup(const PlainState& groups, int64_t group, bool com
   });
   CheckOptions(saved);
   CheckSameState(saved, options_[group], group);
-  if (commit) options_[group] = saved;
+  return saved;
 }
 
 template class Fused<AdamWOptions>;

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -86,6 +87,7 @@ class FusedOptimizer : public OptimizerHandle {
   void OffloadState(std::shared_ptr<ScratchFile> file) override;
   std::string CannotSave() const override;
   OptimizerState SaveState() const override;
+  void CheckState(const OptimizerState& state) const override { CheckedSlots(state); }
   void LoadState(const OptimizerState& state) override;
 
   static constexpr int kMaxSlots = 3;
@@ -120,8 +122,9 @@ class FusedOptimizer : public OptimizerHandle {
                       const std::optional<at::Tensor>& grad_scale,
                       const std::optional<at::Tensor>& found_inf) const = 0;
   virtual PlainState SaveGroup(int64_t group) const = 0;
-  // Two passes: first with commit = false for all groups, then with true.
-  virtual void LoadGroup(const PlainState& groups, int64_t group, bool commit) = 0;
+  // Throws unless LoadGroup() can take it.
+  virtual void CheckGroup(const PlainState& groups, int64_t group) const = 0;
+  virtual void LoadGroup(const PlainState& groups, int64_t group) = 0;
 
  private:
   struct ParamState {
@@ -140,6 +143,8 @@ class FusedOptimizer : public OptimizerHandle {
   // The parameters that StepOnly() is for, by number; empty: all.
   std::vector<bool> only_;
   bool Steps(size_t i) const { return only_.empty() || only_[i]; }
+  // The slots of each parameter in a state, all of which LoadState() can take; else throws.
+  std::vector<std::map<std::string, at::Tensor>> CheckedSlots(const OptimizerState& state) const;
 
   // The tensor of state `slot` of a parameter, for a kernel with `target`, which is the parameter
   // or a dense copy of it.
@@ -184,10 +189,17 @@ class Fused : public FusedOptimizer {
   void Update(int64_t group, const Lists& lists, const std::optional<at::Tensor>& grad_scale,
               const std::optional<at::Tensor>& found_inf) const override;
   PlainState SaveGroup(int64_t group) const override;
-  void LoadGroup(const PlainState& groups, int64_t group, bool commit) override;
+  void CheckGroup(const PlainState& groups, int64_t group) const override {
+    ReadGroup(groups, group);
+  }
+  void LoadGroup(const PlainState& groups, int64_t group) override {
+    options_[group] = ReadGroup(groups, group);
+  }
 
  private:
   std::vector<Options> options_;
+
+  Options ReadGroup(const PlainState& groups, int64_t group) const;
 };
 
 extern template class Fused<AdamWOptions>;

@@ -114,8 +114,10 @@ class OptimizerHandle : public LrTarget {
   // are not.
   virtual std::string CannotSave() const { return ""; }
   virtual OptimizerState SaveState() const = 0;
-  // Copies the values in. Everything is checked first: a name, a shape or a group that does not fit
-  // is refused with nothing changed.
+  // Throws what LoadState() would throw for a name, a shape, a number or a group that does not fit.
+  // Changes nothing. What the load() of a class refuses that is not LibTorch's is not known here.
+  virtual void CheckState(const OptimizerState& state) const = 0;
+  // Copies the values in, after CheckState().
   virtual void LoadState(const OptimizerState& state) = 0;
 
  protected:

@@ -15,6 +15,7 @@ class CountingScheduler : public Scheduler {
   }
   int64_t step_count() const override { return count_; }
   PlainState SaveState() const override { return {}; }
+  void CheckState(const PlainState&) const override {}
   void LoadState(const PlainState&) override {}
 
  private:

@@ -21,6 +21,11 @@ void SetState(at::Generator generator, const at::Tensor& state) {
   generator.set_state(state);
 }
 
+at::Generator CopyOf(at::Generator generator) {
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.clone();
+}
+
 int64_t NumGpus() { return at::hasCUDA() ? static_cast<int64_t>(at::getNumGPUs()) : 0; }
 
 // Index -1 is the CPU.
@@ -61,7 +66,18 @@ std::map<std::string, at::Tensor> SaveRngState() {
   return states;
 }
 
+void CheckRngState(const std::map<std::string, at::Tensor>& states) {
+  for (int64_t gpu = -1; gpu < NumGpus(); ++gpu) {
+    const auto it = states.find(NameOf(gpu));
+    if (it == states.end()) continue;
+    TORCH_CHECK(it->second.scalar_type() == at::kByte && it->second.is_cpu(),
+                "the random state of ", NameOf(gpu), " is not a byte tensor on the CPU");
+    SetState(CopyOf(DefaultGenerator(gpu)), it->second);
+  }
+}
+
 std::string RestoreRngState(const std::map<std::string, at::Tensor>& states) {
+  CheckRngState(states);
   std::string left_out;
   const auto note = [&left_out](const std::string& text) {
     left_out += (left_out.empty() ? "" : "; ") + text;
@@ -73,8 +89,6 @@ std::string RestoreRngState(const std::map<std::string, at::Tensor>& states) {
       note(NameOf(gpu) + " is not in the saved state");
       continue;
     }
-    TORCH_CHECK(it->second.scalar_type() == at::kByte && it->second.is_cpu(),
-                "the random state of ", NameOf(gpu), " is not a byte tensor on the CPU");
     SetState(DefaultGenerator(gpu), it->second);
     ++used;
   }

@@ -27,9 +27,11 @@ uint64_t SetSeed(uint64_t seed, int rank = 0, const SeedOptions& options = {});
 // The states of the default generators, as tensors for a checkpoint: "cpu", "cuda.0", ...
 std::map<std::string, at::Tensor> SaveRngState();
 
-// Puts them back. A device that is missing in `states`, or here, is left out and named in the
-// result ("cuda.1 is not in the saved state"); empty if all was restored. Throws c10::Error for a
-// tensor that is no generator state.
+// Throws c10::Error for a tensor that is no state of the generator that it belongs to here.
+void CheckRngState(const std::map<std::string, at::Tensor>& states);
+
+// Puts them back, after CheckRngState(). A device that is missing in `states`, or here, is left out
+// and named in the result ("cuda.1 is not in the saved state"); empty if all was restored.
 std::string RestoreRngState(const std::map<std::string, at::Tensor>& states);
 
 // Gives every rank the default CPU generator's state of rank `root` (and, with `gpu`, that of this

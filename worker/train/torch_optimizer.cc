@@ -4,6 +4,8 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
+#include <memory>
 #include <sstream>
 #include <typeindex>
 #include <typeinfo>
@@ -49,8 +51,8 @@ struct Kind {
   std::vector<std::string> slots;  // without "step"
   bool counts_steps;
   std::function<PlainState(const optim::OptimizerOptions&)> save_group;
-  // Checks, and with the last argument true sets.
-  std::function<void(optim::OptimizerOptions&, const PlainState&, int64_t, bool)> load_group;
+  // Throws before it changes anything.
+  std::function<void(optim::OptimizerOptions&, const PlainState&, int64_t)> load_group;
   std::function<int64_t(const optim::OptimizerParamState&)> step;
   std::function<at::Tensor(const optim::OptimizerParamState&, size_t)> slot;
   std::function<std::unique_ptr<optim::OptimizerParamState>(int64_t, std::vector<at::Tensor>)> make;
@@ -81,12 +83,12 @@ Kind AdamKind(const char* name) {
                 {"maximize", {0}}};
       },
       .load_group =
-          [options](optim::OptimizerOptions& any, const PlainState& state, int64_t g, bool commit) {
+          [options](optim::OptimizerOptions& any, const PlainState& state, int64_t g) {
             Options o = options(any);
             const Row& betas = GroupRow(state, g, "betas", 2);
             o.lr(One(state, g, "lr")).betas({betas[0], betas[1]}).eps(One(state, g, "eps"));
             o.weight_decay(One(state, g, "weight_decay")).amsgrad(One(state, g, "amsgrad") != 0);
-            if (commit) static_cast<Options&>(any) = o;
+            static_cast<Options&>(any) = o;
           },
       .step =
           [](const optim::OptimizerParamState& s) {
@@ -133,12 +135,12 @@ Kind SgdKind() {
                 {"maximize", {0}}};
       },
       .load_group =
-          [options](optim::OptimizerOptions& any, const PlainState& state, int64_t g, bool commit) {
+          [options](optim::OptimizerOptions& any, const PlainState& state, int64_t g) {
             optim::SGDOptions o = options(any);
             o.lr(One(state, g, "lr")).momentum(One(state, g, "momentum"));
             o.dampening(One(state, g, "dampening")).weight_decay(One(state, g, "weight_decay"));
             o.nesterov(One(state, g, "nesterov") != 0);
-            if (commit) static_cast<optim::SGDOptions&>(any) = o;
+            static_cast<optim::SGDOptions&>(any) = o;
           },
       .step = [](const optim::OptimizerParamState&) -> int64_t { return 0; },
       .slot = [](const optim::OptimizerParamState& s,
@@ -178,12 +180,12 @@ Kind AdagradKind() {
                 {"maximize", {0}}};
       },
       .load_group =
-          [options](optim::OptimizerOptions& any, const PlainState& state, int64_t g, bool commit) {
+          [options](optim::OptimizerOptions& any, const PlainState& state, int64_t g) {
             optim::AdagradOptions o = options(any);
             o.lr(One(state, g, "lr")).lr_decay(One(state, g, "lr_decay"));
             o.weight_decay(One(state, g, "weight_decay")).eps(One(state, g, "eps"));
             o.initial_accumulator_value(One(state, g, "initial_accumulator_value"));
-            if (commit) static_cast<optim::AdagradOptions&>(any) = o;
+            static_cast<optim::AdagradOptions&>(any) = o;
           },
       .step =
           [](const optim::OptimizerParamState& s) {
@@ -223,12 +225,12 @@ Kind RmspropKind() {
                 {"centered", {Bit(o.centered())}}};
       },
       .load_group =
-          [options](optim::OptimizerOptions& any, const PlainState& state, int64_t g, bool commit) {
+          [options](optim::OptimizerOptions& any, const PlainState& state, int64_t g) {
             optim::RMSpropOptions o = options(any);
             o.lr(One(state, g, "lr")).alpha(One(state, g, "alpha")).eps(One(state, g, "eps"));
             o.weight_decay(One(state, g, "weight_decay")).momentum(One(state, g, "momentum"));
             o.centered(One(state, g, "centered") != 0);
-            if (commit) static_cast<optim::RMSpropOptions&>(any) = o;
+            static_cast<optim::RMSpropOptions&>(any) = o;
           },
       .step =
           [](const optim::OptimizerParamState& s) {
@@ -292,8 +294,15 @@ void SaveLbfgs(const optim::LBFGS& lbfgs, const std::string& parameter, Optimize
   put_list("ro", s.ro());
 }
 
-void LoadLbfgs(const OptimizerState& saved, const std::string& parameter, optim::LBFGS* lbfgs) {
-  auto& group = lbfgs->param_groups()[0];
+struct LoadedLbfgs {
+  optim::LBFGSOptions options;
+  std::unique_ptr<optim::LBFGSParamState> state;  // null: it has not stepped
+};
+
+// With copies of the tensors.
+LoadedLbfgs ReadLbfgs(const OptimizerState& saved, const std::string& parameter,
+                      const optim::LBFGS& lbfgs) {
+  const auto& group = lbfgs.param_groups()[0];
   optim::LBFGSOptions o = static_cast<const optim::LBFGSOptions&>(group.options());
   o.lr(One(saved.groups, 0, "lr")).max_iter(static_cast<int64_t>(One(saved.groups, 0, "max_iter")));
   o.tolerance_grad(One(saved.groups, 0, "tolerance_grad"));
@@ -346,9 +355,16 @@ void LoadLbfgs(const OptimizerState& saved, const std::string& parameter, optim:
     if (slot == "old_stps") state->old_stps(std::move(list));
     if (slot == "ro") state->ro(std::move(list));
   }
-  static_cast<optim::LBFGSOptions&>(group.options()) = o;
+  return {.options = std::move(o), .state = std::move(state)};
+}
+
+void LoadLbfgs(const OptimizerState& saved, const std::string& parameter, optim::LBFGS* lbfgs) {
+  LoadedLbfgs loaded = ReadLbfgs(saved, parameter, *lbfgs);
+  auto& group = lbfgs->param_groups()[0];
+  static_cast<optim::LBFGSOptions&>(group.options()) = loaded.options;
   lbfgs->state().clear();
-  if (state != nullptr) lbfgs->state()[first.unsafeGetTensorImpl()] = std::move(state);
+  if (loaded.state == nullptr) return;
+  lbfgs->state()[group.params()[0].unsafeGetTensorImpl()] = std::move(loaded.state);
 }
 
 // Lists for one kernel call.
@@ -534,6 +550,20 @@ class TorchOptimizerHandle : public OptimizerHandle {
     return saved;
   }
 
+  void CheckState(const OptimizerState& state) const override {
+    Refresh();
+    CheckGroupCount(state.groups, num_groups());
+    at::NoGradGuard no_grad;
+    if (is_plain_lbfgs()) {
+      ReadLbfgs(state, parameter_names().at(0), static_cast<const optim::LBFGS&>(optimizer_));
+    } else if (const at::Tensor* const bytes = ArchiveIn(state); bytes != nullptr) {
+      torch::serialize::InputArchive archive;
+      LoadArchive(*bytes, &archive);
+    } else {
+      CheckedSlots(state);
+    }
+  }
+
   void LoadState(const OptimizerState& state) override {
     Refresh();
     CheckGroupCount(state.groups, num_groups());
@@ -542,55 +572,38 @@ class TorchOptimizerHandle : public OptimizerHandle {
       LoadLbfgs(state, parameter_names().at(0), &static_cast<optim::LBFGS&>(optimizer_));
       return;
     }
-    const auto archive = state.tensors.find(kArchive);
-    if (archive != state.tensors.end() && !is_torchs_own_) {
-      LoadFromArchive(archive->second, state.groups);
+    if (const at::Tensor* const bytes = ArchiveIn(state); bytes != nullptr) {
+      LoadFromArchive(*bytes, state.groups);
       return;
     }
-    // Derived classes were once saved as what they are derived from.
-    TORCH_CHECK(kind_.has_value(), "optimizer state 'archive' is missing");
-    std::vector<std::string> known = kind_->slots;
-    if (kind_->counts_steps) known.push_back("step");
-    const auto by_parameter = Slots(state, known);
+    const auto by_parameter = CheckedSlots(state);
     std::vector<std::unique_ptr<optim::OptimizerParamState>> loaded(seen_parameters().size());
     // Into memory that is there: what is copied once nothing can fail any more.
     std::vector<std::pair<at::Tensor, at::Tensor>> copies;
-    const std::vector<std::string>& names = parameter_names();
-    size_t i = 0;
-    for (int64_t g = 0; g < num_groups(); ++g) {
-      kind_->load_group(group_options(g), state.groups, g, /*commit=*/false);
-      for (const at::Tensor& param : optimizer_.param_groups()[g].params()) {
-        const auto& slots = by_parameter[i];
-        const std::string& name = names[i];
-        if (!slots.empty()) {
-          int64_t step = 0;
-          if (kind_->counts_steps) {
-            TORCH_CHECK(slots.count("step"), "optimizer state '", name, ".step' is missing");
-            step = static_cast<int64_t>(slots.at("step").to(at::kCPU, at::kDouble).item<double>());
-          }
-          std::vector<at::Tensor> tensors(kind_->slots.size());
-          for (size_t s = 0; s < kind_->slots.size(); ++s) {
-            const auto it = slots.find(kind_->slots[s]);
-            if (it != slots.end()) {
-              // The state's own reference, and that of the tensor that slot() returns.
-              tensors[s] = SlotToReuse(CurrentSlot(param, s), 2, param, it->second);
-              if (tensors[s].defined()) {
-                copies.emplace_back(tensors[s], it->second);
-              } else {
-                tensors[s] = NewSlot(param).copy_(it->second);
-              }
-            } else {
-              TORCH_CHECK(!kind_->needs(group_options(g), s), "optimizer state '", name, ".",
-                          kind_->slots[s], "' is missing");
-            }
-          }
-          loaded[i] = kind_->make(step, std::move(tensors));
-        }
-        ++i;
+    for (size_t i = 0; i < by_parameter.size(); ++i) {
+      const auto& slots = by_parameter[i];
+      if (slots.empty()) continue;
+      const at::Tensor& param = seen_parameters()[i];
+      int64_t step = 0;
+      if (kind_->counts_steps) {
+        step = static_cast<int64_t>(slots.at("step").to(at::kCPU, at::kDouble).item<double>());
       }
+      std::vector<at::Tensor> tensors(kind_->slots.size());
+      for (size_t s = 0; s < kind_->slots.size(); ++s) {
+        const auto it = slots.find(kind_->slots[s]);
+        if (it == slots.end()) continue;
+        // The state's own reference, and that of the tensor that slot() returns.
+        tensors[s] = SlotToReuse(CurrentSlot(param, s), 2, param, it->second);
+        if (tensors[s].defined()) {
+          copies.emplace_back(tensors[s], it->second);
+        } else {
+          tensors[s] = NewSlot(param).copy_(it->second);
+        }
+      }
+      loaded[i] = kind_->make(step, std::move(tensors));
     }
     for (int64_t g = 0; g < num_groups(); ++g) {
-      kind_->load_group(group_options(g), state.groups, g, /*commit=*/true);
+      kind_->load_group(group_options(g), state.groups, g);
     }
     for (const auto& [to, from] : copies) to.copy_(from);
     for (size_t k = 0; k < loaded.size(); ++k) {
@@ -616,6 +629,43 @@ class TorchOptimizerHandle : public OptimizerHandle {
   Fused fused_ = Fused::kNo;
   bool made_state_ = false;               // by a step through this handle
   mutable std::optional<bool> archives_;  // whether save() writes something
+
+  // The archive in the state of a class that has a save() of its own; null: it holds none.
+  const at::Tensor* ArchiveIn(const OptimizerState& state) const {
+    const auto archive = state.tensors.find(kArchive);
+    if (archive == state.tensors.end() || is_torchs_own_) return nullptr;
+    TORCH_CHECK(archive->second.scalar_type() == at::kByte,
+                "optimizer state 'archive' is not bytes");
+    return &archive->second;
+  }
+
+  // The slots of each parameter in a state, all of which LoadState() can take; else throws.
+  std::vector<std::map<std::string, at::Tensor>> CheckedSlots(const OptimizerState& state) const {
+    // Derived classes were once saved as what they are derived from.
+    TORCH_CHECK(kind_.has_value(), "optimizer state 'archive' is missing");
+    std::vector<std::string> known = kind_->slots;
+    if (kind_->counts_steps) known.push_back("step");
+    std::vector<std::map<std::string, at::Tensor>> by_parameter = Slots(state, known);
+    size_t i = 0;
+    for (int64_t g = 0; g < num_groups(); ++g) {
+      const std::unique_ptr<optim::OptimizerOptions> copy = group_options(g).clone();
+      kind_->load_group(*copy, state.groups, g);
+      const size_t end = i + std::as_const(optimizer_).param_groups()[g].params().size();
+      for (; i < end; ++i) {
+        const auto& slots = by_parameter[i];
+        if (slots.empty()) continue;
+        const auto check = [&](const std::string& slot) {
+          TORCH_CHECK(slots.count(slot) > 0, "optimizer state '", parameter_names()[i], ".", slot,
+                      "' is missing");
+        };
+        if (kind_->counts_steps) check("step");
+        for (size_t s = 0; s < kind_->slots.size(); ++s) {
+          if (kind_->needs(group_options(g), s)) check(kind_->slots[s]);
+        }
+      }
+    }
+    return by_parameter;
+  }
 
   at::Tensor CurrentSlot(const at::Tensor& param, size_t s) const {
     const auto it = optimizer_.state().find(param.unsafeGetTensorImpl());
@@ -692,7 +742,6 @@ class TorchOptimizerHandle : public OptimizerHandle {
   }
 
   void LoadFromArchive(const at::Tensor& bytes, const PlainState& groups) {
-    TORCH_CHECK(bytes.scalar_type() == at::kByte, "optimizer state 'archive' is not bytes");
     const auto saves_lr = [&groups](int64_t g) {
       const auto it = groups.find(std::to_string(g) + ".lr");
       return it != groups.end() && it->second.size() == 1;

@@ -75,17 +75,19 @@ class TorchScheduler : public Scheduler {
     return {{"step", {static_cast<double>(count())}}, {"last_lr", Lrs(target_)}};
   }
 
-  void LoadState(const PlainState& state) override {
+  void CheckState(const PlainState& state) const override {
     const auto step = static_cast<unsigned>(Number(state, "step"));
-    const std::vector<double>& lrs = LastLrs(state, target_);
-    if (typeid(scheduler_) == typeid(optim::StepLR)) {
-      count() = step;  // all that it knows
-    } else {
-      TORCH_CHECK(count() <= step, "this scheduler has made ", count(),
-                  " steps already and cannot go back to ", step, ": load into a new one");
-      while (count() < step) scheduler_.step();
-    }
-    SetLrs(target_, lrs);
+    LastLrs(state, target_);
+    TORCH_CHECK(knows_its_step_alone() || count() <= step, "this scheduler has made ", count(),
+                " steps already and cannot go back to ", step, ": load into a new one");
+  }
+
+  void LoadState(const PlainState& state) override {
+    CheckState(state);
+    const auto step = static_cast<unsigned>(Number(state, "step"));
+    if (knows_its_step_alone()) count() = step;
+    while (count() < step) scheduler_.step();
+    SetLrs(target_, LastLrs(state, target_));
   }
 
  private:
@@ -93,6 +95,7 @@ class TorchScheduler : public Scheduler {
   LrTarget& target_;
 
   unsigned& count() const { return scheduler_.*LrSchedulerMembers::StepCount(); }
+  bool knows_its_step_alone() const { return typeid(scheduler_) == typeid(optim::StepLR); }
 };
 
 // ReduceLROnPlateauScheduler keeps all its state private and has no way to save it. An explicit
@@ -148,21 +151,25 @@ class TorchPlateau : public MetricScheduler {
             {"last_lr", Lrs(target_)}};
   }
 
-  void LoadState(const PlainState& state) override {
-    const double step = Number(state, "step"), epoch = Number(state, "epoch");
-    const double bad = Number(state, "bad"), cooldown = Number(state, "cooldown_left");
+  void CheckState(const PlainState& state) const override {
+    for (const char* name : {"step", "epoch", "bad", "cooldown_left"}) Number(state, name);
     const auto best = state.find("best");
     TORCH_CHECK(best == state.end() || best->second.size() <= 1,
                 "scheduler state has several 'best'");
-    const std::vector<double>& lrs = LastLrs(state, target_);
-    step_ = static_cast<int64_t>(step);
-    scheduler_.*MemberOf(Epoch()) = static_cast<int>(epoch);
-    scheduler_.*MemberOf(BadEpochs()) = static_cast<int>(bad);
-    scheduler_.*MemberOf(Cooldown()) = static_cast<int>(cooldown);
+    LastLrs(state, target_);
+  }
+
+  void LoadState(const PlainState& state) override {
+    CheckState(state);
+    step_ = static_cast<int64_t>(Number(state, "step"));
+    scheduler_.*MemberOf(Epoch()) = static_cast<int>(Number(state, "epoch"));
+    scheduler_.*MemberOf(BadEpochs()) = static_cast<int>(Number(state, "bad"));
+    scheduler_.*MemberOf(Cooldown()) = static_cast<int>(Number(state, "cooldown_left"));
+    const auto best = state.find("best");
     if (best != state.end() && !best->second.empty()) {
       scheduler_.*MemberOf(Best()) = static_cast<float>(best->second[0]);
     }
-    SetLrs(target_, lrs);
+    SetLrs(target_, LastLrs(state, target_));
   }
 
  private:
