@@ -233,9 +233,8 @@ at::Tensor ShardUnit::ReshardSlot(const at::Tensor& flat) const {
 }
 
 void ShardUnit::AwaitShards() {
-  Named("gathering", [&] {
-    MeetAt(comm_, c10::str("the gather of unit '", name_, "' (number ", index, ")"));
-  });
+  Named("gathering",
+        [&] { MeetAt(comm_, c10::str("the gather of unit '", name_, "' (number ", index, ")")); });
 }
 
 void ShardUnit::GatherInto(at::Tensor& full) {

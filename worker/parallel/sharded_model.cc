@@ -95,6 +95,14 @@ void CheckAnnouncements(const std::vector<uint32_t>& all) {
   }
 }
 
+// MeetAt() of all ranks of a model. `parts`: those that this rank has meetings of its own with;
+// null: there are none. Ranks at such a meeting would wait for those at this one.
+std::vector<std::string> MeetAll(Comm& world, Comm* parts, const std::string& place,
+                                 const std::string& message) {
+  if (parts != nullptr && parts != &world) MeetAt(*parts, place);
+  return MeetAt(world, place, message);
+}
+
 bool InBackward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 at::Tensor OnCpu(const at::Tensor& tensor) {
@@ -226,7 +234,8 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
       AllOnCpu(units_) && RanksShareMemory(shard_comm_)) {
     gradient_buffer_ = AllocateReachable(shard_comm_, gradients, at::kByte);
   }
-  for (std::vector<bool>* flags : {&complete_, &done_, &late_, &turned_to_}) flags->resize(units_.size());
+  for (std::vector<bool>* flags : {&complete_, &done_, &late_, &turned_to_})
+    flags->resize(units_.size());
 }
 
 ShardedModel::~ShardedModel() {
@@ -601,13 +610,13 @@ uint64_t ShardedModel::Writes() const {
 void ShardedModel::CompareChanges(const char* place) {
   // Of kFull nothing is gathered between passes. Ranks with empty parts of all that was trained
   // have seen nothing.
-  const bool mine = options_.strategy != ShardingStrategy::kFull &&
-                    (writes_ != Writes() || unseen_steps_);
+  const bool mine =
+      options_.strategy != ShardingStrategy::kFull && (writes_ != Writes() || unseen_steps_);
   std::vector<uint32_t> announced;
   bool changed = false;
   // Of all ranks, as they compare what they have gathered.
-  for (const std::string& bytes :
-       MeetAt(world_, place, Pack({std::exchange(announced_, 0), mine ? 1U : 0U}))) {
+  for (const std::string& bytes : MeetAll(world_, in_place_ ? &shard_comm_ : nullptr, place,
+                                          Pack({std::exchange(announced_, 0), mine ? 1U : 0U}))) {
     const std::vector<uint32_t> other = Unpack(bytes);
     announced.push_back(other[0]);
     changed = changed || other[1] != 0;
@@ -704,8 +713,11 @@ void ShardedModel::OpenPass() {
 
 void ShardedModel::OnGradient(size_t index, size_t slice) {
   ShardUnit& unit = *units_[index];
+  // A pass that only adds gradients up and gathers nothing is compared as well: the next gather
+  // would meet another rank's reduction. Units in place are not gathered.
+  const bool gathers = options_.strategy == ShardingStrategy::kFull && !in_place_;
+  if (communicate_ || gathers) BeginBackward();
   if (!communicate_) return unit.KeepPending(slice);
-  BeginBackward();
   OpenPass();
   unit.slices()[slice].used = unit.slices()[slice].came = true;
   if (done_[index]) late_[index] = unit.slices()[slice].late = true;
@@ -764,8 +776,8 @@ void ShardedModel::BeginBackward() {
   if (options_.strategy == ShardingStrategy::kFull) {
     const uint32_t mine = communicate_ ? kReduces + (step_follows_ ? kStepFollows : 0) : 0;
     std::vector<uint32_t> all;
-    for (const std::string& other :
-         MeetAt(world_, "the beginning of a backward pass", Pack({mine}))) {
+    for (const std::string& other : MeetAll(world_, in_place_ ? &shard_comm_ : nullptr,
+                                            "the beginning of a backward pass", Pack({mine}))) {
       all.push_back(Unpack(other)[0]);
     }
     CheckIntentions(all);

@@ -284,8 +284,8 @@ class ShardedModel {
   // Such a pass has ended, and ranks have not agreed yet that Expire() has followed: the shards may
   // have been changed by others. All ranks alike.
   bool comparing_ = false;
-  uint32_t announced_ = 0;  // times that Expire() was called since ranks have compared it
-  bool begun_ = false;      // BeginBackward() has been called for this pass
+  uint32_t announced_ = 0;    // times that Expire() was called since ranks have compared it
+  bool begun_ = false;        // BeginBackward() has been called for this pass
   bool step_follows_ = true;  // after the pass that was begun last
   bool unseen_steps_ = false;
   // Writes() before the first gather of what is gathered; absent: some may have been missed.

@@ -32,6 +32,7 @@
 #include "worker/collective/thread_comm.h"
 #include "worker/parallel/memory_parts.h"
 #include "worker/parallel/test_net.h"
+#include "worker/parallel/test_passes.h"
 #include "worker/train/clip.h"
 #include "worker/train/optimizer.h"
 #include "worker/train/optimizer_handle.h"
@@ -1032,14 +1033,15 @@ TEST(ShardedModel, PartWrittenBehindGatheredParameters_IsNamed) {
         // It counts from now on.
         const Values full = trained.Full();
         trained.Forward(IdsOf(1, comm)).backward();
-        trained.model.Summon([&] {
-          EXPECT_TRUE(at::equal(trained.net.words->weight, full.at("words.weight")));
-        });
+        trained.model.Summon(
+            [&] { EXPECT_TRUE(at::equal(trained.net.words->weight, full.at("words.weight"))); });
       });
-      EXPECT_THAT(errors, Each(HasSubstr("rank 1 has changed its part of parameter 'words.weight'")));
+      EXPECT_THAT(errors,
+                  Each(HasSubstr("rank 1 has changed its part of parameter 'words.weight'")));
       if (before_backward) continue;
-      EXPECT_THAT(evaluations, ElementsAre("no error", HasSubstr("this rank has changed its part of "
-                                                                 "parameter 'words.weight'")));
+      EXPECT_THAT(evaluations,
+                  ElementsAre("no error", HasSubstr("this rank has changed its part of "
+                                                    "parameter 'words.weight'")));
     }
   }
 }
@@ -1097,9 +1099,8 @@ TEST(ShardedModel, FirstBackwardPass_HoldsTheGradientsOfAFewUnits) {
                   model.BeginForward(true);
                   at::Tensor x = Randn({1, kWide}, 7).requires_grad_();
                   for (auto& layer : *net) {
-                    x.register_hook([&](at::Tensor) {
-                      most = std::max(most, UnitsWithGradients(model));
-                    });
+                    x.register_hook(
+                        [&](at::Tensor) { most = std::max(most, UnitsWithGradients(model)); });
                     x = layer.forward(x);
                   }
                   model.EndForward();
@@ -1486,28 +1487,24 @@ TEST(ShardedModelOverlap, ForwardThatThrows_LeavesNothingBehind) {
       for (int step = 0; step < 5; ++step) {
         if (step >= 2) {
           // The gather of block 1 is under way.
-          EXPECT_THAT(ErrorOf([&] {
-                        trained.model.BeginForward(true);
-                        const struct End {
-                          ShardedModel& model;
-                          ~End() { model.EndForward(); }
-                        } end{trained.model};
-                        const at::Tensor x = trained.net.words(IdsOf(step, comm));
-                        trained.net.blocks[0]->as<BlockImpl>()->Apply(x);
-                        TORCH_CHECK(false, "of the program");
-                      }),
+          EXPECT_THAT(ErrorOfForward(trained.model,
+                                     [&] {
+                                       const at::Tensor x = trained.net.words(IdsOf(step, comm));
+                                       trained.net.blocks[0]->as<BlockImpl>()->Apply(x);
+                                     }),
                       HasSubstr("of the program"));
         }
         if (step == 3) {
           // And a backward pass that throws, after the reduction of a unit has begun.
-          at::Tensor x;
-          trained.model.BeginForward(true);
-          x = trained.net.words(IdsOf(step, comm));
-          x.register_hook([](at::Tensor) { TORCH_CHECK(false, "of the hook"); });
-          for (const auto& block : *trained.net.blocks) x = block->as<BlockImpl>()->Apply(x);
-          trained.model.EndForward();
-          EXPECT_THAT(ErrorOf([&] { x.sum().backward(); }), HasSubstr("of the hook"));
-          trained.model.ForgetPending(trained.model.shards());
+          EXPECT_THAT(ErrorOfBackward(
+                          trained.model, [&] { return trained.net.words(IdsOf(step, comm)); },
+                          [&](at::Tensor x) {
+                            for (const auto& block : *trained.net.blocks) {
+                              x = block->as<BlockImpl>()->Apply(x);
+                            }
+                            return x;
+                          }),
+                      HasSubstr("of the hook"));
           trained.sgd.ZeroGrad();
         }
         trained.Forward(IdsOf(step, comm)).backward();
