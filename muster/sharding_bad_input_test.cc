@@ -180,11 +180,10 @@ TEST(ShardingBadInput, ParametersWrittenAfterPrepare_AreNamedOnEveryRank) {
   }
 }
 
-// The optimizer's tensors are this rank's parts. Full sharding gathers them for each pass.
+// The optimizer's tensors are this rank's parts.
 TEST(ShardingBadInput, PartsWrittenAfterAForwardPass_AreNamedOnEveryRank) {
   const TestFolder scratch;
   for (const Kind& kind : Kinds(scratch.path())) {
-    if (kind.sharding.strategy == ShardingStrategy::kFull) continue;
     SCOPED_TRACE(kind.name);
     EXPECT_THAT(Errors(kind,
                        [&](Accelerator& a) {

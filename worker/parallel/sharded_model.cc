@@ -404,9 +404,13 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
     noting_ = at::GradMode::is_enabled();
     FreeParts();
     for (const auto& unit : units_) unit->ForgetUnusedGradients();
-    if (summons_ == 0 && comparing_) CompareChanges("the beginning of a forward pass");
+    // Under kFull all ranks are in this pass, whose gathers wait for them anyway.
+    if (summons_ == 0 && (comparing_ || options_.strategy == ShardingStrategy::kFull)) {
+      CompareChanges("the beginning of a forward pass");
+    }
     NoteWritten();
-    // What this rank gathers in evaluation, if anything, the others may not: they hear of it later.
+    // In evaluation nothing is exchanged that would tell the others. In training all ranks throw at
+    // the end of the backward pass.
     TORCH_CHECK(written_.empty() || noting_, WrittenBehind("this rank", written_));
     step_follows_ = step_follows;
     begun_ = false;
@@ -608,10 +612,8 @@ uint64_t ShardedModel::Writes() const {
 }
 
 void ShardedModel::CompareChanges(const char* place) {
-  // Of kFull nothing is gathered between passes. Ranks with empty parts of all that was trained
-  // have seen nothing.
-  const bool mine =
-      options_.strategy != ShardingStrategy::kFull && (writes_ != Writes() || unseen_steps_);
+  // Ranks with empty parts of all that was trained have seen nothing.
+  const bool mine = writes_ != Writes() || (comparing_ && unseen_steps_);
   std::vector<uint32_t> announced;
   bool changed = false;
   // Of all ranks, as they compare what they have gathered.
@@ -645,8 +647,6 @@ void ShardedModel::VisitVersions(Fn visit) const {
 }
 
 void ShardedModel::NoteWritten() {
-  // Of kFull all ranks gather the same values for each pass, whatever they are.
-  if (options_.strategy == ShardingStrategy::kFull) return;
   if (!writes_.has_value()) {
     writes_ = Writes();
     versions_.clear();

@@ -204,8 +204,9 @@ class ShardedModel {
   void Settle();
   void ExpireAll();
   // (collective) At `place`, after a backward pass that reduces until the shards are announced to
-  // change: compares whether they are, and does the above if those of some rank have changed since
-  // the parameters were gathered, or if a step follows on that pass.
+  // change, and before each forward pass of kFull: compares whether they are, and does the above if
+  // those of some rank have changed since the parameters were gathered, or if a step follows on
+  // that pass.
   void CompareChanges(const char* place);
   // Another number once this rank's shards have been written: by operators on them, or by what is
   // Muster's in this process. LibTorch's SGD writes `.data()`, which does not show.

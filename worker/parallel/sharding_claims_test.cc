@@ -237,7 +237,7 @@ TEST(ShardingTraffic, HybridAndSmallerGroups_AreTheTableToTheByte) {
 // and where ranks see different changes in groups of their own.
 TEST(ShardingTraffic, StepAfterAnEvaluation_IsSeenByEveryRank) {
   for (const ShardingStrategy strategy :
-       {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients}) {
+       {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients, ShardingStrategy::kFull}) {
     for (const bool in_another_thread : {false, true}) {
       std::vector<double> losses(4);
       Groups groups(4, 2);
@@ -267,6 +267,9 @@ TEST(ShardingTraffic, StepAfterAnEvaluation_IsSeenByEveryRank) {
         losses[world.rank()] = forward().item<double>();
         const double again = forward().item<double>();
         EXPECT_EQ(again, losses[world.rank()]);
+        // Nothing that was gathered before was used.
+        trained.model.Expire();
+        EXPECT_EQ(forward().item<double>(), again);
       });
       for (const double loss : losses) EXPECT_EQ(loss, losses[0]);
     }
