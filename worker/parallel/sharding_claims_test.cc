@@ -243,8 +243,10 @@ TEST(ShardingTraffic, StepAfterAnEvaluation_IsSeenByEveryRank) {
       Groups groups(4, 2);
       RunRanks(4, [&](Comm& world) {
         torch::nn::Sequential net = Layers();
-        Sharded trained(*net, {.strategy = strategy, .group_size = 2}, world,
-                        &groups.ShardOf(world.rank(), 2), &groups.ReplicasOf(world.rank(), 2));
+        // Of kFull the evaluation leaves all units gathered.
+        Sharded trained(
+            *net, {.strategy = strategy, .group_size = 2, .reshard_after_forward = false}, world,
+            &groups.ShardOf(world.rank(), 2), &groups.ReplicasOf(world.rank(), 2));
         const auto forward = [&] {
           trained.model.BeginForward(true);
           const at::Tensor loss = net->forward(Randn({1, kWidth}, 7)).square().mean();
