@@ -89,6 +89,19 @@ std::vector<std::string> Errors(
   return errors;
 }
 
+// All of them are `named`. In groups of two that use units in place it is ranks 0 and 1 that do
+// different things; the others learn that these have gone.
+template <typename Matcher>
+void ExpectErrors(const Kind& kind, const std::vector<std::string>& errors, const Matcher& named) {
+  for (size_t rank = 0; rank < errors.size(); ++rank) {
+    if (rank < 2 || kind.sharding.group_size == 0) {
+      EXPECT_THAT(errors[rank], named) << rank;
+    } else {
+      EXPECT_THAT(errors[rank], AnyOf(named, HasSubstr("of the sharded model meet at"))) << rank;
+    }
+  }
+}
+
 void PrepareOnly(Accelerator& a) {
   torch::nn::Sequential net = Wide();
   auto model = a.prepare(net);
@@ -141,6 +154,106 @@ TEST(ShardingBadInput, ParametersThatGetOtherMemoryAfterPrepare_AreNamedOnEveryR
                          }),
                   Each(HasSubstr("of a sharded model has been given other memory")));
     }
+  }
+}
+
+TEST(ShardingBadInput, ParametersWrittenAfterPrepare_AreNamedOnEveryRank) {
+  const TestFolder scratch;
+  for (const Kind& kind : Kinds(scratch.path())) {
+    for (const bool prepared_only : {true, false}) {
+      SCOPED_TRACE(kind.name);
+      EXPECT_THAT(Errors(kind,
+                         [&](Accelerator& a) {
+                           torch::nn::Sequential net = Wide();
+                           FusedSGD sgd(net->parameters(), {.lr = 0.1});
+                           auto [model, optimizer] = a.prepare(net, sgd);
+                           if (!prepared_only) {
+                             a.backward(model(Input()).mean());
+                             optimizer.step();
+                           }
+                           const at::NoGradGuard no_grad;
+                           net->parameters()[2].mul_(2);
+                         }),
+                  Each(AllOf(HasSubstr("writes a parameter of unit '1'"),
+                             HasSubstr("summon_full_params()"))));
+    }
+  }
+}
+
+// The optimizer's tensors are this rank's parts.
+TEST(ShardingBadInput, PartsWrittenAfterAForwardPass_AreNamedOnEveryRank) {
+  const TestFolder scratch;
+  for (const Kind& kind : Kinds(scratch.path())) {
+    SCOPED_TRACE(kind.name);
+    EXPECT_THAT(Errors(kind,
+                       [&](Accelerator& a) {
+                         torch::nn::Sequential net = Wide();
+                         FusedSGD sgd(net->parameters(), {.lr = 0.1});
+                         auto [model, optimizer] = a.prepare(net, sgd);
+                         for (int step = 0; step < 3; ++step) {
+                           const at::Tensor loss = model(Input()).mean();
+                           if (step == 2 && a.process_index() == 1) {
+                             const at::NoGradGuard no_grad;
+                             for (at::Tensor part : optimizer.handle().parameters()) part.mul_(2);
+                           }
+                           a.backward(loss);
+                           optimizer.step();
+                           optimizer.zero_grad();
+                         }
+                       }),
+                Each(HasSubstr("rank 1 has changed its part of parameter '")));
+  }
+}
+
+TEST(ShardingBadInput, AccumulationWindowsThatDiffer_AreNamedOnEveryRank) {
+  const TestFolder scratch;
+  for (const Kind& kind : Kinds(scratch.path())) {
+    for (const bool sync_each : {true, false}) {
+      // Otherwise ranks wait for each other at the ends of their windows, as without sharding.
+      if (!sync_each && kind.sharding.strategy != ShardingStrategy::kFull) continue;
+      SCOPED_TRACE(kind.name);
+      const std::vector<std::string> errors = Errors(
+          kind,
+          [&](Accelerator& a) {
+            torch::nn::Sequential net = Wide();
+            FusedSGD sgd(net->parameters(), {.lr = 0.1});
+            auto [model, optimizer] = a.prepare(net, sgd);
+            a.set_gradient_accumulation_steps(a.process_index() == 1 ? 3 : 2);
+            for (int step = 0; step < 6; ++step) {
+              auto scope = a.accumulate();
+              a.backward(model(Input()).mean());
+              optimizer.step();
+              optimizer.zero_grad();
+            }
+          },
+          [&](int, AcceleratorOptions& o) { o.accumulation.sync_each_batch = sync_each; });
+      // Ranks that use units in place meet in backward passes that reduce alone.
+      const auto named = AnyOf(
+          AllOf(HasSubstr("disagree on a backward pass"), HasSubstr("accumulation window")),
+          AllOf(HasSubstr("different places"), HasSubstr("the beginning of a backward pass")));
+      ExpectErrors(kind, errors, named);
+    }
+  }
+}
+
+TEST(ShardingBadInput, StepThatOneRankLeavesOut_IsNamedOnEveryRank) {
+  const TestFolder scratch;
+  for (const Kind& kind : Kinds(scratch.path())) {
+    SCOPED_TRACE(kind.name);
+    const std::vector<std::string> errors = Errors(kind, [&](Accelerator& a) {
+      torch::nn::Sequential net = Wide();
+      FusedSGD sgd(net->parameters(), {.lr = 0.1});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      for (int step = 0; step < 4; ++step) {
+        a.backward(model(Input()).mean());
+        if (step < 2 || a.process_index() != 1) optimizer.step();
+        optimizer.zero_grad();
+      }
+    });
+    // Ranks that use units in place meet at the step itself, which one leaves out.
+    ExpectErrors(kind, errors,
+                 AnyOf(HasSubstr("not changed its parameters equally often"),
+                       AllOf(HasSubstr("different places"), HasSubstr("an optimizer's step"))));
   }
 }
 
@@ -249,15 +362,17 @@ class FullMemory : public c10::Allocator {
   c10::Allocator* const inner_;
 };
 
-TEST(ShardingBadInput, RankWithoutMemoryForAGather_NamesTheUnitAndTheOthersLearnOfIt) {
+// In a gather, where one allocates memory, or in a backward pass and its reductions.
+TEST(ShardingBadInput, RankWithoutMemory_SaysSoAndTheOthersLearnOfIt) {
   FullMemory::Install();
   const TestFolder scratch;
   for (const Kind& kind : Kinds(scratch.path())) {
-    // The others use the shards of all ranks where these are, or gather on another thread.
+    // The others keep the memory, use the shards of all ranks where these are, or gather on another
+    // thread.
     const bool offloaded = kind.sharding.offload_parameters == Offload::kDisk;
     const bool in_place = kind.shared_memory || kind.sharding.group_size > 0;
-    if (kind.sharding.strategy != ShardingStrategy::kFull || kind.sharding.overlap) continue;
-    if (in_place && !offloaded) continue;
+    const bool gathers = kind.sharding.strategy == ShardingStrategy::kFull &&
+                         !kind.sharding.overlap && (offloaded || !in_place);
     SCOPED_TRACE(kind.name);
     const int last = kind.ranks - 1;
     const std::vector<std::string> errors = Errors(kind, [&](Accelerator& a) {
@@ -275,8 +390,10 @@ TEST(ShardingBadInput, RankWithoutMemoryForAGather_NamesTheUnitAndTheOthersLearn
       }
     });
     EXPECT_THAT(errors, Each(Not("")));
-    EXPECT_THAT(errors[last],
-                AllOf(HasSubstr("can't allocate memory"), HasSubstr("allocating memory for unit")));
+    EXPECT_THAT(errors[last], HasSubstr("can't allocate memory"));
+    if (gathers) {
+      EXPECT_THAT(errors[last], HasSubstr("allocating memory for unit"));
+    }
   }
 }
 

@@ -323,22 +323,12 @@ class DataParallel::Impl {
     }
     idle_ = trained_.empty();
     if (idle_) return;
-    // Before the Reducer's hooks, which would speak of layouts without a name. Embeddings are
-    // matrices.
+    // The Reducer's hooks are between the two.
     for (const size_t i : trained_index_) {
-      if (all_[i].dim() != 2) continue;
-      observers_.Add(all_[i], [this, i](const at::Tensor& gradient) { CheckLayout(i, gradient); });
-    }
-    if (group_ != nullptr) {
-      for (const size_t i : trained_index_) {
-        observers_.Add(all_[i], [this](const at::Tensor&) {
-          // This gradient completes the last bucket, which is waited for next.
-          if (reducer_->expecting() && ++arrived_ == trained_.size()) StartNextHere();
-        });
-      }
+      observers_.Add(all_[i],
+                     [this, i](const at::Tensor& gradient) { BeforeReducer(i, gradient); });
     }
     if (group_ != nullptr) MakeReducer();
-    // After them, to see whether this was the last gradient.
     for (const size_t i : trained_index_) {
       observers_.Add(all_[i], [this, i](const at::Tensor& gradient) { OnGradient(i, gradient); });
     }
@@ -491,8 +481,19 @@ class DataParallel::Impl {
                 "layers too, or make the embedding dense (sparse(false))");
   }
 
-  // In the backward pass, after the gradient of parameter i has been added to. On every backward
-  // pass for every parameter: keep it at nanoseconds.
+  // In the backward pass, after the gradient of parameter i has been added to, before the Reducer
+  // learns of it.
+  void BeforeReducer(size_t i, const at::Tensor& gradient) {
+    // The Reducer would speak of layouts without a name.
+    CheckLayout(i, gradient);
+    // This gradient completes the last bucket, which is waited for next.
+    if (reducer_ != nullptr && reducer_->expecting() && ++arrived_ == trained_.size()) {
+      StartNextHere();
+    }
+  }
+
+  // The same behind the Reducer, to see whether this was the last gradient. On every backward pass
+  // for every parameter: keep both at nanoseconds.
   void OnGradient(size_t i, const at::Tensor& gradient) {
     if (!(reducer_ != nullptr ? reducer_->expecting() : armed_)) {
       if (gradient.defined()) local_[i] = arms_;

@@ -12,6 +12,7 @@
 #include "c10/util/Exception.h"
 #include "c10/util/accumulate.h"
 #include "c10/util/strides.h"
+#include "worker/parallel/meeting.h"
 
 namespace muster {
 namespace {
@@ -232,15 +233,8 @@ at::Tensor ShardUnit::ReshardSlot(const at::Tensor& flat) const {
 }
 
 void ShardUnit::AwaitShards() {
-  // Frames of the exchange, which carry what this rank waits for.
-  const std::string mine = c10::str(index);
-  Named("gathering", [&] {
-    for (const std::string& other : comm_.AllGatherBytes(mine)) {
-      TORCH_CHECK(other == mine, "the ranks use different units of the sharded model: numbers ",
-                  mine, " and ", other,
-                  "; run the same submodules in the same order on every rank");
-    }
-  });
+  Named("gathering",
+        [&] { MeetAt(comm_, c10::str("the gather of unit '", name_, "' (number ", index, ")")); });
 }
 
 void ShardUnit::GatherInto(at::Tensor& full) {

@@ -19,6 +19,7 @@
 #include "torch/nn/module.h"
 #include "worker/collective/shared_parts.h"
 #include "worker/parallel/coalesce.h"
+#include "worker/parallel/meeting.h"
 #include "worker/parallel/paged_storage.h"
 #include "worker/parallel/same_model.h"
 #include "worker/parallel/weight_changes.h"
@@ -31,10 +32,6 @@ constexpr int kGatheredUnits = 2;
 
 // Gradients of smaller units are not worth a buffer that stays.
 constexpr int64_t kReachableBytes = 256 << 10;
-
-// Frames of the exchange before a forward pass.
-constexpr char kChanged[] = "the shards have changed";
-constexpr char kUnchanged[] = "the shards have not changed";
 
 constexpr uint32_t kAtTheEnd = std::numeric_limits<uint32_t>::max();
 
@@ -65,6 +62,47 @@ bool AllSuit(const std::vector<std::unique_ptr<ShardUnit>>& units, const CommQue
   });
 }
 
+// What a backward pass does, as its rank knows before.
+constexpr uint32_t kReduces = 1, kStepFollows = 2;
+
+// All ranks throw if they do not do the same.
+void CheckIntentions(const std::vector<uint32_t>& all) {
+  const auto text = [](uint32_t intention) {
+    if ((intention & kReduces) == 0) return "only adds gradients up";
+    return (intention & kStepFollows) != 0 ? "reduces gradients for an optimizer's step"
+                                           : "reduces gradients within an accumulation window";
+  };
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    TORCH_CHECK(all[rank] == all[0],
+                "the ranks of a sharded model disagree on a backward pass: on rank 0 it ",
+                text(all[0]), ", on rank ", rank, " it ", text(all[rank]),
+                "; accumulation windows must end at the same micro-step on every rank: with the "
+                "same gradient_accumulation_steps, as many batches, and the same no_sync() and "
+                "trigger_sync_in_backward()");
+  }
+}
+
+// All ranks throw if they have not announced equally many changes.
+void CheckAnnouncements(const std::vector<uint32_t>& all) {
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    TORCH_CHECK(all[rank] == all[0],
+                "the ranks of a sharded model have not changed its parameters equally often since "
+                "they last compared: rank 0 ",
+                all[0], " times, rank ", rank, " ", all[rank],
+                " times, by optimizer.step(), load_state(), ema.apply() and the like. Each rank "
+                "changes its part alone, so this is neither the model of before nor the one of "
+                "after: load a checkpoint, and step, or leave a step out, on all ranks alike");
+  }
+}
+
+// MeetAt() of all ranks of a model. `parts`: those that this rank has meetings of its own with;
+// null: there are none. Ranks at such a meeting would wait for those at this one.
+std::vector<std::string> MeetAll(Comm& world, Comm* parts, const std::string& place,
+                                 const std::string& message) {
+  if (parts != nullptr && parts != &world) MeetAt(*parts, place);
+  return MeetAt(world, place, message);
+}
+
 bool InBackward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 at::Tensor OnCpu(const at::Tensor& tensor) {
@@ -90,6 +128,14 @@ void OnAll(Comm& world, const std::function<void()>& step) {
   for (size_t rank = 0; rank < all.size(); ++rank) {
     TORCH_CHECK(all[rank].empty(), "rank ", rank, " cannot shard the model: ", all[rank]);
   }
+}
+
+std::string WrittenBehind(const std::string& rank, const std::string& parameter) {
+  return c10::str(
+      rank, " has changed its part of parameter '", parameter,
+      "' of a sharded model by an operator on the optimizer's tensors, and other ranks compute "
+      "with the value that they have gathered before: write parameters inside "
+      "accelerator.summon_full_params(), or between optimizer.step() and the next forward pass");
 }
 
 // A number that grows or shrinks back whatever happens.
@@ -188,7 +234,8 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
       AllOnCpu(units_) && RanksShareMemory(shard_comm_)) {
     gradient_buffer_ = AllocateReachable(shard_comm_, gradients, at::kByte);
   }
-  for (std::vector<bool>* flags : {&complete_, &done_, &late_}) flags->resize(units_.size());
+  for (std::vector<bool>* flags : {&complete_, &done_, &late_, &turned_to_})
+    flags->resize(units_.size());
 }
 
 ShardedModel::~ShardedModel() {
@@ -351,19 +398,26 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
     open_ = updating_ = false;
     for (const auto& unit : units_) unit->set_any_updated(false);
     CheckStepped("a forward pass");
-    turns_ = 0;
-    turn_of_ = nullptr;
+    ForgetTurns();
     if (backward_) forward_turns_.Begin();
     backward_ = false;
     noting_ = at::GradMode::is_enabled();
     FreeParts();
     for (const auto& unit : units_) unit->ForgetUnusedGradients();
-    if (summons_ == 0) ExpireIfChanged();
-    if (!writes_.has_value() && options_.strategy != ShardingStrategy::kFull) writes_ = Writes();
+    // Under kFull all ranks are in this pass, whose gathers wait for them anyway.
+    if (summons_ == 0 && (comparing_ || options_.strategy == ShardingStrategy::kFull)) {
+      CompareChanges("the beginning of a forward pass");
+    }
+    NoteWritten();
+    // In evaluation nothing is exchanged that would tell the others. In training all ranks throw at
+    // the end of the backward pass.
+    TORCH_CHECK(written_.empty() || noting_, WrittenBehind("this rank", written_));
     step_follows_ = step_follows;
+    begun_ = false;
   }
   // With one rank there is nothing to wait for, and no gradient is left behind.
-  communicate_ = communicate || world_.size() == 1;
+  const bool before = std::exchange(communicate_, communicate || world_.size() == 1);
+  if (communicate_ != before) begun_ = false;
   ++forwards_;
 }
 
@@ -379,7 +433,7 @@ void ShardedModel::EndForward() {
     if (unit->in_place() && unit->pins() == 0) unit->Free();
   }
   try {
-    MeetAt("the end of a forward pass");
+    MeetAt(shard_comm_, "the end of a forward pass");
   } catch (const std::exception& error) {
     // Callers are at the end of a scope, where nothing may be thrown.
     unsaid_ = std::current_exception();
@@ -388,16 +442,7 @@ void ShardedModel::EndForward() {
 }
 
 void ShardedModel::AwaitReaders() {
-  if (in_place_ && summons_ == 0) MeetAt("an optimizer's step");
-}
-
-void ShardedModel::MeetAt(const std::string& where) {
-  // Not a barrier, which could meet one of the program's own.
-  for (const std::string& other : shard_comm_.AllGatherBytes(where)) {
-    TORCH_CHECK(other == where, "the ranks of a sharded model are at different places: one at ",
-                where, ", another at ", other,
-                "; every rank must call the model and step its optimizers equally often");
-  }
+  if (in_place_ && summons_ == 0) MeetAt(shard_comm_, "an optimizer's step");
 }
 
 void ShardedModel::ThrowUnsaid() {
@@ -448,6 +493,10 @@ void ShardedModel::Bring(ShardUnit& unit) {
     }
     return unit.Attach();
   }
+  if (options_.strategy == ShardingStrategy::kFull && InBackward()) {
+    BeginBackward();
+    if (communicate_ && !order_known_ && !in_place_) ReduceComplete();
+  }
   MakeRoom();
   Note(unit, /*reduced=*/false);
   unit.Gather();
@@ -456,14 +505,21 @@ void ShardedModel::Bring(ShardUnit& unit) {
 void ShardedModel::TurnTo(ShardUnit& unit, bool backward) {
   // First, since the queue is then done with the gradients before it.
   if (unit.coming()) unit.Gather();
-  if (backward) {
+  if (backward && !turned_to_[unit.index]) {
     ReduceDue();
+    turned_to_[unit.index] = true;
     ++turns_;
   }
   if (backward && !backward_) backward_turns_.Begin();
   turn_of_ = &unit;
   backward_ = backward;
   (backward ? backward_turns_ : forward_turns_).Turn(unit.index, backward || noting_);
+}
+
+void ShardedModel::ForgetTurns() {
+  turns_ = 0;
+  turn_of_ = nullptr;
+  std::fill(turned_to_.begin(), turned_to_.end(), false);
 }
 
 void ShardedModel::Prefetch() {
@@ -535,14 +591,14 @@ void ShardedModel::Expire() {
               "the parameters of a sharded model are about to change (optimizer.step(), "
               "load_state() or load_weights()) inside of summon_full_params(), which holds their "
               "values: do it before or after that scope");
-  unannounced_ = false;
+  ++announced_;
   ExpireAll();
 }
 
 void ShardedModel::ExpireAll() {
   Settle();
   stale_ = agreed_ = false;
-  writes_.reset();
+  ForgetWrites();
   for (const auto& unit : units_) unit->Expire();
 }
 
@@ -555,22 +611,59 @@ uint64_t ShardedModel::Writes() const {
   return writes;
 }
 
-void ShardedModel::ExpireIfChanged() {
-  if (stale_) return ExpireAll();
-  // Of kFull nothing is gathered between passes.
-  if (!unannounced_ || options_.strategy == ShardingStrategy::kFull) return;
-  // Of all ranks, as they compare what they have gathered. Those with empty parts of all that was
-  // trained have seen nothing.
-  const std::string mine = writes_ == Writes() && !unseen_steps_ ? kUnchanged : kChanged;
+void ShardedModel::CompareChanges(const char* place) {
+  // Ranks with empty parts of all that was trained have seen nothing.
+  const bool mine = writes_ != Writes() || (comparing_ && unseen_steps_);
+  std::vector<uint32_t> announced;
   bool changed = false;
-  for (const std::string& other : world_.AllGatherBytes(mine)) {
-    TORCH_CHECK(other == kUnchanged || other == kChanged,
-                "the ranks of a sharded model are at different places: one begins a forward pass "
-                "(or summon_full_params()) after a backward pass, and another does not; every rank "
-                "must call the model and step its optimizers equally often");
-    changed = changed || other == kChanged;
+  // Of all ranks, as they compare what they have gathered.
+  for (const std::string& bytes : MeetAll(world_, in_place_ ? &shard_comm_ : nullptr, place,
+                                          Pack({std::exchange(announced_, 0), mine ? 1U : 0U}))) {
+    const std::vector<uint32_t> other = Unpack(bytes);
+    announced.push_back(other[0]);
+    changed = changed || other[1] != 0;
   }
-  if (changed) ExpireAll();
+  if (announced[0] != 0) comparing_ = false;
+  if (stale_ || changed) ExpireAll();
+  try {
+    CheckAnnouncements(announced);
+  } catch (...) {
+    // The same on every rank for a program that goes on.
+    comparing_ = false;
+    ExpireAll();
+    throw;
+  }
+}
+
+template <typename Fn>
+void ShardedModel::VisitVersions(Fn visit) const {
+  for (const auto& unit : units_) {
+    if (unit->whole()) continue;  // the shards are what all use
+    for (const ShardUnit::Slice& slice : unit->slices()) {
+      // Those of a model that was prepared in inference mode have no versions, and are not trained.
+      if (!slice.shard.is_inference()) visit(slice, slice.shard._version());
+    }
+  }
+}
+
+void ShardedModel::NoteWritten() {
+  if (!writes_.has_value()) {
+    writes_ = Writes();
+    versions_.clear();
+    VisitVersions(
+        [this](const ShardUnit::Slice&, int64_t version) { versions_.push_back(version); });
+    return;
+  }
+  if (!written_.empty()) return;
+  size_t i = 0;
+  VisitVersions([&](const ShardUnit::Slice& slice, int64_t version) {
+    if (version != versions_[i++] && written_.empty()) written_ = slice.name;
+  });
+}
+
+void ShardedModel::ForgetWrites() {
+  writes_.reset();
+  written_.clear();
 }
 
 void ShardedModel::MarkChanged(const std::vector<at::Tensor>& shards) {
@@ -620,6 +713,10 @@ void ShardedModel::OpenPass() {
 
 void ShardedModel::OnGradient(size_t index, size_t slice) {
   ShardUnit& unit = *units_[index];
+  // A pass that only adds gradients up and gathers nothing is compared as well: the next gather
+  // would meet another rank's reduction. Units in place are not gathered.
+  const bool gathers = options_.strategy == ShardingStrategy::kFull && !in_place_;
+  if (communicate_ || gathers) BeginBackward();
   if (!communicate_) return unit.KeepPending(slice);
   OpenPass();
   unit.slices()[slice].used = unit.slices()[slice].came = true;
@@ -639,7 +736,70 @@ void ShardedModel::OnGradient(size_t index, size_t slice) {
 
 void ShardedModel::ReduceDue() {
   if (!open_ || options_.strategy != ShardingStrategy::kFull) return;
+  if (!order_known_) {
+    // Where units are gathered, all ranks must be at the same gather.
+    if (in_place_) ReduceUpTo(Complete());
+    return;
+  }
   while (reduced_ < order_.size() && due_[reduced_] <= turns_) ReduceNext();
+}
+
+size_t ShardedModel::Complete() const {
+  if (!open_) return reduced_;
+  size_t end = reduced_;
+  for (; end < order_.size(); ++end) {
+    const ShardUnit& unit = *units_[order_[end]];
+    if (complete_[order_[end]] || unit.expected == 0) continue;
+    // What this rank leaves out does not come; the next one's gradients tell.
+    const auto next = std::find_if(order_.begin() + static_cast<ptrdiff_t>(end) + 1, order_.end(),
+                                   [this](size_t i) { return units_[i]->expected > 0; });
+    if (unit.arrived == 0 || next == order_.end() || units_[*next]->arrived == 0) break;
+  }
+  return end;
+}
+
+void ShardedModel::ReduceUpTo(size_t end) {
+  while (reduced_ < end) ReduceNext();
+}
+
+void ShardedModel::ReduceComplete() {
+  size_t end = order_.size();
+  for (const std::string& other : MeetAt(world_, "a gather in the first backward pass",
+                                         Pack({static_cast<uint32_t>(Complete())}))) {
+    end = std::min<size_t>(end, Unpack(other)[0]);
+  }
+  ReduceUpTo(end);
+}
+
+void ShardedModel::BeginBackward() {
+  if (std::exchange(begun_, true)) return;
+  if (options_.strategy == ShardingStrategy::kFull) {
+    const uint32_t mine = communicate_ ? kReduces + (step_follows_ ? kStepFollows : 0) : 0;
+    std::vector<uint32_t> all;
+    for (const std::string& other : MeetAll(world_, in_place_ ? &shard_comm_ : nullptr,
+                                            "the beginning of a backward pass", Pack({mine}))) {
+      all.push_back(Unpack(other)[0]);
+    }
+    CheckIntentions(all);
+  }
+  if (communicate_ && !order_known_) AgreeOnFirstOrder();
+}
+
+void ShardedModel::AgreeOnFirstOrder() {
+  std::vector<uint32_t> order;
+  std::vector<bool> used(units_.size());
+  for (const uint32_t unit : forward_turns_.noted()) {
+    if (!used[unit]) order.push_back(unit);
+    used[unit] = true;
+  }
+  std::reverse(order.begin(), order.end());
+  for (size_t i = units_.size(); i-- > 0;) {
+    if (!used[i]) order.push_back(static_cast<uint32_t>(i));
+  }
+  order = Unpack(world_.BroadcastBytes(Pack(order), 0));
+  order_.assign(order.begin(), order.end());
+  due_.assign(order_.size(), kAtTheEnd);
+  reduced_ = 0;
 }
 
 void ShardedModel::ReduceNext() {
@@ -675,6 +835,9 @@ void ShardedModel::FinishReduction() {
 
 void ShardedModel::Update(ShardUnit& unit, bool rest) {
   if (!updating_) return;
+  // In the first pass it is not known yet which parameters get a second gradient: all wait for its
+  // end.
+  if (!rest && !order_known_) return;
   std::vector<at::Tensor> shards;
   for (ShardUnit::Slice& slice : unit.slices()) {
     // What no rank had a gradient for is left alone, and only the end of the pass tells. What has
@@ -693,9 +856,11 @@ void ShardedModel::Update(ShardUnit& unit, bool rest) {
 
 void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained) {
   if (!updating_) return;
-  for (const auto& unit : units_) Update(*unit, /*rest=*/true);
+  for (const auto& unit : units_) {
+    for (const bool rest : {false, true}) Update(*unit, rest);
+  }
   // In another thread.
-  writes_.reset();
+  ForgetWrites();
   updating_ = false;
   for (const auto& unit : units_) unit->set_any_updated(false);
   updates_->End(*this, trained);
@@ -704,15 +869,16 @@ void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained) {
 void ShardedModel::EndOfBackward() {
   open_ = false;
   stale_ = stale_ || step_follows_ || options_.strategy == ShardingStrategy::kFull;
-  unannounced_ = true;
-  agreed_ = false;
-  if (order_.empty()) AgreeOnOrder();
-  while (reduced_ < order_.size()) ReduceNext();
+  comparing_ = true;
+  agreed_ = begun_ = false;
+  // Updates are writes, too.
+  if (writes_.has_value() && !updating_) NoteWritten();
+  ReduceUpTo(order_.size());
   FinishReduction();
+  if (!order_known_) AgreeOnOrder();
   for (const auto& unit : units_) unit->Settle();
   EndUpdates(CheckOrder());
-  turns_ = 0;
-  turn_of_ = nullptr;
+  ForgetTurns();
   SyncBuffers();
   if (options_.strategy == ShardingStrategy::kFull && summons_ == 0) {
     for (const auto& unit : units_) {
@@ -739,10 +905,14 @@ void ShardedModel::AgreeOnOrder() {
     order.push_back(kAtTheEnd);
   }
   order = Unpack(world_.BroadcastBytes(Pack(order), 0));
+  order_.clear();
+  due_.clear();
+  order_known_ = true;
   for (size_t i = 0; i + 1 < order.size(); i += 2) {
     order_.push_back(order[i]);
     due_.push_back(order[i + 1]);
   }
+  reduced_ = order_.size();
 }
 
 const std::string* ShardedModel::LateAfterUpdate(const std::vector<uint32_t>& late) const {
@@ -845,9 +1015,16 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
     for (const uint32_t unit : turns->noted()) turns_digest = Digest(turns_digest, unit + 1);
     turns_digest = Digest(turns_digest, 0);
   }
-  constexpr size_t kHead = 5;
-  std::vector<uint32_t> mine = {digest, static_cast<uint32_t>(history_.size()), trained_digest,
-                                turns_digest, 0};
+  const std::string written = written_;
+  constexpr size_t kHead = 8;
+  std::vector<uint32_t> mine = {digest,
+                                static_cast<uint32_t>(history_.size()),
+                                trained_digest,
+                                turns_digest,
+                                kReduces + (step_follows_ ? kStepFollows : 0),
+                                std::exchange(announced_, 0),
+                                written.empty() ? 0U : 1U,
+                                0};
   for (uint32_t unit = 0; unit < units_.size(); ++unit) {
     if (late_[unit]) mine.push_back(unit);
   }
@@ -865,11 +1042,15 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
       ++number;
     }
   }
-  const std::vector<std::string> all = world_.AllGatherBytes(Pack(mine));
+  const std::vector<std::string> all = MeetAt(world_, "the end of a backward pass", Pack(mine));
   std::vector<uint32_t> unused(mine.begin() + kHead + mine[kHead - 1], mine.end()), late;
-  bool same = true, same_trained = true, same_turns = true;
+  bool same = true, same_trained = true, same_turns = true, any_written = false;
+  std::vector<uint32_t> intentions, announced;
   for (const std::string& bytes : all) {
     const std::vector<uint32_t> other = Unpack(bytes);
+    intentions.push_back(other[4]);
+    announced.push_back(other[5]);
+    any_written = any_written || other[6] != 0;
     same = same && other[0] == mine[0] && other[1] == mine[1];
     same_trained = same_trained && other[2] == mine[2];
     same_turns = same_turns && other[3] == mine[3];
@@ -887,6 +1068,20 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
     } else {
       turns->Forget();
     }
+  }
+  try {
+    CheckIntentions(intentions);
+    CheckAnnouncements(announced);
+    if (any_written) {
+      const std::vector<std::string> names = world_.AllGatherBytes(written);
+      for (size_t rank = 0; rank < names.size(); ++rank) {
+        TORCH_CHECK(names[rank].empty(), WrittenBehind(c10::str("rank ", rank), names[rank]));
+      }
+    }
+  } catch (const c10::Error&) {
+    history_.clear();
+    DropGradients();
+    throw;
   }
   if (!same_trained) {
     const std::vector<std::string> bits = world_.AllGatherBytes(trained);
@@ -977,7 +1172,7 @@ void ShardedModel::Summon(const std::function<void()>& body) {
   ThrowUnsaid();
   if (summons_ == 0) Settle();
   CheckStepped("summon_full_params()");
-  if (summons_ == 0) ExpireIfChanged();
+  if (summons_ == 0) CompareChanges("the beginning of summon_full_params()");
   // What was written stays, also by a body that throws then, as without sharding. It has counted
   // versions by itself.
   const auto end = [this] {
@@ -1014,6 +1209,7 @@ std::vector<std::pair<std::string, at::Tensor>> ShardedModel::FullParameters(con
 
 void ShardedModel::LoadParameters(const std::map<std::string, at::Tensor>& values) {
   agreed_ = false;
+  ForgetWrites();
   for (const auto& unit : units_) {
     std::vector<at::Tensor> full(unit->slices().size());
     for (size_t i = 0; i < full.size(); ++i) {

@@ -96,7 +96,9 @@ class ShardedModel {
   // A micro-step that does not communicate leaves its gradients with the parameters; the next one
   // that does reduces the sum. `step_follows`: on its backward pass, as far as the caller knows;
   // gathered parameters count no more after that. Otherwise, from a backward pass that reduces to
-  // the next Expire(), they count until a rank has changed its shards. The same on every rank.
+  // the next Expire(), they count until a rank has changed its shards. The same on every rank: all
+  // ranks throw if they find out that it is not, at the latest at the end of a backward pass that
+  // reduces on all of them.
   void BeginForward(bool communicate, bool step_follows = true);
   // In full sharding in place it waits for all ranks; an error is logged, and thrown by what uses
   // the model next.
@@ -110,9 +112,14 @@ class ShardedModel {
   void UpdateInBackward(std::shared_ptr<ShardUpdates> updates) { updates_ = std::move(updates); }
 
   // Makes the next backward pass reduce.
-  void Communicate() { communicate_ = true; }
+  void Communicate() {
+    communicate_ = true;
+    begun_ = false;
+  }
 
-  // The shards are about to change: gathered parameters count no more. On every rank; not inside of
+  // The shards are about to change: gathered parameters count no more. On every rank, equally
+  // often: all throw if they find out that it was not, in the next forward pass after a backward
+  // pass that has reduced, at the latest at the end of the next one that does. Not inside of
   // Summon().
   void Expire();
   // What steps on the shards may do so without a trace (see Writes): from now on gathered
@@ -179,9 +186,8 @@ class ShardedModel {
   // `stored`: of a unit that is divided.
   void AddUnit(PlannedUnit planned, const Materializer& materialize, StoredPart stored);
   void Use(ShardUnit& unit, bool write, const char* op);
-  // (collective) Returns when all ranks of the shards have come to `where`.
-  void MeetAt(const std::string& where);
   void TurnTo(ShardUnit& unit, bool backward);
+  void ForgetTurns();
   // Gathers a unit that is absent.
   void Bring(ShardUnit& unit);
   // Begins to gather the unit that is used next and absent.
@@ -197,22 +203,39 @@ class ShardedModel {
   // Waits for what an interrupted pass has left under way.
   void Settle();
   void ExpireAll();
-  // Does so after a backward pass that a step follows, whoever takes it. (collective) After others
-  // until the shards are announced to change: does so if those of some rank have changed since the
-  // parameters were gathered.
-  void ExpireIfChanged();
+  // (collective) At `place`, after a backward pass that reduces until the shards are announced to
+  // change, and before each forward pass of kFull: compares whether they are, and does the above if
+  // those of some rank have changed since the parameters were gathered, or if a step follows on
+  // that pass.
+  void CompareChanges(const char* place);
   // Another number once this rank's shards have been written: by operators on them, or by what is
   // Muster's in this process. LibTorch's SGD writes `.data()`, which does not show.
   uint64_t Writes() const;
+  // Keeps the versions of the shards before the first gather, and notes afterwards if an operator
+  // has written one of them.
+  void NoteWritten();
+  void ForgetWrites();
+  template <typename Fn>
+  void VisitVersions(Fn visit) const;
   void CheckStorage(const std::vector<NamedParameter>& parameters) const;
   void CheckTrained(const std::vector<std::string>& frames) const;
   std::string TrainedBits() const;
   // Gives the gradients of this pass up, before an error of all ranks.
   void DropGradients();
   void OnGradient(size_t unit, size_t slice);
+  // (collective) Before the first gather or gradient of a pass: compares what ranks are about to
+  // do, under kFull, and knows then in which order the first pass that reduces does so.
+  void BeginBackward();
+  // (collective)
+  void AgreeOnFirstOrder();
   void OpenPass();
   void ReduceDue();
   void ReduceNext();
+  void ReduceUpTo(size_t end);
+  // In the first pass that reduces: how many of order_ have all gradients that this rank will have.
+  size_t Complete() const;
+  // (collective) Reduces those that are so on every rank.
+  void ReduceComplete();
   void Reduce(size_t unit);
   void FinishReduction();
   // Has those shards of the unit updated that have their gradients. `rest`: also those of
@@ -259,22 +282,31 @@ class ShardedModel {
   bool open_ = false;           // a backward pass that reduces is under way
   // Such a pass has ended since the last gathers: an optimizer may have stepped, whoever holds it.
   bool stale_ = false;
-  // Such a pass has ended since Expire(): the shards may have been changed by others.
-  bool unannounced_ = false;
+  // Such a pass has ended, and ranks have not agreed yet that Expire() has followed: the shards may
+  // have been changed by others. All ranks alike.
+  bool comparing_ = false;
+  uint32_t announced_ = 0;    // times that Expire() was called since ranks have compared it
+  bool begun_ = false;        // BeginBackward() has been called for this pass
   bool step_follows_ = true;  // after the pass that was begun last
   bool unseen_steps_ = false;
   // Writes() before the first gather of what is gathered; absent: some may have been missed.
   std::optional<uint64_t> writes_;
+  std::vector<int64_t> versions_;  // of the shards, with writes_
+  // The parameter of a shard that an operator has written since, unannounced; empty: none.
+  std::string written_;
   uint64_t uses_ = 0;  // clock of last_use
   // Units in the order in which their gradients were complete in rank 0's first backward pass: all
-  // ranks reduce in it. Empty before.
+  // ranks reduce in it. In that pass: the reverse of the order in which rank 0's forward pass has
+  // used them.
   std::vector<size_t> order_;
-  // kFull: how often rank 0 had gone on to another unit in that pass when they were complete. They
-  // are reduced when it goes on again, complete or not: so gathers and reductions of all ranks are
-  // in one order, also where a rank leaves a parameter out.
+  bool order_known_ = false;  // that pass is over
+  // kFull: how many units rank 0 had turned to in that pass when they were complete. They are
+  // reduced when a rank turns to one more, complete or not: so gathers and reductions of all ranks
+  // are in one order, also where a rank leaves a parameter out, or turns to a unit again.
   std::vector<uint32_t> due_;
   std::vector<uint32_t> completed_at_;  // as due_, of completed_
-  uint32_t turns_ = 0;                  // to another unit in this backward pass
+  uint32_t turns_ = 0;                  // to a unit for the first time in this backward pass
+  std::vector<bool> turned_to_;         // in this backward pass
   // The unit that this pass has turned to last, null: none yet; and whether the pass was backward.
   ShardUnit* turn_of_ = nullptr;
   bool backward_ = false;

@@ -1,5 +1,6 @@
 #include "worker/parallel/sharded_model.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
@@ -31,6 +32,7 @@
 #include "worker/collective/thread_comm.h"
 #include "worker/parallel/memory_parts.h"
 #include "worker/parallel/test_net.h"
+#include "worker/parallel/test_passes.h"
 #include "worker/train/clip.h"
 #include "worker/train/optimizer.h"
 #include "worker/train/optimizer_handle.h"
@@ -48,6 +50,8 @@ using ::testing::SizeIs;
 constexpr int kBlocks = 4;
 constexpr int kSamples = 12;  // in a step of all ranks
 constexpr int64_t kWidth = 10;
+// Large enough that ranks share their parts, where they can.
+constexpr int64_t kWide = 520;
 
 struct BlockImpl : torch::nn::Module {
   BlockImpl() {
@@ -902,6 +906,267 @@ TEST(ShardedModel, StateOfOneWorldSize_LoadsIntoAnother) {
   });
 }
 
+// What each of two ranks throws in its first three micro-steps. `windows`: the lengths of their
+// accumulation windows; each micro-step reduces, or the last one of a window alone.
+std::vector<std::string> ErrorsOfWindows(const std::vector<int>& windows, ShardingStrategy strategy,
+                                         bool sync_each) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    Trained trained(comm, {.strategy = strategy});
+    errors[comm.rank()] = ErrorOf([&] {
+      for (int i = 1; i <= 3; ++i) {
+        const bool last = i % windows[comm.rank()] == 0;
+        trained.model.BeginForward(sync_each || last, last);
+        const at::Tensor loss = trained.net.Loss(IdsOf(i, comm));
+        trained.model.EndForward();
+        loss.backward();
+        if (last) trained.Step();
+      }
+    });
+  });
+  return errors;
+}
+
+TEST(ShardedModel, AccumulationWindowsThatDiffer_AreNamedOnEveryRank) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    SCOPED_TRACE(static_cast<int>(strategy));
+    EXPECT_THAT(ErrorsOfWindows({1, 2}, strategy, true),
+                Each(AllOf(HasSubstr("disagree on a backward pass"),
+                           HasSubstr("on rank 0 it reduces gradients for an optimizer's step, on "
+                                     "rank 1 it reduces gradients within an accumulation window"),
+                           HasSubstr("gradient_accumulation_steps"))));
+    // The same on every rank.
+    EXPECT_THAT(ErrorsOfWindows({2, 2}, strategy, true), Each("no error"));
+    EXPECT_THAT(ErrorsOfWindows({2, 2}, strategy, false), Each("no error"));
+  }
+  EXPECT_THAT(ErrorsOfWindows({1, 2}, ShardingStrategy::kFull, false),
+              Each(AllOf(HasSubstr("disagree on a backward pass"),
+                         HasSubstr("on rank 0 it reduces gradients for an optimizer's step, on "
+                                   "rank 1 it only adds gradients up"))));
+}
+
+TEST(ShardedModel, NextBackwardPassThatReducesOnOneRankOnly_IsNamedOnEveryRank) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+    const at::Tensor loss = trained.Forward(IdsOf(0, comm), /*communicate=*/false);
+    if (comm.rank() == 1) trained.model.Communicate();
+    errors[comm.rank()] = ErrorOf([&] { loss.backward(); });
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("on rank 0 it only adds gradients up"),
+                                 HasSubstr("on rank 1 it reduces gradients"))));
+}
+
+TEST(ShardedModel, StepOnOneRankOnly_IsNamedOnEveryRank) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    for (const bool within_a_window : {false, true}) {
+      for (const bool read : {false, true}) {
+        std::vector<std::string> errors(2);
+        RunRanks(2, [&](Comm& comm) {
+          Trained trained(comm, {.strategy = strategy});
+          trained.model.BeginForward(true, /*step_follows=*/!within_a_window);
+          const at::Tensor loss = trained.net.Loss(IdsOf(0, comm));
+          trained.model.EndForward();
+          loss.backward();
+          if (comm.rank() == 1) trained.Step();
+          errors[comm.rank()] = ErrorOf([&] {
+            if (read) return trained.model.Summon([] {});
+            trained.Forward(IdsOf(1, comm));
+          });
+          // A program that goes on does so on all ranks alike.
+          trained.Forward(IdsOf(1, comm)).backward();
+          trained.Step();
+          trained.Forward(IdsOf(2, comm));
+        });
+        EXPECT_THAT(errors, Each(HasSubstr("rank 0 0 times, rank 1 1 times")))
+            << static_cast<int>(strategy) << within_a_window << read;
+      }
+    }
+  }
+}
+
+// Nothing is compared between the forward passes of a step.
+TEST(ShardedModel, ChangeOnOneRankOnlyAfterAForwardPass_IsNamedAtTheEndOfTheBackwardPass) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kGradients});
+    const at::Tensor loss = trained.Forward(IdsOf(0, comm));
+    if (comm.rank() == 0) trained.model.Expire();
+    // What rank 0 has given up comes again on both.
+    if (comm.rank() == 1) {
+      for (const auto& unit : trained.model.units()) unit->Expire();
+    }
+    errors[comm.rank()] = ErrorOf([&] { loss.backward(); });
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("rank 0 1 times, rank 1 0 times")));
+}
+
+TEST(ShardedModel, PartWrittenBehindGatheredParameters_IsNamed) {
+  for (const ShardingStrategy strategy :
+       {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients}) {
+    for (const bool before_backward : {false, true}) {
+      std::vector<std::string> errors(2), evaluations(2);
+      RunRanks(2, [&](Comm& comm) {
+        Trained trained(comm, {.strategy = strategy});
+        const auto write = [&](int rank) {
+          const at::NoGradGuard no_grad;
+          if (comm.rank() == rank) trained.model.ShardOf(trained.net.words->weight).mul_(2);
+        };
+        trained.Forward(IdsOf(0, comm)).backward();
+        trained.Step();
+        // Before the first gather it is a change like any other.
+        write(1);
+        {
+          const at::NoGradGuard no_grad;
+          trained.Forward(IdsOf(1, comm));
+        }
+        if (!before_backward) {
+          write(1);
+          const at::NoGradGuard no_grad;
+          evaluations[comm.rank()] = ErrorOf([&] { trained.Forward(IdsOf(1, comm)); });
+        }
+        errors[comm.rank()] = ErrorOf([&] {
+          const at::Tensor loss = trained.Forward(IdsOf(1, comm));
+          if (before_backward) write(1);
+          loss.backward();
+        });
+        // It counts from now on.
+        const Values full = trained.Full();
+        trained.Forward(IdsOf(1, comm)).backward();
+        trained.model.Summon(
+            [&] { EXPECT_TRUE(at::equal(trained.net.words->weight, full.at("words.weight"))); });
+      });
+      EXPECT_THAT(errors,
+                  Each(HasSubstr("rank 1 has changed its part of parameter 'words.weight'")));
+      if (before_backward) continue;
+      EXPECT_THAT(evaluations,
+                  ElementsAre("no error", HasSubstr("this rank has changed its part of "
+                                                    "parameter 'words.weight'")));
+    }
+  }
+}
+
+TEST(ShardedModel, PartWrittenBehindGatheredParameters_IsReadBySummon) {
+  for (const ShardingStrategy strategy :
+       {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients}) {
+    RunRanks(2, [&](Comm& comm) {
+      // Shards of their own, which what was gathered would overwrite.
+      Trained trained(comm, {.strategy = strategy, .parameter_dtype = at::kBFloat16});
+      {
+        const at::NoGradGuard no_grad;
+        trained.model.BeginForward(true);
+        trained.net.words->weight.sum();
+        trained.model.EndForward();
+      }
+      for (const at::Tensor& shard : trained.model.shards()) {
+        const at::NoGradGuard no_grad;
+        shard.fill_(0.5);
+      }
+      trained.model.Summon([] {});
+      for (const auto& [name, tensor] : trained.Full()) {
+        EXPECT_TRUE(at::equal(tensor, at::full_like(tensor, 0.5))) << name;
+      }
+    });
+  }
+}
+
+// Units with gradients that are not reduced, at the moment.
+int UnitsWithGradients(const ShardedModel& model) {
+  int units = 0;
+  for (const auto& unit : model.units()) {
+    units += std::any_of(unit->slices().begin(), unit->slices().end(), ShardUnit::HasPending);
+  }
+  return units;
+}
+
+TEST(ShardedModel, FirstBackwardPass_HoldsTheGradientsOfAFewUnits) {
+  for (const ShardingStrategy strategy : {ShardingStrategy::kGradients, ShardingStrategy::kFull}) {
+    for (const auto& ranks : {RunGlooRanks, RunShmRanks}) {  // the latter in place
+      for (const bool overlap : {false, true}) {
+        ranks(2,
+              [&](Comm& comm) {
+                constexpr int kLayers = 8;
+                const auto thread = overlap ? std::make_shared<CommThread>() : nullptr;
+                const std::unique_ptr<Comm> ordered = InOrder(&comm, thread);
+                torch::nn::Sequential net;
+                for (int i = 0; i < kLayers; ++i) net->push_back(torch::nn::Linear(kWide, kWide));
+                // Too small to be used in place.
+                net->push_back(torch::nn::Linear(kWide, 2));
+                ShardedModel model(*ordered, *ordered, nullptr, net.get(), ParametersOf(*net), {},
+                                   {.strategy = strategy, .overlap = overlap}, true, thread);
+                for (int step = 0; step < 2; ++step) {
+                  int most = 0;
+                  model.BeginForward(true);
+                  at::Tensor x = Randn({1, kWide}, 7).requires_grad_();
+                  for (auto& layer : *net) {
+                    x.register_hook(
+                        [&](at::Tensor) { most = std::max(most, UnitsWithGradients(model)); });
+                    x = layer.forward(x);
+                  }
+                  model.EndForward();
+                  x.sum().backward();
+                  EXPECT_GE(most, 1);
+                  EXPECT_LE(most, 3) << "strategy " << static_cast<int>(strategy) << ", overlap "
+                                     << overlap << ", step " << step;
+                  EXPECT_EQ(UnitsWithGradients(model), 0);
+                }
+              },
+              {});
+      }
+    }
+  }
+}
+
+// A rank turns to a unit that is there more often than the others do, and leaves parameters out.
+TEST(ShardedModel, FirstBackwardPassWithOtherTurnsOnOneRank_EqualsOneProcess) {
+  const auto forward = [](Net& net, const at::Tensor& ids, bool more, bool less) {
+    at::Tensor x = net.words(ids);
+    for (const auto& item : *net.blocks) {
+      auto* const block = item->as<BlockImpl>();
+      const at::Tensor bias = less ? at::Tensor() : block->outer->bias;
+      x = x + at::linear(at::tanh(block->inner(block->norm(x))), block->outer->weight, bias);
+    }
+    at::Tensor y = at::linear(x, net.words->weight);
+    // The backward pass comes to the last block, the words, and the last block again.
+    if (more) y = y * (1 + net.blocks[kBlocks - 1]->as<BlockImpl>()->inner->bias.square().sum());
+    return at::cross_entropy_loss(y, (ids + 1).remainder(11));
+  };
+  for (const bool more : {false, true}) {
+    for (const bool less : {false, true}) {
+      Net alone;
+      FusedSGD sgd(alone.parameters(), {.lr = 0.1, .momentum = 0.9});
+      const Values start = ValuesOf(alone);
+      for (int step = 0; step < 3; ++step) {
+        const std::vector<at::Tensor> ids = Ids(step).chunk(2);
+        (forward(alone, ids[0], false, false) + forward(alone, ids[1], more, less))
+            .div(2)
+            .backward();
+        sgd.Step();
+        sgd.ZeroGrad();
+      }
+      const Values want = ValuesOf(alone);
+      for (const ShardingStrategy strategy : kStrategies) {
+        for (const bool overlap : {false, true}) {
+          RunRanks(2, [&](Comm& comm) {
+            Trained trained(comm, {.strategy = strategy, .overlap = overlap});
+            for (int step = 0; step < 3; ++step) {
+              const bool second = comm.rank() == 1;
+              trained.model.BeginForward(true);
+              const at::Tensor loss =
+                  forward(trained.net, IdsOf(step, comm), more && second, less && second);
+              trained.model.EndForward();
+              loss.backward();
+              trained.Step();
+            }
+            EXPECT_LE(Distance(trained.Full(), want, start), 1e-6)
+                << static_cast<int>(strategy) << overlap << more << less;
+          });
+        }
+      }
+    }
+  }
+}
+
 TEST(ShardedModel, DifferentOrdersOfUnits_AreNamedOnEveryRank) {
   std::vector<std::string> errors(2);
   RunRanks(2, [&](Comm& comm) {
@@ -951,7 +1216,7 @@ TEST(ShardedModel, PeerThatIsGone_LeavesTheUnitInTheError) {
   std::string error;
   RunRanks(2, [&](Comm& comm) {
     Trained trained(comm, {.strategy = ShardingStrategy::kFull});
-    if (comm.rank() == 1) return;
+    if (comm.rank() == 1) return trained.model.BeginForward(true);
     error = ErrorOf([&] { trained.Forward(IdsOf(0, comm)); });
   });
   EXPECT_THAT(error, AllOf(HasSubstr("rank 1"),
@@ -1222,28 +1487,24 @@ TEST(ShardedModelOverlap, ForwardThatThrows_LeavesNothingBehind) {
       for (int step = 0; step < 5; ++step) {
         if (step >= 2) {
           // The gather of block 1 is under way.
-          EXPECT_THAT(ErrorOf([&] {
-                        trained.model.BeginForward(true);
-                        const struct End {
-                          ShardedModel& model;
-                          ~End() { model.EndForward(); }
-                        } end{trained.model};
-                        const at::Tensor x = trained.net.words(IdsOf(step, comm));
-                        trained.net.blocks[0]->as<BlockImpl>()->Apply(x);
-                        TORCH_CHECK(false, "of the program");
-                      }),
+          EXPECT_THAT(ErrorOfForward(trained.model,
+                                     [&] {
+                                       const at::Tensor x = trained.net.words(IdsOf(step, comm));
+                                       trained.net.blocks[0]->as<BlockImpl>()->Apply(x);
+                                     }),
                       HasSubstr("of the program"));
         }
         if (step == 3) {
           // And a backward pass that throws, after the reduction of a unit has begun.
-          at::Tensor x;
-          trained.model.BeginForward(true);
-          x = trained.net.words(IdsOf(step, comm));
-          x.register_hook([](at::Tensor) { TORCH_CHECK(false, "of the hook"); });
-          for (const auto& block : *trained.net.blocks) x = block->as<BlockImpl>()->Apply(x);
-          trained.model.EndForward();
-          EXPECT_THAT(ErrorOf([&] { x.sum().backward(); }), HasSubstr("of the hook"));
-          trained.model.ForgetPending(trained.model.shards());
+          EXPECT_THAT(ErrorOfBackward(
+                          trained.model, [&] { return trained.net.words(IdsOf(step, comm)); },
+                          [&](at::Tensor x) {
+                            for (const auto& block : *trained.net.blocks) {
+                              x = block->as<BlockImpl>()->Apply(x);
+                            }
+                            return x;
+                          }),
+                      HasSubstr("of the hook"));
           trained.sgd.ZeroGrad();
         }
         trained.Forward(IdsOf(step, comm)).backward();
@@ -1307,9 +1568,6 @@ TEST(ShardedModelOverlap, OverGlooAndSharedMemory_RunsAreEqualToTheBit) {
     }
   }
 }
-
-// Large enough that ranks share their parts, where they can.
-constexpr int64_t kWide = 520;
 
 struct Wide {
   explicit Wide(Comm& comm, const ShardingOptions& options)
@@ -1505,7 +1763,10 @@ TEST(ShardedModel, PeerThatIsLostInAGatherOfSharedShards_IsAnErrorThatNamesTheUn
         Wide wide(comm, {.strategy = strategy});
         wide.Forward(0).backward();
         wide.Step();
-        TORCH_CHECK(comm.rank() == 0, "rank 1 gives up");
+        if (comm.rank() == 1) {
+          wide.model.BeginForward(true);
+          TORCH_CHECK(false, "rank 1 gives up");
+        }
         error = ErrorOf([&] { wide.Forward(1); });
       });
     });

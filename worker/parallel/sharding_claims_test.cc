@@ -237,14 +237,16 @@ TEST(ShardingTraffic, HybridAndSmallerGroups_AreTheTableToTheByte) {
 // and where ranks see different changes in groups of their own.
 TEST(ShardingTraffic, StepAfterAnEvaluation_IsSeenByEveryRank) {
   for (const ShardingStrategy strategy :
-       {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients}) {
+       {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients, ShardingStrategy::kFull}) {
     for (const bool in_another_thread : {false, true}) {
       std::vector<double> losses(4);
       Groups groups(4, 2);
       RunRanks(4, [&](Comm& world) {
         torch::nn::Sequential net = Layers();
-        Sharded trained(*net, {.strategy = strategy, .group_size = 2}, world,
-                        &groups.ShardOf(world.rank(), 2), &groups.ReplicasOf(world.rank(), 2));
+        // Of kFull the evaluation leaves all units gathered.
+        Sharded trained(
+            *net, {.strategy = strategy, .group_size = 2, .reshard_after_forward = false}, world,
+            &groups.ShardOf(world.rank(), 2), &groups.ReplicasOf(world.rank(), 2));
         const auto forward = [&] {
           trained.model.BeginForward(true);
           const at::Tensor loss = net->forward(Randn({1, kWidth}, 7)).square().mean();
@@ -267,6 +269,9 @@ TEST(ShardingTraffic, StepAfterAnEvaluation_IsSeenByEveryRank) {
         losses[world.rank()] = forward().item<double>();
         const double again = forward().item<double>();
         EXPECT_EQ(again, losses[world.rank()]);
+        // Nothing that was gathered before was used.
+        trained.model.Expire();
+        EXPECT_EQ(forward().item<double>(), again);
       });
       for (const double loss : losses) EXPECT_EQ(loss, losses[0]);
     }

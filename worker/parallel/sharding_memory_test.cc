@@ -40,6 +40,7 @@ struct Memory {
   int64_t large = 0;    // of them as large as a unit, the most at a time
   int64_t between = 0;  // after a step, with gradients; of all ranks
   int64_t peak = 0;     // in a step
+  int64_t first = 0;    // the most in the passes of the first step, which has no states yet
 };
 
 // A link whose reductions take as long as the backward pass of a unit: each one ends when the next
@@ -127,12 +128,20 @@ Memory Measure(ShardingStrategy strategy, Link link = {}, int ranks = kRanks, in
       model.EndForward();
       loss.backward();
       loss.reset();
+      if (step == 0) {
+        comm.Barrier();
+        if (comm.rank() == 0) memory.first = allocator.peak() - before;
+        comm.Barrier();
+      }
       model.Expire();
       adam.Step();
     }
     comm.Barrier();
-    if (comm.rank() == 0)
-      memory = {allocator.large_peak(), allocator.live() - before, allocator.peak() - before};
+    if (comm.rank() == 0) {
+      memory.large = allocator.large_peak();
+      memory.between = allocator.live() - before;
+      memory.peak = allocator.peak() - before;
+    }
     comm.Barrier();
   });
   return memory;
@@ -190,6 +199,23 @@ TEST(ShardingMemory, PeakOfFullSharding_IsThreeUnitsMore) {
         << "overlap " << link.overlap << ", slow " << link.slow;
     // Gradients that are not there yet make room in the sum above, but not here.
     EXPECT_LE(memory.large, kRanks * 3) << "overlap " << link.overlap << ", slow " << link.slow;
+  }
+}
+
+// Gradients are divided in the first step, too, in which no order of units is known.
+TEST(ShardingMemory, FirstStep_HoldsThreeUnitsMoreThanTheParts) {
+  for (const int ranks : {2, 4}) {
+    const int64_t units = ranks * 3 * kUnitBytes * 102 / 100;
+    for (const bool overlap : {true, false}) {
+      SCOPED_TRACE(testing::Message() << ranks << " ranks, overlap " << overlap);
+      // Parameters and gradients.
+      const Memory full = Measure(ShardingStrategy::kFull, {.overlap = overlap}, ranks);
+      EXPECT_LE(full.first, 2 * kModelBytes * 102 / 100 + units);
+      const Memory whole = Measure(ShardingStrategy::kGradients, {.overlap = overlap}, ranks);
+      EXPECT_LE(whole.first, (ranks + 1) * kModelBytes * 102 / 100 + units);
+    }
+    const Memory hybrid = Measure(ShardingStrategy::kFull, {.overlap = false}, ranks, 2);
+    EXPECT_LE(hybrid.first, ranks / 2 * 2 * kModelBytes * 102 / 100 + units) << ranks;
   }
 }
 

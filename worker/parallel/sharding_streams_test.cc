@@ -41,6 +41,7 @@
 #include "worker/collective/thread_comm.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/parallel/test_net.h"
+#include "worker/parallel/test_passes.h"
 #include "worker/train/optimizer.h"
 
 namespace muster {
@@ -548,27 +549,19 @@ TEST(ShardingStreams, PassesThatThrow_LeaveMemoryInOrder) {
       const at::Tensor ids = IdsOf(step, here.comm);
       if (step >= 2) {
         // The gather of block 1 is under way.
-        EXPECT_THAT(ErrorOf([&] {
-                      trained.model.BeginForward(true);
-                      const struct End {
-                        ShardedModel& model;
-                        ~End() { model.EndForward(); }
-                      } end{trained.model};
-                      trained.net.Apply(0, trained.net.words(ids));
-                      TORCH_CHECK(false, "of the program");
-                    }),
-                    HasSubstr("of the program"));
+        EXPECT_THAT(
+            ErrorOfForward(trained.model, [&] { trained.net.Apply(0, trained.net.words(ids)); }),
+            HasSubstr("of the program"));
       }
       if (step == 3) {
         // The reduction of a unit has begun.
-        trained.model.BeginForward(true);
-        at::Tensor x = trained.net.words(ids);
-        x.register_hook([](at::Tensor) { TORCH_CHECK(false, "of the hook"); });
-        for (const int i : kAll) x = trained.net.Apply(i, x);
-        trained.model.EndForward();
-        EXPECT_THAT(ErrorOf([&] { x.sum().backward(); }), HasSubstr("of the hook"));
-        x.reset();
-        trained.model.ForgetPending(trained.model.shards());
+        EXPECT_THAT(ErrorOfBackward(
+                        trained.model, [&] { return trained.net.words(ids); },
+                        [&](at::Tensor x) {
+                          for (const int i : kAll) x = trained.net.Apply(i, x);
+                          return x;
+                        }),
+                    HasSubstr("of the hook"));
         trained.sgd.ZeroGrad();
       }
       trained.TrainOn(ids);

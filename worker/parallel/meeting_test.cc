@@ -1,0 +1,60 @@
+#include "worker/parallel/meeting.h"
+
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "worker/collective/test_error.h"
+#include "worker/collective/thread_comm.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+TEST(MeetAt, OnePlace_GivesTheMessagesOfAllRanks) {
+  RunRanks(3, [](Comm& comm) {
+    const std::string mine = comm.rank() == 1 ? "" : "line\nof " + std::to_string(comm.rank());
+    EXPECT_THAT(MeetAt(comm, "the end of a test", mine),
+                ElementsAre("line\nof 0", "", "line\nof 2"));
+  });
+}
+
+TEST(MeetAt, DifferentPlaces_AreNamedOnEveryRank) {
+  std::vector<std::string> errors(3);
+  RunRanks(3, [&](Comm& comm) {
+    errors[comm.rank()] =
+        ErrorOf([&] { MeetAt(comm, comm.rank() == 2 ? "the end" : "the beginning", "x"); });
+    // All are in step.
+    comm.Barrier();
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("one is at the beginning, another at the end")));
+}
+
+TEST(MeetAt, ExchangeOfTheProgram_IsAnotherPlace) {
+  std::string error;
+  RunRanks(2, [&](Comm& comm) {
+    if (comm.rank() == 1) {
+      comm.AllGatherBytes("of the program");
+      return;
+    }
+    error = ErrorOf([&] { MeetAt(comm, "the end"); });
+  });
+  EXPECT_THAT(error, HasSubstr("one is at the end, another at another exchange of the program"));
+}
+
+TEST(MeetAt, RankThatIsGone_LeavesThePlaceInTheError) {
+  std::string error;
+  RunRanks(2, [&](Comm& comm) {
+    if (comm.rank() == 1) return;
+    error = ErrorOf([&] { MeetAt(comm, "the end"); });
+  });
+  EXPECT_THAT(error, AllOf(HasSubstr("rank 1"), HasSubstr("meet at the end")));
+}
+
+}  // namespace
+}  // namespace muster
