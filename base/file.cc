@@ -14,6 +14,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/disk_error.h"
 #include "base/identity.h"
 #include "base/owned_fd.h"
 #include "base/status_macros.h"
@@ -22,7 +23,7 @@ namespace muster {
 namespace {
 
 absl::Status Failed(absl::string_view what, const std::string& path) {
-  return absl::ErrnoToStatus(errno, absl::StrCat("cannot ", what, " ", path));
+  return DiskError(errno, absl::StrCat("cannot ", what, " ", path));
 }
 
 }  // namespace

@@ -26,6 +26,7 @@ absl::StatusOr<OffloadedCausalLm> load_offloaded_causal_lm(
   }));
   BigModelOptions named = options;
   MUSTER_ASSIGN_OR_RETURN(named.rename, models::NamesInFiles(path, *out.model));
+  named.prefix = "";
   named.parts = [&model = *out.model](const std::string& name) { return model.PartsOf(name); };
   MUSTER_ASSIGN_OR_RETURN(DispatchedModel weights,
                           load_checkpoint_and_dispatch(out.model, path, device_map, named));

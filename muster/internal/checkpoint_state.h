@@ -144,8 +144,9 @@ class CheckpointState {
                                   absl::FunctionRef<absl::Status(StateWriter&)> write);
   PublishOptions Publishing() const;
   absl::Status CheckOptions() const;
-  // (collective) Opens the memory at the first call; without it memory_ stays null.
-  void OpenMemory();
+  // (collective) Opens the memory at the first call; without it memory_ stays null. Throws if an
+  // agent does not answer that has to; the next call tries again.
+  void OpenMemory(bool has_to_answer);
   // (collective) Whether this save goes to the disk.
   bool GoesToDisk(const std::string& directory);
   // (collective) Returns the error of the save before, if it failed.
@@ -171,7 +172,8 @@ class CheckpointState {
   // Parts of Load() and LoadWeights(). `without`: models whose weights are read elsewhere.
   std::vector<NamedTensors> ReadWeights(const StateReader& reader, size_t models,
                                         const std::vector<bool>& without) const;
-  // Nothing is read from the indexes of models: the manifest has what they say. Others read them.
+  // Warns of damage. Nothing is read from the indexes of models, since the manifest has what they
+  // say; others read them.
   void CheckIndexes(const StateReader& reader, size_t models) const;
   void TakeOptimizerFile(const StateReader& reader, size_t index, const std::string& name,
                          Loaded* loaded) const;

@@ -360,6 +360,37 @@ TEST_F(MemoryTierTest, RankWithoutMemoryForOtherNodes_IsAnErrorOnAll) {
   });
 }
 
+// It would not have it at the next start either, and the disk has a checkpoint.
+TEST_F(MemoryTierTest, NodeWhoseMemoryIsFull_PassesOverTheSaveOnAll) {
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_TRUE(Save(comm, tier, 1).ok()); });
+  Attempt([](Comm& comm, MemoryTier& tier) {
+    MemoryTier::FindOptions options;
+    if (comm.rank() == 1) {
+      options.create = [](const std::string&) -> absl::StatusOr<OwnedFd> {
+        return absl::ResourceExhaustedError("no memory is left");
+      };
+    }
+    const auto found = tier.Find(comm, options);
+    ASSERT_TRUE(found.ok()) << found.status();
+    EXPECT_FALSE(found->has_value());
+  });
+}
+
+// It is not gathered, for which there may be no memory.
+TEST_F(MemoryTierTest, SaveThatIsOlderThanTheDisk_IsNotGathered) {
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_TRUE(Save(comm, tier, 1).ok()); });
+  Attempt([](Comm& comm, MemoryTier& tier) {
+    MemoryTier::FindOptions options;
+    options.from_step = 2;
+    options.create = [](const std::string&) -> absl::StatusOr<OwnedFd> { throw std::bad_alloc(); };
+    const auto older = tier.Find(comm, options);
+    ASSERT_TRUE(older.ok()) << older.status();
+    EXPECT_FALSE(older->has_value());
+    options.from_step = 1;
+    EXPECT_FALSE(tier.Find(comm, options).ok());
+  });
+}
+
 TEST_F(MemoryTierTest, AgentThatDoesNotAnswerASearch_IsAnErrorOnAll) {
   Attempt([](Comm& comm, MemoryTier& tier) {
     for (int step = 1; step <= 2; ++step) EXPECT_TRUE(Save(comm, tier, step).ok());

@@ -20,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
+#include "base/disk_error.h"
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/log.h"
@@ -51,7 +52,7 @@ absl::StatusOr<bool> Exists(const std::string& path) {
   struct stat info;
   if (lstat(path.c_str(), &info) == 0) return true;
   if (errno == ENOENT || errno == ENOTDIR) return false;
-  return absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path));
+  return DiskError(errno, absl::StrCat("cannot examine ", path));
 }
 
 // Also what cannot be examined at the moment.
@@ -80,7 +81,7 @@ std::optional<absl::Time> LastChange(const std::string& dir) {
 
 absl::Status RenamePath(const std::string& from, const std::string& to) {
   if (rename(from.c_str(), to.c_str()) == 0) return absl::OkStatus();
-  return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", from, " to ", to));
+  return DiskError(errno, absl::StrCat("cannot rename ", from, " to ", to));
 }
 
 // Puts `from` in the place of the folder `to`; returns where that one is then.
@@ -277,7 +278,7 @@ absl::Status VerifyCheckpointFile(const std::string& dir, const ManifestFile& fi
   if (stat(path.c_str(), &info) != 0) {
     // Anything else may pass: a mount that is stale, a folder that may not be read.
     if (errno != ENOENT && errno != ENOTDIR) {
-      return absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path));
+      return DiskError(errno, absl::StrCat("cannot examine ", path));
     }
     return absl::DataLossError(absl::StrCat(path, ": is missing though the manifest lists it"));
   }
@@ -331,7 +332,7 @@ absl::StatusOr<Staging> Staging::Create(const std::string& wanted) {
   for (int i = 0; i < kAttempts; ++i) {
     std::string path = NewStagingPath(dir);
     if (mkdir(path.c_str(), 0777) != 0) {
-      return absl::ErrnoToStatus(errno, absl::StrCat("cannot make folder ", path));
+      return DiskError(errno, absl::StrCat("cannot make folder ", path));
     }
     const int lock = LockFolder(path);
     // Before it is locked, another process may take it for abandoned and remove it.
@@ -451,7 +452,7 @@ absl::Status Staging::Commit() {
     return SyncDirectory(parent);
   }
   if (errno != ENOTEMPTY && errno != EEXIST) {
-    return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", path_, " to ", dir_));
+    return DiskError(errno, absl::StrCat("cannot rename ", path_, " to ", dir_));
   }
   MUSTER_ASSIGN_OR_RETURN(replaced_, Exchange(path_, dir_));
   // It is not abandoned: other nodes may need it if they cannot commit.
@@ -492,7 +493,7 @@ absl::StatusOr<std::vector<std::string>> CopiesOf(const std::string& dir) {
 absl::Status PutInPlace(const std::string& copy, const std::string& dir) {
   if (rename(copy.c_str(), dir.c_str()) != 0) {
     if (errno != ENOTEMPTY && errno != EEXIST) {
-      return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", copy, " to ", dir));
+      return DiskError(errno, absl::StrCat("cannot rename ", copy, " to ", dir));
     }
     MUSTER_RETURN_IF_ERROR(Exchange(copy, dir).status());
   }
@@ -557,6 +558,17 @@ absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Published() const {
   return published;
 }
 
+absl::StatusOr<std::vector<int64_t>> CheckpointFolder::SeenPublished() const {
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
+  std::vector<int64_t> published;
+  for (const int64_t number : numbers) {
+    if (Exists(JoinPath(PathOf(number), kManifestName)).value_or(false)) {
+      published.push_back(number);
+    }
+  }
+  return published;
+}
+
 absl::StatusOr<int64_t> CheckpointFolder::NewestStep() const {
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
   for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) {
@@ -577,7 +589,7 @@ absl::Status RemoveCheckpoint(const std::string& dir) {
   // What is left of it must not look like a sealed one that lacks its name.
   const std::string seal = JoinPath(dir, kSealName);
   if (unlink(seal.c_str()) != 0 && errno != ENOENT) {
-    return absl::ErrnoToStatus(errno, absl::StrCat("cannot remove ", seal));
+    return DiskError(errno, absl::StrCat("cannot remove ", seal));
   }
   const std::string doomed = NewDoomedPath(dir);
   MUSTER_RETURN_IF_ERROR(RenamePath(dir, doomed));
@@ -587,11 +599,17 @@ absl::Status RemoveCheckpoint(const std::string& dir) {
 
 absl::Status CheckpointFolder::Rotate(int keep, int64_t keep_every,
                                       const std::vector<std::string>& spared) const {
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, SeenPublished());
+  return RotateAmong(numbers, keep, keep_every, spared);
+}
+
+absl::Status CheckpointFolder::RotateAmong(const std::vector<int64_t>& numbers, int keep,
+                                           int64_t keep_every,
+                                           const std::vector<std::string>& spared) const {
   if (keep < 1) {
     return absl::InvalidArgumentError(
         absl::StrCat("total_limit is ", keep, "; it must be at least 1"));
   }
-  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Published());
   for (size_t i = 0; i + keep < numbers.size(); ++i) {
     const std::string dir = PathOf(numbers[i]);
     if (std::find(spared.begin(), spared.end(), dir) != spared.end()) continue;

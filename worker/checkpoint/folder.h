@@ -136,8 +136,9 @@ class Staging {
 // missing checkpoint is not an error. Of a symbolic link, the link goes and its folder stays.
 absl::Status RemoveCheckpoint(const std::string& dir);
 
-// A live writer of another machine is taken for dead after a day without a change: its files go.
-inline constexpr absl::Duration kQuietTime = absl::Hours(24);
+// A live writer of another machine is taken for dead after that long without a change: its files
+// go.
+inline constexpr absl::Duration kQuietTime = absl::Hours(2);
 
 // Numbered checkpoints: ROOT/checkpoint_0, checkpoint_1, ... Other names in ROOT are ignored.
 class CheckpointFolder {
@@ -164,6 +165,8 @@ class CheckpointFolder {
 
   // The numbers of the folders that have a manifest, ascending.
   absl::StatusOr<std::vector<int64_t>> Published() const;
+  // Without those of which that cannot be seen now: for what deletes, since they stay.
+  absl::StatusOr<std::vector<int64_t>> SeenPublished() const;
 
   // The step of the newest whose manifest is not damaged; -1: there is none.
   absl::StatusOr<int64_t> NewestStep() const;
@@ -173,6 +176,9 @@ class CheckpointFolder {
   // in `spared`.
   absl::Status Rotate(int keep, int64_t keep_every = 0,
                       const std::vector<std::string>& spared = {}) const;
+  // Among `numbers`, ascending, which are complete.
+  absl::Status RotateAmong(const std::vector<int64_t>& numbers, int keep, int64_t keep_every,
+                           const std::vector<std::string>& spared) const;
 
   // Renames the sealed and complete checkpoints that dead writers have left in staging folders.
   // Errors: one of them cannot be read or renamed at the moment.

@@ -912,7 +912,13 @@ absl::StatusOr<std::optional<MemoryTier::Found>> MemoryTier::Find(Comm& comm,
     const auto contents = std::make_shared<Contents>();
     absl::Status usable = search.Check(save, &manifest);
     const std::string name = NameOf(manifest.info);
+    // Those that follow are older.
+    if (usable.ok() && manifest.info.step < options.from_step) break;
     if (usable.ok()) usable = search.Gather(save, contents.get());
+    if (absl::IsResourceExhausted(usable)) {
+      if (rank_ == 0) MUSTER_LOG(Warning) << "passing over " << name << ": " << usable.message();
+      break;
+    }
     // No reason to train on from an older one.
     if (!usable.ok() && !absl::IsDataLoss(usable)) {
       return absl::Status(usable.code(),

@@ -93,14 +93,16 @@ class MemoryTier {
   struct FindOptions {
     // A new file in memory for the parts of other nodes. Null: CreateHoldableMemory.
     std::function<absl::StatusOr<OwnedFd>(const std::string& name)> create = nullptr;
+    // The same on every rank. Saves of earlier steps are not looked for.
+    int64_t from_step = -1;
   };
   // Collective. The newest save that all ranks have and whose files have their digests; nothing if
-  // there is none. Errors, the same on every rank, where that is not known or cannot be read now:
-  // an agent that does not answer (UNAVAILABLE), no memory for the parts of other nodes, ... No
-  // older save is taken then. A part that is damaged on one node is taken from another that mirrors
-  // it. What a
-  // node lacks comes from the others: one copy, which the ranks of the node
-  // share if they can open each other's files under /proc. The reader is valid until the next save.
+  // there is none, or a node has no memory for the parts of others, which it would not have at the
+  // next start either. Errors, the same on every rank, where that is not known or cannot be read
+  // now: an agent that does not answer (UNAVAILABLE), ... No older save is taken then. A part that
+  // is damaged on one node is taken from another that mirrors it. What a node lacks comes from the
+  // others: one copy, which the ranks of the node share if they can open each other's files under
+  // /proc. The reader is valid until the next save.
   absl::StatusOr<std::optional<Found>> Find(Comm& comm, const FindOptions& options);
   absl::StatusOr<std::optional<Found>> Find(Comm& comm) { return Find(comm, FindOptions()); }
   // Training continues from it: it is not overwritten before a later save is whole, nor its mirror

@@ -157,7 +157,7 @@ class FailingReadsTest : public NetworkDiskTest {
   template <class F>
   void ExpectNewestOrAnError(const F& find) {
     for (int64_t number = 0; number < 3; ++number) Save(number);
-    for (const int error : {EIO, ESTALE, EACCES}) {
+    for (const int error : {EIO, ESTALE, EACCES, ENODEV, ENOTCONN}) {
       long at = 1;
       for (; !HasFailure(); ++at) {
         SCOPED_TRACE(absl::StrFormat("%s in call %d", strerror(error), at));

@@ -161,8 +161,8 @@ void DeleteSuperfluous(CheckpointRegistrar& registrar, Mutex* folder_mu,
 
 // What was saved without this registry counts too.
 // How many of the newest numbered checkpoints to leave so that `keep` of them are not pinned.
-int KeepBesides(const CheckpointFolder& folder, int keep, const std::vector<std::string>& pinned) {
-  const std::vector<int64_t> numbers = folder.Published().value_or(std::vector<int64_t>());
+int KeepBesides(const CheckpointFolder& folder, const std::vector<int64_t>& numbers, int keep,
+                const std::vector<std::string>& pinned) {
   int left = 0, counted = 0;
   for (auto number = numbers.rbegin(); number != numbers.rend() && counted < keep; ++number) {
     ++left;
@@ -260,8 +260,10 @@ absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
   // The checkpoint is there: an old one that cannot be deleted does not change that.
   const absl::Status rotated = [&]() -> absl::Status {
     MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> pinned, PinnedIn(*publication.folder));
-    return publication.folder->Rotate(KeepBesides(*publication.folder, options.keep, pinned),
-                                      options.keep_every, pinned);
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers,
+                            publication.folder->SeenPublished());
+    const int keep = KeepBesides(*publication.folder, numbers, options.keep, pinned);
+    return publication.folder->RotateAmong(numbers, keep, options.keep_every, pinned);
   }();
   if (!rotated.ok()) MUSTER_LOG(Warning) << rotated.message();
   return absl::OkStatus();

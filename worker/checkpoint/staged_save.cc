@@ -46,12 +46,18 @@ struct Copy {
   auto age() const { return std::tie(step, created, digest); }
 };
 
-absl::StatusOr<std::vector<Copy>> ReadCopies(const std::string& dir) {
+// `hidden`: there may be one in its place, which cannot be read now.
+absl::StatusOr<std::vector<Copy>> ReadCopies(const std::string& dir, bool* hidden) {
   std::vector<Copy> copies;
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> paths, CopiesOf(dir));
   for (const std::string& path : paths) {
     const absl::StatusOr<std::string> text = ReadRecordFile(JoinPath(path, kManifestName));
     if (absl::IsNotFound(text.status()) || StaysUnreadable(text.status())) continue;
+    if (!text.ok() && path == dir) {
+      MUSTER_LOG(Warning) << text.status().message();
+      *hidden = true;
+      continue;
+    }
     MUSTER_RETURN_IF_ERROR(text.status());
     const absl::StatusOr<Manifest> manifest = ParseManifest(*text, path);
     if (!manifest.ok()) continue;
@@ -101,8 +107,12 @@ absl::Status StagedSave::Publish(Comm& comm, Publication publication, const absl
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, mine, &all));
   MUSTER_RETURN_IF_ERROR(PublishOnNodes(comm, publication, std::move(all)));
   if (!publication.folder.has_value() || publication.options.keep <= 0) return absl::OkStatus();
-  return RotateOnNodes(comm, *publication.folder, groups_, publication.options.keep,
-                       publication.options.keep_every, mu_);
+  // The checkpoint is there: an old one that cannot be deleted does not change that.
+  const absl::Status rotated =
+      RotateOnNodes(comm, *publication.folder, groups_, publication.options.keep,
+                    publication.options.keep_every, mu_);
+  if (!rotated.ok() && comm.rank() == 0) MUSTER_LOG(Warning) << rotated.message();
+  return absl::OkStatus();
 }
 
 absl::Status StagedSave::PublishOnNodes(Comm& comm, const Publication& publication,
@@ -143,12 +153,17 @@ absl::Status CheckPublishable(const NodeGroups& groups, const PublishOptions& op
 absl::Status SettleNodes(Comm& comm, const std::string& dir, const NodeGroups& groups) {
   if (groups.nodes.size() == 1) return absl::OkStatus();
   std::vector<Copy> mine;
-  // Where one cannot be read at the moment, it may be the latest.
+  bool hidden = false;
+  // One beside its place that cannot be read at the moment may be the latest.
   const absl::Status looked = OnlyLeader(groups, nullptr, [&]() -> absl::Status {
-    MUSTER_ASSIGN_OR_RETURN(mine, ReadCopies(dir));
+    MUSTER_ASSIGN_OR_RETURN(mine, ReadCopies(dir, &hidden));
     return absl::OkStatus();
   });
   MUSTER_RETURN_IF_ERROR(AgreeOfLeaders(comm, groups, looked));
+  // Nothing is moved then; what the node cannot read is taken from the others.
+  for (const std::string& other : comm.AllGatherBytes(hidden ? "1" : "0")) {
+    if (other == "1") return absl::OkStatus();
+  }
   Json json = Json::array();
   for (const Copy& copy : mine) {
     json.push_back({copy.path == dir, copy.digest, copy.step, copy.created});
@@ -193,7 +208,7 @@ absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const Nod
   std::vector<int64_t> mine;
   MUSTER_RETURN_IF_ERROR(
       AgreeOfLeaders(comm, groups, OnlyLeader(groups, folder_mu, [&]() -> absl::Status {
-                       MUSTER_ASSIGN_OR_RETURN(mine, folder.Published());
+                       MUSTER_ASSIGN_OR_RETURN(mine, folder.SeenPublished());
                        return absl::OkStatus();
                      })));
   const std::vector<std::string> all = comm.AllGatherBytes(Json(mine).dump());

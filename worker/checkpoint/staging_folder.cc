@@ -44,6 +44,8 @@ bool IsOfThisMachine(int fd) {
     case OVERLAYFS_SUPER_MAGIC:
     case TMPFS_MAGIC:
     case RAMFS_MAGIC:
+    case 0x2fc12fc1:  // ZFS
+    case 0xca451a4e:  // bcachefs
       return true;
     default:
       return false;

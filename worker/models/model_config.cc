@@ -340,16 +340,16 @@ class Settings {
 
 // Tokens that transformers' classes have where config.json does not name them.
 struct ClassTokens {
-  std::optional<int64_t> bos = std::nullopt, eos = std::nullopt, pad = std::nullopt;
+  std::optional<int64_t> bos = std::nullopt, pad = std::nullopt;
 };
 ClassTokens TokensOf(Architecture architecture) {
   switch (architecture) {
     case Architecture::kLlamaForCausalLM:
     case Architecture::kMistralForCausalLM:
     case Architecture::kMixtralForCausalLM:
-      return {.bos = 1, .eos = 2};
+      return {.bos = 1};
     case Architecture::kGpt2LMHeadModel:
-      return {.bos = 50'256, .eos = 50'256};
+      return {.bos = 50'256};
     case Architecture::kQwen2ForCausalLM:
       return {};
     case Architecture::kBertForMaskedLM:
@@ -392,10 +392,8 @@ void ReadCommon(Settings& settings, Architecture architecture, int64_t default_v
                                   ", beyond the vocabulary of ", config->vocab_size));
   }
   const Json* const ends = settings.Find("eos_token_id");
-  if (ends == nullptr) {
-    const std::optional<int64_t> end = token("eos_token_id", defaults.eos);
-    if (end.has_value()) config->eos_token_ids = {*end};
-  } else {
+  // Without it generate() of transformers 5 ends with none, whatever the class says.
+  if (ends != nullptr) {
     for (const Json& id : ends->is_array() ? *ends : Json::array({*ends})) {
       if (!Settings::IsWholeIn(id, -1, kMaxSize)) {
         settings.Invalid(absl::StrCat("\"eos_token_id\": ", Settings::Shown(id), " is no token"));

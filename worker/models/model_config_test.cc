@@ -208,16 +208,16 @@ std::vector<int64_t> TokensOf(const Json& json) {
           common.pad_token_id.value_or(-1)};
 }
 
-TEST(ParseModelConfig, MissingTokens_AreTheClasses_AndNullIsNone) {
+TEST(ParseModelConfig, MissingTokens_AreTheClassesButForTheEnd_AndNullIsNone) {
   const std::vector<std::pair<Json, std::vector<int64_t>>> cases = {
-      {kLlama, {1, 2, -1}},
-      {With(kLlama, {{"model_type", "mistral"}, {"num_key_value_heads", 2}}), {1, 2, -1}},
-      {With(kLlama, {{"model_type", "mixtral"}, {"num_key_value_heads", 2}}), {1, 2, -1}},
+      {kLlama, {1, -1, -1}},
+      {With(kLlama, {{"model_type", "mistral"}, {"num_key_value_heads", 2}}), {1, -1, -1}},
+      {With(kLlama, {{"model_type", "mixtral"}, {"num_key_value_heads", 2}}), {1, -1, -1}},
       {With(kLlama, {{"model_type", "qwen2"}, {"num_key_value_heads", 2}}), {-1, -1, -1}},
-      {{{"model_type", "gpt2"}}, {50'256, 50'256, -1}},
+      {{{"model_type", "gpt2"}}, {50'256, -1, -1}},
       // Beyond the vocabulary there is no token.
       {{{"model_type", "gpt2"}, {"vocab_size", 50'256}}, {-1, -1, -1}},
-      {With(kLlama, {{"vocab_size", 2}}), {1, -1, -1}},
+      {With(kLlama, {{"vocab_size", 1}}), {-1, -1, -1}},
       {With(kLlama, {{"architectures", {"BertForMaskedLM"}}, {"model_type", "bert"}}),
        {-1, -1, 0}}};
   for (const auto& [json, tokens] : cases) {

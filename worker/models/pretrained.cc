@@ -195,6 +195,10 @@ absl::Status CheckDeviceIsThere(const c10::Device& device) {
 absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOptions& options,
                                LoadedWeights* report) {
   MUSTER_RETURN_IF_ERROR(CheckDeviceIsThere(options.device));
+  if (options.device.is_meta()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        path, ": a model on the meta device has no memory for the weights: make an empty one"));
+  }
   MUSTER_ASSIGN_OR_RETURN(ModelConfig config, ReadModelConfig(path, options.config));
   bool is_missing = false;
   const auto empty = Construct(config, options.dtype, c10::kMeta);

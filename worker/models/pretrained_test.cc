@@ -270,6 +270,12 @@ TEST(LoadPretrained, MissingShard_IsNamed) {
       << again.status();
 }
 
+TEST(LoadPretrained, MetaDevice_HasNoMemoryForWeights) {
+  const auto loaded = LoadPretrained(GoldenPath("hf_models/llama_shared"), {.device = c10::kMeta});
+  EXPECT_EQ(loaded.status().code(), absl::StatusCode::kInvalidArgument) << loaded.status();
+  EXPECT_NE(loaded.status().message().find("meta device"), std::string::npos) << loaded.status();
+}
+
 TEST(LoadPretrained, DeviceThatIsNotThere_IsNamed) {
   const auto model =
       LoadPretrained(GoldenPath("hf_models/llama_shared"), {.device = c10::Device("cuda:99")});
