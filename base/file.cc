@@ -14,7 +14,6 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "base/disk_error.h"
 #include "base/identity.h"
 #include "base/owned_fd.h"
 #include "base/status_macros.h"
@@ -23,7 +22,12 @@ namespace muster {
 namespace {
 
 absl::Status Failed(absl::string_view what, const std::string& path) {
-  return DiskError(errno, absl::StrCat("cannot ", what, " ", path));
+  const int error = errno;
+  const absl::Status status = absl::ErrnoToStatus(error, absl::StrCat("cannot ", what, " ", path));
+  // A device or server that is gone. Abseil has NOT_FOUND for the first, as for a file that does
+  // not exist, and FAILED_PRECONDITION for the others.
+  const bool is_gone = error == ENODEV || error == ENOTCONN || error == ESHUTDOWN;
+  return is_gone ? absl::UnavailableError(status.message()) : status;
 }
 
 }  // namespace

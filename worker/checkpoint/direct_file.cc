@@ -19,7 +19,6 @@
 #include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "base/disk_error.h"
 #include "base/failpoint.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
@@ -662,7 +661,7 @@ absl::Status ReadDirectFile(
                                                               !IsInMemory(cached.fd(), options)));
   struct stat info;
   if (fstat(cached.fd(), &info) != 0) {
-    return DiskError(errno, absl::StrCat("cannot examine ", path));
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path));
   }
   if (static_cast<uint64_t>(info.st_size) != bytes) {
     return absl::DataLossError(

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "base/disk_error.h"
 
 namespace muster {
 
@@ -20,7 +19,7 @@ const DirectFileSystem& DirectFileSystem::Real() {
 }
 
 absl::Status DirectIoError(absl::string_view what, const std::string& path, uint64_t offset) {
-  return DiskError(errno, absl::StrCat("cannot ", what, " ", path, " at byte ", offset));
+  return absl::ErrnoToStatus(errno, absl::StrCat("cannot ", what, " ", path, " at byte ", offset));
 }
 
 absl::StatusOr<DirectFile> DirectFile::Open(const DirectFileSystem& system, const std::string& path,
@@ -30,11 +29,11 @@ absl::StatusOr<DirectFile> DirectFile::Open(const DirectFileSystem& system, cons
     fd = system.open(path.c_str(), flags | O_DIRECT, mode);
     direct = fd >= 0;
     if (fd < 0 && errno != EINVAL && errno != EOPNOTSUPP) {
-      return DiskError(errno, absl::StrCat("cannot open ", path));
+      return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
     }
   }
   if (fd < 0) fd = system.open(path.c_str(), flags, mode);
-  if (fd < 0) return DiskError(errno, absl::StrCat("cannot open ", path));
+  if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
   return DirectFile(system, path, fd, direct);
 }
 

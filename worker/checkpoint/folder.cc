@@ -20,7 +20,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
-#include "base/disk_error.h"
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/log.h"
@@ -47,12 +46,23 @@ bool ParseNumber(absl::string_view name, int64_t* number) {
          (name.size() == 1 || name[0] != '0') && absl::SimpleAtoi(name, number);
 }
 
+// Of a file that is there, or may be: its device may be gone (ENODEV, ENOTCONN), which Abseil has
+// other codes for.
+absl::Status UnlessMissing(const std::string& path, const absl::Status& status) {
+  const bool is_misleading = absl::IsNotFound(status) || absl::IsFailedPrecondition(status) ||
+                             absl::IsUnimplemented(status);
+  struct stat info;
+  // Others may have removed it meanwhile.
+  if (!is_misleading || (lstat(path.c_str(), &info) != 0 && errno == ENOENT)) return status;
+  return absl::UnavailableError(status.message());
+}
+
 // False only where there is nothing: what cannot be examined at the moment is an error.
 absl::StatusOr<bool> Exists(const std::string& path) {
   struct stat info;
   if (lstat(path.c_str(), &info) == 0) return true;
   if (errno == ENOENT || errno == ENOTDIR) return false;
-  return DiskError(errno, absl::StrCat("cannot examine ", path));
+  return UnlessMissing(path, absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path)));
 }
 
 // Also what cannot be examined at the moment.
@@ -81,7 +91,7 @@ std::optional<absl::Time> LastChange(const std::string& dir) {
 
 absl::Status RenamePath(const std::string& from, const std::string& to) {
   if (rename(from.c_str(), to.c_str()) == 0) return absl::OkStatus();
-  return DiskError(errno, absl::StrCat("cannot rename ", from, " to ", to));
+  return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", from, " to ", to));
 }
 
 // Puts `from` in the place of the folder `to`; returns where that one is then.
@@ -278,7 +288,7 @@ absl::Status VerifyCheckpointFile(const std::string& dir, const ManifestFile& fi
   if (stat(path.c_str(), &info) != 0) {
     // Anything else may pass: a mount that is stale, a folder that may not be read.
     if (errno != ENOENT && errno != ENOTDIR) {
-      return DiskError(errno, absl::StrCat("cannot examine ", path));
+      return UnlessMissing(path, absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path)));
     }
     return absl::DataLossError(absl::StrCat(path, ": is missing though the manifest lists it"));
   }
@@ -289,10 +299,13 @@ absl::Status VerifyCheckpointFile(const std::string& dir, const ManifestFile& fi
   }
   if (level == VerifyLevel::kSizes) return absl::OkStatus();
   if (!file.blocks.empty()) {
-    return ReadDirectFile(path, file.digest.bytes, file.blocks, std::nullopt,
-                          [](uint64_t, absl::string_view) { return absl::OkStatus(); });
+    return UnlessMissing(
+        path, ReadDirectFile(path, file.digest.bytes, file.blocks, std::nullopt,
+                             [](uint64_t, absl::string_view) { return absl::OkStatus(); }));
   }
-  MUSTER_ASSIGN_OR_RETURN(const FileDigest found, DigestFile(path));
+  const absl::StatusOr<FileDigest> digest = DigestFile(path);
+  MUSTER_RETURN_IF_ERROR(UnlessMissing(path, digest.status()));
+  const FileDigest& found = *digest;
   if (found == file.digest) return absl::OkStatus();
   return absl::DataLossError(absl::StrCat(path, ": is damaged: its contents have the digest ",
                                           found.xxh3, ", but the manifest says ",
@@ -332,7 +345,7 @@ absl::StatusOr<Staging> Staging::Create(const std::string& wanted) {
   for (int i = 0; i < kAttempts; ++i) {
     std::string path = NewStagingPath(dir);
     if (mkdir(path.c_str(), 0777) != 0) {
-      return DiskError(errno, absl::StrCat("cannot make folder ", path));
+      return absl::ErrnoToStatus(errno, absl::StrCat("cannot make folder ", path));
     }
     const int lock = LockFolder(path);
     // Before it is locked, another process may take it for abandoned and remove it.
@@ -452,7 +465,7 @@ absl::Status Staging::Commit() {
     return SyncDirectory(parent);
   }
   if (errno != ENOTEMPTY && errno != EEXIST) {
-    return DiskError(errno, absl::StrCat("cannot rename ", path_, " to ", dir_));
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", path_, " to ", dir_));
   }
   MUSTER_ASSIGN_OR_RETURN(replaced_, Exchange(path_, dir_));
   // It is not abandoned: other nodes may need it if they cannot commit.
@@ -493,7 +506,7 @@ absl::StatusOr<std::vector<std::string>> CopiesOf(const std::string& dir) {
 absl::Status PutInPlace(const std::string& copy, const std::string& dir) {
   if (rename(copy.c_str(), dir.c_str()) != 0) {
     if (errno != ENOTEMPTY && errno != EEXIST) {
-      return DiskError(errno, absl::StrCat("cannot rename ", copy, " to ", dir));
+      return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", copy, " to ", dir));
     }
     MUSTER_RETURN_IF_ERROR(Exchange(copy, dir).status());
   }
@@ -589,7 +602,7 @@ absl::Status RemoveCheckpoint(const std::string& dir) {
   // What is left of it must not look like a sealed one that lacks its name.
   const std::string seal = JoinPath(dir, kSealName);
   if (unlink(seal.c_str()) != 0 && errno != ENOENT) {
-    return DiskError(errno, absl::StrCat("cannot remove ", seal));
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot remove ", seal));
   }
   const std::string doomed = NewDoomedPath(dir);
   MUSTER_RETURN_IF_ERROR(RenamePath(dir, doomed));

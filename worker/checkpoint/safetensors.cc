@@ -17,7 +17,6 @@
 #include "ATen/ops/from_blob.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
-#include "base/disk_error.h"
 #include "base/file.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
@@ -110,11 +109,11 @@ SafetensorsReader::SafetensorsReader(std::string path, SafetensorsHeader header,
 absl::StatusOr<SafetensorsReader> SafetensorsReader::Open(const std::string& path) {
   MUSTER_ASSIGN_OR_RETURN(SafetensorsHeader header, ReadSafetensorsHeader(path));
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return DiskError(errno, absl::StrCat("cannot open ", path));
+  if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
   auto file = std::make_shared<File>(fd);
   struct stat info;
   if (fstat(fd, &info) != 0) {
-    return DiskError(errno, absl::StrCat("cannot examine ", path));
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path));
   }
   file->size = info.st_size;
   if (file->size != 8 + header.header_bytes + header.data_bytes) {
@@ -150,7 +149,7 @@ absl::Status SafetensorsReader::ReadInto(const SafetensorsEntry& entry,
   while (left > 0) {
     const ssize_t n = pread(file_->fd, to, std::min(left, uint64_t{1} << 30), at);
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return DiskError(errno, absl::StrCat("cannot read ", path_));
+    if (n < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot read ", path_));
     if (n == 0) {
       return absl::DataLossError(
           absl::StrCat(path_, ": the file became shorter while it was read"));
@@ -207,7 +206,7 @@ absl::StatusOr<NamedTensors> SafetensorsReader::ReadAll(FileDigest* digest) cons
     while (done < prefix.size()) {
       const ssize_t n = pread(file_->fd, prefix.data() + done, prefix.size() - done, done);
       if (n < 0 && errno == EINTR) continue;
-      if (n < 0) return DiskError(errno, absl::StrCat("cannot read ", path_));
+      if (n < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot read ", path_));
       if (n == 0) return absl::DataLossError(absl::StrCat(path_, ": cannot read the header again"));
       done += n;
     }

@@ -12,7 +12,6 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "base/disk_error.h"
 #include "base/file.h"
 #include "base/log.h"
 #include "base/memory_file.h"
@@ -109,7 +108,7 @@ struct SharedFiles::Reading {
       const std::string path =
           absl::StrCat("/proc/", entries[i][0].get<int>(), "/fd/", entries[i][1].get<int>());
       const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
-      if (fd < 0) return DiskError(errno, absl::StrCat("cannot open ", path));
+      if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
       shared.files_.emplace(files[i].name, fd);
       MUSTER_ASSIGN_OR_RETURN(const std::string identity, FileIdentity(fd));
       if (identity != entries[i][2].get<std::string>()) {
