@@ -33,14 +33,19 @@ std::string Lower(std::string text) {
   return text;
 }
 
+// The answer to a case without what it expects.
+Json AnswerTo(Json test_case) {
+  test_case.erase("out");
+  test_case.erase("error");
+  return Json::parse(AnswerLine(test_case.dump()));
+}
+
 // Holds the answer to a case against what the case expects.
-void ExpectAnswer(Json test_case, const Tolerance& tolerance) {
+void ExpectAnswer(const Json& test_case, const Tolerance& tolerance) {
   SCOPED_TRACE(test_case["id"].get<std::string>());
   const Json out = test_case.value("out", Json());
   const Json error = test_case.value("error", Json());
-  test_case.erase("out");
-  test_case.erase("error");
-  const Json answer = Json::parse(AnswerLine(test_case.dump()));
+  const Json answer = AnswerTo(test_case);
   if (!error.is_null()) {
     ASSERT_TRUE(answer.contains("error")) << "must be rejected: " << answer.dump().substr(0, 300);
     EXPECT_NE(Lower(answer["error"]).find(Lower(error["contains"])), std::string::npos)
@@ -66,11 +71,10 @@ TEST(SettingsAtRandom, EachIsResolvedAsByAccelerate) {
 
 // Pickles are other files here (docs/accelerate.md), so that of them only the names are compared.
 TEST(SaveStateLayout, EveryRecordedCase_HasTheFilesAndTheWeights) {
-  for (Json test_case : GoldenCases("save_state_layout")) {
+  for (const Json& test_case : GoldenCases("save_state_layout")) {
     SCOPED_TRACE(test_case["id"].get<std::string>());
-    const Json out = test_case["out"];
-    test_case.erase("out");
-    const Json answer = Json::parse(AnswerLine(test_case.dump()));
+    const Json& out = test_case["out"];
+    const Json answer = AnswerTo(test_case);
     ASSERT_TRUE(answer.contains("out")) << answer.dump();
     EXPECT_EQ(answer["out"]["files"], out["files"]);
     EXPECT_EQ(answer["out"]["contents"].size(), out["contents"].size());
@@ -89,13 +93,11 @@ TEST(InferAutoDeviceMap, EveryRecordedCase_GivesTheExpectedMap) {
     std::sort(entries.begin(), entries.end());
     return entries;
   };
-  for (Json test_case : GoldenCases("infer_auto_device_map")) {
+  for (const Json& test_case : GoldenCases("infer_auto_device_map")) {
     SCOPED_TRACE(test_case["id"].get<std::string>());
     const Json out = test_case.value("out", Json());
     const Json error = test_case.value("error", Json());
-    test_case.erase("out");
-    test_case.erase("error");
-    const Json answer = Json::parse(AnswerLine(test_case.dump()));
+    const Json answer = AnswerTo(test_case);
     if (!error.is_null()) {
       ASSERT_TRUE(answer.contains("error")) << answer.dump();
       EXPECT_NE(answer["error"].get<std::string>().find(error["contains"]), std::string::npos)

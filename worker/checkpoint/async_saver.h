@@ -132,8 +132,7 @@ class AsyncSaver {
                     std::vector<Outcome>* earlier);
   absl::Status Persist(Save& save);
   absl::Status WriteFiles(const Save& save, std::vector<ManifestFile>* files);
-  // Of a thread that writes, after a block.
-  // As PolitePace::Rest.
+  // Of a thread that writes, after a block. As PolitePace::Rest.
   void RestIfCoresAreWanted(absl::Duration also, absl::Duration most);
   PolitePace& PaceOfThisThread() const;
   void Run();

@@ -610,6 +610,13 @@ absl::Status RemoveCheckpoint(const std::string& dir) {
   return RemoveTree(doomed);
 }
 
+bool StaysForItsStep(const std::string& dir, int64_t keep_every) {
+  if (keep_every <= 0) return false;
+  const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
+  return manifest.ok() ? manifest->info.step % keep_every == 0
+                       : !StaysUnreadable(manifest.status());
+}
+
 absl::Status CheckpointFolder::Rotate(int keep, int64_t keep_every,
                                       const std::vector<std::string>& spared) const {
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, SeenPublished());
@@ -626,13 +633,7 @@ absl::Status CheckpointFolder::RotateAmong(const std::vector<int64_t>& numbers, 
   for (size_t i = 0; i + keep < numbers.size(); ++i) {
     const std::string dir = PathOf(numbers[i]);
     if (std::find(spared.begin(), spared.end(), dir) != spared.end()) continue;
-    if (keep_every > 0) {
-      const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
-      if (manifest.ok() ? manifest->info.step % keep_every == 0
-                        : !StaysUnreadable(manifest.status())) {
-        continue;
-      }
-    }
+    if (StaysForItsStep(dir, keep_every)) continue;
     MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(dir));
   }
   return SyncDirectory(root_);

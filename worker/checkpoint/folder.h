@@ -136,6 +136,10 @@ class Staging {
 // missing checkpoint is not an error. Of a symbolic link, the link goes and its folder stays.
 absl::Status RemoveCheckpoint(const std::string& dir);
 
+// Whether retention leaves the checkpoint because its step is a multiple of `keep_every` (0: none),
+// or may be.
+bool StaysForItsStep(const std::string& dir, int64_t keep_every);
+
 // A live writer of another machine is taken for dead after that long without a change: its files
 // go.
 inline constexpr absl::Duration kQuietTime = absl::Hours(2);

@@ -227,13 +227,7 @@ absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const Nod
   const absl::Status removed = OnlyLeader(groups, folder_mu, [&]() -> absl::Status {
     for (const int64_t number : mine) {
       if (number >= oldest_kept) continue;
-      if (keep_every > 0) {
-        const absl::StatusOr<Manifest> manifest = ReadManifest(folder.PathOf(number));
-        if (manifest.ok() ? manifest->info.step % keep_every == 0
-                          : !StaysUnreadable(manifest.status())) {
-          continue;
-        }
-      }
+      if (StaysForItsStep(folder.PathOf(number), keep_every)) continue;
       MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(folder.PathOf(number)));
     }
     return SyncDirectory(folder.root());
