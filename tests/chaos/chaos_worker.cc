@@ -31,6 +31,7 @@
 #include "proto/muster/v1/kv.grpc.pb.h"
 #include "rpc/channel.h"
 #include "rpc/status.h"
+#include "tests/chaos/watcher.h"
 #include "tests/chaos/weights.h"
 #include "worker/job/coordinator_client.h"
 
@@ -43,6 +44,7 @@ constexpr absl::Duration kTxnTimeout = absl::Seconds(150);
 
 struct Flags {
   std::string address, job = "chaos", dir;
+  std::string watch;
   int index = 0;
   int world = 2;
   int rounds = 20;
@@ -97,6 +99,7 @@ class Worker {
     MUSTER_ASSIGN_OR_RETURN(client_, CoordinatorClient::Connect(options));
     MUSTER_ASSIGN_OR_RETURN(channel_, rpc::Connect(flags_.address));
     kv_ = v1::KeyValueStore::NewStub(channel_);
+    if (!flags_.watch.empty()) watcher_.emplace(flags_.watch, flags_.job, "count/");
     Write("start ", client_->incarnation());
     for (int attempt = 0; attempt < 20; ++attempt) {
       JoinOptions join;
@@ -219,7 +222,12 @@ class Worker {
     Write("add-begin");
     const absl::StatusOr<v1::TxnReply> reply = Txn(seat, std::move(request));
     if (reply.ok()) {
-      Write("add-ack ", reply->results(0).number());
+      const int64_t count = reply->results(0).number();
+      Write("add-ack ", count);
+      if (watcher_.has_value() && !watcher_->WaitFor("count/" + id_, count, kTxnTimeout)) {
+        return absl::DataLossError(absl::StrCat("the watch never came to ", count, " of count/",
+                                                id_, ": ", watcher_->violation()));
+      }
     } else if (!rpc::IsLost(reply.status()) &&
                reply.status().code() != absl::StatusCode::kDeadlineExceeded) {
       Write("add-refused ", reply.status().ToString());
@@ -323,12 +331,14 @@ class Worker {
   std::shared_ptr<grpc::Channel> channel_;
   std::unique_ptr<v1::KeyValueStore::Stub> kv_;
   std::unique_ptr<CoordinatorClient> client_;
+  std::optional<Watcher> watcher_;
 };
 
 int Main(int argc, char** argv) {
   Flags flags;
   CLI::App app("The worker of the chaos tests.");
   app.add_option("--address", flags.address, "where no agent says it");
+  app.add_option("--watch", flags.watch, "the coordinator's own address, which serves watches");
   app.add_option("--dir", flags.dir)->required();
   app.add_option("--index", flags.index);
   app.add_option("--world", flags.world);

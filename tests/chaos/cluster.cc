@@ -111,7 +111,8 @@ void Cluster::StartWorker(int index) {
           ProgramPath("tests/chaos/chaos_worker"), "--address", address_, "--dir", dir_, "--index",
           absl::StrCat(index), "--world", absl::StrCat(plan_.workers), "--rounds",
           absl::StrCat(plan_.rounds), "--lease", absl::StrCat(absl::ToDoubleSeconds(plan_.lease)),
-          "--outage_tolerance", absl::StrCat(absl::ToDoubleSeconds(plan_.outage_tolerance))},
+          "--outage_tolerance", absl::StrCat(absl::ToDoubleSeconds(plan_.outage_tolerance)),
+          "--watch", plan_.workers_watch ? address_ : ""},
       env, changed));
 }
 
@@ -162,7 +163,8 @@ void Cluster::StartAgent(int index) {
   } else {
     argv.insert(argv.end(), {ProgramPath("tests/chaos/chaos_worker"), "--dir", dir_, "--rounds",
                              absl::StrCat(plan_.rounds), "--lease",
-                             absl::StrCat(absl::ToDoubleSeconds(plan_.lease))});
+                             absl::StrCat(absl::ToDoubleSeconds(plan_.lease)), "--watch",
+                             plan_.workers_watch ? address_ : ""});
   }
   starts.push_back(std::make_unique<Child>(*host_, std::move(argv), env, changed));
 }

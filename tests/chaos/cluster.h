@@ -68,6 +68,8 @@ struct Plan {
   std::vector<std::string> coordinator_prefix = {};
   std::string data_dir = {};  // empty: in the run's own folder
   bool watch = true;
+  // chaos_worker waits for each of its own writes to come back in a watch.
+  bool workers_watch = false;
   // How long the coordinator stays away when it has died, and what a worker must say meanwhile.
   absl::Duration outage = {};
   std::string said_in_outage = {};

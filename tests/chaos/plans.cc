@@ -23,6 +23,7 @@ enum class Scene {
   kLostWorker,    // beyond its lease
   kKilledWorker,  // with an agent
   kBrokenStream,  // of an agent
+  kWatchers,      // workers wait for what they wrote to come back in a watch
   kAbandon
 };
 
@@ -78,7 +79,7 @@ constexpr Place kPlaces[] = {
     {"engine.reply_leave", Scene::kWork, 1},
     {"engine.replied", Scene::kWork, 30},
     {"engine.watch_open", Scene::kWork, 1},
-    {"engine.watch_push", Scene::kWork, 6},
+    {"engine.watch_push", Scene::kWatchers, 6},
     {"engine.snapshot", Scene::kWork, 1},
     {"engine.snapshot_queued", Scene::kWork, 1},
     {"engine.abandon", Scene::kAbandon, 1},
@@ -265,6 +266,10 @@ static void SetScene(Plan& plan, Scene scene, const std::string& armed) {
       break;
     case Scene::kAbandon:
       plan.abandons = true;
+      break;
+    case Scene::kWatchers:
+      // A watcher that nobody waits for may get everything in one batch.
+      plan.workers_watch = true;
       break;
   }
 }
