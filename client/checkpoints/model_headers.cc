@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <utility>
+#include <variant>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -15,6 +16,7 @@
 #include "base/status_macros.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/weight_files.h"
+#include "worker/models/file_names.h"
 #include "worker/models/model_config.h"
 #include "worker/models/weight_shapes.h"
 
@@ -61,14 +63,32 @@ bool HasWeightFiles(const std::string& folder) {
          });
 }
 
+// The config of a decoder that Muster has, whose tensors it knows by older names too; null for any
+// other model, whose files are as they are.
+const models::DecoderConfig* DecoderOf(const absl::StatusOr<models::ModelConfig>& config) {
+  return config.ok() ? std::get_if<models::DecoderConfig>(&*config) : nullptr;
+}
+
 absl::StatusOr<ModelTensors> TensorsOfFiles(const std::string& path) {
-  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, WeightFiles::Open(path));
+  MUSTER_ASSIGN_OR_RETURN(WeightFiles files, WeightFiles::Open(path));
+  const absl::StatusOr<models::ModelConfig> config = models::ReadModelConfig(FolderOf(path));
+  // A tied head that is in the files stays: TieHead() looks for it by its name.
+  const auto name_in_model = [decoder = DecoderOf(config)](const std::string& in_file) {
+    const std::string name =
+        decoder == nullptr ? "" : models::DecoderParameterName(*decoder, in_file);
+    return name.empty() ? in_file : name;
+  };
+  if (const models::DecoderConfig* const decoder = DecoderOf(config)) {
+    MUSTER_RETURN_IF_ERROR(files.Divide([decoder](const std::string& in_file) {
+      return models::DecoderPartsOf(*decoder, in_file);
+    }));
+  }
   if (files.entries().empty()) {
     return absl::NotFoundError(absl::StrCat(path, " holds no tensors"));
   }
   ModelTensors model;
   for (const WeightFiles::Entry& entry : files.entries()) {
-    TreeTensor tensor{.name = entry.tensor.name,
+    TreeTensor tensor{.name = name_in_model(entry.tensor.name),
                       .dtype = std::string(SafetensorsTypeName(entry.tensor.type)),
                       .file = entry.file,
                       .storage = files.StorageOf(entry)};
