@@ -154,7 +154,7 @@ absl::StatusOr<Plan> PlanOf(PlannedModel model, const Request& request) {
   options.no_split = plan.no_split;
   options.offload_buffers = request.offload_buffers;
   MUSTER_ASSIGN_OR_RETURN(plan.sizes, ModuleSizes(model, options));
-  MUSTER_RETURN_IF_ERROR(CheckUndivided(model, request.limits, options));
+  MUSTER_RETURN_IF_ERROR(CheckUndivided(model, request.limits, options, "--no_split"));
   VisitModules(model, [&](const std::string& name, const PlannedModule& module) {
     const auto size = plan.sizes.find(name);
     if (!plan.no_split.contains(module.class_name) || size == plan.sizes.end()) return;

@@ -1,5 +1,6 @@
 #include "client/checkpoints/plan_command.h"
 
+#include <cstdio>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -137,6 +138,86 @@ TEST_F(PlanCommandTest, Mistakes_AreNamed) {
   WriteConfig("[]");
   EXPECT_NE(Run({path, "--max_memory", "cpu=1GB"}), kExitOk);
   EXPECT_THAT(err_.str(), HasSubstr("config.json"));
+}
+
+// They are kept whole as a layer is, and may be what is largest.
+TEST_F(PlanCommandTest, EmbeddingsOfBertLargerThanEveryDevice_HaveAWayOut) {
+  ASSERT_EQ(std::remove(folder_.Path("model.safetensors").c_str()), 0);
+  WriteConfig(R"({"architectures": ["BertForSequenceClassification"], "model_type": "bert",
+      "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 4,
+      "vocab_size": 100, "max_position_embeddings": 90})");
+  EXPECT_EQ(Run({folder_.path(), "--max_memory", "cpu=2KB"}), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("embeddings bert.embeddings is not to be divided"));
+  EXPECT_THAT(err_.str(), HasSubstr("3.03 KiB"));
+  EXPECT_THAT(err_.str(), HasSubstr("divide it (--no_split layer)"));
+  EXPECT_EQ(Run({folder_.path(), "--max_memory", "cpu=2KB", "--no_split", "layer"}), kExitOk)
+      << err_.str();
+}
+
+// As transformers 5 has them in memory: a program reads each expert from its part of the file.
+TEST_F(PlanCommandTest, ExpertsInOneTensor_ArePlannedAsThoseThatAreApart) {
+  WriteConfig(R"({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
+      "hidden_size": 4, "num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1,
+      "intermediate_size": 6, "vocab_size": 10, "num_local_experts": 3, "num_experts_per_tok": 1,
+      "tie_word_embeddings": false})");
+  const auto write = [&](const char* block, bool fused) {
+    std::vector<SafetensorsEntry> tensors;
+    std::vector<std::string> bytes;
+    const auto add = [&](const std::string& name, std::vector<uint64_t> shape) {
+      size_t size = 4;
+      for (const uint64_t each : shape) size *= each;
+      tensors.push_back({.name = name, .type = SafetensorsType::kF32, .shape = std::move(shape)});
+      bytes.emplace_back(size, '\0');
+    };
+    add("model.embed_tokens.weight", {10, 4});
+    for (int i = 0; i < 2; ++i) {
+      const std::string layer = absl::StrCat("model.layers.", i, ".");
+      for (const char* const name : {"q_proj", "k_proj", "v_proj", "o_proj"}) {
+        add(absl::StrCat(layer, "self_attn.", name, ".weight"), {4, 4});
+      }
+      add(absl::StrCat(layer, block, ".gate.weight"), {3, 4});
+      if (fused) {
+        add(absl::StrCat(layer, block, ".experts.gate_up_proj"), {3, 12, 4});
+        add(absl::StrCat(layer, block, ".experts.down_proj"), {3, 4, 6});
+      }
+      for (int expert = 0; !fused && expert < 3; ++expert) {
+        const std::string name = absl::StrCat(layer, block, ".experts.", expert, ".");
+        add(name + "w1.weight", {6, 4});
+        add(name + "w2.weight", {4, 6});
+        add(name + "w3.weight", {6, 4});
+      }
+      add(layer + "input_layernorm.weight", {4});
+      add(layer + "post_attention_layernorm.weight", {4});
+    }
+    add("model.norm.weight", {4});
+    add("lm_head.weight", {10, 4});
+    ASSERT_TRUE(WriteFileAtomically(folder_.Path("model.safetensors"),
+                                    *EncodeSafetensors(tensors, bytes, std::nullopt))
+                    .ok());
+  };
+  for (const char* const limits : {"0=1KB,cpu=1.5KB", "0=0.9KB,cpu=0.9KB", "cpu=1.2KB"}) {
+    SCOPED_TRACE(limits);
+    const std::vector<std::string> args = {"--max_memory", limits, "--no_split", "none"};
+    write("block_sparse_moe", /*fused=*/false);
+    const Json apart = JsonOf(args);
+    write("mlp", /*fused=*/true);
+    EXPECT_EQ(JsonOf(args), apart);
+  }
+}
+
+TEST_F(PlanCommandTest, ExpertsInATensorThatDoesNotFit_AreNamed) {
+  WriteConfig(R"({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
+      "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
+      "intermediate_size": 6, "vocab_size": 10, "num_local_experts": 3, "num_experts_per_tok": 1})");
+  const std::vector<SafetensorsEntry> tensors = {{.name = "model.layers.0.mlp.experts.down_proj",
+                                                  .type = SafetensorsType::kF32,
+                                                  .shape = {2, 4, 6}}};
+  ASSERT_TRUE(
+      WriteFileAtomically(folder_.Path("model.safetensors"),
+                          *EncodeSafetensors(tensors, {std::string(192, '\0')}, std::nullopt))
+          .ok());
+  EXPECT_EQ(Run({folder_.path(), "--max_memory", "cpu=1GB"}), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("experts.down_proj"));
 }
 
 // config.json would say what the weights take, but the folder is damaged.

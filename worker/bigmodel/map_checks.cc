@@ -134,7 +134,7 @@ absl::Status CheckDeviceMap(const PlannedModel& model, const DeviceEntries& devi
 }
 
 absl::Status CheckUndivided(const PlannedModel& model, const DeviceLimits& limits,
-                            const DeviceMapOptions& options) {
+                            const DeviceMapOptions& options, absl::string_view no_split_flag) {
   MUSTER_ASSIGN_OR_RETURN(const auto sizes, ModuleSizes(model, options));
   double largest_limit = 0;
   bool limited = false;
@@ -172,11 +172,17 @@ absl::Status CheckUndivided(const PlannedModel& model, const DeviceLimits& limit
       absl::StrCat("more than any device has (",
                    HumanBytes(static_cast<int64_t>(std::min(largest_limit, kMostShown))), ")");
   if (bytes > 0 && static_cast<double>(bytes) > largest_limit) {
+    std::set<std::string> others = options.no_split;
+    others.erase(its_class);
+    const std::string way_out =
+        no_split_flag.empty()
+            ? absl::StrCat("leave ", its_class, " out of no_split, so that it is divided")
+            : absl::StrCat("divide it (", no_split_flag, " ",
+                           others.empty() ? "none" : absl::StrJoin(others, ","), ")");
     return absl::InvalidArgumentError(
         absl::StrCat(Printable(its_class), " ", Printable(largest),
                      " is not to be divided and takes ", HumanBytes(bytes), ", ", most,
-                     ": raise a limit, allow it to be divided, or load it in a smaller "
-                     "type"));
+                     ": raise a limit, ", Printable(way_out), ", or load it in a smaller type"));
   }
   for (const std::string& name : tensors) {
     const auto size = sizes.find(name);

@@ -40,9 +40,10 @@ absl::Status CheckDeviceMap(const PlannedModel& model, const DeviceEntries& devi
 // Whether each tensor, and each module of a class that is not to be divided, fits on some device
 // with a limit: from the disk it would have to be moved there to be used. Errors: INVALID_ARGUMENT
 // that names the largest such module, a tensor, or a class that no module has; those of
-// ModuleSizes.
+// ModuleSizes. `no_split_flag`: of the command that set `options.no_split`, for the way out;
+// empty: a program set it.
 absl::Status CheckUndivided(const PlannedModel& model, const DeviceLimits& limits,
-                            const DeviceMapOptions& options);
+                            const DeviceMapOptions& options, absl::string_view no_split_flag = "");
 
 }  // namespace muster
 

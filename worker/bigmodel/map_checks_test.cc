@@ -64,7 +64,20 @@ TEST(CheckUndivided, BlockLargerThanEveryDevice_IsNamed) {
   const absl::Status status = CheckUndivided(Model(), {{"0", 100}, {"cpu", 3000}}, options);
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(status.message()),
-              AllOf(HasSubstr("Block up2 is not to be divided"), HasSubstr("2.93 KiB")));
+              AllOf(HasSubstr("Block up2 is not to be divided"), HasSubstr("2.93 KiB"),
+                    HasSubstr("leave Block out of no_split")));
+}
+
+// What a person can write differs from what a program can.
+TEST(CheckUndivided, BlockLargerThanEveryDevice_SaysWhichFlagDividesIt) {
+  DeviceMapOptions options;
+  options.no_split = {"Block"};
+  const DeviceLimits limits = {{"cpu", 3000}};
+  EXPECT_THAT(std::string(CheckUndivided(Model(), limits, options, "--no_split").message()),
+              HasSubstr("divide it (--no_split none)"));
+  options.no_split = {"Block", "Linear"};
+  EXPECT_THAT(std::string(CheckUndivided(Model(), limits, options, "--no_split").message()),
+              HasSubstr("divide it (--no_split Linear)"));
 }
 
 TEST(CheckUndivided, TensorLargerThanEveryDevice_IsNamed) {
