@@ -258,13 +258,19 @@ class Settings {
     return Has(name) ? Probability(name, otherwise) : otherwise;
   }
 
+  // transformers 5 refuses it, and transformers 4 reads it as Python does.
+  void RefuseNull(const std::string& name, const char* wanted) {
+    if (!Names(name) || Has(name)) return;
+    Invalid(absl::StrCat("\"", name, "\" is null, not ", wanted,
+                         "; leave it out for what the class has"));
+  }
+
   bool Bool(const std::string& name, bool otherwise) {
     const Json* const value = Find(name);
-    // Python reads null as false: transformers 4 does, transformers 5 refuses it.
-    if (value == nullptr && otherwise && Names(name)) {
-      Invalid(absl::StrCat("\"", name, "\" is null, not true or false"));
+    if (value == nullptr) {
+      RefuseNull(name, "true or false");
+      return otherwise;
     }
-    if (value == nullptr) return otherwise;
     if (!value->is_boolean()) {
       Invalid(absl::StrCat("\"", name, "\" is ", Shown(*value), ", not true or false"));
       return otherwise;
@@ -402,6 +408,18 @@ void ReadCommon(Settings& settings, Architecture architecture, int64_t default_v
       }
     }
   }
+  // Flags that a class checks although its model does not look at them, and how many labels.
+  std::vector<const char*> flags = {"is_encoder_decoder", "use_cache"};
+  if (architecture == Architecture::kGpt2LMHeadModel) {
+    flags.insert(flags.end(),
+                 {"add_cross_attention", "reorder_and_upcast_attn", "summary_use_proj"});
+  } else if (is_bert) {
+    flags.insert(flags.end(), {"add_cross_attention", "is_decoder"});
+  }
+  for (const char* const flag : flags) {
+    settings.RefuseNull(flag, "true or false");
+  }
+  settings.RefuseNull("num_labels", "a number");
   const std::string legacy = settings.Text("torch_dtype", "");
   config->dtype = settings.Text("dtype", legacy);
   if (settings.Has("quantization_config")) {
@@ -735,7 +753,7 @@ BertConfig ReadBert(Settings& settings, Architecture architecture) {
       labels != nullptr && labels->is_object() ? static_cast<int64_t>(labels->size()) : 2;
   // Where they disagree the number decides, as in transformers 5; transformers 4 takes the names,
   // and the shape of the weights tells whom the file is from.
-  config.num_labels = settings.SizeOrNull("num_labels", std::max<int64_t>(named, 1));
+  config.num_labels = settings.Size("num_labels", std::max<int64_t>(named, 1));
   const std::string problem = settings.Text("problem_type", "");
   if (problem == "regression") {
     config.problem = BertConfig::Problem::kRegression;

@@ -365,22 +365,37 @@ TEST(ParseModelConfig, IsCausal_IsAsTheArchitectureIsOrRefused) {
   }
 }
 
-// transformers 5.17 refuses them, transformers 4 computes something else than without them.
-TEST(ParseModelConfig, NullThatIsNotTheDefault_IsRefusedByName) {
+// transformers 5.17 refuses them; transformers 4 reads what Python does.
+TEST(ParseModelConfig, NullOfAFlagOrOfTheNumberOfLabels_IsRefusedByName) {
+  const Json mixtral = With(kLlama, {{"model_type", "mixtral"}, {"num_key_value_heads", 2}});
+  const Json qwen = With(kLlama, {{"model_type", "qwen2"}, {"num_key_value_heads", 2}});
   const Json gpt2 = {{"model_type", "gpt2"}};
   const Json bert = With(kLlama, {{"architectures", {"BertForMaskedLM"}}, {"model_type", "bert"}});
-  const std::vector<std::pair<Json, std::string>> cases = {{gpt2, "scale_attn_weights"},
-                                                           {gpt2, "tie_word_embeddings"},
-                                                           {bert, "tie_word_embeddings"},
-                                                           {bert, "position_embedding_type"}};
-  for (const auto& [json, name] : cases) {
-    const std::string error = ErrorOf(With(json, {{name, nullptr}}));
-    EXPECT_NE(error.find("\"" + name + "\" is null"), std::string::npos) << name << ": " << error;
+  const Json classifier = With(bert, {{"architectures", {"BertForSequenceClassification"}}});
+  const std::vector<std::pair<Json, std::vector<std::string>>> cases = {
+      {kLlama,
+       {"tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "is_encoder_decoder",
+        "num_labels"}},
+      {mixtral, {"tie_word_embeddings", "output_router_logits", "num_labels"}},
+      {qwen, {"tie_word_embeddings", "use_sliding_window", "use_cache", "num_labels"}},
+      {gpt2,
+       {"tie_word_embeddings", "scale_attn_weights", "scale_attn_by_inverse_layer_idx",
+        "reorder_and_upcast_attn", "add_cross_attention", "summary_use_proj", "num_labels"}},
+      {bert,
+       {"tie_word_embeddings", "is_decoder", "add_cross_attention", "is_encoder_decoder",
+        "position_embedding_type", "num_labels"}},
+      {classifier, {"tie_word_embeddings", "num_labels"}}};
+  for (const auto& [json, names] : cases) {
+    EXPECT_EQ(ErrorOf(json), "");
+    for (const std::string& name : names) {
+      const std::string error = ErrorOf(With(json, {{name, nullptr}}));
+      EXPECT_NE(error.find("\"" + name + "\" is null"), std::string::npos) << name << ": " << error;
+    }
   }
-  // Null is false, as if it were missing.
-  EXPECT_EQ(ErrorOf(With(kLlama, {{"tie_word_embeddings", nullptr}, {"mlp_bias", nullptr}})), "");
   EXPECT_EQ(ErrorOf(With(bert, {{"position_embedding_type", "absolute"}})), "");
   EXPECT_NE(ErrorOf(With(bert, {{"position_embedding_type", "relative_key"}})), "");
+  // To other classes these are settings like any that they do not have.
+  EXPECT_EQ(ErrorOf(With(qwen, {{"attention_bias", nullptr}, {"is_decoder", nullptr}})), "");
 }
 
 TEST(ParseModelConfig, MissingSizes_AreTheClasses) {
