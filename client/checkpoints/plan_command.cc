@@ -165,6 +165,7 @@ absl::StatusOr<Plan> PlanOf(PlannedModel model, const Request& request) {
   if (request.kind != "sequential") {
     BalanceOptions balance;
     balance.no_split = options.no_split;
+    balance.counted_whole = ExpertLists(model);
     balance.low_zero = request.kind == "balanced_low_0";
     balance.user_set = request.user_set;
     MUSTER_ASSIGN_OR_RETURN(plan.limits, BalanceMemory(model, request.limits, balance));

@@ -466,7 +466,8 @@ std::optional<int> NumberOf(absl::string_view device) {
 // A quarter more than the larger of what must stay together and the mean module, so that the last
 // device is not the one that gets what did not fit on the others.
 int64_t BalanceBuffer(const PlannedModel& model, const Sizes& sizes,
-                      const std::set<std::string>& no_split) {
+                      const BalanceOptions& options) {
+  const std::set<std::string>& no_split = options.no_split;
   int64_t whole = 0;
   std::set<std::string> seen;
   for (const std::string& name : sizes.in_order()) {
@@ -479,8 +480,15 @@ int64_t BalanceBuffer(const PlannedModel& model, const Sizes& sizes,
   int64_t sum = 0, count = 0;
   for (const std::string& name : sizes.in_order()) {
     if (name.empty() || sizes.IsTensor(name)) continue;
-    const bool holds_modules = std::any_of(
-        sizes.in_order().begin(), sizes.in_order().end(), [&](const std::string& other) {
+    const bool counts_whole = options.counted_whole.contains(name);
+    const bool is_inside =
+        !counts_whole &&
+        std::any_of(options.counted_whole.begin(), options.counted_whole.end(),
+                    [&name](const std::string& whole) { return IsIn(name, whole); });
+    if (is_inside) continue;
+    const bool holds_modules =
+        !counts_whole &&
+        std::any_of(sizes.in_order().begin(), sizes.in_order().end(), [&](const auto& other) {
           return other != name && !sizes.IsTensor(other) && IsIn(other, name);
         });
     if (holds_modules) continue;
@@ -536,6 +544,28 @@ absl::StatusOr<DeviceMap> InferDeviceMap(const PlannedModel& model, const Device
   return Placement(model, std::move(ordered), options, std::move(sizes)).Run();
 }
 
+namespace {
+
+void AddExpertLists(const PlannedModule& module, const std::string& path,
+                    std::set<std::string>* lists) {
+  for (const PlannedModule& child : module.children) {
+    const std::string name = Join(path, child.name);
+    if (module.name == "block_sparse_moe" && child.name == "experts") {
+      lists->insert(name);
+    } else {
+      AddExpertLists(child, name, lists);
+    }
+  }
+}
+
+}  // namespace
+
+std::set<std::string> ExpertLists(const PlannedModel& model) {
+  std::set<std::string> lists;
+  AddExpertLists(model.root, "", &lists);
+  return lists;
+}
+
 absl::StatusOr<DeviceLimits> BalanceMemory(const PlannedModel& model, const DeviceLimits& limits,
                                            const BalanceOptions& options) {
   MUSTER_ASSIGN_OR_RETURN(DeviceLimits balanced, OrderDevices(limits));
@@ -550,7 +580,7 @@ absl::StatusOr<DeviceLimits> BalanceMemory(const PlannedModel& model, const Devi
   if (devices == 1 && !options.user_set) gpus[0]->second *= 0.9;
   const int64_t total = sizes[""];
   const auto share = static_cast<double>(total / (low_zero ? devices - 1 : devices) +
-                                         BalanceBuffer(model, sizes, options.no_split));
+                                         BalanceBuffer(model, sizes, options));
   const auto is_zero = [](const auto& entry) { return NumberOf(entry.first) == 0; };
   for (size_t i = 0; i + 1 < gpus.size(); ++i) {
     if (!(low_zero && is_zero(*gpus[i]))) gpus[i]->second = std::min(gpus[i]->second, share);

@@ -93,10 +93,16 @@ struct BalanceOptions : SizeOptions {
   std::set<std::string> no_split;
   // Leaves the first GPU as empty as possible, for what runs there besides.
   bool low_zero = false;
+  // Full names of modules that count as one where the mean size of modules matters.
+  std::set<std::string> counted_whole = {};
   // The caller set the limits; else they were found on the machine, and the only GPU of a
   // machine keeps a tenth free.
   bool user_set = true;
 };
+
+// The lists of a Mixtral's experts, which is one module in the memory of transformers 5: counted
+// whole, they leave the shares of the GPUs as Accelerate has them.
+std::set<std::string> ExpertLists(const PlannedModel& model);
 
 // Limits that make InferDeviceMap divide the model evenly among the GPUs. Errors: as above.
 absl::StatusOr<DeviceLimits> BalanceMemory(const PlannedModel& model, const DeviceLimits& limits,

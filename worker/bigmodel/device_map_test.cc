@@ -123,6 +123,30 @@ TEST(BalanceMemory, DeviceNumbersWithAGap_AreBalanced) {
   EXPECT_THAT(*limits, ElementsAre(Pair("0", 0), Pair("2", 1100), Pair("3", 5000)));
 }
 
+// transformers 5 keeps the experts of a layer in one module, and the mean module is what GPUs get
+// more than their part where it is larger than a block.
+TEST(BalanceMemory, ExpertListsThatCountWhole_LeaveTheMeanModuleAsThePeersIs) {
+  PlannedModule moe = {"block_sparse_moe", "SparseExperts", {}, {}, {Leaf("gate", 10)}};
+  moe.children.push_back({"experts", "ModuleList", {}, {}, {}});
+  for (const char* const expert : {"0", "1"}) {
+    moe.children.back().children.push_back(
+        {expert, "Expert", {}, {}, {Leaf("w1", 20), Leaf("w2", 20), Leaf("w3", 20)}});
+  }
+  PlannedModel model;
+  model.root.children = {Leaf("embed", 1000), {"block", "Block", {}, {}, {moe}}};
+  EXPECT_THAT(ExpertLists(model), ElementsAre("block.block_sparse_moe.experts"));
+  BalanceOptions options;
+  options.no_split = {"Block"};
+  const DeviceLimits limits = {{"0", 1e6}, {"1", 1e6}};
+  // Half of 1130 floats, and a quarter more than the mean of embed, gate and six matrices ...
+  EXPECT_THAT(*BalanceMemory(model, limits, options),
+              ElementsAre(Pair("0", 2260 + 706), Pair("1", 1e6)));
+  // ... or of embed, gate and experts.
+  options.counted_whole = ExpertLists(model);
+  EXPECT_THAT(*BalanceMemory(model, limits, options),
+              ElementsAre(Pair("0", 2260 + 1882), Pair("1", 1e6)));
+}
+
 TEST(BadInput, IsRefusedByName) {
   PlannedModel model;
   model.root.children = {Leaf("a", 10)};

@@ -514,6 +514,7 @@ absl::StatusOr<DeviceMap> PlanDevices(const torch::nn::Module& module, const std
   if (mode != "sequential") {
     BalanceOptions balance;
     balance.no_split = map.no_split;
+    balance.counted_whole = ExpertLists(model);
     balance.low_zero = mode == "balanced_low_0";
     balance.user_set = !found;
     MUSTER_ASSIGN_OR_RETURN(limits, BalanceMemory(model, limits, balance));
