@@ -208,7 +208,8 @@ TEST_F(PlanCommandTest, ExpertsInOneTensor_ArePlannedAsThoseThatAreApart) {
 TEST_F(PlanCommandTest, ExpertsInATensorThatDoesNotFit_AreNamed) {
   WriteConfig(R"({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
       "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
-      "intermediate_size": 6, "vocab_size": 10, "num_local_experts": 3, "num_experts_per_tok": 1})");
+      "intermediate_size": 6, "vocab_size": 10, "num_local_experts": 3,
+      "num_experts_per_tok": 1})");
   const std::vector<SafetensorsEntry> tensors = {{.name = "model.layers.0.mlp.experts.down_proj",
                                                   .type = SafetensorsType::kF32,
                                                   .shape = {2, 4, 6}}};
