@@ -131,6 +131,7 @@ models::GenerateOptions OptionsOf(const Json& in) {
     if (IsGiven(in, name)) *to = IntOf(in, name, 0, kMaxSteps);
   };
   number("repetition_penalty", &options.rules.repetition_penalty);
+  number("encoder_repetition_penalty", &options.rules.encoder_repetition_penalty);
   number("temperature", &options.rules.temperature);
   number("top_h", &options.rules.top_h);
   number("top_p", &options.rules.top_p);
@@ -140,6 +141,7 @@ models::GenerateOptions OptionsOf(const Json& in) {
   number("eta_cutoff", &options.rules.eta_cutoff);
   number("length_penalty", &options.length_penalty);
   count("no_repeat_ngram_size", &options.rules.no_repeat_ngram_size);
+  count("encoder_no_repeat_ngram_size", &options.rules.encoder_no_repeat_ngram_size);
   if (!IsGiven(in, "min_new_tokens")) count("min_length", &options.rules.min_length);
   count("min_new_tokens", &options.rules.min_new_tokens);
   count("top_k", &options.rules.top_k);
@@ -147,6 +149,9 @@ models::GenerateOptions OptionsOf(const Json& in) {
   count("num_beams", &options.num_beams);
   count("num_return_sequences", &options.num_return_sequences);
   if (IsGiven(in, "do_sample")) options.do_sample = in["do_sample"].get<bool>();
+  if (IsGiven(in, "renormalize_logits")) {
+    options.rules.renormalize_logits = in["renormalize_logits"].get<bool>();
+  }
   if (IsGiven(in, "seed")) options.seed = in["seed"].get<uint64_t>();
   const auto tokens = [&in](const char* name, std::vector<int64_t>* to) {
     if (!IsGiven(in, name)) return;

@@ -18,6 +18,7 @@
 #include "ATen/ops/stack.h"
 #include "ATen/ops/tensor.h"
 #include "ATen/ops/topk.h"
+#include "ATen/ops/where.h"
 #include "c10/core/InferenceMode.h"
 #include "worker/models/beam_search.h"
 #include "worker/models/prompt.h"
@@ -289,6 +290,12 @@ Generated ReturnBest(const std::vector<Beams>& searches, const GenerateOptions& 
   return {.tokens = Padded(rows, resolved.padding), .scores = at::tensor(scores, c10::kFloat)};
 }
 
+// Log-probabilities; those of a row of which nothing is left stay.
+at::Tensor Renormalized(const at::Tensor& scores) {
+  const at::Tensor out = at::log_softmax(scores, -1);
+  return at::where(out.isnan(), scores, out);
+}
+
 Generated Search(PromptReader& reader, const GenerateOptions& options, const Resolved& resolved) {
   const std::vector<Tokens>& prompts = reader.prompts();
   std::vector<Beams> searches;
@@ -315,6 +322,7 @@ Generated Search(PromptReader& reader, const GenerateOptions& options, const Res
     at::Tensor scores = ApplyRules(options.rules, at::log_softmax(logits, -1), rows, step);
     // As in transformers, enough stay for one that runs on.
     if (options.do_sample) scores = ApplySamplingRules(options.rules, scores, min_kept);
+    if (options.rules.renormalize_logits) scores = Renormalized(scores);
     const auto candidates =
         Candidates(searches, scores, num_beams, options.do_sample ? &draws : nullptr);
     std::vector<int64_t> parents, tokens;

@@ -49,18 +49,10 @@ const std::set<std::string, std::less<>>& HarmlessSettings() {
 
 // Settings that would, with the value at which they do not.
 const std::map<std::string, Json, std::less<>>& OffSettings() {
-  static const auto* const settings =
-      new std::map<std::string, Json, std::less<>>{{"diversity_penalty", 0.0},
-                                                   {"encoder_no_repeat_ngram_size", 0},
-                                                   {"encoder_repetition_penalty", 1.0},
-                                                   {"guidance_scale", 1.0},
-                                                   {"is_assistant", false},
-                                                   {"num_beam_groups", 1},
-                                                   {"penalty_alpha", 0.0},
-                                                   {"renormalize_logits", false},
-                                                   {"token_healing", false},
-                                                   {"use_mtp", false},
-                                                   {"low_memory", false}};
+  static const auto* const settings = new std::map<std::string, Json, std::less<>>{
+      {"diversity_penalty", 0.0}, {"guidance_scale", 1.0}, {"is_assistant", false},
+      {"num_beam_groups", 1},     {"penalty_alpha", 0.0},  {"token_healing", false},
+      {"use_mtp", false},         {"low_memory", false}};
   return *settings;
 }
 
@@ -180,18 +172,21 @@ bool Apply(const std::string& name, const Json& value, GenerateOptions* options,
       {"num_beams", &options->num_beams},
       {"num_return_sequences", &options->num_return_sequences},
       {"no_repeat_ngram_size", &rules.no_repeat_ngram_size},
+      {"encoder_no_repeat_ngram_size", &rules.encoder_no_repeat_ngram_size},
       {"min_length", &rules.min_length},
       {"min_new_tokens", &rules.min_new_tokens},
       {"top_k", &rules.top_k}};
-  const std::map<std::string, double*> numbers = {{"length_penalty", &options->length_penalty},
-                                                  {"repetition_penalty", &rules.repetition_penalty},
-                                                  {"temperature", &rules.temperature},
-                                                  {"top_h", &rules.top_h},
-                                                  {"top_p", &rules.top_p},
-                                                  {"min_p", &rules.min_p},
-                                                  {"typical_p", &rules.typical_p},
-                                                  {"epsilon_cutoff", &rules.epsilon_cutoff},
-                                                  {"eta_cutoff", &rules.eta_cutoff}};
+  const std::map<std::string, double*> numbers = {
+      {"length_penalty", &options->length_penalty},
+      {"repetition_penalty", &rules.repetition_penalty},
+      {"encoder_repetition_penalty", &rules.encoder_repetition_penalty},
+      {"temperature", &rules.temperature},
+      {"top_h", &rules.top_h},
+      {"top_p", &rules.top_p},
+      {"min_p", &rules.min_p},
+      {"typical_p", &rules.typical_p},
+      {"epsilon_cutoff", &rules.epsilon_cutoff},
+      {"eta_cutoff", &rules.eta_cutoff}};
   const std::map<std::string, std::vector<int64_t>*> tokens = {
       {"begin_suppress_tokens", &rules.begin_suppress_tokens},
       {"forced_eos_token_id", &rules.forced_eos_token_id},
@@ -221,6 +216,8 @@ bool Apply(const std::string& name, const Json& value, GenerateOptions* options,
     std::vector<int64_t> ids;
     *valid = ToTokens(value, &ids) && ids.size() <= 1;
     if (!ids.empty()) options->pad_token_id = ids[0];
+  } else if (name == "renormalize_logits") {
+    *valid = ToFlag(value, &rules.renormalize_logits);
   } else if (name == "early_stopping") {
     *valid = value.is_boolean() || value == "never";
     options->early_stopping = value == "never" ? EarlyStopping::kNever

@@ -67,7 +67,9 @@ TEST(ParseGenerationConfig, RulesForTokens_AreRead) {
       R"({"bad_words_ids": [[3], [4, 5]], "min_length": 7, "forced_bos_token_id": 1,
           "forced_eos_token_id": 2, "suppress_tokens": [-1, 9], "begin_suppress_tokens": [6],
           "exponential_decay_length_penalty": [3, 1.5], "stop_strings": "THE END",
-          "sequence_bias": [[[5], 1.0], [[5, 6], -2.5], [[5], 2.0]]})",
+          "sequence_bias": [[[5], 1.0], [[5, 6], -2.5], [[5], 2.0]],
+          "encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 4,
+          "renormalize_logits": true})",
       "f");
   ASSERT_TRUE(options.ok()) << options.status();
   const ScoreRules& rules = options->rules;
@@ -80,6 +82,9 @@ TEST(ParseGenerationConfig, RulesForTokens_AreRead) {
   EXPECT_EQ(rules.exponential_decay_length_penalty->start, 3);
   EXPECT_EQ(rules.exponential_decay_length_penalty->factor, 1.5);
   EXPECT_EQ(options->stop_strings, (std::vector<std::string>{"THE END"}));
+  EXPECT_EQ(rules.encoder_repetition_penalty, 1.5);
+  EXPECT_EQ(rules.encoder_no_repeat_ngram_size, 4);
+  EXPECT_TRUE(rules.renormalize_logits);
   // As in transformers, the last of equal ones counts.
   EXPECT_EQ(rules.sequence_bias,
             (std::map<std::vector<int64_t>, double>{{{5}, 2.0}, {{5, 6}, -2.5}}));
@@ -114,6 +119,11 @@ TEST(ParseGenerationConfig, WhatMusterDoesNotHave_IsRefusedByName) {
   const std::pair<const char*, const char*> cases[] = {
       {R"({"do_sample": true, "top_h": 0})", "\"top_h\" is 0"},
       {R"({"do_sample": true, "top_h": 1.1})", "top_h is 1.1"},
+      {R"({"encoder_repetition_penalty": 0.0})", "encoder_repetition_penalty is 0"},
+      {R"({"encoder_no_repeat_ngram_size": -1})", "\"encoder_no_repeat_ngram_size\" is -1"},
+      {R"({"renormalize_logits": 1})", "\"renormalize_logits\" is 1"},
+      {R"({"guidance_scale": 1.5})", "does not have the setting \"guidance_scale\""},
+      {R"({"watermarking_config": {}})", "does not have the setting \"watermarking_config\""},
       {R"({"max_time": 1.5})", "does not have the setting \"max_time\""},
       {R"({"is_assistant": true})", "does not have the setting \"is_assistant\""},
       {R"({"cache_implementation": "quantized"})", "the setting \"cache_implementation\""},

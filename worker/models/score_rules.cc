@@ -49,13 +49,17 @@ void CheckToken(const char* rule, int64_t token, int64_t vocabulary) {
                     "; the vocabulary has ", vocabulary);
 }
 
-// Tokens that would complete an n-gram that is in `row` already.
-std::vector<int64_t> Completions(const Tokens& row, size_t size) {
+Tokens PromptOf(const Tokens& row, int64_t num_generated) {
+  return {row.begin(), row.end() - std::min(num_generated, static_cast<int64_t>(row.size()))};
+}
+
+// Tokens that would complete an n-gram in `row` that is in `held` already.
+std::vector<int64_t> Completions(const Tokens& held, const Tokens& row, size_t size) {
   std::vector<int64_t> found;
   if (row.size() + 1 < size) return found;
   const auto last = row.end() - static_cast<int64_t>(size - 1);
-  for (size_t begin = 0; begin + size <= row.size(); ++begin) {
-    const auto at = row.begin() + static_cast<int64_t>(begin);
+  for (size_t begin = 0; begin + size <= held.size(); ++begin) {
+    const auto at = held.begin() + static_cast<int64_t>(begin);
     if (std::equal(last, row.end(), at)) found.push_back(*(at + static_cast<int64_t>(size - 1)));
   }
   return found;
@@ -197,6 +201,10 @@ bool Contains(const Tokens& tokens, int64_t token) {
 void CheckRules(const ScoreRules& rules) {
   TORCH_CHECK_VALUE(rules.repetition_penalty > 0, "repetition_penalty is ",
                     rules.repetition_penalty, "; it must be above 0 (1: none)");
+  TORCH_CHECK_VALUE(rules.encoder_repetition_penalty > 0, "encoder_repetition_penalty is ",
+                    rules.encoder_repetition_penalty, "; it must be above 0 (1: none)");
+  TORCH_CHECK_VALUE(rules.encoder_no_repeat_ngram_size >= 0, "encoder_no_repeat_ngram_size is ",
+                    rules.encoder_no_repeat_ngram_size, "; it must not be negative");
   TORCH_CHECK_VALUE(rules.no_repeat_ngram_size >= 0, "no_repeat_ngram_size is ",
                     rules.no_repeat_ngram_size, "; it must not be negative");
   TORCH_CHECK_VALUE(rules.min_new_tokens >= 0, "min_new_tokens is ", rules.min_new_tokens,
@@ -237,6 +245,11 @@ at::Tensor ApplyRules(const ScoreRules& rules, const at::Tensor& scores,
   at::Tensor out = scores;
   const int64_t vocabulary = scores.size(1);
   if (!rules.sequence_bias.empty()) out = ApplyBias(rules, out, rows);
+  if (rules.encoder_repetition_penalty != 1) {
+    std::vector<Tokens> prompts;
+    for (const Tokens& row : rows) prompts.push_back(PromptOf(row, num_generated));
+    out = Penalize(1 / rules.encoder_repetition_penalty, out, prompts);
+  }
   if (rules.repetition_penalty != 1) out = Penalize(rules.repetition_penalty, out, rows);
   std::vector<std::vector<int64_t>> removed(rows.size()), suppressed(rows.size());
   const auto append = [vocabulary](const std::vector<int64_t>& tokens, std::vector<int64_t>* to) {
@@ -246,7 +259,12 @@ at::Tensor ApplyRules(const ScoreRules& rules, const at::Tensor& scores,
   for (size_t i = 0; i < rows.size(); ++i) {
     const auto length = static_cast<int64_t>(rows[i].size());
     if (rules.no_repeat_ngram_size > 0) {
-      removed[i] = Completions(rows[i], static_cast<size_t>(rules.no_repeat_ngram_size));
+      removed[i] = Completions(rows[i], rows[i], static_cast<size_t>(rules.no_repeat_ngram_size));
+    }
+    if (rules.encoder_no_repeat_ngram_size > 0) {
+      append(Completions(PromptOf(rows[i], num_generated), rows[i],
+                         static_cast<size_t>(rules.encoder_no_repeat_ngram_size)),
+             &removed[i]);
     }
     append(BadWordEnds(rules, rows[i], vocabulary), &removed[i]);
     if (num_generated < rules.min_new_tokens || length < rules.min_length) {

@@ -16,11 +16,16 @@ struct ScoreRules {
   // What is added to the score of the last token of a sequence where the row ends with the tokens
   // before it.
   std::map<std::vector<int64_t>, double> sequence_bias = {};
+  // The score of every token that the prompt holds is multiplied by it if positive, else divided:
+  // above 1 the row keeps to its prompt.
+  double encoder_repetition_penalty = 1;
   // The score of every token that the row holds is divided by it if positive, else multiplied
   // (Keskar et al., 2019).
   double repetition_penalty = 1;
   // No n-gram of this size comes twice; 0: no rule.
   int64_t no_repeat_ngram_size = 0;
+  // No n-gram of this size comes that the prompt holds; 0: no rule.
+  int64_t encoder_no_repeat_ngram_size = 0;
   // None of these sequences of tokens comes; an end token alone is no such sequence.
   std::vector<std::vector<int64_t>> bad_words_ids = {};
   // End tokens cannot come before a row has so many tokens, its prompt included, and ...
@@ -66,6 +71,10 @@ struct ScoreRules {
   // Only tokens stay that are at least so likely, or, where the entropy is high, its square root
   // times exp(-entropy) (Hewitt et al., 2022); 0: all.
   double eta_cutoff = 0;
+
+  // The scores become log-probabilities again, last of all. It counts in a beam search, whose sums
+  // are of them.
+  bool renormalize_logits = false;
 };
 
 // Throws c10::Error that names a rule whose number has no meaning.

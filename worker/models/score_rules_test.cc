@@ -42,6 +42,25 @@ TEST(ApplyRules, NoRepeatNgram_RemovesWhatWouldCompleteOne) {
   EXPECT_EQ(Removed(ApplyRules({.no_repeat_ngram_size = 9}, scores, rows, 0)), (Ids{}));
 }
 
+// The encoder of a decoder is its prompt.
+TEST(ApplyRules, EncoderRepetitionPenalty_MakesWhatThePromptHoldsMoreLikely) {
+  const at::Tensor got =
+      ApplyRules({.encoder_repetition_penalty = 2}, Row({4, -4, 4, -4}), {{0, 1, 0, 2}}, 1);
+  EXPECT_TRUE(at::equal(got, Row({8, -2, 4, -4})));
+  // Of a token that both rules mean, the one undoes the other.
+  EXPECT_TRUE(at::equal(
+      ApplyRules({.encoder_repetition_penalty = 2, .repetition_penalty = 2}, Row({4, 4}), {{0}}, 0),
+      Row({4, 4})));
+}
+
+TEST(ApplyRules, EncoderNoRepeatNgram_RemovesWhatWouldCompleteOneOfThePrompt) {
+  const at::Tensor scores = Row({1, 1, 1, 1, 1});
+  const std::vector<Tokens> rows = {{1, 2, 3, 0, 1, 4, 1}};
+  EXPECT_EQ(Removed(ApplyRules({.encoder_no_repeat_ngram_size = 2}, scores, rows, 3)), (Ids{2}));
+  EXPECT_EQ(Removed(ApplyRules({.no_repeat_ngram_size = 2}, scores, rows, 3)), (Ids{2, 4}));
+  EXPECT_EQ(Removed(ApplyRules({.encoder_no_repeat_ngram_size = 9}, scores, rows, 3)), (Ids{}));
+}
+
 TEST(ApplyRules, MinNewTokens_RemovesEndTokensUntilThen) {
   const ScoreRules rules = {.min_new_tokens = 2, .end_tokens = {0, 2, 99}};
   EXPECT_EQ(Removed(ApplyRules(rules, Row({1, 1, 1}), {{1}}, 1)), (Ids{0, 2}));
