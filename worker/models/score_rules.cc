@@ -49,8 +49,10 @@ void CheckToken(const char* rule, int64_t token, int64_t vocabulary) {
                     "; the vocabulary has ", vocabulary);
 }
 
+// A row that has ended, whose scores nobody takes, holds fewer generated tokens than that.
 Tokens PromptOf(const Tokens& row, int64_t num_generated) {
-  return {row.begin(), row.end() - std::min(num_generated, static_cast<int64_t>(row.size()))};
+  if (num_generated >= static_cast<int64_t>(row.size())) return row;
+  return {row.begin(), row.end() - num_generated};
 }
 
 // Tokens that would complete an n-gram in `row` that is in `held` already.

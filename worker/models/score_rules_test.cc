@@ -51,6 +51,11 @@ TEST(ApplyRules, EncoderRepetitionPenalty_MakesWhatThePromptHoldsMoreLikely) {
   EXPECT_TRUE(at::equal(
       ApplyRules({.encoder_repetition_penalty = 2, .repetition_penalty = 2}, Row({4, 4}), {{0}}, 0),
       Row({4, 4})));
+  // One row has ended, and holds no more than its prompt and an end token.
+  const at::Tensor two = at::cat({Row({4, 4}), Row({4, 4})});
+  const at::Tensor after =
+      ApplyRules({.encoder_repetition_penalty = 2}, two, {{0, 1}, {0, 1, 1, 1}}, 3);
+  EXPECT_TRUE(at::equal(after[1], Row({8, 4})[0]));
 }
 
 TEST(ApplyRules, EncoderNoRepeatNgram_RemovesWhatWouldCompleteOneOfThePrompt) {
