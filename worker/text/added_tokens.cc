@@ -100,7 +100,7 @@ absl::StatusOr<AddedTokens> AddedTokens::Make(const nlohmann::json& json, const 
     }
     normalized.emplace_back(content.text, i);
   }
-  // Where normalization makes two contents the same, a special token goes first, as in the peer.
+  // Where normalization makes two contents the same, the peer finds either, by chance.
   std::stable_partition(normalized.begin(), normalized.end(),
                         [&](const auto& entry) { return added.tokens_[entry.second].special; });
   added.in_text_ = MakeFinder(plain);

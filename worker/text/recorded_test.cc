@@ -51,6 +51,7 @@ TEST(Recorded, TokenizersPutTogetherAtRandom_DoWhatThePeerDid) {
     }
     Json whole = json.at("tokenizer");
     whole["model"] = models.at(whole.at("model"));
+    whole["model"].update(json.at("settings"));
     const auto tokenizer = Tokenizer::FromJson(whole.dump(), "recorded");
     ASSERT_TRUE(tokenizer.ok()) << tokenizer.status() << " of " << json.at("tokenizer");
     for (const Json& test_case : json.at("cases")) {

@@ -3,9 +3,9 @@
 usage: python3 make.py > cases.jsonl
 
 Each line is {"model": name, "json": ...}, a model that lines below use, or {"tokenizer": tokenizer.json with the model's name,
-"cases": [...]}. A case has "text", perhaps "pair", "special" (add_special_tokens) and what came out of it. What is a mistake of
-the library (docs/tokenizers.md) is left out: texts of added tokens that are looked for in normalized text or are not ASCII, and
-texts at which it panics.
+"settings": what the model has other than there, "cases": [...]}. A case has "text", perhaps "pair", "special" (add_special_tokens) and what came out of it. What is a mistake of
+the library (docs/tokenizers.md) is left out: texts of added tokens that are looked for in normalized text or are not ASCII,
+added tokens of which the normalizer leaves nothing or what it leaves of another, and texts at which it panics.
 """
 
 import json
@@ -35,7 +35,8 @@ def train(model, trainer, prepare):
 def make_models():
     special = ["<unk>", "<s>", "</s>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    return {
+    bytes_of_text = ["<0x%02X>" % i for i in range(256)]
+    made = {
         "bpe": train(models.BPE(unk_token="<unk>"), trainers.BpeTrainer(vocab_size=140, special_tokens=special, show_progress=False),
                      pre_tokenizers.Metaspace()),
         "bytes": train(models.BPE(), trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False),
@@ -48,7 +49,22 @@ def make_models():
             vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False), pre_tokenizers.Metaspace()),
         "words": train(models.WordLevel(unk_token="<unk>"), trainers.WordLevelTrainer(
             vocab_size=60, special_tokens=special, show_progress=False), pre_tokenizers.Whitespace()),
+        "fallback": train(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True), trainers.BpeTrainer(
+            vocab_size=380, special_tokens=special + bytes_of_text, limit_alphabet=30, show_progress=False), pre_tokenizers.Metaspace()),
+        "prefix": train(models.BPE(unk_token="<unk>", continuing_subword_prefix="##"), trainers.BpeTrainer(
+            vocab_size=140, special_tokens=special, continuing_subword_prefix="##", limit_alphabet=40, show_progress=False), pre_tokenizers.Whitespace()),
     }
+    bytes_of_pieces = [[piece, -20 - i / 100] for i, piece in enumerate(bytes_of_text)]
+    made["unigram bytes"] = dict(made["unigram"], vocab=made["unigram"]["vocab"] + bytes_of_pieces, byte_fallback=True)
+    return made
+
+
+def varied(model):
+    """With other settings of its kind."""
+    settings = {"BPE": {"fuse_unk": [True, False], "ignore_merges": [True, False], "byte_fallback": [True, False], "unk_token": [None]},
+                "WordPiece": {"max_input_chars_per_word": [5, 100], "continuing_subword_prefix": ["", "##"]},
+                "Unigram": {"unk_id": [0, None]}, "WordLevel": {}}[model["type"]]
+    return {name: DRAW.choice(values) for name, values in settings.items() if flip(0.25)}
 
 
 def flip(chance=0.5):
@@ -156,6 +172,13 @@ def any_text():
     return "".join(parts)
 
 
+def meets(tokenizer, tokens):
+    """Whether the normalizer leaves nothing of an added token, or of two the same."""
+    normalize = tokenizer.normalizer.normalize_str if tokenizer.normalizer else str
+    left = [normalize(token["content"]) for token in tokens if token["normalized"]]
+    return "" in left or len(set(left)) < len(left)
+
+
 def record(tokenizer, hides_text, text, pair, special):
     encoding = tokenizer.encode(text, pair, add_special_tokens=special)
     case = {"text": text, "special": special, "ids": encoding.ids, "tokens": encoding.tokens, "offsets": encoding.offsets,
@@ -180,7 +203,8 @@ def main():
     made = 0
     while made < 300:
         name = DRAW.choice(list(known))
-        model = dict(known[name])
+        settings = varied(known[name])
+        model = dict(known[name], **settings)
         parts = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added_tokens(len(model["vocab"])),
                  "normalizer": normalizer() if flip(0.7) else None, "pre_tokenizer": pre_tokenizer() if flip(0.8) else None,
                  "post_processor": post_processor(), "decoder": decoder(), "model": name}
@@ -188,7 +212,9 @@ def main():
             tokenizer = Tokenizer.from_str(json.dumps({**parts, "model": model}))
         except BaseException:
             continue
-        hides_text = {token["id"] for token in parts["added_tokens"] if token["normalized"] or not token["content"].isascii()}
+        if meets(tokenizer, parts["added_tokens"]):
+            continue
+        hides_text = {tokenizer.token_to_id(token["content"]) for token in parts["added_tokens"] if token["normalized"] or not token["content"].isascii()}
         cases = []
         for _ in range(4):
             text, pair, special = any_text(), any_text() if flip(0.25) else None, flip(0.6)
@@ -200,7 +226,7 @@ def main():
                if isinstance(model["vocab"], dict)):
             continue
         made += 1
-        print(json.dumps({"tokenizer": parts, "cases": cases}))
+        print(json.dumps({"tokenizer": parts, "settings": settings, "cases": cases}))
 
 
 if __name__ == "__main__":
