@@ -222,6 +222,15 @@ absl::string_view Variable(const std::vector<std::string>& env, absl::string_vie
   return "";
 }
 
+// What runs a file that cannot run by itself, for messages.
+std::string WithInterpreter(absl::string_view path) {
+  for (const auto& [suffix, interpreter] :
+       {std::pair<const char*, const char*>{".py", "python3"}, {".sh", "bash"}}) {
+    if (absl::EndsWith(path, suffix)) return absl::StrCat("write ", interpreter, " ", path);
+  }
+  return "put its interpreter before it";
+}
+
 absl::Status StartErrorStatus(const StartError& report, const ProcessOptions& options,
                               const std::string& path) {
   const char* why = strerror(report.error);
@@ -234,7 +243,8 @@ absl::Status StartErrorStatus(const StartError& report, const ProcessOptions& op
         return absl::FailedPreconditionError(
             absl::StrCat(path,
                          " is not a program: it is not a binary for this machine and has no #! "
-                         "line; put its interpreter before it"));
+                         "line; ",
+                         WithInterpreter(path)));
       }
       if (report.error == ENOENT) {
         return absl::NotFoundError(
@@ -1044,8 +1054,8 @@ absl::Status CheckExecutable(const std::string& path) {
     return absl::PermissionDeniedError(absl::StrCat(path, " is a directory, not a program"));
   }
   if (access(path.c_str(), X_OK) != 0) {
-    return absl::PermissionDeniedError(absl::StrCat(
-        path, " is not executable: run chmod +x on it, or name its interpreter before it"));
+    return absl::PermissionDeniedError(
+        absl::StrCat(path, " is not executable: run chmod +x on it, or ", WithInterpreter(path)));
   }
   return absl::OkStatus();
 }
@@ -1078,12 +1088,13 @@ absl::StatusOr<std::string> FindProgram(absl::string_view program, absl::string_
     if (absl::IsPermissionDenied(status)) denied.Update(status);
   }
   if (!denied.ok()) return denied;
-  const bool here =
-      CheckExecutable(absl::StrCat("./", program)).code() != absl::StatusCode::kNotFound;
-  return absl::NotFoundError(
-      absl::StrCat("program ", program, " not found in PATH",
-                   here ? absl::StrCat("; for the file in this folder write ./", program)
-                        : "; give the path to it"));
+  const std::string here = absl::StrCat("./", program);
+  const bool is_script = absl::EndsWith(program, ".py") || absl::EndsWith(program, ".sh");
+  return absl::NotFoundError(absl::StrCat(
+      "program ", program, " not found in PATH; ",
+      absl::IsNotFound(CheckExecutable(here)) ? "give the path to it"
+      : is_script ? absl::StrCat("for the script in this folder ", WithInterpreter(program))
+                  : absl::StrCat("for the file in this folder write ", here)));
 }
 
 absl::StatusOr<std::unique_ptr<ProcessHost>> ProcessHost::Start(ProcessHostOptions options) {

@@ -17,7 +17,9 @@
 
 #include <atomic>
 #include <cerrno>
+#include <filesystem>
 #include <fstream>
+#include <map>
 #include <new>
 #include <string>
 #include <thread>
@@ -42,6 +44,7 @@ namespace {
 
 using ::testing::Contains;
 using ::testing::ElementsAre;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
@@ -781,6 +784,9 @@ TEST_F(ProcessTest, StartErrors_NameTheFileAndTheWayOut) {
   status = spawn(plain);
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(status.message(), HasSubstr("#!"));
+  const std::string script = plain + ".py";
+  std::filesystem::copy_file(plain, script);
+  EXPECT_THAT(std::string(spawn(script).message()), EndsWith("write python3 " + script));
 
   status = spawn("/bin/true", dir + "/nowhere");
   EXPECT_EQ(status.code(), absl::StatusCode::kNotFound);
@@ -806,6 +812,38 @@ TEST_F(ProcessTest, NulByte_IsRefused) {
 TEST(FindProgram, NameInPath_FirstExecutableWins) {
   EXPECT_EQ(*FindProgram("sh", "/nowhere:/bin:/usr/bin"), "/bin/sh");
   EXPECT_EQ(*FindProgram("/bin/sh", ""), "/bin/sh");
+}
+
+TEST(FindProgram, Script_IsSaidToNeedItsInterpreter) {
+  const TestFolder folder;
+  for (const auto& [name, interpreter] :
+       std::map<std::string, std::string>{{"train.py", "python3"}, {"train.sh", "bash"}}) {
+    const std::string path = folder.Path(name);
+    std::ofstream(path) << "1\n";
+    EXPECT_THAT(std::string(FindProgram(path, "").status().message()),
+                EndsWith(absl::StrCat("or write ", interpreter, " ", path)));
+  }
+  const std::string plain = folder.Path("train");
+  std::ofstream(plain) << "1\n";
+  EXPECT_THAT(std::string(FindProgram(plain, "").status().message()),
+              EndsWith("put its interpreter before it"));
+}
+
+TEST(FindProgram, NameThatIsOnlyInThisFolder_SaysWhatToWrite) {
+  const TestFolder folder;
+  const std::filesystem::path before = std::filesystem::current_path();
+  std::filesystem::current_path(folder.Path("."));
+  for (const char* const name : {"train.py", "train.sh", "train"}) {
+    std::ofstream(name) << "1\n";
+  }
+  const auto error = [](const char* name) {
+    return std::string(FindProgram(name, "/nowhere").status().message());
+  };
+  EXPECT_THAT(error("train.py"), EndsWith("for the script in this folder write python3 train.py"));
+  EXPECT_THAT(error("train.sh"), EndsWith("for the script in this folder write bash train.sh"));
+  EXPECT_THAT(error("train"), EndsWith("for the file in this folder write ./train"));
+  EXPECT_THAT(error("absent.py"), EndsWith("give the path to it"));
+  std::filesystem::current_path(before);
 }
 
 TEST(SignalName, KnownAndUnknown) {

@@ -107,7 +107,7 @@ absl::Status CheckPlace(const std::string& path) {
 // Where `default` and the dialog write.
 absl::StatusOr<std::string> ConfigPathToWrite(const CommandLine& line,
                                               const CommandContext& context) {
-  std::string path = line.Get("config_file");
+  std::string path = WithHome(line.Get("config_file"), context.variables);
   if (path.empty()) path = FindConfig("", context.variables).path;
   if (path.empty()) path = DefaultConfigPath(context.variables);
   if (path.empty()) return absl::InvalidArgumentError("no file name: give --config_file FILE");
@@ -163,11 +163,10 @@ int WriteDefaultConfig(const CommandSpec& spec, const CommandLine& line,
 // "~/a" and "a" as an absolute path.
 std::string AbsolutePath(const std::string& answer,
                          const std::map<std::string, std::string>& variables) {
-  if (absl::StartsWith(answer, "~/"))
-    return JoinPath(Variable(variables, "HOME"), answer.substr(2));
+  const std::string path = WithHome(answer, variables);
   std::error_code error;
   const std::filesystem::path here = std::filesystem::current_path(error);
-  return error ? answer : JoinPath(here.string(), answer);
+  return error ? path : JoinPath(here.string(), path);
 }
 
 // As DialogFacts::find_file has it.

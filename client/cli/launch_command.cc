@@ -347,6 +347,7 @@ absl::StatusOr<LaunchConfig> ReadLaunchConfig(const CommandLine& line,
   for (const auto& [name, values] : line.options) given[name] = values.back();
   MUSTER_RETURN_IF_ERROR(ApplyTorchrunFlags(given, facts, &layers));
   MUSTER_RETURN_IF_ERROR(ApplyEngineFlags(given, &layers));
+  for (Layer& layer : layers) MUSTER_RETURN_IF_ERROR(ReplaceHome(variables, &layer));
   return ResolveLaunch(layers, facts);
 }
 

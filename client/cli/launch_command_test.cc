@@ -80,6 +80,24 @@ TEST_F(LaunchCommandTest, Mistakes_AreOneLineWithTheWayOut) {
   EXPECT_THAT(Refused({"plain"}, kExitNotExecutable), HasSubstr("not executable"));
 }
 
+TEST_F(LaunchCommandTest, HomeInAPath_IsReplacedWhereverItComesFrom) {
+  variables_["HOME"] = "/h";
+  EXPECT_EQ(Run({"--log_dir=~/flag", "--offload_optimizer", "disk:~/states", "x"}), kExitOk);
+  EXPECT_EQ(plan_.config.log_dir, "/h/flag");
+  EXPECT_EQ(plan_.config.env.at("MUSTER_OFFLOAD_OPTIMIZER"), "disk:/h/states");
+  variables_["MUSTER_LOG_DIR"] = "~/variable";
+  EXPECT_EQ(Run({"x"}), kExitOk);
+  EXPECT_EQ(plan_.config.log_dir, "/h/variable");
+  variables_.erase("MUSTER_LOG_DIR");
+  const std::string path = TestPath("home.yaml");
+  ASSERT_TRUE(WriteFileAtomically(path, "log_dir: ~/file\n").ok());
+  EXPECT_EQ(Run({"--config_file", path, "x"}), kExitOk);
+  EXPECT_EQ(plan_.config.log_dir, "/h/file");
+  variables_.erase("HOME");
+  EXPECT_THAT(Refused({"--log_dir=~/flag", "x"}, kExitUsage),
+              HasSubstr("log_dir: ~/flag (from --log_dir) needs HOME"));
+}
+
 TEST_F(LaunchCommandTest, TorchrunFlags_InBothSpellings_ReachTheBackend) {
   for (const char* processes : {"--nproc_per_node=2", "--nproc-per-node=2"}) {
     EXPECT_EQ(Run({"--standalone", "--nnodes=1", processes, "--rdzv-id", "night", "--max-restarts",

@@ -58,9 +58,13 @@ absl::Status BadValue(absl::string_view name, const Given& given, absl::string_v
 }
 
 constexpr char kPlaceRule[] = "none, cpu or disk:FOLDER";
+constexpr char kDiskPlace[] = "disk:";
 bool IsPlace(absl::string_view text) {
-  return text == "none" || text == "cpu" || (absl::ConsumePrefix(&text, "disk:") && !text.empty());
+  return text == "none" || text == "cpu" ||
+         (absl::ConsumePrefix(&text, kDiskPlace) && !text.empty());
 }
+
+bool BeginsAtHome(absl::string_view path) { return path == "~" || absl::StartsWith(path, "~/"); }
 
 // Of the kind that programs read (worker/parallel/shard_plan.cc).
 constexpr char kPatternRule[] = "a regular expression for whole names, such as head|.*\\.bias";
@@ -898,6 +902,35 @@ Layer LayerFromVariables(const std::map<std::string, std::string>& variables) {
   return layer;
 }
 
+std::string WithHome(absl::string_view path, const std::map<std::string, std::string>& variables) {
+  const auto home = variables.find("HOME");
+  if (!BeginsAtHome(path) || home == variables.end() || home->second.empty()) {
+    return std::string(path);
+  }
+  return absl::StrCat(home->second, path.substr(1));
+}
+
+absl::Status ReplaceHome(const std::map<std::string, std::string>& variables, Layer* layer) {
+  for (auto& [name, given] : layer->settings) {
+    const SettingSpec* const spec = FindSetting(name);
+    const absl::string_view kind = spec == nullptr ? "" : spec->value_name;
+    absl::string_view path = given.text;
+    // Of a place only its folder is a path.
+    if (kind == "PLACE" ? !absl::ConsumePrefix(&path, kDiskPlace)
+                        : kind != "FILE" && kind != "FOLDER") {
+      continue;
+    }
+    if (!BeginsAtHome(path)) continue;
+    const std::string whole = WithHome(path, variables);
+    if (whole == path) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          name, ": ", given.text, " (from ", given.source, ") needs HOME, which is not set"));
+    }
+    given.text = absl::StrCat(given.text.substr(0, given.text.size() - path.size()), whole);
+  }
+  return absl::OkStatus();
+}
+
 std::string DefaultConfigPath(const std::map<std::string, std::string>& variables) {
   const auto get = [&](const char* name) {
     const auto it = variables.find(name);
@@ -911,9 +944,11 @@ std::string DefaultConfigPath(const std::map<std::string, std::string>& variable
 }
 
 ConfigPath FindConfig(absl::string_view flag, const std::map<std::string, std::string>& variables) {
-  if (!flag.empty()) return {std::string(flag), "--config_file", true};
+  if (!flag.empty()) return {WithHome(flag, variables), "--config_file", true};
   const auto it = variables.find("MUSTER_CONFIG");
-  if (it != variables.end() && !it->second.empty()) return {it->second, "MUSTER_CONFIG", true};
+  if (it != variables.end() && !it->second.empty()) {
+    return {WithHome(it->second, variables), "MUSTER_CONFIG", true};
+  }
   const std::string path = DefaultConfigPath(variables);
   if (path.empty() || !PathExists(path)) return {};
   return {path, "default place", false};

@@ -84,6 +84,12 @@ absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view sour
 // The layer of environment variables. Pure.
 Layer LayerFromVariables(const std::map<std::string, std::string>& variables);
 
+// `path` with $HOME in place of a leading "~", if HOME is set.
+std::string WithHome(absl::string_view path, const std::map<std::string, std::string>& variables);
+// The same for all settings that are paths. No shell has replaced the "~" of a config file, of
+// --log_dir=~/logs and of disk:~/states. Error: INVALID_ARGUMENT if HOME is not set.
+absl::Status ReplaceHome(const std::map<std::string, std::string>& variables, Layer* layer);
+
 // Where the config file is: `flag` if not empty, else $MUSTER_CONFIG, else
 // $XDG_CONFIG_HOME/muster/config.yaml or
 // ~/.config/muster/config.yaml if that exists. Empty: there is none.

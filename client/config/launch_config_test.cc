@@ -417,6 +417,54 @@ TEST(FindConfig, FlagThenVariableThenDefaultPlace) {
 }
 
 // Every key and flag with every type: read, or one line with the place and the rule.
+TEST(FindConfig, HomeOfANamedFile_IsReplaced) {
+  EXPECT_EQ(FindConfig("~/a", {{"HOME", "/h"}}).path, "/h/a");
+  EXPECT_EQ(FindConfig("", {{"MUSTER_CONFIG", "~/b"}, {"HOME", "/h"}}).path, "/h/b");
+  EXPECT_EQ(FindConfig("~/a", {}).path, "~/a");
+}
+
+TEST(ReplaceHome, EverySettingThatIsAPath_BeginsAtHome) {
+  // And nothing else does.
+  const std::map<std::string, std::string> kPaths = {{"log_dir", ""},
+                                                     {"tls_ca", ""},
+                                                     {"tls_cert", ""},
+                                                     {"tls_key", ""},
+                                                     {"token_file", ""},
+                                                     {"checkpoint_key", ""},
+                                                     {"offload_optimizer", "disk:"},
+                                                     {"offload_parameters", "disk:"},
+                                                     {"offload_activations", "disk:"}};
+  for (const SettingSpec& spec : LaunchSettings()) {
+    const auto path = kPaths.find(spec.name);
+    const std::string before = path == kPaths.end() ? "" : path->second;
+    Layer layer;
+    layer.settings[spec.name] = {before + "~/a b", "c.yaml:3"};
+    ASSERT_TRUE(ReplaceHome({{"HOME", "/h"}}, &layer).ok());
+    EXPECT_EQ(layer.settings[spec.name].text, path == kPaths.end() ? "~/a b" : before + "/h/a b");
+    EXPECT_EQ(layer.settings[spec.name].source, "c.yaml:3");
+  }
+}
+
+TEST(ReplaceHome, OtherPaths_Stay) {
+  for (const char* const text : {"~bob/logs", "logs/~", "./~/logs", "/logs", ""}) {
+    Layer layer;
+    layer.settings["log_dir"] = {text, "MUSTER_LOG_DIR"};
+    ASSERT_TRUE(ReplaceHome({{"HOME", "/h"}}, &layer).ok());
+    EXPECT_EQ(layer.settings["log_dir"].text, text);
+  }
+  Layer layer;
+  layer.settings["log_dir"] = {"~", "MUSTER_LOG_DIR"};
+  ASSERT_TRUE(ReplaceHome({{"HOME", "/h"}}, &layer).ok());
+  EXPECT_EQ(layer.settings["log_dir"].text, "/h");
+}
+
+TEST(ReplaceHome, NoHome_IsSaid) {
+  Layer layer;
+  layer.settings["log_dir"] = {"~/logs", "c.yaml:3"};
+  EXPECT_EQ(ReplaceHome({}, &layer).message(),
+            "log_dir: ~/logs (from c.yaml:3) needs HOME, which is not set");
+}
+
 TEST(LaunchSettings, EveryOneWithEveryType_IsReadOrNamed) {
   const char* const values[] = {"[1]", "{a: 1}", "-1", "1.5", "maybe"};
   for (const SettingSpec& spec : LaunchSettings()) {

@@ -354,6 +354,9 @@ class Slurm final : public JobBackend {
 
   absl::StatusOr<Job> resume(const std::string& name) override {
     MUSTER_ASSIGN_OR_RETURN(const Job job, get(name));
+    if (job.state == JobState::kSucceeded) {
+      return WrongState(job, "has succeeded: submit it again to run it again");
+    }
     if (HasEnded(job.state)) return WrongState(job, "has ended: retry it to run it again");
     unlink(MarkPath(job, "suspend").c_str());
     if (job.state == JobState::kSuspended) {

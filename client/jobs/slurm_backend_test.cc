@@ -284,11 +284,13 @@ TEST_F(SlurmBackendTest, Actions_AreSlurmsCommands) {
   EXPECT_EQ(rpc::GetReason(backend_->remove("train-12")), v1::ERROR_REASON_JOB_STATE);
   squeue_.out = "12|CANCELLED|n[0-1]|None\n";
   EXPECT_TRUE(backend_->cancel("train-12", "").ok());
+  EXPECT_THAT(backend_->resume("train-12").status().message(), HasSubstr("retry it"));
   EXPECT_TRUE(backend_->retry("train-12").ok());
   EXPECT_THAT(commands_, ::testing::Contains("scontrol requeue 12"));
   EXPECT_TRUE(absl::IsUnimplemented(backend_->resize("train-12", 2, 2, "").status()));
   squeue_.out = "12|COMPLETED|n[0-1]|None\n";
   EXPECT_EQ(rpc::GetReason(backend_->retry("train-12").status()), v1::ERROR_REASON_JOB_STATE);
+  EXPECT_THAT(backend_->resume("train-12").status().message(), HasSubstr("submit it again"));
   EXPECT_TRUE(backend_->remove("train-12").ok());
   EXPECT_THAT(*ListDirectory(Folder()), IsEmpty());
   EXPECT_TRUE(absl::IsNotFound(backend_->get("train-12").status()));

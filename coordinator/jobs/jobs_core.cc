@@ -901,7 +901,10 @@ JobsCore::Error JobsCore::Act(Job* job, v1::JobAction action, int after_attempt,
       return std::nullopt;
     case v1::JOB_ACTION_RESUME:
       if (HasEnded(state)) {
-        return WrongState(record, absl::StrCat(StateText(state), ": retry it to run it again"));
+        return WrongState(
+            record, absl::StrCat(StateText(state), ": ",
+                                 state == v1::JOB_STATE_SUCCEEDED ? "submit it again" : "retry it",
+                                 " to run it again"));
       }
       if (state == v1::JOB_STATE_SUSPENDED) {
         SetState(job, v1::JOB_STATE_QUEUED, absl::StrCat("it was resumed", suffix));

@@ -1048,6 +1048,20 @@ TEST_F(JobsCoreTest, Retry_OfAFailedJob_HappensOnceForEachCall) {
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
 }
 
+TEST_F(JobsCoreTest, Resume_OfAJobThatHasEnded_NamesWhatRunsItAgain) {
+  AddNode("a");
+  const std::string failed = Submit(Spec(1));
+  EndOn("a", failed, v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(Control(failed, v1::JOB_ACTION_RESUME).error().message(),
+            "job mnist-1 has failed: retry it to run it again");
+  const std::string succeeded = Submit(Spec(1));
+  EndOn("a", succeeded, v1::END_CLASS_SUCCEEDED);
+  for (const v1::JobAction action : {v1::JOB_ACTION_RESUME, v1::JOB_ACTION_RETRY}) {
+    EXPECT_EQ(Control(succeeded, action).error().message(),
+              "job mnist-2 has succeeded: submit it again to run it again");
+  }
+}
+
 TEST_F(JobsCoreTest, TimeLimit_EndsTheJob_AlsoAcrossARestart) {
   AddNode("a");
   v1::JobSpec spec = Spec(1, 3);

@@ -85,9 +85,13 @@ void CopyTokenizer(const std::string& from, const std::string& to) {
        {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
         "chat_template.jinja", "chat_template.json", "generation_config.json"}) {
     const std::filesystem::path file = std::filesystem::path(from) / name;
-    if (!std::filesystem::exists(file)) continue;
-    std::filesystem::copy_file(file, std::filesystem::path(to) / name,
-                               std::filesystem::copy_options::overwrite_existing);
+    // --output_dir may be the model's own folder.
+    const std::filesystem::path copy = std::filesystem::path(to) / name;
+    if (!std::filesystem::exists(file) ||
+        (std::filesystem::exists(copy) && std::filesystem::equivalent(file, copy))) {
+      continue;
+    }
+    std::filesystem::copy_file(file, copy, std::filesystem::copy_options::overwrite_existing);
   }
 }
 
@@ -233,7 +237,7 @@ int main(int argc, char** argv) {
   app.add_option("--output_dir", flags.output, "where the tuned model or its adapters go")
       ->required();
   app.add_option("--lora", flags.lora, "train adapters of this rank instead of all weights")
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::Range(0, 1'000'000'000));
   app.add_option("--sharding", flags.sharding, "no_shard, zero1, zero2, zero3 or hybrid")
       ->check(CLI::IsMember({"no_shard", "zero1", "zero2", "zero3", "hybrid"}));
   app.add_flag("--activation_checkpointing", flags.activation_checkpointing,
@@ -242,10 +246,10 @@ int main(int argc, char** argv) {
                  "tokens of a row; by default 512, or the model's positions if they are fewer")
       ->check(CLI::Range(2, 1 << 20));
   app.add_option("--batch_size", flags.batch_size, "rows, of each process")
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(1, 1'000'000'000));
   app.add_option("--accumulate", flags.accumulate, "batches for one step")
-      ->check(CLI::PositiveNumber);
-  app.add_option("--steps", flags.steps)->check(CLI::PositiveNumber);
+      ->check(CLI::Range(1, 1'000'000'000));
+  app.add_option("--steps", flags.steps)->check(CLI::Range(1, 1'000'000'000));
   app.add_option("--lr", flags.lr)->check(CLI::NonNegativeNumber);
   app.add_option("--weight_decay", flags.weight_decay, "not of biases and norms")
       ->check(CLI::NonNegativeNumber);
@@ -254,11 +258,11 @@ int main(int argc, char** argv) {
                      "where the state of the training goes; goes on from the newest there");
   app.add_option("--checkpoint_steps", flags.checkpoint_steps,
                  "save it every so many steps, besides when the job is stopped")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, 1'000'000'000))
       ->needs(checkpoints);
   app.add_option("--warmup", flags.warmup, "share of the steps")->check(CLI::Range(0.0, 1.0));
   app.add_option("--seed", flags.seed);
-  app.add_option("--log_every", flags.log_every)->check(CLI::PositiveNumber);
+  app.add_option("--log_every", flags.log_every)->check(CLI::Range(1, 1'000'000'000));
   CLI11_PARSE(app, argc, argv);
   muster::AcceleratorOptions options;
   options.project.directory = flags.checkpoints;

@@ -122,12 +122,13 @@ int main(int argc, char** argv) {
   app.add_option("--activation_offload", flags.activation_offload,
                  "with it: a folder for the inputs of blocks between the passes")
       ->needs("--activation_checkpointing");
-  app.add_option("--context", flags.model.context)->check(CLI::PositiveNumber);
-  app.add_option("--width", flags.model.width)->check(CLI::PositiveNumber);
-  app.add_option("--heads", flags.model.heads)->check(CLI::PositiveNumber);
-  app.add_option("--layers", flags.model.layers)->check(CLI::PositiveNumber);
-  app.add_option("--batch_size", flags.batch_size, "of each process")->check(CLI::PositiveNumber);
-  app.add_option("--steps", flags.steps)->check(CLI::PositiveNumber);
+  app.add_option("--context", flags.model.context)->check(CLI::Range(1, 1'000'000'000));
+  app.add_option("--width", flags.model.width)->check(CLI::Range(1, 1'000'000'000));
+  app.add_option("--heads", flags.model.heads)->check(CLI::Range(1, 1'000'000'000));
+  app.add_option("--layers", flags.model.layers)->check(CLI::Range(1, 1'000'000'000));
+  app.add_option("--batch_size", flags.batch_size, "of each process")
+      ->check(CLI::Range(1, 1'000'000'000));
+  app.add_option("--steps", flags.steps)->check(CLI::Range(1, 1'000'000'000));
   app.add_option("--lr", flags.lr);
   app.add_option("--weight_decay", flags.weight_decay,
                  "not of biases, norms and embeddings of positions")

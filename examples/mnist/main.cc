@@ -165,10 +165,10 @@ int main(int argc, char** argv) {
   app.add_option("--output_dir", flags.output_dir, "where checkpoints go")->capture_default_str();
   app.add_option("--epochs", flags.epochs, "passes over the training images")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(1, 1'000'000'000));
   app.add_option("--batch_size", flags.batch_size, "images per process and micro-step")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(1, 1'000'000'000));
   app.add_option("--lr", flags.lr, "peak learning rate")->capture_default_str();
   app.add_option("--seed", flags.seed, "of weights and order")->capture_default_str();
   app.add_flag("--resume", flags.resume,

@@ -8,6 +8,7 @@
 #include "base/file.h"
 #include "gmock/gmock.h"
 #include "muster/models.h"
+#include "muster/tokenizer.h"
 #include "tests/e2e/hub_folder.h"
 #include "tests/e2e/launch_fixture.h"
 
@@ -116,6 +117,28 @@ TEST_F(FinetuneTest, LossThatIsNoNumber_IsAnErrorNotAModel) {
   EXPECT_NE(run->Wait(), 0);
   EXPECT_THAT(run->err_text(), HasSubstr("the loss is no number: take a smaller --lr"));
   EXPECT_FALSE(PathExists(Temp("tuned/model.safetensors")));
+}
+
+TEST_F(FinetuneTest, OutputInTheFolderOfTheModel_ReplacesIt) {
+  auto before = load_causal_lm(Temp("model"));
+  ASSERT_TRUE(before.ok()) << before.status();
+  auto run = Muster({"launch", "--cpu", "--num_processes", "2", "--",
+                     Runfile("examples/finetune/finetune"), "--model", Temp("model"), "--data",
+                     Temp("text"), "--output_dir", Temp("model/../model"), "--steps", "2", "--lr",
+                     "1e-2"});
+  EXPECT_EQ(run->Wait(), 0) << run->err_text();
+  auto after = load_causal_lm(Temp("model"));
+  ASSERT_TRUE(after.ok()) << after.status();
+  EXPECT_FALSE(at::equal(Logits(*after), Logits(*before)));
+  EXPECT_TRUE(Tokenizer::FromFolder(Temp("model")).ok());
+}
+
+TEST_F(FinetuneTest, WrongNumber_NamesTheRange) {
+  auto run = Muster({"launch", "--cpu", "--num_processes", "1", "--",
+                     Runfile("examples/finetune/finetune"), "--model", Temp("model"), "--data",
+                     Temp("text"), "--output_dir", Temp("tuned"), "--steps", "-1"});
+  EXPECT_NE(run->Wait(), 0);
+  EXPECT_THAT(run->err_text(), HasSubstr("--steps: Value -1 not in range 1 to 1000000000"));
 }
 
 TEST_F(FinetuneTest, ContextBeyondTheModel_IsOneLine) {
