@@ -22,7 +22,6 @@
 #include "worker/parallel/meeting.h"
 #include "worker/parallel/paged_storage.h"
 #include "worker/parallel/same_model.h"
-#include "worker/parallel/weight_changes.h"
 
 namespace muster {
 namespace {
@@ -221,6 +220,7 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
       ++rank;
     }
   }
+  watch_ = std::make_unique<WeightWatch>(shards_);
   int64_t gradients = 0;  // bytes
   for (const auto& unit : units_) {
     unit->set_queue(queue_.get());
@@ -603,7 +603,7 @@ void ShardedModel::ExpireAll() {
 }
 
 uint64_t ShardedModel::Writes() const {
-  uint64_t writes = WeightChanges();
+  uint64_t writes = watch_->changes();
   for (const at::Tensor& shard : shards_) {
     // Those of a model that was prepared in inference mode have no versions, and are not trained.
     if (!shard.is_inference()) writes += static_cast<uint64_t>(shard._version());

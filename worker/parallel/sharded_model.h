@@ -24,6 +24,7 @@
 #include "worker/parallel/sharding_options.h"
 #include "worker/parallel/stored_page.h"
 #include "worker/parallel/unit_turns.h"
+#include "worker/parallel/weight_changes.h"
 
 namespace muster {
 
@@ -208,8 +209,8 @@ class ShardedModel {
   // those of some rank have changed since the parameters were gathered, or if a step follows on
   // that pass.
   void CompareChanges(const char* place);
-  // Another number once this rank's shards have been written: by operators on them, or by what is
-  // Muster's in this process. LibTorch's SGD writes `.data()`, which does not show.
+  // Another number once this rank's shards have been written: by operators on them or by Muster's
+  // optimizers. LibTorch's SGD writes `.data()`, which does not show.
   uint64_t Writes() const;
   // Keeps the versions of the shards before the first gather, and notes afterwards if an operator
   // has written one of them.
@@ -266,6 +267,7 @@ class ShardedModel {
   StoredPages stored_parts_, stored_gradients_;
   std::vector<std::unique_ptr<ShardUnit>> units_;
   std::vector<at::Tensor> shards_;
+  std::unique_ptr<WeightWatch> watch_;                    // of shards_
   std::unordered_map<const void*, at::Tensor> shard_of_;  // by the parameter's TensorImpl
   std::unordered_map<const void*, std::string> name_of_;  // by the shard's
   std::unordered_map<std::string, std::pair<size_t, size_t>> places_;  // unit and slice, by name
