@@ -313,10 +313,11 @@ void ShardedModel::CheckStorage(const std::vector<NamedParameter>& parameters) c
 }
 
 void ShardedModel::CheckSamePlan(const std::vector<PlannedUnit>& plan) const {
-  std::string mine =
-      c10::str("strategy ", static_cast<int>(options_.strategy), ", groups of ", shard_comm_.size(),
-               ", reshard_after_forward ", options_.reshard_after_forward, " in groups of ",
-               options_.reshard_group_size, "\n");
+  constexpr const char* kNames[] = {"kNone", "kOptimizer", "kGradients", "kFull"};
+  std::string mine = c10::str("strategy ", kNames[static_cast<int>(options_.strategy)],
+                              ", copies of the model that ", shard_comm_.size(), " ranks divide",
+                              ", reshard_after_forward ", options_.reshard_after_forward,
+                              " in groups of ", options_.reshard_group_size, "\n");
   mine += c10::str("offload_parameters ", static_cast<int>(options_.offload_parameters), "\n");
   const auto name = [](const std::optional<at::ScalarType>& dtype) {
     return dtype.has_value() ? c10::toString(*dtype) : "none";

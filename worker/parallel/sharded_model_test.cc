@@ -239,17 +239,18 @@ void ExpectEqual(const Values& a, const Values& b) {
 }
 
 TEST(ShardedModel, OverTwoHosts_EqualsOneProcess_RunsAreEqualToTheBit) {
-  const Values want = OneProcess(50);
   const Values start = ValuesOf(Net());
   // Two hosts of two; one rank on each; unequal ones whose ranks do not follow one another.
   for (const std::string hosts : {"aabb", "ab", "aba"}) {
     for (const ShardingStrategy strategy : kStrategies) {
+      // Long once, where most is exchanged: what ranks of one machine wait for each other is time.
+      const int steps = hosts == "aabb" && strategy == ShardingStrategy::kFull ? 50 : 8;
+      const Values want = OneProcess(steps);
       std::vector<Values> runs;
       for (const bool overlap : {true, false}) {
-        if (overlap && hosts != "aabb") continue;
         RunHostRanks(hosts, [&](Comm& comm) {
           Trained trained(comm, {.strategy = strategy, .overlap = overlap});
-          for (int step = 0; step < 50; ++step) {
+          for (int step = 0; step < steps; ++step) {
             trained.Forward(IdsOf(step, comm)).backward();
             trained.Step();
           }
