@@ -106,9 +106,9 @@ void CheckAnnouncements(const std::vector<uint32_t>& all) {
 
 // MeetAt() of all ranks of a model. `parts`: those that this rank has meetings of its own with;
 // null: there are none. Ranks at such a meeting would wait for those at this one.
-std::vector<std::string> MeetAll(Comm& world, Comm* parts, const std::string& place,
+std::vector<std::string> MeetAll(Comm& world, Comm& parts, const std::string& place,
                                  const std::string& message) {
-  if (parts != nullptr && parts != &world) MeetAt(*parts, place);
+  if (&parts != &world) MeetAt(parts, place);
   return MeetAt(world, place, message);
 }
 
@@ -419,11 +419,14 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
     }
   }
   if (!InBackward()) {
-    // A pass that threw has left this behind.
+    // A pass that threw has left this behind. Other ranks may have come to its end.
     Settle();
+    comparing_ = comparing_ || open_;
     open_ = updating_ = false;
     for (const auto& unit : units_) unit->set_any_updated(false);
-    CheckStepped("a forward pass");
+    // A rank that has failed meets the others first: they do not know of it.
+    const bool failed = !failure_.empty();
+    if (!failed) CheckStepped("a forward pass");
     ForgetTurns();
     if (backward_) forward_turns_.Begin();
     backward_ = false;
@@ -437,6 +440,7 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
       NoteWritten();
       TORCH_CHECK(written_.empty() || noting_, WrittenBehind("this rank", written_));
     }
+    if (failed) CheckStepped("a forward pass");
     step_follows_ = step_follows;
     begun_ = false;
   }
@@ -459,7 +463,13 @@ void ShardedModel::CompareBeforeForward() {
   // In training all ranks throw at the end of the backward pass. In evaluation nothing is exchanged
   // that would tell those that have written nothing. If all have, it is a change like any other.
   if (!written_.empty() && !noting_) {
-    CompareChanges(c10::str(place, " of evaluation after ", WrittenBehind("a rank", written_)));
+    try {
+      CompareChanges(
+          c10::str(place, " of evaluation after it has changed its part of a parameter"));
+    } catch (c10::Error& error) {
+      error.add_context(WrittenBehind("this rank", written_));
+      throw;
+    }
     NoteWritten();
   }
 }
@@ -543,8 +553,8 @@ void ShardedModel::Bring(ShardUnit& unit) {
     // Others that have not announced it gather nothing here (see CompareBeforeForward).
     comparing_ = true;
     std::vector<uint32_t> announced;
-    for (const std::string& other :
-         MeetAt(world_, c10::str("a backward pass", kAfterAChange), Pack({announced_}))) {
+    for (const std::string& other : MeetAll(
+             world_, shard_comm_, c10::str("a backward pass", kAfterAChange), Pack({announced_}))) {
       announced.push_back(NumberIn(other, 0));
     }
     announced_ = 0;
@@ -674,8 +684,7 @@ void ShardedModel::CompareChanges(const std::string& place) {
   // Of all ranks, as they compare what they have gathered. Those that miss each other here compare
   // again.
   const bool compared = std::exchange(comparing_, true);
-  for (const std::string& bytes :
-       MeetAll(world_, in_place_ ? &shard_comm_ : nullptr, place, Pack({announced_, flags}))) {
+  for (const std::string& bytes : MeetAll(world_, shard_comm_, place, Pack({announced_, flags}))) {
     announced.push_back(NumberIn(bytes, 0));
     changed = changed || (NumberIn(bytes, 1) & kChanged) != 0;
     failed += (NumberIn(bytes, 1) & kFailed) != 0 ? 1 : 0;
@@ -700,12 +709,7 @@ void ShardedModel::ThrowFailure() {
   const std::vector<std::string> all = world_.AllGatherBytes(std::exchange(failure_, ""));
   history_.clear();
   DropGradients();
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    TORCH_CHECK(all[rank].empty(), "rank ", rank,
-                " has failed at the end of a backward pass of the sharded model: ", all[rank],
-                "; its gradients are gone, and other ranks may have stepped with theirs: load a "
-                "checkpoint");
-  }
+  for (const std::string& failure : all) TORCH_CHECK(failure.empty(), failure);
 }
 
 template <typename Fn>
@@ -849,15 +853,14 @@ void ShardedModel::BeginBackward() {
   if (options_.strategy == ShardingStrategy::kFull) {
     const uint32_t mine = communicate_ ? kReduces + (step_follows_ ? kStepFollows : 0) : 0;
     std::vector<uint32_t> all, announced;
-    for (const std::string& other :
-         MeetAll(world_, in_place_ ? &shard_comm_ : nullptr, "the beginning of a backward pass",
-                 Pack({mine, announced_}))) {
+    for (const std::string& other : MeetAll(world_, shard_comm_, "the beginning of a backward pass",
+                                            Pack({mine, announced_}))) {
       all.push_back(NumberIn(other, 0));
       announced.push_back(NumberIn(other, 1));
     }
     announced_ = 0;
-    CheckIntentions(all);
     CheckAnnouncementsInBackward(announced);
+    CheckIntentions(all);
   }
   if (communicate_ && !order_known_) AgreeOnFirstOrder();
 }
@@ -972,7 +975,11 @@ void ShardedModel::EndOfBackward() {
   } catch (...) {
     if (!thrown_on_all_) {
       // Others may go on and step: they learn of it where the ranks meet next.
-      failure_ = TextOf(std::current_exception());
+      failure_ = c10::str("rank ", world_.rank(),
+                          " has failed at the end of a backward pass of the sharded model: ",
+                          TextOf(std::current_exception()),
+                          "; its gradients are gone, and other ranks may have stepped with theirs: "
+                          "load a checkpoint");
       history_.clear();
       DropGradients();
     }
@@ -1274,8 +1281,10 @@ void ShardedModel::ForgetPending(const std::vector<at::Tensor>& shards) {
 void ShardedModel::Summon(const std::function<void()>& body) {
   ThrowUnsaid();
   if (summons_ == 0) Settle();
-  CheckStepped("summon_full_params()");
+  const bool failed = !failure_.empty();
+  if (!failed) CheckStepped("summon_full_params()");
   if (summons_ == 0) CompareChanges("the beginning of summon_full_params()");
+  if (failed) CheckStepped("summon_full_params()");
   // What was written stays, also by a body that throws then, as without sharding. It has counted
   // versions by itself.
   const auto end = [this] {
@@ -1293,8 +1302,19 @@ void ShardedModel::Summon(const std::function<void()>& body) {
   end();
 }
 
+void ShardedModel::CheckNotMixed() {
+  const std::vector<std::string> all = MeetAt(shard_comm_, "reading the weights", failure_);
+  // What all have failed with, none has stepped after.
+  const auto has_failed = [](const std::string& failure) { return !failure.empty(); };
+  if (std::all_of(all.begin(), all.end(), has_failed)) return;
+  for (const std::string& failure : all) TORCH_CHECK(failure.empty(), failure);
+}
+
+void ShardedModel::CompareBeforeSave() { CompareChanges("save_state()"); }
+
 void ShardedModel::VisitFullParameters(
     const std::function<void(const std::string& name, const at::Tensor& value)>& visit) {
+  CheckNotMixed();
   CheckStepped("reading the weights");
   for (const auto& unit : units_) {
     const std::vector<at::Tensor> values = unit->Values();
@@ -1310,9 +1330,20 @@ std::vector<std::pair<std::string, at::Tensor>> ShardedModel::FullParameters(con
   return all;
 }
 
+void ShardedModel::BeginLoad(const std::map<std::string, at::Tensor>& values) {
+  const bool all = std::all_of(places_.begin(), places_.end(), [&](const auto& place) {
+    return values.find(place.first) != values.end();
+  });
+  if (!all) return;
+  // What ranks have failed with or changed alone is gone. They compare as after any change.
+  failure_.clear();
+  announced_ = 0;
+  comparing_ = true;
+}
+
 void ShardedModel::LoadParameters(const std::map<std::string, at::Tensor>& values) {
   agreed_ = false;
-  failure_.clear();
+  BeginLoad(values);
   ForgetWrites();
   for (const auto& unit : units_) {
     std::vector<at::Tensor> full(unit->slices().size());
@@ -1327,7 +1358,7 @@ void ShardedModel::LoadParameters(const std::map<std::string, at::Tensor>& value
 
 void ShardedModel::LoadParts(const std::map<std::string, at::Tensor>& parts) {
   const at::NoGradGuard no_grad;
-  failure_.clear();
+  BeginLoad(parts);
   std::vector<at::Tensor> changed;
   for (const auto& [name, part] : parts) {
     const auto& [unit, slice] = PlaceOf(name);

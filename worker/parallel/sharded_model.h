@@ -123,6 +123,9 @@ class ShardedModel {
   // pass that has reduced, at the latest at the end of the next one that does, and before a gather
   // that would wait for ranks that have not. Not inside of Summon().
   void Expire();
+  // (collective) Throws on every rank if some have failed in a backward pass or changed their parts
+  // where others have not: what is saved would be a mixture.
+  void CompareBeforeSave();
   // What steps on the shards may do so without a trace (see Writes): from now on gathered
   // parameters count no more after any backward pass that reduces. On every rank.
   void ExpectUnseenSteps() { unseen_steps_ = true; }
@@ -213,6 +216,11 @@ class ShardedModel {
   void CompareBeforeForward();
   // (collective) Throws what some rank has failed with.
   void ThrowFailure();
+  // (collective, among those that share the parts) The same before weights are read that are a
+  // mixture if some ranks have failed and others have stepped.
+  void CheckNotMixed();
+  // A load of all parameters ends what ranks have failed with or announced alone.
+  void BeginLoad(const std::map<std::string, at::Tensor>& values);
   // Another number once this rank's shards have been written: by operators on them or by Muster's
   // optimizers. LibTorch's SGD writes `.data()`, which does not show.
   uint64_t Writes() const;

@@ -621,6 +621,26 @@ TEST(ShardedModel, Hybrid_EqualsOneProcess) {
   }
 }
 
+// Of those that share a parameter, one waits for the other where both wait for all.
+TEST(ShardedModel, Hybrid_ChangeOnOneRankOnlyAfterAForwardPass_IsAnErrorOfThoseThatShare) {
+  std::vector<std::string> errors(4);
+  RunHybrid([&](Comm& world, Comm& shard, Comm& replicas) {
+    Trained trained(world, {.strategy = ShardingStrategy::kGradients, .group_size = 2}, &shard,
+                    &replicas);
+    trained.Forward(IdsOf(0, world)).backward();
+    trained.Step();
+    const at::Tensor loss = trained.Forward(IdsOf(1, world));
+    if (world.rank() > 1) return;
+    if (world.rank() == 0) trained.model.Expire();
+    errors[world.rank()] = ErrorOf([&] {
+      if (world.rank() == 0) trained.Forward(IdsOf(1, world));
+      loss.backward();
+    });
+  });
+  EXPECT_THAT(errors[0], HasSubstr("ReduceScatter"));
+  EXPECT_THAT(errors[1], HasSubstr("ReduceScatter"));
+}
+
 // Four ranks in pairs, which keep the parameters from the forward pass to the backward pass.
 TEST(ShardedModel, ReshardedInSmallerGroups_EqualsOneProcess) {
   const Values want = OneProcess(8);
@@ -1058,23 +1078,26 @@ TEST(ShardedModel, ChangeOnOneRankOnlyBeforeABackwardPassOfFull_IsNamedOnEveryRa
   }
 }
 
+// Whose rank fails alone at the end of a backward pass.
+struct Failing : BorrowedComm {
+  using BorrowedComm::BorrowedComm;
+  std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
+    std::vector<std::string> all = BorrowedComm::AllGatherBytes(bytes);
+    if (armed && bytes.find("the end of a backward pass") != std::string::npos) {
+      armed = false;
+      throw std::bad_alloc();
+    }
+    return all;
+  }
+  bool armed = false;
+};
+
 // Whatever is thrown.
 TEST(ShardedModel, RankThatFailsAloneAtTheEndOfABackwardPass_IsNamedOnEveryRank) {
-  struct Failing : BorrowedComm {
-    using BorrowedComm::BorrowedComm;
-    std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
-      std::vector<std::string> all = BorrowedComm::AllGatherBytes(bytes);
-      if (armed && bytes.find("the end of a backward pass") != std::string::npos) {
-        armed = false;
-        throw std::bad_alloc();
-      }
-      return all;
-    }
-    bool armed = false;
-  };
+  enum class Next { kForward, kSummon, kRead, kSave };
   for (const ShardingStrategy strategy : kStrategies) {
-    for (const bool read : {false, true}) {
-      SCOPED_TRACE(testing::Message() << static_cast<int>(strategy) << read);
+    for (const Next what : {Next::kForward, Next::kSummon, Next::kRead, Next::kSave}) {
+      SCOPED_TRACE(testing::Message() << static_cast<int>(strategy) << static_cast<int>(what));
       std::vector<std::string> first(2), next(2);
       RunRanks(2, [&](Comm& world) {
         Failing comm(world);
@@ -1088,15 +1111,46 @@ TEST(ShardedModel, RankThatFailsAloneAtTheEndOfABackwardPass_IsNamedOnEveryRank)
         }
         if (comm.rank() == 0) trained.Step();
         next[comm.rank()] = ErrorOf([&] {
-          if (read) return trained.model.Summon([] {});
-          trained.Forward(IdsOf(2, comm));
+          if (what == Next::kSummon) trained.model.Summon([] {});
+          if (what == Next::kRead) trained.Full();
+          if (what == Next::kSave) trained.model.CompareBeforeSave();
+          if (what == Next::kForward) trained.Forward(IdsOf(2, comm));
         });
+        // Reading has told the ranks that read.
+        if (what == Next::kRead) ErrorOf([&] { trained.Forward(IdsOf(2, comm)); });
         trained.Forward(IdsOf(2, comm)).backward();
         trained.Step();
       });
       EXPECT_THAT(first, ElementsAre("no error", HasSubstr("bad_alloc")));
       EXPECT_THAT(next, Each(AllOf(HasSubstr("rank 1 has failed at the end of a backward pass"),
                                    HasSubstr("bad_alloc"), HasSubstr("load a checkpoint"))));
+    }
+  }
+}
+
+TEST(ShardedModel, RankThatFailsAlone_LoadOfAllParametersEndsIt) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    for (const bool all : {true, false}) {
+      SCOPED_TRACE(testing::Message() << static_cast<int>(strategy) << all);
+      std::vector<std::string> next(2);
+      RunRanks(2, [&](Comm& world) {
+        Failing comm(world);
+        Trained trained(comm, {.strategy = strategy});
+        const Values start = trained.Full();
+        comm.armed = comm.rank() == 1;
+        ErrorOf([&] { trained.Forward(IdsOf(1, comm)).backward(); });
+        if (comm.rank() == 0) trained.Step();
+        std::map<std::string, at::Tensor> parts;
+        for (const auto& [name, value] : start) parts[name] = trained.model.PartOf(name, value);
+        if (!all) parts.erase(parts.begin());
+        trained.model.LoadParts(parts);
+        next[comm.rank()] = ErrorOf([&] { trained.Forward(IdsOf(2, comm)); });
+        if (!all) return;
+        const Values loaded = trained.Full();
+        for (const auto& [name, value] : start) EXPECT_TRUE(at::equal(loaded.at(name), value));
+      });
+      EXPECT_THAT(next, Each(all ? HasSubstr("no error")
+                                 : HasSubstr("rank 1 has failed at the end of a backward pass")));
     }
   }
 }
@@ -1195,7 +1249,7 @@ TEST(ShardedModel, PartWrittenBehindGatheredParameters_OnOneRank_IsAnErrorOfAllA
     });
     EXPECT_THAT(errors[1], HasSubstr("changed its part of parameter 'words.weight'"));
     EXPECT_THAT(errors[0], HasSubstr(program ? "AllGatherBytes"
-                                             : "changed its part of parameter 'words.weight'"));
+                                             : "after it has changed its part of a parameter"));
   }
 }
 

@@ -47,20 +47,24 @@ WeightWatch::~WeightWatch() {
 }
 
 void NoteWeightChange() {
-  Watches& watches = TheWatches();
-  const MutexLock lock(&watches.mu);
-  for (WeightWatch* const watch : watches.all) ++watch->changes_;
+  {
+    Watches& watches = TheWatches();
+    const MutexLock lock(&watches.mu);
+    for (WeightWatch* const watch : watches.all) ++watch->changes_;
+  }
   at::autocast::clear_cache();
 }
 
 void NoteWeightChange(const std::vector<at::Tensor>& weights) {
-  Watches& watches = TheWatches();
-  const MutexLock lock(&watches.mu);
-  for (WeightWatch* const watch : watches.all) {
-    const bool mine = std::any_of(weights.begin(), weights.end(), [&](const at::Tensor& weight) {
-      return watch->memory_.count(MemoryOf(weight)) > 0;
-    });
-    if (mine) ++watch->changes_;
+  {
+    Watches& watches = TheWatches();
+    const MutexLock lock(&watches.mu);
+    for (WeightWatch* const watch : watches.all) {
+      const bool mine = std::any_of(weights.begin(), weights.end(), [&](const at::Tensor& weight) {
+        return watch->memory_.count(MemoryOf(weight)) > 0;
+      });
+      if (mine) ++watch->changes_;
+    }
   }
   at::autocast::clear_cache();
 }

@@ -12,7 +12,8 @@ namespace muster {
 
 // Counts how often Muster's own code has changed certain weights. Versions of tensors do not tell:
 // LibTorch's fused kernels of optimizers leave them alone. The functions below may be called in any
-// thread. What shares memory with a weight counts as that weight; the weights outlive the watch.
+// thread. A tensor with the storage of a weight (a view, detach(), data()) counts as that weight,
+// one that has its memory by address alone (from_blob()) does not. The weights outlive the watch.
 class WeightWatch {
  public:
   explicit WeightWatch(const std::vector<at::Tensor>& weights);
