@@ -6,9 +6,11 @@
 #include <cstdlib>
 #include <fstream>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -230,17 +232,25 @@ struct Groups {
   std::vector<at::Tensor> many, few;
 };
 
+using Handles = std::vector<std::shared_ptr<OptimizerHandle>>;
+
+// `apart`: an optimizer for each group.
 template <class Optimizer, class Options>
-std::shared_ptr<OptimizerHandle> Fused(const Groups& groups, const Options& options) {
+Handles Fused(const Groups& groups, const Options& options, bool apart) {
   Options few = options;
   few.lr *= 0.5;
   few.weight_decay = 0;
   std::vector<ParamGroup<Options>> all = {{groups.many, options}};
   if (!groups.few.empty()) all.push_back({groups.few, few});
-  return std::make_shared<Optimizer>(std::move(all));
+  if (!apart) return {std::make_shared<Optimizer>(std::move(all))};
+  Handles handles;
+  for (const ParamGroup<Options>& group : all) {
+    handles.push_back(std::make_shared<Optimizer>(std::vector<ParamGroup<Options>>{group}));
+  }
+  return handles;
 }
 
-std::shared_ptr<OptimizerHandle> MakeFused(const Json& o, const torch::nn::Module& net) {
+Handles MakeFused(const Json& o, const torch::nn::Module& net, bool apart) {
   const Groups groups(o, net);
   const double lr = o["lr"], decay = o["weight_decay"];
   const std::string type = o["type"];
@@ -248,20 +258,22 @@ std::shared_ptr<OptimizerHandle> MakeFused(const Json& o, const torch::nn::Modul
     return Fused<FusedSGD>(
         groups,
         SGDOptions{
-            .lr = lr, .momentum = o["momentum"], .weight_decay = decay, .nesterov = o["nesterov"]});
+            .lr = lr, .momentum = o["momentum"], .weight_decay = decay, .nesterov = o["nesterov"]},
+        apart);
   }
   if (type == "adagrad") {
     return Fused<FusedAdagrad>(
         groups,
-        AdagradOptions{.lr = lr, .lr_decay = o["lr_decay"], .weight_decay = decay, .eps = 1e-3});
+        AdagradOptions{.lr = lr, .lr_decay = o["lr_decay"], .weight_decay = decay, .eps = 1e-3},
+        apart);
   }
   const std::array<double, 2> betas = {0.9, 0.99};
   if (type == "adam") {
     return Fused<FusedAdam>(
-        groups, AdamOptions{.lr = lr, .betas = betas, .eps = 1e-3, .weight_decay = decay});
+        groups, AdamOptions{.lr = lr, .betas = betas, .eps = 1e-3, .weight_decay = decay}, apart);
   }
   return Fused<FusedAdamW>(
-      groups, AdamWOptions{.lr = lr, .betas = betas, .eps = 1e-3, .weight_decay = decay});
+      groups, AdamWOptions{.lr = lr, .betas = betas, .eps = 1e-3, .weight_decay = decay}, apart);
 }
 
 template <class Optimizer, class Options>
@@ -313,33 +325,51 @@ at::Tensor SampleOf(const at::Tensor& tensor) {
   return at::cat({taken, flat.sum().reshape({1}), flat.square().sum().reshape({1})});
 }
 
+void Check(const absl::Status& status) { TORCH_CHECK(status.ok(), status.ToString()); }
+
 struct Trained {
   Values values;
   std::vector<double> norms, losses;
 };
 
-// What process 0 has at the end.
-Trained Train(Accelerator& a, const Json& program) {
+// Some of the steps of a program.
+struct Part {
+  size_t begin = 0, end = std::numeric_limits<size_t>::max();
+  std::string load = "", save = "";  // folders; empty: from the beginning; not saved
+  // Each group of parameters has an optimizer of its own, and the program writes parameters, and
+  // what it writes is what they are.
+  bool varied = false;
+};
+
+// What process 0 has at the end. Each process stands in for as many ranks of the program as there
+// are more of these.
+Trained Train(Accelerator& a, const Json& program, const Part& part = {}) {
   Net net(program);
   const auto frozen_or_not = net->named_parameters();
   const at::ScalarType dtype = DtypeOf(program);
-  const int64_t rank = a.process_index();
-  AcceleratedModel<Net> model;
-  AcceleratedOptimizer optimizer;
+  const int64_t stands_for = program["ranks"].get<int64_t>() / a.num_processes();
+  AcceleratedModel<Net> model = a.prepare(net);
+  std::vector<AcceleratedOptimizer> optimizers;
   const bool fused = program["optimizer"]["fused"] && program["optimizer"]["type"] != "rmsprop";
   if (fused) {
-    std::tie(model, optimizer) = a.prepare(net, MakeFused(program["optimizer"], *net));
+    for (const auto& handle : MakeFused(program["optimizer"], *net, part.varied)) {
+      optimizers.push_back(a.prepare(handle));
+    }
   } else {
-    std::tie(model, optimizer) = a.prepare(net, MakeOfLibTorch(program["optimizer"], *net));
+    optimizers.push_back(a.prepare(MakeOfLibTorch(program["optimizer"], *net)));
   }
-  std::optional<AcceleratedScheduler> schedule;
+  std::vector<AcceleratedScheduler> schedules;
   if (!program["schedule"].is_null()) {
     const double total = program["schedule"]["total"];
-    schedule = a.prepare_scheduler(optimizer, LambdaLR([total](int64_t step) {
-                                     return std::max(0.1, 1 - static_cast<double>(step) / total);
-                                   }));
+    for (const AcceleratedOptimizer& optimizer : optimizers) {
+      schedules.push_back(a.prepare_scheduler(optimizer, LambdaLR([total](int64_t step) {
+                                                return std::max(
+                                                    0.1, 1 - static_cast<double>(step) / total);
+                                              })));
+    }
   }
-  const auto loss_of = [&](int64_t step, int64_t forward) {
+  if (!part.load.empty()) Check(a.load_state(part.load));
+  const auto loss_of = [&](int64_t rank, int64_t step, int64_t forward) {
     const int64_t salt = step * 53 + forward * 71 + rank * 83;
     const Json& sizes = program["model"];
     const at::Tensor x = Numbers({4, sizes["in"].get<int64_t>()}, salt + 11, dtype) * 2;
@@ -349,7 +379,7 @@ Trained Train(Accelerator& a, const Json& program) {
     return (model(x, order, rank, step) - y).square().mean();
   };
   Trained result;
-  for (size_t s = 0; s < program["steps"].size(); ++s) {
+  for (size_t s = 0; s < std::min(program["steps"].size(), part.end); ++s) {
     const Json& step = program["steps"][s];
     for (auto& item : frozen_or_not) {
       for (const std::string name : step["freeze"]) {
@@ -359,13 +389,20 @@ Trained Train(Accelerator& a, const Json& program) {
         if (name == item.key()) item.value().set_requires_grad(true);
       }
     }
+    if (s < part.begin) continue;
     {
       auto scope = a.accumulate();
       std::vector<at::Tensor> losses;
       double total = 0;
       for (size_t f = 0; f < step["orders"].size(); ++f) {
-        losses.push_back(loss_of(static_cast<int64_t>(s), static_cast<int64_t>(f)));
-        total += losses.back().item<double>();
+        at::Tensor loss;
+        for (int64_t v = 0; v < stands_for; ++v) {
+          const int64_t rank = a.process_index() * stands_for + v;
+          const at::Tensor one = loss_of(rank, static_cast<int64_t>(s), static_cast<int64_t>(f));
+          if (v == 0) total += one.item<double>();
+          loss = v == 0 ? one : loss + one;
+        }
+        losses.push_back(loss / static_cast<double>(stands_for));
         if (step["backward"] == "turn") a.backward(losses.back());
       }
       if (step["backward"] == "sum") {
@@ -392,9 +429,15 @@ Trained Train(Accelerator& a, const Json& program) {
           a.clip_grad_value_(wanted, clip["max"]);
         }
       }
-      optimizer.step();
-      if (schedule.has_value()) schedule->step();
-      optimizer.zero_grad();
+      for (AcceleratedOptimizer& optimizer : optimizers) optimizer.step();
+      for (AcceleratedScheduler& schedule : schedules) schedule.step();
+      for (AcceleratedOptimizer& optimizer : optimizers) optimizer.zero_grad();
+    }
+    if (part.varied && s % 3 == 1) {
+      a.summon_full_params(model, [&] {
+        const at::NoGradGuard no_grad;
+        for (at::Tensor& parameter : net->parameters()) parameter.mul_(2).mul_(0.5);
+      });
     }
     if (step["eval"]) {
       const at::NoGradGuard no_grad;
@@ -406,6 +449,7 @@ Trained Train(Accelerator& a, const Json& program) {
           model(x, order, 0, static_cast<int64_t>(s)).square().mean().item<double>());
     }
   }
+  if (!part.save.empty()) Check(a.save_state(part.save));
   result.values = a.get_state_dict(model);
   return result;
 }
@@ -418,8 +462,7 @@ struct Setting {
 
 // Those that `program` is trained under. Small units are exchanged through slots, whether ranks
 // share memory or not.
-std::vector<Setting> SettingsFor(const Json& program, const std::string& scratch) {
-  const int64_t ranks = program["ranks"];
+std::vector<Setting> SettingsFor(const Json& program, int ranks, const std::string& scratch) {
   const bool fused = program["optimizer"]["fused"] && program["optimizer"]["type"] != "rmsprop";
   bool branches = false, one_pass = true;
   for (const Json& block : program["model"]["blocks"]) branches |= block["kind"] == "branch";
@@ -480,64 +523,132 @@ std::string ProgramsFolder() {
   return testing_support::TestdataPath("training_programs");
 }
 
-TEST(RecordedPrograms, UnderEveryStrategy_TrainAsInPyTorch) {
-  const TestFolder scratch;
-  const std::map<std::string, at::Tensor> recorded =
-      LoadTensors(ProgramsFolder() + "/want.safetensors");
-  std::ifstream file(ProgramsFolder() + "/cases.jsonl");
-  int programs = 0;
-  for (std::string line; std::getline(file, line); ++programs) {
-    const Json program = Json::parse(line);
-    const std::string id = program["id"];
-    const int ranks = program["ranks"];
-    Values want, start;
-    for (const auto& [name, tensor] : recorded) {
-      if (name.rfind(id + "/", 0) == 0) want[name.substr(id.size() + 1)] = tensor;
-    }
-    const Net fresh(program);
-    for (const auto& item : fresh->named_parameters()) start[item.key()] = SampleOf(item.value());
-    for (const auto& item : fresh->named_buffers()) start[item.key()] = SampleOf(item.value());
-    const double tolerance = DtypeOf(program) == at::kDouble ? 1e-9 : 1e-5;
-    for (const Setting& setting : SettingsFor(program, scratch.path())) {
-      SCOPED_TRACE(id + " " + setting.name);
-      AcceleratorOptions options;
-      options.sharding = setting.sharding;
-      options.gradient_accumulation_steps = program["accumulation"].get<int64_t>();
-      options.accumulation.sync_each_batch = program["sync_each_batch"];
-      options.data_parallel.find_unused_parameters = true;
-      Trained trained;
-      try {
-        const auto store = c10::make_intrusive<c10d::HashStore>();
-        (setting.shared_memory ? RunShmRanks : RunGlooRanks)(
-            ranks,
-            [&](Comm& comm) {
-              Accelerator a(CoreOn(comm, options, store));
-              Trained mine = Train(a, program);
-              if (a.is_main_process()) trained = std::move(mine);
-            },
-            {});
-      } catch (const c10::Error& error) {
-        ADD_FAILURE() << error.what_without_backtrace();
-        continue;
+// The programs, and what they are to end with.
+class RecordedPrograms : public testing::Test {
+ protected:
+  void ForEach(const std::function<void(const Json& program, int number)>& fn) {
+    std::ifstream file(ProgramsFolder() + "/cases.jsonl");
+    int programs = 0;
+    for (std::string line; std::getline(file, line); ++programs) {
+      const Json program = Json::parse(line);
+      const std::string id = program["id"];
+      want_.clear();
+      start_.clear();
+      for (const auto& [name, tensor] : recorded_) {
+        if (name.rfind(id + "/", 0) == 0) want_[name.substr(id.size() + 1)] = tensor;
       }
-      Values got;
-      for (const auto& [name, tensor] : want) {
-        ASSERT_EQ(trained.values.count(name), 1) << name;
-        got[name] = SampleOf(trained.values.at(name));
+      const Net fresh(program);
+      for (const auto& item : fresh->named_parameters()) {
+        start_[item.key()] = SampleOf(item.value());
       }
-      EXPECT_LE(Distance(got, want, start), tolerance);
-      const auto expect_near = [&](const std::vector<double>& got, const Json& want) {
-        ASSERT_EQ(got.size(), want.size());
-        for (size_t i = 0; i < got.size(); ++i) {
-          EXPECT_NEAR(got[i], want[i].get<double>(), tolerance * (1 + want[i].get<double>()))
-              << "number " << i;
-        }
-      };
-      expect_near(trained.norms, program["norms"]);
-      expect_near(trained.losses, program["losses"]);
+      for (const auto& item : fresh->named_buffers()) start_[item.key()] = SampleOf(item.value());
+      fn(program, programs);
     }
+    EXPECT_GT(programs, 0);
   }
-  EXPECT_GT(programs, 0);
+
+  // What process 0 of `ranks` has; none: an error, which is a failure of the test.
+  std::optional<Trained> Run(const Json& program, int ranks, const Setting& setting,
+                             const Part& part = {}) {
+    AcceleratorOptions options;
+    options.sharding = setting.sharding;
+    options.gradient_accumulation_steps = program["accumulation"].get<int64_t>();
+    options.accumulation.sync_each_batch = program["sync_each_batch"];
+    options.data_parallel.find_unused_parameters = true;
+    Trained trained;
+    try {
+      const auto store = c10::make_intrusive<c10d::HashStore>();
+      (setting.shared_memory ? RunShmRanks : RunGlooRanks)(
+          ranks,
+          [&](Comm& comm) {
+            Accelerator a(CoreOn(comm, options, store));
+            Trained mine = Train(a, program, part);
+            if (a.is_main_process()) trained = std::move(mine);
+          },
+          {});
+    } catch (const c10::Error& error) {
+      ADD_FAILURE() << error.what_without_backtrace();
+      return std::nullopt;
+    }
+    return trained;
+  }
+
+  void ExpectWanted(const Json& program, const Trained& trained) {
+    const double tolerance = DtypeOf(program) == at::kDouble ? 1e-9 : 1e-5;
+    Values got;
+    for (const auto& [name, tensor] : want_) {
+      ASSERT_EQ(trained.values.count(name), 1) << name;
+      got[name] = SampleOf(trained.values.at(name));
+    }
+    EXPECT_LE(Distance(got, want_, start_), tolerance);
+    const auto expect_near = [&](const std::vector<double>& got, const Json& want) {
+      ASSERT_EQ(got.size(), want.size());
+      for (size_t i = 0; i < got.size(); ++i) {
+        EXPECT_NEAR(got[i], want[i].get<double>(), tolerance * (1 + want[i].get<double>()))
+            << "number " << i;
+      }
+    };
+    expect_near(trained.norms, program["norms"]);
+    expect_near(trained.losses, program["losses"]);
+  }
+
+  const TestFolder scratch_;
+  const Values recorded_ = LoadTensors(ProgramsFolder() + "/want.safetensors");
+  Values want_, start_;  // of the program, samples by name
+};
+
+TEST_F(RecordedPrograms, UnderEveryStrategy_TrainAsInPyTorch) {
+  ForEach([&](const Json& program, int) {
+    const int ranks = program["ranks"];
+    for (const Setting& setting : SettingsFor(program, ranks, scratch_.path())) {
+      SCOPED_TRACE(program["id"].get<std::string>() + " " + setting.name);
+      const std::optional<Trained> trained = Run(program, ranks, setting);
+      if (trained.has_value()) ExpectWanted(program, *trained);
+    }
+  });
+}
+
+// Saved in the middle under one strategy, and continued under another one on another number of
+// processes.
+TEST_F(RecordedPrograms, ContinuedUnderAnotherStrategyAndSize_TrainAsInPyTorch) {
+  ForEach([&](const Json& program, int number) {
+    const int ranks = program["ranks"];
+    const size_t window = program["accumulation"];
+    const size_t middle = program["steps"].size() / window / 2 * window;
+    if (middle == 0) return;
+    bool remembers = false;  // what depends on the ranks that a process is
+    for (const Json& block : program["model"]["blocks"]) remembers |= block["kind"] == "memory";
+    std::vector<int> sizes;
+    for (int size = 1; size <= ranks; ++size) {
+      if (ranks % size == 0 && (!remembers || size == ranks)) sizes.push_back(size);
+    }
+    for (int turn = 0; turn < 3; ++turn) {
+      const auto setting_of = [&](int size, int which) {
+        std::vector<Setting> settings = SettingsFor(program, size, scratch_.path());
+        // c10d::Reducer has one pass forward for each pass backward.
+        if (size < ranks)
+          std::erase_if(settings, [](const Setting& s) { return s.name == "no_shard"; });
+        return settings[static_cast<size_t>(which) % settings.size()];
+      };
+      const int before = sizes[static_cast<size_t>(number + turn) % sizes.size()];
+      const int after = sizes[static_cast<size_t>(number + 2 * turn + 1) % sizes.size()];
+      const Setting first = setting_of(before, 5 * number + 3 * turn);
+      const Setting second = setting_of(after, 7 * number + 4 * turn + 2);
+      SCOPED_TRACE(c10::str(program["id"].get<std::string>(), " ", first.name, " on ", before, ", ",
+                            second.name, " on ", after));
+      const std::string folder =
+          c10::str(scratch_.path(), "/", program["id"].get<std::string>(), "_", turn);
+      const bool varied = turn != 1;
+      const auto half = Run(program, before, first,
+                            {.begin = 0, .end = middle, .save = folder, .varied = varied});
+      if (!half.has_value()) continue;
+      auto rest = Run(program, after, second, {.begin = middle, .load = folder, .varied = varied});
+      if (!rest.has_value()) continue;
+      rest->norms.insert(rest->norms.begin(), half->norms.begin(), half->norms.end());
+      rest->losses.insert(rest->losses.begin(), half->losses.begin(), half->losses.end());
+      ExpectWanted(program, *rest);
+    }
+  });
 }
 
 }  // namespace

@@ -65,6 +65,23 @@ torch::nn::Sequential Wide() {
 }
 at::Tensor Input() { return at::full({1, 520}, 0.01); }
 
+// Wide() and its optimizer, prepared.
+struct Training {
+  explicit Training(Accelerator& a) : a(a), prepared(a.prepare(net, sgd)) {}
+  void Step() {
+    auto& [model, optimizer] = prepared;
+    a.backward(model(Input()).mean());
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+
+  Accelerator& a;
+  torch::nn::Sequential net = Wide();
+  FusedSGD sgd{net->parameters(), {.lr = 0.1}};
+  decltype(std::declval<Accelerator&>().prepare(std::declval<torch::nn::Sequential&>(),
+                                                std::declval<FusedSGD&>())) prepared;
+};
+
 // What each rank threw, or "". A rank that throws leaves the job.
 std::vector<std::string> Errors(
     const Kind& kind, const std::function<void(Accelerator&)>& body,
@@ -141,13 +158,12 @@ TEST(ShardingBadInput, ParametersThatGetOtherMemoryAfterPrepare_AreNamedOnEveryR
       SCOPED_TRACE(kind.name);
       EXPECT_THAT(Errors(kind,
                          [&](Accelerator& a) {
-                           torch::nn::Sequential net = Wide();
-                           FusedSGD sgd(net->parameters(), {.lr = 0.1});
-                           auto [model, optimizer] = a.prepare(net, sgd);
+                           Training training(a);
+                           auto& [model, optimizer] = training.prepared;
                            if (converted) {
-                             a.summon_full_params(model, [&] { net->to(at::kDouble); });
+                             a.summon_full_params(model, [&] { training.net->to(at::kDouble); });
                            } else {
-                             net->parameters()[2].set_data(at::zeros({520, 520}));
+                             training.net->parameters()[2].set_data(at::zeros({520, 520}));
                            }
                            a.backward(model(Input()).mean());
                            optimizer.step();
@@ -164,15 +180,14 @@ TEST(ShardingBadInput, ParametersWrittenAfterPrepare_AreNamedOnEveryRank) {
       SCOPED_TRACE(kind.name);
       EXPECT_THAT(Errors(kind,
                          [&](Accelerator& a) {
-                           torch::nn::Sequential net = Wide();
-                           FusedSGD sgd(net->parameters(), {.lr = 0.1});
-                           auto [model, optimizer] = a.prepare(net, sgd);
+                           Training training(a);
+                           auto& [model, optimizer] = training.prepared;
                            if (!prepared_only) {
                              a.backward(model(Input()).mean());
                              optimizer.step();
                            }
                            const at::NoGradGuard no_grad;
-                           net->parameters()[2].mul_(2);
+                           training.net->parameters()[2].mul_(2);
                          }),
                   Each(AllOf(HasSubstr("writes a parameter of unit '1'"),
                              HasSubstr("summon_full_params()"))));
@@ -187,9 +202,8 @@ TEST(ShardingBadInput, PartsWrittenAfterAForwardPass_AreNamedOnEveryRank) {
     SCOPED_TRACE(kind.name);
     EXPECT_THAT(Errors(kind,
                        [&](Accelerator& a) {
-                         torch::nn::Sequential net = Wide();
-                         FusedSGD sgd(net->parameters(), {.lr = 0.1});
-                         auto [model, optimizer] = a.prepare(net, sgd);
+                         Training training(a);
+                         auto& [model, optimizer] = training.prepared;
                          for (int step = 0; step < 3; ++step) {
                            const at::Tensor loss = model(Input()).mean();
                            if (step == 2 && a.process_index() == 1) {
@@ -215,15 +229,11 @@ TEST(ShardingBadInput, AccumulationWindowsThatDiffer_AreNamedOnEveryRank) {
       const std::vector<std::string> errors = Errors(
           kind,
           [&](Accelerator& a) {
-            torch::nn::Sequential net = Wide();
-            FusedSGD sgd(net->parameters(), {.lr = 0.1});
-            auto [model, optimizer] = a.prepare(net, sgd);
+            Training training(a);
             a.set_gradient_accumulation_steps(a.process_index() == 1 ? 3 : 2);
             for (int step = 0; step < 6; ++step) {
               auto scope = a.accumulate();
-              a.backward(model(Input()).mean());
-              optimizer.step();
-              optimizer.zero_grad();
+              training.Step();
             }
           },
           [&](int, AcceleratorOptions& o) { o.accumulation.sync_each_batch = sync_each; });
@@ -241,9 +251,8 @@ TEST(ShardingBadInput, StepThatOneRankLeavesOut_IsNamedOnEveryRank) {
   for (const Kind& kind : Kinds(scratch.path())) {
     SCOPED_TRACE(kind.name);
     const std::vector<std::string> errors = Errors(kind, [&](Accelerator& a) {
-      torch::nn::Sequential net = Wide();
-      FusedSGD sgd(net->parameters(), {.lr = 0.1});
-      auto [model, optimizer] = a.prepare(net, sgd);
+      Training training(a);
+      auto& [model, optimizer] = training.prepared;
       for (int step = 0; step < 4; ++step) {
         a.backward(model(Input()).mean());
         if (step < 2 || a.process_index() != 1) optimizer.step();
@@ -307,6 +316,16 @@ TEST(ShardingBadInput, SettingsThatDifferBetweenRanks_AreNamedOnEveryRank) {
                   Each(AllOf(HasSubstr("rank 1 has"), HasSubstr(what))));
     }
   }
+}
+
+// As hybrid sharding makes them on machines with unequal numbers of processes.
+TEST(ShardingBadInput, GroupsOfDifferentSizes_AreNamedOnEveryRank) {
+  const Kind hybrid = {"hybrid", 3, {.strategy = ShardingStrategy::kFull}};
+  EXPECT_THAT(
+      Errors(hybrid, PrepareOnly,
+             [](int rank, AcceleratorOptions& o) { o.sharding->group_size = rank < 2 ? 2 : 1; }),
+      Each(AllOf(HasSubstr("rank 2 has groups of 1 processes"), HasSubstr("rank 0 has groups of 2"),
+                 HasSubstr("Run equally many on each machine"))));
 }
 
 // The units follow from the model, too.
@@ -376,17 +395,13 @@ TEST(ShardingBadInput, RankWithoutMemory_SaysSoAndTheOthersLearnOfIt) {
     SCOPED_TRACE(kind.name);
     const int last = kind.ranks - 1;
     const std::vector<std::string> errors = Errors(kind, [&](Accelerator& a) {
-      torch::nn::Sequential net = Wide();
-      FusedSGD sgd(net->parameters(), {.lr = 0.1});
-      auto [model, optimizer] = a.prepare(net, sgd);
+      Training training(a);
       for (int step = 0; step < 2; ++step) {
         FullMemory::full_ = step == 1 && a.process_index() == last;
         const struct Enough {
           ~Enough() { FullMemory::full_ = false; }
         } enough;
-        a.backward(model(Input()).mean());
-        optimizer.step();
-        optimizer.zero_grad();
+        training.Step();
       }
     });
     EXPECT_THAT(errors, Each(Not("")));
@@ -408,17 +423,13 @@ TEST(ShardingBadInput, RankWithoutMemoryForAGatherAhead_NamesTheUnitAndTheOthers
     try {
       const std::shared_ptr<internal::Core> core = CoreOn(comm, options, store);
       Accelerator a(core);
-      torch::nn::Sequential net = Wide();
-      FusedSGD sgd(net->parameters(), {.lr = 0.1});
-      auto [model, optimizer] = a.prepare(net, sgd);
+      Training training(a);
       for (int step = 0; step < 3; ++step) {
         // The first step finds the order in which units come.
         if (step == 2 && comm.rank() == 2) {
           core->process().comm_queue()->Submit([] { FullMemory::full_ = true; });
         }
-        a.backward(model(Input()).mean());
-        optimizer.step();
-        optimizer.zero_grad();
+        training.Step();
       }
     } catch (const c10::Error& error) {
       errors[comm.rank()] = error.what_without_backtrace();
@@ -435,9 +446,8 @@ TEST(ShardingBadInput, PeerThatDiesInsideAGather_IsAnErrorOnEveryRank) {
     SCOPED_TRACE(kind.name);
     const int last = kind.ranks - 1;
     const std::vector<std::string> errors = Errors(kind, [&](Accelerator& a) {
-      torch::nn::Sequential net = Wide();
-      FusedSGD sgd(net->parameters(), {.lr = 0.1});
-      auto [model, optimizer] = a.prepare(net, sgd);
+      Training training(a);
+      auto& [model, optimizer] = training.prepared;
       for (int step = 0; step < 3; ++step) {
         const at::Tensor out = model.call([&](torch::nn::SequentialImpl& layers) {
           at::Tensor x = Input();

@@ -517,7 +517,17 @@ TEST(Sharding, WhatCannotBeSharded_IsRefusedOnEveryRank) {
                          torch::nn::Sequential net = MakeNet();
                          auto model = a.prepare(net);
                        }),
-              Each(HasSubstr("does not divide 3 processes")));
+              Each(AllOf(HasSubstr("group_size is 2, and 3 processes cannot be divided"),
+                         HasSubstr("set a number that divides 3"))));
+  AcceleratorOptions alone = Sharded("zero3");
+  alone.sharding->group_size = 1;
+  EXPECT_THAT(ErrorsOf(2, alone,
+                       [](Accelerator& a) {
+                         torch::nn::Sequential net = MakeNet();
+                         auto model = a.prepare(net);
+                       }),
+              Each(AllOf(HasSubstr("group_size is 1: each process would hold a whole copy"),
+                         HasSubstr("use zero3"))));
 }
 
 TEST(Sharding, Environment_CountsWhereTheProgramSaysNothing) {

@@ -795,6 +795,12 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
   if (absl::Status here = Guard(check); !here.ok()) return here;
   // Every rank says whether it can save before any of them writes: none waits for one that left.
   if (absl::Status all = AgreeToSave(CheckSavable()); !all.ok()) return all;
+  const absl::Status alike = Guard([this] {
+    for (const auto& model : registry_.models()) {
+      if (model->sharded() != nullptr) model->sharded()->CompareBeforeSave();
+    }
+  });
+  if (!alike.ok()) return alike;
   process_.progress().SetPhase("save_state");
   CheckpointInfo info;
   info.world_size = process_.size();

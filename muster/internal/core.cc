@@ -23,14 +23,14 @@ namespace muster::internal {
 namespace {
 
 // What the ranks must have alike, since their collectives follow from it. Folders are each rank's
-// own.
-std::string Describe(const ShardingOptions& sharding) {
+// own. `group_size`: absent where it may differ.
+std::string Describe(const ShardingOptions& sharding, bool group_size = true) {
   if (sharding.strategy == ShardingStrategy::kNone) return "no_shard";
   std::string text = absl::StrCat("zero", static_cast<int>(sharding.strategy));
   const auto add = [&text](absl::string_view name, const auto& value) {
     absl::StrAppend(&text, " ", name, "=", value);
   };
-  if (sharding.group_size != 0) add("group_size", sharding.group_size);
+  if (group_size && sharding.group_size != 0) add("group_size", sharding.group_size);
   if (!sharding.reshard_after_forward) add("reshard_after_forward", "false");
   if (sharding.reshard_group_size != 0) add("reshard_group_size", sharding.reshard_group_size);
   if (sharding.parameter_dtype) add("parameter_dtype", c10::toString(*sharding.parameter_dtype));
@@ -47,6 +47,22 @@ std::string Describe(const ShardingOptions& sharding) {
   if (!sharding.unit_names.empty()) add("unit_names", absl::StrJoin(sharding.unit_names, ","));
   if (sharding.min_unit_parameters != 0) add("min_unit_parameters", sharding.min_unit_parameters);
   return text;
+}
+
+// Of each rank: its settings; those but the size of groups; and this size.
+void CheckSettings(const std::vector<std::string>& all) {
+  const std::vector<std::string> first = absl::StrSplit(all[0], '\n');
+  for (size_t r = 1; r < all.size(); ++r) {
+    const std::vector<std::string> other = absl::StrSplit(all[r], '\n');
+    // Where "hybrid" is all that the program says, the machines decide.
+    TORCH_CHECK(first[0] == other[0] || first[1] != other[1] || first[2] == "0" || other[2] == "0",
+                "rank ", r, " has groups of ", other[2], " processes for each copy of the model ",
+                "(options.sharding.group_size=", other[2], ") and rank 0 has groups of ", first[2],
+                ": hybrid sharding takes the number of processes of a machine. Run equally many on "
+                "each machine, or set one group_size on all (MUSTER_SHARDING_GROUP_SIZE)");
+    TORCH_CHECK(first[0] == other[0], "rank ", r, " has ", other[0], " and rank 0 has ", first[0],
+                ": give all processes of a job the same settings");
+  }
 }
 
 JoinedProcess JoinOrThrow(const AcceleratorOptions& options) {
@@ -92,13 +108,13 @@ Core::Core(const AcceleratorOptions& options, JoinedProcess process)
           JobTriggers::Options{.stop_on_sigterm = options.stop_on_sigterm})) {
   if (process_.size() == 1) return;
   // Ranks that step at different times would wait for each other in vain, or mix their gradients.
-  const std::vector<std::string> all = process_.comm().AllGatherBytes(absl::StrCat(
-      "mixed_precision=", process_.mixed_precision(), " gradient_accumulation_steps=",
-      steps_.gradient_accumulation_steps(), " sharding=", Describe(process_.sharding())));
-  for (size_t r = 1; r < all.size(); ++r) {
-    TORCH_CHECK(all[r] == all[0], "rank ", r, " has ", all[r], " and rank 0 has ", all[0],
-                ": give all processes of a job the same settings");
-  }
+  const std::string settings =
+      absl::StrCat("mixed_precision=", process_.mixed_precision(),
+                   " gradient_accumulation_steps=", steps_.gradient_accumulation_steps());
+  const ShardingOptions& sharding = process_.sharding();
+  CheckSettings(process_.comm().AllGatherBytes(
+      absl::StrCat(settings, " sharding=", Describe(sharding), "\n", settings,
+                   Describe(sharding, /*group_size=*/false), "\n", sharding.group_size)));
 }
 
 Core::~Core() { FinishTrackers(); }

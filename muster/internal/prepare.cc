@@ -43,8 +43,18 @@ const ShardingGroups& Core::MakeShardingGroups() {
     return sharding_groups_;
   }
   const int64_t group = sharding.group_size == 0 ? size : sharding.group_size;
-  TORCH_CHECK(group == size || (group > 1 && size % group == 0), "options.sharding.group_size is ",
-              group, ", which does not divide ", size, " processes into groups of two or more");
+  TORCH_CHECK(
+      group != 1,
+      "options.sharding.group_size is 1: each process would hold a whole copy of the model, "
+      "and nothing would be divided. Hybrid sharding divides a copy among the processes of "
+      "a machine, of which there is one: run more of them on each machine, set group_size "
+      "(MUSTER_SHARDING_GROUP_SIZE), or use zero3, which divides one copy among all");
+  TORCH_CHECK(
+      group > 1 && size % group == 0, "options.sharding.group_size is ", group, ", and ", size,
+      " processes cannot be divided into groups of ", group,
+      ", each of which holds a copy of the model: set a number that divides ", size,
+      " (MUSTER_SHARDING_GROUP_SIZE; hybrid takes the number of processes of a machine), or "
+      "0 for one copy among all");
   const int64_t reshard = sharding.reshard_group_size;
   TORCH_CHECK(reshard == 0 || (reshard > 0 && reshard < group && group % reshard == 0),
               "options.sharding.reshard_group_size is ", reshard, "; it must be smaller than ",

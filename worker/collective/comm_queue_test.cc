@@ -5,30 +5,21 @@
 #include <gtest/gtest.h>
 
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "c10/util/Exception.h"
 #include "worker/collective/comm_stream.h"
 #include "worker/collective/comm_thread.h"
 #include "worker/collective/fake_streams.h"
+#include "worker/collective/test_error.h"
 
 namespace muster {
 namespace {
 
-template <class Fn>
-std::string ErrorOf(Fn fn) {
-  try {
-    fn();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
-void Fail() { throw std::runtime_error("peer lost"); }
+void Fail() { TORCH_CHECK(false, "peer lost"); }
 
 template <class Queue>
 std::unique_ptr<CommQueue> Make() {
@@ -89,7 +80,7 @@ TYPED_TEST(CommQueueErrors, ErrorThatWasSeen_IsThrownByEveryWaitForIt) {
   const CommQueue::Ticket failed = queue.Submit(Fail);
   for (int i = 0; i < 2; ++i) EXPECT_EQ(ErrorOf([&] { queue.Wait(failed); }), "peer lost");
   // And does not hide what comes after it.
-  const CommQueue::Ticket other = queue.Submit([] { throw std::runtime_error("no memory"); });
+  const CommQueue::Ticket other = queue.Submit([] { TORCH_CHECK(false, "no memory"); });
   EXPECT_FALSE(queue.WaitQuietly(other));
   EXPECT_EQ(ErrorOf([&] { queue.Wait(failed); }), "peer lost");
   EXPECT_EQ(ErrorOf([&] { queue.Drain(); }), "no memory");
@@ -116,8 +107,7 @@ TYPED_TEST(CommQueueErrors, WhatFailedWorkHolds_IsFree) {
 
 TYPED_TEST(CommQueueErrors, AllocationThatFails_ThrowsAtOnceAndLeavesNothingBehind) {
   CommQueue& queue = *this->queue_;
-  EXPECT_EQ(ErrorOf([&] { queue.Allocate([] { throw std::runtime_error("no memory"); }); }),
-            "no memory");
+  EXPECT_EQ(ErrorOf([&] { queue.Allocate([] { TORCH_CHECK(false, "no memory"); }); }), "no memory");
   EXPECT_EQ(ErrorOf([&] { queue.Drain(); }), "no error") << "it was seen";
   bool ran = false;
   queue.Wait(queue.Submit([&] { ran = true; }));

@@ -1,10 +1,12 @@
 #include "worker/parallel/meeting.h"
 
+#include <new>
 #include <string>
 #include <vector>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "worker/collective/borrowed_comm.h"
 #include "worker/collective/test_error.h"
 #include "worker/collective/thread_comm.h"
 
@@ -45,6 +47,27 @@ TEST(MeetAt, ExchangeOfTheProgram_IsAnotherPlace) {
     error = ErrorOf([&] { MeetAt(comm, "the end"); });
   });
   EXPECT_THAT(error, HasSubstr("one is at the end, another at another exchange of the program"));
+}
+
+TEST(MeetAt, PlaceThatAnotherOneBeginsWith_IsAnother) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    errors[comm.rank()] =
+        ErrorOf([&] { MeetAt(comm, comm.rank() == 0 ? "the end" : "the end of a pass"); });
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("one is at the end, another at the end of a pass;")));
+}
+
+TEST(MeetAt, ErrorsThatAreNotLibTorchs_NameThePlace) {
+  struct Broken : BorrowedComm {
+    using BorrowedComm::BorrowedComm;
+    std::vector<std::string> AllGatherBytes(const std::string&) override { throw std::bad_alloc(); }
+  };
+  RunRanks(1, [](Comm& comm) {
+    Broken broken(comm);
+    EXPECT_THAT(ErrorOf([&] { MeetAt(broken, "the end"); }),
+                AllOf(HasSubstr("bad_alloc"), HasSubstr("meet at the end")));
+  });
 }
 
 TEST(MeetAt, RankThatIsGone_LeavesThePlaceInTheError) {

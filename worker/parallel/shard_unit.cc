@@ -1,6 +1,7 @@
 #include "worker/parallel/shard_unit.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "ATen/core/grad_mode.h"
@@ -104,6 +105,8 @@ void ShardUnit::Named(const char* doing, Fn collective) const {
   } catch (c10::Error& error) {
     error.add_context(c10::str("while ", doing, " unit '", name_, "' of the sharded model"));
     throw;
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, error.what(), ", while ", doing, " unit '", name_, "' of the sharded model");
   }
 }
 

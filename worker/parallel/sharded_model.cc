@@ -22,7 +22,6 @@
 #include "worker/parallel/meeting.h"
 #include "worker/parallel/paged_storage.h"
 #include "worker/parallel/same_model.h"
-#include "worker/parallel/weight_changes.h"
 
 namespace muster {
 namespace {
@@ -47,6 +46,13 @@ std::vector<uint32_t> Unpack(const std::string& bytes) {
   return numbers;
 }
 
+// One of them.
+uint32_t NumberIn(const std::string& bytes, size_t place) {
+  uint32_t number = 0;
+  std::memcpy(&number, bytes.data() + place * sizeof(uint32_t), sizeof(number));
+  return number;
+}
+
 // Of the same numbers on every rank.
 uint32_t Digest(uint32_t digest, uint32_t number) { return (digest ^ number) * 16777619; }
 constexpr uint32_t kEmptyDigest = 2166136261;
@@ -61,6 +67,9 @@ bool AllSuit(const std::vector<std::unique_ptr<ShardUnit>>& units, const CommQue
     return queue.Suits(unit->slices().front().tensor.device());
   });
 }
+
+// What a rank says before a forward pass.
+constexpr uint32_t kChanged = 1, kFailed = 2;
 
 // What a backward pass does, as its rank knows before.
 constexpr uint32_t kReduces = 1, kStepFollows = 2;
@@ -97,9 +106,9 @@ void CheckAnnouncements(const std::vector<uint32_t>& all) {
 
 // MeetAt() of all ranks of a model. `parts`: those that this rank has meetings of its own with;
 // null: there are none. Ranks at such a meeting would wait for those at this one.
-std::vector<std::string> MeetAll(Comm& world, Comm* parts, const std::string& place,
+std::vector<std::string> MeetAll(Comm& world, Comm& parts, const std::string& place,
                                  const std::string& message) {
-  if (parts != nullptr && parts != &world) MeetAt(*parts, place);
+  if (&parts != &world) MeetAt(parts, place);
   return MeetAt(world, place, message);
 }
 
@@ -109,26 +118,41 @@ at::Tensor OnCpu(const at::Tensor& tensor) {
   return tensor.detach().to(at::kCPU).contiguous().clone();
 }
 
+// Never empty.
+std::string TextOf(const std::exception_ptr& thrown) {
+  std::string text;
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const c10::Error& error) {
+    text = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    text = error.what();
+  } catch (...) {
+    text = "what is thrown is no exception";
+  }
+  return text.empty() ? "an error without a text" : text;
+}
+
 // Does `step` on every rank. An error of one rank is thrown on all: the others would wait.
 void OnAll(Comm& world, const std::function<void()>& step) {
   std::string mistake;
   std::exception_ptr mine;
   try {
     step();
-  } catch (const c10::Error& error) {
-    mistake = error.what_without_backtrace();
+  } catch (...) {
     mine = std::current_exception();
-  } catch (const std::exception& error) {
-    mistake = error.what();
-    mine = std::current_exception();
+    mistake = TextOf(mine);
   }
-  if (mine != nullptr && mistake.empty()) mistake = "an error without a text";
   const std::vector<std::string> all = world.AllGatherBytes(mistake);
   if (mine != nullptr) std::rethrow_exception(mine);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     TORCH_CHECK(all[rank].empty(), "rank ", rank, " cannot shard the model: ", all[rank]);
   }
 }
+
+// Of a place at which ranks meet that have announced a change.
+constexpr char kAfterAChange[] =
+    " after a change of the parameters (optimizer.step(), load_state(), ema.apply() and the like)";
 
 std::string WrittenBehind(const std::string& rank, const std::string& parameter) {
   return c10::str(
@@ -221,6 +245,7 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
       ++rank;
     }
   }
+  watch_ = std::make_unique<WeightWatch>(shards_);
   int64_t gradients = 0;  // bytes
   for (const auto& unit : units_) {
     unit->set_queue(queue_.get());
@@ -288,10 +313,11 @@ void ShardedModel::CheckStorage(const std::vector<NamedParameter>& parameters) c
 }
 
 void ShardedModel::CheckSamePlan(const std::vector<PlannedUnit>& plan) const {
-  std::string mine =
-      c10::str("strategy ", static_cast<int>(options_.strategy), ", groups of ", shard_comm_.size(),
-               ", reshard_after_forward ", options_.reshard_after_forward, " in groups of ",
-               options_.reshard_group_size, "\n");
+  constexpr const char* kNames[] = {"kNone", "kOptimizer", "kGradients", "kFull"};
+  std::string mine = c10::str("strategy ", kNames[static_cast<int>(options_.strategy)],
+                              ", copies of the model that ", shard_comm_.size(), " ranks divide",
+                              ", reshard_after_forward ", options_.reshard_after_forward,
+                              " in groups of ", options_.reshard_group_size, "\n");
   mine += c10::str("offload_parameters ", static_cast<int>(options_.offload_parameters), "\n");
   const auto name = [](const std::optional<at::ScalarType>& dtype) {
     return dtype.has_value() ? c10::toString(*dtype) : "none";
@@ -393,11 +419,14 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
     }
   }
   if (!InBackward()) {
-    // A pass that threw has left this behind.
+    // A pass that threw has left this behind. Other ranks may have come to its end.
     Settle();
+    comparing_ = comparing_ || open_;
     open_ = updating_ = false;
     for (const auto& unit : units_) unit->set_any_updated(false);
-    CheckStepped("a forward pass");
+    // A rank that has failed meets the others first: they do not know of it.
+    const bool failed = !failure_.empty();
+    if (!failed) CheckStepped("a forward pass");
     ForgetTurns();
     if (backward_) forward_turns_.Begin();
     backward_ = false;
@@ -405,13 +434,13 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
     FreeParts();
     for (const auto& unit : units_) unit->ForgetUnusedGradients();
     // Under kFull all ranks are in this pass, whose gathers wait for them anyway.
-    if (summons_ == 0 && (comparing_ || options_.strategy == ShardingStrategy::kFull)) {
-      CompareChanges("the beginning of a forward pass");
+    if (summons_ == 0) {
+      CompareBeforeForward();
+    } else {
+      NoteWritten();
+      TORCH_CHECK(written_.empty() || noting_, WrittenBehind("this rank", written_));
     }
-    NoteWritten();
-    // In evaluation nothing is exchanged that would tell the others. In training all ranks throw at
-    // the end of the backward pass.
-    TORCH_CHECK(written_.empty() || noting_, WrittenBehind("this rank", written_));
+    if (failed) CheckStepped("a forward pass");
     step_follows_ = step_follows;
     begun_ = false;
   }
@@ -419,6 +448,30 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
   const bool before = std::exchange(communicate_, communicate || world_.size() == 1);
   if (communicate_ != before) begun_ = false;
   ++forwards_;
+}
+
+void ShardedModel::CompareBeforeForward() {
+  const char* const place = "the beginning of a forward pass";
+  if (comparing_ || options_.strategy == ShardingStrategy::kFull) {
+    CompareChanges(place);
+  } else if (announced_ != 0) {
+    // The gathers that follow would wait for those of ranks that have not announced it, and these
+    // for something else. What they come to next is a meeting of another place.
+    CompareChanges(c10::str(place, kAfterAChange));
+  }
+  NoteWritten();
+  // In training all ranks throw at the end of the backward pass. In evaluation nothing is exchanged
+  // that would tell those that have written nothing. If all have, it is a change like any other.
+  if (!written_.empty() && !noting_) {
+    try {
+      CompareChanges(
+          c10::str(place, " of evaluation after it has changed its part of a parameter"));
+    } catch (c10::Error& error) {
+      error.add_context(WrittenBehind("this rank", written_));
+      throw;
+    }
+    NoteWritten();
+  }
 }
 
 void ShardedModel::EndForward() {
@@ -496,6 +549,16 @@ void ShardedModel::Bring(ShardUnit& unit) {
   if (options_.strategy == ShardingStrategy::kFull && InBackward()) {
     BeginBackward();
     if (communicate_ && !order_known_ && !in_place_) ReduceComplete();
+  } else if (InBackward() && announced_ != 0) {
+    // Others that have not announced it gather nothing here (see CompareBeforeForward).
+    comparing_ = true;
+    std::vector<uint32_t> announced;
+    for (const std::string& other : MeetAll(
+             world_, shard_comm_, c10::str("a backward pass", kAfterAChange), Pack({announced_}))) {
+      announced.push_back(NumberIn(other, 0));
+    }
+    announced_ = 0;
+    CheckAnnouncementsInBackward(announced);
   }
   MakeRoom();
   Note(unit, /*reduced=*/false);
@@ -603,7 +666,7 @@ void ShardedModel::ExpireAll() {
 }
 
 uint64_t ShardedModel::Writes() const {
-  uint64_t writes = WeightChanges();
+  uint64_t writes = watch_->changes();
   for (const at::Tensor& shard : shards_) {
     // Those of a model that was prepared in inference mode have no versions, and are not trained.
     if (!shard.is_inference()) writes += static_cast<uint64_t>(shard._version());
@@ -611,21 +674,28 @@ uint64_t ShardedModel::Writes() const {
   return writes;
 }
 
-void ShardedModel::CompareChanges(const char* place) {
+void ShardedModel::CompareChanges(const std::string& place) {
   // Ranks with empty parts of all that was trained have seen nothing.
   const bool mine = writes_ != Writes() || (comparing_ && unseen_steps_);
+  const uint32_t flags = (mine ? kChanged : 0) + (failure_.empty() ? 0 : kFailed);
   std::vector<uint32_t> announced;
   bool changed = false;
-  // Of all ranks, as they compare what they have gathered.
-  for (const std::string& bytes : MeetAll(world_, in_place_ ? &shard_comm_ : nullptr, place,
-                                          Pack({std::exchange(announced_, 0), mine ? 1U : 0U}))) {
-    const std::vector<uint32_t> other = Unpack(bytes);
-    announced.push_back(other[0]);
-    changed = changed || other[1] != 0;
+  int failed = 0;
+  // Of all ranks, as they compare what they have gathered. Those that miss each other here compare
+  // again.
+  const bool compared = std::exchange(comparing_, true);
+  for (const std::string& bytes : MeetAll(world_, shard_comm_, place, Pack({announced_, flags}))) {
+    announced.push_back(NumberIn(bytes, 0));
+    changed = changed || (NumberIn(bytes, 1) & kChanged) != 0;
+    failed += (NumberIn(bytes, 1) & kFailed) != 0 ? 1 : 0;
   }
-  if (announced[0] != 0) comparing_ = false;
+  announced_ = 0;
+  comparing_ = compared && announced[0] == 0;
   if (stale_ || changed) ExpireAll();
   try {
+    // What all have thrown, all know of.
+    if (failed > 0 && failed < world_.size()) ThrowFailure();
+    failure_.clear();
     CheckAnnouncements(announced);
   } catch (...) {
     // The same on every rank for a program that goes on.
@@ -633,6 +703,13 @@ void ShardedModel::CompareChanges(const char* place) {
     ExpireAll();
     throw;
   }
+}
+
+void ShardedModel::ThrowFailure() {
+  const std::vector<std::string> all = world_.AllGatherBytes(std::exchange(failure_, ""));
+  history_.clear();
+  DropGradients();
+  for (const std::string& failure : all) TORCH_CHECK(failure.empty(), failure);
 }
 
 template <typename Fn>
@@ -766,7 +843,7 @@ void ShardedModel::ReduceComplete() {
   size_t end = order_.size();
   for (const std::string& other : MeetAt(world_, "a gather in the first backward pass",
                                          Pack({static_cast<uint32_t>(Complete())}))) {
-    end = std::min<size_t>(end, Unpack(other)[0]);
+    end = std::min<size_t>(end, NumberIn(other, 0));
   }
   ReduceUpTo(end);
 }
@@ -775,14 +852,27 @@ void ShardedModel::BeginBackward() {
   if (std::exchange(begun_, true)) return;
   if (options_.strategy == ShardingStrategy::kFull) {
     const uint32_t mine = communicate_ ? kReduces + (step_follows_ ? kStepFollows : 0) : 0;
-    std::vector<uint32_t> all;
-    for (const std::string& other : MeetAll(world_, in_place_ ? &shard_comm_ : nullptr,
-                                            "the beginning of a backward pass", Pack({mine}))) {
-      all.push_back(Unpack(other)[0]);
+    std::vector<uint32_t> all, announced;
+    for (const std::string& other : MeetAll(world_, shard_comm_, "the beginning of a backward pass",
+                                            Pack({mine, announced_}))) {
+      all.push_back(NumberIn(other, 0));
+      announced.push_back(NumberIn(other, 1));
     }
+    announced_ = 0;
+    CheckAnnouncementsInBackward(announced);
     CheckIntentions(all);
   }
   if (communicate_ && !order_known_) AgreeOnFirstOrder();
+}
+
+void ShardedModel::CheckAnnouncementsInBackward(const std::vector<uint32_t>& announced) {
+  try {
+    CheckAnnouncements(announced);
+  } catch (...) {
+    // Some ranks have given up what others have gathered.
+    ExpireAll();
+    throw;
+  }
 }
 
 void ShardedModel::AgreeOnFirstOrder() {
@@ -873,13 +963,28 @@ void ShardedModel::EndOfBackward() {
   agreed_ = begun_ = false;
   // Updates are writes, too.
   if (writes_.has_value() && !updating_) NoteWritten();
-  ReduceUpTo(order_.size());
-  FinishReduction();
-  if (!order_known_) AgreeOnOrder();
-  for (const auto& unit : units_) unit->Settle();
-  EndUpdates(CheckOrder());
-  ForgetTurns();
-  SyncBuffers();
+  thrown_on_all_ = false;
+  try {
+    ReduceUpTo(order_.size());
+    FinishReduction();
+    if (!order_known_) AgreeOnOrder();
+    for (const auto& unit : units_) unit->Settle();
+    EndUpdates(CheckOrder());
+    ForgetTurns();
+    SyncBuffers();
+  } catch (...) {
+    if (!thrown_on_all_) {
+      // Others may go on and step: they learn of it where the ranks meet next.
+      failure_ = c10::str("rank ", world_.rank(),
+                          " has failed at the end of a backward pass of the sharded model: ",
+                          TextOf(std::current_exception()),
+                          "; its gradients are gone, and other ranks may have stepped with theirs: "
+                          "load a checkpoint");
+      history_.clear();
+      DropGradients();
+    }
+    throw;
+  }
   if (options_.strategy == ShardingStrategy::kFull && summons_ == 0) {
     for (const auto& unit : units_) {
       if (unit->pins() == 0) unit->Free();
@@ -951,6 +1056,7 @@ void ShardedModel::ReduceLate(const std::vector<uint32_t>& late) {
     due_.push_back(kAtTheEnd);
   }
   if (in_vain == nullptr) return;
+  thrown_on_all_ = true;
   DropGradients();
   TORCH_CHECK(
       false, "a gradient of parameter '", *in_vain,
@@ -1022,7 +1128,7 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
                                 trained_digest,
                                 turns_digest,
                                 kReduces + (step_follows_ ? kStepFollows : 0),
-                                std::exchange(announced_, 0),
+                                announced_,
                                 written.empty() ? 0U : 1U,
                                 0};
   for (uint32_t unit = 0; unit < units_.size(); ++unit) {
@@ -1043,6 +1149,7 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
     }
   }
   const std::vector<std::string> all = MeetAt(world_, "the end of a backward pass", Pack(mine));
+  announced_ = 0;
   std::vector<uint32_t> unused(mine.begin() + kHead + mine[kHead - 1], mine.end()), late;
   bool same = true, same_trained = true, same_turns = true, any_written = false;
   std::vector<uint32_t> intentions, announced;
@@ -1079,18 +1186,21 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
       }
     }
   } catch (const c10::Error&) {
+    thrown_on_all_ = true;
     history_.clear();
     DropGradients();
     throw;
   }
   if (!same_trained) {
     const std::vector<std::string> bits = world_.AllGatherBytes(trained);
+    thrown_on_all_ = true;
     history_.clear();
     DropGradients();
     CheckTrained(bits);
   }
   if (!same) {
     const std::vector<std::string> histories = world_.AllGatherBytes(Pack(history_));
+    thrown_on_all_ = true;
     history_.clear();
     // An optimizer that steps all the same must not step on numbers of other units.
     DropGradients();
@@ -1171,8 +1281,10 @@ void ShardedModel::ForgetPending(const std::vector<at::Tensor>& shards) {
 void ShardedModel::Summon(const std::function<void()>& body) {
   ThrowUnsaid();
   if (summons_ == 0) Settle();
-  CheckStepped("summon_full_params()");
+  const bool failed = !failure_.empty();
+  if (!failed) CheckStepped("summon_full_params()");
   if (summons_ == 0) CompareChanges("the beginning of summon_full_params()");
+  if (failed) CheckStepped("summon_full_params()");
   // What was written stays, also by a body that throws then, as without sharding. It has counted
   // versions by itself.
   const auto end = [this] {
@@ -1190,8 +1302,19 @@ void ShardedModel::Summon(const std::function<void()>& body) {
   end();
 }
 
+void ShardedModel::CheckNotMixed() {
+  const std::vector<std::string> all = MeetAt(shard_comm_, "reading the weights", failure_);
+  // What all have failed with, none has stepped after.
+  const auto has_failed = [](const std::string& failure) { return !failure.empty(); };
+  if (std::all_of(all.begin(), all.end(), has_failed)) return;
+  for (const std::string& failure : all) TORCH_CHECK(failure.empty(), failure);
+}
+
+void ShardedModel::CompareBeforeSave() { CompareChanges("save_state()"); }
+
 void ShardedModel::VisitFullParameters(
     const std::function<void(const std::string& name, const at::Tensor& value)>& visit) {
+  CheckNotMixed();
   CheckStepped("reading the weights");
   for (const auto& unit : units_) {
     const std::vector<at::Tensor> values = unit->Values();
@@ -1207,8 +1330,20 @@ std::vector<std::pair<std::string, at::Tensor>> ShardedModel::FullParameters(con
   return all;
 }
 
+void ShardedModel::BeginLoad(const std::map<std::string, at::Tensor>& values) {
+  const bool all = std::all_of(places_.begin(), places_.end(), [&](const auto& place) {
+    return values.find(place.first) != values.end();
+  });
+  if (!all) return;
+  // What ranks have failed with or changed alone is gone. They compare as after any change.
+  failure_.clear();
+  announced_ = 0;
+  comparing_ = true;
+}
+
 void ShardedModel::LoadParameters(const std::map<std::string, at::Tensor>& values) {
   agreed_ = false;
+  BeginLoad(values);
   ForgetWrites();
   for (const auto& unit : units_) {
     std::vector<at::Tensor> full(unit->slices().size());
@@ -1223,6 +1358,7 @@ void ShardedModel::LoadParameters(const std::map<std::string, at::Tensor>& value
 
 void ShardedModel::LoadParts(const std::map<std::string, at::Tensor>& parts) {
   const at::NoGradGuard no_grad;
+  BeginLoad(parts);
   std::vector<at::Tensor> changed;
   for (const auto& [name, part] : parts) {
     const auto& [unit, slice] = PlaceOf(name);

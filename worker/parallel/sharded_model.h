@@ -24,6 +24,7 @@
 #include "worker/parallel/sharding_options.h"
 #include "worker/parallel/stored_page.h"
 #include "worker/parallel/unit_turns.h"
+#include "worker/parallel/weight_changes.h"
 
 namespace muster {
 
@@ -119,9 +120,12 @@ class ShardedModel {
 
   // The shards are about to change: gathered parameters count no more. On every rank, equally
   // often: all throw if they find out that it was not, in the next forward pass after a backward
-  // pass that has reduced, at the latest at the end of the next one that does. Not inside of
-  // Summon().
+  // pass that has reduced, at the latest at the end of the next one that does, and before a gather
+  // that would wait for ranks that have not. Not inside of Summon().
   void Expire();
+  // (collective) Throws on every rank if some have failed in a backward pass or changed their parts
+  // where others have not: what is saved would be a mixture.
+  void CompareBeforeSave();
   // What steps on the shards may do so without a trace (see Writes): from now on gathered
   // parameters count no more after any backward pass that reduces. On every rank.
   void ExpectUnseenSteps() { unseen_steps_ = true; }
@@ -207,9 +211,18 @@ class ShardedModel {
   // change, and before each forward pass of kFull: compares whether they are, and does the above if
   // those of some rank have changed since the parameters were gathered, or if a step follows on
   // that pass.
-  void CompareChanges(const char* place);
-  // Another number once this rank's shards have been written: by operators on them, or by what is
-  // Muster's in this process. LibTorch's SGD writes `.data()`, which does not show.
+  void CompareChanges(const std::string& place);
+  // The same where it is due.
+  void CompareBeforeForward();
+  // (collective) Throws what some rank has failed with.
+  void ThrowFailure();
+  // (collective, among those that share the parts) The same before weights are read that are a
+  // mixture if some ranks have failed and others have stepped.
+  void CheckNotMixed();
+  // A load of all parameters ends what ranks have failed with or announced alone.
+  void BeginLoad(const std::map<std::string, at::Tensor>& values);
+  // Another number once this rank's shards have been written: by operators on them or by Muster's
+  // optimizers. LibTorch's SGD writes `.data()`, which does not show.
   uint64_t Writes() const;
   // Keeps the versions of the shards before the first gather, and notes afterwards if an operator
   // has written one of them.
@@ -226,6 +239,8 @@ class ShardedModel {
   // (collective) Before the first gather or gradient of a pass: compares what ranks are about to
   // do, under kFull, and knows then in which order the first pass that reduces does so.
   void BeginBackward();
+  // All ranks throw if they have not announced equally many changes since the forward pass.
+  void CheckAnnouncementsInBackward(const std::vector<uint32_t>& announced);
   // (collective)
   void AgreeOnFirstOrder();
   void OpenPass();
@@ -266,6 +281,7 @@ class ShardedModel {
   StoredPages stored_parts_, stored_gradients_;
   std::vector<std::unique_ptr<ShardUnit>> units_;
   std::vector<at::Tensor> shards_;
+  std::unique_ptr<WeightWatch> watch_;                    // of shards_
   std::unordered_map<const void*, at::Tensor> shard_of_;  // by the parameter's TensorImpl
   std::unordered_map<const void*, std::string> name_of_;  // by the shard's
   std::unordered_map<std::string, std::pair<size_t, size_t>> places_;  // unit and slice, by name
@@ -285,9 +301,12 @@ class ShardedModel {
   // Such a pass has ended, and ranks have not agreed yet that Expire() has followed: the shards may
   // have been changed by others. All ranks alike.
   bool comparing_ = false;
-  uint32_t announced_ = 0;    // times that Expire() was called since ranks have compared it
-  bool begun_ = false;        // BeginBackward() has been called for this pass
-  bool step_follows_ = true;  // after the pass that was begun last
+  uint32_t announced_ = 0;  // times that Expire() was called since ranks have compared it
+  // What the end of a backward pass has thrown on this rank alone, until the ranks meet again.
+  std::string failure_;
+  bool thrown_on_all_ = false;  // what the end of this backward pass throws
+  bool begun_ = false;          // BeginBackward() has been called for this pass
+  bool step_follows_ = true;    // after the pass that was begun last
   bool unseen_steps_ = false;
   // Writes() before the first gather of what is gathered; absent: some may have been missed.
   std::optional<uint64_t> writes_;

@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <thread>
@@ -238,17 +239,18 @@ void ExpectEqual(const Values& a, const Values& b) {
 }
 
 TEST(ShardedModel, OverTwoHosts_EqualsOneProcess_RunsAreEqualToTheBit) {
-  const Values want = OneProcess(50);
   const Values start = ValuesOf(Net());
   // Two hosts of two; one rank on each; unequal ones whose ranks do not follow one another.
   for (const std::string hosts : {"aabb", "ab", "aba"}) {
     for (const ShardingStrategy strategy : kStrategies) {
+      // Long once, where most is exchanged: what ranks of one machine wait for each other is time.
+      const int steps = hosts == "aabb" && strategy == ShardingStrategy::kFull ? 50 : 8;
+      const Values want = OneProcess(steps);
       std::vector<Values> runs;
       for (const bool overlap : {true, false}) {
-        if (overlap && hosts != "aabb") continue;
         RunHostRanks(hosts, [&](Comm& comm) {
           Trained trained(comm, {.strategy = strategy, .overlap = overlap});
-          for (int step = 0; step < 50; ++step) {
+          for (int step = 0; step < steps; ++step) {
             trained.Forward(IdsOf(step, comm)).backward();
             trained.Step();
           }
@@ -619,6 +621,26 @@ TEST(ShardedModel, Hybrid_EqualsOneProcess) {
   }
 }
 
+// Of those that share a parameter, one waits for the other where both wait for all.
+TEST(ShardedModel, Hybrid_ChangeOnOneRankOnlyAfterAForwardPass_IsAnErrorOfThoseThatShare) {
+  std::vector<std::string> errors(4);
+  RunHybrid([&](Comm& world, Comm& shard, Comm& replicas) {
+    Trained trained(world, {.strategy = ShardingStrategy::kGradients, .group_size = 2}, &shard,
+                    &replicas);
+    trained.Forward(IdsOf(0, world)).backward();
+    trained.Step();
+    const at::Tensor loss = trained.Forward(IdsOf(1, world));
+    if (world.rank() > 1) return;
+    if (world.rank() == 0) trained.model.Expire();
+    errors[world.rank()] = ErrorOf([&] {
+      if (world.rank() == 0) trained.Forward(IdsOf(1, world));
+      loss.backward();
+    });
+  });
+  EXPECT_THAT(errors[0], HasSubstr("ReduceScatter"));
+  EXPECT_THAT(errors[1], HasSubstr("ReduceScatter"));
+}
+
 // Four ranks in pairs, which keep the parameters from the forward pass to the backward pass.
 TEST(ShardedModel, ReshardedInSmallerGroups_EqualsOneProcess) {
   const Values want = OneProcess(8);
@@ -985,64 +1007,249 @@ TEST(ShardedModel, StepOnOneRankOnly_IsNamedOnEveryRank) {
   }
 }
 
+// Whose gathers and reductions return at once, as they do on a GPU, where their rank waits for
+// other ranks later or never; it says how many gathers there were.
+struct ComesLater : BorrowedComm {
+  using BorrowedComm::BorrowedComm;
+  void AllGatherParts(at::Tensor& /*flat*/) override { ++gathers; }
+  at::Tensor ReduceScatter(const at::Tensor& flat, ReduceOp) override {
+    const int64_t part = flat.numel() / size();
+    return flat.narrow(0, part * rank(), part).clone();
+  }
+  int gathers = 0;
+};
+
 // Nothing is compared between the forward passes of a step.
-TEST(ShardedModel, ChangeOnOneRankOnlyAfterAForwardPass_IsNamedAtTheEndOfTheBackwardPass) {
-  std::vector<std::string> errors(2);
-  RunRanks(2, [&](Comm& comm) {
-    Trained trained(comm, {.strategy = ShardingStrategy::kGradients});
-    const at::Tensor loss = trained.Forward(IdsOf(0, comm));
-    if (comm.rank() == 0) trained.model.Expire();
-    // What rank 0 has given up comes again on both.
-    if (comm.rank() == 1) {
-      for (const auto& unit : trained.model.units()) unit->Expire();
+TEST(ShardedModel, ChangeOnOneRankOnlyAfterAForwardPass_IsNoticedBeforeTheGathersOfOneRank) {
+  for (const ShardingStrategy strategy :
+       {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients}) {
+    for (const bool before_backward : {false, true}) {
+      SCOPED_TRACE(testing::Message() << static_cast<int>(strategy) << before_backward);
+      std::vector<std::string> errors(2), again(2);
+      std::vector<int> gathers(2);
+      RunRanks(2, [&](Comm& world) {
+        ComesLater comm(world);
+        Trained trained(comm, {.strategy = strategy});
+        trained.Forward(IdsOf(0, comm)).backward();
+        trained.Step();
+        at::Tensor loss = trained.Forward(IdsOf(1, comm));
+        if (comm.rank() == 0) trained.model.Expire();
+        comm.gathers = 0;
+        errors[comm.rank()] = ErrorOf([&] {
+          if (!before_backward) loss = trained.Forward(IdsOf(1, comm));
+          loss.backward();
+        });
+        gathers[comm.rank()] = comm.gathers;
+        again[comm.rank()] = ErrorOf([&] { trained.Forward(IdsOf(1, comm)); });
+        // A program that goes on does so on all ranks alike.
+        trained.Forward(IdsOf(1, comm)).backward();
+        trained.Step();
+        trained.Forward(IdsOf(2, comm)).backward();
+      });
+      EXPECT_THAT(errors, Each(AllOf(HasSubstr("at different places"),
+                                     HasSubstr("after a change of the parameters"),
+                                     HasSubstr("the end of a backward pass"))));
+      EXPECT_THAT(gathers, Each(0));
+      EXPECT_THAT(again, Each(HasSubstr("rank 1 has failed at the end of a backward pass")));
     }
-    errors[comm.rank()] = ErrorOf([&] { loss.backward(); });
-  });
-  EXPECT_THAT(errors, Each(HasSubstr("rank 0 1 times, rank 1 0 times")));
+  }
+}
+
+TEST(ShardedModel, ChangeOnOneRankOnlyBeforeABackwardPassOfFull_IsNamedOnEveryRank) {
+  for (const bool reshard : {true, false}) {
+    std::vector<std::string> errors(2);
+    std::vector<int> gathers(2);
+    RunRanks(2, [&](Comm& world) {
+      ComesLater comm(world);
+      Trained trained(comm,
+                      {.strategy = ShardingStrategy::kFull, .reshard_after_forward = reshard});
+      trained.Forward(IdsOf(0, comm)).backward();
+      trained.Step();
+      const at::Tensor loss = trained.Forward(IdsOf(1, comm));
+      if (comm.rank() == 1) trained.model.Expire();
+      comm.gathers = 0;
+      errors[comm.rank()] = ErrorOf([&] { loss.backward(); });
+      gathers[comm.rank()] = comm.gathers;
+      trained.Forward(IdsOf(1, comm)).backward();
+      trained.Step();
+    });
+    EXPECT_THAT(errors, Each(HasSubstr("rank 0 0 times, rank 1 1 times")));
+    EXPECT_THAT(gathers, Each(0));
+  }
+}
+
+// Whose rank fails alone at the end of a backward pass.
+struct Failing : BorrowedComm {
+  using BorrowedComm::BorrowedComm;
+  std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
+    std::vector<std::string> all = BorrowedComm::AllGatherBytes(bytes);
+    if (armed && bytes.find("the end of a backward pass") != std::string::npos) {
+      armed = false;
+      throw std::bad_alloc();
+    }
+    return all;
+  }
+  bool armed = false;
+};
+
+// Whatever is thrown.
+TEST(ShardedModel, RankThatFailsAloneAtTheEndOfABackwardPass_IsNamedOnEveryRank) {
+  enum class Next { kForward, kSummon, kRead, kSave };
+  for (const ShardingStrategy strategy : kStrategies) {
+    for (const Next what : {Next::kForward, Next::kSummon, Next::kRead, Next::kSave}) {
+      SCOPED_TRACE(testing::Message() << static_cast<int>(strategy) << static_cast<int>(what));
+      std::vector<std::string> first(2), next(2);
+      RunRanks(2, [&](Comm& world) {
+        Failing comm(world);
+        Trained trained(comm, {.strategy = strategy});
+        trained.Forward(IdsOf(0, comm)).backward();
+        trained.Step();
+        comm.armed = comm.rank() == 1;
+        first[comm.rank()] = ErrorOf([&] { trained.Forward(IdsOf(1, comm)).backward(); });
+        for (const at::Tensor& shard : trained.model.shards()) {
+          EXPECT_TRUE(comm.rank() == 0 || !shard.grad().defined());
+        }
+        if (comm.rank() == 0) trained.Step();
+        next[comm.rank()] = ErrorOf([&] {
+          if (what == Next::kSummon) trained.model.Summon([] {});
+          if (what == Next::kRead) trained.Full();
+          if (what == Next::kSave) trained.model.CompareBeforeSave();
+          if (what == Next::kForward) trained.Forward(IdsOf(2, comm));
+        });
+        // Reading has told the ranks that read.
+        if (what == Next::kRead) ErrorOf([&] { trained.Forward(IdsOf(2, comm)); });
+        trained.Forward(IdsOf(2, comm)).backward();
+        trained.Step();
+      });
+      EXPECT_THAT(first, ElementsAre("no error", HasSubstr("bad_alloc")));
+      EXPECT_THAT(next, Each(AllOf(HasSubstr("rank 1 has failed at the end of a backward pass"),
+                                   HasSubstr("bad_alloc"), HasSubstr("load a checkpoint"))));
+    }
+  }
+}
+
+TEST(ShardedModel, RankThatFailsAlone_LoadOfAllParametersEndsIt) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    for (const bool all : {true, false}) {
+      SCOPED_TRACE(testing::Message() << static_cast<int>(strategy) << all);
+      std::vector<std::string> next(2);
+      RunRanks(2, [&](Comm& world) {
+        Failing comm(world);
+        Trained trained(comm, {.strategy = strategy});
+        const Values start = trained.Full();
+        comm.armed = comm.rank() == 1;
+        ErrorOf([&] { trained.Forward(IdsOf(1, comm)).backward(); });
+        if (comm.rank() == 0) trained.Step();
+        std::map<std::string, at::Tensor> parts;
+        for (const auto& [name, value] : start) parts[name] = trained.model.PartOf(name, value);
+        if (!all) parts.erase(parts.begin());
+        trained.model.LoadParts(parts);
+        next[comm.rank()] = ErrorOf([&] { trained.Forward(IdsOf(2, comm)); });
+        if (!all) return;
+        const Values loaded = trained.Full();
+        for (const auto& [name, value] : start) EXPECT_TRUE(at::equal(loaded.at(name), value));
+      });
+      EXPECT_THAT(next, Each(all ? HasSubstr("no error")
+                                 : HasSubstr("rank 1 has failed at the end of a backward pass")));
+    }
+  }
 }
 
 TEST(ShardedModel, PartWrittenBehindGatheredParameters_IsNamed) {
   for (const ShardingStrategy strategy :
        {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients}) {
-    for (const bool before_backward : {false, true}) {
-      std::vector<std::string> errors(2), evaluations(2);
+    std::vector<std::string> errors(2);
+    RunRanks(2, [&](Comm& comm) {
+      Trained trained(comm, {.strategy = strategy});
+      const auto write = [&](int rank) {
+        const at::NoGradGuard no_grad;
+        if (comm.rank() == rank) trained.model.ShardOf(trained.net.words->weight).mul_(2);
+      };
+      trained.Forward(IdsOf(0, comm)).backward();
+      trained.Step();
+      // Before the first gather it is a change like any other.
+      write(1);
+      {
+        const at::NoGradGuard no_grad;
+        trained.Forward(IdsOf(1, comm));
+      }
+      errors[comm.rank()] = ErrorOf([&] {
+        const at::Tensor loss = trained.Forward(IdsOf(1, comm));
+        write(1);
+        loss.backward();
+      });
+      // It counts from now on.
+      const Values full = trained.Full();
+      trained.Forward(IdsOf(1, comm)).backward();
+      trained.model.Summon(
+          [&] { EXPECT_TRUE(at::equal(trained.net.words->weight, full.at("words.weight"))); });
+    });
+    EXPECT_THAT(errors, Each(HasSubstr("rank 1 has changed its part of parameter 'words.weight'")));
+  }
+}
+
+TEST(ShardedModel, PartsWrittenBehindGatheredParameters_OnAllRanks_CountInEvaluation) {
+  for (const ShardingStrategy strategy :
+       {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients}) {
+    for (const bool separate : {false, true}) {
+      std::vector<double> losses(2);
       RunRanks(2, [&](Comm& comm) {
-        Trained trained(comm, {.strategy = strategy});
-        const auto write = [&](int rank) {
+        ShardingOptions options = {.strategy = strategy};
+        if (separate) options.parameter_dtype = at::kBFloat16;
+        Trained trained(comm, options);
+        const auto evaluate = [&] {
           const at::NoGradGuard no_grad;
-          if (comm.rank() == rank) trained.model.ShardOf(trained.net.words->weight).mul_(2);
+          return trained.Forward(Ids(1)).item<double>();
         };
         trained.Forward(IdsOf(0, comm)).backward();
         trained.Step();
-        // Before the first gather it is a change like any other.
-        write(1);
+        const double before = evaluate();
         {
           const at::NoGradGuard no_grad;
-          trained.Forward(IdsOf(1, comm));
+          trained.model.ShardOf(trained.net.words->weight).mul_(2);
         }
-        if (!before_backward) {
-          write(1);
-          const at::NoGradGuard no_grad;
-          evaluations[comm.rank()] = ErrorOf([&] { trained.Forward(IdsOf(1, comm)); });
-        }
-        errors[comm.rank()] = ErrorOf([&] {
-          const at::Tensor loss = trained.Forward(IdsOf(1, comm));
-          if (before_backward) write(1);
-          loss.backward();
-        });
-        // It counts from now on.
-        const Values full = trained.Full();
-        trained.Forward(IdsOf(1, comm)).backward();
-        trained.model.Summon(
-            [&] { EXPECT_TRUE(at::equal(trained.net.words->weight, full.at("words.weight"))); });
+        losses[comm.rank()] = evaluate();
+        EXPECT_NE(losses[comm.rank()], before);
+        EXPECT_EQ(evaluate(), losses[comm.rank()]);
+        trained.model.Expire();
+        EXPECT_EQ(evaluate(), losses[comm.rank()]);
       });
-      EXPECT_THAT(errors,
-                  Each(HasSubstr("rank 1 has changed its part of parameter 'words.weight'")));
-      if (before_backward) continue;
-      EXPECT_THAT(evaluations,
-                  ElementsAre("no error", HasSubstr("this rank has changed its part of "
-                                                    "parameter 'words.weight'")));
+      EXPECT_EQ(losses[0], losses[1]);
     }
+  }
+}
+
+// The others learn of it at whatever they come to next.
+TEST(ShardedModel, PartWrittenBehindGatheredParameters_OnOneRank_IsAnErrorOfAllAfterAnEvaluation) {
+  for (const bool program : {false, true}) {
+    std::vector<std::string> errors(2);
+    RunRanks(2, [&](Comm& world) {
+      ComesLater comm(world);
+      Trained trained(comm, {.strategy = ShardingStrategy::kGradients});
+      trained.Forward(IdsOf(0, comm)).backward();
+      trained.Step();
+      const auto evaluate = [&] {
+        const at::NoGradGuard no_grad;
+        trained.Forward(IdsOf(1, comm));
+      };
+      evaluate();
+      if (comm.rank() == 1) {
+        const at::NoGradGuard no_grad;
+        trained.model.ShardOf(trained.net.words->weight).mul_(2);
+      }
+      errors[comm.rank()] = ErrorOf([&] {
+        evaluate();
+        if (program) {
+          at::Tensor metric = at::ones({1});
+          comm.AllReduce(metric, ReduceOp::kSum);
+        } else {
+          trained.Forward(IdsOf(1, comm)).backward();
+        }
+      });
+    });
+    EXPECT_THAT(errors[1], HasSubstr("changed its part of parameter 'words.weight'"));
+    EXPECT_THAT(errors[0], HasSubstr(program ? "AllGatherBytes"
+                                             : "after it has changed its part of a parameter"));
   }
 }
 

@@ -175,8 +175,6 @@ Traffic Measure(int ranks, ShardingOptions options, int micro_steps = 1, bool sy
         if (!last) evaluate();
       }
       trained.Step();
-      // These ranks are threads of one process, in which steps of others count as changes too.
-      world.Barrier();
     }
     if (world.rank() == 0) traffic = {shard.bytes, replicas.bytes, reshard.bytes};
   });
@@ -310,6 +308,56 @@ TEST(ShardingTraffic, StepsThatNobodyAnnounces_AreSeenByEveryRank) {
     });
     const size_t all = kModelBytes / 2;
     EXPECT_EQ(bytes, (std::vector<size_t>{all, unseen ? all : 0, all, unseen ? all : 0, all}));
+  }
+}
+
+// Another model's optimizer does not end the validity of what is gathered, and another optimizer of
+// the same memory does.
+TEST(ShardingTraffic, StepsOfAnotherModel_GatherNothing) {
+  for (const ShardingStrategy strategy :
+       {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients, ShardingStrategy::kFull}) {
+    SCOPED_TRACE(testing::Message() << "strategy " << static_cast<int>(strategy));
+    std::vector<size_t> bytes;
+    RunRanks(2, [&](Comm& world) {
+      CountingComm comm(world);
+      torch::nn::Sequential net = Layers();
+      Sharded trained(*net, {.strategy = strategy, .reshard_after_forward = false}, comm);
+      const auto step_on = [](std::vector<at::Tensor> weights) {
+        for (at::Tensor& weight : weights) {
+          weight = weight.variable_data().requires_grad_();
+          weight.mutable_grad() = at::ones_like(weight);
+        }
+        FusedSGD(weights, {.lr = 0.1}).Step();
+      };
+      const auto gathered = [&](bool train) {
+        comm.bytes = 0;
+        const at::AutoGradMode mode(train);
+        trained.model.BeginForward(true, /*step_follows=*/false);
+        const at::Tensor loss = net->forward(Randn({1, kWidth}, 7)).sum();
+        trained.model.EndForward();
+        const size_t of_forward = comm.bytes;
+        if (train) loss.backward();
+        return of_forward;
+      };
+      std::vector<size_t> mine;
+      gathered(true);
+      // The step of this model may be that of another one as long as nobody has announced it.
+      if (strategy != ShardingStrategy::kFull) {
+        step_on({at::ones({3})});
+        mine.push_back(gathered(true));
+      }
+      trained.Step();
+      gathered(false);
+      step_on({at::ones({3})});
+      mine.push_back(gathered(false));
+      if (strategy != ShardingStrategy::kFull) gathered(true);
+      step_on(world.rank() == 1 ? trained.model.shards() : std::vector{at::ones({3})});
+      mine.push_back(gathered(false));
+      if (world.rank() == 0) bytes = mine;
+    });
+    const size_t all = kModelBytes / 2;
+    EXPECT_EQ(bytes, strategy == ShardingStrategy::kFull ? (std::vector<size_t>{0, all})
+                                                         : (std::vector<size_t>{0, 0, all}));
   }
 }
 

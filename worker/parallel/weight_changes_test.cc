@@ -2,16 +2,46 @@
 
 #include <thread>
 
+#include "ATen/ops/zeros.h"
 #include "gtest/gtest.h"
 
 namespace muster {
 namespace {
 
-TEST(WeightChanges, ChangesOfAnyThread_Count) {
-  const uint64_t before = WeightChanges();
+TEST(WeightWatch, ChangesOfItsWeightsInAnyThread_Count) {
+  const at::Tensor a = at::zeros({2}), b = at::zeros({2}), other = at::zeros({2});
+  const WeightWatch watch({a, b});
+  EXPECT_EQ(watch.changes(), 0U);
+  NoteWeightChange({other, b});
+  std::thread([&] { NoteWeightChange({a}); }).join();
+  EXPECT_EQ(watch.changes(), 2U);
   NoteWeightChange();
-  std::thread([] { NoteWeightChange(); }).join();
-  EXPECT_EQ(WeightChanges(), before + 2);
+  EXPECT_EQ(watch.changes(), 3U);
+}
+
+TEST(WeightWatch, ChangesOfOtherWeights_DoNotCount) {
+  const at::Tensor a = at::zeros({2}), other = at::zeros({2});
+  const WeightWatch watch({a}), of_other({other});
+  NoteWeightChange({other});
+  NoteWeightChange({a.clone()});
+  EXPECT_EQ(watch.changes(), 0U);
+  EXPECT_EQ(of_other.changes(), 1U);
+}
+
+// An optimizer may hold another tensor of the same memory.
+TEST(WeightWatch, ChangesThroughAnAlias_Count) {
+  const at::Tensor a = at::zeros({2});
+  const WeightWatch watch({a});
+  NoteWeightChange({a.variable_data()});
+  NoteWeightChange({a.narrow(0, 1, 1)});
+  EXPECT_EQ(watch.changes(), 2U);
+}
+
+TEST(WeightWatch, ThatIsGone_IsNotTouched) {
+  const at::Tensor a = at::zeros({2});
+  { const WeightWatch watch({a}); }
+  NoteWeightChange({a});
+  NoteWeightChange();
 }
 
 }  // namespace

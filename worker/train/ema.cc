@@ -10,8 +10,8 @@
 #include "ATen/ops/_foreach_lerp.h"
 #include "c10/util/Exception.h"
 #include "worker/parallel/paged_storage.h"
+#include "worker/parallel/weight_changes.h"
 #include "worker/train/guard.h"
-#include "worker/train/optimizer_handle.h"
 
 namespace muster {
 namespace {
@@ -24,6 +24,14 @@ at::ScalarType AverageType(const at::Tensor& parameter) {
 at::Tensor NewAverage(const at::Tensor& parameter) {
   return parameter.detach().to(parameter.device(), AverageType(parameter), /*non_blocking=*/false,
                                /*copy=*/true);
+}
+
+// The parameters of these entries have been changed.
+template <class Entries>
+void NoteChangeOf(const Entries& entries) {
+  std::vector<at::Tensor> changed;
+  for (const auto& entry : entries) changed.push_back(entry.parameter);
+  NoteWeightChange(changed);
 }
 
 }  // namespace
@@ -103,7 +111,7 @@ EmaWeights::Scope::Scope(EmaWeights& ema, std::function<void()> changed)
   if (changed_ != nullptr) changed_();
   for (const Entry& entry : ema.entries_) versions_.push_back(ema.VersionOf(entry));
   ema.applied_ = true;
-  ForgetCastWeights();
+  NoteChangeOf(ema.entries_);
 }
 
 EmaWeights::Scope::~Scope() noexcept(false) {
@@ -115,7 +123,7 @@ EmaWeights::Scope::~Scope() noexcept(false) {
   }
   for (size_t i = 0; i < weights_.size(); ++i) ema_.entries_[i].parameter.copy_(weights_[i]);
   ema_.applied_ = false;
-  ForgetCastWeights();
+  NoteChangeOf(ema_.entries_);
   if (changed_ != nullptr) changed_();
   TORCH_CHECK(changed.empty() || std::uncaught_exceptions() != exceptions_, "parameter '", changed,
               "' was changed while the weights were their average, and is now what it was before: "
@@ -147,8 +155,12 @@ void EmaWeights::CopyAverages(const Named& averages, const Named& parameters) {
                 "there is no average of the model's parameter '", name, "'");
   }
   const at::NoGradGuard no_grad;
-  for (const auto& [name, average] : averages) targets.at(name).copy_(average);
-  ForgetCastWeights();
+  std::vector<at::Tensor> changed;
+  for (const auto& [name, average] : averages) {
+    changed.push_back(targets.at(name));
+    changed.back().copy_(average);
+  }
+  NoteWeightChange(changed);
 }
 
 StateDict EmaWeights::SaveState() const {

@@ -4,7 +4,7 @@
 
 #include "c10/util/Exception.h"
 #include "worker/parallel/coalesce.h"
-#include "worker/train/optimizer_handle.h"
+#include "worker/parallel/weight_changes.h"
 
 namespace muster {
 
@@ -30,7 +30,7 @@ void LocalSgd::Finish() {
 
 void LocalSgd::Average() {
   AllReduceCoalesced(comm_, tensors_, ReduceOp::kMean);
-  ForgetCastWeights();
+  NoteWeightChange(tensors_);
 }
 
 }  // namespace muster

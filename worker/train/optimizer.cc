@@ -15,6 +15,7 @@
 #include "ATen/ops/full_like.h"
 #include "ATen/ops/zeros.h"
 #include "c10/util/Exception.h"
+#include "worker/parallel/weight_changes.h"
 #include "worker/train/guard.h"
 #include "worker/train/offloaded_state.h"
 #include "worker/train/slot_layout.h"
@@ -285,7 +286,7 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
     StepRange(static_cast<int64_t>(g), begin, end, slot_of, scale, inf, &copies);
   }
   for (auto& [param, copy] : copies) param.copy_(copy);
-  ForgetCastWeights();
+  NoteWeightChange(seen_parameters());
 }
 
 void FusedOptimizer::StepRange(int64_t group, size_t first, size_t last, const SlotOf& slot,

@@ -7,7 +7,6 @@
 #include <unordered_map>
 #include <utility>
 
-#include "ATen/autocast_mode.h"
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/_foreach_zero.h"
 #include "c10/util/Exception.h"
@@ -183,10 +182,7 @@ std::vector<std::map<std::string, at::Tensor>> OptimizerHandle::Slots(
   return slots;
 }
 
-void ForgetCastWeights() {
-  NoteWeightChange();
-  at::autocast::clear_cache();
-}
+void ForgetCastWeights() { NoteWeightChange(); }
 
 void CheckGroupCount(const PlainState& groups, int64_t size) {
   int64_t saved = 0;

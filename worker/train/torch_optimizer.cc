@@ -28,6 +28,7 @@
 #include "torch/optim/rmsprop.h"
 #include "torch/optim/sgd.h"
 #include "torch/serialize/archive.h"
+#include "worker/parallel/weight_changes.h"
 #include "worker/train/slot_layout.h"
 #include "worker/train/slot_memory.h"
 #include "worker/train/tensor_ranges.h"
@@ -426,7 +427,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
       if (type_ == typeid(optim::Adagrad)) MakeAdagradState();
       optimizer_.step();
     }
-    ForgetCastWeights();
+    NoteWeightChange(seen_parameters());
     made_state_ = made_state_ || !optimizer_.state().empty();
   }
 
@@ -441,11 +442,11 @@ class TorchOptimizerHandle : public OptimizerHandle {
     TORCH_CHECK(!is_lbfgs_ || num_groups() == 1,
                 "LBFGS steps its first parameter group only and has ", num_groups(),
                 ": pass all parameters to its constructor");
-    at::Tensor loss = optimizer_.step([&closure] {
-      ForgetCastWeights();
+    at::Tensor loss = optimizer_.step([this, &closure] {
+      NoteWeightChange(seen_parameters());
       return closure();
     });
-    ForgetCastWeights();
+    NoteWeightChange(seen_parameters());
     made_state_ = made_state_ || !optimizer_.state().empty();
     return loss;
   }
