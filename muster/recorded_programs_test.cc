@@ -348,16 +348,19 @@ Trained Train(Accelerator& a, const Json& program, const Part& part = {}) {
   const auto frozen_or_not = net->named_parameters();
   const at::ScalarType dtype = DtypeOf(program);
   const int64_t stands_for = program["ranks"].get<int64_t>() / a.num_processes();
+  // Before prepare(): LibTorch's Adagrad makes its state of the parameters.
+  const bool fused = program["optimizer"]["fused"] && program["optimizer"]["type"] != "rmsprop";
+  Handles handles;
+  std::shared_ptr<torch::optim::Optimizer> of_libtorch;
+  if (fused) {
+    handles = MakeFused(program["optimizer"], *net, part.varied);
+  } else {
+    of_libtorch = MakeOfLibTorch(program["optimizer"], *net);
+  }
   AcceleratedModel<Net> model = a.prepare(net);
   std::vector<AcceleratedOptimizer> optimizers;
-  const bool fused = program["optimizer"]["fused"] && program["optimizer"]["type"] != "rmsprop";
-  if (fused) {
-    for (const auto& handle : MakeFused(program["optimizer"], *net, part.varied)) {
-      optimizers.push_back(a.prepare(handle));
-    }
-  } else {
-    optimizers.push_back(a.prepare(MakeOfLibTorch(program["optimizer"], *net)));
-  }
+  for (const auto& handle : handles) optimizers.push_back(a.prepare(handle));
+  if (!fused) optimizers.push_back(a.prepare(of_libtorch));
   std::vector<AcceleratedScheduler> schedules;
   if (!program["schedule"].is_null()) {
     const double total = program["schedule"]["total"];
