@@ -60,7 +60,8 @@ TEST_F(FolderTest, TakeOver_LeavesOutWhatItsWriterWasAboutToRename) {
   ASSERT_TRUE(WriteFileAtomically(JoinPath(staging, left), "{").ok());
   auto taken = Staging::TakeOver(Path("checkpoint_0"), staging);
   ASSERT_TRUE(taken.ok()) << taken.status();
-  ASSERT_TRUE(taken->Rename().ok());
+  ASSERT_TRUE(taken->has_value());
+  ASSERT_TRUE((*taken)->Rename().ok());
   EXPECT_THAT(*ListDirectory(Path("checkpoint_0")), ElementsAre("a", "manifest.json"));
 }
 

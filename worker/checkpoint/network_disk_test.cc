@@ -22,6 +22,7 @@
 #include "base/owned_fd.h"
 #include "base/test_folder.h"
 #include "base/test_system_calls.h"
+#include "worker/checkpoint/fake_registrar.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/seal.h"
@@ -40,6 +41,7 @@ struct Disk {
   bool is_nfs = false;
   time_t ahead = 0;         // so much earlier everything on it has changed
   std::string hidden = "";  // a part of the paths that may not be examined; empty: none
+  int read_only = 0;        // what changes fail with; 0: none
 };
 Disk disk;
 
@@ -51,8 +53,16 @@ bool Fails(Where where) {
   return true;
 }
 
+bool RefusesToChange(const char* path) {
+  if (disk.read_only == 0 || !muster::PathHas(path, kDisk)) return false;
+  errno = disk.read_only;
+  return true;
+}
+
 // A lock is none of the calls that read.
-bool FailsToOpen(const char* path, int flags) { return (flags & O_CREAT) == 0 && Fails(path); }
+bool FailsToOpen(const char* path, int flags) {
+  return (flags & O_CREAT) == 0 ? Fails(path) : RefusesToChange(path);
+}
 
 }  // namespace
 
@@ -109,6 +119,18 @@ struct dirent* readdir(DIR* folder) {
   if (Fails(dirfd(folder))) return nullptr;
   static const auto real = muster::RealCall<struct dirent* (*)(DIR*)>("readdir");
   return real(folder);
+}
+
+int rename(const char* from, const char* to) noexcept {
+  if (RefusesToChange(from)) return -1;
+  static const auto real = muster::RealCall<int (*)(const char*, const char*)>("rename");
+  return real(from, to);
+}
+
+int unlink(const char* path) noexcept {
+  if (RefusesToChange(path)) return -1;
+  static const auto real = muster::RealCall<int (*)(const char*)>("unlink");
+  return real(path);
 }
 
 int fstatfs(int fd, struct statfs* info) noexcept {
@@ -234,6 +256,39 @@ TEST_F(FailingReadsTest, NewestStep) {
     if (!step.ok()) return step.status();
     return absl::StrCat(*step / 10);
   });
+}
+
+// Who only reads loads it from where it is.
+TEST_F(NetworkDiskTest, SealedOnAReadOnlyDisk_IsLoadedFromWhereItIs) {
+  for (int64_t number = 0; number < 3; ++number) Save(number);
+  const std::string staging = "checkpoint_2.tmp-0123456789abcdef";
+  ASSERT_EQ(rename(Path("checkpoint_2").c_str(), Path(staging).c_str()), 0);
+  const std::string leftover = Path(staging + "/seal.json.tmp-0123456789abcdef");
+  ASSERT_TRUE(WriteFileAtomically(leftover, "{").ok());
+  for (const bool registered : {false, true}) {
+    FakeRegistrar registrar;
+    RegisteredCheckpoint& record = registrar.records[1];
+    record = *ReadSeal(Path(staging));
+    record.id = 1;
+    record.path = Path("checkpoint_2");
+    record.staging = Path(staging);
+    record.iteration = 2;
+    for (const int error : {EACCES, EPERM, EROFS}) {
+      SCOPED_TRACE(strerror(error));
+      disk.read_only = error;
+      const auto found = FindCheckpointToResume(folder_, registered ? &registrar : nullptr);
+      ASSERT_TRUE(found.ok()) << found.status();
+      EXPECT_EQ(*found, Path(staging));
+      EXPECT_EQ(record.state, RegisteredCheckpoint::State::kSealed) << "its path has nothing";
+    }
+    disk.read_only = 0;
+    // Another error may pass, so that the next load can give it its name.
+    disk.read_only = EIO;
+    const auto found = FindCheckpointToResume(folder_, registered ? &registrar : nullptr);
+    EXPECT_THAT(std::string(found.status().message()), testing::HasSubstr(staging));
+    disk.read_only = 0;
+  }
+  EXPECT_EQ(*FindCheckpointToResume(folder_, nullptr), Path("checkpoint_2"));
 }
 
 // A sealed one that lacks its name is never taken for rubbish.
