@@ -75,7 +75,9 @@ class FakeRegistrar : public CheckpointRegistrar {
     std::vector<RegisteredCheckpoint> go;
     int newer = 0;
     for (auto it = records.rbegin(); it != records.rend(); ++it) {
-      if (it->second.state != RegisteredCheckpoint::State::kPublished || it->second.pinned || keep_ == 0) continue;
+      if (it->second.state != RegisteredCheckpoint::State::kPublished || it->second.pinned ||
+          keep_ == 0)
+        continue;
       if (++newer <= keep_) continue;
       it->second.state = RegisteredCheckpoint::State::kDeleting;
       go.push_back(it->second);
