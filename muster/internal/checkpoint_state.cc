@@ -35,6 +35,7 @@
 #include "worker/checkpoint/node_checkpoints.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
 #include "worker/checkpoint/state.h"
@@ -1474,10 +1475,10 @@ absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
     MUSTER_RETURN_IF_ERROR(reader.status());
     const absl::Status status = Guard([&] { read(*reader); });
     if (status.ok()) return reader;
-    // What a disk cannot read (EIO) may be readable elsewhere, or later. It is no reason to take an
-    // older one.
+    // What a disk cannot read (EIO, ESTALE, EACCES) may be readable elsewhere, or later. It is no
+    // reason to take an older one.
     const bool damage = absl::IsDataLoss(status);
-    if (!damage && !(on_nodes && absl::IsUnknown(status))) ThrowIfError(status);
+    if (!damage && !(on_nodes && IsReadError(status))) ThrowIfError(status);
     if ((!directory.empty() && !on_nodes) ||
         std::find(damaged.begin(), damaged.end(), reader->dir()) != damaged.end()) {
       return status;

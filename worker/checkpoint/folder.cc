@@ -28,6 +28,7 @@
 #include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/staging_folder.h"
 
 namespace muster {
@@ -48,23 +49,12 @@ bool ParseNumber(absl::string_view name, int64_t* number) {
          (name.size() == 1 || name[0] != '0') && absl::SimpleAtoi(name, number);
 }
 
-// Of a file that is there, or may be: its device may be gone (ENODEV, ENOTCONN), which Abseil has
-// other codes for.
-absl::Status UnlessMissing(const std::string& path, const absl::Status& status) {
-  const bool is_misleading = absl::IsNotFound(status) || absl::IsFailedPrecondition(status) ||
-                             absl::IsUnimplemented(status);
-  struct stat info;
-  // Others may have removed it meanwhile.
-  if (!is_misleading || (lstat(path.c_str(), &info) != 0 && errno == ENOENT)) return status;
-  return absl::UnavailableError(status.message());
-}
-
 // False only where there is nothing: what cannot be examined at the moment is an error.
 absl::StatusOr<bool> Exists(const std::string& path) {
   struct stat info;
   if (lstat(path.c_str(), &info) == 0) return true;
   if (errno == ENOENT || errno == ENOTDIR) return false;
-  return UnlessMissing(path, absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path)));
+  return ReadError(errno, absl::StrCat("cannot examine ", path));
 }
 
 // Also what cannot be examined at the moment.
@@ -322,7 +312,7 @@ absl::Status VerifyCheckpointFile(const std::string& dir, const ManifestFile& fi
   if (stat(path.c_str(), &info) != 0) {
     // Anything else may pass: a mount that is stale, a folder that may not be read.
     if (errno != ENOENT && errno != ENOTDIR) {
-      return UnlessMissing(path, absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path)));
+      return ReadError(errno, absl::StrCat("cannot examine ", path));
     }
     return absl::DataLossError(absl::StrCat(path, ": is missing though the manifest lists it"));
   }
@@ -333,13 +323,10 @@ absl::Status VerifyCheckpointFile(const std::string& dir, const ManifestFile& fi
   }
   if (level == VerifyLevel::kSizes) return absl::OkStatus();
   if (!file.blocks.empty()) {
-    return UnlessMissing(
-        path, ReadDirectFile(path, file.digest.bytes, file.blocks, std::nullopt,
-                             [](uint64_t, absl::string_view) { return absl::OkStatus(); }));
+    return ReadDirectFile(path, file.digest.bytes, file.blocks, std::nullopt,
+                          [](uint64_t, absl::string_view) { return absl::OkStatus(); });
   }
-  const absl::StatusOr<FileDigest> digest = DigestFile(path);
-  MUSTER_RETURN_IF_ERROR(UnlessMissing(path, digest.status()));
-  const FileDigest& found = *digest;
+  MUSTER_ASSIGN_OR_RETURN(const FileDigest found, DigestFile(path));
   if (found == file.digest) return absl::OkStatus();
   return absl::DataLossError(absl::StrCat(path, ": is damaged: its contents have the digest ",
                                           found.xxh3, ", but the manifest says ",
@@ -727,10 +714,9 @@ absl::StatusOr<std::vector<std::string>> CheckpointFolder::PublishSealed() const
       // Gone, or damaged.
       MUSTER_LOG(Warning) << named.status().message();
     } else {
-      return absl::Status(
-          named.status().code(),
-          absl::StrCat(path, " is sealed and lacks only the name ", PathOf(number),
-                       ", which it does not get: ", named.status().message()));
+      return absl::Status(named.status().code(),
+                          absl::StrCat(path, " is sealed and lacks only the name ", PathOf(number),
+                                       ", which it does not get: ", named.status().message()));
     }
   }
   return unnamed;
