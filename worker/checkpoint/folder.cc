@@ -616,16 +616,6 @@ absl::StatusOr<std::string> CheckpointFolder::Newest(
   return absl::Status(code, absl::StrCat("no complete checkpoint in ", root_, why));
 }
 
-absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Published() const {
-  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
-  std::vector<int64_t> published;
-  for (const int64_t number : numbers) {
-    MUSTER_ASSIGN_OR_RETURN(const bool exists, Exists(JoinPath(PathOf(number), kManifestName)));
-    if (exists) published.push_back(number);
-  }
-  return published;
-}
-
 absl::StatusOr<std::vector<int64_t>> CheckpointFolder::SeenPublished() const {
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
   std::vector<int64_t> published;

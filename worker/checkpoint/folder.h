@@ -178,9 +178,8 @@ class CheckpointFolder {
                                      const std::vector<std::string>& left_out = {},
                                      const std::vector<std::string>& unnamed = {}) const;
 
-  // The numbers of the folders that have a manifest, ascending.
-  absl::StatusOr<std::vector<int64_t>> Published() const;
-  // Without those of which that cannot be seen now: for what deletes, since they stay.
+  // The numbers of the folders that have a manifest, ascending, without those of which that cannot
+  // be seen now: for what deletes, since they stay.
   absl::StatusOr<std::vector<int64_t>> SeenPublished() const;
 
   // The step of the newest whose manifest is not damaged; -1: there is none.
