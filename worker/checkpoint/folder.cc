@@ -146,6 +146,20 @@ absl::StatusOr<bool> AwaitsItsName(const std::string& path, const std::string& n
   return IsNewerCheckpoint(path, named);
 }
 
+// What to load in place of `dir`, which does not exist: what is sealed and lacks only that name.
+std::string HintAtUnnamed(const std::string& dir) {
+  const std::string parent = ParentPath(dir);
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
+  for (const std::string& name : names.value_or(std::vector<std::string>())) {
+    const std::string path = JoinPath(parent, name);
+    if (!HasMark(name, BaseName(dir), kStagingMark) || !PathExists(JoinPath(path, kSealName))) {
+      continue;
+    }
+    return absl::StrCat(", but ", path, " is complete and lacks only that name: load that folder");
+  }
+  return "";
+}
+
 // Whether a writer on another machine may be at work in the folder, which nobody here has locked.
 bool MayHaveDistantWriter(const std::string& path) {
   if (IsDoomed(path) || WriterOf(path) == FolderWriter::kGone) return false;
@@ -279,9 +293,10 @@ absl::StatusOr<Manifest> ReadManifest(const std::string& dir) {
   const std::string path = JoinPath(dir, kManifestName);
   const absl::StatusOr<std::string> text = ReadRecordFile(path);
   if (absl::IsNotFound(text.status())) {
-    return absl::NotFoundError(
-        absl::StrCat(dir, PathExists(dir) ? " is not a complete checkpoint: it has no manifest.json"
-                                          : " does not exist"));
+    const bool exists = PathExists(dir);
+    return absl::NotFoundError(absl::StrCat(
+        dir, exists ? " is not a complete checkpoint: it has no manifest.json" : " does not exist",
+        exists ? "" : HintAtUnnamed(dir)));
   }
   MUSTER_RETURN_IF_ERROR(text.status());
   absl::StatusOr<Manifest> manifest = ParseManifest(*text, path);

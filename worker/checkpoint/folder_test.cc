@@ -77,6 +77,19 @@ TEST_F(FolderTest, Create_KeepsWhatIsSealedAndLacksItsName) {
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_2", "checkpoint_3"));
 }
 
+TEST_F(FolderTest, MissingCheckpoint_SaysWhichOneLacksOnlyThatName) {
+  const std::string sealed = Path("best.tmp-0123456789abcdef");
+  ASSERT_TRUE(Save(sealed, {"a"}).ok());
+  const auto why = [&] {
+    const absl::Status status = VerifyCheckpoint(Path("best"), VerifyLevel::kSizes).status();
+    EXPECT_TRUE(absl::IsNotFound(status)) << status;
+    return std::string(status.message());
+  };
+  EXPECT_EQ(why(), Path("best") + " does not exist") << "nobody has sealed what is being written";
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(sealed, kSealName), "{}").ok());
+  EXPECT_THAT(why(), HasSubstr(sealed + " is complete and lacks only that name"));
+}
+
 TEST_F(FolderTest, Create_RemovesWhatWasReplaced) {
   ASSERT_TRUE(Save(Path("checkpoint_1"), {"a"}).ok());
   ASSERT_TRUE(WriteFileAtomically(JoinPath(Path("checkpoint_1"), "foreign"), "").ok());
