@@ -972,8 +972,11 @@ void CheckpointState::CheckProjectWritable(bool always) {
       made = absl::PermissionDeniedError(absl::StrCat(folder, " is not writable"));
     }
     if (!made.ok()) {
-      error = absl::StrCat("the project folder cannot hold checkpoints: ", made.message(),
-                           "; name another one (MUSTER_PROJECT_DIR, or options.project.directory)");
+      error =
+          absl::StrCat("the project folder cannot hold checkpoints: ", made.message(),
+                       "; name another one (MUSTER_PROJECT_DIR, or options.project.directory). ",
+                       "A program that saves nothing names none, and loads a checkpoint by its "
+                       "path");
     }
   }
   if (process_.size() > 1) error = process_.comm().BroadcastBytes(error, 0);

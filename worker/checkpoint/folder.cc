@@ -406,6 +406,7 @@ Staging::Staging(Staging&& other) noexcept
       taken_over_(other.taken_over_) {}
 
 void Staging::Leave() {
+  if (path_.empty()) return;  // it has its name
   if (lock_ >= 0) LeftLocks::Get().Put(CanonicalPath(path_), std::exchange(lock_, -1));
   path_.clear();
 }

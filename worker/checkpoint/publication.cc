@@ -290,7 +290,11 @@ absl::Status Finish(Staging& staging, const Publication& publication,
       publication.folder.has_value() || PinNamed(record, *publication.options.registrar);
   {
     const OptionalLock lock(publication.folder_mu);
-    MUSTER_RETURN_IF_ERROR(staging.Rename());
+    if (const absl::Status renamed = staging.Rename(); !renamed.ok()) {
+      // It is whole, and the next load gives it its name.
+      staging.Leave();
+      return renamed;
+    }
   }
   if (may_register) Register(publication, record);
   return absl::OkStatus();
@@ -398,8 +402,7 @@ absl::StatusOr<std::string> NameSealed(const RegisteredCheckpoint& record,
     MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(record.path, VerifyLevel::kContents).status());
   }
   // Its writer may have ended before it pinned what the program had named.
-  if (!IsNumberedName(BaseName(record.path)) && !record.pinned &&
-      !PinNamed(record, registrar)) {
+  if (!IsNumberedName(BaseName(record.path)) && !record.pinned && !PinNamed(record, registrar)) {
     return record.path;
   }
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> superfluous =

@@ -10,6 +10,7 @@
 
 #include "ATen/ops/full.h"
 #include "absl/strings/str_cat.h"
+#include "base/failpoint.h"
 #include "base/file.h"
 #include "base/owned_fd.h"
 #include "base/test_folder.h"
@@ -144,6 +145,20 @@ TEST_F(PublicationTest, SealedWhenItsWriterEnded_GetsItsNameAtAResume) {
   EXPECT_EQ(Resume(nullptr), "checkpoint_2");
 }
 
+// Nothing sealed is thrown away.
+TEST_F(PublicationTest, SealedAndNotRenamed_IsAnErrorOfTheSave_AndNamedByTheNextLoad) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(ArmFailpoints("worker.checkpoint_publish=error:UNAVAILABLE", "", "").ok());
+  const absl::Status saved = Save(1);
+  ASSERT_TRUE(ArmFailpoints("", "", "").ok());
+  EXPECT_TRUE(absl::IsUnavailable(saved)) << saved;
+  EXPECT_EQ(registrar_.records.at(2).state, State::kSealed);
+  ASSERT_TRUE(Save(2).ok());
+  EXPECT_TRUE(PathExists(registrar_.records.at(2).staging));
+  EXPECT_EQ(Resume(nullptr), "checkpoint_2");
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2"));
+}
+
 // Whoever has it locked may rename it at any moment; nobody trains on from an older one.
 TEST_F(PublicationTest, SealedAndLockedByAnotherProcess_IsLoadedFromWhereItIs) {
   ASSERT_TRUE(Save(0).ok());
@@ -223,13 +238,12 @@ TEST_F(PublicationTest, CoordinatorThatDoesNotPin_TheCheckpointIsThereAndNotPubl
   registrar_.pin_error = absl::UnavailableError("no answer");
   const std::string best = JoinPath(root_, "best");
   RunRanks(1, [&](Comm& comm) {
-    const absl::Status saved =
-        SaveCheckpoint(comm, best, {.step = 3}, PublishOptions{.registrar = &registrar_},
-                       [](StateWriter& writer) {
-                         StateDict state;
-                         state.SetInt("x", 1);
-                         return writer.Write("scheduler.json", state);
-                       });
+    const absl::Status saved = SaveCheckpoint(
+        comm, best, {.step = 3}, PublishOptions{.registrar = &registrar_}, [](StateWriter& writer) {
+          StateDict state;
+          state.SetInt("x", 1);
+          return writer.Write("scheduler.json", state);
+        });
     ASSERT_TRUE(saved.ok()) << saved;
   });
   EXPECT_EQ(registrar_.records.at(1).state, State::kSealed);
