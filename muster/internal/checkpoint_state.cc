@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <map>
 #include <memory>
 #include <optional>
@@ -28,6 +27,7 @@
 #include "muster/internal/backward_updates.h"
 #include "muster/internal/full_state.h"
 #include "worker/checkpoint/async_saver.h"
+#include "worker/checkpoint/clean_path.h"
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/folder.h"
@@ -51,14 +51,6 @@ namespace muster::internal {
 namespace {
 
 constexpr int64_t kMaxKept = 1 << 30;
-
-// "ckpt/" and "./ckpt" are "ckpt".
-std::string CleanPath(const std::string& path) {
-  if (path.empty()) return path;
-  std::string clean = std::filesystem::path(path).lexically_normal().string();
-  while (clean.size() > 1 && clean.back() == '/') clean.pop_back();
-  return clean;
-}
 
 // A row of numbers "name" becomes the scalars "name.0", "name.1", ...; without numbers it is
 // "name.empty" alone, by which TakeRows() knows its name.

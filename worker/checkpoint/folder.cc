@@ -57,11 +57,12 @@ absl::StatusOr<bool> Exists(const std::string& path) {
   return ReadError(errno, absl::StrCat("cannot examine ", path));
 }
 
-// Also what cannot be examined at the moment.
+// Also what cannot be examined at the moment, and a link to nothing: the disk that it leads to may
+// be away.
 bool MayBeFolder(const std::string& path) {
   struct stat info;
   if (stat(path.c_str(), &info) == 0) return S_ISDIR(info.st_mode);
-  return errno != ENOENT && errno != ENOTDIR;
+  return (errno != ENOENT && errno != ENOTDIR) || PathExists(path);
 }
 
 // When the folder, or a file in it, has changed last; absent if that cannot be read.
@@ -293,10 +294,15 @@ absl::StatusOr<Manifest> ReadManifest(const std::string& dir) {
   const std::string path = JoinPath(dir, kManifestName);
   const absl::StatusOr<std::string> text = ReadRecordFile(path);
   if (absl::IsNotFound(text.status())) {
-    const bool exists = PathExists(dir);
-    return absl::NotFoundError(absl::StrCat(
-        dir, exists ? " is not a complete checkpoint: it has no manifest.json" : " does not exist",
-        exists ? "" : HintAtUnnamed(dir)));
+    struct stat info;
+    if (stat(dir.c_str(), &info) == 0) {
+      return absl::NotFoundError(
+          absl::StrCat(dir, " is not a complete checkpoint: it has no manifest.json"));
+    }
+    return absl::NotFoundError(PathExists(dir)
+                                   ? absl::StrCat(dir, " is a symbolic link to nothing: the disk ",
+                                                  "that it leads to may be away")
+                                   : absl::StrCat(dir, " does not exist", HintAtUnnamed(dir)));
   }
   MUSTER_RETURN_IF_ERROR(text.status());
   absl::StatusOr<Manifest> manifest = ParseManifest(*text, path);

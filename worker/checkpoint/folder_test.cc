@@ -77,6 +77,19 @@ TEST_F(FolderTest, Create_KeepsWhatIsSealedAndLacksItsName) {
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_2", "checkpoint_3"));
 }
 
+TEST_F(FolderTest, LinkToNothing_IsPassedOverWithAWarning_AndKeepsItsNumber) {
+  ASSERT_TRUE(Save(Path("checkpoint_1"), {"a"}).ok());
+  ASSERT_EQ(symlink("/missing/checkpoint_4", Path("checkpoint_4").c_str()), 0);
+  const CheckpointFolder folder(root_);
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(*folder.Newest(), Path("checkpoint_1"));
+  EXPECT_THAT(testing::internal::GetCapturedStderr(),
+              HasSubstr("checkpoint_4 is a symbolic link to nothing"));
+  EXPECT_EQ(*folder.NextNumber(), 5);
+  ASSERT_TRUE(folder.Rotate(1).ok());
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_1", "checkpoint_4"));
+}
+
 TEST_F(FolderTest, MissingCheckpoint_SaysWhichOneLacksOnlyThatName) {
   const std::string sealed = Path("best.tmp-0123456789abcdef");
   ASSERT_TRUE(Save(sealed, {"a"}).ok());

@@ -1,9 +1,7 @@
 #include "worker/checkpoint/publication.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <set>
-#include <system_error>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -17,6 +15,7 @@
 #include "base/status_macros.h"
 #include "c10/util/Exception.h"
 #include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/clean_path.h"
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/seal.h"
@@ -30,13 +29,6 @@ constexpr size_t kMaxSliceName = 1024;
 
 // After so many restarts of the registry in the middle of one save something else is wrong.
 constexpr int kSealTries = 10;
-
-// The registry is asked by other processes, which may be in other folders.
-std::string AbsolutePath(const std::string& path) {
-  std::error_code error;
-  const std::filesystem::path absolute = std::filesystem::absolute(path, error);
-  return error ? path : absolute.lexically_normal().string();
-}
 
 // A lock of what may be null.
 class OptionalLock {
