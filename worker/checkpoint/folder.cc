@@ -363,7 +363,7 @@ absl::StatusOr<Manifest> VerifyCheckpoint(const std::string& dir, VerifyLevel le
   return manifest;
 }
 
-absl::StatusOr<Staging> Staging::Create(const std::string& wanted) {
+absl::StatusOr<Staging> Staging::Create(const std::string& wanted, bool replaces) {
   MUSTER_ASSIGN_OR_RETURN(const std::string dir, FollowLink(wanted));
   MUSTER_RETURN_IF_ERROR(MakeDirectories(ParentPath(dir)));
   // A folder that may not be listed may be one that can be written to.
@@ -392,7 +392,11 @@ absl::StatusOr<Staging> Staging::Create(const std::string& wanted) {
     const int lock = LockFolder(path);
     // Before it is locked, another process may take it for abandoned and remove it.
     const bool taken = lock < 0 && WriterOf(path) == FolderWriter::kAlive;
-    if (!taken && PathExists(path)) return Staging(dir, path, lock);
+    if (!taken && PathExists(path)) {
+      Staging staging(dir, path, lock);
+      staging.replaces_ = replaces;
+      return staging;
+    }
     if (lock >= 0) close(lock);
   }
   return absl::UnavailableError(absl::StrCat("cannot save a checkpoint as ", dir,
@@ -408,6 +412,7 @@ Staging::Staging(Staging&& other) noexcept
       replaced_(std::exchange(other.replaced_, "")),
       replaced_lock_(std::exchange(other.replaced_lock_, -1)),
       prepared_(other.prepared_),
+      replaces_(other.replaces_),
       lock_(std::exchange(other.lock_, -1)),
       taken_over_(other.taken_over_) {}
 
@@ -507,6 +512,13 @@ absl::Status Staging::Commit() {
   }
   if (errno != ENOTEMPTY && errno != EEXIST) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", path_, " to ", dir_));
+  }
+  if (!replaces_) {
+    prepared_ = false;
+    return absl::AlreadyExistsError(
+        absl::StrCat("another program has saved a checkpoint as ", dir_,
+                     " since this save began, which stays: give each run a project folder of its "
+                     "own"));
   }
   MUSTER_ASSIGN_OR_RETURN(replaced_, Exchange(path_, dir_));
   // It is not abandoned: other nodes may need it if they cannot commit.

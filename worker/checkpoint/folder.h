@@ -87,7 +87,9 @@ absl::StatusOr<std::string> ReadRecordFile(const std::string& path,
 // checkpoint: it is not ours to replace; or if it is a link to nothing.
 class Staging {
  public:
-  static absl::StatusOr<Staging> Create(const std::string& wanted);
+  // `replaces`: a checkpoint that is there when this one is published; otherwise Commit() fails
+  // with ALREADY_EXISTS then.
+  static absl::StatusOr<Staging> Create(const std::string& wanted, bool replaces = true);
   // Takes over the staging folder `path` of `wanted`, which a dead writer, or this process with
   // Leave(), has left complete. Nothing: another process may be at work there. Errors: NOT_FOUND;
   // those of VerifyCheckpoint.
@@ -131,6 +133,7 @@ class Staging {
   std::string replaced_;  // where the former checkpoint is between Commit() and Finish()
   int replaced_lock_ = -1;
   bool prepared_ = false;  // Commit() has begun
+  bool replaces_ = true;
   int lock_ = -1;
   bool taken_over_ = false;
 };

@@ -77,6 +77,20 @@ TEST_F(FolderTest, Create_KeepsWhatIsSealedAndLacksItsName) {
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_2", "checkpoint_3"));
 }
 
+// Two runs in one project folder have chosen one number.
+TEST_F(FolderTest, CheckpointThatAnotherProgramHasSavedMeanwhile_IsNotReplaced) {
+  {
+    auto staging = Staging::Create(Path("checkpoint_0"), /*replaces=*/false);
+    ASSERT_TRUE(staging.ok()) << staging.status();
+    ASSERT_TRUE(Save(Path("checkpoint_0"), {"other"}).ok());
+    const absl::Status published = staging->Publish({});
+    EXPECT_TRUE(absl::IsAlreadyExists(published)) << published;
+    EXPECT_THAT(std::string(published.message()), HasSubstr("another program has saved"));
+  }
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_0"));
+  EXPECT_THAT(*ListDirectory(Path("checkpoint_0")), ElementsAre("manifest.json", "other"));
+}
+
 TEST_F(FolderTest, LinkToNothing_IsPassedOverWithAWarning_AndKeepsItsNumber) {
   ASSERT_TRUE(Save(Path("checkpoint_1"), {"a"}).ok());
   ASSERT_EQ(symlink("/missing/checkpoint_4", Path("checkpoint_4").c_str()), 0);
