@@ -24,9 +24,12 @@ namespace {
 absl::Status Failed(absl::string_view what, const std::string& path) {
   const int error = errno;
   const absl::Status status = absl::ErrnoToStatus(error, absl::StrCat("cannot ", what, " ", path));
-  // A device or server that is gone. Abseil has NOT_FOUND for the first, as for a file that does
-  // not exist, and FAILED_PRECONDITION for the others.
-  const bool is_gone = error == ENODEV || error == ENOTCONN || error == ESHUTDOWN;
+  // A device or server that is gone, or that refuses a call. Abseil has NOT_FOUND for the first
+  // three, as for a file that does not exist, and FAILED_PRECONDITION and UNIMPLEMENTED for the
+  // others.
+  const bool is_gone = error == ENODEV || error == ENXIO || error == ENOMEDIUM ||
+                       error == ENOTCONN || error == ESHUTDOWN || error == EOPNOTSUPP ||
+                       error == ENOSYS;
   return is_gone ? absl::UnavailableError(status.message()) : status;
 }
 

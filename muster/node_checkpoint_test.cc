@@ -1,14 +1,19 @@
 // options.project.save_on_each_node: two nodes of one process, each with a folder of its own.
+#include <errno.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <functional>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "ATen/Functions.h"
 #include "base/file.h"
+#include "base/test_system_calls.h"
 #include "muster/accelerator.h"
 #include "muster/internal/core.h"
 #include "muster/test_model.h"
@@ -17,6 +22,37 @@
 #include "worker/collective/borrowed_comm.h"
 #include "worker/collective/gloo_ranks.h"
 #include "worker/job/join_job.h"
+
+namespace {
+
+// The file whose reads fail, and how; 0: none. Set while nobody reads.
+ino_t unreadable = 0;
+int read_error = 0;
+
+bool CannotRead(int fd) {
+  struct stat info;
+  if (unreadable == 0 || fstat(fd, &info) != 0 || info.st_ino != unreadable) return false;
+  errno = read_error;
+  return true;
+}
+
+}  // namespace
+
+extern "C" {
+
+ssize_t read(int fd, void* to, size_t size) {
+  if (CannotRead(fd)) return -1;
+  static const auto real = muster::RealCall<ssize_t (*)(int, void*, size_t)>("read");
+  return real(fd, to, size);
+}
+
+ssize_t pread(int fd, void* to, size_t size, off_t at) {
+  if (CannotRead(fd)) return -1;
+  static const auto real = muster::RealCall<ssize_t (*)(int, void*, size_t, off_t)>("pread");
+  return real(fd, to, size, at);
+}
+
+}  // extern "C"
 
 namespace muster {
 namespace {
@@ -124,6 +160,47 @@ TEST(NodeCheckpoint, NodeWithoutItsDisk_IsNamedOnEveryProcess) {
                 AllOf(HasSubstr("no complete checkpoint"), HasSubstr("model.safetensors"),
                       HasSubstr("(rank 0) wrote")));
   });
+}
+
+TEST(NodeCheckpoint, FileThatANodeCannotReadNow_IsFetchedFromAnotherNodeOrNamed) {
+  AcceleratorOptions options;
+  options.data_loader.data_seed = 3;
+  for (const int error : {EIO, ESTALE, EACCES, ENODEV}) {
+    SCOPED_TRACE(error);
+    const std::string name = "unreadable-" + std::to_string(error);
+    TrainUntil(name, options, 10);
+    const std::string file = Checkpoint(name, 1, 1) + "/random_states_1.safetensors";
+    const auto hide = [&] {
+      struct stat info;
+      ASSERT_EQ(stat(file.c_str(), &info), 0);
+      unreadable = info.st_ino;
+      read_error = error;
+    };
+    const auto load = [&] {
+      std::vector<absl::Status> statuses(2);
+      RunNodes(name, options, [&](Accelerator& a) {
+        torch::nn::Linear net(4, 4);
+        FusedAdamW adamw(net->parameters(), {.lr = 0.1});
+        auto [model, optimizer, loader] =
+            a.prepare(net, adamw, batches(TensorDataset(at::zeros({40, 4})), 2).shuffle(true));
+        statuses[a.process_index()] = a.load_state_if_present();
+        EXPECT_EQ(a.global_step(), statuses[a.process_index()].ok() ? 10 : 0);
+      });
+      return statuses;
+    };
+    // No other node has it.
+    hide();
+    for (const absl::Status& status : load()) {
+      EXPECT_FALSE(status.ok() || absl::IsNotFound(status)) << status;
+      EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr("rank 1: "), HasSubstr(file)));
+    }
+    unreadable = 0;
+    for (const absl::Status& status : load()) EXPECT_TRUE(status.ok()) << status;
+    // All nodes have all files now.
+    hide();
+    for (const absl::Status& status : load()) EXPECT_TRUE(status.ok()) << status;
+    unreadable = 0;
+  }
 }
 
 TEST(NodeCheckpoint, SaveModel_WritesTheModelOnEveryNode) {

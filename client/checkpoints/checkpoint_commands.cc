@@ -713,7 +713,32 @@ int RunExport(const Call& call) {
   return Copy(call, JoinPath(path, whole ? name : IndexFileName(name)), call.line.words[1]);
 }
 
-int RunMerge(const Call& call) { return Copy(call, call.line.words[0], call.line.words[1]); }
+// Of weights in a checkpoint the manifest knows the digests; no copy of what is damaged is made.
+absl::Status CheckAgainstManifests(const std::string& from) {
+  MUSTER_ASSIGN_OR_RETURN(const WeightFiles weights, WeightFiles::Open(from));
+  for (const std::string& path : weights.Files()) {
+    const std::string dir = ParentPath(path);
+    const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
+    // There is none, or it is a file of others.
+    if (absl::IsNotFound(manifest.status()) || StaysUnreadable(manifest.status())) continue;
+    MUSTER_RETURN_IF_ERROR(manifest.status());
+    const ManifestFile* const file = manifest->Find(BaseName(path));
+    if (file == nullptr) continue;
+    const absl::Status status = VerifyCheckpointFile(dir, *file, VerifyLevel::kContents);
+    if (absl::IsDataLoss(status)) {
+      return absl::DataLossError(
+          absl::StrCat(status.message(), "; take the weights of an earlier checkpoint"));
+    }
+    MUSTER_RETURN_IF_ERROR(status);
+  }
+  return absl::OkStatus();
+}
+
+int RunMerge(const Call& call) {
+  const std::string& from = call.line.words[0];
+  if (const absl::Status whole = CheckAgainstManifests(from); !whole.ok()) return Fail(call, whole);
+  return Copy(call, from, call.line.words[1]);
+}
 
 // Why prune stops at a checkpoint. One that is damaged may go; what cannot be read here may be
 // good.

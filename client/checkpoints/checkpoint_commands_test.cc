@@ -485,7 +485,10 @@ TEST_F(CheckpointCommandsTest, ModelInParts_IsOneModel) {
     EXPECT_EQ(Run({"diff", dir, Path(command)}), kExitOk) << out_.str() << err_.str();
   }
   Damage(JoinPath(dir, "model-00002-of-00002.safetensors"));
-  ExpectRefused({"export", dir, Path("other")}, kExitJobFailed, "model-00002-of-00002");
+  for (const char* command : {"export", "merge-weights"}) {
+    ExpectRefused({command, dir, Path("other")}, kExitJobFailed, "model-00002-of-00002");
+  }
+  EXPECT_FALSE(PathExists(Path("other")));
 }
 
 TEST_F(CheckpointCommandsTest, Prune_KeepsTheNewestAndWhatIsIncomplete) {

@@ -13,7 +13,7 @@ namespace muster::client {
 
 absl::StatusOr<std::optional<FoundCheckpoint>> NewestCheckpoint(const std::string& folder) {
   const CheckpointFolder checkpoints(folder);
-  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, checkpoints.Published());
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, checkpoints.Numbers());
   for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) {
     const std::string path = checkpoints.PathOf(*number);
     const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);

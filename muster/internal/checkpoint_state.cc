@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <map>
 #include <memory>
 #include <optional>
@@ -28,6 +27,7 @@
 #include "muster/internal/backward_updates.h"
 #include "muster/internal/full_state.h"
 #include "worker/checkpoint/async_saver.h"
+#include "worker/checkpoint/clean_path.h"
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/folder.h"
@@ -35,6 +35,7 @@
 #include "worker/checkpoint/node_checkpoints.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
 #include "worker/checkpoint/state.h"
@@ -50,14 +51,6 @@ namespace muster::internal {
 namespace {
 
 constexpr int64_t kMaxKept = 1 << 30;
-
-// "ckpt/" and "./ckpt" are "ckpt".
-std::string CleanPath(const std::string& path) {
-  if (path.empty()) return path;
-  std::string clean = std::filesystem::path(path).lexically_normal().string();
-  while (clean.size() > 1 && clean.back() == '/') clean.pop_back();
-  return clean;
-}
 
 // A row of numbers "name" becomes the scalars "name.0", "name.1", ...; without numbers it is
 // "name.empty" alone, by which TakeRows() knows its name.
@@ -977,8 +970,11 @@ void CheckpointState::CheckProjectWritable(bool always) {
       made = absl::PermissionDeniedError(absl::StrCat(folder, " is not writable"));
     }
     if (!made.ok()) {
-      error = absl::StrCat("the project folder cannot hold checkpoints: ", made.message(),
-                           "; name another one (MUSTER_PROJECT_DIR, or options.project.directory)");
+      error =
+          absl::StrCat("the project folder cannot hold checkpoints: ", made.message(),
+                       "; name another one (MUSTER_PROJECT_DIR, or options.project.directory). ",
+                       "A program that saves nothing names none, and loads a checkpoint by its "
+                       "path");
     }
   }
   if (process_.size() > 1) error = process_.comm().BroadcastBytes(error, 0);
@@ -1480,10 +1476,10 @@ absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
     MUSTER_RETURN_IF_ERROR(reader.status());
     const absl::Status status = Guard([&] { read(*reader); });
     if (status.ok()) return reader;
-    // What a disk cannot read (EIO) may be readable elsewhere, or later. It is no reason to take an
-    // older one.
+    // What a disk cannot read (EIO, ESTALE, EACCES) may be readable elsewhere, or later. It is no
+    // reason to take an older one.
     const bool damage = absl::IsDataLoss(status);
-    if (!damage && !(on_nodes && absl::IsUnknown(status))) ThrowIfError(status);
+    if (!damage && !(on_nodes && IsReadError(status))) ThrowIfError(status);
     if ((!directory.empty() && !on_nodes) ||
         std::find(damaged.begin(), damaged.end(), reader->dir()) != damaged.end()) {
       return status;

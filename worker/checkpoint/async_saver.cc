@@ -178,7 +178,8 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
     MUSTER_RETURN_IF_ERROR(SettleNodes(comm, request.dir, groups));
   }
   absl::StatusOr<StagedSave> staged =
-      StagedSave::Begin(comm, request.path(), std::move(groups), &folder_mu_);
+      StagedSave::Begin(comm, request.path(), std::move(groups),
+                        /*replaces=*/!request.dir.empty(), &folder_mu_);
   MUSTER_RETURN_IF_ERROR(staged.status());
   save.staged.emplace(*std::move(staged));
   const absl::Status copied = GuardRank([&] {

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "worker/checkpoint/read_error.h"
 
 namespace muster {
 namespace {
@@ -32,7 +33,7 @@ class File final : public ByteSource {
     while (bytes > 0) {
       const ssize_t n = pread(fd_, to, std::min(bytes, size_t{1} << 30), offset);
       if (n < 0 && errno == EINTR) continue;
-      if (n < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot read ", path_));
+      if (n < 0) return ReadError(errno, absl::StrCat("cannot read ", path_));
       if (n == 0) {
         return absl::DataLossError(
             absl::StrCat(path_, ": the file became shorter while it was read"));
@@ -74,10 +75,10 @@ class Memory final : public ByteSource {
 absl::StatusOr<std::unique_ptr<ByteSource>> OpenFileSource(const std::string& path) {
   // Whatever has the name of a file of weights may be a pipe, which open() would wait for.
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
+  if (fd < 0) return ReadError(errno, absl::StrCat("cannot open ", path));
   struct stat info;
   if (fstat(fd, &info) != 0) {
-    const absl::Status status = absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path));
+    const absl::Status status = ReadError(errno, absl::StrCat("cannot examine ", path));
     close(fd);
     return status;
   }

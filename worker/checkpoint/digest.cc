@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "worker/checkpoint/read_error.h"
 
 namespace muster {
 
@@ -61,7 +62,7 @@ uint64_t BlockDigester::Finish() {
 
 absl::StatusOr<FileDigest> DigestFile(const std::string& path) {
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
+  if (fd < 0) return ReadError(errno, absl::StrCat("cannot open ", path));
   Digester digester;
   std::vector<char> buffer(size_t{1} << 20);
   while (true) {
@@ -70,7 +71,7 @@ absl::StatusOr<FileDigest> DigestFile(const std::string& path) {
     if (n <= 0) {
       const int error = errno;
       close(fd);
-      if (n < 0) return absl::ErrnoToStatus(error, absl::StrCat("cannot read ", path));
+      if (n < 0) return ReadError(error, absl::StrCat("cannot read ", path));
       return digester.Finish();
     }
     digester.Update(absl::string_view(buffer.data(), n));

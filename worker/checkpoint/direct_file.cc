@@ -25,6 +25,7 @@
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/cached_pages.h"
 #include "worker/checkpoint/direct_pieces.h"
+#include "worker/checkpoint/read_error.h"
 
 namespace muster {
 namespace {
@@ -390,7 +391,9 @@ absl::Status ReadBlock(const DirectFileSystem& system, DirectFile& direct, Direc
     if (n < 0 && errno == EINVAL && past_cache && (direct.GiveUpDirect() || !direct.direct())) {
       continue;
     }
-    if (n < 0) return DirectIoError("read", path, at + done);
+    if (n < 0) {
+      return ReadError(errno, absl::StrCat("cannot read ", path, " at byte ", at + done));
+    }
     if (n == 0) {
       return absl::DataLossError(absl::StrCat(path, ": ends at byte ", at + done, ", but at least ",
                                               at + size, " bytes are expected"));
@@ -661,7 +664,7 @@ absl::Status ReadDirectFile(
                                                               !IsInMemory(cached.fd(), options)));
   struct stat info;
   if (fstat(cached.fd(), &info) != 0) {
-    return absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path));
+    return ReadError(errno, absl::StrCat("cannot examine ", path));
   }
   if (static_cast<uint64_t>(info.st_size) != bytes) {
     return absl::DataLossError(

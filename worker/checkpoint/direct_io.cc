@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "worker/checkpoint/read_error.h"
 
 namespace muster {
 
@@ -22,6 +23,16 @@ absl::Status DirectIoError(absl::string_view what, const std::string& path, uint
   return absl::ErrnoToStatus(errno, absl::StrCat("cannot ", what, " ", path, " at byte ", offset));
 }
 
+namespace {
+
+absl::Status OpenError(int flags, const std::string& path) {
+  const std::string message = absl::StrCat("cannot open ", path);
+  return (flags & O_ACCMODE) == O_RDONLY ? ReadError(errno, message)
+                                         : absl::ErrnoToStatus(errno, message);
+}
+
+}  // namespace
+
 absl::StatusOr<DirectFile> DirectFile::Open(const DirectFileSystem& system, const std::string& path,
                                             int flags, bool direct, mode_t mode) {
   int fd = -1;
@@ -29,11 +40,11 @@ absl::StatusOr<DirectFile> DirectFile::Open(const DirectFileSystem& system, cons
     fd = system.open(path.c_str(), flags | O_DIRECT, mode);
     direct = fd >= 0;
     if (fd < 0 && errno != EINVAL && errno != EOPNOTSUPP) {
-      return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
+      return OpenError(flags, path);
     }
   }
   if (fd < 0) fd = system.open(path.c_str(), flags, mode);
-  if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
+  if (fd < 0) return OpenError(flags, path);
   return DirectFile(system, path, fd, direct);
 }
 
@@ -96,7 +107,9 @@ absl::Status DirectFile::Read(char* to, size_t size, uint64_t at) {
     const ssize_t n = system_->pread(fd(), to + done, size - done, at + done);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EINVAL && was_direct && (GiveUpDirect() || !direct())) continue;
-    if (n < 0) return DirectIoError("read", path_, at + done);
+    if (n < 0) {
+      return ReadError(errno, absl::StrCat("cannot read ", path_, " at byte ", at + done));
+    }
     if (n == 0) {
       return absl::DataLossError(absl::StrCat(path_, ": ends at byte ", at + done,
                                               ", but at least ", at + size, " bytes are expected"));

@@ -13,6 +13,7 @@
 #include <tuple>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
@@ -23,9 +24,11 @@
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/log.h"
+#include "base/mutex.h"
 #include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/staging_folder.h"
 
 namespace muster {
@@ -46,30 +49,20 @@ bool ParseNumber(absl::string_view name, int64_t* number) {
          (name.size() == 1 || name[0] != '0') && absl::SimpleAtoi(name, number);
 }
 
-// Of a file that is there, or may be: its device may be gone (ENODEV, ENOTCONN), which Abseil has
-// other codes for.
-absl::Status UnlessMissing(const std::string& path, const absl::Status& status) {
-  const bool is_misleading = absl::IsNotFound(status) || absl::IsFailedPrecondition(status) ||
-                             absl::IsUnimplemented(status);
-  struct stat info;
-  // Others may have removed it meanwhile.
-  if (!is_misleading || (lstat(path.c_str(), &info) != 0 && errno == ENOENT)) return status;
-  return absl::UnavailableError(status.message());
-}
-
 // False only where there is nothing: what cannot be examined at the moment is an error.
 absl::StatusOr<bool> Exists(const std::string& path) {
   struct stat info;
   if (lstat(path.c_str(), &info) == 0) return true;
   if (errno == ENOENT || errno == ENOTDIR) return false;
-  return UnlessMissing(path, absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path)));
+  return ReadError(errno, absl::StrCat("cannot examine ", path));
 }
 
-// Also what cannot be examined at the moment.
+// Also what cannot be examined at the moment, and a link to nothing: the disk that it leads to may
+// be away.
 bool MayBeFolder(const std::string& path) {
   struct stat info;
   if (stat(path.c_str(), &info) == 0) return S_ISDIR(info.st_mode);
-  return errno != ENOENT && errno != ENOTDIR;
+  return (errno != ENOENT && errno != ENOTDIR) || PathExists(path);
 }
 
 // When the folder, or a file in it, has changed last; absent if that cannot be read.
@@ -154,6 +147,20 @@ absl::StatusOr<bool> AwaitsItsName(const std::string& path, const std::string& n
   return IsNewerCheckpoint(path, named);
 }
 
+// What to load in place of `dir`, which does not exist: what is sealed and lacks only that name.
+std::string HintAtUnnamed(const std::string& dir) {
+  const std::string parent = ParentPath(dir);
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
+  for (const std::string& name : names.value_or(std::vector<std::string>())) {
+    const std::string path = JoinPath(parent, name);
+    if (!HasMark(name, BaseName(dir), kStagingMark) || !PathExists(JoinPath(path, kSealName))) {
+      continue;
+    }
+    return absl::StrCat(", but ", path, " is complete and lacks only that name: load that folder");
+  }
+  return "";
+}
+
 // Whether a writer on another machine may be at work in the folder, which nobody here has locked.
 bool MayHaveDistantWriter(const std::string& path) {
   if (IsDoomed(path) || WriterOf(path) == FolderWriter::kGone) return false;
@@ -206,6 +213,38 @@ void RemoveAbandoned(const std::string& dir) {
   }
 }
 
+// The locks of what this process has left with Staging::Leave(), by folder.
+class LeftLocks {
+ public:
+  static LeftLocks& Get() {
+    static LeftLocks* const locks = new LeftLocks;
+    return *locks;
+  }
+  void Put(const std::string& path, int lock) {
+    const MutexLock guard(&mu_);
+    locks_[path] = lock;
+  }
+  // -1: there is none.
+  int Take(const std::string& path) {
+    const MutexLock guard(&mu_);
+    const auto found = locks_.find(path);
+    if (found == locks_.end()) return -1;
+    const int lock = found->second;
+    locks_.erase(found);
+    return lock;
+  }
+
+ private:
+  Mutex mu_;
+  absl::flat_hash_map<std::string, int> locks_ ABSL_GUARDED_BY(mu_);
+};
+
+std::string CanonicalPath(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path canonical = std::filesystem::canonical(path, error);
+  return error ? path : canonical.string();
+}
+
 // A checkpoint may be a symbolic link to a folder on another disk: what is saved takes the place of
 // that folder, and the link stays.
 absl::StatusOr<std::string> FollowLink(const std::string& dir) {
@@ -255,9 +294,15 @@ absl::StatusOr<Manifest> ReadManifest(const std::string& dir) {
   const std::string path = JoinPath(dir, kManifestName);
   const absl::StatusOr<std::string> text = ReadRecordFile(path);
   if (absl::IsNotFound(text.status())) {
-    return absl::NotFoundError(
-        absl::StrCat(dir, PathExists(dir) ? " is not a complete checkpoint: it has no manifest.json"
-                                          : " does not exist"));
+    struct stat info;
+    if (stat(dir.c_str(), &info) == 0) {
+      return absl::NotFoundError(
+          absl::StrCat(dir, " is not a complete checkpoint: it has no manifest.json"));
+    }
+    return absl::NotFoundError(PathExists(dir)
+                                   ? absl::StrCat(dir, " is a symbolic link to nothing: the disk ",
+                                                  "that it leads to may be away")
+                                   : absl::StrCat(dir, " does not exist", HintAtUnnamed(dir)));
   }
   MUSTER_RETURN_IF_ERROR(text.status());
   absl::StatusOr<Manifest> manifest = ParseManifest(*text, path);
@@ -288,7 +333,7 @@ absl::Status VerifyCheckpointFile(const std::string& dir, const ManifestFile& fi
   if (stat(path.c_str(), &info) != 0) {
     // Anything else may pass: a mount that is stale, a folder that may not be read.
     if (errno != ENOENT && errno != ENOTDIR) {
-      return UnlessMissing(path, absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path)));
+      return ReadError(errno, absl::StrCat("cannot examine ", path));
     }
     return absl::DataLossError(absl::StrCat(path, ": is missing though the manifest lists it"));
   }
@@ -299,13 +344,10 @@ absl::Status VerifyCheckpointFile(const std::string& dir, const ManifestFile& fi
   }
   if (level == VerifyLevel::kSizes) return absl::OkStatus();
   if (!file.blocks.empty()) {
-    return UnlessMissing(
-        path, ReadDirectFile(path, file.digest.bytes, file.blocks, std::nullopt,
-                             [](uint64_t, absl::string_view) { return absl::OkStatus(); }));
+    return ReadDirectFile(path, file.digest.bytes, file.blocks, std::nullopt,
+                          [](uint64_t, absl::string_view) { return absl::OkStatus(); });
   }
-  const absl::StatusOr<FileDigest> digest = DigestFile(path);
-  MUSTER_RETURN_IF_ERROR(UnlessMissing(path, digest.status()));
-  const FileDigest& found = *digest;
+  MUSTER_ASSIGN_OR_RETURN(const FileDigest found, DigestFile(path));
   if (found == file.digest) return absl::OkStatus();
   return absl::DataLossError(absl::StrCat(path, ": is damaged: its contents have the digest ",
                                           found.xxh3, ", but the manifest says ",
@@ -321,7 +363,7 @@ absl::StatusOr<Manifest> VerifyCheckpoint(const std::string& dir, VerifyLevel le
   return manifest;
 }
 
-absl::StatusOr<Staging> Staging::Create(const std::string& wanted) {
+absl::StatusOr<Staging> Staging::Create(const std::string& wanted, bool replaces) {
   MUSTER_ASSIGN_OR_RETURN(const std::string dir, FollowLink(wanted));
   MUSTER_RETURN_IF_ERROR(MakeDirectories(ParentPath(dir)));
   // A folder that may not be listed may be one that can be written to.
@@ -350,7 +392,11 @@ absl::StatusOr<Staging> Staging::Create(const std::string& wanted) {
     const int lock = LockFolder(path);
     // Before it is locked, another process may take it for abandoned and remove it.
     const bool taken = lock < 0 && WriterOf(path) == FolderWriter::kAlive;
-    if (!taken && PathExists(path)) return Staging(dir, path, lock);
+    if (!taken && PathExists(path)) {
+      Staging staging(dir, path, lock);
+      staging.replaces_ = replaces;
+      return staging;
+    }
     if (lock >= 0) close(lock);
   }
   return absl::UnavailableError(absl::StrCat("cannot save a checkpoint as ", dir,
@@ -366,12 +412,14 @@ Staging::Staging(Staging&& other) noexcept
       replaced_(std::exchange(other.replaced_, "")),
       replaced_lock_(std::exchange(other.replaced_lock_, -1)),
       prepared_(other.prepared_),
+      replaces_(other.replaces_),
       lock_(std::exchange(other.lock_, -1)),
       taken_over_(other.taken_over_) {}
 
 void Staging::Leave() {
+  if (path_.empty()) return;  // it has its name
+  if (lock_ >= 0) LeftLocks::Get().Put(CanonicalPath(path_), std::exchange(lock_, -1));
   path_.clear();
-  lock_ = -1;  // stays open
 }
 
 Staging::~Staging() {
@@ -385,25 +433,25 @@ Staging::~Staging() {
   if (replaced_lock_ >= 0) close(replaced_lock_);
 }
 
-absl::StatusOr<Staging> Staging::TakeOver(const std::string& wanted, const std::string& path) {
+absl::StatusOr<std::optional<Staging>> Staging::TakeOver(const std::string& wanted,
+                                                         const std::string& path) {
   MUSTER_ASSIGN_OR_RETURN(const std::string dir, FollowLink(wanted));
   MUSTER_ASSIGN_OR_RETURN(const bool exists, Exists(path));
   if (!exists) return absl::NotFoundError(absl::StrCat(path, " does not exist"));
-  const int lock = LockFolder(path);
+  int lock = LeftLocks::Get().Take(CanonicalPath(path));
+  if (lock < 0) lock = LockFolder(path);
   if (lock < 0) {
     // What cannot be opened, or what nobody else has locked, may be locked in a moment.
     MUSTER_RETURN_IF_ERROR(ListDirectory(path).status());
     if (WriterOf(path) == FolderWriter::kGone) {
       return absl::UnavailableError(absl::StrCat("cannot lock ", path));
     }
-    return absl::FailedPreconditionError(
-        absl::StrCat(path, ": a process that is alive writes there"));
+    return std::nullopt;
   }
-  const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(path, VerifyLevel::kSizes);
-  if (!manifest.ok()) {
-    close(lock);
-    return manifest.status();
-  }
+  // Not removed if it is damaged.
+  Staging staging(dir, path, lock);
+  staging.taken_over_ = true;
+  MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(path, VerifyLevel::kSizes).status());
   // Its writer may have ended between the parts of WriteFileAtomically.
   for (const std::string& name : ListDirectory(path).value_or(std::vector<std::string>())) {
     const std::string left = JoinPath(path, name);
@@ -413,8 +461,6 @@ absl::StatusOr<Staging> Staging::TakeOver(const std::string& wanted, const std::
                           << ", which the writer of the checkpoint left";
     }
   }
-  Staging staging(dir, path, lock);
-  staging.taken_over_ = true;
   return staging;
 }
 
@@ -467,6 +513,13 @@ absl::Status Staging::Commit() {
   if (errno != ENOTEMPTY && errno != EEXIST) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", path_, " to ", dir_));
   }
+  if (!replaces_) {
+    prepared_ = false;
+    return absl::AlreadyExistsError(
+        absl::StrCat("another program has saved a checkpoint as ", dir_,
+                     " since this save began, which stays: give each run a project folder of its "
+                     "own"));
+  }
   MUSTER_ASSIGN_OR_RETURN(replaced_, Exchange(path_, dir_));
   // It is not abandoned: other nodes may need it if they cannot commit.
   replaced_lock_ = LockFolder(replaced_);
@@ -513,6 +566,31 @@ absl::Status PutInPlace(const std::string& copy, const std::string& dir) {
   return SyncDirectory(ParentPath(dir));
 }
 
+absl::StatusOr<std::string> NameStaging(const std::string& wanted, const std::string& path,
+                                        absl::FunctionRef<absl::Status()> prepare) {
+  const auto stays = [&](absl::string_view why) {
+    MUSTER_LOG(Warning) << path << " is sealed and lacks only the name " << wanted
+                        << ", which it does not get: " << why << "; it is loaded from where it is";
+    return path;
+  };
+  MUSTER_ASSIGN_OR_RETURN(std::optional<Staging> staging, Staging::TakeOver(wanted, path));
+  if (!staging.has_value()) return stays("another process may be at work there");
+  MUSTER_ASSIGN_OR_RETURN(const bool taken, Exists(wanted));
+  MUSTER_ASSIGN_OR_RETURN(const bool is_checkpoint, Exists(JoinPath(wanted, kManifestName)));
+  if (taken && !is_checkpoint) {
+    const absl::StatusOr<std::vector<std::string>> names = ListDirectory(wanted);
+    if (!names.ok() || !names->empty()) {
+      return stays(absl::StrCat(wanted, " is no checkpoint, and not empty"));
+    }
+  }
+  absl::Status named = prepare();
+  if (named.ok()) named = staging->Rename();
+  if (absl::IsPermissionDenied(named)) return stays(named.message());
+  MUSTER_RETURN_IF_ERROR(named);
+  MUSTER_LOG(Info) << wanted << " was sealed when its writer ended: it has its name now";
+  return wanted;
+}
+
 std::string CheckpointFolder::PathOf(int64_t iteration) const {
   return JoinPath(root_, absl::StrCat(kNumbered, iteration));
 }
@@ -542,33 +620,34 @@ absl::StatusOr<int64_t> CheckpointFolder::NextNumber() const {
 }
 
 absl::StatusOr<std::string> CheckpointFolder::Newest(
-    VerifyLevel level, const std::vector<std::string>& left_out) const {
+    VerifyLevel level, const std::vector<std::string>& left_out,
+    const std::vector<std::string>& unnamed) const {
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
+  // What waits for a name is newer than what has it.
+  std::vector<std::tuple<int64_t, bool, std::string>> candidates;
+  for (const int64_t number : numbers) candidates.emplace_back(number, false, PathOf(number));
+  for (const std::string& path : unnamed) {
+    const std::string name = BaseName(path);
+    int64_t number = 0;
+    if (ParseNumber(StemOf(name, kStagingMark), &number)) {
+      candidates.emplace_back(number, true, path);
+    }
+  }
+  std::sort(candidates.rbegin(), candidates.rend());
   std::string why;
   absl::StatusCode code = absl::StatusCode::kNotFound;
-  for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) {
-    if (std::find(left_out.begin(), left_out.end(), PathOf(*number)) != left_out.end()) continue;
-    const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(PathOf(*number), level);
-    if (manifest.ok()) return PathOf(*number);
+  for (const auto& [number, is_unnamed, path] : candidates) {
+    if (std::find(left_out.begin(), left_out.end(), path) != left_out.end()) continue;
+    const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(path, level);
+    if (manifest.ok()) return path;
     if (!absl::IsNotFound(manifest.status()) && !StaysUnreadable(manifest.status())) {
       return manifest.status();
     }
-    MUSTER_LOG(Warning) << "passing over " << PathOf(*number) << ": "
-                        << manifest.status().message();
+    MUSTER_LOG(Warning) << "passing over " << path << ": " << manifest.status().message();
     if (why.empty()) why = absl::StrCat(": ", manifest.status().message());
     if (code == absl::StatusCode::kNotFound) code = manifest.status().code();
   }
   return absl::Status(code, absl::StrCat("no complete checkpoint in ", root_, why));
-}
-
-absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Published() const {
-  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
-  std::vector<int64_t> published;
-  for (const int64_t number : numbers) {
-    MUSTER_ASSIGN_OR_RETURN(const bool exists, Exists(JoinPath(PathOf(number), kManifestName)));
-    if (exists) published.push_back(number);
-  }
-  return published;
 }
 
 absl::StatusOr<std::vector<int64_t>> CheckpointFolder::SeenPublished() const {
@@ -639,34 +718,32 @@ absl::Status CheckpointFolder::RotateAmong(const std::vector<int64_t>& numbers, 
   return SyncDirectory(root_);
 }
 
-absl::Status CheckpointFolder::PublishSealed() const {
+absl::StatusOr<std::vector<std::string>> CheckpointFolder::PublishSealed() const {
+  std::vector<std::string> unnamed;
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(root_);
-  if (absl::IsNotFound(names.status())) return absl::OkStatus();
+  if (absl::IsNotFound(names.status())) return unnamed;
   MUSTER_RETURN_IF_ERROR(names.status());
   for (const std::string& name : *names) {
     const absl::string_view stem = StemOf(name, kStagingMark);
     int64_t number = 0;
     const std::string path = JoinPath(root_, name);
     if (!HasMark(name, stem, kStagingMark) || !ParseNumber(stem, &number)) continue;
-    MUSTER_ASSIGN_OR_RETURN(const bool sealed, Exists(JoinPath(path, kSealName)));
-    MUSTER_ASSIGN_OR_RETURN(const bool taken, Exists(PathOf(number)));
-    if (!sealed || taken) continue;
-    absl::StatusOr<Staging> staging = Staging::TakeOver(PathOf(number), path);
-    const absl::Status renamed = staging.ok() ? staging->Rename() : staging.status();
-    if (renamed.ok()) {
-      MUSTER_LOG(Info) << PathOf(number)
-                       << " was sealed when its writer ended: it has its name now";
-    } else if (absl::IsNotFound(renamed) || absl::IsFailedPrecondition(renamed) ||
-               StaysUnreadable(renamed)) {
-      // Gone, of a live writer, or damaged.
-      MUSTER_LOG(Warning) << renamed.message();
+    MUSTER_ASSIGN_OR_RETURN(const bool awaits, AwaitsItsName(path, PathOf(number)));
+    if (!awaits) continue;
+    const absl::StatusOr<std::string> named =
+        NameStaging(PathOf(number), path, [] { return absl::OkStatus(); });
+    if (named.ok()) {
+      if (*named == path) unnamed.push_back(path);
+    } else if (absl::IsNotFound(named.status()) || StaysUnreadable(named.status())) {
+      // Gone, or damaged.
+      MUSTER_LOG(Warning) << named.status().message();
     } else {
-      return absl::Status(renamed.code(),
+      return absl::Status(named.status().code(),
                           absl::StrCat(path, " is sealed and lacks only the name ", PathOf(number),
-                                       ", which it does not get: ", renamed.message()));
+                                       ", which it does not get: ", named.status().message()));
     }
   }
-  return absl::OkStatus();
+  return unnamed;
 }
 
 }  // namespace muster

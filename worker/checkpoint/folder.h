@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_CHECKPOINT_FOLDER_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -86,11 +87,14 @@ absl::StatusOr<std::string> ReadRecordFile(const std::string& path,
 // checkpoint: it is not ours to replace; or if it is a link to nothing.
 class Staging {
  public:
-  static absl::StatusOr<Staging> Create(const std::string& wanted);
-  // Takes over the staging folder `path` of `wanted`, which a dead writer has left complete.
-  // Errors: NOT_FOUND; FAILED_PRECONDITION if a live process writes there; those of
-  // VerifyCheckpoint.
-  static absl::StatusOr<Staging> TakeOver(const std::string& wanted, const std::string& path);
+  // `replaces`: a checkpoint that is there when this one is published; otherwise Commit() fails
+  // with ALREADY_EXISTS then.
+  static absl::StatusOr<Staging> Create(const std::string& wanted, bool replaces = true);
+  // Takes over the staging folder `path` of `wanted`, which a dead writer, or this process with
+  // Leave(), has left complete. Nothing: another process may be at work there. Errors: NOT_FOUND;
+  // those of VerifyCheckpoint.
+  static absl::StatusOr<std::optional<Staging>> TakeOver(const std::string& wanted,
+                                                         const std::string& path);
   Staging(Staging&& other) noexcept;
   Staging& operator=(Staging&&) = delete;
   // Removes the folder unless published or taken over.
@@ -99,7 +103,8 @@ class Staging {
   const std::string& path() const { return path_; }
 
   // Leaves the folder as it is, because it is not known whether it has become a checkpoint. It
-  // stays locked until this process ends, so that no save removes it before a resume has asked.
+  // stays locked until this process takes it over or ends, so that no save removes it before a
+  // resume has asked.
   void Leave();
 
   // Checks that all files are there, writes the manifest and makes all durable: only the name of a
@@ -128,9 +133,17 @@ class Staging {
   std::string replaced_;  // where the former checkpoint is between Commit() and Finish()
   int replaced_lock_ = -1;
   bool prepared_ = false;  // Commit() has begun
+  bool replaces_ = true;
   int lock_ = -1;
   bool taken_over_ = false;
 };
+
+// Gives the complete checkpoint in the staging folder `path` the name `wanted`, after `prepare`.
+// Returns where it is then: still in `path`, with a warning in the log, if this process may not
+// write there, if another one may be at work there, or if `wanted` holds files and no checkpoint.
+// Errors: those of Staging::TakeOver, of `prepare`, and of the file system.
+absl::StatusOr<std::string> NameStaging(const std::string& wanted, const std::string& path,
+                                        absl::FunctionRef<absl::Status()> prepare);
 
 // Removes a checkpoint: renames it first, so that a crash leaves no part of it under its name. A
 // missing checkpoint is not an error. Of a symbolic link, the link goes and its folder stays.
@@ -163,13 +176,13 @@ class CheckpointFolder {
   // newer format, with a warning in the log. NOT_FOUND if there is none, with the reason of the
   // newest folder without a manifest; if all that are there are damaged, or of a newer format, that
   // error. Other errors, which may pass, are returned at once: no older one is taken. Those whose
-  // path is in `left_out` are not looked at.
+  // path is in `left_out` are not looked at. `unnamed`: of PublishSealed(), they count as well.
   absl::StatusOr<std::string> Newest(VerifyLevel level = VerifyLevel::kContents,
-                                     const std::vector<std::string>& left_out = {}) const;
+                                     const std::vector<std::string>& left_out = {},
+                                     const std::vector<std::string>& unnamed = {}) const;
 
-  // The numbers of the folders that have a manifest, ascending.
-  absl::StatusOr<std::vector<int64_t>> Published() const;
-  // Without those of which that cannot be seen now: for what deletes, since they stay.
+  // The numbers of the folders that have a manifest, ascending, without those of which that cannot
+  // be seen now: for what deletes, since they stay.
   absl::StatusOr<std::vector<int64_t>> SeenPublished() const;
 
   // The step of the newest whose manifest is not damaged; -1: there is none.
@@ -185,8 +198,9 @@ class CheckpointFolder {
                            const std::vector<std::string>& spared) const;
 
   // Renames the sealed and complete checkpoints that dead writers have left in staging folders.
-  // Errors: one of them cannot be read or renamed at the moment.
-  absl::Status PublishSealed() const;
+  // Returns the folders of those that have to stay there (see NameStaging()): what is in them can
+  // be loaded. Errors: one of them cannot be read or renamed at the moment.
+  absl::StatusOr<std::vector<std::string>> PublishSealed() const;
 
  private:
   std::string root_;

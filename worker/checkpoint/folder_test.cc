@@ -60,7 +60,8 @@ TEST_F(FolderTest, TakeOver_LeavesOutWhatItsWriterWasAboutToRename) {
   ASSERT_TRUE(WriteFileAtomically(JoinPath(staging, left), "{").ok());
   auto taken = Staging::TakeOver(Path("checkpoint_0"), staging);
   ASSERT_TRUE(taken.ok()) << taken.status();
-  ASSERT_TRUE(taken->Rename().ok());
+  ASSERT_TRUE(taken->has_value());
+  ASSERT_TRUE((*taken)->Rename().ok());
   EXPECT_THAT(*ListDirectory(Path("checkpoint_0")), ElementsAre("a", "manifest.json"));
 }
 
@@ -74,6 +75,46 @@ TEST_F(FolderTest, Create_KeepsWhatIsSealedAndLacksItsName) {
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_2", BaseName(sealed)));
   ASSERT_TRUE(CheckpointFolder(root_).PublishSealed().ok());
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_2", "checkpoint_3"));
+}
+
+// Two runs in one project folder have chosen one number.
+TEST_F(FolderTest, CheckpointThatAnotherProgramHasSavedMeanwhile_IsNotReplaced) {
+  {
+    auto staging = Staging::Create(Path("checkpoint_0"), /*replaces=*/false);
+    ASSERT_TRUE(staging.ok()) << staging.status();
+    ASSERT_TRUE(Save(Path("checkpoint_0"), {"other"}).ok());
+    const absl::Status published = staging->Publish({});
+    EXPECT_TRUE(absl::IsAlreadyExists(published)) << published;
+    EXPECT_THAT(std::string(published.message()), HasSubstr("another program has saved"));
+  }
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_0"));
+  EXPECT_THAT(*ListDirectory(Path("checkpoint_0")), ElementsAre("manifest.json", "other"));
+}
+
+TEST_F(FolderTest, LinkToNothing_IsPassedOverWithAWarning_AndKeepsItsNumber) {
+  ASSERT_TRUE(Save(Path("checkpoint_1"), {"a"}).ok());
+  ASSERT_EQ(symlink("/missing/checkpoint_4", Path("checkpoint_4").c_str()), 0);
+  const CheckpointFolder folder(root_);
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(*folder.Newest(), Path("checkpoint_1"));
+  EXPECT_THAT(testing::internal::GetCapturedStderr(),
+              HasSubstr("checkpoint_4 is a symbolic link to nothing"));
+  EXPECT_EQ(*folder.NextNumber(), 5);
+  ASSERT_TRUE(folder.Rotate(1).ok());
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_1", "checkpoint_4"));
+}
+
+TEST_F(FolderTest, MissingCheckpoint_SaysWhichOneLacksOnlyThatName) {
+  const std::string sealed = Path("best.tmp-0123456789abcdef");
+  ASSERT_TRUE(Save(sealed, {"a"}).ok());
+  const auto why = [&] {
+    const absl::Status status = VerifyCheckpoint(Path("best"), VerifyLevel::kSizes).status();
+    EXPECT_TRUE(absl::IsNotFound(status)) << status;
+    return std::string(status.message());
+  };
+  EXPECT_EQ(why(), Path("best") + " does not exist") << "nobody has sealed what is being written";
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(sealed, kSealName), "{}").ok());
+  EXPECT_THAT(why(), HasSubstr(sealed + " is complete and lacks only that name"));
 }
 
 TEST_F(FolderTest, Create_RemovesWhatWasReplaced) {

@@ -11,21 +11,28 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "ATen/ops/full.h"
+#include "ATen/ops/zeros.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/file.h"
 #include "base/owned_fd.h"
+#include "base/status_macros.h"
 #include "base/test_folder.h"
 #include "base/test_system_calls.h"
+#include "worker/checkpoint/fake_registrar.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/seal.h"
 #include "worker/checkpoint/staging_folder.h"
+#include "worker/checkpoint/state.h"
+#include "worker/collective/thread_comm.h"
 
 namespace {
 
@@ -33,26 +40,41 @@ constexpr char kDisk[] = "/network_disk";
 
 // The calls of the system below, which this program has in place of the C library's.
 struct Disk {
-  long calls = 0;  // that read below a folder named kDisk
-  long at = 0;     // the call that fails; 0: none
+  long at = 0;  // the call that reads below a folder named kDisk and fails; 0: none
   int error = 0;
-  bool fired = false;
   bool is_nfs = false;
   time_t ahead = 0;         // so much earlier everything on it has changed
   std::string hidden = "";  // a part of the paths that may not be examined; empty: none
+  int read_only = 0;        // what changes fail with; 0: none
 };
 Disk disk;
+std::atomic<long> reads = 0;  // by several threads
+
+// From now on the disk is as `next` says. Returns whether a read has failed since the last call.
+bool Set(Disk next) {
+  const bool fired = disk.at > 0 && reads >= disk.at;
+  disk = std::move(next);
+  reads = 0;
+  return fired;
+}
 
 template <class Where>
 bool Fails(Where where) {
-  if (disk.at == 0 || !muster::PathHas(where, kDisk) || ++disk.calls != disk.at) return false;
-  disk.fired = true;
+  if (disk.at == 0 || !muster::PathHas(where, kDisk) || ++reads != disk.at) return false;
   errno = disk.error;
   return true;
 }
 
+bool RefusesToChange(const char* path) {
+  if (disk.read_only == 0 || !muster::PathHas(path, kDisk)) return false;
+  errno = disk.read_only;
+  return true;
+}
+
 // A lock is none of the calls that read.
-bool FailsToOpen(const char* path, int flags) { return (flags & O_CREAT) == 0 && Fails(path); }
+bool FailsToOpen(const char* path, int flags) {
+  return (flags & O_CREAT) == 0 ? Fails(path) : RefusesToChange(path);
+}
 
 }  // namespace
 
@@ -111,6 +133,18 @@ struct dirent* readdir(DIR* folder) {
   return real(folder);
 }
 
+int rename(const char* from, const char* to) noexcept {
+  if (RefusesToChange(from)) return -1;
+  static const auto real = muster::RealCall<int (*)(const char*, const char*)>("rename");
+  return real(from, to);
+}
+
+int unlink(const char* path) noexcept {
+  if (RefusesToChange(path)) return -1;
+  static const auto real = muster::RealCall<int (*)(const char*)>("unlink");
+  return real(path);
+}
+
 int fstatfs(int fd, struct statfs* info) noexcept {
   static const auto real = muster::RealCall<int (*)(int, struct statfs*)>("fstatfs");
   const int done = real(fd, info);
@@ -129,8 +163,8 @@ using ::testing::Not;
 
 class NetworkDiskTest : public testing::Test {
  protected:
-  NetworkDiskTest() { disk = Disk(); }
-  ~NetworkDiskTest() override { disk = Disk(); }
+  NetworkDiskTest() { Set({}); }
+  ~NetworkDiskTest() override { Set({}); }
 
   // With a record, as coordinators write it.
   void Save(int64_t number) {
@@ -156,6 +190,9 @@ class NetworkDiskTest : public testing::Test {
   const CheckpointFolder folder_{root_};
 };
 
+// The device is gone, or the server that a file system of a program asks, or it refuses a call.
+const std::vector<int> kErrors = {EIO, ESTALE, EACCES, ENODEV, ENXIO, ENOTCONN, EOPNOTSUPP, EINVAL};
+
 // `find`: what looks for the newest checkpoint, number 2, whose path or step it returns.
 class FailingReadsTest : public NetworkDiskTest {
  protected:
@@ -163,14 +200,18 @@ class FailingReadsTest : public NetworkDiskTest {
   void ExpectNewestOrAnError(const F& find,
                              const std::vector<int>& errors = {EIO, ESTALE, EACCES}) {
     for (int64_t number = 0; number < 3; ++number) Save(number);
+    ExpectTheSavedOrAnError(find, errors);
+  }
+
+  template <class F>
+  void ExpectTheSavedOrAnError(const F& find, const std::vector<int>& errors) {
     for (const int error : errors) {
       long at = 1;
       for (; !HasFailure(); ++at) {
         SCOPED_TRACE(absl::StrFormat("%s in call %d", strerror(error), at));
-        disk = {.at = at, .error = error};
+        Set({.at = at, .error = error});
         const absl::StatusOr<std::string> found = find();
-        const bool fired = disk.fired;
-        disk = Disk();
+        const bool fired = Set({});
         if (found.ok()) {
           EXPECT_EQ(*found, "2");
         } else {
@@ -195,13 +236,59 @@ class FailingReadsTest : public NetworkDiskTest {
 };
 
 TEST_F(FailingReadsTest, Newest) {
-  // The last two: the device is gone, and the server that a file system of a program asks.
-  ExpectNewestOrAnError([&] { return NumberOf(folder_.Newest()); },
-                        {EIO, ESTALE, EACCES, ENODEV, ENOTCONN});
+  ExpectNewestOrAnError([&] { return NumberOf(folder_.Newest()); }, kErrors);
+}
+
+// Its contents are read: text, files of one block and of several, by one rank and by two together.
+TEST_F(FailingReadsTest, Contents) {
+  const auto save = [&](int64_t number, int64_t elements) {
+    RunRanks(1, [&](Comm& comm) {
+      const absl::Status saved = SaveNumberedCheckpoint(
+          comm, folder_, {.iteration = number, .step = 10 * number}, PublishOptions(),
+          [&](StateWriter& writer) -> absl::Status {
+            StateDict state;
+            state.SetInt("step", number);
+            MUSTER_RETURN_IF_ERROR(writer.Write(SchedulerFileName(0), state));
+            state.SetTensor("w", at::full({3}, 1.0));
+            MUSTER_RETURN_IF_ERROR(writer.Write(RandomStatesFileName(0), state));
+            return writer.WriteModel(ModelFileName(0), {{"w", at::zeros({elements}, at::kByte)}});
+          });
+      ASSERT_TRUE(saved.ok()) << saved;
+    });
+  };
+  save(1, 3);
+  save(2, (8 << 20) + 1);
+  ASSERT_FALSE(ReadManifest(Path("checkpoint_2"))->Find(ModelFileName(0))->blocks.empty());
+  for (const int ranks : {1, 2}) {
+    SCOPED_TRACE(ranks);
+    ExpectTheSavedOrAnError(
+        [&]() -> absl::StatusOr<std::string> {
+          std::vector<absl::Status> statuses(ranks);
+          std::string dir;
+          RunRanks(ranks, [&](Comm& comm) {
+            statuses[comm.rank()] = [&]() -> absl::Status {
+              MUSTER_ASSIGN_OR_RETURN(StateReader reader,
+                                      OpenCheckpoint(comm, "", folder_, nullptr, {}));
+              if (comm.rank() == 0) dir = reader.dir();
+              std::vector<std::string> names;
+              for (const ManifestFile& file : reader.manifest().files) names.push_back(file.name);
+              MUSTER_RETURN_IF_ERROR(reader.ReadTogether(comm, names));
+              for (const std::string& name : names) {
+                MUSTER_RETURN_IF_ERROR(reader.Read(name).status());
+              }
+              return absl::OkStatus();
+            }();
+          });
+          for (const absl::Status& status : statuses) MUSTER_RETURN_IF_ERROR(status);
+          return NumberOf(dir);
+        },
+        {ENODEV, EOPNOTSUPP, EINVAL});
+  }
 }
 
 TEST_F(FailingReadsTest, CheckpointToResume) {
-  ExpectNewestOrAnError([&] { return NumberOf(FindCheckpointToResume(folder_, nullptr)); });
+  ExpectNewestOrAnError([&] { return NumberOf(FindCheckpointToResume(folder_, nullptr)); },
+                        kErrors);
 }
 
 TEST_F(FailingReadsTest, SealedOneThatLacksItsName) {
@@ -236,6 +323,39 @@ TEST_F(FailingReadsTest, NewestStep) {
   });
 }
 
+// Who only reads loads it from where it is.
+TEST_F(NetworkDiskTest, SealedOnAReadOnlyDisk_IsLoadedFromWhereItIs) {
+  for (int64_t number = 0; number < 3; ++number) Save(number);
+  const std::string staging = "checkpoint_2.tmp-0123456789abcdef";
+  ASSERT_EQ(rename(Path("checkpoint_2").c_str(), Path(staging).c_str()), 0);
+  const std::string leftover = Path(staging + "/seal.json.tmp-0123456789abcdef");
+  ASSERT_TRUE(WriteFileAtomically(leftover, "{").ok());
+  for (const bool registered : {false, true}) {
+    FakeRegistrar registrar;
+    RegisteredCheckpoint& record = registrar.records[1];
+    record = *ReadSeal(Path(staging));
+    record.id = 1;
+    record.path = Path("checkpoint_2");
+    record.staging = Path(staging);
+    record.iteration = 2;
+    for (const int error : {EACCES, EPERM, EROFS}) {
+      SCOPED_TRACE(strerror(error));
+      disk.read_only = error;
+      const auto found = FindCheckpointToResume(folder_, registered ? &registrar : nullptr);
+      ASSERT_TRUE(found.ok()) << found.status();
+      EXPECT_EQ(*found, Path(staging));
+      EXPECT_EQ(record.state, RegisteredCheckpoint::State::kSealed) << "its path has nothing";
+    }
+    disk.read_only = 0;
+    // Another error may pass, so that the next load can give it its name.
+    disk.read_only = EIO;
+    const auto found = FindCheckpointToResume(folder_, registered ? &registrar : nullptr);
+    EXPECT_THAT(std::string(found.status().message()), testing::HasSubstr(staging));
+    disk.read_only = 0;
+  }
+  EXPECT_EQ(*FindCheckpointToResume(folder_, nullptr), Path("checkpoint_2"));
+}
+
 // A sealed one that lacks its name is never taken for rubbish.
 TEST_F(FailingReadsTest, Create_RemovesNothingThatIsSealed) {
   Save(0);
@@ -245,10 +365,9 @@ TEST_F(FailingReadsTest, Create_RemovesNothingThatIsSealed) {
   ASSERT_EQ(rename(Path("checkpoint_2").c_str(), staging.c_str()), 0);
   for (long at = 1; !HasFailure(); ++at) {
     SCOPED_TRACE(at);
-    disk = {.at = at, .error = EIO};
+    Set({.at = at, .error = EIO});
     (void)Staging::Create(Path("checkpoint_3"));
-    const bool fired = disk.fired;
-    disk = Disk();
+    const bool fired = Set({});
     EXPECT_TRUE(PathExists(JoinPath(staging, kSealName)));
     if (!fired) break;
   }
@@ -258,7 +377,6 @@ TEST_F(FailingReadsTest, Create_RemovesNothingThatIsSealed) {
 TEST_F(NetworkDiskTest, CheckpointThatCannotBeSeen_StaysAndOlderOnesGo) {
   for (int64_t number = 0; number < 4; ++number) Save(number);
   disk.hidden = "/checkpoint_1/manifest.json";
-  EXPECT_FALSE(folder_.Published().ok());
   const absl::Status rotated = folder_.Rotate(1);
   EXPECT_TRUE(rotated.ok()) << rotated;
   EXPECT_THAT(Names(), ElementsAre("checkpoint_1", "checkpoint_3"));

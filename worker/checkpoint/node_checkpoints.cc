@@ -21,6 +21,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/staged_save.h"
 
 namespace muster {
@@ -306,7 +307,7 @@ absl::Status CompleteOnNodes(Comm& comm, const std::string& dir, const NodeGroup
     // Files are checked when they are read, and those of other nodes when they come: reading all of
     // them before would be once too often.
     const absl::Status completed = complete(VerifyLevel::kSizes);
-    if (!absl::IsDataLoss(completed) && !absl::IsUnknown(completed)) return completed;
+    if (!absl::IsDataLoss(completed) && !IsReadError(completed)) return completed;
   }
   return complete(VerifyLevel::kContents);
 }

@@ -378,6 +378,39 @@ TEST_F(NodeCheckpointsTest, CrashBetweenTheNodesCommits_IsFinishedByTheNextLoad)
   EXPECT_THAT(*ListDirectory(Disk(1)), ElementsAre("ckpt"));
 }
 
+// The same, and node 1 cannot read what is in its place, which may be newer than anything else.
+TEST_F(NodeCheckpointsTest, CopyInItsPlaceThatCannotBeReadNow_NothingIsMoved) {
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 1, 1).ok()); });
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)) + "-new", 2, 2).ok()); });
+  const std::string beside = ".tmp-0123456789abcdef";
+  ASSERT_EQ(rename(Dir(0).c_str(), (Dir(0) + beside).c_str()), 0);
+  ASSERT_EQ(rename((Dir(0) + "-new").c_str(), Dir(0).c_str()), 0);
+  ASSERT_EQ(rename((Dir(1) + "-new").c_str(), (Dir(1) + beside).c_str()), 0);
+  {
+    const std::string manifest = JoinPath(Dir(1), kManifestName);
+    const HiddenPath hidden(manifest);
+    RunRanks(4, [&](Comm& comm) {
+      const auto groups = FindNodeGroups(comm, Disk(NodeOf(comm)), NodeOf(comm));
+      ASSERT_TRUE(groups.ok()) << groups.status();
+      const absl::Status settled = SettleNodes(comm, Dir(NodeOf(comm)), *groups);
+      EXPECT_TRUE(settled.ok()) << settled;
+      // What only that node has is an error that names it.
+      const absl::Status status = OpenDir(comm).status();
+      EXPECT_FALSE(absl::IsNotFound(status) || StaysUnreadable(status)) << status;
+      EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr("rank 2: "), HasSubstr(manifest)));
+    });
+  }
+  for (const int node : {0, 1}) {
+    EXPECT_THAT(*ListDirectory(Disk(node)), ElementsAre("ckpt", "ckpt" + beside));
+  }
+  EXPECT_EQ(ReadManifest(Dir(1))->info.step, 1);
+  RunRanks(4, [&](Comm& comm) {
+    const auto reader = OpenDir(comm);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(ModelOf(*reader), 2);
+  });
+}
+
 TEST_F(NodeCheckpointsTest, CrashBeforeAllNodesHavePrepared_GoesBackToTheFormer) {
   RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 1, 1).ok()); });
   RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)) + "-new", 2, 2).ok()); });

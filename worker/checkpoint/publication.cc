@@ -1,9 +1,7 @@
 #include "worker/checkpoint/publication.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <set>
-#include <system_error>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -17,6 +15,7 @@
 #include "base/status_macros.h"
 #include "c10/util/Exception.h"
 #include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/clean_path.h"
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/seal.h"
@@ -30,13 +29,6 @@ constexpr size_t kMaxSliceName = 1024;
 
 // After so many restarts of the registry in the middle of one save something else is wrong.
 constexpr int kSealTries = 10;
-
-// The registry is asked by other processes, which may be in other folders.
-std::string AbsolutePath(const std::string& path) {
-  std::error_code error;
-  const std::filesystem::path absolute = std::filesystem::absolute(path, error);
-  return error ? path : absolute.lexically_normal().string();
-}
 
 // A lock of what may be null.
 class OptionalLock {
@@ -159,7 +151,6 @@ void DeleteSuperfluous(CheckpointRegistrar& registrar, Mutex* folder_mu,
   }
 }
 
-// What was saved without this registry counts too.
 // How many of the newest numbered checkpoints to leave so that `keep` of them are not pinned.
 int KeepBesides(const CheckpointFolder& folder, const std::vector<int64_t>& numbers, int keep,
                 const std::vector<std::string>& pinned) {
@@ -172,6 +163,7 @@ int KeepBesides(const CheckpointFolder& folder, const std::vector<int64_t>& numb
   return std::max(left, keep);
 }
 
+// What was saved without this registry counts too.
 absl::Status DeleteUnregistered(const Publication& publication,
                                 const std::vector<RegisteredCheckpoint>& records) {
   const CheckpointFolder& folder = *publication.folder;
@@ -269,6 +261,16 @@ absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
   return absl::OkStatus();
 }
 
+// Whether retention leaves the checkpoint, which a user has named, alone. One that is not pinned is
+// not to be published: retention is for those. Until it is published, nothing removes its folder.
+bool PinNamed(const RegisteredCheckpoint& record, CheckpointRegistrar& registrar) {
+  const absl::Status pinned = registrar.Pin(record.id);
+  if (pinned.ok()) return true;
+  MUSTER_LOG(Warning) << record.path << " is whole and sealed, but the coordinator has not pinned "
+                      << "it, and so does not register it yet: " << pinned.message();
+  return false;
+}
+
 absl::Status Finish(Staging& staging, const Publication& publication,
                     const RegisteredCheckpoint& record) {
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_sealed");
@@ -276,16 +278,17 @@ absl::Status Finish(Staging& staging, const Publication& publication,
   MUSTER_RETURN_IF_ERROR(SyncDirectory(publication.staging_path));
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_noted");
   // Retention is for numbered ones: it removes none that a user has named.
-  if (!publication.folder.has_value()) {
-    if (const absl::Status pinned = publication.options.registrar->Pin(record.id); !pinned.ok()) {
-      MUSTER_LOG(Warning) << pinned.message();
-    }
-  }
+  const bool may_register =
+      publication.folder.has_value() || PinNamed(record, *publication.options.registrar);
   {
     const OptionalLock lock(publication.folder_mu);
-    MUSTER_RETURN_IF_ERROR(staging.Rename());
+    if (const absl::Status renamed = staging.Rename(); !renamed.ok()) {
+      // It is whole, and the next load gives it its name.
+      staging.Leave();
+      return renamed;
+    }
   }
-  Register(publication, record);
+  if (may_register) Register(publication, record);
   return absl::OkStatus();
 }
 
@@ -369,27 +372,30 @@ absl::Status PublishRegistered(Comm& comm, Staging* staging, const Publication& 
   return SealTogether(comm, staging, publication, id, mine);
 }
 
-// Whether the sealed checkpoint has its name, after it was given it if need be.
-absl::Status NameSealed(const RegisteredCheckpoint& record, CheckpointRegistrar& registrar) {
+// Where the sealed checkpoint is, which gets its name if need be: see NameStaging(). Errors:
+// NOT_FOUND if it is gone, or if a newer one has its name.
+absl::StatusOr<std::string> NameSealed(const RegisteredCheckpoint& record,
+                                       CheckpointRegistrar& registrar) {
   if (!IsFolderOf(record.path, record)) {
     MUSTER_ASSIGN_OR_RETURN(const bool is_newer, IsNewerCheckpoint(record.path, record.staging));
     if (is_newer) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          record.path, " was saved after ", record.staging, ", which was to have its name"));
+      return absl::NotFoundError(absl::StrCat(record.path, " was saved after ", record.staging,
+                                              ", which was to have its name"));
     }
     // With its contents: its publication lets older ones go.
     MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(record.staging, VerifyLevel::kContents).status());
-    MUSTER_ASSIGN_OR_RETURN(Staging staging, Staging::TakeOver(record.path, record.staging));
-    MUSTER_RETURN_IF_ERROR(WriteSeal(record.staging, record));
-    MUSTER_RETURN_IF_ERROR(SyncDirectory(record.staging));
-    MUSTER_RETURN_IF_ERROR(staging.Rename());
-    MUSTER_LOG(Info) << record.path << " was sealed when its writer ended: it has its name now";
+    MUSTER_ASSIGN_OR_RETURN(const std::string path,
+                            NameStaging(record.path, record.staging, [&]() -> absl::Status {
+                              MUSTER_RETURN_IF_ERROR(WriteSeal(record.staging, record));
+                              return SyncDirectory(record.staging);
+                            }));
+    if (path != record.path) return path;
   } else {
     MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(record.path, VerifyLevel::kContents).status());
   }
   // Its writer may have ended before it pinned what the program had named.
-  if (!IsNumberedName(BaseName(record.path)) && !record.pinned) {
-    MUSTER_RETURN_IF_ERROR(registrar.Pin(record.id));
+  if (!IsNumberedName(BaseName(record.path)) && !record.pinned && !PinNamed(record, registrar)) {
+    return record.path;
   }
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> superfluous =
       registrar.Publish(record.id, SaveTimes());
@@ -398,7 +404,7 @@ absl::Status NameSealed(const RegisteredCheckpoint& record, CheckpointRegistrar&
   } else {
     DeleteSuperfluous(registrar, /*folder_mu=*/nullptr, *superfluous);
   }
-  return absl::OkStatus();
+  return record.path;
 }
 
 struct HeldBack {
@@ -408,15 +414,17 @@ struct HeldBack {
 };
 
 // The checkpoints that were held back when they were sealed and that are in none of `records`, and
-// those that may have been. Does not look at `damaged`. Errors: of a folder or a seal.json that may
-// be readable later.
+// those that may have been. `unnamed`: of PublishSealed(), they count as well. Does not look at
+// `damaged`. Errors: of a folder or a seal.json that may be readable later.
 absl::StatusOr<HeldBack> HeldBackIn(const CheckpointFolder& folder,
+                                    const std::vector<std::string>& unnamed,
                                     const std::vector<RegisteredCheckpoint>& records,
                                     const std::vector<std::string>& damaged) {
   HeldBack held_back;
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, folder.Numbers());
-  for (const int64_t number : numbers) {
-    const std::string path = folder.PathOf(number);
+  std::vector<std::string> paths = unnamed;
+  for (const int64_t number : numbers) paths.push_back(folder.PathOf(number));
+  for (const std::string& path : paths) {
     if (std::find(damaged.begin(), damaged.end(), path) != damaged.end()) continue;
     const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
     if (absl::IsNotFound(seal.status()) || (seal.ok() && seal->promoted)) continue;
@@ -481,13 +489,15 @@ absl::Status PublishTogether(Comm& comm, Staging* staging, const Publication& pu
 absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folder,
                                                    CheckpointRegistrar* registrar,
                                                    const std::vector<std::string>& damaged) {
+  std::vector<std::string> unnamed;
   const auto by_folder =
       [&](const std::vector<RegisteredCheckpoint>& records,
           const std::vector<std::string>& also_left_out) -> absl::StatusOr<std::string> {
-    MUSTER_ASSIGN_OR_RETURN(HeldBack left_out, HeldBackIn(folder, records, damaged));
+    MUSTER_ASSIGN_OR_RETURN(HeldBack left_out, HeldBackIn(folder, unnamed, records, damaged));
     left_out.paths.insert(left_out.paths.end(), also_left_out.begin(), also_left_out.end());
     left_out.paths.insert(left_out.paths.end(), damaged.begin(), damaged.end());
-    absl::StatusOr<std::string> newest = folder.Newest(VerifyLevel::kSizes, left_out.paths);
+    absl::StatusOr<std::string> newest =
+        folder.Newest(VerifyLevel::kSizes, left_out.paths, unnamed);
     // Not the same as none yet, where training begins from scratch.
     if (absl::IsNotFound(newest.status()) && !left_out.unreadable.ok()) {
       return absl::DataLossError(left_out.unreadable.message());
@@ -495,7 +505,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     return newest;
   };
   if (registrar == nullptr) {
-    MUSTER_RETURN_IF_ERROR(folder.PublishSealed());
+    MUSTER_ASSIGN_OR_RETURN(unnamed, folder.PublishSealed());
     return by_folder({}, {});
   }
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar->List();
@@ -503,10 +513,10 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     MUSTER_LOG(Warning) << "the coordinator does not say which checkpoint to resume from ("
                         << records.status().message() << "): the newest that is complete in "
                         << folder.root() << " is taken";
-    MUSTER_RETURN_IF_ERROR(folder.PublishSealed());
+    MUSTER_ASSIGN_OR_RETURN(unnamed, folder.PublishSealed());
     return by_folder({}, {});
   }
-  MUSTER_RETURN_IF_ERROR(folder.PublishSealed());
+  MUSTER_ASSIGN_OR_RETURN(unnamed, folder.PublishSealed());
   const std::string root = AbsolutePath(folder.root());
   std::vector<std::string> left_out;  // no run resumes from them
   bool any = false, any_damaged = false;
@@ -516,10 +526,12 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
          record->state != RegisteredCheckpoint::State::kPublished)) {
       continue;
     }
-    const std::string path = JoinPath(folder.root(), BaseName(record->path));
-    const bool known_damaged = std::find(damaged.begin(), damaged.end(), path) != damaged.end();
+    std::string path = JoinPath(folder.root(), BaseName(record->path));
+    const auto known_damaged = [&] {
+      return std::find(damaged.begin(), damaged.end(), path) != damaged.end();
+    };
     // Not a reason to train on from an older one.
-    if (const absl::Status seal = ReadSeal(path).status(); !known_damaged && MayPass(seal)) {
+    if (const absl::Status seal = ReadSeal(path).status(); !known_damaged() && MayPass(seal)) {
       return seal;
     }
     if (!record->promoted || record->damage_in_contents) {
@@ -533,15 +545,19 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
       continue;
     }
     any = true;
-    if (known_damaged) {
+    if (known_damaged()) {
       any_damaged = true;
       continue;
     }
     absl::Status status;
-    bool is_taken = false;  // another process writes there, or a newer one has the name
     if (record->state == RegisteredCheckpoint::State::kSealed) {
-      status = NameSealed(*record, *registrar);
-      is_taken = absl::IsFailedPrecondition(status);
+      const absl::StatusOr<std::string> named = NameSealed(*record, *registrar);
+      status = named.status();
+      if (named.ok()) path = JoinPath(folder.root(), BaseName(*named));
+      if (known_damaged()) {
+        any_damaged = true;
+        continue;
+      }
     } else if (!IsFolderOf(path, *record)) {
       const absl::Status seal = ReadSeal(path).status();
       status =
@@ -570,7 +586,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
       WarnOfNewer(folder, *record, *records);
       return path;
     }
-    if (MayPass(status) && !is_taken) return status;
+    if (MayPass(status)) return status;
     MUSTER_LOG(Warning) << "passing over " << path << " of step " << record->step << ": "
                         << status.message();
   }

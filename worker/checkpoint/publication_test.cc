@@ -4,17 +4,19 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <map>
-#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/ops/full.h"
 #include "absl/strings/str_cat.h"
+#include "base/failpoint.h"
 #include "base/file.h"
-#include "base/mutex.h"
+#include "base/owned_fd.h"
 #include "base/test_folder.h"
+#include "worker/checkpoint/fake_registrar.h"
 #include "worker/checkpoint/seal.h"
+#include "worker/checkpoint/staging_folder.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/thread_comm.h"
 
@@ -26,118 +28,6 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using State = RegisteredCheckpoint::State;
-
-// A registry in memory.
-class FakeRegistrar : public CheckpointRegistrar {
- public:
-  absl::StatusOr<uint64_t> Begin(const CheckpointRegistration& registration) override {
-    const MutexLock lock(&mu_);
-    if (!away.ok()) return away;
-    RegisteredCheckpoint record;
-    record.job = "j";
-    record.id = ++last_;
-    record.path = registration.path;
-    record.staging = registration.staging;
-    record.iteration = registration.iteration;
-    record.step = registration.step;
-    record.ranks = registration.ranks;
-    record.promoted = registration.promote;
-    records[record.id] = record;
-    keep_ = registration.keep;
-    return record.id;
-  }
-  absl::Status ReportShards(uint64_t id, int rank,
-                            const std::vector<ShardFileReport>& files) override {
-    const MutexLock lock(&mu_);
-    if (rank == failing_rank) return absl::UnavailableError("no answer");
-    reported_[id].insert(rank);
-    for (const ShardFileReport& file : files) {
-      for (const ShardSlice& slice : file.slices) slices.insert(slice.tensor);
-    }
-    return absl::OkStatus();
-  }
-  absl::StatusOr<std::optional<RegisteredCheckpoint>> Seal(uint64_t id) override {
-    const MutexLock lock(&mu_);
-    ++seals;
-    if (forgets > 0) {
-      --forgets;
-      reported_[id].clear();
-    }
-    RegisteredCheckpoint& record = records.at(id);
-    if (static_cast<int>(reported_[id].size()) < record.ranks) return std::nullopt;
-    if (!refusal.ok()) return refusal;
-    record.state = State::kSealed;
-    record.sha256 = std::string(60, 'a') + absl::StrCat(1000 + id);
-    return record;
-  }
-  absl::StatusOr<std::vector<RegisteredCheckpoint>> Publish(uint64_t id,
-                                                            const SaveTimes& times) override {
-    const MutexLock lock(&mu_);
-    published_times = times;
-    RegisteredCheckpoint& record = records.at(id);
-    EXPECT_TRUE(PathExists(record.path)) << "published before it has its name";
-    record.state = State::kPublished;
-    record.published = true;
-    std::vector<RegisteredCheckpoint> go;
-    int newer = 0;
-    for (auto it = records.rbegin(); it != records.rend(); ++it) {
-      if (it->second.state != State::kPublished || it->second.pinned || keep_ == 0) continue;
-      if (++newer <= keep_) continue;
-      it->second.state = State::kDeleting;
-      go.push_back(it->second);
-    }
-    return go;
-  }
-  absl::Status Deleted(const std::vector<uint64_t>& ids) override {
-    const MutexLock lock(&mu_);
-    for (const uint64_t id : ids) records.erase(id);
-    return absl::OkStatus();
-  }
-  void Abort(uint64_t id, const std::string& reason) override {
-    const MutexLock lock(&mu_);
-    aborts.push_back(reason);
-    records.erase(id);
-  }
-  void Verified(const RegisteredCheckpoint& checkpoint, absl::string_view damage,
-                bool contents) override {
-    const MutexLock lock(&mu_);
-    verdicts.emplace_back(checkpoint.id, damage);
-    records.at(checkpoint.id).damage = std::string(damage);
-    records.at(checkpoint.id).damage_in_contents = contents && !damage.empty();
-  }
-  absl::Status Pin(uint64_t id) override {
-    const MutexLock lock(&mu_);
-    records.at(id).pinned = true;
-    return absl::OkStatus();
-  }
-  absl::Status Unpin(uint64_t) override { return absl::OkStatus(); }
-  absl::StatusOr<std::vector<RegisteredCheckpoint>> List() override {
-    const MutexLock lock(&mu_);
-    if (!away.ok()) return away;
-    std::vector<RegisteredCheckpoint> all;
-    for (const auto& [id, record] : records) all.push_back(record);
-    return all;
-  }
-
-  void set_keep(int keep) {
-    const MutexLock lock(&mu_);
-    keep_ = keep;
-  }
-
-  absl::Status away, refusal;
-  int forgets = 0, failing_rank = -1, seals = 0;
-  std::map<uint64_t, RegisteredCheckpoint> records;
-  std::set<std::string> slices;
-  std::vector<std::string> aborts;
-  SaveTimes published_times;
-  std::vector<std::pair<uint64_t, std::string>> verdicts;
-
- private:
-  Mutex mu_;
-  uint64_t last_ = 0;
-  int keep_ = 0;
-  std::map<uint64_t, std::set<int>> reported_;
-};
 
 class PublicationTest : public testing::Test {
  protected:
@@ -253,6 +143,118 @@ TEST_F(PublicationTest, SealedWhenItsWriterEnded_GetsItsNameAtAResume) {
   // The coordinator ended too: what is noted counts.
   TakeNameAway(2, /*noted=*/true);
   EXPECT_EQ(Resume(nullptr), "checkpoint_2");
+}
+
+// Nothing sealed is thrown away.
+TEST_F(PublicationTest, SealedAndNotRenamed_IsAnErrorOfTheSave_AndNamedByTheNextLoad) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(ArmFailpoints("worker.checkpoint_publish=error:UNAVAILABLE", "", "").ok());
+  const absl::Status saved = Save(1);
+  ASSERT_TRUE(ArmFailpoints("", "", "").ok());
+  EXPECT_TRUE(absl::IsUnavailable(saved)) << saved;
+  EXPECT_EQ(registrar_.records.at(2).state, State::kSealed);
+  ASSERT_TRUE(Save(2).ok());
+  EXPECT_TRUE(PathExists(registrar_.records.at(2).staging));
+  EXPECT_EQ(Resume(nullptr), "checkpoint_2");
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2"));
+}
+
+// Whoever has it locked may rename it at any moment; nobody trains on from an older one.
+TEST_F(PublicationTest, SealedAndLockedByAnotherProcess_IsLoadedFromWhereItIs) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1).ok());
+  TakeNameAway(2, /*noted=*/true);
+  const std::string staging = registrar_.records.at(2).staging;
+  {
+    const OwnedFd lock(LockFolder(staging));
+    ASSERT_TRUE(lock.open());
+    EXPECT_EQ(Resume(nullptr), BaseName(staging));
+    EXPECT_EQ(Resume(&registrar_), BaseName(staging));
+    EXPECT_EQ(registrar_.records.at(2).state, State::kSealed) << "its path has nothing";
+    // What the load finds damaged it passes over.
+    EXPECT_EQ(Resume(nullptr, {staging}), "checkpoint_0");
+    EXPECT_EQ(Resume(&registrar_, {staging}), "checkpoint_0");
+  }
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
+}
+
+TEST_F(PublicationTest, HeldBackAndWithoutItsName_IsNotTaken) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1, {.promote = false}).ok());
+  TakeNameAway(2, /*noted=*/true);
+  const OwnedFd lock(LockFolder(registrar_.records.at(2).staging));
+  ASSERT_TRUE(lock.open());
+  EXPECT_EQ(Resume(nullptr), "checkpoint_0");
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_0");
+}
+
+// The answer was lost: survivors of a generation load in the same process.
+TEST_F(PublicationTest, SealedWithoutAnAnswer_IsNamedByAResumeOfTheSameProcess) {
+  ASSERT_TRUE(Save(0).ok());
+  registrar_.refusal = absl::UnavailableError("no answer");
+  ASSERT_FALSE(Save(1).ok());
+  registrar_.refusal = absl::OkStatus();
+  RegisteredCheckpoint& record = registrar_.records.at(2);
+  record.state = State::kSealed;
+  record.sha256 = std::string(64, 'b');
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1"));
+}
+
+TEST_F(PublicationTest, SealedAndItsNameHasOtherFiles_IsLoadedFromWhereItIs) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1).ok());
+  TakeNameAway(2, /*noted=*/true);
+  const std::string staging = BaseName(registrar_.records.at(2).staging);
+  ASSERT_TRUE(MakeDirectories(folder_.PathOf(1)).ok());
+  const std::string notes = JoinPath(folder_.PathOf(1), "notes");
+  ASSERT_TRUE(WriteFileAtomically(notes, "of a user").ok());
+  EXPECT_EQ(Resume(nullptr), staging);
+  EXPECT_EQ(Resume(&registrar_), staging);
+  EXPECT_TRUE(PathExists(notes));
+  ASSERT_EQ(unlink(notes.c_str()), 0);
+  EXPECT_EQ(Resume(nullptr), "checkpoint_1") << "an empty folder is in nobody's way";
+}
+
+// Its name has the one that it was to replace.
+TEST_F(PublicationTest, SealedAndItsNameHasAnOlderOne_ReplacesIt) {
+  registered_ = false;
+  ASSERT_TRUE(Save(1).ok());
+  Manifest older = *ReadManifest(folder_.PathOf(1));
+  older.created = "1999-01-01T00:00:00+00:00";
+  registered_ = true;
+  ASSERT_TRUE(Save(2).ok());
+  const std::string staging = folder_.PathOf(1) + ".tmp-0123456789abcdef";
+  ASSERT_EQ(rename(folder_.PathOf(2).c_str(), staging.c_str()), 0);
+  ASSERT_TRUE(
+      WriteFileAtomically(JoinPath(folder_.PathOf(1), kManifestName), *EncodeManifest(older)).ok());
+  EXPECT_EQ(Resume(nullptr), "checkpoint_1");
+  EXPECT_EQ(ReadManifest(folder_.PathOf(1))->info.step, 20);
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_1"));
+}
+
+// Retention would take one that is published and not pinned for a numbered one.
+TEST_F(PublicationTest, CoordinatorThatDoesNotPin_TheCheckpointIsThereAndNotPublished) {
+  registrar_.pin_error = absl::UnavailableError("no answer");
+  const std::string best = JoinPath(root_, "best");
+  RunRanks(1, [&](Comm& comm) {
+    const absl::Status saved = SaveCheckpoint(
+        comm, best, {.step = 3}, PublishOptions{.registrar = &registrar_}, [](StateWriter& writer) {
+          StateDict state;
+          state.SetInt("x", 1);
+          return writer.Write("scheduler.json", state);
+        });
+    ASSERT_TRUE(saved.ok()) << saved;
+  });
+  EXPECT_EQ(registrar_.records.at(1).state, State::kSealed);
+  EXPECT_EQ(Resume(&registrar_), "best");
+  TakeNameAway(1, /*noted=*/false);
+  EXPECT_EQ(Resume(&registrar_), "best");
+  EXPECT_EQ(registrar_.records.at(1).state, State::kSealed);
+  registrar_.pin_error = absl::OkStatus();
+  EXPECT_EQ(Resume(&registrar_), "best");
+  EXPECT_EQ(registrar_.records.at(1).state, State::kPublished);
+  EXPECT_TRUE(registrar_.records.at(1).pinned);
 }
 
 TEST_F(PublicationTest, SealedWhenItsWriterEnded_DoesNotReplaceANewerOneOfItsName) {

@@ -24,6 +24,7 @@
 #include "c10/core/ScalarType.h"
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/transfer.h"
 
 namespace muster {
@@ -89,7 +90,7 @@ struct SafetensorsReader::File {
     if (base == nullptr) {
       void* const address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
       if (address == MAP_FAILED) {
-        return absl::ErrnoToStatus(errno, absl::StrCat("cannot map ", path));
+        return ReadError(errno, absl::StrCat("cannot map ", path));
       }
       base = static_cast<char*>(address);
     }
@@ -109,11 +110,11 @@ SafetensorsReader::SafetensorsReader(std::string path, SafetensorsHeader header,
 absl::StatusOr<SafetensorsReader> SafetensorsReader::Open(const std::string& path) {
   MUSTER_ASSIGN_OR_RETURN(SafetensorsHeader header, ReadSafetensorsHeader(path));
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
+  if (fd < 0) return ReadError(errno, absl::StrCat("cannot open ", path));
   auto file = std::make_shared<File>(fd);
   struct stat info;
   if (fstat(fd, &info) != 0) {
-    return absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path));
+    return ReadError(errno, absl::StrCat("cannot examine ", path));
   }
   file->size = info.st_size;
   if (file->size != 8 + header.header_bytes + header.data_bytes) {
@@ -149,7 +150,7 @@ absl::Status SafetensorsReader::ReadInto(const SafetensorsEntry& entry,
   while (left > 0) {
     const ssize_t n = pread(file_->fd, to, std::min(left, uint64_t{1} << 30), at);
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot read ", path_));
+    if (n < 0) return ReadError(errno, absl::StrCat("cannot read ", path_));
     if (n == 0) {
       return absl::DataLossError(
           absl::StrCat(path_, ": the file became shorter while it was read"));
@@ -206,7 +207,7 @@ absl::StatusOr<NamedTensors> SafetensorsReader::ReadAll(FileDigest* digest) cons
     while (done < prefix.size()) {
       const ssize_t n = pread(file_->fd, prefix.data() + done, prefix.size() - done, done);
       if (n < 0 && errno == EINTR) continue;
-      if (n < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot read ", path_));
+      if (n < 0) return ReadError(errno, absl::StrCat("cannot read ", path_));
       if (n == 0) return absl::DataLossError(absl::StrCat(path_, ": cannot read the header again"));
       done += n;
     }

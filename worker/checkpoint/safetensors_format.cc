@@ -15,6 +15,7 @@
 #include "absl/strings/str_join.h"
 #include "base/json.h"
 #include "base/status_macros.h"
+#include "worker/checkpoint/read_error.h"
 
 namespace muster {
 namespace {
@@ -389,17 +390,17 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path)
     }
     const int fd;
   } file{open(path.c_str(), O_RDONLY | O_CLOEXEC)};
-  if (file.fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
+  if (file.fd < 0) return ReadError(errno, absl::StrCat("cannot open ", path));
   struct stat info;
   if (fstat(file.fd, &info) != 0) {
-    return absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path));
+    return ReadError(errno, absl::StrCat("cannot examine ", path));
   }
   if (!S_ISREG(info.st_mode)) return Bad(path, "is not a file");
   const auto read_all = [&](char* to, size_t size, off_t at) -> absl::Status {
     while (size > 0) {
       const ssize_t n = pread(file.fd, to, size, at);
       if (n < 0 && errno == EINTR) continue;
-      if (n < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot read ", path));
+      if (n < 0) return ReadError(errno, absl::StrCat("cannot read ", path));
       if (n == 0) return Bad(path, "the file became shorter while it was read");
       to += n;
       at += n;

@@ -19,6 +19,7 @@
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/direct_pieces.h"
+#include "worker/checkpoint/read_error.h"
 #include "worker/collective/shm_segment.h"
 
 namespace muster {
@@ -108,7 +109,7 @@ struct SharedFiles::Reading {
       const std::string path =
           absl::StrCat("/proc/", entries[i][0].get<int>(), "/fd/", entries[i][1].get<int>());
       const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
-      if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
+      if (fd < 0) return ReadError(errno, absl::StrCat("cannot open ", path));
       shared.files_.emplace(files[i].name, fd);
       MUSTER_ASSIGN_OR_RETURN(const std::string identity, FileIdentity(fd));
       if (identity != entries[i][2].get<std::string>()) {

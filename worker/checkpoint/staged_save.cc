@@ -72,10 +72,10 @@ absl::StatusOr<std::vector<Copy>> ReadCopies(const std::string& dir, bool* hidde
 }  // namespace
 
 absl::StatusOr<StagedSave> StagedSave::Begin(Comm& comm, const std::string& dir, NodeGroups groups,
-                                             Mutex* folder_mu) {
+                                             bool replaces, Mutex* folder_mu) {
   StagedSave save(std::move(groups), folder_mu);
   const absl::Status created = OnlyLeader(save.groups_, folder_mu, [&]() -> absl::Status {
-    absl::StatusOr<Staging> staging = Staging::Create(dir);
+    absl::StatusOr<Staging> staging = Staging::Create(dir, replaces);
     MUSTER_RETURN_IF_ERROR(staging.status());
     save.staging_.emplace(*std::move(staging));
     return absl::OkStatus();

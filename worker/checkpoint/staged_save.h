@@ -30,10 +30,11 @@ namespace muster {
 class StagedSave {
  public:
   // Collective. `dir` may differ between nodes. `groups`: from FindNodeGroups(), or
-  // NodeGroups::Shared(). `folder_mu`, if not null, is held while this process changes folders, and
-  // never during a collective. Errors, the same on every rank: as Staging::Create on a leader.
+  // NodeGroups::Shared(). `replaces`: as of Staging::Create. `folder_mu`, if not null, is held
+  // while this process changes folders, and never during a collective. Errors, the same on every
+  // rank: as Staging::Create on a leader.
   static absl::StatusOr<StagedSave> Begin(Comm& comm, const std::string& dir, NodeGroups groups,
-                                          Mutex* folder_mu = nullptr);
+                                          bool replaces, Mutex* folder_mu = nullptr);
 
   StagedSave(StagedSave&&) = default;
   StagedSave& operator=(StagedSave&&) = delete;

@@ -1,0 +1,141 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_FAKE_REGISTRAR_H_
+#define MUSTER_WORKER_CHECKPOINT_FAKE_REGISTRAR_H_
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "base/file.h"
+#include "base/mutex.h"
+#include "worker/checkpoint/registrar.h"
+
+namespace muster {
+
+// A registry in memory. For tests; thread-safe where ranks call it.
+class FakeRegistrar : public CheckpointRegistrar {
+ public:
+  absl::StatusOr<uint64_t> Begin(const CheckpointRegistration& registration) override {
+    const MutexLock lock(&mu_);
+    if (!away.ok()) return away;
+    RegisteredCheckpoint record;
+    record.job = "j";
+    record.id = ++last_;
+    record.path = registration.path;
+    record.staging = registration.staging;
+    record.iteration = registration.iteration;
+    record.step = registration.step;
+    record.ranks = registration.ranks;
+    record.promoted = registration.promote;
+    records[record.id] = record;
+    keep_ = registration.keep;
+    return record.id;
+  }
+  absl::Status ReportShards(uint64_t id, int rank,
+                            const std::vector<ShardFileReport>& files) override {
+    const MutexLock lock(&mu_);
+    if (rank == failing_rank) return absl::UnavailableError("no answer");
+    reported_[id].insert(rank);
+    for (const ShardFileReport& file : files) {
+      for (const ShardSlice& slice : file.slices) slices.insert(slice.tensor);
+    }
+    return absl::OkStatus();
+  }
+  absl::StatusOr<std::optional<RegisteredCheckpoint>> Seal(uint64_t id) override {
+    const MutexLock lock(&mu_);
+    ++seals;
+    if (forgets > 0) {
+      --forgets;
+      reported_[id].clear();
+    }
+    RegisteredCheckpoint& record = records.at(id);
+    if (static_cast<int>(reported_[id].size()) < record.ranks) return std::nullopt;
+    if (!refusal.ok()) return refusal;
+    record.state = RegisteredCheckpoint::State::kSealed;
+    record.sha256 = std::string(60, 'a') + absl::StrCat(1000 + id);
+    return record;
+  }
+  absl::StatusOr<std::vector<RegisteredCheckpoint>> Publish(uint64_t id,
+                                                            const SaveTimes& times) override {
+    const MutexLock lock(&mu_);
+    published_times = times;
+    RegisteredCheckpoint& record = records.at(id);
+    EXPECT_TRUE(PathExists(record.path)) << "published before it has its name";
+    record.state = RegisteredCheckpoint::State::kPublished;
+    record.published = true;
+    std::vector<RegisteredCheckpoint> go;
+    int newer = 0;
+    for (auto it = records.rbegin(); it != records.rend(); ++it) {
+      if (it->second.state != RegisteredCheckpoint::State::kPublished || it->second.pinned ||
+          keep_ == 0)
+        continue;
+      if (++newer <= keep_) continue;
+      it->second.state = RegisteredCheckpoint::State::kDeleting;
+      go.push_back(it->second);
+    }
+    return go;
+  }
+  absl::Status Deleted(const std::vector<uint64_t>& ids) override {
+    const MutexLock lock(&mu_);
+    for (const uint64_t id : ids) records.erase(id);
+    return absl::OkStatus();
+  }
+  void Abort(uint64_t id, const std::string& reason) override {
+    const MutexLock lock(&mu_);
+    aborts.push_back(reason);
+    records.erase(id);
+  }
+  void Verified(const RegisteredCheckpoint& checkpoint, absl::string_view damage,
+                bool contents) override {
+    const MutexLock lock(&mu_);
+    verdicts.emplace_back(checkpoint.id, damage);
+    records.at(checkpoint.id).damage = std::string(damage);
+    records.at(checkpoint.id).damage_in_contents = contents && !damage.empty();
+  }
+  absl::Status Pin(uint64_t id) override {
+    const MutexLock lock(&mu_);
+    if (!pin_error.ok()) return pin_error;
+    records.at(id).pinned = true;
+    return absl::OkStatus();
+  }
+  absl::Status Unpin(uint64_t) override { return absl::OkStatus(); }
+  absl::StatusOr<std::vector<RegisteredCheckpoint>> List() override {
+    const MutexLock lock(&mu_);
+    if (!away.ok()) return away;
+    std::vector<RegisteredCheckpoint> all;
+    for (const auto& [id, record] : records) all.push_back(record);
+    return all;
+  }
+
+  void set_keep(int keep) {
+    const MutexLock lock(&mu_);
+    keep_ = keep;
+  }
+
+  absl::Status away, refusal, pin_error;
+  int forgets = 0, failing_rank = -1, seals = 0;
+  std::map<uint64_t, RegisteredCheckpoint> records;
+  std::set<std::string> slices;
+  std::vector<std::string> aborts;
+  SaveTimes published_times;
+  std::vector<std::pair<uint64_t, std::string>> verdicts;
+
+ private:
+  Mutex mu_;
+  uint64_t last_ = 0;
+  int keep_ = 0;
+  std::map<uint64_t, std::set<int>> reported_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_FAKE_REGISTRAR_H_
