@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/hash/hash.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
@@ -38,6 +39,7 @@
 #include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
+#include "worker/checkpoint/staging_folder.h"
 #include "worker/checkpoint/state.h"
 #include "worker/checkpoint/weight_loader.h"
 #include "worker/collective/nested_collectives.h"
@@ -51,6 +53,9 @@ namespace muster::internal {
 namespace {
 
 constexpr int64_t kMaxKept = 1 << 30;
+
+// Of a load, where other processes rename or remove what it reads.
+constexpr int kMaxSearches = 3;
 
 // A row of numbers "name" becomes the scalars "name.0", "name.1", ...; without numbers it is
 // "name.empty" alone, by which TakeRows() knows its name.
@@ -1466,16 +1471,30 @@ absl::StatusOr<StateReader> CheckpointState::OpenToLoad(const std::string& direc
 
 absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
     const std::string& directory, const std::function<void(StateReader&)>& read) {
+  // Of what has no name yet, and is read now.
+  const absl::Cleanup release = [] { ReleaseInPlace(); };
   std::vector<std::string> damaged;
   absl::Status first;
+  int moved = 0;
   while (true) {
     bool on_nodes = false;
     absl::StatusOr<StateReader> reader = OpenToLoad(directory, damaged, &on_nodes);
     // Not the same as none yet, where training begins from scratch.
     if (absl::IsNotFound(reader.status()) && !first.ok()) return first;
+    if (absl::IsNotFound(reader.status()) && moved > 0) {
+      return absl::UnavailableError(reader.status().message());
+    }
     MUSTER_RETURN_IF_ERROR(reader.status());
     const absl::Status status = Guard([&] { read(*reader); });
     if (status.ok()) return reader;
+    if (directory.empty() && !on_nodes && (absl::IsNotFound(status) || absl::IsDataLoss(status))) {
+      // Another process may have given it its name, or removed it, while it was read.
+      const bool gone = process_.rank() == 0 && !PathExists(reader->dir());
+      if (!process_.comm().BroadcastBytes(gone ? "gone" : "", 0).empty()) {
+        if (++moved == kMaxSearches) return absl::UnavailableError(status.message());
+        continue;
+      }
+    }
     // What a disk cannot read (EIO, ESTALE, EACCES) may be readable elsewhere, or later. It is no
     // reason to take an older one.
     const bool damage = absl::IsDataLoss(status);

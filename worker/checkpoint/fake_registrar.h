@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <set>
@@ -73,6 +74,8 @@ class FakeRegistrar : public CheckpointRegistrar {
     record.state = RegisteredCheckpoint::State::kPublished;
     record.published = true;
     std::vector<RegisteredCheckpoint> go;
+    for (const uint64_t other : superfluous) go.push_back(records.at(other));
+    superfluous.clear();
     int newer = 0;
     for (auto it = records.rbegin(); it != records.rend(); ++it) {
       if (it->second.state != RegisteredCheckpoint::State::kPublished || it->second.pinned ||
@@ -100,6 +103,7 @@ class FakeRegistrar : public CheckpointRegistrar {
     verdicts.emplace_back(checkpoint.id, damage);
     records.at(checkpoint.id).damage = std::string(damage);
     records.at(checkpoint.id).damage_in_contents = contents && !damage.empty();
+    if (on_verified) on_verified();
   }
   absl::Status Pin(uint64_t id) override {
     const MutexLock lock(&mu_);
@@ -128,6 +132,8 @@ class FakeRegistrar : public CheckpointRegistrar {
   std::vector<std::string> aborts;
   SaveTimes published_times;
   std::vector<std::pair<uint64_t, std::string>> verdicts;
+  std::function<void()> on_verified;
+  std::set<uint64_t> superfluous;  // by the next publication, whatever they are
 
  private:
   Mutex mu_;

@@ -25,6 +25,7 @@
 #include "base/file.h"
 #include "base/log.h"
 #include "base/mutex.h"
+#include "base/owned_fd.h"
 #include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/direct_file.h"
@@ -147,20 +148,6 @@ absl::StatusOr<bool> AwaitsItsName(const std::string& path, const std::string& n
   return IsNewerCheckpoint(path, named);
 }
 
-// What to load in place of `dir`, which does not exist: what is sealed and lacks only that name.
-std::string HintAtUnnamed(const std::string& dir) {
-  const std::string parent = ParentPath(dir);
-  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
-  for (const std::string& name : names.value_or(std::vector<std::string>())) {
-    const std::string path = JoinPath(parent, name);
-    if (!HasMark(name, BaseName(dir), kStagingMark) || !PathExists(JoinPath(path, kSealName))) {
-      continue;
-    }
-    return absl::StrCat(", but ", path, " is complete and lacks only that name: load that folder");
-  }
-  return "";
-}
-
 // Whether a writer on another machine may be at work in the folder, which nobody here has locked.
 bool MayHaveDistantWriter(const std::string& path) {
   if (IsDoomed(path) || WriterOf(path) == FolderWriter::kGone) return false;
@@ -187,6 +174,8 @@ void RemoveAbandoned(const std::string& dir) {
     if (replaced && !PathExists(JoinPath(named, kManifestName))) continue;
     // Asked before it is locked here.
     if (MayHaveDistantWriter(path)) continue;
+    // Others may load from it, who are not waited for.
+    if (!replaced && AwaitsItsName(path, named).value_or(true)) continue;
     const int lock = LockFolder(path);
     if (lock < 0) continue;
     const absl::StatusOr<bool> awaits = replaced ? false : AwaitsItsName(path, named);
@@ -276,6 +265,33 @@ bool StaysUnreadable(const absl::Status& error) {
   return absl::IsDataLoss(error) || absl::IsUnimplemented(error);
 }
 
+absl::Status CheckLink(const std::string& dir) {
+  struct stat info;
+  if (lstat(dir.c_str(), &info) != 0 || !S_ISLNK(info.st_mode)) return absl::OkStatus();
+  if (stat(dir.c_str(), &info) == 0 || (errno != ENOENT && errno != ENOTDIR)) {
+    return absl::OkStatus();
+  }
+  return absl::UnavailableError(absl::StrCat(
+      dir,
+      " is a symbolic link to nothing: the disk that it leads to may be away; attach it, or "
+      "remove the link"));
+}
+
+std::string HintAtUnnamed(const std::string& dir) {
+  const std::string parent = ParentPath(dir);
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
+  for (const std::string& name : names.value_or(std::vector<std::string>())) {
+    const std::string path = JoinPath(parent, name);
+    if (!HasMark(name, BaseName(dir), kStagingMark) || !PathExists(JoinPath(path, kSealName)) ||
+        IsDoomed(path) || WriterOf(path) == FolderWriter::kAlive ||
+        !VerifyCheckpoint(path, VerifyLevel::kSizes).ok()) {
+      continue;
+    }
+    return absl::StrCat(", but ", path, " is complete and lacks only that name: load that folder");
+  }
+  return "";
+}
+
 absl::StatusOr<std::string> ReadRecordFile(const std::string& path, int64_t max_bytes) {
   absl::StatusOr<std::string> text = ReadRegularFile(path, max_bytes);
   if (text.ok() || absl::IsNotFound(text.status())) return text;
@@ -299,10 +315,8 @@ absl::StatusOr<Manifest> ReadManifest(const std::string& dir) {
       return absl::NotFoundError(
           absl::StrCat(dir, " is not a complete checkpoint: it has no manifest.json"));
     }
-    return absl::NotFoundError(PathExists(dir)
-                                   ? absl::StrCat(dir, " is a symbolic link to nothing: the disk ",
-                                                  "that it leads to may be away")
-                                   : absl::StrCat(dir, " does not exist", HintAtUnnamed(dir)));
+    MUSTER_RETURN_IF_ERROR(CheckLink(dir));
+    return absl::NotFoundError(absl::StrCat(dir, " does not exist"));
   }
   MUSTER_RETURN_IF_ERROR(text.status());
   absl::StatusOr<Manifest> manifest = ParseManifest(*text, path);
@@ -414,12 +428,17 @@ Staging::Staging(Staging&& other) noexcept
       prepared_(other.prepared_),
       replaces_(other.replaces_),
       lock_(std::exchange(other.lock_, -1)),
-      taken_over_(other.taken_over_) {}
+      taken_over_(other.taken_over_),
+      left_(other.left_) {}
 
 void Staging::Leave() {
   if (path_.empty()) return;  // it has its name
   if (lock_ >= 0) LeftLocks::Get().Put(CanonicalPath(path_), std::exchange(lock_, -1));
   path_.clear();
+}
+
+void Staging::LetOthersRead() {
+  if (lock_ >= 0) ShareLock(lock_);
 }
 
 Staging::~Staging() {
@@ -429,6 +448,8 @@ Staging::~Staging() {
       MUSTER_LOG(Warning) << removed.message();
     }
   }
+  // Still nobody knows whether it has become a checkpoint.
+  if (left_ && lock_ >= 0) Leave();
   if (lock_ >= 0) close(lock_);
   if (replaced_lock_ >= 0) close(replaced_lock_);
 }
@@ -439,18 +460,19 @@ absl::StatusOr<std::optional<Staging>> Staging::TakeOver(const std::string& want
   MUSTER_ASSIGN_OR_RETURN(const bool exists, Exists(path));
   if (!exists) return absl::NotFoundError(absl::StrCat(path, " does not exist"));
   int lock = LeftLocks::Get().Take(CanonicalPath(path));
-  if (lock < 0) lock = LockFolder(path);
-  if (lock < 0) {
-    // What cannot be opened, or what nobody else has locked, may be locked in a moment.
-    MUSTER_RETURN_IF_ERROR(ListDirectory(path).status());
-    if (WriterOf(path) == FolderWriter::kGone) {
-      return absl::UnavailableError(absl::StrCat("cannot lock ", path));
-    }
+  const bool left = lock >= 0;
+  if (left && !UnshareLock(lock)) {
+    LeftLocks::Get().Put(CanonicalPath(path), lock);
     return std::nullopt;
   }
+  if (!left) {
+    MUSTER_ASSIGN_OR_RETURN(lock, LockFolderPatiently(path));
+  }
+  if (lock < 0) return std::nullopt;
   // Not removed if it is damaged.
   Staging staging(dir, path, lock);
   staging.taken_over_ = true;
+  staging.left_ = left;
   MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(path, VerifyLevel::kSizes).status());
   // Its writer may have ended between the parts of WriteFileAtomically.
   for (const std::string& name : ListDirectory(path).value_or(std::vector<std::string>())) {
@@ -487,8 +509,11 @@ absl::Status Staging::Prepare(const Manifest& manifest,
     if (!here(file)) continue;
     struct stat info;
     const std::string path = JoinPath(path_, file.name);
-    if (stat(path.c_str(), &info) != 0 ||
-        static_cast<uint64_t>(info.st_size) != file.digest.bytes) {
+    const bool exists = stat(path.c_str(), &info) == 0;
+    if (!exists && errno != ENOENT && errno != ENOTDIR) {
+      return ReadError(errno, absl::StrCat("cannot examine ", path));
+    }
+    if (!exists || static_cast<uint64_t>(info.st_size) != file.digest.bytes) {
       return absl::DataLossError(absl::StrCat(path, ": what rank ", file.rank,
                                               " wrote is not there; checkpoints need a file system "
                                               "that all ranks share, or save_on_each_node"));
@@ -568,13 +593,17 @@ absl::Status PutInPlace(const std::string& copy, const std::string& dir) {
 
 absl::StatusOr<std::string> NameStaging(const std::string& wanted, const std::string& path,
                                         absl::FunctionRef<absl::Status()> prepare) {
+  MUSTER_ASSIGN_OR_RETURN(std::optional<Staging> staging, Staging::TakeOver(wanted, path));
   const auto stays = [&](absl::string_view why) {
+    if (staging.has_value()) staging->LetOthersRead();
     MUSTER_LOG(Warning) << path << " is sealed and lacks only the name " << wanted
                         << ", which it does not get: " << why << "; it is loaded from where it is";
     return path;
   };
-  MUSTER_ASSIGN_OR_RETURN(std::optional<Staging> staging, Staging::TakeOver(wanted, path));
-  if (!staging.has_value()) return stays("another process may be at work there");
+  if (!staging.has_value()) return stays("another process loads from there");
+  absl::Status named = prepare();
+  if (absl::IsPermissionDenied(named)) return stays(named.message());
+  MUSTER_RETURN_IF_ERROR(named);
   MUSTER_ASSIGN_OR_RETURN(const bool taken, Exists(wanted));
   MUSTER_ASSIGN_OR_RETURN(const bool is_checkpoint, Exists(JoinPath(wanted, kManifestName)));
   if (taken && !is_checkpoint) {
@@ -583,12 +612,29 @@ absl::StatusOr<std::string> NameStaging(const std::string& wanted, const std::st
       return stays(absl::StrCat(wanted, " is no checkpoint, and not empty"));
     }
   }
-  absl::Status named = prepare();
-  if (named.ok()) named = staging->Rename();
+  named = staging->Rename();
   if (absl::IsPermissionDenied(named)) return stays(named.message());
   MUSTER_RETURN_IF_ERROR(named);
   MUSTER_LOG(Info) << wanted << " was sealed when its writer ended: it has its name now";
   return wanted;
+}
+
+absl::Status RemoveUnpublished(const std::string& path, const std::string& named) {
+  MUSTER_ASSIGN_OR_RETURN(const bool exists, Exists(path));
+  if (!exists) return absl::OkStatus();
+  MUSTER_ASSIGN_OR_RETURN(const bool awaits, AwaitsItsName(path, named));
+  if (awaits) {
+    MUSTER_LOG(Info) << path << " stays: it is sealed and lacks only the name " << named;
+    return absl::OkStatus();
+  }
+  // Of this process, which has asked what has become of it.
+  if (const int left = LeftLocks::Get().Take(CanonicalPath(path)); left >= 0) close(left);
+  const OwnedFd lock(LockFolder(path));
+  if (!lock.open() && WriterOf(path) != FolderWriter::kUnknown) {
+    return absl::UnavailableError(
+        absl::StrCat("cannot remove ", path, ": another process has it locked"));
+  }
+  return RemoveTree(path);
 }
 
 std::string CheckpointFolder::PathOf(int64_t iteration) const {
@@ -624,22 +670,27 @@ absl::StatusOr<std::string> CheckpointFolder::Newest(
     const std::vector<std::string>& unnamed) const {
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
   // What waits for a name is newer than what has it.
-  std::vector<std::tuple<int64_t, bool, std::string>> candidates;
-  for (const int64_t number : numbers) candidates.emplace_back(number, false, PathOf(number));
+  std::vector<std::tuple<int64_t, bool, std::string, std::string>> candidates;
+  for (const int64_t number : numbers) candidates.emplace_back(number, false, "", PathOf(number));
   for (const std::string& path : unnamed) {
     const std::string name = BaseName(path);
     int64_t number = 0;
     if (ParseNumber(StemOf(name, kStagingMark), &number)) {
-      candidates.emplace_back(number, true, path);
+      const absl::StatusOr<Manifest> manifest = ReadManifest(path);
+      candidates.emplace_back(number, true, manifest.ok() ? manifest->created : "", path);
     }
   }
   std::sort(candidates.rbegin(), candidates.rend());
   std::string why;
   absl::StatusCode code = absl::StatusCode::kNotFound;
-  for (const auto& [number, is_unnamed, path] : candidates) {
+  for (const auto& [number, is_unnamed, created, path] : candidates) {
     if (std::find(left_out.begin(), left_out.end(), path) != left_out.end()) continue;
     const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(path, level);
     if (manifest.ok()) return path;
+    if (is_unnamed && !PathExists(path)) {
+      return absl::AbortedError(absl::StrCat(
+          path, " is not there any more: another process has given it its name, or removed it"));
+    }
     if (!absl::IsNotFound(manifest.status()) && !StaysUnreadable(manifest.status())) {
       return manifest.status();
     }
@@ -730,6 +781,14 @@ absl::StatusOr<std::vector<std::string>> CheckpointFolder::PublishSealed() const
     if (!HasMark(name, stem, kStagingMark) || !ParseNumber(stem, &number)) continue;
     MUSTER_ASSIGN_OR_RETURN(const bool awaits, AwaitsItsName(path, PathOf(number)));
     if (!awaits) continue;
+    // What has the name may be pinned, or of another job: nothing is replaced without a record.
+    MUSTER_ASSIGN_OR_RETURN(const bool taken, Exists(JoinPath(PathOf(number), kManifestName)));
+    if (taken) {
+      MUSTER_LOG(Warning) << path << " is sealed, was saved after " << PathOf(number)
+                          << ", and lacks only that name; it is loaded from where it is";
+      unnamed.push_back(path);
+      continue;
+    }
     const absl::StatusOr<std::string> named =
         NameStaging(PathOf(number), path, [] { return absl::OkStatus(); });
     if (named.ok()) {

@@ -58,6 +58,13 @@ absl::StatusOr<Manifest> VerifyCheckpoint(const std::string& dir, VerifyLevel le
 // checkpoint; UNIMPLEMENTED for a newer format; others are the file system's, and may pass.
 absl::StatusOr<Manifest> ReadManifest(const std::string& dir);
 
+// UNAVAILABLE if `dir` is a symbolic link to nothing: the disk that it leads to may be away.
+absl::Status CheckLink(const std::string& dir);
+
+// What to load in place of `dir`, which does not exist: what is sealed and lacks only that name, as
+// the end of a message. Empty: there is none.
+std::string HintAtUnnamed(const std::string& dir);
+
 // Whether the checkpoint in `dir` was saved after that in `than`, by their manifests; also if
 // `than` has none that can ever be read. Errors: those that may pass.
 absl::StatusOr<bool> IsNewerCheckpoint(const std::string& dir, const std::string& than);
@@ -91,8 +98,8 @@ class Staging {
   // with ALREADY_EXISTS then.
   static absl::StatusOr<Staging> Create(const std::string& wanted, bool replaces = true);
   // Takes over the staging folder `path` of `wanted`, which a dead writer, or this process with
-  // Leave(), has left complete. Nothing: another process may be at work there. Errors: NOT_FOUND;
-  // those of VerifyCheckpoint.
+  // Leave(), has left complete. Nothing: another process loads from there, or the file system has
+  // no locks. Errors: NOT_FOUND; those of VerifyCheckpoint and LockFolderPatiently.
   static absl::StatusOr<std::optional<Staging>> TakeOver(const std::string& wanted,
                                                          const std::string& path);
   Staging(Staging&& other) noexcept;
@@ -106,6 +113,9 @@ class Staging {
   // stays locked until this process takes it over or ends, so that no save removes it before a
   // resume has asked.
   void Leave();
+
+  // Others may lock it to load from there.
+  void LetOthersRead();
 
   // Checks that all files are there, writes the manifest and makes all durable: only the name of a
   // checkpoint is missing then.
@@ -136,14 +146,20 @@ class Staging {
   bool replaces_ = true;
   int lock_ = -1;
   bool taken_over_ = false;
+  bool left_ = false;  // this process had left it
 };
 
 // Gives the complete checkpoint in the staging folder `path` the name `wanted`, after `prepare`.
 // Returns where it is then: still in `path`, with a warning in the log, if this process may not
-// write there, if another one may be at work there, or if `wanted` holds files and no checkpoint.
+// write there, if another one loads from there, or if `wanted` holds files and no checkpoint.
 // Errors: those of Staging::TakeOver, of `prepare`, and of the file system.
 absl::StatusOr<std::string> NameStaging(const std::string& wanted, const std::string& path,
                                         absl::FunctionRef<absl::Status()> prepare);
+
+// Removes the staging folder of what was to be called `named` and was never published. What is
+// sealed and lacks only that name stays. Errors: another process has it locked; those that may
+// pass.
+absl::Status RemoveUnpublished(const std::string& path, const std::string& named);
 
 // Removes a checkpoint: renames it first, so that a crash leaves no part of it under its name. A
 // missing checkpoint is not an error. Of a symbolic link, the link goes and its folder stays.
@@ -176,7 +192,8 @@ class CheckpointFolder {
   // newer format, with a warning in the log. NOT_FOUND if there is none, with the reason of the
   // newest folder without a manifest; if all that are there are damaged, or of a newer format, that
   // error. Other errors, which may pass, are returned at once: no older one is taken. Those whose
-  // path is in `left_out` are not looked at. `unnamed`: of PublishSealed(), they count as well.
+  // path is in `left_out` are not looked at. `unnamed`: of PublishSealed(), they count as well; if
+  // one of them is not there any more, ABORTED: it may have a name now, so search again.
   absl::StatusOr<std::string> Newest(VerifyLevel level = VerifyLevel::kContents,
                                      const std::vector<std::string>& left_out = {},
                                      const std::vector<std::string>& unnamed = {}) const;
@@ -198,8 +215,9 @@ class CheckpointFolder {
                            const std::vector<std::string>& spared) const;
 
   // Renames the sealed and complete checkpoints that dead writers have left in staging folders.
-  // Returns the folders of those that have to stay there (see NameStaging()): what is in them can
-  // be loaded. Errors: one of them cannot be read or renamed at the moment.
+  // Returns the folders of those that have to stay there (see NameStaging(); also where a
+  // checkpoint has the name that was saved before): what is in them can be loaded. Errors: one of
+  // them cannot be read or renamed at the moment.
   absl::StatusOr<std::vector<std::string>> PublishSealed() const;
 
  private:

@@ -13,8 +13,10 @@
 #include "absl/strings/str_cat.h"
 #include "base/failpoint.h"
 #include "base/file.h"
+#include "base/owned_fd.h"
 #include "base/test_folder.h"
 #include "base/test_hidden_path.h"
+#include "worker/checkpoint/staging_folder.h"
 
 namespace muster {
 namespace {
@@ -91,30 +93,60 @@ TEST_F(FolderTest, CheckpointThatAnotherProgramHasSavedMeanwhile_IsNotReplaced) 
   EXPECT_THAT(*ListDirectory(Path("checkpoint_0")), ElementsAre("manifest.json", "other"));
 }
 
-TEST_F(FolderTest, LinkToNothing_IsPassedOverWithAWarning_AndKeepsItsNumber) {
+// Its disk may be away.
+TEST_F(FolderTest, LinkToNothing_IsAnError_AndKeepsItsNumber) {
   ASSERT_TRUE(Save(Path("checkpoint_1"), {"a"}).ok());
   ASSERT_EQ(symlink("/missing/checkpoint_4", Path("checkpoint_4").c_str()), 0);
   const CheckpointFolder folder(root_);
-  testing::internal::CaptureStderr();
-  EXPECT_EQ(*folder.Newest(), Path("checkpoint_1"));
-  EXPECT_THAT(testing::internal::GetCapturedStderr(),
+  const absl::Status newest = folder.Newest().status();
+  EXPECT_TRUE(absl::IsUnavailable(newest)) << newest;
+  EXPECT_THAT(std::string(newest.message()),
               HasSubstr("checkpoint_4 is a symbolic link to nothing"));
+  EXPECT_TRUE(absl::IsUnavailable(folder.NewestStep().status()));
   EXPECT_EQ(*folder.NextNumber(), 5);
   ASSERT_TRUE(folder.Rotate(1).ok());
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_1", "checkpoint_4"));
 }
 
-TEST_F(FolderTest, MissingCheckpoint_SaysWhichOneLacksOnlyThatName) {
+TEST_F(FolderTest, HintAtUnnamed_SaysWhichOneLacksOnlyThatName) {
   const std::string sealed = Path("best.tmp-0123456789abcdef");
   ASSERT_TRUE(Save(sealed, {"a"}).ok());
-  const auto why = [&] {
-    const absl::Status status = VerifyCheckpoint(Path("best"), VerifyLevel::kSizes).status();
-    EXPECT_TRUE(absl::IsNotFound(status)) << status;
-    return std::string(status.message());
-  };
-  EXPECT_EQ(why(), Path("best") + " does not exist") << "nobody has sealed what is being written";
+  EXPECT_EQ(HintAtUnnamed(Path("best")), "") << "nobody has sealed what is being written";
   ASSERT_TRUE(WriteFileAtomically(JoinPath(sealed, kSealName), "{}").ok());
-  EXPECT_THAT(why(), HasSubstr(sealed + " is complete and lacks only that name"));
+  EXPECT_THAT(HintAtUnnamed(Path("best")),
+              HasSubstr(sealed + " is complete and lacks only that name"));
+  {
+    const OwnedFd lock(LockFolder(sealed));
+    ASSERT_TRUE(lock.open());
+    EXPECT_EQ(HintAtUnnamed(Path("best")), "") << "it gets its name now";
+  }
+  ASSERT_EQ(unlink(JoinPath(sealed, "a").c_str()), 0);
+  EXPECT_EQ(HintAtUnnamed(Path("best")), "") << "it is being removed";
+}
+
+TEST_F(FolderTest, Newest_OfTwoThatLackTheSameName_IsTheOneSavedLater) {
+  const std::vector<std::string> unnamed = {Path("checkpoint_1.tmp-0000000000000000"),
+                                            Path("checkpoint_1.tmp-ffffffffffffffff")};
+  for (const std::string& path : unnamed) {
+    ASSERT_TRUE(Save(Path("saved"), {"a"}).ok());
+    ASSERT_EQ(rename(Path("saved").c_str(), path.c_str()), 0);
+    Manifest manifest = *ReadManifest(path);
+    manifest.created =
+        path == unnamed[0] ? "2002-01-01T00:00:00+00:00" : "2001-01-01T00:00:00+00:00";
+    ASSERT_TRUE(WriteFileAtomically(JoinPath(path, kManifestName), *EncodeManifest(manifest)).ok());
+  }
+  const CheckpointFolder folder(root_);
+  EXPECT_EQ(*folder.Newest(VerifyLevel::kSizes, {}, unnamed), unnamed[0]);
+}
+
+// It may have its name since the others were listed.
+TEST_F(FolderTest, Newest_WithoutANameAndGone_IsSearchedForAgain) {
+  ASSERT_TRUE(Save(Path("checkpoint_0"), {"a"}).ok());
+  const absl::Status newest =
+      CheckpointFolder(root_)
+          .Newest(VerifyLevel::kSizes, {}, {Path("checkpoint_1.tmp-0123456789abcdef")})
+          .status();
+  EXPECT_TRUE(absl::IsAborted(newest)) << newest;
 }
 
 TEST_F(FolderTest, Create_RemovesWhatWasReplaced) {

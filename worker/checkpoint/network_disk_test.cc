@@ -373,6 +373,25 @@ TEST_F(FailingReadsTest, Create_RemovesNothingThatIsSealed) {
   }
 }
 
+// What a rank wrote is not missing because it cannot be examined.
+TEST_F(FailingReadsTest, Complete_TakesNoErrorForDamage) {
+  for (const int error : kErrors) {
+    for (long at = 1; !HasFailure(); ++at) {
+      SCOPED_TRACE(absl::StrFormat("%s in call %d", strerror(error), at));
+      absl::StatusOr<Staging> staging = Staging::Create(Path("checkpoint_0"));
+      ASSERT_TRUE(staging.ok()) << staging.status();
+      ASSERT_TRUE(WriteFileAtomically(JoinPath(staging->path(), "a"), "a").ok());
+      Manifest manifest;
+      manifest.files.push_back({.name = "a", .rank = 0, .digest = DigestBytes("a")});
+      Set({.at = at, .error = error});
+      const absl::Status completed = staging->Complete(manifest);
+      const bool fired = Set({});
+      EXPECT_FALSE(StaysUnreadable(completed)) << completed;
+      if (!fired) break;
+    }
+  }
+}
+
 // Nobody knows whether it is complete. What is may go nevertheless: else the disk fills.
 TEST_F(NetworkDiskTest, CheckpointThatCannotBeSeen_StaysAndOlderOnesGo) {
   for (int64_t number = 0; number < 4; ++number) Save(number);

@@ -236,8 +236,9 @@ absl::Status Gathering::FetchFile(const ManifestFile& file, AtomicFile* out) {
     sent += wanted;
   }
   if (out != nullptr && written.ok() && digester.Finish() != file.digest) {
-    written = absl::DataLossError(absl::StrCat(JoinPath(dir_, file.name), ": what rank ", holder,
-                                               " sent does not match the manifest"));
+    // On its way, or on the disk of the holder, whose verification says whether it is damaged.
+    written = absl::UnavailableError(absl::StrCat(JoinPath(dir_, file.name), ": what rank ", holder,
+                                                  " sent does not match the manifest"));
   }
   if (out != nullptr && written.ok()) written = out->Commit();
   return AgreeOnFiles(comm_, written, {}, nullptr);

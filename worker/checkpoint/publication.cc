@@ -30,6 +30,9 @@ constexpr size_t kMaxSliceName = 1024;
 // After so many restarts of the registry in the middle of one save something else is wrong.
 constexpr int kSealTries = 10;
 
+// Of a resume, where other processes rename what it finds.
+constexpr int kSearches = 3;
+
 // A lock of what may be null.
 class OptionalLock {
  public:
@@ -111,7 +114,8 @@ bool MayPass(const absl::Status& error) {
 // folder is another checkpoint.
 absl::Status DeleteFolderOf(const RegisteredCheckpoint& record) {
   if (!record.published) {
-    return record.staging.empty() ? absl::OkStatus() : RemoveTree(record.staging);
+    return record.staging.empty() ? absl::OkStatus()
+                                  : RemoveUnpublished(record.staging, record.path);
   }
   if (!PathExists(record.path)) return absl::OkStatus();
   if (const absl::Status seal = ReadSeal(record.path).status(); MayPass(seal)) return seal;
@@ -262,7 +266,7 @@ absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
 }
 
 // Whether retention leaves the checkpoint, which a user has named, alone. One that is not pinned is
-// not to be published: retention is for those. Until it is published, nothing removes its folder.
+// not to be published: retention is for those.
 bool PinNamed(const RegisteredCheckpoint& record, CheckpointRegistrar& registrar) {
   const absl::Status pinned = registrar.Pin(record.id);
   if (pinned.ok()) return true;
@@ -372,25 +376,34 @@ absl::Status PublishRegistered(Comm& comm, Staging* staging, const Publication& 
   return SealTogether(comm, staging, publication, id, mine);
 }
 
+// Where the sealed checkpoint is, which does not have its name and gets it if it can. Its contents
+// are verified before: its publication lets older ones go.
+absl::StatusOr<std::string> NameUnnamed(const RegisteredCheckpoint& record) {
+  MUSTER_ASSIGN_OR_RETURN(const bool is_newer, IsNewerCheckpoint(record.path, record.staging));
+  if (is_newer) {
+    return absl::NotFoundError(absl::StrCat(record.path, " was saved after ", record.staging,
+                                            ", which was to have its name"));
+  }
+  return NameStaging(record.path, record.staging, [&]() -> absl::Status {
+    MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(record.staging, VerifyLevel::kContents).status());
+    MUSTER_RETURN_IF_ERROR(WriteSeal(record.staging, record));
+    return SyncDirectory(record.staging);
+  });
+}
+
 // Where the sealed checkpoint is, which gets its name if need be: see NameStaging(). Errors:
 // NOT_FOUND if it is gone, or if a newer one has its name.
 absl::StatusOr<std::string> NameSealed(const RegisteredCheckpoint& record,
                                        CheckpointRegistrar& registrar) {
-  if (!IsFolderOf(record.path, record)) {
-    MUSTER_ASSIGN_OR_RETURN(const bool is_newer, IsNewerCheckpoint(record.path, record.staging));
-    if (is_newer) {
-      return absl::NotFoundError(absl::StrCat(record.path, " was saved after ", record.staging,
-                                              ", which was to have its name"));
-    }
-    // With its contents: its publication lets older ones go.
-    MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(record.staging, VerifyLevel::kContents).status());
-    MUSTER_ASSIGN_OR_RETURN(const std::string path,
-                            NameStaging(record.path, record.staging, [&]() -> absl::Status {
-                              MUSTER_RETURN_IF_ERROR(WriteSeal(record.staging, record));
-                              return SyncDirectory(record.staging);
-                            }));
-    if (path != record.path) return path;
-  } else {
+  bool has_name = IsFolderOf(record.path, record);
+  if (!has_name) {
+    const absl::StatusOr<std::string> path = NameUnnamed(record);
+    if (path.ok() && *path != record.path) return path;
+    // Another process may have given it its name meanwhile.
+    has_name = !path.ok() && IsFolderOf(record.path, record);
+    if (!has_name) MUSTER_RETURN_IF_ERROR(path.status());
+  }
+  if (has_name) {
     MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(record.path, VerifyLevel::kContents).status());
   }
   // Its writer may have ended before it pinned what the program had named.
@@ -407,15 +420,48 @@ absl::StatusOr<std::string> NameSealed(const RegisteredCheckpoint& record,
   return record.path;
 }
 
+// Null: the registry does not know it.
+const RegisteredCheckpoint* RecordOf(const RegisteredCheckpoint& seal,
+                                     const std::vector<RegisteredCheckpoint>& records) {
+  const auto found = std::find_if(records.begin(), records.end(), [&](const auto& record) {
+    return record.sha256 == seal.sha256 && record.job == seal.job;
+  });
+  return found == records.end() ? nullptr : &*found;
+}
+
+// Whether a resume may take the checkpoint of that seal, by its record or, without one, by itself.
+bool MayBeTaken(const RegisteredCheckpoint& seal,
+                const std::vector<RegisteredCheckpoint>& records) {
+  const RegisteredCheckpoint* const record = RecordOf(seal, records);
+  return record == nullptr ? seal.promoted : record->promoted && !record->damage_in_contents;
+}
+
+absl::Status Moved(const std::string& path) {
+  return absl::AbortedError(absl::StrCat(
+      path,
+      " has changed while it was looked at: another process gives it its name, or removes it"));
+}
+
+// Of what was chosen, after it was chosen: it may have got its name when the others were looked at.
+absl::Status CheckChosen(const std::string& path,
+                         const std::vector<RegisteredCheckpoint>& records) {
+  const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
+  if (absl::IsNotFound(seal.status())) return PathExists(path) ? absl::OkStatus() : Moved(path);
+  if (MayPass(seal.status())) return seal.status();
+  return seal.ok() && MayBeTaken(*seal, records) ? absl::OkStatus() : Moved(path);
+}
+
 struct HeldBack {
   std::vector<std::string> paths;
-  // Why nobody knows of one of them whether it was held back.
+  // Why nobody knows of one of them whether it was held back, or what the registry knows to be
+  // damaged.
   absl::Status unreadable;
 };
 
-// The checkpoints that were held back when they were sealed and that are in none of `records`, and
-// those that may have been. `unnamed`: of PublishSealed(), they count as well. Does not look at
-// `damaged`. Errors: of a folder or a seal.json that may be readable later.
+// The checkpoints that no resume may take: those that are held back or damaged by `records`, or
+// that were held back when they were sealed and are in none of these, or may have been. `unnamed`:
+// of PublishSealed(), they count as well. Does not look at `damaged`. Errors: of a folder or a
+// seal.json that may be readable later; ABORTED if one of `unnamed` is not there any more.
 absl::StatusOr<HeldBack> HeldBackIn(const CheckpointFolder& folder,
                                     const std::vector<std::string>& unnamed,
                                     const std::vector<RegisteredCheckpoint>& records,
@@ -427,8 +473,13 @@ absl::StatusOr<HeldBack> HeldBackIn(const CheckpointFolder& folder,
   for (const std::string& path : paths) {
     if (std::find(damaged.begin(), damaged.end(), path) != damaged.end()) continue;
     const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
-    if (absl::IsNotFound(seal.status()) || (seal.ok() && seal->promoted)) continue;
+    if (absl::IsNotFound(seal.status())) {
+      // These have one.
+      if (std::find(unnamed.begin(), unnamed.end(), path) != unnamed.end()) return Moved(path);
+      continue;
+    }
     if (MayPass(seal.status())) return seal.status();
+    if (seal.ok() && MayBeTaken(*seal, records)) continue;
     if (!seal.ok()) {
       MUSTER_LOG(Warning) << "passing over " << path << ": " << seal.status().message()
                           << "; nobody knows whether it was held back: load_state(\"" << path
@@ -437,13 +488,13 @@ absl::StatusOr<HeldBack> HeldBackIn(const CheckpointFolder& folder,
       held_back.paths.push_back(path);
       continue;
     }
-    const bool known = std::any_of(records.begin(), records.end(), [&](const auto& record) {
-      return record.sha256 == seal->sha256 && record.job == seal->job;
-    });
-    if (known) continue;
+    held_back.paths.push_back(path);
+    if (const RegisteredCheckpoint* const record = RecordOf(*seal, records); record != nullptr) {
+      if (record->promoted) held_back.unreadable.Update(absl::DataLossError(record->damage));
+      continue;
+    }
     MUSTER_LOG(Warning) << path << " was held back when it was saved, and no coordinator says that "
                         << "it was promoted: load_state(\"" << path << "\") loads it";
-    held_back.paths.push_back(path);
   }
   return held_back;
 }
@@ -486,9 +537,11 @@ absl::Status PublishTogether(Comm& comm, Staging* staging, const Publication& pu
   return PublishRegistered(comm, staging, publication, mine, all);
 }
 
-absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folder,
-                                                   CheckpointRegistrar* registrar,
-                                                   const std::vector<std::string>& damaged) {
+namespace {
+
+// One search. ABORTED: other processes rename or remove what is found.
+absl::StatusOr<std::string> FindOnce(const CheckpointFolder& folder, CheckpointRegistrar* registrar,
+                                     const std::vector<std::string>& damaged) {
   std::vector<std::string> unnamed;
   const auto by_folder =
       [&](const std::vector<RegisteredCheckpoint>& records,
@@ -502,6 +555,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     if (absl::IsNotFound(newest.status()) && !left_out.unreadable.ok()) {
       return absl::DataLossError(left_out.unreadable.message());
     }
+    if (newest.ok()) MUSTER_RETURN_IF_ERROR(CheckChosen(*newest, records));
     return newest;
   };
   if (registrar == nullptr) {
@@ -553,7 +607,10 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     if (record->state == RegisteredCheckpoint::State::kSealed) {
       const absl::StatusOr<std::string> named = NameSealed(*record, *registrar);
       status = named.status();
-      if (named.ok()) path = JoinPath(folder.root(), BaseName(*named));
+      // That of a link is where the link leads to.
+      if (named.ok()) {
+        path = ParentPath(*named) == root ? JoinPath(folder.root(), BaseName(*named)) : *named;
+      }
       if (known_damaged()) {
         any_damaged = true;
         continue;
@@ -567,7 +624,11 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
               : seal;
     }
     if (status.ok()) {
+      const bool is_its_folder = IsFolderOf(path, *record);
       status = VerifyCheckpoint(path, VerifyLevel::kSizes).status();
+      if (!status.ok() && (!PathExists(path) || (is_its_folder && !IsFolderOf(path, *record)))) {
+        return Moved(path);
+      }
       // The record and its seal are there.
       if (absl::IsNotFound(status)) status = absl::DataLossError(status.message());
       any_damaged = any_damaged || !status.ok();
@@ -602,6 +663,19 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
                      << *newest;
   }
   return newest;
+}
+
+}  // namespace
+
+absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folder,
+                                                   CheckpointRegistrar* registrar,
+                                                   const std::vector<std::string>& damaged) {
+  for (int search = 1;; ++search) {
+    absl::StatusOr<std::string> found = FindOnce(folder, registrar, damaged);
+    if (!absl::IsAborted(found.status())) return found;
+    if (search == kSearches) return absl::UnavailableError(found.status().message());
+    MUSTER_LOG(Info) << found.status().message() << "; the search begins again";
+  }
 }
 
 void ReportDamage(const std::string& path, CheckpointRegistrar* registrar,

@@ -53,6 +53,10 @@ class PublicationTest : public testing::Test {
     const absl::StatusOr<std::string> found = FindCheckpointToResume(folder_, registrar, damaged);
     return found.ok() ? BaseName(*found) : std::string(found.status().message());
   }
+  ~PublicationTest() override {
+    ReleaseInPlace();
+    SetLockPatience(patience_);
+  }
   // Its writer ended when it was sealed.
   void TakeNameAway(uint64_t id, bool noted) {
     RegisteredCheckpoint& record = registrar_.records.at(id);
@@ -68,6 +72,7 @@ class PublicationTest : public testing::Test {
   const CheckpointFolder folder_{root_};
   FakeRegistrar registrar_;
   bool registered_ = true;
+  const absl::Duration patience_ = SetLockPatience(absl::Milliseconds(50));
 };
 
 TEST_F(PublicationTest, Save_EndsSealedAndPublishedWithTheRecordBesideIt) {
@@ -160,7 +165,8 @@ TEST_F(PublicationTest, SealedAndNotRenamed_IsAnErrorOfTheSave_AndNamedByTheNext
 }
 
 // Whoever has it locked may rename it at any moment; nobody trains on from an older one.
-TEST_F(PublicationTest, SealedAndLockedByAnotherProcess_IsLoadedFromWhereItIs) {
+TEST_F(PublicationTest, SealedAndLockedByAWriter_IsAnError_NoOlderOneIsTaken) {
+  SetLockPatience(absl::ZeroDuration());
   ASSERT_TRUE(Save(0).ok());
   ASSERT_TRUE(Save(1).ok());
   TakeNameAway(2, /*noted=*/true);
@@ -168,24 +174,161 @@ TEST_F(PublicationTest, SealedAndLockedByAnotherProcess_IsLoadedFromWhereItIs) {
   {
     const OwnedFd lock(LockFolder(staging));
     ASSERT_TRUE(lock.open());
-    EXPECT_EQ(Resume(nullptr), BaseName(staging));
-    EXPECT_EQ(Resume(&registrar_), BaseName(staging));
+    for (CheckpointRegistrar* const registrar :
+         std::vector<CheckpointRegistrar*>{nullptr, &registrar_}) {
+      const absl::Status status = FindCheckpointToResume(folder_, registrar).status();
+      EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+      EXPECT_THAT(std::string(status.message()), HasSubstr(staging));
+    }
     EXPECT_EQ(registrar_.records.at(2).state, State::kSealed) << "its path has nothing";
-    // What the load finds damaged it passes over.
-    EXPECT_EQ(Resume(nullptr, {staging}), "checkpoint_0");
-    EXPECT_EQ(Resume(&registrar_, {staging}), "checkpoint_0");
+    EXPECT_THAT(registrar_.verdicts, IsEmpty());
   }
   EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
+}
+
+// It keeps its name while somebody reads it.
+TEST_F(PublicationTest, SealedAndLoadedByAnotherProcess_IsLoadedFromWhereItIs) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1).ok());
+  TakeNameAway(2, /*noted=*/true);
+  const std::string staging = registrar_.records.at(2).staging;
+  ASSERT_TRUE(HoldInPlace(staging));
+  EXPECT_EQ(Resume(nullptr), BaseName(staging));
+  EXPECT_EQ(Resume(&registrar_), BaseName(staging));
+  EXPECT_EQ(registrar_.records.at(2).state, State::kSealed) << "its path has nothing";
+  // What the load finds damaged it passes over.
+  EXPECT_EQ(Resume(nullptr, {staging}), "checkpoint_0");
+  EXPECT_EQ(Resume(&registrar_, {staging}), "checkpoint_0");
+  ReleaseInPlace();
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
+}
+
+TEST_F(PublicationTest, NamedBeforeItIsOpened_IsOpenedUnderItsName) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1).ok());
+  TakeNameAway(2, /*noted=*/true);
+  RegisteredCheckpoint& record = registrar_.records.at(2);
+  ASSERT_TRUE(HoldInPlace(record.staging));
+  record.damage = "as it was seen then";
+  registrar_.on_verified = [&] {
+    ReleaseInPlace();
+    ASSERT_EQ(rename(record.staging.c_str(), record.path.c_str()), 0);
+  };
+  RunRanks(2, [&](Comm& comm) {
+    const auto reader = OpenCheckpoint(comm, "", folder_, &registrar_, {});
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(reader->dir(), folder_.PathOf(1));
+  });
+  EXPECT_EQ(registrar_.verdicts.size(), 1u);
+}
+
+// Nothing is left of what was found: that is not the same as none yet.
+TEST_F(PublicationTest, RemovedBeforeItIsOpened_IsAnError) {
+  ASSERT_TRUE(Save(0).ok());
+  registrar_.records.at(1).damage = "as it was seen then";
+  registrar_.on_verified = [&] { ASSERT_TRUE(RemoveTree(folder_.PathOf(0)).ok()); };
+  RunRanks(2, [&](Comm& comm) {
+    const absl::Status status = OpenCheckpoint(comm, "", folder_, &registrar_, {}).status();
+    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  });
+}
+
+// A writer takes the lock when all ranks know where it is.
+TEST_F(PublicationTest, LockedBeforeItIsOpened_IsAnError) {
+  SetLockPatience(absl::ZeroDuration());
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1).ok());
+  TakeNameAway(2, /*noted=*/true);
+  RegisteredCheckpoint& record = registrar_.records.at(2);
+  ASSERT_TRUE(HoldInPlace(record.staging));
+  record.damage = "as it was seen then";
+  OwnedFd lock;
+  registrar_.on_verified = [&] {
+    ReleaseInPlace();
+    lock = OwnedFd(LockFolder(record.staging));
+  };
+  RunRanks(2, [&](Comm& comm) {
+    const absl::Status status = OpenCheckpoint(comm, "", folder_, &registrar_, {}).status();
+    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("has it locked"));
+  });
 }
 
 TEST_F(PublicationTest, HeldBackAndWithoutItsName_IsNotTaken) {
   ASSERT_TRUE(Save(0).ok());
   ASSERT_TRUE(Save(1, {.promote = false}).ok());
   TakeNameAway(2, /*noted=*/true);
-  const OwnedFd lock(LockFolder(registrar_.records.at(2).staging));
-  ASSERT_TRUE(lock.open());
+  ASSERT_TRUE(HoldInPlace(registrar_.records.at(2).staging));
   EXPECT_EQ(Resume(nullptr), "checkpoint_0");
   EXPECT_EQ(Resume(&registrar_), "checkpoint_0");
+  registrar_.records.erase(1);
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_0") << "no record is taken";
+}
+
+TEST_F(PublicationTest, KnownAsDamagedAndWithoutItsName_IsNotTaken) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1).ok());
+  TakeNameAway(2, /*noted=*/true);
+  RegisteredCheckpoint& record = registrar_.records.at(2);
+  record.damage = "a block has another digest";
+  record.damage_in_contents = true;
+  ASSERT_TRUE(HoldInPlace(record.staging));
+  registrar_.records.erase(1);
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_0");
+  ASSERT_TRUE(RemoveTree(folder_.PathOf(0)).ok());
+  const absl::Status status = FindCheckpointToResume(folder_, &registrar_).status();
+  EXPECT_TRUE(absl::IsDataLoss(status)) << status;
+}
+
+// The coordinator lets those of former generations go.
+TEST_F(PublicationTest, Retention_LeavesWhatIsSealedAndLacksItsName_AndWhatIsLocked) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1).ok());
+  ASSERT_TRUE(Save(2).ok());
+  TakeNameAway(1, /*noted=*/true);
+  TakeNameAway(2, /*noted=*/false);
+  const std::string sealed = registrar_.records.at(1).staging;
+  const std::string unknown = registrar_.records.at(2).staging;
+  registrar_.superfluous = {1, 2};
+  OwnedFd lock(LockFolder(unknown));
+  ASSERT_TRUE(lock.open());
+  ASSERT_TRUE(Save(3).ok());
+  EXPECT_TRUE(PathExists(sealed));
+  EXPECT_TRUE(PathExists(unknown));
+  EXPECT_EQ(registrar_.records.count(2), 1u) << "asked for again";
+  lock.Close();
+  registrar_.superfluous = {2};
+  ASSERT_TRUE(Save(4).ok());
+  EXPECT_FALSE(PathExists(unknown));
+  EXPECT_EQ(registrar_.records.count(2), 0u);
+}
+
+// Its staging folder is beside the folder that the link leads to.
+TEST_F(PublicationTest, LinkWithoutItsName_IsLoadedFromWhereItIs) {
+  const TestFolder disk;
+  const std::string best = JoinPath(root_, "best");
+  ASSERT_TRUE(MakeDirectories(disk.Path("best")).ok());
+  ASSERT_EQ(symlink(disk.Path("best").c_str(), best.c_str()), 0);
+  RunRanks(1, [&](Comm& comm) {
+    const absl::Status saved = SaveCheckpoint(
+        comm, best, {.step = 3}, PublishOptions{.registrar = &registrar_}, [](StateWriter& writer) {
+          StateDict state;
+          state.SetInt("x", 1);
+          return writer.Write("scheduler.json", state);
+        });
+    ASSERT_TRUE(saved.ok()) << saved;
+  });
+  RegisteredCheckpoint& record = registrar_.records.at(1);
+  ASSERT_EQ(ParentPath(record.staging), disk.path());
+  record.state = State::kSealed;
+  record.published = false;
+  ASSERT_EQ(rename(disk.Path("best").c_str(), record.staging.c_str()), 0);
+  ASSERT_TRUE(MakeDirectories(disk.Path("best")).ok());
+  ASSERT_TRUE(HoldInPlace(record.staging));
+  const auto found = FindCheckpointToResume(folder_, &registrar_);
+  ASSERT_TRUE(found.ok()) << found.status();
+  EXPECT_EQ(*found, record.staging);
+  EXPECT_THAT(registrar_.verdicts, IsEmpty());
 }
 
 // The answer was lost: survivors of a generation load in the same process.
@@ -199,6 +342,27 @@ TEST_F(PublicationTest, SealedWithoutAnAnswer_IsNamedByAResumeOfTheSameProcess) 
   record.sha256 = std::string(64, 'b');
   EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1"));
+}
+
+// It is not known yet whether it is sealed: nothing removes it.
+TEST_F(PublicationTest, SealedWithoutAnAnswer_StaysAfterAResumeThatCannotReadIt) {
+  registrar_.refusal = absl::UnavailableError("no answer");
+  ASSERT_FALSE(Save(1).ok());
+  registrar_.refusal = absl::OkStatus();
+  RegisteredCheckpoint& record = registrar_.records.at(1);
+  record.state = State::kSealed;
+  record.sha256 = std::string(64, 'b');
+  const std::string path = JoinPath(record.staging, RandomStatesFileName(0));
+  const std::string bytes = *ReadFile(path);
+  ASSERT_EQ(unlink(path.c_str()), 0);
+  ASSERT_EQ(symlink(RandomStatesFileName(0).c_str(), path.c_str()), 0);
+  const absl::Status status = FindCheckpointToResume(folder_, &registrar_).status();
+  EXPECT_FALSE(status.ok() || absl::IsNotFound(status) || StaysUnreadable(status)) << status;
+  registered_ = false;
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_EQ(unlink(path.c_str()), 0);
+  ASSERT_TRUE(WriteFileAtomically(path, bytes).ok());
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
 }
 
 TEST_F(PublicationTest, SealedAndItsNameHasOtherFiles_IsLoadedFromWhereItIs) {
@@ -216,8 +380,8 @@ TEST_F(PublicationTest, SealedAndItsNameHasOtherFiles_IsLoadedFromWhereItIs) {
   EXPECT_EQ(Resume(nullptr), "checkpoint_1") << "an empty folder is in nobody's way";
 }
 
-// Its name has the one that it was to replace.
-TEST_F(PublicationTest, SealedAndItsNameHasAnOlderOne_ReplacesIt) {
+// Without a record nobody knows whether that may go.
+TEST_F(PublicationTest, SealedAndItsNameHasAnOlderOne_IsLoadedFromWhereItIs) {
   registered_ = false;
   ASSERT_TRUE(Save(1).ok());
   Manifest older = *ReadManifest(folder_.PathOf(1));
@@ -228,9 +392,9 @@ TEST_F(PublicationTest, SealedAndItsNameHasAnOlderOne_ReplacesIt) {
   ASSERT_EQ(rename(folder_.PathOf(2).c_str(), staging.c_str()), 0);
   ASSERT_TRUE(
       WriteFileAtomically(JoinPath(folder_.PathOf(1), kManifestName), *EncodeManifest(older)).ok());
-  EXPECT_EQ(Resume(nullptr), "checkpoint_1");
-  EXPECT_EQ(ReadManifest(folder_.PathOf(1))->info.step, 20);
-  EXPECT_THAT(Names(), ElementsAre("checkpoint_1"));
+  EXPECT_EQ(Resume(nullptr), BaseName(staging));
+  EXPECT_EQ(ReadManifest(folder_.PathOf(1))->info.step, 10);
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_1", BaseName(staging)));
 }
 
 // Retention would take one that is published and not pinned for a numbered one.

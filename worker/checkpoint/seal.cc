@@ -70,8 +70,10 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
   const auto bad = [&path](absl::string_view why) {
     return absl::DataLossError(absl::StrCat(path, " is not a record of a checkpoint: ", why));
   };
-  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadRecordFile(path, kMaxBytes));
-  const absl::StatusOr<Json> parsed = ParseJson(text, path);
+  const absl::StatusOr<std::string> text = ReadRecordFile(path, kMaxBytes);
+  if (absl::IsNotFound(text.status())) MUSTER_RETURN_IF_ERROR(CheckLink(dir));
+  MUSTER_RETURN_IF_ERROR(text.status());
+  const absl::StatusOr<Json> parsed = ParseJson(*text, path);
   if (!parsed.ok()) return absl::DataLossError(parsed.status().message());
   const Json& json = *parsed;
   RegisteredCheckpoint record;

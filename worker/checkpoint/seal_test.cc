@@ -127,6 +127,10 @@ TEST(Seal, Errors_SayWhetherTheyStay) {
   ASSERT_EQ(rmdir(path.c_str()), 0);
   ASSERT_EQ(symlink(kSealName, path.c_str()), 0);
   EXPECT_FALSE(absl::IsNotFound(error()) || StaysUnreadable(error())) << error();
+  // Its disk may be away.
+  const std::string link = folder.Path("link");
+  ASSERT_EQ(symlink("/missing/checkpoint_4", link.c_str()), 0);
+  EXPECT_TRUE(absl::IsUnavailable(ReadSeal(link).status()));
 }
 
 std::string Hash(const std::string& bytes) { return absl::BytesToHexString(Sha256(bytes)); }

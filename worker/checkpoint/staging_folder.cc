@@ -9,6 +9,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
@@ -17,7 +21,9 @@
 #include "absl/time/time.h"
 #include "base/clock.h"
 #include "base/file.h"
+#include "base/mutex.h"
 #include "base/owned_fd.h"
+#include "worker/checkpoint/read_error.h"
 
 namespace muster {
 namespace {
@@ -27,6 +33,17 @@ constexpr absl::string_view kDoomedDigits = "dead";
 // Those who ask hold a shared lock for microseconds, unless they are interrupted then.
 constexpr absl::Duration kAskersTakeAtMost = absl::Seconds(30);
 constexpr int kMillisecondsBetweenAttempts = 1;
+
+std::atomic<int64_t> patience_ms = 10'000;
+
+struct HeldInPlace {
+  Mutex mu;
+  std::vector<OwnedFd> locks ABSL_GUARDED_BY(mu);
+};
+HeldInPlace& Held() {
+  static HeldInPlace* const held = new HeldInPlace;
+  return *held;
+}
 
 int OpenFolder(const std::string& path) {
   return open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -50,6 +67,25 @@ bool IsOfThisMachine(int fd) {
     default:
       return false;
   }
+}
+
+// False, with errno, when those who share the lock have it for longer than `shared`, or a writer
+// for longer than `exclusive`.
+bool LockWithin(int folder, absl::Duration shared, absl::Duration exclusive) {
+  const Clock& clock = Clock::Real();
+  const absl::Time start = clock.Now();
+  while (flock(folder, LOCK_EX | LOCK_NB) != 0) {
+    if (errno != EWOULDBLOCK) return false;
+    // A writer's lock does not go with a shared one; that of somebody who asks does.
+    const bool is_shared = flock(folder, LOCK_SH | LOCK_NB) == 0;
+    if (is_shared) flock(folder, LOCK_UN);  // others may be waiting here, too
+    if (clock.Now() - start >= (is_shared ? shared : exclusive)) {
+      errno = EWOULDBLOCK;
+      return false;
+    }
+    (void)poll(nullptr, 0, kMillisecondsBetweenAttempts);
+  }
+  return true;
 }
 
 }  // namespace
@@ -84,16 +120,54 @@ bool IsDoomed(absl::string_view path) {
 int LockFolder(const std::string& path) {
   const int folder = OpenFolder(path);
   if (folder < 0) return -1;
-  const Clock& clock = Clock::Real();
-  for (const absl::Time end = clock.Now() + kAskersTakeAtMost; clock.Now() < end;) {
-    if (flock(folder, LOCK_EX | LOCK_NB) == 0) return folder;
-    // A writer's lock does not go with a shared one; that of somebody who asks does.
-    if (errno != EWOULDBLOCK || flock(folder, LOCK_SH | LOCK_NB) != 0) break;
-    flock(folder, LOCK_UN);  // others may be waiting here, too
-    (void)poll(nullptr, 0, kMillisecondsBetweenAttempts);
-  }
+  if (LockWithin(folder, kAskersTakeAtMost, absl::ZeroDuration())) return folder;
   close(folder);
   return -1;
+}
+
+absl::StatusOr<int> LockFolderPatiently(const std::string& path) {
+  OwnedFd folder(OpenFolder(path));
+  if (!folder.open()) return ReadError(errno, absl::StrCat("cannot open ", path));
+  const absl::Duration patience = absl::Milliseconds(patience_ms.load());
+  if (LockWithin(folder.get(), patience, patience)) {
+    // The copy has the lock, too.
+    return fcntl(folder.get(), F_DUPFD_CLOEXEC, 0);
+  }
+  if (errno == EWOULDBLOCK && flock(folder.get(), LOCK_SH | LOCK_NB) != 0) {
+    return absl::AbortedError(
+        absl::StrCat(path, ": another process has it locked and does not finish with it"));
+  }
+  return -1;
+}
+
+absl::Duration SetLockPatience(absl::Duration patience) {
+  return absl::Milliseconds(patience_ms.exchange(absl::ToInt64Milliseconds(patience)));
+}
+
+void ShareLock(int lock) { (void)flock(lock, LOCK_SH | LOCK_NB); }
+
+bool UnshareLock(int lock) {
+  if (flock(lock, LOCK_EX | LOCK_NB) == 0) return true;
+  ShareLock(lock);  // the system has freed it
+  return false;
+}
+
+bool HoldInPlace(const std::string& path) {
+  OwnedFd folder(OpenFolder(path));
+  // Opening what is in it says why.
+  if (!folder.open()) return true;
+  // Where there are no locks nobody else has one.
+  if (flock(folder.get(), LOCK_SH | LOCK_NB) != 0) return errno != EWOULDBLOCK;
+  HeldInPlace& held = Held();
+  const MutexLock lock(&held.mu);
+  held.locks.push_back(std::move(folder));
+  return true;
+}
+
+void ReleaseInPlace() {
+  HeldInPlace& held = Held();
+  const MutexLock lock(&held.mu);
+  held.locks.clear();
 }
 
 FolderWriter WriterOf(const std::string& path) {

@@ -3,7 +3,9 @@
 
 #include <string>
 
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 
 namespace muster {
 
@@ -28,6 +30,23 @@ bool IsDoomed(absl::string_view path);
 // Takes the lock that says that a live process writes into the folder: its descriptor, which frees
 // it when it is closed, or -1 if another process has it or the folder cannot be locked.
 int LockFolder(const std::string& path);
+
+// The same, but waits for a while (10 s) for others that have it locked. -1: others load from
+// there, or the file system has no locks. Errors: ABORTED if a process still has the lock of a
+// writer, and so may rename or remove the folder at any moment; those of opening it.
+absl::StatusOr<int> LockFolderPatiently(const std::string& path);
+// How long that is; returns how long it was. For tests.
+absl::Duration SetLockPatience(absl::Duration patience);
+
+// Makes the lock of a writer, or what is left of it, one of those who load from the folder.
+void ShareLock(int lock);
+// Makes it the lock of a writer again; false: others load from the folder.
+bool UnshareLock(int lock);
+
+// While this process loads from a folder that others may give a name to: keeps them from that, and
+// from removing it, until ReleaseInPlace(). False: another process is about to do so.
+bool HoldInPlace(const std::string& path);
+void ReleaseInPlace();
 
 enum class FolderWriter {
   kAlive,    // a process has locked it

@@ -100,5 +100,32 @@ TEST(StagingFolder, OneWhoAsksAndIsInterrupted_IsWaitedFor) {
   EXPECT_TRUE(locked.open());
 }
 
+TEST(StagingFolder, LockFolderPatiently_TellsReadersFromWriters) {
+  const absl::Duration patience = SetLockPatience(absl::ZeroDuration());
+  const TestFolder folder;
+  {
+    const OwnedFd writer(LockFolder(folder.path()));
+    ASSERT_TRUE(writer.open());
+    EXPECT_TRUE(absl::IsAborted(LockFolderPatiently(folder.path()).status()));
+    EXPECT_FALSE(HoldInPlace(folder.path()));
+  }
+  EXPECT_TRUE(absl::IsNotFound(LockFolderPatiently(folder.Path("missing")).status()));
+  ASSERT_TRUE(HoldInPlace(folder.path()));
+  ASSERT_TRUE(HoldInPlace(folder.path()));
+  EXPECT_EQ(LockFolderPatiently(folder.path()).value(), -1);
+  ReleaseInPlace();
+  const absl::StatusOr<int> lock = LockFolderPatiently(folder.path());
+  ASSERT_TRUE(lock.ok()) << lock.status();
+  const OwnedFd mine(*lock);
+  ASSERT_TRUE(mine.open());
+  ShareLock(mine.get());
+  EXPECT_TRUE(HoldInPlace(folder.path()));
+  EXPECT_FALSE(UnshareLock(mine.get()));
+  ReleaseInPlace();
+  EXPECT_TRUE(UnshareLock(mine.get()));
+  EXPECT_EQ(WriterOf(folder.path()), FolderWriter::kAlive);
+  SetLockPatience(patience);
+}
+
 }  // namespace
 }  // namespace muster

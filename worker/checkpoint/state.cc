@@ -21,10 +21,19 @@
 #include "worker/checkpoint/shared_files.h"
 #include "worker/checkpoint/snapshot.h"
 #include "worker/checkpoint/staged_save.h"
+#include "worker/checkpoint/staging_folder.h"
 #include "worker/checkpoint/transfer.h"
 
 namespace muster {
 namespace {
+
+// Of a load, where other processes rename or remove what was found.
+constexpr int kSearches = 3;
+
+bool IsStagingFolder(const std::string& path) {
+  const std::string name = BaseName(path);
+  return HasMark(name, StemOf(name, kStagingMark), kStagingMark);
+}
 
 // Collective.
 absl::Status SaveStaged(Comm& comm, Publication publication, NodeGroups groups,
@@ -180,8 +189,12 @@ ManifestFile FileOf(const std::string& name, int rank, DirectFileWritten written
 }
 
 absl::StatusOr<StateReader> StateReader::Open(const std::string& dir) {
-  MUSTER_ASSIGN_OR_RETURN(Manifest manifest, VerifyCheckpoint(dir, VerifyLevel::kSizes));
-  return StateReader(dir, std::move(manifest));
+  absl::StatusOr<Manifest> manifest = VerifyCheckpoint(dir, VerifyLevel::kSizes);
+  if (absl::IsNotFound(manifest.status()) && !PathExists(dir)) {
+    return absl::NotFoundError(absl::StrCat(manifest.status().message(), HintAtUnnamed(dir)));
+  }
+  MUSTER_RETURN_IF_ERROR(manifest.status());
+  return StateReader(dir, *std::move(manifest));
 }
 
 StateReader StateReader::OfMemory(std::string name, Manifest manifest,
@@ -294,6 +307,7 @@ absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
                                            const std::vector<std::string>& damaged) {
   std::vector<std::string> passed_over = damaged;
   absl::Status first;
+  int moved = 0;
   while (true) {
     std::string found = dir;
     if (dir.empty()) {
@@ -306,17 +320,34 @@ absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
       }
       status = StatusOfMain(comm, status);
       if (absl::IsNotFound(status) && !first.ok()) return first;
+      // Not the same as none yet, where training begins from scratch.
+      if (absl::IsNotFound(status) && moved > 0) return absl::UnavailableError(status.message());
       MUSTER_RETURN_IF_ERROR(status);
       found = comm.BroadcastBytes(found, 0);
     }
-    absl::StatusOr<StateReader> reader = StateReader::Open(found);
+    // Without its name it is read only while nobody here can give it that, or remove it.
+    const bool unnamed = dir.empty() && IsStagingFolder(found);
+    absl::StatusOr<StateReader> reader =
+        !unnamed || HoldInPlace(found)
+            ? StateReader::Open(found)
+            : absl::AbortedError(absl::StrCat(found, ": another process has it locked"));
     const absl::Status opened = AgreeOnFiles(comm, reader.status(), {}, nullptr);
     if (opened.ok()) return reader;
     // What is not there for one rank and whole for another is there: this one looks elsewhere, or
     // knows a file server's state of a moment ago.
     const std::vector<std::string> wholes = comm.AllGatherBytes(reader.ok() ? "whole" : "");
-    if ((absl::IsNotFound(opened) || absl::IsDataLoss(opened)) &&
-        std::count(wholes.begin(), wholes.end(), "whole") > 0) {
+    const bool some = std::count(wholes.begin(), wholes.end(), "whole") > 0;
+    const bool gone =
+        dir.empty() &&
+        !comm.BroadcastBytes(comm.rank() == 0 && !PathExists(found) ? "gone" : "", 0).empty();
+    // Another process has given it its name, or removed it.
+    if (gone || (dir.empty() &&
+                 (absl::IsAborted(opened) || (absl::IsNotFound(opened) && (unnamed || !some))))) {
+      if (++moved == kSearches) return absl::UnavailableError(opened.message());
+      if (comm.rank() == 0) MUSTER_LOG(Info) << opened.message() << "; the search begins again";
+      continue;
+    }
+    if ((absl::IsNotFound(opened) || absl::IsDataLoss(opened)) && some) {
       return absl::FailedPreconditionError(absl::StrCat(
           opened.message(), "; other ranks see all of ", found,
           ": all ranks must see one folder (or set project.save_on_each_node); where they do, "
