@@ -272,8 +272,9 @@ absl::Status CheckLink(const std::string& dir) {
     return absl::OkStatus();
   }
   return absl::UnavailableError(absl::StrCat(
-      dir, " is a symbolic link to nothing: the disk that it leads to may be away; attach it, or "
-           "remove the link"));
+      dir,
+      " is a symbolic link to nothing: the disk that it leads to may be away; attach it, or "
+      "remove the link"));
 }
 
 std::string HintAtUnnamed(const std::string& dir) {

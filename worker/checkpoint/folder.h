@@ -154,7 +154,7 @@ absl::StatusOr<std::string> NameStaging(const std::string& wanted, const std::st
                                         absl::FunctionRef<absl::Status()> prepare);
 
 // Removes the staging folder of what was to be called `named` and was never published. What is
-// sealed and lacks only that name stays. Errors: another process has it locked; those that may pass.
+// sealed and lacks only that name stays. Errors: another process has it locked; such as may pass.
 absl::Status RemoveUnpublished(const std::string& path, const std::string& named);
 
 // Removes a checkpoint: renames it first, so that a crash leaves no part of it under its name. A
@@ -211,8 +211,9 @@ class CheckpointFolder {
                            const std::vector<std::string>& spared) const;
 
   // Renames the sealed and complete checkpoints that dead writers have left in staging folders.
-  // Returns the folders of those that have to stay there (see NameStaging(); also where a checkpoint
-  // has the name that was saved before): what is in them can be loaded. Errors: one of them cannot be read or renamed at the moment.
+  // Returns those that have to stay there (see NameStaging(); also where a checkpoint
+  // has the name that was saved before): what is in them can be loaded. Errors: one of them cannot
+  // be read or renamed at the moment.
   absl::StatusOr<std::vector<std::string>> PublishSealed() const;
 
  private:

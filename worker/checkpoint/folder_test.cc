@@ -118,7 +118,8 @@ TEST_F(FolderTest, Newest_OfTwoThatLackTheSameName_IsTheOneSavedLater) {
   for (const std::string& path : unnamed) {
     ASSERT_EQ(rename(Path(path == unnamed[0] ? "0" : "1").c_str(), path.c_str()), 0);
     Manifest manifest = *ReadManifest(path);
-    manifest.created = path == unnamed[0] ? "2002-01-01T00:00:00+00:00" : "2001-01-01T00:00:00+00:00";
+    manifest.created =
+        path == unnamed[0] ? "2002-01-01T00:00:00+00:00" : "2001-01-01T00:00:00+00:00";
     ASSERT_TRUE(WriteFileAtomically(JoinPath(path, kManifestName), *EncodeManifest(manifest)).ok());
   }
   const CheckpointFolder folder(root_);

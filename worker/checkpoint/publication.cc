@@ -438,7 +438,8 @@ bool MayBeTaken(const RegisteredCheckpoint& seal,
 
 absl::Status Moved(const std::string& path) {
   return absl::AbortedError(absl::StrCat(
-      path, " has changed while it was looked at: another process gives it its name, or removes it"));
+      path,
+      " has changed while it was looked at: another process gives it its name, or removes it"));
 }
 
 // Of what was chosen, after it was chosen: it may have got its name when the others were looked at.

@@ -69,7 +69,7 @@ bool IsOfThisMachine(int fd) {
   }
 }
 
-// False, with errno, when those who share the lock have it for longer than `shared`, or a writer for
+// False, with errno, when those who share it have it for longer than `shared`, or a writer for
 // longer than `exclusive`.
 bool LockWithin(int folder, absl::Duration shared, absl::Duration exclusive) {
   const Clock& clock = Clock::Real();

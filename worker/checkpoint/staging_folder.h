@@ -31,7 +31,7 @@ bool IsDoomed(absl::string_view path);
 // it when it is closed, or -1 if another process has it or the folder cannot be locked.
 int LockFolder(const std::string& path);
 
-// The same, but waits for a while (10 s) for others that have it locked. -1: others load from there,
+// The same, but waits for a while (10 s) for others that have it locked. -1: others load from it,
 // or the file system has no locks. Errors: ABORTED if a process still has the lock of a writer, and
 // so may rename or remove the folder at any moment; those of opening it.
 absl::StatusOr<int> LockFolderPatiently(const std::string& path);

@@ -340,8 +340,8 @@ absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
         dir.empty() &&
         !comm.BroadcastBytes(comm.rank() == 0 && !PathExists(found) ? "gone" : "", 0).empty();
     // Another process has given it its name, or removed it.
-    if (gone || (dir.empty() && (absl::IsAborted(opened) ||
-                                 (absl::IsNotFound(opened) && (unnamed || !some))))) {
+    if (gone || (dir.empty() &&
+                 (absl::IsAborted(opened) || (absl::IsNotFound(opened) && (unnamed || !some))))) {
       if (++moved == kSearches) return absl::UnavailableError(opened.message());
       if (comm.rank() == 0) MUSTER_LOG(Info) << opened.message() << "; the search begins again";
       continue;
