@@ -1478,6 +1478,8 @@ absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
   int moved = 0;
   while (true) {
     bool on_nodes = false;
+    // Of the search before. Ranks exchange something before the next one.
+    ReleaseInPlace();
     absl::StatusOr<StateReader> reader = OpenToLoad(directory, damaged, &on_nodes);
     // Not the same as none yet, where training begins from scratch.
     if (absl::IsNotFound(reader.status()) && !first.ok()) return first;

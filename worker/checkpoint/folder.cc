@@ -36,6 +36,8 @@ namespace muster {
 namespace {
 
 // To make a folder that nobody else has locked.
+// Before a folder is removed: a load from it may take hours, and the next save tries again.
+constexpr absl::Duration kReadersAreWaitedFor = absl::Milliseconds(100);
 constexpr int kAttempts = 100;
 
 constexpr absl::string_view kNumbered = "checkpoint_";
@@ -176,7 +178,7 @@ void RemoveAbandoned(const std::string& dir) {
     if (MayHaveDistantWriter(path)) continue;
     // Others may load from it, who are not waited for.
     if (!replaced && AwaitsItsName(path, named).value_or(true)) continue;
-    const int lock = LockFolder(path);
+    const int lock = LockFolder(path, kReadersAreWaitedFor);
     if (lock < 0) continue;
     const absl::StatusOr<bool> awaits = replaced ? false : AwaitsItsName(path, named);
     if (!awaits.ok() || *awaits) {
@@ -473,6 +475,9 @@ absl::StatusOr<std::optional<Staging>> Staging::TakeOver(const std::string& want
   Staging staging(dir, path, lock);
   staging.taken_over_ = true;
   staging.left_ = left;
+  // A number that is taken is another program's.
+  int64_t number = 0;
+  staging.replaces_ = !ParseNumber(BaseName(dir), &number);
   MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(path, VerifyLevel::kSizes).status());
   // Its writer may have ended between the parts of WriteFileAtomically.
   for (const std::string& name : ListDirectory(path).value_or(std::vector<std::string>())) {
@@ -539,7 +544,6 @@ absl::Status Staging::Commit() {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", path_, " to ", dir_));
   }
   if (!replaces_) {
-    prepared_ = false;
     return absl::AlreadyExistsError(
         absl::StrCat("another program has saved a checkpoint as ", dir_,
                      " since this save began, which stays: give each run a project folder of its "
@@ -613,7 +617,9 @@ absl::StatusOr<std::string> NameStaging(const std::string& wanted, const std::st
     }
   }
   named = staging->Rename();
-  if (absl::IsPermissionDenied(named)) return stays(named.message());
+  if (absl::IsPermissionDenied(named) || absl::IsAlreadyExists(named)) {
+    return stays(named.message());
+  }
   MUSTER_RETURN_IF_ERROR(named);
   MUSTER_LOG(Info) << wanted << " was sealed when its writer ended: it has its name now";
   return wanted;
@@ -629,7 +635,7 @@ absl::Status RemoveUnpublished(const std::string& path, const std::string& named
   }
   // Of this process, which has asked what has become of it.
   if (const int left = LeftLocks::Get().Take(CanonicalPath(path)); left >= 0) close(left);
-  const OwnedFd lock(LockFolder(path));
+  const OwnedFd lock(LockFolder(path, kReadersAreWaitedFor));
   if (!lock.open() && WriterOf(path) != FolderWriter::kUnknown) {
     return absl::UnavailableError(
         absl::StrCat("cannot remove ", path, ": another process has it locked"));
@@ -662,7 +668,20 @@ absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Numbers() const {
 
 absl::StatusOr<int64_t> CheckpointFolder::NextNumber() const {
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
-  return numbers.empty() ? 0 : numbers.back() + 1;
+  int64_t next = numbers.empty() ? 0 : numbers.back() + 1;
+  // What is sealed may get its name at any moment, from a load of another program.
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(root_);
+  if (!names.ok() && !absl::IsNotFound(names.status())) return names.status();
+  for (const std::string& name : names.value_or(std::vector<std::string>())) {
+    const absl::string_view stem = StemOf(name, kStagingMark);
+    const std::string path = JoinPath(root_, name);
+    int64_t number = 0;
+    if (HasMark(name, stem, kStagingMark) && ParseNumber(stem, &number) && !IsDoomed(path) &&
+        PathExists(JoinPath(path, kSealName))) {
+      next = std::max(next, number + 1);
+    }
+  }
+  return next;
 }
 
 absl::StatusOr<std::string> CheckpointFolder::Newest(

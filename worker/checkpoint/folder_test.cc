@@ -93,6 +93,17 @@ TEST_F(FolderTest, CheckpointThatAnotherProgramHasSavedMeanwhile_IsNotReplaced) 
   EXPECT_THAT(*ListDirectory(Path("checkpoint_0")), ElementsAre("manifest.json", "other"));
 }
 
+TEST_F(FolderTest, SealedWithoutItsName_ReplacesNoOtherProgramsCheckpoint_AndKeepsItsNumber) {
+  const std::string sealed = Path("checkpoint_3.tmp-0123456789abcdef");
+  ASSERT_TRUE(Save(sealed, {"a"}).ok());
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(sealed, kSealName), "{}").ok());
+  EXPECT_EQ(*CheckpointFolder(root_).NextNumber(), 4);
+  ASSERT_TRUE(Save(Path("checkpoint_3"), {"other"}).ok());
+  EXPECT_EQ(*NameStaging(Path("checkpoint_3"), sealed, [] { return absl::OkStatus(); }), sealed);
+  EXPECT_THAT(*ListDirectory(Path("checkpoint_3")), ElementsAre("manifest.json", "other"));
+  EXPECT_TRUE(VerifyCheckpoint(sealed, VerifyLevel::kContents).ok());
+}
+
 // Its disk may be away.
 TEST_F(FolderTest, LinkToNothing_IsAnError_AndKeepsItsNumber) {
   ASSERT_TRUE(Save(Path("checkpoint_1"), {"a"}).ok());

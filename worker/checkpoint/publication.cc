@@ -287,7 +287,8 @@ absl::Status Finish(Staging& staging, const Publication& publication,
   {
     const OptionalLock lock(publication.folder_mu);
     if (const absl::Status renamed = staging.Rename(); !renamed.ok()) {
-      // It is whole, and the next load gives it its name.
+      // It is whole, and the next load gives it its name, or reads it where it is.
+      staging.LetOthersRead();
       staging.Leave();
       return renamed;
     }

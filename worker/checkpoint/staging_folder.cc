@@ -30,8 +30,6 @@ namespace {
 
 constexpr absl::string_view kDoomedDigits = "dead";
 
-// Those who ask hold a shared lock for microseconds, unless they are interrupted then.
-constexpr absl::Duration kAskersTakeAtMost = absl::Seconds(30);
 constexpr int kMillisecondsBetweenAttempts = 1;
 
 std::atomic<int64_t> patience_ms = 10'000;
@@ -117,10 +115,10 @@ bool IsDoomed(absl::string_view path) {
          absl::StartsWith(path.substr(mark + kStagingMark.size()), kDoomedDigits);
 }
 
-int LockFolder(const std::string& path) {
+int LockFolder(const std::string& path, absl::Duration shared) {
   const int folder = OpenFolder(path);
   if (folder < 0) return -1;
-  if (LockWithin(folder, kAskersTakeAtMost, absl::ZeroDuration())) return folder;
+  if (LockWithin(folder, shared, absl::ZeroDuration())) return folder;
   close(folder);
   return -1;
 }

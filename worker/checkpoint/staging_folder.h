@@ -28,8 +28,10 @@ std::string NewDoomedPath(absl::string_view dir);
 bool IsDoomed(absl::string_view path);
 
 // Takes the lock that says that a live process writes into the folder: its descriptor, which frees
-// it when it is closed, or -1 if another process has it or the folder cannot be locked.
-int LockFolder(const std::string& path);
+// it when it is closed, or -1 if another process has it or the folder cannot be locked. `shared`:
+// how long those are waited for who ask or load from there; asking takes microseconds, unless it is
+// interrupted then.
+int LockFolder(const std::string& path, absl::Duration shared = absl::Seconds(30));
 
 // The same, but waits for a while (10 s) for others that have it locked. -1: others load from
 // there, or the file system has no locks. Errors: ABORTED if a process still has the lock of a

@@ -333,6 +333,9 @@ absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
             : absl::AbortedError(absl::StrCat(found, ": another process has it locked"));
     const absl::Status opened = AgreeOnFiles(comm, reader.status(), {}, nullptr);
     if (opened.ok()) return reader;
+    // The next search may give it its name. All ranks have freed it when the exchange that follows
+    // has ended.
+    ReleaseInPlace();
     // What is not there for one rank and whole for another is there: this one looks elsewhere, or
     // knows a file server's state of a moment ago.
     const std::vector<std::string> wholes = comm.AllGatherBytes(reader.ok() ? "whole" : "");
