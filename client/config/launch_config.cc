@@ -913,7 +913,8 @@ std::string WithHome(absl::string_view path, const std::map<std::string, std::st
 absl::Status ReplaceHome(const std::map<std::string, std::string>& variables, Layer* layer) {
   for (auto& [name, given] : layer->settings) {
     const SettingSpec* const spec = FindSetting(name);
-    const absl::string_view kind = spec == nullptr ? "" : spec->value_name;
+    if (spec == nullptr) continue;
+    const absl::string_view kind = spec->value_name;
     absl::string_view path = given.text;
     // Of a place only its folder is a path.
     if (kind == "PLACE" ? !absl::ConsumePrefix(&path, kDiskPlace)
