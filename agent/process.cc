@@ -222,13 +222,18 @@ absl::string_view Variable(const std::vector<std::string>& env, absl::string_vie
   return "";
 }
 
+// What runs a script of that name; empty: it is not known for one.
+absl::string_view InterpreterOf(absl::string_view path) {
+  if (absl::EndsWith(path, ".py")) return "python3";
+  if (absl::EndsWith(path, ".sh")) return "bash";
+  return "";
+}
+
 // What runs a file that cannot run by itself, for messages.
 std::string WithInterpreter(absl::string_view path) {
-  for (const auto& [suffix, interpreter] :
-       {std::pair<const char*, const char*>{".py", "python3"}, {".sh", "bash"}}) {
-    if (absl::EndsWith(path, suffix)) return absl::StrCat("write ", interpreter, " ", path);
-  }
-  return "put its interpreter before it";
+  const absl::string_view interpreter = InterpreterOf(path);
+  return interpreter.empty() ? "put its interpreter before it"
+                             : absl::StrCat("write ", interpreter, " ", path);
 }
 
 absl::Status StartErrorStatus(const StartError& report, const ProcessOptions& options,
@@ -1089,12 +1094,12 @@ absl::StatusOr<std::string> FindProgram(absl::string_view program, absl::string_
   }
   if (!denied.ok()) return denied;
   const std::string here = absl::StrCat("./", program);
-  const bool is_script = absl::EndsWith(program, ".py") || absl::EndsWith(program, ".sh");
-  return absl::NotFoundError(absl::StrCat(
-      "program ", program, " not found in PATH; ",
-      absl::IsNotFound(CheckExecutable(here)) ? "give the path to it"
-      : is_script ? absl::StrCat("for the script in this folder ", WithInterpreter(program))
-                  : absl::StrCat("for the file in this folder write ", here)));
+  return absl::NotFoundError(
+      absl::StrCat("program ", program, " not found in PATH; ",
+                   absl::IsNotFound(CheckExecutable(here)) ? "give the path to it"
+                   : !InterpreterOf(program).empty()
+                       ? absl::StrCat("for the script in this folder ", WithInterpreter(program))
+                       : absl::StrCat("for the file in this folder write ", here)));
 }
 
 absl::StatusOr<std::unique_ptr<ProcessHost>> ProcessHost::Start(ProcessHostOptions options) {

@@ -53,6 +53,19 @@ inline mode_t OpenMode(int flags, va_list after_flags) {
     return real(path, flags, mode);                                                   \
   }
 
+// Defines read and pread of the program likewise: where `fails(fd)` is true they fail.
+#define MUSTER_REPLACE_READS(fails)                                                             \
+  extern "C" ssize_t read(int fd, void* to, size_t size) {                                      \
+    if (fails(fd)) return -1;                                                                   \
+    static const auto real = muster::RealCall<ssize_t (*)(int, void*, size_t)>("read");         \
+    return real(fd, to, size);                                                                  \
+  }                                                                                             \
+  extern "C" ssize_t pread(int fd, void* to, size_t size, off_t at) {                           \
+    if (fails(fd)) return -1;                                                                   \
+    static const auto real = muster::RealCall<ssize_t (*)(int, void*, size_t, off_t)>("pread"); \
+    return real(fd, to, size, at);                                                              \
+  }
+
 }  // namespace muster
 
 #endif  // MUSTER_BASE_TEST_SYSTEM_CALLS_H_

@@ -38,21 +38,7 @@ bool CannotRead(int fd) {
 
 }  // namespace
 
-extern "C" {
-
-ssize_t read(int fd, void* to, size_t size) {
-  if (CannotRead(fd)) return -1;
-  static const auto real = muster::RealCall<ssize_t (*)(int, void*, size_t)>("read");
-  return real(fd, to, size);
-}
-
-ssize_t pread(int fd, void* to, size_t size, off_t at) {
-  if (CannotRead(fd)) return -1;
-  static const auto real = muster::RealCall<ssize_t (*)(int, void*, size_t, off_t)>("pread");
-  return real(fd, to, size, at);
-}
-
-}  // extern "C"
+MUSTER_REPLACE_READS(CannotRead)
 
 namespace muster {
 namespace {

@@ -36,9 +36,10 @@ namespace muster {
 namespace {
 
 // To make a folder that nobody else has locked.
+constexpr int kAttempts = 100;
+
 // Before a folder is removed: a load from it may take hours, and the next save tries again.
 constexpr absl::Duration kReadersAreWaitedFor = absl::Milliseconds(100);
-constexpr int kAttempts = 100;
 
 constexpr absl::string_view kNumbered = "checkpoint_";
 
@@ -50,6 +51,12 @@ bool ParseNumber(absl::string_view name, int64_t* number) {
   return absl::ConsumePrefix(&name, kNumbered) && !name.empty() &&
          std::all_of(name.begin(), name.end(), absl::ascii_isdigit) &&
          (name.size() == 1 || name[0] != '0') && absl::SimpleAtoi(name, number);
+}
+
+// Whether `name` is of the staging folder of a numbered checkpoint.
+bool ParseStagingNumber(absl::string_view name, int64_t* number) {
+  const absl::string_view stem = StemOf(name, kStagingMark);
+  return HasMark(name, stem, kStagingMark) && ParseNumber(stem, number);
 }
 
 // False only where there is nothing: what cannot be examined at the moment is an error.
@@ -673,10 +680,9 @@ absl::StatusOr<int64_t> CheckpointFolder::NextNumber() const {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(root_);
   if (!names.ok() && !absl::IsNotFound(names.status())) return names.status();
   for (const std::string& name : names.value_or(std::vector<std::string>())) {
-    const absl::string_view stem = StemOf(name, kStagingMark);
     const std::string path = JoinPath(root_, name);
     int64_t number = 0;
-    if (HasMark(name, stem, kStagingMark) && ParseNumber(stem, &number) && !IsDoomed(path) &&
+    if (ParseStagingNumber(name, &number) && !IsDoomed(path) &&
         PathExists(JoinPath(path, kSealName))) {
       next = std::max(next, number + 1);
     }
@@ -692,9 +698,8 @@ absl::StatusOr<std::string> CheckpointFolder::Newest(
   std::vector<std::tuple<int64_t, bool, std::string, std::string>> candidates;
   for (const int64_t number : numbers) candidates.emplace_back(number, false, "", PathOf(number));
   for (const std::string& path : unnamed) {
-    const std::string name = BaseName(path);
     int64_t number = 0;
-    if (ParseNumber(StemOf(name, kStagingMark), &number)) {
+    if (ParseStagingNumber(BaseName(path), &number)) {
       const absl::StatusOr<Manifest> manifest = ReadManifest(path);
       candidates.emplace_back(number, true, manifest.ok() ? manifest->created : "", path);
     }
@@ -794,10 +799,9 @@ absl::StatusOr<std::vector<std::string>> CheckpointFolder::PublishSealed() const
   if (absl::IsNotFound(names.status())) return unnamed;
   MUSTER_RETURN_IF_ERROR(names.status());
   for (const std::string& name : *names) {
-    const absl::string_view stem = StemOf(name, kStagingMark);
     int64_t number = 0;
     const std::string path = JoinPath(root_, name);
-    if (!HasMark(name, stem, kStagingMark) || !ParseNumber(stem, &number)) continue;
+    if (!ParseStagingNumber(name, &number)) continue;
     MUSTER_ASSIGN_OR_RETURN(const bool awaits, AwaitsItsName(path, PathOf(number)));
     if (!awaits) continue;
     // What has the name may be pinned, or of another job: nothing is replaced without a record.

@@ -76,23 +76,15 @@ bool FailsToOpen(const char* path, int flags) {
   return (flags & O_CREAT) == 0 ? Fails(path) : RefusesToChange(path);
 }
 
+// Not the standard streams.
+bool FailsToRead(int fd) { return fd > 2 && Fails(fd); }
+
 }  // namespace
 
 MUSTER_REPLACE_OPEN(open, FailsToOpen)
+MUSTER_REPLACE_READS(FailsToRead)
 
 extern "C" {
-
-ssize_t read(int fd, void* to, size_t size) {
-  if (fd > 2 && Fails(fd)) return -1;
-  static const auto real = muster::RealCall<ssize_t (*)(int, void*, size_t)>("read");
-  return real(fd, to, size);
-}
-
-ssize_t pread(int fd, void* to, size_t size, off_t at) {
-  if (Fails(fd)) return -1;
-  static const auto real = muster::RealCall<ssize_t (*)(int, void*, size_t, off_t)>("pread");
-  return real(fd, to, size, at);
-}
 
 int stat(const char* path, struct stat* info) noexcept {
   if (Fails(path)) return -1;

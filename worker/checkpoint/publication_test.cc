@@ -47,6 +47,19 @@ class PublicationTest : public testing::Test {
     EXPECT_EQ(statuses[0], statuses[1]);
     return statuses[0];
   }
+  // One rank saves what a user has named.
+  void SaveNamed(const std::string& path, int keep = 0) {
+    RunRanks(1, [&](Comm& comm) {
+      const absl::Status saved = SaveCheckpoint(
+          comm, path, {.step = 3}, PublishOptions{.registrar = &registrar_, .keep = keep},
+          [](StateWriter& writer) {
+            StateDict state;
+            state.SetInt("x", 1);
+            return writer.Write("scheduler.json", state);
+          });
+      ASSERT_TRUE(saved.ok()) << saved;
+    });
+  }
   std::vector<std::string> Names() const { return *ListDirectory(root_); }
   std::string Resume(CheckpointRegistrar* registrar,
                      const std::vector<std::string>& damaged = {}) const {
@@ -309,15 +322,7 @@ TEST_F(PublicationTest, LinkWithoutItsName_IsLoadedFromWhereItIs) {
   const std::string best = JoinPath(root_, "best");
   ASSERT_TRUE(MakeDirectories(disk.Path("best")).ok());
   ASSERT_EQ(symlink(disk.Path("best").c_str(), best.c_str()), 0);
-  RunRanks(1, [&](Comm& comm) {
-    const absl::Status saved = SaveCheckpoint(
-        comm, best, {.step = 3}, PublishOptions{.registrar = &registrar_}, [](StateWriter& writer) {
-          StateDict state;
-          state.SetInt("x", 1);
-          return writer.Write("scheduler.json", state);
-        });
-    ASSERT_TRUE(saved.ok()) << saved;
-  });
+  SaveNamed(best);
   RegisteredCheckpoint& record = registrar_.records.at(1);
   ASSERT_EQ(ParentPath(record.staging), disk.path());
   record.state = State::kSealed;
@@ -401,15 +406,7 @@ TEST_F(PublicationTest, SealedAndItsNameHasAnOlderOne_IsLoadedFromWhereItIs) {
 TEST_F(PublicationTest, CoordinatorThatDoesNotPin_TheCheckpointIsThereAndNotPublished) {
   registrar_.pin_error = absl::UnavailableError("no answer");
   const std::string best = JoinPath(root_, "best");
-  RunRanks(1, [&](Comm& comm) {
-    const absl::Status saved = SaveCheckpoint(
-        comm, best, {.step = 3}, PublishOptions{.registrar = &registrar_}, [](StateWriter& writer) {
-          StateDict state;
-          state.SetInt("x", 1);
-          return writer.Write("scheduler.json", state);
-        });
-    ASSERT_TRUE(saved.ok()) << saved;
-  });
+  SaveNamed(best);
   EXPECT_EQ(registrar_.records.at(1).state, State::kSealed);
   EXPECT_EQ(Resume(&registrar_), "best");
   TakeNameAway(1, /*noted=*/false);
@@ -685,16 +682,7 @@ TEST_F(PublicationTest, KeepByTheFolder_IsBesidePinnedOnes) {
 }
 
 TEST_F(PublicationTest, NamedCheckpoint_IsPinned) {
-  RunRanks(1, [&](Comm& comm) {
-    const absl::Status saved = SaveCheckpoint(comm, JoinPath(root_, "best"), {.step = 3},
-                                              PublishOptions{.registrar = &registrar_, .keep = 1},
-                                              [](StateWriter& writer) {
-                                                StateDict state;
-                                                state.SetInt("x", 1);
-                                                return writer.Write("scheduler.json", state);
-                                              });
-    ASSERT_TRUE(saved.ok()) << saved;
-  });
+  SaveNamed(JoinPath(root_, "best"), /*keep=*/1);
   EXPECT_TRUE(registrar_.records.at(1).pinned);
   EXPECT_THAT(registrar_.slices, IsEmpty());
 }
