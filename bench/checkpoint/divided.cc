@@ -24,7 +24,14 @@
 
 namespace {
 
-using namespace muster::bench;
+using muster::bench::Aligned;
+using muster::bench::Check;
+using muster::bench::DropFromCache;
+using muster::bench::Median;
+using muster::bench::PlainRead;
+using muster::bench::PlainWrite;
+using muster::bench::Seconds;
+using muster::bench::kBlock;
 
 double SecondsSince(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
