@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <thread>
 
@@ -9,8 +10,8 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "base/status_macros.h"
-#include "base/text.h"
 #include "worker/text/encoding_ops.h"
+#include "worker/text/folder_tokens.h"
 #include "worker/text/tokenizer_core.h"
 
 namespace muster {
@@ -22,35 +23,30 @@ constexpr size_t kMaxFileBytes = size_t{256} << 20;
 // Below this much text a thread costs more than it saves.
 constexpr size_t kMinBytesOfThread = 16 << 10;
 
-absl::StatusOr<std::shared_ptr<text::TokenizerCore>> ParseCore(absl::string_view json,
-                                                               absl::string_view source) {
-  MUSTER_ASSIGN_OR_RETURN(const Json parsed,
-                          ParseJson(json, source, {.max_bytes = kMaxFileBytes, .max_depth = 64}));
-  return text::TokenizerCore::Make(parsed, std::string(source));
+absl::StatusOr<Json> ParseFile(absl::string_view json, absl::string_view source) {
+  return ParseJson(json, source, {.max_bytes = kMaxFileBytes, .max_depth = 64});
 }
 
-// The roles that one of the files beside tokenizer.json gives tokens: "eos_token": "</s>", or an
-// object with the token as `content`. Others, and files that are not there, change nothing.
-absl::Status ReadSpecialTokens(const std::string& path, SpecialTokens& tokens) {
-  if (!PathExists(path)) return absl::OkStatus();
+// null if the file is not there.
+absl::StatusOr<nlohmann::ordered_json> ReadIfThere(const std::string& path) {
+  if (!PathExists(path)) return nlohmann::ordered_json();
   MUSTER_ASSIGN_OR_RETURN(const std::string contents, ReadFile(path, kMaxFileBytes));
-  MUSTER_ASSIGN_OR_RETURN(const Json json, ParseJson(contents, path));
-  if (!json.is_object()) return absl::OkStatus();
-  const std::pair<const char*, std::optional<std::string>*> roles[] = {
-      {"bos_token", &tokens.bos},  {"eos_token", &tokens.eos}, {"unk_token", &tokens.unk},
-      {"sep_token", &tokens.sep},  {"pad_token", &tokens.pad}, {"cls_token", &tokens.cls},
-      {"mask_token", &tokens.mask}};
-  for (const auto& [name, role] : roles) {
-    const auto field = json.find(name);
-    if (field == json.end() || field->is_null()) continue;
-    const Json& token =
-        field->is_object() && field->contains("content") ? field->at("content") : *field;
-    if (!token.is_string()) {
-      return absl::InvalidArgumentError(absl::StrCat(path, ": ", name, " must be a text"));
-    }
-    *role = token.get<std::string>();
-  }
-  return absl::OkStatus();
+  MUSTER_RETURN_IF_ERROR(ParseFile(contents, path).status());
+  return nlohmann::ordered_json::parse(contents);
+}
+
+SpecialTokens RolesOf(const std::map<std::string, std::string>& roles) {
+  const auto find = [&roles](const char* name) {
+    const auto role = roles.find(name);
+    return role == roles.end() ? std::nullopt : std::optional<std::string>(role->second);
+  };
+  return {.bos = find("bos_token"),
+          .eos = find("eos_token"),
+          .unk = find("unk_token"),
+          .sep = find("sep_token"),
+          .pad = find("pad_token"),
+          .cls = find("cls_token"),
+          .mask = find("mask_token")};
 }
 
 }  // namespace
@@ -75,7 +71,9 @@ absl::StatusOr<std::string> StreamDecoder::Finish() {
 }
 
 absl::StatusOr<Tokenizer> Tokenizer::FromJson(absl::string_view json, absl::string_view source) {
-  MUSTER_ASSIGN_OR_RETURN(std::shared_ptr<text::TokenizerCore> core, ParseCore(json, source));
+  MUSTER_ASSIGN_OR_RETURN(const Json parsed, ParseFile(json, source));
+  MUSTER_ASSIGN_OR_RETURN(std::shared_ptr<text::TokenizerCore> core,
+                          text::TokenizerCore::Make(parsed, std::string(source)));
   return Tokenizer(std::move(core));
 }
 
@@ -94,12 +92,16 @@ absl::StatusOr<Tokenizer> Tokenizer::FromFolder(const std::string& folder) {
                      "makes it: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"));
   }
   MUSTER_RETURN_IF_ERROR(contents.status());
-  MUSTER_ASSIGN_OR_RETURN(std::shared_ptr<text::TokenizerCore> core, ParseCore(*contents, path));
-  SpecialTokens tokens;
-  for (const char* const name : {"special_tokens_map.json", "tokenizer_config.json"}) {
-    MUSTER_RETURN_IF_ERROR(ReadSpecialTokens(JoinPath(folder, name), tokens));
-  }
-  core->set_special_tokens(std::move(tokens));
+  text::FolderFiles files = {.folder = folder};
+  MUSTER_ASSIGN_OR_RETURN(files.tokenizer, ParseFile(*contents, path));
+  const auto read = [&folder](const char* name) { return ReadIfThere(JoinPath(folder, name)); };
+  MUSTER_ASSIGN_OR_RETURN(files.tokenizer_config, read("tokenizer_config.json"));
+  MUSTER_ASSIGN_OR_RETURN(files.special_tokens_map, read("special_tokens_map.json"));
+  MUSTER_ASSIGN_OR_RETURN(files.added_tokens, read("added_tokens.json"));
+  MUSTER_ASSIGN_OR_RETURN(const text::FolderTokens tokens, text::TokensOfFolder(files));
+  MUSTER_ASSIGN_OR_RETURN(std::shared_ptr<text::TokenizerCore> core,
+                          text::TokenizerCore::Make(files.tokenizer, path, tokens.added));
+  core->set_special_tokens(RolesOf(tokens.roles));
   return Tokenizer(std::move(core));
 }
 

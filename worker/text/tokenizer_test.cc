@@ -142,18 +142,33 @@ TEST(Tokenizer, FromFolder_ReadsTheRolesOfTokens) {
   };
   write("tokenizer.json", Words().dump());
   EXPECT_EQ(Ok(Tokenizer::FromFolder(folder.path())).special_tokens().eos, std::nullopt);
-  write("special_tokens_map.json", R"({"eos_token": "old", "pad_token": "[PAD]"})");
   write("tokenizer_config.json",
-        R"({"eos_token": {"content": "</s>"}, "bos_token": null, "x": 1})");
+        R"({"eos_token": "old", "bos_token": null, "pad_token": {"content": "[PAD]"}, "x": 1})");
+  write("special_tokens_map.json", R"({"eos_token": {"content": "</s>"}})");
   const Tokenizer tokenizer = Ok(Tokenizer::FromFolder(folder.path()));
   EXPECT_EQ(tokenizer.special_tokens().eos, "</s>");
   EXPECT_EQ(tokenizer.special_tokens().pad, "[PAD]");
   EXPECT_EQ(tokenizer.special_tokens().bos, std::nullopt);
   write("tokenizer_config.json", R"({"eos_token": 7})");
   EXPECT_THAT(std::string(Tokenizer::FromFolder(folder.path()).status().message()),
-              HasSubstr("eos_token must be a text"));
+              HasSubstr("eos_token: a token must be a text"));
   EXPECT_EQ(Tokenizer::FromFile(folder.Path("none.json")).status().code(),
             absl::StatusCode::kNotFound);
+}
+
+// As transformers does: the file knows five words.
+TEST(Tokenizer, FromFolder_CutsOutTokensThatFilesBesideItName) {
+  const TestFolder folder;
+  const auto write = [&](const char* name, const std::string& text) {
+    ASSERT_TRUE(WriteFileAtomically(folder.Path(name), text).ok());
+  };
+  write("tokenizer.json", Words().dump());
+  write("tokenizer_config.json", R"({"pad_token": "<pad>", "extra_special_tokens": ["two"],
+      "added_tokens_decoder": {"5": {"content": "<tool>", "special": false}}})");
+  const Tokenizer tokenizer = Ok(Tokenizer::FromFolder(folder.path()));
+  EXPECT_EQ(Ok(tokenizer.EncodeIds("<tool>two<pad>")), (Ids{1, 5, 3, 6}));
+  EXPECT_EQ(Ok(tokenizer.Decode({5, 3, 6}, /*skip_special_tokens=*/true)), "<tool>");
+  EXPECT_EQ(tokenizer.VocabSize(), 7);
 }
 
 TEST(Tokenizer, WhatTheFileHasAndWeDoNot_IsNamed) {
