@@ -12,6 +12,7 @@
 #include "base/status_macros.h"
 #include "worker/text/encoding_ops.h"
 #include "worker/text/folder_tokens.h"
+#include "worker/text/older_files.h"
 #include "worker/text/tokenizer_core.h"
 
 namespace muster {
@@ -33,6 +34,33 @@ absl::StatusOr<nlohmann::ordered_json> ReadIfThere(const std::string& path) {
   MUSTER_ASSIGN_OR_RETURN(const std::string contents, ReadFile(path, kMaxFileBytes));
   MUSTER_RETURN_IF_ERROR(ParseFile(contents, path).status());
   return nlohmann::ordered_json::parse(contents);
+}
+
+absl::StatusOr<std::optional<std::string>> TextIfThere(const std::string& path) {
+  if (!PathExists(path)) return std::nullopt;
+  MUSTER_ASSIGN_OR_RETURN(std::string contents, ReadFile(path, kMaxFileBytes));
+  return std::optional<std::string>(std::move(contents));
+}
+
+// Makes what would be in tokenizer.json of the files of older folders, which do not have it.
+absl::Status ReadOlderFiles(text::FolderFiles& files) {
+  text::OlderFiles older = {.beside = files};
+  const auto in_folder = [&files](const char* name) { return JoinPath(files.folder, name); };
+  MUSTER_ASSIGN_OR_RETURN(older.config, ReadIfThere(in_folder("config.json")));
+  MUSTER_ASSIGN_OR_RETURN(older.vocab_json, TextIfThere(in_folder("vocab.json")));
+  MUSTER_ASSIGN_OR_RETURN(older.merges_txt, TextIfThere(in_folder("merges.txt")));
+  MUSTER_ASSIGN_OR_RETURN(older.vocab_txt, TextIfThere(in_folder("vocab.txt")));
+  absl::StatusOr<text::OlderTokenizer> made = text::TokenizerOfOlderFiles(older);
+  if (absl::IsNotFound(made.status())) {
+    return absl::NotFoundError(absl::StrCat(
+        files.folder, " has no tokenizer.json, and Muster cannot make it (",
+        made.status().message(),
+        "); transformers may: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"));
+  }
+  MUSTER_RETURN_IF_ERROR(made.status());
+  files.tokenizer = std::move(made->tokenizer);
+  files.tokenizer_config = std::move(made->tokenizer_config);
+  return absl::OkStatus();
 }
 
 SpecialTokens RolesOf(const std::map<std::string, std::string>& roles) {
@@ -84,23 +112,22 @@ absl::StatusOr<Tokenizer> Tokenizer::FromFile(const std::string& path) {
 
 absl::StatusOr<Tokenizer> Tokenizer::FromFolder(const std::string& folder) {
   const std::string path = JoinPath(folder, "tokenizer.json");
-  const absl::StatusOr<std::string> contents = ReadFile(path, kMaxFileBytes);
-  if (absl::IsNotFound(contents.status()) && PathExists(folder)) {
-    return absl::NotFoundError(
-        absl::StrCat(folder,
-                     " has no tokenizer.json; of files of older tokenizers transformers "
-                     "makes it: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"));
-  }
-  MUSTER_RETURN_IF_ERROR(contents.status());
-  text::FolderFiles files = {.folder = folder};
-  MUSTER_ASSIGN_OR_RETURN(files.tokenizer, ParseFile(*contents, path));
   const auto read = [&folder](const char* name) { return ReadIfThere(JoinPath(folder, name)); };
+  text::FolderFiles files = {.folder = folder};
+  const absl::StatusOr<std::string> contents = ReadFile(path, kMaxFileBytes);
+  const bool older = absl::IsNotFound(contents.status()) && PathExists(folder);
+  if (!older) {
+    MUSTER_RETURN_IF_ERROR(contents.status());
+    MUSTER_ASSIGN_OR_RETURN(files.tokenizer, ParseFile(*contents, path));
+  }
   MUSTER_ASSIGN_OR_RETURN(files.tokenizer_config, read("tokenizer_config.json"));
   MUSTER_ASSIGN_OR_RETURN(files.special_tokens_map, read("special_tokens_map.json"));
   MUSTER_ASSIGN_OR_RETURN(files.added_tokens, read("added_tokens.json"));
+  if (older) MUSTER_RETURN_IF_ERROR(ReadOlderFiles(files));
   MUSTER_ASSIGN_OR_RETURN(const text::FolderTokens tokens, text::TokensOfFolder(files));
-  MUSTER_ASSIGN_OR_RETURN(std::shared_ptr<text::TokenizerCore> core,
-                          text::TokenizerCore::Make(files.tokenizer, path, tokens.added));
+  MUSTER_ASSIGN_OR_RETURN(
+      std::shared_ptr<text::TokenizerCore> core,
+      text::TokenizerCore::Make(files.tokenizer, older ? folder : path, tokens.added));
   core->set_special_tokens(RolesOf(tokens.roles));
   return Tokenizer(std::move(core));
 }

@@ -91,7 +91,8 @@ class Tokenizer {
   // both name the field. RESOURCE_EXHAUSTED it is larger than 256 MiB or nested too deep.
   static absl::StatusOr<Tokenizer> FromFile(const std::string& path);
   // The same of FOLDER/tokenizer.json, with what tokenizer_config.json, special_tokens_map.json and
-  // added_tokens.json say about tokens, if they are there (docs/tokenizers.md).
+  // added_tokens.json say about tokens, if they are there; without tokenizer.json, of the files of
+  // older folders (docs/tokenizers.md). NOT_FOUND says which are missing.
   static absl::StatusOr<Tokenizer> FromFolder(const std::string& folder);
   // The same of the content of a tokenizer.json; `source` names it in messages.
   static absl::StatusOr<Tokenizer> FromJson(absl::string_view json, absl::string_view source);

@@ -171,6 +171,31 @@ TEST(Tokenizer, FromFolder_CutsOutTokensThatFilesBesideItName) {
   EXPECT_EQ(tokenizer.VocabSize(), 7);
 }
 
+TEST(Tokenizer, FromFolder_WithoutTokenizerJson_ReadsOlderFiles) {
+  const TestFolder folder;
+  const auto write = [&](const char* name, const std::string& text) {
+    ASSERT_TRUE(WriteFileAtomically(folder.Path(name), text).ok());
+  };
+  const auto error = [&] {
+    return std::string(Tokenizer::FromFolder(folder.path()).status().message());
+  };
+  write("config.json", R"({"model_type": "llama"})");
+  EXPECT_THAT(error(), HasSubstr("has no tokenizer.json, and Muster cannot make it"));
+  write("config.json", R"({"model_type": "bert"})");
+  EXPECT_THAT(error(), HasSubstr("(a BertTokenizer has a vocab.txt)"));
+  write("vocab.txt", "[UNK]\n[CLS]\n[SEP]\nword\n##s\n");
+  write("added_tokens.json", R"({"<x>": 5})");
+  const Tokenizer bert = Ok(Tokenizer::FromFolder(folder.path()));
+  EXPECT_EQ(Ok(bert.EncodeIds("Words <x>other")), (Ids{1, 3, 4, 5, 0, 2}));
+  EXPECT_EQ(bert.special_tokens().pad, "[PAD]");
+  write("tokenizer_config.json", R"({"tokenizer_class": "GPT2Tokenizer"})");
+  write("vocab.json", R"({"a": 0, "Ġ": 1, "Ġa": 2, "<|endoftext|>": 3})");
+  write("merges.txt", "#version: 0.2\nĠ a\n");
+  const Tokenizer gpt2 = Ok(Tokenizer::FromFolder(folder.path()));
+  EXPECT_EQ(Ok(gpt2.EncodeIds("a a<|endoftext|>")), (Ids{0, 2, 3}));
+  EXPECT_EQ(gpt2.special_tokens().eos, "<|endoftext|>");
+}
+
 TEST(Tokenizer, WhatTheFileHasAndWeDoNot_IsNamed) {
   const auto message = [](const Json& json) {
     return std::string(Tokenizer::FromJson(json.dump(), "f.json").status().message());
