@@ -1,9 +1,13 @@
 #include "worker/text/older_files.h"
 
+#include <algorithm>
+#include <cstdlib>
+#include <random>
 #include <string>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "worker/text/tokenizer_core.h"
 
 namespace muster::text {
 namespace {
@@ -113,6 +117,47 @@ TEST(TokenizerOfOlderFiles, WhatIsWrong_NamesFileAndPlace) {
   files = Bert();
   files.beside.tokenizer_config = {{"do_lower_case", "yes"}};
   EXPECT_THAT(Error(files), HasSubstr("do_lower_case must be true or false"));
+}
+
+// Some bytes are others, are there twice, or are not there.
+std::string Mutated(std::string text, std::mt19937_64& random) {
+  const auto below = [&random](size_t most) { return random() % (most + 1); };
+  for (size_t count = below(3); count > 0 && !text.empty(); --count) {
+    const size_t at = below(text.size() - 1), size = below(std::min<size_t>(text.size() - at, 5));
+    if (below(2) == 0) {
+      text[at] = static_cast<char>(below(255));
+    } else if (below(1) == 0) {
+      text.erase(at, size);
+    } else {
+      text.insert(at, text.substr(at, size));
+    }
+  }
+  return text;
+}
+
+TEST(TokenizerOfOlderFiles, DamagedFiles_AreErrorsOrTokenizers) {
+  int64_t cases = 5'000, made = 0;
+  if (const char* const wanted = std::getenv("MUSTER_FUZZ_CASES")) cases = std::atoll(wanted);
+  std::mt19937_64 random(1);
+  for (int64_t i = 0; i < cases; ++i) {
+    OlderFiles files = i % 2 == 0 ? Gpt2() : Bert();
+    for (auto* const text : {&files.vocab_json, &files.merges_txt, &files.vocab_txt}) {
+      if (text->has_value()) *text = Mutated(**text, random);
+    }
+    const std::string config = Mutated(
+        R"({"bos_token": "a", "cls_token": {"content": "[CLS]", "lstrip": true}, "add_bos_token": true,
+            "added_tokens_decoder": {"4": {"content": "<x>", "special": false}}})",
+        random);
+    files.beside.tokenizer_config = nlohmann::ordered_json::parse(config, nullptr, false);
+    if (files.beside.tokenizer_config.is_discarded()) files.beside.tokenizer_config = nullptr;
+    auto tokenizer = TokenizerOfOlderFiles(files);
+    if (!tokenizer.ok()) continue;
+    const auto core = TokenizerCore::Make(tokenizer->tokenizer, "dir");
+    if (!core.ok()) continue;
+    ++made;
+    (void)(*core)->EncodeIds("words ab<x> [CLS]", true);
+  }
+  EXPECT_GT(made, cases / 10);
 }
 
 }  // namespace
