@@ -22,7 +22,8 @@ using OrderedJson = nlohmann::ordered_json;
 constexpr size_t kMaxVocabularyBytes = size_t{256} << 20;
 
 constexpr char kQwen2Words[] =
-    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
+    R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|)"
+    R"(\s*[\r\n]+|\s+(?!\S)|\s+)";
 
 template <typename AnyJson>
 std::string TextOf(const AnyJson& json, const char* name) {

@@ -145,7 +145,8 @@ TEST(TokenizerOfOlderFiles, DamagedFiles_AreErrorsOrTokenizers) {
       if (text->has_value()) *text = Mutated(**text, random);
     }
     const std::string config = Mutated(
-        R"({"bos_token": "a", "cls_token": {"content": "[CLS]", "lstrip": true}, "add_bos_token": true,
+        R"({"bos_token": "a", "cls_token": {"content": "[CLS]", "lstrip": true},
+            "add_bos_token": true,
             "added_tokens_decoder": {"4": {"content": "<x>", "special": false}}})",
         random);
     files.beside.tokenizer_config = nlohmann::ordered_json::parse(config, nullptr, false);
