@@ -54,8 +54,10 @@ absl::StatusOr<AddedToken> ReadToken(const nlohmann::json& json, const std::stri
 void AddedTokens::Add(AddedToken token, const Vocabulary& vocabulary, uint32_t& next_id) {
   const auto known = by_content_.find(token.content);
   if (known != by_content_.end()) {
-    token.id = tokens_[known->second].id;
-    tokens_[known->second] = std::move(token);
+    AddedToken& before = tokens_[known->second];
+    token.id = before.id;
+    token.special = token.special || before.special;  // once special, always, as in the peer
+    before = std::move(token);
     return;
   }
   const std::optional<uint32_t> of_model = vocabulary.Id(token.content);

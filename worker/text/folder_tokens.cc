@@ -73,10 +73,10 @@ class Reader {
   absl::StatusOr<FolderTokens> Read() {
     ReadFile();
     const Json& config = files_.tokenizer_config;
-    const bool has_decoder = config.is_object() && config.contains("added_tokens_decoder");
-    if (has_decoder) MUSTER_RETURN_IF_ERROR(ReadDecoder(config["added_tokens_decoder"]));
+    has_decoder_ = config.is_object() && config.contains("added_tokens_decoder");
+    if (has_decoder_) MUSTER_RETURN_IF_ERROR(ReadDecoder(config["added_tokens_decoder"]));
     MUSTER_RETURN_IF_ERROR(ReadRoles(config, PathOf("tokenizer_config.json")));
-    if (!has_decoder) {
+    if (!has_decoder_) {
       MUSTER_RETURN_IF_ERROR(
           ReadRoles(files_.special_tokens_map, PathOf("special_tokens_map.json")));
       MUSTER_RETURN_IF_ERROR(ReadAddedTokens());
@@ -204,14 +204,17 @@ class Reader {
   FolderTokens Result() const {
     FolderTokens result;
     std::set<std::string> known;
-    for (const auto& [content, token] : of_file_) known.insert(content);
-    for (const auto& [id, token] : by_id_) {
-      const auto file = of_file_.find(token.content);
-      if (file != of_file_.end() && AreSame(file->second, token)) continue;
+    const auto change = [&](AddedToken token) {
+      token.special = token.special || HasRole(token.content);
       known.insert(token.content);
-      result.added.push_back(token);
-      if (HasRole(token.content)) result.added.back().special = true;
+      const auto file = of_file_.find(token.content);
+      if (file == of_file_.end() || !AreSame(file->second, token)) result.added.push_back(token);
+    };
+    for (const auto& [content, token] : of_file_) {
+      known.insert(content);
+      if (!has_decoder_) change(token);
     }
+    for (const auto& [id, token] : by_id_) change(token);
     const auto add = [&](const AddedToken& token) {
       if (known.insert(token.content).second) result.added.push_back(token);
     };
@@ -233,7 +236,7 @@ class Reader {
   std::map<std::string, AddedToken> roles_;
   std::vector<std::string> own_roles_;  // in their order
   std::vector<AddedToken> extra_;
-  bool has_extra_ = false;
+  bool has_extra_ = false, has_decoder_ = false;
 };
 
 }  // namespace

@@ -96,6 +96,15 @@ TEST(TokensOfFolder, OlderFiles_CountWithoutAddedTokensDecoder) {
   EXPECT_THAT(tokens.roles, UnorderedElementsAre(Pair("eos_token", "</s>")));
 }
 
+TEST(TokensOfFolder, TokenOfTheFileThatHasARole_BecomesSpecial) {
+  FolderFiles files = Files();
+  files.tokenizer["added_tokens"][0]["special"] = false;
+  files.tokenizer_config = {{"pad_token", "</s>"}};
+  EXPECT_THAT(Added(Read(files)), ElementsAre("</s> special"));
+  files.tokenizer_config["added_tokens_decoder"] = nlohmann::ordered_json::object();
+  EXPECT_THAT(Added(Read(files)), IsEmpty());
+}
+
 TEST(TokensOfFolder, SeveralListsOfExtraTokens_TheFirstCounts) {
   FolderFiles files = Files();
   files.tokenizer_config = {{"additional_special_tokens", {"<old>"}},

@@ -169,6 +169,13 @@ TEST(Tokenizer, FromFolder_CutsOutTokensThatFilesBesideItName) {
   EXPECT_EQ(Ok(tokenizer.EncodeIds("<tool>two<pad>")), (Ids{1, 5, 3, 6}));
   EXPECT_EQ(Ok(tokenizer.Decode({5, 3, 6}, /*skip_special_tokens=*/true)), "<tool>");
   EXPECT_EQ(tokenizer.VocabSize(), 7);
+  // What is special in tokenizer.json stays so, whatever its other flags become.
+  write(
+      "tokenizer_config.json",
+      R"({"added_tokens_decoder": {"1": {"content": "[CLS]", "special": false, "lstrip": true}}})");
+  const Tokenizer changed = Ok(Tokenizer::FromFolder(folder.path()));
+  EXPECT_EQ(Ok(changed.Decode({1, 3}, /*skip_special_tokens=*/true)), "two");
+  EXPECT_EQ(Ok(changed.Encode("two [CLS]")).offsets[2], (Encoding::Offsets{3, 9}));
 }
 
 TEST(Tokenizer, FromFolder_WithoutTokenizerJson_ReadsOlderFiles) {
