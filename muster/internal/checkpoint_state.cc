@@ -13,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/hash/hash.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
@@ -28,18 +27,16 @@
 #include "muster/internal/backward_updates.h"
 #include "muster/internal/full_state.h"
 #include "worker/checkpoint/async_saver.h"
+#include "worker/checkpoint/checkpoint_search.h"
 #include "worker/checkpoint/clean_path.h"
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/memory_tier.h"
-#include "worker/checkpoint/node_checkpoints.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
-#include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
-#include "worker/checkpoint/staging_folder.h"
 #include "worker/checkpoint/state.h"
 #include "worker/checkpoint/weight_loader.h"
 #include "worker/collective/nested_collectives.h"
@@ -53,9 +50,6 @@ namespace muster::internal {
 namespace {
 
 constexpr int64_t kMaxKept = 1 << 30;
-
-// Of a load, where other processes rename or remove what it reads.
-constexpr int kMaxSearches = 3;
 
 // A row of numbers "name" becomes the scalars "name.0", "name.1", ...; without numbers it is
 // "name.empty" alone, by which TakeRows() knows its name.
@@ -1457,65 +1451,26 @@ void CheckpointState::ThrowIfAnyFailed(const absl::Status& mine) const {
                                                            std::string(mine.message()))));
 }
 
-absl::StatusOr<StateReader> CheckpointState::OpenToLoad(const std::string& directory,
-                                                        const std::vector<std::string>& damaged,
-                                                        bool* on_nodes) {
+absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
+    const std::string& directory, const std::function<void(StateReader&)>& read) {
   const CheckpointFolder folder(Root());
   absl::StatusOr<NodeGroups> groups =
       GroupsOf(process_.comm(), directory.empty() ? folder.PathOf(0) : directory, OwnNode());
   ThrowIfError(groups.status());
-  *on_nodes = groups->nodes.size() > 1;
-  return OpenCheckpointOnNodes(process_.comm(), directory, folder, *groups, registrar_.get(),
-                               damaged);
-}
-
-absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
-    const std::string& directory, const std::function<void(StateReader&)>& read) {
-  // Of what has no name yet, and is read now.
-  const absl::Cleanup release = [] { ReleaseInPlace(); };
-  std::vector<std::string> damaged;
-  absl::Status first;
-  int moved = 0;
-  while (true) {
-    bool on_nodes = false;
-    // Of the search before. Ranks exchange something before the next one.
-    ReleaseInPlace();
-    absl::StatusOr<StateReader> reader = OpenToLoad(directory, damaged, &on_nodes);
-    // Not the same as none yet, where training begins from scratch.
-    if (absl::IsNotFound(reader.status()) && !first.ok()) return first;
-    if (absl::IsNotFound(reader.status()) && moved > 0) {
-      return absl::UnavailableError(reader.status().message());
-    }
-    MUSTER_RETURN_IF_ERROR(reader.status());
-    const absl::Status status = Guard([&] { read(*reader); });
-    if (status.ok()) return reader;
-    if (directory.empty() && !on_nodes && (absl::IsNotFound(status) || absl::IsDataLoss(status))) {
-      // Another process may have given it its name, or removed it, while it was read.
-      const bool gone = process_.rank() == 0 && !PathExists(reader->dir());
-      if (!process_.comm().BroadcastBytes(gone ? "gone" : "", 0).empty()) {
-        if (++moved == kMaxSearches) return absl::UnavailableError(status.message());
-        continue;
-      }
-    }
-    // What a disk cannot read (EIO, ESTALE, EACCES) may be readable elsewhere, or later. It is no
-    // reason to take an older one.
-    const bool damage = absl::IsDataLoss(status);
-    if (!damage && !(on_nodes && IsReadError(status))) ThrowIfError(status);
-    if ((!directory.empty() && !on_nodes) ||
-        std::find(damaged.begin(), damaged.end(), reader->dir()) != damaged.end()) {
-      return status;
-    }
-    if (process_.rank() == 0 && on_nodes) {
-      MUSTER_LOG(Warning) << "all nodes verify their files of " << reader->dir() << ": "
-                          << status.message();
-    } else if (process_.rank() == 0) {
-      MUSTER_LOG(Warning) << "passing over " << reader->dir() << " of step " << reader->info().step
-                          << ": " << status.message();
-      if (damage) ReportDamage(reader->dir(), registrar_.get(), status.message());
-    }
-    damaged.push_back(reader->dir());
-    first.Update(status);
-  }
+  absl::Status of_read;
+  absl::StatusOr<StateReader> reader = OpenAndReadCheckpoint(process_.comm(),
+                                                             {.dir = directory,
+                                                              .folder = folder,
+                                                              .groups = *std::move(groups),
+                                                              .registrar = registrar_.get()},
+                                                             [&](StateReader& opened) {
+                                                               of_read =
+                                                                   Guard([&] { read(opened); });
+                                                               return of_read;
+                                                             });
+  // What is there lacks something: not the same as no checkpoint.
+  if (absl::IsNotFound(of_read) && reader.status() == of_read) ThrowIfError(of_read);
+  return reader;
 }
 
 absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& wanted_directory,

@@ -160,13 +160,9 @@ class CheckpointState {
   bool LoadFromMemory(int64_t on_disk);
   // (collective) Part of Load().
   Loaded CheckAndReadAll(StateReader& reader) const;
-  // (collective) The checkpoint to load. NOT_FOUND: there is none.
-  // `on_nodes`: whether nodes have disks of their own, so that another one may have a copy.
-  absl::StatusOr<StateReader> OpenToLoad(const std::string& directory,
-                                         const std::vector<std::string>& damaged, bool* on_nodes);
   // (collective) Opens a checkpoint and calls `read`, collective too, which reads what it needs of
-  // it and changes nothing. Without a directory damaged ones are passed over. Errors, the same on
-  // every rank: NOT_FOUND; DATA_LOSS. Throws other errors of `read`.
+  // it and changes nothing. See OpenAndReadCheckpoint. Errors, the same on every rank; NOT_FOUND:
+  // there is none.
   absl::StatusOr<StateReader> OpenAndRead(const std::string& directory,
                                           const std::function<void(StateReader&)>& read);
   // Parts of Load() and LoadWeights(). `without`: models whose weights are read elsewhere.

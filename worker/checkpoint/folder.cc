@@ -654,12 +654,9 @@ std::string CheckpointFolder::PathOf(int64_t iteration) const {
   return JoinPath(root_, absl::StrCat(kNumbered, iteration));
 }
 
-absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Numbers() const {
+std::vector<int64_t> CheckpointFolder::NumbersAmong(const std::vector<std::string>& names) const {
   std::vector<int64_t> numbers;
-  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(root_);
-  if (absl::IsNotFound(names.status())) return numbers;
-  MUSTER_RETURN_IF_ERROR(names.status());
-  for (const std::string& name : *names) {
+  for (const std::string& name : names) {
     int64_t number = 0;
     const absl::string_view stem = StemOf(name, kReplacedMark);
     const bool replaced = stem != name && HasMark(name, stem, kReplacedMark);
@@ -673,17 +670,26 @@ absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Numbers() const {
   return numbers;
 }
 
-absl::StatusOr<int64_t> CheckpointFolder::NextNumber() const {
-  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
-  int64_t next = numbers.empty() ? 0 : numbers.back() + 1;
-  // What is sealed may get its name at any moment, from a load of another program.
+absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Numbers() const {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(root_);
-  if (!names.ok() && !absl::IsNotFound(names.status())) return names.status();
-  for (const std::string& name : names.value_or(std::vector<std::string>())) {
+  if (absl::IsNotFound(names.status())) return std::vector<int64_t>();
+  MUSTER_RETURN_IF_ERROR(names.status());
+  return NumbersAmong(*names);
+}
+
+absl::StatusOr<int64_t> CheckpointFolder::NextNumber() const {
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(root_);
+  if (absl::IsNotFound(names.status())) return 0;
+  MUSTER_RETURN_IF_ERROR(names.status());
+  const std::vector<int64_t> numbers = NumbersAmong(*names);
+  int64_t next = numbers.empty() ? 0 : numbers.back() + 1;
+  // What is sealed may get its name at any moment, from a load of another program. One that has got
+  // it since the folder was listed is not where it was, and keeps its number all the same.
+  for (const std::string& name : *names) {
     const std::string path = JoinPath(root_, name);
     int64_t number = 0;
     if (ParseStagingNumber(name, &number) && !IsDoomed(path) &&
-        PathExists(JoinPath(path, kSealName))) {
+        (PathExists(JoinPath(path, kSealName)) || PathExists(PathOf(number)))) {
       next = std::max(next, number + 1);
     }
   }
@@ -711,9 +717,10 @@ absl::StatusOr<std::string> CheckpointFolder::Newest(
     if (std::find(left_out.begin(), left_out.end(), path) != left_out.end()) continue;
     const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(path, level);
     if (manifest.ok()) return path;
-    if (is_unnamed && !PathExists(path)) {
+    if (!PathExists(path)) {
       return absl::AbortedError(absl::StrCat(
-          path, " is not there any more: another process has given it its name, or removed it"));
+          path, " is not there any more: another process has ",
+          is_unnamed ? "given it its name, or removed it" : "removed it, or moved it away"));
     }
     if (!absl::IsNotFound(manifest.status()) && !StaysUnreadable(manifest.status())) {
       return manifest.status();

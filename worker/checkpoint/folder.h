@@ -192,8 +192,9 @@ class CheckpointFolder {
   // newer format, with a warning in the log. NOT_FOUND if there is none, with the reason of the
   // newest folder without a manifest; if all that are there are damaged, or of a newer format, that
   // error. Other errors, which may pass, are returned at once: no older one is taken. Those whose
-  // path is in `left_out` are not looked at. `unnamed`: of PublishSealed(), they count as well; if
-  // one of them is not there any more, ABORTED: it may have a name now, so search again.
+  // path is in `left_out` are not looked at. `unnamed`: of PublishSealed(), they count as well.
+  // ABORTED if one of these is not there any more: it may have a name now, or there is a newer one
+  // for which it had to go, so search again.
   absl::StatusOr<std::string> Newest(VerifyLevel level = VerifyLevel::kContents,
                                      const std::vector<std::string>& left_out = {},
                                      const std::vector<std::string>& unnamed = {}) const;
@@ -221,6 +222,9 @@ class CheckpointFolder {
   absl::StatusOr<std::vector<std::string>> PublishSealed() const;
 
  private:
+  // Of the entries `names` of root().
+  std::vector<int64_t> NumbersAmong(const std::vector<std::string>& names) const;
+
   std::string root_;
 };
 
