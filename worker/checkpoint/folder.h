@@ -88,7 +88,8 @@ absl::StatusOr<std::string> ReadRecordFile(const std::string& path,
                                            int64_t max_bytes = int64_t{1} << 30);
 
 // Makes the staging folder of `wanted` and locks it. Removes what dead writers of this folder left,
-// except what is sealed and lacks only its name; on a file system that other machines may write to,
+// except what is sealed and lacks only its name: a numbered one gets it, if it is another than
+// `wanted` and free. On a file system that other machines may write to,
 // whose locks are not known here, what has not changed for kQuietTime. A symbolic link to a folder
 // means that folder. Errors: FAILED_PRECONDITION if `wanted` exists and is neither empty nor a
 // checkpoint: it is not ours to replace; or if it is a link to nothing.

@@ -243,7 +243,7 @@ TEST_F(PublicationTest, KnownAsDamagedAndWithoutItsName_IsNotTaken) {
 }
 
 // The coordinator lets those of former generations go.
-TEST_F(PublicationTest, Retention_LeavesWhatIsSealedAndLacksItsName_AndWhatIsLocked) {
+TEST_F(PublicationTest, Retention_LeavesWhatIsSealedAndLackedItsName_AndWhatIsLocked) {
   ASSERT_TRUE(Save(0).ok());
   ASSERT_TRUE(Save(1).ok());
   ASSERT_TRUE(Save(2).ok());
@@ -255,7 +255,8 @@ TEST_F(PublicationTest, Retention_LeavesWhatIsSealedAndLacksItsName_AndWhatIsLoc
   OwnedFd lock(LockFolder(unknown));
   ASSERT_TRUE(lock.open());
   ASSERT_TRUE(Save(3).ok());
-  EXPECT_TRUE(PathExists(sealed));
+  EXPECT_FALSE(PathExists(sealed)) << "it has its name";
+  EXPECT_EQ(ReadManifest(folder_.PathOf(0))->info.step, 0);
   EXPECT_TRUE(PathExists(unknown));
   EXPECT_EQ(registrar_.records.count(2), 1u) << "asked for again";
   lock.Close();

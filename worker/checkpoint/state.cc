@@ -76,7 +76,7 @@ std::optional<std::vector<absl::string_view>> PiecesOf(const SafetensorsPlan& pl
 
 // Of a folder that HoldInPlace() has not got.
 absl::Status IsLocked(const std::string& path) {
-  return absl::AbortedError(absl::StrCat(path, ": another process has it locked"));
+  return absl::AbortedError(absl::StrCat(path, ": ", LockHolderOf(path), " has it locked"));
 }
 
 std::vector<int64_t> VersionsOf(const std::vector<at::Tensor>& tensors) {
