@@ -37,6 +37,7 @@
 #include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
+#include "worker/checkpoint/staging_folder.h"
 #include "worker/checkpoint/state.h"
 #include "worker/checkpoint/weight_loader.h"
 #include "worker/collective/nested_collectives.h"
@@ -787,12 +788,6 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
   if (absl::Status here = Guard(check); !here.ok()) return here;
   // Every rank says whether it can save before any of them writes: none waits for one that left.
   if (absl::Status all = AgreeToSave(CheckSavable()); !all.ok()) return all;
-  const absl::Status alike = Guard([this] {
-    for (const auto& model : registry_.models()) {
-      if (model->sharded() != nullptr) model->sharded()->CompareBeforeSave();
-    }
-  });
-  if (!alike.ok()) return alike;
   process_.progress().SetPhase("save_state");
   CheckpointInfo info;
   info.world_size = process_.size();
@@ -836,6 +831,7 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     // After one that failed, the next goes to the disk, too.
     if (directory.empty()) since_disk_ = 0;
     last_checkpoint_ = directory.empty() ? folder.PathOf(info.iteration) : directory;
+    loaded_without_name_.reset();
     save_iteration_ = info.iteration + 1;
     loops_.NoteSaved(last_checkpoint_, done);
     ThrowIfError(earlier);
@@ -867,36 +863,62 @@ absl::Status CheckpointState::CheckSavable() {
   return CheckOptions();
 }
 
+void CheckpointState::CompareShardedModels(const std::vector<std::string>& changes) {
+  size_t at = 0;
+  for (const auto& model : registry_.models()) {
+    if (model->sharded() == nullptr) continue;
+    std::vector<std::string> of_model;
+    for (const std::string& of_rank : changes) {
+      of_model.push_back(of_rank.substr(at, ShardedModel::kChangesBytes));
+    }
+    model->sharded()->CompareBeforeSave(of_model);
+    at += ShardedModel::kChangesBytes;
+  }
+}
+
 absl::Status CheckpointState::AgreeToSave(const absl::Status& mine) {
   const bool fits = mine.ok() && plan_ != nullptr && plan_->layout == layout_;
   agreed_ = {.hooks = !save_hooks_.empty(), .apart = steps_.trained_apart(), .same_plan = fits};
-  if (process_.size() > 1) {
-    const absl::Status all = Guard([&] {
-      const auto said = GatherObject(
-          process_.comm(),
-          std::make_tuple(static_cast<int>(mine.code()), std::string(mine.message()), agreed_.hooks,
-                          agreed_.apart, agreed_.same_plan, static_cast<int64_t>(layout_.shared)));
-      std::vector<std::tuple<int, std::string>> statuses;
-      int other = 0;  // a rank that shares other models
-      for (size_t r = 0; r < said.size(); ++r) {
-        const auto& [code, message, hooks, apart, same_plan, shared] = said[r];
-        statuses.emplace_back(code, message);
-        agreed_.hooks |= hooks;
-        agreed_.apart |= apart;
-        agreed_.same_plan &= same_plan;
-        if (shared != std::get<5>(said[0])) other = static_cast<int>(r);
-      }
-      ThrowFirst(statuses);
-      // Rank 0 writes everything then.
-      if (other == 0 || agreed_.hooks || agreed_.apart) return;
+  std::string changes;  // of sharded models, one after the other
+  for (const auto& model : registry_.models()) {
+    if (model->sharded() != nullptr) changes += model->sharded()->ChangesHere();
+  }
+  const absl::Status all = Guard([&] {
+    const auto said = GatherObject(
+        process_.comm(), std::make_tuple(static_cast<int>(mine.code()), std::string(mine.message()),
+                                         agreed_.hooks, agreed_.apart, agreed_.same_plan,
+                                         static_cast<int64_t>(layout_.shared), changes));
+    std::vector<std::tuple<int, std::string>> statuses;
+    std::vector<std::string> changed;
+    int other = 0;      // a rank that shares other models
+    int different = 0;  // one with another number of sharded models
+    for (size_t r = 0; r < said.size(); ++r) {
+      const auto& [code, message, hooks, apart, same_plan, shared, of_models] = said[r];
+      statuses.emplace_back(code, message);
+      changed.push_back(of_models);
+      agreed_.hooks |= hooks;
+      agreed_.apart |= apart;
+      agreed_.same_plan &= same_plan;
+      if (shared != std::get<5>(said[0])) other = static_cast<int>(r);
+      if (of_models.size() != changed[0].size()) different = static_cast<int>(r);
+    }
+    ThrowFirst(statuses);
+    // Rank 0 writes everything then.
+    if (other != 0 && !agreed_.hooks && !agreed_.apart) {
       ThrowIfError(absl::FailedPreconditionError(absl::StrCat(
           "save_state: the models that all processes write together have parameters of other "
           "names, shapes or types on rank ",
           other, " than on rank 0, or options.checkpoint.divide_above differs")));
-    });
-    if (!mine.ok()) return mine;
-    if (!all.ok()) return all;
-  }
+    }
+    if (different != 0) {
+      ThrowIfError(absl::FailedPreconditionError(
+          absl::StrCat("save_state: rank ", different,
+                       " has prepared another number of sharded models than rank 0")));
+    }
+    CompareShardedModels(changed);
+  });
+  if (!mine.ok()) return mine;
+  if (!all.ok()) return all;
   agreed_.same_plan =
       agreed_.same_plan && plan_->hooks == agreed_.hooks && plan_->apart == agreed_.apart;
   if (agreed_.same_plan) ++saves_reused_;
@@ -1411,6 +1433,11 @@ void CheckpointState::ApplyPlaces(const StateReader& reader, const Loaded& loade
   save_iteration_ = reader.info().iteration;
   if (reader.in_memory()) return;
   last_checkpoint_ = reader.dir();
+  loaded_without_name_.reset();
+  const std::string name = BaseName(reader.dir());
+  if (HasMark(name, StemOf(name, kStagingMark), kStagingMark)) {
+    loaded_without_name_ = reader.manifest();
+  }
   ++save_iteration_;
 }
 
@@ -1667,6 +1694,19 @@ CheckpointState::Loaded CheckpointState::CheckAndReadAll(StateReader& reader) co
                      "empty the weights of a sharded model on all ranks or on none")));
   }
   return loaded;
+}
+
+const std::string& CheckpointState::last_checkpoint() {
+  if (!loaded_without_name_.has_value() || PathExists(last_checkpoint_)) return last_checkpoint_;
+  // It has got its name, unless another one has that.
+  const std::string name(StemOf(BaseName(last_checkpoint_), kStagingMark));
+  const std::string named = JoinPath(ParentPath(last_checkpoint_), name);
+  const absl::StatusOr<Manifest> manifest = ReadManifest(named);
+  if (manifest.ok() && EncodeManifest(*manifest) == EncodeManifest(*loaded_without_name_)) {
+    last_checkpoint_ = named;
+    loaded_without_name_.reset();
+  }
+  return last_checkpoint_;
 }
 
 int64_t CheckpointState::NewestStepOnDisk(const CheckpointFolder& folder) const {
