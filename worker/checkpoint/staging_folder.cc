@@ -108,9 +108,17 @@ int WriterPid(int folder) {
         sscanf(words[5].c_str(), "%x:%x:%lu", &device_major, &device_minor, &inode) != 3) {
       continue;
     }
-    if (inode == info.st_ino && device_major == major(info.st_dev) &&
-        device_minor == minor(info.st_dev)) {
-      return pid;
+    if (inode != info.st_ino) continue;
+    if (device_major == major(info.st_dev) && device_minor == minor(info.st_dev)) return pid;
+    // Btrfs has other numbers there: the files that the process has open say whether it is this
+    // one.
+    const std::string files = absl::StrCat("/proc/", pid, "/fd");
+    for (const std::string& name : ListDirectory(files).value_or(std::vector<std::string>())) {
+      struct stat other;
+      if (stat(JoinPath(files, name).c_str(), &other) == 0 && other.st_ino == info.st_ino &&
+          other.st_dev == info.st_dev) {
+        return pid;
+      }
     }
   }
   return 0;
