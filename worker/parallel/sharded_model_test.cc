@@ -1113,7 +1113,9 @@ TEST(ShardedModel, RankThatFailsAloneAtTheEndOfABackwardPass_IsNamedOnEveryRank)
         next[comm.rank()] = ErrorOf([&] {
           if (what == Next::kSummon) trained.model.Summon([] {});
           if (what == Next::kRead) trained.Full();
-          if (what == Next::kSave) trained.model.CompareBeforeSave();
+          if (what == Next::kSave) {
+            trained.model.CompareBeforeSave(comm.AllGatherBytes(trained.model.ChangesHere()));
+          }
           if (what == Next::kForward) trained.Forward(IdsOf(2, comm));
         });
         // Reading has told the ranks that read.
