@@ -37,6 +37,7 @@
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/read_error.h"
+#include "worker/checkpoint/run_folder.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
 #include "worker/checkpoint/staging_folder.h"
@@ -1465,8 +1466,13 @@ absl::StatusOr<StateReader> CheckpointState::OpenToLoad(const std::string& direc
       GroupsOf(process_.comm(), directory.empty() ? folder.PathOf(0) : directory, OwnNode());
   ThrowIfError(groups.status());
   *on_nodes = groups->nodes.size() > 1;
-  return OpenCheckpointOnNodes(process_.comm(), directory, folder, *groups, registrar_.get(),
-                               damaged);
+  absl::StatusOr<StateReader> reader =
+      OpenCheckpointOnNodes(process_.comm(), directory, folder, *groups, registrar_.get(), damaged);
+  if (!directory.empty() && absl::IsNotFound(reader.status())) {
+    return absl::NotFoundError(
+        absl::StrCat(reader.status().message(), CheckpointsInPlaceOfWeights(directory)));
+  }
+  return reader;
 }
 
 absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
