@@ -50,7 +50,7 @@ std::map<std::string, at::Tensor> StateDictOf(ModelSlot& model);
 
 }  // namespace internal
 
-// A progress bar over a pass of a loader: see Accelerator::progress().
+// A progress bar over a pass of a loader: see Accelerator::tqdm().
 template <class T>
 class LoaderProgress : public Progress {
  public:
@@ -576,13 +576,15 @@ class Accelerator {
   absl::StatusOr<GeneralTracker*> get_tracker(const std::string& name);
   // A progress bar on the local main process, silent if standard error is not a terminal.
   Progress progress(int64_t total, const std::string& description = "");
-  // A bar that is also a range: the loader's batches, of which it counts those that are done.
-  //
-  //   for (auto& [x, y] : accelerator.progress(loader, "epoch 1")) { ... }
-  //
-  // Or call Advance() in a loop of your own over the loader.
   template <class T>
-  LoaderProgress<T> progress(const PreparedLoader<T>& loader, const std::string& description = "") {
+  Progress progress(const PreparedLoader<T>& loader, const std::string& description = "") {
+    return progress(loader.has_size() ? loader.size() : 0, description);
+  }
+  // The loader's batches as a range with such a bar, which counts those that are done.
+  //
+  //   for (auto& [x, y] : accelerator.tqdm(loader, "epoch 1")) { ... }
+  template <class T>
+  LoaderProgress<T> tqdm(const PreparedLoader<T>& loader, const std::string& description = "") {
     ProgressOptions options;
     options.description = description;
     options.total = loader.has_size() ? loader.size() : 0;

@@ -80,12 +80,12 @@ TEST(SkipFirstBatches, Alone_LeavesTheRest) {
   EXPECT_EQ(first, (std::vector<int64_t>{6, 8}));
 }
 
-TEST(Progress, OverALoader_IsARangeOfItsBatchesAndCountsThem) {
+TEST(Tqdm, OverALoader_IsARangeOfItsBatchesAndCountsThem) {
   AcceleratorOptions options;
   options.cpu = true;
   Accelerator accelerator(options);
   auto loader = accelerator.prepare(batches(TensorDataset(at::arange(10)), 2));
-  auto bar = accelerator.progress(loader, "train");
+  auto bar = accelerator.tqdm(loader, "train");
   std::vector<int64_t> first;
   for (auto& batch : bar) {
     EXPECT_EQ(bar.done(), batch.info().index);
@@ -93,7 +93,7 @@ TEST(Progress, OverALoader_IsARangeOfItsBatchesAndCountsThem) {
   }
   EXPECT_EQ(first, (std::vector<int64_t>{0, 2, 4, 6, 8}));
   EXPECT_EQ(bar.done(), 5);
-  auto rest = accelerator.progress(skip_first_batches(loader, 3));
+  auto rest = accelerator.tqdm(skip_first_batches(loader, 3));
   for (auto& batch : rest) EXPECT_EQ(rest.done(), batch.info().index - 3);
   EXPECT_EQ(rest.done(), 2);
   // What a loaded state has had counts as done.
@@ -102,7 +102,7 @@ TEST(Progress, OverALoader_IsARangeOfItsBatchesAndCountsThem) {
     if (batch.info().index == 3) state = loader.state_dict();
   }
   loader.load_state(state);
-  auto resumed = accelerator.progress(loader);
+  auto resumed = accelerator.tqdm(loader);
   for (auto& batch : resumed) EXPECT_EQ(resumed.done(), batch.info().index);
   EXPECT_EQ(resumed.done(), 5);
 }
