@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/failpoint.h"
+#include "base/log.h"
 #include "rpc/session/duration.h"
 
 namespace muster::agent {
@@ -74,10 +75,11 @@ void RelayCore::Seated(const v1::JoinRequest& request, int64_t told_pid,
 
 uint64_t RelayCore::Leave(v1::Op op, Done done) {
   const v1::Fence fence = op.leave().fence();
+  SendLastWords(fence.job_id(), fence.worker_id(), fence.incarnation());
   return upstream_->Submit(std::move(op),
                            [this, fence, done = std::move(done)](const v1::OpResult& result) {
                              if (!result.has_error()) {
-                               WorkerEnded(fence.job_id(), fence.worker_id(), fence.incarnation());
+                               Drop(fence.job_id(), fence.worker_id(), fence.incarnation());
                              }
                              done(result);
                            });
@@ -85,6 +87,46 @@ uint64_t RelayCore::Leave(v1::Op op, Done done) {
 
 void RelayCore::WorkerEnded(const std::string& job_id, const std::string& worker_id,
                             uint64_t incarnation) {
+  SendLastWords(job_id, worker_id, incarnation);
+  Drop(job_id, worker_id, incarnation);
+}
+
+void RelayCore::SendLastWords(const std::string& job_id, const std::string& worker_id,
+                              uint64_t incarnation) {
+  v1::Op op;
+  {
+    MutexLock lock(&mu_);
+    const auto it = workers_.find({job_id, worker_id});
+    if (it == workers_.end() || it->second.incarnation != incarnation) return;
+    Worker& worker = it->second;
+    if (worker.ended || !std::exchange(worker.news, false)) return;
+    v1::HeartbeatRequest& request = *op.mutable_heartbeat();
+    v1::Fence& fence = *request.mutable_fence();
+    fence.set_job_id(job_id);
+    fence.set_worker_id(worker_id);
+    fence.set_incarnation(incarnation);
+    fence.set_generation(worker.generation);
+    fence.set_term_seen(header_.term());
+    request.set_step(worker.beat.step());
+    request.set_phase(worker.beat.phase());
+    request.set_last_collective(worker.beat.last_collective());
+    request.set_progress(worker.beat.progress());
+    if (worker.beat.has_save()) *request.mutable_save() = worker.beat.save();
+    const absl::Time now = options_.clock->Now();
+    if (worker.restored != absl::InfinitePast()) {
+      *request.mutable_restored_ago() = rpc::ToProto(now - worker.restored);
+    }
+    if (worker.first_step != absl::InfinitePast()) {
+      *request.mutable_first_step_ago() = rpc::ToProto(now - worker.first_step);
+    }
+  }
+  upstream_->Submit(std::move(op), [](const v1::OpResult& result) {
+    if (result.has_error()) MUSTER_LOG(Debug) << "the last beat: " << result.error().message();
+  });
+}
+
+void RelayCore::Drop(const std::string& job_id, const std::string& worker_id,
+                     uint64_t incarnation) {
   MutexLock lock(&mu_);
   const auto it = workers_.find({job_id, worker_id});
   if (it != workers_.end() && it->second.incarnation == incarnation) workers_.erase(it);
@@ -101,6 +143,7 @@ uint64_t RelayCore::Heartbeat(v1::Op op, Done done) {
     if (it != workers_.end() && it->second.incarnation == fence.incarnation()) {
       Worker& worker = it->second;
       worker.heard = options_.clock->Now();
+      worker.news = true;
       worker.beat.set_step(std::max(worker.beat.step(), request.step()));
       worker.beat.set_phase(request.phase());
       worker.beat.set_last_collective(request.last_collective());
@@ -154,6 +197,7 @@ void RelayCore::Connected(uint64_t term) {
   for (auto& [key, worker] : workers_) {
     worker.checked = false;
     worker.told_stopped = false;
+    worker.news = true;  // the last beat may have been lost
   }
 }
 
@@ -206,6 +250,7 @@ v1::Beat RelayCore::MakeBeat() {
       if (!alive && !news) continue;
       v1::WorkerBeat& told = *beat.add_workers();
       told = worker.beat;
+      worker.news = false;
       told.set_process_state(one.state.empty() ? "unknown" : one.state);
       if (worker.restored != absl::InfinitePast()) {
         *told.mutable_restored_ago() = rpc::ToProto(now - worker.restored);
@@ -306,7 +351,10 @@ uint64_t RelayCore::Arrive(v1::Op op, Done done) {
       // The first step is for a heartbeat to tell: it also knows when it was, and when the state
       // was loaded.
       v1::WorkerBeat& beat = worker->second.beat;
-      if (beat.step() > 0) beat.set_step(std::max(beat.step(), request.step()));
+      if (beat.step() > 0 && request.step() > beat.step()) {
+        beat.set_step(request.step());
+        worker->second.news = true;
+      }
     }
     local = LocalRanks(request);
   }

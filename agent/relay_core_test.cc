@@ -462,6 +462,38 @@ TEST_F(RelayCoreTest, EndedAndLeft_AreInNoBeat) {
   EXPECT_EQ(core_->ProcessOf("job", "w0", 1000), std::nullopt);
 }
 
+TEST_F(RelayCoreTest, WhatAWorkerSaidSinceTheLastBeat_IsSentBeforeItLeavesOrItsExitIsReported) {
+  for (int rank : {0, 1, 2}) Seat(rank);
+  for (int rank : {0, 1, 2}) Beat(rank, 32);
+  core_->MakeBeat();
+  Beat(0, 39);
+  v1::Op leave;
+  *leave.mutable_leave()->mutable_fence() = Fence(0);
+  Submit("leave", std::move(leave));
+  std::vector<v1::Op> ops = upstream_.ops();
+  ASSERT_THAT(ops, SizeIs(2));
+  EXPECT_EQ(ops[0].heartbeat().step(), 39);
+  EXPECT_EQ(ops[0].heartbeat().phase(), "training");
+  EXPECT_EQ(ops[0].heartbeat().fence().worker_id(), "w0");
+  EXPECT_EQ(ops[0].heartbeat().fence().incarnation(), 100u);
+  EXPECT_EQ(ops[0].heartbeat().fence().generation(), 1u);
+  EXPECT_TRUE(ops[1].has_leave());
+  upstream_.Answer({});
+  upstream_.Answer({});
+  EXPECT_EQ(results_["leave"], "ok");
+
+  v1::Op arrive = Arrive(1);
+  arrive.mutable_arrive()->set_step(37);
+  Submit("a1", std::move(arrive));
+  core_->WorkerEnded("job", "w1", 101);
+  core_->WorkerEnded("job", "w2", 102);  // nothing new
+  ops = upstream_.ops();
+  ASSERT_THAT(ops, SizeIs(1));
+  EXPECT_EQ(ops[0].heartbeat().step(), 37);
+  upstream_.Answer(Error(v1::ERROR_REASON_NOT_MEMBER));
+  EXPECT_THAT(BeatStates(), IsEmpty());
+}
+
 TEST_F(RelayCoreTest, OtherOperations_ArePassedOn) {
   v1::Op op;
   op.mutable_txn()->add_then()->mutable_add()->set_key("k");

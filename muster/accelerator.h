@@ -4,6 +4,7 @@
 #include <cstdarg>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <optional>
@@ -48,6 +49,45 @@ namespace internal {
 std::map<std::string, at::Tensor> StateDictOf(ModelSlot& model);
 
 }  // namespace internal
+
+// A progress bar over a pass of a loader: see Accelerator::tqdm().
+template <class T>
+class LoaderProgress : public Progress {
+ public:
+  class Iterator {
+   public:
+    Iterator(LoaderIterator<T> batches, Progress* bar, int64_t skipped)
+        : batches_(std::move(batches)), bar_(bar) {
+      // A pass that a loaded state continues.
+      if (batches_ != std::default_sentinel) bar_->Advance((*batches_).info().index - skipped);
+    }
+    Batch<T>& operator*() const { return *batches_; }
+    Batch<T>* operator->() const { return &*batches_; }
+    Iterator& operator++() {
+      ++batches_;
+      bar_->Advance();
+      return *this;
+    }
+    friend bool operator==(const Iterator& it, std::default_sentinel_t end) {
+      return it.batches_ == end;
+    }
+
+   private:
+    LoaderIterator<T> batches_;
+    Progress* bar_;
+  };
+
+  // The copy of a loader shares its place.
+  LoaderProgress(PreparedLoader<T> loader, ProgressOptions options)
+      : Progress(std::move(options)), loader_(std::move(loader)) {}
+
+  // Begins a pass over the loader.
+  Iterator begin() { return Iterator(loader_.begin(), this, loader_.skipped()); }
+  std::default_sentinel_t end() const { return {}; }
+
+ private:
+  const PreparedLoader<T> loader_;
+};
 
 // Runs your training loop on one process or on a cluster, in any precision: Accelerate's
 // Accelerator for LibTorch.
@@ -230,7 +270,8 @@ class Accelerator {
   [[nodiscard]] AutocastGuard autocast(const AutocastOptions& autocast_options);
   // In this scope processes may have different numbers of batches: a process that has run out takes
   // part in the others' exchanges. `even_batches` applies to the passes over prepared loaders that
-  // begin in it. (collective) on entry.
+  // begin in it. Each training step in it needs accumulate(), which announces it to the processes
+  // that have run out. (collective) on entry.
   [[nodiscard]] internal::JoinScope join_uneven_inputs(bool even_batches = false) {
     return internal::JoinScope(core_.get(), even_batches);
   }
@@ -494,7 +535,8 @@ class Accelerator {
 
   // `for (int64_t epoch : accelerator.epochs(3))`: 0, 1, 2, or the rest of them after load_state.
   internal::EpochRange epochs(int64_t count) { return internal::EpochRange(core_.get(), count); }
-  // `loader` without its first `num_batches` batches, for one pass.
+  // `loader` without its epoch's first `num_batches` batches, for one pass. After load_state() the
+  // loader continues where it was without this; skipping what it has had skips no more.
   template <class Loader>
   auto skip_first_batches(Loader& loader, int64_t num_batches) {
     return SkipFirstBatches(loader, num_batches);
@@ -538,6 +580,17 @@ class Accelerator {
   template <class T>
   Progress progress(const PreparedLoader<T>& loader, const std::string& description = "") {
     return progress(loader.has_size() ? loader.size() : 0, description);
+  }
+  // The loader's batches as a range with such a bar, which counts those that are done.
+  //
+  //   for (auto& [x, y] : accelerator.tqdm(loader, "epoch 1")) { ... }
+  template <class T>
+  LoaderProgress<T> tqdm(const PreparedLoader<T>& loader, const std::string& description = "") {
+    ProgressOptions options;
+    options.description = description;
+    options.total = loader.has_size() ? loader.size() : 0;
+    options.enabled = is_local_main_process();
+    return LoaderProgress<T>(loader, std::move(options));
   }
   // Profiles LibTorch for the lifetime of the result, and writes
   // OUTPUT_DIR/profile_{process_index}.json.

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "absl/strings/str_cat.h"
 #include "base/log.h"
 #include "muster/accelerator.h"
 #include "muster/test_model.h"
@@ -30,6 +31,7 @@ using testing::AllOf;
 using testing::Each;
 using testing::ElementsAre;
 using testing::HasSubstr;
+using testing::Not;
 
 AcceleratorOptions Accumulating(int64_t steps) {
   AcceleratorOptions options;
@@ -586,6 +588,19 @@ TEST(State, FolderNameWithASlash_IsTheFolder) {
   });
 }
 
+TEST(State, FolderOfARun_NamesItsCheckpoints) {
+  RunAccelerators(2, {}, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    auto model = a.prepare(net);
+    const std::string run = TestDir("a_run"), checkpoint = run + "/checkpoints/checkpoint_3";
+    ASSERT_TRUE(a.save_state(checkpoint).ok());
+    const absl::Status loaded = a.load_state(run);
+    EXPECT_EQ(loaded.code(), absl::StatusCode::kNotFound);
+    EXPECT_THAT(std::string(loaded.message()),
+                HasSubstr("it holds checkpoints: name one, such as " + checkpoint));
+  });
+}
+
 TEST(State, ProjectFolderThatCannotBeMade_IsRefusedAtPrepare) {
   const std::string file = TestDir("a_file");
   {
@@ -1058,6 +1073,41 @@ TEST(Schedules, RateSetByHand_IsNotUndone) {
   });
 }
 
+TEST(Schedules, LeftOutOrBeforeTheOptimizer_AreWarnedOf) {
+  enum class When { kNever, kBefore, kAfter };
+  const auto output = [](When when, int steps, const LrSchedulePtr& recipe, bool accumulates) {
+    testing::internal::CaptureStderr();
+    RunAccelerators(1, Accumulating(accumulates ? 2 : 1), [&](Accelerator& a) {
+      torch::nn::Linear net = OneWeight();
+      torch::optim::SGD sgd(net->parameters(), 1.0);
+      auto [model, optimizer, schedule] = a.prepare(net, sgd, recipe);
+      for (int i = 0; i < steps * (accumulates ? 2 : 1); ++i) {
+        auto scope = a.accumulate();
+        a.backward(Loss(model(at::ones({1, 1}))));
+        if (when == When::kBefore) schedule.step();
+        optimizer.step();
+        if (when == When::kAfter) schedule.step();
+        optimizer.zero_grad();
+      }
+      a.end_training();
+    });
+    return testing::internal::GetCapturedStderr();
+  };
+  const LrSchedulePtr warmup = LinearWithWarmup(4, 10), steps = StepLR(1, 0.5);
+  for (const bool accumulates : {false, true}) {
+    EXPECT_THAT(output(When::kNever, 2, warmup, accumulates),
+                AllOf(HasSubstr("the learning rate is 0"), Not(HasSubstr("has never stepped"))));
+    EXPECT_THAT(output(When::kNever, 2, steps, accumulates),
+                HasSubstr("a prepared schedule has never stepped"));
+    EXPECT_THAT(output(When::kBefore, 2, steps, accumulates),
+                HasSubstr("comes before the first optimizer.step()"));
+    for (const LrSchedulePtr& recipe : {warmup, steps}) {
+      EXPECT_THAT(output(When::kAfter, 3, recipe, accumulates), Not(HasSubstr("schedule")));
+      EXPECT_THAT(output(When::kNever, 1, recipe, accumulates), Not(HasSubstr("schedule")));
+    }
+  }
+}
+
 TEST(Schedules, OnePerGroup) {
   RunAccelerators(1, {}, [](Accelerator& a) {
     torch::nn::Linear net(1, 1);
@@ -1159,6 +1209,25 @@ TEST(Closure, Lbfgs_FindsTheMinimumOnAllRanksAlike) {
 }
 
 // --- main() ---
+
+// Codes are for programs; an exception has none, and INTERNAL would blame Muster.
+TEST(Run, ExceptionOfTheProgram_IsPrintedInItsOwnWords) {
+  char name[] = "program";
+  char* argv[] = {name, nullptr};
+  AcceleratorOptions options;
+  options.cpu = true;
+  const auto output = [&](const std::function<absl::Status()>& body) {
+    testing::internal::CaptureStderr();
+    EXPECT_EQ(run(1, argv, options, [&](Accelerator&) { return body(); }), 1);
+    return testing::internal::GetCapturedStderr();
+  };
+  const std::string pid = absl::StrCat("program: pid ", getpid(), ": ");
+  EXPECT_EQ(output([]() -> absl::Status { throw std::runtime_error("bad sample"); }),
+            pid + "bad sample\n");
+  EXPECT_EQ(output([]() -> absl::Status { throw 42; }),
+            pid + "an exception that is not derived from std::exception, of type int\n");
+  EXPECT_EQ(output([] { return absl::NotFoundError("no data"); }), pid + "NOT_FOUND: no data\n");
+}
 
 TEST(Run, TakesOptionsAndFunctionsOfAnyOrdinaryShape) {
   char name[] = "program";

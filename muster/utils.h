@@ -114,7 +114,8 @@ T pad_input_tensors(const T& value, int64_t batch_size, int num_processes) {
 
 // Loaders and models.
 
-// `loader` without its first `num_batches` batches, for one pass.
+// `loader` without its epoch's first `num_batches` batches, for one pass: see
+// Accelerator::skip_first_batches().
 template <class Loader>
 auto skip_first_batches(Loader& loader, int64_t num_batches = 0) {
   return SkipFirstBatches(loader, num_batches);

@@ -80,6 +80,33 @@ TEST(SkipFirstBatches, Alone_LeavesTheRest) {
   EXPECT_EQ(first, (std::vector<int64_t>{6, 8}));
 }
 
+TEST(Tqdm, OverALoader_IsARangeOfItsBatchesAndCountsThem) {
+  AcceleratorOptions options;
+  options.cpu = true;
+  Accelerator accelerator(options);
+  auto loader = accelerator.prepare(batches(TensorDataset(at::arange(10)), 2));
+  auto bar = accelerator.tqdm(loader, "train");
+  std::vector<int64_t> first;
+  for (auto& batch : bar) {
+    EXPECT_EQ(bar.done(), batch.info().index);
+    first.push_back(batch.value()[0].template item<int64_t>());
+  }
+  EXPECT_EQ(first, (std::vector<int64_t>{0, 2, 4, 6, 8}));
+  EXPECT_EQ(bar.done(), 5);
+  auto rest = accelerator.tqdm(skip_first_batches(loader, 3));
+  for (auto& batch : rest) EXPECT_EQ(rest.done(), batch.info().index - 3);
+  EXPECT_EQ(rest.done(), 2);
+  // What a loaded state has had counts as done.
+  LoaderState state;
+  for (auto& batch : loader) {
+    if (batch.info().index == 3) state = loader.state_dict();
+  }
+  loader.load_state(state);
+  auto resumed = accelerator.tqdm(loader);
+  for (auto& batch : resumed) EXPECT_EQ(resumed.done(), batch.info().index);
+  EXPECT_EQ(resumed.done(), 5);
+}
+
 TEST(LocalSgd, OneProcess_DoesNothing) {
   AcceleratorOptions options;
   options.cpu = true;

@@ -34,6 +34,7 @@
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/registrar.h"
+#include "worker/checkpoint/run_folder.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/seal.h"
 #include "worker/checkpoint/staging_folder.h"
@@ -724,6 +725,10 @@ int RunExport(const Call& call) {
                                                               ": write its number, from 0")));
   }
   const auto manifest = VerifyCheckpoint(path, VerifyLevel::kSizes);
+  if (absl::IsNotFound(manifest.status()) && IsFolder(path)) {
+    return Fail(call, absl::NotFoundError(absl::StrCat(manifest.status().message(),
+                                                       CheckpointsInPlaceOfWeights(path))));
+  }
   if (!manifest.ok()) return Fail(call, manifest.status());
   const std::string name = ModelFileName(model);
   const auto files = FilesOfModel(*manifest, name);

@@ -635,6 +635,25 @@ TEST_F(CheckpointCommandsTest, MergeWeights_ReadsShardsAndPickles) {
 }
 
 // Two kilobytes, whose tensor repeats four bytes 2^50 times.
+TEST_F(CheckpointCommandsTest, FolderOfARunOrAnotherJson_IsCalledWhatItIs) {
+  Save(Numbered(0), {1}, 1);
+  for (const std::vector<std::string>& args : {std::vector<std::string>{"inspect", root_},
+                                               {"diff", root_, Numbered(0)},
+                                               {"export", root_, Path("x")},
+                                               {"merge-weights", root_, Path("x")}}) {
+    ExpectRefused(args, kExitNotFound,
+                  "it holds checkpoints: name one, such as " + Numbered(0) +
+                      " (`muster checkpoints list " + root_ + "` shows all)");
+  }
+  ASSERT_TRUE(WriteFileAtomically(Path("config.json"), R"({"model_type": "gpt2"})").ok());
+  for (const std::vector<std::string>& args :
+       {std::vector<std::string>{"inspect", Path("config.json")},
+        {"merge-weights", Path("config.json"), Path("x")}}) {
+    ExpectRefused(args, kExitUsage, "config.json: is the configuration of a model");
+  }
+  EXPECT_FALSE(PathExists(Path("x")));
+}
+
 TEST_F(CheckpointCommandsTest, WeightsBeyondTheDisk_AreRefusedBeforeAnythingIsWritten) {
   ASSERT_TRUE(MakeDirectories(Path("to")).ok());
   for (const char* to : {"to", "to/all.safetensors"}) {

@@ -79,6 +79,8 @@ class DeepSpeedMapper {
         case Use::kMapped:
           break;
         case Use::kNoEffect:
+          // Accelerate's own, in every config.
+          if (key == "steps_per_print" && value == "inf") break;
           plan_.notes.push_back(absl::StrCat(key, " has no effect: ", use->text));
           break;
         case Use::kRefused:

@@ -93,6 +93,12 @@ const std::vector<Json>& Values() {
   return *values;
 }
 
+TEST(MapDeepSpeed, WhatAccelerateAddsItself_IsNotNoted) {
+  const auto plan = MapDeepSpeed(With("steps_per_print", "inf"));
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_THAT(plan->notes, testing::Not(testing::Contains(HasSubstr("steps_per_print"))));
+}
+
 TEST(MapDeepSpeed, EveryKnownKey_IsMappedNotedOrRefused) {
   std::set<std::string> keys;
   for (const SettingUse& use : DeepSpeedUses()) {

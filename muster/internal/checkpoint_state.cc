@@ -35,6 +35,7 @@
 #include "worker/checkpoint/memory_tier.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/run_folder.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
 #include "worker/checkpoint/staging_folder.h"
@@ -1497,6 +1498,10 @@ absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
                                                              });
   // What is there lacks something: not the same as no checkpoint.
   if (absl::IsNotFound(of_read) && reader.status() == of_read) ThrowIfError(of_read);
+  if (!directory.empty() && absl::IsNotFound(reader.status())) {
+    return absl::NotFoundError(
+        absl::StrCat(reader.status().message(), CheckpointsInPlaceOfWeights(directory)));
+  }
   return reader;
 }
 

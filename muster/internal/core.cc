@@ -15,6 +15,7 @@
 #include "worker/collective/collective_error.h"
 #include "worker/job/agent_tells.h"
 #include "worker/job/coordinator_client.h"
+#include "worker/job/lost_collective.h"
 #include "worker/train/guard.h"
 #include "worker/train/seed.h"
 #include "worker/train/sync_state.h"
@@ -216,10 +217,12 @@ absl::Status Core::NameCulprit(const absl::Status& error) {
     const absl::Status reached =
         process_.coordinator()->Barrier("after a lost connection", absl::Seconds(10)).status();
     who = why_ended();
-    if (who.empty()) {
-      who = reached.ok() ? "all ranks are alive, so the cause is the network between them"
-                         : std::string(reached.message());
+    if (who.empty() && !reached.ok()) {
+      const absl::StatusOr<std::vector<MemberInfo>> members = process_.coordinator()->Members();
+      if (members.ok()) who = DescribeGone(*members);
+      if (who.empty()) who = std::string(reached.message());
     }
+    if (who.empty()) who = "all ranks are alive, so the cause is the network between them";
   }
   return absl::UnavailableError(absl::StrCat("lost another process at step ",
                                              registry_.global_step(), ": ", who, " (",
@@ -228,6 +231,7 @@ absl::Status Core::NameCulprit(const absl::Status& error) {
 
 void Core::EndTraining() {
   if (std::exchange(ended_, true)) return;
+  for (const auto& scheduler : registry_.schedulers()) scheduler->WarnIfLeftOut(/*at_end=*/true);
   FinishTrackers();
   const absl::Status saved = checkpoints_.Wait();
   // Before the seat is given up: it reports the triggers that were acted on.

@@ -8,6 +8,7 @@
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
+#include "base/log.h"
 #include "muster/internal/backward_updates.h"
 #include "muster/internal/backward_watch.h"
 #include "muster/internal/step_controller.h"
@@ -232,7 +233,34 @@ void SchedulerSlot::Step() {
   CheckBound();
   MicroStep step = controller_->micro_step();
   step.sync = controller_->sync_gradients();
+  if (step.sync && !warned_ && scheduler_->step_count() == 0 && optimizer_->steps() == 0 &&
+      !optimizer_->step_was_skipped()) {
+    Warn(
+        "step() of a schedule comes before the first optimizer.step(), so the optimizer never has "
+        "the schedule's first learning rate: call it after optimizer.step()");
+  }
   gate_->Step(step, optimizer_->step_was_skipped());
+}
+
+void SchedulerSlot::Warn(const char* text) {
+  warned_ = true;
+  if (controller_->process().rank() == 0) MUSTER_LOG(Warning) << text;
+}
+
+void SchedulerSlot::WarnIfLeftOut(bool at_end) {
+  // One step alone may be a try.
+  if (warned_ || optimizer_ == nullptr || optimizer_->steps_here() < 2 || step_count() > 0) return;
+  if (at_end) {
+    return Warn(
+        "training has ended, and a prepared schedule has never stepped: call its step() "
+        "after optimizer.step()");
+  }
+  for (const double rate : last_lrs()) {
+    if (rate != 0) return;
+  }
+  Warn(
+      "the learning rate is 0, since the optimizer's schedule begins with it and has not stepped: "
+      "call the schedule's step() after optimizer.step()");
 }
 
 void SchedulerSlot::StepMetric(double metric) {

@@ -39,6 +39,8 @@ class OptimizerSlot {
   void ZeroGrad(bool set_to_none);
   bool step_was_skipped() const { return step_was_skipped_; }
   int64_t steps() const { return steps_; }
+  // Those of this process's run alone.
+  int64_t steps_here() const { return steps_here_; }
   void set_steps(int64_t steps) { steps_ = steps; }
   OptimizerHandle& handle() { return *handle_; }
   const OptimizerHandle& handle() const { return *handle_; }
@@ -75,6 +77,8 @@ class OptimizerSlot {
   int64_t checked_parameters_ = -1;
   uint64_t checked_models_ = 0;
   int64_t steps_ = 0;
+  int64_t steps_here_ = 0;
+  bool had_gradients_ = false;  // in some step, or a warning said that there were none
 };
 
 // A prepared schedule of any kind. Between PrepareSchedule and the end of the prepare() call it has
@@ -98,6 +102,9 @@ class SchedulerSlot {
 
   void Bind(std::shared_ptr<OptimizerSlot> optimizer);
   void Step();
+  // Warns, once, if the optimizer has stepped and the schedule never has: then the program does not
+  // call step(). `at_end`: of the training; before, only if the rate is still 0.
+  void WarnIfLeftOut(bool at_end);
   // (collective) By the mean of all processes' metrics.
   void StepMetric(double metric);
   double last_lr() const;
@@ -111,6 +118,7 @@ class SchedulerSlot {
 
  private:
   void CheckBound() const;
+  void Warn(const char* text);
 
   StepController* const controller_;
   const Make make_;
@@ -121,6 +129,7 @@ class SchedulerSlot {
   std::unique_ptr<Scheduler> scheduler_;  // or:
   std::unique_ptr<MetricScheduler> plateau_;
   std::unique_ptr<PreparedScheduler> gate_;
+  bool warned_ = false;
 };
 
 }  // namespace muster::internal

@@ -1008,7 +1008,14 @@ void StepController::Stepped(OptimizerSlot& slot) {
   if (!in_micro_step()) loops_.MarkTrained();
   if (!slot.step_was_skipped_) {
     ++slot.steps_;
+    ++slot.steps_here_;
     registry_.NoteStep();
+    // Later it would be too late to say, and cost every step.
+    if (slot.steps_here_ == 2) {
+      for (const auto& scheduler : registry_.schedulers()) {
+        if (scheduler->optimizer().get() == &slot) scheduler->WarnIfLeftOut(/*at_end=*/false);
+      }
+    }
   }
   slot.consumed_ = true;
   slot.gradients_finished_ = false;
@@ -1057,6 +1064,7 @@ void StepController::Step(OptimizerSlot& slot) {
   if (updated) updates_->CheckRates(slot);
   CheckGradients(slot);
   if (!updated) {
+    WarnIfNoGradients(slot);
     FinishGradients(&slot);
     ClipInStep(slot);
   }
@@ -1075,6 +1083,21 @@ void StepController::Step(OptimizerSlot& slot) {
     slot.handle_->Step();
   }
   Stepped(slot);
+}
+
+void StepController::WarnIfNoGradients(OptimizerSlot& slot) const {
+  if (slot.had_gradients_) return;
+  slot.had_gradients_ = true;
+  bool trained = false;
+  for (const at::Tensor& parameter : slot.handle_->parameters()) {
+    if (parameter.grad().defined()) return;
+    trained = trained || parameter.requires_grad();
+  }
+  // Frozen ones may be unfrozen later.
+  if (!trained || process_.rank() != 0) return;
+  MUSTER_LOG(Warning) << "optimizer.step(): no parameter of this optimizer has a gradient, so "
+                         "nothing is updated: call accelerator.backward(loss) before step(), and "
+                         "zero_grad() after it or before backward()";
 }
 
 void StepController::CheckScheduled(const OptimizerSlot& slot) const {

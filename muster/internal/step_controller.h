@@ -146,6 +146,8 @@ class StepController {
   void ForgetPlainPasses(
       const std::function<bool(ModelSlot&, BackwardWatch::Seen&)>& forgotten) const;
   // Throws if a configuration asks for a schedule, and `slot` has none.
+  // At the first step.
+  void WarnIfNoGradients(OptimizerSlot& slot) const;
   void CheckScheduled(const OptimizerSlot& slot) const;
   void AnnounceChange() const;
   // Of the optimizers that own some of `parameters`.

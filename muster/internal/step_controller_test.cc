@@ -54,6 +54,32 @@ TEST_F(StepControllerTest, Window_StepsOnTheMeanAtItsEnd) {
   EXPECT_TRUE(steps_.between_windows());
 }
 
+TEST_F(StepControllerTest, FirstStepWithoutAnyGradient_IsWarnedOf) {
+  const auto warned = [&](const std::function<void()>& body) {
+    testing::internal::CaptureStderr();
+    body();
+    const std::string text = testing::internal::GetCapturedStderr();
+    return text.find("no parameter of this optimizer has a gradient") != std::string::npos;
+  };
+  {
+    Parts parts{{}};
+    const at::Tensor frozen = at::ones({1});
+    FusedSGD sgd({frozen}, {.lr = 1});
+    OptimizerSlot slot(&parts.steps, &sgd, nullptr, &sgd, sgd.id());
+    EXPECT_FALSE(warned([&] { slot.Step(); }));
+  }
+  EXPECT_FALSE(warned([&] {
+    MicroStep(0.25);
+    MicroStep(0.25);
+  }));
+  Parts parts{{}};
+  const at::Tensor weight = at::ones({1}).requires_grad_(true);
+  FusedSGD sgd({weight}, {.lr = 1});
+  OptimizerSlot slot(&parts.steps, &sgd, nullptr, &sgd, sgd.id());
+  EXPECT_TRUE(warned([&] { slot.Step(); }));
+  EXPECT_FALSE(warned([&] { slot.Step(); })) << "once";
+}
+
 TEST_F(StepControllerTest, Clipping_IsRefusedWithinAWindow) {
   MicroStep(1);
   EXPECT_THROW(steps_.ClipGradNorm({weight_}, 1, 2), c10::Error);

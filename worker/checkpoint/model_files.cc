@@ -13,6 +13,7 @@
 #include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/checkpoint/run_folder.h"
 #include "worker/checkpoint/shard_plan.h"
 
 namespace muster {
@@ -35,7 +36,8 @@ absl::StatusOr<std::string> FindInFolder(const std::string& folder) {
   if (indexes.size() == 1) return JoinPath(folder, indexes[0]);
   if (indexes.empty()) {
     return absl::NotFoundError(
-        absl::StrCat(folder, " holds neither model.safetensors nor an index (*.index.json)"));
+        absl::StrCat(folder, " holds neither model.safetensors nor an index (*.index.json)",
+                     CheckpointsInPlaceOfWeights(folder)));
   }
   return absl::InvalidArgumentError(absl::StrCat(folder, " holds ", indexes.size(), " indexes (",
                                                  indexes[0], ", ", indexes[1],

@@ -7,6 +7,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
@@ -85,13 +86,53 @@ std::string EncodeShardIndex(const ShardPlan& plan) {
   return index.dump(2) + "\n";
 }
 
+namespace {
+
+// What a JSON file beside a model's weights is, if its name says it.
+absl::string_view KindOf(absl::string_view source) {
+  static constexpr std::pair<absl::string_view, absl::string_view> kKinds[] = {
+      {"adapter_config.json", "the configuration of an adapter"},
+      {"config.json", "the configuration of a model"},
+      {"generation_config.json", "the settings of a model's generation"},
+      {"manifest.json", "the manifest of a checkpoint"},
+      {"scheduler.json", "the state of a schedule"},
+      {"seal.json", "the coordinator's record of a checkpoint"},
+      {"special_tokens_map.json", "the special tokens of a tokenizer"},
+      {"tokenizer.json", "a tokenizer"},
+      {"tokenizer_config.json", "the settings of a tokenizer"},
+      {"vocab.json", "the vocabulary of a tokenizer"},
+  };
+  const absl::string_view name = source.substr(source.rfind('/') + 1);
+  for (const auto& [known, kind] : kKinds) {
+    if (name == known) return kind;
+  }
+  return "";
+}
+
+// A map of names to files; what Accelerate reads without "weight_map", too.
+bool MapsToWeights(const nlohmann::json& object) {
+  return !object.empty() && std::all_of(object.begin(), object.end(), [](const auto& file) {
+    if (!file.is_string()) return false;
+    const std::string& name = file.template get_ref<const std::string&>();
+    return absl::EndsWith(name, ".safetensors") || absl::EndsWith(name, ".bin") ||
+           absl::EndsWith(name, ".pt") || absl::EndsWith(name, ".pth");
+  });
+}
+
+}  // namespace
+
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ParseShardIndex(
     absl::string_view text, absl::string_view source) {
   MUSTER_ASSIGN_OR_RETURN(const nlohmann::json index, ParseJson(text, source));
   const auto bad = [&](absl::string_view why) {
     return absl::InvalidArgumentError(absl::StrCat(source, ": ", why));
   };
-  if (!index.is_object()) return bad("is not an object");
+  if (!index.is_object() || (!index.contains("weight_map") && !MapsToWeights(index))) {
+    const absl::string_view kind = KindOf(source);
+    return bad(absl::StrCat("is ", kind.empty() ? "" : absl::StrCat(kind, ", "),
+                            "no index of weights, which has \"weight_map\": name the folder with "
+                            "the weights, its *.index.json, or a file of weights"));
+  }
   const nlohmann::json& map = index.contains("weight_map") ? index["weight_map"] : index;
   if (!map.is_object()) return bad("weight_map: is not an object");
   std::vector<std::pair<std::string, std::string>> files;

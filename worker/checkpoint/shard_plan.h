@@ -60,7 +60,8 @@ absl::StatusOr<ShardPlan> PlanShards(const std::vector<TensorToShard>& tensors,
 std::string EncodeShardIndex(const ShardPlan& plan);
 
 // Name to file, from an index ("weight_map" in it, or the bare map). Sorted by name. Errors:
-// INVALID_ARGUMENT naming `source`, also for a file name that leaves the folder.
+// INVALID_ARGUMENT naming `source`, and what it is if it is another kind of JSON, also for a file
+// name that leaves the folder.
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ParseShardIndex(
     absl::string_view text, absl::string_view source);
 

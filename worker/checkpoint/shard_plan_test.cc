@@ -85,10 +85,22 @@ TEST(ShardIndex, RoundTrip_AndForeignForms) {
   EXPECT_EQ((*files)[0],
             std::make_pair(std::string("a"), std::string("model-00002-of-00002.safetensors")));
   EXPECT_TRUE(ParseShardIndex("{\"w\": \"f.safetensors\"}", "i").ok());
-  EXPECT_THAT(std::string(ParseShardIndex("{\"w\": \"../f\"}", "i").status().message()),
-              HasSubstr("\"../f\", not a name in this folder"));
+  EXPECT_THAT(std::string(ParseShardIndex("{\"w\": \"../f.bin\"}", "i").status().message()),
+              HasSubstr("\"../f.bin\", not a name in this folder"));
   EXPECT_FALSE(ParseShardIndex("{\"w\": 1}", "i").ok());
   EXPECT_FALSE(ParseShardIndex("[]", "i").ok());
+}
+
+TEST(ParseShardIndex, JsonOfAnotherKind_IsCalledWhatItIs) {
+  for (const char* text : {R"({"model_type": "gpt2", "n_layer": 2})", R"({"bos_token": "<s>"})",
+                           R"({"base_model": "org/name"})", "{}", "[]"}) {
+    EXPECT_EQ(ParseShardIndex(text, "gpt2/config.json").status().message(),
+              "gpt2/config.json: is the configuration of a model, no index of weights, which has "
+              "\"weight_map\": name the folder with the weights, its *.index.json, or a file of "
+              "weights");
+    EXPECT_THAT(std::string(ParseShardIndex(text, "other.json").status().message()),
+                HasSubstr("other.json: is no index of weights"));
+  }
 }
 
 TEST(IsShardFileName, OnlyFilesOfTheModel) {

@@ -15,6 +15,7 @@
 #include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/checkpoint/run_folder.h"
 #include "worker/checkpoint/shard_plan.h"
 
 namespace muster {
@@ -49,7 +50,8 @@ absl::StatusOr<std::string> FindInFolder(const std::string& folder) {
   return absl::NotFoundError(absl::StrCat(
       folder,
       " holds no weights: neither model.safetensors nor pytorch_model.bin, nor an index of shards "
-      "(*.index.json)"));
+      "(*.index.json)",
+      CheckpointsInPlaceOfWeights(folder)));
 }
 
 absl::StatusOr<std::vector<StoredTensor>> ReadTensors(const ByteSource& source) {

@@ -910,11 +910,12 @@ class PreparedLoader {
     core_->LoadState(state, tensors);
   }
 
-  // This loader without the first `batches` batches of each pass. It shares epochs and place with
+  // This loader without the first `batches` batches of each epoch. It shares epochs and place with
   // this one.
   PreparedLoader Skip(int64_t batches) const {
     return PreparedLoader(core_, source_, skip_ + batches);
   }
+  int64_t skipped() const { return skip_; }
   std::shared_ptr<LoaderStateHandle> state_handle() const { return core_; }
 
  private:
@@ -925,7 +926,8 @@ class PreparedLoader {
 
 // `loader` without the first `batches` batches: free for map-style data, streams are read up to
 // there. Facts of the batches (index, real samples) are those of the full epoch. Iterate it once,
-// then continue with `loader`.
+// then continue with `loader`. In an epoch that a loaded state continues, the batches before its
+// place count: skipping as many as that skips no more.
 template <class T>
 PreparedLoader<T> SkipFirstBatches(const PreparedLoader<T>& loader, int64_t batches) {
   TORCH_CHECK(batches >= 0, "skip_first_batches: cannot skip ", batches, " batches");

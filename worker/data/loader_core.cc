@@ -15,6 +15,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "base/log.h"
 #include "nlohmann/json.hpp"
 #include "worker/data/data_error.h"
 #include "worker/data/data_random.h"
@@ -331,6 +332,11 @@ std::shared_ptr<LoaderCore> LoaderCore::Create(const RecipeSettings& settings,
   }
   // Now, because size() depends on it.
   if (settings.sampler || settings.batch_sampler) core->ReadUserOrder(0);
+  // A wrong path of the data is often seen as none.
+  if (core->is_main() && !is_stream && core->num_samples_.has_value() && core->NumBatches(0) == 0) {
+    MUSTER_LOG(Warning) << "this loader gives no batch: its data set has " << *core->num_samples_
+                        << " samples" << (settings.drop_last ? ", and drop_last is set" : "");
+  }
   return core;
 }
 
@@ -511,6 +517,16 @@ std::shared_ptr<const LoaderPass> LoaderCore::StartPass(int64_t skip) {
   pass->sharding = Sharding();
   pass->tail = TailRuleOf(pass->sharding);
   pass->epoch = next_epoch_;
+  if (resuming_ && skip > 0 && place_.index > 0) {
+    // A program that saw where it was itself means the batches of the epoch.
+    const int64_t more = std::max<int64_t>(skip - place_.index, 0);
+    if (is_main()) {
+      MUSTER_LOG(Info) << "skip_first_batches(" << skip << "): load_state() has this epoch continue"
+                       << " at batch " << place_.index << " (from 0), so "
+                       << (more == 0 ? "no" : std::to_string(more)) << " more are skipped";
+    }
+    skip = more;
+  }
   pass->first_index = skip;
   pass->seed = static_cast<uint64_t>(seed_);
   pass->sharded = sharded_;

@@ -224,8 +224,8 @@ class LoaderCore : public LoaderStateHandle {
   // Error (c10::Error): a map-style data set, of `num_samples` now, has grown or shrunk since the
   // loader was prepared.
   void CheckSize(std::optional<int64_t> num_samples) const;
-  // A pass over the next epoch, or over what LoadState left of one, without its first `skip`
-  // batches.
+  // A pass over the next epoch, or over what LoadState left of one, without the epoch's first
+  // `skip` batches.
   std::shared_ptr<const LoaderPass> StartPass(int64_t skip);
   void BatchGiven(const LoaderPass& pass, const std::shared_ptr<const BatchInfo>& info);
   // The loop over `pass` is over; `exhausted`: it reached the end. If not, and the observer says

@@ -525,6 +525,42 @@ TEST(LoaderState, D24_SavedInsideTheLoop_GoesOnAtTheNextSampleInTheSameOrder) {
   EXPECT_EQ(first.state_dict(), second.state_dict());
 }
 
+TEST(PreparedLoader, WithoutABatch_IsWarnedOf) {
+  const auto output = [](const auto& recipe) {
+    testing::internal::CaptureStderr();
+    Alone(recipe);
+    return testing::internal::GetCapturedStderr();
+  };
+  EXPECT_THAT(output(batches(Ids{0}, 4)),
+              HasSubstr("this loader gives no batch: its data set has 0 samples\n"));
+  EXPECT_THAT(output(batches(Ids{3}, 4).drop_last()),
+              HasSubstr("its data set has 3 samples, and drop_last is set"));
+  EXPECT_EQ(output(batches(Ids{1}, 4)), "");
+}
+
+// As programs ported from Accelerate do, which load a state and skip the batches before it.
+TEST(LoaderState, SkipAfterLoadedPlace_SkipsWhatTheEpochHasHadOnce) {
+  auto first = Alone(batches(Ids{20}, 2));
+  LoaderState state;
+  for (auto& batch : first) {
+    if (batch.info().index == 3) state = first.state_dict();
+  }
+  for (const int64_t skip : {0, 2, 4, 6, 99}) {
+    auto second = Alone(batches(Ids{20}, 2));
+    second.load_state(state);
+    std::vector<int64_t> seen;
+    for (auto& batch : SkipFirstBatches(second, skip)) {
+      EXPECT_EQ(batch.info().index, Values(*batch)[0] / 2);
+      seen.push_back(batch.info().index);
+    }
+    const int64_t begin = std::min<int64_t>(std::max<int64_t>(skip, 4), 10);
+    ASSERT_EQ(seen.size(), static_cast<size_t>(10 - begin)) << skip;
+    EXPECT_TRUE(seen.empty() || seen.front() == begin) << skip;
+    // In an epoch of its own it counts whole.
+    EXPECT_EQ(All(SkipFirstBatches(second, 2)).size(), 8U);
+  }
+}
+
 TEST(LoaderState, BadStates_AreRefused) {
   EXPECT_FALSE(LoaderState::FromString("x").ok());
   EXPECT_THAT(LoaderState::FromString("{\"epoch\":1}").status().message(),

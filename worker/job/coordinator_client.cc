@@ -148,14 +148,23 @@ class CoordinatorClient::Impl {
     request.set_reason(reason);
     v1::LeaveReply reply;
     MUSTER_FAILPOINT("worker.leave");
+    const absl::Time begun = Clock::Real().Now();
+    bool beats;
     {
       // The beats of a worker that left would only be refused.
       MutexLock lock(&mu_);
       ended_told_ = true;
+      beats = seat_.has_value() && options_.heartbeat_period > absl::ZeroDuration();
+    }
+    // What the job has reached since the last beat, which is what its status shows from now on.
+    if (beats) {
+      if (const auto beat = Beat(kGrace); !beat.ok()) {
+        MUSTER_LOG(Debug) << "the last beat: " << beat.status().message();
+      }
     }
     // A coordinator that is away learns it from the exit.
-    return CallWithin("leave", kGrace, *rendezvous_, &v1::Rendezvous::Stub::Leave, &request, &reply,
-                      AtExit::kCutShort);
+    return CallWithin("leave", begun + kGrace - Clock::Real().Now(), *rendezvous_,
+                      &v1::Rendezvous::Stub::Leave, &request, &reply, AtExit::kCutShort);
   }
 
   void BeginExit() { EndWithin(options_.exit_patience); }

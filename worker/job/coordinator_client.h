@@ -215,7 +215,7 @@ class CoordinatorClient {
   absl::StatusOr<Seat> Join(const JoinOptions& options);
   // The seat of the last Join; nothing before it.
   std::optional<Seat> seat() const;
-  // Gives it up on purpose. Does not wait for a coordinator that is away.
+  // Gives it up on purpose, after a last heartbeat. Does not wait for a coordinator that is away.
   absl::Status Leave(const std::string& reason);
   // This process is about to end. Triggers that are raised or polled, beats, descriptions and
   // Leave, also those in flight, have Options::exit_patience from here, all together: a coordinator

@@ -299,6 +299,17 @@ TEST(CoordinatorClient, Heartbeats_CarryProgressAndTellOfTheEnd) {
   EXPECT_TRUE((*client)->Beat()->generation_ended);
 }
 
+TEST(CoordinatorClient, Leave_ReportsWhatWasReachedSinceTheLastBeat) {
+  FakeCoordinator fake;
+  auto options = OptionsFor(fake);
+  options.heartbeat_period = absl::Hours(1);
+  auto client = *CoordinatorClient::Connect(options);
+  ASSERT_TRUE(client->Join(World(1, 0)).ok());
+  client->ReportProgress(39, "training", "all_reduce #7");
+  ASSERT_TRUE(client->Leave("training ended").ok());
+  EXPECT_EQ(fake.last_heartbeat(), "39 training all_reduce #7");
+}
+
 TEST(CoordinatorClient, NextClientOfTheSameProcess_IsNotTakenForTheFormer) {
   FakeCoordinator fake;
   auto options = OptionsFor(fake);

@@ -194,10 +194,10 @@ absl::Status ReadPlace(const Variables& variables, Environment* env) {
     }
     // A lone WORLD_SIZE=1 is what many containers set; it says that this process is alone.
     if (world != nullptr && *world == "1") continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat(rank != nullptr ? family.rank : family.world_size, " is set but ",
-                     rank != nullptr ? family.world_size : family.rank,
-                     " is not: without both, every process would run alone. Set both or neither"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        rank != nullptr ? family.rank : family.world_size, " is set but ",
+        rank != nullptr ? family.world_size : family.rank,
+        " is not: without both, every process would run alone. Set both, or unset it"));
   }
   if (env->launcher == Launcher::kNone) MUSTER_RETURN_IF_ERROR(ReadSlurm(variables, env));
 
@@ -229,9 +229,10 @@ absl::Status ReadPlace(const Variables& variables, Environment* env) {
 
 absl::Status CheckPlace(Environment* env) {
   if (env->rank.value >= env->world_size.value) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        env->rank.source, "=", env->rank.value, " is outside the world of ", env->world_size.value,
-        " processes (", env->world_size.source, "); ranks count from 0"));
+    return absl::InvalidArgumentError(
+        absl::StrCat(env->rank.source, "=", env->rank.value, " is outside the world of ",
+                     env->world_size.value, " processes (", env->world_size.source,
+                     "); ranks count from 0. To run one process alone, unset both"));
   }
   if (env->local_rank.value >= env->local_world_size.value) {
     return absl::InvalidArgumentError(
@@ -300,7 +301,8 @@ absl::Status ReadMeetingPoint(const Variables& variables, Environment* env) {
         absl::StrCat("the ", env->world_size.value,
                      " processes have no address to meet at: set MUSTER_COORDINATOR, or "
                      "MASTER_ADDR and MASTER_PORT, "
-                     "or start them with `muster launch`"));
+                     "or start them with `muster launch`; to run one process alone, unset ",
+                     env->rank.source, " and ", env->world_size.source));
   }
   if (env->master_port.value == 0) {
     // Two jobs of one user on one node must not meet each other.

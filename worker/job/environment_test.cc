@@ -195,7 +195,9 @@ TEST(Environment, RankAndWorldSizeOnly_OneProcessPerNode) {
 }
 
 TEST(Environment, SeveralNodesAndNowhereToMeet_IsRefused) {
-  EXPECT_THAT(Error(Without(kTorchrun, "MASTER_ADDR")), HasSubstr("no address to meet at"));
+  EXPECT_THAT(Error(Without(kTorchrun, "MASTER_ADDR")),
+              AllOf(HasSubstr("no address to meet at"),
+                    HasSubstr("to run one process alone, unset RANK and WORLD_SIZE")));
 }
 
 TEST(Environment, OneNodeWithoutMasterAddr_MeetsOnLoopback) {

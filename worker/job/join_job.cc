@@ -78,7 +78,8 @@ absl::Status MeetAtCoordinator(const JoinJobOptions& options, JoinedProcess* joi
     return absl::InvalidArgumentError(
         absl::StrCat(env.coordinator.source,
                      " is set but no rank is (MUSTER_RANK, MUSTER_WORLD_SIZE), and the "
-                     "program does not say how many workers it needs"));
+                     "program does not say how many workers it needs: start it with `muster "
+                     "launch`, or unset it to run one process alone"));
   }
   CoordinatorClient::Options client;
   client.address = env.coordinator.value;

@@ -56,6 +56,15 @@ std::string Where(const MemberInfo& member) {
   return text;
 }
 
+// After a description of ranks, some of which ended as if there were nothing left to do.
+constexpr absl::string_view kEndedEarlier =
+    "; a rank whose program has ended cannot follow the others: all ranks must run the same number "
+    "of steps and collectives (accelerator.join_uneven_inputs() is for ranks with fewer batches)";
+
+bool EndedInPeace(const MemberInfo& member) {
+  return member.gone == "it has left the job" || member.gone == "it has exited with code 0";
+}
+
 std::string What(const ProgressBoard::Facts& mine) {
   if (!GoesOn(mine.last_collective)) {
     return absl::StrCat("the exchange of phase '", mine.phase, "' after step ", mine.step);
@@ -117,6 +126,7 @@ std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
   std::vector<int> waiting;
   std::string absent;
   int named = 0;
+  bool ended_earlier = false;
   for (const int rank : sources.ranks) {
     const auto member = std::find_if(members.begin(), members.end(),
                                      [&](const MemberInfo& m) { return m.rank == rank; });
@@ -125,6 +135,7 @@ std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
       waiting.push_back(rank);
       continue;
     }
+    ended_earlier = ended_earlier || (member != members.end() && EndedInPeace(*member));
     if (++named > kNamed) continue;
     absl::StrAppend(&absent, absent.empty() ? "" : "; ", "rank ", rank);
     if (member == members.end()) {
@@ -145,7 +156,24 @@ std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
                         " wait in it: look at the network between them");
   }
   if (named > kNamed) absl::StrAppend(&absent, "; and so for ", named - kNamed, " more");
-  return absl::StrCat(absent, "; ", Ranks(waiting), waiting.size() == 1 ? " waits" : " wait");
+  return absl::StrCat(absent, "; ", Ranks(waiting), waiting.size() == 1 ? " waits" : " wait",
+                      ended_earlier ? kEndedEarlier : "");
+}
+
+std::string DescribeGone(const std::vector<MemberInfo>& members) {
+  constexpr int kNamed = 8;
+  std::string text;
+  int gone = 0;
+  bool ended_earlier = false;
+  for (const MemberInfo& member : members) {
+    if (member.gone.empty()) continue;
+    ended_earlier = ended_earlier || EndedInPeace(member);
+    if (++gone > kNamed) continue;
+    absl::StrAppend(&text, text.empty() ? "" : "; ", "rank ", member.rank, " (", member.host,
+                    ", pid ", member.pid, "): ", member.gone);
+  }
+  if (gone > kNamed) absl::StrAppend(&text, "; and ", gone - kNamed, " more");
+  return absl::StrCat(text, ended_earlier ? kEndedEarlier : "");
 }
 
 std::string ExplainLostCollective(const LostCollectiveSources& sources, absl::string_view error) {

@@ -37,9 +37,12 @@ std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
                                    const LostCollectiveSources& sources,
                                    const std::vector<MemberInfo>& members);
 
-// The same, asked of `sources` now, with the transport's first line at the end. Call it while the
-// collective is still on the board. Blocks up to `grace` and the patience of a call. Never fails:
-// at worst it says that the cause is unknown.
+// One line about the ranks that are gone, and why; empty if there are none.
+std::string DescribeGone(const std::vector<MemberInfo>& members);
+
+// DescribeLostCollective, asked of `sources` now, with the transport's first line at the end. Call
+// it while the collective is still on the board. Blocks up to `grace` and the patience of a call.
+// Never fails: at worst it says that the cause is unknown.
 std::string ExplainLostCollective(const LostCollectiveSources& sources, absl::string_view error);
 
 }  // namespace muster

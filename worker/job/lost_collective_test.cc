@@ -63,6 +63,32 @@ TEST(LostCollective, RanksElsewhere_AreNamedWithWhereTheyStand) {
                           HasSubstr("; rank 0 waits"), Not(HasSubstr("rank 1 "))));
 }
 
+TEST(LostCollective, RankThatEndedEarlier_IsToldFromOneThatFailed) {
+  ProgressBoard::Facts mine;
+  mine.step = 4;
+  mine.last_collective = "AllReduce #7";
+  std::vector<MemberInfo> members(2);
+  members[1].rank = 1;
+  members[1].host = "host";
+  members[1].pid = 101;
+  constexpr char kAdvice[] =
+      "; a rank whose program has ended cannot follow the others: all ranks must run the same "
+      "number of steps and collectives (accelerator.join_uneven_inputs() is for ranks with fewer "
+      "batches)";
+  EXPECT_EQ(DescribeGone(members), "");
+  for (const char* gone : {"it has left the job", "it has exited with code 0"}) {
+    members[1].gone = gone;
+    EXPECT_EQ(DescribeLostCollective(mine, Sources(0, {0, 1}), members),
+              "rank 1 (host, pid 101) did not take part in AllReduce #7 after step 4: " +
+                  members[1].gone + "; rank 0 waits" + kAdvice);
+    EXPECT_EQ(DescribeGone(members), "rank 1 (host, pid 101): " + members[1].gone + kAdvice);
+  }
+  members[1].gone = "it has exited with code 3";
+  EXPECT_EQ(DescribeGone(members), "rank 1 (host, pid 101): it has exited with code 3");
+  EXPECT_THAT(DescribeLostCollective(mine, Sources(0, {0, 1}), members),
+              Not(HasSubstr("join_uneven_inputs")));
+}
+
 TEST(LostCollective, AllWaitInIt_BlamesTheNetwork) {
   ProgressBoard::Facts mine;
   mine.last_collective = "Barrier #3 (0 bytes)";

@@ -1,7 +1,12 @@
 #include "worker/train/guard.h"
 
+#include <cxxabi.h>
+
+#include <cstdlib>
 #include <exception>
 #include <new>
+#include <string>
+#include <typeinfo>
 #include <utility>
 
 namespace muster {
@@ -33,7 +38,14 @@ absl::Status StatusOfCurrentException() {
   } catch (const std::exception& error) {
     return absl::InternalError(error.what());
   } catch (...) {
-    return absl::InternalError("an exception of unknown type");
+    int failed = 1;
+    const std::type_info* const type = abi::__cxa_current_exception_type();
+    char* const name =
+        type == nullptr ? nullptr : abi::__cxa_demangle(type->name(), nullptr, nullptr, &failed);
+    std::string text = "an exception that is not derived from std::exception";
+    if (failed == 0) text += std::string(", of type ") + name;
+    std::free(name);
+    return absl::InternalError(text);
   }
 }
 

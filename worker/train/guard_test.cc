@@ -2,6 +2,7 @@
 
 #include <new>
 #include <stdexcept>
+#include <string>
 
 #include "gtest/gtest.h"
 
@@ -23,6 +24,10 @@ TEST(Guard, EachException_HasItsCode) {
   EXPECT_TRUE(absl::IsUnimplemented(Guard([] { TORCH_CHECK_NOT_IMPLEMENTED(false, "no"); })));
   EXPECT_TRUE(absl::IsInternal(Guard([] { throw std::runtime_error("x"); })));
   EXPECT_TRUE(absl::IsInternal(Guard([] { throw 5; })));
+  EXPECT_EQ(Guard([] { throw std::string("x"); })
+                .message()
+                .find("an exception that is not derived from std::exception, of type std::"),
+            0u);
   const absl::Status status = Guard([] { TORCH_CHECK(false, "what ", 3); });
   EXPECT_TRUE(absl::IsInternal(status));
   EXPECT_EQ(status.message(), "what 3");

@@ -1,0 +1,15 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_RUN_FOLDER_H_
+#define MUSTER_WORKER_CHECKPOINT_RUN_FOLDER_H_
+
+#include <string>
+
+namespace muster {
+
+// What the error about a folder without weights adds if the folder is that of a run, which holds
+// checkpoints, itself or in "checkpoints": "; it holds checkpoints: name one, such as RUN/...".
+// Empty if it holds none.
+std::string CheckpointsInPlaceOfWeights(const std::string& folder);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_RUN_FOLDER_H_
