@@ -27,11 +27,11 @@ namespace {
 using muster::bench::Aligned;
 using muster::bench::Check;
 using muster::bench::DropFromCache;
+using muster::bench::kBlock;
 using muster::bench::Median;
 using muster::bench::PlainRead;
 using muster::bench::PlainWrite;
 using muster::bench::Seconds;
-using muster::bench::kBlock;
 
 double SecondsSince(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

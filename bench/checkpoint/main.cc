@@ -35,11 +35,11 @@ namespace {
 using muster::bench::Aligned;
 using muster::bench::Check;
 using muster::bench::DropFromCache;
+using muster::bench::kBlock;
 using muster::bench::Median;
 using muster::bench::PlainRead;
 using muster::bench::PlainWrite;
 using muster::bench::Seconds;
-using muster::bench::kBlock;
 
 // What all threads of this process use of CPUs while `work` runs: what counts on a busy machine.
 double CpuSeconds(const std::function<void()>& work) {
