@@ -99,7 +99,7 @@ void RelayCore::SendLastWords(const std::string& job_id, const std::string& work
     const auto it = workers_.find({job_id, worker_id});
     if (it == workers_.end() || it->second.incarnation != incarnation) return;
     Worker& worker = it->second;
-    if (worker.ended || !std::exchange(worker.news, false)) return;
+    if (worker.ended || !worker.has_spoken) return;
     v1::HeartbeatRequest& request = *op.mutable_heartbeat();
     v1::Fence& fence = *request.mutable_fence();
     fence.set_job_id(job_id);
@@ -143,7 +143,7 @@ uint64_t RelayCore::Heartbeat(v1::Op op, Done done) {
     if (it != workers_.end() && it->second.incarnation == fence.incarnation()) {
       Worker& worker = it->second;
       worker.heard = options_.clock->Now();
-      worker.news = true;
+      worker.has_spoken = true;
       worker.beat.set_step(std::max(worker.beat.step(), request.step()));
       worker.beat.set_phase(request.phase());
       worker.beat.set_last_collective(request.last_collective());
@@ -197,7 +197,6 @@ void RelayCore::Connected(uint64_t term) {
   for (auto& [key, worker] : workers_) {
     worker.checked = false;
     worker.told_stopped = false;
-    worker.news = true;  // the last beat may have been lost
   }
 }
 
@@ -250,7 +249,6 @@ v1::Beat RelayCore::MakeBeat() {
       if (!alive && !news) continue;
       v1::WorkerBeat& told = *beat.add_workers();
       told = worker.beat;
-      worker.news = false;
       told.set_process_state(one.state.empty() ? "unknown" : one.state);
       if (worker.restored != absl::InfinitePast()) {
         *told.mutable_restored_ago() = rpc::ToProto(now - worker.restored);
@@ -351,10 +349,7 @@ uint64_t RelayCore::Arrive(v1::Op op, Done done) {
       // The first step is for a heartbeat to tell: it also knows when it was, and when the state
       // was loaded.
       v1::WorkerBeat& beat = worker->second.beat;
-      if (beat.step() > 0 && request.step() > beat.step()) {
-        beat.set_step(request.step());
-        worker->second.news = true;
-      }
+      if (beat.step() > 0) beat.set_step(std::max(beat.step(), request.step()));
     }
     local = LocalRanks(request);
   }

@@ -34,8 +34,8 @@ struct LocalProcess {
 // - Heartbeats are answered here, from the coordinator's directives. After each reconnect the first
 //   heartbeat of each worker is forwarded, to recover missed directives.
 // - It tracks the seated workers and their latest progress: MakeBeat. The beat also names the
-//   processes without a seat. What a worker has said since the last beat is sent when it leaves or
-//   its process ends.
+//   processes without a seat. What a worker has said last is sent again when it leaves or its
+//   process ends: the beat that has it may still be on its way then, and would come too late.
 //
 // Everything else is forwarded. Beats omit workers whose process is stopped or a zombie, and silent
 // workers without a process that is visible here: their leases expire.
@@ -101,7 +101,7 @@ class RelayCore final : public OpSender {
     int64_t claimed_pid = 0;  // by itself
     int64_t told_pid = 0;     // to the coordinator
     v1::WorkerBeat beat;      // what it last said
-    bool news = false;        // in it, which the coordinator does not have
+    bool has_spoken = false;  // it has said anything
     absl::Time heard;
     // Of rank 0, as it said; InfinitePast: not yet.
     absl::Time restored = absl::InfinitePast(), first_step = absl::InfinitePast();
@@ -113,7 +113,7 @@ class RelayCore final : public OpSender {
 
   uint64_t Join(v1::Op op, Done done);
   uint64_t Leave(v1::Op op, Done done);
-  // Sends what the worker has said since the last beat, if anything.
+  // Sends what the worker has said last, if anything.
   void SendLastWords(const std::string& job_id, const std::string& worker_id, uint64_t incarnation);
   void Drop(const std::string& job_id, const std::string& worker_id, uint64_t incarnation);
   uint64_t Heartbeat(v1::Op op, Done done);

@@ -462,8 +462,8 @@ TEST_F(RelayCoreTest, EndedAndLeft_AreInNoBeat) {
   EXPECT_EQ(core_->ProcessOf("job", "w0", 1000), std::nullopt);
 }
 
-TEST_F(RelayCoreTest, WhatAWorkerSaidSinceTheLastBeat_IsSentBeforeItLeavesOrItsExitIsReported) {
-  for (int rank : {0, 1, 2}) Seat(rank);
+TEST_F(RelayCoreTest, WhatAWorkerSaidLast_IsSentBeforeItLeavesOrItsExitIsReported) {
+  for (int rank : {0, 1, 2, 3}) Seat(rank);
   for (int rank : {0, 1, 2}) Beat(rank, 32);
   core_->MakeBeat();
   Beat(0, 39);
@@ -486,10 +486,14 @@ TEST_F(RelayCoreTest, WhatAWorkerSaidSinceTheLastBeat_IsSentBeforeItLeavesOrItsE
   arrive.mutable_arrive()->set_step(37);
   Submit("a1", std::move(arrive));
   core_->WorkerEnded("job", "w1", 101);
-  core_->WorkerEnded("job", "w2", 102);  // nothing new
+  // Nothing new, but the beat that has it may still wait at a hub.
+  core_->WorkerEnded("job", "w2", 102);
+  core_->WorkerEnded("job", "w3", 103);  // has said nothing
   ops = upstream_.ops();
-  ASSERT_THAT(ops, SizeIs(1));
+  ASSERT_THAT(ops, SizeIs(2));
   EXPECT_EQ(ops[0].heartbeat().step(), 37);
+  EXPECT_EQ(ops[1].heartbeat().step(), 32);
+  upstream_.Answer(Error(v1::ERROR_REASON_NOT_MEMBER));
   upstream_.Answer(Error(v1::ERROR_REASON_NOT_MEMBER));
   EXPECT_THAT(BeatStates(), IsEmpty());
 }

@@ -350,8 +350,9 @@ int internal::Run(int argc, char** argv, const AcceleratorOptions& options, bool
   if (told && WaitForStop(kStopPatience)) return 1;
   const absl::string_view program = argc > 0 ? argv[0] : "muster";
   // An exception of the program or of a check has no code: its words are all there is to say.
-  const std::string what =
-      absl::IsInternal(status) ? std::string(status.message()) : status.ToString();
+  const std::string what = absl::IsInternal(status) && !status.message().empty()
+                               ? std::string(status.message())
+                               : status.ToString();
   std::fprintf(stderr, "%s: %s: %s\n", std::string(program.substr(program.rfind('/') + 1)).c_str(),
                who.c_str(), what.c_str());
   return 1;

@@ -50,7 +50,7 @@ std::map<std::string, at::Tensor> StateDictOf(ModelSlot& model);
 
 }  // namespace internal
 
-// A progress bar over a pass of a loader: see Accelerator::tqdm().
+// A progress bar over one pass of a loader: see Accelerator::tqdm().
 template <class T>
 class LoaderProgress : public Progress {
  public:

@@ -4,8 +4,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <functional>
+#include <iterator>
+#include <new>
 #include <set>
 #include <string>
 #include <vector>
@@ -1071,6 +1074,29 @@ TEST(Schedules, RateSetByHand_IsNotUndone) {
     step();
     EXPECT_NEAR(optimizer.lr(), 0.05, 1e-12);
   });
+}
+
+TEST(Schedules, SchedulerOfLibTorchThatIsGoneAtTheEnd_IsNotRead) {
+  testing::internal::CaptureStderr();
+  RunAccelerators(1, {}, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    torch::optim::SGD sgd(net->parameters(), 1.0);
+    // As a local of a function that has returned.
+    alignas(torch::optim::StepLR) unsigned char memory[sizeof(torch::optim::StepLR)];
+    auto* const step_lr = new (memory) torch::optim::StepLR(sgd, 1);
+    auto [model, optimizer, schedule] = a.prepare(net, sgd, *step_lr);
+    for (int i = 0; i < 3; ++i) {
+      auto scope = a.accumulate();
+      a.backward(Loss(model(at::ones({1, 1}))));
+      optimizer.step();
+      schedule.step();
+      optimizer.zero_grad();
+    }
+    step_lr->~StepLR();
+    std::fill(std::begin(memory), std::end(memory), 0);
+    a.end_training();
+  });
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), Not(HasSubstr("schedule")));
 }
 
 TEST(Schedules, LeftOutOrBeforeTheOptimizer_AreWarnedOf) {

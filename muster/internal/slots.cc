@@ -240,6 +240,7 @@ void SchedulerSlot::Step() {
         "the schedule's first learning rate: call it after optimizer.step()");
   }
   gate_->Step(step, optimizer_->step_was_skipped());
+  stepped_ = true;
 }
 
 void SchedulerSlot::Warn(const char* text) {
@@ -249,12 +250,16 @@ void SchedulerSlot::Warn(const char* text) {
 
 void SchedulerSlot::WarnIfLeftOut(bool at_end) {
   // One step alone may be a try.
-  if (warned_ || optimizer_ == nullptr || optimizer_->steps_here() < 2 || step_count() > 0) return;
+  if (warned_ || stepped_ || optimizer_ == nullptr || optimizer_->steps_here() < 2) return;
+  // A scheduler or an optimizer of LibTorch's may be gone by now: this slot borrows it.
   if (at_end) {
     return Warn(
         "training has ended, and a prepared schedule has never stepped: call its step() "
-        "after optimizer.step()");
+        "after optimizer.step() (a schedule that steps once an epoch: the first one has not "
+        "ended)");
   }
+  stepped_ = step_count() > 0;
+  if (stepped_) return;
   for (const double rate : last_lrs()) {
     if (rate != 0) return;
   }
@@ -266,6 +271,7 @@ void SchedulerSlot::WarnIfLeftOut(bool at_end) {
 void SchedulerSlot::StepMetric(double metric) {
   CheckBound();
   controller_->CheckAllTakePart("step(metric) of a schedule");
+  stepped_ = true;
   plateau_->Step(
       controller_->process().MeanOfAll(at::full({1}, metric, at::kDouble)).item<double>());
 }
@@ -305,6 +311,7 @@ void SchedulerSlot::LoadState(const PlainState& state) {
   } else {
     scheduler_->LoadState(state);
   }
+  stepped_ = stepped_ || step_count() > 0;
 }
 
 }  // namespace muster::internal

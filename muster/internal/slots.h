@@ -129,6 +129,7 @@ class SchedulerSlot {
   std::unique_ptr<Scheduler> scheduler_;  // or:
   std::unique_ptr<MetricScheduler> plateau_;
   std::unique_ptr<PreparedScheduler> gate_;
+  bool stepped_ = false;
   bool warned_ = false;
 };
 

@@ -1090,6 +1090,8 @@ void StepController::WarnIfNoGradients(OptimizerSlot& slot) const {
   slot.had_gradients_ = true;
   bool trained = false;
   for (const at::Tensor& parameter : slot.handle_->parameters()) {
+    // Of a sharded model this rank may have nothing.
+    if (parameter.numel() == 0) continue;
     if (parameter.grad().defined()) return;
     trained = trained || parameter.requires_grad();
   }

@@ -109,9 +109,9 @@ absl::string_view KindOf(absl::string_view source) {
   return "";
 }
 
-// A map of names to files; what Accelerate reads without "weight_map", too.
+// Whether a bare map, which Accelerate reads too, is one of names to files of weights.
 bool MapsToWeights(const nlohmann::json& object) {
-  return !object.empty() && std::all_of(object.begin(), object.end(), [](const auto& file) {
+  return std::any_of(object.begin(), object.end(), [](const auto& file) {
     if (!file.is_string()) return false;
     const std::string& name = file.template get_ref<const std::string&>();
     return absl::EndsWith(name, ".safetensors") || absl::EndsWith(name, ".bin") ||
@@ -127,8 +127,9 @@ absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ParseShardIndex
   const auto bad = [&](absl::string_view why) {
     return absl::InvalidArgumentError(absl::StrCat(source, ": ", why));
   };
-  if (!index.is_object() || (!index.contains("weight_map") && !MapsToWeights(index))) {
-    const absl::string_view kind = KindOf(source);
+  const absl::string_view kind = KindOf(source);
+  if (!index.is_object() ||
+      (!index.contains("weight_map") && (!kind.empty() || !MapsToWeights(index)))) {
     return bad(absl::StrCat("is ", kind.empty() ? "" : absl::StrCat(kind, ", "),
                             "no index of weights, which has \"weight_map\": name the folder with "
                             "the weights, its *.index.json, or a file of weights"));

@@ -332,8 +332,9 @@ std::shared_ptr<LoaderCore> LoaderCore::Create(const RecipeSettings& settings,
   }
   // Now, because size() depends on it.
   if (settings.sampler || settings.batch_sampler) core->ReadUserOrder(0);
-  // A wrong path of the data is often seen as none.
-  if (core->is_main() && !is_stream && core->num_samples_.has_value() && core->NumBatches(0) == 0) {
+  // A wrong path of the data is often seen as none. All ranks look, since a batch sampler that does
+  // not fit is an error of all.
+  if (!is_stream && core->num_samples_.has_value() && core->NumBatches(0) == 0 && core->is_main()) {
     MUSTER_LOG(Warning) << "this loader gives no batch: its data set has " << *core->num_samples_
                         << " samples" << (settings.drop_last ? ", and drop_last is set" : "");
   }

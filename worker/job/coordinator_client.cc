@@ -158,7 +158,8 @@ class CoordinatorClient::Impl {
     }
     // What the job has reached since the last beat, which is what its status shows from now on.
     if (beats) {
-      if (const auto beat = Beat(kGrace); !beat.ok()) {
+      // The goodbye counts more.
+      if (const auto beat = Beat(kGrace / 4); !beat.ok()) {
         MUSTER_LOG(Debug) << "the last beat: " << beat.status().message();
       }
     }

@@ -126,7 +126,8 @@ std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
   std::vector<int> waiting;
   std::string absent;
   int named = 0;
-  bool ended_earlier = false;
+  // All that are gone: one that was killed is the cause itself.
+  int gone = 0, ended_earlier = 0;
   for (const int rank : sources.ranks) {
     const auto member = std::find_if(members.begin(), members.end(),
                                      [&](const MemberInfo& m) { return m.rank == rank; });
@@ -135,7 +136,8 @@ std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
       waiting.push_back(rank);
       continue;
     }
-    ended_earlier = ended_earlier || (member != members.end() && EndedInPeace(*member));
+    if (member != members.end() && !member->gone.empty()) ++gone;
+    if (member != members.end() && EndedInPeace(*member)) ++ended_earlier;
     if (++named > kNamed) continue;
     absl::StrAppend(&absent, absent.empty() ? "" : "; ", "rank ", rank);
     if (member == members.end()) {
@@ -157,23 +159,22 @@ std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
   }
   if (named > kNamed) absl::StrAppend(&absent, "; and so for ", named - kNamed, " more");
   return absl::StrCat(absent, "; ", Ranks(waiting), waiting.size() == 1 ? " waits" : " wait",
-                      ended_earlier ? kEndedEarlier : "");
+                      gone > 0 && gone == ended_earlier ? kEndedEarlier : "");
 }
 
 std::string DescribeGone(const std::vector<MemberInfo>& members) {
   constexpr int kNamed = 8;
   std::string text;
-  int gone = 0;
-  bool ended_earlier = false;
+  int gone = 0, ended_earlier = 0;
   for (const MemberInfo& member : members) {
     if (member.gone.empty()) continue;
-    ended_earlier = ended_earlier || EndedInPeace(member);
+    if (EndedInPeace(member)) ++ended_earlier;
     if (++gone > kNamed) continue;
     absl::StrAppend(&text, text.empty() ? "" : "; ", "rank ", member.rank, " (", member.host,
                     ", pid ", member.pid, "): ", member.gone);
   }
   if (gone > kNamed) absl::StrAppend(&text, "; and ", gone - kNamed, " more");
-  return absl::StrCat(text, ended_earlier ? kEndedEarlier : "");
+  return absl::StrCat(text, gone > 0 && gone == ended_earlier ? kEndedEarlier : "");
 }
 
 std::string ExplainLostCollective(const LostCollectiveSources& sources, absl::string_view error) {

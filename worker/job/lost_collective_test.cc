@@ -85,6 +85,13 @@ TEST(LostCollective, RankThatEndedEarlier_IsToldFromOneThatFailed) {
   }
   members[1].gone = "it has exited with code 3";
   EXPECT_EQ(DescribeGone(members), "rank 1 (host, pid 101): it has exited with code 3");
+  // Of several, the one that did not end in peace is the cause.
+  members.push_back(members[1]);
+  members[2].rank = 2;
+  members[2].gone = "it has left the job";
+  EXPECT_THAT(DescribeGone(members), AllOf(HasSubstr("rank 2 (host, pid 101): it has left the job"),
+                                           Not(HasSubstr("join_uneven_inputs"))));
+  members.pop_back();
   EXPECT_THAT(DescribeLostCollective(mine, Sources(0, {0, 1}), members),
               Not(HasSubstr("join_uneven_inputs")));
 }
