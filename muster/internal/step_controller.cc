@@ -124,9 +124,13 @@ void StepController::ChangeLocal(int by) {
   apart_ = true;
 }
 
-void StepController::AboutToChange() {
+void StepController::AboutToChange(const ModelSlot* only) {
   ForgetStrays();
-  AnnounceChange();
+  for (const auto& model : registry_.models()) {
+    if (model->sharded() == nullptr || (only != nullptr && model.get() != only)) continue;
+    model->sharded()->Expire();
+  }
+  if (before_change_) before_change_();
 }
 
 void StepController::ChangeAveraged(int by) {
@@ -134,10 +138,23 @@ void StepController::ChangeAveraged(int by) {
   ForgetStrays();
 }
 
-void StepController::AnnounceChange() const {
+std::vector<ShardedModel*> StepController::ShardedModelsOf(const OptimizerSlot& slot) const {
+  // Not by what an optimizer changes on this rank: its parts of a model may all be empty.
+  const std::vector<at::Tensor>& parameters = slot.handle_->parameters();
+  std::vector<ShardedModel*> models;
   for (const auto& model : registry_.models()) {
-    if (model->sharded() != nullptr) model->sharded()->Expire();
+    ShardedModel* const sharded = model->sharded();
+    if (sharded == nullptr) continue;
+    const bool has = std::any_of(
+        parameters.begin(), parameters.end(),
+        [&](const at::Tensor& parameter) { return sharded->NameOf(parameter) != nullptr; });
+    if (has) models.push_back(sharded);
   }
+  return models;
+}
+
+void StepController::AnnounceStep(const std::vector<ShardedModel*>& models) const {
+  for (ShardedModel* const model : models) model->Expire();
   if (before_change_) before_change_();
 }
 
@@ -1060,10 +1077,9 @@ void StepController::Step(OptimizerSlot& slot) {
     FinishGradients(&slot);
     ClipInStep(slot);
   }
-  for (const auto& model : registry_.models()) {
-    if (model->sharded() != nullptr) model->sharded()->AwaitReaders();
-  }
-  AnnounceChange();
+  const std::vector<ShardedModel*> sharded = ShardedModelsOf(slot);
+  for (ShardedModel* const model : sharded) model->AwaitReaders();
+  AnnounceStep(sharded);
   MUSTER_FAILPOINT("worker.step");
   if (scaler_ != nullptr) {
     scaler_->Step(*slot.handle_);
@@ -1129,10 +1145,11 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
     return process_.MeanOfAll(loss.detach());
   };
   slot.step_was_skipped_ = false;
-  AnnounceChange();
+  const std::vector<ShardedModel*> sharded = ShardedModelsOf(slot);
+  AnnounceStep(sharded);
   const at::Tensor loss = slot.handle_->StepWithClosure(evaluate);
   // Behind the backward passes of the closure, after which it has changed them.
-  AnnounceChange();
+  AnnounceStep(sharded);
   Stepped(slot);
   return loss;
 }

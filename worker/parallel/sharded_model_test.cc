@@ -605,14 +605,14 @@ void RunHybrid(const std::function<void(Comm& world, Comm& shard, Comm& replicas
 }
 
 TEST(ShardedModel, Hybrid_EqualsOneProcess) {
-  const Values want = OneProcess(20);
+  const Values want = OneProcess(50);
   const Values start = ValuesOf(Net());
   for (const char* ignored : {"", "words|blocks\\.2"}) {
     RunHybrid([&](Comm& world, Comm& shard, Comm& replicas) {
       Trained trained(
           world, {.strategy = ShardingStrategy::kFull, .group_size = 2, .ignored_modules = ignored},
           &shard, &replicas);
-      for (int step = 0; step < 20; ++step) {
+      for (int step = 0; step < 50; ++step) {
         trained.Forward(IdsOf(step, world)).backward();
         trained.Step();
       }
