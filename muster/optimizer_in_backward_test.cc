@@ -5,9 +5,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,6 +29,7 @@
 #include "torch/nn/modules/embedding.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/optim/adamw.h"
+#include "worker/collective/test_error.h"
 #include "worker/collective/thread_comm.h"
 #include "worker/parallel/counting_allocator.h"
 #include "worker/parallel/shard_unit.h"
@@ -37,6 +41,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::Each;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 constexpr int kSamples = 12;  // of a step, on all ranks
@@ -614,6 +619,156 @@ TEST_F(OptimizerInBackward, PassThatThrows_NeedsACheckpoint) {
   }
   ExpectEqual(got, want);
   ExpectEqual(with_hook, want);
+}
+
+// Fails where it is to update for the `fails_in`th time, on the thread of the updates.
+struct FailingAdamW : FusedAdamW {
+  using FusedAdamW::FusedAdamW;
+  void Update(int64_t group, const Lists& lists, const std::optional<at::Tensor>& grad_scale,
+              const std::optional<at::Tensor>& found_inf) const override {
+    if (fails_in > 0 && --fails_in == 0) {
+      if (memory) C10_THROW_ERROR(OutOfMemoryError, "can't allocate memory");
+      TORCH_CHECK(false, "the optimizer fails");
+    }
+    FusedAdamW::Update(group, lists, grad_scale, found_inf);
+  }
+  mutable std::atomic<int> fails_in{0};
+  bool memory = false;
+};
+
+// An error of one rank's optimizer, in the first pass, which takes memory for states, or in a later
+// one: of the first unit that it updates or of the last.
+TEST_F(OptimizerInBackward, ErrorOfAUnitsOptimizerOnOneRank_IsAnErrorOnEveryRank) {
+  constexpr int kLayers = 6;
+  const std::string dir = folder_.Path("before");
+  for (const bool shared_memory : {false, true}) {
+    for (const std::string strategy : {"zero1", "zero2", "zero3", "zero3 overlapped"}) {
+      AcceleratorOptions options = Options(strategy.substr(0, 5));
+      options.sharding->overlap = strategy.size() > 5;
+      for (const int fails_at : {0, 2, -1}) {  // a step; -1: none
+        for (const int fails_in : {1, kLayers}) {
+          if (fails_at < 0 && fails_in > 1) continue;
+          SCOPED_TRACE(testing::Message() << strategy << ", shared memory " << shared_memory
+                                          << ", step " << fails_at << ", unit " << fails_in);
+          std::vector<std::string> errors(2), saves(2), forwards(2);
+          const auto store = c10::make_intrusive<c10d::HashStore>();
+          (shared_memory ? RunShmRanks : RunGlooRanks)(
+              2,
+              [&](Comm& comm) {
+                Accelerator a(CoreOn(comm, options, store));
+                torch::nn::Sequential net;
+                // Parts that ranks share in memory.
+                const int64_t width = shared_memory ? 520 : 8;
+                for (int i = 0; i < kLayers; ++i) net->push_back(torch::nn::Linear(width, width));
+                FailingAdamW adam(net->parameters());
+                adam.memory = fails_in == 1;
+                auto [model, optimizer] = a.prepare(net, adam);
+                const at::Tensor x = at::full({1, width}, 0.01);
+                const auto step = [&, &model = model, &optimizer = optimizer] {
+                  a.backward(model(x).square().mean());
+                  optimizer.step();
+                  optimizer.zero_grad();
+                };
+                ASSERT_TRUE(a.save_state(dir).ok());
+                for (int i = 0; i < 4; ++i) {
+                  if (i != fails_at) {
+                    step();
+                    continue;
+                  }
+                  if (a.process_index() == 1) adam.fails_in = fails_in;
+                  errors[a.process_index()] = ErrorOf(step);
+                  saves[a.process_index()] =
+                      std::string(a.save_state(folder_.Path("never")).message());
+                  forwards[a.process_index()] = ErrorOf([&, &model = model] { model(x); });
+                  const absl::Status loaded = a.load_state(dir);
+                  ASSERT_TRUE(loaded.ok()) << loaded;
+                  optimizer.zero_grad();
+                  step();
+                }
+              },
+              {});
+          if (fails_at < 0) continue;
+          EXPECT_THAT(errors,
+                      Each(AllOf(HasSubstr("rank 1"), HasSubstr("load a checkpoint"),
+                                 HasSubstr(fails_in == 1 ? "memory" : "the optimizer fails"))));
+          EXPECT_THAT(saves, Each(HasSubstr("changed in part")));
+          EXPECT_THAT(forwards, Each(HasSubstr("changed in part")));
+        }
+      }
+    }
+  }
+}
+
+// The optimizer's own step may fail on one rank, too: the others have stepped.
+TEST_F(OptimizerInBackward, StepThatFailsOnOneRank_IsAnErrorOnEveryRank) {
+  for (const std::string strategy : {"zero1", "zero2", "zero3"}) {
+    for (const bool saves : {true, false}) {
+      SCOPED_TRACE(testing::Message() << strategy << ", saves " << saves);
+      const std::string dir = folder_.Path("before_step");
+      std::vector<std::string> errors(2), next(2);
+      RunAccelerators(2, Options(strategy, /*in_backward=*/false), [&](Accelerator& a) {
+        torch::nn::Sequential net = MakeNet();
+        FailingAdamW adam(net->parameters());
+        auto [model, optimizer] = a.prepare(net, adam);
+        const at::Tensor x = Random({4, 5}, 1);
+        const auto step = [&, &model = model, &optimizer = optimizer] {
+          a.backward(model(x).square().mean());
+          optimizer.step();
+          optimizer.zero_grad();
+        };
+        step();
+        ASSERT_TRUE(a.save_state(dir).ok());
+        if (a.process_index() == 1) adam.fails_in = 1;
+        errors[a.process_index()] = ErrorOf(step);
+        next[a.process_index()] = ErrorOf([&] {
+          if (!saves) return step();
+          const absl::Status saved = a.save_state(folder_.Path("never"));
+          TORCH_CHECK(saved.ok(), saved.message());
+        });
+        const absl::Status loaded = a.load_state(dir);
+        ASSERT_TRUE(loaded.ok()) << loaded;
+        optimizer.zero_grad();
+        step();
+      });
+      EXPECT_THAT(errors, ElementsAre("no error", HasSubstr("the optimizer fails")));
+      EXPECT_THAT(next,
+                  Each(AllOf(HasSubstr("rank 1 has failed in a step of an optimizer"),
+                             HasSubstr("the optimizer fails"), HasSubstr("load a checkpoint"))));
+    }
+  }
+}
+
+// Before anything is updated.
+TEST_F(OptimizerInBackward, LossThatIsNotFiniteOnOneRank_ChangesNothingOnAny) {
+  for (const std::string strategy : {"zero2", "zero3"}) {
+    std::vector<Weights> runs;
+    std::vector<std::string> errors(2);
+    for (const bool fails : {false, true}) {
+      AcceleratorOptions options = Options(strategy);
+      options.check_finite_loss = true;
+      RunAccelerators(2, options, [&](Accelerator& a) {
+        torch::nn::Sequential net = MakeNet();
+        FusedAdamW adam(net->parameters());
+        auto [model, optimizer] = a.prepare(net, adam);
+        for (int step = 0; step < 4; ++step) {
+          at::Tensor x = MineOf(a, Random({kSamples, 5}, 100 + step));
+          if (fails && step == 2) {
+            const double factor =
+                a.process_index() == 1 ? std::numeric_limits<double>::quiet_NaN() : 1;
+            errors[a.process_index()] =
+                ErrorOf([&, &model = model] { a.backward(model(x * factor).square().mean()); });
+          }
+          a.backward(model(x).square().mean());
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+        const Weights all = WeightsOf(a, model);
+        if (a.is_main_process()) runs.push_back(all);
+      });
+    }
+    EXPECT_THAT(errors, Each(HasSubstr("the loss is NaN or infinite on rank 1")));
+    ExpectEqual(runs[1], runs[0]);
+  }
 }
 
 // The first step updates at the end of the pass: nothing has changed before.

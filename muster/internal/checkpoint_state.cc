@@ -786,13 +786,18 @@ int64_t CheckpointState::AgreeOnNumber(const CheckpointFolder& folder, int64_t n
 
 absl::Status CheckpointState::Save(const std::string& wanted_directory) {
   const std::string directory = CleanPath(wanted_directory);
-  const auto check = [&] {
-    steps_.CheckAllTakePart("save_state()");
-    steps_.CheckStepped("save_state()");
-  };
-  if (absl::Status here = Guard(check); !here.ok()) return here;
+  if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("save_state()"); }); !here.ok()) {
+    return here;
+  }
   // Every rank says whether it can save before any of them writes: none waits for one that left.
-  if (absl::Status all = AgreeToSave(CheckSavable()); !all.ok()) return all;
+  absl::Status mine = Guard([&] { steps_.CheckStepped("save_state()"); });
+  const bool alone = std::any_of(
+      registry_.models().begin(), registry_.models().end(),
+      [](const auto& model) { return model->sharded() != nullptr && model->sharded()->failed(); });
+  // The others return as well, or wait in a backward pass that this process has left.
+  if (!mine.ok() && !alone) return mine;
+  if (mine.ok()) mine = CheckSavable();
+  if (absl::Status all = AgreeToSave(mine); !all.ok()) return all;
   const absl::Status alike = Guard([this] {
     for (const auto& model : registry_.models()) {
       if (model->sharded() != nullptr) model->sharded()->CompareBeforeSave();

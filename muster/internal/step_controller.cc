@@ -1081,14 +1081,20 @@ void StepController::Step(OptimizerSlot& slot) {
   for (ShardedModel* const model : sharded) model->AwaitReaders();
   AnnounceStep(sharded);
   MUSTER_FAILPOINT("worker.step");
-  if (scaler_ != nullptr) {
-    scaler_->Step(*slot.handle_);
-    slot.step_was_skipped_ = scaler_->step_was_skipped(*slot.handle_);
-    EndScalerStep();
-  } else if (updated) {
-    updates_->FinishStep(slot, WindowFactor());
-  } else {
-    slot.handle_->Step();
+  try {
+    if (scaler_ != nullptr) {
+      scaler_->Step(*slot.handle_);
+      slot.step_was_skipped_ = scaler_->step_was_skipped(*slot.handle_);
+      EndScalerStep();
+    } else if (updated) {
+      updates_->FinishStep(slot, WindowFactor());
+    } else {
+      slot.handle_->Step();
+    }
+  } catch (...) {
+    // Others may step.
+    for (ShardedModel* const model : sharded) model->NoteFailedStep(std::current_exception());
+    throw;
   }
   Stepped(slot);
 }

@@ -107,9 +107,9 @@ void CheckAnnouncements(const std::vector<uint32_t>& all) {
 // MeetAt() of all ranks of a model. `parts`: those that this rank has meetings of its own with;
 // null: there are none. Ranks at such a meeting would wait for those at this one.
 std::vector<std::string> MeetAll(Comm& world, Comm& parts, const std::string& place,
-                                 const std::string& message) {
-  if (&parts != &world) MeetAt(parts, place);
-  return MeetAt(world, place, message);
+                                 const std::string& message, const std::string& failure = "") {
+  if (&parts != &world) MeetAt(parts, place, "", failure);
+  return MeetAt(world, place, message, failure);
 }
 
 bool InBackward() { return torch::autograd::get_current_graph_task_id() != -1; }
@@ -421,26 +421,22 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
   if (!InBackward()) {
     // A pass that threw has left this behind. Other ranks may have come to its end.
     Settle();
+    const bool interrupted = Interrupted();
     comparing_ = comparing_ || open_;
     open_ = updating_ = false;
     for (const auto& unit : units_) unit->set_any_updated(false);
-    // A rank that has failed meets the others first: they do not know of it.
-    const bool failed = !failure_.empty();
-    if (!failed) CheckStepped("a forward pass");
-    ForgetTurns();
-    if (backward_) forward_turns_.Begin();
-    backward_ = false;
-    noting_ = at::GradMode::is_enabled();
-    FreeParts();
-    for (const auto& unit : units_) unit->ForgetUnusedGradients();
-    // Under kFull all ranks are in this pass, whose gathers wait for them anyway.
-    if (summons_ == 0) {
-      CompareBeforeForward();
-    } else {
+    CheckBefore("a forward pass", [&] {
+      ForgetTurns();
+      if (backward_) forward_turns_.Begin();
+      backward_ = false;
+      noting_ = at::GradMode::is_enabled();
+      FreeParts();
+      for (const auto& unit : units_) unit->ForgetUnusedGradients();
+      // Under kFull all ranks are in this pass, whose gathers wait for them anyway.
+      if (summons_ == 0) return CompareBeforeForward(interrupted);
       NoteWritten();
       TORCH_CHECK(written_.empty() || noting_, WrittenBehind("this rank", written_));
-    }
-    if (failed) CheckStepped("a forward pass");
+    });
     step_follows_ = step_follows;
     begun_ = false;
   }
@@ -450,8 +446,8 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
   ++forwards_;
 }
 
-void ShardedModel::CompareBeforeForward() {
-  const char* const place = "the beginning of a forward pass";
+void ShardedModel::CompareBeforeForward(bool interrupted) {
+  const std::string place = After(interrupted, "the beginning of a forward pass");
   if (comparing_ || options_.strategy == ShardingStrategy::kFull) {
     CompareChanges(place);
   } else if (announced_ != 0) {
@@ -495,7 +491,7 @@ void ShardedModel::EndForward() {
 }
 
 void ShardedModel::AwaitReaders() {
-  if (in_place_ && summons_ == 0) MeetAt(shard_comm_, "an optimizer's step");
+  if (in_place_ && summons_ == 0) MeetAt(shard_comm_, "an optimizer's step", "", failure_);
 }
 
 void ShardedModel::ThrowUnsaid() {
@@ -510,6 +506,29 @@ void ShardedModel::Settle() {
 
 void ShardedModel::CheckStepped(const char* what) const {
   if (updates_ != nullptr) updates_->CheckStepped(*this, what);
+}
+
+void ShardedModel::CheckBefore(const char* what, const std::function<void()>& compare) {
+  // A rank that has failed meets the others first: they do not know of it.
+  const bool failed = !failure_.empty();
+  if (!failed) CheckStepped(what);
+  compare();
+  if (failed) CheckStepped(what);
+}
+
+bool ShardedModel::Interrupted() const { return open_ && !InBackward(); }
+
+std::string ShardedModel::After(bool interrupted, const std::string& place) const {
+  if (!interrupted) return place;
+  return place + ", after an exception has ended its backward pass";
+}
+
+void ShardedModel::NoteFailedStep(const std::exception_ptr& thrown) {
+  failure_ =
+      c10::str("rank ", world_.rank(),
+               " has failed in a step of an optimizer of the sharded model: ", TextOf(thrown),
+               "; its part of the parameters has not changed, or in part, and other ranks "
+               "may have stepped: load a checkpoint");
 }
 
 void ShardedModel::Use(ShardUnit& unit, bool write, const char* op) {
@@ -684,7 +703,8 @@ void ShardedModel::CompareChanges(const std::string& place) {
   // Of all ranks, as they compare what they have gathered. Those that miss each other here compare
   // again.
   const bool compared = std::exchange(comparing_, true);
-  for (const std::string& bytes : MeetAll(world_, shard_comm_, place, Pack({announced_, flags}))) {
+  for (const std::string& bytes :
+       MeetAll(world_, shard_comm_, place, Pack({announced_, flags}), failure_)) {
     announced.push_back(NumberIn(bytes, 0));
     changed = changed || (NumberIn(bytes, 1) & kChanged) != 0;
     failed += (NumberIn(bytes, 1) & kFailed) != 0 ? 1 : 0;
@@ -771,6 +791,8 @@ bool ShardedModel::IsWhole(const at::Tensor& shard) const {
 void ShardedModel::OpenPass() {
   if (open_) return;
   updating_ = updates_ != nullptr && updates_->Begin(*this);
+  touched_ = false;
+  failed_alone_ = nullptr;
   open_ = true;
   completed_.clear();
   completed_at_.clear();
@@ -919,8 +941,18 @@ void ShardedModel::Reduce(size_t index) {
 void ShardedModel::FinishReduction() {
   if (reducing_ == nullptr) return;
   ShardUnit& unit = *std::exchange(reducing_, nullptr);
-  unit.FinishReduction(/*in_memory=*/updating_);
+  at::Tensor mine = unit.FinishReduction();
+  DoAlone([&] { unit.AddGradients(std::move(mine), /*in_memory=*/updating_); });
   Update(unit, /*rest=*/false);
+}
+
+void ShardedModel::DoAlone(const std::function<void()>& body) {
+  if (failed_alone_ != nullptr) return;
+  try {
+    body();
+  } catch (...) {
+    failed_alone_ = std::current_exception();
+  }
 }
 
 void ShardedModel::Update(ShardUnit& unit, bool rest) {
@@ -928,6 +960,8 @@ void ShardedModel::Update(ShardUnit& unit, bool rest) {
   // In the first pass it is not known yet which parameters get a second gradient: all wait for its
   // end.
   if (!rest && !order_known_) return;
+  touched_ = true;
+  updates_->Touch();
   std::vector<at::Tensor> shards;
   for (ShardUnit::Slice& slice : unit.slices()) {
     // What no rank had a gradient for is left alone, and only the end of the pass tells. What has
@@ -941,10 +975,10 @@ void ShardedModel::Update(ShardUnit& unit, bool rest) {
     if (slice.shard.grad().defined()) shards.push_back(slice.shard);
   }
   unit.set_any_updated(true);
-  if (!shards.empty()) updates_->Update(std::move(shards));
+  if (!shards.empty()) DoAlone([&] { updates_->Update(std::move(shards)); });
 }
 
-void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained) {
+void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained, bool first) {
   if (!updating_) return;
   for (const auto& unit : units_) {
     for (const bool rest : {false, true}) Update(*unit, rest);
@@ -953,7 +987,24 @@ void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained) {
   ForgetWrites();
   updating_ = false;
   for (const auto& unit : units_) unit->set_any_updated(false);
-  updates_->End(*this, trained);
+  DoAlone([&] { updates_->End(*this, trained); });
+  if (!first) {
+    // Of the few updates that were left.
+    if (failed_alone_ != nullptr) std::rethrow_exception(std::exchange(failed_alone_, nullptr));
+    return;
+  }
+  // Those of the first pass are all behind the comparison at its end, and take the memory for the
+  // optimizers' states.
+  bool failed = false;
+  for (const std::string& other : MeetAt(world_, "the end of the updates of a first backward pass",
+                                         failed_alone_ == nullptr ? "" : "failed")) {
+    failed = failed || !other.empty();
+  }
+  if (!failed) return;
+  thrown_on_all_ = true;
+  DropGradients();
+  updates_->Touch();
+  ThrowFailedAlone();
 }
 
 void ShardedModel::EndOfBackward() {
@@ -967,9 +1018,11 @@ void ShardedModel::EndOfBackward() {
   try {
     ReduceUpTo(order_.size());
     FinishReduction();
-    if (!order_known_) AgreeOnOrder();
+    const bool first = !order_known_;
+    if (first) AgreeOnOrder();
     for (const auto& unit : units_) unit->Settle();
-    EndUpdates(CheckOrder());
+    if (updating_) DoAlone([this] { updates_->Await(); });
+    EndUpdates(CheckOrder(), first);
     ForgetTurns();
     SyncBuffers();
   } catch (...) {
@@ -1123,14 +1176,16 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
   }
   const std::string written = written_;
   constexpr size_t kHead = 8;
-  std::vector<uint32_t> mine = {digest,
-                                static_cast<uint32_t>(history_.size()),
-                                trained_digest,
-                                turns_digest,
-                                kReduces + (step_follows_ ? kStepFollows : 0),
-                                announced_,
-                                written.empty() ? 0U : 1U,
-                                0};
+  constexpr uint32_t kWritten = 1, kFailedAlone = 2;
+  std::vector<uint32_t> mine = {
+      digest,
+      static_cast<uint32_t>(history_.size()),
+      trained_digest,
+      turns_digest,
+      kReduces + (step_follows_ ? kStepFollows : 0),
+      announced_,
+      (written.empty() ? 0 : kWritten) + (failed_alone_ == nullptr ? 0 : kFailedAlone),
+      0};
   for (uint32_t unit = 0; unit < units_.size(); ++unit) {
     if (late_[unit]) mine.push_back(unit);
   }
@@ -1151,13 +1206,14 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
   const std::vector<std::string> all = MeetAt(world_, "the end of a backward pass", Pack(mine));
   announced_ = 0;
   std::vector<uint32_t> unused(mine.begin() + kHead + mine[kHead - 1], mine.end()), late;
-  bool same = true, same_trained = true, same_turns = true, any_written = false;
+  bool same = true, same_trained = true, same_turns = true;
+  uint32_t any = 0;
   std::vector<uint32_t> intentions, announced;
   for (const std::string& bytes : all) {
     const std::vector<uint32_t> other = Unpack(bytes);
     intentions.push_back(other[4]);
     announced.push_back(other[5]);
-    any_written = any_written || other[6] != 0;
+    any |= other[6];
     same = same && other[0] == mine[0] && other[1] == mine[1];
     same_trained = same_trained && other[2] == mine[2];
     same_turns = same_turns && other[3] == mine[3];
@@ -1179,13 +1235,14 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
   try {
     CheckIntentions(intentions);
     CheckAnnouncements(announced);
-    if (any_written) {
+    if ((any & kFailedAlone) != 0) ThrowFailedAlone();
+    if ((any & kWritten) != 0) {
       const std::vector<std::string> names = world_.AllGatherBytes(written);
       for (size_t rank = 0; rank < names.size(); ++rank) {
         TORCH_CHECK(names[rank].empty(), WrittenBehind(c10::str("rank ", rank), names[rank]));
       }
     }
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {
     thrown_on_all_ = true;
     history_.clear();
     DropGradients();
@@ -1247,6 +1304,30 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
   return trained_shards;
 }
 
+void ShardedModel::ThrowFailedAlone() {
+  const char* const advice =
+      touched_ ? "; optimizers have updated a part of the parameters in it "
+                 "(options.sharding.optimizer_in_backward): load a checkpoint"
+               : "; the gradients of this pass are gone on every rank, and the parameters are as "
+                 "they were";
+  const std::exception_ptr mine = std::exchange(failed_alone_, nullptr);
+  const std::vector<std::string> all =
+      world_.AllGatherBytes(mine == nullptr ? std::string() : TextOf(mine));
+  size_t rank = 0;
+  while (all[rank].empty()) ++rank;
+  const std::string named =
+      c10::str("rank ", rank, " has failed in a backward pass of the sharded model: ");
+  TORCH_CHECK(mine != nullptr, named, all[rank], advice);
+  // Of its type.
+  try {
+    std::rethrow_exception(mine);
+  } catch (c10::Error& error) {
+    error.add_context(
+        c10::str("in a backward pass of the sharded model on rank ", world_.rank(), advice));
+    throw;
+  }
+}
+
 void ShardedModel::SyncBuffers() {
   if (!broadcast_buffers_ || buffers_.empty()) return;
   std::vector<at::Tensor> data;
@@ -1281,10 +1362,10 @@ void ShardedModel::ForgetPending(const std::vector<at::Tensor>& shards) {
 void ShardedModel::Summon(const std::function<void()>& body) {
   ThrowUnsaid();
   if (summons_ == 0) Settle();
-  const bool failed = !failure_.empty();
-  if (!failed) CheckStepped("summon_full_params()");
-  if (summons_ == 0) CompareChanges("the beginning of summon_full_params()");
-  if (failed) CheckStepped("summon_full_params()");
+  CheckBefore("summon_full_params()", [&] {
+    if (summons_ > 0) return;
+    CompareChanges(After(Interrupted(), "the beginning of summon_full_params()"));
+  });
   // What was written stays, also by a body that throws then, as without sharding. It has counted
   // versions by itself.
   const auto end = [this] {
@@ -1303,14 +1384,15 @@ void ShardedModel::Summon(const std::function<void()>& body) {
 }
 
 void ShardedModel::CheckNotMixed() {
-  const std::vector<std::string> all = MeetAt(shard_comm_, "reading the weights", failure_);
+  const std::vector<std::string> all =
+      MeetAt(shard_comm_, After(Interrupted(), "reading the weights"), failure_, failure_);
   // What all have failed with, none has stepped after.
   const auto has_failed = [](const std::string& failure) { return !failure.empty(); };
   if (std::all_of(all.begin(), all.end(), has_failed)) return;
   for (const std::string& failure : all) TORCH_CHECK(failure.empty(), failure);
 }
 
-void ShardedModel::CompareBeforeSave() { CompareChanges("save_state()"); }
+void ShardedModel::CompareBeforeSave() { CompareChanges(After(Interrupted(), "save_state()")); }
 
 void ShardedModel::VisitFullParameters(
     const std::function<void(const std::string& name, const at::Tensor& value)>& visit) {

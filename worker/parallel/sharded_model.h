@@ -112,6 +112,12 @@ class ShardedModel {
   // throws.
   void UpdateInBackward(std::shared_ptr<ShardUpdates> updates) { updates_ = std::move(updates); }
 
+  // An optimizer's step on shards of this model throws, on this rank alone as far as it knows. All
+  // ranks throw that where they meet next, unless all have failed so.
+  void NoteFailedStep(const std::exception_ptr& thrown);
+  // This rank has failed, and others do not know of it.
+  bool failed() const { return !failure_.empty(); }
+
   // Makes the next backward pass reduce.
   void Communicate() {
     communicate_ = true;
@@ -213,9 +219,16 @@ class ShardedModel {
   // that pass.
   void CompareChanges(const std::string& place);
   // The same where it is due.
-  void CompareBeforeForward();
+  void CompareBeforeForward(bool interrupted);
   // (collective) Throws what some rank has failed with.
   void ThrowFailure();
+  // Before the program does `what`, which `compare` brings the ranks together for: throws where
+  // this rank's parameters are not those of a whole step.
+  void CheckBefore(const char* what, const std::function<void()>& compare);
+  // `place`, of a rank that comes from a backward pass which something has thrown in.
+  std::string After(bool interrupted, const std::string& place) const;
+  // An exception has ended a backward pass that reduces.
+  bool Interrupted() const;
   // (collective, among those that share the parts) The same before weights are read that are a
   // mixture if some ranks have failed and others have stepped.
   void CheckNotMixed();
@@ -253,10 +266,14 @@ class ShardedModel {
   void ReduceComplete();
   void Reduce(size_t unit);
   void FinishReduction();
+  // Does what is this rank's alone. If it throws, the rank goes on to reduce with the others, and
+  // all throw at the end of the pass.
+  void DoAlone(const std::function<void()>& body);
   // Has those shards of the unit updated that have their gradients. `rest`: also those of
   // parameters that this rank had no gradient for in this pass.
   void Update(ShardUnit& unit, bool rest);
-  void EndUpdates(const std::vector<at::Tensor>& trained);
+  // `first`: the order of units was not known when the pass began. (collective then)
+  void EndUpdates(const std::vector<at::Tensor>& trained, bool first);
   void CheckStepped(const char* what) const;
   // The name of a parameter that some rank has updated in this pass, and some rank has got a
   // gradient for after its unit was reduced; null: none.
@@ -264,6 +281,8 @@ class ShardedModel {
   void ReduceLate(const std::vector<uint32_t>& late);
   void EndOfBackward();
   void AgreeOnOrder();
+  // (collective) Throws what DoAlone() of some ranks has thrown.
+  [[noreturn]] void ThrowFailedAlone();
   // Returns the shards of what some rank had a gradient for in this pass.
   std::vector<at::Tensor> CheckOrder();
   void SyncBuffers();
@@ -305,8 +324,10 @@ class ShardedModel {
   // What the end of a backward pass has thrown on this rank alone, until the ranks meet again.
   std::string failure_;
   bool thrown_on_all_ = false;  // what the end of this backward pass throws
-  bool begun_ = false;          // BeginBackward() has been called for this pass
-  bool step_follows_ = true;    // after the pass that was begun last
+  // What DoAlone() has thrown in this backward pass; null: nothing.
+  std::exception_ptr failed_alone_;
+  bool begun_ = false;        // BeginBackward() has been called for this pass
+  bool step_follows_ = true;  // after the pass that was begun last
   bool unseen_steps_ = false;
   // Writes() before the first gather of what is gathered; absent: some may have been missed.
   std::optional<uint64_t> writes_;
@@ -343,6 +364,7 @@ class ShardedModel {
 
   std::shared_ptr<ShardUpdates> updates_;  // null: optimizers step between passes
   bool updating_ = false;                  // this backward pass updates
+  bool touched_ = false;                   // and some rank may have done so already
 };
 
 }  // namespace muster
