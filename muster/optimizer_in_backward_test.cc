@@ -43,6 +43,7 @@ using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr int kSamples = 12;  // of a step, on all ranks
 constexpr char kOption[] = "optimizer_in_backward";
@@ -768,6 +769,94 @@ TEST_F(OptimizerInBackward, LossThatIsNotFiniteOnOneRank_ChangesNothingOnAny) {
     }
     EXPECT_THAT(errors, Each(HasSubstr("the loss is NaN or infinite on rank 1")));
     ExpectEqual(runs[1], runs[0]);
+  }
+}
+
+// Of a unit that one rank has all of: the others have updated nothing.
+TEST_F(OptimizerInBackward, PassThatThrowsAfterAnUpdateOfOneRank_HasChangedTheModelOnAll) {
+  for (const std::string strategy : {"zero1", "zero2", "zero3"}) {
+    SCOPED_TRACE(strategy);
+    std::vector<std::string> passes(2), next(2);
+    RunAccelerators(2, Options(strategy), [&](Accelerator& a) {
+      torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4),
+                                torch::nn::Linear(torch::nn::LinearOptions(4, 4).bias(false)));
+      FusedAdamW adam(net->parameters());
+      auto [model, optimizer] = a.prepare(net, adam);
+      EXPECT_EQ(model.slot()->sharded()->units().back()->slices()[0].shard.numel(),
+                a.process_index() == 0 ? 16 : 0);
+      const auto step = [&, &model = model, &optimizer = optimizer](bool throws) {
+        const at::Tensor loss = model.call([&](torch::nn::SequentialImpl& layers) {
+          at::Tensor x = Random({2, 4}, 5);
+          for (size_t i = 0; i < layers.size(); ++i) {
+            // When the last unit is reduced and updated.
+            if (i == 1 && throws) {
+              x.register_hook([](at::Tensor) { TORCH_CHECK(false, "a hook throws"); });
+            }
+            x = layers[i]->as<torch::nn::Linear>()->forward(x);
+          }
+          return x.square().mean();
+        });
+        a.backward(loss);
+        optimizer.step();
+        optimizer.zero_grad();
+      };
+      step(false);
+      step(false);
+      passes[a.process_index()] = ErrorOf([&] { step(true); });
+      next[a.process_index()] = ErrorOf([&] { step(false); });
+      a.wait_for_everyone();
+    });
+    EXPECT_THAT(passes, Each(HasSubstr("a hook throws")));
+    EXPECT_THAT(next, Each(HasSubstr("changed in part")));
+  }
+}
+
+// The others are in the backward pass that it has left.
+TEST_F(OptimizerInBackward, HookThatThrowsOnOneRank_IsAnErrorOnEveryRankAndNothingIsSaved) {
+  for (const bool shared_memory : {false, true}) {
+    for (const std::string strategy : {"zero1", "zero2", "zero3"}) {
+      for (const int fails_at : {0, 2}) {
+        SCOPED_TRACE(testing::Message()
+                     << strategy << ", shared memory " << shared_memory << ", step " << fails_at);
+        std::vector<std::string> errors(2);
+        std::string saved;
+        const auto store = c10::make_intrusive<c10d::HashStore>();
+        (shared_memory ? RunShmRanks : RunGlooRanks)(
+            2,
+            [&](Comm& comm) {
+              Accelerator a(CoreOn(comm, Options(strategy), store));
+              torch::nn::Sequential net;
+              const int64_t width = shared_memory ? 520 : 8;
+              for (int i = 0; i < 4; ++i) net->push_back(torch::nn::Linear(width, width));
+              FusedAdamW adam(net->parameters());
+              auto [model, optimizer] = a.prepare(net, adam);
+              errors[a.process_index()] = ErrorOf([&, &model = model, &optimizer = optimizer] {
+                for (int i = 0; i < 4; ++i) {
+                  const at::Tensor loss = model.call([&](torch::nn::SequentialImpl& layers) {
+                    at::Tensor x = at::full({1, width}, 0.01);
+                    for (size_t l = 0; l < layers.size(); ++l) {
+                      if (l == 2 && i == fails_at && a.process_index() == 1) {
+                        x.register_hook([](at::Tensor) { TORCH_CHECK(false, "a hook throws"); });
+                      }
+                      x = layers[l]->as<torch::nn::Linear>()->forward(x);
+                    }
+                    return x.square().mean();
+                  });
+                  a.backward(loss);
+                  optimizer.step();
+                  optimizer.zero_grad();
+                }
+              });
+              if (a.process_index() == 1) {
+                saved = std::string(a.save_state(folder_.Path("never")).message());
+              }
+            },
+            {});
+        EXPECT_THAT(errors[1], HasSubstr("a hook throws"));
+        EXPECT_THAT(errors[0], AllOf(Not("no error"), HasSubstr("rank")));
+        EXPECT_NE(saved, "");
+      }
+    }
   }
 }
 

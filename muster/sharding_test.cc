@@ -22,12 +22,14 @@
 #include "torch/nn/modules/activation.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/linear.h"
+#include "torch/optim/adagrad.h"
 #include "torch/optim/adamw.h"
 #include "torch/optim/lbfgs.h"
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/collective/borrowed_comm.h"
 #include "worker/collective/local_comm.h"
+#include "worker/collective/test_error.h"
 #include "worker/parallel/sharded_model.h"
 
 namespace muster {
@@ -135,6 +137,36 @@ TEST(Sharding, OptimizerOfLibTorch_IsGivenTheShards) {
       EXPECT_LE(Distance(got, want), 1e-4);
     });
   }
+}
+
+// Its constructor makes the state of the parameters as they are then.
+TEST(Sharding, AdagradOfLibTorch_IsMadeBeforePrepareWhereParametersAreDivided) {
+  std::vector<Weights> runs;
+  for (const char* strategy : {"zero2", "zero3"}) {
+    for (const bool before : {true, false}) {
+      std::string error;
+      RunAccelerators(2, Sharded(strategy), [&](Accelerator& a) {
+        torch::nn::Sequential net = MakeNet();
+        if (before) {
+          torch::optim::Adagrad adagrad(net->parameters(), 0.1);
+          auto [model, optimizer] = a.prepare(net, adagrad);
+          Train(a, model, optimizer, 0, 3);
+          const Weights got = WeightsOf(a, model);
+          if (a.is_main_process()) runs.push_back(got);
+          return;
+        }
+        auto model = a.prepare(net);
+        const std::string mine =
+            ErrorOf([&] { const torch::optim::Adagrad adagrad(net->parameters(), 0.1); });
+        if (a.is_main_process()) error = mine;
+      });
+      if (before) continue;
+      EXPECT_THAT(error,
+                  AllOf(HasSubstr("torch::optim::Adagrad"), HasSubstr("make it before prepare()")));
+    }
+  }
+  ASSERT_EQ(runs.size(), 2U);
+  EXPECT_LE(Distance(runs[1], runs[0]), 1e-4);
 }
 
 // Counts gathers of units.

@@ -547,7 +547,12 @@ void ShardedModel::Use(ShardUnit& unit, bool write, const char* op) {
     TORCH_CHECK(inside, op, " uses a parameter of unit '", unit.name(),
                 "' outside of the model's forward and backward passes, where its values are "
                 "divided among the ranks: call model(...), model.call(...), or "
-                "accelerator.summon_full_params()");
+                "accelerator.summon_full_params()",
+                std::string(op).ends_with("_like")
+                    ? ". An optimizer that makes its state in its constructor, as "
+                      "torch::optim::Adagrad does, would have that of whole parameters: make it "
+                      "before prepare()"
+                    : "");
     Bring(unit);
   }
   if (turns) Prefetch();

@@ -1813,6 +1813,39 @@ struct Wide {
   FusedSGD sgd;
 };
 
+// Behind its last reduction: the others are at the end of the pass.
+TEST(ShardedModel, ExceptionThatEndsABackwardPassOfOneRank_IsNamedOnEveryRank) {
+  enum class Next { kForward, kSummon, kRead, kSave };
+  for (const Next what : {Next::kForward, Next::kSummon, Next::kRead, Next::kSave}) {
+    SCOPED_TRACE(static_cast<int>(what));
+    std::vector<std::string> errors(2);
+    RunRanks(2, [&](Comm& comm) {
+      Wide trained(comm, {.strategy = ShardingStrategy::kGradients});
+      trained.Forward(0).backward();
+      trained.Step();
+      const at::Tensor input = Randn({2, kWide}, 9).requires_grad_();
+      if (comm.rank() == 1) {
+        input.register_hook([](at::Tensor) { TORCH_CHECK(false, "of the hook"); });
+      }
+      trained.model.BeginForward(true);
+      at::Tensor x = input * 2;
+      for (auto& layer : *trained.net) x = layer.forward(x);
+      trained.model.EndForward();
+      errors[comm.rank()] = ErrorOf([&] { x.sum().backward(); });
+      if (comm.rank() == 0) return;
+      EXPECT_THAT(errors[1], HasSubstr("of the hook"));
+      errors[1] = ErrorOf([&] {
+        if (what == Next::kSummon) trained.model.Summon([] {});
+        if (what == Next::kRead) trained.Full();
+        if (what == Next::kSave) trained.model.CompareBeforeSave();
+        if (what == Next::kForward) trained.Forward(2);
+      });
+    });
+    EXPECT_THAT(errors, Each(AllOf(HasSubstr("one is at the end of a backward pass"),
+                                   HasSubstr("after an exception has ended its backward pass"))));
+  }
+}
+
 TEST(ShardedModel, RanksThatShareMemory_EqualOthersToTheBit) {
   for (const ShardingStrategy strategy : kStrategies) {
     for (const std::optional<at::ScalarType> dtype :
