@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <functional>
@@ -19,12 +20,14 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/nn/modules/container/modulelist.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/embedding.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/nn/modules/normalization.h"
 #include "worker/collective/borrowed_comm.h"
+#include "worker/collective/c10d_comm.h"
 #include "worker/collective/checked_comm.h"
 #include "worker/collective/comm_thread.h"
 #include "worker/collective/gloo_ranks.h"
@@ -1250,6 +1253,55 @@ TEST(ShardedModel, PartWrittenBehindGatheredParameters_OnOneRank_IsAnErrorOfAllA
     EXPECT_THAT(errors[1], HasSubstr("changed its part of parameter 'words.weight'"));
     EXPECT_THAT(errors[0], HasSubstr(program ? "AllGatherBytes"
                                              : "after it has changed its part of a parameter"));
+  }
+}
+
+// Waits 300 ms where a rank comes alone that has changed its part, and as long as any collective
+// elsewhere.
+struct Impatient : BorrowedComm {
+  explicit Impatient(Comm& comm)
+      : BorrowedComm(comm),
+        hurried(MakeC10dComm(c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(
+                                 comm.process_group()),
+                             {.timeout = std::chrono::milliseconds(300)})) {}
+  std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
+    const bool alone = bytes.find("after it has changed its part") != std::string::npos;
+    return alone ? hurried->AllGatherBytes(bytes) : BorrowedComm::AllGatherBytes(bytes);
+  }
+  const std::unique_ptr<Comm> hurried;
+};
+
+// Where the others come to no collective at all, as long as any other one waits.
+TEST(ShardedModel, PartWrittenBehindGatheredParameters_OnOneRankThatWaitsInVain_TimesOut) {
+  for (const auto& run_ranks : {RunGlooRanks, RunShmRanks}) {
+    std::string error;
+    Notification done;
+    run_ranks(2,
+              [&](Comm& world) {
+                Impatient comm(world);
+                Trained trained(comm, {.strategy = ShardingStrategy::kGradients});
+                trained.Forward(IdsOf(0, comm)).backward();
+                trained.Step();
+                const auto evaluate = [&] {
+                  const at::NoGradGuard no_grad;
+                  trained.Forward(IdsOf(1, comm));
+                };
+                evaluate();
+                // Alive, but elsewhere.
+                if (comm.rank() == 0) return done.WaitForNotification();
+                {
+                  const at::NoGradGuard no_grad;
+                  trained.model.ShardOf(trained.net.words->weight).mul_(2);
+                }
+                error = ErrorOf(evaluate);
+                done.Notify();
+              },
+              {});
+    EXPECT_THAT(error,
+                AllOf(HasSubstr("timeout 300 ms"),
+                      HasSubstr("of evaluation after it has changed its part of a parameter"),
+                      HasSubstr("this rank has changed its part of parameter 'words.weight'"),
+                      HasSubstr("summon_full_params()")));
   }
 }
 
