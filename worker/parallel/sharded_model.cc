@@ -162,6 +162,24 @@ std::string WrittenBehind(const std::string& rank, const std::string& parameter)
       "accelerator.summon_full_params(), or between optimizer.step() and the next forward pass");
 }
 
+// Of a backward pass that updates. If it throws, its graph is destroyed before the program learns
+// of that, and with it this object, which waits for what is under way: the program may destroy the
+// optimizer next.
+class UpdatesOfAPass {
+ public:
+  explicit UpdatesOfAPass(std::shared_ptr<ShardUpdates> updates) : updates_(std::move(updates)) {}
+  ~UpdatesOfAPass() {
+    if (updates_ != nullptr) updates_->Settle();
+  }
+  UpdatesOfAPass(const UpdatesOfAPass&) = delete;
+  UpdatesOfAPass& operator=(const UpdatesOfAPass&) = delete;
+  // Its end waits by itself.
+  void Ended() { updates_ = nullptr; }
+
+ private:
+  std::shared_ptr<ShardUpdates> updates_;
+};
+
 // A number that grows or shrinks back whatever happens.
 class Depth {
  public:
@@ -812,7 +830,11 @@ void ShardedModel::OpenPass() {
       slice.came = slice.updated = slice.late = false;
     }
   }
-  AtEndOfBackward([this] { EndOfBackward(); });
+  const auto pass = std::make_shared<UpdatesOfAPass>(updating_ ? updates_ : nullptr);
+  AtEndOfBackward([this, pass] {
+    EndOfBackward();
+    pass->Ended();
+  });
 }
 
 void ShardedModel::OnGradient(size_t index, size_t slice) {
