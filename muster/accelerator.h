@@ -447,7 +447,8 @@ class Accelerator {
   absl::StatusOr<LoadedState> load_weights(const std::string& directory = "",
                                            const LoadWeightsOptions& options = {});
   // The directory of this process's last save_state or load_state; an asynchronous save may still
-  // be writing it.
+  // be writing it. A load may take one whose process ended before it gave it its name, from where
+  // it lies (DIR.tmp-...): it is that folder then, and DIR once the checkpoint has got its name.
   const std::string& last_checkpoint() const;
   // The number of the next save_state() without a directory, according to this process's saves and
   // loads.

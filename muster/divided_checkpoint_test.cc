@@ -219,6 +219,7 @@ class CountingComm : public BorrowedComm {
   using BorrowedComm::BorrowedComm;
   std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
     ++exchanges;
+    if (bytes.find("save_state()") != std::string::npos) ++meetings;
     return BorrowedComm::AllGatherBytes(bytes);
   }
   std::string BroadcastBytes(const std::string& bytes, int root) override {
@@ -231,6 +232,7 @@ class CountingComm : public BorrowedComm {
   }
 
   int64_t exchanges = 0;
+  int64_t meetings = 0;  // of a sharded model before a save
 };
 
 // What a save has planned and exchanged, and what it could take from the one before.
@@ -321,6 +323,8 @@ TEST(DividedCheckpoint, SecondSaveOfAShardedModel_ExchangesLess) {
     EXPECT_EQ(second.files_planned, 0);
     // Which slots the states have is known.
     EXPECT_LT(second.exchanges, first.exchanges);
+    // What the model compares goes with the question whether all can save.
+    EXPECT_EQ(comm.meetings, 0);
     const Weights all = a.get_state_dict(model);
     if (a.is_main_process()) {
       TiedNet whole;

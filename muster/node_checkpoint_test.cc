@@ -7,6 +7,7 @@
 
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -55,9 +56,13 @@ std::string Checkpoint(const std::string& name, int node, int number) {
   return Disk(name, node) + "/checkpoints/checkpoint_" + std::to_string(number);
 }
 
-// Rank i is alone on node i.
-void RunNodes(const std::string& name, AcceleratorOptions options,
-              const std::function<void(Accelerator&)>& function) {
+// Rank i is alone on node i. `wrap`: what goes around its connections to the others.
+void RunNodes(
+    const std::string& name, AcceleratorOptions options,
+    const std::function<void(Accelerator&)>& function,
+    const std::function<std::unique_ptr<Comm>(Comm&)>& wrap = [](Comm& comm) {
+      return std::make_unique<BorrowedComm>(comm);
+    }) {
   options.project.save_on_each_node = true;
   const auto store = c10::make_intrusive<c10d::HashStore>();
   RunGlooRanks(2, [&](Comm& comm) {
@@ -70,7 +75,7 @@ void RunNodes(const std::string& name, AcceleratorOptions options,
     process.environment.mixed_precision.value = "no";
     process.environment.project_dir.value = Disk(name, comm.rank());
     process.store = store;
-    process.comm = std::make_unique<BorrowedComm>(comm);
+    process.comm = wrap(comm);
     Accelerator accelerator(std::make_shared<internal::Core>(options, std::move(process)));
     function(accelerator);
   });
@@ -187,6 +192,46 @@ TEST(NodeCheckpoint, FileThatANodeCannotReadNow_IsFetchedFromAnotherNodeOrNamed)
     for (const absl::Status& status : load()) EXPECT_TRUE(status.ok()) << status;
     unreadable = 0;
   }
+}
+
+// A process that ends when it is to send the first piece of a file.
+class EndingComm : public BorrowedComm {
+ public:
+  using BorrowedComm::BorrowedComm;
+  std::string BroadcastBytes(const std::string& bytes, int root) override {
+    if (rank() == root && !bytes.empty() && bytes[0] == 'D') ends = true;
+    if (ends) throw std::runtime_error("this process ends");
+    return BorrowedComm::BroadcastBytes(bytes, root);
+  }
+  bool ends = false;
+};
+
+TEST(NodeCheckpoint, PeerThatEndsWhileAFileIsFetched_IsAnErrorOfTheOther_AndNothingIsLost) {
+  AcceleratorOptions options;
+  options.data_loader.data_seed = 3;
+  TrainUntil("ended", options, 10);
+  const std::vector<std::string> before = *ListDirectory(Checkpoint("ended", 1, 1));
+  absl::Status loaded;
+  const auto load = [&](Accelerator& a) {
+    torch::nn::Linear net(4, 4);
+    FusedAdamW adamw(net->parameters(), {.lr = 0.1});
+    auto [model, optimizer, loader] =
+        a.prepare(net, adamw, batches(TensorDataset(at::zeros({40, 4})), 2).shuffle(true));
+    const at::Tensor weight = net->weight.detach().clone();
+    const absl::Status status = a.load_state_if_present();
+    if (a.process_index() == 1) loaded = status;
+    EXPECT_EQ(a.global_step(), status.ok() ? 10 : 0);
+    EXPECT_EQ(net->weight.equal(weight), !status.ok());
+    if (!status.ok() && a.process_index() == 0) throw std::runtime_error("it has ended");
+  };
+  EXPECT_ANY_THROW(RunNodes("ended", options, load,
+                            [](Comm& comm) { return std::make_unique<EndingComm>(comm); }));
+  EXPECT_FALSE(loaded.ok() || absl::IsNotFound(loaded) || absl::IsDataLoss(loaded)) << loaded;
+  EXPECT_THAT(std::string(loaded.message()), HasSubstr("peer"));
+  EXPECT_EQ(*ListDirectory(Checkpoint("ended", 1, 1)), before);
+  EXPECT_EQ(ListDirectory(Disk("ended", 1) + "/checkpoints")->size(), 2u);
+  RunNodes("ended", options, load);
+  EXPECT_TRUE(loaded.ok()) << loaded;
 }
 
 TEST(NodeCheckpoint, SaveModel_WritesTheModelOnEveryNode) {

@@ -2,7 +2,9 @@
 // of them do (options.checkpoint.divide_above). Run it under `muster launch`; rank 0 prints one
 // JSON line: how long save_state() takes, how long an asynchronous one makes training wait, how
 // long it takes to be on disk, and what CPU it costs rank 0. With --tensors the state is in many
-// small tensors, where planning costs more than writing.
+// small tensors, where planning costs more than writing. With --plain, in turns: a step without and
+// after a save, a load by all ranks with a cold cache, and what the disk gives to plain O_DIRECT
+// writes and reads of as many bytes.
 #include <sys/resource.h>
 
 #include <CLI/CLI.hpp>
@@ -12,12 +14,24 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <string>
 #include <vector>
 
+#include "base/file.h"
+#include "bench/checkpoint/plain_disk.h"
 #include "muster/muster.h"
 
 namespace {
+
+using muster::bench::Aligned;
+using muster::bench::Check;
+using muster::bench::DropFromCache;
+using muster::bench::Median;
+using muster::bench::PlainRead;
+using muster::bench::PlainWrite;
+using muster::bench::Seconds;
+using muster::bench::kBlock;
 
 double SecondsSince(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -33,12 +47,13 @@ double CpuSeconds() {
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
-double Median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
+// What --plain adds; seconds.
+struct Plain {
+  std::vector<double> step, step_after_save, write, read, load;
+};
 
-absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, int64_t tensors) {
+absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, int64_t tensors,
+                     bool with_plain) {
   // As many layers as the parameters' third of the state has room for, of 16 MiB, or `tensors`.
   const int64_t layers =
       tensors > 0 ? tensors : std::max<int64_t>(1, static_cast<int64_t>(gib * 64 / 3 + 0.5));
@@ -53,6 +68,28 @@ absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, i
   muster::FusedAdamW adamw(net->parameters());
   auto [model, optimizer] = accelerator.prepare(net, adamw);
   std::vector<double> calls, ends, call_cpu, cpu;
+  Plain plain;
+  const auto step = [&, &model = model, &optimizer = optimizer] {
+    accelerator.wait_for_everyone();
+    return Seconds([&] {
+      accelerator.backward(model(torch::ones({64, width})).mean());
+      optimizer.step();
+      optimizer.zero_grad();
+      accelerator.wait_for_everyone();
+    });
+  };
+  // Only rank 0 works, the others wait.
+  const auto alone = [&](const std::function<void()>& work) {
+    double seconds = 0;
+    accelerator.wait_for_everyone();
+    if (accelerator.is_main_process()) seconds = Seconds(work);
+    accelerator.wait_for_everyone(absl::Minutes(10));
+    return seconds;
+  };
+  const std::string plain_file = accelerator.project_dir() + "/plain";
+  char* contents = nullptr;
+  char* buffers[2] = {nullptr, nullptr};
+  size_t bytes = 0;
   // The first takes memory, and is not counted.
   for (int round = 0; round <= rounds; ++round) {
     accelerator.backward(model(torch::ones({1, width})).mean());
@@ -71,6 +108,28 @@ absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, i
     ends.push_back(SecondsSince(start));
     call_cpu.push_back(cpu_after - cpu_before);
     cpu.push_back(CpuSeconds() - cpu_before);
+    if (!with_plain) continue;
+    plain.step.push_back(step());
+    if (absl::Status saved = accelerator.save_state(); !saved.ok()) return saved;
+    plain.step_after_save.push_back(step());
+    if (absl::Status written = accelerator.wait_for_checkpoint(); !written.ok()) return written;
+    const std::string checkpoint = accelerator.last_checkpoint();
+    alone([&] {
+      bytes = (DropFromCache(checkpoint) + kBlock - 1) / kBlock * kBlock;
+      if (contents != nullptr) return;
+      contents = Aligned(bytes);
+      for (char*& buffer : buffers) buffer = Aligned(kBlock);
+    });
+    plain.write.push_back(alone([&] { PlainWrite(plain_file, contents, bytes); }));
+    plain.read.push_back(alone([&] { PlainRead(plain_file, buffers, bytes); }));
+    alone([&] {
+      Check(muster::RemoveTree(plain_file));
+      (void)DropFromCache(checkpoint);
+    });
+    const auto begin = std::chrono::steady_clock::now();
+    if (absl::Status loaded = accelerator.load_state(checkpoint); !loaded.ok()) return loaded;
+    accelerator.wait_for_everyone();
+    plain.load.push_back(SecondsSince(begin));
   }
   double load[1] = {0};
   (void)getloadavg(load, 1);
@@ -83,6 +142,18 @@ absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, i
       accelerator.options().checkpoint.asynchronous ? "true" : "false",
       static_cast<long long>(layers), Median(calls), Median(ends), Median(call_cpu), Median(cpu),
       load[0]);
+  if (with_plain) {
+    accelerator.print(
+        "{\"bench\":\"checkpoint_ranks\",\"ranks\":%d,\"bytes\":%zu,\"asynchronous\":%s,"
+        "\"durable_of_plain\":%.3f,\"plain_write_s\":%.3f,\"cold_load_s\":%.3f,"
+        "\"plain_read_s\":%.3f,\"load_of_plain\":%.3f,\"step_s\":%.4f,\"step_after_save_s\":%.4f}"
+        "\n",
+        accelerator.num_processes(), bytes,
+        accelerator.options().checkpoint.asynchronous ? "true" : "false",
+        Median(plain.write) / Median(ends), Median(plain.write), Median(plain.load),
+        Median(plain.read), Median(plain.read) / Median(plain.load), Median(plain.step),
+        Median(plain.step_after_save));
+  }
   return absl::OkStatus();
 }
 
@@ -92,7 +163,7 @@ int main(int argc, char** argv) {
   double gib = 1;
   int rounds = 5;
   int64_t tensors = 0;
-  bool divided = false, asynchronous = false;
+  bool divided = false, asynchronous = false, lazy = false, plain = false;
   std::string folder;
   CLI::App app("Saves of a model that every rank has.");
   app.add_option("--gib", gib, "of state: parameters and two moments")->check(CLI::PositiveNumber);
@@ -102,15 +173,17 @@ int main(int argc, char** argv) {
   app.add_option("--folder", folder, "on the disk that is measured")->required();
   app.add_flag("--divided", divided, "all ranks write");
   app.add_flag("--asynchronous", asynchronous, "beside training, everything copied in the call");
+  app.add_flag("--lazy", lazy, "with --asynchronous: copied during the next step");
+  app.add_flag("--plain", plain, "also loads, steps, and the disk's plain writes and reads");
   CLI11_PARSE(app, argc, argv);
   muster::AcceleratorOptions options;
   options.cpu = true;
   options.project.directory = folder;
   options.checkpoint.keep = 1;
   options.checkpoint.asynchronous = asynchronous;
-  options.checkpoint.lazy = false;
+  options.checkpoint.lazy = lazy;
   options.checkpoint.divide_above = divided ? 0 : INT64_MAX;
   return muster::run(argc, argv, options, [&](muster::Accelerator& accelerator) {
-    return Measure(accelerator, gib, rounds, tensors);
+    return Measure(accelerator, gib, rounds, tensors, plain);
   });
 }

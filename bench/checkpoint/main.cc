@@ -12,48 +12,34 @@
 // --ranks N: what it costs N ranks of a host, threads of this process, to read a model's and an
 // optimizer's file of so many bytes together, and to copy them into tensors: each rank all of them
 // (apart), or each a share of the blocks into memory that all map (together).
-#include <fcntl.h>
 #include <sys/stat.h>
 #include <time.h>
-#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <thread>
 #include <vector>
 
 #include "base/file.h"
+#include "bench/checkpoint/plain_disk.h"
 #include "muster/muster.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/thread_comm.h"
 
 namespace {
 
-constexpr size_t kBlock = size_t{8} << 20;
-
-[[noreturn]] void Die(const std::string& what) {
-  std::perror(what.c_str());
-  std::exit(1);
-}
-
-void Check(const absl::Status& status) {
-  if (status.ok()) return;
-  std::fprintf(stderr, "%s\n", status.ToString().c_str());
-  std::exit(1);
-}
-
-double Seconds(const std::function<void()>& work) {
-  const auto start = std::chrono::steady_clock::now();
-  work();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
+using muster::bench::Aligned;
+using muster::bench::Check;
+using muster::bench::DropFromCache;
+using muster::bench::Median;
+using muster::bench::PlainRead;
+using muster::bench::PlainWrite;
+using muster::bench::Seconds;
+using muster::bench::kBlock;
 
 // What all threads of this process use of CPUs while `work` runs: what counts on a busy machine.
 double CpuSeconds(const std::function<void()>& work) {
@@ -65,66 +51,6 @@ double CpuSeconds(const std::function<void()>& work) {
   const double start = now();
   work();
   return now() - start;
-}
-
-double Median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
-// Runs `block` for all blocks of `bytes` (whole blocks) from two threads.
-void InTwoThreads(size_t bytes, const std::function<void(size_t at, int thread)>& block) {
-  std::atomic<size_t> next{0};
-  std::vector<std::thread> threads;
-  for (int i = 0; i < 2; ++i) {
-    threads.emplace_back([&, i] {
-      for (size_t at = next.fetch_add(kBlock); at < bytes; at = next.fetch_add(kBlock)) {
-        block(at, i);
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
-
-void PlainWrite(const std::string& path, const char* from, size_t bytes) {
-  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_DIRECT, 0666);
-  if (fd < 0 || fallocate(fd, 0, 0, bytes) != 0) Die("cannot write " + path);
-  InTwoThreads(bytes, [&](size_t at, int) {
-    if (pwrite(fd, from + at, kBlock, at) != static_cast<ssize_t>(kBlock)) Die("pwrite");
-  });
-  if (fsync(fd) != 0 || close(fd) != 0) Die("fsync");
-}
-
-void PlainRead(const std::string& path, char* const to[2], size_t bytes) {
-  const int fd = open(path.c_str(), O_RDONLY | O_DIRECT);
-  if (fd < 0) Die("cannot read " + path);
-  InTwoThreads(bytes, [&](size_t at, int thread) {
-    if (pread(fd, to[thread], kBlock, at) != static_cast<ssize_t>(kBlock)) Die("pread");
-  });
-  close(fd);
-}
-
-// Takes a checkpoint's files out of the page cache; their bytes.
-size_t DropFromCache(const std::string& dir) {
-  size_t bytes = 0;
-  const auto names = muster::ListDirectory(dir);
-  Check(names.status());
-  for (const std::string& name : *names) {
-    const int fd = open(muster::JoinPath(dir, name).c_str(), O_RDONLY);
-    struct stat info;
-    if (fd < 0 || fstat(fd, &info) != 0) Die("cannot open " + name);
-    (void)posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
-    close(fd);
-    bytes += info.st_size;
-  }
-  return bytes;
-}
-
-char* Aligned(size_t bytes) {
-  void* const memory = std::aligned_alloc(4096, bytes);
-  if (memory == nullptr) Die("memory");
-  std::fill_n(static_cast<char*>(memory), bytes, 'x');
-  return static_cast<char*>(memory);
 }
 
 // The tensors of a file of about `bytes`, 16 MiB each.

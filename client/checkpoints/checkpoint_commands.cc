@@ -130,6 +130,8 @@ struct Checkpoint {
   std::optional<RegisteredState> registered = std::nullopt;
   // Of verify: whether the seal is about this checkpoint, and signed.
   absl::Status trust = absl::OkStatus();
+  // Of a sealed one that its writer left: the name that it lacks.
+  std::string lacks = "";
 };
 
 Checkpoint Look(const std::string& path, VerifyLevel level) {
@@ -224,6 +226,7 @@ ordered_json ToJson(const Checkpoint& checkpoint) {
                             {"sha256", checkpoint.seal->sha256}};
   }
   if (!checkpoint.trust.ok()) json["why"] = std::string(checkpoint.trust.message());
+  if (!checkpoint.lacks.empty()) json["lacks_name"] = checkpoint.lacks;
   return json;
 }
 
@@ -253,6 +256,33 @@ absl::StatusOr<std::vector<UnfinishedSave>> FindUnfinished(const std::string& pa
     saves.insert(saves.end(), more.begin(), more.end());
   }
   return saves;
+}
+
+// Sealed ones that lack only their name and that nobody is about to give it: whole checkpoints.
+absl::StatusOr<std::vector<UnfinishedSave>> FindUnnamed(const std::string& path) {
+  MUSTER_ASSIGN_OR_RETURN(std::vector<UnfinishedSave> saves, FindUnfinished(path));
+  saves.erase(std::remove_if(saves.begin(), saves.end(),
+                             [](const UnfinishedSave& save) {
+                               return !save.sealed || save.writer == FolderWriter::kAlive;
+                             }),
+              saves.end());
+  return saves;
+}
+
+// As Find, and those that lack only their name.
+absl::StatusOr<std::vector<Checkpoint>> FindAll(const std::string& path, VerifyLevel level) {
+  // First: one that gets its name meanwhile is found under it.
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<UnfinishedSave> unnamed, FindUnnamed(path));
+  absl::StatusOr<std::vector<Checkpoint>> found = Find(path, level);
+  if (!unnamed.empty() && absl::IsNotFound(found.status())) found = std::vector<Checkpoint>();
+  MUSTER_RETURN_IF_ERROR(found.status());
+  for (const UnfinishedSave& save : unnamed) {
+    Checkpoint checkpoint = Look(save.path, level);
+    if (!PathExists(save.path)) continue;
+    checkpoint.lacks = save.checkpoint;
+    found->push_back(std::move(checkpoint));
+  }
+  return found;
 }
 
 std::string StateOf(const UnfinishedSave& save) {
@@ -290,7 +320,8 @@ std::string ToText(const UnfinishedSave& save) {
       break;
     case FolderWriter::kGone:
       absl::StrAppend(&text, "abandoned: its process has ended; ",
-                      save.sealed ? "it is sealed: a load without a directory may give it its name"
+                      save.sealed ? "it is sealed: the next load or save, or muster checkpoints "
+                                    "prune, may give it its name"
                                   : "the next save removes it");
       break;
     case FolderWriter::kUnknown:
@@ -471,7 +502,7 @@ int RunVerify(const Call& call) {
     if (!parsed.ok()) return Fail(call, parsed.status());
     key = *std::move(parsed);
   }
-  auto found = Find(call.line.words[0], level);
+  auto found = FindAll(call.line.words[0], level);
   if (!found.ok()) return Fail(call, found.status());
   int code = kExitOk;
   ordered_json list = ordered_json::array();
@@ -495,6 +526,9 @@ int RunVerify(const Call& call) {
                        << Plural(checkpoint.manifest->files.size(), "file") << ", "
                        << HumanBytes(BytesOf(*checkpoint.manifest))
                        << (key.has_value() ? absl::StrCat(", signed by the key of ", key_file) : "")
+                       << (checkpoint.lacks.empty()
+                               ? ""
+                               : absl::StrCat(", lacks only the name ", Shown(checkpoint.lacks)))
                        << "\n";
     } else {
       call.context.out << ToText(checkpoint);
@@ -749,6 +783,46 @@ absl::Status StopsPrune(const absl::Status& why) {
                    damaged ? ": remove this checkpoint first" : ", since it may be one to keep"));
 }
 
+// Gives sealed checkpoints that their writers left the names that they lack, where nobody has them:
+// no load may ever do so. `dry_run`: says which. Those that do not get it stay as they are.
+absl::StatusOr<std::vector<UnfinishedSave>> NameSealedOnes(const Call& call, bool dry_run) {
+  std::vector<UnfinishedSave> named;
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<UnfinishedSave> unnamed,
+                          FindUnnamed(call.line.words[0]));
+  for (const UnfinishedSave& save : unnamed) {
+    if (!IsNumberedName(BaseName(save.checkpoint))) continue;
+    const auto whole = [&] { return VerifyCheckpoint(save.path, VerifyLevel::kContents).status(); };
+    absl::Status stays;
+    if (save.writer != FolderWriter::kGone) {
+      stays =
+          absl::FailedPreconditionError("this machine cannot tell whether its process has ended");
+    } else if (PathExists(JoinPath(save.checkpoint, kManifestName))) {
+      stays = absl::AlreadyExistsError("another checkpoint has that name");
+    } else if (dry_run) {
+      stays = whole();
+    } else {
+      const absl::StatusOr<std::string> path = NameStaging(save.checkpoint, save.path, whole);
+      stays = path.ok() && *path == save.path
+                  ? absl::FailedPreconditionError("the log above says why")
+                  : path.status();
+    }
+    if (stays.ok()) {
+      named.push_back(save);
+      continue;
+    }
+    call.context.err << call.spec.name << ": " << Shown(save.path)
+                     << " is sealed and lacks only the name " << Shown(save.checkpoint)
+                     << ", which it does not get: " << Shown(stays.message()) << "\n";
+  }
+  return named;
+}
+
+int64_t NumberOf(const std::string& path) {
+  int64_t number = 0;
+  (void)absl::SimpleAtoi(BaseName(path).substr(BaseName(path).rfind('_') + 1), &number);
+  return number;
+}
+
 int RunPrune(const Call& call) {
   int keep = 0;
   if (!absl::SimpleAtoi(call.line.Get("keep"), &keep) || keep < 1) {
@@ -757,10 +831,25 @@ int RunPrune(const Call& call) {
                               ? absl::StrCat("--keep ", call.line.Get("keep"), ": write 1 or more")
                               : "say how many to keep: --keep N"));
   }
+  const bool dry_run = call.line.Get("dry_run") == "true";
+  const auto named = NameSealedOnes(call, dry_run);
+  if (!named.ok()) return Fail(call, named.status());
   const auto folder = FindRoot(call.line.words[0]);
   if (!folder.ok()) return Fail(call, folder.status());
-  const auto found = Find(folder->root(), VerifyLevel::kSizes);
+  auto found = Find(folder->root(), VerifyLevel::kSizes);
   if (!found.ok()) return Fail(call, found.status());
+  // What they would be called counts.
+  std::map<std::string, std::string> where;
+  for (const UnfinishedSave& save : *named) {
+    if (!dry_run || ParentPath(save.checkpoint) != folder->root()) continue;
+    where[save.checkpoint] = save.path;
+    Checkpoint checkpoint = Look(save.path, VerifyLevel::kSizes);
+    checkpoint.path = save.checkpoint;
+    found->push_back(std::move(checkpoint));
+  }
+  std::sort(found->begin(), found->end(), [](const Checkpoint& a, const Checkpoint& b) {
+    return NumberOf(a.path) < NumberOf(b.path);
+  });
   std::vector<std::string> complete, pinned;
   std::string to_resume;  // the newest that is not held back
   for (const Checkpoint& checkpoint : *found) {
@@ -788,10 +877,11 @@ int RunPrune(const Call& call) {
       continue;
     }
     // Sizes say nothing of a flipped bit: those that stay are read.
-    const auto whole = VerifyCheckpoint(complete[i], VerifyLevel::kContents);
+    const auto at = where.find(complete[i]);
+    const auto whole =
+        VerifyCheckpoint(at == where.end() ? complete[i] : at->second, VerifyLevel::kContents);
     if (!whole.ok()) return Fail(call, StopsPrune(whole.status()));
   }
-  const bool dry_run = call.line.Get("dry_run") == "true";
   if (!dry_run) {
     for (const std::string& path : removed) {
       const absl::Status status = RemoveCheckpoint(path);
@@ -801,8 +891,15 @@ int RunPrune(const Call& call) {
     if (!synced.ok()) return Fail(call, synced);
   }
   if (call.json) {
-    call.context.out << Dump({{"dry_run", dry_run}, {"removed", removed}, {"pinned", pinned}});
+    std::vector<std::string> names;
+    for (const UnfinishedSave& save : *named) names.push_back(save.checkpoint);
+    call.context.out << Dump(
+        {{"dry_run", dry_run}, {"named", names}, {"removed", removed}, {"pinned", pinned}});
     return kExitOk;
+  }
+  for (const UnfinishedSave& save : *named) {
+    call.context.out << (dry_run ? "would name " : "named ") << Shown(save.checkpoint)
+                     << ", which was sealed when its process ended\n";
   }
   for (const std::string& path : removed) {
     call.context.out << (dry_run ? "would remove " : "removed ") << path << "\n";
@@ -846,7 +943,8 @@ std::vector<Subcommand> Subcommands() {
       {{.name = "muster checkpoints verify",
         .summary = "Reads a checkpoint, or all of a folder, and compares every file's digest.",
         .usage = "PATH [OPTIONS]",
-        .details = "A checkpoint that a coordinator sealed must fit its record, seal.json.\n"
+        .details = "A checkpoint that a coordinator sealed must fit its record, seal.json. Sealed "
+                   "ones that lack only their name are read, too.\n"
                    "With --report its coordinator remembers the verdict: no resume takes a damaged "
                    "one until it is found whole.",
         .options = ConnectionOptions(
@@ -885,7 +983,9 @@ std::vector<Subcommand> Subcommands() {
         .details =
             "Incomplete ones and saves that are being written do not count and stay, and so do "
             "those whose seal.json says\nthat they are pinned. A damaged one stops the "
-            "command. It contacts no coordinator.",
+            "command. Before, sealed ones whose process ended before it gave them\ntheir name "
+            "(checkpoint_3.tmp-...) get it, unless another one has it. It contacts no "
+            "coordinator.",
         .options = {{.name = "keep", .value_name = "N", .help = "How many to keep, 1 or more"},
                     {.name = "dry_run", .help = "Print which ones, and remove nothing"}},
         .max_words = 1},

@@ -20,14 +20,17 @@
 #include "absl/time/time.h"
 #include "base/exit_code.h"
 #include "base/file.h"
+#include "base/owned_fd.h"
 #include "base/signature.h"
 #include "base/test_folder.h"
 #include "client/checkpoints/weight_diff.h"
 #include "tests/testdata/golden.h"
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/seal.h"
+#include "worker/checkpoint/staging_folder.h"
 
 namespace muster::client {
 namespace {
@@ -225,9 +228,70 @@ TEST_F(CheckpointCommandsTest, AbandonedSave_IsListedWithItsAge_AndPruneLeavesIt
   ASSERT_TRUE(WriteFileAtomically(JoinPath(left, kSealName), "{}").ok());
   EXPECT_EQ(Run({"list", root_}), kExitOk);
   EXPECT_THAT(out_.str(),
-              HasSubstr("it is sealed: a load without a directory may give it its name"));
+              HasSubstr("it is sealed: the next load or save, or muster checkpoints prune, may "
+                        "give it its name"));
   EXPECT_EQ(Run({"prune", root_, "--keep", "1"}), kExitOk) << err_.str();
+  EXPECT_THAT(err_.str(), HasSubstr("which it does not get: " + left +
+                                    " is not a complete checkpoint: it has no manifest.json"));
   EXPECT_TRUE(PathExists(left));
+}
+
+// Its process ended between the seal and the rename, and no load may ever come.
+TEST_F(CheckpointCommandsTest, SealedOneThatLacksItsName_IsVerified_AndNamedByPrune) {
+  const auto take_name_away = [&](int number, const std::string& digits) {
+    Seal(Numbered(number), "");
+    const std::string left = Numbered(number) + ".tmp-" + digits;
+    EXPECT_EQ(rename(Numbered(number).c_str(), left.c_str()), 0);
+    return left;
+  };
+  for (int i = 0; i < 3; ++i) Save(Numbered(i), {1}, i);
+  const std::string left = take_name_away(2, "0123456789abcdef");
+  EXPECT_EQ(Run({"verify", root_}), kExitOk) << out_.str();
+  EXPECT_THAT(out_.str(), HasSubstr(left + "  ok, 2 files, "));
+  EXPECT_THAT(out_.str(), HasSubstr(", lacks only the name " + Numbered(2) + "\n"));
+  Json json = RunJson({"verify", root_});
+  EXPECT_EQ(json["checkpoints"].size(), 3u);
+  EXPECT_EQ(json["checkpoints"][2]["path"], left);
+  EXPECT_EQ(json["checkpoints"][2]["lacks_name"], Numbered(2));
+  // By its name, too.
+  EXPECT_EQ(Run({"verify", Numbered(2)}), kExitOk) << err_.str();
+  Damage(JoinPath(left, "model.safetensors"));
+  EXPECT_EQ(Run({"verify", root_}), kExitJobFailed);
+  EXPECT_THAT(out_.str(), HasSubstr(left + "  damaged: "));
+  EXPECT_EQ(Run({"prune", root_, "--keep", "3"}), kExitOk);
+  EXPECT_THAT(err_.str(), HasSubstr("does not get: " + left + "/model.safetensors: is damaged"));
+  Damage(JoinPath(left, "model.safetensors"));
+
+  // Not from a process that lives.
+  {
+    const OwnedFd lock(LockFolder(left));
+    ASSERT_TRUE(lock.open());
+    EXPECT_EQ(RunJson({"verify", root_})["checkpoints"].size(), 2u);
+    EXPECT_EQ(RunJson({"prune", root_, "--keep", "3"})["named"].size(), 0u);
+    EXPECT_TRUE(PathExists(left));
+  }
+  EXPECT_EQ(Run({"prune", root_, "--keep", "2", "--dry_run"}), kExitOk);
+  EXPECT_EQ(out_.str(), "would name " + Numbered(2) +
+                            ", which was sealed when its process ended\n" + "would remove " +
+                            Numbered(0) + "\n");
+  EXPECT_TRUE(PathExists(left));
+  json = RunJson({"prune", root_, "--keep", "2"});
+  EXPECT_EQ(json["named"], Json({Numbered(2)}));
+  EXPECT_EQ(json["removed"], Json({Numbered(0)}));
+  EXPECT_EQ(Run({"verify", root_}), kExitOk) << out_.str();
+  EXPECT_TRUE(PathExists(Numbered(2)));
+
+  // Another program has saved under the name.
+  const std::string again = take_name_away(1, "fedcba9876543210");
+  Save(Numbered(1), {2}, 7);
+  Manifest older = *ReadManifest(Numbered(1));
+  older.created = "1999-01-01T00:00:00Z";
+  ASSERT_TRUE(
+      WriteFileAtomically(JoinPath(Numbered(1), kManifestName), *EncodeManifest(older)).ok());
+  EXPECT_EQ(Run({"prune", root_, "--keep", "2"}), kExitOk);
+  EXPECT_THAT(err_.str(), HasSubstr("does not get: another checkpoint has that name"));
+  EXPECT_EQ(ReadManifest(Numbered(1))->info.step, 7);
+  EXPECT_TRUE(PathExists(again));
 }
 
 TEST_F(CheckpointCommandsTest, VerifyWithAPublicKey_WantsEveryCheckpointSignedByIt) {
@@ -578,6 +642,9 @@ TEST_F(CheckpointCommandsTest, WeightsBeyondTheDisk_AreRefusedBeforeAnythingIsWr
                   "the tensors take 4503599627370496 bytes, but the disk of ");
     EXPECT_THAT(*ListDirectory(Path("to")), ElementsAre());
   }
+  ExpectRefused({"merge-weights", TestdataPath("torch_files/expanded.bin"), Path("new/to")},
+                kExitLimit, "the tensors take 4503599627370496 bytes");
+  EXPECT_FALSE(PathExists(Path("new"))) << "no empty folder is left";
 }
 
 // Who may write to a folder must not be able to stop those who read it.

@@ -3,9 +3,10 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <functional>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <utility>
-#include <variant>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -63,32 +64,35 @@ bool HasWeightFiles(const std::string& folder) {
          });
 }
 
-// The config of a decoder that Muster has, whose tensors it knows by older names too; null for any
-// other model, whose files are as they are.
-const models::DecoderConfig* DecoderOf(const absl::StatusOr<models::ModelConfig>& config) {
-  return config.ok() ? std::get_if<models::DecoderConfig>(&*config) : nullptr;
+// The model's names of the tensors in its files; empty for one that it does not need. Muster knows
+// those of its own models, of others the one thing that transformers does for all.
+std::function<std::string(const std::string&)> NamesIn(
+    const WeightFiles& files, const absl::StatusOr<models::ModelConfig>& config) {
+  if (!config.ok()) return models::WithoutGammaAndBeta;
+  std::set<std::string> names;
+  for (const WeightFiles::Entry& entry : files.entries()) names.insert(entry.tensor.name);
+  return [name_in_model = models::NamesOfFiles(*config, names)](const std::string& in_file) {
+    // transformers keeps it beside the bias of a head of its own, and does not use it.
+    return in_file == "cls.predictions.bias" ? in_file : name_in_model(in_file);
+  };
 }
 
 absl::StatusOr<ModelTensors> TensorsOfFiles(const std::string& path) {
   MUSTER_ASSIGN_OR_RETURN(WeightFiles files, WeightFiles::Open(path));
   const absl::StatusOr<models::ModelConfig> config = models::ReadModelConfig(FolderOf(path));
-  // A tied head that is in the files stays: TieHead() looks for it by its name.
-  const auto name_in_model = [decoder = DecoderOf(config)](const std::string& in_file) {
-    const std::string name =
-        decoder == nullptr ? "" : models::DecoderParameterName(*decoder, in_file);
-    return name.empty() ? in_file : name;
-  };
-  if (const models::DecoderConfig* const decoder = DecoderOf(config)) {
-    MUSTER_RETURN_IF_ERROR(files.Divide([decoder](const std::string& in_file) {
-      return models::DecoderPartsOf(*decoder, in_file);
-    }));
+  if (config.ok()) {
+    MUSTER_RETURN_IF_ERROR(files.Divide(
+        [&config](const std::string& in_file) { return models::PartsOf(*config, in_file); }));
   }
   if (files.entries().empty()) {
     return absl::NotFoundError(absl::StrCat(path, " holds no tensors"));
   }
   ModelTensors model;
+  const auto name_in_model = NamesIn(files, config);
   for (const WeightFiles::Entry& entry : files.entries()) {
-    TreeTensor tensor{.name = name_in_model(entry.tensor.name),
+    const std::string name = name_in_model(entry.tensor.name);
+    if (name.empty()) continue;
+    TreeTensor tensor{.name = name,
                       .dtype = std::string(SafetensorsTypeName(entry.tensor.type)),
                       .file = entry.file,
                       .storage = files.StorageOf(entry)};

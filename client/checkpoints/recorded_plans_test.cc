@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_replace.h"
 #include "base/exit_code.h"
 #include "base/file.h"
 #include "base/test_folder.h"
@@ -60,6 +61,48 @@ void WriteWeights(const TestFolder& folder, const Json& test_case) {
   }
   if (shards.size() == 1) return;
   ASSERT_TRUE(WriteFileAtomically(folder.Path("model.safetensors.index.json"), index.dump()).ok());
+}
+
+// The same weights as older files name them, with what they hold besides.
+Json AsInOlderFiles(const Json& test_case) {
+  Json older = test_case;
+  older["tensors"] = Json::object();
+  for (Json& shard : older["shards"]) {
+    for (Json& name : shard) {
+      std::string as = name;
+      for (const char* const prefix : {"bert.", "transformer.", "model."}) {
+        if (as.rfind(prefix, 0) == 0) as = as.substr(std::string(prefix).size());
+      }
+      as = absl::StrReplaceAll(
+          as, {{"LayerNorm.weight", "LayerNorm.gamma"}, {"LayerNorm.bias", "LayerNorm.beta"}});
+      older["tensors"][as] = test_case["tensors"][name.get<std::string>()];
+      name = as;
+    }
+  }
+  const auto add = [&older](const std::string& name, const std::vector<uint64_t>& shape) {
+    older["tensors"][name] = shape;
+    older["shards"][0].push_back(name);
+  };
+  const Json& config = test_case["config"];
+  const bool tied = config["tie_word_embeddings"];
+  if (config["model_type"] == "gpt2") {
+    add("h.0.attn.bias", {1, 1, 8, 8});
+    add("h.0.attn.masked_bias", {});
+    if (tied) add("lm_head.weight", older["tensors"]["wte.weight"]);
+  } else if (config["model_type"] != "bert") {
+    add("layers.0.self_attn.rotary_emb.inv_freq", {2});
+    if (tied) add("lm_head.weight", older["tensors"]["embed_tokens.weight"]);
+  } else {
+    add("embeddings.position_ids", {1, 64});
+    if (config["architectures"][0] == "BertForMaskedLM") {
+      add("pooler.dense.bias", {config["hidden_size"].get<uint64_t>()});
+      add("cls.seq_relationship.bias", {2});
+      if (tied)
+        add("cls.predictions.decoder.weight",
+            older["tensors"]["embeddings.word_embeddings.weight"]);
+    }
+  }
+  return older;
 }
 
 void ExpectEstimate(const std::string& path, const Json& want) {
@@ -119,14 +162,17 @@ TEST(RecordedPlans, EveryFolder_IsPlannedAsAccelerateDoes) {
     if (test_case["config"]["tie_word_embeddings"] && tensors.contains("transformer.wte.weight")) {
       tensors.insert("lm_head.weight");
     }
-    for (const bool has_weights : {false, true}) {
-      if (has_weights) WriteWeights(folder, test_case);
+    for (const char* const files : {"config.json alone", "weights", "older weights"}) {
+      const bool has_weights = files != std::string("config.json alone");
+      if (has_weights) {
+        const bool older = files == std::string("older weights");
+        WriteWeights(folder, older ? AsInOlderFiles(test_case) : test_case);
+      }
       // Its files have a bias that nothing uses (README.md).
       const bool is_bare = test_case["config"]["architectures"][0] == "BertForMaskedLM" &&
                            !test_case["config"]["tie_word_embeddings"];
       if (!has_weights && is_bare) continue;
-      SCOPED_TRACE(absl::StrCat(test_case["id"].get<std::string>(),
-                                has_weights ? ", weights" : ", config.json alone"));
+      SCOPED_TRACE(absl::StrCat(test_case["id"].get<std::string>(), ", ", files));
       ExpectEstimate(folder.path(), test_case["estimate"]);
       for (const Json& plan : test_case["plans"]) ExpectPlan(folder.path(), tensors, plan);
     }

@@ -39,6 +39,7 @@ using muster::models::TextBatch;
 
 struct Flags {
   std::string model, data, output, sharding, checkpoints;
+  std::vector<std::string> ignore_settings;
   // 0: 512, or what the model has.
   int64_t context = 0;
   int64_t batch_size = 4, steps = 100, accumulate = 1, lora = 0, log_every = 10,
@@ -83,7 +84,8 @@ absl::StatusOr<at::Tensor> Rows(const Flags& flags, const muster::models::Common
 void CopyTokenizer(const std::string& from, const std::string& to) {
   for (const char* const name :
        {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-        "chat_template.jinja", "chat_template.json", "generation_config.json"}) {
+        "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json",
+        "generation_config.json"}) {
     const std::filesystem::path file = std::filesystem::path(from) / name;
     // --output_dir may be the model's own folder.
     const std::filesystem::path copy = std::filesystem::path(to) / name;
@@ -137,7 +139,8 @@ absl::Status MakeOutput(const std::string& folder) {
 absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
   muster::set_seed(flags.seed);
   if (absl::Status made = MakeOutput(flags.output); !made.ok()) return made;
-  auto loaded = muster::load_causal_lm(flags.model);
+  auto loaded =
+      muster::load_causal_lm(flags.model, {.config = {.ignore_settings = flags.ignore_settings}});
   if (!loaded.ok()) return loaded.status();
   CausalLm net = *loaded;
   net->train();
@@ -236,6 +239,9 @@ int main(int argc, char** argv) {
   app.add_option("--data", flags.data, "text; blank lines divide documents")->required();
   app.add_option("--output_dir", flags.output, "where the tuned model or its adapters go")
       ->required();
+  app.add_option("--ignore_settings", flags.ignore_settings,
+                 "settings of config.json that Muster does not know and that change nothing")
+      ->delimiter(',');
   app.add_option("--lora", flags.lora, "train adapters of this rank instead of all weights")
       ->check(CLI::Range(0, 1'000'000'000));
   app.add_option("--sharding", flags.sharding, "no_shard, zero1, zero2, zero3 or hybrid")

@@ -68,7 +68,7 @@ constexpr int64_t kNewTokens = 256;
 struct Flags {
   std::string model, lora, prompt_file, dtype = "auto", device = "cpu", output = "text",
                                         weights_memory, max_memory;
-  std::vector<std::string> prompts, stop;
+  std::vector<std::string> prompts, stop, ignore_settings;
   std::optional<int64_t> max_new_tokens;
   std::optional<int64_t> min_new_tokens, top_k, no_repeat_ngram_size, num_beams,
       num_return_sequences;
@@ -118,6 +118,10 @@ void AddOptions(CLI::App& app, Flags& flags) {
   app.add_flag("--ignore_end", flags.ignore_end, "Go on after an end token");
   app.add_flag("--no_special_tokens", flags.no_special_tokens,
                "Leave out what the tokenizer puts around a text");
+  app.add_option("--ignore_settings", flags.ignore_settings,
+                 "Settings of config.json that Muster does not know and that change nothing")
+      ->delimiter(',')
+      ->type_name("NAMES");
   app.add_option("--dtype", flags.dtype, "Type of the weights; auto: as in the files")
       ->check(CLI::IsMember({"auto", "float32", "bfloat16", "float16"}));
   app.add_option("--device", flags.device, "cpu, cuda or cuda:N");
@@ -149,6 +153,7 @@ absl::StatusOr<std::vector<std::string>> Prompts(const Flags& flags) {
 
 absl::StatusOr<models::LoadPretrainedOptions> LoadOptions(const Flags& flags) {
   models::LoadPretrainedOptions options;
+  options.config.ignore_settings = flags.ignore_settings;
   try {
     options.device = c10::Device(flags.device);
   } catch (const c10::Error&) {
@@ -157,7 +162,8 @@ absl::StatusOr<models::LoadPretrainedOptions> LoadOptions(const Flags& flags) {
   }
   std::string type = flags.dtype;
   if (type == "auto") {
-    MUSTER_ASSIGN_OR_RETURN(const models::ModelConfig config, models::ReadModelConfig(flags.model));
+    MUSTER_ASSIGN_OR_RETURN(const models::ModelConfig config,
+                            models::ReadModelConfig(flags.model, options.config));
     type = models::Common(config).dtype;
     // A CPU has no arithmetic for it.
     if (type == "float16" && options.device.is_cpu()) type = "float32";
@@ -447,6 +453,7 @@ int Main(int argc, char** argv) {
             "weights in their files, --dtype bfloat16 halves them"
           : absl::StrReplaceAll(OneLine(status.message()),
                                 {{"raise ring_bytes", "raise --weights_memory"},
+                                 {" in ignore_settings", " with --ignore_settings"},
                                  {"set do_sample too", "add --sample"}})
                 .c_str());
   return absl::IsUnimplemented(status) ? kExitUsage : ExitCodeOf(status);

@@ -13,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/hash/hash.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
@@ -28,15 +27,14 @@
 #include "muster/internal/backward_updates.h"
 #include "muster/internal/full_state.h"
 #include "worker/checkpoint/async_saver.h"
+#include "worker/checkpoint/checkpoint_search.h"
 #include "worker/checkpoint/clean_path.h"
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/memory_tier.h"
-#include "worker/checkpoint/node_checkpoints.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
-#include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
 #include "worker/checkpoint/staging_folder.h"
@@ -53,9 +51,6 @@ namespace muster::internal {
 namespace {
 
 constexpr int64_t kMaxKept = 1 << 30;
-
-// Of a load, where other processes rename or remove what it reads.
-constexpr int kMaxSearches = 3;
 
 // A row of numbers "name" becomes the scalars "name.0", "name.1", ...; without numbers it is
 // "name.empty" alone, by which TakeRows() knows its name.
@@ -798,12 +793,6 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
   if (!mine.ok() && !alone) return mine;
   if (mine.ok()) mine = CheckSavable();
   if (absl::Status all = AgreeToSave(mine); !all.ok()) return all;
-  const absl::Status alike = Guard([this] {
-    for (const auto& model : registry_.models()) {
-      if (model->sharded() != nullptr) model->sharded()->CompareBeforeSave();
-    }
-  });
-  if (!alike.ok()) return alike;
   process_.progress().SetPhase("save_state");
   CheckpointInfo info;
   info.world_size = process_.size();
@@ -847,6 +836,7 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     // After one that failed, the next goes to the disk, too.
     if (directory.empty()) since_disk_ = 0;
     last_checkpoint_ = directory.empty() ? folder.PathOf(info.iteration) : directory;
+    loaded_without_name_.reset();
     save_iteration_ = info.iteration + 1;
     loops_.NoteSaved(last_checkpoint_, done);
     ThrowIfError(earlier);
@@ -878,36 +868,62 @@ absl::Status CheckpointState::CheckSavable() {
   return CheckOptions();
 }
 
+void CheckpointState::CompareShardedModels(const std::vector<std::string>& changes) {
+  size_t at = 0;
+  for (const auto& model : registry_.models()) {
+    if (model->sharded() == nullptr) continue;
+    std::vector<std::string> of_model;
+    for (const std::string& of_rank : changes) {
+      of_model.push_back(of_rank.substr(at, ShardedModel::kChangesBytes));
+    }
+    model->sharded()->CompareBeforeSave(of_model);
+    at += ShardedModel::kChangesBytes;
+  }
+}
+
 absl::Status CheckpointState::AgreeToSave(const absl::Status& mine) {
   const bool fits = mine.ok() && plan_ != nullptr && plan_->layout == layout_;
   agreed_ = {.hooks = !save_hooks_.empty(), .apart = steps_.trained_apart(), .same_plan = fits};
-  if (process_.size() > 1) {
-    const absl::Status all = Guard([&] {
-      const auto said = GatherObject(
-          process_.comm(),
-          std::make_tuple(static_cast<int>(mine.code()), std::string(mine.message()), agreed_.hooks,
-                          agreed_.apart, agreed_.same_plan, static_cast<int64_t>(layout_.shared)));
-      std::vector<std::tuple<int, std::string>> statuses;
-      int other = 0;  // a rank that shares other models
-      for (size_t r = 0; r < said.size(); ++r) {
-        const auto& [code, message, hooks, apart, same_plan, shared] = said[r];
-        statuses.emplace_back(code, message);
-        agreed_.hooks |= hooks;
-        agreed_.apart |= apart;
-        agreed_.same_plan &= same_plan;
-        if (shared != std::get<5>(said[0])) other = static_cast<int>(r);
-      }
-      ThrowFirst(statuses);
-      // Rank 0 writes everything then.
-      if (other == 0 || agreed_.hooks || agreed_.apart) return;
+  std::string changes;  // of sharded models, one after the other
+  for (const auto& model : registry_.models()) {
+    if (model->sharded() != nullptr) changes += model->sharded()->ChangesHere();
+  }
+  const absl::Status all = Guard([&] {
+    const auto said = GatherObject(
+        process_.comm(), std::make_tuple(static_cast<int>(mine.code()), std::string(mine.message()),
+                                         agreed_.hooks, agreed_.apart, agreed_.same_plan,
+                                         static_cast<int64_t>(layout_.shared), changes));
+    std::vector<std::tuple<int, std::string>> statuses;
+    std::vector<std::string> changed;
+    int other = 0;      // a rank that shares other models
+    int different = 0;  // one with another number of sharded models
+    for (size_t r = 0; r < said.size(); ++r) {
+      const auto& [code, message, hooks, apart, same_plan, shared, of_models] = said[r];
+      statuses.emplace_back(code, message);
+      changed.push_back(of_models);
+      agreed_.hooks |= hooks;
+      agreed_.apart |= apart;
+      agreed_.same_plan &= same_plan;
+      if (shared != std::get<5>(said[0])) other = static_cast<int>(r);
+      if (of_models.size() != changed[0].size()) different = static_cast<int>(r);
+    }
+    ThrowFirst(statuses);
+    // Rank 0 writes everything then.
+    if (other != 0 && !agreed_.hooks && !agreed_.apart) {
       ThrowIfError(absl::FailedPreconditionError(absl::StrCat(
           "save_state: the models that all processes write together have parameters of other "
           "names, shapes or types on rank ",
           other, " than on rank 0, or options.checkpoint.divide_above differs")));
-    });
-    if (!mine.ok()) return mine;
-    if (!all.ok()) return all;
-  }
+    }
+    if (different != 0) {
+      ThrowIfError(absl::FailedPreconditionError(
+          absl::StrCat("save_state: rank ", different,
+                       " has prepared another number of sharded models than rank 0")));
+    }
+    CompareShardedModels(changed);
+  });
+  if (!mine.ok()) return mine;
+  if (!all.ok()) return all;
   agreed_.same_plan =
       agreed_.same_plan && plan_->hooks == agreed_.hooks && plan_->apart == agreed_.apart;
   if (agreed_.same_plan) ++saves_reused_;
@@ -1422,6 +1438,11 @@ void CheckpointState::ApplyPlaces(const StateReader& reader, const Loaded& loade
   save_iteration_ = reader.info().iteration;
   if (reader.in_memory()) return;
   last_checkpoint_ = reader.dir();
+  loaded_without_name_.reset();
+  const std::string name = BaseName(reader.dir());
+  if (HasMark(name, StemOf(name, kStagingMark), kStagingMark)) {
+    loaded_without_name_ = reader.manifest();
+  }
   ++save_iteration_;
 }
 
@@ -1462,65 +1483,26 @@ void CheckpointState::ThrowIfAnyFailed(const absl::Status& mine) const {
                                                            std::string(mine.message()))));
 }
 
-absl::StatusOr<StateReader> CheckpointState::OpenToLoad(const std::string& directory,
-                                                        const std::vector<std::string>& damaged,
-                                                        bool* on_nodes) {
+absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
+    const std::string& directory, const std::function<void(StateReader&)>& read) {
   const CheckpointFolder folder(Root());
   absl::StatusOr<NodeGroups> groups =
       GroupsOf(process_.comm(), directory.empty() ? folder.PathOf(0) : directory, OwnNode());
   ThrowIfError(groups.status());
-  *on_nodes = groups->nodes.size() > 1;
-  return OpenCheckpointOnNodes(process_.comm(), directory, folder, *groups, registrar_.get(),
-                               damaged);
-}
-
-absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
-    const std::string& directory, const std::function<void(StateReader&)>& read) {
-  // Of what has no name yet, and is read now.
-  const absl::Cleanup release = [] { ReleaseInPlace(); };
-  std::vector<std::string> damaged;
-  absl::Status first;
-  int moved = 0;
-  while (true) {
-    bool on_nodes = false;
-    // Of the search before. Ranks exchange something before the next one.
-    ReleaseInPlace();
-    absl::StatusOr<StateReader> reader = OpenToLoad(directory, damaged, &on_nodes);
-    // Not the same as none yet, where training begins from scratch.
-    if (absl::IsNotFound(reader.status()) && !first.ok()) return first;
-    if (absl::IsNotFound(reader.status()) && moved > 0) {
-      return absl::UnavailableError(reader.status().message());
-    }
-    MUSTER_RETURN_IF_ERROR(reader.status());
-    const absl::Status status = Guard([&] { read(*reader); });
-    if (status.ok()) return reader;
-    if (directory.empty() && !on_nodes && (absl::IsNotFound(status) || absl::IsDataLoss(status))) {
-      // Another process may have given it its name, or removed it, while it was read.
-      const bool gone = process_.rank() == 0 && !PathExists(reader->dir());
-      if (!process_.comm().BroadcastBytes(gone ? "gone" : "", 0).empty()) {
-        if (++moved == kMaxSearches) return absl::UnavailableError(status.message());
-        continue;
-      }
-    }
-    // What a disk cannot read (EIO, ESTALE, EACCES) may be readable elsewhere, or later. It is no
-    // reason to take an older one.
-    const bool damage = absl::IsDataLoss(status);
-    if (!damage && !(on_nodes && IsReadError(status))) ThrowIfError(status);
-    if ((!directory.empty() && !on_nodes) ||
-        std::find(damaged.begin(), damaged.end(), reader->dir()) != damaged.end()) {
-      return status;
-    }
-    if (process_.rank() == 0 && on_nodes) {
-      MUSTER_LOG(Warning) << "all nodes verify their files of " << reader->dir() << ": "
-                          << status.message();
-    } else if (process_.rank() == 0) {
-      MUSTER_LOG(Warning) << "passing over " << reader->dir() << " of step " << reader->info().step
-                          << ": " << status.message();
-      if (damage) ReportDamage(reader->dir(), registrar_.get(), status.message());
-    }
-    damaged.push_back(reader->dir());
-    first.Update(status);
-  }
+  absl::Status of_read;
+  absl::StatusOr<StateReader> reader = OpenAndReadCheckpoint(process_.comm(),
+                                                             {.dir = directory,
+                                                              .folder = folder,
+                                                              .groups = *std::move(groups),
+                                                              .registrar = registrar_.get()},
+                                                             [&](StateReader& opened) {
+                                                               of_read =
+                                                                   Guard([&] { read(opened); });
+                                                               return of_read;
+                                                             });
+  // What is there lacks something: not the same as no checkpoint.
+  if (absl::IsNotFound(of_read) && reader.status() == of_read) ThrowIfError(of_read);
+  return reader;
 }
 
 absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& wanted_directory,
@@ -1717,6 +1699,19 @@ CheckpointState::Loaded CheckpointState::CheckAndReadAll(StateReader& reader) co
                      "empty the weights of a sharded model on all ranks or on none")));
   }
   return loaded;
+}
+
+const std::string& CheckpointState::last_checkpoint() {
+  if (!loaded_without_name_.has_value() || PathExists(last_checkpoint_)) return last_checkpoint_;
+  // It has got its name, unless another one has that.
+  const std::string name(StemOf(BaseName(last_checkpoint_), kStagingMark));
+  const std::string named = JoinPath(ParentPath(last_checkpoint_), name);
+  const absl::StatusOr<Manifest> manifest = ReadManifest(named);
+  if (manifest.ok() && EncodeManifest(*manifest) == EncodeManifest(*loaded_without_name_)) {
+    last_checkpoint_ = named;
+    loaded_without_name_.reset();
+  }
+  return last_checkpoint_;
 }
 
 int64_t CheckpointState::NewestStepOnDisk(const CheckpointFolder& folder) const {

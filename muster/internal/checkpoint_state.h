@@ -20,6 +20,7 @@
 #include "muster/internal/step_controller.h"
 #include "muster/state.h"
 #include "worker/checkpoint/file_plans.h"
+#include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/state.h"
 #include "worker/train/plain_state.h"
 
@@ -66,8 +67,9 @@ class CheckpointState {
   int64_t AddLoadHook(LoadStateHook hook);
   void RemoveHook(int64_t id);
 
-  // Of this process's last Save() or Load().
-  const std::string& last_checkpoint() const { return last_checkpoint_; }
+  // Of this process's last Save() or Load(). What was loaded before it had its name is where it lay
+  // then, and once that folder is gone, where it has its name.
+  const std::string& last_checkpoint();
   // The number that the next Save() without a directory is going to have, as far as this process
   // has seen.
   int64_t save_iteration() const { return save_iteration_; }
@@ -115,9 +117,11 @@ class CheckpointState {
   Layout LookAtLayout() const;
   // Whether this process may save now, with these options.
   absl::Status CheckSavable();
-  // (collective) OK if it is on every rank; else this rank's error, or another's with its rank.
-  // Fills in agreed_. The only exchange about a plan.
+  // (collective) OK if it is on every rank and sharded models are no mixture; else this rank's
+  // error, or another's with its rank. Fills in agreed_. The only exchange about a plan.
   absl::Status AgreeToSave(const absl::Status& mine);
+  // What each rank has added to that exchange. (collective where a rank has failed)
+  void CompareShardedModels(const std::vector<std::string>& changes);
   Plan MakePlan() const;
   // Tells the writer what only optimizers change.
   void CopyParametersLater(StateWriter& writer) const;
@@ -160,13 +164,9 @@ class CheckpointState {
   bool LoadFromMemory(int64_t on_disk);
   // (collective) Part of Load().
   Loaded CheckAndReadAll(StateReader& reader) const;
-  // (collective) The checkpoint to load. NOT_FOUND: there is none.
-  // `on_nodes`: whether nodes have disks of their own, so that another one may have a copy.
-  absl::StatusOr<StateReader> OpenToLoad(const std::string& directory,
-                                         const std::vector<std::string>& damaged, bool* on_nodes);
   // (collective) Opens a checkpoint and calls `read`, collective too, which reads what it needs of
-  // it and changes nothing. Without a directory damaged ones are passed over. Errors, the same on
-  // every rank: NOT_FOUND; DATA_LOSS. Throws other errors of `read`.
+  // it and changes nothing. See OpenAndReadCheckpoint. Errors, the same on every rank; NOT_FOUND:
+  // there is none.
   absl::StatusOr<StateReader> OpenAndRead(const std::string& directory,
                                           const std::function<void(StateReader&)>& read);
   // Parts of Load() and LoadWeights(). `without`: models whose weights are read elsewhere.
@@ -201,6 +201,7 @@ class CheckpointState {
   std::map<int64_t, LoadStateHook> load_hooks_;
   int64_t next_hook_ = 0;
   std::string last_checkpoint_;
+  std::optional<Manifest> loaded_without_name_;  // last_checkpoint_ was, when it was loaded
   int64_t save_iteration_ = 0;
   bool project_checked_ = false;
   const std::function<bool()> stopping_;

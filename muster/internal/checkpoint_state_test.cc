@@ -1,11 +1,14 @@
 #include "muster/internal/checkpoint_state.h"
 
+#include <cstdio>
 #include <string>
 #include <vector>
 
+#include "base/file.h"
 #include "base/test_folder.h"
 #include "gtest/gtest.h"
 #include "muster/internal/test_parts.h"
+#include "worker/checkpoint/folder.h"
 
 namespace muster::internal {
 namespace {
@@ -53,6 +56,28 @@ TEST_F(CheckpointStateTest, Hook_RunsUntilItIsRemoved) {
   checkpoints_.RemoveHook(hook);
   ASSERT_TRUE(checkpoints_.Save(Dir("hook2")).ok());
   EXPECT_EQ(calls, 1);
+}
+
+// Its path is that of a folder that is there.
+TEST_F(CheckpointStateTest, LastCheckpoint_OfOneThatLackedItsName_IsWhereItIsNow) {
+  const std::string named = Dir("unnamed"), staging = named + ".tmp-0123456789abcdef";
+  ASSERT_TRUE(checkpoints_.Save(named).ok());
+  ASSERT_EQ(rename(named.c_str(), staging.c_str()), 0);
+  ASSERT_TRUE(checkpoints_.Load(staging, false).ok());
+  EXPECT_EQ(checkpoints_.last_checkpoint(), staging);
+  // Another program's.
+  ASSERT_EQ(rename(staging.c_str(), Dir("aside").c_str()), 0);
+  ASSERT_TRUE(MakeDirectories(named).ok());
+  Manifest other = *ReadManifest(Dir("aside"));
+  other.created = "1999-01-01T00:00:00+00:00";
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(named, kManifestName), *EncodeManifest(other)).ok());
+  EXPECT_EQ(checkpoints_.last_checkpoint(), staging);
+  // Its own name.
+  ASSERT_TRUE(RemoveTree(named).ok());
+  ASSERT_EQ(rename(Dir("aside").c_str(), named.c_str()), 0);
+  EXPECT_EQ(checkpoints_.last_checkpoint(), named);
+  ASSERT_TRUE(checkpoints_.Save(Dir("next")).ok());
+  EXPECT_EQ(checkpoints_.last_checkpoint(), Dir("next"));
 }
 
 TEST_F(CheckpointStateTest, MissingCheckpoint_IsAnErrorUnlessItMayBeMissing) {

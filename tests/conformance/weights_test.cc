@@ -6,9 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <cstring>
-#include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -20,6 +18,7 @@
 #include "base/file.h"
 #include "base/test_folder.h"
 #include "tests/support/command.h"
+#include "tests/support/python.h"
 #include "tests/testdata/golden.h"
 #include "torch/nn/module.h"
 #include "worker/checkpoint/model_files.h"
@@ -143,14 +142,8 @@ print("all the same")
 )";
 
 TEST(RecordedWeights, PythonsLibraries_ReadWhatWasSaved) {
-  const char* const given = std::getenv("MUSTER_TEST_TORCH_PYTHON");
-  const std::string python = given != nullptr ? given : "python3";
-  if (RunCommand(absl::StrCat(python, " -c 'import torch, safetensors, transformers' 2>&1"))
-          .exit_code != 0) {
-    EXPECT_EQ(given, nullptr) << python << " lacks one of torch, safetensors and transformers";
-    std::cout << "skipped: no transformers in " << python << "\n";
-    return;
-  }
+  const std::string python = testing_support::PythonWith("torch, safetensors, transformers");
+  if (python.empty()) return;
   const std::string folder = testing_support::MakeTestDir("read_by_python");
   ASSERT_TRUE(WriteFileAtomically(JoinPath(folder, "compare.py"), kCompare).ok());
   std::string command =

@@ -67,6 +67,7 @@ at::Tensor Logits(models::CausalLm& model) {
 }
 
 TEST_F(FinetuneTest, AllWeightsSharded_LearnAndLoadAgain) {
+  ASSERT_TRUE(WriteFileAtomically(Temp("model/vocab.txt"), "as in older folders").ok());
   const std::vector<double> losses = Finetune({"--steps", "20", "--sharding", "zero3"});
   ASSERT_GE(losses.size(), 2);
   EXPECT_LT(losses.back(), losses.front() / 2);
@@ -75,6 +76,7 @@ TEST_F(FinetuneTest, AllWeightsSharded_LearnAndLoadAgain) {
   auto base = load_causal_lm(Temp("model"));
   EXPECT_FALSE(at::allclose(Logits(*tuned), Logits(*base)));
   EXPECT_TRUE(PathExists(Temp("tuned/tokenizer.json")));
+  EXPECT_TRUE(PathExists(Temp("tuned/vocab.txt")));
 }
 
 TEST_F(FinetuneTest, Adapters_LearnAndLoadIntoTheBaseModel) {

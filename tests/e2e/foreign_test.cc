@@ -3,8 +3,6 @@
 // Python; without it python3 is tried.
 #include <sys/wait.h>
 
-#include <cstdlib>
-#include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -18,6 +16,7 @@
 #include "base/test_wait.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"
+#include "tests/support/python.h"
 
 namespace muster {
 namespace {
@@ -84,17 +83,6 @@ class ForeignTest : public ClusterFixture {
     return Json::parse(text)["state"];
   }
 
-  // The Python with torch (and with `module`); empty: there is none.
-  std::string TorchPython(const std::string& module = "torch") {
-    const char* const given = std::getenv("MUSTER_TEST_TORCH_PYTHON");
-    const std::string python = given != nullptr ? given : "/usr/bin/python3";
-    Command probe(*host_, {python, "-c", absl::StrCat("import torch, ", module)}, env_);
-    const bool has_it = probe.Wait() == 0;
-    EXPECT_TRUE(has_it || given == nullptr)
-        << python << ", which MUSTER_TEST_TORCH_PYTHON names: " << probe.err_text();
-    if (!has_it) std::cout << "skipped: no " << module << " in " << python << "\n";
-    return has_it ? python : "";
-  }
   std::string AccelerateScript(const std::string& python) {
     Command where(*host_,
                   {python, "-c",
@@ -164,7 +152,7 @@ TEST_F(ForeignTest, ScriptThatStartsPython_ShowsThePythonItWaitsFor) {
 }
 
 TEST_F(ForeignTest, Ddp_UnderLaunch_ContinuesAfterAKilledRank) {
-  const std::string python = TorchPython();
+  const std::string python = testing_support::PythonWith("torch");
   if (python.empty()) return;
   const std::unique_ptr<Command> whole =
       Muster({"launch", "--num_processes", "2", "--cpu", "--", python, ddp_, Temp("whole.pt")});
@@ -181,7 +169,7 @@ TEST_F(ForeignTest, Ddp_UnderLaunch_ContinuesAfterAKilledRank) {
 }
 
 TEST_F(ForeignTest, Ddp_UnderSubmit_ContinuesAfterAKilledRank) {
-  const std::string python = TorchPython();
+  const std::string python = testing_support::PythonWith("torch");
   if (python.empty()) return;
   StartCluster();
   const std::string job =
@@ -193,7 +181,7 @@ TEST_F(ForeignTest, Ddp_UnderSubmit_ContinuesAfterAKilledRank) {
 }
 
 TEST_F(ForeignTest, AcceleratesOwnScript_PassesUnderLaunch) {
-  const std::string python = TorchPython("accelerate");
+  const std::string python = testing_support::PythonWith("torch, accelerate");
   if (python.empty()) return;
   const std::unique_ptr<Command> launch =
       Muster({"launch", "--num_processes", "2", "--cpu", "--", python, AccelerateScript(python)});
@@ -203,7 +191,7 @@ TEST_F(ForeignTest, AcceleratesOwnScript_PassesUnderLaunch) {
 }
 
 TEST_F(ForeignTest, AcceleratesOwnScript_PassesUnderSubmit) {
-  const std::string python = TorchPython("accelerate");
+  const std::string python = testing_support::PythonWith("torch, accelerate");
   if (python.empty()) return;
   StartCluster();
   const std::string job = Submit({}, {python, AccelerateScript(python)});

@@ -86,6 +86,24 @@ TEST_F(GenerateTest, SettingsOfSamplingThatAreNotValid_CountForWhoSamples) {
   EXPECT_THAT(sampled->err(), ElementsAre(HasSubstr("generation_config.json: top_p is 7")));
 }
 
+TEST_F(GenerateTest, SettingThatMusterDoesNotKnow_CanBeIgnored) {
+  const std::string path = model_ + "/config.json";
+  auto config = nlohmann::json::parse(ReadFile(path).value_or("{}"));
+  config["auto_map"] = {{"AutoModelForCausalLM", "modeling_own.OwnForCausalLM"}};
+  config["own_setting"] = 7;
+  ASSERT_TRUE(WriteFileAtomically(path, config.dump()).ok());
+  std::vector<std::string> args = {"--prompt", "Hello", "--max_new_tokens", "3", "--quiet"};
+  auto refused = Generate(args);
+  EXPECT_EQ(refused->Wait(), 2);
+  EXPECT_THAT(refused->err(), ElementsAre(HasSubstr("with --ignore_settings")));
+  args.insert(args.end(), {"--ignore_settings", "auto_map,own_setting"});
+  for (const char* const memory : {"", "1GB"}) {
+    if (*memory != '\0') args.insert(args.end(), {"--weights_memory", memory});
+    auto run = Generate(args);
+    EXPECT_EQ(run->Wait(), 0) << run->err_text();
+  }
+}
+
 TEST_F(GenerateTest, ChatTemplate_IsSaidNotToBeApplied) {
   ASSERT_TRUE(WriteFileAtomically(model_ + "/tokenizer_config.json",
                                   R"({"chat_template": "{{ messages }}"})")

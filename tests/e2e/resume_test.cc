@@ -2,12 +2,16 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "agent/job_coordination.h"
 #include "tests/support/command.h"
+#include "tests/support/python.h"
 
 namespace muster {
 namespace {
@@ -56,6 +60,48 @@ TEST(ResumeOnOtherNumbers, TwoRanksThreeAndTwo_TrainEachRowOnce) {
   ASSERT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_THAT(ended.after("begins at "), ElementsAre("20")) << ended.output;
   EXPECT_THAT(ended.after("rows "), ElementsAre("120, inexact 0")) << ended.output;
+}
+
+// As torchrun or mpirun starts them: no launcher of ours, no agent, no coordinator.
+class ResumeWithoutCoordinator : public testing::Test {
+ protected:
+  void CheckResume(const std::function<CommandResult(const std::string& project,
+                                                     const std::string& arguments)>& start) {
+    const CommandResult whole = start(MakeTestDir("whole"), "20 end");
+    ASSERT_EQ(whole.exit_code, 0) << whole.output;
+    const std::vector<std::string> expected = whole.after("state ");
+    ASSERT_THAT(expected, SizeIs(1)) << whole.output;
+    const std::string project = MakeTestDir("parts");
+    EXPECT_NE(start(project, "12 kill").exit_code, 0);
+    const CommandResult resumed = start(project, "20 end");
+    ASSERT_EQ(resumed.exit_code, 0) << resumed.output;
+    EXPECT_THAT(resumed.after("begins at "), ElementsAre("10")) << resumed.output;
+    EXPECT_EQ(resumed.after("state "), expected) << resumed.output;
+  }
+};
+
+TEST_F(ResumeWithoutCoordinator, VariablesOfTorchrun_TenAndTenSteps_AreTwentyBitForBit) {
+  CheckResume([](const std::string& project, const std::string& arguments) {
+    const absl::StatusOr<int> port = agent::FindFreePort();
+    EXPECT_TRUE(port.ok()) << port.status();
+    return RunCommand(absl::StrCat(
+        "export MUSTER_CPU=yes WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=",
+        port.value_or(0), " MUSTER_PROJECT_DIR=", project,
+        "; RANK=1 LOCAL_RANK=1 tests/e2e/resume_worker ", arguments,
+        " 2>&1 & RANK=0 LOCAL_RANK=0 tests/e2e/resume_worker ", arguments,
+        " 2>&1; first=$?; wait $! && exit $first"));
+  });
+}
+
+TEST_F(ResumeWithoutCoordinator, Torchrun_TenAndTenSteps_AreTwentyBitForBit) {
+  const std::string python = testing_support::PythonWith("torch");
+  if (python.empty()) return;
+  CheckResume([&](const std::string& project, const std::string& arguments) {
+    return RunCommand(
+        absl::StrCat("MUSTER_CPU=yes OMP_NUM_THREADS=1 MUSTER_PROJECT_DIR=", project, " ", python,
+                     " -m torch.distributed.run --standalone --no_python",
+                     " --nproc_per_node 2 tests/e2e/resume_worker ", arguments, " 2>&1"));
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Resume, testing::Range(1, 5));

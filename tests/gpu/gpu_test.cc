@@ -1,6 +1,5 @@
 // What needs a GPU: NCCL, streams, and training on one process.
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <chrono>
 #include <memory>
@@ -14,6 +13,7 @@
 #include "examples/mnist/net.h"
 #include "muster/accelerator.h"
 #include "muster/optim.h"
+#include "tests/gpu/gpu_environment.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "worker/collective/borrowed_comm.h"
@@ -29,20 +29,7 @@ namespace {
 
 class Gpu : public testing::Test {
  protected:
-  static void SetUpTestSuite() {
-    // The plug-in of this build, not one that is installed.
-    if (const char* const root = getenv("TEST_SRCDIR")) {
-      const std::string plugin =
-          std::string(root) + "/muster/worker/collective/nccl_plugin/libmuster_nccl.so";
-      setenv("MUSTER_NCCL_PLUGIN", plugin.c_str(), 1);
-    }
-  }
-
-  void SetUp() override {
-    ASSERT_GT(VisibleGpus(), 0) << "this test is tagged gpu: it runs where one is";
-    const absl::Status loaded = LoadCuda();
-    ASSERT_TRUE(loaded.ok()) << loaded;
-  }
+  void SetUp() override { testing_support::NeedGpu(); }
 
   // Trains the example's net on one batch, which any loop must be able to learn by heart. Returns
   // the first and the last loss.

@@ -164,6 +164,41 @@ bool MayHaveDistantWriter(const std::string& path) {
   return !last.has_value() || absl::Now() - *last < kQuietTime;
 }
 
+// What its writer left when it ended between the parts of WriteFileAtomically.
+void RemoveUnnamedFiles(const std::string& dir) {
+  for (const std::string& name : ListDirectory(dir).value_or(std::vector<std::string>())) {
+    const std::string left = JoinPath(dir, name);
+    if (!HasMark(name, StemOf(name, kStagingMark), kStagingMark)) continue;
+    if (unlink(left.c_str()) != 0) {
+      MUSTER_LOG(Warning) << "cannot remove " << left
+                          << ", which the writer of the checkpoint left";
+    }
+  }
+}
+
+// Of a sealed checkpoint whose writer is gone: a run that never loads would leave it without its
+// name for ever. Nothing is waited for, nothing is replaced: where it is locked, also by others who
+// load from it, where there are no locks, and where the name is taken, it stays as it is.
+void GiveItsName(const std::string& path, const std::string& named) {
+  const OwnedFd lock(LockFolder(path, absl::ZeroDuration()));
+  if (!lock.open()) return;
+  const absl::Status status = [&]() -> absl::Status {
+    MUSTER_ASSIGN_OR_RETURN(const bool taken, Exists(JoinPath(named, kManifestName)));
+    MUSTER_ASSIGN_OR_RETURN(const bool awaits, AwaitsItsName(path, named));
+    if (taken || !awaits) return absl::OkStatus();
+    MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(path, VerifyLevel::kSizes).status());
+    RemoveUnnamedFiles(path);
+    // Over nothing, or over an empty folder.
+    MUSTER_RETURN_IF_ERROR(RenamePath(path, named));
+    MUSTER_LOG(Info) << named << " was sealed when its writer ended: it has its name now";
+    return SyncDirectory(ParentPath(named));
+  }();
+  if (!status.ok()) {
+    MUSTER_LOG(Info) << path << " stays: it is sealed and lacks only the name " << named
+                     << ", which it does not get: " << status.message();
+  }
+}
+
 // What killed writers left beside `dir`: their staging folders, and checkpoints that were
 // half-removed or replaced.
 void RemoveAbandoned(const std::string& dir) {
@@ -183,8 +218,14 @@ void RemoveAbandoned(const std::string& dir) {
     if (replaced && !PathExists(JoinPath(named, kManifestName))) continue;
     // Asked before it is locked here.
     if (MayHaveDistantWriter(path)) continue;
-    // Others may load from it, who are not waited for.
-    if (!replaced && AwaitsItsName(path, named).value_or(true)) continue;
+    if (!replaced && AwaitsItsName(path, named).value_or(true)) {
+      // What this save is to be called is not given to another one, nor what one has that is aside.
+      const bool is_aside = std::any_of(names->begin(), names->end(), [&](const auto& other) {
+        return HasMark(other, stem, kReplacedMark);
+      });
+      if (stem != own && !is_aside) GiveItsName(path, named);
+      continue;
+    }
     const int lock = LockFolder(path, kReadersAreWaitedFor);
     if (lock < 0) continue;
     const absl::StatusOr<bool> awaits = replaced ? false : AwaitsItsName(path, named);
@@ -486,15 +527,7 @@ absl::StatusOr<std::optional<Staging>> Staging::TakeOver(const std::string& want
   int64_t number = 0;
   staging.replaces_ = !ParseNumber(BaseName(dir), &number);
   MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(path, VerifyLevel::kSizes).status());
-  // Its writer may have ended between the parts of WriteFileAtomically.
-  for (const std::string& name : ListDirectory(path).value_or(std::vector<std::string>())) {
-    const std::string left = JoinPath(path, name);
-    if (!HasMark(name, StemOf(name, kStagingMark), kStagingMark)) continue;
-    if (unlink(left.c_str()) != 0) {
-      MUSTER_LOG(Warning) << "cannot remove " << left
-                          << ", which the writer of the checkpoint left";
-    }
-  }
+  RemoveUnnamedFiles(path);
   return staging;
 }
 
@@ -645,7 +678,7 @@ absl::Status RemoveUnpublished(const std::string& path, const std::string& named
   const OwnedFd lock(LockFolder(path, kReadersAreWaitedFor));
   if (!lock.open() && WriterOf(path) != FolderWriter::kUnknown) {
     return absl::UnavailableError(
-        absl::StrCat("cannot remove ", path, ": another process has it locked"));
+        absl::StrCat("cannot remove ", path, ": ", LockHolderOf(path), " has it locked"));
   }
   return RemoveTree(path);
 }
@@ -654,12 +687,9 @@ std::string CheckpointFolder::PathOf(int64_t iteration) const {
   return JoinPath(root_, absl::StrCat(kNumbered, iteration));
 }
 
-absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Numbers() const {
+std::vector<int64_t> CheckpointFolder::NumbersAmong(const std::vector<std::string>& names) const {
   std::vector<int64_t> numbers;
-  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(root_);
-  if (absl::IsNotFound(names.status())) return numbers;
-  MUSTER_RETURN_IF_ERROR(names.status());
-  for (const std::string& name : *names) {
+  for (const std::string& name : names) {
     int64_t number = 0;
     const absl::string_view stem = StemOf(name, kReplacedMark);
     const bool replaced = stem != name && HasMark(name, stem, kReplacedMark);
@@ -673,17 +703,26 @@ absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Numbers() const {
   return numbers;
 }
 
-absl::StatusOr<int64_t> CheckpointFolder::NextNumber() const {
-  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
-  int64_t next = numbers.empty() ? 0 : numbers.back() + 1;
-  // What is sealed may get its name at any moment, from a load of another program.
+absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Numbers() const {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(root_);
-  if (!names.ok() && !absl::IsNotFound(names.status())) return names.status();
-  for (const std::string& name : names.value_or(std::vector<std::string>())) {
+  if (absl::IsNotFound(names.status())) return std::vector<int64_t>();
+  MUSTER_RETURN_IF_ERROR(names.status());
+  return NumbersAmong(*names);
+}
+
+absl::StatusOr<int64_t> CheckpointFolder::NextNumber() const {
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(root_);
+  if (absl::IsNotFound(names.status())) return 0;
+  MUSTER_RETURN_IF_ERROR(names.status());
+  const std::vector<int64_t> numbers = NumbersAmong(*names);
+  int64_t next = numbers.empty() ? 0 : numbers.back() + 1;
+  // What is sealed may get its name at any moment, from a load of another program. One that has got
+  // it since the folder was listed is not where it was, and keeps its number all the same.
+  for (const std::string& name : *names) {
     const std::string path = JoinPath(root_, name);
     int64_t number = 0;
     if (ParseStagingNumber(name, &number) && !IsDoomed(path) &&
-        PathExists(JoinPath(path, kSealName))) {
+        (PathExists(JoinPath(path, kSealName)) || PathExists(PathOf(number)))) {
       next = std::max(next, number + 1);
     }
   }
@@ -711,9 +750,10 @@ absl::StatusOr<std::string> CheckpointFolder::Newest(
     if (std::find(left_out.begin(), left_out.end(), path) != left_out.end()) continue;
     const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(path, level);
     if (manifest.ok()) return path;
-    if (is_unnamed && !PathExists(path)) {
+    if (!PathExists(path)) {
       return absl::AbortedError(absl::StrCat(
-          path, " is not there any more: another process has given it its name, or removed it"));
+          path, " is not there any more: another process has ",
+          is_unnamed ? "given it its name, or removed it" : "removed it, or moved it away"));
     }
     if (!absl::IsNotFound(manifest.status()) && !StaysUnreadable(manifest.status())) {
       return manifest.status();

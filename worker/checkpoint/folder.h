@@ -88,7 +88,8 @@ absl::StatusOr<std::string> ReadRecordFile(const std::string& path,
                                            int64_t max_bytes = int64_t{1} << 30);
 
 // Makes the staging folder of `wanted` and locks it. Removes what dead writers of this folder left,
-// except what is sealed and lacks only its name; on a file system that other machines may write to,
+// except what is sealed and lacks only its name: a numbered one gets it, if it is another than
+// `wanted` and free. On a file system that other machines may write to,
 // whose locks are not known here, what has not changed for kQuietTime. A symbolic link to a folder
 // means that folder. Errors: FAILED_PRECONDITION if `wanted` exists and is neither empty nor a
 // checkpoint: it is not ours to replace; or if it is a link to nothing.
@@ -192,8 +193,9 @@ class CheckpointFolder {
   // newer format, with a warning in the log. NOT_FOUND if there is none, with the reason of the
   // newest folder without a manifest; if all that are there are damaged, or of a newer format, that
   // error. Other errors, which may pass, are returned at once: no older one is taken. Those whose
-  // path is in `left_out` are not looked at. `unnamed`: of PublishSealed(), they count as well; if
-  // one of them is not there any more, ABORTED: it may have a name now, so search again.
+  // path is in `left_out` are not looked at. `unnamed`: of PublishSealed(), they count as well.
+  // ABORTED if one of these is not there any more: it may have a name now, or there is a newer one
+  // for which it had to go, so search again.
   absl::StatusOr<std::string> Newest(VerifyLevel level = VerifyLevel::kContents,
                                      const std::vector<std::string>& left_out = {},
                                      const std::vector<std::string>& unnamed = {}) const;
@@ -221,6 +223,9 @@ class CheckpointFolder {
   absl::StatusOr<std::vector<std::string>> PublishSealed() const;
 
  private:
+  // Of the entries `names` of root().
+  std::vector<int64_t> NumbersAmong(const std::vector<std::string>& names) const;
+
   std::string root_;
 };
 

@@ -67,16 +67,58 @@ TEST_F(FolderTest, TakeOver_LeavesOutWhatItsWriterWasAboutToRename) {
   EXPECT_THAT(*ListDirectory(Path("checkpoint_0")), ElementsAre("a", "manifest.json"));
 }
 
-TEST_F(FolderTest, Create_KeepsWhatIsSealedAndLacksItsName) {
+TEST_F(FolderTest, Create_GivesNumberedOnesThatAreSealedTheirName) {
   const std::string sealed = Path("checkpoint_3.tmp-0123456789abcdef");
   ASSERT_TRUE(Save(sealed, {"a"}).ok());
   ASSERT_TRUE(WriteFileAtomically(JoinPath(sealed, kSealName), "{}").ok());
+  // Its writer ended while it noted the seal.
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(sealed, "seal.json.tmp-0123456789abcdef"), "{").ok());
   ASSERT_TRUE(Save(Path("checkpoint_1.tmp-0123456789abcdef"), {"a"}).ok());
   // A resume from another folder goes on with another name.
   ASSERT_TRUE(Save(Path("checkpoint_2"), {"a"}).ok());
-  EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_2", BaseName(sealed)));
-  ASSERT_TRUE(CheckpointFolder(root_).PublishSealed().ok());
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_2", "checkpoint_3"));
+  EXPECT_THAT(*ListDirectory(Path("checkpoint_3")), ElementsAre("a", "manifest.json", "seal.json"));
+}
+
+// Nothing sealed is lost, and nobody is disturbed.
+TEST_F(FolderTest, Create_LeavesSealedOnesThatCannotHaveTheirName) {
+  const auto sealed = [&](const std::string& name) {
+    const std::string path = Path(name + ".tmp-0123456789abcdef");
+    EXPECT_TRUE(Save(path, {"a"}).ok());
+    EXPECT_TRUE(WriteFileAtomically(JoinPath(path, kSealName), "{}").ok());
+    return path;
+  };
+  const auto create = [&] { ASSERT_TRUE(Staging::Create(Path("checkpoint_9")).ok()); };
+  const std::string written = sealed("checkpoint_3");
+  OwnedFd lock(LockFolder(written));
+  ASSERT_TRUE(lock.open());
+  const std::string read = sealed("checkpoint_4");
+  ASSERT_TRUE(HoldInPlace(read));
+  const std::string taken = sealed("checkpoint_5");
+  ASSERT_TRUE(MakeDirectories(Path("checkpoint_5")).ok());
+  ASSERT_TRUE(WriteFileAtomically(Path("checkpoint_5/notes"), "of a user").ok());
+  const std::string damaged = sealed("checkpoint_6");
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(damaged, "a"), "of another size").ok());
+  // The one before is aside, where folders cannot be exchanged.
+  ASSERT_TRUE(Save(Path("aside"), {"a"}).ok());
+  const std::string newer = sealed("checkpoint_7");
+  const std::string aside = Path("checkpoint_7.old-0123456789abcdef");
+  ASSERT_EQ(rename(Path("aside").c_str(), aside.c_str()), 0);
+  // What the save itself is to be called.
+  const std::string own = sealed("checkpoint_9");
+  create();
+  for (const std::string& path : {written, read, taken, damaged, own, newer}) {
+    EXPECT_TRUE(PathExists(JoinPath(path, kSealName))) << path;
+  }
+  EXPECT_EQ(ListDirectory(root_)->size(), 8u);
+  // When nothing is in the way any more:
+  lock.Close();
+  ReleaseInPlace();
+  ASSERT_TRUE(RemoveTree(Path("checkpoint_5")).ok());
+  ASSERT_TRUE(RemoveTree(aside).ok());
+  create();
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_3", "checkpoint_4", "checkpoint_5",
+                                                 BaseName(damaged), "checkpoint_7", BaseName(own)));
 }
 
 // Two runs in one project folder have chosen one number.
@@ -166,11 +208,11 @@ TEST_F(FolderTest, Create_RemovesWhatWasReplaced) {
   ASSERT_TRUE(WriteFileAtomically(JoinPath(Path("checkpoint_1"), "foreign"), "").ok());
   const std::string exchanged = Path("checkpoint_1.tmp-0123456789abcdef");
   const std::string aside = Path("checkpoint_1.old-0123456789abcdef");
-  ASSERT_EQ(rename(Path("checkpoint_1").c_str(), exchanged.c_str()), 0);
-  ASSERT_TRUE(WriteFileAtomically(JoinPath(exchanged, kSealName), "{}").ok());
-  ASSERT_TRUE(Save(aside, {"a"}).ok());
   // The only copy of its name.
   ASSERT_TRUE(Save(Path("checkpoint_7.old-0123456789abcdef"), {"a"}).ok());
+  ASSERT_TRUE(Save(aside, {"a"}).ok());
+  ASSERT_EQ(rename(Path("checkpoint_1").c_str(), exchanged.c_str()), 0);
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(exchanged, kSealName), "{}").ok());
   Manifest newer = *ReadManifest(aside);
   newer.info.step = 10;
   ASSERT_TRUE(MakeDirectories(Path("checkpoint_1")).ok());

@@ -1,8 +1,6 @@
 #include "worker/checkpoint/memory_tier.h"
 
 #include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -14,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/identity.h"
 #include "base/log.h"
+#include "base/peer_file.h"
 #include "base/status_macros.h"
 #include "base/thread_priority.h"
 #include "c10/util/Exception.h"
@@ -105,26 +104,11 @@ struct Contents {
   uint64_t copied_bytes = 0;
 };
 
-// A file in memory as text, with which the other ranks of its host can open it.
-std::string PlaceOf(int fd) {
-  struct stat info;
-  if (fstat(fd, &info) != 0) return "";
-  return absl::StrCat("/proc/", getpid(), "/fd/", fd, " ", info.st_dev, " ", info.st_ino);
-}
-
-// Nothing if this process cannot open it.
-std::optional<MappedFile> OpenPlace(const std::string& place) {
-  const std::string path = place.substr(0, place.find(' '));
+// A file in memory of a rank of this host.
+absl::StatusOr<MappedFile> MapPeerFile(const std::string& place) {
   MappedFile file;
-  file.fd = OwnedFd(open(path.c_str(), O_RDWR | O_CLOEXEC));
-  struct stat info;
-  if (!file.fd.open() || fstat(file.fd.get(), &info) != 0 ||
-      absl::StrCat(path, " ", info.st_dev, " ", info.st_ino) != place) {
-    return std::nullopt;
-  }
-  absl::StatusOr<AlignedMemory> memory = AlignedMemory::OfFile(file.fd.get());
-  if (!memory.ok()) return std::nullopt;
-  file.memory = *std::move(memory);
+  MUSTER_ASSIGN_OR_RETURN(file.fd, OpenPeerFile(place, O_RDWR));
+  MUSTER_ASSIGN_OR_RETURN(file.memory, AlignedMemory::OfFile(file.fd.get()));
   return file;
 }
 
@@ -823,13 +807,13 @@ absl::Status MemoryTier::Search::AgreeOnRoom(const Parts& parts, uint64_t bytes,
   if (bytes > 0 && copier == rank_) {
     mine = GuardRank([&] { return MakeRoom(bytes, &contents->received); });
     contents->copied_bytes = bytes;
-    if (mine.ok()) place = PlaceOf(contents->received.fd.get());
+    if (mine.ok()) place = PlaceOfFile(contents->received.fd.get()).value_or("");
   }
   const std::vector<std::string> places = comm_.AllGatherBytes(place);
   if (bytes > 0 && copier != rank_) {
     mine = GuardRank([&]() -> absl::Status {
-      std::optional<MappedFile> shared = OpenPlace(places[copier]);
-      if (shared.has_value() && shared->memory.size() >= bytes) {
+      absl::StatusOr<MappedFile> shared = MapPeerFile(places[copier]);
+      if (shared.ok() && shared->memory.size() >= bytes) {
         contents->received = *std::move(shared);
         return absl::OkStatus();
       }

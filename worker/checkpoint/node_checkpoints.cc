@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
-#include <limits>
+#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -319,54 +319,64 @@ absl::StatusOr<StateReader> OpenOnEveryRank(Comm& comm, const std::string& dir) 
   return reader;
 }
 
-// (collective) The highest number below `bound` that any node has; -1: none.
-absl::StatusOr<int64_t> NextNewest(Comm& comm, const CheckpointFolder& folder,
-                                   const NodeGroups& groups, int64_t bound) {
-  int64_t mine = -1;
+// (collective) The numbers that some node has, descending. `mine`: those that this one, of a
+// leader, has.
+absl::StatusOr<std::vector<int64_t>> NumbersOnNodes(Comm& comm, const CheckpointFolder& folder,
+                                                    const NodeGroups& groups,
+                                                    std::set<int64_t>* mine) {
   const absl::Status listed = GuardRank([&]() -> absl::Status {
     if (!groups.leads()) return absl::OkStatus();
     MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, folder.Numbers());
-    for (const int64_t number : numbers) {
-      if (number < bound) mine = std::max(mine, number);
-    }
+    mine->insert(numbers.begin(), numbers.end());
     return absl::OkStatus();
   });
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, listed, {}, nullptr));
-  int64_t newest = -1;
-  for (const std::string& number : comm.AllGatherBytes(absl::StrCat(mine))) {
-    newest = std::max<int64_t>(newest, std::stoll(number));
+  std::set<int64_t, std::greater<>> all;
+  for (const std::string& numbers : comm.AllGatherBytes(Json(*mine).dump())) {
+    for (const Json& number : Json::parse(numbers)) all.insert(number.get<int64_t>());
   }
-  return newest;
+  return std::vector<int64_t>(all.begin(), all.end());
+}
+
+// (collective) Whether what some node had at `dir` is gone, under all of its names.
+bool IsGone(Comm& comm, const std::string& dir, bool was_here) {
+  const bool gone =
+      was_here && !PathExists(dir) && CopiesOf(dir).value_or(std::vector<std::string>{dir}).empty();
+  const std::vector<std::string> all = comm.AllGatherBytes(gone ? "gone" : "");
+  return std::count(all.begin(), all.end(), "gone") > 0;
 }
 
 }  // namespace
 
-absl::StatusOr<StateReader> OpenCheckpointOnNodes(Comm& comm, const std::string& dir,
-                                                  const CheckpointFolder& folder,
-                                                  const NodeGroups& groups,
-                                                  CheckpointRegistrar* registrar,
-                                                  const std::vector<std::string>& damaged) {
-  if (groups.nodes.size() == 1) return OpenCheckpoint(comm, dir, folder, registrar, damaged);
-  if (!dir.empty()) {
-    MUSTER_RETURN_IF_ERROR(CompleteOnNodes(comm, dir, groups, damaged));
-    return OpenOnEveryRank(comm, dir);
+absl::StatusOr<StateReader> OpenCheckpointOnNodes(
+    Comm& comm, const std::string& dir, const CheckpointFolder& folder, const NodeGroups& groups,
+    CheckpointRegistrar* registrar, const std::vector<std::string>& damaged, std::string* tried) {
+  if (groups.nodes.size() == 1) {
+    return OpenCheckpoint(comm, dir, folder, registrar, damaged, tried);
   }
+  const auto open = [&](const std::string& path) -> absl::StatusOr<StateReader> {
+    if (tried != nullptr) *tried = path;
+    MUSTER_RETURN_IF_ERROR(CompleteOnNodes(comm, path, groups, damaged));
+    return OpenOnEveryRank(comm, path);
+  };
+  if (!dir.empty()) return open(dir);
+  std::set<int64_t> mine;
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers,
+                          NumbersOnNodes(comm, folder, groups, &mine));
   std::string why;
   bool damaged_ones = false;
-  int64_t bound = std::numeric_limits<int64_t>::max();
-  while (true) {
-    MUSTER_ASSIGN_OR_RETURN(bound, NextNewest(comm, folder, groups, bound));
-    if (bound < 0) break;
-    const std::string path = folder.PathOf(bound);
-    const absl::Status completed = CompleteOnNodes(comm, path, groups, damaged);
-    if (completed.ok()) return OpenOnEveryRank(comm, path);
+  for (const int64_t number : numbers) {
+    const std::string path = folder.PathOf(number);
+    absl::StatusOr<StateReader> reader = open(path);
+    const absl::Status& opened = reader.status();
     // A disk that is full, say, is no reason to take an older one.
-    if (!absl::IsDataLoss(completed) && !absl::IsNotFound(completed)) return completed;
+    if (!absl::IsDataLoss(opened) && !absl::IsNotFound(opened)) return reader;
+    if (IsGone(comm, path, mine.count(number) > 0)) return absl::AbortedError(opened.message());
     if (comm.rank() == 0) {
-      MUSTER_LOG(Warning) << "passing over " << path << ": " << completed.message();
+      MUSTER_LOG(Warning) << "passing over " << path << ": " << opened.message();
     }
-    if (why.empty()) why = absl::StrCat(": ", completed.message());
-    damaged_ones = damaged_ones || absl::IsDataLoss(completed);
+    if (why.empty()) why = absl::StrCat(": ", opened.message());
+    damaged_ones = damaged_ones || absl::IsDataLoss(opened);
   }
   why = absl::StrCat("no complete checkpoint in ", folder.root(), why);
   // Not the same as none yet, where training begins from scratch.

@@ -21,16 +21,18 @@ namespace muster {
 // which it found damage, all nodes read all files, and replace damaged ones by copies of other
 // nodes.
 //
-// `registrar` and `damaged` as in OpenCheckpoint, where all nodes turn out to share one file
-// system.
+// `registrar`, `damaged` and `tried` as in OpenCheckpoint, where all nodes turn out to share one
+// file system.
 //
 // Errors, the same on every rank: NOT_FOUND if no node has such a checkpoint; DATA_LOSS naming the
-// files that no node has and the node that wrote them; those of writing, with the rank.
+// files that no node has and the node that wrote them; without `dir` ABORTED if other processes
+// remove what is found on some node; those of writing, with the rank.
 absl::StatusOr<StateReader> OpenCheckpointOnNodes(Comm& comm, const std::string& dir,
                                                   const CheckpointFolder& folder,
                                                   const NodeGroups& groups,
                                                   CheckpointRegistrar* registrar = nullptr,
-                                                  const std::vector<std::string>& damaged = {});
+                                                  const std::vector<std::string>& damaged = {},
+                                                  std::string* tried = nullptr);
 
 }  // namespace muster
 

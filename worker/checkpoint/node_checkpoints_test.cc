@@ -291,6 +291,39 @@ TEST_F(NodeCheckpointsTest, DamageWithoutAnotherCopy_IsNamed) {
   });
 }
 
+// On its way to the others a piece of a file changes.
+class NoisyComm : public BorrowedComm {
+ public:
+  explicit NoisyComm(Comm& comm) : BorrowedComm(comm) {}
+  std::string BroadcastBytes(const std::string& bytes, int root) override {
+    std::string got = BorrowedComm::BroadcastBytes(bytes, root);
+    if (rank() != root && !got.empty() && got[0] == 'D') got.back() ^= 1;
+    return got;
+  }
+};
+
+TEST_F(NodeCheckpointsTest, DamageOnTheWay_IsUnavailable_AndNothingOlderIsTaken) {
+  RunRanks(4, [&](Comm& comm) {
+    for (int i = 0; i < 2; ++i) ASSERT_TRUE(SaveNumbered(comm, i).ok());
+  });
+  RunRanks(4, [&](Comm& comm) {
+    NoisyComm noisy(comm);
+    const absl::Status status = OpenNewest(noisy).status();
+    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("rank 2: " + CheckpointFolder(Disk(1)).PathOf(1)),
+                      HasSubstr("what rank 0 sent does not match the manifest")));
+  });
+  // Nothing of it stays.
+  EXPECT_THAT(*ListDirectory(Disk(1)), ElementsAre("checkpoint_0", "checkpoint_1"));
+  EXPECT_FALSE(PathExists(JoinPath(CheckpointFolder(Disk(1)).PathOf(1), "model.safetensors")));
+  RunRanks(4, [&](Comm& comm) {
+    const auto reader = OpenNewest(comm);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(ModelOf(*reader), 1);
+  });
+}
+
 // A process that ends before its `last`-th broadcast.
 class LeavingComm : public BorrowedComm {
  public:

@@ -30,9 +30,6 @@ constexpr size_t kMaxSliceName = 1024;
 // After so many restarts of the registry in the middle of one save something else is wrong.
 constexpr int kSealTries = 10;
 
-// Of a resume, where other processes rename what it finds.
-constexpr int kSearches = 3;
-
 // A lock of what may be null.
 class OptionalLock {
  public:
@@ -538,11 +535,9 @@ absl::Status PublishTogether(Comm& comm, Staging* staging, const Publication& pu
   return PublishRegistered(comm, staging, publication, mine, all);
 }
 
-namespace {
-
-// One search. ABORTED: other processes rename or remove what is found.
-absl::StatusOr<std::string> FindOnce(const CheckpointFolder& folder, CheckpointRegistrar* registrar,
-                                     const std::vector<std::string>& damaged) {
+absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folder,
+                                                   CheckpointRegistrar* registrar,
+                                                   const std::vector<std::string>& damaged) {
   std::vector<std::string> unnamed;
   const auto by_folder =
       [&](const std::vector<RegisteredCheckpoint>& records,
@@ -664,19 +659,6 @@ absl::StatusOr<std::string> FindOnce(const CheckpointFolder& folder, CheckpointR
                      << *newest;
   }
   return newest;
-}
-
-}  // namespace
-
-absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folder,
-                                                   CheckpointRegistrar* registrar,
-                                                   const std::vector<std::string>& damaged) {
-  for (int search = 1;; ++search) {
-    absl::StatusOr<std::string> found = FindOnce(folder, registrar, damaged);
-    if (!absl::IsAborted(found.status())) return found;
-    if (search == kSearches) return absl::UnavailableError(found.status().message());
-    MUSTER_LOG(Info) << found.status().message() << "; the search begins again";
-  }
 }
 
 void ReportDamage(const std::string& path, CheckpointRegistrar* registrar,

@@ -58,8 +58,9 @@ absl::Status PublishTogether(Comm& comm, Staging* staging, const Publication& pu
 // renamed now. A registry that knows none, or that is unreachable, is ignored, and the log says so.
 // Without one: the newest that is complete. Manifests and sizes are checked; who loads it checks
 // the contents, and asks again with the paths of those that were damaged in `damaged`. Errors:
-// NOT_FOUND; DATA_LOSS if there are only damaged ones; those that may pass (StaysUnreadable()), of
-// the newest one: no older one is taken then.
+// NOT_FOUND; DATA_LOSS if there are only damaged ones; ABORTED if other processes rename or remove
+// what is found: search again; those that may pass (StaysUnreadable()), of the newest one: no older
+// one is taken then.
 absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folder,
                                                    CheckpointRegistrar* registrar,
                                                    const std::vector<std::string>& damaged = {});

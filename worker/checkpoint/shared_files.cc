@@ -15,6 +15,7 @@
 #include "base/file.h"
 #include "base/log.h"
 #include "base/memory_file.h"
+#include "base/peer_file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/digest.h"
@@ -60,15 +61,14 @@ struct SharedFiles::Reading {
   // Opens the files, if all of them are in memory where they are.
   bool OpenInPlace() {
     in_place = !files.empty() && std::all_of(files.begin(), files.end(), [&](const auto& file) {
-      const int fd = open(JoinPath(dir, file.name).c_str(), O_RDONLY | O_CLOEXEC);
-      if (fd < 0) return false;
-      shared.files_.emplace(file.name, fd);
+      OwnedFd& fd = shared.files_[file.name];
+      fd = OwnedFd(open(JoinPath(dir, file.name).c_str(), O_RDONLY | O_CLOEXEC));
       struct stat info;
       // Of another size: ReadDirectFile says so.
-      return IsInMemory(fd, options.read) && fstat(fd, &info) == 0 &&
+      return fd.open() && IsInMemory(fd.get(), options.read) && fstat(fd.get(), &info) == 0 &&
              static_cast<uint64_t>(info.st_size) == file.digest.bytes;
     });
-    if (!in_place) shared.CloseAll();
+    if (!in_place) shared.files_.clear();
     return in_place;
   }
 
@@ -77,20 +77,20 @@ struct SharedFiles::Reading {
     Json entries = Json::array();
     if (in_place) {
       for (const ManifestFile& file : files) {
-        MUSTER_ASSIGN_OR_RETURN(const std::string identity,
-                                FileIdentity(shared.files_.at(file.name)));
-        entries.push_back({getpid(), shared.files_.at(file.name), identity});
+        MUSTER_ASSIGN_OR_RETURN(std::string identity,
+                                FileIdentity(shared.files_.at(file.name).get()));
+        entries.push_back(std::move(identity));
       }
       return entries.dump();
     }
     for (const ManifestFile& file : files) {
-      const int fd = options.create != nullptr ? options.create(file.name.c_str())
-                                               : memfd_create(file.name.c_str(), MFD_CLOEXEC);
-      if (fd < 0) return absl::ErrnoToStatus(errno, "cannot create shared memory");
-      shared.files_.emplace(file.name, fd);
-      MUSTER_RETURN_IF_ERROR(ResizeMemoryFile(fd, file.digest.bytes));
-      MUSTER_ASSIGN_OR_RETURN(const std::string identity, FileIdentity(fd));
-      entries.push_back({getpid(), fd, identity});
+      OwnedFd& fd = shared.files_[file.name];
+      fd = OwnedFd(options.create != nullptr ? options.create(file.name.c_str())
+                                             : memfd_create(file.name.c_str(), MFD_CLOEXEC));
+      if (!fd.open()) return absl::ErrnoToStatus(errno, "cannot create shared memory");
+      MUSTER_RETURN_IF_ERROR(ResizeMemoryFile(fd.get(), file.digest.bytes));
+      MUSTER_ASSIGN_OR_RETURN(std::string place, PlaceOfFile(fd.get()));
+      entries.push_back(std::move(place));
     }
     return entries.dump();
   }
@@ -101,20 +101,13 @@ struct SharedFiles::Reading {
     for (size_t i = 0; i < files.size(); ++i) {
       if (in_place) {
         MUSTER_ASSIGN_OR_RETURN(const std::string identity,
-                                FileIdentity(shared.files_.at(files[i].name)));
-        if (identity == entries[i][2].get<std::string>()) continue;
+                                FileIdentity(shared.files_.at(files[i].name).get()));
+        if (identity == entries[i].get<std::string>()) continue;
         return absl::UnavailableError(
             absl::StrCat(JoinPath(dir, files[i].name), " is another file than the first rank's"));
       }
-      const std::string path =
-          absl::StrCat("/proc/", entries[i][0].get<int>(), "/fd/", entries[i][1].get<int>());
-      const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
-      if (fd < 0) return ReadError(errno, absl::StrCat("cannot open ", path));
-      shared.files_.emplace(files[i].name, fd);
-      MUSTER_ASSIGN_OR_RETURN(const std::string identity, FileIdentity(fd));
-      if (identity != entries[i][2].get<std::string>()) {
-        return absl::UnavailableError(absl::StrCat(path, " is not the shared memory"));
-      }
+      MUSTER_ASSIGN_OR_RETURN(shared.files_[files[i].name],
+                              OpenPeerFile(entries[i].get<std::string>(), O_RDWR));
     }
     return absl::OkStatus();
   }
@@ -177,7 +170,7 @@ struct SharedFiles::Reading {
   }
 
   absl::Status ReadRange(const ManifestFile& file, const FileRange& range) {
-    const int fd = shared.files_.at(file.name);
+    const int fd = shared.files_.at(file.name).get();
     if (in_place) {
       MUSTER_ASSIGN_OR_RETURN(const Mapping mapping, Mapping::ToRead(fd, file.digest.bytes));
       return CheckBlocks(JoinPath(dir, file.name),
@@ -275,23 +268,16 @@ absl::StatusOr<std::unique_ptr<SharedFiles>> SharedFiles::Read(
     }
     together = false;
   }
-  if (!together) shared->CloseAll();
+  if (!together) shared->files_.clear();
   absl::Status read;
   if (together) read = GuardRank([&] { return reading.ReadShare(index, count, needed); });
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, read, {}, nullptr));
   return shared;
 }
 
-SharedFiles::~SharedFiles() { CloseAll(); }
-
-void SharedFiles::CloseAll() {
-  for (const auto& [unused, fd] : files_) close(fd);
-  files_.clear();
-}
-
 std::string SharedFiles::PathOf(absl::string_view name) const {
   const auto found = files_.find(name);
-  return found == files_.end() ? "" : absl::StrCat("/proc/self/fd/", found->second);
+  return found == files_.end() ? "" : absl::StrCat("/proc/self/fd/", found->second.get());
 }
 
 }  // namespace muster

@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "base/owned_fd.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/collective/comm.h"
@@ -41,7 +42,6 @@ class SharedFiles {
   static absl::StatusOr<std::unique_ptr<SharedFiles>> Read(Comm& comm, const std::string& dir,
                                                            const std::vector<ManifestFile>& files,
                                                            const Options& options);
-  ~SharedFiles();
   SharedFiles(const SharedFiles&) = delete;
   SharedFiles& operator=(const SharedFiles&) = delete;
 
@@ -56,9 +56,8 @@ class SharedFiles {
  private:
   struct Reading;
   SharedFiles() = default;
-  void CloseAll();
 
-  std::map<std::string, int, std::less<>> files_;  // descriptors, by name
+  std::map<std::string, OwnedFd, std::less<>> files_;  // by name
   uint64_t bytes_read_ = 0;
 };
 

@@ -5,24 +5,30 @@
 #include <linux/magic.h>
 #include <poll.h>
 #include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstdio>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "absl/time/time.h"
 #include "base/clock.h"
 #include "base/file.h"
 #include "base/mutex.h"
 #include "base/owned_fd.h"
+#include "base/text.h"
 #include "worker/checkpoint/read_error.h"
 
 namespace muster {
@@ -86,6 +92,38 @@ bool LockWithin(int folder, absl::Duration shared, absl::Duration exclusive) {
   return true;
 }
 
+// The process that has the folder locked as its writer, by the system's table; 0: it shows none.
+int WriterPid(int folder) {
+  struct stat info;
+  if (fstat(folder, &info) != 0) return 0;
+  const absl::StatusOr<std::string> table = ReadFile("/proc/locks");
+  // 3: FLOCK  ADVISORY  WRITE 4711 08:02:393232 0 EOF
+  for (const absl::string_view line : absl::StrSplit(table.value_or(""), '\n')) {
+    const std::vector<std::string> words = absl::StrSplit(line, ' ', absl::SkipEmpty());
+    unsigned device_major = 0, device_minor = 0;
+    unsigned long inode = 0;
+    int pid = 0;
+    if (words.size() < 6 || words[1] != "FLOCK" || words[3] != "WRITE" ||
+        !absl::SimpleAtoi(words[4], &pid) || pid <= 0 ||
+        sscanf(words[5].c_str(), "%x:%x:%lu", &device_major, &device_minor, &inode) != 3) {
+      continue;
+    }
+    if (inode != info.st_ino) continue;
+    if (device_major == major(info.st_dev) && device_minor == minor(info.st_dev)) return pid;
+    // Btrfs has other numbers there: the files that the process has open say whether it is this
+    // one.
+    const std::string files = absl::StrCat("/proc/", pid, "/fd");
+    for (const std::string& name : ListDirectory(files).value_or(std::vector<std::string>())) {
+      struct stat other;
+      if (stat(JoinPath(files, name).c_str(), &other) == 0 && other.st_ino == info.st_ino &&
+          other.st_dev == info.st_dev) {
+        return pid;
+      }
+    }
+  }
+  return 0;
+}
+
 }  // namespace
 
 bool HasMark(absl::string_view name, absl::string_view stem, absl::string_view mark) {
@@ -133,9 +171,25 @@ absl::StatusOr<int> LockFolderPatiently(const std::string& path) {
   }
   if (errno == EWOULDBLOCK && flock(folder.get(), LOCK_SH | LOCK_NB) != 0) {
     return absl::AbortedError(
-        absl::StrCat(path, ": another process has it locked and does not finish with it"));
+        absl::StrCat(path, ": ", LockHolderOf(path),
+                     " has it locked and does not finish with it: wait for that ",
+                     "process, or end it, and start again, or name another checkpoint"));
   }
   return -1;
+}
+
+std::string LockHolderOf(const std::string& path) {
+  const OwnedFd folder(OpenFolder(path));
+  const int pid = folder.open() ? WriterPid(folder.get()) : 0;
+  if (pid == 0) return "a process that this machine does not show";
+  const absl::StatusOr<std::string> name = ReadFile(absl::StrCat("/proc/", pid, "/comm"));
+  char host[256] = "";
+  (void)gethostname(host, sizeof(host) - 1);
+  return absl::StrCat(
+      "process ", pid,
+      name.ok() ? absl::StrCat(" (", Printable(absl::StripTrailingAsciiWhitespace(*name)), ")")
+                : "",
+      " on ", host);
 }
 
 absl::Duration SetLockPatience(absl::Duration patience) {

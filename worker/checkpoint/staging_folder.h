@@ -34,11 +34,15 @@ bool IsDoomed(absl::string_view path);
 int LockFolder(const std::string& path, absl::Duration shared = absl::Seconds(30));
 
 // The same, but waits for a while (10 s) for others that have it locked. -1: others load from
-// there, or the file system has no locks. Errors: ABORTED if a process still has the lock of a
-// writer, and so may rename or remove the folder at any moment; those of opening it.
+// there, or the file system has no locks. Errors: ABORTED, naming the process, if one still has the
+// lock of a writer, and so may rename or remove the folder at any moment; those of opening it.
 absl::StatusOr<int> LockFolderPatiently(const std::string& path);
 // How long that is; returns how long it was. For tests.
 absl::Duration SetLockPatience(absl::Duration patience);
+
+// The process that has the lock of a writer, for messages: "process 4711 (train) on gpu-1", or
+// words for one that this machine does not show: of another machine or container.
+std::string LockHolderOf(const std::string& path);
 
 // Makes the lock of a writer, or what is left of it, one of those who load from the folder.
 void ShareLock(int lock);

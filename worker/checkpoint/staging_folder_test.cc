@@ -106,11 +106,20 @@ TEST(StagingFolder, LockFolderPatiently_TellsReadersFromWriters) {
   {
     const OwnedFd writer(LockFolder(folder.path()));
     ASSERT_TRUE(writer.open());
-    EXPECT_TRUE(absl::IsAborted(LockFolderPatiently(folder.path()).status()));
+    const absl::Status status = LockFolderPatiently(folder.path()).status();
+    EXPECT_TRUE(absl::IsAborted(status)) << status;
+    // Who has to end it must know which one it is.
+    EXPECT_EQ(LockHolderOf(folder.path()).find("process " + std::to_string(getpid()) + " ("), 0u)
+        << LockHolderOf(folder.path());
+    EXPECT_NE(status.message().find(LockHolderOf(folder.path()) + " has it locked"),
+              absl::string_view::npos)
+        << status;
     EXPECT_FALSE(HoldInPlace(folder.path()));
   }
   EXPECT_TRUE(absl::IsNotFound(LockFolderPatiently(folder.Path("missing")).status()));
   ASSERT_TRUE(HoldInPlace(folder.path()));
+  EXPECT_EQ(LockHolderOf(folder.path()), "a process that this machine does not show")
+      << "who reads is no writer";
   ASSERT_TRUE(HoldInPlace(folder.path()));
   EXPECT_EQ(LockFolderPatiently(folder.path()).value(), -1);
   ReleaseInPlace();

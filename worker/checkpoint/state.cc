@@ -27,9 +27,6 @@
 namespace muster {
 namespace {
 
-// Of a load, where other processes rename or remove what was found.
-constexpr int kSearches = 3;
-
 bool IsStagingFolder(const std::string& path) {
   const std::string name = BaseName(path);
   return HasMark(name, StemOf(name, kStagingMark), kStagingMark);
@@ -75,6 +72,11 @@ std::optional<std::vector<absl::string_view>> PiecesOf(const SafetensorsPlan& pl
     pieces.emplace_back(static_cast<const char*>(source.const_data_ptr()), entry.end - entry.begin);
   }
   return pieces;
+}
+
+// Of a folder that HoldInPlace() has not got.
+absl::Status IsLocked(const std::string& path) {
+  return absl::AbortedError(absl::StrCat(path, ": ", LockHolderOf(path), " has it locked"));
 }
 
 std::vector<int64_t> VersionsOf(const std::vector<at::Tensor>& tensors) {
@@ -304,68 +306,49 @@ absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
 absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
                                            const CheckpointFolder& folder,
                                            CheckpointRegistrar* registrar,
-                                           const std::vector<std::string>& damaged) {
-  std::vector<std::string> passed_over = damaged;
-  absl::Status first;
-  int moved = 0;
-  while (true) {
-    std::string found = dir;
-    if (dir.empty()) {
-      absl::Status status;
-      if (comm.rank() == 0) {
-        status = GuardRank([&]() -> absl::Status {
-          MUSTER_ASSIGN_OR_RETURN(found, FindCheckpointToResume(folder, registrar, passed_over));
-          return absl::OkStatus();
-        });
-      }
-      status = StatusOfMain(comm, status);
-      if (absl::IsNotFound(status) && !first.ok()) return first;
-      // Not the same as none yet, where training begins from scratch.
-      if (absl::IsNotFound(status) && moved > 0) return absl::UnavailableError(status.message());
-      MUSTER_RETURN_IF_ERROR(status);
-      found = comm.BroadcastBytes(found, 0);
+                                           const std::vector<std::string>& damaged,
+                                           std::string* tried) {
+  std::string found = dir;
+  if (dir.empty()) {
+    absl::Status status;
+    if (comm.rank() == 0) {
+      status = GuardRank([&]() -> absl::Status {
+        MUSTER_ASSIGN_OR_RETURN(found, FindCheckpointToResume(folder, registrar, damaged));
+        return absl::OkStatus();
+      });
     }
-    // Without its name it is read only while nobody here can give it that, or remove it.
-    const bool unnamed = dir.empty() && IsStagingFolder(found);
-    absl::StatusOr<StateReader> reader =
-        !unnamed || HoldInPlace(found)
-            ? StateReader::Open(found)
-            : absl::AbortedError(absl::StrCat(found, ": another process has it locked"));
-    const absl::Status opened = AgreeOnFiles(comm, reader.status(), {}, nullptr);
-    if (opened.ok()) return reader;
-    // The next search may give it its name. All ranks have freed it when the exchange that follows
-    // has ended.
-    ReleaseInPlace();
-    // What is not there for one rank and whole for another is there: this one looks elsewhere, or
-    // knows a file server's state of a moment ago.
-    const std::vector<std::string> wholes = comm.AllGatherBytes(reader.ok() ? "whole" : "");
-    const bool some = std::count(wholes.begin(), wholes.end(), "whole") > 0;
+    MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, status));
+    found = comm.BroadcastBytes(found, 0);
+  }
+  if (tried != nullptr) *tried = found;
+  // Without its name it is read only while nobody here can give it that, or remove it.
+  const bool unnamed = dir.empty() && IsStagingFolder(found);
+  absl::StatusOr<StateReader> reader =
+      !unnamed || HoldInPlace(found) ? StateReader::Open(found) : IsLocked(found);
+  const absl::Status opened = AgreeOnFiles(comm, reader.status(), {}, nullptr);
+  if (opened.ok()) return reader;
+  // The next search may give it its name. All ranks have freed it when the exchange that follows
+  // has ended.
+  ReleaseInPlace();
+  // What is not there for one rank and whole for another is there: this one looks elsewhere, or
+  // knows a file server's state of a moment ago.
+  const std::vector<std::string> wholes = comm.AllGatherBytes(reader.ok() ? "whole" : "");
+  const bool some = std::count(wholes.begin(), wholes.end(), "whole") > 0;
+  if (dir.empty()) {
     const bool gone =
-        dir.empty() &&
         !comm.BroadcastBytes(comm.rank() == 0 && !PathExists(found) ? "gone" : "", 0).empty();
     // Another process has given it its name, or removed it.
-    if (gone || (dir.empty() &&
-                 (absl::IsAborted(opened) || (absl::IsNotFound(opened) && (unnamed || !some))))) {
-      if (++moved == kSearches) return absl::UnavailableError(opened.message());
-      if (comm.rank() == 0) MUSTER_LOG(Info) << opened.message() << "; the search begins again";
-      continue;
+    if (gone || absl::IsAborted(opened) || (absl::IsNotFound(opened) && (unnamed || !some))) {
+      return absl::AbortedError(opened.message());
     }
-    if ((absl::IsNotFound(opened) || absl::IsDataLoss(opened)) && some) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          opened.message(), "; other ranks see all of ", found,
-          ": all ranks must see one folder (or set project.save_on_each_node); where they do, "
-          "start again"));
-    }
-    if (!dir.empty() || !absl::IsDataLoss(opened) ||
-        std::find(passed_over.begin(), passed_over.end(), found) != passed_over.end()) {
-      return opened;
-    }
-    if (comm.rank() == 0) {
-      MUSTER_LOG(Warning) << "passing over " << found << ": " << opened.message();
-    }
-    first.Update(opened);
-    passed_over.push_back(found);
   }
+  if ((absl::IsNotFound(opened) || absl::IsDataLoss(opened)) && some) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        opened.message(), "; other ranks see all of ", found,
+        ": all ranks must see one folder (or set project.save_on_each_node); where they do, "
+        "start again"));
+  }
+  return opened;
 }
 
 }  // namespace muster

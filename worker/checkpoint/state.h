@@ -167,12 +167,14 @@ absl::Status CheckNumberIsFree(Comm& comm, const NodeGroups& groups, const Check
                                int64_t iteration, int total_limit);
 
 // Opens a checkpoint on every rank; with `dir` empty, what FindCheckpointToResume says on rank 0.
-// Collective; all ranks return the same error: FAILED_PRECONDITION if some see all of it and others
-// not.
+// One search: a load uses OpenAndReadCheckpoint, which searches again. Collective; all ranks return
+// the same error: FAILED_PRECONDITION if some see all of it and others not; without `dir` ABORTED
+// if other processes rename or remove what is found. `tried`: what was opened or could not be.
 absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
                                            const CheckpointFolder& folder,
                                            CheckpointRegistrar* registrar = nullptr,
-                                           const std::vector<std::string>& damaged = {});
+                                           const std::vector<std::string>& damaged = {},
+                                           std::string* tried = nullptr);
 
 }  // namespace muster
 

@@ -17,8 +17,9 @@ struct UnfinishedSave {
   std::string checkpoint;  // what it is to be called, DIR
   FolderWriter writer = FolderWriter::kUnknown;
   // All of it is written, and the registry has sealed it: only its name is missing. If its writer
-  // is gone a load without a directory gives it to it: where the name is that of a numbered
-  // checkpoint and no newer one has it, or the job's coordinator knows it.
+  // is gone it gets it from a load without a directory, where the name is that of a numbered
+  // checkpoint and no newer one has it, or the job's coordinator knows it; and from the next save
+  // in the folder, and from `muster checkpoints prune`, where no other one has it.
   bool sealed = false;
   uint64_t bytes = 0;  // that it takes on the disk; room is reserved before it is written
   absl::Time changed;  // when something in it was last written, by the clock of the file system

@@ -2,6 +2,9 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <csignal>
 
 #include "base/file.h"
 #include "base/test_folder.h"
@@ -211,6 +214,35 @@ TEST_F(WeightFilesTest, Copy_ReplacesAnEarlierOneButNeverItsSource) {
   }
   EXPECT_EQ(Bytes(*WeightFiles::Open(Path("in")), "a"), "aa");
   EXPECT_FALSE(CopyWeights(*files, "/proc/nowhere").ok());
+}
+
+// A disk on which there is no room, which is found before and while it is written.
+TEST_F(WeightFilesTest, Copy_ThatFails_LeavesNoFolderBehind) {
+  Put("in/model.safetensors", Tensors({"a"}, 'a'));
+  const auto files = WeightFiles::Open(Path("in"));
+  ASSERT_TRUE(files.ok()) << files.status();
+  const auto larger = WeightFiles::Open(TestdataPath("torch_files/expanded.bin"));
+  ASSERT_TRUE(larger.ok()) << larger.status();
+  rlimit before;
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  const auto handler = signal(SIGXFSZ, SIG_IGN);
+  for (const char* to : {"new", "new/of/all", "new/of/all/model.safetensors"}) {
+    SCOPED_TRACE(to);
+    EXPECT_FALSE(CopyWeights(*larger, Path(to)).ok());
+    EXPECT_FALSE(PathExists(Path("new")));
+    const rlimit none = {.rlim_cur = 1, .rlim_max = before.rlim_max};
+    ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &none), 0);
+    const auto copied = CopyWeights(*files, Path(to));
+    ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+    EXPECT_FALSE(copied.ok());
+    EXPECT_FALSE(PathExists(Path("new")));
+  }
+  signal(SIGXFSZ, handler);
+  // What was there stays.
+  ASSERT_TRUE(MakeDirectories(Path("old")).ok());
+  EXPECT_FALSE(CopyWeights(*larger, Path("old/new")).ok());
+  EXPECT_FALSE(CopyWeights(*larger, Path("old")).ok());
+  EXPECT_THAT(*ListDirectory(Path("old")), UnorderedElementsAre());
 }
 
 // Every model that save_pretrained wrote: one file of its shards, and shards of that file, hold the

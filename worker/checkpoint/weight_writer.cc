@@ -2,10 +2,12 @@
 
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
@@ -57,6 +59,28 @@ absl::Status CheckNotRead(const WeightFiles& weights, const std::string& folder,
   return absl::OkStatus();
 }
 
+// The folders on the way to one that does not exist yet. What fails leaves none of them behind.
+class NewFolders {
+ public:
+  explicit NewFolders(const std::string& folder) : there_(folder) {
+    while (!PathExists(there_)) {
+      missing_.push_back(there_);
+      there_ = ParentPath(there_);
+    }
+  }
+  // The nearest one that exists.
+  const std::string& there() const { return there_; }
+  void RemoveEmpty() const {
+    for (const std::string& folder : missing_) {
+      if (rmdir(folder.c_str()) != 0) return;
+    }
+  }
+
+ private:
+  std::string there_;
+  std::vector<std::string> missing_;  // the deepest first
+};
+
 // Before anything is written: a view may repeat a few bytes of a small file without end.
 absl::Status CheckSpace(const std::string& folder, uint64_t bytes) {
   struct statvfs info;
@@ -70,10 +94,8 @@ absl::Status CheckSpace(const std::string& folder, uint64_t bytes) {
                            left, " left (make room, or write to another disk)"));
 }
 
-}  // namespace
-
-absl::StatusOr<CopiedWeights> CopyWeights(const WeightFiles& weights, const std::string& to,
-                                          int64_t max_shard_bytes) {
+absl::StatusOr<CopiedWeights> CopyInto(const WeightFiles& weights, const std::string& to,
+                                       int64_t max_shard_bytes, const NewFolders& folders) {
   std::vector<SafetensorsEntry> entries;
   CopiedWeights copied;
   absl::flat_hash_set<std::string> seen;
@@ -92,14 +114,14 @@ absl::StatusOr<CopiedWeights> CopyWeights(const WeightFiles& weights, const std:
   }
   if (absl::EndsWith(to, kModelExtension)) {
     MUSTER_RETURN_IF_ERROR(CheckNotRead(weights, ParentPath(to), {BaseName(to)}));
+    MUSTER_RETURN_IF_ERROR(CheckSpace(folders.there(), copied.bytes));
     MUSTER_RETURN_IF_ERROR(MakeDirectories(ParentPath(to)));
-    MUSTER_RETURN_IF_ERROR(CheckSpace(ParentPath(to), copied.bytes));
     MUSTER_RETURN_IF_ERROR(WriteOne(weights, std::move(entries), to));
     copied.files = {BaseName(to)};
     return copied;
   }
+  MUSTER_RETURN_IF_ERROR(CheckSpace(folders.there(), copied.bytes));
   MUSTER_RETURN_IF_ERROR(MakeDirectories(to));
-  MUSTER_RETURN_IF_ERROR(CheckSpace(to, copied.bytes));
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> before, ListDirectory(to));
   std::vector<std::string> replaced;
   for (const std::string& name : before) {
@@ -117,6 +139,16 @@ absl::StatusOr<CopiedWeights> CopyWeights(const WeightFiles& weights, const std:
   }
   MUSTER_RETURN_IF_ERROR(writer->Finish());
   copied.files = writer->FileNames();
+  return copied;
+}
+
+}  // namespace
+
+absl::StatusOr<CopiedWeights> CopyWeights(const WeightFiles& weights, const std::string& to,
+                                          int64_t max_shard_bytes) {
+  const NewFolders folders(absl::EndsWith(to, kModelExtension) ? ParentPath(to) : to);
+  absl::StatusOr<CopiedWeights> copied = CopyInto(weights, to, max_shard_bytes, folders);
+  if (!copied.ok()) folders.RemoveEmpty();
   return copied;
 }
 

@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <memory>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,6 +17,7 @@
 #include "base/file.h"
 #include "base/memory_file.h"
 #include "base/owned_fd.h"
+#include "base/peer_file.h"
 #include "c10/util/Exception.h"
 #include "torch/csrc/distributed/c10d/Backend.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
@@ -131,21 +131,13 @@ std::optional<SharedParts> ShareParts(Comm& comm, int64_t part, const at::Tensor
   made = made && all != nullptr && own != nullptr &&
          own->Map(file.get(), whole ? part_bytes * rank : 0, part_bytes, PROT_READ | PROT_WRITE);
   // Where the others find it.
-  const absl::StatusOr<std::string> identity = FileIdentity(file.get());
-  made = made && identity.ok();
-  const std::vector<std::string> places = comm.AllGatherBytes(
-      made ? c10::str(getpid(), " ", file.get(), " ", *identity) : std::string());
+  const absl::StatusOr<std::string> place = PlaceOfFile(file.get());
+  made = made && place.ok();
+  const std::vector<std::string> places = comm.AllGatherBytes(made ? *place : std::string());
   bool mapped = true;
   for (int r = 0; r < size && mapped; ++r) {
-    std::istringstream place(places[r]);
-    int pid = 0, fd = -1;
-    std::string theirs;
-    mapped = static_cast<bool>(place >> pid >> fd >> theirs);
-    if (!mapped) break;
-    const std::string path = c10::str("/proc/", pid, "/fd/", fd);
-    const OwnedFd other(open(path.c_str(), O_RDONLY | O_CLOEXEC));
-    mapped = FileIdentity(other.get()).value_or("") == theirs &&
-             all->Map(other.get(), part_bytes * r, part_bytes, PROT_READ);
+    const absl::StatusOr<OwnedFd> other = OpenPeerFile(places[r], O_RDONLY);
+    mapped = other.ok() && all->Map(other->get(), part_bytes * r, part_bytes, PROT_READ);
   }
   // All have mapped it or given up: the files are needed no more.
   if (!All(comm, mapped)) return std::nullopt;

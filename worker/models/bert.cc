@@ -9,9 +9,6 @@
 #include "ATen/ops/linear.h"
 #include "ATen/ops/mse_loss.h"
 #include "ATen/ops/zeros_like.h"
-#include "absl/strings/match.h"
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_replace.h"
 #include "torch/nn/modules/container/modulelist.h"
 #include "worker/train/activation_checkpoint.h"
 
@@ -105,18 +102,6 @@ BertModelImpl::BertModelImpl(const BertConfig& config, bool has_pooler)
   bert_ = register_module("bert", Bert(bert_config(), has_pooler));
 }
 
-std::string BertModelImpl::ParameterName(const std::string& name_in_file) const {
-  // Google's names of the norms, which the oldest files have.
-  std::string name = name_in_file;
-  if (absl::EndsWith(name, "LayerNorm.gamma")) name = name.substr(0, name.size() - 5) + "weight";
-  if (absl::EndsWith(name, "LayerNorm.beta")) name = name.substr(0, name.size() - 4) + "bias";
-  if (absl::EndsWith(name, "embeddings.position_ids")) return "";
-  for (const char* part : {"embeddings.", "encoder.", "pooler."}) {
-    if (absl::StartsWith(name, part)) name = absl::StrCat("bert.", name);
-  }
-  return name;
-}
-
 BertForMaskedLMImpl::BertForMaskedLMImpl(const BertConfig& config)
     : BertModelImpl(config, /*has_pooler=*/false) {
   const int64_t width = config.hidden_size;
@@ -152,21 +137,6 @@ ModelOutput BertForMaskedLMImpl::forward(const TextBatch& batch) {
               batch.labels.sizes(), ", input_ids ", batch.input_ids.sizes());
   output.loss = CrossEntropy(output.logits.flatten(0, 1), batch.labels.flatten());
   return output;
-}
-
-std::string BertForMaskedLMImpl::ParameterName(const std::string& name_in_file) const {
-  // The classifier of pairs and the pooler, in files of BertForPreTraining.
-  if (absl::StartsWith(name_in_file, "cls.seq_relationship.") ||
-      absl::StartsWith(name_in_file, "bert.pooler.")) {
-    return "";
-  }
-  // A tied head has the bias beside the decoder, written twice; of one that is not tied,
-  // transformers 5 writes both and computes with the decoder's.
-  if (absl::StartsWith(name_in_file, "cls.predictions.decoder.")) {
-    return decoder_ ? name_in_file : "";
-  }
-  if (name_in_file == "cls.predictions.bias") return decoder_ ? "" : name_in_file;
-  return BertModelImpl::ParameterName(name_in_file);
 }
 
 BertForSequenceClassificationImpl::BertForSequenceClassificationImpl(const BertConfig& config)

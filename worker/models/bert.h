@@ -65,9 +65,6 @@ class BertImpl : public torch::nn::Module {
 TORCH_MODULE(Bert);
 
 class BertModelImpl : public TextModelImpl {
- public:
-  std::string ParameterName(const std::string& name_in_file) const override;
-
  protected:
   BertModelImpl(const BertConfig& config, bool has_pooler);
   const BertConfig& bert_config() const { return std::get<BertConfig>(config()); }
@@ -81,7 +78,6 @@ class BertForMaskedLMImpl : public BertModelImpl {
   explicit BertForMaskedLMImpl(const BertConfig& config);
   ModelOutput forward(const TextBatch& batch) override;
   void InitWeights() override;
-  std::string ParameterName(const std::string& name_in_file) const override;
 
  private:
   Linear transform_{nullptr};

@@ -7,7 +7,6 @@
 #include "ATen/ops/arange.h"
 #include "ATen/ops/empty.h"
 #include "torch/nn/modules/container/modulelist.h"
-#include "worker/models/file_names.h"
 #include "worker/train/activation_checkpoint.h"
 
 namespace muster::models {
@@ -135,14 +134,6 @@ KvCache DecoderForCausalLMImpl::NewCache(int64_t batch, int64_t capacity) const 
   const DecoderConfig& config = decoder_config();
   return KvCache(config.num_layers, batch, config.num_key_value_heads, capacity, config.head_dim,
                  model_->embed_tokens->weight.options().requires_grad(false));
-}
-
-std::string DecoderForCausalLMImpl::ParameterName(const std::string& name_in_file) const {
-  return DecoderParameterName(decoder_config(), name_in_file);
-}
-
-std::vector<std::string> DecoderForCausalLMImpl::PartsOf(const std::string& name_in_file) const {
-  return DecoderPartsOf(decoder_config(), name_in_file);
 }
 
 }  // namespace muster::models

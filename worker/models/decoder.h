@@ -91,8 +91,6 @@ class DecoderForCausalLMImpl : public CausalLmImpl {
   explicit DecoderForCausalLMImpl(const DecoderConfig& config);
 
   KvCache NewCache(int64_t batch, int64_t capacity) const override;
-  std::string ParameterName(const std::string& name_in_file) const override;
-  std::vector<std::string> PartsOf(const std::string& name_in_file) const override;
 
  protected:
   Hidden Run(const TextBatch& batch, KvCache* cache, bool run_idle_experts) override;

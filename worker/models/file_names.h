@@ -1,22 +1,36 @@
 #ifndef MUSTER_WORKER_MODELS_FILE_NAMES_H_
 #define MUSTER_WORKER_MODELS_FILE_NAMES_H_
 
+#include <functional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "worker/models/model_config.h"
 
 namespace muster::models {
 
-// How the tensors of a decoder are named in files, for models and for tools. Without torch. Pure.
+// How the tensors of a model are named in files, for models and for tools. Without torch. Pure.
 
-// TextModelImpl::ParameterName of a decoder. Empty for a tensor that it does not need.
-std::string DecoderParameterName(const DecoderConfig& config, const std::string& name_in_file);
+// TextModelImpl::ParameterName. Empty for a tensor that the model does not need.
+std::string ParameterNameOf(const ModelConfig& config, const std::string& name_in_file);
 
-// TextModelImpl::PartsOf of a decoder: the tensors in a file that hold all experts of a layer, as
-// the model in the memory of transformers 5 has them, are the matrices of each expert.
-std::vector<std::string> DecoderPartsOf(const DecoderConfig& config,
-                                        const std::string& name_in_file);
+// Google's names of a norm's weights, `LayerNorm.gamma` and `LayerNorm.beta`, as `LayerNorm.weight`
+// and `LayerNorm.bias`; other names as they are. transformers does so for models of every class.
+std::string WithoutGammaAndBeta(const std::string& name_in_file);
+
+// By the head's name in files, the model's name of what the config ties it to.
+std::vector<std::pair<std::string, std::string>> TiedHeads(const ModelConfig& config);
+
+// ParameterNameOf for files that hold these names: where a tied weight is there under the head's
+// name alone, that one is the embedding.
+std::function<std::string(const std::string&)> NamesOfFiles(
+    const ModelConfig& config, const std::set<std::string>& names_in_files);
+
+// TextModelImpl::PartsOf: the tensors in a file that hold all experts of a layer, as the model in
+// the memory of transformers 5 has them, are the matrices of each expert.
+std::vector<std::string> PartsOf(const ModelConfig& config, const std::string& name_in_file);
 
 }  // namespace muster::models
 

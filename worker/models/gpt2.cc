@@ -6,7 +6,6 @@
 #include "ATen/TensorOperators.h"
 #include "ATen/ops/arange.h"
 #include "absl/strings/match.h"
-#include "absl/strings/str_cat.h"
 #include "torch/nn/modules/container/modulelist.h"
 #include "worker/train/activation_checkpoint.h"
 
@@ -131,16 +130,6 @@ KvCache Gpt2LMHeadModelImpl::NewCache(int64_t batch, int64_t capacity) const {
   return KvCache(config.num_layers, batch, config.num_heads, capacity,
                  config.hidden_size / config.num_heads,
                  transformer_->wte->weight.options().requires_grad(false));
-}
-
-std::string Gpt2LMHeadModelImpl::ParameterName(const std::string& name_in_file) const {
-  if (name_in_file == "lm_head.weight") return lm_head_ ? name_in_file : "";
-  // OpenAI's own names have no prefix; older files hold the causal mask.
-  const std::string name = absl::StartsWith(name_in_file, "transformer.")
-                               ? name_in_file
-                               : absl::StrCat("transformer.", name_in_file);
-  if (absl::EndsWith(name, ".attn.bias") || absl::EndsWith(name, ".attn.masked_bias")) return "";
-  return name;
 }
 
 }  // namespace muster::models

@@ -79,7 +79,6 @@ class Gpt2LMHeadModelImpl : public CausalLmImpl {
   // The projections back into the residual stream are smaller the more of them there are.
   void InitWeights() override;
   KvCache NewCache(int64_t batch, int64_t capacity) const override;
-  std::string ParameterName(const std::string& name_in_file) const override;
 
  protected:
   Hidden Run(const TextBatch& batch, KvCache* cache, bool run_idle_experts) override;

@@ -19,6 +19,7 @@
 #include "worker/checkpoint/weight_files.h"
 #include "worker/models/bert.h"
 #include "worker/models/decoder.h"
+#include "worker/models/file_names.h"
 #include "worker/models/gpt2.h"
 #include "worker/models/layers.h"
 #include "worker/train/guard.h"
@@ -58,20 +59,6 @@ std::string Names(const std::vector<std::string>& names) {
       " and ", names.size() - kNamesShown, " more");
 }
 
-// By a head's name in files, the model's name of what it can be tied to.
-constexpr std::pair<const char*, const char*> kTies[] = {
-    {"lm_head.weight", "model.embed_tokens.weight"},
-    {"lm_head.weight", "transformer.wte.weight"},
-    {"cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"},
-    {"cls.predictions.decoder.bias", "cls.predictions.bias"},
-};
-
-bool HasTiedHead(const CommonConfig& config) {
-  // A classifier has no such head: what a file has of one is left over.
-  return config.tie_word_embeddings &&
-         config.architecture != Architecture::kBertForSequenceClassification;
-}
-
 absl::StatusOr<WeightFiles> OpenFor(const std::string& path, const TextModelImpl& model) {
   MUSTER_ASSIGN_OR_RETURN(WeightFiles files, WeightFiles::Open(path));
   MUSTER_RETURN_IF_ERROR(
@@ -80,22 +67,9 @@ absl::StatusOr<WeightFiles> OpenFor(const std::string& path, const TextModelImpl
 }
 
 NameInModel NamesIn(const WeightFiles& files, const TextModelImpl& model) {
-  std::set<std::string> given;
-  for (const WeightEntry& entry : files.entries()) {
-    given.insert(model.ParameterName(entry.tensor.name));
-  }
-  std::map<std::string, std::string> heads;
-  if (HasTiedHead(Common(model.config()))) {
-    std::set<std::string> wanted;
-    for (const auto& item : model.named_parameters()) wanted.insert(item.key());
-    for (const auto& [head, tied_to] : kTies) {
-      if (wanted.count(tied_to) != 0 && given.count(tied_to) == 0) heads.emplace(head, tied_to);
-    }
-  }
-  return [&model, heads = std::move(heads)](const std::string& in_file) {
-    const auto head = heads.find(in_file);
-    return head == heads.end() ? model.ParameterName(in_file) : head->second;
-  };
+  std::set<std::string> names;
+  for (const WeightEntry& entry : files.entries()) names.insert(entry.tensor.name);
+  return NamesOfFiles(model.config(), names);
 }
 
 // Files against the model that the config describes, before it takes any memory. Sets
@@ -164,8 +138,7 @@ absl::StatusOr<bool> AreEqual(const WeightFiles& files, const WeightEntry& a,
 
 absl::Status CheckTiedHead(const std::string& path, const WeightFiles& files,
                            const TextModelImpl& model) {
-  if (!HasTiedHead(Common(model.config()))) return absl::OkStatus();
-  for (const auto& [head_name, tied_to] : kTies) {
+  for (const auto& [head_name, tied_to] : TiedHeads(model.config())) {
     const WeightEntry* const head = files.Find(head_name);
     if (head == nullptr) continue;
     for (const WeightEntry& entry : files.entries()) {

@@ -59,7 +59,7 @@ using NameInModel = std::function<std::string(const std::string& name_in_file)>;
 
 // For files that are read otherwise than by LoadPretrained, which does the same: TextModelImpl's
 // ParameterName, and where the files hold a tied weight under the head's name alone, that one is
-// the embedding's. `model` outlives the result. INVALID_ARGUMENT lists tensors of another shape
+// the embedding's. INVALID_ARGUMENT lists tensors of another shape
 // than the model's, and names both tensors if the files give a head that config.json ties to the
 // embedding values of its own (transformers 4 computes without them, transformers 5 with them);
 // errors of WeightFiles. Reads both tensors where files have both.

@@ -112,5 +112,20 @@ TEST(LoadBalancingLoss, Padding_DoesNotCount) {
   EXPECT_NEAR(with.item<double>(), LoadBalancingLoss({real, real}, 2, {}).item<double>(), 1e-6);
 }
 
+// A softmax in bfloat16 loses the gradient of a router that is almost even: it is a difference of
+// numbers that are alike.
+TEST(LoadBalancingLoss, Bfloat16_HasTheGradientOfFloat32) {
+  at::manual_seed(1);
+  const at::Tensor rounded = (0.01 * at::randn({40, 8})).to(c10::kBFloat16);
+  const auto gradient = [&rounded](c10::ScalarType type) {
+    at::Tensor logits = rounded.to(type).detach().requires_grad_(true);
+    LoadBalancingLoss({logits}, 2, {}).backward();
+    return logits.grad().to(c10::kFloat);
+  };
+  const at::Tensor exact = gradient(c10::kFloat);
+  const at::Tensor off = gradient(c10::kBFloat16) - exact;
+  EXPECT_LT(off.norm().item<double>(), 0.005 * exact.norm().item<double>());
+}
+
 }  // namespace
 }  // namespace muster::models

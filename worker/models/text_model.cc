@@ -3,6 +3,7 @@
 #include "ATen/TensorOperators.h"
 #include "ATen/ops/aminmax.h"
 #include "worker/models/attention.h"
+#include "worker/models/file_names.h"
 #include "worker/models/layers.h"
 #include "worker/train/guard.h"
 
@@ -25,8 +26,12 @@ TextModelImpl::TextModelImpl(ModelConfig config) : config_(std::move(config)) {
   ThrowIfError(ValidateConfig(config_));
 }
 
-std::vector<std::string> TextModelImpl::PartsOf(const std::string& /*name_in_file*/) const {
-  return {};
+std::string TextModelImpl::ParameterName(const std::string& name_in_file) const {
+  return ParameterNameOf(config_, name_in_file);
+}
+
+std::vector<std::string> TextModelImpl::PartsOf(const std::string& name_in_file) const {
+  return models::PartsOf(config_, name_in_file);
 }
 
 void TextModelImpl::InitWeights() {

@@ -52,11 +52,11 @@ class TextModelImpl : public torch::nn::Module {
 
   // The model's name for a tensor of a file, which may be an older name, that of the same model
   // without its head, or empty for a tensor that the model does not need (a tied head, a buffer).
-  virtual std::string ParameterName(const std::string& name_in_file) const = 0;
+  std::string ParameterName(const std::string& name_in_file) const;
 
   // For a tensor of a file that holds several of the model's, the names in a file that these have,
   // in its order (WeightFiles::Divide); none for any other.
-  virtual std::vector<std::string> PartsOf(const std::string& name_in_file) const;
+  std::vector<std::string> PartsOf(const std::string& name_in_file) const;
 
  protected:
   explicit TextModelImpl(ModelConfig config);

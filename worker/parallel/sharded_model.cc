@@ -716,18 +716,26 @@ uint64_t ShardedModel::Writes() const {
   return writes;
 }
 
-void ShardedModel::CompareChanges(const std::string& place) {
+std::string ShardedModel::ChangesHere() const {
   // Ranks with empty parts of all that was trained have seen nothing.
   const bool mine = writes_ != Writes() || (comparing_ && unseen_steps_);
   const uint32_t flags = (mine ? kChanged : 0) + (failure_.empty() ? 0 : kFailed);
-  std::vector<uint32_t> announced;
-  bool changed = false;
-  int failed = 0;
+  return Pack({announced_, flags});
+}
+
+void ShardedModel::CompareChanges(const std::string& place) {
+  const std::string mine = ChangesHere();
   // Of all ranks, as they compare what they have gathered. Those that miss each other here compare
   // again.
   const bool compared = std::exchange(comparing_, true);
-  for (const std::string& bytes :
-       MeetAll(world_, shard_comm_, place, Pack({announced_, flags}), failure_)) {
+  TakeChanges(MeetAll(world_, shard_comm_, place, mine, failure_), compared);
+}
+
+void ShardedModel::TakeChanges(const std::vector<std::string>& all, bool compared) {
+  std::vector<uint32_t> announced;
+  bool changed = false;
+  int failed = 0;
+  for (const std::string& bytes : all) {
     announced.push_back(NumberIn(bytes, 0));
     changed = changed || (NumberIn(bytes, 1) & kChanged) != 0;
     failed += (NumberIn(bytes, 1) & kFailed) != 0 ? 1 : 0;
@@ -1419,7 +1427,9 @@ void ShardedModel::CheckNotMixed() {
   for (const std::string& failure : all) TORCH_CHECK(failure.empty(), failure);
 }
 
-void ShardedModel::CompareBeforeSave() { CompareChanges(After(Interrupted(), "save_state()")); }
+void ShardedModel::CompareBeforeSave(const std::vector<std::string>& all) {
+  TakeChanges(all, comparing_);
+}
 
 void ShardedModel::VisitFullParameters(
     const std::function<void(const std::string& name, const at::Tensor& value)>& visit) {

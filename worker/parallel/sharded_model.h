@@ -129,9 +129,13 @@ class ShardedModel {
   // pass that has reduced, at the latest at the end of the next one that does, and before a gather
   // that would wait for ranks that have not. Not inside of Summon().
   void Expire();
-  // (collective) Throws on every rank if some have failed in a backward pass or changed their parts
-  // where others have not: what is saved would be a mixture.
-  void CompareBeforeSave();
+  // Before a save. ChangesHere() is what this rank adds to an exchange of the caller's, of a size
+  // that is always the same; CompareBeforeSave() takes what all ranks have added, by rank. (The
+  // latter is collective where a rank has failed.) It throws on every rank if some have failed in a
+  // backward pass or changed their parts where others have not: what is saved would be a mixture.
+  static constexpr size_t kChangesBytes = 8;
+  std::string ChangesHere() const;
+  void CompareBeforeSave(const std::vector<std::string>& all);
   // What steps on the shards may do so without a trace (see Writes): from now on gathered
   // parameters count no more after any backward pass that reduces. On every rank.
   void ExpectUnseenSteps() { unseen_steps_ = true; }
@@ -218,6 +222,8 @@ class ShardedModel {
   // those of some rank have changed since the parameters were gathered, or if a step follows on
   // that pass.
   void CompareChanges(const std::string& place);
+  // What follows on the exchange. `compared`: whether ranks were comparing before it.
+  void TakeChanges(const std::vector<std::string>& all, bool compared);
   // The same where it is due.
   void CompareBeforeForward(bool interrupted);
   // (collective) Throws what some rank has failed with.

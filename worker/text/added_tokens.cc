@@ -51,9 +51,27 @@ absl::StatusOr<AddedToken> ReadToken(const nlohmann::json& json, const std::stri
 
 }  // namespace
 
+void AddedTokens::Add(AddedToken token, const Vocabulary& vocabulary, uint32_t& next_id) {
+  const auto known = by_content_.find(token.content);
+  if (known != by_content_.end()) {
+    AddedToken& before = tokens_[known->second];
+    token.id = before.id;
+    token.special = token.special || before.special;  // once special, always, as in the peer
+    before = std::move(token);
+    return;
+  }
+  const std::optional<uint32_t> of_model = vocabulary.Id(token.content);
+  token.id = of_model.has_value() ? *of_model : next_id++;
+  // Two contents of the model may have one id: the later counts.
+  by_id_[token.id] = tokens_.size();
+  by_content_.emplace(token.content, tokens_.size());
+  tokens_.push_back(std::move(token));
+}
+
 absl::StatusOr<AddedTokens> AddedTokens::Make(const nlohmann::json& json, const std::string& path,
                                               const Vocabulary& vocabulary,
-                                              const Normalizer* normalizer) {
+                                              const Normalizer* normalizer,
+                                              const std::vector<AddedToken>& more) {
   AddedTokens added;
   if (!json.is_null() && !json.is_array()) {
     return absl::InvalidArgumentError(
@@ -61,29 +79,18 @@ absl::StatusOr<AddedTokens> AddedTokens::Make(const nlohmann::json& json, const 
   }
   auto next_id = static_cast<uint32_t>(vocabulary.size());
   for (size_t i = 0; i < json.size(); ++i) {
-    MUSTER_ASSIGN_OR_RETURN(AddedToken token, ReadToken(json[i], absl::StrCat(path, "[", i, "]")));
+    MUSTER_ASSIGN_OR_RETURN(const AddedToken token,
+                            ReadToken(json[i], absl::StrCat(path, "[", i, "]")));
     if (token.content.empty()) continue;
-    const uint32_t wanted = token.id;
-    const auto known = added.by_content_.find(token.content);
-    if (known != added.by_content_.end()) {
-      token.id = added.tokens_[known->second].id;
-    } else {
-      const std::optional<uint32_t> of_model = vocabulary.Id(token.content);
-      token.id = of_model.has_value() ? *of_model : next_id++;
-    }
-    if (token.id != wanted) {
-      MUSTER_LOG(Warning) << path << "[" << i << "]: the token \"" << Printable(token.content)
-                          << "\" has id " << wanted << " in the file, but gets " << token.id
-                          << ", the model's or the next free one";
-    }
-    if (known != added.by_content_.end()) {
-      added.tokens_[known->second] = std::move(token);
-      continue;
-    }
-    // Two contents of the model may have one id: the later counts.
-    added.by_id_[token.id] = added.tokens_.size();
-    added.by_content_.emplace(token.content, added.tokens_.size());
-    added.tokens_.push_back(std::move(token));
+    added.Add(token, vocabulary, next_id);
+    const uint32_t id = added.tokens_[added.by_content_.at(token.content)].id;
+    if (id == token.id) continue;
+    MUSTER_LOG(Warning) << path << "[" << i << "]: the token \"" << Printable(token.content)
+                        << "\" has id " << token.id << " in the file, but gets " << id
+                        << ", the model's or the next free one";
+  }
+  for (const AddedToken& token : more) {
+    if (!token.content.empty()) added.Add(token, vocabulary, next_id);
   }
   std::vector<std::pair<std::string, uint32_t>> plain;
   std::vector<std::pair<std::string, uint32_t>> normalized;

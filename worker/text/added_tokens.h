@@ -33,11 +33,12 @@ class AddedTokens {
  public:
   // Reads `added_tokens`. As in the peer, a token that the model has keeps the model's id, and a
   // new one gets the next free id; a warning is logged if the file says another. `normalizer` may
-  // be null. Errors: INVALID_ARGUMENT a field is wrong; UNIMPLEMENTED a field is not known; those
-  // of the normalizer.
+  // be null. `more` come behind them, and get their ids in the same way. Errors: INVALID_ARGUMENT a
+  // field is wrong; UNIMPLEMENTED a field is not known; those of the normalizer.
   static absl::StatusOr<AddedTokens> Make(const nlohmann::json& json, const std::string& path,
                                           const Vocabulary& vocabulary,
-                                          const Normalizer* normalizer);
+                                          const Normalizer* normalizer,
+                                          const std::vector<AddedToken>& more = {});
 
   // `text`, valid UTF-8, normalized and with the added tokens cut out; what is left is to be cut
   // further. `normalizer` may be null.
@@ -62,6 +63,8 @@ class AddedTokens {
     bool empty = true;
   };
 
+  // Gives the token its id: that of one with its content, or of the model, or else `next_id`.
+  void Add(AddedToken token, const Vocabulary& vocabulary, uint32_t& next_id);
   static Finder MakeFinder(const std::vector<std::pair<std::string, uint32_t>>& texts);
   void FindAll(absl::string_view text, const Finder& finder, std::vector<Match>& matches) const;
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <thread>
 
@@ -9,8 +10,9 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "base/status_macros.h"
-#include "base/text.h"
 #include "worker/text/encoding_ops.h"
+#include "worker/text/folder_tokens.h"
+#include "worker/text/older_files.h"
 #include "worker/text/tokenizer_core.h"
 
 namespace muster {
@@ -22,35 +24,57 @@ constexpr size_t kMaxFileBytes = size_t{256} << 20;
 // Below this much text a thread costs more than it saves.
 constexpr size_t kMinBytesOfThread = 16 << 10;
 
-absl::StatusOr<std::shared_ptr<text::TokenizerCore>> ParseCore(absl::string_view json,
-                                                               absl::string_view source) {
-  MUSTER_ASSIGN_OR_RETURN(const Json parsed,
-                          ParseJson(json, source, {.max_bytes = kMaxFileBytes, .max_depth = 64}));
-  return text::TokenizerCore::Make(parsed, std::string(source));
+absl::StatusOr<Json> ParseFile(absl::string_view json, absl::string_view source) {
+  return ParseJson(json, source, {.max_bytes = kMaxFileBytes, .max_depth = 64});
 }
 
-// The roles that one of the files beside tokenizer.json gives tokens: "eos_token": "</s>", or an
-// object with the token as `content`. Others, and files that are not there, change nothing.
-absl::Status ReadSpecialTokens(const std::string& path, SpecialTokens& tokens) {
-  if (!PathExists(path)) return absl::OkStatus();
+// null if the file is not there.
+absl::StatusOr<nlohmann::ordered_json> ReadIfThere(const std::string& path) {
+  if (!PathExists(path)) return nlohmann::ordered_json();
   MUSTER_ASSIGN_OR_RETURN(const std::string contents, ReadFile(path, kMaxFileBytes));
-  MUSTER_ASSIGN_OR_RETURN(const Json json, ParseJson(contents, path));
-  if (!json.is_object()) return absl::OkStatus();
-  const std::pair<const char*, std::optional<std::string>*> roles[] = {
-      {"bos_token", &tokens.bos},  {"eos_token", &tokens.eos}, {"unk_token", &tokens.unk},
-      {"sep_token", &tokens.sep},  {"pad_token", &tokens.pad}, {"cls_token", &tokens.cls},
-      {"mask_token", &tokens.mask}};
-  for (const auto& [name, role] : roles) {
-    const auto field = json.find(name);
-    if (field == json.end() || field->is_null()) continue;
-    const Json& token =
-        field->is_object() && field->contains("content") ? field->at("content") : *field;
-    if (!token.is_string()) {
-      return absl::InvalidArgumentError(absl::StrCat(path, ": ", name, " must be a text"));
-    }
-    *role = token.get<std::string>();
+  MUSTER_RETURN_IF_ERROR(ParseFile(contents, path).status());
+  return nlohmann::ordered_json::parse(contents);
+}
+
+absl::StatusOr<std::optional<std::string>> TextIfThere(const std::string& path) {
+  if (!PathExists(path)) return std::nullopt;
+  MUSTER_ASSIGN_OR_RETURN(std::string contents, ReadFile(path, kMaxFileBytes));
+  return std::optional<std::string>(std::move(contents));
+}
+
+// Makes what would be in tokenizer.json of the files of older folders, which do not have it.
+absl::Status ReadOlderFiles(text::FolderFiles& files) {
+  text::OlderFiles older = {.beside = files};
+  const auto in_folder = [&files](const char* name) { return JoinPath(files.folder, name); };
+  MUSTER_ASSIGN_OR_RETURN(older.config, ReadIfThere(in_folder("config.json")));
+  MUSTER_ASSIGN_OR_RETURN(older.vocab_json, TextIfThere(in_folder("vocab.json")));
+  MUSTER_ASSIGN_OR_RETURN(older.merges_txt, TextIfThere(in_folder("merges.txt")));
+  MUSTER_ASSIGN_OR_RETURN(older.vocab_txt, TextIfThere(in_folder("vocab.txt")));
+  absl::StatusOr<text::OlderTokenizer> made = text::TokenizerOfOlderFiles(older);
+  if (absl::IsNotFound(made.status())) {
+    return absl::NotFoundError(absl::StrCat(
+        files.folder, " has no tokenizer.json, and Muster cannot make it (",
+        made.status().message(),
+        "); transformers may: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"));
   }
+  MUSTER_RETURN_IF_ERROR(made.status());
+  files.tokenizer = std::move(made->tokenizer);
+  files.tokenizer_config = std::move(made->tokenizer_config);
   return absl::OkStatus();
+}
+
+SpecialTokens RolesOf(const std::map<std::string, std::string>& roles) {
+  const auto find = [&roles](const char* name) {
+    const auto role = roles.find(name);
+    return role == roles.end() ? std::nullopt : std::optional<std::string>(role->second);
+  };
+  return {.bos = find("bos_token"),
+          .eos = find("eos_token"),
+          .unk = find("unk_token"),
+          .sep = find("sep_token"),
+          .pad = find("pad_token"),
+          .cls = find("cls_token"),
+          .mask = find("mask_token")};
 }
 
 }  // namespace
@@ -75,7 +99,9 @@ absl::StatusOr<std::string> StreamDecoder::Finish() {
 }
 
 absl::StatusOr<Tokenizer> Tokenizer::FromJson(absl::string_view json, absl::string_view source) {
-  MUSTER_ASSIGN_OR_RETURN(std::shared_ptr<text::TokenizerCore> core, ParseCore(json, source));
+  MUSTER_ASSIGN_OR_RETURN(const Json parsed, ParseFile(json, source));
+  MUSTER_ASSIGN_OR_RETURN(std::shared_ptr<text::TokenizerCore> core,
+                          text::TokenizerCore::Make(parsed, std::string(source)));
   return Tokenizer(std::move(core));
 }
 
@@ -86,20 +112,23 @@ absl::StatusOr<Tokenizer> Tokenizer::FromFile(const std::string& path) {
 
 absl::StatusOr<Tokenizer> Tokenizer::FromFolder(const std::string& folder) {
   const std::string path = JoinPath(folder, "tokenizer.json");
+  const auto read = [&folder](const char* name) { return ReadIfThere(JoinPath(folder, name)); };
+  text::FolderFiles files = {.folder = folder};
   const absl::StatusOr<std::string> contents = ReadFile(path, kMaxFileBytes);
-  if (absl::IsNotFound(contents.status()) && PathExists(folder)) {
-    return absl::NotFoundError(
-        absl::StrCat(folder,
-                     " has no tokenizer.json; of files of older tokenizers transformers "
-                     "makes it: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"));
+  const bool older = absl::IsNotFound(contents.status()) && PathExists(folder);
+  if (!older) {
+    MUSTER_RETURN_IF_ERROR(contents.status());
+    MUSTER_ASSIGN_OR_RETURN(files.tokenizer, ParseFile(*contents, path));
   }
-  MUSTER_RETURN_IF_ERROR(contents.status());
-  MUSTER_ASSIGN_OR_RETURN(std::shared_ptr<text::TokenizerCore> core, ParseCore(*contents, path));
-  SpecialTokens tokens;
-  for (const char* const name : {"special_tokens_map.json", "tokenizer_config.json"}) {
-    MUSTER_RETURN_IF_ERROR(ReadSpecialTokens(JoinPath(folder, name), tokens));
-  }
-  core->set_special_tokens(std::move(tokens));
+  MUSTER_ASSIGN_OR_RETURN(files.tokenizer_config, read("tokenizer_config.json"));
+  MUSTER_ASSIGN_OR_RETURN(files.special_tokens_map, read("special_tokens_map.json"));
+  MUSTER_ASSIGN_OR_RETURN(files.added_tokens, read("added_tokens.json"));
+  if (older) MUSTER_RETURN_IF_ERROR(ReadOlderFiles(files));
+  MUSTER_ASSIGN_OR_RETURN(const text::FolderTokens tokens, text::TokensOfFolder(files));
+  MUSTER_ASSIGN_OR_RETURN(
+      std::shared_ptr<text::TokenizerCore> core,
+      text::TokenizerCore::Make(files.tokenizer, older ? folder : path, tokens.added));
+  core->set_special_tokens(RolesOf(tokens.roles));
   return Tokenizer(std::move(core));
 }
 

@@ -90,8 +90,9 @@ class Tokenizer {
   // UNIMPLEMENTED it has a component or setting that is not supported, and would give other tokens;
   // both name the field. RESOURCE_EXHAUSTED it is larger than 256 MiB or nested too deep.
   static absl::StatusOr<Tokenizer> FromFile(const std::string& path);
-  // The same of FOLDER/tokenizer.json, with the special tokens of tokenizer_config.json and
-  // special_tokens_map.json if they are there.
+  // The same of FOLDER/tokenizer.json, with what tokenizer_config.json, special_tokens_map.json and
+  // added_tokens.json say about tokens, if they are there; without tokenizer.json, of the files of
+  // older folders (docs/tokenizers.md). NOT_FOUND says which are missing.
   static absl::StatusOr<Tokenizer> FromFolder(const std::string& folder);
   // The same of the content of a tokenizer.json; `source` names it in messages.
   static absl::StatusOr<Tokenizer> FromJson(absl::string_view json, absl::string_view source);

@@ -121,8 +121,8 @@ class TokenizerCore::Borrowed {
   std::unique_ptr<Work> work_;
 };
 
-absl::StatusOr<std::shared_ptr<TokenizerCore>> TokenizerCore::Make(const Json& json,
-                                                                   const std::string& path) {
+absl::StatusOr<std::shared_ptr<TokenizerCore>> TokenizerCore::Make(
+    const Json& json, const std::string& path, const std::vector<AddedToken>& more) {
   static const auto* const kNothing = new Json;
   Settings settings(json, path);
   const auto field = [&](absl::string_view name) -> const Json& {
@@ -145,9 +145,10 @@ absl::StatusOr<std::shared_ptr<TokenizerCore>> TokenizerCore::Make(const Json& j
       MakePostProcessor(field("post_processor"), settings.PathOf("post_processor")));
   MUSTER_ASSIGN_OR_RETURN(core->decoder_,
                           Decoder::Make(field("decoder"), settings.PathOf("decoder")));
-  MUSTER_ASSIGN_OR_RETURN(core->added_tokens_,
-                          AddedTokens::Make(field("added_tokens"), settings.PathOf("added_tokens"),
-                                            core->model_->vocabulary(), core->normalizer_.get()));
+  MUSTER_ASSIGN_OR_RETURN(
+      core->added_tokens_,
+      AddedTokens::Make(field("added_tokens"), settings.PathOf("added_tokens"),
+                        core->model_->vocabulary(), core->normalizer_.get(), more));
   MUSTER_ASSIGN_OR_RETURN(core->truncation_,
                           ReadTruncation(field("truncation"), settings.PathOf("truncation")));
   MUSTER_ASSIGN_OR_RETURN(core->padding_,

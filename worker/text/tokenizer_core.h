@@ -28,9 +28,11 @@ namespace muster::text {
 // thread-safe.
 class TokenizerCore {
  public:
-  // `path` begins the names of fields in messages. Errors: those of Tokenizer::FromFile.
-  static absl::StatusOr<std::shared_ptr<TokenizerCore>> Make(const nlohmann::json& json,
-                                                             const std::string& path);
+  // `path` begins the names of fields in messages; `more` tokens are added to the file's. Errors:
+  // those of Tokenizer::FromFile.
+  static absl::StatusOr<std::shared_ptr<TokenizerCore>> Make(
+      const nlohmann::json& json, const std::string& path,
+      const std::vector<AddedToken>& more = {});
 
   // As Tokenizer's; without padding.
   absl::StatusOr<Encoding> Encode(const TextInput& input, const EncodeOptions& options) const;

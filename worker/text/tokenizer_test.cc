@@ -142,18 +142,65 @@ TEST(Tokenizer, FromFolder_ReadsTheRolesOfTokens) {
   };
   write("tokenizer.json", Words().dump());
   EXPECT_EQ(Ok(Tokenizer::FromFolder(folder.path())).special_tokens().eos, std::nullopt);
-  write("special_tokens_map.json", R"({"eos_token": "old", "pad_token": "[PAD]"})");
   write("tokenizer_config.json",
-        R"({"eos_token": {"content": "</s>"}, "bos_token": null, "x": 1})");
+        R"({"eos_token": "old", "bos_token": null, "pad_token": {"content": "[PAD]"}, "x": 1})");
+  write("special_tokens_map.json", R"({"eos_token": {"content": "</s>"}})");
   const Tokenizer tokenizer = Ok(Tokenizer::FromFolder(folder.path()));
   EXPECT_EQ(tokenizer.special_tokens().eos, "</s>");
   EXPECT_EQ(tokenizer.special_tokens().pad, "[PAD]");
   EXPECT_EQ(tokenizer.special_tokens().bos, std::nullopt);
   write("tokenizer_config.json", R"({"eos_token": 7})");
   EXPECT_THAT(std::string(Tokenizer::FromFolder(folder.path()).status().message()),
-              HasSubstr("eos_token must be a text"));
+              HasSubstr("eos_token: a token must be a text"));
   EXPECT_EQ(Tokenizer::FromFile(folder.Path("none.json")).status().code(),
             absl::StatusCode::kNotFound);
+}
+
+// As transformers does: the file knows five words.
+TEST(Tokenizer, FromFolder_CutsOutTokensThatFilesBesideItName) {
+  const TestFolder folder;
+  const auto write = [&](const char* name, const std::string& text) {
+    ASSERT_TRUE(WriteFileAtomically(folder.Path(name), text).ok());
+  };
+  write("tokenizer.json", Words().dump());
+  write("tokenizer_config.json", R"({"pad_token": "<pad>", "extra_special_tokens": ["two"],
+      "added_tokens_decoder": {"5": {"content": "<tool>", "special": false}}})");
+  const Tokenizer tokenizer = Ok(Tokenizer::FromFolder(folder.path()));
+  EXPECT_EQ(Ok(tokenizer.EncodeIds("<tool>two<pad>")), (Ids{1, 5, 3, 6}));
+  EXPECT_EQ(Ok(tokenizer.Decode({5, 3, 6}, /*skip_special_tokens=*/true)), "<tool>");
+  EXPECT_EQ(tokenizer.VocabSize(), 7);
+  // What is special in tokenizer.json stays so, whatever its other flags become.
+  write(
+      "tokenizer_config.json",
+      R"({"added_tokens_decoder": {"1": {"content": "[CLS]", "special": false, "lstrip": true}}})");
+  const Tokenizer changed = Ok(Tokenizer::FromFolder(folder.path()));
+  EXPECT_EQ(Ok(changed.Decode({1, 3}, /*skip_special_tokens=*/true)), "two");
+  EXPECT_EQ(Ok(changed.Encode("two [CLS]")).offsets[2], (Encoding::Offsets{3, 9}));
+}
+
+TEST(Tokenizer, FromFolder_WithoutTokenizerJson_ReadsOlderFiles) {
+  const TestFolder folder;
+  const auto write = [&](const char* name, const std::string& text) {
+    ASSERT_TRUE(WriteFileAtomically(folder.Path(name), text).ok());
+  };
+  const auto error = [&] {
+    return std::string(Tokenizer::FromFolder(folder.path()).status().message());
+  };
+  write("config.json", R"({"model_type": "llama"})");
+  EXPECT_THAT(error(), HasSubstr("has no tokenizer.json, and Muster cannot make it"));
+  write("config.json", R"({"model_type": "bert"})");
+  EXPECT_THAT(error(), HasSubstr("(a BertTokenizer has a vocab.txt)"));
+  write("vocab.txt", "[UNK]\n[CLS]\n[SEP]\nword\n##s\n");
+  write("added_tokens.json", R"({"<x>": 5})");
+  const Tokenizer bert = Ok(Tokenizer::FromFolder(folder.path()));
+  EXPECT_EQ(Ok(bert.EncodeIds("Words <x>other")), (Ids{1, 3, 4, 5, 0, 2}));
+  EXPECT_EQ(bert.special_tokens().pad, "[PAD]");
+  write("tokenizer_config.json", R"({"tokenizer_class": "GPT2Tokenizer"})");
+  write("vocab.json", R"({"a": 0, "Ġ": 1, "Ġa": 2, "<|endoftext|>": 3})");
+  write("merges.txt", "#version: 0.2\nĠ a\n");
+  const Tokenizer gpt2 = Ok(Tokenizer::FromFolder(folder.path()));
+  EXPECT_EQ(Ok(gpt2.EncodeIds("a a<|endoftext|>")), (Ids{0, 2, 3}));
+  EXPECT_EQ(gpt2.special_tokens().eos, "<|endoftext|>");
 }
 
 TEST(Tokenizer, WhatTheFileHasAndWeDoNot_IsNamed) {

@@ -1,0 +1,384 @@
+// What a program does on one device: built once, run on the CPU everywhere and on a GPU where there
+// is one, so that what a GPU is asked to do is known to be right elsewhere.
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <chrono>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "ATen/TensorOperators.h"
+#include "ATen/core/grad_mode.h"
+#include "absl/status/status.h"
+#include "base/test_folder.h"
+#include "muster/accelerator.h"
+#include "muster/bigmodel.h"
+#include "muster/data.h"
+#include "muster/models.h"
+#include "muster/nn.h"
+#include "muster/offload.h"
+#include "muster/optim.h"
+#include "muster/utils.h"
+#include "muster/weights.h"
+#include "tests/gpu/gpu_environment.h"
+#include "tests/testdata/golden.h"
+#include "torch/csrc/distributed/c10d/HashStore.hpp"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "torch/nn/modules/dropout.h"
+#include "torch/nn/modules/linear.h"
+#include "worker/collective/c10d_comm.h"
+#include "worker/collective/nccl.h"
+#include "worker/collective/process_group.h"
+#include "worker/parallel/sharded_model.h"
+
+namespace muster {
+namespace {
+
+using testing_support::GoldenPath;
+
+constexpr int64_t kWidth = 96;
+
+struct BlockImpl : torch::nn::Module {
+  BlockImpl() {
+    in = register_module("in", torch::nn::Linear(kWidth, 2 * kWidth));
+    drop = register_module("drop", torch::nn::Dropout(0.1));
+    out = register_module("out", torch::nn::Linear(2 * kWidth, kWidth));
+  }
+  at::Tensor forward(const at::Tensor& x) { return x + out(drop(at::gelu(in(x)))); }
+  torch::nn::Linear in = nullptr, out = nullptr;
+  torch::nn::Dropout drop = nullptr;
+};
+TORCH_MODULE(Block);
+
+struct TowerImpl : torch::nn::Module {
+  TowerImpl() {
+    torch::manual_seed(1);
+    for (int i = 0; i < 3; ++i) {
+      blocks.push_back(register_module("block" + std::to_string(i), Block()));
+    }
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (Block& block : blocks) x = call(block, x);
+    return x;
+  }
+  std::vector<Block> blocks;
+};
+TORCH_MODULE(Tower);
+
+class Device : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (on_gpu()) testing_support::NeedGpu();
+  }
+
+  static bool on_gpu() {
+    const char* const device = getenv("MUSTER_TEST_DEVICE");
+    return device != nullptr && std::string(device) == "gpu";
+  }
+  static c10::Device device() {
+    return on_gpu() ? c10::Device(c10::kCUDA, 0) : c10::Device(c10::kCPU);
+  }
+  // Its name in a device map.
+  static std::string place() { return on_gpu() ? "0" : "cpu"; }
+  static AcceleratorOptions Options() {
+    AcceleratorOptions options;
+    options.cpu = !on_gpu();
+    options.data_loader.data_seed = 3;
+    return options;
+  }
+};
+
+// Six batches of four rows.
+auto Rows() {
+  return TensorDataset(
+      at::arange(24 * kWidth, at::kFloat).view({24, kWidth}).remainder(11).div(11));
+}
+
+// Trains from the newest checkpoint, if any, until step `until`, saving every third step; the
+// weights on the CPU.
+std::map<std::string, at::Tensor> TrainUntil(const AcceleratorOptions& options, int64_t until) {
+  Accelerator a(options);
+  Tower net;
+  FusedAdamW adamw(net->parameters(), {.lr = 1e-2});
+  torch::manual_seed(5);  // dropout
+  auto [model, optimizer, loader] = a.prepare(net, adamw, batches(Rows(), 4).shuffle(true));
+  absl::Status status = a.load_state_if_present();
+  EXPECT_TRUE(status.ok()) << status;
+  for (int64_t epoch : a.epochs(2)) {
+    (void)epoch;
+    for (auto& batch : loader) {
+      EXPECT_EQ(batch.value().device().type(), a.device().type());
+      auto scope = a.accumulate();
+      a.backward(model(batch.value()).square().mean());
+      optimizer.step();
+      optimizer.zero_grad();
+      if (a.global_step() % 3 == 0) {
+        status = a.save_state();
+        EXPECT_TRUE(status.ok()) << status;
+      }
+      if (a.global_step() == until) break;
+    }
+    if (a.global_step() == until) break;
+  }
+  EXPECT_EQ(a.global_step(), until);
+  a.end_training();
+  std::map<std::string, at::Tensor> weights;
+  for (const auto& [name, tensor] : a.get_state_dict(model)) weights[name] = tensor.cpu().clone();
+  return weights;
+}
+
+TEST_F(Device, Checkpoints_ContinueBitForBit) {
+  for (const char* const precision : {"no", "bf16", "fp16"}) {
+    for (const bool asynchronous : {false, true}) {
+      SCOPED_TRACE(std::string(precision) + (asynchronous ? ", asynchronous" : ""));
+      const TestFolder whole, parts;
+      AcceleratorOptions options = Options();
+      options.mixed_precision = precision;
+      options.checkpoint.asynchronous = asynchronous;
+      options.project.directory = whole.path();
+      const auto want = TrainUntil(options, 9);
+      options.project.directory = parts.path();
+      TrainUntil(options, 3);
+      const auto got = TrainUntil(options, 9);
+      ASSERT_EQ(got.size(), want.size());
+      for (const auto& [name, tensor] : want) {
+        EXPECT_TRUE(at::equal(got.at(name), tensor)) << name;
+      }
+    }
+  }
+}
+
+TEST_F(Device, StateThatChangesRightAfterAnAsynchronousSave_IsNotInTheCheckpoint) {
+  const TestFolder folder;
+  AcceleratorOptions options = Options();
+  options.project.directory = folder.path();
+  options.checkpoint.asynchronous = true;
+  Accelerator a(options);
+  auto model = a.prepare(torch::nn::Linear(512, 512));
+  const at::NoGradGuard no_grad;
+  for (int i = 0; i < 4; ++i) {
+    model->weight.fill_(i);
+    ASSERT_TRUE(a.save_state().ok());
+    model->weight.fill_(-1);
+  }
+  for (int i = 0; i < 4; ++i) {
+    const absl::Status loaded =
+        a.load_state(folder.path() + "/checkpoints/checkpoint_" + std::to_string(i));
+    ASSERT_TRUE(loaded.ok()) << loaded;
+    EXPECT_EQ(model->weight.device().type(), device().type());
+    EXPECT_TRUE(at::equal(model->weight.cpu(), at::full({512, 512}, i, at::kFloat))) << i;
+  }
+}
+
+TEST_F(Device, ActivationCheckpointing_HasTheGradientsWithoutIt) {
+  std::vector<std::vector<at::Tensor>> runs;
+  for (const std::optional<Offload> offload :
+       {std::optional<Offload>(), std::optional(Offload::kNone), std::optional(Offload::kCpu),
+        std::optional(Offload::kDisk)}) {
+    const TestFolder folder;
+    AcceleratorOptions options = Options();
+    if (offload.has_value()) {
+      options.activation_checkpointing = {
+          .block_types = {"Block"}, .offload = *offload, .offload_path = folder.path()};
+    }
+    Accelerator a(options);
+    Tower net;
+    FusedSGD sgd(net->parameters(), {.lr = 0.1});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    runs.emplace_back();
+    for (int step = 0; step < 3; ++step) {
+      torch::manual_seed(20 + step);  // the same dropout
+      const at::Tensor x = at::randn({32, kWidth}).to(a.device());
+      a.backward(model(x).square().mean());
+      for (const at::Tensor& p : net->parameters()) runs.back().push_back(p.grad().cpu().clone());
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  }
+  for (size_t run = 1; run < runs.size(); ++run) {
+    ASSERT_EQ(runs[run].size(), runs[0].size());
+    for (size_t i = 0; i < runs[0].size(); ++i) {
+      EXPECT_TRUE(at::equal(runs[run][i], runs[0][i])) << run << " " << i;
+    }
+  }
+}
+
+// One rank, over NCCL on a GPU.
+std::unique_ptr<Comm> OneRank(c10::Device device) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  auto group = MakeGlooGroup(store, {});
+  if (device.is_cuda()) {
+    const absl::Status added = AddNcclBackend(group, store, device, std::chrono::minutes(1));
+    EXPECT_TRUE(added.ok()) << added;
+  }
+  return MakeC10dComm(group);
+}
+
+TEST_F(Device, EachStrategy_TrainsAsThePlainModel) {
+  const auto train = [&](std::optional<ShardingOptions> sharding) {
+    const std::unique_ptr<Comm> comm = OneRank(device());
+    Tower net;
+    net->to(device());
+    std::vector<NamedParameter> named;
+    for (const auto& item : net->named_parameters()) named.push_back({item.key(), item.value()});
+    std::vector<at::Tensor> trained = net->parameters();
+    std::unique_ptr<ShardedModel> model;
+    if (sharding.has_value()) {
+      sharding->unit_types = {"Block"};
+      model = std::make_unique<ShardedModel>(*comm, *comm, nullptr, net.get(), named,
+                                             std::vector<at::Tensor>(), *sharding);
+      trained = model->shards();
+    }
+    FusedAdamW adamw(trained, {.lr = 1e-2});
+    for (int step = 0; step < 6; ++step) {
+      torch::manual_seed(40 + step);
+      const at::Tensor x = at::randn({32, kWidth}).to(device());
+      if (model != nullptr) model->BeginForward(true);
+      const at::Tensor loss = net(x).square().mean();
+      if (model != nullptr) model->EndForward();
+      loss.backward();
+      if (model != nullptr) model->Expire();
+      adamw.Step();
+      adamw.ZeroGrad();
+    }
+    std::map<std::string, at::Tensor> weights;
+    if (model == nullptr) {
+      for (const auto& [name, value] : named) weights[name] = value.detach().cpu();
+    } else {
+      for (const auto& [name, value] :
+           model->FullParameters([](const std::string&) { return true; })) {
+        weights[name] = value.cpu();
+      }
+    }
+    return weights;
+  };
+  const auto want = train(std::nullopt);
+  for (const ShardingStrategy strategy :
+       {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients, ShardingStrategy::kFull}) {
+    for (const bool reshard : {true, false}) {
+      SCOPED_TRACE(std::to_string(static_cast<int>(strategy)) + (reshard ? " reshards" : " keeps"));
+      const auto got =
+          train(ShardingOptions{.strategy = strategy, .reshard_after_forward = reshard});
+      ASSERT_EQ(got.size(), want.size());
+      for (const auto& [name, tensor] : want) {
+        EXPECT_LE((got.at(name) - tensor).abs().max().item<double>(), 1e-6) << name;
+      }
+    }
+  }
+}
+
+constexpr const char* kFolders[] = {"hf_models/gpt2_shared", "hf_models/llama_shared",
+                                    "hf_models/mixtral_shared", "hf_models/qwen2_shared",
+                                    "hf_models/bert_shared"};
+
+at::Tensor Logits(models::TextModelImpl& model, c10::Device at) {
+  const at::NoGradGuard no_grad;
+  return model
+      .forward({.input_ids = at::tensor({1, 2, 3, 4, 5, 6, 7, 8}, at::kLong).view({2, 4}).to(at)})
+      .logits.cpu();
+}
+
+TEST_F(Device, ModelsOfTheHub_SayWhatTheySayOnTheCpu) {
+  for (const char* const folder : kFolders) {
+    SCOPED_TRACE(folder);
+    auto on_cpu = load_text_model(GoldenPath(folder));
+    auto here = load_text_model(GoldenPath(folder), {.device = device()});
+    ASSERT_TRUE(on_cpu.ok() && here.ok()) << on_cpu.status() << here.status();
+    const at::Tensor want = Logits(**on_cpu, at::kCPU), got = Logits(**here, device());
+    EXPECT_LE((got - want).abs().max().item<double>(), 1e-4);
+  }
+}
+
+TEST_F(Device, Generation_HasTheTokensOfTheCpu) {
+  for (const char* const folder : kFolders) {
+    if (std::string(folder).find("bert") != std::string::npos) continue;
+    SCOPED_TRACE(folder);
+    auto on_cpu = load_causal_lm(GoldenPath(folder));
+    auto here = load_causal_lm(GoldenPath(folder), {.device = device()});
+    ASSERT_TRUE(on_cpu.ok() && here.ok()) << on_cpu.status() << here.status();
+    // Two rows, the second one padded on the left.
+    const at::Tensor ids = at::tensor({5, 6, 7, 8, 0, 0, 9, 10}, at::kLong).view({2, 4});
+    const at::Tensor mask = at::tensor({1, 1, 1, 1, 0, 0, 1, 1}, at::kLong).view({2, 4});
+    models::GenerateOptions greedy = {.max_new_tokens = 8, .eos_token_ids = std::vector<int64_t>()};
+    models::GenerateOptions sampled = greedy, beams = greedy;
+    sampled.do_sample = true;
+    sampled.seed = 3;
+    beams.num_beams = 3;
+    for (const models::GenerateOptions& options : {greedy, sampled, beams}) {
+      const at::Tensor want = generate(*on_cpu, ids, mask, options).tokens;
+      const at::Tensor got = generate(*here, ids.to(device()), mask.to(device()), options).tokens;
+      EXPECT_TRUE(at::equal(got, want)) << got << want;
+    }
+  }
+}
+
+TEST_F(Device, ModelDividedAmongDeviceMemoryAndDisk_HasTheBitsOfTheWholeOne) {
+  for (const char* const folder : kFolders) {
+    if (std::string(folder).find("bert") != std::string::npos) continue;
+    SCOPED_TRACE(folder);
+    const std::string path = GoldenPath(folder);
+    auto whole = load_causal_lm(path, {.device = device()});
+    ASSERT_TRUE(whole.ok()) << whole.status();
+    const at::Tensor want = Logits(**whole, device());
+    const auto sizes = compute_module_sizes(**whole);
+    ASSERT_TRUE(sizes.ok()) << sizes.status();
+    const auto all = static_cast<double>(sizes->at(""));
+    std::vector<DeviceLimits> divisions = {{{place(), 0.6 * all}}};
+    if (on_gpu()) {
+      divisions = {{{"0", 0.6 * all}, {"cpu", 0}}, {{"0", 0.5 * all}, {"cpu", 0.4 * all}}};
+    }
+    for (const DeviceLimits& limits : divisions) {
+      for (const bool prefetch : {true, false}) {
+        const auto divided =
+            load_offloaded_causal_lm(path, "auto", {.max_memory = limits, .prefetch = prefetch});
+        ASSERT_TRUE(divided.ok()) << divided.status();
+        EXPECT_GT(divided->weights->stats().offloaded_bytes, 0) << "all of it fits";
+        // Twice: the second pass knows the order.
+        for (int pass = 0; pass < 2; ++pass) {
+          EXPECT_TRUE(at::equal(Logits(*divided->model.ptr(), device()), want)) << pass;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(Device, Collectives_StayOnTheDevice) {
+  Accelerator a(Options());
+  const at::Tensor x = at::arange(6, at::kFloat).view({2, 3}).to(a.device());
+  for (const at::Tensor& same : {a.gather(x), a.reduce(x, "mean"), a.broadcast(x),
+                                 a.pad_across_processes(x), a.gather_for_metrics(x)}) {
+    EXPECT_EQ(same.device().type(), device().type());
+    EXPECT_TRUE(at::equal(same, x));
+  }
+  const at::Tensor norm = a.clip_grad_norm_({x.clone().requires_grad_()}, 1.0);
+  EXPECT_EQ(norm.item<double>(), 0);
+}
+
+TEST_F(Device, SavedModel_LoadsStraightToTheDevice) {
+  const TestFolder folder;
+  Accelerator a(Options());
+  Tower net;
+  auto model = a.prepare(net);
+  ASSERT_TRUE(a.save_model(model, folder.path()).ok());
+  Tower again;
+  {
+    const at::NoGradGuard no_grad;
+    for (at::Tensor& p : again->parameters()) p.zero_();
+  }
+  again->to(device());
+  const absl::StatusOr<LoadedWeights> loaded = load_model(again, folder.path());
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  const auto want = net->parameters(), got = again->parameters();
+  for (size_t i = 0; i < want.size(); ++i) {
+    EXPECT_EQ(got[i].device().type(), device().type());
+    EXPECT_TRUE(at::equal(got[i], want[i])) << i;
+  }
+}
+
+}  // namespace
+}  // namespace muster

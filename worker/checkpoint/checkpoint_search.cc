@@ -1,0 +1,80 @@
+#include "worker/checkpoint/checkpoint_search.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "base/log.h"
+#include "worker/checkpoint/node_checkpoints.h"
+#include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/read_error.h"
+#include "worker/checkpoint/staging_folder.h"
+
+namespace muster {
+namespace {
+
+// (collective) Whether what was opened is no longer where it was, on some node.
+bool IsGone(Comm& comm, const NodeGroups& groups, const std::string& dir) {
+  const bool gone = groups.leads() && !PathExists(dir);
+  const std::vector<std::string> all = comm.AllGatherBytes(gone ? "gone" : "");
+  return std::count(all.begin(), all.end(), "gone") > 0;
+}
+
+}  // namespace
+
+absl::StatusOr<StateReader> OpenAndReadCheckpoint(
+    Comm& comm, const WantedCheckpoint& wanted,
+    absl::FunctionRef<absl::Status(StateReader& reader)> read) {
+  const absl::Cleanup release = [] { ReleaseInPlace(); };
+  const bool newest = wanted.dir.empty();
+  const bool on_nodes = wanted.groups.nodes.size() > 1;
+  const bool logs = comm.rank() == 0;
+  std::vector<std::string> damaged;
+  absl::Status first;  // why one was passed over
+  int moved = 0;
+  while (true) {
+    std::string path;
+    absl::StatusOr<StateReader> reader = OpenCheckpointOnNodes(
+        comm, wanted.dir, wanted.folder, wanted.groups, wanted.registrar, damaged, &path);
+    absl::Status status = reader.status();
+    bool has_moved = newest && absl::IsAborted(status);
+    if (reader.ok()) {
+      status = read(*reader);
+      if (status.ok()) return reader;
+      // The next search may give it its name.
+      ReleaseInPlace();
+      has_moved = newest && (absl::IsNotFound(status) || absl::IsDataLoss(status)) &&
+                  IsGone(comm, wanted.groups, path);
+    } else if (absl::IsNotFound(status)) {
+      if (!first.ok()) return first;
+      // Not the same as none yet, where training begins from scratch.
+      return moved > 0 ? absl::UnavailableError(status.message()) : status;
+    }
+    if (has_moved) {
+      if (++moved == kCheckpointSearches) return absl::UnavailableError(status.message());
+      if (logs) MUSTER_LOG(Info) << status.message() << "; the search begins again";
+      continue;
+    }
+    // What a disk cannot read (EIO, ESTALE, EACCES) may be readable elsewhere, or later. It is no
+    // reason to take an older one.
+    const bool damage = absl::IsDataLoss(status);
+    const bool again = reader.ok()
+                           ? (newest && damage) || (on_nodes && (damage || IsReadError(status)))
+                           : newest && damage && !on_nodes && !path.empty();
+    if (!again || std::find(damaged.begin(), damaged.end(), path) != damaged.end()) return status;
+    if (logs && on_nodes) {
+      MUSTER_LOG(Warning) << "all nodes verify their files of " << path << ": " << status.message();
+    } else if (logs) {
+      MUSTER_LOG(Warning) << "passing over " << path
+                          << (reader.ok() ? absl::StrCat(" of step ", reader->info().step) : "")
+                          << ": " << status.message();
+      if (reader.ok()) ReportDamage(path, wanted.registrar, status.message());
+    }
+    damaged.push_back(path);
+    first.Update(status);
+  }
+}
+
+}  // namespace muster

@@ -1,0 +1,45 @@
+#ifndef MUSTER_WORKER_TEXT_FOLDER_TOKENS_H_
+#define MUSTER_WORKER_TEXT_FOLDER_TOKENS_H_
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "worker/text/added_tokens.h"
+
+namespace muster::text {
+
+// What the files beside a tokenizer.json say about tokens, as transformers 5 understands them.
+// Pure.
+
+// The contents of the files, null for one that is not there; `folder` begins their names in
+// messages.
+struct FolderFiles {
+  std::string folder = {};
+  nlohmann::json tokenizer = nullptr;  // tokenizer.json
+  // The order of names decides which new token gets which id.
+  nlohmann::ordered_json tokenizer_config = nullptr;    // tokenizer_config.json
+  nlohmann::ordered_json special_tokens_map = nullptr;  // special_tokens_map.json
+  nlohmann::ordered_json added_tokens = nullptr;        // added_tokens.json
+};
+
+struct FolderTokens {
+  // By role ("eos_token"), also those of a model's own ("image_token").
+  std::map<std::string, std::string> roles;
+  // To be added to those of tokenizer.json, in this order; one that it has with other flags gets
+  // these. Their ids mean nothing.
+  std::vector<AddedToken> added;
+};
+
+// tokenizer_config.json counts. Without `added_tokens_decoder` there, as transformers wrote it
+// until 2023, special_tokens_map.json counts before it, and added_tokens.json is read. A token that
+// has a role, or is in `extra_special_tokens`, is special and cut out of texts, whether
+// tokenizer.json says so or not. INVALID_ARGUMENT names the file and field that is not as it must
+// be.
+absl::StatusOr<FolderTokens> TokensOfFolder(const FolderFiles& files);
+
+}  // namespace muster::text
+
+#endif  // MUSTER_WORKER_TEXT_FOLDER_TOKENS_H_

@@ -1,0 +1,36 @@
+#ifndef MUSTER_WORKER_TEXT_OLDER_FILES_H_
+#define MUSTER_WORKER_TEXT_OLDER_FILES_H_
+
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "worker/text/folder_tokens.h"
+
+namespace muster::text {
+
+// The files of a tokenizer as folders have them that are older than tokenizer.json. Pure.
+struct OlderFiles {
+  FolderFiles beside = {};  // without tokenizer.json
+  // config.json, of the model.
+  nlohmann::ordered_json config = nullptr;
+  std::optional<std::string> vocab_json = std::nullopt, merges_txt = std::nullopt,
+                             vocab_txt = std::nullopt;
+};
+
+struct OlderTokenizer {
+  nlohmann::json tokenizer;  // as tokenizer.json
+  // That of the folder, with the tokens of the roles that it leaves to the class.
+  nlohmann::ordered_json tokenizer_config;
+};
+
+// The tokenizer that transformers 5 makes of them. The class is that of tokenizer_config.json, of
+// config.json, or of the model: GPT2Tokenizer and Qwen2Tokenizer of vocab.json and merges.txt,
+// BertTokenizer of vocab.txt. NOT_FOUND names a class or a file that is not among these.
+// INVALID_ARGUMENT names the line or setting that is not as it must be.
+absl::StatusOr<OlderTokenizer> TokenizerOfOlderFiles(const OlderFiles& files);
+
+}  // namespace muster::text
+
+#endif  // MUSTER_WORKER_TEXT_OLDER_FILES_H_

@@ -1,0 +1,165 @@
+#include "worker/text/older_files.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <random>
+#include <string>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "worker/text/tokenizer_core.h"
+
+namespace muster::text {
+namespace {
+
+using ::testing::HasSubstr;
+
+OlderFiles Gpt2() {
+  OlderFiles files = {.beside = {.folder = "dir"}};
+  files.config = {{"model_type", "gpt2"}};
+  files.vocab_json = R"({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3})";
+  files.merges_txt = "#version: 0.2\na b\n";
+  return files;
+}
+
+OlderFiles Bert() {
+  OlderFiles files = {.beside = {.folder = "dir"}};
+  files.config = {{"model_type", "bert"}};
+  files.vocab_txt = "[PAD]\n[UNK]\n[CLS]\r\n[SEP]\n[MASK]\nword \n##s";
+  return files;
+}
+
+OlderTokenizer Make(const OlderFiles& files) {
+  auto made = TokenizerOfOlderFiles(files);
+  EXPECT_TRUE(made.ok()) << made.status();
+  return made.ok() ? *std::move(made) : OlderTokenizer();
+}
+
+std::string Error(const OlderFiles& files) {
+  return std::string(TokenizerOfOlderFiles(files).status().message());
+}
+
+TEST(TokenizerOfOlderFiles, Gpt2_IsByteLevelWithItsClassesRoles) {
+  const OlderTokenizer made = Make(Gpt2());
+  EXPECT_EQ(made.tokenizer["model"]["merges"].dump(), R"([["a","b"]])");
+  EXPECT_EQ(made.tokenizer["model"]["vocab"]["ab"], 2);
+  EXPECT_EQ(made.tokenizer["pre_tokenizer"]["add_prefix_space"], false);
+  EXPECT_EQ(made.tokenizer["post_processor"]["single"].dump(),
+            R"([{"Sequence":{"id":"A","type_id":0}}])");
+  EXPECT_EQ(made.tokenizer_config["eos_token"], "<|endoftext|>");
+  EXPECT_FALSE(made.tokenizer_config.contains("pad_token"));
+}
+
+TEST(TokenizerOfOlderFiles, SettingsOfTheFolder_Count) {
+  OlderFiles files = Gpt2();
+  files.beside.tokenizer_config = {{"tokenizer_class", "GPT2TokenizerFast"},
+                                   {"add_prefix_space", true},
+                                   {"add_bos_token", true},
+                                   {"bos_token", "a"}};
+  files.beside.special_tokens_map = {{"bos_token", {{"content", "b"}}}};
+  const OlderTokenizer made = Make(files);
+  EXPECT_EQ(made.tokenizer["pre_tokenizer"]["add_prefix_space"], true);
+  EXPECT_EQ(made.tokenizer["post_processor"]["special_tokens"].dump(),
+            R"({"b":{"id":"b","ids":[1],"tokens":["b"]}})");
+  OlderFiles bert = Bert();
+  bert.beside.tokenizer_config = {{"do_lower_case", false}, {"strip_accents", true}};
+  const auto normalizer = Make(bert).tokenizer["normalizer"];
+  EXPECT_EQ(normalizer["lowercase"], false);
+  EXPECT_EQ(normalizer["strip_accents"], true);
+}
+
+// Qwen2's vocabulary has no token with a role.
+TEST(TokenizerOfOlderFiles, RoleThatTheVocabularyLacks_HasTheIdThatItGets) {
+  OlderFiles files = Gpt2();
+  files.config = {{"model_type", "qwen2"}};
+  files.vocab_json = R"({"a": 0, "b": 1, "ab": 2})";
+  files.beside.tokenizer_config = {{"add_eos_token", true}, {"bos_token", "<s>"}};
+  EXPECT_EQ(Make(files).tokenizer["post_processor"]["special_tokens"]["<|endoftext|>"]["ids"][0],
+            4);
+}
+
+TEST(TokenizerOfOlderFiles, Bert_IsWordPieceWithLinesForTokens) {
+  const OlderTokenizer made = Make(Bert());
+  EXPECT_EQ(made.tokenizer["model"]["vocab"].dump(),
+            R"({"##s":6,"[CLS]":2,"[MASK]":4,"[PAD]":0,"[SEP]":3,"[UNK]":1,"word":5})");
+  EXPECT_TRUE(made.tokenizer["normalizer"]["strip_accents"].is_null());
+  EXPECT_EQ(made.tokenizer["post_processor"]["pair"].size(), 5);
+  EXPECT_EQ(made.tokenizer_config["mask_token"], "[MASK]");
+}
+
+TEST(TokenizerOfOlderFiles, ClassOrFileThatIsNotThere_IsNotFound) {
+  OlderFiles files = Gpt2();
+  files.beside.tokenizer_config = {{"tokenizer_class", "LlamaTokenizer"}};
+  EXPECT_EQ(TokenizerOfOlderFiles(files).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(Error(files), HasSubstr("LlamaTokenizer"));
+  files = Gpt2();
+  files.merges_txt.reset();
+  EXPECT_THAT(Error(files), HasSubstr("a GPT2Tokenizer has a merges.txt"));
+  files = Bert();
+  files.config = nullptr;
+  EXPECT_THAT(Error(files), HasSubstr("no file says"));
+}
+
+TEST(TokenizerOfOlderFiles, WhatIsWrong_NamesFileAndPlace) {
+  OlderFiles files = Gpt2();
+  files.merges_txt = "#version: 0.2\na b\na b c\n";
+  EXPECT_THAT(Error(files), HasSubstr("dir/merges.txt:3: must be two tokens"));
+  files = Gpt2();
+  files.vocab_json = R"({"a": "0"})";
+  EXPECT_THAT(Error(files), HasSubstr("dir/vocab.json: the id of \"a\" is no number"));
+  files.vocab_json = "[]";
+  EXPECT_THAT(Error(files), HasSubstr("must be an object"));
+  files.vocab_json = "{";
+  EXPECT_THAT(Error(files), HasSubstr("dir/vocab.json:1:"));
+  files = Bert();
+  files.beside.tokenizer_config = {{"cls_token", nullptr}};
+  EXPECT_THAT(Error(files), HasSubstr("cls_token is none, and is to be put around a text"));
+  files = Bert();
+  files.beside.tokenizer_config = {{"do_lower_case", "yes"}};
+  EXPECT_THAT(Error(files), HasSubstr("do_lower_case must be true or false"));
+}
+
+// Some bytes are others, are there twice, or are not there.
+std::string Mutated(std::string text, std::mt19937_64& random) {
+  const auto below = [&random](size_t most) { return random() % (most + 1); };
+  for (size_t count = below(3); count > 0 && !text.empty(); --count) {
+    const size_t at = below(text.size() - 1), size = below(std::min<size_t>(text.size() - at, 5));
+    if (below(2) == 0) {
+      text[at] = static_cast<char>(below(255));
+    } else if (below(1) == 0) {
+      text.erase(at, size);
+    } else {
+      text.insert(at, text.substr(at, size));
+    }
+  }
+  return text;
+}
+
+TEST(TokenizerOfOlderFiles, DamagedFiles_AreErrorsOrTokenizers) {
+  int64_t cases = 5'000, made = 0;
+  if (const char* const wanted = std::getenv("MUSTER_FUZZ_CASES")) cases = std::atoll(wanted);
+  std::mt19937_64 random(1);
+  for (int64_t i = 0; i < cases; ++i) {
+    OlderFiles files = i % 2 == 0 ? Gpt2() : Bert();
+    for (auto* const text : {&files.vocab_json, &files.merges_txt, &files.vocab_txt}) {
+      if (text->has_value()) *text = Mutated(**text, random);
+    }
+    const std::string config = Mutated(
+        R"({"bos_token": "a", "cls_token": {"content": "[CLS]", "lstrip": true},
+            "add_bos_token": true,
+            "added_tokens_decoder": {"4": {"content": "<x>", "special": false}}})",
+        random);
+    files.beside.tokenizer_config = nlohmann::ordered_json::parse(config, nullptr, false);
+    if (files.beside.tokenizer_config.is_discarded()) files.beside.tokenizer_config = nullptr;
+    auto tokenizer = TokenizerOfOlderFiles(files);
+    if (!tokenizer.ok()) continue;
+    const auto core = TokenizerCore::Make(tokenizer->tokenizer, "dir");
+    if (!core.ok()) continue;
+    ++made;
+    (void)(*core)->EncodeIds("words ab<x> [CLS]", true);
+  }
+  EXPECT_GT(made, cases / 10);
+}
+
+}  // namespace
+}  // namespace muster::text
