@@ -785,12 +785,12 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     return here;
   }
   // Every rank says whether it can save before any of them writes: none waits for one that left.
-  absl::Status mine = Guard([&] { steps_.CheckStepped("save_state()"); });
-  const bool alone = std::any_of(
-      registry_.models().begin(), registry_.models().end(),
-      [](const auto& model) { return model->sharded() != nullptr && model->sharded()->failed(); });
-  // The others return as well, or wait in a backward pass that this process has left.
-  if (!mine.ok() && !alone) return mine;
+  absl::Status mine = Guard([&] {
+    for (const auto& model : registry_.models()) {
+      if (model->sharded() != nullptr) model->sharded()->CheckNotMixedHere();
+    }
+    steps_.CheckStepped("save_state()");
+  });
   if (mine.ok()) mine = CheckSavable();
   if (absl::Status all = AgreeToSave(mine); !all.ok()) return all;
   process_.progress().SetPhase("save_state");
@@ -1468,6 +1468,10 @@ void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
                                  // What follows reads the weights, also those of a model that a
                                  // failed pass has changed in part.
                                  if (steps_.updates() != nullptr) steps_.updates()->Reset();
+                                 for (const auto& model : registry_.models()) {
+                                   if (model->sharded() == nullptr) continue;
+                                   model->sharded()->ForgetFailures();
+                                 }
                                  ApplyOptimizers(loaded);
                                }),
                                kMixture));

@@ -1079,9 +1079,9 @@ void StepController::Step(OptimizerSlot& slot) {
   }
   const std::vector<ShardedModel*> sharded = ShardedModelsOf(slot);
   for (ShardedModel* const model : sharded) model->AwaitReaders();
-  AnnounceStep(sharded);
-  MUSTER_FAILPOINT("worker.step");
   try {
+    AnnounceStep(sharded);
+    MUSTER_FAILPOINT("worker.step");
     if (scaler_ != nullptr) {
       scaler_->Step(*slot.handle_);
       slot.step_was_skipped_ = scaler_->step_was_skipped(*slot.handle_);
@@ -1091,12 +1091,12 @@ void StepController::Step(OptimizerSlot& slot) {
     } else {
       slot.handle_->Step();
     }
+    Stepped(slot);
   } catch (...) {
     // Others may step.
     for (ShardedModel* const model : sharded) model->NoteFailedStep(std::current_exception());
     throw;
   }
-  Stepped(slot);
 }
 
 void StepController::CheckScheduled(const OptimizerSlot& slot) const {
@@ -1154,9 +1154,15 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
   const std::vector<ShardedModel*> sharded = ShardedModelsOf(slot);
   AnnounceStep(sharded);
   const at::Tensor loss = slot.handle_->StepWithClosure(evaluate);
-  // Behind the backward passes of the closure, after which it has changed them.
-  AnnounceStep(sharded);
-  Stepped(slot);
+  try {
+    // Behind the backward passes of the closure, after which it has changed them. (What fails
+    // before this leaves the announcements of the ranks different.)
+    AnnounceStep(sharded);
+    Stepped(slot);
+  } catch (...) {
+    for (ShardedModel* const model : sharded) model->NoteFailedStep(std::current_exception());
+    throw;
+  }
   return loss;
 }
 

@@ -69,7 +69,7 @@ bool AllSuit(const std::vector<std::unique_ptr<ShardUnit>>& units, const CommQue
 }
 
 // What a rank says before a forward pass.
-constexpr uint32_t kChanged = 1, kFailed = 2;
+constexpr uint32_t kChanged = 1, kFailed = 2, kFailedInStep = 4;
 
 // What a backward pass does, as its rank knows before.
 constexpr uint32_t kReduces = 1, kStepFollows = 2;
@@ -439,7 +439,7 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
   if (!InBackward()) {
     // A pass that threw has left this behind. Other ranks may have come to its end.
     Settle();
-    const bool interrupted = Interrupted();
+    const std::string before = Before();
     comparing_ = comparing_ || open_;
     open_ = updating_ = false;
     for (const auto& unit : units_) unit->set_any_updated(false);
@@ -448,10 +448,28 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
       if (backward_) forward_turns_.Begin();
       backward_ = false;
       noting_ = at::GradMode::is_enabled();
-      FreeParts();
       for (const auto& unit : units_) unit->ForgetUnusedGradients();
       // Under kFull all ranks are in this pass, whose gathers wait for them anyway.
-      if (summons_ == 0) return CompareBeforeForward(interrupted);
+      if (summons_ == 0) {
+        // Which may fail on this rank alone, whose disk is full: the others learn of it as they
+        // compare, in place of waiting in a gather.
+        std::exception_ptr unfreed;
+        try {
+          FreeParts();
+        } catch (...) {
+          unfreed = std::current_exception();
+          if (failure_.empty()) {
+            failure_ = c10::str("rank ", world_.rank(),
+                                " has failed at the beginning of a forward pass of the sharded "
+                                "model: ",
+                                TextOf(unfreed), "; load a checkpoint once that is mended");
+          }
+        }
+        CompareBeforeForward(before);
+        if (unfreed != nullptr) std::rethrow_exception(unfreed);
+        return;
+      }
+      FreeParts();
       NoteWritten();
       TORCH_CHECK(written_.empty() || noting_, WrittenBehind("this rank", written_));
     });
@@ -464,22 +482,22 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
   ++forwards_;
 }
 
-void ShardedModel::CompareBeforeForward(bool interrupted) {
-  const std::string place = After(interrupted, "the beginning of a forward pass");
+void ShardedModel::CompareBeforeForward(const std::string& before) {
+  const std::string place = "the beginning of a forward pass";
   if (comparing_ || options_.strategy == ShardingStrategy::kFull) {
-    CompareChanges(place);
-  } else if (announced_ != 0) {
+    CompareChanges(place, before);
+  } else if (announced_ != 0 || !failure_.empty()) {
     // The gathers that follow would wait for those of ranks that have not announced it, and these
     // for something else. What they come to next is a meeting of another place.
-    CompareChanges(c10::str(place, kAfterAChange));
+    CompareChanges(c10::str(place, kAfterAChange), before);
   }
   NoteWritten();
   // In training all ranks throw at the end of the backward pass. In evaluation nothing is exchanged
   // that would tell those that have written nothing. If all have, it is a change like any other.
   if (!written_.empty() && !noting_) {
     try {
-      CompareChanges(
-          c10::str(place, " of evaluation after it has changed its part of a parameter"));
+      CompareChanges(c10::str(place, " of evaluation after it has changed its part of a parameter"),
+                     before);
     } catch (c10::Error& error) {
       error.add_context(WrittenBehind("this rank", written_));
       throw;
@@ -527,26 +545,41 @@ void ShardedModel::CheckStepped(const char* what) const {
 }
 
 void ShardedModel::CheckBefore(const char* what, const std::function<void()>& compare) {
-  // A rank that has failed meets the others first: they do not know of it.
-  const bool failed = !failure_.empty();
-  if (!failed) CheckStepped(what);
+  // All ranks know of it.
+  TORCH_CHECK(mixed_.empty(), mixed_);
+  // Of ranks that compare, some may have failed, which others do not know of.
+  const bool meets = comparing_ || !failure_.empty();
+  if (!meets) CheckStepped(what);
   compare();
-  if (failed) CheckStepped(what);
+  if (meets) CheckStepped(what);
 }
 
-bool ShardedModel::Interrupted() const { return open_ && !InBackward(); }
+std::string ShardedModel::Before() const {
+  if (!failure_.empty() || !open_ || InBackward()) return failure_;
+  return c10::str("an exception has ended the backward pass of rank ", world_.rank());
+}
 
-std::string ShardedModel::After(bool interrupted, const std::string& place) const {
-  if (!interrupted) return place;
-  return place + ", after an exception has ended its backward pass";
+void ShardedModel::CheckNotMixedHere() const {
+  TORCH_CHECK(mixed_.empty(), mixed_);
+  // Where all have failed in a step, each may be in another state.
+  TORCH_CHECK(!failed_in_step_, failure_);
+}
+
+void ShardedModel::ForgetFailures() {
+  failure_.clear();
+  mixed_.clear();
+  failed_in_step_ = false;
 }
 
 void ShardedModel::NoteFailedStep(const std::exception_ptr& thrown) {
+  // Refused before anything has changed.
+  if (summons_ > 0) return;
   failure_ =
       c10::str("rank ", world_.rank(),
                " has failed in a step of an optimizer of the sharded model: ", TextOf(thrown),
-               "; its part of the parameters has not changed, or in part, and other ranks "
-               "may have stepped: load a checkpoint");
+               "; its part of the parameters may have changed in part, and other ranks may have "
+               "stepped: load a checkpoint");
+  failed_in_step_ = true;
 }
 
 void ShardedModel::Use(ShardUnit& unit, bool write, const char* op) {
@@ -567,9 +600,8 @@ void ShardedModel::Use(ShardUnit& unit, bool write, const char* op) {
                 "divided among the ranks: call model(...), model.call(...), or "
                 "accelerator.summon_full_params()",
                 std::string(op).ends_with("_like")
-                    ? ". An optimizer that makes its state in its constructor, as "
-                      "torch::optim::Adagrad does, would have that of whole parameters: make it "
-                      "before prepare()"
+                    ? ". If this is the constructor of an optimizer that reads the parameters, as "
+                      "torch::optim::Adagrad's does, make it before prepare()"
                     : "");
     Bring(unit);
   }
@@ -719,33 +751,36 @@ uint64_t ShardedModel::Writes() const {
 std::string ShardedModel::ChangesHere() const {
   // Ranks with empty parts of all that was trained have seen nothing.
   const bool mine = writes_ != Writes() || (comparing_ && unseen_steps_);
-  const uint32_t flags = (mine ? kChanged : 0) + (failure_.empty() ? 0 : kFailed);
+  const uint32_t flags = (mine ? kChanged : 0) + (failure_.empty() ? 0 : kFailed) +
+                         (failed_in_step_ ? kFailedInStep : 0);
   return Pack({announced_, flags});
 }
 
-void ShardedModel::CompareChanges(const std::string& place) {
+void ShardedModel::CompareChanges(const std::string& place, const std::string& before) {
   const std::string mine = ChangesHere();
   // Of all ranks, as they compare what they have gathered. Those that miss each other here compare
   // again.
   const bool compared = std::exchange(comparing_, true);
-  TakeChanges(MeetAll(world_, shard_comm_, place, mine, failure_), compared);
+  TakeChanges(MeetAll(world_, shard_comm_, place, mine, before), compared);
 }
 
 void ShardedModel::TakeChanges(const std::vector<std::string>& all, bool compared) {
   std::vector<uint32_t> announced;
-  bool changed = false;
+  bool changed = false, in_step = false;
   int failed = 0;
   for (const std::string& bytes : all) {
     announced.push_back(NumberIn(bytes, 0));
     changed = changed || (NumberIn(bytes, 1) & kChanged) != 0;
     failed += (NumberIn(bytes, 1) & kFailed) != 0 ? 1 : 0;
+    in_step = in_step || (NumberIn(bytes, 1) & kFailedInStep) != 0;
   }
   announced_ = 0;
   comparing_ = compared && announced[0] == 0;
   if (stale_ || changed) ExpireAll();
   try {
-    // What all have thrown, all know of.
-    if (failed > 0 && failed < world_.size()) ThrowFailure();
+    // What all have thrown in a backward pass, all know of, and none has stepped after. Steps leave
+    // each rank where it has failed.
+    if (in_step || (failed > 0 && failed < world_.size())) ThrowFailure();
     failure_.clear();
     CheckAnnouncements(announced);
   } catch (...) {
@@ -757,10 +792,16 @@ void ShardedModel::TakeChanges(const std::vector<std::string>& all, bool compare
 }
 
 void ShardedModel::ThrowFailure() {
-  const std::vector<std::string> all = world_.AllGatherBytes(std::exchange(failure_, ""));
+  const std::vector<std::string> all = world_.AllGatherBytes(failure_);
+  ForgetFailures();
   history_.clear();
   DropGradients();
-  for (const std::string& failure : all) TORCH_CHECK(failure.empty(), failure);
+  // What it keeps from being used, it does so on all ranks, whichever model they use next.
+  if (updates_ != nullptr) updates_->Touch();
+  for (const std::string& failure : all) {
+    if (mixed_.empty()) mixed_ = failure;
+  }
+  TORCH_CHECK(false, mixed_);
 }
 
 template <typename Fn>
@@ -1023,11 +1064,8 @@ void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained, bool first
   updating_ = false;
   for (const auto& unit : units_) unit->set_any_updated(false);
   DoAlone([&] { updates_->End(*this, trained); });
-  if (!first) {
-    // Of the few updates that were left.
-    if (failed_alone_ != nullptr) std::rethrow_exception(std::exchange(failed_alone_, nullptr));
-    return;
-  }
+  // Of the few updates that were left, this rank throws alone, as of gradients that came late.
+  if (!first) return;
   // Those of the first pass are all behind the comparison at its end, and take the memory for the
   // optimizers' states.
   bool failed = false;
@@ -1060,6 +1098,8 @@ void ShardedModel::EndOfBackward() {
     EndUpdates(CheckOrder(), first);
     ForgetTurns();
     SyncBuffers();
+    // Behind the last exchange with the others, who do not know of it.
+    if (failed_alone_ != nullptr) std::rethrow_exception(std::exchange(failed_alone_, nullptr));
   } catch (...) {
     if (!thrown_on_all_) {
       // Others may go on and step: they learn of it where the ranks meet next.
@@ -1343,8 +1383,8 @@ void ShardedModel::ThrowFailedAlone() {
   const char* const advice =
       touched_ ? "; optimizers have updated a part of the parameters in it "
                  "(options.sharding.optimizer_in_backward): load a checkpoint"
-               : "; the gradients of this pass are gone on every rank, and the parameters are as "
-                 "they were";
+               : "; the gradients of this model are gone on every rank, also those of earlier "
+                 "micro-steps, and its parameters are as they were";
   const std::exception_ptr mine = std::exchange(failed_alone_, nullptr);
   const std::vector<std::string> all =
       world_.AllGatherBytes(mine == nullptr ? std::string() : TextOf(mine));
@@ -1399,7 +1439,7 @@ void ShardedModel::Summon(const std::function<void()>& body) {
   if (summons_ == 0) Settle();
   CheckBefore("summon_full_params()", [&] {
     if (summons_ > 0) return;
-    CompareChanges(After(Interrupted(), "the beginning of summon_full_params()"));
+    CompareChanges("the beginning of summon_full_params()", Before());
   });
   // What was written stays, also by a body that throws then, as without sharding. It has counted
   // versions by itself.
@@ -1419,12 +1459,16 @@ void ShardedModel::Summon(const std::function<void()>& body) {
 }
 
 void ShardedModel::CheckNotMixed() {
-  const std::vector<std::string> all =
-      MeetAt(shard_comm_, After(Interrupted(), "reading the weights"), failure_, failure_);
-  // What all have failed with, none has stepped after.
-  const auto has_failed = [](const std::string& failure) { return !failure.empty(); };
-  if (std::all_of(all.begin(), all.end(), has_failed)) return;
-  for (const std::string& failure : all) TORCH_CHECK(failure.empty(), failure);
+  // All ranks know of it.
+  TORCH_CHECK(mixed_.empty(), mixed_);
+  const std::vector<std::string> all = MeetAt(shard_comm_, "reading the weights",
+                                              (failed_in_step_ ? '1' : '0') + failure_, Before());
+  // What all have failed with in a backward pass, none has stepped after.
+  const auto in_backward = [](const std::string& failure) {
+    return failure.size() > 1 && failure[0] == '0';
+  };
+  if (std::all_of(all.begin(), all.end(), in_backward)) return;
+  for (const std::string& failure : all) TORCH_CHECK(failure.size() == 1, failure.substr(1));
 }
 
 void ShardedModel::CompareBeforeSave(const std::vector<std::string>& all) {
@@ -1454,8 +1498,13 @@ void ShardedModel::BeginLoad(const std::map<std::string, at::Tensor>& values) {
     return values.find(place.first) != values.end();
   });
   if (!all) return;
-  // What ranks have failed with or changed alone is gone. They compare as after any change.
-  failure_.clear();
+  // What ranks have failed with or changed alone is gone, and so is a backward pass that an
+  // exception has ended. They compare as after any change.
+  ForgetFailures();
+  if (!InBackward()) {
+    open_ = updating_ = false;
+    history_.clear();
+  }
   announced_ = 0;
   comparing_ = true;
 }

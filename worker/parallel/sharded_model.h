@@ -113,10 +113,14 @@ class ShardedModel {
   void UpdateInBackward(std::shared_ptr<ShardUpdates> updates) { updates_ = std::move(updates); }
 
   // An optimizer's step on shards of this model throws, on this rank alone as far as it knows. All
-  // ranks throw that where they meet next, unless all have failed so.
+  // ranks throw that where they meet next, and from then on until all parameters are loaded.
   void NoteFailedStep(const std::exception_ptr& thrown);
-  // This rank has failed, and others do not know of it.
-  bool failed() const { return !failure_.empty(); }
+  // Throws where the parameters are known to be a mixture: some ranks have failed, maybe in the
+  // middle of a step, and others may have stepped.
+  void CheckNotMixedHere() const;
+  // All parameters are about to be replaced: failures of before do not keep anyone from reading
+  // them.
+  void ForgetFailures();
 
   // Makes the next backward pass reduce.
   void Communicate() {
@@ -221,20 +225,21 @@ class ShardedModel {
   // change, and before each forward pass of kFull: compares whether they are, and does the above if
   // those of some rank have changed since the parameters were gathered, or if a step follows on
   // that pass.
-  void CompareChanges(const std::string& place);
+  // `before`: what this rank has gone through, for errors about ranks at different places.
+  void CompareChanges(const std::string& place, const std::string& before);
   // What follows on the exchange. `compared`: whether ranks were comparing before it.
   void TakeChanges(const std::vector<std::string>& all, bool compared);
   // The same where it is due.
-  void CompareBeforeForward(bool interrupted);
-  // (collective) Throws what some rank has failed with.
-  void ThrowFailure();
+  void CompareBeforeForward(const std::string& before);
+  // (collective) Throws what some rank has failed with, and so do all uses of the model until its
+  // parameters are loaded.
+  [[noreturn]] void ThrowFailure();
   // Before the program does `what`, which `compare` brings the ranks together for: throws where
   // this rank's parameters are not those of a whole step.
   void CheckBefore(const char* what, const std::function<void()>& compare);
-  // `place`, of a rank that comes from a backward pass which something has thrown in.
-  std::string After(bool interrupted, const std::string& place) const;
-  // An exception has ended a backward pass that reduces.
-  bool Interrupted() const;
+  // What this rank has failed with alone, or that an exception has ended its backward pass; empty:
+  // neither.
+  std::string Before() const;
   // (collective, among those that share the parts) The same before weights are read that are a
   // mixture if some ranks have failed and others have stepped.
   void CheckNotMixed();
@@ -327,8 +332,13 @@ class ShardedModel {
   // have been changed by others. All ranks alike.
   bool comparing_ = false;
   uint32_t announced_ = 0;  // times that Expire() was called since ranks have compared it
-  // What the end of a backward pass has thrown on this rank alone, until the ranks meet again.
+  // What the end of a backward pass, a step or the begin of a forward pass has thrown on this rank
+  // alone, until the ranks meet again.
   std::string failure_;
+  bool failed_in_step_ = false;  // failure_ is of a step, or came after one
+  // What some rank has failed with, after the ranks have met: others may have stepped. The same on
+  // all ranks, until all parameters are loaded; empty: nothing.
+  std::string mixed_;
   bool thrown_on_all_ = false;  // what the end of this backward pass throws
   // What DoAlone() has thrown in this backward pass; null: nothing.
   std::exception_ptr failed_alone_;
