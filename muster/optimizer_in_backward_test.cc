@@ -830,11 +830,11 @@ TEST_F(OptimizerInBackward, StepThatOneRankHasOnlyAnnounced_IsAnErrorOnEveryRank
 // Of a gradient that only the end of the pass tells is complete, behind the exchange there: the
 // other rank's pass succeeds.
 TEST_F(OptimizerInBackward, LastUpdateThatFailsOnOneRank_IsAnErrorOfTheNextUseOfAllUntilALoad) {
-  enum class Next { kSave, kForward, kSummon };
+  enum class Next { kSave, kForward, kSummon, kLoadWeights };
   for (const std::string strategy : {"zero2", "zero3"}) {
     Weights want;
     for (const bool fails : {false, true}) {
-      for (const Next what : {Next::kSave, Next::kForward, Next::kSummon}) {
+      for (const Next what : {Next::kSave, Next::kForward, Next::kSummon, Next::kLoadWeights}) {
         if (!fails && what != Next::kSave) continue;
         SCOPED_TRACE(testing::Message() << strategy << static_cast<int>(what));
         const std::string dir = folder_.Path("before_last");
@@ -862,13 +862,15 @@ TEST_F(OptimizerInBackward, LastUpdateThatFailsOnOneRank_IsAnErrorOfTheNextUseOf
             if (a.process_index() == 0) adam.fails_in = 5;
             errors[a.process_index()] = ErrorOf([&] { pass(false); });
             // A program whose ranks agree on their errors leaves the step out.
+            if (what == Next::kLoadWeights && a.process_index() == 1) optimizer.step();
             for (const int again : {0, 2}) {
               next[again + a.process_index()] = ErrorOf([&, &model = model] {
                 if (what == Next::kForward) pass(true);
                 if (what == Next::kSummon) a.summon_full_params(model, [] {});
-                if (what != Next::kSave) return;
-                const absl::Status saved = a.save_state(folder_.Path("never"));
-                TORCH_CHECK(saved.ok(), saved.message());
+                absl::Status done;
+                if (what == Next::kSave) done = a.save_state(folder_.Path("never"));
+                if (what == Next::kLoadWeights) done = a.load_weights(dir).status();
+                TORCH_CHECK(done.ok(), done.message());
               });
             }
             const absl::Status loaded = a.load_state(dir);
@@ -882,7 +884,7 @@ TEST_F(OptimizerInBackward, LastUpdateThatFailsOnOneRank_IsAnErrorOfTheNextUseOf
         });
         if (!fails) continue;
         EXPECT_THAT(errors, ElementsAre(HasSubstr("the optimizer fails"), "no error"));
-        if (what == Next::kSave) {
+        if (what == Next::kSave || what == Next::kLoadWeights) {
           EXPECT_THAT(next, Each(AnyOf(HasSubstr("between backward() and optimizer.step()"),
                                        HasSubstr("changed in part"))));
         } else {

@@ -1512,12 +1512,14 @@ absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
 absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& wanted_directory,
                                                          const LoadWeightsOptions& options) {
   const std::string directory = CleanPath(wanted_directory);
-  if (absl::Status here = Guard([&] {
-        steps_.CheckAllTakePart("load_weights()");
-        steps_.CheckStepped("load_weights()");
-      });
-      !here.ok()) {
+  if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("load_weights()"); }); !here.ok()) {
     return here;
+  }
+  // Updates may have failed on one process alone, which the others would wait for.
+  if (absl::Status all =
+          Guard([&] { ThrowIfAnyFailed(Guard([&] { steps_.CheckStepped("load_weights()"); })); });
+      !all.ok()) {
+    return all;
   }
   if (options.dtype.has_value()) {
     return absl::InvalidArgumentError(
