@@ -179,7 +179,7 @@ void Accelerator::Register(std::function<StateDict()> save,
 void Accelerator::Summon(internal::ModelSlot& model, const std::function<void()>& body) {
   core_->steps().CheckAllTakePart("summon_full_params()");
   if (model.sharded() == nullptr) return body();
-  core_->steps().AboutToChange();
+  core_->steps().AboutToChange(&model);
   model.sharded()->Summon(body);
 }
 absl::Status Accelerator::SaveModel(internal::ModelSlot& model, const std::string& directory,

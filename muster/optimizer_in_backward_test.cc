@@ -5,9 +5,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,6 +29,8 @@
 #include "torch/nn/modules/embedding.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/optim/adamw.h"
+#include "worker/collective/borrowed_comm.h"
+#include "worker/collective/test_error.h"
 #include "worker/collective/thread_comm.h"
 #include "worker/parallel/counting_allocator.h"
 #include "worker/parallel/shard_unit.h"
@@ -36,8 +41,11 @@ namespace muster {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::AnyOf;
 using ::testing::Each;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr int kSamples = 12;  // of a step, on all ranks
 constexpr char kOption[] = "optimizer_in_backward";
@@ -53,6 +61,7 @@ struct Branches : torch::nn::Module {
   Branches() {
     words = register_module("words", torch::nn::Embedding(7, 5));
     scale = register_parameter("scale", at::ones({5}));
+    register_buffer("positions", at::arange(5));  // which ranks exchange at the end of each pass
     parts = register_module("parts", torch::nn::ModuleList());
     for (int i = 0; i < 3; ++i) parts->push_back(torch::nn::Linear(5, 5));
     at::NoGradGuard no_grad;
@@ -135,6 +144,15 @@ class OptimizerInBackward : public testing::Test {
       });
     }
     return weights;
+  }
+
+  // With the same values in each run.
+  static void Fill(torch::nn::Module& net) {
+    const at::NoGradGuard no_grad;
+    uint64_t seed = 40;
+    for (at::Tensor& parameter : net.parameters()) {
+      parameter.copy_(Random(parameter.sizes(), ++seed).div_(parameter.size(0)));
+    }
   }
 
   static void ExpectEqual(const Weights& a, const Weights& b) {
@@ -614,6 +632,394 @@ TEST_F(OptimizerInBackward, PassThatThrows_NeedsACheckpoint) {
   }
   ExpectEqual(got, want);
   ExpectEqual(with_hook, want);
+}
+
+// Fails where it is to update for the `fails_in`th time, on the thread of the updates.
+struct FailingAdamW : FusedAdamW {
+  using FusedAdamW::FusedAdamW;
+  void Update(int64_t group, const Lists& lists, const std::optional<at::Tensor>& grad_scale,
+              const std::optional<at::Tensor>& found_inf) const override {
+    if (fails_in > 0 && --fails_in == 0) {
+      if (memory) C10_THROW_ERROR(OutOfMemoryError, "can't allocate memory");
+      TORCH_CHECK(false, "the optimizer fails");
+    }
+    FusedAdamW::Update(group, lists, grad_scale, found_inf);
+  }
+  mutable std::atomic<int> fails_in{0};
+  bool memory = false;
+};
+
+// An error of one rank's optimizer, in the first pass, which takes memory for states, or in a later
+// one: of the first unit that it updates or of the last.
+TEST_F(OptimizerInBackward, ErrorOfAUnitsOptimizerOnOneRank_IsAnErrorOnEveryRank) {
+  constexpr int kLayers = 6;
+  const std::string dir = folder_.Path("before");
+  for (const bool shared_memory : {false, true}) {
+    for (const std::string strategy : {"zero1", "zero2", "zero3", "zero3 overlapped"}) {
+      AcceleratorOptions options = Options(strategy.substr(0, 5));
+      options.sharding->overlap = strategy.size() > 5;
+      Weights want;
+      for (const int fails_at : {-1, 0, 2}) {  // a step; -1: none
+        for (const int fails_in : {1, kLayers}) {
+          if (fails_at < 0 && fails_in > 1) continue;
+          SCOPED_TRACE(testing::Message() << strategy << ", shared memory " << shared_memory
+                                          << ", step " << fails_at << ", unit " << fails_in);
+          std::vector<std::string> errors(2), saves(4), forwards(4);
+          Weights got;
+          const auto store = c10::make_intrusive<c10d::HashStore>();
+          (shared_memory ? RunShmRanks : RunGlooRanks)(
+              2,
+              [&](Comm& comm) {
+                Accelerator a(CoreOn(comm, options, store));
+                torch::nn::Sequential net;
+                // Parts that ranks share in memory.
+                const int64_t width = shared_memory ? 520 : 8;
+                for (int i = 0; i < kLayers; ++i) net->push_back(torch::nn::Linear(width, width));
+                Fill(*net);
+                FailingAdamW adam(net->parameters());
+                adam.memory = fails_in == 1;
+                auto [model, optimizer] = a.prepare(net, adam);
+                const at::Tensor x = at::full({1, width}, 0.01);
+                const auto step = [&, &model = model, &optimizer = optimizer] {
+                  a.backward(model(x).square().mean());
+                  optimizer.step();
+                  optimizer.zero_grad();
+                };
+                for (int i = 0; i < 4; ++i) {
+                  if (i != fails_at) {
+                    step();
+                    continue;
+                  }
+                  ASSERT_TRUE(a.save_state(dir).ok());
+                  if (a.process_index() == 1) adam.fails_in = fails_in;
+                  errors[a.process_index()] = ErrorOf(step);
+                  for (const int again : {0, 2}) {
+                    saves[again + a.process_index()] =
+                        std::string(a.save_state(folder_.Path("never")).message());
+                    forwards[again + a.process_index()] =
+                        ErrorOf([&, &model = model] { model(x); });
+                  }
+                  const absl::Status loaded = a.load_state(dir);
+                  ASSERT_TRUE(loaded.ok()) << loaded;
+                  optimizer.zero_grad();
+                  step();
+                }
+                const Weights all = WeightsOf(a, model);
+                if (a.is_main_process()) (fails_at < 0 ? want : got) = all;
+              },
+              {});
+          if (fails_at < 0) continue;
+          ExpectEqual(got, want);
+          EXPECT_THAT(errors,
+                      Each(AllOf(HasSubstr("rank 1"), HasSubstr("load a checkpoint"),
+                                 HasSubstr(fails_in == 1 ? "memory" : "the optimizer fails"))));
+          EXPECT_THAT(saves, Each(HasSubstr("changed in part")));
+          EXPECT_THAT(forwards, Each(HasSubstr("changed in part")));
+        }
+      }
+    }
+  }
+}
+
+// The optimizer's own step may fail on one rank, too: the others have stepped. Or each rank fails
+// in another place of it.
+TEST_F(OptimizerInBackward, StepThatFails_IsAnErrorOnEveryRankUntilALoad) {
+  for (const std::string strategy : {"zero1", "zero2", "zero3"}) {
+    Weights want;
+    for (const int fails : {-1, 1, 2}) {  // rank 1; 2: both; -1: none
+      for (const bool saves : {true, false}) {
+        if (fails < 0 && saves) continue;
+        SCOPED_TRACE(testing::Message() << strategy << ", fails " << fails << ", saves " << saves);
+        const std::string dir = folder_.Path("before_step");
+        std::vector<std::string> errors(2), next(4);
+        Weights got;
+        RunAccelerators(2, Options(strategy, /*in_backward=*/false), [&](Accelerator& a) {
+          torch::nn::Sequential net = MakeNet();
+          FailingAdamW adam({{{net->parameters()[0], net->parameters()[2]}, {.lr = 0.01}},
+                             {{net->parameters()[1], net->parameters()[3], net->parameters()[4],
+                               net->parameters()[5]},
+                              {.lr = 0.02}}});
+          if (fails > 0)
+            a.register_load_state_pre_hook([](std::vector<NamedTensors>&, const StateReader&) {});
+          auto [model, optimizer] = a.prepare(net, adam);
+          const at::Tensor x = Random({4, 5}, 1);
+          const auto step = [&, &model = model, &optimizer = optimizer] {
+            a.backward(model(x).square().mean());
+            optimizer.step();
+            optimizer.zero_grad();
+          };
+          step();
+          if (fails > 0) {
+            ASSERT_TRUE(a.save_state(dir).ok());
+            // Of two groups.
+            if (a.process_index() == 1) adam.fails_in = 1;
+            if (a.process_index() == 0 && fails == 2) adam.fails_in = 2;
+            errors[a.process_index()] = ErrorOf(step);
+            for (const int again : {0, 2}) {
+              next[again + a.process_index()] = ErrorOf([&] {
+                if (!saves) return step();
+                const absl::Status saved = a.save_state(folder_.Path("never"));
+                TORCH_CHECK(saved.ok(), saved.message());
+              });
+            }
+            const absl::Status loaded = a.load_state(dir);
+            ASSERT_TRUE(loaded.ok()) << loaded;
+            optimizer.zero_grad();
+          }
+          step();
+          step();
+          const Weights all = WeightsOf(a, model);
+          if (a.is_main_process()) (fails < 0 ? want : got) = all;
+        });
+        if (fails < 0) continue;
+        EXPECT_THAT(errors[0], HasSubstr(fails == 2 ? "the optimizer fails" : "no error"));
+        EXPECT_THAT(errors[1], HasSubstr("the optimizer fails"));
+        EXPECT_THAT(next,
+                    Each(AllOf(HasSubstr("has failed in a step of an optimizer"),
+                               HasSubstr("the optimizer fails"), HasSubstr("load a checkpoint"))));
+        ExpectEqual(got, want);
+      }
+    }
+  }
+}
+
+// Fails once, behind the exchange at the end of a forward pass.
+struct FailsBehindAForwardPass : BorrowedComm {
+  using BorrowedComm::BorrowedComm;
+  std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
+    std::vector<std::string> all = BorrowedComm::AllGatherBytes(bytes);
+    if (bytes.find("the end of a forward pass") != std::string::npos && armed) {
+      armed = false;
+      TORCH_CHECK(false, "the exchange fails");
+    }
+    return all;
+  }
+  bool armed = false;
+};
+
+// Such an error is thrown where the model is used next: by the announcement of the step to the
+// second model, behind that to the first one.
+TEST_F(OptimizerInBackward, StepThatOneRankHasOnlyAnnounced_IsAnErrorOnEveryRank) {
+  std::vector<std::string> errors(2), next(4);
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  RunShmRanks(2, [&](Comm& world) {
+    FailsBehindAForwardPass comm(world);
+    Accelerator a(CoreOn(comm, Options("zero3", /*in_backward=*/false), store));
+    // Parts that ranks share in memory.
+    constexpr int64_t kWidth = 520;
+    torch::nn::Sequential one(torch::nn::Linear(kWidth, kWidth));
+    torch::nn::Sequential two(torch::nn::Linear(kWidth, kWidth));
+    std::vector<at::Tensor> parameters = one->parameters();
+    for (const at::Tensor& parameter : two->parameters()) parameters.push_back(parameter);
+    FusedSGD sgd(parameters, {.lr = 0.1});
+    auto [first, second, optimizer] = a.prepare(one, two, sgd);
+    const at::Tensor x = at::full({1, kWidth}, 0.01);
+    a.backward((first(x) + second(x)).square().mean());
+    comm.armed = comm.rank() == 1;
+    second(x);
+    errors[comm.rank()] = ErrorOf([&, &optimizer = optimizer] { optimizer.step(); });
+    for (const int again : {0, 2}) {
+      next[again + comm.rank()] = ErrorOf([&, &first = first] { first(x); });
+    }
+  });
+  EXPECT_THAT(errors, ElementsAre("no error", HasSubstr("the exchange fails")));
+  EXPECT_THAT(next, Each(AllOf(HasSubstr("rank 1 has failed in a step of an optimizer"),
+                               HasSubstr("the exchange fails"))));
+}
+
+// Of a gradient that only the end of the pass tells is complete, behind the exchange there: the
+// other rank's pass succeeds.
+TEST_F(OptimizerInBackward, LastUpdateThatFailsOnOneRank_IsAnErrorOfTheNextUseOfAllUntilALoad) {
+  enum class Next { kSave, kForward, kSummon, kLoadWeights };
+  for (const std::string strategy : {"zero2", "zero3"}) {
+    Weights want;
+    for (const bool fails : {false, true}) {
+      for (const Next what : {Next::kSave, Next::kForward, Next::kSummon, Next::kLoadWeights}) {
+        if (!fails && what != Next::kSave) continue;
+        SCOPED_TRACE(testing::Message() << strategy << static_cast<int>(what));
+        const std::string dir = folder_.Path("before_last");
+        std::vector<std::string> errors(2), next(4);
+        Weights got;
+        RunAccelerators(2, Options(strategy), [&](Accelerator& a) {
+          auto net = std::make_shared<Branches>();
+          FailingAdamW adam(net->parameters(), {.lr = 0.01});
+          auto [model, optimizer] = a.prepare(net, adam);
+          const at::Tensor ids = at::arange(7, at::kLong);
+          // Rank 0, which has its values, has no gradient of the scale.
+          const auto pass = [&, &model = model](bool all) {
+            const int which = all || a.process_index() == 1 ? 15 : 7;
+            a.backward(model.call(&Branches::Forward, ids, which).square().mean());
+          };
+          const auto step = [&, &optimizer = optimizer](bool all) {
+            pass(all);
+            optimizer.step();
+            optimizer.zero_grad();
+          };
+          step(true);
+          step(true);
+          if (fails) {
+            ASSERT_TRUE(a.save_state(dir).ok());
+            if (a.process_index() == 0) adam.fails_in = 5;
+            errors[a.process_index()] = ErrorOf([&] { pass(false); });
+            // A program whose ranks agree on their errors leaves the step out.
+            if (what == Next::kLoadWeights && a.process_index() == 1) optimizer.step();
+            for (const int again : {0, 2}) {
+              next[again + a.process_index()] = ErrorOf([&, &model = model] {
+                if (what == Next::kForward) pass(true);
+                if (what == Next::kSummon) a.summon_full_params(model, [] {});
+                absl::Status done;
+                if (what == Next::kSave) done = a.save_state(folder_.Path("never"));
+                if (what == Next::kLoadWeights) done = a.load_weights(dir).status();
+                TORCH_CHECK(done.ok(), done.message());
+              });
+            }
+            const absl::Status loaded = a.load_state(dir);
+            ASSERT_TRUE(loaded.ok()) << loaded;
+            optimizer.zero_grad();
+          }
+          step(false);
+          step(true);
+          const Weights all = WeightsOf(a, model);
+          if (a.is_main_process()) (fails ? got : want) = all;
+        });
+        if (!fails) continue;
+        EXPECT_THAT(errors, ElementsAre(HasSubstr("the optimizer fails"), "no error"));
+        if (what == Next::kSave || what == Next::kLoadWeights) {
+          EXPECT_THAT(next, Each(AnyOf(HasSubstr("between backward() and optimizer.step()"),
+                                       HasSubstr("changed in part"))));
+        } else {
+          EXPECT_THAT(next, Each(HasSubstr("rank 0 has failed at the end of a backward pass")));
+        }
+        ExpectEqual(got, want);
+      }
+    }
+  }
+}
+
+// Before anything is updated.
+TEST_F(OptimizerInBackward, LossThatIsNotFiniteOnOneRank_ChangesNothingOnAny) {
+  for (const std::string strategy : {"zero2", "zero3"}) {
+    std::vector<Weights> runs;
+    std::vector<std::string> errors(2);
+    for (const bool fails : {false, true}) {
+      AcceleratorOptions options = Options(strategy);
+      options.check_finite_loss = true;
+      RunAccelerators(2, options, [&](Accelerator& a) {
+        torch::nn::Sequential net = MakeNet();
+        FusedAdamW adam(net->parameters());
+        auto [model, optimizer] = a.prepare(net, adam);
+        for (int step = 0; step < 4; ++step) {
+          at::Tensor x = MineOf(a, Random({kSamples, 5}, 100 + step));
+          if (fails && step == 2) {
+            const double factor =
+                a.process_index() == 1 ? std::numeric_limits<double>::quiet_NaN() : 1;
+            errors[a.process_index()] =
+                ErrorOf([&, &model = model] { a.backward(model(x * factor).square().mean()); });
+          }
+          a.backward(model(x).square().mean());
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+        const Weights all = WeightsOf(a, model);
+        if (a.is_main_process()) runs.push_back(all);
+      });
+    }
+    EXPECT_THAT(errors, Each(HasSubstr("the loss is NaN or infinite on rank 1")));
+    ExpectEqual(runs[1], runs[0]);
+  }
+}
+
+// Of a unit that one rank has all of: the others have updated nothing.
+TEST_F(OptimizerInBackward, PassThatThrowsAfterAnUpdateOfOneRank_HasChangedTheModelOnAll) {
+  for (const std::string strategy : {"zero1", "zero2", "zero3"}) {
+    SCOPED_TRACE(strategy);
+    std::vector<std::string> passes(2), next(2);
+    RunAccelerators(2, Options(strategy), [&](Accelerator& a) {
+      torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4),
+                                torch::nn::Linear(torch::nn::LinearOptions(4, 4).bias(false)));
+      FusedAdamW adam(net->parameters());
+      auto [model, optimizer] = a.prepare(net, adam);
+      EXPECT_EQ(model.slot()->sharded()->units().back()->slices()[0].shard.numel(),
+                a.process_index() == 0 ? 16 : 0);
+      const auto step = [&, &model = model, &optimizer = optimizer](bool throws) {
+        const at::Tensor loss = model.call([&](torch::nn::SequentialImpl& layers) {
+          at::Tensor x = Random({2, 4}, 5);
+          for (size_t i = 0; i < layers.size(); ++i) {
+            // When the last unit is reduced and updated.
+            if (i == 1 && throws) {
+              x.register_hook([](at::Tensor) { TORCH_CHECK(false, "a hook throws"); });
+            }
+            x = layers[i]->as<torch::nn::Linear>()->forward(x);
+          }
+          return x.square().mean();
+        });
+        a.backward(loss);
+        optimizer.step();
+        optimizer.zero_grad();
+      };
+      step(false);
+      step(false);
+      passes[a.process_index()] = ErrorOf([&] { step(true); });
+      next[a.process_index()] = ErrorOf([&] { step(false); });
+      a.wait_for_everyone();
+    });
+    EXPECT_THAT(passes, Each(HasSubstr("a hook throws")));
+    EXPECT_THAT(next, Each(HasSubstr("changed in part")));
+  }
+}
+
+// The others are in the backward pass that it has left.
+TEST_F(OptimizerInBackward, HookThatThrowsOnOneRank_IsAnErrorOnEveryRankAndNothingIsSaved) {
+  for (const bool shared_memory : {false, true}) {
+    for (const std::string strategy : {"zero1", "zero2", "zero3"}) {
+      for (const int fails_at : {0, 2}) {
+        for (const bool saves : {true, false}) {
+          SCOPED_TRACE(testing::Message() << strategy << ", shared memory " << shared_memory
+                                          << ", step " << fails_at << ", saves " << saves);
+          std::vector<std::string> errors(2);
+          std::string saved;
+          const auto store = c10::make_intrusive<c10d::HashStore>();
+          (shared_memory ? RunShmRanks : RunGlooRanks)(
+              2,
+              [&](Comm& comm) {
+                Accelerator a(CoreOn(comm, Options(strategy), store));
+                torch::nn::Sequential net;
+                const int64_t width = shared_memory ? 520 : 8;
+                for (int i = 0; i < 4; ++i) net->push_back(torch::nn::Linear(width, width));
+                FusedAdamW adam(net->parameters());
+                auto [model, optimizer] = a.prepare(net, adam);
+                errors[a.process_index()] = ErrorOf([&, &model = model, &optimizer = optimizer] {
+                  for (int i = 0; i < 4; ++i) {
+                    const at::Tensor loss = model.call([&](torch::nn::SequentialImpl& layers) {
+                      at::Tensor x = at::full({1, width}, 0.01);
+                      for (size_t l = 0; l < layers.size(); ++l) {
+                        if (l == 2 && i == fails_at && a.process_index() == 1) {
+                          x.register_hook([](at::Tensor) { TORCH_CHECK(false, "a hook throws"); });
+                        }
+                        x = layers[l]->as<torch::nn::Linear>()->forward(x);
+                      }
+                      return x.square().mean();
+                    });
+                    a.backward(loss);
+                    optimizer.step();
+                    optimizer.zero_grad();
+                  }
+                });
+                if (a.process_index() != 1) return;
+                if (saves) {
+                  saved = std::string(a.save_state(folder_.Path("never")).message());
+                } else {
+                  saved = ErrorOf([&, &model = model] { model(at::full({1, width}, 0.01)); });
+                }
+              },
+              {});
+          EXPECT_THAT(errors[1], HasSubstr("a hook throws"));
+          EXPECT_THAT(errors[0], AllOf(Not("no error"), HasSubstr("rank")));
+          EXPECT_THAT(saved, Not(AnyOf("", "no error")));
+        }
+      }
+    }
+  }
 }
 
 // The first step updates at the end of the pass: nothing has changed before.

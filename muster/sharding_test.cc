@@ -22,11 +22,14 @@
 #include "torch/nn/modules/activation.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/linear.h"
+#include "torch/optim/adagrad.h"
 #include "torch/optim/adamw.h"
 #include "torch/optim/lbfgs.h"
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/collective/borrowed_comm.h"
 #include "worker/collective/local_comm.h"
+#include "worker/collective/test_error.h"
 #include "worker/parallel/sharded_model.h"
 
 namespace muster {
@@ -136,15 +139,118 @@ TEST(Sharding, OptimizerOfLibTorch_IsGivenTheShards) {
   }
 }
 
+// Its constructor makes the state of the parameters as they are then.
+TEST(Sharding, AdagradOfLibTorch_IsMadeBeforePrepareWhereParametersAreDivided) {
+  std::vector<Weights> runs;
+  for (const char* strategy : {"no_shard", "zero2", "zero3"}) {
+    const bool divided = std::string(strategy) != "no_shard";  // else by one process
+    for (const bool before : {true, false}) {
+      if (!divided && !before) continue;
+      std::string error;
+      RunAccelerators(divided ? 2 : 1, Sharded(strategy), [&](Accelerator& a) {
+        torch::nn::Sequential net = MakeNet();
+        if (before) {
+          torch::optim::Adagrad adagrad(net->parameters(), 0.1);
+          auto [model, optimizer] = a.prepare(net, adagrad);
+          Train(a, model, optimizer, 0, 3);
+          const Weights got = WeightsOf(a, model);
+          if (a.is_main_process()) runs.push_back(got);
+          return;
+        }
+        auto model = a.prepare(net);
+        const std::string mine =
+            ErrorOf([&] { const torch::optim::Adagrad adagrad(net->parameters(), 0.1); });
+        if (a.is_main_process()) error = mine;
+      });
+      if (before) continue;
+      EXPECT_THAT(error,
+                  AllOf(HasSubstr("torch::optim::Adagrad"), HasSubstr("make it before prepare()")));
+    }
+  }
+  ASSERT_EQ(runs.size(), 3U);
+  for (const size_t run : {1, 2}) EXPECT_LE(Distance(runs[run], runs[0]), 1e-4);
+}
+
+// Counts gathers of units.
+class CountingGathers : public BorrowedComm {
+ public:
+  using BorrowedComm::BorrowedComm;
+  void AllGatherParts(at::Tensor& flat) override {
+    ++gathers;
+    BorrowedComm::AllGatherParts(flat);
+  }
+  int gathers = 0;
+};
+
+// Of three models that keep their gathered parameters, one is frozen and two have optimizers.
+TEST(Sharding, StepOfOneModel_LeavesWhatIsGatheredOfOthers) {
+  for (const char* strategy : {"zero1", "zero2", "zero3"}) {
+    SCOPED_TRACE(strategy);
+    AcceleratorOptions options = Sharded(strategy);
+    options.sharding->reshard_after_forward = false;
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    RunGlooRanks(2, [&](Comm& gloo) {
+      CountingGathers comm(gloo);
+      Accelerator a(CoreOn(comm, options, store));
+      torch::nn::Sequential teacher_net = MakeNet(), student_net = MakeNet(),
+                            critic_net = MakeNet();
+      for (at::Tensor& parameter : teacher_net->parameters()) parameter.set_requires_grad(false);
+      FusedSGD sgd(student_net->parameters(), {.lr = 0.1});
+      torch::optim::AdamW adamw(critic_net->parameters());
+      auto teacher = a.prepare(teacher_net);
+      auto [student, of_student] = a.prepare(student_net, sgd);
+      auto [critic, of_critic] = a.prepare(critic_net, adamw);
+      const auto evaluate = [&](auto& model, int* gathers) {
+        const at::NoGradGuard no_grad;
+        const int before = comm.gathers;
+        const at::Tensor y = model(Random({2, 5}, 7));
+        *gathers = comm.gathers - before;
+        return y;
+      };
+      const auto step = [&](auto& model, auto& optimizer) {
+        a.backward(model(Random({2, 5}, 8)).square().mean());
+        optimizer.step();
+        optimizer.zero_grad();
+      };
+      int of_teacher = 0, gathered = 0;
+      step(critic, of_critic);
+      evaluate(teacher, &of_teacher);
+      const at::Tensor before = evaluate(critic, &gathered);
+      EXPECT_GT(of_teacher + gathered, 0);
+      for (int i = 0; i < 3; ++i) {
+        step(student, of_student);
+        evaluate(teacher, &of_teacher);
+        EXPECT_EQ(of_teacher, 0) << "of the frozen model";
+        EXPECT_TRUE(at::equal(evaluate(critic, &gathered), before));
+        EXPECT_EQ(gathered, 0) << "of another model that is trained";
+      }
+      // Nor is it by a look at the parameters of one.
+      a.summon_full_params(student, [] {});
+      evaluate(teacher, &of_teacher);
+      EXPECT_EQ(of_teacher, 0);
+      step(critic, of_critic);
+      const at::Tensor after = evaluate(critic, &gathered);
+      EXPECT_FALSE(at::equal(after, before));
+      const at::Tensor of_rank_0 = a.broadcast(after.clone(), 0);
+      EXPECT_TRUE(at::equal(after, of_rank_0));
+      EXPECT_GT(gathered, 0);
+      evaluate(teacher, &of_teacher);
+      EXPECT_EQ(of_teacher, 0);
+    });
+  }
+}
+
 TEST(Sharding, CheckpointOfOneStrategyAndSize_ContinuesUnderAnother) {
-  const Weights want = OneProcess(8);
+  constexpr int kSteps = 10;  // of each
   const std::string dir = TestDir("strategies");
   const struct {
     const char* strategy;
     int ranks;
-  } runs[] = {{"zero3", 2}, {"zero1", 3}, {"no_shard", 1}, {"zero2", 4}};
+  } runs[] = {{"zero3", 2}, {"zero1", 3}, {"hybrid", 4}, {"no_shard", 1}, {"zero2", 4}};
   int step = 0;
   for (const auto& run : runs) {
+    SCOPED_TRACE(run.strategy);
+    const Weights want = OneProcess(step + kSteps);
     RunAccelerators(run.ranks, Sharded(run.strategy), [&](Accelerator& a) {
       torch::nn::Sequential net = MakeNet();
       FusedSGD sgd(net->parameters(), {.lr = 0.1, .momentum = 0.9});
@@ -154,15 +260,15 @@ TEST(Sharding, CheckpointOfOneStrategyAndSize_ContinuesUnderAnother) {
         ASSERT_TRUE(loaded.ok()) << loaded;
         EXPECT_EQ(optimizer.steps(), step);
       }
-      Train(a, model, optimizer, step, step + 2);
-      const absl::Status saved = a.save_state(dir + std::to_string(step + 2));
+      Train(a, model, optimizer, step, step + kSteps);
+      const absl::Status saved = a.save_state(dir + std::to_string(step + kSteps));
       ASSERT_TRUE(saved.ok()) << saved;
       const Weights got = a.get_state_dict(model);
-      if (step == 6 && a.is_main_process()) {
+      if (a.is_main_process()) {
         EXPECT_LE(Distance(got, want), 1e-6);
       }
     });
-    step += 2;
+    step += kSteps;
   }
 }
 

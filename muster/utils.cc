@@ -178,7 +178,7 @@ void Ema::CopyTo(const Named& parameters, const Named& buffers) const {
     core_->steps().CheckStepped("ema.copy_to()");
     sharded->AwaitReaders();
   }
-  core_->steps().AboutToChange();
+  core_->steps().AboutToChange(itself ? model.get() : nullptr);
   if (sharded == nullptr) {
     weights_->CopyTo(parameters);
   } else if (itself) {

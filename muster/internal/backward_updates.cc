@@ -88,7 +88,6 @@ void BackwardUpdates::Update(std::vector<at::Tensor> shards) {
   }
   shards.clear();
   if (updated.empty()) return;
-  under_way_ = true;
   const bool on_cpu = updated.front().is_cpu();
   auto update = [steps = std::move(steps), updated = std::move(updated), factor = factor_] {
     const at::NoGradGuard no_grad;

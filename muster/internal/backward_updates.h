@@ -46,7 +46,9 @@ class BackwardUpdates : public ShardUpdates {
   static void Prepare(OptimizerSlot& optimizer);
 
   bool Begin(ShardedModel& model) override;
+  void Touch() override { under_way_ = true; }
   void Update(std::vector<at::Tensor> shards) override;
+  void Await() override { WaitUntilLeft(0); }
   void End(ShardedModel& model, const std::vector<at::Tensor>& trained) override;
   void Settle() override;
   void CheckStepped(const ShardedModel& model, const char* what) const override;

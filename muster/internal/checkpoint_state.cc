@@ -782,13 +782,18 @@ int64_t CheckpointState::AgreeOnNumber(const CheckpointFolder& folder, int64_t n
 
 absl::Status CheckpointState::Save(const std::string& wanted_directory) {
   const std::string directory = CleanPath(wanted_directory);
-  const auto check = [&] {
-    steps_.CheckAllTakePart("save_state()");
-    steps_.CheckStepped("save_state()");
-  };
-  if (absl::Status here = Guard(check); !here.ok()) return here;
+  if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("save_state()"); }); !here.ok()) {
+    return here;
+  }
   // Every rank says whether it can save before any of them writes: none waits for one that left.
-  if (absl::Status all = AgreeToSave(CheckSavable()); !all.ok()) return all;
+  absl::Status mine = Guard([&] {
+    for (const auto& model : registry_.models()) {
+      if (model->sharded() != nullptr) model->sharded()->CheckNotMixedHere();
+    }
+    steps_.CheckStepped("save_state()");
+  });
+  if (mine.ok()) mine = CheckSavable();
+  if (absl::Status all = AgreeToSave(mine); !all.ok()) return all;
   process_.progress().SetPhase("save_state");
   CheckpointInfo info;
   info.world_size = process_.size();
@@ -1464,6 +1469,10 @@ void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
                                  // What follows reads the weights, also those of a model that a
                                  // failed pass has changed in part.
                                  if (steps_.updates() != nullptr) steps_.updates()->Reset();
+                                 for (const auto& model : registry_.models()) {
+                                   if (model->sharded() == nullptr) continue;
+                                   model->sharded()->ForgetFailures();
+                                 }
                                  ApplyOptimizers(loaded);
                                }),
                                kMixture));
@@ -1508,12 +1517,14 @@ absl::StatusOr<StateReader> CheckpointState::OpenAndRead(
 absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& wanted_directory,
                                                          const LoadWeightsOptions& options) {
   const std::string directory = CleanPath(wanted_directory);
-  if (absl::Status here = Guard([&] {
-        steps_.CheckAllTakePart("load_weights()");
-        steps_.CheckStepped("load_weights()");
-      });
-      !here.ok()) {
+  if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("load_weights()"); }); !here.ok()) {
     return here;
+  }
+  // Updates may have failed on one process alone, which the others would wait for.
+  if (absl::Status all =
+          Guard([&] { ThrowIfAnyFailed(Guard([&] { steps_.CheckStepped("load_weights()"); })); });
+      !all.ok()) {
+    return all;
   }
   if (options.dtype.has_value()) {
     return absl::InvalidArgumentError(

@@ -60,7 +60,7 @@ AveragedScope::~AveragedScope() noexcept(false) {
 void AveragedScope::Announce() const {
   core_->steps().CheckStepped("ema.apply()");
   if (sharded_ != nullptr) sharded_->sharded()->AwaitReaders();
-  core_->steps().AboutToChange();
+  core_->steps().AboutToChange(sharded_.get());
 }
 
 void AveragedScope::MarkChanged() const {

@@ -124,9 +124,13 @@ void StepController::ChangeLocal(int by) {
   apart_ = true;
 }
 
-void StepController::AboutToChange() {
+void StepController::AboutToChange(const ModelSlot* only) {
   ForgetStrays();
-  AnnounceChange();
+  for (const auto& model : registry_.models()) {
+    if (model->sharded() == nullptr || (only != nullptr && model.get() != only)) continue;
+    model->sharded()->Expire();
+  }
+  if (before_change_) before_change_();
 }
 
 void StepController::ChangeAveraged(int by) {
@@ -134,10 +138,23 @@ void StepController::ChangeAveraged(int by) {
   ForgetStrays();
 }
 
-void StepController::AnnounceChange() const {
+std::vector<ShardedModel*> StepController::ShardedModelsOf(const OptimizerSlot& slot) const {
+  // Not by what an optimizer changes on this rank: its parts of a model may all be empty.
+  const std::vector<at::Tensor>& parameters = slot.handle_->parameters();
+  std::vector<ShardedModel*> models;
   for (const auto& model : registry_.models()) {
-    if (model->sharded() != nullptr) model->sharded()->Expire();
+    ShardedModel* const sharded = model->sharded();
+    if (sharded == nullptr) continue;
+    const bool has = std::any_of(
+        parameters.begin(), parameters.end(),
+        [&](const at::Tensor& parameter) { return sharded->NameOf(parameter) != nullptr; });
+    if (has) models.push_back(sharded);
   }
+  return models;
+}
+
+void StepController::AnnounceStep(const std::vector<ShardedModel*>& models) const {
+  for (ShardedModel* const model : models) model->Expire();
   if (before_change_) before_change_();
 }
 
@@ -1068,21 +1085,26 @@ void StepController::Step(OptimizerSlot& slot) {
     FinishGradients(&slot);
     ClipInStep(slot);
   }
-  for (const auto& model : registry_.models()) {
-    if (model->sharded() != nullptr) model->sharded()->AwaitReaders();
+  const std::vector<ShardedModel*> sharded = ShardedModelsOf(slot);
+  for (ShardedModel* const model : sharded) model->AwaitReaders();
+  try {
+    AnnounceStep(sharded);
+    MUSTER_FAILPOINT("worker.step");
+    if (scaler_ != nullptr) {
+      scaler_->Step(*slot.handle_);
+      slot.step_was_skipped_ = scaler_->step_was_skipped(*slot.handle_);
+      EndScalerStep();
+    } else if (updated) {
+      updates_->FinishStep(slot, WindowFactor());
+    } else {
+      slot.handle_->Step();
+    }
+    Stepped(slot);
+  } catch (...) {
+    // Others may step.
+    for (ShardedModel* const model : sharded) model->NoteFailedStep(std::current_exception());
+    throw;
   }
-  AnnounceChange();
-  MUSTER_FAILPOINT("worker.step");
-  if (scaler_ != nullptr) {
-    scaler_->Step(*slot.handle_);
-    slot.step_was_skipped_ = scaler_->step_was_skipped(*slot.handle_);
-    EndScalerStep();
-  } else if (updated) {
-    updates_->FinishStep(slot, WindowFactor());
-  } else {
-    slot.handle_->Step();
-  }
-  Stepped(slot);
 }
 
 void StepController::WarnIfNoGradients(OptimizerSlot& slot) const {
@@ -1154,11 +1176,18 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
     return process_.MeanOfAll(loss.detach());
   };
   slot.step_was_skipped_ = false;
-  AnnounceChange();
+  const std::vector<ShardedModel*> sharded = ShardedModelsOf(slot);
+  AnnounceStep(sharded);
   const at::Tensor loss = slot.handle_->StepWithClosure(evaluate);
-  // Behind the backward passes of the closure, after which it has changed them.
-  AnnounceChange();
-  Stepped(slot);
+  try {
+    // Behind the backward passes of the closure, after which it has changed them. (What fails
+    // before this leaves the announcements of the ranks different.)
+    AnnounceStep(sharded);
+    Stepped(slot);
+  } catch (...) {
+    for (ShardedModel* const model : sharded) model->NoteFailedStep(std::current_exception());
+    throw;
+  }
   return loss;
 }
 

@@ -20,6 +20,10 @@
 #include "worker/train/accumulation.h"
 #include "worker/train/grad_scaler.h"
 
+namespace muster {
+class ShardedModel;
+}
+
 namespace muster::internal {
 
 class BackwardUpdates;
@@ -66,7 +70,8 @@ class StepController {
   // `function` is called before Muster itself changes the weights or the state of prepared
   // optimizers.
   void SetBeforeChange(std::function<void()> function) { before_change_ = std::move(function); }
-  void AboutToChange();
+  // `only`: the prepared model whose weights are going to change; null: those of any.
+  void AboutToChange(const ModelSlot* only = nullptr);
   // The model's weights are, for a time, not those that are trained.
   void ChangeAveraged(int by);
   bool averaged() const { return averaged_depth_ > 0; }
@@ -149,7 +154,10 @@ class StepController {
   // At the first step.
   void WarnIfNoGradients(OptimizerSlot& slot) const;
   void CheckScheduled(const OptimizerSlot& slot) const;
-  void AnnounceChange() const;
+  // The sharded models that some parameters of `slot` are of: the same on every rank.
+  std::vector<ShardedModel*> ShardedModelsOf(const OptimizerSlot& slot) const;
+  // An optimizer of these changes them. What is gathered of others stays.
+  void AnnounceStep(const std::vector<ShardedModel*>& models) const;
   // Of the optimizers that own some of `parameters`.
   void FinishGradientsOf(const std::vector<at::Tensor>& parameters);
   // Throws, naming one, if `slot` is about to step on a gradient that is not what training needs:

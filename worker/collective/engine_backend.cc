@@ -384,6 +384,10 @@ class EngineBackend : public c10d::Backend {
 
 void StartNextHere() { next_here = true; }
 
+bool IsEngineBackend(const c10d::Backend& backend) {
+  return dynamic_cast<const EngineBackend*>(&backend) != nullptr;
+}
+
 c10::intrusive_ptr<c10d::Backend> MakeEngineBackend(c10::intrusive_ptr<c10d::Backend> fallback,
                                                     std::unique_ptr<CollectiveEngine> engine,
                                                     std::chrono::milliseconds timeout,

@@ -21,6 +21,10 @@ c10::intrusive_ptr<c10d::Backend> MakeEngineBackend(c10::intrusive_ptr<c10d::Bac
                                                     std::chrono::milliseconds timeout,
                                                     int64_t first_own_tag = int64_t{1} << 31);
 
+// Whether it is one of these, which average floating CPU tensors (Gloo does not). The same on all
+// ranks of a group.
+bool IsEngineBackend(const c10d::Backend& backend);
+
 // The next collective that the calling thread starts in such a backend runs on that thread, if
 // nothing is queued before it: for callers that wait for it next, from whom another thread can hide
 // nothing.

@@ -248,6 +248,18 @@ class UserHook : public c10d::CppCommHookInterface<GroupPtr> {
   const GradientHook hook_;
 };
 
+class AverageHook : public c10d::CppCommHookInterface<GroupPtr> {
+ public:
+  explicit AverageHook(GroupPtr group) : CppCommHookInterface<GroupPtr>(std::move(group)) {}
+
+  FuturePtr runHook(c10d::GradBucket& bucket) override {
+    std::vector<at::Tensor> buffers = {bucket.getBufferRef()};
+    c10d::AllreduceOptions options;
+    options.reduceOp = c10d::ReduceOp::AVG;
+    return state_->allreduce(buffers, options)->getFuture();
+  }
+};
+
 std::unique_ptr<c10d::CommHookInterface> MakeInner(CommHook hook, const PowerSgdOptions& power_sgd,
                                                    GroupPtr group) {
   switch (hook) {
@@ -289,6 +301,10 @@ std::unique_ptr<c10d::CommHookInterface> MakeGradientHook(
     GradientHook hook, c10::intrusive_ptr<c10d::ProcessGroup> group) {
   TORCH_CHECK(hook != nullptr, "gradient_hook is empty");
   return std::make_unique<UserHook>(std::move(group), std::move(hook));
+}
+
+std::unique_ptr<c10d::CommHookInterface> MakeAverageHook(GroupPtr group) {
+  return std::make_unique<AverageHook>(std::move(group));
 }
 
 std::unique_ptr<c10d::CommHookInterface> MakeCommHook(

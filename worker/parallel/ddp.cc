@@ -367,7 +367,19 @@ class DataParallel::Impl {
     } else if (auto hook = MakeCommHook(options_.comm_hook, options_.comm_wrapper,
                                         options_.power_sgd, group_)) {
       reducer_->register_comm_hook(std::move(hook));
+    } else if (BackendAverages()) {
+      reducer_->register_comm_hook(MakeAverageHook(group_));
     }
+  }
+
+  // Of all that is trained; the same on every rank.
+  bool BackendAverages() const {
+    return std::all_of(trained_index_.begin(), trained_index_.end(),
+                       [this](size_t i) {
+                         return all_[i].is_cpu() && at::isFloatingType(all_[i].scalar_type()) &&
+                                !sparse_[i];
+                       }) &&
+           IsEngineBackend(*group_->getBackend(c10::DeviceType::CPU));
   }
 
   // What every rank does at the start of a micro-step, whether it has a batch or not.

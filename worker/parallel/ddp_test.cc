@@ -46,6 +46,7 @@ using ::testing::Not;
 
 using Runner = void (*)(int, const std::function<void(Comm&)>&);
 void Gloo(int n, const std::function<void(Comm&)>& fn) { RunGlooRanks(n, fn); }
+void Shm(int n, const std::function<void(Comm&)>& fn) { RunShmRanks(n, fn); }
 
 constexpr int kSteps = 8;
 constexpr int kRanks = 2;
@@ -131,12 +132,32 @@ TEST(DataParallel, AllModes_EqualOneProcess) {
       {.bucket_cap_mb = 1e-4, .find_unused_parameters = true, .gradient_as_bucket_view = true},
       {.static_graph = true, .gradient_as_bucket_view = true},
   };
-  for (const DataParallelOptions& mode : modes) {
-    const auto ranks = Train(mode);
-    ExpectEqualRanks(ranks);
-    EXPECT_LT(Distance(ranks[0], expected), 2e-6)
-        << "bucket_cap_mb " << mode.bucket_cap_mb << " unused " << mode.find_unused_parameters
-        << " static " << mode.static_graph << " view " << mode.gradient_as_bucket_view;
+  for (const Runner run : {Gloo, Shm}) {
+    for (const DataParallelOptions& mode : modes) {
+      const auto ranks = Train(mode, /*use_last_bias=*/true, run);
+      ExpectEqualRanks(ranks);
+      EXPECT_LT(Distance(ranks[0], expected), 2e-6)
+          << "bucket_cap_mb " << mode.bucket_cap_mb << " unused " << mode.find_unused_parameters
+          << " static " << mode.static_graph << " view " << mode.gradient_as_bucket_view;
+    }
+  }
+}
+
+// No gradient is multiplied before the sum: that is the mean, to the last bit.
+TEST(DataParallel, RanksThatShareMemory_DivideTheSum) {
+  const auto gradient = [](int rank) { return Randn({300}, 50 + static_cast<uint64_t>(rank)); };
+  const at::Tensor want = gradient(0).add(gradient(1)).add(gradient(2)).div(3);
+  for (const bool view : {false, true}) {
+    RunShmRanks(3, [&](Comm& comm) {
+      const at::Tensor weight = at::zeros({300}).requires_grad_();
+      DataParallel ddp(comm, {weight}, {"weight"}, {}, {.gradient_as_bucket_view = view});
+      for (int step = 0; step < 2; ++step) {
+        weight.mutable_grad().reset();
+        ddp.BeforeForward(true);
+        ddp.AfterForward(weight.mul(gradient(comm.rank())).sum()).backward();
+        EXPECT_TRUE(at::equal(weight.grad(), want));
+      }
+    });
   }
 }
 
@@ -267,9 +288,11 @@ TEST(CommHook, Names_AreParsed) {
 }
 
 TEST(DataParallel, UnusedParameter_WithFindUnused_Trains) {
-  const auto ranks = Train({.find_unused_parameters = true}, /*use_last_bias=*/false);
-  ExpectEqualRanks(ranks);
-  EXPECT_LT(Distance(ranks[0], Reference(/*use_last_bias=*/false)), 2e-6);
+  for (const Runner run : {Gloo, Shm}) {
+    const auto ranks = Train({.find_unused_parameters = true}, /*use_last_bias=*/false, run);
+    ExpectEqualRanks(ranks);
+    EXPECT_LT(Distance(ranks[0], Reference(/*use_last_bias=*/false)), 2e-6);
+  }
 }
 
 TEST(DataParallel, UnusedParametersThatChange_Train) {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <exception>
 
 #include "c10/util/Exception.h"
@@ -20,6 +22,22 @@ std::string PlaceIn(const std::string& frame) {
   return frame.substr(1, end - 1);
 }
 
+// How long the failure behind the head is.
+using Length = uint32_t;
+
+// What some rank has failed with before; empty: none has.
+std::string FailureIn(const std::vector<std::string>& all) {
+  for (const std::string& frame : all) {
+    const size_t end = frame.find('\n');
+    Length length = 0;
+    if (frame.empty() || frame[0] != kMark || end == std::string::npos) continue;
+    if (frame.size() - end - 1 < sizeof(length)) continue;
+    std::memcpy(&length, frame.data() + end + 1, sizeof(length));
+    if (length > 0) return "; before that, " + frame.substr(end + 1 + sizeof(length), length);
+  }
+  return "";
+}
+
 // Every rank names the same two places: that of rank 0 and the first other one.
 void CheckPlaces(const std::vector<std::string>& all) {
   const std::string first = PlaceIn(all[0]);
@@ -29,17 +47,22 @@ void CheckPlaces(const std::vector<std::string>& all) {
                 first, ", another at ", other,
                 "; every rank must call the model, go backward and step its optimizers equally "
                 "often, in accumulation windows of one length, and use the same submodules in the "
-                "same order");
+                "same order",
+                FailureIn(all));
   }
 }
 
 }  // namespace
 
-std::vector<std::string> MeetAt(Comm& comm, const std::string& place, const std::string& message) {
+std::vector<std::string> MeetAt(Comm& comm, const std::string& place, const std::string& message,
+                                const std::string& failure) {
   const std::string head = kMark + place + '\n';
+  std::string length(sizeof(Length), '\0');
+  const auto bytes = static_cast<Length>(failure.size());
+  std::memcpy(length.data(), &bytes, sizeof(bytes));
   std::vector<std::string> all;
   try {
-    all = comm.AllGatherBytes(head + message);
+    all = comm.AllGatherBytes(head + length + failure + message);
   } catch (c10::Error& error) {
     error.add_context(c10::str("while the ranks of the sharded model meet at ", place));
     throw;
@@ -50,7 +73,11 @@ std::vector<std::string> MeetAt(Comm& comm, const std::string& place, const std:
   const bool here = std::all_of(all.begin(), all.end(),
                                 [&](const std::string& frame) { return frame.starts_with(head); });
   if (!here) CheckPlaces(all);
-  for (std::string& frame : all) frame.erase(0, head.size());
+  for (std::string& frame : all) {
+    Length of_failure = 0;
+    std::memcpy(&of_failure, frame.data() + head.size(), sizeof(of_failure));
+    frame.erase(0, head.size() + sizeof(of_failure) + of_failure);
+  }
   return all;
 }
 

@@ -37,6 +37,21 @@ TEST(MeetAt, DifferentPlaces_AreNamedOnEveryRank) {
   EXPECT_THAT(errors, Each(HasSubstr("one is at the beginning, another at the end")));
 }
 
+// A rank that has failed is somewhere else for that reason.
+TEST(MeetAt, FailureOfARank_IsNamedWherePlacesDiffer) {
+  std::vector<std::string> errors(3);
+  RunRanks(3, [&](Comm& comm) {
+    const std::string failure = comm.rank() == 1 ? "rank 1 has no\nmemory" : "";
+    EXPECT_THAT(MeetAt(comm, "the end", std::to_string(comm.rank()), failure),
+                ElementsAre("0", "1", "2"));
+    errors[comm.rank()] =
+        ErrorOf([&] { MeetAt(comm, comm.rank() == 1 ? "a save" : "the beginning", "x", failure); });
+    comm.Barrier();
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("one is at the beginning, another at a save"),
+                                 HasSubstr("; before that, rank 1 has no\nmemory"))));
+}
+
 TEST(MeetAt, ExchangeOfTheProgram_IsAnotherPlace) {
   std::string error;
   RunRanks(2, [&](Comm& comm) {

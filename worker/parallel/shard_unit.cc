@@ -516,11 +516,11 @@ void ShardUnit::StartReduction(double factor, Comm* replicas, const at::Tensor& 
   reduction_ = reduction;
 }
 
-void ShardUnit::FinishReduction(bool in_memory) {
-  if (reduction_ == nullptr) return;
+at::Tensor ShardUnit::FinishReduction() {
+  if (reduction_ == nullptr) return {};
   const std::shared_ptr<Reduction> reduction = std::exchange(reduction_, nullptr);
   if (reduction->ticket != nullptr) queue_->Wait(reduction->ticket);
-  AddGradients(std::move(reduction->mine), in_memory);
+  return std::move(reduction->mine);
 }
 
 void ShardUnit::SettleReduction() {

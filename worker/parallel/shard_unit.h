@@ -177,9 +177,11 @@ class ShardUnit : public Page {
   // which nobody else uses until it has finished; undefined: memory is taken for it.
   void StartReduction(double factor, Comm* replicas, const at::Tensor& buffer = {});
   int64_t gradient_bytes() const;
-  // Waits for it, and adds this rank's part to `.grad` of the shards. `in_memory`: what is new
-  // there stays out of the store, since it is used at once.
-  void FinishReduction(bool in_memory = false);
+  // Waits for it. This rank's part of the sums, for AddGradients(); undefined: there was none.
+  at::Tensor FinishReduction();
+  // Adds them to `.grad` of the shards. `in_memory`: what is new there stays out of the store,
+  // since it is used at once.
+  void AddGradients(at::Tensor mine, bool in_memory = false);
   // The same after a pass that has thrown: whoever uses the queue next learns of an error.
   void SettleReduction();
   // Waits for it and drops the result.
@@ -224,7 +226,6 @@ class ShardUnit : public Page {
   // Memory that the queue's collectives use as well.
   at::Tensor Allocate(int64_t numel, const at::TensorOptions& options) const;
   at::Tensor TakeGradients(const at::Tensor& buffer);
-  void AddGradients(at::Tensor mine, bool in_memory);
   static void Mark(Slice& slice);
   // The module was zeroed since `slice` was marked: its gradients are to be those of later passes.
   static void DropZeroed(Slice& slice);

@@ -69,7 +69,7 @@ bool AllSuit(const std::vector<std::unique_ptr<ShardUnit>>& units, const CommQue
 }
 
 // What a rank says before a forward pass.
-constexpr uint32_t kChanged = 1, kFailed = 2;
+constexpr uint32_t kChanged = 1, kFailed = 2, kFailedInStep = 4;
 
 // What a backward pass does, as its rank knows before.
 constexpr uint32_t kReduces = 1, kStepFollows = 2;
@@ -107,9 +107,9 @@ void CheckAnnouncements(const std::vector<uint32_t>& all) {
 // MeetAt() of all ranks of a model. `parts`: those that this rank has meetings of its own with;
 // null: there are none. Ranks at such a meeting would wait for those at this one.
 std::vector<std::string> MeetAll(Comm& world, Comm& parts, const std::string& place,
-                                 const std::string& message) {
-  if (&parts != &world) MeetAt(parts, place);
-  return MeetAt(world, place, message);
+                                 const std::string& message, const std::string& failure = "") {
+  if (&parts != &world) MeetAt(parts, place, "", failure);
+  return MeetAt(world, place, message, failure);
 }
 
 bool InBackward() { return torch::autograd::get_current_graph_task_id() != -1; }
@@ -161,6 +161,24 @@ std::string WrittenBehind(const std::string& rank, const std::string& parameter)
       "with the value that they have gathered before: write parameters inside "
       "accelerator.summon_full_params(), or between optimizer.step() and the next forward pass");
 }
+
+// Of a backward pass that updates. If it throws, its graph is destroyed before the program learns
+// of that, and with it this object, which waits for what is under way: the program may destroy the
+// optimizer next.
+class UpdatesOfAPass {
+ public:
+  explicit UpdatesOfAPass(std::shared_ptr<ShardUpdates> updates) : updates_(std::move(updates)) {}
+  ~UpdatesOfAPass() {
+    if (updates_ != nullptr) updates_->Settle();
+  }
+  UpdatesOfAPass(const UpdatesOfAPass&) = delete;
+  UpdatesOfAPass& operator=(const UpdatesOfAPass&) = delete;
+  // Its end waits by itself.
+  void Ended() { updates_ = nullptr; }
+
+ private:
+  std::shared_ptr<ShardUpdates> updates_;
+};
 
 // A number that grows or shrinks back whatever happens.
 class Depth {
@@ -421,26 +439,40 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
   if (!InBackward()) {
     // A pass that threw has left this behind. Other ranks may have come to its end.
     Settle();
+    const std::string before = Before();
     comparing_ = comparing_ || open_;
     open_ = updating_ = false;
     for (const auto& unit : units_) unit->set_any_updated(false);
-    // A rank that has failed meets the others first: they do not know of it.
-    const bool failed = !failure_.empty();
-    if (!failed) CheckStepped("a forward pass");
-    ForgetTurns();
-    if (backward_) forward_turns_.Begin();
-    backward_ = false;
-    noting_ = at::GradMode::is_enabled();
-    FreeParts();
-    for (const auto& unit : units_) unit->ForgetUnusedGradients();
-    // Under kFull all ranks are in this pass, whose gathers wait for them anyway.
-    if (summons_ == 0) {
-      CompareBeforeForward();
-    } else {
+    CheckBefore("a forward pass", [&] {
+      ForgetTurns();
+      if (backward_) forward_turns_.Begin();
+      backward_ = false;
+      noting_ = at::GradMode::is_enabled();
+      for (const auto& unit : units_) unit->ForgetUnusedGradients();
+      // Under kFull all ranks are in this pass, whose gathers wait for them anyway.
+      if (summons_ == 0) {
+        // Which may fail on this rank alone, whose disk is full: the others learn of it as they
+        // compare, in place of waiting in a gather.
+        std::exception_ptr unfreed;
+        try {
+          FreeParts();
+        } catch (...) {
+          unfreed = std::current_exception();
+          if (failure_.empty()) {
+            failure_ = c10::str("rank ", world_.rank(),
+                                " has failed at the beginning of a forward pass of the sharded "
+                                "model: ",
+                                TextOf(unfreed), "; load a checkpoint once that is mended");
+          }
+        }
+        CompareBeforeForward(before);
+        if (unfreed != nullptr) std::rethrow_exception(unfreed);
+        return;
+      }
+      FreeParts();
       NoteWritten();
       TORCH_CHECK(written_.empty() || noting_, WrittenBehind("this rank", written_));
-    }
-    if (failed) CheckStepped("a forward pass");
+    });
     step_follows_ = step_follows;
     begun_ = false;
   }
@@ -450,22 +482,22 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
   ++forwards_;
 }
 
-void ShardedModel::CompareBeforeForward() {
-  const char* const place = "the beginning of a forward pass";
+void ShardedModel::CompareBeforeForward(const std::string& before) {
+  const std::string place = "the beginning of a forward pass";
   if (comparing_ || options_.strategy == ShardingStrategy::kFull) {
-    CompareChanges(place);
-  } else if (announced_ != 0) {
+    CompareChanges(place, before);
+  } else if (announced_ != 0 || !failure_.empty()) {
     // The gathers that follow would wait for those of ranks that have not announced it, and these
     // for something else. What they come to next is a meeting of another place.
-    CompareChanges(c10::str(place, kAfterAChange));
+    CompareChanges(c10::str(place, kAfterAChange), before);
   }
   NoteWritten();
   // In training all ranks throw at the end of the backward pass. In evaluation nothing is exchanged
   // that would tell those that have written nothing. If all have, it is a change like any other.
   if (!written_.empty() && !noting_) {
     try {
-      CompareChanges(
-          c10::str(place, " of evaluation after it has changed its part of a parameter"));
+      CompareChanges(c10::str(place, " of evaluation after it has changed its part of a parameter"),
+                     before);
     } catch (c10::Error& error) {
       error.add_context(WrittenBehind("this rank", written_));
       throw;
@@ -495,7 +527,7 @@ void ShardedModel::EndForward() {
 }
 
 void ShardedModel::AwaitReaders() {
-  if (in_place_ && summons_ == 0) MeetAt(shard_comm_, "an optimizer's step");
+  if (in_place_ && summons_ == 0) MeetAt(shard_comm_, "an optimizer's step", "", failure_);
 }
 
 void ShardedModel::ThrowUnsaid() {
@@ -510,6 +542,44 @@ void ShardedModel::Settle() {
 
 void ShardedModel::CheckStepped(const char* what) const {
   if (updates_ != nullptr) updates_->CheckStepped(*this, what);
+}
+
+void ShardedModel::CheckBefore(const char* what, const std::function<void()>& compare) {
+  // All ranks know of it.
+  TORCH_CHECK(mixed_.empty(), mixed_);
+  // Of ranks that compare, some may have failed, which others do not know of.
+  const bool meets = comparing_ || !failure_.empty();
+  if (!meets) CheckStepped(what);
+  compare();
+  if (meets) CheckStepped(what);
+}
+
+std::string ShardedModel::Before() const {
+  if (!failure_.empty() || !open_ || InBackward()) return failure_;
+  return c10::str("an exception has ended the backward pass of rank ", world_.rank());
+}
+
+void ShardedModel::CheckNotMixedHere() const {
+  TORCH_CHECK(mixed_.empty(), mixed_);
+  // Where all have failed in a step, each may be in another state.
+  TORCH_CHECK(!failed_in_step_, failure_);
+}
+
+void ShardedModel::ForgetFailures() {
+  failure_.clear();
+  mixed_.clear();
+  failed_in_step_ = false;
+}
+
+void ShardedModel::NoteFailedStep(const std::exception_ptr& thrown) {
+  // Refused before anything has changed.
+  if (summons_ > 0) return;
+  failure_ =
+      c10::str("rank ", world_.rank(),
+               " has failed in a step of an optimizer of the sharded model: ", TextOf(thrown),
+               "; its part of the parameters may have changed in part, and other ranks may have "
+               "stepped: load a checkpoint");
+  failed_in_step_ = true;
 }
 
 void ShardedModel::Use(ShardUnit& unit, bool write, const char* op) {
@@ -528,7 +598,11 @@ void ShardedModel::Use(ShardUnit& unit, bool write, const char* op) {
     TORCH_CHECK(inside, op, " uses a parameter of unit '", unit.name(),
                 "' outside of the model's forward and backward passes, where its values are "
                 "divided among the ranks: call model(...), model.call(...), or "
-                "accelerator.summon_full_params()");
+                "accelerator.summon_full_params()",
+                std::string(op).ends_with("_like")
+                    ? ". If this is the constructor of an optimizer that reads the parameters, as "
+                      "torch::optim::Adagrad's does, make it before prepare()"
+                    : "");
     Bring(unit);
   }
   if (turns) Prefetch();
@@ -677,33 +751,36 @@ uint64_t ShardedModel::Writes() const {
 std::string ShardedModel::ChangesHere() const {
   // Ranks with empty parts of all that was trained have seen nothing.
   const bool mine = writes_ != Writes() || (comparing_ && unseen_steps_);
-  const uint32_t flags = (mine ? kChanged : 0) + (failure_.empty() ? 0 : kFailed);
+  const uint32_t flags = (mine ? kChanged : 0) + (failure_.empty() ? 0 : kFailed) +
+                         (failed_in_step_ ? kFailedInStep : 0);
   return Pack({announced_, flags});
 }
 
-void ShardedModel::CompareChanges(const std::string& place) {
+void ShardedModel::CompareChanges(const std::string& place, const std::string& before) {
   const std::string mine = ChangesHere();
   // Of all ranks, as they compare what they have gathered. Those that miss each other here compare
   // again.
   const bool compared = std::exchange(comparing_, true);
-  TakeChanges(MeetAll(world_, shard_comm_, place, mine), compared);
+  TakeChanges(MeetAll(world_, shard_comm_, place, mine, before), compared);
 }
 
 void ShardedModel::TakeChanges(const std::vector<std::string>& all, bool compared) {
   std::vector<uint32_t> announced;
-  bool changed = false;
+  bool changed = false, in_step = false;
   int failed = 0;
   for (const std::string& bytes : all) {
     announced.push_back(NumberIn(bytes, 0));
     changed = changed || (NumberIn(bytes, 1) & kChanged) != 0;
     failed += (NumberIn(bytes, 1) & kFailed) != 0 ? 1 : 0;
+    in_step = in_step || (NumberIn(bytes, 1) & kFailedInStep) != 0;
   }
   announced_ = 0;
   comparing_ = compared && announced[0] == 0;
   if (stale_ || changed) ExpireAll();
   try {
-    // What all have thrown, all know of.
-    if (failed > 0 && failed < world_.size()) ThrowFailure();
+    // What all have thrown in a backward pass, all know of, and none has stepped after. Steps leave
+    // each rank where it has failed.
+    if (in_step || (failed > 0 && failed < world_.size())) ThrowFailure();
     failure_.clear();
     CheckAnnouncements(announced);
   } catch (...) {
@@ -715,10 +792,16 @@ void ShardedModel::TakeChanges(const std::vector<std::string>& all, bool compare
 }
 
 void ShardedModel::ThrowFailure() {
-  const std::vector<std::string> all = world_.AllGatherBytes(std::exchange(failure_, ""));
+  const std::vector<std::string> all = world_.AllGatherBytes(failure_);
+  ForgetFailures();
   history_.clear();
   DropGradients();
-  for (const std::string& failure : all) TORCH_CHECK(failure.empty(), failure);
+  // What it keeps from being used, it does so on all ranks, whichever model they use next.
+  if (updates_ != nullptr) updates_->Touch();
+  for (const std::string& failure : all) {
+    if (mixed_.empty()) mixed_ = failure;
+  }
+  TORCH_CHECK(false, mixed_);
 }
 
 template <typename Fn>
@@ -780,6 +863,8 @@ bool ShardedModel::IsWhole(const at::Tensor& shard) const {
 void ShardedModel::OpenPass() {
   if (open_) return;
   updating_ = updates_ != nullptr && updates_->Begin(*this);
+  touched_ = false;
+  failed_alone_ = nullptr;
   open_ = true;
   completed_.clear();
   completed_at_.clear();
@@ -794,7 +879,11 @@ void ShardedModel::OpenPass() {
       slice.came = slice.updated = slice.late = false;
     }
   }
-  AtEndOfBackward([this] { EndOfBackward(); });
+  const auto pass = std::make_shared<UpdatesOfAPass>(updating_ ? updates_ : nullptr);
+  AtEndOfBackward([this, pass] {
+    EndOfBackward();
+    pass->Ended();
+  });
 }
 
 void ShardedModel::OnGradient(size_t index, size_t slice) {
@@ -928,8 +1017,18 @@ void ShardedModel::Reduce(size_t index) {
 void ShardedModel::FinishReduction() {
   if (reducing_ == nullptr) return;
   ShardUnit& unit = *std::exchange(reducing_, nullptr);
-  unit.FinishReduction(/*in_memory=*/updating_);
+  at::Tensor mine = unit.FinishReduction();
+  DoAlone([&] { unit.AddGradients(std::move(mine), /*in_memory=*/updating_); });
   Update(unit, /*rest=*/false);
+}
+
+void ShardedModel::DoAlone(const std::function<void()>& body) {
+  if (failed_alone_ != nullptr) return;
+  try {
+    body();
+  } catch (...) {
+    failed_alone_ = std::current_exception();
+  }
 }
 
 void ShardedModel::Update(ShardUnit& unit, bool rest) {
@@ -937,6 +1036,8 @@ void ShardedModel::Update(ShardUnit& unit, bool rest) {
   // In the first pass it is not known yet which parameters get a second gradient: all wait for its
   // end.
   if (!rest && !order_known_) return;
+  touched_ = true;
+  updates_->Touch();
   std::vector<at::Tensor> shards;
   for (ShardUnit::Slice& slice : unit.slices()) {
     // What no rank had a gradient for is left alone, and only the end of the pass tells. What has
@@ -950,10 +1051,10 @@ void ShardedModel::Update(ShardUnit& unit, bool rest) {
     if (slice.shard.grad().defined()) shards.push_back(slice.shard);
   }
   unit.set_any_updated(true);
-  if (!shards.empty()) updates_->Update(std::move(shards));
+  if (!shards.empty()) DoAlone([&] { updates_->Update(std::move(shards)); });
 }
 
-void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained) {
+void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained, bool first) {
   if (!updating_) return;
   for (const auto& unit : units_) {
     for (const bool rest : {false, true}) Update(*unit, rest);
@@ -962,7 +1063,21 @@ void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained) {
   ForgetWrites();
   updating_ = false;
   for (const auto& unit : units_) unit->set_any_updated(false);
-  updates_->End(*this, trained);
+  DoAlone([&] { updates_->End(*this, trained); });
+  // Of the few updates that were left, this rank throws alone, as of gradients that came late.
+  if (!first) return;
+  // Those of the first pass are all behind the comparison at its end, and take the memory for the
+  // optimizers' states.
+  bool failed = false;
+  for (const std::string& other : MeetAt(world_, "the end of the updates of a first backward pass",
+                                         failed_alone_ == nullptr ? "" : "failed")) {
+    failed = failed || !other.empty();
+  }
+  if (!failed) return;
+  thrown_on_all_ = true;
+  DropGradients();
+  updates_->Touch();
+  ThrowFailedAlone();
 }
 
 void ShardedModel::EndOfBackward() {
@@ -976,11 +1091,15 @@ void ShardedModel::EndOfBackward() {
   try {
     ReduceUpTo(order_.size());
     FinishReduction();
-    if (!order_known_) AgreeOnOrder();
+    const bool first = !order_known_;
+    if (first) AgreeOnOrder();
     for (const auto& unit : units_) unit->Settle();
-    EndUpdates(CheckOrder());
+    if (updating_) DoAlone([this] { updates_->Await(); });
+    EndUpdates(CheckOrder(), first);
     ForgetTurns();
     SyncBuffers();
+    // Behind the last exchange with the others, who do not know of it.
+    if (failed_alone_ != nullptr) std::rethrow_exception(std::exchange(failed_alone_, nullptr));
   } catch (...) {
     if (!thrown_on_all_) {
       // Others may go on and step: they learn of it where the ranks meet next.
@@ -1132,14 +1251,16 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
   }
   const std::string written = written_;
   constexpr size_t kHead = 8;
-  std::vector<uint32_t> mine = {digest,
-                                static_cast<uint32_t>(history_.size()),
-                                trained_digest,
-                                turns_digest,
-                                kReduces + (step_follows_ ? kStepFollows : 0),
-                                announced_,
-                                written.empty() ? 0U : 1U,
-                                0};
+  constexpr uint32_t kWritten = 1, kFailedAlone = 2;
+  std::vector<uint32_t> mine = {
+      digest,
+      static_cast<uint32_t>(history_.size()),
+      trained_digest,
+      turns_digest,
+      kReduces + (step_follows_ ? kStepFollows : 0),
+      announced_,
+      (written.empty() ? 0 : kWritten) + (failed_alone_ == nullptr ? 0 : kFailedAlone),
+      0};
   for (uint32_t unit = 0; unit < units_.size(); ++unit) {
     if (late_[unit]) mine.push_back(unit);
   }
@@ -1160,13 +1281,14 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
   const std::vector<std::string> all = MeetAt(world_, "the end of a backward pass", Pack(mine));
   announced_ = 0;
   std::vector<uint32_t> unused(mine.begin() + kHead + mine[kHead - 1], mine.end()), late;
-  bool same = true, same_trained = true, same_turns = true, any_written = false;
+  bool same = true, same_trained = true, same_turns = true;
+  uint32_t any = 0;
   std::vector<uint32_t> intentions, announced;
   for (const std::string& bytes : all) {
     const std::vector<uint32_t> other = Unpack(bytes);
     intentions.push_back(other[4]);
     announced.push_back(other[5]);
-    any_written = any_written || other[6] != 0;
+    any |= other[6];
     same = same && other[0] == mine[0] && other[1] == mine[1];
     same_trained = same_trained && other[2] == mine[2];
     same_turns = same_turns && other[3] == mine[3];
@@ -1188,13 +1310,14 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
   try {
     CheckIntentions(intentions);
     CheckAnnouncements(announced);
-    if (any_written) {
+    if ((any & kFailedAlone) != 0) ThrowFailedAlone();
+    if ((any & kWritten) != 0) {
       const std::vector<std::string> names = world_.AllGatherBytes(written);
       for (size_t rank = 0; rank < names.size(); ++rank) {
         TORCH_CHECK(names[rank].empty(), WrittenBehind(c10::str("rank ", rank), names[rank]));
       }
     }
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {
     thrown_on_all_ = true;
     history_.clear();
     DropGradients();
@@ -1256,6 +1379,30 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
   return trained_shards;
 }
 
+void ShardedModel::ThrowFailedAlone() {
+  const char* const advice =
+      touched_ ? "; optimizers have updated a part of the parameters in it "
+                 "(options.sharding.optimizer_in_backward): load a checkpoint"
+               : "; the gradients of this model are gone on every rank, also those of earlier "
+                 "micro-steps, and its parameters are as they were";
+  const std::exception_ptr mine = std::exchange(failed_alone_, nullptr);
+  const std::vector<std::string> all =
+      world_.AllGatherBytes(mine == nullptr ? std::string() : TextOf(mine));
+  size_t rank = 0;
+  while (all[rank].empty()) ++rank;
+  const std::string named =
+      c10::str("rank ", rank, " has failed in a backward pass of the sharded model: ");
+  TORCH_CHECK(mine != nullptr, named, all[rank], advice);
+  // Of its type.
+  try {
+    std::rethrow_exception(mine);
+  } catch (c10::Error& error) {
+    error.add_context(
+        c10::str("in a backward pass of the sharded model on rank ", world_.rank(), advice));
+    throw;
+  }
+}
+
 void ShardedModel::SyncBuffers() {
   if (!broadcast_buffers_ || buffers_.empty()) return;
   std::vector<at::Tensor> data;
@@ -1290,10 +1437,10 @@ void ShardedModel::ForgetPending(const std::vector<at::Tensor>& shards) {
 void ShardedModel::Summon(const std::function<void()>& body) {
   ThrowUnsaid();
   if (summons_ == 0) Settle();
-  const bool failed = !failure_.empty();
-  if (!failed) CheckStepped("summon_full_params()");
-  if (summons_ == 0) CompareChanges("the beginning of summon_full_params()");
-  if (failed) CheckStepped("summon_full_params()");
+  CheckBefore("summon_full_params()", [&] {
+    if (summons_ > 0) return;
+    CompareChanges("the beginning of summon_full_params()", Before());
+  });
   // What was written stays, also by a body that throws then, as without sharding. It has counted
   // versions by itself.
   const auto end = [this] {
@@ -1312,11 +1459,16 @@ void ShardedModel::Summon(const std::function<void()>& body) {
 }
 
 void ShardedModel::CheckNotMixed() {
-  const std::vector<std::string> all = MeetAt(shard_comm_, "reading the weights", failure_);
-  // What all have failed with, none has stepped after.
-  const auto has_failed = [](const std::string& failure) { return !failure.empty(); };
-  if (std::all_of(all.begin(), all.end(), has_failed)) return;
-  for (const std::string& failure : all) TORCH_CHECK(failure.empty(), failure);
+  // All ranks know of it.
+  TORCH_CHECK(mixed_.empty(), mixed_);
+  const std::vector<std::string> all = MeetAt(shard_comm_, "reading the weights",
+                                              (failed_in_step_ ? '1' : '0') + failure_, Before());
+  // What all have failed with in a backward pass, none has stepped after.
+  const auto in_backward = [](const std::string& failure) {
+    return failure.size() > 1 && failure[0] == '0';
+  };
+  if (std::all_of(all.begin(), all.end(), in_backward)) return;
+  for (const std::string& failure : all) TORCH_CHECK(failure.size() == 1, failure.substr(1));
 }
 
 void ShardedModel::CompareBeforeSave(const std::vector<std::string>& all) {
@@ -1346,8 +1498,13 @@ void ShardedModel::BeginLoad(const std::map<std::string, at::Tensor>& values) {
     return values.find(place.first) != values.end();
   });
   if (!all) return;
-  // What ranks have failed with or changed alone is gone. They compare as after any change.
-  failure_.clear();
+  // What ranks have failed with or changed alone is gone, and so is a backward pass that an
+  // exception has ended. They compare as after any change.
+  ForgetFailures();
+  if (!InBackward()) {
+    open_ = updating_ = false;
+    history_.clear();
+  }
   announced_ = 0;
   comparing_ = true;
 }

@@ -112,6 +112,16 @@ class ShardedModel {
   // throws.
   void UpdateInBackward(std::shared_ptr<ShardUpdates> updates) { updates_ = std::move(updates); }
 
+  // An optimizer's step on shards of this model throws, on this rank alone as far as it knows. All
+  // ranks throw that where they meet next, and from then on until all parameters are loaded.
+  void NoteFailedStep(const std::exception_ptr& thrown);
+  // Throws where the parameters are known to be a mixture: some ranks have failed, maybe in the
+  // middle of a step, and others may have stepped.
+  void CheckNotMixedHere() const;
+  // All parameters are about to be replaced: failures of before do not keep anyone from reading
+  // them.
+  void ForgetFailures();
+
   // Makes the next backward pass reduce.
   void Communicate() {
     communicate_ = true;
@@ -215,13 +225,21 @@ class ShardedModel {
   // change, and before each forward pass of kFull: compares whether they are, and does the above if
   // those of some rank have changed since the parameters were gathered, or if a step follows on
   // that pass.
-  void CompareChanges(const std::string& place);
+  // `before`: what this rank has gone through, for errors about ranks at different places.
+  void CompareChanges(const std::string& place, const std::string& before);
   // What follows on the exchange. `compared`: whether ranks were comparing before it.
   void TakeChanges(const std::vector<std::string>& all, bool compared);
   // The same where it is due.
-  void CompareBeforeForward();
-  // (collective) Throws what some rank has failed with.
-  void ThrowFailure();
+  void CompareBeforeForward(const std::string& before);
+  // (collective) Throws what some rank has failed with, and so do all uses of the model until its
+  // parameters are loaded.
+  [[noreturn]] void ThrowFailure();
+  // Before the program does `what`, which `compare` brings the ranks together for: throws where
+  // this rank's parameters are not those of a whole step.
+  void CheckBefore(const char* what, const std::function<void()>& compare);
+  // What this rank has failed with alone, or that an exception has ended its backward pass; empty:
+  // neither.
+  std::string Before() const;
   // (collective, among those that share the parts) The same before weights are read that are a
   // mixture if some ranks have failed and others have stepped.
   void CheckNotMixed();
@@ -259,10 +277,14 @@ class ShardedModel {
   void ReduceComplete();
   void Reduce(size_t unit);
   void FinishReduction();
+  // Does what is this rank's alone. If it throws, the rank goes on to reduce with the others, and
+  // all throw at the end of the pass.
+  void DoAlone(const std::function<void()>& body);
   // Has those shards of the unit updated that have their gradients. `rest`: also those of
   // parameters that this rank had no gradient for in this pass.
   void Update(ShardUnit& unit, bool rest);
-  void EndUpdates(const std::vector<at::Tensor>& trained);
+  // `first`: the order of units was not known when the pass began. (collective then)
+  void EndUpdates(const std::vector<at::Tensor>& trained, bool first);
   void CheckStepped(const char* what) const;
   // The name of a parameter that some rank has updated in this pass, and some rank has got a
   // gradient for after its unit was reduced; null: none.
@@ -270,6 +292,8 @@ class ShardedModel {
   void ReduceLate(const std::vector<uint32_t>& late);
   void EndOfBackward();
   void AgreeOnOrder();
+  // (collective) Throws what DoAlone() of some ranks has thrown.
+  [[noreturn]] void ThrowFailedAlone();
   // Returns the shards of what some rank had a gradient for in this pass.
   std::vector<at::Tensor> CheckOrder();
   void SyncBuffers();
@@ -308,11 +332,18 @@ class ShardedModel {
   // have been changed by others. All ranks alike.
   bool comparing_ = false;
   uint32_t announced_ = 0;  // times that Expire() was called since ranks have compared it
-  // What the end of a backward pass has thrown on this rank alone, until the ranks meet again.
+  // What the end of a backward pass, a step or the begin of a forward pass has thrown on this rank
+  // alone, until the ranks meet again.
   std::string failure_;
+  bool failed_in_step_ = false;  // failure_ is of a step, or came after one
+  // What some rank has failed with, after the ranks have met: others may have stepped. The same on
+  // all ranks, until all parameters are loaded; empty: nothing.
+  std::string mixed_;
   bool thrown_on_all_ = false;  // what the end of this backward pass throws
-  bool begun_ = false;          // BeginBackward() has been called for this pass
-  bool step_follows_ = true;    // after the pass that was begun last
+  // What DoAlone() has thrown in this backward pass; null: nothing.
+  std::exception_ptr failed_alone_;
+  bool begun_ = false;        // BeginBackward() has been called for this pass
+  bool step_follows_ = true;  // after the pass that was begun last
   bool unseen_steps_ = false;
   // Writes() before the first gather of what is gathered; absent: some may have been missed.
   std::optional<uint64_t> writes_;
@@ -349,6 +380,7 @@ class ShardedModel {
 
   std::shared_ptr<ShardUpdates> updates_;  // null: optimizers step between passes
   bool updating_ = false;                  // this backward pass updates
+  bool touched_ = false;                   // and some rank may have done so already
 };
 
 }  // namespace muster

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <functional>
@@ -19,12 +20,14 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/nn/modules/container/modulelist.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/embedding.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/nn/modules/normalization.h"
 #include "worker/collective/borrowed_comm.h"
+#include "worker/collective/c10d_comm.h"
 #include "worker/collective/checked_comm.h"
 #include "worker/collective/comm_thread.h"
 #include "worker/collective/gloo_ranks.h"
@@ -42,6 +45,7 @@ namespace muster {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::AnyOf;
 using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -180,6 +184,12 @@ struct Trained {
     return loss;
   }
   void Step() { StepOn(model, sgd); }
+  void Load(const Values& values) {
+    std::map<std::string, at::Tensor> parts;
+    for (const auto& [name, value] : values) parts[name] = model.PartOf(name, value);
+    model.LoadParts(parts);
+    sgd.ZeroGrad();
+  }
   Values Full() { return FullOf(model); }
 
   Net net;
@@ -605,14 +615,14 @@ void RunHybrid(const std::function<void(Comm& world, Comm& shard, Comm& replicas
 }
 
 TEST(ShardedModel, Hybrid_EqualsOneProcess) {
-  const Values want = OneProcess(20);
+  const Values want = OneProcess(50);
   const Values start = ValuesOf(Net());
   for (const char* ignored : {"", "words|blocks\\.2"}) {
     RunHybrid([&](Comm& world, Comm& shard, Comm& replicas) {
       Trained trained(
           world, {.strategy = ShardingStrategy::kFull, .group_size = 2, .ignored_modules = ignored},
           &shard, &replicas);
-      for (int step = 0; step < 20; ++step) {
+      for (int step = 0; step < 50; ++step) {
         trained.Forward(IdsOf(step, world)).backward();
         trained.Step();
       }
@@ -1041,7 +1051,7 @@ TEST(ShardedModel, ChangeOnOneRankOnlyAfterAForwardPass_IsNoticedBeforeTheGather
         });
         gathers[comm.rank()] = comm.gathers;
         again[comm.rank()] = ErrorOf([&] { trained.Forward(IdsOf(1, comm)); });
-        // A program that goes on does so on all ranks alike.
+        trained.Load(ValuesOf(Net()));
         trained.Forward(IdsOf(1, comm)).backward();
         trained.Step();
         trained.Forward(IdsOf(2, comm)).backward();
@@ -1098,7 +1108,7 @@ TEST(ShardedModel, RankThatFailsAloneAtTheEndOfABackwardPass_IsNamedOnEveryRank)
   for (const ShardingStrategy strategy : kStrategies) {
     for (const Next what : {Next::kForward, Next::kSummon, Next::kRead, Next::kSave}) {
       SCOPED_TRACE(testing::Message() << static_cast<int>(strategy) << static_cast<int>(what));
-      std::vector<std::string> first(2), next(2);
+      std::vector<std::string> first(2), next(2), again(2);
       RunRanks(2, [&](Comm& world) {
         Failing comm(world);
         Trained trained(comm, {.strategy = strategy});
@@ -1118,15 +1128,130 @@ TEST(ShardedModel, RankThatFailsAloneAtTheEndOfABackwardPass_IsNamedOnEveryRank)
           }
           if (what == Next::kForward) trained.Forward(IdsOf(2, comm));
         });
-        // Reading has told the ranks that read.
-        if (what == Next::kRead) ErrorOf([&] { trained.Forward(IdsOf(2, comm)); });
+        again[comm.rank()] = ErrorOf([&] {
+          if (what == Next::kRead) trained.Full();
+          if (what == Next::kSave) trained.model.CheckNotMixedHere();
+          if (what == Next::kSummon) trained.model.Summon([] {});
+          trained.Forward(IdsOf(2, comm));
+        });
+        trained.Load(ValuesOf(Net()));
         trained.Forward(IdsOf(2, comm)).backward();
         trained.Step();
       });
       EXPECT_THAT(first, ElementsAre("no error", HasSubstr("bad_alloc")));
-      EXPECT_THAT(next, Each(AllOf(HasSubstr("rank 1 has failed at the end of a backward pass"),
-                                   HasSubstr("bad_alloc"), HasSubstr("load a checkpoint"))));
+      for (const std::vector<std::string>& errors : {next, again}) {
+        EXPECT_THAT(errors, Each(AllOf(HasSubstr("rank 1 has failed at the end of a backward pass"),
+                                       HasSubstr("bad_alloc"), HasSubstr("load a checkpoint"))));
+      }
     }
+  }
+}
+
+// Each has stepped as far as it came.
+TEST(ShardedModel, StepsThatFailOnAllRanks_AreErrorsUntilALoad) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    for (const bool reads : {false, true}) {
+      std::vector<std::string> next(2), again(2), saves(2);
+      RunRanks(2, [&](Comm& comm) {
+        Trained trained(comm, {.strategy = strategy});
+        trained.Forward(IdsOf(0, comm)).backward();
+        trained.model.Expire();
+        trained.model.NoteFailedStep(std::make_exception_ptr(std::bad_alloc()));
+        saves[comm.rank()] = ErrorOf([&] { trained.model.CheckNotMixedHere(); });
+        const auto next_use = [&] {
+          if (reads) trained.Full();
+          trained.Forward(IdsOf(1, comm));
+        };
+        next[comm.rank()] = ErrorOf(next_use);
+        again[comm.rank()] = ErrorOf(next_use);
+        trained.Load(ValuesOf(Net()));
+        trained.Forward(IdsOf(1, comm)).backward();
+        trained.Step();
+      });
+      EXPECT_THAT(saves, ElementsAre(HasSubstr("rank 0 has failed in a step"),
+                                     HasSubstr("rank 1 has failed in a step")));
+      EXPECT_THAT(next, Each(HasSubstr("rank 0 has failed in a step of an optimizer")));
+      EXPECT_THAT(again, Each(HasSubstr("rank 0 has failed in a step of an optimizer")));
+    }
+  }
+}
+
+// Fills the disk when all ranks have come to the end of a backward pass.
+struct FillsTheDisk : BorrowedComm {
+  using BorrowedComm::BorrowedComm;
+  std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
+    std::vector<std::string> all = BorrowedComm::AllGatherBytes(bytes);
+    if (parts != nullptr && bytes.find("the end of a backward pass") != std::string::npos) {
+      parts->full = true;
+    }
+    return all;
+  }
+  MemoryParts* parts = nullptr;
+};
+
+// Behind the exchange at the end of the pass.
+TEST(ShardedModel, LateGradientThatOneRankCannotStore_IsAnErrorOfItsPassAndOfTheNextUseOfAll) {
+  std::vector<std::string> first(2), next(2);
+  RunRanks(2, [&](Comm& world) {
+    FillsTheDisk comm(world);
+    auto store = std::make_unique<MemoryParts>();
+    MemoryParts& parts = *store;
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull}, nullptr, nullptr,
+                    std::move(store));
+    const auto step = [&] {
+      trained.Step();
+      trained.model.MarkChanged(trained.model.shards());
+    };
+    const auto plain = [&] { trained.Forward(IdsOf(0, comm)).backward(); };
+    plain();
+    step();
+    if (comm.rank() == 1) comm.parts = &parts;
+    first[comm.rank()] = ErrorOf([&] {
+      trained.model.BeginForward(true);
+      const at::Tensor ids = IdsOf(0, comm);
+      // The last block's gradients are complete behind those of all others.
+      at::Tensor x =
+          trained.net.blocks[kBlocks - 1]->as<BlockImpl>()->Apply(trained.net.words(ids));
+      for (const auto& block : *trained.net.blocks) x = block->as<BlockImpl>()->Apply(x);
+      x = at::linear(x, trained.net.words->weight);
+      trained.model.EndForward();
+      at::cross_entropy_loss(x, ids).backward();
+    });
+    comm.parts = nullptr;
+    parts.full = false;
+    if (comm.rank() == 0) step();
+    next[comm.rank()] = ErrorOf([&] { trained.Forward(IdsOf(1, comm)); });
+    trained.Load(ValuesOf(Net()));
+    plain();
+    step();
+  });
+  EXPECT_THAT(first, ElementsAre("no error", HasSubstr("the disk is full")));
+  EXPECT_THAT(next, Each(AllOf(HasSubstr("rank 1 has failed at the end of a backward pass"),
+                               HasSubstr("the disk is full"))));
+}
+
+TEST(ShardedModel, PartThatOneRankCannotStore_IsAnErrorOfAllAtTheNextForwardPass) {
+  std::vector<std::string> next(2), again(2);
+  RunRanks(2, [&](Comm& comm) {
+    auto store = std::make_unique<MemoryParts>();
+    MemoryParts& parts = *store;
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull}, nullptr, nullptr,
+                    std::move(store));
+    trained.Forward(IdsOf(0, comm)).backward();
+    trained.Step();
+    parts.full = comm.rank() == 1;
+    for (std::vector<std::string>* errors : {&next, &again}) {
+      (*errors)[comm.rank()] = ErrorOf([&] { trained.Forward(IdsOf(1, comm)); });
+    }
+    parts.full = false;
+    trained.Load(ValuesOf(Net()));
+    trained.Forward(IdsOf(0, comm)).backward();
+    trained.Step();
+  });
+  for (const std::vector<std::string>& errors : {next, again}) {
+    EXPECT_THAT(errors,
+                Each(AllOf(HasSubstr("rank 1 has failed at the beginning of a forward pass"),
+                           HasSubstr("the disk is full"))));
   }
 }
 
@@ -1252,6 +1377,55 @@ TEST(ShardedModel, PartWrittenBehindGatheredParameters_OnOneRank_IsAnErrorOfAllA
     EXPECT_THAT(errors[1], HasSubstr("changed its part of parameter 'words.weight'"));
     EXPECT_THAT(errors[0], HasSubstr(program ? "AllGatherBytes"
                                              : "after it has changed its part of a parameter"));
+  }
+}
+
+// Waits 300 ms where a rank comes alone that has changed its part, and as long as any collective
+// elsewhere.
+struct Impatient : BorrowedComm {
+  explicit Impatient(Comm& comm)
+      : BorrowedComm(comm),
+        hurried(MakeC10dComm(c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(
+                                 comm.process_group()),
+                             {.timeout = std::chrono::milliseconds(300)})) {}
+  std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
+    const bool alone = bytes.find("after it has changed its part") != std::string::npos;
+    return alone ? hurried->AllGatherBytes(bytes) : BorrowedComm::AllGatherBytes(bytes);
+  }
+  const std::unique_ptr<Comm> hurried;
+};
+
+// Where the others come to no collective at all, as long as any other one waits.
+TEST(ShardedModel, PartWrittenBehindGatheredParameters_OnOneRankThatWaitsInVain_TimesOut) {
+  for (const auto& run_ranks : {RunGlooRanks, RunShmRanks}) {
+    std::string error;
+    Notification done;
+    run_ranks(2,
+              [&](Comm& world) {
+                Impatient comm(world);
+                Trained trained(comm, {.strategy = ShardingStrategy::kGradients});
+                trained.Forward(IdsOf(0, comm)).backward();
+                trained.Step();
+                const auto evaluate = [&] {
+                  const at::NoGradGuard no_grad;
+                  trained.Forward(IdsOf(1, comm));
+                };
+                evaluate();
+                // Alive, but elsewhere.
+                if (comm.rank() == 0) return done.WaitForNotification();
+                {
+                  const at::NoGradGuard no_grad;
+                  trained.model.ShardOf(trained.net.words->weight).mul_(2);
+                }
+                error = ErrorOf(evaluate);
+                done.Notify();
+              },
+              {});
+    EXPECT_THAT(error,
+                AllOf(HasSubstr("timeout 300 ms"),
+                      HasSubstr("of evaluation after it has changed its part of a parameter"),
+                      HasSubstr("this rank has changed its part of parameter 'words.weight'"),
+                      HasSubstr("summon_full_params()")));
   }
 }
 
@@ -1814,6 +1988,77 @@ struct Wide {
   ShardedModel model;
   FusedSGD sgd;
 };
+
+// Behind its last reduction: the others are at the end of the pass.
+TEST(ShardedModel, ExceptionThatEndsABackwardPassOfOneRank_IsNamedOnEveryRank) {
+  enum class Next { kForward, kSummon, kRead };
+  for (const Next what : {Next::kForward, Next::kSummon, Next::kRead}) {
+    SCOPED_TRACE(static_cast<int>(what));
+    std::vector<std::string> errors(2);
+    RunRanks(2, [&](Comm& comm) {
+      Wide trained(comm, {.strategy = ShardingStrategy::kGradients});
+      trained.Forward(0).backward();
+      trained.Step();
+      const at::Tensor input = Randn({2, kWide}, 9).requires_grad_();
+      if (comm.rank() == 1) {
+        input.register_hook([](at::Tensor) { TORCH_CHECK(false, "of the hook"); });
+      }
+      trained.model.BeginForward(true);
+      at::Tensor x = input * 2;
+      for (auto& layer : *trained.net) x = layer.forward(x);
+      trained.model.EndForward();
+      errors[comm.rank()] = ErrorOf([&] { x.sum().backward(); });
+      if (comm.rank() == 0) return;
+      EXPECT_THAT(errors[1], HasSubstr("of the hook"));
+      errors[1] = ErrorOf([&] {
+        if (what == Next::kSummon) trained.model.Summon([] {});
+        if (what == Next::kRead) trained.Full();
+        if (what == Next::kForward) trained.Forward(2);
+      });
+    });
+    EXPECT_THAT(errors,
+                Each(AllOf(HasSubstr("one is at the end of a backward pass"),
+                           HasSubstr("an exception has ended the backward pass of rank 1"))));
+  }
+}
+
+// One rank comes from the end of its pass, the other one from an exception inside of it.
+TEST(ShardedModel, ExceptionThatEndsABackwardPassOfOneRank_LoadOfAllParametersEndsIt) {
+  for (const bool loads : {true, false}) {
+    for (const ShardingStrategy strategy :
+         {ShardingStrategy::kGradients, ShardingStrategy::kOptimizer}) {
+      std::vector<std::string> errors(2), next(2);
+      RunRanks(2, [&](Comm& comm) {
+        Wide trained(comm, {.strategy = strategy});
+        trained.Forward(0).backward();
+        trained.Step();
+        const Values values = trained.Full();
+        const at::Tensor input = Randn({2, kWide}, 9).requires_grad_();
+        if (comm.rank() == 1) {
+          input.register_hook([](at::Tensor) { TORCH_CHECK(false, "of the hook"); });
+        }
+        trained.model.BeginForward(true);
+        at::Tensor x = input * 2;
+        for (auto& layer : *trained.net) x = layer.forward(x);
+        trained.model.EndForward();
+        errors[comm.rank()] = ErrorOf([&] { x.sum().backward(); });
+        if (comm.rank() == 1) errors[1] = ErrorOf([&] { trained.Full(); });
+        if (loads) {
+          std::map<std::string, at::Tensor> parts;
+          for (const auto& [name, value] : values) parts[name] = trained.model.PartOf(name, value);
+          trained.model.LoadParts(parts);
+          trained.sgd.ZeroGrad();
+        }
+        next[comm.rank()] = ErrorOf([&] { trained.Forward(1).backward(); });
+      });
+      // Or in different collectives.
+      EXPECT_THAT(errors,
+                  Each(AnyOf(HasSubstr("at different places"), HasSubstr("ranks disagree"))));
+      EXPECT_THAT(next, Each(loads ? HasSubstr("no error")
+                                   : HasSubstr("rank 0 has failed at the end of a backward pass")));
+    }
+  }
+}
 
 TEST(ShardedModel, RanksThatShareMemory_EqualOthersToTheBit) {
   for (const ShardingStrategy strategy : kStrategies) {

@@ -590,6 +590,7 @@ class Updates : public ShardUpdates {
  public:
   explicit Updates(FusedSGD& sgd) : sgd_(sgd) {}
   bool Begin(ShardedModel& /*model*/) override { return true; }
+  void Touch() override {}
   void Update(std::vector<at::Tensor> shards) override {
     std::vector<size_t> which;
     for (size_t i = 0; i < sgd_.parameters().size(); ++i) {
@@ -601,6 +602,7 @@ class Updates : public ShardUpdates {
     sgd_.StepOnly(which);
     for (const at::Tensor& shard : shards) shard.mutable_grad() = ShardUnit::UsedGradientMark();
   }
+  void Await() override {}
   void End(ShardedModel& /*model*/, const std::vector<at::Tensor>& /*trained*/) override {}
   void Settle() override {}
   void CheckStepped(const ShardedModel& /*model*/, const char* /*what*/) const override {}
