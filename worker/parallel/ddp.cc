@@ -1,3 +1,8 @@
+// GCC 12 takes what <regex> moves for uninitialized when it builds for sanitizers.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
 #include "worker/parallel/ddp.h"
 
 #include <algorithm>
