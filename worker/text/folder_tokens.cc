@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <optional>
-#include <set>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -178,6 +178,8 @@ class Reader {
   absl::Status ReadAddedTokens() {
     const Json& json = files_.added_tokens;
     if (!json.is_object()) return absl::OkStatus();
+    absl::flat_hash_set<std::string> special = WithRole();
+    for (const AddedToken& token : extra_) special.insert(token.content);
     for (const auto& [content, id] : json.items()) {
       if (!id.is_number_integer()) {
         return absl::InvalidArgumentError(absl::StrCat(
@@ -185,27 +187,26 @@ class Reader {
       }
       if (of_file_.count(content) != 0) continue;
       AddedToken token = Special(content);
-      token.special = HasRole(content) || IsExtra(content);
+      token.special = special.contains(content);
       token.normalized = !token.special;
       by_id_[id.get<int64_t>()] = std::move(token);
     }
     return absl::OkStatus();
   }
 
-  bool HasRole(const std::string& content) const {
-    return std::any_of(roles_.begin(), roles_.end(),
-                       [&](const auto& role) { return role.second.content == content; });
-  }
-  bool IsExtra(const std::string& content) const {
-    return std::any_of(extra_.begin(), extra_.end(),
-                       [&](const AddedToken& token) { return token.content == content; });
+  // The tokens that have a role.
+  absl::flat_hash_set<std::string> WithRole() const {
+    absl::flat_hash_set<std::string> contents;
+    for (const auto& [name, token] : roles_) contents.insert(token.content);
+    return contents;
   }
 
   FolderTokens Result() const {
     FolderTokens result;
-    std::set<std::string> known;
+    absl::flat_hash_set<std::string> known;
+    const absl::flat_hash_set<std::string> with_role = WithRole();
     const auto change = [&](AddedToken token) {
-      token.special = token.special || HasRole(token.content);
+      token.special = token.special || with_role.contains(token.content);
       known.insert(token.content);
       const auto file = of_file_.find(token.content);
       if (file == of_file_.end() || !AreSame(file->second, token)) result.added.push_back(token);

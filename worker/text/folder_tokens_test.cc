@@ -96,6 +96,22 @@ TEST(TokensOfFolder, OlderFiles_CountWithoutAddedTokensDecoder) {
   EXPECT_THAT(tokens.roles, UnorderedElementsAre(Pair("eos_token", "</s>")));
 }
 
+// The square of their number would take minutes.
+TEST(TokensOfFolder, ManyTokensAndRoles_AreRead) {
+  constexpr int kTokens = 100'000;
+  FolderFiles files = Files();
+  files.tokenizer_config = nlohmann::ordered_json::object();
+  nlohmann::ordered_json extra = nlohmann::ordered_json::array();
+  for (int i = 0; i < kTokens; ++i) extra.push_back("<extra_" + std::to_string(i) + ">");
+  files.tokenizer_config["extra_special_tokens"] = std::move(extra);
+  files.added_tokens = nlohmann::ordered_json::object();
+  nlohmann::ordered_json::object_t::Container& members =
+      files.added_tokens.get_ref<nlohmann::ordered_json::object_t&>();
+  for (int i = 0; i < kTokens; ++i) members.emplace_back("<token_" + std::to_string(i) + ">", i);
+  const FolderTokens tokens = Read(files);
+  EXPECT_EQ(tokens.added.size(), 2 * kTokens);
+}
+
 TEST(TokensOfFolder, TokenOfTheFileThatHasARole_BecomesSpecial) {
   FolderFiles files = Files();
   files.tokenizer["added_tokens"][0]["special"] = false;

@@ -13,6 +13,7 @@
 #include "worker/text/encoding_ops.h"
 #include "worker/text/folder_tokens.h"
 #include "worker/text/older_files.h"
+#include "worker/text/ordered_json.h"
 #include "worker/text/tokenizer_core.h"
 
 namespace muster {
@@ -21,6 +22,8 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr size_t kMaxFileBytes = size_t{256} << 20;
+// Of a file beside tokenizer.json.
+constexpr size_t kMaxSideFileBytes = size_t{16} << 20;
 // Below this much text a thread costs more than it saves.
 constexpr size_t kMinBytesOfThread = 16 << 10;
 
@@ -31,9 +34,14 @@ absl::StatusOr<Json> ParseFile(absl::string_view json, absl::string_view source)
 // null if the file is not there.
 absl::StatusOr<nlohmann::ordered_json> ReadIfThere(const std::string& path) {
   if (!PathExists(path)) return nlohmann::ordered_json();
-  MUSTER_ASSIGN_OR_RETURN(const std::string contents, ReadFile(path, kMaxFileBytes));
-  MUSTER_RETURN_IF_ERROR(ParseFile(contents, path).status());
-  return nlohmann::ordered_json::parse(contents);
+  MUSTER_ASSIGN_OR_RETURN(const std::string contents, ReadFile(path, kMaxSideFileBytes));
+  return text::ParseOrderedJson(contents, path, {.max_bytes = kMaxSideFileBytes});
+}
+
+absl::StatusOr<Json> ReadConfigIfThere(const std::string& path) {
+  if (!PathExists(path)) return Json();
+  MUSTER_ASSIGN_OR_RETURN(const std::string contents, ReadFile(path, kMaxSideFileBytes));
+  return ParseJson(contents, path, {.max_bytes = kMaxSideFileBytes});
 }
 
 absl::StatusOr<std::optional<std::string>> TextIfThere(const std::string& path) {
@@ -46,7 +54,7 @@ absl::StatusOr<std::optional<std::string>> TextIfThere(const std::string& path) 
 absl::Status ReadOlderFiles(text::FolderFiles& files) {
   text::OlderFiles older = {.beside = files};
   const auto in_folder = [&files](const char* name) { return JoinPath(files.folder, name); };
-  MUSTER_ASSIGN_OR_RETURN(older.config, ReadIfThere(in_folder("config.json")));
+  MUSTER_ASSIGN_OR_RETURN(older.config, ReadConfigIfThere(in_folder("config.json")));
   MUSTER_ASSIGN_OR_RETURN(older.vocab_json, TextIfThere(in_folder("vocab.json")));
   MUSTER_ASSIGN_OR_RETURN(older.merges_txt, TextIfThere(in_folder("merges.txt")));
   MUSTER_ASSIGN_OR_RETURN(older.vocab_txt, TextIfThere(in_folder("vocab.txt")));

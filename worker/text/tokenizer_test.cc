@@ -178,6 +178,17 @@ TEST(Tokenizer, FromFolder_CutsOutTokensThatFilesBesideItName) {
   EXPECT_EQ(Ok(changed.Encode("two [CLS]")).offsets[2], (Encoding::Offsets{3, 9}));
 }
 
+TEST(Tokenizer, FromFolder_FileBesideThatIsTooLarge_IsRefusedByName) {
+  const TestFolder folder;
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("tokenizer.json"), Words().dump()).ok());
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("added_tokens.json"),
+                                  "{}" + std::string(size_t{16} << 20, ' '))
+                  .ok());
+  const absl::Status status = Tokenizer::FromFolder(folder.path()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("added_tokens.json"));
+}
+
 TEST(Tokenizer, FromFolder_WithoutTokenizerJson_ReadsOlderFiles) {
   const TestFolder folder;
   const auto write = [&](const char* name, const std::string& text) {
