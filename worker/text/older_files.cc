@@ -3,6 +3,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -115,9 +116,15 @@ class Maker {
     const Json& vocabulary = made_.tokenizer["model"]["vocab"];
     if (vocabulary.contains(token)) return vocabulary[token].get<int64_t>();
     auto id = static_cast<int64_t>(vocabulary.size());
+    absl::flat_hash_set<absl::string_view> before;
     for (const AddedToken& added : tokens_.added) {
+      // AddedTokens gives none an id that is empty, the model's, or there before.
+      if (added.content.empty() || vocabulary.contains(added.content) ||
+          !before.insert(added.content).second) {
+        continue;
+      }
       if (added.content == token) return id;
-      if (!vocabulary.contains(added.content)) ++id;
+      ++id;
     }
     return std::nullopt;
   }

@@ -78,6 +78,17 @@ TEST(TokenizerOfOlderFiles, RoleThatTheVocabularyLacks_HasTheIdThatItGets) {
             4);
 }
 
+TEST(TokenizerOfOlderFiles, EntriesThatGetNoId_DoNotCount) {
+  using Json = nlohmann::ordered_json;
+  const Json x = {{"content", "<x>"}}, empty = {{"content", ""}};
+  for (const Json& decoder : {Json{{"5", x}, {"6", x}}, Json{{"4", empty}, {"5", x}}}) {
+    OlderFiles files = Gpt2();
+    files.beside.tokenizer_config = {
+        {"bos_token", "<s>"}, {"add_bos_token", true}, {"added_tokens_decoder", decoder}};
+    EXPECT_EQ(Make(files).tokenizer["post_processor"]["special_tokens"]["<s>"]["ids"][0], 5);
+  }
+}
+
 TEST(TokenizerOfOlderFiles, Bert_IsWordPieceWithLinesForTokens) {
   const OlderTokenizer made = Make(Bert());
   EXPECT_EQ(made.tokenizer["model"]["vocab"].dump(),
@@ -145,17 +156,27 @@ TEST(TokenizerOfOlderFiles, DamagedFiles_AreErrorsOrTokenizers) {
       if (text->has_value()) *text = Mutated(**text, random);
     }
     const std::string config = Mutated(
-        R"({"bos_token": "a", "cls_token": {"content": "[CLS]", "lstrip": true},
-            "add_bos_token": true,
-            "added_tokens_decoder": {"4": {"content": "<x>", "special": false}}})",
+        R"({"bos_token": "<s>", "cls_token": {"content": "[CLS]", "lstrip": true},
+            "add_bos_token": true, "sep_token": "<z>",
+            "added_tokens_decoder": {"4": {"content": "<x>", "special": false},
+                                     "5": {"content": "<y>"}, "6": {"content": "<s>"},
+                                     "7": {"content": "<y>"}, "8": {"content": ""}}})",
         random);
     files.beside.tokenizer_config = nlohmann::ordered_json::parse(config, nullptr, false);
     if (files.beside.tokenizer_config.is_discarded()) files.beside.tokenizer_config = nullptr;
     auto tokenizer = TokenizerOfOlderFiles(files);
     if (!tokenizer.ok()) continue;
-    const auto core = TokenizerCore::Make(tokenizer->tokenizer, "dir");
+    FolderFiles beside = files.beside;
+    beside.tokenizer_config = tokenizer->tokenizer_config;
+    const auto tokens = TokensOfFolder(beside);
+    ASSERT_TRUE(tokens.ok()) << tokens.status();
+    const auto core = TokenizerCore::Make(tokenizer->tokenizer, "dir", tokens->added);
     if (!core.ok()) continue;
     ++made;
+    for (const auto& token : tokenizer->tokenizer["post_processor"]["special_tokens"]) {
+      EXPECT_EQ((*core)->TokenToId(token["id"].get<std::string>()), token["ids"][0].get<int64_t>())
+          << config << " " << token;
+    }
     (void)(*core)->EncodeIds("words ab<x> [CLS]", true);
   }
   EXPECT_GT(made, cases / 10);
