@@ -98,6 +98,15 @@ TEST(TokenizerOfOlderFiles, Bert_IsWordPieceWithLinesForTokens) {
   EXPECT_EQ(made.tokenizer_config["mask_token"], "[MASK]");
 }
 
+TEST(TokenizerOfOlderFiles, LinesOfBert_EndBeforeAllBlanksOfUnicode) {
+  OlderFiles files = Bert();
+  *files.vocab_txt += "\nfoo\xC2\xA0\n\xE3\x80\x80\n \xC3\xA9\xC2\x85 \n";
+  const auto vocabulary = Make(files).tokenizer["model"]["vocab"];
+  EXPECT_EQ(vocabulary["foo"], 7);
+  EXPECT_EQ(vocabulary[""], 8);
+  EXPECT_EQ(vocabulary[" \xC3\xA9"], 9);
+}
+
 TEST(TokenizerOfOlderFiles, ClassOrFileThatIsNotThere_IsNotFound) {
   OlderFiles files = Gpt2();
   files.beside.tokenizer_config = {{"tokenizer_class", "LlamaTokenizer"}};
@@ -115,6 +124,8 @@ TEST(TokenizerOfOlderFiles, WhatIsWrong_NamesFileAndPlace) {
   OlderFiles files = Gpt2();
   files.merges_txt = "#version: 0.2\na b\na b c\n";
   EXPECT_THAT(Error(files), HasSubstr("dir/merges.txt:3: must be two tokens"));
+  files.merges_txt = "a b\n\xFF b\n";
+  EXPECT_THAT(Error(files), HasSubstr("dir/merges.txt:2: is not UTF-8"));
   files = Gpt2();
   files.vocab_json = R"({"a": "0"})";
   EXPECT_THAT(Error(files), HasSubstr("dir/vocab.json: the id of \"a\" is no number"));
@@ -128,6 +139,9 @@ TEST(TokenizerOfOlderFiles, WhatIsWrong_NamesFileAndPlace) {
   files = Bert();
   files.beside.tokenizer_config = {{"do_lower_case", "yes"}};
   EXPECT_THAT(Error(files), HasSubstr("do_lower_case must be true or false"));
+  files = Bert();
+  *files.vocab_txt += "\n\xFF\nlast";
+  EXPECT_THAT(Error(files), HasSubstr("dir/vocab.txt:8: is not UTF-8"));
 }
 
 // Some bytes are others, are there twice, or are not there.
