@@ -296,7 +296,10 @@ class Reader {
       known.insert(content);
       if (!has_decoder_) change(token);
     }
-    for (const auto& [id, token] : by_id_) change(token);
+    for (const auto& [id, token] : by_id_) {
+      result.ids.emplace_back(token.token.content, id);
+      change(token);
+    }
     const auto add = [&](const Token& token) {
       if (known.insert(token.token.content).second) result.added.push_back(token.token);
     };

@@ -1,9 +1,11 @@
 #ifndef MUSTER_WORKER_TEXT_FOLDER_TOKENS_H_
 #define MUSTER_WORKER_TEXT_FOLDER_TOKENS_H_
 
+#include <cstdint>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -31,6 +33,8 @@ struct FolderTokens {
   // To be added to those of tokenizer.json, in this order; one that it has with other flags gets
   // these. Their ids mean nothing.
   std::vector<AddedToken> added;
+  // By content, as the files say. The tokenizer may give others.
+  std::vector<std::pair<std::string, int64_t>> ids;
 };
 
 // tokenizer_config.json counts. Without `added_tokens_decoder` there, as transformers wrote it
