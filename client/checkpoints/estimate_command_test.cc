@@ -117,7 +117,6 @@ TEST_F(EstimateCommandTest, TiedTensor_CountsOnce) {
   EXPECT_EQ(Json::parse(out_.str())["parameters"], 15 + 12);
 }
 
-// As transformers' folders are before their weights are downloaded, with or without the index.
 // A GPT-2 by its older names.
 TEST_F(EstimateCommandTest, NamesThatAreOneWeightOrNone_AreRefused) {
   const TestFolder folder;
@@ -143,6 +142,7 @@ TEST_F(EstimateCommandTest, NamesThatAreOneWeightOrNone_AreRefused) {
   EXPECT_THAT(err_.str(), HasSubstr("holds no weights of the model"));
 }
 
+// As transformers' folders are before their weights are downloaded, with or without the index.
 TEST_F(EstimateCommandTest, ConfigAlone_SaysWhatTheWeightsWouldTake) {
   for (const char* const name : {"hf_models/llama_shared", "hf_models/mixtral_shared",
                                  "hf_models/gpt2_shared", "hf_train/bert_mlm_shared"}) {
