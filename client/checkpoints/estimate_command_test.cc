@@ -117,6 +117,31 @@ TEST_F(EstimateCommandTest, TiedTensor_CountsOnce) {
   EXPECT_EQ(Json::parse(out_.str())["parameters"], 15 + 12);
 }
 
+// A GPT-2 by its older names.
+TEST_F(EstimateCommandTest, NamesThatAreOneWeightOrNone_AreRefused) {
+  const TestFolder folder;
+  const auto write = [&folder](const std::vector<std::string>& names) {
+    std::vector<SafetensorsEntry> tensors;
+    for (const std::string& name : names) {
+      tensors.push_back({.name = name, .type = SafetensorsType::kF32, .shape = {2}});
+    }
+    const std::vector<std::string> bytes(names.size(), std::string(8, '\0'));
+    ASSERT_TRUE(WriteFileAtomically(folder.Path("model.safetensors"),
+                                    *EncodeSafetensors(tensors, bytes, std::nullopt))
+                    .ok());
+  };
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"), R"({"model_type": "gpt2"})").ok());
+  write({"wte.weight", "transformer.wpe.weight", "h.0.attn.bias"});
+  EXPECT_EQ(Run({folder.path()}), kExitOk) << err_.str();
+  write({"wte.weight", "transformer.wte.weight"});
+  EXPECT_NE(Run({folder.path()}), kExitOk);
+  EXPECT_THAT(err_.str(), AllOf(HasSubstr("\"wte.weight\""), HasSubstr("are one weight"),
+                                HasSubstr("\"transformer.wte.weight\"")));
+  write({"h.0.attn.bias"});
+  EXPECT_NE(Run({folder.path()}), kExitOk);
+  EXPECT_THAT(err_.str(), HasSubstr("holds no weights of the model"));
+}
+
 // As transformers' folders are before their weights are downloaded, with or without the index.
 TEST_F(EstimateCommandTest, ConfigAlone_SaysWhatTheWeightsWouldTake) {
   for (const char* const name : {"hf_models/llama_shared", "hf_models/mixtral_shared",

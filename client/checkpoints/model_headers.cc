@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
@@ -15,6 +16,7 @@
 #include "base/json.h"
 #include "base/regular_file.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/weight_files.h"
 #include "worker/models/file_names.h"
@@ -89,9 +91,16 @@ absl::StatusOr<ModelTensors> TensorsOfFiles(const std::string& path) {
   }
   ModelTensors model;
   const auto name_in_model = NamesIn(files, config);
+  std::map<std::string, std::string> in_file;  // by the model's name
   for (const WeightFiles::Entry& entry : files.entries()) {
     const std::string name = name_in_model(entry.tensor.name);
     if (name.empty()) continue;
+    const auto [before, is_new] = in_file.emplace(name, entry.tensor.name);
+    if (!is_new) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          path, ": \"", Printable(before->second), "\" and \"", Printable(entry.tensor.name),
+          "\" are one weight of the model, \"", Printable(name), "\"; remove one of them"));
+    }
     TreeTensor tensor{.name = name,
                       .dtype = std::string(SafetensorsTypeName(entry.tensor.type)),
                       .file = entry.file,
@@ -101,6 +110,9 @@ absl::StatusOr<ModelTensors> TensorsOfFiles(const std::string& path) {
     }
     model.tensors.push_back(std::move(tensor));
     model.bytes.push_back(static_cast<int64_t>(WeightFiles::BytesOf(entry)));
+  }
+  if (model.tensors.empty()) {
+    return absl::NotFoundError(absl::StrCat(path, " holds no weights of the model"));
   }
   return model;
 }

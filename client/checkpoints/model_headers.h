@@ -23,7 +23,8 @@ struct ModelTensors {
 // The tensors of a model's folder, index or file, from the headers of its files; if there is none
 // of these (an index may be there), from config.json if it is of a model that Muster has. Blocks on
 // the disk. Errors: those of WeightFiles::Open, also that one of several files is missing, and of
-// models::ReadModelConfig and WeightShapes; NOT_FOUND if there is no tensor.
+// models::ReadModelConfig and WeightShapes; INVALID_ARGUMENT if two tensors are one weight of the
+// model; NOT_FOUND if there is no tensor that the model needs.
 absl::StatusOr<ModelTensors> ReadModelTensors(const std::string& path);
 
 // The model's modules, with the head tied to the embedding where config.json beside the weights

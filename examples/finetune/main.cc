@@ -239,8 +239,9 @@ int main(int argc, char** argv) {
   app.add_option("--data", flags.data, "text; blank lines divide documents")->required();
   app.add_option("--output_dir", flags.output, "where the tuned model or its adapters go")
       ->required();
-  app.add_option("--ignore_settings", flags.ignore_settings,
-                 "settings of config.json that Muster does not know and that change nothing")
+  app.add_option(
+         "--ignore_settings", flags.ignore_settings,
+         "settings of config.json that Muster does not know, or auto_map, if they change nothing")
       ->delimiter(',');
   app.add_option("--lora", flags.lora, "train adapters of this rank instead of all weights")
       ->check(CLI::Range(0, 1'000'000'000));

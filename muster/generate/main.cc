@@ -118,8 +118,9 @@ void AddOptions(CLI::App& app, Flags& flags) {
   app.add_flag("--ignore_end", flags.ignore_end, "Go on after an end token");
   app.add_flag("--no_special_tokens", flags.no_special_tokens,
                "Leave out what the tokenizer puts around a text");
-  app.add_option("--ignore_settings", flags.ignore_settings,
-                 "Settings of config.json that Muster does not know and that change nothing")
+  app.add_option(
+         "--ignore_settings", flags.ignore_settings,
+         "Settings of config.json that Muster does not know, or auto_map, if they change nothing")
       ->delimiter(',')
       ->type_name("NAMES");
   app.add_option("--dtype", flags.dtype, "Type of the weights; auto: as in the files")

@@ -27,6 +27,9 @@ constexpr int64_t kMaxSize = int64_t{1} << 24;
 constexpr int64_t kMaxLayers = 10'000;
 constexpr int64_t kMaxExperts = 65'536;
 
+// The one setting that is refused and may be ignored.
+constexpr char kAutoMap[] = "auto_map";
+
 struct KnownArchitecture {
   const char* name;
   Architecture architecture;
@@ -313,6 +316,15 @@ class Settings {
 
   // What nothing asked for.
   void Finish(const ReadConfigOptions& options) {
+    for (const std::string& name : options.ignore_settings) {
+      if (name == kAutoMap) continue;
+      // One that is there no more was another name for one that counts.
+      if (seen_.count(name) == 0 && OnlySettings().count(name) == 0 && json_.contains(name))
+        continue;
+      Invalid(absl::StrCat("\"", Printable(name),
+                           "\", named in ignore_settings, is a setting that Muster knows, and it "
+                           "counts; change config.json if it is to have another value"));
+    }
     for (const auto& [name, value] : json_.items()) {
       // Null is none, whatever it would be of.
       if (value.is_null() || seen_.count(name) != 0 || HarmlessSettings().count(name) != 0)
@@ -427,7 +439,7 @@ void ReadCommon(Settings& settings, Architecture architecture, int64_t default_v
         "\"quantization_config\": Muster does not read quantized weights; take the folder that "
         "they were made from");
   }
-  if (settings.Has("auto_map")) {
+  if (settings.Has(kAutoMap)) {
     settings.Unknown(
         "\"auto_map\": the model is Python code of its own; if its architecture computes the same, "
         "name \"auto_map\" in ignore_settings");
@@ -1140,7 +1152,14 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json, absl::strin
   if (!parsed.is_object()) {
     return absl::InvalidArgumentError(absl::StrCat(source, ": not an object"));
   }
-  for (const std::string& name : options.ignore_settings) parsed.erase(name);
+  for (const std::string& name : options.ignore_settings) {
+    if (parsed.contains(name)) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(source, ": \"", Printable(name),
+                     "\", named in ignore_settings, is no setting of this file"));
+  }
+  const std::vector<std::string>& ignored = options.ignore_settings;
+  if (std::find(ignored.begin(), ignored.end(), kAutoMap) != ignored.end()) parsed.erase(kAutoMap);
   MUSTER_ASSIGN_OR_RETURN(const Architecture architecture,
                           ChooseArchitecture(parsed, source, options));
   MUSTER_RETURN_IF_ERROR(UseOwnNames(architecture, source, parsed));

@@ -173,7 +173,8 @@ int64_t ContextLength(const ModelConfig& config);
 struct ReadConfigOptions {
   // The class to build, for a folder that was saved from another one or names none.
   std::string architecture = "";
-  // Settings in config.json that are to be ignored although Muster does not know them.
+  // Settings in config.json that are to be ignored although Muster does not know them, or
+  // "auto_map". INVALID_ARGUMENT names one that Muster knows, or that is not there.
   std::vector<std::string> ignore_settings = {};
 };
 

@@ -360,9 +360,32 @@ TEST(ParseModelConfig, IsCausal_IsAsTheArchitectureIsOrRefused) {
         std::string::npos);
     EXPECT_NE(ErrorOf(With(json, {{"is_causal", nullptr}})).find("\"is_causal\" is null"),
               std::string::npos);
-    EXPECT_EQ(ErrorOf(With(json, {{"is_causal", nullptr}}), {.ignore_settings = {"is_causal"}}),
-              "");
   }
+}
+
+// It would be lost in silence, and with it what the model computes.
+TEST(ParseModelConfig, IgnoredSettingThatMusterKnows_IsRefusedByName) {
+  const Json gpt2 = {{"model_type", "gpt2"},
+                     {"scale_attn_weights", false},
+                     {"activation_function", "relu"},
+                     {"hidden_size", 48},
+                     {"add_cross_attention", false},
+                     {"own_setting", 7},
+                     {"auto_map", {{"AutoModel", "own.Own"}}}};
+  EXPECT_EQ(ErrorOf(gpt2, {.ignore_settings = {"own_setting", "auto_map"}}), "");
+  // "hidden_size" is another name for "n_embd".
+  for (const char* const name :
+       {"scale_attn_weights", "activation_function", "hidden_size", "add_cross_attention"}) {
+    EXPECT_EQ(ErrorOf(gpt2, {.ignore_settings = {"own_setting", "auto_map", name}}),
+              std::string("config.json: \"") + name +
+                  "\", named in ignore_settings, is a setting that Muster knows, and it counts; "
+                  "change config.json if it is to have another value");
+  }
+  EXPECT_EQ(ErrorOf(gpt2, {.ignore_settings = {"own_setting", "auto_map", "foo"}}),
+            "config.json: \"foo\", named in ignore_settings, is no setting of this file");
+  EXPECT_NE(ErrorOf(With(kLlama, {{"quantization_config", {{"bits", 4}}}}),
+                    {.ignore_settings = {"quantization_config"}}),
+            "");
 }
 
 // transformers 5.17 refuses them; transformers 4 reads what Python does.

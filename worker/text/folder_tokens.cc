@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <optional>
-#include <set>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -30,24 +30,33 @@ bool AreSame(const AddedToken& a, const AddedToken& b) {
          a.rstrip == b.rstrip && a.normalized == b.normalized && a.special == b.special;
 }
 
-AddedToken Special(std::string content) {
+// A token of a file.
+struct Token {
   AddedToken token;
-  token.content = std::move(content);
-  token.special = true;
-  return token;
+  bool says_normalized = false;  // otherwise it follows from `special`
+};
+
+void MakeSpecial(Token& token) {
+  token.token.special = true;
+  if (!token.says_normalized) token.token.normalized = false;
 }
 
-// A token as a text, or as an object with `content` and flags. `special` if it does not say so.
+// A token as a text, which is special, or as an object with `content` and flags. `special` if it
+// does not say so.
 template <typename AnyJson>
-absl::StatusOr<AddedToken> ReadToken(const AnyJson& json, const std::string& path, bool special) {
-  if (json.is_string()) return Special(json.template get<std::string>());
+absl::StatusOr<Token> ReadToken(const AnyJson& json, const std::string& path, bool special) {
+  Token token;
+  if (json.is_string()) {
+    token.token.content = json.template get<std::string>();
+    token.token.special = true;
+    return token;
+  }
   const auto content = json.find("content");  // end() of what is no object
   if (content == json.end() || !content->is_string()) {
     return absl::InvalidArgumentError(
         absl::StrCat(path, ": a token must be a text, or an object with its \"content\""));
   }
-  AddedToken token;
-  token.content = content->template get<std::string>();
+  token.token.content = content->template get<std::string>();
   absl::Status status;
   const auto flag = [&](const char* name, bool if_absent) {
     const auto found = json.find(name);
@@ -56,31 +65,68 @@ absl::StatusOr<AddedToken> ReadToken(const AnyJson& json, const std::string& pat
     status = absl::InvalidArgumentError(absl::StrCat(path, ".", name, ": must be true or false"));
     return if_absent;
   };
-  token.special = flag("special", special);
-  token.single_word = flag("single_word", false);
-  token.lstrip = flag("lstrip", false);
-  token.rstrip = flag("rstrip", false);
-  token.normalized = flag("normalized", !token.special);
+  token.token.special = flag("special", special);
+  token.token.single_word = flag("single_word", false);
+  token.token.lstrip = flag("lstrip", false);
+  token.token.rstrip = flag("rstrip", false);
+  token.token.normalized = flag("normalized", !token.token.special);
+  token.says_normalized = json.contains("normalized");
   MUSTER_RETURN_IF_ERROR(status);
   return token;
 }
 
+// Tokens by the names of their roles, in the order in which these came first.
+class Roles {
+ public:
+  void Set(const std::string& name, Token token) {
+    if (tokens_.insert_or_assign(name, std::move(token)).second) names_.push_back(name);
+  }
+  // It keeps its place in the order.
+  void Erase(const std::string& name) {
+    const auto found = tokens_.find(name);
+    if (found != tokens_.end()) found->second.reset();
+  }
+  // `use` takes a name and a token.
+  template <typename Use>
+  void ForEach(const Use& use) const {
+    for (const std::string& name : names_) {
+      if (const std::optional<Token>& token = tokens_.at(name); token.has_value()) {
+        use(name, *token);
+      }
+    }
+  }
+
+ private:
+  std::map<std::string, std::optional<Token>> tokens_;
+  std::vector<std::string> names_;
+};
+
+constexpr char kExtra[] = "extra_special_tokens", kOlderExtra[] = "additional_special_tokens";
+
 // Reads the files one after the other.
 class Reader {
  public:
-  explicit Reader(const FolderFiles& files) : files_(files) {}
+  explicit Reader(const FolderFiles& files) : files_(files) {
+    for (const char* const name : kRoles) {
+      // Their order, whatever that of the files.
+      roles_.Set(name, Token());
+      roles_.Erase(name);
+    }
+  }
 
   absl::StatusOr<FolderTokens> Read() {
     ReadFile();
     const Json& config = files_.tokenizer_config;
     has_decoder_ = config.is_object() && config.contains("added_tokens_decoder");
     if (has_decoder_) MUSTER_RETURN_IF_ERROR(ReadDecoder(config["added_tokens_decoder"]));
-    MUSTER_RETURN_IF_ERROR(ReadRoles(config, PathOf("tokenizer_config.json")));
+    MUSTER_RETURN_IF_ERROR(ReadConfig());
     if (!has_decoder_) {
-      MUSTER_RETURN_IF_ERROR(
-          ReadRoles(files_.special_tokens_map, PathOf("special_tokens_map.json")));
+      MUSTER_RETURN_IF_ERROR(ReadMap());
       MUSTER_RETURN_IF_ERROR(ReadAddedTokens());
+      MUSTER_RETURN_IF_ERROR(ReadOlderExtraOfMap());
     }
+    decided_.ForEach(
+        [this](const std::string& name, const Token& token) { roles_.Set(name, token); });
     return Result();
   }
 
@@ -95,8 +141,8 @@ class Reader {
     const auto added = files_.tokenizer.find("added_tokens");
     if (added == files_.tokenizer.end() || !added->is_array()) return;
     for (const nlohmann::json& each : *added) {
-      const absl::StatusOr<AddedToken> token = ReadToken(each, "", /*special=*/false);
-      if (token.ok()) of_file_[token->content] = *token;
+      const absl::StatusOr<Token> token = ReadToken(each, "", /*special=*/false);
+      if (token.ok()) of_file_[token->token.content] = *token;
     }
   }
 
@@ -118,46 +164,79 @@ class Reader {
     return absl::OkStatus();
   }
 
-  absl::Status ReadRoles(const Json& json, const std::string& path) {
-    if (!json.is_object()) return absl::OkStatus();
-    // The list of the first file that has one, under its newer name if it has both.
-    constexpr char kExtra[] = "extra_special_tokens", kOlderExtra[] = "additional_special_tokens";
-    for (const auto& [name, value] : json.items()) {
-      const std::string field = absl::StrCat(path, ": ", Printable(name));
-      if (name == kExtra || name == kOlderExtra) {
-        const bool counts = name == kExtra || (!has_extra_ && !json.contains(kExtra));
-        if (counts) MUSTER_RETURN_IF_ERROR(ReadExtra(value, field));
+  absl::Status ReadConfig() {
+    const Json& config = files_.tokenizer_config;
+    if (!config.is_object()) return absl::OkStatus();
+    const std::string path = PathOf("tokenizer_config.json: ");
+    for (const auto& [name, value] : config.items()) {
+      const std::string field = path + Printable(name);
+      const auto type = value.find("__type");  // end() of what is no object
+      if (IsStandardRole(name)) {
+        MUSTER_RETURN_IF_ERROR(SetRole(name, value, field, roles_));
+      } else if (!absl::EndsWith(name, "_token")) {
         continue;
+      } else if (value.is_string()) {
+        MUSTER_RETURN_IF_ERROR(SetRole(name, value, field, decided_));
+      } else if (type != value.end() && *type == "AddedToken") {
+        MUSTER_RETURN_IF_ERROR(SetRole(name, value, field, roles_));
       }
-      const bool standard = IsStandardRole(name);
-      if (!standard && !(absl::EndsWith(name, "_token") && value.is_string())) continue;
-      MUSTER_RETURN_IF_ERROR(SetRole(name, value, field));
     }
-    has_extra_ = has_extra_ || IsList(json, kExtra) || IsList(json, kOlderExtra);
+    // Under its newer name if it has both.
+    for (const char* const name : {kExtra, kOlderExtra}) {
+      const auto extra = config.find(name);
+      if (extra == config.end()) continue;
+      return ReadExtra(*extra, path + name, /*special=*/false);
+    }
     return absl::OkStatus();
   }
 
-  static bool IsList(const Json& json, const char* name) {
-    const auto found = json.find(name);
-    return found != json.end() && found->is_array();
+  absl::Status ReadMap() {
+    const Json& map = files_.special_tokens_map;
+    if (!map.is_object()) return absl::OkStatus();
+    const std::string path = PathOf("special_tokens_map.json: ");
+    for (const auto& [name, value] : map.items()) {
+      const bool own = absl::EndsWith(name, "_token") &&
+                       (value.is_string() || value.is_object() || value.is_null());
+      if (!own && !IsStandardRole(name)) continue;
+      MUSTER_RETURN_IF_ERROR(SetRole(name, value, path + Printable(name), roles_));
+    }
+    const auto extra = map.find(kExtra);
+    if (extra == map.end()) return absl::OkStatus();
+    if (!extra->is_array()) extra_.clear();
+    return ReadExtra(*extra, path + kExtra, /*special=*/true);
   }
 
-  absl::Status SetRole(const std::string& name, const Json& value, const std::string& field) {
+  // It counts where no file says anything else, and not for what added_tokens.json says.
+  absl::Status ReadOlderExtraOfMap() {
+    const Json& map = files_.special_tokens_map;
+    if (!map.is_object() || says_extra_) return absl::OkStatus();
+    const auto extra = map.find(kOlderExtra);
+    if (extra == map.end()) return absl::OkStatus();
+    return ReadExtra(*extra, PathOf(absl::StrCat("special_tokens_map.json: ", kOlderExtra)),
+                     /*special=*/true);
+  }
+
+  // Null: the role has none.
+  static absl::Status SetRole(const std::string& name, const Json& value, const std::string& field,
+                              Roles& roles) {
     if (value.is_null()) {
-      roles_.erase(name);
+      roles.Erase(name);
       return absl::OkStatus();
     }
-    MUSTER_ASSIGN_OR_RETURN(const AddedToken token, ReadToken(value, field, /*special=*/true));
-    roles_.insert_or_assign(name, token);
-    if (!IsStandardRole(name)) own_roles_.push_back(name);
+    MUSTER_ASSIGN_OR_RETURN(Token token, ReadToken(value, field, /*special=*/true));
+    MakeSpecial(token);
+    roles.Set(name, std::move(token));
     return absl::OkStatus();
   }
 
-  absl::Status ReadExtra(const Json& value, const std::string& field) {
+  // The tokens of a list come behind those that there are. `special`: those that do not say so.
+  absl::Status ReadExtra(const Json& value, const std::string& field, bool special) {
+    says_extra_ = !value.is_object();
     if (value.is_null()) return absl::OkStatus();
     if (value.is_object()) {
       for (const auto& [name, token] : value.items()) {
-        MUSTER_RETURN_IF_ERROR(SetRole(name, token, absl::StrCat(field, ".", Printable(name))));
+        MUSTER_RETURN_IF_ERROR(
+            SetRole(name, token, absl::StrCat(field, ".", Printable(name)), decided_));
       }
       return absl::OkStatus();
     }
@@ -166,9 +245,8 @@ class Reader {
           absl::StrCat(field, ": must be a list of tokens, or an object of them"));
     }
     for (size_t i = 0; i < value.size(); ++i) {
-      MUSTER_ASSIGN_OR_RETURN(AddedToken token,
-                              ReadToken(value[i], absl::StrCat(field, "[", i, "]"),
-                                        /*special=*/true));
+      MUSTER_ASSIGN_OR_RETURN(Token token,
+                              ReadToken(value[i], absl::StrCat(field, "[", i, "]"), special));
       extra_.push_back(std::move(token));
     }
     return absl::OkStatus();
@@ -178,65 +256,67 @@ class Reader {
   absl::Status ReadAddedTokens() {
     const Json& json = files_.added_tokens;
     if (!json.is_object()) return absl::OkStatus();
+    absl::flat_hash_set<std::string> special;
+    roles_.ForEach([&special](const std::string& name, const Token& token) {
+      if (IsStandardRole(name)) special.insert(token.token.content);
+    });
+    for (const Token& token : extra_) special.insert(token.token.content);
     for (const auto& [content, id] : json.items()) {
       if (!id.is_number_integer()) {
         return absl::InvalidArgumentError(absl::StrCat(
             PathOf("added_tokens.json"), ": the id of \"", Printable(content), "\" is no number"));
       }
       if (of_file_.count(content) != 0) continue;
-      AddedToken token = Special(content);
-      token.special = HasRole(content) || IsExtra(content);
-      token.normalized = !token.special;
+      Token token;
+      token.token.content = content;
+      token.token.special = special.contains(content);
+      token.token.normalized = !token.token.special;
+      token.says_normalized = true;
       by_id_[id.get<int64_t>()] = std::move(token);
     }
     return absl::OkStatus();
   }
 
-  bool HasRole(const std::string& content) const {
-    return std::any_of(roles_.begin(), roles_.end(),
-                       [&](const auto& role) { return role.second.content == content; });
-  }
-  bool IsExtra(const std::string& content) const {
-    return std::any_of(extra_.begin(), extra_.end(),
-                       [&](const AddedToken& token) { return token.content == content; });
-  }
-
   FolderTokens Result() const {
     FolderTokens result;
-    std::set<std::string> known;
-    const auto change = [&](AddedToken token) {
-      token.special = token.special || HasRole(token.content);
-      known.insert(token.content);
-      const auto file = of_file_.find(token.content);
-      if (file == of_file_.end() || !AreSame(file->second, token)) result.added.push_back(token);
+    absl::flat_hash_set<std::string> known, with_role;
+    roles_.ForEach([&](const std::string& name, const Token& token) {
+      result.roles.emplace(name, token.token.content);
+      with_role.insert(token.token.content);
+    });
+    const auto change = [&](Token token) {
+      if (with_role.contains(token.token.content)) MakeSpecial(token);
+      known.insert(token.token.content);
+      const auto file = of_file_.find(token.token.content);
+      if (file == of_file_.end() || !AreSame(file->second.token, token.token)) {
+        result.added.push_back(token.token);
+      }
     };
     for (const auto& [content, token] : of_file_) {
       known.insert(content);
       if (!has_decoder_) change(token);
     }
-    for (const auto& [id, token] : by_id_) change(token);
-    const auto add = [&](const AddedToken& token) {
-      if (known.insert(token.content).second) result.added.push_back(token);
-    };
-    std::vector<std::string> names(std::begin(kRoles), std::end(kRoles));
-    names.insert(names.end(), own_roles_.begin(), own_roles_.end());
-    for (const std::string& name : names) {
-      const auto role = roles_.find(name);
-      if (role == roles_.end()) continue;
-      result.roles.emplace(name, role->second.content);
-      add(role->second);
+    for (const auto& [id, token] : by_id_) {
+      result.ids.emplace_back(token.token.content, id);
+      change(token);
     }
-    for (const AddedToken& token : extra_) add(token);
+    const auto add = [&](const Token& token) {
+      if (known.insert(token.token.content).second) result.added.push_back(token.token);
+    };
+    roles_.ForEach([&add](const std::string&, const Token& token) { add(token); });
+    for (const Token& token : extra_) add(token);
     return result;
   }
 
   const FolderFiles& files_;
-  std::map<std::string, AddedToken> of_file_;
-  std::map<int64_t, AddedToken> by_id_;
-  std::map<std::string, AddedToken> roles_;
-  std::vector<std::string> own_roles_;  // in their order
-  std::vector<AddedToken> extra_;
-  bool has_extra_ = false, has_decoder_ = false;
+  std::map<std::string, Token> of_file_;
+  std::map<int64_t, Token> by_id_;
+  Roles roles_;
+  // Own roles of tokenizer_config.json that are texts, and those of objects of extra tokens: they
+  // count before all others, but come behind them.
+  Roles decided_;
+  std::vector<Token> extra_;
+  bool says_extra_ = false, has_decoder_ = false;
 };
 
 }  // namespace

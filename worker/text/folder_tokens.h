@@ -1,9 +1,11 @@
 #ifndef MUSTER_WORKER_TEXT_FOLDER_TOKENS_H_
 #define MUSTER_WORKER_TEXT_FOLDER_TOKENS_H_
 
+#include <cstdint>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -31,13 +33,16 @@ struct FolderTokens {
   // To be added to those of tokenizer.json, in this order; one that it has with other flags gets
   // these. Their ids mean nothing.
   std::vector<AddedToken> added;
+  // By content, as the files say. The tokenizer may give others.
+  std::vector<std::pair<std::string, int64_t>> ids;
 };
 
 // tokenizer_config.json counts. Without `added_tokens_decoder` there, as transformers wrote it
-// until 2023, special_tokens_map.json counts before it, and added_tokens.json is read. A token that
-// has a role, or is in `extra_special_tokens`, is special and cut out of texts, whether
-// tokenizer.json says so or not. INVALID_ARGUMENT names the file and field that is not as it must
-// be.
+// until 2023, the roles of special_tokens_map.json count before it, but for a model's own, and
+// added_tokens.json is read. A token that has a role is special and cut out of texts, and so is one
+// of `extra_special_tokens` that does not say otherwise. One that tokenizer.json has with
+// "special": false becomes special through a role, without `added_tokens_decoder`, or as that says.
+// INVALID_ARGUMENT names the file and field that is not as it must be.
 absl::StatusOr<FolderTokens> TokensOfFolder(const FolderFiles& files);
 
 }  // namespace muster::text

@@ -81,7 +81,7 @@ TEST(TokensOfFolder, AddedTokensDecoder_AddsByIdAndCountsForKnownTokens) {
   files.special_tokens_map = {{"eos_token", "</s>"}, {"unk_token", "<unk>"}};
   files.added_tokens = {{"<c>", 11}};
   const FolderTokens tokens = Read(files);
-  EXPECT_THAT(Added(tokens), ElementsAre("</s> special lstrip", "<a>", "<b> special normalized"));
+  EXPECT_THAT(Added(tokens), ElementsAre("</s> special lstrip", "<a>", "<b> special"));
   EXPECT_THAT(tokens.roles, UnorderedElementsAre(Pair("pad_token", "<b>")));
 }
 
@@ -92,8 +92,26 @@ TEST(TokensOfFolder, OlderFiles_CountWithoutAddedTokensDecoder) {
       {"eos_token", "</s>"}, {"pad_token", nullptr}, {"additional_special_tokens", {"<x>"}}};
   files.added_tokens = {{"<y>", 12}, {"<x>", 11}, {"</s>", 0}};
   const FolderTokens tokens = Read(files);
-  EXPECT_THAT(Added(tokens), ElementsAre("<x> special", "<y> normalized"));
+  EXPECT_THAT(Added(tokens), ElementsAre("<x> normalized", "<y> normalized"));
   EXPECT_THAT(tokens.roles, UnorderedElementsAre(Pair("eos_token", "</s>")));
+  files.special_tokens_map = {{"extra_special_tokens", {"<x>"}}};
+  EXPECT_THAT(Added(Read(files)), ElementsAre("<x> special", "<y> normalized", "<end> special"));
+}
+
+// The square of their number would take minutes.
+TEST(TokensOfFolder, ManyTokensAndRoles_AreRead) {
+  constexpr int kTokens = 100'000;
+  FolderFiles files = Files();
+  files.tokenizer_config = nlohmann::ordered_json::object();
+  nlohmann::ordered_json extra = nlohmann::ordered_json::array();
+  for (int i = 0; i < kTokens; ++i) extra.push_back("<extra_" + std::to_string(i) + ">");
+  files.tokenizer_config["extra_special_tokens"] = std::move(extra);
+  files.added_tokens = nlohmann::ordered_json::object();
+  nlohmann::ordered_json::object_t::Container& members =
+      files.added_tokens.get_ref<nlohmann::ordered_json::object_t&>();
+  for (int i = 0; i < kTokens; ++i) members.emplace_back("<token_" + std::to_string(i) + ">", i);
+  const FolderTokens tokens = Read(files);
+  EXPECT_EQ(tokens.added.size(), 2 * kTokens);
 }
 
 TEST(TokensOfFolder, TokenOfTheFileThatHasARole_BecomesSpecial) {
@@ -113,8 +131,69 @@ TEST(TokensOfFolder, SeveralListsOfExtraTokens_TheFirstCounts) {
   EXPECT_THAT(Added(Read(files)), ElementsAre("<new> special"));
   files.tokenizer_config.erase("extra_special_tokens");
   EXPECT_THAT(Added(Read(files)), ElementsAre("<old> special"));
+  files.tokenizer_config["additional_special_tokens"] = nullptr;
+  EXPECT_THAT(Added(Read(files)), IsEmpty());
   files.tokenizer_config.erase("additional_special_tokens");
   EXPECT_THAT(Added(Read(files)), ElementsAre("<map> special"));
+}
+
+TEST(TokensOfFolder, ExtraTokensOfTheMap_ComeBehind) {
+  FolderFiles files = Files();
+  files.tokenizer_config = {{"extra_special_tokens", {"<new>"}}};
+  files.special_tokens_map = {{"extra_special_tokens", {"<map>", "<new>"}},
+                              {"additional_special_tokens", {"<old>"}}};
+  EXPECT_THAT(Added(Read(files)), ElementsAre("<new> special", "<map> special"));
+  files.special_tokens_map["extra_special_tokens"] = nullptr;
+  EXPECT_THAT(Added(Read(files)), IsEmpty());
+  files.special_tokens_map["extra_special_tokens"] = {{"own", "<own>"}};
+  EXPECT_THAT(Added(Read(files)), ElementsAre("<own> special", "<old> special"));
+}
+
+TEST(TokensOfFolder, FlagsThatAnObjectLeavesOut_AreThoseOfTransformers) {
+  using Json = nlohmann::ordered_json;
+  const Json plain = {{"content", "<a>"}}, not_special = {{"content", "<b>"}, {"special", false}};
+  const Json normalized = {{"content", "<c>"}, {"special", false}, {"normalized", true}};
+  FolderFiles files = Files();
+  files.tokenizer_config = {{"pad_token", not_special}, {"cls_token", normalized}};
+  EXPECT_THAT(Added(Read(files)), ElementsAre("<b> special", "<c> special normalized"));
+  std::swap(files.tokenizer_config, files.special_tokens_map);
+  EXPECT_THAT(Added(Read(files)), ElementsAre("<b> special", "<c> special normalized"));
+  files = Files();
+  files.tokenizer_config = {{"extra_special_tokens", Json::array({plain, not_special, "<d>"})}};
+  EXPECT_THAT(Added(Read(files)), ElementsAre("<a> normalized", "<b> normalized", "<d> special"));
+  std::swap(files.tokenizer_config, files.special_tokens_map);
+  EXPECT_THAT(Added(Read(files)), ElementsAre("<a> special", "<b> normalized", "<d> special"));
+  // A role makes it special wherever it is named besides.
+  files = Files();
+  files.tokenizer_config = {{"own_token", "<a>"}, {"added_tokens_decoder", {{"9", plain}}}};
+  EXPECT_THAT(Added(Read(files)), ElementsAre("<a> special"));
+  files.tokenizer_config.erase("added_tokens_decoder");
+  files.added_tokens = {{"<a>", 9}};
+  EXPECT_THAT(Added(Read(files)), ElementsAre("<a> special normalized"));
+}
+
+TEST(TokensOfFolder, OwnRoles_ComeInTransformersOrder) {
+  using Json = nlohmann::ordered_json;
+  const Json object = {{"__type", "AddedToken"}, {"content", "<object>"}, {"lstrip", true}};
+  FolderFiles files = Files();
+  files.tokenizer_config = {{"extra_special_tokens", {{"img", "<img>"}, {"eos_token", "<e>"}}},
+                            {"b_token", "<b>"},
+                            {"a_token", object},
+                            {"eos_token", "</s>"}};
+  EXPECT_THAT(Added(Read(files)), ElementsAre("<e> special", "<object> special lstrip",
+                                              "<b> special", "<img> special"));
+  EXPECT_EQ(Read(files).roles.at("a_token"), "<object>");
+  // Of the map they count if tokenizer_config.json does not name them as a text.
+  files.special_tokens_map = {{"b_token", "<n>"},
+                              {"c_token", {{"content", "<c>"}}},
+                              {"a_token", "<m>"},
+                              {"extra_special_tokens", {{"q", "<q>"}}}};
+  EXPECT_THAT(Added(Read(files)), ElementsAre("<e> special", "<m> special", "<b> special",
+                                              "<c> special", "<img> special", "<q> special"));
+  // What is no token.
+  files = Files();
+  files.tokenizer_config = {{"d_token", {{"content", "<d>"}}}, {"e_token", true}};
+  EXPECT_THAT(Added(Read(files)), IsEmpty());
 }
 
 TEST(TokensOfFolder, WhatIsWrong_NamesFileAndField) {

@@ -3,7 +3,7 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/ascii.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -12,6 +12,7 @@
 #include "base/json.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/text/unicode.h"
 
 namespace muster::text {
 namespace {
@@ -48,6 +49,13 @@ std::vector<absl::string_view> LinesOf(absl::string_view text) {
   if (lines.back().empty()) lines.pop_back();
   for (absl::string_view& line : lines) line = absl::StripSuffix(line, "\r");
   return lines;
+}
+
+absl::string_view WithoutBlanksAtTheEnd(absl::string_view text) {
+  for (size_t end = text.size(); end > 0; text = text.substr(0, end)) {
+    if (!IsWhitespace(PreviousCharacter(text, end))) break;
+  }
+  return text;
 }
 
 class Maker {
@@ -115,9 +123,15 @@ class Maker {
     const Json& vocabulary = made_.tokenizer["model"]["vocab"];
     if (vocabulary.contains(token)) return vocabulary[token].get<int64_t>();
     auto id = static_cast<int64_t>(vocabulary.size());
+    absl::flat_hash_set<absl::string_view> before;
     for (const AddedToken& added : tokens_.added) {
+      // AddedTokens gives none an id that is empty, the model's, or there before.
+      if (added.content.empty() || vocabulary.contains(added.content) ||
+          !before.insert(added.content).second) {
+        continue;
+      }
       if (added.content == token) return id;
-      if (!vocabulary.contains(added.content)) ++id;
+      ++id;
     }
     return std::nullopt;
   }
@@ -149,7 +163,11 @@ class Maker {
     Json vocabulary = Json::object();
     int64_t id = 0;
     for (const absl::string_view line : LinesOf(*files_.vocab_txt)) {
-      vocabulary[std::string(absl::StripTrailingAsciiWhitespace(line))] = id++;
+      if (!IsValidUtf8(line)) {
+        return absl::InvalidArgumentError(
+            absl::StrCat(PathOf("vocab.txt"), ":", id + 1, ": is not UTF-8"));
+      }
+      vocabulary[std::string(WithoutBlanksAtTheEnd(line))] = id++;
     }
     made_.tokenizer["model"] = {{"type", "WordPiece"},
                                 {"unk_token", Role("unk_token")},
@@ -233,6 +251,10 @@ class Maker {
     size_t number = 0;
     for (const absl::string_view line : LinesOf(*files_.merges_txt)) {
       ++number;
+      if (!IsValidUtf8(line)) {
+        return absl::InvalidArgumentError(
+            absl::StrCat(PathOf("merges.txt"), ":", number, ": is not UTF-8"));
+      }
       if (absl::StartsWith(line, "#version")) continue;
       const std::vector<std::string> parts = absl::StrSplit(line, ' ');
       if (parts.size() != 2) {

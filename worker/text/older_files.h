@@ -14,7 +14,7 @@ namespace muster::text {
 struct OlderFiles {
   FolderFiles beside = {};  // without tokenizer.json
   // config.json, of the model.
-  nlohmann::ordered_json config = nullptr;
+  nlohmann::json config = nullptr;
   std::optional<std::string> vocab_json = std::nullopt, merges_txt = std::nullopt,
                              vocab_txt = std::nullopt;
 };

@@ -78,6 +78,17 @@ TEST(TokenizerOfOlderFiles, RoleThatTheVocabularyLacks_HasTheIdThatItGets) {
             4);
 }
 
+TEST(TokenizerOfOlderFiles, EntriesThatGetNoId_DoNotCount) {
+  using Json = nlohmann::ordered_json;
+  const Json x = {{"content", "<x>"}}, empty = {{"content", ""}};
+  for (const Json& decoder : {Json{{"5", x}, {"6", x}}, Json{{"4", empty}, {"5", x}}}) {
+    OlderFiles files = Gpt2();
+    files.beside.tokenizer_config = {
+        {"bos_token", "<s>"}, {"add_bos_token", true}, {"added_tokens_decoder", decoder}};
+    EXPECT_EQ(Make(files).tokenizer["post_processor"]["special_tokens"]["<s>"]["ids"][0], 5);
+  }
+}
+
 TEST(TokenizerOfOlderFiles, Bert_IsWordPieceWithLinesForTokens) {
   const OlderTokenizer made = Make(Bert());
   EXPECT_EQ(made.tokenizer["model"]["vocab"].dump(),
@@ -85,6 +96,15 @@ TEST(TokenizerOfOlderFiles, Bert_IsWordPieceWithLinesForTokens) {
   EXPECT_TRUE(made.tokenizer["normalizer"]["strip_accents"].is_null());
   EXPECT_EQ(made.tokenizer["post_processor"]["pair"].size(), 5);
   EXPECT_EQ(made.tokenizer_config["mask_token"], "[MASK]");
+}
+
+TEST(TokenizerOfOlderFiles, LinesOfBert_EndBeforeAllBlanksOfUnicode) {
+  OlderFiles files = Bert();
+  *files.vocab_txt += "\nfoo\xC2\xA0\n\xE3\x80\x80\n \xC3\xA9\xC2\x85 \n";
+  const auto vocabulary = Make(files).tokenizer["model"]["vocab"];
+  EXPECT_EQ(vocabulary["foo"], 7);
+  EXPECT_EQ(vocabulary[""], 8);
+  EXPECT_EQ(vocabulary[" \xC3\xA9"], 9);
 }
 
 TEST(TokenizerOfOlderFiles, ClassOrFileThatIsNotThere_IsNotFound) {
@@ -104,6 +124,8 @@ TEST(TokenizerOfOlderFiles, WhatIsWrong_NamesFileAndPlace) {
   OlderFiles files = Gpt2();
   files.merges_txt = "#version: 0.2\na b\na b c\n";
   EXPECT_THAT(Error(files), HasSubstr("dir/merges.txt:3: must be two tokens"));
+  files.merges_txt = "a b\n\xFF b\n";
+  EXPECT_THAT(Error(files), HasSubstr("dir/merges.txt:2: is not UTF-8"));
   files = Gpt2();
   files.vocab_json = R"({"a": "0"})";
   EXPECT_THAT(Error(files), HasSubstr("dir/vocab.json: the id of \"a\" is no number"));
@@ -117,6 +139,9 @@ TEST(TokenizerOfOlderFiles, WhatIsWrong_NamesFileAndPlace) {
   files = Bert();
   files.beside.tokenizer_config = {{"do_lower_case", "yes"}};
   EXPECT_THAT(Error(files), HasSubstr("do_lower_case must be true or false"));
+  files = Bert();
+  *files.vocab_txt += "\n\xFF\nlast";
+  EXPECT_THAT(Error(files), HasSubstr("dir/vocab.txt:8: is not UTF-8"));
 }
 
 // Some bytes are others, are there twice, or are not there.
@@ -145,17 +170,27 @@ TEST(TokenizerOfOlderFiles, DamagedFiles_AreErrorsOrTokenizers) {
       if (text->has_value()) *text = Mutated(**text, random);
     }
     const std::string config = Mutated(
-        R"({"bos_token": "a", "cls_token": {"content": "[CLS]", "lstrip": true},
-            "add_bos_token": true,
-            "added_tokens_decoder": {"4": {"content": "<x>", "special": false}}})",
+        R"({"bos_token": "<s>", "cls_token": {"content": "[CLS]", "lstrip": true},
+            "add_bos_token": true, "sep_token": "<z>",
+            "added_tokens_decoder": {"4": {"content": "<x>", "special": false},
+                                     "5": {"content": "<y>"}, "6": {"content": "<s>"},
+                                     "7": {"content": "<y>"}, "8": {"content": ""}}})",
         random);
     files.beside.tokenizer_config = nlohmann::ordered_json::parse(config, nullptr, false);
     if (files.beside.tokenizer_config.is_discarded()) files.beside.tokenizer_config = nullptr;
     auto tokenizer = TokenizerOfOlderFiles(files);
     if (!tokenizer.ok()) continue;
-    const auto core = TokenizerCore::Make(tokenizer->tokenizer, "dir");
+    FolderFiles beside = files.beside;
+    beside.tokenizer_config = tokenizer->tokenizer_config;
+    const auto tokens = TokensOfFolder(beside);
+    ASSERT_TRUE(tokens.ok()) << tokens.status();
+    const auto core = TokenizerCore::Make(tokenizer->tokenizer, "dir", tokens->added);
     if (!core.ok()) continue;
     ++made;
+    for (const auto& token : tokenizer->tokenizer["post_processor"]["special_tokens"]) {
+      EXPECT_EQ((*core)->TokenToId(token["id"].get<std::string>()), token["ids"][0].get<int64_t>())
+          << config << " " << token;
+    }
     (void)(*core)->EncodeIds("words ab<x> [CLS]", true);
   }
   EXPECT_GT(made, cases / 10);

@@ -9,10 +9,13 @@
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/json.h"
+#include "base/log.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "worker/text/encoding_ops.h"
 #include "worker/text/folder_tokens.h"
 #include "worker/text/older_files.h"
+#include "worker/text/ordered_json.h"
 #include "worker/text/tokenizer_core.h"
 
 namespace muster {
@@ -21,6 +24,8 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr size_t kMaxFileBytes = size_t{256} << 20;
+// Of a file beside tokenizer.json.
+constexpr size_t kMaxSideFileBytes = size_t{16} << 20;
 // Below this much text a thread costs more than it saves.
 constexpr size_t kMinBytesOfThread = 16 << 10;
 
@@ -31,9 +36,14 @@ absl::StatusOr<Json> ParseFile(absl::string_view json, absl::string_view source)
 // null if the file is not there.
 absl::StatusOr<nlohmann::ordered_json> ReadIfThere(const std::string& path) {
   if (!PathExists(path)) return nlohmann::ordered_json();
-  MUSTER_ASSIGN_OR_RETURN(const std::string contents, ReadFile(path, kMaxFileBytes));
-  MUSTER_RETURN_IF_ERROR(ParseFile(contents, path).status());
-  return nlohmann::ordered_json::parse(contents);
+  MUSTER_ASSIGN_OR_RETURN(const std::string contents, ReadFile(path, kMaxSideFileBytes));
+  return text::ParseOrderedJson(contents, path, {.max_bytes = kMaxSideFileBytes});
+}
+
+absl::StatusOr<Json> ReadConfigIfThere(const std::string& path) {
+  if (!PathExists(path)) return Json();
+  MUSTER_ASSIGN_OR_RETURN(const std::string contents, ReadFile(path, kMaxSideFileBytes));
+  return ParseJson(contents, path, {.max_bytes = kMaxSideFileBytes});
 }
 
 absl::StatusOr<std::optional<std::string>> TextIfThere(const std::string& path) {
@@ -46,7 +56,7 @@ absl::StatusOr<std::optional<std::string>> TextIfThere(const std::string& path) 
 absl::Status ReadOlderFiles(text::FolderFiles& files) {
   text::OlderFiles older = {.beside = files};
   const auto in_folder = [&files](const char* name) { return JoinPath(files.folder, name); };
-  MUSTER_ASSIGN_OR_RETURN(older.config, ReadIfThere(in_folder("config.json")));
+  MUSTER_ASSIGN_OR_RETURN(older.config, ReadConfigIfThere(in_folder("config.json")));
   MUSTER_ASSIGN_OR_RETURN(older.vocab_json, TextIfThere(in_folder("vocab.json")));
   MUSTER_ASSIGN_OR_RETURN(older.merges_txt, TextIfThere(in_folder("merges.txt")));
   MUSTER_ASSIGN_OR_RETURN(older.vocab_txt, TextIfThere(in_folder("vocab.txt")));
@@ -75,6 +85,31 @@ SpecialTokens RolesOf(const std::map<std::string, std::string>& roles) {
           .pad = find("pad_token"),
           .cls = find("cls_token"),
           .mask = find("mask_token")};
+}
+
+// As in transformers, ids of added tokens hold only where they are the next free ones.
+void WarnOfOtherIds(const text::FolderTokens& tokens, const text::TokenizerCore& core,
+                    const std::string& folder) {
+  size_t others = 0;
+  std::string first;
+  for (const auto& [content, id] : tokens.ids) {
+    const std::optional<int64_t> given = core.TokenToId(content);
+    if (!given.has_value() || *given == id || ++others > 1) continue;
+    first = absl::StrCat("\"", Printable(content), "\" has id ", id, " there, but gets ", *given);
+  }
+  if (others == 0) return;
+  MUSTER_LOG(Warning) << folder << ": " << others << " of " << tokens.ids.size()
+                      << " ids in added_tokens.json or added_tokens_decoder do not hold, as a "
+                         "token gets the model's id or the next free one; the first: "
+                      << first;
+}
+
+// NOT_FOUND is for what is not there at all. A link to nothing, as a pruned cache of the Hub leaves
+// it, is not the same: the file was there.
+absl::Status RefuseLinkToNothing(const std::string& path) {
+  if (!PathExists(path)) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat(path, " is a link to a file that is not there; download the folder again"));
 }
 
 }  // namespace
@@ -115,6 +150,7 @@ absl::StatusOr<Tokenizer> Tokenizer::FromFolder(const std::string& folder) {
   const auto read = [&folder](const char* name) { return ReadIfThere(JoinPath(folder, name)); };
   text::FolderFiles files = {.folder = folder};
   const absl::StatusOr<std::string> contents = ReadFile(path, kMaxFileBytes);
+  if (absl::IsNotFound(contents.status())) MUSTER_RETURN_IF_ERROR(RefuseLinkToNothing(path));
   const bool older = absl::IsNotFound(contents.status()) && PathExists(folder);
   if (!older) {
     MUSTER_RETURN_IF_ERROR(contents.status());
@@ -128,6 +164,7 @@ absl::StatusOr<Tokenizer> Tokenizer::FromFolder(const std::string& folder) {
   MUSTER_ASSIGN_OR_RETURN(
       std::shared_ptr<text::TokenizerCore> core,
       text::TokenizerCore::Make(files.tokenizer, older ? folder : path, tokens.added));
+  WarnOfOtherIds(tokens, *core, folder);
   core->set_special_tokens(RolesOf(tokens.roles));
   return Tokenizer(std::move(core));
 }

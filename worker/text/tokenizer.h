@@ -92,7 +92,9 @@ class Tokenizer {
   static absl::StatusOr<Tokenizer> FromFile(const std::string& path);
   // The same of FOLDER/tokenizer.json, with what tokenizer_config.json, special_tokens_map.json and
   // added_tokens.json say about tokens, if they are there; without tokenizer.json, of the files of
-  // older folders (docs/tokenizers.md). NOT_FOUND says which are missing.
+  // older folders (docs/tokenizers.md). NOT_FOUND says which are missing. RESOURCE_EXHAUSTED one
+  // beside tokenizer.json is larger than 16 MiB; FAILED_PRECONDITION tokenizer.json is a link to
+  // nothing. A warning is logged if tokens get other ids than these files say.
   static absl::StatusOr<Tokenizer> FromFolder(const std::string& folder);
   // The same of the content of a tokenizer.json; `source` names it in messages.
   static absl::StatusOr<Tokenizer> FromJson(absl::string_view json, absl::string_view source);

@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <nlohmann/json.hpp>
 #include <thread>
@@ -176,6 +177,45 @@ TEST(Tokenizer, FromFolder_CutsOutTokensThatFilesBesideItName) {
   const Tokenizer changed = Ok(Tokenizer::FromFolder(folder.path()));
   EXPECT_EQ(Ok(changed.Decode({1, 3}, /*skip_special_tokens=*/true)), "two");
   EXPECT_EQ(Ok(changed.Encode("two [CLS]")).offsets[2], (Encoding::Offsets{3, 9}));
+}
+
+TEST(Tokenizer, FromFolder_IdsThatDoNotHold_AreLogged) {
+  const TestFolder folder;
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("tokenizer.json"), Words().dump()).ok());
+  const auto log = [&folder](const char* added) {
+    EXPECT_TRUE(WriteFileAtomically(folder.Path("added_tokens.json"), added).ok());
+    testing::internal::CaptureStderr();
+    const Tokenizer tokenizer = Ok(Tokenizer::FromFolder(folder.path()));
+    EXPECT_EQ(tokenizer.TokenToId("<x>"), 5);
+    return testing::internal::GetCapturedStderr();
+  };
+  EXPECT_EQ(log(R"({"<x>": 5, "<y>": 6})"), "");
+  const std::string text = log(R"({"<x>": 5, "<y>": 8, "<z>": 9})");
+  EXPECT_THAT(text, HasSubstr("2 of 3 ids in added_tokens.json"));
+  EXPECT_THAT(text, HasSubstr("\"<y>\" has id 8 there, but gets 6"));
+}
+
+TEST(Tokenizer, FromFolder_LinkToNothing_IsRefusedByName) {
+  const TestFolder folder;
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"), R"({"model_type": "bert"})").ok());
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("vocab.txt"), "[UNK]\n[CLS]\n[SEP]\n").ok());
+  EXPECT_TRUE(Tokenizer::FromFolder(folder.path()).ok());
+  ASSERT_EQ(symlink("../blobs/none", folder.Path("tokenizer.json").c_str()), 0);
+  const absl::Status status = Tokenizer::FromFolder(folder.path()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("tokenizer.json is a link to a file that is not there"));
+}
+
+TEST(Tokenizer, FromFolder_FileBesideThatIsTooLarge_IsRefusedByName) {
+  const TestFolder folder;
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("tokenizer.json"), Words().dump()).ok());
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("added_tokens.json"),
+                                  "{}" + std::string(size_t{16} << 20, ' '))
+                  .ok());
+  const absl::Status status = Tokenizer::FromFolder(folder.path()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("added_tokens.json"));
 }
 
 TEST(Tokenizer, FromFolder_WithoutTokenizerJson_ReadsOlderFiles) {
