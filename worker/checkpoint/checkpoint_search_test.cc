@@ -175,6 +175,18 @@ TEST_F(CheckpointSearchTest, NamedBeforeItIsOpened_IsOpenedUnderItsName) {
 }
 
 // Nothing is left of what was found: that is not the same as none yet.
+// Reading a large one takes minutes, and another load waits for a writer for seconds.
+TEST_F(CheckpointSearchTest, SealedWithoutItsName_IsNotLockedWhileItsContentsAreRead) {
+  Save(0);
+  const std::string staging = TakeNameAway(1);
+  ASSERT_EQ(unlink(JoinPath(staging, kSealName).c_str()), 0);
+  std::optional<FolderWriter> writer;
+  OnRead(JoinPath(BaseName(staging), RandomStatesFileName(0)),
+         [&] { writer = WriterOf(staging); });
+  EXPECT_EQ(Loaded(&registrar_), "checkpoint_0");
+  EXPECT_EQ(writer, FolderWriter::kGone);
+}
+
 TEST_F(CheckpointSearchTest, RemovedBeforeItIsOpened_IsAnError) {
   Save(0);
   registrar_.records.at(1).damage = "as it was seen then";
