@@ -826,11 +826,10 @@ absl::StatusOr<std::vector<UnfinishedSave>> NameSealedOnes(const Call& call, boo
   for (const UnfinishedSave& save : unnamed) {
     if (!IsNumberedName(BaseName(save.checkpoint))) continue;
     const auto whole = [&] { return VerifyCheckpoint(save.path, VerifyLevel::kContents).status(); };
-    const bool is_taken =
-        PathExists(JoinPath(save.checkpoint, kManifestName)) ||
-        std::any_of(named.begin(), named.end(), [&](const UnfinishedSave& other) {
-          return other.checkpoint == save.checkpoint;
-        });
+    const bool is_taken = PathExists(JoinPath(save.checkpoint, kManifestName)) ||
+                          std::any_of(named.begin(), named.end(), [&](const UnfinishedSave& other) {
+                            return other.checkpoint == save.checkpoint;
+                          });
     const std::string aside = AsideOf(save.checkpoint);
     absl::Status stays;
     if (save.writer != FolderWriter::kGone) {

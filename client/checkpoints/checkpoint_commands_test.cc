@@ -782,6 +782,12 @@ TEST_F(CheckpointCommandsTest, WeightsBeyondTheDisk_AreRefusedBeforeAnythingIsWr
   ExpectRefused({"merge-weights", TestdataPath("torch_files/expanded.bin"), Path("new/to")},
                 kExitLimit, "the tensors take 4503599627370496 bytes");
   EXPECT_FALSE(PathExists(Path("new"))) << "no empty folder is left";
+  EXPECT_EQ(Run({"merge-weights", TestdataPath("torch_files/pytorch_model.bin"),
+                 Path("new/../bin/all.safetensors")}),
+            kExitOk)
+      << err_.str();
+  EXPECT_TRUE(PathExists(Path("bin/all.safetensors")));
+  EXPECT_FALSE(PathExists(Path("new"))) << "it leads back";
 }
 
 // Who may write to a folder must not be able to stop those who read it.

@@ -182,8 +182,7 @@ TEST_F(CheckpointSearchTest, SealedWithoutItsName_IsNotLockedWhileItsContentsAre
   const std::string staging = TakeNameAway(1);
   ASSERT_EQ(unlink(JoinPath(staging, kSealName).c_str()), 0);
   std::optional<FolderWriter> writer;
-  OnRead(JoinPath(BaseName(staging), RandomStatesFileName(0)),
-         [&] { writer = WriterOf(staging); });
+  OnRead(JoinPath(BaseName(staging), RandomStatesFileName(0)), [&] { writer = WriterOf(staging); });
   EXPECT_EQ(Loaded(&registrar_), "checkpoint_0");
   EXPECT_EQ(writer, FolderWriter::kGone);
 }

@@ -269,15 +269,15 @@ TEST_F(NodeCheckpointsTest, RankThatSeesNothingOfWhatItsLeaderHas_IsAnError_NoOl
   // An older one that all could read.
   RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(SaveNumbered(comm, 0).ok()); });
   RunRanks(4, [&](Comm& comm) {
-    ASSERT_TRUE(Open(comm, CheckpointFolder(Disk(NodeOf(comm))).PathOf(0), CheckpointFolder("")).ok());
+    ASSERT_TRUE(
+        Open(comm, CheckpointFolder(Disk(NodeOf(comm))).PathOf(0), CheckpointFolder("")).ok());
   });
-  std::filesystem::copy(CheckpointFolder(Disk(1)).PathOf(0),
-                        CheckpointFolder(elsewhere).PathOf(0));
+  std::filesystem::copy(CheckpointFolder(Disk(1)).PathOf(0), CheckpointFolder(elsewhere).PathOf(0));
   expect_refusal();
   // Part of it is there.
-  std::filesystem::copy(CheckpointFolder(Disk(1)).PathOf(1),
-                        CheckpointFolder(elsewhere).PathOf(1));
-  ASSERT_EQ(unlink(JoinPath(CheckpointFolder(elsewhere).PathOf(1), "model.safetensors").c_str()), 0);
+  std::filesystem::copy(CheckpointFolder(Disk(1)).PathOf(1), CheckpointFolder(elsewhere).PathOf(1));
+  ASSERT_EQ(unlink(JoinPath(CheckpointFolder(elsewhere).PathOf(1), "model.safetensors").c_str()),
+            0);
   expect_refusal();
 }
 
