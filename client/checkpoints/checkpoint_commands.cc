@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -279,9 +281,26 @@ absl::StatusOr<std::vector<Checkpoint>> FindAll(const std::string& path, VerifyL
   MUSTER_RETURN_IF_ERROR(found.status());
   for (const UnfinishedSave& save : unnamed) {
     Checkpoint checkpoint = Look(save.path, level);
-    if (!PathExists(save.path)) continue;
-    checkpoint.lacks = save.checkpoint;
-    found->push_back(std::move(checkpoint));
+    if (PathExists(save.path)) {
+      checkpoint.lacks = save.checkpoint;
+      found->push_back(std::move(checkpoint));
+      continue;
+    }
+    // It has got its name, perhaps after the others were looked at, or was removed.
+    if (!PathExists(save.checkpoint)) continue;
+    const auto same = std::find_if(found->begin(), found->end(), [&](const Checkpoint& other) {
+      std::error_code error;
+      return std::filesystem::equivalent(other.path, save.checkpoint, error);
+    });
+    if (same == found->end()) {
+      found->push_back(Look(save.checkpoint, level));
+    } else if (!same->manifest.ok()) {
+      *same = Look(same->path, level);
+    }
+  }
+  if (!unnamed.empty() && found->empty()) {
+    return absl::NotFoundError(
+        absl::StrCat("the checkpoints of ", path, " were removed while they were read"));
   }
   return found;
 }
@@ -788,6 +807,16 @@ absl::Status StopsPrune(const absl::Status& why) {
                    damaged ? ": remove this checkpoint first" : ", since it may be one to keep"));
 }
 
+// What an unfinished save has moved aside and would have replaced; empty: nothing.
+std::string AsideOf(const std::string& checkpoint) {
+  const std::string parent = ParentPath(checkpoint);
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
+  for (const std::string& name : names.value_or(std::vector<std::string>())) {
+    if (HasMark(name, BaseName(checkpoint), kReplacedMark)) return JoinPath(parent, name);
+  }
+  return "";
+}
+
 // Gives sealed checkpoints that their writers left the names that they lack, where nobody has them:
 // no load may ever do so. `dry_run`: says which. Those that do not get it stay as they are.
 absl::StatusOr<std::vector<UnfinishedSave>> NameSealedOnes(const Call& call, bool dry_run) {
@@ -797,16 +826,24 @@ absl::StatusOr<std::vector<UnfinishedSave>> NameSealedOnes(const Call& call, boo
   for (const UnfinishedSave& save : unnamed) {
     if (!IsNumberedName(BaseName(save.checkpoint))) continue;
     const auto whole = [&] { return VerifyCheckpoint(save.path, VerifyLevel::kContents).status(); };
+    const bool is_taken = PathExists(JoinPath(save.checkpoint, kManifestName)) ||
+                          std::any_of(named.begin(), named.end(), [&](const UnfinishedSave& other) {
+                            return other.checkpoint == save.checkpoint;
+                          });
+    const std::string aside = AsideOf(save.checkpoint);
     absl::Status stays;
     if (save.writer != FolderWriter::kGone) {
       stays =
           absl::FailedPreconditionError("this machine cannot tell whether its process has ended");
-    } else if (PathExists(JoinPath(save.checkpoint, kManifestName))) {
+    } else if (is_taken) {
       stays = absl::AlreadyExistsError("another checkpoint has that name");
-    } else if (dry_run) {
-      stays = whole();
-    } else {
-      const absl::StatusOr<std::string> path = NameStaging(save.checkpoint, save.path, whole);
+    } else if (!aside.empty()) {
+      // The next save would remove that one once the name is taken.
+      stays = absl::AlreadyExistsError(absl::StrCat(aside, " had that name before it"));
+    } else if (stays = whole(); stays.ok() && !dry_run) {
+      // What takes long comes before the lock, so that loads beside it do not wait for that.
+      const absl::StatusOr<std::string> path =
+          NameStaging(save.checkpoint, save.path, [] { return absl::OkStatus(); });
       stays = path.ok() && *path == save.path
                   ? absl::FailedPreconditionError("the log above says why")
                   : path.status();
@@ -839,9 +876,15 @@ int RunPrune(const Call& call) {
   const bool dry_run = call.line.Get("dry_run") == "true";
   const auto named = NameSealedOnes(call, dry_run);
   if (!named.ok()) return Fail(call, named.status());
-  const auto folder = FindRoot(call.line.words[0]);
+  auto folder = FindRoot(call.line.words[0]);
+  absl::StatusOr<std::vector<Checkpoint>> found = std::vector<Checkpoint>();
+  if (dry_run && !named->empty() && absl::IsNotFound(folder.status())) {
+    // They would be the only ones.
+    folder = CheckpointFolder(ParentPath(named->front().checkpoint));
+  } else if (folder.ok()) {
+    found = Find(folder->root(), VerifyLevel::kSizes);
+  }
   if (!folder.ok()) return Fail(call, folder.status());
-  auto found = Find(folder->root(), VerifyLevel::kSizes);
   if (!found.ok()) return Fail(call, found.status());
   // What they would be called counts.
   std::map<std::string, std::string> where;

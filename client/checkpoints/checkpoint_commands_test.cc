@@ -6,6 +6,8 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <functional>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -23,6 +25,7 @@
 #include "base/owned_fd.h"
 #include "base/signature.h"
 #include "base/test_folder.h"
+#include "base/test_system_calls.h"
 #include "client/checkpoints/weight_diff.h"
 #include "tests/testdata/golden.h"
 #include "worker/checkpoint/digest.h"
@@ -31,6 +34,33 @@
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/seal.h"
 #include "worker/checkpoint/staging_folder.h"
+
+namespace {
+
+// What runs before a file is read whose path has `part` in it.
+struct BeforeRead {
+  char part[256] = "";
+  std::function<void()> run;
+  int left = 0;  // how often
+};
+BeforeRead before_read;
+
+bool IsRead(int fd) {
+  if (before_read.left == 0 || !muster::PathHas(fd, before_read.part)) return false;
+  --before_read.left;
+  before_read.run();
+  return false;
+}
+
+void OnRead(const std::string& part, int times, std::function<void()> run) {
+  snprintf(before_read.part, sizeof(before_read.part), "%s", part.c_str());
+  before_read.run = std::move(run);
+  before_read.left = times;
+}
+
+}  // namespace
+
+MUSTER_REPLACE_READS(IsRead)
 
 namespace muster::client {
 namespace {
@@ -51,6 +81,7 @@ std::string Tensor(const std::string& name, const std::vector<float>& values,
 
 class CheckpointCommandsTest : public testing::Test {
  protected:
+  ~CheckpointCommandsTest() override { before_read.left = 0; }
   std::string Path(const std::string& name) const { return JoinPath(root_, name); }
   std::string Numbered(int i) const { return Path("checkpoints/checkpoint_" + std::to_string(i)); }
 
@@ -292,6 +323,93 @@ TEST_F(CheckpointCommandsTest, SealedOneThatLacksItsName_IsVerified_AndNamedByPr
   EXPECT_THAT(err_.str(), HasSubstr("does not get: another checkpoint has that name"));
   EXPECT_EQ(ReadManifest(Numbered(1))->info.step, 7);
   EXPECT_TRUE(PathExists(again));
+}
+
+// Loads beside it wait for a writer for seconds, and reading a large one takes minutes.
+TEST_F(CheckpointCommandsTest, Prune_LocksNothingWhileItReads) {
+  Save(Numbered(0), {1}, 0);
+  Seal(Numbered(0), "");
+  const std::string left = Numbered(0) + ".tmp-0123456789abcdef";
+  ASSERT_EQ(rename(Numbered(0).c_str(), left.c_str()), 0);
+  int read = 0;
+  OnRead("/model.safetensors", 1000, [&] {
+    ++read;
+    EXPECT_TRUE(!PathExists(left) || WriterOf(left) == FolderWriter::kGone);
+  });
+  EXPECT_EQ(Run({"prune", root_, "--keep", "1"}), kExitOk) << err_.str();
+  EXPECT_GT(read, 0);
+  EXPECT_TRUE(PathExists(Numbered(0)));
+}
+
+TEST_F(CheckpointCommandsTest, SealedOneThatGetsItsNameWhileOthersAreRead_IsVerified) {
+  const std::string left = Numbered(2) + ".tmp-0123456789abcdef";
+  const auto take_name_away = [&] { ASSERT_EQ(rename(Numbered(2).c_str(), left.c_str()), 0); };
+  const auto give_name = [&] { ASSERT_EQ(rename(left.c_str(), Numbered(2).c_str()), 0); };
+  Save(Numbered(2), {2}, 2);
+  Seal(Numbered(2), "");
+  for (const bool alone : {true, false}) {
+    SCOPED_TRACE(alone);
+    if (!alone) Save(Numbered(1), {1}, 1);
+    for (const char* moment : {".tmp-0123456789abcdef/manifest.json", "checkpoint_1/"}) {
+      if (alone && moment != std::string(".tmp-0123456789abcdef/manifest.json")) continue;
+      SCOPED_TRACE(moment);
+      take_name_away();
+      OnRead(moment, 1, give_name);
+      const Json json = RunJson({"verify", root_})["checkpoints"];
+      EXPECT_EQ(before_read.left, 0);
+      ASSERT_EQ(json.size(), alone ? 1u : 2u);
+      EXPECT_EQ(json.back()["path"], Numbered(2));
+      EXPECT_EQ(json.back()["state"], "complete");
+      // It is read where it is.
+      Damage(JoinPath(Numbered(2), "model.safetensors"));
+      take_name_away();
+      OnRead(moment, 1, give_name);
+      EXPECT_EQ(Run({"verify", root_}), kExitJobFailed) << out_.str();
+      Damage(JoinPath(Numbered(2), "model.safetensors"));
+    }
+  }
+  // Nothing is left that could be verified.
+  ASSERT_TRUE(RemoveTree(Numbered(1)).ok());
+  take_name_away();
+  OnRead(".tmp-0123456789abcdef/manifest.json", 1, [&] { (void)RemoveTree(left); });
+  ExpectRefused({"verify", root_}, kExitNotFound, "were removed while they were read");
+}
+
+TEST_F(CheckpointCommandsTest, PruneDryRun_SaysWhatIsNamed) {
+  const auto take_name_away = [&](const std::string& digits) {
+    Seal(Numbered(1), "");
+    const std::string left = Numbered(1) + ".tmp-" + digits;
+    EXPECT_EQ(rename(Numbered(1).c_str(), left.c_str()), 0);
+    return left;
+  };
+  // There is no other one.
+  Save(Numbered(1), {1}, 1);
+  const std::string left = take_name_away("0123456789abcdef");
+  const Json only = RunJson({"prune", root_, "--keep", "1", "--dry_run"});
+  EXPECT_EQ(only["named"], Json({Numbered(1)}));
+  EXPECT_EQ(only["removed"], Json::array());
+  // Two have one number: one gets the name.
+  Save(Path("again"), {2}, 2);
+  ASSERT_EQ(rename(Path("again").c_str(), Numbered(1).c_str()), 0);
+  take_name_away("fedcba9876543210");
+  EXPECT_EQ(RunJson({"prune", root_, "--keep", "1", "--dry_run"})["named"], Json({Numbered(1)}));
+  EXPECT_THAT(err_.str(), HasSubstr("another checkpoint has that name"));
+  EXPECT_EQ(RunJson({"prune", root_, "--keep", "1"})["named"], Json({Numbered(1)}));
+}
+
+// A crash while it was to replace that one.
+TEST_F(CheckpointCommandsTest, Prune_GivesNoNameOfOneThatIsAside) {
+  Save(Numbered(1), {1}, 1);
+  Seal(Numbered(1), "");
+  const std::string left = Numbered(1) + ".tmp-0123456789abcdef";
+  ASSERT_EQ(rename(Numbered(1).c_str(), left.c_str()), 0);
+  Save(Path("former"), {7}, 7);
+  const std::string aside = Numbered(1) + ".old-0123456789abcdef";
+  ASSERT_EQ(rename(Path("former").c_str(), aside.c_str()), 0);
+  EXPECT_EQ(Run({"prune", root_, "--keep", "1"}), kExitOk) << err_.str();
+  EXPECT_THAT(err_.str(), HasSubstr("does not get: " + aside));
+  EXPECT_TRUE(PathExists(left));
+  EXPECT_EQ(ReadManifest(Numbered(1))->info.step, 7) << "it was put back";
 }
 
 TEST_F(CheckpointCommandsTest, VerifyWithAPublicKey_WantsEveryCheckpointSignedByIt) {
@@ -664,6 +782,12 @@ TEST_F(CheckpointCommandsTest, WeightsBeyondTheDisk_AreRefusedBeforeAnythingIsWr
   ExpectRefused({"merge-weights", TestdataPath("torch_files/expanded.bin"), Path("new/to")},
                 kExitLimit, "the tensors take 4503599627370496 bytes");
   EXPECT_FALSE(PathExists(Path("new"))) << "no empty folder is left";
+  EXPECT_EQ(Run({"merge-weights", TestdataPath("torch_files/pytorch_model.bin"),
+                 Path("new/../bin/all.safetensors")}),
+            kExitOk)
+      << err_.str();
+  EXPECT_TRUE(PathExists(Path("bin/all.safetensors")));
+  EXPECT_FALSE(PathExists(Path("new"))) << "it leads back";
 }
 
 // Who may write to a folder must not be able to stop those who read it.

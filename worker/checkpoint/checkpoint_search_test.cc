@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <functional>
+#include <future>
 #include <optional>
 #include <string>
 #include <utility>
@@ -175,6 +176,62 @@ TEST_F(CheckpointSearchTest, NamedBeforeItIsOpened_IsOpenedUnderItsName) {
 }
 
 // Nothing is left of what was found: that is not the same as none yet.
+// Reading a large one takes minutes, and another load waits for a writer for seconds.
+TEST_F(CheckpointSearchTest, SealedWithoutItsName_IsNotLockedWhileItsContentsAreRead) {
+  Save(0);
+  const std::string staging = TakeNameAway(1);
+  ASSERT_EQ(unlink(JoinPath(staging, kSealName).c_str()), 0);
+  std::optional<FolderWriter> writer;
+  OnRead(JoinPath(BaseName(staging), RandomStatesFileName(0)), [&] { writer = WriterOf(staging); });
+  EXPECT_EQ(Loaded(&registrar_), "checkpoint_0");
+  EXPECT_EQ(writer, FolderWriter::kGone);
+}
+
+// Returns from its broadcast of the path only when `go` is set.
+class LateComm : public BorrowedComm {
+ public:
+  LateComm(Comm& comm, std::future<void> go) : BorrowedComm(comm), go_(std::move(go)) {}
+  std::string BroadcastBytes(const std::string& bytes, int root) override {
+    std::string got = BorrowedComm::BroadcastBytes(bytes, root);
+    if (++broadcasts_ == 2) go_.wait();
+    return got;
+  }
+
+ private:
+  std::future<void> go_;
+  int broadcasts_ = 0;
+};
+
+TEST_F(CheckpointSearchTest, ReplacedWhileTheRanksOpenIt_IsOpenedAgainByAll) {
+  registered_ = false;
+  Save(0);
+  Save(1);
+  const std::string next = JoinPath(root_, "next");
+  ASSERT_EQ(rename(folder_.PathOf(1).c_str(), next.c_str()), 0);
+  std::promise<void> replaced;
+  std::vector<int64_t> steps(kRanks);
+  const auto load = [&](Comm& comm) {
+    const auto reader = Load(comm, nullptr, [](StateReader&) { return absl::OkStatus(); });
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    steps[comm.rank()] = reader->info().step;
+  };
+  RunRanks(kRanks, [&](Comm& comm) {
+    if (comm.rank() == 1) {
+      LateComm late(comm, replaced.get_future());
+      load(late);
+      return;
+    }
+    // After the status of the search and the path: it is open here.
+    EventfulComm eventful(comm, 2, [&] {
+      EXPECT_TRUE(RemoveTree(folder_.PathOf(0)).ok());
+      EXPECT_EQ(rename(next.c_str(), folder_.PathOf(0).c_str()), 0);
+      replaced.set_value();
+    });
+    load(eventful);
+  });
+  EXPECT_THAT(steps, ElementsAre(10, 10));
+}
+
 TEST_F(CheckpointSearchTest, RemovedBeforeItIsOpened_IsAnError) {
   Save(0);
   registrar_.records.at(1).damage = "as it was seen then";

@@ -750,7 +750,8 @@ absl::StatusOr<std::string> CheckpointFolder::Newest(
     if (std::find(left_out.begin(), left_out.end(), path) != left_out.end()) continue;
     const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(path, level);
     if (manifest.ok()) return path;
-    if (!PathExists(path)) {
+    MUSTER_ASSIGN_OR_RETURN(const bool exists, Exists(path));
+    if (!exists) {
       return absl::AbortedError(absl::StrCat(
           path, " is not there any more: another process has ",
           is_unnamed ? "given it its name, or removed it" : "removed it, or moved it away"));

@@ -399,6 +399,16 @@ TEST_F(FolderTest, WhatCannotBeExaminedNow_IsAnError_NoOlderOneIsTaken) {
   EXPECT_FALSE(*IsNewerCheckpoint(folder.PathOf(3), folder.PathOf(1)));
 }
 
+TEST_F(FolderTest, WithoutANameAndOutOfSightNow_IsNotCalledGone) {
+  const std::string unnamed = Path("away/checkpoint_3.tmp-0123456789abcdef");
+  ASSERT_TRUE(Save(unnamed, {"a"}).ok());
+  const HiddenPath hidden(Path("away"));
+  const absl::Status status =
+      CheckpointFolder(root_).Newest(VerifyLevel::kSizes, {}, {unnamed}).status();
+  EXPECT_FALSE(status.ok() || absl::IsAborted(status) || absl::IsNotFound(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("cannot examine " + unnamed));
+}
+
 TEST_F(FolderTest, NewestStep_IsThatOfTheNewestManifestThatIsWhole) {
   const CheckpointFolder folder(root_);
   EXPECT_EQ(*folder.NewestStep(), -1);

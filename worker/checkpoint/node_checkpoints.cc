@@ -338,12 +338,25 @@ absl::StatusOr<std::vector<int64_t>> NumbersOnNodes(Comm& comm, const Checkpoint
   return std::vector<int64_t>(all.begin(), all.end());
 }
 
-// (collective) Whether what some node had at `dir` is gone, under all of its names.
-bool IsGone(Comm& comm, const std::string& dir, bool was_here) {
-  const bool gone =
-      was_here && !PathExists(dir) && CopiesOf(dir).value_or(std::vector<std::string>{dir}).empty();
+// (collective) Whether what some node had at `dir`, a number of `folder`, is gone. What is left of
+// a replaced one and cannot be loaded is not: it was never more, and stays.
+bool IsGone(Comm& comm, const std::string& dir, const CheckpointFolder& folder, int64_t number,
+            bool was_here) {
+  const auto is_left = [&] {
+    const absl::StatusOr<std::vector<int64_t>> numbers = folder.Numbers();
+    return !numbers.ok() || std::binary_search(numbers->begin(), numbers->end(), number);
+  };
+  const bool gone = was_here && !PathExists(dir) && !is_left();
   const std::vector<std::string> all = comm.AllGatherBytes(gone ? "gone" : "");
   return std::count(all.begin(), all.end(), "gone") > 0;
+}
+
+// What its leaders have just completed is there: a rank that does not see it looks elsewhere, or
+// knows a file server's state of a moment ago. That is no reason to take an older one.
+absl::Status NotSeenByAll(const absl::Status& opened, const std::string& dir) {
+  return absl::FailedPreconditionError(absl::StrCat(
+      opened.message(), "; every node had all of ", dir,
+      " a moment before: all ranks of a node must see one folder; where they do, start again"));
 }
 
 }  // namespace
@@ -354,12 +367,22 @@ absl::StatusOr<StateReader> OpenCheckpointOnNodes(
   if (groups.nodes.size() == 1) {
     return OpenCheckpoint(comm, dir, folder, registrar, damaged, tried);
   }
+  bool completed = false;  // on every node
   const auto open = [&](const std::string& path) -> absl::StatusOr<StateReader> {
     if (tried != nullptr) *tried = path;
+    completed = false;
     MUSTER_RETURN_IF_ERROR(CompleteOnNodes(comm, path, groups, damaged));
+    completed = true;
     return OpenOnEveryRank(comm, path);
   };
-  if (!dir.empty()) return open(dir);
+  const auto is_lack = [](const absl::Status& opened) {
+    return absl::IsDataLoss(opened) || absl::IsNotFound(opened);
+  };
+  if (!dir.empty()) {
+    absl::StatusOr<StateReader> reader = open(dir);
+    if (completed && is_lack(reader.status())) return NotSeenByAll(reader.status(), dir);
+    return reader;
+  }
   std::set<int64_t> mine;
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers,
                           NumbersOnNodes(comm, folder, groups, &mine));
@@ -370,8 +393,10 @@ absl::StatusOr<StateReader> OpenCheckpointOnNodes(
     absl::StatusOr<StateReader> reader = open(path);
     const absl::Status& opened = reader.status();
     // A disk that is full, say, is no reason to take an older one.
-    if (!absl::IsDataLoss(opened) && !absl::IsNotFound(opened)) return reader;
-    if (IsGone(comm, path, mine.count(number) > 0)) return absl::AbortedError(opened.message());
+    if (!is_lack(opened)) return reader;
+    const bool was_here = groups.leads() && (completed || mine.count(number) > 0);
+    if (IsGone(comm, path, folder, number, was_here)) return absl::AbortedError(opened.message());
+    if (completed) return NotSeenByAll(opened, path);
     if (comm.rank() == 0) {
       MUSTER_LOG(Warning) << "passing over " << path << ": " << opened.message();
     }

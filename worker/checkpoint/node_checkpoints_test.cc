@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <filesystem>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -238,6 +239,58 @@ TEST_F(NodeCheckpointsTest, WhatANodeCannotReadNow_IsTakenFromAnother_AndElseIsA
   // Both have all of it now.
   const HiddenPath hidden(JoinPath(CheckpointFolder(Disk(1)).PathOf(1), RandomStatesFileName(2)));
   expect_newest();
+}
+
+// Its node has all of it, but this rank looks elsewhere, or at an older state of the disk.
+TEST_F(NodeCheckpointsTest, RankThatSeesNothingOfWhatItsLeaderHas_IsAnError_NoOlderOneIsTaken) {
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(SaveNumbered(comm, 1).ok()); });
+  const std::string elsewhere = JoinPath(root_, "elsewhere");
+  ASSERT_TRUE(MakeDirectories(elsewhere).ok());
+  const auto open = [&](Comm& comm, bool named) {
+    const std::string disk = comm.rank() == 3 ? elsewhere : Disk(NodeOf(comm));
+    const auto groups = FindNodeGroups(comm, Disk(NodeOf(comm)), NodeOf(comm));
+    EXPECT_TRUE(groups.ok()) << groups.status();
+    const CheckpointFolder folder(disk);
+    return OpenCheckpointOnNodes(comm, named ? folder.PathOf(1) : "", folder, *groups, nullptr, {})
+        .status();
+  };
+  const auto expect_refusal = [&] {
+    RunRanks(4, [&](Comm& comm) {
+      for (const bool named : {false, true}) {
+        const absl::Status status = open(comm, named);
+        EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+        EXPECT_THAT(std::string(status.message()),
+                    AllOf(HasSubstr("rank 3: " + elsewhere), HasSubstr("checkpoint_1"),
+                          HasSubstr("all ranks of a node must see one folder")));
+      }
+    });
+  };
+  expect_refusal();
+  // An older one that all could read.
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(SaveNumbered(comm, 0).ok()); });
+  RunRanks(4, [&](Comm& comm) {
+    ASSERT_TRUE(
+        Open(comm, CheckpointFolder(Disk(NodeOf(comm))).PathOf(0), CheckpointFolder("")).ok());
+  });
+  std::filesystem::copy(CheckpointFolder(Disk(1)).PathOf(0), CheckpointFolder(elsewhere).PathOf(0));
+  expect_refusal();
+  // Part of it is there.
+  std::filesystem::copy(CheckpointFolder(Disk(1)).PathOf(1), CheckpointFolder(elsewhere).PathOf(1));
+  ASSERT_EQ(unlink(JoinPath(CheckpointFolder(elsewhere).PathOf(1), "model.safetensors").c_str()),
+            0);
+  expect_refusal();
+}
+
+// What is left of one that was being removed aside, where folders cannot be exchanged.
+TEST_F(NodeCheckpointsTest, RestOfAReplacedOne_IsPassedOver) {
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(SaveNumbered(comm, 2).ok()); });
+  const std::string rest = CheckpointFolder(Disk(0)).PathOf(3) + ".old-0123456789abcdef";
+  ASSERT_TRUE(MakeDirectories(rest).ok());
+  RunRanks(4, [&](Comm& comm) {
+    const auto reader = OpenNewest(comm);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(reader->info().iteration, 2);
+  });
 }
 
 TEST_F(NodeCheckpointsTest, NoCheckpointAnywhere_IsNotFound) {

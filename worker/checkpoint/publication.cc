@@ -164,6 +164,22 @@ int KeepBesides(const CheckpointFolder& folder, const std::vector<int64_t>& numb
   return std::max(left, keep);
 }
 
+// Null: the registry does not know it.
+const RegisteredCheckpoint* RecordOf(const RegisteredCheckpoint& seal,
+                                     const std::vector<RegisteredCheckpoint>& records) {
+  const auto found = std::find_if(records.begin(), records.end(), [&](const auto& record) {
+    return record.sha256 == seal.sha256 && record.job == seal.job;
+  });
+  return found == records.end() ? nullptr : &*found;
+}
+
+// Whether a resume may take the checkpoint of that seal, by its record or, without one, by itself.
+bool MayBeTaken(const RegisteredCheckpoint& seal,
+                const std::vector<RegisteredCheckpoint>& records) {
+  const RegisteredCheckpoint* const record = RecordOf(seal, records);
+  return record == nullptr ? seal.promoted : record->promoted && !record->damage_in_contents;
+}
+
 // What was saved without this registry counts too.
 absl::Status DeleteUnregistered(const Publication& publication,
                                 const std::vector<RegisteredCheckpoint>& records) {
@@ -179,7 +195,16 @@ absl::Status DeleteUnregistered(const Publication& publication,
   const OptionalLock lock(publication.folder_mu);
   // All that the registry knows is held back: what a resume would take now is one of the others.
   if (!resumable) {
-    const absl::StatusOr<std::string> newest = folder.Newest(VerifyLevel::kSizes, spared);
+    std::vector<std::string> left_out = spared;
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, folder.Numbers());
+    for (const int64_t number : numbers) {
+      const std::string path = folder.PathOf(number);
+      const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
+      if (MayPass(seal.status())) return seal.status();
+      // Also one that has just got its name, which the registry does not know yet.
+      if (seal.ok() && !MayBeTaken(*seal, records)) left_out.push_back(path);
+    }
+    const absl::StatusOr<std::string> newest = folder.Newest(VerifyLevel::kSizes, left_out);
     if (MayPass(newest.status())) return newest.status();
     if (newest.ok()) spared.push_back(*newest);
   }
@@ -374,6 +399,12 @@ absl::Status PublishRegistered(Comm& comm, Staging* staging, const Publication& 
   return SealTogether(comm, staging, publication, id, mine);
 }
 
+absl::Status Moved(const std::string& path) {
+  return absl::AbortedError(absl::StrCat(
+      path,
+      " has changed while it was looked at: another process gives it its name, or removes it"));
+}
+
 // Where the sealed checkpoint is, which does not have its name and gets it if it can. Its contents
 // are verified before: its publication lets older ones go.
 absl::StatusOr<std::string> NameUnnamed(const RegisteredCheckpoint& record) {
@@ -382,8 +413,11 @@ absl::StatusOr<std::string> NameUnnamed(const RegisteredCheckpoint& record) {
     return absl::NotFoundError(absl::StrCat(record.path, " was saved after ", record.staging,
                                             ", which was to have its name"));
   }
+  // Before it is locked: another load would wait for a writer in vain.
+  const bool was_there = PathExists(record.staging);
+  const absl::Status whole = VerifyCheckpoint(record.staging, VerifyLevel::kContents).status();
+  if (!whole.ok()) return was_there && !PathExists(record.staging) ? Moved(record.staging) : whole;
   return NameStaging(record.path, record.staging, [&]() -> absl::Status {
-    MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(record.staging, VerifyLevel::kContents).status());
     MUSTER_RETURN_IF_ERROR(WriteSeal(record.staging, record));
     return SyncDirectory(record.staging);
   });
@@ -416,28 +450,6 @@ absl::StatusOr<std::string> NameSealed(const RegisteredCheckpoint& record,
     DeleteSuperfluous(registrar, /*folder_mu=*/nullptr, *superfluous);
   }
   return record.path;
-}
-
-// Null: the registry does not know it.
-const RegisteredCheckpoint* RecordOf(const RegisteredCheckpoint& seal,
-                                     const std::vector<RegisteredCheckpoint>& records) {
-  const auto found = std::find_if(records.begin(), records.end(), [&](const auto& record) {
-    return record.sha256 == seal.sha256 && record.job == seal.job;
-  });
-  return found == records.end() ? nullptr : &*found;
-}
-
-// Whether a resume may take the checkpoint of that seal, by its record or, without one, by itself.
-bool MayBeTaken(const RegisteredCheckpoint& seal,
-                const std::vector<RegisteredCheckpoint>& records) {
-  const RegisteredCheckpoint* const record = RecordOf(seal, records);
-  return record == nullptr ? seal.promoted : record->promoted && !record->damage_in_contents;
-}
-
-absl::Status Moved(const std::string& path) {
-  return absl::AbortedError(absl::StrCat(
-      path,
-      " has changed while it was looked at: another process gives it its name, or removes it"));
 }
 
 // Of what was chosen, after it was chosen: it may have got its name when the others were looked at.

@@ -539,6 +539,23 @@ TEST_F(PublicationTest, AllThatIsRegisteredIsHeldBack_TheNewestToResumeStays) {
   EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
 }
 
+// The registry has not heard that it has its name, which the next save has given it.
+TEST_F(PublicationTest, HeldBackAndJustNamed_TheNewestToResumeStays) {
+  registered_ = false;
+  ASSERT_TRUE(Save(2).ok());
+  registered_ = true;
+  ASSERT_TRUE(Save(3, {.promote = false}).ok());
+  TakeNameAway(1, /*noted=*/true);
+  ASSERT_TRUE(Save(4, {.keep = 1, .promote = false}).ok());
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_2", "checkpoint_4"));
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_2");
+  // The same for one of another registry.
+  registrar_.records.erase(2);
+  ASSERT_TRUE(Save(5, {.keep = 1, .promote = false}).ok());
+  EXPECT_TRUE(PathExists(folder_.PathOf(2)));
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_2");
+}
+
 TEST_F(PublicationTest, Damaged_IsReportedAndPassedOver) {
   for (const int i : {0, 1, 2}) ASSERT_TRUE(Save(i).ok());
   EXPECT_GT(registrar_.published_times.save, absl::ZeroDuration());

@@ -14,6 +14,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -92,10 +93,29 @@ bool LockWithin(int folder, absl::Duration shared, absl::Duration exclusive) {
   return true;
 }
 
-// The process that has the folder locked as its writer, by the system's table; 0: it shows none.
-int WriterPid(int folder) {
+// Whether the process has the folder of `info` open. Absent: this one may not know.
+std::optional<bool> HasOpen(int pid, const struct stat& info) {
+  const std::string files = absl::StrCat("/proc/", pid, "/fd");
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(files);
+  if (!names.ok() && !absl::IsNotFound(names.status())) return std::nullopt;
+  for (const std::string& name : names.value_or(std::vector<std::string>())) {
+    struct stat other;
+    if (stat(JoinPath(files, name).c_str(), &other) == 0 && other.st_ino == info.st_ino &&
+        other.st_dev == info.st_dev) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// Who has the folder locked as its writer, by the system's table.
+struct Writer {
+  int pid = 0;             // 0: it shows none
+  bool has_ended = false;  // it has left the lock to a child
+};
+Writer WriterIn(int folder) {
   struct stat info;
-  if (fstat(folder, &info) != 0) return 0;
+  if (fstat(folder, &info) != 0) return {};
   const absl::StatusOr<std::string> table = ReadFile("/proc/locks");
   // 3: FLOCK  ADVISORY  WRITE 4711 08:02:393232 0 EOF
   for (const absl::string_view line : absl::StrSplit(table.value_or(""), '\n')) {
@@ -109,19 +129,12 @@ int WriterPid(int folder) {
       continue;
     }
     if (inode != info.st_ino) continue;
-    if (device_major == major(info.st_dev) && device_minor == minor(info.st_dev)) return pid;
-    // Btrfs has other numbers there: the files that the process has open say whether it is this
-    // one.
-    const std::string files = absl::StrCat("/proc/", pid, "/fd");
-    for (const std::string& name : ListDirectory(files).value_or(std::vector<std::string>())) {
-      struct stat other;
-      if (stat(JoinPath(files, name).c_str(), &other) == 0 && other.st_ino == info.st_ino &&
-          other.st_dev == info.st_dev) {
-        return pid;
-      }
-    }
+    const std::optional<bool> has_open = HasOpen(pid, info);
+    // Btrfs has other numbers there.
+    const bool same = device_major == major(info.st_dev) && device_minor == minor(info.st_dev);
+    if (same || has_open == true) return {.pid = pid, .has_ended = has_open == false};
   }
-  return 0;
+  return {};
 }
 
 }  // namespace
@@ -180,8 +193,14 @@ absl::StatusOr<int> LockFolderPatiently(const std::string& path) {
 
 std::string LockHolderOf(const std::string& path) {
   const OwnedFd folder(OpenFolder(path));
-  const int pid = folder.open() ? WriterPid(folder.get()) : 0;
+  const Writer writer = folder.open() ? WriterIn(folder.get()) : Writer();
+  const int pid = writer.pid;
+  if (pid == 0 && folder.open() && flock(folder.get(), LOCK_SH | LOCK_NB) == 0) {
+    return "a process that loads from there";
+  }
   if (pid == 0) return "a process that this machine does not show";
+  // The table names the process that has asked for the lock.
+  if (writer.has_ended) return absl::StrCat("a child of process ", pid, ", which has ended");
   const absl::StatusOr<std::string> name = ReadFile(absl::StrCat("/proc/", pid, "/comm"));
   char host[256] = "";
   (void)gethostname(host, sizeof(host) - 1);

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/file.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -118,8 +119,7 @@ TEST(StagingFolder, LockFolderPatiently_TellsReadersFromWriters) {
   }
   EXPECT_TRUE(absl::IsNotFound(LockFolderPatiently(folder.Path("missing")).status()));
   ASSERT_TRUE(HoldInPlace(folder.path()));
-  EXPECT_EQ(LockHolderOf(folder.path()), "a process that this machine does not show")
-      << "who reads is no writer";
+  EXPECT_EQ(LockHolderOf(folder.path()), "a process that loads from there");
   ASSERT_TRUE(HoldInPlace(folder.path()));
   EXPECT_EQ(LockFolderPatiently(folder.path()).value(), -1);
   ReleaseInPlace();
@@ -134,6 +134,36 @@ TEST(StagingFolder, LockFolderPatiently_TellsReadersFromWriters) {
   EXPECT_TRUE(UnshareLock(mine.get()));
   EXPECT_EQ(WriterOf(folder.path()), FolderWriter::kAlive);
   SetLockPatience(patience);
+}
+
+// The system's table names the process that has asked for the lock, also when it has ended.
+TEST(StagingFolder, LockHolderOf_ThatHasLeftItsLockToAChild_SaysSo) {
+  const TestFolder folder;
+  int ready[2], end[2];
+  ASSERT_EQ(pipe(ready), 0);
+  ASSERT_EQ(pipe(end), 0);
+  const pid_t parent = fork();
+  if (parent == 0) {
+    const int lock = open(folder.path().c_str(), O_RDONLY | O_DIRECTORY);
+    if (flock(lock, LOCK_EX) != 0) _exit(1);
+    const pid_t child = fork();
+    if (child == 0) {
+      close(end[1]);
+      char byte = 'r';
+      (void)!write(ready[1], &byte, 1);
+      (void)!read(end[0], &byte, 1);  // until the test closes it
+      _exit(0);
+    }
+    _exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(parent, &status, 0), parent);
+  ASSERT_EQ(status, 0);
+  char byte = 0;
+  ASSERT_EQ(read(ready[0], &byte, 1), 1);
+  EXPECT_EQ(LockHolderOf(folder.path()),
+            "a child of process " + std::to_string(parent) + ", which has ended");
+  for (const int fd : {ready[0], ready[1], end[0], end[1]}) close(fd);
 }
 
 }  // namespace

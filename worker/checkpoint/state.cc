@@ -326,7 +326,16 @@ absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
   absl::StatusOr<StateReader> reader =
       !unnamed || HoldInPlace(found) ? StateReader::Open(found) : IsLocked(found);
   const absl::Status opened = AgreeOnFiles(comm, reader.status(), {}, nullptr);
-  if (opened.ok()) return reader;
+  if (opened.ok()) {
+    const absl::StatusOr<std::string> text = EncodeManifest(reader->manifest());
+    const std::vector<std::string> digests =
+        comm.AllGatherBytes(text.ok() ? DigestBytes(*text).xxh3 : "");
+    const auto differs = [&](const std::string& digest) { return digest != digests[0]; };
+    if (std::none_of(digests.begin(), digests.end(), differs)) return reader;
+    ReleaseInPlace();
+    return absl::AbortedError(absl::StrCat(
+        found, ": another process has replaced it while the ranks opened it; start again"));
+  }
   // The next search may give it its name. All ranks have freed it when the exchange that follows
   // has ended.
   ReleaseInPlace();

@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/status_macros.h"
+#include "worker/checkpoint/clean_path.h"
 #include "worker/checkpoint/model_folder_writer.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
@@ -144,8 +145,10 @@ absl::StatusOr<CopiedWeights> CopyInto(const WeightFiles& weights, const std::st
 
 }  // namespace
 
-absl::StatusOr<CopiedWeights> CopyWeights(const WeightFiles& weights, const std::string& to,
+absl::StatusOr<CopiedWeights> CopyWeights(const WeightFiles& weights, const std::string& wanted,
                                           int64_t max_shard_bytes) {
+  // No folder is made, and left, only to go back from it.
+  const std::string to = CleanPath(wanted);
   const NewFolders folders(absl::EndsWith(to, kModelExtension) ? ParentPath(to) : to);
   absl::StatusOr<CopiedWeights> copied = CopyInto(weights, to, max_shard_bytes, folders);
   if (!copied.ok()) folders.RemoveEmpty();
