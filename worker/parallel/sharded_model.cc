@@ -595,9 +595,9 @@ void ShardedModel::NoteFailedStep(const std::exception_ptr& thrown) {
           ? "; its parameters may have changed in part: call load_state()"
           : "; its part of the parameters may have changed in part, and other ranks may have "
             "stepped: call load_state()";
-  failure_ = c10::str("rank ", world_.rank(),
-                      " has failed in a step of an optimizer of the sharded model: ",
-                      TextOf(thrown), outcome);
+  failure_ = c10::str(
+      "rank ", world_.rank(),
+      " has failed in a step of an optimizer of the sharded model: ", TextOf(thrown), outcome);
   failed_in_step_ = true;
 }
 
