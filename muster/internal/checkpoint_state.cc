@@ -790,8 +790,13 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     for (const auto& model : registry_.models()) {
       if (model->sharded() != nullptr) model->sharded()->CheckNotMixedHere();
     }
-    steps_.CheckStepped("save_state()");
   });
+  if (mine.ok()) mine = Guard([&] { steps_.CheckStepped("save_state()"); });
+  for (const auto& model : registry_.models()) {
+    // Where others may wait for this rank in the pass, they do not come here.
+    const bool interrupted = model->sharded() != nullptr && model->sharded()->Interrupted();
+    if (!mine.ok() && interrupted) return mine;
+  }
   if (mine.ok()) mine = CheckSavable();
   if (absl::Status all = AgreeToSave(mine); !all.ok()) return all;
   process_.progress().SetPhase("save_state");
@@ -1459,28 +1464,42 @@ void CheckpointState::ApplyRandom(const StateReader& reader, const Loaded& loade
 }
 
 void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
+  std::vector<ShardedModel*> sharded;
+  // What follows uses the weights, also those of a model that a failed step has changed in part.
+  std::vector<ShardedModel::Failures> failures;
+  for (const auto& model : registry_.models()) {
+    if (model->sharded() == nullptr) continue;
+    sharded.push_back(model->sharded());
+    failures.push_back(model->sharded()->ForgetFailures());
+  }
   // The code of the program first: nobody knows what it refuses before it runs.
-  ThrowIfAnyFailed(WithOutcome(Guard([&] { ApplyRegistered(loaded); }),
-                               "registered objects may have changed, and nothing else has"));
+  try {
+    ThrowIfAnyFailed(WithOutcome(Guard([&] { ApplyRegistered(loaded); }),
+                                 "registered objects may have changed, and nothing else has"));
+  } catch (...) {
+    for (size_t i = 0; i < sharded.size(); ++i) sharded[i]->RestoreFailures(failures[i]);
+    throw;
+  }
   // Then what needs memory, or room in the files of an offload, or has a load() of its own.
   constexpr char kMixture[] =
-      "the state is a mixture of two now: load a checkpoint, or end the program";
-  ThrowIfAnyFailed(WithOutcome(Guard([&] {
-                                 // What follows reads the weights, also those of a model that a
-                                 // failed pass has changed in part.
-                                 if (steps_.updates() != nullptr) steps_.updates()->Reset();
-                                 for (const auto& model : registry_.models()) {
-                                   if (model->sharded() == nullptr) continue;
-                                   model->sharded()->ForgetFailures();
-                                 }
-                                 ApplyOptimizers(loaded);
-                               }),
-                               kMixture));
-  ThrowIfAnyFailed(WithOutcome(Guard([&] {
-                                 ApplyModels(reader, loaded);
-                                 ApplyPlaces(reader, loaded);
-                               }),
-                               kMixture));
+      "the state is a mixture of two now: call load_state() again, or end the program";
+  try {
+    ThrowIfAnyFailed(WithOutcome(Guard([&] {
+                                   if (steps_.updates() != nullptr) steps_.updates()->Reset();
+                                   ApplyOptimizers(loaded);
+                                 }),
+                                 kMixture));
+    ThrowIfAnyFailed(WithOutcome(Guard([&] {
+                                   ApplyModels(reader, loaded);
+                                   ApplyPlaces(reader, loaded);
+                                 }),
+                                 kMixture));
+  } catch (...) {
+    for (ShardedModel* const model : sharded) {
+      model->NoteFailedLoad(absl::StrCat("load_state() has failed: ", kMixture));
+    }
+    throw;
+  }
 }
 
 void CheckpointState::ThrowIfAnyFailed(const absl::Status& mine) const {

@@ -1086,6 +1086,8 @@ void StepController::Step(OptimizerSlot& slot) {
     ClipInStep(slot);
   }
   const std::vector<ShardedModel*> sharded = ShardedModelsOf(slot);
+  // Nothing has changed, of any of them.
+  for (const ShardedModel* const model : sharded) model->CheckNotSummoned();
   for (ShardedModel* const model : sharded) model->AwaitReaders();
   try {
     AnnounceStep(sharded);

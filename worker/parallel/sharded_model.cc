@@ -100,7 +100,7 @@ void CheckAnnouncements(const std::vector<uint32_t>& all) {
                 all[0], " times, rank ", rank, " ", all[rank],
                 " times, by optimizer.step(), load_state(), ema.apply() and the like. Each rank "
                 "changes its part alone, so this is neither the model of before nor the one of "
-                "after: load a checkpoint, and step, or leave a step out, on all ranks alike");
+                "after: call load_state(), and step, or leave a step out, on all ranks alike");
   }
 }
 
@@ -462,7 +462,7 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
             failure_ = c10::str("rank ", world_.rank(),
                                 " has failed at the beginning of a forward pass of the sharded "
                                 "model: ",
-                                TextOf(unfreed), "; load a checkpoint once that is mended");
+                                TextOf(unfreed), "; once that is mended, call load_state()");
           }
         }
         CompareBeforeForward(before);
@@ -555,9 +555,11 @@ void ShardedModel::CheckBefore(const char* what, const std::function<void()>& co
 }
 
 std::string ShardedModel::Before() const {
-  if (!failure_.empty() || !open_ || InBackward()) return failure_;
+  if (!Interrupted()) return failure_;
   return c10::str("an exception has ended the backward pass of rank ", world_.rank());
 }
+
+bool ShardedModel::Interrupted() const { return failure_.empty() && open_ && !InBackward(); }
 
 void ShardedModel::CheckNotMixedHere() const {
   TORCH_CHECK(mixed_.empty(), mixed_);
@@ -565,20 +567,37 @@ void ShardedModel::CheckNotMixedHere() const {
   TORCH_CHECK(!failed_in_step_, failure_);
 }
 
-void ShardedModel::ForgetFailures() {
-  failure_.clear();
-  mixed_.clear();
-  failed_in_step_ = false;
+ShardedModel::Failures ShardedModel::ForgetFailures() {
+  Failures failures;
+  failures.failure = std::exchange(failure_, "");
+  failures.mixed = std::exchange(mixed_, "");
+  failures.in_step = std::exchange(failed_in_step_, false);
+  failures.announced = std::exchange(announced_, 0);
+  // As after any change.
+  comparing_ = true;
+  return failures;
+}
+
+void ShardedModel::RestoreFailures(const Failures& failures) {
+  failure_ = failures.failure;
+  mixed_ = failures.mixed;
+  failed_in_step_ = failures.in_step;
+  announced_ += failures.announced;
 }
 
 void ShardedModel::NoteFailedStep(const std::exception_ptr& thrown) {
   // Refused before anything has changed.
   if (summons_ > 0) return;
-  failure_ =
-      c10::str("rank ", world_.rank(),
-               " has failed in a step of an optimizer of the sharded model: ", TextOf(thrown),
-               "; its part of the parameters may have changed in part, and other ranks may have "
-               "stepped: load a checkpoint");
+  // What reduces batches until they fit in memory knows by the last words that a smaller one does
+  // not help (IsOutOfMemory).
+  const char* const outcome =
+      world_.size() == 1
+          ? "; its parameters may have changed in part: call load_state()"
+          : "; its part of the parameters may have changed in part, and other ranks may have "
+            "stepped: call load_state()";
+  failure_ = c10::str(
+      "rank ", world_.rank(),
+      " has failed in a step of an optimizer of the sharded model: ", TextOf(thrown), outcome);
   failed_in_step_ = true;
 }
 
@@ -724,12 +743,16 @@ void ShardedModel::FreeParts() {
 
 void ShardedModel::Expire() {
   ThrowUnsaid();
+  CheckNotSummoned();
+  ++announced_;
+  ExpireAll();
+}
+
+void ShardedModel::CheckNotSummoned() const {
   TORCH_CHECK(summons_ == 0,
               "the parameters of a sharded model are about to change (optimizer.step(), "
               "load_state() or load_weights()) inside of summon_full_params(), which holds their "
               "values: do it before or after that scope");
-  ++announced_;
-  ExpireAll();
 }
 
 void ShardedModel::ExpireAll() {
@@ -1107,7 +1130,7 @@ void ShardedModel::EndOfBackward() {
                           " has failed at the end of a backward pass of the sharded model: ",
                           TextOf(std::current_exception()),
                           "; its gradients are gone, and other ranks may have stepped with theirs: "
-                          "load a checkpoint");
+                          "call load_state()");
       history_.clear();
       DropGradients();
     }
@@ -1382,7 +1405,7 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
 void ShardedModel::ThrowFailedAlone() {
   const char* const advice =
       touched_ ? "; optimizers have updated a part of the parameters in it "
-                 "(options.sharding.optimizer_in_backward): load a checkpoint"
+                 "(options.sharding.optimizer_in_backward): call load_state()"
                : "; the gradients of this model are gone on every rank, also those of earlier "
                  "micro-steps, and its parameters are as they were";
   const std::exception_ptr mine = std::exchange(failed_alone_, nullptr);
@@ -1499,14 +1522,12 @@ void ShardedModel::BeginLoad(const std::map<std::string, at::Tensor>& values) {
   });
   if (!all) return;
   // What ranks have failed with or changed alone is gone, and so is a backward pass that an
-  // exception has ended. They compare as after any change.
+  // exception has ended.
   ForgetFailures();
   if (!InBackward()) {
     open_ = updating_ = false;
     history_.clear();
   }
-  announced_ = 0;
-  comparing_ = true;
 }
 
 void ShardedModel::LoadParameters(const std::map<std::string, at::Tensor>& values) {

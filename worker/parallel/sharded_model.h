@@ -118,9 +118,22 @@ class ShardedModel {
   // Throws where the parameters are known to be a mixture: some ranks have failed, maybe in the
   // middle of a step, and others may have stepped.
   void CheckNotMixedHere() const;
-  // All parameters are about to be replaced: failures of before do not keep anyone from reading
-  // them.
-  void ForgetFailures();
+  // All parameters are about to be replaced, on every rank: failures and changes of before do not
+  // keep anyone from reading them. Returns what RestoreFailures() needs if nothing is replaced.
+  struct Failures {
+    std::string failure, mixed;
+    bool in_step = false;
+    uint32_t announced = 0;
+  };
+  Failures ForgetFailures();
+  void RestoreFailures(const Failures& failures);
+  // On every rank: a load has failed on the way. `why`: what all uses throw until the next load.
+  void NoteFailedLoad(const std::string& why) { mixed_ = why; }
+  // Whether an exception has ended a backward pass of this rank on its way: others may still wait
+  // for it there.
+  bool Interrupted() const;
+  // Throws inside of Summon(), which holds the values that are about to change.
+  void CheckNotSummoned() const;
 
   // Makes the next backward pass reduce.
   void Communicate() {

@@ -50,6 +50,7 @@ using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 using ::testing::SizeIs;
 
 constexpr int kBlocks = 4;
@@ -1141,7 +1142,7 @@ TEST(ShardedModel, RankThatFailsAloneAtTheEndOfABackwardPass_IsNamedOnEveryRank)
       EXPECT_THAT(first, ElementsAre("no error", HasSubstr("bad_alloc")));
       for (const std::vector<std::string>& errors : {next, again}) {
         EXPECT_THAT(errors, Each(AllOf(HasSubstr("rank 1 has failed at the end of a backward pass"),
-                                       HasSubstr("bad_alloc"), HasSubstr("load a checkpoint"))));
+                                       HasSubstr("bad_alloc"), HasSubstr("call load_state()"))));
       }
     }
   }
@@ -1173,6 +1174,41 @@ TEST(ShardedModel, StepsThatFailOnAllRanks_AreErrorsUntilALoad) {
       EXPECT_THAT(next, Each(HasSubstr("rank 0 has failed in a step of an optimizer")));
       EXPECT_THAT(again, Each(HasSubstr("rank 0 has failed in a step of an optimizer")));
     }
+  }
+}
+
+TEST(ShardedModel, StepOfOneProcessThatFails_SaysNothingOfOthers) {
+  RunRanks(1, [&](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+    trained.Forward(IdsOf(0, comm)).backward();
+    trained.model.Expire();
+    trained.model.NoteFailedStep(std::make_exception_ptr(std::bad_alloc()));
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_THAT(ErrorOf([&] { trained.Forward(IdsOf(1, comm)); }),
+                  AllOf(HasSubstr("bad_alloc"), HasSubstr("changed in part: call load_state()"),
+                        Not(HasSubstr("other ranks"))));
+    }
+  });
+}
+
+// Failures and changes of one rank alone, which a load that replaces nothing leaves as they were.
+TEST(ShardedModel, FailuresThatAreForgottenAndRestored_AreErrorsAgain) {
+  for (const bool in_step : {true, false}) {
+    std::vector<std::string> errors(2);
+    RunRanks(2, [&](Comm& comm) {
+      Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+      trained.Forward(IdsOf(0, comm)).backward();
+      if (comm.rank() == 1) {
+        trained.model.Expire();
+        if (in_step) trained.model.NoteFailedStep(std::make_exception_ptr(std::bad_alloc()));
+      }
+      const ShardedModel::Failures failures = trained.model.ForgetFailures();
+      trained.model.Summon([] {});
+      trained.model.RestoreFailures(failures);
+      errors[comm.rank()] = ErrorOf([&] { trained.model.Summon([] {}); });
+    });
+    EXPECT_THAT(errors, Each(HasSubstr(in_step ? "rank 1 has failed in a step"
+                                               : "rank 0 0 times, rank 1 1 times")));
   }
 }
 

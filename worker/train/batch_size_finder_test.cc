@@ -48,6 +48,23 @@ TEST(FindExecutableBatchSize, D13_OneRankOutOfMemory_AllRanksTakeTheSmallerSize)
   }
 }
 
+// A sharded model throws what its last step has failed with until a load.
+TEST(FindExecutableBatchSize, ErrorThatOnlyALoadEnds_IsNotOutOfMemory) {
+  LocalComm comm;
+  std::vector<int64_t> tried;
+  try {
+    FindExecutableBatchSize(comm, {.starting_batch_size = 8, .reduce = nullptr}, [&](int64_t size) {
+      tried.push_back(size);
+      if (size == 8) throw std::bad_alloc();
+      TORCH_CHECK(false, "rank 0 has failed in a step: CUDA out of memory: call load_state()");
+    });
+    FAIL() << "no error";
+  } catch (const std::exception& error) {
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("CUDA out of memory"));
+  }
+  EXPECT_THAT(tried, ::testing::ElementsAre(8, 7));
+}
+
 TEST(FindExecutableBatchSize, OtherFailure_ReachesEveryRank) {
   std::mutex mu;
   std::vector<std::string> errors(2);
