@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 #include <map>
 #include <optional>
 #include <string>
@@ -169,6 +170,54 @@ TEST(Sharding, AdagradOfLibTorch_IsMadeBeforePrepareWhereParametersAreDivided) {
   }
   ASSERT_EQ(runs.size(), 3U);
   for (const size_t run : {1, 2}) EXPECT_LE(Distance(runs[run], runs[0]), 1e-4);
+}
+
+// Lists what is exchanged.
+class ListingComm : public BorrowedComm {
+ public:
+  using BorrowedComm::BorrowedComm;
+  void AllReduce(at::Tensor& tensor, ReduceOp op) override {
+    calls.push_back(c10::str("AllReduce of ", tensor.numel()));
+    BorrowedComm::AllReduce(tensor, op);
+  }
+  std::vector<at::Tensor> AllGather(const at::Tensor& tensor) override {
+    calls.push_back(c10::str("AllGather of ", tensor.numel()));
+    return BorrowedComm::AllGather(tensor);
+  }
+  void AllGatherParts(at::Tensor& flat) override {
+    calls.push_back("AllGatherParts");
+    BorrowedComm::AllGatherParts(flat);
+  }
+  at::Tensor ReduceScatter(const at::Tensor& flat, ReduceOp op) override {
+    calls.push_back("ReduceScatter");
+    return BorrowedComm::ReduceScatter(flat, op);
+  }
+  std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
+    calls.push_back("AllGatherBytes");
+    return BorrowedComm::AllGatherBytes(bytes);
+  }
+  std::vector<std::string> calls;
+};
+
+TEST(Sharding, Clipping_IsOneExchangeOfANumber) {
+  for (const char* strategy : {"zero2", "zero3"}) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    RunGlooRanks(2, [&](Comm& gloo) {
+      ListingComm comm(gloo);
+      Accelerator a(CoreOn(comm, Sharded(strategy), store));
+      torch::nn::Sequential net = MakeNet();
+      FusedSGD sgd(net->parameters(), {.lr = 0.1});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      for (const double norm : {1.0, 2.0, std::numeric_limits<double>::infinity()}) {
+        a.backward(model(Random({2, 5}, 8)).square().mean());
+        comm.calls.clear();
+        a.clip_grad_norm_(model.parameters(), 0.5, norm);
+        EXPECT_THAT(comm.calls, testing::ElementsAre("AllReduce of 1")) << strategy << " " << norm;
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    });
+  }
 }
 
 // Counts gathers of units.
