@@ -5,9 +5,11 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/ordered_json.h"
 #include "base/text.h"
 
 namespace muster {
@@ -41,11 +43,48 @@ std::string Reason(absl::string_view what) {
   return Printable(what, 300);
 }
 
-// Builds the value. (The parser with a callback looks at all members of an array for each object in
-// it, so it takes the square of their number.)
-class Builder final : public nlohmann::json_sax<nlohmann::json> {
+// The members of objects by name: new ones, or null for a name that an object has already.
+class SortedMembers {
  public:
   using Json = nlohmann::json;
+
+  void Open() {}
+  void Close() {}
+  Json* Add(Json& object, const std::string& name) {
+    return object.contains(name) ? nullptr : &object[name];
+  }
+};
+
+// In the order of the text. (The library looks for a name among all names before it, so it takes
+// the square of their number.)
+class OrderedMembers {
+ public:
+  using Json = nlohmann::ordered_json;
+
+  void Open() { names_.emplace_back(); }
+  void Close() { names_.pop_back(); }
+  Json* Add(Json& object, const std::string& name) {
+    if (!names_.back().insert(name).second) return nullptr;
+    Json::object_t::Container& members = object.get_ref<Json::object_t&>();
+    return &members.emplace_back(name, nullptr).second;
+  }
+
+ private:
+  std::vector<absl::flat_hash_set<std::string>> names_;  // of what is open
+};
+
+// Builds the value. (The parser with a callback looks at all members of an array for each object in
+// it, so it takes the square of their number.)
+template <class Members>
+class Builder final : public nlohmann::json_sax<typename Members::Json> {
+ public:
+  using Json = typename Members::Json;
+  using Base = nlohmann::json_sax<Json>;
+  using typename Base::binary_t;
+  using typename Base::number_float_t;
+  using typename Base::number_integer_t;
+  using typename Base::number_unsigned_t;
+  using typename Base::string_t;
 
   Builder(absl::string_view text, absl::string_view source, int max_depth)
       : text_(text), source_(source), max_depth_(max_depth) {}
@@ -66,15 +105,14 @@ class Builder final : public nlohmann::json_sax<nlohmann::json> {
   bool end_object() override { return Close(); }
   bool end_array() override { return Close(); }
   bool key(string_t& name) override {
-    if (open_.back()->contains(name)) {
-      return Refuse(absl::InvalidArgumentError(absl::StrCat(
-          source_, ": the name \"", Printable(name), "\" occurs twice in one object")));
-    }
-    member_ = &(*open_.back())[name];
-    return true;
+    member_ = members_.Add(*open_.back(), name);
+    if (member_ != nullptr) return true;
+    return Refuse(absl::InvalidArgumentError(
+        absl::StrCat(source_, ": the name \"", Printable(name), "\" occurs twice in one object")));
   }
-  bool parse_error(size_t position, const std::string&, const Json::exception& error) override {
-    const bool has_place = dynamic_cast<const Json::parse_error*>(&error) != nullptr;
+  bool parse_error(size_t position, const std::string&,
+                   const typename Json::exception& error) override {
+    const bool has_place = dynamic_cast<const typename Json::parse_error*>(&error) != nullptr;
     const size_t offset = position > 0 ? position - 1 : 0;
     return Refuse(absl::InvalidArgumentError(
         absl::StrCat(source_, has_place ? absl::StrCat(":", Position(text_, offset)) : "", ": ",
@@ -86,8 +124,8 @@ class Builder final : public nlohmann::json_sax<nlohmann::json> {
     status_ = std::move(why);
     return false;
   }
-  // Where the next value goes. The members of a map stay where they are; the last element of a list
-  // does as long as it is open.
+  // Where the next value goes. The members of a map stay where they are; the last one of a list,
+  // also of ordered members, does as long as it is open.
   Json* Place() {
     if (open_.empty()) return &root_;
     if (open_.back()->is_object()) return member_;
@@ -105,10 +143,12 @@ class Builder final : public nlohmann::json_sax<nlohmann::json> {
     Json* const place = Place();
     *place = std::move(empty);
     open_.push_back(place);
+    members_.Open();
     return true;
   }
   bool Close() {
     open_.pop_back();
+    members_.Close();
     return true;
   }
 
@@ -116,15 +156,15 @@ class Builder final : public nlohmann::json_sax<nlohmann::json> {
   const absl::string_view source_;
   const int max_depth_;
   Json root_;
+  Members members_;
   std::vector<Json*> open_;  // objects and arrays, from the outermost to the innermost
   Json* member_ = nullptr;   // of the innermost object
   absl::Status status_;
 };
 
-}  // namespace
-
-absl::StatusOr<nlohmann::json> ParseJson(absl::string_view text, absl::string_view source,
-                                         const JsonLimits& limits) {
+template <class Members>
+absl::StatusOr<typename Members::Json> Parse(absl::string_view text, absl::string_view source,
+                                             const JsonLimits& limits) {
   if (text.size() > limits.max_bytes) {
     return absl::ResourceExhaustedError(
         absl::StrFormat("%s: %d bytes of JSON are more than the %d allowed", source, text.size(),
@@ -139,9 +179,22 @@ absl::StatusOr<nlohmann::json> ParseJson(absl::string_view text, absl::string_vi
     return absl::InvalidArgumentError(
         absl::StrCat(source, ":", Position(text, nul), ": holds a zero byte"));
   }
-  Builder builder(text, source, limits.max_depth);
-  if (!nlohmann::json::sax_parse(text.begin(), text.end(), &builder)) return builder.status();
+  Builder<Members> builder(text, source, limits.max_depth);
+  if (!Members::Json::sax_parse(text.begin(), text.end(), &builder)) return builder.status();
   return builder.Take();
+}
+
+}  // namespace
+
+absl::StatusOr<nlohmann::json> ParseJson(absl::string_view text, absl::string_view source,
+                                         const JsonLimits& limits) {
+  return Parse<SortedMembers>(text, source, limits);
+}
+
+absl::StatusOr<nlohmann::ordered_json> ParseOrderedJson(absl::string_view text,
+                                                        absl::string_view source,
+                                                        const JsonLimits& limits) {
+  return Parse<OrderedMembers>(text, source, limits);
 }
 
 std::string JsonQuote(absl::string_view text) {

@@ -10,12 +10,12 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "base/log.h"
+#include "base/ordered_json.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "worker/text/encoding_ops.h"
 #include "worker/text/folder_tokens.h"
 #include "worker/text/older_files.h"
-#include "worker/text/ordered_json.h"
 #include "worker/text/tokenizer_core.h"
 
 namespace muster {
@@ -33,23 +33,24 @@ absl::StatusOr<Json> ParseFile(absl::string_view json, absl::string_view source)
   return ParseJson(json, source, {.max_bytes = kMaxFileBytes, .max_depth = 64});
 }
 
+absl::StatusOr<std::optional<std::string>> TextIfThere(const std::string& path,
+                                                       size_t max_bytes = kMaxFileBytes) {
+  if (!PathExists(path)) return std::nullopt;
+  MUSTER_ASSIGN_OR_RETURN(std::string contents, ReadFile(path, max_bytes));
+  return std::optional<std::string>(std::move(contents));
+}
+
 // null if the file is not there.
 absl::StatusOr<nlohmann::ordered_json> ReadIfThere(const std::string& path) {
-  if (!PathExists(path)) return nlohmann::ordered_json();
-  MUSTER_ASSIGN_OR_RETURN(const std::string contents, ReadFile(path, kMaxSideFileBytes));
-  return text::ParseOrderedJson(contents, path, {.max_bytes = kMaxSideFileBytes});
+  MUSTER_ASSIGN_OR_RETURN(const auto contents, TextIfThere(path, kMaxSideFileBytes));
+  if (!contents.has_value()) return nlohmann::ordered_json();
+  return ParseOrderedJson(*contents, path, {.max_bytes = kMaxSideFileBytes});
 }
 
 absl::StatusOr<Json> ReadConfigIfThere(const std::string& path) {
-  if (!PathExists(path)) return Json();
-  MUSTER_ASSIGN_OR_RETURN(const std::string contents, ReadFile(path, kMaxSideFileBytes));
-  return ParseJson(contents, path, {.max_bytes = kMaxSideFileBytes});
-}
-
-absl::StatusOr<std::optional<std::string>> TextIfThere(const std::string& path) {
-  if (!PathExists(path)) return std::nullopt;
-  MUSTER_ASSIGN_OR_RETURN(std::string contents, ReadFile(path, kMaxFileBytes));
-  return std::optional<std::string>(std::move(contents));
+  MUSTER_ASSIGN_OR_RETURN(const auto contents, TextIfThere(path, kMaxSideFileBytes));
+  if (!contents.has_value()) return Json();
+  return ParseJson(*contents, path, {.max_bytes = kMaxSideFileBytes});
 }
 
 // Makes what would be in tokenizer.json of the files of older folders, which do not have it.

@@ -1,5 +1,5 @@
-#ifndef MUSTER_WORKER_TEXT_ORDERED_JSON_H_
-#define MUSTER_WORKER_TEXT_ORDERED_JSON_H_
+#ifndef MUSTER_BASE_ORDERED_JSON_H_
+#define MUSTER_BASE_ORDERED_JSON_H_
 
 #include <nlohmann/json.hpp>
 
@@ -7,7 +7,7 @@
 #include "absl/strings/string_view.h"
 #include "base/json.h"
 
-namespace muster::text {
+namespace muster {
 
 // As ParseJson, with the names of objects in the order of the text. The time is linear in its
 // length; a search by name is linear in the size of the object.
@@ -15,6 +15,6 @@ absl::StatusOr<nlohmann::ordered_json> ParseOrderedJson(absl::string_view text,
                                                         absl::string_view source,
                                                         const JsonLimits& limits = {});
 
-}  // namespace muster::text
+}  // namespace muster
 
-#endif  // MUSTER_WORKER_TEXT_ORDERED_JSON_H_
+#endif  // MUSTER_BASE_ORDERED_JSON_H_
