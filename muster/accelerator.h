@@ -461,8 +461,9 @@ class Accelerator {
   // FAILED_PRECONDITION in the middle of an accumulation window, or if a thread has changed a
   // tensor meanwhile, ALREADY_EXISTS.
   absl::Status save_state(const std::string& directory = "");
-  // Waits until asynchronous saves are on disk. Returns the error of a failed save that has not
-  // been reported yet. Call it on all processes or on none, because each waits for the others'
+  // Waits until asynchronous saves are on disk, and until the checkpoints that had to go for a save
+  // are removed, for which save_state() does not wait. Returns the error of a failed save that has
+  // not been reported yet. Call it on all processes or on none, because each waits for the others'
   // parts.
   absl::Status wait_for_checkpoint();
   // How far the save is that is being written at this moment: of this process's files. Nothing if

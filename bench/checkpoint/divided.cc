@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/file.h"
@@ -102,10 +103,15 @@ absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, i
     const double cpu_after = CpuSeconds();
     accelerator.wait_for_everyone();
     const double call = SecondsSince(start);
+    // wait_for_checkpoint() also waits for the removal of the checkpoint before.
+    while (accelerator.save_progress().has_value()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(500));
+    }
+    const double end = accelerator.options().checkpoint.asynchronous ? SecondsSince(start) : call;
     if (absl::Status written = accelerator.wait_for_checkpoint(); !written.ok()) return written;
     if (round == 0) continue;
     calls.push_back(call);
-    ends.push_back(SecondsSince(start));
+    ends.push_back(end);
     call_cpu.push_back(cpu_after - cpu_before);
     cpu.push_back(CpuSeconds() - cpu_before);
     if (!with_plain) continue;

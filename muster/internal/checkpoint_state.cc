@@ -285,7 +285,7 @@ std::optional<int> CheckpointState::OwnNode() const {
   return environment.node_rank.value;
 }
 
-PublishOptions CheckpointState::Publishing() const {
+PublishOptions CheckpointState::Publishing() {
   const CheckpointOptions& options = process_.options().checkpoint;
   int64_t keep = options.keep.value_or(0);  // 0: all
   if (const std::optional<int64_t> limit = process_.options().project.total_limit;
@@ -297,7 +297,8 @@ PublishOptions CheckpointState::Publishing() const {
           .keep = static_cast<int>(std::clamp<int64_t>(keep, -1, kMaxKept)),
           .keep_every = options.keep_every,
           .promote = options.promote,
-          .progress = process_.joined().saves.get()};
+          .progress = process_.joined().saves.get(),
+          .remover = &remover_};
 }
 
 absl::Status CheckpointState::CheckOptions() const {
@@ -976,11 +977,12 @@ absl::Status CheckpointState::SaveBesideTraining(
 }
 
 absl::Status CheckpointState::Wait() {
-  if (saver_ == nullptr) return absl::OkStatus();
   // A save of many minutes is no hang.
-  const bool busy = saver_->busy();
+  const bool busy = remover_.busy() || (saver_ != nullptr && saver_->busy());
   if (busy) process_.progress().SetPhase("save_state");
-  const absl::Status saved = FirstFailure(saver_->Wait());
+  absl::Status saved;
+  if (saver_ != nullptr) saved = FirstFailure(saver_->Wait());
+  remover_.Wait();
   if (busy) process_.progress().SetPhase("after save_state");
   return saved;
 }

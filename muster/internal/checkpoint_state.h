@@ -22,6 +22,7 @@
 #include "worker/checkpoint/file_plans.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/state.h"
+#include "worker/checkpoint/tree_remover.h"
 #include "worker/train/plain_state.h"
 
 namespace muster {
@@ -146,7 +147,7 @@ class CheckpointState {
   // (collective) Copies the state and returns the error of an earlier save, if one failed.
   absl::Status SaveBesideTraining(const std::string& directory, const CheckpointInfo& info,
                                   absl::FunctionRef<absl::Status(StateWriter&)> write);
-  PublishOptions Publishing() const;
+  PublishOptions Publishing();
   absl::Status CheckOptions() const;
   // (collective) Opens the memory at the first call; without it memory_ stays null. Throws if an
   // agent does not answer that has to; the next call tries again.
@@ -206,6 +207,7 @@ class CheckpointState {
   bool project_checked_ = false;
   const std::function<bool()> stopping_;
   const std::unique_ptr<CheckpointRegistrar> registrar_;  // null in a job without a coordinator
+  TreeRemover remover_;                                   // of checkpoints that may go
   std::unique_ptr<AsyncSaver> saver_;                     // from the first asynchronous save on
   std::unique_ptr<MemoryTier> memory_;                    // null without memory
   bool memory_opened_ = false;

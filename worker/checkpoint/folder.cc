@@ -252,6 +252,20 @@ void RemoveAbandoned(const std::string& dir) {
   }
 }
 
+// Removes the checkpoint `dir`, which is called `doomed` from then on.
+absl::Status Discard(const std::string& dir, const std::string& doomed, TreeRemover* remover) {
+  // What is left of it must not look like a sealed one that lacks its name.
+  const std::string seal = JoinPath(dir, kSealName);
+  if (unlink(seal.c_str()) != 0 && errno != ENOENT) {
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot remove ", seal));
+  }
+  MUSTER_RETURN_IF_ERROR(RenamePath(dir, doomed));
+  MUSTER_FAILPOINT_STATUS("worker.checkpoint_doomed");
+  if (remover == nullptr) return RemoveTree(doomed);
+  remover->Remove(doomed);
+  return absl::OkStatus();
+}
+
 // The locks of what this process has left with Staging::Leave(), by folder.
 class LeftLocks {
  public:
@@ -540,12 +554,12 @@ absl::Status Staging::Complete(const Manifest& manifest) {
   return Prepare(manifest, [](const ManifestFile&) { return true; });
 }
 
-absl::Status Staging::Rename() {
+absl::Status Staging::Rename(TreeRemover* remover) {
   const absl::Status committed = Commit();
   // On one disk nothing needs a folder that could not be moved.
   prepared_ = false;
   MUSTER_RETURN_IF_ERROR(committed);
-  return Finish();
+  return Finish(remover);
 }
 
 absl::Status Staging::Prepare(const Manifest& manifest,
@@ -597,10 +611,12 @@ absl::Status Staging::Commit() {
   return SyncDirectory(parent);
 }
 
-absl::Status Staging::Finish() {
+absl::Status Staging::Finish(TreeRemover* remover) {
   if (replaced_.empty()) return absl::OkStatus();
   KeepForeignFiles(replaced_, dir_);
-  if (const absl::Status removed = RemoveTree(replaced_); !removed.ok()) {
+  // Under a name from which nothing puts it back: a part of it may be gone.
+  if (const absl::Status removed = Discard(replaced_, NewDoomedPath(dir_), remover);
+      !removed.ok()) {
     MUSTER_LOG(Warning) << removed.message();
   }
   replaced_.clear();
@@ -789,20 +805,12 @@ absl::StatusOr<int64_t> CheckpointFolder::NewestStep() const {
   return -1;
 }
 
-absl::Status RemoveCheckpoint(const std::string& dir) {
+absl::Status RemoveCheckpoint(const std::string& dir, TreeRemover* remover) {
   struct stat info;
   if (lstat(dir.c_str(), &info) != 0) return absl::OkStatus();
   // The folder belongs to the user who has put it elsewhere.
   if (S_ISLNK(info.st_mode)) return RemoveTree(dir);
-  // What is left of it must not look like a sealed one that lacks its name.
-  const std::string seal = JoinPath(dir, kSealName);
-  if (unlink(seal.c_str()) != 0 && errno != ENOENT) {
-    return absl::ErrnoToStatus(errno, absl::StrCat("cannot remove ", seal));
-  }
-  const std::string doomed = NewDoomedPath(dir);
-  MUSTER_RETURN_IF_ERROR(RenamePath(dir, doomed));
-  MUSTER_FAILPOINT_STATUS("worker.checkpoint_doomed");
-  return RemoveTree(doomed);
+  return Discard(dir, NewDoomedPath(dir), remover);
 }
 
 bool StaysForItsStep(const std::string& dir, int64_t keep_every) {
@@ -813,14 +821,16 @@ bool StaysForItsStep(const std::string& dir, int64_t keep_every) {
 }
 
 absl::Status CheckpointFolder::Rotate(int keep, int64_t keep_every,
-                                      const std::vector<std::string>& spared) const {
+                                      const std::vector<std::string>& spared,
+                                      TreeRemover* remover) const {
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, SeenPublished());
-  return RotateAmong(numbers, keep, keep_every, spared);
+  return RotateAmong(numbers, keep, keep_every, spared, remover);
 }
 
 absl::Status CheckpointFolder::RotateAmong(const std::vector<int64_t>& numbers, int keep,
                                            int64_t keep_every,
-                                           const std::vector<std::string>& spared) const {
+                                           const std::vector<std::string>& spared,
+                                           TreeRemover* remover) const {
   if (keep < 1) {
     return absl::InvalidArgumentError(
         absl::StrCat("total_limit is ", keep, "; it must be at least 1"));
@@ -829,7 +839,7 @@ absl::Status CheckpointFolder::RotateAmong(const std::vector<int64_t>& numbers, 
     const std::string dir = PathOf(numbers[i]);
     if (std::find(spared.begin(), spared.end(), dir) != spared.end()) continue;
     if (StaysForItsStep(dir, keep_every)) continue;
-    MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(dir));
+    MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(dir, remover));
   }
   return SyncDirectory(root_);
 }

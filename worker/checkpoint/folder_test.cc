@@ -434,6 +434,43 @@ TEST_F(FolderTest, Rotate_CountsCompleteOnesOnly) {
   EXPECT_FALSE(folder.Rotate(0).ok());
 }
 
+TEST_F(FolderTest, RemovedLater_HasNoNameAtOnce) {
+  std::vector<std::string> left;
+  TreeRemover remover([&](const std::string& path) {
+    left.push_back(path);
+    return absl::OkStatus();
+  });
+  const CheckpointFolder folder(root_);
+  for (int i = 0; i < 3; ++i) ASSERT_TRUE(Save(folder.PathOf(i), {"a"}).ok());
+  ASSERT_TRUE(folder.Rotate(1, 0, {}, &remover).ok());
+  EXPECT_THAT(*folder.Numbers(), ElementsAre(2));
+  remover.Wait();
+  ASSERT_EQ(left.size(), 2u);
+  // The next save removes what a process that was killed has left of it.
+  EXPECT_TRUE(PathExists(left[0]));
+  ASSERT_TRUE(Save(folder.PathOf(3), {"a"}).ok());
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_2", "checkpoint_3"));
+}
+
+TEST_F(FolderTest, ReplacedAndRemovedLater_IsNotPutBack) {
+  TreeRemover remover([](const std::string& path) { return RemoveTree(JoinPath(path, "a")); });
+  const std::string dir = Path("latest");
+  ASSERT_TRUE(Save(dir, {"a", "b"}).ok());
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(dir, kSealName), "{}").ok());
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(dir, "notes.txt"), "the user's").ok());
+  {
+    auto staging = Staging::Create(dir);
+    ASSERT_TRUE(staging.ok()) << staging.status();
+    ASSERT_TRUE(staging->Complete(Manifest()).ok());
+    ASSERT_TRUE(staging->Rename(&remover).ok());
+  }
+  remover.Wait();
+  EXPECT_TRUE(PathExists(JoinPath(dir, "notes.txt")));
+  ASSERT_TRUE(RemoveTree(dir).ok());
+  EXPECT_TRUE(absl::IsNotFound(VerifyCheckpoint(dir, VerifyLevel::kSizes).status()));
+  EXPECT_EQ(HintAtUnnamed(dir), "");
+}
+
 TEST(FileNames, FirstOfSeveral_HasNoNumber) {
   EXPECT_EQ(ModelFileName(0), "model.safetensors");
   EXPECT_EQ(ModelFileName(2), "model_2.safetensors");

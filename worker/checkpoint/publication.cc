@@ -109,7 +109,7 @@ bool MayPass(const absl::Status& error) {
 
 // Deletes what the registry no longer keeps. Not what has taken its name without the registry: that
 // folder is another checkpoint.
-absl::Status DeleteFolderOf(const RegisteredCheckpoint& record) {
+absl::Status DeleteFolderOf(const RegisteredCheckpoint& record, TreeRemover* remover) {
   if (!record.published) {
     return record.staging.empty() ? absl::OkStatus()
                                   : RemoveUnpublished(record.staging, record.path);
@@ -127,16 +127,16 @@ absl::Status DeleteFolderOf(const RegisteredCheckpoint& record) {
       return absl::OkStatus();
     }
   }
-  return RemoveCheckpoint(record.path);
+  return RemoveCheckpoint(record.path, remover);
 }
 
-void DeleteSuperfluous(CheckpointRegistrar& registrar, Mutex* folder_mu,
+void DeleteSuperfluous(CheckpointRegistrar& registrar, Mutex* folder_mu, TreeRemover* remover,
                        const std::vector<RegisteredCheckpoint>& records) {
   std::vector<uint64_t> deleted;
   for (const RegisteredCheckpoint& record : records) {
     const absl::Status removed = [&] {
       const OptionalLock lock(folder_mu);
-      return DeleteFolderOf(record);
+      return DeleteFolderOf(record, remover);
     }();
     if (removed.ok()) {
       deleted.push_back(record.id);
@@ -208,7 +208,8 @@ absl::Status DeleteUnregistered(const Publication& publication,
     if (MayPass(newest.status())) return newest.status();
     if (newest.ok()) spared.push_back(*newest);
   }
-  return folder.Rotate(publication.options.keep, publication.options.keep_every, spared);
+  return folder.Rotate(publication.options.keep, publication.options.keep_every, spared,
+                       publication.options.remover);
 }
 
 // After the rename. The checkpoint is whole and sealed in any case: a resume or the next
@@ -224,7 +225,7 @@ void Register(const Publication& publication, const RegisteredCheckpoint& record
     return;
   }
   MUSTER_FAILPOINT("worker.checkpoint_registered");
-  DeleteSuperfluous(registrar, publication.folder_mu, *superfluous);
+  DeleteSuperfluous(registrar, publication.folder_mu, publication.options.remover, *superfluous);
   if (!numbered || publication.options.keep <= 0) return;
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar.List();
   const absl::Status rotated =
@@ -272,8 +273,8 @@ absl::StatusOr<uint64_t> Begin(const Publication& publication, int ranks,
 // Of rank 0: the checkpoint gets its name, and older ones go.
 absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
   const OptionalLock lock(publication.folder_mu);
-  MUSTER_RETURN_IF_ERROR(staging.Rename());
   const PublishOptions& options = publication.options;
+  MUSTER_RETURN_IF_ERROR(staging.Rename(options.remover));
   if (!publication.folder.has_value() || options.keep <= 0) return absl::OkStatus();
   // The checkpoint is there: an old one that cannot be deleted does not change that.
   const absl::Status rotated = [&]() -> absl::Status {
@@ -281,7 +282,8 @@ absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
     MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers,
                             publication.folder->SeenPublished());
     const int keep = KeepBesides(*publication.folder, numbers, options.keep, pinned);
-    return publication.folder->RotateAmong(numbers, keep, options.keep_every, pinned);
+    return publication.folder->RotateAmong(numbers, keep, options.keep_every, pinned,
+                                           options.remover);
   }();
   if (!rotated.ok()) MUSTER_LOG(Warning) << rotated.message();
   return absl::OkStatus();
@@ -308,7 +310,7 @@ absl::Status Finish(Staging& staging, const Publication& publication,
       publication.folder.has_value() || PinNamed(record, *publication.options.registrar);
   {
     const OptionalLock lock(publication.folder_mu);
-    if (const absl::Status renamed = staging.Rename(); !renamed.ok()) {
+    if (const absl::Status renamed = staging.Rename(publication.options.remover); !renamed.ok()) {
       // It is whole, and the next load gives it its name, or reads it where it is.
       staging.LetOthersRead();
       staging.Leave();
@@ -447,7 +449,7 @@ absl::StatusOr<std::string> NameSealed(const RegisteredCheckpoint& record,
   if (!superfluous.ok()) {
     MUSTER_LOG(Warning) << superfluous.status().message();
   } else {
-    DeleteSuperfluous(registrar, /*folder_mu=*/nullptr, *superfluous);
+    DeleteSuperfluous(registrar, /*folder_mu=*/nullptr, /*remover=*/nullptr, *superfluous);
   }
   return record.path;
 }

@@ -14,6 +14,7 @@
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/registrar.h"
 #include "worker/checkpoint/save_progress.h"
+#include "worker/checkpoint/tree_remover.h"
 #include "worker/collective/comm.h"
 
 namespace muster {
@@ -32,6 +33,9 @@ struct PublishOptions {
   bool promote = true;
   // Where the save says how far it is. Borrowed. Null: nowhere.
   SaveProgress* progress = nullptr;
+  // What the checkpoint takes the place of is left to it, and the save before is waited for.
+  // Borrowed. Null: a save ends when that is removed.
+  TreeRemover* remover = nullptr;
 };
 
 struct Publication {

@@ -72,9 +72,11 @@ absl::StatusOr<std::vector<Copy>> ReadCopies(const std::string& dir, bool* hidde
 }  // namespace
 
 absl::StatusOr<StagedSave> StagedSave::Begin(Comm& comm, const std::string& dir, NodeGroups groups,
-                                             bool replaces, Mutex* folder_mu) {
+                                             bool replaces, TreeRemover* remover,
+                                             Mutex* folder_mu) {
   StagedSave save(std::move(groups), folder_mu);
   const absl::Status created = OnlyLeader(save.groups_, folder_mu, [&]() -> absl::Status {
+    if (remover != nullptr) remover->Wait();
     absl::StatusOr<Staging> staging = Staging::Create(dir, replaces);
     MUSTER_RETURN_IF_ERROR(staging.status());
     save.staging_.emplace(*std::move(staging));
@@ -110,7 +112,7 @@ absl::Status StagedSave::Publish(Comm& comm, Publication publication, const absl
   // The checkpoint is there: an old one that cannot be deleted does not change that.
   const absl::Status rotated =
       RotateOnNodes(comm, *publication.folder, groups_, publication.options.keep,
-                    publication.options.keep_every, mu_);
+                    publication.options.keep_every, mu_, publication.options.remover);
   if (!rotated.ok() && comm.rank() == 0) MUSTER_LOG(Warning) << rotated.message();
   return absl::OkStatus();
 }
@@ -138,8 +140,9 @@ absl::Status StagedSave::PublishOnNodes(Comm& comm, const Publication& publicati
       comm, groups_, OnlyLeader(groups_, mu_, [&] { return staging_->Prepare(manifest, here); })));
   MUSTER_RETURN_IF_ERROR(
       AgreeOfLeaders(comm, groups_, OnlyLeader(groups_, mu_, [&] { return staging_->Commit(); })));
-  return AgreeOfLeaders(comm, groups_,
-                        OnlyLeader(groups_, mu_, [&] { return staging_->Finish(); }));
+  return AgreeOfLeaders(comm, groups_, OnlyLeader(groups_, mu_, [&] {
+                          return staging_->Finish(publication.options.remover);
+                        }));
 }
 
 absl::Status CheckPublishable(const NodeGroups& groups, const PublishOptions& options) {
@@ -204,7 +207,7 @@ absl::Status SettleNodes(Comm& comm, const std::string& dir, const NodeGroups& g
 }
 
 absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const NodeGroups& groups,
-                           int keep, int64_t keep_every, Mutex* folder_mu) {
+                           int keep, int64_t keep_every, Mutex* folder_mu, TreeRemover* remover) {
   std::vector<int64_t> mine;
   MUSTER_RETURN_IF_ERROR(
       AgreeOfLeaders(comm, groups, OnlyLeader(groups, folder_mu, [&]() -> absl::Status {
@@ -228,7 +231,7 @@ absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const Nod
     for (const int64_t number : mine) {
       if (number >= oldest_kept) continue;
       if (StaysForItsStep(folder.PathOf(number), keep_every)) continue;
-      MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(folder.PathOf(number)));
+      MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(folder.PathOf(number), remover));
     }
     return SyncDirectory(folder.root());
   });

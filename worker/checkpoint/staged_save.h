@@ -13,6 +13,7 @@
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/tree_remover.h"
 #include "worker/collective/comm.h"
 
 namespace muster {
@@ -31,10 +32,13 @@ class StagedSave {
  public:
   // Collective. `dir` may differ between nodes. `groups`: from FindNodeGroups(), or
   // NodeGroups::Shared(). `replaces`: as of Staging::Create. `folder_mu`, if not null, is held
-  // while this process changes folders, and never during a collective. Errors, the same on every
-  // rank: as Staging::Create on a leader.
+  // while this process changes folders, and never during a collective. `remover`, if not null, is
+  // waited for: the disk has room for one checkpoint more, and what it removes is not to be taken
+  // for what a dead writer has left. Errors, the same on every rank: as Staging::Create on a
+  // leader.
   static absl::StatusOr<StagedSave> Begin(Comm& comm, const std::string& dir, NodeGroups groups,
-                                          bool replaces, Mutex* folder_mu = nullptr);
+                                          bool replaces, TreeRemover* remover,
+                                          Mutex* folder_mu = nullptr);
 
   StagedSave(StagedSave&&) = default;
   StagedSave& operator=(StagedSave&&) = delete;
@@ -78,9 +82,10 @@ absl::Status SettleNodes(Comm& comm, const std::string& dir, const NodeGroups& g
 
 // Collective. Removes the oldest numbered checkpoints so that `keep` (>= 1) are left of those that
 // every node has; on every node. Incomplete ones that are older than those go too. Those whose step
-// is a multiple of `keep_every` (0: none) stay.
+// is a multiple of `keep_every` (0: none) stay. `remover`: as of RemoveCheckpoint.
 absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const NodeGroups& groups,
-                           int keep, int64_t keep_every = 0, Mutex* folder_mu = nullptr);
+                           int keep, int64_t keep_every = 0, Mutex* folder_mu = nullptr,
+                           TreeRemover* remover = nullptr);
 
 }  // namespace muster
 

@@ -15,10 +15,12 @@
 #include "ATen/ops/ones.h"
 #include "base/failpoint.h"
 #include "base/file.h"
+#include "base/mutex.h"
 #include "base/test_folder.h"
 #include "base/test_held_report.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/tree_remover.h"
 #include "worker/collective/thread_comm.h"
 
 namespace muster {
@@ -306,6 +308,37 @@ TEST_F(StateTest, D18_OldCheckpointGoesOnlyAfterTheNewOneIsThere) {
     EXPECT_EQ(save(1, false).code(), absl::StatusCode::kAlreadyExists);
   });
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_1"));
+}
+
+TEST_F(StateTest, OldCheckpointThatIsRemovedLater_IsWaitedForByTheNextSaveOnly) {
+  const CheckpointFolder folder(root_);
+  Notification go;
+  std::atomic<bool> gone{false};
+  TreeRemover remover([&](const std::string& path) {
+    go.WaitForNotification();
+    const absl::Status removed = RemoveTree(path);
+    gone = true;
+    return removed;
+  });
+  RunRanks(2, [&](Comm& comm) {
+    const auto save = [&](int64_t iteration, bool removed) {
+      const PublishOptions options{.keep = 1, .remover = comm.rank() == 0 ? &remover : nullptr};
+      return SaveNumberedCheckpoint(comm, folder, {.iteration = iteration}, options,
+                                    [&](StateWriter& writer) -> absl::Status {
+                                      EXPECT_EQ(gone, removed);
+                                      return WriteAll(writer, iteration);
+                                    });
+    };
+    ASSERT_TRUE(save(0, false).ok());
+    ASSERT_TRUE(save(1, false).ok());
+    EXPECT_EQ(*folder.Newest(), folder.PathOf(1));
+    EXPECT_FALSE(gone);
+    comm.Barrier();
+    if (comm.rank() == 1) go.Notify();
+    ASSERT_TRUE(save(2, true).ok());
+  });
+  remover.Wait();
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_2"));
 }
 
 TEST_F(StateTest, D19_IterationIsRestored_SoTheNextSaveHasTheNextNumber) {
