@@ -316,6 +316,7 @@ absl::Status CompleteOnNodes(Comm& comm, const std::string& dir, const NodeGroup
 absl::StatusOr<StateReader> OpenOnEveryRank(Comm& comm, const std::string& dir) {
   absl::StatusOr<StateReader> reader = StateReader::Open(dir);
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, reader.status(), {}, nullptr));
+  MUSTER_RETURN_IF_ERROR(CheckOpenedAlike(comm, *reader));
   return reader;
 }
 

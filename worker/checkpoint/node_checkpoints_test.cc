@@ -8,12 +8,14 @@
 #include <atomic>
 #include <exception>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "ATen/ops/full.h"
+#include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/test_folder.h"
 #include "base/test_hidden_path.h"
@@ -29,6 +31,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::Contains;
+using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -423,6 +426,61 @@ TEST_F(NodeCheckpointsTest, PeerThatEndsWhileAFileIsFetched_LeavesWhatWasThere) 
       ASSERT_EQ(unlink(JoinPath(Dir(1), name).c_str()), 0);
     }
   }
+}
+
+// Runs something before the exchange number `moment` of this rank, from 0.
+class EventfulComm : public BorrowedComm {
+ public:
+  EventfulComm(Comm& comm, int moment, std::function<void()> event)
+      : BorrowedComm(comm), left_(moment), event_(std::move(event)) {}
+  std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
+    if (left_-- == 0) event_();
+    return BorrowedComm::AllGatherBytes(bytes);
+  }
+  std::string BroadcastBytes(const std::string& bytes, int root) override {
+    if (left_-- == 0) event_();
+    return BorrowedComm::BroadcastBytes(bytes, root);
+  }
+
+ private:
+  int left_;
+  const std::function<void()> event_;
+};
+
+TEST_F(NodeCheckpointsTest, OneThatIsReplacedOnANode_IsNotMixedWithTheOthers) {
+  const std::string other = Dir(1) + "-other";
+  int aborted = 0;
+  bool replaced = true;
+  for (int moment = 0; replaced; ++moment) {
+    SCOPED_TRACE(moment);
+    ASSERT_LT(moment, 100);
+    for (int node = 0; node < 2; ++node) ASSERT_TRUE(RemoveTree(Disk(node)).ok());
+    RunRanks(4, [&](Comm& comm) {
+      const std::string dir = Dir(NodeOf(comm));
+      int step = 0;
+      // With all files on each node.
+      for (const std::string& saved : {dir, dir + "-other"}) {
+        ++step;
+        ASSERT_TRUE(Save(comm, saved, step, step).ok());
+        ASSERT_TRUE(Open(comm, saved, CheckpointFolder("")).ok());
+      }
+    });
+    replaced = false;
+    std::vector<std::string> opened(4);
+    RunRanks(4, [&](Comm& comm) {
+      EventfulComm eventful(comm, comm.rank() == 2 ? moment : -1, [&] {
+        ASSERT_EQ(rename(Dir(1).c_str(), (Dir(1) + "-old").c_str()), 0);
+        ASSERT_EQ(rename(other.c_str(), Dir(1).c_str()), 0);
+        replaced = true;
+      });
+      const auto reader = OpenDir(eventful);
+      opened[comm.rank()] = reader.ok() ? absl::StrCat(reader->manifest().info.step)
+                                        : absl::StatusCodeToString(reader.status().code());
+    });
+    EXPECT_THAT(opened, Each(opened[0]));
+    if (opened[0] == "ABORTED") ++aborted;
+  }
+  EXPECT_GT(aborted, 0);
 }
 
 TEST_F(NodeCheckpointsTest, OneNodeFails_NothingChangesAnywhere) {

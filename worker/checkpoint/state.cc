@@ -304,6 +304,16 @@ absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
                                 node);
 }
 
+absl::Status CheckOpenedAlike(Comm& comm, const StateReader& reader) {
+  const absl::StatusOr<std::string> text = EncodeManifest(reader.manifest());
+  const std::vector<std::string> digests =
+      comm.AllGatherBytes(text.ok() ? DigestBytes(*text).xxh3 : "");
+  const auto differs = [&](const std::string& digest) { return digest != digests[0]; };
+  if (std::none_of(digests.begin(), digests.end(), differs)) return absl::OkStatus();
+  return absl::AbortedError(absl::StrCat(
+      reader.dir(), ": another process has replaced it while the ranks opened it; start again"));
+}
+
 absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
                                            const CheckpointFolder& folder,
                                            CheckpointRegistrar* registrar,
@@ -328,14 +338,10 @@ absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
       !unnamed || HoldInPlace(found) ? StateReader::Open(found) : IsLocked(found);
   const absl::Status opened = AgreeOnFiles(comm, reader.status(), {}, nullptr);
   if (opened.ok()) {
-    const absl::StatusOr<std::string> text = EncodeManifest(reader->manifest());
-    const std::vector<std::string> digests =
-        comm.AllGatherBytes(text.ok() ? DigestBytes(*text).xxh3 : "");
-    const auto differs = [&](const std::string& digest) { return digest != digests[0]; };
-    if (std::none_of(digests.begin(), digests.end(), differs)) return reader;
+    const absl::Status alike = CheckOpenedAlike(comm, *reader);
+    if (alike.ok()) return reader;
     ReleaseInPlace();
-    return absl::AbortedError(absl::StrCat(
-        found, ": another process has replaced it while the ranks opened it; start again"));
+    return alike;
   }
   // The next search may give it its name. All ranks have freed it when the exchange that follows
   // has ended.

@@ -166,6 +166,10 @@ absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
 absl::Status CheckNumberIsFree(Comm& comm, const NodeGroups& groups, const CheckpointFolder& folder,
                                int64_t iteration, int total_limit);
 
+// Collective. Whether all ranks have opened the same checkpoint; on nodes every node has the same
+// manifest. ABORTED on every rank: another process has put another one into its place meanwhile.
+absl::Status CheckOpenedAlike(Comm& comm, const StateReader& reader);
+
 // Opens a checkpoint on every rank; with `dir` empty, what FindCheckpointToResume says on rank 0.
 // One search: a load uses OpenAndReadCheckpoint, which searches again. Collective; all ranks return
 // the same error: FAILED_PRECONDITION if some see all of it and others not; without `dir` ABORTED
