@@ -4,7 +4,7 @@
 // long it takes to be on disk, and what CPU it costs rank 0. With --tensors the state is in many
 // small tensors, where planning costs more than writing. With --plain, in turns: a step without and
 // after a save, a load by all ranks with a cold cache, and what the disk gives to plain O_DIRECT
-// writes and reads of as many bytes.
+// writes and reads of as many bytes, from ordinary and from huge pages.
 #include <sys/resource.h>
 
 #include <CLI/CLI.hpp>
@@ -25,11 +25,12 @@
 
 namespace {
 
-using muster::bench::Aligned;
+using muster::bench::Blocks;
 using muster::bench::Check;
 using muster::bench::DropFromCache;
 using muster::bench::kBlock;
 using muster::bench::Median;
+using muster::bench::PlainBlocks;
 using muster::bench::PlainRead;
 using muster::bench::PlainWrite;
 using muster::bench::Seconds;
@@ -50,7 +51,7 @@ double CpuSeconds() {
 
 // What --plain adds; seconds.
 struct Plain {
-  std::vector<double> step, step_after_save, write, read, load;
+  std::vector<double> step, step_after_save, write, read, huge_write, huge_read, load;
 };
 
 absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, int64_t tensors,
@@ -88,8 +89,9 @@ absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, i
     return seconds;
   };
   const std::string plain_file = accelerator.project_dir() + "/plain";
-  char* contents = nullptr;
-  char* buffers[2] = {nullptr, nullptr};
+  const bool measures = with_plain && accelerator.is_main_process();
+  const PlainBlocks small = measures ? Blocks(false) : PlainBlocks();
+  const PlainBlocks huge = measures ? Blocks(true) : PlainBlocks();
   size_t bytes = 0;
   // The first takes memory, and is not counted.
   for (int round = 0; round <= rounds; ++round) {
@@ -120,14 +122,12 @@ absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, i
     plain.step_after_save.push_back(step());
     if (absl::Status written = accelerator.wait_for_checkpoint(); !written.ok()) return written;
     const std::string checkpoint = accelerator.last_checkpoint();
-    alone([&] {
-      bytes = (DropFromCache(checkpoint) + kBlock - 1) / kBlock * kBlock;
-      if (contents != nullptr) return;
-      contents = Aligned(bytes);
-      for (char*& buffer : buffers) buffer = Aligned(kBlock);
-    });
-    plain.write.push_back(alone([&] { PlainWrite(plain_file, contents, bytes); }));
-    plain.read.push_back(alone([&] { PlainRead(plain_file, buffers, bytes); }));
+    alone([&] { bytes = (DropFromCache(checkpoint) + kBlock - 1) / kBlock * kBlock; });
+    plain.write.push_back(alone([&] { PlainWrite(plain_file, small, bytes); }));
+    plain.read.push_back(alone([&] { PlainRead(plain_file, small, bytes); }));
+    alone([&] { Check(muster::RemoveTree(plain_file)); });
+    plain.huge_write.push_back(alone([&] { PlainWrite(plain_file, huge, bytes); }));
+    plain.huge_read.push_back(alone([&] { PlainRead(plain_file, huge, bytes); }));
     alone([&] {
       Check(muster::RemoveTree(plain_file));
       (void)DropFromCache(checkpoint);
@@ -152,13 +152,13 @@ absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, i
     accelerator.print(
         "{\"bench\":\"checkpoint_ranks\",\"ranks\":%d,\"bytes\":%zu,\"asynchronous\":%s,"
         "\"durable_of_plain\":%.3f,\"plain_write_s\":%.3f,\"cold_load_s\":%.3f,"
-        "\"plain_read_s\":%.3f,\"load_of_plain\":%.3f,\"step_s\":%.4f,\"step_after_save_s\":%.4f}"
-        "\n",
+        "\"plain_read_s\":%.3f,\"load_of_plain\":%.3f,\"plain_huge_write_s\":%.3f,"
+        "\"plain_huge_read_s\":%.3f,\"step_s\":%.4f,\"step_after_save_s\":%.4f}\n",
         accelerator.num_processes(), bytes,
         accelerator.options().checkpoint.asynchronous ? "true" : "false",
         Median(plain.write) / Median(ends), Median(plain.write), Median(plain.load),
-        Median(plain.read), Median(plain.read) / Median(plain.load), Median(plain.step),
-        Median(plain.step_after_save));
+        Median(plain.read), Median(plain.read) / Median(plain.load), Median(plain.huge_write),
+        Median(plain.huge_read), Median(plain.step), Median(plain.step_after_save));
   }
   return absl::OkStatus();
 }

@@ -32,11 +32,12 @@
 
 namespace {
 
-using muster::bench::Aligned;
+using muster::bench::Blocks;
 using muster::bench::Check;
 using muster::bench::DropFromCache;
 using muster::bench::kBlock;
 using muster::bench::Median;
+using muster::bench::PlainBlocks;
 using muster::bench::PlainRead;
 using muster::bench::PlainWrite;
 using muster::bench::Seconds;
@@ -226,13 +227,12 @@ int main(int argc, char** argv) {
     return 0;
   }
 
-  std::vector<double> plain_write, synchronous, stall, durable, plain_read, load, durable_ratio,
-      load_ratio, stall_ratio, synchronous_cpu, stall_cpu, durable_cpu, load_cpu, plain_pass,
-      pass_after_save;
+  std::vector<double> plain_write, synchronous, stall, durable, plain_read, huge_write, huge_read,
+      load, durable_ratio, load_ratio, stall_ratio, synchronous_cpu, stall_cpu, durable_cpu,
+      load_cpu, plain_pass, pass_after_save;
   double first_stall = 0;
   size_t bytes = 0;
-  char* contents = nullptr;
-  char* const buffers[2] = {Aligned(kBlock), Aligned(kBlock)};
+  const PlainBlocks small = Blocks(false), huge = Blocks(true);
   for (int round = 0; round <= rounds; ++round) {
     double sync_cpu = 0, copy_cpu = 0, all_cpu = 0, read_cpu = 0;
     // Every save goes to a new folder or file, as those of the peers do.
@@ -254,9 +254,11 @@ int main(int argc, char** argv) {
     const double pass_after_s = Seconds(pass);
     Check(beside.wait_for_checkpoint());
     bytes = (DropFromCache(path("beside")) + kBlock - 1) / kBlock * kBlock;
-    if (contents == nullptr) contents = Aligned(bytes);
-    const double write_s = Seconds([&] { PlainWrite(path("plain"), contents, bytes); });
-    const double read_s = Seconds([&] { PlainRead(path("plain"), buffers, bytes); });
+    const double write_s = Seconds([&] { PlainWrite(path("plain"), small, bytes); });
+    const double read_s = Seconds([&] { PlainRead(path("plain"), small, bytes); });
+    Check(muster::RemoveTree(path("plain")));
+    const double huge_write_s = Seconds([&] { PlainWrite(path("plain"), huge, bytes); });
+    const double huge_read_s = Seconds([&] { PlainRead(path("plain"), huge, bytes); });
     (void)DropFromCache(path("beside"));
     const double load_s =
         Seconds([&] { read_cpu = CpuSeconds([&] { Check(beside.load_state(path("beside"))); }); });
@@ -270,6 +272,8 @@ int main(int argc, char** argv) {
     durable.push_back(durable_s);
     plain_write.push_back(write_s);
     plain_read.push_back(read_s);
+    huge_write.push_back(huge_write_s);
+    huge_read.push_back(huge_read_s);
     load.push_back(load_s);
     stall_ratio.push_back(stall_s / sync_s);
     durable_ratio.push_back(write_s / durable_s);
@@ -287,13 +291,15 @@ int main(int argc, char** argv) {
       "{\"bench\":\"checkpoint\",\"bytes\":%zu,\"synchronous_s\":%.3f,\"stall_s\":%.4f,"
       "\"first_stall_s\":%.4f,\"stall_of_synchronous\":%.4f,\"durable_s\":%.3f,"
       "\"plain_write_s\":%.3f,\"durable_of_plain\":%.3f,\"cold_load_s\":%.3f,\"plain_read_s\":%.3f,"
-      "\"load_of_plain\":%.3f,\"synchronous_cpu_s\":%.3f,\"stall_cpu_s\":%.4f,"
+      "\"load_of_plain\":%.3f,\"plain_huge_write_s\":%.3f,\"plain_huge_read_s\":%.3f,\"synchronous_"
+      "cpu_s\":%.3f,\"stall_cpu_s\":%.4f,"
       "\"durable_cpu_s\":%.3f,\"cold_load_cpu_s\":%.3f,\"pass_s\":%.4f,"
       "\"pass_after_save_s\":%.4f,\"load_average\":%.1f}\n",
       bytes, Median(synchronous), Median(stall), first_stall, Median(stall_ratio), Median(durable),
       Median(plain_write), Median(durable_ratio), Median(load), Median(plain_read),
-      Median(load_ratio), Median(synchronous_cpu), Median(stall_cpu), Median(durable_cpu),
-      Median(load_cpu), Median(plain_pass), Median(pass_after_save), average[0]);
+      Median(load_ratio), Median(huge_write), Median(huge_read), Median(synchronous_cpu),
+      Median(stall_cpu), Median(durable_cpu), Median(load_cpu), Median(plain_pass),
+      Median(pass_after_save), average[0]);
   Check(muster::RemoveTree(dir));
   return 0;
 }
