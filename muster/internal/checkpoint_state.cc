@@ -26,6 +26,7 @@
 #include "base/units.h"
 #include "muster/internal/backward_updates.h"
 #include "muster/internal/full_state.h"
+#include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/async_saver.h"
 #include "worker/checkpoint/checkpoint_search.h"
 #include "worker/checkpoint/clean_path.h"
@@ -298,7 +299,7 @@ PublishOptions CheckpointState::Publishing() {
           .keep_every = options.keep_every,
           .promote = options.promote,
           .progress = process_.joined().saves.get(),
-          .remover = &remover_};
+          .disposal = &disposal_};
 }
 
 absl::Status CheckpointState::CheckOptions() const {
@@ -978,11 +979,11 @@ absl::Status CheckpointState::SaveBesideTraining(
 
 absl::Status CheckpointState::Wait() {
   // A save of many minutes is no hang.
-  const bool busy = remover_.busy() || (saver_ != nullptr && saver_->busy());
+  const bool busy = disposal_.busy() || (saver_ != nullptr && saver_->busy());
   if (busy) process_.progress().SetPhase("save_state");
   absl::Status saved;
   if (saver_ != nullptr) saved = FirstFailure(saver_->Wait());
-  remover_.Wait();
+  disposal_.Wait();
   if (busy) process_.progress().SetPhase("after save_state");
   return saved;
 }
@@ -1636,6 +1637,15 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
   return report;
 }
 
+void CheckpointState::LetGo(StateReader reader, Loaded loaded) {
+  uint64_t bytes = 0;
+  for (const ManifestFile& file : reader.manifest().files) bytes += file.digest.bytes;
+  // The first step may need memory before it is free: only where there is enough for both.
+  if (reader.in_memory() || MemoryLeft() / 2 < bytes) return;
+  disposal_.Free(
+      std::make_shared<std::pair<StateReader, Loaded>>(std::move(reader), std::move(loaded)));
+}
+
 absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may_be_missing) {
   const std::string directory = CleanPath(wanted_directory);
   if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("load_state()"); }); !here.ok())
@@ -1653,7 +1663,7 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
     Loaded loaded;
     bool from_memory = false;
     absl::Status in_memory;
-    const absl::StatusOr<StateReader> reader = OpenAndRead(directory, [&](StateReader& opened) {
+    absl::StatusOr<StateReader> reader = OpenAndRead(directory, [&](StateReader& opened) {
       // Newer ones were damaged: what memory has was older than these, and may be newer than this.
       const int64_t step = opened.info().step;
       // Its errors are not those of the disk.
@@ -1675,6 +1685,7 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
     since_disk_ = 0;
     // What it holds is of another past than the training that begins here.
     if (memory_ != nullptr) memory_->Forget();
+    LetGo(*std::move(reader), std::move(loaded));
   });
   process_.progress().SetPhase("after load_state");
   if (status.ok()) process_.progress().SetRestored();

@@ -19,10 +19,10 @@
 #include "muster/internal/registry.h"
 #include "muster/internal/step_controller.h"
 #include "muster/state.h"
+#include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/file_plans.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/state.h"
-#include "worker/checkpoint/tree_remover.h"
 #include "worker/train/plain_state.h"
 
 namespace muster {
@@ -190,6 +190,8 @@ class CheckpointState {
   void ApplyModels(const StateReader& reader, const Loaded& loaded);
   void ApplyPlaces(const StateReader& reader, const Loaded& loaded);
   void ApplyRandom(const StateReader& reader, const Loaded& loaded) const;
+  // Frees what a load has read, beside training where there is memory for both.
+  void LetGo(StateReader reader, Loaded loaded);
   // (collective) Throws the same on every process if one of them has failed, naming it.
   void ThrowIfAnyFailed(const absl::Status& mine) const;
 
@@ -207,7 +209,7 @@ class CheckpointState {
   bool project_checked_ = false;
   const std::function<bool()> stopping_;
   const std::unique_ptr<CheckpointRegistrar> registrar_;  // null in a job without a coordinator
-  TreeRemover remover_;                                   // of checkpoints that may go
+  Disposal disposal_;                                     // of what was saved or loaded before
   std::unique_ptr<AsyncSaver> saver_;                     // from the first asynchronous save on
   std::unique_ptr<MemoryTier> memory_;                    // null without memory
   bool memory_opened_ = false;

@@ -436,15 +436,15 @@ TEST_F(FolderTest, Rotate_CountsCompleteOnesOnly) {
 
 TEST_F(FolderTest, RemovedLater_HasNoNameAtOnce) {
   std::vector<std::string> left;
-  TreeRemover remover([&](const std::string& path) {
+  Disposal disposal([&](const std::string& path) {
     left.push_back(path);
     return absl::OkStatus();
   });
   const CheckpointFolder folder(root_);
   for (int i = 0; i < 3; ++i) ASSERT_TRUE(Save(folder.PathOf(i), {"a"}).ok());
-  ASSERT_TRUE(folder.Rotate(1, 0, {}, &remover).ok());
+  ASSERT_TRUE(folder.Rotate(1, 0, {}, &disposal).ok());
   EXPECT_THAT(*folder.Numbers(), ElementsAre(2));
-  remover.Wait();
+  disposal.Wait();
   ASSERT_EQ(left.size(), 2u);
   // The next save removes what a process that was killed has left of it.
   EXPECT_TRUE(PathExists(left[0]));
@@ -453,7 +453,7 @@ TEST_F(FolderTest, RemovedLater_HasNoNameAtOnce) {
 }
 
 TEST_F(FolderTest, ReplacedAndRemovedLater_IsNotPutBack) {
-  TreeRemover remover([](const std::string& path) { return RemoveTree(JoinPath(path, "a")); });
+  Disposal disposal([](const std::string& path) { return RemoveTree(JoinPath(path, "a")); });
   const std::string dir = Path("latest");
   ASSERT_TRUE(Save(dir, {"a", "b"}).ok());
   ASSERT_TRUE(WriteFileAtomically(JoinPath(dir, kSealName), "{}").ok());
@@ -462,9 +462,9 @@ TEST_F(FolderTest, ReplacedAndRemovedLater_IsNotPutBack) {
     auto staging = Staging::Create(dir);
     ASSERT_TRUE(staging.ok()) << staging.status();
     ASSERT_TRUE(staging->Complete(Manifest()).ok());
-    ASSERT_TRUE(staging->Rename(&remover).ok());
+    ASSERT_TRUE(staging->Rename(&disposal).ok());
   }
-  remover.Wait();
+  disposal.Wait();
   EXPECT_TRUE(PathExists(JoinPath(dir, "notes.txt")));
   ASSERT_TRUE(RemoveTree(dir).ok());
   EXPECT_TRUE(absl::IsNotFound(VerifyCheckpoint(dir, VerifyLevel::kSizes).status()));
