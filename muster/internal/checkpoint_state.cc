@@ -273,7 +273,10 @@ CheckpointState::CheckpointState(Process& process, Registry& registry, LoopTrack
   });
 }
 
-CheckpointState::~CheckpointState() = default;
+CheckpointState::~CheckpointState() {
+  saver_.reset();
+  Disposal::OfProcess().Wait();
+}
 
 std::string CheckpointState::Root() const {
   return absl::StrCat(process_.ProjectDirectory(), "/checkpoints");
@@ -286,7 +289,7 @@ std::optional<int> CheckpointState::OwnNode() const {
   return environment.node_rank.value;
 }
 
-PublishOptions CheckpointState::Publishing() {
+PublishOptions CheckpointState::Publishing() const {
   const CheckpointOptions& options = process_.options().checkpoint;
   int64_t keep = options.keep.value_or(0);  // 0: all
   if (const std::optional<int64_t> limit = process_.options().project.total_limit;
@@ -299,7 +302,7 @@ PublishOptions CheckpointState::Publishing() {
           .keep_every = options.keep_every,
           .promote = options.promote,
           .progress = process_.joined().saves.get(),
-          .disposal = &disposal_};
+          .disposal = &Disposal::OfProcess()};
 }
 
 absl::Status CheckpointState::CheckOptions() const {
@@ -956,6 +959,9 @@ absl::Status CheckpointState::SaveBesideTraining(
   request.info = info;
   request.node = OwnNode();
   request.publish = Publishing();
+  // Training does not wait for the thread that writes, and the next save may have begun already: it
+  // has its place on the disk when that thread has removed what goes for it.
+  request.publish.disposal = nullptr;
   if (directory.empty()) {
     request.folder.emplace(Root());
     request.total_limit = Publishing().keep;
@@ -977,20 +983,23 @@ absl::Status CheckpointState::SaveBesideTraining(
                       absl::StrCat(earlier.message(), "; ", request.path(), " is being written"));
 }
 
+absl::Status CheckpointState::WaitForSaver() {
+  return saver_ == nullptr ? absl::OkStatus() : FirstFailure(saver_->Wait());
+}
+
 absl::Status CheckpointState::Wait() {
   // A save of many minutes is no hang.
-  const bool busy = disposal_.busy() || (saver_ != nullptr && saver_->busy());
+  const bool busy = Disposal::OfProcess().busy() || (saver_ != nullptr && saver_->busy());
   if (busy) process_.progress().SetPhase("save_state");
-  absl::Status saved;
-  if (saver_ != nullptr) saved = FirstFailure(saver_->Wait());
-  disposal_.Wait();
+  const absl::Status saved = WaitForSaver();
+  Disposal::OfProcess().Wait();
   if (busy) process_.progress().SetPhase("after save_state");
   return saved;
 }
 
 absl::Status CheckpointState::Abandon() {
   if (saver_ != nullptr) saver_->Abandon();
-  return Wait();
+  return WaitForSaver();
 }
 
 void CheckpointState::CheckProjectWritable(bool always) {
@@ -1025,6 +1034,8 @@ absl::Status CheckpointState::SaveModel(ModelSlot& model, const std::string& wan
     ThrowIfError(bytes.status());
     const absl::StatusOr<NodeGroups> groups = GroupsOf(process_.comm(), directory, OwnNode());
     ThrowIfError(groups.status());
+    // The disk may have no room for both.
+    Disposal::OfProcess().Wait();
     const absl::Status status = SaveWholeModel(model, groups->leads(), directory, *bytes);
     if (groups->nodes.size() > 1) return ThrowIfAnyFailed(status);
     const auto [code, message] = BroadcastObject(
@@ -1642,7 +1653,7 @@ void CheckpointState::LetGo(StateReader reader, Loaded loaded) {
   for (const ManifestFile& file : reader.manifest().files) bytes += file.digest.bytes;
   // The first step may need memory before it is free: only where there is enough for both.
   if (reader.in_memory() || MemoryLeft() / 2 < bytes) return;
-  disposal_.Free(
+  Disposal::OfProcess().Free(
       std::make_shared<std::pair<StateReader, Loaded>>(std::move(reader), std::move(loaded)));
 }
 

@@ -54,7 +54,8 @@ class CheckpointState {
                                           const LoadWeightsOptions& options);
   absl::Status SaveModel(ModelSlot& model, const std::string& directory,
                          const std::string& max_shard_size) const;
-  // Waits for asynchronous saves; the error of the first that failed and was not reported yet.
+  // Waits for asynchronous saves, and until what had to go for a save is gone; the error of the
+  // first that failed and was not reported yet.
   absl::Status Wait();
   // The same once a peer is lost: what has not been written is not written any more.
   absl::Status Abandon();
@@ -147,7 +148,9 @@ class CheckpointState {
   // (collective) Copies the state and returns the error of an earlier save, if one failed.
   absl::Status SaveBesideTraining(const std::string& directory, const CheckpointInfo& info,
                                   absl::FunctionRef<absl::Status(StateWriter&)> write);
-  PublishOptions Publishing();
+  PublishOptions Publishing() const;
+  // The error of the first asynchronous save that failed and was not reported yet.
+  absl::Status WaitForSaver();
   absl::Status CheckOptions() const;
   // (collective) Opens the memory at the first call; without it memory_ stays null. Throws if an
   // agent does not answer that has to; the next call tries again.
@@ -209,7 +212,6 @@ class CheckpointState {
   bool project_checked_ = false;
   const std::function<bool()> stopping_;
   const std::unique_ptr<CheckpointRegistrar> registrar_;  // null in a job without a coordinator
-  Disposal disposal_;                                     // of what was saved or loaded before
   std::unique_ptr<AsyncSaver> saver_;                     // from the first asynchronous save on
   std::unique_ptr<MemoryTier> memory_;                    // null without memory
   bool memory_opened_ = false;

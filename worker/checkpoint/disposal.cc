@@ -1,5 +1,6 @@
 #include "worker/checkpoint/disposal.h"
 
+#include <cstdlib>
 #include <system_error>
 #include <utility>
 
@@ -22,10 +23,21 @@ Disposal::~Disposal() {
   if (thread.joinable()) thread.join();
 }
 
-void Disposal::Remove(std::string path) { Add({.path = std::move(path), .memory = nullptr}); }
+Disposal& Disposal::OfProcess() {
+  static Disposal* const disposal = [] {
+    auto* const made = new Disposal;
+    (void)std::atexit([] { OfProcess().Wait(); });
+    return made;
+  }();
+  return *disposal;
+}
+
+void Disposal::Remove(std::string path, OwnedFd lock) {
+  Add({.path = std::move(path), .memory = nullptr, .lock = std::move(lock)});
+}
 
 void Disposal::Free(std::shared_ptr<const void> memory) {
-  Add({.path = "", .memory = std::move(memory)});
+  Add({.path = "", .memory = std::move(memory), .lock = OwnedFd()});
 }
 
 void Disposal::Add(Item item) {

@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "base/mutex.h"
+#include "base/owned_fd.h"
 
 namespace muster {
 
@@ -23,9 +24,15 @@ class Disposal {
   Disposal(const Disposal&) = delete;
   Disposal& operator=(const Disposal&) = delete;
 
+  // That of this process, which lives as long as it does: one program after another saves into one
+  // folder, and each waits for what the one before does away with. A program that returns from
+  // main() or calls exit() waits for it, too.
+  static Disposal& OfProcess();
+
   // Removes the file or folder at `path`, which nobody looks for under this name any more. Does not
   // block on the disk, unless the system has no thread for it. An error is a warning in the log.
-  void Remove(std::string path);
+  // `lock`: closed afterwards.
+  void Remove(std::string path, OwnedFd lock = OwnedFd());
 
   // Lets go of `memory`, as its last owner perhaps.
   void Free(std::shared_ptr<const void> memory);
@@ -40,6 +47,7 @@ class Disposal {
   struct Item {
     std::string path;  // empty: there is memory
     std::shared_ptr<const void> memory;
+    OwnedFd lock;
   };
   void Add(Item item);
   void Run();

@@ -211,7 +211,8 @@ void RemoveAbandoned(const std::string& dir) {
     const absl::string_view stem = StemOf(name, replaced ? kReplacedMark : kStagingMark);
     int64_t number = 0;
     if (!replaced && !HasMark(name, stem, kStagingMark)) continue;
-    if (stem != own && !ParseNumber(stem, &number)) continue;
+    // What was to go goes, whatever it was called.
+    if (stem != own && !ParseNumber(stem, &number) && !IsDoomed(name)) continue;
     const std::string path = JoinPath(parent, name);
     const std::string named = JoinPath(parent, stem);
     // The only copy there is: it is put back when it is looked for.
@@ -239,7 +240,8 @@ void RemoveAbandoned(const std::string& dir) {
     }
     // Killed between the exchange of two checkpoints and its end: this is the former one, whose
     // foreign files belong to the user.
-    if (PathExists(JoinPath(path, kManifestName)) && PathExists(JoinPath(named, kManifestName))) {
+    if (!IsDoomed(name) && PathExists(JoinPath(path, kManifestName)) &&
+        PathExists(JoinPath(named, kManifestName))) {
       KeepForeignFiles(path, named);
     }
     const absl::Status removed = RemoveTree(path);
@@ -262,7 +264,8 @@ absl::Status Discard(const std::string& dir, const std::string& doomed, Disposal
   MUSTER_RETURN_IF_ERROR(RenamePath(dir, doomed));
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_doomed");
   if (disposal == nullptr) return RemoveTree(doomed);
-  disposal->Remove(doomed);
+  // No other save takes it for what a dead writer has left.
+  disposal->Remove(doomed, OwnedFd(LockFolder(doomed, absl::ZeroDuration())));
   return absl::OkStatus();
 }
 
@@ -629,6 +632,8 @@ absl::StatusOr<std::vector<std::string>> CopiesOf(const std::string& dir) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
   if (!names.ok() && !absl::IsNotFound(names.status())) return names.status();
   for (const std::string& name : names.value_or(std::vector<std::string>())) {
+    // Of what is being removed a part may be gone.
+    if (IsDoomed(name)) continue;
     if (HasMark(name, BaseName(dir), kStagingMark) || HasMark(name, BaseName(dir), kReplacedMark)) {
       folders.push_back(JoinPath(parent, name));
     }

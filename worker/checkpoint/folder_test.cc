@@ -7,12 +7,14 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/failpoint.h"
 #include "base/file.h"
+#include "base/mutex.h"
 #include "base/owned_fd.h"
 #include "base/test_folder.h"
 #include "base/test_hidden_path.h"
@@ -469,6 +471,27 @@ TEST_F(FolderTest, ReplacedAndRemovedLater_IsNotPutBack) {
   ASSERT_TRUE(RemoveTree(dir).ok());
   EXPECT_TRUE(absl::IsNotFound(VerifyCheckpoint(dir, VerifyLevel::kSizes).status()));
   EXPECT_EQ(HintAtUnnamed(dir), "");
+  // On nodes.
+  EXPECT_THAT(*CopiesOf(dir), ElementsAre());
+  // A save of any name removes what a process that was killed has left of it.
+  ASSERT_TRUE(Save(Path("other"), {"a"}).ok());
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("other"));
+}
+
+TEST_F(FolderTest, WhatAThreadRemoves_IsNotSweptByAnotherSave) {
+  Notification go;
+  Disposal disposal([&](const std::string& path) {
+    go.WaitForNotification();
+    EXPECT_TRUE(PathExists(JoinPath(path, "a")));
+    return RemoveTree(path);
+  });
+  ASSERT_TRUE(Save(Path("checkpoint_0"), {"a"}).ok());
+  ASSERT_TRUE(RemoveCheckpoint(Path("checkpoint_0"), &disposal).ok());
+  ASSERT_TRUE(Save(Path("checkpoint_1"), {"a"}).ok());
+  EXPECT_EQ(ListDirectory(root_)->size(), 2u);
+  go.Notify();
+  disposal.Wait();
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_1"));
 }
 
 TEST(FileNames, FirstOfSeveral_HasNoNumber) {

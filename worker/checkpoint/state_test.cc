@@ -316,6 +316,10 @@ TEST_F(StateTest, OldCheckpointThatIsRemovedLater_IsWaitedForByTheNextSaveOnly) 
   std::atomic<bool> gone{false};
   Disposal disposal([&](const std::string& path) {
     go.WaitForNotification();
+    // Longer than it takes a save to begin.
+    for (int i = 0; i < 300; ++i) {
+      EXPECT_TRUE(WriteFileAtomically(JoinPath(path, "more"), "bytes").ok());
+    }
     const absl::Status removed = RemoveTree(path);
     gone = true;
     return removed;
