@@ -69,7 +69,7 @@ absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, i
   }
   muster::FusedAdamW adamw(net->parameters());
   auto [model, optimizer] = accelerator.prepare(net, adamw);
-  std::vector<double> calls, ends, call_cpu, cpu;
+  std::vector<double> calls, ends, removals, call_cpu, cpu;
   Plain plain;
   const auto step = [&, &model = model, &optimizer = optimizer] {
     accelerator.wait_for_everyone();
@@ -110,8 +110,11 @@ absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, i
       std::this_thread::sleep_for(std::chrono::microseconds(500));
     }
     const double end = accelerator.options().checkpoint.asynchronous ? SecondsSince(start) : call;
-    if (absl::Status written = accelerator.wait_for_checkpoint(); !written.ok()) return written;
+    absl::Status written;
+    const double removal = Seconds([&] { written = accelerator.wait_for_checkpoint(); });
+    if (!written.ok()) return written;
     if (round == 0) continue;
+    removals.push_back(removal);
     calls.push_back(call);
     ends.push_back(end);
     call_cpu.push_back(cpu_after - cpu_before);
@@ -141,13 +144,14 @@ absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, i
   (void)getloadavg(load, 1);
   accelerator.print(
       "{\"bench\":\"checkpoint_divided\",\"ranks\":%d,\"gib\":%.2f,\"divided\":%s,"
-      "\"asynchronous\":%s,\"tensors\":%lld,\"call_s\":%.4f,\"durable_s\":%.4f,\"call_cpu_s\":%.4f,"
+      "\"asynchronous\":%s,\"tensors\":%lld,\"call_s\":%.4f,\"durable_s\":%.4f,\"removal_s\":%.4f,"
+      "\"call_cpu_s\":%.4f,"
       "\"cpu_s\":%.4f,\"load_average\":%.1f}\n",
       accelerator.num_processes(), gib,
       accelerator.options().checkpoint.divide_above == 0 ? "true" : "false",
       accelerator.options().checkpoint.asynchronous ? "true" : "false",
-      static_cast<long long>(layers), Median(calls), Median(ends), Median(call_cpu), Median(cpu),
-      load[0]);
+      static_cast<long long>(layers), Median(calls), Median(ends), Median(removals),
+      Median(call_cpu), Median(cpu), load[0]);
   if (with_plain) {
     accelerator.print(
         "{\"bench\":\"checkpoint_ranks\",\"ranks\":%d,\"bytes\":%zu,\"asynchronous\":%s,"

@@ -26,6 +26,7 @@
 #include "base/units.h"
 #include "muster/internal/backward_updates.h"
 #include "muster/internal/full_state.h"
+#include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/async_saver.h"
 #include "worker/checkpoint/checkpoint_search.h"
 #include "worker/checkpoint/clean_path.h"
@@ -272,7 +273,10 @@ CheckpointState::CheckpointState(Process& process, Registry& registry, LoopTrack
   });
 }
 
-CheckpointState::~CheckpointState() = default;
+CheckpointState::~CheckpointState() {
+  saver_.reset();
+  Disposal::OfProcess().Wait();
+}
 
 std::string CheckpointState::Root() const {
   return absl::StrCat(process_.ProjectDirectory(), "/checkpoints");
@@ -285,7 +289,7 @@ std::optional<int> CheckpointState::OwnNode() const {
   return environment.node_rank.value;
 }
 
-PublishOptions CheckpointState::Publishing() {
+PublishOptions CheckpointState::Publishing() const {
   const CheckpointOptions& options = process_.options().checkpoint;
   int64_t keep = options.keep.value_or(0);  // 0: all
   if (const std::optional<int64_t> limit = process_.options().project.total_limit;
@@ -298,7 +302,7 @@ PublishOptions CheckpointState::Publishing() {
           .keep_every = options.keep_every,
           .promote = options.promote,
           .progress = process_.joined().saves.get(),
-          .remover = &remover_};
+          .disposal = &Disposal::OfProcess()};
 }
 
 absl::Status CheckpointState::CheckOptions() const {
@@ -955,6 +959,9 @@ absl::Status CheckpointState::SaveBesideTraining(
   request.info = info;
   request.node = OwnNode();
   request.publish = Publishing();
+  // Training does not wait for the thread that writes, and the next save may have begun already: it
+  // has its place on the disk when that thread has removed what goes for it.
+  request.publish.disposal = nullptr;
   if (directory.empty()) {
     request.folder.emplace(Root());
     request.total_limit = Publishing().keep;
@@ -976,20 +983,23 @@ absl::Status CheckpointState::SaveBesideTraining(
                       absl::StrCat(earlier.message(), "; ", request.path(), " is being written"));
 }
 
+absl::Status CheckpointState::WaitForSaver() {
+  return saver_ == nullptr ? absl::OkStatus() : FirstFailure(saver_->Wait());
+}
+
 absl::Status CheckpointState::Wait() {
   // A save of many minutes is no hang.
-  const bool busy = remover_.busy() || (saver_ != nullptr && saver_->busy());
+  const bool busy = Disposal::OfProcess().busy() || (saver_ != nullptr && saver_->busy());
   if (busy) process_.progress().SetPhase("save_state");
-  absl::Status saved;
-  if (saver_ != nullptr) saved = FirstFailure(saver_->Wait());
-  remover_.Wait();
+  const absl::Status saved = WaitForSaver();
+  Disposal::OfProcess().Wait();
   if (busy) process_.progress().SetPhase("after save_state");
   return saved;
 }
 
 absl::Status CheckpointState::Abandon() {
   if (saver_ != nullptr) saver_->Abandon();
-  return Wait();
+  return WaitForSaver();
 }
 
 void CheckpointState::CheckProjectWritable(bool always) {
@@ -1024,6 +1034,8 @@ absl::Status CheckpointState::SaveModel(ModelSlot& model, const std::string& wan
     ThrowIfError(bytes.status());
     const absl::StatusOr<NodeGroups> groups = GroupsOf(process_.comm(), directory, OwnNode());
     ThrowIfError(groups.status());
+    // The disk may have no room for both.
+    Disposal::OfProcess().Wait();
     const absl::Status status = SaveWholeModel(model, groups->leads(), directory, *bytes);
     if (groups->nodes.size() > 1) return ThrowIfAnyFailed(status);
     const auto [code, message] = BroadcastObject(
@@ -1636,6 +1648,15 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
   return report;
 }
 
+void CheckpointState::LetGo(StateReader reader, Loaded loaded) {
+  uint64_t bytes = 0;
+  for (const ManifestFile& file : reader.manifest().files) bytes += file.digest.bytes;
+  // The first step may need memory before it is free: only where there is enough for both.
+  if (reader.in_memory() || MemoryLeft() / 2 < bytes) return;
+  Disposal::OfProcess().Free(
+      std::make_shared<std::pair<StateReader, Loaded>>(std::move(reader), std::move(loaded)));
+}
+
 absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may_be_missing) {
   const std::string directory = CleanPath(wanted_directory);
   if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("load_state()"); }); !here.ok())
@@ -1653,7 +1674,7 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
     Loaded loaded;
     bool from_memory = false;
     absl::Status in_memory;
-    const absl::StatusOr<StateReader> reader = OpenAndRead(directory, [&](StateReader& opened) {
+    absl::StatusOr<StateReader> reader = OpenAndRead(directory, [&](StateReader& opened) {
       // Newer ones were damaged: what memory has was older than these, and may be newer than this.
       const int64_t step = opened.info().step;
       // Its errors are not those of the disk.
@@ -1675,6 +1696,7 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
     since_disk_ = 0;
     // What it holds is of another past than the training that begins here.
     if (memory_ != nullptr) memory_->Forget();
+    LetGo(*std::move(reader), std::move(loaded));
   });
   process_.progress().SetPhase("after load_state");
   if (status.ok()) process_.progress().SetRestored();

@@ -19,10 +19,10 @@
 #include "muster/internal/registry.h"
 #include "muster/internal/step_controller.h"
 #include "muster/state.h"
+#include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/file_plans.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/state.h"
-#include "worker/checkpoint/tree_remover.h"
 #include "worker/train/plain_state.h"
 
 namespace muster {
@@ -54,7 +54,8 @@ class CheckpointState {
                                           const LoadWeightsOptions& options);
   absl::Status SaveModel(ModelSlot& model, const std::string& directory,
                          const std::string& max_shard_size) const;
-  // Waits for asynchronous saves; the error of the first that failed and was not reported yet.
+  // Waits for asynchronous saves, and until what had to go for a save is gone; the error of the
+  // first that failed and was not reported yet.
   absl::Status Wait();
   // The same once a peer is lost: what has not been written is not written any more.
   absl::Status Abandon();
@@ -147,7 +148,9 @@ class CheckpointState {
   // (collective) Copies the state and returns the error of an earlier save, if one failed.
   absl::Status SaveBesideTraining(const std::string& directory, const CheckpointInfo& info,
                                   absl::FunctionRef<absl::Status(StateWriter&)> write);
-  PublishOptions Publishing();
+  PublishOptions Publishing() const;
+  // The error of the first asynchronous save that failed and was not reported yet.
+  absl::Status WaitForSaver();
   absl::Status CheckOptions() const;
   // (collective) Opens the memory at the first call; without it memory_ stays null. Throws if an
   // agent does not answer that has to; the next call tries again.
@@ -190,6 +193,8 @@ class CheckpointState {
   void ApplyModels(const StateReader& reader, const Loaded& loaded);
   void ApplyPlaces(const StateReader& reader, const Loaded& loaded);
   void ApplyRandom(const StateReader& reader, const Loaded& loaded) const;
+  // Frees what a load has read, beside training where there is memory for both.
+  void LetGo(StateReader reader, Loaded loaded);
   // (collective) Throws the same on every process if one of them has failed, naming it.
   void ThrowIfAnyFailed(const absl::Status& mine) const;
 
@@ -207,7 +212,6 @@ class CheckpointState {
   bool project_checked_ = false;
   const std::function<bool()> stopping_;
   const std::unique_ptr<CheckpointRegistrar> registrar_;  // null in a job without a coordinator
-  TreeRemover remover_;                                   // of checkpoints that may go
   std::unique_ptr<AsyncSaver> saver_;                     // from the first asynchronous save on
   std::unique_ptr<MemoryTier> memory_;                    // null without memory
   bool memory_opened_ = false;

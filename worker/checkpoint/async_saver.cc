@@ -179,7 +179,7 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
   }
   absl::StatusOr<StagedSave> staged =
       StagedSave::Begin(comm, request.path(), std::move(groups),
-                        /*replaces=*/!request.dir.empty(), request.publish.remover, &folder_mu_);
+                        /*replaces=*/!request.dir.empty(), request.publish.disposal, &folder_mu_);
   MUSTER_RETURN_IF_ERROR(staged.status());
   save.staged.emplace(*std::move(staged));
   const absl::Status copied = GuardRank([&] {

@@ -211,7 +211,8 @@ void RemoveAbandoned(const std::string& dir) {
     const absl::string_view stem = StemOf(name, replaced ? kReplacedMark : kStagingMark);
     int64_t number = 0;
     if (!replaced && !HasMark(name, stem, kStagingMark)) continue;
-    if (stem != own && !ParseNumber(stem, &number)) continue;
+    // What was to go goes, whatever it was called.
+    if (stem != own && !ParseNumber(stem, &number) && !IsDoomed(name)) continue;
     const std::string path = JoinPath(parent, name);
     const std::string named = JoinPath(parent, stem);
     // The only copy there is: it is put back when it is looked for.
@@ -239,7 +240,8 @@ void RemoveAbandoned(const std::string& dir) {
     }
     // Killed between the exchange of two checkpoints and its end: this is the former one, whose
     // foreign files belong to the user.
-    if (PathExists(JoinPath(path, kManifestName)) && PathExists(JoinPath(named, kManifestName))) {
+    if (!IsDoomed(name) && PathExists(JoinPath(path, kManifestName)) &&
+        PathExists(JoinPath(named, kManifestName))) {
       KeepForeignFiles(path, named);
     }
     const absl::Status removed = RemoveTree(path);
@@ -253,7 +255,7 @@ void RemoveAbandoned(const std::string& dir) {
 }
 
 // Removes the checkpoint `dir`, which is called `doomed` from then on.
-absl::Status Discard(const std::string& dir, const std::string& doomed, TreeRemover* remover) {
+absl::Status Discard(const std::string& dir, const std::string& doomed, Disposal* disposal) {
   // What is left of it must not look like a sealed one that lacks its name.
   const std::string seal = JoinPath(dir, kSealName);
   if (unlink(seal.c_str()) != 0 && errno != ENOENT) {
@@ -261,8 +263,9 @@ absl::Status Discard(const std::string& dir, const std::string& doomed, TreeRemo
   }
   MUSTER_RETURN_IF_ERROR(RenamePath(dir, doomed));
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_doomed");
-  if (remover == nullptr) return RemoveTree(doomed);
-  remover->Remove(doomed);
+  if (disposal == nullptr) return RemoveTree(doomed);
+  // No other save takes it for what a dead writer has left.
+  disposal->Remove(doomed, OwnedFd(LockFolder(doomed, absl::ZeroDuration())));
   return absl::OkStatus();
 }
 
@@ -554,12 +557,12 @@ absl::Status Staging::Complete(const Manifest& manifest) {
   return Prepare(manifest, [](const ManifestFile&) { return true; });
 }
 
-absl::Status Staging::Rename(TreeRemover* remover) {
+absl::Status Staging::Rename(Disposal* disposal) {
   const absl::Status committed = Commit();
   // On one disk nothing needs a folder that could not be moved.
   prepared_ = false;
   MUSTER_RETURN_IF_ERROR(committed);
-  return Finish(remover);
+  return Finish(disposal);
 }
 
 absl::Status Staging::Prepare(const Manifest& manifest,
@@ -611,11 +614,11 @@ absl::Status Staging::Commit() {
   return SyncDirectory(parent);
 }
 
-absl::Status Staging::Finish(TreeRemover* remover) {
+absl::Status Staging::Finish(Disposal* disposal) {
   if (replaced_.empty()) return absl::OkStatus();
   KeepForeignFiles(replaced_, dir_);
   // Under a name from which nothing puts it back: a part of it may be gone.
-  if (const absl::Status removed = Discard(replaced_, NewDoomedPath(dir_), remover);
+  if (const absl::Status removed = Discard(replaced_, NewDoomedPath(dir_), disposal);
       !removed.ok()) {
     MUSTER_LOG(Warning) << removed.message();
   }
@@ -629,6 +632,8 @@ absl::StatusOr<std::vector<std::string>> CopiesOf(const std::string& dir) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
   if (!names.ok() && !absl::IsNotFound(names.status())) return names.status();
   for (const std::string& name : names.value_or(std::vector<std::string>())) {
+    // Of what is being removed a part may be gone.
+    if (IsDoomed(name)) continue;
     if (HasMark(name, BaseName(dir), kStagingMark) || HasMark(name, BaseName(dir), kReplacedMark)) {
       folders.push_back(JoinPath(parent, name));
     }
@@ -805,12 +810,12 @@ absl::StatusOr<int64_t> CheckpointFolder::NewestStep() const {
   return -1;
 }
 
-absl::Status RemoveCheckpoint(const std::string& dir, TreeRemover* remover) {
+absl::Status RemoveCheckpoint(const std::string& dir, Disposal* disposal) {
   struct stat info;
   if (lstat(dir.c_str(), &info) != 0) return absl::OkStatus();
   // The folder belongs to the user who has put it elsewhere.
   if (S_ISLNK(info.st_mode)) return RemoveTree(dir);
-  return Discard(dir, NewDoomedPath(dir), remover);
+  return Discard(dir, NewDoomedPath(dir), disposal);
 }
 
 bool StaysForItsStep(const std::string& dir, int64_t keep_every) {
@@ -822,15 +827,15 @@ bool StaysForItsStep(const std::string& dir, int64_t keep_every) {
 
 absl::Status CheckpointFolder::Rotate(int keep, int64_t keep_every,
                                       const std::vector<std::string>& spared,
-                                      TreeRemover* remover) const {
+                                      Disposal* disposal) const {
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, SeenPublished());
-  return RotateAmong(numbers, keep, keep_every, spared, remover);
+  return RotateAmong(numbers, keep, keep_every, spared, disposal);
 }
 
 absl::Status CheckpointFolder::RotateAmong(const std::vector<int64_t>& numbers, int keep,
                                            int64_t keep_every,
                                            const std::vector<std::string>& spared,
-                                           TreeRemover* remover) const {
+                                           Disposal* disposal) const {
   if (keep < 1) {
     return absl::InvalidArgumentError(
         absl::StrCat("total_limit is ", keep, "; it must be at least 1"));
@@ -839,7 +844,7 @@ absl::Status CheckpointFolder::RotateAmong(const std::vector<int64_t>& numbers, 
     const std::string dir = PathOf(numbers[i]);
     if (std::find(spared.begin(), spared.end(), dir) != spared.end()) continue;
     if (StaysForItsStep(dir, keep_every)) continue;
-    MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(dir, remover));
+    MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(dir, disposal));
   }
   return SyncDirectory(root_);
 }

@@ -11,8 +11,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/manifest.h"
-#include "worker/checkpoint/tree_remover.h"
 
 namespace muster {
 
@@ -123,9 +123,9 @@ class Staging {
   // checkpoint is missing then.
   absl::Status Complete(const Manifest& manifest);
   // Puts the folder in the place of `dir` in one step: a checkpoint that was there is removed
-  // afterwards, by `remover` unless that is null; files in it that did not belong to that
+  // afterwards, by `disposal` unless that is null; files in it that did not belong to that
   // checkpoint move to the new one.
-  absl::Status Rename(TreeRemover* remover = nullptr);
+  absl::Status Rename(Disposal* disposal = nullptr);
   // Complete() and Rename().
   absl::Status Publish(const Manifest& manifest);
 
@@ -135,8 +135,8 @@ class Staging {
   // Moves the folder into its place. From now on nothing is removed by the destructor: after an
   // error, and until Finish(), both checkpoints exist (see CopiesOf).
   absl::Status Commit();
-  // Removes what was replaced, or leaves that to `remover`.
-  absl::Status Finish(TreeRemover* remover = nullptr);
+  // Removes what was replaced, or leaves that to `disposal`.
+  absl::Status Finish(Disposal* disposal = nullptr);
 
  private:
   Staging(std::string dir, std::string path, int lock);
@@ -165,9 +165,9 @@ absl::StatusOr<std::string> NameStaging(const std::string& wanted, const std::st
 absl::Status RemoveUnpublished(const std::string& path, const std::string& named);
 
 // Removes a checkpoint: renames it first, so that a crash leaves no part of it under its name; the
-// rest is left to `remover` unless that is null. A missing checkpoint is not an error. Of a
+// rest is left to `disposal` unless that is null. A missing checkpoint is not an error. Of a
 // symbolic link, the link goes and its folder stays.
-absl::Status RemoveCheckpoint(const std::string& dir, TreeRemover* remover = nullptr);
+absl::Status RemoveCheckpoint(const std::string& dir, Disposal* disposal = nullptr);
 
 // Whether retention leaves the checkpoint because its step is a multiple of `keep_every` (0: none),
 // or may be.
@@ -212,13 +212,13 @@ class CheckpointFolder {
 
   // Removes the oldest complete checkpoints until `keep` (>= 1) are left. Incomplete ones do not
   // count and stay, as do those whose step is a multiple of `keep_every` (0: none) or whose path is
-  // in `spared`. `remover`: as of RemoveCheckpoint.
+  // in `spared`. `disposal`: as of RemoveCheckpoint.
   absl::Status Rotate(int keep, int64_t keep_every = 0, const std::vector<std::string>& spared = {},
-                      TreeRemover* remover = nullptr) const;
+                      Disposal* disposal = nullptr) const;
   // Among `numbers`, ascending, which are complete.
   absl::Status RotateAmong(const std::vector<int64_t>& numbers, int keep, int64_t keep_every,
                            const std::vector<std::string>& spared,
-                           TreeRemover* remover = nullptr) const;
+                           Disposal* disposal = nullptr) const;
 
   // Renames the sealed and complete checkpoints that dead writers have left in staging folders.
   // Returns the folders of those that have to stay there (see NameStaging(); also where a

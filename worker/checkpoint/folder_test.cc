@@ -7,12 +7,14 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/failpoint.h"
 #include "base/file.h"
+#include "base/mutex.h"
 #include "base/owned_fd.h"
 #include "base/test_folder.h"
 #include "base/test_hidden_path.h"
@@ -436,15 +438,15 @@ TEST_F(FolderTest, Rotate_CountsCompleteOnesOnly) {
 
 TEST_F(FolderTest, RemovedLater_HasNoNameAtOnce) {
   std::vector<std::string> left;
-  TreeRemover remover([&](const std::string& path) {
+  Disposal disposal([&](const std::string& path) {
     left.push_back(path);
     return absl::OkStatus();
   });
   const CheckpointFolder folder(root_);
   for (int i = 0; i < 3; ++i) ASSERT_TRUE(Save(folder.PathOf(i), {"a"}).ok());
-  ASSERT_TRUE(folder.Rotate(1, 0, {}, &remover).ok());
+  ASSERT_TRUE(folder.Rotate(1, 0, {}, &disposal).ok());
   EXPECT_THAT(*folder.Numbers(), ElementsAre(2));
-  remover.Wait();
+  disposal.Wait();
   ASSERT_EQ(left.size(), 2u);
   // The next save removes what a process that was killed has left of it.
   EXPECT_TRUE(PathExists(left[0]));
@@ -453,7 +455,7 @@ TEST_F(FolderTest, RemovedLater_HasNoNameAtOnce) {
 }
 
 TEST_F(FolderTest, ReplacedAndRemovedLater_IsNotPutBack) {
-  TreeRemover remover([](const std::string& path) { return RemoveTree(JoinPath(path, "a")); });
+  Disposal disposal([](const std::string& path) { return RemoveTree(JoinPath(path, "a")); });
   const std::string dir = Path("latest");
   ASSERT_TRUE(Save(dir, {"a", "b"}).ok());
   ASSERT_TRUE(WriteFileAtomically(JoinPath(dir, kSealName), "{}").ok());
@@ -462,13 +464,34 @@ TEST_F(FolderTest, ReplacedAndRemovedLater_IsNotPutBack) {
     auto staging = Staging::Create(dir);
     ASSERT_TRUE(staging.ok()) << staging.status();
     ASSERT_TRUE(staging->Complete(Manifest()).ok());
-    ASSERT_TRUE(staging->Rename(&remover).ok());
+    ASSERT_TRUE(staging->Rename(&disposal).ok());
   }
-  remover.Wait();
+  disposal.Wait();
   EXPECT_TRUE(PathExists(JoinPath(dir, "notes.txt")));
   ASSERT_TRUE(RemoveTree(dir).ok());
   EXPECT_TRUE(absl::IsNotFound(VerifyCheckpoint(dir, VerifyLevel::kSizes).status()));
   EXPECT_EQ(HintAtUnnamed(dir), "");
+  // On nodes.
+  EXPECT_THAT(*CopiesOf(dir), ElementsAre());
+  // A save of any name removes what a process that was killed has left of it.
+  ASSERT_TRUE(Save(Path("other"), {"a"}).ok());
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("other"));
+}
+
+TEST_F(FolderTest, WhatAThreadRemoves_IsNotSweptByAnotherSave) {
+  Notification go;
+  Disposal disposal([&](const std::string& path) {
+    go.WaitForNotification();
+    EXPECT_TRUE(PathExists(JoinPath(path, "a")));
+    return RemoveTree(path);
+  });
+  ASSERT_TRUE(Save(Path("checkpoint_0"), {"a"}).ok());
+  ASSERT_TRUE(RemoveCheckpoint(Path("checkpoint_0"), &disposal).ok());
+  ASSERT_TRUE(Save(Path("checkpoint_1"), {"a"}).ok());
+  EXPECT_EQ(ListDirectory(root_)->size(), 2u);
+  go.Notify();
+  disposal.Wait();
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_1"));
 }
 
 TEST(FileNames, FirstOfSeveral_HasNoNumber) {

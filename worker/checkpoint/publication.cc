@@ -109,7 +109,7 @@ bool MayPass(const absl::Status& error) {
 
 // Deletes what the registry no longer keeps. Not what has taken its name without the registry: that
 // folder is another checkpoint.
-absl::Status DeleteFolderOf(const RegisteredCheckpoint& record, TreeRemover* remover) {
+absl::Status DeleteFolderOf(const RegisteredCheckpoint& record, Disposal* disposal) {
   if (!record.published) {
     return record.staging.empty() ? absl::OkStatus()
                                   : RemoveUnpublished(record.staging, record.path);
@@ -127,16 +127,16 @@ absl::Status DeleteFolderOf(const RegisteredCheckpoint& record, TreeRemover* rem
       return absl::OkStatus();
     }
   }
-  return RemoveCheckpoint(record.path, remover);
+  return RemoveCheckpoint(record.path, disposal);
 }
 
-void DeleteSuperfluous(CheckpointRegistrar& registrar, Mutex* folder_mu, TreeRemover* remover,
+void DeleteSuperfluous(CheckpointRegistrar& registrar, Mutex* folder_mu, Disposal* disposal,
                        const std::vector<RegisteredCheckpoint>& records) {
   std::vector<uint64_t> deleted;
   for (const RegisteredCheckpoint& record : records) {
     const absl::Status removed = [&] {
       const OptionalLock lock(folder_mu);
-      return DeleteFolderOf(record, remover);
+      return DeleteFolderOf(record, disposal);
     }();
     if (removed.ok()) {
       deleted.push_back(record.id);
@@ -209,7 +209,7 @@ absl::Status DeleteUnregistered(const Publication& publication,
     if (newest.ok()) spared.push_back(*newest);
   }
   return folder.Rotate(publication.options.keep, publication.options.keep_every, spared,
-                       publication.options.remover);
+                       publication.options.disposal);
 }
 
 // After the rename. The checkpoint is whole and sealed in any case: a resume or the next
@@ -225,7 +225,7 @@ void Register(const Publication& publication, const RegisteredCheckpoint& record
     return;
   }
   MUSTER_FAILPOINT("worker.checkpoint_registered");
-  DeleteSuperfluous(registrar, publication.folder_mu, publication.options.remover, *superfluous);
+  DeleteSuperfluous(registrar, publication.folder_mu, publication.options.disposal, *superfluous);
   if (!numbered || publication.options.keep <= 0) return;
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar.List();
   const absl::Status rotated =
@@ -274,7 +274,7 @@ absl::StatusOr<uint64_t> Begin(const Publication& publication, int ranks,
 absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
   const OptionalLock lock(publication.folder_mu);
   const PublishOptions& options = publication.options;
-  MUSTER_RETURN_IF_ERROR(staging.Rename(options.remover));
+  MUSTER_RETURN_IF_ERROR(staging.Rename(options.disposal));
   if (!publication.folder.has_value() || options.keep <= 0) return absl::OkStatus();
   // The checkpoint is there: an old one that cannot be deleted does not change that.
   const absl::Status rotated = [&]() -> absl::Status {
@@ -283,7 +283,7 @@ absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
                             publication.folder->SeenPublished());
     const int keep = KeepBesides(*publication.folder, numbers, options.keep, pinned);
     return publication.folder->RotateAmong(numbers, keep, options.keep_every, pinned,
-                                           options.remover);
+                                           options.disposal);
   }();
   if (!rotated.ok()) MUSTER_LOG(Warning) << rotated.message();
   return absl::OkStatus();
@@ -310,7 +310,7 @@ absl::Status Finish(Staging& staging, const Publication& publication,
       publication.folder.has_value() || PinNamed(record, *publication.options.registrar);
   {
     const OptionalLock lock(publication.folder_mu);
-    if (const absl::Status renamed = staging.Rename(publication.options.remover); !renamed.ok()) {
+    if (const absl::Status renamed = staging.Rename(publication.options.disposal); !renamed.ok()) {
       // It is whole, and the next load gives it its name, or reads it where it is.
       staging.LetOthersRead();
       staging.Leave();
@@ -449,7 +449,7 @@ absl::StatusOr<std::string> NameSealed(const RegisteredCheckpoint& record,
   if (!superfluous.ok()) {
     MUSTER_LOG(Warning) << superfluous.status().message();
   } else {
-    DeleteSuperfluous(registrar, /*folder_mu=*/nullptr, /*remover=*/nullptr, *superfluous);
+    DeleteSuperfluous(registrar, /*folder_mu=*/nullptr, /*disposal=*/nullptr, *superfluous);
   }
   return record.path;
 }

@@ -10,11 +10,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/mutex.h"
+#include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/registrar.h"
 #include "worker/checkpoint/save_progress.h"
-#include "worker/checkpoint/tree_remover.h"
 #include "worker/collective/comm.h"
 
 namespace muster {
@@ -35,7 +35,7 @@ struct PublishOptions {
   SaveProgress* progress = nullptr;
   // What the checkpoint takes the place of is left to it, and the save before is waited for.
   // Borrowed. Null: a save ends when that is removed.
-  TreeRemover* remover = nullptr;
+  Disposal* disposal = nullptr;
 };
 
 struct Publication {

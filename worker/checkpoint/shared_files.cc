@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -57,10 +56,9 @@ absl::Status WriteMemory(int fd, absl::string_view bytes, uint64_t offset,
     const ssize_t written = pwrite(fd, bytes.data(), bytes.size(), static_cast<off_t>(offset));
     if (written < 0 && errno == EINTR) continue;
     if (written <= 0) {
-      return absl::ResourceExhaustedError(
-          absl::StrCat("no memory for ", bytes.size(), " bytes of ", name,
-                       ", which the ranks of this host read together: ",
-                       std::strerror(written == 0 ? ENOSPC : errno)));
+      return absl::ErrnoToStatus(written == 0 ? ENOSPC : errno,
+                                 absl::StrCat("no memory for ", bytes.size(), " bytes of ", name,
+                                              ", which the ranks of this host read together"));
     }
     bytes.remove_prefix(static_cast<size_t>(written));
     offset += static_cast<uint64_t>(written);
@@ -120,6 +118,7 @@ struct SharedFiles::Reading {
         return absl::UnavailableError(
             absl::StrCat(JoinPath(dir, files[i].name), " is another file than the first rank's"));
       }
+      MUSTER_RETURN_IF_ERROR(CheckMemoryFileSize(files[i].digest.bytes));
       MUSTER_ASSIGN_OR_RETURN(shared.files_[files[i].name],
                               OpenPeerFile(entries[i].get<std::string>(), O_RDWR));
     }

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -250,6 +251,23 @@ TEST_F(SharedFilesTest, NoSharedMemory_EachRankReadsForItself) {
     ASSERT_TRUE(shared.ok()) << shared.status();
     EXPECT_EQ((*shared)->PathOf(kModel), "");
   });
+}
+
+TEST_F(SharedFilesTest, NoMemoryForTheBlocks_IsTheSameErrorOnAllRanks) {
+  const std::vector<ManifestFile> files = Files();
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    SharedFiles::Options options;
+    options.create = [](const char* name) {
+      const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+      // It can be sized, and every write fails.
+      EXPECT_EQ(fcntl(fd, F_ADD_SEALS, F_SEAL_WRITE), 0);
+      return fd;
+    };
+    const auto shared = SharedFiles::Read(comm, dir_, files, options);
+    errors[comm.rank()] = std::string(shared.status().message());
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("rank 0: no memory for "), HasSubstr(kModel))));
 }
 
 TEST_F(SharedFilesTest, DamagedBlock_IsTheSameErrorOnAllRanks) {

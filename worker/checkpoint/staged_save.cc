@@ -72,11 +72,10 @@ absl::StatusOr<std::vector<Copy>> ReadCopies(const std::string& dir, bool* hidde
 }  // namespace
 
 absl::StatusOr<StagedSave> StagedSave::Begin(Comm& comm, const std::string& dir, NodeGroups groups,
-                                             bool replaces, TreeRemover* remover,
-                                             Mutex* folder_mu) {
+                                             bool replaces, Disposal* disposal, Mutex* folder_mu) {
   StagedSave save(std::move(groups), folder_mu);
   const absl::Status created = OnlyLeader(save.groups_, folder_mu, [&]() -> absl::Status {
-    if (remover != nullptr) remover->Wait();
+    if (disposal != nullptr) disposal->Wait();
     absl::StatusOr<Staging> staging = Staging::Create(dir, replaces);
     MUSTER_RETURN_IF_ERROR(staging.status());
     save.staging_.emplace(*std::move(staging));
@@ -112,7 +111,7 @@ absl::Status StagedSave::Publish(Comm& comm, Publication publication, const absl
   // The checkpoint is there: an old one that cannot be deleted does not change that.
   const absl::Status rotated =
       RotateOnNodes(comm, *publication.folder, groups_, publication.options.keep,
-                    publication.options.keep_every, mu_, publication.options.remover);
+                    publication.options.keep_every, mu_, publication.options.disposal);
   if (!rotated.ok() && comm.rank() == 0) MUSTER_LOG(Warning) << rotated.message();
   return absl::OkStatus();
 }
@@ -141,7 +140,7 @@ absl::Status StagedSave::PublishOnNodes(Comm& comm, const Publication& publicati
   MUSTER_RETURN_IF_ERROR(
       AgreeOfLeaders(comm, groups_, OnlyLeader(groups_, mu_, [&] { return staging_->Commit(); })));
   return AgreeOfLeaders(comm, groups_, OnlyLeader(groups_, mu_, [&] {
-                          return staging_->Finish(publication.options.remover);
+                          return staging_->Finish(publication.options.disposal);
                         }));
 }
 
@@ -207,7 +206,7 @@ absl::Status SettleNodes(Comm& comm, const std::string& dir, const NodeGroups& g
 }
 
 absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const NodeGroups& groups,
-                           int keep, int64_t keep_every, Mutex* folder_mu, TreeRemover* remover) {
+                           int keep, int64_t keep_every, Mutex* folder_mu, Disposal* disposal) {
   std::vector<int64_t> mine;
   MUSTER_RETURN_IF_ERROR(
       AgreeOfLeaders(comm, groups, OnlyLeader(groups, folder_mu, [&]() -> absl::Status {
@@ -231,7 +230,7 @@ absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const Nod
     for (const int64_t number : mine) {
       if (number >= oldest_kept) continue;
       if (StaysForItsStep(folder.PathOf(number), keep_every)) continue;
-      MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(folder.PathOf(number), remover));
+      MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(folder.PathOf(number), disposal));
     }
     return SyncDirectory(folder.root());
   });

@@ -9,11 +9,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/mutex.h"
+#include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
-#include "worker/checkpoint/tree_remover.h"
 #include "worker/collective/comm.h"
 
 namespace muster {
@@ -32,12 +32,12 @@ class StagedSave {
  public:
   // Collective. `dir` may differ between nodes. `groups`: from FindNodeGroups(), or
   // NodeGroups::Shared(). `replaces`: as of Staging::Create. `folder_mu`, if not null, is held
-  // while this process changes folders, and never during a collective. `remover`, if not null, is
+  // while this process changes folders, and never during a collective. `disposal`, if not null, is
   // waited for: the disk has room for one checkpoint more, and what it removes is not to be taken
   // for what a dead writer has left. Errors, the same on every rank: as Staging::Create on a
   // leader.
   static absl::StatusOr<StagedSave> Begin(Comm& comm, const std::string& dir, NodeGroups groups,
-                                          bool replaces, TreeRemover* remover,
+                                          bool replaces, Disposal* disposal,
                                           Mutex* folder_mu = nullptr);
 
   StagedSave(StagedSave&&) = default;
@@ -82,10 +82,10 @@ absl::Status SettleNodes(Comm& comm, const std::string& dir, const NodeGroups& g
 
 // Collective. Removes the oldest numbered checkpoints so that `keep` (>= 1) are left of those that
 // every node has; on every node. Incomplete ones that are older than those go too. Those whose step
-// is a multiple of `keep_every` (0: none) stay. `remover`: as of RemoveCheckpoint.
+// is a multiple of `keep_every` (0: none) stay. `disposal`: as of RemoveCheckpoint.
 absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const NodeGroups& groups,
                            int keep, int64_t keep_every = 0, Mutex* folder_mu = nullptr,
-                           TreeRemover* remover = nullptr);
+                           Disposal* disposal = nullptr);
 
 }  // namespace muster
 

@@ -41,10 +41,10 @@ absl::Status SaveStaged(Comm& comm, Publication publication, NodeGroups groups,
     const absl::Duration took = clock.Now() - start;
     return SaveTimes{.stall = took, .save = took};
   };
-  MUSTER_ASSIGN_OR_RETURN(
-      StagedSave staged,
-      StagedSave::Begin(comm, publication.path, std::move(groups),
-                        /*replaces=*/!publication.folder.has_value(), publication.options.remover));
+  MUSTER_ASSIGN_OR_RETURN(StagedSave staged,
+                          StagedSave::Begin(comm, publication.path, std::move(groups),
+                                            /*replaces=*/!publication.folder.has_value(),
+                                            publication.options.disposal));
   StateWriter writer(staged.path(), comm.rank());
   std::unique_ptr<SaveProgress::Save> progress;
   if (SaveProgress* const all = publication.options.progress; all != nullptr) {

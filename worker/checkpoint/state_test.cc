@@ -19,8 +19,8 @@
 #include "base/test_folder.h"
 #include "base/test_held_report.h"
 #include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/publication.h"
-#include "worker/checkpoint/tree_remover.h"
 #include "worker/collective/thread_comm.h"
 
 namespace muster {
@@ -314,15 +314,19 @@ TEST_F(StateTest, OldCheckpointThatIsRemovedLater_IsWaitedForByTheNextSaveOnly) 
   const CheckpointFolder folder(root_);
   Notification go;
   std::atomic<bool> gone{false};
-  TreeRemover remover([&](const std::string& path) {
+  Disposal disposal([&](const std::string& path) {
     go.WaitForNotification();
+    // Longer than it takes a save to begin.
+    for (int i = 0; i < 300; ++i) {
+      EXPECT_TRUE(WriteFileAtomically(JoinPath(path, "more"), "bytes").ok());
+    }
     const absl::Status removed = RemoveTree(path);
     gone = true;
     return removed;
   });
   RunRanks(2, [&](Comm& comm) {
     const auto save = [&](int64_t iteration, bool removed) {
-      const PublishOptions options{.keep = 1, .remover = comm.rank() == 0 ? &remover : nullptr};
+      const PublishOptions options{.keep = 1, .disposal = comm.rank() == 0 ? &disposal : nullptr};
       return SaveNumberedCheckpoint(comm, folder, {.iteration = iteration}, options,
                                     [&](StateWriter& writer) -> absl::Status {
                                       EXPECT_EQ(gone, removed);
@@ -337,7 +341,7 @@ TEST_F(StateTest, OldCheckpointThatIsRemovedLater_IsWaitedForByTheNextSaveOnly) 
     if (comm.rank() == 1) go.Notify();
     ASSERT_TRUE(save(2, true).ok());
   });
-  remover.Wait();
+  disposal.Wait();
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_2"));
 }
 

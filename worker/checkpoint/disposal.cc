@@ -1,0 +1,94 @@
+#include "worker/checkpoint/disposal.h"
+
+#include <cstdlib>
+#include <system_error>
+#include <utility>
+
+#include "base/file.h"
+#include "base/log.h"
+
+namespace muster {
+
+Disposal::Disposal(std::function<absl::Status(const std::string& path)> remove)
+    : remove_(remove != nullptr ? std::move(remove) : RemoveTree) {}
+
+Disposal::~Disposal() {
+  std::thread thread;
+  {
+    MutexLock lock(&mu_);
+    stop_ = true;
+    changed_.SignalAll();
+    thread = std::move(thread_);
+  }
+  if (thread.joinable()) thread.join();
+}
+
+Disposal& Disposal::OfProcess() {
+  static Disposal* const disposal = [] {
+    auto* const made = new Disposal;
+    (void)std::atexit([] { OfProcess().Wait(); });
+    return made;
+  }();
+  return *disposal;
+}
+
+void Disposal::Remove(std::string path, OwnedFd lock) {
+  Add({.path = std::move(path), .memory = nullptr, .lock = std::move(lock)});
+}
+
+void Disposal::Free(std::shared_ptr<const void> memory) {
+  Add({.path = "", .memory = std::move(memory), .lock = OwnedFd()});
+}
+
+void Disposal::Add(Item item) {
+  {
+    MutexLock lock(&mu_);
+    try {
+      if (!thread_.joinable()) thread_ = std::thread([this] { Run(); });
+      queue_.push_back(std::move(item));
+      changed_.SignalAll();
+      return;
+    } catch (const std::system_error&) {
+      // No thread: it is done here.
+    }
+  }
+  Do(std::move(item));
+}
+
+bool Disposal::busy() const {
+  MutexLock lock(&mu_);
+  return working_ || !queue_.empty();
+}
+
+void Disposal::Wait() {
+  MutexLock lock(&mu_);
+  while (working_ || !queue_.empty()) changed_.Wait(&mu_);
+}
+
+void Disposal::Run() {
+  while (true) {
+    Item item;
+    {
+      MutexLock lock(&mu_);
+      working_ = false;
+      changed_.SignalAll();
+      while (queue_.empty() && !stop_) changed_.Wait(&mu_);
+      if (queue_.empty()) return;
+      item = std::move(queue_.front());
+      queue_.pop_front();
+      working_ = true;
+    }
+    Do(std::move(item));
+  }
+}
+
+// By value: what it holds is gone when it returns.
+void Disposal::Do(Item item) const {  // NOLINT(performance-unnecessary-value-param)
+  if (item.path.empty()) return;
+  // The next save in this folder removes what is left.
+  if (const absl::Status removed = remove_(item.path); !removed.ok()) {
+    MUSTER_LOG(Warning) << removed.message();
+  }
+}
+
+}  // namespace muster

@@ -1,0 +1,67 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_DISPOSAL_H_
+#define MUSTER_WORKER_CHECKPOINT_DISPOSAL_H_
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/status/status.h"
+#include "base/mutex.h"
+#include "base/owned_fd.h"
+
+namespace muster {
+
+// Does away with folders and memory beside what its callers do, in the order of the calls: a tenth
+// of a second or more for each GiB, for which no training has to wait. Thread-safe.
+class Disposal {
+ public:
+  // `remove`: null, or what is called in place of RemoveTree().
+  explicit Disposal(std::function<absl::Status(const std::string& path)> remove = nullptr);
+  // Waits.
+  ~Disposal();
+  Disposal(const Disposal&) = delete;
+  Disposal& operator=(const Disposal&) = delete;
+
+  // That of this process, which lives as long as it does: one program after another saves into one
+  // folder, and each waits for what the one before does away with. A program that returns from
+  // main() or calls exit() waits for it, too.
+  static Disposal& OfProcess();
+
+  // Removes the file or folder at `path`, which nobody looks for under this name any more. Does not
+  // block on the disk, unless the system has no thread for it. An error is a warning in the log.
+  // `lock`: closed afterwards.
+  void Remove(std::string path, OwnedFd lock = OwnedFd());
+
+  // Lets go of `memory`, as its last owner perhaps.
+  void Free(std::shared_ptr<const void> memory);
+
+  // Whether something is still to be done.
+  bool busy() const;
+
+  // Blocks until all is done, so that its place on the disk or in memory is free.
+  void Wait();
+
+ private:
+  struct Item {
+    std::string path;  // empty: there is memory
+    std::shared_ptr<const void> memory;
+    OwnedFd lock;
+  };
+  void Add(Item item);
+  void Run();
+  void Do(Item item) const;
+
+  const std::function<absl::Status(const std::string&)> remove_;
+  mutable Mutex mu_;
+  CondVar changed_;
+  std::deque<Item> queue_ ABSL_GUARDED_BY(mu_);
+  bool working_ ABSL_GUARDED_BY(mu_) = false;
+  bool stop_ ABSL_GUARDED_BY(mu_) = false;
+  std::thread thread_ ABSL_GUARDED_BY(mu_);  // from the first item on
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_DISPOSAL_H_
