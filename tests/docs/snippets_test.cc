@@ -1,5 +1,5 @@
-// Compiles the C++ of docs/*.md as it is printed: extract.py makes PAGE_N.inc of the N-th block of a
-// page. What a page leaves to its reader (a net, a data set) is declared here.
+// Compiles the C++ of docs/*.md as it is printed: extract.py makes PAGE_N.inc of the N-th block of
+// a page. What a page leaves to its reader (a net, a data set) is declared here.
 #include <cstdint>
 #include <filesystem>
 #include <memory>
