@@ -655,7 +655,7 @@ struct Trainer {
 void ExpectResumesExactly(
     int ranks,
     const std::function<void(Accelerator&, Trainer&, const std::function<bool()>& stop)>& program,
-    int stops) {
+    int stops, const std::string& label = "") {
   const auto run = [&](const std::string& root, int stop_at, std::vector<std::string>* seen) {
     AcceleratorOptions options;
     options.project.directory = root;
@@ -674,7 +674,7 @@ void ExpectResumesExactly(
     });
   };
   std::vector<std::string> whole;
-  const std::string name = testing::UnitTest::GetInstance()->current_test_info()->name();
+  const std::string name = testing::UnitTest::GetInstance()->current_test_info()->name() + label;
   run(TestDir(name + "_whole" + std::to_string(ranks)), -1, &whole);
   ASSERT_FALSE(whole.empty());
   for (int stop = 0; stop < stops; ++stop) {
@@ -910,6 +910,115 @@ TEST(Epochs, EvaluationLeftByABreak_BeginsAtItsStart) {
     for (auto& batch : evaluation) samples += batch.info().size;
     EXPECT_EQ(samples, 6);
   });
+}
+
+// What a pair of loaders that are read together gives, with that of the shorter one begun again at
+// its end; `step` trains on both.
+template <class Long, class Short, class Step>
+void TrainTogether(Long& longer, Short& shorter, bool begin_at_head, Step step) {
+  auto it = shorter.begin();
+  for (auto& batch : longer) {
+    if (begin_at_head && it == shorter.end()) it = shorter.begin();
+    if (!step(batch, *it)) return;
+    if (++it == shorter.end() && !begin_at_head) it = shorter.begin();
+  }
+}
+
+TEST(Epochs, ShorterLoaderThatBeginsAgainBesideALongerOne_IsResumed) {
+  struct Case {
+    int64_t length, shorter_length;
+    bool say;            // which one decides
+    bool begin_at_head;  // of the next batch, else at once
+  };
+  for (const auto& [length, shorter_length, say, begin_at_head] :
+       std::vector<Case>{{14, 4, true, false},
+                         {14, 4, false, false},
+                         {12, 4, false, true},
+                         {6, 2, false, true},
+                         {4, 4, false, true}}) {
+    SCOPED_TRACE(absl::StrCat(length, ", ", shorter_length, ", ", say));
+    ExpectResumesExactly(
+        1,
+        [&](Accelerator& a, Trainer& t, const std::function<bool()>& stop) {
+          auto [longer, shorter, last] =
+              a.prepare(batches(TensorDataset(Rows(length)), 2).shuffle(true),
+                        batches(TensorDataset(Rows(shorter_length)), 2).shuffle(true),
+                        batches(TensorDataset(Rows(4)), 2).shuffle(true));
+          ASSERT_TRUE(a.load_state_if_present().ok());
+          for (int64_t epoch : a.epochs(2)) {
+            (void)epoch;
+            bool stopped = false;
+            TrainTogether(longer, shorter, begin_at_head, [&](auto& x, auto& y) {
+              auto scope = say ? a.accumulate(x) : a.accumulate();
+              t.seen->push_back(absl::StrCat(x.value().sum().template item<int64_t>(), "+",
+                                             y.value()[0].template item<int64_t>()));
+              a.backward(Loss(t.model(x.value() + y.value())));
+              t.optimizer.step();
+              t.optimizer.zero_grad();
+              stopped = stop();
+              return !stopped;
+            });
+            if (stopped || stop()) return;
+            for (auto& batch : last) {
+              t.Step(batch, "c");
+              if (stop()) return;
+            }
+            if (stop()) return;
+          }
+        },
+        static_cast<int>(2 * (length / 2 + 4) - 2), absl::StrCat(length, shorter_length, say));
+  }
+}
+
+TEST(Epochs, SaveWhileTheShorterLoaderIsInItsMiddle_BeginsTheNextEpochAnew) {
+  ExpectResumesExactly(
+      1,
+      [](Accelerator& a, Trainer& t, const std::function<bool()>& stop) {
+        auto [longer, shorter] = a.prepare(batches(TensorDataset(Rows(6)), 2).shuffle(true),
+                                           batches(TensorDataset(Rows(4)), 2).shuffle(true));
+        ASSERT_TRUE(a.load_state_if_present().ok());
+        for (int64_t epoch : a.epochs(3)) {
+          (void)epoch;
+          auto it = shorter.begin();
+          for (auto& batch : longer) {
+            if (it == shorter.end()) it = shorter.begin();
+            auto scope = a.accumulate(batch);
+            t.seen->push_back(absl::StrCat((*it).value()[0].item<int64_t>()));
+            a.backward(Loss(t.model(batch.value() + (*it).value())));
+            t.optimizer.step();
+            t.optimizer.zero_grad();
+            ++it;
+          }
+          if (stop()) return;
+        }
+      },
+      2);
+}
+
+TEST(Epochs, InnerTrainingLoop_IsResumedInItsPassOfTheOuterBatch) {
+  ExpectResumesExactly(
+      1,
+      [](Accelerator& a, Trainer& t, const std::function<bool()>& stop) {
+        auto [tasks, inner, last] = a.prepare(batches(TensorDataset(Rows(3)), 1).shuffle(true),
+                                              batches(TensorDataset(Rows(6)), 2).shuffle(true),
+                                              batches(TensorDataset(Rows(4)), 2).shuffle(true));
+        ASSERT_TRUE(a.load_state_if_present().ok());
+        for (int64_t epoch : a.epochs(2)) {
+          (void)epoch;
+          for (auto& task : tasks) {
+            for (auto& batch : inner) {
+              t.Step(batch, absl::StrCat("task ", task.value().item<int64_t>(), ": "));
+              // At the first batch of both, tasks and batches may be read side by side.
+              if (task.info().index + batch.info().index > 0 && stop()) return;
+            }
+          }
+          for (auto& batch : last) {
+            t.Step(batch, "last ");
+            if (stop()) return;
+          }
+        }
+      },
+      2 * (3 * 3 + 1) - 1);
 }
 
 // Stages and folds that each loop over epochs().
