@@ -10,6 +10,7 @@
 
 #include "absl/base/config.h"
 #include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -491,6 +492,16 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     jobs.push_back(*std::move(described));
   }
   if (!wanted.empty() && jobs.empty()) {
+    // A launch by its name, else the attempt of a submitted job.
+    if (wanted != line.words[0] && !absl::StartsWith(line.words[0], kLaunchPrefix)) {
+      return Fail(spec, context,
+                  absl::NotFoundError(absl::StrCat(
+                      "no process of job ", line.words[0],
+                      " has joined by Muster's library yet, as those of other programs never do; "
+                      "muster describe ",
+                      line.words[0], " shows where they run")),
+                  kExitNotFound);
+    }
     return Fail(spec, context,
                 SuggestJob(connection, line.words[0],
                            absl::NotFoundError(absl::StrCat("the coordinator at ", address,

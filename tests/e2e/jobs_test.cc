@@ -106,6 +106,8 @@ TEST_F(JobsTest, WholeStory_FromSubmissionToTheLogs) {
               ElementsAre("[0]: rank 0 of 4: flag", "[1]: rank 1 of 4: flag",
                           "[2]: rank 2 of 4: flag", "[3]: rank 3 of 4: flag"));
   EXPECT_EQ(Run({"list", "-o", "name"}), "hello-1");
+  // A shell joins nothing, so there are no workers to show.
+  EXPECT_THAT(Run({"status", "hello-1"}, 3), HasSubstr("muster describe hello-1 shows"));
   for (const char* const command : {"logs", "top", "status", "stacks", "barrier", "remove"}) {
     EXPECT_THAT(Run({command, "helo-1"}, 3), HasSubstr("did you mean hello-1?")) << command;
   }
