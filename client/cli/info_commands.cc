@@ -469,10 +469,12 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     return std::any_of(reply.jobs().begin(), reply.jobs().end(),
                        [&](const v1::JobStatus& job) { return job.job_id() == name; });
   };
+  bool is_submitted = false;
   if (!wanted.empty()) {
     // A submitted job; of a program without Muster's library only the agents are known.
     const absl::StatusOr<std::string> group = GroupOf(connection, wanted);
     if (!group.ok()) return FailCall(spec, context, group.status());
+    is_submitted = *group != wanted && !absl::StartsWith(wanted, kLaunchPrefix);
     for (const std::string& name : {*group, *group + kAgentsSuffix}) {
       if (!is_known(name)) continue;
       wanted = name;
@@ -492,8 +494,7 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     jobs.push_back(*std::move(described));
   }
   if (!wanted.empty() && jobs.empty()) {
-    // A launch by its name, else the attempt of a submitted job.
-    if (wanted != line.words[0] && !absl::StartsWith(line.words[0], kLaunchPrefix)) {
+    if (is_submitted) {
       return Fail(spec, context,
                   absl::NotFoundError(absl::StrCat(
                       "no process of job ", line.words[0],
