@@ -1095,6 +1095,45 @@ TEST(SideBySide, LoadersOfDifferentLength_AskForTheBatchThatDecides) {
   EXPECT_THAT(ErrorsOf(1, Accumulating(2), [&](Accelerator& a) { train(a, true); }), Each(""));
 }
 
+// A contrastive loss: each row against the rows of all processes.
+TEST(Contrastive, LossOverTheRowsOfAllProcesses_TrainsAsOnOne) {
+  const at::Tensor rows = at::linspace(-2, 2, 24).reshape({8, 3}).sin();
+  const auto loss_of = [](const at::Tensor& z) {
+    return -z.matmul(z.t()).log_softmax(1).diagonal().mean();
+  };
+  const auto make = [] {
+    torch::nn::Linear net(3, 2);
+    const at::NoGradGuard no_grad;
+    net->weight.copy_(at::linspace(-0.5, 0.5, 6).reshape({2, 3}));
+    net->bias.zero_();
+    return net;
+  };
+  torch::nn::Linear alone = make();
+  torch::optim::SGD sgd_alone(alone->parameters(), 0.5);
+  for (int step = 0; step < 3; ++step) {
+    sgd_alone.zero_grad();
+    loss_of(alone(rows)).backward();
+    sgd_alone.step();
+  }
+  RunAccelerators(2, {}, [&](Accelerator& a) {
+    torch::nn::Linear net = make();
+    torch::optim::SGD sgd(net->parameters(), 0.5);
+    auto [model, optimizer, loader] = a.prepare(net, sgd, batches(TensorDataset(rows), 4));
+    for (int step = 0; step < 3; ++step) {
+      for (auto& batch : loader) {
+        const at::Tensor z = model(batch.value());
+        std::vector<at::Tensor> parts = a.gather(z.detach()).chunk(a.num_processes());
+        parts[a.process_index()] = z;
+        a.backward(loss_of(at::cat(parts)) * a.num_processes());
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    }
+    EXPECT_TRUE(at::allclose(net->weight, alone->weight, 1e-5, 1e-6))
+        << net->weight << alone->weight;
+  });
+}
+
 TEST(Accumulate, AroundTheLoop_IsRefusedAndNotLeftWithoutSteps) {
   const auto train = [](Accelerator& a) {
     std::vector<std::string> seen;

@@ -92,8 +92,7 @@ struct Row {
   torch::Tensor ids;
 };
 
-absl::Status Tune(muster::Accelerator& accelerator,
-                                   const std::vector<Row>& loader) {
+absl::Status Tune(muster::Accelerator& accelerator, const std::vector<Row>& loader){
 #include "tests/docs/models_1.inc"
 }
 
@@ -103,8 +102,8 @@ absl::Status Load(const std::string& dir) {
   return model.ok() ? classifier.status() : model.status();
 }
 
-void Generate(absl::StatusOr<muster::models::CausalLm>& model,
-                               const torch::Tensor& ids, const torch::Tensor& attention_mask) {
+void Generate(absl::StatusOr<muster::models::CausalLm>& model, const torch::Tensor& ids,
+              const torch::Tensor& attention_mask){
 #include "tests/docs/models_4.inc"
 }
 
@@ -114,8 +113,14 @@ absl::Status Adapt(absl::StatusOr<muster::models::CausalLm>& model) {
 }  // namespace models
 
 namespace programs {
-void Register(muster::Accelerator& accelerator, Net net) {
+void LossOverAll(muster::Accelerator& accelerator, muster::AcceleratedModel<Net>& model,
+                 const torch::Tensor& x) {
+  auto contrastive = [](const torch::Tensor& rows) { return rows.mean(); };
 #include "tests/docs/programs_1.inc"
+}
+
+void Register(muster::Accelerator& accelerator, Net net) {
+#include "tests/docs/programs_2.inc"
 }
 }  // namespace programs
 
@@ -127,7 +132,7 @@ void Train(Net net, torch::optim::AdamW& adamw) {
 #include "tests/docs/sharding_1.inc"
 }
 
-void Groups(muster::Accelerator& accelerator, Net net) {
+void Groups(muster::Accelerator& accelerator, Net net){
 #include "tests/docs/sharding_2.inc"
 }
 
@@ -144,8 +149,7 @@ void Deferred(muster::Accelerator& accelerator) {
 #include "tests/docs/sharding_4.inc"
 }
 
-absl::Status Average(muster::Accelerator& accelerator, Net net,
-                                      torch::optim::AdamW& adamw) {
+absl::Status Average(muster::Accelerator& accelerator, Net net, torch::optim::AdamW& adamw) {
   auto evaluate = [](auto&) {};
   auto [model, optimizer, loader] =
       accelerator.prepare(net, adamw, muster::batches(TrainData(), 8));
@@ -158,8 +162,7 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-torch::Tensor Call(std::vector<Block>& blocks_, torch::Tensor x,
-                                    torch::Tensor mask) {
+torch::Tensor Call(std::vector<Block>& blocks_, torch::Tensor x, torch::Tensor mask) {
 #include "tests/docs/sharding_6.inc"
   return x;
 }
@@ -179,8 +182,7 @@ absl::Status Encode() {
 }  // namespace tokenizers
 
 namespace triggers {
-absl::Status Step(muster::Accelerator& accelerator,
-                                   muster::AcceleratedOptimizer& optimizer) {
+absl::Status Step(muster::Accelerator& accelerator, muster::AcceleratedOptimizer& optimizer) {
 #include "tests/docs/triggers_1.inc"
   return absl::OkStatus();
 }
@@ -192,8 +194,7 @@ absl::Status Load(muster::Accelerator& accelerator, torch::optim::AdamW& adamw) 
   return absl::OkStatus();
 }
 
-absl::Status LoadCheckpoint(muster::Accelerator& accelerator, Net net,
-                                             torch::optim::AdamW& adamw) {
+absl::Status LoadCheckpoint(muster::Accelerator& accelerator, Net net, torch::optim::AdamW& adamw) {
 #include "tests/docs/weights_2.inc"
   return absl::OkStatus();
 }
