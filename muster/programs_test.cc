@@ -912,6 +912,29 @@ TEST(Epochs, EvaluationLeftByABreak_BeginsAtItsStart) {
   });
 }
 
+TEST(Epochs, LoopLeftEarlyInEveryEpoch_IsWarnedOfWhereItIsSaved) {
+  SetLogLevel(LogLevel::kInfo);
+  for (const bool save : {true, false}) {
+    testing::internal::CaptureStderr();
+    RunAccelerators(1, {}, [&](Accelerator& a) {
+      std::vector<std::string> seen;
+      Trainer t(a, &seen);
+      auto loader = a.prepare(batches(TensorDataset(Rows(8)), 2));
+      for (int64_t epoch : a.epochs(2)) {
+        for (auto& batch : loader) {
+          t.Step(batch, "a");
+          if (batch.info().index == 1) break;
+        }
+        if (save) {
+          ASSERT_TRUE(a.save_state(TestDir(absl::StrCat("left_early_", epoch))).ok());
+        }
+      }
+    });
+    const std::string log = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(log.find("left before its last batch") != std::string::npos, save) << log;
+  }
+}
+
 // What a pair of loaders that are read together gives, with that of the shorter one begun again at
 // its end; `step` trains on both.
 template <class Long, class Short, class Step>

@@ -243,6 +243,14 @@ void LoopTracker::SetEpoch(int64_t epoch, bool open) {
     }
   }
   if (ends && resumed_ && epoch_ == first_epoch_) GiveUpLoadedPlaces();
+  if (ends && !saved_left_early_.empty() && !std::exchange(left_early_told_, true)) {
+    MUSTER_LOG(Warning)
+        << saved_left_early_ << " was saved in epoch " << epoch_
+        << " after a training loop had been left before its last batch, and the program goes on "
+           "with the next epoch. A run resumed from there continues that loop first, as after an "
+           "interruption, so it takes more steps than this one. Give such an epoch a data set or a "
+           "sampler of its length in place of a break";
+  }
   if (epoch != first_epoch_) passes_to_skip_.clear();
   epoch_ = epoch;
   if (open) furthest_epoch_ = std::max(furthest_epoch_, epoch);
@@ -251,6 +259,7 @@ void LoopTracker::SetEpoch(int64_t epoch, bool open) {
   trained_in_epoch_ = false;
   trained_outside_ = false;
   claimed_done_.clear();
+  saved_left_early_.clear();
   std::fill(finished_passes_.begin(), finished_passes_.end(), 0);
   std::fill(begins_again_.begin(), begins_again_.end(), false);
 }
@@ -370,6 +379,7 @@ void LoopTracker::LoadPlace(const CheckpointInfo& info, size_t loaders) {
 
 void LoopTracker::NoteSaved(const std::string& path, bool done) {
   claimed_done_ = done && trained_in_epoch_ ? path : "";
+  if (!done && epoch_open_ && interrupted_) saved_left_early_ = path;
   if (!epochs_began_anew_ || std::exchange(anew_told_, true)) return;
   MUSTER_LOG(Warning) << "saved in a second loop over epochs(): " << path
                       << " records one count of epochs, so a run that resumes from it begins every "

@@ -131,6 +131,8 @@ class LoopTracker {
   bool epochs_began_anew_ = false;
   bool anew_told_ = false;
   std::string claimed_done_;  // the state that was saved in this epoch and takes it for finished
+  std::string saved_left_early_;  // the one that was saved after a training loop was left early
+  bool left_early_told_ = false;
 };
 
 }  // namespace muster::internal
