@@ -169,6 +169,7 @@ Comm& Accelerator::CommFor(const char* call) {
 }
 const BatchInfo* Accelerator::BatchOfMetrics() const { return core_->BatchOfMetrics(); }
 internal::AccumulateScope Accelerator::Accumulate(const BatchInfo& info) {
+  core_->loops().NoteDecides(info.iteration);
   return core_->steps().Accumulate(info);
 }
 void Accelerator::Register(std::function<StateDict()> save,

@@ -655,7 +655,7 @@ struct Trainer {
 void ExpectResumesExactly(
     int ranks,
     const std::function<void(Accelerator&, Trainer&, const std::function<bool()>& stop)>& program,
-    int stops) {
+    int stops, const std::string& label = "") {
   const auto run = [&](const std::string& root, int stop_at, std::vector<std::string>* seen) {
     AcceleratorOptions options;
     options.project.directory = root;
@@ -674,7 +674,7 @@ void ExpectResumesExactly(
     });
   };
   std::vector<std::string> whole;
-  const std::string name = testing::UnitTest::GetInstance()->current_test_info()->name();
+  const std::string name = testing::UnitTest::GetInstance()->current_test_info()->name() + label;
   run(TestDir(name + "_whole" + std::to_string(ranks)), -1, &whole);
   ASSERT_FALSE(whole.empty());
   for (int stop = 0; stop < stops; ++stop) {
@@ -912,6 +912,138 @@ TEST(Epochs, EvaluationLeftByABreak_BeginsAtItsStart) {
   });
 }
 
+TEST(Epochs, LoopLeftEarlyInEveryEpoch_IsWarnedOfWhereItIsSaved) {
+  SetLogLevel(LogLevel::kInfo);
+  for (const bool save : {true, false}) {
+    testing::internal::CaptureStderr();
+    RunAccelerators(1, {}, [&](Accelerator& a) {
+      std::vector<std::string> seen;
+      Trainer t(a, &seen);
+      auto loader = a.prepare(batches(TensorDataset(Rows(8)), 2));
+      for (int64_t epoch : a.epochs(2)) {
+        for (auto& batch : loader) {
+          t.Step(batch, "a");
+          if (batch.info().index == 1) break;
+        }
+        if (save) {
+          ASSERT_TRUE(a.save_state(TestDir(absl::StrCat("left_early_", epoch))).ok());
+        }
+      }
+    });
+    const std::string log = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(log.find("left before its last batch") != std::string::npos, save) << log;
+  }
+}
+
+// What a pair of loaders that are read together gives, with that of the shorter one begun again at
+// its end; `step` trains on both.
+template <class Long, class Short, class Step>
+void TrainTogether(Long& longer, Short& shorter, bool begin_at_head, Step step) {
+  auto it = shorter.begin();
+  for (auto& batch : longer) {
+    if (begin_at_head && it == shorter.end()) it = shorter.begin();
+    if (!step(batch, *it)) return;
+    if (++it == shorter.end() && !begin_at_head) it = shorter.begin();
+  }
+}
+
+TEST(Epochs, ShorterLoaderThatBeginsAgainBesideALongerOne_IsResumed) {
+  struct Case {
+    int64_t length, shorter_length;
+    bool say;            // which one decides
+    bool begin_at_head;  // of the next batch, else at once
+  };
+  for (const auto& [length, shorter_length, say, begin_at_head] :
+       std::vector<Case>{{14, 4, true, false},
+                         {14, 4, false, false},
+                         {12, 4, false, true},
+                         {6, 2, false, true},
+                         {4, 4, false, true}}) {
+    SCOPED_TRACE(absl::StrCat(length, ", ", shorter_length, ", ", say));
+    ExpectResumesExactly(
+        1,
+        [&](Accelerator& a, Trainer& t, const std::function<bool()>& stop) {
+          auto [longer, shorter, last] =
+              a.prepare(batches(TensorDataset(Rows(length)), 2).shuffle(true),
+                        batches(TensorDataset(Rows(shorter_length)), 2).shuffle(true),
+                        batches(TensorDataset(Rows(4)), 2).shuffle(true));
+          ASSERT_TRUE(a.load_state_if_present().ok());
+          for (int64_t epoch : a.epochs(2)) {
+            (void)epoch;
+            bool stopped = false;
+            TrainTogether(longer, shorter, begin_at_head, [&](auto& x, auto& y) {
+              auto scope = say ? a.accumulate(x) : a.accumulate();
+              t.seen->push_back(absl::StrCat(x.value().sum().template item<int64_t>(), "+",
+                                             y.value()[0].template item<int64_t>()));
+              a.backward(Loss(t.model(x.value() + y.value())));
+              t.optimizer.step();
+              t.optimizer.zero_grad();
+              stopped = stop();
+              return !stopped;
+            });
+            if (stopped || stop()) return;
+            for (auto& batch : last) {
+              t.Step(batch, "c");
+              if (stop()) return;
+            }
+            if (stop()) return;
+          }
+        },
+        static_cast<int>(2 * (length / 2 + 4) - 2), absl::StrCat(length, shorter_length, say));
+  }
+}
+
+TEST(Epochs, SaveWhileTheShorterLoaderIsInItsMiddle_BeginsTheNextEpochAnew) {
+  ExpectResumesExactly(
+      1,
+      [](Accelerator& a, Trainer& t, const std::function<bool()>& stop) {
+        auto [longer, shorter] = a.prepare(batches(TensorDataset(Rows(6)), 2).shuffle(true),
+                                           batches(TensorDataset(Rows(4)), 2).shuffle(true));
+        ASSERT_TRUE(a.load_state_if_present().ok());
+        for (int64_t epoch : a.epochs(3)) {
+          (void)epoch;
+          auto it = shorter.begin();
+          for (auto& batch : longer) {
+            if (it == shorter.end()) it = shorter.begin();
+            auto scope = a.accumulate(batch);
+            t.seen->push_back(absl::StrCat((*it).value()[0].item<int64_t>()));
+            a.backward(Loss(t.model(batch.value() + (*it).value())));
+            t.optimizer.step();
+            t.optimizer.zero_grad();
+            ++it;
+          }
+          if (stop()) return;
+        }
+      },
+      2);
+}
+
+TEST(Epochs, InnerTrainingLoop_IsResumedInItsPassOfTheOuterBatch) {
+  ExpectResumesExactly(
+      1,
+      [](Accelerator& a, Trainer& t, const std::function<bool()>& stop) {
+        auto [tasks, inner, last] = a.prepare(batches(TensorDataset(Rows(3)), 1).shuffle(true),
+                                              batches(TensorDataset(Rows(6)), 2).shuffle(true),
+                                              batches(TensorDataset(Rows(4)), 2).shuffle(true));
+        ASSERT_TRUE(a.load_state_if_present().ok());
+        for (int64_t epoch : a.epochs(2)) {
+          (void)epoch;
+          for (auto& task : tasks) {
+            for (auto& batch : inner) {
+              t.Step(batch, absl::StrCat("task ", task.value().item<int64_t>(), ": "));
+              // At the first batch of both, tasks and batches may be read side by side.
+              if (task.info().index + batch.info().index > 0 && stop()) return;
+            }
+          }
+          for (auto& batch : last) {
+            t.Step(batch, "last ");
+            if (stop()) return;
+          }
+        }
+      },
+      2 * (3 * 3 + 1) - 1);
+}
+
 // Stages and folds that each loop over epochs().
 TEST(Epochs, SaveInASecondLoop_SaysThatACheckpointHasOneCount) {
   SetLogLevel(LogLevel::kInfo);
@@ -984,6 +1116,45 @@ TEST(SideBySide, LoadersOfDifferentLength_AskForTheBatchThatDecides) {
   EXPECT_THAT(ErrorsOf(1, Accumulating(2), [&](Accelerator& a) { train(a, false); }),
               Each(HasSubstr("accelerator.accumulate(batch)")));
   EXPECT_THAT(ErrorsOf(1, Accumulating(2), [&](Accelerator& a) { train(a, true); }), Each(""));
+}
+
+// A contrastive loss: each row against the rows of all processes.
+TEST(Contrastive, LossOverTheRowsOfAllProcesses_TrainsAsOnOne) {
+  const at::Tensor rows = at::linspace(-2, 2, 24).reshape({8, 3}).sin();
+  const auto loss_of = [](const at::Tensor& z) {
+    return -z.matmul(z.t()).log_softmax(1).diagonal().mean();
+  };
+  const auto make = [] {
+    torch::nn::Linear net(3, 2);
+    const at::NoGradGuard no_grad;
+    net->weight.copy_(at::linspace(-0.5, 0.5, 6).reshape({2, 3}));
+    net->bias.zero_();
+    return net;
+  };
+  torch::nn::Linear alone = make();
+  torch::optim::SGD sgd_alone(alone->parameters(), 0.5);
+  for (int step = 0; step < 3; ++step) {
+    sgd_alone.zero_grad();
+    loss_of(alone(rows)).backward();
+    sgd_alone.step();
+  }
+  RunAccelerators(2, {}, [&](Accelerator& a) {
+    torch::nn::Linear net = make();
+    torch::optim::SGD sgd(net->parameters(), 0.5);
+    auto [model, optimizer, loader] = a.prepare(net, sgd, batches(TensorDataset(rows), 4));
+    for (int step = 0; step < 3; ++step) {
+      for (auto& batch : loader) {
+        const at::Tensor z = model(batch.value());
+        std::vector<at::Tensor> parts = a.gather(z.detach()).chunk(a.num_processes());
+        parts[a.process_index()] = z;
+        a.backward(loss_of(at::cat(parts)) * a.num_processes());
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    }
+    EXPECT_TRUE(at::allclose(net->weight, alone->weight, 1e-5, 1e-6))
+        << net->weight << alone->weight;
+  });
 }
 
 TEST(Accumulate, AroundTheLoop_IsRefusedAndNotLeftWithoutSteps) {

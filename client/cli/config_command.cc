@@ -27,6 +27,7 @@
 #include "base/text.h"
 #include "base/yaml.h"
 #include "client/cli/launch_command.h"
+#include "client/cli/output.h"
 #include "client/cli/prompt.h"
 #include "client/cli/terminal.h"
 #include "client/config/accelerate_launch.h"
@@ -75,12 +76,17 @@ CommandSpec ConfigSpec() {
   spec.max_words = 2;
   spec.verbs = {"default", "show", "validate"};
   // They are flags of a launch, and no keys of the file.
+  std::erase_if(spec.options, [](const OptionSpec& option) {
+    return option.name == "dry_run" || option.name == "output";
+  });
   for (const TorchrunFlag& flag : TorchrunFlags()) {
     std::erase_if(spec.options, [&](const OptionSpec& option) { return option.name == flag.name; });
   }
   spec.options.push_back(
       {.name = "force", .help = "Replace the file if it exists, without a question"});
-  spec.options.push_back({.name = "json", .help = "show: as one JSON object"});
+  spec.options.push_back(OutputOption({"text", "json", "yaml"}));
+  spec.options.back().help = "show: " + spec.options.back().help;
+  spec.options.push_back({.name = "json", .help = "show: as -o json"});
   return spec;
 }
 
@@ -411,6 +417,16 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
   const std::string verb = line.words.empty() ? "" : line.words[0];
+  const std::string format = line.Has("output")           ? line.Get("output")
+                             : line.Get("json") == "true" ? "json"
+                                                          : "text";
+  if (verb != "show" && format != "text") {
+    return Fail(
+        spec, context,
+        absl::InvalidArgumentError(absl::StrCat("only muster config show has a format: leave out ",
+                                                line.Has("output") ? "--output" : "--json")),
+        kExitUsage);
+  }
   if (verb.empty()) return RunDialog(spec, line, context);
   if (std::count(spec.verbs.begin(), spec.verbs.end(), verb) == 0) {
     return Fail(spec, context,
@@ -443,8 +459,9 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
     return kExitOk;
   }
   if (!config.ok()) return Fail(spec, context, config.status(), kExitUsage);
-  if (line.Get("json") == "true") {
-    context.out << Dump({{"config_file", path.path}, {"settings", ConfigJson(*config)}});
+  if (format != "text") {
+    const ordered_json shown = {{"config_file", path.path}, {"settings", ConfigJson(*config)}};
+    context.out << (format == "yaml" ? YamlText(shown) : Dump(shown));
     return kExitOk;
   }
   context.out << "config file: "

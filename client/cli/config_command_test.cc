@@ -2,6 +2,7 @@
 
 #include <sys/stat.h>
 
+#include <nlohmann/json.hpp>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -47,6 +48,23 @@ class ConfigCommandTest : public ::testing::Test {
   TestFolder folder_;
   std::ostringstream out_, err_;
 };
+
+TEST_F(ConfigCommandTest, Show_HasTheFormatThatItIsAskedFor) {
+  ASSERT_EQ(Run({"show", "--num_processes", "3", "-o", "json"}, ""), kExitOk) << err_.str();
+  const auto shown = nlohmann::json::parse(out_.str(), nullptr, /*allow_exceptions=*/false);
+  ASSERT_TRUE(shown.is_object()) << out_.str();
+  EXPECT_EQ(shown["settings"]["num_processes"]["value"], "3");
+  const std::string as_json = out_.str();
+  ASSERT_EQ(Run({"show", "--num_processes", "3", "--json"}, ""), kExitOk);
+  EXPECT_EQ(out_.str(), as_json);
+  ASSERT_EQ(Run({"show", "--num_processes", "3", "-o", "yaml"}, ""), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("\"settings\":\n"));
+  // Neither a launch nor a file has them here.
+  EXPECT_EQ(Run({"default", "-o", "json"}, ""), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("leave out --output"));
+  EXPECT_EQ(Run({"show", "--dry_run"}, ""), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("unknown option --dry_run"));
+}
 
 TEST_F(ConfigCommandTest, AnswersByLine_WriteTheFileAndEndWithItsPath) {
   ASSERT_EQ(Run({}, "one\ncpu\n2\n\nbf16\n1\nprogram\n0\n\nno\nno\nyes\n"), kExitOk) << err_.str();

@@ -10,6 +10,7 @@
 
 #include "absl/base/config.h"
 #include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -468,10 +469,12 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     return std::any_of(reply.jobs().begin(), reply.jobs().end(),
                        [&](const v1::JobStatus& job) { return job.job_id() == name; });
   };
+  bool is_submitted = false;
   if (!wanted.empty()) {
     // A submitted job; of a program without Muster's library only the agents are known.
     const absl::StatusOr<std::string> group = GroupOf(connection, wanted);
     if (!group.ok()) return FailCall(spec, context, group.status());
+    is_submitted = *group != wanted && !absl::StartsWith(wanted, kLaunchPrefix);
     for (const std::string& name : {*group, *group + kAgentsSuffix}) {
       if (!is_known(name)) continue;
       wanted = name;
@@ -491,6 +494,15 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     jobs.push_back(*std::move(described));
   }
   if (!wanted.empty() && jobs.empty()) {
+    if (is_submitted) {
+      return Fail(spec, context,
+                  absl::NotFoundError(absl::StrCat(
+                      "no process of job ", line.words[0],
+                      " has joined by Muster's library yet, as those of other programs never do; "
+                      "muster describe ",
+                      line.words[0], " shows where they run")),
+                  kExitNotFound);
+    }
     return Fail(spec, context,
                 SuggestJob(connection, line.words[0],
                            absl::NotFoundError(absl::StrCat("the coordinator at ", address,

@@ -16,6 +16,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -408,6 +409,18 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
         absl::Status(read.code(),
                      absl::StrCat(from, from[0] == '-' ? ": " : ": files: ", read.message())),
         kExitUsage);
+  }
+  // SLURM runs a job in the folder in which it was submitted.
+  const std::string& path = job->spec.command[0];
+  if (path[0] != '/' && absl::StrContains(path, '/') && job->spec.workdir.empty() &&
+      job->spec.files.empty() && !IsOnSlurm(line, context)) {
+    return Fail(spec, context,
+                absl::InvalidArgumentError(absl::StrCat(
+                    "program ", Printable(path),
+                    " is relative, and without a workdir the job runs in an empty folder of its "
+                    "own: write --workdir \"$PWD\" if every node has this folder, or the "
+                    "program's absolute path")),
+                kExitUsage);
   }
   const std::string format = line.Has("output") ? line.Get("output") : "name";
   line.words.clear();  // the file is no job's name

@@ -49,6 +49,18 @@ TEST_F(JobCommandsTest, Submit_Program_PrintsTheJob) {
   EXPECT_THAT(calls[0].spec().argv(), ElementsAre("/opt/train", "--lr", "1"));
 }
 
+TEST_F(JobCommandsTest, Submit_RelativeProgramWithoutItsFolder_IsRefusedWithTheRemedy) {
+  for (const std::string program : {"./train", "build/train"}) {
+    err_.str("");
+    EXPECT_EQ(RunSubmitCommand({"--", program}, context_), kExitUsage);
+    EXPECT_THAT(err_.str(), HasSubstr("program " + program + " is relative"));
+    EXPECT_THAT(err_.str(), HasSubstr("--workdir \"$PWD\""));
+  }
+  EXPECT_TRUE(fake_.submitted().empty());
+  EXPECT_EQ(RunSubmitCommand({"--workdir", "/data", "--", "./train"}, context_), kExitOk);
+  EXPECT_EQ(RunSubmitCommand({"--", "train"}, context_), kExitOk) << "it is found in PATH";
+}
+
 TEST_F(JobCommandsTest, Submit_DryRun_PrintsSettingsAndPlan) {
   EXPECT_EQ(RunSubmitCommand({"--dry_run", "--processes", "2", "--", "train"}, context_), kExitOk);
   EXPECT_EQ(

@@ -22,11 +22,6 @@
 #include "rpc/status.h"
 
 namespace muster::client {
-namespace {
-
-constexpr absl::string_view kLaunchPrefix = "launch:";
-
-}  // namespace
 
 void RemoveAgentGroups(v1::StatusReply* reply) {
   absl::flat_hash_set<std::string> of_workers;

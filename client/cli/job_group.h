@@ -5,12 +5,16 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "client/cli/connection.h"
 #include "proto/muster/v1/admin.pb.h"
 #include "proto/muster/v1/barrier.pb.h"
 #include "proto/muster/v1/membership.pb.h"
 
 namespace muster::client {
+
+// Before the name of a launch, which may be that of a submitted job, too.
+inline constexpr absl::string_view kLaunchPrefix = "launch:";
 
 // The group of workers that the name of a job means: of a submitted one that of its last attempt,
 // of a launch its own; "launch:NAME" is always a launch. Blocks for two calls. Errors:

@@ -417,8 +417,10 @@ std::string NameOf(absl::string_view program) {
   for (char& c : name) {
     if (!absl::ascii_isalnum(static_cast<unsigned char>(c)) && c != '_') c = '-';
   }
+  // Of ".train" or "--" what a command would not take for an option.
+  name.erase(0, name.find_first_not_of('-'));
   if (name.size() > 64) name.resize(64);
-  return name;
+  return name.empty() ? "job" : name;
 }
 
 }  // namespace

@@ -88,6 +88,14 @@ TEST(JobFile, ResolveJob_NoFile_NamesTheJobAfterTheProgram) {
   EXPECT_EQ(job->spec.name, "my-train-sh");
 }
 
+TEST(JobFile, ResolveJob_ProgramThatBeginsLikeAnOption_GetsANameThatIsNone) {
+  for (const auto& [program, name] : {std::pair{"./.train", "train"}, {"./--", "job"}}) {
+    const auto job = ResolveJob("", "", {}, {program});
+    ASSERT_TRUE(job.ok()) << job.status();
+    EXPECT_EQ(job->spec.name, name);
+  }
+}
+
 TEST(JobFile, ResolveJob_BadInput_NamesPlaceAndWhatToWrite) {
   EXPECT_EQ(Error("command: [a]\nprocceses: 2\n"),
             "job.yaml:2: unknown key procceses; did you mean processes?");

@@ -123,7 +123,8 @@ absl::Status CheckSlurmJob(const JobSpec& spec) {
   if (!IsJobName(spec.name) || spec.name[0] == '-') {
     return absl::InvalidArgumentError(
         absl::StrCat("name: ", Printable(spec.name),
-                     " does not name a job: use 1 to 64 letters, digits, '-' and '_'"));
+                     " does not name a job: use 1 to 64 letters, digits, '-' and '_', and no '-' "
+                     "at the beginning"));
   }
   const std::pair<bool, const char*> refused[] = {
       {!spec.labels.empty(), "labels: SLURM's nodes have features: use --sbatch --constraint=..."},

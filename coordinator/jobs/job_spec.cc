@@ -30,10 +30,12 @@ using Error = std::optional<v1::OpError>;
 bool HasNul(absl::string_view text) { return absl::StrContains(text, absl::string_view("\0", 1)); }
 
 Error CheckJobName(absl::string_view name) {
-  if (IsJobName(name)) return std::nullopt;
-  return BadField("spec.name",
-                  absl::StrCat("name ", Quoted(name), " does not name a job: use 1 to ",
-                               kMaxJobName, " letters, digits, '-' and '_'"));
+  // One that begins with '-' could not be given to a command: it would be an option.
+  if (IsJobName(name) && name[0] != '-') return std::nullopt;
+  return BadField(
+      "spec.name",
+      absl::StrCat("name ", Quoted(name), " does not name a job: use 1 to ", kMaxJobName,
+                   " letters, digits, '-' and '_', and no '-' at the beginning"));
 }
 
 Error CheckProgram(const v1::JobSpec& spec) {

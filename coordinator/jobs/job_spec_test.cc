@@ -43,6 +43,8 @@ TEST(JobSpecTest, BadField_IsNamed) {
   spec.set_name("a b");
   EXPECT_EQ(FieldOf(spec), "spec.name");
   spec = Good();
+  spec.set_name("-x");  // an option to every command
+  EXPECT_EQ(FieldOf(spec), "spec.name");
   spec.set_name("dots.are.for.attempts");
   EXPECT_EQ(FieldOf(spec), "spec.name");
   spec = Good();

@@ -70,6 +70,7 @@ void LoopTracker::OnBatch(uint64_t iteration, const std::shared_ptr<const BatchI
   for (size_t i = 0; i < live_.size(); ++i) {
     if (live_[i].id != iteration) continue;
     live_[i].info = info;
+    ++live_[i].batches;
     // A nested loop ends before the outer one advances.
     const bool has_inner = i + 1 < live_.size();
     for (size_t k = i; has_inner && k < live_.size(); ++k) live_[k].beside_another = true;
@@ -77,7 +78,9 @@ void LoopTracker::OnBatch(uint64_t iteration, const std::shared_ptr<const BatchI
   }
   LiveLoop loop{.id = iteration, .info = info};
   for (size_t i = 0; i < registry_.loaders().size(); ++i) {
-    if (registry_.loaders()[i]->live_pass() == iteration) loop.loader = i;
+    if (registry_.loaders()[i]->live_pass() != iteration) continue;
+    loop.loader = i;
+    if (i < left_beside_.size()) left_beside_[i] = false;
   }
   live_.push_back(std::move(loop));
 }
@@ -93,17 +96,77 @@ bool LoopTracker::CountsAsTrained(uint64_t iteration) {
 }
 
 void LoopTracker::OnEnd(uint64_t iteration) {
-  const LiveLoop* const loop = FindLoop(iteration);
-  if (loop != nullptr && loop->trained >= 0) {
-    // Batches that the program has passed over at the end have been had all the same.
-    if (iteration == left_early_ && !TrainedToTheEnd(*loop)) {
-      interrupted_ = true;
-    } else if (loop->loader.has_value() && *loop->loader < finished_passes_.size()) {
-      ++finished_passes_[*loop->loader];
-    }
-    trained_in_epoch_ = true;
+  const auto found = std::find_if(live_.begin(), live_.end(),
+                                  [&](const LiveLoop& loop) { return loop.id == iteration; });
+  if (found == live_.end()) return;
+  // A nested loop ends before the outer one.
+  if (found + 1 != live_.end()) {
+    for (auto it = found; it != live_.end(); ++it) it->beside_another = true;
   }
-  std::erase_if(live_, [&](const LiveLoop& loop) { return loop.id == iteration; });
+  const LiveLoop loop = *found;
+  const bool inside = IsInside(loop), goes_on = GoesOnBeside(loop);
+  live_.erase(found);
+  if (loop.trained < 0) return;
+  trained_in_epoch_ = true;
+  const auto note = [&](std::vector<bool>& what) {
+    if (loop.loader.has_value() && *loop.loader < what.size()) what[*loop.loader] = true;
+  };
+  // Batches that the program has passed over at the end have been had all the same.
+  if (iteration == left_early_ && !TrainedToTheEnd(loop)) {
+    if (loop.outlived) {
+      note(left_beside_);
+    } else {
+      interrupted_ = true;
+    }
+  } else if (inside) {
+    if (!live_.empty()) live_.back().has_inner = true;
+  } else if (goes_on) {
+    note(begins_again_);
+  } else {
+    if (loop.loader.has_value() && *loop.loader < finished_passes_.size()) {
+      ++finished_passes_[*loop.loader];
+    }
+    for (LiveLoop& other : live_) other.outlived = other.beside_another;
+  }
+}
+
+bool LoopTracker::IsInside(const LiveLoop& loop) const {
+  if (loop.beside_another) return false;
+  for (const LiveLoop& outer : live_) {
+    if (outer.id == loop.id) break;
+    // Two that end with their first batches may as well be beside each other.
+    if (!TrainedToTheEnd(outer) || outer.has_inner || loop.batches > 1) return true;
+  }
+  return false;
+}
+
+// Which of two loops that are read side by side decides when both are over: the one whose batch
+// accumulate() got, else the one that does not begin again. Of the others one that has been trained
+// on is in the middle of its body, and so goes on; one that has moved on waits for the other's end.
+bool LoopTracker::GoesOnBeside(const LiveLoop& loop) const {
+  if (loop.decides) return false;
+  bool is_inner = false;
+  return std::any_of(live_.begin(), live_.end(), [&](const LiveLoop& other) {
+    const bool is_this = other.id == loop.id;
+    is_inner = is_inner || is_this;
+    if (is_this || TrainedToTheEnd(other)) return false;
+    // No other batch has come yet. Inside of the last batch of `loop` or beside it, `other` goes
+    // on.
+    if (!loop.beside_another) return is_inner && other.trained >= 0;
+    if (!other.beside_another) return false;
+    if (other.decides) return true;
+    const bool again = other.loader.has_value() && *other.loader < begins_again_.size() &&
+                       begins_again_[*other.loader];
+    return !again && other.trained == other.info->index;
+  });
+}
+
+bool LoopTracker::TrainsInside(const LiveLoop& loop) const {
+  if (loop.beside_another || loop.trained_as_innermost == loop.info->index) return false;
+  const LiveLoop& innermost = live_.back();
+  // At their first batches loops beside each other look the same.
+  return innermost.id != loop.id && innermost.trained >= 0 && !TrainedToTheEnd(innermost) &&
+         (loop.has_inner || innermost.batches > 1);
 }
 
 // What a micro-step trains on is, of each loop under way, its current batch.
@@ -121,6 +184,11 @@ void LoopTracker::MarkTrained() {
     }
     loop.trained = loop.info->index;
   }
+  if (!live_.empty()) live_.back().trained_as_innermost = live_.back().trained;
+}
+
+void LoopTracker::NoteDecides(uint64_t iteration) {
+  for (LiveLoop& loop : live_) loop.decides = loop.id == iteration;
 }
 
 const LoopTracker::LiveLoop* LoopTracker::FindLoop(uint64_t pass) const {
@@ -168,10 +236,20 @@ const BatchInfo* LoopTracker::BatchOfMetrics() const {
 // Epochs.
 
 void LoopTracker::SetEpoch(int64_t epoch, bool open) {
-  if (!open && epoch_open_ && epoch > epoch_ && !interrupted_) {
+  const bool ends = !open && epoch_open_ && epoch > epoch_;
+  if (ends && !interrupted_) {
     for (size_t i = 0; i < finished_passes_.size(); ++i) {
       passes_per_epoch_[i] = std::max(passes_per_epoch_[i], finished_passes_[i]);
     }
+  }
+  if (ends && resumed_ && epoch_ == first_epoch_) GiveUpLoadedPlaces();
+  if (ends && !saved_left_early_.empty() && !std::exchange(left_early_told_, true)) {
+    MUSTER_LOG(Warning)
+        << saved_left_early_ << " was saved in epoch " << epoch_
+        << " after a training loop had been left before its last batch, and the program goes on "
+           "with the next epoch. A run resumed from there continues that loop first, as after an "
+           "interruption, so it takes more steps than this one. Give such an epoch a data set or a "
+           "sampler of its length in place of a break";
   }
   if (epoch != first_epoch_) passes_to_skip_.clear();
   epoch_ = epoch;
@@ -181,7 +259,22 @@ void LoopTracker::SetEpoch(int64_t epoch, bool open) {
   trained_in_epoch_ = false;
   trained_outside_ = false;
   claimed_done_.clear();
+  saved_left_early_.clear();
   std::fill(finished_passes_.begin(), finished_passes_.end(), 0);
+  std::fill(begins_again_.begin(), begins_again_.end(), false);
+}
+
+// A run that was not interrupted would have left these passes in their middle at the latest now,
+// and begun others in the next epoch. A pass that is under way spans epochs and goes on.
+void LoopTracker::GiveUpLoadedPlaces() {
+  for (const std::shared_ptr<LoaderStateHandle>& loader : registry_.loaders()) {
+    LoaderState place = loader->NextState();
+    if (!place.inside_epoch() || loader->live_pass() != 0) continue;
+    ++place.epoch;
+    place.position = place.index = place.rank_position = 0;
+    place.order_digest.clear();
+    loader->LoadState(place);
+  }
 }
 
 int64_t LoopTracker::FirstEpoch(int64_t count, const std::string& resumed_from) {
@@ -222,20 +315,26 @@ bool LoopTracker::TrainedToTheEnd(const LiveLoop& loop) {
 
 LoaderState LoopTracker::PlaceToSave(const LoaderStateHandle& loader) const {
   const uint64_t pass = loader.live_pass();
+  if (pass == 0) {
+    for (size_t i = 0; i < left_beside_.size() && i < registry_.loaders().size(); ++i) {
+      if (left_beside_[i] && registry_.loaders()[i].get() == &loader) return loader.NextState();
+    }
+  }
   if (pass == 0 || registry_.optimizers().empty()) return loader.State();
   const LiveLoop* const loop = FindLoop(pass);
   if (loop == nullptr) return loader.State();
   // What the loop has got but not trained on yet, it gets again.
-  if (loop->trained != loop->info->index) return loader.StateBeforeBatch();
+  if (loop->trained != loop->info->index || TrainsInside(*loop)) return loader.StateBeforeBatch();
   // The pass is one that the resumed epoch leaves out.
   return epoch_open_ && TrainedToTheEnd(*loop) ? loader.NextState() : loader.State();
 }
 
 std::vector<int64_t> LoopTracker::FinishedPasses() const {
   std::vector<int64_t> finished = finished_passes_;
+  if (registry_.optimizers().empty()) return finished;
   for (const LiveLoop& loop : live_) {
-    if (loop.loader.has_value() && *loop.loader < finished.size() &&
-        !registry_.optimizers().empty() && TrainedToTheEnd(loop)) {
+    if (loop.loader.has_value() && *loop.loader < finished.size() && TrainedToTheEnd(loop) &&
+        !IsInside(loop) && !GoesOnBeside(loop)) {
       ++finished[*loop.loader];
     }
   }
@@ -273,11 +372,14 @@ void LoopTracker::LoadPlace(const CheckpointInfo& info, size_t loaders) {
   passes(kFinishedPasses, passes_to_skip_);
   passes(kPassesPerEpoch, passes_per_epoch_);
   finished_passes_.assign(passes_per_epoch_.size(), 0);
+  begins_again_.assign(passes_per_epoch_.size(), false);
+  left_beside_.assign(passes_per_epoch_.size(), false);
   resumed_ = true;
 }
 
 void LoopTracker::NoteSaved(const std::string& path, bool done) {
   claimed_done_ = done && trained_in_epoch_ ? path : "";
+  if (!done && epoch_open_ && interrupted_) saved_left_early_ = path;
   if (!epochs_began_anew_ || std::exchange(anew_told_, true)) return;
   MUSTER_LOG(Warning) << "saved in a second loop over epochs(): " << path
                       << " records one count of epochs, so a run that resumes from it begins every "
@@ -289,12 +391,16 @@ void LoopTracker::LoadersAdded() {
   const size_t loaders = registry_.loaders().size();
   finished_passes_.resize(std::max(finished_passes_.size(), loaders));
   passes_per_epoch_.resize(std::max(passes_per_epoch_.size(), loaders));
+  begins_again_.resize(finished_passes_.size());
+  left_beside_.resize(finished_passes_.size());
 }
 
 void LoopTracker::LoadersCleared() {
   finished_passes_.clear();
   passes_per_epoch_.clear();
   passes_to_skip_.clear();
+  begins_again_.clear();
+  left_beside_.clear();
   furthest_epoch_ = -1;
   epochs_began_anew_ = false;
 }

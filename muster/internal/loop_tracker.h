@@ -35,6 +35,8 @@ class LoopTracker {
   const BatchInfo* current_batch() const {
     return live_.empty() ? nullptr : live_.back().info.get();
   }
+  // accumulate() was given a batch of this pass.
+  void NoteDecides(uint64_t iteration);
   // Of the loop that micro-steps belong to; refuses loops that run side by side and disagree about
   // the end of the window.
   const BatchInfo* BatchOfMicroStep() const;
@@ -71,7 +73,12 @@ class LoopTracker {
     std::shared_ptr<const BatchInfo> info;
     std::optional<size_t> loader = std::nullopt;  // place among the registry's
     int64_t trained = -1;                         // index of the last batch with a micro-step
+    int64_t trained_as_innermost = -1;            // the same, while no other loop was inside of it
+    int64_t batches = 1;                          // that it has got
     bool beside_another = false;  // this one or an inner one moved on while both were under way
+    bool has_inner = false;       // a training loop inside of it has ended
+    bool decides = false;         // accumulate() was given its batch
+    bool outlived = false;        // the training pass that it was read beside is finished
   };
 
   bool SkipsPass(const LoaderStateHandle& loader);
@@ -80,9 +87,17 @@ class LoopTracker {
   void OnEnd(uint64_t iteration);
   const LiveLoop* FindLoop(uint64_t pass) const;
   static bool TrainedToTheEnd(const LiveLoop& loop);
+  // Whether `loop` is inside of another one, whose batches bring such loops with them.
+  bool IsInside(const LiveLoop& loop) const;
+  // Whether `loop`, at its end, is beside one that goes on, so that its loader begins again there.
+  bool GoesOnBeside(const LiveLoop& loop) const;
+  // Whether a loop inside of `loop` trains for the batch of `loop`, and has not ended.
+  bool TrainsInside(const LiveLoop& loop) const;
   // As finished_passes_, with those whose last batch has been trained on while the loop still
   // lives.
   std::vector<int64_t> FinishedPasses() const;
+  // The epoch that a loaded state is in is over: so is what is left of its passes.
+  void GiveUpLoadedPlaces();
   // The innermost loop's batch; throws `why` if another loop is active at the same time and `same`
   // does not hold for the two batches.
   const BatchInfo* BatchBesideOthers(
@@ -101,8 +116,12 @@ class LoopTracker {
   bool epoch_open_ = false;   // inside the body of a loop over epochs()
   bool interrupted_ = false;  // a training loop of this epoch was left before its last batch
   // By the loader's place: training passes that this epoch has finished, how many an epoch has as
-  // far as seen, and how many are left out of the epoch that a loaded state is in.
+  // far as seen, and how many are left out of the epoch that a loaded state is in. Passes inside of
+  // another loop, or beside one that goes on, do not count: a run that resumes there makes them.
   std::vector<int64_t> finished_passes_, passes_per_epoch_, passes_to_skip_;
+  // By the loader's place: it has begun again beside a longer one in this epoch; its last pass was
+  // left when that one had ended.
+  std::vector<bool> begins_again_, left_beside_;
   bool trained_in_epoch_ = false;  // a training loop over a prepared loader has ended in this epoch
   bool trained_outside_ = false;   // a micro-step was made in this epoch outside of such loops
   bool resumed_ = false;           // a state was loaded
@@ -112,6 +131,8 @@ class LoopTracker {
   bool epochs_began_anew_ = false;
   bool anew_told_ = false;
   std::string claimed_done_;  // the state that was saved in this epoch and takes it for finished
+  std::string saved_left_early_;  // the one that was saved after a training loop was left early
+  bool left_early_told_ = false;
 };
 
 }  // namespace muster::internal

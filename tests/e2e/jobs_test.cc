@@ -106,11 +106,14 @@ TEST_F(JobsTest, WholeStory_FromSubmissionToTheLogs) {
               ElementsAre("[0]: rank 0 of 4: flag", "[1]: rank 1 of 4: flag",
                           "[2]: rank 2 of 4: flag", "[3]: rank 3 of 4: flag"));
   EXPECT_EQ(Run({"list", "-o", "name"}), "hello-1");
+  // On one node nobody joins anything for a program without Muster's library.
+  EXPECT_EQ(Run({"submit", "--name", "one", "--wait", "--", "/bin/true"}), "one-2");
+  EXPECT_THAT(Run({"status", "one-2"}, 3), HasSubstr("muster describe one-2 shows"));
   for (const char* const command : {"logs", "top", "status", "stacks", "barrier", "remove"}) {
     EXPECT_THAT(Run({command, "helo-1"}, 3), HasSubstr("did you mean hello-1?")) << command;
   }
   EXPECT_THAT(Run({"trigger", "helo-1", "checkpoint"}, 3), HasSubstr("did you mean hello-1?"));
-  EXPECT_THAT(Run({"submit", "--processes", "5", "--", "/bin/true"}), HasSubstr("true-2"));
+  EXPECT_THAT(Run({"submit", "--processes", "5", "--", "/bin/true"}), HasSubstr("true-3"));
 }
 
 TEST_F(JobsTest, Cancel_EndsEveryProcess) {

@@ -16,8 +16,10 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "base/bool_word.h"
+#include "base/log.h"
 #include "base/slurm_hosts.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 
 namespace muster {
 namespace {
@@ -64,7 +66,7 @@ absl::StatusOr<T> ParseNumber(const std::string& name, const std::string& text, 
   T value;
   if (!absl::SimpleAtoi(text, &value) || value < min) {
     return absl::InvalidArgumentError(
-        absl::StrCat(name, "='", text, "' is not an integer of at least ", min));
+        absl::StrCat(name, "='", Printable(text), "' is not an integer of at least ", min));
   }
   return value;
 }
@@ -103,7 +105,7 @@ absl::Status ReadBool(const Variables& variables, const std::string& name, Setti
     return absl::OkStatus();
   }
   return absl::InvalidArgumentError(
-      absl::StrCat(name, "='", *text, "' is neither true nor false (write 1 or 0)"));
+      absl::StrCat(name, "='", Printable(*text), "' is neither true nor false (write 1 or 0)"));
 }
 
 // "2(x3),1" with node 3 gives 1; 0 if it cannot be read.
@@ -171,8 +173,8 @@ absl::Status ReadSlurm(const Variables& variables, Environment* env) {
     if (text == nullptr) continue;
     const int tasks_here = TasksOnNode(*text, env->node_rank.value);
     if (tasks_here < 1) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(name, "='", *text, "' says nothing about node ", env->node_rank.value));
+      return absl::InvalidArgumentError(absl::StrCat(
+          name, "='", Printable(*text), "' says nothing about node ", env->node_rank.value));
     }
     env->local_world_size = {tasks_here, name};
     break;
@@ -273,7 +275,8 @@ absl::Status ReadMeetingPoint(const Variables& variables, Environment* env) {
     int port = 0;
     if (colon == std::string::npos || colon == 0 ||
         !absl::SimpleAtoi(address.substr(colon + 1), &port) || port < 1 || port > 65535) {
-      return absl::InvalidArgumentError(absl::StrCat(env->coordinator.source, "='", address,
+      return absl::InvalidArgumentError(absl::StrCat(env->coordinator.source, "='",
+                                                     Printable(address),
                                                      "' is not host:port, such as 10.0.0.1:29400"));
     }
   }
@@ -386,18 +389,27 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_DEBUG", &env->debug));
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_SHM", &env->shared_memory));
   ReadText(variables, "MUSTER_PROJECT_DIR", &env->project_dir);
+  // The log has read it by itself, and writes at its default where this is no level.
+  if (const std::string* text = Find(variables, "MUSTER_LOG_LEVEL")) {
+    LogLevel level;
+    if (!ParseLogLevel(*text, &level)) {
+      return absl::InvalidArgumentError(absl::StrCat("MUSTER_LOG_LEVEL='", Printable(*text),
+                                                     "' is not one of debug, info, warning, "
+                                                     "error"));
+    }
+  }
   if (const std::string* text = Find(variables, "MUSTER_TIMEOUT")) {
     absl::Duration timeout;
     if (!absl::ParseDuration(*text, &timeout) || timeout <= absl::ZeroDuration()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("MUSTER_TIMEOUT='", *text, "' is not a duration such as 90s or 10m"));
+      return absl::InvalidArgumentError(absl::StrCat("MUSTER_TIMEOUT='", Printable(*text),
+                                                     "' is not a duration such as 90s or 10m"));
     }
     env->timeout = {timeout, "MUSTER_TIMEOUT"};
   }
   if (const std::string* text = Find(variables, "MUSTER_OUTAGE_TOLERANCE")) {
     absl::Duration tolerance;
     if (!absl::ParseDuration(*text, &tolerance) || tolerance < absl::ZeroDuration()) {
-      return absl::InvalidArgumentError(absl::StrCat("MUSTER_OUTAGE_TOLERANCE='", *text,
+      return absl::InvalidArgumentError(absl::StrCat("MUSTER_OUTAGE_TOLERANCE='", Printable(*text),
                                                      "' is not a duration such as 60s or 5m"));
     }
     env->outage_tolerance = {tolerance, "MUSTER_OUTAGE_TOLERANCE"};
@@ -406,7 +418,7 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
     absl::Duration lease;
     if (!absl::ParseDuration(*text, &lease) || lease < kShortestLease) {
       return absl::InvalidArgumentError(
-          absl::StrCat("MUSTER_LEASE='", *text, "' is not a duration of at least ",
+          absl::StrCat("MUSTER_LEASE='", Printable(*text), "' is not a duration of at least ",
                        absl::FormatDuration(kShortestLease), ", such as 6s or 1m"));
     }
     env->lease = {lease, "MUSTER_LEASE"};
@@ -423,23 +435,24 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
 
   const std::string& precision = env->mixed_precision.value;
   if (precision != "no" && precision != "fp16" && precision != "bf16") {
-    return absl::InvalidArgumentError(absl::StrCat("mixed precision '", precision, "' (from ",
-                                                   env->mixed_precision.source,
+    return absl::InvalidArgumentError(absl::StrCat("mixed precision '", Printable(precision),
+                                                   "' (from ", env->mixed_precision.source,
                                                    ") is not one of no, fp16, bf16"));
   }
   constexpr std::array<absl::string_view, 5> kShardings = {"no_shard", "zero1", "zero2", "zero3",
                                                            "hybrid"};
   if (absl::c_find(kShardings, env->sharding.value) == kShardings.end()) {
-    return absl::InvalidArgumentError(absl::StrCat("sharding '", env->sharding.value, "' (from ",
-                                                   env->sharding.source, ") is not one of ",
-                                                   absl::StrJoin(kShardings, ", ")));
+    return absl::InvalidArgumentError(
+        absl::StrCat("sharding '", Printable(env->sharding.value), "' (from ", env->sharding.source,
+                     ") is not one of ", absl::StrJoin(kShardings, ", ")));
   }
   for (const auto& [name, dtype] :
        {std::pair{"sharding_parameter_dtype", &env->sharding_parameter_dtype},
         {"sharding_reduce_dtype", &env->sharding_reduce_dtype}}) {
     if (dtype->value != "fp32" && dtype->value != "bf16" && dtype->value != "fp16") {
-      return absl::InvalidArgumentError(absl::StrCat(
-          name, " '", dtype->value, "' (from ", dtype->source, ") is not one of fp32, bf16, fp16"));
+      return absl::InvalidArgumentError(absl::StrCat(name, " '", Printable(dtype->value),
+                                                     "' (from ", dtype->source,
+                                                     ") is not one of fp32, bf16, fp16"));
     }
   }
   for (const auto& [name, offload] : {std::pair{"offload_optimizer", &env->offload_optimizer},
@@ -448,7 +461,8 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
     const std::string& place = offload->value;
     if (place != "none" && place != "cpu" &&
         (!absl::StartsWith(place, "disk:") || place.size() == 5)) {
-      return absl::InvalidArgumentError(absl::StrCat(name, " '", place, "' (from ", offload->source,
+      return absl::InvalidArgumentError(absl::StrCat(name, " '", Printable(place), "' (from ",
+                                                     offload->source,
                                                      ") is not one of none, cpu, disk:FOLDER"));
     }
   }

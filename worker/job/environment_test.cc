@@ -147,6 +147,26 @@ TEST(Environment, TorchrunNamesBesideMusters_MustAgree) {
               HasSubstr("MUSTER_WORLD_SIZE=4 but WORLD_SIZE=8"));
 }
 
+TEST(ReadEnvironment, ValueOfAnyLengthOrWithControlCharacters_IsRefusedInOneShortLine) {
+  for (const char* const name :
+       {"MUSTER_CPU", "MUSTER_GRADIENT_ACCUMULATION_STEPS", "MUSTER_MIXED_PRECISION",
+        "MUSTER_SHARDING", "MUSTER_SHARDING_REDUCE_DTYPE", "MUSTER_OFFLOAD_OPTIMIZER",
+        "MUSTER_TIMEOUT", "MUSTER_LEASE", "MUSTER_OUTAGE_TOLERANCE", "MUSTER_COORDINATOR",
+        "MUSTER_LOG_LEVEL"}) {
+    const std::string error = Error({{name, "a\nb" + std::string(100'000, 'x')}});
+    EXPECT_THAT(error, HasSubstr(name));
+    EXPECT_THAT(error, HasSubstr("a\\x0ab"));
+    EXPECT_LT(error.size(), 500u) << name;
+  }
+}
+
+TEST(ReadEnvironment, LogLevel_IsOneOfFour) {
+  EXPECT_THAT(Error({{"MUSTER_LOG_LEVEL", "verbose"}}),
+              HasSubstr("MUSTER_LOG_LEVEL='verbose' is not one of debug, info, warning, error"));
+  EXPECT_TRUE(ReadEnvironment({{"MUSTER_LOG_LEVEL", "Debug"}}).ok());
+  EXPECT_TRUE(ReadEnvironment({{"MUSTER_LOG_LEVEL", ""}}).ok());
+}
+
 TEST(Environment, HalfAFamily_IsRefused) {
   EXPECT_THAT(Error({{"RANK", "1"}}), HasSubstr("RANK is set but WORLD_SIZE is not"));
   EXPECT_THAT(Error({{"WORLD_SIZE", "2"}}), HasSubstr("WORLD_SIZE is set but RANK is not"));
