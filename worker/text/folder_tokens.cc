@@ -25,9 +25,10 @@ bool IsStandardRole(absl::string_view name) {
   return std::find(std::begin(kRoles), std::end(kRoles), name) != std::end(kRoles);
 }
 
-bool AreSame(const AddedToken& a, const AddedToken& b) {
-  return a.content == b.content && a.single_word == b.single_word && a.lstrip == b.lstrip &&
-         a.rstrip == b.rstrip && a.normalized == b.normalized && a.special == b.special;
+// Equal for tokens of the same content and flags.
+std::string KeyOf(const AddedToken& token) {
+  return absl::StrCat(token.single_word, token.lstrip, token.rstrip, token.normalized,
+                      token.special, token.content);
 }
 
 // A token of a file.
@@ -279,7 +280,7 @@ class Reader {
 
   FolderTokens Result() const {
     FolderTokens result;
-    absl::flat_hash_set<std::string> known, with_role;
+    absl::flat_hash_set<std::string> known, with_role, seen;
     roles_.ForEach([&](const std::string& name, const Token& token) {
       result.roles.emplace(name, token.token.content);
       with_role.insert(token.token.content);
@@ -288,7 +289,7 @@ class Reader {
       if (with_role.contains(token.token.content)) MakeSpecial(token);
       known.insert(token.token.content);
       const auto file = of_file_.find(token.token.content);
-      if (file == of_file_.end() || !AreSame(file->second.token, token.token)) {
+      if (file == of_file_.end() || KeyOf(file->second.token) != KeyOf(token.token)) {
         result.added.push_back(token.token);
       }
     };
@@ -300,11 +301,14 @@ class Reader {
       result.ids.emplace_back(token.token.content, id);
       change(token);
     }
-    const auto add = [&](const Token& token) {
-      if (known.insert(token.token.content).second) result.added.push_back(token.token);
+    // Of several with one content and different flags, the last counts.
+    const auto add = [&](AddedToken token) {
+      if (known.contains(token.content)) return;
+      token.special = token.special || with_role.contains(token.content);
+      if (seen.insert(KeyOf(token)).second) result.added.push_back(std::move(token));
     };
-    roles_.ForEach([&add](const std::string&, const Token& token) { add(token); });
-    for (const Token& token : extra_) add(token);
+    roles_.ForEach([&add](const std::string&, const Token& token) { add(token.token); });
+    for (const Token& token : extra_) add(token.token);
     return result;
   }
 

@@ -114,6 +114,21 @@ TEST(TokensOfFolder, ManyTokensAndRoles_AreRead) {
   EXPECT_EQ(tokens.added.size(), 2 * kTokens);
 }
 
+// As in transformers, which adds both, one after the other.
+TEST(TokensOfFolder, ExtraTokenWithOtherFlagsThanItsRole_Counts) {
+  FolderFiles files;
+  files.tokenizer_config = {
+      {"bos_token", "<s>"},
+      {"extra_special_tokens",
+       {{{"content", "<s>"}, {"lstrip", true}, {"special", false}, {"normalized", false}}, "<s>"}}};
+  const auto tokens = TokensOfFolder(files);
+  ASSERT_TRUE(tokens.ok()) << tokens.status();
+  ASSERT_EQ(tokens->added.size(), 2u);
+  EXPECT_FALSE(tokens->added[0].lstrip);
+  EXPECT_TRUE(tokens->added[1].lstrip);
+  EXPECT_TRUE(tokens->added[1].special);
+}
+
 TEST(TokensOfFolder, TokenOfTheFileThatHasARole_BecomesSpecial) {
   FolderFiles files = Files();
   files.tokenizer["added_tokens"][0]["special"] = false;

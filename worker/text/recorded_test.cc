@@ -2,12 +2,17 @@
 // (tests/testdata/tokenizers).
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 
+#include "absl/strings/escaping.h"
+#include "base/file.h"
 #include "base/log.h"
+#include "base/test_folder.h"
 #include "tests/testdata/golden.h"
 #include "worker/text/tokenizer.h"
 
@@ -60,6 +65,57 @@ TEST(Recorded, TokenizersPutTogetherAtRandom_DoWhatThePeerDid) {
     }
   }
   EXPECT_GT(cases, 1'000);
+}
+
+// What a folder with tokenizer.model alone says of a text, in the case's form.
+Json AnswerOfFolder(const Tokenizer& tokenizer, const Json& test_case) {
+  const std::string text = test_case.at("text"), pair = test_case.at("pair");
+  const auto ids = tokenizer.EncodeIds(text), plain = tokenizer.EncodeIds(text, false);
+  const auto both = tokenizer.EncodePair(text, pair);
+  if (!ids.ok() || !plain.ok() || !both.ok()) return ids.status().ToString();
+  const auto decoded = tokenizer.Decode(*ids, false), skipped = tokenizer.Decode(*ids, true);
+  return {{"text", text},
+          {"pair", pair},
+          {"ids", *ids},
+          {"plain", *plain},
+          {"both", both->ids},
+          {"decoded", decoded.value_or(decoded.status().ToString())},
+          {"decoded_skip", skipped.value_or(skipped.status().ToString())}};
+}
+
+TEST(Recorded, FoldersWithTokenizerModel_DoWhatTransformersDid) {
+  SetLogLevel(LogLevel::kError);
+  const char* const others = std::getenv("MUSTER_SENTENCE_PIECE_CASES");
+  std::ifstream file(others != nullptr
+                         ? others
+                         : testing_support::TestdataPath("tokenizers/sentence_pieces.jsonl"));
+  int64_t cases = 0;
+  for (std::string line; std::getline(file, line);) {
+    const Json json = Json::parse(line);
+    SCOPED_TRACE(json.at("id").dump() + " " + json.at("files").dump());
+    const TestFolder folder;
+    std::string model;
+    ASSERT_TRUE(absl::Base64Unescape(json.at("model").get<std::string>(), &model));
+    ASSERT_TRUE(WriteFileAtomically(folder.Path("tokenizer.model"), model).ok());
+    for (const auto& [name, content] : json.at("files").items()) {
+      ASSERT_TRUE(WriteFileAtomically(folder.Path(name), content.dump()).ok());
+    }
+    const auto tokenizer = Tokenizer::FromFolder(folder.path());
+    ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+    EXPECT_EQ(tokenizer->VocabSize(), json.at("vocab_size"));
+    const SpecialTokens& roles = tokenizer->special_tokens();
+    for (const auto& [role, token] : {std::pair("bos_token", roles.bos),
+                                      {"eos_token", roles.eos},
+                                      {"unk_token", roles.unk},
+                                      {"pad_token", roles.pad}}) {
+      EXPECT_EQ(token.has_value() ? Json(*token) : Json(), json.at("roles").at(role)) << role;
+    }
+    for (const Json& test_case : json.at("texts")) {
+      ++cases;
+      EXPECT_EQ(AnswerOfFolder(*tokenizer, test_case), test_case);
+    }
+  }
+  EXPECT_GT(cases, 100);
 }
 
 }  // namespace
