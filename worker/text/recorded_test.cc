@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "absl/strings/escaping.h"
-#include "base/file.h"
 #include "base/log.h"
 #include "base/test_folder.h"
 #include "tests/testdata/golden.h"
@@ -67,7 +66,7 @@ TEST(Recorded, TokenizersPutTogetherAtRandom_DoWhatThePeerDid) {
   EXPECT_GT(cases, 1'000);
 }
 
-// What a folder with tokenizer.model alone says of a text, in the case's form.
+// What the tokenizer of a folder says of a text, in the case's form.
 Json AnswerOfFolder(const Tokenizer& tokenizer, const Json& test_case) {
   const std::string text = test_case.at("text"), pair = test_case.at("pair");
   const auto ids = tokenizer.EncodeIds(text), plain = tokenizer.EncodeIds(text, false);
@@ -83,22 +82,22 @@ Json AnswerOfFolder(const Tokenizer& tokenizer, const Json& test_case) {
           {"decoded_skip", skipped.value_or(skipped.status().ToString())}};
 }
 
-TEST(Recorded, FoldersWithTokenizerModel_DoWhatTransformersDid) {
+// The folders of a file of cases; `variable` may name another one.
+void ExpectFolders(const std::string& cases_file, const char* variable) {
   SetLogLevel(LogLevel::kError);
-  const char* const others = std::getenv("MUSTER_SENTENCE_PIECE_CASES");
-  std::ifstream file(others != nullptr
-                         ? others
-                         : testing_support::TestdataPath("tokenizers/sentence_pieces.jsonl"));
+  const char* const others = std::getenv(variable);
+  std::ifstream file(others != nullptr ? others : testing_support::TestdataPath(cases_file));
   int64_t cases = 0;
   for (std::string line; std::getline(file, line);) {
-    const Json json = Json::parse(line);
+    // Their order matters in the folder's files.
+    const auto json = nlohmann::ordered_json::parse(line);
     SCOPED_TRACE(json.at("id").dump() + " " + json.at("files").dump());
     const TestFolder folder;
     std::string model;
     ASSERT_TRUE(absl::Base64Unescape(json.at("model").get<std::string>(), &model));
-    ASSERT_TRUE(WriteFileAtomically(folder.Path("tokenizer.model"), model).ok());
+    if (!model.empty()) std::ofstream(folder.Path("tokenizer.model")) << model;
     for (const auto& [name, content] : json.at("files").items()) {
-      ASSERT_TRUE(WriteFileAtomically(folder.Path(name), content.dump()).ok());
+      std::ofstream(folder.Path(name)) << content;
     }
     const auto tokenizer = Tokenizer::FromFolder(folder.path());
     ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
@@ -108,14 +107,22 @@ TEST(Recorded, FoldersWithTokenizerModel_DoWhatTransformersDid) {
                                       {"eos_token", roles.eos},
                                       {"unk_token", roles.unk},
                                       {"pad_token", roles.pad}}) {
-      EXPECT_EQ(token.has_value() ? Json(*token) : Json(), json.at("roles").at(role)) << role;
+      EXPECT_EQ(token.has_value() ? Json(*token) : Json(), Json(json.at("roles").at(role))) << role;
     }
-    for (const Json& test_case : json.at("texts")) {
+    for (const Json test_case : json.at("texts")) {
       ++cases;
       EXPECT_EQ(AnswerOfFolder(*tokenizer, test_case), test_case);
     }
   }
   EXPECT_GT(cases, 100);
+}
+
+TEST(Recorded, FoldersWithTokenizerModel_DoWhatTransformersDid) {
+  ExpectFolders("tokenizers/sentence_pieces.jsonl", "MUSTER_SENTENCE_PIECE_CASES");
+}
+
+TEST(Recorded, FoldersWithFilesBesideTokenizerJson_DoWhatTransformersDid) {
+  ExpectFolders("tokenizers/folders.jsonl", "MUSTER_FOLDER_CASES");
 }
 
 }  // namespace
