@@ -381,8 +381,12 @@ absl::StatusOr<OlderTokenizer> TokenizerOfOlderFiles(const OlderFiles& files) {
   const std::string name = ClassOf(files);
   if (name != "GPT2Tokenizer" && name != "Qwen2Tokenizer" && name != "BertTokenizer" &&
       name != "LlamaTokenizer") {
-    return absl::NotFoundError(name.empty() ? "no file says of which class it is"
-                                            : absl::StrCat("it is a ", Printable(name)));
+    if (!name.empty()) return absl::NotFoundError(absl::StrCat("it is a ", Printable(name)));
+    return absl::NotFoundError(
+        files.tokenizer_model.has_value()
+            ? "no file says of which class it is; for Llama, Mistral and Mixtral it is "
+              "\"tokenizer_class\": \"LlamaTokenizer\" in tokenizer_config.json"
+            : "no file says of which class it is");
   }
   return Maker(files, name).Make();
 }

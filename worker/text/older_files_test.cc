@@ -160,6 +160,17 @@ TEST(TokenizerOfOlderFiles, PiecesOfLlama_CountWhereTheFolderNamesNoExtraTokens)
   EXPECT_FALSE(Make(files).tokenizer_config.contains("extra_special_tokens"));
 }
 
+// transformers 5 does not look at the class then, and leaves out the blank before a text.
+TEST(TokenizerOfOlderFiles, LlamaTokenizerOfAMixtral_IsALlamas) {
+  OlderFiles files = Llama();
+  const OlderTokenizer llama = Make(files);
+  files.config = {{"model_type", "mixtral"}};
+  EXPECT_EQ(Make(files).tokenizer, llama.tokenizer);
+  files.beside.tokenizer_config = nullptr;
+  EXPECT_EQ(TokenizerOfOlderFiles(files).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(Error(files), HasSubstr(R"("tokenizer_class": "LlamaTokenizer")"));
+}
+
 TEST(TokenizerOfOlderFiles, TokenizerModelThatIsNoLlamas_IsNotFound) {
   const auto error = [](const OlderFiles& files) {
     EXPECT_EQ(TokenizerOfOlderFiles(files).status().code(), absl::StatusCode::kNotFound);
