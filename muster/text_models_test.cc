@@ -8,6 +8,7 @@
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
+#include "absl/status/status.h"
 #include "base/test_folder.h"
 #include "muster/accelerator.h"
 #include "muster/models.h"
@@ -15,6 +16,9 @@
 #include "muster/test_ranks.h"
 #include "muster/utils.h"
 #include "tests/testdata/golden.h"
+#include "worker/checkpoint/weight_files.h"
+#include "worker/models/model_config.h"
+#include "worker/models/pretrained.h"
 
 namespace muster {
 namespace {
@@ -87,6 +91,41 @@ TEST(TextModels, EveryFamilyUnderEveryStrategy_TrainsAsOnOneProcess) {
         }
       });
     }
+  }
+}
+
+// Nothing computes with one of its parameters: nobody waits for its gradient, and it is saved.
+TEST(TextModels, MaskedBertWithAHeadOfItsOwn_TrainsUnderEveryStrategy) {
+  for (const char* const strategy : {"no_shard", "zero1", "zero2", "zero3", "hybrid"}) {
+    SCOPED_TRACE(strategy);
+    AcceleratorOptions options;
+    options.sharding = ParseSharding(strategy, 2);
+    const TestFolder folder;
+    RunAccelerators(2, options, [&](Accelerator& accelerator) {
+      models::ModelConfig config = Load("hf_train/bert_mlm_shared")->config();
+      models::Common(config).tie_word_embeddings = false;
+      models::TextModel net = models::MakeModel(config);
+      FusedAdamW adamw(net->parameters(), {.lr = 1e-2, .weight_decay = 0.5});
+      auto [model, optimizer] = accelerator.prepare(net, adamw);
+      for (int step = 0; step < 3; ++step) {
+        accelerator.backward(model(RowsOf(accelerator, step)).loss);
+        accelerator.clip_grad_norm_(model.parameters(), 1.0);
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      const absl::Status written = accelerator.save_model(model, folder.path());
+      EXPECT_TRUE(written.ok()) << written;
+      if (accelerator.is_main_process()) {
+        EXPECT_TRUE(save_config(net, folder.path()).ok());
+      }
+    });
+    const auto saved = WeightFiles::Open(folder.path());
+    ASSERT_TRUE(saved.ok()) << saved.status();
+    EXPECT_NE(saved->Find("cls.predictions.bias"), nullptr);
+    const auto again = load_text_model(folder.path());
+    ASSERT_TRUE(again.ok()) << again.status();
+    EXPECT_FALSE((*again)->named_parameters()["cls.predictions.bias"].any().item<bool>());
+    EXPECT_TRUE((*again)->named_parameters()["cls.predictions.decoder.bias"].any().item<bool>());
   }
 }
 

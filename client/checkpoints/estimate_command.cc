@@ -161,6 +161,7 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
                   {.name = "optimizer_in_backward",
                    .help = "Gradients of a few units at a time: the optimizer uses them inside of "
                            "the backward pass"},
+                  IgnoreSettingsOption(),
                   OutputOption({"text", "json"})},
       .max_words = 1};
   CommandLine line;
@@ -172,7 +173,7 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
   if (line.words.empty()) return wrong(absl::StrCat("write ", spec.name, " ", spec.usage));
   const absl::StatusOr<Request> request = RequestOf(line);
   if (!request.ok()) return Fail(spec, context, request.status(), kExitUsage);
-  const absl::StatusOr<ModelTensors> model = ReadModelTensors(line.words[0]);
+  const absl::StatusOr<ModelTensors> model = ReadModelTensors(line.words[0], IgnoredSettings(line));
   if (!model.ok()) return FailCall(spec, context, model.status());
   const ModelSize size = SizeOf(Estimated(*model));
   std::vector<DtypeEstimate> dtypes;

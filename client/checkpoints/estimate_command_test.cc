@@ -72,6 +72,23 @@ TEST_F(EstimateCommandTest, Text_IsTwoTables) {
   EXPECT_THAT(out_.str(), HasSubstr("no_shard"));
 }
 
+TEST_F(EstimateCommandTest, SettingThatMusterDoesNotKnow_CanBeIgnored) {
+  const std::string config =
+      *ReadFile(testing_support::GoldenPath("hf_train/bert_cls_shared/config.json"));
+  const TestFolder folder;
+  Json with_own = Json::parse(config);
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"), config).ok());
+  ASSERT_EQ(Run({folder.path(), "-o", "json"}), kExitOk) << err_.str();
+  const Json want = Json::parse(out_.str());
+  with_own["own_setting"] = 7;
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"), with_own.dump()).ok());
+  EXPECT_NE(Run({folder.path()}), kExitOk);
+  EXPECT_THAT(err_.str(), HasSubstr("name it with --ignore_settings"));
+  ASSERT_EQ(Run({folder.path(), "--ignore_settings", "own_setting", "-o", "json"}), kExitOk)
+      << err_.str();
+  EXPECT_EQ(Json::parse(out_.str()), want);
+}
+
 TEST_F(EstimateCommandTest, Offload_HasAColumnOfItsOwn) {
   ASSERT_EQ(Run({file_, "--offload_optimizer", "disk", "--offload_parameters", "-o", "json"}),
             kExitOk)

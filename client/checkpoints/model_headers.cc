@@ -12,6 +12,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
 #include "base/file.h"
 #include "base/json.h"
 #include "base/regular_file.h"
@@ -73,15 +75,26 @@ std::function<std::string(const std::string&)> NamesIn(
   if (!config.ok()) return models::WithoutGammaAndBeta;
   std::set<std::string> names;
   for (const WeightFiles::Entry& entry : files.entries()) names.insert(entry.tensor.name);
-  return [name_in_model = models::NamesOfFiles(*config, names)](const std::string& in_file) {
-    // transformers keeps it beside the bias of a head of its own, and does not use it.
-    return in_file == "cls.predictions.bias" ? in_file : name_in_model(in_file);
-  };
+  return models::NamesOfFiles(*config, names);
 }
 
-absl::StatusOr<ModelTensors> TensorsOfFiles(const std::string& path) {
+// Messages name the flag.
+absl::StatusOr<models::ModelConfig> ConfigOf(const std::string& path,
+                                             const std::vector<std::string>& ignore_settings) {
+  absl::StatusOr<models::ModelConfig> config =
+      models::ReadModelConfig(FolderOf(path), {.ignore_settings = ignore_settings});
+  if (config.ok()) return config;
+  return absl::Status(config.status().code(),
+                      absl::StrReplaceAll(config.status().message(),
+                                          {{" in ignore_settings", " with --ignore_settings"}}));
+}
+
+absl::StatusOr<ModelTensors> TensorsOfFiles(const std::string& path,
+                                            const std::vector<std::string>& ignore_settings) {
   MUSTER_ASSIGN_OR_RETURN(WeightFiles files, WeightFiles::Open(path));
-  const absl::StatusOr<models::ModelConfig> config = models::ReadModelConfig(FolderOf(path));
+  const absl::StatusOr<models::ModelConfig> config = ConfigOf(path, ignore_settings);
+  // Without the list, sizes are those of the files whatever the model is.
+  if (!ignore_settings.empty()) MUSTER_RETURN_IF_ERROR(config.status());
   if (config.ok()) {
     MUSTER_RETURN_IF_ERROR(files.Divide(
         [&config](const std::string& in_file) { return models::PartsOf(*config, in_file); }));
@@ -117,9 +130,9 @@ absl::StatusOr<ModelTensors> TensorsOfFiles(const std::string& path) {
   return model;
 }
 
-absl::StatusOr<ModelTensors> TensorsOfConfig(const std::string& path) {
-  MUSTER_ASSIGN_OR_RETURN(const models::ModelConfig config,
-                          models::ReadModelConfig(FolderOf(path)));
+absl::StatusOr<ModelTensors> TensorsOfConfig(const std::string& path,
+                                             const std::vector<std::string>& ignore_settings) {
+  MUSTER_ASSIGN_OR_RETURN(const models::ModelConfig config, ConfigOf(path, ignore_settings));
   MUSTER_ASSIGN_OR_RETURN(const std::vector<models::WeightShape> shapes,
                           models::WeightShapes(config));
   const std::string& type = models::Common(config).dtype;
@@ -136,26 +149,41 @@ absl::StatusOr<ModelTensors> TensorsOfConfig(const std::string& path) {
 
 }  // namespace
 
-absl::StatusOr<ModelTensors> ReadModelTensors(const std::string& path) {
-  absl::StatusOr<ModelTensors> found = TensorsOfFiles(path);
+absl::StatusOr<ModelTensors> ReadModelTensors(const std::string& path,
+                                              const std::vector<std::string>& ignore_settings) {
+  absl::StatusOr<ModelTensors> found = TensorsOfFiles(path, ignore_settings);
   if (!absl::IsNotFound(found.status()) || !PathExists(path) ||
       !PathExists(JoinPath(FolderOf(path), "config.json")) || HasWeightFiles(FolderOf(path))) {
     return found;
   }
-  absl::StatusOr<ModelTensors> model = TensorsOfConfig(path);
+  absl::StatusOr<ModelTensors> model = TensorsOfConfig(path, ignore_settings);
   if (model.ok()) return model;
   return absl::Status(model.status().code(),
                       absl::StrCat(found.status().message(), "; and sizes cannot be taken from ",
                                    model.status().message()));
 }
 
-absl::StatusOr<ModelTree> ReadModelTree(const std::string& path) {
-  MUSTER_ASSIGN_OR_RETURN(const ModelTensors tensors, ReadModelTensors(path));
+absl::StatusOr<ModelTree> ReadModelTree(const std::string& path,
+                                        const std::vector<std::string>& ignore_settings) {
+  MUSTER_ASSIGN_OR_RETURN(const ModelTensors tensors, ReadModelTensors(path, ignore_settings));
   ModelTree tree{.from_config = tensors.from_config};
   MUSTER_ASSIGN_OR_RETURN(tree.model, TreeOf(tensors.tensors));
   MUSTER_ASSIGN_OR_RETURN(const bool tied, HasTiedHead(path));
   if (tied) TieHead(&tree.model);
   return tree;
+}
+
+OptionSpec IgnoreSettingsOption() {
+  return {.name = "ignore_settings",
+          .value_name = "NAMES",
+          .help =
+              "Settings of config.json that Muster does not know, or auto_map, if they change "
+              "nothing"};
+}
+
+std::vector<std::string> IgnoredSettings(const CommandLine& line) {
+  const std::string names = line.Get("ignore_settings");
+  return absl::StrSplit(names, ',', absl::SkipWhitespace());
 }
 
 std::string Table(const std::vector<std::vector<std::string>>& rows) {

@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "client/checkpoints/model_tree.h"
+#include "client/cli/command_line.h"
 #include "worker/bigmodel/device_map.h"
 
 namespace muster::client {
@@ -21,11 +22,13 @@ struct ModelTensors {
 };
 
 // The tensors of a model's folder, index or file, from the headers of its files; if there is none
-// of these (an index may be there), from config.json if it is of a model that Muster has. Blocks on
-// the disk. Errors: those of WeightFiles::Open, also that one of several files is missing, and of
-// models::ReadModelConfig and WeightShapes; INVALID_ARGUMENT if two tensors are one weight of the
-// model; NOT_FOUND if there is no tensor that the model needs.
-absl::StatusOr<ModelTensors> ReadModelTensors(const std::string& path);
+// of these (an index may be there), from config.json if it is of a model that Muster has.
+// `ignore_settings`: as of models::ReadConfigOptions; names of them make config.json count even
+// where weights are there. Blocks on the disk. Errors: those of WeightFiles::Open, also that one of
+// several files is missing, and of models::ReadModelConfig and WeightShapes; INVALID_ARGUMENT if
+// two tensors are one weight of the model; NOT_FOUND if there is no tensor that the model needs.
+absl::StatusOr<ModelTensors> ReadModelTensors(const std::string& path,
+                                              const std::vector<std::string>& ignore_settings = {});
 
 // The model's modules, with the head tied to the embedding where config.json beside the weights
 // says so. Errors: those of ReadModelTensors and TreeOf, and a config.json that is no JSON object.
@@ -33,7 +36,12 @@ struct ModelTree {
   PlannedModel model = {};
   bool from_config = false;
 };
-absl::StatusOr<ModelTree> ReadModelTree(const std::string& path);
+absl::StatusOr<ModelTree> ReadModelTree(const std::string& path,
+                                        const std::vector<std::string>& ignore_settings = {});
+
+// --ignore_settings of commands that read a model, and its names.
+OptionSpec IgnoreSettingsOption();
+std::vector<std::string> IgnoredSettings(const CommandLine& line);
 
 // What is said of a model of which config.json alone is there.
 inline constexpr char kFromConfig[] =

@@ -319,6 +319,7 @@ CommandSpec Spec() {
                    .values = {"auto", "balanced", "balanced_low_0", "sequential"}},
                   {.name = "offload_buffers",
                    .help = "Buffers of modules that are not on a GPU stay there"},
+                  IgnoreSettingsOption(),
                   OutputOption({"text", "json"})},
       .max_words = 1};
 }
@@ -341,7 +342,7 @@ int RunPlanCommand(const std::vector<std::string>& args, const CommandContext& c
   const absl::StatusOr<Request> request = RequestOf(line, machine);
   if (!request.ok()) return fail(request.status(), kExitUsage);
   const std::string& path = line.words[0];
-  absl::StatusOr<ModelTree> tree = ReadModelTree(path);
+  absl::StatusOr<ModelTree> tree = ReadModelTree(path, IgnoredSettings(line));
   if (!tree.ok()) return fail(tree.status(), ExitCodeOf(tree.status()));
   const absl::StatusOr<Plan> plan = PlanOf(std::move(tree->model), *request);
   if (!plan.ok()) return fail(plan.status(), ExitCodeOf(plan.status()));

@@ -140,6 +140,44 @@ TEST_F(PlanCommandTest, Mistakes_AreNamed) {
   EXPECT_THAT(err_.str(), HasSubstr("config.json"));
 }
 
+// In a folder with weights, names are read as those of the model; without, the model is known.
+TEST_F(PlanCommandTest, SettingThatMusterDoesNotKnow_CanBeIgnored) {
+  const char* const kSize = R"("model_type": "gpt2", "n_embd": 4, "n_layer": 1, "n_head": 1,
+      "vocab_size": 10, "n_positions": 6)";
+  WriteConfig(
+      absl::StrCat(R"({"architectures": ["GPT2LMHeadModel"], "own_setting": 7,)", kSize, "}"));
+  const std::string path = folder_.path();
+  const std::vector<std::string> ignoring = {"--max_memory", "cpu=1GB", "--ignore_settings",
+                                             "own_setting"};
+  ASSERT_TRUE(WriteFileAtomically(
+                  folder_.Path("model.safetensors"),
+                  *EncodeSafetensors(
+                      {{.name = "wte.weight", .type = SafetensorsType::kF32, .shape = {10, 4}},
+                       {.name = "h.0.attn.bias", .type = SafetensorsType::kF32, .shape = {6, 6}}},
+                      {std::string(160, '\0'), std::string(144, '\0')}, std::nullopt))
+                  .ok());
+  EXPECT_EQ(JsonOf({"--max_memory", "cpu=1GB"})["bytes"], 304);
+  EXPECT_EQ(JsonOf(ignoring)["bytes"], 160);
+  ASSERT_EQ(std::remove(folder_.Path("model.safetensors").c_str()), 0);
+  EXPECT_EQ(Run({path, "--max_memory", "cpu=1GB"}), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("name it with --ignore_settings"));
+  EXPECT_EQ(JsonOf(ignoring)["device_map"], Json({{"", "cpu"}}));
+  // What the list may not have is named, also beside weights.
+  const auto expect_refused = [&](const std::string& names, const std::string& words) {
+    EXPECT_NE(Run({path, "--max_memory", "cpu=1GB", "--ignore_settings", names}), kExitOk);
+    EXPECT_THAT(err_.str(), HasSubstr(words));
+  };
+  for (const bool has_weights : {false, true}) {
+    if (has_weights) SetUp();
+    WriteConfig(
+        absl::StrCat(R"({"architectures": ["GPT2LMHeadModel"], "own_setting": 7,)", kSize, "}"));
+    expect_refused("own_setting,n_embd",
+                   "\"n_embd\", named with --ignore_settings, is a setting that Muster knows");
+    expect_refused("own_setting,other",
+                   "\"other\", named with --ignore_settings, is no setting of this file");
+  }
+}
+
 // They are kept whole as a layer is, and may be what is largest.
 TEST_F(PlanCommandTest, EmbeddingsOfBertLargerThanEveryDevice_HaveAWayOut) {
   ASSERT_EQ(std::remove(folder_.Path("model.safetensors").c_str()), 0);

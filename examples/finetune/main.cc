@@ -84,8 +84,8 @@ absl::StatusOr<at::Tensor> Rows(const Flags& flags, const muster::models::Common
 void CopyTokenizer(const std::string& from, const std::string& to) {
   for (const char* const name :
        {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-        "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json",
-        "generation_config.json"}) {
+        "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja",
+        "chat_template.json", "generation_config.json"}) {
     const std::filesystem::path file = std::filesystem::path(from) / name;
     // --output_dir may be the model's own folder.
     const std::filesystem::path copy = std::filesystem::path(to) / name;

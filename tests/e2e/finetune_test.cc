@@ -68,6 +68,7 @@ at::Tensor Logits(models::CausalLm& model) {
 
 TEST_F(FinetuneTest, AllWeightsSharded_LearnAndLoadAgain) {
   ASSERT_TRUE(WriteFileAtomically(Temp("model/vocab.txt"), "as in older folders").ok());
+  ASSERT_TRUE(WriteFileAtomically(Temp("model/tokenizer.model"), "beside it").ok());
   const std::vector<double> losses = Finetune({"--steps", "20", "--sharding", "zero3"});
   ASSERT_GE(losses.size(), 2);
   EXPECT_LT(losses.back(), losses.front() / 2);
@@ -77,6 +78,7 @@ TEST_F(FinetuneTest, AllWeightsSharded_LearnAndLoadAgain) {
   EXPECT_FALSE(at::allclose(Logits(*tuned), Logits(*base)));
   EXPECT_TRUE(PathExists(Temp("tuned/tokenizer.json")));
   EXPECT_TRUE(PathExists(Temp("tuned/vocab.txt")));
+  EXPECT_TRUE(PathExists(Temp("tuned/tokenizer.model")));
 }
 
 TEST_F(FinetuneTest, Adapters_LearnAndLoadIntoTheBaseModel) {

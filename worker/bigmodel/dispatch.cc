@@ -1,6 +1,7 @@
 #include "worker/bigmodel/dispatch.h"
 
 #include <sys/statvfs.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -46,6 +47,9 @@ constexpr uint64_t kScratchBytes = 2 * kMiB;
 // A ring should hold what is in use and what comes next.
 constexpr uint64_t kUnitsInRing = 4;
 constexpr char kOffloadFile[] = "offload.safetensors";
+constexpr char kOtherWays[] =
+    "name another folder, or load a checkpoint by load_checkpoint_and_dispatch(), whose files are "
+    "used in place";
 
 enum class Place {
   kResident,  // on its device all the time
@@ -103,6 +107,52 @@ at::Tensor EmptyOnHost(const Item& item, at::ScalarType type, const c10::Device&
                    at::TensorOptions().dtype(type).pinned_memory(!device.is_cpu()));
 }
 
+// The file of weights that were in memory, in a folder that may not be there yet. What has been
+// made of both is removed again unless Keep() is called.
+class OffloadFile {
+ public:
+  explicit OffloadFile(const std::string& folder) : path_(JoinPath(folder, kOffloadFile)) {
+    for (std::string each = folder; each != "." && !PathExists(each); each = ParentPath(each)) {
+      absent_.push_back(each);
+    }
+  }
+  ~OffloadFile() {
+    if (is_kept_) return;
+    if (is_written_) (void)unlink(path_.c_str());
+    // The deepest first. What another process has put there stays.
+    for (const std::string& folder : absent_) (void)rmdir(folder.c_str());
+  }
+  OffloadFile(const OffloadFile&) = delete;
+  OffloadFile& operator=(const OffloadFile&) = delete;
+
+  const std::string& path() const { return path_; }
+  void Keep() { is_kept_ = true; }
+
+  // Whole, or nothing is there. It is of use for as long as this process, so that no loss of power
+  // matters: it is synced, because some disks say only then that they are full; its folder is not.
+  absl::Status Write(const NamedTensors& tensors) {
+    absl::Status written;
+    MUSTER_RETURN_IF_ERROR(Guard([&] { written = WriteOrThrow(tensors); }));
+    is_written_ = written.ok();
+    return written;
+  }
+
+ private:
+  absl::Status WriteOrThrow(const NamedTensors& tensors) const {
+    MUSTER_ASSIGN_OR_RETURN(const SafetensorsPlan plan,
+                            PlanSafetensors(path_, tensors, {.shared = SharedTensors::kWriteAll}));
+    MUSTER_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(path_));
+    MUSTER_RETURN_IF_ERROR(
+        StreamSafetensors(plan, [&file](absl::string_view part) { return file.Append(part); }));
+    MUSTER_RETURN_IF_ERROR(file.Sync());
+    return file.Publish();
+  }
+
+  const std::string path_;
+  std::vector<std::string> absent_;
+  bool is_written_ = false, is_kept_ = false;
+};
+
 }  // namespace
 
 // Brings a model to its devices, step by step.
@@ -135,6 +185,7 @@ class Dispatcher {
   const DispatchOptions options_;
   std::vector<Item> items_;
   std::map<std::string, size_t> by_name_;
+  std::optional<OffloadFile> offload_file_;
   DispatchedModel result_;
 };
 
@@ -373,21 +424,29 @@ absl::Status Dispatcher::WriteToDisk(const std::vector<Item*>& items) {
     tensors.emplace_back(item->names[0], item->tensor().detach());
     bytes += item->tensor().nbytes();
   }
-  MUSTER_RETURN_IF_ERROR(MakeDirectories(options_.offload_folder));
-  MUSTER_RETURN_IF_ERROR(CheckDiskSpace(options_.offload_folder, bytes));
-  const std::string path = JoinPath(options_.offload_folder, kOffloadFile);
-  absl::Status written;
-  MUSTER_RETURN_IF_ERROR(Guard([&] { written = WriteSafetensors(path, tensors).status(); }));
-  MUSTER_RETURN_IF_ERROR(written);
-  MUSTER_ASSIGN_OR_RETURN(WeightFiles opened, WeightFiles::Open(path));
-  const auto files = std::make_shared<const WeightFiles>(std::move(opened));
-  std::vector<size_t> entries;
-  for (const Item* const item : items) {
-    entries.push_back(static_cast<size_t>(files->Find(item->names[0]) - files->entries().data()));
+  const auto source = [&]() -> absl::StatusOr<std::shared_ptr<const WeightSource>> {
+    offload_file_.emplace(options_.offload_folder);
+    MUSTER_RETURN_IF_ERROR(MakeDirectories(options_.offload_folder));
+    MUSTER_RETURN_IF_ERROR(CheckDiskSpace(options_.offload_folder, bytes));
+    MUSTER_RETURN_IF_ERROR(offload_file_->Write(tensors));
+    MUSTER_ASSIGN_OR_RETURN(WeightFiles opened, WeightFiles::Open(offload_file_->path()));
+    const auto files = std::make_shared<const WeightFiles>(std::move(opened));
+    std::vector<size_t> entries;
+    for (const Item* const item : items) {
+      entries.push_back(static_cast<size_t>(files->Find(item->names[0]) - files->entries().data()));
+    }
+    return OpenWeightSource(files, entries);
+  }();
+  if (!source.ok()) {
+    // The check of the space says what to do.
+    if (absl::StrContains(source.status().message(), kOtherWays)) return source.status();
+    return absl::Status(
+        source.status().code(),
+        absl::StrCat("cannot offload ", HumanBytes(static_cast<int64_t>(bytes)), " to ",
+                     options_.offload_folder, ": ", source.status().message(), ": ", kOtherWays));
   }
-  MUSTER_ASSIGN_OR_RETURN(const auto source, OpenWeightSource(files, entries));
   for (size_t i = 0; i < items.size(); ++i) {
-    items[i]->source = source;
+    items[i]->source = *source;
     items[i]->index = i;
   }
   return absl::OkStatus();
@@ -477,6 +536,7 @@ absl::StatusOr<DispatchedModel> Dispatcher::Finish() {
       }
     }
   }));
+  if (offload_file_.has_value()) offload_file_->Keep();
   return std::move(result_);
 }
 
@@ -569,11 +629,9 @@ absl::Status CheckDiskSpace(const std::string& folder, uint64_t bytes) {
   }
   const uint64_t left = uint64_t{info.f_bavail} * info.f_frsize;
   if (bytes <= left) return absl::OkStatus();
-  return absl::ResourceExhaustedError(
-      absl::StrCat(folder, " has ", HumanBytes(static_cast<int64_t>(left)),
-                   " left, and offloading takes ", HumanBytes(static_cast<int64_t>(bytes)),
-                   ": name another folder, or load a checkpoint by "
-                   "load_checkpoint_and_dispatch(), whose files are used in place"));
+  return absl::ResourceExhaustedError(absl::StrCat(
+      folder, " has ", HumanBytes(static_cast<int64_t>(left)), " left, and offloading takes ",
+      HumanBytes(static_cast<int64_t>(bytes)), ": ", kOtherWays));
 }
 
 }  // namespace muster

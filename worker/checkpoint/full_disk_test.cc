@@ -1,16 +1,11 @@
 // A disk that fails at any moment of a save: before each call that makes, reserves, writes, syncs,
 // renames or removes a file. Every rank gets the same error, the checkpoint before or the new one
 // is whole, and the next save, for which there is room, leaves nothing over.
-#include <errno.h>
-#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <stdio.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
-#include <atomic>
-#include <cstdlib>
+#include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -20,117 +15,12 @@
 #include "ATen/ops/full.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/test_failing_disk.h"
 #include "base/test_folder.h"
-#include "base/test_system_calls.h"
 #include "worker/checkpoint/async_saver.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/thread_comm.h"
-
-namespace {
-
-// The calls of the system below, which this program has in place of the C library's.
-struct Fault {
-  std::atomic<long> calls{0};  // below a folder named "failing_disk", that are counted
-  std::atomic<long> at{0};     // the call that fails; 0: none
-  std::atomic<int> error{0};
-  std::atomic<bool> lasts{false};          // so do those after it,
-  std::atomic<bool> also_removals{false};  // those that remove files too
-  std::atomic<bool> fired{false};
-};
-Fault fault;
-
-template <class Where>
-bool Watched(Where where) {
-  return muster::PathHas(where, "/failing_disk");
-}
-
-template <class Where>
-bool Fails(Where where, bool removes = false) {
-  if (fault.at == 0 || (removes && !fault.also_removals) || !Watched(where)) return false;
-  const long call = ++fault.calls;
-  if (fault.lasts ? call < fault.at : call != fault.at) return false;
-  fault.fired = true;
-  errno = fault.error;
-  return true;
-}
-
-bool FailsToMake(const char* path, int flags) { return (flags & O_CREAT) != 0 && Fails(path); }
-
-}  // namespace
-
-MUSTER_REPLACE_OPEN(open, FailsToMake)
-
-extern "C" {
-
-ssize_t write(int fd, const void* data, size_t size) {
-  if (fd > 2 && Fails(fd)) return -1;
-  static const auto real = muster::RealCall<ssize_t (*)(int, const void*, size_t)>("write");
-  return real(fd, data, size);
-}
-
-ssize_t pwrite(int fd, const void* data, size_t size, off_t at) {
-  if (Fails(fd)) return -1;
-  static const auto real = muster::RealCall<ssize_t (*)(int, const void*, size_t, off_t)>("pwrite");
-  return real(fd, data, size, at);
-}
-
-int fallocate(int fd, int mode, off_t at, off_t size) {
-  if (Fails(fd)) return -1;
-  static const auto real = muster::RealCall<int (*)(int, int, off_t, off_t)>("fallocate");
-  return real(fd, mode, at, size);
-}
-
-int ftruncate(int fd, off_t size) {
-  if (Fails(fd)) return -1;
-  static const auto real = muster::RealCall<int (*)(int, off_t)>("ftruncate");
-  return real(fd, size);
-}
-
-int fsync(int fd) {
-  if (Fails(fd)) return -1;
-  static const auto real = muster::RealCall<int (*)(int)>("fsync");
-  return real(fd);
-}
-
-int mkdir(const char* path, mode_t mode) {
-  if (Fails(path)) return -1;
-  static const auto real = muster::RealCall<int (*)(const char*, mode_t)>("mkdir");
-  return real(path, mode);
-}
-
-int rename(const char* from, const char* to) {
-  if (Fails(from)) return -1;
-  static const auto real = muster::RealCall<int (*)(const char*, const char*)>("rename");
-  return real(from, to);
-}
-
-int renameat2(int from_dir, const char* from, int to_dir, const char* to, unsigned int flags) {
-  if (Fails(from)) return -1;
-  static const auto real =
-      muster::RealCall<int (*)(int, const char*, int, const char*, unsigned int)>("renameat2");
-  return real(from_dir, from, to_dir, to, flags);
-}
-
-int unlink(const char* path) {
-  if (Fails(path, /*removes=*/true)) return -1;
-  static const auto real = muster::RealCall<int (*)(const char*)>("unlink");
-  return real(path);
-}
-
-int unlinkat(int dir, const char* path, int flags) {
-  if (dir >= 0 ? Fails(dir, /*removes=*/true) : Fails(path, /*removes=*/true)) return -1;
-  static const auto real = muster::RealCall<int (*)(int, const char*, int)>("unlinkat");
-  return real(dir, path, flags);
-}
-
-int rmdir(const char* path) {
-  if (Fails(path, /*removes=*/true)) return -1;
-  static const auto real = muster::RealCall<int (*)(const char*)>("rmdir");
-  return real(path);
-}
-
-}  // extern "C"
 
 namespace muster {
 namespace {
@@ -159,7 +49,7 @@ absl::Status WriteAll(StateWriter& writer, int64_t value) {
 
 class FullDiskTest : public testing::TestWithParam<Kind> {
  protected:
-  ~FullDiskTest() override { fault.at = 0; }
+  ~FullDiskTest() override { disk_fault.Disarm(); }
 
   // A save of the next number by two ranks, which leaves the newest one alone.
   absl::Status Save() {
@@ -214,14 +104,12 @@ TEST_P(FullDiskTest, AnyMoment_IsTheSameErrorOnAllRanks_NothingIsLost_AndTheNext
     SCOPED_TRACE(absl::StrCat(kind.name, " ", at));
     ASSERT_LT(at, 500);
     const int64_t before = Newest();
-    fault.calls = 0;
-    fault.error = kind.error;
-    fault.lasts = kind.lasts;
-    fault.also_removals = kind.also_removals;
-    fault.fired = false;
-    fault.at = at;
+    disk_fault.error = kind.error;
+    disk_fault.lasts = kind.lasts;
+    disk_fault.also_removals = kind.also_removals;
+    disk_fault.Arm(at);
     const absl::Status saved = Save();
-    fault.at = 0;
+    disk_fault.Disarm();
     const int64_t after = Newest();
     if (saved.ok()) {
       // What failed, if anything, is nothing that the checkpoint needs.
@@ -231,7 +119,7 @@ TEST_P(FullDiskTest, AnyMoment_IsTheSameErrorOnAllRanks_NothingIsLost_AndTheNext
       EXPECT_THAT(std::string(saved.message()), HasSubstr(words));
       EXPECT_TRUE(after == before || after == before + 1) << after << " after " << before;
     }
-    if (!fault.fired) break;
+    if (!disk_fault.fired) break;
     ++moments;
     const absl::Status next = Save();
     ASSERT_TRUE(next.ok()) << next;

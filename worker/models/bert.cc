@@ -5,9 +5,9 @@
 #include "ATen/TensorOperators.h"
 #include "ATen/ops/arange.h"
 #include "ATen/ops/binary_cross_entropy_with_logits.h"
-#include "ATen/ops/empty.h"
 #include "ATen/ops/linear.h"
 #include "ATen/ops/mse_loss.h"
+#include "ATen/ops/zeros.h"
 #include "ATen/ops/zeros_like.h"
 #include "torch/nn/modules/container/modulelist.h"
 #include "worker/train/activation_checkpoint.h"
@@ -110,19 +110,20 @@ BertForMaskedLMImpl::BertForMaskedLMImpl(const BertConfig& config)
   transform_ = transform->register_module("dense", Linear(width, width, true));
   transform_norm_ =
       transform->register_module("LayerNorm", LayerNorm(width, config.layer_norm_eps));
-  if (!config.tie_word_embeddings) {
-    decoder_ = predictions->register_module("decoder", Linear(width, config.vocab_size, true));
-    return;
-  }
-  // The bias has the shape and place of a weight that layers make, and the files' own name.
+  // The bias has the shape and place of a weight that layers make, and the files' own name. A head
+  // that is not tied has its own beside it: this one is then kept for the files (IsUnused), and
+  // frozen, so that nobody waits for its gradient.
   bias_ = predictions->register_parameter(
-      "bias", at::empty({config.vocab_size}, transform_->weight.options().requires_grad(false)));
+      "bias", at::zeros({config.vocab_size}, transform_->weight.options().requires_grad(false)),
+      /*requires_grad=*/config.tie_word_embeddings);
+  if (config.tie_word_embeddings) return;
+  decoder_ = predictions->register_module("decoder", Linear(width, config.vocab_size, true));
 }
 
 void BertForMaskedLMImpl::InitWeights() {
   TextModelImpl::InitWeights();
   const at::NoGradGuard no_grad;
-  if (bias_.defined()) bias_.zero_();
+  bias_.zero_();
 }
 
 ModelOutput BertForMaskedLMImpl::forward(const TextBatch& batch) {

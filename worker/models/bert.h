@@ -82,8 +82,8 @@ class BertForMaskedLMImpl : public BertModelImpl {
  private:
   Linear transform_{nullptr};
   LayerNorm transform_norm_{nullptr};
-  Linear decoder_{nullptr};
-  at::Tensor bias_;
+  Linear decoder_{nullptr};  // of a head that is not tied
+  at::Tensor bias_;          // of one that is
 };
 TORCH_MODULE(BertForMaskedLM);
 

@@ -55,13 +55,10 @@ std::string NameInBert(const BertConfig& config, const std::string& name_in_file
                     absl::StartsWith(name_in_file, "pooler."))) {
     return "";
   }
-  // A tied head has the bias beside the decoder, written twice; of one that is not tied,
-  // transformers 5 writes both and computes with the decoder's.
+  // A tied head has the bias beside the decoder, written twice; of one that is not tied, both are
+  // there (IsUnused).
   if (is_masked && absl::StartsWith(name_in_file, "cls.predictions.decoder.")) {
     return config.tie_word_embeddings ? "" : name_in_file;
-  }
-  if (is_masked && name_in_file == "cls.predictions.bias") {
-    return config.tie_word_embeddings ? name_in_file : "";
   }
   if (EndsWithPart(name_in_file, "embeddings.position_ids")) return "";
   std::string name = WithoutGammaAndBeta(name_in_file);
@@ -107,6 +104,12 @@ std::string ParameterNameOf(const ModelConfig& config, const std::string& name_i
     return NameInGpt2(*gpt2, name_in_file);
   }
   return NameInBert(std::get<BertConfig>(config), name_in_file);
+}
+
+bool IsUnused(const ModelConfig& config, const std::string& parameter) {
+  const CommonConfig& common = Common(config);
+  return common.architecture == Architecture::kBertForMaskedLM && !common.tie_word_embeddings &&
+         parameter == "cls.predictions.bias";
 }
 
 std::vector<std::pair<std::string, std::string>> TiedHeads(const ModelConfig& config) {

@@ -72,9 +72,18 @@ TEST(ParameterNameOf, OlderNamesOfBert_AreTheModels) {
   }
   EXPECT_EQ(ParameterNameOf(Masked(/*tied=*/false), "cls.predictions.decoder.bias"),
             "cls.predictions.decoder.bias");
+  EXPECT_EQ(ParameterNameOf(Masked(/*tied=*/false), "cls.predictions.bias"),
+            "cls.predictions.bias");
   BertConfig classes;
   classes.architecture = Architecture::kBertForSequenceClassification;
   EXPECT_EQ(ParameterNameOf(classes, "pooler.dense.bias"), "bert.pooler.dense.bias");
+}
+
+TEST(IsUnused, BiasBesideAHeadThatIsNotTied_IsTheOnlyOne) {
+  EXPECT_TRUE(IsUnused(Masked(/*tied=*/false), "cls.predictions.bias"));
+  EXPECT_FALSE(IsUnused(Masked(/*tied=*/true), "cls.predictions.bias"));
+  EXPECT_FALSE(IsUnused(Masked(/*tied=*/false), "cls.predictions.decoder.bias"));
+  EXPECT_FALSE(IsUnused(TiedDecoder(), "cls.predictions.bias"));
 }
 
 TEST(NamesOfFiles, TiedWeightUnderTheHeadsNameAlone_IsTheEmbedding) {

@@ -104,6 +104,18 @@ TEST(MergeLora, Merged_SaysTheSameWithoutAdapters) {
   }
 }
 
+// Else training would wait for its gradient.
+TEST(MergeLora, ParameterThatNothingComputesWith_StaysFrozen) {
+  ModelConfig config = Load("hf_models/bert_shared")->config();
+  Common(config).tie_word_embeddings = false;
+  TextModel model = MakeModel(config);
+  AddLora(*model, {.target_modules = {"dense"}});
+  MergeLora(*model);
+  for (const auto& item : model->named_parameters()) {
+    EXPECT_EQ(item.value().requires_grad(), item.key() != "cls.predictions.bias") << item.key();
+  }
+}
+
 TEST(AddLora, TargetThatNoLayerHas_IsNamed) {
   TextModel model = Load(kFolders[0]);
   try {

@@ -99,7 +99,7 @@ absl::Status Compare(const std::string& path, const WeightFiles& files, const Te
   }
   std::vector<std::string> missing;
   for (const auto& [name, tensor] : wanted) {
-    if (tensor.defined()) missing.push_back(name);
+    if (tensor.defined() && !IsUnused(model.config(), name)) missing.push_back(name);
   }
   *is_missing = !missing.empty();
   const absl::string_view architecture = ArchitectureName(Common(model.config()).architecture);
@@ -172,7 +172,7 @@ absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOpti
     return absl::InvalidArgumentError(absl::StrCat(
         path, ": a model on the meta device has no memory for the weights: make an empty one"));
   }
-  MUSTER_ASSIGN_OR_RETURN(ModelConfig config, ReadModelConfig(path, options.config));
+  MUSTER_ASSIGN_OR_RETURN(const ModelConfig config, ReadModelConfig(path, options.config));
   bool is_missing = false;
   const auto empty = Construct(config, options.dtype, c10::kMeta);
   MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, OpenFor(path, *empty));
@@ -190,6 +190,9 @@ absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOpti
                             ReadWeight(files, files.entries()[match.from]));
     parameters[match.target].second.copy_(weight);
   }
+  // It has its value all the same.
+  std::erase_if(matched.report.missing,
+                [&config](const std::string& name) { return IsUnused(config, name); });
   if (report != nullptr) *report = std::move(matched.report);
   model->eval();
   return model;

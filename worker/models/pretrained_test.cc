@@ -242,6 +242,54 @@ TEST(LoadPretrained, TiedWeightUnderTheHeadsNameAlone_IsTheEmbeddingsToo) {
   }
 }
 
+// A masked BERT whose head is not tied, with what transformers keeps beside it.
+NamedTensors WithItsOwnHead(const TextModel& tied, at::Tensor unused) {
+  NamedTensors tensors;
+  for (const auto& [name, tensor] : TensorsOf(tied)) {
+    if (name == "bert.embeddings.word_embeddings.weight") {
+      tensors.emplace_back("cls.predictions.decoder.weight", tensor + 0.5);
+    }
+    if (name == "cls.predictions.bias") {
+      tensors.emplace_back("cls.predictions.decoder.bias", tensor - 0.5);
+      if (unused.defined()) tensors.emplace_back(name, unused);
+    } else {
+      tensors.emplace_back(name, tensor);
+    }
+  }
+  return tensors;
+}
+
+TEST(LoadPretrained, BiasThatAHeadOfItsOwnDoesNotUse_IsKeptAndSaved) {
+  const auto tied = LoadPretrained(GoldenPath("hf_models/bert_shared"));
+  ASSERT_TRUE(tied.ok()) << tied.status();
+  ModelConfig config = (*tied)->config();
+  Common(config).tie_word_embeddings = false;
+  const at::Tensor unused = at::arange(Common(config).vocab_size, at::kFloat);
+  const TestFolder folder, saved, lacking;
+  WriteFolder(folder, WithItsOwnHead(*tied, unused), config);
+  const auto model = LoadPretrained(folder.path());
+  ASSERT_TRUE(model.ok()) << model.status();
+  ASSERT_TRUE(SavePretrained(**model, saved.path()).ok());
+  const auto again = LoadPretrained(saved.path());
+  ASSERT_TRUE(again.ok()) << again.status();
+  for (const auto& loaded : {*model, *again}) {
+    const auto parameters = loaded->named_parameters();
+    EXPECT_TRUE(at::equal(parameters["cls.predictions.bias"], unused));
+    EXPECT_FALSE(parameters["cls.predictions.bias"].requires_grad());
+    EXPECT_TRUE(parameters["cls.predictions.decoder.bias"].requires_grad());
+  }
+  // Files may lack it, and then nothing is missing.
+  WriteFolder(lacking, WithItsOwnHead(*tied, {}), config);
+  for (const bool strict : {true, false}) {
+    LoadedWeights report;
+    const auto without = LoadPretrained(lacking.path(), {.strict = strict}, &report);
+    ASSERT_TRUE(without.ok()) << without.status();
+    EXPECT_TRUE(report.missing.empty());
+    EXPECT_FALSE((*without)->named_parameters()["cls.predictions.bias"].any().item<bool>());
+    EXPECT_TRUE(at::equal(Logits(*model), Logits(*without)));
+  }
+}
+
 // Before memory is allocated: the config alone would need more than there is.
 TEST(LoadPretrained, HugeConfig_IsRefusedByItsFiles) {
   const std::string path = GoldenPath("hf_models/llama_shared");

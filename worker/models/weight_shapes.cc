@@ -115,7 +115,7 @@ void AddAll(const BertConfig& config, Shapes& shapes) {
     shapes.AddLinear("classifier", width, config.num_labels, true);
     return;
   }
-  if (config.tie_word_embeddings) shapes.Add("cls.predictions.bias", {config.vocab_size});
+  shapes.Add("cls.predictions.bias", {config.vocab_size});
   shapes.AddLinear("cls.predictions.transform.dense", width, width, true);
   shapes.AddLayerNorm("cls.predictions.transform.LayerNorm", width);
   if (!config.tie_word_embeddings) {

@@ -25,15 +25,18 @@ bool IsStandardRole(absl::string_view name) {
   return std::find(std::begin(kRoles), std::end(kRoles), name) != std::end(kRoles);
 }
 
-bool AreSame(const AddedToken& a, const AddedToken& b) {
-  return a.content == b.content && a.single_word == b.single_word && a.lstrip == b.lstrip &&
-         a.rstrip == b.rstrip && a.normalized == b.normalized && a.special == b.special;
+// Equal for tokens of the same content and flags.
+std::string KeyOf(const AddedToken& token) {
+  return absl::StrCat(token.single_word, token.lstrip, token.rstrip, token.normalized,
+                      token.special, token.content);
 }
 
 // A token of a file.
 struct Token {
   AddedToken token;
   bool says_normalized = false;  // otherwise it follows from `special`
+  bool is_text = false;          // and no object with flags
+  bool of_map = false;           // special_tokens_map.json
 };
 
 void MakeSpecial(Token& token) {
@@ -49,6 +52,7 @@ absl::StatusOr<Token> ReadToken(const AnyJson& json, const std::string& path, bo
   if (json.is_string()) {
     token.token.content = json.template get<std::string>();
     token.token.special = true;
+    token.is_text = true;
     return token;
   }
   const auto content = json.find("content");  // end() of what is no object
@@ -142,7 +146,11 @@ class Reader {
     if (added == files_.tokenizer.end() || !added->is_array()) return;
     for (const nlohmann::json& each : *added) {
       const absl::StatusOr<Token> token = ReadToken(each, "", /*special=*/false);
-      if (token.ok()) of_file_[token->token.content] = *token;
+      if (!token.ok()) continue;
+      of_file_[token->token.content] = *token;
+      if (const auto id = each.find("id"); id != each.end() && id->is_number_integer()) {
+        ids_of_file_.insert(id->get<int64_t>());
+      }
     }
   }
 
@@ -185,7 +193,7 @@ class Reader {
     for (const char* const name : {kExtra, kOlderExtra}) {
       const auto extra = config.find(name);
       if (extra == config.end()) continue;
-      return ReadExtra(*extra, path + name, /*special=*/false);
+      return ReadExtra(*extra, path + name, /*of_map=*/false);
     }
     return absl::OkStatus();
   }
@@ -198,12 +206,12 @@ class Reader {
       const bool own = absl::EndsWith(name, "_token") &&
                        (value.is_string() || value.is_object() || value.is_null());
       if (!own && !IsStandardRole(name)) continue;
-      MUSTER_RETURN_IF_ERROR(SetRole(name, value, path + Printable(name), roles_));
+      MUSTER_RETURN_IF_ERROR(SetRole(name, value, path + Printable(name), roles_, /*of_map=*/true));
     }
     const auto extra = map.find(kExtra);
     if (extra == map.end()) return absl::OkStatus();
     if (!extra->is_array()) extra_.clear();
-    return ReadExtra(*extra, path + kExtra, /*special=*/true);
+    return ReadExtra(*extra, path + kExtra, /*of_map=*/true);
   }
 
   // It counts where no file says anything else, and not for what added_tokens.json says.
@@ -213,24 +221,24 @@ class Reader {
     const auto extra = map.find(kOlderExtra);
     if (extra == map.end()) return absl::OkStatus();
     return ReadExtra(*extra, PathOf(absl::StrCat("special_tokens_map.json: ", kOlderExtra)),
-                     /*special=*/true);
+                     /*of_map=*/true);
   }
 
   // Null: the role has none.
   static absl::Status SetRole(const std::string& name, const Json& value, const std::string& field,
-                              Roles& roles) {
+                              Roles& roles, bool of_map = false) {
     if (value.is_null()) {
       roles.Erase(name);
       return absl::OkStatus();
     }
-    MUSTER_ASSIGN_OR_RETURN(Token token, ReadToken(value, field, /*special=*/true));
-    MakeSpecial(token);
+    MUSTER_ASSIGN_OR_RETURN(Token token, ReadToken(value, field, of_map));
+    token.of_map = of_map;
     roles.Set(name, std::move(token));
     return absl::OkStatus();
   }
 
-  // The tokens of a list come behind those that there are. `special`: those that do not say so.
-  absl::Status ReadExtra(const Json& value, const std::string& field, bool special) {
+  // The tokens of a list come behind those that there are.
+  absl::Status ReadExtra(const Json& value, const std::string& field, bool of_map) {
     says_extra_ = !value.is_object();
     if (value.is_null()) return absl::OkStatus();
     if (value.is_object()) {
@@ -246,7 +254,8 @@ class Reader {
     }
     for (size_t i = 0; i < value.size(); ++i) {
       MUSTER_ASSIGN_OR_RETURN(Token token,
-                              ReadToken(value[i], absl::StrCat(field, "[", i, "]"), special));
+                              ReadToken(value[i], absl::StrCat(field, "[", i, "]"), of_map));
+      token.of_map = of_map;
       extra_.push_back(std::move(token));
     }
     return absl::OkStatus();
@@ -257,16 +266,21 @@ class Reader {
     const Json& json = files_.added_tokens;
     if (!json.is_object()) return absl::OkStatus();
     absl::flat_hash_set<std::string> special;
-    roles_.ForEach([&special](const std::string& name, const Token& token) {
-      if (IsStandardRole(name)) special.insert(token.token.content);
+    // Objects of tokenizer_config.json are no tokens yet where transformers looks here.
+    const auto insert = [&special](const Token& token) {
+      if (token.is_text || token.of_map) special.insert(token.token.content);
+    };
+    roles_.ForEach([&insert](const std::string& name, const Token& token) {
+      if (IsStandardRole(name)) insert(token);
     });
-    for (const Token& token : extra_) special.insert(token.token.content);
+    for (const Token& token : extra_) insert(token);
     for (const auto& [content, id] : json.items()) {
       if (!id.is_number_integer()) {
         return absl::InvalidArgumentError(absl::StrCat(
             PathOf("added_tokens.json"), ": the id of \"", Printable(content), "\" is no number"));
       }
-      if (of_file_.count(content) != 0) continue;
+      // What the tokenizer has under this id counts.
+      if (ids_of_file_.contains(id.get<int64_t>())) continue;
       Token token;
       token.token.content = content;
       token.token.special = special.contains(content);
@@ -279,7 +293,7 @@ class Reader {
 
   FolderTokens Result() const {
     FolderTokens result;
-    absl::flat_hash_set<std::string> known, with_role;
+    absl::flat_hash_set<std::string> known, with_role, seen;
     roles_.ForEach([&](const std::string& name, const Token& token) {
       result.roles.emplace(name, token.token.content);
       with_role.insert(token.token.content);
@@ -288,7 +302,7 @@ class Reader {
       if (with_role.contains(token.token.content)) MakeSpecial(token);
       known.insert(token.token.content);
       const auto file = of_file_.find(token.token.content);
-      if (file == of_file_.end() || !AreSame(file->second.token, token.token)) {
+      if (file == of_file_.end() || KeyOf(file->second.token) != KeyOf(token.token)) {
         result.added.push_back(token.token);
       }
     };
@@ -300,8 +314,12 @@ class Reader {
       result.ids.emplace_back(token.token.content, id);
       change(token);
     }
-    const auto add = [&](const Token& token) {
-      if (known.insert(token.token.content).second) result.added.push_back(token.token);
+    // Of several with one content and different flags, the last counts.
+    const auto add = [&](Token token) {
+      if (known.contains(token.token.content)) return;
+      if (!seen.insert(absl::StrCat(token.is_text, KeyOf(token.token))).second) return;
+      if (with_role.contains(token.token.content)) MakeSpecial(token);
+      result.added.push_back(std::move(token.token));
     };
     roles_.ForEach([&add](const std::string&, const Token& token) { add(token); });
     for (const Token& token : extra_) add(token);
@@ -310,6 +328,7 @@ class Reader {
 
   const FolderFiles& files_;
   std::map<std::string, Token> of_file_;
+  absl::flat_hash_set<int64_t> ids_of_file_;
   std::map<int64_t, Token> by_id_;
   Roles roles_;
   // Own roles of tokenizer_config.json that are texts, and those of objects of extra tokens: they

@@ -109,9 +109,42 @@ TEST(TokensOfFolder, ManyTokensAndRoles_AreRead) {
   files.added_tokens = nlohmann::ordered_json::object();
   nlohmann::ordered_json::object_t::Container& members =
       files.added_tokens.get_ref<nlohmann::ordered_json::object_t&>();
-  for (int i = 0; i < kTokens; ++i) members.emplace_back("<token_" + std::to_string(i) + ">", i);
+  for (int i = 0; i < kTokens; ++i)
+    members.emplace_back("<token_" + std::to_string(i) + ">", kTokens + i);
   const FolderTokens tokens = Read(files);
   EXPECT_EQ(tokens.added.size(), 2 * kTokens);
+}
+
+// As in transformers: tokens of objects in tokenizer_config.json are not known there yet.
+TEST(TokensOfFolder, TokenOfAddedTokensJson_IsSpecialIfATextOrTheMapSaysSo) {
+  FolderFiles files;
+  files.added_tokens = {{"<a>", 8}, {"<b>", 9}, {"<c>", 10}, {"<d>", 11}};
+  files.tokenizer_config = {{"extra_special_tokens", {"<a>", {{"content", "<b>"}}}}};
+  files.special_tokens_map = {{"eos_token", {{"content", "<c>"}}}};
+  EXPECT_THAT(Added(Read(files)),
+              ElementsAre("<a> special", "<b> normalized", "<c> special", "<d> normalized"));
+}
+
+TEST(TokensOfFolder, IdThatTheTokenizerHas_IsTheTokenizers) {
+  FolderFiles files;
+  files.tokenizer = {{"added_tokens", {{{"id", 8}, {"content", "<x>"}, {"special", true}}}}};
+  files.added_tokens = {{"<y>", 8}, {"<z>", 9}};
+  EXPECT_THAT(Added(Read(files)), ElementsAre("<z> normalized"));
+}
+
+// As in transformers, which adds both, one after the other.
+TEST(TokensOfFolder, ExtraTokenWithOtherFlagsThanItsRole_Counts) {
+  FolderFiles files;
+  files.tokenizer_config = {
+      {"bos_token", "<s>"},
+      {"extra_special_tokens",
+       {{{"content", "<s>"}, {"lstrip", true}, {"special", false}, {"normalized", false}}, "<s>"}}};
+  const auto tokens = TokensOfFolder(files);
+  ASSERT_TRUE(tokens.ok()) << tokens.status();
+  ASSERT_EQ(tokens->added.size(), 2u);
+  EXPECT_FALSE(tokens->added[0].lstrip);
+  EXPECT_TRUE(tokens->added[1].lstrip);
+  EXPECT_TRUE(tokens->added[1].special);
 }
 
 TEST(TokensOfFolder, TokenOfTheFileThatHasARole_BecomesSpecial) {

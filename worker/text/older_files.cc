@@ -12,6 +12,7 @@
 #include "base/json.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/text/sentence_pieces.h"
 #include "worker/text/unicode.h"
 
 namespace muster::text {
@@ -71,6 +72,8 @@ class Maker {
   absl::StatusOr<OlderTokenizer> Make() {
     if (class_name_ == "BertTokenizer") {
       MUSTER_RETURN_IF_ERROR(MakeBert());
+    } else if (class_name_ == "LlamaTokenizer") {
+      MUSTER_RETURN_IF_ERROR(MakeLlama());
     } else {
       MUSTER_RETURN_IF_ERROR(MakeByteLevel());
     }
@@ -198,6 +201,76 @@ class Maker {
     return absl::OkStatus();
   }
 
+  absl::Status MakeLlama() {
+    if (!files_.tokenizer_model.has_value()) return NotThere("tokenizer.model");
+    MUSTER_ASSIGN_OR_RETURN(const SentencePieces read, ReadSentencePieces(*files_.tokenizer_model));
+    if (read.algorithm != "BPE") {
+      return absl::NotFoundError(absl::StrCat("the tokenizer.model of a LlamaTokenizer is of BPE; ",
+                                              "this one is of ", read.algorithm));
+    }
+    DefaultRole("bos_token", "<s>");
+    DefaultRole("eos_token", "</s>");
+    DefaultRole("unk_token", "<unk>");
+    MUSTER_RETURN_IF_ERROR(AddPiecesThatAreCutOut(read.pieces));
+    MUSTER_RETURN_IF_ERROR(ReadTokens());
+    Json vocabulary = Json::object();
+    for (size_t id = 0; id < read.pieces.size(); ++id) vocabulary[read.pieces[id].text] = id;
+    MUSTER_ASSIGN_OR_RETURN(const auto merges, MergesOf(read.pieces));
+    made_.tokenizer["model"] = {{"type", "BPE"},
+                                {"dropout", nullptr},
+                                {"unk_token", nullptr},
+                                {"continuing_subword_prefix", nullptr},
+                                {"end_of_word_suffix", nullptr},
+                                {"fuse_unk", true},
+                                {"byte_fallback", true},
+                                {"merges", Json::array()}};
+    for (const auto& [first, second] : merges) {
+      made_.tokenizer["model"]["merges"].push_back(Json::array({first, second}));
+    }
+    MUSTER_RETURN_IF_ERROR(AddVocabulary(vocabulary, "tokenizer.model"));
+    MUSTER_ASSIGN_OR_RETURN(const bool prefix, Flag("add_prefix_space", true));
+    MUSTER_ASSIGN_OR_RETURN(const bool legacy, Flag("legacy", false));
+    made_.tokenizer["pre_tokenizer"] = {{"type", "Metaspace"},
+                                        {"replacement", "▁"},
+                                        {"prepend_scheme", !prefix  ? "never"
+                                                           : legacy ? "always"
+                                                                    : "first"},
+                                        {"split", false}};
+    Json decoders =
+        Json::array({{{"type", "Replace"}, {"pattern", {{"String", "▁"}}}, {"content", " "}},
+                     {{"type", "ByteFallback"}},
+                     {{"type", "Fuse"}}});
+    if (prefix) {
+      decoders.push_back({{"type", "Strip"}, {"content", " "}, {"start", 1}, {"stop", 0}});
+    }
+    made_.tokenizer["decoder"] = {{"type", "Sequence"}, {"decoders", std::move(decoders)}};
+    return AddBeginAndEnd();
+  }
+
+  // They are the folder's extra tokens where it names none.
+  absl::Status AddPiecesThatAreCutOut(const std::vector<SentencePiece>& pieces) {
+    OrderedJson& config = made_.tokenizer_config;
+    OrderedJson given = config;
+    const OrderedJson& map = files_.beside.special_tokens_map;
+    if (!config.contains("added_tokens_decoder") && map.contains("extra_special_tokens")) {
+      given["extra_special_tokens"] = map["extra_special_tokens"];
+    }
+    for (const char* const name : {"extra_special_tokens", "additional_special_tokens"}) {
+      if (!given.contains(name)) continue;
+      if (!given[name].is_object()) return absl::OkStatus();
+      return absl::NotFoundError(
+          absl::StrCat(name, " beside a tokenizer.model is an object, and must be a list"));
+    }
+    OrderedJson tokens = OrderedJson::array();
+    for (const SentencePiece& piece : pieces) {
+      if (!piece.is_added) continue;
+      tokens.push_back(
+          {{"content", piece.text}, {"special", piece.is_control}, {"normalized", false}});
+    }
+    config["extra_special_tokens"] = std::move(tokens);
+    return absl::OkStatus();
+  }
+
   absl::Status MakeByteLevel() {
     const bool is_gpt2 = class_name_ == "GPT2Tokenizer";
     if (!files_.vocab_json.has_value()) return NotThere("vocab.json");
@@ -306,9 +379,14 @@ class Maker {
 
 absl::StatusOr<OlderTokenizer> TokenizerOfOlderFiles(const OlderFiles& files) {
   const std::string name = ClassOf(files);
-  if (name != "GPT2Tokenizer" && name != "Qwen2Tokenizer" && name != "BertTokenizer") {
-    return absl::NotFoundError(name.empty() ? "no file says of which class it is"
-                                            : absl::StrCat("it is a ", Printable(name)));
+  if (name != "GPT2Tokenizer" && name != "Qwen2Tokenizer" && name != "BertTokenizer" &&
+      name != "LlamaTokenizer") {
+    if (!name.empty()) return absl::NotFoundError(absl::StrCat("it is a ", Printable(name)));
+    return absl::NotFoundError(
+        files.tokenizer_model.has_value()
+            ? "no file says of which class it is; for Llama, Mistral and Mixtral it is "
+              "\"tokenizer_class\": \"LlamaTokenizer\" in tokenizer_config.json"
+            : "no file says of which class it is");
   }
   return Maker(files, name).Make();
 }

@@ -16,7 +16,7 @@ struct OlderFiles {
   // config.json, of the model.
   nlohmann::json config = nullptr;
   std::optional<std::string> vocab_json = std::nullopt, merges_txt = std::nullopt,
-                             vocab_txt = std::nullopt;
+                             vocab_txt = std::nullopt, tokenizer_model = std::nullopt;
 };
 
 struct OlderTokenizer {
@@ -27,8 +27,9 @@ struct OlderTokenizer {
 
 // The tokenizer that transformers 5 makes of them. The class is that of tokenizer_config.json, of
 // config.json, or of the model: GPT2Tokenizer and Qwen2Tokenizer of vocab.json and merges.txt,
-// BertTokenizer of vocab.txt. NOT_FOUND names a class or a file that is not among these.
-// INVALID_ARGUMENT names the line or setting that is not as it must be.
+// BertTokenizer of vocab.txt, LlamaTokenizer of a tokenizer.model of BPE. NOT_FOUND names a class
+// or a file that is not among these. INVALID_ARGUMENT names the line, piece or setting that is not
+// as it must be.
 absl::StatusOr<OlderTokenizer> TokenizerOfOlderFiles(const OlderFiles& files);
 
 }  // namespace muster::text

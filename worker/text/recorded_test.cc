@@ -2,12 +2,16 @@
 // (tests/testdata/tokenizers).
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 
+#include "absl/strings/escaping.h"
 #include "base/log.h"
+#include "base/test_folder.h"
 #include "tests/testdata/golden.h"
 #include "worker/text/tokenizer.h"
 
@@ -60,6 +64,65 @@ TEST(Recorded, TokenizersPutTogetherAtRandom_DoWhatThePeerDid) {
     }
   }
   EXPECT_GT(cases, 1'000);
+}
+
+// What the tokenizer of a folder says of a text, in the case's form.
+Json AnswerOfFolder(const Tokenizer& tokenizer, const Json& test_case) {
+  const std::string text = test_case.at("text"), pair = test_case.at("pair");
+  const auto ids = tokenizer.EncodeIds(text), plain = tokenizer.EncodeIds(text, false);
+  const auto both = tokenizer.EncodePair(text, pair);
+  if (!ids.ok() || !plain.ok() || !both.ok()) return ids.status().ToString();
+  const auto decoded = tokenizer.Decode(*ids, false), skipped = tokenizer.Decode(*ids, true);
+  return {{"text", text},
+          {"pair", pair},
+          {"ids", *ids},
+          {"plain", *plain},
+          {"both", both->ids},
+          {"decoded", decoded.value_or(decoded.status().ToString())},
+          {"decoded_skip", skipped.value_or(skipped.status().ToString())}};
+}
+
+// The folders of a file of cases; `variable` may name another one.
+void ExpectFolders(const std::string& cases_file, const char* variable) {
+  SetLogLevel(LogLevel::kError);
+  const char* const others = std::getenv(variable);
+  std::ifstream file(others != nullptr ? others : testing_support::TestdataPath(cases_file));
+  int64_t cases = 0;
+  for (std::string line; std::getline(file, line);) {
+    // Their order matters in the folder's files.
+    const auto json = nlohmann::ordered_json::parse(line);
+    SCOPED_TRACE(json.at("id").dump() + " " + json.at("files").dump());
+    const TestFolder folder;
+    std::string model;
+    ASSERT_TRUE(absl::Base64Unescape(json.at("model").get<std::string>(), &model));
+    if (!model.empty()) std::ofstream(folder.Path("tokenizer.model")) << model;
+    for (const auto& [name, content] : json.at("files").items()) {
+      std::ofstream(folder.Path(name)) << content;
+    }
+    const auto tokenizer = Tokenizer::FromFolder(folder.path());
+    ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+    EXPECT_EQ(tokenizer->VocabSize(), json.at("vocab_size"));
+    const SpecialTokens& roles = tokenizer->special_tokens();
+    for (const auto& [role, token] : {std::pair("bos_token", roles.bos),
+                                      {"eos_token", roles.eos},
+                                      {"unk_token", roles.unk},
+                                      {"pad_token", roles.pad}}) {
+      EXPECT_EQ(token.has_value() ? Json(*token) : Json(), Json(json.at("roles").at(role))) << role;
+    }
+    for (const Json test_case : json.at("texts")) {
+      ++cases;
+      EXPECT_EQ(AnswerOfFolder(*tokenizer, test_case), test_case);
+    }
+  }
+  EXPECT_GT(cases, 100);
+}
+
+TEST(Recorded, FoldersWithTokenizerModel_DoWhatTransformersDid) {
+  ExpectFolders("tokenizers/sentence_pieces.jsonl", "MUSTER_SENTENCE_PIECE_CASES");
+}
+
+TEST(Recorded, FoldersWithFilesBesideTokenizerJson_DoWhatTransformersDid) {
+  ExpectFolders("tokenizers/folders.jsonl", "MUSTER_FOLDER_CASES");
 }
 
 }  // namespace

@@ -61,6 +61,8 @@ absl::Status ReadOlderFiles(text::FolderFiles& files) {
   MUSTER_ASSIGN_OR_RETURN(older.vocab_json, TextIfThere(in_folder("vocab.json")));
   MUSTER_ASSIGN_OR_RETURN(older.merges_txt, TextIfThere(in_folder("merges.txt")));
   MUSTER_ASSIGN_OR_RETURN(older.vocab_txt, TextIfThere(in_folder("vocab.txt")));
+  MUSTER_ASSIGN_OR_RETURN(older.tokenizer_model,
+                          TextIfThere(in_folder("tokenizer.model"), kMaxSideFileBytes));
   absl::StatusOr<text::OlderTokenizer> made = text::TokenizerOfOlderFiles(older);
   if (absl::IsNotFound(made.status())) {
     return absl::NotFoundError(absl::StrCat(

@@ -1,0 +1,39 @@
+#ifndef MUSTER_WORKER_TEXT_SENTENCE_PIECES_H_
+#define MUSTER_WORKER_TEXT_SENTENCE_PIECES_H_
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace muster::text {
+
+// A vocabulary of SentencePiece, as tokenizer.model holds it. Pure.
+
+struct SentencePiece {
+  std::string text;
+  // It is cut out of a text before the model sees it: all that the trainer was told to keep whole.
+  bool is_added = false;
+  bool is_control = false;  // of these, one that stands for no text
+};
+
+struct SentencePieces {
+  std::vector<SentencePiece> pieces = {};  // by id
+  std::string algorithm = "";              // "BPE", "UNIGRAM", "WORD" or "CHAR"
+};
+
+// Errors: NOT_FOUND if the bytes are no model of SentencePiece; INVALID_ARGUMENT names a piece that
+// is empty, too long, there twice, or not UTF-8.
+absl::StatusOr<SentencePieces> ReadSentencePieces(absl::string_view bytes);
+
+// The merges of BPE, which the file does not hold: every way to put a piece together from two, in
+// the order of what comes out, the shorter first part first. Errors: INVALID_ARGUMENT if they take
+// more memory than those of any model.
+absl::StatusOr<std::vector<std::pair<std::string, std::string>>> MergesOf(
+    const std::vector<SentencePiece>& pieces);
+
+}  // namespace muster::text
+
+#endif  // MUSTER_WORKER_TEXT_SENTENCE_PIECES_H_
