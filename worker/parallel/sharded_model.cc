@@ -104,8 +104,8 @@ void CheckAnnouncements(const std::vector<uint32_t>& all) {
   }
 }
 
-// MeetAt() of all ranks of a model. `parts`: those that this rank has meetings of its own with;
-// null: there are none. Ranks at such a meeting would wait for those at this one.
+// MeetAt() of all ranks of a model. `parts`: those that this rank has exchanges of its own with. A
+// rank in one of these would wait for one that is here, and this one for it: so they meet first.
 std::vector<std::string> MeetAll(Comm& world, Comm& parts, const std::string& place,
                                  const std::string& message, const std::string& failure = "") {
   if (&parts != &world) MeetAt(parts, place, "", failure);
@@ -579,9 +579,10 @@ ShardedModel::Failures ShardedModel::ForgetFailures() {
 }
 
 void ShardedModel::RestoreFailures(const Failures& failures) {
-  failure_ = failures.failure;
-  mixed_ = failures.mixed;
-  failed_in_step_ = failures.in_step;
+  // What has failed since is as bad.
+  if (failure_.empty()) failure_ = failures.failure;
+  if (mixed_.empty()) mixed_ = failures.mixed;
+  failed_in_step_ = failed_in_step_ || failures.in_step;
   announced_ += failures.announced;
 }
 
@@ -651,7 +652,7 @@ void ShardedModel::Bring(ShardUnit& unit) {
       announced.push_back(NumberIn(other, 0));
     }
     announced_ = 0;
-    CheckAnnouncementsInBackward(announced);
+    TakeAnnouncementsInBackward(announced);
   }
   MakeRoom();
   Note(unit, /*reduced=*/false);
@@ -805,7 +806,7 @@ void ShardedModel::TakeChanges(const std::vector<std::string>& all, bool compare
     // each rank where it has failed.
     if (in_step || (failed > 0 && failed < world_.size())) ThrowFailure();
     failure_.clear();
-    CheckAnnouncements(announced);
+    TakeAnnouncements(announced);
   } catch (...) {
     // The same on every rank for a program that goes on.
     comparing_ = false;
@@ -962,8 +963,9 @@ void ShardedModel::ReduceUpTo(size_t end) {
 
 void ShardedModel::ReduceComplete() {
   size_t end = order_.size();
-  for (const std::string& other : MeetAt(world_, "a gather in the first backward pass",
-                                         Pack({static_cast<uint32_t>(Complete())}))) {
+  for (const std::string& other :
+       MeetAll(world_, shard_comm_, "a gather in the first backward pass",
+               Pack({static_cast<uint32_t>(Complete())}))) {
     end = std::min<size_t>(end, NumberIn(other, 0));
   }
   ReduceUpTo(end);
@@ -980,15 +982,24 @@ void ShardedModel::BeginBackward() {
       announced.push_back(NumberIn(other, 1));
     }
     announced_ = 0;
-    CheckAnnouncementsInBackward(announced);
+    TakeAnnouncementsInBackward(announced);
     CheckIntentions(all);
   }
   if (communicate_ && !order_known_) AgreeOnFirstOrder();
 }
 
-void ShardedModel::CheckAnnouncementsInBackward(const std::vector<uint32_t>& announced) {
+void ShardedModel::TakeAnnouncements(const std::vector<uint32_t>& announced) {
   try {
     CheckAnnouncements(announced);
+  } catch (const c10::Error& error) {
+    mixed_ = error.what_without_backtrace();
+    throw;
+  }
+}
+
+void ShardedModel::TakeAnnouncementsInBackward(const std::vector<uint32_t>& announced) {
+  try {
+    TakeAnnouncements(announced);
   } catch (...) {
     // Some ranks have given up what others have gathered.
     ExpireAll();
@@ -1092,8 +1103,9 @@ void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained, bool first
   // Those of the first pass are all behind the comparison at its end, and take the memory for the
   // optimizers' states.
   bool failed = false;
-  for (const std::string& other : MeetAt(world_, "the end of the updates of a first backward pass",
-                                         failed_alone_ == nullptr ? "" : "failed")) {
+  for (const std::string& other :
+       MeetAll(world_, shard_comm_, "the end of the updates of a first backward pass",
+               failed_alone_ == nullptr ? "" : "failed")) {
     failed = failed || !other.empty();
   }
   if (!failed) return;
@@ -1213,8 +1225,8 @@ void ShardedModel::ReduceLate(const std::vector<uint32_t>& late) {
       false, "a gradient of parameter '", *in_vain,
       "' came in a backward pass after the optimizer had updated it "
       "(options.sharding.optimizer_in_backward), which a rank does that has one when its "
-      "unit is reduced, in the order of the first step: the model has changed in part; load "
-      "a checkpoint. From now on the unit is reduced at the end of the pass");
+      "unit is reduced, in the order of the first step: the model has changed in part; call "
+      "load_state(). From now on the unit is reduced at the end of the pass");
 }
 
 std::string ShardedModel::TrainedBits() const {
@@ -1301,7 +1313,8 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
       ++number;
     }
   }
-  const std::vector<std::string> all = MeetAt(world_, "the end of a backward pass", Pack(mine));
+  const std::vector<std::string> all =
+      MeetAll(world_, shard_comm_, "the end of a backward pass", Pack(mine));
   announced_ = 0;
   std::vector<uint32_t> unused(mine.begin() + kHead + mine[kHead - 1], mine.end()), late;
   bool same = true, same_trained = true, same_turns = true;
@@ -1331,8 +1344,8 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
     }
   }
   try {
+    TakeAnnouncements(announced);
     CheckIntentions(intentions);
-    CheckAnnouncements(announced);
     if ((any & kFailedAlone) != 0) ThrowFailedAlone();
     if ((any & kWritten) != 0) {
       const std::vector<std::string> names = world_.AllGatherBytes(written);
@@ -1452,6 +1465,8 @@ void ShardedModel::ForgetPending(const std::vector<at::Tensor>& shards) {
     for (ShardUnit::Slice& slice : unit->slices()) {
       if (wanted.count(slice.shard.unsafeGetTensorImpl()) == 0) continue;
       slice.pending.reset();
+      // Where no later micro-step has one, there is none to step with, not even zeros.
+      slice.used = slice.fresh = false;
       if (ShardUnit::HasPending(slice)) slice.tensor.mutable_grad().reset();
     }
   }
@@ -1484,14 +1499,43 @@ void ShardedModel::Summon(const std::function<void()>& body) {
 void ShardedModel::CheckNotMixed() {
   // All ranks know of it.
   TORCH_CHECK(mixed_.empty(), mixed_);
-  const std::vector<std::string> all = MeetAt(shard_comm_, "reading the weights",
-                                              (failed_in_step_ ? '1' : '0') + failure_, Before());
+  std::vector<std::string> failures;
+  std::vector<uint32_t> announced;
+  bool in_step = false;
+  for (const std::string& bytes :
+       MeetAll(world_, shard_comm_, "reading the weights",
+               Pack({announced_, failed_in_step_ ? kFailedInStep : 0}) + failure_, Before())) {
+    announced.push_back(NumberIn(bytes, 0));
+    in_step = in_step || NumberIn(bytes, 1) != 0;
+    failures.push_back(bytes.substr(2 * sizeof(uint32_t)));
+  }
+  const auto has_failed = [](const std::string& failure) { return !failure.empty(); };
   // What all have failed with in a backward pass, none has stepped after.
-  const auto in_backward = [](const std::string& failure) {
-    return failure.size() > 1 && failure[0] == '0';
-  };
-  if (std::all_of(all.begin(), all.end(), in_backward)) return;
-  for (const std::string& failure : all) TORCH_CHECK(failure.size() == 1, failure.substr(1));
+  if (in_step || !std::all_of(failures.begin(), failures.end(), has_failed)) {
+    for (const std::string& failure : failures) TORCH_CHECK(failure.empty(), failure);
+  }
+  TakeAnnouncements(announced);
+}
+
+void ShardedModel::AgreeOnClosure(const std::exception_ptr& thrown) {
+  const std::string failure = thrown == nullptr ? "" : TextOf(thrown);
+  std::vector<std::string> all;
+  try {
+    all = MeetAll(world_, shard_comm_, "the end of the closure of a step", failure,
+                  thrown == nullptr ? Before() : failure);
+  } catch (...) {
+    if (thrown == nullptr) throw;
+  }
+  if (thrown != nullptr) std::rethrow_exception(thrown);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    TORCH_CHECK(all[rank].empty(), "rank ", rank,
+                " has failed in the closure of a step of an optimizer of the sharded model: ",
+                all[rank], "; no rank has stepped");
+  }
+}
+
+void ShardedModel::MeetBeforeSave() {
+  if (&shard_comm_ != &world_) MeetAt(shard_comm_, "save_state()", "", Before());
 }
 
 void ShardedModel::CompareBeforeSave(const std::vector<std::string>& all) {

@@ -146,6 +146,14 @@ class ShardedModel {
   // pass that has reduced, at the latest at the end of the next one that does, and before a gather
   // that would wait for ranks that have not. Not inside of Summon().
   void Expire();
+  // (collective) The closure of an optimizer's step has ended on this rank, before the update.
+  // Throws on every rank if some have failed in it: `thrown` itself where it is not null, what they
+  // have failed with elsewhere. Not after a backward pass that an exception has ended, where others
+  // may wait.
+  void AgreeOnClosure(const std::exception_ptr& thrown);
+  // (collective) Before exchanges of all ranks about a save: throws in place of waiting where some
+  // are still in a pass, among those that share the parts.
+  void MeetBeforeSave();
   // Before a save. ChangesHere() is what this rank adds to an exchange of the caller's, of a size
   // that is always the same; CompareBeforeSave() takes what all ranks have added, by rank. (The
   // latter is collective where a rank has failed.) It throws on every rank if some have failed in a
@@ -253,8 +261,8 @@ class ShardedModel {
   // What this rank has failed with alone, or that an exception has ended its backward pass; empty:
   // neither.
   std::string Before() const;
-  // (collective, among those that share the parts) The same before weights are read that are a
-  // mixture if some ranks have failed and others have stepped.
+  // (collective) Before weights are read: throws on every rank if they are a mixture, since some
+  // ranks have failed or changed their parts where others have not.
   void CheckNotMixed();
   // A load of all parameters ends what ranks have failed with or announced alone.
   void BeginLoad(const std::map<std::string, at::Tensor>& values);
@@ -276,8 +284,10 @@ class ShardedModel {
   // (collective) Before the first gather or gradient of a pass: compares what ranks are about to
   // do, under kFull, and knows then in which order the first pass that reduces does so.
   void BeginBackward();
-  // All ranks throw if they have not announced equally many changes since the forward pass.
-  void CheckAnnouncementsInBackward(const std::vector<uint32_t>& announced);
+  // All ranks throw if they have not announced equally many changes, and so do all uses of the
+  // model until its parameters are loaded.
+  void TakeAnnouncements(const std::vector<uint32_t>& announced);
+  void TakeAnnouncementsInBackward(const std::vector<uint32_t>& announced);
   // (collective)
   void AgreeOnFirstOrder();
   void OpenPass();
