@@ -153,8 +153,9 @@ std::vector<ShardedModel*> StepController::ShardedModelsOf(const OptimizerSlot& 
   return models;
 }
 
-void StepController::AnnounceStep(const std::vector<ShardedModel*>& models) const {
-  for (ShardedModel* const model : models) model->Expire();
+void StepController::AnnounceStep(const OptimizerSlot& slot,
+                                  const std::vector<ShardedModel*>& models) const {
+  for (ShardedModel* const model : models) model->ExpireStepped(slot.handle_->parameters());
   if (before_change_) before_change_();
 }
 
@@ -1090,7 +1091,7 @@ void StepController::Step(OptimizerSlot& slot) {
   for (const ShardedModel* const model : sharded) model->CheckNotSummoned();
   for (ShardedModel* const model : sharded) model->AwaitReaders();
   try {
-    AnnounceStep(sharded);
+    AnnounceStep(slot, sharded);
     MUSTER_FAILPOINT("worker.step");
     if (scaler_ != nullptr) {
       scaler_->Step(*slot.handle_);
@@ -1197,10 +1198,10 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
   for (const ShardedModel* const model : sharded) model->CheckNotSummoned();
   at::Tensor loss;
   try {
-    AnnounceStep(sharded);
+    AnnounceStep(slot, sharded);
     loss = slot.handle_->StepWithClosure(evaluate);
     // Behind the backward passes of the closure, after which it has changed them.
-    AnnounceStep(sharded);
+    AnnounceStep(slot, sharded);
     Stepped(slot);
   } catch (...) {
     // Others may step.

@@ -470,6 +470,7 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
         return;
       }
       FreeParts();
+      for (const auto& unit : units_) KeepWrites(*unit);
       NoteWritten();
       TORCH_CHECK(written_.empty() || noting_, WrittenBehind("this rank", written_));
     });
@@ -502,7 +503,6 @@ void ShardedModel::CompareBeforeForward(const std::string& before) {
       error.add_context(WrittenBehind("this rank", written_));
       throw;
     }
-    NoteWritten();
   }
 }
 
@@ -638,6 +638,7 @@ void ShardedModel::Bring(ShardUnit& unit) {
       unit.AwaitShards();
       agreed_ = true;
     }
+    KeepWrites(unit);
     return unit.Attach();
   }
   if (options_.strategy == ShardingStrategy::kFull && InBackward()) {
@@ -656,6 +657,7 @@ void ShardedModel::Bring(ShardUnit& unit) {
   }
   MakeRoom();
   Note(unit, /*reduced=*/false);
+  KeepWrites(unit);
   unit.Gather();
 }
 
@@ -709,6 +711,7 @@ void ShardedModel::Prefetch() {
   unit.last_use = ++uses_;
   turn_of_->last_use = ++uses_;
   Note(unit, /*reduced=*/false);
+  KeepWrites(unit);
   unit.StartGather();
 }
 
@@ -756,25 +759,58 @@ void ShardedModel::CheckNotSummoned() const {
               "values: do it before or after that scope");
 }
 
+void ShardedModel::ExpireStepped(const std::vector<at::Tensor>& shards) {
+  ThrowUnsaid();
+  CheckNotSummoned();
+  ++announced_;
+  Settle();
+  // What others may step on without a word is as stale as before.
+  agreed_ = false;
+  for (const at::Tensor& shard : shards) {
+    const std::string* const name = NameOf(shard);
+    if (name == nullptr) continue;
+    ShardUnit& unit = *units_[PlaceOf(*name).first];
+    if (unit.trained) Expire(unit);
+  }
+}
+
+void ShardedModel::Expire(ShardUnit& unit) {
+  unit.writes.reset();
+  if (!written_.empty() && PlaceOf(written_).first == unit.index) written_.clear();
+  unit.Expire();
+}
+
 void ShardedModel::ExpireAll() {
   Settle();
   stale_ = agreed_ = false;
-  ForgetWrites();
-  for (const auto& unit : units_) unit->Expire();
+  for (const auto& unit : units_) Expire(*unit);
 }
 
-uint64_t ShardedModel::Writes() const {
-  uint64_t writes = watch_->changes();
-  for (const at::Tensor& shard : shards_) {
+void ShardedModel::ExpireTrained() {
+  Settle();
+  stale_ = agreed_ = false;
+  for (const auto& unit : units_) {
+    if (unit->trained) Expire(*unit);
+  }
+}
+
+uint64_t ShardedModel::Writes(const ShardUnit& unit) const {
+  // They share memory.
+  uint64_t writes = watch_->changes(unit.slices().front().shard);
+  for (const ShardUnit::Slice& slice : unit.slices()) {
     // Those of a model that was prepared in inference mode have no versions, and are not trained.
-    if (!shard.is_inference()) writes += static_cast<uint64_t>(shard._version());
+    if (!slice.shard.is_inference()) writes += static_cast<uint64_t>(slice.shard._version());
   }
   return writes;
 }
 
 std::string ShardedModel::ChangesHere() const {
   // Ranks with empty parts of all that was trained have seen nothing.
-  const bool mine = writes_ != Writes() || (comparing_ && unseen_steps_);
+  const bool mine =
+      (comparing_ && unseen_steps_) ||
+      std::any_of(units_.begin(), units_.end(), [this](const auto& unit) {
+        return unit->writes.has_value() && *unit->writes != Writes(*unit);
+      });
   const uint32_t flags = (mine ? kChanged : 0) + (failure_.empty() ? 0 : kFailed) +
                          (failed_in_step_ ? kFailedInStep : 0);
   return Pack({announced_, flags});
@@ -800,7 +836,11 @@ void ShardedModel::TakeChanges(const std::vector<std::string>& all, bool compare
   }
   announced_ = 0;
   comparing_ = compared && announced[0] == 0;
-  if (stale_ || changed) ExpireAll();
+  if (changed) {
+    ExpireAll();
+  } else if (stale_) {
+    ExpireTrained();
+  }
   try {
     // What all have thrown in a backward pass, all know of, and none has stepped after. Steps leave
     // each rank where it has failed.
@@ -828,34 +868,38 @@ void ShardedModel::ThrowFailure() {
   TORCH_CHECK(false, mixed_);
 }
 
-template <typename Fn>
-void ShardedModel::VisitVersions(Fn visit) const {
+namespace {
+
+std::vector<int64_t> VersionsOf(const ShardUnit& unit) {
+  std::vector<int64_t> versions;
+  for (const ShardUnit::Slice& slice : unit.slices()) {
+    versions.push_back(slice.shard.is_inference() ? 0 : slice.shard._version());
+  }
+  return versions;
+}
+
+}  // namespace
+
+void ShardedModel::KeepWrites(ShardUnit& unit) const {
+  // Those of a whole unit are what all ranks use.
+  if (unit.writes.has_value() || unit.whole()) return;
+  unit.writes = Writes(unit);
+  unit.versions = VersionsOf(unit);
+}
+
+void ShardedModel::NoteWritten() {
   for (const auto& unit : units_) {
-    if (unit->whole()) continue;  // the shards are what all use
-    for (const ShardUnit::Slice& slice : unit->slices()) {
-      // Those of a model that was prepared in inference mode have no versions, and are not trained.
-      if (!slice.shard.is_inference()) visit(slice, slice.shard._version());
+    if (!unit->writes.has_value()) continue;
+    const std::vector<int64_t> versions = VersionsOf(*unit);
+    for (size_t i = 0; i < versions.size(); ++i) {
+      if (versions[i] == unit->versions[i]) continue;
+      if (written_.empty()) written_ = unit->slices()[i].name;
     }
   }
 }
 
-void ShardedModel::NoteWritten() {
-  if (!writes_.has_value()) {
-    writes_ = Writes();
-    versions_.clear();
-    VisitVersions(
-        [this](const ShardUnit::Slice&, int64_t version) { versions_.push_back(version); });
-    return;
-  }
-  if (!written_.empty()) return;
-  size_t i = 0;
-  VisitVersions([&](const ShardUnit::Slice& slice, int64_t version) {
-    if (version != versions_[i++] && written_.empty()) written_ = slice.name;
-  });
-}
-
 void ShardedModel::ForgetWrites() {
-  writes_.reset();
+  for (const auto& unit : units_) unit->writes.reset();
   written_.clear();
 }
 
@@ -1094,7 +1138,9 @@ void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained, bool first
     for (const bool rest : {false, true}) Update(*unit, rest);
   }
   // In another thread.
-  ForgetWrites();
+  for (const auto& unit : units_) {
+    if (unit->trained) unit->writes.reset();
+  }
   updating_ = false;
   for (const auto& unit : units_) unit->set_any_updated(false);
   DoAlone([&] { updates_->End(*this, trained); });
@@ -1121,7 +1167,7 @@ void ShardedModel::EndOfBackward() {
   comparing_ = true;
   agreed_ = begun_ = false;
   // Updates are writes, too.
-  if (writes_.has_value() && !updating_) NoteWritten();
+  if (!updating_) NoteWritten();
   thrown_on_all_ = false;
   try {
     ReduceUpTo(order_.size());
@@ -1407,6 +1453,7 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
         if (slice.fresh) slice.shard.mutable_grad().reset();
       } else if (updating_ || slice.tensor.requires_grad()) {
         trained_shards.push_back(slice.shard);
+        unit->trained = true;
       }
       slice.used = slice.fresh = false;
       ++number;

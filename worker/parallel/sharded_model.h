@@ -146,6 +146,10 @@ class ShardedModel {
   // pass that has reduced, at the latest at the end of the next one that does, and before a gather
   // that would wait for ranks that have not. Not inside of Summon().
   void Expire();
+  // The same before the step of an optimizer that holds `shards`: those that have never had a
+  // gradient stay as they are, and what was gathered of their units counts on. If such a step does
+  // change one, all ranks learn of it where they compare next.
+  void ExpireStepped(const std::vector<at::Tensor>& shards);
   // (collective) The closure of an optimizer's step has ended on this rank, before the update.
   // Throws on every rank if some have failed in it: `thrown` itself where it is not null, what they
   // have failed with elsewhere. Not after a backward pass that an exception has ended, where others
@@ -242,6 +246,9 @@ class ShardedModel {
   // Waits for what an interrupted pass has left under way.
   void Settle();
   void ExpireAll();
+  // Of the units that an optimizer may have changed.
+  void ExpireTrained();
+  void Expire(ShardUnit& unit);
   // (collective) At `place`, after a backward pass that reduces until the shards are announced to
   // change, and before each forward pass of kFull: compares whether they are, and does the above if
   // those of some rank have changed since the parameters were gathered, or if a step follows on
@@ -266,15 +273,14 @@ class ShardedModel {
   void CheckNotMixed();
   // A load of all parameters ends what ranks have failed with or announced alone.
   void BeginLoad(const std::map<std::string, at::Tensor>& values);
-  // Another number once this rank's shards have been written: by operators on them or by Muster's
-  // optimizers. LibTorch's SGD writes `.data()`, which does not show.
-  uint64_t Writes() const;
-  // Keeps the versions of the shards before the first gather, and notes afterwards if an operator
-  // has written one of them.
+  // Another number once this rank's shards of a unit have been written: by operators on them or by
+  // Muster's optimizers. LibTorch's SGD writes `.data()`, which does not show.
+  uint64_t Writes(const ShardUnit& unit) const;
+  // Keeps them before the first gather of a unit; afterwards NoteWritten() notes if an operator has
+  // written one of its shards.
+  void KeepWrites(ShardUnit& unit) const;
   void NoteWritten();
   void ForgetWrites();
-  template <typename Fn>
-  void VisitVersions(Fn visit) const;
   void CheckStorage(const std::vector<NamedParameter>& parameters) const;
   void CheckTrained(const std::vector<std::string>& frames) const;
   std::string TrainedBits() const;
@@ -368,9 +374,6 @@ class ShardedModel {
   bool begun_ = false;        // BeginBackward() has been called for this pass
   bool step_follows_ = true;  // after the pass that was begun last
   bool unseen_steps_ = false;
-  // Writes() before the first gather of what is gathered; absent: some may have been missed.
-  std::optional<uint64_t> writes_;
-  std::vector<int64_t> versions_;  // of the shards, with writes_
   // The parameter of a shard that an operator has written since, unannounced; empty: none.
   std::string written_;
   uint64_t uses_ = 0;  // clock of last_use
