@@ -511,10 +511,10 @@ void BarrierSet::FailGone(Instance* instance, int rank, absl::string_view what, 
   v1::BarrierReport report = MakeReport(*instance, v1::BARRIER_STATE_FAILED, now);
   report.add_missing_ranks(rank);
   *report.add_culprits() = host_->DescribeRank(rank);
-  const std::string waiting =
-      instance->arrived == 1 ? absl::StrCat("rank ", instance->opened_by, " waits")
-                             : absl::StrCat("rank ", instance->opened_by, " and ",
-                                            instance->arrived - 1, " more wait");
+  const std::string waiting = instance->arrived == 1
+                                  ? absl::StrCat("rank ", instance->opened_by, " waits")
+                                  : absl::StrCat("rank ", instance->opened_by, " and ",
+                                                 instance->arrived - 1, " more wait");
   report.set_message(absl::StrCat(
       CulpritText(report.culprits(0)), " ", what, " and cannot come to ", Place(*instance),
       ", where ", waiting, " (", instance->arrived, " of ", instance->expected,

@@ -302,7 +302,8 @@ TEST(Sharding, FrozenPartOfAModel_IsGatheredOnceUntilSomethingWritesIt) {
           const auto store = c10::make_intrusive<c10d::HashStore>();
           RunGlooRanks(ranks, [&](Comm& gloo) {
             CountingGathers comm(gloo);
-            Accelerator a(CoreOn(comm, ranks == 1 ? AcceleratorOptions() : Sharded(strategy), store));
+            Accelerator a(
+                CoreOn(comm, ranks == 1 ? AcceleratorOptions() : Sharded(strategy), store));
             torch::nn::Sequential net = MakeNet();
             const at::Tensor frozen = net->parameters()[0];
             std::vector<at::Tensor> parameters;

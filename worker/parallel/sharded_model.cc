@@ -806,11 +806,10 @@ uint64_t ShardedModel::Writes(const ShardUnit& unit) const {
 
 std::string ShardedModel::ChangesHere() const {
   // Ranks with empty parts of all that was trained have seen nothing.
-  const bool mine =
-      (comparing_ && unseen_steps_) ||
-      std::any_of(units_.begin(), units_.end(), [this](const auto& unit) {
-        return unit->writes.has_value() && *unit->writes != Writes(*unit);
-      });
+  const bool mine = (comparing_ && unseen_steps_) ||
+                    std::any_of(units_.begin(), units_.end(), [this](const auto& unit) {
+                      return unit->writes.has_value() && *unit->writes != Writes(*unit);
+                    });
   const uint32_t flags = (mine ? kChanged : 0) + (failure_.empty() ? 0 : kFailed) +
                          (failed_in_step_ ? kFailedInStep : 0);
   return Pack({announced_, flags});
