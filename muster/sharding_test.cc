@@ -289,6 +289,41 @@ TEST(Sharding, StepOfOneModel_LeavesWhatIsGatheredOfOthers) {
   }
 }
 
+// A judge in the backward pass of a generator, whose optimizer alone steps.
+TEST(Sharding, ModelInThePassOfAnother_IsGatheredAgainUnlessItIsFrozenThere) {
+  for (const bool frozen : {false, true}) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    RunGlooRanks(2, [&](Comm& gloo) {
+      CountingGathers comm(gloo);
+      Accelerator a(CoreOn(comm, Sharded("zero2"), store));
+      torch::nn::Linear generator_net(5, 5);
+      torch::nn::Sequential judge_net = MakeNet();
+      FusedSGD of_generator(generator_net->parameters(), {.lr = 0.1});
+      FusedSGD of_judge(judge_net->parameters(), {.lr = 0.1});
+      auto [generator, first] = a.prepare(generator_net, of_generator);
+      auto [judge, second] = a.prepare(judge_net, of_judge);
+      const at::Tensor x = Random({2, 5}, 8);
+      a.backward(judge(x).square().mean());
+      second.step();
+      second.zero_grad();
+      const auto look = [&, &judge = judge] {
+        const at::NoGradGuard no_grad;
+        const int before = comm.gathers;
+        judge(x);
+        return comm.gathers - before;
+      };
+      EXPECT_EQ(look(), 3);
+      for (at::Tensor& parameter : judge_net->parameters()) parameter.set_requires_grad(!frozen);
+      a.backward(judge(generator(x)).square().mean());
+      for (at::Tensor& parameter : judge_net->parameters()) parameter.set_requires_grad(true);
+      first.step();
+      first.zero_grad();
+      second.zero_grad();
+      EXPECT_EQ(look(), frozen ? 0 : 3);
+    });
+  }
+}
+
 // Of one model, the part that is frozen under what is trained, whether the optimizer has it or not.
 TEST(Sharding, FrozenPartOfAModel_IsGatheredOnceUntilSomethingWritesIt) {
   for (const char* strategy : {"zero1", "zero2"}) {
