@@ -511,10 +511,15 @@ void BarrierSet::FailGone(Instance* instance, int rank, absl::string_view what, 
   v1::BarrierReport report = MakeReport(*instance, v1::BARRIER_STATE_FAILED, now);
   report.add_missing_ranks(rank);
   *report.add_culprits() = host_->DescribeRank(rank);
+  const std::string waiting = instance->arrived == 1
+                                  ? absl::StrCat("rank ", instance->opened_by, " waits")
+                                  : absl::StrCat("rank ", instance->opened_by, " and ",
+                                                 instance->arrived - 1, " more wait");
   report.set_message(absl::StrCat(
-      "barrier ", Quoted(instance->id), " counter ", instance->counter, " cannot be reached by ",
-      CulpritText(report.culprits(0)), ", which ", what, " (", instance->arrived, " of ",
-      instance->expected, " ranks had arrived): end the generation and join the next one"));
+      CulpritText(report.culprits(0)), " ", what, " and cannot come to ", Place(*instance),
+      ", where ", waiting, " (", instance->arrived, " of ", instance->expected,
+      " ranks had arrived); all ranks must call it equally often: end the generation and join the "
+      "next one"));
   Fail(instance, std::move(report), absl::StatusCode::kFailedPrecondition,
        v1::ERROR_REASON_RANK_FAILED);
 }

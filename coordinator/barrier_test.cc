@@ -14,9 +14,11 @@
 namespace muster::coordinator {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::StartsWith;
 
 const absl::Time kStart = absl::FromUnixSeconds(1000);
 
@@ -367,10 +369,15 @@ TEST_F(BarrierTest, LocalThenGlobalBarriers_AreNoDesync) {
 
 TEST_F(BarrierTest, RankGone_FailsAtOnceAndNamesIt) {
   Make(3);
-  const CallId a = Arrive(0, "b", 0);
+  const CallId a = Arrive(0, "b", 0, {.site = 1, .site_text = "train.cc:41"});
   set_->RankGone(2, "was killed by signal 9", now_);
   EXPECT_EQ(Reason(a), v1::ERROR_REASON_RANK_FAILED);
-  EXPECT_THAT(Result(a).error().message(), HasSubstr("killed by signal 9"));
+  EXPECT_THAT(
+      Result(a).error().message(),
+      AllOf(StartsWith("rank 2"),
+            HasSubstr("was killed by signal 9 and cannot come to barrier \"b\" counter 0 at "
+                      "\"train.cc:41\", where rank 0 waits (1 of 3 ranks had arrived); all ranks "
+                      "must call it equally often")));
   EXPECT_EQ(Reason(Arrive(1, "other", 0)), v1::ERROR_REASON_RANK_FAILED);
 }
 

@@ -289,6 +289,122 @@ TEST(Sharding, StepOfOneModel_LeavesWhatIsGatheredOfOthers) {
   }
 }
 
+// A judge in the backward pass of a generator, whose optimizer alone steps.
+TEST(Sharding, ModelInThePassOfAnother_IsGatheredAgainUnlessItIsFrozenThere) {
+  for (const bool frozen : {false, true}) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    RunGlooRanks(2, [&](Comm& gloo) {
+      CountingGathers comm(gloo);
+      Accelerator a(CoreOn(comm, Sharded("zero2"), store));
+      torch::nn::Linear generator_net(5, 5);
+      torch::nn::Sequential judge_net = MakeNet();
+      FusedSGD of_generator(generator_net->parameters(), {.lr = 0.1});
+      FusedSGD of_judge(judge_net->parameters(), {.lr = 0.1});
+      auto [generator, first] = a.prepare(generator_net, of_generator);
+      auto [judge, second] = a.prepare(judge_net, of_judge);
+      const at::Tensor x = Random({2, 5}, 8);
+      a.backward(judge(x).square().mean());
+      second.step();
+      second.zero_grad();
+      const auto look = [&, &judge = judge] {
+        const at::NoGradGuard no_grad;
+        const int before = comm.gathers;
+        judge(x);
+        return comm.gathers - before;
+      };
+      EXPECT_EQ(look(), 3);
+      for (at::Tensor& parameter : judge_net->parameters()) parameter.set_requires_grad(!frozen);
+      a.backward(judge(generator(x)).square().mean());
+      for (at::Tensor& parameter : judge_net->parameters()) parameter.set_requires_grad(true);
+      first.step();
+      first.zero_grad();
+      second.zero_grad();
+      EXPECT_EQ(look(), frozen ? 0 : 3);
+    });
+  }
+}
+
+// Of one model, the part that is frozen under what is trained, whether the optimizer has it or not.
+TEST(Sharding, FrozenPartOfAModel_IsGatheredOnceUntilSomethingWritesIt) {
+  for (const char* strategy : {"zero1", "zero2"}) {
+    for (const bool held : {false, true}) {
+      for (const bool torchs : {false, true}) {
+        SCOPED_TRACE(testing::Message() << strategy << held << torchs);
+        std::vector<at::Tensor> runs[2];
+        for (const int ranks : {1, 2}) {
+          std::vector<at::Tensor>& seen = runs[ranks - 1];
+          const std::string dir = TestDir(c10::str("frozen", strategy, held, torchs, ranks));
+          const auto store = c10::make_intrusive<c10d::HashStore>();
+          RunGlooRanks(ranks, [&](Comm& gloo) {
+            CountingGathers comm(gloo);
+            Accelerator a(
+                CoreOn(comm, ranks == 1 ? AcceleratorOptions() : Sharded(strategy), store));
+            torch::nn::Sequential net = MakeNet();
+            const at::Tensor frozen = net->parameters()[0];
+            std::vector<at::Tensor> parameters;
+            for (at::Tensor& parameter : net->parameters()) {
+              parameter.set_requires_grad(parameter.size(0) == 3);  // the last layer
+              if (held || parameter.requires_grad()) parameters.push_back(parameter);
+            }
+            FusedAdamW fused(parameters, {.lr = 0.1, .eps = 1e-2});
+            torch::optim::AdamW other(parameters, torch::optim::AdamWOptions(0.1).eps(1e-2));
+            auto model = a.prepare(net);
+            AcceleratedOptimizer optimizer = torchs ? a.prepare(other) : a.prepare(fused);
+            const auto gathers = [&](const std::function<void()>& body) {
+              const int before = comm.gathers;
+              body();
+              return comm.gathers - before;
+            };
+            const auto step = [&] {
+              a.backward(model(Random({2, 5}, 8)).square().mean());
+              optimizer.step();
+              optimizer.zero_grad();
+            };
+            const auto look = [&] {
+              const at::NoGradGuard no_grad;
+              const at::Tensor y = model(Random({2, 5}, 7));
+              if (a.is_main_process()) seen.push_back(y.clone());
+            };
+            const int all = ranks == 1 ? 0 : 3, trained = ranks == 1 ? 0 : 1;  // units
+            EXPECT_EQ(gathers(step), all);
+            EXPECT_EQ(gathers(step), trained);
+            EXPECT_EQ(gathers(look), trained);
+            EXPECT_EQ(gathers(look), 0);
+            EXPECT_EQ(gathers(step), 0);
+            EXPECT_EQ(gathers(step), trained);
+            const at::NoGradGuard no_grad;
+            a.summon_full_params(model, [&] { at::Tensor(frozen).mul_(1.5); });
+            EXPECT_EQ(gathers(look), all);
+            ASSERT_TRUE(a.save_state(dir).ok());
+            Ema ema(a, model, {.decay = 0.5});
+            a.summon_full_params(model, [&] { at::Tensor(frozen).mul_(0.5); });
+            {
+              const at::AutoGradMode grad_mode(true);
+              EXPECT_EQ(gathers(step), all);
+            }
+            ema.update();
+            {
+              const auto averaged = ema.apply();
+              EXPECT_EQ(gathers(look), all);
+            }
+            EXPECT_EQ(gathers(look), all);
+            ASSERT_TRUE(a.load_state(dir).ok());
+            EXPECT_EQ(gathers(look), all);
+            // By an operator on the optimizer's tensors.
+            if (!held) return;
+            at::Tensor(optimizer.handle().parameters()[0]).mul_(2);
+            EXPECT_EQ(gathers(look), all);
+          });
+        }
+        ASSERT_EQ(runs[0].size(), runs[1].size());
+        for (size_t i = 0; i < runs[0].size(); ++i) {
+          EXPECT_TRUE(at::allclose(runs[1][i], runs[0][i], 1e-4, 1e-5)) << i;
+        }
+      }
+    }
+  }
+}
+
 TEST(Sharding, CheckpointOfOneStrategyAndSize_ContinuesUnderAnother) {
   constexpr int kSteps = 10;  // of each
   const std::string dir = TestDir("strategies");

@@ -71,6 +71,8 @@ class BackwardUpdates : public ShardUpdates {
   static void ForgetGradients(OptimizerSlot& optimizer);
   // A state was loaded: what was updated counts no more.
   void Reset();
+  // While a state is about to replace all that was updated, nothing keeps anyone from using it.
+  void SetReplacing(bool replacing) { replacing_ = replacing; }
 
  private:
   // Of one group: learning rate and momentum.
@@ -98,6 +100,7 @@ class BackwardUpdates : public ShardUpdates {
   double factor_ = 1;
   bool pass_open_ = false;  // some model has begun, and the pass has neither ended nor thrown
   bool under_way_ = false;  // an update has begun, and its pass has not ended
+  bool replacing_ = false;
   std::unordered_map<const OptimizerSlot*, Pending> pending_;  // and kept by them
   std::deque<CommThread::Ticket> tickets_;
   CommThread thread_;

@@ -240,6 +240,12 @@ struct CheckpointState::Division {
   }
 };
 
+// What a sharded model has failed with.
+struct CheckpointState::Forgotten {
+  std::shared_ptr<ModelSlot> model;
+  ShardedModel::Failures failures;
+};
+
 struct CheckpointState::Plan {
   // The states of the parameters in one file of a model are a file, too.
   struct OptimizerPart {
@@ -803,6 +809,14 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     if (!mine.ok() && interrupted) return mine;
   }
   if (mine.ok()) mine = CheckSavable();
+  // All of one job have the same groups.
+  for (const auto& model : registry_.models()) {
+    if (model->sharded() == nullptr) continue;
+    if (absl::Status met = Guard([&] { model->sharded()->MeetBeforeSave(); }); !met.ok()) {
+      return mine.ok() ? met : mine;
+    }
+    break;
+  }
   if (absl::Status all = AgreeToSave(mine); !all.ok()) return all;
   process_.progress().SetPhase("save_state");
   CheckpointInfo info;
@@ -1477,23 +1491,25 @@ void CheckpointState::ApplyRandom(const StateReader& reader, const Loaded& loade
   }
 }
 
-void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
-  std::vector<ShardedModel*> sharded;
-  // What follows uses the weights, also those of a model that a failed step has changed in part.
-  std::vector<ShardedModel::Failures> failures;
+void CheckpointState::ForgetFailures() {
   for (const auto& model : registry_.models()) {
     if (model->sharded() == nullptr) continue;
-    sharded.push_back(model->sharded());
-    failures.push_back(model->sharded()->ForgetFailures());
+    forgotten_.push_back({model, model->sharded()->ForgetFailures()});
   }
+  if (steps_.updates() != nullptr) steps_.updates()->SetReplacing(true);
+}
+
+void CheckpointState::RestoreFailures() {
+  for (const Forgotten& one : forgotten_) one.model->sharded()->RestoreFailures(one.failures);
+  forgotten_.clear();
+  if (steps_.updates() != nullptr) steps_.updates()->SetReplacing(false);
+}
+
+void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
   // The code of the program first: nobody knows what it refuses before it runs.
-  try {
-    ThrowIfAnyFailed(WithOutcome(Guard([&] { ApplyRegistered(loaded); }),
-                                 "registered objects may have changed, and nothing else has"));
-  } catch (...) {
-    for (size_t i = 0; i < sharded.size(); ++i) sharded[i]->RestoreFailures(failures[i]);
-    throw;
-  }
+  ThrowIfAnyFailed(WithOutcome(Guard([&] { ApplyRegistered(loaded); }),
+                               "registered objects may have changed, and nothing else has"));
+  const auto replaced = std::exchange(forgotten_, {});
   // Then what needs memory, or room in the files of an offload, or has a load() of its own.
   constexpr char kMixture[] =
       "the state is a mixture of two now: call load_state() again, or end the program";
@@ -1509,8 +1525,8 @@ void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
                                  }),
                                  kMixture));
   } catch (...) {
-    for (ShardedModel* const model : sharded) {
-      model->NoteFailedLoad(absl::StrCat("load_state() has failed: ", kMixture));
+    for (const Forgotten& one : replaced) {
+      one.model->sharded()->NoteFailedLoad(absl::StrCat("load_state() has failed: ", kMixture));
     }
     throw;
   }
@@ -1665,6 +1681,8 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
   // What is being written may be what is wanted. A failure is in the log.
   Wait().IgnoreError();
   process_.progress().SetPhase("load_state");
+  // Hooks may use the weights, also those that a failed step has changed in part.
+  ForgetFailures();
   absl::Status status = Guard([&] {
     OpenMemory(/*has_to_answer=*/directory.empty());
     const bool memory = directory.empty() && memory_ != nullptr;
@@ -1698,6 +1716,7 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
     if (memory_ != nullptr) memory_->Forget();
     LetGo(*std::move(reader), std::move(loaded));
   });
+  RestoreFailures();
   process_.progress().SetPhase("after load_state");
   if (status.ok()) process_.progress().SetRestored();
   return status;

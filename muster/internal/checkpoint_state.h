@@ -96,6 +96,7 @@ class CheckpointState {
     std::shared_ptr<DividedObject> divided;  // may be null
   };
   struct Loaded;
+  struct Forgotten;
   struct Division;
   struct Plan;
   // Digests of what is saved, without its values.
@@ -185,6 +186,10 @@ class CheckpointState {
   void CheckPrepared(const StateReader& reader) const;
   // (collective)
   Loaded ReadAll(StateReader& reader) const;
+  // Parts of Load(): what sharded models have failed with keeps nobody from their weights while it
+  // runs, and is there again after it, unless Apply() has begun to replace them.
+  void ForgetFailures();
+  void RestoreFailures();
   // (collective) Everything is checked already. Throws the same on every process, with what has
   // changed until then.
   void Apply(const StateReader& reader, const Loaded& loaded);
@@ -224,6 +229,7 @@ class CheckpointState {
   std::unique_ptr<Plan> plan_;  // of the last save; null before
   int64_t saves_planned_ = 0, saves_reused_ = 0;
   FilePlans file_plans_;
+  std::vector<Forgotten> forgotten_;  // while a load runs that has not replaced the models
 };
 
 }  // namespace muster::internal

@@ -153,8 +153,9 @@ std::vector<ShardedModel*> StepController::ShardedModelsOf(const OptimizerSlot& 
   return models;
 }
 
-void StepController::AnnounceStep(const std::vector<ShardedModel*>& models) const {
-  for (ShardedModel* const model : models) model->Expire();
+void StepController::AnnounceStep(const OptimizerSlot& slot,
+                                  const std::vector<ShardedModel*>& models) const {
+  for (ShardedModel* const model : models) model->ExpireStepped(slot.handle_->parameters());
   if (before_change_) before_change_();
 }
 
@@ -366,8 +367,8 @@ void StepController::FinishGradients(OptimizerSlot* only) {
     if (only != nullptr && optimizer.get() != only) continue;
     TORCH_CHECK(!optimizer->gradients_torn_,
                 "the gradients of an optimizer were scaled or clipped in part when that failed (a "
-                "disk that they are offloaded to, or memory): call its zero_grad(), or load a "
-                "checkpoint");
+                "disk that they are offloaded to, or memory): call its zero_grad(), or "
+                "load_state()");
     if (optimizer->gradients_finished_) continue;
     optimizer->gradients_torn_ = true;
     if (scaler_ != nullptr) scaler_->Unscale(optimizer->handle());
@@ -1090,7 +1091,7 @@ void StepController::Step(OptimizerSlot& slot) {
   for (const ShardedModel* const model : sharded) model->CheckNotSummoned();
   for (ShardedModel* const model : sharded) model->AwaitReaders();
   try {
-    AnnounceStep(sharded);
+    AnnounceStep(slot, sharded);
     MUSTER_FAILPOINT("worker.step");
     if (scaler_ != nullptr) {
       scaler_->Step(*slot.handle_);
@@ -1162,32 +1163,51 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
     ~InClosure() { flag = false; }
     bool& flag;
   };
+  const std::vector<ShardedModel*> sharded = ShardedModelsOf(slot);
+  bool evaluated = false;
   const auto evaluate = [&] {
-    const at::Tensor loss = [&] {
-      const InClosure inside(in_closure_);
-      return closure();
-    }();
-    TORCH_CHECK(loss.defined() && loss.numel() == 1,
-                "the closure of step() must return the loss, a tensor of one element");
-    CheckGradients(slot);
-    window_factor_.reset();
-    slot.gradients_finished_ = false;
-    FinishGradients(&slot);
-    ClipInStep(slot);
+    at::Tensor loss;
+    std::exception_ptr thrown;
+    try {
+      {
+        const InClosure inside(in_closure_);
+        loss = closure();
+      }
+      TORCH_CHECK(loss.defined() && loss.numel() == 1,
+                  "the closure of step() must return the loss, a tensor of one element");
+      CheckGradients(slot);
+      window_factor_.reset();
+      slot.gradients_finished_ = false;
+      FinishGradients(&slot);
+      ClipInStep(slot);
+    } catch (...) {
+      // Others may wait in the pass that it has ended.
+      const bool waits = std::any_of(sharded.begin(), sharded.end(),
+                                     [](ShardedModel* model) { return model->Interrupted(); });
+      if (sharded.empty() || waits) throw;
+      thrown = std::current_exception();
+    }
+    // None updates its part where another one has failed, or reads it still.
+    if (!sharded.empty()) sharded.front()->AgreeOnClosure(thrown);
+    evaluated = true;
     // What the optimizer decides by it, all processes must decide alike.
     return process_.MeanOfAll(loss.detach());
   };
   slot.step_was_skipped_ = false;
-  const std::vector<ShardedModel*> sharded = ShardedModelsOf(slot);
-  AnnounceStep(sharded);
-  const at::Tensor loss = slot.handle_->StepWithClosure(evaluate);
+  // Nothing has changed, of any of them.
+  for (const ShardedModel* const model : sharded) model->CheckNotSummoned();
+  at::Tensor loss;
   try {
-    // Behind the backward passes of the closure, after which it has changed them. (What fails
-    // before this leaves the announcements of the ranks different.)
-    AnnounceStep(sharded);
+    AnnounceStep(slot, sharded);
+    loss = slot.handle_->StepWithClosure(evaluate);
+    // Behind the backward passes of the closure, after which it has changed them.
+    AnnounceStep(slot, sharded);
     Stepped(slot);
   } catch (...) {
-    for (ShardedModel* const model : sharded) model->NoteFailedStep(std::current_exception());
+    // Others may step.
+    if (evaluated) {
+      for (ShardedModel* const model : sharded) model->NoteFailedStep(std::current_exception());
+    }
     throw;
   }
   return loss;

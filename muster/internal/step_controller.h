@@ -157,7 +157,7 @@ class StepController {
   // The sharded models that some parameters of `slot` are of: the same on every rank.
   std::vector<ShardedModel*> ShardedModelsOf(const OptimizerSlot& slot) const;
   // An optimizer of these changes them. What is gathered of others stays.
-  void AnnounceStep(const std::vector<ShardedModel*>& models) const;
+  void AnnounceStep(const OptimizerSlot& slot, const std::vector<ShardedModel*>& models) const;
   // Of the optimizers that own some of `parameters`.
   void FinishGradientsOf(const std::vector<at::Tensor>& parameters);
   // Throws, naming one, if `slot` is about to step on a gradient that is not what training needs:

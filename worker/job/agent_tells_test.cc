@@ -25,8 +25,10 @@ TEST(AgentTells, FailureOfAnotherProcess_IsAnEcho) {
            "generation 1 of job \"j\" has ended: rank 1 (h, pid 7) was killed by signal 9; join "
            "the "
            "next one",
-           "barrier \"b\": failed because of rank 1 (h, pid 7), which exited with code 12 (1 of 2 "
-           "ranks had arrived): end the generation and join the next one",
+           "rank 1 (h, pid 7) exited with code 12 and cannot come to barrier \"b\" counter 3, "
+           "where "
+           "rank 0 waits (1 of 2 ranks had arrived); all ranks must call it equally often: end the "
+           "generation and join the next one",
        }) {
     EXPECT_TRUE(AgentTells(absl::UnavailableError(text), kUnderAgent)) << text;
     EXPECT_FALSE(AgentTells(absl::UnavailableError(text), {})) << text;

@@ -204,6 +204,13 @@ class ShardUnit : public Page {
   uint64_t last_use = 0;
   // Parameters whose gradients have arrived in this backward pass, and those that will.
   int arrived = 0, expected = 0;
+  // Some rank has had a gradient for one of them, in a pass that reduced: an optimizer may change
+  // it. The same on every rank.
+  bool trained = false;
+  // ShardedModel::Writes() and the versions of the shards, before the first gather of what is
+  // gathered. Absent: nothing was gathered since they changed.
+  std::optional<uint64_t> writes;
+  std::vector<int64_t> versions;
 
  private:
   struct Coming {

@@ -104,8 +104,8 @@ void CheckAnnouncements(const std::vector<uint32_t>& all) {
   }
 }
 
-// MeetAt() of all ranks of a model. `parts`: those that this rank has meetings of its own with;
-// null: there are none. Ranks at such a meeting would wait for those at this one.
+// MeetAt() of all ranks of a model. `parts`: those that this rank has exchanges of its own with. A
+// rank in one of these would wait for one that is here, and this one for it: so they meet first.
 std::vector<std::string> MeetAll(Comm& world, Comm& parts, const std::string& place,
                                  const std::string& message, const std::string& failure = "") {
   if (&parts != &world) MeetAt(parts, place, "", failure);
@@ -470,6 +470,7 @@ void ShardedModel::BeginForward(bool communicate, bool step_follows) {
         return;
       }
       FreeParts();
+      for (const auto& unit : units_) KeepWrites(*unit);
       NoteWritten();
       TORCH_CHECK(written_.empty() || noting_, WrittenBehind("this rank", written_));
     });
@@ -502,7 +503,6 @@ void ShardedModel::CompareBeforeForward(const std::string& before) {
       error.add_context(WrittenBehind("this rank", written_));
       throw;
     }
-    NoteWritten();
   }
 }
 
@@ -579,9 +579,10 @@ ShardedModel::Failures ShardedModel::ForgetFailures() {
 }
 
 void ShardedModel::RestoreFailures(const Failures& failures) {
-  failure_ = failures.failure;
-  mixed_ = failures.mixed;
-  failed_in_step_ = failures.in_step;
+  // What has failed since is as bad.
+  if (failure_.empty()) failure_ = failures.failure;
+  if (mixed_.empty()) mixed_ = failures.mixed;
+  failed_in_step_ = failed_in_step_ || failures.in_step;
   announced_ += failures.announced;
 }
 
@@ -637,6 +638,7 @@ void ShardedModel::Bring(ShardUnit& unit) {
       unit.AwaitShards();
       agreed_ = true;
     }
+    KeepWrites(unit);
     return unit.Attach();
   }
   if (options_.strategy == ShardingStrategy::kFull && InBackward()) {
@@ -651,10 +653,11 @@ void ShardedModel::Bring(ShardUnit& unit) {
       announced.push_back(NumberIn(other, 0));
     }
     announced_ = 0;
-    CheckAnnouncementsInBackward(announced);
+    TakeAnnouncementsInBackward(announced);
   }
   MakeRoom();
   Note(unit, /*reduced=*/false);
+  KeepWrites(unit);
   unit.Gather();
 }
 
@@ -708,6 +711,7 @@ void ShardedModel::Prefetch() {
   unit.last_use = ++uses_;
   turn_of_->last_use = ++uses_;
   Note(unit, /*reduced=*/false);
+  KeepWrites(unit);
   unit.StartGather();
 }
 
@@ -755,25 +759,57 @@ void ShardedModel::CheckNotSummoned() const {
               "values: do it before or after that scope");
 }
 
+void ShardedModel::ExpireStepped(const std::vector<at::Tensor>& shards) {
+  ThrowUnsaid();
+  CheckNotSummoned();
+  ++announced_;
+  Settle();
+  // What others may step on without a word is as stale as before.
+  agreed_ = false;
+  for (const at::Tensor& shard : shards) {
+    const std::string* const name = NameOf(shard);
+    if (name == nullptr) continue;
+    ShardUnit& unit = *units_[PlaceOf(*name).first];
+    if (unit.trained) Expire(unit);
+  }
+}
+
+void ShardedModel::Expire(ShardUnit& unit) {
+  unit.writes.reset();
+  if (!written_.empty() && PlaceOf(written_).first == unit.index) written_.clear();
+  unit.Expire();
+}
+
 void ShardedModel::ExpireAll() {
   Settle();
   stale_ = agreed_ = false;
-  ForgetWrites();
-  for (const auto& unit : units_) unit->Expire();
+  for (const auto& unit : units_) Expire(*unit);
 }
 
-uint64_t ShardedModel::Writes() const {
-  uint64_t writes = watch_->changes();
-  for (const at::Tensor& shard : shards_) {
+void ShardedModel::ExpireTrained() {
+  Settle();
+  stale_ = agreed_ = false;
+  for (const auto& unit : units_) {
+    if (unit->trained) Expire(*unit);
+  }
+}
+
+uint64_t ShardedModel::Writes(const ShardUnit& unit) const {
+  // They share memory.
+  uint64_t writes = watch_->changes(unit.slices().front().shard);
+  for (const ShardUnit::Slice& slice : unit.slices()) {
     // Those of a model that was prepared in inference mode have no versions, and are not trained.
-    if (!shard.is_inference()) writes += static_cast<uint64_t>(shard._version());
+    if (!slice.shard.is_inference()) writes += static_cast<uint64_t>(slice.shard._version());
   }
   return writes;
 }
 
 std::string ShardedModel::ChangesHere() const {
   // Ranks with empty parts of all that was trained have seen nothing.
-  const bool mine = writes_ != Writes() || (comparing_ && unseen_steps_);
+  const bool mine = (comparing_ && unseen_steps_) ||
+                    std::any_of(units_.begin(), units_.end(), [this](const auto& unit) {
+                      return unit->writes.has_value() && *unit->writes != Writes(*unit);
+                    });
   const uint32_t flags = (mine ? kChanged : 0) + (failure_.empty() ? 0 : kFailed) +
                          (failed_in_step_ ? kFailedInStep : 0);
   return Pack({announced_, flags});
@@ -799,13 +835,17 @@ void ShardedModel::TakeChanges(const std::vector<std::string>& all, bool compare
   }
   announced_ = 0;
   comparing_ = compared && announced[0] == 0;
-  if (stale_ || changed) ExpireAll();
+  if (changed) {
+    ExpireAll();
+  } else if (stale_) {
+    ExpireTrained();
+  }
   try {
     // What all have thrown in a backward pass, all know of, and none has stepped after. Steps leave
     // each rank where it has failed.
     if (in_step || (failed > 0 && failed < world_.size())) ThrowFailure();
     failure_.clear();
-    CheckAnnouncements(announced);
+    TakeAnnouncements(announced);
   } catch (...) {
     // The same on every rank for a program that goes on.
     comparing_ = false;
@@ -827,34 +867,38 @@ void ShardedModel::ThrowFailure() {
   TORCH_CHECK(false, mixed_);
 }
 
-template <typename Fn>
-void ShardedModel::VisitVersions(Fn visit) const {
+namespace {
+
+std::vector<int64_t> VersionsOf(const ShardUnit& unit) {
+  std::vector<int64_t> versions;
+  for (const ShardUnit::Slice& slice : unit.slices()) {
+    versions.push_back(slice.shard.is_inference() ? 0 : slice.shard._version());
+  }
+  return versions;
+}
+
+}  // namespace
+
+void ShardedModel::KeepWrites(ShardUnit& unit) const {
+  // Those of a whole unit are what all ranks use.
+  if (unit.writes.has_value() || unit.whole()) return;
+  unit.writes = Writes(unit);
+  unit.versions = VersionsOf(unit);
+}
+
+void ShardedModel::NoteWritten() {
   for (const auto& unit : units_) {
-    if (unit->whole()) continue;  // the shards are what all use
-    for (const ShardUnit::Slice& slice : unit->slices()) {
-      // Those of a model that was prepared in inference mode have no versions, and are not trained.
-      if (!slice.shard.is_inference()) visit(slice, slice.shard._version());
+    if (!unit->writes.has_value()) continue;
+    const std::vector<int64_t> versions = VersionsOf(*unit);
+    for (size_t i = 0; i < versions.size(); ++i) {
+      if (versions[i] == unit->versions[i]) continue;
+      if (written_.empty()) written_ = unit->slices()[i].name;
     }
   }
 }
 
-void ShardedModel::NoteWritten() {
-  if (!writes_.has_value()) {
-    writes_ = Writes();
-    versions_.clear();
-    VisitVersions(
-        [this](const ShardUnit::Slice&, int64_t version) { versions_.push_back(version); });
-    return;
-  }
-  if (!written_.empty()) return;
-  size_t i = 0;
-  VisitVersions([&](const ShardUnit::Slice& slice, int64_t version) {
-    if (version != versions_[i++] && written_.empty()) written_ = slice.name;
-  });
-}
-
 void ShardedModel::ForgetWrites() {
-  writes_.reset();
+  for (const auto& unit : units_) unit->writes.reset();
   written_.clear();
 }
 
@@ -962,8 +1006,9 @@ void ShardedModel::ReduceUpTo(size_t end) {
 
 void ShardedModel::ReduceComplete() {
   size_t end = order_.size();
-  for (const std::string& other : MeetAt(world_, "a gather in the first backward pass",
-                                         Pack({static_cast<uint32_t>(Complete())}))) {
+  for (const std::string& other :
+       MeetAll(world_, shard_comm_, "a gather in the first backward pass",
+               Pack({static_cast<uint32_t>(Complete())}))) {
     end = std::min<size_t>(end, NumberIn(other, 0));
   }
   ReduceUpTo(end);
@@ -980,15 +1025,24 @@ void ShardedModel::BeginBackward() {
       announced.push_back(NumberIn(other, 1));
     }
     announced_ = 0;
-    CheckAnnouncementsInBackward(announced);
+    TakeAnnouncementsInBackward(announced);
     CheckIntentions(all);
   }
   if (communicate_ && !order_known_) AgreeOnFirstOrder();
 }
 
-void ShardedModel::CheckAnnouncementsInBackward(const std::vector<uint32_t>& announced) {
+void ShardedModel::TakeAnnouncements(const std::vector<uint32_t>& announced) {
   try {
     CheckAnnouncements(announced);
+  } catch (const c10::Error& error) {
+    mixed_ = error.what_without_backtrace();
+    throw;
+  }
+}
+
+void ShardedModel::TakeAnnouncementsInBackward(const std::vector<uint32_t>& announced) {
+  try {
+    TakeAnnouncements(announced);
   } catch (...) {
     // Some ranks have given up what others have gathered.
     ExpireAll();
@@ -1083,7 +1137,9 @@ void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained, bool first
     for (const bool rest : {false, true}) Update(*unit, rest);
   }
   // In another thread.
-  ForgetWrites();
+  for (const auto& unit : units_) {
+    if (unit->trained) unit->writes.reset();
+  }
   updating_ = false;
   for (const auto& unit : units_) unit->set_any_updated(false);
   DoAlone([&] { updates_->End(*this, trained); });
@@ -1092,8 +1148,9 @@ void ShardedModel::EndUpdates(const std::vector<at::Tensor>& trained, bool first
   // Those of the first pass are all behind the comparison at its end, and take the memory for the
   // optimizers' states.
   bool failed = false;
-  for (const std::string& other : MeetAt(world_, "the end of the updates of a first backward pass",
-                                         failed_alone_ == nullptr ? "" : "failed")) {
+  for (const std::string& other :
+       MeetAll(world_, shard_comm_, "the end of the updates of a first backward pass",
+               failed_alone_ == nullptr ? "" : "failed")) {
     failed = failed || !other.empty();
   }
   if (!failed) return;
@@ -1109,7 +1166,7 @@ void ShardedModel::EndOfBackward() {
   comparing_ = true;
   agreed_ = begun_ = false;
   // Updates are writes, too.
-  if (writes_.has_value() && !updating_) NoteWritten();
+  if (!updating_) NoteWritten();
   thrown_on_all_ = false;
   try {
     ReduceUpTo(order_.size());
@@ -1213,8 +1270,8 @@ void ShardedModel::ReduceLate(const std::vector<uint32_t>& late) {
       false, "a gradient of parameter '", *in_vain,
       "' came in a backward pass after the optimizer had updated it "
       "(options.sharding.optimizer_in_backward), which a rank does that has one when its "
-      "unit is reduced, in the order of the first step: the model has changed in part; load "
-      "a checkpoint. From now on the unit is reduced at the end of the pass");
+      "unit is reduced, in the order of the first step: the model has changed in part; call "
+      "load_state(). From now on the unit is reduced at the end of the pass");
 }
 
 std::string ShardedModel::TrainedBits() const {
@@ -1301,7 +1358,8 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
       ++number;
     }
   }
-  const std::vector<std::string> all = MeetAt(world_, "the end of a backward pass", Pack(mine));
+  const std::vector<std::string> all =
+      MeetAll(world_, shard_comm_, "the end of a backward pass", Pack(mine));
   announced_ = 0;
   std::vector<uint32_t> unused(mine.begin() + kHead + mine[kHead - 1], mine.end()), late;
   bool same = true, same_trained = true, same_turns = true;
@@ -1331,8 +1389,8 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
     }
   }
   try {
+    TakeAnnouncements(announced);
     CheckIntentions(intentions);
-    CheckAnnouncements(announced);
     if ((any & kFailedAlone) != 0) ThrowFailedAlone();
     if ((any & kWritten) != 0) {
       const std::vector<std::string> names = world_.AllGatherBytes(written);
@@ -1394,6 +1452,7 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
         if (slice.fresh) slice.shard.mutable_grad().reset();
       } else if (updating_ || slice.tensor.requires_grad()) {
         trained_shards.push_back(slice.shard);
+        unit->trained = true;
       }
       slice.used = slice.fresh = false;
       ++number;
@@ -1452,6 +1511,8 @@ void ShardedModel::ForgetPending(const std::vector<at::Tensor>& shards) {
     for (ShardUnit::Slice& slice : unit->slices()) {
       if (wanted.count(slice.shard.unsafeGetTensorImpl()) == 0) continue;
       slice.pending.reset();
+      // Where no later micro-step has one, there is none to step with, not even zeros.
+      slice.used = slice.fresh = false;
       if (ShardUnit::HasPending(slice)) slice.tensor.mutable_grad().reset();
     }
   }
@@ -1484,14 +1545,43 @@ void ShardedModel::Summon(const std::function<void()>& body) {
 void ShardedModel::CheckNotMixed() {
   // All ranks know of it.
   TORCH_CHECK(mixed_.empty(), mixed_);
-  const std::vector<std::string> all = MeetAt(shard_comm_, "reading the weights",
-                                              (failed_in_step_ ? '1' : '0') + failure_, Before());
+  std::vector<std::string> failures;
+  std::vector<uint32_t> announced;
+  bool in_step = false;
+  for (const std::string& bytes :
+       MeetAll(world_, shard_comm_, "reading the weights",
+               Pack({announced_, failed_in_step_ ? kFailedInStep : 0}) + failure_, Before())) {
+    announced.push_back(NumberIn(bytes, 0));
+    in_step = in_step || NumberIn(bytes, 1) != 0;
+    failures.push_back(bytes.substr(2 * sizeof(uint32_t)));
+  }
+  const auto has_failed = [](const std::string& failure) { return !failure.empty(); };
   // What all have failed with in a backward pass, none has stepped after.
-  const auto in_backward = [](const std::string& failure) {
-    return failure.size() > 1 && failure[0] == '0';
-  };
-  if (std::all_of(all.begin(), all.end(), in_backward)) return;
-  for (const std::string& failure : all) TORCH_CHECK(failure.size() == 1, failure.substr(1));
+  if (in_step || !std::all_of(failures.begin(), failures.end(), has_failed)) {
+    for (const std::string& failure : failures) TORCH_CHECK(failure.empty(), failure);
+  }
+  TakeAnnouncements(announced);
+}
+
+void ShardedModel::AgreeOnClosure(const std::exception_ptr& thrown) {
+  const std::string failure = thrown == nullptr ? "" : TextOf(thrown);
+  std::vector<std::string> all;
+  try {
+    all = MeetAll(world_, shard_comm_, "the end of the closure of a step", failure,
+                  thrown == nullptr ? Before() : failure);
+  } catch (...) {
+    if (thrown == nullptr) throw;
+  }
+  if (thrown != nullptr) std::rethrow_exception(thrown);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    TORCH_CHECK(all[rank].empty(), "rank ", rank,
+                " has failed in the closure of a step of an optimizer of the sharded model: ",
+                all[rank], "; no rank has stepped");
+  }
+}
+
+void ShardedModel::MeetBeforeSave() {
+  if (&shard_comm_ != &world_) MeetAt(shard_comm_, "save_state()", "", Before());
 }
 
 void ShardedModel::CompareBeforeSave(const std::vector<std::string>& all) {

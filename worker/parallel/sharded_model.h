@@ -146,6 +146,18 @@ class ShardedModel {
   // pass that has reduced, at the latest at the end of the next one that does, and before a gather
   // that would wait for ranks that have not. Not inside of Summon().
   void Expire();
+  // The same before the step of an optimizer that holds `shards`: those that have never had a
+  // gradient stay as they are, and what was gathered of their units counts on. If such a step does
+  // change one, all ranks learn of it where they compare next.
+  void ExpireStepped(const std::vector<at::Tensor>& shards);
+  // (collective) The closure of an optimizer's step has ended on this rank, before the update.
+  // Throws on every rank if some have failed in it: `thrown` itself where it is not null, what they
+  // have failed with elsewhere. Not after a backward pass that an exception has ended, where others
+  // may wait.
+  void AgreeOnClosure(const std::exception_ptr& thrown);
+  // (collective) Before exchanges of all ranks about a save: throws in place of waiting where some
+  // are still in a pass, among those that share the parts.
+  void MeetBeforeSave();
   // Before a save. ChangesHere() is what this rank adds to an exchange of the caller's, of a size
   // that is always the same; CompareBeforeSave() takes what all ranks have added, by rank. (The
   // latter is collective where a rank has failed.) It throws on every rank if some have failed in a
@@ -234,6 +246,9 @@ class ShardedModel {
   // Waits for what an interrupted pass has left under way.
   void Settle();
   void ExpireAll();
+  // Of the units that an optimizer may have changed.
+  void ExpireTrained();
+  void Expire(ShardUnit& unit);
   // (collective) At `place`, after a backward pass that reduces until the shards are announced to
   // change, and before each forward pass of kFull: compares whether they are, and does the above if
   // those of some rank have changed since the parameters were gathered, or if a step follows on
@@ -253,20 +268,19 @@ class ShardedModel {
   // What this rank has failed with alone, or that an exception has ended its backward pass; empty:
   // neither.
   std::string Before() const;
-  // (collective, among those that share the parts) The same before weights are read that are a
-  // mixture if some ranks have failed and others have stepped.
+  // (collective) Before weights are read: throws on every rank if they are a mixture, since some
+  // ranks have failed or changed their parts where others have not.
   void CheckNotMixed();
   // A load of all parameters ends what ranks have failed with or announced alone.
   void BeginLoad(const std::map<std::string, at::Tensor>& values);
-  // Another number once this rank's shards have been written: by operators on them or by Muster's
-  // optimizers. LibTorch's SGD writes `.data()`, which does not show.
-  uint64_t Writes() const;
-  // Keeps the versions of the shards before the first gather, and notes afterwards if an operator
-  // has written one of them.
+  // Another number once this rank's shards of a unit have been written: by operators on them or by
+  // Muster's optimizers. LibTorch's SGD writes `.data()`, which does not show.
+  uint64_t Writes(const ShardUnit& unit) const;
+  // Keeps them before the first gather of a unit; afterwards NoteWritten() notes if an operator has
+  // written one of its shards.
+  void KeepWrites(ShardUnit& unit) const;
   void NoteWritten();
   void ForgetWrites();
-  template <typename Fn>
-  void VisitVersions(Fn visit) const;
   void CheckStorage(const std::vector<NamedParameter>& parameters) const;
   void CheckTrained(const std::vector<std::string>& frames) const;
   std::string TrainedBits() const;
@@ -276,8 +290,10 @@ class ShardedModel {
   // (collective) Before the first gather or gradient of a pass: compares what ranks are about to
   // do, under kFull, and knows then in which order the first pass that reduces does so.
   void BeginBackward();
-  // All ranks throw if they have not announced equally many changes since the forward pass.
-  void CheckAnnouncementsInBackward(const std::vector<uint32_t>& announced);
+  // All ranks throw if they have not announced equally many changes, and so do all uses of the
+  // model until its parameters are loaded.
+  void TakeAnnouncements(const std::vector<uint32_t>& announced);
+  void TakeAnnouncementsInBackward(const std::vector<uint32_t>& announced);
   // (collective)
   void AgreeOnFirstOrder();
   void OpenPass();
@@ -358,9 +374,6 @@ class ShardedModel {
   bool begun_ = false;        // BeginBackward() has been called for this pass
   bool step_follows_ = true;  // after the pass that was begun last
   bool unseen_steps_ = false;
-  // Writes() before the first gather of what is gathered; absent: some may have been missed.
-  std::optional<uint64_t> writes_;
-  std::vector<int64_t> versions_;  // of the shards, with writes_
   // The parameter of a shard that an operator has written since, unannounced; empty: none.
   std::string written_;
   uint64_t uses_ = 0;  // clock of last_use

@@ -707,6 +707,26 @@ TEST(ShardedModel, MicroStepsWithoutCommunication_AreReducedAsTheirSum) {
   }
 }
 
+// What is zeroed in the middle of a window is no gradient for its end.
+TEST(ShardedModel, ParameterWhoseOnlyGradientWasZeroedBeforeTheReduction_HasNone) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    RunRanks(2, [&](Comm& comm) {
+      Trained trained(comm, {.strategy = strategy});
+      trained.model.BeginForward(/*communicate=*/false);
+      const at::Tensor out = trained.net.Forward(IdsOf(0, comm), /*use_extra=*/true);
+      trained.model.EndForward();
+      out.sum().backward();
+      trained.sgd.ZeroGrad();
+      trained.model.ForgetPending(trained.model.shards());
+      trained.Forward(IdsOf(1, comm)).backward();
+      for (const at::Tensor& shard : trained.model.shards()) {
+        const bool extra = trained.model.NameOf(shard)->rfind("extra", 0) == 0;
+        EXPECT_EQ(shard.grad().defined(), !extra && shard.numel() > 0);
+      }
+    });
+  }
+}
+
 TEST(ShardedModel, TwoForwardsBeforeOneBackward_AddUp) {
   const Values want = OneProcess(3);
   RunRanks(2, [&](Comm& comm) {
@@ -1006,7 +1026,9 @@ TEST(ShardedModel, StepOnOneRankOnly_IsNamedOnEveryRank) {
             if (read) return trained.model.Summon([] {});
             trained.Forward(IdsOf(1, comm));
           });
-          // A program that goes on does so on all ranks alike.
+          // A program that goes on does so on all ranks alike, with one model.
+          EXPECT_NE(ErrorOf([&] { trained.Forward(IdsOf(1, comm)); }), "no error");
+          trained.Load(ValuesOf(Net()));
           trained.Forward(IdsOf(1, comm)).backward();
           trained.Step();
           trained.Forward(IdsOf(2, comm));
@@ -1068,7 +1090,7 @@ TEST(ShardedModel, ChangeOnOneRankOnlyAfterAForwardPass_IsNoticedBeforeTheGather
 
 TEST(ShardedModel, ChangeOnOneRankOnlyBeforeABackwardPassOfFull_IsNamedOnEveryRank) {
   for (const bool reshard : {true, false}) {
-    std::vector<std::string> errors(2);
+    std::vector<std::string> errors(2), again(2);
     std::vector<int> gathers(2);
     RunRanks(2, [&](Comm& world) {
       ComesLater comm(world);
@@ -1081,11 +1103,48 @@ TEST(ShardedModel, ChangeOnOneRankOnlyBeforeABackwardPassOfFull_IsNamedOnEveryRa
       comm.gathers = 0;
       errors[comm.rank()] = ErrorOf([&] { loss.backward(); });
       gathers[comm.rank()] = comm.gathers;
+      again[comm.rank()] = ErrorOf([&] { trained.Forward(IdsOf(1, comm)); });
+      trained.Load(ValuesOf(Net()));
       trained.Forward(IdsOf(1, comm)).backward();
       trained.Step();
     });
-    EXPECT_THAT(errors, Each(HasSubstr("rank 0 0 times, rank 1 1 times")));
+    for (const std::vector<std::string>& each : {errors, again}) {
+      EXPECT_THAT(each, Each(HasSubstr("rank 0 0 times, rank 1 1 times")));
+    }
     EXPECT_THAT(gathers, Each(0));
+  }
+}
+
+// Each rank's part is of another model, whatever the program does next.
+TEST(ShardedModel, ChangeOnOneRankOnly_IsAnErrorOfAllUsesUntilALoad) {
+  enum class Next { kForward, kSummon, kRead, kSave };
+  for (const ShardingStrategy strategy : kStrategies) {
+    for (const Next what : {Next::kForward, Next::kSummon, Next::kRead, Next::kSave}) {
+      SCOPED_TRACE(testing::Message() << static_cast<int>(strategy) << static_cast<int>(what));
+      std::vector<std::string> next(2), again(4);
+      RunRanks(2, [&](Comm& comm) {
+        Trained trained(comm, {.strategy = strategy});
+        trained.Forward(IdsOf(0, comm)).backward();
+        if (comm.rank() == 0) trained.Step();
+        next[comm.rank()] = ErrorOf([&] {
+          if (what == Next::kSummon) trained.model.Summon([] {});
+          if (what == Next::kRead) trained.Full();
+          if (what == Next::kSave) {
+            trained.model.CompareBeforeSave(comm.AllGatherBytes(trained.model.ChangesHere()));
+          }
+          if (what == Next::kForward) trained.Forward(IdsOf(1, comm));
+        });
+        again[comm.rank()] = ErrorOf([&] { trained.Forward(IdsOf(1, comm)); });
+        again[2 + comm.rank()] = ErrorOf([&] { trained.model.CheckNotMixedHere(); });
+        trained.Load(ValuesOf(Net()));
+        trained.Forward(IdsOf(1, comm)).backward();
+        trained.Step();
+      });
+      for (const std::vector<std::string>& errors : {next, again}) {
+        EXPECT_THAT(errors, Each(AllOf(HasSubstr("rank 0 1 times, rank 1 0 times"),
+                                       HasSubstr("call load_state()"))));
+      }
+    }
   }
 }
 

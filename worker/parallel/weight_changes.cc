@@ -1,6 +1,6 @@
 #include "worker/parallel/weight_changes.h"
 
-#include <algorithm>
+#include <unordered_set>
 
 #include "ATen/autocast_mode.h"
 #include "base/mutex.h"
@@ -24,17 +24,12 @@ const void* MemoryOf(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
-std::unordered_set<const void*> MemoryOf(const std::vector<at::Tensor>& weights) {
-  std::unordered_set<const void*> memory;
-  for (const at::Tensor& weight : weights) {
-    if (weight.has_storage()) memory.insert(MemoryOf(weight));
-  }
-  return memory;
-}
-
 }  // namespace
 
-WeightWatch::WeightWatch(const std::vector<at::Tensor>& weights) : memory_(MemoryOf(weights)) {
+WeightWatch::WeightWatch(const std::vector<at::Tensor>& weights) {
+  for (const at::Tensor& weight : weights) {
+    if (weight.has_storage()) changes_[MemoryOf(weight)] = 0;
+  }
   Watches& watches = TheWatches();
   const MutexLock lock(&watches.mu);
   watches.all.insert(this);
@@ -46,11 +41,18 @@ WeightWatch::~WeightWatch() {
   watches.all.erase(this);
 }
 
+uint64_t WeightWatch::changes(const at::Tensor& weight) const {
+  const auto found = changes_.find(MemoryOf(weight));
+  return found == changes_.end() ? 0 : found->second.load();
+}
+
 void NoteWeightChange() {
   {
     Watches& watches = TheWatches();
     const MutexLock lock(&watches.mu);
-    for (WeightWatch* const watch : watches.all) ++watch->changes_;
+    for (WeightWatch* const watch : watches.all) {
+      for (auto& [memory, changes] : watch->changes_) ++changes;
+    }
   }
   at::autocast::clear_cache();
 }
@@ -59,11 +61,13 @@ void NoteWeightChange(const std::vector<at::Tensor>& weights) {
   {
     Watches& watches = TheWatches();
     const MutexLock lock(&watches.mu);
+    std::unordered_set<const void*> changed;
+    for (const at::Tensor& weight : weights) changed.insert(MemoryOf(weight));
     for (WeightWatch* const watch : watches.all) {
-      const bool mine = std::any_of(weights.begin(), weights.end(), [&](const at::Tensor& weight) {
-        return watch->memory_.count(MemoryOf(weight)) > 0;
-      });
-      if (mine) ++watch->changes_;
+      for (const void* const memory : changed) {
+        const auto mine = watch->changes_.find(memory);
+        if (mine != watch->changes_.end()) ++mine->second;
+      }
     }
   }
   at::autocast::clear_cache();

@@ -3,7 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
-#include <unordered_set>
+#include <unordered_map>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
@@ -21,15 +21,15 @@ class WeightWatch {
   WeightWatch(const WeightWatch&) = delete;
   WeightWatch& operator=(const WeightWatch&) = delete;
 
-  // Since construction. Another number once one of the weights has been changed.
-  uint64_t changes() const { return changes_; }
+  // Since construction. Another number once this weight has been changed, or one that has the same
+  // storage.
+  uint64_t changes(const at::Tensor& weight) const;
 
  private:
   friend void NoteWeightChange();
   friend void NoteWeightChange(const std::vector<at::Tensor>& weights);
 
-  const std::unordered_set<const void*> memory_;  // their StorageImpl
-  std::atomic<uint64_t> changes_{0};
+  std::unordered_map<const void*, std::atomic<uint64_t>> changes_;  // by their StorageImpl
 };
 
 // To be called when any weights of the process may have been changed. Inside an autocast scope that

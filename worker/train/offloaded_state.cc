@@ -157,7 +157,7 @@ void OffloadedState::ForWindows(size_t first, size_t last,
     return;
   }
   failed_ = absl::DataLossError(
-      "an offloaded state was lost when its update failed: load a checkpoint, or run the program "
+      "an offloaded state was lost when its update failed: call load_state(), or run the program "
       "again");
   ThrowIfError(Stream(windows, update));
   failed_ = absl::OkStatus();

@@ -286,7 +286,12 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
     StepRange(static_cast<int64_t>(g), begin, end, slot_of, scale, inf, &copies);
   }
   for (auto& [param, copy] : copies) param.copy_(copy);
-  NoteWeightChange(seen_parameters());
+  std::vector<at::Tensor> stepped;
+  for (size_t i = 0; i < state_.size(); ++i) {
+    const at::Tensor& param = seen_parameters()[i];
+    if (Steps(i) && param.grad().defined()) stepped.push_back(param);
+  }
+  NoteWeightChange(stepped);
 }
 
 void FusedOptimizer::StepRange(int64_t group, size_t first, size_t last, const SlotOf& slot,

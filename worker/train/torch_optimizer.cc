@@ -427,7 +427,12 @@ class TorchOptimizerHandle : public OptimizerHandle {
       if (type_ == typeid(optim::Adagrad)) MakeAdagradState();
       optimizer_.step();
     }
-    NoteWeightChange(seen_parameters());
+    std::vector<at::Tensor> stepped;
+    for (const at::Tensor& param : seen_parameters()) {
+      // Classes of the user's may change others, too.
+      if (!is_torchs_own_ || param.grad().defined()) stepped.push_back(param);
+    }
+    NoteWeightChange(stepped);
     made_state_ = made_state_ || !optimizer_.state().empty();
   }
 
