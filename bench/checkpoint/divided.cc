@@ -16,10 +16,10 @@
 #include <cstdlib>
 #include <functional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/file.h"
+#include "base/mutex.h"
 #include "bench/checkpoint/plain_disk.h"
 #include "muster/muster.h"
 
@@ -107,7 +107,7 @@ absl::Status Measure(muster::Accelerator& accelerator, double gib, int rounds, i
     const double call = SecondsSince(start);
     // wait_for_checkpoint() also waits for the removal of the checkpoint before.
     while (accelerator.save_progress().has_value()) {
-      std::this_thread::sleep_for(std::chrono::microseconds(500));
+      (void)muster::Notification().WaitForNotificationWithTimeout(absl::Microseconds(500));
     }
     const double end = accelerator.options().checkpoint.asynchronous ? SecondsSince(start) : call;
     absl::Status written;

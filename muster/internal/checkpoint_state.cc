@@ -31,6 +31,7 @@
 #include "worker/checkpoint/checkpoint_search.h"
 #include "worker/checkpoint/clean_path.h"
 #include "worker/checkpoint/digest.h"
+#include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/memory_tier.h"

@@ -19,7 +19,6 @@
 #include "muster/internal/registry.h"
 #include "muster/internal/step_controller.h"
 #include "muster/state.h"
-#include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/file_plans.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/state.h"

@@ -11,10 +11,11 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/manifest.h"
 
 namespace muster {
+
+class Disposal;
 
 // Folders of checkpoints on disk: how they appear whole, which is the newest good one, which may be
 // removed. Functions block on the disk and are for one process per folder at a time (rank 0),

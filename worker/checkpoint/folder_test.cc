@@ -18,6 +18,7 @@
 #include "base/owned_fd.h"
 #include "base/test_folder.h"
 #include "base/test_hidden_path.h"
+#include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/staging_folder.h"
 
 namespace muster {

@@ -10,7 +10,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/mutex.h"
-#include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/registrar.h"
@@ -18,6 +17,8 @@
 #include "worker/collective/comm.h"
 
 namespace muster {
+
+class Disposal;
 
 // How what the ranks have written becomes a checkpoint, and which one a resume takes: with the
 // registry of the job, or by the folder alone.

@@ -14,6 +14,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/disposal.h"
 
 namespace muster {
 namespace {

@@ -9,7 +9,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/mutex.h"
-#include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/node_group.h"
@@ -17,6 +16,8 @@
 #include "worker/collective/comm.h"
 
 namespace muster {
+
+class Disposal;
 
 // One checkpoint that all ranks are writing: a staging folder on each disk, and the steps that turn
 // them into one checkpoint. With one shared file system rank 0 has the only folder. With a disk in
