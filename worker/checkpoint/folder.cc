@@ -29,6 +29,7 @@
 #include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/staging_folder.h"
 
