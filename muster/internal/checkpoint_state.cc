@@ -178,9 +178,9 @@ void CheckModel(ModelSlot& model, const NamedTensors& weights, const std::string
                 bool hooks) {
   if (weights.empty() && hooks) return;
   if (model.sharded() != nullptr) return CheckWholeWeights(model, weights, file, hooks);
-  ThrowIfError(LoadTensors(
-      weights, WantedOf(model, weights, FullWeights(model, /*keep=*/true).tensors()), file,
-      {.allow_missing = hooks, .check_only = true}));
+  ThrowIfError(LoadTensors(weights,
+                           WantedOf(model, weights, FullWeights(model, /*keep=*/true).tensors()),
+                           file, {.allow_missing = hooks, .check_only = true}));
 }
 
 LoaderState PlaceOf(const StateDict& file) {

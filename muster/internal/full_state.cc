@@ -473,9 +473,8 @@ void CheckWholeWeights(ModelSlot& model,
   for (const auto& [name, buffer] : model.source().buffers()) {
     wanted.emplace_back(name, buffer.detach());
   }
-  ThrowIfError(
-      LoadTensors(weights, WantedOf(model, weights, std::move(wanted)), what,
-                  {.allow_missing = allow_missing, .check_only = true}));
+  ThrowIfError(LoadTensors(weights, WantedOf(model, weights, std::move(wanted)), what,
+                           {.allow_missing = allow_missing, .check_only = true}));
 }
 
 LoadedShards::LoadedShards(ModelSlot& model) : model_(model), buffers_(model.source().buffers()) {

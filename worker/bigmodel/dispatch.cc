@@ -412,8 +412,8 @@ absl::Status Dispatcher::Distribute(bool allow_empty) {
     }
     if (item.place == Place::kDisk) to_disk.push_back(&item);
   }
-  // What fails first must have changed nothing: neither the module nor the folder, whose file may be
-  // that of another model.
+  // What fails first must have changed nothing: neither the module nor the folder, whose file may
+  // be that of another model.
   MUSTER_RETURN_IF_ERROR(CheckRing());
   if (!to_disk.empty()) MUSTER_RETURN_IF_ERROR(WriteToDisk(to_disk));
   for (Item& item : items_) {

@@ -23,8 +23,8 @@ struct OlderFiles {
   bool has_tokenizer_model = false;
 };
 
-// The names of the files that the class of such a tokenizer is made of, by what `files` has besides;
-// none for a class that TokenizerOfOlderFiles() refuses.
+// The names of the files that the class of such a tokenizer is made of, by what `files` has
+// besides; none for a class that TokenizerOfOlderFiles() refuses.
 std::vector<std::string> FilesOf(const OlderFiles& files);
 
 struct OlderTokenizer {
@@ -35,10 +35,10 @@ struct OlderTokenizer {
 };
 
 // The tokenizer that transformers 5 makes of them. The class is that of tokenizer_config.json, of
-// config.json, or of the model, and for a Qwen2 always Qwen2Tokenizer: GPT2Tokenizer and Qwen2Tokenizer of vocab.json and merges.txt,
-// BertTokenizer of vocab.txt, LlamaTokenizer of a tokenizer.model of BPE. NOT_FOUND names a class
-// or a file that is not among these. INVALID_ARGUMENT names the file and the line, piece or setting
-// that is not as it must be.
+// config.json, or of the model, and for a Qwen2 always Qwen2Tokenizer: GPT2Tokenizer and
+// Qwen2Tokenizer of vocab.json and merges.txt, BertTokenizer of vocab.txt, LlamaTokenizer of a
+// tokenizer.model of BPE. NOT_FOUND names a class or a file that is not among these.
+// INVALID_ARGUMENT names the file and the line, piece or setting that is not as it must be.
 absl::StatusOr<OlderTokenizer> TokenizerOfOlderFiles(const OlderFiles& files);
 
 }  // namespace muster::text
