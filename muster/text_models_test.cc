@@ -11,11 +11,14 @@
 #include "absl/status/status.h"
 #include "base/test_folder.h"
 #include "muster/accelerator.h"
+#include "muster/bigmodel.h"
 #include "muster/models.h"
 #include "muster/optim.h"
 #include "muster/test_ranks.h"
 #include "muster/utils.h"
+#include "muster/weights.h"
 #include "tests/testdata/golden.h"
+#include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/weight_files.h"
 #include "worker/models/model_config.h"
 #include "worker/models/pretrained.h"
@@ -105,6 +108,7 @@ TEST(TextModels, MaskedBertWithAHeadOfItsOwn_TrainsUnderEveryStrategy) {
       models::ModelConfig config = Load("hf_train/bert_mlm_shared")->config();
       models::Common(config).tie_word_embeddings = false;
       models::TextModel net = models::MakeModel(config);
+      net->named_buffers()["cls.predictions.bias"].fill_(1);  // what decay would change
       FusedAdamW adamw(net->parameters(), {.lr = 1e-2, .weight_decay = 0.5});
       auto [model, optimizer] = accelerator.prepare(net, adamw);
       for (int step = 0; step < 3; ++step) {
@@ -124,9 +128,120 @@ TEST(TextModels, MaskedBertWithAHeadOfItsOwn_TrainsUnderEveryStrategy) {
     EXPECT_NE(saved->Find("cls.predictions.bias"), nullptr);
     const auto again = load_text_model(folder.path());
     ASSERT_TRUE(again.ok()) << again.status();
-    EXPECT_FALSE((*again)->named_parameters()["cls.predictions.bias"].any().item<bool>());
+    EXPECT_TRUE((*again)->named_buffers()["cls.predictions.bias"].eq(1).all().item<bool>());
     EXPECT_TRUE((*again)->named_parameters()["cls.predictions.decoder.bias"].any().item<bool>());
   }
+}
+
+models::ModelConfig ConfigWithAHeadOfItsOwn() {
+  models::ModelConfig config = Load("hf_train/bert_mlm_shared")->config();
+  models::Common(config).tie_word_embeddings = false;
+  return config;
+}
+
+NamedTensors TensorsOf(const models::TextModelImpl& net) {
+  NamedTensors tensors;
+  for (const auto& some : {net.named_parameters(), net.named_buffers()}) {
+    for (const auto& item : some) tensors.emplace_back(item.key(), item.value());
+  }
+  return tensors;
+}
+
+void RemoveUnused(NamedTensors& tensors) {
+  const auto removed = std::erase_if(
+      tensors, [](const auto& tensor) { return tensor.first == "cls.predictions.bias"; });
+  EXPECT_EQ(removed, 1u);
+}
+
+// Versions of Muster that did not keep the bias wrote them.
+TEST(TextModels, CheckpointWithoutWhatNothingComputesWith_Loads) {
+  for (const char* const strategy : {"no_shard", "zero3"}) {
+    SCOPED_TRACE(strategy);
+    AcceleratorOptions options;
+    options.sharding = ParseSharding(strategy, 2);
+    const TestFolder folder;
+    RunAccelerators(2, options, [&](Accelerator& accelerator) {
+      models::TextModel net = models::MakeModel(ConfigWithAHeadOfItsOwn());
+      net->named_buffers()["cls.predictions.bias"].fill_(1);
+      FusedAdamW adamw(net->parameters(), {.lr = 1e-2});
+      auto [model, optimizer] = accelerator.prepare(net, adamw);
+      const auto step = [&, &model = model, &optimizer = optimizer] {
+        accelerator.backward(model(RowsOf(accelerator, 0)).loss);
+        optimizer.step();
+        optimizer.zero_grad();
+      };
+      const auto weights = [&, &model = model] {
+        Weights copies;
+        for (const auto& [name, tensor] : accelerator.get_state_dict(model)) {
+          copies.emplace(name, tensor.clone());
+        }
+        return copies;
+      };
+      const auto expect_equal = [](const Weights& got, const Weights& want) {
+        for (const auto& [name, tensor] : want) {
+          ASSERT_EQ(got.count(name), 1u) << name;
+          EXPECT_TRUE(at::equal(got.at(name), tensor)) << name;
+        }
+      };
+      step();
+      HookHandle hook = accelerator.register_save_state_pre_hook(
+          [](std::vector<NamedTensors>& all, StateWriter&) {
+            for (NamedTensors& tensors : all) {
+              if (!tensors.empty()) RemoveUnused(tensors);
+            }
+          });
+      const absl::Status saved = accelerator.save_state(folder.path());
+      ASSERT_TRUE(saved.ok()) << saved;
+      const Weights at_save = weights();
+      step();
+      const Weights later = weights();
+      const absl::Status loaded = accelerator.load_state(folder.path());
+      ASSERT_TRUE(loaded.ok()) << loaded;
+      expect_equal(weights(), at_save);
+      step();
+      expect_equal(weights(), later);
+      const auto taken = accelerator.load_weights(folder.path());
+      ASSERT_TRUE(taken.ok()) << taken.status();
+      EXPECT_TRUE(taken->models[0].missing.empty());
+      expect_equal(weights(), at_save);
+    });
+  }
+}
+
+TEST(TextModels, WeightsWithoutWhatNothingComputesWith_Load) {
+  const models::ModelConfig config = ConfigWithAHeadOfItsOwn();
+  const models::TextModel net = models::MakeModel(config);
+  NamedTensors tensors = TensorsOf(*net);
+  RemoveUnused(tensors);
+  const TestFolder folder;
+  ASSERT_TRUE(SaveModelFiles(folder.path(), tensors, 1 << 30).ok());
+  models::TextModel other = models::MakeModel(config);
+  other->named_buffers()["cls.predictions.bias"].fill_(1);
+  const auto loaded = load_model(other, folder.path(), {.dtype = c10::kDouble});
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  EXPECT_TRUE(loaded->missing.empty());
+  const at::Tensor bias = other->named_buffers()["cls.predictions.bias"];
+  EXPECT_TRUE(bias.eq(1).all().item<bool>());
+  EXPECT_EQ(bias.scalar_type(), c10::kDouble);
+  // Any other tensor must be there.
+  tensors.pop_back();
+  ASSERT_TRUE(SaveModelFiles(folder.path(), tensors, 1 << 30).ok());
+  EXPECT_FALSE(load_model(other, folder.path()).ok());
+}
+
+TEST(TextModels, EmptyModelAndWeightsWithoutWhatNothingComputesWith_HasZerosThere) {
+  const models::ModelConfig config = ConfigWithAHeadOfItsOwn();
+  NamedTensors tensors = TensorsOf(*models::MakeModel(config));
+  RemoveUnused(tensors);
+  const TestFolder folder;
+  ASSERT_TRUE(SaveModelFiles(folder.path(), tensors, 1 << 30).ok());
+  models::TextModel empty = models::MakeEmptyModel(config);
+  const auto dispatched = load_checkpoint_and_dispatch(empty, folder.path(), "auto");
+  ASSERT_TRUE(dispatched.ok()) << dispatched.status();
+  EXPECT_TRUE(dispatched->loaded().missing.empty());
+  const at::Tensor bias = empty->named_buffers()["cls.predictions.bias"];
+  ASSERT_TRUE(bias.is_cpu());
+  EXPECT_FALSE(bias.any().item<bool>());
 }
 
 // Config of all families has a dropout of 0 here, so that two runs can be compared.

@@ -1,6 +1,9 @@
 #include "muster/weights.h"
 
+#include "base/status_macros.h"
 #include "torch/csrc/jit/api/module.h"
+#include "worker/checkpoint/optional_tensors.h"
+#include "worker/checkpoint/weight_files.h"
 #include "worker/train/guard.h"
 
 namespace muster {
@@ -14,6 +17,18 @@ absl::StatusOr<LoadedWeights> Load(const std::string& path, const NamedTensors& 
   return loaded;
 }
 
+// Those of `tensors` that the file at `path` must have.
+absl::StatusOr<NamedTensors> WantedOf(const torch::nn::Module& model, const NamedTensors& tensors,
+                                      const std::string& path, const LoadWeightsOptions& options) {
+  if (OptionalTensorsOf(model).empty()) return tensors;
+  MUSTER_ASSIGN_OR_RETURN(const WeightFiles files, WeightFiles::Open(path));
+  std::vector<std::string> names;
+  for (const WeightEntry& entry : files.entries()) names.push_back(entry.tensor.name);
+  NamedTensors wanted = tensors;
+  RemoveOptional(model, NamesInModel(names, options.prefix, options.rename), &wanted);
+  return wanted;
+}
+
 }  // namespace
 
 absl::StatusOr<LoadedWeights> load_model(torch::nn::Module& model, const std::string& path,
@@ -24,7 +39,21 @@ absl::StatusOr<LoadedWeights> load_model(torch::nn::Module& model, const std::st
       if (item.value().defined()) targets.emplace_back(item.key(), item.value());
     }
   }
-  return Load(path, targets, options);
+  absl::StatusOr<NamedTensors> wanted = NamedTensors();
+  absl::Status status = Guard([&] { wanted = WantedOf(model, targets, path, options); });
+  if (status.ok()) status = wanted.status();
+  if (!status.ok()) return status;
+  absl::StatusOr<LoadedWeights> loaded = Load(path, *wanted, options);
+  if (!loaded.ok() || !options.dtype.has_value()) return loaded;
+  // What the file may lack gets the type too.
+  status = Guard([&] {
+    for (const auto& [name, tensor] : targets) {
+      if (!tensor.is_floating_point() || tensor.scalar_type() == *options.dtype) continue;
+      at::Tensor(tensor).set_data(tensor.detach().to(*options.dtype));
+    }
+  });
+  if (!status.ok()) return status;
+  return loaded;
 }
 
 absl::StatusOr<LoadedWeights> load_model(const torch::jit::Module& model, const std::string& path,

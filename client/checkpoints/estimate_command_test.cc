@@ -87,6 +87,12 @@ TEST_F(EstimateCommandTest, SettingThatMusterDoesNotKnow_CanBeIgnored) {
   ASSERT_EQ(Run({folder.path(), "--ignore_settings", "own_setting", "-o", "json"}), kExitOk)
       << err_.str();
   EXPECT_EQ(Json::parse(out_.str()), want);
+  with_own["another"] = 8;
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"), with_own.dump()).ok());
+  ASSERT_EQ(Run({folder.path(), "--ignore_settings", " own_setting, another ", "-o", "json"}),
+            kExitOk)
+      << err_.str();
+  EXPECT_EQ(Json::parse(out_.str()), want);
 }
 
 TEST_F(EstimateCommandTest, Offload_HasAColumnOfItsOwn) {

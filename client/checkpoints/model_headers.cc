@@ -9,6 +9,7 @@
 #include <set>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -183,7 +184,9 @@ OptionSpec IgnoreSettingsOption() {
 
 std::vector<std::string> IgnoredSettings(const CommandLine& line) {
   const std::string names = line.Get("ignore_settings");
-  return absl::StrSplit(names, ',', absl::SkipWhitespace());
+  std::vector<std::string> settings = absl::StrSplit(names, ',', absl::SkipWhitespace());
+  for (std::string& setting : settings) absl::StripAsciiWhitespace(&setting);
+  return settings;
 }
 
 std::string Table(const std::vector<std::vector<std::string>>& rows) {

@@ -168,7 +168,8 @@ bool OnAnyProcess(Comm& comm, bool here) {
 void LoadModel(ModelSlot& model, const NamedTensors& weights, const std::string& file, bool hooks) {
   if (weights.empty() && hooks) return;
   const FullWeights targets(model, /*keep=*/true);
-  ThrowIfError(LoadTensors(weights, targets.tensors(), file, {.allow_missing = hooks}));
+  ThrowIfError(LoadTensors(weights, WantedOf(model, weights, targets.tensors()), file,
+                           {.allow_missing = hooks}));
   targets.Store();
 }
 
@@ -177,8 +178,9 @@ void CheckModel(ModelSlot& model, const NamedTensors& weights, const std::string
                 bool hooks) {
   if (weights.empty() && hooks) return;
   if (model.sharded() != nullptr) return CheckWholeWeights(model, weights, file, hooks);
-  ThrowIfError(LoadTensors(weights, FullWeights(model, /*keep=*/true).tensors(), file,
-                           {.allow_missing = hooks, .check_only = true}));
+  ThrowIfError(LoadTensors(weights,
+                           WantedOf(model, weights, FullWeights(model, /*keep=*/true).tensors()),
+                           file, {.allow_missing = hooks, .check_only = true}));
 }
 
 LoaderState PlaceOf(const StateDict& file) {
@@ -1632,9 +1634,11 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
       // As in load_state: hooks decide what is loaded.
       if (!load_hooks_.empty()) rules.strict = false;
       for (size_t i = 0; i < weights.size(); ++i) {
+        NamedTensors wanted =
+            WantedOf(*registry_.models()[i], weights[i], targets[i].tensors(), rules);
         absl::StatusOr<MatchedWeights> one =
             MatchedWeights::Match(absl::StrCat(reader->dir(), "/", ModelFileName(i)),
-                                  std::move(weights[i]), targets[i].tensors(), rules);
+                                  std::move(weights[i]), std::move(wanted), rules);
         ThrowIfError(one.status());
         matched.push_back(*std::move(one));
       }

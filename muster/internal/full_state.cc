@@ -12,6 +12,7 @@
 #include "base/status_macros.h"
 #include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/model_folder_writer.h"
+#include "worker/checkpoint/optional_tensors.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/state_dict.h"
 #include "worker/collective/nested_collectives.h"
@@ -448,6 +449,16 @@ void TakeParts(ModelSlot& model, const std::map<std::string, std::string>& keys,
   }
 }
 
+NamedTensors WantedOf(ModelSlot& model, const NamedTensors& weights, NamedTensors tensors,
+                      const LoadWeightsOptions& options) {
+  const torch::nn::Module* const module = model.source().module();
+  if (module == nullptr) return tensors;
+  std::vector<std::string> names;
+  for (const auto& [name, unused] : weights) names.push_back(name);
+  RemoveOptional(*module, NamesInModel(names, options.prefix, options.rename), &tensors);
+  return tensors;
+}
+
 void CheckWholeWeights(ModelSlot& model,
                        const std::vector<std::pair<std::string, at::Tensor>>& weights,
                        const std::string& what, bool allow_missing) {
@@ -462,8 +473,8 @@ void CheckWholeWeights(ModelSlot& model,
   for (const auto& [name, buffer] : model.source().buffers()) {
     wanted.emplace_back(name, buffer.detach());
   }
-  ThrowIfError(
-      LoadTensors(weights, wanted, what, {.allow_missing = allow_missing, .check_only = true}));
+  ThrowIfError(LoadTensors(weights, WantedOf(model, weights, std::move(wanted)), what,
+                           {.allow_missing = allow_missing, .check_only = true}));
 }
 
 LoadedShards::LoadedShards(ModelSlot& model) : model_(model), buffers_(model.source().buffers()) {

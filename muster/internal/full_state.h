@@ -18,6 +18,7 @@
 #include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/state_dict.h"
+#include "worker/checkpoint/weight_loader.h"
 #include "worker/train/optimizer_handle.h"
 
 // State of sharded models and their optimizers as that of unsharded ones, which is what checkpoints
@@ -101,6 +102,11 @@ std::function<std::vector<FileRange>(const SafetensorsHeader&)> RangesOfParts(
 void TakeParts(ModelSlot& model, const std::map<std::string, std::string>& keys,
                const StateDict& file, StateDict* parts);
 void CopyScalars(const StateDict& from, StateDict* to);
+
+// Of tensors of the model by name those that `weights` must have: without the optional ones that it
+// lacks (HasOptionalTensors). `options`: by which names match.
+NamedTensors WantedOf(ModelSlot& model, const NamedTensors& weights, NamedTensors tensors,
+                      const LoadWeightsOptions& options = {});
 
 // Throws c10::Error unless the names, shapes and types of `weights`, or of what they stand for, are
 // those of a sharded model's whole tensors. Not collective: looks at no values. `what` is for

@@ -17,7 +17,6 @@
 #include "tests/conformance/handlers.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/weight_files.h"
-#include "worker/models/file_names.h"
 #include "worker/models/generate.h"
 #include "worker/models/model_config.h"
 #include "worker/models/pretrained.h"
@@ -246,13 +245,17 @@ std::map<std::string, at::Tensor> BatchesOf(const std::string& path) {
 
 NamedTensors Floats(const models::TextModelImpl& model, bool gradients) {
   NamedTensors all;
+  const auto add = [&all](const std::string& name, const at::Tensor& tensor) {
+    all.emplace_back(name, tensor.detach().to(c10::kFloat).contiguous().clone());
+  };
   for (const auto& item : model.named_parameters()) {
     const at::Tensor& tensor = gradients ? item.value().grad() : item.value();
-    // One that nothing computes with has none, as in transformers.
-    if (gradients && !tensor.defined() && models::IsUnused(model.config(), item.key())) continue;
     TORCH_CHECK(tensor.defined(), item.key(), " has no gradient");
-    all.emplace_back(item.key(), tensor.detach().to(c10::kFloat).contiguous().clone());
+    add(item.key(), tensor);
   }
+  if (gradients) return all;
+  // What nothing computes with is a parameter in transformers, without a gradient.
+  for (const auto& item : model.named_buffers()) add(item.key(), item.value());
   return all;
 }
 

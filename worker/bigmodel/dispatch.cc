@@ -28,6 +28,7 @@
 #include "worker/bigmodel/unit_plan.h"
 #include "worker/bigmodel/weight_readers.h"
 #include "worker/bigmodel/weight_source.h"
+#include "worker/checkpoint/optional_tensors.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/weight_files.h"
 #include "worker/parallel/paged_storage.h"
@@ -175,8 +176,12 @@ class Dispatcher {
   // What is to be loaded; without buffers that keep their values.
   NamedTensors Targets(const WeightFiles& files, const LoadCheckpointOptions& options,
                        std::vector<std::string>* kept) const;
+  // Zeros for optional tensors that are not among `targets` and have no values.
+  absl::Status MakeOptional(const NamedTensors& targets);
   absl::Status Read(const std::shared_ptr<const WeightFiles>& files,
                     const std::vector<Reading>& readings);
+  // That the ring which the caller asks for holds each offloaded tensor.
+  absl::Status CheckRing() const;
   absl::Status WriteToDisk(const std::vector<Item*>& items);
   uint64_t RingBytes(uint64_t offloaded) const;
   std::vector<OffloadedUnit> Units(uint64_t ring_bytes) const;
@@ -266,15 +271,13 @@ absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
 
 NamedTensors Dispatcher::Targets(const WeightFiles& files, const LoadCheckpointOptions& options,
                                  std::vector<std::string>* kept) const {
-  std::set<std::string> in_files;
-  for (const WeightEntry& entry : files.entries()) {
-    std::string name = entry.tensor.name;
-    if (!absl::StartsWith(name, options.weights.prefix)) continue;
-    name = name.substr(options.weights.prefix.size());
-    in_files.insert(options.weights.rename == nullptr ? name : options.weights.rename(name));
-  }
-  NamedTensors targets;
-  for (const auto& [name, tensor] : TensorsOf(module_)) {
+  std::vector<std::string> names;
+  for (const WeightEntry& entry : files.entries()) names.push_back(entry.tensor.name);
+  const std::set<std::string> in_files =
+      NamesInModel(names, options.weights.prefix, options.weights.rename);
+  NamedTensors tensors = TensorsOf(module_), targets;
+  RemoveOptional(module_, in_files, &tensors);
+  for (const auto& [name, tensor] : tensors) {
     const Item& item = items_[by_name_.at(name)];
     const bool has_values = item.is_buffer && !tensor.is_meta();
     if (options.keep_buffers && has_values && !in_files.contains(name)) {
@@ -295,6 +298,7 @@ absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptio
   MUSTER_ASSIGN_OR_RETURN(MatchedEntries matched, MatchEntries(*files, targets, options.weights));
   result_.loaded_ = std::move(matched.report);
   result_.loaded_.missing.insert(result_.loaded_.missing.end(), kept.begin(), kept.end());
+  MUSTER_RETURN_IF_ERROR(MakeOptional(targets));
   std::vector<Item*> on_disk;
   std::vector<size_t> entries;
   for (const MatchedWeight& match : matched.matches) {
@@ -357,6 +361,21 @@ absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptio
   });
 }
 
+absl::Status Dispatcher::MakeOptional(const NamedTensors& targets) {
+  NamedTensors left_out = TensorsOf(module_);
+  std::set<std::string> loaded;
+  for (const auto& [name, unused] : targets) loaded.insert(name);
+  std::erase_if(left_out, [&](const auto& tensor) { return loaded.contains(tensor.first); });
+  const std::set<std::string> optional = OptionalTensorsOf(module_);
+  for (const auto& [name, tensor] : left_out) {
+    const Item& item = items_[by_name_.at(name)];
+    if (!optional.contains(name) || !item.tensor().is_meta()) continue;
+    MUSTER_RETURN_IF_ERROR(
+        Guard([&] { PlaceAll(item, EmptyFor(item, item.type, item.device).zero_()); }));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Dispatcher::Read(const std::shared_ptr<const WeightFiles>& files,
                               const std::vector<Reading>& readings) {
   std::vector<size_t> entries;
@@ -386,16 +405,20 @@ absl::Status Dispatcher::Distribute(bool allow_empty) {
   std::vector<Item*> to_disk;
   for (Item& item : items_) {
     if (item.source != nullptr) continue;
-    const at::Tensor& tensor = item.tensor();
-    if (tensor.is_meta()) {
+    if (item.tensor().is_meta()) {
       if (allow_empty) continue;
       return absl::FailedPreconditionError(absl::StrCat(
           item.names[0], " has no values: load a checkpoint by load_checkpoint_and_dispatch()"));
     }
-    if (item.place == Place::kDisk) {
-      to_disk.push_back(&item);
-      continue;
-    }
+    if (item.place == Place::kDisk) to_disk.push_back(&item);
+  }
+  // What fails first must have changed nothing: neither the module nor the folder, whose file may
+  // be that of another model.
+  MUSTER_RETURN_IF_ERROR(CheckRing());
+  if (!to_disk.empty()) MUSTER_RETURN_IF_ERROR(WriteToDisk(to_disk));
+  for (Item& item : items_) {
+    const at::Tensor& tensor = item.tensor();
+    if (item.source != nullptr || tensor.is_meta()) continue;
     MUSTER_RETURN_IF_ERROR(Guard([&] {
       if (item.place == Place::kResident) {
         if (tensor.device() != item.device) PlaceAll(item, tensor.detach().to(item.device));
@@ -408,7 +431,22 @@ absl::Status Dispatcher::Distribute(bool allow_empty) {
       item.source = HostWeightSource({item.names[0]}, {host});
     }));
   }
-  return to_disk.empty() ? absl::OkStatus() : WriteToDisk(to_disk);
+  return absl::OkStatus();
+}
+
+absl::Status Dispatcher::CheckRing() const {
+  if (!options_.ring_bytes.has_value()) return absl::OkStatus();
+  for (const Item& item : items_) {
+    const uint64_t bytes =
+        static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(item.type);
+    const bool has_values = item.source != nullptr || !item.tensor().is_meta();
+    if (!item.offloaded() || !has_values || bytes <= *options_.ring_bytes) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("the ring of ", HumanBytes(static_cast<int64_t>(*options_.ring_bytes)),
+                     " is smaller than ", item.names[0], ", which takes ",
+                     HumanBytes(static_cast<int64_t>(bytes)), ": raise ring_bytes"));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Dispatcher::WriteToDisk(const std::vector<Item*>& items) {
@@ -511,15 +549,6 @@ absl::StatusOr<DispatchedModel> Dispatcher::Finish() {
   result_.resident_.assign(resident.begin(), resident.end());
   if (!any) return std::move(result_);
   const uint64_t ring_bytes = RingBytes(offloaded);
-  for (const Item& item : items_) {
-    const uint64_t bytes =
-        static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(item.type);
-    if (item.source == nullptr || !options_.ring_bytes.has_value() || bytes <= ring_bytes) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat("the ring of ", HumanBytes(static_cast<int64_t>(ring_bytes)),
-                     " is smaller than ", item.names[0], ", which takes ",
-                     HumanBytes(static_cast<int64_t>(bytes)), ": raise ring_bytes"));
-  }
   const OffloadRingOptions options = {.device = result_.main_device_,
                                       .bytes = ring_bytes,
                                       .readers = options_.readers,

@@ -10,6 +10,7 @@
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
+#include "base/file.h"
 #include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -109,6 +110,27 @@ TEST_F(Dispatch, OffloadFromMemory_ComputesTheSameBits) {
     EXPECT_TRUE(at::equal(Compute(on_host), expected_));
   }
   EXPECT_THAT(ErrorOf([&] { Compute(on_host); }), HasSubstr("what holds its values is gone"));
+}
+
+// The map's first error comes before anything has changed.
+TEST_F(Dispatch, OffloadWithATooSmallRing_LeavesTheFileOfAnEarlierModel) {
+  const TestFolder offload;
+  TextNet earlier = Net(), later = Net();
+  const at::Tensor expected = Compute(earlier);
+  const auto offloaded = DiskOffload(*earlier, offload.path(), at::kCPU);
+  ASSERT_TRUE(offloaded.ok()) << offloaded.status();
+  const auto refused = DiskOffload(*later, offload.path(), at::kCPU, {.ring_bytes = 100});
+  EXPECT_THAT(Text(refused.status()), HasSubstr("raise ring_bytes"));
+  EXPECT_TRUE(PathExists(offload.Path("offload.safetensors")));
+  EXPECT_TRUE(at::equal(Compute(earlier), expected));
+}
+
+TEST_F(Dispatch, OffloadThatCannotWrite_MovesNothing) {
+  TextNet net = Net();
+  // Buffers go to the main device, which is any other than theirs here.
+  const auto refused = DiskOffload(*net, "/dev/null/folder", at::kMeta);
+  EXPECT_THAT(Text(refused.status()), HasSubstr("cannot offload"));
+  for (const auto& [name, tensor] : TensorsOf(*net)) EXPECT_TRUE(tensor.is_cpu()) << name;
 }
 
 // D17: files of an earlier offload do not stay beside the new ones.

@@ -110,13 +110,16 @@ BertForMaskedLMImpl::BertForMaskedLMImpl(const BertConfig& config)
   transform_ = transform->register_module("dense", Linear(width, width, true));
   transform_norm_ =
       transform->register_module("LayerNorm", LayerNorm(width, config.layer_norm_eps));
-  // The bias has the shape and place of a weight that layers make, and the files' own name. A head
-  // that is not tied has its own beside it: this one is then kept for the files (IsUnused), and
-  // frozen, so that nobody waits for its gradient.
-  bias_ = predictions->register_parameter(
-      "bias", at::zeros({config.vocab_size}, transform_->weight.options().requires_grad(false)),
-      /*requires_grad=*/config.tie_word_embeddings);
-  if (config.tie_word_embeddings) return;
+  // The bias has the shape and place of a weight that layers make, and the files' own name.
+  bias_ = at::zeros({config.vocab_size}, transform_->weight.options().requires_grad(false));
+  if (config.tie_word_embeddings) {
+    bias_ = predictions->register_parameter("bias", bias_);
+    return;
+  }
+  // A head that is not tied has its own bias, and this one is for the files alone (IsUnused). As a
+  // buffer it takes no part in training, and optimizers count the parameters as they did when
+  // Muster did not keep it: the state of one in an older checkpoint goes by their numbers.
+  bias_ = predictions->register_buffer("bias", bias_);
   decoder_ = predictions->register_module("decoder", Linear(width, config.vocab_size, true));
 }
 
@@ -124,6 +127,11 @@ void BertForMaskedLMImpl::InitWeights() {
   TextModelImpl::InitWeights();
   const at::NoGradGuard no_grad;
   bias_.zero_();
+}
+
+std::vector<std::string> BertForMaskedLMImpl::OptionalTensors() const {
+  if (bert_config().tie_word_embeddings) return {};
+  return {"cls.predictions.bias"};
 }
 
 ModelOutput BertForMaskedLMImpl::forward(const TextBatch& batch) {

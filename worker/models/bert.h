@@ -8,6 +8,7 @@
 #include "ATen/core/Tensor.h"
 #include "torch/nn/module.h"
 #include "torch/nn/pimpl.h"
+#include "worker/checkpoint/optional_tensors.h"
 #include "worker/models/attention.h"
 #include "worker/models/layers.h"
 #include "worker/models/text_model.h"
@@ -73,17 +74,18 @@ class BertModelImpl : public TextModelImpl {
 };
 
 // Predicts masked tokens. The loss holds the logits at each position against its label.
-class BertForMaskedLMImpl : public BertModelImpl {
+class BertForMaskedLMImpl : public BertModelImpl, public HasOptionalTensors {
  public:
   explicit BertForMaskedLMImpl(const BertConfig& config);
   ModelOutput forward(const TextBatch& batch) override;
   void InitWeights() override;
+  std::vector<std::string> OptionalTensors() const override;
 
  private:
   Linear transform_{nullptr};
   LayerNorm transform_norm_{nullptr};
   Linear decoder_{nullptr};  // of a head that is not tied
-  at::Tensor bias_;          // of one that is
+  at::Tensor bias_;          // of one that is; otherwise a buffer for the files
 };
 TORCH_MODULE(BertForMaskedLM);
 

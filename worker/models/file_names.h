@@ -16,8 +16,8 @@ namespace muster::models {
 // TextModelImpl::ParameterName. Empty for a tensor that the model does not need.
 std::string ParameterNameOf(const ModelConfig& config, const std::string& name_in_file);
 
-// Whether nothing computes with this parameter of the model: transformers keeps it in its files,
-// and so does Muster. Files may lack it, and it is not trained.
+// Whether nothing computes with this tensor of the model: transformers keeps it in its files, and
+// so does Muster, as a buffer. Files may lack it.
 bool IsUnused(const ModelConfig& config, const std::string& parameter);
 
 // Google's names of a norm's weights, `LayerNorm.gamma` and `LayerNorm.beta`, as `LayerNorm.weight`

@@ -18,7 +18,6 @@
 #include "base/status_macros.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/weight_loader.h"
-#include "worker/models/file_names.h"
 #include "worker/models/layers.h"
 #include "worker/train/guard.h"
 
@@ -270,10 +269,7 @@ absl::StatusOr<LoraOptions> LoadLora(TextModelImpl& model, const std::string& di
 
 void MergeLora(TextModelImpl& model) {
   for (const auto& [name, layer] : LayersOf(model)) layer->MergeAdapter();
-  for (const auto& item : model.named_parameters()) {
-    at::Tensor parameter = item.value();
-    parameter.requires_grad_(!IsUnused(model.config(), item.key()));
-  }
+  for (at::Tensor& parameter : model.parameters()) parameter.requires_grad_(true);
 }
 
 }  // namespace muster::models

@@ -46,9 +46,12 @@ std::shared_ptr<TextModelImpl> Construct(const ModelConfig& config, c10::ScalarT
   return std::make_shared<BertForMaskedLMImpl>(bert);
 }
 
-NamedTensors Parameters(const TextModelImpl& model) {
+// What files hold of the model: parameters, and a buffer that is there for them.
+NamedTensors TensorsOf(const TextModelImpl& model) {
   NamedTensors all;
-  for (const auto& item : model.named_parameters()) all.emplace_back(item.key(), item.value());
+  for (const auto& tensors : {model.named_parameters(), model.named_buffers()}) {
+    for (const auto& item : tensors) all.emplace_back(item.key(), item.value());
+  }
   return all;
 }
 
@@ -78,7 +81,7 @@ absl::Status Compare(const std::string& path, const WeightFiles& files, const Te
                      bool strict, bool* is_missing) {
   const NameInModel names = NamesIn(files, model);
   std::map<std::string, at::Tensor> wanted;
-  for (auto& [name, tensor] : Parameters(model)) wanted.emplace(name, tensor);
+  for (auto& [name, tensor] : TensorsOf(model)) wanted.emplace(name, tensor);
   std::vector<std::string> unexpected, different;
   for (const WeightEntry& entry : files.entries()) {
     const std::string& in_file = entry.tensor.name;
@@ -180,15 +183,15 @@ absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOpti
   MUSTER_RETURN_IF_ERROR(CheckTiedHead(path, files, *empty));
   TextModel model(Construct(config, options.dtype, options.device));
   if (is_missing) model->InitWeights();
-  const NamedTensors parameters = Parameters(*model);
+  const NamedTensors tensors = TensorsOf(*model);
   MUSTER_ASSIGN_OR_RETURN(
       MatchedEntries matched,
-      MatchEntries(files, parameters, {.strict = false, .rename = NamesIn(files, *model)}));
+      MatchEntries(files, tensors, {.strict = false, .rename = NamesIn(files, *model)}));
   const at::NoGradGuard no_grad;
   for (const MatchedWeight& match : matched.matches) {
     MUSTER_ASSIGN_OR_RETURN(const at::Tensor weight,
                             ReadWeight(files, files.entries()[match.from]));
-    parameters[match.target].second.copy_(weight);
+    tensors[match.target].second.copy_(weight);
   }
   // It has its value all the same.
   std::erase_if(matched.report.missing,
@@ -259,8 +262,8 @@ absl::StatusOr<NameInModel> NamesInFiles(const std::string& path, const TextMode
 absl::Status SaveConfig(const TextModelImpl& model, const std::string& dir) {
   MUSTER_RETURN_IF_ERROR(MakeDirectories(dir));
   ModelConfig config = model.config();
-  const NamedTensors parameters = Parameters(model);
-  if (!parameters.empty()) Common(config).dtype = TypeName(parameters[0].second.scalar_type());
+  const NamedTensors tensors = TensorsOf(model);
+  if (!tensors.empty()) Common(config).dtype = TypeName(tensors[0].second.scalar_type());
   return WriteFileAtomically(absl::StrCat(dir, "/config.json"), ToJson(config));
 }
 
@@ -268,7 +271,7 @@ absl::Status SavePretrained(const TextModelImpl& model, const std::string& dir,
                             int64_t max_shard_bytes) {
   // Weights first: a folder without config.json is no model.
   return Guard([&] {
-    ThrowIfError(SaveModelFiles(dir, Parameters(model), max_shard_bytes));
+    ThrowIfError(SaveModelFiles(dir, TensorsOf(model), max_shard_bytes));
     ThrowIfError(SaveConfig(model, dir));
   });
 }

@@ -13,9 +13,16 @@ namespace {
 // What MakeModel constructs is the truth.
 void ExpectShapesOfTheModel(const ModelConfig& config) {
   const TextModel model = MakeEmptyModel(config);
-  const auto shapes = WeightShapes(config);
+  auto shapes = WeightShapes(config);
   ASSERT_TRUE(shapes.ok()) << shapes.status();
   const auto parameters = model->named_parameters();
+  // A file has them among the parameters.
+  const auto buffers = model->named_buffers();
+  ASSERT_EQ(shapes->size(), parameters.size() + buffers.size());
+  std::erase_if(*shapes, [&buffers](const WeightShape& shape) {
+    const at::Tensor* const buffer = buffers.find(shape.name);
+    return buffer != nullptr && buffer->sizes() == at::IntArrayRef(shape.shape);
+  });
   ASSERT_EQ(shapes->size(), parameters.size());
   for (size_t i = 0; i < shapes->size(); ++i) {
     EXPECT_EQ((*shapes)[i].name, parameters[i].key());

@@ -323,6 +323,12 @@ class Reader {
     };
     roles_.ForEach([&add](const std::string&, const Token& token) { add(token); });
     for (const Token& token : extra_) add(token);
+    if (!files_.without_flags) return result;
+    const auto add_again = [&result](const Token& token) {
+      result.added.push_back({.content = token.token.content, .special = true});
+    };
+    roles_.ForEach([&](const std::string&, const Token& token) { add_again(token); });
+    for (const Token& token : extra_) add_again(token);
     return result;
   }
 

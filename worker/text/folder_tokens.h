@@ -25,6 +25,9 @@ struct FolderFiles {
   nlohmann::ordered_json tokenizer_config = nullptr;    // tokenizer_config.json
   nlohmann::ordered_json special_tokens_map = nullptr;  // special_tokens_map.json
   nlohmann::ordered_json added_tokens = nullptr;        // added_tokens.json
+  // Tokens with a role and extra ones lose the flags that files give them, as the class
+  // Qwen2Tokenizer has it: it adds them once more.
+  bool without_flags = false;
 };
 
 struct FolderTokens {

@@ -51,6 +51,21 @@ TEST(TokensOfFolder, NothingBesideTheFile_AddsNothing) {
   EXPECT_THAT(tokens.added, IsEmpty());
 }
 
+TEST(TokensOfFolder, WithoutFlags_TokensOfFilesAreAddedOnceMore) {
+  FolderFiles files = Files();
+  const nlohmann::ordered_json stripped = {{"content", "<s>"}, {"lstrip", true}},
+                               extra = {{"content", "<x>"}, {"special", false}},
+                               plain = {{"content", "<y>"}, {"lstrip", true}};
+  files.tokenizer_config = {{"bos_token", stripped},
+                            {"extra_special_tokens", {extra}},
+                            {"added_tokens_decoder", {{"5", plain}}}};
+  const std::vector<std::string> before = Added(Read(files));
+  files.without_flags = true;
+  std::vector<std::string> wanted = before;
+  wanted.insert(wanted.end(), {"<s> special", "<x> special"});
+  EXPECT_EQ(Added(Read(files)), wanted);
+}
+
 TEST(TokensOfFolder, RolesOfTokensThatTheFileLacks_AreAddedInTransformersOrder) {
   FolderFiles files = Files();
   files.tokenizer_config = {{"zoo_token", "<zoo>"},

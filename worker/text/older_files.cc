@@ -35,14 +35,19 @@ std::string TextOf(const AnyJson& json, const char* name) {
 
 // Without "Fast", which some names end with.
 std::string ClassOf(const OlderFiles& files) {
+  const std::string model = TextOf(files.config, "model_type");
+  // Folders of the Hub name wrong classes, which transformers passes over.
+  if (model == "qwen2") return "Qwen2Tokenizer";
   std::string name = TextOf(files.beside.tokenizer_config, "tokenizer_class");
   if (name.empty()) name = TextOf(files.config, "tokenizer_class");
   if (!name.empty()) return std::string(absl::StripSuffix(name, "Fast"));
-  const std::string model = TextOf(files.config, "model_type");
-  return model == "gpt2"    ? "GPT2Tokenizer"
-         : model == "qwen2" ? "Qwen2Tokenizer"
-         : model == "bert"  ? "BertTokenizer"
-                            : "";
+  return model == "gpt2" ? "GPT2Tokenizer" : model == "bert" ? "BertTokenizer" : "";
+}
+
+// An error in what a file has begins with its path.
+absl::Status InFile(const std::string& path, const absl::Status& status) {
+  if (!absl::IsInvalidArgument(status)) return status;
+  return absl::InvalidArgumentError(absl::StrCat(path, ": ", status.message()));
 }
 
 std::vector<absl::string_view> LinesOf(absl::string_view text) {
@@ -101,6 +106,7 @@ class Maker {
   absl::Status ReadTokens() {
     FolderFiles beside = files_.beside;
     beside.tokenizer_config = made_.tokenizer_config;
+    beside.without_flags = made_.without_flags = class_name_ == "Qwen2Tokenizer";
     MUSTER_ASSIGN_OR_RETURN(tokens_, TokensOfFolder(beside));
     return absl::OkStatus();
   }
@@ -137,6 +143,14 @@ class Maker {
       ++id;
     }
     return std::nullopt;
+  }
+
+  // As transformers has it, with the text and the id of a token that is none.
+  absl::StatusOr<Json> BertTemplateToken(const char* role, int type, Json& declared) const {
+    if (!Role(role).empty()) return TemplateToken(role, type, declared);
+    const int64_t id = absl::string_view(role) == "cls_token" ? 2 : 3;
+    declared["None"] = {{"id", "None"}, {"ids", {id}}, {"tokens", {"None"}}};
+    return Json{{"SpecialToken", {{"id", "None"}, {"type_id", type}}}};
   }
 
   // The entry of a template for the token of a role, which it also declares.
@@ -190,9 +204,9 @@ class Maker {
     made_.tokenizer["pre_tokenizer"] = {{"type", "BertPreTokenizer"}};
     made_.tokenizer["decoder"] = {{"type", "WordPiece"}, {"prefix", "##"}, {"cleanup", true}};
     Json declared = Json::object();
-    MUSTER_ASSIGN_OR_RETURN(const Json begin, TemplateToken("cls_token", 0, declared));
-    MUSTER_ASSIGN_OR_RETURN(const Json end, TemplateToken("sep_token", 0, declared));
-    MUSTER_ASSIGN_OR_RETURN(const Json last, TemplateToken("sep_token", 1, declared));
+    MUSTER_ASSIGN_OR_RETURN(const Json begin, BertTemplateToken("cls_token", 0, declared));
+    MUSTER_ASSIGN_OR_RETURN(const Json end, BertTemplateToken("sep_token", 0, declared));
+    MUSTER_ASSIGN_OR_RETURN(const Json last, BertTemplateToken("sep_token", 1, declared));
     made_.tokenizer["post_processor"] = {
         {"type", "TemplateProcessing"},
         {"single", Json::array({begin, Text("A", 0), end})},
@@ -203,7 +217,10 @@ class Maker {
 
   absl::Status MakeLlama() {
     if (!files_.tokenizer_model.has_value()) return NotThere("tokenizer.model");
-    MUSTER_ASSIGN_OR_RETURN(const SentencePieces read, ReadSentencePieces(*files_.tokenizer_model));
+    const std::string path = PathOf("tokenizer.model");
+    const absl::StatusOr<SentencePieces> parsed = ReadSentencePieces(*files_.tokenizer_model);
+    MUSTER_RETURN_IF_ERROR(InFile(path, parsed.status()));
+    const SentencePieces& read = *parsed;
     if (read.algorithm != "BPE") {
       return absl::NotFoundError(absl::StrCat("the tokenizer.model of a LlamaTokenizer is of BPE; ",
                                               "this one is of ", read.algorithm));
@@ -215,7 +232,8 @@ class Maker {
     MUSTER_RETURN_IF_ERROR(ReadTokens());
     Json vocabulary = Json::object();
     for (size_t id = 0; id < read.pieces.size(); ++id) vocabulary[read.pieces[id].text] = id;
-    MUSTER_ASSIGN_OR_RETURN(const auto merges, MergesOf(read.pieces));
+    const auto merges = MergesOf(read.pieces);
+    MUSTER_RETURN_IF_ERROR(InFile(path, merges.status()));
     made_.tokenizer["model"] = {{"type", "BPE"},
                                 {"dropout", nullptr},
                                 {"unk_token", nullptr},
@@ -224,7 +242,7 @@ class Maker {
                                 {"fuse_unk", true},
                                 {"byte_fallback", true},
                                 {"merges", Json::array()}};
-    for (const auto& [first, second] : merges) {
+    for (const auto& [first, second] : *merges) {
       made_.tokenizer["model"]["merges"].push_back(Json::array({first, second}));
     }
     MUSTER_RETURN_IF_ERROR(AddVocabulary(vocabulary, "tokenizer.model"));
@@ -377,13 +395,20 @@ class Maker {
 
 }  // namespace
 
+std::vector<std::string> FilesOf(const OlderFiles& files) {
+  const std::string name = ClassOf(files);
+  if (name == "GPT2Tokenizer" || name == "Qwen2Tokenizer") return {"vocab.json", "merges.txt"};
+  if (name == "BertTokenizer") return {"vocab.txt"};
+  if (name == "LlamaTokenizer") return {"tokenizer.model"};
+  return {};
+}
+
 absl::StatusOr<OlderTokenizer> TokenizerOfOlderFiles(const OlderFiles& files) {
   const std::string name = ClassOf(files);
-  if (name != "GPT2Tokenizer" && name != "Qwen2Tokenizer" && name != "BertTokenizer" &&
-      name != "LlamaTokenizer") {
+  if (FilesOf(files).empty()) {
     if (!name.empty()) return absl::NotFoundError(absl::StrCat("it is a ", Printable(name)));
     return absl::NotFoundError(
-        files.tokenizer_model.has_value()
+        files.has_tokenizer_model || files.tokenizer_model.has_value()
             ? "no file says of which class it is; for Llama, Mistral and Mixtral it is "
               "\"tokenizer_class\": \"LlamaTokenizer\" in tokenizer_config.json"
             : "no file says of which class it is");

@@ -13,7 +13,9 @@
 namespace muster::text {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 OlderFiles Gpt2() {
   OlderFiles files = {.beside = {.folder = "dir"}};
@@ -113,6 +115,40 @@ TEST(TokenizerOfOlderFiles, Bert_IsWordPieceWithLinesForTokens) {
   EXPECT_TRUE(made.tokenizer["normalizer"]["strip_accents"].is_null());
   EXPECT_EQ(made.tokenizer["post_processor"]["pair"].size(), 5);
   EXPECT_EQ(made.tokenizer_config["mask_token"], "[MASK]");
+}
+
+// transformers puts the text and the id of a token that is none around a text.
+TEST(TokenizerOfOlderFiles, BertWithoutAToken_HasNoneInItsPlace) {
+  OlderFiles files = Bert();
+  files.beside.tokenizer_config = {{"sep_token", nullptr}};
+  const auto processor = Make(files).tokenizer["post_processor"];
+  EXPECT_EQ(processor["single"][2]["SpecialToken"]["id"], "None");
+  EXPECT_EQ(processor["special_tokens"]["None"]["ids"][0], 3);
+  files.beside.tokenizer_config["cls_token"] = nullptr;
+  EXPECT_EQ(Make(files).tokenizer["post_processor"]["special_tokens"].size(), 1u);
+}
+
+TEST(TokenizerOfOlderFiles, Qwen2_PassesOverTheClassAndFlagsOfItsFiles) {
+  OlderFiles files = Gpt2();
+  EXPECT_FALSE(Make(files).without_flags);
+  files.config = {{"model_type", "qwen2"}};
+  files.beside.tokenizer_config = {{"tokenizer_class", "LlamaTokenizer"}};
+  const OlderTokenizer made = Make(files);
+  EXPECT_TRUE(made.without_flags);
+  EXPECT_EQ(made.tokenizer["normalizer"]["type"], "NFC");
+  EXPECT_EQ(made.tokenizer_config["pad_token"], "<|endoftext|>");
+}
+
+TEST(FilesOf, Class_SaysWhatIsRead) {
+  EXPECT_THAT(FilesOf(Gpt2()), ElementsAre("vocab.json", "merges.txt"));
+  EXPECT_THAT(FilesOf(Bert()), ElementsAre("vocab.txt"));
+  OlderFiles files = Llama();
+  EXPECT_THAT(FilesOf(files), ElementsAre("tokenizer.model"));
+  files.config = {{"model_type", "qwen2"}};
+  EXPECT_THAT(FilesOf(files), ElementsAre("vocab.json", "merges.txt"));
+  files.config = nullptr;
+  files.beside.tokenizer_config = {{"tokenizer_class", "T5Tokenizer"}};
+  EXPECT_THAT(FilesOf(files), IsEmpty());
 }
 
 TEST(TokenizerOfOlderFiles, LinesOfBert_EndBeforeAllBlanksOfUnicode) {
@@ -218,14 +254,17 @@ TEST(TokenizerOfOlderFiles, WhatIsWrong_NamesFileAndPlace) {
   files.vocab_json = "{";
   EXPECT_THAT(Error(files), HasSubstr("dir/vocab.json:1:"));
   files = Bert();
-  files.beside.tokenizer_config = {{"cls_token", nullptr}};
-  EXPECT_THAT(Error(files), HasSubstr("cls_token is none, and is to be put around a text"));
-  files = Bert();
   files.beside.tokenizer_config = {{"do_lower_case", "yes"}};
   EXPECT_THAT(Error(files), HasSubstr("do_lower_case must be true or false"));
   files = Bert();
   *files.vocab_txt += "\n\xFF\nlast";
   EXPECT_THAT(Error(files), HasSubstr("dir/vocab.txt:8: is not UTF-8"));
+  files = Llama();
+  SentencePieceModel model;
+  ASSERT_TRUE(model.ParseFromString(*files.tokenizer_model));
+  model.add_pieces()->set_piece("ab");
+  files.tokenizer_model = model.SerializeAsString();
+  EXPECT_THAT(Error(files), HasSubstr("dir/tokenizer.model: piece 9 (\"ab\") is there twice"));
 }
 
 // Some bytes are others, are there twice, or are not there.
@@ -268,6 +307,7 @@ TEST(TokenizerOfOlderFiles, DamagedFiles_AreErrorsOrTokenizers) {
     if (!tokenizer.ok()) continue;
     FolderFiles beside = files.beside;
     beside.tokenizer_config = tokenizer->tokenizer_config;
+    beside.without_flags = tokenizer->without_flags;
     const auto tokens = TokensOfFolder(beside);
     ASSERT_TRUE(tokens.ok()) << tokens.status();
     const auto core = TokenizerCore::Make(tokenizer->tokenizer, "dir", tokens->added);

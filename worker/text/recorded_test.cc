@@ -97,7 +97,12 @@ void ExpectFolders(const std::string& cases_file, const char* variable) {
     ASSERT_TRUE(absl::Base64Unescape(json.at("model").get<std::string>(), &model));
     if (!model.empty()) std::ofstream(folder.Path("tokenizer.model")) << model;
     for (const auto& [name, content] : json.at("files").items()) {
-      std::ofstream(folder.Path(name)) << content;
+      std::ofstream file_of_folder(folder.Path(name));
+      if (content.is_string()) {
+        file_of_folder << content.get<std::string>();
+      } else {
+        file_of_folder << content;
+      }
     }
     const auto tokenizer = Tokenizer::FromFolder(folder.path());
     ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();

@@ -5,6 +5,8 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <thread>
+#include <tuple>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
@@ -33,11 +35,21 @@ absl::StatusOr<Json> ParseFile(absl::string_view json, absl::string_view source)
   return ParseJson(json, source, {.max_bytes = kMaxFileBytes, .max_depth = 64});
 }
 
+// NOT_FOUND is for what is not there at all. A link to nothing, as a pruned cache of the Hub leaves
+// it, is not the same: the file was there.
+absl::Status RefuseLinkToNothing(const std::string& path) {
+  if (!PathExists(path)) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat(path, " is a link to a file that is not there; download the folder again"));
+}
+
 absl::StatusOr<std::optional<std::string>> TextIfThere(const std::string& path,
                                                        size_t max_bytes = kMaxFileBytes) {
   if (!PathExists(path)) return std::nullopt;
-  MUSTER_ASSIGN_OR_RETURN(std::string contents, ReadFile(path, max_bytes));
-  return std::optional<std::string>(std::move(contents));
+  absl::StatusOr<std::string> contents = ReadFile(path, max_bytes);
+  if (absl::IsNotFound(contents.status())) MUSTER_RETURN_IF_ERROR(RefuseLinkToNothing(path));
+  MUSTER_RETURN_IF_ERROR(contents.status());
+  return std::optional<std::string>(*std::move(contents));
 }
 
 // null if the file is not there.
@@ -58,11 +70,17 @@ absl::Status ReadOlderFiles(text::FolderFiles& files) {
   text::OlderFiles older = {.beside = files};
   const auto in_folder = [&files](const char* name) { return JoinPath(files.folder, name); };
   MUSTER_ASSIGN_OR_RETURN(older.config, ReadConfigIfThere(in_folder("config.json")));
-  MUSTER_ASSIGN_OR_RETURN(older.vocab_json, TextIfThere(in_folder("vocab.json")));
-  MUSTER_ASSIGN_OR_RETURN(older.merges_txt, TextIfThere(in_folder("merges.txt")));
-  MUSTER_ASSIGN_OR_RETURN(older.vocab_txt, TextIfThere(in_folder("vocab.txt")));
-  MUSTER_ASSIGN_OR_RETURN(older.tokenizer_model,
-                          TextIfThere(in_folder("tokenizer.model"), kMaxSideFileBytes));
+  older.has_tokenizer_model = PathExists(in_folder("tokenizer.model"));
+  // The class alone says what is read: another one's file may be anything.
+  const std::vector<std::string> names = text::FilesOf(older);
+  for (const auto& [name, contents, max_bytes] :
+       {std::tuple("vocab.json", &older.vocab_json, kMaxFileBytes),
+        {"merges.txt", &older.merges_txt, kMaxFileBytes},
+        {"vocab.txt", &older.vocab_txt, kMaxFileBytes},
+        {"tokenizer.model", &older.tokenizer_model, kMaxSideFileBytes}}) {
+    if (std::find(names.begin(), names.end(), name) == names.end()) continue;
+    MUSTER_ASSIGN_OR_RETURN(*contents, TextIfThere(in_folder(name), max_bytes));
+  }
   absl::StatusOr<text::OlderTokenizer> made = text::TokenizerOfOlderFiles(older);
   if (absl::IsNotFound(made.status())) {
     return absl::NotFoundError(absl::StrCat(
@@ -73,6 +91,7 @@ absl::Status ReadOlderFiles(text::FolderFiles& files) {
   MUSTER_RETURN_IF_ERROR(made.status());
   files.tokenizer = std::move(made->tokenizer);
   files.tokenizer_config = std::move(made->tokenizer_config);
+  files.without_flags = made->without_flags;
   return absl::OkStatus();
 }
 
@@ -105,14 +124,6 @@ void WarnOfOtherIds(const text::FolderTokens& tokens, const text::TokenizerCore&
                       << " ids in added_tokens.json or added_tokens_decoder do not hold, as a "
                          "token gets the model's id or the next free one; the first: "
                       << first;
-}
-
-// NOT_FOUND is for what is not there at all. A link to nothing, as a pruned cache of the Hub leaves
-// it, is not the same: the file was there.
-absl::Status RefuseLinkToNothing(const std::string& path) {
-  if (!PathExists(path)) return absl::OkStatus();
-  return absl::FailedPreconditionError(
-      absl::StrCat(path, " is a link to a file that is not there; download the folder again"));
 }
 
 }  // namespace

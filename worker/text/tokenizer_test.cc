@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <nlohmann/json.hpp>
@@ -205,6 +206,43 @@ TEST(Tokenizer, FromFolder_LinkToNothing_IsRefusedByName) {
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(status.message()),
               HasSubstr("tokenizer.json is a link to a file that is not there"));
+}
+
+// As a folder that several tokenizers were saved to has them.
+TEST(Tokenizer, FromFolder_FileOfAnotherClass_IsNotRead) {
+  for (const char* const name : {"tokenizer.model", "vocab.json"}) {
+    SCOPED_TRACE(name);
+    const TestFolder folder;
+    ASSERT_TRUE(WriteFileAtomically(folder.Path("config.json"), R"({"model_type": "bert"})").ok());
+    ASSERT_TRUE(WriteFileAtomically(folder.Path("vocab.txt"), "[UNK]\n[CLS]\n[SEP]\n").ok());
+    const std::string path = folder.Path(name);
+    const auto load = [&folder] { return Tokenizer::FromFolder(folder.path()).status(); };
+    ASSERT_EQ(symlink("../blobs/none", path.c_str()), 0);
+    EXPECT_TRUE(load().ok()) << load();
+    ASSERT_EQ(unlink(path.c_str()), 0);
+    ASSERT_EQ(mkdir(path.c_str(), 0700), 0);
+    EXPECT_TRUE(load().ok()) << load();
+    ASSERT_EQ(rmdir(path.c_str()), 0);
+    ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+    EXPECT_TRUE(load().ok()) << load();
+    ASSERT_EQ(unlink(path.c_str()), 0);
+    ASSERT_TRUE(WriteFileAtomically(path, std::string((16 << 20) + 1, ' ')).ok());
+    EXPECT_TRUE(load().ok()) << load();
+  }
+}
+
+TEST(Tokenizer, FromFolder_OlderFileThatIsALinkToNothing_IsRefusedByName) {
+  for (const auto& [tokenizer_class, name] :
+       {std::pair("LlamaTokenizer", "tokenizer.model"), {"BertTokenizer", "vocab.txt"}}) {
+    const TestFolder folder;
+    const nlohmann::json config = {{"tokenizer_class", tokenizer_class}};
+    ASSERT_TRUE(WriteFileAtomically(folder.Path("tokenizer_config.json"), config.dump()).ok());
+    ASSERT_EQ(symlink("../blobs/none", folder.Path(name).c_str()), 0);
+    const absl::Status status = Tokenizer::FromFolder(folder.path()).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr(std::string(name) + " is a link to a file that is not there"));
+  }
 }
 
 TEST(Tokenizer, FromFolder_FileBesideThatIsTooLarge_IsRefusedByName) {

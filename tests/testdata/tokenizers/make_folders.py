@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """usage: [SEED=N] [COUNT=N] [OUT=FILE] python make_folders.py
 
-Writes folders.jsonl: folders with a small tokenizer.json and files beside it that name tokens and roles, put together at random, and what AutoTokenizer of transformers 5.17.0 makes of them, in the
-form of sentence_pieces.jsonl. Folders that transformers does not load are left out.
+Writes folders.jsonl: folders with a small tokenizer.json, or with the older files of a GPT-2, Qwen2 or BERT, and files beside them that name tokens and roles, put together at random, and what
+AutoTokenizer of transformers 5.17.0 makes of them, in the form of sentence_pieces.jsonl; the content of a file is its JSON or its text. Folders that transformers does not load are left out.
 """
 
 import json
@@ -72,12 +72,43 @@ def files_of(rng):
     return out
 
 
-def case(rng, name):
+# Class and model; a Qwen2 passes over the class.
+OLDER = [("GPT2Tokenizer", "gpt2"), (None, "gpt2"), ("Qwen2Tokenizer", "qwen2"), (None, "qwen2"), ("LlamaTokenizer", "qwen2"), ("Qwen2Tokenizer", None), ("BertTokenizer", "bert"),
+         ("BertTokenizerFast", None)]
+
+
+def older_files_of(rng):
+    out = files_of(rng)
+    del out["tokenizer.json"]
+    config = out["tokenizer_config.json"]
+    config["tokenizer_class"], model = rng.choice(OLDER)
+    is_bert = model == "bert" or (config["tokenizer_class"] or "").startswith("Bert")
+    if config["tokenizer_class"] is None:
+        del config["tokenizer_class"]
+    if model is not None:
+        out["config.json"] = {"model_type": model}
+    if is_bert:
+        config.pop("unk_token", None)
+        out["vocab.txt"] = "".join(line + "\n" for line in ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "##b", "c", "##c", "<s>", "</s>"])
+        for role in ("cls_token", "sep_token"):
+            if rng.random() < 0.2:
+                config[role] = None
+    else:
+        words = ["a", "b", "c", "ab", "\u0120", "<", ">", "s", "x", "/", "n", "e", "w", "<|endoftext|>", "</s>"]
+        out["vocab.json"] = {word: i for i, word in enumerate(words)}
+        out["merges.txt"] = "#version: 0.2\na b\n"
+        for name in ("add_bos_token", "add_eos_token", "add_prefix_space"):
+            if rng.random() < 0.3:
+                config[name] = rng.random() < 0.7
+    return out
+
+
+def case(rng, name, files_of):
     files = files_of(rng)
     with tempfile.TemporaryDirectory() as folder:
         for each, content in files.items():
             with open(os.path.join(folder, each), "w", encoding="utf-8") as file:
-                json.dump(content, file)
+                file.write(content if isinstance(content, str) else json.dumps(content))
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     texts = []
     for _ in range(6):
@@ -93,12 +124,14 @@ def case(rng, name):
 def main():
     seed, count = int(os.environ.get("SEED", "1")), int(os.environ.get("COUNT", "80"))
     with open(os.environ.get("OUT", os.path.join(HERE, "folders.jsonl")), "w", encoding="utf-8") as file:
-        for i in range(count):
-            try:
-                made = case(random.Random("%d %d" % (seed, i)), "%d %d" % (seed, i))
-            except (TypeError, ValueError):
-                continue
-            file.write(json.dumps(made, separators=(",", ":")) + "\n")
+        for kind, make in (("", files_of), ("older ", older_files_of)):
+            for i in range(count):
+                name = "%s%d %d" % (kind, seed, i)
+                try:
+                    made = case(random.Random(name), name, make)
+                except (TypeError, ValueError, AttributeError):
+                    continue
+                file.write(json.dumps(made, separators=(",", ":")) + "\n")
 
 
 main()
