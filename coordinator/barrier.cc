@@ -511,13 +511,16 @@ void BarrierSet::FailGone(Instance* instance, int rank, absl::string_view what, 
   v1::BarrierReport report = MakeReport(*instance, v1::BARRIER_STATE_FAILED, now);
   report.add_missing_ranks(rank);
   *report.add_culprits() = host_->DescribeRank(rank);
-  const std::string waiting = instance->arrived == 1
-                                  ? absl::StrCat("rank ", instance->opened_by, " waits")
-                                  : absl::StrCat("rank ", instance->opened_by, " and ",
-                                                 instance->arrived - 1, " more wait");
+  // Not the rank that has opened it, which may have been replaced since.
+  std::string waiting;
+  if (instance->arrived > 0) {
+    waiting = absl::StrCat(", where rank ", report.first_rank());
+    waiting += instance->arrived == 1 ? " waits"
+                                      : absl::StrCat(" and ", instance->arrived - 1, " more wait");
+  }
   report.set_message(absl::StrCat(
-      CulpritText(report.culprits(0)), " ", what, " and cannot come to ", Place(*instance),
-      ", where ", waiting, " (", instance->arrived, " of ", instance->expected,
+      CulpritText(report.culprits(0)), " ", what, " and cannot come to ", Place(*instance), waiting,
+      " (", instance->arrived, " of ", instance->expected,
       " ranks had arrived); all ranks must call it equally often: end the generation and join the "
       "next one"));
   Fail(instance, std::move(report), absl::StatusCode::kFailedPrecondition,

@@ -15,9 +15,11 @@ namespace muster::coordinator {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::AnyOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 using ::testing::StartsWith;
 
 const absl::Time kStart = absl::FromUnixSeconds(1000);
@@ -379,6 +381,27 @@ TEST_F(BarrierTest, RankGone_FailsAtOnceAndNamesIt) {
                       "\"train.cc:41\", where rank 0 waits (1 of 3 ranks had arrived); all ranks "
                       "must call it equally often")));
   EXPECT_EQ(Reason(Arrive(1, "other", 0)), v1::ERROR_REASON_RANK_FAILED);
+}
+
+TEST_F(BarrierTest, RankGone_AfterTheFirstWasReplaced_NamesThoseWhoWait) {
+  Make(4);
+  const CallId a = Arrive(0, "b", 0);
+  set_->RankReplaced(0, now_);
+  Arrive(2, "b", 0);
+  Arrive(1, "b", 0);
+  set_->RankGone(3, "was killed by signal 9", now_);
+  EXPECT_THAT(Result(a).error().message(),
+              AnyOf(HasSubstr(", where rank 1 and 1 more wait (2 of 4"),
+                    HasSubstr(", where rank 2 and 1 more wait (2 of 4")));
+}
+
+TEST_F(BarrierTest, RankGone_AfterAllWereReplaced_SaysThatNoneHadArrived) {
+  Make(2);
+  const CallId a = Arrive(0, "b", 0);
+  set_->RankReplaced(0, now_);
+  set_->RankGone(1, "was killed by signal 9", now_);
+  EXPECT_THAT(Result(a).error().message(),
+              AllOf(HasSubstr(" (0 of 2 ranks had arrived)"), Not(HasSubstr("wait"))));
 }
 
 TEST_F(BarrierTest, RankGone_AfterItArrived_DoesNotFail) {

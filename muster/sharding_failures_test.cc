@@ -26,6 +26,7 @@ namespace muster {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::AnyOf;
 using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -113,40 +114,80 @@ TEST_F(ShardingFailures, UpdateOfAStepWithClosure_IsAnErrorOnEveryRankUntilALoad
   }
 }
 
+// Where in a closure.
+enum class Where { kBefore, kInForward, kBetween, kBehind };
+
 // No rank has stepped: none has to load.
 TEST_F(ShardingFailures, ClosureOfOneRank_IsAnErrorOnEveryRankAndTrainingGoesOn) {
   for (const std::string strategy : {"zero1", "zero2", "zero3", "hybrid"}) {
     const int ranks = RanksOf(strategy);
-    Weights want, got;
-    for (const int failing : {0, 1, ranks}) {
-      SCOPED_TRACE(testing::Message() << strategy << ", failing " << failing);
-      std::vector<std::string> errors(ranks);
-      RunAccelerators(ranks, Options(strategy), [&](Accelerator& a) {
-        torch::nn::Sequential net = MakeNet();
-        FusedAdamW adam(net->parameters(), {.lr = 0.01});
-        auto [model, optimizer] = a.prepare(net, adam);
-        const auto step = [&, &model = model, &optimizer = optimizer](bool fails) {
-          optimizer.step([&] {
-            optimizer.zero_grad();
-            const at::Tensor loss = model(Random({4, 5}, 1)).square().mean();
-            a.backward(loss);
-            TORCH_CHECK(!fails, "the closure fails");
-            return loss;
-          });
-        };
-        step(false);
-        if (failing > 0) {
-          errors[a.process_index()] = ErrorOf([&] { step(a.process_index() >= ranks - failing); });
+    for (const bool clips : {false, true}) {
+      AcceleratorOptions options = Options(strategy);
+      if (clips) options.gradient_clipping = 0.1;
+      Weights want;
+      const auto run = [&](int failing, Where where) {
+        std::vector<std::string> errors(ranks);
+        Weights got;
+        RunAccelerators(ranks, options, [&](Accelerator& a) {
+          torch::nn::Sequential net = MakeNet();
+          FusedAdamW adam(net->parameters(), {.lr = 0.01});
+          auto [model, optimizer] = a.prepare(net, adam);
+          const auto step = [&, &model = model, &optimizer = optimizer](bool fails) {
+            const auto fail = [&](Where here) {
+              TORCH_CHECK(!fails || here != where, "the closure fails");
+            };
+            optimizer.step([&] {
+              fail(Where::kBefore);
+              optimizer.zero_grad();
+              const at::Tensor loss = model.call([&](torch::nn::SequentialImpl& layers) {
+                const at::Tensor x =
+                    layers[0]->as<torch::nn::Linear>()->forward(Random({4, 5}, 1)).tanh();
+                fail(Where::kInForward);
+                const at::Tensor y = layers[2]->as<torch::nn::Linear>()->forward(x).tanh();
+                return layers[4]->as<torch::nn::Linear>()->forward(y).square().mean();
+              });
+              fail(Where::kBetween);
+              a.backward(loss);
+              fail(Where::kBehind);
+              return loss;
+            });
+          };
+          step(false);
+          if (failing > 0) {
+            errors[a.process_index()] =
+                ErrorOf([&] { step(a.process_index() >= ranks - failing); });
+          }
+          for (int i = 0; i < 3; ++i) step(false);
+          EXPECT_TRUE(a.save_state(folder_.Path("after")).ok());
+          const Weights all = WeightsOf(a, model);
+          if (a.is_main_process()) got = all;
+        });
+        if (failing == 0) {
+          want = got;
+        } else {
+          ExpectEqual(got, want);
         }
-        step(false);
-        EXPECT_TRUE(a.save_state(folder_.Path("after")).ok());
-        const Weights all = WeightsOf(a, model);
-        if (a.is_main_process()) (failing == 0 ? want : got) = all;
-      });
-      if (failing == 0) continue;
-      EXPECT_THAT(errors, Each(HasSubstr("the closure fails")));
-      EXPECT_EQ(errors[0].find("no rank has stepped") != std::string::npos, failing == 1);
-      ExpectEqual(got, want);
+        return errors;
+      };
+      run(0, Where::kBehind);
+      for (const int failing : {1, ranks}) {
+        for (const Where where :
+             {Where::kBefore, Where::kInForward, Where::kBetween, Where::kBehind}) {
+          SCOPED_TRACE(testing::Message() << strategy << clips << ", failing " << failing << ", "
+                                          << static_cast<int>(where));
+          // The other groups go on to their backward pass, and learn of it a step later.
+          if (strategy == "hybrid" && failing == 1 && where == Where::kInForward) continue;
+          const std::vector<std::string> errors = run(failing, where);
+          EXPECT_THAT(errors.back(), HasSubstr("the closure fails"));
+          // What waits in a gather does not know why.
+          const char* const instead = where == Where::kInForward
+                                          ? "ranks disagree about a collective"
+                                          : "the closure fails";
+          EXPECT_THAT(errors, Each(AnyOf(HasSubstr("the closure fails"), HasSubstr(instead))));
+          EXPECT_EQ(errors[0].find("no rank has stepped") != std::string::npos,
+                    failing == 1 && where == Where::kBehind);
+        }
+      }
     }
   }
 }
@@ -202,6 +243,81 @@ TEST_F(ShardingFailures, LoadHookThatUsesTheWeights_DoesNotKeepAnyoneFromLoading
       }
       ExpectEqual(got, want);
     }
+  }
+}
+
+// What one rank has given up by a step of its own, another may have gathered still.
+TEST_F(ShardingFailures, LoadThatEvaluatesAfterAStepOfOneRank_LeavesNoneWaiting) {
+  for (const std::string strategy : {"zero1", "zero2", "zero3", "hybrid"}) {
+    for (const bool evaluates : {false, true}) {  // before the step, too
+      SCOPED_TRACE(testing::Message() << strategy << evaluates);
+      const std::string dir = folder_.Path("before");
+      RunAccelerators(RanksOf(strategy), Options(strategy), [&](Accelerator& a) {
+        torch::nn::Sequential net = MakeNet();
+        FusedAdamW adam(net->parameters(), {.lr = 0.01});
+        auto [model, optimizer] = a.prepare(net, adam);
+        const auto evaluate = [&, &model = model] {
+          const at::NoGradGuard no_grad;
+          model(Random({4, 5}, 1));
+        };
+        a.register_for_checkpointing([] { return PlainState(); },
+                                     [&](const PlainState&) { evaluate(); });
+        const auto step = [&, &model = model, &optimizer = optimizer](bool steps) {
+          a.backward(model(Random({4, 5}, 1)).square().mean());
+          if (!steps && evaluates) evaluate();
+          if (steps || a.is_main_process()) optimizer.step();
+          optimizer.zero_grad();
+        };
+        step(true);
+        ASSERT_TRUE(a.save_state(dir).ok());
+        step(false);
+        const absl::Status loaded = a.load_state(dir);
+        ASSERT_TRUE(loaded.ok()) << loaded;
+        step(true);
+        step(true);
+      });
+    }
+  }
+}
+
+// It forgets what the load has forgotten that its hook is of, and does not bring that back.
+TEST_F(ShardingFailures, FailedLoadInAHookOfALoad_DoesNotKeepTheHookFromTheWeights) {
+  for (const bool in_backward : {false, true}) {
+    SCOPED_TRACE(in_backward);
+    const std::string dir = folder_.Path("before");
+    std::vector<std::string> read(2), after(2);
+    RunAccelerators(2, Options("zero3", in_backward), [&](Accelerator& a) {
+      torch::nn::Sequential net = MakeNet();
+      FailingAdamW adam(net->parameters(), {.lr = 0.01});
+      auto [model, optimizer] = a.prepare(net, adam);
+      const int mine = a.process_index();
+      bool refuses = true;
+      const auto step = [&, &model = model, &optimizer = optimizer] {
+        a.backward(model(Random({4, 5}, 1)).square().mean());
+        optimizer.step();
+        optimizer.zero_grad();
+      };
+      step();
+      step();
+      ASSERT_TRUE(a.save_state(dir).ok());
+      a.register_load_state_pre_hook(
+          [&, &model = model](std::vector<NamedTensors>&, const StateReader&) {
+            EXPECT_FALSE(a.load_state(folder_.Path("missing")).ok());
+            read[mine] = ErrorOf([&] { a.get_state_dict(model); });
+            TORCH_CHECK(!refuses, "the hook refuses");
+          });
+      if (mine == 1) adam.fails_in = 1;
+      ErrorOf(step);
+      EXPECT_FALSE(a.load_state(dir).ok());
+      // Nothing has been replaced.
+      after[mine] = ErrorOf([&, &model = model] { a.get_state_dict(model); });
+      refuses = false;
+      const absl::Status loaded = a.load_state(dir);
+      ASSERT_TRUE(loaded.ok()) << loaded;
+      step();
+    });
+    EXPECT_THAT(read, Each("no error"));
+    EXPECT_THAT(after, Each(Not("no error")));
   }
 }
 
@@ -294,6 +410,22 @@ TEST_F(ShardingFailures, SaveOfARankThatHasLeftABackwardPassOfGroups_IsAnErrorOn
       EXPECT_NE(saved, "");
     }
   }
+}
+
+// Those of its group meet it first.
+TEST_F(ShardingFailures, SaveOfARankThatHasDroppedItsShardedModel_IsAnErrorOnEveryRank) {
+  std::vector<std::string> errors(4);
+  RunAccelerators(4, Options("hybrid"), [&](Accelerator& a) {
+    torch::nn::Sequential net = MakeNet();
+    FusedAdamW adam(net->parameters());
+    auto prepared = std::make_optional(a.prepare(net, adam));
+    if (a.process_index() == 3) {
+      prepared.reset();
+      net = torch::nn::Sequential();
+    }
+    errors[a.process_index()] = std::string(a.save_state(folder_.Path("never")).message());
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("on rank 3 than on rank 0")));
 }
 
 // All have left it, and none waits.

@@ -46,6 +46,7 @@
 #include "worker/collective/nested_collectives.h"
 #include "worker/collective/shm_segment.h"
 #include "worker/job/checkpoint_client.h"
+#include "worker/parallel/meeting.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/train/guard.h"
 #include "worker/train/seed.h"
@@ -812,13 +813,15 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     if (!mine.ok() && interrupted) return mine;
   }
   if (mine.ok()) mine = CheckSavable();
-  // All of one job have the same groups.
-  for (const auto& model : registry_.models()) {
-    if (model->sharded() == nullptr) continue;
-    if (absl::Status met = Guard([&] { model->sharded()->MeetBeforeSave(); }); !met.ok()) {
-      return mine.ok() ? met : mine;
+  // Throws in place of waiting where some of those that divide a model are still in a pass. All of
+  // one job have such groups, also those that have no model any more.
+  if (const std::shared_ptr<Comm> comm = shard_comm_.lock()) {
+    std::string before;
+    for (const auto& model : registry_.models()) {
+      if (before.empty() && model->sharded() != nullptr) before = model->sharded()->Before();
     }
-    break;
+    const absl::Status met = Guard([&] { MeetAt(*comm, "save_state()", "", before); });
+    if (!met.ok()) return mine.ok() ? met : mine;
   }
   if (absl::Status all = AgreeToSave(mine); !all.ok()) return all;
   process_.progress().SetPhase("save_state");
@@ -1494,25 +1497,26 @@ void CheckpointState::ApplyRandom(const StateReader& reader, const Loaded& loade
   }
 }
 
-void CheckpointState::ForgetFailures() {
+std::vector<CheckpointState::Forgotten> CheckpointState::ForgetFailures() {
+  ++loads_;
+  std::vector<Forgotten> forgotten;
   for (const auto& model : registry_.models()) {
     if (model->sharded() == nullptr) continue;
-    forgotten_.push_back({model, model->sharded()->ForgetFailures()});
+    forgotten.push_back({model, model->sharded()->ForgetFailures()});
   }
   if (steps_.updates() != nullptr) steps_.updates()->SetReplacing(true);
+  return forgotten;
 }
 
-void CheckpointState::RestoreFailures() {
-  for (const Forgotten& one : forgotten_) one.model->sharded()->RestoreFailures(one.failures);
-  forgotten_.clear();
-  if (steps_.updates() != nullptr) steps_.updates()->SetReplacing(false);
+void CheckpointState::RestoreFailures(const std::vector<Forgotten>& forgotten) {
+  for (const Forgotten& one : forgotten) one.model->sharded()->RestoreFailures(one.failures);
 }
 
 void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
   // The code of the program first: nobody knows what it refuses before it runs.
   ThrowIfAnyFailed(WithOutcome(Guard([&] { ApplyRegistered(loaded); }),
                                "registered objects may have changed, and nothing else has"));
-  const auto replaced = std::exchange(forgotten_, {});
+  ++replaced_;
   // Then what needs memory, or room in the files of an offload, or has a load() of its own.
   constexpr char kMixture[] =
       "the state is a mixture of two now: call load_state() again, or end the program";
@@ -1528,8 +1532,9 @@ void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
                                  }),
                                  kMixture));
   } catch (...) {
-    for (const Forgotten& one : replaced) {
-      one.model->sharded()->NoteFailedLoad(absl::StrCat("load_state() has failed: ", kMixture));
+    for (const auto& model : registry_.models()) {
+      if (model->sharded() == nullptr) continue;
+      model->sharded()->NoteFailedLoad(absl::StrCat("load_state() has failed: ", kMixture));
     }
     throw;
   }
@@ -1687,7 +1692,8 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
   Wait().IgnoreError();
   process_.progress().SetPhase("load_state");
   // Hooks may use the weights, also those that a failed step has changed in part.
-  ForgetFailures();
+  const uint64_t replaced = replaced_;
+  const std::vector<Forgotten> forgotten = ForgetFailures();
   absl::Status status = Guard([&] {
     OpenMemory(/*has_to_answer=*/directory.empty());
     const bool memory = directory.empty() && memory_ != nullptr;
@@ -1721,7 +1727,9 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
     if (memory_ != nullptr) memory_->Forget();
     LetGo(*std::move(reader), std::move(loaded));
   });
-  RestoreFailures();
+  if (replaced_ == replaced) RestoreFailures(forgotten);
+  --loads_;
+  if (steps_.updates() != nullptr) steps_.updates()->SetReplacing(loads_ > 0);
   process_.progress().SetPhase("after load_state");
   if (status.ok()) process_.progress().SetRestored();
   return status;

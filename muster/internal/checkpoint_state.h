@@ -46,6 +46,9 @@ class CheckpointState {
   CheckpointState(const CheckpointState&) = delete;
   CheckpointState& operator=(const CheckpointState&) = delete;
 
+  // The processes that this one divides models with, where they are a part of all.
+  void SetShardComm(const std::shared_ptr<Comm>& comm) { shard_comm_ = comm; }
+
   // (collective) See Accelerator. `may_be_missing`: without a checkpoint nothing happens.
   absl::Status Save(const std::string& directory);
   absl::Status Load(const std::string& directory, bool may_be_missing);
@@ -186,9 +189,10 @@ class CheckpointState {
   // (collective)
   Loaded ReadAll(StateReader& reader) const;
   // Parts of Load(): what sharded models have failed with keeps nobody from their weights while it
-  // runs, and is there again after it, unless Apply() has begun to replace them.
-  void ForgetFailures();
-  void RestoreFailures();
+  // runs, and is there again after it, unless Apply() has begun to replace them. A hook of a load
+  // may load by itself.
+  std::vector<Forgotten> ForgetFailures();
+  void RestoreFailures(const std::vector<Forgotten>& forgotten);
   // (collective) Everything is checked already. Throws the same on every process, with what has
   // changed until then.
   void Apply(const StateReader& reader, const Loaded& loaded);
@@ -228,7 +232,9 @@ class CheckpointState {
   std::unique_ptr<Plan> plan_;  // of the last save; null before
   int64_t saves_planned_ = 0, saves_reused_ = 0;
   FilePlans file_plans_;
-  std::vector<Forgotten> forgotten_;  // while a load runs that has not replaced the models
+  int loads_ = 0;                   // under way, each in a hook of the one before
+  uint64_t replaced_ = 0;           // times that Apply() has begun to replace the models
+  std::weak_ptr<Comm> shard_comm_;  // of SetShardComm()
 };
 
 }  // namespace muster::internal

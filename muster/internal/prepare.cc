@@ -80,6 +80,7 @@ const ShardingGroups& Core::MakeShardingGroups() {
       if (std::shared_ptr<Comm> mine = make(first, 1, reshard)) sharding_groups_.reshard = mine;
     }
   }
+  checkpoints_.SetShardComm(sharding_groups_.shard);
   sharding_groups_made_ = true;
   return sharding_groups_;
 }
@@ -95,6 +96,7 @@ void Core::GiveShards(OptimizerSlot& optimizer) {
     if (!holds) continue;
     optimizer.handle().ReplaceParameters(
         [&](const at::Tensor& parameter) { return sharded->ShardOf(parameter); });
+    sharded->Hold(optimizer.handle().parameters());
     // The program may step the optimizer that it has given to prepare().
     if (StepsLeaveNoVersion(optimizer.handle())) sharded->ExpectUnseenSteps();
   }

@@ -15,6 +15,7 @@
 #include "muster/internal/backward_updates.h"
 #include "worker/collective/collective_error.h"
 #include "worker/collective/nested_collectives.h"
+#include "worker/parallel/meeting.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/parallel/sync_batch_norm.h"
 #include "worker/train/activation_policy.h"
@@ -1158,37 +1159,43 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
               "its evaluations");
   CheckScheduled(slot);
   TORCH_CHECK(!in_closure_, "step(closure) inside of a closure of step()");
-  struct InClosure {
-    explicit InClosure(bool& flag) : flag(flag) { flag = true; }
-    ~InClosure() { flag = false; }
-    bool& flag;
-  };
   const std::vector<ShardedModel*> sharded = ShardedModelsOf(slot);
+  const std::function<void(bool)> set_inside = [&](bool inside) {
+    in_closure_ = inside;
+    for (ShardedModel* const model : sharded) model->SetInClosure(inside);
+  };
+  struct InClosure {
+    explicit InClosure(const std::function<void(bool)>& set) : set(set) { set(true); }
+    ~InClosure() { set(false); }
+    const std::function<void(bool)>& set;
+  };
   bool evaluated = false;
   const auto evaluate = [&] {
     at::Tensor loss;
     std::exception_ptr thrown;
     try {
       {
-        const InClosure inside(in_closure_);
+        const InClosure inside(set_inside);
         loss = closure();
       }
       TORCH_CHECK(loss.defined() && loss.numel() == 1,
                   "the closure of step() must return the loss, a tensor of one element");
       CheckGradients(slot);
-      window_factor_.reset();
-      slot.gradients_finished_ = false;
-      FinishGradients(&slot);
-      ClipInStep(slot);
     } catch (...) {
-      // Others may wait in the pass that it has ended.
-      const bool waits = std::any_of(sharded.begin(), sharded.end(),
-                                     [](ShardedModel* model) { return model->Interrupted(); });
-      if (sharded.empty() || waits) throw;
       thrown = std::current_exception();
+      // Others may wait in the pass that it has ended, or have failed in the same exchange.
+      const bool interrupted =
+          std::any_of(sharded.begin(), sharded.end(),
+                      [](const ShardedModel* model) { return model->Interrupted(); });
+      if (sharded.empty() || interrupted || IsOfRanksApart(thrown)) throw;
     }
-    // None updates its part where another one has failed, or reads it still.
+    // None updates its part where another one has failed, or reads it still. Before what follows,
+    // which exchanges gradients.
     if (!sharded.empty()) sharded.front()->AgreeOnClosure(thrown);
+    window_factor_.reset();
+    slot.gradients_finished_ = false;
+    FinishGradients(&slot);
+    ClipInStep(slot);
     evaluated = true;
     // What the optimizer decides by it, all processes must decide alike.
     return process_.MeanOfAll(loss.detach());
@@ -1204,9 +1211,10 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
     AnnounceStep(slot, sharded);
     Stepped(slot);
   } catch (...) {
-    // Others may step.
-    if (evaluated) {
-      for (ShardedModel* const model : sharded) model->NoteFailedStep(std::current_exception());
+    for (ShardedModel* const model : sharded) {
+      model->NoteFailedClosure(/*changed=*/evaluated);
+      // Others may step.
+      if (evaluated) model->NoteFailedStep(std::current_exception());
     }
     throw;
   }

@@ -38,21 +38,54 @@ std::string FailureIn(const std::vector<std::string>& all) {
   return "";
 }
 
+// Those of all ranks; empty if one of them is in another exchange.
+std::vector<std::string> MessagesIn(const std::vector<std::string>& all) {
+  std::vector<std::string> messages;
+  for (const std::string& frame : all) {
+    const size_t end = frame.find('\n');
+    Length length = 0;
+    if (frame.empty() || frame[0] != kMark || end == std::string::npos) return {};
+    if (frame.size() - end - 1 < sizeof(length)) return {};
+    std::memcpy(&length, frame.data() + end + 1, sizeof(length));
+    const size_t begin = end + 1 + sizeof(length) + length;
+    if (frame.size() < begin) return {};
+    messages.push_back(frame.substr(begin));
+  }
+  return messages;
+}
+
 // Every rank names the same two places: that of rank 0 and the first other one.
 void CheckPlaces(const std::vector<std::string>& all) {
   const std::string first = PlaceIn(all[0]);
   for (const std::string& frame : all) {
     const std::string other = PlaceIn(frame);
-    TORCH_CHECK(other == first, "the ranks of a sharded model are at different places: one is at ",
-                first, ", another at ", other,
-                "; every rank must call the model, go backward and step its optimizers equally "
-                "often, in accumulation windows of one length, and use the same submodules in the "
-                "same order",
-                FailureIn(all));
+    if (other == first) continue;
+    throw RanksApart(
+        {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+        c10::str("the ranks of a sharded model are at different places: one is at ", first,
+                 ", another at ", other,
+                 "; every rank must call the model, go backward and step its optimizers equally "
+                 "often, in accumulation windows of one length, and use the same submodules in the "
+                 "same order",
+                 FailureIn(all)),
+        MessagesIn(all));
   }
 }
 
 }  // namespace
+
+bool IsOfRanksApart(const std::exception_ptr& thrown) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const RanksApart&) {
+    return true;
+  } catch (const std::exception& error) {
+    // As Comm says where ranks make different calls.
+    return std::strstr(error.what(), "ranks disagree about a collective") != nullptr;
+  } catch (...) {
+    return false;
+  }
+}
 
 std::vector<std::string> MeetAt(Comm& comm, const std::string& place, const std::string& message,
                                 const std::string& failure) {

@@ -1,6 +1,8 @@
 #include "worker/parallel/meeting.h"
 
+#include <exception>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -50,6 +52,36 @@ TEST(MeetAt, FailureOfARank_IsNamedWherePlacesDiffer) {
   });
   EXPECT_THAT(errors, Each(AllOf(HasSubstr("one is at the beginning, another at a save"),
                                  HasSubstr("; before that, rank 1 has no\nmemory"))));
+}
+
+TEST(MeetAt, DifferentPlaces_GiveTheMessagesOfAllRanksUnlessOneIsInAnotherExchange) {
+  for (const bool others : {false, true}) {
+    RunRanks(3, [&](Comm& comm) {
+      const int rank = comm.rank();
+      if (others && rank == 2) {
+        comm.AllGatherBytes("of the program");
+        return;
+      }
+      try {
+        MeetAt(comm, rank == 0 ? "the end" : "a save", "line\nof " + std::to_string(rank), "why");
+        ADD_FAILURE() << "no error";
+      } catch (const RanksApart& apart) {
+        EXPECT_TRUE(IsOfRanksApart(std::current_exception()));
+        if (others) {
+          EXPECT_THAT(apart.messages, testing::IsEmpty());
+        } else {
+          EXPECT_THAT(apart.messages, ElementsAre("line\nof 0", "line\nof 1", "line\nof 2"));
+        }
+      }
+    });
+  }
+}
+
+TEST(IsOfRanksApart, OtherErrors_AreNot) {
+  EXPECT_FALSE(IsOfRanksApart(std::make_exception_ptr(std::bad_alloc())));
+  EXPECT_FALSE(IsOfRanksApart(std::make_exception_ptr(1)));
+  EXPECT_TRUE(IsOfRanksApart(std::make_exception_ptr(std::runtime_error(
+      "ranks disagree about a collective: rank 0 called Barrier #1; rank 1 called Abort #1"))));
 }
 
 TEST(MeetAt, ExchangeOfTheProgram_IsAnotherPlace) {

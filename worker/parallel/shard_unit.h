@@ -207,6 +207,9 @@ class ShardUnit : public Page {
   // Some rank has had a gradient for one of them, in a pass that reduced: an optimizer may change
   // it. The same on every rank.
   bool trained = false;
+  // An optimizer that Muster knows has one of them: the program may write it through that at any
+  // time. The same on every rank.
+  bool held = false;
   // ShardedModel::Writes() and the versions of the shards, before the first gather of what is
   // gathered. Absent: nothing was gathered since they changed.
   std::optional<uint64_t> writes;

@@ -108,7 +108,19 @@ void CheckAnnouncements(const std::vector<uint32_t>& all) {
 // rank in one of these would wait for one that is here, and this one for it: so they meet first.
 std::vector<std::string> MeetAll(Comm& world, Comm& parts, const std::string& place,
                                  const std::string& message, const std::string& failure = "") {
-  if (&parts != &world) MeetAt(parts, place, "", failure);
+  if (&parts != &world) {
+    // Those of other parts wait in the second meeting: if all of these would come to it, they do.
+    constexpr char kOfAll[] = "all";
+    try {
+      MeetAt(parts, place, kOfAll, failure);
+    } catch (const RanksApart& apart) {
+      const bool all = !apart.messages.empty() &&
+                       std::all_of(apart.messages.begin(), apart.messages.end(),
+                                   [&](const std::string& other) { return other == kOfAll; });
+      if (all) MeetAt(world, place, message, failure);
+      throw;
+    }
+  }
   return MeetAt(world, place, message, failure);
 }
 
@@ -573,8 +585,9 @@ ShardedModel::Failures ShardedModel::ForgetFailures() {
   failures.mixed = std::exchange(mixed_, "");
   failures.in_step = std::exchange(failed_in_step_, false);
   failures.announced = std::exchange(announced_, 0);
-  // As after any change.
+  // As after any change. What ranks have gathered, some may have given up.
   comparing_ = true;
+  if (summons_ == 0) ExpireAll();
   return failures;
 }
 
@@ -759,19 +772,19 @@ void ShardedModel::CheckNotSummoned() const {
               "values: do it before or after that scope");
 }
 
+void ShardedModel::Hold(const std::vector<at::Tensor>& shards) {
+  for (const at::Tensor& shard : shards) {
+    const std::string* const name = NameOf(shard);
+    if (name != nullptr) units_[PlaceOf(*name).first]->held = true;
+  }
+}
+
 void ShardedModel::ExpireStepped(const std::vector<at::Tensor>& shards) {
   ThrowUnsaid();
   CheckNotSummoned();
   ++announced_;
-  Settle();
-  // What others may step on without a word is as stale as before.
-  agreed_ = false;
-  for (const at::Tensor& shard : shards) {
-    const std::string* const name = NameOf(shard);
-    if (name == nullptr) continue;
-    ShardUnit& unit = *units_[PlaceOf(*name).first];
-    if (unit.trained) Expire(unit);
-  }
+  Hold(shards);
+  ExpireSteppable();
 }
 
 void ShardedModel::Expire(ShardUnit& unit) {
@@ -786,11 +799,12 @@ void ShardedModel::ExpireAll() {
   for (const auto& unit : units_) Expire(*unit);
 }
 
-void ShardedModel::ExpireTrained() {
+void ShardedModel::ExpireSteppable() {
   Settle();
   stale_ = agreed_ = false;
   for (const auto& unit : units_) {
-    if (unit->trained) Expire(*unit);
+    // `.data()` writes of the program behind a step leave no trace either, also in what is frozen.
+    if (unit->trained || unit->held) Expire(*unit);
   }
 }
 
@@ -838,7 +852,7 @@ void ShardedModel::TakeChanges(const std::vector<std::string>& all, bool compare
   if (changed) {
     ExpireAll();
   } else if (stale_) {
-    ExpireTrained();
+    ExpireSteppable();
   }
   try {
     // What all have thrown in a backward pass, all know of, and none has stepped after. Steps leave
@@ -1016,7 +1030,8 @@ void ShardedModel::ReduceComplete() {
 
 void ShardedModel::BeginBackward() {
   if (std::exchange(begun_, true)) return;
-  if (options_.strategy == ShardingStrategy::kFull) {
+  // A rank that has failed between its forward and its backward pass is at the end of the closure.
+  if (options_.strategy == ShardingStrategy::kFull || in_closure_) {
     const uint32_t mine = communicate_ ? kReduces + (step_follows_ ? kStepFollows : 0) : 0;
     std::vector<uint32_t> all, announced;
     for (const std::string& other : MeetAll(world_, shard_comm_, "the beginning of a backward pass",
@@ -1437,6 +1452,19 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
     }
   }
   history_.clear();
+  const auto is_trained = [&](const ShardUnit::Slice& slice) {
+    return updating_ || slice.tensor.requires_grad();
+  };
+  // All ranks alike, also where one fails in what follows.
+  {
+    uint32_t place = 0;
+    for (const auto& unit : units_) {
+      for (const ShardUnit::Slice& slice : unit->slices()) {
+        const bool used = !std::binary_search(unused.begin(), unused.end(), place++);
+        unit->trained = unit->trained || (used && is_trained(slice));
+      }
+    }
+  }
   std::sort(late.begin(), late.end());
   late.erase(std::unique(late.begin(), late.end()), late.end());
   ReduceLate(late);
@@ -1450,9 +1478,8 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
       if (next < unused.size() && unused[next] == number) {
         ++next;
         if (slice.fresh) slice.shard.mutable_grad().reset();
-      } else if (updating_ || slice.tensor.requires_grad()) {
+      } else if (is_trained(slice)) {
         trained_shards.push_back(slice.shard);
-        unit->trained = true;
       }
       slice.used = slice.fresh = false;
       ++number;
@@ -1580,8 +1607,11 @@ void ShardedModel::AgreeOnClosure(const std::exception_ptr& thrown) {
   }
 }
 
-void ShardedModel::MeetBeforeSave() {
-  if (&shard_comm_ != &world_) MeetAt(shard_comm_, "save_state()", "", Before());
+void ShardedModel::NoteFailedClosure(bool changed) {
+  // No rank has stepped, and each may have left its passes at another place.
+  if (!changed && announced_ > 0) --announced_;
+  comparing_ = true;
+  history_.clear();
 }
 
 void ShardedModel::CompareBeforeSave(const std::vector<std::string>& all) {

@@ -132,6 +132,9 @@ class ShardedModel {
   // Whether an exception has ended a backward pass of this rank on its way: others may still wait
   // for it there.
   bool Interrupted() const;
+  // What this rank has failed with alone, or that an exception has ended its backward pass; empty:
+  // neither.
+  std::string Before() const;
   // Throws inside of Summon(), which holds the values that are about to change.
   void CheckNotSummoned() const;
 
@@ -146,18 +149,23 @@ class ShardedModel {
   // pass that has reduced, at the latest at the end of the next one that does, and before a gather
   // that would wait for ranks that have not. Not inside of Summon().
   void Expire();
-  // The same before the step of an optimizer that holds `shards`: those that have never had a
-  // gradient stay as they are, and what was gathered of their units counts on. If such a step does
-  // change one, all ranks learn of it where they compare next.
+  // An optimizer holds `shards`: what was gathered of their units counts no more after a step.
+  void Hold(const std::vector<at::Tensor>& shards);
+  // As Expire(), before the step of an optimizer that holds `shards`: what was gathered of units
+  // counts on that no optimizer holds.
   void ExpireStepped(const std::vector<at::Tensor>& shards);
+  // A closure of an optimizer's step begins or ends: backward passes in between compare where the
+  // ranks are before their first exchange, since a rank that the closure has failed on comes to
+  // AgreeOnClosure().
+  void SetInClosure(bool inside) { in_closure_ = inside; }
   // (collective) The closure of an optimizer's step has ended on this rank, before the update.
   // Throws on every rank if some have failed in it: `thrown` itself where it is not null, what they
   // have failed with elsewhere. Not after a backward pass that an exception has ended, where others
-  // may wait.
+  // may wait, nor after an exchange that has failed on all ranks (IsOfRanksApart).
   void AgreeOnClosure(const std::exception_ptr& thrown);
-  // (collective) Before exchanges of all ranks about a save: throws in place of waiting where some
-  // are still in a pass, among those that share the parts.
-  void MeetBeforeSave();
+  // The step of ExpireStepped() with a closure has failed. `changed`: the optimizer may have
+  // changed shards before.
+  void NoteFailedClosure(bool changed);
   // Before a save. ChangesHere() is what this rank adds to an exchange of the caller's, of a size
   // that is always the same; CompareBeforeSave() takes what all ranks have added, by rank. (The
   // latter is collective where a rank has failed.) It throws on every rank if some have failed in a
@@ -246,8 +254,8 @@ class ShardedModel {
   // Waits for what an interrupted pass has left under way.
   void Settle();
   void ExpireAll();
-  // Of the units that an optimizer may have changed.
-  void ExpireTrained();
+  // Of the units that an optimizer, or the program through one, may have changed.
+  void ExpireSteppable();
   void Expire(ShardUnit& unit);
   // (collective) At `place`, after a backward pass that reduces until the shards are announced to
   // change, and before each forward pass of kFull: compares whether they are, and does the above if
@@ -265,9 +273,6 @@ class ShardedModel {
   // Before the program does `what`, which `compare` brings the ranks together for: throws where
   // this rank's parameters are not those of a whole step.
   void CheckBefore(const char* what, const std::function<void()>& compare);
-  // What this rank has failed with alone, or that an exception has ended its backward pass; empty:
-  // neither.
-  std::string Before() const;
   // (collective) Before weights are read: throws on every rank if they are a mixture, since some
   // ranks have failed or changed their parts where others have not.
   void CheckNotMixed();
@@ -288,7 +293,8 @@ class ShardedModel {
   void DropGradients();
   void OnGradient(size_t unit, size_t slice);
   // (collective) Before the first gather or gradient of a pass: compares what ranks are about to
-  // do, under kFull, and knows then in which order the first pass that reduces does so.
+  // do, under kFull and in closures, and knows then in which order the first pass that reduces does
+  // so.
   void BeginBackward();
   // All ranks throw if they have not announced equally many changes, and so do all uses of the
   // model until its parameters are loaded.
@@ -374,6 +380,7 @@ class ShardedModel {
   bool begun_ = false;        // BeginBackward() has been called for this pass
   bool step_follows_ = true;  // after the pass that was begun last
   bool unseen_steps_ = false;
+  bool in_closure_ = false;
   // The parameter of a shard that an operator has written since, unannounced; empty: none.
   std::string written_;
   uint64_t uses_ = 0;  // clock of last_use

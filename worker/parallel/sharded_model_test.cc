@@ -1207,6 +1207,49 @@ TEST(ShardedModel, RankThatFailsAloneAtTheEndOfABackwardPass_IsNamedOnEveryRank)
   }
 }
 
+// Fails behind the first reduction after ranks have met at the end of a backward pass.
+struct FailsLate : BorrowedComm {
+  using BorrowedComm::BorrowedComm;
+  std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
+    ended = bytes.find("the end of a backward pass") != std::string::npos;
+    return BorrowedComm::AllGatherBytes(bytes);
+  }
+  at::Tensor ReduceScatter(const at::Tensor& flat, ReduceOp op) override {
+    at::Tensor mine = BorrowedComm::ReduceScatter(flat, op);
+    if (armed && ended) throw std::bad_alloc();
+    return mine;
+  }
+  bool armed = false, ended = false;
+};
+
+// What an optimizer may change must be the same on every rank: they gather it at the same times.
+TEST(ShardedModel, RankThatFailsInALateReduction_KnowsWhatWasTrainedAsTheOthersDo) {
+  std::vector<std::string> errors(2);
+  std::vector<std::vector<bool>> trained(2);
+  RunRanks(2, [&](Comm& world) {
+    FailsLate comm(world);
+    torch::nn::ModuleList net;
+    for (int i = 0; i < 4; ++i) net->push_back(torch::nn::Linear(kWidth, kWidth));
+    ShardedModel model(comm, comm, nullptr, net.get(), ParametersOf(*net), {},
+                       {.strategy = ShardingStrategy::kFull, .unit_names = {"0", "1", "2", "3"}});
+    const auto pass = [&](const std::vector<int>& order) {
+      model.BeginForward(/*communicate=*/true);
+      at::Tensor x = Randn({2, kWidth}, 3);
+      for (const int i : order) x = net[i]->as<torch::nn::Linear>()->forward(x);
+      model.EndForward();
+      x.sum().backward();
+    };
+    pass({0, 1, 2});
+    model.Expire();
+    comm.armed = comm.rank() == 1;
+    // Unit 1 is due before its gradient is there.
+    errors[comm.rank()] = ErrorOf([&] { pass({3, 1, 0, 2}); });
+    for (const auto& unit : model.units()) trained[comm.rank()].push_back(unit->trained);
+  });
+  EXPECT_THAT(errors, ElementsAre("no error", HasSubstr("bad_alloc")));
+  EXPECT_THAT(trained, Each(ElementsAre(true, true, true, true)));
+}
+
 // Each has stepped as far as it came.
 TEST(ShardedModel, StepsThatFailOnAllRanks_AreErrorsUntilALoad) {
   for (const ShardingStrategy strategy : kStrategies) {
