@@ -500,8 +500,7 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
           absl::NotFoundError(absl::StrCat(
               "no process of job ", line.words[0],
               " has joined by Muster's library yet, as those of other programs never do, or it is "
-              "over; "
-              "muster describe ",
+              "over; muster describe ",
               line.words[0], " shows where they run")),
           kExitNotFound);
     }
