@@ -495,13 +495,14 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
   }
   if (!wanted.empty() && jobs.empty()) {
     if (is_submitted) {
-      return Fail(spec, context,
-                  absl::NotFoundError(absl::StrCat(
-                      "no process of job ", line.words[0],
-                      " has joined by Muster's library yet, as those of other programs never do; "
-                      "muster describe ",
-                      line.words[0], " shows where they run")),
-                  kExitNotFound);
+      return Fail(
+          spec, context,
+          absl::NotFoundError(absl::StrCat(
+              "no process of job ", line.words[0],
+              " has joined by Muster's library yet, as those of other programs never do, or it is "
+              "over; muster describe ",
+              line.words[0], " shows where they run")),
+          kExitNotFound);
     }
     return Fail(spec, context,
                 SuggestJob(connection, line.words[0],

@@ -379,7 +379,7 @@ absl::Status ReadFile(absl::string_view text, absl::string_view source, Resolved
   if (file.value.is_null()) return absl::OkStatus();
   if (!file.value.is_object()) {
     return absl::InvalidArgumentError(
-        absl::StrCat(source, ": a job file is a map, for example \"command: [./train]\""));
+        absl::StrCat(source, ": a job file is a map, for example \"command: [/opt/train]\""));
   }
   std::vector<std::string> known;
   for (const Setting& setting : Table()) known.push_back(setting.spec.name);

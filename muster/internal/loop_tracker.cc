@@ -10,10 +10,21 @@
 namespace muster::internal {
 namespace {
 
-// What a checkpoint's cursor holds; with a loader's number after the last two.
+// What a checkpoint's cursor holds; with a loader's number after all but the first.
 constexpr char kFirstEpoch[] = "first_epoch";
 constexpr char kFinishedPasses[] = "finished_passes.";
 constexpr char kPassesPerEpoch[] = "passes_per_epoch.";
+constexpr char kBeginsAgain[] = "begins_again.";
+constexpr char kInside[] = "inside.";
+constexpr char kBegan[] = "began.";
+
+// Where a pass begins that follows the one that `place` is in the middle of.
+LoaderState AfterPass(LoaderState place) {
+  ++place.epoch;
+  place.position = place.index = place.rank_position = 0;
+  place.order_digest.clear();
+  return place;
+}
 
 }  // namespace
 
@@ -59,6 +70,14 @@ bool LoopTracker::SkipsPass(const LoaderStateHandle& loader) {
     if (registry_.loaders()[i].get() != &loader || passes_to_skip_[i] == 0) continue;
     --passes_to_skip_[i];
     ++finished_passes_[i];
+    // It may begin again beside the loop that follows, or at the next batch of the one around it.
+    if (live_.empty()) {
+      provisional_[i] = 1;
+    } else if (inside_[i]) {
+      ++provisional_[i];
+      live_.back().inner_ended = live_.back().info->index;
+      live_.back().trained = live_.back().info->index;
+    }
     trained_in_epoch_ = true;
     return true;
   }
@@ -81,8 +100,31 @@ void LoopTracker::OnBatch(uint64_t iteration, const std::shared_ptr<const BatchI
     if (registry_.loaders()[i]->live_pass() != iteration) continue;
     loop.loader = i;
     if (i < left_beside_.size()) left_beside_[i] = false;
+    if (i < began_.size()) began_[i] = true;
   }
+  TakeBackPasses(loop);
   live_.push_back(std::move(loop));
+}
+
+void LoopTracker::TakeBackPasses(const LiveLoop& loop) {
+  if (!loop.loader.has_value() || *loop.loader >= provisional_.size()) return;
+  int64_t& provisional = provisional_[*loop.loader];
+  if (provisional == 0) return;
+  bool beside = false;
+  for (const LiveLoop& other : live_) {
+    if (other.spans_epochs) continue;
+    // Another pass for the same batch of the outer loop.
+    if (other.inner_ended == other.info->index) return;
+    beside = true;
+  }
+  if (beside) {
+    if (!inside_[*loop.loader]) begins_again_[*loop.loader] = true;
+    int64_t& finished = finished_passes_[*loop.loader];
+    finished = std::max<int64_t>(finished - provisional, 0);
+    // An older version counted such passes.
+    passes_per_epoch_[*loop.loader] = finished;
+  }
+  provisional = 0;
 }
 
 // Asked of a pass that was left before its end, and then only. A training program's pass that was
@@ -105,7 +147,17 @@ void LoopTracker::OnEnd(uint64_t iteration) {
   }
   const LiveLoop loop = *found;
   const bool inside = IsInside(loop), goes_on = GoesOnBeside(loop);
+  const auto of_this_epoch = [](const LiveLoop& other) { return !other.spans_epochs; };
+  const bool began_within = std::any_of(live_.begin(), found, of_this_epoch);
+  const bool began_before = std::any_of(found + 1, live_.end(), of_this_epoch);
   live_.erase(found);
+  if (live_.empty()) {
+    // The training of the outer loop is over, and what it had inside of it.
+    for (size_t i = 0; i < provisional_.size(); ++i) {
+      if (inside_[i] && TrainedToTheEnd(loop)) finished_passes_[i] -= provisional_[i];
+      provisional_[i] = 0;
+    }
+  }
   if (loop.trained < 0) return;
   trained_in_epoch_ = true;
   const auto note = [&](std::vector<bool>& what) {
@@ -118,14 +170,30 @@ void LoopTracker::OnEnd(uint64_t iteration) {
     } else {
       interrupted_ = true;
     }
-  } else if (inside) {
-    if (!live_.empty()) live_.back().has_inner = true;
-  } else if (goes_on) {
-    note(begins_again_);
-  } else {
-    if (loop.loader.has_value() && *loop.loader < finished_passes_.size()) {
-      ++finished_passes_[*loop.loader];
+    return;
+  }
+  if (!loop.loader.has_value() || *loop.loader >= finished_passes_.size()) return;
+  const size_t place = *loop.loader;
+  if (inside) {
+    LiveLoop& outer = live_.back();
+    inside_[place] = true;
+    // An outer batch that has had its own step is not given again.
+    const bool again = outer.trained_as_innermost != outer.info->index;
+    outer.inner_ended = outer.info->index;
+    if (again) {
+      ++finished_passes_[place];
+      ++provisional_[place];
     }
+    // An older version counted all of them.
+    passes_per_epoch_[place] = finished_passes_[place] - provisional_[place];
+    return;
+  }
+  ++finished_passes_[place];
+  if (goes_on || began_before || Has(begins_again_, loop) ||
+      (!loop.beside_another && began_within)) {
+    provisional_[place] = 1;
+  }
+  if (!goes_on) {
     for (LiveLoop& other : live_) other.outlived = other.beside_another;
   }
 }
@@ -134,8 +202,9 @@ bool LoopTracker::IsInside(const LiveLoop& loop) const {
   if (loop.beside_another) return false;
   for (const LiveLoop& outer : live_) {
     if (outer.id == loop.id) break;
-    // Two that end with their first batches may as well be beside each other.
-    if (!TrainedToTheEnd(outer) || outer.has_inner || loop.batches > 1) return true;
+    if (outer.spans_epochs) continue;
+    // At their first batches two loops may as well be beside each other.
+    if (outer.inner_ended >= 0 || loop.batches > 1 || Has(inside_, loop)) return true;
   }
   return false;
 }
@@ -149,24 +218,35 @@ bool LoopTracker::GoesOnBeside(const LiveLoop& loop) const {
   return std::any_of(live_.begin(), live_.end(), [&](const LiveLoop& other) {
     const bool is_this = other.id == loop.id;
     is_inner = is_inner || is_this;
-    if (is_this || TrainedToTheEnd(other)) return false;
+    if (is_this || other.spans_epochs || TrainedToTheEnd(other)) return false;
     // No other batch has come yet. Inside of the last batch of `loop` or beside it, `other` goes
     // on.
-    if (!loop.beside_another) return is_inner && other.trained >= 0;
+    if (!loop.beside_another) {
+      return other.trained >= 0 && (is_inner || Has(begins_again_, loop));
+    }
     if (!other.beside_another) return false;
     if (other.decides) return true;
-    const bool again = other.loader.has_value() && *other.loader < begins_again_.size() &&
-                       begins_again_[*other.loader];
-    return !again && other.trained == other.info->index;
+    // What began before it may be data that are taken along, of a loader that is longer.
+    if (!is_inner && !Has(begins_again_, loop)) return false;
+    return !Has(begins_again_, other) && other.trained == other.info->index;
   });
+}
+
+bool LoopTracker::BeginsAgainAfter(const LiveLoop& loop) const {
+  if (!GoesOnBeside(loop)) return false;
+  if (TrainsInside(loop)) return true;
+  // Where an epoch has ended with such a pass, the loader has not begun again after it.
+  return !loop.loader.has_value() || *loop.loader >= passes_per_epoch_.size() ||
+         passes_per_epoch_[*loop.loader] == 0;
 }
 
 bool LoopTracker::TrainsInside(const LiveLoop& loop) const {
   if (loop.beside_another || loop.trained_as_innermost == loop.info->index) return false;
   const LiveLoop& innermost = live_.back();
   // At their first batches loops beside each other look the same.
-  return innermost.id != loop.id && innermost.trained >= 0 && !TrainedToTheEnd(innermost) &&
-         (loop.has_inner || innermost.batches > 1);
+  if (innermost.id == loop.id) return loop.inner_ended == loop.info->index;
+  return innermost.trained >= 0 &&
+         (loop.inner_ended >= 0 || innermost.batches > 1 || Has(inside_, innermost));
 }
 
 // What a micro-step trains on is, of each loop under way, its current batch.
@@ -182,6 +262,8 @@ void LoopTracker::MarkTrained() {
              "epoch on";
       claimed_done_.clear();
     }
+    // It goes on alone, for its own sake.
+    if (loop.trained != loop.info->index) loop.outlived = false;
     loop.trained = loop.info->index;
   }
   if (!live_.empty()) live_.back().trained_as_innermost = live_.back().trained;
@@ -261,19 +343,26 @@ void LoopTracker::SetEpoch(int64_t epoch, bool open) {
   claimed_done_.clear();
   saved_left_early_.clear();
   std::fill(finished_passes_.begin(), finished_passes_.end(), 0);
-  std::fill(begins_again_.begin(), begins_again_.end(), false);
+  std::fill(provisional_.begin(), provisional_.end(), 0);
+  if (!ends && !open) return;
+  for (LiveLoop& loop : live_) loop.spans_epochs = true;
+  // A loaded state's facts are of this epoch.
+  if (open && epoch == first_epoch_ && resumed_) return;
+  for (std::vector<bool>* facts : {&begins_again_, &inside_, &began_}) {
+    std::fill(facts->begin(), facts->end(), false);
+  }
 }
 
 // A run that was not interrupted would have left these passes in their middle at the latest now,
 // and begun others in the next epoch. A pass that is under way spans epochs and goes on.
 void LoopTracker::GiveUpLoadedPlaces() {
   for (const std::shared_ptr<LoaderStateHandle>& loader : registry_.loaders()) {
-    LoaderState place = loader->NextState();
+    const size_t i = static_cast<size_t>(&loader - registry_.loaders().data());
+    // One that the epoch had not used waits for another epoch.
+    if (i >= began_before_.size() || !began_before_[i]) continue;
+    const LoaderState place = loader->NextState();
     if (!place.inside_epoch() || loader->live_pass() != 0) continue;
-    ++place.epoch;
-    place.position = place.index = place.rank_position = 0;
-    place.order_digest.clear();
-    loader->LoadState(place);
+    loader->LoadState(AfterPass(place));
   }
 }
 
@@ -317,7 +406,14 @@ LoaderState LoopTracker::PlaceToSave(const LoaderStateHandle& loader) const {
   const uint64_t pass = loader.live_pass();
   if (pass == 0) {
     for (size_t i = 0; i < left_beside_.size() && i < registry_.loaders().size(); ++i) {
-      if (left_beside_[i] && registry_.loaders()[i].get() == &loader) return loader.NextState();
+      if (registry_.loaders()[i].get() != &loader) continue;
+      if (left_beside_[i]) return loader.NextState();
+      // As GiveUpLoadedPlaces() does at the end of the epoch.
+      const LoaderState next = loader.NextState();
+      if (resumed_ && epoch_ == first_epoch_ && began_before_[i] && next.inside_epoch() &&
+          EpochIsDone()) {
+        return AfterPass(next);
+      }
     }
   }
   if (pass == 0 || registry_.optimizers().empty()) return loader.State();
@@ -334,7 +430,7 @@ std::vector<int64_t> LoopTracker::FinishedPasses() const {
   if (registry_.optimizers().empty()) return finished;
   for (const LiveLoop& loop : live_) {
     if (loop.loader.has_value() && *loop.loader < finished.size() && TrainedToTheEnd(loop) &&
-        !IsInside(loop) && !GoesOnBeside(loop)) {
+        !TrainsInside(loop) && (IsInside(loop) || !BeginsAgainAfter(loop))) {
       ++finished[*loop.loader];
     }
   }
@@ -353,6 +449,16 @@ void LoopTracker::SavePlace(CheckpointInfo* info) const {
     if (!done && epoch_open_ && finished[i] > 0) {
       info->cursor[absl::StrCat(kFinishedPasses, i)] = finished[i];
     }
+    if (done || !epoch_open_) continue;
+    if (begins_again_[i]) info->cursor[absl::StrCat(kBeginsAgain, i)] = 1;
+    const bool inside =
+        inside_[i] || (live_.size() > 1 && live_.back().loader == i &&
+                       std::any_of(live_.begin(), live_.end() - 1,
+                                   [&](const auto& loop) { return TrainsInside(loop); }));
+    if (inside) info->cursor[absl::StrCat(kInside, i)] = 1;
+    const bool began_before =
+        epoch_ == first_epoch_ && i < began_before_.size() && began_before_[i];
+    if (began_[i] || began_before) info->cursor[absl::StrCat(kBegan, i)] = 1;
   }
 }
 
@@ -372,12 +478,34 @@ void LoopTracker::LoadPlace(const CheckpointInfo& info, size_t loaders) {
   passes(kFinishedPasses, passes_to_skip_);
   passes(kPassesPerEpoch, passes_per_epoch_);
   finished_passes_.assign(passes_per_epoch_.size(), 0);
-  begins_again_.assign(passes_per_epoch_.size(), false);
-  left_beside_.assign(passes_per_epoch_.size(), false);
+  provisional_.assign(passes_per_epoch_.size(), 0);
+  const auto facts = [&](const char* what, std::vector<bool>& list) {
+    list.assign(passes_per_epoch_.size(), false);
+    for (size_t i = 0; i < list.size(); ++i) {
+      list[i] = info.cursor.contains(absl::StrCat(what, i));
+    }
+  };
+  facts(kBeginsAgain, begins_again_);
+  facts(kInside, inside_);
+  facts(kBegan, began_before_);
+  for (std::vector<bool>* list : {&left_beside_, &began_}) {
+    list->assign(passes_per_epoch_.size(), false);
+  }
   resumed_ = true;
 }
 
 void LoopTracker::NoteSaved(const std::string& path, bool done) {
+  for (const LiveLoop& loop : live_) {
+    if (loop.trained < 0 || !TrainedToTheEnd(loop) || IsInside(loop) || !BeginsAgainAfter(loop) ||
+        Has(begins_again_, loop)) {
+      continue;
+    }
+    MUSTER_LOG(Warning) << path
+                        << " was saved at the last batch of a loader that is read beside another "
+                           "one, in the first pass over it: a run resumed from there begins it "
+                           "again, which is right if this program does so beside the other one, "
+                           "and one pass too many if not. Save at another batch";
+  }
   claimed_done_ = done && trained_in_epoch_ ? path : "";
   if (!done && epoch_open_ && interrupted_) saved_left_early_ = path;
   if (!epochs_began_anew_ || std::exchange(anew_told_, true)) return;
@@ -391,16 +519,22 @@ void LoopTracker::LoadersAdded() {
   const size_t loaders = registry_.loaders().size();
   finished_passes_.resize(std::max(finished_passes_.size(), loaders));
   passes_per_epoch_.resize(std::max(passes_per_epoch_.size(), loaders));
-  begins_again_.resize(finished_passes_.size());
-  left_beside_.resize(finished_passes_.size());
+  provisional_.resize(finished_passes_.size());
+  for (std::vector<bool>* facts :
+       {&begins_again_, &inside_, &left_beside_, &began_, &began_before_}) {
+    facts->resize(finished_passes_.size());
+  }
 }
 
 void LoopTracker::LoadersCleared() {
   finished_passes_.clear();
   passes_per_epoch_.clear();
   passes_to_skip_.clear();
-  begins_again_.clear();
-  left_beside_.clear();
+  provisional_.clear();
+  for (std::vector<bool>* facts :
+       {&begins_again_, &inside_, &left_beside_, &began_, &began_before_}) {
+    facts->clear();
+  }
   furthest_epoch_ = -1;
   epochs_began_anew_ = false;
 }

@@ -76,9 +76,10 @@ class LoopTracker {
     int64_t trained_as_innermost = -1;            // the same, while no other loop was inside of it
     int64_t batches = 1;                          // that it has got
     bool beside_another = false;  // this one or an inner one moved on while both were under way
-    bool has_inner = false;       // a training loop inside of it has ended
+    int64_t inner_ended = -1;     // index of its last batch inside of which a training loop ended
     bool decides = false;         // accumulate() was given its batch
     bool outlived = false;        // the training pass that it was read beside is finished
+    bool spans_epochs = false;    // it was under way when the epoch's body began
   };
 
   bool SkipsPass(const LoaderStateHandle& loader);
@@ -89,9 +90,18 @@ class LoopTracker {
   static bool TrainedToTheEnd(const LiveLoop& loop);
   // Whether `loop` is inside of another one, whose batches bring such loops with them.
   bool IsInside(const LiveLoop& loop) const;
-  // Whether `loop`, at its end, is beside one that goes on, so that its loader begins again there.
+  // Whether `loop`, at its end, is beside one that goes on, so that its loader may begin again
+  // there.
   bool GoesOnBeside(const LiveLoop& loop) const;
-  // Whether a loop inside of `loop` trains for the batch of `loop`, and has not ended.
+  // The same, unless it has not begun again in earlier epochs.
+  bool BeginsAgainAfter(const LiveLoop& loop) const;
+  static bool Has(const std::vector<bool>& what, const LiveLoop& loop) {
+    return loop.loader.has_value() && *loop.loader < what.size() && what[*loop.loader];
+  }
+  // `loop` begins: provisional passes of its loader do not count any longer.
+  void TakeBackPasses(const LiveLoop& loop);
+  // Whether a loop inside of `loop` trains, or has trained, for the batch of `loop`, which a run
+  // that resumes there gets again.
   bool TrainsInside(const LiveLoop& loop) const;
   // As finished_passes_, with those whose last batch has been trained on while the loop still
   // lives.
@@ -116,12 +126,16 @@ class LoopTracker {
   bool epoch_open_ = false;   // inside the body of a loop over epochs()
   bool interrupted_ = false;  // a training loop of this epoch was left before its last batch
   // By the loader's place: training passes that this epoch has finished, how many an epoch has as
-  // far as seen, and how many are left out of the epoch that a loaded state is in. Passes inside of
-  // another loop, or beside one that goes on, do not count: a run that resumes there makes them.
-  std::vector<int64_t> finished_passes_, passes_per_epoch_, passes_to_skip_;
-  // By the loader's place: it has begun again beside a longer one in this epoch; its last pass was
-  // left when that one had ended.
-  std::vector<bool> begins_again_, left_beside_;
+  // far as seen, and how many are left out of the epoch that a loaded state is in. Of passes inside
+  // of another loop only those in its current batch count, and of passes beside one that goes on
+  // only those after which the loader has not begun again: a run that resumes there makes the
+  // others. `provisional_`: how many of the finished ones are of these two kinds.
+  std::vector<int64_t> finished_passes_, passes_per_epoch_, passes_to_skip_, provisional_;
+  // By the loader's place: it has begun again beside a loop that went on, or trained inside of
+  // another one, in this epoch, also before a state that was loaded in it; its last pass was left
+  // when the loop beside it had ended; a pass over it began in this epoch; one began in the epoch
+  // that a loaded state is in, before that was saved.
+  std::vector<bool> begins_again_, inside_, left_beside_, began_, began_before_;
   bool trained_in_epoch_ = false;  // a training loop over a prepared loader has ended in this epoch
   bool trained_outside_ = false;   // a micro-step was made in this epoch outside of such loops
   bool resumed_ = false;           // a state was loaded

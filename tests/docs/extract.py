@@ -1,6 +1,6 @@
-"""Extracts the C++ of pages, for snippets.cc to include.
+"""Extracts the C++ of pages, for snippets_test.cc to include.
 
-usage: extract.py PAGE.md... OUTPUT...
+usage: extract.py PAGE.md... snippets_test.cc OUTPUT...
 
 A block of PAGE.md fenced as cpp or c++ becomes PAGE_N.inc, counted from 1; includes.inc holds the includes of public headers
 of all pages. A fenced diff counts too: it gives what is there after the edit. `...` stands for code that is left out.
@@ -47,6 +47,12 @@ def main(arguments):
         sys.exit("nothing compiles %s: add it to tests/docs" % ", ".join(sorted(set(files) - set(outputs))))
     if set(outputs) - set(files):
         sys.exit("no page has %s: remove it from tests/docs" % ", ".join(sorted(set(outputs) - set(files))))
+    for source in arguments:
+        if source.endswith(".cc"):
+            with open(source, encoding="utf-8") as file:
+                included = set(re.findall(r'^#include "tests/docs/(.*)"$', file.read(), re.MULTILINE))
+            if set(files) - included:
+                sys.exit("%s does not include %s" % (source, ", ".join(sorted(set(files) - included))))
     for name, path in outputs.items():
         with open(path, "w", encoding="utf-8") as file:
             file.write("\n".join(files[name]) + "\n")
