@@ -338,6 +338,8 @@ TEST(Accelerator, TotalLimit_KeepsTheNewestAndLoadsIt) {
     }
     ASSERT_TRUE(accelerator.save_state().ok());
   }
+  // save_state() does not wait for the removal of those that had to go.
+  ASSERT_TRUE(accelerator.wait_for_checkpoint().ok());
   std::set<std::string> left;
   for (const auto& entry : std::filesystem::directory_iterator(root)) {
     left.insert(entry.path().filename());
