@@ -24,6 +24,7 @@
 #include "worker/checkpoint/seal.h"
 #include "worker/checkpoint/staging_folder.h"
 #include "worker/collective/borrowed_comm.h"
+#include "worker/collective/test_eventful_comm.h"
 #include "worker/collective/thread_comm.h"
 
 namespace {
@@ -82,29 +83,6 @@ absl::Status ReadAll(Comm& comm, const StateReader& reader) {
   if (all.empty()) return absl::OkStatus();
   return absl::Status(static_cast<absl::StatusCode>(std::stoi(all)), "a file cannot be read");
 }
-
-// Runs something before exchange number `moment` of this rank.
-class EventfulComm : public BorrowedComm {
- public:
-  EventfulComm(Comm& comm, int moment, std::function<void()> event)
-      : BorrowedComm(comm), left_(moment), event_(std::move(event)) {}
-  std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
-    Count();
-    return BorrowedComm::AllGatherBytes(bytes);
-  }
-  std::string BroadcastBytes(const std::string& bytes, int root) override {
-    Count();
-    return BorrowedComm::BroadcastBytes(bytes, root);
-  }
-  bool happened() const { return left_ < 0; }
-
- private:
-  void Count() {
-    if (left_-- == 0) event_();
-  }
-  int left_;
-  std::function<void()> event_;
-};
 
 class CheckpointSearchTest : public testing::Test {
  protected:

@@ -14,24 +14,9 @@
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "worker/checkpoint/shard_plan.h"
+#include "worker/checkpoint/write_at.h"
 
 namespace muster {
-namespace {
-
-absl::Status WriteAt(const OwnedFd& fd, uint64_t offset, absl::string_view bytes,
-                     const std::string& name) {
-  while (!bytes.empty()) {
-    const ssize_t written =
-        pwrite(fd.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot write ", name));
-    bytes.remove_prefix(static_cast<size_t>(written));
-    offset += static_cast<uint64_t>(written);
-  }
-  return absl::OkStatus();
-}
-
-}  // namespace
 
 ModelFolderWriter::ModelFolderWriter(std::string folder, ShardPlan plan)
     : folder_(std::move(folder)),
@@ -82,7 +67,7 @@ absl::Status ModelFolderWriter::Open(File* file) const {
   if (!file->fd.open()) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot create ", file->name, " in ", folder_));
   }
-  return WriteAt(file->fd, 0, file->layout.prefix, file->name);
+  return WriteAt(file->fd.get(), 0, file->layout.prefix, absl::StrCat("cannot write ", file->name));
 }
 
 absl::Status ModelFolderWriter::Close(File* file) {
@@ -106,8 +91,8 @@ absl::Status ModelFolderWriter::Write(absl::string_view name, uint64_t offset,
   }
   if (bytes.empty()) return absl::OkStatus();
   if (!file.fd.open()) MUSTER_RETURN_IF_ERROR(Open(&file));
-  MUSTER_RETURN_IF_ERROR(
-      WriteAt(file.fd, file.layout.prefix.size() + begin + offset, bytes, file.name));
+  MUSTER_RETURN_IF_ERROR(WriteAt(file.fd.get(), file.layout.prefix.size() + begin + offset, bytes,
+                                 absl::StrCat("cannot write ", file.name)));
   file.missing -= bytes.size();
   return file.missing == 0 ? Close(&file) : absl::OkStatus();
 }

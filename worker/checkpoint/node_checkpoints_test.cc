@@ -8,7 +8,6 @@
 #include <atomic>
 #include <exception>
 #include <filesystem>
-#include <functional>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -24,6 +23,7 @@
 #include "worker/checkpoint/staged_save.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/borrowed_comm.h"
+#include "worker/collective/test_eventful_comm.h"
 #include "worker/collective/thread_comm.h"
 
 namespace muster {
@@ -427,25 +427,6 @@ TEST_F(NodeCheckpointsTest, PeerThatEndsWhileAFileIsFetched_LeavesWhatWasThere) 
     }
   }
 }
-
-// Runs something before the exchange number `moment` of this rank, from 0.
-class EventfulComm : public BorrowedComm {
- public:
-  EventfulComm(Comm& comm, int moment, std::function<void()> event)
-      : BorrowedComm(comm), left_(moment), event_(std::move(event)) {}
-  std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
-    if (left_-- == 0) event_();
-    return BorrowedComm::AllGatherBytes(bytes);
-  }
-  std::string BroadcastBytes(const std::string& bytes, int root) override {
-    if (left_-- == 0) event_();
-    return BorrowedComm::BroadcastBytes(bytes, root);
-  }
-
- private:
-  int left_;
-  const std::function<void()> event_;
-};
 
 TEST_F(NodeCheckpointsTest, OneThatIsReplacedOnANode_IsNotMixedWithTheOthers) {
   const std::string other = Dir(1) + "-other";

@@ -21,6 +21,7 @@
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/direct_pieces.h"
 #include "worker/checkpoint/read_error.h"
+#include "worker/checkpoint/write_at.h"
 #include "worker/collective/shm_segment.h"
 
 namespace muster {
@@ -49,22 +50,6 @@ class Mapping {
   char* data_;
   const uint64_t bytes_;
 };
-
-absl::Status WriteMemory(int fd, absl::string_view bytes, uint64_t offset,
-                         const std::string& name) {
-  while (!bytes.empty()) {
-    const ssize_t written = pwrite(fd, bytes.data(), bytes.size(), static_cast<off_t>(offset));
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) {
-      return absl::ErrnoToStatus(written == 0 ? ENOSPC : errno,
-                                 absl::StrCat("no memory for ", bytes.size(), " bytes of ", name,
-                                              ", which the ranks of this host read together"));
-    }
-    bytes.remove_prefix(static_cast<size_t>(written));
-    offset += static_cast<uint64_t>(written);
-  }
-  return absl::OkStatus();
-}
 
 }  // namespace
 
@@ -196,7 +181,9 @@ struct SharedFiles::Reading {
     return ReadDirectFile(
         JoinPath(dir, file.name), file.digest.bytes, file.blocks, range,
         [&](uint64_t offset, absl::string_view block) {
-          return WriteMemory(fd, block, offset, file.name);
+          return WriteAt(fd, offset, block,
+                         absl::StrCat("no memory for ", block.size(), " bytes of ", file.name,
+                                      ", which the ranks of this host read together"));
         },
         options.read);
   }
