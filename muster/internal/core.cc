@@ -13,6 +13,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "worker/collective/collective_error.h"
+#include "worker/collective/nccl.h"
 #include "worker/job/agent_tells.h"
 #include "worker/job/coordinator_client.h"
 #include "worker/job/lost_collective.h"
@@ -238,6 +239,7 @@ void Core::EndTraining() {
   triggers_->Close();
   // A job that has lost its last checkpoint has not ended well: its seat is given up by its exit.
   ThrowIfError(saved);
+  FlushNcclAtEnd(true);
   if (process_.coordinator() == nullptr) return;
   // Only a hint to the coordinator: a worker that cannot say goodbye leaves by its exit.
   if (absl::Status status = process_.coordinator()->Leave("training ended"); !status.ok()) {

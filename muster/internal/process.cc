@@ -12,7 +12,9 @@
 #include "muster/internal/engine_settings.h"
 #include "worker/collective/comm_stream.h"
 #include "worker/collective/comm_thread.h"
+#include "worker/collective/nccl.h"
 #include "worker/collective/ordered_comm.h"
+#include "worker/train/autograd_engine.h"
 #include "worker/train/guard.h"
 
 namespace muster::internal {
@@ -220,6 +222,9 @@ Process::Process(const AcceleratorOptions& options, JoinedProcess joined)
     if (device_.is_cuda()) comm_queue_ = std::make_shared<CommStream>(device_);
     joined_.comm = InOrder(std::move(joined_.comm));
   }
+  // The program may have run a backward pass before this, when no GPU was loaded.
+  if (device_.is_cuda()) InstallAutogradEngine();
+  FlushNcclAtEnd(false);
   CheckMixedPrecision(precision_, device_.type());
   for (const std::string& type : options.rng_types) {
     TORCH_CHECK(type == "generator" || type == "torch" || type == "cuda", "rng_types: unknown \"",
@@ -232,7 +237,10 @@ std::unique_ptr<Comm> Process::InOrder(std::unique_ptr<Comm> comm) const {
   return MakeOrderedComm(std::move(comm), comm_queue_);
 }
 
-void Process::LoseComm() { joined_.comm = std::make_unique<LostComm>(rank(), size()); }
+void Process::LoseComm() {
+  FlushNcclAtEnd(false);
+  joined_.comm = std::make_unique<LostComm>(rank(), size());
+}
 
 std::string Process::ProjectDirectory() const {
   return environment().project_dir.value.empty() ? "muster-run" : environment().project_dir.value;

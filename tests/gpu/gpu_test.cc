@@ -27,6 +27,20 @@
 namespace muster {
 namespace {
 
+// The first of the file, so that no GPU is loaded yet.
+TEST(BeforeTheGpu, BackwardOnTheCpu_LeavesLaterOnesTheGpu) {
+  const auto gradient = [](c10::Device device) {
+    const torch::Tensor x = torch::ones({2}, torch::TensorOptions(device)).requires_grad_();
+    x.mul(3).sum().backward();
+    return x.grad().sum().item<float>();
+  };
+  EXPECT_EQ(gradient(torch::kCPU), 6);
+  testing_support::FindPlugin();
+  Accelerator accelerator;
+  ASSERT_TRUE(accelerator.device().is_cuda());
+  EXPECT_EQ(gradient(accelerator.device()), 6);
+}
+
 class Gpu : public testing::Test {
  protected:
   void SetUp() override { testing_support::NeedGpu(); }
@@ -212,7 +226,7 @@ TEST_F(Gpu, GatherOnAStreamOfItsOwn_RunsWhileTheUnitBeforeComputes) {
 }
 
 TEST_F(Gpu, Nccl_OneRank_AllReducesAndTellsItsVersion) {
-  const std::unique_ptr<Comm> comm = NcclComm();
+  std::unique_ptr<Comm> comm = NcclComm();
   torch::Tensor x = torch::arange(1000, torch::TensorOptions(kDevice).dtype(torch::kFloat32));
   comm->AllReduce(x, ReduceOp::kSum);
   EXPECT_EQ(x.sum().item<float>(), 999.0f * 500);
@@ -222,6 +236,12 @@ TEST_F(Gpu, Nccl_OneRank_AllReducesAndTellsItsVersion) {
   const auto version = NcclVersion();
   ASSERT_TRUE(version.ok()) << version.status();
   EXPECT_EQ(version->substr(0, 2), "2.");
+  // As a job ends.
+  FlushNcclAtEnd(true);
+  comm->AllReduce(x, ReduceOp::kSum);
+  comm.reset();
+  FlushNcclAtEnd(false);
+  EXPECT_EQ(x.sum().item<float>(), 999.0f * 500);
 }
 
 TEST_F(Gpu, StatesInTheMemoryOfTheCpu_TrainAsThoseOnTheGpu) {

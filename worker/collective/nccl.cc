@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <utility>
 #include <vector>
@@ -50,6 +51,9 @@ std::string LibraryFolder() {
   free(real);
   return folder;
 }
+
+// Of the plug-in, once it is open.
+std::atomic<MusterNcclFlushAtEnd> flush_at_end{nullptr};
 
 struct Plugin {
   MusterNcclVersion version = nullptr;
@@ -114,6 +118,9 @@ absl::StatusOr<Plugin> OpenPlugin() {
   }
   MUSTER_RETURN_IF_ERROR(Resolve(library, found, "muster_nccl_version", &plugin.version));
   MUSTER_RETURN_IF_ERROR(Resolve(library, found, "muster_nccl_make_backend", &plugin.make_backend));
+  MusterNcclFlushAtEnd flush = nullptr;
+  MUSTER_RETURN_IF_ERROR(Resolve(library, found, "muster_nccl_flush_at_end", &flush));
+  flush_at_end.store(flush);
   return plugin;
 }
 
@@ -180,6 +187,11 @@ absl::Status AddNcclBackend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
   group->setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL, backend);
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::NCCL);
   return absl::OkStatus();
+}
+
+void FlushNcclAtEnd(bool flush) {
+  const MusterNcclFlushAtEnd set = flush_at_end.load();
+  if (set != nullptr) set(flush ? 1 : 0);
 }
 
 absl::StatusOr<std::string> NcclVersion() {

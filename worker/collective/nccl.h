@@ -33,6 +33,11 @@ absl::Status AddNcclBackend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                             const c10::intrusive_ptr<c10d::Store>& store, c10::Device device,
                             std::chrono::milliseconds timeout, const std::string& name = "world");
 
+// How NCCL groups of this process end from here on, when their last user lets them go. True: they
+// send first what other ranks have yet to receive, which needs all ranks to be there. False, as at
+// the start: at once. Thread-safe.
+void FlushNcclAtEnd(bool flush);
+
 // "2.28.9". Errors: as AddNcclBackend.
 absl::StatusOr<std::string> NcclVersion();
 

@@ -4,19 +4,19 @@
 #include <map>
 #include <optional>
 #include <string>
-#include <typeinfo>
 
 #include "ATen/autocast_mode.h"
 #include "ATen/core/grad_mode.h"
 #include "base/mutex.h"
 #include "c10/core/TensorImpl.h"
 #include "c10/util/Exception.h"
-#include "torch/csrc/autograd/engine.h"
+#include "torch/csrc/autograd/graph_task.h"
 #include "torch/csrc/autograd/saved_variable_hooks.h"
 #include "worker/parallel/paged_storage.h"
 #include "worker/train/activation_policy.h"
 #include "worker/train/activation_store.h"
 #include "worker/train/autocast.h"
+#include "worker/train/autograd_engine.h"
 #include "worker/train/seed.h"
 
 namespace muster {
@@ -268,36 +268,10 @@ class RecallOnly : public torch::autograd::SavedVariableHooks {
   Region& region_;
 };
 
-// LibTorch's engine asks itself for hooks of each tensor that is saved; only Python's has any.
-class HookingEngine : public torch::autograd::Engine {
- public:
-  HookingEngine() = default;
-  ~HookingEngine() override { stop(); }
-
-  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
-    if (running.region == nullptr) return nullptr;
-    if (running.again) return std::make_unique<RecallOnly>(*running.region);
-    return std::make_unique<DropAndRecompute>(running.region->shared_from_this());
-  }
-
-  static torch::autograd::Engine& Get() {
-    static HookingEngine engine;
-    return engine;
-  }
-};
-
-void InstallEngine() {
-  [[maybe_unused]] static const bool installed = [] {
-    const torch::autograd::Engine& present = torch::autograd::Engine::get_default_engine();
-    TORCH_CHECK(typeid(present) == typeid(torch::autograd::Engine),
-                "activation_checkpoint needs LibTorch's own autograd engine, and this process has "
-                "another one (it runs in Python): use torch.utils.checkpoint there");
-    TORCH_CHECK(torch::autograd::get_current_graph_task_id() == -1,
-                "activation_checkpoint is called for the first time in a backward pass; call it in "
-                "a forward pass first");
-    torch::autograd::set_default_engine_stub(&HookingEngine::Get);
-    return true;
-  }();
+std::unique_ptr<torch::autograd::SavedVariableHooks> HooksOfSavedTensor() {
+  if (running.region == nullptr) return nullptr;
+  if (running.again) return std::make_unique<RecallOnly>(*running.region);
+  return std::make_unique<DropAndRecompute>(running.region->shared_from_this());
 }
 
 }  // namespace
@@ -405,7 +379,9 @@ void Region::RunAgain(int pass) {
 }
 
 RegionScope::RegionScope(Rerun rerun, const torch::nn::Module* module) {
-  InstallEngine();
+  TORCH_CHECK(InstallAutogradEngine(&HooksOfSavedTensor),
+              "activation_checkpoint needs LibTorch's own autograd engine, and this process has "
+              "another one (it runs in Python): use torch.utils.checkpoint there");
   region_ = std::make_shared<Region>(std::move(rerun), SelectionOf(module));
   running = {.region = region_.get(), .again = false};
 }

@@ -1,5 +1,6 @@
 #include "worker/collective/nccl_plugin/nccl_plugin.h"
 
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <exception>
@@ -18,6 +19,27 @@ void Report(const std::string& text, char* error, size_t error_size) {
   if (error != nullptr && error_size > 0) std::snprintf(error, error_size, "%s", line.c_str());
 }
 
+std::atomic<bool> flush_at_end{false};
+
+// LibTorch's own aborts as well, and warns that nobody has called a function of Python's.
+class Backend : public c10d::ProcessGroupNCCL {
+ public:
+  using ProcessGroupNCCL::ProcessGroupNCCL;
+  ~Backend() override {
+    try {
+      if (flush_at_end.load()) {
+        shutdown();
+      } else {
+        abort();
+      }
+    } catch (const std::exception& e) {
+      char line[512];
+      Report(e.what(), line, sizeof(line));
+      std::fprintf(stderr, "NCCL did not shut down: %s\n", line);
+    }
+  }
+};
+
 }  // namespace
 
 extern "C" {
@@ -34,6 +56,8 @@ void muster_nccl_version(char* version, size_t version_size) {
   }
 }
 
+void muster_nccl_flush_at_end(int flush) { flush_at_end.store(flush != 0); }
+
 void* muster_nccl_make_backend(const MusterNcclOptions* options, char* error, size_t error_size) {
   try {
     const int gpus = c10::cuda::device_count();
@@ -44,8 +68,7 @@ void* muster_nccl_make_backend(const MusterNcclOptions* options, char* error, si
     auto nccl_options = c10d::ProcessGroupNCCL::Options::create();
     nccl_options->timeout = std::chrono::milliseconds(options->timeout_ms);
     nccl_options->group_name = options->name;
-    auto backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, options->rank, options->size,
-                                                               nccl_options);
+    auto backend = c10::make_intrusive<Backend>(store, options->rank, options->size, nccl_options);
     // Now rather than in the first step, so that a GPU used twice or a missing link is found at
     // start.
     const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(options->device));

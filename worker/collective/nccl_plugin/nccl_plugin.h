@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define MUSTER_NCCL_ABI 1
+#define MUSTER_NCCL_ABI 2
 
 // MUSTER_NCCL_ABI of the library.
 typedef int (*MusterNcclAbi)(void);
@@ -37,10 +37,16 @@ typedef struct MusterNcclOptions {
 typedef void* (*MusterNcclMakeBackend)(const MusterNcclOptions* options, char* error,
                                        size_t error_size);
 
+// How backends end from here on that are let go: 1: flushed, which waits for this rank's
+// collectives and for what other ranks have yet to receive of them; 0, as at the start: aborted,
+// which waits for nobody.
+typedef void (*MusterNcclFlushAtEnd)(int flush);
+
 int muster_nccl_abi(void);
 const char* muster_nccl_torch_version(void);
 void muster_nccl_version(char* version, size_t version_size);
 void* muster_nccl_make_backend(const MusterNcclOptions* options, char* error, size_t error_size);
+void muster_nccl_flush_at_end(int flush);
 
 #ifdef __cplusplus
 }

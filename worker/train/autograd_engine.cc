@@ -1,0 +1,68 @@
+#include "worker/train/autograd_engine.h"
+
+#include <atomic>
+#include <typeinfo>
+
+#include "base/mutex.h"
+#include "c10/util/Exception.h"
+#include "torch/csrc/autograd/engine.h"
+
+namespace muster {
+namespace {
+
+std::atomic<SavedTensorHooks> saved_tensor_hooks{nullptr};
+
+class OwnEngine : public torch::autograd::Engine {
+ public:
+  OwnEngine() = default;
+  ~OwnEngine() override { stop(); }
+
+  // Of LibTorch's engines only Python's has any.
+  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
+    const SavedTensorHooks hooks = saved_tensor_hooks.load(std::memory_order_acquire);
+    return hooks == nullptr ? nullptr : hooks();
+  }
+
+  torch::autograd::variable_list execute(const torch::autograd::edge_list& roots,
+                                         const torch::autograd::variable_list& inputs,
+                                         bool keep_graph, bool create_graph, bool accumulate_grad,
+                                         const torch::autograd::edge_list& outputs) override {
+    StartThreads();
+    return Engine::execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+  }
+
+  static Engine& Get() {
+    static OwnEngine engine;
+    return engine;
+  }
+
+ private:
+  void StartThreads() {
+    const MutexLock lock(&mu_);
+    if (!device_ready_queues_.empty()) return;
+    initialize_device_threads_pool();  // or a backward pass starts them a second time
+    if (device_ready_queues_.empty()) start_device_threads();
+  }
+
+  Mutex mu_;
+};
+
+bool Install() {
+  torch::autograd::Engine& present = torch::autograd::Engine::get_default_engine();
+  if (typeid(present) != typeid(torch::autograd::Engine)) return false;
+  TORCH_CHECK(torch::autograd::get_current_graph_task_id() == -1,
+              "activation_checkpoint is called for the first time in a backward pass; call it in "
+              "a forward pass first");
+  torch::autograd::set_default_engine_stub(&OwnEngine::Get);
+  return true;
+}
+
+}  // namespace
+
+bool InstallAutogradEngine(SavedTensorHooks hooks) {
+  static const bool installed = Install();
+  if (installed && hooks != nullptr) saved_tensor_hooks.store(hooks, std::memory_order_release);
+  return installed;
+}
+
+}  // namespace muster

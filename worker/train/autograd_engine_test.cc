@@ -1,0 +1,92 @@
+#include "worker/train/autograd_engine.h"
+
+#include <memory>
+#include <optional>
+#include <thread>
+
+#include "ATen/Functions.h"
+#include "ATen/TensorOperators.h"
+#include "c10/core/impl/DeviceGuardImplInterface.h"
+#include "gtest/gtest.h"
+#include "torch/csrc/autograd/engine.h"
+#include "torch/csrc/autograd/variable.h"
+
+namespace muster {
+namespace {
+
+using torch::autograd::Engine;
+
+const c10::Device kDevice(c10::kPrivateUse1, 0);
+
+void BackwardOnCpu() {
+  const at::Tensor x = at::ones({2}).requires_grad_();
+  x.mul(3).sum().backward();
+  EXPECT_EQ(x.grad().sum().item<float>(), 6);
+}
+
+// A step of a backward pass on a device, which runs in that device's thread.
+struct OnDevice : torch::autograd::Node {
+  OnDevice() {
+    add_input_metadata(at::TensorOptions(kDevice).dtype(at::kFloat), c10::SymIntArrayRef({}),
+                       /*is_tensor_subclass=*/false, /*is_nested=*/false, std::nullopt);
+  }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
+    thread = std::this_thread::get_id();
+    return {};
+  }
+  std::thread::id thread;
+};
+
+// The one before it, on the CPU. It has no gradient to pass on: no tensor can be made there.
+struct OnCpu : torch::autograd::Node {
+  explicit OnCpu(const std::shared_ptr<Node>& next) {
+    add_input_metadata(at::ones({}));
+    add_next_edge({next, 0});
+  }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
+    return {at::Tensor()};
+  }
+};
+
+class Doubled : public torch::autograd::SavedVariableHooks {
+ public:
+  void call_pack_hook(const at::Tensor& tensor) override { tensor_ = tensor.detach().mul(2); }
+  at::Tensor call_unpack_hook() override { return tensor_; }
+
+ private:
+  at::Tensor tensor_;
+};
+
+thread_local bool doubles = false;
+std::unique_ptr<torch::autograd::SavedVariableHooks> Hooks() {
+  return doubles ? std::make_unique<Doubled>() : nullptr;
+}
+
+// One test: an engine is for the whole process, and what comes first matters.
+TEST(InstallAutogradEngine, DeviceThatComesAfterABackwardPass_GetsAThreadAndHooksAreAsked) {
+  BackwardOnCpu();  // LibTorch's engine takes stock of the devices: none
+  const c10::impl::DeviceGuardImplRegistrar device(
+      kDevice.type(), new c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::PrivateUse1>());
+  ASSERT_TRUE(InstallAutogradEngine());
+  ASSERT_TRUE(InstallAutogradEngine()) << "again";
+  BackwardOnCpu();
+
+  const auto node = std::make_shared<OnDevice>();
+  Engine::get_default_engine().execute({{std::make_shared<OnCpu>(node), 0}}, {at::ones({})}, false,
+                                       false, true, {});
+  EXPECT_NE(node->thread, std::thread::id());
+  EXPECT_NE(node->thread, std::this_thread::get_id());
+
+  ASSERT_TRUE(InstallAutogradEngine(&Hooks));
+  doubles = true;
+  const at::Tensor x = at::ones({2}).requires_grad_();
+  const at::Tensor y = x.mul(x).sum();
+  doubles = false;
+  y.backward();
+  EXPECT_EQ(x.grad().sum().item<float>(), 8);
+  ASSERT_TRUE(InstallAutogradEngine()) << "keeps the hooks";
+  BackwardOnCpu();
+}
+
+}  // namespace
+}  // namespace muster
