@@ -29,6 +29,7 @@ using Json = nlohmann::json;
 
 struct Flags {
   std::string case_file, data_root = ".", output_dir = ".", sharding = "no_shard";
+  bool gpu = false;
 };
 
 std::unique_ptr<OptimizerHandle> MakeOptimizer(const Json& o, std::vector<at::Tensor> parameters) {
@@ -145,6 +146,7 @@ int Main(int argc, char** argv) {
   app.add_option("--data_root", flags.data_root, "folder that the case's paths start from");
   app.add_option("--output_dir", flags.output_dir, "where final.safetensors is written");
   app.add_option("--sharding", flags.sharding, "no_shard, zero1, zero2, zero3 or hybrid");
+  app.add_flag("--gpu", flags.gpu, "on GPUs; default: on the CPU");
   CLI11_PARSE(app, argc, argv);
   const absl::StatusOr<Json> in = ReadCase(flags.case_file);
   if (!in.ok()) {
@@ -155,7 +157,7 @@ int Main(int argc, char** argv) {
   std::filesystem::create_directories(flags.output_dir, ignored);
 
   AcceleratorOptions options;
-  options.cpu = true;
+  options.cpu = !flags.gpu;
   options.mixed_precision = in->value("mixed_precision", "no");
   options.gradient_accumulation_steps = in->value("gradient_accumulation_steps", int64_t{1});
   options.data_loader.split_batches = in->value("split_batches", false);
