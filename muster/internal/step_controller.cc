@@ -351,10 +351,8 @@ double StepController::WindowFactor() {
   window_factor_ = accumulation_.current().gradient_factor * join_factor_;
   if (accumulation_.weighted()) {
     at::Tensor total = at::full({1}, accumulation_.local_weight(), at::kDouble);
-    if (process_.size() > 1) {
-      total = total.to(process_.device());
-      process_.comm().AllReduce(total, ReduceOp::kSum);
-    }
+    // By the CPU's connections: nothing waits for a GPU.
+    if (process_.size() > 1) process_.comm().AllReduce(total, ReduceOp::kSum);
     window_factor_ =
         accumulation_.WeightedFactor(total.item<double>(), process_.size()) * join_factor_;
   }

@@ -3,15 +3,20 @@
 #include <gtest/gtest.h>
 
 #include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <string>
 #include <tuple>
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
+#include "ATen/record_function.h"
 #include "base/file.h"
 #include "base/test_folder.h"
 #include "tests/testdata/golden.h"
 #include "worker/checkpoint/model_files.h"
+#include "worker/train/autocast.h"
 
 namespace muster::models {
 namespace {
@@ -345,6 +350,57 @@ TEST(CausalLm, LabelAfterPadding_DoesNotCount) {
     const double loss = (*model).ptr()->forward(batch).loss.item<double>();
     batch.labels = at::tensor({-100, -100, -100, 6, 7}, c10::kLong).unsqueeze(0);
     EXPECT_EQ((*model).ptr()->forward(batch).loss.item<double>(), loss);
+  }
+}
+
+// Counts the copies of this thread that are of the size of logits, those of a row less included.
+class LogitsWatch {
+ public:
+  explicit LogitsWatch(int64_t logits, int64_t without_last) {
+    sizes = {logits, without_last};
+    copies = 0;
+    handle_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback([](const at::RecordFunction& function) {
+          const std::string name = function.name();
+          if (name == "aten::copy_" && sizes.count(function.inputs()[0].toTensor().numel()) > 0) {
+            ++copies;
+          }
+          return std::unique_ptr<at::ObserverContext>();
+        })
+            .needsInputs(true)
+            .scopes({at::RecordScope::FUNCTION}));
+  }
+  ~LogitsWatch() { at::removeCallback(handle_); }
+  static std::set<int64_t> sizes;
+  static int copies;
+
+ private:
+  at::CallbackHandle handle_;
+};
+std::set<int64_t> LogitsWatch::sizes;
+int LogitsWatch::copies = 0;
+
+TEST(CausalLm, LossInLowPrecision_CopiesLogitsOnceAndReturnsThatCopy) {
+  for (const char* const name : {"hf_train/gpt2_shared", "hf_train/llama_tied_shared"}) {
+    const auto loaded = LoadPretrained(GoldenPath(name));
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    TextModelImpl& model = *(*loaded).ptr();
+    const int64_t vocabulary = Common(model.config()).vocab_size;
+    const at::Tensor ids = at::arange(21, c10::kLong).view({3, 7});
+    const at::Tensor apart = [&] {
+      const AutocastGuard autocast(MixedPrecision::kBf16, c10::kCPU);
+      const at::Tensor logits = model.forward({.input_ids = ids}).logits;
+      EXPECT_EQ(logits.scalar_type(), c10::kBFloat16);
+      return logits;
+    }();
+    const AutocastGuard autocast(MixedPrecision::kBf16, c10::kCPU);
+    const LogitsWatch watch(21 * vocabulary, 18 * vocabulary);
+    const ModelOutput output = model.forward({.input_ids = ids, .labels = ids});
+    EXPECT_EQ(LogitsWatch::copies, 1);
+    EXPECT_TRUE(at::equal(output.logits, apart.to(c10::kFloat)));
+    const at::Tensor rows = output.logits.narrow(1, 0, 6).flatten(0, 1);
+    const at::Tensor want = at::cross_entropy_loss(rows, ids.narrow(1, 1, 6).flatten());
+    EXPECT_NEAR(output.loss.item<double>(), want.item<double>(), 1e-6);
   }
 }
 

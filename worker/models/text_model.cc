@@ -1,7 +1,9 @@
 #include "worker/models/text_model.h"
 
 #include "ATen/TensorOperators.h"
+#include "ATen/autocast_mode.h"
 #include "ATen/ops/aminmax.h"
+#include "ATen/ops/constant_pad_nd.h"
 #include "worker/models/attention.h"
 #include "worker/models/file_names.h"
 #include "worker/models/layers.h"
@@ -10,14 +12,17 @@
 namespace muster::models {
 namespace {
 
-// labels [B, T] moved so that they stand where they are predicted, [B, T - 1].
+constexpr int64_t kNoLabel = -100;
+
+// labels [B, T] moved to where they are predicted. The last position predicts none: to cut its
+// logits off would copy all of them.
 at::Tensor NextLabels(const TextBatch& batch) {
   const int64_t length = batch.labels.size(1);
-  const at::Tensor next = batch.labels.narrow(1, 1, length - 1);
+  const at::Tensor next =
+      at::constant_pad_nd(batch.labels.narrow(1, 1, length - 1), {0, 1}, kNoLabel);
   const at::Tensor padding = PaddingMask(batch.attention_mask);
   if (!padding.defined()) return next;
-  const at::Tensor num_read = padding.narrow(1, 0, length - 1).cumsum(1);
-  return next.masked_fill(num_read == 0, -100);
+  return next.masked_fill(padding.cumsum(1) == 0, kNoLabel);
 }
 
 }  // namespace
@@ -54,9 +59,13 @@ ModelOutput CausalLmImpl::forward(const TextBatch& batch) {
               batch.labels.sizes(), ", input_ids ", batch.input_ids.sizes());
   TORCH_CHECK(batch.input_ids.size(1) > 1,
               "rows of one token have no next token: leave the labels out");
-  const int64_t length = batch.input_ids.size(1);
-  output.loss = CrossEntropy(output.logits.narrow(1, 0, length - 1).flatten(0, 1),
-                             NextLabels(batch).flatten());
+  const at::Tensor wide = output.logits.to(c10::kFloat);
+  output.loss = CrossEntropy(wide.flatten(0, 1), NextLabels(batch).flatten());
+  // What a prepared model returns is float32 in any case: so there is no second copy of it.
+  if (at::autocast::is_autocast_enabled(wide.device().type()) &&
+      output.logits.element_size() < wide.element_size()) {
+    output.logits = wide;
+  }
   if (output.aux_loss.defined()) {
     output.loss = output.loss + aux_loss_coefficient() * output.aux_loss;
   }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "ATen/core/grad_mode.h"
+#include "ATen/ops/_foreach_copy.h"
 #include "ATen/ops/empty.h"
 #include "ATen/ops/empty_strided.h"
 #include "ATen/ops/where.h"
@@ -465,6 +466,9 @@ at::Tensor ShardUnit::TakeGradients(const at::Tensor& buffer) {
   at::Tensor full = buffer.defined() ? buffer.narrow(0, 0, gradient_bytes()).view(reduced_as_)
                                      : Allocate(flat_.numel(), flat_.options().dtype(reduced_as_));
   int64_t written = 0;
+  // Copied together, which is one kernel on a GPU.
+  std::vector<at::Tensor> to, from;
+  std::vector<std::pair<at::Tensor, at::Tensor>> sums;
   for (Slice& slice : slices_) {
     at::Tensor& grad = slice.tensor.mutable_grad();
     if (slice.marked && !grad.defined()) DropZeroed(slice);
@@ -474,23 +478,25 @@ at::Tensor ShardUnit::TakeGradients(const at::Tensor& buffer) {
                 "options.sharding.optimizer_in_backward needs optimizer.zero_grad() after each "
                 "optimizer.step()");
     // What is between the parameters.
-    full.narrow(0, written, slice.offset - written).zero_();
+    if (slice.offset > written) full.narrow(0, written, slice.offset - written).zero_();
     written = slice.offset + slice.tensor.numel();
-    at::Tensor to = View(full, slice);
+    at::Tensor part = View(full, slice);
     const bool arrived = grad.defined() && !grad.is_same(GradientMark());
     slice.used = slice.used || arrived;
-    if (slice.pending.defined()) {
-      to.copy_(slice.pending);
-    } else if (arrived && grad.layout() == at::kStrided) {
-      to.copy_(grad);
+    const bool copied = slice.pending.defined() || (arrived && grad.layout() == at::kStrided);
+    if (copied) {
+      to.push_back(part);
+      from.push_back(slice.pending.defined() ? slice.pending : grad);
     } else {
-      to.zero_();
+      part.zero_();
     }
-    if (arrived && (slice.pending.defined() || grad.layout() != at::kStrided)) to.add_(grad);
+    if (arrived && (slice.pending.defined() || !copied)) sums.emplace_back(std::move(part), grad);
     slice.pending.reset();
     Mark(slice);
   }
-  full.narrow(0, written, full.numel() - written).zero_();
+  if (full.numel() > written) full.narrow(0, written, full.numel() - written).zero_();
+  if (!to.empty()) at::_foreach_copy_(to, from);
+  for (auto& [part, grad] : sums) part.add_(grad);
   return full;
 }
 
@@ -506,7 +512,8 @@ void ShardUnit::StartReduction(double factor, Comm* replicas, const at::Tensor& 
     if (replicas != nullptr) {
       Named("reducing the gradients of", [&] { replicas->AllReduce(state->mine, ReduceOp::kSum); });
     }
-    state->mine = state->mine.to(dtype_).mul_(factor);
+    state->mine = state->mine.to(dtype_);
+    if (factor != 1) state->mine.mul_(factor);
   };
   if (queue_ == nullptr) {
     reduce();

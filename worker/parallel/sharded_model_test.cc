@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "ATen/record_function.h"
 #include "base/mutex.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -858,6 +859,50 @@ TEST(ShardedModel, ParametersInBfloat16_HalveTheGathersAndKeepTheBitsOfTheShards
       }
       EXPECT_LT(last, 0.7 * first);
     });
+  }
+}
+
+// Counts operators of this thread: on a GPU each is at least one kernel.
+class OperatorWatch {
+ public:
+  OperatorWatch() {
+    counts.clear();
+    handle_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback([](const at::RecordFunction& function) {
+          std::string name = function.name();
+          if (name == "aten::zero_" && function.inputs()[0].toTensor().numel() == 0) {
+            name = "zero_ of nothing";
+          }
+          ++counts[name];
+          return std::unique_ptr<at::ObserverContext>();
+        })
+            .needsInputs(true)
+            .scopes({at::RecordScope::FUNCTION}));
+  }
+  ~OperatorWatch() { at::removeCallback(handle_); }
+  static thread_local std::map<std::string, int> counts;
+
+ private:
+  at::CallbackHandle handle_;
+};
+thread_local std::map<std::string, int> OperatorWatch::counts;
+
+TEST(ShardedModel, GradientsOfAUnit_AreTakenByOneOperator) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    for (const int ranks : {1, 2}) {
+      RunRanks(ranks, [&](Comm& comm) {
+        Trained trained(comm, {.strategy = strategy});
+        const at::Tensor loss = trained.Forward(IdsOf(0, comm));
+        const OperatorWatch watch;
+        loss.backward();
+        EXPECT_EQ(OperatorWatch::counts["aten::_foreach_copy_"], kBlocks + 1);
+        EXPECT_EQ(OperatorWatch::counts["zero_ of nothing"], 0);
+        // One rank has the sum already.
+        if (ranks == 1) {
+          EXPECT_EQ(OperatorWatch::counts["aten::mul_"], 0);
+        }
+      });
+    }
   }
 }
 

@@ -122,7 +122,7 @@ at::Tensor TotalNorm(const std::vector<at::Tensor>& tensors, double norm_type) {
 void ScaleToNorm(const std::vector<at::Tensor>& tensors, double max_norm,
                  const at::Tensor& total_norm) {
   TORCH_CHECK(max_norm >= 0, "max_norm must not be negative, got ", max_norm);
-  if (std::isinf(max_norm)) return;
+  if (std::isinf(max_norm) || tensors.empty()) return;
   at::NoGradGuard no_grad;
   const at::Tensor factor = total_norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0);
   const bool paged = std::any_of(tensors.begin(), tensors.end(), IsPaged);
@@ -164,12 +164,18 @@ at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters,
   at::NoGradGuard no_grad;
   const bool is_max = std::isinf(norm_type);
   const at::Device device = shards.front().device();
+  const auto norm_of = [&](const std::vector<at::Tensor>& tensors) {
+    // Made on the device: a number that comes from the CPU would wait for a GPU.
+    if (tensors.empty())
+      return at::zeros({}, at::TensorOptions().device(device).dtype(at::kDouble));
+    return TotalNorm(tensors, norm_type).to(device, at::kDouble);
+  };
   std::vector<at::Tensor> grads = Gradients(shards);
-  at::Tensor sharded = TotalNorm(grads, norm_type).to(device, at::kDouble);
+  at::Tensor sharded = norm_of(grads);
   if (!is_max) sharded = sharded.pow(norm_type);
   comm.AllReduce(sharded, is_max ? ReduceOp::kMax : ReduceOp::kSum);
   const std::vector<at::Tensor> others = Gradients(parameters);
-  at::Tensor whole = TotalNorm(others, norm_type).to(device, at::kDouble);
+  at::Tensor whole = norm_of(others);
   whole =
       is_max ? at::maximum(whole, sharded) : whole.pow(norm_type).add_(sharded).pow_(1 / norm_type);
   const at::Tensor norm = whole.to(shards.front().scalar_type());

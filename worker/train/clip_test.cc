@@ -2,13 +2,18 @@
 
 #include <cmath>
 #include <limits>
+#include <memory>
+#include <string>
 
+#include "ATen/ops/empty.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/sparse_coo_tensor.h"
 #include "ATen/ops/tensor.h"
 #include "ATen/ops/zeros.h"
 #include "ATen/ops/zeros_like.h"
+#include "ATen/record_function.h"
 #include "gtest/gtest.h"
+#include "worker/collective/local_comm.h"
 
 namespace muster {
 namespace {
@@ -110,6 +115,49 @@ TEST(Clip, SparseGradients_AreClippedAsTheirDenseOnes) {
   ScaleGradients({r}, 0.5);
   EXPECT_FLOAT_EQ(r.grad().to_dense()[0].item<float>(), 3.5);
   EXPECT_FLOAT_EQ(r.grad().to_dense()[2].item<float>(), 12);
+}
+
+// Counts the operators of this thread that move values from one device to another: where one of
+// them is a GPU, the program waits for it.
+class TransferWatch {
+ public:
+  TransferWatch() {
+    count = 0;
+    handle_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback([](const at::RecordFunction& function) {
+          const std::string name = function.name();
+          if (name == "aten::_local_scalar_dense") ++count;
+          if (name == "aten::copy_" && function.inputs()[0].toTensor().device() !=
+                                           function.inputs()[1].toTensor().device()) {
+            ++count;
+          }
+          return std::unique_ptr<at::ObserverContext>();
+        })
+            .needsInputs(true)
+            .scopes({at::RecordScope::FUNCTION}));
+  }
+  ~TransferWatch() { at::removeCallback(handle_); }
+  static int count;
+
+ private:
+  at::CallbackHandle handle_;
+};
+int TransferWatch::count = 0;
+
+TEST(Clip, Shards_AreClippedWhereTheyAre) {
+  // A device without values.
+  const auto shard = [] { return WithGrad(at::empty({8}, at::kMeta)); };
+  LocalComm comm;
+  for (const double norm_type : {2.0, kInf}) {
+    for (const auto& [parameters, shards] :
+         {std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>({}, {shard(), shard()}),
+          {{shard()}, {shard()}},
+          {{}, {at::empty({0}, at::kMeta)}}}) {
+      const TransferWatch watch;
+      EXPECT_TRUE(ClipGradNorm(parameters, shards, comm, 1, norm_type).is_meta());
+      EXPECT_EQ(TransferWatch::count, 0);
+    }
+  }
 }
 
 TEST(Clip, TiedWeight_CountsOnce) {
