@@ -1,5 +1,6 @@
-// Bytes of weights per second of a forward pass through a model that is offloaded to the disk,
-// against what the disk itself gives in the same run. bench/run_offload pairs it with Accelerate's.
+// Bytes of weights per second of a forward pass through an offloaded model: from the disk, or from
+// host memory to a GPU, against what the disk and the link themselves give in the same run.
+// bench/run_offload pairs it with Accelerate's.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -7,36 +8,82 @@
 #include <algorithm>
 #include <barrier>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/numbers.h"
+#include "base/status_macros.h"
+#include "c10/core/impl/VirtualGuardImpl.h"
 #include "muster/bigmodel.h"
+#include "torch/nn/module.h"
 #include "torch/nn/modules/container/sequential.h"
-#include "torch/nn/modules/linear.h"
+#include "torch/nn/pimpl.h"
+#include "worker/bigmodel/dispatch.h"
 #include "worker/bigmodel/offload_ring.h"
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/safetensors.h"
+#include "worker/collective/nccl.h"
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kPart = size_t{4} << 20;
+// Of host memory, of which the link's own rate is taken.
+constexpr int64_t kLinkBytes = int64_t{1} << 30;
+
+struct Flags {
+  std::string folder, device = "cpu", weights = "disk", dtype = "float32";
+  int64_t width = 4096, layers = 16, batch = 1, ring = int64_t{256} << 20;
+  int rounds = 5, readers = 8;
+  uint64_t alignment = muster::kSafetensorsAlignment;
+  bool make = false;
+
+  at::ScalarType type() const { return dtype == "bfloat16" ? at::kBFloat16 : at::kFloat; }
+  int64_t layer_bytes() const {
+    return width * width * static_cast<int64_t>(c10::elementSize(type()));
+  }
+  double bytes() const { return static_cast<double>(layer_bytes()) * static_cast<double>(layers); }
+};
 
 double SecondsSince(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-torch::nn::Sequential Net(int64_t width, int64_t layers) {
+// Of the sum of a row: layers differ, and three of them leave their input as it is.
+double FactorOf(int64_t layer) { return std::exp2(static_cast<double>(layer % 3 - 1)); }
+
+class LayerImpl : public torch::nn::Module {
+ public:
+  LayerImpl(int64_t width, at::ScalarType type) {
+    weight_ = register_parameter("weight", at::empty({width, width}, type));
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::linear(x, weight_); }
+  void Fill(int64_t number) {
+    weight_.fill_(FactorOf(number) / static_cast<double>(weight_.size(0)));
+  }
+
+ private:
+  at::Tensor weight_;
+};
+TORCH_MODULE(Layer);
+
+torch::nn::Sequential Net(const Flags& flags, bool has_values) {
   torch::nn::Sequential net;
-  for (int64_t i = 0; i < layers; ++i) {
-    net->push_back(torch::nn::Linear(torch::nn::LinearOptions(width, width).bias(false)));
+  for (int64_t i = 0; i < flags.layers; ++i) {
+    Layer layer(flags.width, flags.type());
+    if (has_values) layer->Fill(i);
+    net->push_back(layer);
   }
   return net;
 }
@@ -87,84 +134,211 @@ double Median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// Bytes per second of one pass.
-double Forward(torch::nn::Sequential& net, const at::Tensor& x,
-               const muster::DispatchedModel& model) {
-  model.ring()->WaitUntilIdle();
-  const uint64_t before = model.stats().read_bytes;
-  const auto start = Clock::now();
-  net->forward(x);
-  // The ring reads ahead into the next pass: what it has read counts once it is there.
-  model.ring()->WaitUntilIdle();
-  return static_cast<double>(model.stats().read_bytes - before) / SecondsSince(start);
+void WaitFor(const at::Device& device) {
+  if (device.is_cpu()) return;
+  c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+}
+
+// What the link to a GPU gives: copies of a layer's size out of pinned memory.
+class Link {
+ public:
+  Link(const Flags& flags, const at::Device& device) : device_(device), copies_(flags.layers) {
+    const auto options = at::TensorOptions().dtype(at::kByte);
+    const int64_t count = std::clamp(kLinkBytes / flags.layer_bytes(), int64_t{2}, int64_t{64});
+    for (int64_t i = 0; i < count; ++i) {
+      from_.push_back(at::empty({flags.layer_bytes()}, options.pinned_memory(true)).fill_(1));
+    }
+    for (int i = 0; i < 2; ++i) {
+      to_.push_back(at::empty({flags.layer_bytes()}, options.device(device)));
+    }
+  }
+
+  // Bytes per second.
+  double Measure() {
+    WaitFor(device_);
+    const auto start = Clock::now();
+    for (int64_t i = 0; i < copies_; ++i) {
+      to_[i % to_.size()].copy_(from_[i % from_.size()], /*non_blocking=*/true);
+    }
+    WaitFor(device_);
+    const double seconds = SecondsSince(start);
+    return static_cast<double>(copies_ * to_[0].numel()) / seconds;
+  }
+
+ private:
+  const at::Device device_;
+  const int64_t copies_;
+  std::vector<at::Tensor> from_, to_;
+};
+
+class Bench {
+ public:
+  Bench(const Flags& flags, const at::Device& device) : flags_(flags), device_(device) {}
+
+  absl::Status Run() {
+    const auto setup = Clock::now();
+    const bool on_disk = flags_.weights == "disk";
+    if (on_disk) {
+      MUSTER_RETURN_IF_ERROR(LoadFromDisk());
+    } else {
+      MUSTER_RETURN_IF_ERROR(LoadFromMemory());
+    }
+    setup_s_ = SecondsSince(setup);
+    x_ = at::ones({flags_.batch, flags_.width},
+                  at::TensorOptions().dtype(flags_.type()).device(device_));
+    Forward();
+    std::printf("{\"bench\": \"offload\", \"device\": \"%s\", \"weights\": \"%s\", ",
+                device_.str().c_str(), flags_.weights.c_str());
+    std::printf("\"dtype\": \"%s\", \"weights_bytes\": %.0f, \"layer_bytes\": %ld, ",
+                flags_.dtype.c_str(), flags_.bytes(), flags_.layer_bytes());
+    MeasureMemory();
+    if (on_disk) MeasureDisk();
+    const muster::OffloadStats stats = model_.stats();
+    std::printf("\"ring_bytes\": %lu, \"readers\": %d, \"batch\": %ld, \"setup_s\": %.3f, ",
+                stats.ring_bytes, flags_.readers, flags_.batch, setup_s_);
+    std::printf("\"waits\": %ld, \"correct\": %s}\n", stats.waits, correct_ ? "true" : "false");
+    return correct_ ? absl::OkStatus()
+                    : absl::DataLossError("a pass gave other numbers than its weights have");
+  }
+
+ private:
+  absl::Status LoadFromDisk() {
+    net_ = muster::init_empty_weights([this] { return Net(flags_, /*has_values=*/false); });
+    MUSTER_ASSIGN_OR_RETURN(model_,
+                            muster::LoadCheckpointAndDispatch(*net_, flags_.folder, {{"", "disk"}},
+                                                              {.dispatch = Dispatch()}));
+    return absl::OkStatus();
+  }
+  absl::Status LoadFromMemory() {
+    net_ = Net(flags_, /*has_values=*/true);
+    MUSTER_ASSIGN_OR_RETURN(model_, muster::cpu_offload(net_, device_, Dispatch()));
+    return absl::OkStatus();
+  }
+  muster::DispatchOptions Dispatch() const {
+    return {.main_device = device_,
+            .ring_bytes = static_cast<uint64_t>(std::max(flags_.ring, flags_.layer_bytes())),
+            .readers = flags_.readers};
+  }
+
+  // Bytes per second of one pass.
+  double Forward() {
+    model_.ring()->WaitUntilIdle();
+    WaitFor(device_);
+    const uint64_t before = model_.stats().read_bytes;
+    const auto start = Clock::now();
+    const at::Tensor y = net_->forward(x_);
+    // The ring reads ahead into the next pass: what it has read counts once it is there.
+    model_.ring()->WaitUntilIdle();
+    WaitFor(device_);
+    const double seconds = SecondsSince(start);
+    double factor = 1;
+    for (int64_t i = 0; i < flags_.layers; ++i) factor *= FactorOf(i);
+    correct_ = correct_ && (y.to(at::kDouble) / factor - 1).abs().max().item<double>() < 0.1;
+    pass_s_.push_back(seconds);
+    return static_cast<double>(model_.stats().read_bytes - before) / seconds;
+  }
+
+  // The link of a GPU, and passes whose weights are in host memory.
+  void MeasureMemory() {
+    std::optional<Link> link;
+    if (!device_.is_cpu()) link.emplace(flags_, device_).Measure();
+    std::vector<double> links, passes, shares;
+    pass_s_.clear();
+    for (int i = 0; i < flags_.rounds; ++i) {
+      if (link.has_value()) links.push_back(link->Measure());
+      if (flags_.weights == "disk") continue;
+      passes.push_back(Forward());
+      if (link.has_value()) shares.push_back(passes.back() / links.back());
+    }
+    if (!links.empty()) std::printf("\"link_gbps\": %.3f, ", Median(links) / 1e9);
+    if (passes.empty()) return;
+    std::printf("\"forward_gbps\": %.3f, \"pass_s\": %.4f, ", Median(passes) / 1e9,
+                Median(pass_s_));
+    if (!shares.empty()) std::printf("\"share\": %.3f, ", Median(shares));
+  }
+
+  void MeasureDisk() {
+    const std::string path = flags_.folder + "/model.safetensors";
+    const auto ring = static_cast<size_t>(flags_.ring);
+    std::vector<double> disk, cold, ratio, cache, warm;
+    for (int i = 0; i < flags_.rounds; ++i) {
+      SetCached(path, false);
+      disk.push_back(flags_.bytes() / ReadAll(path, flags_.readers, /*direct=*/true, ring));
+      SetCached(path, false);
+      cold.push_back(Forward());
+      ratio.push_back(cold.back() / disk.back());
+    }
+    SetCached(path, true);
+    for (int i = 0; i < flags_.rounds; ++i) {
+      cache.push_back(flags_.bytes() / ReadAll(path, flags_.readers, /*direct=*/false, ring));
+      warm.push_back(Forward());
+    }
+    std::printf(
+        "\"disk_gbps\": %.3f, \"cold_gbps\": %.3f, \"cold_of_disk\": %.3f, \"cache_gbps\": %.3f, "
+        "\"warm_gbps\": %.3f, ",
+        Median(disk) / 1e9, Median(cold) / 1e9, Median(ratio), Median(cache) / 1e9,
+        Median(warm) / 1e9);
+  }
+
+  const Flags flags_;
+  const at::Device device_;
+  torch::nn::Sequential net_{nullptr};
+  muster::DispatchedModel model_;
+  at::Tensor x_;
+  double setup_s_ = 0;
+  std::vector<double> pass_s_;
+  bool correct_ = true;
+};
+
+absl::Status Make(const Flags& flags) {
+  torch::nn::Sequential net = Net(flags, /*has_values=*/true);
+  muster::NamedTensors tensors;
+  for (const auto& item : net->named_parameters()) tensors.emplace_back(item.key(), item.value());
+  return muster::WriteSafetensors(
+             flags.folder + "/model.safetensors", tensors,
+             {.metadata = {{{"format", "pt"}}}, .data_alignment = flags.alignment})
+      .status();
+}
+
+absl::Status Main(const Flags& flags) {
+  const at::NoGradGuard no_grad;
+  if (flags.folder.empty() && (flags.make || flags.weights == "disk")) {
+    return absl::InvalidArgumentError("name the model's folder: --folder");
+  }
+  if (flags.make) return Make(flags);
+  at::Device device(at::kCPU);
+  if (flags.device != "cpu") {
+    int number = 0;
+    if (!absl::SimpleAtoi(flags.device, &number) || number < 0) {
+      return absl::InvalidArgumentError("--device is cpu, or the number of a GPU");
+    }
+    MUSTER_RETURN_IF_ERROR(muster::LoadCuda());
+    device = at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(number));
+  }
+  return Bench(flags, device).Run();
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Forward passes of a model that is offloaded to the disk");
-  std::string folder;
-  int64_t width = 4096, layers = 16, batch = 1, ring = int64_t{256} << 20;
-  int rounds = 5, readers = 8;
-  uint64_t alignment = muster::kSafetensorsAlignment;
-  bool make = false;
-  app.add_option("--folder", folder, "of the model")->required();
-  app.add_flag("--make", make, "write the model, and do nothing else");
-  app.add_option("--alignment", alignment, "of the data in the file that --make writes");
-  app.add_option("--width", width, "of a layer: width x width fp32 weights");
-  app.add_option("--layers", layers, "");
-  app.add_option("--batch", batch, "rows of the input");
-  app.add_option("--ring", ring, "bytes");
-  app.add_option("--readers", readers, "threads that read");
-  app.add_option("--rounds", rounds, "of which the median counts");
+  CLI::App app("Forward passes of a model that is offloaded to host memory or the disk");
+  Flags flags;
+  app.add_option("--folder", flags.folder, "of the model on the disk");
+  app.add_flag("--make", flags.make, "write the model, and do nothing else");
+  app.add_option("--alignment", flags.alignment, "of the data in the file that --make writes");
+  app.add_option("--device", flags.device, "where it runs: cpu, or the number of a GPU");
+  app.add_option("--weights", flags.weights, "where they are: disk, or cpu for host memory")
+      ->check(CLI::IsMember({"disk", "cpu"}));
+  app.add_option("--dtype", flags.dtype, "float32 or bfloat16")
+      ->check(CLI::IsMember({"float32", "bfloat16"}));
+  app.add_option("--width", flags.width, "of a layer: width x width weights");
+  app.add_option("--layers", flags.layers, "");
+  app.add_option("--batch", flags.batch, "rows of the input");
+  app.add_option("--ring", flags.ring, "bytes; at least a layer's");
+  app.add_option("--readers", flags.readers, "threads that read");
+  app.add_option("--rounds", flags.rounds, "of which the median counts");
   CLI11_PARSE(app, argc, argv);
-  const at::NoGradGuard no_grad;
-  if (make) {
-    torch::nn::Sequential net = Net(width, layers);
-    muster::NamedTensors tensors;
-    for (const auto& item : net->named_parameters()) tensors.emplace_back(item.key(), item.value());
-    const absl::Status saved =
-        muster::WriteSafetensors(folder + "/model.safetensors", tensors,
-                                 {.metadata = {{{"format", "pt"}}}, .data_alignment = alignment})
-            .status();
-    if (!saved.ok()) std::fprintf(stderr, "%s\n", saved.ToString().c_str());
-    return saved.ok() ? 0 : 1;
-  }
-  const std::string path = folder + "/model.safetensors";
-  auto net = muster::init_empty_weights([&] { return Net(width, layers); });
-  const auto setup = Clock::now();
-  muster::BigModelOptions options;
-  options.ring_bytes = static_cast<uint64_t>(ring);
-  options.readers = readers;
-  auto model = muster::load_checkpoint_and_dispatch(net, folder,
-                                                    muster::DeviceEntries{{"", "disk"}}, options);
-  if (!model.ok()) {
-    std::fprintf(stderr, "%s\n", std::string(model.status().message()).c_str());
-    return 1;
-  }
-  const double setup_seconds = SecondsSince(setup);
-  const at::Tensor x = at::randn({batch, width});
-  const double bytes =
-      4.0 * static_cast<double>(width) * static_cast<double>(width) * static_cast<double>(layers);
-  net->forward(x);
-  std::vector<double> disk, cold, ratio, cache, warm;
-  for (int i = 0; i < rounds; ++i) {
-    SetCached(path, false);
-    disk.push_back(bytes / ReadAll(path, readers, /*direct=*/true, static_cast<size_t>(ring)));
-    SetCached(path, false);
-    cold.push_back(Forward(net, x, *model));
-    ratio.push_back(cold.back() / disk.back());
-  }
-  SetCached(path, true);
-  for (int i = 0; i < rounds; ++i) {
-    cache.push_back(bytes / ReadAll(path, readers, /*direct=*/false, static_cast<size_t>(ring)));
-    warm.push_back(Forward(net, x, *model));
-  }
-  std::printf(
-      "{\"bench\": \"offload\", \"weights_bytes\": %.0f, \"ring_bytes\": %ld, \"readers\": %d, "
-      "\"batch\": %ld, \"setup_s\": %.3f, \"disk_gbps\": %.3f, \"cold_gbps\": %.3f, "
-      "\"cold_of_disk\": %.3f, \"cache_gbps\": %.3f, \"warm_gbps\": %.3f, \"waits\": %ld}\n",
-      bytes, ring, readers, batch, setup_seconds, Median(disk) / 1e9, Median(cold) / 1e9,
-      Median(ratio), Median(cache) / 1e9, Median(warm) / 1e9, model->stats().waits);
-  return 0;
+  const absl::Status status = Main(flags);
+  if (!status.ok()) std::fprintf(stderr, "%s\n", std::string(status.message()).c_str());
+  return status.ok() ? 0 : 1;
 }

@@ -1,6 +1,7 @@
-"""usage: generate.py --model DIR [--batch N] [--prompt_tokens N] [--new_tokens N] [--rounds N] [--dtype float32|bfloat16]
+"""usage: generate.py --model DIR [--device cuda:N] [--batch N,N] [--prompt_tokens N] [--new_tokens N] [--rounds N]
+[--dtype float32|bfloat16]
 
-What bench/generate measures, with transformers' generate(). Prints the same JSON line.
+What bench/generate measures, with transformers' generate(). Prints the same JSON lines.
 """
 
 import time
@@ -16,30 +17,36 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", required=True)
-parser.add_argument("--batch", type=int, default=1)
+parser.add_argument("--device", default="cpu")
+parser.add_argument("--batch", default="1")
 parser.add_argument("--prompt_tokens", type=int, default=32)
 parser.add_argument("--new_tokens", type=int, default=64)
 parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--dtype", default="float32")
 flags = parser.parse_args()
 
-model = AutoModelForCausalLM.from_pretrained(flags.model, dtype=getattr(torch, flags.dtype))
+model = AutoModelForCausalLM.from_pretrained(flags.model, dtype=getattr(torch, flags.dtype)).to(flags.device)
 model.generation_config.pad_token_id = 0
+model.generation_config.eos_token_id = None
 load = time.perf_counter() - start
-prompt = (torch.arange(flags.batch * flags.prompt_tokens) * 7919 % 1000).view(flags.batch, -1)
+first = None
+for batch in (int(part) for part in flags.batch.split(",")):
+    prompt = (torch.arange(batch * flags.prompt_tokens) * 7919 % 1000).view(batch, -1).to(flags.device)
 
+    def generate(count):
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, do_sample=False)
+        return out[:, flags.prompt_tokens:].cpu()
 
-def generate(count):
-    return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, do_sample=False)
-
-
-generate(1)
-first = time.perf_counter() - start
-best = 0
-for _ in range(flags.rounds):
-    begin = time.perf_counter()
-    generate(flags.new_tokens)
-    best = max(best, flags.batch * flags.new_tokens / (time.perf_counter() - begin))
-print(json.dumps({
-    "bench": "generate", "batch": flags.batch, "dtype": flags.dtype, "tokens_per_s": round(best, 2), "load_s": round(load, 3),
-    "first_token_s": round(first, 3), "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}))
+    generate(1)
+    if first is None:
+        first = time.perf_counter() - start
+    best = 0
+    for _ in range(flags.rounds):
+        begin = time.perf_counter()
+        tokens = generate(flags.new_tokens)
+        best = max(best, batch * flags.new_tokens / (time.perf_counter() - begin))
+    assert tokens.shape[1] == flags.new_tokens, tokens.shape
+    print(json.dumps({
+        "bench": "generate", "device": flags.device, "batch": batch, "dtype": flags.dtype, "tokens_per_s": round(best, 2),
+        "load_s": round(load, 3), "first_token_s": round(first, 3),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, "tokens": tokens[0, :16].tolist()}), flush=True)

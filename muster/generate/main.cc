@@ -30,6 +30,7 @@
 #include "base/version.h"
 #include "c10/util/Exception.h"
 #include "muster/offload.h"
+#include "worker/bigmodel/max_memory.h"
 #include "worker/models/generation_config.h"
 #include "worker/models/lora.h"
 #include "worker/models/text_generator.h"
@@ -249,6 +250,7 @@ absl::Status SetPlaces(const Flags& flags, const c10::Device& device, DeviceMapC
     if (!limits.ok()) {
       return absl::InvalidArgumentError(absl::StrCat("--max_memory: ", limits.status().message()));
     }
+    MUSTER_RETURN_IF_ERROR(CheckDevicesAreThere(*limits));
     options->max_memory = *limits;
     *map = std::string("auto");
     return absl::OkStatus();

@@ -12,6 +12,7 @@
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/empty.h"
 #include "ATen/ops/empty_strided.h"
+#include "ATen/ops/from_blob.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -19,6 +20,7 @@
 #include "base/file.h"
 #include "base/status_macros.h"
 #include "base/units.h"
+#include "c10/core/impl/VirtualGuardImpl.h"
 #include "torch/nn/module.h"
 #include "worker/bigmodel/empty_weights.h"
 #include "worker/bigmodel/map_checks.h"
@@ -28,9 +30,11 @@
 #include "worker/bigmodel/unit_plan.h"
 #include "worker/bigmodel/weight_readers.h"
 #include "worker/bigmodel/weight_source.h"
+#include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/optional_tensors.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/weight_files.h"
+#include "worker/collective/nccl.h"
 #include "worker/parallel/paged_storage.h"
 #include "worker/train/guard.h"
 
@@ -45,6 +49,8 @@ constexpr uint64_t kRingBytes = 256 * kMiB;
 constexpr uint64_t kMostRingBytes = 1024 * kMiB;
 // Of each thread that reads, besides the ring.
 constexpr uint64_t kScratchBytes = 2 * kMiB;
+// A pinned tensor of this size has pages of its own, which are rounded up to 2 MiB.
+constexpr uint64_t kOwnPages = 4 * kMiB;
 // A ring should hold what is in use and what comes next.
 constexpr uint64_t kUnitsInRing = 4;
 constexpr char kOffloadFile[] = "offload.safetensors";
@@ -102,10 +108,31 @@ at::Tensor EmptyFor(const Item& item, at::ScalarType type, const c10::Device& de
   return at::empty(item.tensor().sizes(), at::TensorOptions().dtype(type).device(device));
 }
 
+// Pinned memory of its own pages; undefined if it cannot be had so.
+at::Tensor EmptyInPinnedPages(const at::IntArrayRef sizes, at::ScalarType type, uint64_t bytes,
+                              const HostPinning& pinning) {
+  auto memory = std::make_shared<AlignedMemory>();
+  if (!memory->Grow(bytes).ok()) return {};
+  memory->Pin(pinning);
+  void* const data = memory->data();
+  at::Tensor tensor = at::for_blob(data, sizes)
+                          .options(at::TensorOptions().dtype(type))
+                          .deleter([memory](void*) {})
+                          .make_tensor();
+  return tensor.is_pinned() ? tensor : at::Tensor();
+}
+
 // Tensors that stay on the host for a device are where it can fetch them by itself.
 at::Tensor EmptyOnHost(const Item& item, at::ScalarType type, const c10::Device& device) {
-  return at::empty(item.tensor().sizes(),
-                   at::TensorOptions().dtype(type).pinned_memory(!device.is_cpu()));
+  const at::IntArrayRef sizes = item.tensor().sizes();
+  const uint64_t bytes = static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(type);
+  // LibTorch rounds pinned memory up to a power of two: up to twice of what the plan counts.
+  const HostPinning* const cuda = device.is_cuda() ? HostPinning::Cuda() : nullptr;
+  if (cuda != nullptr && bytes >= kOwnPages) {
+    at::Tensor tensor = EmptyInPinnedPages(sizes, type, bytes, *cuda);
+    if (tensor.defined()) return tensor;
+  }
+  return at::empty(sizes, at::TensorOptions().dtype(type).pinned_memory(!device.is_cpu()));
 }
 
 // The file of weights that were in memory, in a folder that may not be there yet. What has been
@@ -209,6 +236,12 @@ absl::Status Dispatcher::SetMain(const DeviceEntries& map) {
   }
   if (options_.main_device.has_value()) {
     result_.main_device_ = *options_.main_device;
+    if (result_.main_device_.is_cuda()) MUSTER_RETURN_IF_ERROR(LoadCuda());
+    if (!result_.main_device_.is_cpu() && !result_.main_device_.has_index()) {
+      MUSTER_RETURN_IF_ERROR(Guard([&] {
+        result_.main_device_ = c10::impl::VirtualGuardImpl(result_.main_device_.type()).getDevice();
+      }));
+    }
   } else if (!gpus.empty()) {
     result_.main_device_ = DeviceOf(absl::StrCat(*gpus.begin()));
   }

@@ -10,10 +10,11 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "c10/core/CachingDeviceAllocator.h"
-#include "c10/core/impl/DeviceGuardImplInterface.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "worker/checkpoint/aligned_memory.h"
+#include "worker/collective/nccl.h"
 
 namespace muster {
 namespace {
@@ -50,6 +51,8 @@ uint64_t HostMemory() {
 
 absl::Status CheckDevice(const std::string& device) {
   if (device == "cpu" || device == "disk") return absl::OkStatus();
+  // A GPU whose library is missing has its own error.
+  if (VisibleGpus() > 0) MUSTER_RETURN_IF_ERROR(LoadCuda());
   const int gpus = CountGpus();
   int number = -1;
   if (absl::SimpleAtoi(device, &number) && number < gpus) return absl::OkStatus();
@@ -62,7 +65,7 @@ absl::Status CheckDevice(const std::string& device) {
 }  // namespace
 
 int CountGpus() {
-  if (!c10::impl::hasDeviceGuardImpl(c10::kCUDA)) return 0;
+  if (VisibleGpus() == 0 || !LoadCuda().ok()) return 0;
   return c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount();
 }
 

@@ -12,7 +12,7 @@ namespace muster {
 // cgroup and the limits of the process (ulimit -d, -v) leave.
 DeviceLimits GetMaxMemory();
 
-// GPUs that this process sees.
+// GPUs that this process sees; CUDA works in it from here on if there are any.
 int CountGpus();
 
 // FAILED_PRECONDITION for a device that is not there.

@@ -123,6 +123,7 @@ class OffloadRing::Unit final : public Page {
   char* memory = nullptr;
   size_t pieces = 0;                             // on their way
   absl::Status status;                           // of the last reading
+  StreamFences::Fence arrival;                   // behind its copies
   std::map<c10::StreamId, c10::Stream> streams;  // that have used it since it came
 
  private:
@@ -182,6 +183,7 @@ absl::Status OffloadRing::AddUnits(std::vector<OffloadedUnit> units) {
     }));
     base_ = static_cast<char*>(device_memory_.data_ptr());
   }
+  if (fences_ != nullptr) MUSTER_RETURN_IF_ERROR(Guard([this] { FollowQueuedOperators(); }));
   // All that can fail comes before a tensor changes.
   MUSTER_RETURN_IF_ERROR(Guard([&] { readers_.emplace(std::max(options_.readers, 1)); }));
   const at::NoGradGuard no_grad;
@@ -198,16 +200,12 @@ OffloadRing::~OffloadRing() {
   MutexLock lock(&mu_);
   // The module's tensors outlive the memory; data_ptr() throws from now on.
   for (const auto& unit : units_) unit->Show(nullptr);
-  // What the operators of a device still read must not be given to others.
+  // What a device still reads or writes must not be given to others.
   if (fences_ == nullptr || options_.device.is_cpu()) return;
-  const c10::impl::VirtualGuardImpl guard(options_.device.type());
-  for (const auto& unit : units_) {
-    for (const auto& [id, stream] : unit->streams) {
-      try {
-        guard.synchronizeStream(stream);
-      } catch (const c10::Error&) {  // the device is lost, and what it read with it
-      }
-    }
+  try {
+    c10::impl::VirtualGuardImpl(options_.device.type())
+        .synchronizeDevice(fences_->Copies().device_index());
+  } catch (const c10::Error&) {  // the device is lost, and what it read with it
   }
 }
 
@@ -233,7 +231,11 @@ void OffloadRing::Use(Unit& unit) {
   if (unit.state == State::kAway) ThrowIfError(unit.status);
   if (fences_ != nullptr) {
     const c10::Stream stream = fences_->Current();
-    unit.streams.emplace(stream.id(), stream);
+    if (!unit.streams.contains(stream.id())) {
+      // The host does not wait for the copies: the operator does, in its stream.
+      if (unit.arrival != nullptr) fences_->Wait(stream, unit.arrival);
+      unit.streams.emplace(stream.id(), stream);
+    }
   }
   unit.Show(unit.memory);
 }
@@ -264,7 +266,13 @@ void OffloadRing::FindMemory(Unit& unit) {
   unit.overflow = at::empty({static_cast<int64_t>(unit.bytes)},
                             at::TensorOptions().dtype(at::kByte).device(options_.device));
   overflow_ += unit.bytes;
+  if (fences_ != nullptr) FollowQueuedOperators();
   stats_.overflow_bytes = std::max(stats_.overflow_bytes, overflow_);
+}
+
+void OffloadRing::FollowQueuedOperators() {
+  const c10::Stream stream = fences_->Current();
+  pending_.insert_or_assign(stream.id(), fences_->After(stream));
 }
 
 void OffloadRing::GiveUp(Unit& unit, const absl::Status& status) {
@@ -310,7 +318,6 @@ void OffloadRing::Evict(Unit& unit) {
   for (const auto& [id, stream] : unit.streams) {
     pending_.insert_or_assign(id, fences_->After(stream));
   }
-  unit.streams.clear();
   unit.state = State::kAway;
   unit.status = absl::OkStatus();
   Free(unit);
@@ -323,9 +330,20 @@ void OffloadRing::Free(Unit& unit) {
     arena_.Give(*unit.slot);
   } else if (unit.overflow.defined()) {
     overflow_ -= unit.bytes;
+    if (fences_ != nullptr && !options_.device.is_cpu()) {
+      // Its allocator gives it to others at once, but for what it knows of.
+      (void)Guard([&] {
+        const c10::impl::VirtualGuardImpl guard(options_.device.type());
+        const c10::DataPtr& memory = unit.overflow.storage().data_ptr();
+        guard.recordDataPtrOnStream(memory, fences_->Copies());
+        for (const auto& [id, stream] : unit.streams) guard.recordDataPtrOnStream(memory, stream);
+      });
+    }
     unit.overflow.reset();
   }
   unit.slot.reset();
+  unit.streams.clear();
+  unit.arrival.reset();
 }
 
 void OffloadRing::Start(Unit& unit, bool urgent) {
@@ -352,9 +370,9 @@ std::vector<WeightReaders::Task> OffloadRing::TasksFor(Unit& unit) {
   std::vector<WeightReaders::Task> tasks;
   for (size_t i = 0; i < unit.tensors.size(); ++i) {
     const OffloadedTensor& tensor = unit.tensors[i];
-    for (const WeightPiece& piece :
-         PiecesOf(*tensor.source, tensor.index, unit.memory + unit.offsets[i], tensor.type,
-                  options_.device)) {
+    for (WeightPiece& piece : PiecesOf(*tensor.source, tensor.index, unit.memory + unit.offsets[i],
+                                       tensor.type, options_.device)) {
+      piece.may_end_later = fences_ != nullptr;
       tasks.push_back([this, &unit, piece, fences](ReadScratch& scratch) {
         absl::Status status;
         const absl::Status waited = Guard([&] {
@@ -381,6 +399,9 @@ void OffloadRing::PieceIsDone(Unit& unit, const absl::Status& status, uint64_t b
   if (status.ok()) stats_.read_bytes += bytes;
   unit.status.Update(status);
   if (--unit.pieces > 0) return;
+  if (fences_ != nullptr && unit.status.ok()) {
+    unit.status = Guard([&] { unit.arrival = fences_->After(fences_->Copies()); });
+  }
   unit.state = unit.status.ok() ? State::kHere : State::kAway;
   if (!unit.status.ok()) Free(unit);
   changed_.SignalAll();
@@ -392,9 +413,13 @@ OffloadStats OffloadRing::stats() const {
 }
 
 void OffloadRing::WaitUntilIdle() {
-  MutexLock lock(&mu_);
-  const auto busy = [](const auto& unit) { return unit->state == State::kComing; };
-  while (std::any_of(units_.begin(), units_.end(), busy)) changed_.Wait(&mu_);
+  {
+    MutexLock lock(&mu_);
+    const auto busy = [](const auto& unit) { return unit->state == State::kComing; };
+    while (std::any_of(units_.begin(), units_.end(), busy)) changed_.Wait(&mu_);
+  }
+  if (fences_ == nullptr || options_.device.is_cpu()) return;
+  c10::impl::VirtualGuardImpl(options_.device.type()).synchronizeStream(fences_->Copies());
 }
 
 }  // namespace muster

@@ -71,7 +71,7 @@ class OffloadRing {
   OffloadRing& operator=(const OffloadRing&) = delete;
 
   OffloadStats stats() const;
-  // Waits until nothing is on its way. For measurements and tests.
+  // Waits until nothing is on its way, on a device too. For measurements and tests.
   void WaitUntilIdle();
 
  private:
@@ -93,6 +93,9 @@ class OffloadRing {
   Unit* FindVictim(size_t distance) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Evict(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Free(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // What is copied from now on follows the operators that the calling thread has queued: memory
+  // that a device's allocator gives out may still be in use by them.
+  void FollowQueuedOperators() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Has a unit read that has memory.
   void Start(Unit& unit, bool urgent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::vector<WeightReaders::Task> TasksFor(Unit& unit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -114,7 +117,7 @@ class OffloadRing {
   std::vector<size_t> distances_ ABSL_GUARDED_BY(mu_);
   std::vector<size_t> coming_ ABSL_GUARDED_BY(mu_);
   const Unit* current_ ABSL_GUARDED_BY(mu_) = nullptr;
-  // Behind the last operators that used memory which is free again, by stream.
+  // Behind the last operators that used memory which is free for copies, by stream.
   std::map<c10::StreamId, StreamFences::Fence> pending_ ABSL_GUARDED_BY(mu_);
   OffloadStats stats_ ABSL_GUARDED_BY(mu_);
   uint64_t overflow_ ABSL_GUARDED_BY(mu_) = 0;

@@ -1,7 +1,10 @@
 #include "worker/bigmodel/offload_ring.h"
 
+#include <atomic>
+#include <map>
 #include <numeric>
 #include <thread>
+#include <utility>
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
@@ -208,27 +211,55 @@ TEST(OffloadRing, SeveralThreads_FindTheirValues) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// The order of a device's stream, seen without a device.
+constexpr c10::StreamId kOperators = 7, kCopies = 8;
+
+// The order of a device's streams, seen without a device.
 class RecordedFences : public StreamFences {
  public:
-  c10::Stream Current() const override { return c10::Stream(c10::Stream::UNSAFE, at::kCPU, 7); }
-  c10::Stream Copies() const override { return c10::Stream(c10::Stream::UNSAFE, at::kCPU, 8); }
+  // So many fences of its kind, this one included.
+  struct Point {
+    c10::StreamId stream;
+    int number;
+  };
+
+  c10::Stream Current() const override { return StreamOf(operators); }
+  c10::Stream Copies() const override { return StreamOf(kCopies); }
   Fence After(const c10::Stream& stream) override {
-    EXPECT_EQ(stream.id(), 7);
-    TORCH_CHECK(!lost, "the device is lost");
-    return std::make_shared<int>(++made);
+    MutexLock lock(&mu);
+    TORCH_CHECK(!lost || stream.id() == kCopies, "the device is lost");
+    TORCH_CHECK(!no_arrival || stream.id() != kCopies, "no event is left");
+    return std::make_shared<Point>(Point{stream.id(), ++made[stream.id()]});
   }
   void Wait(const c10::Stream& stream, const Fence& fence) override {
-    EXPECT_EQ(stream.id(), 8);
     MutexLock lock(&mu);
-    TORCH_CHECK(!copies_fail, "the copy failed");
-    newest = std::max(newest, *static_cast<const int*>(fence.get()));
+    TORCH_CHECK(!copies_fail || stream.id() != kCopies, "the copy failed");
+    const auto* const point = static_cast<const Point*>(fence.get());
+    EXPECT_NE(point->stream, stream.id());
+    int& newest = waited[{stream.id(), point->stream}];
+    newest = std::max(newest, point->number);
   }
-  int made = 0;
-  bool lost = false;
+  int Made(c10::StreamId stream) {
+    MutexLock lock(&mu);
+    return made[stream];
+  }
+  // The newest fence of stream `of` that `stream` waits for.
+  int Waited(c10::StreamId stream, c10::StreamId of) {
+    MutexLock lock(&mu);
+    return waited[{stream, of}];
+  }
+
+  std::atomic<c10::StreamId> operators = kOperators;
   Mutex mu;
-  int newest = 0;
+  std::map<c10::StreamId, int> made;
+  std::map<std::pair<c10::StreamId, c10::StreamId>, int> waited;
+  bool lost = false;
   bool copies_fail = false;
+  bool no_arrival = false;
+
+ private:
+  static c10::Stream StreamOf(c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, at::kCPU, id);
+  }
 };
 
 TEST(OffloadRing, OnADevice_CopiesWaitForTheOperatorsThatUsedTheMemory) {
@@ -236,15 +267,70 @@ TEST(OffloadRing, OnADevice_CopiesWaitForTheOperatorsThatUsedTheMemory) {
   OffloadRingOptions options = RoomFor(1, /*prefetch=*/false);
   options.fences = &fences;
   const Rows rows(3, options);
+  // The ring's own memory may have been another tensor's a moment ago.
+  EXPECT_EQ(fences.Made(kOperators), 1);
   rows.Sum(0);
-  EXPECT_EQ(fences.made, 0);
+  EXPECT_EQ(fences.Made(kOperators), 1);
+  EXPECT_EQ(fences.Waited(kCopies, kOperators), 1);
   rows.Sum(1);
-  EXPECT_EQ(fences.made, 1);
+  EXPECT_EQ(fences.Made(kOperators), 2);
   rows.Sum(2);
-  EXPECT_EQ(fences.made, 2);
+  EXPECT_EQ(fences.Made(kOperators), 3);
   rows.ring->WaitUntilIdle();
-  MutexLock lock(&fences.mu);
-  EXPECT_EQ(fences.newest, 2);
+  EXPECT_EQ(fences.Waited(kCopies, kOperators), 3);
+}
+
+TEST(OffloadRing, OnADevice_OperatorsWaitForTheCopiesOnce_InEachStream) {
+  RecordedFences fences;
+  OffloadRingOptions options = RoomFor(2, /*prefetch=*/false);
+  options.fences = &fences;
+  const Rows rows(3, options);
+  rows.Sum(0);
+  EXPECT_EQ(fences.Made(kCopies), 1);
+  EXPECT_EQ(fences.Waited(kOperators, kCopies), 1);
+  rows.Sum(1);
+  EXPECT_EQ(fences.Made(kCopies), 2);
+  EXPECT_EQ(fences.Waited(kOperators, kCopies), 2);
+  // It is there; operators of another stream know nothing of that.
+  fences.operators = 9;
+  rows.Sum(0);
+  EXPECT_EQ(fences.Made(kCopies), 2);
+  EXPECT_EQ(fences.Waited(9, kCopies), 1);
+  // Both streams have used row 0 before its memory is another's.
+  rows.Sum(2);
+  rows.Sum(1);
+  rows.Sum(0);
+  rows.ring->WaitUntilIdle();
+  EXPECT_GE(fences.Waited(kCopies, kOperators), 2);
+  EXPECT_GE(fences.Waited(kCopies, 9), 1);
+}
+
+TEST(OffloadRing, OnADevice_UnitsBesidesTheRing_FollowWhatTheirMemoryWasUsedFor) {
+  RecordedFences fences;
+  OffloadRingOptions options = RoomFor(1, /*prefetch=*/false);
+  options.fences = &fences;
+  const Rows rows(2, options);
+  const at::NoGradGuard no_grad;
+  EXPECT_EQ(at::add(rows.rows[0], rows.rows[1]).sum().item<double>(), 3 * kRow);
+  EXPECT_GT(rows.ring->stats().overflow_bytes, 0u);
+  // One for the memory of the ring, and one for the other.
+  EXPECT_EQ(fences.Made(kOperators), 2);
+  EXPECT_EQ(fences.Waited(kCopies, kOperators), 2);
+}
+
+TEST(OffloadRing, OnADevice_ArrivalThatCannotBeTold_IsAnErrorAtTheUse_AndTriedAgain) {
+  RecordedFences fences;
+  OffloadRingOptions options = RoomFor(2, /*prefetch=*/false);
+  options.fences = &fences;
+  const Rows rows(3, options);
+  const auto set = [&fences](bool fails) {
+    MutexLock lock(&fences.mu);
+    fences.no_arrival = fails;
+  };
+  set(true);
+  EXPECT_THAT(ErrorOf([&] { rows.Sum(1); }), HasSubstr("no event is left"));
+  set(false);
+  EXPECT_EQ(rows.Sum(1), 2 * kRow);
 }
 
 // A use that fails leaves nothing that the next one waits for.
@@ -256,11 +342,15 @@ TEST(OffloadRing, DeviceThatFails_IsAnErrorAtTheUse_AndTriedAgain) {
     const Rows rows(3, options);
     EXPECT_EQ(rows.Sum(0), kRow);
     rows.ring->WaitUntilIdle();
-    fences.lost = true;
+    const auto set_lost = [&fences](bool lost) {
+      MutexLock lock(&fences.mu);
+      fences.lost = lost;
+    };
+    set_lost(true);
     EXPECT_THAT(ErrorOf([&] { rows.Sum(2); }), HasSubstr("the device is lost"));
     EXPECT_EQ(rows.Sum(0), kRow);
     rows.ring->WaitUntilIdle();
-    fences.lost = false;
+    set_lost(false);
     EXPECT_EQ(rows.Sum(2), 3 * kRow);
     rows.ring->WaitUntilIdle();
     {

@@ -12,7 +12,9 @@
 #include "ATen/ops/from_blob.h"
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "c10/core/DeviceGuard.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
+#include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/train/guard.h"
 #include "worker/train/tensor_ranges.h"
@@ -25,6 +27,8 @@ namespace {
 constexpr int64_t kCopiedBytes = (int64_t{1} << 20) - 2 * int64_t{kDirectAlignment};
 // What is read in place costs a system call less the larger it is.
 constexpr int64_t kInPlaceBytes = int64_t{4} << 20;
+// One call for each costs the host nothing then, and a link is at its best with long copies.
+constexpr int64_t kQueuedBytes = int64_t{64} << 20;
 // Of a thread: the usual 8 MiB count where memory is limited (ulimit -d, -v).
 constexpr size_t kStackBytes = size_t{1} << 20;
 
@@ -45,11 +49,19 @@ absl::Status FillOrThrow(const WeightPiece& piece, ReadScratch& scratch) {
   }
   MUSTER_ASSIGN_OR_RETURN(const char* const from,
                           piece.source->Fetch(piece.index, begin, bytes, scratch));
+  c10::OptionalDeviceGuard on_device;
+  if (!piece.device.is_cpu()) {
+    on_device.reset_device(piece.device);
+    // A GPU copies from other memory by way of a buffer of its driver, and not beside the host.
+    if (const HostPinning* const cuda = HostPinning::Cuda()) scratch.Pin(*cuda);
+  }
   const at::NoGradGuard no_grad;
   try {
     Over(piece.to, piece.count, piece.type, piece.device)
         .copy_(Over(from, piece.count, type, at::kCPU), /*non_blocking=*/true);
-    if (!piece.device.is_cpu()) {
+    const bool is_queued =
+        piece.may_end_later && piece.source->is_in_memory() && type == piece.type;
+    if (!piece.device.is_cpu() && !is_queued) {
       // The scratch memory is needed again.
       const c10::impl::VirtualGuardImpl guard(piece.device.type());
       guard.synchronizeStream(guard.getStream(piece.device));
@@ -74,7 +86,8 @@ std::vector<WeightPiece> PiecesOf(const WeightSource& source, size_t index, char
   const bool in_place =
       device.is_cpu() && type == source.type(index) &&
       reinterpret_cast<uintptr_t>(to) % kDirectAlignment == source.Remainder(index);
-  const int64_t piece = in_place ? kInPlaceBytes : kCopiedBytes;
+  const bool is_queued = !device.is_cpu() && source.is_in_memory() && type == source.type(index);
+  const int64_t piece = in_place ? kInPlaceBytes : is_queued ? kQueuedBytes : kCopiedBytes;
   int64_t next = (piece - (remainder % width == 0 ? remainder : 0)) / width;
   std::vector<WeightPiece> pieces;
   for (int64_t first = 0; first < count; first = next, next += piece / width) {

@@ -25,15 +25,19 @@ struct WeightPiece {
   char* to = nullptr;                // where `first` goes
   at::ScalarType type = at::kFloat;  // there
   at::Device device = at::kCPU;      // of `to`
+  // A copy to a device may end later than FillPiece(): what uses it follows on the same stream.
+  bool may_end_later = false;
 };
 
-// The pieces of a whole tensor, of a few MiB each.
+// The pieces of a whole tensor: of a few MiB each, or of 64 MiB where a device copies them by
+// itself from host memory.
 std::vector<WeightPiece> PiecesOf(const WeightSource& source, size_t index, char* to,
                                   at::ScalarType type, at::Device device);
 
 // Reads the piece, and converts it if its type is another one there. On a device that is not the
-// CPU: copies on the current stream, and waits for the copy. Blocks. Errors: the source's; also
-// what it throws, as memory that is not there. Throws nothing.
+// CPU: copies on the current stream, and waits for the copy unless it may end later and the source
+// is in memory. Blocks. Errors: the source's; also what it throws, as memory that is not there.
+// Throws nothing.
 absl::Status FillPiece(const WeightPiece& piece, ReadScratch& scratch);
 
 // Threads that read weights. Thread-safe.

@@ -36,6 +36,24 @@ TEST(WeightReaders, TensorOfManyPieces_ArrivesWhole_AlsoInAnotherType) {
   }
 }
 
+TEST(WeightReaders, PiecesForADevice_AreLargeWhereItCopiesByItself) {
+  const std::vector<at::Tensor> values = {at::zeros({40 << 20}, at::kByte)};
+  const auto host = HostWeightSource({"w"}, values);
+  const at::Device gpu(at::kCUDA, 0);
+  EXPECT_EQ(PiecesOf(*host, 0, nullptr, at::kByte, gpu).size(), 1u);
+  EXPECT_GE(PiecesOf(*host, 0, nullptr, at::kByte, at::kCPU).size(), 10u);
+  // What is converted goes through memory of the thread.
+  EXPECT_GE(PiecesOf(*host, 0, nullptr, at::kHalf, gpu).size(), 40u);
+  const TestFolder folder;
+  ASSERT_TRUE(SaveModelFiles(folder.path(), {{"w", values[0]}}).ok());
+  auto opened = WeightFiles::Open(folder.path());
+  ASSERT_TRUE(opened.ok()) << opened.status();
+  const auto files = std::make_shared<const WeightFiles>(*std::move(opened));
+  const auto source = OpenWeightSource(files, {0});
+  ASSERT_TRUE(source.ok()) << source.status();
+  EXPECT_GE(PiecesOf(**source, 0, nullptr, at::kByte, gpu).size(), 40u);
+}
+
 class BrokenSource : public WeightSource {
  public:
   size_t size() const override { return 1; }

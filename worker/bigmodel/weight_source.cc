@@ -181,6 +181,7 @@ class HostWeights final : public WeightSource {
   absl::StatusOr<const char*> Fetch(size_t i, uint64_t begin, size_t, ReadScratch&) const override {
     return At(i, begin);
   }
+  bool is_in_memory() const override { return true; }
   size_t Remainder(size_t) const override { return 0; }
 
  private:

@@ -37,6 +37,9 @@ class WeightSource {
   virtual absl::StatusOr<const char*> Fetch(size_t i, uint64_t begin, size_t bytes,
                                             ReadScratch& scratch) const = 0;
 
+  // Whether Fetch returns memory that stays as it is for as long as this object.
+  virtual bool is_in_memory() const { return false; }
+
   // Memory whose address has this remainder for kDirectAlignment is read into without a copy.
   virtual size_t Remainder(size_t i) const = 0;
 };

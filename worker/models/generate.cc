@@ -131,8 +131,9 @@ std::vector<int64_t> ToVector(const at::Tensor& ids) {
   return {data, data + on_cpu.numel()};
 }
 
+// `best`: on the CPU.
 void CheckScores(const at::Tensor& best, int64_t step) {
-  const at::Tensor bad = best.isnan().cpu();
+  const at::Tensor bad = best.isnan();
   TORCH_CHECK(!bad.any().item<bool>(), "the model's logits for new token ", step, " of row ",
               bad.to(c10::kLong).argmax().item<int64_t>(),
               " are not numbers: its weights or its type are at fault");
@@ -156,8 +157,8 @@ at::Tensor Drawn(const at::Tensor& sums, Draws* draws) {
 std::vector<int64_t> Choose(const GenerateOptions& options, const at::Tensor& scores, Draws* draws,
                             int64_t step, const std::vector<bool>& ended) {
   const auto [best, index] = scores.max(-1);
-  CheckScores(best, step);
   const at::Tensor on_cpu = best.cpu();
+  CheckScores(on_cpu, step);
   for (size_t row = 0; row < ended.size(); ++row) {
     const float score = on_cpu.const_data_ptr<float>()[row];
     if (!ended[row] && score == -std::numeric_limits<float>::infinity()) {
@@ -318,7 +319,7 @@ Generated Search(PromptReader& reader, const GenerateOptions& options, const Res
         rows.push_back(std::move(tokens));
       }
     }
-    CheckScores(logits.amax(-1), step);
+    CheckScores(logits.amax(-1).cpu(), step);
     at::Tensor scores = ApplyRules(options.rules, at::log_softmax(logits, -1), rows, step);
     // As in transformers, enough stay for one that runs on.
     if (options.do_sample) scores = ApplySamplingRules(options.rules, scores, min_kept);

@@ -21,6 +21,7 @@
 #include "ATen/ops/pow.h"
 #include "ATen/ops/relu.h"
 #include "ATen/ops/relu6.h"
+#include "ATen/ops/rms_norm.h"
 #include "ATen/ops/rsqrt.h"
 #include "ATen/ops/sigmoid.h"
 #include "ATen/ops/silu.h"
@@ -174,6 +175,13 @@ RmsNormImpl::RmsNormImpl(int64_t width, double epsilon) : epsilon_(epsilon) {
 }
 
 at::Tensor RmsNormImpl::forward(const at::Tensor& x) const {
+  // One kernel for six, with the same roundings: a GPU that generates waits for its kernels to be
+  // launched. Gradients add up as in transformers only below.
+  if (x.is_cuda() && !c10::GradMode::is_enabled()) {
+    // Autocast would leave it wide.
+    return weight * at::rms_norm(x, x.sizes().slice(x.dim() - 1), /*weight=*/{}, epsilon_)
+                        .to(x.scalar_type());
+  }
   const at::Tensor wide = x.to(c10::kFloat);
   const at::Tensor variance = wide.pow(2).mean(-1, /*keepdim=*/true);
   return weight * (wide * at::rsqrt(variance + epsilon_)).to(x.scalar_type());

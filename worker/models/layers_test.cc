@@ -47,6 +47,21 @@ TEST(RmsNorm, Bfloat16_DividesInFloat32) {
   EXPECT_TRUE(at::equal(norm(x).to(c10::kFloat), at::ones({4})));
 }
 
+// Which generation on a GPU relies on.
+TEST(RmsNorm, LibTorchsOwnWithoutAWeight_RoundsAsOurs) {
+  at::manual_seed(1);
+  for (const c10::ScalarType type : {c10::kFloat, c10::kBFloat16}) {
+    RmsNorm norm(64, 1e-5);
+    {
+      const at::NoGradGuard no_grad;
+      norm->weight.uniform_(0.5, 1.5);
+    }
+    norm->to(type);
+    const at::Tensor x = at::randn({3, 5, 64}).to(type);
+    EXPECT_TRUE(at::allclose(norm(x), norm->weight * at::rms_norm(x, {64}, {}, 1e-5), 1e-6, 1e-6));
+  }
+}
+
 TEST(Activate, GeluNew_IsTheTanhFormulaInEveryPrecision) {
   const at::Tensor x = at::arange(-4, 4, 0.25);
   const at::Tensor fused = at::gelu(x, "tanh");

@@ -17,6 +17,7 @@
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/weight_files.h"
+#include "worker/collective/nccl.h"
 #include "worker/models/bert.h"
 #include "worker/models/decoder.h"
 #include "worker/models/file_names.h"
@@ -159,6 +160,8 @@ absl::Status CheckTiedHead(const std::string& path, const WeightFiles& files,
 
 absl::Status CheckDeviceIsThere(const c10::Device& device) {
   if (device.is_cpu() || device.is_meta()) return absl::OkStatus();
+  // Programs are without CUDA until they use it.
+  if (device.is_cuda() && VisibleGpus() > 0) MUSTER_RETURN_IF_ERROR(LoadCuda());
   const int count = c10::impl::hasDeviceGuardImpl(device.type())
                         ? c10::impl::VirtualGuardImpl(device.type()).deviceCount()
                         : 0;

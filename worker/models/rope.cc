@@ -11,6 +11,7 @@
 #include "ATen/ops/pow.h"
 #include "ATen/ops/tensor.h"
 #include "ATen/ops/where.h"
+#include "c10/core/InferenceMode.h"
 
 namespace muster::models {
 
@@ -120,16 +121,26 @@ RotaryEmbedding::RotaryEmbedding(const RopeConfig& rope, int64_t head_dim)
       frequencies_(RopeFrequencies(rope, head_dim)),
       attention_factor_(RopeAttentionFactor(rope)) {}
 
+at::Tensor RotaryEmbedding::FrequenciesOn(const at::Device& device) const {
+  if (device.is_cpu()) return frequencies_;
+  MutexLock lock(&mu_);
+  if (!on_device_.defined() || on_device_.device() != device) {
+    // Training may take it after a generation.
+    const c10::InferenceMode off(false);
+    on_device_ = frequencies_.to(device);
+  }
+  return on_device_;
+}
+
 Rotation RotaryEmbedding::At(const at::Tensor& positions, at::ScalarType dtype) const {
-  at::Tensor frequencies = frequencies_;
+  at::Tensor frequencies = FrequenciesOn(positions.device());
   if (rope_.kind == RopeConfig::Kind::kDynamic || rope_.kind == RopeConfig::Kind::kLongRope) {
     const int64_t length = positions.max().item<int64_t>() + 1;
     if (length > rope_.original_max_positions) {
-      frequencies = RopeFrequencies(rope_, head_dim_, length);
+      frequencies = RopeFrequencies(rope_, head_dim_, length).to(positions.device());
     }
   }
-  const at::Tensor angles = positions.to(c10::kFloat).unsqueeze(-1) *
-                            frequencies.to(positions.device(), /*non_blocking=*/true);
+  const at::Tensor angles = positions.to(c10::kFloat).unsqueeze(-1) * frequencies;
   const at::Tensor both = at::cat({angles, angles}, -1).unsqueeze(1);
   if (attention_factor_ == 1) return {.cos = both.cos().to(dtype), .sin = both.sin().to(dtype)};
   return {.cos = (both.cos() * attention_factor_).to(dtype),

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "ATen/core/Tensor.h"
+#include "base/mutex.h"
 #include "worker/models/model_config.h"
 
 namespace muster::models {
@@ -29,6 +30,7 @@ struct Rotation {
   at::Tensor Apply(const at::Tensor& x) const;
 };
 
+// Thread-safe.
 class RotaryEmbedding {
  public:
   RotaryEmbedding(const RopeConfig& rope, int64_t head_dim);
@@ -40,9 +42,14 @@ class RotaryEmbedding {
   Rotation At(const at::Tensor& positions, at::ScalarType dtype) const;
 
  private:
+  // frequencies_ there; a GPU gets them once, not for each token.
+  at::Tensor FrequenciesOn(const at::Device& device) const;
+
   const RopeConfig rope_;
   const int64_t head_dim_;
   const at::Tensor frequencies_;
+  mutable Mutex mu_;
+  mutable at::Tensor on_device_ ABSL_GUARDED_BY(mu_);
   const double attention_factor_;
 };
 

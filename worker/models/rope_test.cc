@@ -6,6 +6,7 @@
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
+#include "c10/core/InferenceMode.h"
 
 namespace muster::models {
 namespace {
@@ -102,6 +103,20 @@ TEST(RotaryEmbedding, LongRope_TakesTheLongFactorsBeyondTheOriginalPositionsAlon
   };
   EXPECT_NEAR(At(first(16), 3), std::sqrt(1.5) * std::sin(1e-3 / 1.5), 1e-8);
   EXPECT_NEAR(At(first(17), 3), std::sqrt(1.5) * std::sin(1e-3 / 4), 1e-8);
+}
+
+// As generation and training on a GPU take turns.
+TEST(RotaryEmbedding, PositionsOfAnotherDevice_GiveAnglesThere) {
+  const RotaryEmbedding rotary({}, 8);
+  const at::Tensor positions = at::arange(3, c10::kLong).unsqueeze(0);
+  {
+    const c10::InferenceMode inference;
+    EXPECT_TRUE(rotary.At(positions.to(c10::kMeta), c10::kFloat).cos.is_meta());
+  }
+  const Rotation rotation = rotary.At(positions.to(c10::kMeta), c10::kHalf);
+  EXPECT_TRUE(rotation.sin.is_meta());
+  EXPECT_EQ(rotation.sin.scalar_type(), c10::kHalf);
+  EXPECT_TRUE(rotary.At(positions, c10::kFloat).cos.is_cpu());
 }
 
 // What rotary positions are for: a product depends on the distance alone.
