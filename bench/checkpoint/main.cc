@@ -9,6 +9,11 @@
 // to write it with a save at the first one, against as many without. --dip_passes N: the same over
 // N passes; without a limit writers rest as the saver has them rest.
 //
+// --device cuda: the state is on a GPU, and so are the steps. Every time begins and ends with an
+// idle device, except that of the steps around a save: there the host runs ahead of the device as
+// in training, and `lost_s` is what the same steps take longer with a save among them, the wait for
+// its copies included. The link between device and host is measured in the same run.
+//
 // --ranks N: what it costs N ranks of a host, threads of this process, to read a model's and an
 // optimizer's file of so many bytes together, and to copy them into tensors: each rank all of them
 // (apart), or each a share of the blocks into memory that all map (together).
@@ -26,7 +31,9 @@
 
 #include "base/file.h"
 #include "bench/checkpoint/plain_disk.h"
+#include "c10/core/impl/VirtualGuardImpl.h"
 #include "muster/muster.h"
+#include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/thread_comm.h"
 
@@ -52,6 +59,85 @@ double CpuSeconds(const std::function<void()>& work) {
   const double start = now();
   work();
   return now() - start;
+}
+
+// Returns when the device has done what it was given; on the CPU every call has.
+void WaitFor(const torch::Device& device) {
+  if (device.is_cpu()) return;
+  c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+}
+
+// Work of a step beside that of the state's own layers.
+class Work {
+ public:
+  // Takes about so many milliseconds of the device a step; 0: there is none.
+  Work(const torch::Device& device, double milliseconds) {
+    if (milliseconds <= 0) return;
+    const int64_t width = device.is_cpu() ? 512 : 8192;
+    factor_ = torch::rand({width, width}, torch::TensorOptions(device).dtype(
+                                              device.is_cpu() ? torch::kFloat : torch::kBFloat16))
+                  .div_(width);
+    product_ = torch::empty_like(factor_);
+    constexpr int kTried = 10;
+    times_ = kTried;
+    Run();
+    WaitFor(device);
+    const double took = Seconds([&] {
+      Run();
+      WaitFor(device);
+    });
+    times_ = std::max(1, static_cast<int>(milliseconds * 1e-3 / took * kTried + 0.5));
+  }
+
+  void Run() {
+    const torch::NoGradGuard no_grad;
+    for (int i = 0; i < times_; ++i) torch::mm_out(product_, factor_, factor_);
+  }
+
+ private:
+  torch::Tensor factor_, product_;
+  int times_ = 0;
+};
+
+// What the link between a GPU and the host carries, in GB/s, and what pinning costs.
+struct Link {
+  bool pins = false;
+  double pin_s_per_gib = 0;
+  double to_host_pinned = 0, to_host_pageable = 0, to_device_pinned = 0, to_device_pageable = 0;
+};
+
+Link MeasureLink(const torch::Device& device) {
+  constexpr size_t kBytes = size_t{1} << 30;
+  Link link;
+  const torch::Tensor there =
+      torch::zeros({static_cast<int64_t>(kBytes)}, torch::TensorOptions(device).dtype(torch::kU8));
+  muster::AlignedMemory memory;
+  Check(memory.Grow(kBytes));
+  std::fill_n(memory.data(), kBytes, 'x');
+  const torch::Tensor here =
+      torch::from_blob(memory.data(), {static_cast<int64_t>(kBytes)}, torch::kU8);
+  const auto rate = [&](const torch::Tensor& to, const torch::Tensor& from) {
+    std::vector<double> rates;
+    for (int i = 0; i < 3; ++i) {
+      WaitFor(device);
+      rates.push_back(kBytes / 1e9 / Seconds([&] {
+                        torch::Tensor(to).copy_(from, /*non_blocking=*/true);
+                        WaitFor(device);
+                      }));
+    }
+    return Median(rates);
+  };
+  link.to_host_pageable = rate(here, there);
+  link.to_device_pageable = rate(there, here);
+  const muster::HostPinning* const cuda = muster::HostPinning::Cuda();
+  if (cuda == nullptr) return link;
+  const uint64_t before = muster::AlignedMemory::PinnedBytes();
+  link.pin_s_per_gib = Seconds([&] { memory.Pin(*cuda); });
+  link.pins = muster::AlignedMemory::PinnedBytes() > before;
+  if (!link.pins) return link;
+  link.to_host_pinned = rate(here, there);
+  link.to_device_pinned = rate(there, here);
+  return link;
 }
 
 // The tensors of a file of about `bytes`, 16 MiB each.
@@ -124,11 +210,15 @@ void ReadOnRanks(int ranks, double gib, int rounds, const std::string& dir) {
 
 // The throughput that training loses while a save of `bytes` is written at `limit` bytes a second
 // (0: none), over so many passes (0: as long as the limit makes it take, and a tenth).
-void MeasureDip(size_t bytes, int64_t limit, int passes, int rounds,
+void MeasureDip(size_t bytes, int64_t limit, int passes, int rounds, const torch::Device& device,
                 const std::function<void()>& pass, const std::function<absl::Status()>& save,
                 const std::function<absl::Status()>& wait) {
   pass();
-  const double one = Seconds(pass);
+  WaitFor(device);
+  const double one = Seconds([&] {
+    pass();
+    WaitFor(device);
+  });
   if (passes == 0) {
     passes =
         static_cast<int>(1.1 * static_cast<double>(bytes) / static_cast<double>(limit) / one) + 1;
@@ -137,6 +227,7 @@ void MeasureDip(size_t bytes, int64_t limit, int passes, int rounds,
     return Seconds([&] {
       if (saves) Check(save());
       for (int i = 0; i < passes; ++i) pass();
+      WaitFor(device);
     });
   };
   std::vector<double> dips, left, plain;
@@ -163,8 +254,9 @@ void MeasureDip(size_t bytes, int64_t limit, int passes, int rounds,
 }  // namespace
 
 int main(int argc, char** argv) {
-  double gib = 1;
-  int rounds = 5, ranks = 1;
+  double gib = 1, step_ms = -1;
+  int rounds = 5, ranks = 1, steps = 3;
+  std::string device_name = "cpu";
   int64_t limit_mb = 0;
   int dip_passes = 0;
   std::string dir = "checkpoint-bench";
@@ -179,7 +271,15 @@ int main(int argc, char** argv) {
       ->check(CLI::NonNegativeNumber);
   app.add_option("--dip_passes", dip_passes, "above 0: only the dip, over so many passes")
       ->check(CLI::NonNegativeNumber);
+  app.add_option("--device", device_name, "where the state is and steps run")
+      ->check(CLI::IsMember({"cpu", "cuda"}));
+  app.add_option("--step_ms", step_ms,
+                 "a step computes for so long beside the layers of the state (default: 150 on a "
+                 "GPU, 0 on the CPU)");
+  app.add_option("--steps", steps, "around a save, for what training loses to it")
+      ->check(CLI::PositiveNumber);
   CLI11_PARSE(app, argc, argv);
+  if (step_ms < 0) step_ms = device_name == "cpu" ? 0 : 150;
   if (ranks > 1) {
     ReadOnRanks(ranks, gib, rounds, dir);
     return 0;
@@ -199,20 +299,37 @@ int main(int argc, char** argv) {
   }
   muster::FusedAdamW adamw(net->parameters());
   muster::AcceleratorOptions options;
-  options.cpu = true;
+  options.cpu = device_name == "cpu";
   muster::Accelerator before(options);
+  const torch::Device device = before.device();
+  if (device.is_cpu() != options.cpu) {
+    std::fprintf(stderr, "this process sees no GPU; measure with --device cpu\n");
+    Check(muster::RemoveTree(dir));
+    return 2;
+  }
   options.checkpoint.asynchronous = true;
   options.checkpoint.max_bytes_per_second = limit_mb * 1'000'000;
   muster::Accelerator beside(options);
   auto [model, optimizer] = before.prepare(net, adamw);
   auto [same_model, same_optimizer] = beside.prepare(net, adamw);
-  before.backward(model(torch::ones({1, 2048})).mean());
+  const torch::Tensor input = torch::ones({64, 2048}, device);
+  before.backward(model(input.narrow(0, 0, 1)).mean());
   optimizer.step();
   optimizer.zero_grad();
-  const auto pass = [&beside, &same_model = same_model, &same_optimizer = same_optimizer] {
-    beside.backward(same_model(torch::ones({64, 2048})).mean());
+  Work work(device, step_ms);
+  const auto pass = [&, &same_model = same_model, &same_optimizer = same_optimizer] {
+    work.Run();
+    beside.backward(same_model(input).mean());
     same_optimizer.step();
     same_optimizer.zero_grad();
+  };
+  // Begins and ends with an idle device.
+  const auto time = [&](const std::function<void()>& what) {
+    WaitFor(device);
+    return Seconds([&] {
+      what();
+      WaitFor(device);
+    });
   };
 
   if (limit_mb > 0 || dip_passes > 0) {
@@ -220,7 +337,7 @@ int main(int argc, char** argv) {
     Check(beside.save_state(path("beside")));
     Check(beside.wait_for_checkpoint());
     MeasureDip(
-        DropFromCache(path("beside")), limit_mb * 1'000'000, dip_passes, rounds, pass,
+        DropFromCache(path("beside")), limit_mb * 1'000'000, dip_passes, rounds, device, pass,
         [&] { return beside.save_state(path("beside")); },
         [&] { return beside.wait_for_checkpoint(); });
     Check(muster::RemoveTree(dir));
@@ -229,7 +346,7 @@ int main(int argc, char** argv) {
 
   std::vector<double> plain_write, synchronous, stall, durable, plain_read, huge_write, huge_read,
       load, durable_ratio, load_ratio, stall_ratio, synchronous_cpu, stall_cpu, durable_cpu,
-      load_cpu, plain_pass, pass_after_save;
+      load_cpu, plain_pass, pass_after_save, plain_steps, lost, lost_ratio;
   double first_stall = 0;
   size_t bytes = 0;
   const PlainBlocks small = Blocks(false), huge = Blocks(true);
@@ -239,6 +356,7 @@ int main(int argc, char** argv) {
     for (const char* name : {"before", "beside", "plain"}) {
       if (muster::PathExists(path(name))) Check(muster::RemoveTree(path(name)));
     }
+    WaitFor(device);
     const double sync_s =
         Seconds([&] { sync_cpu = CpuSeconds([&] { Check(before.save_state(path("before"))); }); });
     double stall_s = 0;
@@ -249,10 +367,28 @@ int main(int argc, char** argv) {
         Check(beside.wait_for_checkpoint());
       });
     });
-    const double pass_s = Seconds(pass);
+    if (round == 0) pass();
+    const double pass_s = time(pass);
     Check(beside.save_state(path("beside")));
-    const double pass_after_s = Seconds(pass);
+    // Not by time(): a device that still copies is what the pass waits for.
+    const double pass_after_s = Seconds([&] {
+      pass();
+      WaitFor(device);
+    });
     Check(beside.wait_for_checkpoint());
+    const auto run = [&](bool saves) {
+      return time([&] {
+        pass();
+        if (saves) Check(beside.save_state(path("beside")));
+        for (int i = 0; i < steps; ++i) pass();
+      });
+    };
+    const bool first = round % 2 == 0;  // whatever drifts meanwhile
+    double run_s[2];
+    for (const bool saves : {first, !first}) {
+      run_s[saves] = run(saves);
+      if (saves) Check(beside.wait_for_checkpoint());
+    }
     bytes = (DropFromCache(path("beside")) + kBlock - 1) / kBlock * kBlock;
     const double write_s = Seconds([&] { PlainWrite(path("plain"), small, bytes); });
     const double read_s = Seconds([&] { PlainRead(path("plain"), small, bytes); });
@@ -261,7 +397,7 @@ int main(int argc, char** argv) {
     const double huge_read_s = Seconds([&] { PlainRead(path("plain"), huge, bytes); });
     (void)DropFromCache(path("beside"));
     const double load_s =
-        Seconds([&] { read_cpu = CpuSeconds([&] { Check(beside.load_state(path("beside"))); }); });
+        time([&] { read_cpu = CpuSeconds([&] { Check(beside.load_state(path("beside"))); }); });
     // The first round takes the memory that later ones use again.
     if (round == 0) {
       first_stall = stall_s;
@@ -284,7 +420,13 @@ int main(int argc, char** argv) {
     load_cpu.push_back(read_cpu);
     plain_pass.push_back(pass_s);
     pass_after_save.push_back(pass_after_s);
+    plain_steps.push_back(run_s[0]);
+    lost.push_back(run_s[1] - run_s[0]);
+    lost_ratio.push_back(lost.back() / sync_s);
   }
+  // While the memory of the saves is there.
+  const uint64_t pinned = muster::AlignedMemory::PinnedBytes();
+  const Link link = device.is_cpu() ? Link() : MeasureLink(device);
   double average[1] = {0};
   (void)getloadavg(average, 1);
   std::printf(
@@ -294,12 +436,19 @@ int main(int argc, char** argv) {
       "\"load_of_plain\":%.3f,\"plain_huge_write_s\":%.3f,\"plain_huge_read_s\":%.3f,\"synchronous_"
       "cpu_s\":%.3f,\"stall_cpu_s\":%.4f,"
       "\"durable_cpu_s\":%.3f,\"cold_load_cpu_s\":%.3f,\"pass_s\":%.4f,"
-      "\"pass_after_save_s\":%.4f,\"load_average\":%.1f}\n",
+      "\"pass_after_save_s\":%.4f,\"steps\":%d,\"steps_s\":%.4f,\"lost_s\":%.4f,"
+      "\"lost_of_synchronous\":%.4f,\"pinned_bytes\":%llu,\"pins\":%d,\"pin_s_per_gib\":%.3f,"
+      "\"to_host_pinned_gbps\":%.2f,\"to_host_pageable_gbps\":%.2f,"
+      "\"to_device_pinned_gbps\":%.2f,\"to_device_pageable_gbps\":%.2f,\"direct\":%d,"
+      "\"load_average\":%.1f}\n",
       bytes, Median(synchronous), Median(stall), first_stall, Median(stall_ratio), Median(durable),
       Median(plain_write), Median(durable_ratio), Median(load), Median(plain_read),
       Median(load_ratio), Median(huge_write), Median(huge_read), Median(synchronous_cpu),
       Median(stall_cpu), Median(durable_cpu), Median(load_cpu), Median(plain_pass),
-      Median(pass_after_save), average[0]);
+      Median(pass_after_save), steps + 1, Median(plain_steps), Median(lost), Median(lost_ratio),
+      static_cast<unsigned long long>(pinned), static_cast<int>(link.pins), link.pin_s_per_gib,
+      link.to_host_pinned, link.to_host_pageable, link.to_device_pinned, link.to_device_pageable,
+      static_cast<int>(muster::bench::PlainIsDirect()), average[0]);
   Check(muster::RemoveTree(dir));
   return 0;
 }

@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -20,6 +21,8 @@ namespace {
 
 // A huge page: sizes are multiples of it, so that growing leaves no small remainders.
 constexpr size_t kUnit = size_t{2} << 20;
+
+std::atomic<uint64_t> pinned_bytes{0};
 
 // A number of a file in /proc or /sys, after `name`; -1: there is none.
 int64_t NumberIn(const char* path, const char* name) {
@@ -99,15 +102,20 @@ void AlignedMemory::Pin(const HostPinning& pinning) {
   if (pinned_ != nullptr || unpinnable_ || data_ == nullptr) return;
   if (pinning.pin(data_, size_)) {
     pinned_ = &pinning;
+    pinned_bytes += size_;
   } else {
     unpinnable_ = true;
   }
 }
 
 void AlignedMemory::Unpin() {
-  if (pinned_ != nullptr) pinned_->unpin(data_);
+  if (pinned_ == nullptr) return;
+  pinned_->unpin(data_);
   pinned_ = nullptr;
+  pinned_bytes -= size_;
 }
+
+uint64_t AlignedMemory::PinnedBytes() { return pinned_bytes; }
 
 AlignedMemory::~AlignedMemory() {
   Unpin();

@@ -46,6 +46,9 @@ class AlignedMemory {
   // and is not tried again. Nothing happens if it is pinned, or empty.
   void Pin(const HostPinning& pinning);
 
+  // What all objects of this process have pinned at the moment. Thread-safe.
+  static uint64_t PinnedBytes();
+
  private:
   void Unpin();
 

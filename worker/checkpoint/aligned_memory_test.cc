@@ -62,8 +62,10 @@ TEST(AlignedMemoryTest, Pinned_StaysSoUntilItGrowsAlsoWhenItMoves) {
     memory.Pin(pinning);
     ASSERT_TRUE(memory.Grow(1).ok());
     EXPECT_EQ(pinned, of(memory));
+    EXPECT_EQ(AlignedMemory::PinnedBytes(), memory.size());
     ASSERT_TRUE(memory.Grow(64 << 20).ok());
     EXPECT_TRUE(pinned.empty());
+    EXPECT_EQ(AlignedMemory::PinnedBytes(), 0u);
     memory.Pin(pinning);
     AlignedMemory moved = std::move(memory);
     memory = AlignedMemory();
@@ -77,6 +79,7 @@ TEST(AlignedMemoryTest, Pinned_StaysSoUntilItGrowsAlsoWhenItMoves) {
     ASSERT_TRUE(moved.Grow(256 << 20).ok());
   }
   EXPECT_TRUE(pinned.empty());
+  EXPECT_EQ(AlignedMemory::PinnedBytes(), 0u);
   EXPECT_EQ(HostPinning::Cuda(), HostPinning::Cuda());
 }
 

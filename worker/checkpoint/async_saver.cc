@@ -113,6 +113,7 @@ absl::Status AsyncSaver::Begin(Comm& comm, const Request& request,
   absl::Status copied;
   try {
     copied = Copy(comm, *save, write, earlier);
+    if (copied.ok()) save->deferred = save->snapshot->TakeDeferred();
   } catch (...) {
     GiveBack(std::move(save->snapshot));
     throw;
@@ -121,7 +122,6 @@ absl::Status AsyncSaver::Begin(Comm& comm, const Request& request,
     GiveBack(std::move(save->snapshot));
     return copied;
   }
-  save->deferred = save->snapshot->TakeDeferred();
   last_deferred_ = save->deferred;
   save->begun = clock_.Now();
   save->stall = save->begun - start;
@@ -131,7 +131,7 @@ absl::Status AsyncSaver::Begin(Comm& comm, const Request& request,
     save->progress->Expect(save->snapshot->bytes());
   }
   MutexLock lock(&mu_);
-  if (lazy_ && !save->deferred->empty()) to_copy_ = save->deferred;
+  if (lazy_ && !save->deferred->empty()) to_copy_.push_back(save->deferred);
   queue_.push_back(std::move(save));
   ++begun_;
   changed_.SignalAll();
@@ -202,9 +202,10 @@ void AsyncSaver::RunCopies() {
     std::shared_ptr<DeferredCopy> copy;
     {
       MutexLock lock(&mu_);
-      while (to_copy_ == nullptr && !stop_) changed_.Wait(&mu_);
-      if (to_copy_ == nullptr) return;
-      copy = std::exchange(to_copy_, nullptr);
+      while (to_copy_.empty() && !stop_) changed_.Wait(&mu_);
+      if (to_copy_.empty()) return;
+      copy = std::move(to_copy_.front());
+      to_copy_.pop_front();
     }
     MUSTER_FAILPOINT("worker.checkpoint_copy");
     copy->Run();
@@ -223,6 +224,11 @@ std::vector<AsyncSaver::Outcome> AsyncSaver::Wait() {
     if (!outcome.status.ok()) settled_.erase(outcome.path);
   }
   return outcomes;
+}
+
+bool AsyncSaver::Stops() const {
+  MutexLock lock(&mu_);
+  return stop_;
 }
 
 void AsyncSaver::Abandon() {
@@ -312,6 +318,9 @@ void AsyncSaver::Run() {
     outcome.status = GuardRank([&] { return Persist(*save); });
     outcome.persist = clock_.Now() - save->begun;
     outcome.stall += save->deferred->waited();
+    // For the saves that follow: this one had to find out how much it is. Not for one that is not
+    // to come: it may take a second.
+    if (outcome.status.ok() && !Stops()) save->snapshot->PinIfFromGpu();
     // Before the end is reported: the files of a failed save are removed by then.
     save->staged.reset();
     save->progress.reset();

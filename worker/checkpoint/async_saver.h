@@ -135,6 +135,7 @@ class AsyncSaver {
   // Of a thread that writes, after a block. As PolitePace::Rest.
   void RestIfCoresAreWanted(absl::Duration also, absl::Duration most);
   PolitePace& PaceOfThisThread() const;
+  bool Stops() const;
   void Run();
   void RunCopies();
 
@@ -164,8 +165,8 @@ class AsyncSaver {
   // Saves by number, from 1: queued, and done.
   int64_t begun_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t done_ ABSL_GUARDED_BY(mu_) = 0;
-  std::deque<Outcome> outcomes_ ABSL_GUARDED_BY(mu_);           // of the last ones done
-  std::shared_ptr<DeferredCopy> to_copy_ ABSL_GUARDED_BY(mu_);  // for copier_, if not null
+  std::deque<Outcome> outcomes_ ABSL_GUARDED_BY(mu_);                       // of the last ones done
+  std::deque<std::shared_ptr<DeferredCopy>> to_copy_ ABSL_GUARDED_BY(mu_);  // for copier_
   bool stop_ ABSL_GUARDED_BY(mu_) = false;
   std::shared_ptr<DeferredCopy> last_deferred_;  // of the last save; for the caller's thread
   // Last: they use the rest.

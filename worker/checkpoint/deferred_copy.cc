@@ -56,9 +56,9 @@ void EndCopiesPastCaches() {
 }  // namespace
 
 bool DeferredCopy::Takes(const at::Tensor& tensor) {
-  return tensor.device().is_cpu() && tensor.layout() == at::kStrided &&
-         tensor.nbytes() >= kMinBytes && tensor.is_contiguous() && !tensor.is_conj() &&
-         !tensor.is_neg() && !tensor.is_inference();
+  if (!tensor.is_cpu()) return DeviceCopies::Takes(tensor);
+  return tensor.layout() == at::kStrided && tensor.nbytes() >= kMinBytes &&
+         tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg() && !tensor.is_inference();
 }
 
 DeferredCopy::Samples DeferredCopy::SamplesOf(const char* data, size_t bytes) {
@@ -71,6 +71,10 @@ DeferredCopy::Samples DeferredCopy::SamplesOf(const char* data, size_t bytes) {
 }
 
 void DeferredCopy::Add(std::string name, at::Tensor source, size_t offset) {
+  if (on_device_(source)) {
+    device_.Add(std::move(name), std::move(source), offset);
+    return;
+  }
   Copied copied{.name = std::move(name),
                 // Keeps the memory, and counts the changes, also if the program gives the tensor
                 // another storage (set_data()).
@@ -89,6 +93,7 @@ void DeferredCopy::Add(std::string name, at::Tensor source, size_t offset) {
 
 void DeferredCopy::Start(char* base, const std::vector<Digested>& files) {
   base_ = base;
+  device_.Start(base);
   copies_ = !tensors_.empty();
   std::sort(tensors_.begin(), tensors_.end(),
             [](const Copied& a, const Copied& b) { return a.offset < b.offset; });
@@ -146,15 +151,12 @@ absl::Status DeferredCopy::Check(const Copied& copied) const {
       SamplesOf(copied.from, copied.bytes) == copied.samples) {
     return absl::OkStatus();
   }
-  return absl::FailedPreconditionError(absl::StrCat(
-      copied.name,
-      " was changed by the program after save_state() and before the optimizer's next step, while "
-      "its copy was still being made; set options.checkpoint.lazy = false, or change it right "
-      "after "
-      "the step"));
+  return WasChangedDuringItsCopy(copied.name);
 }
 
-void DeferredCopy::Run() {
+void DeferredCopy::CopyParts() {
+  // What a device has copied is digested where it lies then.
+  if (!digests_.empty()) device_.Wait();
   const absl::Duration start = CpuOfThisThread();
   size_t mine = 0;
   BlockDigester digester;
@@ -167,32 +169,45 @@ void DeferredCopy::Run() {
   MutexLock lock(&mu_);
   cpu_ += cpu;
   copied_ += mine;
-  while (copied_ < parts_.size() && !done_) changed_.Wait(&mu_);
-  if (done_) return;
+  while (copied_ < parts_.size() && !parts_done_) changed_.Wait(&mu_);
+  if (parts_done_) return;
   for (const Copied& copied : tensors_) status_.Update(Check(copied));
   // The tensors may be large, and their module may be gone.
   tensors_.clear();
-  done_ = true;
+  parts_done_ = true;
   changed_.SignalAll();
 }
 
-void DeferredCopy::Wait() const {
+void DeferredCopy::Run() {
+  // First: the devices work beside this thread.
+  device_.Queue();
+  CopyParts();
+  device_.Wait();
+}
+
+void DeferredCopy::Wait() {
+  device_.Wait();
   MutexLock lock(&mu_);
-  while (!done_ && !parts_.empty()) changed_.Wait(&mu_);
+  while (!parts_done_ && !parts_.empty()) changed_.Wait(&mu_);
 }
 
 absl::Status DeferredCopy::status() const {
+  absl::Status status = device_.status();
   MutexLock lock(&mu_);
-  return status_;
+  status.Update(status_);
+  return status;
 }
 
 void DeferredCopy::RunWhileTrainingWaits(const Clock& clock) {
+  bool parts = false;
   {
     MutexLock lock(&mu_);
-    if (done_ || !copies_) return;
+    parts = copies_ && !parts_done_;
+    if (!parts && device_.empty()) return;
   }
   const absl::Time start = clock.Now();
-  Run();
+  device_.LetChange();
+  if (parts) CopyParts();
   const absl::Duration waited = clock.Now() - start;
   MutexLock lock(&mu_);
   waited_ += waited;

@@ -4,7 +4,9 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
@@ -13,6 +15,7 @@
 #include "absl/time/time.h"
 #include "base/clock.h"
 #include "base/mutex.h"
+#include "worker/checkpoint/device_copies.h"
 #include "worker/checkpoint/digest.h"
 
 namespace muster {
@@ -20,14 +23,19 @@ namespace muster {
 // Copies of tensors that are made while training goes on, because nothing changes them before the
 // optimizer steps. Code that is about to change them calls Run() first. A tensor that was changed
 // nevertheless is detected: by its version, which every operation in place counts, and by some of
-// its bytes, for changes that are not counted (through data() or a pointer).
+// its bytes, for changes that are not counted (through data() or a pointer). On a device only by
+// its version; there the device waits for the copy, not the thread.
 class DeferredCopy {
  public:
-  // Whether a copy of the tensor can wait: it is on the CPU, its data are laid out as in a file,
-  // its changes are counted, and it is large enough to be worth it.
+  // Whether a copy of the tensor can wait: its data are laid out as in a file, its changes are
+  // counted, and on the CPU it is large enough to be worth it.
   static bool Takes(const at::Tensor& tensor);
 
   DeferredCopy() = default;
+  // For tests: CPU tensors that `on_device` is true for count as on a device, whose copies `queue`
+  // queues.
+  DeferredCopy(std::function<bool(const at::Tensor&)> on_device, DeviceCopies::QueueCopy queue)
+      : on_device_(std::move(on_device)), device_(std::move(queue)) {}
   DeferredCopy(const DeferredCopy&) = delete;
   DeferredCopy& operator=(const DeferredCopy&) = delete;
 
@@ -44,14 +52,14 @@ class DeferredCopy {
   // Where the copies go. To be called once, before what follows. If there are `files`, they contain
   // all copies and do not overlap.
   void Start(char* base, const std::vector<Digested>& files = {});
-  bool empty() const { return parts_.empty(); }
+  bool empty() const { return parts_.empty() && device_.empty(); }
 
   // Copies and digests what no other thread does already, and returns when everything is done.
   // Thread-safe.
   void Run();
 
-  // Returns when everything is copied, by others.
-  void Wait() const;
+  // Returns when everything is copied, what is on the CPU by others.
+  void Wait();
 
   // After Run() or Wait(). FAILED_PRECONDITION, naming a tensor that was changed after its Add()
   // and before its copy was complete: its copy is useless.
@@ -60,7 +68,8 @@ class DeferredCopy {
   // After Run() or Wait(): those of the files of Start(), in their order.
   const std::vector<BlockDigests>& digests() const { return digests_; }
 
-  // Runs it and counts the time: training waits. Not where there is only something to digest.
+  // What is queued on devices from now on waits for their copies; makes those of the CPU. Counts
+  // the time: training waits. Not where there is only something to digest.
   void RunWhileTrainingWaits(const Clock& clock);
   // For how long training has waited.
   absl::Duration waited() const;
@@ -90,8 +99,14 @@ class DeferredCopy {
 
   static Samples SamplesOf(const char* data, size_t bytes);
   absl::Status Check(const Copied& copied) const;
+  // Returns when no part is left to copy.
+  void CopyParts();
   void Fill(const Part& part, BlockDigester* digester) const;
 
+  std::function<bool(const at::Tensor&)> on_device_ = [](const at::Tensor& tensor) {
+    return !tensor.is_cpu();
+  };
+  DeviceCopies device_;
   char* base_ = nullptr;
   bool copies_ = false;          // there were tensors at Start()
   std::vector<Copied> tensors_;  // by offset, after Start()
@@ -101,7 +116,7 @@ class DeferredCopy {
   mutable Mutex mu_;
   mutable CondVar changed_;
   size_t copied_ ABSL_GUARDED_BY(mu_) = 0;  // parts
-  bool done_ ABSL_GUARDED_BY(mu_) = false;
+  bool parts_done_ ABSL_GUARDED_BY(mu_) = false;
   absl::Status status_ ABSL_GUARDED_BY(mu_);
   absl::Duration waited_ ABSL_GUARDED_BY(mu_);
   absl::Duration cpu_ ABSL_GUARDED_BY(mu_);

@@ -12,6 +12,7 @@
 #include "ATen/core/grad_mode.h"
 #include "base/fake_clock.h"
 #include "c10/core/InferenceMode.h"
+#include "worker/collective/fake_streams.h"
 
 namespace muster {
 namespace {
@@ -165,6 +166,87 @@ TEST_F(DeferredCopyTest, NothingToCopy_WaitsForNobody) {
   copy_.Wait();
   copy_.Run();
   EXPECT_TRUE(copy_.status().ok());
+}
+
+// A CPU tensor plays one on a device, on streams that are not real.
+class DeferredCopyFromDevice : public testing::Test {
+ protected:
+  static void SetUpTestSuite() { FakeStreams::Install(c10::kCPU); }
+
+  const at::Tensor there_ = at::full({kNumbers}, 7, at::kFloat), here_ = at::ones({kNumbers});
+  std::vector<char> memory_ = std::vector<char>(2 * kNumbers * sizeof(float));
+  int queued_ = 0;
+  DeferredCopy copy_{[this](const at::Tensor& tensor) {
+                       return tensor.const_data_ptr() == there_.const_data_ptr();
+                     },
+                     [this](char* to, const at::Tensor& from) {
+                       ++queued_;
+                       std::memcpy(to, from.const_data_ptr(), from.nbytes());
+                     }};
+
+  void Add() {
+    copy_.Add("there", there_.detach(), 0);
+    copy_.Add("here", here_.detach(), there_.nbytes());
+  }
+  bool AllThere() {
+    return std::memcmp(memory_.data(), there_.const_data_ptr(), there_.nbytes()) == 0 &&
+           std::memcmp(memory_.data() + there_.nbytes(), here_.const_data_ptr(), here_.nbytes()) ==
+               0;
+  }
+};
+
+TEST_F(DeferredCopyFromDevice, Run_CopiesBoth) {
+  Add();
+  copy_.Start(memory_.data());
+  EXPECT_FALSE(copy_.empty());
+  copy_.Run();
+  copy_.Wait();
+  EXPECT_TRUE(copy_.status().ok()) << copy_.status();
+  EXPECT_TRUE(AllThere());
+  EXPECT_EQ(queued_, 1);
+}
+
+TEST_F(DeferredCopyFromDevice, TrainingThatWaits_QueuesAndCopiesAndLetsTensorsChange) {
+  Add();
+  copy_.Start(memory_.data());
+  FakeClock clock;
+  copy_.RunWhileTrainingWaits(clock);
+  EXPECT_EQ(queued_, 1);
+  EXPECT_TRUE(AllThere());
+  there_.fill_(-1);
+  here_.fill_(-1);
+  copy_.Wait();
+  EXPECT_TRUE(copy_.status().ok()) << copy_.status();
+}
+
+TEST_F(DeferredCopyFromDevice, OnlyThere_WaitQueuesItIfNobodyHas) {
+  copy_.Add("there", there_.detach(), 0);
+  copy_.Start(memory_.data());
+  EXPECT_FALSE(copy_.empty());
+  copy_.Wait();
+  EXPECT_EQ(queued_, 1);
+  EXPECT_TRUE(copy_.status().ok()) << copy_.status();
+}
+
+TEST_F(DeferredCopyFromDevice, EarlyChange_FailsTheSave) {
+  Add();
+  copy_.Start(memory_.data());
+  there_.fill_(-1);
+  copy_.Run();
+  EXPECT_EQ(copy_.status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(copy_.status().message()), HasSubstr("there was changed"));
+}
+
+TEST_F(DeferredCopyFromDevice, Digests_AreOfWhatTheDeviceHasCopied) {
+  Add();
+  copy_.Start(memory_.data(), {{.offset = 0, .bytes = memory_.size()}});
+  copy_.Run();
+  ASSERT_TRUE(copy_.status().ok()) << copy_.status();
+  EXPECT_TRUE(AllThere());
+  BlockDigester digester;
+  digester.Update(absl::string_view(memory_.data(), memory_.size()));
+  ASSERT_EQ(copy_.digests().size(), 1u);
+  EXPECT_EQ(copy_.digests()[0].xxh3, std::vector<uint64_t>{digester.Finish()});
 }
 
 }  // namespace

@@ -476,7 +476,9 @@ absl::Status MemoryTier::Complete(const Pending& pending) {
                                      .blocks = pending.deferred->digests()[i]});
     record.offsets.push_back(files[i].offset);
   }
-  return WriteMemoryRecord(snapshot.memory(), end, record);
+  MUSTER_RETURN_IF_ERROR(WriteMemoryRecord(snapshot.memory(), end, record));
+  snapshot.PinIfFromGpu();
+  return absl::OkStatus();
 }
 
 void MemoryTier::Run() {

@@ -22,6 +22,7 @@
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "c10/core/ScalarType.h"
+#include "c10/core/impl/VirtualGuardImpl.h"
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/read_error.h"
@@ -330,17 +331,57 @@ absl::StatusOr<SafetensorsPlan> PlanSafetensors(const std::string& path,
   return plan;
 }
 
+namespace {
+
+// Copies from devices that are queued on their current streams and have not ended.
+class QueuedCopies {
+ public:
+  QueuedCopies() = default;
+  QueuedCopies(const QueuedCopies&) = delete;
+  QueuedCopies& operator=(const QueuedCopies&) = delete;
+  // Also where a copy could not be queued: what the others write must not be used again before.
+  ~QueuedCopies() {
+    try {
+      Wait();
+    } catch (const c10::Error&) {
+      // What is thrown already says it.
+    }
+  }
+
+  void Add(const c10::Device& device) {
+    if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) {
+      devices_.push_back(device);
+    }
+  }
+  void Wait() {
+    for (const c10::Device& device : std::exchange(devices_, {})) {
+      const c10::impl::VirtualGuardImpl guard(device.type());
+      guard.synchronizeStream(guard.getStream(device));
+    }
+  }
+
+ private:
+  std::vector<c10::Device> devices_;
+};
+
+}  // namespace
+
 void CopySafetensors(const SafetensorsPlan& plan, char* to, absl::FunctionRef<bool(size_t)> skip) {
   const at::NoGradGuard no_grad;
   std::memcpy(to, plan.layout.prefix.data(), plan.layout.prefix.size());
   to += plan.layout.prefix.size();
+  QueuedCopies queued;
   for (size_t i = 0; i < plan.sources.size(); ++i) {
     const SafetensorsEntry& entry = plan.layout.tensors[i];
     if (entry.begin == entry.end || skip(i)) continue;
     const at::Tensor& source = plan.sources[i];
+    // One wait for all of them. LibTorch conjugates and negates the copy on the host, after it.
+    const bool queues = !source.is_cpu() && !source.is_conj() && !source.is_neg();
+    if (queues) queued.Add(source.device());
     at::from_blob(to + entry.begin, source.sizes(), at::TensorOptions().dtype(source.scalar_type()))
-        .copy_(source);
+        .copy_(source, /*non_blocking=*/queues);
   }
+  queued.Wait();
 }
 
 absl::Status StreamSafetensors(const SafetensorsPlan& plan,

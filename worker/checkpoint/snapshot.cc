@@ -12,6 +12,12 @@
 #include "worker/checkpoint/file_plans.h"
 
 namespace muster {
+namespace {
+
+// Memory of a device that copies of small tensors (buffers, statistics) may take for a moment.
+constexpr size_t kMostCloned = size_t{64} << 20;
+
+}  // namespace
 
 absl::StatusOr<char*> Snapshot::Append(const std::string& name, size_t bytes) {
   const size_t end = files_.empty() ? reserved_ : files_.back().offset + files_.back().bytes;
@@ -35,13 +41,28 @@ absl::Status Snapshot::AddTensors(const std::string& name, const SafetensorsPlan
   const size_t data = to - memory_.data() + plan.layout.prefix.size();
   CopySafetensors(plan, to, [&](size_t i) {
     const at::Tensor& source = plan.sources[i];
-    if (!later_.contains(source.const_data_ptr()) || !DeferredCopy::Takes(source)) return false;
+    if (!DeferredCopy::Takes(source)) return false;
+    const bool changes = !later_.contains(source.const_data_ptr());
+    // A thread that copied from a device now would wait for all that the device has still to do.
+    if (changes && (source.is_cpu() || !TakesClone(source))) return false;
     const SafetensorsEntry& entry = plan.layout.tensors[i];
-    left_->Add(absl::StrCat("\"", Printable(entry.name), "\" of ", name), source,
-               data + entry.begin);
+    left_->Add(absl::StrCat("\"", Printable(entry.name), "\" of ", name),
+               changes ? source.clone() : source, data + entry.begin);
     return true;
   });
   return absl::OkStatus();
+}
+
+bool Snapshot::TakesClone(const at::Tensor& source) {
+  if (later_.empty() || cloned_ + source.nbytes() > kMostCloned) return false;
+  cloned_ += source.nbytes();
+  return true;
+}
+
+void Snapshot::PinIfFromGpu() {
+  if (const HostPinning* const cuda = from_gpu_ ? HostPinning::Cuda() : nullptr; cuda != nullptr) {
+    memory_.Pin(*cuda);
+  }
 }
 
 void Snapshot::CopyLater(const at::Tensor& tensor) {
@@ -53,12 +74,9 @@ std::unique_ptr<DeferredCopy> Snapshot::TakeDeferred() {
   for (const File& file : files_) {
     if (stays_in_memory_) digested.push_back({.offset = file.offset, .bytes = file.bytes});
   }
-  // For the next save: this one had to find out how large it is.
-  if (const HostPinning* const cuda = from_gpu_ ? HostPinning::Cuda() : nullptr; cuda != nullptr) {
-    memory_.Pin(*cuda);
-  }
   left_->Start(memory_.data(), digested);
   later_.clear();
+  cloned_ = 0;
   return std::exchange(left_, std::make_unique<DeferredCopy>());
 }
 
@@ -66,6 +84,7 @@ void Snapshot::Clear() {
   files_.clear();
   left_ = std::make_unique<DeferredCopy>();
   later_.clear();
+  cloned_ = 0;
 }
 
 absl::Status Snapshot::Add(const std::string& name, const NamedTensors& tensors,

@@ -22,8 +22,7 @@ class FilePlans;
 
 // One rank's files of a checkpoint in memory, byte for byte as they go to the disk: each begins at
 // a multiple of kDirectAlignment, and so do the data of each safetensors file. The memory is used
-// again by the next save; it never shrinks, and is pinned for the next save once it has got tensors
-// of a GPU. Not thread-safe.
+// again by the next save, and never shrinks. Not thread-safe.
 class Snapshot {
  public:
   struct File {
@@ -43,9 +42,10 @@ class Snapshot {
   void CopyLater(const at::Tensor& tensor);
 
   // Copies a file in; the tensors may change then, except those of CopyLater(). Blocks until copies
-  // from devices are done. Errors: as WriteSafetensors and WriteStateDict, but for those of the
-  // disk; RESOURCE_EXHAUSTED if there is no memory. Throws c10::Error if a copy from a device
-  // fails. `plans`: how files were laid out before; null: not known.
+  // from devices are done, but for those of CopyLater() and, beside such, of small tensors. Errors:
+  // as WriteSafetensors and WriteStateDict, but for those of the disk; RESOURCE_EXHAUSTED if there
+  // is no memory. Throws c10::Error if a copy from a device fails. `plans`: how files were laid out
+  // before; null: not known.
   absl::Status Add(const std::string& name, const NamedTensors& tensors,
                    WriteSafetensorsOptions options, FilePlans* plans = nullptr);
   absl::Status Add(const std::string& name, const StateDict& state, SharedTensors shared,
@@ -65,18 +65,26 @@ class Snapshot {
   // Where it is. Grows when files are added.
   AlignedMemory& memory() { return memory_; }
 
+  // Pins the memory once it has got tensors of a GPU, which takes up to a second for some GB: the
+  // next copies from there are made by the device, without a thread of the host. All copies must be
+  // done.
+  void PinIfFromGpu();
+
   // Forgets the files and keeps the memory.
   void Clear();
 
  private:
   // Room for a file of `bytes` at the end.
   absl::StatusOr<char*> Append(const std::string& name, size_t bytes);
+  // Whether a tensor that changes is cloned on its device, to be copied from there later.
+  bool TakesClone(const at::Tensor& source);
   absl::Status AddTensors(const std::string& name, const SafetensorsPlan& plan);
 
   AlignedMemory memory_;
   const size_t reserved_ = 0;
   const bool stays_in_memory_ = false;
   bool from_gpu_ = false;
+  size_t cloned_ = 0;  // bytes, of this use
   std::vector<File> files_;
   absl::flat_hash_set<const void*> later_;  // where the data of such tensors begin
   std::unique_ptr<DeferredCopy> left_ = std::make_unique<DeferredCopy>();

@@ -13,7 +13,9 @@
 #include "base/file.h"
 #include "base/owned_fd.h"
 #include "base/test_folder.h"
+#include "c10/core/StreamGuard.h"
 #include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/fake_device.h"
 
 namespace muster {
 namespace {
@@ -108,6 +110,51 @@ TEST_F(SnapshotTest, TensorsToCopyLater_AreCopiedByTheirRun) {
   snapshot.Clear();
   ASSERT_TRUE(snapshot.Add("m.safetensors", NamedTensors{{"later", later}}, {}).ok());
   EXPECT_TRUE(snapshot.TakeDeferred()->empty());
+}
+
+TEST_F(SnapshotTest, TensorsOfADevice_AreCopiedBesideTraining) {
+  const c10::StreamGuard training(FakeDevice().getNewStream(FakeDevice().device(), 0));
+  const size_t copies = CopiesFromFakeDevice().size();
+  const int waits = FakeDevice().host_waits();
+  Snapshot snapshot;
+  const std::vector<float> values(5000, 3);
+  const at::Tensor later = OnFakeDevice(values), buffer = OnFakeDevice({1, 2});
+  snapshot.CopyLater(later);
+  ASSERT_TRUE(
+      snapshot.Add("m.safetensors", NamedTensors{{"later", later}, {"buffer", buffer}}, {}).ok());
+  const std::unique_ptr<DeferredCopy> deferred = snapshot.TakeDeferred();
+  // The program may change what it did not promise to leave alone.
+  SetValues(buffer, -1);
+  EXPECT_EQ(FakeDevice().host_waits(), waits) << "save_state() does not wait for the device";
+  deferred->RunWhileTrainingWaits(Clock::Real());
+  const std::vector<FakeStreams::Point> made = CopiesFromFakeDevice();
+  ASSERT_EQ(made.size(), copies + 2);
+  for (size_t i = copies; i < made.size(); ++i) EXPECT_TRUE(FakeDevice().IsBefore(made[i])) << i;
+  EXPECT_EQ(FakeDevice().host_waits(), waits) << "nor does the optimizer's step on the host";
+  SetValues(later, -1);
+  deferred->Wait();
+  EXPECT_TRUE(deferred->status().ok()) << deferred->status();
+  EXPECT_EQ(FakeDevice().host_waits(), waits + 1);
+  WriteOut(snapshot);
+  const auto file = ReadStateDict(JoinPath(dir_, "m.safetensors"));
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_EQ(ValuesOf(*file->GetTensor("later")), values);
+  EXPECT_EQ(ValuesOf(*file->GetTensor("buffer")), (std::vector<float>{1, 2}));
+}
+
+TEST_F(SnapshotTest, TensorsOfADeviceWithoutAPromise_AreCopiedAtOnceWithOneWait) {
+  const int waits = FakeDevice().host_waits();
+  Snapshot snapshot;
+  const at::Tensor a = OnFakeDevice({1, 2}), b = OnFakeDevice({3});
+  ASSERT_TRUE(snapshot.Add("m.safetensors", NamedTensors{{"a", a}, {"b", b}}, {}).ok());
+  EXPECT_EQ(FakeDevice().host_waits(), waits + 1);
+  SetValues(a, -1);
+  EXPECT_TRUE(snapshot.TakeDeferred()->empty());
+  WriteOut(snapshot);
+  const auto file = ReadStateDict(JoinPath(dir_, "m.safetensors"));
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_EQ(ValuesOf(*file->GetTensor("a")), (std::vector<float>{1, 2}));
+  EXPECT_EQ(ValuesOf(*file->GetTensor("b")), (std::vector<float>{3}));
 }
 
 TEST_F(SnapshotTest, SecondUse_HoldsTheNewFilesOnly) {

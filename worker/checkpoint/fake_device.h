@@ -1,0 +1,28 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_FAKE_DEVICE_H_
+#define MUSTER_WORKER_CHECKPOINT_FAKE_DEVICE_H_
+
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "worker/collective/fake_streams.h"
+
+namespace muster {
+
+// For tests: a device whose memory is the host's, of a type that LibTorch for CPUs implements
+// nothing for. Its streams are FakeStreams: what it is given is done at once, and is known to be
+// ordered or not.
+FakeStreams& FakeDevice();
+
+// A tensor there, with memory of its own.
+at::Tensor OnFakeDevice(const std::vector<float>& values);
+// Its values, without an operation.
+std::vector<float> ValuesOf(const at::Tensor& tensor);
+// Writes them as an operator does: counted as a change, and queued on the current stream.
+void SetValues(const at::Tensor& tensor, float value);
+
+// Copies from the device to the host since the process began, each on the stream that was current.
+std::vector<FakeStreams::Point> CopiesFromFakeDevice();
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_FAKE_DEVICE_H_
