@@ -44,7 +44,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 struct Flags {
-  std::string strategy = "no_shard", precision = "bf16", activation = "gelu_new", model_dir;
+  std::string strategy = "no_shard", precision = "bf16", activation = "gelu_new", model_dir, trace;
   int64_t layers = 12, width = 768, heads = 12, context = 1024, vocab = 50257;
   int64_t batch_size = 8, warmup = 10, steps = 10, blocks = 5;
   double lr = 3e-4, weight_decay = 0.1, clip_norm = 1;
@@ -87,16 +87,18 @@ class Meter {
  public:
   Meter(const Flags& flags, c10::Device device) : flags_(flags), device_(device) {}
 
-  bool goes() const { return static_cast<int64_t>(milliseconds_.size()) < flags_.blocks; }
+  bool goes() const {
+    if (static_cast<int64_t>(milliseconds_.size()) < flags_.blocks) return true;
+    return !flags_.trace.empty() && traced_ < kTraced;
+  }
 
   // After each step. False: enough.
   bool Step(const at::Tensor& loss) {
+    if (static_cast<int64_t>(milliseconds_.size()) == flags_.blocks) return TraceStep(loss);
     const bool warming = !start_.has_value();
     if (++steps_ < (warming ? flags_.warmup : flags_.steps)) return true;
     losses_.push_back(loss.item<double>());
-    if (!device_.is_cpu()) {
-      c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());
-    }
+    Synchronize();
     const Clock::time_point now = Clock::now();
     if (!warming) {
       milliseconds_.push_back(std::chrono::duration<double, std::milli>(now - *start_).count() /
@@ -104,6 +106,10 @@ class Meter {
     }
     start_ = now;
     steps_ = 0;
+    if (goes() && static_cast<int64_t>(milliseconds_.size()) == flags_.blocks) {
+      profile_ = std::make_unique<muster::Profile>(
+          muster::ProfileOptions{.output_dir = flags_.trace, .cuda = device_.is_cuda()});
+    }
     return goes();
   }
 
@@ -131,11 +137,28 @@ class Meter {
   }
 
  private:
+  static constexpr int kTraced = 3;  // steps
+
+  bool TraceStep(const at::Tensor& loss) {
+    if (++traced_ < kTraced) return true;
+    loss.item<double>();
+    Synchronize();
+    muster::ThrowIfError(profile_->Stop().status());
+    return false;
+  }
+
+  void Synchronize() const {
+    if (device_.is_cpu()) return;
+    c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());
+  }
+
   const Flags& flags_;
   const c10::Device device_;
   int64_t steps_ = 0;
   std::optional<Clock::time_point> start_;
   std::vector<double> milliseconds_, losses_;
+  std::unique_ptr<muster::Profile> profile_;
+  int traced_ = 0;
 };
 
 muster::models::TextModel MakeNet(const Flags& flags) {
@@ -291,6 +314,8 @@ int main(int argc, char** argv) {
         std::pair("--blocks", &flags.blocks)}) {
     app.add_option(name, *number)->check(CLI::PositiveNumber)->capture_default_str();
   }
+  app.add_option("--trace", flags.trace,
+                 "folder for a trace of three more steps (bench/trace_top sums it up)");
   app.add_option("--clip_norm", flags.clip_norm, "0: any")->check(CLI::NonNegativeNumber);
   CLI::Option* const divide =
       app.add_flag("--divide", flags.divide,

@@ -33,6 +33,7 @@ def parse():
     for name, default in (("layers", 12), ("width", 768), ("heads", 12), ("context", 1024), ("vocab", 50257),
                           ("batch_size", 8), ("warmup", 10), ("steps", 10), ("blocks", 5)):
         parser.add_argument("--" + name, type=int, default=default)
+    parser.add_argument("--trace", help="folder for a trace of three more steps")
     parser.add_argument("--clip_norm", type=float, default=1)
     parser.add_argument("--autocast", action="store_true", help="of FSDP2; without sharding bf16 is always autocast's")
     parser.add_argument("--cpu", action="store_true")
@@ -66,12 +67,20 @@ class Meter:
     def __init__(self, flags, device):
         self.flags, self.device = flags, device
         self.count, self.start, self.milliseconds, self.losses = 0, None, [], []
+        self.profile = None
 
     def goes(self):
-        return len(self.milliseconds) < self.flags.blocks
+        return len(self.milliseconds) < self.flags.blocks or (self.profile is not None and self.count < 3)
 
     def step(self, loss):
         self.count += 1
+        if self.profile is not None:
+            if not self.goes():
+                loss.item()
+                self.profile.stop()
+                os.makedirs(self.flags.trace, exist_ok=True)
+                self.profile.export_chrome_trace(self.flags.trace + "/profile_0.json")
+            return self.goes()
         if self.count < (self.flags.warmup if self.start is None else self.flags.steps):
             return True
         self.losses.append(loss.item())
@@ -81,6 +90,9 @@ class Meter:
         if self.start is not None:
             self.milliseconds.append(1e3 * (now - self.start) / self.flags.steps)
         self.start, self.count = now, 0
+        if not self.goes() and self.flags.trace:
+            self.profile = torch.profiler.profile()
+            self.profile.start()
         return self.goes()
 
     def print(self):

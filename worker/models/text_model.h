@@ -29,7 +29,8 @@ struct TextBatch {
 // What it says.
 struct ModelOutput {
   at::Tensor loss = {};      // scalar float32; undefined without labels
-  at::Tensor logits = {};    // [B, T, vocabulary], or [B, labels]
+  at::Tensor logits = {};    // [B, T, vocabulary], or [B, labels]; of a CausalLm with labels and
+                             // under autocast float32
   at::Tensor aux_loss = {};  // scalar; of a mixture of experts with output_router_logits
 };
 

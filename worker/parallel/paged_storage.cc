@@ -9,6 +9,7 @@
 
 #include "ATen/core/dispatch/Dispatcher.h"
 #include "base/mutex.h"
+#include "c10/core/DeviceGuard.h"
 #include "c10/core/ScalarTypeToTypeMeta.h"
 #include "c10/core/StorageImpl.h"
 #include "c10/core/TensorImpl.h"
@@ -216,6 +217,8 @@ void FreeMemory(const at::Tensor& flat) {
 
 void AllocateMemory(const at::Tensor& flat) {
   c10::StorageImpl* const storage = flat.storage().unsafeGetStorageImpl();
+  // An allocator of GPUs gives memory of the thread's current one.
+  const c10::DeviceGuard guard(flat.device());
   storage->set_data_ptr_noswap(storage->allocator()->allocate(storage->nbytes()));
 }
 

@@ -1,8 +1,11 @@
 #include "worker/parallel/paged_storage.h"
 
+#include <atomic>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "ATen/EmptyTensor.h"
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/add.h"
 #include "ATen/ops/arange.h"
@@ -11,6 +14,8 @@
 #include "ATen/ops/equal.h"
 #include "ATen/ops/linear.h"
 #include "ATen/ops/ones.h"
+#include "c10/core/CPUAllocator.h"
+#include "c10/core/impl/DeviceGuardImplInterface.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "worker/collective/test_error.h"
@@ -152,6 +157,54 @@ TEST(PagedStorage, ContentsThatComingChangesWhatIsAllowed_AreAskedAgain) {
   EXPECT_EQ(a.sum().item<float>(), 15);
   EXPECT_THAT(ErrorOf([&] { at::add(a, b); }), HasSubstr("comes too late"));
   EXPECT_EQ(ending.pins() + other.pins(), 0);
+}
+
+// Devices of which each thread has a current one, as GPUs; as long as the test lives in the place
+// of the CPU, which has none.
+class SeveralDevices : public c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CPU> {
+ public:
+  SeveralDevices() : before_(Registry().exchange(this)) {}
+  ~SeveralDevices() { Registry() = before_; }
+  c10::Device getDevice() const override { return c10::Device(c10::kCPU, current); }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    return c10::Device(c10::kCPU, std::exchange(current, device.index()));
+  }
+  void setDevice(c10::Device device) const override { current = device.index(); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { current = device.index(); }
+
+  static thread_local c10::DeviceIndex current;
+
+ private:
+  static std::atomic<const c10::impl::DeviceGuardImplInterface*>& Registry() {
+    return c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CPU)];
+  }
+  const c10::impl::DeviceGuardImplInterface* const before_;
+};
+thread_local c10::DeviceIndex SeveralDevices::current = 0;
+
+TEST(PagedStorage, Memory_IsOfTheTensorsDeviceOnAThreadThatHasAnother) {
+  class Devices : public c10::Allocator {
+   public:
+    c10::DataPtr allocate(size_t bytes) override {
+      given.push_back(SeveralDevices::current);
+      c10::DataPtr memory = c10::GetCPUAllocator()->allocate(bytes);
+      memory.unsafe_set_device(c10::Device(c10::kCPU, 0));
+      return memory;
+    }
+    void copy_data(void* to, const void* from, size_t bytes) const override {
+      default_copy_data(to, from, bytes);
+    }
+    std::vector<c10::DeviceIndex> given;
+  } allocator;
+  const at::Tensor flat = at::detail::empty_generic(
+      {4}, &allocator, c10::DispatchKeySet(c10::DispatchKey::CPU), at::kFloat, std::nullopt);
+  FreeMemory(flat);
+  allocator.given.clear();
+  const SeveralDevices devices;
+  SeveralDevices::current = 5;
+  AllocateMemory(flat);
+  EXPECT_THAT(allocator.given, ElementsAre(0));
+  EXPECT_EQ(SeveralDevices::current, 5);
 }
 
 TEST(PagedStorage, PageThatIsGone_IsAnError) {
