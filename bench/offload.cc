@@ -106,7 +106,8 @@ void SetCached(const std::string& path, bool cached) {
 // has, past the page cache or through it.
 double ReadAll(const std::string& path, int threads, bool direct, size_t into) {
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | (direct ? O_DIRECT : 0));
-  std::barrier<> ready(threads + 1);
+  Clock::time_point start;
+  std::barrier ready(threads, [&start]() noexcept { start = Clock::now(); });
   std::vector<std::thread> readers;
   for (int t = 0; t < threads; ++t) {
     readers.emplace_back([=, &ready] {
@@ -121,8 +122,6 @@ double ReadAll(const std::string& path, int threads, bool direct, size_t into) {
       }
     });
   }
-  ready.arrive_and_wait();
-  const auto start = Clock::now();
   for (std::thread& reader : readers) reader.join();
   const double seconds = SecondsSince(start);
   close(file);

@@ -29,6 +29,7 @@
 #include "tests/testdata/golden.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/dropout.h"
 #include "torch/nn/modules/linear.h"
 #include "worker/collective/c10d_comm.h"
@@ -345,6 +346,33 @@ TEST_F(Device, ModelDividedAmongDeviceMemoryAndDisk_HasTheBitsOfTheWholeOne) {
       }
     }
   }
+}
+
+// The host queues passes without a wait, so that copies and operators meet in their streams alone.
+TEST_F(Device, WeightsOfTheHost_ManyPassesInARow_HaveTheBitsOfResidentOnes) {
+  constexpr int kLayers = 12, kPasses = 6;
+  constexpr int64_t kWide = 512;
+  const at::NoGradGuard no_grad;
+  torch::manual_seed(1);
+  torch::nn::Sequential resident, offloaded;
+  for (int i = 0; i < kLayers; ++i) {
+    torch::nn::Linear layer(kWide, kWide), same(kWide, kWide);
+    same->weight.copy_(layer->weight);
+    same->bias.copy_(layer->bias);
+    resident->push_back(layer);
+    offloaded->push_back(same);
+  }
+  resident->to(device());
+  const uint64_t layer_bytes = kWide * (kWide + 1) * sizeof(float);
+  const auto weights = cpu_offload(offloaded, device(), {.ring_bytes = 4 * layer_bytes});
+  ASSERT_TRUE(weights.ok()) << weights.status();
+  // Rows enough that a GPU computes for as long as it copies.
+  const at::Tensor x = at::randn({on_gpu() ? 8192 : 8, kWide}).to(device());
+  std::vector<at::Tensor> want, got;
+  for (int pass = 0; pass < kPasses; ++pass) got.push_back(offloaded->forward(x + pass));
+  for (int pass = 0; pass < kPasses; ++pass) want.push_back(resident->forward(x + pass));
+  for (int pass = 0; pass < kPasses; ++pass) EXPECT_TRUE(at::equal(got[pass], want[pass])) << pass;
+  EXPECT_GT(weights->stats().read_bytes, kPasses / 2 * weights->stats().offloaded_bytes);
 }
 
 TEST_F(Device, Collectives_StayOnTheDevice) {

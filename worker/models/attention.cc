@@ -72,8 +72,10 @@ at::Tensor Attend(const at::Tensor& queries, const at::Tensor& keys, const at::T
   const std::optional<at::Tensor> seen =
       mask.mask.defined() ? std::make_optional(mask.mask) : std::nullopt;
   const int64_t shared_by = queries.size(1) / keys.size(1);
-  // With a mask, gradients in bfloat16 add up as in transformers only if heads are repeated.
-  const bool repeats = shared_by > 1 && seen.has_value() && keys.requires_grad();
+  // With a mask, gradients in bfloat16 add up as in transformers only if heads are repeated; and of
+  // a GPU's kernels those that take a mask take no heads that are shared.
+  const bool repeats =
+      shared_by > 1 && seen.has_value() && (keys.requires_grad() || keys.is_cuda());
   const at::Tensor attended = at::scaled_dot_product_attention(
       queries, repeats ? RepeatHeads(keys, shared_by) : keys,
       repeats ? RepeatHeads(values, shared_by) : values, seen, dropout, mask.is_causal,

@@ -39,13 +39,12 @@ PromptReader::PromptReader(CausalLmImpl& model, const at::Tensor& input_ids,
     if (!mask.all().item<bool>()) mask_ = mask;
   }
   prompts_ = RowsOf(input_ids_, mask_);
+  const at::Tensor last = mask_.defined() ? mask_.select(1, mask_.size(1) - 1).cpu() : at::Tensor();
   for (size_t row = 0; row < prompts_.size(); ++row) {
     TORCH_CHECK_VALUE(!prompts_[row].empty(), "row ", row, " of the prompt is padding alone");
-    TORCH_CHECK_VALUE(
-        !mask_.defined() || mask_[static_cast<int64_t>(row)][mask_.size(1) - 1].item<bool>(),
-        "row ", row,
-        " of the prompt is padded on the right: pad on the left, so that "
-        "what is generated follows the prompt");
+    TORCH_CHECK_VALUE(!last.defined() || last[static_cast<int64_t>(row)].item<bool>(), "row ", row,
+                      " of the prompt is padded on the right: pad on the left, so that "
+                      "what is generated follows the prompt");
   }
 }
 
