@@ -346,11 +346,15 @@ TEST_F(Device, CheckpointOfOneStrategy_ContinuesUnderAnother) {
       options.sharding->unit_types = {"Block"};
       Accelerator a(options);
       Tower net;
-      FusedAdamW adamw(net->parameters(), {.lr = 1e-2});
-      auto [model, optimizer] = a.prepare(net, adamw);
+      FusedSGD sgd(net->parameters(), {.lr = 1e-2, .momentum = 0.9});
+      auto [model, optimizer] = a.prepare(net, sgd);
       model->eval();  // without dropout
       const absl::Status loaded = a.load_state_if_present();
       EXPECT_TRUE(loaded.ok()) << loaded;
+      for (const auto& [name, tensor] : a.get_state_dict(model)) {
+        if (part == 0) continue;
+        EXPECT_TRUE(at::equal(weights.at(name), tensor.cpu())) << part << " " << name;
+      }
       for (int step = 0; step < 3; ++step) {
         a.backward(model(x.to(a.device())).square().mean());
         optimizer.step();
@@ -378,7 +382,7 @@ TEST_F(Device, CheckpointOfOneStrategy_ContinuesUnderAnother) {
       const Values got = train(true, asynchronous, overlap);
       ASSERT_EQ(got.size(), want.size());
       for (const auto& [name, tensor] : want) {
-        EXPECT_LE((got.at(name) - tensor).abs().max().item<double>(), 1e-6) << name;
+        EXPECT_LE((got.at(name) - tensor).abs().max().item<double>(), 1e-5) << name;
       }
     }
   }

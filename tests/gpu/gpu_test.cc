@@ -297,12 +297,12 @@ TEST_F(SavedBesideTraining, NoThreadOfTrainingWaitsForTheDevice) {
   }
   ASSERT_TRUE(a.wait_for_checkpoint().ok());
   step();
+  torch::Tensor want = torch::empty_like(layer->weight.detach());
   KeepBusy();
   const std::unique_ptr<c10::Event> busy = Mark();
-  torch::Tensor want;
   {
     const torch::NoGradGuard no_grad;
-    want = layer->weight.clone();
+    want.copy_(layer->weight);
   }
   ASSERT_TRUE(a.save_state().ok());
   EXPECT_FALSE(busy->query()) << "save_state() has waited for the device";
