@@ -57,7 +57,7 @@ struct CheckpointOptions {
   // itself changes them between save_state() and the next step (not through a prepared optimizer,
   // muster::Ema or muster::LocalSGD), that save fails and names the tensor. Writes through
   // Tensor::data() bypass that check: a program that makes them there must set false, which copies
-  // everything before save_state() returns. On the CPU; what is on a GPU is copied at once.
+  // everything before save_state() returns. What is on a GPU is copied by the GPU.
   bool lazy = true;
   // save_state() also keeps the state in memory that the node's agent holds (`muster launch`,
   // `muster-agent`): when the job is restarted after a crash, load_state() without a directory

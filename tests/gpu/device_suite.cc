@@ -29,9 +29,11 @@
 #include "tests/testdata/golden.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "torch/nn/modules/batchnorm.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/dropout.h"
 #include "torch/nn/modules/linear.h"
+#include "worker/checkpoint/aligned_memory.h"
 #include "worker/collective/c10d_comm.h"
 #include "worker/collective/nccl.h"
 #include "worker/collective/process_group.h"
@@ -173,6 +175,217 @@ TEST_F(Device, StateThatChangesRightAfterAnAsynchronousSave_IsNotInTheCheckpoint
     ASSERT_TRUE(loaded.ok()) << loaded;
     EXPECT_EQ(model->weight.device().type(), device().type());
     EXPECT_TRUE(at::equal(model->weight.cpu(), at::full({512, 512}, i, at::kFloat))) << i;
+  }
+}
+
+// A model with everything that a checkpoint treats differently: weights that only the optimizer
+// changes, and statistics that each forward pass changes.
+struct NormedImpl : torch::nn::Module {
+  explicit NormedImpl(int64_t width) {
+    torch::manual_seed(1);
+    in = register_module("in", torch::nn::Linear(width, width));
+    norm = register_module("norm", torch::nn::BatchNorm1d(width));
+    out = register_module("out", torch::nn::Linear(width, width));
+  }
+  at::Tensor forward(const at::Tensor& x) { return out(at::gelu(norm(in(x)))); }
+  torch::nn::Linear in = nullptr, out = nullptr;
+  torch::nn::BatchNorm1d norm = nullptr;
+};
+TORCH_MODULE(Normed);
+
+using Values = std::map<std::string, at::Tensor>;
+
+// Copies of all of a model and of its optimizer, where they are, ordered as an operation of the
+// device.
+Values StateOf(torch::nn::Module& model, FusedOptimizer& optimizer) {
+  const at::NoGradGuard no_grad;
+  Values values;
+  for (const auto& item : model.named_parameters()) {
+    values[item.key()] = item.value().detach().clone();
+  }
+  for (const auto& item : model.named_buffers()) values[item.key()] = item.value().clone();
+  for (const auto& [name, tensor] : optimizer.SaveState().tensors) {
+    values["optimizer." + name] = tensor.clone();
+  }
+  return values;
+}
+
+void ExpectSame(const Values& got, const Values& want) {
+  ASSERT_EQ(got.size(), want.size());
+  for (const auto& [name, tensor] : want) {
+    ASSERT_EQ(got.count(name), 1u) << name;
+    EXPECT_TRUE(at::equal(got.at(name).cpu(), tensor.cpu())) << name;
+  }
+}
+
+TEST_F(Device, AsynchronousSavesBesideTraining_HoldTheStateOfTheirStep) {
+  // Large enough for a copy to last while the host is ahead, on a GPU.
+  const int64_t width = on_gpu() ? 2048 : 64;
+  for (const bool lazy : {true, false}) {
+    SCOPED_TRACE(lazy);
+    const TestFolder folder;
+    AcceleratorOptions options = Options();
+    options.checkpoint.asynchronous = true;
+    options.checkpoint.lazy = lazy;
+    options.project.directory = folder.path();
+    Accelerator a(options);
+    Normed net(width);
+    FusedAdamW adamw(net->parameters(), {.lr = 1e-2});
+    auto [model, optimizer] = a.prepare(net, adamw);
+    const at::Tensor x = at::randn({256, width}).to(a.device());
+    std::vector<Values> want;
+    for (int step = 0; step < 6; ++step) {
+      a.backward(model(x).square().mean());
+      optimizer.step();
+      optimizer.zero_grad();
+      want.push_back(StateOf(*net, adamw));
+      const absl::Status saved = a.save_state();
+      ASSERT_TRUE(saved.ok()) << saved;
+    }
+    const absl::Status written = a.wait_for_checkpoint();
+    ASSERT_TRUE(written.ok()) << written;
+    for (size_t step = 0; step < want.size(); ++step) {
+      SCOPED_TRACE(step);
+      const absl::Status loaded =
+          a.load_state(folder.path() + "/checkpoints/checkpoint_" + std::to_string(step));
+      ASSERT_TRUE(loaded.ok()) << loaded;
+      ExpectSame(StateOf(*net, adamw), want[step]);
+    }
+  }
+}
+
+TEST_F(Device, MemoryOfAsynchronousSaves_IsPinnedForAGpu) {
+  const TestFolder folder;
+  AcceleratorOptions options = Options();
+  options.checkpoint.asynchronous = true;
+  options.project.directory = folder.path();
+  {
+    Accelerator a(options);
+    auto model = a.prepare(torch::nn::Linear(1024, 1024));
+    for (int save = 0; save < 3; ++save) {
+      ASSERT_TRUE(a.save_state().ok());
+      ASSERT_TRUE(a.wait_for_checkpoint().ok());
+      if (on_gpu()) {
+        EXPECT_GE(AlignedMemory::PinnedBytes(), model->weight.nbytes()) << save;
+      } else {
+        EXPECT_EQ(AlignedMemory::PinnedBytes(), 0u);
+      }
+    }
+  }
+  EXPECT_EQ(AlignedMemory::PinnedBytes(), 0u);
+}
+
+TEST_F(Device, CheckpointOfTheCpu_ContinuesHereAndBack) {
+  const TestFolder folder;
+  AcceleratorOptions there = Options(), here = Options();
+  there.cpu = true;
+  there.project.directory = here.project.directory = folder.path();
+  const at::Tensor x = at::randn({32, 64});
+  Values want;
+  // Each continues what the one before saved.
+  for (const AcceleratorOptions& options : {there, here, there}) {
+    SCOPED_TRACE(*options.cpu);
+    Accelerator a(options);
+    Normed net(64);
+    FusedAdamW adamw(net->parameters(), {.lr = 1e-2});
+    auto [model, optimizer] = a.prepare(net, adamw);
+    const absl::Status loaded = a.load_state_if_present();
+    ASSERT_TRUE(loaded.ok()) << loaded;
+    if (!want.empty()) ExpectSame(StateOf(*net, adamw), want);
+    for (int step = 0; step < 2; ++step) {
+      a.backward(model(x.to(a.device())).square().mean());
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    for (const at::Tensor& p : net->parameters()) {
+      EXPECT_EQ(p.device().type(), a.device().type());
+    }
+    want = StateOf(*net, adamw);
+    ASSERT_TRUE(a.save_state().ok());
+    a.end_training();
+  }
+}
+
+TEST_F(Device, PartOfACheckpoint_LoadsIntoTheModelHere) {
+  const TestFolder folder;
+  AcceleratorOptions options = Options();
+  options.project.directory = folder.path();
+  Values saved;
+  {
+    Accelerator a(options);
+    Normed net(64);
+    FusedAdamW adamw(net->parameters());
+    auto [model, optimizer] = a.prepare(net, adamw);
+    saved = StateOf(*net, adamw);
+    ASSERT_TRUE(a.save_state().ok());
+  }
+  Accelerator a(options);
+  auto model = a.prepare(torch::nn::Linear(64, 64));
+  const absl::StatusOr<LoadedState> loaded = a.load_weights("", {.prefix = "out."});
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  EXPECT_EQ(model->weight.device().type(), device().type());
+  EXPECT_TRUE(at::equal(model->weight, saved.at("out.weight")));
+  EXPECT_TRUE(at::equal(model->bias, saved.at("out.bias")));
+}
+
+TEST_F(Device, CheckpointOfOneStrategy_ContinuesUnderAnother) {
+  constexpr ShardingStrategy kStrategies[] = {ShardingStrategy::kNone, ShardingStrategy::kFull,
+                                              ShardingStrategy::kOptimizer,
+                                              ShardingStrategy::kGradients};
+  const at::Tensor x = at::randn({32, kWidth});
+  // The last of all steps saved, step by step, under one strategy after the other.
+  const auto train = [&](bool changes, bool asynchronous, bool overlap) {
+    const TestFolder folder;
+    Values weights;
+    for (int part = 0; part < 4; ++part) {
+      AcceleratorOptions options = Options();
+      options.project.directory = folder.path();
+      options.checkpoint.asynchronous = asynchronous;
+      options.sharding.emplace();
+      options.sharding->strategy = changes ? kStrategies[part] : ShardingStrategy::kNone;
+      options.sharding->overlap = overlap;
+      options.sharding->unit_types = {"Block"};
+      Accelerator a(options);
+      Tower net;
+      FusedSGD sgd(net->parameters(), {.lr = 1e-2, .momentum = 0.9});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      model->eval();  // without dropout
+      const absl::Status loaded = a.load_state_if_present();
+      EXPECT_TRUE(loaded.ok()) << loaded;
+      for (const auto& [name, tensor] : a.get_state_dict(model)) {
+        if (part == 0) continue;
+        EXPECT_TRUE(at::equal(weights.at(name), tensor.cpu())) << part << " " << name;
+      }
+      for (int step = 0; step < 3; ++step) {
+        a.backward(model(x.to(a.device())).square().mean());
+        optimizer.step();
+        optimizer.zero_grad();
+        // The one that is loaded, and one that training continues beside.
+        if (step > 0) {
+          const absl::Status saved = a.save_state();
+          EXPECT_TRUE(saved.ok()) << saved;
+        }
+      }
+      const absl::Status written = a.wait_for_checkpoint();
+      EXPECT_TRUE(written.ok()) << written;
+      weights.clear();
+      for (const auto& [name, tensor] : a.get_state_dict(model)) {
+        weights[name] = tensor.cpu().clone();
+      }
+    }
+    return weights;
+  };
+  const Values want = train(false, false, false);
+  for (const bool asynchronous : {false, true}) {
+    for (const bool overlap : {false, true}) {
+      SCOPED_TRACE(asynchronous);
+      SCOPED_TRACE(overlap);
+      const Values got = train(true, asynchronous, overlap);
+      ASSERT_EQ(got.size(), want.size());
+      for (const auto& [name, tensor] : want) {
+        EXPECT_LE((got.at(name) - tensor).abs().max().item<double>(), 1e-5) << name;
+      }
+    }
   }
 }
 

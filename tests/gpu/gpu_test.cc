@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "base/test_folder.h"
 #include "c10/core/Event.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "examples/mnist/net.h"
@@ -276,6 +277,83 @@ TEST_F(Gpu, StatesInTheMemoryOfTheCpu_TrainAsThoseOnTheGpu) {
   }
   ASSERT_EQ(runs[0].size(), runs[1].size());
   for (size_t i = 0; i < runs[0].size(); ++i) EXPECT_TRUE(runs[0][i].equal(runs[1][i])) << i;
+}
+
+// A device that has enough to do for a second, so that the host is ahead of it.
+void KeepBusy() {
+  const torch::NoGradGuard no_grad;
+  const torch::Tensor factor = torch::ones({8192, 8192}, torch::TensorOptions(kDevice));
+  torch::Tensor product = torch::empty_like(factor);
+  for (int i = 0; i < 40; ++i) at::mm_out(product, factor, factor);
+}
+
+// A linear layer that is trained and saved beside that.
+class SavedBesideTraining : public Gpu {
+ protected:
+  static AcceleratorOptions Options(const std::string& folder) {
+    AcceleratorOptions options;
+    options.checkpoint.asynchronous = true;
+    options.project.directory = folder;
+    return options;
+  }
+};
+
+TEST_F(SavedBesideTraining, NoThreadOfTrainingWaitsForTheDevice) {
+  const TestFolder folder;
+  Accelerator a(Options(folder.path()));
+  torch::nn::Linear layer(4096, 4096);
+  FusedAdamW adamw(layer->parameters(), {.lr = 1e-3});
+  auto [model, optimizer] = a.prepare(layer, adamw);
+  const torch::Tensor x = torch::ones({8, 4096}, torch::TensorOptions(kDevice));
+  const auto step = [&, &model = model, &optimizer = optimizer] {
+    a.backward(model(x).square().mean());
+    optimizer.step();
+    optimizer.zero_grad();
+  };
+  // Twice: memory for two saves is taken and pinned.
+  for (int i = 0; i < 3; ++i) {
+    step();
+    ASSERT_TRUE(a.save_state().ok());
+  }
+  ASSERT_TRUE(a.wait_for_checkpoint().ok());
+  step();
+  torch::Tensor want = torch::empty_like(layer->weight.detach());
+  KeepBusy();
+  const std::unique_ptr<c10::Event> busy = Mark();
+  {
+    const torch::NoGradGuard no_grad;
+    want.copy_(layer->weight);
+  }
+  ASSERT_TRUE(a.save_state().ok());
+  EXPECT_FALSE(busy->query()) << "save_state() has waited for the device";
+  step();
+  EXPECT_FALSE(busy->query()) << "the optimizer's step has waited for the device";
+  ASSERT_TRUE(a.wait_for_checkpoint().ok());
+  EXPECT_FALSE(torch::equal(layer->weight, want));
+  ASSERT_TRUE(a.load_state().ok());
+  EXPECT_TRUE(torch::equal(layer->weight, want));
+}
+
+TEST_F(SavedBesideTraining, ProgramThatChangesAParameter_LosesThatSaveAndNoOther) {
+  const TestFolder folder;
+  Accelerator a(Options(folder.path()));
+  torch::nn::Linear layer(512, 512);
+  FusedAdamW adamw(layer->parameters(), {.lr = 1e-3});
+  auto [model, optimizer] = a.prepare(layer, adamw);
+  a.backward(model(torch::ones({8, 512}, torch::TensorOptions(kDevice))).square().mean());
+  optimizer.step();
+  optimizer.zero_grad();
+  KeepBusy();
+  ASSERT_TRUE(a.save_state().ok());
+  {
+    const torch::NoGradGuard no_grad;
+    layer->weight.fill_(1);
+  }
+  const absl::Status lost = a.wait_for_checkpoint();
+  EXPECT_EQ(lost.code(), absl::StatusCode::kFailedPrecondition) << lost;
+  ASSERT_TRUE(a.save_state().ok());
+  const absl::Status written = a.wait_for_checkpoint();
+  EXPECT_TRUE(written.ok()) << written;
 }
 
 TEST_F(Gpu, MnistSteps_LearnTheBatch) {

@@ -208,6 +208,7 @@ void AsyncSaver::RunCopies() {
       to_copy_.pop_front();
     }
     MUSTER_FAILPOINT("worker.checkpoint_copy");
+    copy->SetDeviceOfThisThread();
     copy->Run();
   }
 }
@@ -310,6 +311,7 @@ void AsyncSaver::Run() {
       save = std::move(queue_.front());
       queue_.pop_front();
     }
+    save->deferred->SetDeviceOfThisThread();
     Outcome outcome;
     outcome.path = save->request.path();
     outcome.bytes = save->snapshot->bytes();

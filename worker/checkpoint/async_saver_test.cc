@@ -19,6 +19,7 @@
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "worker/checkpoint/fake_device.h"
 #include "worker/collective/local_comm.h"
 #include "worker/collective/thread_comm.h"
 
@@ -93,6 +94,43 @@ TEST_F(AsyncSaverTest, ThreeRanks_SaveWhatWasThereWhenTheCallReturned) {
     EXPECT_TRUE(VerifyCheckpoint(dir_, VerifyLevel::kContents).ok());
   });
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("ckpt"));
+}
+
+TEST_F(AsyncSaverTest, StateOfADevice_IsSavedAsItWasBesideStepsAndWithoutThem) {
+  lazy_ = true;
+  RunSavers(1, [&](Comm& comm, AsyncSaver& saver) {
+    const at::Tensor weight = OnFakeDevice(std::vector<float>(5000, 0));
+    for (int save = 1; save <= 6; ++save) {
+      // The optimizer steps, but for every third save.
+      if (save % 3 != 0) {
+        saver.WaitForCopy();
+        SetValues(weight, static_cast<float>(save));
+      }
+      std::vector<AsyncSaver::Outcome> earlier;
+      const absl::Status begun = saver.Begin(
+          comm, {.dir = absl::StrCat(dir_, save)},
+          [&](StateWriter& writer) {
+            writer.CopyLater(weight);
+            return writer.WriteModel(ModelFileName(0), {{"w", weight}});
+          },
+          &earlier);
+      ASSERT_TRUE(begun.ok()) << begun;
+      for (const AsyncSaver::Outcome& outcome : earlier) {
+        EXPECT_TRUE(outcome.status.ok()) << outcome.status;
+      }
+    }
+    saver.WaitForCopy();
+    SetValues(weight, -1);
+    for (const AsyncSaver::Outcome& outcome : saver.Wait()) {
+      EXPECT_TRUE(outcome.status.ok()) << outcome.status;
+    }
+    for (int save = 1; save <= 6; ++save) {
+      const auto reader = StateReader::Open(absl::StrCat(dir_, save));
+      ASSERT_TRUE(reader.ok()) << reader.status();
+      EXPECT_EQ(ValuesOf(*reader->Read(ModelFileName(0))->GetTensor("w")),
+                std::vector<float>(5000, static_cast<float>(save % 3 == 0 ? save - 1 : save)));
+    }
+  });
 }
 
 TEST_F(AsyncSaverTest, Destroyed_FinishesWhatHasBegun) {

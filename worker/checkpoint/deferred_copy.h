@@ -52,6 +52,8 @@ class DeferredCopy {
   // Where the copies go. To be called once, before what follows. If there are `files`, they contain
   // all copies and do not overlap.
   void Start(char* base, const std::vector<Digested>& files = {});
+  // For a thread that does nothing but such work, before it does: see DeviceCopies.
+  void SetDeviceOfThisThread() const { device_.SetDeviceOfThisThread(); }
   bool empty() const { return parts_.empty() && device_.empty(); }
 
   // Copies and digests what no other thread does already, and returns when everything is done.

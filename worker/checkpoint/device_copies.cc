@@ -98,6 +98,12 @@ void DeviceCopies::Start(char* base) {
   }
 }
 
+void DeviceCopies::SetDeviceOfThisThread() const {
+  if (streams_.empty()) return;
+  const c10::Device& device = streams_.front().device;
+  c10::impl::VirtualGuardImpl(device.type()).uncheckedSetDevice(device);
+}
+
 void DeviceCopies::Queue() {
   const at::NoGradGuard no_grad;
   size_t mine = 0;

@@ -54,6 +54,11 @@ class DeviceCopies {
 
   // These are thread-safe.
 
+  // For a thread that has no device of its own: makes that of the tensors its current one, for
+  // good. LibTorch takes memory for a thread on its current device, which is the first one of the
+  // machine unless the thread says otherwise.
+  void SetDeviceOfThisThread() const;
+
   // Queues what no other thread has queued; when it returns, all is queued.
   void Queue();
   // What the calling thread's streams get from now on waits for the copies. Throws c10::Error if

@@ -489,6 +489,7 @@ void MemoryTier::Run() {
       MutexLock lock(&mu_);
       while (pending_ == nullptr && !stop_) changed_.Wait(&mu_);
       if (pending_ == nullptr) return;
+      pending_->deferred->SetDeviceOfThisThread();
     }
     FinishPending();
   }

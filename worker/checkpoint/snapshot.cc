@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "c10/core/DeviceGuard.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/file_plans.h"
 
@@ -35,8 +36,9 @@ absl::StatusOr<char*> Snapshot::Append(const std::string& name, size_t bytes) {
 }
 
 absl::Status Snapshot::AddTensors(const std::string& name, const SafetensorsPlan& plan) {
-  from_gpu_ = from_gpu_ || std::any_of(plan.sources.begin(), plan.sources.end(),
-                                       [](const at::Tensor& source) { return source.is_cuda(); });
+  const auto on_gpu = std::find_if(plan.sources.begin(), plan.sources.end(),
+                                   [](const at::Tensor& source) { return source.is_cuda(); });
+  if (on_gpu != plan.sources.end()) gpu_ = on_gpu->device();
   MUSTER_ASSIGN_OR_RETURN(char* const to, Append(name, plan.file_bytes()));
   const size_t data = to - memory_.data() + plan.layout.prefix.size();
   CopySafetensors(plan, to, [&](size_t i) {
@@ -60,8 +62,15 @@ bool Snapshot::TakesClone(const at::Tensor& source) {
 }
 
 void Snapshot::PinIfFromGpu() {
-  if (const HostPinning* const cuda = from_gpu_ ? HostPinning::Cuda() : nullptr; cuda != nullptr) {
+  if (!gpu_.has_value()) return;
+  const HostPinning* const cuda = HostPinning::Cuda();
+  if (cuda == nullptr) return;
+  try {
+    // For CUDA a call of a thread is one to its current device, which gets a context for that.
+    const c10::DeviceGuard on(*gpu_);
     memory_.Pin(*cuda);
+  } catch (const c10::Error&) {
+    // The device is lost, which the next operation on it says.
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "c10/core/Device.h"
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/deferred_copy.h"
 #include "worker/checkpoint/safetensors.h"
@@ -83,8 +85,8 @@ class Snapshot {
   AlignedMemory memory_;
   const size_t reserved_ = 0;
   const bool stays_in_memory_ = false;
-  bool from_gpu_ = false;
-  size_t cloned_ = 0;  // bytes, of this use
+  std::optional<c10::Device> gpu_ = std::nullopt;  // that it has got tensors of
+  size_t cloned_ = 0;                              // bytes, of this use
   std::vector<File> files_;
   absl::flat_hash_set<const void*> later_;  // where the data of such tensors begin
   std::unique_ptr<DeferredCopy> left_ = std::make_unique<DeferredCopy>();
