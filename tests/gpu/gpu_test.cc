@@ -28,8 +28,9 @@
 namespace muster {
 namespace {
 
-// The first of the file, so that no GPU is loaded yet.
-TEST(BeforeTheGpu, BackwardOnTheCpu_LeavesLaterOnesTheGpu) {
+// The first of the file: LibTorch is asked for CUDA before an Accelerator is made.
+TEST(BeforeTheGpu, SeedAndBackwardOnTheCpu_LeaveLaterOnesTheGpu) {
+  torch::manual_seed(1);
   const auto gradient = [](c10::Device device) {
     const torch::Tensor x = torch::ones({2}, torch::TensorOptions(device)).requires_grad_();
     x.mul(3).sum().backward();

@@ -8,8 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include "ATen/Context.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/bool_word.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
 #include "torch/csrc/distributed/c10d/PrefixStore.hpp"
@@ -130,17 +132,37 @@ absl::StatusOr<Plugin> ThePlugin() {
   return *plugin;
 }
 
+std::string CudaHalf() { return absl::StrCat(TorchFolder(), "/libtorch_cuda.so"); }
+
 absl::Status OpenCuda() {
   if (VisibleGpus() == 0) {
     return absl::FailedPreconditionError(
         "no GPU is visible to this process (no driver, or CUDA_VISIBLE_DEVICES hides them all)");
   }
-  const std::string path = absl::StrCat(TorchFolder(), "/libtorch_cuda.so");
-  if (dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL) != nullptr) return absl::OkStatus();
-  return absl::NotFoundError(
-      absl::StrCat("LibTorch's CUDA half cannot be opened: ", dlerror(),
-                   ". Run tools/setup --cuda, or run on the CPU (MUSTER_CPU=1)"));
+  if (dlopen(CudaHalf().c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) {
+    return absl::NotFoundError(
+        absl::StrCat("LibTorch's CUDA half cannot be opened: ", dlerror(),
+                     ". Run tools/setup --cuda, or run on the CPU (MUSTER_CPU=1)"));
+  }
+  if (!at::hasCUDA()) {
+    return absl::FailedPreconditionError(
+        "LibTorch was asked for CUDA before its CUDA half was opened, and answers ever since that "
+        "there is none. Muster opens it before main() where a GPU is: unset MUSTER_CPU, or link "
+        "the program against libtorch_cuda.so");
+  }
+  return absl::OkStatus();
 }
+
+// Where a GPU may be, LibTorch's CUDA half is opened before main(). Once anything asks LibTorch for
+// CUDA without it (torch::manual_seed() and a backward pass do), it has none for good. The driver
+// is left alone, so that a program can still set CUDA_VISIBLE_DEVICES.
+[[maybe_unused]] const bool opened_at_start = [] {
+  const char* const cpu = std::getenv("MUSTER_CPU");
+  if (cpu != nullptr && ParseBoolWord(cpu).value_or(false)) return false;
+  if (access("/dev/nvidiactl", F_OK) != 0 && access("/dev/dxg", F_OK) != 0) return false;
+  // What is wrong with it is said where a GPU is wanted.
+  return dlopen(CudaHalf().c_str(), RTLD_NOW | RTLD_GLOBAL) != nullptr;
+}();
 
 }  // namespace
 

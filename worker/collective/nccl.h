@@ -20,9 +20,10 @@ namespace muster {
 // nothing.
 int VisibleGpus();
 
-// Opens LibTorch's CUDA half, which makes CUDA tensors work in this process from here on. Once;
-// later calls give the same answer. Thread-safe, 0.3 s. Errors: FAILED_PRECONDITION without a GPU,
-// NOT_FOUND naming the library that is missing and the way out.
+// Opens LibTorch's CUDA half, which makes CUDA tensors work in this process from here on; where the
+// machine has a GPU and MUSTER_CPU is not set, this is done before main(). Once; later calls give
+// the same answer. Thread-safe, 0.3 s. Errors: FAILED_PRECONDITION without a GPU, or if LibTorch
+// has been asked for CUDA without it; NOT_FOUND naming the library that is missing and the way out.
 absl::Status LoadCuda();
 
 // Adds NCCL to `group` for CUDA tensors and makes it the default. Collective: blocks until all
