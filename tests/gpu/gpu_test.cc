@@ -9,11 +9,13 @@
 
 #include "absl/status/status.h"
 #include "base/test_folder.h"
+#include "c10/core/CachingDeviceAllocator.h"
 #include "c10/core/Event.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "examples/mnist/net.h"
 #include "muster/accelerator.h"
 #include "muster/optim.h"
+#include "muster/utils.h"
 #include "tests/gpu/gpu_environment.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
@@ -24,6 +26,7 @@
 #include "worker/collective/ordered_comm.h"
 #include "worker/collective/process_group.h"
 #include "worker/parallel/sharded_model.h"
+#include "worker/train/batch_size_finder.h"
 
 namespace muster {
 namespace {
@@ -355,6 +358,77 @@ TEST_F(SavedBesideTraining, ProgramThatChangesAParameter_LosesThatSaveAndNoOther
   ASSERT_TRUE(a.save_state().ok());
   const absl::Status written = a.wait_for_checkpoint();
   EXPECT_TRUE(written.ok()) << written;
+}
+
+TEST_F(Gpu, BatchThatDoesNotFit_IsTriedSmallerWithTheMemoryBack) {
+  Accelerator accelerator;
+  constexpr int64_t kRow = int64_t{1} << 30;
+  std::vector<int64_t> tried;
+  const int64_t rows = find_executable_batch_size(
+      accelerator, 1024,
+      [&](int64_t batch) {
+        tried.push_back(batch);
+        // In two parts, so that a batch that fails holds memory when it does.
+        const auto bytes = torch::TensorOptions(accelerator.device()).dtype(torch::kUInt8);
+        const torch::Tensor first = torch::empty({batch / 2 * kRow}, bytes);
+        const torch::Tensor second = torch::empty({batch / 2 * kRow}, bytes);
+        second.fill_(1);
+      },
+      [](int64_t batch) { return batch / 2; });
+  EXPECT_GE(rows, 8);
+  EXPECT_LT(rows, 1024);
+  EXPECT_GT(tried.size(), 1u);
+}
+
+// Takes memory until less than `left` bytes are free.
+std::vector<torch::Tensor> Fill(int64_t left) {
+  std::vector<torch::Tensor> taken;
+  for (int64_t bytes = int64_t{8} << 30; bytes >= left;) {
+    try {
+      taken.push_back(torch::empty({bytes}, torch::TensorOptions(kDevice).dtype(torch::kUInt8)));
+    } catch (const c10::OutOfMemoryError&) {
+      bytes /= 2;
+    }
+  }
+  return taken;
+}
+
+TEST_F(Gpu, GatherWithoutMemory_NamesTheUnitAndTrainingGoesOnOnceThereIsSome) {
+  for (const bool overlap : {false, true}) {
+    const std::unique_ptr<Comm> comm = NcclComm();
+    constexpr int kUnits = 3;
+    constexpr int64_t kWidth = 8192;  // 256 MiB for a unit
+    ShardedOnGpu trained(*comm, kUnits, kWidth, overlap);
+    const torch::Tensor input = torch::randn({16, kWidth}).to(kDevice);
+    const auto step = [&] {
+      torch::Tensor x = input;
+      trained.model.BeginForward(true);
+      for (int i = 0; i < kUnits; ++i) x = trained.Layer(i, x);
+      trained.model.EndForward();
+      x.square().mean().backward();
+      trained.Update();
+    };
+    step();
+    at::getDeviceAllocator(torch::kCUDA)->emptyCache();
+    std::vector<torch::Tensor> ballast = Fill(int64_t{16} << 20);
+    try {
+      const torch::NoGradGuard no_grad;
+      trained.model.BeginForward(false);
+      trained.Layer(0, input);
+      ADD_FAILURE() << "there was memory";
+    } catch (const std::exception& error) {
+      EXPECT_TRUE(IsOutOfMemory(error)) << error.what();
+      EXPECT_NE(std::string(error.what()).find("'0'"), std::string::npos) << error.what();
+    }
+    ballast.clear();
+    trained.model.EndForward();
+    trained.model.Expire();
+    step();
+    for (const auto& [name, value] :
+         trained.model.FullParameters([](const std::string&) { return true; })) {
+      EXPECT_TRUE(value.isfinite().all().item<bool>()) << name;
+    }
+  }
 }
 
 TEST_F(Gpu, MnistSteps_LearnTheBatch) {
