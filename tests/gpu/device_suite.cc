@@ -37,6 +37,7 @@
 #include "worker/collective/c10d_comm.h"
 #include "worker/collective/nccl.h"
 #include "worker/collective/process_group.h"
+#include "worker/models/layers.h"
 #include "worker/parallel/sharded_model.h"
 
 namespace muster {
@@ -328,21 +329,25 @@ TEST_F(Device, PartOfACheckpoint_LoadsIntoTheModelHere) {
   EXPECT_TRUE(at::equal(model->bias, saved.at("out.bias")));
 }
 
-TEST_F(Device, CheckpointOfOneStrategy_ContinuesUnderAnother) {
-  constexpr ShardingStrategy kStrategies[] = {ShardingStrategy::kNone, ShardingStrategy::kFull,
-                                              ShardingStrategy::kOptimizer,
-                                              ShardingStrategy::kGradients};
+// Of the engine's cases those that are not left out where one process has nothing to divide.
+TEST_F(Device, CheckpointOfOneKindOfUnits_ContinuesUnderAnother) {
   const at::Tensor x = at::randn({32, kWidth});
   // The last of all steps saved, step by step, under one strategy after the other.
   const auto train = [&](bool changes, bool asynchronous, bool overlap) {
-    const TestFolder folder;
+    const TestFolder folder, parts;
     Values weights;
     for (int part = 0; part < 4; ++part) {
       AcceleratorOptions options = Options();
       options.project.directory = folder.path();
       options.checkpoint.asynchronous = asynchronous;
       options.sharding.emplace();
-      options.sharding->strategy = changes ? kStrategies[part] : ShardingStrategy::kNone;
+      if (changes && part > 0) {
+        options.sharding->strategy =
+            part == 2 ? ShardingStrategy::kGradients : ShardingStrategy::kFull;
+        options.sharding->optimizer_in_backward = part > 1;
+        if (part != 2) options.sharding->offload_parameters = Offload::kDisk;
+        options.sharding->offload_parameters_path = parts.path();
+      }
       options.sharding->overlap = overlap;
       options.sharding->unit_types = {"Block"};
       Accelerator a(options);
@@ -586,6 +591,27 @@ TEST_F(Device, WeightsOfTheHost_ManyPassesInARow_HaveTheBitsOfResidentOnes) {
   for (int pass = 0; pass < kPasses; ++pass) want.push_back(resident->forward(x + pass));
   for (int pass = 0; pass < kPasses; ++pass) EXPECT_TRUE(at::equal(got[pass], want[pass])) << pass;
   EXPECT_GT(weights->stats().read_bytes, kPasses / 2 * weights->stats().offloaded_bytes);
+}
+
+// Where no gradients are kept, a GPU takes LibTorch's own kernel.
+TEST_F(Device, RmsNormWithoutGradients_RoundsAsWithThem) {
+  at::manual_seed(1);
+  for (const c10::ScalarType type : {c10::kFloat, c10::kBFloat16, c10::kHalf, c10::kDouble}) {
+    SCOPED_TRACE(c10::toString(type));
+    models::RmsNorm norm(64, 1e-5);
+    {
+      const at::NoGradGuard no_grad;
+      norm->weight.uniform_(0.5, 1.5);
+    }
+    norm->to(device(), type);
+    const at::Tensor x = at::randn({3, 5, 64}).to(device(), type);
+    const at::Tensor want = norm(x).detach();
+    const at::NoGradGuard no_grad;
+    const at::Tensor got = norm(x);
+    EXPECT_EQ(got.scalar_type(), want.scalar_type());
+    EXPECT_TRUE(at::allclose(got.to(at::kDouble), want.to(at::kDouble), 1e-6, 1e-6))
+        << (got - want).abs().max().item<double>();
+  }
 }
 
 TEST_F(Device, Collectives_StayOnTheDevice) {

@@ -20,6 +20,7 @@
 #include "base/file.h"
 #include "base/status_macros.h"
 #include "base/units.h"
+#include "c10/core/DeviceGuard.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "torch/nn/module.h"
 #include "worker/bigmodel/empty_weights.h"
@@ -128,6 +129,8 @@ at::Tensor EmptyOnHost(const Item& item, at::ScalarType type, const c10::Device&
   const uint64_t bytes = static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(type);
   // LibTorch rounds pinned memory up to a power of two: up to twice of what the plan counts.
   const HostPinning* const cuda = device.is_cuda() ? HostPinning::Cuda() : nullptr;
+  // Else CUDA makes a context on the thread's current GPU, which may be another one.
+  const c10::OptionalDeviceGuard guard(device.is_cuda() ? std::optional(device) : std::nullopt);
   if (cuda != nullptr && bytes >= kOwnPages) {
     at::Tensor tensor = EmptyInPinnedPages(sizes, type, bytes, *cuda);
     if (tensor.defined()) return tensor;

@@ -1,9 +1,11 @@
 #include "worker/train/autograd_engine.h"
 
 #include <atomic>
+#include <iterator>
 #include <typeinfo>
 
 #include "base/mutex.h"
+#include "c10/core/impl/DeviceGuardImplInterface.h"
 #include "c10/util/Exception.h"
 #include "torch/csrc/autograd/engine.h"
 
@@ -11,6 +13,18 @@ namespace muster {
 namespace {
 
 std::atomic<SavedTensorHooks> saved_tensor_hooks{nullptr};
+
+// Whether there are devices other than those whose operators the thread of backward() runs itself.
+bool HasDevices() {
+  for (size_t type = 0; type < std::size(c10::impl::device_guard_impl_registry); ++type) {
+    const auto* const devices = c10::impl::device_guard_impl_registry[type].load();
+    if (devices == nullptr) continue;
+    const c10::DeviceType kind = devices->type();
+    if (kind == c10::kCPU || kind == c10::kMeta || kind == c10::kLazy) continue;
+    if (devices->deviceCount() > 0) return true;
+  }
+  return false;
+}
 
 class OwnEngine : public torch::autograd::Engine {
  public:
@@ -37,11 +51,16 @@ class OwnEngine : public torch::autograd::Engine {
   }
 
  private:
+  // Once, which makes the pool of threads for passes inside of each other, and once more when there
+  // are devices. Not in between: passes that are under way would lose their pool.
   void StartThreads() {
     const MutexLock lock(&mu_);
-    if (!device_ready_queues_.empty()) return;
+    const auto complete = [&] {
+      return thread_pool_shared_ != nullptr && (!device_ready_queues_.empty() || !HasDevices());
+    };
+    if (complete()) return;
     initialize_device_threads_pool();  // or a backward pass starts them a second time
-    if (device_ready_queues_.empty()) start_device_threads();
+    if (!complete()) start_device_threads();
   }
 
   Mutex mu_;
@@ -50,9 +69,10 @@ class OwnEngine : public torch::autograd::Engine {
 bool Install() {
   torch::autograd::Engine& present = torch::autograd::Engine::get_default_engine();
   if (typeid(present) != typeid(torch::autograd::Engine)) return false;
-  TORCH_CHECK(torch::autograd::get_current_graph_task_id() == -1,
-              "activation_checkpoint is called for the first time in a backward pass; call it in "
-              "a forward pass first");
+  TORCH_CHECK(
+      torch::autograd::get_current_graph_task_id() == -1,
+      "the first Accelerator or activation_checkpoint() of this process comes in a backward "
+      "pass: make it, or call it, before one");
   torch::autograd::set_default_engine_stub(&OwnEngine::Get);
   return true;
 }

@@ -1,5 +1,7 @@
 #include "worker/train/autograd_engine.h"
 
+#include <filesystem>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -48,6 +50,25 @@ struct OnCpu : torch::autograd::Node {
   }
 };
 
+// A backward pass in a step of another one, so many inside of each other.
+struct Nested : torch::autograd::Node {
+  explicit Nested(int depth) : depth(depth) { add_input_metadata(at::ones({})); }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
+    if (depth > 0) Run(depth - 1);
+    return {};
+  }
+  static void Run(int depth) {
+    Engine::get_default_engine().execute({{std::make_shared<Nested>(depth), 0}}, {at::ones({})},
+                                         false, false, true, {});
+  }
+  const int depth;
+};
+
+int64_t Threads() {
+  const std::filesystem::directory_iterator all("/proc/self/task");
+  return std::distance(begin(all), end(all));
+}
+
 class Doubled : public torch::autograd::SavedVariableHooks {
  public:
   void call_pack_hook(const at::Tensor& tensor) override { tensor_ = tensor.detach().mul(2); }
@@ -65,9 +86,14 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> Hooks() {
 // One test: an engine is for the whole process, and what comes first matters.
 TEST(InstallAutogradEngine, DeviceThatComesAfterABackwardPass_GetsAThreadAndHooksAreAsked) {
   BackwardOnCpu();  // LibTorch's engine takes stock of the devices: none
+  ASSERT_TRUE(InstallAutogradEngine());
+  Nested::Run(100);  // past the depth where LibTorch goes on in another thread
+  const int64_t threads = Threads();
+  for (int i = 0; i < 40; ++i) Nested::Run(100);
+  EXPECT_LT(Threads(), threads + 20) << "those of the first passes serve the others";
+
   const c10::impl::DeviceGuardImplRegistrar device(
       kDevice.type(), new c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::PrivateUse1>());
-  ASSERT_TRUE(InstallAutogradEngine());
   ASSERT_TRUE(InstallAutogradEngine()) << "again";
   BackwardOnCpu();
 
