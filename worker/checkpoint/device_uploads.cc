@@ -10,7 +10,6 @@
 #include "absl/strings/str_cat.h"
 #include "c10/core/Allocator.h"
 #include "c10/core/CachingDeviceAllocator.h"
-#include "c10/core/DeviceGuard.h"
 #include "c10/core/StreamGuard.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "worker/checkpoint/device_copies.h"
@@ -66,6 +65,10 @@ DeviceUploads::DeviceUploads(const c10::Device& device, size_t block_bytes, int 
 
 DeviceUploads::~DeviceUploads() { Wait().IgnoreError(); }
 
+void DeviceUploads::SetDeviceOfThisThread() const {
+  c10::impl::VirtualGuardImpl(device_.type()).uncheckedSetDevice(device_);
+}
+
 void DeviceUploads::Follow() {
   c10::Event given(device_.type());
   given.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
@@ -83,20 +86,13 @@ bool DeviceUploads::IsCopied(const Block& block) {
 absl::StatusOr<DeviceUploads::Block*> DeviceUploads::Make() {
   auto block = std::make_unique<Block>();
   if (absl::Status grown = block->memory.Grow(block_bytes_); !grown.ok()) return grown;
-  if (pinning_ != nullptr) {
-    try {
-      // For CUDA a call of a thread is one to its current device, which gets a context for that.
-      const c10::DeviceGuard on(device_);
-      block->memory.Pin(*pinning_);
-    } catch (const c10::Error& error) {
-      return Failed(error);
-    }
-  }
+  if (pinning_ != nullptr) block->memory.Pin(*pinning_);
   MutexLock lock(&mu_);
   return blocks_.emplace_back(std::move(block)).get();
 }
 
 absl::StatusOr<char*> DeviceUploads::Take() {
+  SetDeviceOfThisThread();
   Block* block = nullptr;
   bool makes = false, waits = false;
   {
@@ -143,6 +139,7 @@ absl::StatusOr<char*> DeviceUploads::Take() {
 }
 
 absl::Status DeviceUploads::Queue(const char* block, absl::Span<const Piece> pieces) {
+  SetDeviceOfThisThread();
   Block* taken = nullptr;
   {
     MutexLock lock(&mu_);

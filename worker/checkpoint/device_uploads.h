@@ -59,6 +59,9 @@ class DeviceUploads {
   // failed.
   void Follow();
 
+  // Take() and Queue() make the device the current one of the calling thread, for good: a library
+  // that did so for each call and put the one before back would take memory on that.
+
   // A block to read into, aligned for direct I/O, for the calling thread until it is queued. Waits
   // for the device while all blocks are queued. Errors: RESOURCE_EXHAUSTED without memory; INTERNAL
   // if the device has failed.
@@ -79,6 +82,7 @@ class DeviceUploads {
     std::unique_ptr<c10::Event> copied;  // null: nothing was queued
   };
 
+  void SetDeviceOfThisThread() const;
   // With memory.
   absl::StatusOr<Block*> Make();
   static bool IsCopied(const Block& block);

@@ -11,6 +11,7 @@
 #include "ATen/ops/from_blob.h"
 #include "base/file.h"
 #include "base/status_macros.h"
+#include "c10/core/DeviceGuard.h"
 #include "c10/core/ScalarType.h"
 #include "c10/util/Exception.h"
 #include "worker/checkpoint/direct_file.h"
@@ -92,8 +93,7 @@ std::unique_ptr<DeviceUploads> UploadsTo(const c10::Device& device) {
 
 uint64_t BytesToDevice(const StateReader& reader, absl::string_view name) {
   const ManifestFile* const file = reader.manifest().Find(name);
-  const bool reads = file != nullptr && !file->blocks.empty() && !reader.in_memory() &&
-                     reader.PathOfShared(name).empty();
+  const bool reads = file != nullptr && !file->blocks.empty() && !reader.in_memory();
   return reads ? file->digest.bytes : 0;
 }
 
@@ -103,7 +103,9 @@ absl::StatusOr<StateDict> ReadToDevice(const StateReader& reader, absl::string_v
   if (bytes == 0) return reader.Read(name);
   const ManifestFile* const file = reader.manifest().Find(name);
   if (file->blocks.block_bytes > uploads.block_bytes()) return reader.Read(name);
-  const std::string path = JoinPath(reader.dir(), name);
+  // Where several ranks have read it together, it is in the host's memory.
+  const std::string shared = reader.PathOfShared(name);
+  const std::string path = shared.empty() ? JoinPath(reader.dir(), name) : shared;
   const absl::StatusOr<SafetensorsHeader> header = ReadSafetensorsHeader(path);
   if (!header.ok() || 8 + header->header_bytes + header->data_bytes != bytes) {
     return reader.Read(name);
@@ -113,6 +115,8 @@ absl::StatusOr<StateDict> ReadToDevice(const StateReader& reader, absl::string_v
   const at::Tensor memory = MemoryOn(uploads.device(), bytes);
   if (!memory.defined()) return reader.Read(name);
   auto* const there = static_cast<char*>(memory.data_ptr());
+  // Of this thread, which may read, too.
+  const c10::DeviceGuard on_device(uploads.device());
   // The memory may be that of tensors which the device still has to read.
   uploads.Follow();
   DirectFileOptions options{.in_flight = ReadingThreads()};

@@ -116,6 +116,21 @@ TEST_F(ReadToDeviceTest, Default_CopiesOnTheDevice) {
             reader->manifest().Find(OptimizerFileName(0))->blocks.xxh3.size());
 }
 
+TEST_F(ReadToDeviceTest, FileThatRanksHaveReadTogether_ComesFromTheirMemory) {
+  Streams().LeaveUntilWaitedFor(nullptr);
+  Mutex one_at_a_time;
+  RunRanks(2, [&](Comm& comm) {
+    absl::StatusOr<StateReader> reader = StateReader::Open(dir_);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    ASSERT_TRUE(reader->ReadTogether(comm, {OptimizerFileName(0)}).ok());
+    ASSERT_FALSE(reader->PathOfShared(OptimizerFileName(0)).empty());
+    const auto uploads = UploadsTo(Streams().device());
+    const absl::StatusOr<StateDict> read = ReadToDevice(*reader, OptimizerFileName(0), *uploads);
+    MutexLock lock(&one_at_a_time);
+    ExpectWhole(read);
+  });
+}
+
 TEST_F(ReadToDeviceTest, FileOfOneBlock_IsReadAsBefore) {
   const absl::StatusOr<StateDict> read = Read(SchedulerFileName(0));
   ASSERT_TRUE(read.ok()) << read.status();

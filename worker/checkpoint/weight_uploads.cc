@@ -11,6 +11,7 @@
 #include "ATen/ops/empty.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
+#include "c10/core/DeviceGuard.h"
 #include "c10/core/ScalarType.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/transfer.h"
@@ -89,6 +90,8 @@ absl::Status UploadTo(const c10::Device& device, const WeightFiles& files,
                       const std::vector<WeightUpload>& weights,
                       const UploadWeightsOptions& options) {
   const at::NoGradGuard no_grad;
+  // Of this thread, which may read, too.
+  const c10::DeviceGuard on_device(device);
   const int threads = options.threads > 0 ? options.threads : ReadingThreads();
   const std::unique_ptr<DeviceUploads> uploads =
       options.uploads != nullptr
