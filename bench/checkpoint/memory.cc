@@ -2,8 +2,9 @@
 // turns, and the time from a crash of this process to the end of the next step. One JSON line. To
 // be started by
 //   muster launch --cpu --num_processes N --max_restarts 1 -- bench/checkpoint/memory
-// since the agent of the launch holds the memory. The disk is not used. Two launches play two
-// machines, which mirror each other's saves:
+// since the agent of the launch holds the memory. With --device cuda (and a launch without --cpu)
+// the model is on a GPU, and times end when the GPU has done what it was given. The disk is not
+// used. Two launches play two machines, which mirror each other's saves:
 //   muster launch --cpu --num_machines 2 --num_processes 2 --coordinator 127.0.0.1:PORT
 //       --token_file FILE --machine_rank 0 (and 1) -- bench/checkpoint/memory --no_crash
 #include <signal.h>
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "base/file.h"
+#include "c10/core/impl/VirtualGuardImpl.h"
 #include "muster/muster.h"
 
 namespace {
@@ -54,10 +56,22 @@ struct Settings {
   int steps = 4;  // of each kind in a round
   bool mirror = true;
   bool crash = true;
+  std::string device = "cpu";
   std::string dir = "checkpoint-memory-bench";
 };
 
+// When the device has done what it was given; on the CPU every call has.
+double NowIdle(const torch::Device& device) {
+  if (!device.is_cpu()) {
+    c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+  }
+  return Now();
+}
+
 absl::Status Measure(muster::Accelerator& a, const Settings& settings) {
+  if (a.device().is_cpu() != (settings.device == "cpu")) {
+    return absl::FailedPreconditionError("this process sees no GPU; measure with --device cpu");
+  }
   const char* const restarts = std::getenv("MUSTER_RESTART_COUNT");
   const bool first = restarts == nullptr || std::string(restarts) == "0";
   const std::string died = settings.dir + "/died";
@@ -69,7 +83,7 @@ absl::Status Measure(muster::Accelerator& a, const Settings& settings) {
   }
   muster::FusedAdamW adamw(net->parameters(), {.lr = 1e-5});
   auto [model, optimizer] = a.prepare(net, adamw);
-  const torch::Tensor x = torch::randn({settings.batch, 1024});
+  const torch::Tensor x = torch::randn({settings.batch, 1024}).to(a.device());
   const auto step = [&, &model = model, &optimizer = optimizer] {
     auto scope = a.accumulate();
     a.backward(model(x).pow(2).mean());
@@ -79,15 +93,16 @@ absl::Status Measure(muster::Accelerator& a, const Settings& settings) {
   const double before_load = Now();
   if (absl::Status s = a.load_state_if_present(); !s.ok()) return s;
   if (!first) {
-    const double loaded = Now();
+    const double loaded = NowIdle(a.device());
     step();
+    const double stepped = NowIdle(a.device());
     const auto text = muster::ReadFile(died);
     if (!text.ok()) return text.status();
     if (a.is_main_process()) {
       std::printf(
           "{\"crash_to_next_step_s\": %.3f, \"load_s\": %.4f, \"step_s\": %.4f, \"at_step\": "
           "%ld}\n",
-          Now() - std::stod(*text), loaded - before_load, Now() - loaded,
+          stepped - std::stod(*text), loaded - before_load, stepped - loaded,
           static_cast<long>(a.global_step()));
     }
     return absl::OkStatus();
@@ -99,10 +114,10 @@ absl::Status Measure(muster::Accelerator& a, const Settings& settings) {
   }
   for (int round = 0; round < settings.rounds; ++round) {
     step();  // what the last save left to copy
-    double start = Now();
+    double start = NowIdle(a.device());
     Cpu begin = CpuNow();
     for (int i = 0; i < settings.steps; ++i) step();
-    without.push_back((Now() - start) / settings.steps);
+    without.push_back((NowIdle(a.device()) - start) / settings.steps);
     const Cpu plain = CpuNow() - begin;
     start = Now();
     begin = CpuNow();
@@ -114,7 +129,7 @@ absl::Status Measure(muster::Accelerator& a, const Settings& settings) {
     }
     // With what is left to copy: the next step pays for it.
     step();
-    with.push_back((Now() - start - without.back()) / settings.steps);
+    with.push_back((NowIdle(a.device()) - start - without.back()) / settings.steps);
     const Cpu saved = CpuNow() - begin;
     user.push_back((saved.user - plain.user * (settings.steps + 1) / settings.steps) /
                    settings.steps);
@@ -155,12 +170,14 @@ int main(int argc, char** argv) {
   app.add_option("--batch", settings.batch);
   app.add_option("--rounds", settings.rounds);
   app.add_option("--steps", settings.steps, "of each kind in a round");
+  app.add_option("--device", settings.device, "where the model is")
+      ->check(CLI::IsMember({"cpu", "cuda"}));
   app.add_option("--dir", settings.dir, "a folder for the time of the crash");
   app.add_flag("!--no_mirror", settings.mirror, "save without a copy on another machine");
   app.add_flag("!--no_crash", settings.crash, "end without a crash");
   CLI11_PARSE(app, argc, argv);
   muster::AcceleratorOptions options;
-  options.cpu = true;
+  options.cpu = settings.device == "cpu";
   options.checkpoint.memory = true;
   options.checkpoint.disk_every = 1'000'000'000;
   options.checkpoint.mirror = settings.mirror;

@@ -30,6 +30,7 @@
 #include "worker/checkpoint/async_saver.h"
 #include "worker/checkpoint/checkpoint_search.h"
 #include "worker/checkpoint/clean_path.h"
+#include "worker/checkpoint/device_uploads.h"
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/divided_files.h"
@@ -37,6 +38,7 @@
 #include "worker/checkpoint/memory_tier.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/read_to_device.h"
 #include "worker/checkpoint/run_folder.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
@@ -140,8 +142,11 @@ int CountModels(const StateReader& reader) {
   return count;
 }
 
-StateDict ReadFile(const StateReader& reader, const std::string& name) {
-  absl::StatusOr<StateDict> file = reader.Read(name);
+// `uploads`: null, or what takes large tensors to the device.
+StateDict ReadFile(const StateReader& reader, const std::string& name,
+                   DeviceUploads* uploads = nullptr) {
+  absl::StatusOr<StateDict> file =
+      uploads == nullptr ? reader.Read(name) : ReadToDevice(reader, name, *uploads);
   ThrowIfError(file.status());
   return *std::move(file);
 }
@@ -1141,13 +1146,14 @@ void CheckpointState::CheckPrepared(const StateReader& reader) const {
 }
 
 std::vector<NamedTensors> CheckpointState::ReadWeights(const StateReader& reader, size_t models,
-                                                       const std::vector<bool>& without) const {
+                                                       const std::vector<bool>& without,
+                                                       DeviceUploads* uploads) const {
   std::vector<NamedTensors> weights;
   for (size_t i = 0; i < models; ++i) {
     NamedTensors& all = weights.emplace_back();
     if (without[i]) continue;
     for (const std::string& name : ModelFilesIn(reader, i)) {
-      const StateDict file = ReadFile(reader, name);
+      const StateDict file = ReadFile(reader, name, uploads);
       all.insert(all.end(), file.tensors().begin(), file.tensors().end());
     }
   }
@@ -1156,6 +1162,26 @@ std::vector<NamedTensors> CheckpointState::ReadWeights(const StateReader& reader
     CheckWeights(weights, models, "load_state()");
   }
   return weights;
+}
+
+std::unique_ptr<DeviceUploads> CheckpointState::UploadsFor(
+    const StateReader& reader, const std::vector<std::string>& files) const {
+  const c10::Device device = process_.device();
+  // Hooks find the weights where they have always been: on the host.
+  if (device.is_cpu() || !load_hooks_.empty()) return nullptr;
+  const Models& models = registry_.models();
+  const bool on_device = std::any_of(models.begin(), models.end(), [&](const auto& model) {
+    const NamedTensors parameters = model->source().parameters();
+    return std::any_of(parameters.begin(), parameters.end(),
+                       [&](const auto& parameter) { return parameter.second.device() == device; });
+  });
+  if (!on_device) return nullptr;
+  uint64_t bytes = 0;
+  for (const std::string& name : files) bytes += BytesToDevice(reader, name);
+  // It is beside the state that it replaces, until all of it is read. The program needs memory,
+  // too.
+  if (bytes == 0 || DeviceMemoryLeft(device) / 2 < bytes) return nullptr;
+  return UploadsTo(device);
 }
 
 void CheckpointState::CheckIndexes(const StateReader& reader, size_t models) const {
@@ -1173,9 +1199,10 @@ void CheckpointState::CheckIndexes(const StateReader& reader, size_t models) con
 }
 
 void CheckpointState::TakeOptimizerFile(const StateReader& reader, size_t index,
-                                        const std::string& name, Loaded* loaded) const {
+                                        const std::string& name, DeviceUploads* uploads,
+                                        Loaded* loaded) const {
   const OptimizerHandle& handle = registry_.optimizers()[index]->handle();
-  const StateDict file = ReadFile(reader, name);
+  const StateDict file = ReadFile(reader, name, uploads);
   OptimizerState part;
   for (const auto& [key, tensor] : file.tensors()) part.tensors.emplace(key, tensor);
   Loaded::Optimizer& to = loaded->optimizers[index];
@@ -1330,9 +1357,9 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
       models.begin(), models.end(), [](const auto& model) { return model->sharded() != nullptr; });
   const bool hooks = !load_hooks_.empty();
   const bool by_file = !(any_sharded ? OnAnyProcess(process_.comm(), hooks) : hooks);
-  std::vector<std::string> together;
-  const auto add = [&together](const std::vector<std::string>& names) {
-    together.insert(together.end(), names.begin(), names.end());
+  std::vector<std::string> together, to_device;
+  const auto add = [](const std::vector<std::string>& names, std::vector<std::string>* to) {
+    to->insert(to->end(), names.begin(), names.end());
   };
   std::vector<bool> by_itself(models.size());
   loaded.shards.resize(models.size());
@@ -1344,7 +1371,7 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
       loaded.registered_in_parts[i] = by_file && DividedModelOf(i).has_value();
       if (!loaded.registered_in_parts[i]) {
         const std::vector<std::string> files = RegisteredFilesIn(reader, i);
-        if (files.size() > 1) add(files);
+        if (files.size() > 1) add(files, &together);
       }
     }
     for (size_t i = 0; i < models.size(); ++i) {
@@ -1352,25 +1379,27 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
         loaded.shards[i].emplace(*models[i]);
         by_itself[i] = true;
       } else {
-        add(ModelFilesIn(reader, i));
+        add(ModelFilesIn(reader, i), &to_device);
       }
     }
     for (size_t i = 0; i < loaded.optimizers.size(); ++i) {
       if (by_file && IsSharded(registry_.optimizers()[i]->handle(), models)) {
         optimizers_by_file.push_back(i);
       } else {
-        add(OptimizerFilesIn(reader, i));
+        add(OptimizerFilesIn(reader, i), &to_device);
       }
     }
+    add(to_device, &together);
   }));
   ThrowIfError(reader.ReadTogether(process_.comm(), together));
   // An error of this rank must not leave the others in their next collective.
   absl::Status mine = Guard([&] {
-    loaded.weights = ReadWeights(reader, models.size(), by_itself);
+    const std::unique_ptr<DeviceUploads> uploads = UploadsFor(reader, to_device);
+    loaded.weights = ReadWeights(reader, models.size(), by_itself, uploads.get());
     for (size_t i = 0; i < loaded.optimizers.size(); ++i) {
       if (std::count(optimizers_by_file.begin(), optimizers_by_file.end(), i) > 0) continue;
       for (const std::string& name : OptimizerFilesIn(reader, i)) {
-        TakeOptimizerFile(reader, i, name, &loaded);
+        TakeOptimizerFile(reader, i, name, uploads.get(), &loaded);
       }
     }
     ReadOthers(reader, &loaded);
@@ -1394,7 +1423,8 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
   for (const size_t i : optimizers_by_file) {
     parts.Read(
         OptimizerFilesIn(reader, i), LocalRanges(registry_.optimizers()[i]->handle(), models),
-        [&](const std::string& name) { TakeOptimizerFile(reader, i, name, &loaded); }, &mine);
+        [&](const std::string& name) { TakeOptimizerFile(reader, i, name, nullptr, &loaded); },
+        &mine);
   }
   for (size_t i = 0; i < registered_.size(); ++i) {
     if (!loaded.registered_in_parts[i]) continue;
@@ -1623,7 +1653,8 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
       }));
       ThrowIfError(opened.ReadTogether(process_.comm(), names));
       ThrowIfAnyFailed(Guard([&] {
-        weights = ReadWeights(opened, files, std::vector<bool>(files));
+        const std::unique_ptr<DeviceUploads> uploads = UploadsFor(opened, names);
+        weights = ReadWeights(opened, files, std::vector<bool>(files), uploads.get());
         CheckIndexes(opened, files);
       }));
     });

@@ -27,6 +27,7 @@
 namespace muster {
 class AsyncSaver;
 class CheckpointRegistrar;
+class DeviceUploads;
 class MemoryTier;
 struct PublishOptions;
 }  // namespace muster
@@ -177,13 +178,18 @@ class CheckpointState {
   absl::StatusOr<StateReader> OpenAndRead(const std::string& directory,
                                           const std::function<void(StateReader&)>& read);
   // Parts of Load() and LoadWeights(). `without`: models whose weights are read elsewhere.
+  // `uploads`: null, or what takes large tensors to the device.
   std::vector<NamedTensors> ReadWeights(const StateReader& reader, size_t models,
-                                        const std::vector<bool>& without) const;
+                                        const std::vector<bool>& without,
+                                        DeviceUploads* uploads) const;
+  // For these files, if they go to this process's device while they are read; null: they do not.
+  std::unique_ptr<DeviceUploads> UploadsFor(const StateReader& reader,
+                                            const std::vector<std::string>& files) const;
   // Warns of damage. Nothing is read from the indexes of models, since the manifest has what they
   // say; others read them.
   void CheckIndexes(const StateReader& reader, size_t models) const;
   void TakeOptimizerFile(const StateReader& reader, size_t index, const std::string& name,
-                         Loaded* loaded) const;
+                         DeviceUploads* uploads, Loaded* loaded) const;
   void ReadOthers(const StateReader& reader, Loaded* loaded) const;
   void CheckPrepared(const StateReader& reader) const;
   // (collective)

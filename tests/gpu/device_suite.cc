@@ -1,7 +1,9 @@
 // What a program does on one device: built once, run on the CPU everywhere and on a GPU where there
 // is one, so that what a GPU is asked to do is known to be right elsewhere.
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <map>
@@ -177,6 +179,98 @@ TEST_F(Device, StateThatChangesRightAfterAnAsynchronousSave_IsNotInTheCheckpoint
     EXPECT_EQ(model->weight.device().type(), device().type());
     EXPECT_TRUE(at::equal(model->weight.cpu(), at::full({512, 512}, i, at::kFloat))) << i;
   }
+}
+
+// A file of several blocks, which a GPU copies while others are read.
+class LargeState : public Device {
+ protected:
+  AcceleratorOptions Options() const {
+    AcceleratorOptions options = Device::Options();
+    options.project.directory = folder_.path();
+    return options;
+  }
+  std::string checkpoint() const { return folder_.path() + "/checkpoints/checkpoint_0"; }
+
+  const TestFolder folder_;
+};
+
+TEST_F(LargeState, ReadFromACheckpoint_IsWhatWasSaved) {
+  Accelerator a(Options());
+  torch::nn::Linear layer(2048, 2049);
+  FusedAdamW adamw(layer->parameters(), {.lr = 1e-2});
+  auto [model, optimizer] = a.prepare(layer, adamw);
+  const at::Tensor x = at::ones({2, 2048}, a.device());
+  const auto step = [&, &model = model, &optimizer = optimizer] {
+    a.backward(model(x).square().mean());
+    optimizer.step();
+    optimizer.zero_grad();
+  };
+  step();
+  ASSERT_TRUE(a.save_state().ok());
+  step();
+  const at::Tensor want = layer->weight.detach().clone();
+  const at::Tensor bias = layer->bias.detach().clone();
+  // Twice: into state that is there, and into memory that is used again.
+  for (int i = 0; i < 2; ++i) {
+    const absl::Status loaded = a.load_state(checkpoint());
+    ASSERT_TRUE(loaded.ok()) << loaded;
+    EXPECT_FALSE(at::equal(layer->weight, want));
+    step();
+    EXPECT_TRUE(at::equal(layer->weight, want)) << "weights or moments are others";
+    EXPECT_TRUE(at::equal(layer->bias, bias));
+  }
+  // And where there are no moments yet.
+  Accelerator b(Options());
+  torch::nn::Linear other(2048, 2049);
+  FusedAdamW fresh(other->parameters(), {.lr = 1e-2});
+  auto [again, restored] = b.prepare(other, fresh);
+  const absl::Status loaded = b.load_state(checkpoint());
+  ASSERT_TRUE(loaded.ok()) << loaded;
+  b.backward(again(x).square().mean());
+  restored.step();
+  EXPECT_TRUE(at::equal(other->weight, want));
+  // The weights alone.
+  Accelerator c(Options());
+  auto weights = c.prepare(torch::nn::Linear(2048, 2049));
+  const auto taken = c.load_weights(checkpoint());
+  ASSERT_TRUE(taken.ok()) << taken.status();
+  ASSERT_TRUE(a.load_state(checkpoint()).ok());
+  EXPECT_TRUE(at::equal(weights->weight, layer->weight));
+}
+
+TEST_F(LargeState, DamagedBlock_LeavesTheStateAsItWas) {
+  Accelerator a(Options());
+  auto model = a.prepare(torch::nn::Linear(2048, 2048));
+  ASSERT_TRUE(a.save_state().ok());
+  const std::string path = checkpoint() + "/model.safetensors";
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_GE(fd, 0);
+  char byte = 0;
+  ASSERT_EQ(pread(fd, &byte, 1, 15'000'000), 1);
+  byte = static_cast<char>(byte ^ 1);
+  ASSERT_EQ(pwrite(fd, &byte, 1, 15'000'000), 1);
+  close(fd);
+  const at::NoGradGuard no_grad;
+  model->weight.fill_(3);
+  const absl::Status loaded = a.load_state(checkpoint());
+  EXPECT_EQ(loaded.code(), absl::StatusCode::kDataLoss) << loaded;
+  EXPECT_EQ(model->weight.min().item<float>(), 3);
+  EXPECT_EQ(model->weight.max().item<float>(), 3);
+}
+
+TEST_F(LargeState, WeightsOfAFile_ComeInTheTypeOfTheModel) {
+  Accelerator a(Options());
+  auto model = a.prepare(torch::nn::Linear(2048, 1536));
+  ASSERT_TRUE(a.save_model(model, folder_.Path("weights")).ok());
+  torch::nn::Linear same(2048, 1536), half(2048, 1536);
+  same->to(device());
+  half->to(device());
+  ASSERT_TRUE(load_model(same, folder_.Path("weights")).ok());
+  ASSERT_TRUE(load_model(half, folder_.Path("weights"), {.dtype = at::kBFloat16}).ok());
+  EXPECT_TRUE(at::equal(same->weight, model->weight));
+  EXPECT_TRUE(at::equal(half->weight, model->weight.to(at::kBFloat16)));
+  EXPECT_TRUE(at::equal(half->bias, model->bias.to(at::kBFloat16)));
+  EXPECT_EQ(half->weight.device().type(), device().type());
 }
 
 // A model with everything that a checkpoint treats differently: weights that only the optimizer

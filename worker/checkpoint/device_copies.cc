@@ -18,6 +18,13 @@ void QueueOnCurrentStream(char* to, const at::Tensor& from) {
       .copy_(from, /*non_blocking=*/true);
 }
 
+absl::Status Failed(const std::exception& error) {
+  return absl::InternalError(
+      absl::StrCat("copies from a device for a checkpoint failed: ", error.what()));
+}
+
+}  // namespace
+
 // One for a device: those of a pool are few, and other libraries' work would wait on them.
 c10::Stream CopyStream(const c10::Device& device) {
   struct Streams {
@@ -34,13 +41,6 @@ c10::Stream CopyStream(const c10::Device& device) {
   streams->of.emplace(key, made);
   return made;
 }
-
-absl::Status Failed(const std::exception& error) {
-  return absl::InternalError(
-      absl::StrCat("copies from a device for a checkpoint failed: ", error.what()));
-}
-
-}  // namespace
 
 absl::Status WasChangedDuringItsCopy(const std::string& name) {
   return absl::FailedPreconditionError(absl::StrCat(

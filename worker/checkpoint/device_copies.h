@@ -17,6 +17,9 @@
 
 namespace muster {
 
+// The stream of this process for copies between the host and a device, beside the others.
+c10::Stream CopyStream(const c10::Device& device);
+
 // Of a tensor that was changed while its copy was being made.
 absl::Status WasChangedDuringItsCopy(const std::string& name);
 

@@ -499,6 +499,7 @@ struct DirectFileStream::State {
       }
     }
     MUSTER_RETURN_IF_ERROR(filling.memory.Grow(DirectAlignedUp(size)));
+    if (options.pinning != nullptr) filling.memory.Pin(*options.pinning);
     filling.at = appended;
     filling.size = 0;
     return absl::OkStatus();
@@ -570,21 +571,29 @@ absl::StatusOr<std::unique_ptr<DirectFileStream>> DirectFileStream::Create(
 }
 
 absl::Status DirectFileStream::Append(absl::string_view bytes) {
+  return AppendBy(bytes.size(), [bytes](char* to, uint64_t offset, size_t size) {
+    std::memcpy(to, bytes.data() + offset, size);
+  });
+}
+
+absl::Status DirectFileStream::AppendBy(
+    uint64_t bytes, absl::FunctionRef<void(char* to, uint64_t offset, size_t size)> fill) {
   State& state = *state_;
-  if (bytes.size() > state.bytes - state.appended) {
+  if (bytes > state.bytes - state.appended) {
     return absl::InvalidArgumentError(absl::StrCat(state.path, ": got more than the ", state.bytes,
                                                    " bytes that were announced"));
   }
-  while (!bytes.empty()) {
+  for (uint64_t done = 0; done < bytes;) {
     if (state.filling.memory.data() == nullptr) MUSTER_RETURN_IF_ERROR(state.Begin());
-    const absl::string_view part = bytes.substr(0, state.options.block_bytes - state.filling.size);
+    const size_t part =
+        std::min<uint64_t>(bytes - done, state.options.block_bytes - state.filling.size);
     char* const to = state.filling.memory.data() + state.filling.size;
-    std::memcpy(to, part.data(), part.size());
+    fill(to, done, part);
     // From the copy, which is in the processor's cache.
-    state.digester.Update(absl::string_view(to, part.size()));
-    state.filling.size += part.size();
-    state.appended += part.size();
-    bytes.remove_prefix(part.size());
+    state.digester.Update(absl::string_view(to, part));
+    state.filling.size += part;
+    state.appended += part;
+    done += part;
     if (state.filling.size == state.options.block_bytes || state.appended == state.bytes) {
       MUSTER_RETURN_IF_ERROR(state.End());
     }
@@ -677,15 +686,17 @@ absl::Status ReadDirectFile(
     const uint64_t at = block * block_bytes;
     const size_t size = std::min(block_bytes, bytes - at);
     AlignedMemory memory;
-    if (options.place == nullptr) {
+    char* to = options.place == nullptr ? nullptr : options.place(at);
+    const bool places = to != nullptr;
+    if (!places) {
       MUSTER_ASSIGN_OR_RETURN(memory, buffers.Take(size));
+      to = memory.data();
     }
-    char* const to = options.place == nullptr ? memory.data() : options.place(at);
     MUSTER_RETURN_IF_ERROR(ReadBlock(system, direct, cached, pages, path, to, size, at));
     const absl::string_view found(to, size);
     MUSTER_RETURN_IF_ERROR(CheckBlock(path, blocks, block, found));
     MUSTER_RETURN_IF_ERROR(take(at, found));
-    if (options.place == nullptr) buffers.GiveBack(std::move(memory));
+    if (!places) buffers.GiveBack(std::move(memory));
     return absl::OkStatus();
   };
   return ForEach(run.count, options.in_flight, read, [] {});

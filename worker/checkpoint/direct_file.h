@@ -18,6 +18,8 @@
 
 namespace muster {
 
+struct HostPinning;
+
 // Large files, written and read past the page cache (O_DIRECT) in blocks, several at a time, with
 // the digest of each block from the same pass. Where the file system refuses direct I/O, through
 // the cache. Everything blocks on the disk and is thread-safe.
@@ -39,8 +41,12 @@ struct DirectFileOptions {
   std::function<void(uint64_t bytes)> wrote = nullptr;
   // Null: the system's own.
   const DirectFileSystem* system = nullptr;
+  // Of a DirectFileStream: how its blocks are pinned, for a GPU that writes to them. Null: they are
+  // not. Borrowed.
+  const HostPinning* pinning = nullptr;
   // Of reads: where the block at an offset goes, memory for all of it up to the next multiple of
-  // kDirectAlignment, which begins at one. Null: into memory of the read's own.
+  // kDirectAlignment, which begins at one. Null, or where it returns null: into memory of the
+  // read's own.
   std::function<char*(uint64_t offset)> place = nullptr;
 };
 
@@ -75,6 +81,12 @@ class DirectFileStream {
   // The bytes may change then. Blocks while all blocks are under way. Errors: those of a block
   // before.
   absl::Status Append(absl::string_view bytes);
+
+  // As Append, of bytes that are not in memory: `fill` puts `size` of them, from `offset` on, where
+  // they are written from. It is called in order, for as much as a block has room for. What it
+  // throws is thrown; no more can be appended then.
+  absl::Status AppendBy(uint64_t bytes,
+                        absl::FunctionRef<void(char* to, uint64_t offset, size_t size)> fill);
 
   // Once all bytes are there: writes the rest and syncs the file. Nothing may be called after it.
   absl::StatusOr<DirectFileWritten> Finish();

@@ -12,6 +12,7 @@
 #include <memory>
 #include <random>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -259,6 +260,51 @@ TEST_F(DirectFileTest, StreamOfAnotherSize_IsRefused) {
               HasSubstr(absl::StrCat("more than the ", kBlock, " bytes")));
   EXPECT_THAT(std::string((*stream)->Finish().status().message()),
               HasSubstr(absl::StrCat("got ", kBlock - 1, " of the ", kBlock, " bytes")));
+}
+
+TEST_F(DirectFileTest, StreamOfBytesThatAreElsewhere_PutsThemIntoPinnedBlocks) {
+  const absl::string_view contents = Contents(5 * kBlock + 100);
+  std::set<const char*> pinned;
+  const HostPinning pinning{
+      .pin = [&](void* data,
+                 size_t) { return pinned.insert(static_cast<const char*>(data)).second; },
+      .unpin = [&](void* data) { pinned.erase(static_cast<const char*>(data)); }};
+  options_.pinning = &pinning;
+  {
+    auto stream = DirectFileStream::Create(path_, contents.size(), options_);
+    ASSERT_TRUE(stream.ok()) << stream.status();
+    ASSERT_TRUE((*stream)->Append(contents.substr(0, 10)).ok());
+    uint64_t next = 0;
+    const absl::Status appended =
+        (*stream)->AppendBy(contents.size() - 10, [&](char* to, uint64_t offset, size_t size) {
+          EXPECT_EQ(offset, next);
+          next += size;
+          EXPECT_LE(size, kBlock);
+          const auto block = pinned.upper_bound(to);
+          EXPECT_NE(block, pinned.begin()) << "memory that is not pinned";
+          std::memcpy(to, contents.data() + 10 + offset, size);
+        });
+    ASSERT_TRUE(appended.ok()) << appended;
+    EXPECT_EQ((*stream)->AppendBy(1, [](char*, uint64_t, size_t) {}).code(),
+              absl::StatusCode::kInvalidArgument);
+    const auto written = (*stream)->Finish();
+    ASSERT_TRUE(written.ok()) << written.status();
+    EXPECT_EQ(written->digest, DigestBytes(contents));
+    EXPECT_EQ(*ReadFile(path_), contents);
+  }
+  EXPECT_THAT(pinned, IsEmpty());
+}
+
+TEST_F(DirectFileTest, StreamWhoseSourceFails_EndsItsWrites) {
+  const absl::string_view contents = Contents(5 * kBlock);
+  auto stream = DirectFileStream::Create(path_, contents.size(), options_);
+  ASSERT_TRUE(stream.ok()) << stream.status();
+  const auto fill = [&](char* to, uint64_t offset, size_t size) {
+    if (offset >= 3 * kBlock) throw std::runtime_error("the device is lost");
+    std::memcpy(to, contents.data() + offset, size);
+  };
+  EXPECT_THROW((*stream)->AppendBy(contents.size(), fill).IgnoreError(), std::runtime_error);
+  stream->reset();
 }
 
 TEST_F(DirectFileTest, StreamThatIsGivenUp_EndsItsWrites) {

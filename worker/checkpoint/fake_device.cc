@@ -14,6 +14,7 @@ namespace {
 struct Copies {
   Mutex mu;
   std::vector<FakeStreams::Point> points ABSL_GUARDED_BY(mu);
+  size_t to_device ABSL_GUARDED_BY(mu) = 0;
 };
 
 Copies& TheCopies() {
@@ -31,7 +32,7 @@ at::Tensor Own(std::shared_ptr<std::vector<char>> memory, const at::IntArrayRef 
       .make_tensor();
 }
 
-at::Tensor& CopyFrom(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
+at::Tensor& Copy(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   TORCH_CHECK(to.is_contiguous() && from.is_contiguous() && to.nbytes() == from.nbytes());
   std::memcpy(to.data_ptr(), from.const_data_ptr(), from.nbytes());
   FakeStreams& device = FakeDevice();
@@ -39,7 +40,11 @@ at::Tensor& CopyFrom(at::Tensor& to, const at::Tensor& from, bool non_blocking) 
   if (!non_blocking) device.synchronizeStream(device.Current());
   Copies& copies = TheCopies();
   MutexLock lock(&copies.mu);
-  copies.points.push_back(point);
+  if (to.is_cpu()) {
+    copies.points.push_back(point);
+  } else {
+    ++copies.to_device;
+  }
   return to;
 }
 
@@ -50,8 +55,19 @@ at::Tensor Clone(const at::Tensor& from, std::optional<at::MemoryFormat>) {
              from.scalar_type());
 }
 
+at::Tensor Empty(c10::IntArrayRef sizes, std::optional<at::ScalarType> type,
+                 std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>,
+                 std::optional<at::MemoryFormat>) {
+  const size_t bytes =
+      c10::multiply_integers(sizes) * c10::elementSize(type.value_or(at::ScalarType::Float));
+  // At least one, whose address is known.
+  return Own(std::make_shared<std::vector<char>>(std::max<size_t>(bytes, 1)), sizes,
+             type.value_or(at::ScalarType::Float));
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("copy_", &CopyFrom);
+  m.impl("empty.memory_format", &Empty);
+  m.impl("copy_", &Copy);
   m.impl("clone", &Clone);
 }
 
@@ -80,6 +96,12 @@ std::vector<FakeStreams::Point> CopiesFromFakeDevice() {
   Copies& copies = TheCopies();
   MutexLock lock(&copies.mu);
   return copies.points;
+}
+
+size_t CopiesToFakeDevice() {
+  Copies& copies = TheCopies();
+  MutexLock lock(&copies.mu);
+  return copies.to_device;
 }
 
 }  // namespace muster

@@ -22,6 +22,8 @@ void SetValues(const at::Tensor& tensor, float value);
 
 // Copies from the device to the host since the process began, each on the stream that was current.
 std::vector<FakeStreams::Point> CopiesFromFakeDevice();
+// How many copies to the device, of bytes that lie in a row, there were.
+size_t CopiesToFakeDevice();
 
 }  // namespace muster
 

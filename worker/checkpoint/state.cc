@@ -6,13 +6,18 @@
 #include <utility>
 #include <variant>
 
+#include "ATen/core/grad_mode.h"
+#include "ATen/ops/from_blob.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/clock.h"
 #include "base/file.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "c10/core/DeviceGuard.h"
 #include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/aligned_memory.h"
+#include "worker/checkpoint/device_copies.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/direct_pieces.h"
 #include "worker/checkpoint/file_plans.h"
@@ -73,6 +78,35 @@ std::optional<std::vector<absl::string_view>> PiecesOf(const SafetensorsPlan& pl
     pieces.emplace_back(static_cast<const char*>(source.const_data_ptr()), entry.end - entry.begin);
   }
   return pieces;
+}
+
+// Copies what is on a device block by block to where it is written from, while the blocks before
+// are written. Throws c10::Error if the device fails.
+absl::Status StreamTo(const SafetensorsPlan& plan, DirectFileStream& stream) {
+  const at::NoGradGuard no_grad;
+  MUSTER_RETURN_IF_ERROR(stream.Append(plan.layout.prefix));
+  for (size_t i = 0; i < plan.sources.size(); ++i) {
+    const uint64_t bytes = plan.layout.tensors[i].end - plan.layout.tensors[i].begin;
+    if (bytes == 0) continue;
+    const at::Tensor& source = plan.sources[i];
+    if (DeviceCopies::Takes(source)) {
+      MUSTER_RETURN_IF_ERROR(
+          stream.AppendBy(bytes, [&source](char* to, uint64_t offset, size_t size) {
+            const auto count = static_cast<int64_t>(size);
+            auto* const from = static_cast<char*>(source.data_ptr()) + offset;
+            at::from_blob(to, {count}, at::kByte)
+                .copy_(at::for_blob(from, {count})
+                           .options(at::TensorOptions(source.device()).dtype(at::kByte))
+                           .target_device(source.device())
+                           .make_tensor());
+          }));
+      continue;
+    }
+    const at::Tensor tensor = source.resolve_conj().resolve_neg().to(at::kCPU).contiguous();
+    MUSTER_RETURN_IF_ERROR(
+        stream.Append(absl::string_view(static_cast<const char*>(tensor.const_data_ptr()), bytes)));
+  }
+  return absl::OkStatus();
 }
 
 // Of a folder that HoldInPlace() has not got.
@@ -149,10 +183,18 @@ absl::Status StateWriter::Put(const std::string& name, const PlannedStateFile& f
     }
     return put(std::move(written));
   }
+  // For CUDA a call of a thread, such as one that pins memory, is one to its current device.
+  c10::OptionalDeviceGuard on_device;
+  for (const at::Tensor& source : plan->sources) {
+    // A single block is not worth it.
+    if (!source.is_cuda() || plan->file_bytes() <= options.block_bytes) continue;
+    on_device.reset_device(source.device());
+    options.pinning = HostPinning::Cuda();
+    break;
+  }
   MUSTER_ASSIGN_OR_RETURN(const std::unique_ptr<DirectFileStream> stream,
                           DirectFileStream::Create(path, plan->file_bytes(), options));
-  MUSTER_RETURN_IF_ERROR(
-      StreamSafetensors(*plan, [&](absl::string_view bytes) { return stream->Append(bytes); }));
+  MUSTER_RETURN_IF_ERROR(StreamTo(*plan, *stream));
   return put(stream->Finish());
 }
 

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "ATen/ops/arange.h"
+#include "ATen/ops/from_blob.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
 #include "base/failpoint.h"
@@ -20,6 +21,7 @@
 #include "base/test_held_report.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/disposal.h"
+#include "worker/checkpoint/fake_device.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/collective/thread_comm.h"
 
@@ -106,6 +108,33 @@ TEST_F(StateTest, FilesOfManyBlocks_HaveTheirDigestsAndAlignedData) {
   ASSERT_TRUE(model.ok()) << model.status();
   EXPECT_TRUE(model->GetTensor("large")->equal(large));
   EXPECT_TRUE(model->GetTensor("turned")->equal(turned));
+}
+
+TEST_F(StateTest, TensorsOnADevice_AreCopiedBlockByBlockIntoTheSameFile) {
+  // Blocks hold the end of one and the beginning of the next.
+  std::vector<float> first(3'000'000), second(2'500'001);
+  for (size_t i = 0; i < first.size(); ++i) first[i] = static_cast<float>(i % 1021);
+  for (size_t i = 0; i < second.size(); ++i) second[i] = static_cast<float>(i % 509);
+  const at::Tensor on_host = at::arange(12, at::kFloat).view({3, 4}).t();
+  const auto save = [&](const std::string& dir, const at::Tensor& a, const at::Tensor& b) {
+    RunRanks(1, [&](Comm& comm) {
+      const absl::Status saved = SaveCheckpoint(comm, dir, {}, [&](StateWriter& writer) {
+        return writer.WriteModel(ModelFileName(0), {{"a", a}, {"b", b}, {"host", on_host}});
+      });
+      ASSERT_TRUE(saved.ok()) << saved;
+    });
+  };
+  const size_t before = CopiesFromFakeDevice().size();
+  save(JoinPath(root_, "there"), OnFakeDevice(first), OnFakeDevice(second));
+  // A copy for each block of a tensor: the header's block has the first part of "a".
+  EXPECT_EQ(CopiesFromFakeDevice().size() - before, 4u);
+  save(JoinPath(root_, "here"), at::from_blob(first.data(), {3'000'000}, at::kFloat),
+       at::from_blob(second.data(), {2'500'001}, at::kFloat));
+  const auto file = [&](const char* dir) {
+    return DigestFile(JoinPath(JoinPath(root_, dir), ModelFileName(0)));
+  };
+  EXPECT_EQ(*file("there"), *file("here"));
+  EXPECT_TRUE(VerifyCheckpoint(JoinPath(root_, "there"), VerifyLevel::kContents).ok());
 }
 
 TEST_F(StateTest, OneRankFails_AllRanksSeeWhoAndOldCheckpointStays) {

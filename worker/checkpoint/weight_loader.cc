@@ -18,6 +18,7 @@
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "worker/checkpoint/weight_files.h"
+#include "worker/checkpoint/weight_uploads.h"
 
 namespace muster {
 namespace {
@@ -70,6 +71,8 @@ class Source {
   virtual absl::StatusOr<at::Tensor> Read(size_t i) const = 0;
   // Whether two are names of one tensor there.
   virtual bool AreOne(size_t i, size_t j) const = 0;
+  // Null: they are in memory.
+  virtual const WeightFiles* files() const { return nullptr; }
 };
 
 class FileSource final : public Source {
@@ -85,6 +88,7 @@ class FileSource final : public Source {
   bool AreOne(size_t i, size_t j) const override {
     return files_.StorageOf(files_.entries()[i]) == files_.StorageOf(files_.entries()[j]);
   }
+  const WeightFiles* files() const override { return &files_; }
 
  private:
   const WeightFiles& files_;
@@ -141,13 +145,15 @@ absl::StatusOr<bool> AreEqual(const Source& source, size_t a, size_t b, at::Scal
   if (source.AreOne(a, b)) return true;
   MUSTER_ASSIGN_OR_RETURN(at::Tensor first, source.Read(a));
   MUSTER_ASSIGN_OR_RETURN(at::Tensor second, source.Read(b));
-  first = first.to(type).contiguous();
-  second = second.to(type).contiguous();
+  // Those in memory may be on a device.
+  first = first.to(at::kCPU, type).contiguous();
+  second = second.to(at::kCPU, type).contiguous();
   return first.nbytes() == second.nbytes() &&
          (first.nbytes() == 0 || memcmp(first.data_ptr(), second.data_ptr(), first.nbytes()) == 0);
 }
 
-absl::Status Run(const Source& source, const OneCopy& copy, at::Tensor target) {
+// Gives the target memory for its value.
+void Prepare(const OneCopy& copy, at::Tensor target) {
   const bool overlaps = at::has_internal_overlap(target) == at::MemOverlap::Yes;
   // The old memory is freed before the new values arrive: one tensor at a time in addition to the
   // model.
@@ -156,6 +162,10 @@ absl::Status Run(const Source& source, const OneCopy& copy, at::Tensor target) {
   } else if (target.scalar_type() != copy.type) {
     target.set_data(at::empty_like(target, target.options().dtype(copy.type)));
   }
+}
+
+absl::Status Run(const Source& source, const OneCopy& copy, at::Tensor target) {
+  Prepare(copy, target);
   MUSTER_ASSIGN_OR_RETURN(const at::Tensor loaded, source.Read(copy.from));
   target.copy_(loaded);
   return absl::OkStatus();
@@ -337,10 +347,22 @@ absl::Status MatchedWeights::Plan::Copy() const {
       if (other != changed && !tied.is_same(tensor)) tied.set_data(tensor);
     }
   };
+  const WeightFiles* const files = source->files();
+  std::vector<WeightUpload> uploads;
   for (const OneCopy& copy : copies) {
-    MUSTER_RETURN_IF_ERROR(Run(*source, copy, targets[copy.target].second));
+    const at::Tensor& target = targets[copy.target].second;
+    if (files != nullptr && !target.is_cpu()) {
+      Prepare(copy, target);
+      if (const WeightEntry& entry = files->entries()[copy.from]; IsUploadable(entry, target)) {
+        uploads.push_back({.from = &entry, .to = target});
+        follow(copy.target);
+        continue;
+      }
+    }
+    MUSTER_RETURN_IF_ERROR(Run(*source, copy, target));
     follow(copy.target);
   }
+  if (!uploads.empty()) MUSTER_RETURN_IF_ERROR(UploadWeights(*files, uploads));
   // Tensors that the file leaves out get the type too, tied ones and those that are missing.
   if (dtype.has_value()) {
     for (size_t i = 0; i < targets.size(); ++i) {

@@ -10,6 +10,7 @@
 #include "base/file.h"
 #include "base/test_folder.h"
 #include "tests/testdata/golden.h"
+#include "worker/checkpoint/fake_device.h"
 #include "worker/checkpoint/model_files.h"
 
 namespace muster {
@@ -63,6 +64,20 @@ TEST_F(WeightLoaderTest, WhatDoesNotFit_IsListedAndNothingChanges) {
   EXPECT_EQ(report->mismatched.size(), 2u);
   EXPECT_EQ(a.sum().item<double>(), 2);
   EXPECT_EQ(b.sum().item<double>(), 0);
+}
+
+TEST_F(WeightLoaderTest, TargetsOnADevice_GetTheirValues) {
+  Save({{"a", at::full({3}, 1.5)}, {"b", at::full({2}, 7, at::kFloat)}, {"n", at::ones({1})}});
+  const at::Tensor a = OnFakeDevice({0, 0, 0}), b = OnFakeDevice({0, 0});
+  at::Tensor n = at::zeros({1});
+  const size_t before = CopiesToFakeDevice();
+  const auto report =
+      LoadWeights(dir_, {{"a", a}, {"b", b}, {"tied", b}, {"n", n}}, {.strict = false});
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_EQ(ValuesOf(a), (std::vector<float>{1.5, 1.5, 1.5}));
+  EXPECT_EQ(ValuesOf(b), (std::vector<float>{7, 7}));
+  EXPECT_EQ(n.item<float>(), 1);
+  EXPECT_EQ(CopiesToFakeDevice() - before, 2u);
 }
 
 TEST_F(WeightLoaderTest, PrefixAndRename_ChooseAndNameTensors) {

@@ -108,19 +108,30 @@ void FakeStreams::block(void* event, const c10::Stream& stream) const {
   }
 }
 
-void FakeStreams::synchronizeStream(const c10::Stream&) const {
+void FakeStreams::LeaveUntilWaitedFor(std::function<void()> end) {
   MutexLock lock(&mu_);
-  ++host_waits_;
+  end_ = std::move(end);
 }
 
-void FakeStreams::synchronizeEvent(void*) const {
+bool FakeStreams::queryEvent(void*) const {
   MutexLock lock(&mu_);
-  ++host_waits_;
+  return end_ == nullptr;
 }
 
-void FakeStreams::synchronizeDevice(c10::DeviceIndex) const {
-  MutexLock lock(&mu_);
-  ++host_waits_;
+void FakeStreams::WaitOnHost() const {
+  std::function<void()> end;
+  {
+    MutexLock lock(&mu_);
+    ++host_waits_;
+    end = end_;
+  }
+  if (end != nullptr) end();
 }
+
+void FakeStreams::synchronizeStream(const c10::Stream&) const { WaitOnHost(); }
+
+void FakeStreams::synchronizeEvent(void*) const { WaitOnHost(); }
+
+void FakeStreams::synchronizeDevice(c10::DeviceIndex) const { WaitOnHost(); }
 
 }  // namespace muster

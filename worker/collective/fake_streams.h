@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_COLLECTIVE_FAKE_STREAMS_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 
 #include "absl/base/thread_annotations.h"
@@ -36,6 +37,9 @@ class FakeStreams final : public c10::impl::DeviceGuardImplInterface {
   // How often a thread has waited for the device, and how many events are left.
   int host_waits() const;
   int events() const;
+  // From now on nothing that is queued has ended before a thread waits for it: `end`, which then
+  // runs first, does what the device has to do. Null: it ends at once.
+  void LeaveUntilWaitedFor(std::function<void()> end);
   // Events cannot be recorded from now on, as after an error of a device.
   void Break(bool broken);
 
@@ -53,7 +57,7 @@ class FakeStreams final : public c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex,
               c10::EventFlag) const override;
   void block(void* event, const c10::Stream& stream) const override;
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void*) const override;
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream&) const override;
   void synchronizeEvent(void*) const override;
@@ -65,6 +69,7 @@ class FakeStreams final : public c10::impl::DeviceGuardImplInterface {
   using Clock = std::map<c10::StreamId, uint64_t>;
 
   explicit FakeStreams(c10::DeviceType type) : type_(type) {}
+  void WaitOnHost() const;
   c10::StreamId CurrentId() const;
   c10::Stream StreamOf(c10::StreamId id) const;
 
@@ -74,6 +79,7 @@ class FakeStreams final : public c10::impl::DeviceGuardImplInterface {
   mutable std::map<c10::StreamId, Clock> clocks_ ABSL_GUARDED_BY(mu_);
   mutable int host_waits_ ABSL_GUARDED_BY(mu_) = 0;
   mutable int events_ ABSL_GUARDED_BY(mu_) = 0;
+  std::function<void()> end_ ABSL_GUARDED_BY(mu_);
   bool broken_ ABSL_GUARDED_BY(mu_) = false;
 };
 

@@ -1,0 +1,110 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_DEVICE_UPLOADS_H_
+#define MUSTER_WORKER_CHECKPOINT_DEVICE_UPLOADS_H_
+
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "base/mutex.h"
+#include "c10/core/Device.h"
+#include "c10/core/Event.h"
+#include "c10/core/Stream.h"
+#include "worker/checkpoint/aligned_memory.h"
+
+namespace muster {
+
+// What a process can still take of a device's memory, in bytes, with what its allocator has cached;
+// 0 where that is not known.
+size_t DeviceMemoryLeft(const c10::Device& device);
+
+// Copies of what threads read, from memory of the host to a device, which makes them on a stream of
+// its own while the threads read on. They read into a few blocks of memory, pinned where the device
+// is a GPU, each of which is used again once its copies are made.
+//
+// Thread-safe, but for Follow() and Wait(), which run while no thread has a block.
+class DeviceUploads {
+ public:
+  // So many bytes from `offset` of a block go to `to`, memory of the device.
+  struct Piece {
+    size_t offset = 0;
+    size_t bytes = 0;
+    char* to = nullptr;
+  };
+  // Queues a copy on the current stream.
+  using QueueCopy = std::function<void(char* to, const char* from, size_t bytes)>;
+
+  // Takes memory for a block when one is needed, up to `blocks` of them: at least one more than
+  // there are threads, so that none waits for the device.
+  DeviceUploads(const c10::Device& device, size_t block_bytes, int blocks);
+  // `pinning`: null if memory is not pinned. Borrowed.
+  DeviceUploads(const c10::Device& device, size_t block_bytes, int blocks, QueueCopy queue,
+                const HostPinning* pinning);
+  DeviceUploads(const DeviceUploads&) = delete;
+  DeviceUploads& operator=(const DeviceUploads&) = delete;
+  // As Wait().
+  ~DeviceUploads();
+
+  const c10::Device& device() const { return device_; }
+  size_t block_bytes() const { return block_bytes_; }
+
+  // The copies to come begin behind what the current stream of the calling thread has now: behind
+  // the last use of memory that was freed and is written again. Throws c10::Error if the device has
+  // failed.
+  void Follow();
+
+  // Take() and Queue() make the device the current one of the calling thread, for good: a library
+  // that did so for each call and put the one before back would take memory on that.
+
+  // A block to read into, aligned for direct I/O, for the calling thread until it is queued. Waits
+  // for the device while all blocks are queued. Errors: RESOURCE_EXHAUSTED without memory; INTERNAL
+  // if the device has failed.
+  absl::StatusOr<char*> Take();
+
+  // Queues the copies from a block of Take(), which is not the caller's any more. Errors: INTERNAL
+  // if the device has failed, with what Wait() returns, too.
+  absl::Status Queue(const char* block, absl::Span<const Piece> pieces);
+
+  // Returns when all copies that were queued are made: what they read and write may go then. All
+  // blocks are free, those too whose thread has failed. INTERNAL: the device has failed, since the
+  // last call.
+  absl::Status Wait();
+
+ private:
+  struct Block {
+    AlignedMemory memory;
+    std::unique_ptr<c10::Event> copied;  // null: nothing was queued
+  };
+
+  void SetDeviceOfThisThread() const;
+  // With memory.
+  absl::StatusOr<Block*> Make();
+  static bool IsCopied(const Block& block);
+
+  const c10::Device device_;
+  const size_t block_bytes_;
+  const size_t most_;
+  const QueueCopy queue_;
+  const HostPinning* const pinning_;
+  const c10::Stream stream_;
+  Mutex mu_;
+  CondVar changed_;
+  std::vector<std::unique_ptr<Block>> blocks_ ABSL_GUARDED_BY(mu_);
+  size_t being_made_ ABSL_GUARDED_BY(mu_) = 0;
+  std::vector<Block*> idle_ ABSL_GUARDED_BY(mu_);
+  std::deque<Block*> queued_ ABSL_GUARDED_BY(mu_);  // the first ones are copied first
+  std::map<const char*, Block*> taken_ ABSL_GUARDED_BY(mu_);
+  // Something was queued whose end no event tells.
+  bool untold_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Status status_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_DEVICE_UPLOADS_H_

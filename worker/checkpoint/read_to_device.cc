@@ -1,0 +1,156 @@
+#include "worker/checkpoint/read_to_device.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "ATen/ops/empty.h"
+#include "ATen/ops/from_blob.h"
+#include "base/file.h"
+#include "base/status_macros.h"
+#include "c10/core/DeviceGuard.h"
+#include "c10/core/ScalarType.h"
+#include "c10/util/Exception.h"
+#include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/safetensors.h"
+#include "worker/checkpoint/safetensors_format.h"
+#include "worker/checkpoint/transfer.h"
+
+namespace muster {
+namespace {
+
+constexpr size_t kMaxDimensions = 64;
+
+// One of the file's tensors, and where it goes.
+struct Placed {
+  uint64_t begin = 0, end = 0;  // in the file
+  at::ScalarType type = at::kFloat;
+  std::vector<int64_t> sizes;
+  at::Tensor on_host;  // undefined: it is a part of the device's memory
+};
+
+bool GoesToDevice(uint64_t begin, const SafetensorsEntry& entry, at::ScalarType type) {
+  return entry.end - entry.begin >= kLeastOnDevice &&
+         (c10::isFloatingType(type) || c10::isComplexType(type)) &&
+         begin % c10::elementSize(type) == 0;
+}
+
+// Absent: StateReader::Read does as well, or says what is wrong.
+std::optional<std::vector<Placed>> Place(const SafetensorsHeader& header) {
+  std::vector<Placed> placed;
+  bool any = false;
+  for (const SafetensorsEntry& entry : header.tensors) {
+    const absl::StatusOr<at::ScalarType> type = ToScalarType(entry.type);
+    if (!type.ok() || entry.shape.size() > kMaxDimensions) return std::nullopt;
+    const uint64_t data = 8 + header.header_bytes;
+    Placed& to = placed.emplace_back();
+    to.begin = data + entry.begin;
+    to.end = data + entry.end;
+    to.type = *type;
+    to.sizes.assign(entry.shape.begin(), entry.shape.end());
+    if (GoesToDevice(to.begin, entry, *type)) {
+      any = true;
+    } else {
+      if (std::any_of(to.sizes.begin(), to.sizes.end(), [](int64_t size) { return size < 0; })) {
+        return std::nullopt;
+      }
+      to.on_host = at::empty(to.sizes, *type);
+    }
+  }
+  return any ? std::optional(std::move(placed)) : std::nullopt;
+}
+
+// The memory of a file on the device; undefined: there is not so much.
+at::Tensor MemoryOn(const c10::Device& device, uint64_t bytes) {
+  try {
+    return at::empty({static_cast<int64_t>(bytes)},
+                     at::TensorOptions().dtype(at::kByte).device(device));
+  } catch (const c10::OutOfMemoryError&) {
+    return at::Tensor();
+  }
+}
+
+// What the block has of the tensors on the host.
+void CopyToHost(const std::vector<Placed>& placed, uint64_t offset, absl::string_view block) {
+  for (const Placed& tensor : placed) {
+    if (!tensor.on_host.defined()) continue;
+    const uint64_t begin = std::max(tensor.begin, offset);
+    const uint64_t end = std::min(tensor.end, offset + block.size());
+    if (begin >= end) continue;
+    std::memcpy(static_cast<char*>(tensor.on_host.data_ptr()) + (begin - tensor.begin),
+                block.data() + (begin - offset), end - begin);
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<DeviceUploads> UploadsTo(const c10::Device& device) {
+  return std::make_unique<DeviceUploads>(device, kDirectBlockBytes, ReadingThreads() + 2);
+}
+
+uint64_t BytesToDevice(const StateReader& reader, absl::string_view name) {
+  const ManifestFile* const file = reader.manifest().Find(name);
+  const bool reads = file != nullptr && !file->blocks.empty() && !reader.in_memory();
+  return reads ? file->digest.bytes : 0;
+}
+
+absl::StatusOr<StateDict> ReadToDevice(const StateReader& reader, absl::string_view name,
+                                       DeviceUploads& uploads) {
+  const uint64_t bytes = BytesToDevice(reader, name);
+  if (bytes == 0) return reader.Read(name);
+  const ManifestFile* const file = reader.manifest().Find(name);
+  if (file->blocks.block_bytes > uploads.block_bytes()) return reader.Read(name);
+  // Where several ranks have read it together, it is in the host's memory.
+  const std::string shared = reader.PathOfShared(name);
+  const std::string path = shared.empty() ? JoinPath(reader.dir(), name) : shared;
+  const absl::StatusOr<SafetensorsHeader> header = ReadSafetensorsHeader(path);
+  if (!header.ok() || 8 + header->header_bytes + header->data_bytes != bytes) {
+    return reader.Read(name);
+  }
+  const std::optional<std::vector<Placed>> placed = Place(*header);
+  if (!placed.has_value()) return reader.Read(name);
+  const at::Tensor memory = MemoryOn(uploads.device(), bytes);
+  if (!memory.defined()) return reader.Read(name);
+  auto* const there = static_cast<char*>(memory.data_ptr());
+  // Of this thread, which may read, too.
+  const c10::DeviceGuard on_device(uploads.device());
+  // The memory may be that of tensors which the device still has to read.
+  uploads.Follow();
+  DirectFileOptions options{.in_flight = ReadingThreads()};
+  options.place = [&](uint64_t) -> char* {
+    // Why there is none, Queue() says.
+    const absl::StatusOr<char*> block = uploads.Take();
+    return block.ok() ? *block : nullptr;
+  };
+  absl::Status read = ReadDirectFile(
+      path, bytes, file->blocks, std::nullopt,
+      [&](uint64_t offset, absl::string_view block) {
+        CopyToHost(*placed, offset, block);
+        return uploads.Queue(block.data(),
+                             {{.offset = 0, .bytes = block.size(), .to = there + offset}});
+      },
+      options);
+  read.Update(uploads.Wait());
+  MUSTER_RETURN_IF_ERROR(read);
+  // What is not a tensor is in the metadata.
+  MUSTER_ASSIGN_OR_RETURN(const SafetensorsLayout without_tensors,
+                          LayOutSafetensors({}, header->metadata, kSafetensorsAlignment));
+  MUSTER_ASSIGN_OR_RETURN(StateDict state, ParseStateDict(without_tensors.prefix, path));
+  for (size_t i = 0; i < placed->size(); ++i) {
+    const Placed& tensor = (*placed)[i];
+    state.SetTensor(header->tensors[i].name,
+                    tensor.on_host.defined()
+                        ? tensor.on_host
+                        : at::for_blob(there + tensor.begin, tensor.sizes)
+                              .deleter([memory](void*) {})
+                              .options(at::TensorOptions(uploads.device()).dtype(tensor.type))
+                              .target_device(uploads.device())
+                              .make_tensor());
+  }
+  return state;
+}
+
+}  // namespace muster

@@ -1,0 +1,180 @@
+#include "worker/checkpoint/read_to_device.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ATen/ops/arange.h"
+#include "ATen/ops/from_blob.h"
+#include "ATen/ops/full.h"
+#include "base/file.h"
+#include "base/test_folder.h"
+#include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/fake_device.h"
+#include "worker/checkpoint/folder.h"
+#include "worker/collective/fake_streams.h"
+#include "worker/collective/thread_comm.h"
+
+namespace muster {
+namespace {
+
+using ::testing::HasSubstr;
+
+FakeStreams& Streams() { return FakeDevice(); }
+
+// A checkpoint with a file of several blocks, and a device that does nothing before a thread waits
+// for it.
+class ReadToDeviceTest : public testing::Test {
+ protected:
+  ReadToDeviceTest() {
+    state_.SetTensor("a.large", at::arange(9'000'000, at::kFloat));
+    state_.SetTensor("b.small", at::full({3}, 7, at::kFloat));
+    state_.SetTensor("c.bytes", at::arange(200'000, at::kLong).remainder(251).to(at::kByte));
+    state_.SetTensor("d.half", at::arange(100'000, at::kFloat).to(at::kBFloat16).view({10, -1}));
+    state_.SetInt("steps", 12);
+    state_.SetMetadata("format", "pt");
+    RunRanks(1, [&](Comm& comm) {
+      const absl::Status saved = SaveCheckpoint(comm, dir_, {}, [&](StateWriter& writer) {
+        const absl::Status small = writer.Write(SchedulerFileName(0), scheduler_);
+        return small.ok() ? writer.Write(OptimizerFileName(0), state_) : small;
+      });
+      ASSERT_TRUE(saved.ok()) << saved;
+    });
+    Streams().LeaveUntilWaitedFor([this] { Finish(); });
+  }
+  ~ReadToDeviceTest() override {
+    Streams().LeaveUntilWaitedFor(nullptr);
+    Streams().Break(false);
+  }
+
+  void Finish() {
+    MutexLock lock(&mu_);
+    for (const auto& copy : left_) copy();
+    left_.clear();
+  }
+  size_t left() {
+    MutexLock lock(&mu_);
+    return left_.size();
+  }
+  absl::StatusOr<StateDict> Read(const std::string& name = OptimizerFileName(0)) {
+    const absl::StatusOr<StateReader> reader = StateReader::Open(dir_);
+    if (!reader.ok()) return reader.status();
+    return ReadToDevice(*reader, name, uploads_);
+  }
+  void ExpectWhole(const absl::StatusOr<StateDict>& read) {
+    ASSERT_TRUE(read.ok()) << read.status();
+    EXPECT_EQ(left(), 0u);
+    ASSERT_EQ(read->tensors().size(), state_.tensors().size());
+    for (const auto& [name, want] : state_.tensors()) {
+      const absl::StatusOr<at::Tensor> tensor = read->GetTensor(name);
+      ASSERT_TRUE(tensor.ok()) << tensor.status();
+      EXPECT_EQ(tensor->device(),
+                name == "a.large" || name == "d.half" ? Streams().device() : c10::Device(at::kCPU))
+          << name;
+      EXPECT_EQ(tensor->sizes(), want.sizes());
+      EXPECT_EQ(tensor->scalar_type(), want.scalar_type());
+      EXPECT_EQ(std::memcmp(tensor->const_data_ptr(), want.const_data_ptr(), want.nbytes()), 0)
+          << name;
+    }
+    EXPECT_EQ(*read->GetInt("steps"), 12);
+    EXPECT_EQ(read->metadata(), state_.metadata());
+  }
+
+  const TestFolder folder_;
+  const std::string dir_ = folder_.Path("checkpoint");
+  StateDict state_, scheduler_;
+  Mutex mu_;
+  std::vector<std::function<void()>> left_ ABSL_GUARDED_BY(mu_);
+  bool fails_ ABSL_GUARDED_BY(mu_) = false;
+  // Fewer than the file has.
+  DeviceUploads uploads_{Streams().device(), kDirectBlockBytes, 2,
+                         [this](char* to, const char* from, size_t bytes) {
+                           MutexLock lock(&mu_);
+                           TORCH_CHECK(!fails_ || left_.empty(), "out of order");
+                           left_.push_back([to, from, bytes] { std::memcpy(to, from, bytes); });
+                         },
+                         nullptr};
+};
+
+TEST_F(ReadToDeviceTest, LargeFloats_AreOnTheDeviceAndAllElseOnTheHost) { ExpectWhole(Read()); }
+
+TEST_F(ReadToDeviceTest, Default_CopiesOnTheDevice) {
+  Streams().LeaveUntilWaitedFor(nullptr);
+  const absl::StatusOr<StateReader> reader = StateReader::Open(dir_);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  const size_t before = CopiesToFakeDevice();
+  const auto uploads = UploadsTo(Streams().device());
+  ExpectWhole(ReadToDevice(*reader, OptimizerFileName(0), *uploads));
+  EXPECT_EQ(CopiesToFakeDevice() - before,
+            reader->manifest().Find(OptimizerFileName(0))->blocks.xxh3.size());
+}
+
+TEST_F(ReadToDeviceTest, FileThatRanksHaveReadTogether_ComesFromTheirMemory) {
+  Streams().LeaveUntilWaitedFor(nullptr);
+  Mutex one_at_a_time;
+  RunRanks(2, [&](Comm& comm) {
+    absl::StatusOr<StateReader> reader = StateReader::Open(dir_);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    ASSERT_TRUE(reader->ReadTogether(comm, {OptimizerFileName(0)}).ok());
+    ASSERT_FALSE(reader->PathOfShared(OptimizerFileName(0)).empty());
+    const auto uploads = UploadsTo(Streams().device());
+    const absl::StatusOr<StateDict> read = ReadToDevice(*reader, OptimizerFileName(0), *uploads);
+    MutexLock lock(&one_at_a_time);
+    ExpectWhole(read);
+  });
+}
+
+TEST_F(ReadToDeviceTest, FileOfOneBlock_IsReadAsBefore) {
+  const absl::StatusOr<StateDict> read = Read(SchedulerFileName(0));
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_TRUE(read->tensors().empty());
+}
+
+TEST_F(ReadToDeviceTest, DamagedBlock_IsNamedAndNothingIsUnderWay) {
+  const std::string path = JoinPath(dir_, OptimizerFileName(0));
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_GE(fd, 0);
+  char byte = 0;
+  ASSERT_EQ(pread(fd, &byte, 1, 20'000'000), 1);
+  byte = static_cast<char>(byte ^ 1);
+  ASSERT_EQ(pwrite(fd, &byte, 1, 20'000'000), 1);
+  const absl::Status damaged = Read().status();
+  EXPECT_EQ(damaged.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(damaged.message()), HasSubstr("is damaged: block 2"));
+  EXPECT_EQ(left(), 0u) << "the device still reads memory that goes";
+  byte = static_cast<char>(byte ^ 1);
+  ASSERT_EQ(pwrite(fd, &byte, 1, 20'000'000), 1);
+  close(fd);
+  ExpectWhole(Read());
+}
+
+TEST_F(ReadToDeviceTest, DeviceThatFails_IsTheErrorAndNothingIsUnderWay) {
+  {
+    MutexLock lock(&mu_);
+    fails_ = true;
+  }
+  const absl::Status failed = Read().status();
+  EXPECT_EQ(failed.code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(std::string(failed.message()), HasSubstr("out of order"));
+  EXPECT_EQ(left(), 0u);
+  {
+    MutexLock lock(&mu_);
+    fails_ = false;
+  }
+  ExpectWhole(Read());
+}
+
+TEST_F(ReadToDeviceTest, FileThatIsNotThere_IsNamed) {
+  EXPECT_THAT(std::string(Read("other.safetensors").status().message()),
+              HasSubstr("has no other.safetensors"));
+}
+
+}  // namespace
+}  // namespace muster
