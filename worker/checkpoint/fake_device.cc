@@ -13,8 +13,19 @@ namespace {
 
 struct Copies {
   Mutex mu;
-  std::vector<FakeStreams::Point> points ABSL_GUARDED_BY(mu);
+  std::vector<FakeStreams::Point> from ABSL_GUARDED_BY(mu), to ABSL_GUARDED_BY(mu);
 };
+
+struct Memory {
+  Mutex mu;
+  FakeDeviceMemory taken ABSL_GUARDED_BY(mu);
+  int64_t limit ABSL_GUARDED_BY(mu) = -1;
+};
+
+Memory& TheMemory() {
+  static auto* const memory = new Memory();
+  return *memory;
+}
 
 Copies& TheCopies() {
   static auto* const copies = new Copies();
@@ -39,8 +50,33 @@ at::Tensor& CopyFrom(at::Tensor& to, const at::Tensor& from, bool non_blocking) 
   if (!non_blocking) device.synchronizeStream(device.Current());
   Copies& copies = TheCopies();
   MutexLock lock(&copies.mu);
-  copies.points.push_back(point);
+  (to.is_cpu() ? copies.from : copies.to).push_back(point);
   return to;
+}
+
+at::Tensor Empty(at::IntArrayRef sizes, std::optional<at::ScalarType> type,
+                 std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>,
+                 std::optional<at::MemoryFormat>) {
+  const at::ScalarType dtype = type.value_or(at::kFloat);
+  const auto bytes = static_cast<int64_t>(c10::multiply_integers(sizes) * c10::elementSize(dtype));
+  Memory& memory = TheMemory();
+  {
+    MutexLock lock(&memory.mu);
+    TORCH_CHECK_WITH(OutOfMemoryError, memory.limit < 0 || memory.taken.now + bytes <= memory.limit,
+                     "the fake device has no room for ", bytes, " bytes");
+    memory.taken.now += bytes;
+    memory.taken.peak = std::max(memory.taken.peak, memory.taken.now);
+  }
+  constexpr char kNothing = 0x5a;
+  return Own(std::shared_ptr<std::vector<char>>(
+                 new std::vector<char>(static_cast<size_t>(bytes), kNothing),
+                 [bytes](const std::vector<char>* given) {
+                   delete given;
+                   Memory& memory = TheMemory();
+                   MutexLock lock(&memory.mu);
+                   memory.taken.now -= bytes;
+                 }),
+             sizes, dtype);
 }
 
 at::Tensor Clone(const at::Tensor& from, std::optional<at::MemoryFormat>) {
@@ -52,6 +88,7 @@ at::Tensor Clone(const at::Tensor& from, std::optional<at::MemoryFormat>) {
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("copy_", &CopyFrom);
+  m.impl("empty.memory_format", &Empty);
   m.impl("clone", &Clone);
 }
 
@@ -79,7 +116,26 @@ void SetValues(const at::Tensor& tensor, float value) {
 std::vector<FakeStreams::Point> CopiesFromFakeDevice() {
   Copies& copies = TheCopies();
   MutexLock lock(&copies.mu);
-  return copies.points;
+  return copies.from;
+}
+
+std::vector<FakeStreams::Point> CopiesToFakeDevice() {
+  Copies& copies = TheCopies();
+  MutexLock lock(&copies.mu);
+  return copies.to;
+}
+
+FakeDeviceMemory MemoryOfFakeDevice() {
+  Memory& memory = TheMemory();
+  MutexLock lock(&memory.mu);
+  return memory.taken;
+}
+
+void LimitFakeDevice(int64_t bytes) {
+  Memory& memory = TheMemory();
+  MutexLock lock(&memory.mu);
+  memory.limit = bytes;
+  memory.taken.peak = memory.taken.now;
 }
 
 }  // namespace muster
