@@ -1,8 +1,11 @@
 #include "worker/checkpoint/fake_device.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
-#include <memory>
+#include <functional>
+#include <optional>
+#include <utility>
 
 #include "ATen/ops/from_blob.h"
 #include "base/mutex.h"
@@ -32,11 +35,19 @@ Copies& TheCopies() {
   return *copies;
 }
 
-at::Tensor Own(std::shared_ptr<std::vector<char>> memory, const at::IntArrayRef sizes,
-               at::ScalarType type) {
-  char* const data = memory->data();
+// Aligned as LibTorch's is; `freed` is called after it.
+at::Tensor NewTensor(const at::IntArrayRef sizes, at::OptionalIntArrayRef strides,
+                     at::ScalarType type, std::function<void()> freed = nullptr) {
+  constexpr size_t kAlignment = 64;
+  const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(type);
+  char* const data =
+      static_cast<char*>(std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment));
   return at::for_blob(data, sizes)
-      .deleter([memory = std::move(memory)](void*) {})
+      .strides(strides)
+      .deleter([freed = std::move(freed)](void* memory) {
+        std::free(memory);
+        if (freed) freed();
+      })
       .options(at::TensorOptions(FakeDevice().device()).dtype(type))
       .target_device(FakeDevice().device())
       .make_tensor();
@@ -47,16 +58,17 @@ at::Tensor& CopyFrom(at::Tensor& to, const at::Tensor& from, bool non_blocking) 
   std::memcpy(to.data_ptr(), from.const_data_ptr(), from.nbytes());
   FakeStreams& device = FakeDevice();
   const FakeStreams::Point point = device.Operate();
-  if (!non_blocking) device.synchronizeStream(device.Current());
+  const bool with_host = to.is_cpu() || from.is_cpu();
+  if (with_host && !non_blocking) device.synchronizeStream(device.Current());
   Copies& copies = TheCopies();
   MutexLock lock(&copies.mu);
-  (to.is_cpu() ? copies.from : copies.to).push_back(point);
+  if (to.is_cpu()) copies.from.push_back(point);
+  if (from.is_cpu()) copies.to.push_back(point);
   return to;
 }
 
-at::Tensor Empty(at::IntArrayRef sizes, std::optional<at::ScalarType> type,
-                 std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>,
-                 std::optional<at::MemoryFormat>) {
+at::Tensor Taken(at::IntArrayRef sizes, at::OptionalIntArrayRef strides,
+                 std::optional<at::ScalarType> type) {
   const at::ScalarType dtype = type.value_or(at::kFloat);
   const auto bytes = static_cast<int64_t>(c10::multiply_integers(sizes) * c10::elementSize(dtype));
   Memory& memory = TheMemory();
@@ -67,28 +79,39 @@ at::Tensor Empty(at::IntArrayRef sizes, std::optional<at::ScalarType> type,
     memory.taken.now += bytes;
     memory.taken.peak = std::max(memory.taken.peak, memory.taken.now);
   }
+  at::Tensor made = NewTensor(sizes, strides, dtype, [bytes] {
+    Memory& memory = TheMemory();
+    MutexLock lock(&memory.mu);
+    memory.taken.now -= bytes;
+  });
   constexpr char kNothing = 0x5a;
-  return Own(std::shared_ptr<std::vector<char>>(
-                 new std::vector<char>(static_cast<size_t>(bytes), kNothing),
-                 [bytes](const std::vector<char>* given) {
-                   delete given;
-                   Memory& memory = TheMemory();
-                   MutexLock lock(&memory.mu);
-                   memory.taken.now -= bytes;
-                 }),
-             sizes, dtype);
+  std::memset(made.data_ptr(), kNothing, static_cast<size_t>(bytes));
+  return made;
+}
+
+at::Tensor Empty(at::IntArrayRef sizes, std::optional<at::ScalarType> type,
+                 std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>,
+                 std::optional<at::MemoryFormat>) {
+  return Taken(sizes, std::nullopt, type);
+}
+
+at::Tensor EmptyStrided(at::IntArrayRef sizes, at::IntArrayRef strides,
+                        std::optional<at::ScalarType> type, std::optional<at::Layout>,
+                        std::optional<at::Device>, std::optional<bool>) {
+  return Taken(sizes, strides, type);
 }
 
 at::Tensor Clone(const at::Tensor& from, std::optional<at::MemoryFormat>) {
-  const auto* const data = static_cast<const char*>(from.const_data_ptr());
   FakeDevice().Operate();
-  return Own(std::make_shared<std::vector<char>>(data, data + from.nbytes()), from.sizes(),
-             from.scalar_type());
+  at::Tensor made = NewTensor(from.sizes(), std::nullopt, from.scalar_type());
+  std::memcpy(made.data_ptr(), from.const_data_ptr(), from.nbytes());
+  return made;
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("copy_", &CopyFrom);
   m.impl("empty.memory_format", &Empty);
+  m.impl("empty_strided", &EmptyStrided);
   m.impl("clone", &Clone);
 }
 
@@ -97,9 +120,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 FakeStreams& FakeDevice() { return FakeStreams::Install(c10::DeviceType::PrivateUse1); }
 
 at::Tensor OnFakeDevice(const std::vector<float>& values) {
-  const auto* const data = reinterpret_cast<const char*>(values.data());
-  return Own(std::make_shared<std::vector<char>>(data, data + values.size() * sizeof(float)),
-             {static_cast<int64_t>(values.size())}, at::kFloat);
+  at::Tensor made = NewTensor({static_cast<int64_t>(values.size())}, std::nullopt, at::kFloat);
+  std::memcpy(made.data_ptr(), values.data(), values.size() * sizeof(float));
+  return made;
 }
 
 std::vector<float> ValuesOf(const at::Tensor& tensor) {

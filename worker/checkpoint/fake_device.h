@@ -26,13 +26,13 @@ void SetValues(const at::Tensor& tensor, float value);
 std::vector<FakeStreams::Point> CopiesFromFakeDevice();
 std::vector<FakeStreams::Point> CopiesToFakeDevice();
 
-// Bytes that at::empty() has given there: now, and the most since LimitFakeDevice(). They hold
-// nothing that a test would take for a value.
+// Bytes that at::empty() and at::empty_strided() have given there: now, and the most since
+// LimitFakeDevice(). They hold nothing that a test would take for a value.
 struct FakeDeviceMemory {
   int64_t now = 0, peak = 0;
 };
 FakeDeviceMemory MemoryOfFakeDevice();
-// From now on at::empty() throws c10::OutOfMemoryError beyond so many bytes; negative: never.
+// From now on they throw c10::OutOfMemoryError beyond so many bytes; negative: never.
 void LimitFakeDevice(int64_t bytes);
 
 }  // namespace muster

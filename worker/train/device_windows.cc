@@ -4,8 +4,6 @@
 #include <utility>
 
 #include "ATen/core/grad_mode.h"
-#include "ATen/ops/empty.h"
-#include "ATen/ops/from_blob.h"
 #include "base/log.h"
 #include "c10/core/StreamGuard.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
@@ -18,23 +16,18 @@ c10::Stream StreamOf(const c10::Device& device) {
       .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }
 
-at::Tensor HostBytes(const char* host, int64_t bytes) {
-  // from_blob() takes no memory as const; a source is only read.
-  return at::from_blob(const_cast<char*>(host), {bytes}, at::TensorOptions().dtype(at::kByte));
-}
-
 }  // namespace
 
-DeviceWindows::Window::Window(const DeviceWindows& on, at::Tensor memory)
-    : on_(on), memory_(std::move(memory)), arrived_(new Ticket(on.device_)) {}
+DeviceWindows::Window::Window(c10::Stream stream, at::Tensor tensor)
+    : stream_(stream), tensor_(std::move(tensor)), arrived_(new Ticket(stream.device())) {}
 
 DeviceWindows::Window::~Window() {
   try {
-    arrived_->event_->block(on_.Current());
-    if (left_ != nullptr) left_->event_->block(on_.Current());
+    arrived_->event_->block(stream_);
+    if (left_ != nullptr) left_->event_->block(stream_);
   } catch (const std::exception& error) {
     // The next operation on the device says so, too.
-    MUSTER_LOG(Error) << "the device " << on_.device_.str() << " has failed: " << error.what();
+    MUSTER_LOG(Error) << "the device " << stream_.device().str() << " has failed: " << error.what();
   }
 }
 
@@ -53,23 +46,23 @@ c10::Stream DeviceWindows::Current() const {
   return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
 }
 
-void DeviceWindows::Begin() {
-  // The step before may have been on another stream; windows of it may still be on their way.
-  if (last_out_ != nullptr) last_out_->event_->block(in_);
+void DeviceWindows::Follow() {
+  if (last_out_ != nullptr) Follow(*last_out_);
 }
 
-std::unique_ptr<DeviceWindows::Window> DeviceWindows::Fetch(const char* host, uint64_t bytes) {
+void DeviceWindows::Follow(const Ticket& ticket) { ticket.event_->block(in_); }
+
+std::unique_ptr<DeviceWindows::Window> DeviceWindows::Fetch(at::Tensor room,
+                                                            const at::Tensor& host) {
   const at::NoGradGuard no_grad;
-  const auto size = static_cast<int64_t>(bytes);
-  std::unique_ptr<Window> window(
-      new Window(*this, at::empty({size}, at::TensorOptions().dtype(at::kByte).device(device_))));
+  std::unique_ptr<Window> window(new Window(Current(), std::move(room)));
   // What has used the memory before has ended by then.
   c10::Event free(device_.type());
-  free.record(Current());
+  free.record(window->stream_);
   free.block(in_);
-  if (host != nullptr && bytes > 0) {
+  if (host.defined()) {
     const c10::StreamGuard on(in_);
-    window->memory_.copy_(HostBytes(host, size), /*non_blocking=*/true);
+    window->tensor_.copy_(host, /*non_blocking=*/true);
   }
   window->arrived_->event_->record(in_);
   last_in_ = window->arrived_;
@@ -78,15 +71,15 @@ std::unique_ptr<DeviceWindows::Window> DeviceWindows::Fetch(const char* host, ui
 
 void DeviceWindows::Use(Window& window) { window.arrived_->event_->block(Current()); }
 
-std::shared_ptr<DeviceWindows::Ticket> DeviceWindows::Return(Window& window, char* host) {
+std::shared_ptr<DeviceWindows::Ticket> DeviceWindows::Return(Window& window,
+                                                             const at::Tensor& host) {
   const at::NoGradGuard no_grad;
   c10::Event updated(device_.type());
   updated.record(Current());
   updated.block(out_);
-  const int64_t bytes = window.memory_.numel();
-  if (bytes > 0) {
+  {
     const c10::StreamGuard on(out_);
-    HostBytes(host, bytes).copy_(window.memory_, /*non_blocking=*/true);
+    host.copy_(window.tensor_, /*non_blocking=*/true);
   }
   std::shared_ptr<Ticket> left(new Ticket(device_));
   left->event_->record(out_);

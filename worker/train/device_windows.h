@@ -1,8 +1,6 @@
 #ifndef MUSTER_WORKER_TRAIN_DEVICE_WINDOWS_H_
 #define MUSTER_WORKER_TRAIN_DEVICE_WINDOWS_H_
 
-#include <cstddef>
-#include <cstdint>
 #include <memory>
 
 #include "ATen/core/Tensor.h"
@@ -12,7 +10,7 @@
 
 namespace muster {
 
-// Takes windows of memory of the host to a device and back, beside what the device computes:
+// Takes tensors, windows of what the host has, to a device and back, beside what it computes:
 //
 //   stream in     window 0 | window 1 | window 2 | ...
 //   the program            | update 0 | update 1 | update 2 | ...
@@ -23,11 +21,11 @@ namespace muster {
 // last copy, so the allocator may hand it on at once, and no more is taken than a program would see
 // that waits for each copy.
 //
-// The host's memory has to be pinned for the copies to run beside anything. Not thread-safe, but
-// for Wait() of a Ticket. Errors are c10::Error.
+// The host's memory has to be pinned for the copies to run beside anything, and stays until they
+// are made. Not thread-safe, but for tickets and windows. Errors are c10::Error.
 class DeviceWindows {
  public:
-  // Reached when a window is back in the memory of the host. Any thread may wait for it.
+  // Reached when a copy is made. Any thread may wait for it.
   class Ticket {
    public:
     // Blocks. Throws if the device has failed.
@@ -39,21 +37,24 @@ class DeviceWindows {
     std::unique_ptr<c10::Event> event_;
   };
 
-  // A window that is on the device, until its end: then the current stream waits for its copies.
+  // A window that is on the device, until its end: then the stream that was the current one when it
+  // came waits for its copies. It may outlive this.
   class Window {
    public:
     ~Window();
     Window(const Window&) = delete;
     Window& operator=(const Window&) = delete;
 
-    char* data() const { return static_cast<char*>(memory_.data_ptr()); }
+    const at::Tensor& tensor() const { return tensor_; }
+    // On which it may be given back to the allocator.
+    const c10::Stream& stream() const { return stream_; }
 
    private:
     friend class DeviceWindows;
-    Window(const DeviceWindows& on, at::Tensor memory);
+    Window(c10::Stream stream, at::Tensor tensor);
 
-    const DeviceWindows& on_;
-    at::Tensor memory_;
+    const c10::Stream stream_;
+    const at::Tensor tensor_;
     std::shared_ptr<Ticket> arrived_, left_;
   };
 
@@ -66,22 +67,23 @@ class DeviceWindows {
 
   c10::Device device() const { return device_; }
 
-  // What was queued until now is before the copies that follow, in both directions. Once before the
-  // windows of a step.
-  void Begin();
-  // Queues the copy of `bytes` bytes, or, with null, makes room for them only. Throws
-  // c10::OutOfMemoryError, with nothing queued.
-  std::unique_ptr<Window> Fetch(const char* host, uint64_t bytes);
+  // On which the calling thread queues operations.
+  c10::Stream Current() const;
+  // Copies to the device that follow come after those from it that were queued until now: all, or
+  // those before `ticket`.
+  void Follow();
+  void Follow(const Ticket& ticket);
+  // Queues the copy of `host`, or none if it is undefined, to `room`, a tensor of the device of the
+  // same layout that has been made on the current stream.
+  std::unique_ptr<Window> Fetch(at::Tensor room, const at::Tensor& host);
   // What the current stream gets from now on may use it.
   void Use(Window& window);
   // Queues the copy back, behind what the current stream has.
-  std::shared_ptr<Ticket> Return(Window& window, char* host);
+  std::shared_ptr<Ticket> Return(Window& window, const at::Tensor& host);
   // Returns when no copy is under way any more.
   void Wait();
 
  private:
-  c10::Stream Current() const;
-
   const c10::Device device_;
   const c10::Stream in_, out_;
   // The last copy of either direction; null: the host has waited for it.

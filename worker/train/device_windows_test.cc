@@ -5,10 +5,10 @@
 
 #include <cstring>
 #include <memory>
-#include <vector>
+#include <string>
 
+#include "ATen/Functions.h"
 #include "c10/core/StreamGuard.h"
-#include "c10/util/Exception.h"
 #include "worker/checkpoint/fake_device.h"
 #include "worker/collective/fake_streams.h"
 #include "worker/collective/test_error.h"
@@ -32,7 +32,7 @@ bool IsBefore(const Point& first, const Point& second) {
 
 class DeviceWindowsTest : public testing::Test {
  protected:
-  static constexpr uint64_t kBytes = 16;
+  static constexpr int64_t kBytes = 16;
 
   DeviceWindowsTest() { LimitFakeDevice(-1); }
   ~DeviceWindowsTest() override {
@@ -42,25 +42,35 @@ class DeviceWindowsTest : public testing::Test {
 
   const c10::Stream program_ = Streams().getNewStream(Streams().device(), 0);
   const c10::StreamGuard guard_{program_};
+  static at::Tensor Room() {
+    return at::empty({kBytes}, at::TensorOptions().dtype(at::kByte).device(Streams().device()));
+  }
+  static char* DataOf(const DeviceWindows::Window& window) {
+    return static_cast<char*>(window.tensor().data_ptr());
+  }
+  std::unique_ptr<DeviceWindows::Window> Fetch(const at::Tensor& host) {
+    return windows_.Fetch(Room(), host);
+  }
+
   DeviceWindows windows_{Streams().device()};
-  std::vector<char> first_ = std::vector<char>(kBytes, 'a');
-  std::vector<char> second_ = std::vector<char>(kBytes, 'b');
+  const at::Tensor first_ = at::full({kBytes}, 'a', at::kByte);
+  const at::Tensor second_ = at::full({kBytes}, 'b', at::kByte);
 };
 
 TEST_F(DeviceWindowsTest, Window_ComesBeforeItsUseAndGoesAfterIt) {
   const int waits = Streams().host_waits();
-  windows_.Begin();
-  auto window = windows_.Fetch(first_.data(), kBytes);
+  windows_.Follow();
+  auto window = Fetch(first_);
   const Point in = CopiesToFakeDevice().back();
   EXPECT_FALSE(Streams().IsBefore(in)) << "the program goes on";
   windows_.Use(*window);
   EXPECT_TRUE(Streams().IsBefore(in));
-  EXPECT_EQ(std::memcmp(window->data(), first_.data(), kBytes), 0);
-  std::memset(window->data(), 'c', kBytes);
+  EXPECT_EQ(std::string(DataOf(*window), kBytes), std::string(kBytes, 'a'));
+  std::memset(DataOf(*window), 'c', kBytes);
   const Point update = Streams().Operate();
-  const auto ticket = windows_.Return(*window, first_.data());
+  const auto ticket = windows_.Return(*window, first_);
   const Point out = CopiesFromFakeDevice().back();
-  EXPECT_EQ(first_, std::vector<char>(kBytes, 'c'));
+  EXPECT_TRUE(first_.eq('c').all().item<bool>());
   EXPECT_TRUE(IsBefore(update, out));
   EXPECT_FALSE(Streams().IsBefore(out));
   EXPECT_EQ(Streams().host_waits(), waits) << "the device waits, not the host";
@@ -73,13 +83,13 @@ TEST_F(DeviceWindowsTest, Window_ComesBeforeItsUseAndGoesAfterIt) {
 }
 
 TEST_F(DeviceWindowsTest, NextWindow_ComesWhileOneIsUpdatedAndOneGoes) {
-  windows_.Begin();
-  auto first = windows_.Fetch(first_.data(), kBytes);
+  windows_.Follow();
+  auto first = Fetch(first_);
   windows_.Use(*first);
   const Point update = Streams().Operate();
-  windows_.Return(*first, first_.data());
+  windows_.Return(*first, first_);
   const Point out = CopiesFromFakeDevice().back();
-  auto second = windows_.Fetch(second_.data(), kBytes);
+  auto second = Fetch(second_);
   const Point in = CopiesToFakeDevice().back();
   EXPECT_TRUE(IsBefore(update, in)) << "its memory may be what the stream has used";
   EXPECT_FALSE(IsBefore(out, in));
@@ -90,33 +100,33 @@ TEST_F(DeviceWindowsTest, NextWindow_ComesWhileOneIsUpdatedAndOneGoes) {
 }
 
 TEST_F(DeviceWindowsTest, WindowOfTheNextStep_ComesAfterItHasGone) {
-  windows_.Begin();
-  auto window = windows_.Fetch(first_.data(), kBytes);
+  windows_.Follow();
+  auto window = Fetch(first_);
   windows_.Use(*window);
-  windows_.Return(*window, first_.data());
+  windows_.Return(*window, first_);
   const Point out = CopiesFromFakeDevice().back();
   // A program that steps on another stream, which knows nothing of the first.
   const c10::StreamGuard other(Streams().getNewStream(Streams().device(), 0));
-  windows_.Begin();
-  auto again = windows_.Fetch(first_.data(), kBytes);
+  windows_.Follow();
+  auto again = Fetch(first_);
   EXPECT_TRUE(IsBefore(out, CopiesToFakeDevice().back()));
 }
 
 TEST_F(DeviceWindowsTest, WindowWithoutContents_IsNotCopied) {
   const size_t copies = CopiesToFakeDevice().size();
-  auto window = windows_.Fetch(nullptr, kBytes);
+  auto window = Fetch(at::Tensor());
   EXPECT_EQ(CopiesToFakeDevice().size(), copies);
   windows_.Use(*window);
-  std::memset(window->data(), 'd', kBytes);
-  windows_.Return(*window, first_.data());
-  EXPECT_EQ(first_, std::vector<char>(kBytes, 'd'));
+  std::memset(DataOf(*window), 'd', kBytes);
+  windows_.Return(*window, first_);
+  EXPECT_TRUE(first_.eq('d').all().item<bool>());
 }
 
 TEST_F(DeviceWindowsTest, Wait_WaitsOnceForWhatIsUnderWay) {
   windows_.Wait();
   const int waits = Streams().host_waits();
-  auto window = windows_.Fetch(first_.data(), kBytes);
-  windows_.Return(*window, first_.data());
+  auto window = Fetch(first_);
+  windows_.Return(*window, first_);
   windows_.Wait();
   EXPECT_GT(Streams().host_waits(), waits);
   const int waited = Streams().host_waits();
@@ -124,18 +134,35 @@ TEST_F(DeviceWindowsTest, Wait_WaitsOnceForWhatIsUnderWay) {
   EXPECT_EQ(Streams().host_waits(), waited);
 }
 
-TEST_F(DeviceWindowsTest, NoRoom_IsAnErrorWithNothingQueued) {
-  LimitFakeDevice(kBytes);
-  auto window = windows_.Fetch(first_.data(), kBytes);
-  const size_t copies = CopiesToFakeDevice().size();
-  EXPECT_THROW(windows_.Fetch(second_.data(), kBytes), c10::OutOfMemoryError);
-  EXPECT_EQ(CopiesToFakeDevice().size(), copies);
-  window.reset();
-  windows_.Fetch(second_.data(), kBytes);
+TEST_F(DeviceWindowsTest, WindowThatFollowsATicket_ComesAfterIt) {
+  auto first = Fetch(at::Tensor()), second = Fetch(at::Tensor());
+  const auto ticket = windows_.Return(*first, first_);
+  const Point out = CopiesFromFakeDevice().back();
+  windows_.Return(*second, second_);
+  const Point later = CopiesFromFakeDevice().back();
+  windows_.Follow(*ticket);
+  auto again = Fetch(first_);
+  const Point in = CopiesToFakeDevice().back();
+  EXPECT_TRUE(IsBefore(out, in));
+  EXPECT_FALSE(IsBefore(later, in));
+}
+
+TEST_F(DeviceWindowsTest, WindowThatOutlivesTheRest_StillOrdersItsMemory) {
+  auto windows = std::make_unique<DeviceWindows>(Streams().device());
+  auto window = windows->Fetch(Room(), first_);
+  const Point in = CopiesToFakeDevice().back();
+  EXPECT_EQ(window->stream(), windows->Current());
+  windows.reset();
+  {
+    const c10::StreamGuard other(Streams().getNewStream(Streams().device(), 0));
+    window.reset();
+    EXPECT_FALSE(Streams().IsBefore(in));
+  }
+  EXPECT_TRUE(Streams().IsBefore(in)) << "the stream that its memory is from";
 }
 
 TEST_F(DeviceWindowsTest, DeviceThatFails_IsAnErrorAndEndsQuietly) {
-  auto window = windows_.Fetch(first_.data(), kBytes);
+  auto window = Fetch(first_);
   Streams().Break(true);
   EXPECT_THAT(ErrorOf([&] { windows_.Use(*window); }), HasSubstr("the device is broken"));
   window.reset();

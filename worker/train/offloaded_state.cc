@@ -95,13 +95,13 @@ class OffloadedState::OnDevices {
     DeviceWindows& copies = state_.CopiesOf(device);
     copies.Use(*there);
     try {
-      state_.Update(window, there->data(), device, update);
+      state_.Update(window, static_cast<char*>(there->tensor().data_ptr()), device, update);
     } catch (...) {
       // What the host has is as it was.
       if (!state_.windows_[window].written) state_.Empty(window);
       throw;
     }
-    std::shared_ptr<DeviceWindows::Ticket> ticket = copies.Return(*there, host);
+    std::shared_ptr<DeviceWindows::Ticket> ticket = copies.Return(*there, HostBytes(window, host));
     leaving_.push_back(std::move(there));
     return ticket;
   }
@@ -111,7 +111,16 @@ class OffloadedState::OnDevices {
 
   std::unique_ptr<DeviceWindows::Window> Fetch(size_t window, const char* host) {
     const Window& fetched = state_.windows_[window];
-    return state_.CopiesOf(fetched.device).Fetch(fetched.written ? host : nullptr, fetched.bytes);
+    const at::Tensor room = at::empty({static_cast<int64_t>(fetched.bytes)},
+                                      at::TensorOptions().dtype(at::kByte).device(fetched.device));
+    return state_.CopiesOf(fetched.device)
+        .Fetch(room, fetched.written ? HostBytes(window, host) : at::Tensor());
+  }
+  at::Tensor HostBytes(size_t window, const char* host) const {
+    // from_blob() takes no memory as const; a source is only read.
+    return at::from_blob(const_cast<char*>(host),
+                         {static_cast<int64_t>(state_.windows_[window].bytes)},
+                         at::TensorOptions().dtype(at::kByte));
   }
 
   OffloadedState& state_;
@@ -263,7 +272,8 @@ void OffloadedState::ForWindows(size_t first, size_t last,
   std::stable_sort(windows.begin(), windows.end(),
                    [&](size_t a, size_t b) { return turn(a) < turn(b); });
   if (place == Place::kOnTheHost) WaitForCopies();
-  for (const auto& copies : copies_) copies->Begin();
+  // The step before may have been on another stream.
+  for (const auto& copies : copies_) copies->Follow();
   OnDevices there(*this, place);
   if (file_ == nullptr) {
     for (size_t k = 0; k < windows.size(); ++k) {
