@@ -1,8 +1,11 @@
 #include "worker/checkpoint/fake_device.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
-#include <memory>
+#include <functional>
+#include <optional>
+#include <utility>
 
 #include "ATen/ops/from_blob.h"
 #include "base/mutex.h"
@@ -13,61 +16,102 @@ namespace {
 
 struct Copies {
   Mutex mu;
-  std::vector<FakeStreams::Point> points ABSL_GUARDED_BY(mu);
-  size_t to_device ABSL_GUARDED_BY(mu) = 0;
+  std::vector<FakeStreams::Point> from ABSL_GUARDED_BY(mu), to ABSL_GUARDED_BY(mu);
 };
+
+struct Memory {
+  Mutex mu;
+  FakeDeviceMemory taken ABSL_GUARDED_BY(mu);
+  int64_t limit ABSL_GUARDED_BY(mu) = -1;
+};
+
+Memory& TheMemory() {
+  static auto* const memory = new Memory();
+  return *memory;
+}
 
 Copies& TheCopies() {
   static auto* const copies = new Copies();
   return *copies;
 }
 
-at::Tensor Own(std::shared_ptr<std::vector<char>> memory, const at::IntArrayRef sizes,
-               at::ScalarType type) {
-  char* const data = memory->data();
+// Aligned as LibTorch's is; `freed` is called after it.
+at::Tensor NewTensor(const at::IntArrayRef sizes, at::OptionalIntArrayRef strides,
+                     at::ScalarType type, std::function<void()> freed = nullptr) {
+  constexpr size_t kAlignment = 64;
+  const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(type);
+  char* const data =
+      static_cast<char*>(std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment));
   return at::for_blob(data, sizes)
-      .deleter([memory = std::move(memory)](void*) {})
+      .strides(strides)
+      .deleter([freed = std::move(freed)](void* memory) {
+        std::free(memory);
+        if (freed) freed();
+      })
       .options(at::TensorOptions(FakeDevice().device()).dtype(type))
       .target_device(FakeDevice().device())
       .make_tensor();
 }
 
-at::Tensor& Copy(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
+at::Tensor& CopyFrom(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   TORCH_CHECK(to.is_contiguous() && from.is_contiguous() && to.nbytes() == from.nbytes());
   std::memcpy(to.data_ptr(), from.const_data_ptr(), from.nbytes());
   FakeStreams& device = FakeDevice();
   const FakeStreams::Point point = device.Operate();
-  if (!non_blocking) device.synchronizeStream(device.Current());
+  const bool with_host = to.is_cpu() || from.is_cpu();
+  if (with_host && !non_blocking) device.synchronizeStream(device.Current());
   Copies& copies = TheCopies();
   MutexLock lock(&copies.mu);
-  if (to.is_cpu()) {
-    copies.points.push_back(point);
-  } else {
-    ++copies.to_device;
-  }
+  if (to.is_cpu()) copies.from.push_back(point);
+  if (from.is_cpu()) copies.to.push_back(point);
   return to;
 }
 
-at::Tensor Clone(const at::Tensor& from, std::optional<at::MemoryFormat>) {
-  const auto* const data = static_cast<const char*>(from.const_data_ptr());
-  FakeDevice().Operate();
-  return Own(std::make_shared<std::vector<char>>(data, data + from.nbytes()), from.sizes(),
-             from.scalar_type());
+at::Tensor Taken(at::IntArrayRef sizes, at::OptionalIntArrayRef strides,
+                 std::optional<at::ScalarType> type) {
+  const at::ScalarType dtype = type.value_or(at::kFloat);
+  const auto bytes = static_cast<int64_t>(c10::multiply_integers(sizes) * c10::elementSize(dtype));
+  Memory& memory = TheMemory();
+  {
+    MutexLock lock(&memory.mu);
+    TORCH_CHECK_WITH(OutOfMemoryError, memory.limit < 0 || memory.taken.now + bytes <= memory.limit,
+                     "the fake device has no room for ", bytes, " bytes");
+    memory.taken.now += bytes;
+    memory.taken.peak = std::max(memory.taken.peak, memory.taken.now);
+  }
+  at::Tensor made = NewTensor(sizes, strides, dtype, [bytes] {
+    Memory& memory = TheMemory();
+    MutexLock lock(&memory.mu);
+    memory.taken.now -= bytes;
+  });
+  constexpr char kNothing = 0x5a;
+  std::memset(made.data_ptr(), kNothing, static_cast<size_t>(bytes));
+  return made;
 }
 
-at::Tensor Empty(c10::IntArrayRef sizes, std::optional<at::ScalarType> type,
+at::Tensor Empty(at::IntArrayRef sizes, std::optional<at::ScalarType> type,
                  std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>,
                  std::optional<at::MemoryFormat>) {
-  const size_t bytes =
-      c10::multiply_integers(sizes) * c10::elementSize(type.value_or(at::ScalarType::Float));
-  // At least one, whose address is known.
-  return Own(std::make_shared<std::vector<char>>(std::max<size_t>(bytes, 1)), sizes,
-             type.value_or(at::ScalarType::Float));
+  return Taken(sizes, std::nullopt, type);
+}
+
+at::Tensor EmptyStrided(at::IntArrayRef sizes, at::IntArrayRef strides,
+                        std::optional<at::ScalarType> type, std::optional<at::Layout>,
+                        std::optional<at::Device>, std::optional<bool>) {
+  return Taken(sizes, strides, type);
+}
+
+at::Tensor Clone(const at::Tensor& from, std::optional<at::MemoryFormat>) {
+  FakeDevice().Operate();
+  at::Tensor made = NewTensor(from.sizes(), std::nullopt, from.scalar_type());
+  std::memcpy(made.data_ptr(), from.const_data_ptr(), from.nbytes());
+  return made;
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("copy_", &CopyFrom);
   m.impl("empty.memory_format", &Empty);
-  m.impl("copy_", &Copy);
+  m.impl("empty_strided", &EmptyStrided);
   m.impl("clone", &Clone);
 }
 
@@ -76,9 +120,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 FakeStreams& FakeDevice() { return FakeStreams::Install(c10::DeviceType::PrivateUse1); }
 
 at::Tensor OnFakeDevice(const std::vector<float>& values) {
-  const auto* const data = reinterpret_cast<const char*>(values.data());
-  return Own(std::make_shared<std::vector<char>>(data, data + values.size() * sizeof(float)),
-             {static_cast<int64_t>(values.size())}, at::kFloat);
+  at::Tensor made = NewTensor({static_cast<int64_t>(values.size())}, std::nullopt, at::kFloat);
+  std::memcpy(made.data_ptr(), values.data(), values.size() * sizeof(float));
+  return made;
 }
 
 std::vector<float> ValuesOf(const at::Tensor& tensor) {
@@ -95,13 +139,26 @@ void SetValues(const at::Tensor& tensor, float value) {
 std::vector<FakeStreams::Point> CopiesFromFakeDevice() {
   Copies& copies = TheCopies();
   MutexLock lock(&copies.mu);
-  return copies.points;
+  return copies.from;
 }
 
-size_t CopiesToFakeDevice() {
+std::vector<FakeStreams::Point> CopiesToFakeDevice() {
   Copies& copies = TheCopies();
   MutexLock lock(&copies.mu);
-  return copies.to_device;
+  return copies.to;
+}
+
+FakeDeviceMemory MemoryOfFakeDevice() {
+  Memory& memory = TheMemory();
+  MutexLock lock(&memory.mu);
+  return memory.taken;
+}
+
+void LimitFakeDevice(int64_t bytes) {
+  Memory& memory = TheMemory();
+  MutexLock lock(&memory.mu);
+  memory.limit = bytes;
+  memory.taken.peak = memory.taken.now;
 }
 
 }  // namespace muster

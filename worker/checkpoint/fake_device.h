@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_CHECKPOINT_FAKE_DEVICE_H_
 #define MUSTER_WORKER_CHECKPOINT_FAKE_DEVICE_H_
 
+#include <cstdint>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
@@ -20,10 +21,19 @@ std::vector<float> ValuesOf(const at::Tensor& tensor);
 // Writes them as an operator does: counted as a change, and queued on the current stream.
 void SetValues(const at::Tensor& tensor, float value);
 
-// Copies from the device to the host since the process began, each on the stream that was current.
+// Copies from the device to the host, and to the device, since the process began, each on the
+// stream that was current.
 std::vector<FakeStreams::Point> CopiesFromFakeDevice();
-// How many copies to the device, of bytes that lie in a row, there were.
-size_t CopiesToFakeDevice();
+std::vector<FakeStreams::Point> CopiesToFakeDevice();
+
+// Bytes that at::empty() and at::empty_strided() have given there: now, and the most since
+// LimitFakeDevice(). They hold nothing that a test would take for a value.
+struct FakeDeviceMemory {
+  int64_t now = 0, peak = 0;
+};
+FakeDeviceMemory MemoryOfFakeDevice();
+// From now on they throw c10::OutOfMemoryError beyond so many bytes; negative: never.
+void LimitFakeDevice(int64_t bytes);
 
 }  // namespace muster
 

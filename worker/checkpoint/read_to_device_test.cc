@@ -109,10 +109,10 @@ TEST_F(ReadToDeviceTest, Default_CopiesOnTheDevice) {
   Streams().LeaveUntilWaitedFor(nullptr);
   const absl::StatusOr<StateReader> reader = StateReader::Open(dir_);
   ASSERT_TRUE(reader.ok()) << reader.status();
-  const size_t before = CopiesToFakeDevice();
+  const size_t before = CopiesToFakeDevice().size();
   const auto uploads = UploadsTo(Streams().device());
   ExpectWhole(ReadToDevice(*reader, OptimizerFileName(0), *uploads));
-  EXPECT_EQ(CopiesToFakeDevice() - before,
+  EXPECT_EQ(CopiesToFakeDevice().size() - before,
             reader->manifest().Find(OptimizerFileName(0))->blocks.xxh3.size());
 }
 

@@ -70,14 +70,14 @@ TEST_F(WeightLoaderTest, TargetsOnADevice_GetTheirValues) {
   Save({{"a", at::full({3}, 1.5)}, {"b", at::full({2}, 7, at::kFloat)}, {"n", at::ones({1})}});
   const at::Tensor a = OnFakeDevice({0, 0, 0}), b = OnFakeDevice({0, 0});
   at::Tensor n = at::zeros({1});
-  const size_t before = CopiesToFakeDevice();
+  const size_t before = CopiesToFakeDevice().size();
   const auto report =
       LoadWeights(dir_, {{"a", a}, {"b", b}, {"tied", b}, {"n", n}}, {.strict = false});
   ASSERT_TRUE(report.ok()) << report.status();
   EXPECT_EQ(ValuesOf(a), (std::vector<float>{1.5, 1.5, 1.5}));
   EXPECT_EQ(ValuesOf(b), (std::vector<float>{7, 7}));
   EXPECT_EQ(n.item<float>(), 1);
-  EXPECT_EQ(CopiesToFakeDevice() - before, 2u);
+  EXPECT_EQ(CopiesToFakeDevice().size() - before, 2u);
 }
 
 TEST_F(WeightLoaderTest, PrefixAndRename_ChooseAndNameTensors) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "ATen/core/grad_mode.h"
 #include "ATen/ops/empty_strided.h"
 #include "absl/strings/str_cat.h"
 #include "c10/core/TensorImpl.h"
@@ -108,11 +109,13 @@ class ActivationStore::Parked {
   const int64_t version;
   // Guarded by the store's lock, but for what its thread alone touches while `queued`.
   at::Tensor memory;  // a copy until it is written, or for good without a file
+  std::shared_ptr<DeviceWindows::Ticket> left;  // of a device: `memory` has it; set once
   bool queued = false;
   bool has_place = false;
   uint64_t place = 0, place_size = 0;
-  at::Tensor read;     // ahead, until it is asked for
-  bool wanted = true;  // of one that is being read
+  at::Tensor read;                               // ahead, until it is asked for
+  std::unique_ptr<DeviceWindows::Window> there;  // the same, on its device
+  bool wanted = true;                            // of one that is being read
   std::string error;
 };
 
@@ -160,7 +163,7 @@ std::shared_ptr<ActivationStore::Parked> ActivationStore::Park(const at::Tensor&
     }
   }
   try {
-    std::shared_ptr<Parked> parked = Copy(tensor);
+    std::shared_ptr<Parked> parked = Copy(tensor, group);
     MutexLock lock(&mu_);
     by_tensor_[tensor.unsafeGetTensorImpl()] = parked;
     groups_[group].push_back(parked);
@@ -175,16 +178,57 @@ std::shared_ptr<ActivationStore::Parked> ActivationStore::Park(const at::Tensor&
   }
 }
 
-std::shared_ptr<ActivationStore::Parked> ActivationStore::Copy(const at::Tensor& tensor) const {
+std::shared_ptr<ActivationStore::Parked> ActivationStore::Copy(const at::Tensor& tensor,
+                                                               uint64_t group) {
   auto parked = std::make_shared<Parked>(shared_, tensor);
-  // A copy, since the program may write to the tensor while the thread is at it. Of a GPU's without
-  // waiting: in the order of its stream.
-  const bool pinned = !tensor.is_cpu() && shared_->file == nullptr;
+  const at::TensorOptions host = at::TensorOptions().dtype(tensor.scalar_type());
+  // A copy, since the program may write to the tensor while the thread, or the device, is at it.
+  if (tensor.is_cpu()) {
+    parked->memory = at::empty_strided(parked->sizes, parked->strides, host);
+    parked->memory.copy_(tensor.detach());
+    return parked;
+  }
   parked->memory =
-      at::empty_strided(parked->sizes, parked->strides,
-                        at::TensorOptions().dtype(tensor.scalar_type()).pinned_memory(pinned));
-  parked->memory.copy_(tensor.detach(), /*non_blocking=*/pinned);
+      at::empty_strided(parked->sizes, parked->strides, host.pinned_memory(tensor.is_cuda()));
+  std::deque<Leaving> gone;
+  MutexLock lock(&mu_);
+  // The stream waits for those of the groups before the last one, and their memory is free.
+  while (!leaving_.empty() && leaving_.front().group + 1 < group) {
+    gone.push_back(std::move(leaving_.front()));
+    leaving_.pop_front();
+  }
+  gone.clear();
+  const at::NoGradGuard no_grad;
+  at::Tensor there;
+  try {
+    there = at::empty_strided(parked->sizes, parked->strides, parked->options);
+    there.copy_(tensor.detach());
+  } catch (const c10::OutOfMemoryError&) {
+    // From the tensor itself then, and what the stream has next waits for it.
+    leaving_.clear();
+    there = tensor.detach();
+  }
+  DeviceWindows& copies = CopiesOf(tensor.device());
+  std::unique_ptr<DeviceWindows::Window> window = copies.Fetch(there, at::Tensor());
+  parked->left = copies.Return(*window, parked->memory);
+  if (!there.is_alias_of(tensor)) {
+    leaving_.push_back({.group = group, .window = std::move(window)});
+  }
   return parked;
+}
+
+DeviceWindows& ActivationStore::CopiesOf(const c10::Device& device) {
+  for (const auto& copies : copies_) {
+    if (copies->device() == device) return *copies;
+  }
+  return *copies_.emplace_back(std::make_unique<DeviceWindows>(device));
+}
+
+std::unique_ptr<DeviceWindows::Window> ActivationStore::Fetch(const Parked& parked,
+                                                              const at::Tensor& values) {
+  DeviceWindows& copies = CopiesOf(parked.options.device());
+  if (parked.left != nullptr) copies.Follow(*parked.left);
+  return copies.Fetch(at::empty_strided(parked.sizes, parked.strides, parked.options), values);
 }
 
 void ActivationStore::ForgetWhatIsGone() {
@@ -222,10 +266,13 @@ void ActivationStore::Run() {
         if (writes) {
           parked->place = shared_->TakePlace(parked->bytes, &parked->place_size);
           parked->has_place = true;
+          if (parked->left != nullptr) parked->left->Wait();
           shared_->file->Write(parked->place, parked->memory.const_data_ptr(), parked->bytes);
         } else {
           done = at::empty_strided(parked->sizes, parked->strides,
-                                   at::TensorOptions().dtype(parked->options.dtype()));
+                                   at::TensorOptions()
+                                       .dtype(parked->options.dtype())
+                                       .pinned_memory(parked->options.device().is_cuda()));
           shared_->file->Read(parked->place, done.data_ptr(), parked->bytes);
         }
       } catch (const std::exception& error) {
@@ -262,33 +309,44 @@ void ActivationStore::Run() {
 }
 
 at::Tensor ActivationStore::Get(const std::shared_ptr<Parked>& parked) {
-  at::Tensor values;
-  {
-    MutexLock lock(&mu_);
-    // What is not written yet is still there.
-    while (parked->queued && !parked->memory.defined()) changed_.Wait(&mu_);
-    TORCH_CHECK(parked->memory.defined() || parked->error.empty(), parked->error);
-    values = parked->memory.defined() ? parked->memory : std::move(parked->read);
-    parked->read = at::Tensor();
-    if (!values.defined()) {
-      parked->wanted = true;
-      Enqueue(parked);
-      while (parked->queued) changed_.Wait(&mu_);
-      TORCH_CHECK(parked->error.empty(), parked->error);
-      values = std::move(parked->read);
-      parked->read = at::Tensor();
+  const bool on_device = !parked->options.device().is_cpu();
+  std::unique_ptr<DeviceWindows::Window> there;
+  MutexLock lock(&mu_);
+  if (on_device && parked->there != nullptr) {
+    there = std::move(parked->there);
+    DeviceWindows& copies = CopiesOf(parked->options.device());
+    if (there->stream() == copies.Current()) {
+      copies.Use(*there);
+      return there->tensor();
     }
+    // Its memory belongs to another stream, which would have to wait for this one.
+    there.reset();
   }
-  if (parked->options.device().is_cpu()) return values;
-  const at::Tensor there = at::empty_strided(parked->sizes, parked->strides, parked->options);
-  there.copy_(values, /*non_blocking=*/values.is_pinned());
-  return there;
+  // What is not written yet is still there.
+  while (parked->queued && !parked->memory.defined()) changed_.Wait(&mu_);
+  TORCH_CHECK(parked->memory.defined() || parked->error.empty(), parked->error);
+  at::Tensor values = parked->memory.defined() ? parked->memory : std::move(parked->read);
+  parked->read = at::Tensor();
+  if (!values.defined()) {
+    parked->wanted = true;
+    Enqueue(parked);
+    while (parked->queued) changed_.Wait(&mu_);
+    TORCH_CHECK(parked->error.empty(), parked->error);
+    values = std::move(parked->read);
+    parked->read = at::Tensor();
+  }
+  if (!on_device) return values;
+  there = Fetch(*parked, values);
+  CopiesOf(parked->options.device()).Use(*there);
+  return there->tensor();
 }
 
 void ActivationStore::ReadAhead(uint64_t group) {
-  if (shared_->file == nullptr) return;
   std::vector<at::Tensor> dropped;
+  std::deque<Leaving> gone;
   MutexLock lock(&mu_);
+  std::swap(gone, leaving_);
+  gone.clear();
   std::vector<std::shared_ptr<Parked>> before;
   for (auto at = groups_.lower_bound(group); at != groups_.begin();) {
     --at;
@@ -307,10 +365,19 @@ void ActivationStore::ReadAhead(uint64_t group) {
     parked->wanted = false;
     dropped.push_back(std::move(parked->read));
     parked->read = at::Tensor();
+    parked->there.reset();
   }
   ahead_.clear();
   for (const std::shared_ptr<Parked>& parked : before) {
     ahead_.push_back(parked);
+    if (!parked->options.device().is_cpu() && parked->memory.defined() &&
+        parked->there == nullptr) {
+      try {
+        parked->there = Fetch(*parked, parked->memory);
+      } catch (const c10::OutOfMemoryError&) {
+        // It comes when it is asked for, and the group after it has gone.
+      }
+    }
     if (parked->queued || !parked->error.empty() || !parked->has_place) continue;
     if (parked->memory.defined() || parked->read.defined()) continue;
     parked->wanted = true;

@@ -13,7 +13,9 @@
 #include "ATen/core/Tensor.h"
 #include "absl/base/thread_annotations.h"
 #include "base/mutex.h"
+#include "c10/core/Device.h"
 #include "worker/parallel/part_store.h"
+#include "worker/train/device_windows.h"
 
 namespace muster {
 
@@ -28,6 +30,11 @@ namespace muster {
 // A thread writes behind the forward pass and reads ahead of the backward pass, the group before
 // the one that is asked for. Copies of no more than kPendingBytes, or of one tensor, wait to be
 // written: Park() waits before it makes one more. Errors of the disk are thrown by Get().
+//
+// Of a device: the device itself copies to pinned memory of the host and back, on streams of its
+// own (DeviceWindows), from a copy there, since the program may write to the tensor. Copies of two
+// groups are on the device while they go, and in the backward pass the tensors of one group ahead;
+// the device waits for what is not there yet, and the host for nothing but a file.
 // Thread-safe.
 class ActivationStore {
  public:
@@ -54,7 +61,8 @@ class ActivationStore {
   // if the disk failed.
   at::Tensor Get(const std::shared_ptr<Parked>& parked);
 
-  // Begins to read what was parked in the group before this one.
+  // Begins to read, or to copy to its device, what was parked in the group before this one. The
+  // backward pass of this group has begun.
   void ReadAhead(uint64_t group);
 
   // For tests: waits until the thread has nothing to do; what the file takes, how many tensors
@@ -69,7 +77,17 @@ class ActivationStore {
   struct Shared;
   static constexpr size_t kLeastRecords = 128;  // that are worth looking through
 
-  std::shared_ptr<Parked> Copy(const at::Tensor& tensor) const;
+  // One that is on its way from a device.
+  struct Leaving {
+    uint64_t group;
+    std::unique_ptr<DeviceWindows::Window> window;
+  };
+
+  std::shared_ptr<Parked> Copy(const at::Tensor& tensor, uint64_t group);
+  DeviceWindows& CopiesOf(const c10::Device& device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Makes the device copy `values` to where they were.
+  std::unique_ptr<DeviceWindows::Window> Fetch(const Parked& parked, const at::Tensor& values)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void ForgetWhatIsGone() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Enqueue(std::shared_ptr<Parked> parked) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Run();
@@ -85,6 +103,8 @@ class ActivationStore {
   std::unordered_map<const void*, std::weak_ptr<Parked>> by_tensor_ ABSL_GUARDED_BY(mu_);
   size_t forget_at_ ABSL_GUARDED_BY(mu_) = kLeastRecords;  // so many records
   uint64_t next_group_ ABSL_GUARDED_BY(mu_) = 0;
+  std::vector<std::unique_ptr<DeviceWindows>> copies_ ABSL_GUARDED_BY(mu_);  // one of a device
+  std::deque<Leaving> leaving_ ABSL_GUARDED_BY(mu_);
   bool stop_ ABSL_GUARDED_BY(mu_) = false;
   bool frees_ ABSL_GUARDED_BY(mu_) = false;  // the thread gives back what it has written
   std::thread thread_ ABSL_GUARDED_BY(mu_);

@@ -12,10 +12,13 @@
 #include "ATen/Functions.h"
 #include "ATen/record_function.h"
 #include "base/test_folder.h"
+#include "c10/core/StreamGuard.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "worker/checkpoint/direct_io.h"
+#include "worker/checkpoint/fake_device.h"
 #include "worker/checkpoint/scratch_file.h"
+#include "worker/collective/fake_streams.h"
 #include "worker/collective/test_error.h"
 #include "worker/train/disk_parts.h"
 
@@ -245,6 +248,170 @@ TEST_F(ActivationStoreTest, DiskThatCannotBeRead_ThrowsWhenTheTensorIsAskedFor) 
   const auto parked = Park(at::ones({5000}));
   store_->WaitUntilIdle();
   EXPECT_THAT(ErrorOf([&] { store_->Get(parked); }), HasSubstr("could not be read"));
+}
+
+// Tensors of a device that has streams.
+class ActivationsOfADevice : public ActivationStoreTest {
+ protected:
+  using Point = FakeStreams::Point;
+  static constexpr int64_t kNumbers = 2048;
+  static constexpr auto kBytes = static_cast<int64_t>(kNumbers * sizeof(float));
+
+  ActivationsOfADevice() { LimitFakeDevice(-1); }
+  ~ActivationsOfADevice() override { LimitFakeDevice(-1); }
+
+  void MakeOn(bool disk) {
+    if (disk) {
+      Make();
+    } else {
+      store_ = std::make_unique<ActivationStore>(nullptr);
+    }
+  }
+  static at::Tensor TensorOf(float value) {
+    return OnFakeDevice(std::vector<float>(kNumbers, value));
+  }
+  static std::vector<float> Numbers(float value) { return std::vector<float>(kNumbers, value); }
+  // Of blocks 0, 1, ...; what they depend on is gone.
+  void Forward(int blocks) {
+    for (int i = 0; i < blocks; ++i) {
+      groups_.push_back(store_->NewGroup());
+      parked_.push_back(store_->Park(TensorOf(static_cast<float>(i)), groups_.back()));
+      ASSERT_NE(parked_.back(), nullptr);
+    }
+  }
+
+  const c10::Stream program_ = FakeDevice().getNewStream(FakeDevice().device(), 0);
+  const c10::StreamGuard guard_{program_};
+  std::vector<uint64_t> groups_;
+  std::vector<std::shared_ptr<ActivationStore::Parked>> parked_;
+};
+
+TEST_F(ActivationsOfADevice, Tensors_ComeBackToIt) {
+  for (const bool disk : {false, true}) {
+    MakeOn(disk);
+    Forward(4);
+    // Twice: a graph may be kept for another backward pass.
+    for (int pass = 0; pass < 2; ++pass) {
+      for (int i = 3; i >= 0; --i) {
+        const at::Tensor got = store_->Get(parked_[i]);
+        store_->ReadAhead(groups_[i]);
+        EXPECT_EQ(got.device(), FakeDevice().device());
+        EXPECT_EQ(ValuesOf(got), Numbers(static_cast<float>(i)));
+        store_->WaitUntilIdle();
+      }
+    }
+    parked_.clear();
+    groups_.clear();
+    EXPECT_EQ(MemoryOfFakeDevice().now, 0);
+  }
+}
+
+TEST_F(ActivationsOfADevice, Copy_IsMadeBesideTheProgramFromWhatTheTensorWas) {
+  MakeOn(false);
+  const int waits = FakeDevice().host_waits();
+  const at::Tensor tensor = TensorOf(3);
+  const auto parked = Park(tensor);
+  const Point out = CopiesFromFakeDevice().back();
+  EXPECT_FALSE(FakeDevice().IsBefore(out)) << "the program goes on";
+  SetValues(tensor, 4);
+  const at::Tensor got = store_->Get(parked);
+  EXPECT_EQ(ValuesOf(got), Numbers(3));
+  const Point in = CopiesToFakeDevice().back();
+  EXPECT_TRUE(FakeDevice().IsBefore(in));
+  {
+    const c10::StreamGuard on(c10::Stream(c10::Stream::UNSAFE, FakeDevice().device(), in.stream));
+    EXPECT_TRUE(FakeDevice().IsBefore(out)) << "it comes back from what has left";
+  }
+  EXPECT_EQ(FakeDevice().host_waits(), waits);
+}
+
+TEST_F(ActivationsOfADevice, CopiesThatGo_AreOfTwoGroups) {
+  MakeOn(false);
+  const size_t out = CopiesFromFakeDevice().size();
+  Forward(5);
+  EXPECT_EQ(MemoryOfFakeDevice().now, 2 * kBytes);
+  const auto copies = CopiesFromFakeDevice();
+  ASSERT_EQ(copies.size(), out + 5);
+  EXPECT_TRUE(FakeDevice().IsBefore(copies[out + 2])) << "its memory is the program's";
+  EXPECT_FALSE(FakeDevice().IsBefore(copies[out + 3]));
+  EXPECT_EQ(MemoryOfFakeDevice().peak, 2 * kBytes);
+}
+
+TEST_F(ActivationsOfADevice, GroupBefore_ComesWhileOneIsComputed) {
+  MakeOn(false);
+  Forward(4);
+  const int waits = FakeDevice().host_waits();
+  for (int i = 3; i >= 0; --i) {
+    const size_t in = CopiesToFakeDevice().size();
+    at::Tensor got = store_->Get(parked_[i]);
+    EXPECT_EQ(CopiesToFakeDevice().size(), in + (i == 3 ? 1 : 0)) << "it was fetched ahead";
+    EXPECT_TRUE(FakeDevice().IsBefore(CopiesToFakeDevice().back()));
+    store_->ReadAhead(groups_[i]);
+    if (i > 0) {
+      EXPECT_FALSE(FakeDevice().IsBefore(CopiesToFakeDevice().back()));
+    }
+    EXPECT_EQ(MemoryOfFakeDevice().now, (i > 0 ? 2 : 1) * kBytes) << "this one and the next one";
+    FakeDevice().Operate();
+    got.reset();
+    parked_[i].reset();
+  }
+  EXPECT_EQ(FakeDevice().host_waits(), waits);
+  EXPECT_EQ(MemoryOfFakeDevice().now, 0);
+}
+
+TEST_F(ActivationsOfADevice, GraphThatIsGone_GivesBackWhatCameAhead) {
+  MakeOn(false);
+  Forward(2);
+  store_->Get(parked_[1]);
+  store_->ReadAhead(groups_[1]);
+  const Point in = CopiesToFakeDevice().back();
+  EXPECT_FALSE(FakeDevice().IsBefore(in));
+  parked_.clear();
+  EXPECT_TRUE(FakeDevice().IsBefore(in)) << "its memory is the program's";
+  EXPECT_EQ(MemoryOfFakeDevice().now, 0);
+}
+
+TEST_F(ActivationsOfADevice, BackwardPassOnAnotherStream_TakesMemoryOfItsOwn) {
+  MakeOn(false);
+  Forward(2);
+  store_->Get(parked_[1]);
+  store_->ReadAhead(groups_[1]);
+  const Point ahead = CopiesToFakeDevice().back();
+  {
+    const c10::StreamGuard other(FakeDevice().getNewStream(FakeDevice().device(), 0));
+    EXPECT_EQ(ValuesOf(store_->Get(parked_[0])), Numbers(0));
+    EXPECT_TRUE(FakeDevice().IsBefore(CopiesToFakeDevice().back()));
+  }
+  EXPECT_TRUE(FakeDevice().IsBefore(ahead));
+}
+
+TEST_F(ActivationsOfADevice, DeviceWithoutRoom_CopiesFromTheTensorAndNothingAhead) {
+  for (const bool disk : {false, true}) {
+    MakeOn(disk);
+    LimitFakeDevice(0);
+    const at::Tensor tensor = TensorOf(1);
+    const auto first = store_->NewGroup();
+    const auto parked = store_->Park(tensor, first);
+    EXPECT_TRUE(FakeDevice().IsBefore(CopiesFromFakeDevice().back())) << "it may be written to";
+    store_->WaitUntilIdle();
+    store_->ReadAhead(store_->NewGroup());
+    store_->WaitUntilIdle();
+    LimitFakeDevice(kBytes);
+    EXPECT_EQ(ValuesOf(store_->Get(parked)), Numbers(1));
+  }
+}
+
+TEST_F(ActivationsOfADevice, WrittenTensor_HasLeftTheDeviceBefore) {
+  int before_write = -1;
+  system_.pwrite = [&](int fd, const void* from, size_t bytes, off_t at) {
+    before_write = FakeDevice().host_waits();
+    return ::pwrite(fd, from, bytes, at);
+  };
+  MakeOn(true);
+  const int waits = FakeDevice().host_waits();
+  const auto parked = Park(TensorOf(5));
+  store_->WaitUntilIdle();
+  EXPECT_EQ(before_write, waits + 1) << "the thread waits, not the program";
 }
 
 }  // namespace

@@ -11,8 +11,10 @@
 
 #include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
+#include "c10/core/Device.h"
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/scratch_file.h"
+#include "worker/train/device_windows.h"
 
 namespace muster {
 
@@ -22,6 +24,10 @@ namespace muster {
 //
 //   file   [ p0.exp_avg p0.exp_avg_sq p1.exp_avg ... | p7.exp_avg ... | ... ]
 //            window 0                                  window 1
+//
+// Windows of parameters on a device are updated there: from pinned memory of the host they are
+// copied to the device and back, whole, while it updates the one between (DeviceWindows). Three of
+// them are on the device then, or one, where it has no room for more.
 //
 // Not thread-safe. Errors are c10::Error.
 class OffloadedState {
@@ -44,25 +50,33 @@ class OffloadedState {
   bool Fits(size_t i, const at::Tensor& tensor) const;
 
   // Makes room for `slots` tensors like each of the parameters [first, first + likes.size()), all
-  // of one group. `likes` are dense. Of parameters in pages (paged_storage.h) a window has those of
-  // one page. `pinned`: without a file, memory that a GPU copies from. `by_memory`: of all
-  // parameters a window has those in one memory. Throws, with nothing changed, if the disk is full.
-  void Add(size_t first, const std::vector<at::Tensor>& likes, size_t slots, bool pinned = false,
-           bool by_memory = false);
+  // of one group. `likes` are dense. `devices`: where they are updated, one for each of them;
+  // empty: on the CPU. Of parameters in pages (paged_storage.h) a window has those of one page.
+  // `by_memory`: of all parameters a window has those in one memory. Throws, with nothing changed,
+  // if the disk is full or the memory is not to be had.
+  void Add(size_t first, const std::vector<at::Tensor>& likes, size_t slots,
+           const std::vector<c10::Device>& devices = {}, bool by_memory = false);
+
+  // Where ForWindows has the states.
+  enum class Place { kOnTheirDevices, kOnTheHost };
 
   // Calls `update(first, last)` for the windows in [first, last) that `wanted(i)` for one of their
   // parameters, in order, but those of one page after each other, with the tensors of their states
-  // there. Throws what `update` throws, and
-  // what the file returns; then the states are lost, and so does every further call until Renew().
+  // at `place`. On a device, `update` queues operations on the current stream, and what that stream
+  // has afterwards comes after all copies; the host waits for none of them, but with a file.
+  // Throws what `update` throws, what the file returns and that a device has no room for a window.
+  // With a file the states are lost then, and so does every further call until Renew().
   void ForWindows(size_t first, size_t last, const std::function<bool(size_t i)>& wanted,
-                  const std::function<void(size_t first, size_t last)>& update);
+                  const std::function<void(size_t first, size_t last)>& update,
+                  Place place = Place::kOnTheirDevices);
 
   // Inside of ForWindows: tensor `slot` of the state of parameter `i`, which is in the window. Its
   // shape and strides are those of the parameter in Add().
   at::Tensor Slot(size_t i, size_t slot) const;
 
-  // At any time: the same, in memory that comes from the file when it is read; without a file, the
-  // state itself. `maps` keeps what was mapped, for further calls before the next step.
+  // At any time, on the host: the same, in memory that comes from the file when it is read; without
+  // a file, the state itself, after a wait for the copies from devices. `maps` keeps what was
+  // mapped, for further calls before the next step.
   using Maps = std::map<int64_t, std::shared_ptr<char>>;
   at::Tensor Mapped(size_t i, size_t slot, Maps* maps) const;
 
@@ -72,7 +86,7 @@ class OffloadedState {
   const absl::Status& failed() const { return failed_; }
 
  private:
-  struct Place {
+  struct Kept {
     int64_t window = -1;
     std::vector<uint64_t> offsets;  // in the window, one for each slot
     std::vector<int64_t> sizes, strides;
@@ -82,33 +96,44 @@ class OffloadedState {
   struct Window {
     size_t first, last;  // parameters
     uint64_t bytes;
-    uint64_t at = 0;             // in the file
-    const void* page = nullptr;  // that its parameters are in; null: none
-    at::Tensor memory;           // without a file
-    bool written = false;        // the file has something in it
+    c10::Device device;            // where it is updated
+    uint64_t at = 0;               // in the file, or in the memory of all that came with it
+    const void* page = nullptr;    // that its parameters are in; null: none
+    std::shared_ptr<char> memory;  // without a file
+    bool written = false;          // there is something in it
   };
+  // The windows of a call of ForWindows that are on their devices.
+  class OnDevices;
+  using UpdateRange = std::function<void(size_t first, size_t last)>;
 
-  at::Tensor TensorIn(char* window, const Place& place, size_t slot,
+  at::Tensor TensorIn(char* window, const c10::Device& device, const Kept& kept, size_t slot,
                       const std::shared_ptr<char>& keep) const;
-  void Update(size_t window, char* memory, const std::function<void(size_t, size_t)>& update);
+  DeviceWindows& CopiesOf(const c10::Device& device);
+  void WaitForCopies() const;
+  // Of a window that is in `memory`, of `device`.
+  void Update(size_t window, char* memory, const c10::Device& device, const UpdateRange& update);
+  // There is nothing in it.
+  void Empty(size_t window);
   absl::Status Read(size_t window, size_t buffer);
   absl::Status Write(size_t window, size_t buffer);
   // Takes the windows, of a file, one after the other: with a thread for the transfers, or without.
-  absl::Status Stream(const std::vector<size_t>& windows,
-                      const std::function<void(size_t first, size_t last)>& update);
-
-  absl::Status TakeInTurn(const std::vector<size_t>& windows,
-                          const std::function<void(size_t first, size_t last)>& update);
+  absl::Status Stream(const std::vector<size_t>& windows, OnDevices& there,
+                      const UpdateRange& update);
+  absl::Status TakeInTurn(const std::vector<size_t>& windows, OnDevices& there,
+                          const UpdateRange& update);
 
   const std::shared_ptr<ScratchFile> file_;
   const uint64_t window_bytes_;
-  std::vector<Place> places_;  // by parameter
+  std::vector<Kept> places_;  // by parameter
   std::vector<Window> windows_;
   // The window that is updated, and its memory.
   int64_t open_ = -1;
   char* open_memory_ = nullptr;
+  c10::Device open_device_{c10::DeviceType::CPU};
   std::array<AlignedMemory, 3> buffers_;
   absl::Status failed_;
+  // Of devices that have windows. The last member: it waits for copies to and from the memory.
+  std::vector<std::unique_ptr<DeviceWindows>> copies_;
 };
 
 }  // namespace muster

@@ -2,15 +2,20 @@
 
 #include <errno.h>
 
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/ops/full_like.h"
 #include "ATen/ops/zeros.h"
 #include "base/test_folder.h"
+#include "c10/core/StreamGuard.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "worker/checkpoint/fake_device.h"
+#include "worker/collective/fake_streams.h"
 #include "worker/collective/test_error.h"
 #include "worker/parallel/paged_storage.h"
 
@@ -218,6 +223,192 @@ TEST_F(OffloadedStateTest, FullDisk_IsRefusedWithNothingChanged) {
   };
   EXPECT_THAT(ErrorOf([&] { state.Add(0, Likes(), 2); }), HasSubstr("cannot reserve"));
   EXPECT_FALSE(state.Has(0));
+}
+
+// States of parameters on a device, each of which has one window.
+class OffloadedStateOfADevice : public OffloadedStateTest {
+ protected:
+  static constexpr size_t kWindows = 5;
+  static constexpr int64_t kNumbers = 1024;
+  static constexpr int64_t kBytes = 2 * kNumbers * static_cast<int64_t>(sizeof(float));
+  using Point = FakeStreams::Point;
+
+  OffloadedStateOfADevice() { LimitFakeDevice(-1); }
+  ~OffloadedStateOfADevice() override { LimitFakeDevice(-1); }
+
+  std::unique_ptr<OffloadedState> StateOf(bool on_disk) {
+    auto state = std::make_unique<OffloadedState>(on_disk ? File() : nullptr, kBytes);
+    state->Add(0, std::vector<at::Tensor>(kWindows, at::zeros({kNumbers})), 2,
+               std::vector<c10::Device>(kWindows, FakeDevice().device()));
+    return state;
+  }
+
+  // Sets all states to those of `step`, after it has found those of the step before.
+  void StepThere(OffloadedState& state, int step,
+                 const std::function<void(size_t i, Point update)>& updated = nullptr) {
+    const size_t copies = CopiesToFakeDevice().size();
+    state.ForWindows(
+        0, kWindows, [](size_t) { return true; },
+        [&](size_t i, size_t last) {
+          ASSERT_EQ(last, i + 1);
+          if (step > 0) {
+            ASSERT_GT(CopiesToFakeDevice().size(), copies + i);
+            EXPECT_TRUE(FakeDevice().IsBefore(CopiesToFakeDevice()[copies + i])) << "not there yet";
+          }
+          for (size_t s = 0; s < 2; ++s) {
+            const at::Tensor slot = state.Slot(i, s);
+            EXPECT_EQ(slot.device(), FakeDevice().device());
+            if (step > 0) {
+              EXPECT_EQ(ValuesOf(slot), std::vector<float>(kNumbers, ValueOf(i, s, step - 1)));
+            }
+            SetValues(slot, ValueOf(i, s, step));
+          }
+          state.Fill(i);
+          if (updated) updated(i, FakeDevice().Operate());
+        });
+  }
+
+  static void ExpectStep(const OffloadedState& state, int step) {
+    OffloadedState::Maps maps;
+    for (size_t i = 0; i < kWindows; ++i) {
+      for (size_t s = 0; s < 2; ++s) {
+        const at::Tensor mapped = state.Mapped(i, s, &maps);
+        EXPECT_TRUE(mapped.is_cpu());
+        EXPECT_TRUE(mapped.eq(ValueOf(i, s, step)).all().item<bool>()) << i;
+      }
+    }
+  }
+
+  const c10::Stream program_ = FakeDevice().getNewStream(FakeDevice().device(), 0);
+  const c10::StreamGuard guard_{program_};
+};
+
+TEST_F(OffloadedStateOfADevice, States_AreUpdatedThereAndKeptHere) {
+  for (const bool on_disk : {true, false}) {
+    const auto state = StateOf(on_disk);
+    for (int step = 0; step < 4; ++step) {
+      StepThere(*state, step);
+      ExpectStep(*state, step);
+      EXPECT_EQ(MemoryOfFakeDevice().now, 0);
+    }
+  }
+}
+
+TEST_F(OffloadedStateOfADevice, Step_TakesThreeWindowsAndNoWaitOfTheHost) {
+  const auto state = StateOf(false);
+  StepThere(*state, 0);
+  LimitFakeDevice(-1);
+  const size_t in = CopiesToFakeDevice().size(), out = CopiesFromFakeDevice().size();
+  const int waits = FakeDevice().host_waits();
+  StepThere(*state, 1, [&](size_t i, Point) {
+    const auto to = CopiesToFakeDevice(), from = CopiesFromFakeDevice();
+    ASSERT_EQ(from.size(), out + i);
+    if (i > 0) {
+      EXPECT_FALSE(FakeDevice().IsBefore(from[out + i - 1])) << "goes meanwhile";
+    }
+    if (i > 1 && i + 1 < kWindows) {
+      EXPECT_TRUE(FakeDevice().IsBefore(from[out + i - 2])) << "its memory is the next's";
+    }
+    if (i + 1 == kWindows) return;
+    ASSERT_EQ(to.size(), in + i + 2);
+    EXPECT_FALSE(FakeDevice().IsBefore(to[in + i + 1])) << "comes meanwhile";
+  });
+  EXPECT_EQ(FakeDevice().host_waits(), waits);
+  EXPECT_EQ(MemoryOfFakeDevice().peak, 3 * kBytes);
+  ASSERT_EQ(CopiesFromFakeDevice().size(), out + kWindows);
+  EXPECT_EQ(CopiesToFakeDevice().size(), in + kWindows) << "one for each window";
+  for (size_t i = 0; i < kWindows; ++i) {
+    EXPECT_TRUE(FakeDevice().IsBefore(CopiesFromFakeDevice()[out + i])) << i;
+  }
+  ExpectStep(*state, 1);
+  EXPECT_GT(FakeDevice().host_waits(), waits) << "a save reads what has arrived";
+}
+
+TEST_F(OffloadedStateOfADevice, NextWindow_ComesBesideTheUpdate) {
+  const auto state = StateOf(false);
+  StepThere(*state, 0);
+  const size_t in = CopiesToFakeDevice().size();
+  StepThere(*state, 1, [&](size_t i, Point update) {
+    if (i + 1 == kWindows) return;
+    const Point next = CopiesToFakeDevice()[in + i + 1];
+    const c10::StreamGuard on(c10::Stream(c10::Stream::UNSAFE, FakeDevice().device(), next.stream));
+    EXPECT_FALSE(FakeDevice().IsBefore(update));
+  });
+}
+
+TEST_F(OffloadedStateOfADevice, RoomForOneWindow_IsEnough) {
+  for (const bool on_disk : {true, false}) {
+    const auto state = StateOf(on_disk);
+    for (int step = 0; step < 3; ++step) {
+      LimitFakeDevice(step < 2 ? kBytes : 2 * kBytes);
+      StepThere(*state, step);
+      ExpectStep(*state, step);
+    }
+  }
+}
+
+TEST_F(OffloadedStateOfADevice, RoomForNone_IsAnErrorThatChangesNothing) {
+  const auto state = StateOf(false);
+  StepThere(*state, 0);
+  LimitFakeDevice(kBytes - 1);
+  EXPECT_THAT(ErrorOf([&] { StepThere(*state, 1); }), HasSubstr("has no room for"));
+  ExpectStep(*state, 0);
+  LimitFakeDevice(-1);
+  StepThere(*state, 1);
+  ExpectStep(*state, 1);
+}
+
+TEST_F(OffloadedStateOfADevice, FirstUpdateThatThrows_LeavesNothingInItsWindow) {
+  const auto state = StateOf(false);
+  const auto all = [](size_t) { return true; };
+  EXPECT_THAT(ErrorOf([&] {
+                state->ForWindows(0, kWindows, all, [&](size_t i, size_t) {
+                  state->Fill(i);
+                  TORCH_CHECK(i == 0, "no kernel");
+                });
+              }),
+              HasSubstr("no kernel"));
+  EXPECT_TRUE(state->IsFilled(0));
+  EXPECT_FALSE(state->IsFilled(1));
+  EXPECT_EQ(MemoryOfFakeDevice().now, 0);
+  StepThere(*state, 0);
+  ExpectStep(*state, 0);
+}
+
+TEST_F(OffloadedStateOfADevice, StatesThatAreLoaded_StayHere) {
+  for (const bool on_disk : {true, false}) {
+    const auto state = StateOf(on_disk);
+    StepThere(*state, 0);
+    state->Renew();
+    const size_t copies = CopiesToFakeDevice().size();
+    const int waits = FakeDevice().host_waits();
+    state->ForWindows(
+        0, kWindows, [](size_t) { return true; },
+        [&](size_t i, size_t) {
+          EXPECT_GT(FakeDevice().host_waits(), waits) << "the step before writes it yet";
+          for (size_t s = 0; s < 2; ++s) state->Slot(i, s).fill_(ValueOf(i, s, 6));
+          state->Fill(i);
+        },
+        OffloadedState::Place::kOnTheHost);
+    EXPECT_EQ(CopiesToFakeDevice().size(), copies);
+    ExpectStep(*state, 6);
+    StepThere(*state, 7);
+    ExpectStep(*state, 7);
+  }
+}
+
+TEST_F(OffloadedStateOfADevice, ParametersOfTwoDevices_HaveWindowsOfTheirOwn) {
+  OffloadedState state(nullptr, kWindow);
+  state.Add(0, std::vector<at::Tensor>(3, at::zeros({8})), 1,
+            {c10::Device(c10::kCPU), FakeDevice().device(), FakeDevice().device()});
+  std::vector<std::pair<size_t, size_t>> seen;
+  state.ForWindows(
+      0, 3, [](size_t) { return true; },
+      [&](size_t first, size_t last) {
+        EXPECT_EQ(state.Slot(first, 0).is_cpu(), first == 0);
+        seen.emplace_back(first, last);
+      });
+  EXPECT_THAT(seen, ElementsAre(Pair(0, 1), Pair(1, 3)));
 }
 
 }  // namespace

@@ -385,16 +385,16 @@ void FusedOptimizer::MakeRoom() {
     const auto [begin, end] = groups_[g];
     if (begin == end || !IsOffloaded(g) || offloaded_->Has(begin)) continue;
     std::vector<at::Tensor> likes;
-    bool on_gpu = false;
+    std::vector<c10::Device> devices;
     for (size_t i = begin; i < end; ++i) {
       const at::Tensor& param = seen_parameters()[i];
-      on_gpu = on_gpu || param.is_cuda();
+      devices.push_back(param.device());
       // Without memory, of the strides that the states have.
       likes.push_back(IsDense(param)
                           ? param.detach()
                           : at::empty_like(param, at::TensorOptions().device(at::kMeta)));
     }
-    offloaded_->Add(begin, likes, slots(g).size(), on_gpu, offloads_by_memory_);
+    offloaded_->Add(begin, likes, slots(g).size(), devices, offloads_by_memory_);
   }
 }
 
@@ -530,7 +530,7 @@ void FusedOptimizer::LoadState(const OptimizerState& state) {
     const std::vector<Slot> names = slots(g);
     if (names.empty()) continue;
     const auto is_loaded = [&](size_t i) { return state_[i].exists; };
-    offloaded_->ForWindows(begin, end, is_loaded, [&](size_t first, size_t last) {
+    const auto load = [&](size_t first, size_t last) {
       for (size_t i = first; i < last; ++i) {
         if (!state_[i].exists) continue;
         for (size_t s = 0; s < names.size(); ++s) {
@@ -538,7 +538,8 @@ void FusedOptimizer::LoadState(const OptimizerState& state) {
         }
         offloaded_->Fill(i);
       }
-    });
+    };
+    offloaded_->ForWindows(begin, end, is_loaded, load, OffloadedState::Place::kOnTheHost);
   }
 }
 

@@ -1,0 +1,95 @@
+#ifndef MUSTER_WORKER_TRAIN_DEVICE_WINDOWS_H_
+#define MUSTER_WORKER_TRAIN_DEVICE_WINDOWS_H_
+
+#include <memory>
+
+#include "ATen/core/Tensor.h"
+#include "c10/core/Device.h"
+#include "c10/core/Event.h"
+#include "c10/core/Stream.h"
+
+namespace muster {
+
+// Takes tensors, windows of what the host has, to a device and back, beside what it computes:
+//
+//   stream in     window 0 | window 1 | window 2 | ...
+//   the program            | update 0 | update 1 | update 2 | ...
+//   stream out                        | window 0 | window 1 | ...
+//
+// The device waits for the copies, the host for none of them. Memory of the device comes from
+// LibTorch's allocator on the current stream and goes back there once that stream waits for the
+// last copy, so the allocator may hand it on at once, and no more is taken than a program would see
+// that waits for each copy.
+//
+// The host's memory has to be pinned for the copies to run beside anything, and stays until they
+// are made. Not thread-safe, but for tickets and windows. Errors are c10::Error.
+class DeviceWindows {
+ public:
+  // Reached when a copy is made. Any thread may wait for it.
+  class Ticket {
+   public:
+    // Blocks. Throws if the device has failed.
+    void Wait() const { event_->synchronize(); }
+
+   private:
+    friend class DeviceWindows;
+    explicit Ticket(c10::Device device) : event_(std::make_unique<c10::Event>(device.type())) {}
+    std::unique_ptr<c10::Event> event_;
+  };
+
+  // A window that is on the device, until its end: then the stream that was the current one when it
+  // came waits for its copies. It may outlive this.
+  class Window {
+   public:
+    ~Window();
+    Window(const Window&) = delete;
+    Window& operator=(const Window&) = delete;
+
+    const at::Tensor& tensor() const { return tensor_; }
+    // On which it may be given back to the allocator.
+    const c10::Stream& stream() const { return stream_; }
+
+   private:
+    friend class DeviceWindows;
+    Window(c10::Stream stream, at::Tensor tensor);
+
+    const c10::Stream stream_;
+    const at::Tensor tensor_;
+    std::shared_ptr<Ticket> arrived_, left_;
+  };
+
+  // Takes two streams from the device's pool.
+  explicit DeviceWindows(c10::Device device);
+  // Waits for the copies.
+  ~DeviceWindows();
+  DeviceWindows(const DeviceWindows&) = delete;
+  DeviceWindows& operator=(const DeviceWindows&) = delete;
+
+  c10::Device device() const { return device_; }
+
+  // On which the calling thread queues operations.
+  c10::Stream Current() const;
+  // Copies to the device that follow come after those from it that were queued until now: all, or
+  // those before `ticket`.
+  void Follow();
+  void Follow(const Ticket& ticket);
+  // Queues the copy of `host`, or none if it is undefined, to `room`, a tensor of the device of the
+  // same layout that has been made on the current stream.
+  std::unique_ptr<Window> Fetch(at::Tensor room, const at::Tensor& host);
+  // What the current stream gets from now on may use it.
+  void Use(Window& window);
+  // Queues the copy back, behind what the current stream has.
+  std::shared_ptr<Ticket> Return(Window& window, const at::Tensor& host);
+  // Returns when no copy is under way any more.
+  void Wait();
+
+ private:
+  const c10::Device device_;
+  const c10::Stream in_, out_;
+  // The last copy of either direction; null: the host has waited for it.
+  std::shared_ptr<Ticket> last_in_, last_out_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_TRAIN_DEVICE_WINDOWS_H_
