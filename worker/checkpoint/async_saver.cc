@@ -113,7 +113,6 @@ absl::Status AsyncSaver::Begin(Comm& comm, const Request& request,
   absl::Status copied;
   try {
     copied = Copy(comm, *save, write, earlier);
-    if (copied.ok()) save->deferred = save->snapshot->TakeDeferred();
   } catch (...) {
     GiveBack(std::move(save->snapshot));
     throw;
@@ -182,9 +181,12 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
                         /*replaces=*/!request.dir.empty(), request.publish.disposal, &folder_mu_);
   MUSTER_RETURN_IF_ERROR(staged.status());
   save.staged.emplace(*std::move(staged));
-  const absl::Status copied = GuardRank([&] {
+  const absl::Status copied = GuardRank([&]() -> absl::Status {
     StateWriter writer(save.snapshot.get(), rank_, lazy_);
-    return write(writer);
+    MUSTER_RETURN_IF_ERROR(write(writer));
+    // On a GPU it may fail, which all ranks have to know.
+    save.deferred = save.snapshot->TakeDeferred();
+    return absl::OkStatus();
   });
   return AgreeOnFiles(comm, copied, {}, nullptr);
 }

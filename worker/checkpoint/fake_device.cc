@@ -103,7 +103,7 @@ at::Tensor EmptyStrided(at::IntArrayRef sizes, at::IntArrayRef strides,
 
 at::Tensor Clone(const at::Tensor& from, std::optional<at::MemoryFormat>) {
   FakeDevice().Operate();
-  at::Tensor made = NewTensor(from.sizes(), std::nullopt, from.scalar_type());
+  at::Tensor made = Taken(from.sizes(), std::nullopt, from.scalar_type());
   std::memcpy(made.data_ptr(), from.const_data_ptr(), from.nbytes());
   return made;
 }

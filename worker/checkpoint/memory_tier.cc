@@ -442,13 +442,15 @@ absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t si
       WithoutMemory(current_, GuardRank([&]() -> absl::Status {
                       MUSTER_RETURN_IF_ERROR(WhyNoMemory(Prepare(current_)));
                       StateWriter writer(slots_[current_].snapshot.get(), rank_, lazy);
-                      return write(writer);
+                      MUSTER_RETURN_IF_ERROR(write(writer));
+                      pending->deferred = slots_[current_].snapshot->TakeDeferred();
+                      return absl::OkStatus();
                     }));
   if (!copied.ok() && pending->mirrored) mirror_->Offer(copied);
   MutexLock lock(&mu_);
   status_ = copied;
   if (!copied.ok()) return before;  // the others hear of it at the next save
-  last_deferred_ = pending->deferred = slots_[current_].snapshot->TakeDeferred();
+  last_deferred_ = pending->deferred;
   pending_ = std::move(pending);
   changed_.SignalAll();
   return before;

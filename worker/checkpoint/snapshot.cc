@@ -9,6 +9,7 @@
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "c10/core/DeviceGuard.h"
+#include "c10/util/Exception.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/file_plans.h"
 
@@ -46,19 +47,25 @@ absl::Status Snapshot::AddTensors(const std::string& name, const SafetensorsPlan
     if (!DeferredCopy::Takes(source)) return false;
     const bool changes = !later_.contains(source.const_data_ptr());
     // A thread that copied from a device now would wait for all that the device has still to do.
-    if (changes && (source.is_cpu() || !TakesClone(source))) return false;
+    if (changes && source.is_cpu()) return false;
+    const at::Tensor kept = changes ? Clone(source) : source;
+    if (!kept.defined()) return false;
     const SafetensorsEntry& entry = plan.layout.tensors[i];
-    left_->Add(absl::StrCat("\"", Printable(entry.name), "\" of ", name),
-               changes ? source.clone() : source, data + entry.begin);
+    left_->Add(absl::StrCat("\"", Printable(entry.name), "\" of ", name), kept, data + entry.begin);
     return true;
   });
   return absl::OkStatus();
 }
 
-bool Snapshot::TakesClone(const at::Tensor& source) {
-  if (later_.empty() || cloned_ + source.nbytes() > kMostCloned) return false;
-  cloned_ += source.nbytes();
-  return true;
+at::Tensor Snapshot::Clone(const at::Tensor& source) {
+  if (later_.empty() || cloned_ + source.nbytes() > kMostCloned) return {};
+  try {
+    at::Tensor clone = source.clone();
+    cloned_ += source.nbytes();
+    return clone;
+  } catch (const c10::OutOfMemoryError&) {
+    return {};  // a save must not need memory that training has taken
+  }
 }
 
 void Snapshot::PinIfFromGpu() {

@@ -78,8 +78,9 @@ class Snapshot {
  private:
   // Room for a file of `bytes` at the end.
   absl::StatusOr<char*> Append(const std::string& name, size_t bytes);
-  // Whether a tensor that changes is cloned on its device, to be copied from there later.
-  bool TakesClone(const at::Tensor& source);
+  // A clone, on its device, of a tensor that changes, to be copied from there later; undefined: it
+  // is copied at once.
+  at::Tensor Clone(const at::Tensor& source);
   absl::Status AddTensors(const std::string& name, const SafetensorsPlan& plan);
 
   AlignedMemory memory_;

@@ -142,6 +142,25 @@ TEST_F(SnapshotTest, TensorsOfADevice_AreCopiedBesideTraining) {
   EXPECT_EQ(ValuesOf(*file->GetTensor("buffer")), (std::vector<float>{1, 2}));
 }
 
+TEST_F(SnapshotTest, DeviceWithoutRoomForAClone_HasTheTensorCopiedAtOnce) {
+  Snapshot snapshot;
+  const at::Tensor later = OnFakeDevice({3, 4}), buffer = OnFakeDevice({1, 2});
+  snapshot.CopyLater(later);
+  LimitFakeDevice(0);
+  const absl::Status added =
+      snapshot.Add("m.safetensors", NamedTensors{{"later", later}, {"buffer", buffer}}, {});
+  LimitFakeDevice(-1);
+  ASSERT_TRUE(added.ok()) << added;
+  SetValues(buffer, -1);
+  const std::unique_ptr<DeferredCopy> deferred = snapshot.TakeDeferred();
+  deferred->RunWhileTrainingWaits(Clock::Real());
+  deferred->Wait();
+  WriteOut(snapshot);
+  const auto file = ReadStateDict(JoinPath(dir_, "m.safetensors"));
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_EQ(ValuesOf(*file->GetTensor("buffer")), (std::vector<float>{1, 2}));
+}
+
 TEST_F(SnapshotTest, TensorsOfADeviceWithoutAPromise_AreCopiedAtOnceWithOneWait) {
   const int waits = FakeDevice().host_waits();
   Snapshot snapshot;
