@@ -41,6 +41,7 @@
 #include "worker/collective/process_group.h"
 #include "worker/models/layers.h"
 #include "worker/parallel/sharded_model.h"
+#include "worker/train/offloaded_state.h"
 
 namespace muster {
 namespace {
@@ -517,6 +518,130 @@ TEST_F(Device, ActivationCheckpointing_HasTheGradientsWithoutIt) {
     ASSERT_EQ(runs[run].size(), runs[0].size());
     for (size_t i = 0; i < runs[0].size(); ++i) {
       EXPECT_TRUE(at::equal(runs[run][i], runs[0][i])) << run << " " << i;
+    }
+  }
+}
+
+// Layers that take a GPU a while, so that copies meet what is computed beside them.
+struct LayersImpl : torch::nn::Module {
+  explicit LayersImpl(int64_t width) {
+    torch::manual_seed(1);
+    for (int i = 0; i < 6; ++i) {
+      layers.push_back(
+          register_module("layer" + std::to_string(i), torch::nn::Linear(width, width)));
+    }
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (torch::nn::Linear& layer : layers) x = x + at::gelu(call(layer, x));
+    return x;
+  }
+  std::vector<torch::nn::Linear> layers;
+};
+TORCH_MODULE(Layers);
+
+struct Offloaded {
+  Offload optimizer = Offload::kNone;
+  std::optional<Offload> activations = std::nullopt;  // of checkpointed layers
+  bool in_backward = false;
+  std::string precision = "no";
+};
+
+// Six steps, of which nothing waits for the device, with a save beside them; then the same from
+// that save. The weights of both.
+std::pair<Values, Values> TrainOffloaded(AcceleratorOptions options, const Offloaded& offloaded,
+                                         int64_t width, int64_t rows) {
+  constexpr int kSteps = 6, kSaved = 3;
+  const TestFolder project, scratch;
+  options.project.directory = project.path();
+  options.checkpoint.asynchronous = true;
+  options.mixed_precision = offloaded.precision;
+  options.sharding.emplace();
+  if (offloaded.in_backward) options.sharding->strategy = ShardingStrategy::kGradients;
+  options.sharding->optimizer_in_backward = offloaded.in_backward;
+  options.sharding->offload_optimizer = offloaded.optimizer;
+  options.sharding->offload_optimizer_path = scratch.path();
+  if (offloaded.activations.has_value()) {
+    options.activation_checkpointing = {.block_types = {"Linear"},
+                                        .offload = *offloaded.activations,
+                                        .offload_path = scratch.path()};
+  }
+  const auto run = [&](int from) {
+    Accelerator a(options);
+    Layers net(width);
+    FusedAdamW adamw(net->parameters(), {.lr = 1e-3});
+    auto [model, optimizer] = a.prepare(net, adamw);
+    torch::manual_seed(4);
+    const at::Tensor x = at::randn({rows, width}).to(a.device());
+    if (from > 0) {
+      const absl::Status loaded = a.load_state();
+      EXPECT_TRUE(loaded.ok()) << loaded;
+    }
+    for (int step = from; step < kSteps; ++step) {
+      a.backward(model(x + step).square().mean());
+      optimizer.step();
+      optimizer.zero_grad();
+      if (from == 0 && step + 1 == kSaved) {
+        const absl::Status saved = a.save_state();
+        EXPECT_TRUE(saved.ok()) << saved;
+      }
+    }
+    Values values;
+    for (const auto& [name, tensor] : a.get_state_dict(model)) values[name] = tensor.cpu().clone();
+    // Under other names where units have them.
+    for (const auto& [name, tensor] : adamw.SaveState().tensors) {
+      if (!offloaded.in_backward) values["optimizer." + name] = tensor.cpu().clone();
+    }
+    a.end_training();
+    return values;
+  };
+  Values whole = run(0);
+  return {std::move(whole), run(kSaved)};
+}
+
+// The state of a layer's weight is a window of its own.
+class OffloadedOnDevice : public Device {
+ protected:
+  void SetUp() override {
+    Device::SetUp();
+    OffloadedState::SetDefaultWindowBytes(static_cast<uint64_t>(2 * width_ * width_) *
+                                          sizeof(float));
+  }
+  void TearDown() override { OffloadedState::SetDefaultWindowBytes(OffloadedState::kWindowBytes); }
+
+  const int64_t width_ = on_gpu() ? 1024 : 48;
+  const int64_t rows_ = on_gpu() ? 4096 : 32;
+};
+
+TEST_F(OffloadedOnDevice, States_TrainAndContinueAsThoseOnTheDevice) {
+  for (const std::string precision : {"no", "bf16", "fp16"}) {
+    for (const bool in_backward : {false, true}) {
+      // With a scaler it is known after the backward pass whether there is a step.
+      if (in_backward && precision == "fp16") continue;
+      const auto [want, unused] = TrainOffloaded(
+          Options(), {.in_backward = in_backward, .precision = precision}, width_, rows_);
+      for (const Offload place : {Offload::kCpu, Offload::kDisk}) {
+        SCOPED_TRACE(precision + (in_backward ? ", in the backward pass, " : ", ") +
+                     (place == Offload::kCpu ? "CPU" : "disk"));
+        const auto [whole, continued] = TrainOffloaded(
+            Options(), {.optimizer = place, .in_backward = in_backward, .precision = precision},
+            width_, rows_);
+        ExpectSame(whole, want);
+        ExpectSame(continued, want);
+      }
+    }
+  }
+}
+
+TEST_F(OffloadedOnDevice, InputsOfBlocks_TrainAsThoseOnTheDevice) {
+  const auto [want, unused] = TrainOffloaded(Options(), {}, width_, rows_);
+  for (const Offload activations : {Offload::kNone, Offload::kCpu, Offload::kDisk}) {
+    for (const Offload optimizer : {Offload::kNone, Offload::kCpu}) {
+      SCOPED_TRACE(static_cast<int>(activations));
+      SCOPED_TRACE(static_cast<int>(optimizer));
+      const auto [whole, continued] = TrainOffloaded(
+          Options(), {.optimizer = optimizer, .activations = activations}, width_, rows_);
+      ExpectSame(whole, want);
+      ExpectSame(continued, want);
     }
   }
 }

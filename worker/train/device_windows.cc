@@ -5,6 +5,7 @@
 
 #include "ATen/core/grad_mode.h"
 #include "base/log.h"
+#include "c10/core/DeviceGuard.h"
 #include "c10/core/StreamGuard.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 
@@ -17,6 +18,12 @@ c10::Stream StreamOf(const c10::Device& device) {
 }
 
 }  // namespace
+
+void DeviceWindows::Ticket::Wait() const {
+  // For CUDA a call of a thread is one to its current device, which gets a context for that.
+  const c10::DeviceGuard on(device_);
+  event_->synchronize();
+}
 
 DeviceWindows::Window::Window(c10::Stream stream, at::Tensor tensor)
     : stream_(stream), tensor_(std::move(tensor)), arrived_(new Ticket(stream.device())) {}

@@ -29,12 +29,14 @@ class DeviceWindows {
   class Ticket {
    public:
     // Blocks. Throws if the device has failed.
-    void Wait() const { event_->synchronize(); }
+    void Wait() const;
 
    private:
     friend class DeviceWindows;
-    explicit Ticket(c10::Device device) : event_(std::make_unique<c10::Event>(device.type())) {}
-    std::unique_ptr<c10::Event> event_;
+    explicit Ticket(c10::Device device)
+        : device_(device), event_(std::make_unique<c10::Event>(device.type())) {}
+    const c10::Device device_;
+    const std::unique_ptr<c10::Event> event_;
   };
 
   // A window that is on the device, until its end: then the stream that was the current one when it
