@@ -439,8 +439,10 @@ TEST_F(Device, CheckpointOfOneKindOfUnits_ContinuesUnderAnother) {
       if (changes && part > 0) {
         options.sharding->strategy =
             part == 2 ? ShardingStrategy::kGradients : ShardingStrategy::kFull;
-        options.sharding->optimizer_in_backward = part > 1;
-        if (part != 2) options.sharding->offload_parameters = Offload::kDisk;
+        // Parameters come from a disk on the CPU alone.
+        const bool from_disk = part != 2 && !on_gpu();
+        options.sharding->optimizer_in_backward = part > 1 || !from_disk;
+        if (from_disk) options.sharding->offload_parameters = Offload::kDisk;
         options.sharding->offload_parameters_path = parts.path();
       }
       options.sharding->overlap = overlap;
