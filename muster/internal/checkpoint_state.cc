@@ -1175,7 +1175,10 @@ std::unique_ptr<DeviceUploads> CheckpointState::UploadsFor(
     return std::any_of(parameters.begin(), parameters.end(),
                        [&](const auto& parameter) { return parameter.second.device() == device; });
   });
-  if (!on_device) return nullptr;
+  // Sharded ones take their parts, or whole weights one after the other, from the host.
+  const bool sharded = std::any_of(models.begin(), models.end(),
+                                   [](const auto& model) { return model->sharded() != nullptr; });
+  if (!on_device || sharded) return nullptr;
   uint64_t bytes = 0;
   for (const std::string& name : files) bytes += BytesToDevice(reader, name);
   // It is beside the state that it replaces, until all of it is read. The program needs memory,
@@ -1395,11 +1398,12 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
   // An error of this rank must not leave the others in their next collective.
   absl::Status mine = Guard([&] {
     const std::unique_ptr<DeviceUploads> uploads = UploadsFor(reader, to_device);
+    const bool states_there = process_.sharding().offload_optimizer == Offload::kNone;
     loaded.weights = ReadWeights(reader, models.size(), by_itself, uploads.get());
     for (size_t i = 0; i < loaded.optimizers.size(); ++i) {
       if (std::count(optimizers_by_file.begin(), optimizers_by_file.end(), i) > 0) continue;
       for (const std::string& name : OptimizerFilesIn(reader, i)) {
-        TakeOptimizerFile(reader, i, name, uploads.get(), &loaded);
+        TakeOptimizerFile(reader, i, name, states_there ? uploads.get() : nullptr, &loaded);
       }
     }
     ReadOthers(reader, &loaded);
@@ -1706,6 +1710,11 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
 }
 
 void CheckpointState::LetGo(StateReader reader, Loaded loaded) {
+  // A GPU's memory is free at once, and the first steps may need it.
+  if (!process_.device().is_cpu()) {
+    loaded.weights.clear();
+    loaded.optimizers.clear();
+  }
   uint64_t bytes = 0;
   for (const ManifestFile& file : reader.manifest().files) bytes += file.digest.bytes;
   // The first step may need memory before it is free: only where there is enough for both.

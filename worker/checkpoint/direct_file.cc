@@ -507,6 +507,7 @@ struct DirectFileStream::State {
 
   // False: the system gives no more threads.
   bool StartThread() {
+    if (calls.gives_thread != nullptr && !calls.gives_thread()) return false;
     std::optional<std::thread> thread = TryStart([this] { Write(); });
     if (thread.has_value()) threads.push_back(*std::move(thread));
     return thread.has_value();
@@ -531,6 +532,8 @@ struct DirectFileStream::State {
       const absl::Status status = WriteOut(block);
       MutexLock lock(&mu);
       first.Update(status);
+      // No thread gives it back, and Begin() waits for one beyond in_flight.
+      idle.push_back(std::move(block.memory));
       return first;
     }
     MutexLock lock(&mu);

@@ -262,6 +262,12 @@ TEST_F(DirectFileTest, StreamOfAnotherSize_IsRefused) {
               HasSubstr(absl::StrCat("got ", kBlock - 1, " of the ", kBlock, " bytes")));
 }
 
+TEST_F(DirectFileTest, StreamWithoutThreads_IsWrittenByTheCaller) {
+  way_ = Way::kStreamed;
+  system_.gives_thread = [] { return false; };
+  ExpectWritten(20 * kBlock + 5000);  // many more blocks than are under way at a time
+}
+
 TEST_F(DirectFileTest, StreamOfBytesThatAreElsewhere_PutsThemIntoPinnedBlocks) {
   const absl::string_view contents = Contents(5 * kBlock + 100);
   std::set<const char*> pinned;

@@ -40,6 +40,8 @@ struct DirectFileSystem {
   std::function<int(int fd, off_t size)> allocate;
   std::function<int(int fd)> fsync = ::fsync;
   std::function<void(absl::Duration)> wait;  // empty: the limiter's
+  // Whether a file that is appended to gets another thread. Empty: if the system gives one.
+  std::function<bool()> gives_thread;
 
   DirectFileSystem();
 

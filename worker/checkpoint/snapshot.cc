@@ -64,7 +64,10 @@ at::Tensor Snapshot::Clone(const at::Tensor& source) {
     cloned_ += source.nbytes();
     return clone;
   } catch (const c10::OutOfMemoryError&) {
-    return {};  // a save must not need memory that training has taken
+    // A save must not need memory that training has taken. Each try makes LibTorch give back what
+    // it holds for later: this was the last.
+    cloned_ = kMostCloned;
+    return {};
   }
 }
 

@@ -157,8 +157,13 @@ absl::Status OpenCuda() {
 // CUDA without it (torch::manual_seed() and a backward pass do), it has none for good. The driver
 // is left alone, so that a program can still set CUDA_VISIBLE_DEVICES.
 [[maybe_unused]] const bool opened_at_start = [] {
-  const char* const cpu = std::getenv("MUSTER_CPU");
-  if (cpu != nullptr && ParseBoolWord(cpu).value_or(false)) return false;
+  // As worker/job/environment.h reads them: the first that is set counts.
+  for (const char* const name : {"MUSTER_CPU", "ACCELERATE_USE_CPU"}) {
+    const char* const cpu = std::getenv(name);
+    if (cpu == nullptr || *cpu == '\0') continue;
+    if (ParseBoolWord(cpu).value_or(false)) return false;
+    break;
+  }
   if (access("/dev/nvidiactl", F_OK) != 0 && access("/dev/dxg", F_OK) != 0) return false;
   // What is wrong with it is said where a GPU is wanted.
   return dlopen(CudaHalf().c_str(), RTLD_NOW | RTLD_GLOBAL) != nullptr;

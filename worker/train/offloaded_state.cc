@@ -99,11 +99,12 @@ class OffloadedState::OnDevices {
     announce_next();
     DeviceWindows& copies = state_.CopiesOf(device);
     copies.Use(*there);
+    const std::vector<bool> filled = state_.FilledIn(window);
     try {
       state_.Update(window, static_cast<char*>(there->tensor().data_ptr()), device, update);
     } catch (...) {
       // What the host has is as it was.
-      if (!state_.windows_[window].written) state_.Empty(window);
+      state_.SetFilledIn(window, filled);
       throw;
     }
     std::shared_ptr<DeviceWindows::Ticket> ticket = copies.Return(*there, HostBytes(window, host));
@@ -310,9 +311,17 @@ void OffloadedState::Update(size_t window, char* memory, const c10::Device& devi
   update(windows_[window].first, windows_[window].last);
 }
 
-void OffloadedState::Empty(size_t window) {
+std::vector<bool> OffloadedState::FilledIn(size_t window) const {
+  std::vector<bool> filled;
   for (size_t i = windows_[window].first; i < windows_[window].last; ++i) {
-    places_[i].filled = false;
+    filled.push_back(places_[i].filled);
+  }
+  return filled;
+}
+
+void OffloadedState::SetFilledIn(size_t window, const std::vector<bool>& filled) {
+  for (size_t k = 0; k < filled.size(); ++k) {
+    places_[windows_[window].first + k].filled = filled[k];
   }
 }
 

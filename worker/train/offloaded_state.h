@@ -112,8 +112,9 @@ class OffloadedState {
   void WaitForCopies() const;
   // Of a window that is in `memory`, of `device`.
   void Update(size_t window, char* memory, const c10::Device& device, const UpdateRange& update);
-  // There is nothing in it.
-  void Empty(size_t window);
+  // Which of its parameters have their state.
+  std::vector<bool> FilledIn(size_t window) const;
+  void SetFilledIn(size_t window, const std::vector<bool>& filled);
   absl::Status Read(size_t window, size_t buffer);
   absl::Status Write(size_t window, size_t buffer);
   // Takes the windows, of a file, one after the other: with a thread for the transfers, or without.

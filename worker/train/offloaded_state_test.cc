@@ -375,6 +375,28 @@ TEST_F(OffloadedStateOfADevice, FirstUpdateThatThrows_LeavesNothingInItsWindow) 
   ExpectStep(*state, 0);
 }
 
+TEST_F(OffloadedStateOfADevice, UpdateThatThrows_LeavesAParameterWithoutStateWithout) {
+  OffloadedState state(nullptr, kWindow);
+  state.Add(0, std::vector<at::Tensor>(2, at::zeros({8})), 1,
+            std::vector<c10::Device>(2, FakeDevice().device()));
+  const auto all = [](size_t) { return true; };
+  // One window, in which only the first has a gradient.
+  state.ForWindows(0, 2, all, [&](size_t first, size_t last) {
+    ASSERT_EQ(last - first, 2u);
+    SetValues(state.Slot(0, 0), 1);
+    state.Fill(0);
+  });
+  EXPECT_THAT(ErrorOf([&] {
+                state.ForWindows(0, 2, all, [&](size_t, size_t) {
+                  state.Fill(1);
+                  TORCH_CHECK(false, "no kernel");
+                });
+              }),
+              HasSubstr("no kernel"));
+  EXPECT_TRUE(state.IsFilled(0));
+  EXPECT_FALSE(state.IsFilled(1)) << "what came back of it is no state";
+}
+
 TEST_F(OffloadedStateOfADevice, StatesThatAreLoaded_StayHere) {
   for (const bool on_disk : {true, false}) {
     const auto state = StateOf(on_disk);

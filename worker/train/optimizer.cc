@@ -440,6 +440,9 @@ OptimizerState FusedOptimizer::SaveState() const {
     for (auto& [name, row] : SaveGroup(g)) saved.groups[std::to_string(g) + "." + name] = row;
     for (size_t i = begin; i < end; ++i) {
       if (!state_[i].exists) continue;
+      // A step that failed has counted it, and has no state to give.
+      if (!names.empty() && offloaded_ != nullptr && offloaded_->Has(i) && !offloaded_->IsFilled(i))
+        continue;
       const std::string& parameter = parameter_names()[i];
       if (counts_steps()) saved.tensors[parameter + ".step"] = state_[i].step.clone();
       for (size_t s = 0; s < names.size(); ++s) {
