@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <set>
@@ -17,6 +16,7 @@
 #include "c10/core/StreamGuard.h"
 #include "worker/checkpoint/direct_io.h"
 #include "worker/checkpoint/fake_device.h"
+#include "worker/checkpoint/test_left_copies.h"
 #include "worker/collective/fake_streams.h"
 
 namespace muster {
@@ -33,13 +33,7 @@ FakeStreams& Streams() { return FakeDevice(); }
 // A device that does nothing before a thread waits for it.
 class DeviceUploadsTest : public testing::Test {
  protected:
-  DeviceUploadsTest() {
-    Streams().LeaveUntilWaitedFor([this] { Finish(); });
-  }
-  ~DeviceUploadsTest() override {
-    Streams().LeaveUntilWaitedFor(nullptr);
-    Streams().Break(false);
-  }
+  ~DeviceUploadsTest() override { Streams().Break(false); }
 
   std::unique_ptr<DeviceUploads> Uploads(int blocks, const HostPinning* pinning = nullptr) {
     return std::make_unique<DeviceUploads>(
@@ -48,20 +42,12 @@ class DeviceUploadsTest : public testing::Test {
           MutexLock lock(&mu_);
           TORCH_CHECK(++queued_ != fails_, "out of order");
           EXPECT_NE(Streams().Current(), program_) << "a stream of its own";
-          left_.push_back([to, from, bytes] { std::memcpy(to, from, bytes); });
+          copies_.Leave(to, from, bytes);
           points_.push_back(Streams().Operate());
         },
         pinning);
   }
-  void Finish() {
-    MutexLock lock(&mu_);
-    for (const auto& copy : left_) copy();
-    left_.clear();
-  }
-  size_t left() {
-    MutexLock lock(&mu_);
-    return left_.size();
-  }
+  size_t left() const { return copies_.size(); }
   // Of a thread that reads.
   static absl::Status Upload(DeviceUploads& uploads, char value, char* to) {
     const absl::StatusOr<char*> block = uploads.Take();
@@ -73,7 +59,7 @@ class DeviceUploadsTest : public testing::Test {
   const c10::Stream program_ = Streams().getNewStream(Streams().device(), 0);
   const c10::StreamGuard guard_{program_};
   Mutex mu_;
-  std::vector<std::function<void()>> left_ ABSL_GUARDED_BY(mu_);
+  LeftCopies copies_{Streams()};
   std::vector<Point> points_ ABSL_GUARDED_BY(mu_);
   int queued_ ABSL_GUARDED_BY(mu_) = 0;
   int fails_ ABSL_GUARDED_BY(mu_) = 0;  // the copy of this number, from 1

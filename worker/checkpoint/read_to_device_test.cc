@@ -6,10 +6,8 @@
 #include <unistd.h>
 
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "ATen/ops/arange.h"
 #include "ATen/ops/from_blob.h"
@@ -19,6 +17,7 @@
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/fake_device.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/test_left_copies.h"
 #include "worker/collective/fake_streams.h"
 #include "worker/collective/thread_comm.h"
 
@@ -47,22 +46,13 @@ class ReadToDeviceTest : public testing::Test {
       });
       ASSERT_TRUE(saved.ok()) << saved;
     });
-    Streams().LeaveUntilWaitedFor([this] { Finish(); });
   }
   ~ReadToDeviceTest() override {
     Streams().LeaveUntilWaitedFor(nullptr);
     Streams().Break(false);
   }
 
-  void Finish() {
-    MutexLock lock(&mu_);
-    for (const auto& copy : left_) copy();
-    left_.clear();
-  }
-  size_t left() {
-    MutexLock lock(&mu_);
-    return left_.size();
-  }
+  size_t left() const { return copies_.size(); }
   absl::StatusOr<StateDict> Read(const std::string& name = OptimizerFileName(0)) {
     const absl::StatusOr<StateReader> reader = StateReader::Open(dir_);
     if (!reader.ok()) return reader.status();
@@ -91,14 +81,14 @@ class ReadToDeviceTest : public testing::Test {
   const std::string dir_ = folder_.Path("checkpoint");
   StateDict state_, scheduler_;
   Mutex mu_;
-  std::vector<std::function<void()>> left_ ABSL_GUARDED_BY(mu_);
+  LeftCopies copies_{Streams()};
   bool fails_ ABSL_GUARDED_BY(mu_) = false;
   // Fewer than the file has.
   DeviceUploads uploads_{Streams().device(), kDirectBlockBytes, 2,
                          [this](char* to, const char* from, size_t bytes) {
                            MutexLock lock(&mu_);
-                           TORCH_CHECK(!fails_ || left_.empty(), "out of order");
-                           left_.push_back([to, from, bytes] { std::memcpy(to, from, bytes); });
+                           TORCH_CHECK(!fails_ || copies_.size() == 0, "out of order");
+                           copies_.Leave(to, from, bytes);
                          },
                          nullptr};
 };

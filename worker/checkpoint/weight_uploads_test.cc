@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -17,6 +16,7 @@
 #include "base/test_folder.h"
 #include "worker/checkpoint/fake_device.h"
 #include "worker/checkpoint/model_files.h"
+#include "worker/checkpoint/test_left_copies.h"
 #include "worker/collective/fake_streams.h"
 
 namespace muster {
@@ -34,19 +34,9 @@ class WeightUploadsTest : public testing::Test {
     absl::StatusOr<WeightFiles> files = WeightFiles::Open(dir_);
     EXPECT_TRUE(files.ok()) << files.status();
     files_ = std::make_unique<WeightFiles>(*std::move(files));
-    Streams().LeaveUntilWaitedFor([this] { Finish(); });
   }
-  ~WeightUploadsTest() override { Streams().LeaveUntilWaitedFor(nullptr); }
 
-  void Finish() {
-    MutexLock lock(&mu_);
-    for (const auto& copy : left_) copy();
-    left_.clear();
-  }
-  size_t left() {
-    MutexLock lock(&mu_);
-    return left_.size();
-  }
+  size_t left() const { return copies_.size(); }
   // Of all weights, of their own types.
   std::vector<WeightUpload> Uploads() {
     std::vector<WeightUpload> uploads;
@@ -65,10 +55,7 @@ class WeightUploadsTest : public testing::Test {
            // Tensors are of several blocks, and more than there are.
            return std::make_unique<DeviceUploads>(
                device, 64 << 10, 4,
-               [this](char* to, const char* from, size_t bytes) {
-                 MutexLock lock(&mu_);
-                 left_.push_back([to, from, bytes] { std::memcpy(to, from, bytes); });
-               },
+               [this](char* to, const char* from, size_t bytes) { copies_.Leave(to, from, bytes); },
                nullptr);
          }});
   }
@@ -83,8 +70,7 @@ class WeightUploadsTest : public testing::Test {
                                  {"b", at::arange(7, at::kLong)},
                                  {"c", at::arange(50'000, at::kFloat).to(at::kBFloat16)}};
   std::unique_ptr<WeightFiles> files_;
-  Mutex mu_;
-  std::vector<std::function<void()>> left_ ABSL_GUARDED_BY(mu_);
+  LeftCopies copies_{Streams()};
 };
 
 TEST_F(WeightUploadsTest, Weights_AreThereAndCountAsChanged) {
