@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "base/log.h"
 #include "c10/core/ScalarType.h"
 #include "c10/util/Exception.h"
@@ -41,6 +42,23 @@ std::optional<c10::ScalarType> DtypeOf(const std::string& name) {
   return std::nullopt;
 }
 
+// Where nothing asks for sharding, what says how would be ignored in silence. `muster launch`
+// refuses the same.
+void CheckNothingSaysHow(const Environment& environment) {
+  for (const std::string& source :
+       {environment.sharding_units.source, environment.sharding_unit_names.source,
+        environment.sharding_min_unit_parameters.source, environment.sharding_group_size.source,
+        environment.sharding_reshard_group_size.source,
+        environment.sharding_reshard_after_forward.source,
+        environment.sharding_parameter_dtype.source, environment.sharding_reduce_dtype.source,
+        environment.sharding_no_split.source, environment.sharding_ignored_modules.source,
+        environment.sharding_ignored_parameters.source, environment.sharding_overlap.source}) {
+    TORCH_CHECK(!absl::StartsWith(source, "MUSTER_"), source,
+                " says how a model is divided, which nothing asks for: set MUSTER_SHARDING (zero3, "
+                "for example) or options.sharding, or unset it");
+  }
+}
+
 // What a program has not said in options.sharding.
 ShardingOptions ShardingFrom(const Environment& environment, const EngineSettings& engine,
                              at::Device device) {
@@ -56,6 +74,7 @@ ShardingOptions ShardingFrom(const Environment& environment, const EngineSetting
       }
     }
   } else {
+    if (environment.sharding.is_default()) CheckNothingSaysHow(environment);
     sharding = ParseSharding(environment.sharding.value, environment.local_world_size.value);
   }
   // Muster's own words win over those of FSDP and DeepSpeed.
