@@ -24,9 +24,9 @@ namespace muster {
 //   if (!loaded.ok()) return loaded.status();
 //
 // `path` is a folder (model.safetensors, its index, pytorch_model.bin or its index, in this order)
-// or one of these files. Files of torch.save are read without executing code; they may
-// contain only tensors in plain containers. Nested tensors have dotted names: read a file
-// {"state_dict": {...}} with `.prefix = "state_dict."`. See docs/weights.md.
+// or one of these files. Files of torch.save are read without executing code; they may contain only
+// tensors in plain containers. Nested tensors have dotted names: read a file {"state_dict": {...}}
+// with `.prefix = "state_dict."`. See docs/weights.md.
 //
 // Fills parameters and buffers on any device. For the rules, the report and the errors see
 // LoadWeights in worker/checkpoint/weight_loader.h. Not collective: call it on every process,
