@@ -202,7 +202,11 @@ Process::Process(const AcceleratorOptions& options, JoinedProcess joined)
       device_(joined_.device),
       precision_(ParseMixedPrecision(joined_.environment.mixed_precision.value)),
       settings_(SettingsOf(options_, joined_.environment)) {
-  if (size() > 1 && sharding().strategy != ShardingStrategy::kNone && sharding().overlap) {
+  // One process alone gathers what is elsewhere.
+  const bool elsewhere = sharding().offload_parameters == Offload::kDisk ||
+                         (sharding().offload_parameters == Offload::kCpu && !device_.is_cpu());
+  if ((size() > 1 || elsewhere) && sharding().strategy != ShardingStrategy::kNone &&
+      sharding().overlap) {
     if (device_.is_cpu()) comm_queue_ = std::make_shared<CommThread>();
     if (device_.is_cuda()) comm_queue_ = std::make_shared<CommStream>(device_);
     joined_.comm = InOrder(std::move(joined_.comm));
