@@ -269,6 +269,17 @@ TEST_F(StoredPageOfADevice, PageThatOneStreamGaveBack_IsReadByAnotherAfterwards)
   EXPECT_TRUE(IsBefore(out, other_));
 }
 
+TEST_F(StoredPageOfADevice, PageThatComesAgain_IsOfTheStreamThatAsksForIt) {
+  Add();
+  pages_[0]->Free();
+  const Point write = WriteOn(other_, 0, 4);
+  pages_[0]->Free();
+  const Point out = CopiesFromFakeDevice().back();
+  EXPECT_EQ(out.stream, other_.id()) << "the allocator gives its memory to what that does next";
+  EXPECT_GT(out.number, write.number);
+  EXPECT_TRUE(FakeDevice().IsBefore(out));
+}
+
 TEST_F(StoredPageOfADevice, CopyTo_OnAnotherStream_IsInOrderWithThePage) {
   const at::Tensor to =
       at::empty({kSize}, at::TensorOptions().dtype(at::kFloat).device(FakeDevice().device()));
