@@ -660,6 +660,7 @@ TEST_F(OffloadedOnDevice, Parameters_TrainAndContinueAsThoseOnTheDevice) {
       for (const Offload parameters : {Offload::kCpu, Offload::kDisk}) {
         for (const Offload optimizer : {Offload::kNone, parameters}) {
           for (const bool overlap : {false, true}) {
+            if (overlap && optimizer == Offload::kNone) continue;
             SCOPED_TRACE(precision + (in_backward ? ", in the backward pass, " : ", ") +
                          (parameters == Offload::kCpu ? "CPU" : "disk") +
                          (optimizer == Offload::kNone ? "" : ", with states") +
