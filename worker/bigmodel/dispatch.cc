@@ -23,6 +23,7 @@
 #include "c10/core/DeviceGuard.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "torch/nn/module.h"
+#include "worker/bigmodel/divided_model.h"
 #include "worker/bigmodel/empty_weights.h"
 #include "worker/bigmodel/map_checks.h"
 #include "worker/bigmodel/max_memory.h"
@@ -98,7 +99,12 @@ std::string NameOf(const c10::Device& device) {
 c10::Device DeviceOf(const std::string& name) {
   int number = 0;
   if (!absl::SimpleAtoi(name, &number)) return c10::Device(c10::kCPU);
-  return c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(number));
+  return c10::Device(GpuType(), static_cast<c10::DeviceIndex>(number));
+}
+
+bool IsGpu(const std::string& device) {
+  int number = 0;
+  return absl::SimpleAtoi(device, &number);
 }
 
 void PlaceAll(const Item& item, const at::Tensor& value) {
@@ -202,7 +208,9 @@ class Dispatcher {
  private:
   struct Reading;
   absl::Status SetMain(const DeviceEntries& map);
-  void SetPlace(const std::string& device, bool keep_on_host, Item& item) const;
+  // `before`: where operators of the tensors before it run.
+  void SetPlace(const std::string& device, const c10::Device& before, bool keep_on_host,
+                Item& item) const;
   // What is to be loaded; without buffers that keep their values.
   NamedTensors Targets(const WeightFiles& files, const LoadCheckpointOptions& options,
                        std::vector<std::string>* kept) const;
@@ -213,8 +221,12 @@ class Dispatcher {
   // That the ring which the caller asks for holds each offloaded tensor.
   absl::Status CheckRing() const;
   absl::Status WriteToDisk(const std::vector<Item*>& items);
-  uint64_t RingBytes(uint64_t offloaded) const;
-  std::vector<OffloadedUnit> Units(uint64_t ring_bytes) const;
+  uint64_t RingBytes(const c10::Device& device, uint64_t offloaded) const;
+  std::vector<OffloadedUnit> Units(const c10::Device& device, uint64_t ring_bytes) const;
+  // For what is offloaded, on each device where it runs.
+  absl::Status MakeRings(const std::map<c10::DeviceIndex, uint64_t>& offloaded);
+  // Operators move between the devices of the model, if it has several.
+  void Divide();
 
   torch::nn::Module& module_;
   const DispatchOptions options_;
@@ -232,34 +244,34 @@ struct Dispatcher::Reading {
 };
 
 absl::Status Dispatcher::SetMain(const DeviceEntries& map) {
-  std::set<int> gpus;
-  for (const auto& [name, device] : map) {
-    int number = 0;
-    if (absl::SimpleAtoi(device, &number)) gpus.insert(number);
+  // By the order of the module, whose first weights take the inputs.
+  std::optional<std::string> first;
+  for (const auto& [name, tensor] : TensorsOf(module_)) {
+    const std::string& device = *FindDevice(map, name);
+    if (first.has_value() || !IsGpu(device)) continue;
+    first = device;
   }
-  if (options_.main_device.has_value()) {
-    result_.main_device_ = *options_.main_device;
-    if (result_.main_device_.is_cuda()) MUSTER_RETURN_IF_ERROR(LoadCuda());
-    if (!result_.main_device_.is_cpu() && !result_.main_device_.has_index()) {
-      MUSTER_RETURN_IF_ERROR(Guard([&] {
-        result_.main_device_ = c10::impl::VirtualGuardImpl(result_.main_device_.type()).getDevice();
-      }));
-    }
-  } else if (!gpus.empty()) {
-    result_.main_device_ = DeviceOf(absl::StrCat(*gpus.begin()));
+  if (!options_.main_device.has_value()) {
+    if (first.has_value()) result_.main_device_ = DeviceOf(*first);
+    return absl::OkStatus();
   }
-  if (gpus.size() > 1 || (gpus.size() == 1 && result_.main_device_.is_cpu())) {
-    return absl::UnimplementedError(absl::StrCat(
-        "the device map uses several devices for operators (GPUs ", absl::StrJoin(gpus, ", "),
-        result_.main_device_.is_cpu() ? " and the CPU" : "",
-        "), and a module of LibTorch does not move its inputs: use one GPU with \"cpu\" and "
-        "\"disk\" besides, or move activations in your forward() and load with load_model()"));
+  result_.main_device_ = *options_.main_device;
+  if (result_.main_device_.is_cuda()) MUSTER_RETURN_IF_ERROR(LoadCuda());
+  if (!result_.main_device_.is_cpu() && !result_.main_device_.has_index()) {
+    MUSTER_RETURN_IF_ERROR(Guard([&] {
+      result_.main_device_ = c10::impl::VirtualGuardImpl(result_.main_device_.type()).getDevice();
+    }));
   }
-  return absl::OkStatus();
+  if (!first.has_value() || !result_.main_device_.is_cpu()) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("the device map places weights on GPU ", *first,
+                   ", and the main device is the CPU, from where nothing moves to a GPU: leave the "
+                   "main device out, or name \"cpu\" and \"disk\" alone in the map"));
 }
 
-void Dispatcher::SetPlace(const std::string& device, bool keep_on_host, Item& item) const {
-  item.device = result_.main_device_;
+void Dispatcher::SetPlace(const std::string& device, const c10::Device& before, bool keep_on_host,
+                          Item& item) const {
+  item.device = IsGpu(device) ? DeviceOf(device) : before;
   const bool may_go = !item.is_buffer || options_.offload_buffers;
   if (device == "disk" && may_go) {
     item.place = Place::kDisk;
@@ -277,6 +289,8 @@ absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
   std::map<std::string, size_t> places;
   std::set<const void*> buffers;
   for (const at::Tensor& buffer : module_.buffers()) buffers.insert(buffer.unsafeGetTensorImpl());
+  // What is offloaded runs where the part before it does, so that hidden states stay there.
+  c10::Device before = result_.main_device_;
   for (const auto& [name, tensor] : TensorsOf(module_)) {
     if (tensor.layout() != at::kStrided) {
       return absl::UnimplementedError(
@@ -300,7 +314,8 @@ absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
     if (!is_new) continue;
     item.is_buffer = buffers.contains(tensor.unsafeGetTensorImpl());
     item.type = tensor.scalar_type();
-    SetPlace(*FindDevice(map, name), keep_on_host, item);
+    SetPlace(*FindDevice(map, name), before, keep_on_host, item);
+    if (!options_.main_device.has_value()) before = item.device;
   }
   return absl::OkStatus();
 }
@@ -526,25 +541,26 @@ absl::Status Dispatcher::WriteToDisk(const std::vector<Item*>& items) {
   return absl::OkStatus();
 }
 
-uint64_t Dispatcher::RingBytes(uint64_t offloaded) const {
+uint64_t Dispatcher::RingBytes(const c10::Device& device, uint64_t offloaded) const {
   if (options_.ring_bytes.has_value()) return *options_.ring_bytes;
   uint64_t bytes = kRingBytes;
-  const std::string main = NameOf(result_.main_device_);
-  for (const auto& [device, limit] : options_.max_memory) {
-    if (device != main) continue;
+  const std::string name = NameOf(device);
+  for (const auto& [limited, limit] : options_.max_memory) {
+    if (limited != name) continue;
     double room = limit - static_cast<double>(options_.readers * kScratchBytes);
-    for (const auto& [other, resident] : result_.resident_) room -= other == main ? resident : 0;
+    for (const auto& [other, resident] : result_.resident_) room -= other == name ? resident : 0;
     // A limit may be infinite.
     bytes = static_cast<uint64_t>(std::clamp(room, 0.0, static_cast<double>(kMostRingBytes)));
   }
   return std::min(bytes, offloaded);
 }
 
-std::vector<OffloadedUnit> Dispatcher::Units(uint64_t ring_bytes) const {
+std::vector<OffloadedUnit> Dispatcher::Units(const c10::Device& device,
+                                             uint64_t ring_bytes) const {
   std::vector<std::pair<std::string, uint64_t>> tensors;
   std::vector<const Item*> items;
   for (const Item& item : items_) {
-    if (item.source == nullptr) continue;
+    if (item.source == nullptr || item.device != device) continue;
     tensors.emplace_back(
         item.names[0], static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(item.type));
     items.push_back(&item);
@@ -568,39 +584,64 @@ std::vector<OffloadedUnit> Dispatcher::Units(uint64_t ring_bytes) const {
   return units;
 }
 
-absl::StatusOr<DispatchedModel> Dispatcher::Finish() {
-  std::map<std::string, double> resident;
-  uint64_t offloaded = 0;
-  bool any = false;  // also tensors without elements, which need a device too
-  for (const Item& item : items_) {
-    const uint64_t bytes =
-        static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(item.type);
-    if (item.source != nullptr) {
-      any = true;
-      offloaded += bytes;
-    } else if (!item.tensor().is_meta()) {
-      resident[NameOf(item.device)] += static_cast<double>(bytes);
-    }
+absl::Status Dispatcher::MakeRings(const std::map<c10::DeviceIndex, uint64_t>& offloaded) {
+  const int rings = static_cast<int>(offloaded.size());
+  std::vector<OffloadRing::Plan> plans;
+  for (const auto& [index, bytes] : offloaded) {
+    // Its index alone tells one device of a map from another.
+    const auto item = std::find_if(items_.begin(), items_.end(), [index = index](const Item& each) {
+      return each.source != nullptr && each.device.index() == index;
+    });
+    const uint64_t ring_bytes = RingBytes(item->device, bytes);
+    plans.push_back({.units = Units(item->device, ring_bytes),
+                     .options = {.device = item->device,
+                                 .bytes = ring_bytes,
+                                 .readers = std::max(options_.readers / rings, 1),
+                                 .prefetch = options_.prefetch}});
   }
-  result_.resident_.assign(resident.begin(), resident.end());
-  if (!any) return std::move(result_);
-  const uint64_t ring_bytes = RingBytes(offloaded);
-  const OffloadRingOptions options = {.device = result_.main_device_,
-                                      .bytes = ring_bytes,
-                                      .readers = options_.readers,
-                                      .prefetch = options_.prefetch};
   MUSTER_RETURN_IF_ERROR(Guard([&] {
-    absl::StatusOr<std::unique_ptr<OffloadRing>> ring =
-        OffloadRing::Make(Units(ring_bytes), options);
-    ThrowIfError(ring.status());
-    result_.ring_ = *std::move(ring);
+    auto made = OffloadRing::MakeAll(std::move(plans));
+    ThrowIfError(made.status());
+    result_.rings_ = *std::move(made);
+  }));
+  return Guard([&] {
     // Further tensors that share the memory of one.
     for (const Item& item : items_) {
       for (size_t i = 1; item.source != nullptr && i < item.tensors.size(); ++i) {
         PlaceTensor(item.tensors[i], item.tensor());
       }
     }
-  }));
+  });
+}
+
+void Dispatcher::Divide() {
+  bool has_several = false;
+  std::vector<at::Tensor> parameters, buffers;
+  for (const Item& item : items_) {
+    has_several |= item.device != items_[0].device;
+    for (const at::Tensor& tensor : item.tensors) {
+      if (!tensor.is_meta()) (item.is_buffer ? buffers : parameters).push_back(tensor);
+    }
+  }
+  if (has_several) result_.divided_ = std::make_unique<DividedModel>(parameters, buffers);
+}
+
+absl::StatusOr<DispatchedModel> Dispatcher::Finish() {
+  std::map<std::string, double> resident;
+  // Also of tensors without elements, which need a device too.
+  std::map<c10::DeviceIndex, uint64_t> offloaded;
+  for (const Item& item : items_) {
+    const uint64_t bytes =
+        static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(item.type);
+    if (item.source != nullptr) {
+      offloaded[item.device.index()] += bytes;
+    } else if (!item.tensor().is_meta()) {
+      resident[NameOf(item.device)] += static_cast<double>(bytes);
+    }
+  }
+  result_.resident_.assign(resident.begin(), resident.end());
+  MUSTER_RETURN_IF_ERROR(MakeRings(offloaded));
+  MUSTER_RETURN_IF_ERROR(Guard([&] { Divide(); }));
   if (offload_file_.has_value()) offload_file_->Keep();
   return std::move(result_);
 }
@@ -611,7 +652,9 @@ DispatchedModel& DispatchedModel::operator=(DispatchedModel&&) noexcept = defaul
 DispatchedModel::~DispatchedModel() = default;
 
 OffloadStats DispatchedModel::stats() const {
-  return ring_ == nullptr ? OffloadStats() : ring_->stats();
+  OffloadStats all;
+  for (const auto& ring : rings_) all += ring->stats();
+  return all;
 }
 
 absl::StatusOr<DeviceMap> PlanDevices(const torch::nn::Module& module, const std::string& mode,

@@ -17,6 +17,9 @@ class KvCache {
   // Room for `capacity` positions of `batch` rows.
   KvCache(int64_t num_layers, int64_t batch, int64_t num_heads, int64_t capacity, int64_t head_dim,
           const at::TensorOptions& options);
+  // The same for layers on devices of their own.
+  KvCache(const std::vector<at::TensorOptions>& layers, int64_t batch, int64_t num_heads,
+          int64_t capacity, int64_t head_dim);
 
   int64_t batch() const { return batch_; }
   int64_t capacity() const { return capacity_; }
@@ -35,7 +38,7 @@ class KvCache {
 
   // The same with each row `times` times, one below the other.
   KvCache Repeated(int64_t times) const;
-  // Row i continues what row `rows[i]` (int64 [batch]) was, from position `from` on; before it all
+  // Row i continues what row `rows[i]` (int64 [batch], on any device) was, from position `from` on; before it all
   // rows that are exchanged are equal.
   void Reorder(const at::Tensor& rows, int64_t from);
 
