@@ -13,6 +13,7 @@
 #include "ATen/ops/empty.h"
 #include "ATen/ops/empty_strided.h"
 #include "ATen/ops/from_blob.h"
+#include "absl/functional/function_ref.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -207,10 +208,11 @@ class Dispatcher {
 
  private:
   struct Reading;
-  absl::Status SetMain(const DeviceEntries& map);
-  // `before`: where operators of the tensors before it run.
-  void SetPlace(const std::string& device, const c10::Device& before, bool keep_on_host,
-                Item& item) const;
+  absl::Status SetMain(const DeviceEntries& map, const PlannedModel& model);
+  // Where operators find each tensor, by name.
+  std::map<std::string, c10::Device> DevicesOf(const DeviceEntries& map,
+                                               const PlannedModel& model) const;
+  void SetPlace(const std::string& device, bool keep_on_host, Item& item) const;
   // What is to be loaded; without buffers that keep their values.
   NamedTensors Targets(const WeightFiles& files, const LoadCheckpointOptions& options,
                        std::vector<std::string>* kept) const;
@@ -243,14 +245,24 @@ struct Dispatcher::Reading {
   at::Tensor to;
 };
 
-absl::Status Dispatcher::SetMain(const DeviceEntries& map) {
+// Calls `visit` for each tensor, in the order of the modules.
+void VisitTensorNames(const PlannedModel& model, absl::FunctionRef<void(const std::string&)> visit) {
+  VisitModules(model, [&](const std::string& name, const PlannedModule& module) {
+    for (const auto* const part : {&module.parameters, &module.buffers}) {
+      for (const PlannedTensor& tensor : *part) {
+        visit(name.empty() ? tensor.name : absl::StrCat(name, ".", tensor.name));
+      }
+    }
+  });
+}
+
+absl::Status Dispatcher::SetMain(const DeviceEntries& map, const PlannedModel& model) {
   // By the order of the module, whose first weights take the inputs.
   std::optional<std::string> first;
-  for (const auto& [name, tensor] : TensorsOf(module_)) {
+  VisitTensorNames(model, [&](const std::string& name) {
     const std::string& device = *FindDevice(map, name);
-    if (first.has_value() || !IsGpu(device)) continue;
-    first = device;
-  }
+    if (!first.has_value() && IsGpu(device)) first = device;
+  });
   if (!options_.main_device.has_value()) {
     if (first.has_value()) result_.main_device_ = DeviceOf(*first);
     return absl::OkStatus();
@@ -269,9 +281,21 @@ absl::Status Dispatcher::SetMain(const DeviceEntries& map) {
                    "main device out, or name \"cpu\" and \"disk\" alone in the map"));
 }
 
-void Dispatcher::SetPlace(const std::string& device, const c10::Device& before, bool keep_on_host,
-                          Item& item) const {
-  item.device = IsGpu(device) ? DeviceOf(device) : before;
+std::map<std::string, c10::Device> Dispatcher::DevicesOf(const DeviceEntries& map,
+                                                         const PlannedModel& model) const {
+  std::map<std::string, c10::Device> devices;
+  // What is offloaded runs where the part before it does, so that hidden states stay there.
+  c10::Device before = result_.main_device_;
+  VisitTensorNames(model, [&](const std::string& name) {
+    const std::string& named = *FindDevice(map, name);
+    const c10::Device device = IsGpu(named) ? DeviceOf(named) : before;
+    devices.emplace(name, device);
+    if (!options_.main_device.has_value()) before = device;
+  });
+  return devices;
+}
+
+void Dispatcher::SetPlace(const std::string& device, bool keep_on_host, Item& item) const {
   const bool may_go = !item.is_buffer || options_.offload_buffers;
   if (device == "disk" && may_go) {
     item.place = Place::kDisk;
@@ -284,13 +308,12 @@ absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
   MUSTER_ASSIGN_OR_RETURN(const PlannedModel model, DescribeModule(module_));
   MUSTER_RETURN_IF_ERROR(CheckDeviceMap(model, map));
   MUSTER_RETURN_IF_ERROR(CheckDevicesAreThere(map));
-  MUSTER_RETURN_IF_ERROR(SetMain(map));
+  MUSTER_RETURN_IF_ERROR(SetMain(map, model));
+  const std::map<std::string, c10::Device> devices = DevicesOf(map, model);
   result_.device_map_ = map;
   std::map<std::string, size_t> places;
   std::set<const void*> buffers;
   for (const at::Tensor& buffer : module_.buffers()) buffers.insert(buffer.unsafeGetTensorImpl());
-  // What is offloaded runs where the part before it does, so that hidden states stay there.
-  c10::Device before = result_.main_device_;
   for (const auto& [name, tensor] : TensorsOf(module_)) {
     if (tensor.layout() != at::kStrided) {
       return absl::UnimplementedError(
@@ -314,8 +337,8 @@ absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
     if (!is_new) continue;
     item.is_buffer = buffers.contains(tensor.unsafeGetTensorImpl());
     item.type = tensor.scalar_type();
-    SetPlace(*FindDevice(map, name), before, keep_on_host, item);
-    if (!options_.main_device.has_value()) before = item.device;
+    item.device = devices.at(name);
+    SetPlace(*FindDevice(map, name), keep_on_host, item);
   }
   return absl::OkStatus();
 }

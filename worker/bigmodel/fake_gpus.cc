@@ -7,17 +7,20 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "ATen/CPUGeneratorImpl.h"
 #include "ATen/EmptyTensor.h"
+#include "ATen/TensorOperators.h"
 #include "ATen/core/LegacyTypeDispatch.h"
 #include "ATen/core/dispatch/Dispatcher.h"
 #include "ATen/detail/PrivateUse1HooksInterface.h"
 #include "ATen/native/Resize.h"
 #include "ATen/ops/_reshape_alias_native.h"
 #include "ATen/ops/as_strided_native.h"
+#include "ATen/ops/convolution.h"
 #include "ATen/ops/empty.h"
 #include "ATen/ops/from_blob.h"
 #include "ATen/ops/unfold_native.h"
@@ -41,6 +44,7 @@ thread_local c10::DeviceIndex current = 0;
 struct Counts {
   std::atomic<int64_t> bytes = 0;
   std::atomic<int64_t> operators = 0;
+  std::atomic<int64_t> limit = -1;
 };
 std::array<Counts, kFakeGpus> counts;
 
@@ -108,6 +112,10 @@ class Memory final : public c10::DeviceAllocator {
     constexpr size_t kAlignment = 64;
     const c10::Device device(kType, current);
     if (bytes == 0) return {nullptr, device};
+    const int64_t limit = counts[current].limit;
+    TORCH_CHECK_WITH(OutOfMemoryError,
+                     limit < 0 || counts[current].bytes + static_cast<int64_t>(bytes) <= limit,
+                     "fake GPU ", int{current}, " has no room for ", bytes, " bytes");
     void* const data = std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment);
     // Nothing that a test would take for a value.
     std::memset(data, 0x5a, bytes);
@@ -294,6 +302,53 @@ void Compute(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
   }
 }
 
+// As one operator on GPUs only: `lstm` and `gru` ask for them by the type of the device.
+at::Tensor Gates(const at::Tensor& input, const at::Tensor& hidden,
+                 const std::optional<at::Tensor>& input_bias,
+                 const std::optional<at::Tensor>& hidden_bias) {
+  at::Tensor gates = input + hidden;
+  if (input_bias.has_value()) gates = gates + *input_bias;
+  return hidden_bias.has_value() ? gates + *hidden_bias : gates;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> LstmCell(
+    const at::Tensor& input, const at::Tensor& hidden, const at::Tensor& cell,
+    const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
+  const at::Tensor gates = Gates(input, hidden, input_bias, hidden_bias);
+  const std::vector<at::Tensor> parts = gates.chunk(4, 1);
+  const at::Tensor next =
+      parts[1].sigmoid() * cell + parts[0].sigmoid() * parts[2].tanh();
+  return {parts[3].sigmoid() * next.tanh(), next, gates};
+}
+
+std::tuple<at::Tensor, at::Tensor> GruCell(const at::Tensor& input, const at::Tensor& hidden,
+                                           const at::Tensor& state,
+                                           const std::optional<at::Tensor>& input_bias,
+                                           const std::optional<at::Tensor>& hidden_bias) {
+  const std::vector<at::Tensor> from_input =
+      (input_bias.has_value() ? input + *input_bias : input).chunk(3, 1);
+  const std::vector<at::Tensor> from_state =
+      (hidden_bias.has_value() ? hidden + *hidden_bias : hidden).chunk(3, 1);
+  const at::Tensor reset = (from_input[0] + from_state[0]).sigmoid();
+  const at::Tensor update = (from_input[1] + from_state[1]).sigmoid();
+  const at::Tensor next = (from_input[2] + reset * from_state[2]).tanh();
+  return {next + update * (state - next), input};
+}
+
+at::Tensor Convolution(const at::Tensor& input, const at::Tensor& weight,
+                       const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
+                       at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+                       at::IntArrayRef output_padding, int64_t groups) {
+  TORCH_CHECK(input.device() == weight.device() &&
+                  (!bias.has_value() || bias->device() == weight.device()),
+              "convolution takes tensors of two devices");
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return Given(at::convolution(OnHost(input), OnHost(weight),
+                               bias.has_value() ? std::optional(OnHost(*bias)) : std::nullopt,
+                               stride, padding, dilation, transposed, output_padding, groups),
+               weight.device());
+}
+
 void Register() {
   // For as long as the process lives, as the operators.
   static auto& all =
@@ -309,6 +364,9 @@ void Register() {
   aten.impl("as_strided", &at::native::as_strided_tensorimpl);
   aten.impl("_reshape_alias", &at::native::_reshape_alias);
   aten.impl("unfold", &at::native::unfold);
+  aten.impl("convolution_overrideable", &Convolution);
+  aten.impl("_thnn_fused_lstm_cell", &LstmCell);
+  aten.impl("_thnn_fused_gru_cell", &GruCell);
 }
 
 }  // namespace
@@ -330,6 +388,8 @@ void InstallFakeGpus() {
 c10::Device FakeGpu(int index) { return {kType, static_cast<c10::DeviceIndex>(index)}; }
 
 int64_t BytesOnFakeGpu(int index) { return counts.at(index).bytes; }
+
+void LimitFakeGpu(int index, int64_t bytes) { counts.at(index).limit = bytes; }
 
 int64_t OperatorsOnFakeGpu(int index) { return counts.at(index).operators; }
 

@@ -19,6 +19,8 @@ c10::Device FakeGpu(int index);
 
 // Bytes of its tensors.
 int64_t BytesOnFakeGpu(int index);
+// From now on it has no memory beyond so many bytes; negative: always.
+void LimitFakeGpu(int index, int64_t bytes);
 // Operators that it has computed.
 int64_t OperatorsOnFakeGpu(int index);
 
