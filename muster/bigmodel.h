@@ -19,7 +19,7 @@
 
 namespace muster {
 
-// Models larger than the memory there is: constructed without weights, divided among a GPU, the
+// Models larger than the memory there is: constructed without weights, divided among GPUs, the
 // host's memory and the disk by a plan, loaded straight to their places, and run while weights
 // stream through a ring of memory.
 //
@@ -30,7 +30,8 @@ namespace muster {
 //   torch::NoGradGuard no_grad;
 //   at::Tensor out = net->forward(ids);  // while *model lives
 //
-// Works with any torch::nn module; for inference. See docs/bigmodel.md. Everything blocks on the
+// Works with any torch::nn module; for inference. Inputs go to model->main_device(); with several
+// GPUs, results are on that of the last weight. See docs/bigmodel.md. Everything blocks on the
 // disk. Not thread-safe for one model, except that several threads may run its forward() at a time.
 
 // Constructs a module whose parameters are on the meta device: nothing is allocated, no random
