@@ -1,10 +1,12 @@
 #include "worker/bigmodel/dispatch.h"
 
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <functional>
 #include <map>
 #include <utility>
@@ -146,17 +148,32 @@ at::Tensor EmptyOnHost(const Item& item, at::ScalarType type, const c10::Device&
 }
 
 // The file of weights that were in memory, in a folder that may not be there yet. What has been
-// made of both is removed again unless Keep() is called.
+// made of both is removed again unless Keep() is called, and the file of an earlier model, which
+// may be in use, is back then.
 class OffloadFile {
  public:
-  explicit OffloadFile(const std::string& folder) : path_(JoinPath(folder, kOffloadFile)) {
+  explicit OffloadFile(const std::string& folder)
+      : path_(JoinPath(folder, kOffloadFile)),
+        earlier_(absl::StrCat(path_, ".earlier.", static_cast<int64_t>(getpid()))) {
     for (std::string each = folder; each != "." && !PathExists(each); each = ParentPath(each)) {
       absent_.push_back(each);
     }
   }
   ~OffloadFile() {
-    if (is_kept_) return;
-    if (is_written_) (void)unlink(path_.c_str());
+    if (is_kept_) {
+      if (has_earlier_) (void)unlink(earlier_.c_str());
+      return;
+    }
+    if (has_earlier_) {
+      // As one file: rename() leaves both names where they are one.
+      if (is_written_ || !PathExists(path_)) {
+        (void)std::rename(earlier_.c_str(), path_.c_str());
+      } else {
+        (void)unlink(earlier_.c_str());
+      }
+    } else if (is_written_) {
+      (void)unlink(path_.c_str());
+    }
     // The deepest first. What another process has put there stays.
     for (const std::string& folder : absent_) (void)rmdir(folder.c_str());
   }
@@ -176,19 +193,36 @@ class OffloadFile {
   }
 
  private:
-  absl::Status WriteOrThrow(const NamedTensors& tensors) const {
+  absl::Status WriteOrThrow(const NamedTensors& tensors) {
     MUSTER_ASSIGN_OR_RETURN(const SafetensorsPlan plan,
                             PlanSafetensors(path_, tensors, {.shared = SharedTensors::kWriteAll}));
     MUSTER_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(path_));
     MUSTER_RETURN_IF_ERROR(
         StreamSafetensors(plan, [&file](absl::string_view part) { return file.Append(part); }));
     MUSTER_RETURN_IF_ERROR(file.Sync());
+    MUSTER_RETURN_IF_ERROR(NameEarlier());
     return file.Publish();
   }
 
-  const std::string path_;
+  // Gives an earlier file a second name, so that it outlives the first.
+  absl::Status NameEarlier() {
+    struct stat info = {};
+    // What else has the name is the error of the publication.
+    if (lstat(path_.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) return absl::OkStatus();
+    (void)unlink(earlier_.c_str());
+    // File systems without links: it has no name for a moment.
+    if (link(path_.c_str(), earlier_.c_str()) != 0 &&
+        std::rename(path_.c_str(), earlier_.c_str()) != 0) {
+      return absl::ErrnoToStatus(
+          errno, absl::StrCat("cannot keep ", path_, " of an earlier model until it is replaced"));
+    }
+    has_earlier_ = true;
+    return absl::OkStatus();
+  }
+
+  const std::string path_, earlier_;
   std::vector<std::string> absent_;
-  bool is_written_ = false, is_kept_ = false;
+  bool has_earlier_ = false, is_written_ = false, is_kept_ = false;
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
+#include "base/file.h"
 #include "base/test_folder.h"
 #include "c10/core/InferenceMode.h"
 #include "gmock/gmock.h"
@@ -261,6 +262,24 @@ TEST_F(DividedDispatch, RingThatFindsNoMemory_LeavesTheModelAsItWas) {
   LimitFakeGpu(1, -1);
   EXPECT_THAT(Text(refused.status()), HasSubstr("fake GPU 1 has no room"));
   EXPECT_TRUE(at::equal(Compute(net).cpu(), expected.cpu()));
+}
+
+// What fails once the new file is there.
+TEST_F(DividedDispatch, RingThatFindsNoMemory_LeavesTheFileOfAnEarlierModel) {
+  const TestFolder offload;
+  const std::string path = offload.Path("offload.safetensors");
+  TextNet earlier(kVocabulary, kWidth, kBlocks), later(kVocabulary, kWidth, kBlocks);
+  const auto first = DiskOffload(*earlier, offload.path(), FakeGpu(0));
+  ASSERT_TRUE(first.ok()) << first.status();
+  const at::Tensor expected = Compute(earlier);
+  const std::string bytes = *ReadFile(path);
+  LimitFakeGpu(1, BytesOnFakeGpu(1) + 10'000);
+  const auto refused = DiskOffload(*later, offload.path(), FakeGpu(1));
+  LimitFakeGpu(1, -1);
+  EXPECT_THAT(Text(refused.status()), HasSubstr("fake GPU 1 has no room"));
+  EXPECT_THAT(*ListDirectory(offload.path()), testing::ElementsAre("offload.safetensors"));
+  EXPECT_EQ(*ReadFile(path), bytes);
+  EXPECT_TRUE(at::equal(Compute(earlier), expected));
 }
 
 }  // namespace
