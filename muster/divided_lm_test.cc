@@ -116,8 +116,8 @@ TEST_F(DividedLm, RecordedModels_SayTheSameOnSeveralGpus) {
     auto on_host = load_causal_lm(folder);
     ASSERT_TRUE(on_host.ok()) << on_host.status();
     const at::NoGradGuard no_grad;
-    EXPECT_TRUE(at::allclose(logits.narrow(0, 2, 2), (*on_host)->forward({.input_ids = Ids()}).logits,
-                             1e-4, 1e-5));
+    EXPECT_TRUE(at::allclose(logits.narrow(0, 2, 2),
+                             (*on_host)->forward({.input_ids = Ids()}).logits, 1e-4, 1e-5));
     for (const auto& shares : placements) {
       for (const char* const mode : {"sequential", "auto"}) {
         SCOPED_TRACE(testing::Message() << shares.size() << " " << shares[1].first << " " << mode);
@@ -171,9 +171,8 @@ TEST_F(DividedLm, Bert_SaysTheSameOnSeveralGpus) {
   models::TextModel whole = load(), divided = load();
   const auto on_one = dispatch_model(*whole, {{"", "0"}});
   ASSERT_TRUE(on_one.ok()) << on_one.status();
-  const auto on_three = dispatch_model(*divided, {{"", "0"},
-                                                  {"bert.encoder.layer.1", "1"},
-                                                  {"cls.predictions.transform", "2"}});
+  const auto on_three = dispatch_model(
+      *divided, {{"", "0"}, {"bert.encoder.layer.1", "1"}, {"cls.predictions.transform", "2"}});
   ASSERT_TRUE(on_three.ok()) << on_three.status();
   EXPECT_TRUE(at::equal(Logits(*divided), Logits(*whole)));
 }

@@ -16,8 +16,8 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   const bool is_included = c10::impl::tls_is_dispatch_key_included(kDeferredInitKey);
   const BoxedFallback fallback = is_included ? of_threads : of_tensors;
   if (fallback != nullptr) return fallback(op, keys, stack);
-  op.redispatchBoxed(
-      keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDeferredInitKey), stack);
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDeferredInitKey),
+                     stack);
 }
 
 void Register() {

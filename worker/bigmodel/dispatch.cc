@@ -280,7 +280,8 @@ struct Dispatcher::Reading {
 };
 
 // Calls `visit` for each tensor, in the order of the modules.
-void VisitTensorNames(const PlannedModel& model, absl::FunctionRef<void(const std::string&)> visit) {
+void VisitTensorNames(const PlannedModel& model,
+                      absl::FunctionRef<void(const std::string&)> visit) {
   VisitModules(model, [&](const std::string& name, const PlannedModule& module) {
     for (const auto* const part : {&module.parameters, &module.buffers}) {
       for (const PlannedTensor& tensor : *part) {
@@ -612,8 +613,7 @@ uint64_t Dispatcher::RingBytes(const c10::Device& device, uint64_t offloaded) co
   return std::min(bytes, offloaded);
 }
 
-std::vector<OffloadedUnit> Dispatcher::Units(const c10::Device& device,
-                                             uint64_t ring_bytes) const {
+std::vector<OffloadedUnit> Dispatcher::Units(const c10::Device& device, uint64_t ring_bytes) const {
   std::vector<std::pair<std::string, uint64_t>> tensors;
   std::vector<const Item*> items;
   for (const Item& item : items_) {

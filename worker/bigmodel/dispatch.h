@@ -56,8 +56,8 @@ struct DispatchOptions {
   // that come from a checkpoint are used from its own files.
   std::string offload_folder = "";
   // Memory for offloaded weights that are in use or expected next, on each device where some run.
-  // By default what the device has in `max_memory` besides its own part, at most 1 GiB; without such
-  // a limit 256 MiB; at least the largest offloaded tensor. A smaller number here is
+  // By default what the device has in `max_memory` besides its own part, at most 1 GiB; without
+  // such a limit 256 MiB; at least the largest offloaded tensor. A smaller number here is
   // INVALID_ARGUMENT.
   std::optional<uint64_t> ring_bytes = std::nullopt;
   // Bytes of each device, as for the plan.

@@ -80,7 +80,10 @@ TEST_F(DividedDispatch, Placements_ComputeTheBitsOfOneGpu) {
       // There and back.
       {{"", "0"}, {"layers.1", "1"}, {"layers.3", "1"}},
       // Modules that are divided, down to the bias of a layer.
-      {{"", "0"}, {"layers.2.up.bias", "2"}, {"layers.1.down.weight", "1"}, {"layers.0.table", "3"}},
+      {{"", "0"},
+       {"layers.2.up.bias", "2"},
+       {"layers.1.down.weight", "1"},
+       {"layers.0.table", "3"}},
       {{"", "0"}, {"layers.1", "cpu"}, {"layers.2", "1"}, {"layers.3", "cpu"}, {"head", "disk"}},
       {{"", "disk"}, {"layers.1", "2"}, {"layers.2.norm", "1"}},
       {{"", "cpu"}, {"layers.2.up.weight", "2"}, {"layers.2.down.weight", "1"}},
@@ -151,8 +154,8 @@ TEST_F(DividedDispatch, TiedHead_ComputesWhereTheEmbeddingIs) {
   ASSERT_TRUE(on_one.ok()) << on_one.status();
   for (const char* const place : {"1", "cpu", "disk"}) {
     again = InitEmptyWeights([] { return TextNet(kVocabulary, kWidth, kBlocks, /*tied=*/true); });
-    const auto divided = LoadCheckpointAndDispatch(*again, folder.path(),
-                                                   {{"", "0"}, {"layers.1", "2"}, {"layers.2", place}});
+    const auto divided = LoadCheckpointAndDispatch(
+        *again, folder.path(), {{"", "0"}, {"layers.1", "2"}, {"layers.2", place}});
     ASSERT_TRUE(divided.ok()) << divided.status();
     const at::Tensor out = Compute(again);
     EXPECT_EQ(out.device(), FakeGpu(0));
@@ -246,7 +249,8 @@ TEST_F(DividedDispatch, MainDeviceWithoutTheGpusOfTheMap_IsRefused) {
   TextNet net = Empty();
   const auto refused = DispatchModel(*net, {{"", "0"}}, {.main_device = at::kCPU});
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(Text(refused.status()), AllOf(HasSubstr("GPU 0"), HasSubstr("main device is the CPU")));
+  EXPECT_THAT(Text(refused.status()),
+              AllOf(HasSubstr("GPU 0"), HasSubstr("main device is the CPU")));
 }
 
 TEST_F(DividedDispatch, RingThatFindsNoMemory_LeavesTheModelAsItWas) {

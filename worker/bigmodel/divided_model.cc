@@ -56,7 +56,7 @@ const c10::StorageImpl* StorageOf(const at::Tensor& tensor) {
 // LibTorch adds a key to a tensor only where it is made.
 struct Keys : c10::TensorImpl {
   static void Add(c10::TensorImpl& impl) {
-    constexpr c10::DispatchKeySet c10::TensorImpl::* keys = &Keys::key_set_;
+    constexpr c10::DispatchKeySet c10::TensorImpl::*keys = &Keys::key_set_;
     impl.*keys = (impl.*keys).add(kKey);
   }
 };
@@ -173,9 +173,8 @@ class SharedCopies {
   template <typename Condition>
   void Drop(const Condition& condition, std::vector<Entry>* gone)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    const auto end =
-        std::stable_partition(entries_.begin(), entries_.end(),
-                              [&](const Entry& entry) { return !condition(entry); });
+    const auto end = std::stable_partition(entries_.begin(), entries_.end(),
+                                           [&](const Entry& entry) { return !condition(entry); });
     gone->insert(gone->end(), std::make_move_iterator(end),
                  std::make_move_iterator(entries_.end()));
     entries_.erase(end, entries_.end());

@@ -155,8 +155,8 @@ TEST_F(DividedModelTest, SharedCopies_GoWithTheirSource) {
   }
   EXPECT_LE(BytesOnFakeGpu(1) - before, static_cast<int64_t>(kSharedCopies + 1) * 4 * 4);
   model_.reset();
-  EXPECT_EQ(BytesOnFakeGpu(1) - before, -static_cast<int64_t>(weights[1].nbytes()) +
-                                            static_cast<int64_t>(weights[1].nbytes()));
+  EXPECT_EQ(BytesOnFakeGpu(1) - before,
+            -static_cast<int64_t>(weights[1].nbytes()) + static_cast<int64_t>(weights[1].nbytes()));
 }
 
 TEST_F(DividedModelTest, ResultThatShowsACopy_MayBeWritten) {

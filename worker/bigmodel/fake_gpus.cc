@@ -270,8 +270,8 @@ void Compute(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
       if (!tensor.defined() || !IsFake(tensor)) return tensor;
       // A result that the operator gives its size.
       const bool is_open = write && tensor.numel() == 0;
-      at::Tensor host =
-          is_open ? at::empty({0}, at::TensorOptions().dtype(tensor.scalar_type())) : OnHost(tensor);
+      at::Tensor host = is_open ? at::empty({0}, at::TensorOptions().dtype(tensor.scalar_type()))
+                                : OnHost(tensor);
       pairs.push_back({tensor, host});
       return host;
     });
@@ -316,8 +316,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> LstmCell(
     const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
   const at::Tensor gates = Gates(input, hidden, input_bias, hidden_bias);
   const std::vector<at::Tensor> parts = gates.chunk(4, 1);
-  const at::Tensor next =
-      parts[1].sigmoid() * cell + parts[0].sigmoid() * parts[2].tanh();
+  const at::Tensor next = parts[1].sigmoid() * cell + parts[0].sigmoid() * parts[2].tanh();
   return {parts[3].sigmoid() * next.tanh(), next, gates};
 }
 
@@ -339,9 +338,9 @@ at::Tensor Convolution(const at::Tensor& input, const at::Tensor& weight,
                        const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
                        at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
                        at::IntArrayRef output_padding, int64_t groups) {
-  TORCH_CHECK(input.device() == weight.device() &&
-                  (!bias.has_value() || bias->device() == weight.device()),
-              "convolution takes tensors of two devices");
+  TORCH_CHECK(
+      input.device() == weight.device() && (!bias.has_value() || bias->device() == weight.device()),
+      "convolution takes tensors of two devices");
   const at::AutoDispatchBelowADInplaceOrView below;
   return Given(at::convolution(OnHost(input), OnHost(weight),
                                bias.has_value() ? std::optional(OnHost(*bias)) : std::nullopt,
@@ -351,8 +350,8 @@ at::Tensor Convolution(const at::Tensor& input, const at::Tensor& weight,
 
 void Register() {
   // For as long as the process lives, as the operators.
-  static auto& all =
-      *new torch::Library(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  static auto& all = *new torch::Library(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1,
+                                         __FILE__, __LINE__);
   all.fallback(torch::CppFunction::makeFromBoxedFunction<&Compute>());
   static auto& aten = *new torch::Library(torch::Library::IMPL, "aten",
                                           c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);

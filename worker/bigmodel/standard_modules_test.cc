@@ -1,4 +1,6 @@
 // LibTorch's own modules, and what programs do that the engine does not expect.
+#include "worker/bigmodel/standard_modules.h"
+
 #include <atomic>
 #include <memory>
 #include <string>
@@ -15,7 +17,6 @@
 #include "worker/bigmodel/dispatch.h"
 #include "worker/bigmodel/empty_weights.h"
 #include "worker/bigmodel/module_description.h"
-#include "worker/bigmodel/standard_modules.h"
 #include "worker/bigmodel/test_nets.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/weight_loader.h"

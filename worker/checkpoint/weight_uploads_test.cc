@@ -121,9 +121,8 @@ TEST_F(WeightUploadsTest, TensorsOfAnotherType_TakeNoMoreMemoryThanAllowed) {
     EXPECT_TRUE(status.ok()) << status;
     for (size_t i = 0; i < uploads.size(); ++i) {
       // The device copies bits.
-      EXPECT_EQ(std::memcmp(uploads[i].to.const_data_ptr(), weights[i].second.const_data_ptr(),
-                            kEach),
-                0)
+      EXPECT_EQ(
+          std::memcmp(uploads[i].to.const_data_ptr(), weights[i].second.const_data_ptr(), kEach), 0)
           << weights[i].first;
     }
     EXPECT_EQ(MemoryOfFakeDevice().now, before);

@@ -125,8 +125,7 @@ DecoderImpl::Output DecoderImpl::forward(const TextBatch& batch, DecoderPass com
 std::vector<at::TensorOptions> DecoderImpl::CacheOptions() const {
   std::vector<at::TensorOptions> options;
   for (const DecoderLayer& layer : layers_) {
-    options.push_back(
-        embed_tokens->weight.options().requires_grad(false).device(layer->device()));
+    options.push_back(embed_tokens->weight.options().requires_grad(false).device(layer->device()));
   }
   return options;
 }

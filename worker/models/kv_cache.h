@@ -38,8 +38,8 @@ class KvCache {
 
   // The same with each row `times` times, one below the other.
   KvCache Repeated(int64_t times) const;
-  // Row i continues what row `rows[i]` (int64 [batch], on any device) was, from position `from` on; before it all
-  // rows that are exchanged are equal.
+  // Row i continues what row `rows[i]` (int64 [batch], on any device) was, from position `from` on;
+  // before it all rows that are exchanged are equal.
   void Reorder(const at::Tensor& rows, int64_t from);
 
  private:
