@@ -19,7 +19,7 @@
 
 namespace muster {
 
-// Models larger than the available memory: constructed without weights, divided among a GPU, the
+// Models larger than the available memory: constructed without weights, divided among GPUs, the
 // host's memory and the disk by a plan, loaded straight to their places, and run while weights
 // stream through a ring of memory.
 //
@@ -30,7 +30,8 @@ namespace muster {
 //   torch::NoGradGuard no_grad;
 //   at::Tensor out = net->forward(ids);  // while *model lives
 //
-// For inference, with any torch::nn module. See docs/bigmodel.md. Everything blocks on the disk.
+// For inference, with any torch::nn module. Pass inputs on model->main_device(); with several GPUs,
+// results are on the GPU of the last weight. See docs/bigmodel.md. Everything blocks on the disk.
 // Not thread-safe for one model, except that several threads may run its forward() at the same
 // time.
 

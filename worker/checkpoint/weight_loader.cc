@@ -1,7 +1,9 @@
 #include "worker/checkpoint/weight_loader.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <utility>
@@ -219,6 +221,7 @@ struct MatchedWeights::Plan {
   };
   // Finds the tensor of the source for each target by its name.
   Chosen Choose(const LoadWeightsOptions& options);
+  class Uploads;
   // What each target gets, a tensor with several names once.
   absl::Status PlanCopies(const Chosen& chosen);
   // Whether `options` allow what does not fit.
@@ -330,6 +333,44 @@ absl::Status MatchedWeights::Plan::Match(const LoadWeightsOptions& options) {
   return Verdict(chosen, options);
 }
 
+// What waits to go to devices together, in no order.
+class MatchedWeights::Plan::Uploads {
+ public:
+  explicit Uploads(const WeightFiles* files) : files_(files) {}
+
+  // Waits for what is there, if it has memory in common with `to`: the later one of two targets
+  // wins, as on the host.
+  absl::Status Precede(const at::Tensor& to) {
+    const auto [begin, end] = RangeOf(to);
+    const auto after = ranges_.lower_bound(end);
+    const bool overlaps =
+        begin != end && after != ranges_.begin() && std::prev(after)->second > begin;
+    return overlaps ? Run() : absl::OkStatus();
+  }
+  void Add(const WeightEntry& from, const at::Tensor& to) {
+    uploads_.push_back({.from = &from, .to = to});
+    ranges_.insert(RangeOf(to));
+  }
+  absl::Status Run() {
+    ranges_.clear();
+    if (uploads_.empty()) return absl::OkStatus();
+    return UploadWeights(*files_, std::exchange(uploads_, {}));
+  }
+
+ private:
+  static std::pair<uintptr_t, uintptr_t> RangeOf(const at::Tensor& tensor) {
+    if (tensor.numel() == 0) return {0, 0};
+    int64_t last = 0;
+    for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+    const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+    return {begin, begin + static_cast<uintptr_t>(last + 1) * tensor.element_size()};
+  }
+
+  const WeightFiles* const files_;
+  std::vector<WeightUpload> uploads_;
+  std::map<uintptr_t, uintptr_t> ranges_;  // without overlaps: the end of each by its begin
+};
+
 absl::Status MatchedWeights::Plan::Copy() const {
   const at::NoGradGuard no_grad;
   // Names of one tensor stay names of one tensor, also where a type is changed: by set_data() two
@@ -348,13 +389,14 @@ absl::Status MatchedWeights::Plan::Copy() const {
     }
   };
   const WeightFiles* const files = source->files();
-  std::vector<WeightUpload> uploads;
+  Uploads uploads(files);
   for (const OneCopy& copy : copies) {
     const at::Tensor& target = targets[copy.target].second;
     if (files != nullptr && !target.is_cpu()) {
       Prepare(copy, target);
+      MUSTER_RETURN_IF_ERROR(uploads.Precede(target));
       if (const WeightEntry& entry = files->entries()[copy.from]; IsUploadable(entry, target)) {
-        uploads.push_back({.from = &entry, .to = target});
+        uploads.Add(entry, target);
         follow(copy.target);
         continue;
       }
@@ -362,7 +404,7 @@ absl::Status MatchedWeights::Plan::Copy() const {
     MUSTER_RETURN_IF_ERROR(Run(*source, copy, target));
     follow(copy.target);
   }
-  if (!uploads.empty()) MUSTER_RETURN_IF_ERROR(UploadWeights(*files, uploads));
+  MUSTER_RETURN_IF_ERROR(uploads.Run());
   // Tensors that the file leaves out get the type too, tied ones and those that are missing.
   if (dtype.has_value()) {
     for (size_t i = 0; i < targets.size(); ++i) {

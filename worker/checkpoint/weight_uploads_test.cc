@@ -11,6 +11,7 @@
 
 #include "ATen/ops/arange.h"
 #include "ATen/ops/empty.h"
+#include "ATen/ops/full.h"
 #include "ATen/ops/zeros.h"
 #include "base/file.h"
 #include "base/test_folder.h"
@@ -95,6 +96,41 @@ TEST_F(WeightUploadsTest, FileThatEnds_IsTheErrorAndNothingIsUnderWay) {
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
   EXPECT_THAT(std::string(status.message()), HasSubstr(path));
   EXPECT_EQ(left(), 0u) << "the device still reads memory that goes";
+}
+
+// Room for all of them at a time is not needed.
+TEST_F(WeightUploadsTest, TensorsOfAnotherType_TakeNoMoreMemoryThanAllowed) {
+  constexpr size_t kEach = 100'000;
+  NamedTensors weights;
+  for (const char* const name : {"p", "q", "r", "s"}) {
+    weights.emplace_back(name, at::full({kEach / 2}, name[0], at::kHalf));
+  }
+  const std::string dir = folder_.Path("converted");
+  ASSERT_TRUE(SaveModelFiles(dir, weights).ok());
+  const absl::StatusOr<WeightFiles> files = WeightFiles::Open(dir);
+  ASSERT_TRUE(files.ok()) << files.status();
+  const auto peak = [&](size_t allowed) {
+    std::vector<WeightUpload> uploads;
+    for (const auto& [name, weight] : weights) {
+      uploads.push_back({.from = files->Find(name), .to = EmptyLike(weight.to(at::kBFloat16))});
+    }
+    const int64_t before = MemoryOfFakeDevice().now;
+    LimitFakeDevice(-1);
+    const absl::Status status =
+        UploadWeights(*files, uploads, {.threads = 2, .converted_bytes = allowed});
+    EXPECT_TRUE(status.ok()) << status;
+    for (size_t i = 0; i < uploads.size(); ++i) {
+      // The device copies bits.
+      EXPECT_EQ(
+          std::memcmp(uploads[i].to.const_data_ptr(), weights[i].second.const_data_ptr(), kEach), 0)
+          << weights[i].first;
+    }
+    EXPECT_EQ(MemoryOfFakeDevice().now, before);
+    return static_cast<size_t>(MemoryOfFakeDevice().peak - before);
+  };
+  EXPECT_EQ(peak(4 * kEach), 4 * kEach);
+  EXPECT_EQ(peak(2 * kEach), 2 * kEach);
+  EXPECT_EQ(peak(kEach / 2), kEach) << "one that is larger by itself";
 }
 
 TEST_F(WeightUploadsTest, WhatGoesStraightToADevice) {

@@ -17,6 +17,9 @@ class KvCache {
   // Allocates room for `capacity` positions of `batch` rows.
   KvCache(int64_t num_layers, int64_t batch, int64_t num_heads, int64_t capacity, int64_t head_dim,
           const at::TensorOptions& options);
+  // The same for layers on devices of their own.
+  KvCache(const std::vector<at::TensorOptions>& layers, int64_t batch, int64_t num_heads,
+          int64_t capacity, int64_t head_dim);
 
   int64_t batch() const { return batch_; }
   int64_t capacity() const { return capacity_; }
@@ -35,8 +38,8 @@ class KvCache {
 
   // Returns a copy with each row repeated `times` times, one below the other.
   KvCache Repeated(int64_t times) const;
-  // Makes row i continue the previous row `rows[i]` (int64 [batch]) from position `from` on; before
-  // that position, all exchanged rows are equal.
+  // Makes row i continue the previous row `rows[i]` (int64 [batch], on any device) from position
+  // `from` on; before that position, all exchanged rows are equal.
   void Reorder(const at::Tensor& rows, int64_t from);
 
  private:
