@@ -69,9 +69,11 @@ struct ShardingOptions {
   // updated.
   Offload offload_optimizer = Offload::kNone;
   std::string offload_optimizer_path = {};
-  // kFull: where the parts of the parameters are while no unit that has them is gathered and no
-  // optimizer steps. kDisk: as above, in `offload_parameters_path`, one unit after the other; the
-  // parts of the gradients are there too from the backward pass to the step.
+  // kFull: where the parts of the parameters are while their unit is not gathered and no optimizer
+  // steps. From the backward pass to the step the parts of the gradients are there too. kCpu: those
+  // of a GPU, in pinned memory of the host; no effect where parameters are on the CPU. kDisk: in a
+  // file of each process in `offload_parameters_path`, like that of `offload_optimizer_path`. Parts
+  // are read and written one unit at a time.
   Offload offload_parameters = Offload::kNone;
   std::string offload_parameters_path = {};
   // A regular expression (ECMAScript's) for the whole name of a module: modules that match, and all
