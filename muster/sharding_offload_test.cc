@@ -19,6 +19,7 @@
 #include "muster/utils.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/optim/adamw.h"
+#include "worker/collective/test_error.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/train/offloaded_state.h"
 
@@ -373,6 +374,22 @@ TEST_F(ShardingOffloadTest, WhatCannotBeOffloaded_IsRefusedOnEveryRank) {
                          auto prepared = a.prepare(net, adam);
                        }),
               Each(HasSubstr(folder_.Path("file"))));
+}
+
+TEST_F(ShardingOffloadTest, FolderThatOneRankCannotUse_IsAnErrorOfEveryRank) {
+  ASSERT_TRUE(WriteFileAtomically(folder_.Path("file"), "").ok());
+  std::vector<std::string> errors(2);
+  RunGlooRanks(2, [&](Comm& comm) {
+    AcceleratorOptions options = Options("zero3", Offload::kNone, Offload::kDisk);
+    if (comm.rank() == 1) options.sharding->offload_parameters_path = folder_.Path("file");
+    Accelerator a(CoreOn(comm, options));
+    errors[comm.rank()] = ErrorOf([&] {
+      torch::nn::Sequential net = MakeNet();
+      auto model = a.prepare(net);
+    });
+    a.wait_for_everyone();
+  });
+  EXPECT_THAT(errors, Each(HasSubstr(folder_.Path("file"))));
 }
 
 TEST_F(ShardingOffloadTest, OptionsThatMakeNoSense_AreRefused) {

@@ -1,6 +1,7 @@
 #include "muster/internal/slots.h"
 
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_set>
@@ -34,18 +35,26 @@ bool OffloadsParts(const ShardingOptions& sharding, const at::Device& device) {
          (sharding.offload_parameters == Offload::kCpu && !device.is_cpu());
 }
 
-// Of a model that stays where it is. `meta`: where one without memory gets some.
+// Of a model that stays where it is: that of its first parameter that is not on the CPU, if there
+// is one. `meta`: where one without memory gets some.
 at::Device DeviceOf(const ModelSource& source, const at::Device& meta) {
+  std::optional<at::Device> first;
   for (const auto& [name, parameter] : source.parameters()) {
-    if (!parameter.is_meta()) return parameter.device();
+    if (parameter.is_meta()) continue;
+    if (!parameter.is_cpu()) return parameter.device();
+    first = parameter.device();
   }
-  return meta;
+  return first.value_or(meta);
 }
 
-std::unique_ptr<PartStore> StoreOfParts(const ShardingOptions& sharding, const at::Device& device) {
+// `ranks`: of this machine.
+std::unique_ptr<PartStore> StoreOfParts(const ShardingOptions& sharding, const at::Device& device,
+                                        int ranks) {
   if (!OffloadsParts(sharding, device)) return nullptr;
-  if (sharding.offload_parameters == Offload::kCpu) return std::make_unique<HostParts>(device);
-  return std::make_unique<DiskParts>(MakeScratchFile(sharding.offload_parameters_path));
+  if (sharding.offload_parameters == Offload::kCpu) {
+    return std::make_unique<HostParts>(device, ranks);
+  }
+  return std::make_unique<DiskParts>(sharding.offload_parameters_path);
 }
 
 std::unique_ptr<ActivationPolicy> ActivationPolicyFor(const Process& process,
@@ -167,7 +176,8 @@ void ModelSlot::MakeReady() {
         [device](const NamedParameter& parameter, bool with_values) {
           Materialize(parameter.tensor, device, parameter.name, with_values);
         },
-        StoreOfParts(sharding, there), groups_.reshard.get());
+        StoreOfParts(sharding, there, process.environment().local_world_size.value),
+        groups_.reshard.get());
     if (controller_->updates() != nullptr) sharded_->UpdateInBackward(controller_->updates());
     return;
   }

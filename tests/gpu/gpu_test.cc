@@ -213,7 +213,7 @@ TEST_F(Gpu, PartsThatAreElsewhere_HaveTheBitsOfThoseOnTheGpu_AndLeaveItsMemory) 
       const TestFolder folder;
       const int64_t before = BytesOnTheGpu();
       std::unique_ptr<PartStore> store;
-      if (place == Place::kHost) store = std::make_unique<HostParts>(kDevice);
+      if (place == Place::kHost) store = std::make_unique<HostParts>(kDevice, 1);
       if (place == Place::kDisk) {
         store = std::make_unique<DiskParts>(MakeScratchFile(folder.path()));
       }

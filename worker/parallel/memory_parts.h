@@ -21,6 +21,7 @@ class MemoryParts : public PartStore {
     bytes_.resize(place + bytes);
     return place;
   }
+  void Take() override { TORCH_CHECK(!taken, "the disk is taken"); }
   void Read(uint64_t place, void* to, uint64_t bytes) override {
     TORCH_CHECK(!broken, "the disk is broken");
     std::memcpy(to, bytes_.data() + place, bytes);
@@ -30,7 +31,7 @@ class MemoryParts : public PartStore {
     std::memcpy(bytes_.data() + place, from, bytes);
   }
 
-  bool broken = false, full = false;
+  bool broken = false, full = false, taken = false;
 
  private:
   const uint64_t room_;

@@ -25,6 +25,9 @@ class PartStore {
 
   // Room for so many bytes more: its place.
   virtual uint64_t Reserve(uint64_t bytes) = 0;
+  // Takes what is reserved, so that no use of a place fails for lack of it. No rank of a machine
+  // takes before all have reserved.
+  virtual void Take() {}
   virtual void Read(uint64_t place, void* to, uint64_t bytes) = 0;
   virtual void Write(uint64_t place, const void* from, uint64_t bytes) = 0;
 

@@ -263,6 +263,8 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
         if (trained) stored[i].gradients_place = store_->Reserve(bytes);
       }
     });
+    // The ranks of a machine have all seen how much it has left.
+    OnAll(world_, [&] { store_->Take(); });
   }
   for (size_t i = 0; i < plan.size(); ++i) AddUnit(std::move(plan[i]), materialize, stored[i]);
   if (queue_ != nullptr && !AllSuit(units_, *queue_)) queue_ = nullptr;
@@ -350,7 +352,11 @@ void ShardedModel::CheckSamePlan(const std::vector<PlannedUnit>& plan) const {
                               ", copies of the model that ", shard_comm_.size(), " ranks divide",
                               ", reshard_after_forward ", options_.reshard_after_forward,
                               " in groups of ", options_.reshard_group_size, "\n");
-  mine += c10::str("offload_parameters ", static_cast<int>(options_.offload_parameters), "\n");
+  // What is elsewhere is reserved by all ranks together.
+  mine += c10::str("offload_parameters ", static_cast<int>(options_.offload_parameters),
+                   store_ != nullptr ? " and the parts of its parameters elsewhere"
+                                     : " and the parts of its parameters on their device",
+                   "\n");
   const auto name = [](const std::optional<at::ScalarType>& dtype) {
     return dtype.has_value() ? c10::toString(*dtype) : "none";
   };

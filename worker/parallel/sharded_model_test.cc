@@ -473,6 +473,36 @@ TEST(ShardedModel, StoreWithoutRoomForGradients_IsFoundOnEveryRank) {
   });
 }
 
+TEST(ShardedModel, StoreThatOneRankCannotTake_IsFoundOnEveryRankAndChangesNothing) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    auto store = std::make_unique<MemoryParts>();
+    store->taken = comm.rank() == 1;
+    Net net;
+    const Values before = ValuesOf(net);
+    errors[comm.rank()] = ErrorOf([&] {
+      ShardedModel model(comm, comm, nullptr, &net, ParametersOf(net), {},
+                         {.strategy = ShardingStrategy::kFull}, true, nullptr, nullptr,
+                         std::move(store));
+    });
+    ExpectEqual(ValuesOf(net), before);
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("the disk is taken")));
+}
+
+TEST(ShardedModel, StoreOnOneRankAlone_IsNamedOnEveryRank) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    errors[comm.rank()] = ErrorOf([&] {
+      Trained trained(comm, {.strategy = ShardingStrategy::kFull}, nullptr, nullptr,
+                      comm.rank() == 0 ? std::make_unique<MemoryParts>() : nullptr);
+    });
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("shard the model differently"),
+                                 HasSubstr("the parts of its parameters elsewhere"),
+                                 HasSubstr("the parts of its parameters on their device"))));
+}
+
 TEST(ShardedModel, PartsInAStore_AreWrittenBySummonAndLoad) {
   RunRanks(2, [](Comm& comm) {
     Trained trained(comm, {.strategy = ShardingStrategy::kFull}, nullptr, nullptr,

@@ -404,7 +404,7 @@ class Careless : public CommQueue {
 // Parts in memory of the host; uses of it are watched.
 class WatchedParts : public HostParts {
  public:
-  WatchedParts() : HostParts(c10::Device(c10::DeviceType::CPU), Pinning()) {}
+  WatchedParts() : HostParts(c10::Device(c10::DeviceType::CPU), 1, Pinning()) {}
   ~WatchedParts() override {
     for (const uint64_t place : places_) StreamMemory::Install().Forget(DataOf(place));
   }

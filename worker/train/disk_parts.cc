@@ -32,9 +32,12 @@ std::shared_ptr<ScratchFile> MakeScratchFile(const std::string& folder) {
   return *std::move(file);
 }
 
+DiskParts::DiskParts(std::string folder) : folder_(std::move(folder)) {}
+
 DiskParts::DiskParts(std::shared_ptr<ScratchFile> file) : file_(std::move(file)) {}
 
 uint64_t DiskParts::Reserve(uint64_t bytes) {
+  if (file_ == nullptr) file_ = MakeScratchFile(folder_);
   const absl::StatusOr<uint64_t> place = file_->Reserve(bytes);
   ThrowIfError(place.status());
   return *place;

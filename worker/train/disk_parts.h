@@ -24,6 +24,8 @@ std::shared_ptr<ScratchFile> MakeScratchFile(const std::string& folder);
 // and the host waits for that. Thread-safe but for Reserve().
 class DiskParts : public PartStore {
  public:
+  // Makes the file in `folder` when the first place is reserved.
+  explicit DiskParts(std::string folder);
   explicit DiskParts(std::shared_ptr<ScratchFile> file);
 
   bool Takes(const c10::Device& /*device*/) const override { return true; }
@@ -45,7 +47,8 @@ class DiskParts : public PartStore {
   template <typename Copy>
   void WriteBlocks(uint64_t place, uint64_t bytes, const c10::Device& device, const Copy& copy);
 
-  const std::shared_ptr<ScratchFile> file_;
+  const std::string folder_;
+  std::shared_ptr<ScratchFile> file_;
   Mutex mu_;
   std::vector<AlignedMemory> idle_ ABSL_GUARDED_BY(mu_);
 };

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/file.h"
 #include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -64,6 +65,20 @@ TEST(DiskParts, PartsOfADevice_ComeBack_AfterItsCopies) {
     EXPECT_EQ(ValuesOf(read), all[i]) << i;
   }
   EXPECT_EQ(FakeDevice().host_waits(), waits + 3) << "and is used again when it is copied";
+}
+
+TEST(DiskParts, FolderThatIsAFile_IsNamedByTheFirstReservation) {
+  const TestFolder folder;
+  ASSERT_TRUE(WriteFileAtomically(folder.Path("file"), "").ok());
+  DiskParts parts(folder.Path("file"));
+  EXPECT_THAT(ErrorOf([&] { parts.Reserve(4); }), HasSubstr(folder.Path("file")));
+  DiskParts others(folder.Path("new"));
+  const uint64_t place = others.Reserve(sizeof(float));
+  const float number = 1;
+  others.Write(place, &number, sizeof(number));
+  float read = 0;
+  others.Read(place, &read, sizeof(read));
+  EXPECT_EQ(read, number);
 }
 
 TEST(DiskParts, DiskThatFails_IsNamed) {

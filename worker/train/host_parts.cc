@@ -1,16 +1,17 @@
 #include "worker/train/host_parts.h"
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <utility>
 
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/from_blob.h"
+#include "absl/status/status.h"
 #include "base/log.h"
 #include "c10/core/DeviceGuard.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "c10/util/Exception.h"
-#include "worker/train/guard.h"
 
 namespace muster {
 namespace {
@@ -22,11 +23,11 @@ uint64_t RoundedUp(uint64_t bytes) { return (bytes + kPageBytes - 1) / kPageByte
 
 }  // namespace
 
-HostParts::HostParts(c10::Device device)
-    : HostParts(device, device.is_cuda() ? HostPinning::Cuda() : nullptr) {}
+HostParts::HostParts(c10::Device device, int ranks)
+    : HostParts(device, ranks, device.is_cuda() ? HostPinning::Cuda() : nullptr) {}
 
-HostParts::HostParts(c10::Device device, const HostPinning* pinning)
-    : device_(device), pins_(pinning != nullptr) {
+HostParts::HostParts(c10::Device device, int ranks, const HostPinning* pinning)
+    : device_(device), ranks_(ranks), pins_(pinning != nullptr) {
   if (!pins_) return;
   pinning_ = {.pin = [this, pinning](void* data,
                                      size_t bytes) { return pinned_ = pinning->pin(data, bytes); },
@@ -46,14 +47,17 @@ HostParts::~HostParts() {
 
 uint64_t HostParts::Reserve(uint64_t bytes) {
   MutexLock lock(&mu_);
-  const uint64_t room = RoundedUp(bytes);
-  // Pages are there when they are pinned, and the kernel ends a process that takes too many.
+  // An empty place has a number of its own, too.
+  const uint64_t room = RoundedUp(std::max<uint64_t>(bytes, 1));
+  // Pages are there when they are pinned, and the kernel ends a process that takes too many. The
+  // other ranks of the machine need about as much, and have not taken theirs yet.
   const uint64_t left = MemoryLeft();
-  TORCH_CHECK(reserved_ - taken_ + room <= left,
+  TORCH_CHECK(reserved_ - taken_ + room <= left / ranks_,
               "offload_parameters to the memory of the host (cpu) needs ",
-              reserved_ - taken_ + room, " bytes for this process's parts of the parameters and ",
-              "their gradients, or more, and this machine or its cgroup has ", left,
-              " left: offload them to a disk, or use more machines");
+              reserved_ - taken_ + room, " bytes or more for this process's parts of the ",
+              "parameters and their gradients, and this machine or its cgroup has ", left,
+              " left for ", ranks_, ranks_ == 1 ? " process" : " processes",
+              ": offload them to a disk, or use more machines");
   const uint64_t place = reserved_;
   reserved_ += room;
   return place;
@@ -68,11 +72,20 @@ bool HostParts::Pin(AlignedMemory* memory) {
   return pinned_;
 }
 
+void HostParts::Take() {
+  MutexLock lock(&mu_);
+  if (taken_ < reserved_) TakeMemory();
+}
+
 void HostParts::TakeMemory() {
   Block block;
   block.first = taken_;
   block.last = reserved_;
-  ThrowIfError(block.memory.Grow(reserved_ - taken_));
+  const absl::Status grown = block.memory.Grow(reserved_ - taken_);
+  TORCH_CHECK(
+      grown.ok(), "offload_parameters to the memory of the host (cpu): ", grown.message(),
+      "; raise the limits of the process (ulimit -v, ulimit -d), offload them to a disk, or "
+      "use more machines");
   block.pinned = Pin(&block.memory);
   if (!block.pinned) {
     static const bool said = [&] {

@@ -24,13 +24,13 @@ namespace muster {
 // before.
 //
 // Memory that cannot be pinned does as well: the host waits for its copies then, and a line of the
-// log says so once. Thread-safe, for different places.
+// log says so once. Streams that have copied must outlive it. Thread-safe, for different places.
 class HostParts : public PartStore {
  public:
-  // Pins memory for a GPU.
-  explicit HostParts(c10::Device device);
+  // Pins memory for a GPU. `ranks`: those of this machine, which reserve at the same time.
+  HostParts(c10::Device device, int ranks);
   // `pinning`: borrowed; null if memory is not pinned.
-  HostParts(c10::Device device, const HostPinning* pinning);
+  HostParts(c10::Device device, int ranks, const HostPinning* pinning);
   HostParts(const HostParts&) = delete;
   HostParts& operator=(const HostParts&) = delete;
   // Waits for the copies.
@@ -39,9 +39,11 @@ class HostParts : public PartStore {
   bool Takes(const c10::Device& device) const override { return device == device_; }
   bool on_streams() const override { return true; }
 
-  // Takes no memory yet, but throws where the host has less. What is reserved before the first use
-  // of a place is taken together.
+  // Takes no memory yet, but throws if what is reserved is more than this rank's share of what the
+  // host has left.
   uint64_t Reserve(uint64_t bytes) override;
+  // Takes it in one piece. The first use of a place that has no memory does the same.
+  void Take() override;
   // Of the host: they wait for the copies of the place.
   void Read(uint64_t place, void* to, uint64_t bytes) override;
   void Write(uint64_t place, const void* from, uint64_t bytes) override;
@@ -75,6 +77,7 @@ class HostParts : public PartStore {
   static at::Tensor HostTensor(const Place& place, const at::Tensor& like);
 
   const c10::Device device_;
+  const int ranks_;
   const bool pins_;
   // What is pinned borrows it. The last try is noted.
   HostPinning pinning_;

@@ -2,14 +2,19 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <cstdint>
+#include <fstream>
 #include <memory>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "ATen/Functions.h"
 #include "c10/core/StreamGuard.h"
+#include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/fake_device.h"
 #include "worker/collective/fake_streams.h"
 #include "worker/collective/test_error.h"
@@ -17,6 +22,7 @@
 namespace muster {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::Each;
 using ::testing::HasSubstr;
 using Point = FakeStreams::Point;
@@ -63,7 +69,7 @@ class HostPartsTest : public testing::Test {
 };
 
 TEST_F(HostPartsTest, Parts_ComeBack) {
-  HostParts parts(Streams().device(), &pinning_);
+  HostParts parts(Streams().device(), 1, &pinning_);
   EXPECT_TRUE(parts.Takes(Streams().device()));
   EXPECT_FALSE(parts.Takes(at::kCPU));
   std::vector<uint64_t> places;
@@ -80,7 +86,7 @@ TEST_F(HostPartsTest, Parts_ComeBack) {
 }
 
 TEST_F(HostPartsTest, Read_ComesAfterTheLastWriteOfItsPlaceAlone) {
-  HostParts parts(Streams().device(), &pinning_);
+  HostParts parts(Streams().device(), 1, &pinning_);
   const uint64_t place = parts.Reserve(kBytes), other = parts.Reserve(kBytes);
   const Point write = WriteOn(first_, parts, place, 1);
   const Point other_write = WriteOn(third_, parts, other, 2);
@@ -90,7 +96,7 @@ TEST_F(HostPartsTest, Read_ComesAfterTheLastWriteOfItsPlaceAlone) {
 }
 
 TEST_F(HostPartsTest, Write_ComesAfterTheReadsAndTheWriteBefore) {
-  HostParts parts(Streams().device(), &pinning_);
+  HostParts parts(Streams().device(), 1, &pinning_);
   const uint64_t place = parts.Reserve(kBytes);
   WriteOn(first_, parts, place, 1);
   const Point read = ReadOn(first_, parts, place, 1);
@@ -108,7 +114,7 @@ TEST_F(HostPartsTest, Write_ComesAfterTheReadsAndTheWriteBefore) {
 }
 
 TEST_F(HostPartsTest, Copies_AreNotWaitedForByTheHost) {
-  HostParts parts(Streams().device(), &pinning_);
+  HostParts parts(Streams().device(), 1, &pinning_);
   const uint64_t place = parts.Reserve(kBytes);
   const int waits = Streams().host_waits();
   WriteOn(first_, parts, place, 1);
@@ -118,7 +124,7 @@ TEST_F(HostPartsTest, Copies_AreNotWaitedForByTheHost) {
 }
 
 TEST_F(HostPartsTest, Host_WaitsForTheCopiesOfAPlaceThatItUses) {
-  HostParts parts(Streams().device(), &pinning_);
+  HostParts parts(Streams().device(), 1, &pinning_);
   const uint64_t place = parts.Reserve(kBytes);
   WriteOn(first_, parts, place, 4);
   int waits = Streams().host_waits();
@@ -140,7 +146,7 @@ TEST_F(HostPartsTest, End_WaitsForTheCopies_BeforeTheMemoryGoes) {
     int at_unpin = 0;
     const HostPinning noting{.pin = [](void*, size_t) { return true; },
                              .unpin = [&](void*) { at_unpin = Streams().host_waits(); }};
-    auto parts = std::make_unique<HostParts>(Streams().device(), &noting);
+    auto parts = std::make_unique<HostParts>(Streams().device(), 1, &noting);
     const uint64_t written = parts->Reserve(kBytes), read = parts->Reserve(kBytes);
     WriteOn(first_, *parts, written, 1);
     WriteOn(first_, *parts, read, 1);
@@ -154,7 +160,7 @@ TEST_F(HostPartsTest, End_WaitsForTheCopies_BeforeTheMemoryGoes) {
 TEST_F(HostPartsTest, MemoryThatCannotBePinned_IsCopiedByWaiting) {
   for (const bool fails : {false, true}) {
     const HostPinning failing{.pin = [](void*, size_t) { return false; }, .unpin = [](void*) {}};
-    HostParts parts(Streams().device(), fails ? &failing : nullptr);
+    HostParts parts(Streams().device(), 1, fails ? &failing : nullptr);
     const uint64_t place = parts.Reserve(kBytes);
     const int waits = Streams().host_waits();
     WriteOn(first_, parts, place, 6);
@@ -165,7 +171,7 @@ TEST_F(HostPartsTest, MemoryThatCannotBePinned_IsCopiedByWaiting) {
 }
 
 TEST_F(HostPartsTest, MoreThanTheHostHas_IsRefused) {
-  HostParts parts(Streams().device(), &pinning_);
+  HostParts parts(Streams().device(), 1, &pinning_);
   const uint64_t place = parts.Reserve(kBytes);
   EXPECT_THAT(ErrorOf([&] { parts.Reserve(uint64_t{1} << 60); }),
               HasSubstr("offload them to a disk"));
@@ -173,8 +179,64 @@ TEST_F(HostPartsTest, MoreThanTheHostHas_IsRefused) {
   ReadOn(first_, parts, place, 1);
 }
 
+TEST_F(HostPartsTest, Ranks_HaveAShareEachOfWhatTheHostHas) {
+  // Nothing is taken.
+  const uint64_t most = MemoryLeft() / 10 * 7;
+  HostParts alone(Streams().device(), 1, &pinning_), one_of_two(Streams().device(), 2, &pinning_);
+  alone.Reserve(most);
+  EXPECT_THAT(ErrorOf([&] { one_of_two.Reserve(most); }),
+              AllOf(HasSubstr("left for 2 processes"), HasSubstr("offload them to a disk")));
+  // In several pieces.
+  one_of_two.Reserve(most / 2);
+  EXPECT_THAT(ErrorOf([&] { one_of_two.Reserve(most / 2); }), HasSubstr("left for 2 processes"));
+}
+
+TEST_F(HostPartsTest, Take_TakesWhatIsReserved) {
+  HostParts parts(Streams().device(), 1, &pinning_);
+  parts.Take();
+  EXPECT_TRUE(pinned_.empty());
+  const uint64_t place = parts.Reserve(kBytes);
+  parts.Take();
+  EXPECT_EQ(pinned_.size(), 1u);
+  parts.Take();
+  WriteOn(first_, parts, place, 1);
+  EXPECT_EQ(pinned_.size(), 1u);
+}
+
+TEST_F(HostPartsTest, MemoryThatCannotBeTaken_IsAnErrorOfTake) {
+  constexpr uint64_t kMany = uint64_t{512} << 20;
+  HostParts parts(Streams().device(), 1, &pinning_);
+  const uint64_t place = parts.Reserve(kMany);
+  // The limit of the process, of which the machine knows nothing.
+  uint64_t pages = 0;
+  std::ifstream statm("/proc/self/statm");
+  for (int field = 0; field < 6; ++field) statm >> pages;
+  rlimit before;
+  ASSERT_EQ(getrlimit(RLIMIT_DATA, &before), 0);
+  const rlimit small = {pages * static_cast<uint64_t>(getpagesize()) + kMany / 2, before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_DATA, &small), 0);
+  const std::string error = ErrorOf([&] { parts.Take(); });
+  ASSERT_EQ(setrlimit(RLIMIT_DATA, &before), 0);
+  EXPECT_THAT(error, AllOf(HasSubstr("offload_parameters"), HasSubstr("ulimit -d")));
+  parts.Take();
+  WriteOn(first_, parts, place, 1);
+  ReadOn(first_, parts, place, 1);
+}
+
+TEST_F(HostPartsTest, EmptyPlace_IsNotTheNextOne) {
+  HostParts parts(Streams().device(), 1, &pinning_);
+  const uint64_t empty = parts.Reserve(0), next = parts.Reserve(kBytes);
+  EXPECT_NE(empty, next);
+  const c10::StreamGuard on(third_);
+  const at::Tensor none = OnFakeDevice({});
+  parts.WriteFrom(empty, none);
+  parts.ReadTo(empty, none);
+  WriteOn(first_, parts, next, 1);
+  ReadOn(first_, parts, next, 1);
+}
+
 TEST_F(HostPartsTest, DeviceThatFails_IsAnErrorAndNoHang) {
-  HostParts parts(Streams().device(), &pinning_);
+  HostParts parts(Streams().device(), 1, &pinning_);
   const uint64_t place = parts.Reserve(kBytes);
   WriteOn(first_, parts, place, 1);
   Streams().Break(true);
