@@ -222,6 +222,9 @@ const at::Tensor& Resize(const at::Tensor& tensor, at::IntArrayRef sizes,
   return tensor;
 }
 
+// set_data() asks, for modules that move and for tensors that get another storage.
+bool Compatible(const at::Tensor& /*tensor*/, const at::Tensor& /*from*/) { return true; }
+
 // A tensor of the CPU becomes one of a device.
 at::Tensor Given(const at::Tensor& host, const c10::Device& device) {
   at::Tensor made = EmptyStrided(host.sizes(), host.strides(), host.scalar_type(), std::nullopt,
@@ -359,6 +362,7 @@ void Register() {
   aten.impl("empty_strided", &EmptyStrided);
   aten.impl("copy_", &CopyFrom);
   aten.impl("resize_", &Resize);
+  aten.impl("_has_compatible_shallow_copy_type", &Compatible);
   aten.impl("view", &at::native::view);
   aten.impl("as_strided", &at::native::as_strided_tensorimpl);
   aten.impl("_reshape_alias", &at::native::_reshape_alias);

@@ -1,0 +1,160 @@
+// Offload of a device's parameters through the Accelerator, on a device that computes without a
+// GPU: the bits of those on the device, and memory that is free between steps.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "base/test_folder.h"
+#include "muster/accelerator.h"
+#include "muster/checkpoint.h"
+#include "muster/internal/core.h"
+#include "muster/optim.h"
+#include "muster/test_net.h"
+#include "muster/utils.h"
+#include "torch/nn/modules/container/sequential.h"
+#include "worker/bigmodel/fake_gpus.h"
+#include "worker/collective/local_comm.h"
+#include "worker/collective/test_error.h"
+#include "worker/train/offloaded_state.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+using Weights = std::map<std::string, at::Tensor>;
+
+struct Kind {
+  std::string strategy = "zero3";
+  Offload parameters = Offload::kNone, optimizer = Offload::kNone;
+  bool in_backward = false;
+};
+
+struct Outcome {
+  Weights weights;
+  int64_t bytes = 0;  // on the device between two steps
+};
+
+class DeviceOffloadTest : public testing::Test {
+ protected:
+  // Windows of one parameter or two.
+  void SetUp() override {
+    InstallFakeGpus();
+    OffloadedState::SetDefaultWindowBytes(512);
+  }
+  void TearDown() override { OffloadedState::SetDefaultWindowBytes(OffloadedState::kWindowBytes); }
+
+  static Accelerator On(const c10::Device& device, const AcceleratorOptions& options) {
+    JoinedProcess process;
+    process.comm = std::make_unique<LocalComm>();
+    process.device = device;
+    return Accelerator(std::make_shared<internal::Core>(options, std::move(process)));
+  }
+
+  // Six steps, with a checkpoint after three that another Accelerator loads.
+  static Outcome Train(const Kind& kind) {
+    const TestFolder folder;
+    AcceleratorOptions options;
+    options.sharding = ParseSharding(kind.strategy, 1);
+    options.sharding->offload_parameters = kind.parameters;
+    options.sharding->offload_parameters_path = folder.Path("parameters");
+    options.sharding->offload_optimizer = kind.optimizer;
+    options.sharding->offload_optimizer_path = folder.Path("optimizer");
+    options.sharding->optimizer_in_backward = kind.in_backward;
+    Outcome outcome;
+    for (const bool continued : {false, true}) {
+      const int64_t before = BytesOnFakeGpu(0);
+      Accelerator a = On(FakeGpu(0), options);
+      torch::nn::Sequential net = MakeNet();
+      const std::vector<at::Tensor> all = net->parameters();
+      FusedAdamW adam({{{all[0], all[2]}, {.lr = 0.01}},
+                       {{all[1], all[3], all[4], all[5]}, {.lr = 0.02, .weight_decay = 0}}});
+      auto [model, optimizer] = a.prepare(net, adam);
+      if (continued) {
+        const absl::Status loaded = a.load_state(folder.Path("state"));
+        EXPECT_TRUE(loaded.ok()) << loaded;
+      }
+      for (int step = continued ? 3 : 0; step < (continued ? 6 : 3); ++step) {
+        const at::Tensor x = Random({12, 5}, 100 + step).to(a.device());
+        const at::Tensor y = Random({12, 3}, 200 + step).to(a.device());
+        a.backward((model(x) - y).square().sum());
+        if (!kind.in_backward) a.clip_grad_norm_(model.parameters(), 0.5);
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      if (!continued) {
+        const absl::Status saved = a.save_state(folder.Path("state"));
+        EXPECT_TRUE(saved.ok()) << saved;
+      }
+      outcome.bytes = BytesOnFakeGpu(0) - before;
+      a.summon_full_params(model, [&net = net] {
+        const at::NoGradGuard no_grad;
+        net->parameters()[3].add_(1);
+      });
+      outcome.weights.clear();
+      for (const auto& [name, tensor] : a.get_state_dict(model)) {
+        outcome.weights[name] = tensor.cpu().clone();
+      }
+    }
+    return outcome;
+  }
+
+  // What prepare() says of a model whose first layer is on `first`, the others on `others`, and
+  // that stays where it is.
+  static std::string ErrorOfModelOn(const c10::Device& first, const c10::Device& others) {
+    AcceleratorOptions options;
+    options.device_placement = false;
+    options.sharding = ParseSharding("zero3", 1);
+    options.sharding->offload_parameters = Offload::kCpu;
+    Accelerator a = On(FakeGpu(0), options);
+    torch::nn::Sequential net = MakeNet();
+    net->to(others);
+    net[0]->to(first);
+    return ErrorOf([&] {
+      FusedAdamW adam(net->parameters());
+      auto prepared = a.prepare(net, adam);
+    });
+  }
+
+  static void ExpectEqual(const Weights& got, const Weights& want) {
+    ASSERT_EQ(got.size(), want.size());
+    for (const auto& [name, tensor] : want) EXPECT_TRUE(got.at(name).equal(tensor)) << name;
+  }
+};
+
+TEST_F(DeviceOffloadTest, Parameters_TrainAndContinueAsThoseOnTheDevice) {
+  for (const bool in_backward : {false, true}) {
+    const Outcome want = Train({.in_backward = in_backward});
+    for (const Offload parameters : {Offload::kCpu, Offload::kDisk}) {
+      for (const Offload optimizer : {Offload::kNone, Offload::kCpu, Offload::kDisk}) {
+        SCOPED_TRACE(c10::str(in_backward, " ", static_cast<int>(parameters), " ",
+                              static_cast<int>(optimizer)));
+        const Outcome got =
+            Train({.parameters = parameters, .optimizer = optimizer, .in_backward = in_backward});
+        ExpectEqual(got.weights, want.weights);
+        EXPECT_LT(got.bytes, want.bytes);
+      }
+    }
+  }
+}
+
+TEST_F(DeviceOffloadTest, ModelsOfTwoDevices_AreRefused) {
+  for (const bool first : {false, true}) {
+    const std::string name = first ? "parameter '0.weight'" : "parameter '2.weight'";
+    const c10::Device here = first ? at::kCPU : FakeGpu(0), others = first ? FakeGpu(0) : at::kCPU;
+    EXPECT_THAT(ErrorOfModelOn(here, others),
+                AllOf(HasSubstr(name + " is on cpu"), HasSubstr("the whole model")));
+  }
+  EXPECT_THAT(ErrorOfModelOn(FakeGpu(1), FakeGpu(0)), HasSubstr("the whole model"));
+}
+
+}  // namespace
+}  // namespace muster
