@@ -211,7 +211,7 @@ class StoredPageOfADevice : public testing::Test {
   const c10::Stream other_ = FakeDevice().getNewStream(FakeDevice().device(), 0);
   const c10::StreamGuard guard_{program_};
   const HostPinning pinning_{.pin = [](void*, size_t) { return true; }, .unpin = [](void*) {}};
-  HostParts store_{FakeDevice().device(), &pinning_};
+  HostParts store_{FakeDevice().device(), 1, &pinning_};
   StoredPages among_;
   std::vector<std::shared_ptr<StoredPage>> pages_;
   std::vector<at::Tensor> tensors_;
