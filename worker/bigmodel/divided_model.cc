@@ -35,9 +35,11 @@ bool BeginsWith(const std::string& text, const char* prefix) {
   return std::strncmp(text.c_str(), prefix, std::strlen(prefix)) == 0;
 }
 
-// One tensor of each list at a time, whose devices are its own.
-bool TakesListsApart(const std::string& op) {
-  return BeginsWith(op, "aten::_foreach_") || BeginsWith(op, "aten::_amp_foreach_");
+// One tensor of each list at a time, whose devices are its own; or a whole backward pass, which
+// reruns forward passes of checkpointed blocks.
+bool IsManyOperators(const std::string& op) {
+  return BeginsWith(op, "aten::_foreach_") || BeginsWith(op, "aten::_amp_foreach_") ||
+         op == "aten::_backward";
 }
 
 bool IsLeftAlone(const std::string& op) {
@@ -306,7 +308,7 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   const bool is_own = BeginsWith(name, "aten::");
   // Its parts choose by themselves.
   const bool is_apart =
-      is_own ? TakesListsApart(name)
+      is_own ? IsManyOperators(name)
              : op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   if (choice.has_weight()) last_device = choice.device();
   c10::SmallVector<const c10::StorageImpl*, 4> copies;

@@ -6,13 +6,16 @@
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "ATen/core/dispatch/Dispatcher.h"
 #include "ATen/core/grad_mode.h"
 #include "c10/core/InferenceMode.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "torch/library.h"
 #include "worker/bigmodel/fake_gpus.h"
 #include "worker/bigmodel/test_nets.h"
 #include "worker/collective/test_error.h"
+#include "worker/train/activation_checkpoint.h"
 
 namespace muster {
 namespace {
@@ -155,8 +158,7 @@ TEST_F(DividedModelTest, SharedCopies_GoWithTheirSource) {
   }
   EXPECT_LE(BytesOnFakeGpu(1) - before, static_cast<int64_t>(kSharedCopies + 1) * 4 * 4);
   model_.reset();
-  EXPECT_EQ(BytesOnFakeGpu(1) - before,
-            -static_cast<int64_t>(weights[1].nbytes()) + static_cast<int64_t>(weights[1].nbytes()));
+  EXPECT_EQ(BytesOnFakeGpu(1), before) << "the end of the model gives them back";
 }
 
 TEST_F(DividedModelTest, ResultThatShowsACopy_MayBeWritten) {
@@ -235,6 +237,54 @@ TEST_F(DividedModelTest, TrainedWeights_GetTheirGradientsWhereTheyAre) {
   at::_foreach_add_({weights[0], weights[1]}, {weights[0].grad(), weights[1].grad()}, -0.5);
   EXPECT_EQ(weights[1].device(), FakeGpu(1));
   EXPECT_EQ(at::stack(at::_foreach_norm({weights[0].grad(), weights[1].grad()})).numel(), 2);
+}
+
+// A rerun is inside of the backward pass.
+TEST_F(DividedModelTest, CheckpointedFunction_MovesInItsRerunToo) {
+  const auto weights = Weights({0, 1, 2});
+  const auto run = [&](bool checkpoints) {
+    at::Tensor input = Row(0).requires_grad_();
+    const auto block = [&](const at::Tensor& x) {
+      const at::Tensor first = at::matmul(x, weights[1]).square();
+      return first + at::matmul(first, weights[2]) + at::matmul(x, weights[0]);
+    };
+    const at::Tensor out = checkpoints ? activation_checkpoint(block, input) : block(input);
+    out.sum().backward();
+    return input.grad().cpu();
+  };
+  EXPECT_TRUE(at::equal(run(true), run(false)));
+}
+
+TEST_F(DividedModelTest, BackwardOfNamedInputs_GivesThemTheirGradients) {
+  const auto weights = Weights({0, 1});
+  at::Tensor near = Row(0).requires_grad_(), far = Row(1).requires_grad_();
+  const at::Tensor loss = (at::matmul(near, weights[0]) + at::matmul(far, weights[1])).sum();
+  loss.backward({}, std::nullopt, false, std::vector<at::Tensor>{near, far});
+  EXPECT_TRUE(at::equal(near.grad().cpu(), at::ones({4})));
+  EXPECT_TRUE(at::equal(far.grad().cpu(), at::full({4}, 2.0F)));
+}
+
+// An operator of a program that is made of others, with weights of its own on each GPU.
+TEST_F(DividedModelTest, CompositeOperatorOfTheProgram_IsLeftToItsParts) {
+  static auto& library = *new torch::Library(torch::Library::FRAGMENT, "muster_test", std::nullopt,
+                                             __FILE__, __LINE__);
+  static const bool defined = [] {
+    library.def("two_layers(Tensor x, Tensor first, Tensor second) -> Tensor",
+                [](const at::Tensor& x, const at::Tensor& first, const at::Tensor& second) {
+                  return at::matmul(at::matmul(x, first), second);
+                });
+    return true;
+  }();
+  ASSERT_TRUE(defined);
+  const auto weights = Weights({0, 1});
+  const auto op = c10::Dispatcher::singleton()
+                      .findSchemaOrThrow("muster_test::two_layers", "")
+                      .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&)>();
+  const uint64_t before = Copies();
+  const at::Tensor out = op.call(Row(0), weights[0], weights[1]);
+  EXPECT_EQ(out.device(), FakeGpu(1));
+  EXPECT_TRUE(at::equal(out.cpu(), at::arange(1, 5, at::kFloat) * 2));
+  EXPECT_EQ(Copies() - before, 1u) << "of what is between the layers";
 }
 
 TEST_F(DividedModelTest, SeveralThreads_ComputeTheSame) {
