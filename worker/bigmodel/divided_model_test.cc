@@ -239,6 +239,13 @@ TEST_F(DividedModelTest, TrainedWeights_GetTheirGradientsWhereTheyAre) {
   EXPECT_EQ(at::stack(at::_foreach_norm({weights[0].grad(), weights[1].grad()})).numel(), 2);
 }
 
+// As an operator, which TorchScript calls.
+void Backward(const at::Tensor& loss, const std::vector<at::Tensor>& inputs) {
+  torch::jit::Stack stack = {loss, c10::List<at::Tensor>(inputs), c10::IValue(), c10::IValue(),
+                             false};
+  c10::Dispatcher::singleton().findSchemaOrThrow("aten::_backward", "").callBoxed(&stack);
+}
+
 // A rerun is inside of the backward pass.
 TEST_F(DividedModelTest, CheckpointedFunction_MovesInItsRerunToo) {
   const auto weights = Weights({0, 1, 2});
@@ -249,7 +256,7 @@ TEST_F(DividedModelTest, CheckpointedFunction_MovesInItsRerunToo) {
       return first + at::matmul(first, weights[2]) + at::matmul(x, weights[0]);
     };
     const at::Tensor out = checkpoints ? activation_checkpoint(block, input) : block(input);
-    out.sum().backward();
+    Backward(out.sum(), {input});
     return input.grad().cpu();
   };
   EXPECT_TRUE(at::equal(run(true), run(false)));
@@ -259,7 +266,7 @@ TEST_F(DividedModelTest, BackwardOfNamedInputs_GivesThemTheirGradients) {
   const auto weights = Weights({0, 1});
   at::Tensor near = Row(0).requires_grad_(), far = Row(1).requires_grad_();
   const at::Tensor loss = (at::matmul(near, weights[0]) + at::matmul(far, weights[1])).sum();
-  loss.backward({}, std::nullopt, false, std::vector<at::Tensor>{near, far});
+  Backward(loss, {near, far});
   EXPECT_TRUE(at::equal(near.grad().cpu(), at::ones({4})));
   EXPECT_TRUE(at::equal(far.grad().cpu(), at::full({4}, 2.0F)));
 }
