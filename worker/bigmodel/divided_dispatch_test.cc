@@ -197,28 +197,64 @@ TEST_F(DividedDispatch, WeightsInTraining_HaveTheGradientsOfOneGpu) {
   for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(found[i], expected[i])) << i;
 }
 
+// Two modules with the same values: on one GPU, and on three, with neighboring tensors apart.
+struct OneAndThree {
+  std::shared_ptr<torch::nn::Module> whole, divided;
+  DispatchedModel on_one, on_three;
+};
+
+OneAndThree MakeBoth(const StandardModule& test, bool training) {
+  const at::NoGradGuard no_grad;
+  OneAndThree both;
+  both.whole = test.make();
+  both.divided = test.make();
+  both.whole->train(training);
+  both.divided->train(training);
+  DeviceEntries map = {{"", "0"}};
+  int next = 0;
+  const auto from = TensorsOf(*both.whole), to = TensorsOf(*both.divided);
+  for (size_t i = 0; i < from.size(); ++i) {
+    if (!from[i].second.defined()) continue;
+    at::Tensor tensor = to[i].second;
+    tensor.copy_(from[i].second);
+    map.emplace_back(from[i].first, std::string(1, static_cast<char>('0' + next++ % 3)));
+  }
+  auto on_one = DispatchModel(*both.whole, {{"", "0"}});
+  EXPECT_TRUE(on_one.ok()) << on_one.status();
+  auto on_three = DispatchModel(*both.divided, map);
+  EXPECT_TRUE(on_three.ok()) << on_three.status();
+  if (on_one.ok()) both.on_one = *std::move(on_one);
+  if (on_three.ok()) both.on_three = *std::move(on_three);
+  return both;
+}
+
 TEST_F(DividedDispatch, StandardModules_ComputeTheBitsOfOneGpu) {
   const at::NoGradGuard no_grad;
   for (const StandardModule& test : StandardModuleCases()) {
     SCOPED_TRACE(test.name);
-    const auto whole = test.make();
-    whole->eval();
-    const auto divided = test.make();
-    divided->eval();
-    DeviceEntries map = {{"", "0"}};
-    int next = 0;
-    const auto from = TensorsOf(*whole), to = TensorsOf(*divided);
-    for (size_t i = 0; i < from.size(); ++i) {
-      if (!from[i].second.defined()) continue;
-      at::Tensor tensor = to[i].second;
-      tensor.copy_(from[i].second);
-      map.emplace_back(from[i].first, std::string(1, static_cast<char>('0' + next++ % 3)));
+    const OneAndThree both = MakeBoth(test, /*training=*/false);
+    EXPECT_TRUE(at::equal(test.run(*both.divided).cpu(), test.run(*both.whole).cpu()));
+  }
+}
+
+// Running statistics too, which operators write although their schemas do not say so.
+TEST_F(DividedDispatch, StandardModulesInTraining_HaveTheResultsAndBuffersOfOneGpu) {
+  for (const StandardModule& test : StandardModuleCases()) {
+    SCOPED_TRACE(test.name);
+    const OneAndThree both = MakeBoth(test, /*training=*/true);
+    for (int step = 0; step < 2; ++step) {
+      const at::Tensor expected = test.run(*both.whole), found = test.run(*both.divided);
+      EXPECT_TRUE(at::equal(found.cpu(), expected.cpu()));
     }
-    const auto on_one = DispatchModel(*whole, {{"", "0"}});
-    ASSERT_TRUE(on_one.ok()) << on_one.status();
-    const auto on_three = DispatchModel(*divided, map);
-    ASSERT_TRUE(on_three.ok()) << on_three.status();
-    EXPECT_TRUE(at::equal(test.run(*divided).cpu(), test.run(*whole).cpu()));
+    const auto one = TensorsOf(*both.whole), three = TensorsOf(*both.divided);
+    for (size_t i = 0; i < one.size(); ++i) {
+      if (!one[i].second.defined()) continue;
+      EXPECT_TRUE(at::equal(three[i].second.cpu(), one[i].second.cpu())) << one[i].first;
+    }
+    both.whole->eval();
+    both.divided->eval();
+    const at::NoGradGuard no_grad;
+    EXPECT_TRUE(at::equal(test.run(*both.divided).cpu(), test.run(*both.whole).cpu()));
   }
 }
 

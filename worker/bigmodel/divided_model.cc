@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <string>
 #include <unordered_map>
 #include <utility>
 
+#include "ATen/core/LegacyTypeDispatch.h"
 #include "ATen/core/dispatch/Dispatcher.h"
 #include "ATen/core/grad_mode.h"
 #include "base/mutex.h"
@@ -18,6 +20,7 @@
 #include "worker/bigmodel/deferred_init_key.h"
 #include "worker/bigmodel/ivalue_tensors.h"
 #include "worker/parallel/paged_storage.h"
+#include "worker/parallel/running_statistics.h"
 
 namespace muster {
 namespace {
@@ -138,7 +141,20 @@ class SharedCopies {
     return copy;
   }
 
-  // A result shows its memory, which somebody may write from now on.
+  // For an operator that writes it.
+  at::Tensor OwnOn(const at::Tensor& tensor, const c10::Device& device) {
+    Count(tensor);
+    return CopyTo(tensor.detach(), device);
+  }
+
+  // Its contents have changed without a version.
+  void ForgetSource(const c10::StorageImpl* storage) {
+    std::vector<Entry> gone;
+    MutexLock lock(&mu_);
+    Drop([&](const Entry& entry) { return entry.storage._unsafe_get_target() == storage; }, &gone);
+  }
+
+  // A result shows its memory, which the program may write from now on.
   void Forget(const c10::StorageImpl* storage) {
     std::vector<Entry> gone;
     MutexLock lock(&mu_);
@@ -268,12 +284,20 @@ class Choice {
     }
   }
 
+  // A running statistic that the operator writes: of several devices, the first counts, and the
+  // others get their values back.
+  void SeeStatistic(const at::Tensor& tensor) {
+    See(tensor, /*write=*/false);
+    if (IsOnGpu(tensor) && !statistic_.has_value()) statistic_ = tensor.device();
+  }
+
   bool is_mixed() const { return is_mixed_; }
   bool can_move() const { return !writes_host_ && !writes_several_; }
   bool has_weight() const { return weight_.has_value(); }
   // Of an operator with a tensor on a GPU.
   c10::Device device() const {
     if (written_.has_value()) return *written_;
+    if (statistic_.has_value()) return *statistic_;
     if (weight_.has_value()) return *weight_;
     if (has_last_) return *last_device;
     return largest_.value_or(*any_);
@@ -286,7 +310,7 @@ class Choice {
 
  private:
   bool is_mixed_ = false, writes_host_ = false, writes_several_ = false, has_last_ = false;
-  std::optional<c10::Device> any_, written_, weight_, largest_;
+  std::optional<c10::Device> any_, written_, statistic_, weight_, largest_;
   int64_t weight_bytes_ = -1, largest_bytes_ = -1;
   c10::SmallVector<const c10::TensorImpl*, 4> others_;
 };
@@ -297,12 +321,27 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   const size_t first = stack->size() - arguments.size();
   Choice choice;
   bool is_view = false;
+  c10::SmallVector<size_t, 2> statistics;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const c10::AliasInfo* const alias = arguments[i].alias_info();
     is_view |= alias != nullptr && !alias->isWrite();
+    if (IsUndeclaredStatistic(arguments[i]) && (*stack)[first + i].isTensor()) {
+      statistics.push_back(i);
+      continue;
+    }
     VisitTensors((*stack)[first + i], [&](const at::Tensor& tensor) {
       choice.See(tensor, alias != nullptr && alias->isWrite());
     });
+  }
+  const bool writes_statistics =
+      !statistics.empty() && WritesUndeclaredStatistics(schema, stack->data() + first);
+  for (const size_t i : statistics) {
+    const at::Tensor& tensor = (*stack)[first + i].toTensor();
+    if (writes_statistics) {
+      choice.SeeStatistic(tensor);
+    } else {
+      choice.See(tensor, /*write=*/false);
+    }
   }
   const std::string& name = schema.name();
   const bool is_own = BeginsWith(name, "aten::");
@@ -312,6 +351,14 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
              : op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   if (choice.has_weight()) last_device = choice.device();
   c10::SmallVector<const c10::StorageImpl*, 4> copies;
+  // Statistics that the operator writes as copies elsewhere.
+  c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 2> written_back;
+  if (writes_statistics) {
+    for (const size_t i : statistics) {
+      const at::Tensor& tensor = (*stack)[first + i].toTensor();
+      if (tensor.defined()) TheCopies().ForgetSource(StorageOf(tensor));
+    }
+  }
   if (choice.is_mixed() && choice.can_move() && !is_view && !is_apart && !IsLeftAlone(name)) {
     const c10::Device device = choice.device();
     const c10::impl::ExcludeDispatchKeyGuard not_again(kKey);
@@ -322,6 +369,12 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
         is_away |= IsOnGpu(tensor) && tensor.device() != device;
       });
       if (!is_away) continue;
+      if (writes_statistics && IsUndeclaredStatistic(arguments[i])) {
+        const at::Tensor original = value.toTensor();
+        written_back.emplace_back(original, TheCopies().OwnOn(original, device));
+        value = written_back.back().second;
+        continue;
+      }
       value = WithTensors(value, [&](const at::Tensor& tensor) {
         if (!IsOnGpu(tensor) || tensor.device() == device) return tensor;
         at::Tensor copy = TheCopies().On(tensor, device);
@@ -335,6 +388,12 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     std::optional<c10::impl::ExcludeDispatchKeyGuard> not_again;
     if (is_own && !is_apart) not_again.emplace(kKey);
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+  }
+  if (!written_back.empty()) {
+    // As the operator does: no version counts it.
+    const c10::impl::ExcludeDispatchKeyGuard not_again(kKey);
+    const at::AutoDispatchBelowADInplaceOrView below;
+    for (const auto& [original, copy] : written_back) original.copy_(copy, /*non_blocking=*/true);
   }
   const size_t results = schema.returns().size();
   for (size_t i = stack->size() - std::min(results, stack->size()); i < stack->size(); ++i) {

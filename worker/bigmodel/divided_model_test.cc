@@ -114,6 +114,30 @@ TEST_F(DividedModelTest, WrittenTensor_IsWrittenAndNotACopy) {
   EXPECT_TRUE(at::equal(picked.cpu(), at::tensor({2.0F, 0.0F, 4.0F, 0.0F})));
 }
 
+TEST_F(DividedModelTest, RunningStatistics_AreWrittenWhereTheyAre) {
+  const auto weights = Weights({0, 1});
+  const at::Tensor mean = On(1, at::zeros({4})), variance = On(2, at::ones({4}));
+  const DividedModel buffers({}, {mean, variance});
+  at::Tensor host_mean = at::zeros({4}), host_variance = at::ones({4});
+  const at::NoGradGuard no_grad;
+  const at::Tensor input = at::arange(32, at::kFloat).view({8, 4});
+  const at::Tensor x = at::matmul(On(0, input), weights[0]);
+  for (const bool training : {false, true, false, true, false}) {
+    SCOPED_TRACE(training);
+    const at::Tensor found = at::batch_norm(x, {}, {}, mean, variance, training, 0.1, 1e-5, false);
+    const at::Tensor expected =
+        at::batch_norm(input, {}, {}, host_mean, host_variance, training, 0.1, 1e-5, false);
+    EXPECT_TRUE(at::equal(found.cpu(), expected));
+    EXPECT_TRUE(at::equal(mean.cpu(), host_mean));
+    EXPECT_TRUE(at::equal(variance.cpu(), host_variance));
+  }
+  const at::Tensor wide = x.view({2, 4, 4}), host_wide = input.view({2, 4, 4});
+  at::instance_norm(wide, {}, {}, mean, variance, true, 0.1, 1e-5, false);
+  at::instance_norm(host_wide, {}, {}, host_mean, host_variance, true, 0.1, 1e-5, false);
+  EXPECT_TRUE(at::equal(mean.cpu(), host_mean));
+  EXPECT_TRUE(at::equal(variance.cpu(), host_variance));
+}
+
 TEST_F(DividedModelTest, View_IsOfItsOwnTensor) {
   const auto weights = Weights({0, 1});
   const at::Tensor far = at::matmul(On(1, at::ones({3, 4})), weights[1]);
