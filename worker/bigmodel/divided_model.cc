@@ -1,11 +1,14 @@
 #include "worker/bigmodel/divided_model.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include "ATen/core/LegacyTypeDispatch.h"
 #include "ATen/core/dispatch/Dispatcher.h"
@@ -108,10 +111,13 @@ at::Tensor CopyTo(const at::Tensor& tensor, const c10::Device& device) {
   return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/true);
 }
 
-// What is on another GPU than its source, for the next operator that takes it there.
+// What is on another GPU than its source, for the next operator of the same stay (below) that takes
+// it there. Not for longer: programs and graphs of a GPU also write memory in ways that change no
+// version, between two passes in particular.
 class SharedCopies {
  public:
-  at::Tensor On(const at::Tensor& tensor, const c10::Device& device) {
+  // `stay`: of the calling thread.
+  at::Tensor On(const at::Tensor& tensor, const c10::Device& device, uint64_t stay) {
     const bool needs_gradient = c10::GradMode::is_enabled() && tensor.requires_grad();
     // The contents of pages change without a version.
     const bool is_shared = !needs_gradient && !tensor.is_inference() && tensor.has_storage() &&
@@ -122,12 +128,17 @@ class SharedCopies {
     }
     const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
     std::vector<Entry> gone;  // freed without the lock
-    if (at::Tensor found = Find(tensor, stream, &gone); found.defined()) return found;
+    if (at::Tensor found = Find(tensor, stay, stream, &gone); found.defined()) return found;
     Count(tensor);
     Entry entry = {.tensor = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
                    .storage = tensor.storage().getWeakStorageImpl(),
                    .data = tensor.storage().data(),
-                   .version = tensor._version(),
+                   .sizes = tensor.sizes().vec(),
+                   .strides = tensor.strides().vec(),
+                   .offset = tensor.storage_offset(),
+                   .type = tensor.scalar_type(),
+                   .version = static_cast<int64_t>(tensor._version()),
+                   .stay = stay,
                    .stream = stream,
                    .copy = {}};
     {
@@ -161,6 +172,12 @@ class SharedCopies {
     Drop([&](const Entry& entry) { return StorageOf(entry.copy) == storage; }, &gone);
   }
 
+  void EndStay(uint64_t stay) {
+    std::vector<Entry> gone;
+    MutexLock lock(&mu_);
+    Drop([&](const Entry& entry) { return entry.stay == stay; }, &gone);
+  }
+
   void Clear() {
     std::vector<Entry> gone;
     MutexLock lock(&mu_);
@@ -177,9 +194,21 @@ class SharedCopies {
     c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     const void* data;
+    // set_data() and in-place views change a tensor without its version.
+    std::vector<int64_t> sizes, strides;
+    int64_t offset;
+    at::ScalarType type;
     int64_t version;
+    uint64_t stay;
     c10::Stream stream;  // in whose order the copy was made
     at::Tensor copy;
+
+    bool IsOf(const at::Tensor& now) const {
+      return storage._unsafe_get_target() == StorageOf(now) && data == now.storage().data() &&
+             now.sizes() == at::IntArrayRef(sizes) && now.strides() == at::IntArrayRef(strides) &&
+             offset == now.storage_offset() && type == now.scalar_type() &&
+             version == static_cast<int64_t>(now._version());
+    }
   };
 
   void Count(const at::Tensor& tensor) {
@@ -198,18 +227,18 @@ class SharedCopies {
     entries_.erase(end, entries_.end());
   }
 
-  at::Tensor Find(const at::Tensor& tensor, const c10::Stream& stream, std::vector<Entry>* gone) {
+  at::Tensor Find(const at::Tensor& tensor, uint64_t stay, const c10::Stream& stream,
+                  std::vector<Entry>* gone) {
     MutexLock lock(&mu_);
     Drop([](const Entry& entry) { return entry.tensor.expired() || entry.storage.expired(); },
          gone);
     for (size_t i = 0; i < entries_.size(); ++i) {
       const Entry& entry = entries_[i];
-      if (entry.tensor._unsafe_get_target() != tensor.unsafeGetTensorImpl() ||
+      if (entry.tensor._unsafe_get_target() != tensor.unsafeGetTensorImpl() || entry.stay != stay ||
           entry.stream != stream) {
         continue;
       }
-      if (entry.storage._unsafe_get_target() != StorageOf(tensor) ||
-          entry.data != tensor.storage().data() || entry.version != tensor._version()) {
+      if (!entry.IsOf(tensor)) {
         gone->push_back(std::move(entries_[i]));
         entries_.erase(entries_.begin() + static_cast<ptrdiff_t>(i));
         break;
@@ -249,8 +278,56 @@ SharedCopies& TheCopies() {
   return copies;
 }
 
-// Where the thread's last operator with a weight ran.
-thread_local std::optional<c10::Device> last_device;
+// What a thread computes on one GPU: from the first operator with a weight there up to the next one
+// with a weight of another GPU, or with a weight that it has had. So no stay reaches into the next
+// pass, whatever part of a model runs.
+class Stay {
+ public:
+  Stay() = default;
+  ~Stay() { End(); }
+  Stay(const Stay&) = delete;
+  Stay& operator=(const Stay&) = delete;
+
+  // Where the last operator with a weight ran.
+  const std::optional<c10::Device>& device() const { return device_; }
+  // For a copy that is to be shared.
+  uint64_t id() {
+    has_copies_ = true;
+    return id_;
+  }
+
+  // The next operator takes `weight`, and runs there. A view of a weight is not a use.
+  void Use(const void* weight, const c10::Device& device, bool is_view) {
+    const bool is_again = !is_view && !weights_.insert(weight).second;
+    if (!is_again && device_ == device) return;
+    Begin(device);
+    if (!is_view) weights_.insert(weight);
+  }
+
+  void Begin(const std::optional<c10::Device>& device) {
+    End();
+    weights_.clear();
+    device_ = device;
+  }
+
+ private:
+  void End() {
+    if (has_copies_) TheCopies().EndStay(id_);
+    has_copies_ = false;
+    id_ = NextId();
+  }
+  static uint64_t NextId() {
+    static std::atomic<uint64_t> next = 0;
+    return ++next;
+  }
+
+  uint64_t id_ = NextId();
+  bool has_copies_ = false;
+  std::optional<c10::Device> device_;
+  std::unordered_set<const void*> weights_;
+};
+
+thread_local Stay this_stay;
 
 // Where an operator runs, by the tensors that it takes.
 class Choice {
@@ -274,10 +351,11 @@ class Choice {
     if (is_marked && bytes > weight_bytes_ && TheWeights().Contains(StorageOf(tensor))) {
       weight_bytes_ = bytes;
       weight_ = device;
+      weight_memory_ = StorageOf(tensor);
     }
     // A number does not say where the rest is.
     if (tensor.dim() == 0) return;
-    has_last_ |= last_device == device;
+    has_last_ |= this_stay.device() == device;
     if (bytes > largest_bytes_) {
       largest_bytes_ = bytes;
       largest_ = device;
@@ -293,13 +371,14 @@ class Choice {
 
   bool is_mixed() const { return is_mixed_; }
   bool can_move() const { return !writes_host_ && !writes_several_; }
-  bool has_weight() const { return weight_.has_value(); }
+  // Null: it takes none.
+  const void* weight() const { return weight_memory_; }
   // Of an operator with a tensor on a GPU.
   c10::Device device() const {
     if (written_.has_value()) return *written_;
     if (statistic_.has_value()) return *statistic_;
     if (weight_.has_value()) return *weight_;
-    if (has_last_) return *last_device;
+    if (has_last_) return *this_stay.device();
     return largest_.value_or(*any_);
   }
   bool is_any() const { return any_.has_value(); }
@@ -312,6 +391,7 @@ class Choice {
   bool is_mixed_ = false, writes_host_ = false, writes_several_ = false, has_last_ = false;
   std::optional<c10::Device> any_, written_, statistic_, weight_, largest_;
   int64_t weight_bytes_ = -1, largest_bytes_ = -1;
+  const void* weight_memory_ = nullptr;
   c10::SmallVector<const c10::TensorImpl*, 4> others_;
 };
 
@@ -349,7 +429,7 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   const bool is_apart =
       is_own ? IsManyOperators(name)
              : op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
-  if (choice.has_weight()) last_device = choice.device();
+  if (choice.weight() != nullptr) this_stay.Use(choice.weight(), choice.device(), is_view);
   c10::SmallVector<const c10::StorageImpl*, 4> copies;
   // Statistics that the operator writes as copies elsewhere.
   c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 2> written_back;
@@ -377,7 +457,7 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
       }
       value = WithTensors(value, [&](const at::Tensor& tensor) {
         if (!IsOnGpu(tensor) || tensor.device() == device) return tensor;
-        at::Tensor copy = TheCopies().On(tensor, device);
+        at::Tensor copy = TheCopies().On(tensor, device, this_stay.id());
         copies.push_back(StorageOf(copy));
         return copy;
       });

@@ -24,9 +24,11 @@ namespace muster {
 // ordered by LibTorch's own copy; the host waits for nothing.
 //
 // A tensor that several operators take on another GPU, a mask or a hidden state, is copied once for
-// all of them while it lives unchanged, within kSharedCopies and kSharedCopyBytes. That needs its
-// version: where c10::InferenceMode has made it, or where gradients flow through it, each operator
-// copies it.
+// all of them until the thread goes on to the weights of another GPU, or uses a weight again: a
+// pass copies it again. Meanwhile operators that write it are noticed, by its version; writes that
+// have no version are not (data_ptr(), .data(), .variable_data(), a replayed graph). Where
+// c10::InferenceMode has made it, or where gradients flow through it, each operator copies it. At
+// most kSharedCopies and kSharedCopyBytes are kept.
 //
 // An operator with such a tensor costs a microsecond or two more. Others, and models on one device,
 // pay nothing. Thread-safe.

@@ -168,6 +168,68 @@ TEST_F(DividedModelTest, SharedTensor_IsCopiedOnceUntilItChanges) {
   EXPECT_EQ(Copies() - before, 4u);
 }
 
+// What changes a tensor without its version.
+TEST_F(DividedModelTest, SharedTensor_IsCopiedAgainForOtherContents) {
+  const auto weights = Weights({0, 1});
+  const at::NoGradGuard no_grad;
+  const at::Tensor x = at::matmul(On(1, at::ones({2, 4})), weights[1]).narrow(1, 0, 2);
+  const at::Tensor all = On(0, at::arange(8, at::kFloat));
+  at::Tensor mask = On(0, at::empty({2, 2}));
+  const auto expect_current = [&] {
+    EXPECT_TRUE(at::equal((x * mask).cpu(), x.cpu() * mask.cpu()));
+  };
+  mask.set_data(all.narrow(0, 0, 4).view({2, 2}));
+  expect_current();
+  mask.set_data(all.narrow(0, 4, 4).view({2, 2}));
+  expect_current();
+  mask.set_data(all.as_strided({2, 2}, {1, 2}, 4));
+  expect_current();
+}
+
+TEST_F(DividedModelTest, SharedTensor_IsCopiedAgainInTheNextStay) {
+  const auto weights = Weights({0, 1, 1});
+  const at::NoGradGuard no_grad;
+  at::Tensor mask = Row(0);
+  const auto expect_pass = [&](const std::vector<size_t>& layers) {
+    at::Tensor x = Row(1), expected = x.cpu();
+    for (const size_t layer : layers) {
+      x = at::matmul(x, weights[layer]) * mask;
+      expected = at::matmul(expected, weights[layer].cpu()) * mask.cpu();
+    }
+    EXPECT_TRUE(at::equal(x.cpu(), expected));
+  };
+  expect_pass({1, 2});
+  // No version counts these.
+  mask.data().fill_(5);
+  expect_pass({1, 2});
+  mask.variable_data().fill_(6);
+  expect_pass({2});
+  mask.data().fill_(7);
+  expect_pass({2});
+  mask.data().fill_(8);
+  expect_pass({0, 1, 2, 0, 1});
+  const uint64_t before = Copies();
+  expect_pass({0, 1, 2});
+  EXPECT_EQ(Copies() - before, 3u) << "the input, the state between two GPUs, and the mask";
+}
+
+TEST_F(DividedModelTest, SharedCopies_EndWithTheirStayAndThread) {
+  const auto weights = Weights({0, 1});
+  const at::NoGradGuard no_grad;
+  const at::Tensor mask = Row(0);
+  const at::Tensor x = at::matmul(Row(1), weights[1]);
+  const int64_t before = BytesOnFakeGpu(1);
+  (void)(x * mask);
+  EXPECT_GT(BytesOnFakeGpu(1), before);
+  (void)at::matmul(Row(0), weights[0]);
+  EXPECT_EQ(BytesOnFakeGpu(1), before);
+  std::thread([&] {
+    const at::NoGradGuard off;
+    (void)(x * mask);
+  }).join();
+  EXPECT_EQ(BytesOnFakeGpu(1), before);
+}
+
 TEST_F(DividedModelTest, SharedCopies_GoWithTheirSource) {
   const auto weights = Weights({0, 1});
   const at::NoGradGuard no_grad;
@@ -208,25 +270,25 @@ TEST_F(DividedModelTest, InferenceMode_ComputesTheSame) {
 }
 
 TEST_F(DividedModelTest, CopyOfInferenceMode_ServesAPassWithGradients) {
-  const auto weights = Weights({0, 1});
+  const auto weights = Weights({0, 1, 1});
   const at::Tensor mask = Row(0);
   {
     const c10::InferenceMode inference;
     (void)(at::matmul(Row(1), weights[1]) * mask);
   }
   at::Tensor input = Row(1).requires_grad_();
-  (at::matmul(input, weights[1]) * mask).sum().backward();
+  (at::matmul(input, weights[2]) * mask).sum().backward();
   EXPECT_TRUE(at::equal(input.grad().cpu(), 2 * mask.cpu()));
 }
 
 TEST_F(DividedModelTest, CopyWithoutGradient_IsNotTakenForOneWith) {
-  const auto weights = Weights({0, 1});
+  const auto weights = Weights({0, 1, 1});
   at::Tensor input = Row(0).requires_grad_();
   {
     const at::NoGradGuard no_grad;
     (void)at::matmul(input, weights[1]);
   }
-  at::matmul(input, weights[1]).sum().backward();
+  at::matmul(input, weights[2]).sum().backward();
   EXPECT_TRUE(at::equal(input.grad().cpu(), at::full({4}, 2.0F)));
 }
 
