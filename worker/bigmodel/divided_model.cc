@@ -30,11 +30,24 @@ namespace {
 
 constexpr c10::DispatchKey kKey = kDeferredInitKey;
 
-// Operators that take tensors of several devices by themselves, or look at no contents.
+// Operators that take tensors of several devices by themselves, look at no contents, or give a view
+// of each tensor without a schema that says so. (meshgrid() wants one device, and gets copies.)
 constexpr const char* kLeftAlone[] = {
-    "aten::copy_",        "aten::set_",        "aten::set_data",
-    "aten::type_as",      "aten::resize_as_",  "aten::is_set_to",
-    "aten::is_same_size", "aten::result_type", "aten::_has_compatible_shallow_copy_type",
+    "aten::copy_",
+    "aten::set_",
+    "aten::set_data",
+    "aten::type_as",
+    "aten::resize_as_",
+    "aten::is_set_to",
+    "aten::is_same_size",
+    "aten::result_type",
+    "aten::_has_compatible_shallow_copy_type",
+    "aten::broadcast_tensors",
+    "aten::align_tensors",
+    "aten::align_as",
+    "aten::atleast_1d",
+    "aten::atleast_2d",
+    "aten::atleast_3d",
 };
 
 bool BeginsWith(const std::string& text, const char* prefix) {
@@ -76,6 +89,7 @@ void Mark(const at::Tensor& tensor) {
 // Memory of parameters. An address is not given to another storage while it is here.
 class Weights {
  public:
+  // With memory.
   void Add(const at::Tensor& tensor) {
     MutexLock lock(&mu_);
     Entry& entry = storages_.try_emplace(StorageOf(tensor), tensor.storage().getWeakStorageImpl())
@@ -111,6 +125,20 @@ at::Tensor CopyTo(const at::Tensor& tensor, const c10::Device& device) {
   return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/true);
 }
 
+// `tensor` without what expand() repeats.
+at::Tensor Once(const at::Tensor& tensor) {
+  at::Tensor once = tensor;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.stride(i) == 0 && tensor.size(i) > 1) once = once.narrow(i, 0, 1);
+  }
+  return once;
+}
+
+// Also of a tensor without memory of its own, as sparse ones.
+uint64_t BytesOf(const at::Tensor& tensor) {
+  return static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
+}
+
 // What is on another GPU than its source, for the next operator of the same stay (below) that takes
 // it there. Not for longer: programs and graphs of a GPU also write memory in ways that change no
 // version, between two passes in particular.
@@ -119,17 +147,23 @@ class SharedCopies {
   // `stay`: of the calling thread.
   at::Tensor On(const at::Tensor& tensor, const c10::Device& device, uint64_t stay) {
     const bool needs_gradient = c10::GradMode::is_enabled() && tensor.requires_grad();
-    // The contents of pages change without a version.
-    const bool is_shared = !needs_gradient && !tensor.is_inference() && tensor.has_storage() &&
-                           !IsPaged(tensor) && tensor.nbytes() <= kSharedCopyBytes;
-    if (!is_shared) {
-      Count(tensor);
+    if (needs_gradient || tensor.layout() != at::kStrided || !tensor.has_storage()) {
+      Count(BytesOf(tensor));
       return CopyTo(tensor, device);
     }
+    const at::Tensor once = Once(tensor);
+    const auto copy = [&] {
+      Count(BytesOf(once));
+      const at::Tensor there = CopyTo(once, device);
+      return once.is_same(tensor) ? there : there.expand(tensor.sizes());
+    };
+    // The contents of pages change without a version.
+    const bool is_shared =
+        !tensor.is_inference() && !IsPaged(tensor) && BytesOf(once) <= kSharedCopyBytes;
+    if (!is_shared) return copy();
     const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
     std::vector<Entry> gone;  // freed without the lock
     if (at::Tensor found = Find(tensor, stay, stream, &gone); found.defined()) return found;
-    Count(tensor);
     Entry entry = {.tensor = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
                    .storage = tensor.storage().getWeakStorageImpl(),
                    .data = tensor.storage().data(),
@@ -145,16 +179,16 @@ class SharedCopies {
       // A pass with gradients may be the next that takes it.
       const c10::InferenceMode off(false);
       const at::NoGradGuard no_grad;
-      entry.copy = CopyTo(tensor, device);
+      entry.copy = copy();
     }
-    at::Tensor copy = entry.copy;
+    at::Tensor there = entry.copy;
     Add(std::move(entry), &gone);
-    return copy;
+    return there;
   }
 
   // For an operator that writes it.
   at::Tensor OwnOn(const at::Tensor& tensor, const c10::Device& device) {
-    Count(tensor);
+    Count(BytesOf(tensor));
     return CopyTo(tensor.detach(), device);
   }
 
@@ -178,9 +212,15 @@ class SharedCopies {
     Drop([&](const Entry& entry) { return entry.stay == stay; }, &gone);
   }
 
-  void Clear() {
+  // What is shared ends with a model, and nothing is while there is none.
+  void AddModel() {
+    MutexLock lock(&mu_);
+    ++models_;
+  }
+  void RemoveModel() {
     std::vector<Entry> gone;
     MutexLock lock(&mu_);
+    --models_;
     Drop([](const Entry&) { return true; }, &gone);
   }
 
@@ -211,10 +251,10 @@ class SharedCopies {
     }
   };
 
-  void Count(const at::Tensor& tensor) {
+  void Count(uint64_t bytes) {
     MutexLock lock(&mu_);
     ++crossings_.copies;
-    crossings_.copied_bytes += tensor.nbytes();
+    crossings_.copied_bytes += bytes;
   }
 
   template <typename Condition>
@@ -255,12 +295,14 @@ class SharedCopies {
 
   void Add(Entry entry, std::vector<Entry>* gone) {
     MutexLock lock(&mu_);
+    // Results of a model that is gone still move.
+    if (models_ == 0) return;
     entries_.push_back(std::move(entry));
     uint64_t bytes = 0;
-    for (const Entry& each : entries_) bytes += each.copy.nbytes();
+    for (const Entry& each : entries_) bytes += each.copy.storage().nbytes();
     size_t superfluous = 0;
     while (entries_.size() - superfluous > kSharedCopies || bytes > kSharedCopyBytes) {
-      bytes -= entries_[superfluous++].copy.nbytes();
+      bytes -= entries_[superfluous++].copy.storage().nbytes();
     }
     const auto end = entries_.begin() + static_cast<ptrdiff_t>(superfluous);
     gone->insert(gone->end(), std::make_move_iterator(entries_.begin()),
@@ -269,6 +311,7 @@ class SharedCopies {
   }
 
   Mutex mu_;
+  int models_ ABSL_GUARDED_BY(mu_) = 0;
   std::vector<Entry> entries_ ABSL_GUARDED_BY(mu_);
   DeviceCrossings crossings_ ABSL_GUARDED_BY(mu_);
 };
@@ -347,7 +390,7 @@ class Choice {
       writes_several_ |= written_.has_value() && *written_ != device;
       written_ = device;
     }
-    const int64_t bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
+    const auto bytes = static_cast<int64_t>(BytesOf(tensor));
     if (is_marked && bytes > weight_bytes_ && TheWeights().Contains(StorageOf(tensor))) {
       weight_bytes_ = bytes;
       weight_ = device;
@@ -490,11 +533,21 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 
 }  // namespace
 
+void DividedModel::Register() { SetFallbackOfTensors(&Fallback); }
+
+DividedModel::DividedModel() {
+  Register();
+  TheCopies().AddModel();
+}
+
+// An exception from here on takes back what is there: the object is complete.
 DividedModel::DividedModel(const std::vector<at::Tensor>& parameters,
-                           const std::vector<at::Tensor>& buffers) {
-  SetFallbackOfTensors(&Fallback);
+                           const std::vector<at::Tensor>& buffers)
+    : DividedModel() {
+  storages_.reserve(parameters.size());
   for (const at::Tensor& parameter : parameters) {
     Mark(parameter);
+    if (!parameter.defined() || !parameter.has_storage()) continue;
     TheWeights().Add(parameter);
     storages_.push_back(StorageOf(parameter));
   }
@@ -503,7 +556,7 @@ DividedModel::DividedModel(const std::vector<at::Tensor>& parameters,
 
 DividedModel::~DividedModel() {
   for (const void* const storage : storages_) TheWeights().Remove(storage);
-  TheCopies().Clear();
+  TheCopies().RemoveModel();
 }
 
 bool MovesOperators(const at::Tensor& tensor) { return tensor.key_set().has(kKey); }

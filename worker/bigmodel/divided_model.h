@@ -34,7 +34,12 @@ namespace muster {
 // pay nothing. Thread-safe.
 class DividedModel {
  public:
-  // The tensors of a module on the devices where operators find them.
+  // The only step of the constructor that can fail for another reason than a lack of memory: call
+  // it before changes that cannot be taken back.
+  static void Register();
+
+  // The tensors of a module on the devices where operators find them. Those without memory of their
+  // own (sparse ones) move, and do not count as weights.
   DividedModel(const std::vector<at::Tensor>& parameters, const std::vector<at::Tensor>& buffers);
   // Its tensors, and results of theirs, still move. Gives back the memory of shared copies.
   ~DividedModel();
@@ -42,6 +47,8 @@ class DividedModel {
   DividedModel& operator=(const DividedModel&) = delete;
 
  private:
+  DividedModel();
+
   std::vector<const void*> storages_;
 };
 

@@ -252,10 +252,57 @@ TEST_F(DividedModelTest, ResultThatShowsACopy_MayBeWritten) {
   const at::NoGradGuard no_grad;
   const at::Tensor x = at::matmul(On(1, at::ones({3, 4})), weights[1]);
   const at::Tensor row = Row(0);
-  const at::Tensor shown = at::broadcast_tensors({row, x})[0];
+  const at::Tensor shown = at::meshgrid({row, x[0]}, "ij")[0];
   EXPECT_EQ(shown.device(), FakeGpu(1));
-  shown[0].zero_();
+  shown.select(1, 0).zero_();
   EXPECT_TRUE(at::equal((x[0] * row).cpu(), 2 * row.cpu()));
+}
+
+// Whose schema does not say that it gives views.
+TEST_F(DividedModelTest, BroadcastTensors_AreViewsOfTheirOwn) {
+  const auto weights = Weights({0, 1});
+  const at::NoGradGuard no_grad;
+  const at::Tensor x = at::matmul(On(1, at::ones({3, 4})), weights[1]);
+  const at::Tensor row = Row(0);
+  at::broadcast_tensors({row, x})[0][0].zero_();
+  EXPECT_TRUE(at::equal(row.cpu(), at::zeros({4})));
+  EXPECT_TRUE(at::atleast_2d({row, x})[0].is_alias_of(row));
+}
+
+TEST_F(DividedModelTest, ExpandedTensor_IsCopiedOnceAndNotItsRepetitions) {
+  const auto weights = Weights({0, 1});
+  const at::Tensor row = Row(0);
+  const auto copied = [&](bool inference) {
+    const c10::InferenceMode mode(inference);
+    const at::NoGradGuard no_grad;
+    const at::Tensor x = at::matmul(On(1, at::ones({8, 16, 4})), weights[1]);
+    const at::Tensor mask = (inference ? row + 0 : row).expand({8, 16, 4});
+    const uint64_t before = CrossingsSoFar().copied_bytes;
+    const at::Tensor product = x * mask;
+    EXPECT_EQ(product.device(), FakeGpu(1));
+    EXPECT_TRUE(at::equal(product.cpu(), x.cpu() * mask.cpu()));
+    return CrossingsSoFar().copied_bytes - before;
+  };
+  EXPECT_EQ(copied(false), row.nbytes());
+  EXPECT_EQ(copied(true), row.nbytes());
+}
+
+TEST_F(DividedModelTest, SparseWeight_MovesLikeOthers) {
+  const at::Tensor sparse = at::eye(4).to_sparse();
+  { const DividedModel model({sparse, at::Tensor()}, {at::Tensor()}); }
+  EXPECT_TRUE(MovesOperators(sparse));
+  EXPECT_TRUE(at::equal(at::mm(sparse, at::ones({4, 2})), at::ones({4, 2})));
+}
+
+TEST_F(DividedModelTest, WithoutAModel_NothingIsShared) {
+  const auto weights = Weights({0, 1});
+  const at::NoGradGuard no_grad;
+  const at::Tensor mask = Row(0);
+  const at::Tensor x = at::matmul(Row(1), weights[1]);
+  model_.reset();
+  const int64_t before = BytesOnFakeGpu(1);
+  EXPECT_TRUE(at::equal((x * mask).cpu(), x.cpu() * mask.cpu()));
+  EXPECT_EQ(BytesOnFakeGpu(1), before);
 }
 
 TEST_F(DividedModelTest, InferenceMode_ComputesTheSame) {
