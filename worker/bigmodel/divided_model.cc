@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -24,6 +25,7 @@
 #include "worker/bigmodel/ivalue_tensors.h"
 #include "worker/parallel/paged_storage.h"
 #include "worker/parallel/running_statistics.h"
+#include "worker/train/thread_states.h"
 
 namespace muster {
 namespace {
@@ -372,6 +374,19 @@ class Stay {
 
 thread_local Stay this_stay;
 
+// For the second run of a checkpointed function: its operators without weights follow the weights
+// before it, as in the first. What is shared is not taken along.
+int64_t DeviceOfStay() {
+  const std::optional<c10::Device>& device = this_stay.device();
+  if (!device.has_value()) return -1;
+  return static_cast<int64_t>(device->type()) << 8 | device->index();
+}
+void BeginStay(int64_t device) {
+  if (device < 0) return this_stay.Begin(std::nullopt);
+  this_stay.Begin(c10::Device(static_cast<c10::DeviceType>(device >> 8),
+                              static_cast<c10::DeviceIndex>(device & 0xff)));
+}
+
 // Where an operator runs, by the tensors that it takes.
 class Choice {
  public:
@@ -533,7 +548,11 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 
 }  // namespace
 
-void DividedModel::Register() { SetFallbackOfTensors(&Fallback); }
+void DividedModel::Register() {
+  SetFallbackOfTensors(&Fallback);
+  static std::once_flag once;
+  std::call_once(once, [] { AddThreadState({&DeviceOfStay, &BeginStay}); });
+}
 
 DividedModel::DividedModel() {
   Register();

@@ -395,6 +395,24 @@ TEST_F(DividedModelTest, CheckpointedFunction_MovesInItsRerunToo) {
   EXPECT_TRUE(at::equal(run(true), run(false)));
 }
 
+// Where the weights before it were, of which the thread of the second run knows nothing.
+TEST_F(DividedModelTest, CheckpointedFunctionThatBeginsWithoutAWeight_RunsWhereItRanFirst) {
+  const auto weights = Weights({0, 1});
+  for (const size_t last : {0, 1}) {
+    at::Tensor near = Row(0).requires_grad_(), far = Row(1).requires_grad_();
+    const at::Tensor first = at::matmul(near, weights[0]);
+    at::Tensor second = at::matmul(far, weights[1]);
+    if (last == 0) (void)at::matmul(Row(0), weights[0]);
+    const at::Tensor out = activation_checkpoint(
+        [](const at::Tensor& a, const at::Tensor& b) { return (a * b).square(); }, first, second);
+    EXPECT_EQ(out.device(), FakeGpu(static_cast<int>(last)));
+    Backward(out.sum(), {near, far});
+    const at::Tensor row = at::arange(1, 5, at::kFloat);
+    EXPECT_TRUE(at::allclose(near.grad().cpu(), 8 * row.pow(3)));
+    EXPECT_TRUE(at::allclose(far.grad().cpu(), 8 * row.pow(3)));
+  }
+}
+
 TEST_F(DividedModelTest, BackwardOfNamedInputs_GivesThemTheirGradients) {
   const auto weights = Weights({0, 1});
   at::Tensor near = Row(0).requires_grad_(), far = Row(1).requires_grad_();
