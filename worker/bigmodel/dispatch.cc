@@ -1,5 +1,7 @@
 #include "worker/bigmodel/dispatch.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -8,6 +10,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <functional>
+#include <limits>
 #include <map>
 #include <utility>
 
@@ -21,11 +24,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/file.h"
+#include "base/owned_fd.h"
 #include "base/status_macros.h"
 #include "base/units.h"
 #include "c10/core/DeviceGuard.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "torch/nn/module.h"
+#include "worker/bigmodel/arena.h"
 #include "worker/bigmodel/divided_model.h"
 #include "worker/bigmodel/empty_weights.h"
 #include "worker/bigmodel/map_checks.h"
@@ -59,6 +64,9 @@ constexpr uint64_t kOwnPages = 4 * kMiB;
 // A ring should hold what is in use and what comes next.
 constexpr uint64_t kUnitsInRing = 4;
 constexpr char kOffloadFile[] = "offload.safetensors";
+// Before the number of a process, which keeps the file of an earlier model under this name until
+// its own is in use.
+constexpr char kEarlierInfix[] = ".earlier.";
 constexpr char kOtherWays[] =
     "name another folder, or load a checkpoint by load_checkpoint_and_dispatch(), whose files are "
     "used in place";
@@ -76,6 +84,8 @@ struct Item {
   bool is_buffer = false;
   Place place = Place::kResident;
   c10::Device device = c10::Device(c10::kCPU);  // where operators find it
+  // By the map. What it does not send to a GPU goes where there is room for it to run.
+  bool is_placed_on_gpu = false;
   // Of offloaded ones, once they are known.
   std::shared_ptr<const WeightSource> source;
   size_t index = 0;
@@ -108,6 +118,10 @@ c10::Device DeviceOf(const std::string& name) {
 bool IsGpu(const std::string& device) {
   int number = 0;
   return absl::SimpleAtoi(device, &number);
+}
+
+uint64_t BytesOf(const Item& item) {
+  return static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(item.type);
 }
 
 void PlaceAll(const Item& item, const at::Tensor& value) {
@@ -154,7 +168,7 @@ class OffloadFile {
  public:
   explicit OffloadFile(const std::string& folder)
       : path_(JoinPath(folder, kOffloadFile)),
-        earlier_(absl::StrCat(path_, ".earlier.", static_cast<int64_t>(getpid()))) {
+        earlier_(absl::StrCat(path_, kEarlierInfix, static_cast<int64_t>(getpid()))) {
     for (std::string each = folder; each != "." && !PathExists(each); each = ParentPath(each)) {
       absent_.push_back(each);
     }
@@ -183,6 +197,21 @@ class OffloadFile {
   const std::string& path() const { return path_; }
   void Keep() { is_kept_ = true; }
 
+  // Removes what processes have kept of earlier models and left when they were killed.
+  void RemoveLeftovers() const {
+    const std::string folder = ParentPath(path_);
+    const absl::StatusOr<std::vector<std::string>> names = ListDirectory(folder);
+    if (!names.ok()) return;
+    for (const std::string& name : *names) {
+      if (!absl::StartsWith(name, absl::StrCat(kOffloadFile, kEarlierInfix))) continue;
+      const std::string path = JoinPath(folder, name);
+      const OwnedFd file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+      // Its process may be of another machine: its number says nothing, its lock does.
+      if (file.get() < 0 || flock(file.get(), LOCK_EX | LOCK_NB) != 0) continue;
+      (void)unlink(path.c_str());
+    }
+  }
+
   // Whole, or nothing is there. It is of use for as long as this process, so that no loss of power
   // matters: it is synced, because some disks say only then that they are full; its folder is not.
   absl::Status Write(const NamedTensors& tensors) {
@@ -210,6 +239,9 @@ class OffloadFile {
     // What else has the name is the error of the publication.
     if (lstat(path_.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) return absl::OkStatus();
     (void)unlink(earlier_.c_str());
+    // Before the name, by which RemoveLeftovers() would find a file that nobody holds.
+    earlier_lock_ = OwnedFd(open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+    if (earlier_lock_.get() >= 0) (void)flock(earlier_lock_.get(), LOCK_SH);
     // File systems without links: it has no name for a moment.
     if (link(path_.c_str(), earlier_.c_str()) != 0 &&
         std::rename(path_.c_str(), earlier_.c_str()) != 0) {
@@ -222,6 +254,7 @@ class OffloadFile {
 
   const std::string path_, earlier_;
   std::vector<std::string> absent_;
+  OwnedFd earlier_lock_;
   bool has_earlier_ = false, is_written_ = false, is_kept_ = false;
 };
 
@@ -247,6 +280,8 @@ class Dispatcher {
   std::map<std::string, c10::Device> DevicesOf(const DeviceEntries& map,
                                                const PlannedModel& model) const;
   void SetPlace(const std::string& device, bool keep_on_host, Item& item) const;
+  // Has offloaded parts run on a GPU whose limit leaves room for their ring.
+  void KeepLimits();
   // What is to be loaded; without buffers that keep their values.
   NamedTensors Targets(const WeightFiles& files, const LoadCheckpointOptions& options,
                        std::vector<std::string>* kept) const;
@@ -261,6 +296,7 @@ class Dispatcher {
   std::vector<OffloadedUnit> Units(const c10::Device& device, uint64_t ring_bytes) const;
   // For what is offloaded, on each device where it runs.
   absl::Status MakeRings(const std::map<c10::DeviceIndex, uint64_t>& offloaded);
+  bool HasSeveralDevices() const;
   // Operators move between the devices of the model, if it has several.
   void Divide();
 
@@ -339,6 +375,54 @@ void Dispatcher::SetPlace(const std::string& device, bool keep_on_host, Item& it
   }
 }
 
+void Dispatcher::KeepLimits() {
+  const bool is_open = !options_.main_device.has_value() && !result_.main_device_.is_cpu();
+  if (!is_open || options_.max_memory.empty()) return;
+  struct Gpu {
+    double room = std::numeric_limits<double>::infinity();
+    uint64_t offloaded = 0, largest = 0;
+  };
+  std::map<c10::DeviceIndex, Gpu> gpus;
+  // Those that the map does not name have room as well.
+  for (const auto& [name, limit] : options_.max_memory) {
+    const c10::Device device = DeviceOf(name);
+    if (!device.is_cpu() && device.index() < CountGpus()) gpus[device.index()].room = limit;
+  }
+  for (const Item& item : items_) {
+    if (item.device.is_cpu()) continue;
+    Gpu& gpu = gpus[item.device.index()];
+    const uint64_t bytes = BytesOf(item);
+    if (item.offloaded()) {
+      gpu.offloaded += bytes;
+      gpu.largest = std::max(gpu.largest, bytes);
+    } else {
+      gpu.room -= static_cast<double>(bytes);
+    }
+  }
+  for (auto& [index, gpu] : gpus) {
+    const uint64_t needed =
+        options_.ring_bytes.value_or(std::min(gpu.offloaded, kUnitsInRing * gpu.largest));
+    if (gpu.offloaded == 0 || gpu.room >= static_cast<double>(needed)) continue;
+    // A plan keeps room on its first GPU.
+    const auto main = gpus.find(result_.main_device_.index());
+    auto to = main == gpus.end() ? gpus.find(index) : main;
+    for (auto other = gpus.begin(); other != gpus.end(); ++other) {
+      if (to->second.room >= static_cast<double>(needed)) break;
+      if (other->second.room > to->second.room) to = other;
+    }
+    if (to->first == index) continue;
+    const c10::Device device(result_.main_device_.type(), to->first);
+    for (Item& item : items_) {
+      if (item.device.is_cpu() || item.device.index() != index || item.is_placed_on_gpu) continue;
+      item.device = device;
+      // A buffer that stays with its module.
+      if (!item.offloaded()) to->second.room -= static_cast<double>(BytesOf(item));
+    }
+    to->second.offloaded += std::exchange(gpu.offloaded, 0);
+    to->second.largest = std::max(to->second.largest, gpu.largest);
+  }
+}
+
 absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
   MUSTER_ASSIGN_OR_RETURN(const PlannedModel model, DescribeModule(module_));
   MUSTER_RETURN_IF_ERROR(CheckDeviceMap(model, map));
@@ -373,6 +457,7 @@ absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
     item.is_buffer = buffers.contains(tensor.unsafeGetTensorImpl());
     item.type = tensor.scalar_type();
     item.device = devices.at(name);
+    item.is_placed_on_gpu = IsGpu(*FindDevice(map, name));
     SetPlace(*FindDevice(map, name), keep_on_host, item);
   }
   return absl::OkStatus();
@@ -430,6 +515,7 @@ absl::Status Dispatcher::Load(const std::string& path, const LoadCheckpointOptio
       item.place = Place::kResident;
     }
   }
+  KeepLimits();
   std::vector<Reading> readings;
   for (const MatchedWeight& match : matched.matches) {
     Item& item = items_[by_name_.at(targets[match.target].first)];
@@ -521,6 +607,7 @@ absl::Status Dispatcher::Distribute(bool allow_empty) {
     }
     if (item.place == Place::kDisk) to_disk.push_back(&item);
   }
+  KeepLimits();
   // What fails first must have changed nothing: neither the module nor the folder, whose file may
   // be that of another model.
   MUSTER_RETURN_IF_ERROR(CheckRing());
@@ -546,8 +633,7 @@ absl::Status Dispatcher::Distribute(bool allow_empty) {
 absl::Status Dispatcher::CheckRing() const {
   if (!options_.ring_bytes.has_value()) return absl::OkStatus();
   for (const Item& item : items_) {
-    const uint64_t bytes =
-        static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(item.type);
+    const uint64_t bytes = BytesOf(item);
     const bool has_values = item.source != nullptr || !item.tensor().is_meta();
     if (!item.offloaded() || !has_values || bytes <= *options_.ring_bytes) continue;
     return absl::InvalidArgumentError(
@@ -574,6 +660,7 @@ absl::Status Dispatcher::WriteToDisk(const std::vector<Item*>& items) {
   const auto source = [&]() -> absl::StatusOr<std::shared_ptr<const WeightSource>> {
     offload_file_.emplace(options_.offload_folder);
     MUSTER_RETURN_IF_ERROR(MakeDirectories(options_.offload_folder));
+    offload_file_->RemoveLeftovers();
     MUSTER_RETURN_IF_ERROR(CheckDiskSpace(options_.offload_folder, bytes));
     MUSTER_RETURN_IF_ERROR(offload_file_->Write(tensors));
     MUSTER_ASSIGN_OR_RETURN(WeightFiles opened, WeightFiles::Open(offload_file_->path()));
@@ -605,10 +692,14 @@ uint64_t Dispatcher::RingBytes(const c10::Device& device, uint64_t offloaded) co
   const std::string name = NameOf(device);
   for (const auto& [limited, limit] : options_.max_memory) {
     if (limited != name) continue;
-    double room = limit - static_cast<double>(options_.readers * kScratchBytes);
+    double room = limit;
+    // A GPU has none of their memory.
+    if (device.is_cpu()) room -= static_cast<double>(options_.readers * kScratchBytes);
     for (const auto& [other, resident] : result_.resident_) room -= other == name ? resident : 0;
     // A limit may be infinite.
     bytes = static_cast<uint64_t>(std::clamp(room, 0.0, static_cast<double>(kMostRingBytes)));
+    // Which rounds up.
+    bytes = bytes / Arena::kUnit * Arena::kUnit;
   }
   return std::min(bytes, offloaded);
 }
@@ -618,8 +709,7 @@ std::vector<OffloadedUnit> Dispatcher::Units(const c10::Device& device, uint64_t
   std::vector<const Item*> items;
   for (const Item& item : items_) {
     if (item.source == nullptr || item.device != device) continue;
-    tensors.emplace_back(
-        item.names[0], static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(item.type));
+    tensors.emplace_back(item.names[0], BytesOf(item));
     items.push_back(&item);
   }
   // Never more than the ring, which a larger unit would make larger than the caller allows.
@@ -643,6 +733,10 @@ std::vector<OffloadedUnit> Dispatcher::Units(const c10::Device& device, uint64_t
 
 absl::Status Dispatcher::MakeRings(const std::map<c10::DeviceIndex, uint64_t>& offloaded) {
   const int rings = static_cast<int>(offloaded.size());
+  // In all; each ring has one at least.
+  auto readers_of_next = [&, next = 0]() mutable {
+    return std::max(options_.readers / rings + (next++ < options_.readers % rings ? 1 : 0), 1);
+  };
   std::vector<OffloadRing::Plan> plans;
   for (const auto& [index, bytes] : offloaded) {
     // Its index alone tells one device of a map from another.
@@ -653,7 +747,7 @@ absl::Status Dispatcher::MakeRings(const std::map<c10::DeviceIndex, uint64_t>& o
     plans.push_back({.units = Units(item->device, ring_bytes),
                      .options = {.device = item->device,
                                  .bytes = ring_bytes,
-                                 .readers = std::max(options_.readers / rings, 1),
+                                 .readers = readers_of_next(),
                                  .prefetch = options_.prefetch}});
   }
   MUSTER_RETURN_IF_ERROR(Guard([&] {
@@ -671,16 +765,20 @@ absl::Status Dispatcher::MakeRings(const std::map<c10::DeviceIndex, uint64_t>& o
   });
 }
 
+bool Dispatcher::HasSeveralDevices() const {
+  return std::any_of(items_.begin(), items_.end(),
+                     [&](const Item& item) { return item.device != items_[0].device; });
+}
+
 void Dispatcher::Divide() {
-  bool has_several = false;
+  if (!HasSeveralDevices()) return;
   std::vector<at::Tensor> parameters, buffers;
   for (const Item& item : items_) {
-    has_several |= item.device != items_[0].device;
     for (const at::Tensor& tensor : item.tensors) {
       if (!tensor.is_meta()) (item.is_buffer ? buffers : parameters).push_back(tensor);
     }
   }
-  if (has_several) result_.divided_ = std::make_unique<DividedModel>(parameters, buffers);
+  result_.divided_ = std::make_unique<DividedModel>(parameters, buffers);
 }
 
 absl::StatusOr<DispatchedModel> Dispatcher::Finish() {
@@ -688,8 +786,7 @@ absl::StatusOr<DispatchedModel> Dispatcher::Finish() {
   // Also of tensors without elements, which need a device too.
   std::map<c10::DeviceIndex, uint64_t> offloaded;
   for (const Item& item : items_) {
-    const uint64_t bytes =
-        static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(item.type);
+    const uint64_t bytes = BytesOf(item);
     if (item.source != nullptr) {
       offloaded[item.device.index()] += bytes;
     } else if (!item.tensor().is_meta()) {
@@ -697,6 +794,8 @@ absl::StatusOr<DispatchedModel> Dispatcher::Finish() {
     }
   }
   result_.resident_.assign(resident.begin(), resident.end());
+  // Rings change the module.
+  if (HasSeveralDevices()) MUSTER_RETURN_IF_ERROR(Guard([] { DividedModel::Register(); }));
   MUSTER_RETURN_IF_ERROR(MakeRings(offloaded));
   MUSTER_RETURN_IF_ERROR(Guard([&] { Divide(); }));
   if (offload_file_.has_value()) offload_file_->Keep();

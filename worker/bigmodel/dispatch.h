@@ -48,7 +48,8 @@ absl::StatusOr<DeviceMap> PlanDevices(const torch::nn::Module& module, const std
 
 struct DispatchOptions {
   // Where offloaded modules run. By default the GPU of the part before them (before the first one:
-  // of the map's first part on a GPU), or the CPU if the map names no GPU.
+  // of the map's first part on a GPU) if `max_memory` leaves room for their ring there, else a GPU
+  // that has it, the first one of the map before others; the CPU if the map names no GPU.
   std::optional<c10::Device> main_device = std::nullopt;
   // Buffers of offloaded modules are offloaded too. By default they stay where these run.
   bool offload_buffers = false;
@@ -62,7 +63,8 @@ struct DispatchOptions {
   std::optional<uint64_t> ring_bytes = std::nullopt;
   // Bytes of each device, as for the plan.
   DeviceLimits max_memory = {};
-  // Threads that read, in all: they wait for the disk, which is at its best with several requests.
+  // Threads that read, in all, but one at least for each device with offloaded weights: they wait
+  // for the disk, which is at its best with several requests.
   int readers = 8;
   bool prefetch = true;
 };

@@ -1,5 +1,7 @@
 #include "worker/bigmodel/dispatch.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +13,7 @@
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
 #include "base/file.h"
+#include "base/owned_fd.h"
 #include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -146,6 +149,23 @@ TEST_F(Dispatch, D17_DiskOffloadTwice_LeavesOneFile) {
     ASSERT_TRUE(files.ok());
     EXPECT_THAT(*files, ElementsAre("offload.safetensors"));
   }
+}
+
+// What a killed process has kept of an earlier model. One that lives holds a lock on its own.
+TEST_F(Dispatch, LeftoversOfKilledProcesses_AreRemovedByTheNextOffload) {
+  const TestFolder offload;
+  const std::string mine = offload.Path("offload.safetensors.earlier.7");
+  for (const char* const name : {"offload.safetensors.earlier.7", "offload.safetensors.earlier.8",
+                                 "offload.safetensors.other"}) {
+    ASSERT_TRUE(WriteFileAtomically(offload.Path(name), "x").ok());
+  }
+  const OwnedFd live(open(mine.c_str(), O_RDONLY | O_CLOEXEC));
+  ASSERT_EQ(flock(live.get(), LOCK_SH), 0);
+  TextNet net = Net();
+  ASSERT_TRUE(DiskOffload(*net, offload.path(), at::kCPU).ok());
+  EXPECT_THAT(*ListDirectory(offload.path()),
+              testing::UnorderedElementsAre("offload.safetensors", "offload.safetensors.earlier.7",
+                                            "offload.safetensors.other"));
 }
 
 TEST_F(Dispatch, OtherType_IsTheSameOnDiskAsInMemory) {

@@ -1,11 +1,17 @@
 #include "worker/bigmodel/divided_model.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <mutex>
 #include <optional>
+#include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
+#include <vector>
 
+#include "ATen/core/LegacyTypeDispatch.h"
 #include "ATen/core/dispatch/Dispatcher.h"
 #include "ATen/core/grad_mode.h"
 #include "base/mutex.h"
@@ -18,26 +24,43 @@
 #include "worker/bigmodel/deferred_init_key.h"
 #include "worker/bigmodel/ivalue_tensors.h"
 #include "worker/parallel/paged_storage.h"
+#include "worker/parallel/running_statistics.h"
+#include "worker/train/thread_states.h"
 
 namespace muster {
 namespace {
 
 constexpr c10::DispatchKey kKey = kDeferredInitKey;
 
-// Operators that take tensors of several devices by themselves, or look at no contents.
+// Operators that take tensors of several devices by themselves, look at no contents, or give a view
+// of each tensor without a schema that says so. (meshgrid() wants one device, and gets copies.)
 constexpr const char* kLeftAlone[] = {
-    "aten::copy_",        "aten::set_",        "aten::set_data",
-    "aten::type_as",      "aten::resize_as_",  "aten::is_set_to",
-    "aten::is_same_size", "aten::result_type", "aten::_has_compatible_shallow_copy_type",
+    "aten::copy_",
+    "aten::set_",
+    "aten::set_data",
+    "aten::type_as",
+    "aten::resize_as_",
+    "aten::is_set_to",
+    "aten::is_same_size",
+    "aten::result_type",
+    "aten::_has_compatible_shallow_copy_type",
+    "aten::broadcast_tensors",
+    "aten::align_tensors",
+    "aten::align_as",
+    "aten::atleast_1d",
+    "aten::atleast_2d",
+    "aten::atleast_3d",
 };
 
 bool BeginsWith(const std::string& text, const char* prefix) {
   return std::strncmp(text.c_str(), prefix, std::strlen(prefix)) == 0;
 }
 
-// One tensor of each list at a time, whose devices are its own.
-bool TakesListsApart(const std::string& op) {
-  return BeginsWith(op, "aten::_foreach_") || BeginsWith(op, "aten::_amp_foreach_");
+// One tensor of each list at a time, whose devices are its own; or a whole backward pass, which
+// reruns forward passes of checkpointed blocks.
+bool IsManyOperators(const std::string& op) {
+  return BeginsWith(op, "aten::_foreach_") || BeginsWith(op, "aten::_amp_foreach_") ||
+         op == "aten::_backward";
 }
 
 bool IsLeftAlone(const std::string& op) {
@@ -68,6 +91,7 @@ void Mark(const at::Tensor& tensor) {
 // Memory of parameters. An address is not given to another storage while it is here.
 class Weights {
  public:
+  // With memory.
   void Add(const at::Tensor& tensor) {
     MutexLock lock(&mu_);
     Entry& entry = storages_.try_emplace(StorageOf(tensor), tensor.storage().getWeakStorageImpl())
@@ -103,49 +127,102 @@ at::Tensor CopyTo(const at::Tensor& tensor, const c10::Device& device) {
   return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/true);
 }
 
-// What is on another GPU than its source, for the next operator that takes it there.
+// `tensor` without what expand() repeats.
+at::Tensor Once(const at::Tensor& tensor) {
+  at::Tensor once = tensor;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.stride(i) == 0 && tensor.size(i) > 1) once = once.narrow(i, 0, 1);
+  }
+  return once;
+}
+
+// Also of a tensor without memory of its own, as sparse ones.
+uint64_t BytesOf(const at::Tensor& tensor) {
+  return static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
+}
+
+// What is on another GPU than its source, for the next operator of the same stay (below) that takes
+// it there. Not for longer: programs and graphs of a GPU also write memory in ways that change no
+// version, between two passes in particular.
 class SharedCopies {
  public:
-  at::Tensor On(const at::Tensor& tensor, const c10::Device& device) {
+  // `stay`: of the calling thread.
+  at::Tensor On(const at::Tensor& tensor, const c10::Device& device, uint64_t stay) {
     const bool needs_gradient = c10::GradMode::is_enabled() && tensor.requires_grad();
-    // The contents of pages change without a version.
-    const bool is_shared = !needs_gradient && !tensor.is_inference() && tensor.has_storage() &&
-                           !IsPaged(tensor) && tensor.nbytes() <= kSharedCopyBytes;
-    if (!is_shared) {
-      Count(tensor);
+    if (needs_gradient || tensor.layout() != at::kStrided || !tensor.has_storage()) {
+      Count(BytesOf(tensor));
       return CopyTo(tensor, device);
     }
+    const at::Tensor once = Once(tensor);
+    const auto copy = [&] {
+      Count(BytesOf(once));
+      const at::Tensor there = CopyTo(once, device);
+      return once.is_same(tensor) ? there : there.expand(tensor.sizes());
+    };
+    // The contents of pages change without a version.
+    const bool is_shared =
+        !tensor.is_inference() && !IsPaged(tensor) && BytesOf(once) <= kSharedCopyBytes;
+    if (!is_shared) return copy();
     const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
     std::vector<Entry> gone;  // freed without the lock
-    if (at::Tensor found = Find(tensor, stream, &gone); found.defined()) return found;
-    Count(tensor);
+    if (at::Tensor found = Find(tensor, stay, stream, &gone); found.defined()) return found;
     Entry entry = {.tensor = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()),
                    .storage = tensor.storage().getWeakStorageImpl(),
                    .data = tensor.storage().data(),
-                   .version = tensor._version(),
+                   .sizes = tensor.sizes().vec(),
+                   .strides = tensor.strides().vec(),
+                   .offset = tensor.storage_offset(),
+                   .type = tensor.scalar_type(),
+                   .version = static_cast<int64_t>(tensor._version()),
+                   .stay = stay,
                    .stream = stream,
                    .copy = {}};
     {
       // A pass with gradients may be the next that takes it.
       const c10::InferenceMode off(false);
       const at::NoGradGuard no_grad;
-      entry.copy = CopyTo(tensor, device);
+      entry.copy = copy();
     }
-    at::Tensor copy = entry.copy;
+    at::Tensor there = entry.copy;
     Add(std::move(entry), &gone);
-    return copy;
+    return there;
   }
 
-  // A result shows its memory, which somebody may write from now on.
+  // For an operator that writes it.
+  at::Tensor OwnOn(const at::Tensor& tensor, const c10::Device& device) {
+    Count(BytesOf(tensor));
+    return CopyTo(tensor.detach(), device);
+  }
+
+  // Its contents have changed without a version.
+  void ForgetSource(const c10::StorageImpl* storage) {
+    std::vector<Entry> gone;
+    MutexLock lock(&mu_);
+    Drop([&](const Entry& entry) { return entry.storage._unsafe_get_target() == storage; }, &gone);
+  }
+
+  // A result shows its memory, which the program may write from now on.
   void Forget(const c10::StorageImpl* storage) {
     std::vector<Entry> gone;
     MutexLock lock(&mu_);
     Drop([&](const Entry& entry) { return StorageOf(entry.copy) == storage; }, &gone);
   }
 
-  void Clear() {
+  void EndStay(uint64_t stay) {
     std::vector<Entry> gone;
     MutexLock lock(&mu_);
+    Drop([&](const Entry& entry) { return entry.stay == stay; }, &gone);
+  }
+
+  // What is shared ends with a model, and nothing is while there is none.
+  void AddModel() {
+    MutexLock lock(&mu_);
+    ++models_;
+  }
+  void RemoveModel() {
+    std::vector<Entry> gone;
+    MutexLock lock(&mu_);
+    --models_;
     Drop([](const Entry&) { return true; }, &gone);
   }
 
@@ -159,15 +236,27 @@ class SharedCopies {
     c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     const void* data;
+    // set_data() and in-place views change a tensor without its version.
+    std::vector<int64_t> sizes, strides;
+    int64_t offset;
+    at::ScalarType type;
     int64_t version;
+    uint64_t stay;
     c10::Stream stream;  // in whose order the copy was made
     at::Tensor copy;
+
+    bool IsOf(const at::Tensor& now) const {
+      return storage._unsafe_get_target() == StorageOf(now) && data == now.storage().data() &&
+             now.sizes() == at::IntArrayRef(sizes) && now.strides() == at::IntArrayRef(strides) &&
+             offset == now.storage_offset() && type == now.scalar_type() &&
+             version == static_cast<int64_t>(now._version());
+    }
   };
 
-  void Count(const at::Tensor& tensor) {
+  void Count(uint64_t bytes) {
     MutexLock lock(&mu_);
     ++crossings_.copies;
-    crossings_.copied_bytes += tensor.nbytes();
+    crossings_.copied_bytes += bytes;
   }
 
   template <typename Condition>
@@ -180,18 +269,18 @@ class SharedCopies {
     entries_.erase(end, entries_.end());
   }
 
-  at::Tensor Find(const at::Tensor& tensor, const c10::Stream& stream, std::vector<Entry>* gone) {
+  at::Tensor Find(const at::Tensor& tensor, uint64_t stay, const c10::Stream& stream,
+                  std::vector<Entry>* gone) {
     MutexLock lock(&mu_);
     Drop([](const Entry& entry) { return entry.tensor.expired() || entry.storage.expired(); },
          gone);
     for (size_t i = 0; i < entries_.size(); ++i) {
       const Entry& entry = entries_[i];
-      if (entry.tensor._unsafe_get_target() != tensor.unsafeGetTensorImpl() ||
+      if (entry.tensor._unsafe_get_target() != tensor.unsafeGetTensorImpl() || entry.stay != stay ||
           entry.stream != stream) {
         continue;
       }
-      if (entry.storage._unsafe_get_target() != StorageOf(tensor) ||
-          entry.data != tensor.storage().data() || entry.version != tensor._version()) {
+      if (!entry.IsOf(tensor)) {
         gone->push_back(std::move(entries_[i]));
         entries_.erase(entries_.begin() + static_cast<ptrdiff_t>(i));
         break;
@@ -208,12 +297,14 @@ class SharedCopies {
 
   void Add(Entry entry, std::vector<Entry>* gone) {
     MutexLock lock(&mu_);
+    // Results of a model that is gone still move.
+    if (models_ == 0) return;
     entries_.push_back(std::move(entry));
     uint64_t bytes = 0;
-    for (const Entry& each : entries_) bytes += each.copy.nbytes();
+    for (const Entry& each : entries_) bytes += each.copy.storage().nbytes();
     size_t superfluous = 0;
     while (entries_.size() - superfluous > kSharedCopies || bytes > kSharedCopyBytes) {
-      bytes -= entries_[superfluous++].copy.nbytes();
+      bytes -= entries_[superfluous++].copy.storage().nbytes();
     }
     const auto end = entries_.begin() + static_cast<ptrdiff_t>(superfluous);
     gone->insert(gone->end(), std::make_move_iterator(entries_.begin()),
@@ -222,6 +313,7 @@ class SharedCopies {
   }
 
   Mutex mu_;
+  int models_ ABSL_GUARDED_BY(mu_) = 0;
   std::vector<Entry> entries_ ABSL_GUARDED_BY(mu_);
   DeviceCrossings crossings_ ABSL_GUARDED_BY(mu_);
 };
@@ -231,8 +323,69 @@ SharedCopies& TheCopies() {
   return copies;
 }
 
-// Where the thread's last operator with a weight ran.
-thread_local std::optional<c10::Device> last_device;
+// What a thread computes on one GPU: from the first operator with a weight there up to the next one
+// with a weight of another GPU, or with a weight that it has had. So no stay reaches into the next
+// pass, whatever part of a model runs.
+class Stay {
+ public:
+  Stay() = default;
+  ~Stay() { End(); }
+  Stay(const Stay&) = delete;
+  Stay& operator=(const Stay&) = delete;
+
+  // Where the last operator with a weight ran.
+  const std::optional<c10::Device>& device() const { return device_; }
+  // For a copy that is to be shared.
+  uint64_t id() {
+    has_copies_ = true;
+    return id_;
+  }
+
+  // The next operator takes `weight`, and runs there. A view of a weight is not a use.
+  void Use(const void* weight, const c10::Device& device, bool is_view) {
+    const bool is_again = !is_view && !weights_.insert(weight).second;
+    if (!is_again && device_ == device) return;
+    Begin(device);
+    if (!is_view) weights_.insert(weight);
+  }
+
+  void Begin(const std::optional<c10::Device>& device) {
+    End();
+    weights_.clear();
+    device_ = device;
+  }
+
+ private:
+  void End() {
+    if (has_copies_) TheCopies().EndStay(id_);
+    has_copies_ = false;
+    id_ = NextId();
+  }
+  static uint64_t NextId() {
+    static std::atomic<uint64_t> next = 0;
+    return ++next;
+  }
+
+  uint64_t id_ = NextId();
+  bool has_copies_ = false;
+  std::optional<c10::Device> device_;
+  std::unordered_set<const void*> weights_;
+};
+
+thread_local Stay this_stay;
+
+// For the second run of a checkpointed function: its operators without weights follow the weights
+// before it, as in the first. What is shared is not taken along.
+int64_t DeviceOfStay() {
+  const std::optional<c10::Device>& device = this_stay.device();
+  if (!device.has_value()) return -1;
+  return static_cast<int64_t>(device->type()) << 8 | device->index();
+}
+void BeginStay(int64_t device) {
+  if (device < 0) return this_stay.Begin(std::nullopt);
+  this_stay.Begin(c10::Device(static_cast<c10::DeviceType>(device >> 8),
+                              static_cast<c10::DeviceIndex>(device & 0xff)));
+}
 
 // Where an operator runs, by the tensors that it takes.
 class Choice {
@@ -252,28 +405,38 @@ class Choice {
       writes_several_ |= written_.has_value() && *written_ != device;
       written_ = device;
     }
-    const int64_t bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
+    const auto bytes = static_cast<int64_t>(BytesOf(tensor));
     if (is_marked && bytes > weight_bytes_ && TheWeights().Contains(StorageOf(tensor))) {
       weight_bytes_ = bytes;
       weight_ = device;
+      weight_memory_ = StorageOf(tensor);
     }
     // A number does not say where the rest is.
     if (tensor.dim() == 0) return;
-    has_last_ |= last_device == device;
+    has_last_ |= this_stay.device() == device;
     if (bytes > largest_bytes_) {
       largest_bytes_ = bytes;
       largest_ = device;
     }
   }
 
+  // A running statistic that the operator writes: of several devices, the first counts, and the
+  // others get their values back.
+  void SeeStatistic(const at::Tensor& tensor) {
+    See(tensor, /*write=*/false);
+    if (IsOnGpu(tensor) && !statistic_.has_value()) statistic_ = tensor.device();
+  }
+
   bool is_mixed() const { return is_mixed_; }
   bool can_move() const { return !writes_host_ && !writes_several_; }
-  bool has_weight() const { return weight_.has_value(); }
+  // Null: it takes none.
+  const void* weight() const { return weight_memory_; }
   // Of an operator with a tensor on a GPU.
   c10::Device device() const {
     if (written_.has_value()) return *written_;
+    if (statistic_.has_value()) return *statistic_;
     if (weight_.has_value()) return *weight_;
-    if (has_last_) return *last_device;
+    if (has_last_) return *this_stay.device();
     return largest_.value_or(*any_);
   }
   bool is_any() const { return any_.has_value(); }
@@ -284,8 +447,9 @@ class Choice {
 
  private:
   bool is_mixed_ = false, writes_host_ = false, writes_several_ = false, has_last_ = false;
-  std::optional<c10::Device> any_, written_, weight_, largest_;
+  std::optional<c10::Device> any_, written_, statistic_, weight_, largest_;
   int64_t weight_bytes_ = -1, largest_bytes_ = -1;
+  const void* weight_memory_ = nullptr;
   c10::SmallVector<const c10::TensorImpl*, 4> others_;
 };
 
@@ -295,21 +459,44 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   const size_t first = stack->size() - arguments.size();
   Choice choice;
   bool is_view = false;
+  c10::SmallVector<size_t, 2> statistics;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const c10::AliasInfo* const alias = arguments[i].alias_info();
     is_view |= alias != nullptr && !alias->isWrite();
+    if (IsUndeclaredStatistic(arguments[i]) && (*stack)[first + i].isTensor()) {
+      statistics.push_back(i);
+      continue;
+    }
     VisitTensors((*stack)[first + i], [&](const at::Tensor& tensor) {
       choice.See(tensor, alias != nullptr && alias->isWrite());
     });
+  }
+  const bool writes_statistics =
+      !statistics.empty() && WritesUndeclaredStatistics(schema, stack->data() + first);
+  for (const size_t i : statistics) {
+    const at::Tensor& tensor = (*stack)[first + i].toTensor();
+    if (writes_statistics) {
+      choice.SeeStatistic(tensor);
+    } else {
+      choice.See(tensor, /*write=*/false);
+    }
   }
   const std::string& name = schema.name();
   const bool is_own = BeginsWith(name, "aten::");
   // Its parts choose by themselves.
   const bool is_apart =
-      is_own ? TakesListsApart(name)
+      is_own ? IsManyOperators(name)
              : op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
-  if (choice.has_weight()) last_device = choice.device();
+  if (choice.weight() != nullptr) this_stay.Use(choice.weight(), choice.device(), is_view);
   c10::SmallVector<const c10::StorageImpl*, 4> copies;
+  // Statistics that the operator writes as copies elsewhere.
+  c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 2> written_back;
+  if (writes_statistics) {
+    for (const size_t i : statistics) {
+      const at::Tensor& tensor = (*stack)[first + i].toTensor();
+      if (tensor.defined()) TheCopies().ForgetSource(StorageOf(tensor));
+    }
+  }
   if (choice.is_mixed() && choice.can_move() && !is_view && !is_apart && !IsLeftAlone(name)) {
     const c10::Device device = choice.device();
     const c10::impl::ExcludeDispatchKeyGuard not_again(kKey);
@@ -320,9 +507,15 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
         is_away |= IsOnGpu(tensor) && tensor.device() != device;
       });
       if (!is_away) continue;
+      if (writes_statistics && IsUndeclaredStatistic(arguments[i])) {
+        const at::Tensor original = value.toTensor();
+        written_back.emplace_back(original, TheCopies().OwnOn(original, device));
+        value = written_back.back().second;
+        continue;
+      }
       value = WithTensors(value, [&](const at::Tensor& tensor) {
         if (!IsOnGpu(tensor) || tensor.device() == device) return tensor;
-        at::Tensor copy = TheCopies().On(tensor, device);
+        at::Tensor copy = TheCopies().On(tensor, device, this_stay.id());
         copies.push_back(StorageOf(copy));
         return copy;
       });
@@ -333,6 +526,12 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     std::optional<c10::impl::ExcludeDispatchKeyGuard> not_again;
     if (is_own && !is_apart) not_again.emplace(kKey);
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+  }
+  if (!written_back.empty()) {
+    // As the operator does: no version counts it.
+    const c10::impl::ExcludeDispatchKeyGuard not_again(kKey);
+    const at::AutoDispatchBelowADInplaceOrView below;
+    for (const auto& [original, copy] : written_back) original.copy_(copy, /*non_blocking=*/true);
   }
   const size_t results = schema.returns().size();
   for (size_t i = stack->size() - std::min(results, stack->size()); i < stack->size(); ++i) {
@@ -349,11 +548,25 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 
 }  // namespace
 
-DividedModel::DividedModel(const std::vector<at::Tensor>& parameters,
-                           const std::vector<at::Tensor>& buffers) {
+void DividedModel::Register() {
   SetFallbackOfTensors(&Fallback);
+  static std::once_flag once;
+  std::call_once(once, [] { AddThreadState({&DeviceOfStay, &BeginStay}); });
+}
+
+DividedModel::DividedModel() {
+  Register();
+  TheCopies().AddModel();
+}
+
+// An exception from here on takes back what is there: the object is complete.
+DividedModel::DividedModel(const std::vector<at::Tensor>& parameters,
+                           const std::vector<at::Tensor>& buffers)
+    : DividedModel() {
+  storages_.reserve(parameters.size());
   for (const at::Tensor& parameter : parameters) {
     Mark(parameter);
+    if (!parameter.defined() || !parameter.has_storage()) continue;
     TheWeights().Add(parameter);
     storages_.push_back(StorageOf(parameter));
   }
@@ -362,7 +575,7 @@ DividedModel::DividedModel(const std::vector<at::Tensor>& parameters,
 
 DividedModel::~DividedModel() {
   for (const void* const storage : storages_) TheWeights().Remove(storage);
-  TheCopies().Clear();
+  TheCopies().RemoveModel();
 }
 
 bool MovesOperators(const at::Tensor& tensor) { return tensor.key_set().has(kKey); }

@@ -24,15 +24,22 @@ namespace muster {
 // ordered by LibTorch's own copy; the host waits for nothing.
 //
 // A tensor that several operators take on another GPU, a mask or a hidden state, is copied once for
-// all of them while it lives unchanged, within kSharedCopies and kSharedCopyBytes. That needs its
-// version: where c10::InferenceMode has made it, or where gradients flow through it, each operator
-// copies it.
+// all of them until the thread goes on to the weights of another GPU, or uses a weight again: a
+// pass copies it again. Meanwhile operators that write it are noticed, by its version; writes that
+// have no version are not (data_ptr(), .data(), .variable_data(), a replayed graph). Where
+// c10::InferenceMode has made it, or where gradients flow through it, each operator copies it. At
+// most kSharedCopies and kSharedCopyBytes are kept.
 //
 // An operator with such a tensor costs a microsecond or two more. Others, and models on one device,
 // pay nothing. Thread-safe.
 class DividedModel {
  public:
-  // The tensors of a module on the devices where operators find them.
+  // The only step of the constructor that can fail for another reason than a lack of memory: call
+  // it before changes that cannot be taken back.
+  static void Register();
+
+  // The tensors of a module on the devices where operators find them. Those without memory of their
+  // own (sparse ones) move, and do not count as weights.
   DividedModel(const std::vector<at::Tensor>& parameters, const std::vector<at::Tensor>& buffers);
   // Its tensors, and results of theirs, still move. Gives back the memory of shared copies.
   ~DividedModel();
@@ -40,6 +47,8 @@ class DividedModel {
   DividedModel& operator=(const DividedModel&) = delete;
 
  private:
+  DividedModel();
+
   std::vector<const void*> storages_;
 };
 

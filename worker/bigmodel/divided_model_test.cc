@@ -6,13 +6,16 @@
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "ATen/core/dispatch/Dispatcher.h"
 #include "ATen/core/grad_mode.h"
 #include "c10/core/InferenceMode.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "torch/library.h"
 #include "worker/bigmodel/fake_gpus.h"
 #include "worker/bigmodel/test_nets.h"
 #include "worker/collective/test_error.h"
+#include "worker/train/activation_checkpoint.h"
 
 namespace muster {
 namespace {
@@ -111,6 +114,30 @@ TEST_F(DividedModelTest, WrittenTensor_IsWrittenAndNotACopy) {
   EXPECT_TRUE(at::equal(picked.cpu(), at::tensor({2.0F, 0.0F, 4.0F, 0.0F})));
 }
 
+TEST_F(DividedModelTest, RunningStatistics_AreWrittenWhereTheyAre) {
+  const auto weights = Weights({0, 1});
+  const at::Tensor mean = On(1, at::zeros({4})), variance = On(2, at::ones({4}));
+  const DividedModel buffers({}, {mean, variance});
+  at::Tensor host_mean = at::zeros({4}), host_variance = at::ones({4});
+  const at::NoGradGuard no_grad;
+  const at::Tensor input = at::arange(32, at::kFloat).view({8, 4});
+  const at::Tensor x = at::matmul(On(0, input), weights[0]);
+  for (const bool training : {false, true, false, true, false}) {
+    SCOPED_TRACE(training);
+    const at::Tensor found = at::batch_norm(x, {}, {}, mean, variance, training, 0.1, 1e-5, false);
+    const at::Tensor expected =
+        at::batch_norm(input, {}, {}, host_mean, host_variance, training, 0.1, 1e-5, false);
+    EXPECT_TRUE(at::equal(found.cpu(), expected));
+    EXPECT_TRUE(at::equal(mean.cpu(), host_mean));
+    EXPECT_TRUE(at::equal(variance.cpu(), host_variance));
+  }
+  const at::Tensor wide = x.view({2, 4, 4}), host_wide = input.view({2, 4, 4});
+  at::instance_norm(wide, {}, {}, mean, variance, true, 0.1, 1e-5, false);
+  at::instance_norm(host_wide, {}, {}, host_mean, host_variance, true, 0.1, 1e-5, false);
+  EXPECT_TRUE(at::equal(mean.cpu(), host_mean));
+  EXPECT_TRUE(at::equal(variance.cpu(), host_variance));
+}
+
 TEST_F(DividedModelTest, View_IsOfItsOwnTensor) {
   const auto weights = Weights({0, 1});
   const at::Tensor far = at::matmul(On(1, at::ones({3, 4})), weights[1]);
@@ -141,6 +168,68 @@ TEST_F(DividedModelTest, SharedTensor_IsCopiedOnceUntilItChanges) {
   EXPECT_EQ(Copies() - before, 4u);
 }
 
+// What changes a tensor without its version.
+TEST_F(DividedModelTest, SharedTensor_IsCopiedAgainForOtherContents) {
+  const auto weights = Weights({0, 1});
+  const at::NoGradGuard no_grad;
+  const at::Tensor x = at::matmul(On(1, at::ones({2, 4})), weights[1]).narrow(1, 0, 2);
+  const at::Tensor all = On(0, at::arange(8, at::kFloat));
+  at::Tensor mask = On(0, at::empty({2, 2}));
+  const auto expect_current = [&] {
+    EXPECT_TRUE(at::equal((x * mask).cpu(), x.cpu() * mask.cpu()));
+  };
+  mask.set_data(all.narrow(0, 0, 4).view({2, 2}));
+  expect_current();
+  mask.set_data(all.narrow(0, 4, 4).view({2, 2}));
+  expect_current();
+  mask.set_data(all.as_strided({2, 2}, {1, 2}, 4));
+  expect_current();
+}
+
+TEST_F(DividedModelTest, SharedTensor_IsCopiedAgainInTheNextStay) {
+  const auto weights = Weights({0, 1, 1});
+  const at::NoGradGuard no_grad;
+  at::Tensor mask = Row(0);
+  const auto expect_pass = [&](const std::vector<size_t>& layers) {
+    at::Tensor x = Row(1), expected = x.cpu();
+    for (const size_t layer : layers) {
+      x = at::matmul(x, weights[layer]) * mask;
+      expected = at::matmul(expected, weights[layer].cpu()) * mask.cpu();
+    }
+    EXPECT_TRUE(at::equal(x.cpu(), expected));
+  };
+  expect_pass({1, 2});
+  // No version counts these.
+  mask.data().fill_(5);
+  expect_pass({1, 2});
+  mask.variable_data().fill_(6);
+  expect_pass({2});
+  mask.data().fill_(7);
+  expect_pass({2});
+  mask.data().fill_(8);
+  expect_pass({0, 1, 2, 0, 1});
+  const uint64_t before = Copies();
+  expect_pass({0, 1, 2});
+  EXPECT_EQ(Copies() - before, 3u) << "the input, the state between two GPUs, and the mask";
+}
+
+TEST_F(DividedModelTest, SharedCopies_EndWithTheirStayAndThread) {
+  const auto weights = Weights({0, 1});
+  const at::NoGradGuard no_grad;
+  const at::Tensor mask = Row(0);
+  const at::Tensor x = at::matmul(Row(1), weights[1]);
+  const int64_t before = BytesOnFakeGpu(1);
+  (void)(x * mask);
+  EXPECT_GT(BytesOnFakeGpu(1), before);
+  (void)at::matmul(Row(0), weights[0]);
+  EXPECT_EQ(BytesOnFakeGpu(1), before);
+  std::thread([&] {
+    const at::NoGradGuard off;
+    (void)(x * mask);
+  }).join();
+  EXPECT_EQ(BytesOnFakeGpu(1), before);
+}
+
 TEST_F(DividedModelTest, SharedCopies_GoWithTheirSource) {
   const auto weights = Weights({0, 1});
   const at::NoGradGuard no_grad;
@@ -155,8 +244,7 @@ TEST_F(DividedModelTest, SharedCopies_GoWithTheirSource) {
   }
   EXPECT_LE(BytesOnFakeGpu(1) - before, static_cast<int64_t>(kSharedCopies + 1) * 4 * 4);
   model_.reset();
-  EXPECT_EQ(BytesOnFakeGpu(1) - before,
-            -static_cast<int64_t>(weights[1].nbytes()) + static_cast<int64_t>(weights[1].nbytes()));
+  EXPECT_EQ(BytesOnFakeGpu(1), before) << "the end of the model gives them back";
 }
 
 TEST_F(DividedModelTest, ResultThatShowsACopy_MayBeWritten) {
@@ -164,10 +252,57 @@ TEST_F(DividedModelTest, ResultThatShowsACopy_MayBeWritten) {
   const at::NoGradGuard no_grad;
   const at::Tensor x = at::matmul(On(1, at::ones({3, 4})), weights[1]);
   const at::Tensor row = Row(0);
-  const at::Tensor shown = at::broadcast_tensors({row, x})[0];
+  const at::Tensor shown = at::meshgrid({row, x[0]}, "ij")[0];
   EXPECT_EQ(shown.device(), FakeGpu(1));
-  shown[0].zero_();
+  shown.select(1, 0).zero_();
   EXPECT_TRUE(at::equal((x[0] * row).cpu(), 2 * row.cpu()));
+}
+
+// Whose schema does not say that it gives views.
+TEST_F(DividedModelTest, BroadcastTensors_AreViewsOfTheirOwn) {
+  const auto weights = Weights({0, 1});
+  const at::NoGradGuard no_grad;
+  const at::Tensor x = at::matmul(On(1, at::ones({3, 4})), weights[1]);
+  const at::Tensor row = Row(0);
+  at::broadcast_tensors({row, x})[0][0].zero_();
+  EXPECT_TRUE(at::equal(row.cpu(), at::zeros({4})));
+  EXPECT_TRUE(at::atleast_2d({row, x})[0].is_alias_of(row));
+}
+
+TEST_F(DividedModelTest, ExpandedTensor_IsCopiedOnceAndNotItsRepetitions) {
+  const auto weights = Weights({0, 1});
+  const at::Tensor row = Row(0);
+  const auto copied = [&](bool inference) {
+    const c10::InferenceMode mode(inference);
+    const at::NoGradGuard no_grad;
+    const at::Tensor x = at::matmul(On(1, at::ones({8, 16, 4})), weights[1]);
+    const at::Tensor mask = (inference ? row + 0 : row).expand({8, 16, 4});
+    const uint64_t before = CrossingsSoFar().copied_bytes;
+    const at::Tensor product = x * mask;
+    EXPECT_EQ(product.device(), FakeGpu(1));
+    EXPECT_TRUE(at::equal(product.cpu(), x.cpu() * mask.cpu()));
+    return CrossingsSoFar().copied_bytes - before;
+  };
+  EXPECT_EQ(copied(false), row.nbytes());
+  EXPECT_EQ(copied(true), row.nbytes());
+}
+
+TEST_F(DividedModelTest, SparseWeight_MovesLikeOthers) {
+  const at::Tensor sparse = at::eye(4).to_sparse();
+  { const DividedModel model({sparse, at::Tensor()}, {at::Tensor()}); }
+  EXPECT_TRUE(MovesOperators(sparse));
+  EXPECT_TRUE(at::equal(at::mm(sparse, at::ones({4, 2})), at::ones({4, 2})));
+}
+
+TEST_F(DividedModelTest, WithoutAModel_NothingIsShared) {
+  const auto weights = Weights({0, 1});
+  const at::NoGradGuard no_grad;
+  const at::Tensor mask = Row(0);
+  const at::Tensor x = at::matmul(Row(1), weights[1]);
+  model_.reset();
+  const int64_t before = BytesOnFakeGpu(1);
+  EXPECT_TRUE(at::equal((x * mask).cpu(), x.cpu() * mask.cpu()));
+  EXPECT_EQ(BytesOnFakeGpu(1), before);
 }
 
 TEST_F(DividedModelTest, InferenceMode_ComputesTheSame) {
@@ -182,25 +317,25 @@ TEST_F(DividedModelTest, InferenceMode_ComputesTheSame) {
 }
 
 TEST_F(DividedModelTest, CopyOfInferenceMode_ServesAPassWithGradients) {
-  const auto weights = Weights({0, 1});
+  const auto weights = Weights({0, 1, 1});
   const at::Tensor mask = Row(0);
   {
     const c10::InferenceMode inference;
     (void)(at::matmul(Row(1), weights[1]) * mask);
   }
   at::Tensor input = Row(1).requires_grad_();
-  (at::matmul(input, weights[1]) * mask).sum().backward();
+  (at::matmul(input, weights[2]) * mask).sum().backward();
   EXPECT_TRUE(at::equal(input.grad().cpu(), 2 * mask.cpu()));
 }
 
 TEST_F(DividedModelTest, CopyWithoutGradient_IsNotTakenForOneWith) {
-  const auto weights = Weights({0, 1});
+  const auto weights = Weights({0, 1, 1});
   at::Tensor input = Row(0).requires_grad_();
   {
     const at::NoGradGuard no_grad;
     (void)at::matmul(input, weights[1]);
   }
-  at::matmul(input, weights[1]).sum().backward();
+  at::matmul(input, weights[2]).sum().backward();
   EXPECT_TRUE(at::equal(input.grad().cpu(), at::full({4}, 2.0F)));
 }
 
@@ -235,6 +370,79 @@ TEST_F(DividedModelTest, TrainedWeights_GetTheirGradientsWhereTheyAre) {
   at::_foreach_add_({weights[0], weights[1]}, {weights[0].grad(), weights[1].grad()}, -0.5);
   EXPECT_EQ(weights[1].device(), FakeGpu(1));
   EXPECT_EQ(at::stack(at::_foreach_norm({weights[0].grad(), weights[1].grad()})).numel(), 2);
+}
+
+// As an operator, which TorchScript calls.
+void Backward(const at::Tensor& loss, const std::vector<at::Tensor>& inputs) {
+  torch::jit::Stack stack = {loss, c10::List<at::Tensor>(inputs), c10::IValue(), c10::IValue(),
+                             false};
+  c10::Dispatcher::singleton().findSchemaOrThrow("aten::_backward", "").callBoxed(&stack);
+}
+
+// A rerun is inside of the backward pass.
+TEST_F(DividedModelTest, CheckpointedFunction_MovesInItsRerunToo) {
+  const auto weights = Weights({0, 1, 2});
+  const auto run = [&](bool checkpoints) {
+    at::Tensor input = Row(0).requires_grad_();
+    const auto block = [&](const at::Tensor& x) {
+      const at::Tensor first = at::matmul(x, weights[1]).square();
+      return first + at::matmul(first, weights[2]) + at::matmul(x, weights[0]);
+    };
+    const at::Tensor out = checkpoints ? activation_checkpoint(block, input) : block(input);
+    Backward(out.sum(), {input});
+    return input.grad().cpu();
+  };
+  EXPECT_TRUE(at::equal(run(true), run(false)));
+}
+
+// Where the weights before it were, of which the thread of the second run knows nothing.
+TEST_F(DividedModelTest, CheckpointedFunctionThatBeginsWithoutAWeight_RunsWhereItRanFirst) {
+  const auto weights = Weights({0, 1});
+  for (const size_t last : {0, 1}) {
+    at::Tensor near = Row(0).requires_grad_(), far = Row(1).requires_grad_();
+    const at::Tensor first = at::matmul(near, weights[0]);
+    at::Tensor second = at::matmul(far, weights[1]);
+    if (last == 0) (void)at::matmul(Row(0), weights[0]);
+    const at::Tensor out = activation_checkpoint(
+        [](const at::Tensor& a, const at::Tensor& b) { return (a * b).square(); }, first, second);
+    EXPECT_EQ(out.device(), FakeGpu(static_cast<int>(last)));
+    Backward(out.sum(), {near, far});
+    const at::Tensor row = at::arange(1, 5, at::kFloat);
+    EXPECT_TRUE(at::allclose(near.grad().cpu(), 8 * row.pow(3)));
+    EXPECT_TRUE(at::allclose(far.grad().cpu(), 8 * row.pow(3)));
+  }
+}
+
+TEST_F(DividedModelTest, BackwardOfNamedInputs_GivesThemTheirGradients) {
+  const auto weights = Weights({0, 1});
+  at::Tensor near = Row(0).requires_grad_(), far = Row(1).requires_grad_();
+  const at::Tensor loss = (at::matmul(near, weights[0]) + at::matmul(far, weights[1])).sum();
+  Backward(loss, {near, far});
+  EXPECT_TRUE(at::equal(near.grad().cpu(), at::ones({4})));
+  EXPECT_TRUE(at::equal(far.grad().cpu(), at::full({4}, 2.0F)));
+}
+
+// An operator of a program that is made of others, with weights of its own on each GPU.
+TEST_F(DividedModelTest, CompositeOperatorOfTheProgram_IsLeftToItsParts) {
+  static auto& library = *new torch::Library(torch::Library::FRAGMENT, "muster_test", std::nullopt,
+                                             __FILE__, __LINE__);
+  static const bool defined = [] {
+    library.def("two_layers(Tensor x, Tensor first, Tensor second) -> Tensor",
+                [](const at::Tensor& x, const at::Tensor& first, const at::Tensor& second) {
+                  return at::matmul(at::matmul(x, first), second);
+                });
+    return true;
+  }();
+  ASSERT_TRUE(defined);
+  const auto weights = Weights({0, 1});
+  const auto op = c10::Dispatcher::singleton()
+                      .findSchemaOrThrow("muster_test::two_layers", "")
+                      .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&)>();
+  const uint64_t before = Copies();
+  const at::Tensor out = op.call(Row(0), weights[0], weights[1]);
+  EXPECT_EQ(out.device(), FakeGpu(1));
+  EXPECT_TRUE(at::equal(out.cpu(), at::arange(1, 5, at::kFloat) * 2));
+  EXPECT_EQ(Copies() - before, 1u) << "of what is between the layers";
 }
 
 TEST_F(DividedModelTest, SeveralThreads_ComputeTheSame) {

@@ -11,7 +11,8 @@
 
 namespace muster {
 
-// A module of LibTorch, and how it is used: with inputs on the device of its first parameter.
+// A module of LibTorch, and how it is used: with inputs on the device of its first parameter, or
+// buffer if it has no parameters.
 struct StandardModule {
   std::string name;
   std::function<std::shared_ptr<torch::nn::Module>()> make;
@@ -26,7 +27,7 @@ inline std::vector<StandardModule> StandardModuleCases() {
         .div(50)
         .sin()
         .view(sizes)
-        .to(module.parameters()[0].device());
+        .to((module.parameters().empty() ? module.buffers() : module.parameters())[0].device());
   };
   return {
       {"lstm",
@@ -77,6 +78,20 @@ inline std::vector<StandardModule> StandardModuleCases() {
       {"batch_norm", [] { return nn::BatchNorm2d(nn::BatchNorm2dOptions(3)).ptr(); },
        [=](nn::Module& m) {
          return m.as<nn::BatchNorm2d>()->forward(input(m, {2, 3, 4, 4}));
+       }},
+      {"batch_norm_of_statistics",
+       [] { return nn::BatchNorm2d(nn::BatchNorm2dOptions(3).affine(false)).ptr(); },
+       [=](nn::Module& m) {
+         return m.as<nn::BatchNorm2d>()->forward(input(m, {2, 3, 4, 4}));
+       }},
+      {"instance_norm",
+       [] {
+         return nn::InstanceNorm1d(
+                    nn::InstanceNorm1dOptions(3).affine(true).track_running_stats(true))
+             .ptr();
+       },
+       [=](nn::Module& m) {
+         return m.as<nn::InstanceNorm1d>()->forward(input(m, {2, 3, 4}));
        }},
       {"embedding_bag", [] { return nn::EmbeddingBag(nn::EmbeddingBagOptions(10, 4)).ptr(); },
        [=](nn::Module& m) {

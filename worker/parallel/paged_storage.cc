@@ -15,6 +15,7 @@
 #include "c10/core/TensorImpl.h"
 #include "c10/util/Exception.h"
 #include "torch/library.h"
+#include "worker/parallel/running_statistics.h"
 
 namespace muster {
 
@@ -119,8 +120,10 @@ void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     const c10::AliasInfo* const alias = arguments[i].alias_info();
     // A result that is an alias of the argument asks by itself when it is used.
     if (alias != nullptr && !alias->isWrite()) continue;
-    const bool write =
-        alias != nullptr && !OnlyReads(schema, arguments[i].name(), stack->data() + first);
+    const bool write = alias != nullptr
+                           ? !OnlyReads(schema, arguments[i].name(), stack->data() + first)
+                           : IsUndeclaredStatistic(arguments[i]) &&
+                                 WritesUndeclaredStatistics(schema, stack->data() + first);
     const c10::IValue& value = (*stack)[first + i];
     if (value.isTensor()) {
       AddUse(value.toTensor(), write, name, &uses, &taken);

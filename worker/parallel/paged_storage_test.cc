@@ -9,6 +9,7 @@
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/add.h"
 #include "ATen/ops/arange.h"
+#include "ATen/ops/batch_norm.h"
 #include "ATen/ops/cat.h"
 #include "ATen/ops/empty_like.h"
 #include "ATen/ops/equal.h"
@@ -97,6 +98,19 @@ TEST(PagedStorage, Write_IsSaid) {
   at::add_out(result, row, row);
   EXPECT_THAT(page.uses, Not(IsEmpty()));
   for (const std::string& use : page.uses) EXPECT_THAT(use, Not(HasSubstr("writes")));
+}
+
+// No schema says so.
+TEST(PagedStorage, WriteOfRunningStatistics_IsSaid) {
+  Numbers page;
+  const at::Tensor mean = PagedView(page.flat, {3}, {1}, 0);
+  const at::Tensor variance = PagedView(page.flat, {3}, {1}, 3);
+  for (const bool training : {false, true}) {
+    page.uses.clear();
+    at::batch_norm(at::ones({2, 3}), {}, {}, mean, variance, training, 0.1, 1e-5, false);
+    ASSERT_THAT(page.uses, Not(IsEmpty()));
+    EXPECT_EQ(page.uses[0], training ? "aten::batch_norm writes" : "aten::batch_norm");
+  }
 }
 
 TEST(PagedStorage, ContentsFreedBetweenForwardAndBackward_ComeBackForTheSavedTensor) {

@@ -18,6 +18,7 @@
 #include "worker/train/autocast.h"
 #include "worker/train/autograd_engine.h"
 #include "worker/train/seed.h"
+#include "worker/train/thread_states.h"
 
 namespace muster {
 namespace activation_internal {
@@ -84,6 +85,7 @@ class Region : public std::enable_shared_from_this<Region> {
         selection_(std::move(selection)),
         store_(selection_ == nullptr ? nullptr : selection_->store),
         rng_(SaveRngState()),
+        thread_states_(SaveThreadStates()),
         autocast_{AutocastState(c10::kCPU), AutocastState(c10::kCUDA)} {
     for (const at::Tensor& input : rerun_.inputs) {
       input_versions_.push_back(input.defined() ? VersionOf(input) : 0);
@@ -207,6 +209,7 @@ class Region : public std::enable_shared_from_this<Region> {
   // As the first run found them: random generators and buffers, after it those that it has changed.
   std::map<std::string, at::Tensor> rng_;
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
+  const std::vector<int64_t> thread_states_;
   const AutocastState autocast_[2];
   std::vector<int64_t> input_versions_, parameter_versions_;
   bool in_first_run_ = true;
@@ -358,6 +361,7 @@ void Region::RunAgain(int pass) {
       const at::AutoGradMode with_gradients(true);
       const AutocastGuard cpu(autocast_[0].precision, autocast_[0].device, autocast_[0].options);
       const AutocastGuard cuda(autocast_[1].precision, autocast_[1].device, autocast_[1].options);
+      const ThreadStatesScope states(thread_states_);
       const RunningScope scope({.region = this, .again = true});
       rerun_.function(inputs);
     } catch (const AllIsThere&) {

@@ -1,0 +1,37 @@
+#ifndef MUSTER_WORKER_TRAIN_THREAD_STATES_H_
+#define MUSTER_WORKER_TRAIN_THREAD_STATES_H_
+
+#include <cstdint>
+#include <vector>
+
+namespace muster {
+
+// What code above worker/train keeps for each thread, and what decides how operators run: the
+// second run of a checkpointed function, in a thread of autograd, needs it as the first one had it.
+struct ThreadState {
+  int64_t (*get)();
+  void (*set)(int64_t value);
+};
+
+// For good. Thread-safe.
+void AddThreadState(const ThreadState& state);
+
+// Those of the calling thread.
+std::vector<int64_t> SaveThreadStates();
+
+// In this scope the calling thread has states that SaveThreadStates() returned; what was added
+// since keeps its own.
+class ThreadStatesScope {
+ public:
+  explicit ThreadStatesScope(const std::vector<int64_t>& states);
+  ~ThreadStatesScope();
+  ThreadStatesScope(const ThreadStatesScope&) = delete;
+  ThreadStatesScope& operator=(const ThreadStatesScope&) = delete;
+
+ private:
+  const std::vector<int64_t> before_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_TRAIN_THREAD_STATES_H_
