@@ -355,7 +355,8 @@ absl::Status Dispatcher::SetMain(const DeviceEntries& map, const PlannedModel& m
 std::map<std::string, c10::Device> Dispatcher::DevicesOf(const DeviceEntries& map,
                                                          const PlannedModel& model) const {
   std::map<std::string, c10::Device> devices;
-  // What is offloaded runs where the part before it does, so that hidden states stay there.
+  // What is offloaded runs where the part before it does, so that hidden states stay there, if
+  // KeepLimits() finds room.
   c10::Device before = result_.main_device_;
   VisitTensorNames(model, [&](const std::string& name) {
     const std::string& named = *FindDevice(map, name);
