@@ -1,18 +1,15 @@
 #include "worker/checkpoint/weight_uploads.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
-#include <system_error>
-#include <thread>
 #include <utility>
 
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/empty.h"
-#include "base/mutex.h"
 #include "base/status_macros.h"
 #include "c10/core/DeviceGuard.h"
 #include "c10/core/ScalarType.h"
+#include "worker/checkpoint/for_each.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/transfer.h"
 
@@ -49,37 +46,12 @@ absl::Status Upload(const WeightFiles& files, const Piece& piece, DeviceUploads&
   return uploads.Queue(block, {{.offset = 0, .bytes = piece.bytes, .to = piece.to}});
 }
 
-// Returns when all threads have ended.
-absl::Status UploadAll(const WeightFiles& files, const std::vector<Piece>& pieces, int threads,
-                       DeviceUploads& uploads) {
-  std::atomic<size_t> next{0};
-  Mutex mu;
-  absl::Status first;
-  const auto run = [&] {
-    for (size_t i = next.fetch_add(1); i < pieces.size(); i = next.fetch_add(1)) {
-      const absl::Status status = Upload(files, pieces[i], uploads);
-      if (status.ok()) continue;
-      next.store(pieces.size());
-      MutexLock lock(&mu);
-      first.Update(status);
-      return;
-    }
-  };
-  std::vector<std::thread> running;
-  try {
-    while (running.size() < std::min<size_t>(threads, pieces.size())) running.emplace_back(run);
-  } catch (const std::system_error&) {
-    // The system gives no more.
-  }
-  if (running.empty()) run();
-  for (std::thread& thread : running) thread.join();
-  return first;
-}
-
 absl::Status Run(const WeightFiles& files, Batch batch, int threads, DeviceUploads& uploads) {
   // Memory of the batch may be that of tensors which the device still has to read.
   uploads.Follow();
-  absl::Status status = UploadAll(files, batch.pieces, threads, uploads);
+  absl::Status status = ForEach(batch.pieces.size(), {.threads = threads}, [&](uint64_t i) {
+    return Upload(files, batch.pieces[i], uploads);
+  });
   status.Update(uploads.Wait());
   MUSTER_RETURN_IF_ERROR(status);
   for (auto& [to, from] : batch.converted) to.copy_(from);
