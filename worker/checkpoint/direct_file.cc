@@ -240,8 +240,8 @@ absl::Status WritePastCache(DirectFile& file, const Parts& parts, const DirectFi
     written->digest = digester.Finish();
   };
   return ForEach(
-      count,
-      {.threads = std::max(options.in_flight, 1) + (copies ? 1 : 0), .meanwhile = digest}, write);
+      count, {.threads = std::max(options.in_flight, 1) + (copies ? 1 : 0), .meanwhile = digest},
+      write);
 }
 
 // Writes a range that is not direct from where its bytes are. Small pieces are put together.

@@ -15,8 +15,10 @@
 #include "c10/core/ScalarType.h"
 #include "c10/util/Exception.h"
 #include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/safetensors_format.h"
+#include "worker/checkpoint/shared_files.h"
 #include "worker/checkpoint/transfer.h"
 
 namespace muster {
@@ -105,7 +107,8 @@ absl::StatusOr<StateDict> ReadToDevice(const StateReader& reader, absl::string_v
   if (file->blocks.block_bytes > uploads.block_bytes()) return reader.Read(name);
   // Where several ranks have read it together, it is in the host's memory.
   const std::string shared = reader.PathOfShared(name);
-  const std::string path = shared.empty() ? JoinPath(reader.dir(), name) : shared;
+  const std::string file_path = JoinPath(reader.dir(), name);
+  const std::string path = shared.empty() ? file_path : shared;
   const absl::StatusOr<SafetensorsHeader> header = ReadSafetensorsHeader(path);
   if (!header.ok() || 8 + header->header_bytes + header->data_bytes != bytes) {
     return reader.Read(name);
@@ -134,11 +137,11 @@ absl::StatusOr<StateDict> ReadToDevice(const StateReader& reader, absl::string_v
       },
       options);
   read.Update(uploads.Wait());
-  MUSTER_RETURN_IF_ERROR(read);
+  if (!read.ok()) return Renamed(read, shared, NameOfShared(file_path));
   // What is not a tensor is in the metadata.
   MUSTER_ASSIGN_OR_RETURN(const SafetensorsLayout without_tensors,
                           LayOutSafetensors({}, header->metadata, kSafetensorsAlignment));
-  MUSTER_ASSIGN_OR_RETURN(StateDict state, ParseStateDict(without_tensors.prefix, path));
+  MUSTER_ASSIGN_OR_RETURN(StateDict state, ParseStateDict(without_tensors.prefix, file_path));
   for (size_t i = 0; i < placed->size(); ++i) {
     const Placed& tensor = (*placed)[i];
     state.SetTensor(header->tensors[i].name,

@@ -24,7 +24,9 @@
 namespace muster {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 FakeStreams& Streams() { return FakeDevice(); }
 
@@ -118,6 +120,37 @@ TEST_F(ReadToDeviceTest, FileThatRanksHaveReadTogether_ComesFromTheirMemory) {
     const absl::StatusOr<StateDict> read = ReadToDevice(*reader, OptimizerFileName(0), *uploads);
     MutexLock lock(&one_at_a_time);
     ExpectWhole(read);
+  });
+}
+
+TEST_F(ReadToDeviceTest, DamageInSharedMemory_NamesTheFileOfTheCheckpoint) {
+  Streams().LeaveUntilWaitedFor(nullptr);
+  RunRanks(2, [&](Comm& comm) {
+    absl::StatusOr<StateReader> reader = StateReader::Open(dir_);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    ASSERT_TRUE(reader->ReadTogether(comm, {OptimizerFileName(0)}).ok());
+    if (comm.rank() != 0) return comm.Barrier();
+    const std::string memory = reader->PathOfShared(OptimizerFileName(0));
+    const int fd = open(memory.c_str(), O_RDWR | O_CLOEXEC);
+    ASSERT_GE(fd, 0);
+    const auto expect_named = [&](const absl::Status& status) {
+      EXPECT_THAT(std::string(status.message()),
+                  AllOf(HasSubstr(JoinPath(dir_, OptimizerFileName(0))), HasSubstr("in memory"),
+                        Not(HasSubstr("/proc/"))));
+    };
+    const std::string damage(64, '\xff');
+    ASSERT_EQ(pwrite(fd, damage.data(), damage.size(), 20'000'000), ssize_t{64});
+    const auto uploads = UploadsTo(Streams().device());
+    const absl::Status read = ReadToDevice(*reader, OptimizerFileName(0), *uploads).status();
+    EXPECT_EQ(read.code(), absl::StatusCode::kDataLoss) << read;
+    expect_named(read);
+    // Its header.
+    ASSERT_EQ(pwrite(fd, damage.data(), damage.size(), 0), ssize_t{64});
+    const absl::Status mapped = reader->Read(OptimizerFileName(0)).status();
+    EXPECT_FALSE(mapped.ok());
+    expect_named(mapped);
+    close(fd);
+    comm.Barrier();
   });
 }
 

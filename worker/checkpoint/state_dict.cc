@@ -20,6 +20,7 @@
 #include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/file_plans.h"
+#include "worker/checkpoint/read_error.h"
 
 namespace muster {
 namespace {
@@ -369,13 +370,15 @@ absl::StatusOr<StateDict> ParseStateDict(absl::string_view bytes, const std::str
 }
 
 absl::StatusOr<StateDict> MapStateDict(const std::string& memory, const std::string& path) {
-  MUSTER_ASSIGN_OR_RETURN(const SafetensorsReader reader, SafetensorsReader::Open(memory));
+  const absl::StatusOr<SafetensorsReader> reader = SafetensorsReader::Open(memory);
+  if (!reader.ok()) return Renamed(reader.status(), memory, path);
   NamedTensors tensors;
-  for (const SafetensorsEntry& entry : reader.header().tensors) {
-    MUSTER_ASSIGN_OR_RETURN(at::Tensor tensor, reader.Map(entry.name));
-    tensors.emplace_back(entry.name, std::move(tensor));
+  for (const SafetensorsEntry& entry : reader->header().tensors) {
+    absl::StatusOr<at::Tensor> tensor = reader->Map(entry.name);
+    if (!tensor.ok()) return Renamed(tensor.status(), memory, path);
+    tensors.emplace_back(entry.name, *std::move(tensor));
   }
-  return StateOf(std::move(tensors), reader.header().metadata, path);
+  return StateOf(std::move(tensors), reader->header().metadata, path);
 }
 
 absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets,
