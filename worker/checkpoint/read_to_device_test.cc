@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
 
@@ -121,6 +122,22 @@ TEST_F(ReadToDeviceTest, FileThatRanksHaveReadTogether_ComesFromTheirMemory) {
     MutexLock lock(&one_at_a_time);
     ExpectWhole(read);
   });
+}
+
+TEST_F(ReadToDeviceTest, CheckpointInMemory_ComesFromThereBlockByBlock) {
+  const std::string name = OptimizerFileName(0);
+  const absl::StatusOr<StateReader> on_disk = StateReader::Open(dir_);
+  ASSERT_TRUE(on_disk.ok()) << on_disk.status();
+  std::map<std::string, std::string> contents;
+  std::map<std::string, absl::string_view> views;
+  for (const ManifestFile& file : on_disk->manifest().files) {
+    contents[file.name] = *ReadFile(JoinPath(dir_, file.name));
+    views[file.name] = contents[file.name];
+  }
+  const StateReader reader =
+      StateReader::OfMemory("memory", on_disk->manifest(), views, std::make_shared<int>(0));
+  EXPECT_GT(BytesToDevice(reader, name), 0u);
+  ExpectWhole(ReadToDevice(reader, name, uploads_));
 }
 
 TEST_F(ReadToDeviceTest, DamageInSharedMemory_NamesTheFileOfTheCheckpoint) {

@@ -12,16 +12,22 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/file.h"
+#include "base/mutex.h"
 #include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/checkpoint/for_each.h"
 #include "worker/checkpoint/run_folder.h"
 #include "worker/checkpoint/shard_plan.h"
+#include "worker/checkpoint/streamed_file.h"
 
 namespace muster {
 namespace {
 
 constexpr uint64_t kPartBytes = uint64_t{8} << 20;
+// What a thread of ReadAll() reads at a time: what it copies from is still in the processor's
+// cache.
+constexpr uint64_t kPieceBytes = uint64_t{1} << 20;
 
 bool IsFolder(const std::string& path) {
   struct stat info;
@@ -174,6 +180,66 @@ absl::Status WeightFiles::Divide(
 
 absl::Status WeightFiles::Read(const Entry& entry, char* to) const {
   return sources_[entry.file]->Read(entry.tensor.begin, to, entry.tensor.extent_bytes);
+}
+
+absl::StatusOr<size_t> WeightFiles::Fetch(const Entry& entry, uint64_t begin, size_t bytes,
+                                          char* block) const {
+  const uint64_t at = entry.tensor.begin + begin;
+  const StreamedFile* const file = StreamedFileOf(entry);
+  if (file == nullptr) {
+    MUSTER_RETURN_IF_ERROR(sources_[entry.file]->Read(at, block, bytes));
+    return 0;
+  }
+  const absl::StatusOr<size_t> fetched = file->Fetch(at, bytes, block);
+  if (!fetched.ok()) return Named(entry, fetched.status());
+  return fetched;
+}
+
+absl::Status WeightFiles::ReadAll(const std::vector<Reading>& readings, int threads) const {
+  struct Piece {
+    const Entry* entry;
+    uint64_t begin, end;  // of the extent
+    char* to;
+  };
+  std::vector<Piece> pieces;
+  for (const Reading& reading : readings) {
+    const uint64_t bytes = reading.entry->tensor.extent_bytes;
+    // All but the first begin where a block of the disk does.
+    const uint64_t remainder = reading.entry->tensor.begin % kDirectAlignment;
+    for (uint64_t begin = 0; begin < bytes;) {
+      const uint64_t end = std::min(bytes, begin + kPieceBytes - (begin == 0 ? remainder : 0));
+      pieces.push_back({reading.entry, begin, end, reading.to + begin});
+      begin = end;
+    }
+  }
+  Mutex mu;
+  std::vector<AlignedMemory> idle;
+  return ForEach(pieces.size(), {.threads = threads}, [&](uint64_t i) -> absl::Status {
+    const Piece& piece = pieces[i];
+    const uint64_t at = piece.entry->tensor.begin + piece.begin;
+    const size_t bytes = piece.end - piece.begin;
+    const StreamedFile* const file = StreamedFileOf(*piece.entry);
+    if (file == nullptr) return sources_[piece.entry->file]->Read(at, piece.to, bytes);
+    AlignedMemory scratch;
+    {
+      MutexLock lock(&mu);
+      if (!idle.empty()) {
+        scratch = std::move(idle.back());
+        idle.pop_back();
+      }
+    }
+    const absl::Status read = file->Read(at, bytes, piece.to, scratch);
+    MutexLock lock(&mu);
+    idle.push_back(std::move(scratch));
+    return Named(*piece.entry, read);
+  });
+}
+
+absl::Status WeightFiles::Named(const Entry& entry, const absl::Status& status) const {
+  if (status.ok()) return status;
+  return absl::Status(status.code(),
+                      absl::StrCat(FileOf(entry), ": tensor \"", Printable(entry.tensor.name),
+                                   "\": ", status.message()));
 }
 
 uint64_t WeightFiles::BytesOf(const Entry& entry) {

@@ -18,6 +18,8 @@
 
 namespace muster {
 
+class StreamedFile;
+
 // A tensor, and which of the files it is in.
 struct WeightEntry {
   StoredTensor tensor;
@@ -61,6 +63,22 @@ class WeightFiles {
   // The bytes of the entry's extent, of which there are `entry.tensor.extent_bytes`.
   absl::Status Read(const Entry& entry, char* to) const;
 
+  // For what is read once: by several threads, and past the page cache unless it is there (see
+  // StreamedFile). Errors, with the file and the tensor: those of StreamedFile.
+  struct Reading {
+    const Entry* entry = nullptr;
+    char* to = nullptr;  // where the bytes of its extent go
+  };
+  absl::Status ReadAll(const std::vector<Reading>& readings, int threads) const;
+  // `bytes` bytes of the entry's extent, from `begin` on, to somewhere in `block`: see
+  // StreamedFile::Fetch, also for errors, which name the file and the tensor.
+  absl::StatusOr<size_t> Fetch(const Entry& entry, uint64_t begin, size_t bytes, char* block) const;
+
+  // The file that an entry is in; null: it can only be read.
+  const StreamedFile* StreamedFileOf(const Entry& entry) const {
+    return sources_[entry.file]->streamed();
+  }
+
   // Passes the bytes of the tensor to `sink` in parts, contiguous. Holds a part in memory, or the
   // tensor's extent if it is not contiguous.
   absl::Status Stream(const Entry& entry,
@@ -76,6 +94,7 @@ class WeightFiles {
  private:
   absl::Status Add(const std::string& file, const std::vector<std::string>* wanted,
                    const std::string& index);
+  absl::Status Named(const Entry& entry, const absl::Status& status) const;
 
   std::string path_;
   std::vector<std::unique_ptr<ByteSource>> sources_;

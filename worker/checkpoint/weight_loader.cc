@@ -17,8 +17,9 @@
 #include "absl/strings/str_join.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/checkpoint/transfer.h"
 #include "worker/checkpoint/weight_files.h"
-#include "worker/checkpoint/weight_uploads.h"
+#include "worker/checkpoint/weight_fills.h"
 
 namespace muster {
 namespace {
@@ -155,20 +156,12 @@ absl::StatusOr<bool> AreEqual(const Source& source, size_t a, size_t b, at::Scal
 // Gives the target memory for its value.
 void Prepare(const OneCopy& copy, at::Tensor target) {
   const bool overlaps = at::has_internal_overlap(target) == at::MemOverlap::Yes;
-  // The old memory is freed before the new values arrive: one tensor at a time in addition to the
-  // model.
+  // The old memory is freed before the new values arrive.
   if (overlaps) {
     target.set_data(at::empty(target.sizes(), target.options().dtype(copy.type)));
   } else if (target.scalar_type() != copy.type) {
     target.set_data(at::empty_like(target, target.options().dtype(copy.type)));
   }
-}
-
-absl::Status Run(const Source& source, const OneCopy& copy, at::Tensor target) {
-  Prepare(copy, target);
-  MUSTER_ASSIGN_OR_RETURN(const at::Tensor loaded, source.Read(copy.from));
-  target.copy_(loaded);
-  return absl::OkStatus();
 }
 
 }  // namespace
@@ -194,14 +187,14 @@ absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightFi
   const auto options = at::TensorOptions().dtype(*type);
   if (tensor.strides.empty()) {
     at::Tensor read = at::empty(shape, options);
-    if (tensor.extent_bytes > 0) {
-      MUSTER_RETURN_IF_ERROR(weights.Read(entry, static_cast<char*>(read.data_ptr())));
-    }
+    MUSTER_RETURN_IF_ERROR(weights.ReadAll(
+        {{.entry = &entry, .to = static_cast<char*>(read.data_ptr())}}, ReadingThreads()));
     return read;
   }
   const int64_t elements = tensor.extent_bytes / c10::elementSize(*type);
   at::Tensor extent = at::empty({elements}, options);
-  MUSTER_RETURN_IF_ERROR(weights.Read(entry, static_cast<char*>(extent.data_ptr())));
+  MUSTER_RETURN_IF_ERROR(weights.ReadAll(
+      {{.entry = &entry, .to = static_cast<char*>(extent.data_ptr())}}, ReadingThreads()));
   return extent.as_strided(shape,
                            std::vector<int64_t>(tensor.strides.begin(), tensor.strides.end()));
 }
@@ -348,21 +341,26 @@ absl::Status MatchedWeights::Plan::Copy() const {
     }
   };
   const WeightFiles* const files = source->files();
-  std::vector<WeightUpload> uploads;
+  // All at once: from several files and tensors at a time.
+  std::vector<WeightFill> fills;
+  std::vector<std::pair<at::Tensor, at::Tensor>> in_memory;
   for (const OneCopy& copy : copies) {
     const at::Tensor& target = targets[copy.target].second;
-    if (files != nullptr && !target.is_cpu()) {
-      Prepare(copy, target);
-      if (const WeightEntry& entry = files->entries()[copy.from]; IsUploadable(entry, target)) {
-        uploads.push_back({.from = &entry, .to = target});
-        follow(copy.target);
-        continue;
-      }
-    }
-    MUSTER_RETURN_IF_ERROR(Run(*source, copy, target));
+    Prepare(copy, target);
     follow(copy.target);
+    if (files != nullptr && IsFillable(files->entries()[copy.from], target)) {
+      fills.push_back({.from = &files->entries()[copy.from], .to = target});
+      continue;
+    }
+    MUSTER_ASSIGN_OR_RETURN(const at::Tensor read, source->Read(copy.from));
+    if (files == nullptr) {
+      in_memory.emplace_back(target, read);
+    } else {
+      at::Tensor(target).copy_(read);
+    }
   }
-  if (!uploads.empty()) MUSTER_RETURN_IF_ERROR(UploadWeights(*files, uploads));
+  MUSTER_RETURN_IF_ERROR(CopyTensors(in_memory));
+  if (!fills.empty()) MUSTER_RETURN_IF_ERROR(FillWeights(*files, fills));
   // Tensors that the file leaves out get the type too, tied ones and those that are missing.
   if (dtype.has_value()) {
     for (size_t i = 0; i < targets.size(); ++i) {

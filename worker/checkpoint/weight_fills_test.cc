@@ -1,4 +1,4 @@
-#include "worker/checkpoint/weight_uploads.h"
+#include "worker/checkpoint/weight_fills.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -27,9 +27,9 @@ using ::testing::HasSubstr;
 FakeStreams& Streams() { return FakeDevice(); }
 
 // A file of weights, and a device that does nothing before a thread waits for it.
-class WeightUploadsTest : public testing::Test {
+class WeightFillsTest : public testing::Test {
  protected:
-  WeightUploadsTest() {
+  WeightFillsTest() {
     EXPECT_TRUE(SaveModelFiles(dir_, weights_).ok());
     absl::StatusOr<WeightFiles> files = WeightFiles::Open(dir_);
     EXPECT_TRUE(files.ok()) << files.status();
@@ -38,8 +38,8 @@ class WeightUploadsTest : public testing::Test {
 
   size_t left() const { return copies_.size(); }
   // Of all weights, of their own types.
-  std::vector<WeightUpload> Uploads() {
-    std::vector<WeightUpload> uploads;
+  std::vector<WeightFill> Uploads() {
+    std::vector<WeightFill> uploads;
     for (const auto& [name, weight] : weights_) {
       uploads.push_back({.from = files_->Find(name), .to = EmptyLike(weight)});
     }
@@ -48,10 +48,13 @@ class WeightUploadsTest : public testing::Test {
   static at::Tensor EmptyLike(const at::Tensor& tensor) {
     return at::empty(tensor.sizes(), at::TensorOptions(Streams().device()).dtype(tensor.dtype()));
   }
-  absl::Status Upload(const std::vector<WeightUpload>& uploads) {
-    return UploadWeights(
+  absl::Status Upload(const std::vector<WeightFill>& uploads) {
+    return FillWeights(
         *files_, uploads,
-        {.threads = 3, .converted_bytes = 0, .uploads = [this](const auto& device) {
+        {.threads = 3,
+         .converted_bytes = 0,
+         .least_bytes = 0,
+         .uploads = [this](const auto& device) {
            // Tensors are of several blocks, and more than there are.
            return std::make_unique<DeviceUploads>(
                device, 64 << 10, 4,
@@ -73,8 +76,8 @@ class WeightUploadsTest : public testing::Test {
   LeftCopies copies_{Streams()};
 };
 
-TEST_F(WeightUploadsTest, Weights_AreThereAndCountAsChanged) {
-  const std::vector<WeightUpload> uploads = Uploads();
+TEST_F(WeightFillsTest, Weights_AreThereAndCountAsChanged) {
+  const std::vector<WeightFill> uploads = Uploads();
   const auto version = uploads[0].to._version();
   const absl::Status status = Upload(uploads);
   ASSERT_TRUE(status.ok()) << status;
@@ -85,7 +88,20 @@ TEST_F(WeightUploadsTest, Weights_AreThereAndCountAsChanged) {
   EXPECT_NE(uploads[0].to._version(), version);
 }
 
-TEST_F(WeightUploadsTest, FileThatEnds_IsTheErrorAndNothingIsUnderWay) {
+TEST_F(WeightFillsTest, WeightsOnTheHost_AreThereConvertedAndCountAsChanged) {
+  const at::Tensor a = at::zeros({300, 1000}), b = at::zeros({7}, at::kLong),
+                   c = at::zeros({50'000}, at::kDouble);
+  const auto version = a._version();
+  const absl::Status status = FillWeights(*files_, {{.from = files_->Find("a"), .to = a},
+                                                    {.from = files_->Find("b"), .to = b},
+                                                    {.from = files_->Find("c"), .to = c}});
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_TRUE(Same(a, weights_[0].second) && Same(b, weights_[1].second));
+  EXPECT_TRUE(Same(c, weights_[2].second.to(at::kDouble)));
+  EXPECT_NE(a._version(), version);
+}
+
+TEST_F(WeightFillsTest, FileThatEnds_IsTheErrorAndNothingIsUnderWay) {
   const std::string path = files_->FileOf(*files_->Find("a"));
   const absl::StatusOr<std::string> text = ReadFile(path);
   ASSERT_TRUE(text.ok());
@@ -97,17 +113,20 @@ TEST_F(WeightUploadsTest, FileThatEnds_IsTheErrorAndNothingIsUnderWay) {
   EXPECT_EQ(left(), 0u) << "the device still reads memory that goes";
 }
 
-TEST_F(WeightUploadsTest, WhatGoesStraightToADevice) {
+TEST_F(WeightFillsTest, WhatIsReadWhereItGoes) {
   const WeightEntry& a = *files_->Find("a");
   const at::Tensor there = EmptyLike(weights_[0].second);
-  EXPECT_TRUE(IsUploadable(a, there));
-  EXPECT_TRUE(IsUploadable(a, EmptyLike(weights_[0].second.to(at::kBFloat16)))) << "converts";
-  EXPECT_FALSE(IsUploadable(a, at::zeros({300, 1000}))) << "is on the host";
-  EXPECT_FALSE(IsUploadable(a, EmptyLike(weights_[0].second.to(at::kLong))));
-  EXPECT_FALSE(IsUploadable(*files_->Find("b"), there));
+  EXPECT_TRUE(IsFillable(a, there));
+  EXPECT_TRUE(IsFillable(a, EmptyLike(weights_[0].second.to(at::kBFloat16)))) << "converts";
+  EXPECT_TRUE(IsFillable(a, at::zeros({300, 1000})));
+  EXPECT_TRUE(IsFillable(a, at::zeros({300, 1000}, at::kBFloat16))) << "converts";
+  EXPECT_FALSE(IsFillable(a, at::zeros({300, 1000}, at::kLong)));
+  EXPECT_FALSE(IsFillable(a, at::zeros({1000, 300}).t())) << "is not contiguous";
+  EXPECT_FALSE(IsFillable(a, EmptyLike(weights_[0].second.to(at::kLong))));
+  EXPECT_FALSE(IsFillable(*files_->Find("b"), there));
   WeightEntry turned = a;
   turned.tensor.strides = {1, 300};
-  EXPECT_FALSE(IsUploadable(turned, there));
+  EXPECT_FALSE(IsFillable(turned, there));
 }
 
 }  // namespace
