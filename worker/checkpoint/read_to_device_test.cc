@@ -5,20 +5,24 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "ATen/ops/arange.h"
 #include "ATen/ops/from_blob.h"
 #include "ATen/ops/full.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/fake_device.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/test_left_copies.h"
+#include "worker/checkpoint/transfer.h"
 #include "worker/collective/fake_streams.h"
 #include "worker/collective/thread_comm.h"
 
@@ -138,6 +142,53 @@ TEST_F(ReadToDeviceTest, CheckpointInMemory_ComesFromThereBlockByBlock) {
       StateReader::OfMemory("memory", on_disk->manifest(), views, std::make_shared<int>(0));
   EXPECT_GT(BytesToDevice(reader, name), 0u);
   ExpectWhole(ReadToDevice(reader, name, uploads_));
+}
+
+// What one rank's device or file does is an error of all, and leaves nothing that a later load
+// would stumble over.
+TEST_F(ReadToDeviceTest, OneRankThatFails_IsTheErrorOfAllAndTheNextLoadSucceeds) {
+  Streams().LeaveUntilWaitedFor(nullptr);
+  const std::string name = OptimizerFileName(0), path = JoinPath(dir_, name);
+  const std::string contents = *ReadFile(path);
+  enum class Fault { kDevice, kFile, kNone };
+  for (const Fault fault : {Fault::kDevice, Fault::kFile, Fault::kNone}) {
+    std::vector<absl::Status> statuses(2);
+    RunRanks(2, [&](Comm& comm) {
+      std::atomic<int> queued{0};
+      DeviceUploads uploads(
+          Streams().device(), kDirectBlockBytes, ReadingThreads() + 2,
+          [&](char* to, const char* from, size_t bytes) {
+            // The second block fails, or those after it.
+            const bool fails = comm.rank() == 1 && ++queued == 2;
+            TORCH_CHECK(!fails || fault != Fault::kDevice, "the device is lost");
+            const bool shrinks = fails && fault == Fault::kFile;
+            EXPECT_TRUE(!shrinks || truncate(path.c_str(), 17 << 20) == 0);
+            std::memcpy(to, from, bytes);
+          },
+          nullptr);
+      const absl::StatusOr<StateReader> reader = StateReader::Open(dir_);
+      ASSERT_TRUE(reader.ok()) << reader.status();
+      absl::Status mine;
+      if (comm.rank() == 0) mine = ReadToDevice(*reader, name, uploads).status();
+      comm.Barrier();
+      if (comm.rank() == 1) mine = ReadToDevice(*reader, name, uploads).status();
+      EXPECT_EQ(mine.ok(), comm.rank() == 0 || fault == Fault::kNone) << mine;
+      statuses[comm.rank()] = AgreeOnFiles(comm, mine, {}, nullptr);
+    });
+    EXPECT_EQ(statuses[0], statuses[1]);
+    if (fault == Fault::kNone) {
+      EXPECT_TRUE(statuses[0].ok()) << statuses[0];
+      continue;
+    }
+    EXPECT_THAT(std::string(statuses[0].message()),
+                AllOf(HasSubstr("rank 1: "), fault == Fault::kDevice
+                                                 ? HasSubstr("the device is lost")
+                                                 : HasSubstr(path + ": ends at byte ")));
+    const int fd = open(path.c_str(), O_WRONLY | O_CLOEXEC);
+    EXPECT_EQ(pwrite(fd, contents.data(), contents.size(), 0),
+              static_cast<ssize_t>(contents.size()));
+    close(fd);
+  }
 }
 
 TEST_F(ReadToDeviceTest, DamageInSharedMemory_NamesTheFileOfTheCheckpoint) {
