@@ -197,29 +197,25 @@ absl::StatusOr<size_t> WeightFiles::Fetch(const Entry& entry, uint64_t begin, si
 
 absl::Status WeightFiles::ReadAll(const std::vector<Reading>& readings, int threads) const {
   struct Piece {
-    const Entry* entry;
+    const Reading* reading;
     uint64_t begin, end;  // of the extent
-    char* to;
   };
   std::vector<Piece> pieces;
   for (const Reading& reading : readings) {
-    const uint64_t bytes = reading.entry->tensor.extent_bytes;
+    const StoredTensor& tensor = reading.entry->tensor;
+    const uint64_t width = std::max(SafetensorsTypeBits(tensor.type) / 8, 1);
     // All but the first begin where a block of the disk does.
-    const uint64_t remainder = reading.entry->tensor.begin % kDirectAlignment;
-    for (uint64_t begin = 0; begin < bytes;) {
-      const uint64_t end = std::min(bytes, begin + kPieceBytes - (begin == 0 ? remainder : 0));
-      pieces.push_back({reading.entry, begin, end, reading.to + begin});
+    const uint64_t remainder = tensor.begin % kDirectAlignment;
+    const uint64_t first = kPieceBytes - (remainder % width == 0 ? remainder : 0);
+    for (uint64_t begin = 0; begin < tensor.extent_bytes;) {
+      const uint64_t end = std::min(tensor.extent_bytes, begin == 0 ? first : begin + kPieceBytes);
+      pieces.push_back({&reading, begin, end});
       begin = end;
     }
   }
   Mutex mu;
   std::vector<AlignedMemory> idle;
-  return ForEach(pieces.size(), {.threads = threads}, [&](uint64_t i) -> absl::Status {
-    const Piece& piece = pieces[i];
-    const uint64_t at = piece.entry->tensor.begin + piece.begin;
-    const size_t bytes = piece.end - piece.begin;
-    const StreamedFile* const file = StreamedFileOf(*piece.entry);
-    if (file == nullptr) return sources_[piece.entry->file]->Read(at, piece.to, bytes);
+  return ForEach(pieces.size(), {.threads = threads}, [&](uint64_t i) {
     AlignedMemory scratch;
     {
       MutexLock lock(&mu);
@@ -228,11 +224,27 @@ absl::Status WeightFiles::ReadAll(const std::vector<Reading>& readings, int thre
         idle.pop_back();
       }
     }
-    const absl::Status read = file->Read(at, bytes, piece.to, scratch);
+    const Piece& piece = pieces[i];
+    const absl::Status read = ReadPiece(*piece.reading, piece.begin, piece.end, scratch);
     MutexLock lock(&mu);
     idle.push_back(std::move(scratch));
-    return Named(*piece.entry, read);
+    return read;
   });
+}
+
+absl::Status WeightFiles::ReadPiece(const Reading& reading, uint64_t begin, uint64_t end,
+                                    AlignedMemory& scratch) const {
+  const Entry& entry = *reading.entry;
+  const uint64_t at = entry.tensor.begin + begin;
+  const size_t bytes = end - begin;
+  if (reading.to == nullptr) {
+    MUSTER_RETURN_IF_ERROR(scratch.Grow(StreamedFile::RoomFor(at, bytes)));
+    MUSTER_ASSIGN_OR_RETURN(const size_t offset, Fetch(entry, begin, bytes, scratch.data()));
+    return Named(entry, reading.take(begin, absl::string_view(scratch.data() + offset, bytes)));
+  }
+  const StreamedFile* const file = StreamedFileOf(entry);
+  if (file == nullptr) return sources_[entry.file]->Read(at, reading.to + begin, bytes);
+  return Named(entry, file->Read(at, bytes, reading.to + begin, scratch));
 }
 
 absl::Status WeightFiles::Named(const Entry& entry, const absl::Status& status) const {

@@ -18,6 +18,7 @@
 
 namespace muster {
 
+class AlignedMemory;
 class StreamedFile;
 
 // A tensor, and which of the files it is in.
@@ -67,7 +68,10 @@ class WeightFiles {
   // StreamedFile). Errors, with the file and the tensor: those of StreamedFile.
   struct Reading {
     const Entry* entry = nullptr;
-    char* to = nullptr;  // where the bytes of its extent go
+    // Where the bytes of its extent go. Null: `take` gets them piece by piece, whole elements, from
+    // several threads at once; `begin` is where a piece begins in the extent.
+    char* to = nullptr;
+    std::function<absl::Status(uint64_t begin, absl::string_view piece)> take = nullptr;
   };
   absl::Status ReadAll(const std::vector<Reading>& readings, int threads) const;
   // `bytes` bytes of the entry's extent, from `begin` on, to somewhere in `block`: see
@@ -95,6 +99,8 @@ class WeightFiles {
   absl::Status Add(const std::string& file, const std::vector<std::string>* wanted,
                    const std::string& index);
   absl::Status Named(const Entry& entry, const absl::Status& status) const;
+  absl::Status ReadPiece(const Reading& reading, uint64_t begin, uint64_t end,
+                         AlignedMemory& scratch) const;
 
   std::string path_;
   std::vector<std::unique_ptr<ByteSource>> sources_;

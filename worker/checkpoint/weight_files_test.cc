@@ -201,6 +201,20 @@ TEST_F(WeightFilesTest, ReadAll_PutsEachTensorWhereItGoes) {
     EXPECT_TRUE(a == large);
     EXPECT_EQ(b, "xyz");
   }
+  // Piece by piece.
+  std::string taken(large.size(), '\0');
+  const WeightFiles::Reading in_pieces = {
+      .entry = files->Find("a"), .take = [&](uint64_t begin, absl::string_view piece) {
+        taken.replace(begin, piece.size(), piece.data(), piece.size());
+        return absl::OkStatus();
+      }};
+  ASSERT_TRUE(files->ReadAll({in_pieces}, 4).ok());
+  EXPECT_TRUE(taken == large);
+  const WeightFiles::Reading refused = {
+      .entry = files->Find("b"),
+      .take = [](uint64_t, absl::string_view) { return absl::InternalError("no"); }};
+  EXPECT_EQ(files->ReadAll({refused}, 4),
+            absl::InternalError(absl::StrCat(Path("model.safetensors"), ": tensor \"b\": no")));
   AlignedMemory block;
   ASSERT_TRUE(block.Grow(1 << 20).ok());
   const absl::StatusOr<size_t> fetched = files->Fetch(*files->Find("a"), 1000, 5000, block.data());

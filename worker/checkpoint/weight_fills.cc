@@ -1,7 +1,11 @@
 #include "worker/checkpoint/weight_fills.h"
 
+#include <algorithm>
+#include <exception>
+
 #include "ATen/core/grad_mode.h"
-#include "ATen/ops/empty.h"
+#include "ATen/ops/from_blob.h"
+#include "absl/strings/string_view.h"
 #include "base/status_macros.h"
 #include "c10/core/ScalarType.h"
 #include "worker/checkpoint/direct_io.h"
@@ -16,29 +20,47 @@ bool IsInMemory(const at::Tensor& tensor) {
          !tensor.is_conj() && !tensor.is_neg();
 }
 
+// Of what a thread converts at a time: less than LibTorch divides among threads of its own.
+constexpr int64_t kConvertedAtATime = 32'000;
+
+// Elements of a file from `begin` on, which become those of `to`, flat.
+absl::Status Convert(const at::Tensor& to, at::ScalarType type, uint64_t begin,
+                     absl::string_view piece) {
+  try {
+    const at::NoGradGuard no_grad;
+    const auto width = static_cast<int64_t>(c10::elementSize(type));
+    const int64_t first = static_cast<int64_t>(begin) / width;
+    const int64_t count = static_cast<int64_t>(piece.size()) / width;
+    const at::Tensor from = at::from_blob(const_cast<char*>(piece.data()), {count}, type);
+    for (int64_t at = 0; at < count; at += kConvertedAtATime) {
+      const int64_t some = std::min(kConvertedAtATime, count - at);
+      to.narrow(0, first + at, some).copy_(from.narrow(0, at, some));
+    }
+    return absl::OkStatus();
+  } catch (const std::exception& error) {
+    // Of a thread, which must not throw.
+    return absl::InternalError(error.what());
+  }
+}
+
 absl::Status FillOnHost(const WeightFiles& files, const std::vector<WeightFill>& weights,
                         int threads) {
-  std::vector<WeightFiles::Reading> in_place;
-  std::vector<const WeightFill*> converted;
+  std::vector<WeightFiles::Reading> readings;
   for (const WeightFill& weight : weights) {
     MUSTER_ASSIGN_OR_RETURN(const at::ScalarType type, ToScalarType(weight.from->tensor.type));
     if (type != weight.to.scalar_type()) {
-      converted.push_back(&weight);
+      readings.push_back({.entry = weight.from,
+                          .take = [to = weight.to.detach().view({-1}), type](
+                                      uint64_t begin, absl::string_view piece) {
+                            return Convert(to, type, begin, piece);
+                          }});
       continue;
     }
     // An operation would count as a change.
     weight.to.unsafeGetTensorImpl()->bump_version();
-    in_place.push_back({.entry = weight.from, .to = static_cast<char*>(weight.to.data_ptr())});
+    readings.push_back({.entry = weight.from, .to = static_cast<char*>(weight.to.data_ptr())});
   }
-  MUSTER_RETURN_IF_ERROR(files.ReadAll(in_place, threads));
-  for (const WeightFill* const weight : converted) {
-    MUSTER_ASSIGN_OR_RETURN(const at::ScalarType type, ToScalarType(weight->from->tensor.type));
-    const at::Tensor read = at::empty(weight->to.sizes(), type);
-    MUSTER_RETURN_IF_ERROR(files.ReadAll(
-        {{.entry = weight->from, .to = static_cast<char*>(read.data_ptr())}}, threads));
-    at::Tensor(weight->to).copy_(read);
-  }
-  return absl::OkStatus();
+  return files.ReadAll(readings, threads);
 }
 
 }  // namespace

@@ -98,9 +98,10 @@ absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightEn
 // strides. Floating types convert into each other; other types must be equal. Everything is
 // compared before the first tensor changes. Several threads read, past the page cache what is not
 // in it. What is in memory in addition to the model: a block of some MiB for each thread, pinned
-// for a GPU; of tensors whose type or strides are others in the file one at a time, or of those
-// that a device converts TensorUploadOptions::converted_bytes. With `dtype` a tensor whose type
-// changes has memory for its new values, and none for the old ones, before the first one is read.
+// for a GPU; of tensors whose strides are others in the file one at a time; on a device also those
+// that it converts, as many as TensorUploadOptions::converted_bytes. With `dtype` a tensor whose
+// type changes has memory for its new values, and none for the old ones, before the first one is
+// read.
 //
 // Errors: those of WeightFiles::Open; INVALID_ARGUMENT "PATH: ..." that lists the names that are
 // missing, unexpected (with `strict`) or different in shape or type, targets without memory (meta
