@@ -91,14 +91,14 @@ absl::Status UploadTo(const c10::Device& device, const std::vector<TensorUpload>
 
 bool IsDenseOnTheHost(const at::Tensor& tensor) {
   return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
-         !tensor.is_conj() && !tensor.is_neg();
+         !tensor.is_conj() && !tensor.is_neg() && tensor.storage().data() != nullptr;
 }
 
 }  // namespace
 
 bool TakesUpload(const at::Tensor& to, at::ScalarType type, uint64_t bytes) {
   return bytes > 0 && !to.is_cpu() && !to.is_meta() && to.layout() == at::kStrided &&
-         to.is_contiguous() && !to.is_conj() && !to.is_neg() &&
+         to.is_contiguous() && !to.is_conj() && !to.is_neg() && to.storage().data() != nullptr &&
          (type == to.scalar_type() ||
           (c10::isFloatingType(type) && c10::isFloatingType(to.scalar_type()))) &&
          bytes == static_cast<uint64_t>(to.numel()) * c10::elementSize(type);

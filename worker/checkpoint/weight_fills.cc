@@ -15,9 +15,10 @@
 namespace muster {
 namespace {
 
+// Parameters of offloaded models have no memory.
 bool IsInMemory(const at::Tensor& tensor) {
   return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
-         !tensor.is_conj() && !tensor.is_neg();
+         !tensor.is_conj() && !tensor.is_neg() && tensor.storage().data() != nullptr;
 }
 
 // Of what a thread converts at a time: less than LibTorch divides among threads of its own.

@@ -11,6 +11,7 @@
 
 #include "ATen/ops/arange.h"
 #include "ATen/ops/empty.h"
+#include "ATen/ops/from_blob.h"
 #include "ATen/ops/zeros.h"
 #include "base/file.h"
 #include "base/test_folder.h"
@@ -121,6 +122,8 @@ TEST_F(WeightFillsTest, WhatIsReadWhereItGoes) {
   EXPECT_TRUE(IsFillable(a, at::zeros({300, 1000})));
   EXPECT_TRUE(IsFillable(a, at::zeros({300, 1000}, at::kBFloat16))) << "converts";
   EXPECT_FALSE(IsFillable(a, at::zeros({300, 1000}, at::kLong)));
+  const at::Tensor offloaded = at::from_blob(nullptr, {300, 1000}, at::kFloat);
+  EXPECT_FALSE(IsFillable(a, offloaded)) << "has no memory";
   EXPECT_FALSE(IsFillable(a, at::zeros({1000, 300}).t())) << "is not contiguous";
   EXPECT_FALSE(IsFillable(a, EmptyLike(weights_[0].second.to(at::kLong))));
   EXPECT_FALSE(IsFillable(*files_->Find("b"), there));
