@@ -5,13 +5,14 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "ATen/Parallel.h"
 #include "ATen/ops/arange.h"
 #include "ATen/ops/from_blob.h"
 #include "ATen/ops/full.h"
@@ -150,16 +151,22 @@ TEST_F(ReadToDeviceTest, OneRankThatFails_IsTheErrorOfAllAndTheNextLoadSucceeds)
   Streams().LeaveUntilWaitedFor(nullptr);
   const std::string name = OptimizerFileName(0), path = JoinPath(dir_, name);
   const std::string contents = *ReadFile(path);
+  // Fewer threads than the file has blocks.
+  const int threads = at::get_num_threads();
+  at::set_num_threads(1);
+  ASSERT_LT(ReadingThreads(), 5);
   enum class Fault { kDevice, kFile, kNone };
   for (const Fault fault : {Fault::kDevice, Fault::kFile, Fault::kNone}) {
     std::vector<absl::Status> statuses(2);
     RunRanks(2, [&](Comm& comm) {
-      std::atomic<int> queued{0};
+      Mutex mu;
+      bool first = true;
       DeviceUploads uploads(
           Streams().device(), kDirectBlockBytes, ReadingThreads() + 2,
           [&](char* to, const char* from, size_t bytes) {
-            // The second block fails, or those after it.
-            const bool fails = comm.rank() == 1 && ++queued == 2;
+            // No thread reads its second block before the first one of all has failed.
+            MutexLock lock(&mu);
+            const bool fails = comm.rank() == 1 && std::exchange(first, false);
             TORCH_CHECK(!fails || fault != Fault::kDevice, "the device is lost");
             const bool shrinks = fails && fault == Fault::kFile;
             EXPECT_TRUE(!shrinks || truncate(path.c_str(), 17 << 20) == 0);
@@ -189,6 +196,7 @@ TEST_F(ReadToDeviceTest, OneRankThatFails_IsTheErrorOfAllAndTheNextLoadSucceeds)
               static_cast<ssize_t>(contents.size()));
     close(fd);
   }
+  at::set_num_threads(threads);
 }
 
 TEST_F(ReadToDeviceTest, DamageInSharedMemory_NamesTheFileOfTheCheckpoint) {
