@@ -5,17 +5,17 @@
 
 namespace muster {
 
-// Defaults on which several components must agree.
+// Defaults that several components must agree on.
 
-// How long the coordinator may be away before a job fails (`outage_tolerance`).
+// How long the coordinator may be unreachable before a job fails (`outage_tolerance`).
 inline constexpr absl::Duration kDefaultOutageTolerance = absl::Seconds(90);
 
-// After what time without a sign of life a worker counts as lost (`lease`), and the shortest that
-// leaves time for two beats.
+// How long a worker may show no sign of life before it counts as lost (`lease`), and the shortest
+// such time that leaves room for two heartbeats.
 inline constexpr absl::Duration kDefaultLease = absl::Seconds(6);
 inline constexpr absl::Duration kShortestLease = absl::Seconds(4);
 
-// The agents of a job meet in a rendezvous job of their own: the job's name and this.
+// The agents of a job meet in a separate rendezvous job, named after the job with this suffix.
 inline constexpr char kAgentsSuffix[] = ".agents";
 
 }  // namespace muster

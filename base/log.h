@@ -17,12 +17,13 @@ LogLevel GetLogLevel();
 // "debug", "info", "warning" (or "warn"), "error", in any case; false for anything else.
 bool ParseLogLevel(absl::string_view text, LogLevel* level);
 
-// `text` for output within one line: characters that would end the line, move the cursor or change
-// colors are escaped ("\\n", "\\x1b"), and so is what is no UTF-8. Names and reasons come from
-// other processes; none of them may look like a line of ours.
+// Returns `text` for output within one line: escapes characters that would end the line, move the
+// cursor or change colors ("\\n", "\\x1b"), and bytes that are not UTF-8. Names and reasons come
+// from other processes; none of them may look like one of our lines.
 std::string OneLine(absl::string_view text);
 
-// A name put into every line of this process, such as "coordinator" or "rank 3". Set once at start.
+// Sets a name that every line of this process contains, such as "coordinator" or "rank 3". Call it
+// once, at the start.
 void SetLogIdentity(absl::string_view identity);
 
 // With true (or MUSTER_LOG_FORMAT=json) each line is one JSON object
@@ -75,7 +76,8 @@ class CheckLine {
             ::muster::log_internal::Line(::muster::LogLevel::k##level, __FILE__, __LINE__) \
                 .stream()
 
-// Ends the process if a promise inside it is broken. Never for input, peers or disks.
+// Ends the process if an internal invariant is violated. Never use it for errors of input, peers or
+// disks.
 #define MUSTER_CHECK(condition)                     \
   (condition) ? (void)0                             \
               : ::muster::log_internal::Voidify() & \

@@ -43,14 +43,14 @@ class ABSL_SCOPED_LOCKABLE MutexLock {
 // A condition variable for Mutex. Waits may wake spuriously: always loop on the condition.
 class CondVar {
  public:
-  // Releases `mu`, sleeps until signalled, holds `mu` again.
+  // Releases `mu`, sleeps until signaled, and reacquires `mu`.
   void Wait(Mutex* mu) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     std::unique_lock<std::mutex> lock(mu->mu_, std::adopt_lock);
     cv_.wait(lock);
     lock.release();
   }
 
-  // As Wait, for at most `timeout` of steady time. Returns true if the timeout passed.
+  // Like Wait, for at most `timeout` of steady time. Returns true if the timeout passed.
   bool WaitWithTimeout(Mutex* mu, absl::Duration timeout) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     if (timeout == absl::InfiniteDuration()) {
       Wait(mu);

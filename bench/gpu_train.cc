@@ -51,7 +51,7 @@ struct Flags {
   double lr = 3e-4, weight_decay = 0.1, clip_norm = 1;
   bool divide = false, overlap = false, optimizer_in_backward = false, cpu = false;
   bool activation_checkpointing = false;
-  std::string offload_optimizer = "none", offload_activations = "none";
+  std::string offload_optimizer = "none", offload_parameters = "none", offload_activations = "none";
 };
 
 // Of a GPU, by its driver, which programs need no headers for.
@@ -128,14 +128,16 @@ class Meter {
     std::printf(
         "{\"bench\":\"gpu_train\",\"engine\":\"muster\",\"device\":\"%s\",\"strategy\":\"%s\","
         "\"divided\":%s,\"overlap\":%s,\"offload_optimizer\":\"%s\","
-        "\"activation_checkpointing\":%s,\"offload_activations\":\"%s\","
+        "\"offload_parameters\":\"%s\",\"activation_checkpointing\":%s,\"offload_activations\":\"%"
+        "s\","
         "\"precision\":\"%s\",\"batch_size\":%ld,"
         "\"tokens_per_s\":%.0f,\"ms_per_step\":%.3f,\"fastest_ms\":%.3f,\"slowest_ms\":%.3f,"
         "\"peak_mib\":%.0f,\"losses\":[%s]}\n",
         NameOf(device_).c_str(), flags_.strategy.c_str(), flags_.divide ? "true" : "false",
         flags_.overlap ? "true" : "false", flags_.offload_optimizer.c_str(),
-        flags_.activation_checkpointing ? "true" : "false", flags_.offload_activations.c_str(),
-        flags_.precision.c_str(), static_cast<long>(flags_.batch_size),
+        flags_.offload_parameters.c_str(), flags_.activation_checkpointing ? "true" : "false",
+        flags_.offload_activations.c_str(), flags_.precision.c_str(),
+        static_cast<long>(flags_.batch_size),
         static_cast<double>(flags_.batch_size * flags_.context) * 1e3 / median, median,
         sorted.front(), sorted.back(), static_cast<double>(PeakBytes(device_)) / (1 << 20),
         losses.c_str());
@@ -286,6 +288,8 @@ void Run(const Flags& flags) {
     options.sharding->optimizer_in_backward = flags.optimizer_in_backward;
     std::tie(options.sharding->offload_optimizer, options.sharding->offload_optimizer_path) =
         muster::ParseOffload(flags.offload_optimizer);
+    std::tie(options.sharding->offload_parameters, options.sharding->offload_parameters_path) =
+        muster::ParseOffload(flags.offload_parameters);
     if (flags.activation_checkpointing) {
       auto& checkpointing = options.activation_checkpointing.emplace();
       std::tie(checkpointing.offload, checkpointing.offload_path) =
@@ -340,6 +344,10 @@ int main(int argc, char** argv) {
       app.add_flag("--activation_checkpointing", flags.activation_checkpointing)->excludes(divide);
   app.add_option("--offload_optimizer", flags.offload_optimizer,
                  "none, cpu or disk:FOLDER: where the optimizer's state is between the steps")
+      ->excludes(divide);
+  app.add_option("--offload_parameters", flags.offload_parameters,
+                 "none, cpu or disk:FOLDER, with --strategy zero3: where parameters and gradients "
+                 "are while nothing uses them")
       ->excludes(divide);
   app.add_option("--offload_activations", flags.offload_activations,
                  "none, cpu or disk:FOLDER: where the inputs of blocks are between the passes")

@@ -58,7 +58,7 @@ class LoaderProgress : public Progress {
    public:
     Iterator(LoaderIterator<T> batches, Progress* bar, int64_t skipped)
         : batches_(std::move(batches)), bar_(bar) {
-      // A pass that a loaded state continues.
+      // The pass continues from a loaded state.
       if (batches_ != std::default_sentinel) bar_->Advance((*batches_).info().index - skipped);
     }
     Batch<T>& operator*() const { return *batches_; }
@@ -77,7 +77,7 @@ class LoaderProgress : public Progress {
     Progress* bar_;
   };
 
-  // The copy of a loader shares its place.
+  // A copy of a loader shares its position.
   LoaderProgress(PreparedLoader<T> loader, ProgressOptions options)
       : Progress(std::move(options)), loader_(std::move(loader)) {}
 
@@ -102,18 +102,17 @@ class LoaderProgress : public Progress {
 //     optimizer.zero_grad();
 //   }
 //
-// It reads rank and world size from the environment (docs/environment.md); without them the job has
-// one process. There is no global state: two Accelerators in one process are independent. Not
-// thread-safe: one training thread. Every process must call the methods marked (collective), in the
-// same order; they block. Tensor code throws c10::Error; methods that use files or the coordinator
-// return absl::Status.
+// It reads rank and world size from the environment (docs/environment.md); if they are absent, the
+// job has one process. There is no global state: two Accelerators in one process are independent.
+// Not thread-safe: use it from one training thread. Every process must call the methods marked
+// (collective), in the same order; they block. Tensor code throws c10::Error; methods that use
+// files or the coordinator return absl::Status.
 class Accelerator {
  public:
   using Options = AcceleratorOptions;
 
   // Joins the job (collective): blocks until all processes have joined, at most Options::timeout.
-  // Throws c10::Error with one line that names the error in the environment or the missing
-  // processes.
+  // Throws a one-line c10::Error that names the error in the environment or the missing processes.
   Accelerator();
   explicit Accelerator(const Options& options);
   // For programs that build the process group themselves, such as tests.
@@ -195,28 +194,30 @@ class Accelerator {
     static_assert(IsBatchRecipe<R>::value, "prepare_data_loader() takes what batches() gives");
     return prepare(recipe);
   }
-  // A schedule for an optimizer that was prepared before: an LrSchedulePtr, a list of them,
-  // PlateauSchedule, or a schedule of torch::optim's by reference.
+  // Prepares a schedule for an optimizer that is already prepared: an LrSchedulePtr, a list of
+  // them, a PlateauSchedule, or a torch::optim schedule by reference.
   template <class S>
   [[nodiscard]] auto prepare_scheduler(const AcceleratedOptimizer& optimizer, S&& schedule) {
     return PrepareSchedule(std::forward<S>(schedule), optimizer.slot());
   }
 
-  // What the sections "optimizer" and "scheduler" of a DeepSpeed configuration say, for prepare():
+  // Create what the sections "optimizer" and "scheduler" of a DeepSpeed configuration describe, for
+  // prepare():
   //
   //   auto adamw = accelerator.make_optimizer(net->parameters(), {.lr = 1e-4});
   //   auto warmup = accelerator.make_scheduler(*adamw, {.total_num_steps = 9000});
   //   auto [model, optimizer, scheduler] = accelerator.prepare(net, adamw, warmup);
   //
-  // Accelerate's DummyOptim and DummyScheduler. Numbers in the configuration count, and the
-  // arguments for what is "auto" there. A configuration with such a section refuses optimizers and
-  // schedules that are made otherwise. Types: AdamW, Adam, SGD and Adagrad; WarmupLR, WarmupDecayLR
-  // and WarmupCosineLR (worker/train/warmup_schedules.h). Throw c10::Error without the section.
+  // They correspond to Accelerate's DummyOptim and DummyScheduler. Numbers in the configuration
+  // take precedence; the arguments supply what is "auto" there. With such a section in the
+  // configuration, optimizers and schedules made any other way are refused. Types: AdamW, Adam, SGD
+  // and Adagrad; WarmupLR, WarmupDecayLR and WarmupCosineLR (worker/train/warmup_schedules.h). Both
+  // throw c10::Error if the section is missing.
   std::shared_ptr<OptimizerHandle> make_optimizer(std::vector<at::Tensor> parameters,
                                                   const OptimizerArguments& arguments = {});
   std::shared_ptr<OptimizerHandle> make_optimizer(std::vector<ConfiguredGroup> groups,
                                                   const OptimizerArguments& arguments = {});
-  // `optimizer`: its rate is warmup_max_lr where that is "auto".
+  // If warmup_max_lr is "auto", it is the rate of `optimizer`.
   LrSchedulePtr make_scheduler(const OptimizerHandle& optimizer,
                                const SchedulerArguments& arguments = {});
 
@@ -237,8 +238,8 @@ class Accelerator {
   // Backward pass of `loss` (0-d or one element), divided for the accumulation window and scaled
   // for fp16.
   void backward(const at::Tensor& loss);
-  // As LibTorch's: keeps the graph, builds higher-order derivatives, or restricts the inputs. For
-  // example backward(loss, {.retain_graph = true}).
+  // The same with LibTorch's options: keeps the graph, builds higher-order derivatives, or
+  // restricts the inputs. For example backward(loss, {.retain_graph = true}).
   void backward(const at::Tensor& loss, const BackwardOptions& how);
   // For a loss that is a mean over `weight` items, such as tokens: the update is then the mean over
   // all items of the window and of all processes. Use it in all micro-steps of a window, or in
@@ -246,21 +247,22 @@ class Accelerator {
   void backward(const at::Tensor& loss, double weight);
 
   // Clips the gradients of `parameters` to the total norm; returns the norm before clipping (0-d).
-  // Unscales first. Call it where sync_gradients(); elsewhere gradients are partial, and it throws.
+  // Unscales first. Call it only if sync_gradients(); otherwise gradients are partial and it
+  // throws.
   at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
                              double norm_type = 2.0);
   void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value);
   // Divides the gradients by the fp16 loss scale now instead of in step(). Does nothing without a
   // scaler.
   void unscale_gradients();
-  // Of one optimizer only.
+  // The same for one optimizer only.
   void unscale_gradients(AcceleratedOptimizer& optimizer);
   // Whether any optimizer skipped its last step because of inf or NaN.
   bool optimizer_step_was_skipped() const;
 
   // Backward passes in this scope do not exchange gradients.
   [[nodiscard]] internal::NoSyncScope no_sync() { return internal::NoSyncScope(core_.get()); }
-  // After forward passes under no_sync(): the next backward pass exchanges gradients anyway.
+  // Makes the next backward pass exchange gradients after forward passes under no_sync().
   template <class M>
   void trigger_sync_in_backward(AcceleratedModel<M>& model) {
     model.slot()->SyncInBackward();
@@ -269,9 +271,9 @@ class Accelerator {
   [[nodiscard]] AutocastGuard autocast();
   [[nodiscard]] AutocastGuard autocast(const AutocastOptions& autocast_options);
   // In this scope processes may have different numbers of batches: a process that has run out takes
-  // part in the others' exchanges. `even_batches` applies to the passes over prepared loaders that
-  // begin in it. Each training step in it needs accumulate(), which announces it to the processes
-  // that have run out. (collective) on entry.
+  // part in the others' exchanges. `even_batches` applies to passes over prepared loaders that
+  // begin in the scope. Each training step in the scope needs accumulate(), which announces the
+  // step to the processes that have run out. (collective) on entry.
   [[nodiscard]] internal::JoinScope join_uneven_inputs(bool even_batches = false) {
     return internal::JoinScope(core_.get(), even_batches);
   }
@@ -313,7 +315,7 @@ class Accelerator {
     return std::tuple{gather_for_metrics(first), gather_for_metrics(second),
                       gather_for_metrics(rest)...};
   }
-  // (collective) The same for a given batch.
+  // (collective) The same as gather_for_metrics() for a given batch.
   template <class Data, class T>
   T gather_for_metrics_of(const Batch<Data>& batch, const T& value,
                           MetricRows rows = MetricRows::kAuto) {
@@ -321,8 +323,8 @@ class Accelerator {
     return MapTensors(
         value, [&](const at::Tensor& t) { return GatherForMetrics(comm, t, batch.info(), rows); });
   }
-  // (collective) The objects of all processes in process order: lists are joined, anything else
-  // becomes an element.
+  // (collective) Returns the objects of all processes in process order: lists are joined, anything
+  // else becomes an element.
   template <class T>
   auto gather_object(const T& object,
                      std::source_location where = std::source_location::current()) {
@@ -339,15 +341,15 @@ class Accelerator {
     if (batch == nullptr) return GatherObject(comm, objects);
     return GatherObjectForMetrics(comm, objects, *batch, rows);
   }
-  // (collective) "sum", "mean", "max" or "min" over all processes, times `scale`. Does not change
-  // the input.
+  // (collective) Returns the "sum", "mean", "max" or "min" over all processes, times `scale`. Does
+  // not change the input.
   template <class T>
   T reduce(const T& value, const std::string& reduction = "sum", double scale = 1.0,
            std::source_location where = std::source_location::current()) {
     Comm& comm = CommFor("reduce()");
     return Reduce(comm, value, reduction, scale, where);
   }
-  // (collective) Pads dimension `dim` to the largest of all processes with `pad_index`.
+  // (collective) Pads dimension `dim` with `pad_index` to the largest size on any process.
   template <class T>
   T pad_across_processes(const T& value, int64_t dim = 0, const at::Scalar& pad_index = 0,
                          bool pad_first = false,
@@ -355,7 +357,7 @@ class Accelerator {
     Comm& comm = CommFor("pad_across_processes()");
     return PadAcrossProcesses(comm, value, dim, pad_index, pad_first, where);
   }
-  // (collective) Returns the value of process `from_process`. Does not change the input.
+  // (collective) Returns process `from_process`'s value. Does not change the input.
   template <class T>
   T broadcast(const T& value, int from_process = 0,
               std::source_location where = std::source_location::current()) {
@@ -369,19 +371,20 @@ class Accelerator {
     Comm& comm = CommFor("broadcast_object_list()");
     BroadcastObjectList(comm, list, from_process);
   }
-  // This process's part of a vector, map or tensor; the input stays unchanged. No communication.
+  // Returns this process's part of a vector, map or tensor. Does not change the input. No
+  // communication.
   template <class T>
   T split_between_processes(const T& inputs, bool apply_padding = false) {
     return SplitBetweenProcesses(num_processes(), process_index(), inputs, apply_padding);
   }
 
-  // (collective) A group of some processes, for collectives among them: every process of the job
-  // passes the same numbers, in any order. Throws c10::Error for an index that is out of range or
-  // repeated, and if processes pass different indices.
+  // (collective) Creates a group of some processes for collectives among them. Every process of the
+  // job passes the same indices, in any order. Throws c10::Error for an index that is out of range
+  // or repeated, and if processes pass different indices.
   Subgroup new_group(const std::vector<int>& process_indices);
 
   // Process control.
-  // printf on one process of each host.
+  // Calls printf on one process of each host.
   void print(const char* format, ...) __attribute__((format(printf, 2, 3)));
   // (collective) Returns when every process has arrived. With a coordinator, all processes throw
   // c10::Error at the deadline (zero: Options::timeout) if one is missing: the error names its
@@ -441,7 +444,7 @@ class Accelerator {
   // all processes act after the same global_step(). A trigger takes effect only once all processes
   // have begun to check. Without a coordinator (torchrun) a check is a collective.
   //
-  // Returns each trigger once. Throws c10::Error when the generation has ended.
+  // Returns each trigger once. Throws c10::Error once the generation has ended.
   std::optional<Trigger> check_trigger(const std::string& name);
   // Returns without waiting for the processes to act. `payload`: at most 64 KiB. Errors:
   // INVALID_ARGUMENT, UNAVAILABLE, RESOURCE_EXHAUSTED.
@@ -452,53 +455,52 @@ class Accelerator {
   bool should_stop();
 
   // State.
-  // (collective) Writes models, optimizers, schedules, loaders' positions, scaler, random states
-  // and registered objects to `directory`, or, if empty, to the next numbered folder under the
+  // (collective) Writes models, optimizers, schedules, loader positions, scaler, random states and
+  // registered objects to `directory` or, if that is empty, to the next numbered folder under the
   // project directory. When it returns on any process, the checkpoint is complete; with
-  // AcceleratorOptions::checkpoint.asynchronous only the copy is, and the error may be that of an
-  // earlier save (this one continues). Until it returns, no other thread may change what is saved.
-  // Layout: docs/checkpoint_format.md. Errors: RESOURCE_EXHAUSTED, PERMISSION_DENIED,
-  // FAILED_PRECONDITION in the middle of an accumulation window, or if a thread has changed a
-  // tensor meanwhile, ALREADY_EXISTS.
+  // AcceleratorOptions::checkpoint.asynchronous only the copy is complete, and the error may be
+  // that of an earlier save (this one continues). No other thread may change the saved state until
+  // it returns. Layout: docs/checkpoint_format.md. Errors: RESOURCE_EXHAUSTED, PERMISSION_DENIED,
+  // FAILED_PRECONDITION (in the middle of an accumulation window, or if a thread changed a tensor
+  // during the save), ALREADY_EXISTS.
   absl::Status save_state(const std::string& directory = "");
-  // Waits until asynchronous saves are on disk, and until the checkpoints that had to go for a save
-  // are removed, for which save_state() does not wait. Returns the error of a failed save that has
-  // not been reported yet. Call it on all processes or on none, because each waits for the others'
+  // Blocks until asynchronous saves are on disk and the checkpoints that they displace are deleted;
+  // save_state() does not wait for that deletion. Returns the error of a failed save that has not
+  // been reported yet. Call it on all processes or on none, because each waits for the others'
   // parts.
   absl::Status wait_for_checkpoint();
-  // How far the save is that is being written at this moment: of this process's files. Nothing if
-  // none is. May be asked at each step; does not block. Reports of the coordinator add up those of
-  // all processes (`muster status`).
+  // Returns the progress of the save that is being written now, for this process's files; nothing
+  // if none is. Does not block, so it may be called at each step. The coordinator's reports
+  // (`muster status`) add up all processes.
   std::optional<RunningSave> save_progress() const;
-  // (collective) Restores such a state, also on another number of processes; loaders continue at
-  // the exact next sample, epochs() at the saved epoch. An empty `directory` means the newest
-  // complete checkpoint of the project directory. Everything that is prepared is asked first
-  // whether it can take its part; then registered objects are loaded, and then the rest. An error
-  // says what has changed, if anything has. Errors: NOT_FOUND, DATA_LOSS, FAILED_PRECONDITION;
-  // those of the disk: no older checkpoint is taken because a newer one cannot be read at the
-  // moment.
+  // (collective) Restores the state that save_state() wrote, also on another number of processes.
+  // Loaders continue at the exact next sample, epochs() at the saved epoch. An empty `directory`
+  // means the newest complete checkpoint of the project directory. First checks that every prepared
+  // object can take its part; then loads registered objects, then the rest. An error says what has
+  // changed, if anything has. Errors: NOT_FOUND, DATA_LOSS, FAILED_PRECONDITION, and those of the
+  // disk: if a newer checkpoint cannot be read at the moment, it does not fall back to an older
+  // one.
   absl::Status load_state(const std::string& directory = "");
   // Like load_state, but returns OK if there is no checkpoint yet.
   absl::Status load_state_if_present(const std::string& directory = "");
-  // (collective) Takes only the weights of the prepared models from such a state: by prefix, under
-  // other names, or those that there are (`strict` false), as muster::load_model does; its
-  // `options` apply to each model, except for `dtype`, which is refused. Optimizers, schedules,
-  // loaders, random states and counts stay as they are. All models change or none, on all
-  // processes. Returns what was loaded and what was not. Errors: as load_state; INVALID_ARGUMENT
-  // for weights that do not fit.
+  // (collective) Loads only the weights of the prepared models from such a state: by prefix, under
+  // other names, or only those present (`strict` false), as muster::load_model does. `options`
+  // apply to each model, except `dtype`, which is refused. Optimizers, schedules, loaders, random
+  // states and counters stay as they are. Either all models change, on all processes, or none.
+  // Returns what was loaded and what was not. Errors: as load_state; INVALID_ARGUMENT for weights
+  // that do not fit.
   absl::StatusOr<LoadedState> load_weights(const std::string& directory = "",
                                            const LoadWeightsOptions& options = {});
   // The directory of this process's last save_state or load_state; an asynchronous save may still
-  // be writing it. A load may take one whose process ended before it gave it its name, from where
-  // it lies (DIR.tmp-...): it is that folder then, and DIR once the checkpoint has got its name.
+  // be writing it. A load may use a checkpoint whose process ended before renaming it from
+  // DIR.tmp-...: then this is that folder, and DIR once the checkpoint has been renamed.
   const std::string& last_checkpoint() const;
-  // The number of the next save_state() without a directory, according to this process's saves and
+  // The number of the next save_state() without a directory, judging by this process's saves and
   // loads.
   int64_t save_iteration() const;
   // Adds objects to the state: saving calls `StateDict state_dict() const` on process 0, loading
   // calls `load_state_dict(const StateDict&)` on all processes, before prepared objects are loaded.
-  // Keep them alive. (An Ema of a sharded model is saved and loaded by all processes, part by
-  // part.)
+  // Keep them alive. (All processes save and load an Ema of a sharded model, each its part.)
   template <Checkpointable... Objects>
   void register_for_checkpointing(Objects&... objects) {
     (Register([&objects] { return StateDict(objects.state_dict()); },
@@ -509,12 +511,12 @@ class Accelerator {
   // Adds an object given by its save and load functions.
   void register_for_checkpointing(std::function<PlainState()> save,
                                   std::function<void(const PlainState&)> load);
-  // Hooks before models are written and loaded: see muster/state.h.
+  // Register hooks that run before models are written or loaded: see muster/state.h.
   HookHandle register_save_state_pre_hook(SaveStateHook hook);
   HookHandle register_load_state_pre_hook(LoadStateHook hook);
 
-  // (collective) Process 0 writes only the model's tensors, in the format that other libraries
-  // read, to model.safetensors in `directory`, or, above `max_shard_size` ("500MB", "10GB"), to
+  // (collective) Writes only the model's tensors, on process 0, in the format that other libraries
+  // read: to model.safetensors in `directory` or, above `max_shard_size` ("500MB", "10GB"), to
   // shards with an index. All processes return the same status: INVALID_ARGUMENT for a malformed
   // size, FAILED_PRECONDITION if `directory` is a file, RESOURCE_EXHAUSTED, PERMISSION_DENIED.
   template <class M>
@@ -522,29 +524,32 @@ class Accelerator {
                           const std::string& max_shard_size = "10GB") {
     return SaveModel(*model.slot(), directory, max_shard_size);
   }
-  // The parameters and buffers of the model by name, as before prepare(). Not copies, unless the
-  // model is sharded: then a collective, which gives process 0 copies on the CPU and the others
-  // nothing.
+  // Returns the model's parameters and buffers by name, as before prepare(). They are not copies,
+  // unless the model is sharded: then the call is a collective that returns copies on the CPU to
+  // process 0 and nothing to the others.
   template <class M>
   std::map<std::string, at::Tensor> get_state_dict(const AcceleratedModel<M>& model) const {
     return internal::StateDictOf(*model.slot());
   }
-  // Process 0 writes the tensors to a safetensors file; elsewhere nothing happens.
+  // Writes the tensors to a safetensors file on process 0; does nothing elsewhere.
   absl::Status save(const std::map<std::string, at::Tensor>& tensors, const std::string& path);
   // The number of optimizer steps of the first prepared optimizer, over all runs.
   int64_t global_step() const;
 
-  // `for (int64_t epoch : accelerator.epochs(3))`: 0, 1, 2, or the rest of them after load_state.
+  // `for (int64_t epoch : accelerator.epochs(3))` gives 0, 1, 2; after load_state(), those that
+  // remain.
   internal::EpochRange epochs(int64_t count) { return internal::EpochRange(core_.get(), count); }
-  // `loader` without its epoch's first `num_batches` batches, for one pass. After load_state() the
-  // loader continues where it was without this; skipping what it has had skips no more.
+  // Returns `loader` without its epoch's first `num_batches` batches, for one pass. After
+  // load_state() the loader continues where it was without this call; skipping batches that it has
+  // already delivered skips nothing more.
   template <class Loader>
   auto skip_first_batches(Loader& loader, int64_t num_batches) {
     return SkipFirstBatches(loader, num_batches);
   }
 
-  // (collective) Runs `body` with all parameters of a sharded model gathered: they can be read, and
-  // written, if every process writes the same. Of a model that is not sharded they always can be.
+  // (collective) Runs `body` with all parameters of a sharded model gathered: `body` can read them,
+  // and write them if every process writes the same values. The parameters of a model that is not
+  // sharded are always accessible.
   template <class M>
   void summon_full_params(const AcceleratedModel<M>& model, const std::function<void()>& body) {
     Summon(*model.slot(), body);
@@ -554,7 +559,7 @@ class Accelerator {
   // accumulation.
   void free_memory();
   void clear() { free_memory(); }
-  // The model as it was before prepare.
+  // Returns the model as it was before prepare().
   template <class M>
   M& unwrap_model(AcceleratedModel<M>& model) {
     return model.unwrap();
@@ -565,24 +570,25 @@ class Accelerator {
 
   // Logs and trackers.
   // Opens trackers ("tensorboard", "jsonl", "csv", a class registered with RegisterTrackerClass, or
-  // objects of your own) under the logging directory and passes them `config`. Processes other than
-  // the main one open only trackers that request it. Errors: NOT_FOUND for an unknown kind, those
-  // of opening files.
+  // your own objects) under the logging directory and passes them `config`. Processes other than
+  // the main one open only trackers that request it. Errors: NOT_FOUND for an unknown kind, and
+  // those of opening files.
   absl::Status init_trackers(const std::string& project_name, const TrackerValues& config = {},
                              const std::vector<std::string>& kinds = {"tensorboard"},
                              std::vector<std::unique_ptr<GeneralTracker>> own = {});
-  // `accelerator.log({{"loss", 0.5}}, step)`: queued, never waits for a disk.
+  // Queues values for the trackers: `accelerator.log({{"loss", 0.5}}, step)`. Never waits for a
+  // disk.
   void log(TrackerValues values, std::optional<int64_t> step = std::nullopt);
-  // The tracker of that name, for its own methods; on a process without it, a tracker that does
-  // nothing.
+  // Returns the tracker of that name, for its own methods; on a process without it, a tracker that
+  // does nothing.
   absl::StatusOr<GeneralTracker*> get_tracker(const std::string& name);
-  // A progress bar on the local main process, silent if standard error is not a terminal.
+  // Returns a progress bar on the local main process, silent if standard error is not a terminal.
   Progress progress(int64_t total, const std::string& description = "");
   template <class T>
   Progress progress(const PreparedLoader<T>& loader, const std::string& description = "") {
     return progress(loader.has_size() ? loader.size() : 0, description);
   }
-  // The loader's batches as a range with such a bar, which counts those that are done.
+  // Returns the loader's batches as a range with such a bar, which counts the finished ones.
   //
   //   for (auto& [x, y] : accelerator.tqdm(loader, "epoch 1")) { ... }
   template <class T>
@@ -596,8 +602,8 @@ class Accelerator {
   // Profiles LibTorch for the lifetime of the result, and writes
   // OUTPUT_DIR/profile_{process_index}.json.
   [[nodiscard]] Profile profile(const std::string& output_dir);
-  // With a schedule (call step() on the result at the end of each training step), shapes, memory.
-  // `rank` and `cuda` are set for this process.
+  // The same with options: a schedule (call step() on the result at the end of each training step),
+  // shapes, memory. Sets `rank` and `cuda` for this process.
   [[nodiscard]] Profile profile(ProfileOptions options);
 
   // The process group, for code outside the loop: trackers, samplers, your own collectives.
@@ -607,8 +613,8 @@ class Accelerator {
  private:
   HookHandle HandleOf(int64_t hook);
 
-  // Access to the Core for the templates. CommFor throws where processes that have run out of
-  // batches would not take part in `call`.
+  // Access to the Core for the templates. CommFor throws if processes that have run out of batches
+  // would not take part in `call`.
   Comm& CommFor(const char* call);
   const BatchInfo* BatchOfMetrics() const;
   internal::AccumulateScope Accumulate(const BatchInfo& info);
@@ -618,7 +624,8 @@ class Accelerator {
   absl::Status SaveModel(internal::ModelSlot& model, const std::string& directory,
                          const std::string& max_shard_size);
 
-  // A slot keeps alive the Core that it refers to. `keep`: an object that must outlive the slot.
+  // Makes a slot keep alive the Core that it refers to. `keep`: an object that must outlive the
+  // slot.
   template <class Slot>
   std::shared_ptr<Slot> Keep(std::shared_ptr<Slot> slot) const;
   std::shared_ptr<internal::ModelSlot> PrepareSlot(std::unique_ptr<internal::ModelSource> model,
@@ -652,7 +659,7 @@ class Accelerator {
   std::shared_ptr<internal::Core> core_;
 };
 
-// The program's arguments without its name, for a job's function.
+// The program's arguments without its name, passed to the function of run().
 using Arguments = std::vector<std::string>;
 
 // Makes the Accelerator, calls `train(accelerator)` or `train(accelerator, arguments)`, which
@@ -666,18 +673,18 @@ int run(int argc, char** argv, F train) {
   return run(argc, argv, AcceleratorOptions(), std::move(train));
 }
 
-// As run(), but when the job loses another process (killed, crashed, its machine gone), this one
-// continues: `train` leaves by the error of its collective, and is called again in this process
-// with the Accelerator of the next generation as soon as the lost process has restarted. It
-// begins as in a new process, with the same random state: it makes models, optimizers and loaders
-// again, and load_state_if_present() takes it to the newest checkpoint. What is made outside of
-// `train` (data sets, tokenizers, caches) stays; nothing that an Accelerator prepared may.
+// Like run(), but when the job loses another process (killed, crashed, its machine gone), this one
+// continues: `train` ends with the error of its collective and is called again in this process,
+// with the Accelerator of the next generation, as soon as the lost process has restarted. It begins
+// as in a new process, with the same random state: it creates models, optimizers and loaders again,
+// and load_state_if_present() restores the newest checkpoint. Objects created outside `train` (data
+// sets, tokenizers, caches) stay; do not keep anything there that an Accelerator prepared.
 //
 //   int main(int argc, char** argv) { return muster::run_elastic(argc, argv, Train); }
 //
-// It needs `muster launch` or `muster-agent` with max_restarts; each loss counts as a restart.
-// Every other error of `train` ends the process as in run(), as does the loss of a process without
-// such an agent, in an attempt of a submitted job, and on GPUs: then all processes start again.
+// It needs `muster launch` or `muster-agent` with max_restarts; each loss counts as a restart. Any
+// other error of `train` ends the process as in run(). So does the loss of a process without such
+// an agent, in an attempt of a submitted job, and on GPUs: then all processes restart.
 template <class F>
 int run_elastic(int argc, char** argv, const AcceleratorOptions& options, F train);
 template <class F>
@@ -720,7 +727,7 @@ inline constexpr bool kIsSharedPtr = false;
 template <class D>
 inline constexpr bool kIsSharedPtr<std::shared_ptr<D>> = true;
 
-// Only declared here; code that has an object of such a type has included its header.
+// These types are only declared here; code that has an object of one has included its header.
 template <class D>
 inline constexpr bool kIsTorchSchedule = std::is_base_of_v<torch::optim::LRScheduler, D>;
 template <class D>
@@ -891,7 +898,7 @@ auto Accelerator::prepare(Objects&&... objects) {
   if constexpr (sizeof...(Objects) == 1) {
     return PrepareOne(std::forward<Objects>(objects)...);
   } else {
-    // A braced list is evaluated in order; the collectives inside depend on it.
+    // A braced list is evaluated in order, which the collectives inside depend on.
     return std::tuple{PrepareOne(std::forward<Objects>(objects))...};
   }
 }

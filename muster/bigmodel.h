@@ -19,7 +19,7 @@
 
 namespace muster {
 
-// Models larger than the memory there is: constructed without weights, divided among a GPU, the
+// Models larger than the available memory: constructed without weights, divided among GPUs, the
 // host's memory and the disk by a plan, loaded straight to their places, and run while weights
 // stream through a ring of memory.
 //
@@ -30,12 +30,14 @@ namespace muster {
 //   torch::NoGradGuard no_grad;
 //   at::Tensor out = net->forward(ids);  // while *model lives
 //
-// Works with any torch::nn module; for inference. See docs/bigmodel.md. Everything blocks on the
-// disk. Not thread-safe for one model, except that several threads may run its forward() at a time.
+// For inference, with any torch::nn module. Pass inputs on model->main_device(); with several GPUs,
+// results are on the GPU of the last weight. See docs/bigmodel.md. Everything blocks on the disk.
+// Not thread-safe for one model, except that several threads may run its forward() at the same
+// time.
 
-// Constructs a module whose parameters are on the meta device: nothing is allocated, no random
-// number is drawn. `make` returns a module holder or a pointer to a module. Buffers have the values
-// that the constructor computes, unless `.include_buffers` says otherwise. The rules are those of
+// Constructs a module whose parameters are on the meta device, without allocating memory or drawing
+// random numbers. `make` returns a module holder or a pointer to a module. Buffers have the values
+// that the constructor computes, unless `.include_buffers` is set. For the rules see
 // EmptyWeightsScope in worker/bigmodel/empty_weights.h.
 template <class Make>
 auto init_empty_weights(Make&& make, const EmptyWeightsOptions& options = {}) {
@@ -43,68 +45,70 @@ auto init_empty_weights(Make&& make, const EmptyWeightsOptions& options = {}) {
 }
 
 // "auto", "balanced", "balanced_low_0" or "sequential"; or a device ("0", "cpu", "disk") for each
-// module or tensor by name, "" being all that is not named.
+// module or tensor by name, where "" stands for everything not named.
 using DeviceMapChoice = std::variant<std::string, DeviceEntries>;
 
-// Bytes by full name of tensors and of modules, "" being the whole model; tied tensors count once.
+// Returns the bytes of each tensor and module by full name, where "" is the whole model. Tied
+// tensors count once.
 absl::StatusOr<std::map<std::string, int64_t>> compute_module_sizes(
     const torch::nn::Module& model, std::optional<at::ScalarType> dtype = std::nullopt);
 
-// "0=20GB,cpu=30GB" as bytes by device; without a text what this process can have: free memory of
-// each GPU, and of the host what the machine, its cgroup and the process's limits leave.
+// Parses "0=20GB,cpu=30GB" into bytes by device. For an empty text returns what this process can
+// have: the free memory of each GPU, and as much host memory as the machine, its cgroup and the
+// process's limits leave.
 absl::StatusOr<DeviceLimits> get_max_memory(const std::string& text = "");
 
-// The limits that divide the model evenly among GPUs.
+// Returns the limits that divide the model evenly among GPUs.
 absl::StatusOr<DeviceLimits> get_balanced_memory(const torch::nn::Module& model,
                                                  const DevicePlanOptions& options = {},
                                                  bool low_zero = false);
 
-// A device for each part of the model; nothing is allocated. Errors: those of PlanDevices in
-// worker/bigmodel/dispatch.h.
+// Chooses a device for each part of the model, without allocating memory. Errors: those of
+// PlanDevices in worker/bigmodel/dispatch.h.
 absl::StatusOr<DeviceMap> infer_auto_device_map(const torch::nn::Module& model,
                                                 const DevicePlanOptions& options = {});
 
-// Whether a map fits a model, naming what does not.
+// Returns OK if the map fits the model; the error names what does not.
 absl::Status check_device_map(const torch::nn::Module& model, const DeviceEntries& devices);
 
 // How load_checkpoint_and_dispatch plans and loads.
 struct BigModelOptions {
-  // Of the plan.
+  // For the plan.
   DeviceLimits max_memory = {};
   std::set<std::string> no_split = {};
-  // Floating-point tensors become this type; by default the model keeps its own.
+  // Converts floating-point tensors to this type; by default the model keeps its own.
   std::optional<at::ScalarType> dtype = std::nullopt;
   bool offload_buffers = false;
-  // Of the loading: names that are missing or unexpected are an error.
+  // For loading: missing or unexpected names are an error.
   bool strict = true;
-  // Buffers that the files lack keep their values, also with `strict`; they are listed as missing.
+  // Buffers that the files lack keep their values, even with `strict`; they are listed as missing.
   bool keep_buffers = true;
   std::string prefix = "";
   std::function<std::string(const std::string&)> rename = nullptr;
-  // For a tensor [a, b, c] of the files that holds several matrices of the model, one below the
-  // other, the names that these would have in a file; empty for any other.
+  // For a tensor [a, b, c] in the files that stacks several of the model's matrices, returns the
+  // names that they would have in a file; for any other tensor, nothing.
   std::function<std::vector<std::string>(const std::string&)> parts = nullptr;
-  // Of what is offloaded: see DispatchOptions in worker/bigmodel/dispatch.h.
+  // For offloaded tensors: see DispatchOptions in worker/bigmodel/dispatch.h.
   std::optional<uint64_t> ring_bytes = std::nullopt;
   int readers = 8;
   bool prefetch = true;
 };
 
 // Loads files of save_model, transformers, safetensors or torch.save into a model, which may be
-// empty, straight to the places of the plan. Tensors of the disk stay in these files and are read
-// from there when they are used. Peak memory: the model's own share and a few MiB.
+// empty, directly to the devices of the plan. Tensors placed on the disk stay in these files and
+// are read from there when used. Peak memory: the model's own share and a few MiB.
 absl::StatusOr<DispatchedModel> load_checkpoint_and_dispatch(torch::nn::Module& model,
                                                              const std::string& checkpoint,
                                                              const DeviceMapChoice& device_map,
                                                              const BigModelOptions& options = {});
 
-// Distributes a model that has its weights. What goes to the disk is written into
+// Distributes a model that already has its weights. Writes tensors placed on the disk to
 // options.offload_folder.
 absl::StatusOr<DispatchedModel> dispatch_model(torch::nn::Module& model,
                                                const DeviceEntries& device_map,
                                                const DispatchOptions& options = {});
 
-// All weights in host memory, or in a file in `folder`; they come to `device` when they are used.
+// Keep all weights in host memory, or in a file in `folder`, and bring them to `device` when used.
 absl::StatusOr<DispatchedModel> cpu_offload(torch::nn::Module& model, at::Device device,
                                             const DispatchOptions& options = {});
 absl::StatusOr<DispatchedModel> disk_offload(torch::nn::Module& model, const std::string& folder,

@@ -9,8 +9,8 @@
 
 namespace muster {
 
-// The tensors of a safetensors file by name, on the CPU. Throws c10::Error that names the file, the
-// tensor and the error.
+// Returns the tensors of a safetensors file by name, on the CPU. Throws a c10::Error that names the
+// file, the tensor and the error.
 std::map<std::string, at::Tensor> LoadTensors(const std::string& path);
 
 // Writes a safetensors file that other libraries can read, completely or not at all. Blocks on the

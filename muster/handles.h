@@ -35,7 +35,7 @@ class SchedulerSlot;
 template <class...>
 inline constexpr bool kNever = false;
 
-// The types of models that prepare() takes: how to reach the module and how to call it.
+// The model types that prepare() takes: how to get the module and how to call it.
 template <class M>
 struct ModelTraits {
   static constexpr bool kIsModel = false;
@@ -135,8 +135,8 @@ struct ModelTraits<M> {
 // A prepared model; call it like the model itself. Each call runs under the configured autocast,
 // returns float32, and takes part in the gradient exchange. `M` is the prepared type: a module
 // holder (TORCH_MODULE), a std::shared_ptr to a class derived from torch::nn::Module, a
-// torch::nn::AnyModule or a torch::jit::Module. A value; copies are the same model. One that was
-// default-constructed is empty: every use but assignment throws c10::Error. Not thread-safe.
+// torch::nn::AnyModule or a torch::jit::Module. A value type: copies refer to the same model. A
+// default-constructed one is empty: any use except assignment throws c10::Error. Not thread-safe.
 template <class M>
 class AcceleratedModel {
   using Traits = internal::ModelTraits<M>;
@@ -148,7 +148,7 @@ class AcceleratedModel {
   AcceleratedModel(M module, std::shared_ptr<internal::ModelSlot> slot)
       : module_(std::move(module)), slot_(std::move(slot)) {}
 
-  // The forward pass with the model's arguments: forward() of the class, or its call operator.
+  // Runs the forward pass with the model's arguments: forward() of the class, or its call operator.
   // TorchScript takes tensors, other values, or one vector of IValues, and returns an IValue.
   template <class... Args>
   auto operator()(Args&&... args) {
@@ -167,9 +167,8 @@ class AcceleratedModel {
   requires std::is_same_v<M, torch::nn::AnyModule> R forward(Args&&... args) {
     return Run([&] { return module().template forward<R>(std::forward<Args>(args)...); });
   }
-  // Another method of the module as a forward pass, with autocast and gradient exchange: a member
-  // function, model.call(&Net::encode, x), or any function of the module,
-  // model.call([&](Net& net) { ... }).
+  // Runs another method as a forward pass, with autocast and gradient exchange: a member function,
+  // model.call(&Net::encode, x), or any function of the module, model.call([&](Net& net) { ... }).
   template <class F, class... Args>
   auto call(F&& function, Args&&... args) {
     static_assert(std::is_invocable_v<F, ModuleType&, Args...>,
@@ -237,29 +236,29 @@ class AcceleratedModel {
 };
 
 // A prepared optimizer: step() and zero_grad() act only where gradients are synchronized, so the
-// loop needs no `if`. A value; copies are the same optimizer. One that was default-constructed is
-// empty: every use but assignment throws c10::Error. Not thread-safe.
+// loop needs no `if`. A value type: copies refer to the same optimizer. A default-constructed one
+// is empty: any use except assignment throws c10::Error. Not thread-safe.
 class AcceleratedOptimizer {
  public:
   AcceleratedOptimizer() = default;
   explicit AcceleratedOptimizer(std::shared_ptr<internal::OptimizerSlot> slot)
       : slot_(std::move(slot)) {}
 
-  // Updates the parameters at the end of an accumulation window; inside a window it does nothing. A
-  // gradient scaler skips an update whose gradients contain inf or NaN. Throws c10::Error that
-  // names a parameter if its gradient is not this window's average over all processes: a forward
+  // Updates the parameters at the end of an accumulation window; does nothing inside one. A
+  // gradient scaler skips an update whose gradients contain inf or NaN. Throws a c10::Error that
+  // names the parameter if its gradient is not this window's average over all processes: a forward
   // pass bypassed the prepared model, the parameter belongs to no prepared model, or the gradient
   // was zeroed by other means.
   void step();
-  // (collective) An update by an optimizer that evaluates the loss itself, such as LBFGS. `closure`
+  // (collective) Updates with an optimizer that evaluates the loss itself, such as LBFGS. `closure`
   // zeroes the gradients, computes the loss through the prepared model, calls
-  // accelerator.backward(loss) and returns the loss (one element). It runs several times; each time
-  // gradients and loss are averaged over the processes, so all take the same step. Returns the loss
-  // of the first evaluation, averaged. Throws c10::Error with gradient accumulation, under fp16 and
-  // inside join_uneven_inputs().
+  // accelerator.backward(loss) and returns the loss (one element). It runs several times; each
+  // time, gradients and loss are averaged over the processes, so all processes take the same step.
+  // Returns the loss of the first evaluation, averaged. Throws c10::Error with gradient
+  // accumulation, under fp16 and inside join_uneven_inputs().
   at::Tensor step(const std::function<at::Tensor()>& closure);
-  // Clears the gradients, unless that would lose micro-steps of a window before its step: call it
-  // at the head of each micro-step or at its end.
+  // Clears the gradients, unless that would lose micro-steps of a window before its step. Call it
+  // at the start or at the end of each micro-step.
   void zero_grad(bool set_to_none = true);
   // Whether the last step() was skipped because of inf or NaN.
   bool step_was_skipped() const;
@@ -290,8 +289,8 @@ class AcceleratedOptimizer {
 
 namespace internal {
 
-// The common part of all schedule handles. A value; copies are the same schedule. One that was
-// default-constructed is empty: every use but assignment throws c10::Error.
+// The common part of all schedule handles. A value type: copies refer to the same schedule. A
+// default-constructed one is empty: any use except assignment throws c10::Error.
 class ScheduleHandle {
  public:
   ScheduleHandle() = default;
@@ -301,7 +300,7 @@ class ScheduleHandle {
   double last_lr() const;
   // The current rates of all groups.
   std::vector<double> get_last_lr() const;
-  // Steps of the schedule so far; of a plateau schedule, metrics seen.
+  // Steps of the schedule so far; for a plateau schedule, the number of metrics seen.
   int64_t step_count() const;
 
   const std::shared_ptr<SchedulerSlot>& slot() const {
@@ -317,7 +316,7 @@ class ScheduleHandle {
 
 }  // namespace internal
 
-// A prepared learning-rate schedule: step() it once per micro-step, after the optimizer. It
+// A prepared learning-rate schedule: call step() once per micro-step, after the optimizer's. It
 // advances when the optimizer has stepped.
 class AcceleratedScheduler : public internal::ScheduleHandle {
  public:
@@ -329,8 +328,8 @@ class AcceleratedScheduler : public internal::ScheduleHandle {
 class AcceleratedPlateau : public internal::ScheduleHandle {
  public:
   using ScheduleHandle::ScheduleHandle;
-  // (collective) Call it after each evaluation. It decides by the mean of the processes' metrics,
-  // so that all make the same decision.
+  // (collective) Call it after each evaluation. It uses the mean of the processes' metrics, so that
+  // all make the same decision.
   void step(double metric);
 };
 

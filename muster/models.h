@@ -15,8 +15,8 @@
 #include "worker/models/text_generator.h"
 #include "worker/models/text_model.h"
 
-// Models of text from the folders of the Hugging Face Hub: GPT-2, Llama, Mistral, Mixtral, Qwen2,
-// BERT. They are torch::nn modules: prepare() takes them, under every strategy.
+// Text models from Hugging Face Hub folders: GPT-2, Llama, Mistral, Mixtral, Qwen2, BERT. They are
+// torch::nn modules: prepare() takes them, under every strategy.
 //
 //   auto model = muster::load_causal_lm("Llama-3.2-1B");
 //   if (!model.ok()) return model.status();
@@ -27,9 +27,9 @@
 // See docs/models.md.
 namespace muster {
 
-// A model that predicts the next token, or any model, from a folder with config.json and weights.
-// The rules and errors are those of LoadPretrained in worker/models/pretrained.h. Not collective:
-// call it on every process, before prepare(). Blocks on the disk.
+// Load a model that predicts the next token, or any model, from a folder with config.json and
+// weights. The rules and errors are those of LoadPretrained in worker/models/pretrained.h. Not
+// collective: call it on every process, before prepare(). Blocks on the disk.
 inline absl::StatusOr<models::CausalLm> load_causal_lm(
     const std::string& path, const models::LoadPretrainedOptions& options = {},
     LoadedWeights* report = nullptr) {
@@ -41,9 +41,10 @@ inline absl::StatusOr<models::TextModel> load_text_model(
   return models::LoadPretrained(path, options, report);
 }
 
-// What comes after a prompt; see Generate in worker/models/generate.h. `model`: a CausalLm, a
-// pointer to one, or what prepare() returned for it. Of a model that is sharded, all processes must
-// call it at the same time with the same prompt and options: they gather its parameters together.
+// Generates the continuation of a prompt; see Generate in worker/models/generate.h. `model`: a
+// CausalLm, a pointer to one, or what prepare() returned for it. If the model is sharded, all
+// processes must call it at the same time with the same prompt and options, because they gather its
+// parameters together.
 template <class M>
 requires requires(M& model) { static_cast<models::CausalLmImpl&>(*model); }
 models::Generated generate(M& model, const at::Tensor& input_ids,
@@ -54,7 +55,7 @@ models::Generated generate(M& model, const at::Tensor& input_ids,
   };
   if constexpr (requires { model.call(run); }) {
     options.run_idle_experts = true;
-    // Nothing of it is trained.
+    // Generation needs no gradients.
     const at::NoGradGuard no_grad;
     return model.call(run);
   } else {
@@ -62,8 +63,8 @@ models::Generated generate(M& model, const at::Tensor& input_ids,
   }
 }
 
-// Writes config.json and weights, as transformers does. For one process; of a prepared model that
-// is sharded use Accelerator::save_model and save_config.
+// Writes config.json and weights, as transformers does. Call it on one process; for a prepared
+// model that is sharded, use Accelerator::save_model and save_config.
 template <class M>
 requires requires(M& model) { static_cast<const models::TextModelImpl&>(*model); }
 absl::Status save_pretrained(M& model, const std::string& dir,
@@ -71,7 +72,7 @@ absl::Status save_pretrained(M& model, const std::string& dir,
   return models::SavePretrained(static_cast<const models::TextModelImpl&>(*model), dir,
                                 max_shard_bytes);
 }
-// config.json alone.
+// Writes config.json only.
 template <class M>
 requires requires(M& model) { static_cast<const models::TextModelImpl&>(*model); }
 absl::Status save_config(M& model, const std::string& dir) {

@@ -410,6 +410,34 @@ TEST_F(ShardingOffloadTest, Environment_CountsWhereTheProgramSaysNothing) {
   });
 }
 
+TEST_F(ShardingOffloadTest, SettingsOfEngines_CountOnEachDevice) {
+  const std::map<std::string, std::string> fsdp = {{"ACCELERATE_USE_FSDP", "true"},
+                                                   {"FSDP_OFFLOAD_PARAMS", "true"}};
+  const std::map<std::string, std::string> deepspeed = {
+      {"ACCELERATE_USE_DEEPSPEED", "true"},
+      {"ACCELERATE_DEEPSPEED_ZERO_STAGE", "3"},
+      {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "nvme"},
+      {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", folder_.Path("b")}};
+  RunGlooRanks(1, [&](Comm& comm) {
+    for (const c10::Device device :
+         {c10::Device(c10::DeviceType::CPU), c10::Device(c10::DeviceType::PrivateUse1, 0)}) {
+      for (const auto& variables : {fsdp, deepspeed}) {
+        JoinedProcess process;
+        process.environment.engine_variables = variables;
+        process.comm = std::make_unique<BorrowedComm>(comm);
+        process.device = device;
+        const internal::Core core({}, std::move(process));
+        const ShardingOptions& sharding = core.process().sharding();
+        const bool to_cpu = variables == fsdp;
+        EXPECT_EQ(sharding.strategy, ShardingStrategy::kFull);
+        EXPECT_EQ(sharding.offload_parameters, to_cpu ? Offload::kCpu : Offload::kDisk) << device;
+        EXPECT_EQ(sharding.offload_parameters_path, to_cpu ? "" : folder_.Path("b"));
+        EXPECT_EQ(sharding.offload_optimizer, to_cpu ? Offload::kCpu : Offload::kNone);
+      }
+    }
+  });
+}
+
 TEST_F(ShardingOffloadTest, ReshardedInSmallerGroups_TrainsAsWithout) {
   AcceleratorOptions grouped = Options("zero3", Offload::kNone);
   const Weights want = Trained(4, grouped, grouped);

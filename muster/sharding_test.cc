@@ -919,6 +919,25 @@ TEST(Sharding, EverySettingOfTheEnvironment_IsAnOption) {
   EXPECT_FALSE(a.core().process().sharding().reshard_after_forward);
 }
 
+TEST(Sharding, EnvironmentSaysHowAndNothingAsks_IsRefusedByName) {
+  const auto make = [](bool asks, bool program) {
+    AcceleratorOptions options;
+    if (program) options.sharding.emplace();
+    JoinedProcess process;
+    process.environment.sharding_units = {{"Linear"}, "MUSTER_SHARDING_UNITS"};
+    if (asks) process.environment.sharding = {"no_shard", "MUSTER_SHARDING"};
+    process.comm = std::make_unique<LocalComm>();
+    Accelerator(std::make_shared<internal::Core>(options, std::move(process)));
+  };
+  EXPECT_THAT([&] { make(false, false); },
+              testing::ThrowsMessage<c10::Error>(
+                  HasSubstr("MUSTER_SHARDING_UNITS says how a model is divided, which nothing asks "
+                            "for: set MUSTER_SHARDING")));
+  // They say that nothing is to be divided.
+  EXPECT_NO_THROW(make(true, false));
+  EXPECT_NO_THROW(make(false, true));
+}
+
 TEST(Sharding, OneProcess_DividesNothing) {
   RunAccelerators(1, Sharded("zero3"), [&](Accelerator& a) {
     torch::nn::Sequential net = MakeNet();

@@ -21,8 +21,8 @@ concept Checkpointable = requires(T& object, const StateDict& state) {
   object.load_state_dict(state);
 };
 
-// Called in save_state() before models are written. `weights`: the tensors of each prepared model,
-// in the order of prepare(), which process 0 writes: remove entries to omit them, or all entries to
+// Called in save_state() before models are written. `weights`: the tensors of each prepared model
+// that process 0 writes, in the order of prepare(). Remove entries to omit them, or all entries to
 // save that model by other means. The hook writes its own files through `writer`, with one name per
 // process. Called on every process; an exception becomes the error of save_state() on all.
 using SaveStateHook = std::function<void(std::vector<NamedTensors>& weights, StateWriter& writer)>;
@@ -37,14 +37,14 @@ using LoadStateHook =
 struct LoadedState {
   // The checkpoint's folder.
   std::string directory = "";
-  // By prepared model, in the order of prepare(): its tensors that were loaded, and those that were
-  // not and why.
+  // For each prepared model, in the order of prepare(): which of its tensors were loaded, and which
+  // were not and why.
   std::vector<LoadedWeights> models = {};
   // The files of the checkpoint that were not read.
   std::vector<std::string> left_out = {};
 };
 
-// Removes a hook. A value; copies are the same handle. Destroying the handle keeps the hook.
+// Removes a hook. A value type: copies are the same handle. Destroying the handle keeps the hook.
 class HookHandle {
  public:
   explicit HookHandle(std::function<void()> remove) : remove_(std::move(remove)) {}

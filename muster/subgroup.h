@@ -14,10 +14,10 @@
 namespace muster {
 
 // A subset of the job's processes, for collectives among them; returned by
-// Accelerator::new_group(). Process indices count within the group, in the job's order. Methods
-// marked (collective) must be called by every member, in the same order, and block; elsewhere they
-// throw c10::Error. A value; copies are the same group. Keep the Accelerator alive. Not
-// thread-safe.
+// Accelerator::new_group(). Process indices count within the group, in the job's order. Every
+// member must call the methods marked (collective), in the same order; they block. In other
+// processes they throw c10::Error. A value type: copies refer to the same group. Keep the
+// Accelerator alive. Not thread-safe.
 class Subgroup {
  public:
   Subgroup() = default;

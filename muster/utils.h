@@ -29,8 +29,8 @@ namespace muster {
 
 // Seeds LibTorch's generators. Call it before creating weights, with the same seed on every
 // process. `device_specific` adds the process index, so that each process draws different numbers
-// (for dropout, for example). The index comes from the environment, as for Accelerator; a process
-// that gets its index only at the rendezvous is refused: use the other overload there.
+// (for dropout, for example). The index comes from the environment, as for Accelerator; in a
+// process that gets its index only at the rendezvous it throws: use the other overload there.
 // `deterministic`: use only kernels with bitwise reproducible results. Throws c10::Error.
 void set_seed(uint64_t seed, bool device_specific = false, bool deterministic = false);
 void set_seed(const Accelerator& accelerator, uint64_t seed, bool device_specific = false,
@@ -45,10 +45,10 @@ void synchronize_rng_states(Accelerator& accelerator, at::Generator& generator);
 
 // Memory.
 
-// (collective) Returns the largest tried batch size that fits into memory on every process. Calls
-// `attempt` with `starting_batch_size` and, while memory runs out, with smaller ones;
+// (collective) Returns the largest batch size tried that fits into memory on every process. Calls
+// `attempt` with `starting_batch_size` and, as long as memory runs out, with smaller sizes;
 // `reduce_batch_size` computes the next one (default: nine tenths). `attempt` may be the whole
-// training.
+// training run.
 //
 //   muster::find_executable_batch_size(accelerator, 128, [&](int64_t batch_size) {
 //     Net net;
@@ -58,20 +58,21 @@ void synchronize_rng_states(Accelerator& accelerator, at::Generator& generator);
 //     for (int64_t epoch : accelerator.epochs(3)) { ... }
 //   });
 //
-// Create models, optimizers and loaders inside: after a failed call this Accelerator forgets
-// everything that was prepared, in it or before, and the accumulation window, as free_memory()
-// does. Objects of the last call end with it, so call save_state() and save_model() inside. With
-// equal models and batches all processes run out of memory at the same place; a process that runs
-// out alone leaves the others waiting in their next exchange until it times out. To try a single
-// step during a running training, use FindExecutableBatchSize. Throws c10::Error if no size fits.
+// Create models, optimizers and loaders inside `attempt`: after a failed call this Accelerator
+// forgets everything prepared in it or before, and the accumulation window, like free_memory().
+// Objects of the last call end with it, so call save_state() and save_model() inside. With equal
+// models and batches all processes run out of memory at the same place; a process that runs out
+// alone leaves the others waiting in their next exchange until it times out. To try a single step
+// during training, use FindExecutableBatchSize. Throws c10::Error if no size fits.
 int64_t find_executable_batch_size(
     Accelerator& accelerator, int64_t starting_batch_size,
     const std::function<void(int64_t)>& attempt,
     const std::function<int64_t(int64_t)>& reduce_batch_size = nullptr);
 
-// Structures of tensors (worker/nested/nested.h says what these are), by Accelerate's names.
+// Structures of tensors (defined in worker/nested/nested.h), under Accelerate's names.
 
-// Every tensor on `device`. With non_blocking, copies from pinned memory to a GPU do not wait.
+// Copies every tensor to `device`. With non_blocking, copies from pinned memory to a GPU do not
+// block.
 template <class T>
 T send_to_device(const T& value, at::Device device, bool non_blocking = false) {
   return SendToDevice(value, device, non_blocking);
@@ -81,12 +82,12 @@ template <class T>
 T concatenate(const std::vector<T>& parts, int64_t dim = 0) {
   return Concatenate(parts, dim);
 }
-// Rows [begin, end) of every tensor, as views.
+// Returns rows [begin, end) of every tensor, as views.
 template <class T>
 T slice_tensors(const T& value, int64_t begin, int64_t end) {
   return SliceTensors(value, begin, end);
 }
-// The first dimension of the first tensor. Throws c10::Error if there is none.
+// Returns the first dimension of the first tensor. Throws c10::Error if there is none.
 template <class T>
 int64_t find_batch_size(const T& value) {
   const std::optional<int64_t> size = FindBatchSize(value);
@@ -98,7 +99,7 @@ template <class T>
 T convert_to_fp32(const T& value) {
   return ConvertToFp32(value);
 }
-// `forward` with its outputs converted: convert_outputs_to_fp32(f)(x) is convert_to_fp32(f(x)).
+// Wraps `forward` to convert its outputs: convert_outputs_to_fp32(f)(x) is convert_to_fp32(f(x)).
 template <class F>
 auto convert_outputs_to_fp32(F forward) {
   return [forward = std::move(forward)]<class... Args>(Args&&... args) mutable {
@@ -114,31 +115,31 @@ T pad_input_tensors(const T& value, int64_t batch_size, int num_processes) {
 
 // Loaders and models.
 
-// `loader` without its epoch's first `num_batches` batches, for one pass: see
+// Returns `loader` without its epoch's first `num_batches` batches, for one pass: see
 // Accelerator::skip_first_batches().
 template <class Loader>
 auto skip_first_batches(Loader& loader, int64_t num_batches = 0) {
   return SkipFirstBatches(loader, num_batches);
 }
-// The model as it was before prepare.
+// Returns the model as it was before prepare().
 template <class M>
 M& extract_model_from_parallel(AcceleratedModel<M>& model) {
   return model.unwrap();
 }
 
-// A logger that prefixes lines with this process's index: "[RANK 1] ...". See RankLogger; the
-// Accelerator must outlive it.
+// Returns a logger that prefixes lines with this process's index: "[RANK 1] ...". See RankLogger;
+// the Accelerator must outlive it.
 inline RankLogger get_logger(Accelerator& accelerator) { return RankLogger(accelerator.comm()); }
 
-// Local SGD: in this scope every process trains alone, and after every `local_sgd_steps` calls of
-// step(), and at the end of the scope, the parameters of all processes are averaged. Optimizers and
+// Local SGD: in this scope every process trains alone. After every `local_sgd_steps` calls of
+// step() and at the end of the scope, the parameters of all processes are averaged. Optimizers and
 // schedules step as usual.
 //
 //   muster::LocalSGD local_sgd(accelerator, model, 8);
 //   for (auto& [x, y] : loader) { ...; optimizer.step(); optimizer.zero_grad(); local_sgd.step(); }
 //
-// Every process must call step() equally often (even_batches). With one process, or `enabled`
-// false, it does nothing. Throws c10::Error inside join_uneven_inputs().
+// Every process must call step() equally often (even_batches). With one process or with `enabled`
+// false it does nothing. Throws c10::Error inside join_uneven_inputs().
 class LocalSGD {
  public:
   template <class M>
@@ -150,8 +151,8 @@ class LocalSGD {
   LocalSGD(const LocalSGD&) = delete;
   LocalSGD& operator=(const LocalSGD&) = delete;
 
-  // After each step of the optimizer. Every `local_sgd_steps`-th call is a collective; returns
-  // whether this one was.
+  // Call it after each step of the optimizer. Every `local_sgd_steps`-th call is a collective;
+  // returns whether this one was.
   bool step();
 
  private:
@@ -178,29 +179,29 @@ class LocalSGD {
 //   }
 //   ema.copy_to(*model);  // for good, or into another module, to save it
 //
-// All processes have the same weights, so the averages are the same without an exchange; of a
+// All processes have the same weights, so the averages are the same without an exchange. For a
 // sharded model each process has the averages of its part, with the same values to the last bit,
 // and apply(), copy_to() and state_dict() are collective. Create it after prepare(), which moves
-// and broadcasts the weights. Throws c10::Error.
+// and broadcasts the weights. Errors are c10::Error.
 class Ema {
  public:
   template <class M>
   Ema(Accelerator& accelerator, const AcceleratedModel<M>& model, const EmaOptions& options = {})
       : Ema(accelerator, model.slot(), options) {}
 
-  // Call it after optimizer.step(). It updates when the optimizer has stepped, and does nothing
-  // inside an accumulation window. Returns whether it updated. Throws inside LocalSGD, where
+  // Updates the average if the optimizer has stepped; does nothing inside an accumulation window.
+  // Call it after optimizer.step(). Returns whether it updated. Throws inside LocalSGD, where
   // processes have different weights.
   bool update();
 
-  // During the result's lifetime the model's weights are the average; its destructor restores them.
-  // Buffers (BatchNorm's statistics) stay the model's own throughout. The destructor throws if the
-  // weights were changed in between. save_state() and step() are refused in the scope; save_model()
-  // and get_state_dict() give the average.
+  // Replaces the model's weights with the average for the lifetime of the result, whose destructor
+  // restores them. Buffers (such as BatchNorm's statistics) stay the model's own throughout. The
+  // destructor throws if the weights were changed in between. save_state() and step() are refused
+  // in the scope; save_model() and get_state_dict() use the average.
   [[nodiscard]] internal::AveragedScope apply() { return {core_, *weights_, Sharded()}; }
 
-  // Writes the average, and the model's buffers, into `module`: permanently into the model itself,
-  // or into another one of the same class. Refuses different names or shapes before it changes
+  // Writes the average and the model's buffers into `module`: permanently into the model itself, or
+  // into another one of the same class. Throws for different names or shapes before it changes
   // anything.
   template <class Module>
   void copy_to(Module& module) const {
@@ -210,10 +211,10 @@ class Ema {
   // Updates so far.
   int64_t updates() const { return weights_->updates(); }
 
-  // For register_for_checkpointing(), by which the processes write the averages of a sharded model
-  // together, and each reads its part. Here they are whole: of a sharded model state_dict() gives
-  // them to process 0, and the counters alone to the others, and load_state_dict() needs all on
-  // every process.
+  // For register_for_checkpointing(), with which the processes write the averages of a sharded
+  // model together and each reads its part. These methods themselves handle whole averages: for a
+  // sharded model, state_dict() returns them on process 0 and only the counters elsewhere, and
+  // load_state_dict() needs all of them on every process.
   StateDict state_dict() const;
   void load_state_dict(const StateDict& state);
   std::shared_ptr<internal::DividedObject> divided_object() const { return divided_; }
@@ -222,7 +223,7 @@ class Ema {
   using Named = EmaWeights::Named;
   Ema(Accelerator& accelerator, const std::shared_ptr<internal::ModelSlot>& model,
       const EmaOptions& options);
-  // Null unless the model is sharded. Throws if it is, and is gone.
+  // Null unless the model is sharded. Throws if it is sharded and no longer exists.
   std::shared_ptr<internal::ModelSlot> Sharded() const;
   // For LibTorch's OrderedDict.
   template <class Dict>

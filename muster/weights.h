@@ -24,12 +24,12 @@ namespace muster {
 //   if (!loaded.ok()) return loaded.status();
 //
 // `path` is a folder (model.safetensors, its index, pytorch_model.bin or its index, in this order)
-// or one of these files. Files of torch.save are read without executing them; they may contain only
+// or one of these files. Files of torch.save are read without executing code; they may contain only
 // tensors in plain containers. Nested tensors have dotted names: read a file {"state_dict": {...}}
 // with `.prefix = "state_dict."`. See docs/weights.md.
 //
-// Parameters and buffers on any device are filled; the rules, the report and the errors are those
-// of LoadWeights in worker/checkpoint/weight_loader.h. Not collective: call it on every process,
+// Fills parameters and buffers on any device. For the rules, the report and the errors see
+// LoadWeights in worker/checkpoint/weight_loader.h. Not collective: call it on every process,
 // before prepare(). Blocks on the disk. Not thread-safe for one model.
 absl::StatusOr<LoadedWeights> load_model(torch::nn::Module& model, const std::string& path,
                                          const LoadWeightsOptions& options = {});
@@ -40,7 +40,7 @@ inline absl::StatusOr<LoadedWeights> load_model(const torch::nn::AnyModule& mode
                                                 const LoadWeightsOptions& options = {}) {
   return load_model(*model.ptr(), path, options);
 }
-// Module holders, shared_ptr to a module, and handles that prepare() returned.
+// The same for module holders, a shared_ptr to a module, and handles that prepare() returned.
 template <class M>
 requires requires(M& model) { static_cast<torch::nn::Module&>(*model); }
 absl::StatusOr<LoadedWeights> load_model(M&& model, const std::string& path,
@@ -48,8 +48,8 @@ absl::StatusOr<LoadedWeights> load_model(M&& model, const std::string& path,
   return load_model(static_cast<torch::nn::Module&>(*model), path, options);
 }
 
-// The same under Accelerate's name and with its default: missing and unexpected names are listed in
-// the result, not refused.
+// The same under Accelerate's name and with its default: missing and unexpected names are not
+// errors but are listed in the result.
 template <class M>
 absl::StatusOr<LoadedWeights> load_checkpoint_in_model(M&& model, const std::string& checkpoint,
                                                        LoadWeightsOptions options = {

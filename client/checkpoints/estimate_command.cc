@@ -83,16 +83,16 @@ absl::StatusOr<Request> RequestOf(const CommandLine& line) {
         absl::StrCat("--optimizer ", optimizer, ": write adam, momentum or sgd"));
   }
   request.state_bytes = found->second;
-  if (line.Has("offload_optimizer")) {
-    const std::string place = line.Get("offload_optimizer");
+  for (const auto& [name, to] : {std::pair("offload_optimizer", &request.offload.optimizer),
+                                 std::pair("offload_parameters", &request.offload.parameters)}) {
+    if (!line.Has(name)) continue;
+    const std::string place = line.Get(name);
     if (place != "cpu" && place != "disk") {
       return absl::InvalidArgumentError(
-          absl::StrCat("--offload_optimizer ", place, ": write cpu or disk"));
+          absl::StrCat("--", name, " ", place, ": write cpu or disk"));
     }
-    request.offload.optimizer =
-        place == "cpu" ? EstimatedOffload::Place::kCpu : EstimatedOffload::Place::kDisk;
+    *to = place == "cpu" ? EstimatedOffload::Place::kCpu : EstimatedOffload::Place::kDisk;
   }
-  request.offload.parameters = line.Has("offload_parameters");
   request.offload.optimizer_in_backward = line.Has("optimizer_in_backward");
   return request;
 }
@@ -113,10 +113,16 @@ void PrintText(const std::string& path, const ModelSize& size,
   out << Table(rows) << "\nTraining in float32, each of " << request.processes
       << (request.processes == 1 ? " process" : " processes") << ":\n\n";
   rows = {{"sharding", "parameters", "gradients", "states", "at the peak", "in all"}};
-  const bool on_disk =
-      request.offload.parameters || request.offload.optimizer == EstimatedOffload::Place::kDisk;
-  const bool offloads = on_disk || request.offload.optimizer != EstimatedOffload::Place::kNone;
-  if (offloads) rows[0].push_back(on_disk ? "on the disk" : "in the CPU's memory");
+  using Place = EstimatedOffload::Place;
+  const auto goes_to = [&](Place place) {
+    return request.offload.optimizer == place || request.offload.parameters == place;
+  };
+  const bool offloads = goes_to(Place::kCpu) || goes_to(Place::kDisk);
+  if (offloads) {
+    rows[0].push_back(!goes_to(Place::kCpu)    ? "on the disk"
+                      : !goes_to(Place::kDisk) ? "in the CPU's memory"
+                                               : "elsewhere");
+  }
   for (const StrategyEstimate& row : strategies) {
     rows.push_back({row.strategy, bytes(row.parameters), bytes(row.gradients), bytes(row.states),
                     bytes(row.gathered), bytes(row.total())});
@@ -156,8 +162,10 @@ int RunEstimateMemoryCommand(const std::vector<std::string>& args, const Command
                    .help = "States are there between the steps; cpu: those of a GPU",
                    .values = {"cpu", "disk"}},
                   {.name = "offload_parameters",
-                   .help = "Parts of parameters and their gradients are on a disk between their "
-                           "uses (zero3, hybrid)"},
+                   .value_name = "cpu|disk",
+                   .help = "Parts of parameters and their gradients are there between their uses "
+                           "(zero3, hybrid); cpu: those of a GPU",
+                   .values = {"cpu", "disk"}},
                   {.name = "optimizer_in_backward",
                    .help = "Gradients of a few units at a time: the optimizer uses them inside of "
                            "the backward pass"},

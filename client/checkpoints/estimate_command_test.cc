@@ -96,8 +96,9 @@ TEST_F(EstimateCommandTest, SettingThatMusterDoesNotKnow_CanBeIgnored) {
 }
 
 TEST_F(EstimateCommandTest, Offload_HasAColumnOfItsOwn) {
-  ASSERT_EQ(Run({file_, "--offload_optimizer", "disk", "--offload_parameters", "-o", "json"}),
-            kExitOk)
+  ASSERT_EQ(
+      Run({file_, "--offload_optimizer", "disk", "--offload_parameters", "disk", "-o", "json"}),
+      kExitOk)
       << err_.str();
   const Json json = Json::parse(out_.str());
   ASSERT_EQ(json["sharding"].size(), 2u);
@@ -108,6 +109,17 @@ TEST_F(EstimateCommandTest, Offload_HasAColumnOfItsOwn) {
   EXPECT_THAT(out_.str(), HasSubstr("on the disk"));
   ASSERT_EQ(Run({file_, "--offload_optimizer", "cpu"}), kExitOk) << err_.str();
   EXPECT_THAT(out_.str(), HasSubstr("in the CPU's memory"));
+  // Where it goes changes no number.
+  ASSERT_EQ(
+      Run({file_, "--offload_optimizer", "disk", "--offload_parameters", "cpu", "-o", "json"}),
+      kExitOk)
+      << err_.str();
+  EXPECT_EQ(Json::parse(out_.str()), json);
+  ASSERT_EQ(Run({file_, "--offload_parameters", "cpu"}), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("in the CPU's memory"));
+  ASSERT_EQ(Run({file_, "--offload_optimizer", "disk", "--offload_parameters", "cpu"}), kExitOk)
+      << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("elsewhere"));
   ASSERT_EQ(Run({file_}), kExitOk) << err_.str();
   EXPECT_THAT(out_.str(), Not(HasSubstr("on the disk")));
 }
@@ -123,6 +135,7 @@ TEST_F(EstimateCommandTest, Mistakes_AreNamed) {
   expect({file_, "--num_processes", "4", "--group_size", "3"}, kExitUsage, "--group_size 3");
   expect({file_, "--optimizer", "lion"}, kExitUsage, "--optimizer lion");
   expect({file_, "--offload_optimizer", "nvme"}, kExitUsage, "nvme");
+  expect({file_, "--offload_parameters", "nvme"}, kExitUsage, "nvme");
   expect({file_, "-o", "yaml"}, kExitUsage, "yaml");
   expect({folder_.Path("none")}, kExitNotFound, "none");
   const std::string config = folder_.Path("config");

@@ -92,6 +92,7 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
                                                  const EstimatedOffload& offload) {
   const int64_t whole = 4 * size.elements, states = state_bytes * size.elements;
   const int64_t unit = 4 * size.largest_elements;
+  const bool moves_parameters = offload.parameters != EstimatedOffload::Place::kNone;
   // The gradients of a process that has a part of each.
   const auto gradients_of = [&](int64_t ranks) {
     const int64_t part = CeilOf(whole, ranks);
@@ -103,7 +104,7 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
                             .parameters = CeilOf(whole, ranks) + size.other_bytes,
                             .gradients = gradients_of(ranks),
                             .states = CeilOf(states, ranks),
-                            .gathered = ranks == 1 && !offload.parameters ? 0 : 3 * unit};
+                            .gathered = ranks == 1 && !moves_parameters ? 0 : 3 * unit};
   };
   // Takes from a row what is elsewhere. `ranks` divide the states, and, if `parameters` are
   // divided, these.
@@ -117,7 +118,7 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
       row->offloaded += row->states;
       row->states = std::min(row->states, windows * std::max(kWindow, state_bytes * largest));
     }
-    if (offload.parameters && parameters) {
+    if (moves_parameters && parameters) {
       const int64_t part = row->parameters - size.other_bytes;
       row->offloaded += 2 * part;  // gradients have a place, too
       row->parameters = std::min(part, 2 * CeilOf(unit, ranks)) + size.other_bytes;
@@ -142,7 +143,7 @@ std::vector<StrategyEstimate> EstimateStrategies(const ModelSize& size, int64_t 
                      .gathered = std::min(unit, whole)});
       take_away(&all.back(), 1, false);
     }
-    if (!offload.parameters) return all;
+    if (!moves_parameters) return all;
     all.push_back(divided("zero3", 1));
     take_away(&all.back(), 1, true);
     return all;

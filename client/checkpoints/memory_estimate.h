@@ -61,9 +61,9 @@ struct EstimatedOffload {
   // Windows of 64 MiB, or of the largest state, are in memory in a step: three of a disk, one of
   // the CPU's.
   Place optimizer = Place::kNone;
-  // On a disk, with the gradients; parts of two units, and gradients of three, are in memory. Of
-  // strategies that divide parameters.
-  bool parameters = false;
+  // With the gradients; parts of two units, and gradients of three, are in memory, or on the GPU.
+  // Of strategies that divide parameters.
+  Place parameters = Place::kNone;
   // options.sharding.optimizer_in_backward: gradients of a unit and parts of three at a time. Not
   // of "no_shard"; one process then has "zero2" as well.
   bool optimizer_in_backward = false;

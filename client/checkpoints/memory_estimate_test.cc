@@ -112,7 +112,7 @@ TEST(EstimateStrategies, Offload_TakesStatesAndPartsAway) {
   EXPECT_EQ(all[0].states, 3 * 400'000'000);  // the largest parameter's are more than 64 MiB
   all = EstimateStrategies(size, 1, 1, 8, {.optimizer = Place::kCpu});
   EXPECT_EQ(all[0].states, 400'000'000);
-  all = EstimateStrategies(size, 1, 1, 8, {.optimizer = Place::kDisk, .parameters = true});
+  all = EstimateStrategies(size, 1, 1, 8, {.optimizer = Place::kDisk, .parameters = Place::kDisk});
   ASSERT_EQ(all.size(), 2u);
   EXPECT_EQ(all[0].parameters, kWhole + 16);
   EXPECT_EQ(all[1].strategy, "zero3");
@@ -120,7 +120,7 @@ TEST(EstimateStrategies, Offload_TakesStatesAndPartsAway) {
   EXPECT_EQ(all[1].parameters, 2 * kUnit + 16);
   EXPECT_EQ(all[1].gradients, 2 * kUnit);  // no more than there are
   EXPECT_EQ(all[1].gathered, 3 * kUnit);
-  all = EstimateStrategies(size, 40, 4, 8, {.optimizer = Place::kDisk, .parameters = true});
+  all = EstimateStrategies(size, 40, 4, 8, {.optimizer = Place::kDisk, .parameters = Place::kDisk});
   ASSERT_EQ(all.size(), 5u);
   // States of a part: 20 MB of a unit, less than a window, and all of them less than three.
   EXPECT_EQ(all[1].states, kStates / 40);
@@ -129,13 +129,14 @@ TEST(EstimateStrategies, Offload_TakesStatesAndPartsAway) {
   EXPECT_EQ(all[3].parameters, kWhole / 40 + 16);
   EXPECT_EQ(all[4].offloaded, (kStates + 2 * kWhole) / 4);
   EXPECT_EQ(all[4].parameters, 2 * kUnit / 4 + 16);
-  all = EstimateStrategies(size, 1, 1, 8, {.parameters = true, .optimizer_in_backward = true});
+  all = EstimateStrategies(size, 1, 1, 8,
+                           {.parameters = Place::kDisk, .optimizer_in_backward = true});
   EXPECT_EQ(all[2].offloaded, 2 * kWhole);
   // Eight blocks as large as one of these.
   ModelSize deep;
   deep.elements = 8 * kUnit / 4;
   deep.largest_elements = kUnit / 4;
-  all = EstimateStrategies(deep, 4, 4, 8, {.parameters = true});
+  all = EstimateStrategies(deep, 4, 4, 8, {.parameters = Place::kDisk});
   EXPECT_EQ(all[3].parameters, 2 * kUnit / 4);
   EXPECT_EQ(all[3].gradients, 3 * kUnit / 4);
   EXPECT_EQ(all[3].offloaded, 2 * 8 * kUnit / 4);

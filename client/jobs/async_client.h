@@ -13,16 +13,17 @@
 
 namespace muster {
 
-// Client with callbacks: calls return at once, and their results arrive on one thread, the
-// callback thread, which the AsyncClient owns. So callbacks never run at the same time; one that
-// takes long delays all others. A stream (watch, watch_all, follow_log) makes its next callback
-// when the last one has returned: nothing is queued for a slow one.
+// A Client with callbacks: calls return at once, and their results arrive on the callback thread,
+// which the AsyncClient owns. Callbacks therefore never run concurrently, and a slow one delays all
+// others. A stream (watch, watch_all, follow_log) makes its next callback when the previous one has
+// returned: nothing is queued for a slow callback.
 //
-// Thread-safe, as are several AsyncClients. It must not be destroyed on its callback thread; that
-// ends all its calls. Errors reach `done` as the Status that the call of Client returns.
+// Thread-safe; so is the use of several AsyncClients. Its destruction ends all its calls and must
+// not happen on its callback thread. `done` receives errors as the Status that the call of Client
+// returns.
 class AsyncClient {
  public:
-  // A call in progress, which its owner keeps: it ends with this. Not thread-safe.
+  // A call in progress. Keep it: the call ends when it is destroyed. Not thread-safe.
   class Call {
    public:
     Call() = default;
@@ -34,9 +35,9 @@ class AsyncClient {
     }
     ~Call() { cancel(); }
 
-    // Stops the call: what the coordinator was asked to do may have been done. When it returns, no
-    // callback of the call runs or begins. From within a callback of the call itself it returns at
-    // once, and that callback is the last. Repeatable.
+    // Stops the call; the coordinator may already have done what it was asked to do. After cancel()
+    // returns, no callback of the call runs or begins. From within a callback of the same call it
+    // returns at once, and that callback is the last. Repeatable.
     void cancel();
 
    private:
@@ -46,14 +47,14 @@ class AsyncClient {
     std::shared_ptr<Operation> operation_;
   };
 
-  // As Client::Connect; blocks.
+  // Like Client::Connect; blocks.
   static absl::StatusOr<AsyncClient> Connect(const ClientOptions& options);
   AsyncClient(AsyncClient&&) noexcept;
   AsyncClient& operator=(AsyncClient&&) noexcept;
   ~AsyncClient();
 
-  // Any use of a Client: `work(client)` runs on a thread of the call, then `done(result)` on the
-  // callback thread. For example
+  // Starts any use of a Client: `work(client)` runs on a thread of the call, then `done(result)` on
+  // the callback thread. For example
   //
   //     cancelled = async.start([](Client& client) { return client.cancel("mnist-1"); },
   //                             [](absl::StatusOr<Job> job) { ... });
@@ -69,10 +70,10 @@ class AsyncClient {
   [[nodiscard]] Call submit(JobSpec spec, SubmitOptions options,
                             std::function<void(absl::StatusOr<Submission>)> done);
   [[nodiscard]] Call get(std::string job, std::function<void(absl::StatusOr<Job>)> done);
-  // `changed` until the job has ended, then `done`.
+  // Calls `changed` until the job has ended, then `done`.
   [[nodiscard]] Call watch(std::string job, std::function<void(const Job&)> changed,
                            std::function<void(absl::StatusOr<Job>)> done);
-  // `changed` until the call is cancelled; `done` with the error that ends it.
+  // Calls `changed` until the call is cancelled; calls `done` with the error that ends it.
   [[nodiscard]] Call watch_all(ListOptions options, std::function<void(const JobUpdate&)> changed,
                                std::function<void(absl::Status)> done);
   [[nodiscard]] Call follow_log(std::string job, LogOptions options,
@@ -80,7 +81,7 @@ class AsyncClient {
                                 std::function<void(absl::Status)> done);
 
  private:
-  // Runs a callback and returns when it has returned; false: the call is cancelled.
+  // Runs a callback and returns after it has returned; false: the call is cancelled.
   using Tell = std::function<bool(const std::function<void()>&)>;
   class Impl;
 

@@ -18,21 +18,21 @@ namespace muster {
 // How to reach a coordinator.
 struct ClientOptions {
   std::string address;  // "10.0.0.5:29400", "unix:/path"
-  // Files. `tls_ca` turns TLS on; the certificate and its key, or the token, say who calls.
+  // Files. `tls_ca` turns TLS on; the certificate and its key, or the token, identify the caller.
   std::string tls_ca = {};
   std::string tls_cert = {};
   std::string tls_key = {};
   std::string token_file = {};
   absl::Duration timeout = absl::Seconds(10);  // for the connection, and of each call
-  // A call that got lost (the coordinator restarts) is repeated for this long.
+  // How long a lost call (the coordinator restarts) is repeated.
   absl::Duration retry_for = absl::Seconds(30);
 };
 
 struct SubmitOptions {
-  // The same key and specification return the job of the first call. Empty: a random one, so that a
-  // repeat after a lost answer makes no second job.
+  // The same key and specification return the job of the first call. Empty: a random key, so that a
+  // repeat after a lost answer does not create a second job.
   std::string idempotency_key = {};
-  bool dry_run = false;  // plans, and keeps nothing
+  bool dry_run = false;  // plans, but submits nothing
   std::string owner = {};
 };
 
@@ -47,61 +47,65 @@ struct LogOptions {
   int attempt = 0;     // 0: the last one
   int64_t offset = 0;  // in bytes since the start of the rank; -1: the last `tail_lines` lines
   int tail_lines = 0;
-  // Not infinite: in place of `offset`, from the first line on that was written so long ago or
-  // later, to the second.
+  // If not infinite, replaces `offset`: starts at the first line written at most this long ago,
+  // with a precision of one second.
   absl::Duration since = absl::InfiniteDuration();
   absl::Duration wait = absl::ZeroDuration();  // for the first byte; at most 30 s
 };
 
-// Submits and controls jobs of a coordinator. Calls block; several threads may make them at once.
-// Errors are those of an RPC edge: absl::Status with one line of text and the code that
-// docs/errors.md lists; UNAVAILABLE names the address. Nothing throws.
+// Submits and controls a coordinator's jobs. Calls block; several threads may make them at once.
+// Errors are an absl::Status with one line of text and a code listed in docs/errors.md; UNAVAILABLE
+// names the address. Nothing throws.
 class Client {
  public:
-  // Blocks until the coordinator answers. Errors: INVALID_ARGUMENT a bad address or option;
-  // UNAVAILABLE no coordinator answers within options.timeout.
+  // Blocks until the coordinator answers. Errors: INVALID_ARGUMENT: a bad address or option;
+  // UNAVAILABLE: no coordinator answers within options.timeout.
   static absl::StatusOr<Client> Connect(const ClientOptions& options);
   Client(Client&&) noexcept;
   Client& operator=(Client&&) noexcept;
   ~Client();
 
-  // Errors: INVALID_ARGUMENT the specification; FAILED_PRECONDITION another specification has the
-  // key, or no nodes could ever run it.
+  // Submits a job. Errors: INVALID_ARGUMENT: the specification is invalid; FAILED_PRECONDITION: the
+  // key belongs to another specification, or no nodes could ever run the job.
   absl::StatusOr<Submission> submit(const JobSpec& spec, const SubmitOptions& options = {});
   absl::StatusOr<Job> get(const std::string& job);
-  // All pages, in the order of submission. Of `history` the last attempt, of `spec` no env.
+  // Returns all pages, in the order of submission. `history` has only the last attempt; `spec` has
+  // no env.
   absl::StatusOr<std::vector<Job>> list(const ListOptions& options = {});
 
-  // Calls `changed` with the job now and after changes until it returns false or the job has ended.
-  // The coordinator streams them: nothing polls. If `changed` takes long, it gets the latest state
-  // next, not each one in between. Goes on after a restart of the coordinator that takes less than
-  // a minute, or options.retry_for if that is longer. DEADLINE_EXCEEDED after `timeout`.
+  // Calls `changed` with the job now and after each change until it returns false or the job has
+  // ended. The coordinator streams the changes: nothing polls. If `changed` is slow, it gets the
+  // latest state next, not each one in between. Continues after a restart of the coordinator that
+  // takes less than a minute, or than options.retry_for if that is longer. DEADLINE_EXCEEDED after
+  // `timeout`.
   absl::StatusOr<Job> watch(const std::string& job, const std::function<bool(const Job&)>& changed,
                             absl::Duration timeout = absl::InfiniteDuration());
-  // Likewise of all jobs that `options` lets through, as list() has them: now, in the order of
-  // their last changes, and after changes; until `changed` returns false. UNIMPLEMENTED: the
+  // The same for all jobs that match `options`, in the form of list(): now, in the order of their
+  // last changes, and after each change, until `changed` returns false. UNIMPLEMENTED: the
   // coordinator is too old.
   absl::Status watch_all(const ListOptions& options,
                          const std::function<bool(const JobUpdate&)>& changed);
-  // The job when it has ended.
+  // Blocks until the job has ended and returns it.
   absl::StatusOr<Job> wait(const std::string& job,
                            absl::Duration timeout = absl::InfiniteDuration());
 
-  // Each is repeatable. FAILED_PRECONDITION if the job is in a state in which it means nothing.
+  // These calls are repeatable. FAILED_PRECONDITION if the call is meaningless in the job's state.
   absl::StatusOr<Job> cancel(const std::string& job, const std::string& why = "");
   absl::StatusOr<Job> suspend(const std::string& job, const std::string& why = "");
   absl::StatusOr<Job> resume(const std::string& job);
   absl::StatusOr<Job> retry(const std::string& job);
-  // From now on attempts have min_processes to max_processes. One that runs with more is stopped at
-  // once and starts again; one with fewer when there is room for more. INVALID_ARGUMENT the bounds.
+  // Makes attempts have min_processes to max_processes from now on. A running attempt with more
+  // processes is stopped at once and restarts; one with fewer restarts when there is room for more.
+  // INVALID_ARGUMENT: invalid bounds.
   absl::StatusOr<Job> resize(const std::string& job, int min_processes, int max_processes,
                              const std::string& why = "");
   absl::Status remove(const std::string& job);
 
-  // NOT_FOUND no such job, attempt or rank; UNAVAILABLE the node that has the log is away.
+  // Reads a part of a rank's log. NOT_FOUND: no such job, attempt or rank; UNAVAILABLE: the node
+  // that has the log is not connected.
   absl::StatusOr<LogChunk> read_log(const std::string& job, const LogOptions& options = {});
-  // Calls `chunk` with what the rank has written and writes, until the job has ended or `chunk`
-  // returns false. Goes on to the next attempt, unless options.attempt names one.
+  // Calls `chunk` with the rank's past and new output until the job has ended or `chunk` returns
+  // false. Continues with the next attempt, unless options.attempt names one.
   absl::Status follow_log(const std::string& job, LogOptions options,
                           const std::function<bool(const LogChunk&)>& chunk);
 
@@ -109,13 +113,13 @@ class Client {
   absl::Status cordon(const std::string& node, const std::string& why = "");
   absl::Status drain(const std::string& node, const std::string& why = "");
   absl::Status uncordon(const std::string& node);
-  // How much the node's agent logs: "debug", "info", "warning" or "error"; after `span` the level
-  // before returns by itself, 1 s to 24 h. INVALID_ARGUMENT another word or span; UNAVAILABLE the
-  // node is not connected.
+  // Sets how much the node's agent logs: "debug", "info", "warning" or "error". After `span` (1 s
+  // to 24 h) the previous level returns automatically. INVALID_ARGUMENT: another word or span;
+  // UNAVAILABLE: the node is not connected.
   absl::Status set_log_level(const std::string& node, const std::string& level,
                              absl::Duration span = absl::InfiniteDuration());
 
-  // For Muster's own code, which has a channel.
+  // For Muster's own code, which already has a channel.
   struct Impl;
   explicit Client(std::unique_ptr<Impl> impl);
 

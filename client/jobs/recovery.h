@@ -7,10 +7,12 @@
 
 namespace muster {
 
-// Of an attempt that has ended. `next`: the one that followed; null: none yet.
+// Returns the recovery after an attempt that has ended. `next`: the attempt that followed; null:
+// none yet.
 Recovery RecoveryOf(const Attempt& ended, const Attempt* next);
 
-// One for each attempt of job.history that has ended and was followed by another, in this order.
+// Returns one for each attempt in job.history that has ended and was followed by another, in this
+// order.
 std::vector<Recovery> Recoveries(const Job& job);
 
 }  // namespace muster

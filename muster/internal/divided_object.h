@@ -13,18 +13,19 @@ namespace muster::internal {
 class ModelSlot;
 
 // A registered object with a tensor for each parameter of a sharded model, divided among the
-// processes as the parameters are. Checkpoints hold whole ones, as of any object.
+// processes as the parameters are. Checkpoints hold whole tensors, as for any object.
 class DividedObject {
  public:
   virtual ~DividedObject() = default;
 
-  // Null if it is gone.
+  // The model; null if it no longer exists.
   virtual std::shared_ptr<ModelSlot> model() const = 0;
-  // What the tensor for a parameter is called in the state.
+  // The name of a parameter's tensor in the state.
   virtual std::string KeyOf(const std::string& parameter) const = 0;
-  // (collective) The state, with whole tensors, on the CPU, for parameters for which keep(name).
+  // (collective) Returns the state of the parameters for which keep(name) is true, as whole tensors
+  // on the CPU.
   virtual StateDict Collect(const std::function<bool(const std::string& name)>& keep) const = 0;
-  // Loads a state that has this process's parts of tensors.
+  // Loads a state that holds this process's parts of the tensors.
   virtual void LoadParts(const StateDict& parts) = 0;
 };
 

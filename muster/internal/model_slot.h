@@ -24,8 +24,8 @@ namespace muster::internal {
 class BackwardWatch;
 class StepController;
 
-// The ranks among which models are sharded. Null: all of them, or no copies. `reshard`: those that
-// keep a copy from the forward pass to the backward pass; null: none do.
+// The ranks among which models are sharded. Null: all ranks, or no copies. `reshard`: the ranks
+// that share a copy kept from the forward pass to the backward pass; null: none is kept.
 struct ShardingGroups {
   std::shared_ptr<Comm> shard, replicas, reshard;
 };
@@ -53,7 +53,7 @@ class ModelSlot {
   }
 
   ModelSource& source() { return *source_; }
-  // At most one of them.
+  // At most one of them is not null.
   DataParallel* ddp() { return ddp_.get(); }
   ShardedModel* sharded() { return sharded_.get(); }
   // Null without activation checkpointing.
@@ -94,7 +94,7 @@ class ModelSlot {
   std::unique_ptr<BackwardWatch> watch_;
   // Passes with gradients so far.
   int64_t forwards_ = 0;
-  // The exchange is armed by a forward pass; a backward pass has used that up.
+  // A forward pass arms the exchange; a backward pass uses it up.
   enum class Armed { kNo, kYes, kUsed };
   Armed armed_ = Armed::kNo;
 };

@@ -15,16 +15,17 @@ struct Module;
 
 namespace muster::internal {
 
-// What Core needs of a model, whatever its class: its tensors, its identity, its place. Keeps the
-// model alive. Not thread-safe.
+// What Core needs from a model of any class: its tensors, its identity, its device. Keeps the model
+// alive. Not thread-safe.
 class ModelSource {
  public:
   using Named = std::vector<std::pair<std::string, at::Tensor>>;
 
   virtual ~ModelSource() = default;
-  // Sources with one identity hold one model. No other model has it while this source lives.
+  // Sources with the same identity hold the same model. No other model has it while this source
+  // lives.
   virtual const void* identity() const = 0;
-  // Whether anything but this source holds the model.
+  // Whether anything besides this source holds the model.
   virtual bool held_elsewhere() const = 0;
   // Defined tensors by their full names, in the order of registration.
   virtual Named parameters() const = 0;

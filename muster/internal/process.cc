@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "base/log.h"
 #include "c10/core/ScalarType.h"
 #include "c10/util/Exception.h"
@@ -41,21 +42,30 @@ std::optional<c10::ScalarType> DtypeOf(const std::string& name) {
   return std::nullopt;
 }
 
+// Where nothing asks for sharding, what says how would be ignored in silence. `muster launch`
+// refuses the same.
+void CheckNothingSaysHow(const Environment& environment) {
+  for (const std::string& source :
+       {environment.sharding_units.source, environment.sharding_unit_names.source,
+        environment.sharding_min_unit_parameters.source, environment.sharding_group_size.source,
+        environment.sharding_reshard_group_size.source,
+        environment.sharding_reshard_after_forward.source,
+        environment.sharding_parameter_dtype.source, environment.sharding_reduce_dtype.source,
+        environment.sharding_no_split.source, environment.sharding_ignored_modules.source,
+        environment.sharding_ignored_parameters.source, environment.sharding_overlap.source}) {
+    TORCH_CHECK(!absl::StartsWith(source, "MUSTER_"), source,
+                " says how a model is divided, which nothing asks for: set MUSTER_SHARDING (zero3, "
+                "for example) or options.sharding, or unset it");
+  }
+}
+
 // What a program has not said in options.sharding.
-ShardingOptions ShardingFrom(const Environment& environment, const EngineSettings& engine,
-                             at::Device device) {
+ShardingOptions ShardingFrom(const Environment& environment, const EngineSettings& engine) {
   ShardingOptions sharding;
   if (environment.sharding.is_default() && !environment.engine_variables.empty()) {
     sharding = engine.sharding;
-    // One setting of FSDP's says both.
-    if (!device.is_cpu() && sharding.offload_parameters == Offload::kCpu) {
-      sharding.offload_parameters = Offload::kNone;
-      if (environment.rank.value == 0) {
-        MUSTER_LOG(Info) << "sharding: parts of the parameters stay on the GPU; the states of the "
-                            "optimizer, which are twice as large, are offloaded.";
-      }
-    }
   } else {
+    if (environment.sharding.is_default()) CheckNothingSaysHow(environment);
     sharding = ParseSharding(environment.sharding.value, environment.local_world_size.value);
   }
   // Muster's own words win over those of FSDP and DeepSpeed.
@@ -115,9 +125,9 @@ void CheckOffload(const char* name, Offload place, const std::string& path) {
 }
 
 ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment& environment,
-                           const EngineSettings& engine, at::Device device) {
+                           const EngineSettings& engine) {
   ShardingOptions sharding =
-      options.sharding.has_value() ? *options.sharding : ShardingFrom(environment, engine, device);
+      options.sharding.has_value() ? *options.sharding : ShardingFrom(environment, engine);
   CheckOffload("offload_optimizer", sharding.offload_optimizer, sharding.offload_optimizer_path);
   CheckOffload("offload_parameters", sharding.offload_parameters, sharding.offload_parameters_path);
   TORCH_CHECK(sharding.reshard_group_size == 0 ||
@@ -129,22 +139,16 @@ ShardingOptions ShardingOf(const AcceleratorOptions& options, const Environment&
               "strategy that divides the work of the optimizer by units: set kGradients or kFull "
               "(zero2, zero3), with one process as well");
   TORCH_CHECK(
-      device.is_cpu() || sharding.offload_parameters == Offload::kNone,
-      "options.sharding.offload_parameters (MUSTER_OFFLOAD_PARAMETERS) is for parameters on "
-      "the CPU: leave it out. offload_optimizer takes the states of the optimizer, which are "
-      "twice as large, from the GPU");
-  TORCH_CHECK(
       sharding.offload_parameters == Offload::kNone || sharding.strategy == ShardingStrategy::kFull,
       "offload_parameters needs the strategy kFull (zero3, hybrid), with which parameters "
       "are not kept whole: set it, or leave offload_parameters out");
   return sharding;
 }
 
-Process::Settings SettingsOf(const AcceleratorOptions& options, const Environment& environment,
-                             at::Device device) {
+Process::Settings SettingsOf(const AcceleratorOptions& options, const Environment& environment) {
   // Also where the program says all: what it does not read here would be ignored in silence.
   const EngineSettings engine = EngineOf(options, environment);
-  Process::Settings settings{.sharding = ShardingOf(options, environment, engine, device),
+  Process::Settings settings{.sharding = ShardingOf(options, environment, engine),
                              .grad_scaler = options.grad_scaler,
                              .configured = engine.configured};
   ActivationCheckpointingOptions& activations = settings.activation_checkpointing;
@@ -216,8 +220,12 @@ Process::Process(const AcceleratorOptions& options, JoinedProcess joined)
       joined_(std::move(joined)),
       device_(joined_.device),
       precision_(ParseMixedPrecision(joined_.environment.mixed_precision.value)),
-      settings_(SettingsOf(options_, joined_.environment, joined_.device)) {
-  if (size() > 1 && sharding().strategy != ShardingStrategy::kNone && sharding().overlap) {
+      settings_(SettingsOf(options_, joined_.environment)) {
+  // One process alone gathers what is elsewhere.
+  const bool elsewhere = sharding().offload_parameters == Offload::kDisk ||
+                         (sharding().offload_parameters == Offload::kCpu && !device_.is_cpu());
+  if ((size() > 1 || elsewhere) && sharding().strategy != ShardingStrategy::kNone &&
+      sharding().overlap) {
     if (device_.is_cpu()) comm_queue_ = std::make_shared<CommThread>();
     if (device_.is_cuda()) comm_queue_ = std::make_shared<CommStream>(device_);
     joined_.comm = InOrder(std::move(joined_.comm));

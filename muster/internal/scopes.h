@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <utility>
 
-// What methods of Accelerator return for the length of a scope. They borrow the Core.
+// The scope objects that methods of Accelerator return. They borrow the Core.
 namespace muster::internal {
 
 class Core;
@@ -38,8 +38,8 @@ class [[nodiscard]] NoSyncScope {
 class [[nodiscard]] JoinScope {
  public:
   JoinScope(Core* core, bool even_batches);
-  // Takes part in the exchanges of the processes that still have batches, until all are here.
-  // Unless an exception is leaving the scope.
+  // Takes part in the exchanges of the processes that still have batches until all have arrived,
+  // unless an exception is leaving the scope.
   ~JoinScope() noexcept(false);
   JoinScope(const JoinScope&) = delete;
   JoinScope& operator=(const JoinScope&) = delete;
@@ -73,7 +73,7 @@ class [[nodiscard]] FirstScope {
   const bool first_;
 };
 
-// 0 ... count-1, less the epochs that a loaded state has finished.
+// The epochs 0 ... count-1 without those that a loaded state has finished.
 class EpochRange {
  public:
   class Iterator {
@@ -96,7 +96,7 @@ class EpochRange {
   const int64_t count_;
 };
 
-// While it lives, a prepare() call is going on; Finish() ties its schedules to its optimizer.
+// Marks a prepare() call in progress; Finish() ties its schedules to its optimizer.
 class PrepareCall {
  public:
   explicit PrepareCall(Core* core);

@@ -22,12 +22,29 @@
 #include "worker/train/activation_policy.h"
 #include "worker/train/activation_store.h"
 #include "worker/train/disk_parts.h"
+#include "worker/train/host_parts.h"
 
 namespace muster::internal {
 namespace {
 
-std::unique_ptr<PartStore> StoreOfParts(const ShardingOptions& sharding) {
-  if (sharding.offload_parameters != Offload::kDisk) return nullptr;
+// Whether the parts of parameters on `device` are elsewhere while nothing uses them. Those on the
+// CPU are in its memory already.
+bool OffloadsParts(const ShardingOptions& sharding, const at::Device& device) {
+  return sharding.offload_parameters == Offload::kDisk ||
+         (sharding.offload_parameters == Offload::kCpu && !device.is_cpu());
+}
+
+// Of a model that stays where it is. `meta`: where one without memory gets some.
+at::Device DeviceOf(const ModelSource& source, const at::Device& meta) {
+  for (const auto& [name, parameter] : source.parameters()) {
+    if (!parameter.is_meta()) return parameter.device();
+  }
+  return meta;
+}
+
+std::unique_ptr<PartStore> StoreOfParts(const ShardingOptions& sharding, const at::Device& device) {
+  if (!OffloadsParts(sharding, device)) return nullptr;
+  if (sharding.offload_parameters == Offload::kCpu) return std::make_unique<HostParts>(device);
   return std::make_unique<DiskParts>(MakeScratchFile(sharding.offload_parameters_path));
 }
 
@@ -82,15 +99,16 @@ void ModelSlot::MakeReady() {
                 "' belongs to another sharded model, or to one of an Accelerator that is gone: "
                 "prepare one module that holds both models, or build the model again");
   }
-  // One process alone has its parameters in units where they come from a disk, or an optimizer
+  const at::Device device = process.options().device_placement ? process.device() : at::kCPU;
+  // One process alone has its parameters in units where they come from elsewhere, or an optimizer
   // updates one after the other.
   ShardingOptions sharding = process.sharding();
-  const bool from_disk = sharding.offload_parameters == Offload::kDisk;
+  const at::Device there = process.options().device_placement ? device : DeviceOf(*source_, device);
+  const bool offloads = OffloadsParts(sharding, there);
   const bool shards = !evaluation && sharding.strategy != ShardingStrategy::kNone &&
-                      (process.size() > 1 || from_disk || sharding.optimizer_in_backward);
+                      (process.size() > 1 || offloads || sharding.optimizer_in_backward);
   // Nothing has to be gathered there.
-  if (process.size() == 1 && !from_disk) sharding.strategy = ShardingStrategy::kGradients;
-  const at::Device device = process.options().device_placement ? process.device() : at::kCPU;
+  if (process.size() == 1 && !offloads) sharding.strategy = ShardingStrategy::kGradients;
   for (const auto& [name, parameter] : source_->parameters()) {
     TORCH_CHECK(!parameter.is_meta() || HasDeferredValues(parameter), "parameter '", name,
                 "' is on the meta device and has no values: construct the module with "
@@ -149,7 +167,7 @@ void ModelSlot::MakeReady() {
         [device](const NamedParameter& parameter, bool with_values) {
           Materialize(parameter.tensor, device, parameter.name, with_values);
         },
-        StoreOfParts(process.sharding()), groups_.reshard.get());
+        StoreOfParts(sharding, there), groups_.reshard.get());
     if (controller_->updates() != nullptr) sharded_->UpdateInBackward(controller_->updates());
     return;
   }

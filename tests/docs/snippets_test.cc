@@ -48,6 +48,10 @@ absl::Status Load(const torch::Tensor& ids) {
 #include "tests/docs/bigmodel_1.inc"
   return absl::OkStatus();
 }
+absl::Status LoadOnTwoGpus(Net net, const torch::Tensor& ids) {
+#include "tests/docs/bigmodel_2.inc"
+  return absl::OkStatus();
+}
 }  // namespace bigmodel
 
 namespace cli {

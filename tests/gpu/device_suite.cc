@@ -439,9 +439,8 @@ TEST_F(Device, CheckpointOfOneKindOfUnits_ContinuesUnderAnother) {
       if (changes && part > 0) {
         options.sharding->strategy =
             part == 2 ? ShardingStrategy::kGradients : ShardingStrategy::kFull;
-        // Parameters come from a disk on the CPU alone.
-        const bool from_disk = part != 2 && !on_gpu();
-        options.sharding->optimizer_in_backward = part > 1 || !from_disk;
+        const bool from_disk = part != 2;
+        options.sharding->optimizer_in_backward = part > 1;
         if (from_disk) options.sharding->offload_parameters = Offload::kDisk;
         options.sharding->offload_parameters_path = parts.path();
       }
@@ -543,9 +542,12 @@ TORCH_MODULE(Layers);
 
 struct Offloaded {
   Offload optimizer = Offload::kNone;
+  Offload parameters = Offload::kNone;
   std::optional<Offload> activations = std::nullopt;  // of checkpointed layers
   bool in_backward = false;
   std::string precision = "no";
+  bool overlap = false;
+  double max_norm = 0;  // 0: gradients are not clipped
 };
 
 // Six steps, of which nothing waits for the device, with a save beside them; then the same from
@@ -562,6 +564,13 @@ std::pair<Values, Values> TrainOffloaded(AcceleratorOptions options, const Offlo
   options.sharding->optimizer_in_backward = offloaded.in_backward;
   options.sharding->offload_optimizer = offloaded.optimizer;
   options.sharding->offload_optimizer_path = scratch.path();
+  if (offloaded.parameters != Offload::kNone) {
+    options.sharding->strategy = ShardingStrategy::kFull;
+    options.sharding->unit_types = {"Linear"};
+    options.sharding->overlap = offloaded.overlap;
+  }
+  options.sharding->offload_parameters = offloaded.parameters;
+  options.sharding->offload_parameters_path = scratch.path();
   if (offloaded.activations.has_value()) {
     options.activation_checkpointing = {.block_types = {"Linear"},
                                         .offload = *offloaded.activations,
@@ -580,6 +589,7 @@ std::pair<Values, Values> TrainOffloaded(AcceleratorOptions options, const Offlo
     }
     for (int step = from; step < kSteps; ++step) {
       a.backward(model(x + step).square().mean());
+      if (offloaded.max_norm > 0) a.clip_grad_norm_(model->parameters(), offloaded.max_norm);
       optimizer.step();
       optimizer.zero_grad();
       if (from == 0 && step + 1 == kSaved) {
@@ -591,7 +601,8 @@ std::pair<Values, Values> TrainOffloaded(AcceleratorOptions options, const Offlo
     for (const auto& [name, tensor] : a.get_state_dict(model)) values[name] = tensor.cpu().clone();
     // Under other names where units have them.
     for (const auto& [name, tensor] : adamw.SaveState().tensors) {
-      if (!offloaded.in_backward) values["optimizer." + name] = tensor.cpu().clone();
+      if (offloaded.in_backward || offloaded.parameters != Offload::kNone) continue;
+      values["optimizer." + name] = tensor.cpu().clone();
     }
     a.end_training();
     return values;
@@ -629,6 +640,43 @@ TEST_F(OffloadedOnDevice, States_TrainAndContinueAsThoseOnTheDevice) {
             width_, rows_);
         ExpectSame(whole, want);
         ExpectSame(continued, want);
+      }
+    }
+  }
+}
+
+// Those on the CPU leave its memory for a disk alone.
+TEST_F(OffloadedOnDevice, Parameters_TrainAndContinueAsThoseOnTheDevice) {
+  const auto without_states = [](Values values) {
+    std::erase_if(values, [](const auto& item) { return item.first.starts_with("optimizer."); });
+    return values;
+  };
+  for (const std::string precision : {"no", "bf16", "fp16"}) {
+    for (const bool in_backward : {false, true}) {
+      if (in_backward && precision == "fp16") continue;
+      const double max_norm = in_backward ? 0 : 0.5;
+      const auto [want, unused] =
+          TrainOffloaded(Options(), {.precision = precision, .max_norm = max_norm}, width_, rows_);
+      for (const Offload parameters : {Offload::kCpu, Offload::kDisk}) {
+        for (const Offload optimizer : {Offload::kNone, parameters}) {
+          for (const bool overlap : {false, true}) {
+            if (overlap && optimizer == Offload::kNone) continue;
+            SCOPED_TRACE(precision + (in_backward ? ", in the backward pass, " : ", ") +
+                         (parameters == Offload::kCpu ? "CPU" : "disk") +
+                         (optimizer == Offload::kNone ? "" : ", with states") +
+                         (overlap ? ", overlaps" : ""));
+            const auto [whole, continued] = TrainOffloaded(Options(),
+                                                           {.optimizer = optimizer,
+                                                            .parameters = parameters,
+                                                            .in_backward = in_backward,
+                                                            .precision = precision,
+                                                            .overlap = overlap,
+                                                            .max_norm = max_norm},
+                                                           width_, rows_);
+            ExpectSame(without_states(whole), without_states(want));
+            ExpectSame(without_states(continued), without_states(want));
+          }
+        }
       }
     }
   }

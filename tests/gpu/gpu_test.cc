@@ -25,8 +25,11 @@
 #include "worker/collective/nccl.h"
 #include "worker/collective/ordered_comm.h"
 #include "worker/collective/process_group.h"
+#include "worker/parallel/part_store.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/train/batch_size_finder.h"
+#include "worker/train/disk_parts.h"
+#include "worker/train/host_parts.h"
 
 namespace muster {
 namespace {
@@ -116,12 +119,14 @@ class SlowGathers : public BorrowedComm {
 
 // A model of linear layers, each a unit, with its parts on one rank.
 struct ShardedOnGpu {
-  ShardedOnGpu(Comm& comm, int units, int64_t width, bool overlap)
+  ShardedOnGpu(Comm& comm, int units, int64_t width, bool overlap,
+               std::unique_ptr<PartStore> store = nullptr)
       : queue(overlap ? std::make_shared<CommStream>(kDevice) : nullptr),
         world(InOrder(comm)),
         net(MakeNet(units, width)),
         model(*world, *world, nullptr, net.get(), ParametersOf(*net), {},
-              {.strategy = ShardingStrategy::kFull, .overlap = overlap}, true, queue),
+              {.strategy = ShardingStrategy::kFull, .overlap = overlap}, true, queue, nullptr,
+              std::move(store)),
         adamw(model.shards(), {.lr = 1e-3}) {}
 
   std::unique_ptr<Comm> InOrder(Comm& comm) const {
@@ -149,6 +154,7 @@ struct ShardedOnGpu {
   void Update() {
     model.Expire();
     adamw.Step();
+    model.MarkChanged(model.shards());
     adamw.ZeroGrad();
   }
 
@@ -185,6 +191,65 @@ TEST_F(Gpu, ShardingOnAStreamOfItsOwn_HasTheBitsWithoutIt) {
   }
   ASSERT_EQ(runs[0].size(), runs[1].size());
   for (size_t i = 0; i < runs[0].size(); ++i) EXPECT_TRUE(runs[0][i].equal(runs[1][i])) << i;
+}
+
+int64_t BytesOnTheGpu() {
+  return at::getDeviceAllocator(torch::kCUDA)
+      ->getDeviceStats(kDevice.index())
+      .allocated_bytes[0]
+      .current;
+}
+
+TEST_F(Gpu, PartsThatAreElsewhere_HaveTheBitsOfThoseOnTheGpu_AndLeaveItsMemory) {
+  constexpr int kUnits = 6;
+  constexpr int64_t kWidth = 1024;
+  constexpr int64_t kUnitBytes = 4 * (kWidth * kWidth + kWidth);
+  enum class Place { kGpu, kHost, kDisk };
+  std::vector<torch::Tensor> want;
+  for (const Place place : {Place::kGpu, Place::kHost, Place::kDisk}) {
+    for (const bool overlap : {false, true}) {
+      SCOPED_TRACE(std::to_string(static_cast<int>(place)) + (overlap ? " overlaps" : ""));
+      const std::unique_ptr<Comm> comm = NcclComm();
+      const TestFolder folder;
+      const int64_t before = BytesOnTheGpu();
+      std::unique_ptr<PartStore> store;
+      if (place == Place::kHost) store = std::make_unique<HostParts>(kDevice);
+      if (place == Place::kDisk) {
+        store = std::make_unique<DiskParts>(MakeScratchFile(folder.path()));
+      }
+      ShardedOnGpu trained(*comm, kUnits, kWidth, overlap, std::move(store));
+      if (place != Place::kGpu) trained.adamw.OffloadState(nullptr);
+      std::vector<torch::Tensor> run;
+      int64_t bytes = 0;
+      for (int step = 0; step < 8; ++step) {
+        torch::manual_seed(100 + step);
+        torch::Tensor x = torch::randn({256, kWidth}).to(kDevice);
+        trained.model.BeginForward(true);
+        for (int i = 0; i < kUnits; ++i) x = torch::tanh(trained.Layer(i, x));
+        trained.model.EndForward();
+        const torch::Tensor loss = x.square().mean();
+        loss.backward();
+        bytes = BytesOnTheGpu() - before;
+        // Also where the host runs ahead of the device.
+        if (step % 4 == 0) run.push_back(loss.detach().cpu());
+        trained.Update();
+      }
+      for (const auto& [name, value] :
+           trained.model.FullParameters([](const std::string&) { return true; })) {
+        run.push_back(value);
+      }
+      if (place == Place::kGpu) {
+        // Values, gradients and two states.
+        EXPECT_GE(bytes, 4 * kUnits * kUnitBytes);
+      } else {
+        // Gathered units and gradients of a few.
+        EXPECT_LE(bytes, 12 * kUnitBytes);
+      }
+      if (want.empty()) want = run;
+      ASSERT_EQ(run.size(), want.size());
+      for (size_t i = 0; i < run.size(); ++i) EXPECT_TRUE(run[i].equal(want[i])) << i;
+    }
+  }
 }
 
 TEST_F(Gpu, GatherOnAStreamOfItsOwn_RunsWhileTheUnitBeforeComputes) {

@@ -1,10 +1,12 @@
 #include "worker/bigmodel/dispatch.h"
 
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <functional>
 #include <map>
 #include <utility>
@@ -13,6 +15,7 @@
 #include "ATen/ops/empty.h"
 #include "ATen/ops/empty_strided.h"
 #include "ATen/ops/from_blob.h"
+#include "absl/functional/function_ref.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -23,6 +26,7 @@
 #include "c10/core/DeviceGuard.h"
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "torch/nn/module.h"
+#include "worker/bigmodel/divided_model.h"
 #include "worker/bigmodel/empty_weights.h"
 #include "worker/bigmodel/map_checks.h"
 #include "worker/bigmodel/max_memory.h"
@@ -98,7 +102,12 @@ std::string NameOf(const c10::Device& device) {
 c10::Device DeviceOf(const std::string& name) {
   int number = 0;
   if (!absl::SimpleAtoi(name, &number)) return c10::Device(c10::kCPU);
-  return c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(number));
+  return c10::Device(GpuType(), static_cast<c10::DeviceIndex>(number));
+}
+
+bool IsGpu(const std::string& device) {
+  int number = 0;
+  return absl::SimpleAtoi(device, &number);
 }
 
 void PlaceAll(const Item& item, const at::Tensor& value) {
@@ -139,17 +148,32 @@ at::Tensor EmptyOnHost(const Item& item, at::ScalarType type, const c10::Device&
 }
 
 // The file of weights that were in memory, in a folder that may not be there yet. What has been
-// made of both is removed again unless Keep() is called.
+// made of both is removed again unless Keep() is called, and the file of an earlier model, which
+// may be in use, is back then.
 class OffloadFile {
  public:
-  explicit OffloadFile(const std::string& folder) : path_(JoinPath(folder, kOffloadFile)) {
+  explicit OffloadFile(const std::string& folder)
+      : path_(JoinPath(folder, kOffloadFile)),
+        earlier_(absl::StrCat(path_, ".earlier.", static_cast<int64_t>(getpid()))) {
     for (std::string each = folder; each != "." && !PathExists(each); each = ParentPath(each)) {
       absent_.push_back(each);
     }
   }
   ~OffloadFile() {
-    if (is_kept_) return;
-    if (is_written_) (void)unlink(path_.c_str());
+    if (is_kept_) {
+      if (has_earlier_) (void)unlink(earlier_.c_str());
+      return;
+    }
+    if (has_earlier_) {
+      // As one file: rename() leaves both names where they are one.
+      if (is_written_ || !PathExists(path_)) {
+        (void)std::rename(earlier_.c_str(), path_.c_str());
+      } else {
+        (void)unlink(earlier_.c_str());
+      }
+    } else if (is_written_) {
+      (void)unlink(path_.c_str());
+    }
     // The deepest first. What another process has put there stays.
     for (const std::string& folder : absent_) (void)rmdir(folder.c_str());
   }
@@ -169,19 +193,36 @@ class OffloadFile {
   }
 
  private:
-  absl::Status WriteOrThrow(const NamedTensors& tensors) const {
+  absl::Status WriteOrThrow(const NamedTensors& tensors) {
     MUSTER_ASSIGN_OR_RETURN(const SafetensorsPlan plan,
                             PlanSafetensors(path_, tensors, {.shared = SharedTensors::kWriteAll}));
     MUSTER_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(path_));
     MUSTER_RETURN_IF_ERROR(
         StreamSafetensors(plan, [&file](absl::string_view part) { return file.Append(part); }));
     MUSTER_RETURN_IF_ERROR(file.Sync());
+    MUSTER_RETURN_IF_ERROR(NameEarlier());
     return file.Publish();
   }
 
-  const std::string path_;
+  // Gives an earlier file a second name, so that it outlives the first.
+  absl::Status NameEarlier() {
+    struct stat info = {};
+    // What else has the name is the error of the publication.
+    if (lstat(path_.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) return absl::OkStatus();
+    (void)unlink(earlier_.c_str());
+    // File systems without links: it has no name for a moment.
+    if (link(path_.c_str(), earlier_.c_str()) != 0 &&
+        std::rename(path_.c_str(), earlier_.c_str()) != 0) {
+      return absl::ErrnoToStatus(
+          errno, absl::StrCat("cannot keep ", path_, " of an earlier model until it is replaced"));
+    }
+    has_earlier_ = true;
+    return absl::OkStatus();
+  }
+
+  const std::string path_, earlier_;
   std::vector<std::string> absent_;
-  bool is_written_ = false, is_kept_ = false;
+  bool has_earlier_ = false, is_written_ = false, is_kept_ = false;
 };
 
 }  // namespace
@@ -201,7 +242,10 @@ class Dispatcher {
 
  private:
   struct Reading;
-  absl::Status SetMain(const DeviceEntries& map);
+  absl::Status SetMain(const DeviceEntries& map, const PlannedModel& model);
+  // Where operators find each tensor, by name.
+  std::map<std::string, c10::Device> DevicesOf(const DeviceEntries& map,
+                                               const PlannedModel& model) const;
   void SetPlace(const std::string& device, bool keep_on_host, Item& item) const;
   // What is to be loaded; without buffers that keep their values.
   NamedTensors Targets(const WeightFiles& files, const LoadCheckpointOptions& options,
@@ -213,8 +257,12 @@ class Dispatcher {
   // That the ring which the caller asks for holds each offloaded tensor.
   absl::Status CheckRing() const;
   absl::Status WriteToDisk(const std::vector<Item*>& items);
-  uint64_t RingBytes(uint64_t offloaded) const;
-  std::vector<OffloadedUnit> Units(uint64_t ring_bytes) const;
+  uint64_t RingBytes(const c10::Device& device, uint64_t offloaded) const;
+  std::vector<OffloadedUnit> Units(const c10::Device& device, uint64_t ring_bytes) const;
+  // For what is offloaded, on each device where it runs.
+  absl::Status MakeRings(const std::map<c10::DeviceIndex, uint64_t>& offloaded);
+  // Operators move between the devices of the model, if it has several.
+  void Divide();
 
   torch::nn::Module& module_;
   const DispatchOptions options_;
@@ -231,35 +279,58 @@ struct Dispatcher::Reading {
   at::Tensor to;
 };
 
-absl::Status Dispatcher::SetMain(const DeviceEntries& map) {
-  std::set<int> gpus;
-  for (const auto& [name, device] : map) {
-    int number = 0;
-    if (absl::SimpleAtoi(device, &number)) gpus.insert(number);
-  }
-  if (options_.main_device.has_value()) {
-    result_.main_device_ = *options_.main_device;
-    if (result_.main_device_.is_cuda()) MUSTER_RETURN_IF_ERROR(LoadCuda());
-    if (!result_.main_device_.is_cpu() && !result_.main_device_.has_index()) {
-      MUSTER_RETURN_IF_ERROR(Guard([&] {
-        result_.main_device_ = c10::impl::VirtualGuardImpl(result_.main_device_.type()).getDevice();
-      }));
+// Calls `visit` for each tensor, in the order of the modules.
+void VisitTensorNames(const PlannedModel& model,
+                      absl::FunctionRef<void(const std::string&)> visit) {
+  VisitModules(model, [&](const std::string& name, const PlannedModule& module) {
+    for (const auto* const part : {&module.parameters, &module.buffers}) {
+      for (const PlannedTensor& tensor : *part) {
+        visit(name.empty() ? tensor.name : absl::StrCat(name, ".", tensor.name));
+      }
     }
-  } else if (!gpus.empty()) {
-    result_.main_device_ = DeviceOf(absl::StrCat(*gpus.begin()));
+  });
+}
+
+absl::Status Dispatcher::SetMain(const DeviceEntries& map, const PlannedModel& model) {
+  // By the order of the module, whose first weights take the inputs.
+  std::optional<std::string> first;
+  VisitTensorNames(model, [&](const std::string& name) {
+    const std::string& device = *FindDevice(map, name);
+    if (!first.has_value() && IsGpu(device)) first = device;
+  });
+  if (!options_.main_device.has_value()) {
+    if (first.has_value()) result_.main_device_ = DeviceOf(*first);
+    return absl::OkStatus();
   }
-  if (gpus.size() > 1 || (gpus.size() == 1 && result_.main_device_.is_cpu())) {
-    return absl::UnimplementedError(absl::StrCat(
-        "the device map uses several devices for operators (GPUs ", absl::StrJoin(gpus, ", "),
-        result_.main_device_.is_cpu() ? " and the CPU" : "",
-        "), and a module of LibTorch does not move its inputs: use one GPU with \"cpu\" and "
-        "\"disk\" besides, or move activations in your forward() and load with load_model()"));
+  result_.main_device_ = *options_.main_device;
+  if (result_.main_device_.is_cuda()) MUSTER_RETURN_IF_ERROR(LoadCuda());
+  if (!result_.main_device_.is_cpu() && !result_.main_device_.has_index()) {
+    MUSTER_RETURN_IF_ERROR(Guard([&] {
+      result_.main_device_ = c10::impl::VirtualGuardImpl(result_.main_device_.type()).getDevice();
+    }));
   }
-  return absl::OkStatus();
+  if (!first.has_value() || !result_.main_device_.is_cpu()) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("the device map places weights on GPU ", *first,
+                   ", and the main device is the CPU, from where nothing moves to a GPU: leave the "
+                   "main device out, or name \"cpu\" and \"disk\" alone in the map"));
+}
+
+std::map<std::string, c10::Device> Dispatcher::DevicesOf(const DeviceEntries& map,
+                                                         const PlannedModel& model) const {
+  std::map<std::string, c10::Device> devices;
+  // What is offloaded runs where the part before it does, so that hidden states stay there.
+  c10::Device before = result_.main_device_;
+  VisitTensorNames(model, [&](const std::string& name) {
+    const std::string& named = *FindDevice(map, name);
+    const c10::Device device = IsGpu(named) ? DeviceOf(named) : before;
+    devices.emplace(name, device);
+    if (!options_.main_device.has_value()) before = device;
+  });
+  return devices;
 }
 
 void Dispatcher::SetPlace(const std::string& device, bool keep_on_host, Item& item) const {
-  item.device = result_.main_device_;
   const bool may_go = !item.is_buffer || options_.offload_buffers;
   if (device == "disk" && may_go) {
     item.place = Place::kDisk;
@@ -272,7 +343,8 @@ absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
   MUSTER_ASSIGN_OR_RETURN(const PlannedModel model, DescribeModule(module_));
   MUSTER_RETURN_IF_ERROR(CheckDeviceMap(model, map));
   MUSTER_RETURN_IF_ERROR(CheckDevicesAreThere(map));
-  MUSTER_RETURN_IF_ERROR(SetMain(map));
+  MUSTER_RETURN_IF_ERROR(SetMain(map, model));
+  const std::map<std::string, c10::Device> devices = DevicesOf(map, model);
   result_.device_map_ = map;
   std::map<std::string, size_t> places;
   std::set<const void*> buffers;
@@ -300,6 +372,7 @@ absl::Status Dispatcher::Prepare(const DeviceEntries& map, bool keep_on_host) {
     if (!is_new) continue;
     item.is_buffer = buffers.contains(tensor.unsafeGetTensorImpl());
     item.type = tensor.scalar_type();
+    item.device = devices.at(name);
     SetPlace(*FindDevice(map, name), keep_on_host, item);
   }
   return absl::OkStatus();
@@ -526,25 +599,25 @@ absl::Status Dispatcher::WriteToDisk(const std::vector<Item*>& items) {
   return absl::OkStatus();
 }
 
-uint64_t Dispatcher::RingBytes(uint64_t offloaded) const {
+uint64_t Dispatcher::RingBytes(const c10::Device& device, uint64_t offloaded) const {
   if (options_.ring_bytes.has_value()) return *options_.ring_bytes;
   uint64_t bytes = kRingBytes;
-  const std::string main = NameOf(result_.main_device_);
-  for (const auto& [device, limit] : options_.max_memory) {
-    if (device != main) continue;
+  const std::string name = NameOf(device);
+  for (const auto& [limited, limit] : options_.max_memory) {
+    if (limited != name) continue;
     double room = limit - static_cast<double>(options_.readers * kScratchBytes);
-    for (const auto& [other, resident] : result_.resident_) room -= other == main ? resident : 0;
+    for (const auto& [other, resident] : result_.resident_) room -= other == name ? resident : 0;
     // A limit may be infinite.
     bytes = static_cast<uint64_t>(std::clamp(room, 0.0, static_cast<double>(kMostRingBytes)));
   }
   return std::min(bytes, offloaded);
 }
 
-std::vector<OffloadedUnit> Dispatcher::Units(uint64_t ring_bytes) const {
+std::vector<OffloadedUnit> Dispatcher::Units(const c10::Device& device, uint64_t ring_bytes) const {
   std::vector<std::pair<std::string, uint64_t>> tensors;
   std::vector<const Item*> items;
   for (const Item& item : items_) {
-    if (item.source == nullptr) continue;
+    if (item.source == nullptr || item.device != device) continue;
     tensors.emplace_back(
         item.names[0], static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(item.type));
     items.push_back(&item);
@@ -568,39 +641,64 @@ std::vector<OffloadedUnit> Dispatcher::Units(uint64_t ring_bytes) const {
   return units;
 }
 
-absl::StatusOr<DispatchedModel> Dispatcher::Finish() {
-  std::map<std::string, double> resident;
-  uint64_t offloaded = 0;
-  bool any = false;  // also tensors without elements, which need a device too
-  for (const Item& item : items_) {
-    const uint64_t bytes =
-        static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(item.type);
-    if (item.source != nullptr) {
-      any = true;
-      offloaded += bytes;
-    } else if (!item.tensor().is_meta()) {
-      resident[NameOf(item.device)] += static_cast<double>(bytes);
-    }
+absl::Status Dispatcher::MakeRings(const std::map<c10::DeviceIndex, uint64_t>& offloaded) {
+  const int rings = static_cast<int>(offloaded.size());
+  std::vector<OffloadRing::Plan> plans;
+  for (const auto& [index, bytes] : offloaded) {
+    // Its index alone tells one device of a map from another.
+    const auto item = std::find_if(items_.begin(), items_.end(), [index = index](const Item& each) {
+      return each.source != nullptr && each.device.index() == index;
+    });
+    const uint64_t ring_bytes = RingBytes(item->device, bytes);
+    plans.push_back({.units = Units(item->device, ring_bytes),
+                     .options = {.device = item->device,
+                                 .bytes = ring_bytes,
+                                 .readers = std::max(options_.readers / rings, 1),
+                                 .prefetch = options_.prefetch}});
   }
-  result_.resident_.assign(resident.begin(), resident.end());
-  if (!any) return std::move(result_);
-  const uint64_t ring_bytes = RingBytes(offloaded);
-  const OffloadRingOptions options = {.device = result_.main_device_,
-                                      .bytes = ring_bytes,
-                                      .readers = options_.readers,
-                                      .prefetch = options_.prefetch};
   MUSTER_RETURN_IF_ERROR(Guard([&] {
-    absl::StatusOr<std::unique_ptr<OffloadRing>> ring =
-        OffloadRing::Make(Units(ring_bytes), options);
-    ThrowIfError(ring.status());
-    result_.ring_ = *std::move(ring);
+    auto made = OffloadRing::MakeAll(std::move(plans));
+    ThrowIfError(made.status());
+    result_.rings_ = *std::move(made);
+  }));
+  return Guard([&] {
     // Further tensors that share the memory of one.
     for (const Item& item : items_) {
       for (size_t i = 1; item.source != nullptr && i < item.tensors.size(); ++i) {
         PlaceTensor(item.tensors[i], item.tensor());
       }
     }
-  }));
+  });
+}
+
+void Dispatcher::Divide() {
+  bool has_several = false;
+  std::vector<at::Tensor> parameters, buffers;
+  for (const Item& item : items_) {
+    has_several |= item.device != items_[0].device;
+    for (const at::Tensor& tensor : item.tensors) {
+      if (!tensor.is_meta()) (item.is_buffer ? buffers : parameters).push_back(tensor);
+    }
+  }
+  if (has_several) result_.divided_ = std::make_unique<DividedModel>(parameters, buffers);
+}
+
+absl::StatusOr<DispatchedModel> Dispatcher::Finish() {
+  std::map<std::string, double> resident;
+  // Also of tensors without elements, which need a device too.
+  std::map<c10::DeviceIndex, uint64_t> offloaded;
+  for (const Item& item : items_) {
+    const uint64_t bytes =
+        static_cast<uint64_t>(item.tensor().numel()) * c10::elementSize(item.type);
+    if (item.source != nullptr) {
+      offloaded[item.device.index()] += bytes;
+    } else if (!item.tensor().is_meta()) {
+      resident[NameOf(item.device)] += static_cast<double>(bytes);
+    }
+  }
+  result_.resident_.assign(resident.begin(), resident.end());
+  MUSTER_RETURN_IF_ERROR(MakeRings(offloaded));
+  MUSTER_RETURN_IF_ERROR(Guard([&] { Divide(); }));
   if (offload_file_.has_value()) offload_file_->Keep();
   return std::move(result_);
 }
@@ -611,7 +709,9 @@ DispatchedModel& DispatchedModel::operator=(DispatchedModel&&) noexcept = defaul
 DispatchedModel::~DispatchedModel() = default;
 
 OffloadStats DispatchedModel::stats() const {
-  return ring_ == nullptr ? OffloadStats() : ring_->stats();
+  OffloadStats all;
+  for (const auto& ring : rings_) all += ring->stats();
+  return all;
 }
 
 absl::StatusOr<DeviceMap> PlanDevices(const torch::nn::Module& module, const std::string& mode,

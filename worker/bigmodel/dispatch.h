@@ -23,6 +23,7 @@ class Module;
 
 namespace muster {
 
+class DividedModel;
 class OffloadRing;
 
 // What a device map is made from. See muster/bigmodel.h for examples of everything here.
@@ -46,20 +47,22 @@ absl::StatusOr<DeviceMap> PlanDevices(const torch::nn::Module& module, const std
                                       const DevicePlanOptions& options = {});
 
 struct DispatchOptions {
-  // Where offloaded modules run. By default the first GPU of the map, or the CPU.
+  // Where offloaded modules run. By default the GPU of the part before them (before the first one:
+  // of the map's first part on a GPU), or the CPU if the map names no GPU.
   std::optional<c10::Device> main_device = std::nullopt;
-  // Buffers of offloaded modules are offloaded too. By default they stay on the main device.
+  // Buffers of offloaded modules are offloaded too. By default they stay where these run.
   bool offload_buffers = false;
   // Where weights that are in memory go if the map says "disk": into offload.safetensors. Weights
   // that come from a checkpoint are used from its own files.
   std::string offload_folder = "";
-  // Memory for offloaded weights that are in use or expected next. By default what the main device
-  // has in `max_memory` besides its own part, at most 1 GiB; without such a limit 256 MiB; at least
-  // the largest offloaded tensor. A smaller number here is INVALID_ARGUMENT.
+  // Memory for offloaded weights that are in use or expected next, on each device where some run.
+  // By default what the device has in `max_memory` besides its own part, at most 1 GiB; without
+  // such a limit 256 MiB; at least the largest offloaded tensor. A smaller number here is
+  // INVALID_ARGUMENT.
   std::optional<uint64_t> ring_bytes = std::nullopt;
   // Bytes of each device, as for the plan.
   DeviceLimits max_memory = {};
-  // Threads that read: they wait for the disk, which is at its best with several requests.
+  // Threads that read, in all: they wait for the disk, which is at its best with several requests.
   int readers = 8;
   bool prefetch = true;
 };
@@ -77,7 +80,8 @@ struct LoadCheckpointOptions {
 };
 
 // A model on its devices. The module is used as before; it must not be used after this object,
-// except for what is on a device as a whole.
+// except for what is on a device as a whole. With several GPUs operators move from one to the next
+// (divided_model.h), and results are where the last weight was.
 class DispatchedModel {
  public:
   DispatchedModel();
@@ -92,9 +96,10 @@ class DispatchedModel {
   const LoadedWeights& loaded() const { return loaded_; }
   // Bytes of tensors that are on their device all the time, by device.
   const DeviceLimits& resident() const { return resident_; }
-  // Empty if nothing is offloaded.
+  // Empty if nothing is offloaded; of all devices.
   OffloadStats stats() const;
-  OffloadRing* ring() const { return ring_.get(); }
+  // Of the first device on which offloaded weights are used; null if there is none.
+  OffloadRing* ring() const { return rings_.empty() ? nullptr : rings_[0].get(); }
 
  private:
   friend class Dispatcher;
@@ -103,7 +108,8 @@ class DispatchedModel {
   c10::Device main_device_ = c10::Device(c10::kCPU);
   LoadedWeights loaded_;
   DeviceLimits resident_;
-  std::unique_ptr<OffloadRing> ring_;
+  std::vector<std::unique_ptr<OffloadRing>> rings_;
+  std::unique_ptr<DividedModel> divided_;  // null: one device
 };
 
 // Distributes a model that has its weights.

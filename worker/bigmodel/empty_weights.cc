@@ -11,16 +11,15 @@
 #include "c10/core/impl/LocalDispatchKeySet.h"
 #include "c10/util/Exception.h"
 #include "torch/csrc/autograd/variable.h"
-#include "torch/library.h"
 #include "torch/nn/module.h"
+#include "worker/bigmodel/deferred_init_key.h"
 #include "worker/bigmodel/init_tape.h"
 #include "worker/bigmodel/ivalue_tensors.h"
 
 namespace muster {
 namespace {
 
-// LibTorch keeps it free for recordings of this kind, above autograd.
-constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
+constexpr c10::DispatchKey kKey = kDeferredInitKey;
 
 thread_local EmptyWeightsScope* current_scope = nullptr;
 
@@ -100,20 +99,11 @@ struct EmptyWeightsMode {
                                        : tape.Add(std::move(step));
     }
   }
-
-  static void Register() {
-    static auto& library = *[] {
-      auto* const all = new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
-      all->fallback(torch::CppFunction::makeFromBoxedFunction<&Fallback>());
-      return all;
-    }();
-    (void)library;
-  }
 };
 
 EmptyWeightsScope::EmptyWeightsScope(const EmptyWeightsOptions& options)
     : options_(options), tape_(std::make_shared<InitTape>()), outer_(current_scope) {
-  EmptyWeightsMode::Register();
+  SetFallbackOfThreads(&EmptyWeightsMode::Fallback);
   current_scope = this;
   c10::impl::tls_set_dispatch_key_included(kKey, true);
 }

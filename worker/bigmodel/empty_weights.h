@@ -17,24 +17,23 @@ class InitTape;
 
 struct EmptyWeightsOptions {
   // Buffers are empty, too. By default they have the values that the constructor gives them,
-  // because files often leave out those that the constructor can compute (the tables of rotary
-  // embeddings).
+  // because files often omit those that it can compute (the tables of rotary embeddings).
   bool include_buffers = false;
-  // Random numbers are drawn as if there were memory, and parameters remember how their values come
-  // about: Materialize() computes them. Parameters that name a device are there at once.
+  // Random numbers are drawn as if memory were allocated, and parameters remember how their values
+  // are computed, for Materialize(). Parameters that name a device are allocated at once.
   bool deferred = false;
 };
 
 // While it lives, tensors that this thread creates without naming a device are on the meta device:
-// they have shapes and types, and take no memory. So any torch::nn module is constructed at once,
-// whatever its size, and no random number is drawn.
+// they have shapes and types but take no memory. A torch::nn module of any size is therefore
+// constructed immediately, without drawing random numbers.
 //
-// LibTorch is asked to record what the constructor does. A value that is needed after all (item(),
-// a comparison, a buffer in Finish()) is computed from the record; random numbers of such values
-// come from LibTorch's generator. A tensor that names its device (torch::tensor({1, 2}),
-// options.device(kCPU)) is there at once.
+// LibTorch records what the constructor does. A value that is needed after all (item(), a
+// comparison, a buffer in Finish()) is computed from the record; its random numbers come from
+// LibTorch's generator. A tensor that names its device (torch::tensor({1, 2}),
+// options.device(kCPU)) is allocated at once.
 //
-// Scopes may be nested: the inner one counts. Of this thread only; not thread-safe.
+// Scopes may be nested: the innermost applies. Affects only this thread; not thread-safe.
 class EmptyWeightsScope {
  public:
   explicit EmptyWeightsScope(const EmptyWeightsOptions& options = {});
@@ -42,14 +41,14 @@ class EmptyWeightsScope {
   EmptyWeightsScope(const EmptyWeightsScope&) = delete;
   EmptyWeightsScope& operator=(const EmptyWeightsScope&) = delete;
 
-  // Ends the recording of a module that was constructed in this scope: its parameters are on the
-  // meta device, those too that named another device; its buffers get their values (with
-  // include_buffers: are on the meta device). Throws c10::Error that names a buffer whose values
-  // depend on something that is not there.
+  // Ends the recording of a module that was constructed in this scope. Its parameters are then on
+  // the meta device, even those that named another device; its buffers get their values (with
+  // include_buffers: are on the meta device). Throws a c10::Error that names a buffer whose values
+  // depend on something unavailable.
   void Finish(torch::nn::Module& module);
 
-  // What the record says of a tensor that was created in this scope; the tensor itself if it has
-  // memory. Throws c10::Error if it was not created in the scope.
+  // Returns the recorded value of a tensor that was created in this scope, or the tensor itself if
+  // it has memory. Throws c10::Error if it was not created in the scope.
   at::Tensor ValueOf(const at::Tensor& tensor);
 
  private:
@@ -73,7 +72,7 @@ auto InitEmptyWeights(Make&& make, const EmptyWeightsOptions& options = {}) {
 }
 
 // Constructs a module whose parameters are on the meta device until Materialize() gives them the
-// values that the constructor gives them otherwise. `make` as above.
+// values that the constructor would have given them. `make` as above.
 template <class Make>
 auto DeferredInit(Make&& make) {
   return InitEmptyWeights(std::forward<Make>(make), {.deferred = true});
@@ -82,16 +81,16 @@ auto DeferredInit(Make&& make) {
 // Whether Materialize() can compute the values of a tensor on the meta device.
 bool HasDeferredValues(const at::Tensor& tensor);
 
-// Gives a parameter of DeferredInit() memory on `device` and its values: those, to the last bit, of
-// a module that was constructed there and then. In any order; takes the memory of this parameter
-// and of what its values are computed from. Nothing happens if it has memory. Throws c10::Error
-// with `name`: nobody has recorded its values, or it was written since. `with_values` false: memory
-// alone, for what another process is about to send.
+// Gives a parameter of DeferredInit() memory on `device` and its values, equal to the last bit to
+// those of a module constructed there and then. May be called in any order; takes memory for this
+// parameter and for what its values are computed from. Does nothing if the parameter has memory.
+// Throws a c10::Error with `name` if its values were not recorded or it was written since.
+// `with_values` false: allocates memory only, for values that another process will send.
 void Materialize(const at::Tensor& tensor, at::Device device, const std::string& name,
                  bool with_values = true);
 
-// Makes `tensor`, wherever it is referred to, the same as `value`: also from the meta device to
-// another, where set_data() refuses. It keeps requires_grad.
+// Makes `tensor` the same as `value` everywhere it is referenced, even from the meta device to
+// another, which set_data() refuses. Keeps requires_grad.
 void PlaceTensor(const at::Tensor& tensor, const at::Tensor& value);
 
 }  // namespace muster

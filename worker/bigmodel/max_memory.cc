@@ -3,6 +3,7 @@
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <limits>
@@ -18,6 +19,8 @@
 
 namespace muster {
 namespace {
+
+std::atomic<c10::DeviceType> gpu_type = c10::kCUDA;
 
 // Pages of this process: its address space and its data.
 struct Pages {
@@ -52,7 +55,7 @@ uint64_t HostMemory() {
 absl::Status CheckDevice(const std::string& device) {
   if (device == "cpu" || device == "disk") return absl::OkStatus();
   // A GPU whose library is missing has its own error.
-  if (VisibleGpus() > 0) MUSTER_RETURN_IF_ERROR(LoadCuda());
+  if (GpuType() == c10::kCUDA && VisibleGpus() > 0) MUSTER_RETURN_IF_ERROR(LoadCuda());
   const int gpus = CountGpus();
   int number = -1;
   if (absl::SimpleAtoi(device, &number) && number < gpus) return absl::OkStatus();
@@ -65,15 +68,19 @@ absl::Status CheckDevice(const std::string& device) {
 }  // namespace
 
 int CountGpus() {
-  if (VisibleGpus() == 0 || !LoadCuda().ok()) return 0;
-  return c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount();
+  if (GpuType() == c10::kCUDA && (VisibleGpus() == 0 || !LoadCuda().ok())) return 0;
+  return c10::impl::VirtualGuardImpl(GpuType()).deviceCount();
 }
+
+c10::DeviceType GpuType() { return gpu_type; }
+
+void SetGpuTypeForTest(c10::DeviceType type) { gpu_type = type; }
 
 DeviceLimits GetMaxMemory() {
   DeviceLimits limits;
   const int gpus = CountGpus();
   for (int i = 0; i < gpus; ++i) {
-    auto* const allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(c10::kCUDA));
+    auto* const allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(GpuType()));
     if (allocator == nullptr) break;
     try {
       const auto [free, all] = allocator->getMemoryInfo(static_cast<c10::DeviceIndex>(i));

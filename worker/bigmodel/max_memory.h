@@ -3,6 +3,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "c10/core/DeviceType.h"
 #include "worker/bigmodel/device_map.h"
 #include "worker/bigmodel/map_checks.h"
 
@@ -14,6 +15,11 @@ DeviceLimits GetMaxMemory();
 
 // GPUs that this process sees; CUDA works in it from here on if there are any.
 int CountGpus();
+
+// The type of the devices that maps name "0", "1", ...: CUDA.
+c10::DeviceType GpuType();
+// Another one in this process, for good. For tests, before anything asks.
+void SetGpuTypeForTest(c10::DeviceType type);
 
 // FAILED_PRECONDITION for a device that is not there.
 absl::Status CheckDevicesAreThere(const DeviceLimits& limits);

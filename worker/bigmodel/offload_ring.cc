@@ -151,20 +151,35 @@ OffloadRing::OffloadRing(const OffloadRingOptions& options, uint64_t bytes, size
 
 absl::StatusOr<std::unique_ptr<OffloadRing>> OffloadRing::Make(std::vector<OffloadedUnit> units,
                                                                const OffloadRingOptions& options) {
-  uint64_t bytes = options.bytes;
-  for (const OffloadedUnit& unit : units) {
-    uint64_t end = 0;
-    for (const OffloadedTensor& tensor : unit.tensors) {
-      end = OffsetAfter(end, tensor, options.device) + BytesOf(tensor);
-    }
-    bytes = std::max(bytes, end);
-  }
-  std::unique_ptr<OffloadRing> ring(new OffloadRing(options, bytes, units.size()));
-  MUSTER_RETURN_IF_ERROR(ring->AddUnits(std::move(units)));
-  return ring;
+  std::vector<Plan> plans;
+  plans.push_back({std::move(units), options});
+  MUSTER_ASSIGN_OR_RETURN(std::vector<std::unique_ptr<OffloadRing>> rings,
+                          MakeAll(std::move(plans)));
+  return std::move(rings[0]);
 }
 
-absl::Status OffloadRing::AddUnits(std::vector<OffloadedUnit> units) {
+absl::StatusOr<std::vector<std::unique_ptr<OffloadRing>>> OffloadRing::MakeAll(
+    std::vector<Plan> plans) {
+  std::vector<std::unique_ptr<OffloadRing>> rings;
+  for (const Plan& plan : plans) {
+    uint64_t bytes = plan.options.bytes;
+    for (const OffloadedUnit& unit : plan.units) {
+      uint64_t end = 0;
+      for (const OffloadedTensor& tensor : unit.tensors) {
+        end = OffsetAfter(end, tensor, plan.options.device) + BytesOf(tensor);
+      }
+      bytes = std::max(bytes, end);
+    }
+    rings.emplace_back(new OffloadRing(plan.options, bytes, plan.units.size()));
+    MUSTER_RETURN_IF_ERROR(rings.back()->Prepare(plan.units.size()));
+  }
+  for (size_t i = 0; i < plans.size(); ++i) {
+    MUSTER_RETURN_IF_ERROR(rings[i]->AddUnits(std::move(plans[i].units)));
+  }
+  return rings;
+}
+
+absl::Status OffloadRing::Prepare(size_t units) {
   MutexLock lock(&mu_);
   stats_.ring_bytes = arena_.bytes();
   if (options_.device.is_cpu()) {
@@ -172,7 +187,7 @@ absl::Status OffloadRing::AddUnits(std::vector<OffloadedUnit> units) {
     if (!grown.ok()) {
       return absl::ResourceExhaustedError(
           absl::StrCat("no memory for the weights that are in use, ", HumanBytes(arena_.bytes()),
-                       " of ", units.size(), " offloaded parts: ", grown.message()));
+                       " of ", units, " offloaded parts: ", grown.message()));
     }
     base_ = memory_.data();
   } else {
@@ -184,15 +199,19 @@ absl::Status OffloadRing::AddUnits(std::vector<OffloadedUnit> units) {
     base_ = static_cast<char*>(device_memory_.data_ptr());
   }
   if (fences_ != nullptr) MUSTER_RETURN_IF_ERROR(Guard([this] { FollowQueuedOperators(); }));
-  // All that can fail comes before a tensor changes.
-  MUSTER_RETURN_IF_ERROR(Guard([&] { readers_.emplace(std::max(options_.readers, 1)); }));
-  const at::NoGradGuard no_grad;
-  for (OffloadedUnit& unit : units) {
-    units_.push_back(
-        std::make_unique<Unit>(*this, std::move(unit), units_.size(), options_.device));
-    stats_.offloaded_bytes += units_.back()->bytes;
-  }
-  return absl::OkStatus();
+  return Guard([&] { readers_.emplace(std::max(options_.readers, 1)); });
+}
+
+absl::Status OffloadRing::AddUnits(std::vector<OffloadedUnit> units) {
+  MutexLock lock(&mu_);
+  return Guard([&] {
+    const at::NoGradGuard no_grad;
+    for (OffloadedUnit& unit : units) {
+      units_.push_back(
+          std::make_unique<Unit>(*this, std::move(unit), units_.size(), options_.device));
+      stats_.offloaded_bytes += units_.back()->bytes;
+    }
+  });
 }
 
 OffloadRing::~OffloadRing() {

@@ -66,6 +66,12 @@ class OffloadRing {
   // Errors: RESOURCE_EXHAUSTED if the memory of the ring cannot be had.
   static absl::StatusOr<std::unique_ptr<OffloadRing>> Make(std::vector<OffloadedUnit> units,
                                                            const OffloadRingOptions& options);
+  // Several, on one device each: all of them, or no tensor has changed.
+  struct Plan {
+    std::vector<OffloadedUnit> units;
+    OffloadRingOptions options;
+  };
+  static absl::StatusOr<std::vector<std::unique_ptr<OffloadRing>>> MakeAll(std::vector<Plan> plans);
   ~OffloadRing();
   OffloadRing(const OffloadRing&) = delete;
   OffloadRing& operator=(const OffloadRing&) = delete;
@@ -79,6 +85,8 @@ class OffloadRing {
   enum class State { kAway, kComing, kHere };
 
   OffloadRing(const OffloadRingOptions& options, uint64_t bytes, size_t units);
+  // All that can fail, before a tensor changes.
+  absl::Status Prepare(size_t units);
   absl::Status AddUnits(std::vector<OffloadedUnit> units);
 
   void Use(Unit& unit);

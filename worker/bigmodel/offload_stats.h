@@ -15,6 +15,16 @@ struct OffloadStats {
   // Most memory that was taken besides the ring, because an operator uses more units at once than
   // it holds.
   uint64_t overflow_bytes = 0;
+
+  OffloadStats& operator+=(const OffloadStats& other) {
+    ring_bytes += other.ring_bytes;
+    offloaded_bytes += other.offloaded_bytes;
+    read_bytes += other.read_bytes;
+    uses += other.uses;
+    waits += other.waits;
+    overflow_bytes += other.overflow_bytes;
+    return *this;
+  }
 };
 
 }  // namespace muster

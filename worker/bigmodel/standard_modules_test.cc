@@ -1,6 +1,7 @@
 // LibTorch's own modules, and what programs do that the engine does not expect.
+#include "worker/bigmodel/standard_modules.h"
+
 #include <atomic>
-#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -13,7 +14,6 @@
 #include "c10/core/InferenceMode.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "torch/nn/modules.h"
 #include "worker/bigmodel/dispatch.h"
 #include "worker/bigmodel/empty_weights.h"
 #include "worker/bigmodel/module_description.h"
@@ -35,88 +35,6 @@ NamedTensors Saved(const torch::nn::Module& module) {
   return tensors;
 }
 
-// A module of LibTorch, and how it is used.
-struct Case {
-  std::string name;
-  std::function<std::shared_ptr<torch::nn::Module>()> make;
-  std::function<at::Tensor(torch::nn::Module&)> run;
-};
-
-namespace nn = torch::nn;
-
-std::vector<Case> Cases() {
-  const auto ones = [](at::IntArrayRef sizes) {
-    return at::arange(c10::multiply_integers(sizes)).to(at::kFloat).div(50).sin().view(sizes);
-  };
-  return {
-      {"lstm",
-       [] { return nn::LSTM(nn::LSTMOptions(6, 5).num_layers(2).bidirectional(true)).ptr(); },
-       [=](nn::Module& m) {
-         return std::get<0>(m.as<nn::LSTM>()->forward(ones({4, 3, 6})));
-       }},
-      {"gru", [] { return nn::GRU(nn::GRUOptions(6, 5)).ptr(); },
-       [=](nn::Module& m) {
-         return std::get<0>(m.as<nn::GRU>()->forward(ones({4, 3, 6})));
-       }},
-      {"lstm_cell", [] { return nn::LSTMCell(nn::LSTMCellOptions(6, 5)).ptr(); },
-       [=](nn::Module& m) {
-         return std::get<0>(m.as<nn::LSTMCell>()->forward(ones({3, 6})));
-       }},
-      {"conv2d", [] { return nn::Conv2d(nn::Conv2dOptions(3, 4, 3)).ptr(); },
-       [=](nn::Module& m) {
-         return m.as<nn::Conv2d>()->forward(ones({2, 3, 8, 8}));
-       }},
-      {"conv_transpose",
-       [] { return nn::ConvTranspose2d(nn::ConvTranspose2dOptions(3, 4, 3)).ptr(); },
-       [=](nn::Module& m) {
-         return m.as<nn::ConvTranspose2d>()->forward(ones({2, 3, 8, 8}));
-       }},
-      {"attention",
-       [] { return nn::MultiheadAttention(nn::MultiheadAttentionOptions(8, 2)).ptr(); },
-       [=](nn::Module& m) {
-         const at::Tensor x = ones({4, 2, 8});
-         return std::get<0>(m.as<nn::MultiheadAttention>()->forward(x, x, x));
-       }},
-      {"encoder_layer",
-       [] {
-         return nn::TransformerEncoderLayer(
-                    nn::TransformerEncoderLayerOptions(8, 2).dim_feedforward(16).dropout(0))
-             .ptr();
-       },
-       [=](nn::Module& m) {
-         return m.as<nn::TransformerEncoderLayer>()->forward(ones({4, 2, 8}));
-       }},
-      {"transformer",
-       [] {
-         return nn::Transformer(nn::TransformerOptions(8, 2, 1, 1).dim_feedforward(16).dropout(0))
-             .ptr();
-       },
-       [=](nn::Module& m) {
-         return m.as<nn::Transformer>()->forward(ones({4, 2, 8}), ones({3, 2, 8}));
-       }},
-      {"batch_norm", [] { return nn::BatchNorm2d(nn::BatchNorm2dOptions(3)).ptr(); },
-       [=](nn::Module& m) {
-         return m.as<nn::BatchNorm2d>()->forward(ones({2, 3, 4, 4}));
-       }},
-      {"embedding_bag", [] { return nn::EmbeddingBag(nn::EmbeddingBagOptions(10, 4)).ptr(); },
-       [=](nn::Module& m) {
-         return m.as<nn::EmbeddingBag>()->forward(at::arange(8).remainder(10).view({2, 4}));
-       }},
-      {"bilinear", [] { return nn::Bilinear(nn::BilinearOptions(3, 4, 5)).ptr(); },
-       [=](nn::Module& m) {
-         return m.as<nn::Bilinear>()->forward(ones({2, 3}), ones({2, 4}));
-       }},
-      {"prelu", [] { return nn::PReLU().ptr(); },
-       [=](nn::Module& m) {
-         return m.as<nn::PReLU>()->forward(ones({2, 3}));
-       }},
-      {"group_norm", [] { return nn::GroupNorm(nn::GroupNormOptions(2, 4)).ptr(); },
-       [=](nn::Module& m) {
-         return m.as<nn::GroupNorm>()->forward(ones({2, 4, 3}));
-       }},
-  };
-}
-
 class StandardModules : public ::testing::Test {
  protected:
   std::string Write(const torch::nn::Module& module, const std::string& name) {
@@ -129,7 +47,7 @@ class StandardModules : public ::testing::Test {
 };
 
 TEST_F(StandardModules, EmptyThenOffloaded_ComputeTheSameBits) {
-  for (const Case& test : Cases()) {
+  for (const StandardModule& test : StandardModuleCases()) {
     SCOPED_TRACE(test.name);
     const std::shared_ptr<torch::nn::Module> whole = test.make();
     whole->eval();

@@ -11,8 +11,8 @@
 
 namespace muster {
 
-// A manifest's facts about a file, which show that it is whole and unchanged. Not a defence against
-// forgery.
+// A manifest's facts about a file, which show that it is complete and unchanged. Not a defence
+// against forgery.
 struct FileDigest {
   uint64_t bytes = 0;
   // XXH3-128 of the contents: 32 hexadecimal digits, high half first.
@@ -21,7 +21,7 @@ struct FileDigest {
   friend bool operator==(const FileDigest&, const FileDigest&) = default;
 };
 
-// Digests bytes as they come. Not thread-safe.
+// Digests a stream of bytes. Not thread-safe.
 class Digester {
  public:
   Digester();
@@ -40,10 +40,10 @@ class Digester {
 
 FileDigest DigestBytes(absl::string_view bytes);
 
-// Digests of the blocks of a file: they say which part of it is damaged, and parts can be checked
+// Digests of the blocks of a file: they show which part is damaged, and parts can be checked
 // without the rest.
 struct BlockDigests {
-  // Of every block but the last, which may be shorter. 0: there are no digests of blocks.
+  // The size of every block except the last, which may be shorter. 0: there are no block digests.
   uint64_t block_bytes = 0;
   // XXH3-64 of each block, in order.
   std::vector<uint64_t> xxh3;
@@ -55,7 +55,7 @@ struct BlockDigests {
 // XXH3-64.
 uint64_t DigestBlock(absl::string_view block);
 
-// The same of a block that comes in parts. Not thread-safe.
+// The same for a block that arrives in parts. Not thread-safe.
 class BlockDigester {
  public:
   BlockDigester();
@@ -64,7 +64,7 @@ class BlockDigester {
   BlockDigester& operator=(const BlockDigester&) = delete;
 
   void Update(absl::string_view bytes);
-  // Of what has come since the last call; the next block begins.
+  // Returns the digest of the bytes since the last call, and begins the next block.
   uint64_t Finish();
 
  private:
@@ -72,7 +72,7 @@ class BlockDigester {
   std::unique_ptr<State> state_;
 };
 
-// Reads the whole file. Errors: those of opening and reading, naming the path.
+// Digests a whole file. Errors: those of opening and reading, naming the path.
 absl::StatusOr<FileDigest> DigestFile(const std::string& path);
 
 }  // namespace muster

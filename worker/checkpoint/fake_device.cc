@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <optional>
-#include <utility>
 
+#include "ATen/EmptyTensor.h"
 #include "ATen/ops/from_blob.h"
 #include "base/mutex.h"
+#include "c10/core/Allocator.h"
 #include "torch/library.h"
 
 namespace muster {
@@ -35,22 +35,56 @@ Copies& TheCopies() {
   return *copies;
 }
 
-// Aligned as LibTorch's is; `freed` is called after it.
-at::Tensor NewTensor(const at::IntArrayRef sizes, at::OptionalIntArrayRef strides,
-                     at::ScalarType type, std::function<void()> freed = nullptr) {
+// Aligned as LibTorch's is.
+char* TakeHostMemory(size_t bytes) {
   constexpr size_t kAlignment = 64;
-  const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(type);
-  char* const data =
-      static_cast<char*>(std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment));
-  return at::for_blob(data, sizes)
-      .strides(strides)
-      .deleter([freed = std::move(freed)](void* memory) {
-        std::free(memory);
-        if (freed) freed();
-      })
-      .options(at::TensorOptions(FakeDevice().device()).dtype(type))
-      .target_device(FakeDevice().device())
-      .make_tensor();
+  return static_cast<char*>(std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment));
+}
+
+// What storages of the device ask for memory, as LibTorch's caching allocator for CUDA.
+class FakeAllocator : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    if (bytes == 0) return {nullptr, FakeDevice().device()};
+    Memory& memory = TheMemory();
+    {
+      const auto more = static_cast<int64_t>(bytes);
+      MutexLock lock(&memory.mu);
+      TORCH_CHECK_WITH(OutOfMemoryError,
+                       memory.limit < 0 || memory.taken.now + more <= memory.limit,
+                       "the fake device has no room for ", bytes, " bytes");
+      memory.taken.now += more;
+      memory.taken.peak = std::max(memory.taken.peak, memory.taken.now);
+    }
+    auto* const piece = new Piece{TakeHostMemory(bytes), bytes};
+    constexpr char kNothing = 0x5a;
+    std::memset(piece->data, kNothing, bytes);
+    return {piece->data, piece, &Delete, FakeDevice().device()};
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+ private:
+  struct Piece {
+    char* data;
+    size_t bytes;
+  };
+  static void Delete(void* context) {
+    auto* const piece = static_cast<Piece*>(context);
+    Memory& memory = TheMemory();
+    {
+      MutexLock lock(&memory.mu);
+      memory.taken.now -= static_cast<int64_t>(piece->bytes);
+    }
+    std::free(piece->data);
+    delete piece;
+  }
+};
+
+FakeAllocator& TheAllocator() {
+  static auto* const allocator = new FakeAllocator();
+  return *allocator;
 }
 
 at::Tensor& CopyFrom(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
@@ -67,43 +101,29 @@ at::Tensor& CopyFrom(at::Tensor& to, const at::Tensor& from, bool non_blocking) 
   return to;
 }
 
-at::Tensor Taken(at::IntArrayRef sizes, at::OptionalIntArrayRef strides,
-                 std::optional<at::ScalarType> type) {
-  const at::ScalarType dtype = type.value_or(at::kFloat);
-  const auto bytes = static_cast<int64_t>(c10::multiply_integers(sizes) * c10::elementSize(dtype));
-  Memory& memory = TheMemory();
-  {
-    MutexLock lock(&memory.mu);
-    TORCH_CHECK_WITH(OutOfMemoryError, memory.limit < 0 || memory.taken.now + bytes <= memory.limit,
-                     "the fake device has no room for ", bytes, " bytes");
-    memory.taken.now += bytes;
-    memory.taken.peak = std::max(memory.taken.peak, memory.taken.now);
-  }
-  at::Tensor made = NewTensor(sizes, strides, dtype, [bytes] {
-    Memory& memory = TheMemory();
-    MutexLock lock(&memory.mu);
-    memory.taken.now -= bytes;
-  });
-  constexpr char kNothing = 0x5a;
-  std::memset(made.data_ptr(), kNothing, static_cast<size_t>(bytes));
-  return made;
+constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
+
+at::Tensor Taken(at::IntArrayRef sizes, std::optional<at::ScalarType> type) {
+  return at::detail::empty_generic(sizes, &TheAllocator(), kKeys, type.value_or(at::kFloat),
+                                   std::nullopt);
 }
 
 at::Tensor Empty(at::IntArrayRef sizes, std::optional<at::ScalarType> type,
                  std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>,
                  std::optional<at::MemoryFormat>) {
-  return Taken(sizes, std::nullopt, type);
+  return Taken(sizes, type);
 }
 
 at::Tensor EmptyStrided(at::IntArrayRef sizes, at::IntArrayRef strides,
                         std::optional<at::ScalarType> type, std::optional<at::Layout>,
                         std::optional<at::Device>, std::optional<bool>) {
-  return Taken(sizes, strides, type);
+  return at::detail::empty_strided_generic(sizes, strides, &TheAllocator(), kKeys,
+                                           type.value_or(at::kFloat));
 }
 
 at::Tensor Clone(const at::Tensor& from, std::optional<at::MemoryFormat>) {
   FakeDevice().Operate();
-  at::Tensor made = Taken(from.sizes(), std::nullopt, from.scalar_type());
+  at::Tensor made = Taken(from.sizes(), from.scalar_type());
   std::memcpy(made.data_ptr(), from.const_data_ptr(), from.nbytes());
   return made;
 }
@@ -120,9 +140,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 FakeStreams& FakeDevice() { return FakeStreams::Install(c10::DeviceType::PrivateUse1); }
 
 at::Tensor OnFakeDevice(const std::vector<float>& values) {
-  at::Tensor made = NewTensor({static_cast<int64_t>(values.size())}, std::nullopt, at::kFloat);
-  std::memcpy(made.data_ptr(), values.data(), values.size() * sizeof(float));
-  return made;
+  const size_t bytes = values.size() * sizeof(float);
+  char* const data = TakeHostMemory(bytes);
+  std::memcpy(data, values.data(), bytes);
+  return at::for_blob(data, {static_cast<int64_t>(values.size())})
+      .deleter(&std::free)
+      .options(at::TensorOptions(FakeDevice().device()).dtype(at::kFloat))
+      .target_device(FakeDevice().device())
+      .make_tensor();
 }
 
 std::vector<float> ValuesOf(const at::Tensor& tensor) {

@@ -26,8 +26,8 @@ void SetValues(const at::Tensor& tensor, float value);
 std::vector<FakeStreams::Point> CopiesFromFakeDevice();
 std::vector<FakeStreams::Point> CopiesToFakeDevice();
 
-// Bytes that at::empty() and at::empty_strided() have given there: now, and the most since
-// LimitFakeDevice(). They hold nothing that a test would take for a value.
+// Bytes that the device's allocator (of at::empty(), at::empty_strided(), clone()) has given: now,
+// and the most since LimitFakeDevice(). They hold nothing that a test would take for a value.
 struct FakeDeviceMemory {
   int64_t now = 0, peak = 0;
 };

@@ -13,12 +13,12 @@
 namespace muster {
 
 // The record that makes a folder of files a checkpoint: manifest.json, written last.
-// docs/checkpoint_format.md has the bytes. Everything here is pure and thread-safe.
+// docs/checkpoint_format.md specifies the bytes. Everything here is pure and thread-safe.
 
 inline constexpr char kManifestName[] = "manifest.json";
 inline constexpr int kManifestVersion = 1;
 
-// How far training was. All counts are those of the whole job, not of a rank.
+// How far training had progressed. All counts are of the whole job, not of a rank.
 struct CheckpointInfo {
   int world_size = 1;
   // Number of this checkpoint in its run: the i of checkpoint_{i}.
@@ -33,11 +33,11 @@ struct CheckpointInfo {
 };
 
 struct ManifestFile {
-  // Plain name inside the folder.
+  // The plain file name inside the folder.
   std::string name;
-  int rank = 0;  // who wrote it
+  int rank = 0;  // the writer
   FileDigest digest;
-  // Of files of more than one block; else empty.
+  // For files of more than one block; else empty.
   BlockDigests blocks = {};
 };
 
@@ -53,21 +53,21 @@ struct Manifest {
   std::string created;
   // Sorted by name.
   std::vector<ManifestFile> files;
-  // Where every node keeps the files of its ranks on a disk of its own: which ranks wrote where.
-  // Empty: on one file system.
+  // If every node keeps its ranks' files on its own disk: which ranks wrote where. Empty: all are
+  // on one file system.
   std::vector<ManifestNode> nodes = {};
 
   // Null if there is no such file.
   const ManifestFile* Find(absl::string_view name) const;
 };
 
-// JSON that ends in a digest of itself.
-// Errors: INVALID_ARGUMENT for a name that is no plain file name, or that two ranks (or one twice)
-// wrote.
+// Returns JSON that ends with a digest of itself.
+// Errors: INVALID_ARGUMENT for a name that is not a plain file name, or that was written twice, by
+// two ranks or by one.
 absl::StatusOr<std::string> EncodeManifest(Manifest manifest);
 
-// Errors: DATA_LOSS if the digest does not fit or JSON or a field is wrong; UNIMPLEMENTED for a
-// newer version; INVALID_ARGUMENT for JSON of another kind. Messages begin with `source`.
+// Errors: DATA_LOSS if the digest does not match or the JSON or a field is invalid; UNIMPLEMENTED
+// for a newer version; INVALID_ARGUMENT for JSON of another kind. Messages begin with `source`.
 absl::StatusOr<Manifest> ParseManifest(absl::string_view text, absl::string_view source);
 
 }  // namespace muster

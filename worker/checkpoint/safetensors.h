@@ -17,11 +17,11 @@
 
 namespace muster {
 
-// Tensors under their names, in an order that is meaningful to the caller.
+// Named tensors, in an order that is meaningful to the caller.
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
-// The element types that have a counterpart. UNIMPLEMENTED, naming the type, for the others (F4 and
-// F6; quantized and wide complex tensors).
+// Convert element types that have a counterpart. UNIMPLEMENTED, naming the type, for the others (F4
+// and F6; quantized and wide complex tensors).
 absl::StatusOr<at::ScalarType> ToScalarType(SafetensorsType type);
 absl::StatusOr<SafetensorsType> ToSafetensorsType(at::ScalarType type);
 
@@ -29,26 +29,27 @@ absl::StatusOr<SafetensorsType> ToSafetensorsType(at::ScalarType type);
 // contiguous.
 class SafetensorsReader {
  public:
-  // Reads the header. Errors: as ReadSafetensorsHeader.
+  // Opens a file and reads its header. Errors: as ReadSafetensorsHeader.
   static absl::StatusOr<SafetensorsReader> Open(const std::string& path);
 
   const std::string& path() const { return path_; }
   const SafetensorsHeader& header() const { return header_; }
 
-  // The tensor in its own memory. Blocks on the disk. NOT_FOUND names the tensor and the file.
+  // Returns the tensor in its own memory. Blocks on the disk. NOT_FOUND names the tensor and the
+  // file.
   absl::StatusOr<at::Tensor> Read(absl::string_view name) const;
 
-  // The tensor in pages of the file that are loaded when touched; writing to it changes this
-  // process's copy only. The mapping lives as long as a tensor of it. A tensor at an offset that is
-  // misaligned for its type is read instead. Only for files that no process truncates meanwhile:
-  // that would be a bus error.
+  // Returns the tensor in pages of the file that are loaded on first access; writing to it changes
+  // only this process's copy. The mapping lives as long as a tensor in it. A tensor at an offset
+  // that is misaligned for its type is read instead. Only for files that no process truncates
+  // meanwhile, which would cause a bus error.
   absl::StatusOr<at::Tensor> Map(absl::string_view name) const;
 
-  // Every tensor, by name, and with `digest` not null, that of the whole file, from the same pass
-  // over it.
+  // Returns every tensor, by name. If `digest` is not null, also computes the digest of the whole
+  // file in the same pass.
   absl::StatusOr<NamedTensors> ReadAll(FileDigest* digest = nullptr) const;
 
-  // Every tensor, by name, read past the page cache and checked block by block (see
+  // Returns every tensor, by name, bypassing the page cache and checking block by block (see
   // ReadDirectFile).
   absl::StatusOr<NamedTensors> ReadAllBlocks(const BlockDigests& blocks) const;
 
@@ -63,7 +64,7 @@ class SafetensorsReader {
   std::shared_ptr<const File> file_;
 };
 
-// What to do with several names of one tensor (same memory, shape, strides and type; empty tensors
+// How to handle several names of one tensor (same memory, shape, strides and type; empty tensors
 // never count).
 enum class SharedTensors {
   kKeepFirst,  // Write the first name only, as model files do.
@@ -80,44 +81,44 @@ struct WriteSafetensorsOptions {
 // A laid-out file with its contents.
 struct SafetensorsPlan {
   SafetensorsLayout layout;
-  // The data of layout.tensors, in their order, on any device and of any strides.
+  // The data of layout.tensors, in their order, on any device and with any strides.
   std::vector<at::Tensor> sources;
 
   uint64_t file_bytes() const { return layout.prefix.size() + layout.data_bytes; }
 };
 
-// Name, type and shape of each, in their order. `path` is for messages. Errors: as
-// WriteSafetensors, but for names and the disk.
+// Returns the name, type and shape of each tensor, in order. `path` is for messages. Errors: as
+// WriteSafetensors, except those of names and the disk.
 absl::StatusOr<std::vector<SafetensorsEntry>> DescribeTensors(const std::string& path,
                                                               const NamedTensors& tensors);
 
 // Lays out the file that WriteSafetensors writes. Copies nothing. `path` is for messages. Errors:
-// as WriteSafetensors, but for those of the disk.
+// as WriteSafetensors, except those of the disk.
 absl::StatusOr<SafetensorsPlan> PlanSafetensors(const std::string& path,
                                                 const NamedTensors& tensors,
                                                 const WriteSafetensorsOptions& options);
 
-// Copies the whole file, header and data, to `to`, where plan.file_bytes() bytes are, aligned as
-// the elements of the tensors; without the data of the sources, by number, that `skip` is true for.
-// Throws c10::Error if a copy from a device fails.
+// Copies the whole file, header and data, to `to`, which has plan.file_bytes() bytes and is aligned
+// for the tensors' elements. Omits the data of sources, by number, for which `skip` is true. Throws
+// c10::Error if a copy from a device fails.
 void CopySafetensors(
     const SafetensorsPlan& plan, char* to,
     absl::FunctionRef<bool(size_t)> skip = [](size_t) { return false; });
 
-// Gives the whole file, header and data, to `append` in parts, in order, until that fails. One
-// tensor at a time is copied if need be. Throws c10::Error if a copy from a device fails.
+// Passes the whole file, header and data, to `append` in parts, in order, until that fails. Copies
+// tensors one at a time if necessary. Throws c10::Error if a copy from a device fails.
 absl::Status StreamSafetensors(const SafetensorsPlan& plan,
                                absl::FunctionRef<absl::Status(absl::string_view)> append);
 
-// Writes a whole file or nothing: temporary name, sync, rename, sync of the folder. Tensors may be
-// on any device and of any strides; each is copied if necessary, one at a time. Blocks on the disk.
-// Errors: INVALID_ARGUMENT naming file and tensor for a name twice, an undefined, sparse or meta
-// tensor; UNIMPLEMENTED for a type the format has not; those of the disk. Throws c10::Error if a
-// copy from a device fails.
+// Writes the file completely or not at all: temporary name, sync, rename, sync of the folder.
+// Tensors may be on any device and have any strides; they are copied one at a time if necessary.
+// Blocks on the disk. Errors: INVALID_ARGUMENT naming file and tensor for a duplicate name or an
+// undefined, sparse or meta tensor; UNIMPLEMENTED for a type that the format lacks; those of the
+// disk. Throws c10::Error if a copy from a device fails.
 absl::StatusOr<FileDigest> WriteSafetensors(const std::string& path, const NamedTensors& tensors,
                                             const WriteSafetensorsOptions& options = {});
 
-// The list without further names of tensors that are in it already (see SharedTensors).
+// Returns the list without additional names of tensors that are already in it (see SharedTensors).
 NamedTensors WithoutSharedTensors(const NamedTensors& tensors);
 
 }  // namespace muster

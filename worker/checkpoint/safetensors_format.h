@@ -13,14 +13,14 @@
 
 namespace muster {
 
-// The safetensors file format, without tensors: 8 bytes (little-endian) that give the length N of
-// the header, N bytes of JSON, then one block of data in which every tensor has its range.
-// safetensors.h reads and writes at::Tensor.
+// The safetensors file format, without tensors: 8 bytes (little-endian) with the length N of the
+// header, N bytes of JSON, then one data block in which every tensor has its range. safetensors.h
+// reads and writes at::Tensor.
 //
 //   {"__metadata__": {"format": "pt"}, "weight": {"dtype": "F32", "shape": [2, 3], "data_offsets":
 //   [0, 24]}}
 //
-// All of it is pure but ReadSafetensorsHeader, and thread-safe.
+// Everything except ReadSafetensorsHeader is pure; everything is thread-safe.
 
 // A safetensors element type. The numeric order is the format's rank: files hold higher ranks
 // first.
@@ -55,7 +55,8 @@ std::optional<SafetensorsType> ParseSafetensorsType(absl::string_view name);
 // 32 for kF32; 4 and 6 for the two kinds of elements smaller than a byte.
 int SafetensorsTypeBits(SafetensorsType type);
 
-// The bytes of a tensor. INVALID_ARGUMENT if they overflow 64 bits or do not end at a whole byte.
+// The size of a tensor in bytes. INVALID_ARGUMENT if it overflows 64 bits or is not a whole number
+// of bytes.
 absl::StatusOr<uint64_t> SafetensorsBytes(SafetensorsType type, const std::vector<uint64_t>& shape);
 
 struct SafetensorsEntry {
@@ -84,51 +85,52 @@ struct SafetensorsHeader {
 // The largest N that is read: the limit of the reference library.
 inline constexpr uint64_t kMaxSafetensorsHeaderBytes = 100'000'000;
 
-// Reads the N bytes of JSON of a file whose data block has `data_bytes` bytes.
+// Parses the N bytes of JSON of a file whose data block has `data_bytes` bytes.
 //
-// Strict: JSON of RFC 8259 with nothing but white space around it; only the fields dtype, shape,
-// data_offsets; no name or key twice; offsets and dimensions unsigned 64-bit integers written as
-// such; metadata from text to text (null counts as none); known dtypes; sizes that fit shape and
-// dtype; ranges that cover the data block without overlap or hole. Memory stays proportional to the
-// header. Errors: INVALID_ARGUMENT "SOURCE: tensor "NAME": field: why".
+// Strict: RFC 8259 JSON with only white space around it; only the fields dtype, shape,
+// data_offsets; no duplicate name or key; offsets and dimensions written as unsigned 64-bit
+// integers; metadata from text to text (null counts as none); known dtypes; sizes that match shape
+// and dtype; ranges that cover the data block without overlap or hole. Memory stays proportional to
+// the header. Errors: INVALID_ARGUMENT "SOURCE: tensor "NAME": field: why".
 absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view json,
                                                          uint64_t data_bytes,
                                                          absl::string_view source);
 
-// Opens `path` and reads its header only. Blocks on the disk. Errors: as ParseSafetensorsHeader,
+// Opens `path` and reads only its header. Blocks on the disk. Errors: as ParseSafetensorsHeader,
 // and those of files.
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path);
 
 // The bytes before the data, and the offset of each tensor's data.
 struct SafetensorsLayout {
-  // The length, the JSON and its padding: a multiple of the alignment of the data.
+  // The length, the JSON and its padding; its size is a multiple of the data's alignment.
   std::string prefix;
-  // Of the JSON, the tensors: a file with the same tensors and other metadata has the same.
+  // The part of the JSON for the tensors: equal for files with the same tensors and other metadata.
   std::string entries;
   // In the order of the file: decreasing type rank, then name. Ranges are filled in.
   std::vector<SafetensorsEntry> tensors;
   uint64_t data_bytes = 0;
 };
 
-// Data begin at a multiple of this in files of the reference library.
+// In files of the reference library, data begin at a multiple of this.
 inline constexpr uint64_t kSafetensorsAlignment = 8;
 
-// Lays out a file; the ranges of `tensors` are ignored. Byte for byte what the reference library
-// writes (metadata sorted by key). A larger `data_alignment`, a multiple of 8, pads the JSON with
-// more blanks, so that the data begin at a multiple of it; every reader takes such a file. Errors:
-// INVALID_ARGUMENT for a name twice, the name "__metadata__", text that is not UTF-8, a bad size, a
-// header beyond the limit.
+// Lays out a file, byte for byte as the reference library writes it (metadata sorted by key);
+// ignores the ranges of `tensors`. A larger `data_alignment`, a multiple of 8, pads the JSON with
+// more blanks, so that the data begin at a multiple of it; every reader accepts such a file.
+// Errors: INVALID_ARGUMENT for a duplicate name, the name "__metadata__", text that is not UTF-8, a
+// bad size, a header beyond the limit.
 absl::StatusOr<SafetensorsLayout> LayOutSafetensors(
     std::vector<SafetensorsEntry> tensors, const std::optional<SafetensorsMetadata>& metadata,
     uint64_t data_alignment = kSafetensorsAlignment);
 
-// The prefix of a file with these SafetensorsLayout::entries. Errors: as LayOutSafetensors, for
-// metadata and the limit.
+// Returns the prefix of a file with these SafetensorsLayout::entries. Errors: as LayOutSafetensors,
+// for metadata and the limit.
 absl::StatusOr<std::string> SafetensorsPrefix(const std::optional<SafetensorsMetadata>& metadata,
                                               absl::string_view entries, uint64_t data_alignment);
 
-// A whole file in memory: `data[i]` are the bytes of `tensors[i]`. For tests, tools and small
-// files. Errors: as LayOutSafetensors, and INVALID_ARGUMENT if bytes do not fit shape and dtype.
+// Returns a whole file in memory: `data[i]` are the bytes of `tensors[i]`. For tests, tools and
+// small files. Errors: as LayOutSafetensors, and INVALID_ARGUMENT if bytes do not match shape and
+// dtype.
 absl::StatusOr<std::string> EncodeSafetensors(const std::vector<SafetensorsEntry>& tensors,
                                               const std::vector<std::string>& data,
                                               const std::optional<SafetensorsMetadata>& metadata);

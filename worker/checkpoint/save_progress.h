@@ -17,12 +17,12 @@ namespace muster {
 
 class Clock;
 
-// How far a save of a checkpoint is, on this process.
+// The progress of a checkpoint save on this process.
 struct RunningSave {
   std::string path;
-  int64_t step = 0;           // of the state that is saved
-  bool asynchronous = false;  // beside training
-  // Bytes that are in the files, and that this process writes in all, as far as it knows.
+  int64_t step = 0;           // of the saved state
+  bool asynchronous = false;  // during training
+  // Bytes written to the files, and the total that this process will write, as far as it knows.
   uint64_t written = 0;
   uint64_t bytes = 0;
   absl::Duration elapsed;  // since the save began
@@ -31,22 +31,21 @@ struct RunningSave {
 // "1.20 GiB of 4.00 GiB, 410 MiB/s, for 3.0 s".
 std::string DescribeSave(uint64_t written, uint64_t bytes, absl::Duration elapsed);
 
-// The saves that this process is writing, for whom it reports to. Thread-safe; does not block.
+// The saves that this process is writing, for progress reports. Thread-safe; does not block.
 class SaveProgress {
  public:
-  // One save, for as long as it lives. Thread-safe. Must not outlive what it came from.
+  // One save, while this object lives. Thread-safe. Must not outlive its SaveProgress.
   class Save {
    public:
     ~Save();
     Save(const Save&) = delete;
     Save& operator=(const Save&) = delete;
 
-    // So many bytes will be written at least.
+    // Announces that at least so many bytes will be written.
     void Expect(uint64_t bytes);
-    // A file of so many bytes is about to be written.
+    // Announces a file of so many bytes.
     void Begin(uint64_t bytes) { begun_.fetch_add(bytes, std::memory_order_relaxed); }
-    // So many bytes are in a file. Now and then the log says how far a long save is, if rank 0
-    // does.
+    // Counts bytes written to a file. With `logs`, occasionally logs the progress of a long save.
     void Wrote(uint64_t bytes);
 
    private:
@@ -64,19 +63,19 @@ class SaveProgress {
   SaveProgress();
   explicit SaveProgress(const Clock& clock);
 
-  // `logs`: a save that takes long says so in the log: one that training waits for after 5 s and
-  // each 10 s, others each minute.
+  // Begins a save. `logs`: whether a long save logs its progress: after 5 s and then every 10 s if
+  // training waits for it, otherwise every minute.
   std::unique_ptr<Save> Begin(std::string path, int64_t step, bool asynchronous, bool logs);
-  // The one that began first of those that live.
+  // Returns the earliest begun of the saves in progress.
   std::optional<RunningSave> Read() const;
-  // How often a save that training waits for has written something: a sign of progress.
+  // How often a save that training waits for has written something, as a sign of progress.
   uint64_t signs() const { return signs_.load(std::memory_order_relaxed); }
 
  private:
   const Clock& clock_;
   std::atomic<uint64_t> signs_{0};
   mutable Mutex mu_;
-  std::vector<const Save*> saves_ ABSL_GUARDED_BY(mu_);  // in the order of their begin
+  std::vector<const Save*> saves_ ABSL_GUARDED_BY(mu_);  // in the order in which they began
 };
 
 }  // namespace muster

@@ -19,13 +19,13 @@ namespace muster {
 class FilePlans;
 
 // The state of an object in a checkpoint: named tensors in order, named scalars, and text metadata.
-// Nesting is written with dots ("state.0.exp_avg"). A value type; copies share the tensors' memory.
-// Not thread-safe.
+// Nesting is expressed with dots ("state.0.exp_avg"). A value type; copies share the tensors'
+// memory. Not thread-safe.
 class StateDict {
  public:
   using Scalar = std::variant<bool, int64_t, double, std::string>;
 
-  // Each sets a name, replacing an earlier value in its place.
+  // Each sets a name; an earlier value is replaced and keeps its place.
   void SetTensor(absl::string_view name, at::Tensor tensor);
   void SetBool(absl::string_view name, bool value);
   void SetInt(absl::string_view name, int64_t value);
@@ -33,8 +33,8 @@ class StateDict {
   void SetText(absl::string_view name, absl::string_view value);
   void SetMetadata(absl::string_view key, absl::string_view value);
 
-  // NOT_FOUND naming what is missing; INVALID_ARGUMENT if a scalar is of another type (an integer
-  // is also a double).
+  // Errors: NOT_FOUND naming what is missing; INVALID_ARGUMENT if a scalar has another type (an
+  // integer is also a double).
   absl::StatusOr<at::Tensor> GetTensor(absl::string_view name) const;
   absl::StatusOr<bool> GetBool(absl::string_view name) const;
   absl::StatusOr<int64_t> GetInt(absl::string_view name) const;
@@ -46,7 +46,7 @@ class StateDict {
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   bool empty() const { return tensors_.empty() && scalars_.empty() && metadata_.empty(); }
 
-  // Adds all tensors and scalars of `part` under "PREFIX.name"; Sub takes them out again.
+  // Adds all tensors and scalars of `part` under "PREFIX.name"; Sub extracts them again.
   void Merge(absl::string_view prefix, const StateDict& part);
   StateDict Sub(absl::string_view prefix) const;
 
@@ -58,52 +58,52 @@ class StateDict {
 };
 
 // Writes PATH.safetensors (scalars as one JSON object in the metadata entry "muster.scalars") or,
-// without tensors, PATH.json; the extension of `path` decides which. Whole file or nothing. Blocks
-// on the disk. Errors: as WriteSafetensors; INVALID_ARGUMENT for another extension, for tensors in
-// a .json file, for text that is not UTF-8.
+// without tensors, PATH.json; the extension of `path` decides which. Writes the file completely or
+// not at all. Blocks on the disk. Errors: as WriteSafetensors; INVALID_ARGUMENT for another
+// extension, for tensors in a .json file, for text that is not UTF-8.
 absl::StatusOr<FileDigest> WriteStateDict(const std::string& path, const StateDict& state,
                                           SharedTensors shared = SharedTensors::kWriteAll);
 
-// The file that WriteStateDict writes, not written yet: its text or, of a safetensors file, its
-// layout and the tensors that go into it.
+// A file that WriteStateDict would write: its text or, for a safetensors file, its layout and
+// tensors.
 using PlannedStateFile = std::variant<std::string, SafetensorsPlan>;
 
-// Lays it out, the data of a safetensors file at a multiple of `data_alignment`; by `plans`, if not
-// null. Errors: as WriteStateDict, but for those of the disk.
+// Lays out such a file, with the data of a safetensors file at a multiple of `data_alignment`; uses
+// `plans` if not null. Errors: as WriteStateDict, except those of the disk.
 absl::StatusOr<PlannedStateFile> PlanStateDict(const std::string& path, const StateDict& state,
                                                SharedTensors shared = SharedTensors::kWriteAll,
                                                uint64_t data_alignment = kSafetensorsAlignment,
                                                FilePlans* plans = nullptr);
 
-// Reads it back, tensors by name. With `expected`, DATA_LOSS unless size and contents are those:
-// the message names the file and both sizes or digests. With `blocks` not empty, these digests are
-// compared in place of the file's, and the message names the block. `path` may be any safetensors
-// file: its metadata come along.
+// Reads the file back, with tensors by name. With `expected`, DATA_LOSS unless size and contents
+// match: the message names the file and both sizes or digests. If `blocks` is not empty, compares
+// those digests instead of the file's, and the message names the block. `path` may be any
+// safetensors file; its metadata are kept.
 absl::StatusOr<StateDict> ReadStateDict(const std::string& path,
                                         const std::optional<FileDigest>& expected = std::nullopt,
                                         const BlockDigests& blocks = {});
 
-// The same from a file's contents, with tensors in memory of their own. `path` is for messages and
-// says by its extension which kind it is.
+// The same from a file's contents, with tensors in their own memory. `path` is for messages, and
+// its extension determines the kind of file.
 absl::StatusOr<StateDict> ParseStateDict(absl::string_view bytes, const std::string& path);
 
-// The same of a safetensors file in memory, such as SharedFiles has: tensors are its pages, of
-// which this process gets a copy when it writes to one. The file must not change meanwhile.
+// The same for a safetensors file in memory, such as those of SharedFiles: tensors are its pages,
+// which this process copies on write. The file must not change meanwhile.
 // `path` is the file's name in messages.
 absl::StatusOr<StateDict> MapStateDict(const std::string& memory, const std::string& path);
 
 struct LoadTensorsOptions {
   bool allow_missing = false;
   bool allow_unexpected = false;
-  // Copies nothing, and reads shapes and types alone.
+  // Copies nothing; reads only shapes and types.
   bool check_only = false;
 };
 
-// Copies tensors of `source` into the tensors of the same name in `targets`, on any device. Nothing
-// is copied unless everything fits. A target without a source is not missing if it is the same
-// tensor as a target that has one (tied weights, of which files keep the first name). Floating
-// types convert into each other, other types must be equal. Errors: INVALID_ARGUMENT "WHAT: ..."
-// that lists missing and unexpected names and those of another shape or type.
+// Copies tensors of `source` into the tensors of the same name in `targets`, on any device. Copies
+// nothing unless everything fits. A target without a source is not missing if it is the same tensor
+// as a target that has one (tied weights, of which files keep the first name). Floating-point types
+// convert into each other; other types must be equal. Errors: INVALID_ARGUMENT "WHAT: ..." that
+// lists missing and unexpected names and those with another shape or type.
 absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets,
                          absl::string_view what, const LoadTensorsOptions& options = {});
 

@@ -9,6 +9,7 @@
 #include "c10/core/DeviceGuard.h"
 #include "worker/checkpoint/direct_io.h"
 #include "worker/checkpoint/for_each.h"
+#include "worker/checkpoint/memory_ranges.h"
 #include "worker/checkpoint/transfer.h"
 
 namespace muster {
@@ -61,8 +62,14 @@ absl::Status UploadTo(const c10::Device& device, const std::vector<TensorUpload>
           ? options.uploads(device)
           : std::make_unique<DeviceUploads>(device, kBlockBytes, 2 * threads);
   Batch batch;
+  MemoryRanges written;
   for (const TensorUpload& tensor : tensors) {
     if (tensor.to.device() != device) continue;
+    if (written.Overlap(tensor.to)) {
+      MUSTER_RETURN_IF_ERROR(Run(std::exchange(batch, Batch()), threads, *uploads));
+      written.Clear();
+    }
+    written.Add(tensor.to);
     at::Tensor to = tensor.to;
     if (tensor.type != to.scalar_type()) {
       if (batch.converted_bytes > 0 &&
@@ -87,6 +94,24 @@ absl::Status UploadTo(const c10::Device& device, const std::vector<TensorUpload>
     }
   }
   return Run(std::move(batch), threads, *uploads);
+}
+
+// Pairs as CopyTensors() gets them, all of which can be uploaded.
+absl::Status UploadInMemory(const std::vector<std::pair<at::Tensor, at::Tensor>>& tensors,
+                            const TensorUploadOptions& options) {
+  std::vector<TensorUpload> uploads;
+  for (const auto& [to, from] : tensors) {
+    uploads.push_back(
+        {.to = to,
+         .type = from.scalar_type(),
+         .bytes = from.nbytes(),
+         .fetch = [data = static_cast<const char*>(from.const_data_ptr())](
+                      uint64_t begin, size_t size, char* block) -> absl::StatusOr<size_t> {
+           std::memcpy(block, data + begin, size);
+           return 0;
+         }});
+  }
+  return UploadTensors(uploads, options);
 }
 
 bool IsDenseOnTheHost(const at::Tensor& tensor) {
@@ -122,38 +147,44 @@ absl::Status UploadTensors(const std::vector<TensorUpload>& tensors,
 absl::Status CopyTensors(const std::vector<std::pair<at::Tensor, at::Tensor>>& tensors,
                          const TensorUploadOptions& options) {
   const at::NoGradGuard no_grad;
-  std::vector<TensorUpload> uploads;
-  uint64_t bytes = 0;
   const auto is_uploaded = [](const at::Tensor& to, const at::Tensor& from) {
     // One that converts would need memory of the device.
     return IsDenseOnTheHost(from) && from.sizes() == to.sizes() &&
            from.scalar_type() == to.scalar_type() &&
            TakesUpload(to, from.scalar_type(), from.nbytes());
   };
-  for (const auto& [to, from] : tensors) {
-    if (!is_uploaded(to, from)) continue;
-    bytes += from.nbytes();
-    uploads.push_back(
-        {.to = to,
-         .type = from.scalar_type(),
-         .bytes = from.nbytes(),
-         .fetch = [data = static_cast<const char*>(from.const_data_ptr())](
-                      uint64_t begin, size_t size, char* block) -> absl::StatusOr<size_t> {
-           std::memcpy(block, data + begin, size);
-           return 0;
-         }});
-  }
-  bool uploaded = !uploads.empty() && bytes >= options.least_bytes;
-  if (uploaded) {
-    const absl::Status status = UploadTensors(uploads, options);
+  uint64_t bytes = 0;
+  for (const auto& [to, from] : tensors) bytes += is_uploaded(to, from) ? from.nbytes() : 0;
+  bool uploads_any = bytes > 0 && bytes >= options.least_bytes;
+  std::vector<std::pair<at::Tensor, at::Tensor>> waiting;
+  MemoryRanges written, read;
+  const auto upload = [&]() -> absl::Status {
+    const absl::Status status = UploadInMemory(waiting, options);
     // Without memory of the host for blocks there still is copy_().
     if (!status.ok() && !absl::IsResourceExhausted(status)) return status;
-    uploaded = status.ok();
-  }
+    if (!status.ok()) {
+      uploads_any = false;
+      for (const auto& [to, from] : waiting) at::Tensor(to).copy_(from);
+    }
+    waiting.clear();
+    written.Clear();
+    read.Clear();
+    return absl::OkStatus();
+  };
   for (const auto& [to, from] : tensors) {
-    if (!uploaded || !is_uploaded(to, from)) at::Tensor(to).copy_(from);
+    if (uploads_any && is_uploaded(to, from)) {
+      waiting.emplace_back(to, from);
+      written.Add(to);
+      read.Add(from);
+      continue;
+    }
+    // What is written or read together must not meet another copy.
+    if (written.Overlap(to) || written.Overlap(from) || read.Overlap(to)) {
+      MUSTER_RETURN_IF_ERROR(upload());
+    }
+    at::Tensor(to).copy_(from);
   }
-  return absl::OkStatus();
+  return upload();
 }
 
 }  // namespace muster

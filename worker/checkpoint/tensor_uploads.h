@@ -45,15 +45,17 @@ struct TensorUploadOptions {
 bool TakesUpload(const at::Tensor& to, at::ScalarType type, uint64_t bytes);
 
 // Fetches values in several threads, each of which leaves the copies to the device and fetches on.
-// They are there when it returns; after an error some of them may be, and nothing is under way.
+// Where two targets overlap, the later one wins. The values are there when it returns; after an
+// error some of them may be, and nothing is under way.
 // Errors: those of `fetch` and of DeviceUploads. Throws c10::Error for memory that the device has
 // not.
 absl::Status UploadTensors(const std::vector<TensorUpload>& tensors,
                            const TensorUploadOptions& options = {});
 
-// Copies each second tensor to the first, as copy_() does. What goes from the host's memory to a
-// device in large amounts is uploaded: copy_() would leave it to one thread and a buffer of the
-// driver. Errors: those of DeviceUploads. Throws what copy_() throws.
+// Copies each second tensor to the first, with the result of copy_() for one pair after the other.
+// What goes from the host's memory to a device in large amounts is uploaded: copy_() would leave it
+// to one thread and a buffer of the driver. Errors: those of DeviceUploads. Throws what copy_()
+// throws.
 absl::Status CopyTensors(const std::vector<std::pair<at::Tensor, at::Tensor>>& tensors,
                          const TensorUploadOptions& options = {});
 

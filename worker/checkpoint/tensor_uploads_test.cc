@@ -5,9 +5,11 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <vector>
 
 #include "ATen/ops/arange.h"
 #include "ATen/ops/empty.h"
+#include "ATen/ops/from_blob.h"
 #include "ATen/ops/zeros.h"
 #include "worker/checkpoint/fake_device.h"
 #include "worker/checkpoint/test_left_copies.h"
@@ -58,6 +60,52 @@ TEST_F(TensorUploadsTest, TensorsInMemory_AreUploadedInBlocks) {
   EXPECT_TRUE(Same(a, large_) && Same(b, small_) && Same(on_host, small_));
   EXPECT_GT(a._version(), version);
   EXPECT_EQ(queued_, (large_.nbytes() + kBlock - 1) / kBlock + 1);
+}
+
+// Two names of one parameter for which a state has two values: the later one wins, as with copy_().
+TEST_F(TensorUploadsTest, TargetsThatOverlap_WaitForThoseBefore) {
+  const at::Tensor one = at::arange(1000, at::kFloat), two = one.add(1), three = one.add(2);
+  const at::Tensor a = Empty(one), c = Empty(one);
+  const at::Tensor part = at::for_blob(static_cast<float*>(a.data_ptr()) + 500, {500})
+                              .options(a.options())
+                              .target_device(a.device())
+                              .make_tensor();
+  TensorUploadOptions options = Options();
+  std::vector<size_t> waiting;
+  options.uploads = [&](const c10::Device& device) {
+    return std::make_unique<DeviceUploads>(
+        device, kBlock, 9,
+        [&](char* to, const char* from, size_t bytes) {
+          waiting.push_back(copies_.size());
+          copies_.Leave(to, from, bytes);
+        },
+        nullptr);
+  };
+  options.threads = 1;
+  const absl::Status status =
+      CopyTensors({{a, one}, {c, one}, {a, two}, {part, three.narrow(0, 500, 500)}}, options);
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_EQ(waiting, (std::vector<size_t>{0, 1, 0, 0}));
+  EXPECT_TRUE(Same(c, one) && Same(part, three.narrow(0, 500, 500)));
+  EXPECT_EQ(std::memcmp(a.const_data_ptr(), two.const_data_ptr(), 2000), 0);
+}
+
+// Of what is copied at once in between, too.
+TEST_F(TensorUploadsTest, CopiesThatMeetAnUpload_ComeInTheirOrder) {
+  const at::Tensor a = Empty(large_), b = Empty(large_);
+  const at::Tensor source = large_.clone(), other = large_.add(1), back = at::zeros({300'000});
+  const absl::Status status = CopyTensors(
+      {
+          {a, source},
+          {source, other},     // after it was read
+          {back, a},           // after it was written
+          {b, other},          // and
+          {b, Empty(large_)},  // over it
+          {b, source},
+      },
+      Options());
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_TRUE(Same(a, large_) && Same(source, other) && Same(back, large_) && Same(b, other));
 }
 
 TEST_F(TensorUploadsTest, FewBytes_AreCopied) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <utility>
 
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/from_blob.h"
@@ -9,6 +10,7 @@
 #include "base/status_macros.h"
 #include "c10/core/ScalarType.h"
 #include "worker/checkpoint/direct_io.h"
+#include "worker/checkpoint/memory_ranges.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/transfer.h"
 
@@ -47,7 +49,13 @@ absl::Status Convert(const at::Tensor& to, at::ScalarType type, uint64_t begin,
 absl::Status FillOnHost(const WeightFiles& files, const std::vector<WeightFill>& weights,
                         int threads) {
   std::vector<WeightFiles::Reading> readings;
+  MemoryRanges filled;
   for (const WeightFill& weight : weights) {
+    if (filled.Overlap(weight.to)) {
+      MUSTER_RETURN_IF_ERROR(files.ReadAll(std::exchange(readings, {}), threads));
+      filled.Clear();
+    }
+    filled.Add(weight.to);
     MUSTER_ASSIGN_OR_RETURN(const at::ScalarType type, ToScalarType(weight.from->tensor.type));
     if (type != weight.to.scalar_type()) {
       readings.push_back({.entry = weight.from,

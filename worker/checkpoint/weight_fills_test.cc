@@ -12,6 +12,7 @@
 #include "ATen/ops/arange.h"
 #include "ATen/ops/empty.h"
 #include "ATen/ops/from_blob.h"
+#include "ATen/ops/full.h"
 #include "ATen/ops/zeros.h"
 #include "base/file.h"
 #include "base/test_folder.h"
@@ -102,6 +103,22 @@ TEST_F(WeightFillsTest, WeightsOnTheHost_AreThereConvertedAndCountAsChanged) {
   EXPECT_NE(a._version(), version);
 }
 
+// As a model does in which one parameter is a part of another.
+TEST_F(WeightFillsTest, TargetsOnTheHostThatOverlap_AreWrittenInTheirOrder) {
+  // Few bytes, which are read before all of the first one are there.
+  const at::Tensor a = at::zeros({300, 1000});
+  auto* const bytes = static_cast<char*>(a.data_ptr()) + 1'000'000;
+  const at::Tensor b = at::from_blob(bytes, {7}, at::kLong);
+  for (int i = 0; i < 20; ++i) {
+    a.zero_();
+    const absl::Status status = FillWeights(
+        *files_, {{.from = files_->Find("a"), .to = a}, {.from = files_->Find("b"), .to = b}},
+        {.threads = 3});
+    ASSERT_TRUE(status.ok()) << status;
+    ASSERT_TRUE(Same(b, weights_[1].second));
+  }
+}
+
 TEST_F(WeightFillsTest, FileThatEnds_IsTheErrorAndNothingIsUnderWay) {
   const std::string path = files_->FileOf(*files_->Find("a"));
   const absl::StatusOr<std::string> text = ReadFile(path);
@@ -112,6 +129,41 @@ TEST_F(WeightFillsTest, FileThatEnds_IsTheErrorAndNothingIsUnderWay) {
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
   EXPECT_THAT(std::string(status.message()), HasSubstr(path));
   EXPECT_EQ(left(), 0u) << "the device still reads memory that goes";
+}
+
+// Room for all of them at a time is not needed.
+TEST_F(WeightFillsTest, TensorsOfAnotherType_TakeNoMoreMemoryThanAllowed) {
+  constexpr size_t kEach = 100'000;
+  NamedTensors weights;
+  for (const char* const name : {"p", "q", "r", "s"}) {
+    weights.emplace_back(name, at::full({kEach / 2}, name[0], at::kHalf));
+  }
+  const std::string dir = folder_.Path("converted");
+  ASSERT_TRUE(SaveModelFiles(dir, weights).ok());
+  const absl::StatusOr<WeightFiles> files = WeightFiles::Open(dir);
+  ASSERT_TRUE(files.ok()) << files.status();
+  const auto peak = [&](size_t allowed) {
+    std::vector<WeightFill> uploads;
+    for (const auto& [name, weight] : weights) {
+      uploads.push_back({.from = files->Find(name), .to = EmptyLike(weight.to(at::kBFloat16))});
+    }
+    const int64_t before = MemoryOfFakeDevice().now;
+    LimitFakeDevice(-1);
+    const absl::Status status =
+        FillWeights(*files, uploads, {.threads = 2, .converted_bytes = allowed});
+    EXPECT_TRUE(status.ok()) << status;
+    for (size_t i = 0; i < uploads.size(); ++i) {
+      // The device copies bits.
+      EXPECT_EQ(
+          std::memcmp(uploads[i].to.const_data_ptr(), weights[i].second.const_data_ptr(), kEach), 0)
+          << weights[i].first;
+    }
+    EXPECT_EQ(MemoryOfFakeDevice().now, before);
+    return static_cast<size_t>(MemoryOfFakeDevice().peak - before);
+  };
+  EXPECT_EQ(peak(4 * kEach), 4 * kEach);
+  EXPECT_EQ(peak(2 * kEach), 2 * kEach);
+  EXPECT_EQ(peak(kEach / 2), kEach) << "one that is larger by itself";
 }
 
 TEST_F(WeightFillsTest, WhatIsReadWhereItGoes) {

@@ -1,6 +1,7 @@
 #include "worker/checkpoint/weight_loader.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <limits>
 #include <map>
@@ -17,6 +18,8 @@
 #include "absl/strings/str_join.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/checkpoint/memory_ranges.h"
+#include "worker/checkpoint/tensor_uploads.h"
 #include "worker/checkpoint/transfer.h"
 #include "worker/checkpoint/weight_files.h"
 #include "worker/checkpoint/weight_fills.h"
@@ -343,6 +346,12 @@ absl::Status MatchedWeights::Plan::Copy() const {
   const WeightFiles* const files = source->files();
   // All at once: from several files and tensors at a time.
   std::vector<WeightFill> fills;
+  MemoryRanges filled;
+  const auto fill = [&]() -> absl::Status {
+    filled.Clear();
+    if (fills.empty()) return absl::OkStatus();
+    return FillWeights(*files, std::exchange(fills, {}));
+  };
   std::vector<std::pair<at::Tensor, at::Tensor>> in_memory;
   for (const OneCopy& copy : copies) {
     const at::Tensor& target = targets[copy.target].second;
@@ -350,8 +359,11 @@ absl::Status MatchedWeights::Plan::Copy() const {
     follow(copy.target);
     if (files != nullptr && IsFillable(files->entries()[copy.from], target)) {
       fills.push_back({.from = &files->entries()[copy.from], .to = target});
+      filled.Add(target);
       continue;
     }
+    // The later of two targets wins.
+    if (filled.Overlap(target)) MUSTER_RETURN_IF_ERROR(fill());
     MUSTER_ASSIGN_OR_RETURN(const at::Tensor read, source->Read(copy.from));
     if (files == nullptr) {
       in_memory.emplace_back(target, read);
@@ -360,7 +372,7 @@ absl::Status MatchedWeights::Plan::Copy() const {
     }
   }
   MUSTER_RETURN_IF_ERROR(CopyTensors(in_memory));
-  if (!fills.empty()) MUSTER_RETURN_IF_ERROR(FillWeights(*files, fills));
+  MUSTER_RETURN_IF_ERROR(fill());
   // Tensors that the file leaves out get the type too, tied ones and those that are missing.
   if (dtype.has_value()) {
     for (size_t i = 0; i < targets.size(); ++i) {

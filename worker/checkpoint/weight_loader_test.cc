@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "ATen/ops/empty.h"
+#include "ATen/ops/from_blob.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
 #include "ATen/ops/zeros.h"
@@ -78,6 +80,36 @@ TEST_F(WeightLoaderTest, TargetsOnADevice_GetTheirValues) {
   EXPECT_EQ(ValuesOf(b), (std::vector<float>{7, 7}));
   EXPECT_EQ(n.item<float>(), 1);
   EXPECT_EQ(CopiesToFakeDevice().size() - before, 2u);
+}
+
+// The one of another type would be converted after all that goes straight to its place.
+TEST_F(WeightLoaderTest, TargetsOnADeviceThatOverlap_AreWrittenInTheirOrder) {
+  Save({{"a", at::full({4}, 1, at::kHalf)}, {"b", at::full({2}, 7, at::kBFloat16)}});
+  const auto options = at::TensorOptions(FakeDevice().device()).dtype(at::kBFloat16);
+  const at::Tensor a = at::empty({4}, options);
+  auto* const bits = static_cast<uint16_t*>(a.data_ptr());
+  const at::Tensor b = at::for_blob(bits + 1, {2})
+                           .options(options)
+                           .target_device(FakeDevice().device())
+                           .make_tensor();
+  const auto report = LoadWeights(dir_, {{"a", a}, {"b", b}});
+  ASSERT_TRUE(report.ok()) << report.status();
+  // The device copies the bits of 1.0 in float16; those of 7 are of bfloat16.
+  EXPECT_EQ(std::vector<uint16_t>(bits, bits + 4),
+            (std::vector<uint16_t>{0x3c00, 0x40e0, 0x40e0, 0x3c00}));
+}
+
+// What is copied, since its strides are others in the file, comes after what several threads read.
+TEST_F(WeightLoaderTest, TargetsOnTheHostThatOverlap_AreWrittenInTheirOrder) {
+  Save({{"a", at::ones({4, 4})}, {"b", at::full({2, 4}, 7.0)}, {"c", at::full({2}, 9.0)}});
+  const at::Tensor a = at::zeros({4, 4});
+  const auto report =
+      LoadWeights(dir_, {{"a", a}, {"b", a.t().narrow(0, 1, 2)}, {"c", a[0].narrow(0, 0, 2)}});
+  ASSERT_TRUE(report.ok()) << report.status();
+  at::Tensor want = at::ones({4, 4});
+  want.narrow(1, 1, 2).fill_(7);
+  want[0].narrow(0, 0, 2).fill_(9);
+  EXPECT_TRUE(a.equal(want));
 }
 
 TEST_F(WeightLoaderTest, PrefixAndRename_ChooseAndNameTensors) {

@@ -12,13 +12,13 @@ struct SavedCallSite {
   unsigned line = 0;
 };
 
-// While it lives, collectives of this thread are said to come from `where`: the user's line, not
-// ours. Functions that users call take a std::source_location with the default current() and open
-// one. The outermost wins, so a function of ours that calls another one keeps the user's line.
+// While it lives, collectives of this thread are attributed to `where`: the user's line, not ours.
+// Functions that users call take a std::source_location with the default current() and open a
+// CallSite. The outermost wins, so a library function that calls another one keeps the user's line.
 class CallSite {
  public:
   explicit CallSite(std::source_location where);
-  // That of another thread, for which this one runs collectives.
+  // Restores the CallSite of another thread, for which this one runs collectives.
   explicit CallSite(const SavedCallSite& saved);
   ~CallSite();
   CallSite(const CallSite&) = delete;
@@ -28,7 +28,7 @@ class CallSite {
   const bool outermost_;
 };
 
-// "train.cc:41" of the open CallSite of this thread; empty if there is none.
+// Returns this thread's open CallSite, such as "train.cc:41"; empty if there is none.
 std::string CurrentCallSite();
 SavedCallSite SaveCallSite();
 

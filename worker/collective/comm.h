@@ -17,10 +17,10 @@ class ProgressBoard;
 
 enum class ReduceOp { kSum, kMean, kMax, kMin };
 
-// One process's handle on the ranks of its generation: the collectives that everything above is
-// written with. Every method but rank() and size() is a collective: all ranks must call it, in the
-// same order, and it blocks until the result is here. Not thread-safe: one collective at a time per
-// Comm. Errors are thrown as c10::Error (or its DistBackendError) and name the operation; after one
+// One process's handle on the ranks of its generation: the collectives that all higher layers use.
+// Every method except rank() and size() is a collective: all ranks must call it, in the same order,
+// and it blocks until the result is available. Not thread-safe: one collective at a time per Comm.
+// Errors are thrown as c10::Error (or its DistBackendError) and name the operation; after an error
 // the group is unusable.
 //
 // Implementations: LocalComm (one process, every collective is the identity), ThreadComm (ranks are
@@ -37,41 +37,42 @@ class Comm {
   // floating dtype.
   virtual void AllReduce(at::Tensor& tensor, ReduceOp op) = 0;
 
-  // The tensors of all ranks, in rank order. Same shape and dtype everywhere; a copy, contiguous.
+  // Returns the tensors of all ranks, in rank order, as contiguous copies. Same shape and dtype
+  // everywhere.
   virtual std::vector<at::Tensor> AllGather(const at::Tensor& tensor) = 0;
 
-  // `flat` (1-D, contiguous) is size() equal parts, one for each rank, in their order. On entry
-  // part rank() holds this rank's data; on return each part holds its rank's. Same size and dtype
-  // everywhere.
+  // Fills `flat` (1-D, contiguous), which consists of size() equal parts, one for each rank, in
+  // rank order. On entry part rank() holds this rank's data; on return each part holds its rank's
+  // data. Same size and dtype everywhere.
   virtual void AllGatherParts(at::Tensor& flat) = 0;
 
-  // The reduction over all ranks of part rank() of `flat` (as above, floating dtype, left as it
-  // is): a new tensor of flat.numel() / size() elements. `op` is kSum or kMean. Where no backend
-  // reduces on the way, it is taken in rank order.
+  // Returns the reduction over all ranks of part rank() of `flat` (as above, floating dtype,
+  // unchanged), a new tensor of flat.numel() / size() elements. `op` is kSum or kMean. If no
+  // backend reduces in transit, the reduction is done in rank order.
   virtual at::Tensor ReduceScatter(const at::Tensor& flat, ReduceOp op) = 0;
 
   // Overwrites `tensor` with that of rank `root`. Same shape and dtype everywhere.
   virtual void Broadcast(at::Tensor& tensor, int root) = 0;
 
-  // Rank i gets parts[i] of rank `root` into `out` (allocated by the caller with the right shape
-  // and dtype, which may differ from rank to rank). `parts` is read on `root` only, where it has
-  // size() entries.
+  // Puts parts[i] of rank `root` into `out` on rank i (allocated by the caller with the right shape
+  // and dtype, which may differ between ranks). `parts` is read only on `root`, where it has size()
+  // entries.
   virtual void Scatter(const std::vector<at::Tensor>& parts, at::Tensor& out, int root) = 0;
 
-  // The byte strings of all ranks, in rank order; lengths may differ.
+  // Returns the byte strings of all ranks, in rank order; lengths may differ.
   virtual std::vector<std::string> AllGatherBytes(const std::string& bytes) = 0;
 
-  // The byte string of rank `root`.
+  // Returns the byte string of rank `root`.
   virtual std::string BroadcastBytes(const std::string& bytes, int root) = 0;
 
   // Returns when every rank has called it.
   virtual void Barrier() = 0;
 
-  // The c10d group behind it, for c10d::Reducer; null where there is none (LocalComm, ThreadComm).
+  // The underlying c10d group, for c10d::Reducer; null if there is none (LocalComm, ThreadComm).
   virtual c10d::ProcessGroup* process_group() { return nullptr; }
 
-  // Shows each collective while it runs; null if it is not observed. Code that uses process_group()
-  // shows its collectives here itself.
+  // Shows each collective while it runs; null if nothing observes it. Code that uses
+  // process_group() must show its collectives here itself.
   virtual ProgressBoard* board() { return nullptr; }
 };
 

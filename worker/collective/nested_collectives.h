@@ -21,7 +21,7 @@ namespace muster {
 
 namespace nested_internal {
 
-// Members that hold no tensor (on any rank, since the structure is the same) stay as they are.
+// Members without a tensor (on any rank, since the structure is the same) stay as they are.
 template <class T>
 std::vector<at::Tensor> TensorsOf(const T& value) {
   std::vector<at::Tensor> tensors;
@@ -40,7 +40,7 @@ T WithTensors(const T& value, const std::vector<at::Tensor>& tensors) {
 
 }  // namespace nested_internal
 
-// Every tensor joined along dimension 0 in rank order: see GatherTensors.
+// Returns every tensor joined along dimension 0 in rank order: see GatherTensors.
 template <class T>
 T Gather(Comm& comm, const T& value, std::source_location where = std::source_location::current()) {
   nested_internal::RequireTransparent<T>();
@@ -51,10 +51,10 @@ T Gather(Comm& comm, const T& value, std::source_location where = std::source_lo
                                       GatherTensors(comm, nested_internal::TensorsOf(value)));
 }
 
-// Objects of all ranks in rank order (object_codec.h says which types travel). Flattening: a
-// std::vector<E> of each rank gives one std::vector<E> with all elements; any other T gives a
-// std::vector<T> with one element per rank (a text is not cut into characters, a map not into its
-// keys). The same for one process.
+// Returns the objects of all ranks in rank order (object_codec.h lists the supported types). A
+// std::vector<E> on each rank gives one std::vector<E> with all elements; any other T gives a
+// std::vector<T> with one element per rank (a text is not split into characters, nor a map into its
+// keys). One process behaves the same.
 template <class T>
 auto GatherObject(Comm& comm, const T& value,
                   std::source_location where = std::source_location::current()) {
@@ -73,8 +73,8 @@ auto GatherObject(Comm& comm, const T& value,
   }
 }
 
-// Every tensor reduced over the ranks and multiplied by `scale`: see ReduceTensors. `reduction` is
-// one of sum, mean, max, min; anything else is an error.
+// Returns every tensor reduced over the ranks and multiplied by `scale`: see ReduceTensors.
+// `reduction` is one of sum, mean, max, min; anything else is an error.
 template <class T>
 T Reduce(Comm& comm, const T& value, const std::string& reduction = "sum", double scale = 1,
          std::source_location where = std::source_location::current()) {
@@ -92,7 +92,7 @@ T Broadcast(Comm& comm, const T& value, int from = 0,
   return value;
 }
 
-// The object of rank `from`, on every rank.
+// Returns the object of rank `from` on every rank.
 template <class T>
 T BroadcastObject(Comm& comm, const T& value, int from = 0,
                   std::source_location where = std::source_location::current()) {
@@ -101,14 +101,15 @@ T BroadcastObject(Comm& comm, const T& value, int from = 0,
       comm.BroadcastBytes(comm.rank() == from ? EncodeObject(value) : std::string(), from));
 }
 
-// Overwrites `list` in place with that of rank `from`, whatever its length.
+// Overwrites `list` in place with that of rank `from`, which may have another length.
 template <class E>
 void BroadcastObjectList(Comm& comm, std::vector<E>& list, int from = 0,
                          std::source_location where = std::source_location::current()) {
   list = BroadcastObject(comm, list, from, where);
 }
 
-// Every tensor padded along `dim` to the longest of any rank: see PadTensorsAcrossProcesses.
+// Returns every tensor padded along `dim` to the longest on any rank: see
+// PadTensorsAcrossProcesses.
 template <class T>
 T PadAcrossProcesses(Comm& comm, const T& value, int64_t dim = 0, const at::Scalar& pad_value = 0,
                      bool pad_first = false,
@@ -119,8 +120,8 @@ T PadAcrossProcesses(Comm& comm, const T& value, int64_t dim = 0, const at::Scal
                                        pad_first));
 }
 
-// Every tensor with zero rows appended until its batch divides evenly: see PadInputTensor. Not a
-// collective.
+// Returns every tensor with zero rows appended until its batch divides evenly: see PadInputTensor.
+// Not a collective.
 template <class T>
 T PadInputTensors(const T& value, int64_t batch_size, int num_processes) {
   return MapTensors(value, [&](const at::Tensor& tensor) {
@@ -174,12 +175,13 @@ T SplitValue(const T& value, const SplitRange& range) {
 
 }  // namespace nested_internal
 
-// This process's contiguous part of `inputs`: a std::vector by elements (whatever they are), a
-// tensor by rows, a map, a tuple or a struct by splitting every value alike. The first ranks get
-// one more where it does not divide evenly; with apply_padding the others repeat the last element
-// of the whole, so that all parts are equally long. Anything else (texts, numbers) and the input of
-// a single process come back whole. Needs no communication and never changes `inputs` (tensors of
-// the result are views where nothing was padded). Errors: values of different length.
+// Returns this process's contiguous part of `inputs`: a std::vector is split by elements (of any
+// type), a tensor by rows, and a map, a tuple or a struct by splitting every value in the same way.
+// If the length does not divide evenly, the first ranks get one more; with apply_padding the others
+// repeat the last element of the whole, so that all parts are equally long. Anything else (texts,
+// numbers) and the input of a single process are returned whole. Needs no communication and never
+// changes `inputs` (tensors of the result are views unless padded). Errors: values of different
+// length.
 template <class T>
 T SplitBetweenProcesses(int num_processes, int rank, const T& inputs, bool apply_padding = false) {
   if (num_processes == 1) return inputs;

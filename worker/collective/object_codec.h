@@ -20,10 +20,10 @@
 
 namespace muster {
 
-// Objects as bytes, for gather_object and its relatives: numbers, bool, enums, std::string,
-// at::Tensor, and vector, array, set, map, unordered_map, optional, pair, tuple, c10::List,
-// c10::Dict and structs (nested.h) of such. Both ends are the same program, so nothing of the type
-// travels; nothing is executed when reading. Tensors arrive on the CPU.
+// Encodes objects as bytes, for gather_object and related functions: numbers, bool, enums,
+// std::string, at::Tensor, and vector, array, set, map, unordered_map, optional, pair, tuple,
+// c10::List, c10::Dict and structs (nested.h) of these. Both ends run the same program, so no type
+// information is sent; reading executes nothing. Tensors arrive on the CPU.
 
 namespace codec_internal {
 
@@ -32,7 +32,7 @@ void PutTensor(const at::Tensor& tensor, std::string* out);
 template <class T>
 concept IsSet = std::is_same_v<T, std::set<typename T::key_type>>;
 
-// Numbers, which travel as their bytes.
+// Numbers, which are sent as their bytes.
 template <class T>
 struct IsNumberImpl : std::bool_constant<std::is_arithmetic_v<T> || std::is_enum_v<T>> {};
 template <class N>

@@ -12,34 +12,34 @@
 
 namespace muster {
 
-// The facts of a batch. Code that needs them gets the batch: there is no global "active loader".
+// The facts about a batch. Code that needs them receives the batch: there is no global "active
+// loader".
 struct BatchInfo {
   uint64_t iteration = 0;  // which pass over a loader, unique in this process
   int64_t epoch = 0;
   int64_t index = 0;  // number of the batch in its epoch, counting those that were skipped or seen
                       // before a restart
-  bool is_last = false;  // the last one that this rank gets in this pass
-  // Batches that come after this one in the pass, the same on every rank; -1: not known, or not the
-  // same.
+  bool is_last = false;  // this rank's last batch in this pass
+  // Batches after this one in the pass, if equal on all ranks; -1: unknown or not equal.
   int64_t batches_left = -1;
   // This rank's samples: the first `real_samples` of `size` are its own, the rest are repeated to
   // fill up the batch.
   int64_t size = 0;
   int64_t real_samples = 0;
   int64_t global_real_samples = 0;  // over all ranks
-  int64_t global_size = 0;          // over all ranks, with the repeated ones
-  // Per rank, only where ranks differ from each other (a last round); empty: every rank has `size`,
-  // and all are real.
+  int64_t global_size = 0;          // over all ranks, including repeated samples
+  // Per rank, only if ranks differ (in a last round); empty: every rank has `size` samples, all
+  // real.
   std::vector<int64_t> rank_sizes;
   std::vector<int64_t> rank_real_samples;
-  // How many samples of the epoch's order all ranks together have consumed after this batch: where
-  // a restart continues.
+  // How many samples of the epoch's order all ranks together have consumed after this batch, which
+  // is where a restart continues.
   int64_t position = 0;
 };
 
-// One batch: the collated data (a tensor, tuple, map, struct ...) together with its facts. Taken
-// apart into the fields of its value by `auto& [images, labels] : loader`. Owned by the iterator
-// that gave it: valid until the iterator moves on; copy the tensors (handles) to keep them.
+// One batch: the collated data (a tensor, tuple, map, struct ...) together with its facts. `auto&
+// [images, labels] : loader` binds the fields of its value. The iterator that returned it owns it:
+// it is valid until the iterator advances; copy the tensors (handles) to keep them.
 template <class T>
 class Batch {
  public:
@@ -47,7 +47,7 @@ class Batch {
       : value_(std::move(value)), info_(std::make_shared<const BatchInfo>(std::move(info))) {}
   Batch(const Batch&) = default;
   Batch& operator=(const Batch&) = default;
-  // A batch that was moved from keeps its facts: they are shared, not moved.
+  // A moved-from batch keeps its facts: they are shared, not moved.
   Batch(Batch&& other) noexcept(std::is_nothrow_move_constructible_v<T>)
       : value_(std::move(other.value_)), info_(other.info_) {}
   Batch& operator=(Batch&& other) noexcept(std::is_nothrow_move_assignable_v<T>) {

@@ -36,7 +36,7 @@ using Stored = std::conditional_t<
     std::conditional_t<std::is_same_v<N, float>, float,
                        std::conditional_t<std::is_floating_point_v<N>, double, int64_t>>>;
 
-// The number as the tensor holds it. Error: an unsigned one that is too large for int64.
+// Returns the number as the tensor holds it. Error: an unsigned number too large for int64.
 template <class N>
 Stored<N> Store(N number) {
   if constexpr (std::is_same_v<N, uint64_t> || std::is_same_v<N, unsigned long long>) {
@@ -90,7 +90,7 @@ auto CollateAll(const std::vector<const E*>& examples) {
       if constexpr (std::is_same_v<Collated, Own>) {
         return MakeProduct<E>(CollateField<E, I>(examples)...);
       } else {
-        // A struct whose members become other types (numbers a tensor, texts a list) cannot hold
+        // A struct whose members change type (numbers become a tensor, texts a list) cannot hold
         // them.
         if constexpr (kFields == 2) {
           return std::pair<decltype(CollateField<E, I>(examples))...>(
@@ -154,13 +154,13 @@ auto CollateAll(const std::vector<const E*>& examples) {
 
 }  // namespace collate_internal
 
-// Joins examples into a batch, field by field: tensors are stacked (undefined if all are), numbers
-// become a tensor (integers of any width int64, as labels must be), vectors of numbers a tensor
-// with a row each, texts and anything else a vector. Pairs, tuples, arrays, maps and vectors of
-// these keep their shape (a map becomes a std::map). A struct (nested.h), such as LibTorch's
-// Example, stays what it is if all its members keep their types, as tensors do; else it becomes a
-// std::tuple (of two: a std::pair) of the joined members, in their order. Errors (c10::Error): no
-// examples; shapes, keys or lengths that differ; a number too large for int64.
+// Joins examples into a batch, field by field. Tensors are stacked (undefined if all are
+// undefined), numbers become a tensor (integers of any width int64, as labels must be), vectors of
+// numbers a tensor with one row each, texts and anything else a vector. Pairs, tuples, arrays, maps
+// and vectors of these keep their structure (a map becomes a std::map). A struct (nested.h), such
+// as LibTorch's Example, keeps its type if all its members do, as tensors do; otherwise it becomes
+// a std::tuple (for two members a std::pair) of the joined members, in order. Errors (c10::Error):
+// no examples; shapes, keys or lengths that differ; a number too large for int64.
 struct DefaultCollate {
   template <class E>
   auto operator()(const std::vector<E>& examples) const {

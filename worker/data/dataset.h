@@ -25,56 +25,57 @@ class Dataset;
 
 namespace muster {
 
-// What may be a data set. No base class: a type is used for what it can do.
+// The requirements on a data set. There is no base class: a type is used through the functions that
+// it has.
 //
 // Map style (random access): `size()` (an integer, or an optional of one) and at least one of
 //  - get_batch(indices), where indices is a const std::vector<int64_t>&, c10::ArrayRef<int64_t> or
-//    c10::ArrayRef<size_t>. It gives a finished batch, or a std::vector of examples (pairs, tuples,
-//    structs, or what get() gives) that are then collated. The fast way: one call per batch.
+//    c10::ArrayRef<size_t>. It returns a finished batch, or a std::vector of examples (pairs,
+//    tuples, structs, or what get() returns) that are then collated. Fastest: one call per batch.
 //  - get(index): one example.
 //  - operator[](index): one example, so a std::vector of examples is a data set.
 //
 // Stream (in order only; `size()` may be missing): one of
 //  - next(): std::optional of an example, empty at the end; and `reset()`, which starts a new pass.
-//  - get_batch(n), as LibTorch's stateful data sets have it: up to n examples, or an empty optional
-//    (or vector) at the end; and `reset()`.
+//  - get_batch(n), as in LibTorch's stateful data sets: up to n examples, or an empty optional (or
+//    vector) at the end; and `reset()`.
 //  - begin()/end(): any range; begin() starts a new pass.
-// and perhaps skip(n), which passes over n examples without making them and returns how many.
+// and optionally skip(n), which skips up to n examples without making them and returns how many it
+// skipped.
 //
-// and perhaps shard(rank, world_size) (integers), for streams that can be divided at their source
-// (by files, by a query, ...): asked once, when the loader is prepared, it makes the stream that of
-// this rank's part, or returns (by value or std::shared_ptr) a stream that is. Then every rank
-// reads its own part and nothing else. One that returns nothing is called on a copy of the stream
-// where it can be copied. Parts may differ in length: ranks end together all the same, see
-// batches().
+// and optionally shard(rank, world_size) (integers), for streams that can be divided at their
+// source (by files, by a query, ...). It is called once, when the loader is prepared, and either
+// restricts the stream to this rank's part or returns (by value or std::shared_ptr) a stream of
+// that part. Then every rank reads only its own part. If shard() returns nothing, it is called on a
+// copy of the stream if that can be copied. Parts may differ in length: ranks still end together,
+// see batches().
 //
 // Any: `set_epoch(int64_t)`, called before each pass.
 //
-// Random numbers, for augmentation: inside of reading threads LibTorch's random functions draw from
-// a generator of the reader's, seeded for every batch (for a stream: for every pass) from the
-// loader's seed, the epoch, the rank and the batch's index. So they do not depend on the number of
-// workers, continue identically after a restart, and do not disturb the generator that dropout
-// draws from. Without workers the reading thread is the training's, with its generator. For engines
-// of your own there is data_seed() (data_random.h).
+// Random numbers, for augmentation: in reading threads LibTorch's random functions draw from the
+// reader's generator, seeded for every batch (for a stream: for every pass) from the loader's seed,
+// the epoch, the rank and the batch's index. So they do not depend on the number of workers,
+// continue identically after a restart, and do not disturb the generator that dropout draws from.
+// Without workers the training thread reads, with its own generator. For your own random engines
+// use data_seed() (data_random.h).
 //
-// torch::data::datasets::Dataset, MapDataset (transforms) and stateful data sets are of these
-// shapes as they are.
+// torch::data::datasets::Dataset, MapDataset (transforms) and stateful data sets meet these
+// requirements as they are.
 //
-// Threads: with workers, a map-style data set whose reading functions are const is shared, and they
-// must be safe to call at once from several threads; one with non-const reading functions (as
-// LibTorch's) is copied for each worker, once: the copies live as long as the loader and get each
-// epoch by set_epoch(). The copies do not see other changes of the data set after the first pass.
-// Their own random engines give the same numbers in each copy, so results depend on which worker
-// reads what: seed such engines with data_seed().
+// Threads: workers share a map-style data set whose reading functions are const; these must be safe
+// to call from several threads at once. A data set with non-const reading functions (such as
+// LibTorch's) is copied once for each worker; the copies live as long as the loader and get each
+// epoch through set_epoch(). They do not see other changes to the data set after the first pass. A
+// copied random engine gives the same numbers in each copy, so results depend on which worker reads
+// what: seed such engines with data_seed().
 
-// The rows of `tensor` with these indices, as at::index_select(tensor, 0, indices) gives them;
-// several times faster for the small batches of CPU tensors. Error (c10::Error): an index out of
-// range.
+// Returns the rows of `tensor` with these indices, like at::index_select(tensor, 0, indices) but
+// several times faster for small batches of CPU tensors. Error (c10::Error): an index out of range.
 at::Tensor SelectRows(const at::Tensor& tensor, const std::vector<int64_t>& indices);
 
 // Tensors that share their first dimension: a sample is a row of each. A batch is one tensor for
-// TensorDataset(x), else a tuple of tensors, made without a copy per sample. Thread-safe. Errors
-// (c10::Error): different lengths, no dimension.
+// TensorDataset(x), otherwise a tuple of tensors, made without a copy per sample. Thread-safe.
+// Errors (c10::Error): different lengths, no dimension.
 template <class... Tensors>
 class TensorDataset {
  public:
@@ -130,12 +131,12 @@ concept IsIndexable = !HasGet<D> && requires(D & d, size_t index) {
   d[index];
   d.size();
 }
-&&!requires { typename D::mapped_type; };  // a map would make the samples that it does not have
+&&!requires { typename D::mapped_type; };  // a map would create samples that it lacks
 template <class D>
 concept IsMapStyle = HasGetBatch<D> || HasGetBatchUnsigned<D> || HasGet<D> || IsIndexable<D>;
 
-// Whether D's get_batch() is the one of LibTorch's Dataset, which calls get() for each index: then
-// this library does so, to know which sample is being read.
+// Whether D's get_batch() is that of LibTorch's Dataset, which calls get() for each index; then
+// this library calls get() itself, to know which sample is being read.
 template <class M>
 struct IsTorchGetBatchImpl : std::false_type {};
 template <class R, class Self, class Example, class Indices>
@@ -168,13 +169,13 @@ concept HasShard = IsStream<D> && requires(D& d, int rank, int world_size) {
   d.shard(rank, world_size);
 };
 
-// This rank's part of a stream, as a std::shared_ptr.
+// Returns this rank's part of a stream, as a std::shared_ptr.
 template <HasShard D>
 auto ShardOf(const std::shared_ptr<D>& stream, int rank, int world_size) {
   using Part = decltype(stream->shard(rank, world_size));
   if constexpr (std::is_void_v<Part>) {
     std::shared_ptr<D> part = stream;
-    // Loaders prepared later from the same stream must not divide a part.
+    // Loaders prepared later from the same stream must not divide this part.
     if constexpr (std::is_copy_constructible_v<D>) part = std::make_shared<D>(*stream);
     part->shard(rank, world_size);
     return part;
@@ -185,7 +186,7 @@ auto ShardOf(const std::shared_ptr<D>& stream, int rank, int world_size) {
   }
 }
 
-// Whether reading does not change the data set: then workers share it.
+// Whether reading leaves the data set unchanged, so that workers can share it.
 template <class D>
 concept IsConstReadable = (HasGetBatch<D> && HasGetBatch<const D>) ||
                           (HasGetBatchUnsigned<D> && HasGetBatchUnsigned<const D>) ||
@@ -210,14 +211,14 @@ void SetEpoch(D& dataset, int64_t epoch) {
   if constexpr (requires { dataset.set_epoch(epoch); }) dataset.set_epoch(epoch);
 }
 
-// The result of the data set for a list of indices: a finished batch, or examples.
+// Returns what the data set gives for a list of indices: a finished batch, or examples.
 template <class D>
 auto Fetch(D& dataset, const Indices& indices) {
   if constexpr (HasGetBatch<D>) {
     return dataset.get_batch(indices);
   } else if constexpr (HasGetBatchUnsigned<D> && !HasTorchGetBatch<D>) {
     static_assert(sizeof(size_t) == sizeof(int64_t));
-    // Indices are not negative, and the signed and unsigned type of one size may alias.
+    // Indices are not negative, and signed and unsigned types of one size may alias.
     return dataset.get_batch(
         c10::ArrayRef<size_t>(reinterpret_cast<const size_t*>(indices.data()), indices.size()));
   } else {
@@ -325,7 +326,7 @@ class StreamCursor {
     }
   }
 
-  // Passes over up to `count` examples; returns how many there were.
+  // Skips up to `count` examples; returns how many there were.
   int64_t Skip(int64_t count) {
     if constexpr (requires {
                     { dataset_.skip(count) } -> std::convertible_to<int64_t>;

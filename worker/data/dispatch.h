@@ -15,11 +15,12 @@
 
 namespace muster {
 
-// The shape of a batch as bytes, so that ranks which did not read it can receive their slices:
-// structure, keys, plain values, and for every tensor its dtype and its dimensions but the first.
-// Two batches that differ in their tensors' contents and number of rows only have the same schema.
+// The shape of a batch as bytes, so that ranks that did not read it can receive their slices:
+// structure, keys, plain values, and for every tensor its dtype and all dimensions except the
+// first. Two batches that differ only in their tensors' contents and number of rows have the same
+// schema.
 //
-// Bytes come from rank 0 of the same build, so decoding checks lengths but not meaning.
+// The bytes come from rank 0 of the same build, so decoding checks lengths but not meaning.
 namespace dispatch_internal {
 
 class SchemaWriter {
@@ -56,7 +57,7 @@ class SchemaReader {
   size_t at_ = 0;
 };
 
-// Sent as its bytes. Not pointers and views, which mean nothing in another process.
+// Types sent as their bytes. Not pointers and views, which mean nothing in another process.
 template <class T>
 concept IsRaw =
     std::is_trivially_copyable_v<T> && !std::is_pointer_v<T> && !nested_internal::IsOtherRange<T>;
@@ -136,7 +137,7 @@ T Read(SchemaReader* in, Make& make) {
   }
 }
 
-// Plain lists with one entry per row are cut as tensors are; other lists are kept whole.
+// Plain lists with one entry per row are cut like tensors; other lists are kept whole.
 template <class T>
 T CutLists(const T& value, int64_t rows, int64_t begin, int64_t end) {
   const auto on_tensor = [](const at::Tensor& tensor) { return tensor; };
@@ -156,9 +157,9 @@ std::string EncodeSchema(const T& value) {
   return out.text();
 }
 
-// (collective) Rank 0 gives `whole`, a batch of per_rank * comm.size() rows on `device`; every rank
-// gets its per_rank rows. `schema` is that of `whole`, the same on every rank. One Scatter per
-// tensor. Errors (c10::Error): on rank 0, before anything is sent: see CheckScatterable.
+// (collective) Returns each rank's per_rank rows of `whole`, a batch of per_rank * comm.size() rows
+// on `device` that rank 0 passes. `schema` is that of `whole`, the same on every rank. One Scatter
+// per tensor. Errors (c10::Error): on rank 0, before anything is sent: see CheckScatterable.
 template <class T>
 T ScatterBatch(const T* whole, const std::string& schema, int64_t per_rank, at::Device device,
                Comm& comm) {

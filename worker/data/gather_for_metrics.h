@@ -15,29 +15,29 @@ namespace muster {
 
 // The meaning of the rows of a gathered value.
 enum class MetricRows {
-  // Samples if there are as many as the batch has, else of the process. A value per process that
-  // happens to have the batch's size (a histogram of 32 bins in batches of 32) is taken for
-  // samples: then say kPerProcess.
+  // Per sample if there are as many rows as the batch has samples, otherwise per process. A
+  // per-process value that happens to have the batch's size (a histogram of 32 bins in batches of
+  // 32) is taken for samples: use kPerProcess then.
   kAuto,
   kPerSample,   // one row per sample of the batch; another number of rows is an error
   kPerProcess,  // gathered whole
 };
 
-// (collective) `tensor` of all ranks joined along dimension 0 in rank order, without what belongs
-// to samples that only fill up the batch. A tensor with a row per sample (see `rows`; its first
-// dimension is `info.size`) is cut to the real ones of each rank; ranks may have different numbers
-// of them. Any other tensor, such as a loss or a count per rank, is gathered whole: nothing is ever
-// cut by its position in the result. Throws c10::Error as Gather, and for kPerSample on this rank
+// (collective) Returns `tensor` of all ranks joined along dimension 0 in rank order, without rows
+// of samples that only pad the batch. A tensor with one row per sample (see `rows`; its first
+// dimension is `info.size`) is cut to each rank's real samples, whose number may differ between
+// ranks. Any other tensor, such as a loss or a count per rank, is gathered whole: nothing is ever
+// cut by its position in the result. Throws c10::Error like Gather, and for kPerSample on this rank
 // if the tensor has another number of rows.
 at::Tensor GatherForMetrics(Comm& comm, const at::Tensor& tensor, const BatchInfo& info,
                             MetricRows rows = MetricRows::kAuto);
 
-// Whether a value with `size` rows has one per sample. Throws c10::Error for kPerSample if it has
+// Whether a value with `size` rows has one per sample. Throws c10::Error for kPerSample if it does
 // not.
 bool HasRowPerSample(int64_t size, const BatchInfo& info, MetricRows rows);
 
-// (collective) The objects of all ranks in rank order. A list with one object per sample of the
-// batch is cut like that.
+// (collective) Returns the objects of all ranks in rank order. A list with one object per sample of
+// the batch is cut in the same way.
 template <class E>
 std::vector<E> GatherObjectForMetrics(
     Comm& comm, std::vector<E> objects, const BatchInfo& info, MetricRows rows = MetricRows::kAuto,

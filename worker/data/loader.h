@@ -37,8 +37,8 @@ namespace muster {
 
 namespace loader_internal {
 
-// A batch on its way to the loop. For a stream, `info` is made when it is given out, since only
-// then it is known to be the last one.
+// A batch on its way to the loop. For a stream, `info` is made when the batch is handed out, since
+// only then is it known whether it is the last one.
 template <class T>
 struct Fetched {
   T value;
@@ -70,7 +70,7 @@ auto NamingBatch(const LoaderPass& pass, int64_t number, const F& make) {
 
 template <class T>
 T Prepared(T value, const RecipeSettings& settings, const LoaderOptions& options) {
-  // Pinned memory is of use only on the way to a GPU.
+  // Pinned memory is useful only on the way to a GPU.
   if (settings.pin_memory && options.device.has_value() && options.device->is_cuda())
     return PinMemory(value);
   return value;
@@ -94,13 +94,13 @@ class Source {
  public:
   virtual ~Source() = default;
   virtual std::optional<int64_t> Size() const = 0;
-  // Starts reading. With `whole`, batches are those of all ranks joined.
+  // Starts reading. With `whole`, each batch joins those of all ranks.
   virtual std::unique_ptr<Feed<T>> Open(std::shared_ptr<const LoaderPass> pass,
                                         const RecipeSettings& settings,
                                         const LoaderOptions& options) = 0;
 };
 
-// A data set and how its examples become a batch.
+// A data set and its collate function.
 template <class D, class C>
 class DatasetSource : public Source<CollatedBatch<D, C>> {
  public:
@@ -192,7 +192,7 @@ class IndexedFeed : public Feed<T> {
   const std::shared_ptr<const LoaderPass> pass_;
   int64_t given_ = 0;
   typename Prefetcher<Fetched<T>>::Produce inline_;
-  std::optional<Prefetcher<Fetched<T>>> prefetcher_;  // last: its threads use what is above
+  std::optional<Prefetcher<Fetched<T>>> prefetcher_;  // last: its threads use the members above
 };
 
 template <class D, class C>
@@ -216,14 +216,14 @@ class IndexedSource : public DatasetSource<D, C> {
   }
 
  private:
-  // What one worker reads with. Kept over passes, so that the private random numbers of the data
-  // set or the collate function continue.
+  // The state of one worker's reading. Kept across passes, so that private random numbers of the
+  // data set or the collate function continue.
   struct Reader {
     std::shared_ptr<D> dataset;
     C collate;
   };
 
-  // One that no worker of another pass holds.
+  // Returns a reader that no worker of another pass holds.
   std::shared_ptr<Reader> FreeReader(const RecipeSettings& settings, int64_t epoch) {
     for (const std::shared_ptr<Reader>& reader : readers_) {
       if (reader.use_count() > 1) continue;
@@ -297,7 +297,7 @@ class RoundReader {
   void Start() {
     cursor_.emplace(*dataset_, pass_->epoch, first_pass_);
     int64_t to_skip = pass_->position + pass_->skip_rounds * pass_->round.global;
-    // A pass that starts later still fills up its last round from the epoch's first samples.
+    // A pass that starts later still pads its last round with the epoch's first samples.
     while (may_pad() && position_ < std::min(to_skip, pass_->round.global)) {
       std::optional<E> example = Next();
       if (!example.has_value()) return;
@@ -368,7 +368,7 @@ class RoundReader {
   std::vector<E> first_round_;  // the epoch's first samples, where padding may be needed
 };
 
-// One round ahead, so that a batch is known to be the last one when it is given out.
+// Reads one round ahead, so that a batch is known to be the last one when it is handed out.
 template <class D, class C>
 class StreamFeed : public Feed<CollatedBatch<D, C>> {
  public:
@@ -423,7 +423,7 @@ class StreamFeed : public Feed<CollatedBatch<D, C>> {
   int64_t given_ = 0;
   std::optional<Fetched<T>> ahead_;
   std::exception_ptr error_;
-  std::optional<Prefetcher<Fetched<T>>> prefetcher_;  // last: its threads use what is above
+  std::optional<Prefetcher<Fetched<T>>> prefetcher_;  // last: its threads use the members above
 };
 
 template <class D, class C>
@@ -452,7 +452,7 @@ struct ShardPart {
 };
 
 // Reads the batches of this rank's own part of a stream. If batches are padded, it continues after
-// the end with batches of repeated samples, for ranks whose part is longer.
+// the end with batches of repeated samples, because other ranks' parts may be longer.
 template <class D, class C>
 class ShardReader {
  public:
@@ -469,7 +469,7 @@ class ShardReader {
         settings_(settings),
         options_(options) {}
 
-  // nullopt: a full batch is not there, or there is nothing to fill one up with.
+  // nullopt: there is no full batch, or nothing to fill one up with.
   std::optional<ShardPart<T>> Read(int64_t number) {
     const DataRandomScope scope(&generator_, settings_.workers > 0);
     return NamingBatch(*pass_, number, [&]() -> std::optional<ShardPart<T>> {
@@ -486,7 +486,7 @@ class ShardReader {
 
   void Start() {
     cursor_.emplace(*part_, pass_->epoch, first_pass_);
-    // A pass that starts later still fills up from the epoch's first samples.
+    // A pass that starts later still pads with the epoch's first samples.
     while (!drop() && position_ < std::min(pass_->rank_position, pass_->round.per_rank)) {
       std::optional<E> example = Next();
       if (!example.has_value()) return;
@@ -541,7 +541,7 @@ class ShardReader {
   std::vector<E> first_round_;
 };
 
-// Each rank reads its own part, and all agree about every round before it is given out, so that
+// Each rank reads its own part, and all ranks agree on every round before it is handed out, so that
 // they end together. Every Next() is a collective: a gather of one number per rank. An error on one
 // rank is thrown on every rank, in its turn.
 template <class T>
@@ -578,7 +578,7 @@ class ShardFeed : public Feed<T> {
   }
 
  private:
-  // Codes in place of a number of samples.
+  // Codes used instead of a number of samples.
   enum : int64_t { kNothing = -1, kFailed = -2 };
 
   std::optional<Fetched<T>> Agree() {
@@ -643,7 +643,7 @@ class ShardFeed : public Feed<T> {
   int64_t position_;  // after the rounds agreed on
   std::optional<Fetched<T>> ahead_;
   std::exception_ptr error_;
-  std::optional<Prefetcher<ShardPart<T>>> prefetcher_;  // last: its threads use what is above
+  std::optional<Prefetcher<ShardPart<T>>> prefetcher_;  // last: its threads use the members above
 };
 
 template <class D, class C>
@@ -764,8 +764,8 @@ class DispatchFeed : public Feed<T> {
 
 }  // namespace loader_internal
 
-// Goes through one pass over a loader. Made by PreparedLoader::begin(); move-only. Destroying it,
-// at the end of the loop or when the loop is left, ends the pass and stops its reading threads.
+// Iterates over one pass of a loader. Returned by PreparedLoader::begin(); move-only. Destroying
+// it, at the end of the loop or when the loop is left, ends the pass and stops its reading threads.
 template <class T>
 class LoaderIterator {
  public:
@@ -781,8 +781,8 @@ class LoaderIterator {
 
   Batch<T>& operator*() const { return *pass_->current; }
   Batch<T>* operator->() const { return &*pass_->current; }
-  // Gets the next batch, waiting for it. Throws DataError if it could not be read, which ends the
-  // pass.
+  // Advances to the next batch; blocks until it is ready. Throws DataError if it could not be read,
+  // which ends the pass.
   LoaderIterator& operator++() {
     pass_->Advance();
     return *this;
@@ -811,7 +811,7 @@ class LoaderIterator {
     }
     ~Pass() { Finish(false); }
 
-    // Null for a pass that is left out.
+    // Null for a pass that is skipped.
     std::shared_ptr<const LoaderPass> Start(int64_t skip) {
       if (core->SkipsPass()) return nullptr;
       if (!core->dispatch() || core->is_main()) core->CheckSize(source->Size());
@@ -857,10 +857,10 @@ class LoaderIterator {
   std::unique_ptr<Pass> pass_;
 };
 
-// A loader of this rank's batches of T. A handle: copies share the place in the data. begin()
+// A loader of this rank's batches of T. A handle: copies share the position in the data. begin()
 // starts a pass over the next epoch, with the next permutation; leaving a loop early does not
-// repeat one. Not thread-safe; iterate on one thread. Collective, so to be done on every rank:
-// dispatching loaders in every step, and begin() with a user's sampler.
+// repeat an epoch. Not thread-safe; iterate on one thread. Collective, so required on every rank:
+// each step of a dispatching loader, and begin() with a user's sampler.
 //
 //   for (auto& [images, labels] : loader) Step(images, labels);
 //   for (auto& batch : loader) if (batch.info().is_last) Report(batch["ids"]);
@@ -869,7 +869,7 @@ class PreparedLoader {
  public:
   using BatchType = T;
 
-  // Empty: of use once it is assigned what prepare() returns. begin() throws c10::Error.
+  // Makes an empty loader, to be assigned what prepare() returns. Its begin() throws c10::Error.
   PreparedLoader() = default;
   PreparedLoader(std::shared_ptr<LoaderCore> core,
                  std::shared_ptr<loader_internal::Source<T>> source, int64_t skip = 0)
@@ -884,8 +884,8 @@ class PreparedLoader {
   }
   std::default_sentinel_t end() const { return {}; }
 
-  // Batches that this rank gets in an epoch. Error (c10::Error): a stream that does not know its
-  // length.
+  // The number of batches that this rank gets in an epoch. Error (c10::Error): a stream without a
+  // known length.
   int64_t size() const {
     const std::optional<int64_t> batches = core_->NumBatches(skip_);
     TORCH_CHECK(batches.has_value(),
@@ -894,24 +894,24 @@ class PreparedLoader {
   }
   bool has_size() const { return core_->NumBatches(skip_).has_value(); }
 
-  // The next pass is over this epoch: its permutation, and set_epoch() of the data set.
+  // Makes the next pass use this epoch: its permutation, and set_epoch() of the data set.
   void set_epoch(int64_t epoch) { core_->SetEpoch(epoch); }
   int64_t epoch() const { return core_->epoch(); }
-  // Samples of a full round over all ranks; nullopt: batches differ in length.
+  // The samples of a full round over all ranks; nullopt: batches differ in length.
   std::optional<int64_t> total_batch_size() const { return core_->total_batch_size(); }
   std::optional<int64_t> total_dataset_length() const { return core_->num_samples(); }
 
-  // See LoaderState. Inside the loop: the place after the current batch. With a sampler whose
-  // orders are not a function of the epoch, as LibTorch's RandomSampler, the place is not enough:
-  // keep state_tensors() with it.
+  // Returns the position, see LoaderState; inside the loop, that after the current batch. With a
+  // sampler whose order is not a function of the epoch, such as LibTorch's RandomSampler, the
+  // position is not enough: save state_tensors() with it.
   LoaderState state_dict() const { return core_->State(); }
   std::map<std::string, at::Tensor> state_tensors() const { return core_->StateTensors(); }
   void load_state(const LoaderState& state, const std::map<std::string, at::Tensor>& tensors = {}) {
     core_->LoadState(state, tensors);
   }
 
-  // This loader without the first `batches` batches of each epoch. It shares epochs and place with
-  // this one.
+  // Returns this loader without the first `batches` batches of each epoch. It shares epochs and
+  // position with this one.
   PreparedLoader Skip(int64_t batches) const {
     return PreparedLoader(core_, source_, skip_ + batches);
   }
@@ -924,18 +924,18 @@ class PreparedLoader {
   int64_t skip_ = 0;
 };
 
-// `loader` without the first `batches` batches: free for map-style data, streams are read up to
-// there. Facts of the batches (index, real samples) are those of the full epoch. Iterate it once,
-// then continue with `loader`. In an epoch that a loaded state continues, the batches before its
-// place count: skipping as many as that skips no more.
+// Returns `loader` without the first `batches` batches: free for map-style data; streams are read
+// up to there. The facts of the batches (index, real samples) are those of the full epoch. Iterate
+// it once, then continue with `loader`. In an epoch that a loaded state continues, the batches
+// before its position count as skipped: skipping that many skips nothing more.
 template <class T>
 PreparedLoader<T> SkipFirstBatches(const PreparedLoader<T>& loader, int64_t batches) {
   TORCH_CHECK(batches >= 0, "skip_first_batches: cannot skip ", batches, " batches");
   return loader.Skip(batches);
 }
 
-// A recipe for a loader: what to read and how; prepare() decides which rank reads what. Made by
-// batches(). A value; copies share the data set.
+// A recipe for a loader: what to read and how; prepare() decides which rank reads what. Returned by
+// batches(). A value type: copies share the data set.
 //
 //   muster::batches(dataset, 32).shuffle(true).workers(2)
 template <class D, class C = DefaultCollate>
@@ -946,15 +946,15 @@ class BatchRecipe {
         collate_(std::move(collate)),
         settings_(std::move(settings)) {}
 
-  // A new random order each epoch: randperm of a generator seeded seed + epoch.
+  // Uses a new random order each epoch: randperm of a generator seeded with seed + epoch.
   BatchRecipe& shuffle(bool on = true) {
     return Set([&](auto& s) { s.shuffle = on; });
   }
-  // Leave out the last batches if they are not full.
+  // Drops the last batches if they are not full.
   BatchRecipe& drop_last(bool on = true) {
     return Set([&](auto& s) { s.drop_last = on; });
   }
-  // Threads that read ahead (a stream uses one). 0: the thread that iterates reads.
+  // The number of threads that read ahead (a stream uses one). 0: the iterating thread reads.
   BatchRecipe& workers(int count) {
     return Set([&](auto& s) { s.workers = count; });
   }
@@ -965,13 +965,13 @@ class BatchRecipe {
   BatchRecipe& seed(int64_t value) {
     return Set([&](auto& s) { s.seed = value; });
   }
-  // Batches go through page-locked memory if they are bound for a GPU.
+  // Moves batches bound for a GPU through page-locked memory.
   BatchRecipe& pin_memory(bool on = true) {
     return Set([&](auto& s) { s.pin_memory = on; });
   }
 
-  // The order of samples: a function of the epoch that gives ids, or a sampler of LibTorch
-  // (reset(), next(n)). Asked on rank 0 only, whose answer counts on every rank.
+  // The order of samples: a function of the epoch that returns ids, or a LibTorch sampler (reset(),
+  // next(n)). Called on rank 0 only; its result applies to every rank.
   template <class S>
   BatchRecipe& sampler(S order) {
     static_assert(
@@ -1002,13 +1002,13 @@ class BatchRecipe {
     }
     return *this;
   }
-  // The batches: a function of the epoch that gives lists of ids. If batches differ in length, make
-  // the recipe by batches(dataset) without a batch size.
+  // The batches: a function of the epoch that returns lists of ids. If batches differ in length,
+  // make the recipe with batches(dataset), without a batch size.
   BatchRecipe& batch_sampler(BatchSamplerFunction function) {
     return Set([&](auto& s) { s.batch_sampler = std::move(function); });
   }
-  // How examples become a batch: a function of std::vector<example> (of the batch, where the data
-  // set gives finished batches). It is copied once for each worker, and keeps its state across
+  // How examples become a batch: a function of std::vector<example> (or of the batch, if the data
+  // set returns finished batches). It is copied once for each worker and keeps its state across
   // passes.
   template <class F>
   BatchRecipe<D, F> collate(F function) const {
@@ -1044,15 +1044,15 @@ struct IsBatchRecipe : std::false_type {};
 template <class D, class C>
 struct IsBatchRecipe<BatchRecipe<D, C>> : std::true_type {};
 
-// The recipe for batches of `batch_size` samples of a data set (see dataset.h for what may be one).
-// The data set is moved in, or shared if it is a std::shared_ptr; a tensor is a data set of its
-// rows.
+// Returns a recipe for batches of `batch_size` samples of a data set (see dataset.h for the
+// requirements). The data set is moved in, or shared if it is a std::shared_ptr; a tensor is a data
+// set of its rows.
 //
-// A stream with shard() is read by every rank for itself, and iterating the loader is a collective.
-// Where parts differ in length, ranks that come to their end fill up their batches with their first
-// samples until the longest part has ended (BatchInfo distinguishes real from repeated ones), or,
-// with drop_last(), all end at the first batch that some rank cannot fill. Inside an epoch such a
-// loader resumes on the same number of ranks only.
+// Every rank reads its own part of a stream with shard(), and iterating the loader is a collective.
+// If parts differ in length, ranks whose part has ended fill their batches with their first samples
+// until the longest part has ended (BatchInfo distinguishes real from repeated samples); with
+// drop_last(), all ranks end at the first batch that some rank cannot fill. Inside an epoch such a
+// loader resumes only on the same number of ranks.
 template <class D>
 auto batches(D dataset, std::optional<int64_t> batch_size = std::nullopt) {
   RecipeSettings settings;
@@ -1076,8 +1076,8 @@ auto batches(D dataset, std::optional<int64_t> batch_size = std::nullopt) {
 }
 
 // (collective) Makes this rank's loader. `comm` (null: a job of one process) must outlive it;
-// `observer`, which may be null, is called for every batch. Errors (c10::Error): settings that do
-// not fit; ranks that prepare different loaders.
+// `observer`, which may be null, is called for every batch. Errors (c10::Error): invalid
+// combinations of settings; ranks that prepare different loaders.
 template <class D, class C>
 PreparedLoader<CollatedBatch<D, C>> PrepareLoader(
     const BatchRecipe<D, C>& recipe, const LoaderOptions& options, Comm* comm,
@@ -1089,7 +1089,7 @@ PreparedLoader<CollatedBatch<D, C>> PrepareLoader(
                 "give them MusterFields(), or give the recipe a collate() function");
   if constexpr (dataset_internal::HasShard<D>) {
     const int size = comm == nullptr ? 1 : comm->size();
-    // Where rank 0 is to read for all, there is nothing to divide.
+    // If rank 0 reads for all ranks, there is nothing to divide.
     if (size == 1 || !options.dispatch_batches.value_or(false)) {
       auto part =
           dataset_internal::ShardOf(recipe.dataset(), comm == nullptr ? 0 : comm->rank(), size);

@@ -17,33 +17,32 @@
 
 namespace muster {
 
-// The parts of loading that do not depend on the type of the data: which rank reads which samples
-// in which order, the position of a pass, and its observer. worker/data/loader.h puts the typed
-// part on top.
+// The parts of loading that do not depend on the data type: which rank reads which samples in which
+// order, the position of a pass, and its observer. worker/data/loader.h adds the typed part.
 
-// Settings that belong to the job and not to one loader.
+// Settings of the job rather than of one loader.
 struct LoaderOptions {
-  // The batch size is that of the whole job and is split over the ranks, instead of that of each
-  // rank.
+  // The batch size is that of the whole job and is split over the ranks; otherwise it is that of
+  // each rank.
   bool split_batches = false;
-  // Fill up the last round with repeated samples, so that every rank gets equally many full
+  // Fill up the last round with repeated samples, so that every rank gets the same number of full
   // batches.
   bool even_batches = true;
-  // Rank 0 reads and each rank receives its slice. Default: for streams only, which otherwise every
-  // rank reads whole.
+  // Rank 0 reads and each rank receives its slice. Default: only for streams, which every rank
+  // would otherwise read whole.
   std::optional<bool> dispatch_batches;
   // Seed of the order: data_seed, else LibTorch's initial seed (what manual_seed set) if
   // use_seedable_sampler, else a number drawn from LibTorch's default generator. A recipe's own
-  // seed goes before. Rank 0's counts for all ranks.
+  // seed takes precedence. Rank 0's seed applies to all ranks.
   bool use_seedable_sampler = true;
   std::optional<int64_t> data_seed;
-  // Batches are moved here before they are given out; nullopt: left where they are. From pinned
-  // memory the copy to a GPU does not wait if non_blocking is set.
+  // Batches are moved to this device before they are handed out; nullopt: left where they are. With
+  // non_blocking, copies from pinned memory to a GPU do not block.
   std::optional<c10::Device> device;
   bool non_blocking = false;
 };
 
-// The order of an epoch: ids in the order they are to be read.
+// The order of an epoch: ids in reading order.
 using SamplerFunction = std::function<std::vector<int64_t>(int64_t epoch)>;
 // The batches of an epoch.
 using BatchSamplerFunction = std::function<std::vector<std::vector<int64_t>>(int64_t epoch)>;
@@ -53,7 +52,7 @@ struct RecipeSettings {
   std::optional<int64_t> batch_size;  // nullopt: the batch sampler's batches differ in length
   bool shuffle = false;
   bool drop_last = false;
-  int workers = 0;   // reading threads; 0: the thread that iterates reads
+  int workers = 0;   // reading threads; 0: the iterating thread reads
   int prefetch = 2;  // batches that each worker may be ahead
   std::optional<int64_t> seed;
   bool shares_dataset = false;  // the program keeps a handle on the data set
@@ -62,29 +61,29 @@ struct RecipeSettings {
   BatchSamplerFunction batch_sampler;
 };
 
-// The place of a loader in its data: enough to continue at the exact next sample, also with another
-// number of ranks or another batch size. The same on every rank. A value.
+// A loader's position in its data: enough to continue at the exact next sample, even with another
+// number of ranks or another batch size. The same on every rank. A value type.
 struct LoaderState {
   int64_t epoch = 0;
-  // Samples of this epoch's order that all ranks together have had, padding apart.
+  // Samples of this epoch's order that all ranks together have consumed, without padding.
   int64_t position = 0;
-  int64_t index = 0;  // batches of this epoch that were given out
+  int64_t index = 0;  // batches of this epoch handed out so far
   int64_t seed = 0;
   int64_t num_samples = -1;  // of the data set; -1: unknown
-  // What makes the order: "sequential", "shuffle", "sampler", "batch_sampler", "stream" or "sharded
-  // stream"; empty: not known.
+  // The kind of order: "sequential", "shuffle", "sampler", "batch_sampler", "stream" or "sharded
+  // stream"; empty: unknown.
   std::string order{};
-  // Of a sampler's order for this epoch, where that is known; else empty.
+  // Digest of a sampler's order for this epoch, if that is known; else empty.
   std::string order_digest{};
-  // Of a stream that is sharded at its source: the number of parts, and samples of its own part
-  // that each rank has passed.
+  // For a stream that is sharded at its source: the number of parts, and how many samples of its
+  // own part each rank has consumed.
   int64_t shards = 0;
   int64_t rank_position = 0;
 
   // Whether the epoch has begun.
   bool inside_epoch() const { return position > 0 || index > 0; }
-  // One line of JSON, and back; fields that an older version did not write may be missing.
-  // INVALID_ARGUMENT: not such a line.
+  // Convert to one line of JSON and back; fields that an older version did not write may be
+  // missing. INVALID_ARGUMENT: not such a line.
   std::string ToString() const;
   static absl::StatusOr<LoaderState> FromString(const std::string& text);
   bool operator==(const LoaderState&) const = default;
@@ -96,21 +95,21 @@ class LoaderStateHandle;
 class LoaderObserver {
  public:
   virtual ~LoaderObserver() = default;
-  // A pass is about to begin; on every rank, as that is. May be a collective.
+  // Called when a pass is about to begin, which it does on every rank. May be a collective.
   virtual void OnStart() {}
-  // Asked where a pass would begin: true leaves it without a batch and the loader where it is, for
-  // a pass that was finished before the state was saved that the program resumes from.
+  // Called where a pass would begin. True skips it: the pass has no batch and the loader keeps its
+  // position, because that pass was finished before the resumed state was saved.
   virtual bool SkipsPass(const LoaderStateHandle& loader) {
     static_cast<void>(loader);
     return false;
   }
-  // Pass `iteration` is about to give this batch to the loop.
+  // Called when pass `iteration` is about to hand this batch to the loop.
   virtual void OnBatch(uint64_t iteration, const std::shared_ptr<const BatchInfo>& info) = 0;
-  // Pass `iteration` has ended: at its end, or because its iterator was destroyed (break, return,
-  // exception). Exactly once for every pass that gave a batch (and perhaps for one that gave none).
-  // Must not throw.
+  // Called when pass `iteration` has ended, at its end or because its iterator was destroyed
+  // (break, return, exception). Exactly once for every pass that handed out a batch (and possibly
+  // for one that did not). Must not throw.
   virtual void OnEnd(uint64_t iteration) = 0;
-  // Asked before OnEnd about a pass that was left before its end. False: its batches were not
+  // Called before OnEnd for a pass that was left before its end. False: its batches were not
   // trained on (a peek, an evaluation left by break), and the loader does not resume in its middle.
   // Must not throw.
   virtual bool CountsAsTrained(uint64_t iteration) {
@@ -123,46 +122,46 @@ class LoaderObserver {
 class LoaderStateHandle {
  public:
   virtual ~LoaderStateHandle() = default;
-  // The place after the batch given out last, or where the next pass starts.
+  // Returns the position after the batch handed out last, or where the next pass starts.
   virtual LoaderState State() const = 0;
-  // What State() needs to be resumed in the same order where a sampler made it: "order", the ids of
-  // the epoch (int64, [n]), and "lengths" of a batch sampler's batches (int64, [batches]). Empty
-  // where the order follows from State(). Handles, not copies.
+  // Returns what State() needs in addition to resume a sampler's order: "order", the ids of the
+  // epoch (int64, [n]), and "lengths" of a batch sampler's batches (int64, [batches]). Empty if the
+  // order follows from State(). Handles, not copies.
   virtual std::map<std::string, at::Tensor> StateTensors() const = 0;
-  // Whether LoadState() can take it. Errors (c10::Error): another data set's length; tensors that
-  // do not belong to the state; a place inside an epoch of another kind of order, of a sampler's
-  // order that was not saved, or of a stream sharded into another number of parts.
+  // Throws unless LoadState() can take the state. Errors (c10::Error): another data set's length;
+  // tensors that do not belong to the state; a position inside an epoch of another kind of order,
+  // of a sampler's order that was not saved, or of a stream sharded into another number of parts.
   virtual void CheckState(const LoaderState& state,
                           const std::map<std::string, at::Tensor>& tensors) const = 0;
-  // The next pass of that epoch continues from there, in the saved order. `tensors` is what
-  // StateTensors() gave. Errors: those of CheckState(), with the loader as it was. With a state but
-  // no tensors, the next pass compares the sampler's order with the state's digest and throws if
-  // they differ.
+  // Makes the next pass, over that epoch, continue from that position in the saved order. `tensors`
+  // is what StateTensors() returned. Errors: those of CheckState(), which leave the loader
+  // unchanged. With a state but no tensors, the next pass compares the sampler's order with the
+  // state's digest and throws if they differ.
   virtual void LoadState(const LoaderState& state,
                          const std::map<std::string, at::Tensor>& tensors) = 0;
   void LoadState(const LoaderState& state) { LoadState(state, {}); }
-  // Number of the pass under way (BatchInfo::iteration), the one that gave a batch last; 0 if there
+  // The number of the active pass (BatchInfo::iteration) that handed out a batch last; 0 if there
   // is none.
   virtual uint64_t live_pass() const = 0;
-  // The position before the last batch that the active pass has returned: where to continue if that
+  // The position before the last batch that the active pass has returned, to continue from if that
   // batch has not been trained on. State() if there is no such pass.
   virtual LoaderState StateBeforeBatch() const = 0;
-  // The loader's settings, as "name=value ..."; a loader with the same text can take over the place
-  // of this one.
+  // The loader's settings, as "name=value ..."; a loader with the same text can take over this
+  // one's position.
   virtual std::string signature() const = 0;
-  // Where a successor continues: the loaded position if no pass has begun there yet, else the start
-  // of the next epoch. For LoadState, with StateTensors().
+  // The position where a successor continues: the loaded one if no pass has begun there yet, else
+  // the start of the next epoch. For LoadState, with StateTensors().
   virtual LoaderState NextState() const = 0;
   // Passes begun so far.
   virtual int64_t passes() const = 0;
   // Whether the order of samples is not sequential: shuffled, from a sampler, or from a stream.
   virtual bool shuffles() const = 0;
-  // For the passes that begin while it is set. nullopt: as prepared.
+  // Overrides even_batches for passes that begin while it is set. nullopt: as prepared.
   virtual void OverrideEvenBatches(std::optional<bool> even_batches) = 0;
 };
 
-// randperm(n) of an MT19937 generator with this seed: bit for bit what PyTorch's
-// torch.randperm(n, generator=torch.Generator().manual_seed(seed)) gives.
+// Returns randperm(n) of an MT19937 generator with this seed, bit for bit the result of PyTorch's
+// torch.randperm(n, generator=torch.Generator().manual_seed(seed)).
 at::Tensor ShuffledOrder(int64_t n, uint64_t seed);
 
 // One pass over an epoch as one rank sees it. Immutable; shared with reading threads.
@@ -171,9 +170,9 @@ struct LoaderPass {
   int64_t epoch = 0;
   int64_t position = 0;       // where it starts
   int64_t first_index = 0;    // index of its first batch
-  int64_t skip_rounds = 0;    // streams: rounds to pass over from `position`
-  bool sharded = false;       // a stream of which every rank reads its own part
-  int64_t rank_position = 0;  // sharded: samples of the own part to pass over
+  int64_t skip_rounds = 0;    // streams: rounds to skip from `position`
+  bool sharded = false;       // every rank reads its own part of a stream
+  int64_t rank_position = 0;  // sharded: samples of this rank's part to skip
   uint64_t seed = 0;          // of the loader
   // If it continues from a loaded position, that position.
   std::optional<LoaderState> resumed_from;
@@ -187,33 +186,33 @@ struct LoaderPass {
   int64_t num_batches = 0;                 // of this rank in this pass; 0 for a stream
 
   bool dispatch() const { return sharding.dispatch; }
-  // The ids of this rank's batch `number` of this pass (dispatching: of all ranks' batches, in rank
-  // order).
+  // Writes the ids of this rank's batch `number` of this pass to `indices` (dispatching: those of
+  // all ranks' batches, in rank order).
   void Indices(int64_t number, std::vector<int64_t>* indices) const;
   // The facts of batch `number` of this pass; not for streams.
   BatchInfo Info(int64_t number) const;
   // The facts of the round that holds positions [begin, end), which is batch `number` of this pass.
   BatchInfo InfoOfRound(int64_t number, int64_t begin, int64_t end, int64_t first_round) const;
   // The facts of batch `number` of a sharded stream, of which rank r has counts[r] real samples;
-  // `position` is the one after it.
+  // `position` is the position after it.
   BatchInfo InfoOfCounts(int64_t number, const std::vector<int64_t>& counts,
                          int64_t position) const;
-  // The seed for random numbers while batch `number` of this pass is read: from the loader's seed,
-  // the epoch, the rank that reads and the batch's index. Of a stream (number 0) the seed of the
-  // whole pass, on every rank the same if every rank reads the same samples.
+  // The seed for random numbers while batch `number` of this pass is read, computed from the
+  // loader's seed, the epoch, the reading rank and the batch's index. For a stream (number 0) the
+  // seed of the whole pass, the same on every rank if every rank reads the same samples.
   uint64_t BatchSeed(int64_t number) const;
-  // As SliceOfRound, for this pass's rules.
+  // Like SliceOfRound, with this pass's rules.
   BatchSlice SliceOf(int slice_rank, int64_t begin, int64_t end, int64_t first_round) const;
 };
 
-// One loader's settings and place. One thread at a time; begin a pass and iterate it on one thread.
-// StartPass is a collective where the order comes from a user's sampler, Create always; all other
-// functions are local.
+// One loader's settings and position. For one thread at a time; begin a pass and iterate over it on
+// one thread. Create is a collective, and so is StartPass if the order comes from a user's sampler;
+// all other functions are local.
 class LoaderCore : public LoaderStateHandle {
  public:
-  // (collective) Checks the settings, agrees on the seed with rank 0 and that all ranks prepare the
-  // same loader. `comm` may be null for a job of one process, and must outlive the loader. Errors
-  // (c10::Error): settings that do not go together; ranks that differ, named.
+  // (collective) Checks the settings, takes the seed from rank 0 and checks that all ranks prepare
+  // the same loader. `comm` may be null for a job of one process, and must outlive the loader.
+  // Errors (c10::Error): settings that contradict each other; ranks that differ, named.
   // `sharded`: a stream of which this rank has its own part, with `num_samples` of it.
   static std::shared_ptr<LoaderCore> Create(const RecipeSettings& settings,
                                             const LoaderOptions& options,
@@ -221,16 +220,17 @@ class LoaderCore : public LoaderStateHandle {
                                             Comm* comm, std::shared_ptr<LoaderObserver> observer,
                                             bool sharded = false);
 
-  // Error (c10::Error): a map-style data set, of `num_samples` now, has grown or shrunk since the
+  // Throws c10::Error if a map-style data set, of `num_samples` now, has grown or shrunk since the
   // loader was prepared.
   void CheckSize(std::optional<int64_t> num_samples) const;
-  // A pass over the next epoch, or over what LoadState left of one, without the epoch's first
-  // `skip` batches.
+  // Starts a pass over the next epoch, or over what LoadState left of one, without the epoch's
+  // first `skip` batches.
   std::shared_ptr<const LoaderPass> StartPass(int64_t skip);
   void BatchGiven(const LoaderPass& pass, const std::shared_ptr<const BatchInfo>& info);
-  // The loop over `pass` is over; `exhausted`: it reached the end. If not, and the observer says
-  // that it does not count, the place that the pass resumed is put back, or the next epoch's start
-  // becomes the place. A loop that was left at the last batch has had the epoch.
+  // Ends the loop over `pass`; `exhausted`: it reached the end. If it did not and the observer does
+  // not count it as trained, the position that the pass resumed from is restored, or the next
+  // epoch's start becomes the position. A loop that was left at the last batch has completed the
+  // epoch.
   void EndPass(const LoaderPass& pass, bool exhausted);
 
   LoaderState State() const override;
@@ -252,15 +252,15 @@ class LoaderCore : public LoaderStateHandle {
     even_override_ = even_batches;
   }
 
-  // The next pass is over this epoch (and later ones over the following).
+  // Makes the next pass use this epoch (and later passes the following ones).
   void SetEpoch(int64_t epoch);
   // The epoch of the next pass.
   int64_t epoch() const { return next_epoch_; }
   int64_t seed() const { return seed_; }
-  // Batches of this rank in a whole epoch, `skip` left out; nullopt: a stream without a length.
-  // With a user's sampler that of the epoch it was asked for last.
+  // The number of this rank's batches in a whole epoch without the first `skip`; nullopt: a stream
+  // without a length. With a user's sampler, that of the epoch it was called for last.
   std::optional<int64_t> NumBatches(int64_t skip) const;
-  // Samples of a full round over all ranks; nullopt: batches differ.
+  // The samples of a full round over all ranks; nullopt: batches differ.
   std::optional<int64_t> total_batch_size() const;
   std::optional<int64_t> num_samples() const { return num_samples_; }
 
@@ -274,13 +274,13 @@ class LoaderCore : public LoaderStateHandle {
   LoaderCore() = default;
   ShardOptions Sharding() const;
   BatchSamplerShard Shard() const;
-  // Makes user_order_ that of `epoch`, on every rank what rank 0's sampler says.
+  // Sets user_order_ on every rank to what rank 0's sampler returns for `epoch`.
   void ReadUserOrder(int64_t epoch);
   at::Tensor OrderFromMain(const std::function<std::vector<int64_t>()>& read) const;
   bool has_sampler() const { return settings_.sampler || settings_.batch_sampler; }
   std::string OrderName() const;
   std::string SettingsText(int64_t num_samples) const;
-  // `place` with what does not depend on the place.
+  // Returns `place` with the fields that do not depend on the position.
   LoaderState Completed(LoaderState place) const;
 
   // The output of the user's sampler or batch sampler for an epoch.
@@ -290,14 +290,14 @@ class LoaderCore : public LoaderStateHandle {
     std::vector<int64_t> lengths;  // of a batch sampler
     std::string digest;
   };
-  // Of saved tensors, checked.
+  // Returns the order in saved tensors, checked.
   UserOrder LoadedOrder(const LoaderState& state,
                         const std::map<std::string, at::Tensor>& tensors) const;
-  // Of a state that was checked, if it has one.
+  // Returns the order of a checked state, if it has one.
   std::optional<UserOrder> CheckedOrder(const LoaderState& state,
                                         const std::map<std::string, at::Tensor>& tensors) const;
 
-  // A pass that has begun and not ended, since the last LoadState.
+  // A pass that has begun since the last LoadState and not ended.
   struct LivePass {
     uint64_t iteration = 0;
     LoaderState place;    // after its last batch
@@ -325,9 +325,9 @@ class LoaderCore : public LoaderStateHandle {
   LoaderState place_;      // what State() returns
   bool resuming_ = false;  // the next pass starts at place_
   std::optional<UserOrder> user_order_;
-  std::string expected_digest_;  // of the order that the pass which resumes must have; or empty
+  std::string expected_digest_;  // of the order that the resuming pass must have; or empty
   std::vector<LivePass> live_;   // in the order in which they began
-  uint64_t owner_ = 0;           // the pass that place_ is of
+  uint64_t owner_ = 0;           // the pass that place_ belongs to
 };
 
 }  // namespace muster

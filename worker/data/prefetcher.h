@@ -15,12 +15,12 @@
 namespace muster {
 
 // Makes items 0, 1, 2, ... on its own threads and returns them in that order, at most `capacity`
-// ahead of the consumer. Each function runs on one thread; it is called with growing numbers (not
-// all: they share the work) and returns nullopt for a number past the end. An exception takes the
-// place of its item.
+// ahead of the consumer. Each function runs on one thread; it is called with increasing numbers
+// (not all of them: the functions share the work) and returns nullopt for a number past the end. An
+// exception takes the place of its item.
 //
-// One consumer thread. Next() blocks until its item is there. The destructor stops and joins the
-// threads; it waits for items being made, never for the consumer, so a loop may be left at any
+// For one consumer thread. Next() blocks until its item is ready. The destructor stops and joins
+// the threads; it waits for items being made, never for the consumer, so a loop may be left at any
 // time.
 template <class Item>
 class Prefetcher {
@@ -45,8 +45,8 @@ class Prefetcher {
   Prefetcher(const Prefetcher&) = delete;
   Prefetcher& operator=(const Prefetcher&) = delete;
 
-  // The next item; nullopt after the last. Rethrows what making it threw; then there is nothing
-  // more.
+  // Returns the next item; nullopt after the last. Rethrows an exception from making the item;
+  // after that there are no more items.
   std::optional<Item> Next() {
     std::optional<Item> item;
     std::exception_ptr error;
@@ -64,8 +64,8 @@ class Prefetcher {
         finished_ = true;
         stop_ = true;
       }
-      // Threads without room sleep until half of it is free: waking one for each item would cost
-      // more than small items.
+      // Threads without room sleep until half of the slots are free: waking one for each item would
+      // cost more than making small items.
       wake = stop_ || started_ - consumed_ <= static_cast<int64_t>(slots_.size() / 2);
     }
     if (wake) room_.SignalAll();

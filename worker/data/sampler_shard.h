@@ -11,14 +11,14 @@ namespace muster {
 
 // Which sample goes to which rank: pure index arithmetic, no data, no torch, no communication.
 //
-// Everything is said in positions: position p is the p-th sample of the epoch's order (order[p] is
-// its id). Ranks go through the order in rounds, one batch per rank and round. The rules, in
-// Accelerate's words:
+// Everything is expressed in positions: position p is the p-th sample of the epoch's order
+// (order[p] is its id). Ranks go through the order in rounds, one batch per rank and round. The
+// rules, in Accelerate's terms:
 //  - not split_batches: whole batches of `batch_size` are dealt out in turn; a round has
 //    world_size times batch_size samples.
 //  - split_batches: each batch of `batch_size` is cut into world_size equal slices; a round has
 //    batch_size samples.
-//  - The last round may be short. TailRule says what becomes of it.
+//  - The last round may be short. TailRule says how it is handled.
 
 // What happens to a last round that is not full.
 enum class TailRule {
@@ -26,7 +26,7 @@ enum class TailRule {
   kDrop,
   // Every rank gets a full batch, filled up with the samples of the epoch's first round, in order.
   kPad,
-  // Ranks get the rest: a shorter batch, or none (uneven batches).
+  // Ranks get what remains: a shorter batch, or none (uneven batches).
   kShort,
   // It is cut into world_size equal slices, filled up as in kPad by fewer than world_size samples
   // (dispatch).
@@ -38,13 +38,13 @@ struct ShardOptions {
   bool split_batches = false;
   bool even_batches = true;
   bool drop_last = false;
-  // One rank reads and hands out slices of every round, instead of each reading for itself.
+  // One rank reads and distributes slices of every round, instead of each rank reading for itself.
   bool dispatch = false;
 };
 
 TailRule TailRuleOf(const ShardOptions& options);
 
-// One rank's part of one round. A value.
+// One rank's part of one round. A value type.
 struct BatchSlice {
   int64_t begin = 0;  // position of the first real sample
   int64_t real = 0;   // samples begin ... begin + real - 1
@@ -58,27 +58,27 @@ struct BatchSlice {
   void AppendPositions(std::vector<int64_t>* positions) const;
 };
 
-// The size of a round and of a rank's batch, where both are fixed.
+// The size of a round and of a rank's batch, if both are fixed.
 struct RoundSize {
   int64_t global = 1;    // samples in a full round, over all ranks
   int64_t per_rank = 1;  // samples of one rank in a full round
 };
 
 // INVALID_ARGUMENT: batch_size or world_size below 1; a round of more than 2^56 samples;
-// split_batches and batch_size no round multiple of world_size.
+// split_batches with a batch_size that is not a multiple of world_size.
 absl::StatusOr<RoundSize> RoundSizeOf(const ShardOptions& options, int64_t batch_size);
 
-// The part of `rank` in the round of positions [begin, end), end - begin <= round.global.
+// Returns the part of `rank` in the round of positions [begin, end), end - begin <= round.global.
 // `first_round` is the number of samples in the epoch's first round, from which padding is taken.
-// With kDrop the round must be full. For a stream of unknown length this is all there is: a reader
-// calls it for each round it has read.
+// With kDrop the round must be full. For a stream of unknown length this function suffices: a
+// reader calls it for each round it has read.
 BatchSlice SliceOfRound(const RoundSize& round, TailRule tail, int world_size, int rank,
                         int64_t begin, int64_t end, int64_t first_round);
 
 // The batches of all ranks in one epoch over a data set of known length, or over the batches of a
 // batch sampler. Immutable; thread-safe. Every query is O(1) (O(log batches) where `position` is
 // not a batch's start), so starting anywhere in an epoch costs nothing. `position` is where a pass
-// starts: the samples before it were already seen, in this run or, before a restart, on any other
+// starts: the samples before it were already consumed, in this run or, before a restart, with any
 // world size. Positions at or past the end give an empty pass.
 class BatchSamplerShard {
  public:
@@ -87,10 +87,10 @@ class BatchSamplerShard {
   static absl::StatusOr<BatchSamplerShard> Create(const ShardOptions& options, int64_t num_samples,
                                                   int64_t batch_size);
 
-  // A batch sampler that gives batches of these lengths, which may differ; `options.drop_last` is
-  // its attribute. A round is world_size whole batches; missing ones are repeated from the first
-  // round (kPad). With `batch_size` set all batches but the last must have that length, and this is
-  // the same as Create for their samples. INVALID_ARGUMENT: as RoundSizeOf; split_batches without a
+  // A batch sampler that returns batches of these lengths, which may differ; `options.drop_last` is
+  // its attribute. A round is world_size whole batches; missing batches are repeated from the first
+  // round (kPad). If `batch_size` is set, all batches except the last must have that length, and
+  // this equals Create for their samples. INVALID_ARGUMENT: as RoundSizeOf; split_batches without a
   // batch_size (unless dispatching); wrong lengths.
   static absl::StatusOr<BatchSamplerShard> CreateCustom(
       const ShardOptions& options, const std::vector<int64_t>& batch_lengths,
@@ -101,19 +101,20 @@ class BatchSamplerShard {
   // Samples of a full round over all ranks; nullopt for a batch sampler without a fixed size.
   std::optional<int64_t> round_size() const;
 
-  // Rounds of a pass in which some rank gets a batch.
+  // The number of rounds of a pass in which some rank gets a batch.
   int64_t NumRounds(int64_t position = 0) const;
-  // Batches that `rank` really gets: with uneven batches fewer than NumRounds() for some ranks.
+  // The number of batches that `rank` actually gets: with uneven batches fewer than NumRounds() for
+  // some ranks.
   int64_t NumBatches(int rank, int64_t position = 0) const;
   // The batch of `rank` in round `round` of a pass from `position`. round < NumRounds(position).
   BatchSlice Slice(int rank, int64_t round, int64_t position = 0) const;
-  // Position of the first sample of round `round` (the end of the order for round == NumRounds
-  // unless samples are dropped): what a pass that has finished the rounds before it would resume
-  // from.
+  // The position of the first sample of round `round` (the end of the order for round == NumRounds
+  // unless samples are dropped), from which a pass that has finished the earlier rounds would
+  // resume.
   int64_t RoundBegin(int64_t round, int64_t position = 0) const;
   // Real samples of a round over all ranks.
   int64_t RealSamples(int64_t round, int64_t position = 0) const;
-  // Moves `position` on by `rounds` full rounds, at most to the end.
+  // Returns `position` advanced by `rounds` full rounds, at most to the end.
   int64_t Skip(int64_t rounds, int64_t position = 0) const;
 
  private:
@@ -131,8 +132,8 @@ class BatchSamplerShard {
   std::vector<int64_t> starts_;
 };
 
-// The whole epoch of one rank as ids, for a sequential order: what Accelerate's BatchSamplerShard
-// of the same arguments gives. For tests, tools and the conformance runner; loaders use
+// Returns one rank's whole epoch as ids, for a sequential order, as Accelerate's BatchSamplerShard
+// gives it for the same arguments. For tests, tools and the conformance runner; loaders use
 // BatchSamplerShard.
 absl::StatusOr<std::vector<std::vector<int64_t>>> ShardBatches(const ShardOptions& options,
                                                                int rank, int64_t num_samples,
@@ -140,8 +141,8 @@ absl::StatusOr<std::vector<std::vector<int64_t>>> ShardBatches(const ShardOption
 // The same for the batches of a batch sampler.
 absl::StatusOr<std::vector<std::vector<int64_t>>> ShardCustomBatches(
     const ShardOptions& options, int rank, const std::vector<std::vector<int64_t>>& batches);
-// The ids that Accelerate's IterableDatasetShard gives `rank` of a stream of `num_samples` ids. A
-// stream is always filled up unless drop_last is set; even_batches has no say.
+// Returns the ids that Accelerate's IterableDatasetShard gives `rank` from a stream of
+// `num_samples` ids. A stream is always padded unless drop_last is set, whatever even_batches is.
 absl::StatusOr<std::vector<int64_t>> ShardStream(const ShardOptions& options, int rank,
                                                  int64_t num_samples, int64_t batch_size);
 

@@ -15,10 +15,11 @@ namespace muster {
 
 // A file of token ids (raw little-endian integers, as nanoGPT-style preparation writes them) as a
 // data set of windows: sample i is (inputs, targets), tokens [i * stride, i * stride + context) and
-// the same moved on by one. A batch is a pair of int64 tensors [batch, context], contiguous.
+// the same window shifted by one token. A batch is a pair of int64 tensors [batch, context],
+// contiguous.
 //
-// The file is mapped, not read: opening is instant, ranks and workers share the page cache. A
-// value, cheap to copy. Thread-safe. The file must not shrink while it is in use.
+// The file is mapped, not read: opening is instant, and ranks and workers share the page cache. A
+// value type, cheap to copy. Thread-safe. The file must not shrink while it is in use.
 class TokenDataset {
  public:
   struct Options {
@@ -28,8 +29,8 @@ class TokenDataset {
     int bytes_per_token = 2;  // 1, 2 or 4 (unsigned)
   };
 
-  // NOT_FOUND: no such file. INVALID_ARGUMENT: options out of range, a length that is no multiple
-  // of the token's, or a file too short for one sample.
+  // Maps a file. NOT_FOUND: no such file. INVALID_ARGUMENT: options out of range, a length that is
+  // not a multiple of the token size, or a file too short for one sample.
   static absl::StatusOr<TokenDataset> Open(const std::string& path, const Options& options);
 
   size_t size() const { return static_cast<size_t>(num_samples_); }

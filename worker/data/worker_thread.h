@@ -3,9 +3,9 @@
 
 namespace muster {
 
-// Makes tensor operations called from this thread run on this thread alone. Loader threads call it,
-// so that k of them use k cores and do not each start a team of threads. Other threads keep their
-// setting.
+// Makes tensor operations called from this thread run only on this thread. Loader threads call it,
+// so that k of them use k cores instead of each starting a team of threads. Other threads keep
+// their setting.
 void BeSingleThreaded();
 
 }  // namespace muster

@@ -13,8 +13,8 @@
 
 namespace muster {
 
-// A value and where it came from: the name of a variable ("RANK"), "argument", "default", or a rule
-// such as "MASTER_ADDR of one node".
+// A value and its source: the name of a variable ("RANK"), "argument", "default", or a rule such as
+// "MASTER_ADDR of one node".
 template <typename T>
 struct Setting {
   T value{};
@@ -31,8 +31,8 @@ const char* LauncherName(Launcher launcher);
 
 // This process's place in its job, and the settings from its environment. A plain value.
 //
-// docs/environment.md lists every variable, the order of the families and what happens when they
-// disagree.
+// docs/environment.md lists every variable, the precedence of the families, and what happens when
+// they disagree.
 struct Environment {
   Launcher launcher = Launcher::kNone;
 
@@ -48,33 +48,32 @@ struct Environment {
   Setting<int> num_nodes{1};
 
   // "host:port" of the coordinator, or "unix:/PATH" of the agent that speaks for this node; empty
-  // without one.
+  // if there is none.
   Setting<std::string> coordinator;
   Setting<std::string> job;
   Setting<std::string> worker_id;
   Setting<int64_t> generation{0};
   // 0: not given; the worker draws one.
   Setting<uint64_t> incarnation{0};
-  // Where the agent holds memory for its workers; empty: there is no agent that does.
+  // Where the agent holds memory for its workers; empty: no agent does.
   Setting<std::string> memory_socket;
 
-  // Where a TCPStore meets when there is no coordinator. Empty and 0 when nothing needs it.
+  // The address of the TCPStore if there is no coordinator. Empty and 0 if it is not needed.
   Setting<std::string> master_addr;
   Setting<int> master_port{0};
 
-  // The network interface that Gloo uses ("eth0"); empty: the one that routes towards the meeting
-  // point.
+  // The network interface that Gloo uses ("eth0"); empty: the one that routes to the meeting point.
   Setting<std::string> interface;
-  // torchrun's agent serves the TCPStore itself: rank 0 is a client like the others.
+  // torchrun's agent serves the TCPStore itself; rank 0 is a client like the others.
   Setting<bool> agent_store{false};
-  // How often the launcher has restarted this process; keys of earlier attempts must not be met.
+  // How often the launcher has restarted this process; keeps keys of different attempts apart.
   Setting<int> restart_count{0};
 
-  // The location of this machine, for the order of ranks; empty: unknown.
+  // This machine's location, which determines the order of ranks; empty: unknown.
   Setting<std::string> rack;
   Setting<std::string> nvlink_domain;
 
-  // Files, for TLS towards the coordinator; empty: no TLS.
+  // Files for TLS to the coordinator; empty: no TLS.
   Setting<std::string> tls_ca;
   Setting<std::string> tls_cert;
   Setting<std::string> tls_key;
@@ -83,54 +82,55 @@ struct Environment {
 
   // "no", "fp16" or "bf16".
   Setting<std::string> mixed_precision{"no"};
-  // "no_shard", "zero1", "zero2", "zero3" or "hybrid"; and the classes of modules that are units.
+  // "no_shard", "zero1", "zero2", "zero3" or "hybrid", and the module classes that are units.
   Setting<std::string> sharding{"no_shard"};
   Setting<std::vector<std::string>> sharding_units;
-  // In place of these classes: names of modules, or how many parameters a unit has at least.
+  // Instead of these classes: names of modules, or the minimum number of parameters of a unit.
   Setting<std::vector<std::string>> sharding_unit_names;
   Setting<int64_t> sharding_min_unit_parameters{0};
-  // How many ranks share one copy of the model, and one of what is kept for the backward pass; 0:
-  // as `sharding` has it, and none. Whether parameters are freed after the forward pass.
+  // How many ranks share one copy of the model, and how many one copy of what is kept for the
+  // backward pass; 0: as `sharding` determines, and none. Whether parameters are freed after the
+  // forward pass.
   Setting<int> sharding_group_size{0};
   Setting<int> sharding_reshard_group_size{0};
   Setting<bool> sharding_reshard_after_forward{true};
-  // "fp32", "bf16" or "fp16": in which parameters are gathered, and gradients reduced.
+  // The types in which parameters are gathered and gradients reduced: "fp32", "bf16" or "fp16".
   Setting<std::string> sharding_parameter_dtype{"fp32"};
   Setting<std::string> sharding_reduce_dtype{"fp32"};
-  // Classes or names of modules that are not divided into units; and patterns for the names of
-  // modules and parameters that are not divided at all.
+  // Classes or names of modules that are not divided into units, and patterns for the names of
+  // modules and parameters that are not sharded at all.
   Setting<std::vector<std::string>> sharding_no_split;
   Setting<std::string> sharding_ignored_modules;
   Setting<std::string> sharding_ignored_parameters;
   // Communication of sharded training overlaps with its computation.
   Setting<bool> sharding_overlap{false};
   Setting<bool> optimizer_in_backward{false};
-  // "none", "cpu" or "disk:FOLDER": where the optimizer's states and the parameters are while they
-  // are not used.
+  // "none", "cpu" or "disk:FOLDER": where the optimizer's states and the parameters are kept while
+  // they are not in use.
   Setting<std::string> offload_optimizer{"none"};
   Setting<std::string> offload_parameters{"none"};
-  // Blocks keep their inputs alone for the backward pass; the classes of modules that are blocks;
-  // and "none", "cpu" or "disk:FOLDER": where those inputs are meanwhile.
+  // Whether blocks keep only their inputs for the backward pass; the module classes that are
+  // blocks; and where those inputs are kept meanwhile: "none", "cpu" or "disk:FOLDER".
   Setting<bool> activation_checkpointing{false};
   Setting<std::vector<std::string>> activation_blocks;
   Setting<std::string> offload_activations{"none"};
-  // Where Accelerate's launcher asks for FSDP or DeepSpeed: its variables for them. Else empty.
+  // If Accelerate's launcher requests FSDP or DeepSpeed: its variables for them. Else empty.
   std::map<std::string, std::string> engine_variables;
   Setting<bool> use_cpu{false};
   Setting<int> gradient_accumulation_steps{1};
   Setting<bool> debug{false};
-  // Ranks of a job that has one node exchange CPU tensors through shared memory rather than Gloo's
+  // The ranks of a job on one node exchange CPU tensors through shared memory rather than Gloo's
   // sockets.
   Setting<bool> shared_memory{true};
   Setting<std::string> project_dir;
-  // Of collectives and of the meeting at start.
+  // Timeout of collectives and of the rendezvous at the start.
   Setting<absl::Duration> timeout{absl::Minutes(10)};
-  // How long the coordinator may be away before calls fail.
+  // How long the coordinator may be unreachable before calls fail.
   Setting<absl::Duration> outage_tolerance{kDefaultOutageTolerance};
   // How long this process may be silent, while others are not, before it counts as lost.
   Setting<absl::Duration> lease{kDefaultLease};
 
-  // Things that are legal but probably not meant, one line each. For the caller to log.
+  // Settings that are legal but probably unintended, one line each, for the caller to log.
   std::vector<std::string> warnings;
 };
 
@@ -144,17 +144,17 @@ struct EnvironmentArguments {
   std::optional<absl::Duration> timeout = std::nullopt;
 };
 
-// Works out the environment from `variables` (names to values; an empty value counts as not set).
-// Pure. Errors: INVALID_ARGUMENT, one line that names the variable, its value and the way out: not
-// a number, a rank outside its world, half a family (RANK without WORLD_SIZE), two launchers that
-// contradict each other, nowhere to meet, an unknown precision.
+// Determines the environment from `variables` (names to values; an empty value counts as not set).
+// Pure. Errors: INVALID_ARGUMENT, one line that names the variable, its value and the remedy: not a
+// number, a rank outside its world, half a family (RANK without WORLD_SIZE), two launchers that
+// contradict each other, no address to meet at, an unknown precision.
 absl::StatusOr<Environment> ReadEnvironment(const std::map<std::string, std::string>& variables,
                                             const EnvironmentArguments& arguments = {});
 
-// The variables of this process.
+// Returns the environment variables of this process.
 std::map<std::string, std::string> ProcessVariables();
 
-// One line per field: "rank 3 (from RANK)". For `muster env` and for debugging.
+// Returns one line per field, such as "rank 3 (from RANK)", for `muster env` and for debugging.
 std::string Describe(const Environment& environment);
 
 }  // namespace muster

@@ -5,7 +5,7 @@
 
 namespace muster {
 
-// Something that one process or an operator wants all processes of the job to do at the same step.
+// An action that a process or an operator requests of all processes of the job at the same step.
 struct Trigger {
   std::string name = "";
   std::string payload = "";

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "ATen/core/Tensor.h"
+#include "worker/models/per_device.h"
 
 namespace muster::models {
 
@@ -12,6 +13,10 @@ namespace muster::models {
 struct AttentionMask {
   at::Tensor mask = {};
   bool is_causal = false;
+
+  AttentionMask To(const at::Device& device) const {
+    return {.mask = MovedTo(mask, device), .is_causal = is_causal};
+  }
 };
 
 // `attention_mask` [B, T] of any number type or bool: 0 is padding. Undefined if no position is

@@ -10,6 +10,7 @@
 #include "ATen/ops/zeros.h"
 #include "ATen/ops/zeros_like.h"
 #include "torch/nn/modules/container/modulelist.h"
+#include "worker/models/per_device.h"
 #include "worker/train/activation_checkpoint.h"
 
 namespace muster::models {
@@ -88,8 +89,12 @@ at::Tensor BertImpl::forward(const TextBatch& batch, bool activation_checkpointi
   const at::Tensor sum =
       word_embeddings(ids) + token_type_embeddings_(types) + position_embeddings_(positions);
   at::Tensor x = Dropout(norm_(sum), dropout_, is_training());
-  const AttentionMask mask = BidirectionalMask(PaddingMask(batch.attention_mask));
+  const auto move = [](const AttentionMask& from, const at::Device& to) { return from.To(to); };
+  PerDevice masks(BidirectionalMask(PaddingMask(batch.attention_mask)), ids.device(), move);
   for (BertLayer& layer : layers_) {
+    const at::Device device = layer->device();
+    const AttentionMask& mask = masks.On(device);
+    x = MovedTo(x, device);
     x = activation_checkpointing ? activation_checkpoint(layer, x, mask) : call(layer, x, mask);
   }
   return x;

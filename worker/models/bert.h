@@ -35,6 +35,7 @@ class BertLayerImpl : public torch::nn::Module {
   explicit BertLayerImpl(const BertConfig& config);
   // x [B, T, width] to the same.
   at::Tensor forward(const at::Tensor& x, const AttentionMask& mask);
+  at::Device device() const { return query_->weight.device(); }
 
  private:
   const int64_t num_heads_;

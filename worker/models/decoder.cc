@@ -2,14 +2,29 @@
 
 #include <map>
 #include <memory>
+#include <utility>
 
 #include "ATen/TensorOperators.h"
 #include "ATen/ops/arange.h"
 #include "ATen/ops/empty.h"
 #include "torch/nn/modules/container/modulelist.h"
+#include "worker/models/per_device.h"
 #include "worker/train/activation_checkpoint.h"
 
 namespace muster::models {
+
+DecoderPass DecoderPass::To(const at::Device& device) const {
+  DecoderPass moved = *this;
+  moved.rotation = rotation.To(device);
+  // Layers with one window have one mask.
+  std::map<const void*, AttentionMask> known;
+  for (AttentionMask& mask : moved.masks) {
+    const auto [found, is_new] = known.try_emplace(mask.mask.unsafeGetTensorImpl());
+    if (is_new) found->second = mask.To(device);
+    mask.mask = found->second.mask;
+  }
+  return moved;
+}
 
 DecoderAttentionImpl::DecoderAttentionImpl(const DecoderConfig& config, int64_t layer)
     : layer_(layer),
@@ -66,17 +81,17 @@ DecoderImpl::DecoderImpl(const DecoderConfig& config)
   norm_ = register_module("norm", RmsNorm(config.hidden_size, config.rms_norm_eps));
 }
 
-DecoderImpl::Output DecoderImpl::forward(const TextBatch& batch, DecoderPass pass) {
-  const int64_t past = pass.cache == nullptr ? 0 : pass.cache->length();
+DecoderImpl::Output DecoderImpl::forward(const TextBatch& batch, DecoderPass common) {
+  const int64_t past = common.cache == nullptr ? 0 : common.cache->length();
   const int64_t count = batch.input_ids.size(1);
   at::Tensor x = embed_tokens(batch.input_ids);
   const at::Tensor positions =
       batch.position_ids.defined()
           ? batch.position_ids
           : at::arange(past, past + count, batch.input_ids.options()).unsqueeze(0);
-  pass.rotation = rotary_.At(positions, x.scalar_type());
+  common.rotation = rotary_.At(positions, x.scalar_type());
   const at::Tensor padding = PaddingMask(batch.attention_mask);
-  const at::Tensor texts = pass.cache == nullptr ? TextsOf(batch) : at::Tensor();
+  const at::Tensor texts = common.cache == nullptr ? TextsOf(batch) : at::Tensor();
   std::map<int64_t, AttentionMask> of_window;
   for (const int64_t window : sliding_windows_) {
     auto found = of_window.find(window);
@@ -86,10 +101,15 @@ DecoderImpl::Output DecoderImpl::forward(const TextBatch& batch, DecoderPass pas
               .emplace(window, CausalMask(padding, count, past + count, window, x.device(), texts))
               .first;
     }
-    pass.masks.push_back(found->second);
+    common.masks.push_back(found->second);
   }
   Output out;
+  const auto move = [](const DecoderPass& from, const at::Device& to) { return from.To(to); };
+  PerDevice passes(std::move(common), x.device(), move);
   for (DecoderLayer& layer : layers_) {
+    const at::Device device = layer->device();
+    const DecoderPass& pass = passes.On(device);
+    x = MovedTo(x, device);
     // A second run would extend a cache again.
     DecoderLayerImpl::Output next = pass.activation_checkpointing
                                         ? activation_checkpoint(layer, x, pass)
@@ -100,6 +120,14 @@ DecoderImpl::Output DecoderImpl::forward(const TextBatch& batch, DecoderPass pas
   }
   out.x = norm_(x);
   return out;
+}
+
+std::vector<at::TensorOptions> DecoderImpl::CacheOptions() const {
+  std::vector<at::TensorOptions> options;
+  for (const DecoderLayer& layer : layers_) {
+    options.push_back(embed_tokens->weight.options().requires_grad(false).device(layer->device()));
+  }
+  return options;
 }
 
 DecoderForCausalLMImpl::DecoderForCausalLMImpl(const DecoderConfig& config)
@@ -132,8 +160,8 @@ at::Tensor DecoderForCausalLMImpl::Head(const at::Tensor& hidden) {
 
 KvCache DecoderForCausalLMImpl::NewCache(int64_t batch, int64_t capacity) const {
   const DecoderConfig& config = decoder_config();
-  return KvCache(config.num_layers, batch, config.num_key_value_heads, capacity, config.head_dim,
-                 model_->embed_tokens->weight.options().requires_grad(false));
+  return KvCache(model_->CacheOptions(), batch, config.num_key_value_heads, capacity,
+                 config.head_dim);
 }
 
 }  // namespace muster::models

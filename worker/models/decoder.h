@@ -27,6 +27,9 @@ struct DecoderPass {
   KvCache* cache = nullptr;
   bool skip_idle_experts = false;
   bool activation_checkpointing = false;
+
+  // The same for layers on another device.
+  DecoderPass To(const at::Device& device) const;
 };
 
 // Attention with grouped queries (Ainslie et al., 2023) and rotary positions.
@@ -34,6 +37,8 @@ class DecoderAttentionImpl : public torch::nn::Module {
  public:
   DecoderAttentionImpl(const DecoderConfig& config, int64_t layer);
   at::Tensor forward(const at::Tensor& x, const DecoderPass& pass);
+  // Where its keys and values are.
+  at::Device device() const { return k_proj_->weight.device(); }
 
  private:
   const int64_t layer_;
@@ -53,6 +58,7 @@ class DecoderLayerImpl : public torch::nn::Module {
   };
   // x [B, T, width].
   Output forward(const at::Tensor& x, const DecoderPass& pass);
+  at::Device device() const { return self_attn_->device(); }
 
  private:
   RmsNorm input_layernorm_{nullptr}, post_attention_layernorm_{nullptr};
@@ -72,8 +78,10 @@ class DecoderImpl : public torch::nn::Module {
     // Of each layer of a mixture of experts.
     std::vector<at::Tensor> router_logits = {};
   };
-  // `pass` as the caller wants it; the rest of it is filled in here.
-  Output forward(const TextBatch& batch, DecoderPass pass);
+  // `common` as the caller wants it; the rest of it is filled in here.
+  Output forward(const TextBatch& batch, DecoderPass common);
+  // Of the keys and values of each layer.
+  std::vector<at::TensorOptions> CacheOptions() const;
 
   Embedding embed_tokens{nullptr};
 

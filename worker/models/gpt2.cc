@@ -7,6 +7,7 @@
 #include "ATen/ops/arange.h"
 #include "absl/strings/match.h"
 #include "torch/nn/modules/container/modulelist.h"
+#include "worker/models/per_device.h"
 #include "worker/train/activation_checkpoint.h"
 
 namespace muster::models {
@@ -81,10 +82,14 @@ at::Tensor Gpt2Impl::forward(const TextBatch& batch, KvCache* cache,
   // Types are tokens of the vocabulary here.
   if (batch.token_type_ids.defined()) x = x + wte(batch.token_type_ids);
   x = Dropout(x, dropout_, is_training());
-  const AttentionMask mask =
-      CausalMask(PaddingMask(batch.attention_mask), count, past + count, /*window=*/0, x.device(),
-                 cache == nullptr ? TextsOf(batch) : at::Tensor());
+  const auto move = [](const AttentionMask& from, const at::Device& to) { return from.To(to); };
+  PerDevice masks(CausalMask(PaddingMask(batch.attention_mask), count, past + count, /*window=*/0,
+                             x.device(), cache == nullptr ? TextsOf(batch) : at::Tensor()),
+                  x.device(), move);
   for (Gpt2Block& block : h_) {
+    const at::Device device = block->device();
+    const AttentionMask& mask = masks.On(device);
+    x = MovedTo(x, device);
     if (activation_checkpointing) {
       x = activation_checkpoint(block, x, mask, cache);
     } else if (cache == nullptr) {
@@ -95,6 +100,14 @@ at::Tensor Gpt2Impl::forward(const TextBatch& batch, KvCache* cache,
   }
   if (cache != nullptr) cache->Advance(count);
   return ln_f_(x);
+}
+
+std::vector<at::TensorOptions> Gpt2Impl::CacheOptions() const {
+  std::vector<at::TensorOptions> options;
+  for (const Gpt2Block& block : h_) {
+    options.push_back(wte->weight.options().requires_grad(false).device(block->device()));
+  }
+  return options;
 }
 
 Gpt2LMHeadModelImpl::Gpt2LMHeadModelImpl(const Gpt2Config& config)
@@ -127,9 +140,8 @@ at::Tensor Gpt2LMHeadModelImpl::Head(const at::Tensor& hidden) {
 
 KvCache Gpt2LMHeadModelImpl::NewCache(int64_t batch, int64_t capacity) const {
   const Gpt2Config& config = gpt2_config();
-  return KvCache(config.num_layers, batch, config.num_heads, capacity,
-                 config.hidden_size / config.num_heads,
-                 transformer_->wte->weight.options().requires_grad(false));
+  return KvCache(transformer_->CacheOptions(), batch, config.num_heads, capacity,
+                 config.hidden_size / config.num_heads);
 }
 
 }  // namespace muster::models

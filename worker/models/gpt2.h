@@ -20,6 +20,8 @@ class Gpt2AttentionImpl : public torch::nn::Module {
  public:
   Gpt2AttentionImpl(const Gpt2Config& config, int64_t layer);
   at::Tensor forward(const at::Tensor& x, const AttentionMask& mask, KvCache* cache);
+  // Where its keys and values are.
+  at::Device device() const { return c_attn_->weight.device(); }
 
  private:
   const int64_t layer_;
@@ -48,6 +50,7 @@ class Gpt2BlockImpl : public torch::nn::Module {
   Gpt2BlockImpl(const Gpt2Config& config, int64_t layer);
   // x [B, T, width] to the same.
   at::Tensor forward(const at::Tensor& x, const AttentionMask& mask, KvCache* cache);
+  at::Device device() const { return attn_->device(); }
 
  private:
   LayerNorm ln_1_{nullptr}, ln_2_{nullptr};
@@ -60,6 +63,8 @@ class Gpt2Impl : public torch::nn::Module {
  public:
   explicit Gpt2Impl(const Gpt2Config& config);
   at::Tensor forward(const TextBatch& batch, KvCache* cache, bool activation_checkpointing);
+  // Of the keys and values of each layer.
+  std::vector<at::TensorOptions> CacheOptions() const;
 
   Embedding wte{nullptr};
 

@@ -6,8 +6,13 @@ namespace muster::models {
 
 KvCache::KvCache(int64_t num_layers, int64_t batch, int64_t num_heads, int64_t capacity,
                  int64_t head_dim, const at::TensorOptions& options)
+    : KvCache(std::vector<at::TensorOptions>(num_layers, options), batch, num_heads, capacity,
+              head_dim) {}
+
+KvCache::KvCache(const std::vector<at::TensorOptions>& layers, int64_t batch, int64_t num_heads,
+                 int64_t capacity, int64_t head_dim)
     : batch_(batch), capacity_(capacity) {
-  for (int64_t i = 0; i < num_layers; ++i) {
+  for (const at::TensorOptions& options : layers) {
     keys_.push_back(at::empty({batch, num_heads, capacity, head_dim}, options));
     values_.push_back(at::empty({batch, num_heads, capacity, head_dim}, options));
   }
@@ -25,8 +30,9 @@ std::pair<at::Tensor, at::Tensor> KvCache::Append(int64_t layer, const at::Tenso
 
 KvCache KvCache::Repeated(int64_t times) const {
   const at::Tensor& first = keys_.at(0);
-  KvCache copy(static_cast<int64_t>(keys_.size()), batch_ * times, first.size(1), capacity_,
-               first.size(3), first.options());
+  std::vector<at::TensorOptions> layers;
+  for (const at::Tensor& keys : keys_) layers.push_back(keys.options());
+  KvCache copy(layers, batch_ * times, first.size(1), capacity_, first.size(3));
   for (size_t i = 0; i < keys_.size(); ++i) {
     for (const auto& [to, from] :
          {std::make_pair(copy.keys_[i], keys_[i]), std::make_pair(copy.values_[i], values_[i])}) {
@@ -39,10 +45,12 @@ KvCache KvCache::Repeated(int64_t times) const {
 
 void KvCache::Reorder(const at::Tensor& rows, int64_t from) {
   if (from >= length_) return;
+  at::Tensor here = rows;
   for (std::vector<at::Tensor>* const tensors : {&keys_, &values_}) {
     for (at::Tensor& tensor : *tensors) {
       const at::Tensor later = tensor.narrow(2, from, length_ - from);
-      later.copy_(later.index_select(0, rows));
+      if (here.device() != later.device()) here = rows.to(later.device());
+      later.copy_(later.index_select(0, here));
     }
   }
 }

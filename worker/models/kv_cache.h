@@ -9,18 +9,21 @@
 
 namespace muster::models {
 
-// Keys and values of the positions that a model has seen, for all layers, in memory that is
-// allocated once. Rows of different lengths are padded on the left, so that all end at the same
+// The keys and values of the positions that a model has processed, for all layers, in memory that
+// is allocated once. Rows of different lengths are padded on the left, so that all end at the same
 // position. Not thread-safe.
 class KvCache {
  public:
-  // Room for `capacity` positions of `batch` rows.
+  // Allocates room for `capacity` positions of `batch` rows.
   KvCache(int64_t num_layers, int64_t batch, int64_t num_heads, int64_t capacity, int64_t head_dim,
           const at::TensorOptions& options);
+  // The same for layers on devices of their own.
+  KvCache(const std::vector<at::TensorOptions>& layers, int64_t batch, int64_t num_heads,
+          int64_t capacity, int64_t head_dim);
 
   int64_t batch() const { return batch_; }
   int64_t capacity() const { return capacity_; }
-  // Positions that all layers have.
+  // The number of positions that all layers have.
   int64_t length() const { return length_; }
 
   // Adds `keys` and `values` [batch, heads, T, head_dim] of the positions after length(), and
@@ -28,15 +31,15 @@ class KvCache {
   // c10::Error beyond the capacity.
   std::pair<at::Tensor, at::Tensor> Append(int64_t layer, const at::Tensor& keys,
                                            const at::Tensor& values);
-  // After the last layer: the next positions follow these `count`.
+  // Makes the next positions follow these `count`; call it after the last layer.
   void Advance(int64_t count) { length_ += count; }
   // Forgets the positions from `length` on.
   void Truncate(int64_t length) { length_ = length; }
 
-  // The same with each row `times` times, one below the other.
+  // Returns a copy with each row repeated `times` times, one below the other.
   KvCache Repeated(int64_t times) const;
-  // Row i continues what row `rows[i]` (int64 [batch]) was, from position `from` on; before it all
-  // rows that are exchanged are equal.
+  // Makes row i continue the previous row `rows[i]` (int64 [batch], on any device) from position
+  // `from` on; before that position, all exchanged rows are equal.
   void Reorder(const at::Tensor& rows, int64_t from);
 
  private:

@@ -13,40 +13,40 @@
 
 namespace muster::models {
 
-// Fine-tuning of low-rank adapters in place of all weights (LoRA, Hu et al., 2021), in PEFT's
-// files.
+// Fine-tuning of low-rank adapters instead of all weights (LoRA, Hu et al., 2021), with PEFT's file
+// format.
 
 struct LoraOptions {
   int64_t rank = 8;
-  // The adapter's result counts alpha / rank times, or, rank-stabilized, alpha / sqrt(rank) times.
+  // The adapter's result is scaled by alpha / rank or, if rank-stabilized, by alpha / sqrt(rank).
   double alpha = 16;
   bool rank_stabilized = false;
   double dropout = 0;
-  // The last parts of the names of the linear layers that get one. Empty: as PEFT's default for the
-  // model, the queries and values of attention.
+  // The last name components of the linear layers that get an adapter. Empty: PEFT's default for
+  // the model, the queries and values of attention.
   std::vector<std::string> target_modules = {};
 };
 
-// Adds adapters that change nothing yet, and freezes all other parameters. Before prepare() and
-// before the optimizer is made, which gets the parameters that LoraParameters() gives. Throws
+// Adds adapters that change nothing yet, and freezes all other parameters. Call it before prepare()
+// and before creating the optimizer, which takes the parameters from LoraParameters(). Throws a
 // c10::Error that names a target that no layer has.
 void AddLora(TextModelImpl& model, const LoraOptions& options = {});
 
-// What there is to train.
+// Returns the parameters to train.
 std::vector<at::Tensor> LoraParameters(const TextModelImpl& model);
 
-// Writes adapter_config.json and adapter_model.safetensors, which PEFT loads. `base` is what the
-// config names as the model that the adapters are for. FAILED_PRECONDITION without adapters.
+// Writes adapter_config.json and adapter_model.safetensors, which PEFT loads. `base` is the name of
+// the base model in the config. FAILED_PRECONDITION without adapters.
 absl::Status SaveLora(const TextModelImpl& model, const std::string& dir,
                       const LoraOptions& options, const std::string& base = "");
 
 // Adds the adapters of a folder that PEFT or SaveLora wrote, and returns their options. Errors:
-// UNIMPLEMENTED that names a kind of adapter or a setting that Muster does not have;
-// INVALID_ARGUMENT that names a layer or shape that is not the model's.
+// UNIMPLEMENTED names a kind of adapter or a setting that Muster does not support; INVALID_ARGUMENT
+// names a layer or shape that does not match the model.
 absl::StatusOr<LoraOptions> LoadLora(TextModelImpl& model, const std::string& dir);
 
-// Adds the adapters to the weights that they are for: the model computes the same without them, but
-// for rounding, and its parameters train again.
+// Merges the adapters into their weights: the model then computes the same without them, except for
+// rounding, and its parameters are trainable again.
 void MergeLora(TextModelImpl& model);
 
 }  // namespace muster::models

@@ -6,6 +6,7 @@
 #include "ATen/core/Tensor.h"
 #include "base/mutex.h"
 #include "worker/models/model_config.h"
+#include "worker/models/per_device.h"
 
 namespace muster::models {
 
@@ -26,6 +27,9 @@ struct Rotation {
   at::Tensor cos = {};  // [B or 1, 1, T, head_dim]
   at::Tensor sin = {};
 
+  Rotation To(const at::Device& device) const {
+    return {.cos = MovedTo(cos, device), .sin = MovedTo(sin, device)};
+  }
   // x [B, heads, T, head_dim] with its first and second half turned against each other.
   at::Tensor Apply(const at::Tensor& x) const;
 };

@@ -19,15 +19,15 @@ namespace muster::models {
 struct TextOptions {
   GenerateOptions tokens = {};
   // A row, or a sequence of a beam search, ends before the first of these and of
-  // tokens.stop_strings; what the model says before is all that is shown. The prompt's own text
-  // does not count. A special token ends a row too; within a longer string it is no text.
+  // tokens.stop_strings; only the output before it is returned. The prompt's own text does not
+  // count. A special token also ends a row; inside a longer string it is not text.
   std::vector<std::string> stop = {};
-  // Where prompt and max_new_tokens are more than the model's positions: fewer new tokens rather
-  // than an error.
+  // If prompt and max_new_tokens exceed the model's positions: generate fewer new tokens instead of
+  // failing.
   bool shorten_to_context = false;
-  // Put what the tokenizer's template puts around a text (a beginning-of-text token).
+  // Add the tokens that the tokenizer's template puts around a text (a beginning-of-text token).
   bool add_special_tokens = true;
-  // Called with each piece of text as soon as it is sure, never with half a character. Not with
+  // Called with each piece of text as soon as it is final, never with a partial character. Not with
   // beams.
   std::function<void(size_t row, absl::string_view text)> on_text = nullptr;
 };
@@ -40,15 +40,15 @@ struct GeneratedText {
   int64_t num_new_tokens = 0;
 };
 
-// For GenerateOptions::ends_row: whether the text of generated tokens has one of the strings, or
-// the last of them is one. Decodes all of them in each call.
+// Returns a function for GenerateOptions::ends_row: whether the text of the generated tokens
+// contains one of the strings, or the last token is one. Decodes all tokens in each call.
 std::function<bool(const std::vector<int64_t>& generated)> EndsAtStopString(
     Tokenizer tokenizer, std::vector<std::string> strings);
 
 // A model with its tokenizer. Not thread-safe.
 class TextGenerator {
  public:
-  // From a folder with config.json, weights, tokenizer.json and, where there is one,
+  // Loads a folder with config.json, weights, tokenizer.json and, if present,
   // generation_config.json, with `do_sample` instead of its own. Blocks on the disk. Errors: as
   // LoadCausalLm, Tokenizer::FromFolder and ReadGenerationConfig.
   static absl::StatusOr<TextGenerator> FromFolder(const std::string& folder,
@@ -61,8 +61,8 @@ class TextGenerator {
   const Tokenizer& tokenizer() const { return tokenizer_; }
   CausalLm& model() { return model_; }
 
-  // What comes after each of the prompts; with num_return_sequences > 1 so many for each, one after
-  // the other. Errors: INVALID_ARGUMENT that names a prompt without tokens or an option; as
+  // Generates the continuation of each prompt; with num_return_sequences > 1, that many for each,
+  // one after another. Errors: INVALID_ARGUMENT names a prompt without tokens or an option; as
   // Generate().
   absl::StatusOr<std::vector<GeneratedText>> Generate(const std::vector<std::string>& prompts,
                                                       const TextOptions& options);

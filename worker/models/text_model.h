@@ -14,9 +14,9 @@
 
 namespace muster::models {
 
-// What a model reads; tensors that are left out are undefined. Rows of different lengths are padded
-// on either side. Of decoders without an `attention_mask`, a row has several texts, each of which
-// sees itself alone, where `position_ids` do not go on by one.
+// The input of a model; omitted tensors are undefined. Rows of different lengths are padded on
+// either side. For decoders without an `attention_mask`, a row may hold several texts, each of
+// which attends only to itself: a new one begins where `position_ids` do not increase by one.
 struct TextBatch {
   at::Tensor input_ids = {};       // [B, T] int64
   at::Tensor attention_mask = {};  // [B, T] int64 or bool; 0: padding
@@ -26,7 +26,7 @@ struct TextBatch {
   at::Tensor position_ids = {};    // [B or 1, T] int64; by default 0, 1, ... from the left edge
 };
 
-// What it says.
+// The output of a model.
 struct ModelOutput {
   at::Tensor loss = {};      // scalar float32; undefined without labels
   at::Tensor logits = {};    // [B, T, vocabulary], or [B, labels]; of a CausalLm with labels and
@@ -34,29 +34,30 @@ struct ModelOutput {
   at::Tensor aux_loss = {};  // scalar; of a mixture of experts with output_router_logits
 };
 
-// A model of text.
+// A text model.
 class TextModelImpl : public torch::nn::Module {
  public:
-  // Throws c10::Error that names what does not fit: a shape, a token beyond the vocabulary, more
+  // Throws a c10::Error that names what does not fit: a shape, a token beyond the vocabulary, more
   // positions than the model has.
   virtual ModelOutput forward(const TextBatch& batch) = 0;
 
   const ModelConfig& config() const { return config_; }
 
-  // Random weights as transformers initialises them: normal, with the config's deviation. Draws
+  // Sets random weights as transformers does: normal, with the config's standard deviation. Draws
   // from torch's default generator.
   virtual void InitWeights();
 
-  // Keeps the inputs of layers alone for the backward pass, and runs each layer a second time there
+  // Keeps only the inputs of layers for the backward pass, which runs each layer a second time
   // (worker/train/activation_checkpoint.h).
   void set_activation_checkpointing(bool on) { activation_checkpointing_ = on; }
 
-  // The model's name for a tensor of a file, which may be an older name, that of the same model
-  // without its head, or empty for a tensor that the model does not need (a tied head, a buffer).
+  // Returns the model's name for a tensor of a file, whose name there may be an older one or that
+  // of the same model without its head. Empty for a tensor that the model does not need (a tied
+  // head, a buffer).
   std::string ParameterName(const std::string& name_in_file) const;
 
-  // For a tensor of a file that holds several of the model's, the names in a file that these have,
-  // in its order (WeightFiles::Divide); none for any other.
+  // For a tensor of a file that holds several of the model's tensors, returns the names that these
+  // have in a file, in its order (WeightFiles::Divide); for any other tensor, none.
   std::vector<std::string> PartsOf(const std::string& name_in_file) const;
 
  protected:
@@ -69,17 +70,16 @@ class TextModelImpl : public torch::nn::Module {
 };
 TORCH_MODULE(TextModel);
 
-// One that predicts the next token.
+// A model that predicts the next token.
 class CausalLmImpl : public TextModelImpl {
  public:
-  // The loss holds the logits at position t against the label at t + 1. A label that has only
-  // padding before it, the first token of a row that is padded on the left, does not count: what
-  // predicts it has no meaning.
+  // The loss compares the logits at position t with the label at t + 1. A label with only padding
+  // before it, the first token of a left-padded row, does not count: its prediction has no meaning.
   ModelOutput forward(const TextBatch& batch) override;
 
-  // Logits [B, `num_logits`, vocabulary] of the last positions. With a cache, the ids are the
-  // positions after those in it, and `attention_mask` [B, cache length + T] is of both. Experts
-  // without tokens run only if `run_idle_experts`.
+  // Returns logits [B, `num_logits`, vocabulary] of the last positions. With a cache, the ids are
+  // at the positions after those in it, and `attention_mask` [B, cache length + T] covers both.
+  // Experts without tokens run only if `run_idle_experts`.
   at::Tensor NextLogits(const TextBatch& batch, KvCache* cache, int64_t num_logits = 1,
                         bool run_idle_experts = false);
 
@@ -88,23 +88,23 @@ class CausalLmImpl : public TextModelImpl {
  protected:
   using TextModelImpl::TextModelImpl;
 
-  // Where the hidden states of a forward pass go. `hidden` [B, T, width] after the last norm.
+  // The hidden states of a forward pass. `hidden` [B, T, width] is after the last norm.
   struct Hidden {
     at::Tensor hidden = {};
     at::Tensor aux_loss = {};
   };
   virtual Hidden Run(const TextBatch& batch, KvCache* cache, bool run_idle_experts) = 0;
-  // hidden [B, T, width] to logits [B, T, vocabulary].
+  // Maps hidden [B, T, width] to logits [B, T, vocabulary].
   virtual at::Tensor Head(const at::Tensor& hidden) = 0;
   virtual double aux_loss_coefficient() const { return 0; }
 };
 TORCH_MODULE(CausalLm);
 
-// Which text of its row each position belongs to, as from PackedTexts().
+// Returns which text of its row each position belongs to, as from PackedTexts().
 at::Tensor TextsOf(const TextBatch& batch);
 
-// Throws unless `batch` has ids [B, T] of int64 and the other tensors fit them. `past`: positions
-// before these.
+// Throws unless `batch` has int64 ids [B, T] and the other tensors fit them. `past`: the number of
+// positions before these.
 void CheckBatch(const TextBatch& batch, const CommonConfig& config, int64_t past);
 
 }  // namespace muster::models

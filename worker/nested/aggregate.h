@@ -9,18 +9,17 @@
 
 namespace muster {
 
-// The members of a plain struct, without a list of them: IsDecomposable<T> holds for an aggregate
-// that can be copied and has 1 to 16 members, no base class, and no reference and no C array among
-// its members; MembersOf(value) gives const references to them
-// in the order of declaration. Everything else is left to MusterFields (nested.h). Bit-fields are
-// not recognised and do not compile.
+// Access to the members of a plain struct without listing them. IsDecomposable<T> holds for a
+// copyable aggregate with 1 to 16 members, no base class, and no reference or C array among its
+// members; MembersOf(value) gives const references to the members in the order of declaration.
+// Everything else needs MusterFields (nested.h). Bit-fields are not recognized and do not compile.
 
 namespace aggregate_internal {
 
 constexpr size_t kMaxMembers = 16;
 
-// Turns into any type but T and its bases, so that T{AnyMember<T>()} neither copies a T nor fills a
-// base class.
+// Converts to any type except T and its bases, so that T{AnyMember<T>()} neither copies a T nor
+// fills a base class.
 template <class T>
 struct AnyMember {
   template <class U>
@@ -44,8 +43,8 @@ constexpr bool Takes(std::index_sequence<I...>) {
   return BracesTake<T, MemberAt<T, I>...>;
 }
 
-// The most initialisers that T takes: its members, those of C arrays counted one by one. More than
-// kMaxMembers: too many.
+// The largest number of initializers that T takes: its members, with the elements of C arrays
+// counted one by one. More than kMaxMembers: too many.
 template <class T, size_t N>
 constexpr size_t CountInitialisers() {
   if constexpr (N == 0) {
@@ -57,7 +56,8 @@ constexpr size_t CountInitialisers() {
   }
 }
 
-// What T's member at I may be given, followed by initialisers for `After` more.
+// Whether T's member at I can be initialized with braces, followed by initializers for `After`
+// more.
 template <class T, size_t... Before, size_t... After>
 constexpr bool TakesEmptyBraces(std::index_sequence<Before...>, std::index_sequence<After...>) {
   return requires { T{MemberAt<T, Before>()..., {}, MemberAt<T, After>()...}; };
@@ -72,8 +72,8 @@ constexpr bool TakesBracesAndFewer(std::index_sequence<After...>) {
           false);
 }
 
-// Whether the initialiser at I of `N` fills one whole member. If it begins a C array, braces in its
-// place fill all of the array, so that there is room for fewer initialisers after them.
+// Whether the initializer at I of `N` fills one whole member. If it begins a C array, braces in its
+// place fill the whole array, so that fewer initializers fit after them.
 template <class T, size_t N, size_t I>
 constexpr bool IsOneMember() {
   constexpr std::make_index_sequence<I> kBefore;

@@ -18,7 +18,7 @@
 #include "c10/util/FunctionRef.h"
 #include "worker/nested/aggregate.h"
 
-// Recognised without their headers, which are heavy.
+// Recognized without their headers, which are heavy.
 namespace c10 {
 struct IValue;
 template <class K, class V>
@@ -37,18 +37,18 @@ namespace muster {
 //  - a tensor;
 //  - a std::pair, tuple, array, vector, map, unordered_map or optional of structures;
 //  - a plain struct of structures (aggregate.h: at most 16 members, no base class, no C array, no
-//    reference), LibTorch's Example, or a class that is no more than members `data` and `target`
+//    reference), LibTorch's Example, or a class that consists only of members `data` and `target`
 //    with a constructor that takes them;
-//  - c10::List, c10::Dict and c10::IValue, which is what TorchScript modules return;
+//  - c10::List, c10::Dict and c10::IValue, which TorchScript modules return;
 //  - a class that opts in with a function in its own namespace that lists all its members in the
 //    order of its constructor:
 //
 //      class Sample { public: Sample(at::Tensor ids, at::Tensor mask); at::Tensor ids, mask; ... };
 //      inline auto MusterFields(const Sample& s) { return std::tie(s.ids, s.mask); }
 //
-//    An empty list, std::tie(), says that it holds no tensors: it is copied whole.
+//    An empty list, std::tie(), says that the class holds no tensors: it is copied whole.
 // Numbers, texts, and containers and trivially copyable types without tensors are plain values and
-// go through unchanged. Any other class is opaque: tensors inside of it could not be found, so the
+// pass through unchanged. Any other class is opaque: tensors inside it could not be found, so the
 // functions here do not compile for it. See IsTransparent<T>().
 //
 // Functions here never change their argument; tensors in a result may share storage with the
@@ -85,7 +85,7 @@ concept HasTarget = std::is_class_v<T> && requires {
   requires std::is_member_object_pointer_v<decltype(&T::target)>;
 };
 
-// Whether `data` (and `target`) are all that T has: there is no room for another member.
+// Whether `data` (and `target`) are T's only members: there is no room for another one.
 template <class T>
 constexpr bool IsNoMoreThanAnExample() {
   if constexpr (std::is_aggregate_v<T> || std::is_polymorphic_v<T>) {
@@ -101,7 +101,7 @@ constexpr bool IsNoMoreThanAnExample() {
   }
 }
 
-// LibTorch's Example, and classes of its shape without other members, which would be lost.
+// LibTorch's Example, and classes like it without other members, which would be lost.
 template <class T>
 concept IsExample = !HasFields<T> && (IsTorchExampleImpl<T>::value || IsNoMoreThanAnExample<T>());
 
@@ -175,7 +175,7 @@ auto Fields(const T& value) {
 template <class T>
 concept IsProduct = HasFields<T> || IsExample<T> || IsTuple<T> || IsStruct<T>;
 
-// Says by MusterFields that it has no tensors.
+// A class whose MusterFields says that it has no tensors.
 template <class T>
 concept IsDeclaredPlain = HasFields<T> && requires(const T& value) {
   requires std::tuple_size_v<std::remove_cvref_t<decltype(MusterFields(value))>>
@@ -191,7 +191,8 @@ T MakeProduct(Fs&&... fields) {
   }
 }
 
-// `Path`: the types that T is a part of, so that a struct with a vector of itself comes to an end.
+// `Path`: the types that T is a part of, so that the recursion ends for a struct with a vector of
+// itself.
 template <class T, class... Path>
 constexpr bool HoldsTensorWithin();
 
@@ -224,7 +225,7 @@ constexpr bool HoldsTensorWithin() {
   }
 }
 
-// Whether a T can hold tensors that are seen: the others are copied whole.
+// Whether a T can hold visible tensors; other types are copied whole.
 template <class T>
 constexpr bool HoldsTensor() {
   return HoldsTensorWithin<T>();
@@ -284,8 +285,8 @@ struct OpaquePartOfAlternatives<std::variant<Ts...>, Path...>
   static constexpr bool kHoldsTensor = (HoldsTensor<Ts>() || ...);
 };
 
-// std::type_identity of the first part of T, or T, that may hold tensors and cannot be seen
-// through; of void if there is none.
+// std::type_identity of the first part of T, or of T itself, that may hold tensors and is opaque;
+// of void if there is none.
 template <class T, class... Path>
 constexpr auto OpaquePartWithin() {
   using Opaque = std::type_identity<T>;
@@ -329,8 +330,8 @@ constexpr auto OpaquePartWithin() {
     return Opaque();
   } else if constexpr (std::is_empty_v<T> ||
                        (std::is_trivially_copyable_v<T> && std::is_copy_assignable_v<T>)) {
-    // No room for a tensor, which is not trivially copyable, nor for a reference to one, which
-    // could not be assigned.
+    // There is no room for a tensor, which is not trivially copyable, nor for a reference to one,
+    // which could not be assigned.
     return None();
   } else if constexpr (IsSmartPointer<T>) {
     using Element = std::remove_cv_t<typename T::element_type>;
@@ -353,7 +354,7 @@ using OpaquePart = typename decltype(OpaquePartWithin<T>())::type;
 template <class Part>
 inline constexpr bool can_be_seen_through = std::is_void_v<Part>;
 
-// Names the type of the part at fault when it does not compile.
+// Names the type of the offending part in the compiler's error.
 template <class T>
 constexpr void RequireTransparent() {
   static_assert(can_be_seen_through<OpaquePart<T>>,
@@ -364,7 +365,7 @@ constexpr void RequireTransparent() {
 
 // --- Keys ---
 
-// An order of the keys of TorchScript's dictionaries, by type and then by value.
+// An order of the keys of TorchScript dictionaries, by type and then by value.
 bool KeyLess(const c10::IValue& a, const c10::IValue& b);
 
 // The keys of a map in sorted order.
@@ -377,7 +378,7 @@ std::vector<const typename M::key_type*> SortedKeys(const M& map) {
   return keys;
 }
 
-// The same for a c10::Dict; keys without an order stay as they were inserted.
+// The same for a c10::Dict; keys without an order stay in insertion order.
 template <class D>
 auto SortedDictKeys(const D& dict) {
   using K = typename IsTorchDictImpl<D>::Key;
@@ -399,7 +400,7 @@ using MapFunction = c10::function_ref<at::Tensor(const at::Tensor&)>;
 using VisitFunction = c10::function_ref<void(const at::Tensor&)>;
 c10::IValue MapIValue(const c10::IValue& value, MapFunction function);
 void VisitIValue(const c10::IValue& value, VisitFunction function);
-// Joins the tensors; other parts must be equal.
+// Concatenates the tensors; other parts must be equal.
 c10::IValue ConcatenateIValues(const std::vector<const c10::IValue*>& parts, int64_t dim);
 
 template <class T, class FTensor, class FPlainList>
@@ -563,14 +564,14 @@ T ConcatenateParts(const std::vector<const T*>& parts, int64_t dim) {
 
 }  // namespace nested_internal
 
-// Whether every tensor in a T is seen: true for structures and plain values, false for classes that
-// are opaque or have an opaque part. For a static_assert on users' types.
+// Whether every tensor in a T is visible: true for structures and plain values, false for classes
+// that are opaque or have an opaque part. For a static_assert on users' types.
 template <class T>
 constexpr bool IsTransparent() {
   return std::is_void_v<nested_internal::OpaquePart<T>>;
 }
 
-// The structure with f(tensor) in place of every tensor. f: at::Tensor(const at::Tensor&).
+// Returns the structure with f(tensor) in place of every tensor. f: at::Tensor(const at::Tensor&).
 template <class T, class F>
 T MapTensors(const T& value, F&& f) {
   nested_internal::RequireTransparent<T>();
@@ -606,8 +607,8 @@ void ForEachTensor(const T& value, F&& f) {
   }
 }
 
-// The structure with the tensors that f(tensors) returns, one for each of its own, in order. f:
-// std::vector<at::Tensor>(std::vector<at::Tensor>).
+// Returns the structure with the tensors that f(tensors) returns, one for each of its own, in
+// order. f: std::vector<at::Tensor>(std::vector<at::Tensor>).
 template <class T, class F>
 T MapAllTensors(const T& value, F&& f) {
   std::vector<at::Tensor> tensors;
@@ -617,7 +618,7 @@ T MapAllTensors(const T& value, F&& f) {
   return MapTensors(value, [&](const at::Tensor&) { return mapped[next++]; });
 }
 
-// The first dimension of the first tensor that has one; nullopt if there is none.
+// Returns the first dimension of the first tensor that has one; nullopt if there is none.
 template <class T>
 std::optional<int64_t> FindBatchSize(const T& value) {
   std::optional<int64_t> size;
@@ -627,8 +628,8 @@ std::optional<int64_t> FindBatchSize(const T& value) {
   return size;
 }
 
-// Rows [begin, end) of every tensor (views) and of every vector of plain values. Bounds past the
-// end are cut to it; undefined tensors stay undefined. Error: a tensor without dimensions.
+// Returns rows [begin, end) of every tensor (views) and of every vector of plain values. Bounds
+// past the end are clamped; undefined tensors stay undefined. Error: a tensor without dimensions.
 template <class T>
 T SliceTensors(const T& value, int64_t begin, int64_t end) {
   const auto on_tensor = [&](const at::Tensor& tensor) {
@@ -644,8 +645,8 @@ T SliceTensors(const T& value, int64_t begin, int64_t end) {
   return nested_internal::MapBoth(value, on_tensor, on_list);
 }
 
-// The parts joined along `dim`, tensor by tensor; vectors of plain values are appended. Errors: no
-// parts; structures that differ (keys, lengths), plain values that differ.
+// Returns the parts joined along `dim`, tensor by tensor; vectors of plain values are appended.
+// Errors: no parts; structures that differ (keys, lengths), plain values that differ.
 template <class T>
 T Concatenate(const std::vector<T>& parts, int64_t dim = 0) {
   nested_internal::RequireTransparent<T>();
@@ -656,9 +657,10 @@ T Concatenate(const std::vector<T>& parts, int64_t dim = 0) {
   return nested_internal::ConcatenateParts<T>(pointers, dim);
 }
 
-// Every tensor on `device`; those already there, and undefined ones, are kept. With non_blocking,
-// copies from pinned memory to a GPU do not wait: they are ordered before later work on the current
-// stream. Copies to the CPU always wait, since nothing orders the reads that follow.
+// Returns every tensor on `device`; those already there, and undefined ones, are kept. With
+// non_blocking, copies from pinned memory to a GPU do not block: they are ordered before later work
+// on the current stream. Copies to the CPU always block, since nothing orders the reads that
+// follow.
 template <class T>
 T SendToDevice(const T& value, c10::Device device, bool non_blocking = false) {
   non_blocking = non_blocking && !device.is_cpu();
@@ -667,8 +669,8 @@ T SendToDevice(const T& value, c10::Device device, bool non_blocking = false) {
   });
 }
 
-// Every tensor in page-locked memory, as fast copies to a GPU need. Error: no GPU backend is
-// loaded.
+// Returns every tensor in page-locked memory, which fast copies to a GPU need. Error: no GPU
+// backend is loaded.
 template <class T>
 T PinMemory(const T& value) {
   return MapTensors(value, [](const at::Tensor& tensor) {

@@ -3,18 +3,40 @@
 
 #include <cstdint>
 
+#include "ATen/core/Tensor.h"
+#include "c10/core/Device.h"
+#include "c10/util/Exception.h"
+
 namespace muster {
 
-// Where a rank's parts of the parameters are while nothing uses them: a file. Errors are
-// c10::Error. Read and Write may be called from two threads at a time, for different places.
+// Where a rank's parts of the parameters are while nothing uses them: a file, or memory of the host
+// for those of a device. Errors are c10::Error. What reads and writes may be called from two
+// threads at a time, for different places.
 class PartStore {
  public:
   virtual ~PartStore() = default;
+
+  // Whether it is for tensors on `device`.
+  virtual bool Takes(const c10::Device& device) const { return device.is_cpu(); }
+  // Whether ReadTo() and WriteFrom() only queue copies, for the CPU too (in tests, which give it
+  // streams). On a device they always come after what the current stream has, and before what it
+  // gets next.
+  virtual bool on_streams() const { return false; }
 
   // Room for so many bytes more: its place.
   virtual uint64_t Reserve(uint64_t bytes) = 0;
   virtual void Read(uint64_t place, void* to, uint64_t bytes) = 0;
   virtual void Write(uint64_t place, const void* from, uint64_t bytes) = 0;
+
+  // The same of a contiguous tensor on a device that it takes.
+  virtual void ReadTo(uint64_t place, const at::Tensor& to) {
+    TORCH_INTERNAL_ASSERT(to.is_cpu());
+    Read(place, to.mutable_data_ptr(), to.nbytes());
+  }
+  virtual void WriteFrom(uint64_t place, const at::Tensor& from) {
+    TORCH_INTERNAL_ASSERT(from.is_cpu());
+    Write(place, from.const_data_ptr(), from.nbytes());
+  }
 };
 
 }  // namespace muster

@@ -80,8 +80,9 @@ int64_t PartOfEach(const std::vector<NamedParameter>& parameters, int ranks) {
 // and LibTorch's allocator gives it.
 bool OwnsItsMemory(const at::Tensor& flat) {
   const c10::Storage& storage = flat.storage();
+  c10::Allocator* const allocator = storage.unsafeGetStorageImpl()->allocator();
   return storage.use_count() == 1 && storage.nbytes() == flat.nbytes() &&
-         storage.unsafeGetStorageImpl()->allocator() == c10::GetCPUAllocator();
+         (flat.is_cpu() ? allocator == c10::GetCPUAllocator() : allocator != nullptr);
 }
 
 // Those of the tensor if it is dense, whatever the order of its dimensions; else of a contiguous

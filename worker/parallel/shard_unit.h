@@ -50,9 +50,10 @@ struct StoredPart {
 // needs no memory at all: it is a view of the shards of all ranks (in_place()). See
 // docs/decisions/0056.
 //
-// With a PartStore the shards are in a file while nothing uses them: an operator that takes one
-// gets all of the unit into memory (a StoredPage), where they stay until FreePart(). So are their
-// gradients: a page of its own, from the end of a reduction until no tensor has them any more.
+// With a PartStore the shards are in a file, or a device's in memory of the host, while nothing
+// uses them: an operator that takes one gets all of the unit into memory (a StoredPage), where they
+// stay until FreePart(). So are their gradients: a page of its own, from the end of a reduction
+// until no tensor has them any more.
 //
 // Not thread-safe.
 class ShardUnit : public Page {

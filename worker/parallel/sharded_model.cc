@@ -224,9 +224,11 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
   std::vector<std::string> names;
   OnAll(world_, [&] {
     for (const NamedParameter& parameter : parameters) {
-      TORCH_CHECK(store_ == nullptr || parameter.tensor.is_cpu() || parameter.tensor.is_meta(),
+      TORCH_CHECK(store_ == nullptr || parameter.tensor.is_meta() ||
+                      store_->Takes(parameter.tensor.device()),
                   "parameter '", parameter.name, "' is on ", parameter.tensor.device(),
-                  ": only parameters on the CPU can be offloaded to a disk");
+                  ", and offload_parameters is for those on the device of the process: put the "
+                  "whole model there before prepare(), or offload them to a disk");
       TORCH_CHECK(parameter.tensor.is_floating_point() && parameter.tensor.layout() == at::kStrided,
                   "parameter '", parameter.name, "' is ", parameter.tensor.scalar_type(), " ",
                   parameter.tensor.layout(),

@@ -42,6 +42,7 @@
 #include "worker/parallel/sharded_model.h"
 #include "worker/parallel/test_net.h"
 #include "worker/parallel/test_passes.h"
+#include "worker/train/host_parts.h"
 #include "worker/train/optimizer.h"
 
 namespace muster {
@@ -133,9 +134,26 @@ class StreamMemory : public c10::Allocator {
     (write ? block.writes : block.reads)[now.stream] = {now.number, what};
   }
 
+  // Memory of the host that copies of streams read and write.
+  void Watch(void* data) {
+    MutexLock lock(&mu_);
+    blocks_.try_emplace(data, Block{.stream = 0, .size = 0});
+  }
+  // The host has waited for what used it, and gives it back.
+  void Forget(void* data) {
+    MutexLock lock(&mu_);
+    blocks_.erase(data);
+  }
+
   std::set<std::string> TakeMistakes() {
     MutexLock lock(&mu_);
     return std::exchange(mistakes_, {});
+  }
+  // Pieces for `bytes` of `stream` that are given out.
+  size_t Given(c10::StreamId stream, int64_t bytes) {
+    const Pool pool = {stream, std::bit_ceil(static_cast<size_t>(bytes))};
+    MutexLock lock(&mu_);
+    return static_cast<size_t>(made_[pool]) - free_[pool].size();
   }
   // Pieces for `bytes` that were made for `stream` and not handed on.
   int Made(c10::StreamId stream, int64_t bytes) {
@@ -383,11 +401,43 @@ class Careless : public CommQueue {
   Ticket last_;
 };
 
+// Parts in memory of the host; uses of it are watched.
+class WatchedParts : public HostParts {
+ public:
+  WatchedParts() : HostParts(c10::Device(c10::DeviceType::CPU), Pinning()) {}
+  ~WatchedParts() override {
+    for (const uint64_t place : places_) StreamMemory::Install().Forget(DataOf(place));
+  }
+
+  uint64_t Reserve(uint64_t bytes) override {
+    places_.push_back(HostParts::Reserve(bytes));
+    return places_.back();
+  }
+  void ReadTo(uint64_t place, const at::Tensor& to) override {
+    StreamMemory::Install().Watch(DataOf(place));
+    HostParts::ReadTo(place, to);
+  }
+  void WriteFrom(uint64_t place, const at::Tensor& from) override {
+    StreamMemory::Install().Watch(DataOf(place));
+    HostParts::WriteFrom(place, from);
+  }
+
+ private:
+  static const HostPinning* Pinning() {
+    static const HostPinning& pinning =
+        *new HostPinning{.pin = [](void*, size_t) { return true; }, .unpin = [](void*) {}};
+    return &pinning;
+  }
+
+  std::vector<uint64_t> places_;
+};
+
 struct Setting {
   ShardingOptions options = {.strategy = ShardingStrategy::kFull};
   bool hybrid = false;    // four ranks, two copies
   bool in_pairs = false;  // four ranks, resharded in pairs
   Missing missing = Missing::kNothing;
+  bool offloads = false;  // parts of parameters and gradients
 };
 
 using Values = std::map<std::string, at::Tensor>;
@@ -402,7 +452,8 @@ struct Trained {
         replicas(InOrder(copies)),
         reshard(InOrder(node)),
         model(*world, shard == nullptr ? *world : *shard, replicas.get(), &net, ParametersOf(net),
-              {}, setting.options, true, queue, nullptr, nullptr, reshard.get()),
+              {}, setting.options, true, queue, nullptr,
+              setting.offloads ? std::make_unique<WatchedParts>() : nullptr, reshard.get()),
         sgd(model.shards(), {.lr = 0.1, .momentum = 0.9}) {}
 
   static std::shared_ptr<CommQueue> MakeQueue(const Setting& setting) {
@@ -433,6 +484,7 @@ struct Trained {
   void Step() {
     model.Expire();
     sgd.Step();
+    model.MarkChanged(model.shards());
     sgd.ZeroGrad();
   }
   void TrainOn(const at::Tensor& ids, const std::vector<int>& through = kAll) {
@@ -487,16 +539,27 @@ Values Train(const Setting& setting, const Program& program) {
 
 std::set<std::string> Mistakes() { return StreamMemory::Install().TakeMistakes(); }
 
-// Same bits with streams and without, and memory in order.
+void ExpectEqual(const Values& values, const Values& want) {
+  ASSERT_EQ(values.size(), want.size());
+  for (const auto& [name, tensor] : want) EXPECT_TRUE(at::equal(values.at(name), tensor)) << name;
+}
+
+// Same bits with streams and without, with parts that are elsewhere too, and memory in order.
 void Check(Setting setting, const Program& program) {
   setting.options.overlap = false;
   const Values without = Train(setting, program);
   EXPECT_THAT(Mistakes(), IsEmpty());
-  setting.options.overlap = true;
-  const Values with = Train(setting, program);
-  EXPECT_THAT(Mistakes(), IsEmpty());
-  ASSERT_EQ(with.size(), without.size());
-  for (const auto& [name, tensor] : without) EXPECT_TRUE(at::equal(with.at(name), tensor)) << name;
+  for (const bool offloads : {false, true}) {
+    if (offloads && setting.options.strategy != ShardingStrategy::kFull) continue;
+    for (const bool overlap : {false, true}) {
+      if (!offloads && !overlap) continue;
+      SCOPED_TRACE(c10::str(offloads, " ", overlap));
+      setting.offloads = offloads;
+      setting.options.overlap = overlap;
+      ExpectEqual(Train(setting, program), without);
+      EXPECT_THAT(Mistakes(), IsEmpty());
+    }
+  }
 }
 
 // Accumulation, evaluation, reading and another order in between.
@@ -529,6 +592,7 @@ TEST(ShardingStreams, EveryStrategy_HasTheBitsWithoutThemAndUsesMemoryInOrder) {
        {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients, ShardingStrategy::kFull}) {
     settings.push_back({.options = {.strategy = strategy}});
     settings.push_back({.options = {.strategy = strategy, .reduce_dtype = at::kBFloat16}});
+    settings.push_back({.options = {.strategy = strategy, .parameter_dtype = at::kBFloat16}});
     settings.push_back({.options = {.strategy = strategy, .ignored_modules = "words|blocks\\.2"}});
   }
   settings.push_back(
@@ -663,10 +727,13 @@ TEST(ShardingStreams, ProgramWithStreamsOfItsOwn_UsesMemoryInOrder) {
   const Values without = Train({}, program);
   // Without a queue gathers are on the stream that is current, and no other one waits for them.
   Mistakes();
-  const Values with =
-      Train({.options = {.strategy = ShardingStrategy::kFull, .overlap = true}}, program);
-  EXPECT_THAT(Mistakes(), IsEmpty());
-  for (const auto& [name, tensor] : without) EXPECT_TRUE(at::equal(with.at(name), tensor)) << name;
+  for (const bool offloads : {false, true}) {
+    ExpectEqual(Train({.options = {.strategy = ShardingStrategy::kFull, .overlap = true},
+                       .offloads = offloads},
+                      program),
+                without);
+    EXPECT_THAT(Mistakes(), IsEmpty()) << offloads;
+  }
 }
 
 TEST(ShardingStreams, OrderThatIsMissing_IsNoticed) {
@@ -714,9 +781,42 @@ TEST(ShardingStreams, MemoryOfUnits_IsThatOfThree) {
 }
 
 TEST(ShardingStreams, Host_NeverWaitsForTheDevice) {
-  const int before = Streams().host_waits();
-  Train({.options = {.strategy = ShardingStrategy::kFull, .overlap = true}}, TrainSixSteps);
-  EXPECT_EQ(Streams().host_waits(), before);
+  for (const bool offloads : {false, true}) {
+    Train({.options = {.strategy = ShardingStrategy::kFull, .overlap = true}, .offloads = offloads},
+          [&](Trained& trained, const Here& here) {
+            here.comm.Barrier();
+            const int before = Streams().host_waits();
+            TrainSixSteps(trained, here);
+            EXPECT_EQ(Streams().host_waits(), before) << offloads;
+            here.comm.Barrier();
+          });
+  }
+}
+
+TEST(ShardingStreams, PartsThatAreElsewhere_LeaveTheirMemory) {
+  constexpr int64_t kPartBytes = kUnitBytes / kRanks;
+  for (const bool overlap : {false, true}) {
+    for (const bool offloads : {false, true}) {
+      SCOPED_TRACE(c10::str(overlap, " ", offloads));
+      Train({.options = {.strategy = ShardingStrategy::kFull, .overlap = overlap},
+             .offloads = offloads},
+            [&](Trained& trained, const Here& here) {
+              StreamMemory& memory = StreamMemory::Install();
+              const auto given = [&] {
+                size_t pieces = memory.Given(here.done.program, kPartBytes);
+                if (!overlap) return pieces;
+                const auto& queue = static_cast<CommStream&>(*trained.queue);
+                return pieces + memory.Given(queue.stream().id(), kPartBytes);
+              };
+              for (int step = 0; step < 4; ++step) trained.TrainOn(IdsOf(step, here.comm));
+              // Momentum is where it was. The last page of gradients, besides that of the words,
+              // goes when the next forward pass begins.
+              EXPECT_EQ(given(), offloads ? kBlocks + 1 : 2 * kBlocks);
+              trained.Forward(IdsOf(4, here.comm)).backward();
+              EXPECT_EQ(given(), offloads ? kBlocks + 1 : 3 * kBlocks);
+            });
+    }
+  }
 }
 
 }  // namespace

@@ -1,9 +1,11 @@
 #include "worker/parallel/stored_page.h"
 
+#include <exception>
 #include <utility>
 
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/empty.h"
+#include "base/log.h"
 #include "c10/util/Exception.h"
 
 namespace muster {
@@ -58,7 +60,22 @@ StoredPage::StoredPage(at::Tensor flat, PartStore& store, uint64_t place, Stored
       place_(place),
       among_(among),
       what_(std::move(what)),
-      registration_(flat_, this) {}
+      registration_(flat_, this) {
+  if (flat_.is_cpu() && !store_.on_streams()) return;
+  order_.emplace(flat_.device());
+  order_->Begin();
+}
+
+StoredPage::~StoredPage() {
+  if (!order_.has_value() || !present()) return;
+  try {
+    // Its memory goes with the last tensor that has it.
+    order_->End([] {});
+  } catch (const std::exception& error) {
+    // The next operation on the device says so, too.
+    MUSTER_LOG(Error) << "the device " << flat_.device().str() << " has failed: " << error.what();
+  }
+}
 
 StoredPage::Access::Access(StoredPage& page) : page_(page) {
   MutexLock lock(&page_.mu_);
@@ -72,20 +89,25 @@ StoredPage::Access::~Access() {
   page_.released_.SignalAll();
 }
 
-void StoredPage::Read(void* to) { store_.Read(place_, to, flat_.nbytes()); }
-
 void StoredPage::Require(bool write, const char* /*op*/) {
   {
+    const at::NoGradGuard no_grad;
     const Access access(*this);
+    bool present = false;
     {
       MutexLock lock(&mu_);
       changed_ = changed_ || write;
-      if (present_) return;
+      present = present_;
+    }
+    if (present) {
+      if (order_.has_value()) order_->Use();
+      return;
     }
     Named("reading", what_, [&] {
       AllocateMemory(flat_);
       try {
-        Read(flat_.data_ptr());
+        if (order_.has_value()) order_->Begin();
+        store_.ReadTo(place_, flat_);
       } catch (...) {
         FreeMemory(flat_);
         throw;
@@ -98,6 +120,7 @@ void StoredPage::Require(bool write, const char* /*op*/) {
 }
 
 bool StoredPage::Free() {
+  const at::NoGradGuard no_grad;
   const Access access(*this);
   bool changed = false;
   {
@@ -107,10 +130,17 @@ bool StoredPage::Free() {
     if (pins() > 0) return false;
     changed = changed_;
   }
-  // What no tensor has nobody reads.
-  if (changed && used()) {
-    Named("writing", what_, [&] { store_.Write(place_, flat_.data_ptr(), flat_.nbytes()); });
-  }
+  const auto write = [&] {
+    // What no tensor has nobody reads.
+    if (changed && used()) store_.WriteFrom(place_, flat_);
+  };
+  Named("writing", what_, [&] {
+    if (order_.has_value()) {
+      order_->End(write);
+    } else {
+      write();
+    }
+  });
   FreeMemory(flat_);
   MutexLock lock(&mu_);
   present_ = changed_ = false;
@@ -126,13 +156,14 @@ void StoredPage::CopyTo(const at::Tensor& to) {
   const at::NoGradGuard no_grad;
   const Access access(*this);
   if (present()) {
-    to.copy_(flat_);
-    return;
+    const auto copy = [&] { to.copy_(flat_); };
+    if (order_.has_value()) return order_->Copy(copy);
+    return copy();
   }
   Named("reading", what_, [&] {
     const bool as_it_is = to.scalar_type() == flat_.scalar_type();
     const at::Tensor values = as_it_is ? to : at::empty(flat_.sizes(), flat_.options());
-    Read(values.data_ptr());
+    store_.ReadTo(place_, values);
     if (!as_it_is) to.copy_(values);
   });
 }

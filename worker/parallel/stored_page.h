@@ -10,6 +10,7 @@
 #include "ATen/core/Tensor.h"
 #include "absl/base/thread_annotations.h"
 #include "base/mutex.h"
+#include "worker/parallel/memory_order.h"
 #include "worker/parallel/paged_storage.h"
 #include "worker/parallel/part_store.h"
 
@@ -36,13 +37,18 @@ class StoredPages {
 
 // Memory of tensors that is in a PartStore while nothing uses them: an operator that takes one has
 // all of it read, and it stays until Free(), or until two others of `among` have come. Thread-safe.
+//
+// On a device the copies are operations of streams: what comes and goes here is in order with all
+// that its streams do with the memory (MemoryOrder), and the place with all that read and write it
+// (PartStore).
 class StoredPage : public Page, public std::enable_shared_from_this<StoredPage> {
  public:
   // `flat`: has the whole of its memory, from LibTorch's allocator, which others use by PagedView()
-  // alone. `store`: borrowed; `place`: of flat.nbytes() bytes in it. `what`: for errors: "this
-  // process's part of unit '0'".
+  // alone; on a device, what the current stream does with it is in order. `store`: borrowed;
+  // `place`: of flat.nbytes() bytes in it. `what`: for errors: "this process's part of unit '0'".
   StoredPage(at::Tensor flat, PartStore& store, uint64_t place, StoredPages& among,
              std::string what);
+  ~StoredPage() override;
 
   void Require(bool write, const char* op) override;
   // Writes it to the store if it has changed, and frees its memory, unless an operator uses it.
@@ -52,7 +58,7 @@ class StoredPage : public Page, public std::enable_shared_from_this<StoredPage> 
   bool present() const;
   // Whether a tensor has it, besides this.
   bool used() const { return flat_.storage().use_count() > 1; }
-  // Overwrites `to`, of as many elements; it stays where it is.
+  // Overwrites `to`, of as many elements on the same device; the page stays where it is.
   void CopyTo(const at::Tensor& to);
   uint64_t place() const { return place_; }
 
@@ -69,14 +75,14 @@ class StoredPage : public Page, public std::enable_shared_from_this<StoredPage> 
     StoredPage& page_;
   };
 
-  void Read(void* to);
-
   const at::Tensor flat_;  // without memory while it is in the store
   PartStore& store_;
   const uint64_t place_;
   StoredPages& among_;
   const std::string what_;
   const PageRegistration registration_;
+  // Of memory that streams use; touched by an Access alone.
+  std::optional<MemoryOrder> order_;
   mutable Mutex mu_;
   CondVar released_;
   bool taken_ ABSL_GUARDED_BY(mu_) = false;  // by an Access

@@ -8,11 +8,15 @@
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "c10/core/StreamGuard.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "worker/checkpoint/fake_device.h"
+#include "worker/collective/fake_streams.h"
 #include "worker/collective/test_error.h"
 #include "worker/parallel/memory_parts.h"
 #include "worker/parallel/paged_storage.h"
+#include "worker/train/host_parts.h"
 
 namespace muster {
 namespace {
@@ -163,6 +167,161 @@ TEST_F(StoredPageTest, CopyTo_LeavesThePageWhereItIs) {
     }
   }
   EXPECT_THAT(Present(), ElementsAre(1, 2));
+}
+
+// Pages of a device, whose places are in memory of the host.
+class StoredPageOfADevice : public testing::Test {
+ protected:
+  static constexpr int64_t kBytes = kSize * static_cast<int64_t>(sizeof(float));
+  using Point = FakeStreams::Point;
+
+  StoredPageOfADevice() { LimitFakeDevice(-1); }
+  ~StoredPageOfADevice() override { LimitFakeDevice(-1); }
+
+  void Add() {
+    const size_t number = pages_.size();
+    const at::Tensor flat =
+        at::empty({kSize}, at::TensorOptions().dtype(at::kFloat).device(FakeDevice().device()));
+    SetValues(flat, static_cast<float>(number));
+    const uint64_t place = store_.Reserve(kBytes);
+    tensors_.push_back(PagedView(flat, {kSize}, {1}, 0));
+    pages_.push_back(std::make_shared<StoredPage>(flat, store_, place, among_,
+                                                  "page " + std::to_string(number)));
+    among_.Came(pages_.back());
+  }
+  // Operators of the program; the point is that of the copy.
+  Point WriteOn(const c10::Stream& stream, size_t i, float value) {
+    const c10::StreamGuard on(stream);
+    tensors_[i].copy_(at::full({kSize}, value), /*non_blocking=*/true);
+    return CopiesToFakeDevice().back();
+  }
+  Point ReadOn(const c10::Stream& stream, size_t i, float value) {
+    const c10::StreamGuard on(stream);
+    const at::Tensor read = at::zeros({kSize});
+    read.copy_(tensors_[i], /*non_blocking=*/true);
+    EXPECT_TRUE(at::equal(read, at::full({kSize}, value))) << i;
+    return CopiesFromFakeDevice().back();
+  }
+  static bool IsBefore(const Point& point, const c10::Stream& stream) {
+    const c10::StreamGuard on(stream);
+    return FakeDevice().IsBefore(point);
+  }
+
+  const c10::Stream program_ = FakeDevice().getNewStream(FakeDevice().device(), 0);
+  const c10::Stream other_ = FakeDevice().getNewStream(FakeDevice().device(), 0);
+  const c10::StreamGuard guard_{program_};
+  const HostPinning pinning_{.pin = [](void*, size_t) { return true; }, .unpin = [](void*) {}};
+  HostParts store_{FakeDevice().device(), &pinning_};
+  StoredPages among_;
+  std::vector<std::shared_ptr<StoredPage>> pages_;
+  std::vector<at::Tensor> tensors_;
+};
+
+TEST_F(StoredPageOfADevice, Operators_FindTheirPages_AndTheHostWaitsForNone) {
+  const int waits = FakeDevice().host_waits();
+  const int64_t before = MemoryOfFakeDevice().now;
+  for (int i = 0; i < 5; ++i) Add();
+  EXPECT_EQ(MemoryOfFakeDevice().now - before, 2 * kBytes);
+  for (size_t i = 0; i < 5; ++i) ReadOn(program_, i, static_cast<float>(i));
+  for (size_t i = 0; i < 5; ++i) WriteOn(program_, i, static_cast<float>(10 + i));
+  for (size_t i = 0; i < 5; ++i) ReadOn(program_, i, static_cast<float>(10 + i));
+  EXPECT_EQ(MemoryOfFakeDevice().now - before, 2 * kBytes);
+  for (const auto& page : pages_) EXPECT_TRUE(page->Free());
+  EXPECT_EQ(MemoryOfFakeDevice().now, before);
+  EXPECT_EQ(FakeDevice().host_waits(), waits);
+}
+
+TEST_F(StoredPageOfADevice, WhatHasNotChanged_IsNotCopiedBack) {
+  for (int i = 0; i < 3; ++i) Add();
+  for (const auto& page : pages_) page->Free();
+  ReadOn(program_, 0, 0);
+  const size_t copies = CopiesFromFakeDevice().size();
+  pages_[0]->Free();
+  EXPECT_EQ(CopiesFromFakeDevice().size(), copies);
+}
+
+TEST_F(StoredPageOfADevice, MemoryThatIsFreed_HasBeenUsedByAllStreams) {
+  Add();
+  const Point write = WriteOn(other_, 0, 7);
+  EXPECT_FALSE(FakeDevice().IsBefore(write));
+  pages_[0]->Free();
+  EXPECT_TRUE(FakeDevice().IsBefore(write)) << "it goes to what this stream does next";
+  ReadOn(program_, 0, 7);
+}
+
+TEST_F(StoredPageOfADevice, ContentsOfOneStream_AreThereForAnother) {
+  Add();
+  pages_[0]->Free();
+  ReadOn(program_, 0, 0);
+  const Point in = CopiesToFakeDevice().back();
+  EXPECT_FALSE(IsBefore(in, other_));
+  ReadOn(other_, 0, 0);
+  EXPECT_TRUE(IsBefore(in, other_));
+}
+
+TEST_F(StoredPageOfADevice, PageThatOneStreamGaveBack_IsReadByAnotherAfterwards) {
+  Add();
+  WriteOn(program_, 0, 3);
+  pages_[0]->Free();
+  const Point out = CopiesFromFakeDevice().back();
+  EXPECT_FALSE(IsBefore(out, other_));
+  ReadOn(other_, 0, 3);
+  EXPECT_TRUE(IsBefore(out, other_));
+}
+
+TEST_F(StoredPageOfADevice, PageThatComesAgain_IsOfTheStreamThatAsksForIt) {
+  Add();
+  pages_[0]->Free();
+  const Point write = WriteOn(other_, 0, 4);
+  pages_[0]->Free();
+  const Point out = CopiesFromFakeDevice().back();
+  EXPECT_EQ(out.stream, other_.id()) << "the allocator gives its memory to what that does next";
+  EXPECT_GT(out.number, write.number);
+  EXPECT_TRUE(FakeDevice().IsBefore(out));
+}
+
+TEST_F(StoredPageOfADevice, CopyTo_OnAnotherStream_IsInOrderWithThePage) {
+  const at::Tensor to =
+      at::empty({kSize}, at::TensorOptions().dtype(at::kFloat).device(FakeDevice().device()));
+  for (const bool present : {false, true}) {
+    SCOPED_TRACE(present);
+    Add();
+    const size_t i = pages_.size() - 1;
+    const Point write = WriteOn(program_, i, 5);
+    if (!present) pages_[i]->Free();
+    {
+      const c10::StreamGuard on(other_);
+      pages_[i]->CopyTo(to);
+      EXPECT_TRUE(FakeDevice().IsBefore(write));
+      EXPECT_EQ(ValuesOf(to), std::vector<float>(kSize, 5));
+    }
+    EXPECT_EQ(pages_[i]->present(), present);
+    Point copy = {};
+    {
+      const c10::StreamGuard on(other_);
+      copy = {other_.id(), FakeDevice().Operate().number - 1};
+    }
+    // What the program writes afterwards, or what the place gets, comes after the copy.
+    WriteOn(program_, i, 6);
+    pages_[i]->Free();
+    EXPECT_TRUE(FakeDevice().IsBefore(copy));
+  }
+}
+
+TEST_F(StoredPageOfADevice, PageThatIsGone_LeavesItsMemoryInOrder) {
+  Add();
+  const Point use = ReadOn(other_, 0, 0);
+  pages_.clear();
+  EXPECT_TRUE(FakeDevice().IsBefore(use));
+}
+
+TEST_F(StoredPageOfADevice, DeviceWithoutRoom_IsNamed_AndNothingIsLost) {
+  for (int i = 0; i < 3; ++i) Add();
+  LimitFakeDevice(MemoryOfFakeDevice().now);
+  EXPECT_THAT(ErrorOf([&] { ReadOn(program_, 0, 0); }),
+              AllOf(HasSubstr("has no room"), HasSubstr("while reading page 0")));
+  LimitFakeDevice(-1);
+  for (size_t i = 0; i < 3; ++i) ReadOn(program_, i, static_cast<float>(i));
 }
 
 }  // namespace

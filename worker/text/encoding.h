@@ -8,9 +8,10 @@
 
 namespace muster {
 
-// A text, or a pair of them, as tokens. All lists but `overflowing` have one entry for each token.
+// A text, or a pair of texts, as tokens. All lists except `overflowing` have one entry for each
+// token.
 struct Encoding {
-  // Code points [begin, end) of the text that was given.
+  // Code points [begin, end) of the input text.
   struct Offsets {
     int64_t begin = 0;
     int64_t end = 0;
@@ -22,7 +23,7 @@ struct Encoding {
   std::vector<int64_t> type_ids;
   std::vector<std::string> tokens;
   std::vector<Offsets> offsets;
-  std::vector<int64_t> special_tokens_mask;  // 1: put in by the template or as padding
+  std::vector<int64_t> special_tokens_mask;  // 1: added by the template or as padding
   std::vector<int64_t> attention_mask;       // 0: padding
   std::vector<Encoding> overflowing;         // what truncation cut off, in windows
 
@@ -34,17 +35,17 @@ enum class TextSide { kLeft, kRight };
 // How encodings are cut to a length.
 struct Truncation {
   enum class Strategy {
-    kLongestFirst,  // the longer one of a pair; both if that is not enough
+    kLongestFirst,  // the longer text of a pair; both if that is not enough
     kOnlyFirst,
     kOnlySecond,
   };
-  int64_t max_length = 512;  // in tokens, those of the template included
-  int64_t stride = 0;        // how many tokens a window shares with the one before
+  int64_t max_length = 512;  // in tokens, including those of the template
+  int64_t stride = 0;        // how many tokens a window shares with the previous one
   Strategy strategy = Strategy::kLongestFirst;
   TextSide direction = TextSide::kRight;  // which end is cut off
 };
 
-// How the encodings of a batch are brought to one length.
+// How the encodings of a batch are padded to equal length.
 struct Padding {
   std::optional<int64_t> length = {};  // unset: that of the longest
   int64_t pad_to_multiple_of = 0;

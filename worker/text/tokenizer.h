@@ -22,13 +22,13 @@ class DecodeChain;
 
 struct EncodeOptions {
   bool add_special_tokens = true;  // those of the file's template, such as [CLS]
-  // Unset: what the file says, which usually is nothing.
+  // Unset: the file's setting, which usually is none.
   std::optional<Truncation> truncation = {};
   std::optional<Padding> padding = {};
   bool limits_of_file = true;  // false: unset means none, whatever the file says
 };
 
-// One element of a batch: a text, or two. Borrows them.
+// One element of a batch: one or two texts, which it borrows.
 struct TextInput {
   TextInput(absl::string_view text) : text(text) {}   // NOLINT: implicit on purpose
   TextInput(const char* text) : text(text) {}         // NOLINT
@@ -39,7 +39,7 @@ struct TextInput {
   std::optional<absl::string_view> pair;
 };
 
-// The tokens that tokenizer_config.json and special_tokens_map.json give a role.
+// The tokens to which tokenizer_config.json and special_tokens_map.json give a role.
 struct SpecialTokens {
   std::optional<std::string> bos;
   std::optional<std::string> eos;
@@ -50,18 +50,19 @@ struct SpecialTokens {
   std::optional<std::string> mask;
 };
 
-// Makes text of tokens as they come, such as from a model that is generating. All texts of Push and
-// that of Finish, one after another, are what Tokenizer::Decode makes of all ids; none ends within
-// a character. Text comes as soon as no later token can change it. Not thread-safe.
+// Decodes tokens into text as they arrive, for example from a generating model. The texts of all
+// Push calls and of Finish, concatenated, equal Tokenizer::Decode of all ids; none ends within a
+// character. Text is returned as soon as no later token can change it. Not thread-safe.
 class StreamDecoder {
  public:
   StreamDecoder(StreamDecoder&&) noexcept;
   StreamDecoder& operator=(StreamDecoder&&) noexcept;
   ~StreamDecoder();
 
-  // The text that is sure with one more token; often empty. Errors: those of Tokenizer::Decode.
+  // Returns the text that one more token makes final; often empty. Errors: those of
+  // Tokenizer::Decode.
   absl::StatusOr<std::string> Push(int64_t id);
-  // The rest. Nothing may be called after it.
+  // Returns the rest. Call nothing after it.
   absl::StatusOr<std::string> Finish();
 
  private:
@@ -73,8 +74,8 @@ class StreamDecoder {
   std::unique_ptr<text::DecodeChain> chain_;
 };
 
-// Turns text into the tokens of a model and back: a tokenizer.json, as the tokenizers library of
-// Hugging Face writes it, with the same tokens as that library gives (docs/tokenizers.md).
+// Converts text into a model's tokens and back, from a tokenizer.json as Hugging Face's tokenizers
+// library writes it, with the same tokens as that library (docs/tokenizers.md).
 //
 //   auto tokenizer = muster::Tokenizer::FromFile("gpt2/tokenizer.json");
 //   if (!tokenizer.ok()) return tokenizer.status();
@@ -82,41 +83,41 @@ class StreamDecoder {
 //   if (!encoding.ok()) return encoding.status();
 //   auto text = tokenizer->Decode(encoding->ids);
 //
-// Needs no torch. Cheap to copy; copies share everything. All methods may be called by several
-// threads at once. Nothing throws.
+// Needs no torch. Cheap to copy; copies share everything. Thread-safe. Nothing throws.
 class Tokenizer {
  public:
-  // Blocks on the disk. Errors: those of the system; INVALID_ARGUMENT the file is malformed;
-  // UNIMPLEMENTED it has a component or setting that is not supported, and would give other tokens;
-  // both name the field. RESOURCE_EXHAUSTED it is larger than 256 MiB or nested too deep.
+  // Reads a tokenizer.json. Blocks on the disk. Errors: those of the system; INVALID_ARGUMENT: the
+  // file is malformed; UNIMPLEMENTED: it has an unsupported component or setting, which would give
+  // other tokens; both name the field. RESOURCE_EXHAUSTED: it is larger than 256 MiB or nested too
+  // deep.
   static absl::StatusOr<Tokenizer> FromFile(const std::string& path);
-  // The same of FOLDER/tokenizer.json, with what tokenizer_config.json, special_tokens_map.json and
-  // added_tokens.json say about tokens, if they are there; without tokenizer.json, of the files of
-  // older folders (docs/tokenizers.md). NOT_FOUND says which are missing. RESOURCE_EXHAUSTED one
-  // beside tokenizer.json is larger than 16 MiB; FAILED_PRECONDITION tokenizer.json is a link to
-  // nothing. A warning is logged if tokens get other ids than these files say.
+  // The same for FOLDER/tokenizer.json, with what tokenizer_config.json, special_tokens_map.json
+  // and added_tokens.json, if present, say about tokens; without tokenizer.json, for the files of
+  // older folders (docs/tokenizers.md). NOT_FOUND says which files are missing. RESOURCE_EXHAUSTED:
+  // a file other than tokenizer.json is larger than 16 MiB; FAILED_PRECONDITION: tokenizer.json is
+  // a dangling link. A warning is logged if tokens get other ids than these files say.
   static absl::StatusOr<Tokenizer> FromFolder(const std::string& folder);
-  // The same of the content of a tokenizer.json; `source` names it in messages.
+  // The same for the content of a tokenizer.json; `source` names it in messages.
   static absl::StatusOr<Tokenizer> FromJson(absl::string_view json, absl::string_view source);
 
-  // Errors: INVALID_ARGUMENT the text is not UTF-8, or cannot be truncated as wanted;
-  // FAILED_PRECONDITION a part of it is not in the vocabulary, which has no unknown token;
-  // RESOURCE_EXHAUSTED it is larger than 256 MiB, or a regular expression of the file takes too
-  // long.
+  // Encodes a text. Errors: INVALID_ARGUMENT: the text is not UTF-8, or cannot be truncated as
+  // requested; FAILED_PRECONDITION: a part of it is not in the vocabulary, which has no unknown
+  // token; RESOURCE_EXHAUSTED: it is larger than 256 MiB, or a regular expression of the file takes
+  // too long.
   absl::StatusOr<Encoding> Encode(absl::string_view text, const EncodeOptions& options = {}) const;
   absl::StatusOr<Encoding> EncodePair(absl::string_view text, absl::string_view pair,
                                       const EncodeOptions& options = {}) const;
-  // All of them, on up to `threads` threads; 0: one for each core. Padding brings them to one
-  // length. An error says which text has it.
+  // Encodes all inputs, on up to `threads` threads; 0: one for each core. Padding makes them
+  // equally long. An error says which text caused it.
   absl::StatusOr<std::vector<Encoding>> EncodeBatch(absl::Span<const TextInput> inputs,
                                                     const EncodeOptions& options = {},
                                                     int threads = 0) const;
 
-  // The ids alone, without truncation and padding: faster.
+  // Returns only the ids, without truncation and padding; faster.
   absl::StatusOr<std::vector<int64_t>> EncodeIds(absl::string_view text,
                                                  bool add_special_tokens = true) const;
 
-  // Errors: INVALID_ARGUMENT an id is not in the vocabulary.
+  // Decodes ids into text. Errors: INVALID_ARGUMENT: an id is not in the vocabulary.
   absl::StatusOr<std::string> Decode(absl::Span<const int64_t> ids,
                                      bool skip_special_tokens = true) const;
   StreamDecoder Stream(bool skip_special_tokens = true) const;
@@ -124,11 +125,11 @@ class Tokenizer {
   // nullopt: there is no such token.
   std::optional<int64_t> TokenToId(absl::string_view token) const;
   std::optional<std::string> IdToToken(int64_t id) const;
-  // How many tokens, with or without the added ones that the model does not have itself.
+  // The number of tokens, with or without the added ones that the model itself lacks.
   int64_t VocabSize(bool with_added_tokens = true) const;
 
   const SpecialTokens& special_tokens() const;
-  // What the file says.
+  // The file's settings.
   const std::optional<Truncation>& truncation() const;
   const std::optional<Padding>& padding() const;
 

@@ -13,23 +13,23 @@
 namespace muster {
 
 struct LogOptions {
-  // Rank 0 alone speaks. Otherwise every rank does.
+  // Only rank 0 logs; otherwise every rank does.
   bool main_process_only = true;
-  // Ranks speak one after the other, in rank order. Collective: every rank must make the call,
-  // whatever its log level; main_process_only is then ignored.
+  // Ranks log one after another, in rank order. Collective: every rank must make the call, whatever
+  // its log level; main_process_only is then ignored.
   bool in_order = false;
 };
 
 // Log lines of a job of several processes, prefixed "[RANK i]". Levels below GetLogLevel()
-// (base/log.h) are not written. Thread-safe but for in_order, which uses the Comm.
+// (base/log.h) are not written. Thread-safe except with in_order, which uses the Comm.
 class RankLogger {
  public:
-  // Where a line goes; the default is standard error by way of base/log.h, with the caller's file
+  // Receives each line; the default is standard error through base/log.h, with the caller's file
   // and line.
   using Sink =
       std::function<void(LogLevel level, const std::string& line, const char* file, int at)>;
 
-  // `comm` outlives the logger.
+  // `comm` must outlive the logger.
   explicit RankLogger(Comm& comm, Sink sink = nullptr);
 
   void Log(LogLevel level, absl::string_view text, const LogOptions& options = {},
@@ -52,7 +52,7 @@ class RankLogger {
     Log(LogLevel::kError, text, options, file, line);
   }
 
-  // A warning that this logger says once for each text.
+  // Logs a warning, once per text and logger.
   void WarningOnce(absl::string_view text, const LogOptions& options = {},
                    const char* file = __builtin_FILE(), int line = __builtin_LINE());
 

@@ -10,8 +10,8 @@
 namespace muster {
 
 // Which steps are recorded, by torch.profiler's rule: after the first `skip_first` steps, rounds of
-// `wait` steps without the profiler, `warmup` steps whose records are thrown away, and `active`
-// steps that are kept. After `repeat` rounds no more; 0: round after round.
+// `wait` steps without the profiler, `warmup` steps whose records are discarded, and `active` steps
+// whose records are kept. Stops after `repeat` rounds; 0: never stops.
 struct ProfileSchedule {
   int64_t wait = 0;
   int64_t warmup = 0;
@@ -22,11 +22,11 @@ struct ProfileSchedule {
 
 enum class ProfileAction { kNone, kWarmup, kRecord, kRecordAndSave };
 
-// The profiler's action in step `step`, counted from 0, of a schedule with active > 0.
+// Returns the profiler's action in step `step`, counted from 0, of a schedule with active > 0.
 ProfileAction ProfileActionAt(const ProfileSchedule& schedule, int64_t step);
 
 struct ProfileOptions {
-  // Where profile_{rank}.json goes; made if need be.
+  // The folder for profile_{rank}.json; created if necessary.
   std::string output_dir = ".";
   int rank = 0;
   // Also records the GPU. Needs the CUDA backend to be loaded.
@@ -35,15 +35,14 @@ struct ProfileOptions {
   bool profile_memory = false;
   bool with_flops = false;
   ProfileSchedule schedule = {};
-  // Called with the path of each trace that was written.
+  // Called with the path of each written trace.
   std::function<void(const std::string& path)> on_trace_ready = nullptr;
 };
 
-// Records what LibTorch does in a scope (also in its backward threads) and writes a Chrome trace,
-// to be opened in chrome://tracing or Perfetto: OUTPUT_DIR/profile_{rank}.json. With a schedule,
-// step() marks the end of a training step, and the traces of further rounds are
-// profile_{rank}_1.json, profile_{rank}_2.json, ... One at a time in a process; use it and end it
-// on one thread.
+// Records what LibTorch does in a scope (also in its backward threads) and writes a Chrome trace
+// for chrome://tracing or Perfetto: OUTPUT_DIR/profile_{rank}.json. With a schedule, step() marks
+// the end of a training step, and the traces of further rounds are profile_{rank}_1.json,
+// profile_{rank}_2.json, ... Only one at a time in a process; use it and end it on the same thread.
 //
 //   muster::Profile profile({.output_dir = "traces", .rank = accelerator.process_index()});
 //   ... some steps ...
@@ -60,12 +59,12 @@ class Profile {
   Profile(const Profile&) = delete;
   Profile& operator=(const Profile&) = delete;
 
-  // Call it after each training step. Does nothing without a schedule. Stop() reports a trace that
-  // cannot be written.
+  // Marks the end of a training step; call it after each. Does nothing without a schedule. Stop()
+  // reports a trace that cannot be written.
   void step();
 
-  // Ends the recording and writes the file whole. Returns the path of the last trace, again at
-  // every further call. FAILED_PRECONDITION if the schedule came to no recorded step.
+  // Ends the recording and writes the whole file. Returns the path of the last trace, also on every
+  // further call. FAILED_PRECONDITION if the schedule reached no recorded step.
   absl::StatusOr<std::string> Stop();
 
  private:
@@ -73,7 +72,7 @@ class Profile {
 
   bool scheduled() const { return options_.schedule.active > 0; }
   void Enter(ProfileAction action);
-  // Ends the recording, if there is one, and writes what it holds.
+  // Ends the recording, if there is one, and writes its contents.
   void Finish();
 
   const ProfileOptions options_;

@@ -17,26 +17,26 @@ class Clock;
 struct ProgressOptions {
   // Shown before the bar.
   std::string description;
-  // How far it goes; 0 if unknown: then there is no bar and no estimate.
+  // The number of items; 0 if unknown: then there is no bar and no estimate.
   int64_t total = 0;
-  // Where it starts, as after a resume.
+  // The starting point, for example after a resume.
   int64_t initial = 0;
   // The unit, as in "12.5 it/s".
   std::string unit = "it";
   // False on ranks that are not the local main process: everything then does nothing.
   bool enabled = true;
-  // Standard error. Nothing is shown if it is no terminal.
+  // Standard error. Nothing is shown if it is not a terminal.
   int fd = 2;
-  // Overrides the look at `fd`, for tests.
+  // Overrides the check of `fd`, for tests.
   std::optional<bool> terminal;
-  // Columns; 0: those of the terminal.
+  // Width in columns; 0: the terminal's.
   int columns = 0;
-  // Redrawn at most this often.
+  // The shortest time between two redraws.
   absl::Duration period = absl::Milliseconds(100);
   const Clock* clock = nullptr;  // null: the real one
 };
 
-// One line that shows how far a loop is:
+// One line that shows the progress of a loop:
 //
 //   epoch 1:  45%|████▌     | 422/938 [00:21<00:26, 19.9it/s, loss=0.0712]
 //
@@ -51,10 +51,11 @@ class Progress {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  // Adds the number of finished items. Redraws if the period has passed. Costs a clock reading.
+  // Adds finished items. Redraws if the period has passed. Costs one clock reading.
   void Advance(int64_t by = 1);
 
-  // Shown at the end of the line from the next redraw on, in this order, as in {{"loss", "0.07"}}.
+  // Sets what is shown at the end of the line from the next redraw on, in this order, such as
+  // {{"loss", "0.07"}}.
   void SetPostfix(std::vector<std::pair<std::string, std::string>> postfix);
   // The same with numbers, four significant digits.
   void SetPostfix(const std::vector<std::pair<std::string, double>>& postfix);

@@ -18,8 +18,8 @@
 
 namespace muster {
 
-// A number, a truth value or a text that is tracked. Converts from all of them, so that {{"loss",
-// 0.5}, {"epoch", 3}} can be written.
+// A tracked number, boolean or text. Converts from all of them, so that {{"loss", 0.5}, {"epoch",
+// 3}} works.
 class TrackerValue {
  public:
   using Variant = std::variant<bool, int64_t, double, std::string>;
@@ -35,9 +35,9 @@ class TrackerValue {
   bool is_text() const { return std::holds_alternative<std::string>(value_); }
   // Booleans are 0 and 1; a text is not a number.
   double number() const;
-  // As people read it: shortest form that gives the same number.
+  // For people: the shortest form that gives the same number.
   std::string text() const;
-  // As JSON; numbers that JSON has not become "nan", "inf", "-inf".
+  // As JSON; numbers that JSON lacks become "nan", "inf", "-inf".
   std::string json() const;
 
  private:
@@ -63,7 +63,8 @@ struct TrackerEntry {
   absl::Time time;
 };
 
-// Where a run's figures go: a file format or a service. Implement it for a tracker of your own:
+// The destination of a run's metrics: a file format or a service. Implement it for your own
+// tracker:
 //
 //   class Mine : public muster::GeneralTracker {
 //     std::string name() const override { return "mine"; }
@@ -71,8 +72,8 @@ struct TrackerEntry {
 //     absl::Status log(const muster::TrackerEntry& entry) override { ... }
 //   };
 //
-// Calls come from one thread at a time, start first, finish last. An error is reported once in the
-// log and never stops training.
+// Calls come from one thread at a time, with start first and finish last. An error is logged once
+// and never stops training.
 class GeneralTracker {
  public:
   virtual ~GeneralTracker() = default;
@@ -85,7 +86,7 @@ class GeneralTracker {
   // Opens its output.
   virtual absl::Status start() = 0;
 
-  // The settings of the run, once, before the first entry.
+  // Receives the settings of the run, once, before the first entry.
   virtual absl::Status store_init_configuration(const TrackerValues& /*config*/) {
     return absl::OkStatus();
   }
@@ -99,7 +100,7 @@ class GeneralTracker {
 // The arguments of a tracker factory.
 struct TrackerContext {
   std::string project_name;
-  // Where files go: LOGGING_DIR/PROJECT_NAME/.
+  // The folder for files: LOGGING_DIR/PROJECT_NAME/.
   std::string logging_dir;
   int rank = 0;
   // When the run began.
@@ -113,7 +114,7 @@ using TrackerFactory =
 void RegisterTrackerClass(const std::string& name, TrackerFactory factory);
 
 // Makes a tracker of a registered kind: "tensorboard", "jsonl", "csv", or the program's own.
-// Errors: NOT_FOUND naming the kinds there are; INVALID_ARGUMENT if it needs a logging_dir and has
+// Errors: NOT_FOUND listing the known kinds; INVALID_ARGUMENT if it needs a logging_dir and has
 // none.
 absl::StatusOr<std::unique_ptr<GeneralTracker>> MakeTracker(const std::string& kind,
                                                             const TrackerContext& context);

@@ -44,12 +44,12 @@ decltype(auto) Call(Function& function, Inputs&&... inputs) {
   }
 }
 
-// What it takes to run a function again.
+// What is needed to run a function again.
 struct Rerun {
-  // The argument: the tensors of its inputs that are seen, which are kept here alone.
+  // Its argument: the visible tensors of the inputs, which are kept only here.
   std::function<void(const std::vector<at::Tensor>& inputs)> function;
   std::vector<at::Tensor> inputs;
-  // Of a module.
+  // Those of a module.
   std::vector<at::Tensor> parameters;
   std::vector<at::Tensor> buffers;
 };
@@ -78,7 +78,7 @@ constexpr bool HoldsSeenTensors() {
   }
 }
 
-// `value` without its tensors, and with those of `tensors` from `*next` on.
+// Return `value` without its tensors, and with those of `tensors` from `*next` on.
 template <typename T>
 T WithoutTensors(const T& value) {
   if constexpr (HoldsSeenTensors<T>()) {
@@ -96,7 +96,7 @@ T WithTensors(const T& value, const std::vector<at::Tensor>& tensors, size_t* ne
   }
 }
 
-// The module behind a handle; null for a function.
+// Returns the module behind a handle; null for a function.
 template <typename Function>
 const torch::nn::Module* ModuleOf(const Function& function) {
   if constexpr (requires { static_cast<const torch::nn::Module*>(function.ptr().get()); }) {
@@ -112,11 +112,11 @@ const torch::nn::Module* ModuleOf(const Function& function) {
 
 class Region;
 
-// While it lives, what autograd saves in this thread for the backward pass is dropped, and computed
-// again when the backward pass asks for it.
+// In this scope, what autograd saves in this thread for the backward pass is dropped; it is
+// computed again when the backward pass needs it.
 class RegionScope {
  public:
-  // Of a call of `module`, which may be null.
+  // For a call of `module`, which may be null.
   RegionScope(Rerun rerun, const torch::nn::Module* module);
   ~RegionScope();
   RegionScope(const RegionScope&) = delete;
@@ -126,8 +126,8 @@ class RegionScope {
   std::shared_ptr<Region> region_;
 };
 
-// Before a call of `module`, which may be null: whether nothing is saved here, as gradients are
-// off, or an activation_checkpoint() around this one drops it.
+// Before a call of `module`, which may be null: returns whether nothing would be saved here,
+// because gradients are off or an enclosing activation_checkpoint() drops it.
 bool NothingToDrop(const torch::nn::Module* module);
 
 // Whether a policy selects `module` (activation_policy.h).
@@ -136,29 +136,29 @@ bool IsSelected(const torch::nn::Module* module);
 }  // namespace activation_internal
 
 // Calls `function(inputs...)`, or the forward() of a module (a ModuleHolder, a shared_ptr, a
-// pointer), and returns what it returns, without keeping the intermediate tensors that
-// its backward pass needs: the backward pass runs it a second time for them, up to the last one.
-// Memory of a model of n blocks falls from the activations of all to one tensor for each block and
-// the activations of one; the price is about a third more computation.
+// pointer), and returns what it returns, without keeping the intermediate tensors that its backward
+// pass needs: the backward pass runs it a second time, up to the last of them. For a model of n
+// blocks, memory falls from the activations of all blocks to one tensor per block and the
+// activations of one block, for about a third more computation.
 //
 //   for (auto& block : *blocks) x = muster::activation_checkpoint(block.as<Block>(), x, mask);
 //
-// Results and gradients are those of a plain call to the last bit: random generators, autocast and
-// a module's buffers (running statistics) are in the second run what they were in the first.
+// Results and gradients equal those of a plain call to the last bit: in the second run, random
+// generators, autocast and a module's buffers (running statistics) are as they were in the first.
 // Works in any prepared model, with data parallelism and sharding, and for gradients of gradients.
-// Calls inside of others are plain calls. With gradients off it is a plain call.
+// Nested calls, and calls with gradients off, are plain calls.
 //
 // `function` and `inputs` are copied (tensors and modules are handles) and kept until the graph is
-// freed; what they refer to must live until then. (A module that keeps a tensor of its forward pass
-// in a member keeps that graph, and so itself.) `function` must compute the same each time it is
-// called with the same inputs. Give a module rather than a lambda around it: only then changes of
-// parameters that autograd does not save, such as biases, are noticed, and buffers are restored.
-// The backward pass throws c10::Error, naming the tensor, if the second run saves other tensors
-// than the first, if an input or a parameter was changed in place since, or if the function writes
-// a buffer of a module that was not given as `function`; and the call throws in a process whose
-// autograd engine is not LibTorch's own (Python's), and in a backward pass that is under way when a
-// process calls it for the first time. Thread-safe, but for random numbers: threads that draw from
-// one generator meanwhile get others in the second run.
+// freed; what they refer to must live until then. (A module that stores a tensor of its forward
+// pass in a member keeps that graph alive, and thereby itself.) `function` must compute the same
+// result each time it is called with the same inputs. Give a module rather than a lambda around it:
+// only then changes of parameters that autograd does not save, such as biases, are noticed, and
+// buffers are restored. The backward pass throws c10::Error, naming the tensor, if the second run
+// saves other tensors than the first, if an input or a parameter was changed in place since, or if
+// the function writes a buffer of a module that was not passed as `function`. The call itself
+// throws in a process whose autograd engine is not LibTorch's own (Python's), and if a process
+// calls it for the first time during a backward pass. Thread-safe, except for random numbers:
+// threads that draw from the same generator meanwhile get other numbers in the second run.
 template <typename Function, typename... Inputs>
 auto activation_checkpoint(Function&& function, Inputs&&... inputs) {
   static_assert(std::is_copy_constructible_v<std::decay_t<Function>> &&
@@ -182,8 +182,8 @@ auto activation_checkpoint(Function&& function, Inputs&&... inputs) {
   };
   (add(std::as_const(inputs)), ...);
   internal::AddTensorsOf(function, &rerun);
-  // Each run has copies of its own, so that one which changes its captures finds them as the first.
-  // The tensors are kept in rerun.inputs alone, so that they can be elsewhere meanwhile.
+  // Each run has its own copies, so that a function which changes its captures finds them as in the
+  // first run. The tensors are kept only in rerun.inputs, so that they can be offloaded meanwhile.
   const std::tuple<std::decay_t<Inputs>...> copies(inputs...);
   rerun.function =
       [function = std::decay_t<Function>(function),
@@ -194,7 +194,7 @@ auto activation_checkpoint(Function&& function, Inputs&&... inputs) {
            copies)](const std::vector<at::Tensor>& tensors) {
         auto again = function;
         size_t next = 0;
-        // Braces: from the first to the last.
+        // Braces, because they are evaluated in order.
         auto arguments = std::apply(
             [&](const auto&... each) {
               return std::tuple<std::decay_t<Inputs>...>{
@@ -209,9 +209,9 @@ auto activation_checkpoint(Function&& function, Inputs&&... inputs) {
 
 // Calls a block of a model: the forward() of a module (a ModuleHolder, an AnyModule, a shared_ptr,
 // a pointer). A plain call, unless options.activation_checkpointing or the configuration that the
-// job was launched with selects the module: then activation_checkpoint(block, inputs...). LibTorch
-// has no place of its own where calls of modules go through, so write it where the model calls what
-// it repeats:
+// job was launched with selects the module: then it is activation_checkpoint(block, inputs...).
+// LibTorch has no central place that all module calls pass through, so use it where the model calls
+// its repeated blocks:
 //
 //   for (auto& block : blocks_) x = muster::call(block, x, mask);
 //

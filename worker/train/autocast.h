@@ -11,16 +11,16 @@ namespace muster {
 
 enum class MixedPrecision { kNo, kFp16, kBf16 };
 
-// "no", "fp16", "bf16". Throws c10::Error for anything else; fp8 is refused by name.
+// Parses "no", "fp16" or "bf16". Throws c10::Error for anything else; fp8 is refused by name.
 MixedPrecision ParseMixedPrecision(absl::string_view text);
 const char* MixedPrecisionName(MixedPrecision precision);
 
-// Throws c10::Error unless forward passes on `device` can run in `precision`. CPU and CUDA can do
-// all of them. fp16 on a CPU is done for real, with loss scaling, although it is slow there; it
-// never turns into fp32 in silence.
+// Throws c10::Error unless forward passes on `device` can run in `precision`. CPU and CUDA support
+// all of them. fp16 on a CPU really runs in fp16, with loss scaling, although it is slow there; it
+// never silently becomes fp32.
 void CheckMixedPrecision(MixedPrecision precision, c10::DeviceType device);
 
-// Whether gradients need a GradScaler: fp16 has too small a range for them.
+// Whether gradients need a GradScaler: the range of fp16 is too small for them.
 inline bool NeedsGradScaler(MixedPrecision precision) { return precision == MixedPrecision::kFp16; }
 
 struct AutocastOptions {
@@ -29,9 +29,9 @@ struct AutocastOptions {
   bool cache_enabled = true;
 };
 
-// Runs the operations of this thread in low precision while it lives, those that LibTorch's lists
-// call safe; with kNo or `enabled` false it switches autocast off. To be put around the forward
-// pass and the loss, not around backward. Guards nest; each restores what it found. Not movable.
+// While it lives, runs this thread's operations in low precision where LibTorch's lists call that
+// safe; with kNo or `enabled` false it switches autocast off. Put it around the forward pass and
+// the loss, not around the backward pass. Guards nest; each restores what it found. Not movable.
 class AutocastGuard {
  public:
   AutocastGuard(MixedPrecision precision, c10::DeviceType device,
@@ -47,8 +47,8 @@ class AutocastGuard {
   const bool old_cache_;
 };
 
-// `output` with its fp16 and bf16 tensors as fp32 (differentiable): what a prepared model returns
-// under mixed precision.
+// Returns `output` with its fp16 and bf16 tensors converted to fp32 (differentiable), as a prepared
+// model does under mixed precision.
 template <typename T>
 T ConvertToFp32(const T& output) {
   return MapTensors(output, [](const at::Tensor& tensor) {

@@ -4,14 +4,25 @@
 #include <cstring>
 #include <utility>
 
+#include "ATen/core/grad_mode.h"
+#include "ATen/ops/from_blob.h"
 #include "absl/strings/string_view.h"
 #include "worker/checkpoint/direct_io.h"
 #include "worker/train/guard.h"
+#include "worker/train/pin_memory.h"
 
 namespace muster {
 namespace {
 
 constexpr uint64_t kBlockBytes = uint64_t{8} << 20;
+
+// A tensor of memory that it does not own.
+at::Tensor BytesAt(char* data, uint64_t bytes, const c10::Device& device) {
+  return at::for_blob(data, {static_cast<int64_t>(bytes)})
+      .options(at::TensorOptions().dtype(at::kByte).device(device))
+      .target_device(device)
+      .make_tensor();
+}
 
 }  // namespace
 
@@ -29,7 +40,7 @@ uint64_t DiskParts::Reserve(uint64_t bytes) {
   return *place;
 }
 
-AlignedMemory DiskParts::TakeBlock(uint64_t bytes) {
+AlignedMemory DiskParts::TakeBlock(uint64_t bytes, const c10::Device& device) {
   AlignedMemory block;
   {
     MutexLock lock(&mu_);
@@ -39,6 +50,7 @@ AlignedMemory DiskParts::TakeBlock(uint64_t bytes) {
     }
   }
   ThrowIfError(block.Grow(std::min(kBlockBytes, DirectAlignedUp(bytes))));
+  PinFor(device, &block);
   return block;
 }
 
@@ -47,25 +59,62 @@ void DiskParts::GiveBack(AlignedMemory block) {
   idle_.push_back(std::move(block));
 }
 
-void DiskParts::Read(uint64_t place, void* to, uint64_t bytes) {
-  AlignedMemory block = TakeBlock(bytes);
+template <typename Copy>
+void DiskParts::ReadBlocks(uint64_t place, uint64_t bytes, const c10::Device& device,
+                           const Copy& copy) {
+  AlignedMemory block = TakeBlock(bytes, device);
   for (uint64_t done = 0; done < bytes; done += kBlockBytes) {
     const uint64_t size = std::min(kBlockBytes, bytes - done);
     ThrowIfError(file_->Read(place + done, block.data(), DirectAlignedUp(size)));
-    std::memcpy(static_cast<char*>(to) + done, block.data(), size);
+    copy(block.data(), done, size);
   }
   GiveBack(std::move(block));
 }
 
-void DiskParts::Write(uint64_t place, const void* from, uint64_t bytes) {
-  AlignedMemory block = TakeBlock(bytes);
+template <typename Copy>
+void DiskParts::WriteBlocks(uint64_t place, uint64_t bytes, const c10::Device& device,
+                            const Copy& copy) {
+  AlignedMemory block = TakeBlock(bytes, device);
   for (uint64_t done = 0; done < bytes; done += kBlockBytes) {
     const uint64_t size = std::min(kBlockBytes, bytes - done);
-    std::memcpy(block.data(), static_cast<const char*>(from) + done, size);
+    copy(block.data(), done, size);
     ThrowIfError(
         file_->Write(place + done, absl::string_view(block.data(), DirectAlignedUp(size))));
   }
   GiveBack(std::move(block));
+}
+
+void DiskParts::Read(uint64_t place, void* to, uint64_t bytes) {
+  ReadBlocks(place, bytes, at::kCPU, [&](const char* block, uint64_t done, uint64_t size) {
+    std::memcpy(static_cast<char*>(to) + done, block, size);
+  });
+}
+
+void DiskParts::Write(uint64_t place, const void* from, uint64_t bytes) {
+  WriteBlocks(place, bytes, at::kCPU, [&](char* block, uint64_t done, uint64_t size) {
+    std::memcpy(block, static_cast<const char*>(from) + done, size);
+  });
+}
+
+void DiskParts::ReadTo(uint64_t place, const at::Tensor& to) {
+  if (to.is_cpu()) return PartStore::ReadTo(place, to);
+  const at::NoGradGuard no_grad;
+  char* const data = static_cast<char*>(to.mutable_data_ptr());
+  ReadBlocks(place, to.nbytes(), to.device(), [&](char* block, uint64_t done, uint64_t size) {
+    // Returns when the block may be used again.
+    BytesAt(data + done, size, to.device()).copy_(BytesAt(block, size, at::kCPU));
+  });
+}
+
+void DiskParts::WriteFrom(uint64_t place, const at::Tensor& from) {
+  if (from.is_cpu()) return PartStore::WriteFrom(place, from);
+  const at::NoGradGuard no_grad;
+  // It is only read; for_blob() takes no memory as const.
+  char* const data = static_cast<char*>(const_cast<void*>(from.const_data_ptr()));
+  WriteBlocks(place, from.nbytes(), from.device(), [&](char* block, uint64_t done, uint64_t size) {
+    // Returns when the block has it.
+    BytesAt(block, size, at::kCPU).copy_(BytesAt(data + done, size, from.device()));
+  });
 }
 
 }  // namespace muster

@@ -6,8 +6,10 @@
 #include <string>
 #include <vector>
 
+#include "ATen/core/Tensor.h"
 #include "absl/base/thread_annotations.h"
 #include "base/mutex.h"
+#include "c10/core/Device.h"
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/scratch_file.h"
 #include "worker/parallel/part_store.h"
@@ -18,18 +20,30 @@ namespace muster {
 std::shared_ptr<ScratchFile> MakeScratchFile(const std::string& folder);
 
 // Parts of parameters in a file, past the page cache, through blocks of memory that direct I/O can
-// use, one for each thread that is at it. Thread-safe but for Reserve().
+// use, one for each thread that is at it. A GPU copies from and to the blocks, which are pinned,
+// and the host waits for that. Thread-safe but for Reserve().
 class DiskParts : public PartStore {
  public:
   explicit DiskParts(std::shared_ptr<ScratchFile> file);
 
+  bool Takes(const c10::Device& /*device*/) const override { return true; }
   uint64_t Reserve(uint64_t bytes) override;
   void Read(uint64_t place, void* to, uint64_t bytes) override;
   void Write(uint64_t place, const void* from, uint64_t bytes) override;
+  void ReadTo(uint64_t place, const at::Tensor& to) override;
+  void WriteFrom(uint64_t place, const at::Tensor& from) override;
 
  private:
-  AlignedMemory TakeBlock(uint64_t bytes);
+  // For copies with `device`.
+  AlignedMemory TakeBlock(uint64_t bytes, const c10::Device& device);
   void GiveBack(AlignedMemory block);
+
+  // Calls copy(block, done, size) for what a block of the file has next.
+  template <typename Copy>
+  void ReadBlocks(uint64_t place, uint64_t bytes, const c10::Device& device, const Copy& copy);
+  // The same before it is written.
+  template <typename Copy>
+  void WriteBlocks(uint64_t place, uint64_t bytes, const c10::Device& device, const Copy& copy);
 
   const std::shared_ptr<ScratchFile> file_;
   Mutex mu_;

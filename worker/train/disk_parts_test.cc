@@ -9,6 +9,8 @@
 #include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "worker/checkpoint/fake_device.h"
+#include "worker/collective/fake_streams.h"
 #include "worker/collective/test_error.h"
 
 namespace muster {
@@ -40,6 +42,28 @@ TEST(DiskParts, Parts_ComeBack) {
     parts.Read(places[i], read.data(), read.size() * sizeof(float));
     EXPECT_EQ(read, all[i]) << i;
   }
+}
+
+TEST(DiskParts, PartsOfADevice_ComeBack_AfterItsCopies) {
+  const TestFolder folder;
+  absl::StatusOr<std::shared_ptr<ScratchFile>> file = ScratchFile::Create(folder.path());
+  ASSERT_TRUE(file.ok()) << file.status();
+  DiskParts parts(*file);
+  EXPECT_TRUE(parts.Takes(FakeDevice().device()));
+  // One of two blocks.
+  const std::vector<std::vector<float>> all = {Numbers(5, 1), Numbers(3'000'001, 2)};
+  std::vector<uint64_t> places;
+  for (const auto& part : all) places.push_back(parts.Reserve(part.size() * sizeof(float)));
+  int waits = FakeDevice().host_waits();
+  for (size_t i = 0; i < all.size(); ++i) parts.WriteFrom(places[i], OnFakeDevice(all[i]));
+  EXPECT_EQ(FakeDevice().host_waits(), waits + 3) << "a block is written when it is copied";
+  waits = FakeDevice().host_waits();
+  for (size_t i = 0; i < all.size(); ++i) {
+    const at::Tensor read = OnFakeDevice(std::vector<float>(all[i].size()));
+    parts.ReadTo(places[i], read);
+    EXPECT_EQ(ValuesOf(read), all[i]) << i;
+  }
+  EXPECT_EQ(FakeDevice().host_waits(), waits + 3) << "and is used again when it is copied";
 }
 
 TEST(DiskParts, DiskThatFails_IsNamed) {

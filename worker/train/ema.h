@@ -13,54 +13,55 @@
 namespace muster {
 
 struct EmaOptions {
-  // What the average keeps of itself at an update; the weights bring the rest.
+  // The share of the old average that each update keeps; the weights contribute the rest.
   double decay = 0.999;
-  // Starts with a smaller decay, so that the first weights are soon forgotten: the n-th update has
-  // min(decay, (1 + n) / (10 + n)), counted from 0.
+  // Starts with a smaller decay, so that the first weights are soon forgotten: update n, counted
+  // from 0, uses min(decay, (1 + n) / (10 + n)).
   bool warmup = false;
   // Before this many calls of Update(), the average equals the weights.
   int64_t update_after_step = 0;
-  // Only every so-many-th call of Update() is an update.
+  // Only one in this many calls of Update() updates the average.
   int64_t update_every = 1;
 };
 
-// The exponential moving average of a model's weights, of which evaluation often gives better
-// numbers. fp16 and bf16 weights are averaged in fp32 (a thousandth of a change is nothing in
-// bf16), integers are copied. Buffers, such as BatchNorm's running statistics, are averages
-// already: the model's own ones serve.
+// The exponential moving average of a model's weights, which often evaluates better than the
+// weights themselves. fp16 and bf16 weights are averaged in fp32 (a thousandth of a change would
+// vanish in bf16); integers are copied. Buffers, such as BatchNorm's running statistics, are
+// averages already: the model's own are used.
 //
 //   EmaWeights ema(parameters, {.decay = 0.999});
 //   for (...) { ...; optimizer.Step(); ema.Update(); }
 //   { EmaWeights::Scope averaged(ema); evaluate the model; }
 //
-// In a job all ranks have equal weights, and so equal averages without a word between them; where
-// ranks train apart (local SGD), the averages are of no use. Of a sharded model each rank averages
+// In a job all ranks have equal weights, and therefore equal averages without communication; if
+// ranks train apart (local SGD), the averages are useless. For a sharded model each rank averages
 // its shards, element by element. Parameters may move to another device or dtype. Not thread-safe.
 // Errors are c10::Error.
 class EmaWeights {
  public:
   using Named = std::vector<std::pair<std::string, at::Tensor>>;
-  // A tensor whose version tells that the parameter `name` has been changed.
+  // Returns a tensor whose version shows that the parameter `name` has changed.
   using Witness = std::function<at::Tensor(const std::string& name)>;
 
-  // The parameters by name; a tensor with several names counts once, under the first. They are the
-  // average to begin with. `witness`: null if it is the parameter itself.
+  // Takes the parameters by name; a tensor with several names counts once, under the first. The
+  // average starts as their values. `witness`: null if it is the parameter itself.
   explicit EmaWeights(const Named& parameters, const EmaOptions& options = {},
                       Witness witness = nullptr);
   EmaWeights(const EmaWeights&) = delete;
   EmaWeights& operator=(const EmaWeights&) = delete;
 
-  // After each step of the optimizer. One pass over the weights; does not wait for a device. Throws
-  // inside a Scope, where the weights are the average.
+  // Updates the average; call it after each step of the optimizer. One pass over the weights; does
+  // not wait for a device. Throws inside a Scope, where the weights are the average.
   void Update();
   int64_t updates() const { return updates_; }
 
   // While it lives, the model's weights are the average. Costs a copy of the weights. Its
-  // destructor restores them, also after an exception; if the weights were changed in between (a
-  // step, a load), which would be lost, it throws. Do not save the model's training state in it.
+  // destructor restores them, even after an exception; it throws if the weights were changed in
+  // between (by a step or a load), because that change would be lost. Do not save the model's
+  // training state inside the scope.
   class Scope {
    public:
-    // `changed` is called whenever the weights have been exchanged.
+    // `changed` is called each time the weights have been swapped.
     explicit Scope(EmaWeights& ema, std::function<void()> changed = nullptr);
     ~Scope() noexcept(false);
     Scope(const Scope&) = delete;
@@ -74,16 +75,16 @@ class EmaWeights {
     std::vector<uint32_t> versions_;
   };
 
-  // Writes the average into `parameters`: those of this model, permanently, or of another one with
-  // the same names and shapes. Nothing is changed unless all fit.
+  // Writes the average into `parameters`: permanently into those of this model, or into those of
+  // another one with the same names and shapes. Changes nothing unless all fit.
   void CopyTo(const Named& parameters) const { CopyAverages(averages(), parameters); }
-  // The same of averages by the parameters' first names.
+  // The same for averages by the parameters' first names.
   static void CopyAverages(const Named& averages, const Named& parameters);
-  // By the parameters' names; not copied.
+  // The averages by the parameters' names; not copied.
   Named averages() const;
 
-  // The averages under KeyOf(parameter) (not copied) and the counters. Loading refuses what does
-  // not fit, with nothing changed.
+  // The averages under KeyOf(parameter) (not copied) and the counters. Loading refuses a state that
+  // does not fit and changes nothing then.
   StateDict SaveState() const;
   void LoadState(const StateDict& state);
   static std::string KeyOf(const std::string& parameter) { return "average." + parameter; }
@@ -100,7 +101,7 @@ class EmaWeights {
   const Witness witness_;
   std::vector<Entry> entries_;
   int64_t calls_ = 0;
-  int64_t updates_ = 0;  // that averaged
+  int64_t updates_ = 0;  // calls that averaged
   bool applied_ = false;
 };
 

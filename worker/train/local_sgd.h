@@ -9,9 +9,9 @@
 
 namespace muster {
 
-// Local SGD: every rank trains alone (no gradients are exchanged: pass communicate = false to
-// DataParallel), and after every `steps` calls of Step(), and at the end, the parameters of all
-// ranks are averaged. Works with every Comm.
+// Local SGD: every rank trains alone, without exchanging gradients (pass communicate = false to
+// DataParallel). After every `steps` calls of Step() and at the end, the parameters of all ranks
+// are averaged. Works with every Comm.
 //
 //   LocalSgd local(comm, parameters, 8);
 //   for (...) { ...; optimizer.Step(); local.Step(); }
@@ -20,16 +20,17 @@ namespace muster {
 // `comm` is borrowed. Not thread-safe. Errors are c10::Error.
 class LocalSgd {
  public:
-  // With `enabled` false, or one rank, nothing happens. `also`: more floating tensors to average
-  // with the parameters, such as running statistics or optimizer state.
+  // Does nothing if `enabled` is false or there is one rank. `also`: more floating-point tensors to
+  // average with the parameters, such as running statistics or optimizer state.
   LocalSgd(Comm& comm, std::vector<at::Tensor> parameters, int64_t steps, bool enabled = true,
            const std::vector<at::Tensor>& also = {});
 
-  // After each micro-step. Every `steps`-th call is a collective; returns whether this one was.
+  // Call it after each micro-step. Every `steps`-th call is a collective; returns whether this one
+  // was.
   bool Step();
 
-  // At the end: averages once more. A collective. Not in the destructor, where an exception on one
-  // rank would make it hang.
+  // Averages once more, at the end. A collective. It is not part of the destructor, where an
+  // exception on one rank would make it hang.
   void Finish();
 
   bool enabled() const { return enabled_; }

@@ -11,8 +11,8 @@
 
 namespace muster {
 
-// The learning rates of an optimizer's parameter groups: all that a scheduler needs of it.
-// OptimizerHandle (worker/train/optimizer_handle.h) is one.
+// The learning rates of an optimizer's parameter groups, which is all that a scheduler needs.
+// OptimizerHandle (worker/train/optimizer_handle.h) implements it.
 class LrTarget {
  public:
   virtual ~LrTarget() = default;
@@ -27,22 +27,21 @@ class LrTarget {
 // A learning rate as a function of the number of scheduler steps and the group's initial rate.
 // Immutable and pure: the rate at step s never depends on how s was reached, so resuming is exact.
 // Values agree with torch's classes of the same names (whose recursive forms differ from these
-// closed ones by rounding only).
+// closed forms only by rounding).
 class LrSchedule {
  public:
   virtual ~LrSchedule() = default;
   virtual double Lr(int64_t step, double base_lr) const = 0;
   virtual std::optional<double> Momentum(int64_t /*step*/) const { return std::nullopt; }
-  // The last step that has a rate of its own, for schedules that end; beyond it a scheduler does
-  // not step.
+  // The last step with its own rate, for schedules that end; a scheduler does not step beyond it.
   virtual std::optional<int64_t> last_step() const { return std::nullopt; }
-  // Whether Lr() may be asked for steps that training never comes to. Not for functions of the
-  // user's, which may read a table.
+  // Whether Lr() may be called for steps that training never reaches. Not so for user functions,
+  // which may read a table.
   virtual bool knows_any_step() const { return false; }
 };
 using LrSchedulePtr = std::shared_ptr<const LrSchedule>;
 
-// b below is base_lr, s the step. Bad arguments throw c10::Error naming the argument.
+// Below, b is base_lr and s is the step. Bad arguments throw a c10::Error that names the argument.
 
 // b * factor(s).
 LrSchedulePtr LambdaLR(std::function<double(int64_t)> factor);
@@ -68,8 +67,7 @@ LrSchedulePtr LinearLR(double start_factor = 1.0 / 3, double end_factor = 1.0,
                        int64_t total_iters = 5);
 // b * (1 - min(s, total_iters) / total_iters)^power.
 LrSchedulePtr PolynomialLR(int64_t total_iters = 5, double power = 1.0);
-// eta_min + (b - eta_min) * (1 + cos(pi * s / t_max)) / 2; goes up again beyond t_max, as torch's
-// does.
+// eta_min + (b - eta_min) * (1 + cos(pi * s / t_max)) / 2; rises again beyond t_max, as in torch.
 LrSchedulePtr CosineAnnealingLR(int64_t t_max, double eta_min = 0);
 // Cosine annealing restarted after t_0, t_0 * t_mult, t_0 * t_mult^2, ... steps.
 LrSchedulePtr CosineAnnealingWarmRestarts(int64_t t_0, int64_t t_mult = 1, double eta_min = 0);
@@ -90,21 +88,20 @@ struct OneCycleOptions {
 };
 LrSchedulePtr OneCycleLR(const OneCycleOptions& options);
 
-// `after`, begun at step `warmup` with its own step 0; before that a straight line from
+// `after`, starting at step `warmup` with its own step 0; before that, a straight line from
 // start_factor * r to r, where r is the rate of `after` at its step 0.
 LrSchedulePtr WithWarmup(int64_t warmup, LrSchedulePtr after, double start_factor = 0);
-// torch's SequentialLR: schedules[i] runs from milestones[i-1] on, with its own step 0 there.
+// torch's SequentialLR: schedules[i] runs from milestones[i-1] on, which is its own step 0.
 LrSchedulePtr SequentialLR(std::vector<LrSchedulePtr> schedules, std::vector<int64_t> milestones);
 // Each schedule takes the rate of the one before it as its base: torch's ChainedScheduler for
 // schedules that scale the base rate by a factor.
 LrSchedulePtr ChainedLR(std::vector<LrSchedulePtr> schedules);
 
-// Something that steps: what PreparedScheduler gates. Not thread-safe.
+// What PreparedScheduler drives: something that steps. Not thread-safe.
 class Scheduler {
  public:
   virtual ~Scheduler() = default;
-  // One step: sets the next learning rates. Returns false, without effect, if the schedule has
-  // ended.
+  // Sets the next learning rates. Returns false, without effect, if the schedule has ended.
   virtual bool Step() = 0;
   virtual int64_t step_count() const = 0;
   virtual PlainState SaveState() const = 0;
@@ -118,16 +115,15 @@ class Scheduler {
 // rates the target had before are the base rates. `target` is borrowed and must outlive it. Not
 // thread-safe.
 //
-// Rates that are set by hand (target.set_lr) stay: the next Step() gives the group the base rate
-// with which the schedule has that rate at the current step, and continues from there, as torch's
-// recursive schedulers do (StepLR: half the rate now is half the rate ever after). Where no base
-// rate does that, the schedule takes over again at the next Step(), and a warning says so once:
-// OneCycleLR ignores base rates, the first step of a warm-up has rate 0 whatever the base, and
-// close to it a base rate in proportion would blow up the rates to come.
+// Rates set by hand (target.set_lr) stay: the next Step() gives the group the base rate for which
+// the schedule has that rate at the current step, and continues from there, as torch's recursive
+// schedulers do (StepLR: half the rate now is half the rate ever after). If no base rate does that,
+// the schedule takes over again at the next Step(), with one warning: OneCycleLR ignores base
+// rates, the first step of a warm-up has rate 0 for any base rate, and near that step a
+// proportional base rate would make later rates explode.
 //
-// A parameter group that the target is given later follows the schedule of the others, from the
-// rate that it came with; among schedules of their own for each group it is refused at the next
-// Step().
+// A parameter group that is added to the target later follows the schedule of the others, starting
+// from its own rate; if each group has its own schedule, the next Step() refuses it.
 class LrScheduler : public Scheduler {
  public:
   LrScheduler(LrTarget& target, LrSchedulePtr schedule);
@@ -147,7 +143,7 @@ class LrScheduler : public Scheduler {
   LrTarget& target_;
   std::vector<LrSchedulePtr> schedules_;
   std::vector<double> base_lrs_;
-  std::vector<double> set_lrs_;  // as the target gave them back
+  std::vector<double> set_lrs_;  // as the target returned them
   int64_t step_ = 0;
   bool warned_ = false;
 
@@ -169,7 +165,7 @@ struct PlateauOptions {
   double eps = 1e-8;  // smaller changes are not made
 };
 
-// The recipe from which prepare() makes a ReduceLROnPlateau, for the optimizer in the same call:
+// The recipe from which prepare() makes a ReduceLROnPlateau for the optimizer in the same call:
 // prepare(optimizer, PlateauSchedule({.factor = 0.5, .patience = 3})).
 struct PlateauSchedule {
   PlateauSchedule() = default;
@@ -177,7 +173,7 @@ struct PlateauSchedule {
   PlateauOptions options;
 };
 
-// Something that steps by a metric. In a job, pass the same (reduced) metric on every rank. Not
+// A scheduler that steps on a metric. In a job, pass the same (reduced) metric on every rank. Not
 // thread-safe.
 class MetricScheduler {
  public:
@@ -192,8 +188,8 @@ class MetricScheduler {
 };
 
 // torch's ReduceLROnPlateau: multiplies the rates by `factor` when a metric has not improved for
-// more than `patience` steps. Rates set by hand, and groups added later, are reduced from where
-// they are. `target` is borrowed.
+// more than `patience` steps. Rates set by hand and those of groups added later are reduced from
+// their current values. `target` is borrowed.
 class ReduceLROnPlateau : public MetricScheduler {
  public:
   ReduceLROnPlateau(LrTarget& target, const PlateauOptions& options = {});

@@ -16,11 +16,11 @@
 #include "absl/strings/string_view.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
-#include "c10/core/DeviceGuard.h"
 #include "c10/util/Exception.h"
 #include "worker/checkpoint/for_each.h"
 #include "worker/parallel/paged_storage.h"
 #include "worker/train/guard.h"
+#include "worker/train/pin_memory.h"
 
 namespace muster {
 namespace {
@@ -32,16 +32,6 @@ std::atomic<uint64_t> default_window_bytes = OffloadedState::kWindowBytes;
 
 uint64_t RoundedBytes(const at::Tensor& like) {
   return (like.nbytes() + kTensorAlignment - 1) / kTensorAlignment * kTensorAlignment;
-}
-
-// Memory that `device` copies to and from.
-void PinFor(const c10::Device& device, AlignedMemory* memory) {
-  if (!device.is_cuda()) return;
-  const HostPinning* const cuda = HostPinning::Cuda();
-  if (cuda == nullptr) return;
-  // The threads that come here may have another device as the current one, which CUDA would use.
-  const c10::DeviceGuard on(device);
-  memory->Pin(*cuda);
 }
 
 absl::Status WaitFor(const std::shared_ptr<DeviceWindows::Ticket>& ticket) {

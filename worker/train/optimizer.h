@@ -19,11 +19,12 @@ namespace muster {
 class OffloadedState;
 
 // Optimizers on LibTorch's fused kernels (one pass over a parameter and its state instead of a
-// dozen). Numbers are torch::optim's within float rounding; hyper-parameters have torch's names and
-// defaults. Floating parameters on CPU or CUDA, of any strides that do not overlap; gradients of
-// the parameter's dtype, not sparse. State is made in the first step of a parameter, in its dtype
-// and memory format, and follows it if it moves to another device, dtype or memory format. A
-// parameter with holes (every other column of a matrix) costs a copy in each step.
+// dozen). Results equal torch::optim's within float rounding; hyper-parameters have torch's names
+// and defaults. Parameters are floating-point tensors on CPU or CUDA with any strides that do not
+// overlap; gradients have the parameter's dtype and are not sparse. State is created in a
+// parameter's first step, in its dtype and memory format, and follows it to another device, dtype
+// or memory format. A parameter with holes (every other column of a matrix) costs a copy in each
+// step.
 
 struct AdamWOptions {
   double lr = 1e-3;
@@ -74,12 +75,12 @@ class FusedOptimizer : public OptimizerHandle {
   void Step() override { Run(at::Tensor(), at::Tensor()); }
   void StepScaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) override;
   bool supports_scaled_step() const override { return true; }
-  // As Step(), of these parameters alone: numbers in parameters(). A step may be made of several
-  // such calls, each parameter in one of them: the results are the same to the last bit. Touches
-  // nothing of other parameters, whose gradients may change meanwhile.
+  // Like Step(), but only for these parameters, given as indices in parameters(). A step may
+  // consist of several such calls, with each parameter in one of them; the results are the same to
+  // the last bit. Does not touch other parameters, whose gradients may change meanwhile.
   void StepOnly(const std::vector<size_t>& which);
-  // Offloaded states of parameters that lie in different memory (units of sharded models) get
-  // windows of their own, so that StepOnly() of a unit takes no state of others. Before the first
+  // Gives offloaded states of parameters in different memory (units of sharded models) separate
+  // windows, so that StepOnly() of one unit loads no state of others. Call it before the first
   // step.
   void OffloadByMemory();
   int64_t num_groups() const override { return static_cast<int64_t>(groups_.size()); }
@@ -91,12 +92,12 @@ class FusedOptimizer : public OptimizerHandle {
   void LoadState(const OptimizerState& state) override;
 
   static constexpr int kMaxSlots = 3;
-  // A tensor of state that each parameter has.
+  // A state tensor that each parameter has.
   struct Slot {
     const char* name;
     double initial;
   };
-  // What one kernel call takes: parameters of one group that are alike.
+  // The input of one kernel call: similar parameters of one group.
   struct Lists {
     bool fresh = false;  // this is the first step of all of them
     at::TensorList params, grads, steps;
@@ -117,7 +118,7 @@ class FusedOptimizer : public OptimizerHandle {
 
   virtual bool counts_steps() const = 0;
   virtual std::vector<Slot> slots(int64_t group) const = 0;
-  // One kernel call; may run on several threads at a time.
+  // Makes one kernel call; may run on several threads at the same time.
   virtual void Update(int64_t group, const Lists& lists,
                       const std::optional<at::Tensor>& grad_scale,
                       const std::optional<at::Tensor>& found_inf) const = 0;
@@ -128,40 +129,40 @@ class FusedOptimizer : public OptimizerHandle {
 
  private:
   struct ParamState {
-    // A 0-d F32 count of steps. Parameters that have always stepped together share one tensor, so
-    // that counting costs one operation per step, not one per parameter; a parameter that misses a
-    // step keeps the old tensor.
+    // The step count (0-d F32). Parameters that have always stepped together share one tensor, so
+    // counting costs one operation per step, not one per parameter; a parameter that misses a step
+    // keeps the old tensor.
     at::Tensor step;
     std::array<at::Tensor, kMaxSlots> slots;
     bool exists = false;
   };
   std::vector<std::pair<size_t, size_t>> groups_;  // [begin, end) in parameters()
   std::vector<ParamState> state_;
-  // Has the slots of all states, if they are offloaded; null otherwise. Copies share it.
+  // Holds the slots of all states if they are offloaded; null otherwise. Copies share it.
   std::shared_ptr<OffloadedState> offloaded_;
   bool offloads_by_memory_ = false;
-  // The parameters that StepOnly() is for, by number; empty: all.
+  // The parameters that StepOnly() updates, by number; empty: all.
   std::vector<bool> only_;
   bool Steps(size_t i) const { return only_.empty() || only_[i]; }
-  // The slots of each parameter in a state, all of which LoadState() can take; else throws.
+  // Returns each parameter's slots in a state; throws unless LoadState() can take all of them.
   std::vector<std::map<std::string, at::Tensor>> CheckedSlots(const OptimizerState& state) const;
 
-  // The tensor of state `slot` of a parameter, for a kernel with `target`, which is the parameter
-  // or a dense copy of it.
+  // Returns the state tensor `slot` of a parameter, for a kernel on `target`, which is the
+  // parameter or a dense copy of it.
   using SlotOf = std::function<at::Tensor(size_t parameter, size_t slot, const at::Tensor& target)>;
-  // Steps the parameters [first, last), which are of `group`. Adds to `copies` those with holes,
-  // with the dense copies that were stepped in their place.
+  // Steps the parameters [first, last) of `group`. Adds those with holes to `copies`, with the
+  // dense copies that were stepped in their place.
   void StepRange(int64_t group, size_t first, size_t last, const SlotOf& slot,
                  const std::optional<at::Tensor>& grad_scale,
                  const std::optional<at::Tensor>& found_inf,
                  std::vector<std::pair<at::Tensor, at::Tensor>>* copies);
-  // The same for all groups whose states are offloaded, window after window.
+  // The same for all groups with offloaded states, one window after another.
   void StepOffloaded(const std::optional<at::Tensor>& grad_scale,
                      const std::optional<at::Tensor>& found_inf,
                      std::vector<std::pair<at::Tensor, at::Tensor>>* copies);
-  // Offloaded states of all groups get their places, unless they have them.
+  // Allocates the offloaded states of all groups that have none yet.
   void MakeRoom();
-  // Whether the states of a group are offloaded; those that have none are not.
+  // Whether the states of a group are offloaded; false for a group without states.
   bool IsOffloaded(int64_t group) const { return offloaded_ != nullptr && !slots(group).empty(); }
   void Run(const at::Tensor& grad_scale, const at::Tensor& found_inf);
 };
@@ -173,12 +174,12 @@ class Fused : public FusedOptimizer {
   explicit Fused(std::vector<at::Tensor> params, const Options& options = {});
   explicit Fused(const std::vector<ParamGroup<Options>>& groups);
 
-  // torch's: one more group, at any time. Its parameters have no state yet.
+  // Adds a group, at any time, as in torch. Its parameters have no state yet.
   void add_param_group(const ParamGroup<Options>& group);
 
   double lr(int64_t group) const override { return options_[group].lr; }
   void set_lr(int64_t group, double lr) override { options_[group].lr = lr; }
-  // Adam's is its first beta; Adagrad has none.
+  // For Adam this is its first beta; Adagrad has none.
   std::optional<double> momentum(int64_t group) const override;
   void set_momentum(int64_t group, double momentum) override;
   bool supports_scaled_step() const override;

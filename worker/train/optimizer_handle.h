@@ -22,13 +22,14 @@ class ScratchFile;
 
 // An optimizer's state for a checkpoint.
 struct OptimizerState {
-  // "<parameter>.<slot>", where the parameter is its name, or its number over all groups if it has
-  // none. Slots are torch's: step (0-d F32), exp_avg, exp_avg_sq, max_exp_avg_sq, momentum_buffer,
-  // sum, square_avg, grad_avg. Parameters that never had a gradient have none. Tensors other than
-  // `step` are the live ones: copy them before the next step. An optimizer that is saved by its own
-  // save() has one tensor, "archive": the bytes (1-d U8) of its torch::serialize archive.
+  // Keys are "<parameter>.<slot>", where <parameter> is the parameter's name or, if it has none,
+  // its number over all groups. Slots are torch's: step (0-d F32), exp_avg, exp_avg_sq,
+  // max_exp_avg_sq, momentum_buffer, sum, square_avg, grad_avg. Parameters that never had a
+  // gradient have none. Tensors other than `step` are the live ones: copy them before the next
+  // step. An optimizer that is saved with its own save() has one tensor, "archive": the bytes (1-d
+  // U8) of its torch::serialize archive.
   std::map<std::string, at::Tensor> tensors;
-  // "<group>.<hyper-parameter>", e.g. "0.lr" or "0.betas".
+  // Keys are "<group>.<hyper-parameter>", e.g. "0.lr" or "0.betas".
   PlainState groups;
 };
 
@@ -37,105 +38,104 @@ enum class GradZeroing {
   kInPlace,    // keeps the memory: gradients that are views of reduction buckets stay so
 };
 
-// The training step's interface to an optimizer of any type: FusedAdamW and its sisters
-// (optimizer.h) are ones, WrapTorchOptimizer (torch_optimizer.h) makes one of any torch::optim
-// optimizer. Not thread-safe. Errors are c10::Error.
+// The training step's interface to an optimizer of any type. FusedAdamW and its siblings
+// (optimizer.h) implement it; WrapTorchOptimizer (torch_optimizer.h) wraps any torch::optim
+// optimizer in one. Not thread-safe. Errors are c10::Error.
 class OptimizerHandle : public LrTarget {
  public:
-  // A number that no other handle of this process has or had. Another number at the same address
-  // means another optimizer. A copy gets its own.
+  // A number that no other handle in this process has or had. A different number at the same
+  // address means another optimizer. A copy gets its own number.
   uint64_t id() const { return id_.value; }
 
-  // Whether this is a handle on `optimizer`, and on that very one: a new optimizer at the address
-  // of one that is gone has another type, lacks some parameter that this handle has seen, or lost
-  // the state that this handle's steps made. Uses only its argument and the handle's own state, so
-  // the wrapped optimizer may be dead.
+  // Whether this handle wraps exactly `optimizer`. A new optimizer at the address of a deleted one
+  // has another type, lacks a parameter that this handle has seen, or lacks the state that this
+  // handle's steps made. Uses only its argument and the handle's own state, so the wrapped
+  // optimizer may already be deleted.
   virtual bool Wraps(const torch::optim::Optimizer& /*optimizer*/) const { return false; }
 
   // Whether both hold the same tensors in the same order.
   bool SameParameters(const OptimizerHandle& other) const;
 
-  // One update from the gradients that are there; parameters without one are left alone.
+  // Makes one update from the existing gradients; parameters without a gradient are left unchanged.
   virtual void Step() = 0;
 
-  // As Step(), without waiting for a device: gradients are divided by `grad_scale` (if defined) and
-  // nothing changes if `found_inf` is not 0. Both 0-d F32 on the device of the parameters. Only
-  // where supports_scaled_step().
+  // Like Step(), without waiting for a device: divides gradients by `grad_scale` (if defined) and
+  // changes nothing if `found_inf` is not 0. Both are 0-d F32 on the parameters' device. Only if
+  // supports_scaled_step().
   virtual bool supports_scaled_step() const { return false; }
   virtual void StepScaled(const at::Tensor& grad_scale, const at::Tensor& found_inf);
 
   // Whether the update must evaluate the loss itself (LBFGS): Step() then throws.
   virtual bool needs_closure() const { return false; }
   // torch's step(closure): `closure` zeroes the gradients, runs the forward and the backward pass
-  // and returns the loss. It is called with grad mode on, once, or as often as the optimizer wants.
+  // and returns the loss. It is called with grad mode on, once or as often as the optimizer needs.
   // Returns the loss of the first call.
   virtual at::Tensor StepWithClosure(const std::function<at::Tensor()>& closure);
 
-  // All parameters that the optimizer holds at this moment, group after group; a group that was
-  // added since is in it. The reference is good until the optimizer is given other parameters.
-  // Looks at every parameter: take it out of loops.
+  // All parameters that the optimizer holds now, group by group, including groups added later. The
+  // reference is valid until the optimizer gets other parameters. Looks at every parameter, so
+  // hoist it out of loops.
   const std::vector<at::Tensor>& parameters() const {
     Refresh();
     return parameters_;
   }
-  // Grows whenever parameters() has changed.
+  // Increases whenever parameters() has changed.
   int64_t parameters_version() const {
     Refresh();
     return version_;
   }
 
-  // Has the optimizer update other tensors in place of some of its parameters, of the same group
-  // and under the same name: `replacement(p)`; p stays where that is undefined. Throws, with
-  // nothing changed, if the optimizer has state or stepped already, or if its update is not known
-  // to treat every element by itself, as those of LBFGS and of classes that are not LibTorch's.
+  // Makes the optimizer update `replacement(p)` in place of each parameter p, in the same group and
+  // under the same name; where that is undefined, p stays. Throws, with nothing changed, if the
+  // optimizer already has state or has stepped, or if its update is not known to be elementwise, as
+  // for LBFGS and classes that are not LibTorch's.
   virtual void ReplaceParameters(const std::function<at::Tensor(const at::Tensor&)>& replacement);
 
-  // Keeps the tensors of the state, but not `step`, in `file` between steps (scratch_file.h), or,
-  // if that is null, in the memory of the CPU; a step takes them to the parameters in windows, one
-  // after the other. Before the first step; no effect if they are offloaded already. SaveState()
-  // then returns tensors in mapped memory, which come from the file when they are read: copy them
-  // before the next step. Throws, with nothing changed, if this optimizer cannot do it or has state
-  // already. A step throws if the file fails; so do the steps and saves after it, until
-  // LoadState().
+  // Keeps the state tensors except `step` in `file` (scratch_file.h) between steps or, if that is
+  // null, in CPU memory; a step moves them to the parameters in windows, one after another. Call it
+  // before the first step; no effect if they are already offloaded. SaveState() then returns
+  // tensors in mapped memory, which are read from the file on access: copy them before the next
+  // step. Throws, with nothing changed, if this optimizer does not support it or already has state.
+  // A step throws if the file fails; so do all later steps and saves, until LoadState().
   virtual void OffloadState(std::shared_ptr<ScratchFile> file);
 
-  // Never detaches a gradient, which torch::optim's zero_grad does and a bucket view forbids.
+  // Never detaches a gradient, as torch::optim's zero_grad does, because a bucket view forbids it.
   void ZeroGrad(GradZeroing how = GradZeroing::kSetToNone);
 
-  // Names for the state's tensors, one per parameter, all different. Parameters keep them; those
-  // that the optimizer is given later get their numbers.
+  // Sets names for the state's tensors, one per parameter, all different. Parameters keep them;
+  // parameters added later use their numbers.
   void set_parameter_names(std::vector<std::string> names);
   const std::vector<std::string>& parameter_names() const {
     Refresh();
     return names_;
   }
 
-  // Why SaveState() and LoadState() are going to throw, in one line with the way out; empty if they
-  // are not.
+  // Returns why SaveState() and LoadState() would throw, in one line with the remedy; empty if they
+  // would not.
   virtual std::string CannotSave() const { return ""; }
   virtual OptimizerState SaveState() const = 0;
   // Throws what LoadState() would throw for a name, a shape, a number or a group that does not fit.
-  // Changes nothing. What the load() of a class refuses that is not LibTorch's is not known here.
+  // Changes nothing. It cannot know what the load() of a class outside LibTorch refuses.
   virtual void CheckState(const OptimizerState& state) const = 0;
   // Copies the values in, after CheckState().
   virtual void LoadState(const OptimizerState& state) = 0;
 
  protected:
-  // Calls SetParameters() if the optimizer's parameters are not seen_parameters() any more.
+  // Calls SetParameters() if the optimizer's parameters no longer equal seen_parameters().
   virtual void Refresh() const {}
   const std::vector<at::Tensor>& seen_parameters() const { return parameters_; }
 
-  // To be called by the constructor of a subclass, and whenever parameters have changed. Throws,
-  // with nothing changed, for a tensor that cannot be optimized: undefined, no leaf, twice in the
+  // Subclasses call it in their constructor and whenever parameters have changed. Throws, with
+  // nothing changed, for a tensor that cannot be optimized: undefined, not a leaf, twice in the
   // list, or with elements that share memory.
   void SetParameters(std::vector<at::Tensor> parameters) const;
 
-  // SetParameters for the same number of parameters, which keep their names.
+  // The same for as many parameters as before, which keep their names.
   void ExchangeParameters(std::vector<at::Tensor> parameters) const;
 
-  // The slots of parameter `i` in a state to load: slot name to tensor. Checks that every tensor of
-  // `state` belongs to a parameter and a slot in `known`, and that all but `step` have the
-  // parameter's shape.
+  // Returns the slots of each parameter in a state to load, as slot name to tensor. Checks that
+  // every tensor of `state` belongs to a parameter and a slot in `known`, and that all except
+  // `step` have the parameter's shape.
   std::vector<std::map<std::string, at::Tensor>> Slots(const OptimizerState& state,
                                                        const std::vector<std::string>& known) const;
 
@@ -154,14 +154,14 @@ class OptimizerHandle : public LrTarget {
   mutable int64_t version_ = 0;
 };
 
-// To be called when weights have changed. Inside an autocast scope that began earlier, LibTorch
-// would continue to use its low-precision copies of the old ones.
+// Call it when weights have changed. Otherwise LibTorch would continue to use its low-precision
+// copies of the old weights inside an autocast scope that began earlier.
 void ForgetCastWeights();
 
-// Throws unless `groups` is of `size` parameter groups.
+// Throws unless `groups` describes `size` parameter groups.
 void CheckGroupCount(const PlainState& groups, int64_t size);
 
-// The row "<group>.<name>" of `groups`, of `size` numbers. Throws if it is not there.
+// Returns the row "<group>.<name>" of `groups`, of `size` numbers. Throws if there is none.
 const std::vector<double>& GroupRow(const PlainState& groups, int64_t group,
                                     const std::string& name, size_t size);
 

@@ -18,43 +18,44 @@ class Module;
 namespace muster {
 
 // Parameter groups by rules for names. They hold the module's own tensors, so an optimizer with
-// them can be made before prepare() or after it, and keeps its groups under every way of training:
-// sharding replaces each parameter by this process's part of it, in the same group.
+// them can be created before or after prepare() and keeps its groups under every strategy: sharding
+// replaces each parameter with this process's part of it, in the same group.
 //
-// A pattern is a regular expression (ECMAScript's) for the whole name of a parameter:
+// A pattern is an ECMAScript regular expression that must match the whole name of a parameter:
 // "blocks\\.0\\..*". A tensor with several names (tied weights) is one parameter, in one group.
-// All throw c10::Error for a pattern that is no regular expression or that no name is, and for a
-// tensor whose names ask for different groups. Frozen parameters are among the others: leave them
-// out by a list of NamedParameters. Pure functions.
+// All functions throw c10::Error for a pattern that is not a regular expression or matches no name,
+// and for a tensor whose names belong to different groups. Frozen parameters are included: to leave
+// them out, pass a list of NamedParameters without them. Pure functions.
 
 using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
 
-// Which parameters an optimizer makes smaller by weight decay.
+// The parameters with weight decay, and those without.
 struct DecayLists {
   std::vector<at::Tensor> decayed, others;
 };
 
-// `others` are biases, the parameters of norms, and those whose names `no_decay` is. Biases are
-// those whose last part begins or ends with "bias" (bias, bias_hh_l0, in_proj_bias). Norms are
-// modules with "norm" in the name of their class or in a part of their own (layers.0.norm1,
-// final_layernorm), or called ln or bn, with a number or "_f" (ln_1, ln_f, bn2).
+// `others` are biases, the parameters of norms, and those whose names match `no_decay`. Biases are
+// parameters whose last name component begins or ends with "bias" (bias, bias_hh_l0, in_proj_bias).
+// Norms are modules with "norm" in the name of their class or in a component of their own name
+// (layers.0.norm1, final_layernorm), or with a component ln or bn, optionally with a number or "_f"
+// (ln_1, ln_f, bn2).
 DecayLists SplitForDecay(const torch::nn::Module& module, const std::string& no_decay = "");
-// The same by names alone, as of TorchScript's modules.
+// The same by names only, for example for TorchScript modules.
 DecayLists SplitForDecay(const NamedParameters& parameters, const std::string& no_decay = "");
 
-// For each pattern the parameters that match it and none before it; at the end the rest.
+// Returns, for each pattern, the parameters that match it and no earlier pattern; last, the rest.
 std::vector<std::vector<at::Tensor>> SplitByName(const NamedParameters& parameters,
                                                  const std::vector<std::string>& patterns);
 NamedParameters NamedParametersOf(const torch::nn::Module& module);
 
-// Two groups with `options`, the second without decay:
+// Returns two groups with `options`, the second without decay:
 //
 //   muster::FusedAdamW adamw(
 //       muster::DecayGroups(*net, muster::AdamWOptions{.lr = 1e-4, .weight_decay = 0.1}));
 //   torch::optim::AdamW other(
 //       muster::DecayGroups(*net, torch::optim::AdamWOptions(1e-4).weight_decay(0.1)));
 //
-// One if the other has no parameters. Throws if there are none at all.
+// Returns one group if the other has no parameters. Throws if there are no parameters at all.
 template <class Options>
 auto DecayGroups(DecayLists lists, const Options& options) {
   TORCH_CHECK(!lists.decayed.empty() || !lists.others.empty(),

@@ -13,10 +13,11 @@ namespace muster {
 
 struct SeedOptions {
   // Adds the rank to the seed, so that dropout differs between ranks. Anything that must be equal
-  // on all ranks (initial weights, the order of samples) needs a generator of its own then: the
-  // loaders have one.
+  // on all ranks (initial weights, the order of samples) then needs its own generator; the loaders
+  // have one.
   bool device_specific = false;
-  // Only deterministic kernels; an operation that has none throws. Unchanged if false.
+  // Uses only deterministic kernels; an operation that has none throws. If false, the setting stays
+  // unchanged.
   bool deterministic = false;
 };
 
@@ -24,18 +25,18 @@ struct SeedOptions {
 // this rank.
 uint64_t SetSeed(uint64_t seed, int rank = 0, const SeedOptions& options = {});
 
-// The states of the default generators, as tensors for a checkpoint: "cpu", "cuda.0", ...
+// Returns the states of the default generators as tensors for a checkpoint: "cpu", "cuda.0", ...
 std::map<std::string, at::Tensor> SaveRngState();
 
-// Throws c10::Error for a tensor that is no state of the generator that it belongs to here.
+// Throws c10::Error for a tensor that is not a valid state of its generator here.
 void CheckRngState(const std::map<std::string, at::Tensor>& states);
 
-// Puts them back, after CheckRngState(). A device that is missing in `states`, or here, is left out
-// and named in the result ("cuda.1 is not in the saved state"); empty if all was restored.
+// Restores the states, after CheckRngState(). A device that is missing in `states` or here is
+// skipped and named in the result ("cuda.1 is not in the saved state"); empty if all were restored.
 std::string RestoreRngState(const std::map<std::string, at::Tensor>& states);
 
-// Gives every rank the default CPU generator's state of rank `root` (and, with `gpu`, that of this
-// rank's current GPU device from root's). A collective.
+// Copies the state of rank `root`'s default CPU generator to every rank (and, with `gpu`, that of
+// root's current GPU device to each rank's current one). A collective.
 void SynchronizeRng(Comm& comm, int root = 0, bool gpu = false);
 
 // The same for one generator on a CPU.

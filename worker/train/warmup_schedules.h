@@ -5,9 +5,9 @@
 
 #include "worker/train/lr_scheduler.h"
 
-// DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py). Their first step has the number 0, and
-// before it they have a rate of their own, so that the rate of update s, from 0 on, is that of step
-// i = s - 1. `warmup_steps` below 2 is 2, as there.
+// DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py). Their first step is step 0, and they
+// have a separate rate before it, so the rate of update s, counted from 0, is that of step i = s -
+// 1. `warmup_steps` below 2 counts as 2, as there.
 namespace muster {
 
 struct WarmupOptions {

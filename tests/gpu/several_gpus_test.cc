@@ -1,0 +1,186 @@
+// One model on two GPUs; on a machine with one, on that alone. What the rules are is tested without
+// a GPU, in worker/bigmodel/divided_dispatch_test.cc and muster/divided_lm_test.cc.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "ATen/core/grad_mode.h"
+#include "base/test_folder.h"
+#include "muster/models.h"
+#include "muster/offload.h"
+#include "tests/gpu/gpu_environment.h"
+#include "worker/bigmodel/dispatch.h"
+#include "worker/bigmodel/max_memory.h"
+#include "worker/bigmodel/module_description.h"
+#include "worker/bigmodel/test_nets.h"
+
+namespace muster {
+namespace {
+
+const c10::Device kFirst(c10::kCUDA, 0);
+
+class SeveralGpus : public testing::Test {
+ protected:
+  void SetUp() override {
+    testing_support::NeedGpu();
+    if (HasFatalFailure()) return;
+    if (CountGpus() > 1) return;
+    std::printf("this machine has one GPU, which is both of the two\n");
+    second_ = "0";
+  }
+
+  std::string second_ = "1";
+};
+
+at::Tensor Ids() { return at::tensor({1, 5, 9, 2, 40, 17, 8, 3}, c10::kLong).view({2, 4}); }
+
+// A folder with a model of eight layers.
+class TextModelOnTwo : public SeveralGpus {
+ protected:
+  void SetUp() override {
+    SeveralGpus::SetUp();
+    if (HasFatalFailure()) return;
+    models::DecoderConfig config;
+    config.vocab_size = 512;
+    config.max_positions = 64;
+    config.initializer_range = 0.1;
+    config.hidden_size = 192;
+    config.intermediate_size = 384;
+    config.num_layers = 8;
+    config.num_heads = config.num_key_value_heads = 4;
+    config.head_dim = 48;
+    config.sliding_windows.assign(8, 0);
+    at::manual_seed(3);
+    const models::TextModel model = models::MakeModel(config);
+    ASSERT_TRUE(save_pretrained(model, folder_.path()).ok());
+  }
+  OffloadedCausalLm Load(const DeviceMapChoice& map, BigModelOptions options = {}) {
+    auto loaded = load_offloaded_causal_lm(folder_.path(), map, options);
+    EXPECT_TRUE(loaded.ok()) << loaded.status();
+    return *std::move(loaded);
+  }
+  static at::Tensor Logits(const OffloadedCausalLm& loaded) {
+    const at::NoGradGuard no_grad;
+    return models::CausalLm(loaded.model)
+        ->forward({.input_ids = Ids().to(loaded.weights->main_device())})
+        .logits.cpu();
+  }
+  static at::Tensor Tokens(OffloadedCausalLm& loaded) {
+    return generate(loaded.model, Ids(), {}, {.max_new_tokens = 16}).tokens.cpu();
+  }
+
+  const TestFolder folder_;
+};
+
+TEST_F(TextModelOnTwo, Placements_SayTheSameBits) {
+  OffloadedCausalLm whole = Load(DeviceEntries{{"", "0"}});
+  const at::Tensor logits = Logits(whole), tokens = Tokens(whole);
+  const DeviceEntries halves = {{"", second_},
+                                {"model.embed_tokens", "0"},
+                                {"model.layers.0", "0"},
+                                {"model.layers.1", "0"},
+                                {"model.layers.2", "0"}};
+  DeviceEntries with_others = halves;
+  with_others.insert(with_others.end(),
+                     {{"model.layers.1.mlp", "cpu"}, {"model.layers.6", "disk"}});
+  for (const DeviceEntries& map : {halves, with_others}) {
+    OffloadedCausalLm divided = Load(map, {.ring_bytes = uint64_t{2} << 20});
+    for (int pass = 0; pass < 3; ++pass) EXPECT_TRUE(at::equal(Logits(divided), logits));
+    EXPECT_TRUE(at::equal(Tokens(divided), tokens));
+  }
+}
+
+TEST_F(TextModelOnTwo, PlanWithLimits_IsCarriedOut) {
+  OffloadedCausalLm whole = Load(DeviceEntries{{"", "0"}});
+  BigModelOptions options;
+  options.max_memory = {{"0", 6e6}, {"cpu", 1e9}};
+  if (second_ == "1") options.max_memory.emplace_back("1", 6e6);
+  OffloadedCausalLm divided = Load("auto", options);
+  EXPECT_EQ(divided.weights->resident().size(), second_ == "1" ? 2u : 1u);
+  EXPECT_TRUE(at::equal(Logits(divided), Logits(whole)));
+}
+
+TEST_F(TextModelOnTwo, ManyPassesThatTheHostQueuesAhead_StayInOrder) {
+  OffloadedCausalLm whole = Load(DeviceEntries{{"", "0"}});
+  OffloadedCausalLm divided =
+      Load(DeviceEntries{{"", second_}, {"model.embed_tokens", "0"}, {"model.layers.0", "0"}});
+  const at::Tensor logits = Logits(whole);
+  const at::NoGradGuard no_grad;
+  const at::Tensor ids = Ids().to(kFirst);
+  std::vector<at::Tensor> passes;
+  for (int pass = 0; pass < 100; ++pass) {
+    passes.push_back(divided.model->forward({.input_ids = ids}).logits);
+  }
+  for (const at::Tensor& pass : passes) EXPECT_TRUE(at::equal(pass.cpu(), logits));
+}
+
+TEST_F(TextModelOnTwo, Adapters_GetTheGradientsOfTheWholeModel) {
+  const auto run = [&](const DeviceEntries& map) {
+    OffloadedCausalLm loaded = Load(map);
+    models::AddLora(*loaded.model, {.rank = 2});
+    at::manual_seed(4);
+    for (at::Tensor& parameter : models::LoraParameters(*loaded.model)) {
+      const at::NoGradGuard no_grad;
+      parameter.copy_(at::randn(parameter.sizes()));
+    }
+    const at::Tensor ids = Ids().to(kFirst);
+    loaded.model->forward({.input_ids = ids, .labels = ids}).loss.backward();
+    std::vector<at::Tensor> gradients;
+    for (const at::Tensor& parameter : models::LoraParameters(*loaded.model)) {
+      gradients.push_back(parameter.grad().cpu());
+    }
+    return gradients;
+  };
+  const auto whole = run({{"", "0"}});
+  const auto divided = run({{"", "0"}, {"model.layers.3", second_}, {"model.layers.4", second_}});
+  for (size_t i = 0; i < whole.size(); ++i) {
+    EXPECT_TRUE(at::allclose(divided[i], whole[i], 1e-4, 1e-5)) << i;
+  }
+}
+
+// A module that knows nothing of devices, on two threads with streams of their own.
+TEST_F(SeveralGpus, AnyModule_ComputesTheSameOnSeveralThreads) {
+  TextNet whole(50, 64, 4), divided(50, 64, 4);
+  {
+    const at::NoGradGuard no_grad;
+    const auto from = whole->named_parameters();
+    for (const auto& to : divided->named_parameters()) to.value().copy_(from[to.key()]);
+  }
+  const auto on_one = DispatchModel(*whole, {{"", "0"}});
+  ASSERT_TRUE(on_one.ok()) << on_one.status();
+  const auto on_two =
+      DispatchModel(*divided, {{"", "0"}, {"layers.1", second_}, {"layers.3", second_}});
+  ASSERT_TRUE(on_two.ok()) << on_two.status();
+  const at::Tensor ids = at::arange(24).view({2, 12}).to(kFirst);
+  const auto compute = [&](TextNet& net) {
+    const at::NoGradGuard no_grad;
+    return net->forward(ids).cpu();
+  };
+  const at::Tensor expected = compute(whole);
+  std::vector<int> wrong(2, 0);
+  std::vector<std::thread> threads;
+  for (int& count : wrong) {
+    threads.emplace_back([&] {
+      for (int pass = 0; pass < 50; ++pass) count += at::equal(compute(divided), expected) ? 0 : 1;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_THAT(wrong, testing::Each(0));
+  EXPECT_EQ(std::to_string(divided->layers->ptr(1)->as<BlockImpl>()->up->weight.device().index()),
+            second_);
+}
+
+TEST_F(SeveralGpus, GpuBeyondTheLast_IsRefused) {
+  TextNet net(50, 64, 4);
+  const auto refused = DispatchModel(*net, {{"", std::to_string(CountGpus())}});
+  EXPECT_THAT(std::string(refused.status().message()), testing::HasSubstr("is not there"));
+}
+
+}  // namespace
+}  // namespace muster

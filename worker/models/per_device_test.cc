@@ -1,0 +1,33 @@
+#include "worker/models/per_device.h"
+
+#include <gtest/gtest.h>
+
+#include "ATen/ops/ones.h"
+
+namespace muster::models {
+namespace {
+
+TEST(PerDevice, EachDevice_GetsOneCopy) {
+  int moves = 0;
+  const auto move = [&moves](const at::Tensor& tensor, const at::Device& device) {
+    ++moves;
+    return MovedTo(tensor, device);
+  };
+  const at::Tensor mask = at::ones({3});
+  PerDevice masks(mask, at::kCPU, move);
+  EXPECT_TRUE(masks.On(at::kCPU).is_same(mask));
+  EXPECT_EQ(moves, 0);
+  const at::Tensor& there = masks.On(at::kMeta);
+  EXPECT_TRUE(there.is_meta());
+  EXPECT_TRUE(masks.On(at::kMeta).is_same(there));
+  EXPECT_EQ(moves, 1);
+}
+
+TEST(MovedTo, TensorThatIsThereOrUndefined_IsItself) {
+  const at::Tensor tensor = at::ones({3});
+  EXPECT_TRUE(MovedTo(tensor, at::kCPU).is_same(tensor));
+  EXPECT_FALSE(MovedTo(at::Tensor(), at::kMeta).defined());
+}
+
+}  // namespace
+}  // namespace muster::models
