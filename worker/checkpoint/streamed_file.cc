@@ -16,8 +16,9 @@ namespace {
 
 // The file that is open, and not another one that has taken its name. Not open: the file system
 // refuses, or there is no /proc.
-OwnedFd OpenDirect(int fd) {
-  return OwnedFd(open(absl::StrCat("/proc/self/fd/", fd).c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT));
+OwnedFd OpenDirect(const DirectFileSystem& system, int fd) {
+  return OwnedFd(system.open(absl::StrCat("/proc/self/fd/", fd).c_str(),
+                             O_RDONLY | O_CLOEXEC | O_DIRECT, /*mode=*/0));
 }
 
 absl::Status Ends(uint64_t at, uint64_t needed) {
@@ -27,8 +28,12 @@ absl::Status Ends(uint64_t at, uint64_t needed) {
 
 }  // namespace
 
-StreamedFile::StreamedFile(int fd, uint64_t bytes)
-    : cached_(fd), direct_(OpenDirect(fd)), pages_(fd, bytes), is_direct_(direct_.open()) {}
+StreamedFile::StreamedFile(int fd, uint64_t bytes, const DirectFileSystem& system)
+    : system_(system),
+      cached_(fd),
+      direct_(OpenDirect(system, fd)),
+      pages_(fd, bytes),
+      is_direct_(direct_.open()) {}
 
 absl::Status StreamedFile::Read(uint64_t begin, size_t bytes, char* to,
                                 AlignedMemory& scratch) const {
@@ -69,7 +74,7 @@ absl::Status StreamedFile::ReadFrom(int fd, uint64_t at, size_t needed, size_t m
   while (done < needed) {
     // The kernel reads 2 GiB at a time at most.
     const size_t asked = std::min(most - done, size_t{1} << 30);
-    const ssize_t got = pread(fd, to + done, asked, static_cast<off_t>(at + done));
+    const ssize_t got = system_.pread(fd, to + done, asked, static_cast<off_t>(at + done));
     if (got < 0 && errno == EINTR) continue;
     if (got < 0 && errno == EINVAL && fd != cached_) {
       is_direct_ = false;
@@ -78,9 +83,10 @@ absl::Status StreamedFile::ReadFrom(int fd, uint64_t at, size_t needed, size_t m
     if (got < 0) return ReadError(errno, absl::StrCat("cannot read at byte ", at + done));
     if (got == 0) return Ends(at + done, at + needed);
     done += static_cast<size_t>(got);
-    // A direct read that stops between blocks has met the end of the file.
+    // A direct read that stops between blocks has met the end of the file, or the file system stops
+    // where it likes (FUSE, NFS): a read through the cache tells, and can go on from there.
     if (fd != cached_ && done < needed && !IsDirectAligned(done)) {
-      return Ends(at + done, at + needed);
+      return ReadFrom(cached_, at + done, needed - done, needed - done, to + done);
     }
   }
   return absl::OkStatus();

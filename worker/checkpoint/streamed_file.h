@@ -22,8 +22,9 @@ namespace muster {
 // DATA_LOSS if the file has become shorter.
 class StreamedFile {
  public:
-  // A regular file of `bytes` bytes that is open for reading. Borrows `fd`.
-  StreamedFile(int fd, uint64_t bytes);
+  // A regular file of `bytes` bytes that is open for reading. Borrows `fd`, and `system`, of which
+  // it calls open() and pread().
+  StreamedFile(int fd, uint64_t bytes, const DirectFileSystem& system = DirectFileSystem::Real());
 
   int fd() const { return cached_; }
   // Whether the file system has agreed to direct I/O so far.
@@ -47,6 +48,7 @@ class StreamedFile {
   // Reads up to `most` bytes; `needed` must be there.
   absl::Status ReadFrom(int fd, uint64_t at, size_t needed, size_t most, char* to) const;
 
+  const DirectFileSystem& system_;
   const int cached_;
   const OwnedFd direct_;
   const CachedPages pages_;

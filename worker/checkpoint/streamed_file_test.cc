@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -29,12 +31,6 @@ class StreamedFileTest : public testing::Test {
   void DropFromCache() const {
     EXPECT_EQ(fsync(fd_.get()), 0);
     EXPECT_EQ(posix_fadvise(fd_.get(), 0, 0, POSIX_FADV_DONTNEED), 0);
-  }
-  int64_t CachedPagesNow() const {
-    const CachedPages pages(fd_.get(), bytes_.size());
-    int64_t count = 0;
-    for (size_t page = 0; page < bytes_.size(); page += 4096) count += pages.Has(page, 1) ? 1 : 0;
-    return count;
   }
 
   const TestFolder folder_;
@@ -77,16 +73,70 @@ TEST_F(StreamedFileTest, AnyRange_HasTheBytesOfTheFile) {
   }
 }
 
-TEST_F(StreamedFileTest, FileThatIsNotCached_StaysSo) {
-  const StreamedFile file(fd_.get(), bytes_.size());
-  // A file system that reads nothing past the cache has it there afterwards.
-  if (!file.direct()) return;
-  DropFromCache();
-  // All of a file in memory.
-  const int64_t before = CachedPagesNow();
-  std::vector<char> to(bytes_.size());
-  ASSERT_TRUE(file.Read(0, bytes_.size(), to.data(), scratch_).ok());
-  EXPECT_EQ(CachedPagesNow(), before);
+// Descriptors are those of a file system that agrees to direct I/O.
+struct DirectReads {
+  DirectReads() {
+    system.open = [this](const char* path, int flags, mode_t mode) {
+      EXPECT_TRUE((flags & O_DIRECT) != 0) << path;
+      return fd = open(path, flags & ~O_DIRECT, mode);
+    };
+    system.pread = [this](int from, void* to, size_t size, off_t at) -> ssize_t {
+      if (from != fd) {
+        cached_bytes += size;
+      } else if (!IsDirectAligned(to) || !IsDirectAligned(size) || !IsDirectAligned(at) ||
+                 refuses) {
+        errno = EINVAL;
+        return -1;
+      }
+      return pread(from, to, from == fd ? std::min(size, most) : size, at);
+    };
+  }
+
+  DirectFileSystem system;
+  int fd = -1;
+  bool refuses = false;
+  size_t most = SIZE_MAX;  // of a read
+  size_t cached_bytes = 0;
+};
+
+TEST_F(StreamedFileTest, FileThatIsNotCached_IsReadPastTheCache) {
+  DirectReads reads;
+  // More of the file than can be mapped: nothing says that it is cached.
+  const StreamedFile file(fd_.get(), uint64_t{1} << 62, reads.system);
+  std::string to(bytes_.size() - 100, '\0');
+  ASSERT_TRUE(file.Read(100, to.size(), to.data(), scratch_).ok());
+  EXPECT_TRUE(to == bytes_.substr(100));
+  EXPECT_EQ(reads.cached_bytes, 0u);
+  EXPECT_TRUE(file.direct());
+}
+
+// As FUSE and NFS may.
+TEST_F(StreamedFileTest, DirectReadThatStopsAnywhere_GoesOnThroughTheCache) {
+  for (const size_t most : {size_t{4096}, size_t{10'000}, size_t{100}}) {
+    DirectReads reads;
+    reads.most = most;
+    const StreamedFile file(fd_.get(), uint64_t{1} << 62, reads.system);
+    std::string to(bytes_.size() - 100, '\0');
+    const absl::Status read = file.Read(100, to.size(), to.data(), scratch_);
+    ASSERT_TRUE(read.ok()) << most << ": " << read;
+    EXPECT_TRUE(to == bytes_.substr(100)) << most;
+    ASSERT_TRUE(memory_.Grow(100'000).ok());
+    const absl::StatusOr<size_t> fetched = file.Fetch(5000, 50'000, memory_.data());
+    ASSERT_TRUE(fetched.ok()) << most << ": " << fetched.status();
+    EXPECT_EQ(std::memcmp(memory_.data() + *fetched, bytes_.data() + 5000, 50'000), 0) << most;
+    EXPECT_EQ(reads.cached_bytes > 0, most % 4096 != 0);
+    EXPECT_TRUE(file.direct());
+  }
+}
+
+TEST_F(StreamedFileTest, DirectReadThatIsRefused_GoesThroughTheCacheFromThenOn) {
+  DirectReads reads;
+  reads.refuses = true;
+  const StreamedFile file(fd_.get(), uint64_t{1} << 62, reads.system);
+  std::string to(bytes_.size(), '\0');
+  ASSERT_TRUE(file.Read(0, to.size(), to.data(), scratch_).ok());
+  EXPECT_TRUE(to == bytes_);
+  EXPECT_FALSE(file.direct());
 }
 
 TEST_F(StreamedFileTest, FileThatTakesTheName_IsAnotherOne) {
