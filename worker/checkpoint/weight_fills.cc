@@ -9,6 +9,7 @@
 #include "absl/strings/string_view.h"
 #include "base/status_macros.h"
 #include "c10/core/ScalarType.h"
+#include "c10/util/Exception.h"
 #include "worker/checkpoint/direct_io.h"
 #include "worker/checkpoint/memory_ranges.h"
 #include "worker/checkpoint/safetensors.h"
@@ -26,20 +27,25 @@ bool IsInMemory(const at::Tensor& tensor) {
 // Of what a thread converts at a time: less than LibTorch divides among threads of its own.
 constexpr int64_t kConvertedAtATime = 32'000;
 
-// Elements of a file from `begin` on, which become those of `to`, flat.
-absl::Status Convert(const at::Tensor& to, at::ScalarType type, uint64_t begin,
+// Elements of a file from `begin` on, which become those at `to`, of another type. A thread has no
+// mode of the one that started it (no_grad, inference): it sees memory, not the model's tensor.
+absl::Status Convert(char* to, at::ScalarType to_type, at::ScalarType type, uint64_t begin,
                      absl::string_view piece) {
   try {
     const at::NoGradGuard no_grad;
     const auto width = static_cast<int64_t>(c10::elementSize(type));
-    const int64_t first = static_cast<int64_t>(begin) / width;
+    const auto to_width = static_cast<int64_t>(c10::elementSize(to_type));
     const int64_t count = static_cast<int64_t>(piece.size()) / width;
-    const at::Tensor from = at::from_blob(const_cast<char*>(piece.data()), {count}, type);
+    char* const first = to + static_cast<int64_t>(begin) / width * to_width;
     for (int64_t at = 0; at < count; at += kConvertedAtATime) {
       const int64_t some = std::min(kConvertedAtATime, count - at);
-      to.narrow(0, first + at, some).copy_(from.narrow(0, at, some));
+      const at::Tensor from =
+          at::from_blob(const_cast<char*>(piece.data()) + at * width, {some}, type);
+      at::from_blob(first + at * to_width, {some}, to_type).copy_(from);
     }
     return absl::OkStatus();
+  } catch (const c10::Error& error) {
+    return absl::InternalError(error.what_without_backtrace());
   } catch (const std::exception& error) {
     // Of a thread, which must not throw.
     return absl::InternalError(error.what());
@@ -57,17 +63,18 @@ absl::Status FillOnHost(const WeightFiles& files, const std::vector<WeightFill>&
     }
     filled.Add(weight.to);
     MUSTER_ASSIGN_OR_RETURN(const at::ScalarType type, ToScalarType(weight.from->tensor.type));
-    if (type != weight.to.scalar_type()) {
-      readings.push_back({.entry = weight.from,
-                          .take = [to = weight.to.detach().view({-1}), type](
-                                      uint64_t begin, absl::string_view piece) {
-                            return Convert(to, type, begin, piece);
-                          }});
-      continue;
-    }
     // An operation would count as a change.
     weight.to.unsafeGetTensorImpl()->bump_version();
-    readings.push_back({.entry = weight.from, .to = static_cast<char*>(weight.to.data_ptr())});
+    auto* const to = static_cast<char*>(weight.to.data_ptr());
+    if (type == weight.to.scalar_type()) {
+      readings.push_back({.entry = weight.from, .to = to});
+    } else {
+      readings.push_back({.entry = weight.from,
+                          .take = [to, to_type = weight.to.scalar_type(), type](
+                                      uint64_t begin, absl::string_view piece) {
+                            return Convert(to, to_type, type, begin, piece);
+                          }});
+    }
   }
   return files.ReadAll(readings, threads);
 }

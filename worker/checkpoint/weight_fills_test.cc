@@ -16,6 +16,7 @@
 #include "ATen/ops/zeros.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "c10/core/InferenceMode.h"
 #include "worker/checkpoint/fake_device.h"
 #include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/test_left_copies.h"
@@ -93,7 +94,7 @@ TEST_F(WeightFillsTest, Weights_AreThereAndCountAsChanged) {
 TEST_F(WeightFillsTest, WeightsOnTheHost_AreThereConvertedAndCountAsChanged) {
   const at::Tensor a = at::zeros({300, 1000}), b = at::zeros({7}, at::kLong),
                    c = at::zeros({50'000}, at::kDouble);
-  const auto version = a._version();
+  const auto version = a._version(), converted = c._version();
   const absl::Status status = FillWeights(*files_, {{.from = files_->Find("a"), .to = a},
                                                     {.from = files_->Find("b"), .to = b},
                                                     {.from = files_->Find("c"), .to = c}});
@@ -101,6 +102,22 @@ TEST_F(WeightFillsTest, WeightsOnTheHost_AreThereConvertedAndCountAsChanged) {
   EXPECT_TRUE(Same(a, weights_[0].second) && Same(b, weights_[1].second));
   EXPECT_TRUE(Same(c, weights_[2].second.to(at::kDouble)));
   EXPECT_NE(a._version(), version);
+  EXPECT_NE(c._version(), converted);
+}
+
+// The mode is that of the calling thread, and threads that read have none.
+TEST_F(WeightFillsTest, UnderInferenceMode_WeightsAreThereAndConverted) {
+  const at::Tensor before = at::zeros({50'000}, at::kDouble);
+  const auto version = before._version();
+  const c10::InferenceMode inference;
+  const at::Tensor a = at::zeros({300, 1000}), c = at::zeros({50'000}, at::kDouble);
+  const absl::Status status = FillWeights(*files_, {{.from = files_->Find("a"), .to = a},
+                                                    {.from = files_->Find("c"), .to = c},
+                                                    {.from = files_->Find("c"), .to = before}});
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_TRUE(Same(a, weights_[0].second));
+  EXPECT_TRUE(Same(c, weights_[2].second.to(at::kDouble)) && Same(before, c));
+  EXPECT_NE(before._version(), version);
 }
 
 // As a model does in which one parameter is a part of another.
