@@ -108,8 +108,9 @@ std::unique_ptr<DeviceUploads> UploadsTo(const c10::Device& device) {
 
 uint64_t BytesToDevice(const StateReader& reader, absl::string_view name) {
   const ManifestFile* const file = reader.manifest().Find(name);
-  const bool reads = file != nullptr && !file->blocks.empty() &&
-                     (!reader.in_memory() || file->digest.bytes > kDirectBlockBytes);
+  // A file in memory is compared as a whole, and its manifest has no blocks.
+  const bool reads = file != nullptr && (reader.in_memory() ? file->digest.bytes > kDirectBlockBytes
+                                                            : !file->blocks.empty());
   return reads ? file->digest.bytes : 0;
 }
 
