@@ -38,10 +38,12 @@
 #include "worker/checkpoint/memory_tier.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/read_to_device.h"
 #include "worker/checkpoint/run_folder.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
+#include "worker/checkpoint/shared_files.h"
 #include "worker/checkpoint/staging_folder.h"
 #include "worker/checkpoint/state.h"
 #include "worker/checkpoint/weight_loader.h"
@@ -1332,7 +1334,7 @@ class PartsReader {
     const std::string path = reader_.PathOfShared(name);
     if (path.empty()) return;
     const auto header = ReadSafetensorsHeader(path);
-    ThrowIfError(header.status());
+    ThrowIfError(Renamed(header.status(), path, NameOfShared(JoinPath(reader_.dir(), name))));
     const std::vector<FileRange> now = ranges(*header);
     if (std::equal(now.begin(), now.end(), wanted.begin(), wanted.end(),
                    [](const FileRange& a, const FileRange& b) {

@@ -15,6 +15,7 @@
 #include "worker/checkpoint/optional_tensors.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/state_dict.h"
+#include "worker/checkpoint/tensor_uploads.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/train/guard.h"
@@ -518,7 +519,8 @@ void LoadedShards::Check(const std::string& what) const {
 }
 
 void LoadedShards::Store() const {
-  model_.sharded()->LoadParts(parts_);
+  model_.sharded()->LoadParts(parts_,
+                              [](const auto& copies) { ThrowIfError(CopyTensors(copies)); });
   NamedTensors targets;
   for (const auto& [name, buffer] : buffers_) targets.emplace_back(name, buffer.detach());
   ThrowIfError(LoadTensors(loaded_buffers_, targets, "buffers", {.allow_missing = true}));

@@ -1,53 +1,37 @@
 #include "worker/bigmodel/weight_source.h"
 
-#include <fcntl.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
-#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <map>
-#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "base/owned_fd.h"
 #include "base/status_macros.h"
 #include "base/text.h"
-#include "worker/checkpoint/cached_pages.h"
-#include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/direct_io.h"
 #include "worker/checkpoint/safetensors.h"
+#include "worker/checkpoint/streamed_file.h"
 
 namespace muster {
 namespace {
 
-uint64_t RoundDown(uint64_t n) { return n / kDirectAlignment * kDirectAlignment; }
-
-// A file that is read through the page cache where it is there already, and else past it: a model
-// that is streamed once per pass would only drive out of the cache what others have there.
-class StreamedFile {
+// DATA_LOSS if somebody has written into the file since it was opened: its tensors may be others
+// now. A file that takes its name is another one.
+class UnchangedFile {
  public:
-  static absl::StatusOr<std::unique_ptr<StreamedFile>> Open(const std::string& path) {
-    OwnedFd cached(open(path.c_str(), O_RDONLY | O_CLOEXEC));
-    if (cached.get() < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
-    auto file = std::make_unique<StreamedFile>();
-    file->cached_ = std::move(cached);
-    // Refused by some file systems: then everything goes through the cache.
-    file->direct_ = OwnedFd(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT));
-    file->is_direct_ = file->direct_.get() >= 0;
-    if (fstat(file->cached_.get(), &file->opened_) != 0) {
-      return absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path));
-    }
-    file->pages_.emplace(file->cached_.get(), static_cast<uint64_t>(file->opened_.st_size));
-    return file;
+  // Borrows the file.
+  explicit UnchangedFile(const StreamedFile& file) : file_(file) {
+    known_ = fstat(file.fd(), &opened_) == 0;
   }
 
-  // DATA_LOSS if somebody has written into the file since it was opened: its tensors may be others
-  // now. A file that takes its name is another one.
-  absl::Status CheckUnchanged() const {
+  const StreamedFile& file() const { return file_; }
+  absl::Status Check() const {
     struct stat now;
-    if (fstat(cached_.get(), &now) != 0) return absl::ErrnoToStatus(errno, "cannot examine it");
+    if (!known_ || fstat(file_.fd(), &now) != 0) {
+      return absl::ErrnoToStatus(errno, "cannot examine it");
+    }
     if (now.st_size == opened_.st_size && now.st_mtim.tv_sec == opened_.st_mtim.tv_sec &&
         now.st_mtim.tv_nsec == opened_.st_mtim.tv_nsec) {
       return absl::OkStatus();
@@ -56,62 +40,10 @@ class StreamedFile {
         "it was changed while it is used: load the model again, and replace files by renaming");
   }
 
-  absl::Status Read(uint64_t begin, size_t bytes, char* to, ReadScratch& scratch) const {
-    if (!is_direct_ || pages_->Has(begin, bytes)) {
-      return ReadFrom(cached_.get(), begin, bytes, bytes, to);
-    }
-    if (IsDirectAligned(begin) && IsDirectAligned(bytes) && IsDirectAligned(to)) {
-      return ReadFrom(direct_.get(), begin, bytes, bytes, to);
-    }
-    MUSTER_ASSIGN_OR_RETURN(const char* const from, Fetch(begin, bytes, scratch));
-    std::memcpy(to, from, bytes);
-    return absl::OkStatus();
-  }
-
-  absl::StatusOr<const char*> Fetch(uint64_t begin, size_t bytes, ReadScratch& scratch) const {
-    const uint64_t first = RoundDown(begin), whole = DirectAlignedUp(begin + bytes) - first;
-    MUSTER_RETURN_IF_ERROR(scratch.Grow(whole));
-    if (!is_direct_ || pages_->Has(begin, bytes)) {
-      MUSTER_RETURN_IF_ERROR(ReadFrom(cached_.get(), begin, bytes, bytes, scratch.data()));
-      return scratch.data();
-    }
-    // The end of the file may come before the end of the last block.
-    MUSTER_RETURN_IF_ERROR(
-        ReadFrom(direct_.get(), first, begin + bytes - first, whole, scratch.data()));
-    return scratch.data() + (begin - first);
-  }
-
  private:
-  // Reads up to `most` bytes; `needed` must be there.
-  absl::Status ReadFrom(int fd, uint64_t at, size_t needed, size_t most, char* to) const {
-    size_t done = 0;
-    while (done < needed) {
-      const ssize_t got = pread(fd, to + done, most - done, static_cast<off_t>(at + done));
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0 && errno == EINVAL && fd == direct_.get()) {
-        is_direct_ = false;
-        return ReadFrom(cached_.get(), at, needed, needed, to);
-      }
-      if (got < 0)
-        return absl::ErrnoToStatus(errno, absl::StrCat("cannot read at byte ", at + done));
-      if (got == 0) {
-        return absl::DataLossError(absl::StrCat("it ends at byte ", at + done, ", before byte ",
-                                                at + needed, ": it was changed while it is used"));
-      }
-      done += static_cast<size_t>(got);
-      // A direct read that stops between blocks has met the end of the file.
-      if (fd == direct_.get() && done < needed && !IsDirectAligned(done)) {
-        return absl::DataLossError(absl::StrCat("it ends at byte ", at + done, ", before byte ",
-                                                at + needed, ": it was changed while it is used"));
-      }
-    }
-    return absl::OkStatus();
-  }
-
-  OwnedFd cached_, direct_;
+  const StreamedFile& file_;
+  bool known_ = false;
   struct stat opened_ = {};
-  std::optional<CachedPages> pages_;
-  mutable std::atomic<bool> is_direct_ = false;
 };
 
 class FileWeights final : public WeightSource {
@@ -119,7 +51,7 @@ class FileWeights final : public WeightSource {
   struct Part {
     const WeightEntry* entry;
     at::ScalarType type;
-    std::shared_ptr<const StreamedFile> file;
+    std::shared_ptr<const UnchangedFile> file;
   };
 
   FileWeights(std::shared_ptr<const WeightFiles> files, std::vector<Part> parts)
@@ -136,18 +68,24 @@ class FileWeights final : public WeightSource {
   absl::Status Read(size_t i, uint64_t begin, size_t bytes, char* to,
                     ReadScratch& scratch) const override {
     const Part& part = parts_[i];
-    absl::Status status = part.file->Read(part.entry->tensor.begin + begin, bytes, to, scratch);
-    if (status.ok()) status = part.file->CheckUnchanged();
+    absl::Status status =
+        part.file->file().Read(part.entry->tensor.begin + begin, bytes, to, scratch);
+    if (status.ok()) status = part.file->Check();
     return Named(i, status);
   }
   absl::StatusOr<const char*> Fetch(size_t i, uint64_t begin, size_t bytes,
                                     ReadScratch& scratch) const override {
     const Part& part = parts_[i];
-    absl::StatusOr<const char*> fetched =
-        part.file->Fetch(part.entry->tensor.begin + begin, bytes, scratch);
-    const absl::Status status = fetched.ok() ? part.file->CheckUnchanged() : fetched.status();
+    const uint64_t at = part.entry->tensor.begin + begin;
+    absl::Status status = scratch.Grow(StreamedFile::RoomFor(at, bytes));
+    size_t offset = 0;
+    if (status.ok()) {
+      const absl::StatusOr<size_t> fetched = part.file->file().Fetch(at, bytes, scratch.data());
+      status = fetched.ok() ? part.file->Check() : fetched.status();
+      offset = fetched.value_or(0);
+    }
     if (!status.ok()) return Named(i, status);
-    return fetched;
+    return scratch.data() + offset;
   }
   size_t Remainder(size_t i) const override {
     return parts_[i].entry->tensor.begin % kDirectAlignment;
@@ -197,7 +135,7 @@ class HostWeights final : public WeightSource {
 
 absl::StatusOr<std::shared_ptr<const WeightSource>> OpenWeightSource(
     std::shared_ptr<const WeightFiles> files, const std::vector<size_t>& entries) {
-  std::map<size_t, std::shared_ptr<const StreamedFile>> opened;
+  std::map<size_t, std::shared_ptr<const UnchangedFile>> opened;
   std::vector<FileWeights::Part> parts;
   for (const size_t i : entries) {
     const WeightEntry& entry = files->entries()[i];
@@ -213,9 +151,9 @@ absl::StatusOr<std::shared_ptr<const WeightSource>> OpenWeightSource(
           "is stored transposed, and cannot be used from the disk: convert the file with "
           "`muster merge-weights`, or keep the tensor on another device"));
     }
-    std::shared_ptr<const StreamedFile>& file = opened[entry.file];
+    std::shared_ptr<const UnchangedFile>& file = opened[entry.file];
     if (file == nullptr) {
-      MUSTER_ASSIGN_OR_RETURN(file, StreamedFile::Open(files->FileOf(entry)));
+      file = std::make_shared<const UnchangedFile>(*files->StreamedFileOf(entry));
     }
     parts.push_back({&entry, *type, file});
   }

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -11,10 +12,13 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/log.h"
 #include "base/memory_file.h"
+#include "base/units.h"
 
 namespace muster {
 namespace {
@@ -23,6 +27,28 @@ namespace {
 constexpr size_t kUnit = size_t{2} << 20;
 
 std::atomic<uint64_t> pinned_bytes{0};
+
+// "ulimit -l" of this process.
+std::string LockedMemoryLimit() {
+  rlimit limit = {};
+  if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0) return "unknown";
+  if (limit.rlim_cur == RLIM_INFINITY) return "unlimited";
+  return absl::StrCat(limit.rlim_cur / 1024, " KiB");
+}
+
+// Once per process: what follows is slower for the same reason.
+void WarnOfUnpinned(size_t bytes) {
+  static std::atomic<bool> warned{false};
+  if (warned.exchange(true)) return;
+  const size_t left = MemoryLeft();
+  MUSTER_LOG(Warning)
+      << "cannot pin " << HumanBytes(bytes)
+      << " of the host's memory for a GPU, so that copies to and from it take longer, and keep "
+         "threads of the host busy; free memory of this machine ("
+      << (left == SIZE_MAX ? "unknown" : HumanBytes(left))
+      << " left), or raise the limit of locked memory (ulimit -l, " << LockedMemoryLimit()
+      << " now). Other memory that cannot be pinned is not mentioned again";
+}
 
 // A number of a file in /proc or /sys, after `name`; -1: there is none.
 int64_t NumberIn(const char* path, const char* name) {
@@ -105,6 +131,7 @@ void AlignedMemory::Pin(const HostPinning& pinning) {
     pinned_bytes += size_;
   } else {
     unpinnable_ = true;
+    WarnOfUnpinned(size_);
   }
 }
 

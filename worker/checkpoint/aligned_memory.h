@@ -43,7 +43,8 @@ class AlignedMemory {
   absl::Status Grow(size_t bytes);
 
   // Pins it until it grows. Borrows `pinning`. Where that fails it stays as it is, which is slower,
-  // and is not tried again. Nothing happens if it is pinned, or empty.
+  // and is not tried again; the first time in a process is a warning in the log. Nothing happens if
+  // it is pinned, or empty.
   void Pin(const HostPinning& pinning);
 
   // What all objects of this process have pinned at the moment. Thread-safe.

@@ -1,8 +1,10 @@
 #include "worker/checkpoint/aligned_memory.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cstdint>
+#include <cstdio>
 #include <map>
 #include <utility>
 
@@ -81,6 +83,26 @@ TEST(AlignedMemoryTest, Pinned_StaysSoUntilItGrowsAlsoWhenItMoves) {
   EXPECT_TRUE(pinned.empty());
   EXPECT_EQ(AlignedMemory::PinnedBytes(), 0u);
   EXPECT_EQ(HostPinning::Cuda(), HostPinning::Cuda());
+}
+
+// First in its process: it is said once.
+TEST(AlignedMemoryDeathTest, MemoryThatCannotBePinned_IsSaidOnceWithWhatToDo) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto pin_in_vain = [] {
+    const HostPinning pinning = {.pin = [](void*, size_t) { return false; }, .unpin = [](void*) {}};
+    for (int i = 0; i < 3; ++i) {
+      AlignedMemory memory;
+      if (!memory.Grow(8 << 20).ok()) _exit(1);
+      memory.Pin(pinning);
+      memory.Pin(pinning);
+    }
+    fprintf(stderr, "end\n");
+    _exit(0);
+  };
+  // Of one line, between no others.
+  EXPECT_EXIT(pin_in_vain(), testing::ExitedWithCode(0),
+              "^[^\n]*cannot pin 8.00 MiB of the host's memory for a GPU[^\n]*ulimit -l[^\n]*\n"
+              "end\n$");
 }
 
 }  // namespace

@@ -7,10 +7,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "worker/checkpoint/read_error.h"
+#include "worker/checkpoint/streamed_file.h"
 
 namespace muster {
 namespace {
@@ -28,6 +30,10 @@ class File final : public ByteSource {
 
   const std::string& name() const override { return path_; }
   uint64_t size() const override { return size_; }
+  const StreamedFile* streamed() const override {
+    std::call_once(once_, [this] { streamed_ = std::make_unique<StreamedFile>(fd_, size_); });
+    return streamed_.get();
+  }
   absl::Status Read(uint64_t offset, char* to, size_t bytes) const override {
     if (offset > size_ || bytes > size_ - offset) return Beyond(path_, offset, bytes, size_);
     while (bytes > 0) {
@@ -49,6 +55,8 @@ class File final : public ByteSource {
   const std::string path_;
   const int fd_;
   const uint64_t size_;
+  mutable std::once_flag once_;
+  mutable std::unique_ptr<StreamedFile> streamed_;
 };
 
 class Memory final : public ByteSource {

@@ -11,6 +11,8 @@
 
 namespace muster {
 
+class StreamedFile;
+
 // Bytes that are read at any place: a file, or memory in tests. Read may be called from several
 // threads.
 class ByteSource {
@@ -23,6 +25,9 @@ class ByteSource {
 
   // Reads exactly `bytes` bytes at `offset`. DATA_LOSS if that leaves the source.
   virtual absl::Status Read(uint64_t offset, char* to, size_t bytes) const = 0;
+
+  // For what is read once; null: there is only Read().
+  virtual const StreamedFile* streamed() const { return nullptr; }
 };
 
 // An open file. Blocks on the disk. INVALID_ARGUMENT if `path` is no regular file.

@@ -11,7 +11,8 @@ namespace muster {
 // ahead all that was asked for (since Linux 5.9). Thread-safe.
 class CachedPages {
  public:
-  // The file may be closed afterwards. 0 bytes: nothing is cached.
+  // The file may be closed afterwards. 0 bytes: nothing is cached. Of a file that this process
+  // neither owns nor may write, the kernel says that all of it is there: that tells nothing.
   CachedPages(int fd, uint64_t bytes);
   ~CachedPages();
   CachedPages(const CachedPages&) = delete;

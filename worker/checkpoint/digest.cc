@@ -3,7 +3,13 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <unistd.h>
+#ifdef __x86_64__
+// The same digests by the widest instructions of the processor: twice as fast as those that all
+// processors have.
+#include <xxh_x86dispatch.h>
+#else
 #include <xxhash.h>
+#endif
 
 #include <vector>
 
@@ -13,6 +19,16 @@
 #include "worker/checkpoint/read_error.h"
 
 namespace muster {
+
+namespace {
+
+// The library chooses its functions at the first text of this length, for all threads.
+[[maybe_unused]] const uint64_t kChosen = [] {
+  const char text[4096] = {};
+  return XXH3_64bits(text, sizeof(text));
+}();
+
+}  // namespace
 
 struct Digester::State {
   State() : xxh(XXH3_createState()) { XXH3_128bits_reset(xxh); }

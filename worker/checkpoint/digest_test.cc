@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "absl/strings/str_format.h"
 #include "base/file.h"
 #include "base/test_folder.h"
 
@@ -10,6 +11,18 @@ namespace {
 
 TEST(Digest, KnownValueOfNothing_Matches) {
   EXPECT_EQ(DigestBytes("").xxh3, "99aa06d3014798d86001c324468d497f");
+}
+
+// Whatever instructions a processor has.
+TEST(Digest, KnownValuesOfLongTexts_Match) {
+  std::string text(100'000, '\0');
+  for (size_t i = 0; i < text.size(); ++i) text[i] = static_cast<char>(i * 31 + i / 255);
+  EXPECT_EQ(DigestBytes(text).xxh3, "eda52c3b1e59fb6b24ab638bff39ab18");
+  EXPECT_EQ(absl::StrFormat("%016x", DigestBlock(text)), "24ab638bff39ab18");
+  BlockDigester digester;
+  digester.Update(absl::string_view(text).substr(0, 70'000));
+  digester.Update(absl::string_view(text).substr(70'000));
+  EXPECT_EQ(digester.Finish(), DigestBlock(text));
 }
 
 TEST(Digest, PiecesAndFile_GiveTheSame) {

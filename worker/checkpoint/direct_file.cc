@@ -10,7 +10,6 @@
 #include <atomic>
 #include <cstring>
 #include <deque>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -25,6 +24,7 @@
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/cached_pages.h"
 #include "worker/checkpoint/direct_pieces.h"
+#include "worker/checkpoint/for_each.h"
 #include "worker/checkpoint/read_error.h"
 
 namespace muster {
@@ -111,53 +111,6 @@ absl::Status CheckWanted(const DirectFileOptions& options, const std::string& pa
 // After a block.
 void TellWrote(const DirectFileOptions& options, uint64_t bytes) {
   if (options.wrote != nullptr) options.wrote(bytes);
-}
-
-// Absent: the system gives no more threads.
-template <typename Work>
-std::optional<std::thread> TryStart(Work work) {
-  try {
-    return std::thread(std::move(work));
-  } catch (const std::system_error&) {
-    return std::nullopt;
-  }
-}
-
-// Calls `work` for each number below `count` from `threads` threads until one call fails, and
-// `meanwhile` from this one. Returns when all have ended.
-absl::Status ForEach(uint64_t count, int threads, absl::FunctionRef<absl::Status(uint64_t)> work,
-                     absl::FunctionRef<void()> meanwhile) {
-  std::atomic<uint64_t> next{0};
-  Mutex mu;
-  absl::Status first;
-  const auto run = [&] {
-    while (true) {
-      const uint64_t i = next.fetch_add(1);
-      if (i >= count) return;
-      if (const absl::Status status = work(i); !status.ok()) {
-        next.store(count);
-        MutexLock lock(&mu);
-        first.Update(status);
-        return;
-      }
-    }
-  };
-  threads = static_cast<int>(std::min<uint64_t>(std::max(threads, 1), count));
-  if (threads <= 1) {
-    meanwhile();
-    run();
-    return first;
-  }
-  std::vector<std::thread> running;
-  while (running.size() < static_cast<size_t>(threads)) {
-    std::optional<std::thread> thread = TryStart(run);
-    if (!thread.has_value()) break;
-    running.push_back(*std::move(thread));
-  }
-  meanwhile();
-  if (running.empty()) run();
-  for (std::thread& thread : running) thread.join();
-  return first;
 }
 
 uint64_t BlocksOf(uint64_t bytes, uint64_t block_bytes) {
@@ -277,7 +230,7 @@ absl::Status WritePastCache(DirectFile& file, const Parts& parts, const DirectFi
     buffers.GiveBack(std::move(memory));
     return absl::OkStatus();
   };
-  return ForEach(count, std::max(options.in_flight, 1) + (copies ? 1 : 0), write, [&] {
+  const auto digest = [&] {
     Digester digester;
     (void)parts.Take({.begin = 0, .end = parts.bytes()}, parts.bytes(),
                      [&](absl::string_view piece) {
@@ -285,7 +238,10 @@ absl::Status WritePastCache(DirectFile& file, const Parts& parts, const DirectFi
                        return absl::OkStatus();
                      });
     written->digest = digester.Finish();
-  });
+  };
+  return ForEach(
+      count, {.threads = std::max(options.in_flight, 1) + (copies ? 1 : 0), .meanwhile = digest},
+      write);
 }
 
 // Writes a range that is not direct from where its bytes are. Small pieces are put together.
@@ -350,7 +306,7 @@ absl::Status WriteThroughCache(DirectFile& file, const Parts& parts,
   };
   // A thread for a single block would only cost time.
   if (count > 1) {
-    if (std::optional<std::thread> thread = TryStart(digest); thread.has_value()) {
+    if (std::optional<std::thread> thread = TryStartThread(digest); thread.has_value()) {
       const absl::Status status = write();
       thread->join();
       return status;
@@ -508,7 +464,7 @@ struct DirectFileStream::State {
   // False: the system gives no more threads.
   bool StartThread() {
     if (calls.gives_thread != nullptr && !calls.gives_thread()) return false;
-    std::optional<std::thread> thread = TryStart([this] { Write(); });
+    std::optional<std::thread> thread = TryStartThread([this] { Write(); });
     if (thread.has_value()) threads.push_back(*std::move(thread));
     return thread.has_value();
   }
@@ -702,21 +658,18 @@ absl::Status ReadDirectFile(
     if (!places) buffers.GiveBack(std::move(memory));
     return absl::OkStatus();
   };
-  return ForEach(run.count, options.in_flight, read, [] {});
+  return ForEach(run.count, {.threads = options.in_flight}, read);
 }
 
 absl::Status CheckBlocks(const std::string& path, absl::string_view contents,
                          const BlockDigests& blocks, const std::optional<FileRange>& range,
                          int threads) {
   MUSTER_ASSIGN_OR_RETURN(const BlockRun run, BlocksIn(path, contents.size(), blocks, range));
-  return ForEach(
-      run.count, threads,
-      [&](uint64_t i) {
-        const uint64_t block = run.first + i;
-        return CheckBlock(path, blocks, block,
-                          contents.substr(block * blocks.block_bytes, blocks.block_bytes));
-      },
-      [] {});
+  return ForEach(run.count, {.threads = threads}, [&](uint64_t i) {
+    const uint64_t block = run.first + i;
+    return CheckBlock(path, blocks, block,
+                      contents.substr(block * blocks.block_bytes, blocks.block_bytes));
+  });
 }
 
 }  // namespace muster

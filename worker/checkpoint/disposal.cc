@@ -1,11 +1,11 @@
 #include "worker/checkpoint/disposal.h"
 
 #include <cstdlib>
-#include <system_error>
 #include <utility>
 
 #include "base/file.h"
 #include "base/log.h"
+#include "worker/checkpoint/for_each.h"
 
 namespace muster {
 
@@ -43,13 +43,13 @@ void Disposal::Free(std::shared_ptr<const void> memory) {
 void Disposal::Add(Item item) {
   {
     MutexLock lock(&mu_);
-    try {
-      if (!thread_.joinable()) thread_ = std::thread([this] { Run(); });
+    if (!thread_.joinable()) {
+      if (auto thread = TryStartThread([this] { Run(); })) thread_ = *std::move(thread);
+    }
+    if (thread_.joinable()) {
       queue_.push_back(std::move(item));
       changed_.SignalAll();
       return;
-    } catch (const std::system_error&) {
-      // No thread: it is done here.
     }
   }
   Do(std::move(item));

@@ -2,6 +2,8 @@
 
 #include <errno.h>
 
+#include "absl/strings/str_replace.h"
+
 namespace muster {
 
 absl::Status ReadError(int error, absl::string_view message) {
@@ -20,6 +22,11 @@ absl::Status ReadError(int error, absl::string_view message) {
     default:
       return status;
   }
+}
+
+absl::Status Renamed(const absl::Status& status, absl::string_view path, absl::string_view name) {
+  if (status.ok() || path.empty()) return status;
+  return absl::Status(status.code(), absl::StrReplaceAll(status.message(), {{path, name}}));
 }
 
 bool IsReadError(const absl::Status& status) {

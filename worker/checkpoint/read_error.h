@@ -13,6 +13,10 @@ namespace muster {
 // are gone (ENODEV, ENXIO) or that refuse a call (EOPNOTSUPP, EINVAL), which is UNAVAILABLE here.
 absl::Status ReadError(int error, absl::string_view message);
 
+// `status` of something that was done with the file at `path`, which says nothing to people
+// (/proc/PID/fd/N), with `name` in its place.
+absl::Status Renamed(const absl::Status& status, absl::string_view path, absl::string_view name);
+
 // Whether this is an error of the disk, or of the way to it, that another copy of the file does not
 // have: EIO, ESTALE, EACCES, ENODEV and the like.
 bool IsReadError(const absl::Status& status);

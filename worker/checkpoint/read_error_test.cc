@@ -38,5 +38,13 @@ TEST(ReadErrorTest, ErrorsOfOneDisk_AreReadErrors) {
   EXPECT_FALSE(IsReadError(ReadError(ENOMEM, "cannot map a")));
 }
 
+TEST(ReadErrorTest, FileWithoutAName_GetsThatOfTheFileItStandsFor) {
+  const absl::Status status = absl::DataLossError("/proc/self/fd/7: is damaged; see /proc/self/fd");
+  EXPECT_EQ(Renamed(status, "/proc/self/fd/7", "dir/model.safetensors"),
+            absl::DataLossError("dir/model.safetensors: is damaged; see /proc/self/fd"));
+  EXPECT_EQ(Renamed(status, "", "dir/model.safetensors"), status);
+  EXPECT_TRUE(Renamed(absl::OkStatus(), "a", "b").ok());
+}
+
 }  // namespace
 }  // namespace muster

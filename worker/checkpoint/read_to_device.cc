@@ -9,14 +9,18 @@
 
 #include "ATen/ops/empty.h"
 #include "ATen/ops/from_blob.h"
+#include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/status_macros.h"
 #include "c10/core/DeviceGuard.h"
 #include "c10/core/ScalarType.h"
 #include "c10/util/Exception.h"
 #include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/for_each.h"
+#include "worker/checkpoint/read_error.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/safetensors_format.h"
+#include "worker/checkpoint/shared_files.h"
 #include "worker/checkpoint/transfer.h"
 
 namespace muster {
@@ -85,6 +89,17 @@ void CopyToHost(const std::vector<Placed>& placed, uint64_t offset, absl::string
   }
 }
 
+// Of a file in memory.
+absl::StatusOr<SafetensorsHeader> HeaderOf(absl::string_view contents, const std::string& path) {
+  uint64_t json = 0;
+  if (contents.size() >= sizeof(json)) std::memcpy(&json, contents.data(), sizeof(json));
+  if (json == 0 || json > contents.size() - sizeof(json)) {
+    return absl::DataLossError(absl::StrCat(path, ": the header does not fit into the file"));
+  }
+  return ParseSafetensorsHeader(contents.substr(sizeof(json), json),
+                                contents.size() - sizeof(json) - json, path);
+}
+
 }  // namespace
 
 std::unique_ptr<DeviceUploads> UploadsTo(const c10::Device& device) {
@@ -93,7 +108,9 @@ std::unique_ptr<DeviceUploads> UploadsTo(const c10::Device& device) {
 
 uint64_t BytesToDevice(const StateReader& reader, absl::string_view name) {
   const ManifestFile* const file = reader.manifest().Find(name);
-  const bool reads = file != nullptr && !file->blocks.empty() && !reader.in_memory();
+  // A file in memory is compared as a whole, and its manifest has no blocks.
+  const bool reads = file != nullptr && (reader.in_memory() ? file->digest.bytes > kDirectBlockBytes
+                                                            : !file->blocks.empty());
   return reads ? file->digest.bytes : 0;
 }
 
@@ -103,10 +120,14 @@ absl::StatusOr<StateDict> ReadToDevice(const StateReader& reader, absl::string_v
   if (bytes == 0) return reader.Read(name);
   const ManifestFile* const file = reader.manifest().Find(name);
   if (file->blocks.block_bytes > uploads.block_bytes()) return reader.Read(name);
+  const std::string file_path = JoinPath(reader.dir(), name);
   // Where several ranks have read it together, it is in the host's memory.
   const std::string shared = reader.PathOfShared(name);
-  const std::string path = shared.empty() ? JoinPath(reader.dir(), name) : shared;
-  const absl::StatusOr<SafetensorsHeader> header = ReadSafetensorsHeader(path);
+  const std::string path = shared.empty() ? file_path : shared;
+  const absl::string_view contents =
+      reader.in_memory() ? reader.InMemory(name) : absl::string_view();
+  const absl::StatusOr<SafetensorsHeader> header =
+      reader.in_memory() ? HeaderOf(contents, file_path) : ReadSafetensorsHeader(path);
   if (!header.ok() || 8 + header->header_bytes + header->data_bytes != bytes) {
     return reader.Read(name);
   }
@@ -119,26 +140,36 @@ absl::StatusOr<StateDict> ReadToDevice(const StateReader& reader, absl::string_v
   const c10::DeviceGuard on_device(uploads.device());
   // The memory may be that of tensors which the device still has to read.
   uploads.Follow();
-  DirectFileOptions options{.in_flight = ReadingThreads()};
-  options.place = [&](uint64_t) -> char* {
-    // Why there is none, Queue() says.
-    const absl::StatusOr<char*> block = uploads.Take();
-    return block.ok() ? *block : nullptr;
+  const auto take = [&](uint64_t offset, absl::string_view block) {
+    CopyToHost(*placed, offset, block);
+    return uploads.Queue(block.data(),
+                         {{.offset = 0, .bytes = block.size(), .to = there + offset}});
   };
-  absl::Status read = ReadDirectFile(
-      path, bytes, file->blocks, std::nullopt,
-      [&](uint64_t offset, absl::string_view block) {
-        CopyToHost(*placed, offset, block);
-        return uploads.Queue(block.data(),
-                             {{.offset = 0, .bytes = block.size(), .to = there + offset}});
-      },
-      options);
+  absl::Status read;
+  if (reader.in_memory()) {
+    const uint64_t blocks = (bytes + uploads.block_bytes() - 1) / uploads.block_bytes();
+    read = ForEach(blocks, {.threads = TransferThreads()}, [&](uint64_t i) -> absl::Status {
+      const uint64_t offset = i * uploads.block_bytes();
+      const absl::string_view from = contents.substr(offset, uploads.block_bytes());
+      MUSTER_ASSIGN_OR_RETURN(char* const block, uploads.Take());
+      std::memcpy(block, from.data(), from.size());
+      return take(offset, absl::string_view(block, from.size()));
+    });
+  } else {
+    DirectFileOptions options{.in_flight = ReadingThreads()};
+    options.place = [&](uint64_t) -> char* {
+      // Why there is none, Queue() says.
+      const absl::StatusOr<char*> block = uploads.Take();
+      return block.ok() ? *block : nullptr;
+    };
+    read = ReadDirectFile(path, bytes, file->blocks, std::nullopt, take, options);
+  }
   read.Update(uploads.Wait());
-  MUSTER_RETURN_IF_ERROR(read);
+  if (!read.ok()) return Renamed(read, shared, NameOfShared(file_path));
   // What is not a tensor is in the metadata.
   MUSTER_ASSIGN_OR_RETURN(const SafetensorsLayout without_tensors,
                           LayOutSafetensors({}, header->metadata, kSafetensorsAlignment));
-  MUSTER_ASSIGN_OR_RETURN(StateDict state, ParseStateDict(without_tensors.prefix, path));
+  MUSTER_ASSIGN_OR_RETURN(StateDict state, ParseStateDict(without_tensors.prefix, file_path));
   for (size_t i = 0; i < placed->size(); ++i) {
     const Placed& tensor = (*placed)[i];
     state.SetTensor(header->tensors[i].name,

@@ -25,9 +25,9 @@ uint64_t BytesToDevice(const StateReader& reader, absl::string_view name);
 
 // As StateReader::Read, with the large floating-point tensors on the device of `uploads`, parts of
 // one piece of its memory: blocks are copied there while others are read, and the host needs memory
-// for a few blocks instead of for the file. Nothing is under way when it returns, with an error
-// too. What is of a checkpoint in memory, of one block, or more than the device has memory for, is
-// read as by StateReader::Read, to the host. Errors: those of that, and of `uploads`. Throws
+// for a few blocks instead of for the file: also of a checkpoint in memory. Nothing is under way
+// when it returns, with an error too. What is of one block, or more than the device has memory for,
+// is read as by StateReader::Read, to the host. Errors: those of that, and of `uploads`. Throws
 // c10::Error if the device has failed.
 absl::StatusOr<StateDict> ReadToDevice(const StateReader& reader, absl::string_view name,
                                        DeviceUploads& uploads);

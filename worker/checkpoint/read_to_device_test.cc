@@ -6,25 +6,33 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "ATen/Parallel.h"
 #include "ATen/ops/arange.h"
 #include "ATen/ops/from_blob.h"
 #include "ATen/ops/full.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/fake_device.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/test_left_copies.h"
+#include "worker/checkpoint/transfer.h"
 #include "worker/collective/fake_streams.h"
 #include "worker/collective/thread_comm.h"
 
 namespace muster {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 FakeStreams& Streams() { return FakeDevice(); }
 
@@ -118,6 +126,111 @@ TEST_F(ReadToDeviceTest, FileThatRanksHaveReadTogether_ComesFromTheirMemory) {
     const absl::StatusOr<StateDict> read = ReadToDevice(*reader, OptimizerFileName(0), *uploads);
     MutexLock lock(&one_at_a_time);
     ExpectWhole(read);
+  });
+}
+
+TEST_F(ReadToDeviceTest, CheckpointInMemory_ComesFromThereBlockByBlock) {
+  const std::string name = OptimizerFileName(0);
+  const absl::StatusOr<StateReader> on_disk = StateReader::Open(dir_);
+  ASSERT_TRUE(on_disk.ok()) << on_disk.status();
+  std::map<std::string, std::string> contents;
+  std::map<std::string, absl::string_view> views;
+  // As ranks send it to each other.
+  Manifest manifest = on_disk->manifest();
+  for (ManifestFile& file : manifest.files) {
+    file.blocks = BlockDigests();
+    contents[file.name] = *ReadFile(JoinPath(dir_, file.name));
+    views[file.name] = contents[file.name];
+  }
+  const StateReader reader =
+      StateReader::OfMemory("memory", manifest, views, std::make_shared<int>(0));
+  EXPECT_EQ(BytesToDevice(reader, name), contents[name].size());
+  EXPECT_EQ(BytesToDevice(reader, SchedulerFileName(0)), 0u) << "is small";
+  ExpectWhole(ReadToDevice(reader, name, uploads_));
+}
+
+// What one rank's device or file does is an error of all, and leaves nothing that a later load
+// would stumble over.
+TEST_F(ReadToDeviceTest, OneRankThatFails_IsTheErrorOfAllAndTheNextLoadSucceeds) {
+  Streams().LeaveUntilWaitedFor(nullptr);
+  const std::string name = OptimizerFileName(0), path = JoinPath(dir_, name);
+  const std::string contents = *ReadFile(path);
+  // Fewer threads than the file has blocks.
+  const int threads = at::get_num_threads();
+  at::set_num_threads(1);
+  ASSERT_LT(ReadingThreads(), 5);
+  enum class Fault { kDevice, kFile, kNone };
+  for (const Fault fault : {Fault::kDevice, Fault::kFile, Fault::kNone}) {
+    std::vector<absl::Status> statuses(2);
+    RunRanks(2, [&](Comm& comm) {
+      Mutex mu;
+      bool first = true;
+      DeviceUploads uploads(
+          Streams().device(), kDirectBlockBytes, ReadingThreads() + 2,
+          [&](char* to, const char* from, size_t bytes) {
+            // No thread reads its second block before the first one of all has failed.
+            MutexLock lock(&mu);
+            const bool fails = comm.rank() == 1 && std::exchange(first, false);
+            TORCH_CHECK(!fails || fault != Fault::kDevice, "the device is lost");
+            const bool shrinks = fails && fault == Fault::kFile;
+            EXPECT_TRUE(!shrinks || truncate(path.c_str(), 17 << 20) == 0);
+            std::memcpy(to, from, bytes);
+          },
+          nullptr);
+      const absl::StatusOr<StateReader> reader = StateReader::Open(dir_);
+      ASSERT_TRUE(reader.ok()) << reader.status();
+      absl::Status mine;
+      if (comm.rank() == 0) mine = ReadToDevice(*reader, name, uploads).status();
+      comm.Barrier();
+      if (comm.rank() == 1) mine = ReadToDevice(*reader, name, uploads).status();
+      EXPECT_EQ(mine.ok(), comm.rank() == 0 || fault == Fault::kNone) << mine;
+      statuses[comm.rank()] = AgreeOnFiles(comm, mine, {}, nullptr);
+    });
+    EXPECT_EQ(statuses[0], statuses[1]);
+    if (fault == Fault::kNone) {
+      EXPECT_TRUE(statuses[0].ok()) << statuses[0];
+      continue;
+    }
+    EXPECT_THAT(std::string(statuses[0].message()),
+                AllOf(HasSubstr("rank 1: "), fault == Fault::kDevice
+                                                 ? HasSubstr("the device is lost")
+                                                 : HasSubstr(path + ": ends at byte ")));
+    const int fd = open(path.c_str(), O_WRONLY | O_CLOEXEC);
+    EXPECT_EQ(pwrite(fd, contents.data(), contents.size(), 0),
+              static_cast<ssize_t>(contents.size()));
+    close(fd);
+  }
+  at::set_num_threads(threads);
+}
+
+TEST_F(ReadToDeviceTest, DamageInSharedMemory_NamesTheFileOfTheCheckpoint) {
+  Streams().LeaveUntilWaitedFor(nullptr);
+  RunRanks(2, [&](Comm& comm) {
+    absl::StatusOr<StateReader> reader = StateReader::Open(dir_);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    ASSERT_TRUE(reader->ReadTogether(comm, {OptimizerFileName(0)}).ok());
+    if (comm.rank() != 0) return comm.Barrier();
+    const std::string memory = reader->PathOfShared(OptimizerFileName(0));
+    const int fd = open(memory.c_str(), O_RDWR | O_CLOEXEC);
+    ASSERT_GE(fd, 0);
+    const auto expect_named = [&](const absl::Status& status) {
+      EXPECT_THAT(std::string(status.message()),
+                  AllOf(HasSubstr(JoinPath(dir_, OptimizerFileName(0))), HasSubstr("in memory"),
+                        Not(HasSubstr("/proc/"))));
+    };
+    const std::string damage(64, '\xff');
+    ASSERT_EQ(pwrite(fd, damage.data(), damage.size(), 20'000'000), ssize_t{64});
+    const auto uploads = UploadsTo(Streams().device());
+    const absl::Status read = ReadToDevice(*reader, OptimizerFileName(0), *uploads).status();
+    EXPECT_EQ(read.code(), absl::StatusCode::kDataLoss) << read;
+    expect_named(read);
+    // Its header.
+    ASSERT_EQ(pwrite(fd, damage.data(), damage.size(), 0), ssize_t{64});
+    const absl::Status mapped = reader->Read(OptimizerFileName(0)).status();
+    EXPECT_FALSE(mapped.ok());
+    expect_named(mapped);
+    close(fd);
+    comm.Barrier();
   });
 }
 

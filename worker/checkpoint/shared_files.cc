@@ -92,7 +92,7 @@ struct SharedFiles::Reading {
     return entries.dump();
   }
 
-  absl::Status Open(const std::string& created) {
+  absl::Status Open(const std::string& created, int leader) {
     if (created.empty()) return absl::UnavailableError("the first rank has no shared memory");
     const Json entries = Json::parse(created);
     for (size_t i = 0; i < files.size(); ++i) {
@@ -104,8 +104,14 @@ struct SharedFiles::Reading {
             absl::StrCat(JoinPath(dir, files[i].name), " is another file than the first rank's"));
       }
       MUSTER_RETURN_IF_ERROR(CheckMemoryFileSize(files[i].digest.bytes));
-      MUSTER_ASSIGN_OR_RETURN(shared.files_[files[i].name],
-                              OpenPeerFile(entries[i].get<std::string>(), O_RDWR));
+      const std::string place = entries[i].get<std::string>();
+      absl::StatusOr<OwnedFd> opened = OpenPeerFile(place, O_RDWR);
+      if (!opened.ok()) {
+        return Renamed(opened.status(), place.substr(0, place.find(' ')),
+                       absl::StrCat("copy in memory of ", JoinPath(dir, files[i].name), " (rank ",
+                                    leader, "'s)"));
+      }
+      shared.files_[files[i].name] = *std::move(opened);
     }
     return absl::OkStatus();
   }
@@ -238,7 +244,7 @@ absl::StatusOr<std::unique_ptr<SharedFiles>> SharedFiles::Read(
   }
   const std::vector<std::string> all_created = comm.AllGatherBytes(created);
   if (together && comm.rank() != leader) {
-    ready = GuardRank([&] { return reading.Open(all_created[leader]); });
+    ready = GuardRank([&] { return reading.Open(all_created[leader], leader); });
   }
   // The leader's files may be closed from here on: the others have opened them.
   const std::vector<std::string> why =
@@ -256,6 +262,10 @@ absl::StatusOr<std::unique_ptr<SharedFiles>> SharedFiles::Read(
   if (together) read = GuardRank([&] { return reading.ReadShare(index, count, needed); });
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, read, {}, nullptr));
   return shared;
+}
+
+std::string NameOfShared(const std::string& path) {
+  return absl::StrCat(path, " (the copy in memory that the ranks of this host share)");
 }
 
 std::string SharedFiles::PathOf(absl::string_view name) const {

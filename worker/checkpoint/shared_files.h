@@ -16,6 +16,9 @@
 
 namespace muster {
 
+// What errors call the copy in memory of the checkpoint's file `path`.
+std::string NameOfShared(const std::string& path);
+
 // Files of a checkpoint that every rank needs, read once on each host: the ranks of a host each
 // read and digest a share of the blocks, past the page cache, into memory that they share. The
 // memory holds the files once on a host and goes when no rank uses it any more. Where the folder is

@@ -269,7 +269,7 @@ absl::StatusOr<StateDict> StateReader::Read(absl::string_view name) const {
   if (in_memory()) return ParseStateDict(files_.at(file->name), JoinPath(dir_, name));
   const std::string path = JoinPath(dir_, name);
   const std::string shared = shared_ == nullptr ? "" : shared_->PathOf(name);
-  if (!shared.empty()) return MapStateDict(shared, path);
+  if (!shared.empty()) return MapStateDict(shared, NameOfShared(path));
   return ReadStateDict(path, file->digest, file->blocks);
 }
 

@@ -98,6 +98,8 @@ class StateReader {
                               std::map<std::string, absl::string_view> files,
                               std::shared_ptr<const void> keep);
   bool in_memory() const { return keep_ != nullptr; }
+  // The contents of a file of manifest() there.
+  absl::string_view InMemory(absl::string_view name) const { return files_.at(std::string(name)); }
 
   const std::string& dir() const { return dir_; }
   const Manifest& manifest() const { return manifest_; }

@@ -20,6 +20,8 @@
 #include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/file_plans.h"
+#include "worker/checkpoint/read_error.h"
+#include "worker/checkpoint/tensor_uploads.h"
 
 namespace muster {
 namespace {
@@ -369,13 +371,15 @@ absl::StatusOr<StateDict> ParseStateDict(absl::string_view bytes, const std::str
 }
 
 absl::StatusOr<StateDict> MapStateDict(const std::string& memory, const std::string& path) {
-  MUSTER_ASSIGN_OR_RETURN(const SafetensorsReader reader, SafetensorsReader::Open(memory));
+  const absl::StatusOr<SafetensorsReader> reader = SafetensorsReader::Open(memory);
+  if (!reader.ok()) return Renamed(reader.status(), memory, path);
   NamedTensors tensors;
-  for (const SafetensorsEntry& entry : reader.header().tensors) {
-    MUSTER_ASSIGN_OR_RETURN(at::Tensor tensor, reader.Map(entry.name));
-    tensors.emplace_back(entry.name, std::move(tensor));
+  for (const SafetensorsEntry& entry : reader->header().tensors) {
+    absl::StatusOr<at::Tensor> tensor = reader->Map(entry.name);
+    if (!tensor.ok()) return Renamed(tensor.status(), memory, path);
+    tensors.emplace_back(entry.name, *std::move(tensor));
   }
-  return StateOf(std::move(tensors), reader.header().metadata, path);
+  return StateOf(std::move(tensors), reader->header().metadata, path);
 }
 
 absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets,
@@ -384,7 +388,7 @@ absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets
   for (const auto& [name, tensor] : source) by_name[name] = &tensor;
   absl::flat_hash_set<absl::string_view> wanted;
   std::vector<std::string> missing, unexpected, different;
-  std::vector<std::pair<const at::Tensor*, const at::Tensor*>> copies;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   const auto same = [](const at::Tensor& a, const at::Tensor& b) {
     return a.is_same(b) || (a.numel() > 0 && a.data_ptr() == b.data_ptr() &&
                             a.sizes() == b.sizes() && a.strides() == b.strides());
@@ -408,7 +412,7 @@ absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets
                                        Description(target), " here)"));
       continue;
     }
-    copies.emplace_back(&target, &tensor);
+    copies.emplace_back(target, tensor);
   }
   for (const auto& [name, tensor] : source) {
     if (!wanted.contains(name)) unexpected.push_back(name);
@@ -426,9 +430,7 @@ absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets
         absl::StrCat(what, ": the tensors do not fit this model: ", absl::StrJoin(wrong, "; ")));
   }
   if (options.check_only) return absl::OkStatus();
-  const at::NoGradGuard no_grad;
-  for (const auto& [target, tensor] : copies) at::Tensor(*target).copy_(*tensor);
-  return absl::OkStatus();
+  return CopyTensors(copies);
 }
 
 }  // namespace muster

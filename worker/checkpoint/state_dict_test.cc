@@ -4,13 +4,17 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 
+#include "ATen/ops/arange.h"
+#include "ATen/ops/empty.h"
 #include "ATen/ops/ones.h"
 #include "ATen/ops/randn.h"
 #include "ATen/ops/zeros.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "worker/checkpoint/fake_device.h"
 
 namespace muster {
 namespace {
@@ -120,6 +124,16 @@ TEST(LoadTensors, D16_MissingNames_AreAnErrorEvenWhenStrictIsForgotten) {
                           {.allow_missing = true, .allow_unexpected = true})
                   .ok());
   EXPECT_EQ(a.sum().item<float>(), 2);
+}
+
+TEST(LoadTensors, LargeTensorsOfADevice_AreUploadedInBlocks) {
+  const at::Tensor large = at::arange(5'000'000, at::kFloat);  // 20 MB
+  const at::Tensor there =
+      at::empty(large.sizes(), at::TensorOptions(FakeDevice().device()).dtype(at::kFloat));
+  const size_t before = CopiesToFakeDevice().size();
+  ASSERT_TRUE(LoadTensors({{"w", large}}, {{"w", there}}, "m").ok());
+  EXPECT_GE(CopiesToFakeDevice().size() - before, 10u);
+  EXPECT_EQ(std::memcmp(there.const_data_ptr(), large.const_data_ptr(), large.nbytes()), 0);
 }
 
 TEST(LoadTensors, ShapesAndTypes_MustFit) {

@@ -12,16 +12,22 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/file.h"
+#include "base/mutex.h"
 #include "base/regular_file.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/checkpoint/for_each.h"
 #include "worker/checkpoint/run_folder.h"
 #include "worker/checkpoint/shard_plan.h"
+#include "worker/checkpoint/streamed_file.h"
 
 namespace muster {
 namespace {
 
 constexpr uint64_t kPartBytes = uint64_t{8} << 20;
+// What a thread of ReadAll() reads at a time: what it copies from is still in the processor's
+// cache.
+constexpr uint64_t kPieceBytes = uint64_t{1} << 20;
 
 bool IsFolder(const std::string& path) {
   struct stat info;
@@ -174,6 +180,78 @@ absl::Status WeightFiles::Divide(
 
 absl::Status WeightFiles::Read(const Entry& entry, char* to) const {
   return sources_[entry.file]->Read(entry.tensor.begin, to, entry.tensor.extent_bytes);
+}
+
+absl::StatusOr<size_t> WeightFiles::Fetch(const Entry& entry, uint64_t begin, size_t bytes,
+                                          char* block) const {
+  const uint64_t at = entry.tensor.begin + begin;
+  const StreamedFile* const file = StreamedFileOf(entry);
+  if (file == nullptr) {
+    MUSTER_RETURN_IF_ERROR(sources_[entry.file]->Read(at, block, bytes));
+    return 0;
+  }
+  const absl::StatusOr<size_t> fetched = file->Fetch(at, bytes, block);
+  if (!fetched.ok()) return Named(entry, fetched.status());
+  return fetched;
+}
+
+absl::Status WeightFiles::ReadAll(const std::vector<Reading>& readings, int threads) const {
+  struct Piece {
+    const Reading* reading;
+    uint64_t begin, end;  // of the extent
+  };
+  std::vector<Piece> pieces;
+  for (const Reading& reading : readings) {
+    const StoredTensor& tensor = reading.entry->tensor;
+    const uint64_t width = std::max(SafetensorsTypeBits(tensor.type) / 8, 1);
+    // All but the first begin where a block of the disk does.
+    const uint64_t remainder = tensor.begin % kDirectAlignment;
+    const uint64_t first = kPieceBytes - (remainder % width == 0 ? remainder : 0);
+    for (uint64_t begin = 0; begin < tensor.extent_bytes;) {
+      const uint64_t end = std::min(tensor.extent_bytes, begin == 0 ? first : begin + kPieceBytes);
+      pieces.push_back({&reading, begin, end});
+      begin = end;
+    }
+  }
+  Mutex mu;
+  std::vector<AlignedMemory> idle;
+  return ForEach(pieces.size(), {.threads = threads}, [&](uint64_t i) {
+    AlignedMemory scratch;
+    {
+      MutexLock lock(&mu);
+      if (!idle.empty()) {
+        scratch = std::move(idle.back());
+        idle.pop_back();
+      }
+    }
+    const Piece& piece = pieces[i];
+    const absl::Status read = ReadPiece(*piece.reading, piece.begin, piece.end, scratch);
+    MutexLock lock(&mu);
+    idle.push_back(std::move(scratch));
+    return read;
+  });
+}
+
+absl::Status WeightFiles::ReadPiece(const Reading& reading, uint64_t begin, uint64_t end,
+                                    AlignedMemory& scratch) const {
+  const Entry& entry = *reading.entry;
+  const uint64_t at = entry.tensor.begin + begin;
+  const size_t bytes = end - begin;
+  if (reading.to == nullptr) {
+    MUSTER_RETURN_IF_ERROR(scratch.Grow(StreamedFile::RoomFor(at, bytes)));
+    MUSTER_ASSIGN_OR_RETURN(const size_t offset, Fetch(entry, begin, bytes, scratch.data()));
+    return Named(entry, reading.take(begin, absl::string_view(scratch.data() + offset, bytes)));
+  }
+  const StreamedFile* const file = StreamedFileOf(entry);
+  if (file == nullptr) return sources_[entry.file]->Read(at, reading.to + begin, bytes);
+  return Named(entry, file->Read(at, bytes, reading.to + begin, scratch));
+}
+
+absl::Status WeightFiles::Named(const Entry& entry, const absl::Status& status) const {
+  if (status.ok()) return status;
+  return absl::Status(status.code(),
+                      absl::StrCat(FileOf(entry), ": tensor \"", Printable(entry.tensor.name),
+                                   "\": ", status.message()));
 }
 
 uint64_t WeightFiles::BytesOf(const Entry& entry) {

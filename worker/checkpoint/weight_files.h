@@ -18,6 +18,9 @@
 
 namespace muster {
 
+class AlignedMemory;
+class StreamedFile;
+
 // A tensor, and which of the files it is in.
 struct WeightEntry {
   StoredTensor tensor;
@@ -61,6 +64,25 @@ class WeightFiles {
   // The bytes of the entry's extent, of which there are `entry.tensor.extent_bytes`.
   absl::Status Read(const Entry& entry, char* to) const;
 
+  // For what is read once: by several threads, and past the page cache unless it is there (see
+  // StreamedFile). Errors, with the file and the tensor: those of StreamedFile.
+  struct Reading {
+    const Entry* entry = nullptr;
+    // Where the bytes of its extent go. Null: `take` gets them piece by piece, whole elements, from
+    // several threads at once; `begin` is where a piece begins in the extent.
+    char* to = nullptr;
+    std::function<absl::Status(uint64_t begin, absl::string_view piece)> take = nullptr;
+  };
+  absl::Status ReadAll(const std::vector<Reading>& readings, int threads) const;
+  // `bytes` bytes of the entry's extent, from `begin` on, to somewhere in `block`: see
+  // StreamedFile::Fetch, also for errors, which name the file and the tensor.
+  absl::StatusOr<size_t> Fetch(const Entry& entry, uint64_t begin, size_t bytes, char* block) const;
+
+  // The file that an entry is in; null: it can only be read.
+  const StreamedFile* StreamedFileOf(const Entry& entry) const {
+    return sources_[entry.file]->streamed();
+  }
+
   // Passes the bytes of the tensor to `sink` in parts, contiguous. Holds a part in memory, or the
   // tensor's extent if it is not contiguous.
   absl::Status Stream(const Entry& entry,
@@ -76,6 +98,9 @@ class WeightFiles {
  private:
   absl::Status Add(const std::string& file, const std::vector<std::string>* wanted,
                    const std::string& index);
+  absl::Status Named(const Entry& entry, const absl::Status& status) const;
+  absl::Status ReadPiece(const Reading& reading, uint64_t begin, uint64_t end,
+                         AlignedMemory& scratch) const;
 
   std::string path_;
   std::vector<std::unique_ptr<ByteSource>> sources_;

@@ -3,12 +3,15 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <csignal>
 
+#include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/test_folder.h"
 #include "tests/testdata/golden.h"
+#include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/weight_writer.h"
 
@@ -176,6 +179,57 @@ TEST_F(WeightFilesTest, Divide_TakesMatricesOutOfATensor) {
                               })
                               .message()),
               HasSubstr("\"other\" of shape [2]"));
+}
+
+TEST_F(WeightFilesTest, ReadAll_PutsEachTensorWhereItGoes) {
+  // Of several pieces, and of less than a block of the disk.
+  std::string large((5 << 20) + 77, '\0');
+  for (size_t i = 0; i < large.size(); ++i) large[i] = static_cast<char>(i % 251);
+  Put("model.safetensors",
+      *EncodeSafetensors({{.name = "a", .type = SafetensorsType::kU8, .shape = {large.size()}},
+                          {.name = "b", .type = SafetensorsType::kU8, .shape = {3}},
+                          {.name = "none", .type = SafetensorsType::kU8, .shape = {0}}},
+                         {large, "xyz", ""}, std::nullopt));
+  const auto files = WeightFiles::Open(dir_);
+  ASSERT_TRUE(files.ok()) << files.status();
+  for (const int threads : {1, 4}) {
+    std::string a(large.size(), '\0'), b(3, '\0');
+    const std::vector<WeightFiles::Reading> readings = {
+        {files->Find("a"), a.data()}, {files->Find("none"), nullptr}, {files->Find("b"), b.data()}};
+    const absl::Status read = files->ReadAll(readings, threads);
+    ASSERT_TRUE(read.ok()) << read;
+    EXPECT_TRUE(a == large);
+    EXPECT_EQ(b, "xyz");
+  }
+  // Piece by piece.
+  std::string taken(large.size(), '\0');
+  const WeightFiles::Reading in_pieces = {
+      .entry = files->Find("a"), .take = [&](uint64_t begin, absl::string_view piece) {
+        taken.replace(begin, piece.size(), piece.data(), piece.size());
+        return absl::OkStatus();
+      }};
+  ASSERT_TRUE(files->ReadAll({in_pieces}, 4).ok());
+  EXPECT_TRUE(taken == large);
+  const WeightFiles::Reading refused = {
+      .entry = files->Find("b"),
+      .take = [](uint64_t, absl::string_view) { return absl::InternalError("no"); }};
+  EXPECT_EQ(files->ReadAll({refused}, 4),
+            absl::InternalError(absl::StrCat(Path("model.safetensors"), ": tensor \"b\": no")));
+  AlignedMemory block;
+  ASSERT_TRUE(block.Grow(1 << 20).ok());
+  const absl::StatusOr<size_t> fetched = files->Fetch(*files->Find("a"), 1000, 5000, block.data());
+  ASSERT_TRUE(fetched.ok()) << fetched.status();
+  EXPECT_EQ(absl::string_view(block.data() + *fetched, 5000), large.substr(1000, 5000));
+
+  ASSERT_EQ(truncate(Path("model.safetensors").c_str(), 2 << 20), 0);
+  std::string a(large.size(), '\0');
+  for (const absl::Status& status :
+       {files->ReadAll({{files->Find("a"), a.data()}}, 4),
+        files->Fetch(*files->Find("a"), 3 << 20, 5000, block.data()).status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr(absl::StrCat(Path("model.safetensors"), ": tensor \"a\": it ends at")));
+  }
 }
 
 TEST_F(WeightFilesTest, Copy_KeepsBytesAndTheFirstNameOfATiedTensor) {

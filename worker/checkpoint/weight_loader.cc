@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <iterator>
 #include <limits>
 #include <map>
 #include <utility>
@@ -19,8 +18,11 @@
 #include "absl/strings/str_join.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/checkpoint/memory_ranges.h"
+#include "worker/checkpoint/tensor_uploads.h"
+#include "worker/checkpoint/transfer.h"
 #include "worker/checkpoint/weight_files.h"
-#include "worker/checkpoint/weight_uploads.h"
+#include "worker/checkpoint/weight_fills.h"
 
 namespace muster {
 namespace {
@@ -157,20 +159,12 @@ absl::StatusOr<bool> AreEqual(const Source& source, size_t a, size_t b, at::Scal
 // Gives the target memory for its value.
 void Prepare(const OneCopy& copy, at::Tensor target) {
   const bool overlaps = at::has_internal_overlap(target) == at::MemOverlap::Yes;
-  // The old memory is freed before the new values arrive: one tensor at a time in addition to the
-  // model.
+  // The old memory is freed before the new values arrive.
   if (overlaps) {
     target.set_data(at::empty(target.sizes(), target.options().dtype(copy.type)));
   } else if (target.scalar_type() != copy.type) {
     target.set_data(at::empty_like(target, target.options().dtype(copy.type)));
   }
-}
-
-absl::Status Run(const Source& source, const OneCopy& copy, at::Tensor target) {
-  Prepare(copy, target);
-  MUSTER_ASSIGN_OR_RETURN(const at::Tensor loaded, source.Read(copy.from));
-  target.copy_(loaded);
-  return absl::OkStatus();
 }
 
 }  // namespace
@@ -196,14 +190,14 @@ absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightFi
   const auto options = at::TensorOptions().dtype(*type);
   if (tensor.strides.empty()) {
     at::Tensor read = at::empty(shape, options);
-    if (tensor.extent_bytes > 0) {
-      MUSTER_RETURN_IF_ERROR(weights.Read(entry, static_cast<char*>(read.data_ptr())));
-    }
+    MUSTER_RETURN_IF_ERROR(weights.ReadAll(
+        {{.entry = &entry, .to = static_cast<char*>(read.data_ptr())}}, ReadingThreads()));
     return read;
   }
   const int64_t elements = tensor.extent_bytes / c10::elementSize(*type);
   at::Tensor extent = at::empty({elements}, options);
-  MUSTER_RETURN_IF_ERROR(weights.Read(entry, static_cast<char*>(extent.data_ptr())));
+  MUSTER_RETURN_IF_ERROR(weights.ReadAll(
+      {{.entry = &entry, .to = static_cast<char*>(extent.data_ptr())}}, ReadingThreads()));
   return extent.as_strided(shape,
                            std::vector<int64_t>(tensor.strides.begin(), tensor.strides.end()));
 }
@@ -221,7 +215,6 @@ struct MatchedWeights::Plan {
   };
   // Finds the tensor of the source for each target by its name.
   Chosen Choose(const LoadWeightsOptions& options);
-  class Uploads;
   // What each target gets, a tensor with several names once.
   absl::Status PlanCopies(const Chosen& chosen);
   // Whether `options` allow what does not fit.
@@ -333,44 +326,6 @@ absl::Status MatchedWeights::Plan::Match(const LoadWeightsOptions& options) {
   return Verdict(chosen, options);
 }
 
-// What waits to go to devices together, in no order.
-class MatchedWeights::Plan::Uploads {
- public:
-  explicit Uploads(const WeightFiles* files) : files_(files) {}
-
-  // Waits for what is there, if it has memory in common with `to`: the later one of two targets
-  // wins, as on the host.
-  absl::Status Precede(const at::Tensor& to) {
-    const auto [begin, end] = RangeOf(to);
-    const auto after = ranges_.lower_bound(end);
-    const bool overlaps =
-        begin != end && after != ranges_.begin() && std::prev(after)->second > begin;
-    return overlaps ? Run() : absl::OkStatus();
-  }
-  void Add(const WeightEntry& from, const at::Tensor& to) {
-    uploads_.push_back({.from = &from, .to = to});
-    ranges_.insert(RangeOf(to));
-  }
-  absl::Status Run() {
-    ranges_.clear();
-    if (uploads_.empty()) return absl::OkStatus();
-    return UploadWeights(*files_, std::exchange(uploads_, {}));
-  }
-
- private:
-  static std::pair<uintptr_t, uintptr_t> RangeOf(const at::Tensor& tensor) {
-    if (tensor.numel() == 0) return {0, 0};
-    int64_t last = 0;
-    for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
-    const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-    return {begin, begin + static_cast<uintptr_t>(last + 1) * tensor.element_size()};
-  }
-
-  const WeightFiles* const files_;
-  std::vector<WeightUpload> uploads_;
-  std::map<uintptr_t, uintptr_t> ranges_;  // without overlaps: the end of each by its begin
-};
-
 absl::Status MatchedWeights::Plan::Copy() const {
   const at::NoGradGuard no_grad;
   // Names of one tensor stay names of one tensor, also where a type is changed: by set_data() two
@@ -389,22 +344,35 @@ absl::Status MatchedWeights::Plan::Copy() const {
     }
   };
   const WeightFiles* const files = source->files();
-  Uploads uploads(files);
+  // All at once: from several files and tensors at a time.
+  std::vector<WeightFill> fills;
+  MemoryRanges filled;
+  const auto fill = [&]() -> absl::Status {
+    filled.Clear();
+    if (fills.empty()) return absl::OkStatus();
+    return FillWeights(*files, std::exchange(fills, {}));
+  };
+  std::vector<std::pair<at::Tensor, at::Tensor>> in_memory;
   for (const OneCopy& copy : copies) {
     const at::Tensor& target = targets[copy.target].second;
-    if (files != nullptr && !target.is_cpu()) {
-      Prepare(copy, target);
-      MUSTER_RETURN_IF_ERROR(uploads.Precede(target));
-      if (const WeightEntry& entry = files->entries()[copy.from]; IsUploadable(entry, target)) {
-        uploads.Add(entry, target);
-        follow(copy.target);
-        continue;
-      }
-    }
-    MUSTER_RETURN_IF_ERROR(Run(*source, copy, target));
+    Prepare(copy, target);
     follow(copy.target);
+    if (files != nullptr && IsFillable(files->entries()[copy.from], target)) {
+      fills.push_back({.from = &files->entries()[copy.from], .to = target});
+      filled.Add(target);
+      continue;
+    }
+    // The later of two targets wins.
+    if (filled.Overlap(target)) MUSTER_RETURN_IF_ERROR(fill());
+    MUSTER_ASSIGN_OR_RETURN(const at::Tensor read, source->Read(copy.from));
+    if (files == nullptr) {
+      in_memory.emplace_back(target, read);
+    } else {
+      at::Tensor(target).copy_(read);
+    }
   }
-  MUSTER_RETURN_IF_ERROR(uploads.Run());
+  MUSTER_RETURN_IF_ERROR(CopyTensors(in_memory));
+  MUSTER_RETURN_IF_ERROR(fill());
   // Tensors that the file leaves out get the type too, tied ones and those that are missing.
   if (dtype.has_value()) {
     for (size_t i = 0; i < targets.size(); ++i) {

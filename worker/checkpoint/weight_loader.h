@@ -91,19 +91,23 @@ class MatchedWeights {
 };
 
 // One tensor in its own memory, contiguous or with the strides that it has in the file. Blocks on
-// the disk.
+// the disk, from which several threads read a large one.
 absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightEntry& entry);
 
 // Copies weights into `targets`, the parameters and buffers of a model, on any device and of any
 // strides. Floating types convert into each other; other types must be equal. Everything is
-// compared before the first tensor changes; one tensor at a time is in memory in addition to the
-// model.
+// compared before the first tensor changes. Several threads read, past the page cache what is not
+// in it. What is in memory in addition to the model: a block of some MiB for each thread, pinned
+// for a GPU; of tensors whose strides are others in the file one at a time; on a device also those
+// that it converts, as many as TensorUploadOptions::converted_bytes. With `dtype` a tensor whose
+// type changes has memory for its new values, and none for the old ones, before the first one is
+// read.
 //
 // Errors: those of WeightFiles::Open; INVALID_ARGUMENT "PATH: ..." that lists the names that are
 // missing, unexpected (with `strict`) or different in shape or type, targets without memory (meta
 // device), and names of one tensor for which the file has different values. Nothing changes then.
 // DATA_LOSS if the file becomes shorter meanwhile, and the system's error if the disk fails: part
-// of the model may have changed then.
+// of the model may have changed then, and tensors whose type changes may have no values.
 absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTensors& targets,
                                           const LoadWeightsOptions& options = {});
 

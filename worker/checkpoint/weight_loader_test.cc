@@ -99,6 +99,19 @@ TEST_F(WeightLoaderTest, TargetsOnADeviceThatOverlap_AreWrittenInTheirOrder) {
             (std::vector<uint16_t>{0x3c00, 0x40e0, 0x40e0, 0x3c00}));
 }
 
+// What is copied, since its strides are others in the file, comes after what several threads read.
+TEST_F(WeightLoaderTest, TargetsOnTheHostThatOverlap_AreWrittenInTheirOrder) {
+  Save({{"a", at::ones({4, 4})}, {"b", at::full({2, 4}, 7.0)}, {"c", at::full({2}, 9.0)}});
+  const at::Tensor a = at::zeros({4, 4});
+  const auto report =
+      LoadWeights(dir_, {{"a", a}, {"b", a.t().narrow(0, 1, 2)}, {"c", a[0].narrow(0, 0, 2)}});
+  ASSERT_TRUE(report.ok()) << report.status();
+  at::Tensor want = at::ones({4, 4});
+  want.narrow(1, 1, 2).fill_(7);
+  want[0].narrow(0, 0, 2).fill_(9);
+  EXPECT_TRUE(a.equal(want));
+}
+
 TEST_F(WeightLoaderTest, PrefixAndRename_ChooseAndNameTensors) {
   Save({{"model.a", at::ones({2})}, {"model.skip", at::ones({2})}, {"head", at::ones({2})}});
   at::Tensor a = at::zeros({2});

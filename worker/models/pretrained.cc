@@ -17,7 +17,7 @@
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/weight_files.h"
-#include "worker/checkpoint/weight_uploads.h"
+#include "worker/checkpoint/weight_fills.h"
 #include "worker/collective/nccl.h"
 #include "worker/models/bert.h"
 #include "worker/models/decoder.h"
@@ -192,18 +192,18 @@ absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOpti
       MatchedEntries matched,
       MatchEntries(files, tensors, {.strict = false, .rename = NamesIn(files, *model)}));
   const at::NoGradGuard no_grad;
-  std::vector<WeightUpload> uploads;
+  std::vector<WeightFill> fills;
   for (const MatchedWeight& match : matched.matches) {
     const WeightEntry& entry = files.entries()[match.from];
     at::Tensor target = tensors[match.target].second;
-    if (IsUploadable(entry, target)) {
-      uploads.push_back({.from = &entry, .to = target});
+    if (IsFillable(entry, target)) {
+      fills.push_back({.from = &entry, .to = target});
       continue;
     }
     MUSTER_ASSIGN_OR_RETURN(const at::Tensor weight, ReadWeight(files, entry));
     target.copy_(weight);
   }
-  if (!uploads.empty()) MUSTER_RETURN_IF_ERROR(UploadWeights(files, uploads));
+  if (!fills.empty()) MUSTER_RETURN_IF_ERROR(FillWeights(files, fills));
   // It has its value all the same.
   std::erase_if(matched.report.missing,
                 [&config](const std::string& name) { return IsUnused(config, name); });

@@ -1673,15 +1673,21 @@ void ShardedModel::LoadParameters(const std::map<std::string, at::Tensor>& value
   MarkChanged(shards_);
 }
 
-void ShardedModel::LoadParts(const std::map<std::string, at::Tensor>& parts) {
+void ShardedModel::LoadParts(const std::map<std::string, at::Tensor>& parts, const CopyAll& copy) {
   const at::NoGradGuard no_grad;
   BeginLoad(parts);
   std::vector<at::Tensor> changed;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   for (const auto& [name, part] : parts) {
     const auto& [unit, slice] = PlaceOf(name);
     changed.push_back(units_[unit]->slices()[slice].shard);
-    changed.back().copy_(part);
+    if (copy == nullptr) {
+      changed.back().copy_(part);
+    } else {
+      copies.emplace_back(changed.back(), part);
+    }
   }
+  if (copy != nullptr) copy(copies);
   Expire();
   MarkChanged(changed);
 }

@@ -211,8 +211,10 @@ class ShardedModel {
   std::vector<std::pair<std::string, at::Tensor>> FullParameters(const KeepName& keep);
   // The values of full parameters, by name; names that are not in `values` stay as they are.
   void LoadParameters(const std::map<std::string, at::Tensor>& values);
-  // The same from this rank's parts of them (PartOf).
-  void LoadParts(const std::map<std::string, at::Tensor>& parts);
+  // The same from this rank's parts of them (PartOf). `copy` copies each second tensor to the
+  // first; null: copy_() does.
+  using CopyAll = std::function<void(const std::vector<std::pair<at::Tensor, at::Tensor>>&)>;
+  void LoadParts(const std::map<std::string, at::Tensor>& parts, const CopyAll& copy = nullptr);
 
   // (collective) For a tensor of state that each shard has, as the optimizer's are: the full one
   // for each parameter with keep(name) that has it on any rank, by the parameter's name, on the

@@ -522,6 +522,16 @@ TEST(ShardedModel, PartsInAStore_AreWrittenBySummonAndLoad) {
     trained.model.LoadParts(parts);
     for (auto& [name, tensor] : loaded) tensor.mul_(3);
     ExpectEqual(trained.Full(), loaded);
+    // By a caller that copies all of them in its own way.
+    for (auto& [name, part] : parts) part.mul_(2);
+    size_t copied = 0;
+    trained.model.LoadParts(parts, [&](const auto& copies) {
+      copied += copies.size();
+      for (const auto& [to, from] : copies) at::Tensor(to).copy_(from);
+    });
+    EXPECT_EQ(copied, parts.size());
+    for (auto& [name, tensor] : loaded) tensor.mul_(2);
+    ExpectEqual(trained.Full(), loaded);
   });
 }
 

@@ -5,7 +5,7 @@
 #include <deque>
 #include <exception>
 #include <map>
-#include <system_error>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -17,6 +17,7 @@
 #include "base/mutex.h"
 #include "base/status_macros.h"
 #include "c10/util/Exception.h"
+#include "worker/checkpoint/for_each.h"
 #include "worker/parallel/paged_storage.h"
 #include "worker/train/guard.h"
 #include "worker/train/pin_memory.h"
@@ -377,18 +378,14 @@ absl::Status OffloadedState::Stream(const std::vector<size_t>& windows, OnDevice
       changed.SignalAll();
     }
   };
-  std::thread thread;
-  try {
-    thread = std::thread(transfer);
-  } catch (const std::system_error&) {  // the system gives no more threads
-    return TakeInTurn(windows, there, update);
-  }
+  std::optional<std::thread> thread = TryStartThread(transfer);
+  if (!thread.has_value()) return TakeInTurn(windows, there, update);
   struct Joins {
     std::thread& thread;
     ~Joins() { thread.join(); }
   };
   {
-    const Joins joins{thread};
+    const Joins joins{*thread};
     for (size_t k = 0; k < count; ++k) {
       {
         MutexLock lock(&mu);

@@ -15,6 +15,7 @@
 #include "ATen/ops/full_like.h"
 #include "ATen/ops/zeros.h"
 #include "c10/util/Exception.h"
+#include "worker/checkpoint/tensor_uploads.h"
 #include "worker/parallel/weight_changes.h"
 #include "worker/train/guard.h"
 #include "worker/train/offloaded_state.h"
@@ -485,8 +486,8 @@ void FusedOptimizer::LoadState(const OptimizerState& state) {
   at::NoGradGuard no_grad;
   const auto by_parameter = CheckedSlots(state);
   std::vector<ParamState> loaded(state_.size());
-  // Into memory that is there: what is copied once nothing can fail any more.
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+  // Into new memory, and into memory that is there: what is copied once nothing can fail any more.
+  std::vector<std::pair<at::Tensor, at::Tensor>> first, copies;
   std::map<std::pair<c10::Device, float>, at::Tensor,
            bool (*)(const std::pair<c10::Device, float>&, const std::pair<c10::Device, float>&)>
       steps([](const auto& a, const auto& b) {
@@ -512,19 +513,18 @@ void FusedOptimizer::LoadState(const OptimizerState& state) {
         const at::Tensor& saved = by_parameter[i].at(names[s].name);
         at::Tensor& slot = loaded[i].slots[s];
         slot = SlotToReuse(state_[i].slots[s], 1, param, saved);
-        if (slot.defined()) {
-          copies.emplace_back(slot, saved);
-        } else {
-          slot = NewSlot(param).copy_(saved);
-        }
+        const bool reused = slot.defined();
+        if (!reused) slot = NewSlot(param);
+        (reused ? copies : first).emplace_back(slot, saved);
       }
       loaded[i].exists = true;
     }
   }
+  ThrowIfError(CopyTensors(first));
   if (offloaded_ != nullptr) MakeRoom();
   for (int64_t g = 0; g < num_groups(); ++g) LoadGroup(state.groups, g);
   steps.clear();
-  for (const auto& [to, from] : copies) to.copy_(from);
+  ThrowIfError(CopyTensors(copies));
   state_ = std::move(loaded);
   if (offloaded_ == nullptr) return;
   offloaded_->Renew();

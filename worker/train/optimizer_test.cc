@@ -5,11 +5,14 @@
 #include <unistd.h>
 
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <vector>
 
 #include "ATen/Context.h"
 #include "ATen/core/grad_mode.h"
+#include "ATen/ops/arange.h"
+#include "ATen/ops/empty.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/randn.h"
 #include "ATen/ops/zeros.h"
@@ -23,6 +26,7 @@
 #include "torch/optim/rmsprop.h"
 #include "torch/optim/sgd.h"
 #include "worker/checkpoint/direct_io.h"
+#include "worker/checkpoint/fake_device.h"
 #include "worker/checkpoint/scratch_file.h"
 #include "worker/collective/test_error.h"
 #include "worker/train/torch_optimizer.h"
@@ -231,6 +235,31 @@ TEST(FusedAdamW, SavedWithNames_IsExactOnResume) {
     second.Step();
   }
   for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(a[i].equal(b[i])) << i;
+}
+
+// The device's own copy of memory that is not pinned is one for each tensor.
+TEST(Optimizers, StateInMemoryOfTheHost_IsUploadedInBlocks) {
+  constexpr int64_t kNumbers = 5'000'000;  // 20 MB
+  const at::Tensor saved = at::arange(kNumbers, at::kFloat);
+  const auto param = [] {
+    return at::empty({kNumbers}, at::TensorOptions(FakeDevice().device()).dtype(at::kFloat));
+  };
+  FusedSGD fused({param()}, SGDOptions{.momentum = 0.9});
+  optim::SGD plain({param()}, optim::SGDOptions(0.1).momentum(0.9));
+  const auto handle = WrapTorchOptimizer(plain);
+  for (OptimizerHandle* const optimizer : {static_cast<OptimizerHandle*>(&fused), handle.get()}) {
+    OptimizerState state = optimizer->SaveState();
+    state.tensors["0.momentum_buffer"] = saved;
+    // Into new memory, and into that of the load before.
+    for (int load = 0; load < 2; ++load) {
+      const size_t before = CopiesToFakeDevice().size();
+      optimizer->LoadState(state);
+      EXPECT_GE(CopiesToFakeDevice().size() - before, 10u) << load;
+      const at::Tensor loaded = optimizer->SaveState().tensors.at("0.momentum_buffer");
+      EXPECT_EQ(loaded.device(), FakeDevice().device());
+      EXPECT_EQ(std::memcmp(loaded.const_data_ptr(), saved.const_data_ptr(), saved.nbytes()), 0);
+    }
+  }
 }
 
 TEST(FusedAdamW, StateThatDoesNotFit_IsRefusedAndChangesNothing) {

@@ -28,7 +28,9 @@
 #include "torch/optim/rmsprop.h"
 #include "torch/optim/sgd.h"
 #include "torch/serialize/archive.h"
+#include "worker/checkpoint/tensor_uploads.h"
 #include "worker/parallel/weight_changes.h"
+#include "worker/train/guard.h"
 #include "worker/train/slot_layout.h"
 #include "worker/train/slot_memory.h"
 #include "worker/train/tensor_ranges.h"
@@ -584,8 +586,9 @@ class TorchOptimizerHandle : public OptimizerHandle {
     }
     const auto by_parameter = CheckedSlots(state);
     std::vector<std::unique_ptr<optim::OptimizerParamState>> loaded(seen_parameters().size());
-    // Into memory that is there: what is copied once nothing can fail any more.
-    std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+    // Into new memory, and into memory that is there: what is copied once nothing can fail any
+    // more.
+    std::vector<std::pair<at::Tensor, at::Tensor>> first, copies;
     for (size_t i = 0; i < by_parameter.size(); ++i) {
       const auto& slots = by_parameter[i];
       if (slots.empty()) continue;
@@ -600,18 +603,17 @@ class TorchOptimizerHandle : public OptimizerHandle {
         if (it == slots.end()) continue;
         // The state's own reference, and that of the tensor that slot() returns.
         tensors[s] = SlotToReuse(CurrentSlot(param, s), 2, param, it->second);
-        if (tensors[s].defined()) {
-          copies.emplace_back(tensors[s], it->second);
-        } else {
-          tensors[s] = NewSlot(param).copy_(it->second);
-        }
+        const bool reused = tensors[s].defined();
+        if (!reused) tensors[s] = NewSlot(param);
+        (reused ? copies : first).emplace_back(tensors[s], it->second);
       }
       loaded[i] = kind_->make(step, std::move(tensors));
     }
+    ThrowIfError(CopyTensors(first));
     for (int64_t g = 0; g < num_groups(); ++g) {
       kind_->load_group(group_options(g), state.groups, g);
     }
-    for (const auto& [to, from] : copies) to.copy_(from);
+    ThrowIfError(CopyTensors(copies));
     for (size_t k = 0; k < loaded.size(); ++k) {
       void* key = seen_parameters()[k].unsafeGetTensorImpl();
       if (loaded[k] != nullptr) {

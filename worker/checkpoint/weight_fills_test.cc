@@ -1,4 +1,4 @@
-#include "worker/checkpoint/weight_uploads.h"
+#include "worker/checkpoint/weight_fills.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,10 +11,12 @@
 
 #include "ATen/ops/arange.h"
 #include "ATen/ops/empty.h"
+#include "ATen/ops/from_blob.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/zeros.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "c10/core/InferenceMode.h"
 #include "worker/checkpoint/fake_device.h"
 #include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/test_left_copies.h"
@@ -28,9 +30,9 @@ using ::testing::HasSubstr;
 FakeStreams& Streams() { return FakeDevice(); }
 
 // A file of weights, and a device that does nothing before a thread waits for it.
-class WeightUploadsTest : public testing::Test {
+class WeightFillsTest : public testing::Test {
  protected:
-  WeightUploadsTest() {
+  WeightFillsTest() {
     EXPECT_TRUE(SaveModelFiles(dir_, weights_).ok());
     absl::StatusOr<WeightFiles> files = WeightFiles::Open(dir_);
     EXPECT_TRUE(files.ok()) << files.status();
@@ -39,8 +41,8 @@ class WeightUploadsTest : public testing::Test {
 
   size_t left() const { return copies_.size(); }
   // Of all weights, of their own types.
-  std::vector<WeightUpload> Uploads() {
-    std::vector<WeightUpload> uploads;
+  std::vector<WeightFill> Uploads() {
+    std::vector<WeightFill> uploads;
     for (const auto& [name, weight] : weights_) {
       uploads.push_back({.from = files_->Find(name), .to = EmptyLike(weight)});
     }
@@ -49,10 +51,13 @@ class WeightUploadsTest : public testing::Test {
   static at::Tensor EmptyLike(const at::Tensor& tensor) {
     return at::empty(tensor.sizes(), at::TensorOptions(Streams().device()).dtype(tensor.dtype()));
   }
-  absl::Status Upload(const std::vector<WeightUpload>& uploads) {
-    return UploadWeights(
+  absl::Status Upload(const std::vector<WeightFill>& uploads) {
+    return FillWeights(
         *files_, uploads,
-        {.threads = 3, .converted_bytes = 0, .uploads = [this](const auto& device) {
+        {.threads = 3,
+         .converted_bytes = 0,
+         .least_bytes = 0,
+         .uploads = [this](const auto& device) {
            // Tensors are of several blocks, and more than there are.
            return std::make_unique<DeviceUploads>(
                device, 64 << 10, 4,
@@ -74,8 +79,8 @@ class WeightUploadsTest : public testing::Test {
   LeftCopies copies_{Streams()};
 };
 
-TEST_F(WeightUploadsTest, Weights_AreThereAndCountAsChanged) {
-  const std::vector<WeightUpload> uploads = Uploads();
+TEST_F(WeightFillsTest, Weights_AreThereAndCountAsChanged) {
+  const std::vector<WeightFill> uploads = Uploads();
   const auto version = uploads[0].to._version();
   const absl::Status status = Upload(uploads);
   ASSERT_TRUE(status.ok()) << status;
@@ -86,7 +91,52 @@ TEST_F(WeightUploadsTest, Weights_AreThereAndCountAsChanged) {
   EXPECT_NE(uploads[0].to._version(), version);
 }
 
-TEST_F(WeightUploadsTest, FileThatEnds_IsTheErrorAndNothingIsUnderWay) {
+TEST_F(WeightFillsTest, WeightsOnTheHost_AreThereConvertedAndCountAsChanged) {
+  const at::Tensor a = at::zeros({300, 1000}), b = at::zeros({7}, at::kLong),
+                   c = at::zeros({50'000}, at::kDouble);
+  const auto version = a._version(), converted = c._version();
+  const absl::Status status = FillWeights(*files_, {{.from = files_->Find("a"), .to = a},
+                                                    {.from = files_->Find("b"), .to = b},
+                                                    {.from = files_->Find("c"), .to = c}});
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_TRUE(Same(a, weights_[0].second) && Same(b, weights_[1].second));
+  EXPECT_TRUE(Same(c, weights_[2].second.to(at::kDouble)));
+  EXPECT_NE(a._version(), version);
+  EXPECT_NE(c._version(), converted);
+}
+
+// The mode is that of the calling thread, and threads that read have none.
+TEST_F(WeightFillsTest, UnderInferenceMode_WeightsAreThereAndConverted) {
+  const at::Tensor before = at::zeros({50'000}, at::kDouble);
+  const auto version = before._version();
+  const c10::InferenceMode inference;
+  const at::Tensor a = at::zeros({300, 1000}), c = at::zeros({50'000}, at::kDouble);
+  const absl::Status status = FillWeights(*files_, {{.from = files_->Find("a"), .to = a},
+                                                    {.from = files_->Find("c"), .to = c},
+                                                    {.from = files_->Find("c"), .to = before}});
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_TRUE(Same(a, weights_[0].second));
+  EXPECT_TRUE(Same(c, weights_[2].second.to(at::kDouble)) && Same(before, c));
+  EXPECT_NE(before._version(), version);
+}
+
+// As a model does in which one parameter is a part of another.
+TEST_F(WeightFillsTest, TargetsOnTheHostThatOverlap_AreWrittenInTheirOrder) {
+  // Few bytes, which are read before all of the first one are there.
+  const at::Tensor a = at::zeros({300, 1000});
+  auto* const bytes = static_cast<char*>(a.data_ptr()) + 1'000'000;
+  const at::Tensor b = at::from_blob(bytes, {7}, at::kLong);
+  for (int i = 0; i < 20; ++i) {
+    a.zero_();
+    const absl::Status status = FillWeights(
+        *files_, {{.from = files_->Find("a"), .to = a}, {.from = files_->Find("b"), .to = b}},
+        {.threads = 3});
+    ASSERT_TRUE(status.ok()) << status;
+    ASSERT_TRUE(Same(b, weights_[1].second));
+  }
+}
+
+TEST_F(WeightFillsTest, FileThatEnds_IsTheErrorAndNothingIsUnderWay) {
   const std::string path = files_->FileOf(*files_->Find("a"));
   const absl::StatusOr<std::string> text = ReadFile(path);
   ASSERT_TRUE(text.ok());
@@ -99,7 +149,7 @@ TEST_F(WeightUploadsTest, FileThatEnds_IsTheErrorAndNothingIsUnderWay) {
 }
 
 // Room for all of them at a time is not needed.
-TEST_F(WeightUploadsTest, TensorsOfAnotherType_TakeNoMoreMemoryThanAllowed) {
+TEST_F(WeightFillsTest, TensorsOfAnotherType_TakeNoMoreMemoryThanAllowed) {
   constexpr size_t kEach = 100'000;
   NamedTensors weights;
   for (const char* const name : {"p", "q", "r", "s"}) {
@@ -110,14 +160,14 @@ TEST_F(WeightUploadsTest, TensorsOfAnotherType_TakeNoMoreMemoryThanAllowed) {
   const absl::StatusOr<WeightFiles> files = WeightFiles::Open(dir);
   ASSERT_TRUE(files.ok()) << files.status();
   const auto peak = [&](size_t allowed) {
-    std::vector<WeightUpload> uploads;
+    std::vector<WeightFill> uploads;
     for (const auto& [name, weight] : weights) {
       uploads.push_back({.from = files->Find(name), .to = EmptyLike(weight.to(at::kBFloat16))});
     }
     const int64_t before = MemoryOfFakeDevice().now;
     LimitFakeDevice(-1);
     const absl::Status status =
-        UploadWeights(*files, uploads, {.threads = 2, .converted_bytes = allowed});
+        FillWeights(*files, uploads, {.threads = 2, .converted_bytes = allowed});
     EXPECT_TRUE(status.ok()) << status;
     for (size_t i = 0; i < uploads.size(); ++i) {
       // The device copies bits.
@@ -133,17 +183,22 @@ TEST_F(WeightUploadsTest, TensorsOfAnotherType_TakeNoMoreMemoryThanAllowed) {
   EXPECT_EQ(peak(kEach / 2), kEach) << "one that is larger by itself";
 }
 
-TEST_F(WeightUploadsTest, WhatGoesStraightToADevice) {
+TEST_F(WeightFillsTest, WhatIsReadWhereItGoes) {
   const WeightEntry& a = *files_->Find("a");
   const at::Tensor there = EmptyLike(weights_[0].second);
-  EXPECT_TRUE(IsUploadable(a, there));
-  EXPECT_TRUE(IsUploadable(a, EmptyLike(weights_[0].second.to(at::kBFloat16)))) << "converts";
-  EXPECT_FALSE(IsUploadable(a, at::zeros({300, 1000}))) << "is on the host";
-  EXPECT_FALSE(IsUploadable(a, EmptyLike(weights_[0].second.to(at::kLong))));
-  EXPECT_FALSE(IsUploadable(*files_->Find("b"), there));
+  EXPECT_TRUE(IsFillable(a, there));
+  EXPECT_TRUE(IsFillable(a, EmptyLike(weights_[0].second.to(at::kBFloat16)))) << "converts";
+  EXPECT_TRUE(IsFillable(a, at::zeros({300, 1000})));
+  EXPECT_TRUE(IsFillable(a, at::zeros({300, 1000}, at::kBFloat16))) << "converts";
+  EXPECT_FALSE(IsFillable(a, at::zeros({300, 1000}, at::kLong)));
+  const at::Tensor offloaded = at::from_blob(nullptr, {300, 1000}, at::kFloat);
+  EXPECT_FALSE(IsFillable(a, offloaded)) << "has no memory";
+  EXPECT_FALSE(IsFillable(a, at::zeros({1000, 300}).t())) << "is not contiguous";
+  EXPECT_FALSE(IsFillable(a, EmptyLike(weights_[0].second.to(at::kLong))));
+  EXPECT_FALSE(IsFillable(*files_->Find("b"), there));
   WeightEntry turned = a;
   turned.tensor.strides = {1, 300};
-  EXPECT_FALSE(IsUploadable(turned, there));
+  EXPECT_FALSE(IsFillable(turned, there));
 }
 
 }  // namespace

@@ -1,0 +1,34 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_WEIGHT_FILLS_H_
+#define MUSTER_WORKER_CHECKPOINT_WEIGHT_FILLS_H_
+
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/status.h"
+#include "worker/checkpoint/tensor_uploads.h"
+#include "worker/checkpoint/weight_files.h"
+
+namespace muster {
+
+// A tensor of files, and the tensor that gets its values.
+struct WeightFill {
+  const WeightEntry* from = nullptr;
+  at::Tensor to;
+};
+
+// Whether FillWeights() takes it: contiguous there and here, with memory, and not empty. Its type
+// may be another one here, floating as in the file.
+bool IsFillable(const WeightEntry& from, const at::Tensor& to);
+
+// Reads weights in several threads, past the page cache unless they are there: on the host where
+// they go, and for a device into pinned blocks, whose copies are left to it. Where two targets
+// overlap, the later one wins. The values are there when it returns; after an error some of them may
+// be, and nothing is under way. Needs memory for a block of each thread, and of a device for values
+// of another type, `options.converted_bytes` or one tensor. Errors: those of WeightFiles::ReadAll
+// and DeviceUploads. Throws c10::Error for memory that a device has not.
+absl::Status FillWeights(const WeightFiles& files, const std::vector<WeightFill>& weights,
+                         const TensorUploadOptions& options = {});
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_WEIGHT_FILLS_H_
