@@ -22,16 +22,18 @@ namespace {
 class UnchangedFile {
  public:
   // Borrows the file.
-  explicit UnchangedFile(const StreamedFile& file) : file_(file) {
-    known_ = fstat(file.fd(), &opened_) == 0;
+  static absl::StatusOr<std::shared_ptr<const UnchangedFile>> Of(const StreamedFile& file) {
+    struct stat opened;
+    if (fstat(file.fd(), &opened) != 0) return absl::ErrnoToStatus(errno, "cannot examine it");
+    return std::make_shared<const UnchangedFile>(file, opened);
   }
+  UnchangedFile(const StreamedFile& file, const struct stat& opened)
+      : file_(file), opened_(opened) {}
 
   const StreamedFile& file() const { return file_; }
   absl::Status Check() const {
     struct stat now;
-    if (!known_ || fstat(file_.fd(), &now) != 0) {
-      return absl::ErrnoToStatus(errno, "cannot examine it");
-    }
+    if (fstat(file_.fd(), &now) != 0) return absl::ErrnoToStatus(errno, "cannot examine it");
     if (now.st_size == opened_.st_size && now.st_mtim.tv_sec == opened_.st_mtim.tv_sec &&
         now.st_mtim.tv_nsec == opened_.st_mtim.tv_nsec) {
       return absl::OkStatus();
@@ -42,8 +44,7 @@ class UnchangedFile {
 
  private:
   const StreamedFile& file_;
-  bool known_ = false;
-  struct stat opened_ = {};
+  const struct stat opened_;
 };
 
 class FileWeights final : public WeightSource {
@@ -153,7 +154,13 @@ absl::StatusOr<std::shared_ptr<const WeightSource>> OpenWeightSource(
     }
     std::shared_ptr<const UnchangedFile>& file = opened[entry.file];
     if (file == nullptr) {
-      file = std::make_shared<const UnchangedFile>(*files->StreamedFileOf(entry));
+      absl::StatusOr<std::shared_ptr<const UnchangedFile>> opened_file =
+          UnchangedFile::Of(*files->StreamedFileOf(entry));
+      if (!opened_file.ok()) {
+        return absl::Status(opened_file.status().code(),
+                            absl::StrCat(place, opened_file.status().message()));
+      }
+      file = *std::move(opened_file);
     }
     parts.push_back({&entry, *type, file});
   }

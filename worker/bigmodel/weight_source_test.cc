@@ -12,6 +12,7 @@
 #include "gtest/gtest.h"
 #include "worker/checkpoint/cached_pages.h"
 #include "worker/checkpoint/model_files.h"
+#include "worker/checkpoint/streamed_file.h"
 
 namespace muster {
 namespace {
@@ -160,6 +161,21 @@ TEST(WeightSource, FileThatIsWrittenInto_IsNamedWithItsTensor) {
                 AllOf(HasSubstr("model.safetensors: tensor \"layers.3.up\""),
                       HasSubstr("changed while it is used")));
   }
+}
+
+// As on a file server that has lost it (ESTALE).
+TEST(WeightSource, FileThatCannotBeExamined_IsNamedWithTheReason) {
+  const TestFolder folder;
+  const Saved saved = Save(folder.path(), {{"a", at::zeros({10})}});
+  const int fd = saved.files->StreamedFileOf(saved.files->entries()[0])->fd();
+  const int kept = dup(fd);
+  ASSERT_EQ(close(fd), 0);
+  const absl::Status status = OpenWeightSource(saved.files, {0}).status();
+  ASSERT_EQ(dup2(kept, fd), fd);
+  close(kept);
+  EXPECT_THAT(std::string(status.message()),
+              AllOf(HasSubstr("model.safetensors: tensor \"a\": cannot examine it"),
+                    HasSubstr("Bad file descriptor")));
 }
 
 TEST(WeightSource, HostMemory_IsReadWhereItIs) {

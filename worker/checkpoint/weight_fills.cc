@@ -1,10 +1,13 @@
 #include "worker/checkpoint/weight_fills.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <cstring>
 #include <exception>
 #include <utility>
 
 #include "ATen/core/grad_mode.h"
+#include "ATen/ops/empty.h"
 #include "ATen/ops/from_blob.h"
 #include "absl/strings/string_view.h"
 #include "base/status_macros.h"
@@ -37,10 +40,18 @@ absl::Status Convert(char* to, at::ScalarType to_type, at::ScalarType type, uint
     const auto to_width = static_cast<int64_t>(c10::elementSize(to_type));
     const int64_t count = static_cast<int64_t>(piece.size()) / width;
     char* const first = to + static_cast<int64_t>(begin) / width * to_width;
+    // A file whose header has an odd length has no value where one of its type may be in memory.
+    const bool aligned = reinterpret_cast<uintptr_t>(piece.data()) % width == 0;
+    at::Tensor moved;
+    if (!aligned) moved = at::empty({std::min(kConvertedAtATime, count)}, type);
     for (int64_t at = 0; at < count; at += kConvertedAtATime) {
       const int64_t some = std::min(kConvertedAtATime, count - at);
-      const at::Tensor from =
-          at::from_blob(const_cast<char*>(piece.data()) + at * width, {some}, type);
+      const char* values = piece.data() + at * width;
+      if (!aligned) {
+        std::memcpy(moved.data_ptr(), values, some * width);
+        values = static_cast<const char*>(moved.const_data_ptr());
+      }
+      const at::Tensor from = at::from_blob(const_cast<char*>(values), {some}, type);
       at::from_blob(first + at * to_width, {some}, to_type).copy_(from);
     }
     return absl::OkStatus();

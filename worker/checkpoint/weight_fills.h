@@ -21,11 +21,13 @@ struct WeightFill {
 bool IsFillable(const WeightEntry& from, const at::Tensor& to);
 
 // Reads weights in several threads, past the page cache unless they are there: on the host where
-// they go, and for a device into pinned blocks, whose copies are left to it. Where two targets
-// overlap, the later one wins. The values are there when it returns; after an error some of them may
-// be, and nothing is under way. Needs memory for a block of each thread, and of a device for values
-// of another type, `options.converted_bytes` or one tensor. Errors: those of WeightFiles::ReadAll
-// and DeviceUploads. Throws c10::Error for memory that a device has not.
+// they go, if they come from the cache or are aligned as in the file (see StreamedFile::Read), else
+// by way of the memory of a thread; for a device into pinned blocks, whose copies are left to it.
+// Where two targets overlap, the later one wins. The values are there when it returns; after an
+// error some of them may be, and nothing is under way. Needs memory for a block of each thread (two
+// for a device), and of a device for values of another type, `options.converted_bytes` or one
+// tensor. Errors: those of WeightFiles::ReadAll and DeviceUploads. Throws c10::Error for memory
+// that a device has not.
 absl::Status FillWeights(const WeightFiles& files, const std::vector<WeightFill>& weights,
                          const TensorUploadOptions& options = {});
 

@@ -120,6 +120,24 @@ TEST_F(WeightFillsTest, UnderInferenceMode_WeightsAreThereAndConverted) {
   EXPECT_NE(before._version(), version);
 }
 
+// Sanitizers see addresses that are none of a number.
+TEST_F(WeightFillsTest, HeaderOfOddLength_LeavesValuesThatConvert) {
+  const at::Tensor values = at::arange(100'000, at::kFloat);
+  const std::string header = R"({"x":{"dtype":"F32","shape":[100000],"data_offsets":[0,400000]}} )";
+  ASSERT_EQ(header.size() % 2, 1u);
+  const uint64_t length = header.size();
+  std::string text(reinterpret_cast<const char*>(&length), sizeof(length));
+  text.append(header).append(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
+  const std::string path = folder_.Path("odd.safetensors");
+  ASSERT_TRUE(WriteFileAtomically(path, text).ok());
+  const absl::StatusOr<WeightFiles> files = WeightFiles::Open(path);
+  ASSERT_TRUE(files.ok()) << files.status();
+  const at::Tensor x = at::zeros({100'000}, at::kDouble);
+  const absl::Status status = FillWeights(*files, {{.from = files->Find("x"), .to = x}});
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_TRUE(Same(x, values.to(at::kDouble)));
+}
+
 // As a model does in which one parameter is a part of another.
 TEST_F(WeightFillsTest, TargetsOnTheHostThatOverlap_AreWrittenInTheirOrder) {
   // Few bytes, which are read before all of the first one are there.

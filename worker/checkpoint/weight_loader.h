@@ -97,7 +97,8 @@ absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightEn
 // Copies weights into `targets`, the parameters and buffers of a model, on any device and of any
 // strides. Floating types convert into each other; other types must be equal. Everything is
 // compared before the first tensor changes. Several threads read, past the page cache what is not
-// in it. What is in memory in addition to the model: a block of some MiB for each thread, pinned
+// in it. Of targets that share memory, the later one wins. What is in memory in addition to the
+// model: a block of 2 MiB for each reading thread, of which there are up to 16, and two pinned ones
 // for a GPU; of tensors whose strides are others in the file one at a time; on a device also those
 // that it converts, as many as TensorUploadOptions::converted_bytes. With `dtype` a tensor whose
 // type changes has memory for its new values, and none for the old ones, before the first one is
