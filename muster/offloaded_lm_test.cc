@@ -15,6 +15,7 @@
 #include "base/test_folder.h"
 #include "muster/models.h"
 #include "muster/offload.h"
+#include "muster/test_decoder.h"
 #include "tests/testdata/golden.h"
 #include "worker/collective/test_error.h"
 
@@ -41,40 +42,24 @@ constexpr const char* kLanguageModels[] = {
   return true;
 }();
 
-at::Tensor Ids() { return at::tensor({1, 5, 9, 2, 40, 17, 8, 3}, c10::kLong).view({2, 4}); }
-
 at::Tensor Logits(models::TextModelImpl& model) {
   const at::NoGradGuard no_grad;
-  return model.forward({.input_ids = Ids()}).logits;
+  return model.forward({.input_ids = TestDecoderIds()}).logits;
 }
 
 // Greedy and drawn, with a cache.
 at::Tensor Tokens(models::CausalLm& model) {
-  const at::Tensor greedy = generate(model, Ids(), {}, {.max_new_tokens = 6}).tokens;
-  return at::cat(
-      {greedy,
-       generate(model, Ids(), {}, {.max_new_tokens = 6, .do_sample = true, .seed = 5}).tokens},
-      1);
+  const at::Tensor greedy = generate(model, TestDecoderIds(), {}, {.max_new_tokens = 6}).tokens;
+  return at::cat({greedy, generate(model, TestDecoderIds(), {},
+                                   {.max_new_tokens = 6, .do_sample = true, .seed = 5})
+                              .tokens},
+                 1);
 }
 
 // A folder with a model of 14 MiB in blocks of 1.5 MiB, for what needs more weights than memory.
 class LargerThanItsMemory : public ::testing::Test {
  protected:
-  LargerThanItsMemory() {
-    models::DecoderConfig config;
-    config.vocab_size = 512;
-    config.max_positions = 64;
-    config.initializer_range = 0.1;
-    config.hidden_size = 192;
-    config.intermediate_size = 384;
-    config.num_layers = 10;
-    config.num_heads = config.num_key_value_heads = 4;
-    config.head_dim = 48;
-    config.sliding_windows.assign(10, 0);
-    at::manual_seed(3);
-    const models::TextModel model = models::MakeModel(config);
-    EXPECT_TRUE(save_pretrained(model, folder_.path()).ok());
-  }
+  LargerThanItsMemory() { EXPECT_TRUE(WriteTestDecoder(folder_.path(), /*layers=*/10).ok()); }
 
   OffloadedCausalLm Load(uint64_t memory, BigModelOptions options = {}) {
     options.ring_bytes = memory;
@@ -201,7 +186,7 @@ TEST_F(LargerThanItsMemory, FileThatIsCutOff_IsNamedUntilTheModelIsLoadedAgain) 
 
 TEST_F(LargerThanItsMemory, PassThatKeepsGradients_IsRefused) {
   OffloadedCausalLm loaded = Load(4 * kMiB);
-  EXPECT_THAT(ErrorOf([&] { loaded.model->forward({.input_ids = Ids()}); }),
+  EXPECT_THAT(ErrorOf([&] { loaded.model->forward({.input_ids = TestDecoderIds()}); }),
               HasSubstr("offloaded weights are for inference"));
   EXPECT_TRUE(at::equal(Logits(*loaded.model), Logits(*Whole())));
 }

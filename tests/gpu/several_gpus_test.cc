@@ -17,6 +17,7 @@
 #include "c10/core/impl/VirtualGuardImpl.h"
 #include "muster/models.h"
 #include "muster/offload.h"
+#include "muster/test_decoder.h"
 #include "tests/gpu/gpu_environment.h"
 #include "worker/bigmodel/dispatch.h"
 #include "worker/bigmodel/max_memory.h"
@@ -42,27 +43,13 @@ class SeveralGpus : public testing::Test {
   std::string second_ = "1";
 };
 
-at::Tensor Ids() { return at::tensor({1, 5, 9, 2, 40, 17, 8, 3}, c10::kLong).view({2, 4}); }
-
 // A folder with a model of eight layers.
 class TextModelOnTwo : public SeveralGpus {
  protected:
   void SetUp() override {
     SeveralGpus::SetUp();
     if (HasFatalFailure()) return;
-    models::DecoderConfig config;
-    config.vocab_size = 512;
-    config.max_positions = 64;
-    config.initializer_range = 0.1;
-    config.hidden_size = 192;
-    config.intermediate_size = 384;
-    config.num_layers = 8;
-    config.num_heads = config.num_key_value_heads = 4;
-    config.head_dim = 48;
-    config.sliding_windows.assign(8, 0);
-    at::manual_seed(3);
-    const models::TextModel model = models::MakeModel(config);
-    ASSERT_TRUE(save_pretrained(model, folder_.path()).ok());
+    ASSERT_TRUE(WriteTestDecoder(folder_.path(), /*layers=*/8).ok());
   }
   OffloadedCausalLm Load(const DeviceMapChoice& map, BigModelOptions options = {}) {
     auto loaded = load_offloaded_causal_lm(folder_.path(), map, options);
@@ -72,11 +59,11 @@ class TextModelOnTwo : public SeveralGpus {
   static at::Tensor Logits(const OffloadedCausalLm& loaded) {
     const at::NoGradGuard no_grad;
     return models::CausalLm(loaded.model)
-        ->forward({.input_ids = Ids().to(loaded.weights->main_device())})
+        ->forward({.input_ids = TestDecoderIds().to(loaded.weights->main_device())})
         .logits.cpu();
   }
   static at::Tensor Tokens(OffloadedCausalLm& loaded) {
-    return generate(loaded.model, Ids(), {}, {.max_new_tokens = 16}).tokens.cpu();
+    return generate(loaded.model, TestDecoderIds(), {}, {.max_new_tokens = 16}).tokens.cpu();
   }
 
   const TestFolder folder_;
@@ -116,7 +103,7 @@ TEST_F(TextModelOnTwo, ManyPassesThatTheHostQueuesAhead_StayInOrder) {
       Load(DeviceEntries{{"", second_}, {"model.embed_tokens", "0"}, {"model.layers.0", "0"}});
   const at::Tensor logits = Logits(whole);
   const at::NoGradGuard no_grad;
-  const at::Tensor ids = Ids().to(kFirst);
+  const at::Tensor ids = TestDecoderIds().to(kFirst);
   std::vector<at::Tensor> passes;
   for (int pass = 0; pass < 100; ++pass) {
     passes.push_back(divided.model->forward({.input_ids = ids}).logits);
@@ -133,7 +120,7 @@ TEST_F(TextModelOnTwo, Adapters_GetTheGradientsOfTheWholeModel) {
       const at::NoGradGuard no_grad;
       parameter.copy_(at::randn(parameter.sizes()));
     }
-    const at::Tensor ids = Ids().to(kFirst);
+    const at::Tensor ids = TestDecoderIds().to(kFirst);
     loaded.model->forward({.input_ids = ids, .labels = ids}).loss.backward();
     std::vector<at::Tensor> gradients;
     for (const at::Tensor& parameter : models::LoraParameters(*loaded.model)) {

@@ -114,19 +114,23 @@ absl::Status UploadInMemory(const std::vector<std::pair<at::Tensor, at::Tensor>>
   return UploadTensors(uploads, options);
 }
 
-bool IsDenseOnTheHost(const at::Tensor& tensor) {
-  return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
-         !tensor.is_conj() && !tensor.is_neg() && tensor.storage().data() != nullptr;
+// Its elements lie one after the other, as they are.
+bool IsDense(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && tensor.is_contiguous() && !tensor.is_conj() &&
+         !tensor.is_neg() && tensor.storage().data() != nullptr;
 }
 
 }  // namespace
 
-bool TakesUpload(const at::Tensor& to, at::ScalarType type, uint64_t bytes) {
-  return bytes > 0 && !to.is_cpu() && !to.is_meta() && to.layout() == at::kStrided &&
-         to.is_contiguous() && !to.is_conj() && !to.is_neg() && to.storage().data() != nullptr &&
+bool TakesValues(const at::Tensor& to, at::ScalarType type, uint64_t bytes) {
+  return bytes > 0 && !to.is_meta() && IsDense(to) &&
          (type == to.scalar_type() ||
           (c10::isFloatingType(type) && c10::isFloatingType(to.scalar_type()))) &&
          bytes == static_cast<uint64_t>(to.numel()) * c10::elementSize(type);
+}
+
+bool TakesUpload(const at::Tensor& to, at::ScalarType type, uint64_t bytes) {
+  return !to.is_cpu() && TakesValues(to, type, bytes);
 }
 
 absl::Status UploadTensors(const std::vector<TensorUpload>& tensors,
@@ -149,7 +153,7 @@ absl::Status CopyTensors(const std::vector<std::pair<at::Tensor, at::Tensor>>& t
   const at::NoGradGuard no_grad;
   const auto is_uploaded = [](const at::Tensor& to, const at::Tensor& from) {
     // One that converts would need memory of the device.
-    return IsDenseOnTheHost(from) && from.sizes() == to.sizes() &&
+    return from.is_cpu() && IsDense(from) && from.sizes() == to.sizes() &&
            from.scalar_type() == to.scalar_type() &&
            TakesUpload(to, from.scalar_type(), from.nbytes());
   };

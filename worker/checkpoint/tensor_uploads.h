@@ -41,7 +41,11 @@ struct TensorUploadOptions {
   std::function<std::unique_ptr<DeviceUploads>(const c10::Device&)> uploads = nullptr;
 };
 
-// Whether a tensor on a device can be the target of an upload of so many bytes of a type.
+// Whether so many bytes of values of a type can be written where a tensor has its memory, on the
+// host or on a device: contiguous, not empty, and of its type or of another floating-point one that
+// converts to it. Parameters of offloaded models have no memory.
+bool TakesValues(const at::Tensor& to, at::ScalarType type, uint64_t bytes);
+// The same, of a tensor on a device: it can be the target of an upload.
 bool TakesUpload(const at::Tensor& to, at::ScalarType type, uint64_t bytes);
 
 // Fetches values in several threads, each of which leaves the copies to the device and fetches on.

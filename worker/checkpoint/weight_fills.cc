@@ -21,12 +21,6 @@
 namespace muster {
 namespace {
 
-// Parameters of offloaded models have no memory.
-bool IsInMemory(const at::Tensor& tensor) {
-  return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous() &&
-         !tensor.is_conj() && !tensor.is_neg() && tensor.storage().data() != nullptr;
-}
-
 // Of what a thread converts at a time: less than LibTorch divides among threads of its own.
 constexpr int64_t kConvertedAtATime = 32'000;
 
@@ -93,14 +87,9 @@ absl::Status FillOnHost(const WeightFiles& files, const std::vector<WeightFill>&
 }  // namespace
 
 bool IsFillable(const WeightEntry& from, const at::Tensor& to) {
-  if (!from.tensor.strides.empty() || from.tensor.extent_bytes == 0) return false;
+  if (!from.tensor.strides.empty()) return false;
   const absl::StatusOr<at::ScalarType> type = ToScalarType(from.tensor.type);
-  if (!type.ok()) return false;
-  if (!to.is_cpu()) return TakesUpload(to, *type, from.tensor.extent_bytes);
-  return IsInMemory(to) &&
-         (*type == to.scalar_type() ||
-          (c10::isFloatingType(*type) && c10::isFloatingType(to.scalar_type()))) &&
-         from.tensor.extent_bytes == static_cast<uint64_t>(to.numel()) * c10::elementSize(*type);
+  return type.ok() && TakesValues(to, *type, from.tensor.extent_bytes);
 }
 
 absl::Status FillWeights(const WeightFiles& files, const std::vector<WeightFill>& weights,
