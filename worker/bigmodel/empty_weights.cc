@@ -186,7 +186,8 @@ void Materialize(const at::Tensor& tensor, at::Device device, const std::string&
     // Not a part of something larger.
     if (value.storage().nbytes() != value.nbytes()) value = value.clone();
   } else {
-    value = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device));
+    // With the strides of that clone, which has no holes.
+    value = at::empty_like(tensor, tensor.options().device(device));
   }
   PlaceTensor(tensor, value);
   tensor.unsafeGetTensorImpl()->set_backend_meta(nullptr);

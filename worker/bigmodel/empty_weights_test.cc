@@ -183,6 +183,24 @@ TEST(DeferredInit, Values_AreThoseOfAnOrdinaryConstruction_InAnyOrder) {
   }
 }
 
+struct WithHolesImpl : torch::nn::Module {
+  WithHolesImpl() {
+    weight = register_parameter("weight", at::ones({4, 6}).narrow(1, 0, 3).t());
+  }
+  at::Tensor weight;
+};
+TORCH_MODULE(WithHoles);
+
+// Ranks without the values must lay them out as the one that has them.
+TEST(DeferredInit, StridesOfAParameterWithHoles_AreTheSameWithAndWithoutValues) {
+  const WithHoles with = DeferredInit([] { return WithHoles(); });
+  const WithHoles without = DeferredInit([] { return WithHoles(); });
+  Materialize(with->weight, at::kCPU, "weight", /*with_values=*/true);
+  Materialize(without->weight, at::kCPU, "weight", /*with_values=*/false);
+  EXPECT_EQ(with->weight.strides(), without->weight.strides());
+  EXPECT_EQ(without->weight.storage().nbytes(), without->weight.nbytes());
+}
+
 TEST(DeferredInit, Module_ThatIsDropped_LeavesNothing) {
   std::weak_ptr<PeculiarImpl> dropped;
   c10::weak_intrusive_ptr<c10::BackendMeta> record(c10::intrusive_ptr<c10::BackendMeta>{});

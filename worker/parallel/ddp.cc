@@ -420,6 +420,8 @@ class DataParallel::Impl {
     idle_ = !any;
     if (idle_ || !changed) return;
     AgreeOnTrained();
+    // All ranks are here, and strides may have changed too.
+    VerifySameModel(comm_, all_, names_, sparse_);
     StartExchange();
   }
 

@@ -13,8 +13,10 @@
 
 #include "ATen/core/grad_mode.h"
 #include "ATen/core/ivalue.h"
+#include "ATen/ops/arange.h"
 #include "ATen/ops/batch_norm.h"
 #include "ATen/ops/embedding.h"
+#include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
 #include "ATen/ops/tensor.h"
 #include "absl/cleanup/cleanup.h"
@@ -366,6 +368,56 @@ TEST(DataParallel, ModelsThatDiffer_AreNamedOnEveryRank) {
         net.names.pop_back();
       },
       "rank 0 has 4 parameters and rank 2 has 3");
+  // The exchange adds up gradients by place in memory.
+  expect(
+      [](Comm&, TestNet& net) {
+        net.parameters[2].set_data(net.parameters[2].detach().t().contiguous().t());
+      },
+      "parameter 2, 'fc2.weight' [3, 16] Float, lies in memory with strides [16, 1] on rank 0 but "
+      "[1, 3] on rank 2");
+}
+
+TEST(DataParallel, StridesThatPlaceElementsAlike_AreTheSameModel) {
+  RunRanks(2, [](Comm& comm) {
+    // One column, with any stride; and a matrix with holes, whose gradient is contiguous.
+    at::Tensor column = at::ones({4, 1});
+    at::Tensor holes = comm.rank() == 0 ? at::ones({3, 2}) : at::ones({3, 5}).narrow(1, 0, 2);
+    if (comm.rank() == 1) column = at::ones({4, 1}).as_strided({4, 1}, {1, 7});
+    const std::vector<at::Tensor> parameters = {column.detach().requires_grad_(),
+                                                holes.detach().requires_grad_()};
+    DataParallel ddp(comm, parameters, {"column", "holes"}, {});
+    ddp.BeforeForward(true);
+    const at::Tensor factor = at::arange(6.0).view({3, 2}) + comm.rank();
+    ddp.AfterForward(parameters[0].sum() + (parameters[1] * factor).sum()).backward();
+    EXPECT_TRUE(parameters[1].grad().equal(at::arange(6.0).view({3, 2}) + 0.5));
+  });
+}
+
+TEST(DataParallel, StridesThatChangeWithWhatIsTrained_AreNamed) {
+  RunRanks(2, [](Comm& comm) {
+    TestNet net(7);
+    net.parameters[0].set_requires_grad(false);
+    DataParallel ddp(comm, net.parameters, net.names, net.buffers);
+    net.parameters[0].set_requires_grad(true);
+    if (comm.rank() == 1) {
+      net.parameters[0].set_data(net.parameters[0].detach().t().contiguous().t());
+    }
+    EXPECT_THAT(ErrorOf([&] { ddp.BeforeForward(true); }),
+                AllOf(HasSubstr("'fc1.weight'"), HasSubstr("lies in memory with strides")));
+  });
+}
+
+TEST(DataParallel, BuffersWithOtherStrides_AreThoseOfRankZero) {
+  for (const bool several : {false, true}) {
+    RunRanks(2, [&](Comm& comm) {
+      TestNet net(7);
+      const at::Tensor values = at::arange(6.0).view({2, 3}) + comm.rank();
+      net.buffers = {comm.rank() == 0 ? values : values.t().contiguous().t()};
+      if (several) net.buffers.push_back(at::full({5}, comm.rank(), at::kFloat));
+      DataParallel ddp(comm, net.parameters, net.names, net.buffers);
+      EXPECT_TRUE(net.buffers[0].equal(at::arange(6.0).view({2, 3}))) << comm.rank();
+    });
+  }
 }
 
 TEST(DataParallel, Buffers_AreThoseOfRankZeroAfterEveryExchange) {

@@ -10,11 +10,21 @@
 namespace muster {
 namespace {
 
+// Name, kind and strides, by lines.
 std::string Describe(const at::Tensor& tensor, const std::string& name, bool sparse) {
   std::ostringstream out;
   out << name << '\n' << tensor.sizes() << ' ' << tensor.scalar_type();
   if (!tensor.requires_grad()) out << " without gradient";
   if (sparse) out << " with sparse gradient";
+  out << '\n';
+  // What is sparse is exchanged by index.
+  if (sparse || tensor.layout() != at::kStrided) return out.str();
+  std::vector<int64_t> strides = GradientStrides(tensor);
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    // Says nothing of where elements are.
+    if (tensor.size(d) <= 1) strides[static_cast<size_t>(d)] = 1;
+  }
+  out << at::IntArrayRef(strides);
   return out.str();
 }
 
@@ -27,7 +37,25 @@ std::vector<std::string> SplitRecords(const std::string& text) {
   return parts;
 }
 
+std::vector<std::string> Lines(const std::string& record) {
+  std::istringstream in(record);
+  std::vector<std::string> lines(3);
+  for (std::string& line : lines) std::getline(in, line);
+  return lines;
+}
+
 }  // namespace
+
+std::vector<int64_t> GradientStrides(const at::Tensor& parameter) {
+  if (parameter.is_non_overlapping_and_dense()) return parameter.strides().vec();
+  std::vector<int64_t> strides(static_cast<size_t>(parameter.dim()));
+  int64_t stride = 1;
+  for (int64_t d = parameter.dim() - 1; d >= 0; --d) {
+    strides[static_cast<size_t>(d)] = stride;
+    stride *= std::max<int64_t>(parameter.size(d), 1);
+  }
+  return strides;
+}
 
 void VerifySameModel(Comm& comm, const std::vector<at::Tensor>& parameters,
                      const std::vector<std::string>& names, const std::vector<bool>& sparse) {
@@ -47,15 +75,16 @@ void VerifySameModel(Comm& comm, const std::vector<at::Tensor>& parameters,
     const std::vector<std::string> other = SplitRecords(all[rank]);
     for (size_t i = 0; i < std::min(first.size(), other.size()); ++i) {
       if (first[i] == other[i]) continue;
-      const auto name = [](const std::string& record) {
-        return record.substr(0, record.find('\n'));
-      };
-      const auto what = [](const std::string& record) {
-        return record.substr(record.find('\n') + 1);
-      };
-      TORCH_CHECK(false, "the models of the ranks differ: parameter ", i, " is '", name(first[i]),
-                  "' ", what(first[i]), " on rank 0 but '", name(other[i]), "' ", what(other[i]),
-                  " on rank ", rank, "; build the same model on every rank");
+      const std::vector<std::string> a = Lines(first[i]), b = Lines(other[i]);
+      TORCH_CHECK(a[0] == b[0] && a[1] == b[1], "the models of the ranks differ: parameter ", i,
+                  " is '", a[0], "' ", a[1], " on rank 0 but '", b[0], "' ", b[1], " on rank ",
+                  rank, "; build the same model on every rank");
+      TORCH_CHECK(false, "the models of the ranks differ: parameter ", i, ", '", a[0], "' ", a[1],
+                  ", lies in memory with strides ", a[2], " on rank 0 but ", b[2], " on rank ",
+                  rank,
+                  "; a parameter has the strides of what it was loaded from or set_data() was "
+                  "given: do that on every rank, or "
+                  "parameter.set_data(parameter.contiguous()) before prepare()");
     }
     TORCH_CHECK(first.size() == other.size(), "the models of the ranks differ: rank 0 has ",
                 first.size(), " parameters and rank ", rank, " has ", other.size(),

@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_PARALLEL_SAME_MODEL_H_
 #define MUSTER_WORKER_PARALLEL_SAME_MODEL_H_
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -10,10 +11,15 @@
 namespace muster {
 
 // (collective) Throws the same c10::Error on every rank, naming rank and parameter, if their models
-// differ in count, name, shape, dtype, requires_grad or layout of gradients. One name and one mark
-// in `sparse` for each parameter.
+// differ in count, name, shape, dtype, requires_grad, layout of gradients or, where those are dense,
+// in GradientStrides() of a dimension larger than 1. One name and one mark in `sparse` for each
+// parameter.
 void VerifySameModel(Comm& comm, const std::vector<at::Tensor>& parameters,
                      const std::vector<std::string>& names, const std::vector<bool>& sparse);
+
+// The strides in which a strided parameter's gradient lies in what the ranks exchange, element by
+// element of memory: its own, or contiguous ones if it has holes.
+std::vector<int64_t> GradientStrides(const at::Tensor& parameter);
 
 }  // namespace muster
 

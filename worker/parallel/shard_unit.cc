@@ -15,6 +15,7 @@
 #include "c10/util/accumulate.h"
 #include "c10/util/strides.h"
 #include "worker/parallel/meeting.h"
+#include "worker/parallel/same_model.h"
 
 namespace muster {
 namespace {
@@ -85,19 +86,6 @@ bool OwnsItsMemory(const at::Tensor& flat) {
          (flat.is_cpu() ? allocator == c10::GetCPUAllocator() : allocator != nullptr);
 }
 
-// Those of the tensor if it is dense, whatever the order of its dimensions; else of a contiguous
-// one.
-std::vector<int64_t> StridesOf(const at::Tensor& tensor) {
-  if (tensor.is_non_overlapping_and_dense()) return tensor.strides().vec();
-  std::vector<int64_t> strides(static_cast<size_t>(tensor.dim()));
-  int64_t stride = 1;
-  for (int64_t d = tensor.dim() - 1; d >= 0; --d) {
-    strides[static_cast<size_t>(d)] = stride;
-    stride *= std::max<int64_t>(tensor.size(d), 1);
-  }
-  return strides;
-}
-
 }  // namespace
 
 template <typename Fn>
@@ -137,7 +125,7 @@ ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, C
   for (NamedParameter& parameter : parameters) {
     Slice slice;
     slice.sizes = parameter.tensor.sizes().vec();
-    slice.strides = StridesOf(parameter.tensor);
+    slice.strides = GradientStrides(parameter.tensor);
     slice.offset = total;
     total += RoundUp(parameter.tensor.numel(), align);
     slice.name = std::move(parameter.name);

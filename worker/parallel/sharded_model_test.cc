@@ -1802,6 +1802,20 @@ TEST(ShardedModel, DifferentPoliciesOrModels_AreNamedOnEveryRank) {
                          HasSubstr("rank 1 has unit '(rest)'"))));
 }
 
+TEST(ShardedModel, StridesThatDiffer_AreNamedOnEveryRank) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    Net net;
+    at::Tensor weight = net.extra->weight;
+    // As after torch::load() on one rank of what was saved with these strides.
+    if (comm.rank() == 1) weight.set_data(weight.detach().t().contiguous().t());
+    errors[comm.rank()] =
+        ErrorOf([&] { ShardedModel(comm, comm, nullptr, &net, ParametersOf(net), {}, {}); });
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("'extra.weight' [2, 10] Float, lies in memory with strides "
+                                     "[10, 1] on rank 0 but [1, 2] on rank 1")));
+}
+
 TEST(ShardedModel, BackwardThroughAGraphOfOldValues_Throws) {
   for (const ShardingStrategy strategy : kStrategies) {
     RunRanks(2, [&](Comm& comm) {
