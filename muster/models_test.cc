@@ -9,6 +9,7 @@
 #include "ATen/Functions.h"
 #include "muster/accelerator.h"
 #include "muster/nn.h"
+#include "muster/optim.h"
 #include "muster/test_model.h"
 #include "muster/test_ranks.h"
 #include "torch/csrc/autograd/autograd.h"
@@ -19,6 +20,7 @@
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/embedding.h"
 #include "torch/nn/modules/linear.h"
+#include "torch/optim/adamw.h"
 #include "torch/optim/sgd.h"
 
 namespace muster {
@@ -397,6 +399,71 @@ TEST(Backward, TwoForwardsThenTwoBackwards_AreReducedBoth) {
     ExpectTrainedAlike(a, before, Flat(net->parameters()));
     ExpectTrainedAlike(a, at::zeros({1}), Flat(net->buffers()));
   });
+}
+
+struct Anew : torch::nn::Module {
+  Anew() {
+    first = register_module("first", torch::nn::Linear(2, 3));
+    second = register_module("second", torch::nn::Linear(3, 1));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return activation_checkpoint(second, at::tanh(first->forward(x)));
+  }
+  torch::nn::Linear first{nullptr}, second{nullptr};
+};
+
+TEST(Backward, ThroughAGraphOfBeforeTheStep_Throws) {
+  // LibTorch's own SGD alone would not say so.
+  const auto expect = [](auto make_net, auto make_optimizer, const char* words) {
+    for (const int ranks : {1, 2}) {
+      const auto errors = ErrorsOf(ranks, {}, [&](Accelerator& a) {
+        auto net = make_net();
+        auto raw = make_optimizer(net->parameters());
+        auto [model, optimizer] = a.prepare(net, raw);
+        const at::Tensor loss = model(Inputs(a)).square().mean();
+        a.backward(loss, {.retain_graph = true});
+        optimizer.step();
+        a.backward(loss);
+      });
+      EXPECT_THAT(errors, Each(HasSubstr(words)));
+    }
+  };
+  const auto net = [] { return std::make_shared<Net>(); };
+  const char* const words = "modified by an inplace operation";
+  using Parameters = const std::vector<at::Tensor>&;
+  expect(net, [](Parameters p) { return torch::optim::AdamW(p); }, words);
+  expect(net, [](Parameters p) { return torch::optim::SGD(p, 0.1); }, words);
+  expect(net, [](Parameters p) { return FusedAdamW(p); }, words);
+  expect([] { return std::make_shared<Anew>(); }, [](Parameters p) { return FusedSGD(p); },
+         "was changed in place");
+}
+
+TEST(Backward, OfTwoNetworksInTurns_IsOfTheGraphAfterTheStep) {
+  for (const bool after_step : {true, false}) {
+    const auto errors = ErrorsOf(1, {}, [&](Accelerator& a) {
+      auto g = std::make_shared<Net>();
+      torch::nn::Linear d(1, 1);
+      FusedAdamW adam_g(g->parameters()), adam_d(d->parameters());
+      auto [generator, critic, step_g, step_d] = a.prepare(g, d, adam_g, adam_d);
+      for (int i = 0; i < 3; ++i) {
+        const at::Tensor fake = generator(Inputs(a));
+        step_d.zero_grad();
+        a.backward(critic(fake.detach()).square().mean());
+        at::Tensor judged;
+        if (!after_step) judged = critic(fake);
+        step_d.step();
+        if (after_step) judged = critic(fake);
+        step_g.zero_grad();
+        a.backward(-judged.mean());
+        step_g.step();
+      }
+    });
+    if (after_step) {
+      EXPECT_THAT(errors, Each(""));
+    } else {
+      EXPECT_THAT(errors, Each(HasSubstr("modified by an inplace operation")));
+    }
+  }
 }
 
 TEST(Backward, CreateGraph_GivesSecondDerivatives) {

@@ -5,6 +5,7 @@
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/cat.h"
 #include "c10/util/Exception.h"
+#include "torch/csrc/autograd/variable.h"
 
 namespace muster {
 namespace {
@@ -35,6 +36,8 @@ void ForEachFlat(const std::vector<at::Tensor>& tensors, Fn collective) {
       // agree.
       at::Tensor flat = list[0].view({-1});
       collective(flat);
+      // As the copies below do.
+      if (!list[0].is_inference()) torch::autograd::impl::bump_version(list[0]);
       continue;
     }
     std::vector<at::Tensor> rows;

@@ -4,6 +4,7 @@
 
 #include "ATen/autocast_mode.h"
 #include "base/mutex.h"
+#include "torch/csrc/autograd/variable.h"
 
 namespace muster {
 namespace {
@@ -71,6 +72,14 @@ void NoteWeightChange(const std::vector<at::Tensor>& weights) {
     }
   }
   at::autocast::clear_cache();
+}
+
+void NoteStep(const std::vector<at::Tensor>& weights) {
+  for (const at::Tensor& weight : weights) {
+    // Inference tensors have no version, and no graph.
+    if (!weight.is_inference()) torch::autograd::impl::bump_version(weight);
+  }
+  NoteWeightChange(weights);
 }
 
 }  // namespace muster

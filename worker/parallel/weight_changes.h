@@ -11,7 +11,7 @@
 namespace muster {
 
 // Counts how often Muster's own code has changed certain weights. Versions of tensors do not tell:
-// LibTorch's fused kernels of optimizers leave them alone. The functions below may be called in any
+// LibTorch's fused kernels and `.data()` leave them alone. The functions below may be called in any
 // thread. A tensor with the storage of a weight (a view, detach(), data()) counts as that weight,
 // one that has its memory by address alone (from_blob()) does not. The weights outlive the watch.
 class WeightWatch {
@@ -37,6 +37,9 @@ class WeightWatch {
 void NoteWeightChange();
 // The same when no others than these may have been.
 void NoteWeightChange(const std::vector<at::Tensor>& weights);
+// The same after an optimizer's step on these, which their versions then show: LibTorch throws where
+// a backward pass comes to a graph that has the values before ("modified by an inplace operation").
+void NoteStep(const std::vector<at::Tensor>& weights);
 
 }  // namespace muster
 

@@ -3,6 +3,7 @@
 #include <thread>
 
 #include "ATen/ops/zeros.h"
+#include "c10/core/InferenceMode.h"
 #include "gtest/gtest.h"
 
 namespace muster {
@@ -37,6 +38,22 @@ TEST(WeightWatch, ChangesThroughAnAlias_Count) {
   NoteWeightChange({a.variable_data()});
   NoteWeightChange({a.narrow(0, 1, 1)});
   EXPECT_EQ(watch.changes(a), 2U);
+}
+
+TEST(WeightWatch, Step_ShowsInVersions) {
+  const at::Tensor a = at::zeros({2}), b = at::zeros({2});
+  const WeightWatch watch({a, b});
+  const auto before = a._version();
+  NoteStep({a});
+  EXPECT_GT(a._version(), before);
+  EXPECT_EQ(b._version(), 0U);
+  EXPECT_EQ(watch.changes(a), 1U);
+  at::Tensor without;
+  {
+    const c10::InferenceMode inference;
+    without = at::zeros({2});
+  }
+  NoteStep({without});
 }
 
 TEST(WeightWatch, ThatIsGone_IsNotTouched) {

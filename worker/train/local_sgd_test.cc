@@ -40,6 +40,20 @@ TEST(LocalSgd, Disabled_LeavesRanksAlone) {
   });
 }
 
+TEST(LocalSgd, Average_IsAChangeInPlace) {
+  RunRanks(2, [](Comm& comm) {
+    // One tensor goes through the exchange as it is.
+    for (const bool several : {false, true}) {
+      std::vector<at::Tensor> weights = {at::full({2}, static_cast<double>(comm.rank()))};
+      if (several) weights.push_back(at::full({3}, 1.0));
+      LocalSgd local(comm, weights, 1);
+      const auto before = weights[0]._version();
+      EXPECT_TRUE(local.Step());
+      EXPECT_GT(weights[0]._version(), before);
+    }
+  });
+}
+
 TEST(LocalSgd, MixedTensors_AreAllAveraged) {
   RunRanks(3, [](Comm& comm) {
     const double rank = comm.rank();

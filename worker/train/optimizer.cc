@@ -292,7 +292,12 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
     const at::Tensor& param = seen_parameters()[i];
     if (Steps(i) && param.grad().defined()) stepped.push_back(param);
   }
-  NoteWeightChange(stepped);
+  // Inside of a backward pass the model counts: it knows the graph.
+  if (only_.empty()) {
+    NoteStep(stepped);
+  } else {
+    NoteWeightChange(stepped);
+  }
 }
 
 void FusedOptimizer::StepRange(int64_t group, size_t first, size_t last, const SlotOf& slot,

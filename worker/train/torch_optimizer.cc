@@ -434,7 +434,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
       // Classes of the user's may change others, too.
       if (!is_torchs_own_ || param.grad().defined()) stepped.push_back(param);
     }
-    NoteWeightChange(stepped);
+    NoteStep(stepped);
     made_state_ = made_state_ || !optimizer_.state().empty();
   }
 
@@ -449,11 +449,13 @@ class TorchOptimizerHandle : public OptimizerHandle {
     TORCH_CHECK(!is_lbfgs_ || num_groups() == 1,
                 "LBFGS steps its first parameter group only and has ", num_groups(),
                 ": pass all parameters to its constructor");
-    at::Tensor loss = optimizer_.step([this, &closure] {
-      NoteWeightChange(seen_parameters());
+    bool evaluated = false;
+    at::Tensor loss = optimizer_.step([&] {
+      // What the first evaluation finds nobody has changed.
+      if (std::exchange(evaluated, true)) NoteStep(seen_parameters());
       return closure();
     });
-    NoteWeightChange(seen_parameters());
+    NoteStep(seen_parameters());
     made_state_ = made_state_ || !optimizer_.state().empty();
     return loss;
   }

@@ -111,6 +111,31 @@ TEST(TorchOptimizer, StepsOfItsOwn_LeaveAVersionWhereTheHandleSaysSo) {
   EXPECT_FALSE(StepsLeaveNoVersion(fused));
 }
 
+// LibTorch sees by it that a graph has values of before.
+TEST(TorchOptimizer, StepsThroughTheHandle_LeaveAVersion) {
+  for (const char* kind : {"AdamW", "Adam", "SGD", "SGD with momentum", "Adagrad", "RMSprop"}) {
+    SCOPED_TRACE(kind);
+    const at::Tensor stepped = Parameter(at::ones({2})), other = Parameter(at::ones({2}));
+    const auto optimizer = Make(kind, {stepped, other});
+    const auto handle = WrapTorchOptimizer(*optimizer);
+    stepped.mutable_grad() = at::ones({2});
+    handle->Step();
+    EXPECT_GT(stepped._version(), 0U);
+    EXPECT_EQ(other._version(), 0U);
+  }
+  const at::Tensor parameter = Parameter(at::ones({2}));
+  optim::LBFGS lbfgs({parameter}, optim::LBFGSOptions().max_iter(1));
+  std::vector<int64_t> versions;
+  WrapTorchOptimizer(lbfgs)->StepWithClosure([&] {
+    versions.push_back(static_cast<int64_t>(parameter._version()));
+    parameter.mutable_grad() = at::ones({2});
+    return at::ones({});
+  });
+  // A graph from before the step serves its first evaluation.
+  EXPECT_EQ(versions.front(), 0);
+  EXPECT_GT(parameter._version(), 0U);
+}
+
 TEST(TorchOptimizer, ParameterReplacedInItsGroup_IsSeen) {
   const at::Tensor a = Parameter(at::ones({2})), b = Parameter(at::ones({2}));
   optim::SGD sgd(std::vector<at::Tensor>{a}, optim::SGDOptions(0.1));
