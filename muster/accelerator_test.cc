@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "muster/test_model.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/optim/sgd.h"
+#include "worker/collective/test_error.h"
 
 namespace muster {
 namespace {
@@ -156,6 +158,52 @@ TEST(Accelerator, TokenWeightedLosses_GiveTheMeanOverAllTokens) {
     optimizer.zero_grad();
   }
   EXPECT_NEAR(net->weight.item<double>(), (8 * 1 + 4 * 3) / 4.0, 1e-6);
+}
+
+TEST(Accelerator, WeightedAndPlainLossBeforeOneStep_AreRefusedInEveryOrder) {
+  using Losses = std::vector<std::optional<double>>;
+  for (const bool scoped : {true, false}) {
+    for (const Losses& losses :
+         {Losses{4, std::nullopt}, Losses{std::nullopt, 4}, Losses{4, 4}}) {
+      Accelerator accelerator(OnCpu());
+      torch::nn::Linear net = OneWeight();
+      FusedSGD sgd(net->parameters(), {.lr = 1.0});
+      auto [model, optimizer] = accelerator.prepare(net, sgd);
+      std::optional<internal::AccumulateScope> scope;
+      if (scoped) scope.emplace(accelerator.accumulate());
+      const auto backward = [&](const std::optional<double>& weight) {
+        const at::Tensor loss = Loss(model(at::full({1, 1}, 8.0)));
+        weight.has_value() ? accelerator.backward(loss, *weight) : accelerator.backward(loss);
+      };
+      backward(losses[0]);
+      EXPECT_THAT(ErrorOf([&] { backward(losses[1]); }), HasSubstr("add ")) << scoped;
+      // The first one is as it was.
+      optimizer.step();
+      EXPECT_NEAR(net->weight.item<double>(), 8, 1e-6);
+    }
+  }
+}
+
+TEST(Accelerator, WeightedAndPlainLossOfTwoOptimizers_TakeTurns) {
+  Accelerator accelerator(OnCpu());
+  torch::nn::Linear one = OneWeight(), two = OneWeight();
+  FusedSGD sgd_one(one->parameters(), {.lr = 1.0}), sgd_two(two->parameters(), {.lr = 1.0});
+  auto [first, second, step_first, step_second] = accelerator.prepare(one, two, sgd_one, sgd_two);
+  for (int i = 0; i < 3; ++i) {
+    step_first.zero_grad();
+    accelerator.backward(Loss(first(at::full({1, 1}, 8.0))), 4.0);
+    step_first.step();
+    // Through both: what the first one gets is zeroed before its next loss.
+    step_second.zero_grad();
+    accelerator.backward(Loss(second(at::full({1, 1}, 2.0))) + Loss(first(at::ones({1, 1}))));
+    step_second.step();
+    EXPECT_NEAR(one->weight.item<double>(), 8 * (i + 1), 1e-6);
+    EXPECT_NEAR(two->weight.item<double>(), 2 * (i + 1), 1e-6);
+    // A loss that is dropped leaves nothing.
+    accelerator.backward(Loss(first(at::ones({1, 1}))), 3.0);
+    one->zero_grad();
+    two->zero_grad(/*set_to_none=*/false);
+  }
 }
 
 TEST(Accelerator, ClippingInTheMiddleOfAWindow_IsRefused) {

@@ -68,6 +68,9 @@ class OptimizerSlot {
   bool consumed_ = false;
   // ZeroGrad() came before the step of this micro-step: done when the micro-step ends.
   std::optional<bool> zero_at_end_;
+  // What the losses were of the windows whose gradients neither a step nor ZeroGrad() has ended.
+  enum class Losses { kNone, kPlain, kWeighted };
+  Losses pending_losses_ = Losses::kNone;
   // A parameter that got its first gradient of the window in a micro-step before this one.
   at::Tensor witness_;
   // Parameters that no model exchanges, as of these versions of what they are made of.

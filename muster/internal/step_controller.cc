@@ -249,6 +249,7 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
                               const BackwardOptions& how) {
   CheckLoss(loss, weight);
   if (process_.options().check_finite_loss) CheckFinite(loss);
+  if (!in_micro_step_ || window_backwards_ == 0) CheckPendingLosses(weight.has_value());
   // Outside of accumulate() every call is a window of its own, divided as Accelerate does.
   if (!in_micro_step_) {
     BeginWindow();
@@ -270,7 +271,11 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
     if (model->activation_policy() != nullptr) model->activation_policy()->BeginBackward();
   }
   const double divisor =
-      weight.has_value() ? accumulation_.WeightedDivisor(*weight) : accumulation_.current().divisor;
+      weight.has_value() ? accumulation_.WeightedDivisor(*weight) : accumulation_.PlainDivisor();
+  for (const auto& optimizer : registry_.optimizers()) {
+    using Losses = OptimizerSlot::Losses;
+    optimizer->pending_losses_ = weight.has_value() ? Losses::kWeighted : Losses::kPlain;
+  }
   at::Tensor scaled = divisor == 1 ? loss : loss / divisor;
   if (scaler_ != nullptr) scaled = scaler_->Scale(scaled);
   const bool exchange = process_.size() > 1 && communicate();
@@ -393,12 +398,41 @@ std::string NameOf(const at::Tensor& parameter, size_t index,
   return c10::str("number ", index, " of the optimizer, of shape ", parameter.sizes(), ",");
 }
 
+bool HoldsNothing(const at::Tensor& grad) {
+  // Zeroed in place is gone as well.
+  return !grad.defined() || (grad.layout() == at::kStrided && !grad.any().item<bool>());
+}
+
 bool Holds(const std::vector<at::Tensor>& list, const at::Tensor& tensor) {
   return std::any_of(list.begin(), list.end(),
                      [&](const at::Tensor& other) { return other.is_same(tensor); });
 }
 
 }  // namespace
+
+void StepController::CheckPendingLosses(bool weighted) const {
+  using Losses = OptimizerSlot::Losses;
+  // Where gradients are gone in the pass, no loss has a weight.
+  if (updates_ != nullptr) return;
+  for (const auto& optimizer : registry_.optimizers()) {
+    const Losses pending = optimizer->pending_losses_;
+    if (pending == Losses::kNone || (pending == Losses::kPlain && !weighted)) continue;
+    // About to be zeroed.
+    if (optimizer->zero_at_end_.has_value()) continue;
+    const std::vector<at::Tensor>& parameters = optimizer->handle().parameters();
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      TORCH_CHECK(HoldsNothing(parameters[i].grad()), "backward() of a loss with",
+                  weighted ? "" : "out", " a weight, and parameter ",
+                  NameOf(parameters[i], i, registry_.models()),
+                  " has a gradient from an earlier loss with",
+                  pending == Losses::kWeighted ? "" : "out",
+                  " one that no optimizer.step() has used and no optimizer.zero_grad() cleared: "
+                  "gradients of weighted losses become the mean over the items (tokens) of one "
+                  "window; accumulate inside accelerator.accumulate(), with a weight for each loss "
+                  "or for none, or add the losses up before one backward()");
+    }
+  }
+}
 
 void StepController::CheckGradients(OptimizerSlot& slot) const {
   CheckWitnesses();
@@ -490,9 +524,7 @@ void StepController::ForgetPlainPasses(const OptimizerSlot& slot) const {
 
 void StepController::ForgetPlainPassesWithoutGradients() const {
   ForgetPlainPasses([](ModelSlot& model, BackwardWatch::Seen& seen) {
-    const at::Tensor grad = AtOptimizer(model, seen.parameter).grad();
-    // Zeroed in place is gone as well.
-    return !grad.defined() || (grad.layout() == at::kStrided && !grad.any().item<bool>());
+    return HoldsNothing(AtOptimizer(model, seen.parameter).grad());
   });
 }
 
@@ -1035,6 +1067,7 @@ void StepController::Stepped(OptimizerSlot& slot) {
     }
   }
   slot.consumed_ = true;
+  slot.pending_losses_ = OptimizerSlot::Losses::kNone;
   slot.gradients_finished_ = false;
   ForgetPlainPasses(slot);
   for (size_t m = 0; m < slot.models_.size(); ++m) {
@@ -1227,6 +1260,7 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) const {
   slot.zero_at_end_.reset();
   slot.witness_.reset();
   slot.consumed_ = slot.gradients_torn_ = false;
+  slot.pending_losses_ = OptimizerSlot::Losses::kNone;
   ForgetPlainPasses(slot);
   for (const auto& model : registry_.models()) {
     if (model->sharded() != nullptr) model->sharded()->ForgetPending(slot.handle_->parameters());
@@ -1291,6 +1325,7 @@ void StepController::Reset() {
     optimizer->zero_at_end_.reset();
     optimizer->witness_.reset();
     optimizer->consumed_ = false;
+    optimizer->pending_losses_ = OptimizerSlot::Losses::kNone;
   }
   ForgetStrays();
   ForgetPlainPasses([](ModelSlot&, BackwardWatch::Seen&) { return true; });

@@ -124,6 +124,9 @@ class StepController {
   // Arms the exchange of models whose graph a backward pass has been through before.
   void ArmAgain(const BackwardOptions& how) const;
   void CheckWitnesses() const;
+  // Before the first loss of a window, weighted or not: the gradients that it adds to must be
+  // multiplied alike.
+  void CheckPendingLosses(bool weighted) const;
   // A step is left out, for the window has not ended. Throws where the micro-step spans batches,
   // none of which would ever be stepped on.
   void LeaveOutStep();

@@ -17,6 +17,7 @@ void Accumulation::BeginAlone() {
   current_.divisor = static_cast<double>(options_.num_steps);
   weighted_steps_ = 0;
   weight_ = 0;
+  plain_ = false;
 }
 
 bool Accumulation::WouldSync(const std::optional<BatchFacts>& batch) const {
@@ -45,6 +46,7 @@ MicroStep Accumulation::BeginWith(bool sync, double divisor_of_new_window) {
     weighted_steps_ = 0;
     weight_ = 0;
   }
+  plain_ = false;
   current_ = MicroStep{};
   current_.sync = sync;
   current_.communicate = sync || options_.sync_each_batch;
@@ -57,10 +59,29 @@ MicroStep Accumulation::BeginWith(bool sync, double divisor_of_new_window) {
   return current_;
 }
 
+double Accumulation::PlainDivisor() {
+  TORCH_CHECK(weighted_steps_ == 0,
+              "backward(loss) in a window whose other losses have weights (numbers of tokens): its "
+              "gradients become the mean over all items of the window, among which this loss has "
+              "none; add it to the loss of the micro-step before backward(loss, weight), or pass a "
+              "weight with no loss of the window");
+  plain_ = true;
+  return current_.divisor;
+}
+
 double Accumulation::WeightedDivisor(double weight) {
   TORCH_CHECK(std::isfinite(weight) && weight >= 0,
               "the weight of a loss (its number of tokens) must be finite and not negative, got ",
               weight);
+  TORCH_CHECK(!plain_,
+              "backward(loss, weight) in a micro-step that has had a loss without a weight: the "
+              "gradients of the window become the mean over all its items (tokens), among which "
+              "that loss has none; add both up before backward(loss, weight), or pass a weight with "
+              "no loss of the window");
+  TORCH_CHECK(weighted_steps_ < current_.window_length,
+              "a second backward(loss, weight) in micro-step ", current_.window_length,
+              " of this window: each has one weight (its number of tokens); add the losses up "
+              "before one backward(loss, weight), or begin a micro-step (accumulate()) for each");
   TORCH_CHECK(weighted_steps_ + 1 == current_.window_length, "micro-step ", current_.window_length,
               " of this window has a weighted loss, but ",
               current_.window_length - 1 - weighted_steps_,

@@ -75,9 +75,12 @@ class Accumulation {
   const MicroStep& current() const { return current_; }
   bool sync_gradients() const { return current_.sync; }
 
-  // For a loss that is a mean over `weight` items: divide the loss by the result instead of by
-  // divisor. To be called once per micro-step, for all micro-steps of a window or for none. weight
-  // >= 0 and finite.
+  // Divide the loss by the result: current().divisor. Any number of times in a micro-step of a
+  // window whose losses have no weights.
+  double PlainDivisor();
+  // The same for a loss that is a mean over `weight` items. To be called once per micro-step, for
+  // all micro-steps of a window or for none, without PlainDivisor() in any of them. weight >= 0 and
+  // finite.
   double WeightedDivisor(double weight);
 
   // Whether this window's losses are weighted, and the weights of this rank so far.
@@ -107,6 +110,7 @@ class Accumulation {
   double window_divisor_ = 1;
   int64_t weighted_steps_ = 0;
   double weight_ = 0;
+  bool plain_ = false;  // a loss of this micro-step had no weight
 
   MicroStep BeginWith(bool sync, double divisor_of_new_window);
 };

@@ -1,10 +1,14 @@
 #include "worker/train/accumulation.h"
 
 #include "c10/util/Exception.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "worker/collective/test_error.h"
 
 namespace muster {
 namespace {
+
+using ::testing::HasSubstr;
 
 BatchFacts Last() { return {.is_last = true, .batches_left = 0}; }
 BatchFacts Left(int64_t n) { return {.is_last = n == 0, .batches_left = n}; }
@@ -114,7 +118,42 @@ TEST(Accumulation, WeightedLosses_MixedWithPlainOnes_AreRefused) {
   Accumulation accumulation({.num_steps = 2});
   accumulation.Begin(std::nullopt);
   accumulation.Begin(std::nullopt);
-  EXPECT_THROW(accumulation.WeightedDivisor(3), c10::Error);
+  EXPECT_THAT(ErrorOf([&] { accumulation.WeightedDivisor(3); }), HasSubstr("1 earlier one(s)"));
+}
+
+TEST(Accumulation, WeightedAndPlainLossOfOneMicroStep_AreRefusedInEitherOrder) {
+  const auto begin = [](bool alone, Accumulation& accumulation) {
+    alone ? accumulation.BeginAlone() : void(accumulation.Begin(std::nullopt));
+  };
+  for (const bool alone : {false, true}) {
+    Accumulation accumulation({.num_steps = 2});
+    begin(alone, accumulation);
+    accumulation.WeightedDivisor(3);
+    EXPECT_THAT(ErrorOf([&] { accumulation.PlainDivisor(); }), HasSubstr("have weights"));
+    Accumulation other({.num_steps = 2});
+    begin(alone, other);
+    EXPECT_EQ(other.PlainDivisor(), 2);
+    EXPECT_EQ(other.PlainDivisor(), 2);
+    EXPECT_THAT(ErrorOf([&] { other.WeightedDivisor(3); }), HasSubstr("without a weight"));
+  }
+  // And in the micro-steps of a window.
+  Accumulation window({.num_steps = 2});
+  window.Begin(std::nullopt);
+  window.WeightedDivisor(3);
+  window.Begin(std::nullopt);
+  EXPECT_THAT(ErrorOf([&] { window.PlainDivisor(); }), HasSubstr("have weights"));
+  // The next one begins anew.
+  window.WeightedDivisor(1);
+  window.Begin(std::nullopt);
+  EXPECT_EQ(window.PlainDivisor(), 2);
+}
+
+TEST(Accumulation, SecondWeightedLossOfAMicroStep_IsNamed) {
+  Accumulation accumulation({.num_steps = 2});
+  accumulation.Begin(std::nullopt);
+  accumulation.WeightedDivisor(3);
+  EXPECT_THAT(ErrorOf([&] { accumulation.WeightedDivisor(3); }),
+              HasSubstr("a second backward(loss, weight) in micro-step 1"));
 }
 
 TEST(Accumulation, AgreedSync_TakesTheAgreedAnswer) {
