@@ -369,6 +369,24 @@ TEST(Freezing, GroupAddedAfterPrepare_IsTrainedZeroedAndSaved) {
 
 // --- What LibTorch's programs do with one forward pass or two ---
 
+TEST(Models, SyncBatchNormThatOutlivesItsAccelerator_IsLocal) {
+  std::vector<torch::nn::Sequential> nets(2, nullptr);
+  RunAccelerators(2, {}, [&](Accelerator& a) {
+    torch::nn::Sequential net(torch::nn::Linear(2, 3), SyncBatchNorm(3));
+    torch::optim::SGD sgd(net->parameters(), 0.1);
+    auto [model, optimizer] = a.prepare(net, sgd);
+    a.backward(model(Inputs(a)).square().mean());
+    EXPECT_NE(net[1]->as<SyncBatchNormImpl>()->comm(), nullptr);
+    nets[a.process_index()] = net;
+  });
+  for (torch::nn::Sequential& net : nets) {
+    EXPECT_EQ(net[1]->as<SyncBatchNormImpl>()->comm(), nullptr);
+    EXPECT_EQ(net->forward(at::ones({4, 2})).size(0), 4);
+    net->eval();
+    EXPECT_EQ(net->forward(at::ones({4, 2})).size(0), 4);
+  }
+}
+
 TEST(Backward, RetainedGraph_IsReducedTwice) {
   RunAccelerators(2, {}, [](Accelerator& a) {
     torch::nn::Linear net = OneWeight();

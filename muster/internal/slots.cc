@@ -131,7 +131,7 @@ void ModelSlot::MakeReady() {
   std::unordered_set<const void*> sparse_parameters;
   if (source_->module() != nullptr) {
     for (const auto& part : source_->module()->modules()) {
-      if (auto* norm = part->as<SyncBatchNormImpl>()) norm->Bind(&controller_->process().comm());
+      if (auto* norm = part->as<SyncBatchNormImpl>()) norm->Bind(controller_->statistics_ranks());
     }
     for (const at::Tensor& parameter : SparseParametersOf(*source_->module())) {
       sparse_parameters.insert(parameter.unsafeGetTensorImpl());

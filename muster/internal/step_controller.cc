@@ -38,7 +38,8 @@ StepController::StepController(const Process& process, Registry& registry, LoopT
       registry_(registry),
       loops_(loops),
       accumulation_(WithSteps(process.options().accumulation,
-                              AccumulationSteps(process.options(), process.environment()))) {
+                              AccumulationSteps(process.options(), process.environment()))),
+      statistics_ranks_(std::make_unique<StatisticsRanks>(process.comm())) {
   if (NeedsGradScaler(process.precision()) && process.grad_scaler().enabled) {
     // Each process sees the gradients of its own shards only.
     const bool sharded =

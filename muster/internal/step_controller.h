@@ -22,6 +22,7 @@
 
 namespace muster {
 class ShardedModel;
+class StatisticsRanks;
 }
 
 namespace muster::internal {
@@ -40,6 +41,8 @@ class StepController {
 
   const Process& process() const { return process_; }
   const std::shared_ptr<BackwardPasses>& passes() const { return passes_; }
+  // What prepared models bind their SyncBatchNorms to, which may live longer.
+  const StatisticsRanks& statistics_ranks() const { return *statistics_ranks_; }
   // Null where optimizers step between backward passes alone.
   const std::shared_ptr<BackwardUpdates>& updates() const { return updates_; }
   // The program is about to save: throws between a backward pass that has updated and step().
@@ -182,6 +185,7 @@ class StepController {
   LoopTracker& loops_;
   Accumulation accumulation_;
   std::unique_ptr<GradScaler> scaler_;
+  const std::unique_ptr<StatisticsRanks> statistics_ranks_;
   const std::shared_ptr<BackwardPasses> passes_ = std::make_shared<BackwardPasses>();
 
   std::shared_ptr<BackwardUpdates> updates_;

@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <numeric>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "ATen/core/grad_mode.h"
+#include "ATen/core/ivalue.h"
 #include "ATen/ops/cat.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/var_mean.h"
@@ -24,11 +27,17 @@ using torch::autograd::variable_list;
 
 // The values that are fixed during one forward call.
 struct Call {
-  Comm* comm;
+  std::shared_ptr<Comm*> comm;  // not null now; the backward pass may come later
   at::Tensor running_mean;  // undefined: not tracked
   at::Tensor running_var;
   double momentum;
   double eps;
+};
+
+// For the graph, which may live longer than the ranks.
+struct KeptComm : torch::CustomClassHolder {
+  explicit KeptComm(std::shared_ptr<Comm*> comm) : comm(std::move(comm)) {}
+  const std::shared_ptr<Comm*> comm;
 };
 
 at::ScalarType AccumulateType(const at::Tensor& input) {
@@ -67,14 +76,15 @@ struct Normalize : public torch::autograd::Function<Normalize> {
       sums = at::cat({mean * count, (variance.to(at::kDouble) + mean.square()) * count,
                       at::full({1}, count, sums.options())});
     }
-    call->comm->AllReduce(sums, ReduceOp::kSum);
+    Comm& comm = **call->comm;
+    comm.AllReduce(sums, ReduceOp::kSum);
     const at::Tensor total = sums.narrow(0, 2 * channels, 1);
     // Only then can it be one in all, and reading it waits for a GPU.
     if (count <= 1) {
       TORCH_CHECK(total.item<double>() > 1,
                   "SyncBatchNorm in training needs more than one value "
                   "per channel over all ranks, got input size ",
-                  input.sizes(), " on rank ", call->comm->rank());
+                  input.sizes(), " on rank ", comm.rank());
     }
     const at::Tensor mean = sums.narrow(0, 0, channels) / total;
     const at::Tensor variance =
@@ -93,7 +103,7 @@ struct Normalize : public torch::autograd::Function<Normalize> {
       output.mul_(Spread(weight.to(type), x)).add_(Spread(bias.to(type), x));
     }
     context->save_for_backward({input, weight, center, scale, total});
-    context->saved_data["comm"] = reinterpret_cast<int64_t>(call->comm);
+    context->saved_data["comm"] = c10::IValue::make_capsule(c10::make_intrusive<KeptComm>(call->comm));
     return output.to(input.scalar_type());
   }
 
@@ -102,7 +112,11 @@ struct Normalize : public torch::autograd::Function<Normalize> {
                 "SyncBatchNorm has no second derivative: leave create_graph off, or use BatchNorm");
     const variable_list saved = context->get_saved_variables();
     const at::Tensor &input = saved[0], &weight = saved[1], &center = saved[2], &scale = saved[3];
-    auto* const comm = reinterpret_cast<Comm*>(context->saved_data["comm"].toInt());
+    const auto kept = context->saved_data["comm"].toCapsule();
+    Comm* const comm = *static_cast<const KeptComm&>(*kept).comm;
+    TORCH_CHECK(comm != nullptr,
+                "backward() through a SyncBatchNorm whose Accelerator is gone: it shares its sums "
+                "with the ranks; call backward() before");
     const at::ScalarType type = AccumulateType(input);
     const at::Tensor x = input.to(type);
     const at::Tensor gradient = gradients[0].to(type);
@@ -144,7 +158,7 @@ at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
     // Without momentum: the plain mean over all batches.
     if (!options.momentum().has_value()) momentum = 1 / num_batches_tracked.item<double>();
   }
-  if (comm_ == nullptr || comm_->size() == 1 || !is_training()) {
+  if (!is_training() || comm() == nullptr || comm()->size() == 1) {
     return torch::nn::functional::detail::batch_norm(
         input, running_mean, running_var, weight, bias,
         is_training() || !options.track_running_stats(), momentum, options.eps());

@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_PARALLEL_SYNC_BATCH_NORM_H_
 #define MUSTER_WORKER_PARALLEL_SYNC_BATCH_NORM_H_
 
+#include <memory>
 #include <ostream>
 
 #include "ATen/core/Tensor.h"
@@ -10,16 +11,32 @@
 
 namespace muster {
 
+// The ranks that SyncBatchNorms share statistics with, while this object lives. Not thread-safe.
+class StatisticsRanks {
+ public:
+  // Borrowed.
+  explicit StatisticsRanks(Comm& comm) : comm_(std::make_shared<Comm*>(&comm)) {}
+  ~StatisticsRanks() { *comm_ = nullptr; }
+  StatisticsRanks(const StatisticsRanks&) = delete;
+  StatisticsRanks& operator=(const StatisticsRanks&) = delete;
+
+ private:
+  friend class SyncBatchNormImpl;
+
+  // Modules may live longer.
+  const std::shared_ptr<Comm*> comm_;
+};
+
 // Batch normalization whose statistics are those of the batches of all ranks together, as torch's
 // nn.SyncBatchNorm: for batches that are small on every rank. Options, parameters and buffers have
 // the names and defaults of torch::nn::BatchNorm1d/2d/3d, whose checkpoints fit; it takes their
 // place in a model, for inputs of any rank from 2 (N, C, ...) on.
 //
-// In training, with a Comm of several ranks bound, forward and backward are collectives: one
+// In training, bound to several ranks, forward and backward are collectives: one
 // all-reduce of 2C + 1 and one of 2C doubles. All ranks must take part in the same order, with the
 // same C; batch sizes may differ and may be 0. Gradients of weight and bias are this rank's part:
-// data parallelism averages them like all others. Without a bound Comm, with one rank, or in
-// evaluation it is torch's batch normalization.
+// data parallelism averages them like all others. Unbound, when the bound ranks are gone (their
+// Accelerator), with one rank, or in evaluation it is torch's batch normalization.
 //
 // Statistics are computed in at least float, also of half inputs. There is no second derivative
 // (create_graph throws), and no place in join_uneven_inputs, since a rank without a batch does not
@@ -32,15 +49,16 @@ class SyncBatchNormImpl
   at::Tensor forward(const at::Tensor& input);
   void pretty_print(std::ostream& stream) const override;
 
-  // The ranks to share statistics with; borrowed, null: none. clone() shares them too.
-  void Bind(Comm* comm) { comm_ = comm; }
-  Comm* comm() const { return comm_; }
+  // clone() shares statistics with them, too.
+  void Bind(const StatisticsRanks& ranks) { comm_ = ranks.comm_; }
+  // Null: unbound, or they are gone.
+  Comm* comm() const { return comm_ == nullptr ? nullptr : *comm_; }
 
  protected:
   void _check_input_dim(const at::Tensor& input) override;
 
  private:
-  Comm* comm_ = nullptr;
+  std::shared_ptr<Comm*> comm_;
 };
 
 TORCH_MODULE(SyncBatchNorm);

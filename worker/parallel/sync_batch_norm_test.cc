@@ -59,7 +59,8 @@ void ExpectAsOnJoinedBatch(void (*run)(int, const std::function<void(Comm&)>&), 
   run(ranks, [&](Comm& comm) {
     const int rank = comm.rank();
     SyncBatchNorm module = Make<SyncBatchNorm>(options);
-    module->Bind(&comm);
+    const StatisticsRanks all(comm);
+    module->Bind(all);
     for (int step = 0; step < 3; ++step) {
       const at::Tensor x = input(step, rank).requires_grad_(true);
       const at::Tensor out = module(x);
@@ -132,10 +133,35 @@ TEST(SyncBatchNorm, EvaluationAndUnbound_AreLocal) {
   RunRanks(2, [&](Comm& comm) {
     if (comm.rank() == 1) return;  // no peer to meet
     SyncBatchNorm module = Make<SyncBatchNorm>(kChannels);
-    module->Bind(&comm);
+    const StatisticsRanks ranks(comm);
+    module->Bind(ranks);
     module->eval();
     EXPECT_EQ(module(x).sizes(), x.sizes());
   });
+}
+
+TEST(SyncBatchNorm, AfterItsRanks_IsLocal) {
+  torch::nn::BatchNorm2d plain = Make<torch::nn::BatchNorm2d>(kChannels);
+  const at::Tensor x = Randn(Shape(4, 4), 3);
+  const at::Tensor expected = plain(x);
+  std::vector<SyncBatchNorm> modules(2, nullptr);
+  std::vector<at::Tensor> outputs(2);
+  RunRanks(2, [&](Comm& comm) {
+    SyncBatchNorm module = Make<SyncBatchNorm>(kChannels);
+    const StatisticsRanks ranks(comm);
+    module->Bind(ranks);
+    outputs[comm.rank()] = module(x);
+    modules[comm.rank()] = module;
+  });
+  for (SyncBatchNorm& module : modules) {
+    const auto clone = std::static_pointer_cast<SyncBatchNormImpl>(module->clone());
+    EXPECT_EQ(module->comm(), nullptr);
+    EXPECT_EQ(clone->comm(), nullptr);
+    EXPECT_TRUE(module(x).equal(expected));
+    module->eval();
+    EXPECT_EQ(module(x).sizes(), x.sizes());
+  }
+  EXPECT_THAT(ErrorOf([&] { outputs[0].sum().backward(); }), HasSubstr("Accelerator is gone"));
 }
 
 TEST(SyncBatchNorm, NamesAndHalfInputs_AreBatchNorms) {
@@ -149,7 +175,8 @@ TEST(SyncBatchNorm, NamesAndHalfInputs_AreBatchNorms) {
   EXPECT_EQ(names, expected);
   RunRanks(2, [&](Comm& comm) {
     SyncBatchNorm half = Make<SyncBatchNorm>(kChannels);
-    half->Bind(&comm);
+    const StatisticsRanks ranks(comm);
+    half->Bind(ranks);
     const at::Tensor x = Randn(Shape(4, 4), 3).to(at::kBFloat16).requires_grad_(true);
     const at::Tensor out = half(x);
     EXPECT_EQ(out.scalar_type(), at::kBFloat16);
@@ -168,7 +195,8 @@ TEST(SyncBatchNorm, WrongInputs_AreRefused) {
               HasSubstr("SyncBatchNorm of 3 features got an input of shape [4, 5, 2]"));
   RunRanks(2, [&](Comm& comm) {
     SyncBatchNorm bound(kChannels);
-    bound->Bind(&comm);
+    const StatisticsRanks ranks(comm);
+    bound->Bind(ranks);
     EXPECT_THAT(ErrorOf([&] {
                   bound(at::zeros({comm.rank(), kChannels}));
                 }),
