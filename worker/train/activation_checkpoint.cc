@@ -42,6 +42,11 @@ struct AutocastState {
   AutocastOptions options;
 };
 
+bool SameKind(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() &&
+         a.device() == b.device() && a.layout() == b.layout();
+}
+
 // Without the version counter of `to`: what autograd has saved of it holds the same values before
 // and after a second run.
 void Overwrite(const at::Tensor& to, const at::Tensor& from) {
@@ -49,8 +54,11 @@ void Overwrite(const at::Tensor& to, const at::Tensor& from) {
   to.variable_data().copy_(from);
 }
 
-// NaN is NaN.
+// NaN is NaN. Of tensors of one kind.
 bool SameValues(const at::Tensor& a, const at::Tensor& b) {
+  if (a.layout() == at::kSparse) {
+    return a._indices().equal(b._indices()) && SameValues(a._values(), b._values());
+  }
   if (!a.is_floating_point()) return a.equal(b);
   return (a.eq(b).logical_or_(a.ne(a).logical_and_(b.ne(b)))).all().item<bool>();
 }
@@ -118,8 +126,9 @@ class Region : public std::enable_shared_from_this<Region> {
     in_first_run_ = false;
     if (slots_.empty() && selection_ != nullptr) selection_->leaves_no_trace = true;
     // A second run needs what the first has changed.
-    std::erase_if(buffers_,
-                  [](const auto& buffer) { return SameValues(buffer.first, buffer.second); });
+    std::erase_if(buffers_, [](const auto& buffer) {
+      return SameKind(buffer.first, buffer.second) && SameValues(buffer.first, buffer.second);
+    });
     const std::map<std::string, at::Tensor> now = SaveRngState();
     std::erase_if(rng_, [&](const auto& state) { return state.second.equal(now.at(state.first)); });
     for (size_t i = 0; i < rerun_.inputs.size(); ++i) {
@@ -136,6 +145,14 @@ class Region : public std::enable_shared_from_this<Region> {
     } else if (!slots_.empty()) {
       ParkInputs();
     }
+  }
+
+  // An exception has ended it.
+  void GiveUp() {
+    in_first_run_ = false;
+    broken_ = "activation_checkpoint: the function has thrown an exception, so that there is no "
+              "backward pass through what it had computed before";
+    rerun_ = {};
   }
 
   // The second run: the next tensor that autograd saves.
@@ -349,14 +366,26 @@ void Region::RunAgain(int pass) {
     std::map<std::string, at::Tensor> rng_now;
     if (!rng_.empty()) rng_now = SaveRngState();
     std::erase_if(rng_now, [this](const auto& state) { return rng_.count(state.first) == 0; });
-    std::vector<at::Tensor> buffers_now;
-    for (const auto& [buffer, before] : buffers_) buffers_now.push_back(buffer.detach().clone());
+    // Those that have got another shape, as a cache that grows, have their memory of now aside.
+    std::vector<std::pair<at::Tensor, bool>> buffers_now;
+    for (const auto& [buffer, before] : buffers_) {
+      const bool same = SameKind(buffer, before);
+      const at::Tensor now = buffer.variable_data();
+      buffers_now.emplace_back(same ? now.clone() : now, same);
+    }
     const auto restore = [&] {
       RestoreRngState(rng_now);
-      for (size_t i = 0; i < buffers_.size(); ++i) Overwrite(buffers_[i].first, buffers_now[i]);
+      for (size_t i = 0; i < buffers_.size(); ++i) {
+        const auto& [now, same] = buffers_now[i];
+        at::Tensor& buffer = buffers_[i].first;
+        same ? Overwrite(buffer, now) : buffer.set_data(now);
+      }
     };
     RestoreRngState(rng_);
-    for (const auto& [buffer, before] : buffers_) Overwrite(buffer, before);
+    for (size_t i = 0; i < buffers_.size(); ++i) {
+      auto& [buffer, before] = buffers_[i];
+      buffers_now[i].second ? Overwrite(buffer, before) : buffer.set_data(before.clone());
+    }
     try {
       const at::AutoGradMode with_gradients(true);
       const AutocastGuard cpu(autocast_[0].precision, autocast_[0].device, autocast_[0].options);
@@ -390,9 +419,15 @@ RegionScope::RegionScope(Rerun rerun, const torch::nn::Module* module) {
   running = {.region = region_.get(), .again = false};
 }
 
-RegionScope::~RegionScope() {
-  region_->EndFirstRun();
+void RegionScope::End() {
   running = {};
+  region_->EndFirstRun();
+  ended_ = true;
+}
+
+RegionScope::~RegionScope() {
+  running = {};
+  if (!ended_) region_->GiveUp();
 }
 
 bool NothingToDrop(const torch::nn::Module* module) {

@@ -118,12 +118,16 @@ class RegionScope {
  public:
   // For a call of `module`, which may be null.
   RegionScope(Rerun rerun, const torch::nn::Module* module);
+  // Without End() before it: an exception has ended the first run, and there is no second.
   ~RegionScope();
+  // After the call. May throw: it compares what the call has changed.
+  void End();
   RegionScope(const RegionScope&) = delete;
   RegionScope& operator=(const RegionScope&) = delete;
 
  private:
   std::shared_ptr<Region> region_;
+  bool ended_ = false;
 };
 
 // Before a call of `module`, which may be null: returns whether nothing would be saved here,
@@ -203,8 +207,15 @@ auto activation_checkpoint(Function&& function, Inputs&&... inputs) {
             inputs);
         std::apply([&](auto&... each) { internal::Call(again, each...); }, arguments);
       };
-  const internal::RegionScope scope(std::move(rerun), module);
-  return internal::Call(function, std::forward<Inputs>(inputs)...);
+  internal::RegionScope scope(std::move(rerun), module);
+  if constexpr (std::is_void_v<decltype(internal::Call(function, std::forward<Inputs>(inputs)...))>) {
+    internal::Call(function, std::forward<Inputs>(inputs)...);
+    scope.End();
+  } else {
+    auto result = internal::Call(function, std::forward<Inputs>(inputs)...);
+    scope.End();
+    return result;
+  }
 }
 
 // Calls a block of a model: the forward() of a module (a ModuleHolder, an AnyModule, a shared_ptr,

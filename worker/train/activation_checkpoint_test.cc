@@ -213,6 +213,87 @@ TEST(ActivationCheckpoint, RunningStatistics_AreUpdatedOnce) {
   }
 }
 
+// Keeps positions in a buffer that grows with the longest input.
+struct CacheImpl : torch::nn::Module {
+  explicit CacheImpl(bool resizes) : resizes(resizes) {
+    weight = register_parameter("weight", at::ones({8}));
+    cache = register_buffer("cache", at::zeros({0}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    while (cache.size(0) < x.size(0)) {
+      const int64_t n = cache.size(0);
+      const at::Tensor grown = at::cat({cache, at::full({1}, static_cast<double>(n))});
+      resizes ? void(cache.resize_({n + 1}).copy_(grown)) : cache.set_data(grown);
+      ++grows;
+    }
+    return (x * weight).sin() * cache.narrow(0, 0, x.size(0)).unsqueeze(1);
+  }
+  const bool resizes;
+  int grows = 0;
+  at::Tensor weight, cache;
+};
+TORCH_MODULE(Cache);
+
+TEST(ActivationCheckpoint, BufferThatGrows_IsAsInThePlainCall) {
+  for (const bool resizes : {false, true}) {
+    Cache plain(resizes), checkpointed(resizes);
+    for (const int64_t rows : {3, 2, 5}) {
+      const at::Tensor x = at::randn({rows, 8});
+      plain->forward(x).sum().backward();
+      const at::Tensor y = activation_checkpoint(checkpointed, x);
+      const void* const memory = checkpointed->cache.data_ptr();
+      y.sum().backward({}, /*retain_graph=*/true);
+      EXPECT_TRUE(plain->weight.grad().equal(checkpointed->weight.grad()));
+      EXPECT_TRUE(plain->cache.equal(checkpointed->cache));
+      EXPECT_EQ(checkpointed->cache.data_ptr(), memory);
+      EXPECT_TRUE(grad({y.sum()}, {checkpointed->weight})[0].defined());
+    }
+    // The second runs have grown one of their own.
+    EXPECT_GT(checkpointed->grows, plain->grows);
+  }
+}
+
+TEST(ActivationCheckpoint, SparseBuffer_IsCompared) {
+  torch::nn::Sequential net(torch::nn::Linear(3, 3));
+  net->register_buffer("graph", at::eye(3).to_sparse());
+  const at::Tensor y = activation_checkpoint(net, at::ones({1, 3}));
+  y.sum().backward();
+  EXPECT_TRUE(net->parameters()[0].grad().defined());
+}
+
+TEST(ActivationCheckpoint, ErrorAtTheEndOfTheFirstRun_IsThrown) {
+  torch::nn::Sequential net(torch::nn::Linear(3, 3));
+  // Nothing can compare it with what it was.
+  net->register_buffer("nowhere", at::ones({3}, at::kMeta));
+  EXPECT_NE(ErrorOf([&] { activation_checkpoint(net, at::ones({1, 3})); }), "no error");
+  // Nothing is left of it.
+  Block block;
+  activation_checkpoint(block, at::ones({1, 8})).sum().backward();
+  EXPECT_EQ(block->runs, 2);
+}
+
+TEST(ActivationCheckpoint, BackwardThroughAFunctionThatHasThrown_Throws) {
+  at::Tensor kept;
+  const at::Tensor x = at::ones({4}).requires_grad_();
+  const auto function = [&](const at::Tensor& in) {
+    kept = in.exp().sin();
+    TORCH_CHECK(false, "out of luck");
+    return kept;
+  };
+  const std::string error = ErrorOf([&] { activation_checkpoint(function, x); });
+  EXPECT_NE(error.find("out of luck"), std::string::npos) << error;
+  const std::string later = ErrorOf([&] { kept.sum().backward(); });
+  EXPECT_NE(later.find("the function has thrown an exception"), std::string::npos) << later;
+}
+
+TEST(ActivationCheckpoint, FunctionWithoutAResult_Runs) {
+  at::Tensor out;
+  const at::Tensor x = at::ones({4}).requires_grad_();
+  activation_checkpoint([&out](const at::Tensor& in) { out = in.exp().sin(); }, x);
+  out.sum().backward();
+  EXPECT_TRUE(x.grad().defined());
+}
+
 TEST(ActivationCheckpoint, BuffersOfAModuleInsideOfAFunction_AreRefused) {
   torch::nn::Sequential net(torch::nn::BatchNorm1d(4), torch::nn::Linear(4, 4));
   const at::Tensor y = activation_checkpoint([&](const at::Tensor& in) { return net->forward(in); },
