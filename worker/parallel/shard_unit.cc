@@ -1,6 +1,7 @@
 #include "worker/parallel/shard_unit.h"
 
 #include <algorithm>
+#include <cmath>
 #include <exception>
 #include <utility>
 
@@ -489,12 +490,26 @@ at::Tensor ShardUnit::TakeGradients(const at::Tensor& buffer) {
   return full;
 }
 
+namespace {
+
+// What gradients are multiplied by before they are summed up in `dtype`, if by `factor` in all. In
+// fp16 the sum of many ranks overflows where their mean does not, and small parts of a mean
+// underflow where their sum does not: half the way each, by a power of two, as FSDP does it.
+double FactorBeforeSum(at::ScalarType dtype, double factor) {
+  if (dtype != at::kHalf) return 1;
+  return std::exp2(-std::ceil(std::log2(1 / factor) / 2));
+}
+
+}  // namespace
+
 void ShardUnit::StartReduction(double factor, Comm* replicas, const at::Tensor& buffer) {
   const at::NoGradGuard no_grad;
   const auto reduction = std::make_shared<Reduction>();
   reduction->full = TakeGradients(buffer);
   const auto reduce = [this, state = reduction.get(), factor, replicas] {
     const at::NoGradGuard without_graph;
+    const double before = FactorBeforeSum(reduced_as_, factor);
+    if (before != 1) state->full.mul_(before);
     Named("reducing the gradients of",
           [&] { state->mine = comm_.ReduceScatter(state->full, ReduceOp::kSum); });
     state->full.reset();
@@ -502,7 +517,7 @@ void ShardUnit::StartReduction(double factor, Comm* replicas, const at::Tensor& 
       Named("reducing the gradients of", [&] { replicas->AllReduce(state->mine, ReduceOp::kSum); });
     }
     state->mine = state->mine.to(dtype_);
-    if (factor != 1) state->mine.mul_(factor);
+    if (factor != before) state->mine.mul_(factor / before);
   };
   if (queue_ == nullptr) {
     reduce();

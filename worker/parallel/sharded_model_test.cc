@@ -1802,6 +1802,27 @@ TEST(ShardedModel, DifferentPoliciesOrModels_AreNamedOnEveryRank) {
                          HasSubstr("rank 1 has unit '(rest)'"))));
 }
 
+// The sum of the ranks' gradients is beyond fp16, their mean is not.
+TEST(ShardedModel, ReductionInHalf_HoldsTheMeanOfLargeGradients) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    RunRanks(4, [&](Comm& comm) {
+      Net net;
+      ShardedModel model(comm, comm, nullptr, &net, ParametersOf(net), {},
+                         {.strategy = strategy, .reduce_dtype = at::kHalf});
+      model.BeginForward(true);
+      const at::Tensor loss = (net.extra->weight * 30000).sum() + (net.extra->bias / 1000).sum();
+      model.EndForward();
+      loss.backward();
+      for (const at::Tensor& shard : model.shards()) {
+        if (!shard.grad().defined()) continue;
+        const std::string& name = *model.NameOf(shard);
+        if (name == "extra.weight") EXPECT_TRUE(shard.grad().eq(30000).all().item<bool>());
+        if (name == "extra.bias") EXPECT_TRUE(shard.grad().allclose(at::full({}, 1e-3), 1e-3));
+      }
+    });
+  }
+}
+
 TEST(ShardedModel, StridesThatDiffer_AreNamedOnEveryRank) {
   std::vector<std::string> errors(2);
   RunRanks(2, [&](Comm& comm) {
