@@ -46,8 +46,11 @@ class CompressHook : public c10d::CppCommHookInterface<GroupPtr> {
   const at::ScalarType dtype_;
 };
 
-// Makes the columns of `matrix` (n x r, r small) orthonormal in place by Gram-Schmidt.
-void Orthogonalize(at::Tensor& matrix, double epsilon) {
+// Makes the columns of `given` (n x r, r small) orthonormal in place by Gram-Schmidt.
+void Orthogonalize(at::Tensor& given, double epsilon) {
+  // In fp16 the floor would be 0, and so would the norm of a small column.
+  const bool half = given.scalar_type() == at::kHalf;
+  at::Tensor matrix = half ? given.to(at::kFloat) : given;
   const int64_t columns = matrix.size(1);
   for (int64_t i = 0; i < columns; ++i) {
     at::Tensor column = matrix.narrow(1, i, 1);
@@ -59,6 +62,7 @@ void Orthogonalize(at::Tensor& matrix, double epsilon) {
       rest.sub_(at::matmul(column, at::matmul(column.t(), rest)));
     }
   }
+  if (half) given.copy_(matrix);
 }
 
 class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
@@ -106,8 +110,11 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
 
   void Mean(at::Tensor& tensor) {
     std::vector<at::Tensor> list = {tensor};
+    // In fp16 the sum could overflow.
+    const bool first = tensor.scalar_type() == at::kHalf;
+    if (first) tensor.div_(state_->getSize());
     state_->allreduce(list)->wait();
-    tensor.div_(state_->getSize());
+    if (!first) tensor.div_(state_->getSize());
   }
 
   // One all-reduce for a list of factors.

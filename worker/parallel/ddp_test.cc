@@ -269,6 +269,33 @@ TEST(DataParallel, PowerSgd_FullRankIsExactLowRankIsEqualOnAllRanks) {
   }
 }
 
+TEST(DataParallel, PowerSgdInHalf_TakesZeroAndLargeGradients) {
+  for (const bool batched : {false, true}) {
+    DataParallelOptions options{
+        .comm_hook = batched ? CommHook::kBatchedPowerSgd : CommHook::kPowerSgd,
+        .comm_wrapper = CommWrapper::kFp16};
+    options.power_sgd.start_powerSGD_iter = 2;
+    RunGlooRanks(kRanks, [&](Comm& comm) {
+      TestNet net(7);
+      DataParallel ddp(comm, net.parameters, net.names, net.buffers, options);
+      for (int step = 0; step < 6; ++step) {
+        // One and nothing else until a later step, as a branch that is not used yet; and in an exact
+        // step a sum beyond fp16.
+        const double large = step == 1 ? 40000 : 1;
+        const double used = step > 4 ? 1 : 0;
+        ddp.BeforeForward(true);
+        at::Tensor loss = used * net.parameters[2].sum();
+        for (const size_t i : {0, 1, 3}) loss = loss + large * net.parameters[i].sum();
+        ddp.AfterForward(loss).backward();
+        for (size_t i = 0; i < net.parameters.size(); ++i) {
+          EXPECT_TRUE(net.parameters[i].grad().isfinite().all().item<bool>()) << step << " " << i;
+          net.parameters[i].mutable_grad().reset();
+        }
+      }
+    });
+  }
+}
+
 TEST(DataParallel, WrappedHooks_AreEqualOnAllRanks) {
   const std::vector<at::Tensor> expected = Reference();
   for (const CommHook hook : {CommHook::kNone, CommHook::kBf16, CommHook::kPowerSgd}) {
