@@ -363,8 +363,14 @@ void FusedOptimizer::StepRange(int64_t group, size_t first, size_t last, const S
 void FusedOptimizer::StepOffloaded(const std::optional<at::Tensor>& grad_scale,
                                    const std::optional<at::Tensor>& found_inf,
                                    std::vector<std::pair<at::Tensor, at::Tensor>>* copies) {
+  // A group whose momentum has become 0 has windows and no states.
+  std::vector<bool> has_states(state_.size());
+  for (int64_t g = 0; g < num_groups(); ++g) {
+    const auto [begin, end] = groups_[g];
+    std::fill(has_states.begin() + begin, has_states.begin() + end, IsOffloaded(g));
+  }
   const auto has_gradient = [&](size_t i) {
-    return Steps(i) && seen_parameters()[i].grad().defined();
+    return has_states[i] && Steps(i) && seen_parameters()[i].grad().defined();
   };
   offloaded_->ForWindows(0, state_.size(), has_gradient, [&](size_t first, size_t last) {
     int64_t group = 0;

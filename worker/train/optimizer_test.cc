@@ -564,6 +564,26 @@ TEST(OffloadedOptimizer, MomentumThatComesLater_BeginsAtZero) {
   }
 }
 
+TEST(OffloadedOptimizer, MomentumThatGoesAndComesBack_StepsOnce) {
+  for (const bool on_disk : {true, false}) {
+    const TestFolder folder;
+    std::vector<at::Tensor> a = MakeParams(), b = MakeParams();
+    FusedSGD plain(a, {.lr = 0.1, .momentum = 0.9}), offloaded(b, {.lr = 0.1, .momentum = 0.9});
+    offloaded.OffloadState(on_disk ? FileIn(folder) : nullptr);
+    for (int step = 4; step < 10; ++step) {
+      const double momentum = step == 6 || step == 7 ? 0 : 0.9;
+      plain.set_momentum(0, momentum);
+      offloaded.set_momentum(0, momentum);
+      SetGrads(a, step);
+      SetGrads(b, step);
+      plain.Step();
+      offloaded.Step();
+      for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(a[i].equal(b[i])) << step << " " << i;
+      ExpectSameState(plain, offloaded);
+    }
+  }
+}
+
 TEST(OffloadedOptimizer, StepScaled_SkipsOnInf) {
   const TestFolder folder;
   std::vector<at::Tensor> a = MakeParams(), b = MakeParams();
