@@ -67,10 +67,12 @@ void Orthogonalize(at::Tensor& given, double epsilon) {
 
 class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
  public:
-  PowerSgdHook(GroupPtr group, const PowerSgdOptions& options, bool batched)
+  PowerSgdHook(GroupPtr group, const PowerSgdOptions& options, bool batched,
+               std::shared_ptr<int64_t> reductions)
       : CppCommHookInterface<GroupPtr>(std::move(group)),
         options_(options),
         batched_(batched),
+        reductions_(std::move(reductions)),
         generator_(at::make_generator<at::CPUGeneratorImpl>(options.random_seed)) {
     TORCH_CHECK(options.matrix_approximation_rank >= 1,
                 "matrix_approximation_rank must be at least 1, got ",
@@ -82,8 +84,8 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
   FuturePtr runHook(c10d::GradBucket& bucket) override {
     at::NoGradGuard no_grad;
     at::Tensor buffer = bucket.getBufferRef();
-    const bool exact = iteration_ < options_.start_powerSGD_iter;
-    if (bucket.isLast()) ++iteration_;
+    const bool exact = *reductions_ < options_.start_powerSGD_iter;
+    if (bucket.isLast()) ++*reductions_;
     if (exact) {
       Mean(buffer);
     } else {
@@ -98,14 +100,15 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
 
  private:
   struct BucketState {
+    std::vector<const void*> parameters;  // whose gradients it had, in order
     at::Tensor error;            // what the last compression left out
     std::vector<at::Tensor> qs;  // right factors
   };
 
   const PowerSgdOptions options_;
   const bool batched_;
+  const std::shared_ptr<int64_t> reductions_;
   at::Generator generator_;  // the same draws on every rank: buckets come in the same order
-  int64_t iteration_ = 0;
   std::map<size_t, BucketState> buckets_;
 
   void Mean(at::Tensor& tensor) {
@@ -143,6 +146,12 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
 
   void Compress(c10d::GradBucket& bucket, at::Tensor& buffer) {
     BucketState& state = buckets_[bucket.getIndex()];
+    // The Reducer has rebuilt its buckets.
+    std::vector<const void*> parameters;
+    for (const at::Tensor& parameter : bucket.getParameters()) {
+      parameters.push_back(parameter.unsafeGetTensorImpl());
+    }
+    if (state.parameters != parameters) state = {.parameters = std::move(parameters)};
     if (options_.use_error_feedback) {
       if (!state.error.defined() || state.error.numel() != buffer.numel()) {
         state.error = at::zeros_like(buffer);
@@ -268,7 +277,8 @@ class AverageHook : public c10d::CppCommHookInterface<GroupPtr> {
 };
 
 std::unique_ptr<c10d::CommHookInterface> MakeInner(CommHook hook, const PowerSgdOptions& power_sgd,
-                                                   GroupPtr group) {
+                                                   GroupPtr group,
+                                                   std::shared_ptr<int64_t> reductions) {
   switch (hook) {
     case CommHook::kNone:
       return nullptr;
@@ -277,9 +287,11 @@ std::unique_ptr<c10d::CommHookInterface> MakeInner(CommHook hook, const PowerSgd
     case CommHook::kBf16:
       return std::make_unique<CompressHook>(std::move(group), at::kBFloat16);
     case CommHook::kPowerSgd:
-      return std::make_unique<PowerSgdHook>(std::move(group), power_sgd, /*batched=*/false);
+      return std::make_unique<PowerSgdHook>(std::move(group), power_sgd, /*batched=*/false,
+                                            std::move(reductions));
     case CommHook::kBatchedPowerSgd:
-      return std::make_unique<PowerSgdHook>(std::move(group), power_sgd, /*batched=*/true);
+      return std::make_unique<PowerSgdHook>(std::move(group), power_sgd, /*batched=*/true,
+                                            std::move(reductions));
   }
   return nullptr;
 }
@@ -316,12 +328,15 @@ std::unique_ptr<c10d::CommHookInterface> MakeAverageHook(GroupPtr group) {
 
 std::unique_ptr<c10d::CommHookInterface> MakeCommHook(
     CommHook hook, CommWrapper wrapper, const PowerSgdOptions& power_sgd,
-    c10::intrusive_ptr<c10d::ProcessGroup> group) {
-  if (wrapper == CommWrapper::kNone) return MakeInner(hook, power_sgd, std::move(group));
+    c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<int64_t> reductions) {
+  if (wrapper == CommWrapper::kNone) {
+    return MakeInner(hook, power_sgd, std::move(group), std::move(reductions));
+  }
   const at::ScalarType dtype = wrapper == CommWrapper::kFp16 ? at::kHalf : at::kBFloat16;
   // A cast around nothing is the hook that casts.
   if (hook == CommHook::kNone) return std::make_unique<CompressHook>(std::move(group), dtype);
-  return std::make_unique<WrappedHook>(MakeInner(hook, power_sgd, std::move(group)), dtype);
+  return std::make_unique<WrappedHook>(
+      MakeInner(hook, power_sgd, std::move(group), std::move(reductions)), dtype);
 }
 
 }  // namespace muster

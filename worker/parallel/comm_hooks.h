@@ -35,7 +35,9 @@ CommHook ParseCommHook(absl::string_view text);
 // PowerSGD (Vogels, Karimireddy, Jaggi 2019), names and defaults as torch's PowerSGDState.
 struct PowerSgdOptions {
   int64_t matrix_approximation_rank = 1;
-  // The first reductions are exact. At least 2: the Reducer rebuilds its buckets after the first.
+  // The first reductions are exact: of the model, whatever is frozen and unfrozen meanwhile, and
+  // again after a resume, since checkpoints do not have what PowerSGD remembers. At least 2: the
+  // Reducer rebuilds its buckets after the first.
   int64_t start_powerSGD_iter = 1000;
   // A matrix is compressed only if that makes it smaller by this factor.
   double min_compression_rate = 2;
@@ -70,9 +72,11 @@ std::unique_ptr<c10d::CommHookInterface> MakeGradientHook(
 // The hook for c10d::Reducer; null for kNone without a wrapper. PowerSGD waits for its two
 // all-reduces of a bucket inside the hook, so that collectives come in the same order on every rank
 // (on Gloo, continuations run in any order); on NCCL that wait is the stream's, not the host's.
+// `reductions`: counts PowerSGD's, also for the next hook of the same model.
 std::unique_ptr<c10d::CommHookInterface> MakeCommHook(CommHook hook, CommWrapper wrapper,
                                                       const PowerSgdOptions& power_sgd,
-                                                      c10::intrusive_ptr<c10d::ProcessGroup> group);
+                                                      c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                                      std::shared_ptr<int64_t> reductions);
 
 // The hook for c10d::Reducer where nothing else is asked for and the backend of `group` averages by
 // itself, as Muster's do for floating CPU tensors: the Reducer copies gradients into their buckets,

@@ -284,6 +284,7 @@ class DataParallel::Impl {
   const std::vector<at::Tensor> buffers_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::string id_;  // unique in the group's store, the same on all ranks
+  const std::shared_ptr<int64_t> power_sgd_reductions_ = std::make_shared<int64_t>(0);
   std::shared_ptr<Reducer> reducer_;
   // Without one the Reducer crashes when the unused parameters are others than in the step before.
   std::shared_ptr<c10d::Logger> logger_;
@@ -370,7 +371,7 @@ class DataParallel::Impl {
     if (options_.gradient_hook != nullptr) {
       reducer_->register_comm_hook(MakeGradientHook(options_.gradient_hook, group_));
     } else if (auto hook = MakeCommHook(options_.comm_hook, options_.comm_wrapper,
-                                        options_.power_sgd, group_)) {
+                                        options_.power_sgd, group_, power_sgd_reductions_)) {
       reducer_->register_comm_hook(std::move(hook));
     } else if (BackendAverages()) {
       reducer_->register_comm_hook(MakeAverageHook(group_));

@@ -17,6 +17,7 @@
 #include "ATen/ops/batch_norm.h"
 #include "ATen/ops/embedding.h"
 #include "ATen/ops/full.h"
+#include "ATen/ops/linalg_svdvals.h"
 #include "ATen/ops/ones.h"
 #include "ATen/ops/tensor.h"
 #include "absl/cleanup/cleanup.h"
@@ -266,6 +267,34 @@ TEST(DataParallel, PowerSgd_FullRankIsExactLowRankIsEqualOnAllRanks) {
     ExpectEqualRanks(low);
     EXPECT_LT(Distance(low[0], expected), 0.5);
     EXPECT_GT(Distance(low[0], expected), 1e-6);
+  }
+}
+
+TEST(DataParallel, PowerSgd_GoesOnCompressingWhenOtherParametersAreTrained) {
+  for (const bool error_feedback : {false, true}) {
+    DataParallelOptions options{.comm_hook = CommHook::kPowerSgd};
+    options.power_sgd.start_powerSGD_iter = 3;
+    options.power_sgd.use_error_feedback = error_feedback;
+    std::vector<std::vector<at::Tensor>> ranks(kRanks);
+    RunGlooRanks(kRanks, [&](Comm& comm) {
+      TestNet net(7);
+      DataParallel ddp(comm, net.parameters, net.names, net.buffers, options);
+      FusedSGD sgd(net.parameters, {.lr = 0.1});
+      for (int step = 0; step < 12; ++step) {
+        net.parameters[3].set_requires_grad(step / 2 % 2 == 0);
+        ddp.BeforeForward(true);
+        const at::Tensor out = ddp.AfterForward(net.Forward(Input(step, comm.rank())));
+        at::mse_loss(out, Target(step, comm.rank())).backward();
+        const at::Tensor sizes = at::linalg_svdvals(net.parameters[0].grad());
+        const double second = (sizes[1] / sizes[0]).item<double>();
+        // The first ones are exact, and no other.
+        EXPECT_EQ(second > 1e-4, step < 3) << step << " " << second;
+        sgd.Step();
+        sgd.ZeroGrad();
+      }
+      ranks[comm.rank()] = net.parameters;
+    });
+    ExpectEqualRanks(ranks);
   }
 }
 
