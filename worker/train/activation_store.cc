@@ -323,17 +323,16 @@ at::Tensor ActivationStore::Get(const std::shared_ptr<Parked>& parked) {
     there.reset();
   }
   // What is not written yet is still there.
-  while (parked->queued && !parked->memory.defined()) changed_.Wait(&mu_);
-  TORCH_CHECK(parked->memory.defined() || parked->error.empty(), parked->error);
-  at::Tensor values = parked->memory.defined() ? parked->memory : std::move(parked->read);
-  parked->read = at::Tensor();
-  if (!values.defined()) {
-    parked->wanted = true;
-    Enqueue(parked);
-    while (parked->queued) changed_.Wait(&mu_);
+  at::Tensor values = parked->memory;
+  while (!values.defined()) {
     TORCH_CHECK(parked->error.empty(), parked->error);
-    values = std::move(parked->read);
-    parked->read = at::Tensor();
+    values = std::exchange(parked->read, at::Tensor());
+    if (values.defined()) break;
+    // Another thread may take what comes, or let it go (ReadAhead).
+    parked->wanted = true;
+    if (!parked->queued) Enqueue(parked);
+    changed_.Wait(&mu_);
+    values = parked->memory;
   }
   if (!on_device) return values;
   there = Fetch(*parked, values);

@@ -7,6 +7,7 @@
 #include <latch>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "ATen/Functions.h"
@@ -112,6 +113,28 @@ TEST_F(ActivationStoreTest, TheSameTensorTwice_IsParkedOnce) {
   EXPECT_EQ(Park(tensor), first);
   tensor.add_(1);
   EXPECT_NE(Park(tensor), first);
+}
+
+// As two backward threads do with one input of two blocks.
+TEST_F(ActivationStoreTest, OneTensorForTwoThreads_ComesBackToBoth) {
+  Make();
+  const at::Tensor want = at::randn({2000});
+  const auto parked = Park(want.clone());
+  store_->WaitUntilIdle();
+  std::latch begin(2);
+  std::vector<int> missed(2);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 2; ++t) {
+    threads.emplace_back([&, t] {
+      begin.arrive_and_wait();
+      for (int i = 0; i < 2000; ++i) {
+        const at::Tensor got = store_->Get(parked);
+        if (!got.defined() || !got.equal(want)) ++missed[t];
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(missed, (std::vector<int>{0, 0}));
 }
 
 TEST_F(ActivationStoreTest, PlacesOfTensorsThatAreGone_AreUsedAgain) {
