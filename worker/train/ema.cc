@@ -4,6 +4,7 @@
 #include <exception>
 #include <map>
 #include <set>
+#include <string>
 #include <utility>
 
 #include "ATen/core/grad_mode.h"
@@ -107,11 +108,28 @@ EmaWeights::Scope::Scope(EmaWeights& ema, std::function<void()> changed)
   TORCH_CHECK(!ema.applied_, "the average of weights is applied already: scopes of it do not nest");
   const at::NoGradGuard no_grad;
   for (const Entry& entry : ema.entries_) weights_.push_back(entry.parameter.detach().clone());
-  for (Entry& entry : ema.entries_) entry.parameter.copy_(entry.average);
-  if (changed_ != nullptr) changed_();
-  for (const Entry& entry : ema.entries_) versions_.push_back(ema.VersionOf(entry));
+  try {
+    for (Entry& entry : ema.entries_) entry.parameter.copy_(entry.average);
+    if (changed_ != nullptr) changed_();
+    for (const Entry& entry : ema.entries_) versions_.push_back(ema.VersionOf(entry));
+  } catch (const std::exception& error) {
+    // No destructor follows.
+    const std::string why = error.what();
+    try {
+      GiveBack();
+    } catch (const std::exception& second) {
+      TORCH_CHECK(false, why, "; and the weights could not be given back, so that some are their "
+                  "average: load them again. ", second.what());
+    }
+    throw;
+  }
   ema.applied_ = true;
   NoteChangeOf(ema.entries_);
+}
+
+void EmaWeights::Scope::GiveBack() const {
+  for (size_t i = 0; i < weights_.size(); ++i) ema_.entries_[i].parameter.copy_(weights_[i]);
+  NoteChangeOf(ema_.entries_);
 }
 
 EmaWeights::Scope::~Scope() noexcept(false) {
@@ -121,9 +139,8 @@ EmaWeights::Scope::~Scope() noexcept(false) {
     const Entry& entry = ema_.entries_[i];
     if (ema_.VersionOf(entry) != versions_[i]) changed = entry.name;
   }
-  for (size_t i = 0; i < weights_.size(); ++i) ema_.entries_[i].parameter.copy_(weights_[i]);
+  GiveBack();
   ema_.applied_ = false;
-  NoteChangeOf(ema_.entries_);
   if (changed_ != nullptr) changed_();
   TORCH_CHECK(changed.empty() || std::uncaught_exceptions() != exceptions_, "parameter '", changed,
               "' was changed while the weights were their average, and is now what it was before: "

@@ -69,6 +69,8 @@ class EmaWeights {
 
    private:
     EmaWeights& ema_;
+    void GiveBack() const;
+
     const std::function<void()> changed_;
     const int exceptions_;
     std::vector<at::Tensor> weights_;  // as they were

@@ -104,6 +104,28 @@ TEST(Ema, Scope_GivesTheWeightsBackAlsoByAnException) {
   ema.Update();
 }
 
+TEST(Ema, ScopeThatCannotBegin_LeavesTheWeights) {
+  const at::Tensor a = Weight(0), b = Weight(0);
+  EmaWeights ema({{"a", a}, {"b", b}}, {.decay = 0.5});
+  Fill(a, 2);
+  Fill(b, 2);
+  ema.Update();
+  EXPECT_THAT(ErrorOf([&] {
+                const EmaWeights::Scope averaged(ema, [] { TORCH_CHECK(false, "no room"); });
+              }),
+              HasSubstr("no room"));
+  EXPECT_EQ(a[0].item<double>(), 2);
+  EXPECT_EQ(b[0].item<double>(), 2);
+  // Halfway.
+  const at::Tensor kept = b.detach().clone();
+  b.set_data(at::ones({5}));
+  EXPECT_NE(ErrorOf([&] { const EmaWeights::Scope averaged(ema); }), "no error");
+  EXPECT_EQ(a[0].item<double>(), 2);
+  b.set_data(kept);
+  { const EmaWeights::Scope averaged(ema); }
+  EXPECT_EQ(a[0].item<double>(), 2);
+}
+
 TEST(Ema, SavedAndLoaded_ContinuesExactly) {
   const at::Tensor a = Weight(0.3), b = Weight(5);
   EmaWeights first({{"a", a}}, {.decay = 0.7, .warmup = true});
