@@ -879,7 +879,7 @@ void ShardedModel::TakeChanges(const std::vector<std::string>& all, bool compare
 void ShardedModel::ThrowFailure() {
   const std::vector<std::string> all = world_.AllGatherBytes(failure_);
   ForgetFailures();
-  history_.clear();
+  history_.Clear();
   DropGradients();
   // What it keeps from being used, it does so on all ranks, whichever model they use next.
   if (updates_ != nullptr) updates_->Touch();
@@ -1211,7 +1211,7 @@ void ShardedModel::EndOfBackward() {
                           TextOf(std::current_exception()),
                           "; its gradients are gone, and other ranks may have stepped with theirs: "
                           "call load_state()");
-      history_.clear();
+      history_.Clear();
       DropGradients();
     }
     throw;
@@ -1335,14 +1335,18 @@ void ShardedModel::DropGradients() {
   if (summons_ == 0) ExpireAll();
 }
 
+void ShardedModel::History::Add(uint32_t event) {
+  digest = Digest(digest, event);
+  ++size;
+  if (first.size() < kListed) first.push_back(event);
+}
+
 void ShardedModel::Note(const ShardUnit& unit, bool reduced) {
-  history_.push_back(unit.index * 2 + (reduced ? 1 : 0));
+  history_.Add(unit.index * 2 + (reduced ? 1 : 0));
 }
 
 std::vector<at::Tensor> ShardedModel::CheckOrder() {
   // Of the same shape on every rank in a program without errors: a frame of the exchange.
-  uint32_t digest = kEmptyDigest;
-  for (const uint32_t event : history_) digest = Digest(digest, event);
   const std::string trained = TrainedBits();
   uint32_t trained_digest = kEmptyDigest;
   for (const char bit : trained)
@@ -1356,8 +1360,8 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
   constexpr size_t kHead = 8;
   constexpr uint32_t kWritten = 1, kFailedAlone = 2;
   std::vector<uint32_t> mine = {
-      digest,
-      static_cast<uint32_t>(history_.size()),
+      history_.digest,
+      history_.size,
       trained_digest,
       turns_digest,
       kReduces + (step_follows_ ? kStepFollows : 0),
@@ -1423,21 +1427,21 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
     }
   } catch (const std::exception&) {
     thrown_on_all_ = true;
-    history_.clear();
+    history_.Clear();
     DropGradients();
     throw;
   }
   if (!same_trained) {
     const std::vector<std::string> bits = world_.AllGatherBytes(trained);
     thrown_on_all_ = true;
-    history_.clear();
+    history_.Clear();
     DropGradients();
     CheckTrained(bits);
   }
   if (!same) {
-    const std::vector<std::string> histories = world_.AllGatherBytes(Pack(history_));
+    const std::vector<std::string> histories = world_.AllGatherBytes(Pack(history_.first));
     thrown_on_all_ = true;
-    history_.clear();
+    history_.Clear();
     // An optimizer that steps all the same must not step on numbers of other units.
     DropGradients();
     const auto event = [&](const std::vector<uint32_t>& history, size_t i) {
@@ -1458,8 +1462,12 @@ std::vector<at::Tensor> ShardedModel::CheckOrder() {
                   place, " in this step rank 0 ", event(first, place), " and rank ", rank, " ",
                   event(other, place), "; run the same submodules in the same order on every rank");
     }
+    TORCH_CHECK(false, "the ranks used the units of the sharded model in different orders, after ",
+                first.size(),
+                " uses without a backward pass; run the same submodules in the same order on every "
+                "rank");
   }
-  history_.clear();
+  history_.Clear();
   const auto is_trained = [&](const ShardUnit::Slice& slice) {
     return updating_ || slice.tensor.requires_grad();
   };
@@ -1619,7 +1627,7 @@ void ShardedModel::NoteFailedClosure(bool changed) {
   // No rank has stepped, and each may have left its passes at another place.
   if (!changed && announced_ > 0) --announced_;
   comparing_ = true;
-  history_.clear();
+  history_.Clear();
 }
 
 void ShardedModel::CompareBeforeSave(const std::vector<std::string>& all) {
@@ -1654,7 +1662,7 @@ void ShardedModel::BeginLoad(const std::map<std::string, at::Tensor>& values) {
   ForgetFailures();
   if (!InBackward()) {
     open_ = updating_ = false;
-    history_.clear();
+    history_.Clear();
   }
 }
 

@@ -408,8 +408,22 @@ class ShardedModel {
   std::vector<bool> complete_, done_;  // done_: reduced
   std::vector<bool> late_;             // with gradients that came after
   std::vector<std::pair<at::Tensor, unsigned>> hooks_;
-  // What was gathered and reduced since the last check, in order.
-  std::vector<uint32_t> history_;
+  // What was gathered and reduced since the last check, in order: for the message the first ones
+  // alone, since a program that only evaluates makes no check.
+  struct History {
+    static constexpr size_t kListed = 1 << 14;
+    std::vector<uint32_t> first;
+    uint32_t size = 0;
+    uint32_t digest = 1;
+
+    void Add(uint32_t event);
+    void Clear() {
+      first.clear();
+      size = 0;
+      digest = 1;
+    }
+  };
+  History history_;
   std::shared_ptr<CommQueue> queue_;  // null: nothing overlaps
   ShardUnit* reducing_ = nullptr;     // its gradients are on their way
 

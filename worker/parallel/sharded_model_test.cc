@@ -1790,6 +1790,38 @@ TEST(ShardedModel, DifferentOrdersOfUnits_AreNamedOnEveryRank) {
                                  HasSubstr("rank 1 gathered unit 'blocks.1'"))));
 }
 
+// What a program that only evaluates leaves for the next check is bounded.
+TEST(ShardedModel, DifferentOrdersAfterALongEvaluation_AreAnErrorOnEveryRank) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+    {
+      const at::NoGradGuard no_grad;
+      const at::Tensor ids = IdsOf(0, comm);
+      for (int i = 0; i < 6000; ++i) {
+        trained.model.BeginForward(true);
+        trained.net.Forward(ids);
+        trained.model.EndForward();
+      }
+    }
+    trained.Forward(IdsOf(0, comm)).backward();
+    for (int i = 0; i < 6000; ++i) {
+      const at::NoGradGuard no_grad;
+      trained.model.BeginForward(true);
+      trained.net.Forward(IdsOf(0, comm));
+      trained.model.EndForward();
+    }
+    trained.model.BeginForward(true);
+    at::Tensor x = trained.net.words(IdsOf(0, comm));
+    for (const int i : {comm.rank(), 1 - comm.rank()})
+      x = trained.net.blocks[i]->as<BlockImpl>()->Apply(x);
+    trained.model.EndForward();
+    errors[comm.rank()] = ErrorOf([&] { x.sum().backward(); });
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("different orders"),
+                                 HasSubstr("after 16384 uses without a backward pass"))));
+}
+
 TEST(ShardedModel, DifferentPoliciesOrModels_AreNamedOnEveryRank) {
   std::vector<std::string> errors(2);
   RunRanks(2, [&](Comm& comm) {
