@@ -243,8 +243,8 @@ class Accelerator {
   void backward(const at::Tensor& loss, const BackwardOptions& how);
   // For a loss that is a mean over `weight` items, such as tokens: the update is then the mean over
   // all items of the window and of all processes. Use it once in all micro-steps of a window, or in
-  // none; it throws beside a loss without a weight, which would be divided by the items as well: add
-  // that to `loss`.
+  // none; it throws beside a loss without a weight, which would be divided by the items as well:
+  // add that to `loss`.
   void backward(const at::Tensor& loss, double weight);
 
   // Clips the gradients of `parameters` to the total norm; returns the norm before clipping (0-d).

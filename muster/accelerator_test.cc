@@ -163,8 +163,7 @@ TEST(Accelerator, TokenWeightedLosses_GiveTheMeanOverAllTokens) {
 TEST(Accelerator, WeightedAndPlainLossBeforeOneStep_AreRefusedInEveryOrder) {
   using Losses = std::vector<std::optional<double>>;
   for (const bool scoped : {true, false}) {
-    for (const Losses& losses :
-         {Losses{4, std::nullopt}, Losses{std::nullopt, 4}, Losses{4, 4}}) {
+    for (const Losses& losses : {Losses{4, std::nullopt}, Losses{std::nullopt, 4}, Losses{4, 4}}) {
       Accelerator accelerator(OnCpu());
       torch::nn::Linear net = OneWeight();
       FusedSGD sgd(net->parameters(), {.lr = 1.0});

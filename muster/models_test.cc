@@ -449,9 +449,12 @@ TEST(Backward, ThroughAGraphOfBeforeTheStep_Throws) {
   const auto net = [] { return std::make_shared<Net>(); };
   const char* const words = "modified by an inplace operation";
   using Parameters = const std::vector<at::Tensor>&;
-  expect(net, [](Parameters p) { return torch::optim::AdamW(p); }, words);
-  expect(net, [](Parameters p) { return torch::optim::SGD(p, 0.1); }, words);
-  expect(net, [](Parameters p) { return FusedAdamW(p); }, words);
+  expect(
+      net, [](Parameters p) { return torch::optim::AdamW(p); }, words);
+  expect(
+      net, [](Parameters p) { return torch::optim::SGD(p, 0.1); }, words);
+  expect(
+      net, [](Parameters p) { return FusedAdamW(p); }, words);
   expect([] { return std::make_shared<Anew>(); }, [](Parameters p) { return FusedSGD(p); },
          "was changed in place");
 }

@@ -422,15 +422,14 @@ void StepController::CheckPendingLosses(bool weighted) const {
     if (optimizer->zero_at_end_.has_value()) continue;
     const std::vector<at::Tensor>& parameters = optimizer->handle().parameters();
     for (size_t i = 0; i < parameters.size(); ++i) {
-      TORCH_CHECK(HoldsNothing(parameters[i].grad()), "backward() of a loss with",
-                  weighted ? "" : "out", " a weight, and parameter ",
-                  NameOf(parameters[i], i, registry_.models()),
-                  " has a gradient from an earlier loss with",
-                  pending == Losses::kWeighted ? "" : "out",
-                  " one that no optimizer.step() has used and no optimizer.zero_grad() cleared: "
-                  "gradients of weighted losses become the mean over the items (tokens) of one "
-                  "window; accumulate inside accelerator.accumulate(), with a weight for each loss "
-                  "or for none, or add the losses up before one backward()");
+      TORCH_CHECK(
+          HoldsNothing(parameters[i].grad()), "backward() of a loss with", weighted ? "" : "out",
+          " a weight, and parameter ", NameOf(parameters[i], i, registry_.models()),
+          " has a gradient from an earlier loss with", pending == Losses::kWeighted ? "" : "out",
+          " one that no optimizer.step() has used and no optimizer.zero_grad() cleared: "
+          "gradients of weighted losses become the mean over the items (tokens) of one "
+          "window; accumulate inside accelerator.accumulate(), with a weight for each loss "
+          "or for none, or add the losses up before one backward()");
     }
   }
 }

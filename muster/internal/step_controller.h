@@ -23,7 +23,7 @@
 namespace muster {
 class ShardedModel;
 class StatisticsRanks;
-}
+}  // namespace muster
 
 namespace muster::internal {
 

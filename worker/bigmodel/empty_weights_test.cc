@@ -184,9 +184,7 @@ TEST(DeferredInit, Values_AreThoseOfAnOrdinaryConstruction_InAnyOrder) {
 }
 
 struct WithHolesImpl : torch::nn::Module {
-  WithHolesImpl() {
-    weight = register_parameter("weight", at::ones({4, 6}).narrow(1, 0, 3).t());
-  }
+  WithHolesImpl() { weight = register_parameter("weight", at::ones({4, 6}).narrow(1, 0, 3).t()); }
   at::Tensor weight;
 };
 TORCH_MODULE(WithHoles);

@@ -101,8 +101,8 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
  private:
   struct BucketState {
     std::vector<const void*> parameters;  // whose gradients it had, in order
-    at::Tensor error;            // what the last compression left out
-    std::vector<at::Tensor> qs;  // right factors
+    at::Tensor error;                     // what the last compression left out
+    std::vector<at::Tensor> qs;           // right factors
   };
 
   const PowerSgdOptions options_;
@@ -326,9 +326,10 @@ std::unique_ptr<c10d::CommHookInterface> MakeAverageHook(GroupPtr group) {
   return std::make_unique<AverageHook>(std::move(group));
 }
 
-std::unique_ptr<c10d::CommHookInterface> MakeCommHook(
-    CommHook hook, CommWrapper wrapper, const PowerSgdOptions& power_sgd,
-    c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<int64_t> reductions) {
+std::unique_ptr<c10d::CommHookInterface> MakeCommHook(CommHook hook, CommWrapper wrapper,
+                                                      const PowerSgdOptions& power_sgd,
+                                                      c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                                      std::shared_ptr<int64_t> reductions) {
   if (wrapper == CommWrapper::kNone) {
     return MakeInner(hook, power_sgd, std::move(group), std::move(reductions));
   }

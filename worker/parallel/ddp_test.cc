@@ -308,8 +308,8 @@ TEST(DataParallel, PowerSgdInHalf_TakesZeroAndLargeGradients) {
       TestNet net(7);
       DataParallel ddp(comm, net.parameters, net.names, net.buffers, options);
       for (int step = 0; step < 6; ++step) {
-        // One and nothing else until a later step, as a branch that is not used yet; and in an exact
-        // step a sum beyond fp16.
+        // One and nothing else until a later step, as a branch that is not used yet; and in an
+        // exact step a sum beyond fp16.
         const double large = step == 1 ? 40000 : 1;
         const double used = step > 4 ? 1 : 0;
         ddp.BeforeForward(true);

@@ -11,9 +11,9 @@
 namespace muster {
 
 // (collective) Throws the same c10::Error on every rank, naming rank and parameter, if their models
-// differ in count, name, shape, dtype, requires_grad, layout of gradients or, where those are dense,
-// in GradientStrides() of a dimension larger than 1. One name and one mark in `sparse` for each
-// parameter.
+// differ in count, name, shape, dtype, requires_grad, layout of gradients or, where those are
+// dense, in GradientStrides() of a dimension larger than 1. One name and one mark in `sparse` for
+// each parameter.
 void VerifySameModel(Comm& comm, const std::vector<at::Tensor>& parameters,
                      const std::vector<std::string>& names, const std::vector<bool>& sparse);
 

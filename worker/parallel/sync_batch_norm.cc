@@ -28,7 +28,7 @@ using torch::autograd::variable_list;
 // The values that are fixed during one forward call.
 struct Call {
   std::shared_ptr<Comm*> comm;  // not null now; the backward pass may come later
-  at::Tensor running_mean;  // undefined: not tracked
+  at::Tensor running_mean;      // undefined: not tracked
   at::Tensor running_var;
   double momentum;
   double eps;
@@ -103,7 +103,8 @@ struct Normalize : public torch::autograd::Function<Normalize> {
       output.mul_(Spread(weight.to(type), x)).add_(Spread(bias.to(type), x));
     }
     context->save_for_backward({input, weight, center, scale, total});
-    context->saved_data["comm"] = c10::IValue::make_capsule(c10::make_intrusive<KeptComm>(call->comm));
+    context->saved_data["comm"] =
+        c10::IValue::make_capsule(c10::make_intrusive<KeptComm>(call->comm));
     return output.to(input.scalar_type());
   }
 

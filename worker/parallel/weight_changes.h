@@ -37,8 +37,9 @@ class WeightWatch {
 void NoteWeightChange();
 // The same when no others than these may have been.
 void NoteWeightChange(const std::vector<at::Tensor>& weights);
-// The same after an optimizer's step on these, which their versions then show: LibTorch throws where
-// a backward pass comes to a graph that has the values before ("modified by an inplace operation").
+// The same after an optimizer's step on these, which their versions then show: LibTorch throws
+// where a backward pass comes to a graph that has the values before ("modified by an inplace
+// operation").
 void NoteStep(const std::vector<at::Tensor>& weights);
 
 }  // namespace muster

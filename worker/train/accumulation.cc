@@ -73,11 +73,12 @@ double Accumulation::WeightedDivisor(double weight) {
   TORCH_CHECK(std::isfinite(weight) && weight >= 0,
               "the weight of a loss (its number of tokens) must be finite and not negative, got ",
               weight);
-  TORCH_CHECK(!plain_,
-              "backward(loss, weight) in a micro-step that has had a loss without a weight: the "
-              "gradients of the window become the mean over all its items (tokens), among which "
-              "that loss has none; add both up before backward(loss, weight), or pass a weight with "
-              "no loss of the window");
+  TORCH_CHECK(
+      !plain_,
+      "backward(loss, weight) in a micro-step that has had a loss without a weight: the "
+      "gradients of the window become the mean over all its items (tokens), among which "
+      "that loss has none; add both up before backward(loss, weight), or pass a weight with "
+      "no loss of the window");
   TORCH_CHECK(weighted_steps_ < current_.window_length,
               "a second backward(loss, weight) in micro-step ", current_.window_length,
               " of this window: each has one weight (its number of tokens); add the losses up "

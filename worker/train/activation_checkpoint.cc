@@ -43,8 +43,8 @@ struct AutocastState {
 };
 
 bool SameKind(const at::Tensor& a, const at::Tensor& b) {
-  return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() &&
-         a.device() == b.device() && a.layout() == b.layout();
+  return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() && a.device() == b.device() &&
+         a.layout() == b.layout();
 }
 
 // Without the version counter of `to`: what autograd has saved of it holds the same values before
@@ -150,8 +150,9 @@ class Region : public std::enable_shared_from_this<Region> {
   // An exception has ended it.
   void GiveUp() {
     in_first_run_ = false;
-    broken_ = "activation_checkpoint: the function has thrown an exception, so that there is no "
-              "backward pass through what it had computed before";
+    broken_ =
+        "activation_checkpoint: the function has thrown an exception, so that there is no "
+        "backward pass through what it had computed before";
     rerun_ = {};
   }
 

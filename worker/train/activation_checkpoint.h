@@ -208,7 +208,8 @@ auto activation_checkpoint(Function&& function, Inputs&&... inputs) {
         std::apply([&](auto&... each) { internal::Call(again, each...); }, arguments);
       };
   internal::RegionScope scope(std::move(rerun), module);
-  if constexpr (std::is_void_v<decltype(internal::Call(function, std::forward<Inputs>(inputs)...))>) {
+  if constexpr (std::is_void_v<decltype(internal::Call(function,
+                                                       std::forward<Inputs>(inputs)...))>) {
     internal::Call(function, std::forward<Inputs>(inputs)...);
     scope.End();
   } else {

@@ -118,8 +118,10 @@ EmaWeights::Scope::Scope(EmaWeights& ema, std::function<void()> changed)
     try {
       GiveBack();
     } catch (const std::exception& second) {
-      TORCH_CHECK(false, why, "; and the weights could not be given back, so that some are their "
-                  "average: load them again. ", second.what());
+      TORCH_CHECK(false, why,
+                  "; and the weights could not be given back, so that some are their "
+                  "average: load them again. ",
+                  second.what());
     }
     throw;
   }
