@@ -199,6 +199,7 @@ TEST(Accelerator, WeightedAndPlainLossOfTwoOptimizers_TakeTurns) {
     EXPECT_NEAR(one->weight.item<double>(), 8 * (i + 1), 1e-6);
     EXPECT_NEAR(two->weight.item<double>(), 2 * (i + 1), 1e-6);
     // A loss that is dropped leaves nothing.
+    step_first.zero_grad();
     accelerator.backward(Loss(first(at::ones({1, 1}))), 3.0);
     one->zero_grad();
     two->zero_grad(/*set_to_none=*/false);

@@ -151,7 +151,10 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
     for (const at::Tensor& parameter : bucket.getParameters()) {
       parameters.push_back(parameter.unsafeGetTensorImpl());
     }
-    if (state.parameters != parameters) state = {.parameters = std::move(parameters)};
+    if (state.parameters != parameters) {
+      state = BucketState();
+      state.parameters = std::move(parameters);
+    }
     if (options_.use_error_feedback) {
       if (!state.error.defined() || state.error.numel() != buffer.numel()) {
         state.error = at::zeros_like(buffer);
