@@ -8,6 +8,7 @@
 #include "ATen/core/dispatch/Dispatcher.h"
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/empty_like.h"
+#include "ATen/ops/empty_strided.h"
 #include "c10/core/impl/LocalDispatchKeySet.h"
 #include "c10/util/Exception.h"
 #include "torch/csrc/autograd/variable.h"
