@@ -431,6 +431,49 @@ TEST(Accelerator, LoadWeights_ByPrefixAndNotStrict_LeavesTheRestOfTheStateAlone)
   EXPECT_THAT(first->models[1].missing, ElementsAre("weight"));
 }
 
+// As masks are made. No value can be written to one element alone.
+TEST(Accelerator, BuffersWhoseElementsShareMemory_AreLoaded) {
+  struct Net : torch::nn::Module {
+    Net() : body(register_module("body", OneWeight())) {
+      mask = register_buffer("mask", Row(0));
+      same = register_buffer("same", mask.detach());
+    }
+    static at::Tensor Row(double value) { return at::full({1}, value).expand({3}); }
+    at::Tensor forward(at::Tensor x) { return body(x); }
+    void Set(double value) {
+      mask.set_data(Row(value));
+      same.set_data(mask.detach());
+    }
+    torch::nn::Linear body = nullptr;
+    at::Tensor mask, same;
+  };
+  for (const bool shards : {false, true}) {
+    SCOPED_TRACE(shards ? "sharded" : "whole");
+    AcceleratorOptions options = OnCpu();
+    if (shards) {
+      options.sharding = ParseSharding("zero3", 1);
+      options.sharding->offload_parameters = Offload::kCpu;
+    }
+    Accelerator accelerator(options);
+    const auto net = std::make_shared<Net>();
+    auto model = accelerator.prepare(net);
+    net->Set(1);
+    const std::string dir = TestDir(shards ? "masks_of_shards" : "masks");
+    ASSERT_TRUE(accelerator.save_state(dir).ok());
+    net->Set(0);
+    const auto loaded = accelerator.load_weights(dir);
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    EXPECT_TRUE(net->mask.equal(at::ones({3}))) << net->mask;
+    EXPECT_TRUE(net->same.equal(at::ones({3}))) << net->same;
+    net->Set(0);
+    const absl::Status state = accelerator.load_state(dir);
+    ASSERT_TRUE(state.ok()) << state;
+    EXPECT_TRUE(net->mask.equal(at::ones({3}))) << net->mask;
+    net->mask.fill_(2);
+    EXPECT_TRUE(net->same.equal(net->mask)) << "they are one, as they were";
+  }
+}
+
 TEST(Accelerator, LoadWeights_InAWindow_IsRefused) {
   AcceleratorOptions options = OnCpu();
   options.gradient_accumulation_steps = 2;

@@ -165,6 +165,19 @@ void ThrowFirst(const std::vector<std::tuple<int, std::string>>& statuses) {
   }
 }
 
+// Before values are loaded into them.
+void GiveOwnMemory(const Models& models) {
+  for (const auto& model : models) {
+    ModelSource::Named tensors = model->source().buffers();
+    // What a sharded model keeps are parts of its parameters.
+    if (model->sharded() == nullptr) {
+      const ModelSource::Named parameters = model->source().parameters();
+      tensors.insert(tensors.end(), parameters.begin(), parameters.end());
+    }
+    GiveOwnMemory(tensors);
+  }
+}
+
 // (collective)
 bool OnAnyProcess(Comm& comm, bool here) {
   bool anywhere = false;
@@ -1550,7 +1563,10 @@ void CheckpointState::RestoreFailures(const std::vector<Forgotten>& forgotten) {
 
 void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
   // The code of the program first: nobody knows what it refuses before it runs.
-  ThrowIfAnyFailed(WithOutcome(Guard([&] { ApplyRegistered(loaded); }),
+  ThrowIfAnyFailed(WithOutcome(Guard([&] {
+                                 GiveOwnMemory(registry_.models());
+                                 ApplyRegistered(loaded);
+                               }),
                                "registered objects may have changed, and nothing else has"));
   ++replaced_;
   // Then what needs memory, or room in the files of an offload, or has a load() of its own.
@@ -1666,6 +1682,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
     });
     ThrowIfError(reader.status());
     report.directory = reader->dir();
+    ThrowIfAnyFailed(Guard([&] { GiveOwnMemory(registry_.models()); }));
     std::vector<MatchedWeights> matched;
     std::vector<FullWeights> targets;
     for (size_t i = 0; i < weights.size(); ++i) {
