@@ -518,7 +518,8 @@ class Accelerator {
   // (collective) Writes only the model's tensors, on process 0, in the format that other libraries
   // read: to model.safetensors in `directory` or, above `max_shard_size` ("500MB", "10GB"), to
   // shards with an index. All processes return the same status: INVALID_ARGUMENT for a malformed
-  // size, FAILED_PRECONDITION if `directory` is a file, RESOURCE_EXHAUSTED, PERMISSION_DENIED.
+  // size, FAILED_PRECONDITION if `directory` is a file, ALREADY_EXISTS if it is a checkpoint (whose
+  // model load_model() reads as it is), RESOURCE_EXHAUSTED, PERMISSION_DENIED.
   template <class M>
   absl::Status save_model(const AcceleratedModel<M>& model, const std::string& directory,
                           const std::string& max_shard_size = "10GB") {

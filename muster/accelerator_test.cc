@@ -431,6 +431,21 @@ TEST(Accelerator, LoadWeights_ByPrefixAndNotStrict_LeavesTheRestOfTheStateAlone)
   EXPECT_THAT(first->models[1].missing, ElementsAre("weight"));
 }
 
+TEST(Accelerator, SaveModel_IntoACheckpoint_IsRefusedAndLeavesIt) {
+  Accelerator accelerator(OnCpu());
+  const torch::nn::Linear net = OneWeight();
+  auto model = accelerator.prepare(net);
+  const std::string dir = TestDir("state_and_model");
+  ASSERT_TRUE(accelerator.save_state(dir).ok());
+  for (const char* const limit : {"10GB", "1B"}) {
+    const absl::Status saved = accelerator.save_model(model, dir, limit);
+    EXPECT_EQ(saved.code(), absl::StatusCode::kAlreadyExists) << saved;
+    EXPECT_THAT(saved.message(), HasSubstr(dir + " is a checkpoint"));
+  }
+  const absl::Status loaded = accelerator.load_state(dir);
+  EXPECT_TRUE(loaded.ok()) << loaded;
+}
+
 // As masks are made. No value can be written to one element alone.
 TEST(Accelerator, BuffersWhoseElementsShareMemory_AreLoaded) {
   struct Net : torch::nn::Module {

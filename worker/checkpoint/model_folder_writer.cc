@@ -13,10 +13,19 @@
 #include "base/file.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/shard_plan.h"
 #include "worker/checkpoint/write_at.h"
 
 namespace muster {
+
+absl::Status CheckNoCheckpoint(const std::string& folder) {
+  if (!PathExists(JoinPath(folder, kManifestName))) return absl::OkStatus();
+  return absl::AlreadyExistsError(
+      absl::StrCat(folder,
+                   " is a checkpoint, which this would damage: write to another folder, or load the "
+                   "model that the checkpoint has, whose files are like these"));
+}
 
 ModelFolderWriter::ModelFolderWriter(std::string folder, ShardPlan plan)
     : folder_(std::move(folder)),
@@ -28,6 +37,7 @@ ModelFolderWriter::~ModelFolderWriter() { (void)RemoveTree(scratch_); }
 absl::StatusOr<std::unique_ptr<ModelFolderWriter>> ModelFolderWriter::Begin(
     const std::string& folder, const std::vector<SafetensorsEntry>& tensors,
     int64_t max_shard_bytes) {
+  MUSTER_RETURN_IF_ERROR(CheckNoCheckpoint(folder));
   std::vector<TensorToShard> planned;
   for (const SafetensorsEntry& tensor : tensors) {
     MUSTER_ASSIGN_OR_RETURN(const uint64_t bytes, SafetensorsBytes(tensor.type, tensor.shape));
@@ -116,6 +126,8 @@ absl::Status ModelFolderWriter::Finish() {
 }
 
 absl::Status ModelFolderWriter::MoveIn() const {
+  // One that is saved beside training may have got its name meanwhile.
+  MUSTER_RETURN_IF_ERROR(CheckNoCheckpoint(folder_));
   const std::vector<std::string> fresh = FileNames();
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> before, ListDirectory(folder_));
   MUSTER_RETURN_IF_ERROR(

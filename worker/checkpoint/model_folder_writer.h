@@ -16,6 +16,10 @@
 
 namespace muster {
 
+// Errors: ALREADY_EXISTS if the folder is a checkpoint. The manifest of one knows the size and the
+// digest of each of its files, and no reader would take what replaces them.
+absl::Status CheckNoCheckpoint(const std::string& folder);
+
 // Writes a model into a folder as Hugging Face's save_model does, without torch and tensor by
 // tensor in any order: model.safetensors, or shards with model.safetensors.index.json; metadata
 // {"format": "pt"}. Other files in the folder stay; shards and index of an earlier model go.
@@ -26,8 +30,8 @@ namespace muster {
 class ModelFolderWriter {
  public:
   // Tensors by name, type and shape, in the order in which shards are filled; their ranges are
-  // ignored. Errors: as LayOutSafetensors and PlanShards; FAILED_PRECONDITION if `folder` is a
-  // file; those of the disk.
+  // ignored. Errors: as CheckNoCheckpoint, LayOutSafetensors and PlanShards; FAILED_PRECONDITION if
+  // `folder` is a file; those of the disk.
   static absl::StatusOr<std::unique_ptr<ModelFolderWriter>> Begin(
       const std::string& folder, const std::vector<SafetensorsEntry>& tensors,
       int64_t max_shard_bytes);
@@ -37,7 +41,8 @@ class ModelFolderWriter {
 
   // The data of a tensor, or a part of it that begins at its byte `offset`. Each byte once.
   absl::Status Write(absl::string_view name, uint64_t offset, absl::string_view bytes);
-  // Errors: FAILED_PRECONDITION naming a file that lacks data; those of the disk.
+  // Errors: FAILED_PRECONDITION naming a file that lacks data; as CheckNoCheckpoint; those of the
+  // disk.
   absl::Status Finish();
 
   // The files that Finish() leaves in the folder; the index last, if there is one.
