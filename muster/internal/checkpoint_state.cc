@@ -99,6 +99,19 @@ void CheckWeights(const std::vector<NamedTensors>& weights, size_t models, const
               " lists of weights for ", models, " models: it may empty a list but not remove it");
 }
 
+// A hook may remove itself or others while it runs; those that are removed run no more.
+template <class Hook, class... Args>
+void RunHooks(const std::map<int64_t, std::shared_ptr<const Hook>>& hooks, const char* where,
+              std::vector<NamedTensors>& weights, Args&... args) {
+  const size_t models = weights.size();
+  const auto all = hooks;
+  for (const auto& [id, hook] : all) {
+    if (hooks.count(id) == 0) continue;
+    (*hook)(weights, args...);
+    CheckWeights(weights, models, where);
+  }
+}
+
 // Runs tensor code that throws inside of a function that returns Status.
 template <class F>
 absl::Status Try(const std::string& what, const F& function) {
@@ -771,10 +784,7 @@ absl::Status CheckpointState::Write(StateWriter& writer) {
         [&](const std::string& name) { return division.Writes(rank, *model, name); });
   }
   // No collectives from here on: a rank whose disk is full leaves no other waiting.
-  for (const auto& [unused, hook] : save_hooks_) {
-    hook(weights, writer);
-    CheckWeights(weights, models.size(), "save_state()");
-  }
+  RunHooks(save_hooks_, "save_state()", weights, writer);
   ExpectBytes(writer, weights, optimizers);
   MUSTER_RETURN_IF_ERROR(WriteModels(writer, weights));
   for (size_t i = 0; i < optimizers.size(); ++i) {
@@ -1112,13 +1122,13 @@ void CheckpointState::Register(std::function<PlainState()> save,
 
 int64_t CheckpointState::AddSaveHook(SaveStateHook hook) {
   TORCH_CHECK(hook != nullptr, "register_save_state_pre_hook() got an empty function");
-  save_hooks_.emplace(next_hook_, std::move(hook));
+  save_hooks_.emplace(next_hook_, std::make_shared<const SaveStateHook>(std::move(hook)));
   return next_hook_++;
 }
 
 int64_t CheckpointState::AddLoadHook(LoadStateHook hook) {
   TORCH_CHECK(hook != nullptr, "register_load_state_pre_hook() got an empty function");
-  load_hooks_.emplace(next_hook_, std::move(hook));
+  load_hooks_.emplace(next_hook_, std::make_shared<const LoadStateHook>(std::move(hook)));
   return next_hook_++;
 }
 
@@ -1134,6 +1144,7 @@ struct CheckpointState::Loaded {
     int64_t steps = 0;
   };
 
+  bool hooks = false;  // have had the weights, and may have left some out
   std::vector<NamedTensors> weights;  // of sharded models empty, unless hooks want them
   std::vector<std::optional<LoadedShards>> shards;
   std::vector<Optimizer> optimizers;
@@ -1172,10 +1183,7 @@ std::vector<NamedTensors> CheckpointState::ReadWeights(const StateReader& reader
       all.insert(all.end(), file.tensors().begin(), file.tensors().end());
     }
   }
-  for (const auto& [unused, hook] : load_hooks_) {
-    hook(weights, reader);
-    CheckWeights(weights, models, "load_state()");
-  }
+  RunHooks(load_hooks_, "load_state()", weights, reader);
   return weights;
 }
 
@@ -1373,7 +1381,7 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
   // A sharded model and its optimizer are read file by file: no rank needs memory for all of it.
   const bool any_sharded = std::any_of(
       models.begin(), models.end(), [](const auto& model) { return model->sharded() != nullptr; });
-  const bool hooks = !load_hooks_.empty();
+  const bool hooks = loaded.hooks = !load_hooks_.empty();
   const bool by_file = !(any_sharded ? OnAnyProcess(process_.comm(), hooks) : hooks);
   std::vector<std::string> together, to_device;
   const auto add = [](const std::vector<std::string>& names, std::vector<std::string>* to) {
@@ -1498,7 +1506,7 @@ void CheckpointState::ApplyModels(const StateReader& reader, const Loaded& loade
       continue;
     }
     LoadModel(*registry_.models()[i], loaded.weights[i],
-              JoinPath(reader.dir(), ModelFileName(static_cast<int>(i))), !load_hooks_.empty());
+              JoinPath(reader.dir(), ModelFileName(static_cast<int>(i))), loaded.hooks);
   }
   // Gradients and scaler steps of a window that was open belong to the state that is given up.
   for (const auto& model : registry_.models()) {
@@ -1658,6 +1666,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
     const size_t models = registry_.models().size();
     std::vector<std::string> names;
     std::vector<NamedTensors> weights;
+    bool hooks = false;
     absl::StatusOr<StateReader> reader = OpenAndRead(directory, [&](StateReader& opened) {
       ThrowIfAnyFailed(Guard([&] {
         if (!options.strict) return;
@@ -1675,6 +1684,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
       }));
       ThrowIfError(opened.ReadTogether(process_.comm(), names));
       ThrowIfAnyFailed(Guard([&] {
+        hooks = !load_hooks_.empty();  // one may remove itself
         const std::unique_ptr<DeviceUploads> uploads = UploadsFor(opened, names);
         weights = ReadWeights(opened, files, std::vector<bool>(files), uploads.get());
         CheckIndexes(opened, files);
@@ -1691,7 +1701,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
     ThrowIfAnyFailed(Guard([&] {
       LoadWeightsOptions rules = options;
       // As in load_state: hooks decide what is loaded.
-      if (!load_hooks_.empty()) rules.strict = false;
+      if (hooks) rules.strict = false;
       for (size_t i = 0; i < weights.size(); ++i) {
         NamedTensors wanted =
             WantedOf(*registry_.models()[i], weights[i], targets[i].tensors(), rules);
@@ -1806,9 +1816,9 @@ CheckpointState::Loaded CheckpointState::CheckAndReadAll(StateReader& reader) co
     for (size_t i = 0; i < registry_.models().size(); ++i) {
       if (loaded.shards[i].has_value()) continue;  // checked as they were read
       CheckModel(*registry_.models()[i], loaded.weights[i],
-                 JoinPath(reader.dir(), ModelFileName(static_cast<int>(i))), !load_hooks_.empty());
+                 JoinPath(reader.dir(), ModelFileName(static_cast<int>(i))), loaded.hooks);
       if (registry_.models()[i]->sharded() == nullptr) continue;
-      left_out += loaded.weights[i].empty() && !load_hooks_.empty() ? "y" : "n";
+      left_out += loaded.weights[i].empty() && loaded.hooks ? "y" : "n";
     }
     for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
       ThrowIfError(Try(OptimizerFileName(static_cast<int>(i)), [&] {

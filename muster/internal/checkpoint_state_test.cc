@@ -58,6 +58,30 @@ TEST_F(CheckpointStateTest, Hook_RunsUntilItIsRemoved) {
   EXPECT_EQ(calls, 1);
 }
 
+TEST_F(CheckpointStateTest, HookThatRemovesItselfAndAnother_RunsOnceAndTheOtherDoesNot) {
+  int calls = 0, others = 0;
+  int64_t own = 0, other = 0;
+  // Captured, so that what is removed while it runs is used afterwards.
+  const std::string name = "a name that is too long to be kept in the function itself";
+  own = checkpoints_.AddSaveHook([&, name](std::vector<NamedTensors>&, StateWriter&) {
+    checkpoints_.RemoveHook(own);
+    checkpoints_.RemoveHook(other);
+    calls += name.empty() ? 0 : 1;
+  });
+  other = checkpoints_.AddSaveHook([&](std::vector<NamedTensors>&, StateWriter&) { ++others; });
+  for (const char* const dir : {"once1", "once2"}) ASSERT_TRUE(checkpoints_.Save(Dir(dir)).ok());
+  EXPECT_EQ(calls, 1);
+  own = checkpoints_.AddLoadHook([&, name](std::vector<NamedTensors>&, const StateReader&) {
+    checkpoints_.RemoveHook(own);
+    checkpoints_.RemoveHook(other);
+    calls += name.empty() ? 0 : 1;
+  });
+  other = checkpoints_.AddLoadHook([&](std::vector<NamedTensors>&, const StateReader&) { ++others; });
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(checkpoints_.Load(Dir("once1"), false).ok());
+  EXPECT_EQ(calls, 2);
+  EXPECT_EQ(others, 0);
+}
+
 // Its path is that of a folder that is there.
 TEST_F(CheckpointStateTest, LastCheckpoint_OfOneThatLackedItsName_IsWhereItIsNow) {
   const std::string named = Dir("unnamed"), staging = named + ".tmp-0123456789abcdef";
