@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -444,6 +445,41 @@ TEST(Accelerator, SaveModel_IntoACheckpoint_IsRefusedAndLeavesIt) {
   }
   const absl::Status loaded = accelerator.load_state(dir);
   EXPECT_TRUE(loaded.ok()) << loaded;
+}
+
+TEST(Accelerator, TensorsThatALoadHookRemoves_KeepTheirValuesAndAreNamed) {
+  Accelerator accelerator(OnCpu());
+  const torch::nn::Linear net(1, 1);
+  auto model = accelerator.prepare(net);
+  const at::NoGradGuard no_grad;
+  net->weight.fill_(1);
+  net->bias.fill_(1);
+  const std::string dir = TestDir("without_bias");
+  ASSERT_TRUE(accelerator.save_state(dir).ok());
+  const auto load = [&] {
+    net->weight.fill_(2);
+    net->bias.fill_(2);
+    testing::internal::CaptureStderr();
+    const absl::Status loaded = accelerator.load_state(dir);
+    EXPECT_TRUE(loaded.ok()) << loaded;
+    EXPECT_EQ(net->weight.item<double>(), 1);
+    return testing::internal::GetCapturedStderr();
+  };
+  // Also of a hook that is gone when the model is loaded.
+  for (const bool once : {false, true}) {
+    std::optional<HookHandle> hook;
+    hook = accelerator.register_load_state_pre_hook(
+        [&](std::vector<NamedTensors>& weights, const StateReader&) {
+          std::erase_if(weights[0], [](const auto& item) { return item.first == "bias"; });
+          if (once) hook->remove();
+        });
+    EXPECT_THAT(load(), HasSubstr("model.safetensors lacks, or that the hook has removed, keep "
+                                  "their values: bias"));
+    EXPECT_EQ(net->bias.item<double>(), 2);
+    hook->remove();
+  }
+  EXPECT_THAT(load(), testing::Not(HasSubstr("keep their values")));
+  EXPECT_EQ(net->bias.item<double>(), 1);
 }
 
 // As masks are made. No value can be written to one element alone.

@@ -198,13 +198,17 @@ bool OnAnyProcess(Comm& comm, bool here) {
   return anywhere;
 }
 
-// Of `file`. `hooks`: they may have left tensors out, or all. (collective, for a sharded model)
-void LoadModel(ModelSlot& model, const NamedTensors& weights, const std::string& file, bool hooks) {
-  if (weights.empty() && hooks) return;
+// Of `file`. `hooks`: they may have left tensors out, or all. Returns the names of those that are
+// left out of a model that is loaded; "": none. (collective, for a sharded model)
+std::string LoadModel(ModelSlot& model, const NamedTensors& weights, const std::string& file,
+                      bool hooks) {
+  std::string missing;
+  if (weights.empty() && hooks) return missing;
   const FullWeights targets(model, /*keep=*/true);
   ThrowIfError(LoadTensors(weights, WantedOf(model, weights, targets.tensors()), file,
-                           {.allow_missing = hooks}));
+                           {.allow_missing = hooks, .missing = &missing}));
   targets.Store();
+  return missing;
 }
 
 // As LoadModel, without changes and without collectives.
@@ -1505,8 +1509,12 @@ void CheckpointState::ApplyModels(const StateReader& reader, const Loaded& loade
       loaded.shards[i]->Store();
       continue;
     }
-    LoadModel(*registry_.models()[i], loaded.weights[i],
-              JoinPath(reader.dir(), ModelFileName(static_cast<int>(i))), loaded.hooks);
+    const std::string file = JoinPath(reader.dir(), ModelFileName(static_cast<int>(i)));
+    const std::string missing =
+        LoadModel(*registry_.models()[i], loaded.weights[i], file, loaded.hooks);
+    if (missing.empty() || process_.rank() != 0) continue;
+    MUSTER_LOG(Warning) << "load_state() with a hook: tensors that " << file
+                        << " lacks, or that the hook has removed, keep their values: " << missing;
   }
   // Gradients and scaler steps of a window that was open belong to the state that is given up.
   for (const auto& model : registry_.models()) {
