@@ -82,7 +82,7 @@ absl::Status ModelFolderWriter::Open(File* file) const {
 
 absl::Status ModelFolderWriter::Close(File* file) {
   const OwnedFd fd = std::move(file->fd);
-  if (fsync(fd.get()) == 0) return absl::OkStatus();
+  if (TEMP_FAILURE_RETRY(fsync(fd.get())) == 0) return absl::OkStatus();
   return absl::ErrnoToStatus(errno, absl::StrCat("cannot sync ", file->name));
 }
 
