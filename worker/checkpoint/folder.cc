@@ -98,15 +98,23 @@ absl::Status RenamePath(const std::string& from, const std::string& to) {
   return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", from, " to ", to));
 }
 
-// Puts `from` in the place of the folder `to`; returns where that one is then.
-absl::StatusOr<std::string> Exchange(const std::string& from, const std::string& to) {
-  if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0) return from;
+// Puts `from` in the place of the folder `to`; returns where that one is then. `lock`: null, or gets
+// its lock.
+absl::StatusOr<std::string> Exchange(const std::string& from, const std::string& to,
+                                     OwnedFd* lock) {
+  if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0) {
+    if (lock != nullptr) *lock = OwnedFd(LockFolder(from));
+    return from;
+  }
+  // Nobody who looks between the two renames puts it back.
+  OwnedFd replaced(LockFolder(to));
   std::string aside = absl::StrCat(to, kReplacedMark, RandomHex());
   MUSTER_RETURN_IF_ERROR(RenamePath(to, aside));
   if (const absl::Status renamed = RenamePath(from, to); !renamed.ok()) {
     MUSTER_RETURN_IF_ERROR(RenamePath(aside, to));
     return renamed;
   }
+  if (lock != nullptr) *lock = std::move(replaced);
   return aside;
 }
 
@@ -119,15 +127,27 @@ absl::Status PutBackReplaced(const std::string& dir) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
   if (absl::IsNotFound(names.status())) return absl::OkStatus();
   MUSTER_RETURN_IF_ERROR(names.status());
+  std::string newest;
   for (const std::string& name : *names) {
     if (!HasMark(name, BaseName(dir), kReplacedMark)) continue;
-    MUSTER_LOG(Warning) << "putting " << JoinPath(parent, name) << " back to " << dir
-                        << ": a save that was to replace it did not finish";
-    // Two readers may try at once; one of them finds it done.
-    const absl::Status renamed = RenamePath(JoinPath(parent, name), dir);
-    return PathExists(dir) ? absl::OkStatus() : renamed;
+    const std::string path = JoinPath(parent, name);
+    bool newer = newest.empty();
+    if (!newer) {
+      MUSTER_ASSIGN_OR_RETURN(newer, IsNewerCheckpoint(path, newest));
+    }
+    if (newer) newest = path;
   }
-  return absl::OkStatus();
+  if (newest.empty()) return absl::OkStatus();
+  // A save may be between the two renames, and another reader may try at once.
+  const absl::StatusOr<int> lock = LockFolderPatiently(newest);
+  const OwnedFd held(lock.value_or(-1));
+  MUSTER_ASSIGN_OR_RETURN(const bool done, Exists(dir));
+  if (done) return absl::OkStatus();
+  MUSTER_RETURN_IF_ERROR(lock.status());
+  MUSTER_LOG(Warning) << "putting " << newest << " back to " << dir
+                      << ": a save that was to replace it did not finish";
+  const absl::Status renamed = RenamePath(newest, dir);
+  return PathExists(dir) ? absl::OkStatus() : renamed;
 }
 
 // The files of a replaced checkpoint that were not its own belong to the user and move to the new
@@ -492,7 +512,7 @@ Staging::Staging(Staging&& other) noexcept
     : dir_(std::move(other.dir_)),
       path_(std::exchange(other.path_, "")),
       replaced_(std::exchange(other.replaced_, "")),
-      replaced_lock_(std::exchange(other.replaced_lock_, -1)),
+      replaced_lock_(std::move(other.replaced_lock_)),
       prepared_(other.prepared_),
       replaces_(other.replaces_),
       lock_(std::exchange(other.lock_, -1)),
@@ -519,7 +539,6 @@ Staging::~Staging() {
   // Still nobody knows whether it has become a checkpoint.
   if (left_ && lock_ >= 0) Leave();
   if (lock_ >= 0) close(lock_);
-  if (replaced_lock_ >= 0) close(replaced_lock_);
 }
 
 absl::StatusOr<std::optional<Staging>> Staging::TakeOver(const std::string& wanted,
@@ -607,9 +626,8 @@ absl::Status Staging::Commit() {
                      " since this save began, which stays: give each run a project folder of its "
                      "own"));
   }
-  MUSTER_ASSIGN_OR_RETURN(replaced_, Exchange(path_, dir_));
   // It is not abandoned: other nodes may need it if they cannot commit.
-  replaced_lock_ = LockFolder(replaced_);
+  MUSTER_ASSIGN_OR_RETURN(replaced_, Exchange(path_, dir_, &replaced_lock_));
   path_.clear();
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_replaced");
   return SyncDirectory(parent);
@@ -652,7 +670,7 @@ absl::Status PutInPlace(const std::string& copy, const std::string& dir) {
     if (errno != ENOTEMPTY && errno != EEXIST) {
       return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", copy, " to ", dir));
     }
-    MUSTER_RETURN_IF_ERROR(Exchange(copy, dir).status());
+    MUSTER_RETURN_IF_ERROR(Exchange(copy, dir, nullptr).status());
   }
   return SyncDirectory(ParentPath(dir));
 }

@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "base/owned_fd.h"
 #include "worker/checkpoint/manifest.h"
 
 namespace muster {
@@ -150,7 +151,7 @@ class Staging {
   std::string dir_;
   std::string path_;      // empty once it is moved
   std::string replaced_;  // the previous checkpoint between Commit() and Finish()
-  int replaced_lock_ = -1;
+  OwnedFd replaced_lock_;
   bool prepared_ = false;  // Commit() has begun
   bool replaces_ = true;
   int lock_ = -1;
