@@ -20,7 +20,6 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
-#include "absl/time/clock.h"
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/log.h"
@@ -35,9 +34,6 @@
 
 namespace muster {
 namespace {
-
-// To make a folder that nobody else has locked.
-constexpr int kAttempts = 100;
 
 // Before a folder is removed: a load from it may take hours, and the next save tries again.
 constexpr absl::Duration kReadersAreWaitedFor = absl::Milliseconds(100);
@@ -74,23 +70,6 @@ bool MayBeFolder(const std::string& path) {
   struct stat info;
   if (stat(path.c_str(), &info) == 0) return S_ISDIR(info.st_mode);
   return (errno != ENOENT && errno != ENOTDIR) || PathExists(path);
-}
-
-// When the folder, or a file in it, has changed last; absent if that cannot be read.
-std::optional<absl::Time> LastChange(const std::string& dir) {
-  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(dir);
-  if (!names.ok()) return std::nullopt;
-  absl::Time last = absl::InfinitePast();
-  std::vector<std::string> paths = {dir};
-  for (const std::string& name : *names) paths.push_back(JoinPath(dir, name));
-  for (const std::string& path : paths) {
-    struct stat info;
-    if (lstat(path.c_str(), &info) != 0) return std::nullopt;
-    // A folder that was moved has another ctime.
-    last = std::max(
-        {last, absl::TimeFromTimespec(info.st_mtim), absl::TimeFromTimespec(info.st_ctim)});
-  }
-  return last;
 }
 
 absl::Status RenamePath(const std::string& from, const std::string& to) {
@@ -176,13 +155,6 @@ absl::StatusOr<bool> AwaitsItsName(const std::string& path, const std::string& n
   MUSTER_ASSIGN_OR_RETURN(const bool taken, Exists(JoinPath(named, kManifestName)));
   if (!taken) return true;
   return IsNewerCheckpoint(path, named);
-}
-
-// Whether a writer on another machine may be at work in the folder, which nobody here has locked.
-bool MayHaveDistantWriter(const std::string& path) {
-  if (IsDoomed(path) || WriterOf(path) == FolderWriter::kGone) return false;
-  const std::optional<absl::Time> last = LastChange(path);
-  return !last.has_value() || absl::Now() - *last < kQuietTime;
 }
 
 // What its writer left when it ended between the parts of WriteFileAtomically.
@@ -486,23 +458,11 @@ absl::StatusOr<Staging> Staging::Create(const std::string& wanted, bool replaces
     }
   }
   RemoveAbandoned(dir);
-  for (int i = 0; i < kAttempts; ++i) {
-    std::string path = NewStagingPath(dir);
-    if (mkdir(path.c_str(), 0777) != 0) {
-      return absl::ErrnoToStatus(errno, absl::StrCat("cannot make folder ", path));
-    }
-    const int lock = LockFolder(path);
-    // Before it is locked, another process may take it for abandoned and remove it.
-    const bool taken = lock < 0 && WriterOf(path) == FolderWriter::kAlive;
-    if (!taken && PathExists(path)) {
-      Staging staging(dir, path, lock);
-      staging.replaces_ = replaces;
-      return staging;
-    }
-    if (lock >= 0) close(lock);
-  }
-  return absl::UnavailableError(absl::StrCat("cannot save a checkpoint as ", dir,
-                                             ": other processes remove what is written beside it"));
+  MUSTER_ASSIGN_OR_RETURN(WriterFolder made,
+                          MakeWriterFolder([&dir] { return NewStagingPath(dir); }));
+  Staging staging(dir, std::move(made.path), made.lock);
+  staging.replaces_ = replaces;
+  return staging;
 }
 
 Staging::Staging(std::string dir, std::string path, int lock)

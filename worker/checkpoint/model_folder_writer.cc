@@ -15,9 +15,27 @@
 #include "base/text.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/shard_plan.h"
+#include "worker/checkpoint/staging_folder.h"
 #include "worker/checkpoint/write_at.h"
 
 namespace muster {
+namespace {
+
+constexpr absl::string_view kScratchMark = ".saving-";
+
+// What writers left that were killed.
+void RemoveAbandoned(const std::string& folder) {
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(folder);
+  for (const std::string& name : names.value_or(std::vector<std::string>())) {
+    const std::string path = JoinPath(folder, name);
+    if (!HasMark(name, "", kScratchMark) || MayHaveDistantWriter(path)) continue;
+    const OwnedFd lock(LockFolder(path));
+    // A folder that cannot be removed only takes room.
+    if (lock.open()) (void)RemoveTree(path);
+  }
+}
+
+}  // namespace
 
 absl::Status CheckNoCheckpoint(const std::string& folder) {
   if (!PathExists(JoinPath(folder, kManifestName))) return absl::OkStatus();
@@ -28,11 +46,11 @@ absl::Status CheckNoCheckpoint(const std::string& folder) {
 }
 
 ModelFolderWriter::ModelFolderWriter(std::string folder, ShardPlan plan)
-    : folder_(std::move(folder)),
-      scratch_(JoinPath(folder_, absl::StrCat(".saving-", RandomHex()))),
-      plan_(std::move(plan)) {}
+    : folder_(std::move(folder)), plan_(std::move(plan)) {}
 
-ModelFolderWriter::~ModelFolderWriter() { (void)RemoveTree(scratch_); }
+ModelFolderWriter::~ModelFolderWriter() {
+  if (!scratch_.empty()) (void)RemoveTree(scratch_);
+}
 
 absl::StatusOr<std::unique_ptr<ModelFolderWriter>> ModelFolderWriter::Begin(
     const std::string& folder, const std::vector<SafetensorsEntry>& tensors,
@@ -48,7 +66,12 @@ absl::StatusOr<std::unique_ptr<ModelFolderWriter>> ModelFolderWriter::Begin(
   std::unique_ptr<ModelFolderWriter> writer(new ModelFolderWriter(folder, std::move(plan)));
   MUSTER_RETURN_IF_ERROR(writer->LayOut(tensors));
   MUSTER_RETURN_IF_ERROR(MakeDirectories(folder));
-  MUSTER_RETURN_IF_ERROR(MakeDirectories(writer->scratch_));
+  RemoveAbandoned(folder);
+  MUSTER_ASSIGN_OR_RETURN(WriterFolder scratch, MakeWriterFolder([&folder] {
+                            return JoinPath(folder, absl::StrCat(kScratchMark, RandomHex()));
+                          }));
+  writer->scratch_ = std::move(scratch.path);
+  writer->lock_ = OwnedFd(scratch.lock);
   return writer;
 }
 

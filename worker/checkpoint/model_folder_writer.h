@@ -26,7 +26,7 @@ absl::Status CheckNoCheckpoint(const std::string& folder);
 //
 // Files are written and synced under a hidden folder first and moved in by Finish(); a crash during
 // the moves leaves no index rather than one that mixes two models. Without Finish() nothing
-// changes. Blocks on the disk. Not thread-safe.
+// changes, but Begin() removes the hidden folders of writers that were killed. Blocks on the disk. Not thread-safe.
 class ModelFolderWriter {
  public:
   // Tensors by name, type and shape, in the order in which shards are filled; their ranges are
@@ -66,7 +66,9 @@ class ModelFolderWriter {
   static absl::Status Close(File* file);
   absl::Status MoveIn() const;
 
-  const std::string folder_, scratch_;
+  const std::string folder_;
+  std::string scratch_;
+  OwnedFd lock_;  // of scratch_, which says that its writer lives
   const ShardPlan plan_;
   std::vector<File> files_;
   std::map<std::string, Place, std::less<>> places_;

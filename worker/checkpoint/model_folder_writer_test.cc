@@ -78,6 +78,22 @@ TEST_F(ModelFolderWriterTest, DataThatIsMissingOrTooMuch_IsRefusedByName) {
               HasSubstr("model.safetensors lacks 1 bytes"));
 }
 
+TEST_F(ModelFolderWriterTest, WhatKilledWritersLeft_IsRemovedAndWhatLiveOnesWriteStays) {
+  const auto live = Begin({Bytes("a", 1)});
+  ASSERT_TRUE(live->Write("a", 0, "1").ok());
+  for (const char* const name : {".saving-0123456789abcdef", ".saving-notes"}) {
+    ASSERT_TRUE(MakeDirectories(JoinPath(dir_, name)).ok());
+    ASSERT_TRUE(WriteFileAtomically(JoinPath(dir_, name) + "/model.safetensors", "half").ok());
+  }
+  const auto writer = Begin({Bytes("a", 1)});
+  EXPECT_FALSE(PathExists(dir_ + "/.saving-0123456789abcdef"));
+  ASSERT_TRUE(writer->Write("a", 0, "2").ok());
+  ASSERT_TRUE(writer->Finish().ok());
+  EXPECT_EQ(Names().size(), 3u) << "the live one's and a user's";
+  ASSERT_TRUE(live->Finish().ok());
+  EXPECT_THAT(Names(), ElementsAre(".saving-notes", "model.safetensors"));
+}
+
 TEST_F(ModelFolderWriterTest, FolderOfACheckpoint_IsRefusedAndStaysAsItIs) {
   const auto has_manifest = [this] {
     ASSERT_TRUE(MakeDirectories(dir_).ok());
