@@ -381,7 +381,8 @@ absl::Status CheckpointState::CheckOptions() const {
 }
 
 void CheckpointState::OpenMemory(bool has_to_answer) {
-  if (memory_opened_ || !process_.options().checkpoint.memory) return;
+  if (!process_.options().checkpoint.memory) return;
+  if (memory_opened_ && !(has_to_answer && memory_unreachable_)) return;
   const Environment& environment = process_.environment();
   MemoryTier::MirrorOptions mirror;
   if (process_.options().checkpoint.mirror) {
@@ -389,8 +390,9 @@ void CheckpointState::OpenMemory(bool has_to_answer) {
   }
   absl::StatusOr<std::unique_ptr<MemoryTier>> opened = MemoryTier::Open(
       process_.comm(), environment.memory_socket.value, environment.worker_id.value, mirror);
+  memory_unreachable_ = !opened.ok() && !absl::IsFailedPrecondition(opened.status());
   // Nobody knows what it has.
-  if (has_to_answer && !absl::IsFailedPrecondition(opened.status())) ThrowIfError(opened.status());
+  if (has_to_answer && memory_unreachable_) ThrowIfError(opened.status());
   memory_opened_ = true;
   if (opened.ok()) {
     memory_ = *std::move(opened);
@@ -1772,7 +1774,7 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
   const uint64_t replaced = replaced_;
   const std::vector<Forgotten> forgotten = ForgetFailures();
   absl::Status status = Guard([&] {
-    OpenMemory(/*has_to_answer=*/directory.empty());
+    OpenMemory(/*has_to_answer=*/true);
     const bool memory = directory.empty() && memory_ != nullptr;
     const int64_t newest = memory ? NewestStepOnDisk(CheckpointFolder(Root())) : -1;
     if (memory && LoadFromMemory(newest)) return;
@@ -1793,15 +1795,13 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
       from_memory = LoadFromMemory(-1);
     }
     if (from_memory) return;
-    if (may_be_missing && absl::IsNotFound(reader.status())) {
-      if (memory_ != nullptr) memory_->Forget();
-      return;
-    }
-    ThrowIfError(reader.status());
+    if (!may_be_missing || !absl::IsNotFound(reader.status())) ThrowIfError(reader.status());
+    // What it holds is of another past than the training that begins here. Before that does: where
+    // it cannot be discarded, a later load would go back to it.
+    if (memory_ != nullptr) ThrowIfError(memory_->Forget(process_.comm()));
+    if (!reader.ok()) return;
     Apply(*reader, loaded);
     since_disk_ = 0;
-    // What it holds is of another past than the training that begins here.
-    if (memory_ != nullptr) memory_->Forget();
     LetGo(*std::move(reader), std::move(loaded));
   });
   if (replaced_ == replaced) RestoreFailures(forgotten);

@@ -157,7 +157,7 @@ class CheckpointState {
   absl::Status WaitForSaver();
   absl::Status CheckOptions() const;
   // (collective) Opens the memory at the first call; without it memory_ stays null. Throws if an
-  // agent does not answer that has to; the next call tries again.
+  // agent does not answer that has to, as for a load; the next one that has to is asked again.
   void OpenMemory(bool has_to_answer);
   // (collective) Whether this save goes to the disk.
   bool GoesToDisk(const std::string& directory);
@@ -230,6 +230,7 @@ class CheckpointState {
   std::unique_ptr<AsyncSaver> saver_;                     // from the first asynchronous save on
   std::unique_ptr<MemoryTier> memory_;                    // null without memory
   bool memory_opened_ = false;
+  bool memory_unreachable_ = false;  // an agent did not answer
   bool saves_to_memory_ = true;     // false: it was too small once
   int64_t since_disk_ = 0;          // saves since the last one to the disk
   int64_t next_numbered_ = 0;       // after the last numbered asynchronous save

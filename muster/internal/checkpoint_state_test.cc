@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/file.h"
@@ -102,6 +103,31 @@ TEST_F(CheckpointStateTest, LastCheckpoint_OfOneThatLackedItsName_IsWhereItIsNow
   EXPECT_EQ(checkpoints_.last_checkpoint(), named);
   ASSERT_TRUE(checkpoints_.Save(Dir("next")).ok());
   EXPECT_EQ(checkpoints_.last_checkpoint(), Dir("next"));
+}
+
+// What it holds cannot be discarded, and a later load would take it for the newest.
+TEST_F(CheckpointStateTest, AgentThatDoesNotAnswer_FailsLoadsAlsoFromTheDiskButNoSave) {
+  AcceleratorOptions options;
+  options.checkpoint.memory = true;
+  JoinedProcess joined = Parts::Alone(options);
+  joined.environment.memory_socket.value = Dir("no agent");
+  joined.environment.worker_id.value = "w0";
+  Process process(options, std::move(joined));
+  Registry registry([] {});
+  LoopTracker loops(registry, [] {});
+  StepController steps(process, registry, loops);
+  CheckpointState checkpoints(process, registry, loops, steps, [] { return false; });
+  double number = 7;
+  checkpoints.Register([&] { return PlainState{{"number", {number}}}; },
+                       [&](const PlainState& state) { number = state.at("number").at(0); });
+  const absl::Status saved = checkpoints.Save(Dir("on disk"));
+  ASSERT_TRUE(saved.ok()) << saved;
+  number = 8;
+  for (int i = 0; i < 2; ++i) {
+    const absl::Status loaded = checkpoints.Load(Dir("on disk"), false);
+    EXPECT_EQ(loaded.code(), absl::StatusCode::kUnavailable) << loaded;
+  }
+  EXPECT_EQ(number, 8) << "nothing has changed";
 }
 
 TEST_F(CheckpointStateTest, MissingCheckpoint_IsAnErrorUnlessItMayBeMissing) {

@@ -584,7 +584,7 @@ TEST_F(MemoryTierTest, PeerLostInTheMiddleOfAMirror_NobodyWaits) {
 TEST_F(MemoryTierTest, WhatIsForgotten_IsNotInMirrorsEither) {
   MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { SaveMirrored(comm, tier, 1, 2); });
   MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) {
-    tier.Forget();
+    EXPECT_TRUE(tier.Forget(comm).ok());
     comm.Barrier();
     EXPECT_EQ(FoundStep(comm, tier), -1);
   });
@@ -593,7 +593,7 @@ TEST_F(MemoryTierTest, WhatIsForgotten_IsNotInMirrorsEither) {
   SwapNodes();
   Attempt([](Comm& comm, MemoryTier& tier) {
     EXPECT_EQ(FoundStep(comm, tier), 2);
-    tier.Forget();
+    EXPECT_TRUE(tier.Forget(comm).ok());
     comm.Barrier();
     EXPECT_EQ(FoundStep(comm, tier), -1);
   });
@@ -607,7 +607,23 @@ TEST_F(MemoryTierTest, OtherNumberOfRanks_FindsNothing) {
 TEST_F(MemoryTierTest, WhatIsForgotten_IsNotFound) {
   Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_TRUE(Save(comm, tier, 1).ok()); });
   Attempt([](Comm& comm, MemoryTier& tier) {
-    tier.Forget();
+    EXPECT_TRUE(tier.Forget(comm).ok());
+    comm.Barrier();
+    EXPECT_EQ(FoundStep(comm, tier), -1);
+  });
+}
+
+// It would be found later, and be newer than what the disk has then.
+TEST_F(MemoryTierTest, RankThatCannotForget_IsAnErrorOnAllAndNothingIsForgotten) {
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_TRUE(Save(comm, tier, 1).ok()); });
+  Attempt([this](Comm& comm, MemoryTier& tier) {
+    if (comm.rank() == 1) speakers_[1]->Set("");
+    const absl::Status forgotten = tier.Forget(comm);
+    EXPECT_THAT(forgotten.message(), AllOf(HasSubstr("cannot discard the checkpoints in memory"),
+                                           HasSubstr("rank 1: ")));
+    if (comm.rank() == 1) speakers_[1]->Set("w1");
+    EXPECT_EQ(FoundStep(comm, tier), 1);
+    EXPECT_TRUE(tier.Forget(comm).ok());
     comm.Barrier();
     EXPECT_EQ(FoundStep(comm, tier), -1);
   });
@@ -637,7 +653,7 @@ TEST_F(MemoryTierTest, MemoryOfWorkersThatRunElsewhere_IsDroppedOnceLaterSavesRe
       }
       comm.Barrier();
       EXPECT_EQ(FoundStep(comm, tier), 6);
-      tier.Forget();
+      EXPECT_TRUE(tier.Forget(comm).ok());
     });
     LoseNode(0);
     LoseNode(1);

@@ -944,19 +944,27 @@ void MemoryTier::Keep(const Found& found) {
   status_ = absl::OkStatus();
 }
 
-void MemoryTier::Forget() {
+absl::Status MemoryTier::Forget(Comm& comm) {
   WaitForCopy();
   (void)WaitForMirror();
-  // What cannot be adopted cannot be found by others either.
-  (void)Adopt();
   // All of this node, also of workers that run elsewhere now. No rank saves before all have done
   // this.
-  if (const absl::StatusOr<std::vector<HeldMemory>> held = TakeHeldMemory(socket_); held.ok()) {
-    for (const HeldMemory& piece : *held) {
-      absl::StatusOr<AlignedMemory> memory = AlignedMemory::OfFile(piece.fd.get());
-      if (memory.ok()) ForgetMemoryRecord(*memory);
+  std::vector<AlignedMemory> here;
+  const absl::Status found = GuardRank([&]() -> absl::Status {
+    MUSTER_RETURN_IF_ERROR(Adopt());
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<HeldMemory> held, TakeHeldMemory(socket_));
+    for (const HeldMemory& piece : held) {
+      MUSTER_ASSIGN_OR_RETURN(here.emplace_back(), AlignedMemory::OfFile(piece.fd.get()));
     }
+    return absl::OkStatus();
+  });
+  // What one rank does not reach now may be found later.
+  if (const absl::Status all = AgreeOnFiles(comm, found, {}, nullptr); !all.ok()) {
+    return absl::Status(all.code(), absl::StrCat("cannot discard the checkpoints in memory, which "
+                                                 "a later load would take for the newest: ",
+                                                 all.message()));
   }
+  for (AlignedMemory& memory : here) ForgetMemoryRecord(memory);
   for (Slot& slot : slots_) {
     if (slot.snapshot != nullptr) ForgetMemoryRecord(slot.snapshot->memory());
   }
@@ -964,6 +972,7 @@ void MemoryTier::Forget() {
   kept_mirror_.reset();
   MutexLock lock(&mu_);
   status_ = absl::OkStatus();
+  return absl::OkStatus();
 }
 
 }  // namespace muster

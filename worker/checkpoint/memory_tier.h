@@ -108,8 +108,10 @@ class MemoryTier {
   // Training continues from it: it is not overwritten before a later save is whole, nor its mirror
   // before a later one is mirrored.
   void Keep(const Found& found);
-  // Training continues from elsewhere: nothing in memory counts any more.
-  void Forget();
+  // Collective. Training continues from elsewhere: nothing in memory counts any more. Errors, the
+  // same on every rank, after which all of it counts: an agent that does not answer (UNAVAILABLE),
+  // ...
+  absl::Status Forget(Comm& comm);
 
  private:
   // This rank's files of a save that this node has.
