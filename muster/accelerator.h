@@ -458,11 +458,11 @@ class Accelerator {
   // (collective) Writes models, optimizers, schedules, loader positions, scaler, random states and
   // registered objects to `directory` or, if that is empty, to the next numbered folder under the
   // project directory. When it returns on any process, the checkpoint is complete; with
-  // AcceleratorOptions::checkpoint.asynchronous only the copy is complete, and the error may be
-  // that of an earlier save (this one continues). No other thread may change the saved state until
-  // it returns. Layout: docs/checkpoint_format.md. Errors: RESOURCE_EXHAUSTED, PERMISSION_DENIED,
-  // FAILED_PRECONDITION (in the middle of an accumulation window, or if a thread changed a tensor
-  // during the save), ALREADY_EXISTS.
+  // AcceleratorOptions::checkpoint.asynchronous or .memory only the copy is complete, and the error
+  // may be that of an earlier save (this one continues). No other thread may change the saved state
+  // until it returns. Layout: docs/checkpoint_format.md. Errors: RESOURCE_EXHAUSTED,
+  // PERMISSION_DENIED, FAILED_PRECONDITION (in the middle of an accumulation window, or if a thread
+  // changed a tensor during the save), ALREADY_EXISTS.
   absl::Status save_state(const std::string& directory = "");
   // Blocks until asynchronous saves are on disk and the checkpoints that they displace are deleted;
   // save_state() does not wait for that deletion. Returns the error of a failed save that has not

@@ -416,28 +416,34 @@ bool CheckpointState::GoesToDisk(const std::string& directory) {
 }
 
 absl::Status CheckpointState::SaveToMemory(const CheckpointInfo& info, int64_t since_disk,
-                                           absl::FunctionRef<absl::Status(StateWriter&)> write) {
+                                           absl::FunctionRef<absl::Status(StateWriter&)> write,
+                                           absl::Status* earlier) {
   const CheckpointOptions& options = process_.options().checkpoint;
-  const absl::Status before = memory_->Save(process_.comm(), info, since_disk, options.lazy, write);
-  if (absl::IsResourceExhausted(before)) {
+  const auto is_lost = [this](const absl::Status& status) {
+    if (!absl::IsUnavailable(status)) return false;
+    if (process_.rank() == 0) {
+      MUSTER_LOG(Warning) << "a checkpoint in memory was lost, the next one is tried: "
+                          << status.message();
+    }
+    return true;
+  };
+  absl::Status before;
+  const absl::Status saved =
+      memory_->Save(process_.comm(), info, since_disk, options.lazy, write, &before);
+  if (!before.ok() && !is_lost(before)) {
+    *earlier = absl::Status(before.code(),
+                            absl::StrCat("the last save in memory failed: ", before.message()));
+  }
+  if (absl::IsResourceExhausted(saved)) {
     if (process_.rank() == 0) {
       MUSTER_LOG(Warning) << "no more checkpoints in memory; those on the disk continue, every "
-                          << options.disk_every << ". save_state(): " << before.message();
+                          << options.disk_every << ". save_state(): " << saved.message();
     }
     // The last whole save stays with the agent, and counts until training begins elsewhere.
     saves_to_memory_ = false;
     return absl::OkStatus();
   }
-  if (absl::IsUnavailable(before)) {
-    if (process_.rank() == 0) {
-      MUSTER_LOG(Warning) << "a checkpoint in memory was lost, the next one is tried: "
-                          << before.message();
-    }
-    return absl::OkStatus();
-  }
-  if (before.ok()) return before;
-  return absl::Status(before.code(),
-                      absl::StrCat("the last save in memory failed: ", before.message()));
+  return is_lost(saved) ? absl::OkStatus() : saved;
 }
 
 absl::Status CheckpointState::CheckComplete(const Layout& layout) {
@@ -875,9 +881,9 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     if (to_disk && directory.empty()) info.iteration = AgreeOnNumber(folder, info.iteration);
     // A save with a name of its own is none of those that are counted.
     const int64_t since_disk = !directory.empty() ? since_disk_ : to_disk ? 0 : since_disk_ + 1;
-    absl::Status in_memory;
+    absl::Status in_memory, earlier_in_memory;
     if (memory_ != nullptr && saves_to_memory_) {
-      in_memory = SaveToMemory(info, since_disk, write);
+      in_memory = SaveToMemory(info, since_disk, write, &earlier_in_memory);
       if (!saves_to_memory_ && !to_disk) {
         // It must be somewhere.
         to_disk = true;
@@ -885,9 +891,10 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
       }
     }
     if (!to_disk) {
+      ThrowIfError(in_memory);
       since_disk_ = since_disk;
       loops_.NoteSaved(absl::StrCat("the checkpoint of step ", info.step, " in memory"), done);
-      ThrowIfError(in_memory);
+      ThrowIfError(earlier_in_memory);
       return;
     }
     absl::Status earlier;
@@ -908,6 +915,7 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     loops_.NoteSaved(last_checkpoint_, done);
     ThrowIfError(earlier);
     ThrowIfError(in_memory);
+    ThrowIfError(earlier_in_memory);
   });
   // What hangs from here on is not the save.
   process_.progress().SetPhase("after save_state");

@@ -161,9 +161,11 @@ class CheckpointState {
   void OpenMemory(bool has_to_answer);
   // (collective) Whether this save goes to the disk.
   bool GoesToDisk(const std::string& directory);
-  // (collective) Returns the error of the save before, if it failed.
+  // (collective) See MemoryTier::Save(). A save that is lost for lack of memory or of an answer is
+  // no error.
   absl::Status SaveToMemory(const CheckpointInfo& info, int64_t since_disk,
-                            absl::FunctionRef<absl::Status(StateWriter&)> write);
+                            absl::FunctionRef<absl::Status(StateWriter&)> write,
+                            absl::Status* earlier);
   // (collective) Of what is on the disk, of rank 0 or of all nodes, whole or not; -1: there is
   // none. Throws what may be another number later.
   int64_t NewestStepOnDisk(const CheckpointFolder& folder) const;

@@ -65,12 +65,14 @@ class MemoryTier {
 
   // Collective. Copies the files that `write` puts; what that gives to CopyLater() is copied after
   // the return if `lazy`, see WaitForCopy(). The files are digested by a thread. Returns the same
-  // on every rank: how the save before ended, with the rank that failed. RESOURCE_EXHAUSTED: this
-  // save was not begun, and there is no memory for others. UNAVAILABLE: the agent of a rank did not
+  // on every rank, with the rank that failed: what `write` returns or throws; RESOURCE_EXHAUSTED:
+  // there is no memory for this save, nor for others; UNAVAILABLE: the agent of a rank did not
   // answer, or it had no memory beyond that of saves that are not mirrored; later saves may
-  // succeed. The save is mirrored if the mirror of an earlier one is not under way.
+  // succeed. `earlier` gets, also the same everywhere, how the save before this one ended after its
+  // return: that a tensor was changed before it was copied, ... The save is mirrored if the mirror
+  // of an earlier one is not under way.
   absl::Status Save(Comm& comm, const CheckpointInfo& info, int64_t since_disk, bool lazy,
-                    absl::FunctionRef<absl::Status(StateWriter&)> write);
+                    absl::FunctionRef<absl::Status(StateWriter&)> write, absl::Status* earlier);
 
   // As AsyncSaver::WaitForCopy.
   void WaitForCopy();
@@ -121,7 +123,7 @@ class MemoryTier {
     MemoryRecord record;
   };
   class Search;
-  // What the ranks tell each other at the beginning of a save.
+  // What the ranks tell each other at the beginning of a save, before they agree on its copy.
   struct Word;
   struct Slot {
     OwnedFd fd;
