@@ -434,8 +434,7 @@ TEST(Accelerator, LoadWeights_ByPrefixAndNotStrict_LeavesTheRestOfTheStateAlone)
 
 TEST(Accelerator, SaveModel_IntoACheckpoint_IsRefusedAndLeavesIt) {
   Accelerator accelerator(OnCpu());
-  const torch::nn::Linear net = OneWeight();
-  auto model = accelerator.prepare(net);
+  auto model = accelerator.prepare(OneWeight());
   const std::string dir = TestDir("state_and_model");
   ASSERT_TRUE(accelerator.save_state(dir).ok());
   for (const char* const limit : {"10GB", "1B"}) {
@@ -449,7 +448,7 @@ TEST(Accelerator, SaveModel_IntoACheckpoint_IsRefusedAndLeavesIt) {
 
 TEST(Accelerator, TensorsThatALoadHookRemoves_KeepTheirValuesAndAreNamed) {
   Accelerator accelerator(OnCpu());
-  const torch::nn::Linear net(1, 1);
+  torch::nn::Linear net(1, 1);
   auto model = accelerator.prepare(net);
   const at::NoGradGuard no_grad;
   net->weight.fill_(1);
@@ -503,7 +502,10 @@ TEST(Accelerator, BuffersWhoseElementsShareMemory_AreLoaded) {
     AcceleratorOptions options = OnCpu();
     if (shards) {
       options.sharding = ParseSharding("zero3", 1);
-      options.sharding->offload_parameters = Offload::kCpu;
+      options.sharding->offload_parameters = Offload::kDisk;
+      options.sharding->offload_parameters_path = TestDir("mask_parameters");
+      options.sharding->offload_optimizer = Offload::kDisk;
+      options.sharding->offload_optimizer_path = TestDir("mask_states");
     }
     Accelerator accelerator(options);
     const auto net = std::make_shared<Net>();

@@ -26,6 +26,7 @@
 #include "base/units.h"
 #include "muster/internal/backward_updates.h"
 #include "muster/internal/full_state.h"
+#include "muster/internal/model_source.h"
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/async_saver.h"
 #include "worker/checkpoint/checkpoint_search.h"
@@ -179,7 +180,7 @@ void ThrowFirst(const std::vector<std::tuple<int, std::string>>& statuses) {
 }
 
 // Before values are loaded into them.
-void GiveOwnMemory(const Models& models) {
+void GiveModelsOwnMemory(const Models& models) {
   for (const auto& model : models) {
     ModelSource::Named tensors = model->source().buffers();
     // What a sharded model keeps are parts of its parameters.
@@ -1158,7 +1159,7 @@ struct CheckpointState::Loaded {
     int64_t steps = 0;
   };
 
-  bool hooks = false;  // have had the weights, and may have left some out
+  bool hooks = false;                 // have had the weights, and may have left some out
   std::vector<NamedTensors> weights;  // of sharded models empty, unless hooks want them
   std::vector<std::optional<LoadedShards>> shards;
   std::vector<Optimizer> optimizers;
@@ -1590,7 +1591,7 @@ void CheckpointState::RestoreFailures(const std::vector<Forgotten>& forgotten) {
 void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
   // The code of the program first: nobody knows what it refuses before it runs.
   ThrowIfAnyFailed(WithOutcome(Guard([&] {
-                                 GiveOwnMemory(registry_.models());
+                                 GiveModelsOwnMemory(registry_.models());
                                  ApplyRegistered(loaded);
                                }),
                                "registered objects may have changed, and nothing else has"));
@@ -1710,7 +1711,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
     });
     ThrowIfError(reader.status());
     report.directory = reader->dir();
-    ThrowIfAnyFailed(Guard([&] { GiveOwnMemory(registry_.models()); }));
+    ThrowIfAnyFailed(Guard([&] { GiveModelsOwnMemory(registry_.models()); }));
     std::vector<MatchedWeights> matched;
     std::vector<FullWeights> targets;
     for (size_t i = 0; i < weights.size(); ++i) {

@@ -233,11 +233,11 @@ class CheckpointState {
   std::unique_ptr<MemoryTier> memory_;                    // null without memory
   bool memory_opened_ = false;
   bool memory_unreachable_ = false;  // an agent did not answer
-  bool saves_to_memory_ = true;     // false: it was too small once
-  int64_t since_disk_ = 0;          // saves since the last one to the disk
-  int64_t next_numbered_ = 0;       // after the last numbered asynchronous save
-  Layout layout_;                   // of the save that is made, or was last
-  std::optional<Layout> complete_;  // nothing that is trained is left out of it
+  bool saves_to_memory_ = true;      // false: it was too small once
+  int64_t since_disk_ = 0;           // saves since the last one to the disk
+  int64_t next_numbered_ = 0;        // after the last numbered asynchronous save
+  Layout layout_;                    // of the save that is made, or was last
+  std::optional<Layout> complete_;   // nothing that is trained is left out of it
   Agreed agreed_;
   std::unique_ptr<Plan> plan_;  // of the last save; null before
   int64_t saves_planned_ = 0, saves_reused_ = 0;

@@ -77,7 +77,8 @@ TEST_F(CheckpointStateTest, HookThatRemovesItselfAndAnother_RunsOnceAndTheOtherD
     checkpoints_.RemoveHook(other);
     calls += name.empty() ? 0 : 1;
   });
-  other = checkpoints_.AddLoadHook([&](std::vector<NamedTensors>&, const StateReader&) { ++others; });
+  other =
+      checkpoints_.AddLoadHook([&](std::vector<NamedTensors>&, const StateReader&) { ++others; });
   for (int i = 0; i < 2; ++i) ASSERT_TRUE(checkpoints_.Load(Dir("once1"), false).ok());
   EXPECT_EQ(calls, 2);
   EXPECT_EQ(others, 0);
@@ -110,7 +111,7 @@ TEST_F(CheckpointStateTest, AgentThatDoesNotAnswer_FailsLoadsAlsoFromTheDiskButN
   AcceleratorOptions options;
   options.checkpoint.memory = true;
   JoinedProcess joined = Parts::Alone(options);
-  joined.environment.memory_socket.value = Dir("no agent");
+  joined.environment.memory_socket.value = "no agent listens here";
   joined.environment.worker_id.value = "w0";
   Process process(options, std::move(joined));
   Registry registry([] {});
@@ -118,8 +119,11 @@ TEST_F(CheckpointStateTest, AgentThatDoesNotAnswer_FailsLoadsAlsoFromTheDiskButN
   StepController steps(process, registry, loops);
   CheckpointState checkpoints(process, registry, loops, steps, [] { return false; });
   double number = 7;
-  checkpoints.Register([&] { return PlainState{{"number", {number}}}; },
-                       [&](const PlainState& state) { number = state.at("number").at(0); });
+  checkpoints.Register(
+      [&] {
+        return PlainState{{"number", {number}}};
+      },
+      [&](const PlainState& state) { number = state.at("number").at(0); });
   const absl::Status saved = checkpoints.Save(Dir("on disk"));
   ASSERT_TRUE(saved.ok()) << saved;
   number = 8;

@@ -96,7 +96,8 @@ void GiveOwnMemory(const ModelSource::Named& tensors) {
         at::has_internal_overlap(tensor) != at::MemOverlap::Yes) {
       continue;
     }
-    at::Tensor& own = given[{tensor.const_data_ptr(), tensor.sizes().vec(), tensor.strides().vec()}];
+    at::Tensor& own =
+        given[{tensor.const_data_ptr(), tensor.sizes().vec(), tensor.strides().vec()}];
     if (!own.defined()) own = tensor.contiguous();
     at::Tensor(tensor).set_data(own);
   }

@@ -154,8 +154,7 @@ class MemoryTierTest : public testing::Test {
       if (comm.rank() == failing_rank) status.Update(absl::InternalError("the test says so"));
       return status;
     };
-    const absl::Status saved =
-        tier.Save(comm, info, step % 5, /*lazy=*/true, write, &earlier);
+    const absl::Status saved = tier.Save(comm, info, step % 5, /*lazy=*/true, write, &earlier);
     EXPECT_TRUE(earlier.ok()) << earlier;
     EXPECT_EQ(absl::IsInternal(saved), failing_rank >= 0) << saved;
     return saved;

@@ -77,23 +77,23 @@ absl::Status RenamePath(const std::string& from, const std::string& to) {
   return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", from, " to ", to));
 }
 
-// Puts `from` in the place of the folder `to`; returns where that one is then. `lock`: null, or gets
-// its lock.
-absl::StatusOr<std::string> Exchange(const std::string& from, const std::string& to,
-                                     OwnedFd* lock) {
+// Puts `from` in the place of the folder `to`; returns where that one is then. `lock`: null, or -1,
+// and gets the lock of that one.
+absl::StatusOr<std::string> Exchange(const std::string& from, const std::string& to, int* lock) {
   if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0) {
-    if (lock != nullptr) *lock = OwnedFd(LockFolder(from));
+    if (lock != nullptr) *lock = LockFolder(from);
     return from;
   }
   // Nobody who looks between the two renames puts it back.
-  OwnedFd replaced(LockFolder(to));
+  const OwnedFd replaced(LockFolder(to));
   std::string aside = absl::StrCat(to, kReplacedMark, RandomHex());
   MUSTER_RETURN_IF_ERROR(RenamePath(to, aside));
   if (const absl::Status renamed = RenamePath(from, to); !renamed.ok()) {
     MUSTER_RETURN_IF_ERROR(RenamePath(aside, to));
     return renamed;
   }
-  if (lock != nullptr) *lock = std::move(replaced);
+  // The copy has the lock, too.
+  if (lock != nullptr && replaced.open()) *lock = fcntl(replaced.get(), F_DUPFD_CLOEXEC, 0);
   return aside;
 }
 
@@ -472,7 +472,7 @@ Staging::Staging(Staging&& other) noexcept
     : dir_(std::move(other.dir_)),
       path_(std::exchange(other.path_, "")),
       replaced_(std::exchange(other.replaced_, "")),
-      replaced_lock_(std::move(other.replaced_lock_)),
+      replaced_lock_(std::exchange(other.replaced_lock_, -1)),
       prepared_(other.prepared_),
       replaces_(other.replaces_),
       lock_(std::exchange(other.lock_, -1)),
@@ -499,6 +499,7 @@ Staging::~Staging() {
   // Still nobody knows whether it has become a checkpoint.
   if (left_ && lock_ >= 0) Leave();
   if (lock_ >= 0) close(lock_);
+  if (replaced_lock_ >= 0) close(replaced_lock_);
 }
 
 absl::StatusOr<std::optional<Staging>> Staging::TakeOver(const std::string& wanted,

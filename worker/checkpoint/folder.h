@@ -11,7 +11,6 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "base/owned_fd.h"
 #include "worker/checkpoint/manifest.h"
 
 namespace muster {
@@ -151,7 +150,7 @@ class Staging {
   std::string dir_;
   std::string path_;      // empty once it is moved
   std::string replaced_;  // the previous checkpoint between Commit() and Finish()
-  OwnedFd replaced_lock_;
+  int replaced_lock_ = -1;
   bool prepared_ = false;  // Commit() has begun
   bool replaces_ = true;
   int lock_ = -1;
@@ -178,7 +177,6 @@ absl::Status RemoveCheckpoint(const std::string& dir, Disposal* disposal = nullp
 // Whether retention keeps the checkpoint because its step is, or may be, a multiple of `keep_every`
 // (0: none).
 bool StaysForItsStep(const std::string& dir, int64_t keep_every);
-
 
 // Numbered checkpoints: ROOT/checkpoint_0, checkpoint_1, ... Other names in ROOT are ignored.
 class CheckpointFolder {

@@ -337,8 +337,8 @@ TEST_F(FolderTest, CrashesBetweenTheTwoRenames_LeaveTheNewest) {
     Manifest manifest = *ReadManifest(Path("ckpt"));
     manifest.info.step = digits[0] == '1' ? 9 : 8;
     manifest.created = "2026-01-01T00:00:00+00:00";
-    ASSERT_TRUE(WriteFileAtomically(JoinPath(Path("ckpt"), kManifestName), *EncodeManifest(manifest))
-                    .ok());
+    ASSERT_TRUE(
+        WriteFileAtomically(JoinPath(Path("ckpt"), kManifestName), *EncodeManifest(manifest)).ok());
     ASSERT_EQ(rename(Path("ckpt").c_str(), (Path("aside") + digits).c_str()), 0);
   }
   for (const char* const digits : {"0123456789abcdef", "1123456789abcdef", "2123456789abcdef"}) {

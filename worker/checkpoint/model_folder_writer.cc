@@ -39,10 +39,10 @@ void RemoveAbandoned(const std::string& folder) {
 
 absl::Status CheckNoCheckpoint(const std::string& folder) {
   if (!PathExists(JoinPath(folder, kManifestName))) return absl::OkStatus();
-  return absl::AlreadyExistsError(
-      absl::StrCat(folder,
-                   " is a checkpoint, which this would damage: write to another folder, or load the "
-                   "model that the checkpoint has, whose files are like these"));
+  return absl::AlreadyExistsError(absl::StrCat(
+      folder,
+      " is a checkpoint, which this would damage: write to another folder, or load the "
+      "model that the checkpoint has, whose files are like these"));
 }
 
 ModelFolderWriter::ModelFolderWriter(std::string folder, ShardPlan plan)

@@ -26,7 +26,8 @@ absl::Status CheckNoCheckpoint(const std::string& folder);
 //
 // Files are written and synced under a hidden folder first and moved in by Finish(); a crash during
 // the moves leaves no index rather than one that mixes two models. Without Finish() nothing
-// changes, but Begin() removes the hidden folders of writers that were killed. Blocks on the disk. Not thread-safe.
+// changes, but Begin() removes the hidden folders of writers that were killed. Blocks on the disk.
+// Not thread-safe.
 class ModelFolderWriter {
  public:
   // Tensors by name, type and shape, in the order in which shards are filled; their ranges are
