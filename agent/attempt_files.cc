@@ -22,7 +22,7 @@ absl::Status Failed(absl::string_view what, const std::string& path) {
 absl::Status SyncRecord(const std::string& path) {
   const OwnedFd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!fd.open()) return Failed("open", path);
-  return fsync(fd.get()) == 0 ? absl::OkStatus() : Failed("sync", path);
+  return TEMP_FAILURE_RETRY(fsync(fd.get())) == 0 ? absl::OkStatus() : Failed("sync", path);
 }
 
 }  // namespace

@@ -82,7 +82,9 @@ absl::Status SyncDirectory(const std::string& path) {
   if (folder.get() < 0) return Failed("open folder", path);
   // Some network file systems cannot sync a folder and say EINVAL: there is nothing better to do
   // there.
-  if (fsync(folder.get()) != 0 && errno != EINVAL) return Failed("sync folder", path);
+  if (TEMP_FAILURE_RETRY(fsync(folder.get())) != 0 && errno != EINVAL) {
+    return Failed("sync folder", path);
+  }
   return absl::OkStatus();
 }
 
@@ -185,12 +187,12 @@ absl::Status AtomicFile::Append(absl::string_view bytes) {
 }
 
 absl::Status AtomicFile::Sync() {
-  if (fdatasync(fd_) != 0) return Failed("sync", path_);
+  if (TEMP_FAILURE_RETRY(fdatasync(fd_)) != 0) return Failed("sync", path_);
   return absl::OkStatus();
 }
 
 absl::Status AtomicFile::Commit() {
-  if (fsync(fd_) != 0) return Failed("sync", path_);
+  if (TEMP_FAILURE_RETRY(fsync(fd_)) != 0) return Failed("sync", path_);
   MUSTER_RETURN_IF_ERROR(Publish());
   return SyncDirectory(ParentPath(path_));
 }

@@ -6,6 +6,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <type_traits>
+
 #include "base/test_system_calls.h"
 
 namespace muster {
@@ -28,6 +30,7 @@ template <class Where>
 bool Fails(Where where, bool removes = false) {
   muster::DiskFault& fault = muster::disk_fault;
   if (fault.at == 0 || (removes && !fault.also_removals)) return false;
+  if (fault.open_files && !std::is_same_v<Where, int>) return false;
   if (!muster::PathHas(where, "/failing_disk")) return false;
   const long call = ++fault.calls;
   if (fault.lasts ? call < fault.at : call != fault.at) return false;

@@ -16,6 +16,7 @@ struct DiskFault {
   std::atomic<int> error{0};               // errno of a call that fails
   std::atomic<bool> lasts{false};          // so do the calls after it,
   std::atomic<bool> also_removals{false};  // those that remove files too
+  std::atomic<bool> open_files{false};     // only those on files that are open count
   std::atomic<bool> fired{false};          // since Arm()
 
   std::atomic<long> calls{0};

@@ -459,11 +459,11 @@ class Accelerator {
   // (collective) Writes models, optimizers, schedules, loader positions, scaler, random states and
   // registered objects to `directory` or, if that is empty, to the next numbered folder under the
   // project directory. When it returns on any process, the checkpoint is complete; with
-  // AcceleratorOptions::checkpoint.asynchronous only the copy is complete, and the error may be
-  // that of an earlier save (this one continues). No other thread may change the saved state until
-  // it returns. Layout: docs/checkpoint_format.md. Errors: RESOURCE_EXHAUSTED, PERMISSION_DENIED,
-  // FAILED_PRECONDITION (in the middle of an accumulation window, or if a thread changed a tensor
-  // during the save), ALREADY_EXISTS.
+  // AcceleratorOptions::checkpoint.asynchronous or .memory only the copy is complete, and the error
+  // may be that of an earlier save (this one continues). No other thread may change the saved state
+  // until it returns. Layout: docs/checkpoint_format.md. Errors: RESOURCE_EXHAUSTED,
+  // PERMISSION_DENIED, FAILED_PRECONDITION (in the middle of an accumulation window, or if a thread
+  // changed a tensor during the save), ALREADY_EXISTS.
   absl::Status save_state(const std::string& directory = "");
   // Blocks until asynchronous saves are on disk and the checkpoints that they displace are deleted;
   // save_state() does not wait for that deletion. Returns the error of a failed save that has not
@@ -519,7 +519,8 @@ class Accelerator {
   // (collective) Writes only the model's tensors, on process 0, in the format that other libraries
   // read: to model.safetensors in `directory` or, above `max_shard_size` ("500MB", "10GB"), to
   // shards with an index. All processes return the same status: INVALID_ARGUMENT for a malformed
-  // size, FAILED_PRECONDITION if `directory` is a file, RESOURCE_EXHAUSTED, PERMISSION_DENIED.
+  // size, FAILED_PRECONDITION if `directory` is a file, ALREADY_EXISTS if it is a checkpoint (whose
+  // model load_model() reads as it is), RESOURCE_EXHAUSTED, PERMISSION_DENIED.
   template <class M>
   absl::Status save_model(const AcceleratedModel<M>& model, const std::string& directory,
                           const std::string& max_shard_size = "10GB") {

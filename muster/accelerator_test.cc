@@ -479,6 +479,101 @@ TEST(Accelerator, LoadWeights_ByPrefixAndNotStrict_LeavesTheRestOfTheStateAlone)
   EXPECT_THAT(first->models[1].missing, ElementsAre("weight"));
 }
 
+TEST(Accelerator, SaveModel_IntoACheckpoint_IsRefusedAndLeavesIt) {
+  Accelerator accelerator(OnCpu());
+  auto model = accelerator.prepare(OneWeight());
+  const std::string dir = TestDir("state_and_model");
+  ASSERT_TRUE(accelerator.save_state(dir).ok());
+  for (const char* const limit : {"10GB", "1B"}) {
+    const absl::Status saved = accelerator.save_model(model, dir, limit);
+    EXPECT_EQ(saved.code(), absl::StatusCode::kAlreadyExists) << saved;
+    EXPECT_THAT(saved.message(), HasSubstr(dir + " is a checkpoint"));
+  }
+  const absl::Status loaded = accelerator.load_state(dir);
+  EXPECT_TRUE(loaded.ok()) << loaded;
+}
+
+TEST(Accelerator, TensorsThatALoadHookRemoves_KeepTheirValuesAndAreNamed) {
+  Accelerator accelerator(OnCpu());
+  torch::nn::Linear net(1, 1);
+  auto model = accelerator.prepare(net);
+  const at::NoGradGuard no_grad;
+  net->weight.fill_(1);
+  net->bias.fill_(1);
+  const std::string dir = TestDir("without_bias");
+  ASSERT_TRUE(accelerator.save_state(dir).ok());
+  const auto load = [&] {
+    net->weight.fill_(2);
+    net->bias.fill_(2);
+    testing::internal::CaptureStderr();
+    const absl::Status loaded = accelerator.load_state(dir);
+    EXPECT_TRUE(loaded.ok()) << loaded;
+    EXPECT_EQ(net->weight.item<double>(), 1);
+    return testing::internal::GetCapturedStderr();
+  };
+  // Also of a hook that is gone when the model is loaded.
+  for (const bool once : {false, true}) {
+    std::optional<HookHandle> hook;
+    hook = accelerator.register_load_state_pre_hook(
+        [&](std::vector<NamedTensors>& weights, const StateReader&) {
+          std::erase_if(weights[0], [](const auto& item) { return item.first == "bias"; });
+          if (once) hook->remove();
+        });
+    EXPECT_THAT(load(), HasSubstr("model.safetensors lacks, or that the hook has removed, keep "
+                                  "their values: bias"));
+    EXPECT_EQ(net->bias.item<double>(), 2);
+    hook->remove();
+  }
+  EXPECT_THAT(load(), testing::Not(HasSubstr("keep their values")));
+  EXPECT_EQ(net->bias.item<double>(), 1);
+}
+
+// As masks are made. No value can be written to one element alone.
+TEST(Accelerator, BuffersWhoseElementsShareMemory_AreLoaded) {
+  struct Net : torch::nn::Module {
+    Net() : body(register_module("body", OneWeight())) {
+      mask = register_buffer("mask", Row(0));
+      same = register_buffer("same", mask.detach());
+    }
+    static at::Tensor Row(double value) { return at::full({1}, value).expand({3}); }
+    at::Tensor forward(at::Tensor x) { return body(x); }
+    void Set(double value) {
+      mask.set_data(Row(value));
+      same.set_data(mask.detach());
+    }
+    torch::nn::Linear body = nullptr;
+    at::Tensor mask, same;
+  };
+  for (const bool shards : {false, true}) {
+    SCOPED_TRACE(shards ? "sharded" : "whole");
+    AcceleratorOptions options = OnCpu();
+    if (shards) {
+      options.sharding = ParseSharding("zero3", 1);
+      options.sharding->offload_parameters = Offload::kDisk;
+      options.sharding->offload_parameters_path = TestDir("mask_parameters");
+      options.sharding->offload_optimizer = Offload::kDisk;
+      options.sharding->offload_optimizer_path = TestDir("mask_states");
+    }
+    Accelerator accelerator(options);
+    const auto net = std::make_shared<Net>();
+    auto model = accelerator.prepare(net);
+    net->Set(1);
+    const std::string dir = TestDir(shards ? "masks_of_shards" : "masks");
+    ASSERT_TRUE(accelerator.save_state(dir).ok());
+    net->Set(0);
+    const auto loaded = accelerator.load_weights(dir);
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    EXPECT_TRUE(net->mask.equal(at::ones({3}))) << net->mask;
+    EXPECT_TRUE(net->same.equal(at::ones({3}))) << net->same;
+    net->Set(0);
+    const absl::Status state = accelerator.load_state(dir);
+    ASSERT_TRUE(state.ok()) << state;
+    EXPECT_TRUE(net->mask.equal(at::ones({3}))) << net->mask;
+    net->mask.fill_(2);
+    EXPECT_TRUE(net->same.equal(net->mask)) << "they are one, as they were";
+  }
+}
+
 TEST(Accelerator, LoadWeights_InAWindow_IsRefused) {
   AcceleratorOptions options = OnCpu();
   options.gradient_accumulation_steps = 2;

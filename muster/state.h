@@ -24,7 +24,9 @@ concept Checkpointable = requires(T& object, const StateDict& state) {
 // Called in save_state() before models are written. `weights`: the tensors of each prepared model
 // that process 0 writes, in the order of prepare(). Remove entries to omit them, or all entries to
 // save that model by other means. The hook writes its own files through `writer`, with one name per
-// process. Called on every process; an exception becomes the error of save_state() on all.
+// process. Called on every process; an exception becomes the error of save_state() on all. A save
+// that goes to memory and to the disk calls it twice, as it does the save functions of registered
+// objects.
 using SaveStateHook = std::function<void(std::vector<NamedTensors>& weights, StateWriter& writer)>;
 
 // Called in load_state() before anything has changed. `weights`: the files' tensors for each

@@ -97,7 +97,7 @@ absl::Status AppendLine(const std::string& path, absl::string_view line) {
     if (n < 0) return failed("write");
     line.remove_prefix(static_cast<size_t>(n));
   }
-  return fsync(file.get()) == 0 ? absl::OkStatus() : failed("sync");
+  return TEMP_FAILURE_RETRY(fsync(file.get())) == 0 ? absl::OkStatus() : failed("sync");
 }
 
 std::string LastLine(absl::string_view text) {

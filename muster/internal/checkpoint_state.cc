@@ -26,6 +26,7 @@
 #include "base/units.h"
 #include "muster/internal/backward_updates.h"
 #include "muster/internal/full_state.h"
+#include "muster/internal/model_source.h"
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/async_saver.h"
 #include "worker/checkpoint/checkpoint_search.h"
@@ -99,6 +100,19 @@ void CheckWeights(const std::vector<NamedTensors>& weights, size_t models, const
               " lists of weights for ", models, " models: it may empty a list but not remove it");
 }
 
+// A hook may remove itself or others while it runs; those that are removed run no more.
+template <class Hook, class... Args>
+void RunHooks(const std::map<int64_t, std::shared_ptr<const Hook>>& hooks, const char* where,
+              std::vector<NamedTensors>& weights, Args&... args) {
+  const size_t models = weights.size();
+  const auto all = hooks;
+  for (const auto& [id, hook] : all) {
+    if (hooks.count(id) == 0) continue;
+    (*hook)(weights, args...);
+    CheckWeights(weights, models, where);
+  }
+}
+
 // Runs tensor code that throws inside of a function that returns Status.
 template <class F>
 absl::Status Try(const std::string& what, const F& function) {
@@ -165,6 +179,19 @@ void ThrowFirst(const std::vector<std::tuple<int, std::string>>& statuses) {
   }
 }
 
+// Before values are loaded into them.
+void GiveModelsOwnMemory(const Models& models) {
+  for (const auto& model : models) {
+    ModelSource::Named tensors = model->source().buffers();
+    // What a sharded model keeps are parts of its parameters.
+    if (model->sharded() == nullptr) {
+      const ModelSource::Named parameters = model->source().parameters();
+      tensors.insert(tensors.end(), parameters.begin(), parameters.end());
+    }
+    GiveOwnMemory(tensors);
+  }
+}
+
 // (collective)
 bool OnAnyProcess(Comm& comm, bool here) {
   bool anywhere = false;
@@ -172,13 +199,17 @@ bool OnAnyProcess(Comm& comm, bool here) {
   return anywhere;
 }
 
-// Of `file`. `hooks`: they may have left tensors out, or all. (collective, for a sharded model)
-void LoadModel(ModelSlot& model, const NamedTensors& weights, const std::string& file, bool hooks) {
-  if (weights.empty() && hooks) return;
+// Of `file`. `hooks`: they may have left tensors out, or all. Returns the names of those that are
+// left out of a model that is loaded; "": none. (collective, for a sharded model)
+std::string LoadModel(ModelSlot& model, const NamedTensors& weights, const std::string& file,
+                      bool hooks) {
+  std::string missing;
+  if (weights.empty() && hooks) return missing;
   const FullWeights targets(model, /*keep=*/true);
   ThrowIfError(LoadTensors(weights, WantedOf(model, weights, targets.tensors()), file,
-                           {.allow_missing = hooks}));
+                           {.allow_missing = hooks, .missing = &missing}));
   targets.Store();
+  return missing;
 }
 
 // As LoadModel, without changes and without collectives.
@@ -351,7 +382,8 @@ absl::Status CheckpointState::CheckOptions() const {
 }
 
 void CheckpointState::OpenMemory(bool has_to_answer) {
-  if (memory_opened_ || !process_.options().checkpoint.memory) return;
+  if (!process_.options().checkpoint.memory) return;
+  if (memory_opened_ && !(has_to_answer && memory_unreachable_)) return;
   const Environment& environment = process_.environment();
   MemoryTier::MirrorOptions mirror;
   if (process_.options().checkpoint.mirror) {
@@ -359,8 +391,9 @@ void CheckpointState::OpenMemory(bool has_to_answer) {
   }
   absl::StatusOr<std::unique_ptr<MemoryTier>> opened = MemoryTier::Open(
       process_.comm(), environment.memory_socket.value, environment.worker_id.value, mirror);
+  memory_unreachable_ = !opened.ok() && !absl::IsFailedPrecondition(opened.status());
   // Nobody knows what it has.
-  if (has_to_answer && !absl::IsFailedPrecondition(opened.status())) ThrowIfError(opened.status());
+  if (has_to_answer && memory_unreachable_) ThrowIfError(opened.status());
   memory_opened_ = true;
   if (opened.ok()) {
     memory_ = *std::move(opened);
@@ -384,28 +417,34 @@ bool CheckpointState::GoesToDisk(const std::string& directory) {
 }
 
 absl::Status CheckpointState::SaveToMemory(const CheckpointInfo& info, int64_t since_disk,
-                                           absl::FunctionRef<absl::Status(StateWriter&)> write) {
+                                           absl::FunctionRef<absl::Status(StateWriter&)> write,
+                                           absl::Status* earlier) {
   const CheckpointOptions& options = process_.options().checkpoint;
-  const absl::Status before = memory_->Save(process_.comm(), info, since_disk, options.lazy, write);
-  if (absl::IsResourceExhausted(before)) {
+  const auto is_lost = [this](const absl::Status& status) {
+    if (!absl::IsUnavailable(status)) return false;
+    if (process_.rank() == 0) {
+      MUSTER_LOG(Warning) << "a checkpoint in memory was lost, the next one is tried: "
+                          << status.message();
+    }
+    return true;
+  };
+  absl::Status before;
+  const absl::Status saved =
+      memory_->Save(process_.comm(), info, since_disk, options.lazy, write, &before);
+  if (!before.ok() && !is_lost(before)) {
+    *earlier = absl::Status(before.code(),
+                            absl::StrCat("the last save in memory failed: ", before.message()));
+  }
+  if (absl::IsResourceExhausted(saved)) {
     if (process_.rank() == 0) {
       MUSTER_LOG(Warning) << "no more checkpoints in memory; those on the disk continue, every "
-                          << options.disk_every << ". save_state(): " << before.message();
+                          << options.disk_every << ". save_state(): " << saved.message();
     }
     // The last whole save stays with the agent, and counts until training begins elsewhere.
     saves_to_memory_ = false;
     return absl::OkStatus();
   }
-  if (absl::IsUnavailable(before)) {
-    if (process_.rank() == 0) {
-      MUSTER_LOG(Warning) << "a checkpoint in memory was lost, the next one is tried: "
-                          << before.message();
-    }
-    return absl::OkStatus();
-  }
-  if (before.ok()) return before;
-  return absl::Status(before.code(),
-                      absl::StrCat("the last save in memory failed: ", before.message()));
+  return is_lost(saved) ? absl::OkStatus() : saved;
 }
 
 absl::Status CheckpointState::CheckComplete(const Layout& layout) {
@@ -758,10 +797,7 @@ absl::Status CheckpointState::Write(StateWriter& writer) {
         [&](const std::string& name) { return division.Writes(rank, *model, name); });
   }
   // No collectives from here on: a rank whose disk is full leaves no other waiting.
-  for (const auto& [unused, hook] : save_hooks_) {
-    hook(weights, writer);
-    CheckWeights(weights, models.size(), "save_state()");
-  }
+  RunHooks(save_hooks_, "save_state()", weights, writer);
   ExpectBytes(writer, weights, optimizers);
   MUSTER_RETURN_IF_ERROR(WriteModels(writer, weights));
   for (size_t i = 0; i < optimizers.size(); ++i) {
@@ -846,9 +882,9 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     if (to_disk && directory.empty()) info.iteration = AgreeOnNumber(folder, info.iteration);
     // A save with a name of its own is none of those that are counted.
     const int64_t since_disk = !directory.empty() ? since_disk_ : to_disk ? 0 : since_disk_ + 1;
-    absl::Status in_memory;
+    absl::Status in_memory, earlier_in_memory;
     if (memory_ != nullptr && saves_to_memory_) {
-      in_memory = SaveToMemory(info, since_disk, write);
+      in_memory = SaveToMemory(info, since_disk, write, &earlier_in_memory);
       if (!saves_to_memory_ && !to_disk) {
         // It must be somewhere.
         to_disk = true;
@@ -856,9 +892,10 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
       }
     }
     if (!to_disk) {
+      ThrowIfError(in_memory);
       since_disk_ = since_disk;
       loops_.NoteSaved(absl::StrCat("the checkpoint of step ", info.step, " in memory"), done);
-      ThrowIfError(in_memory);
+      ThrowIfError(earlier_in_memory);
       return;
     }
     absl::Status earlier;
@@ -879,6 +916,7 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     loops_.NoteSaved(last_checkpoint_, done);
     ThrowIfError(earlier);
     ThrowIfError(in_memory);
+    ThrowIfError(earlier_in_memory);
   });
   // What hangs from here on is not the save.
   process_.progress().SetPhase("after save_state");
@@ -1099,13 +1137,13 @@ void CheckpointState::Register(std::function<PlainState()> save,
 
 int64_t CheckpointState::AddSaveHook(SaveStateHook hook) {
   TORCH_CHECK(hook != nullptr, "register_save_state_pre_hook() got an empty function");
-  save_hooks_.emplace(next_hook_, std::move(hook));
+  save_hooks_.emplace(next_hook_, std::make_shared<const SaveStateHook>(std::move(hook)));
   return next_hook_++;
 }
 
 int64_t CheckpointState::AddLoadHook(LoadStateHook hook) {
   TORCH_CHECK(hook != nullptr, "register_load_state_pre_hook() got an empty function");
-  load_hooks_.emplace(next_hook_, std::move(hook));
+  load_hooks_.emplace(next_hook_, std::make_shared<const LoadStateHook>(std::move(hook)));
   return next_hook_++;
 }
 
@@ -1121,6 +1159,7 @@ struct CheckpointState::Loaded {
     int64_t steps = 0;
   };
 
+  bool hooks = false;                 // have had the weights, and may have left some out
   std::vector<NamedTensors> weights;  // of sharded models empty, unless hooks want them
   std::vector<std::optional<LoadedShards>> shards;
   std::vector<Optimizer> optimizers;
@@ -1159,10 +1198,7 @@ std::vector<NamedTensors> CheckpointState::ReadWeights(const StateReader& reader
       all.insert(all.end(), file.tensors().begin(), file.tensors().end());
     }
   }
-  for (const auto& [unused, hook] : load_hooks_) {
-    hook(weights, reader);
-    CheckWeights(weights, models, "load_state()");
-  }
+  RunHooks(load_hooks_, "load_state()", weights, reader);
   return weights;
 }
 
@@ -1360,7 +1396,7 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
   // A sharded model and its optimizer are read file by file: no rank needs memory for all of it.
   const bool any_sharded = std::any_of(
       models.begin(), models.end(), [](const auto& model) { return model->sharded() != nullptr; });
-  const bool hooks = !load_hooks_.empty();
+  const bool hooks = loaded.hooks = !load_hooks_.empty();
   const bool by_file = !(any_sharded ? OnAnyProcess(process_.comm(), hooks) : hooks);
   std::vector<std::string> together, to_device;
   const auto add = [](const std::vector<std::string>& names, std::vector<std::string>* to) {
@@ -1484,8 +1520,12 @@ void CheckpointState::ApplyModels(const StateReader& reader, const Loaded& loade
       loaded.shards[i]->Store();
       continue;
     }
-    LoadModel(*registry_.models()[i], loaded.weights[i],
-              JoinPath(reader.dir(), ModelFileName(static_cast<int>(i))), !load_hooks_.empty());
+    const std::string file = JoinPath(reader.dir(), ModelFileName(static_cast<int>(i)));
+    const std::string missing =
+        LoadModel(*registry_.models()[i], loaded.weights[i], file, loaded.hooks);
+    if (missing.empty() || process_.rank() != 0) continue;
+    MUSTER_LOG(Warning) << "load_state() with a hook: tensors that " << file
+                        << " lacks, or that the hook has removed, keep their values: " << missing;
   }
   // Gradients and scaler steps of a window that was open belong to the state that is given up.
   for (const auto& model : registry_.models()) {
@@ -1550,7 +1590,10 @@ void CheckpointState::RestoreFailures(const std::vector<Forgotten>& forgotten) {
 
 void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
   // The code of the program first: nobody knows what it refuses before it runs.
-  ThrowIfAnyFailed(WithOutcome(Guard([&] { ApplyRegistered(loaded); }),
+  ThrowIfAnyFailed(WithOutcome(Guard([&] {
+                                 GiveModelsOwnMemory(registry_.models());
+                                 ApplyRegistered(loaded);
+                               }),
                                "registered objects may have changed, and nothing else has"));
   ++replaced_;
   // Then what needs memory, or room in the files of an offload, or has a load() of its own.
@@ -1642,6 +1685,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
     const size_t models = registry_.models().size();
     std::vector<std::string> names;
     std::vector<NamedTensors> weights;
+    bool hooks = false;
     absl::StatusOr<StateReader> reader = OpenAndRead(directory, [&](StateReader& opened) {
       ThrowIfAnyFailed(Guard([&] {
         if (!options.strict) return;
@@ -1659,6 +1703,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
       }));
       ThrowIfError(opened.ReadTogether(process_.comm(), names));
       ThrowIfAnyFailed(Guard([&] {
+        hooks = !load_hooks_.empty();  // one may remove itself
         const std::unique_ptr<DeviceUploads> uploads = UploadsFor(opened, names);
         weights = ReadWeights(opened, files, std::vector<bool>(files), uploads.get());
         CheckIndexes(opened, files);
@@ -1666,6 +1711,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
     });
     ThrowIfError(reader.status());
     report.directory = reader->dir();
+    ThrowIfAnyFailed(Guard([&] { GiveModelsOwnMemory(registry_.models()); }));
     std::vector<MatchedWeights> matched;
     std::vector<FullWeights> targets;
     for (size_t i = 0; i < weights.size(); ++i) {
@@ -1674,7 +1720,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
     ThrowIfAnyFailed(Guard([&] {
       LoadWeightsOptions rules = options;
       // As in load_state: hooks decide what is loaded.
-      if (!load_hooks_.empty()) rules.strict = false;
+      if (hooks) rules.strict = false;
       for (size_t i = 0; i < weights.size(); ++i) {
         NamedTensors wanted =
             WantedOf(*registry_.models()[i], weights[i], targets[i].tensors(), rules);
@@ -1737,7 +1783,7 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
   const uint64_t replaced = replaced_;
   const std::vector<Forgotten> forgotten = ForgetFailures();
   absl::Status status = Guard([&] {
-    OpenMemory(/*has_to_answer=*/directory.empty());
+    OpenMemory(/*has_to_answer=*/true);
     const bool memory = directory.empty() && memory_ != nullptr;
     const int64_t newest = memory ? NewestStepOnDisk(CheckpointFolder(Root())) : -1;
     if (memory && LoadFromMemory(newest)) return;
@@ -1758,15 +1804,13 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
       from_memory = LoadFromMemory(-1);
     }
     if (from_memory) return;
-    if (may_be_missing && absl::IsNotFound(reader.status())) {
-      if (memory_ != nullptr) memory_->Forget();
-      return;
-    }
-    ThrowIfError(reader.status());
+    if (!may_be_missing || !absl::IsNotFound(reader.status())) ThrowIfError(reader.status());
+    // What it holds is of another past than the training that begins here. Before that does: where
+    // it cannot be discarded, a later load would go back to it.
+    if (memory_ != nullptr) ThrowIfError(memory_->Forget(process_.comm()));
+    if (!reader.ok()) return;
     Apply(*reader, loaded);
     since_disk_ = 0;
-    // What it holds is of another past than the training that begins here.
-    if (memory_ != nullptr) memory_->Forget();
     LetGo(*std::move(reader), std::move(loaded));
   });
   if (replaced_ == replaced) RestoreFailures(forgotten);
@@ -1789,9 +1833,9 @@ CheckpointState::Loaded CheckpointState::CheckAndReadAll(StateReader& reader) co
     for (size_t i = 0; i < registry_.models().size(); ++i) {
       if (loaded.shards[i].has_value()) continue;  // checked as they were read
       CheckModel(*registry_.models()[i], loaded.weights[i],
-                 JoinPath(reader.dir(), ModelFileName(static_cast<int>(i))), !load_hooks_.empty());
+                 JoinPath(reader.dir(), ModelFileName(static_cast<int>(i))), loaded.hooks);
       if (registry_.models()[i]->sharded() == nullptr) continue;
-      left_out += loaded.weights[i].empty() && !load_hooks_.empty() ? "y" : "n";
+      left_out += loaded.weights[i].empty() && loaded.hooks ? "y" : "n";
     }
     for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
       ThrowIfError(Try(OptimizerFileName(static_cast<int>(i)), [&] {

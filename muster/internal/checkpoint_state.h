@@ -157,13 +157,15 @@ class CheckpointState {
   absl::Status WaitForSaver();
   absl::Status CheckOptions() const;
   // (collective) Opens the memory at the first call; without it memory_ stays null. Throws if an
-  // agent does not answer that has to; the next call tries again.
+  // agent does not answer that has to, as for a load; the next one that has to is asked again.
   void OpenMemory(bool has_to_answer);
   // (collective) Whether this save goes to the disk.
   bool GoesToDisk(const std::string& directory);
-  // (collective) Returns the error of the save before, if it failed.
+  // (collective) See MemoryTier::Save(). A save that is lost for lack of memory or of an answer is
+  // no error.
   absl::Status SaveToMemory(const CheckpointInfo& info, int64_t since_disk,
-                            absl::FunctionRef<absl::Status(StateWriter&)> write);
+                            absl::FunctionRef<absl::Status(StateWriter&)> write,
+                            absl::Status* earlier);
   // (collective) Of what is on the disk, of rank 0 or of all nodes, whole or not; -1: there is
   // none. Throws what may be another number later.
   int64_t NewestStepOnDisk(const CheckpointFolder& folder) const;
@@ -217,8 +219,9 @@ class CheckpointState {
   LoopTracker& loops_;
   StepController& steps_;
   std::vector<Registered> registered_;
-  std::map<int64_t, SaveStateHook> save_hooks_;  // by number, which is their order
-  std::map<int64_t, LoadStateHook> load_hooks_;
+  // By number, which is their order.
+  std::map<int64_t, std::shared_ptr<const SaveStateHook>> save_hooks_;
+  std::map<int64_t, std::shared_ptr<const LoadStateHook>> load_hooks_;
   int64_t next_hook_ = 0;
   std::string last_checkpoint_;
   std::optional<Manifest> loaded_without_name_;  // last_checkpoint_ was, when it was loaded
@@ -229,11 +232,12 @@ class CheckpointState {
   std::unique_ptr<AsyncSaver> saver_;                     // from the first asynchronous save on
   std::unique_ptr<MemoryTier> memory_;                    // null without memory
   bool memory_opened_ = false;
-  bool saves_to_memory_ = true;     // false: it was too small once
-  int64_t since_disk_ = 0;          // saves since the last one to the disk
-  int64_t next_numbered_ = 0;       // after the last numbered asynchronous save
-  Layout layout_;                   // of the save that is made, or was last
-  std::optional<Layout> complete_;  // nothing that is trained is left out of it
+  bool memory_unreachable_ = false;  // an agent did not answer
+  bool saves_to_memory_ = true;      // false: it was too small once
+  int64_t since_disk_ = 0;           // saves since the last one to the disk
+  int64_t next_numbered_ = 0;        // after the last numbered asynchronous save
+  Layout layout_;                    // of the save that is made, or was last
+  std::optional<Layout> complete_;   // nothing that is trained is left out of it
   Agreed agreed_;
   std::unique_ptr<Plan> plan_;  // of the last save; null before
   int64_t saves_planned_ = 0, saves_reused_ = 0;

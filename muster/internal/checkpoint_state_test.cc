@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/file.h"
@@ -58,6 +59,31 @@ TEST_F(CheckpointStateTest, Hook_RunsUntilItIsRemoved) {
   EXPECT_EQ(calls, 1);
 }
 
+TEST_F(CheckpointStateTest, HookThatRemovesItselfAndAnother_RunsOnceAndTheOtherDoesNot) {
+  int calls = 0, others = 0;
+  int64_t own = 0, other = 0;
+  // Captured, so that what is removed while it runs is used afterwards.
+  const std::string name = "a name that is too long to be kept in the function itself";
+  own = checkpoints_.AddSaveHook([&, name](std::vector<NamedTensors>&, StateWriter&) {
+    checkpoints_.RemoveHook(own);
+    checkpoints_.RemoveHook(other);
+    calls += name.empty() ? 0 : 1;
+  });
+  other = checkpoints_.AddSaveHook([&](std::vector<NamedTensors>&, StateWriter&) { ++others; });
+  for (const char* const dir : {"once1", "once2"}) ASSERT_TRUE(checkpoints_.Save(Dir(dir)).ok());
+  EXPECT_EQ(calls, 1);
+  own = checkpoints_.AddLoadHook([&, name](std::vector<NamedTensors>&, const StateReader&) {
+    checkpoints_.RemoveHook(own);
+    checkpoints_.RemoveHook(other);
+    calls += name.empty() ? 0 : 1;
+  });
+  other =
+      checkpoints_.AddLoadHook([&](std::vector<NamedTensors>&, const StateReader&) { ++others; });
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(checkpoints_.Load(Dir("once1"), false).ok());
+  EXPECT_EQ(calls, 2);
+  EXPECT_EQ(others, 0);
+}
+
 // Its path is that of a folder that is there.
 TEST_F(CheckpointStateTest, LastCheckpoint_OfOneThatLackedItsName_IsWhereItIsNow) {
   const std::string named = Dir("unnamed"), staging = named + ".tmp-0123456789abcdef";
@@ -78,6 +104,34 @@ TEST_F(CheckpointStateTest, LastCheckpoint_OfOneThatLackedItsName_IsWhereItIsNow
   EXPECT_EQ(checkpoints_.last_checkpoint(), named);
   ASSERT_TRUE(checkpoints_.Save(Dir("next")).ok());
   EXPECT_EQ(checkpoints_.last_checkpoint(), Dir("next"));
+}
+
+// What it holds cannot be discarded, and a later load would take it for the newest.
+TEST_F(CheckpointStateTest, AgentThatDoesNotAnswer_FailsLoadsAlsoFromTheDiskButNoSave) {
+  AcceleratorOptions options;
+  options.checkpoint.memory = true;
+  JoinedProcess joined = Parts::Alone(options);
+  joined.environment.memory_socket.value = "no agent listens here";
+  joined.environment.worker_id.value = "w0";
+  Process process(options, std::move(joined));
+  Registry registry([] {});
+  LoopTracker loops(registry, [] {});
+  StepController steps(process, registry, loops);
+  CheckpointState checkpoints(process, registry, loops, steps, [] { return false; });
+  double number = 7;
+  checkpoints.Register(
+      [&] {
+        return PlainState{{"number", {number}}};
+      },
+      [&](const PlainState& state) { number = state.at("number").at(0); });
+  const absl::Status saved = checkpoints.Save(Dir("on disk"));
+  ASSERT_TRUE(saved.ok()) << saved;
+  number = 8;
+  for (int i = 0; i < 2; ++i) {
+    const absl::Status loaded = checkpoints.Load(Dir("on disk"), false);
+    EXPECT_EQ(loaded.code(), absl::StatusCode::kUnavailable) << loaded;
+  }
+  EXPECT_EQ(number, 8) << "nothing has changed";
 }
 
 TEST_F(CheckpointStateTest, MissingCheckpoint_IsAnErrorUnlessItMayBeMissing) {

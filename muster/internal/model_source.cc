@@ -1,7 +1,12 @@
 #include "muster/internal/model_source.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <map>
+#include <tuple>
 
+#include "ATen/MemoryOverlap.h"
+#include "ATen/core/grad_mode.h"
 #include "torch/csrc/jit/api/module.h"
 #include "torch/nn/modules/embedding.h"
 
@@ -80,6 +85,22 @@ ModelSource::Named TensorsOf(const ModelSource& model) {
   for (auto& [name, tensor] : model.parameters()) tensors.emplace_back(name, tensor.detach());
   for (auto& [name, tensor] : model.buffers()) tensors.emplace_back(name, tensor.detach());
   return tensors;
+}
+
+void GiveOwnMemory(const ModelSource::Named& tensors) {
+  const at::NoGradGuard no_grad;
+  using Place = std::tuple<const void*, std::vector<int64_t>, std::vector<int64_t>>;
+  std::map<Place, at::Tensor> given;
+  for (const auto& [name, tensor] : tensors) {
+    if (tensor.layout() != at::kStrided || tensor.is_meta() ||
+        at::has_internal_overlap(tensor) != at::MemOverlap::Yes) {
+      continue;
+    }
+    at::Tensor& own =
+        given[{tensor.const_data_ptr(), tensor.sizes().vec(), tensor.strides().vec()}];
+    if (!own.defined()) own = tensor.contiguous();
+    at::Tensor(tensor).set_data(own);
+  }
 }
 
 std::vector<at::Tensor> SparseParametersOf(torch::nn::Module& module) {

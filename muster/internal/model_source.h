@@ -43,6 +43,11 @@ std::unique_ptr<ModelSource> SourceOf(const torch::jit::Module& module);
 // Parameters, then buffers; detached, not copied.
 ModelSource::Named TensorsOf(const ModelSource& model);
 
+// Values are about to be written to these tensors: each whose elements share memory, as those of
+// expand() do, gets memory of its own and keeps its values. They have to be those of the model, not
+// detached ones. Tensors in one place stay in one place.
+void GiveOwnMemory(const ModelSource::Named& tensors);
+
 // Parameters whose gradients are sparse tensors: those of embeddings made with sparse(true).
 std::vector<at::Tensor> SparseParametersOf(torch::nn::Module& module);
 

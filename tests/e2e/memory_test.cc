@@ -70,6 +70,14 @@ TEST(Memory, WorkerIsKilledInASave_TheOneBeforeIsTaken) {
   EXPECT_THAT(result.after("weights "), ElementsAre(Weights()));
 }
 
+TEST(Memory, HookThatThrowsOnOneRank_FailsThatSaveOnAllAndNoOther) {
+  const CommandResult result = Launch(MakeTestDir("bad_hook"), "bad_hook 20 13 1000");
+  ASSERT_EQ(result.exit_code, 0) << result.output;
+  const std::string refused = "13: rank 1: the hook says so";
+  EXPECT_THAT(result.after("refused at "), ElementsAre(refused, refused)) << result.output;
+  EXPECT_THAT(result.after("weights "), ElementsAre(Weights()));
+}
+
 TEST(Memory, DamageInMemory_IsFoundAndTheDiskIsTaken) {
   const CommandResult result = Launch(MakeTestDir("damage"), "damage 20 13 5");
   ASSERT_EQ(result.exit_code, 0) << result.output;

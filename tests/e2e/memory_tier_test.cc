@@ -140,7 +140,8 @@ class MemoryTierTest : public testing::Test {
                            const std::function<void()>& during = nullptr) {
     CheckpointInfo info;
     info.step = step;
-    return tier.Save(comm, info, step % 5, /*lazy=*/true, [&](StateWriter& writer) {
+    absl::Status earlier;
+    const auto write = [&](StateWriter& writer) {
       if (during != nullptr) during();
       StateDict own, shared;
       own.SetInt("step", step + 100 * comm.rank());
@@ -152,7 +153,11 @@ class MemoryTierTest : public testing::Test {
       }
       if (comm.rank() == failing_rank) status.Update(absl::InternalError("the test says so"));
       return status;
-    });
+    };
+    const absl::Status saved = tier.Save(comm, info, step % 5, /*lazy=*/true, write, &earlier);
+    EXPECT_TRUE(earlier.ok()) << earlier;
+    EXPECT_EQ(absl::IsInternal(saved), failing_rank >= 0) << saved;
+    return saved;
   }
 
   // The step that all ranks find, with contents; -1: none.
@@ -256,19 +261,49 @@ TEST_F(MemoryTierTest, NextAttempt_FindsTheLastSaveOfAllNodes) {
   Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), 4); });
 }
 
-TEST_F(MemoryTierTest, SaveThatOneRankHasNot_DoesNotCountAndIsReported) {
+TEST_F(MemoryTierTest, SaveThatOneRankHasNot_DoesNotCountAndIsAnErrorOnAll) {
   Attempt([](Comm& comm, MemoryTier& tier) {
     EXPECT_TRUE(Save(comm, tier, 1).ok());
-    EXPECT_TRUE(Save(comm, tier, 2, /*failing_rank=*/1).ok());
+    EXPECT_FALSE(Save(comm, tier, 2, /*failing_rank=*/1).ok());
   });
   Attempt([](Comm& comm, MemoryTier& tier) {
     EXPECT_EQ(FoundStep(comm, tier, /*keep=*/true), 1);
-    EXPECT_TRUE(Save(comm, tier, 3, /*failing_rank=*/1).ok());
-    const absl::Status before = Save(comm, tier, 4);
-    EXPECT_EQ(before.code(), absl::StatusCode::kInternal);
-    EXPECT_THAT(before.message(), HasSubstr("rank 1: the test says so"));
+    EXPECT_EQ(Save(comm, tier, 3, /*failing_rank=*/1).message(), "rank 1: the test says so");
+    EXPECT_EQ(FoundStep(comm, tier), 1);
+    EXPECT_TRUE(Save(comm, tier, 4).ok());
     EXPECT_EQ(FoundStep(comm, tier), 4);
     EXPECT_TRUE(Save(comm, tier, 5).ok());
+  });
+}
+
+TEST_F(MemoryTierTest, TensorThatIsChangedBeforeItIsCopied_IsToldByTheNextSave) {
+  Attempt([](Comm& comm, MemoryTier& tier) {
+    at::Tensor weight = at::ones({3 << 20});
+    const auto save = [&](int64_t step, bool changes, absl::Status* earlier) {
+      CheckpointInfo info;
+      info.step = step;
+      return tier.Save(
+          comm, info, 0, /*lazy=*/true,
+          [&](StateWriter& writer) {
+            StateDict file;
+            file.SetTensor("weight", weight);
+            writer.CopyLater(weight);
+            absl::Status status =
+                writer.Write(absl::StrCat("random_states_", comm.rank(), ".safetensors"), file);
+            // Before the copy can begin.
+            if (changes && comm.rank() == 1) weight.add_(1);
+            return status;
+          },
+          earlier);
+    };
+    absl::Status earlier;
+    EXPECT_TRUE(save(1, /*changes=*/true, &earlier).ok());
+    EXPECT_TRUE(earlier.ok()) << earlier;
+    EXPECT_TRUE(save(2, /*changes=*/false, &earlier).ok()) << "it is made all the same";
+    EXPECT_EQ(earlier.code(), absl::StatusCode::kFailedPrecondition) << earlier;
+    EXPECT_THAT(earlier.message(), HasSubstr("rank 1: "));
+    EXPECT_TRUE(save(3, /*changes=*/false, &earlier).ok());
+    EXPECT_TRUE(earlier.ok()) << earlier;
   });
 }
 
@@ -279,7 +314,7 @@ TEST_F(MemoryTierTest, CrashInAnySaveAfterARestart_LeavesTheOneThatWasLoaded) {
   for (int i = 0; i < 3; ++i) {
     Attempt([](Comm& comm, MemoryTier& tier) {
       EXPECT_EQ(FoundStep(comm, tier, /*keep=*/true), 3);
-      EXPECT_TRUE(Save(comm, tier, 4, /*failing_rank=*/0).ok());
+      EXPECT_FALSE(Save(comm, tier, 4, /*failing_rank=*/0).ok());
     });
   }
 }
@@ -300,10 +335,11 @@ TEST_F(MemoryTierTest, AgentThatDoesNotAnswer_IsUnavailable) {
     EXPECT_TRUE(Save(comm, tier, 1).ok());
     if (comm.rank() == 1) holders_[1].reset();
     comm.Barrier();
-    EXPECT_TRUE(Save(comm, tier, 2).ok());
-    const absl::Status before = Save(comm, tier, 3);
-    EXPECT_EQ(before.code(), absl::StatusCode::kUnavailable) << before;
-    EXPECT_THAT(before.message(), HasSubstr("rank 1: the agent's memory"));
+    for (int step = 2; step <= 3; ++step) {
+      const absl::Status saved = Save(comm, tier, step);
+      EXPECT_EQ(saved.code(), absl::StatusCode::kUnavailable) << saved;
+      EXPECT_THAT(saved.message(), HasSubstr("rank 1: the agent's memory"));
+    }
   });
 }
 
@@ -436,7 +472,7 @@ TEST_F(MemoryTierTest, CrashAfterALostNode_LeavesTheMirrorThatWasLoaded) {
   for (int i = 0; i < 3; ++i) {
     MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) {
       EXPECT_EQ(FoundStep(comm, tier, /*keep=*/true), 2);
-      EXPECT_TRUE(Save(comm, tier, 3, /*failing_rank=*/0).ok());
+      EXPECT_FALSE(Save(comm, tier, 3, /*failing_rank=*/0).ok());
       EXPECT_FALSE(tier.WaitForMirror().ok());
     });
   }
@@ -513,7 +549,7 @@ TEST_F(MemoryTierTest, DamagedPart_IsTakenFromTheOtherNode) {
   for (int i = 0; i < 3; ++i) {
     MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) {
       EXPECT_EQ(FoundStep(comm, tier, /*keep=*/true), 2);
-      EXPECT_TRUE(Save(comm, tier, 3, /*failing_rank=*/1).ok());
+      EXPECT_FALSE(Save(comm, tier, 3, /*failing_rank=*/1).ok());
       EXPECT_FALSE(tier.WaitForMirror().ok());
     });
   }
@@ -584,7 +620,7 @@ TEST_F(MemoryTierTest, PeerLostInTheMiddleOfAMirror_NobodyWaits) {
 TEST_F(MemoryTierTest, WhatIsForgotten_IsNotInMirrorsEither) {
   MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) { SaveMirrored(comm, tier, 1, 2); });
   MirroredAttempt(2, [](Comm& comm, MemoryTier& tier) {
-    tier.Forget();
+    EXPECT_TRUE(tier.Forget(comm).ok());
     comm.Barrier();
     EXPECT_EQ(FoundStep(comm, tier), -1);
   });
@@ -593,7 +629,7 @@ TEST_F(MemoryTierTest, WhatIsForgotten_IsNotInMirrorsEither) {
   SwapNodes();
   Attempt([](Comm& comm, MemoryTier& tier) {
     EXPECT_EQ(FoundStep(comm, tier), 2);
-    tier.Forget();
+    EXPECT_TRUE(tier.Forget(comm).ok());
     comm.Barrier();
     EXPECT_EQ(FoundStep(comm, tier), -1);
   });
@@ -607,7 +643,23 @@ TEST_F(MemoryTierTest, OtherNumberOfRanks_FindsNothing) {
 TEST_F(MemoryTierTest, WhatIsForgotten_IsNotFound) {
   Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_TRUE(Save(comm, tier, 1).ok()); });
   Attempt([](Comm& comm, MemoryTier& tier) {
-    tier.Forget();
+    EXPECT_TRUE(tier.Forget(comm).ok());
+    comm.Barrier();
+    EXPECT_EQ(FoundStep(comm, tier), -1);
+  });
+}
+
+// It would be found later, and be newer than what the disk has then.
+TEST_F(MemoryTierTest, RankThatCannotForget_IsAnErrorOnAllAndNothingIsForgotten) {
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_TRUE(Save(comm, tier, 1).ok()); });
+  Attempt([this](Comm& comm, MemoryTier& tier) {
+    if (comm.rank() == 1) speakers_[1]->Set("");
+    const absl::Status forgotten = tier.Forget(comm);
+    EXPECT_THAT(forgotten.message(), AllOf(HasSubstr("cannot discard the checkpoints in memory"),
+                                           HasSubstr("rank 1: ")));
+    if (comm.rank() == 1) speakers_[1]->Set("w1");
+    EXPECT_EQ(FoundStep(comm, tier), 1);
+    EXPECT_TRUE(tier.Forget(comm).ok());
     comm.Barrier();
     EXPECT_EQ(FoundStep(comm, tier), -1);
   });
@@ -637,7 +689,7 @@ TEST_F(MemoryTierTest, MemoryOfWorkersThatRunElsewhere_IsDroppedOnceLaterSavesRe
       }
       comm.Barrier();
       EXPECT_EQ(FoundStep(comm, tier), 6);
-      tier.Forget();
+      EXPECT_TRUE(tier.Forget(comm).ok());
     });
     LoseNode(0);
     LoseNode(1);

@@ -69,8 +69,8 @@ absl::StatusOr<DirectFile> CreateFile(const std::string& path, uint64_t bytes, b
   // A disk that is too full says so before anything is written, and blocks that end the file in any
   // order do not wait for one another to extend it.
   const uint64_t rounded = DirectAlignedUp(bytes);
-  if (bytes > 0 && system.allocate(file.fd(), rounded) != 0 && errno != EOPNOTSUPP &&
-      errno != ENOSYS && errno != EINVAL) {
+  if (bytes > 0 && TEMP_FAILURE_RETRY(system.allocate(file.fd(), rounded)) != 0 &&
+      errno != EOPNOTSUPP && errno != ENOSYS && errno != EINVAL) {
     return absl::ErrnoToStatus(errno,
                                absl::StrCat("cannot reserve ", rounded, " bytes for ", path));
   }
@@ -80,12 +80,11 @@ absl::StatusOr<DirectFile> CreateFile(const std::string& path, uint64_t bytes, b
 // All blocks are written: gives the file its size and syncs it.
 absl::Status EndFile(const DirectFileSystem& system, const DirectFile& file,
                      const std::string& path, uint64_t bytes) {
-  if (ftruncate(file.fd(), static_cast<off_t>(bytes)) != 0) {
+  if (TEMP_FAILURE_RETRY(ftruncate(file.fd(), static_cast<off_t>(bytes))) != 0) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot set the size of ", path));
   }
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_sync");
-  while (system.fsync(file.fd()) != 0) {
-    if (errno == EINTR) continue;
+  if (TEMP_FAILURE_RETRY(system.fsync(file.fd())) != 0) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot sync ", path));
   }
   return absl::OkStatus();

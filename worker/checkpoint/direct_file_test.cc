@@ -398,6 +398,15 @@ TEST_P(DirectWriteTest, ShortAndInterruptedTransfers_AreContinued) {
     const ssize_t n = ::pread(fd, to, size, at);
     return n > 1000 ? n / 2 + 1 : n;
   };
+  const auto interrupted_once = [](auto call) {
+    return [call, calls = 0](auto... arguments) mutable {
+      if (++calls > 1) return call(arguments...);
+      errno = EINTR;
+      return -1;
+    };
+  };
+  system_.allocate = interrupted_once(system_.allocate);
+  system_.fsync = interrupted_once(system_.fsync);
   const DirectFileWritten written = ExpectWritten(6 * kBlock + 6000);
   EXPECT_EQ(*Read(written), Contents(6 * kBlock + 6000));
 }

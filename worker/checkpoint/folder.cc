@@ -20,7 +20,6 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
-#include "absl/time/clock.h"
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/log.h"
@@ -35,9 +34,6 @@
 
 namespace muster {
 namespace {
-
-// To make a folder that nobody else has locked.
-constexpr int kAttempts = 100;
 
 // Before a folder is removed: a load from it may take hours, and the next save tries again.
 constexpr absl::Duration kReadersAreWaitedFor = absl::Milliseconds(100);
@@ -76,37 +72,28 @@ bool MayBeFolder(const std::string& path) {
   return (errno != ENOENT && errno != ENOTDIR) || PathExists(path);
 }
 
-// When the folder, or a file in it, has changed last; absent if that cannot be read.
-std::optional<absl::Time> LastChange(const std::string& dir) {
-  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(dir);
-  if (!names.ok()) return std::nullopt;
-  absl::Time last = absl::InfinitePast();
-  std::vector<std::string> paths = {dir};
-  for (const std::string& name : *names) paths.push_back(JoinPath(dir, name));
-  for (const std::string& path : paths) {
-    struct stat info;
-    if (lstat(path.c_str(), &info) != 0) return std::nullopt;
-    // A folder that was moved has another ctime.
-    last = std::max(
-        {last, absl::TimeFromTimespec(info.st_mtim), absl::TimeFromTimespec(info.st_ctim)});
-  }
-  return last;
-}
-
 absl::Status RenamePath(const std::string& from, const std::string& to) {
   if (rename(from.c_str(), to.c_str()) == 0) return absl::OkStatus();
   return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", from, " to ", to));
 }
 
-// Puts `from` in the place of the folder `to`; returns where that one is then.
-absl::StatusOr<std::string> Exchange(const std::string& from, const std::string& to) {
-  if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0) return from;
+// Puts `from` in the place of the folder `to`; returns where that one is then. `lock`: null, or -1,
+// and gets the lock of that one.
+absl::StatusOr<std::string> Exchange(const std::string& from, const std::string& to, int* lock) {
+  if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0) {
+    if (lock != nullptr) *lock = LockFolder(from);
+    return from;
+  }
+  // Nobody who looks between the two renames puts it back.
+  const OwnedFd replaced(LockFolder(to));
   std::string aside = absl::StrCat(to, kReplacedMark, RandomHex());
   MUSTER_RETURN_IF_ERROR(RenamePath(to, aside));
   if (const absl::Status renamed = RenamePath(from, to); !renamed.ok()) {
     MUSTER_RETURN_IF_ERROR(RenamePath(aside, to));
     return renamed;
   }
+  // The copy has the lock, too.
+  if (lock != nullptr && replaced.open()) *lock = fcntl(replaced.get(), F_DUPFD_CLOEXEC, 0);
   return aside;
 }
 
@@ -119,15 +106,27 @@ absl::Status PutBackReplaced(const std::string& dir) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
   if (absl::IsNotFound(names.status())) return absl::OkStatus();
   MUSTER_RETURN_IF_ERROR(names.status());
+  std::string newest;
   for (const std::string& name : *names) {
     if (!HasMark(name, BaseName(dir), kReplacedMark)) continue;
-    MUSTER_LOG(Warning) << "putting " << JoinPath(parent, name) << " back to " << dir
-                        << ": a save that was to replace it did not finish";
-    // Two readers may try at once; one of them finds it done.
-    const absl::Status renamed = RenamePath(JoinPath(parent, name), dir);
-    return PathExists(dir) ? absl::OkStatus() : renamed;
+    const std::string path = JoinPath(parent, name);
+    bool newer = newest.empty();
+    if (!newer) {
+      MUSTER_ASSIGN_OR_RETURN(newer, IsNewerCheckpoint(path, newest));
+    }
+    if (newer) newest = path;
   }
-  return absl::OkStatus();
+  if (newest.empty()) return absl::OkStatus();
+  // A save may be between the two renames, and another reader may try at once.
+  const absl::StatusOr<int> lock = LockFolderPatiently(newest);
+  const OwnedFd held(lock.value_or(-1));
+  MUSTER_ASSIGN_OR_RETURN(const bool done, Exists(dir));
+  if (done) return absl::OkStatus();
+  MUSTER_RETURN_IF_ERROR(lock.status());
+  MUSTER_LOG(Warning) << "putting " << newest << " back to " << dir
+                      << ": a save that was to replace it did not finish";
+  const absl::Status renamed = RenamePath(newest, dir);
+  return PathExists(dir) ? absl::OkStatus() : renamed;
 }
 
 // The files of a replaced checkpoint that were not its own belong to the user and move to the new
@@ -156,13 +155,6 @@ absl::StatusOr<bool> AwaitsItsName(const std::string& path, const std::string& n
   MUSTER_ASSIGN_OR_RETURN(const bool taken, Exists(JoinPath(named, kManifestName)));
   if (!taken) return true;
   return IsNewerCheckpoint(path, named);
-}
-
-// Whether a writer on another machine may be at work in the folder, which nobody here has locked.
-bool MayHaveDistantWriter(const std::string& path) {
-  if (IsDoomed(path) || WriterOf(path) == FolderWriter::kGone) return false;
-  const std::optional<absl::Time> last = LastChange(path);
-  return !last.has_value() || absl::Now() - *last < kQuietTime;
 }
 
 // What its writer left when it ended between the parts of WriteFileAtomically.
@@ -466,23 +458,11 @@ absl::StatusOr<Staging> Staging::Create(const std::string& wanted, bool replaces
     }
   }
   RemoveAbandoned(dir);
-  for (int i = 0; i < kAttempts; ++i) {
-    std::string path = NewStagingPath(dir);
-    if (mkdir(path.c_str(), 0777) != 0) {
-      return absl::ErrnoToStatus(errno, absl::StrCat("cannot make folder ", path));
-    }
-    const int lock = LockFolder(path);
-    // Before it is locked, another process may take it for abandoned and remove it.
-    const bool taken = lock < 0 && WriterOf(path) == FolderWriter::kAlive;
-    if (!taken && PathExists(path)) {
-      Staging staging(dir, path, lock);
-      staging.replaces_ = replaces;
-      return staging;
-    }
-    if (lock >= 0) close(lock);
-  }
-  return absl::UnavailableError(absl::StrCat("cannot save a checkpoint as ", dir,
-                                             ": other processes remove what is written beside it"));
+  MUSTER_ASSIGN_OR_RETURN(WriterFolder made,
+                          MakeWriterFolder([&dir] { return NewStagingPath(dir); }));
+  Staging staging(dir, std::move(made.path), made.lock);
+  staging.replaces_ = replaces;
+  return staging;
 }
 
 Staging::Staging(std::string dir, std::string path, int lock)
@@ -607,9 +587,8 @@ absl::Status Staging::Commit() {
                      " since this save began, which stays: give each run a project folder of its "
                      "own"));
   }
-  MUSTER_ASSIGN_OR_RETURN(replaced_, Exchange(path_, dir_));
   // It is not abandoned: other nodes may need it if they cannot commit.
-  replaced_lock_ = LockFolder(replaced_);
+  MUSTER_ASSIGN_OR_RETURN(replaced_, Exchange(path_, dir_, &replaced_lock_));
   path_.clear();
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_replaced");
   return SyncDirectory(parent);
@@ -652,7 +631,7 @@ absl::Status PutInPlace(const std::string& copy, const std::string& dir) {
     if (errno != ENOTEMPTY && errno != EEXIST) {
       return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", copy, " to ", dir));
     }
-    MUSTER_RETURN_IF_ERROR(Exchange(copy, dir).status());
+    MUSTER_RETURN_IF_ERROR(Exchange(copy, dir, nullptr).status());
   }
   return SyncDirectory(ParentPath(dir));
 }

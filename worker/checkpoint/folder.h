@@ -178,10 +178,6 @@ absl::Status RemoveCheckpoint(const std::string& dir, Disposal* disposal = nullp
 // (0: none).
 bool StaysForItsStep(const std::string& dir, int64_t keep_every);
 
-// After this long without a change, a writer on another machine counts as dead, and its files are
-// removed.
-inline constexpr absl::Duration kQuietTime = absl::Hours(2);
-
 // Numbered checkpoints: ROOT/checkpoint_0, checkpoint_1, ... Other names in ROOT are ignored.
 class CheckpointFolder {
  public:

@@ -331,6 +331,24 @@ TEST_F(FolderTest, CrashBetweenTheTwoRenames_IsUndone) {
   EXPECT_TRUE(VerifyCheckpoint(Path("ckpt"), VerifyLevel::kContents).ok());
 }
 
+TEST_F(FolderTest, CrashesBetweenTheTwoRenames_LeaveTheNewest) {
+  for (const char* const digits : {"0123456789abcdef", "1123456789abcdef", "2123456789abcdef"}) {
+    ASSERT_TRUE(Save(Path("ckpt"), {"a"}).ok());
+    Manifest manifest = *ReadManifest(Path("ckpt"));
+    manifest.info.step = digits[0] == '1' ? 9 : 8;
+    manifest.created = "2026-01-01T00:00:00+00:00";
+    ASSERT_TRUE(
+        WriteFileAtomically(JoinPath(Path("ckpt"), kManifestName), *EncodeManifest(manifest)).ok());
+    ASSERT_EQ(rename(Path("ckpt").c_str(), (Path("aside") + digits).c_str()), 0);
+  }
+  for (const char* const digits : {"0123456789abcdef", "1123456789abcdef", "2123456789abcdef"}) {
+    ASSERT_EQ(rename((Path("aside") + digits).c_str(), (Path("ckpt.old-") + digits).c_str()), 0);
+  }
+  const absl::StatusOr<Manifest> found = VerifyCheckpoint(Path("ckpt"), VerifyLevel::kContents);
+  ASSERT_TRUE(found.ok()) << found.status();
+  EXPECT_EQ(found->info.step, 9);
+}
+
 TEST_F(FolderTest, Damage_IsNamed) {
   const auto why = [&](VerifyLevel level) {
     return std::string(VerifyCheckpoint(Path("c"), level).status().message());

@@ -131,6 +131,33 @@ TEST_P(FullDiskTest, AnyMoment_IsTheSameErrorOnAllRanks_NothingIsLost_AndTheNext
   EXPECT_GE(failures, 12);
 }
 
+// By a signal, such as the one that announces the end of the job: some file systems say so.
+class InterruptedDiskTest : public FullDiskTest {};
+
+TEST_P(InterruptedDiskTest, AnyCallOnAFile_IsMadeAgain) {
+  ASSERT_TRUE(MakeDirectories(root_).ok());
+  disk_fault.error = EINTR;
+  disk_fault.lasts = disk_fault.also_removals = false;
+  disk_fault.open_files = true;
+  int moments = 0;
+  for (long at = 1; !HasFailure(); ++at) {
+    SCOPED_TRACE(at);
+    ASSERT_LT(at, 500);
+    disk_fault.Arm(at);
+    const absl::Status saved = Save();
+    disk_fault.Disarm();
+    EXPECT_TRUE(saved.ok()) << saved;
+    if (!disk_fault.fired) break;
+    ++moments;
+  }
+  disk_fault.open_files = false;
+  EXPECT_GE(moments, 12);
+}
+
+INSTANTIATE_TEST_SUITE_P(Disks, InterruptedDiskTest,
+                         testing::Values(Kind{"Interrupted", EINTR, false, false, false}),
+                         [](const auto& info) { return std::string(info.param.name); });
+
 INSTANTIATE_TEST_SUITE_P(
     Disks, FullDiskTest,
     testing::Values(Kind{"FullFromThenOn", ENOSPC, true, false, false},

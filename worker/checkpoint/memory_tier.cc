@@ -226,7 +226,10 @@ MemoryTier::MemoryTier(const Comm& comm, std::string socket, std::string worker_
 }
 
 MemoryTier::~MemoryTier() {
-  FinishPending();
+  // No later save says so.
+  if (const absl::Status last = Wait(); !last.ok()) {
+    MUSTER_LOG(Warning) << "the last checkpoint in memory was lost: " << last.message();
+  }
   {
     MutexLock lock(&mu_);
     stop_ = true;
@@ -387,7 +390,8 @@ int MemoryTier::FreeSlot() const {
 }
 
 absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t since_disk, bool lazy,
-                              absl::FunctionRef<absl::Status(StateWriter&)> write) {
+                              absl::FunctionRef<absl::Status(StateWriter&)> write,
+                              absl::Status* earlier) {
   WaitForCopy();
   Word mine;
   mine.status = Wait();
@@ -417,6 +421,7 @@ absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t si
   }
   // A rank that does not know its memory could overwrite the last whole save.
   if (absl::IsResourceExhausted(before) || !begins) return before;
+  *earlier = before;
   // All ranks know the same of the save before. One that failed anywhere is overwritten.
   if (before.ok() && current_ >= 0) {
     good_ = current_;
@@ -438,7 +443,7 @@ absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t si
     mirroring_save_ = save;
     mirror_->Begin(save, kept_mirror_);
   }
-  const absl::Status copied =
+  const absl::Status mine_copied =
       WithoutMemory(current_, GuardRank([&]() -> absl::Status {
                       MUSTER_RETURN_IF_ERROR(WhyNoMemory(Prepare(current_)));
                       StateWriter writer(slots_[current_].snapshot.get(), rank_, lazy);
@@ -446,14 +451,20 @@ absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t si
                       pending->deferred = slots_[current_].snapshot->TakeDeferred();
                       return absl::OkStatus();
                     }));
-  if (!copied.ok() && pending->mirrored) mirror_->Offer(copied);
+  const absl::Status copied = AgreeOnFiles(comm, mine_copied, {}, nullptr);
+  if (!copied.ok()) {
+    if (pending->mirrored) mirror_->Offer(copied);
+    current_ = -1;
+    MutexLock lock(&mu_);
+    status_ = absl::OkStatus();  // the next save has nothing more to say of this one
+    return copied;
+  }
   MutexLock lock(&mu_);
-  status_ = copied;
-  if (!copied.ok()) return before;  // the others hear of it at the next save
+  status_ = absl::OkStatus();
   last_deferred_ = pending->deferred;
   pending_ = std::move(pending);
   changed_.SignalAll();
-  return before;
+  return absl::OkStatus();
 }
 
 absl::Status MemoryTier::Complete(const Pending& pending) {
@@ -944,19 +955,27 @@ void MemoryTier::Keep(const Found& found) {
   status_ = absl::OkStatus();
 }
 
-void MemoryTier::Forget() {
+absl::Status MemoryTier::Forget(Comm& comm) {
   WaitForCopy();
   (void)WaitForMirror();
-  // What cannot be adopted cannot be found by others either.
-  (void)Adopt();
   // All of this node, also of workers that run elsewhere now. No rank saves before all have done
   // this.
-  if (const absl::StatusOr<std::vector<HeldMemory>> held = TakeHeldMemory(socket_); held.ok()) {
-    for (const HeldMemory& piece : *held) {
-      absl::StatusOr<AlignedMemory> memory = AlignedMemory::OfFile(piece.fd.get());
-      if (memory.ok()) ForgetMemoryRecord(*memory);
+  std::vector<AlignedMemory> here;
+  const absl::Status found = GuardRank([&]() -> absl::Status {
+    MUSTER_RETURN_IF_ERROR(Adopt());
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<HeldMemory> held, TakeHeldMemory(socket_));
+    for (const HeldMemory& piece : held) {
+      MUSTER_ASSIGN_OR_RETURN(here.emplace_back(), AlignedMemory::OfFile(piece.fd.get()));
     }
+    return absl::OkStatus();
+  });
+  // What one rank does not reach now may be found later.
+  if (const absl::Status all = AgreeOnFiles(comm, found, {}, nullptr); !all.ok()) {
+    return absl::Status(all.code(), absl::StrCat("cannot discard the checkpoints in memory, which "
+                                                 "a later load would take for the newest: ",
+                                                 all.message()));
   }
+  for (AlignedMemory& memory : here) ForgetMemoryRecord(memory);
   for (Slot& slot : slots_) {
     if (slot.snapshot != nullptr) ForgetMemoryRecord(slot.snapshot->memory());
   }
@@ -964,6 +983,7 @@ void MemoryTier::Forget() {
   kept_mirror_.reset();
   MutexLock lock(&mu_);
   status_ = absl::OkStatus();
+  return absl::OkStatus();
 }
 
 }  // namespace muster

@@ -65,12 +65,14 @@ class MemoryTier {
 
   // Collective. Copies the files that `write` puts; what that gives to CopyLater() is copied after
   // the return if `lazy`, see WaitForCopy(). The files are digested by a thread. Returns the same
-  // on every rank: how the save before ended, with the rank that failed. RESOURCE_EXHAUSTED: this
-  // save was not begun, and there is no memory for others. UNAVAILABLE: the agent of a rank did not
+  // on every rank, with the rank that failed: what `write` returns or throws; RESOURCE_EXHAUSTED:
+  // there is no memory for this save, nor for others; UNAVAILABLE: the agent of a rank did not
   // answer, or it had no memory beyond that of saves that are not mirrored; later saves may
-  // succeed. The save is mirrored if the mirror of an earlier one is not under way.
+  // succeed. `earlier` gets, also the same everywhere, how the save before this one ended after its
+  // return: that a tensor was changed before it was copied, ... The save is mirrored if the mirror
+  // of an earlier one is not under way.
   absl::Status Save(Comm& comm, const CheckpointInfo& info, int64_t since_disk, bool lazy,
-                    absl::FunctionRef<absl::Status(StateWriter&)> write);
+                    absl::FunctionRef<absl::Status(StateWriter&)> write, absl::Status* earlier);
 
   // As AsyncSaver::WaitForCopy.
   void WaitForCopy();
@@ -108,8 +110,10 @@ class MemoryTier {
   // Training continues from it: it is not overwritten before a later save is whole, nor its mirror
   // before a later one is mirrored.
   void Keep(const Found& found);
-  // Training continues from elsewhere: nothing in memory counts any more.
-  void Forget();
+  // Collective. Training continues from elsewhere: nothing in memory counts any more. Errors, the
+  // same on every rank, after which all of it counts: an agent that does not answer (UNAVAILABLE),
+  // ...
+  absl::Status Forget(Comm& comm);
 
  private:
   // This rank's files of a save that this node has.
@@ -119,7 +123,7 @@ class MemoryTier {
     MemoryRecord record;
   };
   class Search;
-  // What the ranks tell each other at the beginning of a save.
+  // What the ranks tell each other at the beginning of a save, before they agree on its copy.
   struct Word;
   struct Slot {
     OwnedFd fd;

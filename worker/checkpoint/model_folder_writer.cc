@@ -13,21 +13,49 @@
 #include "base/file.h"
 #include "base/status_macros.h"
 #include "base/text.h"
+#include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/shard_plan.h"
+#include "worker/checkpoint/staging_folder.h"
 #include "worker/checkpoint/write_at.h"
 
 namespace muster {
+namespace {
+
+constexpr absl::string_view kScratchMark = ".saving-";
+
+// What writers left that were killed.
+void RemoveAbandoned(const std::string& folder) {
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(folder);
+  for (const std::string& name : names.value_or(std::vector<std::string>())) {
+    const std::string path = JoinPath(folder, name);
+    if (!HasMark(name, "", kScratchMark) || MayHaveDistantWriter(path)) continue;
+    const OwnedFd lock(LockFolder(path));
+    // A folder that cannot be removed only takes room.
+    if (lock.open()) (void)RemoveTree(path);
+  }
+}
+
+}  // namespace
+
+absl::Status CheckNoCheckpoint(const std::string& folder) {
+  if (!PathExists(JoinPath(folder, kManifestName))) return absl::OkStatus();
+  return absl::AlreadyExistsError(absl::StrCat(
+      folder,
+      " is a checkpoint, which this would damage: write to another folder, or load the "
+      "model that the checkpoint has, whose files are like these"));
+}
 
 ModelFolderWriter::ModelFolderWriter(std::string folder, ShardPlan plan)
-    : folder_(std::move(folder)),
-      scratch_(JoinPath(folder_, absl::StrCat(".saving-", RandomHex()))),
-      plan_(std::move(plan)) {}
+    : folder_(std::move(folder)), plan_(std::move(plan)) {}
 
-ModelFolderWriter::~ModelFolderWriter() { (void)RemoveTree(scratch_); }
+ModelFolderWriter::~ModelFolderWriter() {
+  if (!scratch_.empty()) (void)RemoveTree(scratch_);
+}
 
 absl::StatusOr<std::unique_ptr<ModelFolderWriter>> ModelFolderWriter::Begin(
     const std::string& folder, const std::vector<SafetensorsEntry>& tensors,
     int64_t max_shard_bytes) {
+  MUSTER_RETURN_IF_ERROR(CheckNoCheckpoint(folder));
   std::vector<TensorToShard> planned;
   for (const SafetensorsEntry& tensor : tensors) {
     MUSTER_ASSIGN_OR_RETURN(const uint64_t bytes, SafetensorsBytes(tensor.type, tensor.shape));
@@ -38,7 +66,12 @@ absl::StatusOr<std::unique_ptr<ModelFolderWriter>> ModelFolderWriter::Begin(
   std::unique_ptr<ModelFolderWriter> writer(new ModelFolderWriter(folder, std::move(plan)));
   MUSTER_RETURN_IF_ERROR(writer->LayOut(tensors));
   MUSTER_RETURN_IF_ERROR(MakeDirectories(folder));
-  MUSTER_RETURN_IF_ERROR(MakeDirectories(writer->scratch_));
+  RemoveAbandoned(folder);
+  MUSTER_ASSIGN_OR_RETURN(WriterFolder scratch, MakeWriterFolder([&folder] {
+                            return JoinPath(folder, absl::StrCat(kScratchMark, RandomHex()));
+                          }));
+  writer->scratch_ = std::move(scratch.path);
+  writer->lock_ = OwnedFd(scratch.lock);
   return writer;
 }
 
@@ -72,7 +105,7 @@ absl::Status ModelFolderWriter::Open(File* file) const {
 
 absl::Status ModelFolderWriter::Close(File* file) {
   const OwnedFd fd = std::move(file->fd);
-  if (fsync(fd.get()) == 0) return absl::OkStatus();
+  if (TEMP_FAILURE_RETRY(fsync(fd.get())) == 0) return absl::OkStatus();
   return absl::ErrnoToStatus(errno, absl::StrCat("cannot sync ", file->name));
 }
 
@@ -116,6 +149,8 @@ absl::Status ModelFolderWriter::Finish() {
 }
 
 absl::Status ModelFolderWriter::MoveIn() const {
+  // One that is saved beside training may have got its name meanwhile.
+  MUSTER_RETURN_IF_ERROR(CheckNoCheckpoint(folder_));
   const std::vector<std::string> fresh = FileNames();
   MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> before, ListDirectory(folder_));
   MUSTER_RETURN_IF_ERROR(

@@ -16,18 +16,23 @@
 
 namespace muster {
 
+// Errors: ALREADY_EXISTS if the folder is a checkpoint. The manifest of one knows the size and the
+// digest of each of its files, and no reader would take what replaces them.
+absl::Status CheckNoCheckpoint(const std::string& folder);
+
 // Writes a model into a folder as Hugging Face's save_model does, without torch and tensor by
 // tensor in any order: model.safetensors, or shards with model.safetensors.index.json; metadata
 // {"format": "pt"}. Other files in the folder stay; shards and index of an earlier model go.
 //
 // Files are written and synced under a hidden folder first and moved in by Finish(); a crash during
 // the moves leaves no index rather than one that mixes two models. Without Finish() nothing
-// changes. Blocks on the disk. Not thread-safe.
+// changes, but Begin() removes the hidden folders of writers that were killed. Blocks on the disk.
+// Not thread-safe.
 class ModelFolderWriter {
  public:
   // Tensors by name, type and shape, in the order in which shards are filled; their ranges are
-  // ignored. Errors: as LayOutSafetensors and PlanShards; FAILED_PRECONDITION if `folder` is a
-  // file; those of the disk.
+  // ignored. Errors: as CheckNoCheckpoint, LayOutSafetensors and PlanShards; FAILED_PRECONDITION if
+  // `folder` is a file; those of the disk.
   static absl::StatusOr<std::unique_ptr<ModelFolderWriter>> Begin(
       const std::string& folder, const std::vector<SafetensorsEntry>& tensors,
       int64_t max_shard_bytes);
@@ -37,7 +42,8 @@ class ModelFolderWriter {
 
   // The data of a tensor, or a part of it that begins at its byte `offset`. Each byte once.
   absl::Status Write(absl::string_view name, uint64_t offset, absl::string_view bytes);
-  // Errors: FAILED_PRECONDITION naming a file that lacks data; those of the disk.
+  // Errors: FAILED_PRECONDITION naming a file that lacks data; as CheckNoCheckpoint; those of the
+  // disk.
   absl::Status Finish();
 
   // The files that Finish() leaves in the folder; the index last, if there is one.
@@ -61,7 +67,9 @@ class ModelFolderWriter {
   static absl::Status Close(File* file);
   absl::Status MoveIn() const;
 
-  const std::string folder_, scratch_;
+  const std::string folder_;
+  std::string scratch_;
+  OwnedFd lock_;  // of scratch_, which says that its writer lives
   const ShardPlan plan_;
   std::vector<File> files_;
   std::map<std::string, Place, std::less<>> places_;

@@ -78,6 +78,44 @@ TEST_F(ModelFolderWriterTest, DataThatIsMissingOrTooMuch_IsRefusedByName) {
               HasSubstr("model.safetensors lacks 1 bytes"));
 }
 
+TEST_F(ModelFolderWriterTest, WhatKilledWritersLeft_IsRemovedAndWhatLiveOnesWriteStays) {
+  const auto live = Begin({Bytes("a", 1)});
+  ASSERT_TRUE(live->Write("a", 0, "1").ok());
+  for (const char* const name : {".saving-0123456789abcdef", ".saving-notes"}) {
+    ASSERT_TRUE(MakeDirectories(JoinPath(dir_, name)).ok());
+    ASSERT_TRUE(WriteFileAtomically(JoinPath(dir_, name) + "/model.safetensors", "half").ok());
+  }
+  const auto writer = Begin({Bytes("a", 1)});
+  EXPECT_FALSE(PathExists(dir_ + "/.saving-0123456789abcdef"));
+  ASSERT_TRUE(writer->Write("a", 0, "2").ok());
+  ASSERT_TRUE(writer->Finish().ok());
+  EXPECT_EQ(Names().size(), 3u) << "the live one's and a user's";
+  ASSERT_TRUE(live->Finish().ok());
+  EXPECT_THAT(Names(), ElementsAre(".saving-notes", "model.safetensors"));
+}
+
+TEST_F(ModelFolderWriterTest, FolderOfACheckpoint_IsRefusedAndStaysAsItIs) {
+  const auto has_manifest = [this] {
+    ASSERT_TRUE(MakeDirectories(dir_).ok());
+    ASSERT_TRUE(WriteFileAtomically(dir_ + "/manifest.json", "{}").ok());
+    ASSERT_TRUE(WriteFileAtomically(dir_ + "/model.safetensors", "old").ok());
+  };
+  // One that is saved beside training gets its name while the model is written.
+  const auto writer = Begin({Bytes("a", 1)});
+  ASSERT_TRUE(writer->Write("a", 0, "1").ok());
+  has_manifest();
+  const absl::Status late = writer->Finish();
+  EXPECT_TRUE(absl::IsAlreadyExists(late)) << late;
+  EXPECT_EQ(*ReadFile(dir_ + "/model.safetensors"), "old");
+
+  ASSERT_TRUE(RemoveTree(dir_).ok());
+  has_manifest();
+  const absl::Status begun = ModelFolderWriter::Begin(dir_, {Bytes("a", 1)}, 100).status();
+  EXPECT_TRUE(absl::IsAlreadyExists(begun)) << begun;
+  EXPECT_THAT(std::string(begun.message()), HasSubstr("write to another folder"));
+  EXPECT_THAT(Names(), ElementsAre("manifest.json", "model.safetensors"));
+}
+
 TEST_F(ModelFolderWriterTest, FolderThatIsAFile_IsRefused) {
   ASSERT_TRUE(WriteFileAtomically(dir_, "").ok());
   EXPECT_TRUE(

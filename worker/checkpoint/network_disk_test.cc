@@ -13,6 +13,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -46,6 +47,8 @@ struct Disk {
   time_t ahead = 0;         // so much earlier everything on it has changed
   std::string hidden = "";  // a part of the paths that may not be examined; empty: none
   int read_only = 0;        // what changes fail with; 0: none
+  // Not null: folders cannot be exchanged, and this is called after the first rename.
+  std::function<void()> renamed = nullptr;
 };
 Disk disk;
 std::atomic<long> reads = 0;  // by several threads
@@ -128,7 +131,21 @@ struct dirent* readdir(DIR* folder) {
 int rename(const char* from, const char* to) noexcept {
   if (RefusesToChange(from)) return -1;
   static const auto real = muster::RealCall<int (*)(const char*, const char*)>("rename");
-  return real(from, to);
+  const int done = real(from, to);
+  if (done != 0 || disk.renamed == nullptr || strstr(to, ".old-") == nullptr) return done;
+  std::exchange(disk.renamed, nullptr)();
+  return 0;
+}
+
+int renameat2(int from_dir, const char* from, int to_dir, const char* to,
+              unsigned int flags) noexcept {
+  if (disk.renamed != nullptr && muster::PathHas(from, kDisk)) {
+    errno = EINVAL;
+    return -1;
+  }
+  static const auto real =
+      muster::RealCall<int (*)(int, const char*, int, const char*, unsigned int)>("renameat2");
+  return real(from_dir, from, to_dir, to, flags);
 }
 
 int unlink(const char* path) noexcept {
@@ -313,6 +330,27 @@ TEST_F(FailingReadsTest, NewestStep) {
     if (!step.ok()) return step.status();
     return absl::StrCat(*step / 10);
   });
+}
+
+TEST_F(NetworkDiskTest, ReaderBetweenTheTwoRenamesOfASave_PutsNothingBack) {
+  const auto save = [&](int64_t step) -> absl::Status {
+    MUSTER_ASSIGN_OR_RETURN(Staging staging, Staging::Create(Path("best")));
+    Manifest manifest;
+    manifest.info.step = step;
+    return staging.Publish(manifest);
+  };
+  ASSERT_TRUE(save(1).ok());
+  const absl::Duration patience = SetLockPatience(absl::ZeroDuration());
+  absl::Status read;
+  disk.renamed = [&] { read = VerifyCheckpoint(Path("best"), VerifyLevel::kSizes).status(); };
+  const absl::Status saved = save(2);
+  SetLockPatience(patience);
+  EXPECT_TRUE(saved.ok()) << saved;
+  EXPECT_TRUE(absl::IsAborted(read)) << read;
+  const absl::StatusOr<Manifest> best = VerifyCheckpoint(Path("best"), VerifyLevel::kSizes);
+  ASSERT_TRUE(best.ok()) << best.status();
+  EXPECT_EQ(best->info.step, 2);
+  EXPECT_THAT(Names(), ElementsAre("best"));
 }
 
 // Who only reads loads it from where it is.

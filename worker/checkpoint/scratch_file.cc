@@ -61,13 +61,9 @@ absl::StatusOr<uint64_t> ScratchFile::Reserve(uint64_t bytes) {
   };
   // The kernel kills a process whose file becomes larger than its limit.
   MUSTER_RETURN_IF_ERROR(CheckMemoryFileSize(end));
-  int failure = 0;
-  do {
-    failure = system_.allocate(file_.fd(), static_cast<off_t>(end));
-  } while (failure != 0 && errno == EINTR);
-  if (failure != 0) {
+  if (TEMP_FAILURE_RETRY(system_.allocate(file_.fd(), static_cast<off_t>(end))) != 0) {
     if (errno != EOPNOTSUPP && errno != ENOSYS && errno != EINVAL) return failed();
-    if (ftruncate(file_.fd(), static_cast<off_t>(end)) != 0) return failed();
+    if (TEMP_FAILURE_RETRY(ftruncate(file_.fd(), static_cast<off_t>(end))) != 0) return failed();
   }
   size_ = end;
   return at;

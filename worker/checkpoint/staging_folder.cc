@@ -24,6 +24,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "base/clock.h"
 #include "base/file.h"
@@ -38,6 +39,9 @@ namespace {
 constexpr absl::string_view kDoomedDigits = "dead";
 
 constexpr int kMillisecondsBetweenAttempts = 1;
+
+// To make a folder that nobody else has locked.
+constexpr int kAttempts = 100;
 
 std::atomic<int64_t> patience_ms = 10'000;
 
@@ -106,6 +110,23 @@ std::optional<bool> HasOpen(int pid, const struct stat& info) {
     }
   }
   return false;
+}
+
+// When the folder, or a file in it, has changed last; absent if that cannot be read.
+std::optional<absl::Time> LastChange(const std::string& dir) {
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(dir);
+  if (!names.ok()) return std::nullopt;
+  absl::Time last = absl::InfinitePast();
+  std::vector<std::string> paths = {dir};
+  for (const std::string& name : *names) paths.push_back(JoinPath(dir, name));
+  for (const std::string& path : paths) {
+    struct stat info;
+    if (lstat(path.c_str(), &info) != 0) return std::nullopt;
+    // A folder that was moved has another ctime.
+    last = std::max(
+        {last, absl::TimeFromTimespec(info.st_mtim), absl::TimeFromTimespec(info.st_ctim)});
+  }
+  return last;
 }
 
 // Who has the folder locked as its writer, by the system's table.
@@ -249,6 +270,29 @@ FolderWriter WriterOf(const std::string& path) {
   }
   flock(folder.get(), LOCK_UN);
   return IsOfThisMachine(folder.get()) ? FolderWriter::kGone : FolderWriter::kUnknown;
+}
+
+bool MayHaveDistantWriter(const std::string& path) {
+  if (IsDoomed(path) || WriterOf(path) == FolderWriter::kGone) return false;
+  const std::optional<absl::Time> last = LastChange(path);
+  return !last.has_value() || absl::Now() - *last < kQuietTime;
+}
+
+absl::StatusOr<WriterFolder> MakeWriterFolder(absl::FunctionRef<std::string()> new_path) {
+  std::string path;
+  for (int i = 0; i < kAttempts; ++i) {
+    path = new_path();
+    if (mkdir(path.c_str(), 0777) != 0) {
+      return absl::ErrnoToStatus(errno, absl::StrCat("cannot make folder ", path));
+    }
+    const int lock = LockFolder(path);
+    // Before it is locked, another process may take it for abandoned and remove it.
+    const bool taken = lock < 0 && WriterOf(path) == FolderWriter::kAlive;
+    if (!taken && PathExists(path)) return WriterFolder{.path = std::move(path), .lock = lock};
+    if (lock >= 0) close(lock);
+  }
+  return absl::UnavailableError(
+      absl::StrCat("other processes remove ", path, " and folders like it before they are locked"));
 }
 
 }  // namespace muster

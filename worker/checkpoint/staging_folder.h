@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
@@ -62,6 +63,22 @@ enum class FolderWriter {
 
 // Who writes into the folder. Asks without getting in the way of a writer that is about to lock it.
 FolderWriter WriterOf(const std::string& path);
+
+// After this long without a change, a writer on another machine counts as dead, and its files are
+// removed.
+inline constexpr absl::Duration kQuietTime = absl::Hours(2);
+
+// Whether a writer on another machine may be at work in the folder, which nobody here has locked.
+bool MayHaveDistantWriter(const std::string& path);
+
+// A folder of which this process is the writer.
+struct WriterFolder {
+  std::string path;
+  int lock = -1;  // of LockFolder(); -1: there are no locks
+};
+// Makes one, of the first name from `new_path` that no other process takes for abandoned before it
+// is locked. Errors: those of the disk; UNAVAILABLE if others do so again and again.
+absl::StatusOr<WriterFolder> MakeWriterFolder(absl::FunctionRef<std::string()> new_path);
 
 }  // namespace muster
 

@@ -429,6 +429,7 @@ absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets
     return absl::InvalidArgumentError(
         absl::StrCat(what, ": the tensors do not fit this model: ", absl::StrJoin(wrong, "; ")));
   }
+  if (options.missing != nullptr) *options.missing = SomeNames(missing);
   if (options.check_only) return absl::OkStatus();
   return CopyTensors(copies);
 }

@@ -97,6 +97,8 @@ struct LoadTensorsOptions {
   bool allow_unexpected = false;
   // Copies nothing; reads only shapes and types.
   bool check_only = false;
+  // If not null, gets the names that are missing where that is allowed, for messages; "": none.
+  std::string* missing = nullptr;
 };
 
 // Copies tensors of `source` into the tensors of the same name in `targets`, on any device. Copies

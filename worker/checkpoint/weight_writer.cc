@@ -45,10 +45,7 @@ bool IsSameFile(const std::string& a, const std::string& b) {
 // A file that is read must not be replaced by its own copy, nor one of the folder's shards removed.
 absl::Status CheckNotRead(const WeightFiles& weights, const std::string& folder,
                           const std::vector<std::string>& names) {
-  if (PathExists(JoinPath(folder, "manifest.json"))) {
-    return absl::AlreadyExistsError(absl::StrCat(
-        folder, " is a checkpoint, which this would damage: write to another folder or file"));
-  }
+  MUSTER_RETURN_IF_ERROR(CheckNoCheckpoint(folder));
   for (const std::string& name : names) {
     const std::string path = JoinPath(folder, name);
     for (const std::string& source : weights.Files()) {
