@@ -84,8 +84,8 @@ struct Generated {
 // with a score of minus infinity.
 //
 // Throws a c10::Error that names the problem: a meaningless option, a prompt that is empty, padded
-// on the right or too long for the model, logits that are not numbers, or a row for which the rules
-// leave no token.
+// on the right or too long for the model, logits that are not numbers (or infinite, where tokens
+// are drawn or beams are searched), or a row for which the rules leave no token.
 Generated Generate(CausalLmImpl& model, const at::Tensor& input_ids,
                    const at::Tensor& attention_mask = {}, const GenerateOptions& options = {});
 
