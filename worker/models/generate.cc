@@ -183,16 +183,19 @@ std::vector<int64_t> Choose(const GenerateOptions& options, const at::Tensor& sc
   return ToVector(Drawn(sums, draws));
 }
 
-at::Tensor Padded(const std::vector<std::vector<int64_t>>& rows, int64_t padding) {
+// Tokens and lengths.
+Generated Padded(const std::vector<std::vector<int64_t>>& rows, int64_t padding) {
   size_t longest = 0;
   for (const auto& row : rows) longest = std::max(longest, row.size());
-  std::vector<int64_t> flat;
+  std::vector<int64_t> flat, lengths;
   for (const auto& row : rows) {
     flat.insert(flat.end(), row.begin(), row.end());
     flat.insert(flat.end(), longest - row.size(), padding);
+    lengths.push_back(static_cast<int64_t>(row.size()));
   }
-  return at::tensor(flat, c10::kLong)
-      .view({static_cast<int64_t>(rows.size()), static_cast<int64_t>(longest)});
+  return {.tokens = at::tensor(flat, c10::kLong)
+                        .view({static_cast<int64_t>(rows.size()), static_cast<int64_t>(longest)}),
+          .lengths = std::move(lengths)};
 }
 
 // Greedy search and sampling.
@@ -230,7 +233,7 @@ Generated Walk(PromptReader& reader, const GenerateOptions& options, const Resol
     if (all || step + 1 == options.max_new_tokens) break;
     scores = reader.ReadNext(next);
   }
-  Generated out = {.tokens = Padded(generated, resolved.padding)};
+  Generated out = Padded(generated, resolved.padding);
   if (options.output_logits) out.logits = at::stack(logits, 1);
   return out;
 }
@@ -309,7 +312,9 @@ Generated ReturnBest(const std::vector<Beams>& searches, const GenerateOptions& 
                                 : -std::numeric_limits<float>::infinity());
     }
   }
-  return {.tokens = Padded(rows, resolved.padding), .scores = at::tensor(scores, c10::kFloat)};
+  Generated out = Padded(rows, resolved.padding);
+  out.scores = at::tensor(scores, c10::kFloat);
+  return out;
 }
 
 // Log-probabilities; those of a row of which nothing is left stay.

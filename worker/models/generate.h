@@ -72,6 +72,8 @@ struct Generated {
   at::Tensor scores = {};
   // With output_logits: the logits of the same rows, [rows, n, vocabulary] float32 before any rule.
   at::Tensor logits = {};
+  // How many tokens each row has before its padding.
+  std::vector<int64_t> lengths = {};
 };
 
 // Generates the continuation of `input_ids` [B, T] int64. Rows of different lengths are padded on

@@ -89,6 +89,7 @@ TEST(Generate, TokensThatRulesRemove_EndNoBeam) {
                                   .num_beams = 3,
                                   .num_return_sequences = 2});
   EXPECT_TRUE(at::equal(got.tokens, at::tensor({7, 7, 7, 7, 0, 0, 0, 0}, c10::kLong).view({2, 4})));
+  EXPECT_EQ(got.lengths, (std::vector<int64_t>{4, 0}));
   EXPECT_TRUE(std::isfinite(got.scores[0].item<float>()));
   EXPECT_EQ(got.scores[1].item<float>(), -std::numeric_limits<float>::infinity());
 }
@@ -205,6 +206,7 @@ TEST(Generate, OnTokens_SeesEveryTokenAndCanEndARow) {
                   if (seen.size() == 2) ended[0] = true;
                 }});
   ASSERT_EQ(seen.size(), 5);
+  EXPECT_EQ(got.lengths, (std::vector<int64_t>{2, 5}));
   for (int64_t step = 0; step < 5; ++step) {
     EXPECT_EQ(seen[step][1], got.tokens[1][step].item<int64_t>());
     if (step >= 2) {

@@ -204,7 +204,7 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::Generate(
     for (size_t row = 0; row < rows.size(); ++row) {
       const at::Tensor ids = got.tokens[static_cast<int64_t>(row)].contiguous();
       const int64_t* const data = ids.const_data_ptr<int64_t>();
-      for (int64_t i = 0; i < ids.numel() && take(row, data[i]); ++i) {
+      for (int64_t i = 0; i < got.lengths[row] && take(row, data[i]); ++i) {
       }
     }
   }));

@@ -62,8 +62,8 @@ class TextGenerator {
   CausalLm& model() { return model_; }
 
   // Generates the continuation of each prompt; with num_return_sequences > 1, that many for each,
-  // one after another. Errors: INVALID_ARGUMENT names a prompt without tokens or an option; as
-  // Generate().
+  // one after another, of which those that a beam search lacks are empty. Errors: INVALID_ARGUMENT
+  // names a prompt without tokens or an option; as Generate().
   absl::StatusOr<std::vector<GeneratedText>> Generate(const std::vector<std::string>& prompts,
                                                       const TextOptions& options);
 
