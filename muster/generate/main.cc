@@ -54,9 +54,9 @@ constexpr char kFooter[] =
     "their "
     "tokens.\n"
     "\nText goes to standard output, figures to standard error. What is not set is as the model's "
-    "generation_config.json\nsays, and --max_new_tokens is 256,\nor what is left of the model's "
-    "positions.\n\n"
-    "Exit codes: 0 done; 2 wrong options or a file that is not valid; 3 a file is missing; 1 "
+    "generation_config.json\nsays; --max_new_tokens is 256 if neither sets it, and at most what is "
+    "left of the model's positions\nif you do not.\n\n"
+    "Exit codes: 0 done; 2 wrong options or a file that is not valid; 3 a file is missing; 70 "
     "anything else.\n\n"
     "Examples:\n"
     "  muster generate --model Llama-3.2-1B --prompt \"The capital of France is\"\n"
@@ -190,7 +190,7 @@ TextOptions OptionsOf(const Flags& flags, const models::GenerateOptions& default
   const auto set = [](auto* to, const auto& flag) {
     if (flag.has_value()) *to = *flag;
   };
-  tokens.max_new_tokens = flags.max_new_tokens.value_or(kNewTokens);
+  set(&tokens.max_new_tokens, flags.max_new_tokens);
   options.shorten_to_context = !flags.max_new_tokens.has_value();
   tokens.seed = flags.seed;
   set(&rules.min_new_tokens, flags.min_new_tokens);
@@ -272,13 +272,13 @@ absl::Status SetPlaces(const Flags& flags, const c10::Device& device, DeviceMapC
 absl::StatusOr<TextGenerator> LoadBase(const Flags& flags, OffloadedCausalLm* offloaded) {
   MUSTER_ASSIGN_OR_RETURN(const models::LoadPretrainedOptions load, LoadOptions(flags));
   if (flags.weights_memory.empty() && flags.max_memory.empty()) {
-    return TextGenerator::FromFolder(flags.model, load, DoSample(flags));
+    return TextGenerator::FromFolder(flags.model, load, DoSample(flags), kNewTokens);
   }
   DeviceMapChoice map;
   BigModelOptions options = {.dtype = load.dtype};
   MUSTER_RETURN_IF_ERROR(SetPlaces(flags, load.device, &map, &options));
   MUSTER_ASSIGN_OR_RETURN(models::GenerateOptions defaults,
-                          models::ReadGenerationConfig(flags.model, DoSample(flags)));
+                          models::ReadGenerationConfig(flags.model, DoSample(flags), kNewTokens));
   MUSTER_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::FromFolder(flags.model));
   MUSTER_ASSIGN_OR_RETURN(*offloaded,
                           load_offloaded_causal_lm(flags.model, map, options, load.config));

@@ -86,9 +86,11 @@ std::function<bool(const std::vector<int64_t>&)> EndsAtStopString(
 
 absl::StatusOr<TextGenerator> TextGenerator::FromFolder(const std::string& folder,
                                                         const LoadPretrainedOptions& options,
-                                                        std::optional<bool> do_sample) {
+                                                        std::optional<bool> do_sample,
+                                                        int64_t max_new_tokens) {
   // The small files first: what is wrong with them shows at once.
-  MUSTER_ASSIGN_OR_RETURN(GenerateOptions defaults, ReadGenerationConfig(folder, do_sample));
+  MUSTER_ASSIGN_OR_RETURN(GenerateOptions defaults,
+                          ReadGenerationConfig(folder, do_sample, max_new_tokens));
   MUSTER_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::FromFolder(folder));
   MUSTER_ASSIGN_OR_RETURN(CausalLm model, LoadCausalLm(folder, options));
   return TextGenerator(std::move(model), std::move(tokenizer), std::move(defaults));
