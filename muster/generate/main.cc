@@ -2,9 +2,11 @@
 // terminal as it comes.
 #include <sys/resource.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <iostream>
 #include <iterator>
 #include <nlohmann/json.hpp>
@@ -325,6 +327,9 @@ OffloadFigures FiguresOf(const DispatchedModel& weights, int64_t program) {
   return figures;
 }
 
+// On standard output, with its zeros; Main() sees whether it was written.
+void Print(absl::string_view text) { std::fwrite(text.data(), 1, text.size(), stdout); }
+
 void PrintJson(const std::vector<GeneratedText>& texts, const Times& times,
                const std::optional<OffloadFigures>& offload) {
   nlohmann::json out = {{"texts", nlohmann::json::array()},
@@ -345,7 +350,7 @@ void PrintJson(const std::vector<GeneratedText>& texts, const Times& times,
                             {"prompt_tokens", text.num_prompt_tokens},
                             {"new_tokens", text.num_new_tokens}});
   }
-  std::cout << out.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
+  Print(absl::StrCat(out.dump(2, ' ', false, nlohmann::json::error_handler_t::replace), "\n"));
 }
 
 void PrintFigures(const std::vector<GeneratedText>& texts, const Times& times) {
@@ -401,7 +406,7 @@ absl::Status Run(const Flags& flags) {
   }
   if (streams) {
     options.on_text = [](size_t, absl::string_view text) {
-      std::fwrite(text.data(), 1, text.size(), stdout);
+      Print(text);
       std::fflush(stdout);
     };
   }
@@ -418,7 +423,8 @@ absl::Status Run(const Flags& flags) {
     const size_t per_prompt = texts.size() / prompts.size();
     if (prompts.size() > 1) std::printf("--- prompt %zu\n", i / per_prompt);
     if (per_prompt > 1) std::printf("--- text %zu\n", i % per_prompt);
-    std::printf("%s\n", streams ? "" : texts[i].text.c_str());
+    if (!streams) Print(texts[i].text);
+    Print("\n");
   }
   std::fflush(stdout);
   if (!flags.quiet) PrintFigures(texts, times);
@@ -431,7 +437,7 @@ absl::Status Run(const Flags& flags) {
   return absl::OkStatus();
 }
 
-int Main(int argc, char** argv) {
+int RunMain(int argc, char** argv) {
   CLI::App app(kAbout, "muster generate");
   app.footer(kFooter);
   Flags flags;
@@ -460,6 +466,17 @@ int Main(int argc, char** argv) {
                                  {"set do_sample too", "add --sample"}})
                 .c_str());
   return absl::IsUnimplemented(status) ? kExitUsage : ExitCodeOf(status);
+}
+
+int Main(int argc, char** argv) {
+  const int code = RunMain(argc, argv);
+  // A text that went to a full disk must not pass for whole.
+  errno = 0;
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
+  const int error = errno;
+  std::fprintf(stderr, "muster generate: standard output cannot be written%s%s\n",
+               error == 0 ? "" : ": ", error == 0 ? "" : std::strerror(error));
+  return code == kExitOk ? kExitInternal : code;
 }
 
 }  // namespace
