@@ -64,7 +64,8 @@ models::Generated generate(M& model, const at::Tensor& input_ids,
 }
 
 // Writes config.json and weights, as transformers does. Call it on one process; for a prepared
-// model that is sharded, use Accelerator::save_model and save_config.
+// model that is sharded, use Accelerator::save_model and save_config. FAILED_PRECONDITION: LoRA
+// adapters are not merged.
 template <class M>
 requires requires(M& model) { static_cast<const models::TextModelImpl&>(*model); }
 absl::Status save_pretrained(M& model, const std::string& dir,

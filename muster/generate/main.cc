@@ -2,9 +2,11 @@
 // terminal as it comes.
 #include <sys/resource.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <iostream>
 #include <iterator>
 #include <nlohmann/json.hpp>
@@ -54,9 +56,9 @@ constexpr char kFooter[] =
     "their "
     "tokens.\n"
     "\nText goes to standard output, figures to standard error. What is not set is as the model's "
-    "generation_config.json\nsays, and --max_new_tokens is 256,\nor what is left of the model's "
-    "positions.\n\n"
-    "Exit codes: 0 done; 2 wrong options or a file that is not valid; 3 a file is missing; 1 "
+    "generation_config.json\nsays; --max_new_tokens is 256 if neither sets it, and at most what is "
+    "left of the model's positions\nif you do not.\n\n"
+    "Exit codes: 0 done; 2 wrong options or a file that is not valid; 3 a file is missing; 70 "
     "anything else.\n\n"
     "Examples:\n"
     "  muster generate --model Llama-3.2-1B --prompt \"The capital of France is\"\n"
@@ -190,7 +192,7 @@ TextOptions OptionsOf(const Flags& flags, const models::GenerateOptions& default
   const auto set = [](auto* to, const auto& flag) {
     if (flag.has_value()) *to = *flag;
   };
-  tokens.max_new_tokens = flags.max_new_tokens.value_or(kNewTokens);
+  set(&tokens.max_new_tokens, flags.max_new_tokens);
   options.shorten_to_context = !flags.max_new_tokens.has_value();
   tokens.seed = flags.seed;
   set(&rules.min_new_tokens, flags.min_new_tokens);
@@ -272,13 +274,13 @@ absl::Status SetPlaces(const Flags& flags, const c10::Device& device, DeviceMapC
 absl::StatusOr<TextGenerator> LoadBase(const Flags& flags, OffloadedCausalLm* offloaded) {
   MUSTER_ASSIGN_OR_RETURN(const models::LoadPretrainedOptions load, LoadOptions(flags));
   if (flags.weights_memory.empty() && flags.max_memory.empty()) {
-    return TextGenerator::FromFolder(flags.model, load, DoSample(flags));
+    return TextGenerator::FromFolder(flags.model, load, DoSample(flags), kNewTokens);
   }
   DeviceMapChoice map;
   BigModelOptions options = {.dtype = load.dtype};
   MUSTER_RETURN_IF_ERROR(SetPlaces(flags, load.device, &map, &options));
   MUSTER_ASSIGN_OR_RETURN(models::GenerateOptions defaults,
-                          models::ReadGenerationConfig(flags.model, DoSample(flags)));
+                          models::ReadGenerationConfig(flags.model, DoSample(flags), kNewTokens));
   MUSTER_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::FromFolder(flags.model));
   MUSTER_ASSIGN_OR_RETURN(*offloaded,
                           load_offloaded_causal_lm(flags.model, map, options, load.config));
@@ -325,6 +327,9 @@ OffloadFigures FiguresOf(const DispatchedModel& weights, int64_t program) {
   return figures;
 }
 
+// On standard output, with its zeros; Main() sees whether it was written.
+void Print(absl::string_view text) { std::fwrite(text.data(), 1, text.size(), stdout); }
+
 void PrintJson(const std::vector<GeneratedText>& texts, const Times& times,
                const std::optional<OffloadFigures>& offload) {
   nlohmann::json out = {{"texts", nlohmann::json::array()},
@@ -345,7 +350,7 @@ void PrintJson(const std::vector<GeneratedText>& texts, const Times& times,
                             {"prompt_tokens", text.num_prompt_tokens},
                             {"new_tokens", text.num_new_tokens}});
   }
-  std::cout << out.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
+  Print(absl::StrCat(out.dump(2, ' ', false, nlohmann::json::error_handler_t::replace), "\n"));
 }
 
 void PrintFigures(const std::vector<GeneratedText>& texts, const Times& times) {
@@ -401,7 +406,7 @@ absl::Status Run(const Flags& flags) {
   }
   if (streams) {
     options.on_text = [](size_t, absl::string_view text) {
-      std::fwrite(text.data(), 1, text.size(), stdout);
+      Print(text);
       std::fflush(stdout);
     };
   }
@@ -418,7 +423,8 @@ absl::Status Run(const Flags& flags) {
     const size_t per_prompt = texts.size() / prompts.size();
     if (prompts.size() > 1) std::printf("--- prompt %zu\n", i / per_prompt);
     if (per_prompt > 1) std::printf("--- text %zu\n", i % per_prompt);
-    std::printf("%s\n", streams ? "" : texts[i].text.c_str());
+    if (!streams) Print(texts[i].text);
+    Print("\n");
   }
   std::fflush(stdout);
   if (!flags.quiet) PrintFigures(texts, times);
@@ -431,7 +437,7 @@ absl::Status Run(const Flags& flags) {
   return absl::OkStatus();
 }
 
-int Main(int argc, char** argv) {
+int RunMain(int argc, char** argv) {
   CLI::App app(kAbout, "muster generate");
   app.footer(kFooter);
   Flags flags;
@@ -460,6 +466,17 @@ int Main(int argc, char** argv) {
                                  {"set do_sample too", "add --sample"}})
                 .c_str());
   return absl::IsUnimplemented(status) ? kExitUsage : ExitCodeOf(status);
+}
+
+int Main(int argc, char** argv) {
+  const int code = RunMain(argc, argv);
+  // A text that went to a full disk must not pass for whole.
+  errno = 0;
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
+  const int error = errno;
+  std::fprintf(stderr, "muster generate: standard output cannot be written%s%s\n",
+               error == 0 ? "" : ": ", error == 0 ? "" : std::strerror(error));
+  return code == kExitOk ? kExitInternal : code;
 }
 
 }  // namespace

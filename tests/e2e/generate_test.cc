@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -73,6 +74,70 @@ TEST_F(GenerateTest, Json_HasTextsAndFigures) {
   EXPECT_EQ(json["texts"][1]["new_tokens"], 5);
   EXPECT_EQ(json["texts"][1]["stopped_by"], "max_new_tokens");
   EXPECT_GT(json["load_seconds"], 0);
+}
+
+TEST_F(GenerateTest, MaxNewTokens_AreThoseOfTheModelsFilesUnlessSet) {
+  const auto new_tokens = [&](std::vector<std::string> args) {
+    args.insert(args.end(), {"--prompt", "Hello", "--ignore_end", "-o", "json"});
+    auto run = Generate(args);
+    EXPECT_EQ(run->Wait(), 0) << run->err_text();
+    const auto text = nlohmann::json::parse(run->out_text())["texts"][0];
+    return std::make_pair(text["prompt_tokens"].get<int64_t>(), text["new_tokens"].get<int64_t>());
+  };
+  const auto write = [&](const char* config) {
+    ASSERT_TRUE(WriteFileAtomically(model_ + "/generation_config.json", config).ok());
+  };
+  // The model has 64 positions.
+  const auto [prompt, rest] = new_tokens({});
+  EXPECT_EQ(prompt + rest, 64);
+  for (const char* const memory : {"", "1GB"}) {
+    std::vector<std::string> args;
+    if (*memory != '\0') args = {"--weights_memory", memory};
+    write(R"({"max_new_tokens": 3})");
+    EXPECT_EQ(new_tokens(args).second, 3);
+    write(R"({"max_new_tokens": 2000})");
+    EXPECT_EQ(new_tokens(args).second, rest);
+    args.insert(args.end(), {"--max_new_tokens", "5"});
+    EXPECT_EQ(new_tokens(args).second, 5);
+  }
+}
+
+TEST_F(GenerateTest, OutputThatCannotBeWritten_IsAnError) {
+  for (const char* const args :
+       {"--prompt a", "--prompt a --prompt b", "--prompt a -o json", "--version", "--help"}) {
+    const auto full = std::make_unique<Command>(
+        *host_,
+        std::vector<std::string>{
+            "/bin/sh", "-c",
+            absl::StrCat("exec \"$0\" --model \"$1\" --max_new_tokens 3 --quiet ", args,
+                         " > /dev/full"),
+            Runfile("muster/muster-generate"), model_},
+        env_);
+    EXPECT_EQ(full->Wait(), 70) << args;
+    EXPECT_THAT(full->err(), ElementsAre(HasSubstr("standard output cannot be written"))) << args;
+  }
+}
+
+// Byte 0 of a text is a character of it.
+TEST_F(GenerateTest, TextWithAZero_IsPrintedWhole) {
+  const auto tokenizer = nlohmann::json::parse(ReadFile(model_ + "/tokenizer.json").value_or(""));
+  const auto& vocabulary = tokenizer["model"]["vocab"];
+  const int64_t zero = vocabulary["<0x00>"], letter = vocabulary["<0x61>"];
+  ASSERT_TRUE(
+      WriteFileAtomically(
+          model_ + "/generation_config.json",
+          nlohmann::json(
+              {{"sequence_bias", {{{zero}, 1e4}, {{zero, letter}, 1e5}, {{letter, letter}, 1e5}}}})
+              .dump())
+          .ok());
+  const std::vector<std::string> one = {"--prompt", "a", "--max_new_tokens", "3", "--quiet"};
+  std::vector<std::string> two = one;
+  two.insert(two.end(), {"--prompt", "a"});
+  for (const auto& args : {one, two}) {
+    auto run = Generate(args);
+    EXPECT_EQ(run->Wait(), 0) << run->err_text();
+    EXPECT_THAT(run->out_text(), HasSubstr(std::string("\0aa", 3)));
+  }
 }
 
 TEST_F(GenerateTest, SettingsOfSamplingThatAreNotValid_CountForWhoSamples) {

@@ -178,14 +178,15 @@ class OffloadFile {
       if (has_earlier_) (void)unlink(earlier_.c_str());
       return;
     }
+    const bool has_path = is_written_ && !IsReplaced();
     if (has_earlier_) {
       // As one file: rename() leaves both names where they are one.
-      if (is_written_ || !PathExists(path_)) {
+      if (has_path || !PathExists(path_)) {
         (void)std::rename(earlier_.c_str(), path_.c_str());
       } else {
         (void)unlink(earlier_.c_str());
       }
-    } else if (is_written_) {
+    } else if (has_path) {
       (void)unlink(path_.c_str());
     }
     // The deepest first. What another process has put there stays.
@@ -195,6 +196,12 @@ class OffloadFile {
   OffloadFile& operator=(const OffloadFile&) = delete;
 
   const std::string& path() const { return path_; }
+  // Whether another process has taken the name from the file that Write() wrote. If not, it was
+  // that file's whenever it was opened before.
+  bool IsReplaced() const {
+    const absl::StatusOr<SafetensorsReader> file = SafetensorsReader::Open(path_);
+    return file.ok() ? file->header().metadata != metadata_ : absl::IsNotFound(file.status());
+  }
   void Keep() { is_kept_ = true; }
 
   // Removes what processes have kept of earlier models and left when they were killed.
@@ -223,8 +230,10 @@ class OffloadFile {
 
  private:
   absl::Status WriteOrThrow(const NamedTensors& tensors) {
-    MUSTER_ASSIGN_OR_RETURN(const SafetensorsPlan plan,
-                            PlanSafetensors(path_, tensors, {.shared = SharedTensors::kWriteAll}));
+    MUSTER_ASSIGN_OR_RETURN(
+        const SafetensorsPlan plan,
+        PlanSafetensors(path_, tensors,
+                        {.metadata = metadata_, .shared = SharedTensors::kWriteAll}));
     MUSTER_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(path_));
     MUSTER_RETURN_IF_ERROR(
         StreamSafetensors(plan, [&file](absl::string_view part) { return file.Append(part); }));
@@ -255,6 +264,8 @@ class OffloadFile {
   const std::string path_, earlier_;
   std::vector<std::string> absent_;
   OwnedFd earlier_lock_;
+  // Tells the file from those of others.
+  const SafetensorsMetadata metadata_ = {{"offload", RandomHex()}};
   bool has_earlier_ = false, is_written_ = false, is_kept_ = false;
 };
 
@@ -666,9 +677,16 @@ absl::Status Dispatcher::WriteToDisk(const std::vector<Item*>& items) {
     MUSTER_RETURN_IF_ERROR(offload_file_->Write(tensors));
     MUSTER_ASSIGN_OR_RETURN(WeightFiles opened, WeightFiles::Open(offload_file_->path()));
     const auto files = std::make_shared<const WeightFiles>(std::move(opened));
+    const bool is_replaced = offload_file_->IsReplaced();
     std::vector<size_t> entries;
     for (const Item* const item : items) {
-      entries.push_back(static_cast<size_t>(files->Find(item->names[0]) - files->entries().data()));
+      const WeightEntry* const entry = files->Find(item->names[0]);
+      if (is_replaced || entry == nullptr) {
+        return absl::AbortedError(absl::StrCat("another process has replaced ",
+                                               offload_file_->path(),
+                                               ": give each a folder of its own"));
+      }
+      entries.push_back(static_cast<size_t>(entry - files->entries().data()));
     }
     return OpenWeightSource(files, entries);
   }();

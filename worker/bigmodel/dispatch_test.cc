@@ -8,13 +8,16 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
+#include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/owned_fd.h"
 #include "base/test_folder.h"
+#include "base/test_system_calls.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "worker/bigmodel/empty_weights.h"
@@ -22,8 +25,27 @@
 #include "worker/bigmodel/offload_ring.h"
 #include "worker/bigmodel/test_nets.h"
 #include "worker/checkpoint/model_files.h"
+#include "worker/checkpoint/safetensors.h"
 #include "worker/collective/test_error.h"
 #include "worker/train/guard.h"
+
+namespace muster {
+namespace {
+
+// The file that takes the name of the next offload.safetensors as soon as that has it.
+std::string replaced_by;
+
+}  // namespace
+}  // namespace muster
+
+// The program's own rename(), in place of the C library's.
+extern "C" int rename(const char* from, const char* to) noexcept {
+  static const auto real = muster::RealCall<int (*)(const char*, const char*)>("rename");
+  const int result = real(from, to);
+  const bool publishes = muster::PathHas(to, "offload.safetensors") && !muster::replaced_by.empty();
+  if (!publishes) return result;
+  return real(std::exchange(muster::replaced_by, "").c_str(), to);
+}
 
 namespace muster {
 namespace {
@@ -148,6 +170,42 @@ TEST_F(Dispatch, D17_DiskOffloadTwice_LeavesOneFile) {
     const auto files = ListDirectory(offload.path());
     ASSERT_TRUE(files.ok());
     EXPECT_THAT(*files, ElementsAre("offload.safetensors"));
+  }
+}
+
+// As another process would that offloads into the same folder.
+TEST_F(Dispatch, OffloadFileThatIsReplacedBeforeItIsOpened_IsAnErrorAndStays) {
+  const TestFolder other_folder;
+  TextNet other = Net();
+  ASSERT_TRUE(DiskOffload(*other, other_folder.path(), at::kCPU).ok());
+  for (const bool same_names : {true, false}) {
+    for (const bool has_earlier : {false, true}) {
+      SCOPED_TRACE(absl::StrCat(same_names, has_earlier));
+      const TestFolder offload;
+      const std::string path = offload.Path("offload.safetensors");
+      if (has_earlier) {
+        TextNet earlier = Net();
+        ASSERT_TRUE(DiskOffload(*earlier, offload.path(), at::kCPU).ok());
+      }
+      const std::string theirs = offload.Path("theirs");
+      if (same_names) {
+        ASSERT_TRUE(
+            WriteFileAtomically(theirs, *ReadFile(other_folder.Path("offload.safetensors"))).ok());
+      } else {
+        ASSERT_TRUE(WriteSafetensors(theirs, {{"w", at::ones({3})}}).ok());
+      }
+      const std::string bytes = *ReadFile(theirs);
+      TextNet net = Net();
+      const at::Tensor expected = Compute(net);
+      replaced_by = theirs;
+      const auto offloaded = DiskOffload(*net, offload.path(), at::kCPU);
+      EXPECT_TRUE(replaced_by.empty());
+      EXPECT_THAT(Text(offloaded.status()),
+                  AllOf(HasSubstr("another process has replaced"), HasSubstr(path)));
+      EXPECT_TRUE(at::equal(Compute(net), expected));
+      EXPECT_THAT(*ListDirectory(offload.path()), ElementsAre("offload.safetensors"));
+      EXPECT_EQ(*ReadFile(path), bytes);
+    }
   }
 }
 

@@ -1,5 +1,6 @@
 #include "worker/bigmodel/max_memory.h"
 
+#include <dlfcn.h>
 #include <sys/resource.h>
 
 #include <algorithm>
@@ -21,6 +22,7 @@ namespace muster {
 namespace {
 
 std::atomic<c10::DeviceType> gpu_type = c10::kCUDA;
+std::atomic<bool> gpus_are_integrated = false;  // those of tests
 
 // Pages of this process: its address space and its data.
 struct Pages {
@@ -52,6 +54,18 @@ uint64_t HostMemory() {
                    LeftOf(RLIMIT_AS, pages.space * kPage)});
 }
 
+// Whether the memory of a GPU is the host's.
+bool IsIntegrated(int gpu) {
+  if (GpuType() != c10::kCUDA) return gpus_are_integrated;
+  // Looked up as in VisibleGpus().
+  using GetAttribute = int (*)(int* value, int attribute, int device);
+  constexpr int kIntegrated = 18;  // cudaDevAttrIntegrated
+  static const auto get =
+      reinterpret_cast<GetAttribute>(dlsym(RTLD_DEFAULT, "cudaDeviceGetAttribute"));
+  int value = 0;
+  return get != nullptr && get(&value, kIntegrated, gpu) == 0 && value != 0;
+}
+
 absl::Status CheckDevice(const std::string& device) {
   if (device == "cpu" || device == "disk") return absl::OkStatus();
   // A GPU whose library is missing has its own error.
@@ -76,8 +90,11 @@ c10::DeviceType GpuType() { return gpu_type; }
 
 void SetGpuTypeForTest(c10::DeviceType type) { gpu_type = type; }
 
+void SetGpusAreIntegratedForTest(bool integrated) { gpus_are_integrated = integrated; }
+
 DeviceLimits GetMaxMemory() {
   DeviceLimits limits;
+  bool shares_memory = false;
   const int gpus = CountGpus();
   for (int i = 0; i < gpus; ++i) {
     auto* const allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(GpuType()));
@@ -85,12 +102,14 @@ DeviceLimits GetMaxMemory() {
     try {
       const auto [free, all] = allocator->getMemoryInfo(static_cast<c10::DeviceIndex>(i));
       limits.emplace_back(absl::StrCat(i), static_cast<double>(free));
+      shares_memory = shares_memory || IsIntegrated(i);
     } catch (const c10::Error&) {
       // A GPU that does not answer counts as if it were not there.
       continue;
     }
   }
-  limits.emplace_back("cpu", static_cast<double>(HostMemory()));
+  // Else the same memory would count twice.
+  if (!shares_memory) limits.emplace_back("cpu", static_cast<double>(HostMemory()));
   return limits;
 }
 

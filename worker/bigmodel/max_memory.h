@@ -10,7 +10,8 @@
 namespace muster {
 
 // What this process can have: free memory of each GPU, and of the host what the machine, its
-// cgroup and the limits of the process (ulimit -d, -v) leave.
+// cgroup and the limits of the process (ulimit -d, -v) leave. Nothing of the host where a GPU's
+// memory is the host's.
 DeviceLimits GetMaxMemory();
 
 // GPUs that this process sees; CUDA works in it from here on if there are any.
@@ -20,6 +21,8 @@ int CountGpus();
 c10::DeviceType GpuType();
 // Another one in this process, for good. For tests, before anything asks.
 void SetGpuTypeForTest(c10::DeviceType type);
+// Whether the memory of GPUs of such a type is the host's.
+void SetGpusAreIntegratedForTest(bool integrated);
 
 // FAILED_PRECONDITION for a device that is not there.
 absl::Status CheckDevicesAreThere(const DeviceLimits& limits);

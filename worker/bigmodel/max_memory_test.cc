@@ -6,6 +6,8 @@
 
 #include <string>
 
+#include "worker/bigmodel/fake_gpus.h"
+
 namespace muster {
 namespace {
 
@@ -28,6 +30,17 @@ TEST(GetMaxMemory, LimitOfTheProcess_Counts) {
   const double host = Host();
   ASSERT_EQ(setrlimit(RLIMIT_DATA, &before), 0);
   EXPECT_LT(host, double{1 << 30});
+}
+
+// As that of a Jetson or a DGX Spark.
+TEST(GetMaxMemory, GpuThatSharesTheHostsMemory_CountsItOnce) {
+  InstallFakeGpus();
+  SetGpusAreIntegratedForTest(true);
+  const DeviceLimits shared = GetMaxMemory();
+  SetGpusAreIntegratedForTest(false);
+  ASSERT_EQ(static_cast<int>(shared.size()), kFakeGpus);
+  EXPECT_EQ(shared.back().first, std::to_string(kFakeGpus - 1));
+  EXPECT_EQ(GetMaxMemory().back().first, "cpu");
 }
 
 TEST(CheckDevicesAreThere, DeviceThatIsNot_IsNamed) {

@@ -131,9 +131,10 @@ std::vector<int64_t> ToVector(const at::Tensor& ids) {
   return {data, data + on_cpu.numel()};
 }
 
-// `best`: on the CPU.
-void CheckScores(const at::Tensor& best, int64_t step) {
-  const at::Tensor bad = best.isnan();
+// `best`: of each row, on the CPU. There is a best of scores that are infinite, but they have no
+// probabilities.
+void CheckScores(const at::Tensor& best, int64_t step, bool needs_finite = false) {
+  const at::Tensor bad = needs_finite ? best.isfinite().logical_not() : best.isnan();
   TORCH_CHECK(!bad.any().item<bool>(), "the model's logits for new token ", step, " of row ",
               bad.to(c10::kLong).argmax().item<int64_t>(),
               " are not numbers: its weights or its type are at fault");
@@ -142,8 +143,15 @@ void CheckScores(const at::Tensor& best, int64_t step) {
 // A token that a rule has removed is never the best of the rest.
 void ThrowNoTokenLeft(int64_t step, size_t row) {
   TORCH_CHECK(false, "the rules leave no token for new token ", step, " of row ", row,
-              ": lower min_new_tokens or min_length, raise no_repeat_ngram_size, or suppress fewer "
-              "tokens");
+              ": lower min_new_tokens or min_length, raise no_repeat_ngram_size or temperature, or "
+              "suppress fewer tokens");
+}
+
+// `has_probabilities`: whether the scores of the row have some, by which a token is drawn.
+void CheckProbabilities(bool has_probabilities, int64_t step, size_t row) {
+  TORCH_CHECK(has_probabilities, "the probabilities of new token ", step, " of row ", row,
+              " are not numbers, because a score is infinite: the model's weights or its type are "
+              "at fault, temperature is too low, or a penalty is too strong");
 }
 
 // [rows, 1]: the index of one number of each row of `sums`, the running sums of what is likely.
@@ -168,19 +176,26 @@ std::vector<int64_t> Choose(const GenerateOptions& options, const at::Tensor& sc
   if (!options.do_sample) return ToVector(index);
   const at::Tensor sums =
       at::softmax(ApplySamplingRules(options.rules, scores), -1, c10::kDouble).cumsum(-1);
+  const at::Tensor totals = sums.select(-1, sums.size(-1) - 1).cpu().contiguous();
+  for (size_t row = 0; row < ended.size(); ++row) {
+    CheckProbabilities(ended[row] || !std::isnan(totals.const_data_ptr<double>()[row]), step, row);
+  }
   return ToVector(Drawn(sums, draws));
 }
 
-at::Tensor Padded(const std::vector<std::vector<int64_t>>& rows, int64_t padding) {
+// Tokens and lengths.
+Generated Padded(const std::vector<std::vector<int64_t>>& rows, int64_t padding) {
   size_t longest = 0;
   for (const auto& row : rows) longest = std::max(longest, row.size());
-  std::vector<int64_t> flat;
+  std::vector<int64_t> flat, lengths;
   for (const auto& row : rows) {
     flat.insert(flat.end(), row.begin(), row.end());
     flat.insert(flat.end(), longest - row.size(), padding);
+    lengths.push_back(static_cast<int64_t>(row.size()));
   }
-  return at::tensor(flat, c10::kLong)
-      .view({static_cast<int64_t>(rows.size()), static_cast<int64_t>(longest)});
+  return {.tokens = at::tensor(flat, c10::kLong)
+                        .view({static_cast<int64_t>(rows.size()), static_cast<int64_t>(longest)}),
+          .lengths = std::move(lengths)};
 }
 
 // Greedy search and sampling.
@@ -218,7 +233,7 @@ Generated Walk(PromptReader& reader, const GenerateOptions& options, const Resol
     if (all || step + 1 == options.max_new_tokens) break;
     scores = reader.ReadNext(next);
   }
-  Generated out = {.tokens = Padded(generated, resolved.padding)};
+  Generated out = Padded(generated, resolved.padding);
   if (options.output_logits) out.logits = at::stack(logits, 1);
   return out;
 }
@@ -239,7 +254,7 @@ at::Tensor DrawnOnce(const at::Tensor& scores, int64_t count, Draws* draws) {
 // `draws` so many drawn, without those that a rule has removed. `scores` [B * beams, vocabulary].
 std::vector<std::vector<Beams::Candidate>> Candidates(const std::vector<Beams>& searches,
                                                       const at::Tensor& scores, int64_t num_beams,
-                                                      Draws* draws) {
+                                                      Draws* draws, int64_t step) {
   const int64_t vocabulary = scores.size(1);
   std::vector<float> sums;
   for (const Beams& search : searches) {
@@ -252,6 +267,15 @@ std::vector<std::vector<Beams::Candidate>> Candidates(const std::vector<Beams>& 
   }
   const at::Tensor total = (scores + at::tensor(sums, c10::kFloat).to(scores.device()).unsqueeze(1))
                                .view({static_cast<int64_t>(searches.size()), -1});
+  if (draws != nullptr) {
+    const at::Tensor best = total.amax(-1).cpu();
+    for (size_t row = 0; row < searches.size(); ++row) {
+      // Minus infinity: nothing is left to draw.
+      const bool has_probabilities =
+          best.const_data_ptr<float>()[row] < std::numeric_limits<float>::infinity();
+      CheckProbabilities(searches[row].is_done() || has_probabilities, step, row);
+    }
+  }
   const int64_t wanted = std::min(searches.at(0).num_candidates(), total.size(1));
   const at::Tensor index =
       draws == nullptr ? std::get<1>(total.topk(wanted, -1)) : DrawnOnce(total, wanted, draws);
@@ -288,7 +312,9 @@ Generated ReturnBest(const std::vector<Beams>& searches, const GenerateOptions& 
                                 : -std::numeric_limits<float>::infinity());
     }
   }
-  return {.tokens = Padded(rows, resolved.padding), .scores = at::tensor(scores, c10::kFloat)};
+  Generated out = Padded(rows, resolved.padding);
+  out.scores = at::tensor(scores, c10::kFloat);
+  return out;
 }
 
 // Log-probabilities; those of a row of which nothing is left stay.
@@ -319,13 +345,13 @@ Generated Search(PromptReader& reader, const GenerateOptions& options, const Res
         rows.push_back(std::move(tokens));
       }
     }
-    CheckScores(logits.amax(-1).cpu(), step);
+    CheckScores(logits.amax(-1).cpu(), step, /*needs_finite=*/true);
     at::Tensor scores = ApplyRules(options.rules, at::log_softmax(logits, -1), rows, step);
     // As in transformers, enough stay for one that runs on.
     if (options.do_sample) scores = ApplySamplingRules(options.rules, scores, min_kept);
     if (options.rules.renormalize_logits) scores = Renormalized(scores);
     const auto candidates =
-        Candidates(searches, scores, num_beams, options.do_sample ? &draws : nullptr);
+        Candidates(searches, scores, num_beams, options.do_sample ? &draws : nullptr, step);
     std::vector<int64_t> parents, tokens;
     bool done = true;
     for (size_t row = 0; row < searches.size(); ++row) {

@@ -72,6 +72,8 @@ struct Generated {
   at::Tensor scores = {};
   // With output_logits: the logits of the same rows, [rows, n, vocabulary] float32 before any rule.
   at::Tensor logits = {};
+  // How many tokens each row has before its padding.
+  std::vector<int64_t> lengths = {};
 };
 
 // Generates the continuation of `input_ids` [B, T] int64. Rows of different lengths are padded on
@@ -84,8 +86,8 @@ struct Generated {
 // with a score of minus infinity.
 //
 // Throws a c10::Error that names the problem: a meaningless option, a prompt that is empty, padded
-// on the right or too long for the model, logits that are not numbers, or a row for which the rules
-// leave no token.
+// on the right or too long for the model, logits that are not numbers (or infinite, where tokens
+// are drawn or beams are searched), or a row for which the rules leave no token.
 Generated Generate(CausalLmImpl& model, const at::Tensor& input_ids,
                    const at::Tensor& attention_mask = {}, const GenerateOptions& options = {});
 

@@ -89,6 +89,7 @@ TEST(Generate, TokensThatRulesRemove_EndNoBeam) {
                                   .num_beams = 3,
                                   .num_return_sequences = 2});
   EXPECT_TRUE(at::equal(got.tokens, at::tensor({7, 7, 7, 7, 0, 0, 0, 0}, c10::kLong).view({2, 4})));
+  EXPECT_EQ(got.lengths, (std::vector<int64_t>{4, 0}));
   EXPECT_TRUE(std::isfinite(got.scores[0].item<float>()));
   EXPECT_EQ(got.scores[1].item<float>(), -std::numeric_limits<float>::infinity());
 }
@@ -205,6 +206,7 @@ TEST(Generate, OnTokens_SeesEveryTokenAndCanEndARow) {
                   if (seen.size() == 2) ended[0] = true;
                 }});
   ASSERT_EQ(seen.size(), 5);
+  EXPECT_EQ(got.lengths, (std::vector<int64_t>{2, 5}));
   for (int64_t step = 0; step < 5; ++step) {
     EXPECT_EQ(seen[step][1], got.tokens[1][step].item<int64_t>());
     if (step >= 2) {
@@ -290,6 +292,85 @@ TEST(Generate, LogitsThatAreNotNumbers_AreAnErrorNotTokens) {
   EXPECT_NE(
       ErrorOf([&] { Generate(*model, Ids({1})); }).find("new token 0 of row 0 are not numbers"),
       std::string::npos);
+}
+
+// The best of them is a token, but none can be drawn, and beams have no sums.
+TEST(Generate, InfiniteLogits_AreAnErrorWhereProbabilitiesCount) {
+  CausalLm model = Recorded("gpt2_shared");
+  {
+    const at::NoGradGuard no_grad;
+    model->named_parameters()["transformer.ln_f.weight"].fill_(0);
+    model->named_parameters()["transformer.ln_f.bias"].fill_(1);
+    // Of the head, too. No row holds it.
+    model->named_parameters()["transformer.wte.weight"][7].fill_(
+        std::numeric_limits<float>::infinity());
+  }
+  const auto error = [&](bool sample, int64_t num_beams) {
+    return ErrorOf([&] {
+      Generate(*model, Ids({1, 2}), {},
+               {.max_new_tokens = 1, .do_sample = sample, .num_beams = num_beams});
+    });
+  };
+  EXPECT_EQ(error(false, 1), "");
+  EXPECT_NE(error(true, 1).find("the probabilities of new token 0 of row 0 are not numbers"),
+            std::string::npos)
+      << error(true, 1);
+  for (const bool sample : {false, true}) {
+    EXPECT_NE(error(sample, 2).find("logits for new token 0 of row 0 are not numbers"),
+              std::string::npos)
+        << error(sample, 2);
+  }
+}
+
+TEST(Generate, TemperatureThatMakesScoresInfinite_IsAnErrorNotTheLastToken) {
+  CausalLm model = Recorded("gpt2_shared");
+  const auto error = [&](int64_t num_beams) {
+    return ErrorOf([&] {
+      Generate(*model, Ids({1}), {},
+               {.rules = {.temperature = 1e-40}, .do_sample = true, .num_beams = num_beams});
+    });
+  };
+  EXPECT_NE(error(1).find("the probabilities of new token 0 of row 0 are not numbers"),
+            std::string::npos)
+      << error(1);
+  EXPECT_NE(error(2).find("temperature"), std::string::npos) << error(2);
+}
+
+TEST(Generate, PenaltyThatMakesAScoreInfinite_IsAnErrorWhereATokenIsDrawn) {
+  CausalLm model = Recorded("gpt2_shared");
+  for (const int64_t num_beams : {1, 3}) {
+    GenerateOptions options = {.max_new_tokens = 4,
+                               .eos_token_ids = std::vector<int64_t>{5},
+                               .pad_token_id = 0,
+                               .num_beams = num_beams};
+    options.rules.min_new_tokens = 1;
+    options.rules.exponential_decay_length_penalty =
+        ScoreRules::LengthDecay{.start = 0, .factor = 1e39};
+    // It ends the text.
+    EXPECT_EQ(Generate(*model, Ids({1, 2}), {}, options).tokens[0][1].item<int64_t>(), 5);
+    options.do_sample = true;
+    const std::string error = ErrorOf([&] { Generate(*model, Ids({1, 2}), {}, options); });
+    EXPECT_NE(error.find("the probabilities of new token 1 of row 0 are not numbers"),
+              std::string::npos)
+        << error;
+  }
+}
+
+// Nothing may follow token 7, with which the first row has ended.
+TEST(Generate, EndedRowThatHasNothingLeft_IsNoError) {
+  CausalLm model = Recorded("gpt2_shared");
+  const at::Tensor prompts = at::tensor({1, 2, 3, 4}, c10::kLong).view({2, 2});
+  GenerateOptions options = {
+      .max_new_tokens = 3, .eos_token_ids = {{}}, .pad_token_id = 0, .do_sample = true};
+  options.rules.sequence_bias = {{{2, 7}, 1e3}, {{4, 8}, 1e3}, {{8, 8}, 1e3}};
+  for (int64_t token = 0; token < Common(model->config()).vocab_size; ++token) {
+    options.rules.bad_words_ids.push_back({7, token});
+  }
+  options.on_tokens = [](const std::vector<int64_t>&, std::vector<bool>& ended) {
+    ended[0] = true;
+  };
+  EXPECT_TRUE(at::equal(Generate(*model, prompts, {}, options).tokens,
+                        at::tensor({7, 0, 0, 8, 8, 8}, c10::kLong).view({2, 3})));
 }
 
 TEST(Beams, DrawnCandidates_RunOnByTheirSumsAndEndByTheirPlaces) {

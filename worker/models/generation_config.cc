@@ -192,7 +192,9 @@ bool Apply(const std::string& name, const Json& value, GenerateOptions* options,
       {"forced_eos_token_id", &rules.forced_eos_token_id},
       {"suppress_tokens", &rules.suppress_tokens}};
   if (const auto count = counts.find(name); count != counts.end()) {
-    *valid = ToCount(value, count->second);
+    // The only one that transformers refuses at 0.
+    *valid =
+        ToCount(value, count->second) && (name != "max_new_tokens" || options->max_new_tokens > 0);
   } else if (const auto number = numbers.find(name); number != numbers.end()) {
     // 0 would be Muster's word for none.
     *valid = ToNumber(value, number->second) && (name != "top_h" || rules.top_h > 0);
@@ -233,7 +235,8 @@ bool Apply(const std::string& name, const Json& value, GenerateOptions* options,
 
 absl::StatusOr<GenerateOptions> ParseGenerationConfig(absl::string_view json,
                                                       absl::string_view source,
-                                                      std::optional<bool> do_sample) {
+                                                      std::optional<bool> do_sample,
+                                                      int64_t max_new_tokens) {
   MUSTER_ASSIGN_OR_RETURN(const Json parsed,
                           ParseJson(json, source, {.max_bytes = size_t{16} << 20}));
   if (!parsed.is_object()) {
@@ -242,7 +245,7 @@ absl::StatusOr<GenerateOptions> ParseGenerationConfig(absl::string_view json,
   const auto is_given = [&parsed](const char* name) {
     return parsed.contains(name) && !parsed[name].is_null();
   };
-  GenerateOptions options;
+  GenerateOptions options = {.max_new_tokens = max_new_tokens};
   if (is_given("do_sample") && !ToFlag(parsed["do_sample"], &options.do_sample)) {
     return Invalid(source, "do_sample", parsed["do_sample"]);
   }
@@ -277,15 +280,16 @@ absl::StatusOr<GenerateOptions> ParseGenerationConfig(absl::string_view json,
 }
 
 absl::StatusOr<GenerateOptions> ReadGenerationConfig(const std::string& folder,
-                                                     std::optional<bool> do_sample) {
+                                                     std::optional<bool> do_sample,
+                                                     int64_t max_new_tokens) {
   const std::string path = absl::StrCat(folder, "/generation_config.json");
   const absl::StatusOr<std::string> text = ReadRegularFile(path, int64_t{16} << 20);
-  if (text.ok()) return ParseGenerationConfig(*text, path, do_sample);
+  if (text.ok()) return ParseGenerationConfig(*text, path, do_sample, max_new_tokens);
   if (!absl::IsNotFound(text.status())) return text.status();
   const std::string config_path = absl::StrCat(folder, "/config.json");
   const absl::StatusOr<std::string> config = ReadRegularFile(config_path, int64_t{16} << 20);
   if (absl::IsNotFound(config.status())) {
-    return ParseGenerationConfig("{}", config_path, do_sample);
+    return ParseGenerationConfig("{}", config_path, do_sample, max_new_tokens);
   }
   if (!config.ok()) return config.status();
   MUSTER_ASSIGN_OR_RETURN(const Json parsed,
@@ -295,7 +299,7 @@ absl::StatusOr<GenerateOptions> ReadGenerationConfig(const std::string& folder,
     if (parsed.is_object() && parsed.contains(name)) settings[name] = parsed[name];
   }
   return ParseGenerationConfig(settings.dump(-1, ' ', false, Json::error_handler_t::replace),
-                               config_path, do_sample);
+                               config_path, do_sample, max_new_tokens);
 }
 
 }  // namespace muster::models

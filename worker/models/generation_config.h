@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_MODELS_GENERATION_CONFIG_H_
 #define MUSTER_WORKER_MODELS_GENERATION_CONFIG_H_
 
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -16,15 +17,16 @@ namespace muster::models {
 // would change what is generated and that Muster does not have is refused by name. `do_sample`
 // counts instead of the file's: a temperature, top_k, top_p or min_p beside "do_sample": false is
 // that of a caller who samples, and top_k is 50 unless the file says otherwise. Without sampling,
-// nobody looks at the settings of sampling, valid or not.
-// Errors: INVALID_ARGUMENT, UNIMPLEMENTED "FILE: FIELD ...".
-absl::StatusOr<GenerateOptions> ReadGenerationConfig(const std::string& folder,
-                                                     std::optional<bool> do_sample = std::nullopt);
+// nobody looks at the settings of sampling, valid or not. `max_new_tokens` counts if the file has
+// none. Errors: INVALID_ARGUMENT, UNIMPLEMENTED "FILE: FIELD ...".
+absl::StatusOr<GenerateOptions> ReadGenerationConfig(
+    const std::string& folder, std::optional<bool> do_sample = std::nullopt,
+    int64_t max_new_tokens = GenerateOptions().max_new_tokens);
 
 // The same from the text of such a file; `source` is for messages.
-absl::StatusOr<GenerateOptions> ParseGenerationConfig(absl::string_view json,
-                                                      absl::string_view source,
-                                                      std::optional<bool> do_sample = std::nullopt);
+absl::StatusOr<GenerateOptions> ParseGenerationConfig(
+    absl::string_view json, absl::string_view source, std::optional<bool> do_sample = std::nullopt,
+    int64_t max_new_tokens = GenerateOptions().max_new_tokens);
 
 }  // namespace muster::models
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/mutate.h"
 #include "base/test_folder.h"
@@ -60,6 +61,24 @@ TEST(ParseGenerationConfig, SettingsOfSampling_AreThoseOfACallerWhoSamples) {
   ASSERT_TRUE(greedy.ok()) << greedy.status();
   EXPECT_FALSE(greedy->do_sample);
   EXPECT_EQ(greedy->rules.temperature, 1);
+}
+
+TEST(ParseGenerationConfig, MaxNewTokensOfTheCaller_CountWhereTheFileHasNone) {
+  const auto tokens = [](const char* json) {
+    const auto options = ParseGenerationConfig(json, "f", std::nullopt, 256);
+    EXPECT_TRUE(options.ok()) << options.status();
+    return options->max_new_tokens;
+  };
+  EXPECT_EQ(tokens("{}"), 256);
+  EXPECT_EQ(tokens(R"({"max_new_tokens": null, "max_length": 7})"), 256);
+  EXPECT_EQ(tokens(R"({"max_new_tokens": 20})"), 20);
+  EXPECT_EQ(tokens(R"({"max_new_tokens": 2048})"), 2048);
+  for (const char* const value : {"0", "-1", "\"x\"", "1.5"}) {
+    const auto options = ParseGenerationConfig(absl::StrCat("{\"max_new_tokens\": ", value, "}"),
+                                               "f", std::nullopt, 256);
+    EXPECT_NE(options.status().message().find("f: \"max_new_tokens\" is "), std::string::npos)
+        << value;
+  }
 }
 
 TEST(ParseGenerationConfig, RulesForTokens_AreRead) {
@@ -235,9 +254,10 @@ TEST(ReadGenerationConfig, NoFile_IsTheDefaults) {
   const auto options = ReadGenerationConfig(folder.path());
   ASSERT_TRUE(options.ok());
   EXPECT_EQ(options->max_new_tokens, GenerateOptions().max_new_tokens);
-  const auto sampling = ReadGenerationConfig(folder.path(), true);
+  const auto sampling = ReadGenerationConfig(folder.path(), true, 256);
   ASSERT_TRUE(sampling.ok());
   EXPECT_EQ(sampling->rules.top_k, 50);
+  EXPECT_EQ(sampling->max_new_tokens, 256);
 }
 
 }  // namespace

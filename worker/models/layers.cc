@@ -67,12 +67,15 @@ ScopedWeights::~ScopedWeights() {
 }
 
 void AdaptableLayer::AddAdapter(int64_t rank, double scale, double dropout) {
-  TORCH_CHECK(!has_adapter(), name(), " has an adapter already: merge it first");
-  TORCH_CHECK(rank > 0, "the rank of an adapter is ", rank, "; it must be at least 1");
+  TORCH_CHECK_VALUE(!has_adapter(), name(), " has an adapter already: merge it first");
+  TORCH_CHECK_VALUE(rank > 0, "the rank of an adapter is ", rank, "; it must be at least 1");
   const int64_t in = weight.size(is_transposed_ ? 0 : 1), out = weight.size(is_transposed_ ? 1 : 0);
   const ScopedWeights weights(weight.device(), weight.scalar_type());
-  lora_a_ = register_module("lora_A", std::make_shared<LinearImpl>(in, rank, false));
-  lora_b_ = register_module("lora_B", std::make_shared<LinearImpl>(rank, out, false));
+  // Both or, where memory ends, none.
+  const auto a = std::make_shared<LinearImpl>(in, rank, false);
+  const auto b = std::make_shared<LinearImpl>(rank, out, false);
+  lora_a_ = register_module("lora_A", a);
+  lora_b_ = register_module("lora_B", b);
   const at::NoGradGuard no_grad;
   const double bound = 1 / std::sqrt(static_cast<double>(in));
   lora_a_->weight.uniform_(-bound, bound);
@@ -88,9 +91,10 @@ void AdaptableLayer::AddAdapter(int64_t rank, double scale, double dropout) {
 void AdaptableLayer::MergeAdapter() {
   if (!has_adapter()) return;
   const at::NoGradGuard no_grad;
-  at::Tensor product = at::matmul(lora_b_->weight.to(c10::kFloat), lora_a_->weight.to(c10::kFloat));
+  const c10::ScalarType type = c10::promoteTypes(weight.scalar_type(), c10::kFloat);
+  at::Tensor product = at::matmul(lora_b_->weight.to(type), lora_a_->weight.to(type));
   if (is_transposed_) product = product.t();
-  weight.copy_(weight.to(c10::kFloat) + scale_ * product);
+  weight.copy_(weight.to(type) + scale_ * product);
   DropAdapter();
 }
 

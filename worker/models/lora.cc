@@ -46,9 +46,11 @@ bool IsAdapter(absl::string_view name) {
   return absl::EndsWith(name, ".lora_A") || absl::EndsWith(name, ".lora_B");
 }
 
+using Layers = std::map<std::string, std::shared_ptr<AdaptableLayer>>;
+
 // The model's own linear layers by name.
-std::map<std::string, std::shared_ptr<AdaptableLayer>> LayersOf(const TextModelImpl& model) {
-  std::map<std::string, std::shared_ptr<AdaptableLayer>> layers;
+Layers LayersOf(const TextModelImpl& model) {
+  Layers layers;
   for (const auto& item : model.named_modules()) {
     auto layer = std::dynamic_pointer_cast<AdaptableLayer>(item.value());
     if (layer != nullptr && !IsAdapter(item.key())) layers.emplace(item.key(), std::move(layer));
@@ -161,34 +163,53 @@ absl::StatusOr<std::set<std::string>> TargetsIn(const SafetensorsReader& file) {
   return targets;
 }
 
+// All of them get an adapter or, if it throws, none.
+void AddAdapters(const Layers& layers, const LoraOptions& options) {
+  std::vector<AdaptableLayer*> added;
+  try {
+    for (const auto& [name, layer] : layers) {
+      layer->AddAdapter(options.rank, ScaleOf(options), options.dropout);
+      added.push_back(layer.get());
+    }
+  } catch (...) {
+    for (AdaptableLayer* const layer : added) layer->DropAdapter();
+    throw;
+  }
+}
+
 absl::StatusOr<LoraOptions> Load(TextModelImpl& model, const std::string& dir) {
   MUSTER_ASSIGN_OR_RETURN(LoraOptions options, ParseConfig(absl::StrCat(dir, "/", kConfigFile)));
   const std::string path = absl::StrCat(dir, "/", kWeightsFile);
   MUSTER_ASSIGN_OR_RETURN(const SafetensorsReader file, SafetensorsReader::Open(path));
   MUSTER_ASSIGN_OR_RETURN(const std::set<std::string> targets, TargetsIn(file));
-  const auto layers = LayersOf(model);
+  const Layers layers = LayersOf(model);
+  Layers adapted;
   std::set<std::string> ends;
   for (const std::string& target : targets) {
-    if (layers.count(target) == 0) {
+    const auto layer = layers.find(target);
+    if (layer == layers.end()) {
       return absl::InvalidArgumentError(absl::StrCat(path, ": the model has no linear layer ",
                                                      Printable(target),
                                                      "; is it the adapters' model?"));
     }
     ends.insert(target.substr(target.rfind('.') + 1));
+    adapted.insert(*layer);
   }
-  for (const std::string& target : targets) {
-    layers.at(target)->AddAdapter(options.rank, ScaleOf(options), options.dropout);
-  }
+  options.target_modules.assign(ends.begin(), ends.end());
   std::vector<std::pair<at::Tensor, bool>> trained;
   for (const at::Tensor& parameter : model.parameters()) {
     trained.emplace_back(parameter, parameter.requires_grad());
   }
-  Freeze(model);
-  options.target_modules.assign(ends.begin(), ends.end());
-  const absl::Status loaded = LoadWeights(path, AdaptersOf(model), {.prefix = kPrefix}).status();
+  AddAdapters(adapted, options);
+  absl::Status loaded;
+  const absl::Status thrown = Guard([&] {
+    Freeze(model);
+    loaded = LoadWeights(path, AdaptersOf(model), {.prefix = kPrefix}).status();
+  });
+  loaded.Update(thrown);
   if (!loaded.ok()) {
     // As if nothing had happened. Some adapters may have their values: they are not merged.
-    for (const std::string& target : targets) layers.at(target)->DropAdapter();
+    for (const auto& [name, layer] : adapted) layer->DropAdapter();
     for (auto& [parameter, was_trained] : trained) parameter.requires_grad_(was_trained);
     return loaded;
   }
@@ -200,18 +221,20 @@ absl::StatusOr<LoraOptions> Load(TextModelImpl& model, const std::string& dir) {
 void AddLora(TextModelImpl& model, const LoraOptions& options) {
   const std::vector<std::string> targets =
       options.target_modules.empty() ? DefaultTargets(model) : options.target_modules;
-  const auto layers = LayersOf(model);
+  const Layers layers = LayersOf(model);
+  Layers adapted;
   for (const std::string& target : targets) {
     bool is_there = false;
     for (const auto& [name, layer] : layers) {
       if (name != target && !absl::EndsWith(name, absl::StrCat(".", target))) continue;
-      layer->AddAdapter(options.rank, ScaleOf(options), options.dropout);
+      adapted.emplace(name, layer);
       is_there = true;
     }
     TORCH_CHECK_VALUE(is_there, "no linear layer of the model is called ", target,
                       "; there are for example ",
                       layers.empty() ? std::string("none") : layers.begin()->first);
   }
+  AddAdapters(adapted, options);
   Freeze(model);
 }
 

@@ -29,7 +29,8 @@ struct LoraOptions {
 
 // Adds adapters that change nothing yet, and freezes all other parameters. Call it before prepare()
 // and before creating the optimizer, which takes the parameters from LoraParameters(). Throws a
-// c10::Error that names a target that no layer has.
+// c10::Error that names a target that no layer has, or a layer that has an adapter already; then
+// nothing has changed.
 void AddLora(TextModelImpl& model, const LoraOptions& options = {});
 
 // Returns the parameters to train.
@@ -42,7 +43,8 @@ absl::Status SaveLora(const TextModelImpl& model, const std::string& dir,
 
 // Adds the adapters of a folder that PEFT or SaveLora wrote, and returns their options. Errors:
 // UNIMPLEMENTED names a kind of adapter or a setting that Muster does not support; INVALID_ARGUMENT
-// names a layer or shape that does not match the model.
+// names a layer or shape that does not match the model, or a layer that has an adapter already.
+// After an error nothing has changed.
 absl::StatusOr<LoraOptions> LoadLora(TextModelImpl& model, const std::string& dir);
 
 // Merges the adapters into their weights: the model then computes the same without them, except for

@@ -129,6 +129,72 @@ TEST(AddLora, TargetThatNoLayerHas_IsNamed) {
   }
 }
 
+TEST(AddLora, TargetsThatAreRefused_ChangeNothing) {
+  TextModel model = Load(kFolders[1]);
+  const std::vector<std::string> refused[] = {{"q_proj", "nothing"}, {"q_proj", "k_proj"}};
+  for (const auto& targets : refused) {
+    const bool adapted = targets[1] == "k_proj";
+    if (adapted) AddLora(*model, {.target_modules = {"q_proj"}});
+    const size_t before = LoraParameters(*model).size();
+    EXPECT_THROW(AddLora(*model, {.target_modules = targets}), c10::Error);
+    EXPECT_EQ(LoraParameters(*model).size(), before);
+    EXPECT_EQ(model->parameters()[0].requires_grad(), !adapted);
+  }
+}
+
+TEST(AddLora, LayerThatTwoTargetsName_GetsOneAdapter) {
+  TextModel once = Load(kFolders[1]), twice = Load(kFolders[1]);
+  AddLora(*once, {.target_modules = {"q_proj"}});
+  AddLora(*twice, {.target_modules = {"q_proj", "self_attn.q_proj", "q_proj"}});
+  EXPECT_EQ(LoraParameters(*twice).size(), LoraParameters(*once).size());
+}
+
+TEST(LoadLora, LayerThatHasAnAdapterAlready_ChangesNothing) {
+  const TestFolder folder;
+  TextModel other = Load(kFolders[1]);
+  AddLora(*other, {.target_modules = {"k_proj", "q_proj"}});
+  ASSERT_TRUE(SaveLora(*other, folder.path(), {}).ok());
+  TextModel model = Load(kFolders[1]);
+  AddLora(*model, {.target_modules = {"q_proj"}});
+  const size_t before = LoraParameters(*model).size();
+  const auto loaded = LoadLora(*model, folder.path());
+  EXPECT_EQ(loaded.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(loaded.status().message().find("has an adapter already"), std::string::npos);
+  EXPECT_EQ(LoraParameters(*model).size(), before);
+}
+
+// transformers would load it without them.
+TEST(SavePretrained, AdaptersThatAreNotMerged_AreRefused) {
+  const TestFolder folder;
+  TextModel model = Load(kFolders[1]);
+  AddLora(*model);
+  for (const absl::Status& status :
+       {SavePretrained(*model, folder.path()), SaveConfig(*model, folder.path())}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_NE(status.message().find("MergeLora"), std::string::npos) << status;
+  }
+  EXPECT_TRUE(ListDirectory(folder.path())->empty());
+  MergeLora(*model);
+  EXPECT_TRUE(SavePretrained(*model, folder.path()).ok());
+}
+
+TEST(MergeLora, WeightsOfFloat64_KeepTheirDigits) {
+  auto model = LoadPretrained(testing_support::GoldenPath(kFolders[1]), {.dtype = c10::kDouble});
+  ASSERT_TRUE(model.ok()) << model.status();
+  std::vector<at::Tensor> before;
+  {
+    const at::NoGradGuard no_grad;
+    for (at::Tensor& parameter : (*model)->parameters()) {
+      before.push_back(parameter.add_(1e-12).clone());
+    }
+  }
+  AddLora(**model);
+  MergeLora(**model);
+  const std::vector<at::Tensor> merged = (*model)->parameters();
+  ASSERT_EQ(merged.size(), before.size());
+  for (size_t i = 0; i < merged.size(); ++i) EXPECT_TRUE(at::equal(merged[i], before[i])) << i;
+}
+
 TEST(LoadLora, WhatMusterDoesNotHave_IsRefusedAndChangesNothing) {
   TextModel model = Load(kFolders[1]);
   AddLora(*model);

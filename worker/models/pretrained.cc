@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ATen/core/grad_mode.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
@@ -226,6 +227,19 @@ std::string TypeName(c10::ScalarType dtype) {
   }
 }
 
+// Who loads a whole model drops what its config.json does not describe, and computes the model as
+// it was before its adapters were trained.
+absl::Status CheckNoAdapters(const NamedTensors& tensors) {
+  for (const auto& [name, tensor] : tensors) {
+    if (!absl::StrContains(name, ".lora_")) continue;
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the model has adapters (", name,
+        "), which are no part of a whole model: merge them (MergeLora), or save them alone "
+        "(SaveLora)"));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 TextModel MakeModel(const ModelConfig& config, c10::ScalarType dtype, c10::Device device) {
@@ -271,9 +285,10 @@ absl::StatusOr<NameInModel> NamesInFiles(const std::string& path, const TextMode
 }
 
 absl::Status SaveConfig(const TextModelImpl& model, const std::string& dir) {
+  const NamedTensors tensors = TensorsOf(model);
+  MUSTER_RETURN_IF_ERROR(CheckNoAdapters(tensors));
   MUSTER_RETURN_IF_ERROR(MakeDirectories(dir));
   ModelConfig config = model.config();
-  const NamedTensors tensors = TensorsOf(model);
   if (!tensors.empty()) Common(config).dtype = TypeName(tensors[0].second.scalar_type());
   return WriteFileAtomically(absl::StrCat(dir, "/config.json"), ToJson(config));
 }
@@ -282,7 +297,9 @@ absl::Status SavePretrained(const TextModelImpl& model, const std::string& dir,
                             int64_t max_shard_bytes) {
   // Weights first: a folder without config.json is no model.
   return Guard([&] {
-    ThrowIfError(SaveModelFiles(dir, TensorsOf(model), max_shard_bytes));
+    const NamedTensors tensors = TensorsOf(model);
+    ThrowIfError(CheckNoAdapters(tensors));
+    ThrowIfError(SaveModelFiles(dir, tensors, max_shard_bytes));
     ThrowIfError(SaveConfig(model, dir));
   });
 }

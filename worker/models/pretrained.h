@@ -67,7 +67,8 @@ absl::StatusOr<NameInModel> NamesInFiles(const std::string& path, const TextMode
 
 // Writes a folder that transformers and LoadPretrained can load: config.json and safetensors in
 // shards of at most `max_shard_bytes`. Not for a sharded model: save that with
-// Accelerator::save_model and its config with SaveConfig.
+// Accelerator::save_model and its config with SaveConfig. FAILED_PRECONDITION: the model has
+// adapters that are not merged.
 absl::Status SavePretrained(const TextModelImpl& model, const std::string& dir,
                             int64_t max_shard_bytes = 10'000'000'000);
 absl::Status SaveConfig(const TextModelImpl& model, const std::string& dir);

@@ -86,9 +86,11 @@ std::function<bool(const std::vector<int64_t>&)> EndsAtStopString(
 
 absl::StatusOr<TextGenerator> TextGenerator::FromFolder(const std::string& folder,
                                                         const LoadPretrainedOptions& options,
-                                                        std::optional<bool> do_sample) {
+                                                        std::optional<bool> do_sample,
+                                                        int64_t max_new_tokens) {
   // The small files first: what is wrong with them shows at once.
-  MUSTER_ASSIGN_OR_RETURN(GenerateOptions defaults, ReadGenerationConfig(folder, do_sample));
+  MUSTER_ASSIGN_OR_RETURN(GenerateOptions defaults,
+                          ReadGenerationConfig(folder, do_sample, max_new_tokens));
   MUSTER_ASSIGN_OR_RETURN(Tokenizer tokenizer, Tokenizer::FromFolder(folder));
   MUSTER_ASSIGN_OR_RETURN(CausalLm model, LoadCausalLm(folder, options));
   return TextGenerator(std::move(model), std::move(tokenizer), std::move(defaults));
@@ -204,7 +206,7 @@ absl::StatusOr<std::vector<GeneratedText>> TextGenerator::Generate(
     for (size_t row = 0; row < rows.size(); ++row) {
       const at::Tensor ids = got.tokens[static_cast<int64_t>(row)].contiguous();
       const int64_t* const data = ids.const_data_ptr<int64_t>();
-      for (int64_t i = 0; i < ids.numel() && take(row, data[i]); ++i) {
+      for (int64_t i = 0; i < got.lengths[row] && take(row, data[i]); ++i) {
       }
     }
   }));

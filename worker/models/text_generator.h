@@ -49,11 +49,13 @@ std::function<bool(const std::vector<int64_t>& generated)> EndsAtStopString(
 class TextGenerator {
  public:
   // Loads a folder with config.json, weights, tokenizer.json and, if present,
-  // generation_config.json, with `do_sample` instead of its own. Blocks on the disk. Errors: as
-  // LoadCausalLm, Tokenizer::FromFolder and ReadGenerationConfig.
-  static absl::StatusOr<TextGenerator> FromFolder(const std::string& folder,
-                                                  const LoadPretrainedOptions& options = {},
-                                                  std::optional<bool> do_sample = std::nullopt);
+  // generation_config.json, with `do_sample` instead of its own, and with `max_new_tokens` if it
+  // has none. Blocks on the disk. Errors: as LoadCausalLm, Tokenizer::FromFolder and
+  // ReadGenerationConfig.
+  static absl::StatusOr<TextGenerator> FromFolder(
+      const std::string& folder, const LoadPretrainedOptions& options = {},
+      std::optional<bool> do_sample = std::nullopt,
+      int64_t max_new_tokens = GenerateOptions().max_new_tokens);
   TextGenerator(CausalLm model, Tokenizer tokenizer, GenerateOptions defaults);
 
   // What the model's makers recommend.
@@ -62,8 +64,8 @@ class TextGenerator {
   CausalLm& model() { return model_; }
 
   // Generates the continuation of each prompt; with num_return_sequences > 1, that many for each,
-  // one after another. Errors: INVALID_ARGUMENT names a prompt without tokens or an option; as
-  // Generate().
+  // one after another, of which those that a beam search lacks are empty. Errors: INVALID_ARGUMENT
+  // names a prompt without tokens or an option; as Generate().
   absl::StatusOr<std::vector<GeneratedText>> Generate(const std::vector<std::string>& prompts,
                                                       const TextOptions& options);
 

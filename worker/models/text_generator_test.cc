@@ -183,6 +183,50 @@ TEST_F(TextGeneratorTest, Beams_GiveSeveralTexts) {
   EXPECT_NE(texts[0].text, texts[1].text);
 }
 
+// Padding is a token with a text here.
+TEST_F(TextGeneratorTest, BeamThatItsTokensEnd_HasNoPaddingInItsText) {
+  TextGenerator generator = Load();
+  const auto ids = generator.tokenizer().EncodeIds("Hello");
+  ASSERT_TRUE(ids.ok()) << ids.status();
+  const at::Tensor prompt = at::tensor(*ids, c10::kLong).unsqueeze(0);
+  TextOptions options = {.tokens = {.max_new_tokens = 8,
+                                    .eos_token_ids = {{}},
+                                    .pad_token_id = generator.tokenizer().TokenToId("a"),
+                                    .num_beams = 4,
+                                    .num_return_sequences = 4}};
+  ASSERT_TRUE(options.tokens.pad_token_id.has_value());
+  int padded = 0;
+  for (const int64_t divisor : {2, 3, 5, 7}) {
+    options.tokens.ends_row = [divisor](const std::vector<int64_t>& generated) {
+      return generated.back() % divisor == 0;
+    };
+    const Generated expected = Generate(*generator.model(), prompt, {}, options.tokens);
+    const auto texts = Texts(generator, {"Hello"}, options);
+    ASSERT_EQ(texts.size(), 4);
+    for (size_t i = 0; i < texts.size(); ++i) {
+      EXPECT_EQ(texts[i].num_new_tokens, expected.lengths[i]) << divisor << " " << i;
+      padded += expected.lengths[i] < expected.tokens.size(1) ? 1 : 0;
+    }
+  }
+  EXPECT_GT(padded, 0);
+}
+
+TEST_F(TextGeneratorTest, BeamThatIsNotThere_HasNoText) {
+  TextGenerator generator = Load();
+  const int64_t end = generator.tokenizer().TokenToId("<|endoftext|>").value_or(-1);
+  TextOptions options = {
+      .tokens = {.max_new_tokens = 1, .num_beams = 3, .num_return_sequences = 3}};
+  options.tokens.pad_token_id = generator.tokenizer().TokenToId("a");
+  options.tokens.rules.forced_eos_token_id = {end};
+  const auto texts = Texts(generator, {"Hello"}, options);
+  ASSERT_EQ(texts.size(), 3);
+  EXPECT_EQ(texts[0].num_new_tokens, 1);
+  for (const size_t i : {1, 2}) {
+    EXPECT_EQ(texts[i].num_new_tokens, 0);
+    EXPECT_EQ(texts[i].text, "");
+  }
+}
+
 TEST_F(TextGeneratorTest, StopString_EndsABeam) {
   TextGenerator generator = Load();
   const TextOptions whole = {

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <map>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <thread>
 #include <tuple>
@@ -207,9 +209,14 @@ absl::StatusOr<std::vector<Encoding>> Tokenizer::EncodeBatch(absl::Span<const Te
   std::atomic<size_t> next = 0;
   const auto work = [&] {
     for (size_t i = next++; i < inputs.size(); i = next++) {
-      absl::StatusOr<Encoding> encoding = core_->Encode(inputs[i], options);
-      failures[i] = encoding.status();
-      if (encoding.ok()) encodings[i] = *std::move(encoding);
+      try {
+        absl::StatusOr<Encoding> encoding = core_->Encode(inputs[i], options);
+        failures[i] = encoding.status();
+        if (encoding.ok()) encodings[i] = *std::move(encoding);
+      } catch (const std::bad_alloc&) {
+        // It would end the process on a thread, and beside one.
+        failures[i] = absl::ResourceExhaustedError("out of host memory");
+      }
     }
   };
   size_t bytes = 0;
@@ -220,7 +227,11 @@ absl::StatusOr<std::vector<Encoding>> Tokenizer::EncodeBatch(absl::Span<const Te
                                   : std::max(std::thread::hardware_concurrency(), 1u);
   const size_t wanted = std::min({most, inputs.size(), 1 + bytes / kMinBytesOfThread});
   std::vector<std::thread> others;
-  for (size_t i = 1; i < wanted; ++i) others.emplace_back(work);
+  try {
+    while (others.size() + 1 < wanted) others.emplace_back(work);
+  } catch (const std::exception&) {
+    // The system gives no more (ulimit -u, -v, a cgroup): fewer do it all.
+  }
   work();
   for (std::thread& other : others) other.join();
   for (size_t i = 0; i < failures.size(); ++i) {

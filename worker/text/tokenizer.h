@@ -102,13 +102,13 @@ class Tokenizer {
 
   // Encodes a text. Errors: INVALID_ARGUMENT: the text is not UTF-8, or cannot be truncated as
   // requested; FAILED_PRECONDITION: a part of it is not in the vocabulary, which has no unknown
-  // token; RESOURCE_EXHAUSTED: it is larger than 256 MiB, or a regular expression of the file takes
-  // too long.
+  // token; RESOURCE_EXHAUSTED: it is larger than 256 MiB, a regular expression of the file takes
+  // too long, or memory is out.
   absl::StatusOr<Encoding> Encode(absl::string_view text, const EncodeOptions& options = {}) const;
   absl::StatusOr<Encoding> EncodePair(absl::string_view text, absl::string_view pair,
                                       const EncodeOptions& options = {}) const;
-  // Encodes all inputs, on up to `threads` threads; 0: one for each core. Padding makes them
-  // equally long. An error says which text caused it.
+  // Encodes all inputs, on up to `threads` threads, or as many as the system gives; 0: one for each
+  // core. Padding makes them equally long. An error says which text caused it.
   absl::StatusOr<std::vector<Encoding>> EncodeBatch(absl::Span<const TextInput> inputs,
                                                     const EncodeOptions& options = {},
                                                     int threads = 0) const;

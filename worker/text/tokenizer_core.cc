@@ -95,7 +95,8 @@ absl::StatusOr<std::optional<Padding>> ReadPadding(const Json& json, const std::
 
 class TokenizerCore::Borrowed {
  public:
-  explicit Borrowed(const TokenizerCore& core) : core_(core) {
+  // For a text of so many bytes.
+  Borrowed(const TokenizerCore& core, size_t bytes) : core_(core), bytes_(bytes) {
     {
       MutexLock lock(&core_.mu_);
       if (!core_.idle_.empty()) {
@@ -108,6 +109,8 @@ class TokenizerCore::Borrowed {
     work_->scratch = core_.model_->NewScratch();
   }
   ~Borrowed() {
+    // What a large text leaves behind, up to 40 times its size, is not kept.
+    if (bytes_ > kMaxKeptText) return;
     MutexLock lock(&core_.mu_);
     core_.idle_.push_back(std::move(work_));
   }
@@ -117,7 +120,10 @@ class TokenizerCore::Borrowed {
   Work& operator*() { return *work_; }
 
  private:
+  static constexpr size_t kMaxKeptText = size_t{256} << 10;
+
   const TokenizerCore& core_;
+  const size_t bytes_;
   std::unique_ptr<Work> work_;
 };
 
@@ -190,7 +196,7 @@ absl::Status TokenizerCore::TokenizeSpan(const SplitText& split, const Span& spa
 
 absl::StatusOr<Encoding> TokenizerCore::EncodeOne(absl::string_view text, int64_t type_id) const {
   MUSTER_ASSIGN_OR_RETURN(const SplitText split, SplitWords(text));
-  Borrowed borrowed(*this);
+  Borrowed borrowed(*this, split.aligned.text.size());
   Work& work = *borrowed;
   struct Part {
     const Span* span;
@@ -295,7 +301,7 @@ absl::StatusOr<Encoding> TokenizerCore::Encode(const TextInput& input,
 absl::StatusOr<std::vector<int64_t>> TokenizerCore::EncodeIds(absl::string_view text,
                                                               bool add_special_tokens) const {
   MUSTER_ASSIGN_OR_RETURN(const SplitText split, SplitWords(text));
-  Borrowed borrowed(*this);
+  Borrowed borrowed(*this, split.aligned.text.size());
   Work& work = *borrowed;
   work.tokens.clear();
   for (const Span& span : split.spans) MUSTER_RETURN_IF_ERROR(TokenizeSpan(split, span, work));

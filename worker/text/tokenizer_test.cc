@@ -2,6 +2,9 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <malloc.h>
+#include <pthread.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -316,6 +319,106 @@ TEST(Tokenizer, ManyThreads_GiveTheSameTokens) {
     EXPECT_EQ(encoding.ids, want);
   }
 }
+
+size_t MemoryInUse() {
+  const struct mallinfo2 info = mallinfo2();
+  return info.uordblks + info.hblkhd;
+}
+
+// One word of it all: models hold more for each of its characters than the text has bytes.
+TEST(Tokenizer, LargeText_LeavesNoMemoryBehind) {
+  Json json = Words();
+  json["pre_tokenizer"] = nullptr;
+  json["model"] = {
+      {"type", "BPE"}, {"vocab", {{"?", 0}, {"[CLS]", 1}, {"o", 2}}}, {"merges", Json::array()}};
+  Json unigram = json;
+  unigram["model"] = {{"type", "Unigram"},
+                      {"unk_id", 0},
+                      {"vocab", Json::array({{"?", -9.0}, {"[CLS]", -9.0}, {"o", -1.0}})}};
+  for (const Json& each : {json, unigram}) {
+    const Tokenizer tokenizer = Make(each);
+    const std::string text(2 << 20, 'o');
+    ASSERT_TRUE(tokenizer.Encode("ooo").ok());
+    const size_t before = MemoryInUse();
+    EXPECT_EQ(Ok(tokenizer.Encode(text)).ids.size(), text.size() + 1);
+    EXPECT_EQ(Ok(tokenizer.EncodeIds(text)).size(), text.size() + 1);
+    EXPECT_LT(MemoryInUse(), before + (1 << 20));
+  }
+}
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // which end such a process
+
+// The process's address space may grow by so much.
+class SpaceLeft {
+ public:
+  explicit SpaceLeft(uint64_t bytes) {
+    EXPECT_EQ(getrlimit(RLIMIT_AS, &before_), 0);
+    const uint64_t pages = std::stoull(ReadFile("/proc/self/statm").value_or(""));
+    const rlimit small = {.rlim_cur = pages * static_cast<uint64_t>(getpagesize()) + bytes,
+                          .rlim_max = before_.rlim_max};
+    EXPECT_EQ(setrlimit(RLIMIT_AS, &small), 0);
+  }
+  ~SpaceLeft() { EXPECT_EQ(setrlimit(RLIMIT_AS, &before_), 0); }
+  SpaceLeft(const SpaceLeft&) = delete;
+  SpaceLeft& operator=(const SpaceLeft&) = delete;
+
+ private:
+  rlimit before_ = {};
+};
+
+// The stacks of new threads.
+class StackBytes {
+ public:
+  explicit StackBytes(size_t bytes) {
+    EXPECT_EQ(pthread_getattr_default_np(&before_), 0);
+    pthread_attr_t larger;
+    EXPECT_EQ(pthread_getattr_default_np(&larger), 0);
+    EXPECT_EQ(pthread_attr_setstacksize(&larger, bytes), 0);
+    EXPECT_EQ(pthread_setattr_default_np(&larger), 0);
+    pthread_attr_destroy(&larger);
+  }
+  ~StackBytes() {
+    EXPECT_EQ(pthread_setattr_default_np(&before_), 0);
+    pthread_attr_destroy(&before_);
+  }
+  StackBytes(const StackBytes&) = delete;
+  StackBytes& operator=(const StackBytes&) = delete;
+
+ private:
+  pthread_attr_t before_;
+};
+
+TEST(Tokenizer, ThreadsThatTheSystemDoesNotGive_AreNotNeeded) {
+  const Tokenizer tokenizer = Make(Words());
+  std::string text;
+  for (int i = 0; i < 5'000; ++i) text += "one two\n";
+  const std::vector<TextInput> inputs(64, TextInput(text));
+  const Ids want = Ok(tokenizer.Encode(text)).ids;
+  std::vector<Encoding> encodings;
+  {
+    // Of one thread, and of what it and the others need besides.
+    const StackBytes stacks(size_t{600} << 20);
+    const SpaceLeft space(size_t{1} << 30);
+    encodings = Ok(tokenizer.EncodeBatch(inputs, {}, 16));
+  }
+  for (const Encoding& encoding : encodings) EXPECT_EQ(encoding.ids, want);
+}
+
+TEST(Tokenizer, TextThatMemoryIsTooSmallFor_IsAnErrorOnEveryThread) {
+  const Tokenizer tokenizer = Make(Words());
+  std::string large;
+  for (int i = 0; i < 4'000'000; ++i) large += "one two\n";
+  const std::vector<TextInput> inputs(2, TextInput(large));
+  absl::Status refused;
+  {
+    const SpaceLeft space(size_t{200} << 20);
+    refused = tokenizer.EncodeBatch(inputs, {}, 2).status();
+  }
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("text 0 of the batch: out of host memory"));
+}
+
+#endif
 
 }  // namespace
 }  // namespace muster
