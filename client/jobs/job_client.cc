@@ -22,6 +22,7 @@
 #include "rpc/log_level.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
+#include "rpc/utf8_check.h"
 
 namespace muster {
 namespace {
@@ -231,6 +232,7 @@ absl::StatusOr<Submission> Client::submit(const JobSpec& spec, const SubmitOptio
   request.set_dry_run(options.dry_run);
   request.set_owner(options.owner);
   request.set_unix_ms(absl::ToUnixMillis(absl::Now()));
+  MUSTER_RETURN_IF_ERROR(rpc::CheckUtf8(request));  // arguments and variables have any bytes
   v1::SubmitJobReply reply;
   MUSTER_RETURN_IF_ERROR(
       impl_->Call([&](auto* context) { return impl_->jobs->Submit(context, request, &reply); }));

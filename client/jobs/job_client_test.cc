@@ -34,6 +34,13 @@ TEST_F(JobClientTest, Submit_AnswerLost_IsRepeatedWithTheSameKey) {
   EXPECT_EQ(calls[0].unix_ms(), calls[2].unix_ms());
 }
 
+TEST_F(JobClientTest, Submit_ArgumentThatIsNotUtf8_IsRefusedAndNamed) {
+  const absl::Status status =
+      client_->submit({.name = "mnist", .command = {"./train", "caf\xe9"}}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(status.message(), "spec.argv[1] is not UTF-8: \"caf\\xe9\"");
+}
+
 TEST_F(JobClientTest, Get_UnknownJob_IsNotFound) {
   EXPECT_TRUE(absl::IsNotFound(client_->get("nothing-1").status()));
 }
