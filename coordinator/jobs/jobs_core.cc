@@ -792,7 +792,7 @@ std::optional<v1::OpError> JobsCore::ReadChanges(const v1::WatchJobsRequest& req
     return std::nullopt;
   }
   // A watcher that knows nothing has nothing to forget.
-  const bool resumes = place->seen != 0;
+  const bool resumes = place->seen != 0 || place->last.first != 0;
   if (resumes && std::max(place->seen, place->removals_seen) < changes_.forgotten()) {
     batch->set_lists_kept(true);
     for (const auto& [sequence, job] : jobs_) {
@@ -815,7 +815,8 @@ std::optional<v1::OpError> JobsCore::ReadChanges(const v1::WatchJobsRequest& req
   place->removals_seen = std::max(place->removals_seen, durable_revision);
   size_t bytes = batch->ByteSizeLong();
   const auto& changes = changes_.changes();
-  auto it = changes.lower_bound({place->seen + 1, 0});
+  const std::pair<uint64_t, uint64_t> all_of_seen = {place->seen, UINT64_MAX};
+  auto it = changes.upper_bound(std::max(all_of_seen, place->last));
   for (bool first = true; it != changes.end() && it->first <= durable_revision;
        ++it, first = false) {
     if (bytes > max_bytes && !first) {
@@ -823,7 +824,7 @@ std::optional<v1::OpError> JobsCore::ReadChanges(const v1::WatchJobsRequest& req
       break;
     }
     const Job& job = jobs_.at(it->second);
-    place->seen = it->first;
+    place->last = *it;
     if (!IsNamed(request, job.record.job_id(), job.record.owner())) continue;
     if (IsInState(request, job.record)) {
       v1::JobRecord* const record = batch->add_jobs();
@@ -834,7 +835,8 @@ std::optional<v1::OpError> JobsCore::ReadChanges(const v1::WatchJobsRequest& req
       bytes += job.record.job_id().size();
     }
   }
-  if (!batch->more()) place->seen = std::max(place->seen, durable_revision);
+  // Who resumes from here is sent what is left of a revision, and the rest of it once more.
+  place->seen = std::max(place->seen, batch->more() ? it->first - 1 : durable_revision);
   batch->set_seen_revision(place->seen);
   return std::nullopt;
 }
