@@ -5,11 +5,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "ATen/ops/_neg_view.h"
 #include "ATen/ops/arange.h"
+#include "ATen/ops/complex.h"
 #include "ATen/ops/equal.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
 #include "ATen/ops/rand.h"
+#include "ATen/ops/real.h"
 #include "ATen/ops/repeat_interleave.h"
 #include "ATen/ops/zeros.h"
 #include "base/mutex.h"
@@ -176,6 +179,45 @@ TEST_P(CommTest, AllGatherAndBroadcast_EverySizeAndDtype) {
     const auto scalars = comm.AllGather(at::full({}, r));
     EXPECT_EQ(scalars[2].dim(), 0);
     EXPECT_EQ(scalars[2].item<int64_t>(), 2);
+  });
+}
+
+// Such views share the memory of what they conjugate or negate, and are contiguous as that is.
+TEST_P(CommTest, ViewThatConjugatesOrNegates_TravelsAsItsValues) {
+  Run(2, [](Comm& comm) {
+    for (const int64_t n : {1, 4, 4096}) {
+      const auto numbers = [n](int rank) {
+        return at::complex(at::arange(n, at::kFloat), at::arange(n, at::kFloat) + rank + 1);
+      };
+      const auto conjugate = [&](int rank) { return numbers(rank).conj(); };
+      const auto negative = [&](int rank) { return at::_neg_view(at::real(numbers(rank)) + rank); };
+      for (const std::function<at::Tensor(int)>& make :
+           {std::function<at::Tensor(int)>(conjugate), std::function<at::Tensor(int)>(negative)}) {
+        const auto values = [&](int rank) { return make(rank).resolve_conj().resolve_neg(); };
+        const at::Tensor mine = make(comm.rank());
+        ASSERT_TRUE(mine.is_contiguous() && (mine.is_conj() || mine.is_neg()));
+        const auto all = comm.AllGather(mine);
+        for (int r = 0; r < 2; ++r) EXPECT_TRUE(at::equal(all[r], values(r))) << n << " " << r;
+        at::Tensor x = make(comm.rank());
+        comm.Broadcast(x, 1);
+        EXPECT_TRUE(at::equal(x.resolve_conj().resolve_neg(), values(1))) << n;
+        x = make(comm.rank());
+        comm.Scatter({make(1), make(0)}, x, 0);
+        EXPECT_TRUE(at::equal(x.resolve_conj().resolve_neg(), values(1 - comm.rank()))) << n;
+        if (n % 2 != 0) continue;
+        x = make(comm.rank());
+        comm.AllGatherParts(x);
+        EXPECT_TRUE(at::equal(x.narrow(0, 0, n / 2).resolve_conj().resolve_neg(),
+                              values(0).narrow(0, 0, n / 2)));
+        EXPECT_TRUE(at::equal(x.narrow(0, n / 2, n / 2).resolve_conj().resolve_neg(),
+                              values(1).narrow(0, n / 2, n / 2)));
+      }
+      at::Tensor sum = negative(comm.rank());
+      comm.AllReduce(sum, ReduceOp::kSum);
+      EXPECT_TRUE(at::equal(sum.resolve_neg(), negative(0) + negative(1)));
+      const at::Tensor pairs = at::_neg_view(at::ones({2 * n}));
+      EXPECT_TRUE(at::equal(comm.ReduceScatter(pairs, ReduceOp::kSum), at::full({n}, -2.0)));
+    }
   });
 }
 
