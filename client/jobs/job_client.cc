@@ -383,9 +383,12 @@ absl::StatusOr<LogChunk> Client::read_log(const std::string& job, const LogOptio
 absl::Status Client::follow_log(const std::string& job, LogOptions options,
                                 const std::function<bool(const LogChunk&)>& chunk) {
   options.wait = kLogWait;
-  return client::FollowLog(
-      options, [&](const auto& changed) { return watch(job, changed); },
-      [&](const LogOptions& part) { return read_log(job, part); }, chunk);
+  return client::FollowLog(options,
+                           {.watch = [&](const auto& changed) { return watch(job, changed); },
+                            .read = [&](const LogOptions& part) { return read_log(job, part); },
+                            .patience = std::max(impl_->retry_for, kResume),
+                            .pause = [&](absl::Duration pause) { return impl_->Pause(pause); }},
+                           chunk);
 }
 
 absl::StatusOr<std::vector<Node>> Client::nodes() {

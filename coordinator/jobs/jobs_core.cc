@@ -34,7 +34,9 @@ constexpr size_t kMaxPageBytes = 3 << 20;
 constexpr absl::Duration kMaxHold = absl::Seconds(60);
 constexpr absl::Duration kMaxLogAge = absl::Hours(24 * 365 * 100);
 constexpr absl::Duration kMaxLogWait = absl::Seconds(30);
-constexpr absl::Duration kLogTimeout = absl::Seconds(10);  // beyond the wait
+// Beyond the wait. Less than a client's patience, 5 s for a command: this answer says which node
+// is silent, and that it may be asked again.
+constexpr absl::Duration kLogTimeout = absl::Seconds(3);
 constexpr int kMaxLogBytes = 1 << 20;
 constexpr size_t kMaxQueries = 256;  // open, of one node
 constexpr absl::Duration kMaxRestartDelay = absl::Minutes(5);
