@@ -10,6 +10,7 @@
 #include "ATen/ops/empty.h"
 #include "ATen/ops/empty_like.h"
 #include "ATen/ops/from_blob.h"
+#include "ATen/ops/view_as_real.h"
 #include "c10/core/GradMode.h"
 #include "c10/util/Exception.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
@@ -147,6 +148,8 @@ class C10dComm : public Comm {
       work = work.to(at::kInt);
     }
     work = PlainTensor(work);
+    // Neither Gloo nor NCCL knows complex numbers, of which sums and means are those of the parts.
+    at::Tensor sent = work.is_complex() ? at::view_as_real(work) : work;
     auto opts = WaitedFor<c10d::AllreduceOptions>(work);
     switch (op) {
       case ReduceOp::kSum:
@@ -163,9 +166,9 @@ class C10dComm : public Comm {
         opts.reduceOp = c10d::ReduceOp::MIN;
         break;
     }
-    std::vector<at::Tensor> tensors = {work};
+    std::vector<at::Tensor> tensors = {sent};
     Run([&] { return BackendOf(work)->allreduce(tensors, opts); });
-    if (op == ReduceOp::kMean) work.div_(size_);
+    if (op == ReduceOp::kMean) sent.div_(size_);
     if (!work.is_same(tensor) && work.data_ptr() != tensor.data_ptr()) tensor.copy_(work);
   }
 

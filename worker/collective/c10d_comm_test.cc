@@ -4,10 +4,12 @@
 #include <functional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "ATen/ops/_neg_view.h"
 #include "ATen/ops/arange.h"
 #include "ATen/ops/complex.h"
+#include "ATen/ops/empty.h"
 #include "ATen/ops/equal.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
@@ -132,6 +134,61 @@ TEST_P(CommTest, AllReduce_SameBitsOnEveryRank) {
       comm.AllReduce(x, ReduceOp::kMean);
       for (const at::Tensor& other : comm.AllGather(x)) EXPECT_TRUE(at::equal(other, x));
     }
+  });
+}
+
+TEST_P(CommTest, AllReduce_ComplexNumbers_OfAnySize_ByParts) {
+  Run(3, [](Comm& comm) {
+    for (const int64_t n : kSizes) {
+      for (const auto dtype : {at::kComplexFloat, at::kComplexDouble}) {
+        const auto make = [&](int rank) {
+          return at::complex(at::arange(n, at::kDouble) + rank, at::arange(n, at::kDouble) * rank)
+              .to(dtype);
+        };
+        at::Tensor x = make(comm.rank());
+        comm.AllReduce(x, ReduceOp::kSum);
+        EXPECT_TRUE(at::equal(x, make(0) + make(1) + make(2))) << dtype << " " << n;
+        x = make(comm.rank()).conj();
+        comm.AllReduce(x, ReduceOp::kMean);
+        EXPECT_TRUE(at::equal(x.resolve_conj(), make(1).conj().resolve_conj()))
+            << dtype << " " << n;
+      }
+    }
+  });
+}
+
+// Without Gloo alone, which adds as it likes.
+class OwnSumsTest : public CommTest {};
+INSTANTIATE_TEST_SUITE_P(Every, OwnSumsTest,
+                         ::testing::Values(Kind::kThread, Kind::kShm, Kind::kShmUnchecked,
+                                           Kind::kHosts, Kind::kHostsUnchecked),
+                         KindName);
+
+// Whether they travel in a frame or not, their sum is rounded once.
+TEST_P(OwnSumsTest, AllReduceOfHalfAndBFloat16_SameResultForEverySize) {
+  Run(3, [](Comm& comm) {
+    for (const auto& [dtype, large, small] :
+         {std::tuple(at::kBFloat16, 256.0, 0.75), std::tuple(at::kHalf, 2048.0, 0.75)}) {
+      for (const int64_t n : {8, 8192}) {
+        at::Tensor x = at::full({n}, comm.rank() == 0 ? large : small, dtype);
+        comm.AllReduce(x, ReduceOp::kSum);
+        EXPECT_TRUE(at::equal(x, at::full({n}, large + 2 * small, at::kFloat).to(dtype)))
+            << dtype << " " << n << " " << x[0].item<float>();
+      }
+    }
+  });
+}
+
+TEST_P(CommTest, AllReduce_OfADtypeThatNoBackendAdds_IsRefused_GroupStaysUsable) {
+  Run(2, [](Comm& comm) {
+    for (const int64_t n : {4, 4096}) {
+      for (const auto dtype : {at::kFloat8_e4m3fn, at::kUInt32}) {
+        at::Tensor x = at::empty({n}, dtype);
+        EXPECT_THAT(ErrorOf([&] { comm.AllReduce(x, ReduceOp::kSum); }),
+                    HasSubstr("cannot be reduced"));
+      }
+    }
+    comm.Barrier();
   });
 }
 
