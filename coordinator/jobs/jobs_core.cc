@@ -295,7 +295,9 @@ void JobsCore::End() {
   for (const std::string& name : touched_nodes_) {
     const auto it = nodes_.find(name);
     if (it == nodes_.end()) continue;
-    it->second.version = revision_;
+    // Also a touch that changes nothing in the journal, as an order, has a version of its own: the
+    // next change has the revision that it was given.
+    it->second.version = std::max(revision_, it->second.version + 1);
     if (it->second.held.has_value()) AnswerSync(name, &it->second);
   }
   touched_jobs_.clear();
@@ -1474,10 +1476,13 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
   node.held_until = now_ + options_.node_lease / 3;
   syncs_[call] = name;
   SetNodeTimer(name, &node);
-  at_end_.push_back([this, call, name, seen = request.seen_version()] {
+  at_end_.push_back([this, call, name, was_known, seen = request.seen_version()] {
     const auto it = nodes_.find(name);
     if (it == nodes_.end() || it->second.held != call) return;
-    if (seen != it->second.version || !it->second.queries.empty()) AnswerSync(name, &it->second);
+    // A version of another term says nothing.
+    if (!was_known || seen != it->second.version || !it->second.queries.empty()) {
+      AnswerSync(name, &it->second);
+    }
   });
   return std::nullopt;
 }

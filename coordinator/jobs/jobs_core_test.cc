@@ -2009,5 +2009,41 @@ TEST_F(JobsCoreTest, LogLevel_ReachesTheNodeOnce_AndForgetsItself) {
   EXPECT_EQ(order(1, 0).error().code(), static_cast<int>(absl::StatusCode::kUnavailable));
 }
 
+// The order is no change of the journal, so what follows it has the revision that it was given.
+TEST_F(JobsCoreTest, LogLevelAndThenAJob_NodeThatHasTheOrderAloneIsAnsweredAtOnce) {
+  AddNode("a");
+  Pump();
+  nodes_["a"].talks = false;
+  v1::Op op;
+  op.mutable_control_node()->set_node("a");
+  op.mutable_control_node()->set_action(v1::NODE_ACTION_LOG_LEVEL);
+  op.mutable_control_node()->set_log_level(1);
+  EXPECT_FALSE(Call(op).has_error());
+  ASSERT_TRUE(replies_.contains(syncs_["a"]));  // its held call
+  nodes_["a"].last = replies_[syncs_["a"]].sync_node();
+  EXPECT_TRUE(nodes_["a"].last.has_log_level());
+  idle_ = true;
+  Submit(Spec(1));
+  SendSync("a");
+  ASSERT_TRUE(replies_.contains(syncs_["a"]));
+  EXPECT_EQ(replies_[syncs_["a"]].sync_node().assignments_size(), 1);
+}
+
+// What a version of the term before says is no version of this one.
+TEST_F(JobsCoreTest, NewTerm_FirstCallOfANodeIsAnsweredWhateverVersionItHasSeen) {
+  AddNode("a");
+  const std::string job = Submit(Spec(1));
+  nodes_["a"].talks = false;
+  StartTerm();
+  for (const int ahead : {-1, 0, 1, 2}) {
+    nodes_["a"].last.set_version(revision_ + ahead);
+    idle_ = true;
+    SendSync("a");
+    idle_ = false;
+    EXPECT_TRUE(replies_.contains(syncs_["a"])) << ahead;
+    StartTerm();
+  }
+}
+
 }  // namespace
 }  // namespace muster::coordinator
