@@ -690,10 +690,17 @@ class NodeService {
                                          : absl::StrCat("cannot make ", runner.folder.path, ": ",
                                                         strerror(errno)));
     }
+    // Nothing else would: it has no record, and there is nothing in it to read.
+    const auto remove = [&runner] {
+      const absl::Status removed = RemoveTree(runner.folder.path);
+      if (!removed.ok()) MUSTER_LOG(Warning) << removed.message();
+    };
     runner.lock = OwnedFd(
         open(runner.folder.Of("lock").c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
     if (!runner.lock.open()) {
-      return NodeFailure(absl::StrCat("cannot make its lock: ", strerror(errno)));
+      const int error = errno;
+      remove();
+      return NodeFailure(absl::StrCat("cannot make its lock: ", strerror(error)));
     }
     runner.group = MakeGroup(name, assignment);
     const json record = {
@@ -708,6 +715,7 @@ class NodeService {
     }
     if (!status.ok()) {
       RemoveGroup(&runner);
+      remove();
       return NodeFailure(std::string(status.message()));
     }
     WatchForRequests(&runner);
@@ -876,7 +884,11 @@ class NodeService {
         if (known) continue;
       }
       struct stat info;
-      if (stat(folder.Of("record.json").c_str(), &info) != 0) continue;
+      // An agent that was killed while it made one has left it without a record.
+      if (stat(folder.Of("record.json").c_str(), &info) != 0 &&
+          (errno != ENOENT || stat(folder.path.c_str(), &info) != 0)) {
+        continue;
+      }
       if (absl::Now() - absl::FromTimeT(info.st_mtime) < options_.keep_logs) continue;
       if (const absl::Status status = RemoveTree(folder.path); !status.ok()) {
         MUSTER_LOG(Warning) << status.message();
