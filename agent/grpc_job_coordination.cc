@@ -21,6 +21,7 @@
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "base/timer_thread.h"
 #include "proto/end_class.h"
 #include "proto/failure_policy.h"
@@ -50,6 +51,7 @@ constexpr absl::Duration kLookAgain = absl::Milliseconds(200);  // whether machi
 constexpr absl::Duration kComeAgain = absl::Seconds(10);
 constexpr absl::Duration kComeAgainAtMost = absl::Minutes(10);
 constexpr int kMaxCount = 1'000'000'000;
+constexpr size_t kMostOfLine = 1024;  // of a program's output; the coordinator keeps no more
 
 json JsonOf(const AttemptEnd& end) {
   json value = {{"why", end.why}, {"last_lines", end.last_lines}};
@@ -103,7 +105,6 @@ AttemptEnd EndFromJson(const std::string& text) {
 // The newest of `lines`, cut, that take at most 4 KiB: the counts of all machines come in one
 // answer.
 std::vector<std::string> NewestLines(const std::vector<std::string>& lines) {
-  constexpr size_t kMostOfLine = 1024;
   size_t left = 4096;
   std::vector<std::string> newest;
   for (auto line = lines.rbegin(); line != lines.rend() && left > 0; ++line) {
@@ -367,8 +368,11 @@ class GrpcJobCoordination final : public JobCoordination {
     cause->set_exit_code(end.exit.exit_code);
     cause->set_signal(end.exit.signal);
     cause->set_may_restart(end.may_restart);
-    cause->set_message(end.ToString());
-    for (const std::string& line : end.last_lines) cause->add_last_log_lines(line);
+    // Programs write what they like; a message takes UTF-8 alone.
+    cause->set_message(OneLine(end.ToString()));
+    for (const std::string& line : end.last_lines) {
+      cause->add_last_log_lines(Printable(line, kMostOfLine));
+    }
     // A program that never joined is unknown to the coordinator: no matter.
     session_->sender().Submit(std::move(op), [](const v1::OpResult& result) {
       if (result.has_error()) MUSTER_LOG(Debug) << "ReportExit: " << result.error().message();
@@ -1121,7 +1125,7 @@ class GrpcJobCoordination final : public JobCoordination {
   void EndGeneration(absl::string_view reason, absl::Duration timeout, Until until) {
     v1::Op op;
     *op.mutable_end_generation()->mutable_fence() = AgentFence();
-    op.mutable_end_generation()->set_reason(std::string(reason));
+    op.mutable_end_generation()->set_reason(OneLine(reason));
     // Another machine may have done it already.
     Call(std::move(op), timeout, until, Late::kHeld).IgnoreError();
   }

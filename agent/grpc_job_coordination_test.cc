@@ -225,6 +225,30 @@ TEST_F(GrpcJobCoordinationTest, NobodyThere_SaysSoWhileItWaits) {
                     HasSubstr("Connection refused")));
 }
 
+// A string of a message is UTF-8, or nobody can read the message, however often it is sent.
+TEST_F(GrpcJobCoordinationTest, WorkerWroteWhatIsNotUtf8_CoordinatorHearsOfItsEndAndOfWhatFollows) {
+  StartCoordinator();
+  AnswerWith(kSettings, "");
+  MakeCoordination(2, absl::Minutes(2));
+  ASSERT_TRUE(coordination_->Meet(0, {}).ok());
+  WorkerEnd end;
+  end.worker_id = "w0";
+  end.host = "h\xff";
+  end.last_lines = {"caf\xe9", std::string(2000, 'x'), "caf\xc3\xa9"};
+  coordination_->ReportEnd(end);
+  coordination_->Fail({"rank 0 wrote \xff", {"\xff"}});
+  // Or what was submitted after it.
+  const v1::AgentFrame frame = sessions_.WaitFor([](const v1::AgentFrame& frame) {
+    if (!frame.has_ops()) return false;
+    const v1::Op& op = frame.ops().ops(0);
+    return op.has_report_exit() || (op.txn().then_size() > 0 && op.txn().then(0).has_put());
+  });
+  const v1::ExitCause& cause = frame.ops().ops(0).report_exit().cause();
+  EXPECT_THAT(cause.message(), HasSubstr("on h\\xff"));
+  EXPECT_THAT(cause.last_log_lines(),
+              ElementsAre("caf\\xe9", std::string(1024, 'x') + "...", "caf\xc3\xa9"));
+}
+
 // Machine 0's launch was refused, stopped or failed while this one waited for the others.
 TEST_F(GrpcJobCoordinationTest, CoordinatorEndsForGood_MeetEndsWithItsReason) {
   sessions_.SetAnswer([](const v1::Op&, v1::OpResult*) { return false; });

@@ -63,6 +63,7 @@
 #include "rpc/log_level.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
+#include "rpc/utf8_check.h"
 
 namespace muster::agent {
 namespace {
@@ -137,10 +138,10 @@ bool IsUnlocked(int fd) {
   return true;
 }
 
-v1::AttemptEnd NodeFailure(std::string why) {
+v1::AttemptEnd NodeFailure(const std::string& why) {
   v1::AttemptEnd end;
   end.set_end_class(v1::END_CLASS_NODE_FAILED);
-  end.set_why(std::move(why));
+  end.set_why(OneLine(why));  // it may name files
   end.set_rank(-1);
   return end;
 }
@@ -191,6 +192,10 @@ class NodeService {
     if (!address.ok()) {
       return absl::InvalidArgumentError(absl::StrCat("coordinator: ", address.status().message()));
     }
+    v1::SyncNodeRequest facts;
+    facts.set_node(options_.node);
+    *facts.mutable_info() = options_.info;
+    MUSTER_RETURN_IF_ERROR(rpc::CheckUtf8(facts));
     MUSTER_RETURN_IF_ERROR(Open());
     host_ = options_.host.empty() ? OwnAddress(*address) : options_.host;
     rpc::ChannelOptions channel = options_.channel;
@@ -425,7 +430,7 @@ class NodeService {
     const std::string missing =
         absl::IsNotFound(end.status())
             ? "left no report"
-            : absl::StrCat("left a report that cannot be read: ", end.status().message());
+            : absl::StrCat("left a report that cannot be read: ", OneLine(end.status().message()));
     if (exited && WEXITSTATUS(status) == kExitOk) {
       v1::AttemptEnd succeeded;
       succeeded.set_end_class(v1::END_CLASS_SUCCEEDED);
@@ -436,7 +441,7 @@ class NodeService {
       v1::AttemptEnd failed;
       failed.set_end_class(v1::END_CLASS_PROCESS_FAILED);
       failed.set_why(absl::StrCat("its runner says that the program has failed, and ", missing,
-                                  "; runner.log in ", folder.path, " says more"));
+                                  "; runner.log in ", OneLine(folder.path), " says more"));
       failed.set_rank(-1);
       return failed;
     }
@@ -685,10 +690,17 @@ class NodeService {
                                          : absl::StrCat("cannot make ", runner.folder.path, ": ",
                                                         strerror(errno)));
     }
+    // Nothing else would: it has no record, and there is nothing in it to read.
+    const auto remove = [&runner] {
+      const absl::Status removed = RemoveTree(runner.folder.path);
+      if (!removed.ok()) MUSTER_LOG(Warning) << removed.message();
+    };
     runner.lock = OwnedFd(
         open(runner.folder.Of("lock").c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
     if (!runner.lock.open()) {
-      return NodeFailure(absl::StrCat("cannot make its lock: ", strerror(errno)));
+      const int error = errno;
+      remove();
+      return NodeFailure(absl::StrCat("cannot make its lock: ", strerror(error)));
     }
     runner.group = MakeGroup(name, assignment);
     const json record = {
@@ -703,6 +715,7 @@ class NodeService {
     }
     if (!status.ok()) {
       RemoveGroup(&runner);
+      remove();
       return NodeFailure(std::string(status.message()));
     }
     WatchForRequests(&runner);
@@ -871,7 +884,11 @@ class NodeService {
         if (known) continue;
       }
       struct stat info;
-      if (stat(folder.Of("record.json").c_str(), &info) != 0) continue;
+      // An agent that was killed while it made one has left it without a record.
+      if (stat(folder.Of("record.json").c_str(), &info) != 0 &&
+          (errno != ENOENT || stat(folder.path.c_str(), &info) != 0)) {
+        continue;
+      }
       if (absl::Now() - absl::FromTimeT(info.st_mtime) < options_.keep_logs) continue;
       if (const absl::Status status = RemoveTree(folder.path); !status.ok()) {
         MUSTER_LOG(Warning) << status.message();
@@ -1096,7 +1113,7 @@ class NodeService {
       return answer;
     }
     if (!piece.ok()) {
-      answer.set_error(std::string(piece.status().message()));
+      answer.set_error(OneLine(piece.status().message()));
       return answer;
     }
     return std::nullopt;

@@ -1,18 +1,28 @@
 #include "agent/node_service.h"
 
+#include <fcntl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "base/file.h"
 #include "base/mutex.h"
+#include "base/test_failing_disk.h"
 #include "base/test_folder.h"
+#include "base/test_wait.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "proto/muster/v1/node.grpc.pb.h"
 #include "rpc/server.h"
@@ -21,11 +31,14 @@
 namespace muster::agent {
 namespace {
 
-// Refuses the node at its first call, which ends its service.
+// Refuses the node at its first call, after `first`, which ends its service.
 class RefusingNodes final : public v1::Nodes::Service {
  public:
+  explicit RefusingNodes(std::function<void()> first = [] {}) : first_(std::move(first)) {}
+
   grpc::Status Sync(grpc::ServerContext*, const v1::SyncNodeRequest* request,
                     v1::SyncNodeReply*) override {
+    first_();
     MutexLock lock(&mu_);
     request_ = *request;
     return grpc::Status(grpc::StatusCode::PERMISSION_DENIED, "not this node");
@@ -36,6 +49,7 @@ class RefusingNodes final : public v1::Nodes::Service {
   }
 
  private:
+  const std::function<void()> first_;
   Mutex mu_;
   v1::SyncNodeRequest request_ ABSL_GUARDED_BY(mu_);
 };
@@ -67,6 +81,100 @@ TEST(NodeServiceTest, CoordinatorWasAway_TheRequestIsMadeWhenItIsThere) {
   EXPECT_EQ(nodes.request().node(), "n");
   // The number of a request is the time when it is made, in microseconds.
   EXPECT_GE(nodes.request().sequence(), static_cast<uint64_t>(back));
+}
+
+// Gives the node one attempt after the other, on a disk that fails at the next call of each.
+class FailingStarts final : public v1::Nodes::Service {
+ public:
+  FailingStarts(std::string attempts, int starts)
+      : attempts_(std::move(attempts)), starts_(starts) {}
+
+  grpc::Status Sync(grpc::ServerContext*, const v1::SyncNodeRequest* request,
+                    v1::SyncNodeReply* reply) override {
+    MutexLock lock(&mu_);
+    disk_fault.Disarm();
+    for (const v1::AttemptReport& report : request->attempts()) {
+      if (report.attempt() != attempt_ || report.state() != v1::PLACEMENT_STATE_ENDED) continue;
+      EXPECT_EQ(report.end().end_class(), v1::END_CLASS_NODE_FAILED);
+      why_ = report.end().why();
+      EXPECT_EQ(*ListDirectory(attempts_), std::vector<std::string>{}) << "attempt " << attempt_;
+      ++attempt_;
+    }
+    if (attempt_ > starts_) return grpc::Status(grpc::StatusCode::PERMISSION_DENIED, "all seen");
+    reply->set_version(++version_);
+    v1::NodeAssignment* const assignment = reply->add_assignments();
+    assignment->set_job_id("mnist-1");
+    assignment->set_attempt(attempt_);
+    assignment->set_processes(1);
+    assignment->mutable_spec()->add_argv("true");
+    disk_fault.error = ENOSPC;
+    disk_fault.lasts = true;
+    disk_fault.Arm(attempt_ + 1);  // the first call makes the folder
+    return grpc::Status::OK;
+  }
+  std::string why() {
+    MutexLock lock(&mu_);
+    return why_;
+  }
+
+ private:
+  const std::string attempts_;
+  const int starts_;
+  Mutex mu_;
+  int attempt_ ABSL_GUARDED_BY(mu_) = 1;
+  uint64_t version_ ABSL_GUARDED_BY(mu_) = 0;
+  std::string why_ ABSL_GUARDED_BY(mu_);
+};
+
+TEST(NodeServiceTest, StartFailsOnAFullDisk_NoFolderOfTheAttemptIsLeft) {
+  const TestFolder folder;
+  ASSERT_TRUE(MakeDirectories(folder.Path("failing_disk")).ok());
+  NodeServiceOptions options;
+  // A name that is not UTF-8 must not keep the node from telling of it.
+  options.state_dir = folder.Path("failing_disk/caf\xe9");
+  options.node = "n";
+  options.info.set_cpus(1);
+  options.control_groups = "off";
+  FailingStarts nodes(JoinPath(options.state_dir, "attempts"), /*starts=*/4);
+  const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.coordinator = (*server)->address();
+  const absl::Status ended = RunNodeService(options);
+  EXPECT_EQ(ended.message(), "all seen");
+  EXPECT_THAT(nodes.why(), testing::HasSubstr("caf\\xe9"));
+}
+
+// As of an agent that was killed while it made it.
+TEST(NodeServiceTest, OldFolderWithoutARecord_IsRemoved) {
+  const TestFolder folder;
+  NodeServiceOptions options;
+  options.state_dir = folder.Path("state");
+  options.node = "n";
+  options.info.set_cpus(1);
+  options.control_groups = "off";
+  const std::string old = JoinPath(options.state_dir, "attempts/mnist-1.1");
+  const std::string fresh = JoinPath(options.state_dir, "attempts/mnist-1.2");
+  ASSERT_TRUE(MakeDirectories(old).ok());
+  ASSERT_TRUE(MakeDirectories(fresh).ok());
+  const timespec long_ago[2] = {{.tv_sec = 1000, .tv_nsec = 0}, {.tv_sec = 1000, .tv_nsec = 0}};
+  ASSERT_EQ(utimensat(AT_FDCWD, old.c_str(), long_ago, 0), 0);
+  RefusingNodes nodes([&] { WaitUntil([&] { return !PathExists(old); }); });
+  const auto server = rpc::Server::Start({.insecure = true}, {&nodes});
+  ASSERT_TRUE(server.ok()) << server.status();
+  options.coordinator = (*server)->address();
+  EXPECT_TRUE(absl::IsPermissionDenied(RunNodeService(options)));
+  EXPECT_TRUE(PathExists(fresh));
+}
+
+TEST(NodeServiceTest, FactsThatAreNotUtf8_AreRefusedBeforeTheFirstCall) {
+  const TestFolder folder;
+  NodeServiceOptions options;
+  options.coordinator = "127.0.0.1:1";
+  options.state_dir = folder.Path("state");
+  options.node = "n";
+  options.control_groups = "off";
+  options.info.add_labels()->set_value("caf\xe9");
+  EXPECT_EQ(RunNodeService(options).message(), "info.labels[0].value is not UTF-8: \"caf\\xe9\"");
 }
 
 }  // namespace

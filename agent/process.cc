@@ -44,6 +44,7 @@
 #include "base/mutex.h"
 #include "base/owned_fd.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 
 namespace muster::agent {
 namespace {
@@ -483,7 +484,7 @@ class Child final : public Process {
     if (options_.kept_lines > 0) {
       MutexLock lock(&mu_);
       if (last_lines_.size() == static_cast<size_t>(options_.kept_lines)) last_lines_.pop_front();
-      last_lines_.emplace_back(line.substr(0, kKeptLineBytes));
+      last_lines_.emplace_back(Utf8Prefix(line, kKeptLineBytes));
     }
     if (options_.on_line) options_.on_line(which, line);
   }

@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "base/log.h"
 
 namespace muster::agent {
 namespace {
@@ -169,7 +170,8 @@ ProcessState ParseProcessState(const std::string& stat, const std::string& wchan
   const std::vector<std::string> fields = absl::StrSplit(stat.substr(close + 1), ' ');
   if (fields.size() < 2 || fields[1].empty()) return state;
   state.name = StateName(fields[1][0]);
-  state.command = stat.substr(open + 1, close - open - 1);
+  // Any bytes, and the kernel cuts them at the 15th.
+  state.command = OneLine(absl::string_view(stat).substr(open + 1, close - open - 1));
   // Field 20 of stat; `fields` begins before field 3.
   if (fields.size() > 18 && !absl::SimpleAtoi(fields[18], &state.threads)) state.threads = 0;
   // Fields 4 and 6.

@@ -180,6 +180,11 @@ TEST(ParseProcessState, CommandThatLooksLikeTheRest_IsTheCommand) {
   EXPECT_EQ(state.ToString(), "sleeping in futex");
 }
 
+TEST(ParseProcessState, CommandThatTheKernelHasCutInACharacter_IsUtf8) {
+  EXPECT_EQ(ParseProcessState("7 (caf\xc3\xa9) S 1", "0", "").command, "caf\xc3\xa9");
+  EXPECT_EQ(ParseProcessState("7 (caf\xc3) S 1", "0", "").command, "caf\\xc3");
+}
+
 TEST(ParseProcessState, MutatedTexts_GiveAStateAllTheSame) {
   std::mt19937_64 random(20261121);
   for (int round = 0; round < 20'000; ++round) {

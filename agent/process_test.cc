@@ -36,6 +36,7 @@
 #include "base/owned_fd.h"
 #include "base/test_folder.h"
 #include "base/test_wait.h"
+#include "base/text.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -47,6 +48,7 @@ using ::testing::ElementsAre;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::SizeIs;
 
 // What a process wrote, and a way to wait for a line.
 class Output {
@@ -411,6 +413,16 @@ TEST_F(ProcessTest, LastLines_KeepsTheNewest) {
   auto process = Spawn(std::move(options));
   process->Wait();
   EXPECT_THAT(process->LastLines(), ElementsAre("line 4", "line 5"));
+}
+
+TEST_F(ProcessTest, LastLines_LongLine_IsCutBetweenCharacters) {
+  ProcessOptions options = Shell("echo \"x$(printf '\\303\\251%.0s' $(seq 3000))\"");
+  options.kept_lines = 1;
+  auto process = Spawn(std::move(options));
+  process->Wait();
+  ASSERT_THAT(process->LastLines(), SizeIs(1));
+  EXPECT_EQ(process->LastLines()[0].size(), 4095u);
+  EXPECT_TRUE(IsValidUtf8(process->LastLines()[0]));
 }
 
 TEST_F(ProcessTest, Terminal_ProcessSeesOneAndNewlinesStay) {

@@ -9,6 +9,7 @@
 #include "rpc/session/agent_session.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
+#include "rpc/utf8_check.h"
 
 namespace muster::agent {
 namespace {
@@ -211,13 +212,16 @@ SessionClient::~SessionClient() {
 uint64_t SessionClient::Submit(v1::Op op, Done done) {
   Todo todo;
   uint64_t op_id = 0;
-  absl::Status refused;
+  // The coordinator could not parse its frame, and would be sent it again for ever.
+  absl::Status refused = rpc::CheckUtf8(op);
   {
     MutexLock lock(&mu_);
     op_id = next_op_++;
     op.set_op_id(op_id);
     const size_t bytes = op.ByteSizeLong();
-    if (!lost_.ok()) {
+    if (!refused.ok()) {
+      // Whatever else is the case.
+    } else if (!lost_.ok()) {
       refused = lost_;
     } else if (bytes > options_.max_op_bytes) {
       refused = rpc::ErrorWithReason(
@@ -275,6 +279,10 @@ void SessionClient::Forget(uint64_t op_id) {
 }
 
 void SessionClient::SendStack(v1::StackReply reply) {
+  if (const absl::Status sound = rpc::CheckUtf8(reply); !sound.ok()) {
+    MUSTER_LOG(Error) << "a stack is not sent: " << sound.message();
+    return;
+  }
   Todo todo;
   {
     MutexLock lock(&mu_);
@@ -559,8 +567,10 @@ absl::Time SessionClient::AwayFrom(absl::Time now) const {
 }
 
 void SessionClient::NoteError(absl::string_view what) {
-  last_error_ = at_hub_ ? absl::StrCat("hub ", hub_->node, " at ", hub_->address, ": ", what)
-                        : std::string(what);
+  // gRPC hands on any bytes, and a hub tells its agents.
+  last_error_ =
+      OneLine(at_hub_ ? absl::StrCat("hub ", hub_->node, " at ", hub_->address, ": ", what)
+                      : std::string(what));
 }
 
 void SessionClient::UseHub(const v1::UseHub& use, bool wait_for_seats, Todo* todo) {

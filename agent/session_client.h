@@ -46,6 +46,9 @@ namespace muster::agent {
 // - Beats renew the leases of the local workers.
 // - Streams that break soon after they were opened do not reset the backoff, so that reconnecting
 //   agents do not overload a coordinator that crashes repeatedly.
+// - An operation with a string that is not UTF-8 is answered INVALID_ARGUMENT / BAD_FIELD, which
+//   names the field, and never sent: the coordinator could not parse the frame, and it would be
+//   sent again for ever.
 // - The coordinator's messages are treated as untrusted input: an answer of another kind than the
 //   operation is an INTERNAL error, never a success.
 // - While the coordinator is away nothing fails, until the tolerance has passed: then all held

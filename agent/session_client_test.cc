@@ -825,6 +825,31 @@ TEST_F(SessionClientTest, OperationLargerThanAMessage_IsRefusedHere) {
   EXPECT_THAT(Written(), IsEmpty());
 }
 
+// The coordinator could not parse the frame, nor what comes with it, however often it is sent.
+TEST_F(SessionClientTest, OperationThatIsNotUtf8_IsRefusedHereAndNamesTheField) {
+  Connect();
+  v1::Op op;
+  op.mutable_report_exit()->mutable_cause()->add_last_log_lines("caf\xe9");
+  absl::Status status;
+  client_->Submit(op,
+                  [&](const v1::OpResult& result) { status = rpc::FromOpError(result.error()); });
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_BAD_FIELD);
+  EXPECT_EQ(rpc::GetDetail(status)->field(), "report_exit.cause.last_log_lines[0]");
+  v1::StackReply stack;
+  stack.set_native_stack("\xff");
+  client_->SendStack(stack);
+  EXPECT_TRUE(stream().written.empty());
+  Submit("a", Add(1));
+  EXPECT_THAT(Written(), ElementsAre("1: 2"));
+}
+
+TEST_F(SessionClientTest, ErrorThatIsNotUtf8_CanBeToldToAgentsBehindThisOne) {
+  Connect();
+  stream().events->OnClosed(absl::UnavailableError("caf\xe9"));
+  EXPECT_EQ(client_->upstream().why_away, "caf\\xe9");
+}
+
 TEST_F(SessionClientTest, Forgotten_IsNeitherSentNorAnswered) {
   Connect();
   const uint64_t sent = Submit("a", Add(1));

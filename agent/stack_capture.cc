@@ -32,6 +32,7 @@
 #include "agent/python_stack.h"
 #include "agent/python_symbols.h"
 #include "base/clock.h"
+#include "base/log.h"
 
 namespace muster::agent {
 namespace {
@@ -277,7 +278,8 @@ class Text {
  public:
   explicit Text(size_t max_bytes) : max_bytes_(max_bytes) {}
   // False: it does not fit, and nothing does any more.
-  bool Line(absl::string_view line) {
+  bool Line(absl::string_view foreign) {
+    const std::string line = OneLine(foreign);  // names of symbols and files have any bytes
     constexpr absl::string_view kCut = "... (cut)\n";
     if (full_ || text_.size() + line.size() + 1 + kCut.size() > max_bytes_) {
       if (!full_) absl::StrAppend(&text_, kCut);

@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/ptrace.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -26,6 +27,7 @@
 #include "base/mutex.h"
 #include "base/test_folder.h"
 #include "base/test_wait.h"
+#include "base/text.h"
 
 namespace muster::agent {
 
@@ -295,6 +297,31 @@ TEST(StackCapture, ProcessInUserCode_NamesTheFunctions) {
   // The process lives on, untraced.
   EXPECT_EQ(kill(child.pid(), 0), 0);
   EXPECT_NE(ReadProcessState(child.pid()).name, "traced");
+}
+
+// A string of a message is UTF-8, and the kernel takes any bytes for the name of a file.
+TEST(StackCapture, ProgramWhoseNameIsNotUtf8_HasAStackThatIs) {
+  const TestFolder folder;
+  const std::string program = folder.Path("caf\xe9");
+  const absl::StatusOr<std::string> sleep = ReadFile("/bin/sleep");
+  ASSERT_TRUE(sleep.ok()) << sleep.status();
+  ASSERT_TRUE(WriteFileAtomically(program, *sleep).ok());
+  ASSERT_EQ(chmod(program.c_str(), 0700), 0);
+  const Child child([&](int ready) {
+    const char byte = 'x';
+    if (write(ready, &byte, 1) != 1) _exit(1);
+    execl(program.c_str(), program.c_str(), "3600", nullptr);
+    _exit(127);
+  });
+  StackCapture capture;
+  std::string text;
+  WaitUntil([&] {
+    text = capture.Capture(child.pid(), kBudget).native_stack;
+    return absl::StrContains(text, "nanosleep");
+  });
+  EXPECT_TRUE(IsValidUtf8(text)) << text;
+  EXPECT_TRUE(absl::StrContains(text, " (caf\\xe9), ")) << text;  // the process
+  EXPECT_TRUE(absl::StrContains(text, " (caf\\xe9)\n")) << text;  // a frame
 }
 
 TEST(StackCapture, BusyProcess_IsCaughtInItsLoop) {

@@ -9,7 +9,7 @@ namespace muster {
 
 std::string HostName() {
   char name[256] = "";
-  return gethostname(name, sizeof(name) - 1) == 0 ? name : "";
+  return gethostname(name, sizeof(name) - 1) == 0 ? OneLine(name) : "";
 }
 
 uint64_t RandomId() {

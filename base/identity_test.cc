@@ -1,10 +1,22 @@
 #include "base/identity.h"
 
+#include <cstdio>
 #include <fstream>
 #include <set>
 #include <string>
 
+#include "base/test_system_calls.h"
 #include "gtest/gtest.h"
+
+namespace {
+const char* g_name = nullptr;  // instead of the kernel's
+}  // namespace
+
+extern "C" int gethostname(char* name, size_t size) noexcept {
+  if (g_name != nullptr) return std::snprintf(name, size, "%s", g_name) < 0;
+  static const auto real = muster::RealCall<int (*)(char*, size_t)>("gethostname");
+  return real(name, size);
+}
 
 namespace muster {
 namespace {
@@ -14,6 +26,13 @@ TEST(Identity, HostName_IsThatOfTheKernel) {
   std::string name;
   ASSERT_TRUE(std::getline(file, name));
   EXPECT_EQ(HostName(), name);
+}
+
+// The kernel takes any bytes, the messages that say where a process runs take UTF-8.
+TEST(Identity, HostNameThatIsNotUtf8_IsWrittenInAscii) {
+  g_name = "caf\xe9-7";
+  EXPECT_EQ(HostName(), "caf\\xe9-7");
+  g_name = nullptr;
 }
 
 TEST(Identity, RandomIds_Differ) {

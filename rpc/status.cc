@@ -4,6 +4,7 @@
 #include <string>
 
 #include "absl/strings/cord.h"
+#include "base/log.h"
 #include "base/text.h"
 #include "rpc/session/duration.h"
 
@@ -132,7 +133,9 @@ absl::Status FromGrpc(const grpc::Status& status) {
 v1::OpError ToOpError(const absl::Status& status) {
   v1::OpError error;
   error.set_code(static_cast<int>(status.code()));
-  error.set_message(std::string(status.message()));
+  // Messages show what others wrote, and a frame takes UTF-8 alone.
+  error.set_message(IsValidUtf8(status.message()) ? std::string(status.message())
+                                                  : OneLine(status.message()));
   if (std::optional<v1::ErrorDetail> detail = GetDetail(status))
     *error.mutable_detail() = *std::move(detail);
   return error;

@@ -78,6 +78,14 @@ TEST(Status, GarbageDetails_AreIgnored) {
   EXPECT_FALSE(GetDetail(status).has_value());
 }
 
+TEST(ToOpError, MessageThatIsNotUtf8_CanBeParsed) {
+  const v1::OpError error = ToOpError(absl::NotFoundError("caf\xe9:\nno such file"));
+  v1::OpError received;
+  ASSERT_TRUE(received.ParseFromString(error.SerializeAsString()));
+  EXPECT_EQ(received.message(), "caf\\xe9:\\nno such file");
+  EXPECT_EQ(ToOpError(absl::NotFoundError("caf\xc3\xa9:\nno")).message(), "caf\xc3\xa9:\nno");
+}
+
 TEST(Status, HugeDetail_FitsTrailersAndKeepsTheReason) {
   v1::ErrorDetail detail = Detail();
   for (int i = 0; i < 10'000; ++i) {

@@ -44,6 +44,7 @@
 #include "base/mutex.h"
 #include "base/service_notifier.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "base/version.h"
 #include "proto/failure_policy.h"
 #include "proto/job_limits.h"
@@ -327,6 +328,10 @@ absl::Status SetLayout(Flags* flags) {
     return absl::InvalidArgumentError(
         "--job_name is required with --num_machines above 1: the machines of a job find "
         "each other by this name");
+  }
+  if (!IsValidUtf8(worker.job)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--job_name ", Printable(worker.job), " is not UTF-8"));
   }
   // Two jobs of one name would take each other's places.
   if (worker.job.empty()) worker.job = absl::StrCat("agent-", RandomHex().substr(0, 8));

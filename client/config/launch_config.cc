@@ -112,9 +112,9 @@ constexpr TextRule kTextRules[] = {
      }},
     {"job_name", "at most 200 characters on one line",
      [](absl::string_view text) {
-       return text.size() <= 200 && std::none_of(text.begin(), text.end(), [](unsigned char c) {
-                return absl::ascii_iscntrl(c);
-              });
+       return text.size() <= 200 && IsValidUtf8(text) &&
+              std::none_of(text.begin(), text.end(),
+                           [](unsigned char c) { return absl::ascii_iscntrl(c); });
      }},
 };
 const TextRule* RuleOfText(absl::string_view setting) {

@@ -500,7 +500,7 @@ TEST(LaunchSettings, TextsWithARule_AreReadByIt) {
        {"sharding_ignored_modules", {{"head|blocks\\.0", ".*"}, {"head(", "[", "*"}}},
        {"sharding_ignored_parameters", {{".*\\.bias"}, {"(", "+a"}}},
        {"hub_listen", {{"127.0.0.1:0", "[::1]:29401"}, {"here", "unix:/x", "127.0.0.1"}}},
-       {"job_name", {{"night", "a b"}, {"a\nb", "\x1b[2J", std::string(201, 'a')}}}};
+       {"job_name", {{"night", "a b"}, {"a\nb", "\x1b[2J", "caf\xe9", std::string(201, 'a')}}}};
   for (const auto& [name, values] : texts) {
     const SettingSpec& spec = *FindSetting(name);
     for (const std::string& good : values.first) EXPECT_TRUE(FitsRule(spec, good)) << name << good;

@@ -85,6 +85,11 @@ class FakeJobService {
     MutexLock lock(&mu_);
     lose_ = calls;
   }
+  // The next reads of this attempt's log fail; -1: all.
+  void FailLog(int attempt, grpc::StatusCode code, int times = -1) {
+    MutexLock lock(&mu_);
+    failing_logs_[attempt] = {code, times};
+  }
   // Of rank `rank` in attempt `attempt`.
   // What is before that byte of each log was rotated away.
   void SetLogBegin(size_t offset) {
@@ -268,6 +273,10 @@ class FakeJobService {
       v1::JobRecord* const job = fake_->Find(request->job_id());
       if (job == nullptr) return NoJob(request->job_id());
       const int attempt = request->attempt() == 0 ? job->attempts() : request->attempt();
+      if (auto& [code, times] = fake_->failing_logs_[attempt]; times != 0) {
+        times -= times > 0 ? 1 : 0;
+        return {code, "the node does not answer"};
+      }
       const auto log = fake_->logs_.find({attempt, request->rank()});
       if (log == fake_->logs_.end())
         return {grpc::StatusCode::NOT_FOUND, absl::StrCat("no rank ", request->rank())};
@@ -323,6 +332,7 @@ class FakeJobService {
   std::vector<v1::NodeRecord> node_records_ ABSL_GUARDED_BY(mu_);
   std::vector<v1::JobRecord> changes_ ABSL_GUARDED_BY(mu_);
   std::map<std::pair<int, int>, std::string> logs_ ABSL_GUARDED_BY(mu_);
+  std::map<int, std::pair<grpc::StatusCode, int>> failing_logs_ ABSL_GUARDED_BY(mu_);
   size_t log_begin_ ABSL_GUARDED_BY(mu_) = 0;
   absl::Status refusal_ ABSL_GUARDED_BY(mu_);
   std::vector<v1::SubmitJobRequest> submitted_ ABSL_GUARDED_BY(mu_);

@@ -1,36 +1,126 @@
 #include "client/jobs/follow_log.h"
 
+#include <optional>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "base/backoff.h"
+#include "base/log.h"
 #include "base/status_macros.h"
+#include "rpc/status.h"
 
 namespace muster::client {
+namespace {
 
-absl::Status FollowLog(
-    LogOptions options,
-    const std::function<absl::StatusOr<Job>(const std::function<bool(const Job&)>&)>& watch,
-    const std::function<absl::StatusOr<LogChunk>(const LogOptions&)>& read,
-    const std::function<bool(const LogChunk&)>& chunk) {
-  const bool one_attempt = options.attempt != 0;
-  if (!one_attempt) {
-    // A job that waits for its first attempt has no log yet.
-    MUSTER_ASSIGN_OR_RETURN(const Job begun,
-                            watch([](const Job& now) { return now.attempts == 0; }));
-    if (begun.attempts == 0) return absl::OkStatus();
-    options.attempt = begun.attempts;
+constexpr absl::Duration kFirstPause = absl::Milliseconds(50);
+constexpr absl::Duration kLastPause = absl::Seconds(2);
+
+class LogFollower {
+ public:
+  LogFollower(LogOptions options, const LogSource& source)
+      : options_(std::move(options)), one_attempt_(options_.attempt != 0), source_(source) {
+    Answered();
   }
-  while (true) {
-    MUSTER_ASSIGN_OR_RETURN(const LogChunk part, read(options));
-    if (!part.data.empty() && !chunk(part)) return absl::OkStatus();
-    options.offset = part.next_offset;
-    options.since = absl::InfiniteDuration();
-    if (!part.ended) continue;
-    if (one_attempt) return absl::OkStatus();
-    const int last = options.attempt;
-    MUSTER_ASSIGN_OR_RETURN(const Job next,
-                            watch([last](const Job& now) { return now.attempts <= last; }));
-    if (next.attempts <= last) return absl::OkStatus();
-    options.attempt = last + 1;
-    options.offset = 0;
+
+  absl::Status Run(const std::function<bool(const LogChunk&)>& chunk) {
+    if (!one_attempt_) {
+      // A job that waits for its first attempt has no log yet.
+      MUSTER_ASSIGN_OR_RETURN(const Job begun,
+                              source_.watch([](const Job& now) { return now.attempts == 0; }));
+      if (begun.attempts == 0) return absl::OkStatus();
+      options_.attempt = begun.attempts;
+    }
+    while (true) {
+      const absl::StatusOr<LogChunk> part = source_.read(options_);
+      if (part.ok()) {
+        Answered();
+        has_read_ = true;
+        if (!part->data.empty() && !chunk(*part)) return absl::OkStatus();
+        options_.offset = part->next_offset;
+        options_.since = absl::InfiniteDuration();
+        if (!part->ended) continue;
+        if (one_attempt_) return absl::OkStatus();
+      } else {
+        MUSTER_ASSIGN_OR_RETURN(const bool over, IsOver(part.status()));
+        if (!over) continue;
+      }
+      MUSTER_ASSIGN_OR_RETURN(const bool goes_on, GoOn());
+      if (!goes_on) return absl::OkStatus();
+    }
   }
+
+ private:
+  void Answered() {
+    give_up_.reset();
+    backoff_.emplace(kFirstPause, kLastPause);
+  }
+
+  // Whether a call that has failed with `status` may be made again; waits before.
+  bool Again(const absl::Status& status) {
+    if (!absl::IsUnavailable(status) && !absl::IsDeadlineExceeded(status)) return false;
+    const absl::Time now = absl::Now();
+    if (!give_up_.has_value()) give_up_ = now + source_.patience;
+    const absl::Duration pause = backoff_->Next(RandomShare(), rpc::RetryAfter(status));
+    return now + pause < *give_up_ && source_.pause(pause);
+  }
+
+  // The log was not read: whether its attempt is over, and what is left of its log cannot be had;
+  // false: it is to be read again. Returns the error that ends it all.
+  absl::StatusOr<bool> IsOver(const absl::Status& status) {
+    const absl::StatusOr<Job> job = source_.watch([](const Job&) { return false; });
+    if (!job.ok()) {
+      if (Again(job.status())) return false;
+      return job.status();
+    }
+    bool over = job->attempts > options_.attempt;
+    if (!over && !HasEnded(job->state)) {
+      if (Again(status)) return false;
+      // The attempt has no such rank, as one that is smaller than the one before, or its node has
+      // lost the log. Or it has ended, and its node does not come back.
+      over = absl::IsNotFound(status)
+                 ? has_read_
+                 : absl::IsUnavailable(status) &&
+                       (job->state == JobState::kQueued || job->state == JobState::kSuspended);
+    }
+    if (!over || one_attempt_) return status;
+    MUSTER_LOG(Warning) << "rank " << options_.rank << " has no further output of attempt "
+                        << options_.attempt << " here: " << status.message()
+                        << "; that of the next attempt follows";
+    return true;
+  }
+
+  // Waits for the attempt after this one. False: there is none, and the job has ended.
+  absl::StatusOr<bool> GoOn() {
+    const int last = options_.attempt;
+    Answered();
+    while (true) {
+      const absl::StatusOr<Job> next =
+          source_.watch([last](const Job& now) { return now.attempts <= last; });
+      if (!next.ok()) {
+        if (Again(next.status())) continue;
+        return next.status();
+      }
+      Answered();
+      if (next->attempts <= last) return false;
+      options_.attempt = last + 1;
+      options_.offset = 0;
+      return true;
+    }
+  }
+
+  LogOptions options_;
+  const bool one_attempt_;
+  const LogSource& source_;
+  bool has_read_ = false;              // anything
+  std::optional<absl::Time> give_up_;  // while calls fail
+  std::optional<Backoff> backoff_;
+};
+
+}  // namespace
+
+absl::Status FollowLog(LogOptions options, const LogSource& source,
+                       const std::function<bool(const LogChunk&)>& chunk) {
+  return LogFollower(std::move(options), source).Run(chunk);
 }
 
 }  // namespace muster::client

@@ -22,6 +22,7 @@
 #include "rpc/log_level.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
+#include "rpc/utf8_check.h"
 
 namespace muster {
 namespace {
@@ -231,6 +232,7 @@ absl::StatusOr<Submission> Client::submit(const JobSpec& spec, const SubmitOptio
   request.set_dry_run(options.dry_run);
   request.set_owner(options.owner);
   request.set_unix_ms(absl::ToUnixMillis(absl::Now()));
+  MUSTER_RETURN_IF_ERROR(rpc::CheckUtf8(request));  // arguments and variables have any bytes
   v1::SubmitJobReply reply;
   MUSTER_RETURN_IF_ERROR(
       impl_->Call([&](auto* context) { return impl_->jobs->Submit(context, request, &reply); }));
@@ -381,9 +383,12 @@ absl::StatusOr<LogChunk> Client::read_log(const std::string& job, const LogOptio
 absl::Status Client::follow_log(const std::string& job, LogOptions options,
                                 const std::function<bool(const LogChunk&)>& chunk) {
   options.wait = kLogWait;
-  return client::FollowLog(
-      options, [&](const auto& changed) { return watch(job, changed); },
-      [&](const LogOptions& part) { return read_log(job, part); }, chunk);
+  return client::FollowLog(options,
+                           {.watch = [&](const auto& changed) { return watch(job, changed); },
+                            .read = [&](const LogOptions& part) { return read_log(job, part); },
+                            .patience = std::max(impl_->retry_for, kResume),
+                            .pause = [&](absl::Duration pause) { return impl_->Pause(pause); }},
+                           chunk);
 }
 
 absl::StatusOr<std::vector<Node>> Client::nodes() {

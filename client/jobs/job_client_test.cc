@@ -34,6 +34,13 @@ TEST_F(JobClientTest, Submit_AnswerLost_IsRepeatedWithTheSameKey) {
   EXPECT_EQ(calls[0].unix_ms(), calls[2].unix_ms());
 }
 
+TEST_F(JobClientTest, Submit_ArgumentThatIsNotUtf8_IsRefusedAndNamed) {
+  const absl::Status status =
+      client_->submit({.name = "mnist", .command = {"./train", "caf\xe9"}}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(status.message(), "spec.argv[1] is not UTF-8: \"caf\\xe9\"");
+}
+
 TEST_F(JobClientTest, Get_UnknownJob_IsNotFound) {
   EXPECT_TRUE(absl::IsNotFound(client_->get("nothing-1").status()));
 }
@@ -132,25 +139,137 @@ TEST_F(JobClientTest, Control_Actions_AreSent) {
                                            "RESIZE mnist-1 more0", "REMOVE mnist-1 0"));
 }
 
-TEST_F(JobClientTest, FollowLog_SecondAttempt_IsFollowedUntilTheJobEnds) {
-  v1::JobRecord job = FakeJob("mnist-1", v1::JOB_STATE_RUNNING, 1, 1);
-  job.set_attempts(1);
-  fake_.Add(job);
-  job.set_attempts(2);
-  job.set_revision(2);
-  fake_.Change(job);
-  v1::JobRecord end = FakeJob("mnist-1", v1::JOB_STATE_SUCCEEDED, 1, 3);
-  end.set_attempts(2);
-  fake_.Change(end);
+class FollowLogTest : public JobClientTest {
+ protected:
+  void SetUp() override {
+    JobClientTest::SetUp();
+    // Not more often than a test needs.
+    auto client = Client::Connect({.address = fake_.address(), .retry_for = absl::ZeroDuration()});
+    ASSERT_TRUE(client.ok()) << client.status();
+    client_ = std::make_unique<Client>(*std::move(client));
+  }
+  static v1::JobRecord Record(v1::JobState state, int attempts, uint64_t revision) {
+    v1::JobRecord job = FakeJob("mnist-1", state, 1, revision);
+    job.set_attempts(attempts);
+    return job;
+  }
+  // What is read until the end.
+  std::string Follow(const LogOptions& options = {}) {
+    std::string text;
+    status_ = client_->follow_log("mnist-1", options, [&](const LogChunk& chunk) {
+      absl::StrAppend(&text, chunk.data);
+      return true;
+    });
+    return text;
+  }
+
+  absl::Status status_;
+};
+
+TEST_F(FollowLogTest, SecondAttempt_IsFollowedUntilTheJobEnds) {
+  fake_.Add(Record(v1::JOB_STATE_RUNNING, 1, 1));
+  fake_.Change(Record(v1::JOB_STATE_RUNNING, 2, 2));
+  fake_.Change(Record(v1::JOB_STATE_SUCCEEDED, 2, 3));
   fake_.SetLog(1, 0, "one\ntwo\n");
   fake_.SetLog(2, 0, "three\n");
+  EXPECT_EQ(Follow(), "one\ntwo\nthree\n");
+  EXPECT_TRUE(status_.ok()) << status_;
+}
+
+TEST_F(FollowLogTest, NodeThatDoesNotAnswerForAWhile_IsAskedAgain) {
+  for (const grpc::StatusCode code :
+       {grpc::StatusCode::UNAVAILABLE, grpc::StatusCode::DEADLINE_EXCEEDED}) {
+    FakeJobService fake;
+    auto client = Client::Connect({.address = fake.address(), .retry_for = absl::ZeroDuration()});
+    ASSERT_TRUE(client.ok()) << client.status();
+    fake.Add(Record(v1::JOB_STATE_RUNNING, 1, 1));
+    fake.Change(Record(v1::JOB_STATE_SUCCEEDED, 1, 2));
+    fake.SetLog(1, 0, "one\n");
+    fake.FailLog(1, code, 3);
+    std::string text;
+    const absl::Status status = client->follow_log("mnist-1", {}, [&](const LogChunk& chunk) {
+      absl::StrAppend(&text, chunk.data);
+      return true;
+    });
+    EXPECT_TRUE(status.ok()) << status;
+    EXPECT_EQ(text, "one\n");
+  }
+}
+
+TEST_F(FollowLogTest, CoordinatorThatIsAway_IsWaitedFor) {
+  fake_.Add(Record(v1::JOB_STATE_RUNNING, 1, 1));
+  fake_.Change(Record(v1::JOB_STATE_SUCCEEDED, 1, 2));
+  fake_.SetLog(1, 0, "one\ntwo\nthree\n");
   std::string text;
   const absl::Status status = client_->follow_log("mnist-1", {}, [&](const LogChunk& chunk) {
+    if (text.empty()) fake_.Lose(5);
     absl::StrAppend(&text, chunk.data);
     return true;
   });
   EXPECT_TRUE(status.ok()) << status;
   EXPECT_EQ(text, "one\ntwo\nthree\n");
+}
+
+TEST_F(FollowLogTest, NodeOfAnAttemptIsLost_TheNextOneIsFollowed) {
+  for (const grpc::StatusCode code : {grpc::StatusCode::UNAVAILABLE, grpc::StatusCode::NOT_FOUND}) {
+    FakeJobService fake;
+    auto client = Client::Connect({.address = fake.address(), .retry_for = absl::ZeroDuration()});
+    ASSERT_TRUE(client.ok()) << client.status();
+    fake.Add(Record(v1::JOB_STATE_RUNNING, 1, 1));
+    fake.Change(Record(v1::JOB_STATE_RUNNING, 2, 2));
+    fake.Change(Record(v1::JOB_STATE_SUCCEEDED, 2, 3));
+    fake.SetLog(1, 0, "one\ntwo\n");
+    fake.SetLog(2, 0, "three\n");
+    std::string text;
+    ::testing::internal::CaptureStderr();
+    const absl::Status status = client->follow_log("mnist-1", {}, [&](const LogChunk& chunk) {
+      if (text.empty()) {
+        fake.FailLog(1, code);
+        (void)client->watch("mnist-1", [](const Job& now) { return now.attempts < 2; });
+      }
+      absl::StrAppend(&text, chunk.data);
+      return true;
+    });
+    EXPECT_TRUE(status.ok()) << status;
+    EXPECT_EQ(text, "one\ntthree\n");
+    EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+                ::testing::HasSubstr("rank 0 has no further output of attempt 1 here: the node "
+                                     "does not answer; that of the next attempt follows"));
+  }
+}
+
+// An elastic job that has lost a node, and grows again.
+TEST_F(FollowLogTest, AttemptWithoutThatRank_TheOneAfterItIsFollowed) {
+  fake_.Add(Record(v1::JOB_STATE_RUNNING, 1, 1));
+  fake_.Change(Record(v1::JOB_STATE_RUNNING, 2, 2));
+  fake_.Change(Record(v1::JOB_STATE_RUNNING, 3, 3));
+  fake_.Change(Record(v1::JOB_STATE_SUCCEEDED, 3, 4));
+  fake_.SetLog(1, 7, "one\n");
+  fake_.SetLog(3, 7, "three\n");
+  EXPECT_EQ(Follow({.rank = 7}), "one\nthree\n");
+  EXPECT_TRUE(status_.ok()) << status_;
+}
+
+TEST_F(FollowLogTest, RankThatThereNeverWas_IsAnError) {
+  fake_.Add(Record(v1::JOB_STATE_RUNNING, 1, 1));
+  fake_.SetLog(1, 0, "one\n");
+  EXPECT_EQ(Follow({.rank = 7}), "");
+  EXPECT_TRUE(absl::IsNotFound(status_)) << status_;
+}
+
+TEST_F(FollowLogTest, OneAttemptThatIsOver_IsNotFollowedByAnother) {
+  fake_.Add(Record(v1::JOB_STATE_RUNNING, 2, 1));
+  fake_.SetLog(2, 0, "two\n");
+  fake_.FailLog(1, grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(Follow({.attempt = 1}), "");
+  EXPECT_TRUE(absl::IsUnavailable(status_)) << status_;
+}
+
+TEST_F(FollowLogTest, JobThatHasEndedOnANodeThatIsAway_IsAnError) {
+  fake_.Add(Record(v1::JOB_STATE_FAILED, 1, 1));
+  fake_.FailLog(1, grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(Follow(), "");
+  EXPECT_TRUE(absl::IsUnavailable(status_)) << status_;
 }
 
 TEST_F(JobClientTest, Nodes_ListAndDrain_AreSent) {

@@ -433,7 +433,11 @@ class Slurm final : public JobBackend {
       if (part.ok() && part->data.empty() && !part->ended) Pause();
       return part;
     };
-    return FollowLog(given, watch_it, read, chunk);
+    // Its calls have patience of their own.
+    const auto never = [](absl::Duration) { return false; };
+    return FollowLog(
+        given, {.watch = watch_it, .read = read, .patience = absl::ZeroDuration(), .pause = never},
+        chunk);
   }
 
  private:

@@ -34,7 +34,9 @@ constexpr size_t kMaxPageBytes = 3 << 20;
 constexpr absl::Duration kMaxHold = absl::Seconds(60);
 constexpr absl::Duration kMaxLogAge = absl::Hours(24 * 365 * 100);
 constexpr absl::Duration kMaxLogWait = absl::Seconds(30);
-constexpr absl::Duration kLogTimeout = absl::Seconds(10);  // beyond the wait
+// Beyond the wait. Less than a client's patience, 5 s for a command: this answer says which node
+// is silent, and that it may be asked again.
+constexpr absl::Duration kLogTimeout = absl::Seconds(3);
 constexpr int kMaxLogBytes = 1 << 20;
 constexpr size_t kMaxQueries = 256;  // open, of one node
 constexpr absl::Duration kMaxRestartDelay = absl::Minutes(5);
@@ -293,7 +295,9 @@ void JobsCore::End() {
   for (const std::string& name : touched_nodes_) {
     const auto it = nodes_.find(name);
     if (it == nodes_.end()) continue;
-    it->second.version = revision_;
+    // Also a touch that changes nothing in the journal, as an order, has a version of its own: the
+    // next change has the revision that it was given.
+    it->second.version = std::max(revision_, it->second.version + 1);
     if (it->second.held.has_value()) AnswerSync(name, &it->second);
   }
   touched_jobs_.clear();
@@ -792,7 +796,7 @@ std::optional<v1::OpError> JobsCore::ReadChanges(const v1::WatchJobsRequest& req
     return std::nullopt;
   }
   // A watcher that knows nothing has nothing to forget.
-  const bool resumes = place->seen != 0;
+  const bool resumes = place->seen != 0 || place->last.first != 0;
   if (resumes && std::max(place->seen, place->removals_seen) < changes_.forgotten()) {
     batch->set_lists_kept(true);
     for (const auto& [sequence, job] : jobs_) {
@@ -815,7 +819,8 @@ std::optional<v1::OpError> JobsCore::ReadChanges(const v1::WatchJobsRequest& req
   place->removals_seen = std::max(place->removals_seen, durable_revision);
   size_t bytes = batch->ByteSizeLong();
   const auto& changes = changes_.changes();
-  auto it = changes.lower_bound({place->seen + 1, 0});
+  const std::pair<uint64_t, uint64_t> all_of_seen = {place->seen, UINT64_MAX};
+  auto it = changes.upper_bound(std::max(all_of_seen, place->last));
   for (bool first = true; it != changes.end() && it->first <= durable_revision;
        ++it, first = false) {
     if (bytes > max_bytes && !first) {
@@ -823,7 +828,7 @@ std::optional<v1::OpError> JobsCore::ReadChanges(const v1::WatchJobsRequest& req
       break;
     }
     const Job& job = jobs_.at(it->second);
-    place->seen = it->first;
+    place->last = *it;
     if (!IsNamed(request, job.record.job_id(), job.record.owner())) continue;
     if (IsInState(request, job.record)) {
       v1::JobRecord* const record = batch->add_jobs();
@@ -834,7 +839,8 @@ std::optional<v1::OpError> JobsCore::ReadChanges(const v1::WatchJobsRequest& req
       bytes += job.record.job_id().size();
     }
   }
-  if (!batch->more()) place->seen = std::max(place->seen, durable_revision);
+  // Who resumes from here is sent what is left of a revision, and the rest of it once more.
+  place->seen = std::max(place->seen, batch->more() ? it->first - 1 : durable_revision);
   batch->set_seen_revision(place->seen);
   return std::nullopt;
 }
@@ -1470,10 +1476,13 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
   node.held_until = now_ + options_.node_lease / 3;
   syncs_[call] = name;
   SetNodeTimer(name, &node);
-  at_end_.push_back([this, call, name, seen = request.seen_version()] {
+  at_end_.push_back([this, call, name, was_known, seen = request.seen_version()] {
     const auto it = nodes_.find(name);
     if (it == nodes_.end() || it->second.held != call) return;
-    if (seen != it->second.version || !it->second.queries.empty()) AnswerSync(name, &it->second);
+    // A version of another term says nothing.
+    if (!was_known || seen != it->second.version || !it->second.queries.empty()) {
+      AnswerSync(name, &it->second);
+    }
   });
   return std::nullopt;
 }

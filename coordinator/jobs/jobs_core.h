@@ -143,8 +143,11 @@ class JobsCore {
 
   // How far a watcher has read.
   struct WatchPlace {
-    uint64_t seen = 0;           // changes up to this revision
+    uint64_t seen = 0;           // all changes up to this revision
     uint64_t removals_seen = 0;  // and removals
+    // The last change read, as (revision, sequence of the job): an event can change more jobs than
+    // a message takes, and `seen` passes its revision only with the last of them.
+    std::pair<uint64_t, uint64_t> last = {0, 0};
   };
   // The next message of a watch, of about `max_bytes` at most, with what has changed after `*place`
   // and is durable; moves `*place`. It may be empty. `who`: as in Event. Errors: NOT_FOUND.

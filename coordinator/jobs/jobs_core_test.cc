@@ -1282,6 +1282,60 @@ TEST_F(JobsCoreTest, Watch_OfManyJobs_ComesInMessagesOfBoundedSize) {
   EXPECT_EQ(told, submitted);
 }
 
+// Fifty jobs start with one event and have one revision. Whoever resumes after any of the messages
+// is told the rest of it too, and what was removed meanwhile.
+TEST_F(JobsCoreTest, Watch_OfManyJobsThatChangeInOneEvent_TellsAllOfThem) {
+  std::set<std::string> submitted;
+  for (int i = 0; i < 50; ++i) submitted.insert(Submit(Spec(1)));
+  JobsCore::WatchPlace place;
+  EXPECT_EQ(Ids(Read({}, &place)).size(), 50u);
+  AddNode("a", 50).talks = false;
+  ASSERT_EQ(Get("mnist-1").revision(), Get("mnist-50").revision());
+  std::set<std::string> told;
+  std::vector<uint64_t> resume_at;
+  for (bool more = true; more;) {
+    v1::WatchJobsBatch batch;
+    ASSERT_FALSE(core_->ReadChanges({}, nullptr, revision_, 1000, &place, &batch).has_value());
+    EXPECT_LT(batch.ByteSizeLong(), 2000u);
+    for (const std::string& id : Ids(batch)) EXPECT_TRUE(told.insert(id).second) << id;
+    more = batch.more();
+    if (more) resume_at.push_back(batch.seen_revision());
+  }
+  EXPECT_EQ(told, submitted);
+  EXPECT_GT(resume_at.size(), 5u);
+  for (const uint64_t seen : resume_at) {
+    JobsCore::WatchPlace again{.seen = seen};
+    EXPECT_EQ(Ids(Read({}, &again)).size(), 50u) << seen;
+  }
+}
+
+// Also inside of the first revision that there is: a watcher that has read a part of it is no
+// longer one that knows nothing.
+TEST_F(JobsCoreTest, Watch_ThatIsInsideOfARevision_HearsOfWhatIsRemovedAndOfOtherStates) {
+  revision_ = 1;
+  idle_ = true;
+  StartTerm();
+  for (int i = 0; i < 20; ++i) Submit(Spec(1));
+  idle_ = false;
+  JobsCore::WatchPlace place;
+  v1::WatchJobsRequest request;
+  request.add_states(v1::JOB_STATE_QUEUED);
+  v1::WatchJobsBatch batch;
+  ASSERT_FALSE(core_->ReadChanges(request, nullptr, revision_, 500, &place, &batch).has_value());
+  ASSERT_TRUE(batch.more());
+  Control("mnist-1", v1::JOB_ACTION_CANCEL);
+  Control("mnist-2", v1::JOB_ACTION_CANCEL);
+  Control("mnist-2", v1::JOB_ACTION_REMOVE);
+  std::set<std::string> gone;
+  for (bool more = true; more;) {
+    batch.Clear();
+    ASSERT_FALSE(core_->ReadChanges(request, nullptr, revision_, 500, &place, &batch).has_value());
+    gone.insert(batch.gone().begin(), batch.gone().end());
+    more = batch.more();
+  }
+  EXPECT_EQ(gone, (std::set<std::string>{"mnist-1", "mnist-2"}));
+}
+
 TEST_F(JobsCoreTest, Log_IsAskedOfTheNodeThatRanTheRank) {
   AddNode("a", 2);
   AddNode("b", 2);
@@ -1308,7 +1362,7 @@ TEST_F(JobsCoreTest, Log_IsAskedOfTheNodeThatRanTheRank) {
   EXPECT_EQ(Call(op).error().message(), "attempt 1 of job mnist-1 has no rank 4");
   op.mutable_read_job_log()->set_rank(0);
   const CallId silent = Send(op);
-  Advance(absl::Seconds(11));
+  Advance(absl::Seconds(4));
   EXPECT_EQ(replies_[silent].error().message(), "node \"a\" did not answer in time: try again");
 }
 
@@ -1953,6 +2007,42 @@ TEST_F(JobsCoreTest, LogLevel_ReachesTheNodeOnce_AndForgetsItself) {
   nodes_["a"].talks = false;
   Advance(absl::Minutes(5));
   EXPECT_EQ(order(1, 0).error().code(), static_cast<int>(absl::StatusCode::kUnavailable));
+}
+
+// The order is no change of the journal, so what follows it has the revision that it was given.
+TEST_F(JobsCoreTest, LogLevelAndThenAJob_NodeThatHasTheOrderAloneIsAnsweredAtOnce) {
+  AddNode("a");
+  Pump();
+  nodes_["a"].talks = false;
+  v1::Op op;
+  op.mutable_control_node()->set_node("a");
+  op.mutable_control_node()->set_action(v1::NODE_ACTION_LOG_LEVEL);
+  op.mutable_control_node()->set_log_level(1);
+  EXPECT_FALSE(Call(op).has_error());
+  ASSERT_TRUE(replies_.contains(syncs_["a"]));  // its held call
+  nodes_["a"].last = replies_[syncs_["a"]].sync_node();
+  EXPECT_TRUE(nodes_["a"].last.has_log_level());
+  idle_ = true;
+  Submit(Spec(1));
+  SendSync("a");
+  ASSERT_TRUE(replies_.contains(syncs_["a"]));
+  EXPECT_EQ(replies_[syncs_["a"]].sync_node().assignments_size(), 1);
+}
+
+// What a version of the term before says is no version of this one.
+TEST_F(JobsCoreTest, NewTerm_FirstCallOfANodeIsAnsweredWhateverVersionItHasSeen) {
+  AddNode("a");
+  const std::string job = Submit(Spec(1));
+  nodes_["a"].talks = false;
+  StartTerm();
+  for (const int ahead : {-1, 0, 1, 2}) {
+    nodes_["a"].last.set_version(revision_ + ahead);
+    idle_ = true;
+    SendSync("a");
+    idle_ = false;
+    EXPECT_TRUE(replies_.contains(syncs_["a"])) << ahead;
+    StartTerm();
+  }
 }
 
 }  // namespace

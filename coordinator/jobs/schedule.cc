@@ -52,6 +52,7 @@ bool IsReturning(const ActiveJob& job) {
 // Jobs of one shape fit or do not fit alike.
 std::string Shape(const v1::JobRecord& job) {
   std::string shape = DescribeDemand(job.spec());
+  if (job.spec().files_size() > 0) absl::StrAppend(&shape, " with files");  // see TakesFiles
   for (const std::string& node : job.avoided_nodes()) absl::StrAppend(&shape, "\n", node);
   // Nobody else has the room that is kept for it.
   if (job.spares_size() > 0) absl::StrAppend(&shape, "\n\n", job.job_id());

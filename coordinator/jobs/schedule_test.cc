@@ -139,6 +139,15 @@ TEST_F(ScheduleTest, JobLargerThanAllNodes_BlocksNobody) {
   EXPECT_EQ(Starts(), Ids{"small"});
 }
 
+// An older agent takes none; jobs of the same size without files are no such jobs.
+TEST_F(ScheduleTest, JobWithFilesThatNoNodeTakes_BlocksNobody) {
+  AddNode("a", 4);
+  Queue("files", 1).mutable_spec()->add_files()->set_path("config.yaml");
+  Queue("plain", 1);
+  EXPECT_EQ(Starts(), Ids{"plain"});
+  EXPECT_NE(WhyWaits("files"), "");
+}
+
 TEST_F(ScheduleTest, PreemptibleJobOfLowerPriority_MakesRoom) {
   AddNode("a", 4);
   Running("keep", "a", 1, 0).mutable_spec()->set_preemptible(false);

@@ -227,7 +227,9 @@ absl::StatusOr<std::shared_ptr<const Identity>> Callers::Identify(
         v1::ERROR_REASON_SCOPE);
   }
   if (certificate.empty()) return shared_;
-  return std::make_shared<const Identity>(Identity{.name = certificate, .role = Role::kAdmin});
+  // It becomes the owner of jobs, in the journal, which takes UTF-8 alone.
+  return std::make_shared<const Identity>(
+      Identity{.name = OneLine(certificate), .role = Role::kAdmin});
 }
 
 }  // namespace muster::coordinator

@@ -142,6 +142,7 @@ TEST_F(CallersTest, NeitherTokenNorUsers_WhomTheTransportLetsInIsAnAdmin) {
   Create("", false);
   EXPECT_EQ(Who(""), " admin");
   EXPECT_EQ(Who("", "ann"), "ann admin");
+  EXPECT_EQ(Who("", "ann\xe9"), "ann\\xe9 admin");  // who owns a job is in messages
   EXPECT_EQ(Who("any"), " admin");
 }
 

@@ -203,7 +203,7 @@ absl::Status CoreRunner::BeginTerm() {
 
 void CoreRunner::SetEndsForGood(const std::string& why) {
   MutexLock lock(&mu_);
-  ends_for_good_ = why;
+  ends_for_good_ = OneLine(why);  // a message takes UTF-8 alone
 }
 
 void CoreRunner::Stop() {

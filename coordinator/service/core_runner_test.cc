@@ -325,10 +325,10 @@ TEST_F(CoreRunnerTest, Stop_SaysGoodbyeAlsoToAnAgentThatIsBeingWrittenTo) {
   Start({});
   const auto stream = Attach();
   Send(stream, Get("k"), 1);  // the write of its answer does not end
-  runner_->SetEndsForGood("the job is over");
+  runner_->SetEndsForGood("the job is over: caf\xe9");
   runner_->Stop();
   EXPECT_TRUE(stream->frames.back().goodbye().final()) << stream->frames.back().ShortDebugString();
-  EXPECT_EQ(stream->frames.back().goodbye().reason(), "the job is over");
+  EXPECT_EQ(stream->frames.back().goodbye().reason(), "the job is over: caf\\xe9");
   EXPECT_TRUE(stream->closed().has_value());
 }
 

@@ -13,8 +13,8 @@
 
 namespace muster::coordinator {
 
-DiskJudgement JudgeDisk(const std::string& directory, const DiskSizes& sizes,
-                        const DiskLimits& limits) {
+DiskJudgement JudgeDisk(const std::string& path, const DiskSizes& sizes, const DiskLimits& limits) {
+  const std::string directory = OneLine(path);  // for messages, which take UTF-8 alone
   DiskJudgement judgement;
   const std::string free =
       absl::StrCat("the file system of ", directory, " has ", HumanBytes(sizes.free), " left");

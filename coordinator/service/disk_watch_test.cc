@@ -27,6 +27,9 @@ TEST(JudgeDisk, EachLimit_IsJudgedAtItsEdge) {
               HasSubstr("the file system of /data has 99 B left, less than the 100 B"));
   EXPECT_THAT(judge(1001, 99).warnings,
               ElementsAre(HasSubstr("no job can be submitted"), HasSubstr("/data has 1001 B")));
+  // Warnings are sent, and messages take UTF-8 alone.
+  EXPECT_THAT(JudgeDisk("/caf\xe9", {.used = 0, .free = 499}, kLimits).warnings,
+              ElementsAre(HasSubstr("/caf\\xe9 has")));
   // 0: no limit.
   EXPECT_THAT(JudgeDisk("/data", {.used = int64_t{1} << 60, .free = 0}, {0, 0, 0}).warnings,
               IsEmpty());

@@ -120,9 +120,10 @@ absl::Status Stopping() {
 }
 
 absl::Status NotAMessage(absl::string_view what) {
-  return rpc::ErrorWithReason(absl::StatusCode::kInvalidArgument,
-                              absl::StrCat("the bytes sent are no ", what),
-                              v1::ERROR_REASON_BAD_FIELD);
+  return rpc::ErrorWithReason(
+      absl::StatusCode::kInvalidArgument,
+      absl::StrCat("the bytes sent are no ", what, ", or a string in it is not UTF-8"),
+      v1::ERROR_REASON_BAD_FIELD);
 }
 
 // For how long `request` sets a level; infinite: until it is set again. Errors:
@@ -742,7 +743,7 @@ constexpr GrpcFrontend::Method GrpcFrontend::kMethods[] = {
             reply.set_version(kVersion);
             reply.mutable_uptime()->set_seconds(
                 absl::ToInt64Seconds(absl::Now() - frontend.started_));
-            reply.set_journal(frontend.runner_.journal().description());
+            reply.set_journal(OneLine(frontend.runner_.journal().description()));
             call->Done(reply);
           });
         }),

@@ -104,6 +104,16 @@ TEST_F(NodesTest, WorkerKilledOnOneMachine_BothEndAndNameIt) {
   for (const int pid : survivors) EXPECT_TRUE(WaitUntilEnded(pid));
 }
 
+// What an agent tells of an end goes with what follows it, in one stream.
+TEST_F(NodesTest, OutputThatIsNotUtf8_DoesNotKeepTheJobFromItsEnd) {
+  const std::string script = "printf 'caf\\351\\n'; exit 0";
+  auto second = Machine(1, script);
+  auto first = Machine(0, script);
+  EXPECT_EQ(first->Wait(), 0) << first->err_text();
+  EXPECT_EQ(second->Wait(), 0) << second->err_text();
+  EXPECT_THAT(first->out(), UnorderedElementsAre("[0]: caf\xe9", "[1]: caf\xe9"));
+}
+
 TEST_F(NodesTest, MaxRestarts_AllMachinesStartAgain) {
   const std::string script =
       "echo start $TORCHELASTIC_RESTART_COUNT; if [ $TORCHELASTIC_RESTART_COUNT = 1 ]; then exit "
@@ -447,6 +457,7 @@ TEST_F(NodesTest, AgentMistakes_AreOneLineEach) {
       {{"--coordinator", address_, "--wrong"}, 2, "--wrong"},
       {{"--coordinator", address_, "--num_machines", "2", "--num_processes", "3"}, 2, "evenly"},
       {{"--coordinator", address_, "--num_machines", "2"}, 2, "--job_name"},
+      {{"--coordinator", address_, "--job_name", "caf\xe9"}, 2, "--job_name caf\\xe9 is not UTF-8"},
       {{"--coordinator", "10.0.0.5:29400"}, 2, "without TLS"},
       {{"--coordinator", address_, "--stop_grace", "-5s"}, 2, "--stop_grace"},
       {{"--coordinator", address_, "--num_machines", "2", "--job_name", "j", "--join_timeout",

@@ -10,10 +10,12 @@
 #include "ATen/ops/empty.h"
 #include "ATen/ops/empty_like.h"
 #include "ATen/ops/from_blob.h"
+#include "ATen/ops/view_as_real.h"
 #include "c10/core/GradMode.h"
 #include "c10/util/Exception.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "worker/collective/comm_checks.h"
+#include "worker/collective/plain_tensor.h"
 #include "worker/collective/rank_order_reduce.h"
 
 namespace muster {
@@ -106,8 +108,8 @@ bool SameCall(const FrameHeader& a, const FrameHeader& b, bool with_tensor) {
                           std::equal(a.dims, a.dims + kFrameDims, b.dims));
 }
 
-// The bytes of a contiguous tensor, as a flat tensor of the same storage.
-at::Tensor Bytes(const at::Tensor& contiguous) { return contiguous.reshape({-1}).view(at::kByte); }
+// The bytes of a plain tensor, as a flat tensor of the same storage.
+at::Tensor Bytes(const at::Tensor& plain) { return plain.reshape({-1}).view(at::kByte); }
 
 class C10dComm : public Comm {
  public:
@@ -145,7 +147,9 @@ class C10dComm : public Comm {
     } else if (dtype == at::kShort) {
       work = work.to(at::kInt);
     }
-    work = work.contiguous();
+    work = PlainTensor(work);
+    // Neither Gloo nor NCCL knows complex numbers, of which sums and means are those of the parts.
+    at::Tensor sent = work.is_complex() ? at::view_as_real(work) : work;
     auto opts = WaitedFor<c10d::AllreduceOptions>(work);
     switch (op) {
       case ReduceOp::kSum:
@@ -162,9 +166,9 @@ class C10dComm : public Comm {
         opts.reduceOp = c10d::ReduceOp::MIN;
         break;
     }
-    std::vector<at::Tensor> tensors = {work};
+    std::vector<at::Tensor> tensors = {sent};
     Run([&] { return BackendOf(work)->allreduce(tensors, opts); });
-    if (op == ReduceOp::kMean) work.div_(size_);
+    if (op == ReduceOp::kMean) sent.div_(size_);
     if (!work.is_same(tensor) && work.data_ptr() != tensor.data_ptr()) tensor.copy_(work);
   }
 
@@ -177,7 +181,7 @@ class C10dComm : public Comm {
       for (int r = 0; r < size_; ++r) all.push_back(InlineTensor(r, tensor));
       return all;
     }
-    at::Tensor input = tensor.detach().contiguous();
+    at::Tensor input = PlainTensor(tensor);
     const int64_t bytes = static_cast<int64_t>(input.nbytes());
     at::Tensor flat_in = Bytes(input);
     at::Tensor flat_out = at::empty({bytes * size_}, flat_in.options());
@@ -198,11 +202,13 @@ class C10dComm : public Comm {
     Begin(Operation::kAllGatherParts, 0, &flat, /*allow_inline=*/false);
     if (options_.check) Exchange(/*same_tensors=*/true);
     if (flat.numel() == 0) return;
-    at::Tensor all = Bytes(flat.detach());
+    const at::Tensor work = PlainTensor(flat);
+    at::Tensor all = Bytes(work);
     const int64_t part = all.numel() / size_;
     at::Tensor mine = all.narrow(0, rank_ * part, part);
     auto opts = WaitedFor<c10d::AllgatherOptions>(flat);
     Run([&] { return BackendOf(flat)->_allgather_base(all, mine, opts); });
+    if (work.data_ptr() != flat.data_ptr()) flat.copy_(work);
   }
 
   at::Tensor ReduceScatter(const at::Tensor& flat, ReduceOp op) override {
@@ -210,7 +216,7 @@ class C10dComm : public Comm {
     at::NoGradGuard no_grad;
     Begin(Operation::kReduceScatter, static_cast<int>(op), &flat, /*allow_inline=*/false);
     if (options_.check) Exchange(/*same_tensors=*/true);
-    at::Tensor input = flat.detach();
+    at::Tensor input = PlainTensor(flat);
     const int64_t part = input.numel() / size_;
     if (part == 0) return at::empty({0}, input.options());
     if (BackendOf(input)->getBackendName() != "gloo") {
@@ -238,7 +244,7 @@ class C10dComm : public Comm {
       return;
     }
     if (tensor.numel() == 0) return;
-    at::Tensor work = tensor.detach().contiguous();
+    at::Tensor work = PlainTensor(tensor);
     BroadcastFlat(Bytes(work), root);
     if (rank_ != root && work.data_ptr() != tensor.data_ptr()) tensor.copy_(work);
   }
@@ -258,7 +264,7 @@ class C10dComm : public Comm {
     }
     if (rank_ != root) {
       if (out.numel() == 0) return;
-      at::Tensor work = out.is_contiguous() ? out.detach() : at::empty(out.sizes(), out.options());
+      at::Tensor work = PlainTensor(out);
       std::vector<at::Tensor> tensors = {Bytes(work)};
       Run([&] { return BackendOf(work)->recv(tensors, root, Tag()); });
       if (work.data_ptr() != out.data_ptr()) out.copy_(work);
@@ -268,7 +274,7 @@ class C10dComm : public Comm {
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
     for (int r = 0; r < size_; ++r) {
       if (r == rank_ || parts[r].numel() == 0) continue;
-      sent.push_back({Bytes(parts[r].detach().contiguous())});
+      sent.push_back({Bytes(PlainTensor(parts[r]))});
       Guard([&] { works.push_back(BackendOf(parts[r])->send(sent.back(), r, Tag())); });
     }
     out.copy_(parts[rank_]);
@@ -358,9 +364,9 @@ class C10dComm : public Comm {
       if (allow_inline && options_.check && tensor->is_cpu() &&
           header.total_bytes <= kInlineBytes) {
         header.inline_bytes = header.total_bytes;
-        const at::Tensor contiguous = tensor->detach().contiguous();
+        const at::Tensor plain = PlainTensor(*tensor);
         if (header.total_bytes > 0) {
-          std::memcpy(FrameData() + sizeof(FrameHeader), contiguous.const_data_ptr(),
+          std::memcpy(FrameData() + sizeof(FrameHeader), plain.const_data_ptr(),
                       header.total_bytes);
         }
       }

@@ -31,8 +31,9 @@ struct C10dCommOptions {
 // rank order; larger ones cost a second collective. A barrier is the frame alone. Tensors on a
 // device are not read by the host for this.
 //
-// Any dtype can be gathered, broadcast and scattered (bytes travel); all but complex and float8 can
-// be reduced. Reductions give the same bits on every rank.
+// Any dtype can be gathered, broadcast and scattered (bytes travel). Those that ReduceArrays knows
+// can be reduced, and sums and means of complex numbers. Reductions give the same bits on every
+// rank.
 //
 // Errors of the transport (a peer that died, a timeout) throw c10::DistBackendError with operation,
 // sequence number, rank and the transport's own words; after one, every call throws at once. Not

@@ -4,12 +4,17 @@
 #include <functional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
+#include "ATen/ops/_neg_view.h"
 #include "ATen/ops/arange.h"
+#include "ATen/ops/complex.h"
+#include "ATen/ops/empty.h"
 #include "ATen/ops/equal.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
 #include "ATen/ops/rand.h"
+#include "ATen/ops/real.h"
 #include "ATen/ops/repeat_interleave.h"
 #include "ATen/ops/zeros.h"
 #include "base/mutex.h"
@@ -132,6 +137,61 @@ TEST_P(CommTest, AllReduce_SameBitsOnEveryRank) {
   });
 }
 
+TEST_P(CommTest, AllReduce_ComplexNumbers_OfAnySize_ByParts) {
+  Run(3, [](Comm& comm) {
+    for (const int64_t n : kSizes) {
+      for (const auto dtype : {at::kComplexFloat, at::kComplexDouble}) {
+        const auto make = [&](int rank) {
+          return at::complex(at::arange(n, at::kDouble) + rank, at::arange(n, at::kDouble) * rank)
+              .to(dtype);
+        };
+        at::Tensor x = make(comm.rank());
+        comm.AllReduce(x, ReduceOp::kSum);
+        EXPECT_TRUE(at::equal(x, make(0) + make(1) + make(2))) << dtype << " " << n;
+        x = make(comm.rank()).conj();
+        comm.AllReduce(x, ReduceOp::kMean);
+        EXPECT_TRUE(at::equal(x.resolve_conj(), make(1).conj().resolve_conj()))
+            << dtype << " " << n;
+      }
+    }
+  });
+}
+
+// Without Gloo alone, which adds as it likes.
+class OwnSumsTest : public CommTest {};
+INSTANTIATE_TEST_SUITE_P(Every, OwnSumsTest,
+                         ::testing::Values(Kind::kThread, Kind::kShm, Kind::kShmUnchecked,
+                                           Kind::kHosts, Kind::kHostsUnchecked),
+                         KindName);
+
+// Whether they travel in a frame or not, their sum is rounded once.
+TEST_P(OwnSumsTest, AllReduceOfHalfAndBFloat16_SameResultForEverySize) {
+  Run(3, [](Comm& comm) {
+    for (const auto& [dtype, large, small] :
+         {std::tuple(at::kBFloat16, 256.0, 0.75), std::tuple(at::kHalf, 2048.0, 0.75)}) {
+      for (const int64_t n : {8, 8192}) {
+        at::Tensor x = at::full({n}, comm.rank() == 0 ? large : small, dtype);
+        comm.AllReduce(x, ReduceOp::kSum);
+        EXPECT_TRUE(at::equal(x, at::full({n}, large + 2 * small, at::kFloat).to(dtype)))
+            << dtype << " " << n << " " << x[0].item<float>();
+      }
+    }
+  });
+}
+
+TEST_P(CommTest, AllReduce_OfADtypeThatNoBackendAdds_IsRefused_GroupStaysUsable) {
+  Run(2, [](Comm& comm) {
+    for (const int64_t n : {4, 4096}) {
+      for (const auto dtype : {at::kFloat8_e4m3fn, at::kUInt32}) {
+        at::Tensor x = at::empty({n}, dtype);
+        EXPECT_THAT(ErrorOf([&] { comm.AllReduce(x, ReduceOp::kSum); }),
+                    HasSubstr("cannot be reduced"));
+      }
+    }
+    comm.Barrier();
+  });
+}
+
 TEST_P(CommTest, AllReduce_ScalarsViewsAndLeaves_InPlace) {
   Run(2, [](Comm& comm) {
     at::Tensor scalar = at::full({}, comm.rank());
@@ -176,6 +236,45 @@ TEST_P(CommTest, AllGatherAndBroadcast_EverySizeAndDtype) {
     const auto scalars = comm.AllGather(at::full({}, r));
     EXPECT_EQ(scalars[2].dim(), 0);
     EXPECT_EQ(scalars[2].item<int64_t>(), 2);
+  });
+}
+
+// Such views share the memory of what they conjugate or negate, and are contiguous as that is.
+TEST_P(CommTest, ViewThatConjugatesOrNegates_TravelsAsItsValues) {
+  Run(2, [](Comm& comm) {
+    for (const int64_t n : {1, 4, 4096}) {
+      const auto numbers = [n](int rank) {
+        return at::complex(at::arange(n, at::kFloat), at::arange(n, at::kFloat) + rank + 1);
+      };
+      const auto conjugate = [&](int rank) { return numbers(rank).conj(); };
+      const auto negative = [&](int rank) { return at::_neg_view(at::real(numbers(rank)) + rank); };
+      for (const std::function<at::Tensor(int)>& make :
+           {std::function<at::Tensor(int)>(conjugate), std::function<at::Tensor(int)>(negative)}) {
+        const auto values = [&](int rank) { return make(rank).resolve_conj().resolve_neg(); };
+        const at::Tensor mine = make(comm.rank());
+        ASSERT_TRUE(mine.is_contiguous() && (mine.is_conj() || mine.is_neg()));
+        const auto all = comm.AllGather(mine);
+        for (int r = 0; r < 2; ++r) EXPECT_TRUE(at::equal(all[r], values(r))) << n << " " << r;
+        at::Tensor x = make(comm.rank());
+        comm.Broadcast(x, 1);
+        EXPECT_TRUE(at::equal(x.resolve_conj().resolve_neg(), values(1))) << n;
+        x = make(comm.rank());
+        comm.Scatter({make(1), make(0)}, x, 0);
+        EXPECT_TRUE(at::equal(x.resolve_conj().resolve_neg(), values(1 - comm.rank()))) << n;
+        if (n % 2 != 0) continue;
+        x = make(comm.rank());
+        comm.AllGatherParts(x);
+        EXPECT_TRUE(at::equal(x.narrow(0, 0, n / 2).resolve_conj().resolve_neg(),
+                              values(0).narrow(0, 0, n / 2)));
+        EXPECT_TRUE(at::equal(x.narrow(0, n / 2, n / 2).resolve_conj().resolve_neg(),
+                              values(1).narrow(0, n / 2, n / 2)));
+      }
+      at::Tensor sum = negative(comm.rank());
+      comm.AllReduce(sum, ReduceOp::kSum);
+      EXPECT_TRUE(at::equal(sum.resolve_neg(), negative(0) + negative(1)));
+      const at::Tensor pairs = at::_neg_view(at::ones({2 * n}));
+      EXPECT_TRUE(at::equal(comm.ReduceScatter(pairs, ReduceOp::kSum), at::full({n}, -2.0)));
+    }
   });
 }
 

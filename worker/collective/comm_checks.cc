@@ -4,6 +4,7 @@
 
 #include "c10/core/ScalarType.h"
 #include "c10/util/Exception.h"
+#include "worker/collective/shm_reduce.h"
 
 namespace muster::comm_checks {
 
@@ -76,6 +77,10 @@ void CheckTensor(const at::Tensor& tensor, const char* operation, int rank) {
 
 void CheckReduce(const at::Tensor& tensor, ReduceOp op, int rank) {
   CheckTensor(tensor, "AllReduce", rank);
+  // Before anything is sent: what the backend refuses makes the group unusable.
+  TORCH_CHECK(CanReduce(c10::toRealValueType(tensor.scalar_type()), ShmReduceOp::kSum),
+              "AllReduce on rank ", rank, ": ", Describe(tensor),
+              " cannot be reduced; convert it to another dtype first");
   if (op == ReduceOp::kMean) {
     TORCH_CHECK(tensor.is_floating_point() || tensor.is_complex(), "AllReduce on rank ", rank,
                 ": the mean of ", Describe(tensor),

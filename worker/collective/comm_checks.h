@@ -19,7 +19,8 @@ std::string DescribeShape(at::ScalarType dtype, at::IntArrayRef shape);
 
 // Defined and dense.
 void CheckTensor(const at::Tensor& tensor, const char* operation, int rank);
-// CheckTensor, and kMean only of floating or complex tensors.
+// CheckTensor, and of a dtype that can be reduced: kMean only of floating or complex tensors, no
+// kMax and kMin of complex ones.
 void CheckReduce(const at::Tensor& tensor, ReduceOp op, int rank);
 // CheckTensor, and 1-D, contiguous, of `size` equal parts.
 void CheckFlat(const at::Tensor& flat, int size, const char* operation, int rank);

@@ -9,7 +9,9 @@
 
 #include "ATen/core/Dict.h"
 #include "ATen/core/List.h"
+#include "ATen/ops/_neg_view.h"
 #include "ATen/ops/arange.h"
+#include "ATen/ops/complex.h"
 #include "ATen/ops/empty.h"
 #include "ATen/ops/equal.h"
 #include "ATen/ops/full.h"
@@ -121,6 +123,15 @@ TEST(ObjectCodec, EveryKindOfObject_ComesBack) {
   EXPECT_EQ(back.more.at("empty").sizes(), (at::IntArrayRef{0, 2}));
   EXPECT_EQ(back.more.at("empty").scalar_type(), at::kBFloat16);
   EXPECT_FALSE(back.more.at("none").defined());
+}
+
+TEST(ObjectCodec, ViewThatConjugatesOrNegates_TravelsAsItsValues) {
+  const at::Tensor numbers = at::complex(at::arange(3, at::kFloat), at::ones({3}));
+  const at::Tensor negative = at::_neg_view(at::ones({3}));
+  const auto back = DecodeObject<std::vector<at::Tensor>>(
+      EncodeObject(std::vector<at::Tensor>{numbers.conj(), negative}));
+  EXPECT_TRUE(at::equal(back[0], numbers.conj().resolve_conj()));
+  EXPECT_TRUE(at::equal(back[1], at::full({3}, -1.0)));
 }
 
 TEST(ObjectCodec, CutOrTooLong_IsAnError) {

@@ -2,6 +2,7 @@
 
 #include "ATen/ops/empty.h"
 #include "c10/core/GradMode.h"
+#include "worker/collective/plain_tensor.h"
 
 namespace muster::codec_internal {
 
@@ -9,7 +10,7 @@ void PutTensor(const at::Tensor& tensor, std::string* out) {
   PutNumber<uint8_t>(tensor.defined(), out);
   if (!tensor.defined()) return;
   at::NoGradGuard no_grad;
-  const at::Tensor cpu = tensor.detach().cpu().contiguous();
+  const at::Tensor cpu = PlainTensor(tensor.detach().cpu());
   PutNumber<int8_t>(static_cast<int8_t>(cpu.scalar_type()), out);
   PutNumber<uint8_t>(static_cast<uint8_t>(cpu.dim()), out);
   for (const int64_t size : cpu.sizes()) PutNumber<int64_t>(size, out);

@@ -14,7 +14,9 @@
 #include <vector>
 
 #include "ATen/CPUGeneratorImpl.h"
+#include "ATen/ops/_neg_view.h"
 #include "ATen/ops/arange.h"
+#include "ATen/ops/complex.h"
 #include "ATen/ops/dropout.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/index_select.h"
@@ -315,7 +317,8 @@ TEST(PreparedLoader, TensorDataset_GivesRowsOfEachTensor) {
 TEST(SelectRows, AnyLayout_IsIndexSelect) {
   const at::Tensor plain = at::arange(24, at::kFloat).view({4, 3, 2});
   for (const at::Tensor& tensor :
-       {plain, plain.transpose(1, 2), plain.slice(1, 0, 0), at::arange(4, at::kByte)}) {
+       {plain, plain.transpose(1, 2), plain.slice(1, 0, 0), at::arange(4, at::kByte),
+        at::complex(plain, plain + 1).conj(), at::_neg_view(plain)}) {
     const at::Tensor rows = SelectRows(tensor, {3, 0, 3});
     EXPECT_TRUE(rows.equal(
         at::index_select(tensor, 0, at::arange(3, -1, -3, at::kLong).repeat({2}).slice(0, 0, 3))));

@@ -10,6 +10,7 @@
 #include "absl/time/time.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "proto/checkpoint_verdict.h"
 #include "proto/muster/v1/checkpoint.pb.h"
 #include "rpc/status.h"
@@ -109,7 +110,7 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
   void Abort(uint64_t id, const std::string& reason) override {
     v1::AbortCheckpointRequest request;
     request.set_checkpoint_id(id);
-    request.set_reason(reason.substr(0, 1024));
+    request.set_reason(OneLine(Utf8Prefix(reason, 1024)));
     v1::AbortCheckpointReply reply;
     const absl::Status aborted = client_->CallCheckpoints(&request, &reply);
     if (!aborted.ok()) MUSTER_LOG(Info) << aborted.message();

@@ -29,6 +29,7 @@
 #include "rpc/channel.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
+#include "rpc/utf8_check.h"
 #include "worker/collective/address.h"
 
 namespace muster {
@@ -145,7 +146,7 @@ class CoordinatorClient::Impl {
   absl::Status Leave(const std::string& reason) {
     v1::LeaveRequest request;
     FillFence(request.mutable_fence());
-    request.set_reason(reason);
+    request.set_reason(OneLine(reason));
     v1::LeaveReply reply;
     MUSTER_FAILPOINT("worker.leave");
     const absl::Time begun = Clock::Real().Now();
@@ -276,7 +277,7 @@ class CoordinatorClient::Impl {
     // Also where lines may differ: it makes the barrier one of the sequence in which ranks must
     // agree.
     request.set_call_site(Hash(call.same_line ? call_site : name));
-    request.set_call_site_text(call_site);
+    request.set_call_site_text(OneLine(call_site));
     {
       MutexLock lock(&mu_);
       if (!seat_) {
@@ -315,7 +316,7 @@ class CoordinatorClient::Impl {
     v1::CancelBarrierRequest request;
     FillFence(request.mutable_fence());
     request.set_barrier_id(name);
-    request.set_reason(reason);
+    request.set_reason(OneLine(reason));
     {
       MutexLock lock(&mu_);
       request.set_counter(counters_[name].next);
@@ -611,6 +612,10 @@ class CoordinatorClient::Impl {
                           grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
                                                        Reply*),
                           const Request* request, Reply* reply, AtExit at_exit = AtExit::kGoesOn) {
+    // Names of the program's own. Its agent would only say that it cannot read the message.
+    if (const absl::Status sound = rpc::CheckUtf8(*request); !sound.ok()) {
+      return Prefixed(what, sound);
+    }
     const Clock& clock = Clock::Real();
     const absl::Time begun = clock.Now();
     Backoff backoff(kFirstBackoff, kLastBackoff);

@@ -210,6 +210,17 @@ TEST(CoordinatorClient, Barrier_RepeatsByNameAndCarriesPayloads) {
   });
 }
 
+TEST(CoordinatorClient, NameThatIsNotUtf8_IsRefusedAndNamesTheField) {
+  FakeCoordinator fake;
+  RunSeated(fake, 1, [](CoordinatorClient& client, const Seat&) {
+    const absl::Status status = client.Barrier("caf\xe9", absl::Minutes(1)).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("barrier_id is not UTF-8: \"caf\\xe9\""));
+    // What only people read is sent all the same.
+    EXPECT_TRUE(client.Leave("what() is caf\xe9").ok());
+  });
+}
+
 TEST(CoordinatorClient, ArrivalThatIsRepeated_SaysHowLongItHasWaited) {
   FakeCoordinator fake;
   RunSeated(fake, 1, [&](CoordinatorClient& client, const Seat&) {

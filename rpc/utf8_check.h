@@ -1,0 +1,18 @@
+#ifndef MUSTER_RPC_UTF8_CHECK_H_
+#define MUSTER_RPC_UTF8_CHECK_H_
+
+#include <google/protobuf/message.h>
+
+#include "absl/status/status.h"
+
+namespace muster::rpc {
+
+// OK if every string in `message` is UTF-8, as proto3 wants it; else INVALID_ARGUMENT / BAD_FIELD
+// that names the first field that is not ("cause.last_log_lines[3]") and shows its text. Such a
+// message can be written, but nobody can read it: parsers refuse all of it, and the frame it is in.
+// Fields of bytes may have any. Thread-safe, does not block.
+absl::Status CheckUtf8(const google::protobuf::Message& message);
+
+}  // namespace muster::rpc
+
+#endif  // MUSTER_RPC_UTF8_CHECK_H_
