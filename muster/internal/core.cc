@@ -87,7 +87,8 @@ absl::StatusOr<JoinedProcess> Core::Join(const AcceleratorOptions& options,
   EnvironmentArguments arguments;
   arguments.mixed_precision = options.mixed_precision;
   arguments.use_cpu = options.cpu;
-  arguments.gradient_accumulation_steps = options.gradient_accumulation_steps;
+  MUSTER_RETURN_IF_ERROR(
+      Guard([&] { arguments.gradient_accumulation_steps = AccumulationStepsOfProgram(options); }));
   arguments.debug = options.debug;
   if (!options.project.directory.empty()) arguments.project_dir = options.project.directory;
   arguments.timeout = options.timeout;

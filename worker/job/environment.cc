@@ -381,9 +381,9 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
   ReadText(variables, "MUSTER_OFFLOAD_ACTIVATIONS", &env->offload_activations);
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "ACCELERATE_USE_CPU", &env->use_cpu));
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_CPU", &env->use_cpu));
-  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1,
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int64_t{1},
                                     &env->gradient_accumulation_steps));
-  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "MUSTER_GRADIENT_ACCUMULATION_STEPS", 1,
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "MUSTER_GRADIENT_ACCUMULATION_STEPS", int64_t{1},
                                     &env->gradient_accumulation_steps));
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "ACCELERATE_DEBUG_MODE", &env->debug));
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_DEBUG", &env->debug));
@@ -424,11 +424,22 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
     env->lease = {lease, "MUSTER_LEASE"};
   }
 
-  if (arguments.mixed_precision) env->mixed_precision = {*arguments.mixed_precision, "argument"};
+  const Environment defaults{};
+  // What the program says wins over what its user has asked for, but not in silence. Launchers set
+  // these variables to the defaults where nobody asks.
+  const auto take = [&](const auto& argument, const auto& fallback, auto* setting) {
+    if (!argument) return;
+    if (setting->value != *argument && setting->value != fallback.value) {
+      env->warnings.push_back(absl::StrCat(setting->source, "=",
+                                           Printable(absl::StrCat(setting->value)),
+                                           " has no effect: the program itself sets ", *argument));
+    }
+    *setting = {*argument, "argument"};
+  };
+  take(arguments.mixed_precision, defaults.mixed_precision, &env->mixed_precision);
+  take(arguments.gradient_accumulation_steps, defaults.gradient_accumulation_steps,
+       &env->gradient_accumulation_steps);
   if (arguments.use_cpu) env->use_cpu = {*arguments.use_cpu, "argument"};
-  if (arguments.gradient_accumulation_steps) {
-    env->gradient_accumulation_steps = {*arguments.gradient_accumulation_steps, "argument"};
-  }
   if (arguments.debug) env->debug = {*arguments.debug, "argument"};
   if (arguments.project_dir) env->project_dir = {*arguments.project_dir, "argument"};
   if (arguments.timeout) env->timeout = {*arguments.timeout, "argument"};

@@ -15,7 +15,9 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using ::testing::SizeIs;
+using ::testing::UnorderedElementsAre;
 using Variables = std::map<std::string, std::string>;
 
 Environment Read(const Variables& variables, const EnvironmentArguments& arguments = {}) {
@@ -323,6 +325,21 @@ TEST(Environment, D37_ArgumentBeatsVariableBeatsDefault) {
   EXPECT_FALSE(env.use_cpu.value);
   EXPECT_FALSE(env.debug.value);
   EXPECT_EQ(env.timeout.value, absl::Minutes(1));
+}
+
+TEST(Environment, WishThatTheProgramOverrides_IsNamedUnlessItIsALaunchersDefault) {
+  const Variables wishes = {{"MUSTER_GRADIENT_ACCUMULATION_STEPS", "4"},
+                            {"ACCELERATE_MIXED_PRECISION", "bf16"}};
+  EXPECT_THAT(Read(wishes, {.mixed_precision = "no", .gradient_accumulation_steps = 8}).warnings,
+              UnorderedElementsAre(
+                  "MUSTER_GRADIENT_ACCUMULATION_STEPS=4 has no effect: the program itself sets 8",
+                  "ACCELERATE_MIXED_PRECISION=bf16 has no effect: the program itself sets no"));
+  EXPECT_THAT(Read(wishes, {.mixed_precision = "bf16", .gradient_accumulation_steps = 4}).warnings,
+              IsEmpty());
+  EXPECT_THAT(Read({{"MUSTER_GRADIENT_ACCUMULATION_STEPS", "1"}, {"MUSTER_MIXED_PRECISION", "no"}},
+                   {.mixed_precision = "bf16", .gradient_accumulation_steps = 8})
+                  .warnings,
+              IsEmpty());
 }
 
 TEST(Environment, AccelerateWishes_AreUnderstood) {
