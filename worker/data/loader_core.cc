@@ -226,20 +226,29 @@ BatchInfo LoaderPass::InfoOfCounts(int64_t number, const std::vector<int64_t>& c
   return MakeInfo(*this, number, slices, after);
 }
 
+namespace {
+
+// A step of SplitMix64, so that neighbours have nothing in common.
+uint64_t Mix(uint64_t state, int64_t value) {
+  state += 0x9e3779b97f4a7c15U + static_cast<uint64_t>(value);
+  state = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9U;
+  state = (state ^ (state >> 27)) * 0x94d049bb133111ebU;
+  return state ^ (state >> 31);
+}
+
+}  // namespace
+
 uint64_t LoaderPass::BatchSeed(int64_t number) const {
-  // Each number is mixed in by a step of SplitMix64, so that neighbours have nothing in common.
-  const auto mix = [](uint64_t state, uint64_t value) {
-    state += 0x9e3779b97f4a7c15U + value;
-    state = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9U;
-    state = (state ^ (state >> 27)) * 0x94d049bb133111ebU;
-    return state ^ (state >> 31);
-  };
   const bool stream = !shard.has_value();
   // Ranks that all read the whole of a stream must see the same one.
   const int reader = dispatch() || (stream && !sharded) ? 0 : rank;
-  uint64_t mixed = mix(mix(seed, static_cast<uint64_t>(epoch)), static_cast<uint64_t>(reader));
-  if (!stream) mixed = mix(mixed, static_cast<uint64_t>(first_index + number));
-  return mixed;
+  const uint64_t mixed = Mix(Mix(seed, epoch), reader);
+  return stream ? mixed : Mix(mixed, first_index + number);
+}
+
+uint64_t LoaderPass::CollateSeed(int64_t number) const {
+  // The last one keeps it apart from the seeds of the samples.
+  return Mix(Mix(Mix(Mix(seed, epoch), dispatch() ? 0 : rank), first_index + number), 1);
 }
 
 // --- LoaderCore ---

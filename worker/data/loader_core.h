@@ -201,6 +201,9 @@ struct LoaderPass {
   // loader's seed, the epoch, the reading rank and the batch's index. For a stream (number 0) the
   // seed of the whole pass, the same on every rank if every rank reads the same samples.
   uint64_t BatchSeed(int64_t number) const;
+  // The seed for random numbers while batch `number` of a stream is collated, which each rank does
+  // for the samples of its own.
+  uint64_t CollateSeed(int64_t number) const;
   // Like SliceOfRound, with this pass's rules.
   BatchSlice SliceOf(int slice_rank, int64_t begin, int64_t end, int64_t first_round) const;
 };
