@@ -185,12 +185,27 @@ absl::Status ReadSlurm(const Variables& variables, Environment* env) {
   return absl::OkStatus();
 }
 
+// Whether a family that says nothing of its node has no more than SLURM says of this task:
+// srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE, and scripts export RANK and WORLD_SIZE from SLURM's.
+bool IsSlurmsPlace(const Variables& variables, const Family& family) {
+  const std::string* const place = Find(variables, "SLURM_PROCID");
+  const std::string* tasks = Find(variables, "SLURM_STEP_NUM_TASKS");
+  if (tasks == nullptr && Find(variables, "SLURM_STEP_ID") != nullptr) {
+    tasks = Find(variables, "SLURM_NTASKS");
+  }
+  return family.launcher != Launcher::kMuster && place != nullptr && tasks != nullptr &&
+         *place == *Find(variables, family.rank) && *tasks == *Find(variables, family.world_size) &&
+         Find(variables, family.local_rank) == nullptr &&
+         Find(variables, family.local_world_size) == nullptr;
+}
+
 absl::Status ReadPlace(const Variables& variables, Environment* env) {
   for (const Family& family : kFamilies) {
     const std::string* rank = Find(variables, family.rank);
     const std::string* world = Find(variables, family.world_size);
     if (rank == nullptr && world == nullptr) continue;
     if (rank != nullptr && world != nullptr) {
+      if (IsSlurmsPlace(variables, family)) break;
       MUSTER_RETURN_IF_ERROR(ReadFamily(variables, family, env));
       break;
     }

@@ -266,6 +266,29 @@ TEST(Environment, SlurmStep_IsRead) {
   EXPECT_EQ(env.master_port.source, "SLURM_JOB_ID");
 }
 
+// As srun --mpi=pmi2 and `export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS` leave it.
+TEST(Environment, RankAndSizeThatAreSlurms_DoNotHideTheNode) {
+  for (const Variables& same : {Variables{{"PMI_RANK", "3"}, {"PMI_SIZE", "4"}},
+                                Variables{{"RANK", "3"}, {"WORLD_SIZE", "4"}}}) {
+    const Environment env = Read(With(With(kSlurm, {{"SLURM_LOCALID", "1"}}), same));
+    EXPECT_EQ(env.launcher, Launcher::kSlurm);
+    ExpectPlace(env, 3, 4, 1, 2, 2, 3);
+    EXPECT_EQ(env.master_addr.value, "gpu03");
+  }
+  // mpirun within a step: its own processes, or its own knowledge of the node.
+  EXPECT_EQ(
+      Read(With(kSlurm, {{"PMI_RANK", "1"}, {"PMI_SIZE", "4"}, {"MASTER_ADDR", "a"}})).launcher,
+      Launcher::kMpi);
+  EXPECT_EQ(
+      Read(With(kSlurm, {{"PMI_RANK", "3"}, {"PMI_SIZE", "8"}, {"MASTER_ADDR", "a"}})).launcher,
+      Launcher::kMpi);
+  const Environment hydra = Read(With(
+      kSlurm,
+      {{"PMI_RANK", "3"}, {"PMI_SIZE", "4"}, {"MPI_LOCALRANKID", "3"}, {"MPI_LOCALNRANKS", "4"}}));
+  EXPECT_EQ(hydra.launcher, Launcher::kMpi);
+  EXPECT_EQ(hydra.local_rank.value, 3);
+}
+
 TEST(Environment, SlurmSingleTask_RunsAloneWithoutWarning) {
   const Environment env =
       Read({{"SLURM_JOB_ID", "1"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "1"}});
