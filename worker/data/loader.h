@@ -308,7 +308,7 @@ class RoundReader {
 
   void Start() {
     cursor_.emplace(*dataset_, pass_->epoch, first_pass_);
-    int64_t to_skip = pass_->position + pass_->skip_rounds * pass_->round.global;
+    const int64_t to_skip = pass_->position;
     // A pass that starts later still pads its last round with the epoch's first samples.
     while (may_pad() && position_ < std::min(to_skip, pass_->round.global)) {
       std::optional<E> example = Next();

@@ -255,6 +255,11 @@ uint64_t LoaderPass::CollateSeed(int64_t number) const {
 
 namespace {
 
+// Far behind the end of any stream if that is no int64.
+int64_t AfterRounds(int64_t position, int64_t rounds, int64_t size) {
+  return rounds <= (INT64_MAX - position) / size ? position + rounds * size : INT64_MAX;
+}
+
 void CheckSettings(const RecipeSettings& settings, std::optional<int64_t> num_samples,
                    bool is_stream) {
   TORCH_CHECK(!settings.batch_size.has_value() || *settings.batch_size >= 1,
@@ -551,8 +556,12 @@ std::shared_ptr<const LoaderPass> LoaderCore::StartPass(int64_t skip) {
     pass->round = ValueOrThrow(RoundSizeOf(pass->sharding, *settings_.batch_size));
   }
   if (is_stream_) {
-    pass->skip_rounds = skip;
-    pass->rank_position += skip * pass->round.per_rank;
+    // Which samples of the parts a sharded stream's skipped rounds have, only their ends tell.
+    if (sharded_) {
+      pass->rank_position = AfterRounds(pass->rank_position, skip, pass->round.per_rank);
+    } else {
+      pass->position = AfterRounds(pass->position, skip, pass->round.global);
+    }
   } else {
     if (has_sampler()) {
       ReadUserOrder(pass->epoch);

@@ -170,7 +170,6 @@ struct LoaderPass {
   int64_t epoch = 0;
   int64_t position = 0;       // where it starts
   int64_t first_index = 0;    // index of its first batch
-  int64_t skip_rounds = 0;    // streams: rounds to skip from `position`
   bool sharded = false;       // every rank reads its own part of a stream
   int64_t rank_position = 0;  // sharded: samples of this rank's part to skip
   uint64_t seed = 0;          // of the loader

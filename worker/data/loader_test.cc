@@ -561,6 +561,25 @@ TEST(LoaderState, SkipAfterLoadedPlace_SkipsWhatTheEpochHasHadOnce) {
   }
 }
 
+TEST(LoaderState, StreamSavedBeforeTheFirstBatchAfterASkip_HasSkippedOnce) {
+  const auto prepare = [] { return Alone(batches(IdStream{40}, 2)); };
+  auto first = prepare();
+  auto pass = SkipFirstBatches(first, 3);
+  auto batch = pass.begin();
+  EXPECT_THAT(Values(**batch), ElementsAre(6, 7));
+  const LoaderState state = first.state_handle()->StateBeforeBatch();
+  EXPECT_EQ(state.position, 6);
+  EXPECT_EQ(state.index, 3);
+  for (const int64_t skip : {0, 3, 5}) {
+    auto second = prepare();
+    second.load_state(state);
+    auto rest = SkipFirstBatches(second, skip);
+    EXPECT_EQ(Values(**rest.begin())[0], 2 * std::max<int64_t>(skip, 3)) << skip;
+  }
+  auto third = prepare();
+  EXPECT_TRUE(All(SkipFirstBatches(third, INT64_MAX)).empty());
+}
+
 TEST(LoaderState, BadStates_AreRefused) {
   EXPECT_FALSE(LoaderState::FromString("x").ok());
   EXPECT_THAT(LoaderState::FromString("{\"epoch\":1}").status().message(),
