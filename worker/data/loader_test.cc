@@ -14,7 +14,10 @@
 #include <vector>
 
 #include "ATen/CPUGeneratorImpl.h"
+#include "ATen/ops/_neg_view.h"
 #include "ATen/ops/arange.h"
+#include "ATen/ops/cat.h"
+#include "ATen/ops/complex.h"
 #include "ATen/ops/dropout.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/index_select.h"
@@ -22,6 +25,7 @@
 #include "ATen/ops/rand.h"
 #include "ATen/ops/randint.h"
 #include "ATen/ops/randperm.h"
+#include "ATen/ops/stack.h"
 #include "ATen/ops/zeros.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -319,6 +323,11 @@ TEST(SelectRows, AnyLayout_IsIndexSelect) {
     const at::Tensor rows = SelectRows(tensor, {3, 0, 3});
     EXPECT_TRUE(rows.equal(
         at::index_select(tensor, 0, at::arange(3, -1, -3, at::kLong).repeat({2}).slice(0, 0, 3))));
+  }
+  const at::Tensor complex = at::complex(plain, plain.add(1));
+  for (const at::Tensor& view : {complex.conj(), at::_neg_view(plain)}) {
+    EXPECT_TRUE(view.is_contiguous() && (view.is_conj() || view.is_neg()));
+    EXPECT_TRUE(SelectRows(view, {3, 1}).equal(at::stack({view[3], view[1]})));
   }
   EXPECT_THAT(ErrorOf([&] { SelectRows(plain, {4}); }), HasSubstr("row 4 of a tensor with 4 rows"));
   EXPECT_EQ(SelectRows(plain, {}).size(0), 0);
@@ -819,6 +828,20 @@ TEST(Dispatch, NestedBatches_EachRankGetsItsSlice) {
   EXPECT_THAT(labels[1], ElementsAre(2, 3, 0));
   EXPECT_THAT(labels[2], ElementsAre(4, 5, 1));
   EXPECT_THAT(texts[2], ElementsAre("t4", "t5", "t1"));
+}
+
+TEST(Dispatch, ConjugatedView_IsSentAsItIs) {
+  const at::Tensor numbers =
+      at::complex(at::arange(4, at::kFloat), at::arange(4, at::kFloat)).conj();
+  std::vector<at::Tensor> seen(2);
+  RunRanks(2, [&](Comm& comm) {
+    LoaderOptions options;
+    options.dispatch_batches = true;
+    auto recipe = batches(Ids{4}, 2).collate([&](const std::vector<int64_t>&) { return numbers; });
+    for (auto& batch : PrepareLoader(recipe, options, &comm))
+      seen[static_cast<size_t>(comm.rank())] = *batch;
+  });
+  EXPECT_TRUE(at::cat(seen).equal(numbers));
 }
 
 TEST(Dispatch, ErrorOnRankZero_ReachesEveryRank) {
