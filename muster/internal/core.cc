@@ -164,6 +164,11 @@ const BatchInfo* Core::BatchOfMetrics() const {
 
 // Process control.
 
+JobTriggers& Core::triggers(const char* call) {
+  if (process_.coordinator() == nullptr) steps_.CheckAllTakePart(call);
+  return *triggers_;
+}
+
 bool Core::CheckTrigger() {
   steps_.CheckAllTakePart("check_trigger()");
   at::Tensor flag = at::full({1}, trigger_ ? 1 : 0, at::kInt);
