@@ -338,6 +338,21 @@ TEST(OptimizerThatIsNotPrepared, IsNotWhatLoadsWeights) {
   });
 }
 
+TEST(OptimizerThatIsNotPrepared, IsNotWhatLoadsOtherWeights) {
+  const std::string dir = TestDir("stray_weights");
+  RunAccelerators(1, {}, [&](Accelerator& a) {
+    auto model = a.prepare(torch::nn::Sequential(torch::nn::Linear(1, 1), torch::nn::Linear(1, 1)));
+    ASSERT_TRUE(a.save_state(dir).ok());
+  });
+  TrainTheLast([&](Accelerator& a, torch::nn::Sequential& net, int step) {
+    if (step != 1) return;
+    const at::Tensor before = net[0]->parameters()[0].clone();
+    const auto loaded = a.load_weights(dir, {.prefix = "0."});
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    EXPECT_FALSE(net[0]->parameters()[0].equal(before));
+  });
+}
+
 TEST(OptimizerThatIsNotPrepared, IsNotWhatPutsValuesBack) {
   TrainTheLast([](Accelerator&, torch::nn::Sequential& net, int) {
     // As an average that is evaluated in the place of the weights.
