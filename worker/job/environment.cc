@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cctype>
 #include <limits>
@@ -106,6 +107,23 @@ absl::Status ReadBool(const Variables& variables, const std::string& name, Setti
   }
   return absl::InvalidArgumentError(
       absl::StrCat(name, "='", Printable(*text), "' is neither true nor false (write 1 or 0)"));
+}
+
+// Of waits: what waits adds it to the time of now, in nanoseconds too.
+constexpr absl::Duration kLongest = absl::Hours(24 * 365);
+
+// `what` it must be, in an error.
+absl::Status ReadDuration(const Variables& variables, const std::string& name, absl::Duration least,
+                          absl::string_view what, Setting<absl::Duration>* setting) {
+  const std::string* text = Find(variables, name);
+  if (text == nullptr) return absl::OkStatus();
+  absl::Duration duration;
+  if (!absl::ParseDuration(*text, &duration) || duration < least) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(name, "='", Printable(*text), "' is not a duration ", what));
+  }
+  *setting = {std::min(duration, kLongest), name};
+  return absl::OkStatus();
 }
 
 // "2(x3),1" with node 3 gives 1; 0 if it cannot be read.
@@ -413,31 +431,14 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
                                                      "error"));
     }
   }
-  if (const std::string* text = Find(variables, "MUSTER_TIMEOUT")) {
-    absl::Duration timeout;
-    if (!absl::ParseDuration(*text, &timeout) || timeout <= absl::ZeroDuration()) {
-      return absl::InvalidArgumentError(absl::StrCat("MUSTER_TIMEOUT='", Printable(*text),
-                                                     "' is not a duration such as 90s or 10m"));
-    }
-    env->timeout = {timeout, "MUSTER_TIMEOUT"};
-  }
-  if (const std::string* text = Find(variables, "MUSTER_OUTAGE_TOLERANCE")) {
-    absl::Duration tolerance;
-    if (!absl::ParseDuration(*text, &tolerance) || tolerance < absl::ZeroDuration()) {
-      return absl::InvalidArgumentError(absl::StrCat("MUSTER_OUTAGE_TOLERANCE='", Printable(*text),
-                                                     "' is not a duration such as 60s or 5m"));
-    }
-    env->outage_tolerance = {tolerance, "MUSTER_OUTAGE_TOLERANCE"};
-  }
-  if (const std::string* text = Find(variables, "MUSTER_LEASE")) {
-    absl::Duration lease;
-    if (!absl::ParseDuration(*text, &lease) || lease < kShortestLease) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("MUSTER_LEASE='", Printable(*text), "' is not a duration of at least ",
-                       absl::FormatDuration(kShortestLease), ", such as 6s or 1m"));
-    }
-    env->lease = {lease, "MUSTER_LEASE"};
-  }
+  MUSTER_RETURN_IF_ERROR(ReadDuration(variables, "MUSTER_TIMEOUT", absl::Nanoseconds(1),
+                                      "such as 90s or 10m", &env->timeout));
+  MUSTER_RETURN_IF_ERROR(ReadDuration(variables, "MUSTER_OUTAGE_TOLERANCE", absl::ZeroDuration(),
+                                      "such as 60s or 5m", &env->outage_tolerance));
+  MUSTER_RETURN_IF_ERROR(ReadDuration(
+      variables, "MUSTER_LEASE", kShortestLease,
+      absl::StrCat("of at least ", absl::FormatDuration(kShortestLease), ", such as 6s or 1m"),
+      &env->lease));
 
   const Environment defaults{};
   // What the program says wins over what its user has asked for, but not in silence. Launchers set
@@ -511,6 +512,7 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
   if (env->timeout.value <= absl::ZeroDuration()) {
     return absl::InvalidArgumentError("the timeout (from argument) must be positive");
   }
+  env->timeout.value = std::min(env->timeout.value, kLongest);
   return absl::OkStatus();
 }
 

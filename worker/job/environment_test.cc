@@ -309,6 +309,18 @@ TEST(Environment, SlurmWithUnreadableTasksPerNode_IsRefused) {
               HasSubstr("SLURM_TASKS_PER_NODE='1(y2'"));
 }
 
+// Sums of the longest duration and the time of now overflow: waits would end at once.
+TEST(Environment, WaitWithoutEnd_IsAYear) {
+  const absl::Duration year = absl::Hours(24 * 365);
+  const Environment env = Read({{"MUSTER_TIMEOUT", "inf"},
+                                {"MUSTER_OUTAGE_TOLERANCE", "inf"},
+                                {"MUSTER_LEASE", "9999999h"}});
+  EXPECT_EQ(env.timeout.value, year);
+  EXPECT_EQ(env.outage_tolerance.value, year);
+  EXPECT_EQ(env.lease.value, year);
+  EXPECT_EQ(Read({}, {.timeout = absl::InfiniteDuration()}).timeout.value, year);
+}
+
 TEST(Environment, NearerLauncherWins_TorchrunOverMpiOverSlurm) {
   EXPECT_EQ(Read(With(kSlurm, kTorchrun)).launcher, Launcher::kTorchrun);
   const Variables mpi = {{"OMPI_COMM_WORLD_RANK", "0"},
