@@ -452,7 +452,6 @@ std::string Digest(const at::Tensor& ids, const std::vector<int64_t>& lengths) {
 
 void LoaderCore::ReadUserOrder(int64_t epoch) {
   if (user_order_.has_value() && user_order_->epoch == epoch) return;
-  user_order_.reset();
   UserOrder read;
   read.epoch = epoch;
   if (settings_.sampler) {
@@ -473,6 +472,8 @@ void LoaderCore::ReadUserOrder(int64_t epoch) {
     CheckIds(read.ids, *num_samples_, "batch sampler");
   }
   read.digest = Digest(read.ids, read.lengths);
+  // The loader keeps the order it has if this one fails.
+  Shard(&read);
   user_order_ = std::move(read);
 }
 
@@ -508,12 +509,12 @@ LoaderCore::UserOrder LoaderCore::LoadedOrder(
   return order;
 }
 
-BatchSamplerShard LoaderCore::Shard() const {
+BatchSamplerShard LoaderCore::Shard(const UserOrder* order) const {
   if (settings_.batch_sampler) {
     return ValueOrThrow(
-        BatchSamplerShard::CreateCustom(Sharding(), user_order_->lengths, settings_.batch_size));
+        BatchSamplerShard::CreateCustom(Sharding(), order->lengths, settings_.batch_size));
   }
-  const int64_t length = settings_.sampler ? user_order_->ids.numel() : *num_samples_;
+  const int64_t length = settings_.sampler ? order->ids.numel() : *num_samples_;
   return ValueOrThrow(BatchSamplerShard::Create(Sharding(), length, *settings_.batch_size));
 }
 
@@ -575,7 +576,7 @@ std::shared_ptr<const LoaderPass> LoaderCore::StartPass(int64_t skip) {
       pass->order = ShuffledOrder(
           *num_samples_, static_cast<uint64_t>(seed_) + static_cast<uint64_t>(pass->epoch));
     }
-    pass->shard = Shard();
+    pass->shard = Shard(user_order());
     pass->position = pass->shard->Skip(skip, pass->position);
     pass->num_batches = pass->shard->NumBatches(rank_, pass->position);
   }
@@ -765,7 +766,7 @@ std::optional<int64_t> LoaderCore::NumBatches(int64_t skip) const {
     }
     return std::max<int64_t>(rounds - skip, 0);
   }
-  const BatchSamplerShard shard = Shard();
+  const BatchSamplerShard shard = Shard(user_order());
   return shard.NumBatches(rank_, shard.Skip(skip));
 }
 

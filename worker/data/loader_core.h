@@ -275,7 +275,6 @@ class LoaderCore : public LoaderStateHandle {
  private:
   LoaderCore() = default;
   ShardOptions Sharding() const;
-  BatchSamplerShard Shard() const;
   // Sets user_order_ on every rank to what rank 0's sampler returns for `epoch`.
   void ReadUserOrder(int64_t epoch);
   at::Tensor OrderFromMain(const std::function<std::vector<int64_t>()>& read) const;
@@ -292,6 +291,9 @@ class LoaderCore : public LoaderStateHandle {
     std::vector<int64_t> lengths;  // of a batch sampler
     std::string digest;
   };
+  const UserOrder* user_order() const { return user_order_.has_value() ? &*user_order_ : nullptr; }
+  // `order`: that of the epoch, if there is a sampler.
+  BatchSamplerShard Shard(const UserOrder* order) const;
   // Returns the order in saved tensors, checked.
   UserOrder LoadedOrder(const LoaderState& state,
                         const std::map<std::string, at::Tensor>& tensors) const;

@@ -156,6 +156,31 @@ TEST(PreparedLoader, FailingSampler_IsAnErrorOnEveryRank) {
   EXPECT_THAT(errors[1], HasSubstr("rank 0: no index file"));
 }
 
+TEST(PreparedLoader, SamplerThatFailsAtALaterEpoch_LeavesTheLoaderAsItWas) {
+  auto loader = Alone(batches(Ids{10}, 2).sampler([](int64_t epoch) {
+    if (epoch == 1) throw std::runtime_error("no index file");
+    return std::vector<int64_t>(6, epoch == 2 ? 99 : 0);
+  }));
+  const LoaderState before = loader.state_dict();
+  for (const int64_t epoch : {1, 2}) {
+    loader.set_epoch(epoch);
+    EXPECT_NE(ErrorOf([&] { (void)loader.begin(); }), "no error");
+    EXPECT_EQ(loader.size(), 3);
+  }
+  loader.set_epoch(0);
+  EXPECT_EQ(loader.state_dict(), before);
+}
+
+TEST(PreparedLoader, BatchSamplerThatDoesNotFitAtALaterEpoch_LeavesTheLoaderAsItWas) {
+  using Lists = std::vector<std::vector<int64_t>>;
+  auto loader = Alone(batches(Ids{10}, 2).batch_sampler([](int64_t epoch) {
+    return epoch == 0 ? Lists{{0, 1}, {2, 3}, {4, 5}} : Lists{{0}, {1, 2, 3}};
+  }));
+  loader.set_epoch(1);
+  EXPECT_THAT(ErrorOf([&] { (void)loader.begin(); }), HasSubstr("batch 0 of the batch sampler"));
+  EXPECT_EQ(loader.size(), 3);
+}
+
 TEST(PreparedLoader, BatchSamplerOfDifferentLengths_IsSharedWhole) {
   std::vector<std::vector<std::vector<int64_t>>> seen(2);
   RunRanks(2, [&](Comm& comm) {
