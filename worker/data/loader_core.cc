@@ -368,12 +368,12 @@ std::string LoaderCore::SettingsText(int64_t num_samples) const {
       "num_samples=", num_samples, " batch_size=", settings_.batch_size.value_or(-1),
       " drop_last=", settings_.drop_last, " shuffle=", settings_.shuffle, " stream=", is_stream_,
       " split_batches=", options_.split_batches, " even_batches=", options_.even_batches,
-      " dispatch_batches=", dispatch_, " sharded=", sharded_);
+      " dispatch_batches=", dispatch_, " sharded=", sharded_,
+      " order=", absl::StrReplaceAll(OrderName(), {{" ", "_"}}));
 }
 
 std::string LoaderCore::signature() const {
-  std::string text = absl::StrCat(SettingsText(num_samples_.value_or(-1)),
-                                  " order=", absl::StrReplaceAll(OrderName(), {{" ", "_"}}));
+  std::string text = SettingsText(num_samples_.value_or(-1));
   // A program that gives each epoch's loader a seed of its own wants that one.
   if (settings_.seed.has_value()) absl::StrAppend(&text, " seed=", *settings_.seed);
   return text;

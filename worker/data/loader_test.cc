@@ -1448,6 +1448,19 @@ TEST(PrepareLoader, RanksWithDifferentLoaders_AreNamed) {
   }
 }
 
+TEST(PrepareLoader, SamplerOnRankZeroAlone_IsNamed) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    auto recipe = batches(Ids{8}, 2);
+    if (comm.rank() == 0) recipe.sampler([](int64_t) { return std::vector<int64_t>{1, 0}; });
+    errors[static_cast<size_t>(comm.rank())] = ErrorOf([&] { PrepareLoader(recipe, {}, &comm); });
+  });
+  for (const std::string& error : errors) {
+    EXPECT_THAT(error, HasSubstr("rank 1 prepares another loader than rank 0"));
+    EXPECT_THAT(error, HasSubstr("order=sequential (rank 0: order=sampler)"));
+  }
+}
+
 // --- Property ---
 
 // Any configuration, stopped anywhere and resumed on any other number of ranks: every sample once,
