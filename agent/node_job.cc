@@ -61,7 +61,10 @@ std::string Settings(const NodeJobOptions& options) {
   const std::string least = IsElastic(options) ? absl::StrCat(options.min_nodes, ":") : "";
   return absl::StrCat("num_processes ", options.num_nodes * options.agent.slots, ", num_machines ",
                       least, options.num_nodes, ", mixed_precision ", worker.mixed_precision,
-                      ", gradient_accumulation_steps ", worker.gradient_accumulation_steps,
+                      ", gradient_accumulation_steps ",
+                      worker.gradient_accumulation_steps > 0
+                          ? absl::StrCat(worker.gradient_accumulation_steps)
+                          : "of the program",
                       ", max_restarts ", options.agent.max_restarts, Policy(options.agent));
 }
 

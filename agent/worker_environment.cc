@@ -85,13 +85,16 @@ std::map<std::string, std::string> MakeWorkerVariables(
     set("MUSTER_OFFLOAD_ACTIVATIONS", worker.offload_activations);
   }
   set("MUSTER_CPU", YesNo(worker.cpu));
-  set("MUSTER_GRADIENT_ACCUMULATION_STEPS", worker.gradient_accumulation_steps);
+  // Accelerate's lets the variable win over what a program says.
+  if (worker.gradient_accumulation_steps > 0) {
+    set("MUSTER_GRADIENT_ACCUMULATION_STEPS", worker.gradient_accumulation_steps);
+    set("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", worker.gradient_accumulation_steps);
+  }
   set("MUSTER_DEBUG", YesNo(worker.debug));
   set("MUSTER_AGENT_TELLS", YesNo(worker.agent_tells));
   set_if("MUSTER_MEMORY_SOCKET", worker.memory_socket);
   set("ACCELERATE_MIXED_PRECISION", worker.mixed_precision);
   set("ACCELERATE_USE_CPU", YesNo(worker.cpu));
-  set("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", worker.gradient_accumulation_steps);
   set("ACCELERATE_DEBUG_MODE", YesNo(worker.debug));
 
   set("RANK", place.rank);

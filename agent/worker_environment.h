@@ -42,7 +42,7 @@ struct WorkerEnvironment {
   std::optional<bool> activation_checkpointing;
   std::string activation_blocks, offload_activations;  // empty: the variables stay as they are
   bool cpu = false;
-  int gradient_accumulation_steps = 1;
+  int gradient_accumulation_steps = 0;  // 0: the variables stay as they are
   bool debug = false;
   // The reader of the workers' output also reads the agent's.
   bool agent_tells = false;

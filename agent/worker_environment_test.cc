@@ -92,13 +92,22 @@ TEST(MakeWorkerVariables, SettingsThatNobodyHasMade_LeaveTheVariablesThatTheUser
   WorkerEnvironment worker = Third();
   worker.sharding = worker.activation_blocks = worker.offload_activations = "";
   worker.activation_checkpointing = std::nullopt;
+  worker.gradient_accumulation_steps = 0;
   worker.extra = {{"MUSTER_SHARDING", "zero1"},
+                  {"MUSTER_GRADIENT_ACCUMULATION_STEPS", "4"},
                   {"MUSTER_ACTIVATION_CHECKPOINTING", "yes"},
                   {"MUSTER_ACTIVATION_BLOCKS", "Head"},
                   {"MUSTER_OFFLOAD_ACTIVATIONS", "cpu"}};
   const auto variables = MakeWorkerVariables(worker, {});
   for (const auto& [name, value] : worker.extra)
     EXPECT_THAT(variables, Contains(Pair(name, value)));
+}
+
+// Accelerate's lets its variable win over the argument of the program.
+TEST(MakeWorkerVariables, DefaultAccumulation_OverridesNoProgram) {
+  const auto variables = MakeWorkerVariables({}, {});
+  EXPECT_THAT(variables, Not(Contains(Key("MUSTER_GRADIENT_ACCUMULATION_STEPS"))));
+  EXPECT_THAT(variables, Not(Contains(Key("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"))));
 }
 
 TEST(MakeWorkerVariables, OuterLaunchers_DoNotSayWhereThisProcessStands) {

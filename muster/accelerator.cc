@@ -121,12 +121,14 @@ void Accelerator::wait_for_everyone(absl::Duration timeout, const std::string& n
 void Accelerator::set_trigger() { core_->SetTrigger(); }
 bool Accelerator::check_trigger() { return core_->CheckTrigger(); }
 std::optional<Trigger> Accelerator::check_trigger(const std::string& name) {
-  return core_->triggers().Check(name, core_->trigger_step());
+  return core_->triggers("check_trigger(name)").Check(name, core_->trigger_step());
 }
 absl::Status Accelerator::set_trigger(const std::string& name, const std::string& payload) {
   return core_->triggers().Raise(name, payload);
 }
-bool Accelerator::should_stop() { return core_->triggers().ShouldStop(core_->trigger_step()); }
+bool Accelerator::should_stop() {
+  return core_->triggers("should_stop()").ShouldStop(core_->trigger_step());
+}
 const std::string& Accelerator::last_checkpoint() const {
   return core_->checkpoints().last_checkpoint();
 }

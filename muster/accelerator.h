@@ -443,7 +443,8 @@ class Accelerator {
   //
   // Not a collective: a check reads memory (tens of nanoseconds), and the coordinator ensures that
   // all processes act after the same global_step(). A trigger takes effect only once all processes
-  // have begun to check. Without a coordinator (torchrun) a check is a collective.
+  // have begun to check. Without a coordinator (torchrun) a check is a collective, and refused
+  // inside join_uneven_inputs().
   //
   // Returns each trigger once. Throws c10::Error once the generation has ended.
   std::optional<Trigger> check_trigger(const std::string& name);

@@ -130,6 +130,24 @@ TEST(Accelerator, D37_ExplicitAccumulationSteps_BeatTheEnvironment) {
   unsetenv("MUSTER_GRADIENT_ACCUMULATION_STEPS");
 }
 
+TEST(Accelerator, D37_AccumulationOfThePlugin_BeatsTheEnvironmentToo) {
+  setenv("MUSTER_GRADIENT_ACCUMULATION_STEPS", "7", 1);
+  AcceleratorOptions options = OnCpu();
+  EXPECT_EQ(Accelerator(options).gradient_accumulation_steps(), 7);
+  for (const int64_t steps : {4, 1}) {
+    options.accumulation.num_steps = steps;
+    EXPECT_EQ(Accelerator(options).gradient_accumulation_steps(), steps);
+  }
+  options.gradient_accumulation_steps = 1;
+  EXPECT_EQ(Accelerator(options).gradient_accumulation_steps(), 1);
+  unsetenv("MUSTER_GRADIENT_ACCUMULATION_STEPS");
+  options.gradient_accumulation_steps = 2;
+  EXPECT_THAT([&] { Accelerator{options}; },
+              testing::ThrowsMessage<c10::Error>(
+                  HasSubstr("options.gradient_accumulation_steps=2 and "
+                            "options.accumulation.num_steps=1 are two names")));
+}
+
 TEST(Accelerator, NestedLoops_InnerOneIsTheCurrentBatch) {
   AcceleratorOptions options = OnCpu();
   options.gradient_accumulation_steps = 10;

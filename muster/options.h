@@ -164,7 +164,7 @@ struct BackwardOptions {
 struct AcceleratorOptions {
   std::optional<std::string> mixed_precision;  // "no", "bf16", "fp16". MUSTER_MIXED_PRECISION, "no"
   std::optional<int64_t> gradient_accumulation_steps;  // MUSTER_GRADIENT_ACCUMULATION_STEPS, 1
-  // gradient_accumulation_steps overrides num_steps in here.
+  // num_steps in here is another name of gradient_accumulation_steps: set either, or both alike.
   AccumulationOptions accumulation;
   std::optional<bool> cpu;  // MUSTER_CPU; else a GPU is used if there is one
   DataLoaderOptions data_loader;

@@ -13,12 +13,14 @@
 #include <string>
 #include <vector>
 
+#include "ATen/CPUGeneratorImpl.h"
 #include "ATen/Functions.h"
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
 #include "muster/accelerator.h"
 #include "muster/test_model.h"
 #include "muster/test_ranks.h"
+#include "muster/utils.h"
 #include "torch/csrc/autograd/autograd.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/optim/adamw.h"
@@ -333,6 +335,21 @@ TEST(OptimizerThatIsNotPrepared, IsNotWhatLoadsWeights) {
     if (step == 1) {
       ASSERT_TRUE(a.load_state(dir).ok());
     }
+  });
+}
+
+TEST(OptimizerThatIsNotPrepared, IsNotWhatLoadsOtherWeights) {
+  const std::string dir = TestDir("stray_weights");
+  RunAccelerators(1, {}, [&](Accelerator& a) {
+    auto model = a.prepare(torch::nn::Sequential(torch::nn::Linear(1, 1), torch::nn::Linear(1, 1)));
+    ASSERT_TRUE(a.save_state(dir).ok());
+  });
+  TrainTheLast([&](Accelerator& a, torch::nn::Sequential& net, int step) {
+    if (step != 1) return;
+    const at::Tensor before = net[0]->parameters()[0].clone();
+    const auto loaded = a.load_weights(dir, {.prefix = "0."});
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    EXPECT_FALSE(net[0]->parameters()[0].equal(before));
   });
 }
 
@@ -1198,6 +1215,46 @@ TEST(JoinUnevenInputs, CollectiveOfTheProgram_IsRefusedAtOnce) {
     t.Train(loader, "a");
   });
   EXPECT_THAT(errors, Each(HasSubstr("gather_for_metrics() inside join_uneven_inputs()")));
+}
+
+// What all processes have to call, and one that has run out of batches does not.
+TEST(JoinUnevenInputs, OtherCallsOfAllProcesses_AreRefusedAtOnce) {
+  at::Generator generator = at::detail::createCPUGenerator(1);
+  const std::vector<std::pair<std::string, std::function<void(Accelerator&)>>> calls = {
+      {"main_process_first()", [](Accelerator& a) { auto first = a.main_process_first(); }},
+      {"local_main_process_first()",
+       [](Accelerator& a) { auto first = a.local_main_process_first(); }},
+      {"check_trigger(name)", [](Accelerator& a) { a.check_trigger("checkpoint"); }},
+      {"should_stop()", [](Accelerator& a) { a.should_stop(); }},
+      {"synchronize_rng_states()", [](Accelerator& a) { synchronize_rng_states(a, {"torch"}); }},
+      {"synchronize_rng_states()", [&](Accelerator& a) { synchronize_rng_states(a, generator); }},
+      {"find_executable_batch_size()",
+       [](Accelerator& a) { find_executable_batch_size(a, 2, [](int64_t) {}); }},
+      {"prepare()", [](Accelerator& a) { (void)a.prepare(OneWeight()); }},
+      {"prepare()", [](Accelerator& a) { (void)a.prepare(batches(TensorDataset(Rows(4)), 1)); }}};
+  for (const auto& entry : calls) {
+    const auto errors = ErrorsOf(2, {}, [&](Accelerator& a) {
+      auto join = a.join_uneven_inputs();
+      entry.second(a);
+    });
+    EXPECT_THAT(errors, Each(HasSubstr(entry.first + " inside join_uneven_inputs()")));
+  }
+}
+
+TEST(JoinUnevenInputs, InsideScopesThatDoNotExchange_IsRefused) {
+  EXPECT_THAT(ErrorsOf(2, {},
+                       [](Accelerator& a) {
+                         auto scope = a.no_sync();
+                         auto join = a.join_uneven_inputs();
+                       }),
+              Each(HasSubstr("join_uneven_inputs() inside no_sync()")));
+  EXPECT_THAT(ErrorsOf(2, {},
+                       [](Accelerator& a) {
+                         auto model = a.prepare(OneWeight());
+                         LocalSGD local(a, model, 8);
+                         auto join = a.join_uneven_inputs();
+                       }),
+              Each(HasSubstr("join_uneven_inputs() inside LocalSGD")));
 }
 
 // --- Schedules ---

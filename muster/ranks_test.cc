@@ -30,6 +30,21 @@ using testing::IsEmpty;
 
 // --- What must work ---
 
+// As where the driver of one machine fails.
+TEST(Ranks, DevicesOfTwoKinds_AreNamedOnEveryRank) {
+  std::vector<std::string> errors(3);
+  RunGlooRanks(3, [&](Comm& comm) {
+    try {
+      CoreOn(comm, {}, nullptr, comm.rank() == 1 ? c10::kMeta : c10::kCPU);
+    } catch (const c10::Error& error) {
+      errors[comm.rank()] = error.what_without_backtrace();
+    }
+  });
+  EXPECT_THAT(errors,
+              Each(AllOf(HasSubstr("rank 1 computes on meta ("), HasSubstr("and rank 0 on cpu ("),
+                         HasSubstr("no GPU is visible"), HasSubstr("need one kind of device"))));
+}
+
 TEST(Ranks, D01_MainThrowsInItsBlock_TheOthersAreReleased) {
   std::vector<int> entered(3, 0);
   const auto errors = ErrorsOf(3, {}, [&](Accelerator& a) {

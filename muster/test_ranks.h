@@ -19,8 +19,10 @@ namespace muster {
 
 // `store`: through which the ranks build further groups; may be null.
 inline std::shared_ptr<internal::Core> CoreOn(Comm& comm, const AcceleratorOptions& options,
-                                              c10::intrusive_ptr<c10d::Store> store = nullptr) {
+                                              c10::intrusive_ptr<c10d::Store> store = nullptr,
+                                              c10::Device device = c10::kCPU) {
   JoinedProcess process;
+  process.device = device;
   process.environment.rank.value = process.environment.local_rank.value = comm.rank();
   process.environment.world_size.value = process.environment.local_world_size.value = comm.size();
   process.environment.mixed_precision.value = options.mixed_precision.value_or("no");

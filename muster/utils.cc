@@ -44,16 +44,19 @@ void synchronize_rng_states(Accelerator& accelerator, const std::vector<std::str
     gpu = gpu || type == "cuda";
   }
   if (rng_types.empty()) return;
+  accelerator.core().steps().CheckAllTakePart("synchronize_rng_states()");
   SynchronizeRng(accelerator.comm(), 0, gpu && accelerator.device().is_cuda());
 }
 
 void synchronize_rng_states(Accelerator& accelerator, at::Generator& generator) {
+  accelerator.core().steps().CheckAllTakePart("synchronize_rng_states()");
   SynchronizeGenerator(accelerator.comm(), generator);
 }
 
 int64_t find_executable_batch_size(Accelerator& accelerator, int64_t starting_batch_size,
                                    const std::function<void(int64_t)>& attempt,
                                    const std::function<int64_t(int64_t)>& reduce_batch_size) {
+  accelerator.core().steps().CheckAllTakePart("find_executable_batch_size()");
   return FindExecutableBatchSize(accelerator.comm(),
                                  {.starting_batch_size = starting_batch_size,
                                   .reduce = reduce_batch_size,

@@ -189,9 +189,9 @@ class Ema {
   Ema(Accelerator& accelerator, const AcceleratedModel<M>& model, const EmaOptions& options = {})
       : Ema(accelerator, model.slot(), options) {}
 
-  // Updates the average if the optimizer has stepped; does nothing inside an accumulation window.
-  // Call it after optimizer.step(). Returns whether it updated. Throws inside LocalSGD, where
-  // processes have different weights.
+  // Updates the average at the end of an accumulation window, also if fp16 has skipped the
+  // optimizer's step; does nothing inside one. Call it after optimizer.step(). Returns whether it
+  // updated. Throws inside LocalSGD, where processes have different weights.
   bool update();
 
   // Replaces the model's weights with the average for the lifetime of the result, whose destructor

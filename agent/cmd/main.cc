@@ -200,9 +200,8 @@ void AddTrainingFlags(CLI::App* app, Flags* flags) {
       ->check(CLI::IsMember({"no", "bf16", "fp16"}))
       ->capture_default_str();
   app->add_option("--gradient_accumulation_steps", worker->gradient_accumulation_steps,
-                  "backward passes for each optimizer step")
-      ->check(CLI::Range(1, 1'000'000))
-      ->capture_default_str();
+                  "backward passes for each optimizer step; default: as the program says, else 1")
+      ->check(CLI::Range(1, 1'000'000));
   app->add_flag("--cpu", worker->cpu, "train on the CPU");
   app->add_flag("--debug", worker->debug, "check every collective across processes");
   app->add_option("--max_restarts", options->agent.max_restarts,

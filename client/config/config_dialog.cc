@@ -518,7 +518,8 @@ void AddTrainingSteps(std::vector<Step>* steps) {
   steps->push_back(
       {.name = "gradient_accumulation_steps", .asked = Always, .question = [](const Answers&) {
          return DialogQuestion{.text = "How many backward passes for each step of the optimizer?",
-                               .suggestion = "1"};
+                               .note = "Nothing: as the program says, which always wins, else 1.",
+                               .optional = true};
        }});
   steps->push_back(
       {.name = "sharding",

@@ -201,9 +201,7 @@ TEST(ConfigDialog, Cluster_LeavesTheMachinesToIt) {
   ConfigDialog dialog(Machine(2));
   EXPECT_EQ(Say(dialog, {"cluster", "flags", "gpu", "no"}), "");
   TakeTheRest(dialog);
-  EXPECT_EQ(Summary(dialog),
-            "cpu=false mixed_precision=no gradient_accumulation_steps=1 max_restarts=0 "
-            "debug=false");
+  EXPECT_EQ(Summary(dialog), "cpu=false mixed_precision=no max_restarts=0 debug=false");
 }
 
 TEST(ConfigDialog, Back_AsksAgainAndSuggestsWhatWasAnswered) {

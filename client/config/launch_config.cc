@@ -414,9 +414,9 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .type = Type::kInt,
        .min = 1,
        .max = kMaxCount,
-       .fallback = "1",
        .value_name = "N",
-       .help = "Backward passes for each optimizer step"},
+       .help = "Backward passes for each optimizer step. Default: as the program says, which "
+               "always wins, else 1"},
       {.name = "num_cpu_threads_per_process",
        .variable = "MUSTER_NUM_CPU_THREADS_PER_PROCESS",
        .type = Type::kInt,

@@ -129,9 +129,9 @@ struct LaunchConfig {
   std::string sharding;  // empty: as the program says
   std::optional<bool> activation_checkpointing;
   std::string activation_blocks, offload_activations;  // empty: as the program says
-  int gradient_accumulation_steps = 1;
-  int threads_per_process = 0;  // 0: worked out
-  std::string coordinator_ip;   // empty: any free loopback port
+  int gradient_accumulation_steps = 0;                 // 0: as the program says
+  int threads_per_process = 0;                         // 0: worked out
+  std::string coordinator_ip;                          // empty: any free loopback port
   int coordinator_port = 0;
   bool debug = false;
   int max_restarts = 0;

@@ -1,5 +1,6 @@
 #include "client/config/muster_programs.h"
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -26,11 +27,11 @@ absl::Status CheckFsdp(const LaunchConfig& config) {
 }
 
 absl::Status CheckDeepSpeed(const LaunchConfig& config) {
-  return PlanDeepSpeed(config.env,
-                       {.mixed_precision = config.mixed_precision,
-                        .gradient_accumulation_steps = config.gradient_accumulation_steps,
-                        .num_processes = config.num_processes,
-                        .split_batches = false})
+  return PlanDeepSpeed(config.env, {.mixed_precision = config.mixed_precision,
+                                    .gradient_accumulation_steps =
+                                        std::max(1, config.gradient_accumulation_steps),
+                                    .num_processes = config.num_processes,
+                                    .split_batches = false})
       .status();
 }
 

@@ -1732,6 +1732,7 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
       }
     }));
     ThrowIfAnyFailed(Guard([&] {
+      steps_.AboutToChange();
       for (MatchedWeights& one : matched) ThrowIfError(one.Copy());
       for (const FullWeights& one : targets) one.Store();
     }));

@@ -10,12 +10,14 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
+#include "base/identity.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "worker/collective/collective_error.h"
 #include "worker/collective/nccl.h"
 #include "worker/job/agent_tells.h"
 #include "worker/job/coordinator_client.h"
+#include "worker/job/device.h"
 #include "worker/job/lost_collective.h"
 #include "worker/train/guard.h"
 #include "worker/train/seed.h"
@@ -53,18 +55,39 @@ std::string Describe(const ShardingOptions& sharding, bool group_size = true) {
   return text;
 }
 
-// Of each rank: its settings; those but the size of groups; and this size.
+// The kind of device of this process; and, on a line of its own, where and why.
+std::string DescribeDevice(const Process& process) {
+  std::string why;
+  if (process.environment().use_cpu.value) {
+    const std::string& source = process.environment().use_cpu.source;
+    why = absl::StrCat("; ", source == "argument" ? "options.cpu" : source, " asks for it");
+  } else if (process.device().is_cpu()) {
+    why = absl::StrCat("; ", WhyNoGpu());
+  }
+  return absl::StrCat(c10::DeviceTypeName(process.device().type(), /*lower_case=*/true), "\n (",
+                      HostName(), why, ")");
+}
+
+// Of each rank: its device (DescribeDevice); its settings; those but the size of groups; and this
+// size.
 void CheckSettings(const std::vector<std::string>& all) {
-  const std::vector<std::string> first = absl::StrSplit(all[0], '\n');
-  for (size_t r = 1; r < all.size(); ++r) {
-    const std::vector<std::string> other = absl::StrSplit(all[r], '\n');
+  std::vector<std::vector<std::string>> said;
+  for (const std::string& text : all) said.push_back(absl::StrSplit(text, '\n'));
+  const std::vector<std::string>& first = said[0];
+  for (size_t r = 1; r < said.size(); ++r) {
+    const std::vector<std::string>& other = said[r];
+    // Tensors of each kind travel by connections of their own: ranks would wait there in vain.
+    TORCH_CHECK(first[0] == other[0], "rank ", r, " computes on ", other[0], other[1],
+                ", and rank 0 on ", first[0], first[1],
+                ": all processes of a job need one kind of device. Repair or leave out the machine "
+                "that lacks it, or set MUSTER_CPU=yes for all");
     // Where "hybrid" is all that the program says, the machines decide.
-    TORCH_CHECK(first[0] == other[0] || first[1] != other[1] || first[2] == "0" || other[2] == "0",
-                "rank ", r, " has groups of ", other[2], " processes for each copy of the model ",
-                "(options.sharding.group_size=", other[2], ") and rank 0 has groups of ", first[2],
+    TORCH_CHECK(first[2] == other[2] || first[3] != other[3] || first[4] == "0" || other[4] == "0",
+                "rank ", r, " has groups of ", other[4], " processes for each copy of the model ",
+                "(options.sharding.group_size=", other[4], ") and rank 0 has groups of ", first[4],
                 ": hybrid sharding takes the number of processes of a machine. Run equally many on "
                 "each machine, or set one group_size on all (MUSTER_SHARDING_GROUP_SIZE)");
-    TORCH_CHECK(first[0] == other[0], "rank ", r, " has ", other[0], " and rank 0 has ", first[0],
+    TORCH_CHECK(first[2] == other[2], "rank ", r, " has ", other[2], " and rank 0 has ", first[2],
                 ": give all processes of a job the same settings");
   }
 }
@@ -87,7 +110,8 @@ absl::StatusOr<JoinedProcess> Core::Join(const AcceleratorOptions& options,
   EnvironmentArguments arguments;
   arguments.mixed_precision = options.mixed_precision;
   arguments.use_cpu = options.cpu;
-  arguments.gradient_accumulation_steps = options.gradient_accumulation_steps;
+  MUSTER_RETURN_IF_ERROR(
+      Guard([&] { arguments.gradient_accumulation_steps = AccumulationStepsOfProgram(options); }));
   arguments.debug = options.debug;
   if (!options.project.directory.empty()) arguments.project_dir = options.project.directory;
   arguments.timeout = options.timeout;
@@ -117,8 +141,8 @@ Core::Core(const AcceleratorOptions& options, JoinedProcess process)
                    " gradient_accumulation_steps=", steps_.gradient_accumulation_steps());
   const ShardingOptions& sharding = process_.sharding();
   CheckSettings(process_.comm().AllGatherBytes(
-      absl::StrCat(settings, " sharding=", Describe(sharding), "\n", settings,
-                   Describe(sharding, /*group_size=*/false), "\n", sharding.group_size)));
+      absl::StrCat(DescribeDevice(process_), "\n", settings, " sharding=", Describe(sharding), "\n",
+                   settings, Describe(sharding, /*group_size=*/false), "\n", sharding.group_size)));
 }
 
 Core::~Core() { FinishTrackers(); }
@@ -139,6 +163,11 @@ const BatchInfo* Core::BatchOfMetrics() const {
 }
 
 // Process control.
+
+JobTriggers& Core::triggers(const char* call) {
+  if (process_.coordinator() == nullptr) steps_.CheckAllTakePart(call);
+  return *triggers_;
+}
 
 bool Core::CheckTrigger() {
   steps_.CheckAllTakePart("check_trigger()");

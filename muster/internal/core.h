@@ -68,6 +68,8 @@ class Core : public std::enable_shared_from_this<Core> {
   CheckpointState& checkpoints() { return checkpoints_; }
   TrackerSet* trackers() { return trackers_.get(); }
   JobTriggers& triggers() { return *triggers_; }
+  // For `call`, which is a collective where there is no coordinator.
+  JobTriggers& triggers(const char* call);
 
   // prepare(): see Accelerator.
   std::shared_ptr<ModelSlot> PrepareModel(std::unique_ptr<ModelSource> source, bool evaluation);

@@ -209,10 +209,19 @@ class LostComm final : public Comm {
 
 }  // namespace
 
+std::optional<int64_t> AccumulationStepsOfProgram(const AcceleratorOptions& options) {
+  const std::optional<int64_t>& steps = options.gradient_accumulation_steps;
+  const std::optional<int64_t>& num_steps = options.accumulation.num_steps;
+  TORCH_CHECK_VALUE(!steps || !num_steps || *steps == *num_steps,
+                    "options.gradient_accumulation_steps=", *steps,
+                    " and options.accumulation.num_steps=", *num_steps,
+                    " are two names of one setting: set one of them");
+  return steps ? steps : num_steps;
+}
+
 int64_t AccumulationSteps(const AcceleratorOptions& options, const Environment& environment) {
-  return environment.gradient_accumulation_steps.is_default()
-             ? options.accumulation.num_steps
-             : environment.gradient_accumulation_steps.value;
+  return AccumulationStepsOfProgram(options).value_or(
+      environment.gradient_accumulation_steps.value);
 }
 
 Process::Process(const AcceleratorOptions& options, JoinedProcess joined)

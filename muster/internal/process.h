@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "ATen/core/Tensor.h"
@@ -18,7 +19,11 @@
 
 namespace muster::internal {
 
-// Micro-steps of an optimizer step: the argument or the variable, or else what the plug-in says.
+// Micro-steps of an optimizer step, if the program says it. Throws c10::ValueError if it says two
+// numbers.
+std::optional<int64_t> AccumulationStepsOfProgram(const AcceleratorOptions& options);
+
+// These, else those of the environment.
 int64_t AccumulationSteps(const AcceleratorOptions& options, const Environment& environment);
 
 // The process of an Accelerator, its place in the job and its settings. Does not change after

@@ -78,6 +78,7 @@ JoinScope::~JoinScope() noexcept(false) {
 FirstScope::FirstScope(Core* core, bool per_host)
     : core_(core),
       first_(per_host ? core->process().local_rank() == 0 : core->process().rank() == 0) {
+  core_->steps().CheckAllTakePart(per_host ? "local_main_process_first()" : "main_process_first()");
   if (!first_) core_->process().comm().Barrier();
 }
 FirstScope::~FirstScope() {
@@ -104,6 +105,7 @@ EpochRange::Iterator EpochRange::begin() const {
 }
 
 PrepareCall::PrepareCall(Core* core) : core_(core), exceptions_(std::uncaught_exceptions()) {
+  core_->steps().CheckAllTakePart("prepare()");
   if (core_->registry().BeginCall()) core_->ForgetUnheld();
 }
 

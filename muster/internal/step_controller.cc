@@ -1006,6 +1006,10 @@ bool StepController::optimizer_step_was_skipped() const {
 
 void StepController::BeginJoin(bool even_batches) {
   TORCH_CHECK(join_ == nullptr, "join_uneven_inputs() is active already: scopes do not nest");
+  TORCH_CHECK(no_sync_depth_ == 0 && local_depth_ == 0, "join_uneven_inputs() inside ",
+              local_depth_ > 0 ? "LocalSGD" : "no_sync()",
+              ": processes that have run out of batches would wait for exchanges of gradients that "
+              "the others leave out; end that scope first");
   std::vector<DataParallel*> models;
   for (const auto& model : registry_.models()) {
     TORCH_CHECK(model->sharded() == nullptr,

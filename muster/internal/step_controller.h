@@ -63,7 +63,7 @@ class StepController {
     return no_sync_depth_ == 0 && local_depth_ == 0 &&
            (!in_micro_step_ || accumulation_.current().communicate);
   }
-  int64_t gradient_accumulation_steps() const { return accumulation_.options().num_steps; }
+  int64_t gradient_accumulation_steps() const { return accumulation_.num_steps(); }
   void set_gradient_accumulation_steps(int64_t steps) { accumulation_.set_num_steps(steps); }
 
   void ChangeNoSync(int by) { no_sync_depth_ += by; }

@@ -10,7 +10,7 @@ namespace muster {
 
 at::Tensor SelectRows(const at::Tensor& tensor, const std::vector<int64_t>& indices) {
   const int64_t count = static_cast<int64_t>(indices.size());
-  // Memory of which the rows are conjugates or negatives is not the rows.
+  // The memory of a conjugated or negated view holds other numbers than it has.
   if (!tensor.is_cpu() || !tensor.is_contiguous() || tensor.requires_grad() || tensor.is_conj() ||
       tensor.is_neg()) {
     const at::Tensor rows = at::from_blob(const_cast<int64_t*>(indices.data()), {count}, at::kLong);

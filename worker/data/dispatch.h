@@ -171,7 +171,10 @@ T ScatterBatch(const T* whole, const std::string& schema, int64_t per_rank, at::
       std::vector<at::Tensor> parts;
       parts.reserve(static_cast<size_t>(comm.size()));
       for (int r = 0; r < comm.size(); ++r)
-        parts.push_back(tensor.slice(0, r * per_rank, (r + 1) * per_rank).contiguous());
+        parts.push_back(tensor.slice(0, r * per_rank, (r + 1) * per_rank)
+                            .resolve_conj()
+                            .resolve_neg()
+                            .contiguous());
       at::Tensor out = at::empty_like(parts[0]);
       comm.Scatter(parts, out, 0);
       return out;

@@ -260,6 +260,16 @@ class IndexedSource : public DatasetSource<D, C> {
 
 // --- Streams ---
 
+// Collates a batch of a stream with random numbers of its own: as many as it takes of them, the
+// numbers that next() draws stay the same, on all ranks and after a restart.
+template <class C, class E>
+auto CollateRound(C& collate, std::vector<E> samples, const LoaderPass& pass, int64_t number,
+                  DataGenerator* generator, bool for_torch) {
+  generator->Reseed(pass.CollateSeed(number));
+  const DataRandomScope scope(generator, for_torch);
+  return collate(std::move(samples));
+}
+
 // Reads the rounds of a stream and keeps this rank's part of each (dispatching: all of it).
 template <class D, class C>
 class RoundReader {
@@ -279,24 +289,26 @@ class RoundReader {
 
   // The next round, or nullopt after the last. An exception ends the pass.
   std::optional<Fetched<T>> Read(int64_t number) {
-    // Ranks that all read the whole stream must draw the same numbers.
-    const bool alike = pass_->sharding.world_size > 1 && !pass_->dispatch();
-    const DataRandomScope scope(&generator_, settings_.workers > 0 || alike);
+    const DataRandomScope scope(&generator_, for_torch());
     return NamingBatch(*pass_, number, [&]() -> std::optional<Fetched<T>> {
       if (!cursor_.has_value()) {
         generator_.Reseed(pass_->BatchSeed(0));
         Start();
       }
-      return ReadRound();
+      return ReadRound(number);
     });
   }
 
  private:
+  // Ranks that all read the whole stream must draw the same numbers.
+  bool for_torch() const {
+    return settings_.workers > 0 || (pass_->sharding.world_size > 1 && !pass_->dispatch());
+  }
   bool may_pad() const { return pass_->tail == TailRule::kPad || pass_->tail == TailRule::kSpread; }
 
   void Start() {
     cursor_.emplace(*dataset_, pass_->epoch, first_pass_);
-    int64_t to_skip = pass_->position + pass_->skip_rounds * pass_->round.global;
+    const int64_t to_skip = pass_->position;
     // A pass that starts later still pads its last round with the epoch's first samples.
     while (may_pad() && position_ < std::min(to_skip, pass_->round.global)) {
       std::optional<E> example = Next();
@@ -316,7 +328,7 @@ class RoundReader {
     }
   }
 
-  std::optional<Fetched<T>> ReadRound() {
+  std::optional<Fetched<T>> ReadRound(int64_t number) {
     const LoaderPass& pass = *pass_;
     const int64_t begin = position_;
     const int64_t low = pass.dispatch() ? 0 : pass.rank * pass.round.per_rank;
@@ -349,11 +361,10 @@ class RoundReader {
     } else {
       pad(pass.rank);
     }
-    return Fetched<T>{Prepared(T((*collate_)(std::move(mine))), settings_, options_),
-                      {},
-                      first_round,
-                      begin,
-                      position_};
+    T batch(
+        CollateRound(*collate_, std::move(mine), pass, number, &collate_generator_, for_torch()));
+    return Fetched<T>{
+        Prepared(std::move(batch), settings_, options_), {}, first_round, begin, position_};
   }
 
   const std::shared_ptr<const LoaderPass> pass_;
@@ -363,6 +374,7 @@ class RoundReader {
   const RecipeSettings settings_;
   const LoaderOptions options_;
   DataGenerator generator_;  // of the whole pass, since a stream is read in one piece
+  DataGenerator collate_generator_;
   std::optional<dataset_internal::StreamCursor<D>> cursor_;
   int64_t position_ = 0;
   std::vector<E> first_round_;  // the epoch's first samples, where padding may be needed
@@ -477,7 +489,7 @@ class ShardReader {
         generator_.Reseed(pass_->BatchSeed(0));
         Start();
       }
-      return ReadPart();
+      return ReadPart(number);
     });
   }
 
@@ -510,7 +522,7 @@ class ShardReader {
     }
   }
 
-  std::optional<ShardPart<T>> ReadPart() {
+  std::optional<ShardPart<T>> ReadPart(int64_t number) {
     const int64_t size = pass_->round.per_rank;
     std::vector<E> mine;
     mine.reserve(static_cast<size_t>(size));
@@ -525,7 +537,9 @@ class ShardReader {
     for (int64_t i = 0; static_cast<int64_t>(mine.size()) < size; ++i) {
       mine.push_back(first_round_[static_cast<size_t>(i) % first_round_.size()]);
     }
-    return ShardPart<T>{Prepared(T((*collate_)(std::move(mine))), settings_, options_), real};
+    T batch(CollateRound(*collate_, std::move(mine), *pass_, number, &collate_generator_,
+                         settings_.workers > 0));
+    return ShardPart<T>{Prepared(std::move(batch), settings_, options_), real};
   }
 
   const std::shared_ptr<const LoaderPass> pass_;
@@ -534,7 +548,7 @@ class ShardReader {
   const bool first_pass_;
   const RecipeSettings settings_;
   const LoaderOptions options_;
-  DataGenerator generator_;
+  DataGenerator generator_, collate_generator_;
   std::optional<dataset_internal::StreamCursor<D>> cursor_;
   bool ended_ = false;
   int64_t position_ = 0;  // in this rank's part

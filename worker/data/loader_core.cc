@@ -226,25 +226,39 @@ BatchInfo LoaderPass::InfoOfCounts(int64_t number, const std::vector<int64_t>& c
   return MakeInfo(*this, number, slices, after);
 }
 
+namespace {
+
+// A step of SplitMix64, so that neighbours have nothing in common.
+uint64_t Mix(uint64_t state, int64_t value) {
+  state += 0x9e3779b97f4a7c15U + static_cast<uint64_t>(value);
+  state = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9U;
+  state = (state ^ (state >> 27)) * 0x94d049bb133111ebU;
+  return state ^ (state >> 31);
+}
+
+}  // namespace
+
 uint64_t LoaderPass::BatchSeed(int64_t number) const {
-  // Each number is mixed in by a step of SplitMix64, so that neighbours have nothing in common.
-  const auto mix = [](uint64_t state, uint64_t value) {
-    state += 0x9e3779b97f4a7c15U + value;
-    state = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9U;
-    state = (state ^ (state >> 27)) * 0x94d049bb133111ebU;
-    return state ^ (state >> 31);
-  };
   const bool stream = !shard.has_value();
   // Ranks that all read the whole of a stream must see the same one.
   const int reader = dispatch() || (stream && !sharded) ? 0 : rank;
-  uint64_t mixed = mix(mix(seed, static_cast<uint64_t>(epoch)), static_cast<uint64_t>(reader));
-  if (!stream) mixed = mix(mixed, static_cast<uint64_t>(first_index + number));
-  return mixed;
+  const uint64_t mixed = Mix(Mix(seed, epoch), reader);
+  return stream ? mixed : Mix(mixed, first_index + number);
+}
+
+uint64_t LoaderPass::CollateSeed(int64_t number) const {
+  // The last one keeps it apart from the seeds of the samples.
+  return Mix(Mix(Mix(Mix(seed, epoch), dispatch() ? 0 : rank), first_index + number), 1);
 }
 
 // --- LoaderCore ---
 
 namespace {
+
+// Far behind the end of any stream if that is no int64.
+int64_t AfterRounds(int64_t position, int64_t rounds, int64_t size) {
+  return rounds <= (INT64_MAX - position) / size ? position + rounds * size : INT64_MAX;
+}
 
 void CheckSettings(const RecipeSettings& settings, std::optional<int64_t> num_samples,
                    bool is_stream) {
@@ -354,12 +368,12 @@ std::string LoaderCore::SettingsText(int64_t num_samples) const {
       "num_samples=", num_samples, " batch_size=", settings_.batch_size.value_or(-1),
       " drop_last=", settings_.drop_last, " shuffle=", settings_.shuffle, " stream=", is_stream_,
       " split_batches=", options_.split_batches, " even_batches=", options_.even_batches,
-      " dispatch_batches=", dispatch_, " sharded=", sharded_);
+      " dispatch_batches=", dispatch_, " sharded=", sharded_,
+      " order=", absl::StrReplaceAll(OrderName(), {{" ", "_"}}));
 }
 
 std::string LoaderCore::signature() const {
-  std::string text = absl::StrCat(SettingsText(num_samples_.value_or(-1)),
-                                  " order=", absl::StrReplaceAll(OrderName(), {{" ", "_"}}));
+  std::string text = SettingsText(num_samples_.value_or(-1));
   // A program that gives each epoch's loader a seed of its own wants that one.
   if (settings_.seed.has_value()) absl::StrAppend(&text, " seed=", *settings_.seed);
   return text;
@@ -438,7 +452,6 @@ std::string Digest(const at::Tensor& ids, const std::vector<int64_t>& lengths) {
 
 void LoaderCore::ReadUserOrder(int64_t epoch) {
   if (user_order_.has_value() && user_order_->epoch == epoch) return;
-  user_order_.reset();
   UserOrder read;
   read.epoch = epoch;
   if (settings_.sampler) {
@@ -459,6 +472,8 @@ void LoaderCore::ReadUserOrder(int64_t epoch) {
     CheckIds(read.ids, *num_samples_, "batch sampler");
   }
   read.digest = Digest(read.ids, read.lengths);
+  // The loader keeps the order it has if this one fails.
+  Shard(&read);
   user_order_ = std::move(read);
 }
 
@@ -494,12 +509,12 @@ LoaderCore::UserOrder LoaderCore::LoadedOrder(
   return order;
 }
 
-BatchSamplerShard LoaderCore::Shard() const {
+BatchSamplerShard LoaderCore::Shard(const UserOrder* order) const {
   if (settings_.batch_sampler) {
     return ValueOrThrow(
-        BatchSamplerShard::CreateCustom(Sharding(), user_order_->lengths, settings_.batch_size));
+        BatchSamplerShard::CreateCustom(Sharding(), order->lengths, settings_.batch_size));
   }
-  const int64_t length = settings_.sampler ? user_order_->ids.numel() : *num_samples_;
+  const int64_t length = settings_.sampler ? order->ids.numel() : *num_samples_;
   return ValueOrThrow(BatchSamplerShard::Create(Sharding(), length, *settings_.batch_size));
 }
 
@@ -542,8 +557,12 @@ std::shared_ptr<const LoaderPass> LoaderCore::StartPass(int64_t skip) {
     pass->round = ValueOrThrow(RoundSizeOf(pass->sharding, *settings_.batch_size));
   }
   if (is_stream_) {
-    pass->skip_rounds = skip;
-    pass->rank_position += skip * pass->round.per_rank;
+    // Which samples of the parts a sharded stream's skipped rounds have, only their ends tell.
+    if (sharded_) {
+      pass->rank_position = AfterRounds(pass->rank_position, skip, pass->round.per_rank);
+    } else {
+      pass->position = AfterRounds(pass->position, skip, pass->round.global);
+    }
   } else {
     if (has_sampler()) {
       ReadUserOrder(pass->epoch);
@@ -557,7 +576,7 @@ std::shared_ptr<const LoaderPass> LoaderCore::StartPass(int64_t skip) {
       pass->order = ShuffledOrder(
           *num_samples_, static_cast<uint64_t>(seed_) + static_cast<uint64_t>(pass->epoch));
     }
-    pass->shard = Shard();
+    pass->shard = Shard(user_order());
     pass->position = pass->shard->Skip(skip, pass->position);
     pass->num_batches = pass->shard->NumBatches(rank_, pass->position);
   }
@@ -747,7 +766,7 @@ std::optional<int64_t> LoaderCore::NumBatches(int64_t skip) const {
     }
     return std::max<int64_t>(rounds - skip, 0);
   }
-  const BatchSamplerShard shard = Shard();
+  const BatchSamplerShard shard = Shard(user_order());
   return shard.NumBatches(rank_, shard.Skip(skip));
 }
 

@@ -170,7 +170,6 @@ struct LoaderPass {
   int64_t epoch = 0;
   int64_t position = 0;       // where it starts
   int64_t first_index = 0;    // index of its first batch
-  int64_t skip_rounds = 0;    // streams: rounds to skip from `position`
   bool sharded = false;       // every rank reads its own part of a stream
   int64_t rank_position = 0;  // sharded: samples of this rank's part to skip
   uint64_t seed = 0;          // of the loader
@@ -201,6 +200,9 @@ struct LoaderPass {
   // loader's seed, the epoch, the reading rank and the batch's index. For a stream (number 0) the
   // seed of the whole pass, the same on every rank if every rank reads the same samples.
   uint64_t BatchSeed(int64_t number) const;
+  // The seed for random numbers while batch `number` of a stream is collated, which each rank does
+  // for the samples of its own.
+  uint64_t CollateSeed(int64_t number) const;
   // Like SliceOfRound, with this pass's rules.
   BatchSlice SliceOf(int slice_rank, int64_t begin, int64_t end, int64_t first_round) const;
 };
@@ -273,7 +275,6 @@ class LoaderCore : public LoaderStateHandle {
  private:
   LoaderCore() = default;
   ShardOptions Sharding() const;
-  BatchSamplerShard Shard() const;
   // Sets user_order_ on every rank to what rank 0's sampler returns for `epoch`.
   void ReadUserOrder(int64_t epoch);
   at::Tensor OrderFromMain(const std::function<std::vector<int64_t>()>& read) const;
@@ -290,6 +291,9 @@ class LoaderCore : public LoaderStateHandle {
     std::vector<int64_t> lengths;  // of a batch sampler
     std::string digest;
   };
+  const UserOrder* user_order() const { return user_order_.has_value() ? &*user_order_ : nullptr; }
+  // `order`: that of the epoch, if there is a sampler.
+  BatchSamplerShard Shard(const UserOrder* order) const;
   // Returns the order in saved tensors, checked.
   UserOrder LoadedOrder(const LoaderState& state,
                         const std::map<std::string, at::Tensor>& tensors) const;

@@ -16,6 +16,7 @@
 #include "ATen/CPUGeneratorImpl.h"
 #include "ATen/ops/_neg_view.h"
 #include "ATen/ops/arange.h"
+#include "ATen/ops/cat.h"
 #include "ATen/ops/complex.h"
 #include "ATen/ops/dropout.h"
 #include "ATen/ops/full.h"
@@ -24,6 +25,7 @@
 #include "ATen/ops/rand.h"
 #include "ATen/ops/randint.h"
 #include "ATen/ops/randperm.h"
+#include "ATen/ops/stack.h"
 #include "ATen/ops/zeros.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -152,6 +154,31 @@ TEST(PreparedLoader, FailingSampler_IsAnErrorOnEveryRank) {
   });
   EXPECT_THAT(errors[0], HasSubstr("no index file"));
   EXPECT_THAT(errors[1], HasSubstr("rank 0: no index file"));
+}
+
+TEST(PreparedLoader, SamplerThatFailsAtALaterEpoch_LeavesTheLoaderAsItWas) {
+  auto loader = Alone(batches(Ids{10}, 2).sampler([](int64_t epoch) {
+    if (epoch == 1) throw std::runtime_error("no index file");
+    return std::vector<int64_t>(6, epoch == 2 ? 99 : 0);
+  }));
+  const LoaderState before = loader.state_dict();
+  for (const int64_t epoch : {1, 2}) {
+    loader.set_epoch(epoch);
+    EXPECT_NE(ErrorOf([&] { (void)loader.begin(); }), "no error");
+    EXPECT_EQ(loader.size(), 3);
+  }
+  loader.set_epoch(0);
+  EXPECT_EQ(loader.state_dict(), before);
+}
+
+TEST(PreparedLoader, BatchSamplerThatDoesNotFitAtALaterEpoch_LeavesTheLoaderAsItWas) {
+  using Lists = std::vector<std::vector<int64_t>>;
+  auto loader = Alone(batches(Ids{10}, 2).batch_sampler([](int64_t epoch) {
+    return epoch == 0 ? Lists{{0, 1}, {2, 3}, {4, 5}} : Lists{{0}, {1, 2, 3}};
+  }));
+  loader.set_epoch(1);
+  EXPECT_THAT(ErrorOf([&] { (void)loader.begin(); }), HasSubstr("batch 0 of the batch sampler"));
+  EXPECT_EQ(loader.size(), 3);
 }
 
 TEST(PreparedLoader, BatchSamplerOfDifferentLengths_IsSharedWhole) {
@@ -322,6 +349,11 @@ TEST(SelectRows, AnyLayout_IsIndexSelect) {
     const at::Tensor rows = SelectRows(tensor, {3, 0, 3});
     EXPECT_TRUE(rows.equal(
         at::index_select(tensor, 0, at::arange(3, -1, -3, at::kLong).repeat({2}).slice(0, 0, 3))));
+  }
+  const at::Tensor complex = at::complex(plain, plain.add(1));
+  for (const at::Tensor& view : {complex.conj(), at::_neg_view(plain)}) {
+    EXPECT_TRUE(view.is_contiguous() && (view.is_conj() || view.is_neg()));
+    EXPECT_TRUE(SelectRows(view, {3, 1}).equal(at::stack({view[3], view[1]})));
   }
   EXPECT_THAT(ErrorOf([&] { SelectRows(plain, {4}); }), HasSubstr("row 4 of a tensor with 4 rows"));
   EXPECT_EQ(SelectRows(plain, {}).size(0), 0);
@@ -562,6 +594,25 @@ TEST(LoaderState, SkipAfterLoadedPlace_SkipsWhatTheEpochHasHadOnce) {
     // In an epoch of its own it counts whole.
     EXPECT_EQ(All(SkipFirstBatches(second, 2)).size(), 8U);
   }
+}
+
+TEST(LoaderState, StreamSavedBeforeTheFirstBatchAfterASkip_HasSkippedOnce) {
+  const auto prepare = [] { return Alone(batches(IdStream{40}, 2)); };
+  auto first = prepare();
+  auto pass = SkipFirstBatches(first, 3);
+  auto batch = pass.begin();
+  EXPECT_THAT(Values(**batch), ElementsAre(6, 7));
+  const LoaderState state = first.state_handle()->StateBeforeBatch();
+  EXPECT_EQ(state.position, 6);
+  EXPECT_EQ(state.index, 3);
+  for (const int64_t skip : {0, 3, 5}) {
+    auto second = prepare();
+    second.load_state(state);
+    auto rest = SkipFirstBatches(second, skip);
+    EXPECT_EQ(Values(**rest.begin())[0], 2 * std::max<int64_t>(skip, 3)) << skip;
+  }
+  auto third = prepare();
+  EXPECT_TRUE(All(SkipFirstBatches(third, INT64_MAX)).empty());
 }
 
 TEST(LoaderState, BadStates_AreRefused) {
@@ -805,6 +856,20 @@ TEST(Dispatch, NestedBatches_EachRankGetsItsSlice) {
   EXPECT_THAT(texts[2], ElementsAre("t4", "t5", "t1"));
 }
 
+TEST(Dispatch, ConjugatedView_IsSentAsItIs) {
+  const at::Tensor numbers =
+      at::complex(at::arange(4, at::kFloat), at::arange(4, at::kFloat)).conj();
+  std::vector<at::Tensor> seen(2);
+  RunRanks(2, [&](Comm& comm) {
+    LoaderOptions options;
+    options.dispatch_batches = true;
+    auto recipe = batches(Ids{4}, 2).collate([&](const std::vector<int64_t>&) { return numbers; });
+    for (auto& batch : PrepareLoader(recipe, options, &comm))
+      seen[static_cast<size_t>(comm.rank())] = *batch;
+  });
+  EXPECT_TRUE(at::cat(seen).equal(numbers));
+}
+
 TEST(Dispatch, ErrorOnRankZero_ReachesEveryRank) {
   std::vector<std::string> errors(3);
   std::vector<int> seen(3, 0);
@@ -1001,6 +1066,70 @@ TEST(DataRandom, StreamReadByEveryRank_IsTheSameStreamOnEveryRank) {
   });
   seen[0].insert(seen[1].begin(), seen[1].end());
   EXPECT_EQ(seen[0], std::set<int64_t>(alone.begin(), alone.end()));
+}
+
+// Draws as many numbers as the samples ask for, and gives the next one with them.
+std::vector<double> DrawWith(const std::vector<int64_t>& samples) {
+  at::rand({samples.front() % 7 + 1});
+  std::vector<double> out = {static_cast<double>(data_seed()), at::rand({1}).item<double>()};
+  for (const int64_t sample : samples) out.push_back(static_cast<double>(sample));
+  return out;
+}
+
+TEST(DataRandom, CollateThatDraws_LeavesTheStreamOfEveryRankAlike) {
+  std::vector<std::vector<std::vector<double>>> given(2);
+  RunRanks(2, [&](Comm& comm) {
+    LoaderOptions options;
+    options.dispatch_batches = false;
+    auto recipe = batches(DrawingStream{}, 2).seed(3).workers(comm.rank()).collate(DrawWith);
+    for (auto& batch : PrepareLoader(recipe, options, &comm))
+      given[static_cast<size_t>(comm.rank())].push_back(*batch);
+  });
+  auto recipe = batches(DrawingStream{}, 2).seed(3).workers(1).collate(DrawWith);
+  std::vector<double> whole;
+  for (auto& batch : Alone(recipe)) whole.insert(whole.end(), batch->begin() + 2, batch->end());
+  std::vector<double> both;
+  ASSERT_EQ(given[0].size(), given[1].size());
+  for (size_t i = 0; i < given[0].size(); ++i) {
+    for (const auto& rank : given) both.insert(both.end(), rank[i].begin() + 2, rank[i].end());
+    EXPECT_NE(given[0][i][0], given[1][i][0]) << "data_seed() of the batches of two ranks";
+    EXPECT_NE(given[0][i][1], given[1][i][1]);
+  }
+  EXPECT_EQ(both, whole);
+}
+
+// Streams that every rank reads, and those that are sharded at their source.
+template <class Stream>
+void ExpectCollateGoesOnAfterARestart() {
+  RunRanks(2, [](Comm& comm) {
+    LoaderOptions options;
+    options.dispatch_batches = false;
+    const auto prepare = [&] {
+      return PrepareLoader(batches(Stream{}, 2).seed(3).workers(1).collate(DrawWith), options,
+                           &comm);
+    };
+    std::vector<std::vector<double>> expected, resumed;
+    LoaderState state;
+    auto first = prepare();
+    for (auto& batch : first) {
+      if (batch.info().index == 1) state = first.state_dict();
+      if (batch.info().index > 1) expected.push_back(*batch);
+    }
+    auto second = prepare();
+    second.load_state(state);
+    for (auto& batch : second) resumed.push_back(*batch);
+    EXPECT_FALSE(expected.empty());
+    EXPECT_EQ(resumed, expected);
+  });
+}
+
+struct ShardedDrawingStream : DrawingStream {
+  void shard(int, int) {}
+};
+
+TEST(DataRandom, CollateOfAStreamResumedInsideAnEpoch_DrawsTheSameNumbers) {
+  ExpectCollateGoesOnAfterARestart<DrawingStream>();
+  ExpectCollateGoesOnAfterARestart<ShardedDrawingStream>();
 }
 
 // --- Streams that are sharded at their source ---
@@ -1317,6 +1446,19 @@ TEST(PrepareLoader, RanksWithDifferentLoaders_AreNamed) {
   for (const std::string& error : errors) {
     EXPECT_THAT(error, HasSubstr("rank 2"));
     EXPECT_THAT(error, HasSubstr("num_samples=8 (rank 0: num_samples=9)"));
+  }
+}
+
+TEST(PrepareLoader, SamplerOnRankZeroAlone_IsNamed) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    auto recipe = batches(Ids{8}, 2);
+    if (comm.rank() == 0) recipe.sampler([](int64_t) { return std::vector<int64_t>{1, 0}; });
+    errors[static_cast<size_t>(comm.rank())] = ErrorOf([&] { PrepareLoader(recipe, {}, &comm); });
+  });
+  for (const std::string& error : errors) {
+    EXPECT_THAT(error, HasSubstr("rank 1 prepares another loader than rank 0"));
+    EXPECT_THAT(error, HasSubstr("order=sequential (rank 0: order=sampler)"));
   }
 }
 

@@ -1,6 +1,8 @@
 #ifndef MUSTER_WORKER_JOB_DEVICE_H_
 #define MUSTER_WORKER_JOB_DEVICE_H_
 
+#include <string>
+
 #include "absl/status/statusor.h"
 #include "c10/core/Device.h"
 #include "worker/job/environment.h"
@@ -9,9 +11,12 @@ namespace muster {
 
 // The device of this process: the CPU if the environment asks for it or no GPU is visible (in a job
 // of several processes too: they are still one job), else GPU number local_rank. Loads CUDA in that
-// case. Errors: INVALID_ARGUMENT for more local processes than GPUs (NCCL cannot share one), and
-// those of LoadCuda.
+// case. A driver that fails is no GPU, too, and a warning. Errors: INVALID_ARGUMENT for more local
+// processes than GPUs (NCCL cannot share one), and those of LoadCuda.
 absl::StatusOr<c10::Device> ChooseDevice(const Environment& environment);
+
+// Where ChooseDevice finds no GPU: "no GPU is visible", or the error of the driver.
+std::string WhyNoGpu();
 
 // Makes `device` the calling thread's current one if it is a GPU: tensors of plain "cuda", streams
 // and allocations of libraries go there, and not to GPU 0. After ChooseDevice. Throws c10::Error

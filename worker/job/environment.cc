@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cctype>
 #include <limits>
@@ -108,6 +109,23 @@ absl::Status ReadBool(const Variables& variables, const std::string& name, Setti
       absl::StrCat(name, "='", Printable(*text), "' is neither true nor false (write 1 or 0)"));
 }
 
+// Of waits: what waits adds it to the time of now, in nanoseconds too.
+constexpr absl::Duration kLongest = absl::Hours(24 * 365);
+
+// `what` it must be, in an error.
+absl::Status ReadDuration(const Variables& variables, const std::string& name, absl::Duration least,
+                          absl::string_view what, Setting<absl::Duration>* setting) {
+  const std::string* text = Find(variables, name);
+  if (text == nullptr) return absl::OkStatus();
+  absl::Duration duration;
+  if (!absl::ParseDuration(*text, &duration) || duration < least) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(name, "='", Printable(*text), "' is not a duration ", what));
+  }
+  *setting = {std::min(duration, kLongest), name};
+  return absl::OkStatus();
+}
+
 // "2(x3),1" with node 3 gives 1; 0 if it cannot be read.
 int TasksOnNode(const std::string& tasks_per_node, int node) {
   int first = 0;
@@ -185,12 +203,27 @@ absl::Status ReadSlurm(const Variables& variables, Environment* env) {
   return absl::OkStatus();
 }
 
+// Whether a family that says nothing of its node has no more than SLURM says of this task:
+// srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE, and scripts export RANK and WORLD_SIZE from SLURM's.
+bool IsSlurmsPlace(const Variables& variables, const Family& family) {
+  const std::string* const place = Find(variables, "SLURM_PROCID");
+  const std::string* tasks = Find(variables, "SLURM_STEP_NUM_TASKS");
+  if (tasks == nullptr && Find(variables, "SLURM_STEP_ID") != nullptr) {
+    tasks = Find(variables, "SLURM_NTASKS");
+  }
+  return family.launcher != Launcher::kMuster && place != nullptr && tasks != nullptr &&
+         *place == *Find(variables, family.rank) && *tasks == *Find(variables, family.world_size) &&
+         Find(variables, family.local_rank) == nullptr &&
+         Find(variables, family.local_world_size) == nullptr;
+}
+
 absl::Status ReadPlace(const Variables& variables, Environment* env) {
   for (const Family& family : kFamilies) {
     const std::string* rank = Find(variables, family.rank);
     const std::string* world = Find(variables, family.world_size);
     if (rank == nullptr && world == nullptr) continue;
     if (rank != nullptr && world != nullptr) {
+      if (IsSlurmsPlace(variables, family)) break;
       MUSTER_RETURN_IF_ERROR(ReadFamily(variables, family, env));
       break;
     }
@@ -381,9 +414,9 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
   ReadText(variables, "MUSTER_OFFLOAD_ACTIVATIONS", &env->offload_activations);
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "ACCELERATE_USE_CPU", &env->use_cpu));
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_CPU", &env->use_cpu));
-  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1,
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int64_t{1},
                                     &env->gradient_accumulation_steps));
-  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "MUSTER_GRADIENT_ACCUMULATION_STEPS", 1,
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "MUSTER_GRADIENT_ACCUMULATION_STEPS", int64_t{1},
                                     &env->gradient_accumulation_steps));
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "ACCELERATE_DEBUG_MODE", &env->debug));
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_DEBUG", &env->debug));
@@ -398,37 +431,31 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
                                                      "error"));
     }
   }
-  if (const std::string* text = Find(variables, "MUSTER_TIMEOUT")) {
-    absl::Duration timeout;
-    if (!absl::ParseDuration(*text, &timeout) || timeout <= absl::ZeroDuration()) {
-      return absl::InvalidArgumentError(absl::StrCat("MUSTER_TIMEOUT='", Printable(*text),
-                                                     "' is not a duration such as 90s or 10m"));
-    }
-    env->timeout = {timeout, "MUSTER_TIMEOUT"};
-  }
-  if (const std::string* text = Find(variables, "MUSTER_OUTAGE_TOLERANCE")) {
-    absl::Duration tolerance;
-    if (!absl::ParseDuration(*text, &tolerance) || tolerance < absl::ZeroDuration()) {
-      return absl::InvalidArgumentError(absl::StrCat("MUSTER_OUTAGE_TOLERANCE='", Printable(*text),
-                                                     "' is not a duration such as 60s or 5m"));
-    }
-    env->outage_tolerance = {tolerance, "MUSTER_OUTAGE_TOLERANCE"};
-  }
-  if (const std::string* text = Find(variables, "MUSTER_LEASE")) {
-    absl::Duration lease;
-    if (!absl::ParseDuration(*text, &lease) || lease < kShortestLease) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("MUSTER_LEASE='", Printable(*text), "' is not a duration of at least ",
-                       absl::FormatDuration(kShortestLease), ", such as 6s or 1m"));
-    }
-    env->lease = {lease, "MUSTER_LEASE"};
-  }
+  MUSTER_RETURN_IF_ERROR(ReadDuration(variables, "MUSTER_TIMEOUT", absl::Nanoseconds(1),
+                                      "such as 90s or 10m", &env->timeout));
+  MUSTER_RETURN_IF_ERROR(ReadDuration(variables, "MUSTER_OUTAGE_TOLERANCE", absl::ZeroDuration(),
+                                      "such as 60s or 5m", &env->outage_tolerance));
+  MUSTER_RETURN_IF_ERROR(ReadDuration(
+      variables, "MUSTER_LEASE", kShortestLease,
+      absl::StrCat("of at least ", absl::FormatDuration(kShortestLease), ", such as 6s or 1m"),
+      &env->lease));
 
-  if (arguments.mixed_precision) env->mixed_precision = {*arguments.mixed_precision, "argument"};
+  const Environment defaults{};
+  // What the program says wins over what its user has asked for, but not in silence. Launchers set
+  // these variables to the defaults where nobody asks.
+  const auto take = [&](const auto& argument, const auto& fallback, auto* setting) {
+    if (!argument) return;
+    if (setting->value != *argument && setting->value != fallback.value) {
+      env->warnings.push_back(absl::StrCat(setting->source, "=",
+                                           Printable(absl::StrCat(setting->value)),
+                                           " has no effect: the program itself sets ", *argument));
+    }
+    *setting = {*argument, "argument"};
+  };
+  take(arguments.mixed_precision, defaults.mixed_precision, &env->mixed_precision);
+  take(arguments.gradient_accumulation_steps, defaults.gradient_accumulation_steps,
+       &env->gradient_accumulation_steps);
   if (arguments.use_cpu) env->use_cpu = {*arguments.use_cpu, "argument"};
-  if (arguments.gradient_accumulation_steps) {
-    env->gradient_accumulation_steps = {*arguments.gradient_accumulation_steps, "argument"};
-  }
   if (arguments.debug) env->debug = {*arguments.debug, "argument"};
   if (arguments.project_dir) env->project_dir = {*arguments.project_dir, "argument"};
   if (arguments.timeout) env->timeout = {*arguments.timeout, "argument"};
@@ -485,6 +512,7 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
   if (env->timeout.value <= absl::ZeroDuration()) {
     return absl::InvalidArgumentError("the timeout (from argument) must be positive");
   }
+  env->timeout.value = std::min(env->timeout.value, kLongest);
   return absl::OkStatus();
 }
 

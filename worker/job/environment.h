@@ -117,7 +117,7 @@ struct Environment {
   // If Accelerate's launcher requests FSDP or DeepSpeed: its variables for them. Else empty.
   std::map<std::string, std::string> engine_variables;
   Setting<bool> use_cpu{false};
-  Setting<int> gradient_accumulation_steps{1};
+  Setting<int64_t> gradient_accumulation_steps{1};
   Setting<bool> debug{false};
   // The ranks of a job on one node exchange CPU tensors through shared memory rather than Gloo's
   // sockets.
@@ -138,7 +138,7 @@ struct Environment {
 struct EnvironmentArguments {
   std::optional<std::string> mixed_precision = std::nullopt;
   std::optional<bool> use_cpu = std::nullopt;
-  std::optional<int> gradient_accumulation_steps = std::nullopt;
+  std::optional<int64_t> gradient_accumulation_steps = std::nullopt;
   std::optional<bool> debug = std::nullopt;
   std::optional<std::string> project_dir = std::nullopt;
   std::optional<absl::Duration> timeout = std::nullopt;

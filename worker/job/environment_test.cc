@@ -15,7 +15,9 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using ::testing::SizeIs;
+using ::testing::UnorderedElementsAre;
 using Variables = std::map<std::string, std::string>;
 
 Environment Read(const Variables& variables, const EnvironmentArguments& arguments = {}) {
@@ -264,6 +266,29 @@ TEST(Environment, SlurmStep_IsRead) {
   EXPECT_EQ(env.master_port.source, "SLURM_JOB_ID");
 }
 
+// As srun --mpi=pmi2 and `export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS` leave it.
+TEST(Environment, RankAndSizeThatAreSlurms_DoNotHideTheNode) {
+  for (const Variables& same : {Variables{{"PMI_RANK", "3"}, {"PMI_SIZE", "4"}},
+                                Variables{{"RANK", "3"}, {"WORLD_SIZE", "4"}}}) {
+    const Environment env = Read(With(With(kSlurm, {{"SLURM_LOCALID", "1"}}), same));
+    EXPECT_EQ(env.launcher, Launcher::kSlurm);
+    ExpectPlace(env, 3, 4, 1, 2, 2, 3);
+    EXPECT_EQ(env.master_addr.value, "gpu03");
+  }
+  // mpirun within a step: its own processes, or its own knowledge of the node.
+  EXPECT_EQ(
+      Read(With(kSlurm, {{"PMI_RANK", "1"}, {"PMI_SIZE", "4"}, {"MASTER_ADDR", "a"}})).launcher,
+      Launcher::kMpi);
+  EXPECT_EQ(
+      Read(With(kSlurm, {{"PMI_RANK", "3"}, {"PMI_SIZE", "8"}, {"MASTER_ADDR", "a"}})).launcher,
+      Launcher::kMpi);
+  const Environment hydra = Read(With(
+      kSlurm,
+      {{"PMI_RANK", "3"}, {"PMI_SIZE", "4"}, {"MPI_LOCALRANKID", "3"}, {"MPI_LOCALNRANKS", "4"}}));
+  EXPECT_EQ(hydra.launcher, Launcher::kMpi);
+  EXPECT_EQ(hydra.local_rank.value, 3);
+}
+
 TEST(Environment, SlurmSingleTask_RunsAloneWithoutWarning) {
   const Environment env =
       Read({{"SLURM_JOB_ID", "1"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "1"}});
@@ -282,6 +307,18 @@ TEST(Environment, SlurmBatchScriptOfSeveralTasks_RunsAloneAndSaysSo) {
 TEST(Environment, SlurmWithUnreadableTasksPerNode_IsRefused) {
   EXPECT_THAT(Error(With(kSlurm, {{"SLURM_TASKS_PER_NODE", "1(y2"}})),
               HasSubstr("SLURM_TASKS_PER_NODE='1(y2'"));
+}
+
+// Sums of the longest duration and the time of now overflow: waits would end at once.
+TEST(Environment, WaitWithoutEnd_IsAYear) {
+  const absl::Duration year = absl::Hours(24 * 365);
+  const Environment env = Read({{"MUSTER_TIMEOUT", "inf"},
+                                {"MUSTER_OUTAGE_TOLERANCE", "inf"},
+                                {"MUSTER_LEASE", "9999999h"}});
+  EXPECT_EQ(env.timeout.value, year);
+  EXPECT_EQ(env.outage_tolerance.value, year);
+  EXPECT_EQ(env.lease.value, year);
+  EXPECT_EQ(Read({}, {.timeout = absl::InfiniteDuration()}).timeout.value, year);
 }
 
 TEST(Environment, NearerLauncherWins_TorchrunOverMpiOverSlurm) {
@@ -323,6 +360,21 @@ TEST(Environment, D37_ArgumentBeatsVariableBeatsDefault) {
   EXPECT_FALSE(env.use_cpu.value);
   EXPECT_FALSE(env.debug.value);
   EXPECT_EQ(env.timeout.value, absl::Minutes(1));
+}
+
+TEST(Environment, WishThatTheProgramOverrides_IsNamedUnlessItIsALaunchersDefault) {
+  const Variables wishes = {{"MUSTER_GRADIENT_ACCUMULATION_STEPS", "4"},
+                            {"ACCELERATE_MIXED_PRECISION", "bf16"}};
+  EXPECT_THAT(Read(wishes, {.mixed_precision = "no", .gradient_accumulation_steps = 8}).warnings,
+              UnorderedElementsAre(
+                  "MUSTER_GRADIENT_ACCUMULATION_STEPS=4 has no effect: the program itself sets 8",
+                  "ACCELERATE_MIXED_PRECISION=bf16 has no effect: the program itself sets no"));
+  EXPECT_THAT(Read(wishes, {.mixed_precision = "bf16", .gradient_accumulation_steps = 4}).warnings,
+              IsEmpty());
+  EXPECT_THAT(Read({{"MUSTER_GRADIENT_ACCUMULATION_STEPS", "1"}, {"MUSTER_MIXED_PRECISION", "no"}},
+                   {.mixed_precision = "bf16", .gradient_accumulation_steps = 8})
+                  .warnings,
+              IsEmpty());
 }
 
 TEST(Environment, AccelerateWishes_AreUnderstood) {

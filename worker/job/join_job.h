@@ -84,7 +84,7 @@ absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
 absl::StatusOr<std::unique_ptr<Comm>> MakeSubgroup(JoinedProcess& process, std::vector<int> ranks);
 
 // A Comm over all ranks of the job for a thread that runs during training: Gloo only, without a
-// progress board, and for collectives that may wait for the slowest disk (an hour, or the job's
+// progress board, and for collectives that may wait for the slowest disk (a week, or the job's
 // timeout if that is longer). A collective over all ranks. Blocks until they have connected.
 // Errors: those of JoinJob.
 absl::StatusOr<std::unique_ptr<Comm>> MakeBackgroundComm(JoinedProcess& process);

@@ -34,16 +34,42 @@ absl::Status AppendFile::Open(const std::string& path, bool lines) {
 
 absl::Status AppendFile::Append(absl::string_view bytes) {
   if (fd_ < 0) return absl::FailedPreconditionError("the tracker has not been started");
-  while (!bytes.empty()) {
-    const ssize_t n = write(fd_, bytes.data(), bytes.size());
+  MUSTER_RETURN_IF_ERROR(RemovePart());
+  struct stat before;
+  if (fstat(fd_, &before) != 0) {
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot read the size of ", path_));
+  }
+  size_t written = 0;
+  while (written < bytes.size()) {
+    const ssize_t n = write(fd_, bytes.data() + written, bytes.size() - written);
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot write ", path_));
-    bytes.remove_prefix(n);
+    if (n < 0) {
+      const absl::Status failed = absl::ErrnoToStatus(errno, absl::StrCat("cannot write ", path_));
+      part_begin_ = before.st_size;
+      part_end_ = part_begin_ + static_cast<int64_t>(written);
+      RemovePart().IgnoreError();
+      return failed;
+    }
+    written += static_cast<size_t>(n);
   }
   return absl::OkStatus();
 }
 
+absl::Status AppendFile::RemovePart() {
+  struct stat info;
+  // Where another process has appended since, what is behind the part is not ours to remove.
+  if (part_begin_ < part_end_ && fstat(fd_, &info) == 0 && info.st_size == part_end_ &&
+      ftruncate(fd_, part_begin_) != 0) {
+    return absl::ErrnoToStatus(
+        errno,
+        absl::StrCat("cannot remove the part of a record that a failed write has left in ", path_));
+  }
+  part_begin_ = part_end_ = 0;
+  return absl::OkStatus();
+}
+
 absl::Status AppendFile::Close() {
+  part_begin_ = part_end_ = 0;
   if (fd_ >= 0 && close(std::exchange(fd_, -1)) != 0) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot close ", path_));
   }

@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_TRACK_APPEND_FILE_H_
 #define MUSTER_WORKER_TRACK_APPEND_FILE_H_
 
+#include <cstdint>
 #include <string>
 
 #include "absl/status/status.h"
@@ -9,7 +10,8 @@
 namespace muster {
 
 // A file that grows record by record; each Append is one write, so that a reader or a crash sees
-// whole records but for the last. Not thread-safe.
+// whole records but for the last. What a failed write leaves of a record is removed. Not
+// thread-safe.
 class AppendFile {
  public:
   AppendFile() = default;
@@ -21,7 +23,8 @@ class AppendFile {
   // is ended first.
   absl::Status Open(const std::string& path, bool lines);
 
-  // FAILED_PRECONDITION if it is not open.
+  // FAILED_PRECONDITION if it is not open. Appends nothing if the part of an earlier record that
+  // could not be written cannot be removed either.
   absl::Status Append(absl::string_view bytes);
 
   absl::Status Close();
@@ -30,7 +33,12 @@ class AppendFile {
   const std::string& path() const { return path_; }
 
  private:
+  absl::Status RemovePart();
+
   int fd_ = -1;
+  // Of what a failed write left.
+  int64_t part_begin_ = 0;
+  int64_t part_end_ = 0;
   std::string path_;
 };
 

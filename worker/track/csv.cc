@@ -89,6 +89,8 @@ absl::Status CsvTracker::RewriteHeader() {
 }
 
 absl::Status CsvTracker::log(const TrackerEntry& entry) {
+  // It may have been replaced by one with another header, and not opened then.
+  if (!file_.is_open() && !columns_.empty()) MUSTER_RETURN_IF_ERROR(start());
   if (!file_.is_open()) return file_.Append("");
   const int64_t step = entry.step.value_or(next_step_);
   next_step_ = step + 1;
@@ -106,10 +108,19 @@ absl::Status CsvTracker::log(const TrackerEntry& entry) {
     }
     cells[i] = value.text();
   }
-  if (columns_.size() > known) MUSTER_RETURN_IF_ERROR(RewriteHeader());
+  if (columns_.size() > known) {
+    const absl::Status rewritten = RewriteHeader();
+    if (!rewritten.ok()) {
+      columns_.resize(known);
+      return rewritten;
+    }
+  }
   return file_.Append(Row(cells));
 }
 
-absl::Status CsvTracker::finish() { return file_.Close(); }
+absl::Status CsvTracker::finish() {
+  columns_.clear();
+  return file_.Close();
+}
 
 }  // namespace muster

@@ -1,5 +1,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
 
 #include <cmath>
 #include <cstring>
@@ -213,6 +215,74 @@ TEST_F(TrackersTest, Csv_NewNamesAddColumns) {
             "time,step,loss,note,\"new\ncolumn\"\n1700000000.125,1,0.5\n"
             "1700000001.125,2,0.25,\"a,\"\"b\"\"\"\n1700000002.125,3,,,true\n"
             "1700000003.125,4,1,,\n");
+}
+
+// While it lives, files cannot grow beyond `bytes`, as on a disk that is full.
+class FullDisk {
+ public:
+  explicit FullDisk(uint64_t bytes) : handler_(signal(SIGXFSZ, SIG_IGN)) {
+    getrlimit(RLIMIT_FSIZE, &before_);
+    const rlimit limit = {bytes, before_.rlim_max};
+    setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  ~FullDisk() {
+    setrlimit(RLIMIT_FSIZE, &before_);
+    signal(SIGXFSZ, handler_);
+  }
+  FullDisk(const FullDisk&) = delete;
+  FullDisk& operator=(const FullDisk&) = delete;
+
+ private:
+  rlimit before_;
+  void (*handler_)(int);
+};
+
+// A file with one entry, one that the disk has room for a part of, and another one.
+template <class Tracker>
+void LogOverAFullDisk(Tracker& tracker, absl::Time time) {
+  ASSERT_TRUE(tracker.log({{{"loss", 0.5}}, 1, time}).ok());
+  const std::string before = *ReadFile(tracker.path());
+  {
+    const FullDisk full(before.size() + 5);
+    EXPECT_FALSE(tracker.log({{{"loss", 0.25}}, 2, time}).ok());
+  }
+  EXPECT_EQ(*ReadFile(tracker.path()), before);
+  ASSERT_TRUE(tracker.log({{{"loss", 0.125}}, 3, time}).ok());
+  ASSERT_TRUE(tracker.finish().ok());
+}
+
+TEST_F(TrackersTest, RecordThatIsCut_LeavesTheOthersReadable) {
+  TensorBoardTracker events(context_);
+  ASSERT_TRUE(events.start().ok());
+  LogOverAFullDisk(events, At(0));
+  EXPECT_EQ(Events(events.path()).size(), 3u);
+  JsonlTracker lines(context_);
+  ASSERT_TRUE(lines.start().ok());
+  LogOverAFullDisk(lines, At(0));
+  const std::vector<std::string> written =
+      absl::StrSplit(absl::StripSuffix(*ReadFile(lines.path()), "\n"), '\n');
+  ASSERT_EQ(written.size(), 2u);
+  EXPECT_EQ(ParseJson(written[1], "line")->at("step"), 3);
+  CsvTracker table(context_);
+  ASSERT_TRUE(table.start().ok());
+  LogOverAFullDisk(table, At(0));
+  EXPECT_EQ(*ReadFile(table.path()),
+            "time,step,loss\n1700000000.125,1,0.5\n1700000000.125,3,0.125\n");
+}
+
+TEST_F(TrackersTest, Csv_HeaderThatCannotBeRewritten_IsRewrittenLater) {
+  CsvTracker tracker(context_);
+  ASSERT_TRUE(tracker.start().ok());
+  ASSERT_TRUE(tracker.log({{{"loss", 0.5}}, 1, At(0)}).ok());
+  {
+    const FullDisk full(5);
+    EXPECT_FALSE(tracker.log({{{"new", 7}}, 2, At(1)}).ok());
+  }
+  ASSERT_TRUE(tracker.log({{{"loss", 0.25}}, 3, At(2)}).ok());
+  ASSERT_TRUE(tracker.log({{{"new", 8}}, 4, At(3)}).ok());
+  EXPECT_EQ(*ReadFile(tracker.path()),
+            "time,step,loss,new\n1700000000.125,1,0.5\n1700000002.125,3,0.25\n"
+            "1700000003.125,4,,8\n");
 }
 
 TEST_F(TrackersTest, Csv_ForeignFile_IsLeftAlone) {

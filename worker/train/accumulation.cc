@@ -8,13 +8,13 @@
 namespace muster {
 
 Accumulation::Accumulation(const AccumulationOptions& options) : options_(options) {
-  TORCH_CHECK(options.num_steps >= 1, "gradient_accumulation_steps must be at least 1, got ",
-              options.num_steps);
+  TORCH_CHECK(num_steps() >= 1, "gradient_accumulation_steps must be at least 1, got ",
+              num_steps());
 }
 
 void Accumulation::BeginAlone() {
   current_ = MicroStep();
-  current_.divisor = static_cast<double>(options_.num_steps);
+  current_.divisor = static_cast<double>(num_steps());
   weighted_steps_ = 0;
   weight_ = 0;
   plain_ = false;
@@ -22,22 +22,22 @@ void Accumulation::BeginAlone() {
 
 bool Accumulation::WouldSync(const std::optional<BatchFacts>& batch) const {
   if (options_.sync_with_dataloader && batch.has_value() && batch->is_last) return true;
-  return position_ + 1 >= options_.num_steps;
+  return position_ + 1 >= num_steps();
 }
 
 MicroStep Accumulation::Begin(const std::optional<BatchFacts>& batch) {
-  double divisor = static_cast<double>(options_.num_steps);
+  double divisor = static_cast<double>(num_steps());
   const bool length_known = batch.has_value() && (batch->is_last || batch->batches_left >= 0);
   if (options_.short_window == ShortWindow::kRescale && options_.sync_with_dataloader &&
       length_known) {
     const int64_t left = batch->is_last ? 0 : batch->batches_left;
-    divisor = static_cast<double>(std::min(options_.num_steps, left + 1));
+    divisor = static_cast<double>(std::min(num_steps(), left + 1));
   }
   return BeginWith(WouldSync(batch), divisor);
 }
 
 MicroStep Accumulation::Begin(const std::optional<BatchFacts>& /*batch*/, bool agreed_sync) {
-  return BeginWith(agreed_sync, static_cast<double>(options_.num_steps));
+  return BeginWith(agreed_sync, static_cast<double>(num_steps()));
 }
 
 MicroStep Accumulation::BeginWith(bool sync, double divisor_of_new_window) {

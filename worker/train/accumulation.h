@@ -97,6 +97,7 @@ class Accumulation {
   bool at_boundary() const { return position_ == 0; }
 
   const AccumulationOptions& options() const { return options_; }
+  int64_t num_steps() const { return options_.num_steps.value_or(1); }
   // May be called at any time; an unfinished window ends as soon as it has `num_steps` micro-steps.
   void set_num_steps(int64_t num_steps);
 

@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_TRAIN_OPTIONS_H_
 
 #include <cstdint>
+#include <optional>
 
 // The user-visible settings of this folder, separate from the classes that apply them.
 namespace muster {
@@ -18,7 +19,9 @@ enum class ShortWindow {
 };
 
 struct AccumulationOptions {
-  int64_t num_steps = 1;             // micro-steps per optimizer step, at least 1
+  // Micro-steps per optimizer step, at least 1. Absent: 1; in AcceleratorOptions, what its
+  // gradient_accumulation_steps says.
+  std::optional<int64_t> num_steps;
   bool sync_with_dataloader = true;  // the last batch of a loader ends the window
   // Exchange gradients in every micro-step; the optimizer still steps only at the end of the
   // window.
