@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <exception>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <vector>
