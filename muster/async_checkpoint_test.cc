@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/failpoint.h"
 #include "base/file.h"
+#include "base/test_threads.h"
 #include "muster/accelerator.h"
 #include "muster/checkpoint.h"
 #include "muster/test_model.h"
@@ -361,6 +363,38 @@ TEST_F(AsyncCheckpoint, SaveAfterStop_IsThereWhenTheCallReturns) {
     ASSERT_TRUE(a.save_state().ok());
     EXPECT_TRUE(PathExists(TestDir("stop") + "/checkpoints/checkpoint_0/manifest.json"));
   });
+}
+
+// One process may have no thread left where another has.
+TEST_F(AsyncCheckpoint, RankWithoutAThread_IsAnErrorOnEveryRankAndTheNextSaveBegins) {
+  int threads = 0;  // that a rank starts to save, the last of them to write
+  for (const bool fails : {false, true}) {
+    const AcceleratorOptions options = Asynchronous(absl::StrCat("threads ", fails));
+    std::vector<std::string> errors(2);
+    RunAccelerators(2, options, [&](Accelerator& a) {
+      auto model = a.prepare(OneWeight());
+      const int before = ThreadsLeft::Started();
+      {
+        std::optional<ThreadsLeft> left;
+        if (fails && a.process_index() == 1) left.emplace(threads - 1);
+        errors[a.process_index()] = a.save_state().ToString();
+      }
+      if (a.process_index() == 1) threads = ThreadsLeft::Started() - before;
+      EXPECT_EQ(ThreadsLeft::Refused() > 0, fails && a.process_index() == 1);
+      const absl::Status saved = a.save_state();
+      EXPECT_TRUE(saved.ok()) << saved;
+      a.end_training();
+    });
+    if (!fails) {
+      EXPECT_THAT(errors, ElementsAre("OK", "OK"));
+      ASSERT_GT(threads, 0);
+      continue;
+    }
+    for (const std::string& error : errors) {
+      EXPECT_THAT(error, HasSubstr("rank 1: cannot begin to save beside training: "));
+    }
+    EXPECT_THAT(Saved(options), ElementsAre("checkpoint_0"));
+  }
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
@@ -52,8 +53,11 @@ class DeviceOffloadTest : public testing::Test {
   }
   void TearDown() override { OffloadedState::SetDefaultWindowBytes(OffloadedState::kWindowBytes); }
 
-  static Accelerator On(const c10::Device& device, const AcceleratorOptions& options) {
+  // `ranks`: of this machine.
+  static Accelerator On(const c10::Device& device, const AcceleratorOptions& options,
+                        int ranks = 1) {
     JoinedProcess process;
+    process.environment.local_world_size.value = ranks;
     process.comm = std::make_unique<LocalComm>();
     process.device = device;
     return Accelerator(std::make_shared<internal::Core>(options, std::move(process)));
@@ -141,6 +145,35 @@ TEST_F(DeviceOffloadTest, Parameters_TrainAndContinueAsThoseOnTheDevice) {
             Train({.parameters = parameters, .optimizer = optimizer, .in_backward = in_backward});
         ExpectEqual(got.weights, want.weights);
         EXPECT_LT(got.bytes, want.bytes);
+      }
+    }
+  }
+}
+
+TEST_F(DeviceOffloadTest, StatesForWhichTheHostHasNoRoom_AreRefused) {
+  // What is left is divided among so many processes.
+  for (const int ranks : {1, std::numeric_limits<int>::max()}) {
+    for (const bool optimizer_first : {false, true}) {
+      AcceleratorOptions options;
+      options.sharding = ParseSharding("zero2", 1);
+      options.sharding->offload_optimizer = Offload::kCpu;
+      Accelerator a = On(FakeGpu(0), options, ranks);
+      const std::string error = ErrorOf([&] {
+        torch::nn::Sequential net = MakeNet();
+        net->to(FakeGpu(0));
+        FusedAdamW adam(net->parameters());
+        if (optimizer_first) {
+          auto optimizer = a.prepare(adam);
+          auto model = a.prepare(net);
+        } else {
+          auto prepared = a.prepare(net, adam);
+        }
+      });
+      if (ranks == 1) {
+        EXPECT_EQ(error, "no error");
+      } else {
+        EXPECT_THAT(error, AllOf(HasSubstr("offload_optimizer to the memory of the host"),
+                                 HasSubstr("left for 2147483647 processes")));
       }
     }
   }

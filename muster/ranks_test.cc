@@ -18,6 +18,7 @@
 #include "torch/nn/modules/linear.h"
 #include "worker/collective/borrowed_comm.h"
 #include "worker/collective/gloo_ranks.h"
+#include "worker/collective/test_error.h"
 
 namespace muster {
 namespace {
@@ -501,6 +502,62 @@ TEST(BadInput, ModelsThatDiffer_AreNamedOnEveryRank) {
   const auto errors = ErrorsOf(
       2, {}, [](Accelerator& a) { (void)a.prepare(torch::nn::Linear(2, a.process_index() + 1)); });
   EXPECT_THAT(errors, Each(AllOf(HasSubstr("rank 1"), HasSubstr("weight"))));
+}
+
+TEST(BadInput, ModelThatOneRankCannotPrepare_IsToldToEveryRank) {
+  for (const char* const strategy : {"", "zero3"}) {
+    AcceleratorOptions options;
+    if (*strategy != '\0') options.sharding = ParseSharding(strategy, 2);
+    const auto errors = ErrorsOf(2, options, [](Accelerator& a) {
+      torch::nn::Linear net = OneWeight();
+      if (!a.is_main_process()) net->to(at::kMeta);
+      auto model = a.prepare(net);
+    });
+    EXPECT_THAT(errors[0], AllOf(HasSubstr("rank 1 cannot prepare the model"),
+                                 HasSubstr("is on the meta device")));
+    EXPECT_THAT(errors[1], HasSubstr("is on the meta device"));
+  }
+}
+
+// The others have stepped: its weights would stay different.
+TEST(BadInput, StepThatFailsOnOneRank_EndsTrainingUntilALoad) {
+  AcceleratorOptions options;
+  options.project.directory = TestDir("bad step");
+  std::vector<std::string> steps(2), passes(2), again(2), saves(2);
+  std::vector<double> weights(2);
+  RunAccelerators(2, options, [&](Accelerator& a) {
+    const int rank = a.process_index();
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    ASSERT_TRUE(a.save_state().ok());
+    const auto backward = [&] { a.backward(Loss(model(at::ones({1, 1})))); };
+    backward();
+    // What no fused optimizer takes.
+    const at::Tensor gradient = net->weight.grad();
+    if (rank == 1) net->weight.mutable_grad() = gradient.to(at::kDouble);
+    steps[rank] = ErrorOf([&] { optimizer.step(); });
+    if (rank == 1) {
+      net->weight.mutable_grad() = gradient;
+      passes[rank] = ErrorOf([&] { backward(); });
+      again[rank] = ErrorOf([&] { optimizer.step(); });
+    }
+    saves[rank] = a.save_state().ToString();
+    const absl::Status loaded = a.load_state();
+    ASSERT_TRUE(loaded.ok()) << loaded;
+    backward();
+    optimizer.step();
+    weights[rank] = net->weight.item<double>();
+    const absl::Status saved = a.save_state();
+    EXPECT_TRUE(saved.ok()) << saved;
+  });
+  EXPECT_THAT(steps, ElementsAre("no error", HasSubstr("its gradient")));
+  EXPECT_THAT(passes[1], AllOf(HasSubstr("optimizer.step() that has failed on rank 1"),
+                               HasSubstr("call load_state()")));
+  EXPECT_EQ(again[1].substr(again[1].find(" after ")), passes[1].substr(passes[1].find(" after ")));
+  EXPECT_THAT(saves[0], AllOf(HasSubstr("rank 1: save_state() after an optimizer.step()")));
+  EXPECT_THAT(saves[1], HasSubstr("save_state() after an optimizer.step()"));
+  EXPECT_THAT(weights, ElementsAre(1, 1));
 }
 
 TEST(BadInput, BatchSizeThatDoesNotDivide_IsAnErrorOnEveryRank) {

@@ -57,7 +57,12 @@ struct FailingAdamW : FusedAdamW {
     TORCH_CHECK(fails_in == 0 || --fails_in > 0, "the optimizer fails");
     FusedAdamW::Update(group, lists, grad_scale, found_inf);
   }
+  OptimizerState SaveState() const override {
+    TORCH_CHECK(!fails_to_save, "the state cannot be read");
+    return FusedAdamW::SaveState();
+  }
   mutable std::atomic<int> fails_in{0};
+  bool fails_to_save = false;
 };
 
 class ShardingFailures : public testing::Test {
@@ -413,6 +418,39 @@ TEST_F(ShardingFailures, SaveOfARankThatHasLeftABackwardPassOfGroups_IsAnErrorOn
 }
 
 // Those of its group meet it first.
+// Not what a program does often, but what it may: a state on a disk that cannot be mapped.
+TEST_F(ShardingFailures, SaveOfAStateThatOneRankCannotRead_IsAnErrorOnEveryRank) {
+  for (const std::string strategy : {"zero1", "zero3", "hybrid"}) {
+    const int ranks = RanksOf(strategy);
+    std::vector<std::string> errors(ranks);
+    RunAccelerators(ranks, Options(strategy), [&](Accelerator& a) {
+      torch::nn::Sequential net = MakeNet(), other = MakeNet();
+      FailingAdamW adam(net->parameters()), second(other->parameters());
+      auto [model, optimizer, model2, optimizer2] = a.prepare(net, adam, other, second);
+      const auto step = [&] {
+        a.backward(at::mse_loss(model(Random({4, 5}, 1)), Random({4, 3}, 2)));
+        optimizer.step();
+        optimizer.zero_grad();
+        a.backward(at::mse_loss(model2(Random({4, 5}, 1)), Random({4, 3}, 2)));
+        optimizer2.step();
+        optimizer2.zero_grad();
+      };
+      step();
+      adam.fails_to_save = a.process_index() == 1;
+      const std::string dir = folder_.Path(strategy);
+      errors[a.process_index()] = a.save_state(dir).ToString();
+      adam.fails_to_save = false;
+      // The ranks are still in step.
+      step();
+      const absl::Status saved = a.save_state(dir);
+      ASSERT_TRUE(saved.ok()) << saved;
+      const absl::Status loaded = a.load_state(dir);
+      ASSERT_TRUE(loaded.ok()) << loaded;
+    });
+    EXPECT_THAT(errors, Each(HasSubstr("rank 1: the state cannot be read"))) << strategy;
+  }
+}
+
 TEST_F(ShardingFailures, SaveOfARankThatHasDroppedItsShardedModel_IsAnErrorOnEveryRank) {
   std::vector<std::string> errors(4);
   RunAccelerators(4, Options("hybrid"), [&](Accelerator& a) {

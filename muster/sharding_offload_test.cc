@@ -392,6 +392,26 @@ TEST_F(ShardingOffloadTest, FolderThatOneRankCannotUse_IsAnErrorOfEveryRank) {
   EXPECT_THAT(errors, Each(HasSubstr(folder_.Path("file"))));
 }
 
+TEST_F(ShardingOffloadTest, FolderForStatesThatOneRankCannotUse_IsAnErrorOfEveryRank) {
+  ASSERT_TRUE(WriteFileAtomically(folder_.Path("file"), "").ok());
+  for (const std::string strategy : {"zero1", "zero3"}) {
+    std::vector<std::string> errors(2);
+    RunGlooRanks(2, [&](Comm& comm) {
+      AcceleratorOptions options = Options(strategy, Offload::kDisk);
+      if (comm.rank() == 1) options.sharding->offload_optimizer_path = folder_.Path("file");
+      Accelerator a(CoreOn(comm, options));
+      errors[comm.rank()] = ErrorOf([&] {
+        torch::nn::Sequential net = MakeNet();
+        FusedAdamW adam(net->parameters());
+        auto prepared = a.prepare(net, adam);
+      });
+      a.wait_for_everyone();
+    });
+    EXPECT_THAT(errors, Each(HasSubstr(folder_.Path("file"))));
+    EXPECT_THAT(errors[0], HasSubstr("rank 1 cannot offload the state of an optimizer"));
+  }
+}
+
 TEST_F(ShardingOffloadTest, OptionsThatMakeNoSense_AreRefused) {
   const auto error = [](const AcceleratorOptions& options) -> std::string {
     try {

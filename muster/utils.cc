@@ -94,7 +94,8 @@ class DividedAverage : public internal::DividedObject {
   std::string KeyOf(const std::string& parameter) const override {
     return EmaWeights::KeyOf(parameter);
   }
-  StateDict Collect(const std::function<bool(const std::string& name)>& keep) const override {
+  StateDict Collect(const std::function<bool(const std::string& name)>& keep,
+                    std::exception_ptr* failure) const override {
     const StateDict mine = weights_->SaveState();
     StateDict state;
     internal::CopyScalars(mine, &state);
@@ -105,7 +106,7 @@ class DividedAverage : public internal::DividedObject {
                ThrowIfError(part.status());
                return *part;
              },
-             keep)) {
+             keep, failure)) {
       state.SetTensor(KeyOf(name), average);
     }
     return state;
@@ -153,7 +154,7 @@ std::shared_ptr<internal::ModelSlot> Ema::Sharded() const {
 StateDict Ema::state_dict() const {
   if (divided_ == nullptr) return weights_->SaveState();
   const bool main = core_->process().rank() == 0;
-  return divided_->Collect([&](const std::string&) { return main; });
+  return divided_->Collect([&](const std::string&) { return main; }, nullptr);
 }
 
 void Ema::load_state_dict(const StateDict& state) {
@@ -189,7 +190,7 @@ void Ema::CopyTo(const Named& parameters, const Named& buffers) const {
     sharded->MarkChanged(sharded->shards());
   } else {
     Named averages;
-    const StateDict all = divided_->Collect([](const std::string&) { return true; });
+    const StateDict all = divided_->Collect([](const std::string&) { return true; }, nullptr);
     for (const auto& [key, average] : all.tensors()) {
       averages.emplace_back(key.substr(EmaWeights::KeyOf("").size()), average);
     }

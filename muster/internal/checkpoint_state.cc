@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <exception>
 #include <map>
 #include <memory>
 #include <optional>
@@ -765,13 +766,15 @@ absl::Status CheckpointState::Write(StateWriter& writer) {
     agreed_.same_plan = true;  // if this save is written to a second place
   }
   const Division& division = plan_->division;
+  // What this process alone fails at until all exchanges are over.
+  std::exception_ptr failure;
   std::vector<NamedTensors> weights;
   for (size_t i = 0; i < models.size(); ++i) {
     if (division.Divides(i)) {
       const auto writes = [&](const std::string& name) { return division.Writes(rank, i, name); };
-      weights.push_back(FullWeights(*models[i], writes).tensors());
+      weights.push_back(FullWeights(*models[i], writes, &failure).tensors());
     } else {
-      weights.push_back(FullWeights(*models[i], rank == 0).tensors());
+      weights.push_back(FullWeights(*models[i], rank == 0, &failure).tensors());
     }
   }
   const auto writes = [&](ModelSlot& model, const std::string& name) {
@@ -784,9 +787,12 @@ absl::Status CheckpointState::Write(StateWriter& writer) {
     const OptimizerHandle& handle = registry_.optimizers()[i]->handle();
     optimizers.emplace_back();
     if (rank == 0 || division.DividesAny() || IsSharded(handle, models)) {
-      optimizers.back() = FullState(handle, models, writes, [&](size_t model) {
-        return &plan_->slots[{i, model}];
-      });
+      optimizers.back() = FullState(
+          handle, models, writes,
+          [&](size_t model) {
+            return &plan_->slots[{i, model}];
+          },
+          &failure);
     }
   }
   std::vector<std::optional<StateDict>> collected(registered_.size());
@@ -794,10 +800,14 @@ absl::Status CheckpointState::Write(StateWriter& writer) {
     const std::optional<size_t> model = DividedModelOf(i);
     if (!model.has_value()) continue;
     collected[i] = registered_[i].divided->Collect(
-        [&](const std::string& name) { return division.Writes(rank, *model, name); });
+        [&](const std::string& name) { return division.Writes(rank, *model, name); }, &failure);
   }
   // No collectives from here on: a rank whose disk is full leaves no other waiting.
-  RunHooks(save_hooks_, "save_state()", weights, writer);
+  if (failure != nullptr) std::rethrow_exception(failure);
+  for (const auto& [unused, hook] : save_hooks_) {
+    hook(weights, writer);
+    CheckWeights(weights, models.size(), "save_state()");
+  }
   ExpectBytes(writer, weights, optimizers);
   MUSTER_RETURN_IF_ERROR(WriteModels(writer, weights));
   for (size_t i = 0; i < optimizers.size(); ++i) {
@@ -849,7 +859,12 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
       if (model->sharded() != nullptr) model->sharded()->CheckNotMixedHere();
     }
   });
-  if (mine.ok()) mine = Guard([&] { steps_.CheckStepped("save_state()"); });
+  if (mine.ok()) {
+    mine = Guard([&] {
+      steps_.CheckStepped("save_state()");
+      steps_.CheckNoStepFailed("save_state()");
+    });
+  }
   for (const auto& model : registry_.models()) {
     // Where others may wait for this rank in the pass, they do not come here.
     const bool interrupted = model->sharded() != nullptr && model->sharded()->Interrupted();
@@ -1012,13 +1027,18 @@ absl::Status CheckpointState::SaveBesideTraining(
     absl::FunctionRef<absl::Status(StateWriter&)> write) {
   const CheckpointOptions& options = process_.options().checkpoint;
   if (saver_ == nullptr) {
-    absl::StatusOr<std::unique_ptr<Comm>> beside = MakeBackgroundComm(process_.joined());
-    ThrowIfError(beside.status());
-    saver_ = std::make_unique<AsyncSaver>(
-        *std::move(beside),
-        AsyncSaver::Options{.max_bytes_per_second = options.max_bytes_per_second,
-                            .local_ranks = process_.environment().local_world_size.value,
-                            .lazy = options.lazy});
+    std::unique_ptr<AsyncSaver> saver;
+    // One process alone may have no thread or connection left: then none has a saver.
+    ThrowIfAnyFailed(Try("cannot begin to save beside training", [&] {
+      absl::StatusOr<std::unique_ptr<Comm>> beside = MakeBackgroundComm(process_.joined());
+      ThrowIfError(beside.status());
+      saver = std::make_unique<AsyncSaver>(
+          *std::move(beside),
+          AsyncSaver::Options{.max_bytes_per_second = options.max_bytes_per_second,
+                              .local_ranks = process_.environment().local_world_size.value,
+                              .lazy = options.lazy});
+    }));
+    saver_ = std::move(saver);
   }
   AsyncSaver::Request request;
   request.info = info;

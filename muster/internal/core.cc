@@ -315,13 +315,18 @@ absl::Status Core::InitTrackers(const std::string& project, const TrackerValues&
                                .logging_dir = process_.LoggingDirectory(),
                                .rank = process_.rank(),
                                .start_time = absl::Now()};
-  for (const std::string& kind : kinds) {
-    MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<GeneralTracker> tracker, MakeTracker(kind, context));
-    own.push_back(std::move(tracker));
-  }
-  MUSTER_ASSIGN_OR_RETURN(trackers_,
-                          TrackerSet::Start(std::move(own), process_.rank(), config, {}));
-  return absl::OkStatus();
+  // The trackers are the program's, and there may be no thread for them.
+  return Guard([&] {
+    for (const std::string& kind : kinds) {
+      absl::StatusOr<std::unique_ptr<GeneralTracker>> tracker = MakeTracker(kind, context);
+      ThrowIfError(tracker.status());
+      own.push_back(*std::move(tracker));
+    }
+    absl::StatusOr<std::unique_ptr<TrackerSet>> started =
+        TrackerSet::Start(std::move(own), process_.rank(), config, {});
+    ThrowIfError(started.status());
+    trackers_ = *std::move(started);
+  });
 }
 
 void Core::Log(TrackerValues values, std::optional<int64_t> step) {

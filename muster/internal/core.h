@@ -140,8 +140,11 @@ class Core : public std::enable_shared_from_this<Core> {
   std::shared_ptr<OptimizerSlot> AddOptimizer(std::shared_ptr<OptimizerSlot> slot);
   // (collective, the first time) As options().sharding says.
   const ShardingGroups& MakeShardingGroups();
-  // As options().sharding says.
+  // (collective, if there is something to offload) As options().sharding says.
   void OffloadStateOf(OptimizerHandle& optimizer);
+  // (collective, if there is something to offload) Throws unless the host has room for the states
+  // of the prepared optimizers and of `added`, which is null or is about to be one.
+  void CheckRoomForStates(const OptimizerHandle* added) const;
   // Throw if a configuration says what optimizers or schedules are, and these were made otherwise.
   void CheckMade(const OptimizerHandle* optimizer) const;
   void CheckMade(const std::vector<LrSchedulePtr>& schedules) const;

@@ -2,6 +2,7 @@
 #define MUSTER_INTERNAL_DIVIDED_OBJECT_H_
 
 #include <concepts>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -23,8 +24,9 @@ class DividedObject {
   // The name of a parameter's tensor in the state.
   virtual std::string KeyOf(const std::string& parameter) const = 0;
   // (collective) Returns the state of the parameters for which keep(name) is true, as whole tensors
-  // on the CPU.
-  virtual StateDict Collect(const std::function<bool(const std::string& name)>& keep) const = 0;
+  // on the CPU. `failure`: as of ShardedModel::FullParameters().
+  virtual StateDict Collect(const std::function<bool(const std::string& name)>& keep,
+                            std::exception_ptr* failure) const = 0;
   // Loads a state that holds this process's parts of the tensors.
   virtual void LoadParts(const StateDict& parts) = 0;
 };

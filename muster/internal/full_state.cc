@@ -52,17 +52,17 @@ at::Tensor ShapeOf(const at::Tensor& tensor, at::ScalarType dtype) {
 
 }  // namespace
 
-FullWeights::FullWeights(ModelSlot& model, bool keep) : model_(model) {
+FullWeights::FullWeights(ModelSlot& model, bool keep, std::exception_ptr* failure) : model_(model) {
   if (model_.sharded() == nullptr) {
     tensors_ = TensorsOf(model_.source());
     return;
   }
   std::map<std::string, at::Tensor> full;
   for (auto& [name, tensor] :
-       model_.sharded()->FullParameters([&](const std::string&) { return keep; })) {
+       model_.sharded()->FullParameters([&](const std::string&) { return keep; }, failure)) {
     full[name] = tensor;
   }
-  if (!keep) return;
+  if (!keep || (failure != nullptr && *failure != nullptr)) return;
   // In the module's order; tied weights under each of their names, as one tensor.
   for (const auto& [name, parameter] : model_.source().parameters()) {
     tensors_.emplace_back(name, full.at(FirstName(*model_.sharded(), name, parameter)));
@@ -72,10 +72,11 @@ FullWeights::FullWeights(ModelSlot& model, bool keep) : model_(model) {
   }
 }
 
-FullWeights::FullWeights(ModelSlot& model, const std::function<bool(const std::string&)>& keep)
+FullWeights::FullWeights(ModelSlot& model, const std::function<bool(const std::string&)>& keep,
+                         std::exception_ptr* failure)
     : model_(model) {
   if (model.sharded() != nullptr) {
-    tensors_ = model.sharded()->FullParameters(keep);
+    tensors_ = model.sharded()->FullParameters(keep, failure);
   } else {
     for (const auto& [name, parameter] : WithoutSharedTensors(model.source().parameters())) {
       if (keep(name)) tensors_.emplace_back(name, parameter.detach());
@@ -266,8 +267,15 @@ std::vector<double> AgreeOnState(Comm& comm, const std::vector<double>& steps,
 
 OptimizerState FullState(const OptimizerHandle& optimizer, const Models& models,
                          const std::function<bool(ModelSlot& model, const std::string& name)>& keep,
-                         const std::function<StateSlots*(size_t model)>& slots) {
-  OptimizerState state = optimizer.SaveState();
+                         const std::function<StateSlots*(size_t model)>& slots,
+                         std::exception_ptr* failure) {
+  OptimizerState state;
+  try {
+    state = optimizer.SaveState();
+  } catch (...) {
+    // This process goes on: the others are in the same exchanges.
+    if (*failure == nullptr) *failure = std::current_exception();
+  }
   for (size_t m = 0; m < models.size(); ++m) {
     ModelSlot& model = *models[m];
     ShardedModel* const sharded = model.sharded();
@@ -307,7 +315,7 @@ OptimizerState FullState(const OptimizerHandle& optimizer, const Models& models,
             const auto it = shards.find(absl::StrCat(known_as->second, ".", slot));
             return it == shards.end() ? at::Tensor() : it->second;
           },
-          [&](const std::string& name) { return keep(model, name); });
+          [&](const std::string& name) { return keep(model, name); }, failure);
       for (const auto& [name, tensor] : full) {
         state.tensors[absl::StrCat(names.at(name), ".", slot)] = tensor;
       }

@@ -2,6 +2,7 @@
 #define MUSTER_INTERNAL_FULL_STATE_H_
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -30,10 +31,12 @@ namespace muster::internal {
 class FullWeights {
  public:
   // (collective, for a sharded model) `keep` false: this process needs no tensors and gets none.
-  FullWeights(ModelSlot& model, bool keep);
+  // `failure`: as of ShardedModel::FullParameters().
+  FullWeights(ModelSlot& model, bool keep, std::exception_ptr* failure = nullptr);
   // (collective, for a sharded model) Only tensors for which keep(name), and of tied weights the
   // first name.
-  FullWeights(ModelSlot& model, const std::function<bool(const std::string&)>& keep);
+  FullWeights(ModelSlot& model, const std::function<bool(const std::string&)>& keep,
+              std::exception_ptr* failure = nullptr);
 
   const std::vector<std::pair<std::string, at::Tensor>>& tensors() const { return tensors_; }
   // The tensors have been filled: the model takes their values over.
@@ -76,10 +79,12 @@ struct StateSlots {
 // (collective, if a model is sharded) optimizer.SaveState(), with the whole state of the parameters
 // whose shards it updates and for which keep(model, name); nothing of the others. `slots`: what is
 // known of those of models[i], the same on all ranks; kept up to date. While it is right, the ranks
-// exchange one number for each parameter, and what they gather.
+// exchange one number for each parameter, and what they gather. `failure`: what this process alone
+// has failed with, as of ShardedModel::FullParameters(); not null.
 OptimizerState FullState(const OptimizerHandle& optimizer, const Models& models,
                          const std::function<bool(ModelSlot& model, const std::string& name)>& keep,
-                         const std::function<StateSlots*(size_t model)>& slots);
+                         const std::function<StateSlots*(size_t model)>& slots,
+                         std::exception_ptr* failure);
 // Takes the state of the parameter that the optimizer knows by this name out of `state`.
 std::map<std::string, at::Tensor> TakeStateOf(const std::string& parameter, OptimizerState* state);
 // The reverse: what optimizer.LoadState() takes on this process, of all or of a part of the state.

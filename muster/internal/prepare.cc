@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -11,7 +12,8 @@
 #include "muster/internal/backward_updates.h"
 #include "muster/internal/configured_training.h"
 #include "muster/internal/core.h"
-#include "worker/checkpoint/scratch_file.h"
+#include "worker/checkpoint/aligned_memory.h"
+#include "worker/collective/on_all.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/train/disk_parts.h"
 #include "worker/train/torch_optimizer.h"
@@ -33,6 +35,7 @@ std::shared_ptr<ModelSlot> Core::PrepareModel(std::unique_ptr<ModelSource> sourc
   std::shared_ptr<ModelSlot> slot = registry_.AddModel(
       std::make_shared<ModelSlot>(&steps_, std::move(source), evaluation, MakeShardingGroups()));
   for (const auto& optimizer : registry_.optimizers()) GiveShards(*optimizer);
+  if (!evaluation) CheckRoomForStates(nullptr);
   return slot;
 }
 
@@ -105,13 +108,45 @@ void Core::GiveShards(OptimizerSlot& optimizer) {
 void Core::OffloadStateOf(OptimizerHandle& optimizer) {
   const ShardingOptions& sharding = process_.sharding();
   if (sharding.offload_optimizer == Offload::kNone) return;
-  std::shared_ptr<ScratchFile> file;
-  if (sharding.offload_optimizer == Offload::kDisk) {
-    file = MakeScratchFile(sharding.offload_optimizer_path);
-  } else if (process_.device().is_cpu()) {
-    return;  // it is in the memory of the CPU
+  const bool to_disk = sharding.offload_optimizer == Offload::kDisk;
+  if (!to_disk && process_.device().is_cpu()) return;  // it is in the memory of the CPU
+  OnAll(process_.comm(), "offload the state of an optimizer", [&] {
+    optimizer.OffloadState(to_disk ? MakeScratchFile(sharding.offload_optimizer_path) : nullptr);
+  });
+}
+
+void Core::CheckRoomForStates(const OptimizerHandle* added) const {
+  if (process_.sharding().offload_optimizer != Offload::kCpu || process_.device().is_cpu()) return;
+  // Of what an optimizer has else it is not known yet which part this process updates.
+  std::unordered_set<const void*> prepared;
+  for (const auto& model : registry_.models()) {
+    if (model->sharded() != nullptr) {
+      for (const at::Tensor& shard : model->sharded()->shards()) {
+        prepared.insert(shard.unsafeGetTensorImpl());
+      }
+      continue;
+    }
+    for (const auto& [name, parameter] : model->source().parameters()) {
+      prepared.insert(parameter.unsafeGetTensorImpl());
+    }
   }
-  optimizer.OffloadState(std::move(file));
+  const auto counted = [&](const at::Tensor& parameter) {
+    return prepared.count(parameter.unsafeGetTensorImpl()) > 0;
+  };
+  uint64_t bytes = added == nullptr ? 0 : added->HostBytesToTake(counted);
+  for (const auto& optimizer : registry_.optimizers()) {
+    bytes += optimizer->handle().HostBytesToTake(counted);
+  }
+  const int ranks = process_.environment().local_world_size.value;
+  OnAll(process_.comm(), "offload the states of its optimizers", [&] {
+    // The other processes of the machine need about as much, and take theirs at the same time.
+    const uint64_t left = MemoryLeft();
+    TORCH_CHECK(bytes <= left / ranks, "offload_optimizer to the memory of the host (cpu) needs ",
+                bytes, " bytes for the states of the parameters that this process updates, and ",
+                "this machine or its cgroup has ", left, " left for ", ranks,
+                ranks == 1 ? " process" : " processes",
+                ": offload them to a disk, or use more machines");
+  });
 }
 
 std::shared_ptr<OptimizerSlot> Core::AddOptimizer(std::shared_ptr<OptimizerSlot> slot) {
@@ -122,6 +157,7 @@ std::shared_ptr<OptimizerSlot> Core::AddOptimizer(std::shared_ptr<OptimizerSlot>
     MUSTER_LOG(Warning) << "save_state() is going to fail: " << why;
   }
   GiveShards(*slot);
+  CheckRoomForStates(&slot->handle());
   return registry_.AddOptimizer(std::move(slot));
 }
 

@@ -14,6 +14,7 @@
 #include "muster/internal/backward_watch.h"
 #include "muster/internal/step_controller.h"
 #include "worker/bigmodel/empty_weights.h"
+#include "worker/collective/on_all.h"
 #include "worker/data/malloc_tuning.h"
 #include "worker/parallel/ddp.h"
 #include "worker/parallel/paged_storage.h"
@@ -103,11 +104,6 @@ ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source,
 void ModelSlot::MakeReady() {
   const bool evaluation = evaluation_;
   const Process& process = controller_->process();
-  for (const auto& [name, parameter] : source_->parameters()) {
-    TORCH_CHECK(!IsPaged(parameter), "parameter '", name,
-                "' belongs to another sharded model, or to one of an Accelerator that is gone: "
-                "prepare one module that holds both models, or build the model again");
-  }
   const at::Device device = process.options().device_placement ? process.device() : at::kCPU;
   // One process alone has its parameters in units where they come from elsewhere, or an optimizer
   // updates one after the other.
@@ -118,61 +114,73 @@ void ModelSlot::MakeReady() {
                       (process.size() > 1 || offloads || sharding.optimizer_in_backward);
   // Nothing has to be gathered there.
   if (process.size() == 1 && !offloads) sharding.strategy = ShardingStrategy::kGradients;
-  for (const auto& [name, parameter] : source_->parameters()) {
-    TORCH_CHECK(!parameter.is_meta() || HasDeferredValues(parameter), "parameter '", name,
-                "' is on the meta device and has no values: construct the module with "
-                "muster::deferred_init(), or load its weights before prepare()");
-    // Units of a sharded model get their memory one after the other.
-    if (!shards) Materialize(parameter, device, name);
-  }
-  if (process.options().device_placement) source_->MoveTo(process.device());
-  if (!evaluation) activation_policy_ = ActivationPolicyFor(process, source_->module());
-  if (evaluation || (process.size() == 1 && !shards)) return;
-  std::unordered_set<const void*> sparse_parameters;
-  if (source_->module() != nullptr) {
-    for (const auto& part : source_->module()->modules()) {
-      if (auto* norm = part->as<SyncBatchNormImpl>()) norm->Bind(controller_->statistics_ranks());
-    }
-    for (const at::Tensor& parameter : SparseParametersOf(*source_->module())) {
-      sparse_parameters.insert(parameter.unsafeGetTensorImpl());
-    }
-  }
-  std::vector<at::Tensor> parameters, buffers;
-  std::vector<std::string> names;
+  std::vector<NamedParameter> parameters;
+  std::vector<at::Tensor> buffers;
   std::vector<bool> sparse;
-  for (const auto& [name, parameter] : source_->parameters()) {
-    names.push_back(name);
-    parameters.push_back(parameter);
-    sparse.push_back(sparse_parameters.count(parameter.unsafeGetTensorImpl()) > 0);
+  // What this process may fail at alone, as for lack of memory.
+  const auto begin = [&] {
+    for (const auto& [name, parameter] : source_->parameters()) {
+      TORCH_CHECK(!IsPaged(parameter), "parameter '", name,
+                  "' belongs to another sharded model, or to one of an Accelerator that is gone: "
+                  "prepare one module that holds both models, or build the model again");
+    }
+    for (const auto& [name, parameter] : source_->parameters()) {
+      TORCH_CHECK(!parameter.is_meta() || HasDeferredValues(parameter), "parameter '", name,
+                  "' is on the meta device and has no values: construct the module with "
+                  "muster::deferred_init(), or load its weights before prepare()");
+      // Units of a sharded model get their memory one after the other.
+      if (!shards) Materialize(parameter, device, name);
+    }
+    if (process.options().device_placement) source_->MoveTo(process.device());
+    if (!evaluation) activation_policy_ = ActivationPolicyFor(process, source_->module());
+    if (evaluation || (process.size() == 1 && !shards)) return;
+    std::unordered_set<const void*> sparse_parameters;
+    if (source_->module() != nullptr) {
+      for (const auto& part : source_->module()->modules()) {
+        if (auto* norm = part->as<SyncBatchNormImpl>()) norm->Bind(&controller_->process().comm());
+      }
+      for (const at::Tensor& parameter : SparseParametersOf(*source_->module())) {
+        sparse_parameters.insert(parameter.unsafeGetTensorImpl());
+      }
+    }
+    for (const auto& [name, parameter] : source_->parameters()) {
+      parameters.push_back({name, parameter});
+      sparse.push_back(sparse_parameters.count(parameter.unsafeGetTensorImpl()) > 0);
+    }
+    for (const auto& [name, buffer] : source_->buffers()) buffers.push_back(buffer);
+    if (shards && !parameters.empty()) {
+      const DataParallelOptions& exchange = process.options().data_parallel;
+      TORCH_CHECK(
+          exchange.comm_hook == CommHook::kNone && exchange.comm_wrapper == CommWrapper::kNone &&
+              exchange.gradient_hook == nullptr,
+          "options.data_parallel: comm_hook, comm_wrapper and gradient_hook belong to data "
+          "parallelism, and options.sharding reduces gradients by itself: leave them out, or "
+          "set options.sharding->reduce_dtype to compress");
+      const std::optional<at::ScalarType> low = process.sharding().parameter_dtype;
+      const at::ScalarType autocast =
+          process.precision() == MixedPrecision::kBf16 ? at::kBFloat16 : at::kHalf;
+      TORCH_CHECK(!low.has_value() || (process.autocast_on() && *low == autocast),
+                  "options.sharding.parameter_dtype is ", low.value_or(at::kFloat),
+                  ", and mixed_precision is \"", process.mixed_precision(),
+                  "\": the forward pass must run in the dtype of its parameters; set both alike");
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        TORCH_CHECK(!sparse[i], "parameter '", parameters[i].name,
+                    "' has a sparse gradient, which cannot be sharded: make the embedding dense "
+                    "(sparse(false)), or train without sharding");
+      }
+    }
+  };
+  if (evaluation || process.size() == 1) {
+    begin();
+  } else {
+    OnAll(process.comm(), "prepare the model", begin);
   }
-  for (const auto& [name, buffer] : source_->buffers()) buffers.push_back(buffer);
   if (parameters.empty()) return;
   if (shards) {
-    const DataParallelOptions& exchange = process.options().data_parallel;
-    TORCH_CHECK(exchange.comm_hook == CommHook::kNone &&
-                    exchange.comm_wrapper == CommWrapper::kNone &&
-                    exchange.gradient_hook == nullptr,
-                "options.data_parallel: comm_hook, comm_wrapper and gradient_hook belong to data "
-                "parallelism, and options.sharding reduces gradients by itself: leave them out, or "
-                "set options.sharding->reduce_dtype to compress");
-    const std::optional<at::ScalarType> low = process.sharding().parameter_dtype;
-    const at::ScalarType autocast =
-        process.precision() == MixedPrecision::kBf16 ? at::kBFloat16 : at::kHalf;
-    TORCH_CHECK(!low.has_value() || (process.autocast_on() && *low == autocast),
-                "options.sharding.parameter_dtype is ", low.value_or(at::kFloat),
-                ", and mixed_precision is \"", process.mixed_precision(),
-                "\": the forward pass must run in the dtype of its parameters; set both alike");
-    std::vector<NamedParameter> named;
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      TORCH_CHECK(!sparse[i], "parameter '", names[i],
-                  "' has a sparse gradient, which cannot be sharded: make the embedding dense "
-                  "(sparse(false)), or train without sharding");
-      named.push_back({names[i], parameters[i]});
-    }
     sharded_ = std::make_unique<ShardedModel>(
         process.comm(), groups_.shard != nullptr ? *groups_.shard : process.comm(),
-        groups_.replicas.get(), source_->module(), std::move(named), std::move(buffers), sharding,
-        process.options().data_parallel.broadcast_buffers, process.comm_queue(),
+        groups_.replicas.get(), source_->module(), std::move(parameters), std::move(buffers),
+        sharding, process.options().data_parallel.broadcast_buffers, process.comm_queue(),
         [device](const NamedParameter& parameter, bool with_values) {
           Materialize(parameter.tensor, device, parameter.name, with_values);
         },
@@ -181,8 +189,14 @@ void ModelSlot::MakeReady() {
     if (controller_->updates() != nullptr) sharded_->UpdateInBackward(controller_->updates());
     return;
   }
+  std::vector<at::Tensor> tensors;
+  std::vector<std::string> names;
+  for (NamedParameter& parameter : parameters) {
+    tensors.push_back(std::move(parameter.tensor));
+    names.push_back(std::move(parameter.name));
+  }
   ddp_ = std::make_unique<DataParallel>(
-      controller_->process().comm(), std::move(parameters), std::move(names), std::move(buffers),
+      controller_->process().comm(), std::move(tensors), std::move(names), std::move(buffers),
       controller_->process().options().data_parallel, std::move(sparse));
 }
 

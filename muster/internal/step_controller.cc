@@ -15,6 +15,7 @@
 #include "muster/internal/backward_updates.h"
 #include "worker/collective/collective_error.h"
 #include "worker/collective/nested_collectives.h"
+#include "worker/collective/on_all.h"
 #include "worker/parallel/meeting.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/parallel/sync_batch_norm.h"
@@ -248,6 +249,7 @@ void StepController::CheckFinite(const at::Tensor& loss) const {
 
 void StepController::Backward(const at::Tensor& loss, std::optional<double> weight,
                               const BackwardOptions& how) {
+  CheckNoStepFailed("backward()");
   CheckLoss(loss, weight);
   if (process_.options().check_finite_loss) CheckFinite(loss);
   if (!in_micro_step_ || window_backwards_ == 0) CheckPendingLosses(weight.has_value());
@@ -1111,18 +1113,24 @@ void StepController::Step(OptimizerSlot& slot) {
       "this optimizer evaluates the loss several times in a step (LBFGS): call "
       "optimizer.step(closure) with a function that zeroes the gradients, computes the loss, "
       "calls accelerator.backward(loss) and returns it");
+  CheckNoStepFailed("optimizer.step()");
   process_.progress().SetPhase("optimizer step");
   CheckScheduled(slot);
   const bool updated = updates_ != nullptr && updates_->Updated(slot);
   if (updates_ != nullptr) updates_->CheckWhole();
   if (updated) updates_->CheckRates(slot);
   CheckGradients(slot);
+  const std::vector<ShardedModel*> sharded = ShardedModelsOf(slot);
   if (!updated) {
     WarnIfNoGradients(slot);
-    FinishGradients(&slot);
-    ClipInStep(slot);
+    try {
+      FinishGradients(&slot);
+      ClipInStep(slot);
+    } catch (...) {
+      if (sharded.empty()) NoteFailedStep();
+      throw;
+    }
   }
-  const std::vector<ShardedModel*> sharded = ShardedModelsOf(slot);
   // Nothing has changed, of any of them.
   for (const ShardedModel* const model : sharded) model->CheckNotSummoned();
   for (ShardedModel* const model : sharded) model->AwaitReaders();
@@ -1142,8 +1150,21 @@ void StepController::Step(OptimizerSlot& slot) {
   } catch (...) {
     // Others may step.
     for (ShardedModel* const model : sharded) model->NoteFailedStep(std::current_exception());
+    if (sharded.empty()) NoteFailedStep();
     throw;
   }
+}
+
+void StepController::NoteFailedStep() {
+  if (process_.size() == 1) return;
+  failed_step_ = TextOf(std::current_exception());
+}
+
+void StepController::CheckNoStepFailed(const char* what) const {
+  TORCH_CHECK(failed_step_.empty(), what, " after an optimizer.step() that has failed on rank ",
+              process_.rank(), " (", failed_step_,
+              "): its weights may differ from those of the other processes now; call "
+              "load_state(), or end the program");
 }
 
 void StepController::WarnIfNoGradients(OptimizerSlot& slot) const {
@@ -1193,6 +1214,7 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
               "step(closure) inside join_uneven_inputs(): processes without batches cannot follow "
               "its evaluations");
   CheckScheduled(slot);
+  CheckNoStepFailed("optimizer.step()");
   TORCH_CHECK(!in_closure_, "step(closure) inside of a closure of step()");
   const std::vector<ShardedModel*> sharded = ShardedModelsOf(slot);
   const std::function<void(bool)> set_inside = [&](bool inside) {
@@ -1251,6 +1273,7 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
       // Others may step.
       if (evaluated) model->NoteFailedStep(std::current_exception());
     }
+    if (sharded.empty() && evaluated) NoteFailedStep();
     throw;
   }
   return loss;
@@ -1317,6 +1340,7 @@ void StepController::OptimizerForgotten() {
 }
 
 void StepController::Reset() {
+  failed_step_.clear();
   if (updates_ != nullptr) {
     updates_->Reset();
     for (const auto& optimizer : registry_.optimizers()) {

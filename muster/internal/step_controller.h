@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -47,6 +48,9 @@ class StepController {
   const std::shared_ptr<BackwardUpdates>& updates() const { return updates_; }
   // The program is about to save: throws between a backward pass that has updated and step().
   void CheckStepped(const char* what) const;
+  // Throws after a step of an unsharded model that has failed on this process: the others do not
+  // know of it, and may have stepped. Until Reset().
+  void CheckNoStepFailed(const char* what) const;
 
   // Begins a micro-step, by the loop under way or by the facts of a batch.
   AccumulateScope Accumulate();
@@ -178,6 +182,8 @@ class StepController {
   // begins.
   void EndScalerStep();
   void Stepped(OptimizerSlot& slot);
+  // In a catch block: of models that are not sharded.
+  void NoteFailedStep();
   void ZeroNow(OptimizerSlot& slot, bool set_to_none) const;
 
   const Process& process_;
@@ -191,6 +197,7 @@ class StepController {
   std::shared_ptr<BackwardUpdates> updates_;
 
   std::function<void()> before_change_;
+  std::string failed_step_;  // why a step has failed; empty: none has
   int no_sync_depth_ = 0;
   int local_depth_ = 0;
   int averaged_depth_ = 0;

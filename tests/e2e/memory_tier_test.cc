@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,12 +19,14 @@
 #include "base/held_memory.h"
 #include "base/mutex.h"
 #include "base/owned_fd.h"
+#include "base/test_threads.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/memory_record.h"
 #include "worker/collective/c10d_comm.h"
 #include "worker/collective/gloo_ranks.h"
+#include "worker/collective/local_comm.h"
 #include "worker/collective/process_group.h"
 
 namespace muster {
@@ -705,6 +708,62 @@ TEST_F(MemoryTierTest, SecondObjectOfAProcess_IsRefusedOnAll) {
     EXPECT_TRUE(absl::IsFailedPrecondition(second.status())) << second.status();
     EXPECT_THAT(second.status().message(), HasSubstr("another Accelerator of this process"));
     EXPECT_EQ(FoundStep(comm, tier), 1);
+  });
+}
+
+TEST_F(MemoryTierTest, RankWithoutAThread_IsSaidOnAll) {
+  RunGlooRanks(2, [&](Comm& comm) {
+    const std::string worker = absl::StrCat("w", comm.rank());
+    {
+      std::optional<ThreadsLeft> none;
+      if (comm.rank() == 1) none.emplace(0);
+      const auto tier = MemoryTier::Open(comm, holders_[comm.rank()]->address(), worker);
+      EXPECT_THAT(tier.status().message(), HasSubstr("rank 1: Resource temporarily unavailable"));
+    }
+    const auto tier = MemoryTier::Open(comm, holders_[comm.rank()]->address(), worker);
+    ASSERT_TRUE(tier.ok()) << tier.status();
+    EXPECT_TRUE(Save(comm, **tier, 1).ok());
+    EXPECT_EQ(FoundStep(comm, **tier), 1);
+  });
+}
+
+TEST_F(MemoryTierTest, RankWithoutAMirror_IsNotMirroredAndNobodyWaits) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  RunGlooRanks(2, [&](Comm& comm) {
+    MemoryTier::MirrorOptions mirror;
+    mirror.connect = [&]() -> absl::StatusOr<std::unique_ptr<Comm>> {
+      GlooOptions gloo;
+      gloo.rank = comm.rank();
+      gloo.size = comm.size();
+      gloo.single_host = true;
+      auto between = MakeC10dComm(MakeGlooGroup(store, gloo));
+      // It has no process group.
+      if (comm.rank() == 1) return std::make_unique<LocalComm>();
+      return between;
+    };
+    const auto tier = MemoryTier::Open(comm, holders_[comm.rank()]->address(),
+                                       absl::StrCat("w", comm.rank()), mirror);
+    ASSERT_TRUE(tier.ok()) << tier.status();
+    for (int step = 1; step <= 2; ++step) EXPECT_TRUE(Save(comm, **tier, step).ok());
+    EXPECT_TRUE((*tier)->WaitForMirror().ok());
+    EXPECT_EQ(FoundStep(comm, **tier), 2);
+  });
+  LoseNode(1);
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), -1); });
+}
+
+// As with a sharded model, whose parts the ranks exchange before they write.
+TEST_F(MemoryTierTest, RankWithoutMemory_TakesPartInWhatWritingExchanges) {
+  Attempt([this](Comm& comm, MemoryTier& tier) {
+    EXPECT_TRUE(Save(comm, tier, 1).ok());
+    if (comm.rank() == 1) holders_[1].reset();
+    comm.Barrier();
+    int exchanges = 0;
+    EXPECT_TRUE(Save(comm, tier, 2, -1, [&] { exchanges += comm.AllGatherBytes("").size(); }).ok());
+    EXPECT_EQ(exchanges, 2);
+    const absl::Status before = Save(comm, tier, 3);
+    EXPECT_EQ(before.code(), absl::StatusCode::kUnavailable) << before;
+    EXPECT_THAT(before.message(), HasSubstr("rank 1: the agent's memory"));
   });
 }
 

@@ -58,18 +58,25 @@ AsyncSaver::AsyncSaver(std::unique_ptr<Comm> comm, const Options& options)
       polite_(options.max_bytes_per_second <= 0),
       writers_(kShareOfTime / std::max(options.local_ranks, 1), options.in_flight) {
   for (int i = 0; i < kSnapshots; ++i) idle_.push_back(std::make_unique<Snapshot>());
-  if (lazy_) copier_ = std::thread([this] { RunCopies(); });
-  thread_ = std::thread([this] { Run(); });
+  try {
+    if (lazy_) copier_ = std::thread([this] { RunCopies(); });
+    thread_ = std::thread([this] { Run(); });
+  } catch (...) {
+    End();
+    throw;
+  }
 }
 
-AsyncSaver::~AsyncSaver() {
+AsyncSaver::~AsyncSaver() { End(); }
+
+void AsyncSaver::End() {
   limiter_.Lift(true);
   {
     MutexLock lock(&mu_);
     stop_ = true;
     changed_.SignalAll();
   }
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
   if (copier_.joinable()) copier_.join();
 }
 

@@ -79,7 +79,8 @@ class AsyncSaver {
     absl::Duration persist;
   };
 
-  // `comm`: the same ranks as those that save, for the thread alone.
+  // `comm`: the same ranks as those that save, for the thread alone. Throws std::system_error where
+  // no thread can be started, which the other ranks do not know.
   AsyncSaver(std::unique_ptr<Comm> comm, const Options& options);
   // Waits for the saves that have begun.
   ~AsyncSaver();
@@ -125,6 +126,8 @@ class AsyncSaver {
   // While it lives, training waits for what is written.
   class Hurry;
 
+  // Ends the threads.
+  void End();
   std::unique_ptr<Snapshot> TakeSnapshot();
   void GiveBack(std::unique_ptr<Snapshot> snapshot);
   // The collective part of Begin.

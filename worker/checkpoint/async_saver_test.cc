@@ -6,6 +6,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -19,6 +20,7 @@
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "base/test_threads.h"
 #include "worker/checkpoint/fake_device.h"
 #include "worker/collective/local_comm.h"
 #include "worker/collective/thread_comm.h"
@@ -94,6 +96,13 @@ TEST_F(AsyncSaverTest, ThreeRanks_SaveWhatWasThereWhenTheCallReturned) {
     EXPECT_TRUE(VerifyCheckpoint(dir_, VerifyLevel::kContents).ok());
   });
   EXPECT_THAT(*ListDirectory(root_), ElementsAre("ckpt"));
+}
+
+TEST_F(AsyncSaverTest, NoThread_IsAnErrorOfTheConstructor) {
+  for (const int threads : {0, 1}) {
+    const ThreadsLeft left(threads);
+    EXPECT_THROW(AsyncSaver(std::make_unique<LocalComm>(), {.lazy = true}), std::system_error);
+  }
 }
 
 TEST_F(AsyncSaverTest, StateOfADevice_IsSavedAsItWasBesideStepsAndWithoutThem) {

@@ -50,18 +50,22 @@ size_t DeviceMemoryLeft(const c10::Device& device) {
   }
 }
 
-DeviceUploads::DeviceUploads(const c10::Device& device, size_t block_bytes, int blocks)
-    : DeviceUploads(device, block_bytes, blocks, CopyTo(device),
+DeviceUploads::DeviceUploads(const c10::Device& device, const Room& room)
+    : DeviceUploads(device, room, CopyTo(device),
                     device.is_cuda() ? HostPinning::Cuda() : nullptr) {}
 
-DeviceUploads::DeviceUploads(const c10::Device& device, size_t block_bytes, int blocks,
-                             QueueCopy queue, const HostPinning* pinning)
+DeviceUploads::DeviceUploads(const c10::Device& device, const Room& room, QueueCopy queue,
+                             const HostPinning* pinning)
     : device_(device),
-      block_bytes_(block_bytes),
-      most_(static_cast<size_t>(std::max(blocks, 1))),
+      room_(room),
       queue_(std::move(queue)),
       pinning_(pinning),
-      stream_(CopyStream(device)) {}
+      stream_(CopyStream(device)) {
+  TORCH_CHECK(room_.threads >= 1 && room_.blocks > room_.threads, "uploads to ", device.str(),
+              " by ", room_.threads, " threads have ", room_.blocks,
+              " blocks of memory: give them at least one more than there are threads, and one "
+              "thread or more");
+}
 
 DeviceUploads::~DeviceUploads() { Wait().IgnoreError(); }
 
@@ -85,7 +89,7 @@ bool DeviceUploads::IsCopied(const Block& block) {
 
 absl::StatusOr<DeviceUploads::Block*> DeviceUploads::Make() {
   auto block = std::make_unique<Block>();
-  if (absl::Status grown = block->memory.Grow(block_bytes_); !grown.ok()) return grown;
+  if (absl::Status grown = block->memory.Grow(room_.block_bytes); !grown.ok()) return grown;
   if (pinning_ != nullptr) block->memory.Pin(*pinning_);
   MutexLock lock(&mu_);
   return blocks_.emplace_back(std::move(block)).get();
@@ -105,7 +109,7 @@ absl::StatusOr<char*> DeviceUploads::Take() {
         break;
       }
       const bool copied = !queued_.empty() && IsCopied(*queued_.front());
-      makes = !copied && blocks_.size() + being_made_ < most_;
+      makes = !copied && blocks_.size() + being_made_ < static_cast<size_t>(room_.blocks);
       if (makes) {
         ++being_made_;
       } else if (!queued_.empty()) {

@@ -40,11 +40,19 @@ class DeviceUploads {
   // Queues a copy on the current stream.
   using QueueCopy = std::function<void(char* to, const char* from, size_t bytes)>;
 
-  // Takes memory for a block when one is needed, up to `blocks` of them: at least one more than
-  // there are threads, so that none waits for the device.
-  DeviceUploads(const c10::Device& device, size_t block_bytes, int blocks);
+  struct Room {
+    size_t block_bytes = 0;
+    // That have a block each at a time.
+    int threads = 1;
+    // Memory for one is taken when it is needed. At least one more than there are threads: those of
+    // threads that fail are not free before Wait(), so that others would wait for them for good.
+    int blocks = 2;
+  };
+
+  // Throw c10::Error for fewer blocks than that.
+  DeviceUploads(const c10::Device& device, const Room& room);
   // `pinning`: null if memory is not pinned. Borrowed.
-  DeviceUploads(const c10::Device& device, size_t block_bytes, int blocks, QueueCopy queue,
+  DeviceUploads(const c10::Device& device, const Room& room, QueueCopy queue,
                 const HostPinning* pinning);
   DeviceUploads(const DeviceUploads&) = delete;
   DeviceUploads& operator=(const DeviceUploads&) = delete;
@@ -52,7 +60,9 @@ class DeviceUploads {
   ~DeviceUploads();
 
   const c10::Device& device() const { return device_; }
-  size_t block_bytes() const { return block_bytes_; }
+  size_t block_bytes() const { return room_.block_bytes; }
+  // How many threads may call Take() and Queue().
+  int threads() const { return room_.threads; }
 
   // The copies to come begin behind what the current stream of the calling thread has now: behind
   // the last use of memory that was freed and is written again. Throws c10::Error if the device has
@@ -88,8 +98,7 @@ class DeviceUploads {
   static bool IsCopied(const Block& block);
 
   const c10::Device device_;
-  const size_t block_bytes_;
-  const size_t most_;
+  const Room room_;
   const QueueCopy queue_;
   const HostPinning* const pinning_;
   const c10::Stream stream_;

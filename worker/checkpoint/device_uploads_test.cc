@@ -37,7 +37,8 @@ class DeviceUploadsTest : public testing::Test {
 
   std::unique_ptr<DeviceUploads> Uploads(int blocks, const HostPinning* pinning = nullptr) {
     return std::make_unique<DeviceUploads>(
-        Streams().device(), kBlockBytes, blocks,
+        Streams().device(),
+        DeviceUploads::Room{.block_bytes = kBlockBytes, .threads = blocks - 1, .blocks = blocks},
         [this](char* to, const char* from, size_t bytes) {
           MutexLock lock(&mu_);
           TORCH_CHECK(++queued_ != fails_, "out of order");
@@ -94,10 +95,26 @@ TEST_F(DeviceUploadsTest, Blocks_AreUsedAgainOnceTheirCopiesAreMade) {
   }
 }
 
-TEST_F(DeviceUploadsTest, ThreadsThatAreMoreThanBlocks_TakeTurns) {
+TEST_F(DeviceUploadsTest, FewerBlocksThanTheThreadsNeed_AreRefused) {
+  const auto error = [](int threads, int blocks) -> std::string {
+    try {
+      DeviceUploads(Streams().device(),
+                    {.block_bytes = kBlockBytes, .threads = threads, .blocks = blocks});
+    } catch (const c10::Error& error) {
+      return error.what_without_backtrace();
+    }
+    return "";
+  };
+  EXPECT_EQ(error(3, 4), "");
+  EXPECT_THAT(error(3, 3), HasSubstr("by 3 threads have 3 blocks of memory: give them at least one "
+                                     "more than there are threads"));
+  EXPECT_THAT(error(0, 2), HasSubstr("one thread or more"));
+}
+
+TEST_F(DeviceUploadsTest, ThreadsThatTakeMoreBlocksThanThereAre_TakeTurns) {
   constexpr int kThreads = 6, kEach = 5;
   std::vector<char> memory(kThreads * kEach * kBlockBytes);
-  const auto uploads = Uploads(/*blocks=*/2);
+  const auto uploads = Uploads(/*blocks=*/kThreads + 1);
   std::vector<std::thread> threads;
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t] {

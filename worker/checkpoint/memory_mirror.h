@@ -65,7 +65,8 @@ class MemoryMirror {
   };
 
   // `comm`: the same ranks, for this object alone; it has a process group. `before_piece`, if not
-  // null, is called before each exchange of pieces (tests).
+  // null, is called before each exchange of pieces (tests). Throws where no thread can be started,
+  // which the other ranks do not know.
   MemoryMirror(std::unique_ptr<Comm> comm, MirrorPeers peers, std::string socket,
                std::string worker_id, std::function<void()> before_piece = nullptr);
   // Gives up what is under way.

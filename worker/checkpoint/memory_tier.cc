@@ -168,6 +168,7 @@ struct MemoryTier::Word {
 absl::StatusOr<std::unique_ptr<MemoryTier>> MemoryTier::Open(Comm& comm, const std::string& socket,
                                                              const std::string& worker_id,
                                                              const MirrorOptions& mirror) {
+  std::unique_ptr<MemoryTier> tier;
   const absl::Status mine = GuardRank([&]() -> absl::Status {
     if (socket.empty()) {
       return absl::FailedPreconditionError(
@@ -178,10 +179,14 @@ absl::StatusOr<std::unique_ptr<MemoryTier>> MemoryTier::Open(Comm& comm, const s
       return absl::FailedPreconditionError(
           "another Accelerator of this process saves to memory: only one can");
     }
+    try {
+      tier.reset(new MemoryTier(comm, socket, worker_id));
+    } catch (...) {
+      Workers::Get().Remove(socket + worker_id);
+      throw;
+    }
     return absl::OkStatus();
   });
-  std::unique_ptr<MemoryTier> tier;
-  if (mine.ok()) tier.reset(new MemoryTier(comm, socket, worker_id));
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, mine, {}, nullptr));
   tier->OpenMirror(comm, mirror);
   return tier;
@@ -200,16 +205,14 @@ void MemoryTier::OpenMirror(Comm& comm, const MirrorOptions& options) {
   absl::StatusOr<MirrorPeers> peers = PlanMirror(nodes, rank_);
   absl::Status opened = peers.status();
   if (opened.ok()) {
-    std::unique_ptr<Comm> between;
     const absl::Status mine = GuardRank([&]() -> absl::Status {
-      MUSTER_ASSIGN_OR_RETURN(between, options.connect());
+      MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<Comm> between, options.connect());
+      mirror_ = std::make_unique<MemoryMirror>(std::move(between), *std::move(peers), socket_,
+                                               worker_id_, options.before_piece);
       return absl::OkStatus();
     });
     opened = AgreeOnFiles(comm, mine, {}, nullptr);
-    if (opened.ok()) {
-      mirror_ = std::make_unique<MemoryMirror>(std::move(between), *std::move(peers), socket_,
-                                               worker_id_, options.before_piece);
-    }
+    if (!opened.ok()) mirror_.reset();
   }
   if (!opened.ok() && rank_ == 0) {
     MUSTER_LOG(Warning) << "checkpoints in memory are not mirrored to other nodes: "
@@ -443,12 +446,16 @@ absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t si
     mirroring_save_ = save;
     mirror_->Begin(save, kept_mirror_);
   }
-  const absl::Status mine_copied =
+  const absl::Status prepared = GuardRank([&] { return WhyNoMemory(Prepare(current_)); });
+  // Without memory, too: others may wait for what `write` exchanges before it writes.
+  const absl::Status copied =
       WithoutMemory(current_, GuardRank([&]() -> absl::Status {
-                      MUSTER_RETURN_IF_ERROR(WhyNoMemory(Prepare(current_)));
-                      StateWriter writer(slots_[current_].snapshot.get(), rank_, lazy);
+                      Snapshot* const snapshot = slots_[current_].snapshot.get();
+                      StateWriter writer(snapshot, rank_, lazy && prepared.ok());
+                      writer.Refuse(prepared);
                       MUSTER_RETURN_IF_ERROR(write(writer));
-                      pending->deferred = slots_[current_].snapshot->TakeDeferred();
+                      MUSTER_RETURN_IF_ERROR(prepared);
+                      pending->deferred = snapshot->TakeDeferred();
                       return absl::OkStatus();
                     }));
   const absl::Status copied = AgreeOnFiles(comm, mine_copied, {}, nullptr);

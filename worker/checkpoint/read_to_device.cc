@@ -103,7 +103,10 @@ absl::StatusOr<SafetensorsHeader> HeaderOf(absl::string_view contents, const std
 }  // namespace
 
 std::unique_ptr<DeviceUploads> UploadsTo(const c10::Device& device) {
-  return std::make_unique<DeviceUploads>(device, kDirectBlockBytes, ReadingThreads() + 2);
+  const int threads = ReadingThreads();
+  return std::make_unique<DeviceUploads>(
+      device, DeviceUploads::Room{
+                  .block_bytes = kDirectBlockBytes, .threads = threads, .blocks = threads + 2});
 }
 
 uint64_t BytesToDevice(const StateReader& reader, absl::string_view name) {
@@ -148,7 +151,8 @@ absl::StatusOr<StateDict> ReadToDevice(const StateReader& reader, absl::string_v
   absl::Status read;
   if (reader.in_memory()) {
     const uint64_t blocks = (bytes + uploads.block_bytes() - 1) / uploads.block_bytes();
-    read = ForEach(blocks, {.threads = TransferThreads()}, [&](uint64_t i) -> absl::Status {
+    const int threads = std::min(TransferThreads(), uploads.threads());
+    read = ForEach(blocks, {.threads = threads}, [&](uint64_t i) -> absl::Status {
       const uint64_t offset = i * uploads.block_bytes();
       const absl::string_view from = contents.substr(offset, uploads.block_bytes());
       MUSTER_ASSIGN_OR_RETURN(char* const block, uploads.Take());
@@ -156,7 +160,7 @@ absl::StatusOr<StateDict> ReadToDevice(const StateReader& reader, absl::string_v
       return take(offset, absl::string_view(block, from.size()));
     });
   } else {
-    DirectFileOptions options{.in_flight = ReadingThreads()};
+    DirectFileOptions options{.in_flight = uploads.threads()};
     options.place = [&](uint64_t) -> char* {
       // Why there is none, Queue() says.
       const absl::StatusOr<char*> block = uploads.Take();

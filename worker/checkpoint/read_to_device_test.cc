@@ -92,7 +92,8 @@ class ReadToDeviceTest : public testing::Test {
   LeftCopies copies_{Streams()};
   bool fails_ ABSL_GUARDED_BY(mu_) = false;
   // Fewer than the file has.
-  DeviceUploads uploads_{Streams().device(), kDirectBlockBytes, 2,
+  DeviceUploads uploads_{Streams().device(),
+                         {.block_bytes = kDirectBlockBytes, .threads = 1, .blocks = 2},
                          [this](char* to, const char* from, size_t bytes) {
                            MutexLock lock(&mu_);
                            TORCH_CHECK(!fails_ || copies_.size() == 0, "out of order");
@@ -166,7 +167,10 @@ TEST_F(ReadToDeviceTest, OneRankThatFails_IsTheErrorOfAllAndTheNextLoadSucceeds)
       Mutex mu;
       bool first = true;
       DeviceUploads uploads(
-          Streams().device(), kDirectBlockBytes, ReadingThreads() + 2,
+          Streams().device(),
+          {.block_bytes = kDirectBlockBytes,
+           .threads = ReadingThreads(),
+           .blocks = ReadingThreads() + 2},
           [&](char* to, const char* from, size_t bytes) {
             // No thread reads its second block before the first one of all has failed.
             MutexLock lock(&mu);

@@ -57,10 +57,10 @@ absl::Status SaveStaged(Comm& comm, Publication publication, NodeGroups groups,
                           /*logs=*/comm.rank() == 0);
     writer.ReportTo(progress.get());
   }
-  const absl::Status written = GuardRank([&]() -> absl::Status {
-    MUSTER_RETURN_IF_ERROR(staged.CheckVisible());
-    return write(writer);
-  });
+  // Others may wait for what `write` exchanges before it writes.
+  writer.Refuse(staged.CheckVisible());
+  absl::Status written = GuardRank([&] { return write(writer); });
+  written.Update(writer.refused());
   return staged.Publish(comm, std::move(publication), written, writer.files());
 }
 
@@ -139,6 +139,7 @@ absl::Status NumberIsFree(const CheckpointFolder& folder, int64_t iteration, int
 }  // namespace
 
 absl::Status StateWriter::CheckName(const std::string& name) const {
+  MUSTER_RETURN_IF_ERROR(refused_);
   const auto has_name = [&name](const auto& file) { return file.name == name; };
   if (std::any_of(files_.begin(), files_.end(), has_name) ||
       (snapshot_ != nullptr &&

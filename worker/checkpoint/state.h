@@ -66,6 +66,11 @@ class StateWriter {
   // Writes a text file, such as the index of a model in several files.
   absl::Status WriteText(const std::string& name, const std::string& text);
 
+  // This rank cannot write: if `status` is an error, writing returns it. For a function that has
+  // exchanges with other ranks before it writes: it is called all the same.
+  void Refuse(const absl::Status& status) { refused_ = status; }
+  const absl::Status& refused() const { return refused_; }
+
   // The files that this rank has written to the disk.
   const std::vector<ManifestFile>& files() const { return files_; }
 
@@ -80,6 +85,7 @@ class StateWriter {
   SaveProgress::Save* progress_ = nullptr;
   FilePlans* plans_ = nullptr;
   std::vector<ManifestFile> files_;
+  absl::Status refused_;
 };
 
 // Returns the manifest's entry for a written file.

@@ -23,6 +23,8 @@
 #include "worker/checkpoint/disposal.h"
 #include "worker/checkpoint/fake_device.h"
 #include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/staging_folder.h"
+#include "worker/collective/borrowed_comm.h"
 #include "worker/collective/thread_comm.h"
 
 namespace muster {
@@ -313,6 +315,33 @@ TEST_F(StateTest, D21_TwoRanksWithOneFileName_IsAnErrorOnAllRanks) {
         [](StateWriter& writer) { return writer.Write(ScalerFileName(0), StateDict()); });
     EXPECT_THAT(std::string(saved.message()),
                 HasSubstr("scaler.json was written by rank 0 and by rank 1"));
+  });
+  EXPECT_TRUE(ListDirectory(root_)->empty());
+}
+
+// A rank of another machine, whose folders are others than rank 0's.
+class ElsewhereComm : public BorrowedComm {
+ public:
+  explicit ElsewhereComm(Comm& comm) : BorrowedComm(comm) {}
+  std::string BroadcastBytes(const std::string& bytes, int root) override {
+    const std::string got = BorrowedComm::BroadcastBytes(bytes, root);
+    return got.find(std::string(kStagingMark)) == std::string::npos ? got : got + "-elsewhere";
+  }
+};
+
+// As with a sharded model, whose parts the ranks exchange before they write.
+TEST_F(StateTest, FolderThatOneRankDoesNotSee_IsAnErrorOfAllAndKeepsNoneInAnExchange) {
+  RunRanks(2, [&](Comm& comm) {
+    ElsewhereComm elsewhere(comm);
+    Comm& here = comm.rank() == 1 ? elsewhere : comm;
+    const absl::Status saved =
+        SaveCheckpoint(here, JoinPath(root_, "c"), {}, [&](StateWriter& writer) {
+          EXPECT_EQ(comm.AllGatherBytes("a part").size(), 2u);
+          return WriteAll(writer, 1);
+        });
+    EXPECT_EQ(saved.code(), absl::StatusCode::kNotFound) << saved;
+    EXPECT_THAT(std::string(saved.message()),
+                AllOf(HasSubstr("rank 1: "), HasSubstr("is not visible here")));
   });
   EXPECT_TRUE(ListDirectory(root_)->empty());
 }

@@ -40,10 +40,10 @@ absl::Status Upload(const Piece& piece, DeviceUploads& uploads) {
   return uploads.Queue(block, {{.offset = offset, .bytes = piece.bytes, .to = piece.to}});
 }
 
-absl::Status Run(Batch batch, int threads, DeviceUploads& uploads) {
+absl::Status Run(Batch batch, DeviceUploads& uploads) {
   // Memory of the batch may be that of tensors which the device still has to read.
   uploads.Follow();
-  absl::Status status = ForEach(batch.pieces.size(), {.threads = threads},
+  absl::Status status = ForEach(batch.pieces.size(), {.threads = uploads.threads()},
                                 [&](uint64_t i) { return Upload(batch.pieces[i], uploads); });
   status.Update(uploads.Wait());
   MUSTER_RETURN_IF_ERROR(status);
@@ -60,13 +60,15 @@ absl::Status UploadTo(const c10::Device& device, const std::vector<TensorUpload>
   const std::unique_ptr<DeviceUploads> uploads =
       options.uploads != nullptr
           ? options.uploads(device)
-          : std::make_unique<DeviceUploads>(device, kBlockBytes, 2 * threads);
+          : std::make_unique<DeviceUploads>(
+                device, DeviceUploads::Room{
+                            .block_bytes = kBlockBytes, .threads = threads, .blocks = 2 * threads});
   Batch batch;
   MemoryRanges written;
   for (const TensorUpload& tensor : tensors) {
     if (tensor.to.device() != device) continue;
     if (written.Overlap(tensor.to)) {
-      MUSTER_RETURN_IF_ERROR(Run(std::exchange(batch, Batch()), threads, *uploads));
+      MUSTER_RETURN_IF_ERROR(Run(std::exchange(batch, Batch()), *uploads));
       written.Clear();
     }
     written.Add(tensor.to);
@@ -74,7 +76,7 @@ absl::Status UploadTo(const c10::Device& device, const std::vector<TensorUpload>
     if (tensor.type != to.scalar_type()) {
       if (batch.converted_bytes > 0 &&
           batch.converted_bytes + tensor.bytes > options.converted_bytes) {
-        MUSTER_RETURN_IF_ERROR(Run(std::exchange(batch, Batch()), threads, *uploads));
+        MUSTER_RETURN_IF_ERROR(Run(std::exchange(batch, Batch()), *uploads));
       }
       to = at::empty(to.sizes(), at::TensorOptions(device).dtype(tensor.type));
       batch.converted.emplace_back(tensor.to, to);
@@ -93,7 +95,7 @@ absl::Status UploadTo(const c10::Device& device, const std::vector<TensorUpload>
       begin += bytes;
     }
   }
-  return Run(std::move(batch), threads, *uploads);
+  return Run(std::move(batch), *uploads);
 }
 
 // Pairs as CopyTensors() gets them, all of which can be uploaded.

@@ -37,7 +37,7 @@ struct TensorUploadOptions {
   size_t converted_bytes = size_t{256} << 20;
   // Tensors in memory of fewer bytes in all are copied without; see CopyTensors().
   uint64_t least_bytes = uint64_t{16} << 20;
-  // Null: those of the process.
+  // Null: those of the process. Others say by themselves how many threads fetch.
   std::function<std::unique_ptr<DeviceUploads>(const c10::Device&)> uploads = nullptr;
 };
 

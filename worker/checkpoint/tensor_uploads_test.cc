@@ -37,7 +37,7 @@ class TensorUploadsTest : public testing::Test {
   TensorUploadOptions Options() {
     return {.threads = 3, .least_bytes = 0, .uploads = [this](const c10::Device& device) {
               return std::make_unique<DeviceUploads>(
-                  device, kBlock, 4,
+                  device, DeviceUploads::Room{.block_bytes = kBlock, .threads = 3, .blocks = 4},
                   [this](char* to, const char* from, size_t bytes) {
                     ++queued_;
                     copies_.Leave(to, from, bytes);
@@ -74,7 +74,7 @@ TEST_F(TensorUploadsTest, TargetsThatOverlap_WaitForThoseBefore) {
   std::vector<size_t> waiting;
   options.uploads = [&](const c10::Device& device) {
     return std::make_unique<DeviceUploads>(
-        device, kBlock, 9,
+        device, DeviceUploads::Room{.block_bytes = kBlock, .threads = 1, .blocks = 9},
         [&](char* to, const char* from, size_t bytes) {
           waiting.push_back(copies_.size());
           copies_.Leave(to, from, bytes);
@@ -123,7 +123,8 @@ TEST_F(TensorUploadsTest, WithoutMemoryForBlocks_TensorsAreCopied) {
   TensorUploadOptions options = Options();
   options.uploads = [](const c10::Device& device) {
     return std::make_unique<DeviceUploads>(
-        device, SIZE_MAX / 2 / kBlock * kBlock, 1, [](char*, const char*, size_t) {}, nullptr);
+        device, DeviceUploads::Room{.block_bytes = SIZE_MAX / 2 / kBlock * kBlock},
+        [](char*, const char*, size_t) {}, nullptr);
   };
   const absl::Status status = CopyTensors({{a, large_}}, options);
   ASSERT_TRUE(status.ok()) << status;

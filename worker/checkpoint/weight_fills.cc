@@ -14,7 +14,6 @@
 #include "c10/core/ScalarType.h"
 #include "c10/util/Exception.h"
 #include "worker/checkpoint/direct_io.h"
-#include "worker/checkpoint/memory_ranges.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/transfer.h"
 
@@ -115,6 +114,21 @@ absl::Status FillWeights(const WeightFiles& files, const std::vector<WeightFill>
   MUSTER_RETURN_IF_ERROR(
       FillOnHost(files, on_host, options.threads > 0 ? options.threads : ReadingThreads()));
   return uploads.empty() ? absl::OkStatus() : UploadTensors(uploads, options);
+}
+
+void WeightFills::Add(WeightFill weight) {
+  targets_.Add(weight.to);
+  left_.push_back(std::move(weight));
+}
+
+absl::Status WeightFills::MakeBefore(const at::Tensor& copied) {
+  return targets_.Overlap(copied) ? Make() : absl::OkStatus();
+}
+
+absl::Status WeightFills::Make() {
+  targets_.Clear();
+  if (left_.empty()) return absl::OkStatus();
+  return FillWeights(files_, std::exchange(left_, {}));
 }
 
 }  // namespace muster

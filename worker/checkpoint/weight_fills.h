@@ -5,6 +5,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "absl/status/status.h"
+#include "worker/checkpoint/memory_ranges.h"
 #include "worker/checkpoint/tensor_uploads.h"
 #include "worker/checkpoint/weight_files.h"
 
@@ -30,6 +31,25 @@ bool IsFillable(const WeightEntry& from, const at::Tensor& to);
 // that a device has not.
 absl::Status FillWeights(const WeightFiles& files, const std::vector<WeightFill>& weights,
                          const TensorUploadOptions& options = {});
+
+// Fills that are left to be made together, beside copies that are made one after the other.
+class WeightFills {
+ public:
+  // `files`: borrowed.
+  explicit WeightFills(const WeightFiles& files) : files_(files) {}
+
+  void Add(WeightFill weight);
+  // Before a copy to a tensor: makes those that are left if one of them has memory in common with
+  // it, since the later of two targets wins. Errors: those of FillWeights().
+  absl::Status MakeBefore(const at::Tensor& copied);
+  // Makes those that are left. Errors: those of FillWeights().
+  absl::Status Make();
+
+ private:
+  const WeightFiles& files_;
+  std::vector<WeightFill> left_;
+  MemoryRanges targets_;
+};
 
 }  // namespace muster
 

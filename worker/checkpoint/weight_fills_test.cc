@@ -60,7 +60,7 @@ class WeightFillsTest : public testing::Test {
          .uploads = [this](const auto& device) {
            // Tensors are of several blocks, and more than there are.
            return std::make_unique<DeviceUploads>(
-               device, 64 << 10, 4,
+               device, DeviceUploads::Room{.block_bytes = 64 << 10, .threads = 3, .blocks = 4},
                [this](char* to, const char* from, size_t bytes) { copies_.Leave(to, from, bytes); },
                nullptr);
          }});
@@ -152,6 +152,22 @@ TEST_F(WeightFillsTest, TargetsOnTheHostThatOverlap_AreWrittenInTheirOrder) {
     ASSERT_TRUE(status.ok()) << status;
     ASSERT_TRUE(Same(b, weights_[1].second));
   }
+}
+
+TEST_F(WeightFillsTest, FillsThatAreLeft_AreMadeBeforeACopyToTheSameMemory) {
+  const at::Tensor a = at::zeros({300, 1000}), b = at::zeros({7}, at::kLong);
+  const at::Tensor row = a[7];
+  WeightFills fills(*files_);
+  fills.Add({.from = files_->Find("a"), .to = a});
+  ASSERT_TRUE(fills.MakeBefore(b).ok());
+  EXPECT_FALSE(a.any().item<bool>()) << "they are made together";
+  ASSERT_TRUE(fills.MakeBefore(row).ok());
+  row.fill_(-1);
+  fills.Add({.from = files_->Find("b"), .to = b});
+  ASSERT_TRUE(fills.Make().ok());
+  at::Tensor expected = weights_[0].second.clone();
+  expected[7].fill_(-1);
+  EXPECT_TRUE(Same(a, expected) && Same(b, weights_[1].second));
 }
 
 TEST_F(WeightFillsTest, FileThatEnds_IsTheErrorAndNothingIsUnderWay) {

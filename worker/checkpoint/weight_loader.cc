@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "ATen/MemoryOverlap.h"
@@ -18,7 +19,6 @@
 #include "absl/strings/str_join.h"
 #include "base/status_macros.h"
 #include "base/text.h"
-#include "worker/checkpoint/memory_ranges.h"
 #include "worker/checkpoint/tensor_uploads.h"
 #include "worker/checkpoint/transfer.h"
 #include "worker/checkpoint/weight_files.h"
@@ -344,26 +344,18 @@ absl::Status MatchedWeights::Plan::Copy() const {
     }
   };
   const WeightFiles* const files = source->files();
-  // All at once: from several files and tensors at a time.
-  std::vector<WeightFill> fills;
-  MemoryRanges filled;
-  const auto fill = [&]() -> absl::Status {
-    filled.Clear();
-    if (fills.empty()) return absl::OkStatus();
-    return FillWeights(*files, std::exchange(fills, {}));
-  };
+  std::optional<WeightFills> fills;
+  if (files != nullptr) fills.emplace(*files);
   std::vector<std::pair<at::Tensor, at::Tensor>> in_memory;
   for (const OneCopy& copy : copies) {
     const at::Tensor& target = targets[copy.target].second;
     Prepare(copy, target);
     follow(copy.target);
     if (files != nullptr && IsFillable(files->entries()[copy.from], target)) {
-      fills.push_back({.from = &files->entries()[copy.from], .to = target});
-      filled.Add(target);
+      fills->Add({.from = &files->entries()[copy.from], .to = target});
       continue;
     }
-    // The later of two targets wins.
-    if (filled.Overlap(target)) MUSTER_RETURN_IF_ERROR(fill());
+    if (fills.has_value()) MUSTER_RETURN_IF_ERROR(fills->MakeBefore(target));
     MUSTER_ASSIGN_OR_RETURN(const at::Tensor read, source->Read(copy.from));
     if (files == nullptr) {
       in_memory.emplace_back(target, read);
@@ -372,7 +364,7 @@ absl::Status MatchedWeights::Plan::Copy() const {
     }
   }
   MUSTER_RETURN_IF_ERROR(CopyTensors(in_memory));
-  MUSTER_RETURN_IF_ERROR(fill());
+  if (fills.has_value()) MUSTER_RETURN_IF_ERROR(fills->Make());
   // Tensors that the file leaves out get the type too, tied ones and those that are missing.
   if (dtype.has_value()) {
     for (size_t i = 0; i < targets.size(); ++i) {

@@ -569,12 +569,8 @@ class ShardFeed : public Feed<T> {
         read_(std::move(read)),
         comm_(*comm),
         device_(options.device.value_or(at::kCPU)),
-        position_(pass_->position) {
-    if (settings.workers > 0) {
-      prefetcher_.emplace(std::vector<typename Prefetcher<ShardPart<T>>::Produce>{read_},
-                          int64_t{settings.workers} * settings.prefetch);
-    }
-  }
+        ahead_most_(int64_t{settings.workers} * settings.prefetch),
+        position_(pass_->position) {}
 
   std::optional<Fetched<T>> Next() override {
     if (!started_) {
@@ -600,6 +596,10 @@ class ShardFeed : public Feed<T> {
     std::optional<ShardPart<T>> part;
     int64_t mine = kNothing;
     try {
+      if (ahead_most_ > 0 && !prefetcher_.has_value()) {
+        prefetcher_.emplace(std::vector<typename Prefetcher<ShardPart<T>>::Produce>{read_},
+                            ahead_most_);
+      }
       part = prefetcher_.has_value() ? prefetcher_->Next() : read_(round_);
       if (part.has_value()) mine = part->real;
     } catch (...) {
@@ -651,6 +651,7 @@ class ShardFeed : public Feed<T> {
   const Read read_;
   Comm& comm_;
   const at::Device device_;
+  const int64_t ahead_most_;  // 0: the caller reads
   bool started_ = false;
   bool finished_ = false;
   int64_t round_ = 0;
@@ -810,7 +811,11 @@ class LoaderIterator {
     Pass(std::shared_ptr<LoaderCore> c, std::shared_ptr<loader_internal::Source<T>> s, int64_t skip)
         : core(std::move(c)), source(std::move(s)), facts(Start(skip)) {
       if (facts == nullptr) return;
-      const auto open = [this] { return source->Open(facts, core->settings(), core->options()); };
+      const auto open = [this] {
+        // Its error is that of all, who wait for rank 0.
+        if (core->dispatch()) core->CheckSize(source->Size());
+        return source->Open(facts, core->settings(), core->options());
+      };
       try {
         if (core->dispatch()) {
           feed = std::make_unique<loader_internal::DispatchFeed<T>>(facts, open, core->comm(),
@@ -828,7 +833,7 @@ class LoaderIterator {
     // Null for a pass that is skipped.
     std::shared_ptr<const LoaderPass> Start(int64_t skip) {
       if (core->SkipsPass()) return nullptr;
-      if (!core->dispatch() || core->is_main()) core->CheckSize(source->Size());
+      if (!core->dispatch()) core->CheckSize(source->Size());
       return core->StartPass(skip);
     }
 
@@ -1105,21 +1110,24 @@ PreparedLoader<CollatedBatch<D, C>> PrepareLoader(
     const int size = comm == nullptr ? 1 : comm->size();
     // If rank 0 reads for all ranks, there is nothing to divide.
     if (size == 1 || !options.dispatch_batches.value_or(false)) {
-      auto part =
-          dataset_internal::ShardOf(recipe.dataset(), comm == nullptr ? 0 : comm->rank(), size);
-      using Part = typename decltype(part)::element_type;
-      static_assert(std::is_same_v<CollatedBatch<Part, C>, T>,
-                    "shard() must give a stream of the same samples");
       std::shared_ptr<loader_internal::Source<T>> source;
-      if (size == 1) {
-        source = std::make_shared<loader_internal::StreamSource<Part, C>>(
-            std::move(part), recipe.collate_function());
-      } else {
-        source = std::make_shared<loader_internal::ShardedSource<Part, C>>(
-            std::move(part), recipe.collate_function(), comm);
-      }
+      const auto open = [&] {
+        auto part =
+            dataset_internal::ShardOf(recipe.dataset(), comm == nullptr ? 0 : comm->rank(), size);
+        using Part = typename decltype(part)::element_type;
+        static_assert(std::is_same_v<CollatedBatch<Part, C>, T>,
+                      "shard() must give a stream of the same samples");
+        if (size == 1) {
+          source = std::make_shared<loader_internal::StreamSource<Part, C>>(
+              std::move(part), recipe.collate_function());
+        } else {
+          source = std::make_shared<loader_internal::ShardedSource<Part, C>>(
+              std::move(part), recipe.collate_function(), comm);
+        }
+        return source->Size();
+      };
       std::shared_ptr<LoaderCore> core =
-          LoaderCore::Create(recipe.settings(), options, source->Size(), /*is_stream=*/true, comm,
+          LoaderCore::Create(recipe.settings(), options, open, /*is_stream=*/true, comm,
                              std::move(observer), /*sharded=*/true);
       return PreparedLoader<T>(std::move(core), std::move(source));
     }
@@ -1129,8 +1137,9 @@ PreparedLoader<CollatedBatch<D, C>> PrepareLoader(
                                         loader_internal::StreamSource<D, C>>;
   std::shared_ptr<loader_internal::Source<T>> source =
       std::make_shared<SourceType>(recipe.dataset(), recipe.collate_function());
-  std::shared_ptr<LoaderCore> core = LoaderCore::Create(recipe.settings(), options, source->Size(),
-                                                        !kMapStyle, comm, std::move(observer));
+  std::shared_ptr<LoaderCore> core = LoaderCore::Create(
+      recipe.settings(), options, [&] { return source->Size(); }, !kMapStyle, comm,
+      std::move(observer));
   return PreparedLoader<T>(std::move(core), std::move(source));
 }
 

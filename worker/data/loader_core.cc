@@ -17,6 +17,7 @@
 #include "absl/strings/str_split.h"
 #include "base/log.h"
 #include "nlohmann/json.hpp"
+#include "worker/collective/on_all.h"
 #include "worker/data/data_error.h"
 #include "worker/data/data_random.h"
 #include "worker/data/malloc_tuning.h"
@@ -284,14 +285,14 @@ void CheckSettings(const RecipeSettings& settings, std::optional<int64_t> num_sa
 
 std::shared_ptr<LoaderCore> LoaderCore::Create(const RecipeSettings& settings,
                                                const LoaderOptions& options,
-                                               std::optional<int64_t> num_samples, bool is_stream,
-                                               Comm* comm, std::shared_ptr<LoaderObserver> observer,
+                                               const std::function<std::optional<int64_t>()>& open,
+                                               bool is_stream, Comm* comm,
+                                               std::shared_ptr<LoaderObserver> observer,
                                                bool sharded) {
   KeepFreedBatchMemory();
   std::shared_ptr<LoaderCore> core(new LoaderCore());
   core->settings_ = settings;
   core->options_ = options;
-  core->num_samples_ = num_samples;
   core->is_stream_ = is_stream;
   core->comm_ = comm;
   core->observer_ = std::move(observer);
@@ -303,10 +304,20 @@ std::shared_ptr<LoaderCore> LoaderCore::Create(const RecipeSettings& settings,
   core->dispatch_ =
       core->world_size_ > 1 && options.dispatch_batches.value_or(is_stream && !core->sharded_);
 
-  CheckSettings(settings, num_samples, is_stream);
-  if (settings.batch_size.has_value()) {
-    ValueOrThrow(RoundSizeOf(core->Sharding(), *settings.batch_size));
+  std::optional<int64_t> num_samples;
+  const auto begin = [&] {
+    num_samples = open();
+    CheckSettings(settings, num_samples, is_stream);
+    if (settings.batch_size.has_value()) {
+      ValueOrThrow(RoundSizeOf(core->Sharding(), *settings.batch_size));
+    }
+  };
+  if (core->world_size_ > 1) {
+    OnAll(*comm, "prepare a loader", begin);
+  } else {
+    begin();
   }
+  core->num_samples_ = num_samples;
 
   if (settings.workers > 0 || is_stream) RegisterDataRandom();
 

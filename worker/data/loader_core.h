@@ -215,11 +215,13 @@ class LoaderCore : public LoaderStateHandle {
   // (collective) Checks the settings, takes the seed from rank 0 and checks that all ranks prepare
   // the same loader. `comm` may be null for a job of one process, and must outlive the loader.
   // Errors (c10::Error): settings that contradict each other; ranks that differ, named.
-  // `sharded`: a stream of which this rank has its own part, with `num_samples` of it.
+  // `open` makes this rank's data ready, and returns how many samples they have; what it throws on
+  // one rank, all ranks throw. `sharded`: a stream of which this rank has its own part.
   static std::shared_ptr<LoaderCore> Create(const RecipeSettings& settings,
                                             const LoaderOptions& options,
-                                            std::optional<int64_t> num_samples, bool is_stream,
-                                            Comm* comm, std::shared_ptr<LoaderObserver> observer,
+                                            const std::function<std::optional<int64_t>()>& open,
+                                            bool is_stream, Comm* comm,
+                                            std::shared_ptr<LoaderObserver> observer,
                                             bool sharded = false);
 
   // Throws c10::Error if a map-style data set, of `num_samples` now, has grown or shrunk since the

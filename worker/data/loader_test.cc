@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
@@ -27,6 +28,7 @@
 #include "ATen/ops/randperm.h"
 #include "ATen/ops/stack.h"
 #include "ATen/ops/zeros.h"
+#include "base/test_threads.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "worker/collective/thread_comm.h"
@@ -889,6 +891,22 @@ TEST(Dispatch, ErrorOnRankZero_ReachesEveryRank) {
   EXPECT_THAT(errors[2], HasSubstr("on rank 0"));
 }
 
+TEST(Dispatch, DataOfRankZeroThatHaveGrown_AreAnErrorOnEveryRank) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    LoaderOptions options;
+    options.dispatch_batches = true;
+    const auto ids = std::make_shared<Ids>(Ids{8});
+    auto loader = PrepareLoader(batches(ids, 2), options, &comm);
+    if (comm.rank() == 0) ids->length = 10;
+    errors[static_cast<size_t>(comm.rank())] = ErrorOf([&] { All(loader); });
+    ids->length = 8;
+    EXPECT_EQ(All(loader).size(), 2U);
+  });
+  EXPECT_THAT(errors[0], HasSubstr("the data set had 8 samples"));
+  EXPECT_THAT(errors[1], HasSubstr("on rank 0, which reads for all ranks: loader: the data set"));
+}
+
 TEST(Dispatch, TensorWithoutTheSamplesDimension_IsAnErrorOnEveryRank) {
   std::vector<std::string> errors(2);
   RunRanks(2, [&](Comm& comm) {
@@ -1290,6 +1308,44 @@ TEST(ShardedStream, ErrorOnOneRank_ReachesTheOthersInItsTurn) {
   EXPECT_THAT(given, ElementsAre(4, 4));
   EXPECT_THAT(errors[0], HasSubstr("rank 1 cannot read its part"));
   EXPECT_THAT(errors[1], HasSubstr("no such block"));
+}
+
+TEST(ShardedStream, PartThatOneRankCannotOpen_IsAnErrorOnEveryRank) {
+  struct Parts {
+    auto begin() { return numbers.begin(); }
+    auto end() { return numbers.end(); }
+    std::shared_ptr<std::set<int64_t>> shard(int rank, int) const {
+      if (rank == 1) throw std::runtime_error("no such folder");
+      return std::make_shared<std::set<int64_t>>(numbers);
+    }
+    std::set<int64_t> numbers;
+  };
+  std::vector<std::string> errors(3);
+  RunRanks(3, [&](Comm& comm) {
+    errors[static_cast<size_t>(comm.rank())] = ErrorOf([&] {
+      PrepareLoader(batches(Parts{{1, 2}}, 2), {}, &comm);
+    });
+    // The ranks are still in step.
+    comm.Barrier();
+  });
+  EXPECT_THAT(errors[0], HasSubstr("rank 1 cannot prepare a loader: no such folder"));
+  EXPECT_EQ(errors[1], "no such folder");
+  EXPECT_THAT(errors[2], HasSubstr("rank 1 cannot prepare a loader"));
+}
+
+TEST(ShardedStream, RankWithoutAThreadToReadAhead_IsAnErrorOnEveryRank) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    auto loader = PrepareLoader(batches(Files{{6, 6}}, 2).workers(1), {}, &comm);
+    {
+      std::optional<ThreadsLeft> none;
+      if (comm.rank() == 1) none.emplace(0);
+      errors[static_cast<size_t>(comm.rank())] = ErrorOf([&] { All(loader); });
+    }
+    EXPECT_EQ(All(loader).size(), 3U);
+  });
+  EXPECT_THAT(errors[0], HasSubstr("rank 1 cannot read its part"));
+  EXPECT_THAT(errors[1], HasSubstr("Resource temporarily unavailable"));
 }
 
 TEST(ShardedStream, PartsThatKnowTheirSize_GiveTheLoadersSize) {

@@ -5,6 +5,7 @@
 #include <exception>
 #include <functional>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -27,10 +28,19 @@ class Prefetcher {
  public:
   using Produce = std::function<std::optional<Item>(int64_t)>;
 
+  // Uses fewer of the functions where the system gives no more threads. Throws std::system_error
+  // where it gives none.
   Prefetcher(std::vector<Produce> produce, int64_t capacity)
       : produce_(std::move(produce)), slots_(static_cast<size_t>(capacity)) {
     threads_.reserve(produce_.size());
-    for (Produce& function : produce_) threads_.emplace_back([this, &function] { Work(function); });
+    for (Produce& function : produce_) {
+      try {
+        threads_.emplace_back([this, &function] { Work(function); });
+      } catch (const std::system_error&) {
+        if (threads_.empty()) throw;
+        return;
+      }
+    }
   }
 
   ~Prefetcher() {

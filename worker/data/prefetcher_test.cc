@@ -4,9 +4,11 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "base/mutex.h"
+#include "base/test_threads.h"
 #include "gtest/gtest.h"
 
 namespace muster {
@@ -29,6 +31,20 @@ TEST(Prefetcher, AnyThreadsAndCapacity_GivesAllInOrder) {
       EXPECT_EQ(numbers.Next(), std::nullopt);
     }
   }
+}
+
+TEST(Prefetcher, FewerThreadsThanFunctions_GiveAllInOrder) {
+  for (const int threads : {1, 2}) {
+    const ThreadsLeft left(threads);
+    Numbers numbers(std::vector<Numbers::Produce>(3, CountTo(100)), 4);
+    for (int64_t expected = 0; expected < 100; ++expected) ASSERT_EQ(numbers.Next(), expected);
+    EXPECT_EQ(numbers.Next(), std::nullopt);
+  }
+}
+
+TEST(Prefetcher, NoThread_IsAnError) {
+  const ThreadsLeft none(0);
+  EXPECT_THROW(Numbers(std::vector<Numbers::Produce>(3, CountTo(9)), 4), std::system_error);
 }
 
 TEST(Prefetcher, Exception_ComesInItsPlaceAndEndsIt) {

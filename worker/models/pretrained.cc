@@ -193,18 +193,19 @@ absl::StatusOr<TextModel> Load(const std::string& path, const LoadPretrainedOpti
       MatchedEntries matched,
       MatchEntries(files, tensors, {.strict = false, .rename = NamesIn(files, *model)}));
   const at::NoGradGuard no_grad;
-  std::vector<WeightFill> fills;
+  WeightFills fills(files);
   for (const MatchedWeight& match : matched.matches) {
     const WeightEntry& entry = files.entries()[match.from];
     at::Tensor target = tensors[match.target].second;
     if (IsFillable(entry, target)) {
-      fills.push_back({.from = &entry, .to = target});
+      fills.Add({.from = &entry, .to = target});
       continue;
     }
+    MUSTER_RETURN_IF_ERROR(fills.MakeBefore(target));
     MUSTER_ASSIGN_OR_RETURN(const at::Tensor weight, ReadWeight(files, entry));
     target.copy_(weight);
   }
-  if (!fills.empty()) MUSTER_RETURN_IF_ERROR(FillWeights(files, fills));
+  MUSTER_RETURN_IF_ERROR(fills.Make());
   // It has its value all the same.
   std::erase_if(matched.report.missing,
                 [&config](const std::string& name) { return IsUnused(config, name); });

@@ -28,6 +28,7 @@
 #include "torch/csrc/distributed/c10d/logger.hpp"
 #include "torch/csrc/distributed/c10d/reducer.hpp"
 #include "worker/collective/engine_backend.h"
+#include "worker/collective/on_all.h"
 #include "worker/collective/progress_board.h"
 #include "worker/parallel/coalesce.h"
 #include "worker/parallel/comm_hooks.h"
@@ -154,7 +155,8 @@ class DataParallel::Impl {
     }
     TORCH_CHECK(group_ != nullptr || options.gradient_hook == nullptr,
                 "gradient_hook needs a process group, and these ranks are threads without one");
-    StartExchange();
+    // Its buckets are as large as the gradients.
+    OnAll(comm_, "exchange gradients", [this] { StartExchange(); });
   }
 
   void BeforeForward(bool communicate) {

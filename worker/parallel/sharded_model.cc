@@ -17,6 +17,7 @@
 #include "torch/csrc/autograd/graph_task.h"
 #include "torch/csrc/autograd/variable.h"
 #include "torch/nn/module.h"
+#include "worker/collective/on_all.h"
 #include "worker/collective/shared_parts.h"
 #include "worker/parallel/coalesce.h"
 #include "worker/parallel/meeting.h"
@@ -31,6 +32,9 @@ constexpr int kGatheredUnits = 2;
 
 // Gradients of smaller units are not worth a buffer that stays.
 constexpr int64_t kReachableBytes = 256 << 10;
+
+// What a rank cannot do if its part of OnAll() fails.
+constexpr char kShard[] = "shard the model";
 
 constexpr uint32_t kAtTheEnd = std::numeric_limits<uint32_t>::max();
 
@@ -124,42 +128,17 @@ std::vector<std::string> MeetAll(Comm& world, Comm& parts, const std::string& pl
   return MeetAt(world, place, message, failure);
 }
 
+// Throws what this rank has failed with, if anything, or leaves it in `failure`.
+void Report(const std::exception_ptr& mine, std::exception_ptr* failure) {
+  if (mine == nullptr) return;
+  if (failure == nullptr) std::rethrow_exception(mine);
+  if (*failure == nullptr) *failure = mine;
+}
+
 bool InBackward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 at::Tensor OnCpu(const at::Tensor& tensor) {
   return tensor.detach().to(at::kCPU).contiguous().clone();
-}
-
-// Never empty.
-std::string TextOf(const std::exception_ptr& thrown) {
-  std::string text;
-  try {
-    std::rethrow_exception(thrown);
-  } catch (const c10::Error& error) {
-    text = error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    text = error.what();
-  } catch (...) {
-    text = "what is thrown is no exception";
-  }
-  return text.empty() ? "an error without a text" : text;
-}
-
-// Does `step` on every rank. An error of one rank is thrown on all: the others would wait.
-void OnAll(Comm& world, const std::function<void()>& step) {
-  std::string mistake;
-  std::exception_ptr mine;
-  try {
-    step();
-  } catch (...) {
-    mine = std::current_exception();
-    mistake = TextOf(mine);
-  }
-  const std::vector<std::string> all = world.AllGatherBytes(mistake);
-  if (mine != nullptr) std::rethrow_exception(mine);
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    TORCH_CHECK(all[rank].empty(), "rank ", rank, " cannot shard the model: ", all[rank]);
-  }
 }
 
 // Of a place at which ranks meet that have announced a change.
@@ -222,7 +201,7 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
       queue_(std::move(queue)) {
   std::vector<at::Tensor> tensors;
   std::vector<std::string> names;
-  OnAll(world_, [&] {
+  OnAll(world_, kShard, [&] {
     for (const NamedParameter& parameter : parameters) {
       TORCH_CHECK(store_ == nullptr || parameter.tensor.is_meta() ||
                       store_->Takes(parameter.tensor.device()),
@@ -241,7 +220,7 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
   });
   VerifySameModel(world_, tensors, names, std::vector<bool>(names.size(), false));
   std::vector<PlannedUnit> plan;
-  OnAll(world_, [&] { plan = PlanUnits(module, parameters, options_); });
+  OnAll(world_, kShard, [&] { plan = PlanUnits(module, parameters, options_); });
   CheckSamePlan(plan);
   tensors.clear();
   parameters.clear();
@@ -249,7 +228,7 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
   // Before a parameter has become one of a unit: a disk that is full changes nothing.
   std::vector<StoredPart> stored(plan.size());
   if (store_ != nullptr) {
-    OnAll(world_, [&] {
+    OnAll(world_, kShard, [&] {
       for (size_t i = 0; i < plan.size(); ++i) {
         if (plan[i].whole) continue;
         const uint64_t bytes = ShardUnit::PartBytes(plan[i].parameters, shard_comm_.size());
@@ -264,7 +243,7 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
       }
     });
     // The ranks of a machine have all seen how much it has left.
-    OnAll(world_, [&] { store_->Take(); });
+    OnAll(world_, kShard, [&] { store_->Take(); });
   }
   for (size_t i = 0; i < plan.size(); ++i) AddUnit(std::move(plan[i]), materialize, stored[i]);
   if (queue_ != nullptr && !AllSuit(units_, *queue_)) queue_ = nullptr;
@@ -1644,11 +1623,20 @@ void ShardedModel::VisitFullParameters(
   }
 }
 
-std::vector<std::pair<std::string, at::Tensor>> ShardedModel::FullParameters(const KeepName& keep) {
+std::vector<std::pair<std::string, at::Tensor>> ShardedModel::FullParameters(
+    const KeepName& keep, std::exception_ptr* failure) {
   std::vector<std::pair<std::string, at::Tensor>> all;
+  std::exception_ptr mine;
   VisitFullParameters([&](const std::string& name, const at::Tensor& value) {
-    if (keep(name)) all.emplace_back(name, OnCpu(value));
+    if (mine != nullptr) return;  // the others are in the same exchange
+    try {
+      if (keep(name)) all.emplace_back(name, OnCpu(value));
+    } catch (...) {
+      mine = std::current_exception();
+      all.clear();
+    }
   });
+  Report(mine, failure);
   return all;
 }
 
@@ -1701,7 +1689,8 @@ void ShardedModel::LoadParts(const std::map<std::string, at::Tensor>& parts, con
 }
 
 std::map<std::string, at::Tensor> ShardedModel::Assemble(
-    const std::function<at::Tensor(const std::string& name)>& state, const KeepName& keep) {
+    const std::function<at::Tensor(const std::string& name)>& state, const KeepName& keep,
+    std::exception_ptr* failure) {
   CheckStepped("reading the optimizer's state");
   std::vector<std::vector<at::Tensor>> parts;
   std::string mine;  // for each parameter the dtype of its state, and one; 0: it has none
@@ -1718,6 +1707,7 @@ std::map<std::string, at::Tensor> ShardedModel::Assemble(
     for (size_t i = 0; i < have.size(); ++i) have[i] = std::max(have[i], other[i]);
   }
   std::map<std::string, at::Tensor> all;
+  std::exception_ptr thrown;
   size_t first = 0;
   for (size_t u = 0; u < units_.size(); ++u) {
     const std::vector<ShardUnit::Slice>& slices = units_[u]->slices();
@@ -1727,10 +1717,17 @@ std::map<std::string, at::Tensor> ShardedModel::Assemble(
     if (kind == '\0') continue;
     const std::vector<at::Tensor> full =
         units_[u]->Assemble(parts[u], static_cast<at::ScalarType>(kind - 1));
-    for (size_t i = 0; i < slices.size(); ++i) {
-      if (here[i] != '\0' && keep(slices[i].name)) all.emplace(slices[i].name, OnCpu(full[i]));
+    if (thrown != nullptr) continue;  // the others are in the same exchange
+    try {
+      for (size_t i = 0; i < slices.size(); ++i) {
+        if (here[i] != '\0' && keep(slices[i].name)) all.emplace(slices[i].name, OnCpu(full[i]));
+      }
+    } catch (...) {
+      thrown = std::current_exception();
+      all.clear();
     }
   }
+  Report(thrown, failure);
   return all;
 }
 

@@ -207,8 +207,10 @@ class ShardedModel {
   void VisitFullParameters(
       const std::function<void(const std::string& name, const at::Tensor& value)>& visit);
   // (collective) The full parameters for which keep(name), by name, copied to the CPU. One unit is
-  // gathered at a time.
-  std::vector<std::pair<std::string, at::Tensor>> FullParameters(const KeepName& keep);
+  // gathered at a time. What this rank alone fails at (memory for what it keeps) comes after all of
+  // the exchange. It is put into `failure`, where other exchanges follow; null: it is thrown.
+  std::vector<std::pair<std::string, at::Tensor>> FullParameters(
+      const KeepName& keep, std::exception_ptr* failure = nullptr);
   // The values of full parameters, by name; names that are not in `values` stay as they are.
   void LoadParameters(const std::map<std::string, at::Tensor>& values);
   // The same from this rank's parts of them (PartOf). `copy` copies each second tensor to the
@@ -218,9 +220,10 @@ class ShardedModel {
 
   // (collective) For a tensor of state that each shard has, as the optimizer's are: the full one
   // for each parameter with keep(name) that has it on any rank, by the parameter's name, on the
-  // CPU. `state(name)`: undefined where a shard has none.
+  // CPU. `state(name)`: undefined where a shard has none. `failure`: as of FullParameters().
   std::map<std::string, at::Tensor> Assemble(
-      const std::function<at::Tensor(const std::string& name)>& state, const KeepName& keep);
+      const std::function<at::Tensor(const std::string& name)>& state, const KeepName& keep,
+      std::exception_ptr* failure = nullptr);
   // Elements of parameter `name` in this rank's shard.
   int64_t PartSize(const std::string& name) const;
   // This rank's part of the full tensor for parameter `name`: 1-D, in memory of its own on the

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -1333,6 +1334,35 @@ TEST(ShardedModel, RankThatFailsInALateReduction_KnowsWhatWasTrainedAsTheOthersD
   });
   EXPECT_THAT(errors, ElementsAre("no error", HasSubstr("bad_alloc")));
   EXPECT_THAT(trained, Each(ElementsAre(true, true, true, true)));
+}
+
+// As a rank without memory for the whole model does.
+TEST(ShardedModel, RankThatCannotKeepWhatItReads_StaysInStep) {
+  std::vector<std::string> reads(2), states(2);
+  RunRanks(2, [&](Comm& comm) {
+    torch::nn::ModuleList net;
+    for (int i = 0; i < 3; ++i) net->push_back(torch::nn::Linear(kWidth, kWidth));
+    const Values want = ValuesOf(*net);
+    ShardedModel model(comm, comm, nullptr, net.get(), ParametersOf(*net), {},
+                       {.strategy = ShardingStrategy::kFull, .unit_names = {"0", "1", "2"}});
+    const auto keep = [&](const std::string& name) {
+      TORCH_CHECK(comm.rank() == 0 || name != "1.weight", "no memory");
+      return true;
+    };
+    const auto part = [&](const std::string& name) { return model.PartOf(name, want.at(name)); };
+    reads[comm.rank()] = ErrorOf([&] { model.FullParameters(keep); });
+    states[comm.rank()] = ErrorOf([&] { model.Assemble(part, keep); });
+    // Where other exchanges follow.
+    std::exception_ptr failure;
+    model.FullParameters(keep, &failure);
+    model.Assemble(part, keep, &failure);
+    EXPECT_EQ(failure != nullptr, comm.rank() == 1);
+    for (const auto& [name, value] : model.FullParameters([](const auto&) { return true; })) {
+      EXPECT_EQ(value.numel(), want.at(name).numel());
+    }
+  });
+  EXPECT_THAT(reads, ElementsAre("no error", "no memory"));
+  EXPECT_THAT(states, ElementsAre("no error", "no memory"));
 }
 
 // Each has stepped as far as it came.

@@ -41,6 +41,8 @@ class OffloadedState {
   // For tests: the windows of states that are made afterwards without a size of their own.
   static void SetDefaultWindowBytes(uint64_t bytes);
 
+  bool in_file() const { return file_ != nullptr; }
+
   // Whether parameter `i` has room: Add() was called for it.
   bool Has(size_t i) const { return i < places_.size() && places_[i].window >= 0; }
   // Whether there is something in it: Fill() was called for it.

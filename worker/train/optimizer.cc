@@ -420,6 +420,20 @@ void FusedOptimizer::OffloadState(std::shared_ptr<ScratchFile> file) {
   offloaded_ = std::make_shared<OffloadedState>(std::move(file));
 }
 
+uint64_t FusedOptimizer::HostBytesToTake(
+    const std::function<bool(const at::Tensor& parameter)>& counted) const {
+  uint64_t bytes = 0;
+  if (offloaded_ == nullptr || offloaded_->in_file()) return bytes;
+  const std::vector<at::Tensor>& all = parameters();
+  for (int64_t g = 0; g < num_groups(); ++g) {
+    if (!IsOffloaded(g)) continue;
+    for (size_t i = groups_[g].first; i < groups_[g].second; ++i) {
+      if (!offloaded_->Has(i) && counted(all[i])) bytes += slots(g).size() * all[i].nbytes();
+    }
+  }
+  return bytes;
+}
+
 void FusedOptimizer::OffloadByMemory() { offloads_by_memory_ = true; }
 
 void FusedOptimizer::ReplaceParameters(

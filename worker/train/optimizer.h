@@ -86,6 +86,8 @@ class FusedOptimizer : public OptimizerHandle {
   int64_t num_groups() const override { return static_cast<int64_t>(groups_.size()); }
   void ReplaceParameters(const std::function<at::Tensor(const at::Tensor&)>& replacement) override;
   void OffloadState(std::shared_ptr<ScratchFile> file) override;
+  uint64_t HostBytesToTake(
+      const std::function<bool(const at::Tensor& parameter)>& counted) const override;
   std::string CannotSave() const override;
   OptimizerState SaveState() const override;
   void CheckState(const OptimizerState& state) const override { CheckedSlots(state); }

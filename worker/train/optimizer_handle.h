@@ -99,6 +99,13 @@ class OptimizerHandle : public LrTarget {
   // A step throws if the file fails; so do all later steps and saves, until LoadState().
   virtual void OffloadState(std::shared_ptr<ScratchFile> file);
 
+  // Bytes of CPU memory that the next step takes for states that are offloaded there, of the
+  // parameters for which counted(p).
+  virtual uint64_t HostBytesToTake(
+      const std::function<bool(const at::Tensor& parameter)>& /*counted*/) const {
+    return 0;
+  }
+
   // Never detaches a gradient, as torch::optim's zero_grad does, because a bucket view forbids it.
   void ZeroGrad(GradZeroing how = GradZeroing::kSetToNone);
 
