@@ -503,6 +503,15 @@ absl::Status DeepSpeedConfig::CheckPlaceholders(const DeepSpeedObjects& objects)
   return absl::OkStatus();
 }
 
+void DeepSpeedConfig::SettleClipping() {
+  if (!IsAuto(config_, kClipping)) return;
+  if (clipping_is_asked_for_) {
+    config_[kClipping] = 1.0;
+  } else {
+    config_.erase(kClipping);
+  }
+}
+
 absl::Status DeepSpeedConfig::Prepare(const DeepSpeedObjects& objects) {
   MUSTER_ASSIGN_OR_RETURN(const std::optional<int64_t> micro, MicroBatchSize(objects));
   FillAuto(config_, kSteps, context_.gradient_accumulation_steps);
@@ -511,7 +520,7 @@ absl::Status DeepSpeedConfig::Prepare(const DeepSpeedObjects& objects) {
   context_.gradient_accumulation_steps = *steps;
 
   std::map<std::string, Json> values = {
-      {kClipping, 1.0}, {"zero_optimization.stage3_gather_16bit_weights_on_model_save", false}};
+      {"zero_optimization.stage3_gather_16bit_weights_on_model_save", false}};
   if (micro) {
     MUSTER_ASSIGN_OR_RETURN(const int64_t window, Times(*micro, *steps, kTrain));
     MUSTER_ASSIGN_OR_RETURN(const int64_t train, Times(window, context_.num_processes, kTrain));
@@ -567,8 +576,7 @@ absl::Status DeepSpeedConfig::Prepare(const DeepSpeedObjects& objects) {
           context_.split_batches ? *total : *total / ranks + (*total % ranks > 0 ? 1 : 0);
     }
   }
-  // Accelerate's own "auto" would become 1.0, a clipping that nobody asked for.
-  if (!clipping_is_asked_for_ && IsAuto(config_, kClipping)) config_.erase(kClipping);
+  SettleClipping();
   MUSTER_RETURN_IF_ERROR(Process(values, false));
 
   const Json* device = At(config_, "zero_optimization.offload_optimizer.device");

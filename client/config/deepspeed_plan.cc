@@ -60,8 +60,9 @@ absl::Status CheckAgrees(const std::map<std::string, std::string>& variables,
 
 absl::StatusOr<DeepSpeedPlan> PlanDeepSpeed(const std::map<std::string, std::string>& variables,
                                             const DeepSpeedContext& process) {
-  MUSTER_ASSIGN_OR_RETURN(const DeepSpeedConfig config,
+  MUSTER_ASSIGN_OR_RETURN(DeepSpeedConfig config,
                           DeepSpeedConfig::Resolve(nullptr, nullptr, variables, process));
+  config.SettleClipping();
   nlohmann::json settings = config.config();
   DeepSpeedPlan planned;
   planned.autos = TakeAutos(&settings);

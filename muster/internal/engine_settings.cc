@@ -113,14 +113,6 @@ absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks
     result.notes.push_back(
         "What a model returns is float32, as under every mixed precision, whatever the policy.");
   }
-  if (from.reduce_bucket_elements.has_value()) {
-    result.notes.push_back("reduce_bucket_size has no effect: gradients are reduced unit by unit.");
-  }
-  if (from.whole_below_elements.has_value()) {
-    result.notes.push_back(
-        "stage3_param_persistence_threshold has no effect: small parameters are divided with their "
-        "unit. ignored_modules stay whole.");
-  }
   if (plan.micro_batch_size.has_value() || plan.train_batch_size.has_value()) {
     result.notes.push_back(
         "Batches are as large as those of the loaders that the program prepares, whatever "
