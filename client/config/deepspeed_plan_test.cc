@@ -66,6 +66,15 @@ TEST(DeepSpeedPlan, AutoClipping_Is1InAFileAndNoneWithoutOne) {
             0.7);
 }
 
+TEST(DeepSpeedPlan, MoeLayers_StayInOnePiece) {
+  const auto planned = PlanDeepSpeed(
+      {{"ACCELERATE_DEEPSPEED_ZERO_STAGE", "3"},
+       {"ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "MixtralSparseMoeBlock, JetMoEBlock"}},
+      {});
+  ASSERT_TRUE(planned.ok()) << planned.status();
+  EXPECT_THAT(planned->plan.sharding.no_split, ElementsAre("MixtralSparseMoeBlock", "JetMoEBlock"));
+}
+
 TEST(DeepSpeedPlan, OtherAutos_AreRefused) {
   EXPECT_THAT(Error(R"(, "optimizer": {"type": "AdamW", "params": {"betas": "auto"}})"),
               HasSubstr("optimizer.params.betas"));

@@ -36,6 +36,8 @@ struct ShardingSettings {
   Wrap wrap = Wrap::kWhole;
   std::vector<std::string> wrap_types;
   int64_t min_parameters = 0;
+  // Modules, by class or name, that stay in one piece.
+  std::vector<std::string> no_split;
   // A regular expression for the names of modules that are not sharded.
   std::optional<std::string> ignored_modules;
   Offload offload_parameters = Offload::kNone;

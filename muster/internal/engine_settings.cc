@@ -97,6 +97,7 @@ absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks
         "Parameters are not offloaded: this strategy keeps them whole. FULL_SHARD (stage 3) "
         "offloads them.");
   }
+  to.no_split = from.no_split;
   to.ignored_modules = from.ignored_modules.value_or("");
   // Without types the entries of module lists are units: nothing but memory depends on it.
   if (from.wrap == ShardingSettings::Wrap::kTypes) to.unit_types = from.wrap_types;
