@@ -166,9 +166,21 @@ TEST(ReadEngineSettings, GradientClipping_IsThatOfTheConfig) {
   settings = ReadFile(R"(, "gradient_clipping": 2)");
   ASSERT_TRUE(settings.ok()) << settings.status();
   EXPECT_EQ(settings->gradient_clipping, 2);
+  settings = ReadFile(R"(, "gradient_clipping": "auto")");
+  ASSERT_TRUE(settings.ok()) << settings.status();
+  EXPECT_EQ(settings->gradient_clipping, 1.0);
   settings = ReadFile("");
   ASSERT_TRUE(settings.ok()) << settings.status();
   EXPECT_FALSE(settings->gradient_clipping.has_value());
+}
+
+TEST(ReadEngineSettings, MoeLayersOfDeepSpeed_StayInOnePiece) {
+  const absl::StatusOr<EngineSettings> settings =
+      Read({{"ACCELERATE_USE_DEEPSPEED", "true"},
+            {"ACCELERATE_DEEPSPEED_ZERO_STAGE", "3"},
+            {"ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "SparseBlock"}});
+  ASSERT_TRUE(settings.ok()) << settings.status();
+  EXPECT_THAT(settings->sharding.no_split, ElementsAre("SparseBlock"));
 }
 
 TEST(ReadEngineSettings, LossScale_IsThatOfDeepSpeed) {

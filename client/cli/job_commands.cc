@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <regex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -271,6 +272,11 @@ class LogPrinter {
     out_.flush();
     err_ << "muster logs: " << bytes << " bytes of rank " << rank
          << " are missing here: their file is the oldest, and its node has removed it" << std::endl;
+  }
+  void Warn(const absl::Status& status) {
+    MutexLock lock(&mu_);
+    out_.flush();
+    err_ << "muster logs: " << status.message() << std::endl;
   }
 
  private:
@@ -894,10 +900,19 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
       statuses[i] = PrintLog(*client, name, now, follow, &printer);
     };
     // Without --follow ranks are printed one after the other.
-    if (follow && ranks > 1) {
-      threads.emplace_back(print);
-    } else {
+    if (!follow || ranks == 1) {
       print();
+      continue;
+    }
+    try {
+      threads.emplace_back(print);
+    } catch (const std::system_error& error) {
+      // The ranks before are followed to their end.
+      statuses[i] = absl::ResourceExhaustedError(
+          absl::StrCat("ranks ", i, " to ", ranks - 1, " are not followed, since no more threads ",
+                       "start (", error.what(), "): raise the limit, or name them with --rank N"));
+      printer.Warn(statuses[i]);
+      break;
     }
   }
   for (std::thread& thread : threads) thread.join();

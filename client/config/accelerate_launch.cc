@@ -20,6 +20,7 @@
 #include "base/status_macros.h"
 #include "base/suggest.h"
 #include "base/yaml.h"
+#include "client/config/python_values.h"
 
 namespace muster::client {
 namespace {
@@ -29,6 +30,7 @@ using OrderedJson = nlohmann::ordered_json;
 using Launcher = AccelerateLaunch::Launcher;
 
 constexpr char kAny[] = "<any>";
+constexpr int kTooMany = 1'000'000'000;  // for any count
 constexpr char kDefaultPort[] = "29500";
 
 // Keys of a config file, with their type in it.
@@ -306,13 +308,6 @@ std::string PythonText(const Json& value) {
 
 std::string LowerText(const Json& value) { return absl::AsciiStrToLower(PythonText(value)); }
 
-// As Python's bool(): empty texts, zeros and null are false, every other text is true.
-bool IsTrue(const Json& value) {
-  if (value.is_boolean()) return value.get<bool>();
-  if (value.is_number()) return value.get<double>() != 0;
-  return !value.is_null() && !value.empty() && !(value.is_string() && value == "");
-}
-
 // Adds the section's prefix to a key that is written without it.
 std::string FlagOfKey(absl::string_view section, absl::string_view key) {
   static const auto* const kPrefixes = new std::map<std::string, std::string>{
@@ -335,6 +330,19 @@ std::string FlagOfKey(absl::string_view section, absl::string_view key) {
   return name;
 }
 
+// Whether a flag, or what is like one, is a key of a section.
+bool IsKeyOf(const std::string& section, const std::string& name) {
+  if (section != "deepspeed_config") {
+    return name == "fsdp_ignored_modules"
+               ? section == "fsdp_config"
+               : Flags().contains(name) && FlagOfKey(section, name) == name;
+  }
+  for (const char* prefix : {"deepspeed_", "zero", "offload_", "gradient_"}) {
+    if (absl::StartsWith(name, prefix)) return Flags().contains(name);
+  }
+  return false;
+}
+
 class Planner {
  public:
   Planner(const AccelerateConfig* config, const std::map<std::string, std::string>& variables,
@@ -353,17 +361,18 @@ class Planner {
     }
     MUSTER_RETURN_IF_ERROR(CheckCounts());
     SetThreads();
-    const bool cpu = IsTrue(values_["cpu"]);
-    if (IsTrue(values_["module"]) && IsTrue(values_["no_python"])) {
+    const bool cpu = IsPythonTrue(values_["cpu"]);
+    if (IsPythonTrue(values_["module"]) && IsPythonTrue(values_["no_python"])) {
       return absl::InvalidArgumentError("--module and --no_python cannot be used together");
     }
     absl::Status status;
-    if (!cpu && IsTrue(values_["use_deepspeed"])) {
+    if (!cpu && IsPythonTrue(values_["use_deepspeed"])) {
       status = Deepspeed();
-    } else if (!cpu && (IsTrue(values_["use_fsdp"]) || IsTrue(values_["use_megatron_lm"]) ||
-                        IsTrue(values_["multi_gpu"]))) {
+    } else if (!cpu &&
+               (IsPythonTrue(values_["use_fsdp"]) || IsPythonTrue(values_["use_megatron_lm"]) ||
+                IsPythonTrue(values_["multi_gpu"]))) {
       status = MultiDevice();
-    } else if (!cpu && IsTrue(values_["tpu"])) {
+    } else if (!cpu && IsPythonTrue(values_["tpu"])) {
       status = absl::UnimplementedError(
           "TPUs (distributed_type: XLA, --tpu) are not supported: use GPUs or --cpu");
     } else {
@@ -380,7 +389,13 @@ class Planner {
  private:
   int Int(const std::string& name) {
     const Json& value = values_[name];
-    return value.is_number() ? value.get<int>() : 0;
+    int64_t number = 0;  // one in quotes, in a section
+    if (value.is_number()) {
+      number = value.get<int64_t>();
+    } else if (value.is_string() && !absl::SimpleAtoi(value.get<std::string>(), &number)) {
+      return 0;
+    }
+    return static_cast<int>(std::clamp<int64_t>(number, -kTooMany, kTooMany));
   }
   std::string Text(const std::string& name) { return PythonText(values_[name]); }
   void Export(const std::string& variable, std::string text) {
@@ -457,14 +472,14 @@ class Planner {
     }
     switch (flag.type) {
       case Flag::Type::kInt: {
-        int64_t value = 0;
-        if (!absl::SimpleAtoi(text, &value)) return bad("a whole number");
-        return Json(value);
+        const std::optional<int64_t> value = ParsePythonInt(text);
+        if (!value.has_value()) return bad("a whole number");
+        return Json(*value);
       }
       case Flag::Type::kFloat: {
-        double value = 0;
-        if (!absl::SimpleAtod(text, &value)) return bad("a number");
-        return Json(value);
+        const std::optional<double> value = ParsePythonFloat(text);
+        if (!value.has_value()) return bad("a number");
+        return Json(*value);
       }
       case Flag::Type::kBool:
       case Flag::Type::kBoolWord: {
@@ -491,22 +506,22 @@ class Planner {
   absl::Status CheckFlags() {
     int paradigms = 0;
     for (const char* name : {"multi_gpu", "cpu", "tpu", "use_deepspeed", "use_fsdp"}) {
-      if (IsTrue(values_[name])) ++paradigms;
+      if (IsPythonTrue(values_[name])) ++paradigms;
     }
     if (paradigms > 1) {
       return absl::InvalidArgumentError(
           "You can only use one of --cpu, --multi_gpu, --tpu, --use_deepspeed, --use_fsdp at a "
           "time");
     }
-    if (IsTrue(values_["multi_gpu"]) && typed_.contains("num_processes") &&
+    if (IsPythonTrue(values_["multi_gpu"]) && typed_.contains("num_processes") &&
         Int("num_processes") < 2) {
       return absl::InvalidArgumentError(
           "--multi_gpu needs at least 2 processes: raise --num_processes, or leave --multi_gpu "
           "out");
     }
     // The release means to check the version, too, but compares a text with a number.
-    if (IsTrue(values_["use_parallelism_config"]) &&
-        (!IsTrue(values_["use_fsdp"]) || values_["fsdp_version"] == "1")) {
+    if (IsPythonTrue(values_["use_parallelism_config"]) &&
+        (!IsPythonTrue(values_["use_fsdp"]) || values_["fsdp_version"] == "1")) {
       return absl::InvalidArgumentError(
           "--use_parallelism_config needs --use_fsdp and --fsdp_version=2");
     }
@@ -517,7 +532,7 @@ class Planner {
   absl::Status AddFile() {
     const OrderedJson& file = config_->values;
     const std::string type = file.at("distributed_type");
-    const auto chosen = [this](const char* name) { return IsTrue(values_[name]); };
+    const auto chosen = [this](const char* name) { return IsPythonTrue(values_[name]); };
     if (!chosen("multi_gpu") && !chosen("tpu") && !chosen("use_deepspeed") && !chosen("use_fsdp") &&
         !chosen("use_megatron_lm")) {
       values_["use_deepspeed"] = type == "DEEPSPEED";
@@ -563,7 +578,7 @@ class Planner {
           config_->source, ": the file has no num_processes: set it, or give --num_processes N"));
     }
     const std::string ids = Text("gpu_ids");
-    if (ids != "all" && !absl::StrContains(ids, ',') && IsTrue(values_["multi_gpu"]) &&
+    if (ids != "all" && !absl::StrContains(ids, ',') && IsPythonTrue(values_["multi_gpu"]) &&
         Int("num_machines") <= 1) {
       return absl::InvalidArgumentError(
           absl::StrCat("gpu_ids: ", ids,
@@ -585,6 +600,11 @@ class Planner {
 
   absl::Status CheckCounts() {
     const int machines = Int("num_machines"), rank = Int("machine_rank");
+    for (const char* name : {"num_processes", "num_machines"}) {
+      if (Int(name) < kTooMany) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat(name, ": ", Text(name), " is not allowed: it must be below ", kTooMany));
+    }
     if (machines < 1) {
       return absl::InvalidArgumentError(
           absl::StrCat("num_machines: ", machines, " is not allowed: it must be at least 1"));
@@ -621,7 +641,8 @@ class Planner {
     if (!threads.is_null()) return;
     const std::optional<int> given = Variable("OMP_NUM_THREADS");
     threads = given.value_or(1);
-    if (!IsTrue(values_["use_cpu"]) || Int("num_processes") < 1 || given.value_or(0) != 0) return;
+    if (!IsPythonTrue(values_["use_cpu"]) || Int("num_processes") < 1 || given.value_or(0) != 0)
+      return;
     int local = std::max(Int("num_processes") / Int("num_machines"), 1);
     for (const char* name :
          {"MV2_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"}) {
@@ -631,7 +652,7 @@ class Planner {
   }
 
   absl::Status Common() {
-    if (IsTrue(values_["debug"])) Export("ACCELERATE_DEBUG_MODE", "true");
+    if (IsPythonTrue(values_["debug"])) Export("ACCELERATE_DEBUG_MODE", "true");
     if (!values_["gpu_ids"].is_null() && Text("gpu_ids") != "all") {
       Export("CUDA_VISIBLE_DEVICES", Text("gpu_ids"));
     }
@@ -643,7 +664,7 @@ class Planner {
     }
     Export("ACCELERATE_MIXED_PRECISION", precision);
     if (precision == "fp8") MUSTER_RETURN_IF_ERROR(Fp8());
-    if (IsTrue(values_["enable_cpu_affinity"])) Export("ACCELERATE_CPU_AFFINITY", "1");
+    if (IsPythonTrue(values_["enable_cpu_affinity"])) Export("ACCELERATE_CPU_AFFINITY", "1");
     return absl::OkStatus();
   }
 
@@ -690,7 +711,7 @@ class Planner {
   }
 
   absl::Status Simple() {
-    const bool cpu = IsTrue(values_["cpu"]) || IsTrue(values_["use_cpu"]);
+    const bool cpu = IsPythonTrue(values_["cpu"]) || IsPythonTrue(values_["use_cpu"]);
     const int processes = Int("num_processes"), machines = Int("num_machines");
     if (values_.contains("mpirun_hostfile") && !values_["mpirun_hostfile"].is_null()) {
       return absl::UnimplementedError(
@@ -745,7 +766,7 @@ class Planner {
       }
       agent["nnodes"] = absl::StrCat(machines);
       agent["node_rank"] = absl::StrCat(Int("machine_rank"));
-      if (IsTrue(values_["same_network"])) {
+      if (IsPythonTrue(values_["same_network"])) {
         agent["master_addr"] = Text("main_process_ip");
         agent["master_port"] = port;
       } else {
@@ -765,8 +786,8 @@ class Planner {
     MUSTER_RETURN_IF_ERROR(Agent());
     MUSTER_RETURN_IF_ERROR(Common());
     MUSTER_RETURN_IF_ERROR(Dynamo());
-    if (IsTrue(values_["use_fsdp"])) MUSTER_RETURN_IF_ERROR(Fsdp());
-    if (IsTrue(values_["use_megatron_lm"])) Megatron();
+    if (IsPythonTrue(values_["use_fsdp"])) MUSTER_RETURN_IF_ERROR(Fsdp());
+    if (IsPythonTrue(values_["use_megatron_lm"])) Megatron();
     Export("OMP_NUM_THREADS", Text("num_cpu_threads_per_process"));
     Parallelism();
     return absl::OkStatus();
@@ -779,8 +800,8 @@ class Planner {
           absl::StrCat("fsdp_version: ", version, " is not allowed: it must be 1 or 2"));
     }
     // Version 2 has no such setting any more.
-    if (version == "1" && IsTrue(values_["fsdp_cpu_ram_efficient_loading"]) &&
-        !IsTrue(values_["fsdp_sync_module_states"])) {
+    if (version == "1" && IsPythonTrue(values_["fsdp_cpu_ram_efficient_loading"]) &&
+        !IsPythonTrue(values_["fsdp_sync_module_states"])) {
       return absl::InvalidArgumentError(
           "fsdp_cpu_ram_efficient_loading needs fsdp_sync_module_states: true, since only one "
           "process loads the weights");
@@ -818,7 +839,7 @@ class Planner {
   }
 
   void Parallelism() {
-    if (!IsTrue(values_["use_parallelism_config"])) return;
+    if (!IsPythonTrue(values_["use_parallelism_config"])) return;
     Export("ACCELERATE_USE_PARALLELISM_CONFIG", "true");
     std::vector<absl::string_view> names = {"dp_replicate_size", "dp_shard_size", "tp_size",
                                             "cp_size",           "cp_backend",    "sp_size",
@@ -875,6 +896,11 @@ class Planner {
       if (value.is_null()) continue;
       Export(variable.name, variable.lower ? LowerText(value) : PythonText(value));
     }
+    for (const char* setting : {"offload_optimizer_nvme_path", "offload_param_nvme_path"}) {
+      if (values_[setting].is_null()) continue;
+      launch_.left_out[absl::StrCat("ACCELERATE_DEEPSPEED_", absl::AsciiStrToUpper(setting))] =
+          Text(setting);
+    }
     Parallelism();
     return absl::OkStatus();
   }
@@ -904,8 +930,8 @@ class Planner {
     }
     if (!values_["main_process_ip"].is_null()) add({"--master_addr", Text("main_process_ip")});
     add({"--master_port", Port()});
-    if (IsTrue(values_["module"])) add({"--module"});
-    if (IsTrue(values_["no_python"])) add({"--no_python"});
+    if (IsPythonTrue(values_["module"])) add({"--module"});
+    if (IsPythonTrue(values_["no_python"])) add({"--no_python"});
     add({"<script>"});
     return absl::OkStatus();
   }
@@ -982,6 +1008,25 @@ absl::Status CheckKey(const AccelerateConfig& config, const std::string& key, Ke
 
 }  // namespace
 
+std::vector<UnreadKey> UnreadKeys(const AccelerateConfig& config) {
+  std::vector<UnreadKey> unread;
+  for (const auto& [section, keys] : config.values.items()) {
+    if (!keys.is_object()) continue;
+    std::vector<std::string> known;
+    for (const auto& [flag, unused] : Flags()) {
+      if (IsKeyOf(section, flag)) known.push_back(flag);
+    }
+    for (const auto& [key, value] : keys.items()) {
+      const std::string flag = FlagOfKey(section, key);
+      if (value.is_null() || IsKeyOf(section, flag)) continue;
+      // A name of old releases, whose setting changes no result.
+      const bool old = flag == "fsdp_backward_prefetch_policy";
+      unread.push_back({section, key, old ? std::string() : Nearest(flag, known)});
+    }
+  }
+  return unread;
+}
+
 bool IsAccelerateConfig(const nlohmann::json& document) {
   return document.is_object() &&
          (document.contains("distributed_type") || document.contains("compute_environment"));
@@ -997,18 +1042,24 @@ absl::StatusOr<AccelerateConfig> CheckConfig(OrderedJson file, absl::string_view
     return absl::InvalidArgumentError(
         absl::StrCat(source, ": the file must be a list of KEY: VALUE"));
   }
-  if (values.value("compute_environment", OrderedJson("LOCAL_MACHINE")) == "AMAZON_SAGEMAKER") {
+  const OrderedJson environment = values.value("compute_environment", OrderedJson("LOCAL_MACHINE"));
+  if (environment == "AMAZON_SAGEMAKER") {
     return absl::UnimplementedError(
         absl::StrCat(source,
                      ": compute_environment: AMAZON_SAGEMAKER is not supported: submit the "
                      "job to machines of your own, with LOCAL_MACHINE"));
+  }
+  if (environment != "LOCAL_MACHINE") {
+    return absl::InvalidArgumentError(
+        absl::StrCat(source, ": compute_environment: ", PythonText(Json(environment)),
+                     " is unknown: it must be LOCAL_MACHINE"));
   }
   if (!values.contains("distributed_type")) {
     return absl::InvalidArgumentError(
         absl::StrCat(source, ": a distributed_type must be specified (such as 'NO' or MULTI_GPU)"));
   }
   if (values.contains("fp16")) {
-    if (!values.contains("mixed_precision") && IsTrue(Json(values["fp16"]))) {
+    if (!values.contains("mixed_precision") && IsPythonTrue(Json(values["fp16"]))) {
       values["mixed_precision"] = "fp16";
     }
     values.erase("fp16");
@@ -1018,6 +1069,12 @@ absl::StatusOr<AccelerateConfig> CheckConfig(OrderedJson file, absl::string_view
     values.erase("dynamo_backend");
     values["dynamo_config"] = OrderedJson::object();
     if (backend != "NO" && backend != false) values["dynamo_config"]["dynamo_backend"] = backend;
+  }
+  // A plain NO or no, which YAML 1.1 reads as false.
+  for (const char* key : {"dynamo_backend", "backend"}) {
+    if (!values.contains("dynamo_config") || !values["dynamo_config"].is_object()) break;
+    OrderedJson& section = values["dynamo_config"];
+    if (section.contains(key) && section[key] == false) section[key] = "NO";
   }
   std::vector<std::string> unknown, known;
   for (const auto& [key, type] : FileKeys()) known.push_back(key);

@@ -24,6 +24,15 @@ struct AccelerateConfig {
   std::string source;
 };
 
+// A key of a section of a file that neither the release nor Muster reads.
+struct UnreadKey {
+  std::string section;
+  std::string key;
+  std::string nearest;  // the key that it was probably meant to be; empty if none is near
+};
+// All of them. The release ignores them in silence, so files of older releases have some.
+std::vector<UnreadKey> UnreadKeys(const AccelerateConfig& config);
+
 // Whether a parsed config file is one of Accelerate's: it has a key that only those have.
 bool IsAccelerateConfig(const nlohmann::json& document);
 
@@ -57,6 +66,9 @@ struct AccelerateLaunch {
   Launcher launcher = Launcher::kSimple;
   // Set for every process, besides the launcher's own environment.
   std::map<std::string, std::string> env;
+  // What the release's plugin reads from variables, a flag or the file gives, and the release's
+  // launcher hands on to nobody: the paths to offload to.
+  std::map<std::string, std::string> left_out;
   int num_processes = 1;  // of all machines
   int num_machines = 1;
   int machine_rank = 0;

@@ -7,10 +7,13 @@ namespace muster::client {
 namespace {
 
 using ::testing::Contains;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using ::testing::Key;
 using ::testing::Not;
 using ::testing::Pair;
+using ::testing::UnorderedElementsAre;
 
 using Launcher = AccelerateLaunch::Launcher;
 
@@ -94,6 +97,82 @@ TEST(AccelerateLaunch, SectionKeysWithoutTheirPrefix_Count) {
   EXPECT_EQ(plan->env.at("FSDP_VERSION"), "2");
   EXPECT_EQ(plan->env.at("FSDP_MIN_NUM_PARAMS"), "7");
   EXPECT_EQ(plan->env.at("ACCELERATE_DYNAMO_BACKEND"), "INDUCTOR");
+}
+
+// The release's launcher sets no variable for them, although its plugin reads them.
+TEST(AccelerateLaunch, PathsToOffloadTo_AreAmongWhatTheReleaseLeavesOut) {
+  const auto plan = Plan(
+      "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 3\n"
+      "  offload_param_device: nvme\n  offload_param_nvme_path: /a\n",
+      {"--offload_optimizer_nvme_path", "/b"});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_THAT(plan->left_out,
+              ElementsAre(Pair("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", "/b"),
+                          Pair("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", "/a")));
+  for (const auto& [name, path] : plan->left_out) {
+    EXPECT_THAT(plan->env, Not(Contains(Key(name))));
+  }
+}
+
+TEST(AccelerateLaunch, KeysThatNobodyReads_AreFoundInEverySection) {
+  const auto unread = [](const std::string& section) {
+    const auto config =
+        ParseAccelerateConfig("distributed_type: 'NO'\n" + section + "\n", "c.yaml");
+    EXPECT_TRUE(config.ok()) << config.status();
+    std::vector<std::string> found;
+    for (const UnreadKey& key : UnreadKeys(*config)) found.push_back(key.key + ">" + key.nearest);
+    return found;
+  };
+  EXPECT_THAT(unread("deepspeed_config: {gradient_cliping: 1.0, zero_stag: 3, zero_optimization: 1,"
+                     " num_processes: 2, old: null}"),
+              UnorderedElementsAre("gradient_cliping>gradient_clipping", "zero_stag>zero_stage",
+                                   "zero_optimization>", "num_processes>"));
+  EXPECT_THAT(
+      unread("fsdp_config: {fsdp_sharding_stratgy: NO_SHARD, fsdp_backward_prefetch_policy: "
+             "NO_PREFETCH, min_num_param: 7}"),
+      UnorderedElementsAre("fsdp_sharding_stratgy>fsdp_sharding_strategy",
+                           "fsdp_backward_prefetch_policy>", "min_num_param>fsdp_min_num_params"));
+  EXPECT_THAT(unread("parallelism_config: {tp_siz: 2}"),
+              ElementsAre("tp_siz>parallelism_config_tp_size"));
+  EXPECT_THAT(unread("mpirun_config: {mpirun_ccl: '1'}"), ElementsAre("mpirun_ccl>"));
+  for (const char* const section :
+       {"deepspeed_config: {gradient_accumulation_steps: 1, gradient_clipping: 1.0, zero_stage: 2, "
+        "offload_param_nvme_path: /a, zero3_init_flag: true, deepspeed_config_file: c.json, "
+        "deepspeed_hostfile: h, deepspeed_moe_layer_cls_names: A}",
+        "fsdp_config: {fsdp_version: 2, fsdp_ignored_modules: a, offload_params: true}",
+        "fp8_config: {backend: TE, amax_history_length: 1, amax_compute_algorithm: max, "
+        "optimization_level: O1, fp8_format: HYBRID, use_autocast_during_eval: true}",
+        "dynamo_config: {dynamo_backend: INDUCTOR, mode: default, use_fullgraph: true}",
+        "megatron_lm_config: {megatron_lm_tp_degree: 1}",
+        "parallelism_config: {parallelism_config_tp_size: 2}"}) {
+    EXPECT_THAT(unread(section), IsEmpty()) << section;
+  }
+}
+
+TEST(AccelerateLaunch, PlainNoAsDynamoBackend_IsNo) {
+  for (const char* key : {"dynamo_backend", "backend"}) {
+    const auto plan = Plan(std::string("distributed_type: MULTI_GPU\nnum_processes: 2\n") +
+                           "dynamo_config:\n  " + key + ": NO\n");
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_EQ(plan->env.at("ACCELERATE_DYNAMO_BACKEND"), "NO");
+  }
+}
+
+TEST(AccelerateLaunch, NumbersOfSectionsInQuotes_AreNumbers) {
+  const auto plan = Plan(
+      "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n"
+      "parallelism_config: {parallelism_config_cp_size: '2'}\n");
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->env.at("PARALLELISM_CONFIG_CP_SIZE"), "2");
+  EXPECT_THAT(plan->env, Contains(Key("PARALLELISM_CONFIG_CP_COMM_STRATEGY")));
+}
+
+TEST(AccelerateLaunch, NumbersOfFlags_AreReadAsInPython) {
+  const auto plan = Plan("", {"--use_deepspeed", "--num_processes", "2", "--zero_stage= 0_2",
+                              "--gradient_clipping=1_0.5"});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->env.at("ACCELERATE_DEEPSPEED_ZERO_STAGE"), "2");
+  EXPECT_EQ(plan->env.at("ACCELERATE_GRADIENT_CLIPPING"), "10.5");
 }
 
 TEST(AccelerateLaunch, SectionOnOneLine_KeepsTheOrderOfDeepspeedFields) {
@@ -191,6 +270,10 @@ TEST(AccelerateLaunch, BadFile_NamesFileKeyAndWayOut) {
   EXPECT_THAT(Error("- a\n"), HasSubstr("list of KEY: VALUE"));
   EXPECT_THAT(Error("distributed_type: 'NO'\n  x: 1\n"), HasSubstr("default.yaml:2"));
   EXPECT_THAT(Error("compute_environment: AMAZON_SAGEMAKER\n"), HasSubstr("SAGEMAKER"));
+  for (const char* environment : {"LOCAL_MACHIN", "local_machine", "3", "null"}) {
+    EXPECT_THAT(Error(std::string("distributed_type: 'NO'\ncompute_environment: ") + environment),
+                HasSubstr("is unknown: it must be LOCAL_MACHINE"));
+  }
   EXPECT_THAT(Error("distributed_type: XLA\nnum_processes: 8\n"), HasSubstr("TPUs"));
   EXPECT_THAT(Error("distributed_type: MULTI_CPU\nnum_processes: 4\nmpirun_config:\n"
                     "  mpirun_hostfile: hosts\n"),
@@ -222,6 +305,11 @@ TEST(AccelerateLaunch, BadFlags_AreNamed) {
   EXPECT_THAT(Error("", {"--num_proc", "1"}), HasSubstr("it may be --num_processes"));
   EXPECT_THAT(Error("", {"--role", "-x"}), HasSubstr("--role expects a value"));
   EXPECT_THAT(Error("", {"--machine_rank", "-1"}), HasSubstr("machine_rank: -1"));
+  EXPECT_THAT(Error("", {"--num_processes", "4294967298"}),
+              HasSubstr("num_processes: 4294967298 is not allowed"));
+  EXPECT_THAT(Error("", {"--num_machines", "4294967297"}),
+              HasSubstr("num_machines: 4294967297 is not allowed"));
+  EXPECT_THAT(Error("", {"--machine_rank", "4294967296"}), HasSubstr("must be from 0 to 0"));
 }
 
 }  // namespace

@@ -7,7 +7,6 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
@@ -16,6 +15,7 @@
 #include "base/json.h"
 #include "base/status_macros.h"
 #include "base/suggest.h"
+#include "client/config/python_values.h"
 
 namespace muster::client {
 namespace {
@@ -92,17 +92,18 @@ void FillAuto(Json& config, absl::string_view key, const Json& value) {
 absl::StatusOr<Json> NumberOrAuto(const std::string& name, const Json& value) {
   if (value == kAuto) return value;
   if (value.is_number_integer()) return value;
-  int64_t number = 0;
-  if (value.is_string() && absl::SimpleAtoi(value.get<std::string>(), &number)) return Json(number);
+  if (value.is_string()) {
+    const std::optional<int64_t> number = ParsePythonInt(value.get<std::string>());
+    if (number.has_value()) return Json(*number);
+  }
   return Wrong(name, value, "a whole number or auto");
 }
 
 absl::StatusOr<Json> FloatOrAuto(const std::string& name, const Json& value) {
   if (value == kAuto || value.is_number()) return value;
-  double number = 0;
-  if (value.is_string() && absl::SimpleAtod(value.get<std::string>(), &number) &&
-      std::isfinite(number)) {
-    return Json(number);
+  if (value.is_string()) {
+    const std::optional<double> number = ParsePythonFloat(value.get<std::string>());
+    if (number.has_value() && std::isfinite(*number)) return Json(*number);
   }
   return Wrong(name, value, "a number or auto");
 }
@@ -198,7 +199,8 @@ void ProcessSection(Json& section, const std::string& prefix,
       } else {
         value = given->second;
       }
-    } else if (must_match && !value.is_null() && given != values.end() && value != given->second) {
+    } else if (must_match && !value.is_null() && given != values.end() &&
+               !IsPythonEqual(value, given->second)) {
       mismatches.push_back(absl::StrCat(key, " is ", Shown(value), " in the config and ",
                                         Shown(given->second), " in the code"));
     }
@@ -503,6 +505,15 @@ absl::Status DeepSpeedConfig::CheckPlaceholders(const DeepSpeedObjects& objects)
   return absl::OkStatus();
 }
 
+void DeepSpeedConfig::SettleClipping() {
+  if (!IsAuto(config_, kClipping)) return;
+  if (clipping_is_asked_for_) {
+    config_[kClipping] = 1.0;
+  } else {
+    config_.erase(kClipping);
+  }
+}
+
 absl::Status DeepSpeedConfig::Prepare(const DeepSpeedObjects& objects) {
   MUSTER_ASSIGN_OR_RETURN(const std::optional<int64_t> micro, MicroBatchSize(objects));
   FillAuto(config_, kSteps, context_.gradient_accumulation_steps);
@@ -511,7 +522,7 @@ absl::Status DeepSpeedConfig::Prepare(const DeepSpeedObjects& objects) {
   context_.gradient_accumulation_steps = *steps;
 
   std::map<std::string, Json> values = {
-      {kClipping, 1.0}, {"zero_optimization.stage3_gather_16bit_weights_on_model_save", false}};
+      {"zero_optimization.stage3_gather_16bit_weights_on_model_save", false}};
   if (micro) {
     MUSTER_ASSIGN_OR_RETURN(const int64_t window, Times(*micro, *steps, kTrain));
     MUSTER_ASSIGN_OR_RETURN(const int64_t train, Times(window, context_.num_processes, kTrain));
@@ -567,14 +578,13 @@ absl::Status DeepSpeedConfig::Prepare(const DeepSpeedObjects& objects) {
           context_.split_batches ? *total : *total / ranks + (*total % ranks > 0 ? 1 : 0);
     }
   }
-  // Accelerate's own "auto" would become 1.0, a clipping that nobody asked for.
-  if (!clipping_is_asked_for_ && IsAuto(config_, kClipping)) config_.erase(kClipping);
+  SettleClipping();
   MUSTER_RETURN_IF_ERROR(Process(values, false));
 
   const Json* device = At(config_, "zero_optimization.offload_optimizer.device");
   const Json* force = At(config_, "zero_force_ds_cpu_optimizer");
   cpu_optimizer_ = optimizer && !optimizer->placeholder && device != nullptr && *device != "none" &&
-                   (force == nullptr || *force != false);
+                   (force == nullptr || IsPythonTrue(*force));
   return absl::OkStatus();
 }
 

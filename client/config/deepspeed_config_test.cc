@@ -60,6 +60,39 @@ TEST(DeepSpeedConfig, WrongValues_AreNamedWithTheirSource) {
   EXPECT_THAT(Error(DeepSpeedConfig::Resolve("[]", nullptr, {}, {})), HasSubstr("JSON object"));
 }
 
+// In Python true is 1, and 0 is false.
+TEST(DeepSpeedConfig, BooleansAndNumbers_CompareAsInPython) {
+  auto config = DeepSpeedConfig::Resolve(
+      {{"zero_optimization", {{"overlap_comm", true}}}, {"gradient_accumulation_steps", 1}},
+      nullptr, {}, {});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_TRUE(config
+                  ->Process({{"zero_optimization.overlap_comm", 1},
+                             {"gradient_accumulation_steps", true},
+                             {"fp16.enabled", 0}},
+                            true)
+                  .ok());
+  EXPECT_THAT(config->Process({{"zero_optimization.overlap_comm", 2}}, true).message(),
+              HasSubstr("overlap_comm is true"));
+  DeepSpeedObjects objects = {.model = DeepSpeedModel(),
+                              .optimizer = DeepSpeedOptimizer(),
+                              .scheduler = std::nullopt,
+                              .batch_sizes = {4}};
+  for (const auto& [force, on_cpu] : {std::pair<Json, bool>{true, true},
+                                      {1, true},
+                                      {false, false},
+                                      {0, false},
+                                      {nullptr, false}}) {
+    SCOPED_TRACE(force);
+    auto offloading = DeepSpeedConfig::Resolve(
+        {{"zero_optimization", {{"stage", 2}, {"offload_optimizer", {{"device", "cpu"}}}}},
+         {"zero_force_ds_cpu_optimizer", force}},
+        nullptr, {}, {});
+    ASSERT_TRUE(offloading.ok() && offloading->Prepare(objects).ok());
+    EXPECT_EQ(offloading->cpu_optimizer(), on_cpu);
+  }
+}
+
 TEST(DeepSpeedConfig, AutoThatNothingFills_NamesEveryKey) {
   auto config = DeepSpeedConfig::Resolve(
       {{"zero_optimization", {{"stage", 2}, {"x", "auto"}}}, {"y", "auto"}}, nullptr, {}, {});

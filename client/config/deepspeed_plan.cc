@@ -5,7 +5,10 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "base/status_macros.h"
 
 namespace muster::client {
@@ -60,13 +63,21 @@ absl::Status CheckAgrees(const std::map<std::string, std::string>& variables,
 
 absl::StatusOr<DeepSpeedPlan> PlanDeepSpeed(const std::map<std::string, std::string>& variables,
                                             const DeepSpeedContext& process) {
-  MUSTER_ASSIGN_OR_RETURN(const DeepSpeedConfig config,
+  MUSTER_ASSIGN_OR_RETURN(DeepSpeedConfig config,
                           DeepSpeedConfig::Resolve(nullptr, nullptr, variables, process));
+  config.SettleClipping();
   nlohmann::json settings = config.config();
   DeepSpeedPlan planned;
   planned.autos = TakeAutos(&settings);
   MUSTER_ASSIGN_OR_RETURN(planned.plan, MapDeepSpeed(settings));
   MUSTER_RETURN_IF_ERROR(CheckAgrees(variables, planned.plan, process));
+  // DeepSpeed's leaf modules: the experts of each are gathered together, whichever are used.
+  const auto experts = variables.find("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES");
+  if (experts != variables.end()) {
+    for (absl::string_view name : absl::StrSplit(experts->second, ',', absl::SkipWhitespace())) {
+      planned.plan.sharding.no_split.emplace_back(absl::StripAsciiWhitespace(name));
+    }
+  }
   return planned;
 }
 

@@ -8,6 +8,7 @@
 namespace muster::client {
 namespace {
 
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -28,6 +29,50 @@ TEST(DeepSpeedPlan, WhatTheProgramFillsIn_IsTakenOutAndNamed) {
               ElementsAre("optimizer.params.lr", "scheduler.params.total_num_steps"));
   EXPECT_FALSE(planned->plan.optimizer->lr.has_value());
   EXPECT_EQ(planned->plan.optimizer->weight_decay, 0.1);
+}
+
+// The usual files for ZeRO stages 2 and 3.
+TEST(DeepSpeedPlan, SizesThatAreAutoOrHaveAnExponent_AreTaken) {
+  const auto plan = [](const std::string& section) {
+    return PlanDeepSpeed(
+        {{"ACCELERATE_DEEPSPEED_CONFIG_FILE", "{\"zero_optimization\": {" + section + "}}"}}, {});
+  };
+  auto planned = plan(R"("stage": 2, "reduce_bucket_size": 2e8, "allgather_bucket_size": 2e8)");
+  ASSERT_TRUE(planned.ok()) << planned.status();
+  EXPECT_EQ(planned->plan.sharding.strategy, ShardingSettings::Strategy::kGradients);
+  EXPECT_THAT(planned->plan.notes, Contains(HasSubstr("reduce_bucket_size has no effect")));
+  planned = plan(
+      R"("stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+          "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9)");
+  ASSERT_TRUE(planned.ok()) << planned.status();
+  EXPECT_EQ(planned->plan.sharding.strategy, ShardingSettings::Strategy::kFull);
+}
+
+TEST(DeepSpeedPlan, AutoClipping_Is1InAFileAndNoneWithoutOne) {
+  EXPECT_EQ(Plan(R"(, "gradient_clipping": "auto")")->plan.gradient_clipping, 1.0);
+  EXPECT_EQ(Plan(R"(, "gradient_clipping": 0.5)")->plan.gradient_clipping, 0.5);
+  EXPECT_EQ(Plan("")->plan.gradient_clipping, std::nullopt);
+  const auto from = [](std::map<std::string, std::string> variables) {
+    variables["ACCELERATE_USE_DEEPSPEED"] = "true";
+    return PlanDeepSpeed(variables, {})->plan.gradient_clipping;
+  };
+  EXPECT_EQ(from({}), std::nullopt);
+  EXPECT_EQ(from({{"ACCELERATE_GRADIENT_CLIPPING", "auto"}}), std::nullopt);
+  EXPECT_EQ(from({{"ACCELERATE_GRADIENT_CLIPPING", "0.7"}}), 0.7);
+  // A number outside of the file fills in its "auto", as with Accelerate.
+  EXPECT_EQ(from({{"ACCELERATE_GRADIENT_CLIPPING", "0.7"},
+                  {"ACCELERATE_DEEPSPEED_CONFIG_FILE",
+                   R"({"zero_optimization": {}, "gradient_clipping": "auto"})"}}),
+            0.7);
+}
+
+TEST(DeepSpeedPlan, MoeLayers_StayInOnePiece) {
+  const auto planned = PlanDeepSpeed(
+      {{"ACCELERATE_DEEPSPEED_ZERO_STAGE", "3"},
+       {"ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "MixtralSparseMoeBlock, JetMoEBlock"}},
+      {});
+  ASSERT_TRUE(planned.ok()) << planned.status();
+  EXPECT_THAT(planned->plan.sharding.no_split, ElementsAre("MixtralSparseMoeBlock", "JetMoEBlock"));
 }
 
 TEST(DeepSpeedPlan, OtherAutos_AreRefused) {

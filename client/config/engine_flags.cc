@@ -1,6 +1,7 @@
 #include "client/config/engine_flags.h"
 
 #include <optional>
+#include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -24,9 +25,10 @@ absl::StatusOr<std::map<std::string, std::string>> VariablesOf(
   std::vector<std::string> args = {"--num_processes", "2",   "--machine_rank",    "0",
                                    "--gpu_ids",       "all", "--main_process_ip", "127.0.0.1"};
   args.insert(args.end(), engine.begin(), engine.end());
-  MUSTER_ASSIGN_OR_RETURN(const AccelerateLaunch launch,
+  MUSTER_ASSIGN_OR_RETURN(AccelerateLaunch launch,
                           PlanAccelerateLaunch(nullptr, args, {}, {.fp8 = true}));
-  return launch.env;
+  launch.env.merge(launch.left_out);
+  return std::move(launch.env);
 }
 
 // The flags among `given`: their names, and as they are written.

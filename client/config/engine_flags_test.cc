@@ -1,5 +1,9 @@
 #include "client/config/engine_flags.h"
 
+#include <iterator>
+#include <set>
+
+#include "client/config/accelerate_launch.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -46,6 +50,34 @@ TEST(EngineFlags, Deepspeed_IsWhatAcceleratesLauncherSets) {
   EXPECT_EQ(got.count(""), 0u) << got.at("");
   EXPECT_EQ(got.at("ACCELERATE_USE_DEEPSPEED"), "true");
   EXPECT_EQ(got.at("ACCELERATE_DEEPSPEED_ZERO_STAGE"), "3");
+}
+
+TEST(EngineFlags, EveryFlag_ReachesTheProcesses) {
+  for (const AccelerateEngineFlag& flag : AccelerateEngineFlags()) {
+    SCOPED_TRACE(flag.name);
+    if (flag.name == "use_fsdp" || flag.name == "use_deepspeed") continue;
+    const char* const engine = flag.name.rfind("fsdp_", 0) == 0 ? "use_fsdp" : "use_deepspeed";
+    std::set<Flags> outcomes = {VariablesFor({{engine, "true"}})};
+    for (const char* value : {"true", "false", "7", "2", "/nvme"}) {
+      outcomes.insert(VariablesFor({{engine, "true"}, {flag.name, value}}));
+    }
+    for (auto outcome = outcomes.begin(); outcome != outcomes.end();) {
+      outcome = outcome->count("") > 0 ? outcomes.erase(outcome) : std::next(outcome);
+    }
+    EXPECT_GT(outcomes.size(), 1u) << "lost";
+  }
+}
+
+TEST(EngineFlags, PathsToOffloadTo_ReachTheProcesses) {
+  const Flags got = VariablesFor({{"use_deepspeed", "true"},
+                                  {"zero_stage", "3"},
+                                  {"offload_param_device", "nvme"},
+                                  {"offload_param_nvme_path", "/a"},
+                                  {"offload_optimizer_device", "nvme"},
+                                  {"offload_optimizer_nvme_path", "/b"}});
+  EXPECT_EQ(got.count(""), 0u) << got.at("");
+  EXPECT_EQ(got.at("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH"), "/a");
+  EXPECT_EQ(got.at("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH"), "/b");
 }
 
 TEST(EngineFlags, WhatWouldBeIgnored_IsRefused) {

@@ -12,6 +12,7 @@
 #include "base/bool_word.h"
 #include "base/status_macros.h"
 #include "base/suggest.h"
+#include "client/config/python_values.h"
 
 namespace muster::client {
 namespace {
@@ -54,15 +55,16 @@ std::string Shown(const Json& value) {
   return text.substr(0, 200);
 }
 
-// "100_000_000", as Python writes it: an underscore between two digits.
-std::string WithoutUnderscores(absl::string_view text) {
-  std::string digits;
-  for (size_t i = 0; i < text.size(); ++i) {
-    const bool between = text[i] == '_' && i > 0 && absl::ascii_isdigit(text[i - 1]) &&
-                         i + 1 < text.size() && absl::ascii_isdigit(text[i + 1]);
-    if (!between) digits += text[i];
-  }
-  return digits;
+// The index of torch's number or a name among `names`, in any case; -1 if it is neither.
+int IndexOf(const std::string& text, const std::vector<std::string>& names) {
+  const std::string name = absl::AsciiStrToUpper(text);
+  const auto at = std::find(names.begin(), names.end(), name);
+  if (at != names.end()) return static_cast<int>(at - names.begin());
+  // "2" and "02", but not "+2", as Python's isdigit() has it.
+  size_t number = 0;
+  const bool digits =
+      std::all_of(name.begin(), name.end(), absl::ascii_isdigit) && absl::SimpleAtoi(name, &number);
+  return digits && number >= 1 && number <= names.size() ? static_cast<int>(number) - 1 : -1;
 }
 
 // Reads one plugin: for each setting the argument, else the variable, else the default.
@@ -143,11 +145,9 @@ class Resolver {
          given.value.get<uint64_t>() <= static_cast<uint64_t>(INT64_MAX))) {
       return given.value.get<int64_t>();
     }
-    int64_t number = 0;
-    const bool is_variable = absl::StartsWith(given.source, "FSDP_");
-    if (is_variable && given.value.is_string() &&
-        absl::SimpleAtoi(WithoutUnderscores(given.value.get<std::string>()), &number)) {
-      return number;
+    if (absl::StartsWith(given.source, "FSDP_") && given.value.is_string()) {
+      const std::optional<int64_t> number = ParsePythonInt(given.value.get<std::string>());
+      if (number.has_value()) return *number;
     }
     return Wrong(given, absl::StrCat("`", what, "` must be an integer, not ", Shown(given.value)));
   }
@@ -157,9 +157,8 @@ class Resolver {
                              absl::string_view what) const {
     const std::string text = absl::AsciiStrToUpper(Shown(given.value));
     if (given.value.is_string() || given.value.is_number_integer()) {
-      for (size_t i = 0; i < names.size(); ++i) {
-        if (text == names[i] || text == absl::StrCat(i + 1)) return static_cast<int>(i + 1);
-      }
+      const int index = IndexOf(text, names);
+      if (index >= 0) return index + 1;
     }
     std::vector<std::string> allowed;
     for (size_t i = 0; i < names.size(); ++i) {
@@ -195,14 +194,19 @@ class Resolver {
                                          " is not supported with version 1: name a strategy (",
                                          absl::StrJoin(Strategies(), ", "), ")"));
     }
-    if (!reshard.value.is_null() && !reshard_is_argument &&
-        ParseBoolWord(reshard.value.get<std::string>())) {
-      if (!*ParseBoolWord(reshard.value.get<std::string>())) {
-        settings_.notes.push_back(
-            "FSDP_RESHARD_AFTER_FORWARD=false has no effect in version 1: set "
-            "FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP");
+    // Of a variable the release reads nothing at all in version 1.
+    if (!reshard.value.is_null() && !reshard_is_argument) {
+      const std::string word = reshard.value.get<std::string>();
+      const std::optional<bool> truth = ParseBoolWord(word);
+      if (truth.has_value() || IndexOf(word, Strategies()) < 0) {
+        if (!truth.value_or(false)) {
+          settings_.notes.push_back(
+              absl::StrCat(reshard.source, "=", word,
+                           " has no effect in version 1: set FSDP_SHARDING_STRATEGY (SHARD_GRAD_OP "
+                           "for false)"));
+        }
+        reshard.value = nullptr;
       }
-      reshard.value = nullptr;
     }
     settings_.strategy = Strategy::kFullShard;
     if (!given.value.is_null()) {
@@ -463,18 +467,14 @@ absl::StatusOr<FsdpSettings> ResolveFsdp(const Json& arguments,
 }
 
 absl::Status SetStateDictType(absl::string_view type, FsdpSettings& settings) {
-  const std::string name = absl::AsciiStrToUpper(type);
   const auto& names = StateDicts();
-  auto at = std::find(names.begin(), names.end(), name);
-  for (size_t i = 0; i < names.size(); ++i) {
-    if (name == absl::StrCat(i + 1)) at = names.begin() + static_cast<ptrdiff_t>(i);  // torch's
-  }
-  if (at == names.end()) {
+  const int index = IndexOf(std::string(type), names);
+  if (index < 0) {
     return absl::InvalidArgumentError(
-        absl::StrCat("state_dict_type: \"", name,
+        absl::StrCat("state_dict_type: \"", absl::AsciiStrToUpper(type),
                      "\" is not a valid StateDictType; allowed: ", absl::StrJoin(names, ", ")));
   }
-  const auto chosen = static_cast<FsdpSettings::StateDict>(at - names.begin() + 1);
+  const auto chosen = static_cast<FsdpSettings::StateDict>(index + 1);
   if (settings.version == 2 && chosen == FsdpSettings::StateDict::kLocal) {
     return absl::InvalidArgumentError(
         "FSDP2 does not support LOCAL_STATE_DICT: set `fsdp_state_dict_type` to "

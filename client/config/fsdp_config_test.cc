@@ -50,6 +50,30 @@ TEST(ResolveFsdp, ReshardAfterForwardInVersion1_IsTheStrategyUnlessOneIsChosen) 
             FsdpSettings::Strategy::kFullShard);
 }
 
+// As null in a file of Accelerate's, which becomes the word none.
+TEST(ResolveFsdp, VariableThatIsNoStrategyInVersion1_IsNoted) {
+  for (const char* word : {"none", "", "FULL_SHRD", "7"}) {
+    SCOPED_TRACE(word);
+    const FsdpSettings settings = Resolved(nullptr, {{"FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP"},
+                                                     {"FSDP_RESHARD_AFTER_FORWARD", word}});
+    EXPECT_EQ(settings.strategy, FsdpSettings::Strategy::kShardGradOp);
+    ASSERT_EQ(settings.notes.size(), 1u);
+    EXPECT_THAT(settings.notes[0], HasSubstr("FSDP_RESHARD_AFTER_FORWARD="));
+  }
+  EXPECT_THAT(Error({{"reshard_after_forward", "none"}}, {}), HasSubstr("NONE"));
+}
+
+TEST(ResolveFsdp, NumbersOfTorch_MayHaveLeadingZeros) {
+  EXPECT_EQ(Resolved(nullptr, {{"FSDP_SHARDING_STRATEGY", "02"}}).strategy,
+            FsdpSettings::Strategy::kShardGradOp);
+  FsdpSettings settings = Resolved(nullptr, {{"FSDP_STATE_DICT_TYPE", "003"}});
+  EXPECT_EQ(settings.state_dict, FsdpSettings::StateDict::kSharded);
+  EXPECT_TRUE(SetStateDictType("01", settings).ok());
+  for (const char* number : {"0", "06", "+2", " 2", "2.0"}) {
+    EXPECT_THAT(Error(nullptr, {{"FSDP_SHARDING_STRATEGY", number}}), HasSubstr("not a valid"));
+  }
+}
+
 TEST(ResolveFsdp, WrongValues_AreNamedWithTheirSource) {
   EXPECT_THAT(Error({{"sharding_stratgy", "NO_SHARD"}}, {}),
               HasSubstr("did you mean sharding_strategy?"));

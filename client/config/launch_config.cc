@@ -763,9 +763,19 @@ absl::StatusOr<Layer> LayerOfAccelerate(const AccelerateConfig& config,
     MUSTER_RETURN_IF_ERROR(set("main_process_port", "/main_process_port"));
   }
   const std::string accumulation = "/deepspeed_config/gradient_accumulation_steps";
-  if (values.value(nlohmann::ordered_json::json_pointer(accumulation), nlohmann::ordered_json())
-          .is_number_integer()) {
+  if (values.value(nlohmann::ordered_json::json_pointer(accumulation), nlohmann::ordered_json()) !=
+      "auto") {
     MUSTER_RETURN_IF_ERROR(set("gradient_accumulation_steps", accumulation));
+  }
+  for (const UnreadKey& unread : UnreadKeys(config)) {
+    const std::string where = place(absl::StrCat("/", unread.section, "/", unread.key));
+    if (!unread.nearest.empty()) {
+      return absl::InvalidArgumentError(absl::StrCat(where, ": unknown key ", unread.key, " in ",
+                                                     unread.section, "; did you mean ",
+                                                     unread.nearest, "?"));
+    }
+    layer.notes.push_back(absl::StrCat(where, ": ", unread.section, ".", unread.key,
+                                       " has no effect: this section has no such key"));
   }
 
   // Counts and devices are checked with the other layers' settings: here they must only fit.
@@ -774,12 +784,12 @@ absl::StatusOr<Layer> LayerOfAccelerate(const AccelerateConfig& config,
                                           "--machine_rank",    "0",
                                           "--gpu_ids",         "all",
                                           "--main_process_ip", "127.0.0.1"};
-  const absl::StatusOr<AccelerateLaunch> launch =
-      PlanAccelerateLaunch(&config, flags, {}, {.fp8 = true});
+  absl::StatusOr<AccelerateLaunch> launch = PlanAccelerateLaunch(&config, flags, {}, {.fp8 = true});
   if (!launch.ok()) {
     return absl::Status(launch.status().code(),
                         absl::StrCat(source, ": ", launch.status().message()));
   }
+  launch->env.merge(launch->left_out);
   const auto& env = launch->env;
   for (const AccelerateSection& section : kAccelerateSections) {
     if (env.contains(section.variable) || !values.contains(section.name) ||
@@ -1226,6 +1236,7 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
     for (const UnusedSection& section : layer.unused_sections) {
       config.notes.push_back(DescribeUnused(section));
     }
+    config.notes.insert(config.notes.end(), layer.notes.begin(), layer.notes.end());
   }
   return config;
 }

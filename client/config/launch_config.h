@@ -74,6 +74,8 @@ struct Layer {
   // Variables for all workers (`env` in a file, --env on the command line).
   std::map<std::string, Given> env;
   std::vector<UnusedSection> unused_sections = {};
+  // What else of a file has no effect, a sentence each.
+  std::vector<std::string> notes = {};
 };
 
 // Reads a config file's text: YAML, or JSON if `source` ends in ".json". `source` is the file's

@@ -354,6 +354,55 @@ TEST(ParseConfig, FileOfAccelerates_CountsLeftToFlagsAndDevices) {
   EXPECT_EQ(layer->env.at("ACCELERATE_DEEPSPEED_ZERO_STAGE").text, "2");
 }
 
+TEST(ParseConfig, FileOfAccelerates_PathsToOffloadTo_Count) {
+  const auto layer = ParseConfig(
+      "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 3\n"
+      "  offload_param_device: nvme\n  offload_param_nvme_path: /a\n"
+      "  offload_optimizer_device: nvme\n  offload_optimizer_nvme_path: /b\n",
+      "c.yaml");
+  ASSERT_TRUE(layer.ok()) << layer.status();
+  EXPECT_EQ(layer->env.at("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH").text, "/a");
+  EXPECT_EQ(layer->env.at("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH").text, "/b");
+}
+
+TEST(ParseConfig, FileOfAccelerates_AccumulationInQuotes_Counts) {
+  const auto with = [](const std::string& steps) {
+    return "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
+           "  gradient_accumulation_steps: " +
+           steps + "\n";
+  };
+  const auto layer = ParseConfig(with("'4'"), "c.yaml");
+  ASSERT_TRUE(layer.ok()) << layer.status();
+  ASSERT_TRUE(layer->settings.contains("gradient_accumulation_steps"));
+  EXPECT_EQ(layer->settings.at("gradient_accumulation_steps").text, "4");
+  for (const char* open : {"auto", "null"}) {
+    const auto left = ParseConfig(with(open), "c.yaml");
+    ASSERT_TRUE(left.ok()) << left.status();
+    EXPECT_FALSE(left->settings.contains("gradient_accumulation_steps"));
+  }
+  EXPECT_THAT(FileError(with("four")), HasSubstr("four (from c.yaml:4)"));
+  EXPECT_THAT(FileError(with("2.5")), HasSubstr("2.5 (from c.yaml:4)"));
+}
+
+// Accelerate's launcher ignores both; the first trains with a default that nobody chose.
+TEST(ParseConfig, FileOfAccelerates_MisspeltKeyOfASection_IsRefusedAndAStrangeOneNoted) {
+  const auto with = [](const std::string& key) {
+    return "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n"
+           "  " +
+           key + "\n";
+  };
+  EXPECT_EQ(FileError(with("gradient_cliping: 1.0")),
+            "c.yaml:5: unknown key gradient_cliping in deepspeed_config; did you mean "
+            "gradient_clipping?");
+  const auto layer = ParseConfig(with("round_robin_gradients: true"), "c.yaml");
+  ASSERT_TRUE(layer.ok()) << layer.status();
+  const auto config = ResolveLaunch({*layer}, {.gpus = 2});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_THAT(config->notes,
+              ElementsAre("c.yaml:5: deepspeed_config.round_robin_gradients has no effect: this "
+                          "section has no such key"));
+}
+
 TEST(ParseConfig, FileOfAccelerates_MistakesNameFileAndKey) {
   EXPECT_THAT(FileError("distributed_type: MULTI_GPU\nnum_proceses: 2\n"),
               HasSubstr("num_proceses for num_processes?"));

@@ -8,6 +8,8 @@ namespace {
 
 constexpr char kAhead[] =
     "the next unit is gathered ahead, forward and backward, with --sharding_overlap";
+constexpr char kWithTheirUnit[] =
+    "small parameters are divided with their unit; ignored_modules stay whole";
 
 }  // namespace
 
@@ -111,13 +113,15 @@ const std::vector<SettingUse>& DeepSpeedUses() {
        nullptr},
       {"zero_optimization", Use::kSection, "", nullptr},
       {"zero_optimization.stage", Use::kMapped, "strategy", nullptr},
-      {"zero_optimization.reduce_bucket_size", Use::kMapped, "reduce_bucket_elements", nullptr},
-      {"zero_optimization.param_persistence_threshold", Use::kMapped, "whole_below_elements",
+      {"zero_optimization.reduce_bucket_size", Use::kNoEffect, "gradients are reduced unit by unit",
        nullptr},
-      {"zero_optimization.stage3_param_persistence_threshold", Use::kMapped, "whole_below_elements",
+      {"zero_optimization.param_persistence_threshold", Use::kNoEffect, kWithTheirUnit, nullptr},
+      {"zero_optimization.stage3_param_persistence_threshold", Use::kNoEffect, kWithTheirUnit,
        nullptr},
       {"zero_optimization.stage3_gather_16bit_weights_on_model_save", Use::kMapped,
        "full_state_dict", nullptr},
+      {"zero_optimization.gather_16bit_weights_on_model_save", Use::kMapped, "full_state_dict",
+       nullptr},
       {"zero_optimization.stage3_gather_fp16_weights_on_model_save", Use::kMapped,
        "full_state_dict", nullptr},
       {"zero_optimization.contiguous_gradients", Use::kNoEffect,
@@ -164,6 +168,11 @@ const std::vector<SettingUse>& DeepSpeedUses() {
        "parameters may be unused in a step", nullptr},
       {"zero_optimization.round_robin_gradients", Use::kNoEffect, "shards are divided evenly",
        nullptr},
+      {"zero_optimization.compute_grad_norm", Use::kNoEffect,
+       "the norm is computed where something needs it", nullptr},
+      {"zero_optimization.parameter_alignment", Use::kNoEffect, "it changes no result", nullptr},
+      {"zero_optimization.save_muon_momentum_buffer_in_memory", Use::kNoEffect,
+       "it is for an optimizer that is refused by name", nullptr},
       {"zero_optimization.memory_efficient_linear", Use::kNoEffect, "it changes no result",
        nullptr},
       {"zero_optimization.override_module_apply", Use::kNoEffect, "modules are not replaced",
@@ -200,7 +209,8 @@ const std::vector<SettingUse>& DeepSpeedUses() {
        "set FSDP's HYBRID_SHARD", nullptr},
       {"zero_optimization.pipeline_loading_checkpoint", Use::kRefused,
        "remove it: shards are streamed", nullptr},
-      {"zero_optimization.leaf_module", Use::kRefused, "choose the units in the program", nullptr},
+      {"zero_optimization.leaf_module", Use::kRefused,
+       "name these modules in options.sharding.no_split (--sharding_no_split)", nullptr},
       {"zero_optimization.zenflow", Use::kRefused, "set offload_optimizer.device to cpu", nullptr},
       {"zero_optimization.offload_param", Use::kSection, "", nullptr},
       {"zero_optimization.offload_param.device", Use::kMapped, "offload_parameters", nullptr},

@@ -109,10 +109,10 @@ class DeepSpeedMapper {
   absl::Status Number(const std::string& key, double least, std::optional<T>& number) const {
     const Json value = At(key);
     if (value.is_null()) return absl::OkStatus();
+    // 1e3 is a whole number, too.
     const bool whole = std::is_integral_v<T>;
-    const bool fits = (whole ? value.is_number_integer() : value.is_number()) &&
-                      value.get<double>() >= least && value.get<double>() < 9e18;
-    if (!fits) {
+    const double size = value.is_number() ? value.get<double>() : -1;
+    if (!(size >= least && size < 9e18) || (whole && size != std::floor(size))) {
       return Wrong(key, value,
                    absl::StrCat(whole ? "a whole number" : "a number", " of at least ", least));
     }
@@ -148,14 +148,9 @@ class DeepSpeedMapper {
                                      sharding.offload_optimizer, sharding.offload_optimizer_path));
     MUSTER_RETURN_IF_ERROR(OffloadOf("offload_param", Strategy::kFull, sharding.offload_parameters,
                                      sharding.offload_parameters_path));
-    MUSTER_RETURN_IF_ERROR(
-        Number("zero_optimization.reduce_bucket_size", 1, sharding.reduce_bucket_elements));
-    for (const char* name : {"param_persistence_threshold", "stage3_param_persistence_threshold"}) {
-      MUSTER_RETURN_IF_ERROR(
-          Number(absl::StrCat("zero_optimization.", name), 0, sharding.whole_below_elements));
-    }
-    for (const char* name : {"stage3_gather_fp16_weights_on_model_save",
-                             "stage3_gather_16bit_weights_on_model_save"}) {
+    for (const char* name :
+         {"stage3_gather_fp16_weights_on_model_save", "gather_16bit_weights_on_model_save",
+          "stage3_gather_16bit_weights_on_model_save"}) {
       MUSTER_ASSIGN_OR_RETURN(
           sharding.full_state_dict,
           Flag(absl::StrCat("zero_optimization.", name), sharding.full_state_dict));
@@ -239,9 +234,7 @@ class DeepSpeedMapper {
       if (At(field.key) == "auto") continue;
       MUSTER_RETURN_IF_ERROR(Number(field.key, 1, *field.number));
     }
-    if (At("gradient_clipping") != "auto") {
-      MUSTER_RETURN_IF_ERROR(Number("gradient_clipping", 0, plan_.gradient_clipping));
-    }
+    MUSTER_RETURN_IF_ERROR(Number("gradient_clipping", 0, plan_.gradient_clipping));
     if (plan_.gradient_clipping == 0.0) plan_.gradient_clipping.reset();
     return absl::OkStatus();
   }

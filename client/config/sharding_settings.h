@@ -36,6 +36,8 @@ struct ShardingSettings {
   Wrap wrap = Wrap::kWhole;
   std::vector<std::string> wrap_types;
   int64_t min_parameters = 0;
+  // Modules, by class or name, that stay in one piece.
+  std::vector<std::string> no_split;
   // A regular expression for the names of modules that are not sharded.
   std::optional<std::string> ignored_modules;
   Offload offload_parameters = Offload::kNone;
@@ -53,9 +55,6 @@ struct ShardingSettings {
   bool full_state_dict = false;
   bool sync_module_states = false;  // the weights of rank 0 go to all ranks
   bool rank_zero_loads = false;     // only rank 0 reads the file of the model
-  // Elements in a bucket of gradients, and of parameters that stay whole; none: the default.
-  std::optional<int64_t> reduce_bucket_elements;
-  std::optional<int64_t> whole_below_elements;
 };
 
 // The scale of losses in fp16. `fixed` 0: dynamic.
@@ -126,8 +125,8 @@ const std::vector<SettingUse>& DeepSpeedUses();
 // Errors of both: INVALID_ARGUMENT for a value that is none, UNIMPLEMENTED for a setting that
 // cannot be honoured; each names the setting and the nearest that can.
 absl::StatusOr<ShardingPlan> MapFsdp(const FsdpSettings& settings);
-// `config`: resolved (DeepSpeedConfig::config). A batch size, the accumulation steps or the
-// clipping that are still "auto" are none.
+// `config`: resolved (DeepSpeedConfig::config), with its clipping settled. A batch size or the
+// accumulation steps that are still "auto" are none.
 absl::StatusOr<ShardingPlan> MapDeepSpeed(const nlohmann::json& config);
 
 }  // namespace muster::client

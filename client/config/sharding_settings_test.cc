@@ -39,8 +39,6 @@ std::string Words(const ShardingPlan& plan) {
             s.full_state_dict,
             s.sync_module_states,
             s.rank_zero_loads,
-            s.reduce_bucket_elements.value_or(-1),
-            s.whole_below_elements.value_or(-1),
             plan.mixed_precision,
             plan.gradient_clipping.value_or(-1),
             plan.gradient_accumulation_steps.value_or(-1),
@@ -217,16 +215,33 @@ TEST(MapDeepSpeed, Values_AreChecked) {
   EXPECT_THAT(error({{"fp16", {{"enabled", true}}}, {"bf16", {{"enabled", true}}}}),
               HasSubstr("choose one"));
   EXPECT_THAT(error({{"train_batch_size", 0}}), HasSubstr("at least 1"));
+  EXPECT_THAT(error({{"gradient_clipping", "auto"}}), HasSubstr("gradient_clipping must be a"));
   EXPECT_THAT(error({{"optimizer", {{"type", "AdamW"}, {"params", {{"lr", "auto"}}}}}}),
               HasSubstr("optimizer.params.lr"));
   EXPECT_THAT(error(7), HasSubstr("an object"));
 }
 
 TEST(MapDeepSpeed, AutoBatchSizes_AreLeftOpen) {
-  const auto plan = MapDeepSpeed({{"train_batch_size", "auto"}, {"gradient_clipping", "auto"}});
+  const auto plan = MapDeepSpeed({{"train_batch_size", "auto"}});
   ASSERT_TRUE(plan.ok()) << plan.status();
   EXPECT_FALSE(plan->train_batch_size);
-  EXPECT_FALSE(plan->gradient_clipping);
+}
+
+// People write 5e8 and 1e3, which JSON reads as floats.
+TEST(MapDeepSpeed, WholeNumbersWithAnExponent_AreWholeNumbers) {
+  const auto plan = MapDeepSpeed(
+      {{"train_batch_size", 64.0},
+       {"fp16", {{"enabled", true}, {"loss_scale_window", 1e3}, {"initial_scale_power", 16.0}}},
+       {"scheduler", {{"type", "WarmupDecayLR"}, {"params", {{"total_num_steps", 1e4}}}}}});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->train_batch_size, 64);
+  EXPECT_EQ(plan->loss_scale->window, 1000);
+  EXPECT_EQ(plan->loss_scale->initial_power, 16);
+  EXPECT_EQ(plan->scheduler->total_steps, 10'000);
+  for (const double broken : {1000.5, 1e300}) {
+    EXPECT_THAT(MapDeepSpeed({{"train_batch_size", broken}}).status().message(),
+                HasSubstr("train_batch_size must be a whole number"));
+  }
 }
 
 TEST(MapDeepSpeed, MutatedConfigs_AreMappedOrRefused) {

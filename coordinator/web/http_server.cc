@@ -154,6 +154,21 @@ class BoundedServer final : public httplib::Server {
   std::set<int> serving_ ABSL_GUARDED_BY(mu_);
 };
 
+// `why`: an errno; 0 if the library left none.
+absl::Status CannotListen(const std::string& host, int port, int why) {
+  const std::string what = absl::StrCat("cannot listen for HTTP on ", host, ":", port, ": ");
+  if (why == EADDRINUSE || why == 0) {
+    return absl::AlreadyExistsError(
+        absl::StrCat(what, "does another process use it? Use port 0 for a free one"));
+  }
+  if (why == EACCES || why == EPERM) {
+    return absl::PermissionDeniedError(
+        absl::StrCat(what, "this user may not use the port; one from 1024 on is for everybody"));
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat(what, "is ", host, " an address of this machine? ", strerror(why)));
+}
+
 }  // namespace
 
 class HttpServer::Impl {
@@ -191,17 +206,14 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(
       response.set_content(made.body, made.content_type);
     });
   }
+  errno = 0;
   int bound = port;
   if (port == 0) {
     bound = server.bind_to_any_port(host);
   } else if (!server.bind_to_port(host, port)) {
     bound = -1;
   }
-  if (bound <= 0) {
-    return absl::AlreadyExistsError(
-        absl::StrCat("cannot listen for HTTP on ", host, ":", port,
-                     ": does another process use it? Use port 0 for a free one"));
-  }
+  if (bound <= 0) return CannotListen(host, port, errno);
   impl->thread = std::thread([raw = impl.get()] {
     raw->server.listen_after_bind();
     raw->ended = true;

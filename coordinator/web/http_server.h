@@ -24,8 +24,9 @@ class HttpServer {
   };
   using Handler = std::function<Response()>;
 
-  // Listens on a numeric host and port (0: a free one). Errors: INVALID_ARGUMENT the host is no
-  // number; ALREADY_EXISTS the port is taken.
+  // Listens on a host and port (0: a free one). Errors: ALREADY_EXISTS the port is taken;
+  // PERMISSION_DENIED it is not for this user; INVALID_ARGUMENT anything else that is wrong with
+  // the address.
   static absl::StatusOr<std::unique_ptr<HttpServer>> Start(
       const std::string& host, int port,
       const std::vector<std::pair<std::string, Handler>>& handlers);

@@ -33,6 +33,14 @@ TEST(HttpServer, Get_ServesHandlersAndNothingElse) {
   EXPECT_EQ(response->status, 404);
 }
 
+TEST(HttpServer, AddressOfNobodyHere_IsCalledThat) {
+  // An address for documentation.
+  const absl::Status status = HttpServer::Start("192.0.2.1", 0, {}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  EXPECT_NE(status.message().find("is 192.0.2.1 an address of this machine?"), std::string::npos)
+      << status;
+}
+
 TEST(HttpServer, TakenPort_IsRefused) {
   auto server = HttpServer::Start("127.0.0.1", 0, {});
   ASSERT_TRUE(server.ok());

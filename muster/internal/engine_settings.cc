@@ -97,6 +97,7 @@ absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks
         "Parameters are not offloaded: this strategy keeps them whole. FULL_SHARD (stage 3) "
         "offloads them.");
   }
+  to.no_split = from.no_split;
   to.ignored_modules = from.ignored_modules.value_or("");
   // Without types the entries of module lists are units: nothing but memory depends on it.
   if (from.wrap == ShardingSettings::Wrap::kTypes) to.unit_types = from.wrap_types;
@@ -112,14 +113,6 @@ absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks
   if (low(from.output_dtype)) {
     result.notes.push_back(
         "What a model returns is float32, as under every mixed precision, whatever the policy.");
-  }
-  if (from.reduce_bucket_elements.has_value()) {
-    result.notes.push_back("reduce_bucket_size has no effect: gradients are reduced unit by unit.");
-  }
-  if (from.whole_below_elements.has_value()) {
-    result.notes.push_back(
-        "stage3_param_persistence_threshold has no effect: small parameters are divided with their "
-        "unit. ignored_modules stay whole.");
   }
   if (plan.micro_batch_size.has_value() || plan.train_batch_size.has_value()) {
     result.notes.push_back(

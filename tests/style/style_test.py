@@ -56,6 +56,14 @@ class Repository(unittest.TestCase):
         self.assertTrue(reasons)
         self.assertFalse(set(reasons) - set(rows), "docs/errors.md lacks rows")
 
+    def test_services_that_always_restart_do_so_for_ever(self):
+        # systemd gives up after five starts in ten seconds, unless the section [Unit] says otherwise.
+        services = {path: _read(path) for path in _files() if path.endswith(".service")}
+        self.assertTrue(services)
+        self._expect_none([(path, 1, "Restart=always without StartLimitIntervalSec=0 in [Unit]") for path, text in services.items()
+                           if "\nRestart=always\n" in text and
+                           "\nStartLimitIntervalSec=0\n" not in text[text.index("[Unit]"):text.index("[Service]")]])
+
     def test_no_message_has_a_map_field(self):
         # The ThreadSanitizer build would lay it out otherwise than Debian's libprotobuf: it crashes there only.
         self._expect_none([path for path in _files() if path.endswith(".proto") and "map<" in
