@@ -163,10 +163,8 @@ void StepController::AnnounceStep(const OptimizerSlot& slot,
 void StepController::BeginWindow() {
   window_factor_.reset();
   window_backwards_ = 0;
-  if (scaler_ != nullptr && scaler_->pending()) scaler_->Update();
-  scaler_steps_ = 0;
+  if (scaler_ != nullptr && scaler_->pending()) UpdateScale();
   for (const auto& optimizer : registry_.optimizers()) {
-    optimizer->gradients_finished_ = false;
     // The window before has ended without a step, or with one that was made after the last
     // micro-step's scope.
     if (optimizer->zero_at_end_.has_value()) ZeroNow(*optimizer, *optimizer->zero_at_end_);
@@ -273,6 +271,9 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
       weight.has_value() ? accumulation_.WeightedDivisor(*weight) : accumulation_.current().divisor;
   at::Tensor scaled = divisor == 1 ? loss : loss / divisor;
   if (scaler_ != nullptr) scaled = scaler_->Scale(scaled);
+  for (const auto& optimizer : registry_.optimizers()) {
+    if (optimizer->gradients_finished_) ReopenGradients(*optimizer);
+  }
   const bool exchange = process_.size() > 1 && communicate();
   process_.progress().SetPhase(exchange ? "backward and gradient exchange" : "backward");
   if (exchange) ArmAgain(how);
@@ -375,6 +376,15 @@ void StepController::FinishGradients(OptimizerSlot* only) {
     optimizer->gradients_torn_ = false;
     optimizer->gradients_finished_ = true;
   }
+}
+
+void StepController::ReopenGradients(OptimizerSlot& slot) const {
+  const bool torn = std::exchange(slot.gradients_torn_, true);
+  if (scaler_ != nullptr) scaler_->Rescale(slot.handle());
+  // Those of an earlier window, of which this one has finished none, keep what they are.
+  ScaleGradients(slot.handle().parameters(), 1 / window_factor_.value_or(1));
+  slot.gradients_torn_ = torn;
+  slot.gradients_finished_ = false;
 }
 
 namespace {
@@ -807,10 +817,9 @@ void StepController::CheckForwards(const OptimizerSlot& slot) const {
   }
 }
 
-void StepController::EndScalerStep() {
-  if (++scaler_steps_ < registry_.optimizers().size()) return;
+void StepController::UpdateScale() {
   scaler_->Update();
-  scaler_steps_ = 0;
+  for (const auto& optimizer : registry_.optimizers()) optimizer->stepped_at_scale_ = false;
 }
 
 namespace {
@@ -1009,6 +1018,7 @@ void StepController::EndJoin(bool finish) {
       BroadcastOptimizerState(process_.comm(), optimizer->handle(), root);
       optimizer->set_steps(BroadcastObject(process_.comm(), optimizer->steps(), root));
       optimizer->handle().ZeroGrad();
+      optimizer->stepped_at_scale_ = false;
     }
     for (const auto& scheduler : registry_.schedulers()) {
       scheduler->LoadState(BroadcastPlainState(process_.comm(), scheduler->SaveState(), root));
@@ -1035,7 +1045,6 @@ void StepController::Stepped(OptimizerSlot& slot) {
     }
   }
   slot.consumed_ = true;
-  slot.gradients_finished_ = false;
   ForgetPlainPasses(slot);
   for (size_t m = 0; m < slot.models_.size(); ++m) {
     const std::shared_ptr<ModelSlot> model = slot.models_[m].lock();
@@ -1095,7 +1104,11 @@ void StepController::Step(OptimizerSlot& slot) {
     if (scaler_ != nullptr) {
       scaler_->Step(*slot.handle_);
       slot.step_was_skipped_ = scaler_->step_was_skipped(*slot.handle_);
-      EndScalerStep();
+      slot.stepped_at_scale_ = true;
+      const auto& all = registry_.optimizers();
+      if (std::all_of(all.begin(), all.end(), [](const auto& o) { return o->stepped_at_scale_; })) {
+        UpdateScale();
+      }
     } else if (updated) {
       updates_->FinishStep(slot, WindowFactor());
     } else {
@@ -1226,7 +1239,8 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) const {
   }
   slot.zero_at_end_.reset();
   slot.witness_.reset();
-  slot.consumed_ = slot.gradients_torn_ = false;
+  slot.consumed_ = slot.gradients_torn_ = slot.gradients_finished_ = false;
+  if (scaler_ != nullptr) scaler_->Reopen(slot.handle());
   ForgetPlainPasses(slot);
   for (const auto& model : registry_.models()) {
     if (model->sharded() != nullptr) model->sharded()->ForgetPending(slot.handle_->parameters());
@@ -1273,9 +1287,8 @@ void StepController::CheckAllTakePart(const char* call) const {
 
 void StepController::OptimizerForgotten() {
   if (scaler_ == nullptr) return;
-  if (scaler_->pending()) scaler_->Update();
+  if (scaler_->pending()) UpdateScale();
   scaler_->Reset();
-  scaler_steps_ = 0;
 }
 
 void StepController::Reset() {
@@ -1287,6 +1300,7 @@ void StepController::Reset() {
   }
   for (const auto& optimizer : registry_.optimizers()) {
     optimizer->gradients_finished_ = optimizer->gradients_torn_ = false;
+    optimizer->stepped_at_scale_ = false;
     optimizer->step_was_skipped_ = false;
     optimizer->zero_at_end_.reset();
     optimizer->witness_.reset();
@@ -1297,7 +1311,6 @@ void StepController::Reset() {
   accumulation_ = Accumulation(accumulation_.options());
   window_factor_.reset();
   window_backwards_ = 0;
-  scaler_steps_ = 0;
   if (scaler_ != nullptr) scaler_->Reset();
 }
 
