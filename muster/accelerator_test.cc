@@ -581,6 +581,27 @@ TEST(Accelerator, Fp16SeveralStepsOfOneOptimizerInABlock_UpdateTheScaleOnce) {
   EXPECT_EQ(accelerator.core().steps().scaler()->scale(), 512);
 }
 
+TEST(Accelerator, Fp16StateSavedWhileOneOptimizerHasStepped_HoldsTheNextScale) {
+  const std::string dir = TestDir("next_scale");
+  for (const bool load : {false, true}) {
+    Accelerator accelerator(Fp16());
+    torch::nn::Linear d = OneWeight(), g = OneWeight();
+    FusedSGD sgd_d(d->parameters(), {.lr = 1.0}), sgd_g(g->parameters(), {.lr = 1.0});
+    auto [model_d, model_g, optimizer_d, optimizer_g] = accelerator.prepare(d, g, sgd_d, sgd_g);
+    if (load) {
+      ASSERT_TRUE(accelerator.load_state(dir).ok());
+    } else {
+      auto scope = accelerator.accumulate();
+      accelerator.backward(Loss(model_d(at::ones({1, 1}))) * 100);
+      optimizer_d.step();
+    }
+    if (!load) ASSERT_TRUE(accelerator.save_state(dir).ok());
+    // The same in both runs.
+    accelerator.backward(Loss(model_g(at::ones({1, 1}))));
+    EXPECT_EQ(accelerator.core().steps().scaler()->scale(), 512) << load;
+  }
+}
+
 TEST(Accelerator, StepsOutsideOfAccumulate_AreWindowsOfTheirOwn) {
   AcceleratorOptions options = OnCpu();
   options.gradient_accumulation_steps = 4;

@@ -1025,6 +1025,7 @@ void StepController::EndJoin(bool finish) {
     }
     if (scaler_ != nullptr) {
       scaler_->LoadState(BroadcastPlainState(process_.comm(), scaler_->SaveState(), root));
+      scaler_->Reset();
     }
     accumulation_.LoadState(BroadcastPlainState(process_.comm(), accumulation_.SaveState(), root));
   });

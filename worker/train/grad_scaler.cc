@@ -200,6 +200,13 @@ double GradScaler::scale() const { return options_.enabled ? scale_.item<float>(
 int64_t GradScaler::growth_tracker() const { return tracker_.item<int>(); }
 
 PlainState GradScaler::SaveState() const {
+  if (pending()) {
+    GradScaler after(*this);
+    after.scale_ = scale_.clone();
+    after.tracker_ = tracker_.clone();
+    after.Update();
+    return after.SaveState();
+  }
   PlainState state = {{"scale", {static_cast<double>(scale_.item<float>())}},
                       {"growth_tracker", {static_cast<double>(growth_tracker())}}};
   if (options_.hysteresis > 1) state["hysteresis"] = {static_cast<double>(patience_)};

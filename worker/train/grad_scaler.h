@@ -69,6 +69,7 @@ class GradScaler {
   double scale() const;
   int64_t growth_tracker() const;
 
+  // As it will be after Update(), where one is due. Errors: those of Update().
   PlainState SaveState() const;
   // Throws for a state that LoadState() would refuse. Changes nothing.
   void CheckState(const PlainState& state) const;
