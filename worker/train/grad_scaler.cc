@@ -112,9 +112,9 @@ void GradScaler::Reopen(const OptimizerHandle& optimizer) {
   if (!options_.enabled) return;
   PerOptimizer& state = optimizers_[optimizer.id()];
   if (state.stage == Stage::kStepped) {
-    state.earlier_inf =
-        state.earlier_inf.defined() ? at::maximum(state.earlier_inf, state.found_inf)
-                                    : state.found_inf;
+    state.earlier_inf = state.earlier_inf.defined()
+                            ? at::maximum(state.earlier_inf, state.found_inf)
+                            : state.found_inf;
   }
   state.stage = Stage::kReady;
   state.found_inf = at::Tensor();

@@ -42,11 +42,12 @@ class GradScaler {
   // later calls do nothing.
   void Unscale(OptimizerHandle& optimizer);
 
-  // The next Unscale() of `optimizer` is of other gradients. That a step has overflowed still counts
-  // in Update().
+  // The next Unscale() of `optimizer` is of other gradients. That a step has overflowed still
+  // counts in Update().
   void Reopen(const OptimizerHandle& optimizer);
-  // The gradients of `optimizer` hold no scale, and a backward pass of a scaled loss is about to add
-  // to them: Reopen(), and multiplies them by the scale, so that Unscale() is right for the sum.
+  // The gradients of `optimizer` hold no scale, and a backward pass of a scaled loss is about to
+  // add to them: Reopen(), and multiplies them by the scale, so that Unscale() is right for the
+  // sum.
   void Rescale(OptimizerHandle& optimizer);
 
   // Steps `optimizer` unless its gradients overflowed; unscales them before, if that is not done
