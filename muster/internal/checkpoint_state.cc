@@ -894,6 +894,7 @@ absl::Status CheckpointState::CheckSavable() {
   }
   if (steps_.between_windows()) registry_.ForgetUnheld();
   ForgetExpired();
+  if (absl::Status here = Guard([&] { loops_.SettleLoaders(); }); !here.ok()) return here;
   if (absl::Status looked = Guard([&] { layout_ = LookAtLayout(); }); !looked.ok()) return looked;
   if (absl::Status complete = CheckComplete(layout_); !complete.ok()) return complete;
   const absl::Status registered = Guard([&] {
@@ -1747,6 +1748,7 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
     return here;
   if (steps_.between_windows()) registry_.ForgetUnheld();
   ForgetExpired();
+  if (absl::Status here = Guard([&] { loops_.SettleLoaders(); }); !here.ok()) return here;
   // What is being written may be what is wanted. A failure is in the log.
   Wait().IgnoreError();
   process_.progress().SetPhase("load_state");

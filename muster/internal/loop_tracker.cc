@@ -55,7 +55,7 @@ class LoopTracker::Observer : public LoaderObserver {
   LoopTracker* tracker_;
 };
 
-LoopTracker::LoopTracker(const Registry& registry, std::function<void()> on_start)
+LoopTracker::LoopTracker(Registry& registry, std::function<void()> on_start)
     : registry_(registry),
       on_start_(std::move(on_start)),
       observer_(std::make_shared<Observer>(this)) {}
@@ -65,6 +65,7 @@ LoopTracker::~LoopTracker() { observer_->Forget(); }
 std::shared_ptr<LoaderObserver> LoopTracker::observer() const { return observer_; }
 
 bool LoopTracker::SkipsPass(const LoaderStateHandle& loader) {
+  SettleLoaders();
   if (!epoch_open_ || epoch_ != first_epoch_) return false;
   for (size_t i = 0; i < passes_to_skip_.size() && i < registry_.loaders().size(); ++i) {
     if (registry_.loaders()[i].get() != &loader || passes_to_skip_[i] == 0) continue;
@@ -524,6 +525,12 @@ void LoopTracker::LoadersAdded() {
        {&begins_again_, &inside_, &left_beside_, &began_, &began_before_}) {
     facts->resize(finished_passes_.size());
   }
+}
+
+void LoopTracker::SettleLoaders() {
+  registry_.SettleLoaders([this](size_t place) {
+    return place < passes_per_epoch_.size() && passes_per_epoch_[place] > 0;
+  });
 }
 
 void LoopTracker::LoadersCleared() {
