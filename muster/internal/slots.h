@@ -76,6 +76,7 @@ class OptimizerSlot {
   std::vector<size_t> local_;
   std::vector<std::weak_ptr<ModelSlot>> models_;  // that have parameters of this optimizer
   std::vector<int64_t> forwards_at_step_;         // of each, when this optimizer stepped last
+  int64_t pass_at_step_ = 0;                      // the last backward pass then
   int64_t checked_parameters_ = -1;
   uint64_t checked_models_ = 0;
   int64_t steps_ = 0;

@@ -4,8 +4,10 @@
 #include <cmath>
 #include <exception>
 #include <limits>
+#include <string>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
@@ -403,11 +405,6 @@ std::string NameOf(const at::Tensor& parameter, size_t index,
   return c10::str("number ", index, " of the optimizer, of shape ", parameter.sizes(), ",");
 }
 
-bool Holds(const std::vector<at::Tensor>& list, const at::Tensor& tensor) {
-  return std::any_of(list.begin(), list.end(),
-                     [&](const at::Tensor& other) { return other.is_same(tensor); });
-}
-
 }  // namespace
 
 void StepController::CheckGradients(OptimizerSlot& slot) const {
@@ -678,13 +675,14 @@ void StepController::FindOwners(OptimizerSlot& slot) const {
   }
   slot.checked_parameters_ = version;
   slot.checked_models_ = registry_.models_version();
-  std::unordered_map<const void*, std::shared_ptr<ModelSlot>> owners;
+  // Models may share tensors.
+  std::unordered_map<const void*, std::vector<std::shared_ptr<ModelSlot>>> owners;
   for (const auto& model : registry_.models()) {
     if (model->evaluation()) continue;
     if (!alone) {
       if (model->sharded() != nullptr) {
         for (const at::Tensor& shard : model->sharded()->shards()) {
-          owners[shard.unsafeGetTensorImpl()] = model;
+          owners[shard.unsafeGetTensorImpl()].push_back(model);
         }
         for (size_t i = 0; i < parameters.size(); ++i) {
           TORCH_CHECK(!model->sharded()->ShardOf(parameters[i]).defined(),
@@ -697,12 +695,12 @@ void StepController::FindOwners(OptimizerSlot& slot) const {
       // What the module has got after prepare(), the exchange does not know.
       if (model->ddp() == nullptr) continue;
       for (const at::Tensor& parameter : model->ddp()->parameters()) {
-        owners[parameter.unsafeGetTensorImpl()] = model;
+        owners[parameter.unsafeGetTensorImpl()].push_back(model);
       }
       continue;
     }
     for (const auto& [name, parameter] : model->source().parameters()) {
-      owners[parameter.unsafeGetTensorImpl()] = model;
+      owners[parameter.unsafeGetTensorImpl()].push_back(model);
     }
   }
   slot.local_.clear();
@@ -713,8 +711,11 @@ void StepController::FindOwners(OptimizerSlot& slot) const {
     const auto owner = owners.find(parameters[i].unsafeGetTensorImpl());
     if (owner == owners.end()) {
       slot.local_.push_back(i);
-    } else if (seen.insert(owner->second.get()).second) {
-      slot.models_.push_back(owner->second);
+      continue;
+    }
+    for (const std::shared_ptr<ModelSlot>& model : owner->second) {
+      if (!seen.insert(model.get()).second) continue;
+      slot.models_.push_back(model);
       slot.forwards_at_step_.push_back(0);
     }
   }
@@ -770,6 +771,8 @@ void StepController::CheckExchanged(const OptimizerSlot& slot) const {
         "options.allow_local_gradients");
   }
   if (slot.local_.size() == parameters.size()) CheckHoldsOthers(registry_, parameters.size());
+  std::vector<std::pair<std::shared_ptr<ModelSlot>, std::unordered_set<std::string>>> missed_by;
+  bool any = false;
   for (const auto& owner : slot.models_) {
     const std::shared_ptr<ModelSlot> model = owner.lock();
     if (model == nullptr) continue;
@@ -779,37 +782,67 @@ void StepController::CheckExchanged(const OptimizerSlot& slot) const {
     } else if (model->ddp() != nullptr) {
       missed = model->ddp()->UnexchangedGradients();
     }
-    if (!missed.empty()) {
-      // Another optimizer may have the others, and step on them at another time.
-      std::unordered_set<std::string> own;
-      for (const auto& [name, parameter] : model->source().parameters()) {
-        const at::Tensor shard =
-            model->sharded() == nullptr ? at::Tensor() : model->sharded()->ShardOf(parameter);
-        if (Holds(parameters, shard.defined() ? shard : parameter)) own.insert(name);
-      }
-      std::erase_if(missed, [&](const std::string& name) { return own.count(name) == 0; });
-    }
-    TORCH_CHECK(
-        missed.empty(), "optimizer.step(): the gradient of parameter '",
-        missed.empty() ? "" : missed.front(), "'",
-        missed.size() > 1 ? absl::StrCat(" (and of ", missed.size() - 1, " more)") : "",
-        " holds something that was not averaged over the processes: a backward pass through "
-        "model->forward(...) or another method of the module, through a second graph of one "
-        "forward pass, or in a micro-step of this window after which the model was not called "
-        "again; call model(...), or model.call(&Net::method, ...) for other methods, in the last "
-        "micro-step of each window");
+    any = any || !missed.empty();
+    missed_by.emplace_back(model, std::unordered_set<std::string>(missed.begin(), missed.end()));
   }
+  if (!any) return;
+  // Another optimizer may have the others, and step on them at another time. Of those that models
+  // share one of the models exchanges the gradient, the one that was called.
+  const std::unordered_set<const void*> own = SetOf(parameters);
+  std::unordered_set<const void*> exchanged;
+  std::vector<std::pair<std::string, const void*>> missed;
+  for (const auto& [model, names] : missed_by) {
+    const std::unordered_set<const void*> known =
+        model->ddp() == nullptr ? own : SetOf(model->ddp()->parameters());
+    for (const auto& [name, parameter] : model->source().parameters()) {
+      const void* const tensor = AtOptimizer(*model, parameter).unsafeGetTensorImpl();
+      if (own.count(tensor) == 0) continue;
+      if (names.count(name) > 0) {
+        missed.emplace_back(name, tensor);
+      } else if (known.count(tensor) > 0) {
+        exchanged.insert(tensor);
+      }
+    }
+  }
+  std::erase_if(missed, [&](const auto& one) { return exchanged.count(one.second) > 0; });
+  TORCH_CHECK(
+      missed.empty(), "optimizer.step(): the gradient of parameter '",
+      missed.empty() ? "" : missed.front().first, "'",
+      missed.size() > 1 ? absl::StrCat(" (and of ", missed.size() - 1, " more)") : "",
+      " holds something that was not averaged over the processes: a backward pass through "
+      "model->forward(...) or another method of the module, through a second graph of one "
+      "forward pass, or in a micro-step of this window after which the model was not called "
+      "again; call model(...), or model.call(&Net::method, ...) for other methods, in the last "
+      "micro-step of each window");
 }
 
 void StepController::CheckForwards(const OptimizerSlot& slot) const {
-  const std::vector<at::Tensor>& parameters = slot.handle_->parameters();
+  std::vector<std::shared_ptr<ModelSlot>> silent;
+  std::unordered_set<const void*> called;  // tensors of models that have been
   for (size_t m = 0; m < slot.models_.size(); ++m) {
     const std::shared_ptr<ModelSlot> model = slot.models_[m].lock();
-    if (model == nullptr || model->forwards_ > slot.forwards_at_step_[m]) continue;
+    if (model == nullptr) continue;
+    if (model->forwards_ <= slot.forwards_at_step_[m]) {
+      silent.push_back(model);
+      continue;
+    }
     for (const auto& [name, parameter] : model->source().parameters()) {
-      if (!parameter.grad().defined()) continue;
-      TORCH_CHECK(!Holds(parameters, parameter), "optimizer.step(): the gradient of parameter '",
-                  name,
+      called.insert(parameter.unsafeGetTensorImpl());
+    }
+  }
+  if (silent.empty()) return;
+  const std::unordered_set<const void*> own = SetOf(slot.handle_->parameters());
+  for (const std::shared_ptr<ModelSlot>& model : silent) {
+    for (const auto& [name, parameter] : model->source().parameters()) {
+      const void* const tensor = parameter.unsafeGetTensorImpl();
+      if (!parameter.grad().defined() || own.count(tensor) == 0 || called.count(tensor) > 0) {
+        continue;
+      }
+      const BackwardWatch::Seen* const seen =
+          model->watch() == nullptr ? nullptr : model->watch()->Find(parameter);
+      // What was zeroed in place, or is left of an earlier step, no pass has added to.
+      if (seen != nullptr && seen->pass <= slot.pass_at_step_ && !seen->plain) continue;
+      TORCH_CHECK(false, "optimizer.step(): the gradient of parameter '", name,
                   "' comes from a forward pass around the prepared model, which runs without mixed "
                   "precision: call model(...) instead of model->forward(...), and "
                   "model.call(&Net::method, ...) for other methods");
@@ -1046,6 +1079,7 @@ void StepController::Stepped(OptimizerSlot& slot) {
     }
   }
   slot.consumed_ = true;
+  slot.pass_at_step_ = passes_->last();
   ForgetPlainPasses(slot);
   for (size_t m = 0; m < slot.models_.size(); ++m) {
     const std::shared_ptr<ModelSlot> model = slot.models_[m].lock();
