@@ -156,6 +156,37 @@ TEST(Models, OtherMethods_ByCall_Train) {
   });
 }
 
+TEST(Models, FunctionWithoutAResult_ByCall_Trains) {
+  for (const char* precision : {"no", "bf16"}) {
+    for (const int ranks : {1, 2}) {
+      AcceleratorOptions options;
+      options.mixed_precision = precision;
+      RunAccelerators(ranks, options, [](Accelerator& a) {
+        auto net = std::make_shared<Net>();
+        torch::optim::SGD sgd(net->parameters(), 0.1);
+        auto [model, optimizer] = a.prepare(net, sgd);
+        const at::Tensor before = Flat(net->parameters());
+        at::Tensor loss;
+        model.call([&](Net& module) { loss = module.forward(Inputs(a)).mean(); });
+        a.backward(loss);
+        optimizer.step();
+        ExpectTrainedAlike(a, before, Flat(net->parameters()));
+      });
+    }
+  }
+}
+
+TEST(Models, FunctionWithoutAResult_IsRefusedWhereItsGraphIsSearched) {
+  AcceleratorOptions options;
+  options.data_parallel.find_unused_parameters = true;
+  const auto errors = ErrorsOf(2, options, [](Accelerator& a) {
+    auto model = a.prepare(std::make_shared<Net>());
+    model.call([](Net&) {});
+  });
+  EXPECT_THAT(errors,
+              Each(AllOf(HasSubstr("returns nothing"), HasSubstr("find_unused_parameters"))));
+}
+
 TEST(Models, SharedPtrToAnOptimizer_IsKeptAlive) {
   RunAccelerators(2, {}, [](Accelerator& a) {
     auto net = std::make_shared<Net>();
