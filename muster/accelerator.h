@@ -572,8 +572,9 @@ class Accelerator {
   // Logs and trackers.
   // Opens trackers ("tensorboard", "jsonl", "csv", a class registered with RegisterTrackerClass, or
   // your own objects) under the logging directory and passes them `config`. Processes other than
-  // the main one open only trackers that request it. Errors: NOT_FOUND for an unknown kind, and
-  // those of opening files.
+  // the main one open only trackers that request it. Called again, as for the next fold, it first
+  // finishes the trackers that are open, whose pointers end. Errors: NOT_FOUND for an unknown kind,
+  // FAILED_PRECONDITION after end_training(), and those of opening files.
   absl::Status init_trackers(const std::string& project_name, const TrackerValues& config = {},
                              const std::vector<std::string>& kinds = {"tensorboard"},
                              std::vector<std::unique_ptr<GeneralTracker>> own = {});

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <set>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "absl/strings/str_cat.h"
 #include "muster/internal/core.h"
 #include "muster/test_model.h"
 #include "torch/nn/modules/linear.h"
@@ -842,6 +844,26 @@ TEST(Accelerator, Trackers_WriteWhatIsLogged) {
   accelerator.end_training();
   EXPECT_EQ(accelerator.init_trackers("again", {}, {"no such kind"}).code(),
             absl::StatusCode::kFailedPrecondition);
+}
+
+// As for each fold.
+TEST(Accelerator, TrackersAgain_FinishTheFirstOnesAndStartOthers) {
+  AcceleratorOptions options = OnCpu();
+  options.project.logging_directory = TestDir("logs_of_folds");
+  Accelerator accelerator(options);
+  const auto written = [&](const char* run) {
+    std::ifstream file(absl::StrCat(options.project.logging_directory, "/", run, "/metrics.jsonl"));
+    return std::string(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+  };
+  ASSERT_TRUE(accelerator.init_trackers("fold0", {}, {"jsonl"}).ok());
+  accelerator.log({{"loss", 0.5}}, 3);
+  const absl::Status again = accelerator.init_trackers("fold1", {}, {"jsonl"});
+  ASSERT_TRUE(again.ok()) << again;
+  EXPECT_THAT(written("fold0"), HasSubstr("loss"));
+  accelerator.log({{"accuracy", 0.5}}, 3);
+  accelerator.end_training();
+  EXPECT_THAT(written("fold0"), testing::Not(HasSubstr("accuracy")));
+  EXPECT_THAT(written("fold1"), HasSubstr("accuracy"));
 }
 
 }  // namespace
