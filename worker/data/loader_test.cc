@@ -1000,6 +1000,35 @@ TEST(DataRandom, StreamReadByEveryRank_IsTheSameStreamOnEveryRank) {
   EXPECT_EQ(seen[0], std::set<int64_t>(alone.begin(), alone.end()));
 }
 
+// The training saves its generator: a batch that is read ahead draws nothing from it.
+TEST(DataRandom, StreamWithoutWorkers_ResumesWithTheSameNumbers) {
+  const auto prepare = [] { return Alone(batches(DrawingStream{}, 4).seed(3)); };
+  std::vector<std::vector<int64_t>> whole, resumed;
+  std::vector<double> draws, resumed_draws;
+  LoaderState place;
+  at::Tensor random;
+  const auto draw = [] { return at::rand({1}).item<double>(); };
+  auto loader = prepare();
+  for (auto& batch : loader) {
+    whole.push_back(Values(*batch));
+    draws.push_back(draw());
+    if (whole.size() != 2) continue;
+    place = loader.state_dict();
+    random = at::detail::getDefaultCPUGenerator().get_state();
+  }
+  ASSERT_EQ(whole.size(), 4u);
+  auto next = prepare();
+  next.load_state(place);
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  generator.set_state(random);
+  for (auto& batch : next) {
+    resumed.push_back(Values(*batch));
+    resumed_draws.push_back(draw());
+  }
+  EXPECT_EQ(resumed, std::vector<std::vector<int64_t>>(whole.begin() + 2, whole.end()));
+  EXPECT_EQ(resumed_draws, std::vector<double>(draws.begin() + 2, draws.end()));
+}
+
 // --- Streams that are sharded at their source ---
 
 // Files of different lengths; rank r reads files r, r + n, ...
