@@ -964,6 +964,29 @@ TEST(Epochs, LoaderLikeOneThatIsStillHeld_IsWarnedOf) {
   });
 }
 
+// What the second loader is for is not known where the first epochs end.
+TEST(Epochs, LoaderThatAnEpochLeavesOut_IsWarnedOfIfASaveCountsOnIt) {
+  for (const bool both : {false, true}) {
+    AcceleratorOptions options;
+    options.project.directory = TestDir(both ? "both_loaders" : "curriculum");
+    RunAccelerators(1, options, [&](Accelerator& a) {
+      std::vector<std::string> seen;
+      Trainer t(a, &seen);
+      auto [easy, hard] = a.prepare(batches(TensorDataset(Rows(4)), 2).shuffle(true),
+                                    batches(TensorDataset(Rows(4)), 2).shuffle(true));
+      testing::internal::CaptureStderr();
+      for (int64_t epoch : a.epochs(2)) {
+        t.Train(both || epoch == 0 ? easy : hard, "a");
+        const absl::Status saved = a.save_state();
+        EXPECT_TRUE(saved.ok()) << saved;
+        if (both) t.Train(hard, "b");
+      }
+      const std::string said = testing::internal::GetCapturedStderr();
+      EXPECT_EQ(said.find("runs the body of epoch 0 again") != std::string::npos, !both) << said;
+    });
+  }
+}
+
 TEST(Epochs, LookAtTheFirstBatch_CostsNothingAfterAResume) {
   ExpectResumesExactly(
       1,
