@@ -151,8 +151,8 @@ class LoopTracker {
   std::string claimed_done_;  // the state that was saved in this epoch and takes it for finished
   std::string saved_left_early_;  // the one that was saved after a training loop was left early
   bool left_early_told_ = false;
-  std::string
-      saved_undone_;  // the one that was saved between loops, as long as nothing has trained
+  // The one that was saved between loops, for as long as nothing has trained since.
+  std::string saved_undone_;
   bool undone_told_ = false;
 };
 

@@ -384,7 +384,8 @@ void StepController::ReopenGradients(OptimizerSlot& slot) const {
   const bool torn = std::exchange(slot.gradients_torn_, true);
   if (scaler_ != nullptr) scaler_->Rescale(slot.handle());
   // Those of an earlier window, of which this one has finished none, keep what they are.
-  ScaleGradients(slot.handle().parameters(), 1 / window_factor_.value_or(1));
+  const double factor = window_factor_.value_or(1);
+  if (factor != 0) ScaleGradients(slot.handle().parameters(), 1 / factor);
   slot.gradients_torn_ = torn;
   slot.gradients_finished_ = false;
 }
