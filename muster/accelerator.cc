@@ -133,15 +133,15 @@ const std::string& Accelerator::last_checkpoint() const {
   return core_->checkpoints().last_checkpoint();
 }
 int64_t Accelerator::save_iteration() const { return core_->checkpoints().save_iteration(); }
-void Accelerator::register_for_checkpointing(std::function<PlainState()> save,
-                                             std::function<void(const PlainState&)> load) {
-  core_->checkpoints().Register(std::move(save), std::move(load));
+HookHandle Accelerator::register_for_checkpointing(std::function<PlainState()> save,
+                                                   std::function<void(const PlainState&)> load) {
+  return HandleOf({core_->checkpoints().Register(std::move(save), std::move(load))});
 }
 HookHandle Accelerator::register_save_state_pre_hook(SaveStateHook hook) {
-  return HandleOf(core_->checkpoints().AddSaveHook(std::move(hook)));
+  return HandleOf({core_->checkpoints().AddSaveHook(std::move(hook))});
 }
 HookHandle Accelerator::register_load_state_pre_hook(LoadStateHook hook) {
-  return HandleOf(core_->checkpoints().AddLoadHook(std::move(hook)));
+  return HandleOf({core_->checkpoints().AddLoadHook(std::move(hook))});
 }
 int64_t Accelerator::global_step() const { return core_->registry().global_step(); }
 void Accelerator::free_memory() { core_->FreeMemory(); }
@@ -174,10 +174,12 @@ internal::AccumulateScope Accelerator::Accumulate(const BatchInfo& info) {
   core_->loops().NoteDecides(info.iteration);
   return core_->steps().Accumulate(info);
 }
-void Accelerator::Register(std::function<StateDict()> save,
-                           std::function<void(const StateDict&)> load,
-                           std::shared_ptr<internal::DividedObject> divided) {
-  core_->checkpoints().Register(std::move(save), std::move(load), std::move(divided));
+int64_t Accelerator::Register(std::function<StateDict()> save,
+                              std::function<void(const StateDict&)> load,
+                              std::shared_ptr<internal::DividedObject> divided,
+                              std::optional<std::weak_ptr<const void>> lifetime) {
+  return core_->checkpoints().Register(std::move(save), std::move(load), std::move(divided),
+                                       std::move(lifetime));
 }
 void Accelerator::Summon(internal::ModelSlot& model, const std::function<void()>& body) {
   core_->steps().CheckAllTakePart("summon_full_params()");
@@ -267,9 +269,11 @@ absl::Status Accelerator::save(const std::map<std::string, at::Tensor>& tensors,
   return is_main_process() ? SaveTensors(path, tensors) : absl::OkStatus();
 }
 
-HookHandle Accelerator::HandleOf(int64_t hook) {
-  return HookHandle([core = std::weak_ptr<internal::Core>(core_), hook] {
-    if (const auto alive = core.lock()) alive->checkpoints().RemoveHook(hook);
+HookHandle Accelerator::HandleOf(std::vector<int64_t> numbers) {
+  return HookHandle([core = std::weak_ptr<internal::Core>(core_), numbers = std::move(numbers)] {
+    const auto alive = core.lock();
+    if (alive == nullptr) return;
+    for (const int64_t number : numbers) alive->checkpoints().RemoveHook(number);
   });
 }
 

@@ -502,17 +502,18 @@ class Accelerator {
   int64_t save_iteration() const;
   // Adds objects to the state: saving calls `StateDict state_dict() const` on process 0, loading
   // calls `load_state_dict(const StateDict&)` on all processes, before prepared objects are loaded.
-  // Keep them alive. (All processes save and load an Ema of a sharded model, each its part.)
+  // Keep them alive, or call remove() of the result before one of them ends (an Ema does so
+  // itself). (All processes save and load an Ema of a sharded model, each its part.)
   template <Checkpointable... Objects>
-  void register_for_checkpointing(Objects&... objects) {
-    (Register([&objects] { return StateDict(objects.state_dict()); },
-              [&objects](const StateDict& state) { objects.load_state_dict(state); },
-              internal::DividedIn(objects)),
-     ...);
+  HookHandle register_for_checkpointing(Objects&... objects) {
+    return HandleOf(
+        {Register([&objects] { return StateDict(objects.state_dict()); },
+                  [&objects](const StateDict& state) { objects.load_state_dict(state); },
+                  internal::DividedIn(objects), internal::LifetimeOf(objects))...});
   }
   // Adds an object given by its save and load functions.
-  void register_for_checkpointing(std::function<PlainState()> save,
-                                  std::function<void(const PlainState&)> load);
+  HookHandle register_for_checkpointing(std::function<PlainState()> save,
+                                        std::function<void(const PlainState&)> load);
   // Register hooks that run before models are written or loaded: see muster/state.h.
   HookHandle register_save_state_pre_hook(SaveStateHook hook);
   HookHandle register_load_state_pre_hook(LoadStateHook hook);
@@ -574,8 +575,9 @@ class Accelerator {
   // Logs and trackers.
   // Opens trackers ("tensorboard", "jsonl", "csv", a class registered with RegisterTrackerClass, or
   // your own objects) under the logging directory and passes them `config`. Processes other than
-  // the main one open only trackers that request it. Errors: NOT_FOUND for an unknown kind, and
-  // those of opening files.
+  // the main one open only trackers that request it. Called again, as for the next fold, it first
+  // finishes the trackers that are open, whose pointers end. Errors: NOT_FOUND for an unknown kind,
+  // FAILED_PRECONDITION after end_training(), and those of opening files.
   absl::Status init_trackers(const std::string& project_name, const TrackerValues& config = {},
                              const std::vector<std::string>& kinds = {"tensorboard"},
                              std::vector<std::unique_ptr<GeneralTracker>> own = {});
@@ -614,15 +616,17 @@ class Accelerator {
   internal::Core& core() { return *core_; }
 
  private:
-  HookHandle HandleOf(int64_t hook);
+  // Of hooks or registered objects.
+  HookHandle HandleOf(std::vector<int64_t> numbers);
 
   // Access to the Core for the templates. CommFor throws if processes that have run out of batches
   // would not take part in `call`.
   Comm& CommFor(const char* call);
   const BatchInfo* BatchOfMetrics() const;
   internal::AccumulateScope Accumulate(const BatchInfo& info);
-  void Register(std::function<StateDict()> save, std::function<void(const StateDict&)> load,
-                std::shared_ptr<internal::DividedObject> divided);
+  int64_t Register(std::function<StateDict()> save, std::function<void(const StateDict&)> load,
+                   std::shared_ptr<internal::DividedObject> divided,
+                   std::optional<std::weak_ptr<const void>> lifetime);
   void Summon(internal::ModelSlot& model, const std::function<void()>& body);
   absl::Status SaveModel(internal::ModelSlot& model, const std::string& directory,
                          const std::string& max_shard_size);

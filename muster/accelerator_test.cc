@@ -3,9 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <set>
@@ -13,6 +15,7 @@
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "absl/strings/str_cat.h"
 #include "muster/internal/core.h"
 #include "muster/test_model.h"
 #include "torch/nn/modules/linear.h"
@@ -647,6 +650,120 @@ TEST(Accelerator, Fp16TwoOptimizersInOneStep_AreUnscaledOnceEach) {
   EXPECT_NEAR(g->weight.item<double>(), 1.0, 1e-3);
 }
 
+// Gradients of 1 fit into fp16 with this scale, and gradients of 100 do not.
+AcceleratorOptions Fp16() {
+  AcceleratorOptions options = OnCpu();
+  options.mixed_precision = "fp16";
+  options.grad_scaler.init_scale = 1024;
+  return options;
+}
+
+TEST(Accelerator, Fp16BackwardAfterUnscaleGradients_IsUnscaledAndCheckedToo) {
+  for (const double factor : {1.0, 100.0}) {
+    Accelerator accelerator(Fp16());
+    torch::nn::Linear d = OneWeight(), g = OneWeight();
+    FusedSGD sgd_d(d->parameters(), {.lr = 1.0}), sgd_g(g->parameters(), {.lr = 1.0});
+    auto [model_d, model_g, optimizer_d, optimizer_g] = accelerator.prepare(d, g, sgd_d, sgd_g);
+    auto scope = accelerator.accumulate();
+    accelerator.backward(Loss(model_d(at::ones({1, 1}))));
+    accelerator.unscale_gradients();
+    EXPECT_NEAR(std::abs(d->weight.grad().item<double>()), 1.0, 1e-3);
+    optimizer_d.step();
+    accelerator.backward(Loss(model_g(at::ones({1, 1}))) * factor);
+    accelerator.unscale_gradients();  // of the generator alone
+    EXPECT_NEAR(std::abs(d->weight.grad().item<double>()), 1.0, 1e-3);
+    optimizer_g.step();
+    EXPECT_NEAR(d->weight.item<double>(), 1.0, 1e-3);
+    EXPECT_EQ(optimizer_g.step_was_skipped(), factor > 1);
+    EXPECT_NEAR(g->weight.item<double>(), factor > 1 ? 0.0 : 1.0, 1e-3);
+  }
+}
+
+// As sharpness-aware minimization (SAM) does.
+TEST(Accelerator, Fp16TwoBackwardPassesWithZeroGradBetween_AreUnscaledOnceEach) {
+  for (const bool set_to_none : {true, false}) {
+    Accelerator accelerator(Fp16());
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = accelerator.prepare(net, sgd);
+    auto scope = accelerator.accumulate();
+    accelerator.backward(Loss(model(at::ones({1, 1}))));
+    accelerator.unscale_gradients();
+    optimizer.zero_grad(set_to_none);
+    accelerator.backward(Loss(model(at::ones({1, 1}))));
+    optimizer.step();
+    EXPECT_NEAR(net->weight.item<double>(), 1.0, 1e-3);
+  }
+}
+
+TEST(Accelerator, Fp16LossesOfOneOptimizerClippedOneByOne_AreAddedAsInFp32) {
+  for (const char* precision : {"no", "fp16"}) {
+    for (const bool in_accumulate : {true, false}) {
+      AcceleratorOptions options = Fp16();
+      options.mixed_precision = precision;
+      Accelerator accelerator(options);
+      torch::nn::Linear actor = OneWeight(), critic = OneWeight();
+      std::vector<at::Tensor> parameters = actor->parameters();
+      parameters.push_back(critic->weight);
+      FusedSGD sgd(parameters, {.lr = 1.0});
+      auto [model_a, model_c, optimizer] = accelerator.prepare(actor, critic, sgd);
+      std::optional<internal::AccumulateScope> scope;
+      if (in_accumulate) scope.emplace(accelerator.accumulate());
+      accelerator.backward(Loss(model_a(at::ones({1, 1}))));
+      accelerator.clip_grad_norm_(model_a->parameters(), 0.5);
+      accelerator.backward(Loss(model_a(at::ones({1, 1}))) + Loss(model_c(at::ones({1, 1}))));
+      EXPECT_NEAR(accelerator.clip_grad_norm_(model_c->parameters(), 10).item<double>(), 1, 1e-3);
+      optimizer.step();
+      EXPECT_NEAR(actor->weight.item<double>(), 0.5 + 1, 1e-3) << precision << in_accumulate;
+      EXPECT_NEAR(critic->weight.item<double>(), 1.0, 1e-3) << precision << in_accumulate;
+    }
+  }
+}
+
+TEST(Accelerator, Fp16SeveralStepsOfOneOptimizerInABlock_UpdateTheScaleOnce) {
+  AcceleratorOptions options = Fp16();
+  options.grad_scaler.growth_interval = 2;
+  Accelerator accelerator(options);
+  torch::nn::Linear d = OneWeight(), g = OneWeight();
+  FusedSGD sgd_d(d->parameters(), {.lr = 1.0}), sgd_g(g->parameters(), {.lr = 1.0});
+  auto [model_d, model_g, optimizer_d, optimizer_g] = accelerator.prepare(d, g, sgd_d, sgd_g);
+  {
+    auto scope = accelerator.accumulate();
+    for (const double factor : {1.0, 100.0, 1.0}) {
+      accelerator.backward(Loss(model_d(at::ones({1, 1}))) * factor);
+      optimizer_d.step();
+      EXPECT_EQ(optimizer_d.step_was_skipped(), factor > 1);
+      optimizer_d.zero_grad();
+    }
+    accelerator.backward(Loss(model_g(at::ones({1, 1}))));
+    optimizer_g.step();
+  }
+  EXPECT_NEAR(d->weight.item<double>(), 2.0, 1e-3);
+  EXPECT_NEAR(g->weight.item<double>(), 1.0, 1e-3);
+  EXPECT_EQ(accelerator.core().steps().scaler()->scale(), 512);
+}
+
+TEST(Accelerator, Fp16StateSavedWhileOneOptimizerHasStepped_HoldsTheNextScale) {
+  const std::string dir = TestDir("next_scale");
+  for (const bool load : {false, true}) {
+    Accelerator accelerator(Fp16());
+    torch::nn::Linear d = OneWeight(), g = OneWeight();
+    FusedSGD sgd_d(d->parameters(), {.lr = 1.0}), sgd_g(g->parameters(), {.lr = 1.0});
+    auto [model_d, model_g, optimizer_d, optimizer_g] = accelerator.prepare(d, g, sgd_d, sgd_g);
+    if (load) {
+      ASSERT_TRUE(accelerator.load_state(dir).ok());
+    } else {
+      auto scope = accelerator.accumulate();
+      accelerator.backward(Loss(model_d(at::ones({1, 1}))) * 100);
+      optimizer_d.step();
+    }
+    if (!load) ASSERT_TRUE(accelerator.save_state(dir).ok());
+    // The same in both runs.
+    accelerator.backward(Loss(model_g(at::ones({1, 1}))));
+    EXPECT_EQ(accelerator.core().steps().scaler()->scale(), 512) << load;
+  }
+}
+
 TEST(Accelerator, StepsOutsideOfAccumulate_AreWindowsOfTheirOwn) {
   AcceleratorOptions options = OnCpu();
   options.gradient_accumulation_steps = 4;
@@ -887,6 +1004,26 @@ TEST(Accelerator, Trackers_WriteWhatIsLogged) {
   accelerator.end_training();
   EXPECT_EQ(accelerator.init_trackers("again", {}, {"no such kind"}).code(),
             absl::StatusCode::kFailedPrecondition);
+}
+
+// As for each fold.
+TEST(Accelerator, TrackersAgain_FinishTheFirstOnesAndStartOthers) {
+  AcceleratorOptions options = OnCpu();
+  options.project.logging_directory = TestDir("logs_of_folds");
+  Accelerator accelerator(options);
+  const auto written = [&](const char* run) {
+    std::ifstream file(absl::StrCat(options.project.logging_directory, "/", run, "/metrics.jsonl"));
+    return std::string(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+  };
+  ASSERT_TRUE(accelerator.init_trackers("fold0", {}, {"jsonl"}).ok());
+  accelerator.log({{"loss", 0.5}}, 3);
+  const absl::Status again = accelerator.init_trackers("fold1", {}, {"jsonl"});
+  ASSERT_TRUE(again.ok()) << again;
+  EXPECT_THAT(written("fold0"), HasSubstr("loss"));
+  accelerator.log({{"accuracy", 0.5}}, 3);
+  accelerator.end_training();
+  EXPECT_THAT(written("fold0"), testing::Not(HasSubstr("accuracy")));
+  EXPECT_THAT(written("fold1"), HasSubstr("accuracy"));
 }
 
 }  // namespace

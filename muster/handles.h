@@ -169,6 +169,8 @@ class AcceleratedModel {
   }
   // Runs another method as a forward pass, with autocast and gradient exchange: a member function,
   // model.call(&Net::encode, x), or any function of the module, model.call([&](Net& net) { ... }).
+  // One that returns nothing, and leaves the loss in a variable of the program, is one as well, but
+  // not with find_unused_parameters or static_graph.
   template <class F, class... Args>
   auto call(F&& function, Args&&... args) {
     static_assert(std::is_invocable_v<F, ModuleType&, Args...>,
@@ -223,7 +225,7 @@ class AcceleratedModel {
   auto Run(F&& forward) {
     using Result = std::remove_cvref_t<std::invoke_result_t<F>>;
     static_assert(
-        std::is_void_v<Result> || IsTransparent<Result>(),
+        IsTransparent<std::conditional_t<std::is_void_v<Result>, int, Result>>(),
         "the model returns a type whose tensors Muster cannot see: make it an aggregate of "
         "tensors, or give it MusterFields (muster/data.h), so that its outputs become "
         "float32 and take part in the gradient exchange");

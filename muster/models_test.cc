@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/Functions.h"
@@ -156,6 +158,37 @@ TEST(Models, OtherMethods_ByCall_Train) {
   });
 }
 
+TEST(Models, FunctionWithoutAResult_ByCall_Trains) {
+  for (const char* precision : {"no", "bf16"}) {
+    for (const int ranks : {1, 2}) {
+      AcceleratorOptions options;
+      options.mixed_precision = precision;
+      RunAccelerators(ranks, options, [](Accelerator& a) {
+        auto net = std::make_shared<Net>();
+        torch::optim::SGD sgd(net->parameters(), 0.1);
+        auto [model, optimizer] = a.prepare(net, sgd);
+        const at::Tensor before = Flat(net->parameters());
+        at::Tensor loss;
+        model.call([&](Net& module) { loss = module.forward(Inputs(a)).mean(); });
+        a.backward(loss);
+        optimizer.step();
+        ExpectTrainedAlike(a, before, Flat(net->parameters()));
+      });
+    }
+  }
+}
+
+TEST(Models, FunctionWithoutAResult_IsRefusedWhereItsGraphIsSearched) {
+  AcceleratorOptions options;
+  options.data_parallel.find_unused_parameters = true;
+  const auto errors = ErrorsOf(2, options, [](Accelerator& a) {
+    auto model = a.prepare(std::make_shared<Net>());
+    model.call([](Net&) {});
+  });
+  EXPECT_THAT(errors,
+              Each(AllOf(HasSubstr("returns nothing"), HasSubstr("find_unused_parameters"))));
+}
+
 TEST(Models, SharedPtrToAnOptimizer_IsKeptAlive) {
   RunAccelerators(2, {}, [](Accelerator& a) {
     auto net = std::make_shared<Net>();
@@ -249,6 +282,90 @@ TEST(Bypass, MixedPrecision_IsRefusedOnOneProcessToo) {
     optimizer.step();
   });
   EXPECT_THAT(errors, Each(HasSubstr("mixed precision")));
+}
+
+// An actor or a critic on an encoder that both have.
+struct Head : torch::nn::Module {
+  explicit Head(torch::nn::Linear trunk)
+      : encoder(register_module("encoder", std::move(trunk))),
+        head(register_module("head", torch::nn::Linear(3, 1))) {}
+  at::Tensor forward(const at::Tensor& x) { return head->forward(at::tanh(encoder->forward(x))); }
+  torch::nn::Linear encoder, head;
+};
+
+std::vector<at::Tensor> ParametersOf(const std::vector<std::shared_ptr<Head>>& heads) {
+  std::vector<at::Tensor> parameters = heads[0]->parameters();
+  for (const at::Tensor& parameter : heads[1]->head->parameters()) parameters.push_back(parameter);
+  return parameters;
+}
+
+TEST(Models, ThatShareAParameterAndTakeTurns_Train) {
+  for (const char* precision : {"no", "bf16"}) {
+    for (const int ranks : {1, 2}) {
+      for (const bool one_optimizer : {true, false}) {
+        for (const bool set_to_none : {true, false}) {
+          AcceleratorOptions options;
+          options.mixed_precision = precision;
+          RunAccelerators(ranks, options, [&](Accelerator& a) {
+            torch::nn::Linear trunk(2, 3);
+            const std::vector<std::shared_ptr<Head>> heads = {std::make_shared<Head>(trunk),
+                                                              std::make_shared<Head>(trunk)};
+            torch::nn::Linear same_trunk(2, 3);
+            const std::vector<std::shared_ptr<Head>> plain = {std::make_shared<Head>(same_trunk),
+                                                              std::make_shared<Head>(same_trunk)};
+            torch::optim::SGD both(ParametersOf(heads), 0.1), first(heads[0]->parameters(), 0.1),
+                second(heads[1]->parameters(), 0.1), by_hand(ParametersOf(plain), 0.1);
+            auto [actor, critic] = a.prepare(heads[0], heads[1]);
+            std::vector<AcceleratedOptimizer> optimizers;
+            if (one_optimizer) {
+              optimizers.push_back(a.prepare(both));
+            } else {
+              optimizers.push_back(a.prepare(first));
+              optimizers.push_back(a.prepare(second));
+            }
+            {
+              const at::NoGradGuard no_grad;
+              const std::vector<at::Tensor> from = ParametersOf(heads), to = ParametersOf(plain);
+              for (size_t i = 0; i < from.size(); ++i) to[i].copy_(from[i]);
+            }
+            for (int step = 0; step < 4; ++step) {
+              auto& model = step % 2 == 0 ? actor : critic;
+              AcceleratedOptimizer& optimizer = optimizers[one_optimizer ? 0 : step % 2];
+              auto scope = a.accumulate();
+              a.backward(model(Inputs(a)).mean());
+              optimizer.step();
+              for (AcceleratedOptimizer& any : optimizers) any.zero_grad(set_to_none);
+              by_hand.zero_grad();
+              at::Tensor loss = at::zeros({});
+              for (int rank = 0; rank < ranks; ++rank) {
+                const at::Tensor x =
+                    at::full({4, 2}, 1.0 + rank) + at::arange(8).reshape({4, 2}) / 10;
+                loss = loss + plain[step % 2]->forward(x).mean() / ranks;
+              }
+              loss.backward();
+              by_hand.step();
+            }
+            const double tolerance = std::string(precision) == "no" ? 1e-6 : 3e-2;
+            EXPECT_TRUE(at::allclose(Flat(ParametersOf(heads)), Flat(ParametersOf(plain)),
+                                     tolerance, tolerance))
+                << precision << ranks << one_optimizer << set_to_none;
+          });
+        }
+      }
+    }
+  }
+}
+
+TEST(Bypass, SharedParameterByForwardOfOneModule_IsRefused) {
+  const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {
+    torch::nn::Linear trunk(2, 3);
+    auto one = std::make_shared<Head>(trunk), two = std::make_shared<Head>(trunk);
+    torch::optim::SGD sgd(ParametersOf({one, two}), 0.1);
+    auto [actor, critic, optimizer] = a.prepare(one, two, sgd);
+    a.backward(actor->forward(Inputs(a)).mean());
+    optimizer.step();
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("not averaged over the processes")));
 }
 
 TEST(Bypass, TwoOptimizersOfOneModel_StepBoth) {

@@ -9,6 +9,7 @@
 #include <functional>
 #include <iterator>
 #include <new>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -18,6 +19,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
 #include "muster/accelerator.h"
+#include "muster/internal/core.h"
 #include "muster/test_model.h"
 #include "muster/test_ranks.h"
 #include "muster/utils.h"
@@ -890,6 +892,115 @@ TEST(Epochs, LoadersPreparedInTheEpoch_GoOnWhereTheLastOneWas) {
           EXPECT_GE(orders.size(), 2u);
         },
         6);
+  }
+}
+
+// A handle outlives the epoch, and still has the loader of the epoch before while the next one is
+// prepared; loaders differ from epoch to epoch. `up_front`: the first one is prepared before the
+// loop.
+void ExpectOneLoaderOfAllEpochs(const std::string& label, int ranks, int stops, bool up_front,
+                                const std::function<int64_t(int64_t)>& batch_size,
+                                const std::function<std::optional<int64_t>(int64_t)>& seed) {
+  const auto recipe = [&](int64_t epoch) {
+    auto made = batches(TensorDataset(Rows(8)), batch_size(epoch)).shuffle(true);
+    if (const std::optional<int64_t> own = seed(epoch)) made.seed(*own);
+    return made;
+  };
+  ExpectResumesExactly(
+      ranks,
+      [&](Accelerator& a, Trainer& t, const std::function<bool()>& stop) {
+        decltype(a.prepare(recipe(0))) loader;
+        if (up_front) loader = a.prepare(recipe(0));
+        ASSERT_TRUE(a.load_state_if_present().ok());
+        const bool whole = a.last_checkpoint().empty();
+        std::set<std::vector<std::string>> orders;
+        for (int64_t epoch : a.epochs(3)) {
+          if (!up_front || epoch > 0) loader = a.prepare(recipe(epoch));
+          const size_t before = t.seen->size();
+          for (auto& batch : loader) {
+            t.Step(batch, "a");
+            if (stop()) return;
+          }
+          orders.insert({t.seen->begin() + before, t.seen->end()});
+          if (stop()) return;
+        }
+        // Each epoch has a permutation of its own.
+        if (whole) {
+          EXPECT_EQ(orders.size(), 3u);
+        }
+        EXPECT_EQ(a.core().registry().loaders().size(), 1u);
+      },
+      stops, label + std::to_string(ranks));
+}
+
+TEST(Epochs, LoadersAssignedInTheEpoch_GoOnWhereTheLastOneWas) {
+  const auto no_seed = [](int64_t) { return std::optional<int64_t>(); };
+  const auto two = [](int64_t) { return 2; };
+  for (const bool up_front : {false, true}) {
+    const std::string label = up_front ? "_up_front" : "";
+    ExpectOneLoaderOfAllEpochs("_alike" + label, 1, 13, up_front, two, no_seed);
+    ExpectOneLoaderOfAllEpochs("_alike" + label, 2, 7, up_front, two, no_seed);
+    const auto growing = [](int64_t epoch) { return int64_t{2} << epoch; };
+    ExpectOneLoaderOfAllEpochs("_growing" + label, 1, 8, up_front, growing, no_seed);
+    const auto own_seed = [](int64_t epoch) { return std::optional<int64_t>(1000 * epoch); };
+    ExpectOneLoaderOfAllEpochs("_seeds" + label, 1, 13, up_front, two, own_seed);
+  }
+}
+
+// As a buffer of experience does.
+TEST(Epochs, LoadersOfDataThatGrow_AreOnePlaceAndResume) {
+  ExpectResumesExactly(
+      1,
+      [](Accelerator& a, Trainer& t, const std::function<bool()>& stop) {
+        ASSERT_TRUE(a.load_state_if_present().ok());
+        for (int64_t epoch : a.epochs(3)) {
+          auto loader = a.prepare(batches(TensorDataset(Rows(4 + 2 * epoch)), 2).shuffle(true));
+          loader.set_epoch(epoch);
+          for (auto& batch : loader) {
+            t.Step(batch, "a");
+            if (stop()) return;
+          }
+          if (stop()) return;
+        }
+        EXPECT_EQ(a.core().registry().loaders().size(), 1u);
+      },
+      10);
+}
+
+TEST(Epochs, LoaderLikeOneThatIsStillHeld_IsWarnedOf) {
+  RunAccelerators(1, {}, [](Accelerator& a) {
+    testing::internal::CaptureStderr();
+    std::vector<decltype(a.prepare(batches(TensorDataset(Rows(4)), 2)))> loaders;
+    for (int64_t epoch : a.epochs(2)) {
+      (void)epoch;
+      loaders.push_back(a.prepare(batches(TensorDataset(Rows(4)), 2)));
+      for (auto& batch : loaders.back()) (void)batch;
+    }
+    EXPECT_THAT(testing::internal::GetCapturedStderr(),
+                HasSubstr("that the program still holds: it does not continue that one"));
+  });
+}
+
+// What the second loader is for is not known where the first epochs end.
+TEST(Epochs, LoaderThatAnEpochLeavesOut_IsWarnedOfIfASaveCountsOnIt) {
+  for (const bool both : {false, true}) {
+    AcceleratorOptions options;
+    options.project.directory = TestDir(both ? "both_loaders" : "curriculum");
+    RunAccelerators(1, options, [&](Accelerator& a) {
+      std::vector<std::string> seen;
+      Trainer t(a, &seen);
+      auto [easy, hard] = a.prepare(batches(TensorDataset(Rows(4)), 2).shuffle(true),
+                                    batches(TensorDataset(Rows(4)), 2).shuffle(true));
+      testing::internal::CaptureStderr();
+      for (int64_t epoch : a.epochs(2)) {
+        t.Train(both || epoch == 0 ? easy : hard, "a");
+        const absl::Status saved = a.save_state();
+        EXPECT_TRUE(saved.ok()) << saved;
+        if (both) t.Train(hard, "b");
+      }
+      const std::string said = testing::internal::GetCapturedStderr();
+      EXPECT_EQ(said.find("runs the body of epoch 0 again") != std::string::npos, !both) << said;
+    });
   }
 }
 

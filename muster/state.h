@@ -46,7 +46,8 @@ struct LoadedState {
   std::vector<std::string> left_out = {};
 };
 
-// Removes a hook. A value type: copies are the same handle. Destroying the handle keeps the hook.
+// Removes a hook, or registered objects from the state. A value type: copies are the same handle.
+// Destroying the handle keeps them.
 class HookHandle {
  public:
   explicit HookHandle(std::function<void()> remove) : remove_(std::move(remove)) {}

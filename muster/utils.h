@@ -59,7 +59,8 @@ void synchronize_rng_states(Accelerator& accelerator, at::Generator& generator);
 //   });
 //
 // Create models, optimizers and loaders inside `attempt`: after a failed call this Accelerator
-// forgets everything prepared in it or before, and the accumulation window, like free_memory().
+// forgets everything prepared in it or before, and the accumulation window, like free_memory(), and
+// the objects and hooks registered in it.
 // Objects of the last call end with it, so call save_state() and save_model() inside. With equal
 // models and batches all processes run out of memory at the same place; a process that runs out
 // alone leaves the others waiting in their next exchange until it times out. To try a single step
@@ -188,6 +189,8 @@ class Ema {
   template <class M>
   Ema(Accelerator& accelerator, const AcceleratedModel<M>& model, const EmaOptions& options = {})
       : Ema(accelerator, model.slot(), options) {}
+  Ema(const Ema&) = delete;
+  Ema& operator=(const Ema&) = delete;
 
   // Updates the average at the end of an accumulation window, also if fp16 has skipped the
   // optimizer's step; does nothing inside one. Call it after optimizer.step(). Returns whether it
@@ -218,6 +221,8 @@ class Ema {
   StateDict state_dict() const;
   void load_state_dict(const StateDict& state);
   std::shared_ptr<internal::DividedObject> divided_object() const { return divided_; }
+  // Expires with this object, which then is registered no more.
+  std::weak_ptr<const void> lifetime() const { return alive_; }
 
  private:
   using Named = EmaWeights::Named;
@@ -244,6 +249,7 @@ class Ema {
   std::shared_ptr<EmaWeights> weights_;
   std::shared_ptr<internal::DividedObject> divided_;  // null unless the model is sharded
   Named buffers_;
+  const std::shared_ptr<const void> alive_ = std::make_shared<char>();
 };
 
 }  // namespace muster

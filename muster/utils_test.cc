@@ -167,6 +167,99 @@ TEST(FindExecutableBatchSize, WholeTraining_StartsCleanAfterAFailureInMidWindow)
   EXPECT_THAT(steps, testing::ElementsAre(2));
 }
 
+TEST(FindExecutableBatchSize, RegisteredInAFailedAttempt_IsNotSaved) {
+  // Writes to it, which a sanitizer sees, too.
+  struct Count {
+    ~Count() { count = -1; }
+    StateDict state_dict() const {
+      StateDict state;
+      state.SetInt("count", count);
+      return state;
+    }
+    void load_state_dict(const StateDict& state) { count = state.GetInt("count").value(); }
+    int64_t count = 0;
+  };
+  AcceleratorOptions options;
+  options.cpu = true;
+  const std::string dir = TestDir("attempts");
+  int calls = 0, hooks = 0;
+  {
+    Accelerator accelerator(options);
+    Count outside;
+    accelerator.register_for_checkpointing(outside);
+    outside.count = 5;
+    find_executable_batch_size(
+        accelerator, 4,
+        [&](int64_t batch_size) {
+          ++calls;
+          torch::nn::Linear net = OneWeight();
+          auto model = accelerator.prepare(net);
+          Ema ema(accelerator, model);
+          Count inside;
+          inside.count = batch_size;
+          accelerator.register_for_checkpointing(ema, inside);
+          accelerator.register_save_state_pre_hook([&](auto&, auto&) { ++hooks; });
+          if (batch_size == 4) {
+            throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__}, "out of memory");
+          }
+          const absl::Status saved = accelerator.save_state(dir);
+          EXPECT_TRUE(saved.ok()) << saved;
+        },
+        [](int64_t size) { return size / 2; });
+  }
+  EXPECT_EQ(calls, 2);
+  EXPECT_EQ(hooks, 1);
+  Accelerator accelerator(options);
+  torch::nn::Linear net = OneWeight();
+  auto model = accelerator.prepare(net);
+  Count outside, inside;
+  Ema ema(accelerator, model);
+  accelerator.register_for_checkpointing(outside, ema, inside);
+  const absl::Status loaded = accelerator.load_state(dir);
+  ASSERT_TRUE(loaded.ok()) << loaded;
+  EXPECT_EQ(outside.count, 5);
+  EXPECT_EQ(inside.count, 2);
+}
+
+// As in a loop over folds.
+TEST(Ema, EndedOrRemoved_IsNotSaved) {
+  AcceleratorOptions options;
+  options.cpu = true;
+  Accelerator accelerator(options);
+  const std::string dir = TestDir("folds");
+  double value = 0;
+  for (int fold = 0; fold < 3; ++fold) {
+    torch::nn::Linear net = OneWeight();
+    auto model = accelerator.prepare(net);
+    Ema ema(accelerator, model);
+    accelerator.register_for_checkpointing(ema);
+    HookHandle own = accelerator.register_for_checkpointing(
+        [&value] {
+          return PlainState{{"value", {value}}};
+        },
+        [&value](const PlainState& state) { value = state.at("value")[0]; });
+    value = fold;
+    absl::Status status = accelerator.save_state(dir + std::to_string(fold));
+    EXPECT_TRUE(status.ok()) << status;
+    value = -1;
+    // One of each: with those of earlier folds this would be refused.
+    Accelerator other(options);
+    torch::nn::Linear again = OneWeight();
+    auto model_again = other.prepare(again);
+    Ema ema_again(other, model_again);
+    other.register_for_checkpointing(ema_again);
+    other.register_for_checkpointing(
+        [&value] {
+          return PlainState{{"value", {value}}};
+        },
+        [&value](const PlainState& state) { value = state.at("value")[0]; });
+    status = other.load_state(dir + std::to_string(fold));
+    EXPECT_TRUE(status.ok()) << status;
+    EXPECT_EQ(value, fold);
+    own.remove();
+  }
+}
+
 TEST(Ema, Loop_AveragesWhereTheOptimizerSteps) {
   AcceleratorOptions options;
   options.cpu = true;

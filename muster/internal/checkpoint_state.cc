@@ -684,7 +684,8 @@ absl::Status CheckpointState::WriteRegistered(StateWriter& writer, const Divisio
   const std::string name = CustomFileName(static_cast<int>(index));
   if (!collected.has_value()) {
     if (process_.rank() != 0) return absl::OkStatus();
-    return writer.Write(name, registered_[index].save());
+    const std::function<StateDict()> save = registered_[index].save;  // which may remove itself
+    return writer.Write(name, save());
   }
   // The tensors for the parameters in each file of the model are a file, too.
   const size_t model = *DividedModelOf(index);
@@ -945,6 +946,8 @@ absl::Status CheckpointState::CheckSavable() {
         "or after that scope");
   }
   if (steps_.between_windows()) registry_.ForgetUnheld();
+  ForgetExpired();
+  if (absl::Status here = Guard([&] { loops_.SettleLoaders(); }); !here.ok()) return here;
   if (absl::Status looked = Guard([&] { layout_ = LookAtLayout(); }); !looked.ok()) return looked;
   if (absl::Status complete = CheckComplete(layout_); !complete.ok()) return complete;
   const absl::Status registered = Guard([&] {
@@ -1130,19 +1133,22 @@ absl::Status CheckpointState::SaveModel(ModelSlot& model, const std::string& wan
   });
 }
 
-void CheckpointState::Register(std::function<StateDict()> save,
-                               std::function<void(const StateDict&)> load,
-                               std::shared_ptr<DividedObject> divided) {
+int64_t CheckpointState::Register(std::function<StateDict()> save,
+                                  std::function<void(const StateDict&)> load,
+                                  std::shared_ptr<DividedObject> divided,
+                                  std::optional<std::weak_ptr<const void>> lifetime) {
   TORCH_CHECK(save != nullptr && load != nullptr,
               "register_for_checkpointing() needs both a save and a load function");
-  registered_.push_back({std::move(save), std::move(load), std::move(divided)});
+  registered_.push_back(
+      {next_hook_, std::move(save), std::move(load), std::move(divided), std::move(lifetime)});
+  return next_hook_++;
 }
 
-void CheckpointState::Register(std::function<PlainState()> save,
-                               std::function<void(const PlainState&)> load) {
+int64_t CheckpointState::Register(std::function<PlainState()> save,
+                                  std::function<void(const PlainState&)> load) {
   TORCH_CHECK(save != nullptr && load != nullptr,
               "register_for_checkpointing() needs both a save and a load function");
-  Register(
+  return Register(
       [save = std::move(save)] {
         StateDict state;
         PutRows(save(), &state);
@@ -1170,6 +1176,17 @@ int64_t CheckpointState::AddLoadHook(LoadStateHook hook) {
 void CheckpointState::RemoveHook(int64_t id) {
   save_hooks_.erase(id);
   load_hooks_.erase(id);
+  std::erase_if(registered_, [&](const Registered& object) { return object.number == id; });
+}
+
+void CheckpointState::RemoveSince(int64_t number) {
+  for (int64_t id = number; id < next_hook_; ++id) RemoveHook(id);
+}
+
+void CheckpointState::ForgetExpired() {
+  std::erase_if(registered_, [](const Registered& object) {
+    return object.lifetime.has_value() && object.lifetime->expired();
+  });
 }
 
 // What the files of a checkpoint hold.
@@ -1797,6 +1814,8 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
   if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("load_state()"); }); !here.ok())
     return here;
   if (steps_.between_windows()) registry_.ForgetUnheld();
+  ForgetExpired();
+  if (absl::Status here = Guard([&] { loops_.SettleLoaders(); }); !here.ok()) return here;
   // What is being written may be what is wanted. A failure is in the log.
   Wait().IgnoreError();
   process_.progress().SetPhase("load_state");

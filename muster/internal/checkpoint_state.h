@@ -63,14 +63,20 @@ class CheckpointState {
   // The same once a peer is lost: what has not been written is not written any more.
   absl::Status Abandon();
 
-  // `divided`: as what it is saved and loaded; null: by `save` and `load`.
-  void Register(std::function<StateDict()> save, std::function<void(const StateDict&)> load,
-                std::shared_ptr<DividedObject> divided = nullptr);
-  void Register(std::function<PlainState()> save, std::function<void(const PlainState&)> load);
+  // `divided`: as what it is saved and loaded; null: by `save` and `load`. `lifetime`: expires with
+  // the object, which is then left out; nothing: it lives until it is removed. Returns its number,
+  // for RemoveHook().
+  int64_t Register(std::function<StateDict()> save, std::function<void(const StateDict&)> load,
+                   std::shared_ptr<DividedObject> divided = nullptr,
+                   std::optional<std::weak_ptr<const void>> lifetime = std::nullopt);
+  int64_t Register(std::function<PlainState()> save, std::function<void(const PlainState&)> load);
   // Returns the hook's number, for RemoveHook().
   int64_t AddSaveHook(SaveStateHook hook);
   int64_t AddLoadHook(LoadStateHook hook);
   void RemoveHook(int64_t id);
+  // Numbers of hooks and objects grow: removes those that have come since next_number() was this.
+  int64_t next_number() const { return next_hook_; }
+  void RemoveSince(int64_t number);
 
   // Of this process's last Save() or Load(). What was loaded before it had its name is where it lay
   // then, and once that folder is gone, where it has its name.
@@ -94,9 +100,11 @@ class CheckpointState {
 
  private:
   struct Registered {
+    int64_t number = 0;
     std::function<StateDict()> save;
     std::function<void(const StateDict&)> load;
     std::shared_ptr<DividedObject> divided;  // may be null
+    std::optional<std::weak_ptr<const void>> lifetime;
   };
   struct Loaded;
   struct Forgotten;
@@ -204,6 +212,8 @@ class CheckpointState {
   // (collective) Everything is checked already. Throws the same on every process, with what has
   // changed until then.
   void Apply(const StateReader& reader, const Loaded& loaded);
+  // Leaves out registered objects that live no more.
+  void ForgetExpired();
   void ApplyRegistered(const Loaded& loaded);
   void ApplyOptimizers(const Loaded& loaded);
   void ApplyModels(const StateReader& reader, const Loaded& loaded);
@@ -219,10 +229,9 @@ class CheckpointState {
   LoopTracker& loops_;
   StepController& steps_;
   std::vector<Registered> registered_;
-  // By number, which is their order.
-  std::map<int64_t, std::shared_ptr<const SaveStateHook>> save_hooks_;
-  std::map<int64_t, std::shared_ptr<const LoadStateHook>> load_hooks_;
-  int64_t next_hook_ = 0;
+  std::map<int64_t, SaveStateHook> save_hooks_;  // by number, which is their order
+  std::map<int64_t, LoadStateHook> load_hooks_;
+  int64_t next_hook_ = 0;  // the number of what is registered next
   std::string last_checkpoint_;
   std::optional<Manifest> loaded_without_name_;  // last_checkpoint_ was, when it was loaded
   int64_t save_iteration_ = 0;

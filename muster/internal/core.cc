@@ -308,9 +308,10 @@ Handed Core::Abandon() {
 absl::Status Core::InitTrackers(const std::string& project, const TrackerValues& config,
                                 const std::vector<std::string>& kinds,
                                 std::vector<std::unique_ptr<GeneralTracker>> own) {
-  if (trackers_ != nullptr) {
-    return absl::FailedPreconditionError("init_trackers() was called already");
-  }
+  if (ended_) return absl::FailedPreconditionError("init_trackers() after end_training()");
+  // Of the run before: of another fold, or another attempt.
+  FinishTrackers();
+  trackers_.reset();
   const TrackerContext context{.project_name = project,
                                .logging_dir = process_.LoggingDirectory(),
                                .rank = process_.rank(),

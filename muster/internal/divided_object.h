@@ -5,6 +5,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "worker/checkpoint/state_dict.h"
@@ -40,6 +41,18 @@ std::shared_ptr<DividedObject> DividedIn(const T& object) {
     return object.divided_object();
   } else {
     return nullptr;
+  }
+}
+
+// Of an object that says how long it lives; nothing: until it is removed.
+template <class T>
+std::optional<std::weak_ptr<const void>> LifetimeOf(const T& object) {
+  if constexpr (requires {
+                  { object.lifetime() } -> std::same_as<std::weak_ptr<const void>>;
+                }) {
+    return object.lifetime();
+  } else {
+    return std::nullopt;
   }
 }
 

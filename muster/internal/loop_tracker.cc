@@ -55,7 +55,7 @@ class LoopTracker::Observer : public LoaderObserver {
   LoopTracker* tracker_;
 };
 
-LoopTracker::LoopTracker(const Registry& registry, std::function<void()> on_start)
+LoopTracker::LoopTracker(Registry& registry, std::function<void()> on_start)
     : registry_(registry),
       on_start_(std::move(on_start)),
       observer_(std::make_shared<Observer>(this)) {}
@@ -65,6 +65,7 @@ LoopTracker::~LoopTracker() { observer_->Forget(); }
 std::shared_ptr<LoaderObserver> LoopTracker::observer() const { return observer_; }
 
 bool LoopTracker::SkipsPass(const LoaderStateHandle& loader) {
+  SettleLoaders();
   if (!epoch_open_ || epoch_ != first_epoch_) return false;
   for (size_t i = 0; i < passes_to_skip_.size() && i < registry_.loaders().size(); ++i) {
     if (registry_.loaders()[i].get() != &loader || passes_to_skip_[i] == 0) continue;
@@ -251,6 +252,7 @@ bool LoopTracker::TrainsInside(const LiveLoop& loop) const {
 
 // What a micro-step trains on is, of each loop under way, its current batch.
 void LoopTracker::MarkTrained() {
+  saved_undone_.clear();
   if (live_.empty()) trained_outside_ = true;
   for (LiveLoop& loop : live_) {
     if (loop.trained < 0 && !claimed_done_.empty()) {
@@ -333,6 +335,16 @@ void LoopTracker::SetEpoch(int64_t epoch, bool open) {
            "interruption, so it takes more steps than this one. Give such an epoch a data set or a "
            "sampler of its length in place of a break";
   }
+  if (ends && !saved_undone_.empty() && !std::exchange(undone_told_, true)) {
+    MUSTER_LOG(Warning)
+        << saved_undone_ << " was saved at the end of epoch " << epoch_
+        << " and counts it as not done, because this epoch has not trained on a loader that other "
+           "epochs may train on. A run resumed from there runs the body of epoch "
+        << epoch_
+        << " again, without the passes that had finished: what the body does once an epoch, such "
+           "as step() of a schedule or an evaluation, it does twice. Prepare the loader that an "
+           "epoch trains on in its body, or save at the head of the next epoch";
+  }
   if (epoch != first_epoch_) passes_to_skip_.clear();
   epoch_ = epoch;
   if (open) furthest_epoch_ = std::max(furthest_epoch_, epoch);
@@ -342,6 +354,7 @@ void LoopTracker::SetEpoch(int64_t epoch, bool open) {
   trained_outside_ = false;
   claimed_done_.clear();
   saved_left_early_.clear();
+  saved_undone_.clear();
   std::fill(finished_passes_.begin(), finished_passes_.end(), 0);
   std::fill(provisional_.begin(), provisional_.end(), 0);
   if (!ends && !open) return;
@@ -508,6 +521,8 @@ void LoopTracker::NoteSaved(const std::string& path, bool done) {
   }
   claimed_done_ = done && trained_in_epoch_ ? path : "";
   if (!done && epoch_open_ && interrupted_) saved_left_early_ = path;
+  saved_undone_ =
+      !done && epoch_open_ && live_.empty() && !interrupted_ && trained_in_epoch_ ? path : "";
   if (!epochs_began_anew_ || std::exchange(anew_told_, true)) return;
   MUSTER_LOG(Warning) << "saved in a second loop over epochs(): " << path
                       << " records one count of epochs, so a run that resumes from it begins every "
@@ -524,6 +539,12 @@ void LoopTracker::LoadersAdded() {
        {&begins_again_, &inside_, &left_beside_, &began_, &began_before_}) {
     facts->resize(finished_passes_.size());
   }
+}
+
+void LoopTracker::SettleLoaders() {
+  registry_.SettleLoaders([this](size_t place) {
+    return place < passes_per_epoch_.size() && passes_per_epoch_[place] > 0;
+  });
 }
 
 void LoopTracker::LoadersCleared() {

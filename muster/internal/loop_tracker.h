@@ -21,7 +21,7 @@ namespace muster::internal {
 class LoopTracker {
  public:
   // Borrows `registry`. `on_start` is called when a pass over a loader begins.
-  LoopTracker(const Registry& registry, std::function<void()> on_start);
+  LoopTracker(Registry& registry, std::function<void()> on_start);
   ~LoopTracker();
   LoopTracker(const LoopTracker&) = delete;
   LoopTracker& operator=(const LoopTracker&) = delete;
@@ -48,6 +48,8 @@ class LoopTracker {
   LoaderState PlaceToSave(const LoaderStateHandle& loader) const;
 
   int64_t epoch() const { return epoch_; }
+  // The epoch in whose body the program is; -1: in none.
+  int64_t open_epoch() const { return epoch_open_ ? epoch_ : -1; }
   // `open`: its body begins; else it is over.
   void SetEpoch(int64_t epoch, bool open);
   // The first of `count` epochs to run. Says so where a loaded state left some out; `resumed_from`
@@ -64,6 +66,8 @@ class LoopTracker {
 
   // The registry has grown or was cleared.
   void LoadersAdded();
+  // See Registry::SettleLoaders().
+  void SettleLoaders();
   void LoadersCleared();
 
  private:
@@ -114,7 +118,7 @@ class LoopTracker {
       absl::FunctionRef<bool(const BatchInfo&, const BatchInfo&)> same,
       absl::FunctionRef<std::string(const BatchInfo&, const BatchInfo&)> why) const;
 
-  const Registry& registry_;
+  Registry& registry_;
   const std::function<void()> on_start_;
   const std::shared_ptr<Observer> observer_;
 
@@ -147,6 +151,9 @@ class LoopTracker {
   std::string claimed_done_;  // the state that was saved in this epoch and takes it for finished
   std::string saved_left_early_;  // the one that was saved after a training loop was left early
   bool left_early_told_ = false;
+  // The one that was saved between loops, for as long as nothing has trained since.
+  std::string saved_undone_;
+  bool undone_told_ = false;
 };
 
 }  // namespace muster::internal

@@ -45,6 +45,7 @@ class ModelSlot {
     const ForwardEnd end{this};
     if constexpr (std::is_void_v<std::invoke_result_t<F>>) {
       RunUnderAutocast(std::forward<F>(forward));
+      if (ddp_ != nullptr) PassNoOutputs();
     } else {
       if (ddp_ == nullptr) return RunUnderAutocast(std::forward<F>(forward));
       return MapAllTensors(RunUnderAutocast(std::forward<F>(forward)),
@@ -81,6 +82,8 @@ class ModelSlot {
   void BeforeForward();
   void AfterForward();
   std::vector<at::Tensor> PassOutputs(std::vector<at::Tensor> outputs);
+  // What the pass has made is where the program has put it.
+  void PassNoOutputs();
   bool autocast_on() const;
   AutocastGuard Autocast() const;
 
@@ -102,11 +105,16 @@ class ModelSlot {
 template <class F>
 auto ModelSlot::RunUnderAutocast(F&& forward) {
   if (!autocast_on()) return std::forward<F>(forward)();
-  auto out = [&] {
+  if constexpr (std::is_void_v<std::invoke_result_t<F>>) {
     AutocastGuard guard = Autocast();
-    return std::forward<F>(forward)();
-  }();
-  return ConvertToFp32(out);
+    std::forward<F>(forward)();
+  } else {
+    auto out = [&] {
+      AutocastGuard guard = Autocast();
+      return std::forward<F>(forward)();
+    }();
+    return ConvertToFp32(out);
+  }
 }
 
 }  // namespace muster::internal

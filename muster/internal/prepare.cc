@@ -298,7 +298,7 @@ LoaderOptions Core::loader_options() const {
 }
 
 void Core::RegisterLoader(std::shared_ptr<LoaderStateHandle> loader) {
-  registry_.AddLoader(std::move(loader));
+  registry_.AddLoader(std::move(loader), loops_.open_epoch());
   loops_.LoadersAdded();
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/log.h"
 #include "c10/util/Exception.h"
 
 namespace muster::internal {
@@ -98,23 +99,111 @@ std::shared_ptr<SchedulerSlot> Registry::AddSchedule(
               "forgotten since in free_memory()");
 }
 
-void Registry::AddLoader(std::shared_ptr<LoaderStateHandle> loader) {
-  for (auto& known : loaders_) {
+namespace {
+
+// Where the program has said itself which epoch is next (set_epoch()), that counts.
+void Put(LoaderStateHandle& loader, const LoaderState& place,
+         const std::map<std::string, at::Tensor>& tensors) {
+  const int64_t own = loader.NextState().epoch;
+  if (own == 0 || own == place.epoch) loader.LoadState(place, tensors);
+}
+
+// `next` continues where `before` stopped.
+void Continue(const LoaderStateHandle& before, LoaderStateHandle& next) {
+  LoaderState place = before.NextState();
+  if (place.inside_epoch()) return Put(next, place, before.StateTensors());
+  // An order that has not begun is the new loader's own to say.
+  if (before.signature() != next.signature()) {
+    const int64_t epoch = place.epoch;
+    place = next.NextState();
+    place.epoch = epoch;
+  }
+  Put(next, place, {});
+}
+
+}  // namespace
+
+void Registry::AddLoader(std::shared_ptr<LoaderStateHandle> loader, int64_t epoch) {
+  bool settled = true;
+  for (size_t i = 0; i < loaders_.size(); ++i) {
+    if (origins_[i].succeeded) continue;
+    const bool same = loaders_[i]->signature() == loader->signature();
     // Only this object holds it, so its loop has ended and it cannot begin another one.
-    if (known.use_count() > 1 || known->signature() != loader->signature()) continue;
-    // An order that has not begun is the new loader's own to say.
-    const LoaderState next = known->NextState();
-    loader->LoadState(
-        next, next.inside_epoch() ? known->StateTensors() : std::map<std::string, at::Tensor>());
-    known = std::move(loader);
+    if (same && loaders_[i].use_count() == 1) {
+      Continue(*loaders_[i], *loader);
+      loaders_[i] = std::move(loader);
+      origins_[i].epoch = epoch;
+      return;
+    }
+    if (same || (epoch >= 0 && origins_[i].epoch != epoch)) settled = false;
+  }
+  if (settled) TakeLoadedPlace(loaders_.size(), *loader);
+  loaders_.push_back(std::move(loader));
+  origins_.push_back({.epoch = epoch, .settled = settled});
+}
+
+void Registry::SettleLoaders(absl::FunctionRef<bool(size_t)> trained) {
+  for (size_t i = 0; i < loaders_.size(); ++i) {
+    if (origins_[i].settled) continue;
+    const std::optional<size_t> before = PredecessorOf(i, trained);
+    if (!before.has_value()) {
+      TakeLoadedPlace(i, *loaders_[i]);
+      origins_[i].settled = true;
+      WarnIfHeldBefore(i);
+      continue;
+    }
+    Continue(*loaders_[*before], *loaders_[i]);
+    origins_[i].settled = true;
+    std::swap(loaders_[*before], loaders_[i]);
+    std::swap(origins_[*before], origins_[i]);
+    origins_[i].succeeded = true;
+  }
+  while (!loaders_.empty() && origins_.back().succeeded) {
+    loaders_.pop_back();
+    origins_.pop_back();
+  }
+}
+
+std::optional<size_t> Registry::PredecessorOf(size_t place,
+                                              absl::FunctionRef<bool(size_t)> trained) const {
+  const LoaderStateHandle& loader = *loaders_[place];
+  const int64_t epoch = origins_[place].epoch;
+  std::optional<size_t> other;
+  for (size_t i = 0; i < place; ++i) {
+    const LoaderOrigin& origin = origins_[i];
+    if (origin.succeeded || !origin.settled || loaders_[i].use_count() > 1) continue;
+    if (loaders_[i]->signature() == loader.signature()) return i;
+    if (other.has_value() || epoch < 0 || origin.epoch == epoch) continue;
+    const bool of_epochs = origin.epoch >= 0 || trained(i);
+    if (of_epochs && loaders_[i]->shuffles() == loader.shuffles()) other = i;
+  }
+  return other;
+}
+
+void Registry::WarnIfHeldBefore(size_t place) {
+  if (origins_[place].epoch < 0 || told_held_) return;
+  for (size_t i = 0; i < place; ++i) {
+    if (origins_[i].succeeded || origins_[i].epoch < 0 ||
+        origins_[i].epoch == origins_[place].epoch ||
+        loaders_[i]->signature() != loaders_[place]->signature()) {
+      continue;
+    }
+    told_held_ = true;
+    MUSTER_LOG(Warning)
+        << "a loader that was prepared in epoch " << origins_[place].epoch
+        << " is described as one that was prepared in epoch " << origins_[i].epoch
+        << " and that the program still holds: it does not continue that one, but begins with the "
+           "order of the first epoch, and has a place of its own in checkpoints; assign it to the "
+           "variable of the older one, or prepare one loader before the loop";
     return;
   }
-  const auto pending = pending_loaders_.find(loaders_.size());
-  if (pending != pending_loaders_.end()) {
-    loader->LoadState(pending->second.state, pending->second.tensors);
-    pending_loaders_.erase(pending);
-  }
-  loaders_.push_back(std::move(loader));
+}
+
+void Registry::TakeLoadedPlace(size_t place, LoaderStateHandle& loader) {
+  const auto pending = pending_loaders_.find(place);
+  if (pending == pending_loaders_.end()) return;
+  Put(loader, pending->second.state, pending->second.tensors);
+  pending_loaders_.erase(pending);
 }
 
 void Registry::CheckLoader(size_t place, const LoaderState& state,
@@ -155,6 +244,7 @@ void Registry::Clear() {
   optimizers_.clear();
   schedulers_.clear();
   loaders_.clear();
+  origins_.clear();
   pending_loaders_.clear();
 }
 

@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -61,7 +62,15 @@ class Registry {
                                              const std::shared_ptr<OptimizerSlot>& optimizer);
 
   // A loader with the settings of a dropped one takes its place and continues where it stopped.
-  void AddLoader(std::shared_ptr<LoaderStateHandle> loader);
+  // `epoch`: in whose body it was prepared; -1: in none. While the program still holds an older one
+  // whose place it may take, that waits for SettleLoaders().
+  void AddLoader(std::shared_ptr<LoaderStateHandle> loader, int64_t epoch = -1);
+  // Puts loaders that were added since in the places of those that the program has dropped: of one
+  // with the same settings or, if it was prepared in an epoch, of the first one of an earlier epoch
+  // that shuffles as it does. That one was prepared in an epoch, too, or has trained in one, as
+  // `trained(place)` says. Before a pass, a save or a load: a handle that is assigned to has
+  // dropped its loader by then.
+  void SettleLoaders(absl::FunctionRef<bool(size_t)> trained);
   // Throws if that loader, if it is prepared, cannot be put there.
   void CheckLoader(size_t place, const LoaderState& state,
                    const std::map<std::string, at::Tensor>& tensors) const;
@@ -81,13 +90,25 @@ class Registry {
     std::map<std::string, at::Tensor> tensors;
   };
 
+  struct LoaderOrigin {
+    int64_t epoch = -1;      // in whose body it was prepared; -1: in none
+    bool settled = true;     // its place is its own
+    bool succeeded = false;  // another one has taken its place, and it has none
+  };
+
   void ForgetOptimizer(const OptimizerSlot* slot);
+  std::optional<size_t> PredecessorOf(size_t place, absl::FunctionRef<bool(size_t)> trained) const;
+  void WarnIfHeldBefore(size_t place);
+  // If a loaded state has one.
+  void TakeLoadedPlace(size_t place, LoaderStateHandle& loader);
 
   const std::function<void()> optimizer_forgotten_;
   std::vector<std::shared_ptr<ModelSlot>> models_;
   std::vector<std::shared_ptr<OptimizerSlot>> optimizers_;
   std::vector<std::shared_ptr<SchedulerSlot>> schedulers_;
   std::vector<std::shared_ptr<LoaderStateHandle>> loaders_;
+  std::vector<LoaderOrigin> origins_;  // of each
+  bool told_held_ = false;
   // Of a loaded state, by place in loaders_: for loaders that are prepared later.
   std::map<size_t, LoaderPlace> pending_loaders_;
   std::vector<std::shared_ptr<OptimizerSlot>> call_optimizers_;

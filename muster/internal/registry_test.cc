@@ -85,6 +85,56 @@ TEST_F(RegistryTest, LoaderLikeOneThatIsGone_TakesItsPlace) {
   EXPECT_EQ(successor->state.epoch, 3);
 }
 
+TEST_F(RegistryTest, LoaderWhosePredecessorIsDroppedLater_TakesItsPlaceWhenItSettles) {
+  const auto untrained = [](size_t) { return false; };
+  auto train = std::make_shared<PlaceOnlyLoader>("a"),
+       other = std::make_shared<PlaceOnlyLoader>("b");
+  registry_.AddLoader(train, /*epoch=*/0);
+  registry_.AddLoader(other, /*epoch=*/0);
+  train->state.epoch = 3;
+  const auto successor = std::make_shared<PlaceOnlyLoader>("c");
+  registry_.AddLoader(successor, /*epoch=*/1);
+  EXPECT_EQ(successor->state.epoch, 0);
+  train.reset();
+  registry_.SettleLoaders(untrained);
+  EXPECT_EQ(registry_.loaders().size(), 2u);
+  EXPECT_EQ(registry_.loaders()[0], successor);
+  EXPECT_EQ(successor->state.epoch, 3);
+  // Those that are left are held.
+  registry_.AddLoader(std::make_shared<PlaceOnlyLoader>("d"), /*epoch=*/0);
+  registry_.SettleLoaders(untrained);
+  EXPECT_EQ(registry_.loaders().size(), 3u);
+}
+
+TEST_F(RegistryTest, LoaderOfAnEpoch_TakesThePlaceOfOneBeforeTheLoopOnlyIfThatHasTrained) {
+  for (const bool trained : {false, true}) {
+    registry_.Clear();
+    registry_.AddLoader(std::make_shared<PlaceOnlyLoader>("a"));
+    const auto next = std::make_shared<PlaceOnlyLoader>("b");
+    registry_.AddLoader(next, /*epoch=*/1);
+    registry_.SettleLoaders([&](size_t) { return trained; });
+    EXPECT_EQ(registry_.loaders().size(), trained ? 1u : 2u);
+  }
+}
+
+TEST_F(RegistryTest, LoadedPlaceOfALaterLoader_IsNotTakenByASuccessor) {
+  LoaderState place;
+  place.epoch = 7;
+  registry_.LoadLoader(1, place, {});
+  auto first = std::make_shared<PlaceOnlyLoader>("a");
+  registry_.AddLoader(first, /*epoch=*/0);
+  const auto successor = std::make_shared<PlaceOnlyLoader>("b");
+  registry_.AddLoader(successor, /*epoch=*/1);
+  first.reset();
+  const auto never = [](size_t) { return false; };
+  registry_.SettleLoaders(never);
+  EXPECT_EQ(successor->state.epoch, 0);
+  const auto second = std::make_shared<PlaceOnlyLoader>("c");
+  registry_.AddLoader(second, /*epoch=*/1);
+  registry_.SettleLoaders(never);
+  EXPECT_EQ(second->state.epoch, 7);
+}
+
 TEST_F(RegistryTest, LoadedPlace_WaitsForItsLoader) {
   LoaderState place;
   place.epoch = 5;

@@ -228,6 +228,17 @@ std::vector<at::Tensor> ModelSlot::PassOutputs(std::vector<at::Tensor> outputs) 
   return ddp_->PassOutputs(std::move(outputs));
 }
 
+void ModelSlot::PassNoOutputs() {
+  const DataParallelOptions& options = ddp_->options();
+  TORCH_CHECK(
+      !at::GradMode::is_enabled() || !(options.find_unused_parameters || options.static_graph),
+      "model.call() of a function that returns nothing, with data_parallel.",
+      options.static_graph ? "static_graph" : "find_unused_parameters",
+      ": the exchange looks for parameters in the graph of what the function returns; return the "
+      "loss or the outputs from it");
+  PassOutputs({});
+}
+
 void ModelSlot::SyncInBackward() {
   if (ddp_ != nullptr) ddp_->ArmBackward();
   if (sharded_ != nullptr) sharded_->Communicate();

@@ -61,7 +61,9 @@ class OptimizerSlot {
 
   // Written by the StepController.
   bool step_was_skipped_ = false;
-  bool gradients_finished_ = false;  // in this window
+  // The gradients that are there are unscaled, and corrected for their window.
+  bool gradients_finished_ = false;
+  bool stepped_at_scale_ = false;  // since the last update of the loss scale
   // Scaling or clipping them has failed on the way: some are, and some are not.
   bool gradients_torn_ = false;
   // The gradients that are there have been stepped on: the next ZeroGrad() forgets them.
@@ -77,6 +79,7 @@ class OptimizerSlot {
   std::vector<size_t> local_;
   std::vector<std::weak_ptr<ModelSlot>> models_;  // that have parameters of this optimizer
   std::vector<int64_t> forwards_at_step_;         // of each, when this optimizer stepped last
+  int64_t pass_at_step_ = 0;                      // the last backward pass then
   int64_t checked_parameters_ = -1;
   uint64_t checked_models_ = 0;
   int64_t steps_ = 0;

@@ -4,8 +4,10 @@
 #include <cmath>
 #include <exception>
 #include <limits>
+#include <string>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
@@ -165,10 +167,8 @@ void StepController::AnnounceStep(const OptimizerSlot& slot,
 void StepController::BeginWindow() {
   window_factor_.reset();
   window_backwards_ = 0;
-  if (scaler_ != nullptr && scaler_->pending()) scaler_->Update();
-  scaler_steps_ = 0;
+  if (scaler_ != nullptr && scaler_->pending()) UpdateScale();
   for (const auto& optimizer : registry_.optimizers()) {
-    optimizer->gradients_finished_ = false;
     // The window before has ended without a step, or with one that was made after the last
     // micro-step's scope.
     if (optimizer->zero_at_end_.has_value()) ZeroNow(*optimizer, *optimizer->zero_at_end_);
@@ -281,6 +281,9 @@ void StepController::Backward(const at::Tensor& loss, std::optional<double> weig
   }
   at::Tensor scaled = divisor == 1 ? loss : loss / divisor;
   if (scaler_ != nullptr) scaled = scaler_->Scale(scaled);
+  for (const auto& optimizer : registry_.optimizers()) {
+    if (optimizer->gradients_finished_) ReopenGradients(*optimizer);
+  }
   const bool exchange = process_.size() > 1 && communicate();
   process_.progress().SetPhase(exchange ? "backward and gradient exchange" : "backward");
   if (exchange) ArmAgain(how);
@@ -385,6 +388,16 @@ void StepController::FinishGradients(OptimizerSlot* only) {
   }
 }
 
+void StepController::ReopenGradients(OptimizerSlot& slot) const {
+  const bool torn = std::exchange(slot.gradients_torn_, true);
+  if (scaler_ != nullptr) scaler_->Rescale(slot.handle());
+  // Those of an earlier window, of which this one has finished none, keep what they are.
+  const double factor = window_factor_.value_or(1);
+  if (factor != 0) ScaleGradients(slot.handle().parameters(), 1 / factor);
+  slot.gradients_torn_ = torn;
+  slot.gradients_finished_ = false;
+}
+
 namespace {
 
 // For messages: the parameter's name in a prepared model, or where it is in its optimizer.
@@ -399,16 +412,6 @@ std::string NameOf(const at::Tensor& parameter, size_t index,
     }
   }
   return c10::str("number ", index, " of the optimizer, of shape ", parameter.sizes(), ",");
-}
-
-bool HoldsNothing(const at::Tensor& grad) {
-  // Zeroed in place is gone as well.
-  return !grad.defined() || (grad.layout() == at::kStrided && !grad.any().item<bool>());
-}
-
-bool Holds(const std::vector<at::Tensor>& list, const at::Tensor& tensor) {
-  return std::any_of(list.begin(), list.end(),
-                     [&](const at::Tensor& other) { return other.is_same(tensor); });
 }
 
 }  // namespace
@@ -702,13 +705,14 @@ void StepController::FindOwners(OptimizerSlot& slot) const {
   }
   slot.checked_parameters_ = version;
   slot.checked_models_ = registry_.models_version();
-  std::unordered_map<const void*, std::shared_ptr<ModelSlot>> owners;
+  // Models may share tensors.
+  std::unordered_map<const void*, std::vector<std::shared_ptr<ModelSlot>>> owners;
   for (const auto& model : registry_.models()) {
     if (model->evaluation()) continue;
     if (!alone) {
       if (model->sharded() != nullptr) {
         for (const at::Tensor& shard : model->sharded()->shards()) {
-          owners[shard.unsafeGetTensorImpl()] = model;
+          owners[shard.unsafeGetTensorImpl()].push_back(model);
         }
         for (size_t i = 0; i < parameters.size(); ++i) {
           TORCH_CHECK(!model->sharded()->ShardOf(parameters[i]).defined(),
@@ -721,12 +725,12 @@ void StepController::FindOwners(OptimizerSlot& slot) const {
       // What the module has got after prepare(), the exchange does not know.
       if (model->ddp() == nullptr) continue;
       for (const at::Tensor& parameter : model->ddp()->parameters()) {
-        owners[parameter.unsafeGetTensorImpl()] = model;
+        owners[parameter.unsafeGetTensorImpl()].push_back(model);
       }
       continue;
     }
     for (const auto& [name, parameter] : model->source().parameters()) {
-      owners[parameter.unsafeGetTensorImpl()] = model;
+      owners[parameter.unsafeGetTensorImpl()].push_back(model);
     }
   }
   slot.local_.clear();
@@ -737,8 +741,11 @@ void StepController::FindOwners(OptimizerSlot& slot) const {
     const auto owner = owners.find(parameters[i].unsafeGetTensorImpl());
     if (owner == owners.end()) {
       slot.local_.push_back(i);
-    } else if (seen.insert(owner->second.get()).second) {
-      slot.models_.push_back(owner->second);
+      continue;
+    }
+    for (const std::shared_ptr<ModelSlot>& model : owner->second) {
+      if (!seen.insert(model.get()).second) continue;
+      slot.models_.push_back(model);
       slot.forwards_at_step_.push_back(0);
     }
   }
@@ -794,6 +801,8 @@ void StepController::CheckExchanged(const OptimizerSlot& slot) const {
         "options.allow_local_gradients");
   }
   if (slot.local_.size() == parameters.size()) CheckHoldsOthers(registry_, parameters.size());
+  std::vector<std::pair<std::shared_ptr<ModelSlot>, std::unordered_set<std::string>>> missed_by;
+  bool any = false;
   for (const auto& owner : slot.models_) {
     const std::shared_ptr<ModelSlot> model = owner.lock();
     if (model == nullptr) continue;
@@ -803,37 +812,67 @@ void StepController::CheckExchanged(const OptimizerSlot& slot) const {
     } else if (model->ddp() != nullptr) {
       missed = model->ddp()->UnexchangedGradients();
     }
-    if (!missed.empty()) {
-      // Another optimizer may have the others, and step on them at another time.
-      std::unordered_set<std::string> own;
-      for (const auto& [name, parameter] : model->source().parameters()) {
-        const at::Tensor shard =
-            model->sharded() == nullptr ? at::Tensor() : model->sharded()->ShardOf(parameter);
-        if (Holds(parameters, shard.defined() ? shard : parameter)) own.insert(name);
-      }
-      std::erase_if(missed, [&](const std::string& name) { return own.count(name) == 0; });
-    }
-    TORCH_CHECK(
-        missed.empty(), "optimizer.step(): the gradient of parameter '",
-        missed.empty() ? "" : missed.front(), "'",
-        missed.size() > 1 ? absl::StrCat(" (and of ", missed.size() - 1, " more)") : "",
-        " holds something that was not averaged over the processes: a backward pass through "
-        "model->forward(...) or another method of the module, through a second graph of one "
-        "forward pass, or in a micro-step of this window after which the model was not called "
-        "again; call model(...), or model.call(&Net::method, ...) for other methods, in the last "
-        "micro-step of each window");
+    any = any || !missed.empty();
+    missed_by.emplace_back(model, std::unordered_set<std::string>(missed.begin(), missed.end()));
   }
+  if (!any) return;
+  // Another optimizer may have the others, and step on them at another time. Of those that models
+  // share one of the models exchanges the gradient, the one that was called.
+  const std::unordered_set<const void*> own = SetOf(parameters);
+  std::unordered_set<const void*> exchanged;
+  std::vector<std::pair<std::string, const void*>> missed;
+  for (const auto& [model, names] : missed_by) {
+    const std::unordered_set<const void*> known =
+        model->ddp() == nullptr ? own : SetOf(model->ddp()->parameters());
+    for (const auto& [name, parameter] : model->source().parameters()) {
+      const void* const tensor = AtOptimizer(*model, parameter).unsafeGetTensorImpl();
+      if (own.count(tensor) == 0) continue;
+      if (names.count(name) > 0) {
+        missed.emplace_back(name, tensor);
+      } else if (known.count(tensor) > 0) {
+        exchanged.insert(tensor);
+      }
+    }
+  }
+  std::erase_if(missed, [&](const auto& one) { return exchanged.count(one.second) > 0; });
+  TORCH_CHECK(
+      missed.empty(), "optimizer.step(): the gradient of parameter '",
+      missed.empty() ? "" : missed.front().first, "'",
+      missed.size() > 1 ? absl::StrCat(" (and of ", missed.size() - 1, " more)") : "",
+      " holds something that was not averaged over the processes: a backward pass through "
+      "model->forward(...) or another method of the module, through a second graph of one "
+      "forward pass, or in a micro-step of this window after which the model was not called "
+      "again; call model(...), or model.call(&Net::method, ...) for other methods, in the last "
+      "micro-step of each window");
 }
 
 void StepController::CheckForwards(const OptimizerSlot& slot) const {
-  const std::vector<at::Tensor>& parameters = slot.handle_->parameters();
+  std::vector<std::shared_ptr<ModelSlot>> silent;
+  std::unordered_set<const void*> called;  // tensors of models that have been
   for (size_t m = 0; m < slot.models_.size(); ++m) {
     const std::shared_ptr<ModelSlot> model = slot.models_[m].lock();
-    if (model == nullptr || model->forwards_ > slot.forwards_at_step_[m]) continue;
+    if (model == nullptr) continue;
+    if (model->forwards_ <= slot.forwards_at_step_[m]) {
+      silent.push_back(model);
+      continue;
+    }
     for (const auto& [name, parameter] : model->source().parameters()) {
-      if (!parameter.grad().defined()) continue;
-      TORCH_CHECK(!Holds(parameters, parameter), "optimizer.step(): the gradient of parameter '",
-                  name,
+      called.insert(parameter.unsafeGetTensorImpl());
+    }
+  }
+  if (silent.empty()) return;
+  const std::unordered_set<const void*> own = SetOf(slot.handle_->parameters());
+  for (const std::shared_ptr<ModelSlot>& model : silent) {
+    for (const auto& [name, parameter] : model->source().parameters()) {
+      const void* const tensor = parameter.unsafeGetTensorImpl();
+      if (!parameter.grad().defined() || own.count(tensor) == 0 || called.count(tensor) > 0) {
+        continue;
+      }
+      const BackwardWatch::Seen* const seen =
+          model->watch() == nullptr ? nullptr : model->watch()->Find(parameter);
+      // What was zeroed in place, or is left of an earlier step, no pass has added to.
+      if (seen != nullptr && seen->pass <= slot.pass_at_step_ && !seen->plain) continue;
+      TORCH_CHECK(false, "optimizer.step(): the gradient of parameter '", name,
                   "' comes from a forward pass around the prepared model, which runs without mixed "
                   "precision: call model(...) instead of model->forward(...), and "
                   "model.call(&Net::method, ...) for other methods");
@@ -841,10 +880,9 @@ void StepController::CheckForwards(const OptimizerSlot& slot) const {
   }
 }
 
-void StepController::EndScalerStep() {
-  if (++scaler_steps_ < registry_.optimizers().size()) return;
+void StepController::UpdateScale() {
   scaler_->Update();
-  scaler_steps_ = 0;
+  for (const auto& optimizer : registry_.optimizers()) optimizer->stepped_at_scale_ = false;
 }
 
 namespace {
@@ -1047,12 +1085,14 @@ void StepController::EndJoin(bool finish) {
       BroadcastOptimizerState(process_.comm(), optimizer->handle(), root);
       optimizer->set_steps(BroadcastObject(process_.comm(), optimizer->steps(), root));
       optimizer->handle().ZeroGrad();
+      optimizer->stepped_at_scale_ = false;
     }
     for (const auto& scheduler : registry_.schedulers()) {
       scheduler->LoadState(BroadcastPlainState(process_.comm(), scheduler->SaveState(), root));
     }
     if (scaler_ != nullptr) {
       scaler_->LoadState(BroadcastPlainState(process_.comm(), scaler_->SaveState(), root));
+      scaler_->Reset();
     }
     accumulation_.LoadState(BroadcastPlainState(process_.comm(), accumulation_.SaveState(), root));
   });
@@ -1073,8 +1113,7 @@ void StepController::Stepped(OptimizerSlot& slot) {
     }
   }
   slot.consumed_ = true;
-  slot.pending_losses_ = OptimizerSlot::Losses::kNone;
-  slot.gradients_finished_ = false;
+  slot.pass_at_step_ = passes_->last();
   ForgetPlainPasses(slot);
   for (size_t m = 0; m < slot.models_.size(); ++m) {
     const std::shared_ptr<ModelSlot> model = slot.models_[m].lock();
@@ -1140,7 +1179,11 @@ void StepController::Step(OptimizerSlot& slot) {
     if (scaler_ != nullptr) {
       scaler_->Step(*slot.handle_);
       slot.step_was_skipped_ = scaler_->step_was_skipped(*slot.handle_);
-      EndScalerStep();
+      slot.stepped_at_scale_ = true;
+      const auto& all = registry_.optimizers();
+      if (std::all_of(all.begin(), all.end(), [](const auto& o) { return o->stepped_at_scale_; })) {
+        UpdateScale();
+      }
     } else if (updated) {
       updates_->FinishStep(slot, WindowFactor());
     } else {
@@ -1286,8 +1329,8 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) const {
   }
   slot.zero_at_end_.reset();
   slot.witness_.reset();
-  slot.consumed_ = slot.gradients_torn_ = false;
-  slot.pending_losses_ = OptimizerSlot::Losses::kNone;
+  slot.consumed_ = slot.gradients_torn_ = slot.gradients_finished_ = false;
+  if (scaler_ != nullptr) scaler_->Reopen(slot.handle());
   ForgetPlainPasses(slot);
   for (const auto& model : registry_.models()) {
     if (model->sharded() != nullptr) model->sharded()->ForgetPending(slot.handle_->parameters());
@@ -1334,9 +1377,8 @@ void StepController::CheckAllTakePart(const char* call) const {
 
 void StepController::OptimizerForgotten() {
   if (scaler_ == nullptr) return;
-  if (scaler_->pending()) scaler_->Update();
+  if (scaler_->pending()) UpdateScale();
   scaler_->Reset();
-  scaler_steps_ = 0;
 }
 
 void StepController::Reset() {
@@ -1349,6 +1391,7 @@ void StepController::Reset() {
   }
   for (const auto& optimizer : registry_.optimizers()) {
     optimizer->gradients_finished_ = optimizer->gradients_torn_ = false;
+    optimizer->stepped_at_scale_ = false;
     optimizer->step_was_skipped_ = false;
     optimizer->zero_at_end_.reset();
     optimizer->witness_.reset();
@@ -1360,7 +1403,6 @@ void StepController::Reset() {
   accumulation_ = Accumulation(accumulation_.options());
   window_factor_.reset();
   window_backwards_ = 0;
-  scaler_steps_ = 0;
   if (scaler_ != nullptr) scaler_->Reset();
 }
 

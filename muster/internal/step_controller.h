@@ -178,9 +178,11 @@ class StepController {
   void FindOwners(OptimizerSlot& slot) const;
   // As options.gradient_clipping says.
   void ClipInStep(OptimizerSlot& slot);
-  // An optimizer has stepped: the loss scale is updated once all have, or when the next window
-  // begins.
-  void EndScalerStep();
+  // A backward pass is about to add to finished gradients, if `slot` has any: makes them what they
+  // would be had nobody finished them.
+  void ReopenGradients(OptimizerSlot& slot) const;
+  // Once all optimizers have stepped, or when the next window begins.
+  void UpdateScale();
   void Stepped(OptimizerSlot& slot);
   // In a catch block: of models that are not sharded.
   void NoteFailedStep();
@@ -215,7 +217,6 @@ class StepController {
   // What FinishGradients multiplies by; nothing before it is known.
   std::optional<double> window_factor_;
   bool said_who_clips_ = false;
-  size_t scaler_steps_ = 0;  // optimizers stepped since the last update of the loss scale
 };
 
 }  // namespace muster::internal

@@ -289,7 +289,9 @@ class RoundReader {
 
   // The next round, or nullopt after the last. An exception ends the pass.
   std::optional<Fetched<T>> Read(int64_t number) {
-    const DataRandomScope scope(&generator_, for_torch());
+    // Ranks that all read the whole stream must draw the same numbers, and the training, whose
+    // generator is saved, is a round behind.
+    const DataRandomScope scope(&generator_, /*for_torch=*/true);
     return NamingBatch(*pass_, number, [&]() -> std::optional<Fetched<T>> {
       if (!cursor_.has_value()) {
         generator_.Reseed(pass_->BatchSeed(0));
@@ -483,7 +485,7 @@ class ShardReader {
 
   // nullopt: there is no full batch, or nothing to fill one up with.
   std::optional<ShardPart<T>> Read(int64_t number) {
-    const DataRandomScope scope(&generator_, settings_.workers > 0);
+    const DataRandomScope scope(&generator_, /*for_torch=*/true);
     return NamingBatch(*pass_, number, [&]() -> std::optional<ShardPart<T>> {
       if (!cursor_.has_value()) {
         generator_.Reseed(pass_->BatchSeed(0));

@@ -706,11 +706,12 @@ std::optional<LoaderCore::UserOrder> LoaderCore::CheckedOrder(
     const LoaderState& state, const std::map<std::string, at::Tensor>& tensors) const {
   TORCH_CHECK(state.epoch >= 0 && state.position >= 0 && state.index >= 0,
               "loader: a saved state with negative numbers: ", state.ToString());
-  TORCH_CHECK(
-      state.num_samples < 0 || !num_samples_.has_value() || state.num_samples == *num_samples_,
-      "loader: the saved state is of a data set with ", state.num_samples,
-      " samples, this one has ", num_samples_.value_or(-1),
-      ": load the state of the same data, or call set_epoch() to begin an epoch");
+  // Between epochs the data may change.
+  TORCH_CHECK(!state.inside_epoch() || state.num_samples < 0 || !num_samples_.has_value() ||
+                  state.num_samples == *num_samples_,
+              "loader: the saved state is of a data set with ", state.num_samples,
+              " samples, this one has ", num_samples_.value_or(-1),
+              ": load the state of the same data, or call set_epoch() to begin an epoch");
   std::optional<UserOrder> order;
   if (has_sampler() && !state.order_digest.empty() && tensors.count("order") > 0) {
     order = LoadedOrder(state, tensors);
@@ -746,7 +747,8 @@ void LoaderCore::LoadState(const LoaderState& state,
   } else {
     expected_digest_ = has_sampler() && state.inside_epoch() ? state.order_digest : "";
   }
-  seed_ = state.seed;
+  // An order that has not begun has the seed that the program has given.
+  if (state.inside_epoch() || !settings_.seed.has_value()) seed_ = state.seed;
   next_epoch_ = state.epoch;
   place_ = state;
   resuming_ = true;

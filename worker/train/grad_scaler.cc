@@ -56,7 +56,7 @@ at::Tensor GradScaler::Scale(const at::Tensor& loss) {
   return loss.to(type).mul(scale_.to(type));
 }
 
-at::Tensor GradScaler::CheckAndUnscale(OptimizerHandle& optimizer, bool unscale) {
+at::Tensor GradScaler::Multiply(OptimizerHandle& optimizer, const at::Tensor& factor) {
   at::NoGradGuard no_grad;
   struct List {
     c10::Device device;
@@ -82,20 +82,16 @@ at::Tensor GradScaler::CheckAndUnscale(OptimizerHandle& optimizer, bool unscale)
     if (i == lists.size()) lists.push_back({grad.device(), grad.scalar_type(), {}});
     lists[i].grads.push_back(grad);
   }
-  at::Tensor found_inf = Scalar(0, at::kFloat, scale_.device());
-  // In double, as 1/scale of a scale that is no power of two would otherwise be rounded twice.
-  const at::Tensor inverse = unscale ? scale_.to(at::kDouble).reciprocal().to(at::kFloat)
-                                     : Scalar(1, at::kFloat, scale_.device());
+  at::Tensor found_inf = Scalar(0, at::kFloat, factor.device());
   for (List& list : lists) {
-    const bool here = list.device == scale_.device();
+    const bool here = list.device == factor.device();
     at::Tensor found = here ? found_inf : Scalar(0, at::kFloat, list.device);
-    const at::Tensor factor = here ? inverse : inverse.to(list.device);
+    const at::Tensor there = here ? factor : factor.to(list.device);
     ForEachPage(list.grads, [&](const std::vector<at::Tensor>& grads, const auto&) {
-      at::_amp_foreach_non_finite_check_and_unscale_(grads, found, factor);
+      at::_amp_foreach_non_finite_check_and_unscale_(grads, found, there);
     });
     if (!here) found_inf = at::maximum(found_inf, found.to(found_inf.device()));
   }
-  if (comm_ != nullptr && comm_->size() > 1) comm_->AllReduce(found_inf, ReduceOp::kMax);
   return found_inf;
 }
 
@@ -106,8 +102,30 @@ void GradScaler::Unscale(OptimizerHandle& optimizer) {
               "gradients are unscaled (or clipped) after the optimizer's step: do it before");
   if (state.stage == Stage::kUnscaled) return;
   if (!optimizer.parameters().empty()) EnsureOn(optimizer.parameters()[0].device());
-  state.found_inf = CheckAndUnscale(optimizer, /*unscale=*/true);
+  // In double, as 1/scale of a scale that is no power of two would otherwise be rounded twice.
+  state.found_inf = Multiply(optimizer, scale_.to(at::kDouble).reciprocal().to(at::kFloat));
+  if (comm_ != nullptr && comm_->size() > 1) comm_->AllReduce(state.found_inf, ReduceOp::kMax);
   state.stage = Stage::kUnscaled;
+}
+
+void GradScaler::Reopen(const OptimizerHandle& optimizer) {
+  if (!options_.enabled) return;
+  PerOptimizer& state = optimizers_[optimizer.id()];
+  if (state.stage == Stage::kStepped) {
+    state.earlier_inf = state.earlier_inf.defined()
+                            ? at::maximum(state.earlier_inf, state.found_inf)
+                            : state.found_inf;
+  }
+  state.stage = Stage::kReady;
+  state.found_inf = at::Tensor();
+}
+
+void GradScaler::Rescale(OptimizerHandle& optimizer) {
+  if (!options_.enabled) return;
+  // An overflow is found again.
+  Reopen(optimizer);
+  if (!optimizer.parameters().empty()) EnsureOn(optimizer.parameters()[0].device());
+  Multiply(optimizer, scale_);
 }
 
 void GradScaler::Step(OptimizerHandle& optimizer) {
@@ -136,7 +154,7 @@ bool GradScaler::step_was_skipped(const OptimizerHandle& optimizer) const {
 
 bool GradScaler::pending() const {
   for (const auto& [optimizer, state] : optimizers_) {
-    if (state.stage != Stage::kReady) return true;
+    if (state.stage != Stage::kReady || state.earlier_inf.defined()) return true;
   }
   return false;
 }
@@ -146,10 +164,12 @@ void GradScaler::Update() {
   at::NoGradGuard no_grad;
   at::Tensor found_inf;
   for (auto& [optimizer, state] : optimizers_) {
-    if (state.stage == Stage::kReady) continue;
-    found_inf = found_inf.defined() ? at::maximum(found_inf, state.found_inf) : state.found_inf;
+    for (at::Tensor* const found : {&state.found_inf, &state.earlier_inf}) {
+      if (!found->defined()) continue;
+      found_inf = found_inf.defined() ? at::maximum(found_inf, *found) : *found;
+      *found = at::Tensor();
+    }
     state.stage = Stage::kReady;
-    state.found_inf = at::Tensor();
   }
   TORCH_CHECK(found_inf.defined(),
               "the gradient scaler was updated without an optimizer step since the last update");
@@ -180,6 +200,13 @@ double GradScaler::scale() const { return options_.enabled ? scale_.item<float>(
 int64_t GradScaler::growth_tracker() const { return tracker_.item<int>(); }
 
 PlainState GradScaler::SaveState() const {
+  if (pending()) {
+    GradScaler after(*this);
+    after.scale_ = scale_.clone();
+    after.tracker_ = tracker_.clone();
+    after.Update();
+    return after.SaveState();
+  }
   PlainState state = {{"scale", {static_cast<double>(scale_.item<float>())}},
                       {"growth_tracker", {static_cast<double>(growth_tracker())}}};
   if (options_.hysteresis > 1) state["hysteresis"] = {static_cast<double>(patience_)};

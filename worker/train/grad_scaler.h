@@ -18,6 +18,7 @@ namespace muster {
 //   scaler.Update()
 //
 //   each optimizer:  ready --Unscale--> unscaled --Step--> stepped --Update--> ready
+//                      ^--------------Reopen---------------------'
 //
 // An optimizer whose gradients hold an inf or NaN is not stepped, and the scale backs off at
 // Update(). Unlike PyTorch's, a second Unscale() of an optimizer in one step does nothing, so
@@ -41,6 +42,14 @@ class GradScaler {
   // later calls do nothing.
   void Unscale(OptimizerHandle& optimizer);
 
+  // The next Unscale() of `optimizer` is of other gradients. That a step has overflowed still
+  // counts in Update().
+  void Reopen(const OptimizerHandle& optimizer);
+  // The gradients of `optimizer` hold no scale, and a backward pass of a scaled loss is about to
+  // add to them: Reopen(), and multiplies them by the scale, so that Unscale() is right for the
+  // sum.
+  void Rescale(OptimizerHandle& optimizer);
+
   // Steps `optimizer` unless its gradients overflowed; unscales them before, if that is not done
   // yet.
   void Step(OptimizerHandle& optimizer);
@@ -61,6 +70,7 @@ class GradScaler {
   double scale() const;
   int64_t growth_tracker() const;
 
+  // As it will be after Update(), where one is due. Errors: those of Update().
   PlainState SaveState() const;
   // Throws for a state that LoadState() would refuse. Changes nothing.
   void CheckState(const PlainState& state) const;
@@ -72,6 +82,7 @@ class GradScaler {
   struct PerOptimizer {
     Stage stage = Stage::kReady;
     at::Tensor found_inf;       // 0-d F32, of this step
+    at::Tensor earlier_inf;     // the same of steps since the last Update(), before Reopen()
     at::Tensor last_found_inf;  // of the last Step()
   };
 
@@ -83,7 +94,8 @@ class GradScaler {
   std::map<uint64_t, PerOptimizer> optimizers_;  // by OptimizerHandle::id()
 
   void EnsureOn(c10::Device device);
-  at::Tensor CheckAndUnscale(OptimizerHandle& optimizer, bool unscale);
+  // Multiplies the gradients by `factor`, 0-d F32, and returns whether one holds an inf or NaN.
+  static at::Tensor Multiply(OptimizerHandle& optimizer, const at::Tensor& factor);
 };
 
 }  // namespace muster

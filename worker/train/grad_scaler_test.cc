@@ -154,6 +154,34 @@ TEST(GradScaler, TwoOptimizers_OnlyTheOverflownOneSkips) {
   EXPECT_EQ(scaler.scale(), 2);
 }
 
+TEST(GradScaler, Rescale_ContinuesTheSumOfScaledGradients) {
+  GradScaler scaler({.init_scale = 4});
+  OneWeight one;
+  one.Backward(scaler, 0.5);
+  scaler.Unscale(one.sgd);
+  EXPECT_EQ(one.weight.grad()[1].item<double>(), 0.5);
+  scaler.Rescale(one.sgd);
+  scaler.Scale(one.weight.sum()).backward();
+  scaler.Step(one.sgd);
+  EXPECT_FLOAT_EQ(one.weight[1].item<float>(), -1.5);
+}
+
+TEST(GradScaler, ReopenAfterAnOverflow_IsSteppedAgainAndBacksOff) {
+  GradScaler scaler({.init_scale = 4});
+  OneWeight one;
+  for (const float gradient : {kInf, 1.0f}) {
+    one.Backward(scaler, gradient);
+    scaler.Step(one.sgd);
+    EXPECT_EQ(scaler.step_was_skipped(one.sgd), gradient == kInf);
+    scaler.Reopen(one.sgd);
+  }
+  EXPECT_FLOAT_EQ(one.weight[1].item<float>(), -1);
+  EXPECT_TRUE(scaler.pending());
+  scaler.Update();
+  EXPECT_EQ(scaler.scale(), 2);
+  EXPECT_FALSE(scaler.pending());
+}
+
 TEST(GradScaler, WrongOrder_IsAnError) {
   GradScaler scaler;
   OneWeight one;
