@@ -1440,6 +1440,7 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
   node.hung_up = false;
   node.known = true;
   node.lost = false;
+  if (now_ - heard_any_ > options_.node_lease / 2) returned_at_ = now_;
   node.heard = node.called = heard_any_ = now_;
   if (!google::protobuf::util::MessageDifferencer::Equals(node.info, request.info())) {
     // What is kept may not be there any more; it is taken again where it is.
@@ -1733,8 +1734,13 @@ void JobsCore::TickNode(const std::string& name) {
       return;
     }
   } else if (silent >= options_.node_lease) {
-    const bool others = heard_any_ > node.heard + options_.node_lease / 2;
-    if (others || silent >= options_.outage_tolerance) {
+    // After a time in which none was heard, all have a lease from the first one's return on, but no
+    // more than that: a network that fails again and again must not keep a lost node for ever.
+    const absl::Time since = std::max(node.heard, returned_at_);
+    const bool others = heard_any_ > since + options_.node_lease / 2;
+    const bool over =
+        now_ - since >= options_.node_lease && (others || silent >= options_.outage_tolerance);
+    if (over || silent >= options_.outage_tolerance + options_.node_lease) {
       LoseNode(name, &node,
                absl::StrCat("node ", Quoted(name), " has been silent for ",
                             absl::FormatDuration(absl::Seconds(absl::ToInt64Seconds(silent)))));

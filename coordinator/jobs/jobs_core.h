@@ -47,7 +47,8 @@ struct JobsMutants {
 struct JobsOptions {
   // A node that is silent for so long is lost, if other nodes are heard.
   absl::Duration node_lease = absl::Seconds(30);
-  // And if none is: perhaps only the coordinator's network has failed.
+  // And if none is: perhaps only the coordinator's network has failed. When the first one is heard
+  // again, the others have another lease to come back too.
   absl::Duration outage_tolerance = absl::Seconds(90);
   // Kept in all; beyond that the oldest that have ended go.
   size_t max_jobs = 10'000;
@@ -358,6 +359,8 @@ class JobsCore {
   uint64_t next_query_ = 1;
   absl::Time started_ = absl::InfinitePast();  // of the term
   absl::Time heard_any_ = absl::InfinitePast();
+  // When the first node was heard after none was for a while: the others come back later than it.
+  absl::Time returned_at_ = absl::InfinitePast();
   absl::Time schedule_at_ = absl::InfiniteFuture();
   bool dirty_ = false;  // room or jobs have changed since the last schedule
 

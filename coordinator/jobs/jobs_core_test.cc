@@ -942,6 +942,46 @@ TEST_F(JobsCoreTest, AllNodesSilent_AreNotLost_WithinTheOutageTolerance) {
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
 }
 
+TEST_F(JobsCoreTest, FirstNodeAfterACutOfAll_GivesTheOthersALeaseToComeBack) {
+  AddNode("a");
+  AddNode("b");
+  const std::string job = Submit(Spec(8));
+  const auto cut = [&] {
+    nodes_["a"].talks = nodes_["b"].talks = false;
+    Advance(absl::Seconds(80));
+    nodes_["a"].talks = true;
+  };
+  cut();
+  Advance(absl::Seconds(3));
+  nodes_["b"].talks = true;
+  Advance(absl::Seconds(1));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(Get(job).attempts(), 1);
+  // This time b does not come back.
+  cut();
+  Advance(absl::Seconds(28));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  Advance(absl::Seconds(4));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  EXPECT_EQ(Get(job).history(0).end().end_class(), v1::END_CLASS_NODE_LOST);
+}
+
+TEST_F(JobsCoreTest, LostNode_IsNotKept_ByANetworkThatFailsAgainAndAgain) {
+  AddNode("a");
+  AddNode("b");
+  const std::string job = Submit(Spec(8));
+  nodes_["b"].talks = false;
+  for (int i = 0; i < 6; ++i) {
+    nodes_["a"].talks = true;
+    Pump();
+    nodes_["a"].talks = false;
+    EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING) << i;
+    Advance(absl::Seconds(20));
+  }
+  Advance(absl::Seconds(2));
+  EXPECT_EQ(Get(job).history(0).end().end_class(), v1::END_CLASS_NODE_LOST);
+}
+
 TEST_F(JobsCoreTest, PausedCoordinator_LosesNobody) {
   AddNode("a");
   AddNode("b");
