@@ -77,6 +77,22 @@ std::optional<v1::OpError> TriggerSet::Raise(const v1::RaiseTriggerRequest& requ
                     absl::StrCat("the payload of trigger ", Quoted(request.name()), " has ",
                                  request.payload().size(), " bytes: at most ", kMaxPayload));
   }
+  const int align = request.align() == v1::TRIGGER_ALIGN_UNSPECIFIED ? v1::TRIGGER_ALIGN_NEXT_STEP
+                                                                     : request.align();
+  if (rank >= 0 && align == v1::TRIGGER_ALIGN_NEXT_STEP) {
+    // No rank has acted on one that is not decided: all act on it once, whoever else raises it.
+    for (const auto& [id, trigger] : triggers_) {
+      const v1::TriggerRecord& record = trigger.record;
+      if (trigger.decided() || record.raised_by_rank() < 0 || record.align() != align ||
+          record.name() != request.name() || record.payload() != request.payload() ||
+          record.min_lead_steps() != request.min_lead_steps()) {
+        continue;
+      }
+      reply->set_trigger_id(id);
+      reply->set_effective_step(record.effective_step());
+      return std::nullopt;
+    }
+  }
   if (triggers_.size() >= kMaxLive) {
     return TooLarge(
         "name", absl::StrCat(triggers_.size(), " triggers wait for ranks to act on them: trigger ",
@@ -95,8 +111,6 @@ std::optional<v1::OpError> TriggerSet::Raise(const v1::RaiseTriggerRequest& requ
                     absl::StrCat("min_lead_steps of trigger ", Quoted(request.name()), " is ",
                                  request.min_lead_steps(), ": give 0 or more"));
   }
-  const int align = request.align() == v1::TRIGGER_ALIGN_UNSPECIFIED ? v1::TRIGGER_ALIGN_NEXT_STEP
-                                                                     : request.align();
   if (!v1::TriggerAlign_IsValid(align)) {
     return BadField("align",
                     absl::StrCat("trigger ", Quoted(request.name()), " asks for alignment ", align,

@@ -108,6 +108,32 @@ TEST_F(TriggerTest, SecondTrigger_NeedsPromisesOfItsOwn) {
   EXPECT_EQ(Promise(2, second, 7), 9);
 }
 
+// As when every rank of a job gets SIGTERM.
+TEST_F(TriggerTest, TriggerThatAllRanksRaise_IsOne_UntilItIsDecided) {
+  constexpr int kRanks = 300;
+  static_assert(kRanks > TriggerSet::kMaxLive);
+  set_.StartGeneration(kRanks, &changes_);
+  const uint64_t id = Raise(0).trigger_id();
+  for (int rank = 1; rank < kRanks; ++rank) {
+    EXPECT_EQ(Raise(rank).trigger_id(), id);
+    ASSERT_FALSE(error_.has_value()) << "rank " << rank << ": " << error_->message();
+  }
+  EXPECT_EQ(set_.size(), 1u);
+  // What is not the same stays apart.
+  EXPECT_NE(Raise(-1).trigger_id(), id);
+  EXPECT_NE(Raise(1, v1::TRIGGER_ALIGN_NEXT_STEP, 0, 3).trigger_id(), id);
+  EXPECT_NE(Raise(1, v1::TRIGGER_ALIGN_AT_STEP, 9).trigger_id(), id);
+  v1::RaiseTriggerRequest other;
+  other.set_name("stop");
+  other.set_payload("why");
+  v1::RaiseTriggerReply reply;
+  EXPECT_FALSE(set_.Raise(other, 1, next_id_++, &reply, &changes_).has_value());
+  EXPECT_NE(reply.trigger_id(), id);
+  // Ranks may have acted on a decided one, and raise it for what came after.
+  for (int rank = 0; rank < kRanks; ++rank) Promise(rank, id, 5);
+  EXPECT_NE(Raise(1).trigger_id(), id);
+}
+
 TEST_F(TriggerTest, NoRank_CanHaveBegunTheDecidedStep) {
   // Ranks run free until they know of the trigger, then up to their promise; whatever the order,
   // the decision is beyond what any has begun.
@@ -248,7 +274,7 @@ TEST_F(TriggerTest, LargePayloads_AreRefusedBeforeAPollIsTooLargeForAMessage) {
   request.set_payload(std::string(TriggerSet::kMaxPayload, 'x'));
   v1::RaiseTriggerReply reply;
   uint64_t id = 1;
-  while (!set_.Raise(request, 0, id, &reply, &changes_).has_value()) ++id;
+  while (!set_.Raise(request, -1, id, &reply, &changes_).has_value()) ++id;
   EXPECT_EQ(id - 1, TriggerSet::kMaxPayloads / TriggerSet::kMaxPayload);
   EXPECT_EQ(set_.Raise(request, 0, id, &reply, &changes_)->detail().field(), "payload");
   request.clear_payload();

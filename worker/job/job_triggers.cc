@@ -1,14 +1,11 @@
 #include "worker/job/job_triggers.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "ATen/ops/full.h"
 #include "absl/strings/str_cat.h"
-#include "base/identity.h"
 #include "base/log.h"
 #include "c10/util/Exception.h"
 #include "worker/job/stop_signal.h"
@@ -17,14 +14,12 @@ namespace muster {
 namespace {
 
 constexpr char kStop[] = "stop";
+// The same of all ranks: what many raise in the same words, the coordinator takes for one trigger.
+constexpr char kSigterm[] = "SIGTERM";
 // As the coordinator has it.
 constexpr size_t kMaxName = 128;
 constexpr size_t kMaxPayload = 64 << 10;
 constexpr absl::Duration kPollTimeout = absl::Seconds(5);
-
-std::string Here(int rank) {
-  return absl::StrCat("SIGTERM at rank ", rank, " (pid ", getpid(), " on ", HostName(), ")");
-}
 
 }  // namespace
 
@@ -56,7 +51,7 @@ void JobTriggers::Close() {
 
 void JobTriggers::RaiseForSignal() {
   if (signal_told_ || !watch_signal_ || !StopSignal::Received()) return;
-  const absl::Status status = Raise(kStop, Here(comm_->rank()));
+  const absl::Status status = Raise(kStop, kSigterm);
   // A coordinator that is away is asked again with the next poll.
   signal_told_ = status.ok() || !absl::IsUnavailable(status);
   if (!status.ok()) MUSTER_LOG(Warning) << "SIGTERM arrived, but " << status.message();
