@@ -1402,8 +1402,11 @@ JobsCore::Error JobsCore::CheckSync(const v1::SyncNodeRequest& request) const {
         absl::StrCat("the coordinator has ", nodes_.size(), " nodes: at most ", kMaxNodes));
   }
   const Node& node = it->second;
+  // A number is a time of the node's clock, which may have been set back before its agent was started
+  // again. An older call that was under way does not come so long after the last one.
+  const bool silent = !node.held.has_value() && now_ - node.heard >= options_.node_lease / 2;
   if (node.uid == request.node_uid() && request.sequence() != 0 &&
-      request.sequence() < node.sequence) {
+      request.sequence() < node.sequence && !silent) {
     return MakeError(absl::StatusCode::kAborted, v1::ERROR_REASON_SUPERSEDED,
                      absl::StrCat("node ", Quoted(request.node()), " has made a later call"));
   }

@@ -138,6 +138,7 @@ class JobsCoreTest : public testing::Test {
     int gpus = 0;
     bool talks = true;
     bool restarts_in_place = true;
+    uint64_t sequence = 0;
     std::map<std::pair<std::string, int>, v1::AttemptReport> attempts;
     v1::SyncNodeReply last;
     std::vector<v1::LogQuery> queries;
@@ -161,6 +162,7 @@ class JobsCoreTest : public testing::Test {
     request->set_node(name);
     request->set_node_uid(node.uid);
     request->set_cluster_id(cluster);
+    request->set_sequence(node.sequence);
     request->mutable_info()->set_cpus(node.cpus);
     request->mutable_info()->set_memory_bytes(int64_t{64} << 30);
     request->mutable_info()->set_restarts_in_place(node.restarts_in_place);
@@ -1034,6 +1036,27 @@ TEST_F(JobsCoreTest, OlderCallOfANode_IsRefused) {
   Call(op);
   op.mutable_sync_node()->set_sequence(9);
   EXPECT_EQ(Call(op).error().code(), static_cast<int>(absl::StatusCode::kAborted));
+}
+
+TEST_F(JobsCoreTest, AgentThatStartsAgainWithAClockThatWasSetBack_IsHeardBeforeItsNodeIsLost) {
+  Node& node = AddNode("a");
+  const std::string job = Submit(Spec(1));
+  AddNode("b");
+  node.sequence = 1000;
+  Sync("a");
+  // Its end breaks the call that is held.
+  core_->Abandon(syncs_["a"]);
+  node.talks = false;
+  node.sequence = 5;
+  SendSync("a");
+  EXPECT_EQ(replies_[syncs_["a"]].error().code(), static_cast<int>(absl::StatusCode::kAborted));
+  syncs_.erase("a");
+  Advance(absl::Seconds(16));
+  node.talks = true;
+  Sync("a");
+  Advance(absl::Minutes(1));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(Get(job).attempts(), 1);
 }
 
 TEST_F(JobsCoreTest, RunnerThatSomebodyElseStops_IsTheNodes) {
