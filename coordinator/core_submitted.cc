@@ -179,7 +179,7 @@ Core::Impl::Job* Core::Impl::LastWithCheckpoints(const std::string& job_id, int 
 
 void Core::Impl::StartJobsTerm(bool restored) {
   JobsOutput out;
-  submitted_->StartTerm(JobsEvent(), restored, &out);
+  submitted_->StartTerm(JobsEvent(), restored ? term_ : 0, &out);
   EndJobs(std::move(out));
   for (const Job* job : JobsById()) {
     if (const auto why = WhyGroupEnded(job->id())) CloseGroup(job->id(), *why);

@@ -46,8 +46,14 @@ constexpr absl::Duration kNodeFailureDelay = absl::Seconds(5);
 // A node that has run an attempt for so long was able to start it.
 constexpr absl::Duration kStarted = absl::Minutes(1);
 constexpr absl::Duration kTickWhileNodesRun = absl::Seconds(1);
-// More than a lost part of the history can have begun of one job.
+// More than a lost part of the history can have begun of one job, and have had of jobs.
 constexpr int kLostAttempts = 1000;
+// A restore adds so many terms, and one for each minute since the copy was made (see
+// SqliteJournal::kLostTerms). The minutes come on top here, so that what was restored twice from one
+// copy has not the same numbers: for each one, more than the first life can have used in a minute.
+constexpr uint64_t kTermsOfARestore = 65536;
+constexpr int kAttemptsOfAMinute = 16;
+constexpr int kJobsOfAMinute = 1000;
 
 std::string Reason(absl::string_view text) { return Cut(OneLine(Cut(text, kMaxWhy)), kMaxWhy); }
 
@@ -2120,13 +2126,15 @@ void JobsCore::ForEachChange(const std::function<void(const v1::JournalChange&)>
   }
 }
 
-void JobsCore::StartTerm(const Event& event, bool restored, JobsOutput* out) {
+void JobsCore::StartTerm(const Event& event, uint64_t restored_term, JobsOutput* out) {
+  const bool restored = restored_term != 0;
+  const uint64_t minutes = restored_term % kTermsOfARestore;
   now_ = event.now;  // that of an earlier term does not matter
   Begin(event, out);
   started_ = heard_any_ = now_;
   changes_.ForgetRemovals(event.revision - 1);
   if (restored) {
-    last_sequence_ += kLostAttempts;
+    last_sequence_ += kLostAttempts + minutes * kJobsOfAMinute;
     out_->changes.emplace_back().mutable_job_record_changed()->set_sequence(last_sequence_);
   }
   for (auto& [sequence, job] : jobs_) {
@@ -2161,7 +2169,8 @@ void JobsCore::StartTerm(const Event& event, bool restored, JobsOutput* out) {
       Stop(&job, v1::END_CLASS_NODE_LOST, "the coordinator was restored from a copy");
     }
     for (auto& [sequence, job] : jobs_) {
-      job.record.set_attempts(job.record.attempts() + kLostAttempts);
+      job.record.set_attempts(job.record.attempts() + kLostAttempts +
+                              static_cast<int>(minutes) * kAttemptsOfAMinute);
       Touch(job);
     }
   }

@@ -26,7 +26,7 @@ class JobsCoreTest : public testing::Test {
  protected:
   JobsCoreTest() { StartTerm(); }
 
-  void StartTerm(bool restored = false) {
+  void StartTerm(uint64_t restored_term = 0) {
     core_ = std::make_unique<JobsCore>(options_);
     for (const v1::JournalChange& change : journal_) {
       if (change.has_job_record_changed()) {
@@ -35,7 +35,7 @@ class JobsCoreTest : public testing::Test {
       if (change.has_node_changed()) core_->Restore(change.node_changed());
     }
     JobsOutput out;
-    core_->StartTerm(NextEvent(), restored, &out);
+    core_->StartTerm(NextEvent(), restored_term, &out);
     Take(std::move(out));
     replies_.clear();
     syncs_.clear();
@@ -1206,13 +1206,42 @@ TEST_F(JobsCoreTest, RestartOfTheCoordinator_KeepsRunningJobs) {
 TEST_F(JobsCoreTest, RestoredCoordinator_EndsWhatRuns_AndNumbersJump) {
   AddNode("a");
   const std::string job = Submit(Spec(1));
-  StartTerm(/*restored=*/true);
+  StartTerm(/*restored_term=*/65536);
   Sync("a");
   Advance(absl::Seconds(1));
   const v1::JobRecord record = Get(job);
   EXPECT_EQ(record.state(), v1::JOB_STATE_RUNNING);
   EXPECT_GT(record.attempts(), 1000);
   EXPECT_EQ(Submit(Spec(1)), "mnist-1002");
+}
+
+TEST_F(JobsCoreTest, OneCopyRestoredTwice_GivesNoNumberTwice) {
+  AddNode("a");
+  const std::string job = Submit(Spec(1));
+  const std::vector<v1::JournalChange> copy = journal_;
+  const auto live = [&](uint64_t term) {
+    journal_ = copy;
+    nodes_["a"].attempts.clear();
+    StartTerm(term);
+    Sync("a");
+    Advance(absl::Seconds(1));
+    std::set<int> numbers;
+    for (int i = 0; i < 20; ++i) {
+      numbers.insert(Get(job).attempts());
+      EndOn("a", job, v1::END_CLASS_CANCELLED);  // not by this coordinator: it starts again
+    }
+    std::set<std::string> ids;
+    for (int i = 0; i < 20; ++i) ids.insert(Submit(Spec(1)));
+    return std::make_pair(numbers, ids);
+  };
+  // Ten minutes lie between them.
+  auto [numbers, ids] = live(65537);
+  EXPECT_EQ(numbers.size(), 20u);
+  const auto [other_numbers, other_ids] = live(65547);
+  numbers.insert(other_numbers.begin(), other_numbers.end());
+  ids.insert(other_ids.begin(), other_ids.end());
+  EXPECT_EQ(numbers.size(), 40u);
+  EXPECT_EQ(ids.size(), 40u);
 }
 
 TEST_F(JobsCoreTest, HeldGet_IsAnsweredByTheNextChange) {

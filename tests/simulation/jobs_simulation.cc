@@ -92,7 +92,7 @@ class Simulation {
     for (const v1::JournalChange& change : journal_) Replay(change, core_.get());
     for (Node& node : nodes_) node.call.reset();
     JobsOutput out;
-    core_->StartTerm(NextEvent(), false, &out);
+    core_->StartTerm(NextEvent(), 0, &out);
     Take(std::move(out));
   }
   void Replay(const v1::JournalChange& change, JobsCore* core) {
