@@ -178,6 +178,23 @@ absl::Duration DelayInPlace(const v1::JobRecord& record) {
   return RestartDelay(record, record.history_size() - 2, std::max(0, record.restarts() - 1));
 }
 
+// When a queued job may start, of which a former coordinator has begun the delay: it follows from
+// the record, and is no longer than the whole delay from now on.
+absl::Time DelayEnds(const v1::JobRecord& record, absl::Time now) {
+  if (record.history_size() == 0) return absl::InfinitePast();
+  const int last = record.history_size() - 1;
+  const v1::JobAttempt& attempt = record.history(last);
+  absl::Duration delay;
+  if (attempt.end().end_class() == v1::END_CLASS_NODE_FAILED) {
+    delay = kNodeFailureDelay;
+  } else if (record.restarts() > 0 && CountsAsRestart(attempt.end().end_class())) {
+    delay = RestartDelay(record, last, record.restarts() - 1);
+  } else {
+    return absl::InfinitePast();
+  }
+  return std::min(absl::FromUnixMillis(attempt.times().fenced_unix_ms()), now) + delay;
+}
+
 // Whether a part of the attempt is over: it is about to end.
 bool HasEndedPart(const v1::JobAttempt& attempt) {
   return std::any_of(attempt.placements().begin(), attempt.placements().end(),
@@ -2139,7 +2156,10 @@ void JobsCore::StartTerm(const Event& event, uint64_t restored_term, JobsOutput*
   }
   for (auto& [sequence, job] : jobs_) {
     const v1::JobState state = job.record.state();
-    if (state == v1::JOB_STATE_QUEUED) queued_.insert(sequence);
+    if (state == v1::JOB_STATE_QUEUED) {
+      queued_.insert(sequence);
+      job.not_before = DelayEnds(job.record, now_);
+    }
     if (HasEnded(state)) ended_.insert(sequence);
     NoteSpares(job);
     NoteRetention(&job);

@@ -865,6 +865,23 @@ TEST_F(JobsCoreTest, RestartDelay_Doubles) {
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
 }
 
+TEST_F(JobsCoreTest, RestartDelay_GoesOn_AfterARestartOfTheCoordinator) {
+  AddNode("a");
+  v1::JobSpec spec = Spec(1, 5);
+  spec.mutable_restart_delay()->set_seconds(10);
+  const std::string job = Submit(spec);
+  for (const int seconds : {10, 20}) {
+    EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
+    Advance(absl::Seconds(4));
+    StartTerm();
+    Sync("a");
+    Advance(absl::Seconds(seconds - 5));
+    EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+    Advance(absl::Seconds(2));
+    EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  }
+}
+
 TEST_F(JobsCoreTest, RestartDelay_BeginsAgain_AfterAnAttemptThatRanForLong) {
   AddNode("a");
   v1::JobSpec spec = Spec(1, 100);
