@@ -1961,6 +1961,7 @@ ScheduleQuestion JobsCore::Question() const {
   ScheduleQuestion question;
   question.nodes = Candidates(/*free=*/true);
   question.settled = Settled();
+  question.awaits_nodes = resumes_ && !Settled();
   question.now = now_;
   question.max_processes_of_owner = options_.max_processes_of_owner;
   for (const uint64_t sequence : queued_) {
@@ -2176,6 +2177,7 @@ void JobsCore::StartTerm(const Event& event, uint64_t restored_term, JobsOutput*
       }
     }
   }
+  resumes_ = !queued_.empty() || !active_.empty();
   for (auto& [name, node] : nodes_) {
     node.heard = now_;
     SetNodeTimer(name, &node);

@@ -1220,6 +1220,24 @@ TEST_F(JobsCoreTest, RestartOfTheCoordinator_KeepsRunningJobs) {
   EXPECT_EQ(StateOf(queued), v1::JOB_STATE_RUNNING);
 }
 
+TEST_F(JobsCoreTest, ElasticJob_ThatARestartedCoordinatorFinds_WaitsForAllNodes) {
+  v1::JobSpec spec = Spec(4);
+  spec.set_min_processes(1);
+  const std::string job = Submit(spec);
+  StartTerm();
+  AddNode("a", 1);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  AddNode("b", 1);
+  Settle();
+  EXPECT_EQ(ProcessesOf(job), 2) << "what is there after a lease";
+  // A coordinator that has nothing to resume waits for nobody.
+  journal_.clear();
+  nodes_.clear();
+  StartTerm();
+  AddNode("a", 1);
+  EXPECT_EQ(ProcessesOf(Submit(spec)), 1);
+}
+
 TEST_F(JobsCoreTest, RestoredCoordinator_EndsWhatRuns_AndNumbersJump) {
   AddNode("a");
   const std::string job = Submit(Spec(1));

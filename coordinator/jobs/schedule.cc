@@ -49,6 +49,8 @@ bool IsReturning(const ActiveJob& job) {
          job.record->wanted() == v1::JOB_ACTION_UNSPECIFIED;
 }
 
+constexpr char kAwaited[] = "nodes that may come back after the start of the coordinator";
+
 // Jobs of one shape fit or do not fit alike.
 std::string Shape(const v1::JobRecord& job) {
   std::string shape = DescribeDemand(job.spec());
@@ -121,6 +123,8 @@ class Scheduler {
         delayed_ = true;
         decision_.next = std::min(decision_.next, job.not_before);
         Wait(*job.record, "the end of the delay before its restart");
+      } else if (held_) {
+        Wait(*job.record, kAwaited);
       } else if (!decision_.waits.empty() &&
                  (examined_ >= kMaxExamined || ++looked_at > kMaxLookedAt)) {
         Wait(*job.record, "the jobs before it");
@@ -310,6 +314,10 @@ class Scheduler {
     if (!ends_before && refused_beside_.contains(shape)) return WaitForFirst(job);
     examined_ += decision_.waits.empty() ? 0 : 1;
     PlacementDecision now = PlaceJob(job, &question_.nodes);
+    if (question_.awaits_nodes && now.processes < job.spec().max_processes()) {
+      held_ = true;
+      return Wait(job, now.placements.empty() ? now.why : kAwaited);
+    }
     if (now.placements.empty() && !reservation_.has_value()) {
       PlacementDecision instead = PlaceOnSpares(job);
       if (!instead.placements.empty()) now = std::move(instead);
@@ -534,6 +542,7 @@ class Scheduler {
   std::string first_waiting_;
   int examined_ = 0;      // jobs behind the first, for which nodes were looked for
   bool delayed_ = false;  // a job waits for its delayed restart
+  bool held_ = false;     // one waits that may fit when the nodes that are awaited have come
   absl::flat_hash_map<std::string, int64_t> processes_of_;  // by owner, of jobs that hold space
   absl::flat_hash_set<const v1::JobRecord*> spared_;        // jobs whose spares are still theirs
   absl::flat_hash_set<std::string>

@@ -35,6 +35,8 @@ struct ScheduleQuestion {
   CandidateNodes nodes;  // with the space that is free now
   // Not all nodes have been heard since the coordinator started: nothing is preempted yet.
   bool settled = true;
+  // And there are jobs of before it started: their nodes are awaited, see Schedule.
+  bool awaits_nodes = false;
   // Of the jobs of one owner, at a time; 0: any number.
   int max_processes_of_owner = 0;
   absl::Time now;
@@ -72,6 +74,9 @@ struct ScheduleDecision {
 // does not delay it: on space that it will not need, or if their time limit ends them before it can
 // start. A job that would not fit if nothing else ran reserves nothing, nor does one whose owner
 // has to wait for jobs of its own to end.
+//
+// While nodes are awaited, what fits on the first ones to come says little: a job starts only with
+// as many processes as it may have, and the jobs behind the first one that does not start wait.
 //
 // When no job reserves and none waits for a delayed restart, one job that may grow is stopped if
 // more of its processes fit, the highest priority and the earliest first. Until nothing of it is

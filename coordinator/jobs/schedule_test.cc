@@ -192,6 +192,33 @@ TEST_F(ScheduleTest, NothingIsPreempted_BeforeNodesHadTimeToCome) {
   EXPECT_TRUE(decision_.preempts.empty());
 }
 
+TEST_F(ScheduleTest, WhileNodesAreAwaited_NothingStartsBehindTheFirstThatDoesNotFit) {
+  AddNode("a", 2);
+  Queue("fits", 1);
+  Queue("large", 4);
+  Queue("small", 1);
+  question_.settled = false;
+  question_.awaits_nodes = true;
+  EXPECT_EQ(Starts(), Ids{"fits"});
+  EXPECT_EQ(WhyWaits("small"), "nodes that may come back after the start of the coordinator");
+  question_.awaits_nodes = false;
+  EXPECT_EQ(Starts(), (Ids{"fits", "small"}));
+}
+
+TEST_F(ScheduleTest, WhileNodesAreAwaited_AnElasticJobStartsWithAllItsProcesses) {
+  AddNode("a", 2);
+  Queue("elastic", 1).mutable_spec()->set_max_processes(4);
+  question_.awaits_nodes = true;
+  EXPECT_EQ(Starts(), Ids{});
+  EXPECT_EQ(WhyWaits("elastic"), "nodes that may come back after the start of the coordinator");
+  AddNode("b", 2);
+  EXPECT_EQ(Starts(), Ids{"elastic"});
+  EXPECT_EQ(decision_.starts[0].placement.processes, 4);
+  question_.nodes.erase("b");
+  question_.awaits_nodes = false;
+  EXPECT_EQ(Starts(), Ids{"elastic"});
+}
+
 TEST_F(ScheduleTest, DelayedRestart_Waits_AndBlocksNobody) {
   AddNode("a", 1);
   Queue("delayed", 1);
