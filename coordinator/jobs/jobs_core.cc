@@ -49,8 +49,9 @@ constexpr absl::Duration kTickWhileNodesRun = absl::Seconds(1);
 // More than a lost part of the history can have begun of one job, and have had of jobs.
 constexpr int kLostAttempts = 1000;
 // A restore adds so many terms, and one for each minute since the copy was made (see
-// SqliteJournal::kLostTerms). The minutes come on top here, so that what was restored twice from one
-// copy has not the same numbers: for each one, more than the first life can have used in a minute.
+// SqliteJournal::kLostTerms). The minutes come on top here, so that what was restored twice from
+// one copy has not the same numbers: for each one, more than the first life can have used in a
+// minute.
 constexpr uint64_t kTermsOfARestore = 65536;
 constexpr int kAttemptsOfAMinute = 16;
 constexpr int kJobsOfAMinute = 1000;
@@ -1425,8 +1426,8 @@ JobsCore::Error JobsCore::CheckSync(const v1::SyncNodeRequest& request) const {
         absl::StrCat("the coordinator has ", nodes_.size(), " nodes: at most ", kMaxNodes));
   }
   const Node& node = it->second;
-  // A number is a time of the node's clock, which may have been set back before its agent was started
-  // again. An older call that was under way does not come so long after the last one.
+  // A number is a time of the node's clock, which may have been set back before its agent was
+  // started again. An older call that was under way does not come so long after the last one.
   const bool silent = !node.held.has_value() && now_ - node.heard >= options_.node_lease / 2;
   if (node.uid == request.node_uid() && request.sequence() != 0 &&
       request.sequence() < node.sequence && !silent) {

@@ -13,6 +13,7 @@
 #include "worker/collective/local_comm.h"
 #include "worker/collective/thread_comm.h"
 #include "worker/job/fake_coordinator.h"
+#include "worker/job/stop_signal.h"
 
 namespace muster {
 namespace {
@@ -104,7 +105,7 @@ TEST(JobTriggers, BadNameOrPayload_IsRefused) {
             absl::StatusCode::kInvalidArgument);
 }
 
-// The last test: the process has had its SIGTERM then.
+// No test that expects no SIGTERM may follow: the process has had it then.
 TEST(JobTriggers, SigtermWhileTheCoordinatorIsAway_DoesNotHoldUpTheExit) {
   auto fake = std::make_unique<FakeCoordinator>();
   CoordinatorClient::Options options;
@@ -122,6 +123,19 @@ TEST(JobTriggers, SigtermWhileTheCoordinatorIsAway_DoesNotHoldUpTheExit) {
   raise(SIGTERM);
   triggers.Close();  // while the trigger "stop" waits to be raised
   EXPECT_FALSE(client->Leave("training ended").ok());
+}
+
+// So that the coordinator takes it for one trigger of all ranks.
+TEST(JobTriggers, Sigterm_IsRaisedInWordsThatSayNothingOfTheRank) {
+  FakeCoordinator fake;
+  const auto client = ConnectTo(fake, 0);
+  ASSERT_TRUE(client->Join(JoinOptions()).ok());
+  LocalComm comm;
+  JobTriggers triggers(client, &comm, {.stop_on_sigterm = true});
+  for (int64_t finished = 0; !triggers.ShouldStop(finished); ++finished) {
+    if (!StopSignal::Received()) raise(SIGTERM);  // a second one would end the process
+  }
+  EXPECT_EQ(triggers.stop()->payload, "SIGTERM");
 }
 
 }  // namespace
