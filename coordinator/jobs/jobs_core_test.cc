@@ -880,6 +880,13 @@ TEST_F(JobsCoreTest, RestartDelay_GoesOn_AfterARestartOfTheCoordinator) {
     Advance(absl::Seconds(2));
     EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
   }
+  EndOn("a", job, v1::END_CLASS_NODE_FAILED, "the disk is full");
+  StartTerm();
+  Sync("a");
+  Advance(absl::Seconds(4));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  Advance(absl::Seconds(2));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
 }
 
 TEST_F(JobsCoreTest, RestartDelay_BeginsAgain_AfterAnAttemptThatRanForLong) {
