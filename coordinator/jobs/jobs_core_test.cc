@@ -1436,7 +1436,7 @@ TEST_F(JobsCoreTest, Watch_OfManyJobsThatChangeInOneEvent_TellsAllOfThem) {
     if (more) resume_at.push_back(batch.seen_revision());
   }
   EXPECT_EQ(told, submitted);
-  EXPECT_GT(resume_at.size(), 5u);
+  EXPECT_GT(resume_at.size(), 3u);
   for (const uint64_t seen : resume_at) {
     JobsCore::WatchPlace again{.seen = seen};
     EXPECT_EQ(Ids(Read({}, &again)).size(), 50u) << seen;
