@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "muster/test_model.h"
 #include "muster/test_ranks.h"
 #include "muster/utils.h"
+#include "torch/nn/module.h"
 #include "torch/nn/modules/linear.h"
 #include "worker/collective/borrowed_comm.h"
 #include "worker/collective/gloo_ranks.h"
@@ -504,13 +506,20 @@ TEST(BadInput, ModelsThatDiffer_AreNamedOnEveryRank) {
   EXPECT_THAT(errors, Each(AllOf(HasSubstr("rank 1"), HasSubstr("weight"))));
 }
 
+struct OneParameter : torch::nn::Module {
+  explicit OneParameter(at::Device device) : weight(at::ones({1, 1}, device)) {
+    register_parameter("weight", weight);
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::mm(x, weight); }
+  at::Tensor weight;
+};
+
 TEST(BadInput, ModelThatOneRankCannotPrepare_IsToldToEveryRank) {
   for (const char* const strategy : {"", "zero3"}) {
     AcceleratorOptions options;
     if (*strategy != '\0') options.sharding = ParseSharding(strategy, 2);
     const auto errors = ErrorsOf(2, options, [](Accelerator& a) {
-      torch::nn::Linear net = OneWeight();
-      if (!a.is_main_process()) net->to(at::kMeta);
+      const auto net = std::make_shared<OneParameter>(a.is_main_process() ? at::kCPU : at::kMeta);
       auto model = a.prepare(net);
     });
     EXPECT_THAT(errors[0], AllOf(HasSubstr("rank 1 cannot prepare the model"),

@@ -56,6 +56,7 @@ void synchronize_rng_states(Accelerator& accelerator, at::Generator& generator) 
 int64_t find_executable_batch_size(Accelerator& accelerator, int64_t starting_batch_size,
                                    const std::function<void(int64_t)>& attempt,
                                    const std::function<int64_t(int64_t)>& reduce_batch_size) {
+  accelerator.core().steps().CheckAllTakePart("find_executable_batch_size()");
   internal::CheckpointState& state = accelerator.core().checkpoints();
   return FindExecutableBatchSize(accelerator.comm(),
                                  {.starting_batch_size = starting_batch_size,

@@ -31,7 +31,7 @@ class Bench {
  public:
   Bench(int nodes, int gpus) : core_(JobsOptions()), gpus_(gpus) {
     JobsOutput out;
-    core_.StartTerm(Event(), false, &out);
+    core_.StartTerm(Event(), 0, &out);
     now_ += absl::Minutes(1);  // all nodes have had the time to come
     for (int i = 0; i < nodes; ++i) Sync(i, {});
   }

@@ -805,10 +805,7 @@ absl::Status CheckpointState::Write(StateWriter& writer) {
   }
   // No collectives from here on: a rank whose disk is full leaves no other waiting.
   if (failure != nullptr) std::rethrow_exception(failure);
-  for (const auto& [unused, hook] : save_hooks_) {
-    hook(weights, writer);
-    CheckWeights(weights, models.size(), "save_state()");
-  }
+  RunHooks(save_hooks_, "save_state()", weights, writer);
   ExpectBytes(writer, weights, optimizers);
   MUSTER_RETURN_IF_ERROR(WriteModels(writer, weights));
   for (size_t i = 0; i < optimizers.size(); ++i) {

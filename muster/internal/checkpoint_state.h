@@ -229,8 +229,9 @@ class CheckpointState {
   LoopTracker& loops_;
   StepController& steps_;
   std::vector<Registered> registered_;
-  std::map<int64_t, SaveStateHook> save_hooks_;  // by number, which is their order
-  std::map<int64_t, LoadStateHook> load_hooks_;
+  // By number, which is their order.
+  std::map<int64_t, std::shared_ptr<const SaveStateHook>> save_hooks_;
+  std::map<int64_t, std::shared_ptr<const LoadStateHook>> load_hooks_;
   int64_t next_hook_ = 0;  // the number of what is registered next
   std::string last_checkpoint_;
   std::optional<Manifest> loaded_without_name_;  // last_checkpoint_ was, when it was loaded

@@ -137,7 +137,7 @@ void ModelSlot::MakeReady() {
     std::unordered_set<const void*> sparse_parameters;
     if (source_->module() != nullptr) {
       for (const auto& part : source_->module()->modules()) {
-        if (auto* norm = part->as<SyncBatchNormImpl>()) norm->Bind(&controller_->process().comm());
+        if (auto* norm = part->as<SyncBatchNormImpl>()) norm->Bind(controller_->statistics_ranks());
       }
       for (const at::Tensor& parameter : SparseParametersOf(*source_->module())) {
         sparse_parameters.insert(parameter.unsafeGetTensorImpl());
@@ -216,6 +216,8 @@ void ModelSlot::BeforeForward() {
   TORCH_CHECK(!controller_->joining() || controller_->in_micro_step(),
               "inside join_uneven_inputs() every training step needs accelerator.accumulate(): it "
               "announces the step to the processes that have run out of batches");
+  // Before the exchanges of the pass, which the others may not come to.
+  controller_->CheckNoStepFailed("a forward pass");
   armed_ = controller_->communicate() ? Armed::kYes : Armed::kNo;
   ddp_->BeforeForward(controller_->communicate());
 }

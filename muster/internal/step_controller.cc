@@ -414,6 +414,11 @@ std::string NameOf(const at::Tensor& parameter, size_t index,
   return c10::str("number ", index, " of the optimizer, of shape ", parameter.sizes(), ",");
 }
 
+bool HoldsNothing(const at::Tensor& grad) {
+  // Zeroed in place is gone as well.
+  return !grad.defined() || (grad.layout() == at::kStrided && !grad.any().item<bool>());
+}
+
 }  // namespace
 
 void StepController::CheckPendingLosses(bool weighted) const {
@@ -1113,6 +1118,7 @@ void StepController::Stepped(OptimizerSlot& slot) {
     }
   }
   slot.consumed_ = true;
+  slot.pending_losses_ = OptimizerSlot::Losses::kNone;
   slot.pass_at_step_ = passes_->last();
   ForgetPlainPasses(slot);
   for (size_t m = 0; m < slot.models_.size(); ++m) {
@@ -1330,6 +1336,7 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) const {
   slot.zero_at_end_.reset();
   slot.witness_.reset();
   slot.consumed_ = slot.gradients_torn_ = slot.gradients_finished_ = false;
+  slot.pending_losses_ = OptimizerSlot::Losses::kNone;
   if (scaler_ != nullptr) scaler_->Reopen(slot.handle());
   ForgetPlainPasses(slot);
   for (const auto& model : registry_.models()) {

@@ -448,7 +448,7 @@ absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t si
   }
   const absl::Status prepared = GuardRank([&] { return WhyNoMemory(Prepare(current_)); });
   // Without memory, too: others may wait for what `write` exchanges before it writes.
-  const absl::Status copied =
+  const absl::Status mine_copied =
       WithoutMemory(current_, GuardRank([&]() -> absl::Status {
                       Snapshot* const snapshot = slots_[current_].snapshot.get();
                       StateWriter writer(snapshot, rank_, lazy && prepared.ok());

@@ -53,12 +53,13 @@ namespace muster {
 // Any: `set_epoch(int64_t)`, called before each pass.
 //
 // Random numbers, for augmentation: in reading threads LibTorch's random functions draw from the
-// reader's generator, seeded for every batch (for a stream: for every pass) from the loader's seed,
-// the epoch, the rank and the batch's index. So they do not depend on the number of workers,
-// continue identically after a restart, and do not disturb the generator that dropout draws from.
-// Without workers the training thread reads a map-style data set with its own generator, and a
-// stream, of which it reads a batch ahead, with the reader's. For your own random engines use
-// data_seed() (data_random.h).
+// reader's generator, seeded for every batch (for a stream: for every pass, and for every batch
+// that is collated) from the loader's seed, the epoch, the rank and the batch's index. So they do
+// not depend on the number of workers, continue identically after a restart (in a stream with
+// skip() if it skips the numbers, too, or draws from data_seed()), and do not disturb the generator
+// that dropout draws from. Without workers the training thread reads a map-style data set with its
+// own generator, and a stream, of which it reads a batch ahead, with the reader's. For your own
+// random engines use data_seed() (data_random.h).
 //
 // torch::data::datasets::Dataset, MapDataset (transforms) and stateful data sets meet these
 // requirements as they are.

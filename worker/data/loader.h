@@ -264,9 +264,9 @@ class IndexedSource : public DatasetSource<D, C> {
 // numbers that next() draws stay the same, on all ranks and after a restart.
 template <class C, class E>
 auto CollateRound(C& collate, std::vector<E> samples, const LoaderPass& pass, int64_t number,
-                  DataGenerator* generator, bool for_torch) {
+                  DataGenerator* generator) {
   generator->Reseed(pass.CollateSeed(number));
-  const DataRandomScope scope(generator, for_torch);
+  const DataRandomScope scope(generator, /*for_torch=*/true);
   return collate(std::move(samples));
 }
 
@@ -302,10 +302,6 @@ class RoundReader {
   }
 
  private:
-  // Ranks that all read the whole stream must draw the same numbers.
-  bool for_torch() const {
-    return settings_.workers > 0 || (pass_->sharding.world_size > 1 && !pass_->dispatch());
-  }
   bool may_pad() const { return pass_->tail == TailRule::kPad || pass_->tail == TailRule::kSpread; }
 
   void Start() {
@@ -363,8 +359,7 @@ class RoundReader {
     } else {
       pad(pass.rank);
     }
-    T batch(
-        CollateRound(*collate_, std::move(mine), pass, number, &collate_generator_, for_torch()));
+    T batch(CollateRound(*collate_, std::move(mine), pass, number, &collate_generator_));
     return Fetched<T>{
         Prepared(std::move(batch), settings_, options_), {}, first_round, begin, position_};
   }
@@ -539,8 +534,7 @@ class ShardReader {
     for (int64_t i = 0; static_cast<int64_t>(mine.size()) < size; ++i) {
       mine.push_back(first_round_[static_cast<size_t>(i) % first_round_.size()]);
     }
-    T batch(CollateRound(*collate_, std::move(mine), *pass_, number, &collate_generator_,
-                         settings_.workers > 0));
+    T batch(CollateRound(*collate_, std::move(mine), *pass_, number, &collate_generator_));
     return ShardPart<T>{Prepared(std::move(batch), settings_, options_), real};
   }
 

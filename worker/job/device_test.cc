@@ -13,7 +13,7 @@ namespace {
 int cuda_error = 0;
 }
 
-// In front of the runtime's: LibTorch refers to it, so the linker exports it.
+// In front of the runtime's, which is looked up by name.
 extern "C" int cudaGetDeviceCount(int* count) {
   *count = 0;
   if (cuda_error != 0) return cuda_error;
