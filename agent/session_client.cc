@@ -213,14 +213,15 @@ uint64_t SessionClient::Submit(v1::Op op, Done done) {
   Todo todo;
   uint64_t op_id = 0;
   // The coordinator could not parse its frame, and would be sent it again for ever.
-  absl::Status refused = rpc::CheckUtf8(op);
+  const absl::Status sound = rpc::CheckUtf8(op);
+  absl::Status refused;
   {
     MutexLock lock(&mu_);
     op_id = next_op_++;
     op.set_op_id(op_id);
     const size_t bytes = op.ByteSizeLong();
-    if (!refused.ok()) {
-      // Whatever else is the case.
+    if (!sound.ok()) {
+      refused = sound;
     } else if (!lost_.ok()) {
       refused = lost_;
     } else if (bytes > options_.max_op_bytes) {
