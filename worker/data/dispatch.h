@@ -11,6 +11,7 @@
 #include "ATen/ops/empty.h"
 #include "ATen/ops/empty_like.h"
 #include "worker/collective/comm.h"
+#include "worker/collective/plain_tensor.h"
 #include "worker/nested/nested.h"
 
 namespace muster {
@@ -171,10 +172,7 @@ T ScatterBatch(const T* whole, const std::string& schema, int64_t per_rank, at::
       std::vector<at::Tensor> parts;
       parts.reserve(static_cast<size_t>(comm.size()));
       for (int r = 0; r < comm.size(); ++r)
-        parts.push_back(tensor.slice(0, r * per_rank, (r + 1) * per_rank)
-                            .resolve_conj()
-                            .resolve_neg()
-                            .contiguous());
+        parts.push_back(PlainTensor(tensor.slice(0, r * per_rank, (r + 1) * per_rank)));
       at::Tensor out = at::empty_like(parts[0]);
       comm.Scatter(parts, out, 0);
       return out;
