@@ -473,11 +473,15 @@ class Sim {
     std::string verdict;
     uint64_t term = 0;
     uint64_t incarnation = 0;
+    uint64_t session = 0;  // of the process: a new one knows nothing of the barriers before it
   };
   std::map<InstanceId, std::vector<SeenResult>> results_;
   std::map<InstanceId, int64_t> failed_at_;  // event number of the newest record of it
-  std::map<std::pair<uint64_t, uint64_t>, int64_t>
-      recalled_at_;  // (incarnation, term) -> event number
+  struct Recall {
+    int64_t event = 0;     // its number
+    uint64_t session = 0;  // of the process
+  };
+  std::map<std::pair<uint64_t, uint64_t>, Recall> recalled_;  // by incarnation and term
   std::map<InstanceId, std::map<int, std::string>> payloads_;
   std::map<std::pair<uint64_t, uint64_t>, std::string> agreements_;  // (generation, counter)
   std::map<std::pair<uint64_t, int>, uint64_t> seats_;     // (generation, rank) -> incarnation
@@ -2102,11 +2106,14 @@ void Sim::KvEnd(const std::string& key, size_t index, const v1::OpResult& result
 void Sim::CheckHandled(const v1::Op& op, const std::optional<v1::OpResult>& immediate) {
   if (op.has_recall_barriers() && immediate.has_value() && !immediate->has_error()) {
     const v1::Fence& caller = op.recall_barriers().fence();
-    recalled_at_.try_emplace({caller.incarnation(), core_->last_term()}, result_.events);
     // An agent speaks for all whose results it has handed on.
     for (const std::shared_ptr<Process>& process : all_) {
-      if (process->agent_ == caller.incarnation())
-        recalled_at_.try_emplace({process->incarnation_, core_->last_term()}, result_.events);
+      if (process->incarnation_ != caller.incarnation() &&
+          process->agent_ != caller.incarnation()) {
+        continue;
+      }
+      recalled_.try_emplace({process->incarnation_, core_->last_term()},
+                            Recall{result_.events, process->session_});
     }
   }
   if (op.has_arrive_many()) {
@@ -2228,27 +2235,30 @@ void Sim::SawBarrier(const Process& process, const InstanceId& id, const v1::OpR
       }
     }
   }
+  const SeenResult seen_now = {verdict, term, process.incarnation_, process.session_};
   std::vector<SeenResult>& seen = results_[id];
   for (const SeenResult& other : seen) {
     if (other.verdict == verdict) continue;
     // A plain pass is not journaled. Across a crash another result is possible only while no
-    // process that saw the pass could report it: its reply was still under way, or it died or was
-    // cut off until the barrier failed for the others. A failure is journaled before it is
-    // reported, so no pass can follow it.
+    // process that saw the pass could report it: its reply was still under way, or it died, was
+    // cut off until the barrier failed for the others, or had to join again and forgot what it
+    // saw. A failure is journaled before it is reported, so no pass can follow it.
     const bool passed = verdict.rfind("BARRIER_STATE_PASSED", 0) == 0;
     const bool other_passed = other.verdict.rfind("BARRIER_STATE_PASSED", 0) == 0;
-    const SeenResult pass = passed ? SeenResult{verdict, term, process.incarnation_} : other;
+    const SeenResult pass = passed ? seen_now : other;
     const uint64_t failed_in = passed ? other.term : term;
     if (passed != other_passed && pass.term < failed_in && id.first.second != "gather") {
-      const Process& witness = *all_[pass.incarnation - 1000];
-      const auto told = recalled_at_.find({witness.incarnation_, failed_in});
-      if (passed || told == recalled_at_.end() || told->second > failed_at_[id]) continue;
+      const auto told = recalled_.find({pass.incarnation, failed_in});
+      if (passed || told == recalled_.end() || told->second.session != pass.session ||
+          told->second.event > failed_at_[id]) {
+        continue;
+      }
     }
     Violation(absl::StrCat("barrier ", id.first.second, " counter ", id.second, " of generation ",
                            id.first.first, " ended as ", other.verdict, " (term ", other.term,
                            ") and as ", verdict, " (term ", term, ")"));
   }
-  seen.push_back({verdict, term, process.incarnation_});
+  seen.push_back(seen_now);
 }
 
 // After a crash: whatever anyone was shown as durable is still there.
