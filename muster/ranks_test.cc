@@ -528,6 +528,25 @@ TEST(BadInput, ModelThatOneRankCannotPrepare_IsToldToEveryRank) {
   }
 }
 
+struct OneParameterOrNone : torch::nn::Module {
+  explicit OneParameterOrNone(bool one) {
+    if (one) weight = register_parameter("weight", at::ones({1, 1}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return weight.defined() ? at::mm(x, weight) : x; }
+  at::Tensor weight;
+};
+
+TEST(BadInput, ModelWithParametersOnSomeRanksOnly_IsToldToEveryRank) {
+  for (const char* const strategy : {"", "zero3"}) {
+    AcceleratorOptions options;
+    if (*strategy != '\0') options.sharding = ParseSharding(strategy, 2);
+    const auto errors = ErrorsOf(2, options, [](Accelerator& a) {
+      auto model = a.prepare(std::make_shared<OneParameterOrNone>(a.is_main_process()));
+    });
+    EXPECT_THAT(errors, Each(HasSubstr("rank 0 has 1 parameters and rank 1 has 0")));
+  }
+}
+
 // The others have stepped: its weights would stay different.
 TEST(BadInput, StepThatFailsOnOneRank_EndsTrainingUntilALoad) {
   AcceleratorOptions options;
