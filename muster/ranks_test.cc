@@ -462,6 +462,15 @@ TEST(Ranks, SaveModel_IsWrittenOnceAndReadByName) {
     // /proc is not writable; the error of rank 0 reaches all ranks.
     EXPECT_FALSE(a.save_model(model, "/proc/nowhere").ok());
     EXPECT_TRUE(a.save(state, TestDir("tensors.safetensors")).ok());
+    // Not in place of what a manifest describes, but beside it.
+    const std::string checkpoint = TestDir("a checkpoint");
+    ASSERT_TRUE(a.save_state(checkpoint).ok());
+    const absl::Status refused = a.save(state, checkpoint + "/model.safetensors");
+    EXPECT_EQ(absl::IsAlreadyExists(refused), a.is_main_process()) << refused;
+    EXPECT_TRUE(a.save(state, checkpoint + "/more.safetensors").ok());
+    a.wait_for_everyone();
+    const absl::Status loaded = a.load_state(checkpoint);
+    EXPECT_TRUE(loaded.ok()) << loaded;
   });
   EXPECT_EQ(LoadTensors(TestDir("tensors.safetensors")).size(), 2u);
 }
