@@ -114,6 +114,24 @@ void RunHooks(const std::map<int64_t, std::shared_ptr<const Hook>>& hooks, const
   }
 }
 
+// Whether a save in memory is lost for lack of memory or of an answer, which is no error: others
+// follow.
+bool IsLost(const absl::Status& status, int rank) {
+  if (!absl::IsUnavailable(status) && !absl::IsResourceExhausted(status)) return false;
+  if (rank == 0) {
+    MUSTER_LOG(Warning) << "a checkpoint in memory was lost, the next one is tried: "
+                        << status.message();
+  }
+  return true;
+}
+
+// What is said of the save in memory before this call, which has ended so.
+absl::Status LastInMemory(const absl::Status& ended, int rank) {
+  if (ended.ok() || IsLost(ended, rank)) return absl::OkStatus();
+  return absl::Status(ended.code(),
+                      absl::StrCat("the last save in memory failed: ", ended.message()));
+}
+
 // Runs tensor code that throws inside of a function that returns Status.
 template <class F>
 absl::Status Try(const std::string& what, const F& function) {
@@ -421,21 +439,10 @@ absl::Status CheckpointState::SaveToMemory(const CheckpointInfo& info, int64_t s
                                            absl::FunctionRef<absl::Status(StateWriter&)> write,
                                            absl::Status* earlier) {
   const CheckpointOptions& options = process_.options().checkpoint;
-  const auto is_lost = [this](const absl::Status& status) {
-    if (!absl::IsUnavailable(status)) return false;
-    if (process_.rank() == 0) {
-      MUSTER_LOG(Warning) << "a checkpoint in memory was lost, the next one is tried: "
-                          << status.message();
-    }
-    return true;
-  };
   absl::Status before;
   const absl::Status saved =
       memory_->Save(process_.comm(), info, since_disk, options.lazy, write, &before);
-  if (!before.ok() && !is_lost(before)) {
-    *earlier = absl::Status(before.code(),
-                            absl::StrCat("the last save in memory failed: ", before.message()));
-  }
+  *earlier = LastInMemory(before, process_.rank());
   if (absl::IsResourceExhausted(saved)) {
     if (process_.rank() == 0) {
       MUSTER_LOG(Warning) << "no more checkpoints in memory; those on the disk continue, every "
@@ -445,7 +452,7 @@ absl::Status CheckpointState::SaveToMemory(const CheckpointInfo& info, int64_t s
     saves_to_memory_ = false;
     return absl::OkStatus();
   }
-  return is_lost(saved) ? absl::OkStatus() : saved;
+  return IsLost(saved, process_.rank()) ? absl::OkStatus() : saved;
 }
 
 absl::Status CheckpointState::CheckComplete(const Layout& layout) {
@@ -1070,6 +1077,15 @@ absl::Status CheckpointState::SaveBesideTraining(
 
 absl::Status CheckpointState::WaitForSaver() {
   return saver_ == nullptr ? absl::OkStatus() : FirstFailure(saver_->Wait());
+}
+
+absl::Status CheckpointState::WaitForAll() {
+  const absl::Status saved = Wait();
+  // All processes know alike whether they save there.
+  if (memory_ == nullptr) return saved;
+  const absl::Status in_memory =
+      Guard([&] { ThrowIfError(LastInMemory(memory_->Settle(process_.comm()), process_.rank())); });
+  return saved.ok() ? in_memory : saved;
 }
 
 absl::Status CheckpointState::Wait() {

@@ -60,6 +60,8 @@ class CheckpointState {
   // Waits for asynchronous saves, and until what had to go for a save is gone; the error of the
   // first that failed and was not reported yet.
   absl::Status Wait();
+  // (collective, with memory) The same, and of the last save to memory.
+  absl::Status WaitForAll();
   // The same once a peer is lost: what has not been written is not written any more.
   absl::Status Abandon();
 
