@@ -486,6 +486,26 @@ TEST(Ranks, FindExecutableBatchSize_IsAgreed) {
   EXPECT_THAT(sizes, ElementsAre(4, 4));
 }
 
+TEST(Ranks, RegisteredInAnAttemptThatFailedOnAnotherRank_IsNotSaved) {
+  const std::string dir = TestDir("attempts");
+  RunAccelerators(2, {}, [&](Accelerator& a) {
+    int saves = 0;  // of objects of this rank
+    find_executable_batch_size(
+        a, 2,
+        [&](int64_t size) {
+          a.register_save_state_pre_hook([&](auto&, auto&) { ++saves; });
+          if (size == 2) {
+            TORCH_CHECK(a.is_main_process(), "out of memory");
+            return;
+          }
+          const absl::Status saved = a.save_state(dir);
+          EXPECT_TRUE(saved.ok()) << saved;
+        },
+        [](int64_t size) { return size / 2; });
+    EXPECT_EQ(saves, 1) << "the hook of the first attempt has ended with it";
+  });
+}
+
 // --- Bad input: the same clear error on every rank, and none waits ---
 
 TEST(BadInput, ShapesThatDiffer_AreNamedOnEveryRank) {
