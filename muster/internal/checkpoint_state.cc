@@ -812,7 +812,9 @@ absl::Status CheckpointState::Write(StateWriter& writer) {
   }
   // No collectives from here on: a rank whose disk is full leaves no other waiting.
   if (failure != nullptr) std::rethrow_exception(failure);
+  const std::vector<int64_t> registered = NumbersOfRegistered();
   RunHooks(save_hooks_, "save_state()", weights, writer);
+  CheckStillRegistered(registered, "save_state()");
   ExpectBytes(writer, weights, optimizers);
   MUSTER_RETURN_IF_ERROR(WriteModels(writer, weights));
   for (size_t i = 0; i < optimizers.size(); ++i) {
@@ -1196,6 +1198,19 @@ void CheckpointState::RemoveSince(int64_t number) {
   for (int64_t id = number; id < next_hook_; ++id) RemoveHook(id);
 }
 
+std::vector<int64_t> CheckpointState::NumbersOfRegistered() const {
+  std::vector<int64_t> numbers;
+  for (const Registered& object : registered_) numbers.push_back(object.number);
+  return numbers;
+}
+
+void CheckpointState::CheckStillRegistered(const std::vector<int64_t>& numbers,
+                                           const char* call) const {
+  TORCH_CHECK(
+      NumbersOfRegistered() == numbers, call,
+      ": a hook has registered or removed an object of the state: do so before or after it");
+}
+
 void CheckpointState::ForgetExpired() {
   std::erase_if(registered_, [](const Registered& object) {
     return object.lifetime.has_value() && object.lifetime->expired();
@@ -1487,7 +1502,9 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
   absl::Status mine = Guard([&] {
     const std::unique_ptr<DeviceUploads> uploads = UploadsFor(reader, to_device);
     const bool states_there = process_.sharding().offload_optimizer == Offload::kNone;
+    const std::vector<int64_t> registered = NumbersOfRegistered();
     loaded.weights = ReadWeights(reader, models.size(), by_itself, uploads.get());
+    CheckStillRegistered(registered, "load_state()");
     for (size_t i = 0; i < loaded.optimizers.size(); ++i) {
       if (std::count(optimizers_by_file.begin(), optimizers_by_file.end(), i) > 0) continue;
       for (const std::string& name : OptimizerFilesIn(reader, i)) {

@@ -216,6 +216,9 @@ class CheckpointState {
   void Apply(const StateReader& reader, const Loaded& loaded);
   // Leaves out registered objects that live no more.
   void ForgetExpired();
+  std::vector<int64_t> NumbersOfRegistered() const;
+  // Throws if a hook has changed them.
+  void CheckStillRegistered(const std::vector<int64_t>& numbers, const char* call) const;
   void ApplyRegistered(const Loaded& loaded);
   void ApplyOptimizers(const Loaded& loaded);
   void ApplyModels(const StateReader& reader, const Loaded& loaded);
