@@ -17,6 +17,10 @@ extern "C" int gethostname(char* name, size_t size) noexcept {
   static const auto real = muster::RealCall<int (*)(char*, size_t)>("gethostname");
   return real(name, size);
 }
+// What a compiler calls under _FORTIFY_SOURCE where it does not know the size to be right.
+extern "C" int __gethostname_chk(char* name, size_t size, size_t) noexcept {
+  return gethostname(name, size);
+}
 
 namespace muster {
 namespace {
