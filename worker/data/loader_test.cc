@@ -630,6 +630,22 @@ TEST(LoaderState, BadStates_AreRefused) {
               HasSubstr("with 11 samples, this one has 10"));
 }
 
+TEST(LoaderState, SamplerOfDataThatHaveChangedBeforeAnEpoch_GivesTheOrderOfTheseData) {
+  const auto prepare = [](int64_t length) {
+    return Alone(batches(Ids{length}, 2).sampler([length](int64_t) {
+      std::vector<int64_t> order(static_cast<size_t>(length));
+      std::iota(order.begin(), order.end(), 0);
+      return order;
+    }));
+  };
+  auto before = prepare(4);
+  for (const int64_t length : {2, 4, 6}) {
+    auto after = prepare(length);
+    after.load_state(before.state_dict(), before.state_tensors());
+    EXPECT_EQ(All(after).size(), static_cast<size_t>(length / 2));
+  }
+}
+
 TEST(LoaderState, BatchSamplerStoppedInsideAnEpoch_GoesOnWithTheSavedBatches) {
   int64_t asked = 0;
   const auto prepare = [&asked] {
