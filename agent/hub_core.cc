@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
 
@@ -61,7 +62,7 @@ struct HubCore::Stream {
 struct HubCore::Agent {
   Agent(const v1::Hello& hello, std::string session_id)
       : node(hello.node()),
-        host(hello.host().substr(0, kNameBytes)),
+        host(Utf8Prefix(hello.host(), kNameBytes)),
         session(hello.node(), hello.agent_incarnation(), std::move(session_id)) {}
 
   using WorkerKey = std::pair<std::string, std::string>;  // job, worker

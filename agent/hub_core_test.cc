@@ -385,6 +385,23 @@ TEST_F(HubCoreTest, Roster_IsToldWhenItHasChangedAndOnEachStream) {
   EXPECT_THAT(Roster(), ElementsAre("not told"));
 }
 
+TEST_F(HubCoreTest, Roster_HostThatIsTooLong_IsCutAtACharacter) {
+  const auto incoming = std::make_shared<FakeIncomingStream>();
+  incoming->reading = false;
+  v1::AgentFrame frame;
+  v1::Hello& hello = *frame.mutable_hello();
+  hello.set_protocol_min(1);
+  hello.set_protocol_max(1);
+  hello.set_node("a");
+  hello.set_host(std::string(255, 'x') + "\u00e4");
+  core_->OnFrame(incoming, frame, 0);
+  v1::Beat beat, received;
+  core_->AddToBeat(&beat);
+  // Else the coordinator would end the stream of this hub, over and over.
+  ASSERT_TRUE(received.ParseFromString(beat.SerializeAsString()));
+  EXPECT_EQ(received.hub().agents(0).host(), std::string(255, 'x'));
+}
+
 TEST_F(HubCoreTest, Directives_GoToThoseTheyConcern) {
   FakeHubAgent a = Agent("a"), b = Agent("b"), idle = Agent("idle");
   Join(&a, {0, 1});
