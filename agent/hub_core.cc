@@ -336,7 +336,9 @@ void HubCore::OnDirective(const v1::Directive& directive) {
     const auto shared = std::make_shared<const v1::Directive>(directive);
     for (const auto& agent : concerned) {
       if (directive.has_collect_stack()) {
-        if (agent->stacks.size() >= options_.limits.stacks_of_agent) continue;
+        // The oldest makes room: one that no process of the agent is meant by stays unanswered.
+        if (agent->stacks.size() >= options_.limits.stacks_of_agent)
+          agent->stacks.erase(agent->stacks.begin());
         agent->stacks.insert(directive.collect_stack().query_id());
       }
       agent->session.outbox().AddDirective(shared);

@@ -484,6 +484,29 @@ TEST_F(HubCoreTest, Stack_IsPassedOnFromWhomItWasAskedOfOnce) {
   EXPECT_THAT(stacks_, SizeIs(1));
 }
 
+TEST_F(HubCoreTest, Stacks_ThatAreNeverAnswered_LeaveRoomForNewOnes) {
+  options_.limits.stacks_of_agent = 2;
+  Make();
+  FakeHubAgent a = Agent("a");
+  a.Beat(Beat("w0"));
+  v1::Directive stack;
+  stack.mutable_collect_stack()->set_worker_id("w0");
+  for (int query = 1; query <= 3; ++query) {
+    stack.mutable_collect_stack()->set_query_id(query);
+    core_->OnDirective(stack);
+  }
+  const std::vector<v1::CoordinatorFrame> frames = a.Take();
+  EXPECT_EQ(frames.back().directive().collect_stack().query_id(), 3u);
+  v1::AgentFrame reply;
+  for (const int query : {1, 3}) {
+    reply.set_seq(reply.seq() + 1);
+    reply.mutable_stack()->set_query_id(query);
+    a.Send(reply);
+  }
+  ASSERT_THAT(stacks_, SizeIs(1));
+  EXPECT_EQ(stacks_[0].query_id(), 3u);
+}
+
 TEST_F(HubCoreTest, StreamThatBreaks_GoesOnInTheSameSession) {
   FakeHubAgent a = Agent("a");
   a.Op(Txn(1));
