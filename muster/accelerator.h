@@ -466,10 +466,10 @@ class Accelerator {
   // PERMISSION_DENIED, FAILED_PRECONDITION (in the middle of an accumulation window, or if a thread
   // changed a tensor during the save), ALREADY_EXISTS.
   absl::Status save_state(const std::string& directory = "");
-  // Blocks until asynchronous saves are on disk, those in memory are whole, and the checkpoints
-  // that they displace are deleted; save_state() does not wait for that deletion. Returns the error
-  // of a failed save that has not been reported yet. Call it on all processes or on none, because
-  // each waits for the others' parts.
+  // Blocks until asynchronous saves are on disk and the checkpoints that they displace are deleted;
+  // save_state() does not wait for that deletion. Returns the error of a failed save that has not
+  // been reported yet. Call it on all processes or on none, because each waits for the others'
+  // parts.
   absl::Status wait_for_checkpoint();
   // Returns the progress of the save that is being written now, for this process's files; nothing
   // if none is. Does not block, so it may be called at each step. The coordinator's reports
