@@ -2010,6 +2010,8 @@ void JobsCore::RunSchedule() {
 
 bool JobsCore::StopAvoiding(Job* job) {
   v1::JobRecord& record = job->record;
+  // The others may still come back.
+  if (resumes_ && !Settled()) return false;
   if (record.avoided_nodes_size() == 0 ||
       !Place(record.spec(), record.avoided_nodes(), Candidates(/*free=*/false))
            .placements.empty()) {

@@ -931,6 +931,34 @@ TEST_F(JobsCoreTest, NodeThatCannotStartIt_IsAvoided) {
   EXPECT_EQ(record.restarts(), 0);
 }
 
+// A coordinator that was started again hears of that node first.
+TEST_F(JobsCoreTest, NodeThatCannotStartIt_IsAvoided_WhileTheOthersAreAwaited) {
+  AddNode("a");
+  const std::string job = Submit(Spec(1));
+  AddNode("b");
+  EndOn("a", job, v1::END_CLASS_NODE_FAILED, "the disk is full");
+  nodes_["b"].talks = false;
+  StartTerm();
+  Sync("a");
+  Advance(absl::Seconds(10));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  nodes_["b"].talks = true;
+  Advance(absl::Seconds(1));
+  v1::JobRecord record = Get(job);
+  ASSERT_EQ(record.history_size(), 2);
+  EXPECT_EQ(record.history(1).placements(0).node(), "b");
+  // This time no other node comes.
+  EndOn("b", job, v1::END_CLASS_NODE_FAILED, "the disk is full");
+  nodes_["b"].talks = false;
+  StartTerm();
+  Sync("a");
+  Settle();
+  Advance(absl::Seconds(1));
+  record = Get(job);
+  ASSERT_EQ(record.history_size(), 3);
+  EXPECT_EQ(record.history(2).placements(0).node(), "a");
+}
+
 TEST_F(JobsCoreTest, SilentNode_IsLost_AndItsJobStartsElsewhere) {
   AddNode("a");
   const std::string job = Submit(Spec(1));
