@@ -1963,6 +1963,7 @@ ScheduleQuestion JobsCore::Question() const {
   question.nodes = Candidates(/*free=*/true);
   question.settled = Settled();
   question.awaits_nodes = resumes_ && !Settled();
+  question.may_run_unseen = restored_ && question.awaits_nodes;
   question.now = now_;
   question.max_processes_of_owner = options_.max_processes_of_owner;
   for (const uint64_t sequence : queued_) {
@@ -2181,6 +2182,7 @@ void JobsCore::StartTerm(const Event& event, uint64_t restored_term, JobsOutput*
     }
   }
   resumes_ = !queued_.empty() || !active_.empty();
+  restored_ = restored;
   for (auto& [name, node] : nodes_) {
     node.heard = now_;
     SetNodeTimer(name, &node);

@@ -1278,11 +1278,32 @@ TEST_F(JobsCoreTest, RestoredCoordinator_EndsWhatRuns_AndNumbersJump) {
   const std::string job = Submit(Spec(1));
   StartTerm(/*restored_term=*/65536);
   Sync("a");
-  Advance(absl::Seconds(1));
+  Settle();
   const v1::JobRecord record = Get(job);
   EXPECT_EQ(record.state(), v1::JOB_STATE_RUNNING);
   EXPECT_GT(record.attempts(), 1000);
   EXPECT_EQ(Submit(Spec(1)), "mnist-1002");
+}
+
+// By the copy the job is in the queue. It has started since, on a node that calls late.
+TEST_F(JobsCoreTest, RestoredCoordinator_StartsNothingBeforeNodesHadALeaseToSayWhatTheyRun) {
+  const std::string job = Submit(Spec(1));
+  const std::vector<v1::JournalChange> copy = journal_;
+  AddNode("a");
+  ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  journal_ = copy;
+  nodes_["a"].talks = false;
+  StartTerm(/*restored_term=*/65536);
+  AddNode("b");
+  Advance(absl::Seconds(20));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  EXPECT_THAT(Get(job).why(), testing::HasSubstr("nodes that may come back"));
+  nodes_["a"].talks = true;
+  Sync("a");
+  EXPECT_TRUE(nodes_["a"].attempts.empty());
+  Advance(absl::Seconds(11));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(nodes_["a"].attempts.size() + nodes_["b"].attempts.size(), 1u);
 }
 
 TEST_F(JobsCoreTest, OneCopyRestoredTwice_GivesNoNumberTwice) {
@@ -1294,7 +1315,7 @@ TEST_F(JobsCoreTest, OneCopyRestoredTwice_GivesNoNumberTwice) {
     nodes_["a"].attempts.clear();
     StartTerm(term);
     Sync("a");
-    Advance(absl::Seconds(1));
+    Settle();
     std::set<int> numbers;
     for (int i = 0; i < 20; ++i) {
       numbers.insert(Get(job).attempts());
