@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "c10/core/TensorImpl.h"
 #include "c10/core/UndefinedTensorImpl.h"
+#include "c10/core/impl/VirtualGuardImpl.h"
 #include "c10/util/Exception.h"
 
 namespace muster {
@@ -259,6 +260,11 @@ void ActivationStore::Run() {
     at::Tensor done;
     std::string failure;
     mu_.Unlock();
+    // Its events may end with it, which puts the thread's device before back: for that CUDA would
+    // take memory on another one.
+    if (const c10::Device device = parked->options.device(); !device.is_cpu()) {
+      c10::impl::VirtualGuardImpl(device.type()).uncheckedSetDevice(device);
+    }
     // Nobody else has it: the graph is gone. (What is not written stays in memory.)
     const bool forgotten = parked.use_count() <= 2;
     if (!forgotten) {
