@@ -143,7 +143,7 @@ std::shared_ptr<ActivationStore::Parked> ActivationStore::Park(const at::Tensor&
                                                                uint64_t group) {
   if ((tensor.is_cpu() && shared_->file == nullptr) || !tensor.is_floating_point() ||
       tensor.layout() != at::kStrided || tensor.nbytes() < kLeastBytes ||
-      !tensor.is_non_overlapping_and_dense()) {
+      !tensor.is_non_overlapping_and_dense() || tensor.is_neg()) {
     return nullptr;
   }
   if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kTensorAlignment != 0) return nullptr;
