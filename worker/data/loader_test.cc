@@ -1341,6 +1341,22 @@ TEST(ShardedStream, EmptyPart_IsAnErrorOnEveryRank) {
   }
 }
 
+// What ranks tell one another of a round is not read from their devices, which have more to do.
+TEST(ShardedStream, RoundsOnADevice_AreAgreedOnByTheHosts_AsThoseThatRankZeroReads) {
+  RunRanks(2, [&](Comm& comm) {
+    LoaderOptions options;
+    options.device = at::kMeta;
+    int64_t rounds = 0;
+    auto sharded = PrepareLoader(batches(Files{{4, 4}}, 2), options, &comm);
+    for (auto& batch : sharded) rounds += (*batch).is_meta() ? 1 : 0;
+    EXPECT_EQ(rounds, 2);
+    options.dispatch_batches = true;
+    auto dispatched = PrepareLoader(batches(IdStream{8}, 2), options, &comm);
+    for (auto& batch : dispatched) rounds += (*batch).is_meta() ? 1 : 0;
+    EXPECT_EQ(rounds, 4);
+  });
+}
+
 TEST(ShardedStream, ErrorOnOneRank_ReachesTheOthersInItsTurn) {
   std::vector<std::string> errors(2);
   std::vector<int> given(2, 0);
