@@ -6,10 +6,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <deque>
+#include <utility>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "agent/log_file.h"
 #include "base/file.h"
 #include "base/owned_fd.h"
@@ -20,6 +23,14 @@ namespace {
 // Lines up to so long after a LogTime have none of their own.
 constexpr int64_t kLogTimeSpan = 1000;  // milliseconds
 
+// What LogGonePath has.
+struct Gone {
+  int64_t bytes = 0;
+  ino_t first_inode = 0;
+
+  bool operator==(const Gone&) const = default;
+};
+
 // The open parts of a log, oldest first.
 struct Parts {
   struct Part {
@@ -29,43 +40,62 @@ struct Parts {
     ino_t inode = 0;
   };
   std::deque<Part> parts;
+  Gone gone;
   int64_t begin = 0;
   int64_t end = 0;
 };
 
-int64_t BytesGone(const std::string& path) {
-  int64_t gone = 0;
+Gone ReadGone(const std::string& path) {
+  Gone gone;
   const absl::StatusOr<std::string> text = ReadFile(LogGonePath(path), 64);
-  return text.ok() && absl::SimpleAtoi(*text, &gone) ? std::max<int64_t>(gone, 0) : 0;
+  if (!text.ok()) return gone;
+  // An older runner has written no inode.
+  const std::pair<absl::string_view, absl::string_view> words = absl::StrSplit(*text, ' ');
+  int64_t bytes = 0;
+  uint64_t inode = 0;
+  if (absl::SimpleAtoi(words.first, &bytes)) gone.bytes = std::max<int64_t>(bytes, 0);
+  if (absl::SimpleAtoi(words.second, &inode)) gone.first_inode = static_cast<ino_t>(inode);
+  return gone;
 }
 
 // Whether no rotation came between the opens of its parts.
 bool IsConsistent(const Parts& log, const std::string& path) {
   struct stat newest;
-  if (stat(path.c_str(), &newest) != 0 || newest.st_ino != log.parts.back().inode) return false;
+  // In the middle of a rotation there is none, and the others are all.
+  if (stat(path.c_str(), &newest) == 0 && newest.st_ino != log.parts.back().inode) return false;
   for (size_t i = 1; i < log.parts.size(); ++i) {
     if (log.parts[i].inode == log.parts[i - 1].inode) return false;
   }
-  return log.begin == BytesGone(path);
+  return log.gone == ReadGone(path);
 }
 
 absl::StatusOr<Parts> OpenOnce(const std::string& path) {
   Parts log;
-  log.begin = BytesGone(path);
+  log.gone = ReadGone(path);
+  int missing = 0;  // in a row
   for (int number = 0;; ++number) {
     const std::string name = number == 0 ? path : absl::StrCat(path, ".", number);
     Parts::Part part;
     part.fd = OwnedFd(open(name.c_str(), O_RDONLY | O_CLOEXEC));
     struct stat info;
     if (!part.fd.open() || fstat(part.fd.get(), &info) != 0) {
-      if (number == 0) return absl::ErrnoToStatus(errno, name);
+      const int error = errno;
+      // A rotation leaves out one number at a time.
+      if (++missing < 2 && error == ENOENT) continue;
+      if (log.parts.empty()) return absl::ErrnoToStatus(error, path);
       break;
     }
+    missing = 0;
     part.size = info.st_size;
     part.inode = info.st_ino;
     log.parts.push_front(std::move(part));
   }
-  log.end = log.begin;
+  // What is about to go is counted as gone.
+  const auto first = std::find_if(log.parts.begin(), log.parts.end(), [&](const Parts::Part& part) {
+    return part.inode == log.gone.first_inode;
+  });
+  if (first != log.parts.end()) log.parts.erase(log.parts.begin(), first);
+  log.begin = log.end = log.gone.bytes;
   for (Parts::Part& part : log.parts) {
     part.begin = log.end;
     log.end += part.size;

@@ -59,6 +59,40 @@ TEST_F(AttemptLogTest, RotatedLog_IsReadAsOne_AndOffsetsStay) {
   EXPECT_EQ(ReadAll(first_, 1000), kept);
 }
 
+TEST_F(AttemptLogTest, EveryStepOfARotation_IsReadAsTheEndOfIt) {
+  Open(/*max_bytes=*/10, /*files=*/3);
+  for (const char* line : {"number 1", "number 2", "number 3", "number 4"}) log_->Append(line);
+  const auto keep = [&](const std::string& name, const std::string& as) {
+    ASSERT_EQ(link(name.c_str(), folder_.Path(as).c_str()), 0);
+  };
+  keep(path_ + ".2", "2");
+  keep(path_ + ".1", "3");
+  keep(path_, "4");
+  log_->Append("number 5");
+  keep(path_, "5");
+  // The newest file first, by its line; 0: there is none.
+  for (const std::vector<int>& step :
+       std::vector<std::vector<int>>{{4, 3, 2}, {4, 0, 3}, {0, 4, 3}, {5, 4, 3}}) {
+    std::string lines;
+    for (int i = 0; i < 3; ++i) {
+      const std::string name = i == 0 ? path_ : absl::StrCat(path_, ".", i);
+      unlink(name.c_str());
+      if (step[i] == 0) continue;
+      ASSERT_EQ(link(folder_.Path(absl::StrCat(step[i])).c_str(), name.c_str()), 0);
+      if (step[i] > 2) lines = absl::StrCat("number ", step[i], "\n", lines);
+    }
+    SCOPED_TRACE(absl::StrCat(step[0], step[1], step[2]));
+    for (const int64_t offset : {0, 18}) {
+      const absl::StatusOr<LogPiece> read = ReadLogPiece(path_, offset, 0, 100);
+      ASSERT_TRUE(read.ok()) << read.status();
+      EXPECT_EQ(read->offset, 18);
+      EXPECT_EQ(read->data, lines);
+    }
+    // Who has read all waits.
+    EXPECT_EQ(ReadLogPiece(path_, 45, 0, 100)->data, "");
+  }
+}
+
 TEST_F(AttemptLogTest, Tail_IsWholeLines) {
   Open(0, 1);
   for (int i = 0; i < 5; ++i) log_->Append(absl::StrCat("line ", i));

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
 
@@ -61,7 +62,7 @@ struct HubCore::Stream {
 struct HubCore::Agent {
   Agent(const v1::Hello& hello, std::string session_id)
       : node(hello.node()),
-        host(hello.host().substr(0, kNameBytes)),
+        host(Utf8Prefix(hello.host(), kNameBytes)),
         session(hello.node(), hello.agent_incarnation(), std::move(session_id)) {}
 
   using WorkerKey = std::pair<std::string, std::string>;  // job, worker
@@ -335,7 +336,9 @@ void HubCore::OnDirective(const v1::Directive& directive) {
     const auto shared = std::make_shared<const v1::Directive>(directive);
     for (const auto& agent : concerned) {
       if (directive.has_collect_stack()) {
-        if (agent->stacks.size() >= options_.limits.stacks_of_agent) continue;
+        // The oldest makes room: one that no process of the agent is meant by stays unanswered.
+        if (agent->stacks.size() >= options_.limits.stacks_of_agent)
+          agent->stacks.erase(agent->stacks.begin());
         agent->stacks.insert(directive.collect_stack().query_id());
       }
       agent->session.outbox().AddDirective(shared);

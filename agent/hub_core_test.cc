@@ -385,6 +385,23 @@ TEST_F(HubCoreTest, Roster_IsToldWhenItHasChangedAndOnEachStream) {
   EXPECT_THAT(Roster(), ElementsAre("not told"));
 }
 
+TEST_F(HubCoreTest, Roster_HostThatIsTooLong_IsCutAtACharacter) {
+  const auto incoming = std::make_shared<FakeIncomingStream>();
+  incoming->reading = false;
+  v1::AgentFrame frame;
+  v1::Hello& hello = *frame.mutable_hello();
+  hello.set_protocol_min(1);
+  hello.set_protocol_max(1);
+  hello.set_node("a");
+  hello.set_host(std::string(255, 'x') + "\u00e4");
+  core_->OnFrame(incoming, frame, 0);
+  v1::Beat beat, received;
+  core_->AddToBeat(&beat);
+  // Else the coordinator would end the stream of this hub, over and over.
+  ASSERT_TRUE(received.ParseFromString(beat.SerializeAsString()));
+  EXPECT_EQ(received.hub().agents(0).host(), std::string(255, 'x'));
+}
+
 TEST_F(HubCoreTest, Directives_GoToThoseTheyConcern) {
   FakeHubAgent a = Agent("a"), b = Agent("b"), idle = Agent("idle");
   Join(&a, {0, 1});
@@ -465,6 +482,29 @@ TEST_F(HubCoreTest, Stack_IsPassedOnFromWhomItWasAskedOfOnce) {
   reply.set_seq(2);
   a.Send(reply);
   EXPECT_THAT(stacks_, SizeIs(1));
+}
+
+TEST_F(HubCoreTest, Stacks_ThatAreNeverAnswered_LeaveRoomForNewOnes) {
+  options_.limits.stacks_of_agent = 2;
+  Make();
+  FakeHubAgent a = Agent("a");
+  a.Beat(Beat("w0"));
+  v1::Directive stack;
+  stack.mutable_collect_stack()->set_worker_id("w0");
+  for (int query = 1; query <= 3; ++query) {
+    stack.mutable_collect_stack()->set_query_id(query);
+    core_->OnDirective(stack);
+  }
+  const std::vector<v1::CoordinatorFrame> frames = a.Take();
+  EXPECT_EQ(frames.back().directive().collect_stack().query_id(), 3u);
+  v1::AgentFrame reply;
+  for (const int query : {1, 3}) {
+    reply.set_seq(reply.seq() + 1);
+    reply.mutable_stack()->set_query_id(query);
+    a.Send(reply);
+  }
+  ASSERT_THAT(stacks_, SizeIs(1));
+  EXPECT_EQ(stacks_[0].query_id(), 3u);
 }
 
 TEST_F(HubCoreTest, StreamThatBreaks_GoesOnInTheSameSession) {

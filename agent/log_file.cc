@@ -5,12 +5,12 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "base/owned_fd.h"
 
 namespace muster::agent {
@@ -107,17 +107,29 @@ void LogFile::TrimTimes() {
 
 std::string LogGonePath(const std::string& path) { return absl::StrCat(path, ".gone"); }
 
+void LogFile::NoteGone(uint64_t first_inode) {
+  const OwnedFd fd(open(LogGonePath(path_).c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666));
+  // Of one width, over what was there: a reader never sees a part of it, and a full disk has room.
+  const std::string text = absl::StrFormat("%020d %020d", gone_, first_inode);
+  // A reader that does not see it counts from the oldest part: later than it could.
+  const ssize_t ignored = fd.open() ? pwrite(fd.get(), text.data(), text.size(), 0) : -1;
+  static_cast<void>(ignored);
+}
+
 void LogFile::Rotate() {
   size_ = 0;
+  const bool one_file = limits_.files <= 1;
   // The part that goes now, if as many as may be are there.
-  struct stat last;
-  const std::string oldest = limits_.files > 1 ? Part(path_, limits_.files - 1) : path_;
-  if (stat(oldest.c_str(), &last) == 0) {
+  struct stat last = {}, next = {};
+  const std::string oldest = one_file ? path_ : Part(path_, limits_.files - 1);
+  const bool goes = stat(oldest.c_str(), &last) == 0;
+  if (goes) {
     gone_ += last.st_size;
-    // A reader that does not see it counts from the oldest part: later than it could.
-    if (std::FILE* const file = std::fopen(LogGonePath(path_).c_str(), "we")) {
-      std::fprintf(file, "%lld", static_cast<long long>(gone_));
-      std::fclose(file);
+    if (!one_file) {
+      const int after = limits_.files - 2;
+      const bool known = stat((after == 0 ? path_ : Part(path_, after)).c_str(), &next) == 0;
+      // Before: until it is gone, a reader knows by this that it no longer counts.
+      NoteGone(known ? next.st_ino : 0);
     }
     TrimTimes();
   }
@@ -126,11 +138,17 @@ void LogFile::Rotate() {
   }
   // A file that cannot be rotated is not discarded: writing continues in it, and rotation is
   // retried after as many bytes again. The file may have been removed.
-  if (limits_.files > 1 && rename(path_.c_str(), Part(path_, 1).c_str()) != 0 && errno != ENOENT) {
+  if (!one_file && rename(path_.c_str(), Part(path_, 1).c_str()) != 0 && errno != ENOENT) {
+    if (goes && stat(oldest.c_str(), &next) == 0 && next.st_ino == last.st_ino) {
+      gone_ -= last.st_size;
+      NoteGone(last.st_ino);
+    }
     return;
   }
   // The same where none can be made.
   if (const int fd = Begin(path_); fd >= 0) close(std::exchange(fd_, fd));
+  // After: until then a reader finds an empty file, and waits.
+  if (one_file && goes) NoteGone(0);
 }
 
 std::string LogFile::Append(absl::string_view line) {

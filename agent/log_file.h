@@ -23,8 +23,9 @@ struct LogLimits {
   int files = 8;
 };
 
-// Where a process's log is counted from: how many bytes of it were in parts that are gone, in a
-// file beside it.
+// Where a process's log is counted from, in a file beside it: how many bytes of it were in parts
+// that are gone, and the inode of the first part after them (0: not known), which tells it from one
+// that is about to go.
 std::string LogGonePath(const std::string& path);
 
 // When its lines were written, in a file beside it: a LogTime at the first line of every second
@@ -57,6 +58,8 @@ class LogFile {
  private:
   LogFile(std::string path, const LogLimits& limits, WriteCall write, const Clock* clock, int fd);
   void Rotate();
+  // For readers, see LogGonePath.
+  void NoteGone(uint64_t first_inode);
   void NoteTime();
   // Drops the times of lines that are gone.
   void TrimTimes();

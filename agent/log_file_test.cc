@@ -84,6 +84,7 @@ TEST_F(LogFileTest, FileThatCannotBeRenamed_GrowsOn) {
   auto log = *LogFile::Open(path_, {.max_bytes = 8, .files = 2});
   for (const char* line : {"aaa", "bbb", "ccc", "ddd"}) EXPECT_EQ(log->Append(line), "");
   EXPECT_EQ(*ReadFile(path_), "aaa\nbbb\nccc\nddd\n");
+  EXPECT_EQ(ReadFile(LogGonePath(path_))->substr(0, 20), std::string(20, '0')) << "nothing is gone";
   ASSERT_TRUE(RemoveTree(path_ + ".1").ok());
   log->Append("eee");
   EXPECT_EQ(*ReadFile(path_), "eee\n");

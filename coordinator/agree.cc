@@ -40,6 +40,16 @@ std::optional<v1::OpError> AgreeSet::Enter(CallId call, const v1::AgreeAliveRequ
   if (!std::binary_search(set.begin(), set.end(), rank)) {
     return BadField("set", absl::StrCat("rank ", rank, " is not in the set it asks about: add it"));
   }
+  const auto begin = [&](Instance* instance) {
+    instance->set = std::move(set);
+    const absl::Duration timeout = FromProto(request.timeout());
+    instance->timeout = timeout == absl::ZeroDuration()  ? absl::Seconds(1800)
+                        : timeout < absl::ZeroDuration() ? absl::InfiniteDuration()
+                                                         : timeout;
+    instance->deadline = now + instance->timeout;
+    instance->outside = 0;
+    for (const int other : instance->set) instance->outside += alive_(other).has_value() ? 1 : 0;
+  };
   auto it = open_.find(counter);
   if (it == open_.end()) {
     // After a restart others may still have to enter earlier agreements again; all that ended are
@@ -63,13 +73,10 @@ std::optional<v1::OpError> AgreeSet::Enter(CallId call, const v1::AgreeAliveRequ
     }
     next_ = std::max(next_, counter + 1);
     it = open_.emplace(counter, Instance()).first;
-    it->second.set = std::move(set);
-    const absl::Duration timeout = FromProto(request.timeout());
-    it->second.timeout = timeout == absl::ZeroDuration()  ? absl::Seconds(1800)
-                         : timeout < absl::ZeroDuration() ? absl::InfiniteDuration()
-                                                          : timeout;
-    it->second.deadline = now + it->second.timeout;
-    for (const int other : it->second.set) it->second.outside += alive_(other).has_value() ? 1 : 0;
+    begin(&it->second);
+  } else if (it->second.set != set && it->second.inside.empty()) {
+    // All that named the other set have died: those that are left agree on theirs.
+    begin(&it->second);
   } else if (it->second.set != set) {
     return MakeError(
         absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_DESYNC,

@@ -157,6 +157,18 @@ TEST_F(AgreeTest, Set_MustBeTheSameAndHoldTheCaller) {
   EXPECT_EQ(errors_[Enter(1, 0, {1, 2})]->detail().reason(), v1::ERROR_REASON_DESYNC);
 }
 
+TEST_F(AgreeTest, SetThatOnlyDeadRanksNamed_GivesWayToThatOfTheLiving) {
+  Make(3);
+  Enter(0, 0, {0, 1, 2});
+  Die(0);
+  const CallId a = Enter(1, 0, {1, 2});
+  EXPECT_EQ(errors_[a], std::nullopt);
+  EXPECT_EQ(errors_[Enter(2, 0, {0, 2})]->detail().reason(), v1::ERROR_REASON_DESYNC);
+  EXPECT_FALSE(Answered(a));
+  Enter(2, 0, {1, 2});
+  EXPECT_THAT(Alive(a), ElementsAre(1, 2));
+}
+
 TEST_F(AgreeTest, Timeout_NamesTheLivingThatAreMissing) {
   Make(3);
   Die(2);

@@ -4,7 +4,9 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "base/defaults.h"
 #include "coordinator/core_impl.h"
@@ -15,8 +17,6 @@
 
 namespace muster::coordinator {
 namespace {
-
-constexpr int kMostAttempts = 10'000;  // looked at for checkpoints
 
 // The header is field 1 of every reply.
 void SetHeader(const v1::ReplyHeader& header, v1::OpResult* result) {
@@ -169,12 +169,22 @@ Core::Impl::Job* Core::Impl::FormerAttempt(absl::string_view group) {
 }
 
 Core::Impl::Job* Core::Impl::LastWithCheckpoints(const std::string& job_id, int number) {
-  // Attempts in between may have ended before their workers joined.
-  for (const int least = std::max(1, number + 1 - kMostAttempts); number >= least; --number) {
-    Job* const former = FindJob(JobsCore::GroupOf(job_id, number));
-    if (former != nullptr && former->checkpoints().size() > 0) return former;
+  // Attempts in between may have ended before their workers joined; and a restore from a copy
+  // leaves out more numbers than can be looked at.
+  Job* last = nullptr;
+  int last_number = 0;
+  for (const auto& [id, group] : jobs_) {
+    absl::string_view text = id;
+    int one = 0;
+    if (!absl::ConsumePrefix(&text, job_id) || !absl::ConsumePrefix(&text, ".") ||
+        !absl::SimpleAtoi(text, &one) || one <= last_number || one > number ||
+        JobsCore::GroupOf(job_id, one) != id || group->checkpoints().size() == 0) {
+      continue;
+    }
+    last = group.get();
+    last_number = one;
   }
-  return nullptr;
+  return last;
 }
 
 void Core::Impl::StartJobsTerm(bool restored) {

@@ -22,7 +22,8 @@ class SubmittedTest : public ::testing::Test {
  protected:
   SubmittedTest() { Restart(); }
 
-  void Restart(bool snapshot = false) {
+  // `terms` later than before.
+  void Restart(bool snapshot = false, uint64_t terms = 1, bool restored = false) {
     const std::string image = snapshot ? core_->Snapshot() : "";
     const uint64_t revision = snapshot ? core_->last_record_revision() : 0;
     CoreOptions options;
@@ -36,7 +37,7 @@ class SubmittedTest : public ::testing::Test {
         ASSERT_TRUE(core_->Replay(record.payload).ok());
       }
     }
-    core_->StartTerm(core_->last_term() + 1, now_, &out_);
+    core_->StartTerm(core_->last_term() + terms, now_, &out_, restored);
     Collect();
   }
   void Collect() {
@@ -300,6 +301,23 @@ TEST_F(SubmittedTest, NextAttempt_ResumesFromTheCheckpointsOfTheFormer) {
     EXPECT_EQ(StepToResume(group), 100 * attempt);
     if (attempt < 3) Report(job, v1::PLACEMENT_STATE_ENDED);
   }
+}
+
+// Thirty days lie between the copy and the restore: more numbers than that are left out.
+TEST_F(SubmittedTest, AttemptAfterARestore_ResumesFromTheCheckpointsOfTheFormer) {
+  Call(SyncOp());
+  const std::string job = Submit(2);
+  Report(job, v1::PLACEMENT_STATE_RUNNING);
+  SaveCheckpoint("job-1.1", Join("job-1.1", 10), 10, 100);
+  Restart(/*snapshot=*/false, /*terms=*/65536 + 30 * 24 * 60, /*restored=*/true);
+  Call(SyncOp());
+  core_->Tick(now_ += absl::Seconds(31), &out_);
+  Collect();
+  const int attempt = Get(job).attempts();
+  EXPECT_GT(attempt, 100'000);
+  const std::string group = absl::StrCat("job-1.", attempt);
+  EXPECT_TRUE(Join(group, 20).has_join());
+  EXPECT_EQ(StepToResume(group), 100);
 }
 
 TEST_F(SubmittedTest, DryRun_SaysFromWhichCheckpointTheJobWouldResume) {

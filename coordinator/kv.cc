@@ -12,6 +12,10 @@
 namespace muster::coordinator {
 namespace {
 
+// Of what the operations of one transaction write, each of which stays in memory until it ends: an
+// append of one byte writes the whole value.
+constexpr size_t kMaxWrittenBytes = 64 << 20;
+
 std::optional<v1::OpError> CheckKey(absl::string_view key, absl::string_view where) {
   if (key.empty())
     return BadField(where, absl::StrCat(where, " is empty: a key has 1 to 1024 bytes"));
@@ -271,13 +275,26 @@ std::optional<v1::OpError> KvStore::Txn(const v1::TxnRequest& request,
     holds = holds && Holds(compare);
   }
   reply->set_succeeded(holds);
-  size_t reply_bytes = 0;
+  size_t reply_bytes = 0, written = 0;
   int index = 0;
   const size_t first_change = changes->size();
   const size_t bytes_before = bytes_;
   for (const v1::KvOp& op : holds ? request.then() : request.otherwise()) {
-    if (auto error = Apply(op, index++, lease_worker, revision, &reply_bytes, reply->add_results(),
-                           changes)) {
+    const size_t change = changes->size();
+    auto error =
+        Apply(op, index++, lease_worker, revision, &reply_bytes, reply->add_results(), changes);
+    for (size_t i = change; i < changes->size(); ++i) {
+      if ((*changes)[i].after != nullptr) written += (*changes)[i].after->bytes();
+    }
+    if (!error.has_value() && written > kMaxWrittenBytes) {
+      error =
+          TooLarge("append", absl::StrCat("the first ", index, " operations of the transaction ",
+                                          "write ", written, " bytes, with what they append ",
+                                          "to: at most ", kMaxWrittenBytes,
+                                          "; join what is appended to one key, or use several "
+                                          "transactions"));
+    }
+    if (error.has_value()) {
       Undo(first_change, changes);
       return error;
     }

@@ -198,6 +198,19 @@ TEST_F(KvTest, Append_GrowsUpToTheLimit) {
   EXPECT_EQ(Value("k"), "abc");
 }
 
+TEST_F(KvTest, Append_ManyToALargeValueInOneTransaction_AreRefused) {
+  Run({Put("k", std::string(1'000'000, 'x'))});
+  const size_t bytes = store_.bytes();
+  Run(std::vector<v1::KvOp>(100, Append("k", "y")));
+  ASSERT_TRUE(error_.has_value());
+  EXPECT_EQ(error_->detail().reason(), v1::ERROR_REASON_LIMIT);
+  EXPECT_TRUE(changes_.empty());
+  EXPECT_EQ(store_.bytes(), bytes);
+  Run(std::vector<v1::KvOp>(60, Append("k", "y")));
+  EXPECT_EQ(error_, std::nullopt);
+  EXPECT_EQ(Value("k").size(), 1'000'060u);
+}
+
 TEST_F(KvTest, Limits_NameWhatIsTooLarge) {
   Run({Put("", "v")});
   EXPECT_EQ(error_->detail().reason(), v1::ERROR_REASON_BAD_FIELD);

@@ -251,7 +251,7 @@ absl::Status Accelerator::save_state(const std::string& directory) {
 std::optional<RunningSave> Accelerator::save_progress() const {
   return core_->process().joined().saves->Read();
 }
-absl::Status Accelerator::wait_for_checkpoint() { return core_->checkpoints().Wait(); }
+absl::Status Accelerator::wait_for_checkpoint() { return core_->checkpoints().WaitForAll(); }
 absl::Status Accelerator::load_state(const std::string& directory) {
   return core_->checkpoints().Load(directory, /*may_be_missing=*/false);
 }

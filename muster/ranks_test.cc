@@ -462,6 +462,15 @@ TEST(Ranks, SaveModel_IsWrittenOnceAndReadByName) {
     // /proc is not writable; the error of rank 0 reaches all ranks.
     EXPECT_FALSE(a.save_model(model, "/proc/nowhere").ok());
     EXPECT_TRUE(a.save(state, TestDir("tensors.safetensors")).ok());
+    // Not in place of what a manifest describes, but beside it.
+    const std::string checkpoint = TestDir("a checkpoint");
+    ASSERT_TRUE(a.save_state(checkpoint).ok());
+    const absl::Status refused = a.save(state, checkpoint + "/model.safetensors");
+    EXPECT_EQ(absl::IsAlreadyExists(refused), a.is_main_process()) << refused;
+    EXPECT_TRUE(a.save(state, checkpoint + "/more.safetensors").ok());
+    a.wait_for_everyone();
+    const absl::Status loaded = a.load_state(checkpoint);
+    EXPECT_TRUE(loaded.ok()) << loaded;
   });
   EXPECT_EQ(LoadTensors(TestDir("tensors.safetensors")).size(), 2u);
 }
@@ -475,6 +484,26 @@ TEST(Ranks, FindExecutableBatchSize_IsAgreed) {
         [](int64_t size) { return size / 2; });
   });
   EXPECT_THAT(sizes, ElementsAre(4, 4));
+}
+
+TEST(Ranks, RegisteredInAnAttemptThatFailedOnAnotherRank_IsNotSaved) {
+  const std::string dir = TestDir("attempts");
+  RunAccelerators(2, {}, [&](Accelerator& a) {
+    int saves = 0;  // of objects of this rank
+    find_executable_batch_size(
+        a, 2,
+        [&](int64_t size) {
+          a.register_save_state_pre_hook([&](auto&, auto&) { ++saves; });
+          if (size == 2) {
+            TORCH_CHECK(a.is_main_process(), "out of memory");
+            return;
+          }
+          const absl::Status saved = a.save_state(dir);
+          EXPECT_TRUE(saved.ok()) << saved;
+        },
+        [](int64_t size) { return size / 2; });
+    EXPECT_EQ(saves, 1) << "the hook of the first attempt has ended with it";
+  });
 }
 
 // --- Bad input: the same clear error on every rank, and none waits ---
@@ -525,6 +554,25 @@ TEST(BadInput, ModelThatOneRankCannotPrepare_IsToldToEveryRank) {
     EXPECT_THAT(errors[0], AllOf(HasSubstr("rank 1 cannot prepare the model"),
                                  HasSubstr("is on the meta device")));
     EXPECT_THAT(errors[1], HasSubstr("is on the meta device"));
+  }
+}
+
+struct OneParameterOrNone : torch::nn::Module {
+  explicit OneParameterOrNone(bool one) {
+    if (one) weight = register_parameter("weight", at::ones({1, 1}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return weight.defined() ? at::mm(x, weight) : x; }
+  at::Tensor weight;
+};
+
+TEST(BadInput, ModelWithParametersOnSomeRanksOnly_IsToldToEveryRank) {
+  for (const char* const strategy : {"", "zero3"}) {
+    AcceleratorOptions options;
+    if (*strategy != '\0') options.sharding = ParseSharding(strategy, 2);
+    const auto errors = ErrorsOf(2, options, [](Accelerator& a) {
+      auto model = a.prepare(std::make_shared<OneParameterOrNone>(a.is_main_process()));
+    });
+    EXPECT_THAT(errors, Each(HasSubstr("rank 0 has 1 parameters and rank 1 has 0")));
   }
 }
 

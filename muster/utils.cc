@@ -58,20 +58,21 @@ int64_t find_executable_batch_size(Accelerator& accelerator, int64_t starting_ba
                                    const std::function<int64_t(int64_t)>& reduce_batch_size) {
   accelerator.core().steps().CheckAllTakePart("find_executable_batch_size()");
   internal::CheckpointState& state = accelerator.core().checkpoints();
-  return FindExecutableBatchSize(accelerator.comm(),
-                                 {.starting_batch_size = starting_batch_size,
-                                  .reduce = reduce_batch_size,
-                                  .forget = [&accelerator] { accelerator.free_memory(); }},
-                                 [&](int64_t size) {
-                                   const int64_t first = state.next_number();
-                                   try {
-                                     attempt(size);
-                                   } catch (...) {
-                                     // Their objects have ended with it.
-                                     state.RemoveSince(first);
-                                     throw;
-                                   }
-                                 });
+  const int64_t first = state.next_number();
+  const auto forget = [&] {
+    accelerator.free_memory();
+    // Those of a call that has ended as it should, but not on another process, have ended with it.
+    state.RemoveSince(first);
+  };
+  try {
+    return FindExecutableBatchSize(
+        accelerator.comm(),
+        {.starting_batch_size = starting_batch_size, .reduce = reduce_batch_size, .forget = forget},
+        attempt);
+  } catch (...) {
+    state.RemoveSince(first);
+    throw;
+  }
 }
 
 bool Ema::update() {

@@ -917,8 +917,21 @@ absl::StatusOr<std::vector<v1::CheckpointRecord>> ListRecordsOfJob(const Connect
     (void)absl::SimpleAtoi(number, &attempt);
   }
   absl::StatusOr<std::vector<v1::CheckpointRecord>> records = ListRecords(connection, group);
+  std::vector<Attempt> history;
+  if (absl::IsNotFound(records.status()) && attempt > 1) {
+    MUSTER_ASSIGN_OR_RETURN(
+        const Job submitted,
+        ClientOn(connection.channel, connection.timeout, connection.timeout).get(*job));
+    history = submitted.history;
+  }
   while (absl::IsNotFound(records.status()) && attempt > 1) {
-    group = absl::StrCat(*job, ".", --attempt);
+    int before = attempt - 1;
+    // Not the numbers that a restore from a copy has left out: there may be a million.
+    for (const Attempt& one : history) {
+      if (one.number < attempt) before = one.number;
+    }
+    attempt = before;
+    group = absl::StrCat(*job, ".", attempt);
     records = ListRecords(connection, group);
   }
   if (records.ok()) *job = group;

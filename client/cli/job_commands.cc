@@ -266,6 +266,11 @@ class LogPrinter {
     MutexLock lock(&mu_);
     return has_printed_;
   }
+  // False: the disk is full, for example. What follows would be lost without a word.
+  bool can_print() const {
+    MutexLock lock(&mu_);
+    return out_.good();
+  }
   // Lines that were gone before they were read.
   void Gap(int rank, int64_t bytes) {
     MutexLock lock(&mu_);
@@ -319,7 +324,7 @@ absl::Status PrintLog(JobBackend& client, const std::string& job, LogOptions opt
   if (follow) {
     status = client.follow_log(job, options, [&](const LogChunk& chunk) {
       take(chunk);
-      return true;
+      return printer->can_print();
     });
   } else {
     while (true) {
@@ -327,7 +332,7 @@ absl::Status PrintLog(JobBackend& client, const std::string& job, LogOptions opt
       status = chunk.status();
       if (!chunk.ok()) break;
       take(*chunk);
-      if (chunk->data.empty() || chunk->ended) break;
+      if (chunk->data.empty() || chunk->ended || !printer->can_print()) break;
       options.offset = chunk->next_offset;
       options.since = absl::InfiniteDuration();
       options.attempt = chunk->attempt;
@@ -796,10 +801,11 @@ int RunWatchCommand(const std::vector<std::string>& args, const CommandContext& 
         const std::string now = absl::StrCat(JobStateName(job.state), job.why);
         if (now != shown) PrintChange(context, job, json);
         shown = now;
-        return true;
+        return context.out.good();
       },
       absl::InfiniteDuration());
   if (!end.ok()) return FailJob(spec, context, *client, line.words[0], end.status());
+  if (!context.out.good()) return kExitOk;  // not the job's end; main() says what this is
   return CodeOfJob(*end);
 }
 

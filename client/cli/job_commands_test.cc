@@ -421,6 +421,17 @@ TEST_F(JobCommandsTest, Logs_AllRanks_ArePrefixedAndFiltered) {
   EXPECT_EQ(out_.str(), "loss 1\n");
 }
 
+TEST_F(JobCommandsTest, LogsAndWatch_OutputThatCannotBeWritten_EndThemBeforeTheJob) {
+  v1::JobRecord job = FakeJob("mnist-1", v1::JOB_STATE_RUNNING, 1);
+  job.set_attempts(1);
+  fake_.Add(job);
+  fake_.SetLog(1, 0, "epoch 0\nloss 1\n");
+  // As a full disk does; with it the program ends as where a table could not be written.
+  out_.setstate(std::ios::badbit);
+  EXPECT_EQ(RunLogsCommand({"mnist-1", "--follow"}, context_), kExitOk) << err_.str();
+  EXPECT_EQ(RunWatchCommand({"mnist-1"}, context_), kExitOk) << err_.str();
+}
+
 TEST_F(JobCommandsTest, Logs_WhoseBeginIsGone_SaySo) {
   v1::JobRecord job = FakeJob("mnist-1", v1::JOB_STATE_SUCCEEDED, 1);
   job.set_attempts(1);

@@ -87,7 +87,10 @@ absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::str
                                 absl::StrCat("job ", job, " has not started yet: ", submitted->why),
                                 v1::ERROR_REASON_JOB_STATE);
   }
-  return absl::StrCat(job, ".", submitted->attempts);
+  // A coordinator that was restored from a copy has left out numbers before the next attempt.
+  const int last =
+      submitted->history.empty() ? submitted->attempts : submitted->history.back().number;
+  return absl::StrCat(job, ".", last);
 }
 
 absl::Status ListMembers(const Connection& connection, const std::string& group,

@@ -88,8 +88,11 @@ int main(int argc, char** argv) {
                                 }),
                                 self);
   // A table or a config file that went to a full disk must not pass for whole.
+  errno = 0;
   if (!std::cout.flush()) {
-    std::cerr << "muster: standard output cannot be written: " << strerror(errno) << std::endl;
+    // Of a line before the last one it is not known any more.
+    const std::string why = errno == 0 ? "" : std::string(": ") + strerror(errno);
+    std::cerr << "muster: standard output cannot be written" << why << std::endl;
     return code == 0 ? muster::kExitInternal : code;
   }
   return code;

@@ -15,6 +15,25 @@ namespace {
 constexpr absl::Duration kFirstPause = absl::Milliseconds(50);
 constexpr absl::Duration kLastPause = absl::Seconds(2);
 
+// The attempt that follows attempt `last`; 0: none has begun. A coordinator that was restored from
+// a copy leaves many numbers out, and job.attempts runs ahead.
+int Following(const Job& job, int last) {
+  for (const Attempt& attempt : job.history) {
+    if (attempt.number > last) return attempt.number;
+  }
+  return job.history.empty() && job.attempts > last ? last + 1 : 0;
+}
+
+// Whether the attempt is known to have the rank.
+bool HasRank(const Job& job, int attempt, int rank) {
+  for (const Attempt& one : job.history) {
+    if (one.number != attempt) continue;
+    for (const Placement& placement : one.placements) rank -= placement.processes;
+    return rank < 0;
+  }
+  return false;
+}
+
 class LogFollower {
  public:
   LogFollower(LogOptions options, const LogSource& source)
@@ -28,7 +47,7 @@ class LogFollower {
       MUSTER_ASSIGN_OR_RETURN(const Job begun,
                               source_.watch([](const Job& now) { return now.attempts == 0; }));
       if (begun.attempts == 0) return absl::OkStatus();
-      options_.attempt = begun.attempts;
+      options_.attempt = begun.history.empty() ? begun.attempts : begun.history.back().number;
     }
     while (true) {
       const absl::StatusOr<LogChunk> part = source_.read(options_);
@@ -56,8 +75,11 @@ class LogFollower {
   }
 
   // Whether a call that has failed with `status` may be made again; waits before.
-  bool Again(const absl::Status& status) {
-    if (!absl::IsUnavailable(status) && !absl::IsDeadlineExceeded(status)) return false;
+  bool Again(const absl::Status& status, bool must_be_there = false) {
+    if (!absl::IsUnavailable(status) && !absl::IsDeadlineExceeded(status) &&
+        !(must_be_there && absl::IsNotFound(status))) {
+      return false;
+    }
     const absl::Time now = absl::Now();
     if (!give_up_.has_value()) give_up_ = now + source_.patience;
     const absl::Duration pause = backoff_->Next(RandomShare(), rpc::RetryAfter(status));
@@ -72,15 +94,16 @@ class LogFollower {
       if (Again(job.status())) return false;
       return job.status();
     }
-    bool over = job->attempts > options_.attempt;
+    bool over = Following(*job, options_.attempt) != 0;
     if (!over && !HasEnded(job->state)) {
-      if (Again(status)) return false;
-      // The attempt has no such rank, as one that is smaller than the one before, or its node has
-      // lost the log. Or it has ended, and its node does not come back.
-      over = absl::IsNotFound(status)
-                 ? has_read_
-                 : absl::IsUnavailable(status) &&
-                       (job->state == JobState::kQueued || job->state == JobState::kSuspended);
+      // A node that cannot read the log says NOT_FOUND, too.
+      const bool has_rank = HasRank(*job, options_.attempt, options_.rank);
+      if (Again(status, has_rank)) return false;
+      const bool waits = job->state == JobState::kQueued || job->state == JobState::kSuspended;
+      // The attempt has no such rank, as one that is smaller than the one before. Or it has ended,
+      // and its node has lost the log or does not come back.
+      over = absl::IsNotFound(status) ? has_read_ && (waits || !has_rank)
+                                      : absl::IsUnavailable(status) && waits;
     }
     if (!over || one_attempt_) return status;
     MUSTER_LOG(Warning) << "rank " << options_.rank << " has no further output of attempt "
@@ -95,14 +118,15 @@ class LogFollower {
     Answered();
     while (true) {
       const absl::StatusOr<Job> next =
-          source_.watch([last](const Job& now) { return now.attempts <= last; });
+          source_.watch([last](const Job& now) { return Following(now, last) == 0; });
       if (!next.ok()) {
         if (Again(next.status())) continue;
         return next.status();
       }
       Answered();
-      if (next->attempts <= last) return false;
-      options_.attempt = last + 1;
+      const int following = Following(*next, last);
+      if (following == 0) return false;
+      options_.attempt = following;
       options_.offset = 0;
       return true;
     }

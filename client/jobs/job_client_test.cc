@@ -153,6 +153,16 @@ class FollowLogTest : public JobClientTest {
     job.set_attempts(attempts);
     return job;
   }
+  // With its attempts, of one process each.
+  static v1::JobRecord Record(v1::JobState state, std::vector<int> numbers, int attempts,
+                              uint64_t revision) {
+    v1::JobRecord job = Record(state, attempts, revision);
+    for (const int number : numbers) {
+      job.add_history()->set_number(number);
+      job.mutable_history()->rbegin()->add_placements()->set_processes(1);
+    }
+    return job;
+  }
   // What is read until the end.
   std::string Follow(const LogOptions& options = {}) {
     std::string text;
@@ -236,6 +246,36 @@ TEST_F(FollowLogTest, NodeOfAnAttemptIsLost_TheNextOneIsFollowed) {
                 ::testing::HasSubstr("rank 0 has no further output of attempt 1 here: the node "
                                      "does not answer; that of the next attempt follows"));
   }
+}
+
+// Its disk fails, or it has too many files open. The attempt has that rank, and goes on.
+TEST_F(FollowLogTest, NodeThatCannotReadTheLogForAWhile_IsAskedAgain) {
+  fake_.Add(Record(v1::JOB_STATE_RUNNING, {1}, 1, 1));
+  fake_.Change(Record(v1::JOB_STATE_SUCCEEDED, {1}, 1, 2));
+  fake_.SetLog(1, 0, "one\ntwo\n");
+  std::string text;
+  const absl::Status status = client_->follow_log("mnist-1", {}, [&](const LogChunk& chunk) {
+    if (text.empty()) fake_.FailLog(1, grpc::StatusCode::NOT_FOUND, 2);
+    absl::StrAppend(&text, chunk.data);
+    return true;
+  });
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_EQ(text, "one\ntwo\n");
+}
+
+// It has numbers that no attempt has had, thousands for each day since the copy.
+TEST_F(FollowLogTest, CoordinatorThatWasRestoredFromACopy_TheAttemptThatThereIsIsFollowed) {
+  fake_.Add(Record(v1::JOB_STATE_RUNNING, {1}, 1, 1));
+  fake_.Change(Record(v1::JOB_STATE_QUEUED, {1}, 1001, 2));
+  fake_.Change(Record(v1::JOB_STATE_RUNNING, {1, 1002}, 1002, 3));
+  fake_.Change(Record(v1::JOB_STATE_SUCCEEDED, {1, 1002}, 1002, 4));
+  fake_.SetLog(1, 0, "one\n");
+  fake_.SetLog(1002, 0, "two\n");
+  ::testing::internal::CaptureStderr();
+  EXPECT_EQ(Follow(), "one\ntwo\n");
+  EXPECT_TRUE(status_.ok()) << status_;
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              ::testing::Not(::testing::HasSubstr("has no further output")));
 }
 
 // An elastic job that has lost a node, and grows again.

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <fstream>
 #include <map>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -254,11 +255,7 @@ class Slurm final : public JobBackend {
     return made;
   }
 
-  absl::StatusOr<Job> get(const std::string& job) override {
-    MUSTER_ASSIGN_OR_RETURN(const Records records, Find(job));
-    MUSTER_ASSIGN_OR_RETURN(const auto queue, Queue());
-    return View(records, queue);
-  }
+  absl::StatusOr<Job> get(const std::string& job) override { return Get(job, Ask::kAlways); }
 
   absl::StatusOr<std::vector<Job>> list(const ListOptions& filter) override {
     std::vector<Job> jobs;
@@ -282,22 +279,7 @@ class Slurm final : public JobBackend {
 
   absl::StatusOr<Job> watch(const std::string& job, const std::function<bool(const Job&)>& changed,
                             absl::Duration timeout) override {
-    const absl::Time deadline = absl::Now() + timeout;
-    std::string shown;
-    while (true) {
-      MUSTER_ASSIGN_OR_RETURN(Job now, GetPatiently(job));
-      const std::string text = absl::StrCat(JobStateName(now.state), now.why, now.attempts);
-      if (text != shown && !changed(now)) return now;
-      shown = text;
-      if (HasEnded(now.state)) return now;
-      if (now.state == JobState::kUnknown) return absl::UnavailableError(now.why);
-      if (absl::Now() >= deadline) {
-        return absl::DeadlineExceededError(absl::StrCat("job ", job, " is ",
-                                                        JobStateName(now.state), " after ",
-                                                        absl::FormatDuration(timeout)));
-      }
-      Pause();
-    }
+    return Watch(job, changed, timeout, Ask::kAlways);
   }
 
   absl::Status watch_all(const ListOptions& options,
@@ -412,14 +394,14 @@ class Slurm final : public JobBackend {
   }
 
   absl::StatusOr<LogChunk> read_log(const std::string& name, const LogOptions& options) override {
-    MUSTER_ASSIGN_OR_RETURN(const Job job, get(name));
+    MUSTER_ASSIGN_OR_RETURN(const Job job, Get(name, Ask::kUnlessItRuns));
     return ReadLog(job, options);
   }
 
   absl::Status follow_log(const std::string& name, const LogOptions& given,
                           const std::function<bool(const LogChunk&)>& chunk) override {
     const auto watch_it = [&](const std::function<bool(const Job&)>& changed) {
-      return watch(name, changed, absl::InfiniteDuration());
+      return Watch(name, changed, absl::InfiniteDuration(), Ask::kSeldom);
     };
     if (given.attempt != 0) {
       // One that is still to come is waited for.
@@ -428,7 +410,7 @@ class Slurm final : public JobBackend {
       if (begun.attempts == 0) return absl::OkStatus();
     }
     const auto read = [&](const LogOptions& options) -> absl::StatusOr<LogChunk> {
-      MUSTER_ASSIGN_OR_RETURN(const Job job, GetPatiently(name));
+      MUSTER_ASSIGN_OR_RETURN(const Job job, GetPatiently(name, Ask::kUnlessItRuns));
       absl::StatusOr<LogChunk> part = ReadLog(job, options);
       if (part.ok() && part->data.empty() && !part->ended) Pause();
       return part;
@@ -458,11 +440,64 @@ class Slurm final : public JobBackend {
     return done;
   }
 
+  // The logs of a job are followed by a thread for each of its ranks, which may be thousands: they
+  // share the answers of SLURM, of which there is one in `poll`.
+  enum class Ask {
+    kAlways,
+    kSeldom,
+    // For what is said of a start that SLURM's last answer may not have known.
+    kUnlessItRuns,
+  };
+  absl::StatusOr<Job> Get(const std::string& name, Ask ask) {
+    MUSTER_ASSIGN_OR_RETURN(const Records records, Find(name));
+    if (ask == Ask::kAlways) {
+      MUSTER_ASSIGN_OR_RETURN(const auto queue, Queue());
+      return View(records, queue);
+    }
+    MUSTER_ASSIGN_OR_RETURN(const auto queue, RecentQueue(records.id, ask));
+    return View(records, *queue);
+  }
+  using QueueAnswer = std::shared_ptr<const std::map<int64_t, Queued>>;
+  absl::StatusOr<QueueAnswer> RecentQueue(int64_t id, Ask ask) {
+    // While one asks, the others wait for the answer.
+    MutexLock lock(&mu_);
+    if (recent_ != nullptr && absl::Now() < asked_ + options_.poll) {
+      const auto job = recent_->find(id);
+      const bool runs = job != recent_->end() && job->second.state == "RUNNING";
+      if (runs || ask == Ask::kSeldom) return recent_;
+    }
+    const absl::Time now = absl::Now();
+    MUSTER_ASSIGN_OR_RETURN(auto queue, Queue());
+    recent_ = std::make_shared<const std::map<int64_t, Queued>>(std::move(queue));
+    asked_ = now;
+    return recent_;
+  }
+
+  absl::StatusOr<Job> Watch(const std::string& job, const std::function<bool(const Job&)>& changed,
+                            absl::Duration timeout, Ask ask) {
+    const absl::Time deadline = absl::Now() + timeout;
+    std::string shown;
+    while (true) {
+      MUSTER_ASSIGN_OR_RETURN(Job now, GetPatiently(job, ask));
+      const std::string text = absl::StrCat(JobStateName(now.state), now.why, now.attempts);
+      if (text != shown && !changed(now)) return now;
+      shown = text;
+      if (HasEnded(now.state)) return now;
+      if (now.state == JobState::kUnknown) return absl::UnavailableError(now.why);
+      if (absl::Now() >= deadline) {
+        return absl::DeadlineExceededError(absl::StrCat("job ", job, " is ",
+                                                        JobStateName(now.state), " after ",
+                                                        absl::FormatDuration(timeout)));
+      }
+      Pause();
+    }
+  }
+
   // A controller that is restarted ends nobody's watch.
-  absl::StatusOr<Job> GetPatiently(const std::string& name) {
+  absl::StatusOr<Job> GetPatiently(const std::string& name, Ask ask) {
     const absl::Time give_up = absl::Now() + options_.patience;
     while (true) {
-      absl::StatusOr<Job> job = get(name);
+      absl::StatusOr<Job> job = Get(name, ask);
       if (!absl::IsUnavailable(job.status()) || absl::Now() >= give_up) return job;
       Pause();
     }
@@ -927,6 +962,9 @@ class Slurm final : public JobBackend {
   }
 
   const SlurmOptions options_;
+  Mutex mu_;
+  QueueAnswer recent_ ABSL_GUARDED_BY(mu_);
+  absl::Time asked_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
 };
 
 }  // namespace

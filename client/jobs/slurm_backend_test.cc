@@ -361,6 +361,40 @@ TEST_F(SlurmBackendTest, FollowLog_GoesOnThroughRequeuesToTheEnd) {
   EXPECT_EQ(text, "first\nsecond\n");
 }
 
+TEST_F(SlurmBackendTest, LogsOfManyRanks_ShareWhatSlurmAnswers) {
+  Submit();
+  squeue_.out = "12|RUNNING|n[0-1]|None\n";
+  Event("start\t1000\t0\tn0,n1");
+  const auto start = [&] {
+    backend_ = SlurmBackend({.folder = Folder(),
+                             .run = [this](const auto& argv) { return Run(argv); },
+                             .poll = absl::Hours(1)});
+    commands_.clear();
+  };
+  start();
+  for (int rank = 0; rank < 4; ++rank) {
+    Log(0, 0, rank, "text\n");
+    EXPECT_EQ(backend_->read_log("train-12", {.rank = rank})->data, "text\n");
+    std::string text;
+    const auto take = [&](const LogChunk& chunk) {
+      text += chunk.data;
+      return false;
+    };
+    EXPECT_TRUE(backend_->follow_log("train-12", {.rank = rank}, take).ok());
+    EXPECT_EQ(text, "text\n");
+  }
+  EXPECT_EQ(commands_.size(), 1u) << absl::StrJoin(commands_, "\n");
+  // What a person asks for is not older than the question.
+  squeue_.out = "12|COMPLETING|n[0-1]|None\n";
+  EXPECT_EQ(State(), JobState::kStopping);
+  // A start that was noted after the answer would seem to be over.
+  squeue_.out = "12|PENDING||None\n";
+  start();
+  EXPECT_TRUE(backend_->read_log("train-12", {.offset = 5})->ended);
+  squeue_.out = "12|RUNNING|n[0-1]|None\n";
+  EXPECT_FALSE(backend_->read_log("train-12", {.offset = 5})->ended);
+}
+
 TEST_F(SlurmBackendTest, Watch_ReportsEachChangeOnce) {
   Submit();
   next_ = {"12|PENDING||Resources\n", "12|RUNNING|n0|None\n", "12|RUNNING|n0|None\n",

@@ -413,27 +413,30 @@ CheckpointSet::Error CheckpointSet::Publish(const v1::PublishCheckpointRequest& 
     Changed(record, changes);
   }
   *reply->mutable_checkpoint() = record;
-  // It took the place of what was published under its path before.
-  std::vector<uint64_t> replaced,
-      go = Superfluous(FolderOf(record.path()), record.keep(), record.keep_every());
+  // A copy: what is removed below moves the others.
+  const v1::CheckpointRecord& published = reply->checkpoint();
+  // It took the place of what was published under its path before, which retention must not count.
+  std::vector<uint64_t> replaced;
   for (const auto& [other_id, other] : entries_) {
-    if (other_id == id) continue;
-    const v1::CheckpointState state = other.record.state();
-    if (other_id < id && other.record.published() && other.record.path() == record.path()) {
+    if (other_id < id && other.record.published() && other.record.path() == published.path())
       replaced.push_back(other_id);
-    } else if (state == v1::CHECKPOINT_STATE_DELETING ||
-               // Sealed by a generation that has ended, and never requested.
-               (state == v1::CHECKPOINT_STATE_SEALED && other_id < id &&
-                FolderOf(other.record.path()) == FolderOf(record.path()) &&
-                other.record.generation() < record.generation() && !other.record.pinned())) {
+  }
+  for (const uint64_t other : replaced) Remove(other, changes);
+  std::vector<uint64_t> go =
+      Superfluous(FolderOf(published.path()), published.keep(), published.keep_every());
+  for (const auto& [other_id, other] : entries_) {
+    const v1::CheckpointState state = other.record.state();
+    if (state == v1::CHECKPOINT_STATE_DELETING ||
+        // Sealed by a generation that has ended, and never requested.
+        (state == v1::CHECKPOINT_STATE_SEALED && other_id < id &&
+         FolderOf(other.record.path()) == FolderOf(published.path()) &&
+         other.record.generation() < published.generation() && !other.record.pinned())) {
       go.push_back(other_id);
     }
   }
-  for (const uint64_t other : replaced) Remove(other, changes);
   std::sort(go.begin(), go.end());
   for (const uint64_t other : go) {
     Entry* const old = Find(other);
-    if (old == nullptr) continue;
     if (reply->to_delete_size() >= kDeleteLimit) break;
     if (old->record.state() != v1::CHECKPOINT_STATE_DELETING) {
       old->record.set_state(v1::CHECKPOINT_STATE_DELETING);

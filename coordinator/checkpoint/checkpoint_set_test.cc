@@ -452,6 +452,18 @@ TEST_F(CheckpointSetTest, SamePathAgain_TakesTheOldOnesPlace) {
   EXPECT_THAT(Ids(), ElementsAre(now));
 }
 
+TEST_F(CheckpointSetTest, SamePathAgain_TheOldOneIsNoneOfThoseThatRetentionKeeps) {
+  const uint64_t a = Save("/c/1", 1);
+  Save("/c/2", 2);
+  const uint64_t now = Save("/c/2", 3, /*keep=*/2);
+  EXPECT_THAT(to_delete_, IsEmpty());
+  EXPECT_THAT(Ids(), ElementsAre(a, now));
+  // Nor is it what a resume would take.
+  Save("/c/2", 4, /*keep=*/1, /*hold_back=*/true);
+  EXPECT_THAT(to_delete_, IsEmpty());
+  EXPECT_EQ(Resolve(), a);
+}
+
 TEST_F(CheckpointSetTest, GenerationEnds_WhatItPreparedIsGoneAndWhatItSealedStays) {
   const uint64_t sealed = Begin("/c/1", 1, 1);
   Report(sealed, 0, 1);

@@ -1963,6 +1963,7 @@ ScheduleQuestion JobsCore::Question() const {
   question.nodes = Candidates(/*free=*/true);
   question.settled = Settled();
   question.awaits_nodes = resumes_ && !Settled();
+  question.may_run_unseen = restored_ && question.awaits_nodes;
   question.now = now_;
   question.max_processes_of_owner = options_.max_processes_of_owner;
   for (const uint64_t sequence : queued_) {
@@ -2010,6 +2011,8 @@ void JobsCore::RunSchedule() {
 
 bool JobsCore::StopAvoiding(Job* job) {
   v1::JobRecord& record = job->record;
+  // The others may still come back.
+  if (resumes_ && !Settled()) return false;
   if (record.avoided_nodes_size() == 0 ||
       !Place(record.spec(), record.avoided_nodes(), Candidates(/*free=*/false))
            .placements.empty()) {
@@ -2179,6 +2182,7 @@ void JobsCore::StartTerm(const Event& event, uint64_t restored_term, JobsOutput*
     }
   }
   resumes_ = !queued_.empty() || !active_.empty();
+  restored_ = restored;
   for (auto& [name, node] : nodes_) {
     node.heard = now_;
     SetNodeTimer(name, &node);

@@ -362,8 +362,9 @@ class JobsCore {
   // When the first node was heard after none was for a while: the others come back later than it.
   absl::Time returned_at_ = absl::InfinitePast();
   absl::Time schedule_at_ = absl::InfiniteFuture();
-  bool resumes_ = false;  // the term began with jobs that have not ended
-  bool dirty_ = false;    // room or jobs have changed since the last schedule
+  bool resumes_ = false;   // the term began with jobs that have not ended
+  bool restored_ = false;  // and with a copy: later attempts of them may be running
+  bool dirty_ = false;     // room or jobs have changed since the last schedule
 
   // This event.
   absl::Time now_ = absl::InfinitePast();

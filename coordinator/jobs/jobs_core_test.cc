@@ -931,6 +931,34 @@ TEST_F(JobsCoreTest, NodeThatCannotStartIt_IsAvoided) {
   EXPECT_EQ(record.restarts(), 0);
 }
 
+// A coordinator that was started again hears of that node first.
+TEST_F(JobsCoreTest, NodeThatCannotStartIt_IsAvoided_WhileTheOthersAreAwaited) {
+  AddNode("a");
+  const std::string job = Submit(Spec(1));
+  AddNode("b");
+  EndOn("a", job, v1::END_CLASS_NODE_FAILED, "the disk is full");
+  nodes_["b"].talks = false;
+  StartTerm();
+  Sync("a");
+  Advance(absl::Seconds(10));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  nodes_["b"].talks = true;
+  Advance(absl::Seconds(1));
+  v1::JobRecord record = Get(job);
+  ASSERT_EQ(record.history_size(), 2);
+  EXPECT_EQ(record.history(1).placements(0).node(), "b");
+  // This time no other node comes.
+  EndOn("b", job, v1::END_CLASS_NODE_FAILED, "the disk is full");
+  nodes_["b"].talks = false;
+  StartTerm();
+  Sync("a");
+  Settle();
+  Advance(absl::Seconds(1));
+  record = Get(job);
+  ASSERT_EQ(record.history_size(), 3);
+  EXPECT_EQ(record.history(2).placements(0).node(), "a");
+}
+
 TEST_F(JobsCoreTest, SilentNode_IsLost_AndItsJobStartsElsewhere) {
   AddNode("a");
   const std::string job = Submit(Spec(1));
@@ -1250,11 +1278,32 @@ TEST_F(JobsCoreTest, RestoredCoordinator_EndsWhatRuns_AndNumbersJump) {
   const std::string job = Submit(Spec(1));
   StartTerm(/*restored_term=*/65536);
   Sync("a");
-  Advance(absl::Seconds(1));
+  Settle();
   const v1::JobRecord record = Get(job);
   EXPECT_EQ(record.state(), v1::JOB_STATE_RUNNING);
   EXPECT_GT(record.attempts(), 1000);
   EXPECT_EQ(Submit(Spec(1)), "mnist-1002");
+}
+
+// By the copy the job is in the queue. It has started since, on a node that calls late.
+TEST_F(JobsCoreTest, RestoredCoordinator_StartsNothingBeforeNodesHadALeaseToSayWhatTheyRun) {
+  const std::string job = Submit(Spec(1));
+  const std::vector<v1::JournalChange> copy = journal_;
+  AddNode("a");
+  ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  journal_ = copy;
+  nodes_["a"].talks = false;
+  StartTerm(/*restored_term=*/65536);
+  AddNode("b");
+  Advance(absl::Seconds(20));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  EXPECT_THAT(Get(job).why(), testing::HasSubstr("nodes that may come back"));
+  nodes_["a"].talks = true;
+  Sync("a");
+  EXPECT_TRUE(nodes_["a"].attempts.empty());
+  Advance(absl::Seconds(11));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(nodes_["a"].attempts.size() + nodes_["b"].attempts.size(), 1u);
 }
 
 TEST_F(JobsCoreTest, OneCopyRestoredTwice_GivesNoNumberTwice) {
@@ -1266,7 +1315,7 @@ TEST_F(JobsCoreTest, OneCopyRestoredTwice_GivesNoNumberTwice) {
     nodes_["a"].attempts.clear();
     StartTerm(term);
     Sync("a");
-    Advance(absl::Seconds(1));
+    Settle();
     std::set<int> numbers;
     for (int i = 0; i < 20; ++i) {
       numbers.insert(Get(job).attempts());

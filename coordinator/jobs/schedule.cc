@@ -114,6 +114,7 @@ class Scheduler {
       }
     }
     int looked_at = 0;
+    held_ = question_.may_run_unseen;
     for (const QueuedJob& job : queued) {
       if (returning.contains(job.record)) {
         if (reservation_.has_value()) continue;
@@ -542,7 +543,7 @@ class Scheduler {
   std::string first_waiting_;
   int examined_ = 0;      // jobs behind the first, for which nodes were looked for
   bool delayed_ = false;  // a job waits for its delayed restart
-  bool held_ = false;     // one waits that may fit when the nodes that are awaited have come
+  bool held_ = false;     // all behind wait for the nodes that are awaited
   absl::flat_hash_map<std::string, int64_t> processes_of_;  // by owner, of jobs that hold space
   absl::flat_hash_set<const v1::JobRecord*> spared_;        // jobs whose spares are still theirs
   absl::flat_hash_set<std::string>

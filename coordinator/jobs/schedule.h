@@ -37,6 +37,8 @@ struct ScheduleQuestion {
   bool settled = true;
   // And there are jobs of before it started: their nodes are awaited, see Schedule.
   bool awaits_nodes = false;
+  // Queued jobs may run on them, by what this coordinator has lost: nothing starts yet.
+  bool may_run_unseen = false;
   // Of the jobs of one owner, at a time; 0: any number.
   int max_processes_of_owner = 0;
   absl::Time now;

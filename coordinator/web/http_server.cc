@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "base/clock.h"
+#include "base/log.h"
 #include "base/mutex.h"
 
 namespace muster::coordinator {
@@ -30,6 +31,7 @@ constexpr absl::Duration kPatience = absl::Seconds(10);
 constexpr absl::Duration kPatienceInACrowd = absl::Milliseconds(250);
 constexpr absl::Duration kLookAround = absl::Milliseconds(50);
 constexpr size_t kMaxRequestBytes = 64 << 10;
+constexpr absl::Duration kRetryListen = absl::Milliseconds(500);
 
 // One request and its answer. Unlike the library's own stream it has one deadline for all of it and
 // a bound on what it reads: timeouts for each byte let a client that sends one a second hold a
@@ -174,16 +176,39 @@ absl::Status CannotListen(const std::string& host, int port, int why) {
 class HttpServer::Impl {
  public:
   ~Impl() {
-    // The library forgets a stop() that comes before its loop runs.
     if (!thread.joinable()) return;
-    while (!server.is_running() && !ended) std::this_thread::yield();
+    {
+      MutexLock lock(&mu_);
+      stopping_ = true;
+    }
+    stop_.SignalAll();
+    // The library forgets a stop() that comes before its loop runs.
+    while (!server.is_running() && !ended_) std::this_thread::yield();
     server.stop();
     server.HangUp();
     thread.join();
   }
+  // Until it is stopped. The library closes its socket at errors of accept() that pass, such as a
+  // full table of files.
+  void Serve(const std::string& host, int port) {
+    for (bool bound = true; !bound || !server.listen_after_bind();) {
+      MUSTER_LOG(Warning) << "no connection for HTTP on " << host << ":" << port
+                          << " can be accepted now (are there too many open files?): trying again";
+      MutexLock lock(&mu_);
+      if (!stopping_) stop_.WaitWithTimeout(&mu_, kRetryListen);
+      if (stopping_) break;
+      bound = server.bind_to_port(host, port);
+    }
+    ended_ = true;
+  }
   BoundedServer server;
-  std::atomic<bool> ended{false};
-  std::thread thread;  // last: joined before the server goes
+  std::thread thread;  // joined before the server goes
+
+ private:
+  std::atomic<bool> ended_{false};
+  Mutex mu_;
+  CondVar stop_;
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
 };
 
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(
@@ -214,10 +239,7 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(
     bound = -1;
   }
   if (bound <= 0) return CannotListen(host, port, errno);
-  impl->thread = std::thread([raw = impl.get()] {
-    raw->server.listen_after_bind();
-    raw->ended = true;
-  });
+  impl->thread = std::thread([raw = impl.get(), host, bound] { raw->Serve(host, bound); });
   return std::unique_ptr<HttpServer>(new HttpServer(std::move(impl), bound));
 }
 

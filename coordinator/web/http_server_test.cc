@@ -4,14 +4,31 @@
 #include <httplib.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cerrno>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "base/mutate.h"
 #include "gtest/gtest.h"
+
+namespace {
+std::atomic<int> accepts_to_fail{0};
+}  // namespace
+
+// In place of the C library's, also for the HTTP library.
+extern "C" int accept(int fd, sockaddr* address, socklen_t* bytes) {
+  if (accepts_to_fail > 0) {
+    --accepts_to_fail;
+    errno = ENFILE;
+    return -1;
+  }
+  return static_cast<int>(syscall(SYS_accept4, fd, address, bytes, 0));
+}
 
 namespace muster::coordinator {
 namespace {
@@ -31,6 +48,24 @@ TEST(HttpServer, Get_ServesHandlersAndNothingElse) {
   response = client.Get("/other");
   ASSERT_TRUE(response);
   EXPECT_EQ(response->status, 404);
+}
+
+TEST(HttpServer, AcceptThatFailsForAWhile_EndsNothing) {
+  accepts_to_fail = 2;
+  auto server = HttpServer::Start(
+      "127.0.0.1", 0, {{"/healthz", [] { return HttpServer::Response{.body = "ok\n"}; }}});
+  ASSERT_TRUE(server.ok()) << server.status();
+  httplib::Client client("127.0.0.1", (*server)->port());
+  httplib::Result response = client.Get("/healthz");
+  while (!response) response = client.Get("/healthz");
+  EXPECT_EQ(response->body, "ok\n");
+  EXPECT_EQ(accepts_to_fail, 0);
+}
+
+TEST(HttpServer, Stop_WhileNothingIsAccepted_DoesNotWait) {
+  accepts_to_fail = 1 << 30;
+  HttpServer::Start("127.0.0.1", 0, {}).value().reset();
+  accepts_to_fail = 0;
 }
 
 TEST(HttpServer, AddressOfNobodyHere_IsCalledThat) {

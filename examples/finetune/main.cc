@@ -37,6 +37,9 @@ using muster::models::CausalLm;
 using muster::models::LoraOptions;
 using muster::models::TextBatch;
 
+// In a row. The scale of fp16 needs some twenty to come down to where gradients fit.
+constexpr int kMostOverflows = 100;
+
 struct Flags {
   std::string model, data, output, sharding, checkpoints;
   std::vector<std::string> ignore_settings;
@@ -165,6 +168,7 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
     if (absl::Status loaded = accelerator.load_state_if_present(); !loaded.ok()) return loaded;
   }
   const auto start = std::chrono::steady_clock::now();
+  int overflows = 0;
   double loss_sum = 0;
   int64_t micro_steps = 0, tokens = 0, logged = optimizer.steps();
   // Of the steps since it was called last.
@@ -206,6 +210,13 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       ++micro_steps;
       tokens += ids.numel();
       if (!accelerator.sync_gradients()) continue;
+      // Under fp16 a step that overflows is left out and not counted: the loop would have no end.
+      overflows = optimizer.step_was_skipped() ? overflows + 1 : 0;
+      if (overflows == kMostOverflows) {
+        return absl::InternalError(absl::StrCat("after ", optimizer.steps(), " steps ", overflows,
+                                                " in a row overflow fp16: take a smaller --lr, or "
+                                                "--mixed_precision bf16"));
+      }
       if (optimizer.steps() % flags.log_every == 0) {
         if (absl::Status reported = report(); !reported.ok()) return reported;
       }

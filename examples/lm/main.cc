@@ -20,6 +20,9 @@
 
 namespace {
 
+// In a row. The scale of fp16 needs some twenty to come down to where gradients fit.
+constexpr int kMostOverflows = 100;
+
 struct Flags {
   std::string data, sharding, checkpoint;
   DecoderOptions model;
@@ -64,6 +67,7 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
   }
   double loss_sum = 0;
   int64_t steps = 0;
+  int overflows = 0;
   std::chrono::steady_clock::time_point start;
   while (optimizer.steps() < flags.steps) {
     for (auto& batch : loader) {
@@ -82,6 +86,10 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       optimizer.step();
       optimizer.zero_grad();
       loss_sum = loss.item<double>();
+      // Under fp16 a step that overflows is left out and not counted: the loop would have no end.
+      overflows = optimizer.step_was_skipped() ? overflows + 1 : 0;
+      TORCH_CHECK(overflows < kMostOverflows, "after ", optimizer.steps(), " steps ", overflows,
+                  " in a row overflow fp16: take a smaller --lr, or --mixed_precision bf16");
     }
   }
   const double seconds =

@@ -114,6 +114,24 @@ void RunHooks(const std::map<int64_t, std::shared_ptr<const Hook>>& hooks, const
   }
 }
 
+// Whether a save in memory is lost for lack of memory or of an answer, which is no error: others
+// follow.
+bool IsLost(const absl::Status& status, int rank) {
+  if (!absl::IsUnavailable(status) && !absl::IsResourceExhausted(status)) return false;
+  if (rank == 0) {
+    MUSTER_LOG(Warning) << "a checkpoint in memory was lost, the next one is tried: "
+                        << status.message();
+  }
+  return true;
+}
+
+// What is said of the save in memory before this call, which has ended so.
+absl::Status LastInMemory(const absl::Status& ended, int rank) {
+  if (ended.ok() || IsLost(ended, rank)) return absl::OkStatus();
+  return absl::Status(ended.code(),
+                      absl::StrCat("the last save in memory failed: ", ended.message()));
+}
+
 // Runs tensor code that throws inside of a function that returns Status.
 template <class F>
 absl::Status Try(const std::string& what, const F& function) {
@@ -421,21 +439,10 @@ absl::Status CheckpointState::SaveToMemory(const CheckpointInfo& info, int64_t s
                                            absl::FunctionRef<absl::Status(StateWriter&)> write,
                                            absl::Status* earlier) {
   const CheckpointOptions& options = process_.options().checkpoint;
-  const auto is_lost = [this](const absl::Status& status) {
-    if (!absl::IsUnavailable(status)) return false;
-    if (process_.rank() == 0) {
-      MUSTER_LOG(Warning) << "a checkpoint in memory was lost, the next one is tried: "
-                          << status.message();
-    }
-    return true;
-  };
   absl::Status before;
   const absl::Status saved =
       memory_->Save(process_.comm(), info, since_disk, options.lazy, write, &before);
-  if (!before.ok() && !is_lost(before)) {
-    *earlier = absl::Status(before.code(),
-                            absl::StrCat("the last save in memory failed: ", before.message()));
-  }
+  *earlier = LastInMemory(before, process_.rank());
   if (absl::IsResourceExhausted(saved)) {
     if (process_.rank() == 0) {
       MUSTER_LOG(Warning) << "no more checkpoints in memory; those on the disk continue, every "
@@ -445,7 +452,7 @@ absl::Status CheckpointState::SaveToMemory(const CheckpointInfo& info, int64_t s
     saves_to_memory_ = false;
     return absl::OkStatus();
   }
-  return is_lost(saved) ? absl::OkStatus() : saved;
+  return IsLost(saved, process_.rank()) ? absl::OkStatus() : saved;
 }
 
 absl::Status CheckpointState::CheckComplete(const Layout& layout) {
@@ -805,7 +812,9 @@ absl::Status CheckpointState::Write(StateWriter& writer) {
   }
   // No collectives from here on: a rank whose disk is full leaves no other waiting.
   if (failure != nullptr) std::rethrow_exception(failure);
+  const std::vector<int64_t> registered = NumbersOfRegistered();
   RunHooks(save_hooks_, "save_state()", weights, writer);
+  CheckStillRegistered(registered, "save_state()");
   ExpectBytes(writer, weights, optimizers);
   MUSTER_RETURN_IF_ERROR(WriteModels(writer, weights));
   for (size_t i = 0; i < optimizers.size(); ++i) {
@@ -1072,6 +1081,15 @@ absl::Status CheckpointState::WaitForSaver() {
   return saver_ == nullptr ? absl::OkStatus() : FirstFailure(saver_->Wait());
 }
 
+absl::Status CheckpointState::WaitForAll() {
+  const absl::Status saved = Wait();
+  // All processes know alike whether they save there.
+  if (memory_ == nullptr) return saved;
+  const absl::Status in_memory =
+      Guard([&] { ThrowIfError(LastInMemory(memory_->Settle(process_.comm()), process_.rank())); });
+  return saved.ok() ? in_memory : saved;
+}
+
 absl::Status CheckpointState::Wait() {
   // A save of many minutes is no hang.
   const bool busy = Disposal::OfProcess().busy() || (saver_ != nullptr && saver_->busy());
@@ -1178,6 +1196,19 @@ void CheckpointState::RemoveHook(int64_t id) {
 
 void CheckpointState::RemoveSince(int64_t number) {
   for (int64_t id = number; id < next_hook_; ++id) RemoveHook(id);
+}
+
+std::vector<int64_t> CheckpointState::NumbersOfRegistered() const {
+  std::vector<int64_t> numbers;
+  for (const Registered& object : registered_) numbers.push_back(object.number);
+  return numbers;
+}
+
+void CheckpointState::CheckStillRegistered(const std::vector<int64_t>& numbers,
+                                           const char* call) const {
+  TORCH_CHECK(
+      NumbersOfRegistered() == numbers, call,
+      ": a hook has registered or removed an object of the state: do so before or after it");
 }
 
 void CheckpointState::ForgetExpired() {
@@ -1471,7 +1502,9 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
   absl::Status mine = Guard([&] {
     const std::unique_ptr<DeviceUploads> uploads = UploadsFor(reader, to_device);
     const bool states_there = process_.sharding().offload_optimizer == Offload::kNone;
+    const std::vector<int64_t> registered = NumbersOfRegistered();
     loaded.weights = ReadWeights(reader, models.size(), by_itself, uploads.get());
+    CheckStillRegistered(registered, "load_state()");
     for (size_t i = 0; i < loaded.optimizers.size(); ++i) {
       if (std::count(optimizers_by_file.begin(), optimizers_by_file.end(), i) > 0) continue;
       for (const std::string& name : OptimizerFilesIn(reader, i)) {

@@ -60,6 +60,8 @@ class CheckpointState {
   // Waits for asynchronous saves, and until what had to go for a save is gone; the error of the
   // first that failed and was not reported yet.
   absl::Status Wait();
+  // (collective, with memory) The same, and of the last save to memory.
+  absl::Status WaitForAll();
   // The same once a peer is lost: what has not been written is not written any more.
   absl::Status Abandon();
 
@@ -214,6 +216,9 @@ class CheckpointState {
   void Apply(const StateReader& reader, const Loaded& loaded);
   // Leaves out registered objects that live no more.
   void ForgetExpired();
+  std::vector<int64_t> NumbersOfRegistered() const;
+  // Throws if a hook has changed them.
+  void CheckStillRegistered(const std::vector<int64_t>& numbers, const char* call) const;
   void ApplyRegistered(const Loaded& loaded);
   void ApplyOptimizers(const Loaded& loaded);
   void ApplyModels(const StateReader& reader, const Loaded& loaded);

@@ -7,12 +7,15 @@
 
 #include "base/file.h"
 #include "base/test_folder.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "muster/internal/test_parts.h"
 #include "worker/checkpoint/folder.h"
 
 namespace muster::internal {
 namespace {
+
+using testing::HasSubstr;
 
 class CheckpointStateTest : public testing::Test {
  protected:
@@ -82,6 +85,23 @@ TEST_F(CheckpointStateTest, HookThatRemovesItselfAndAnother_RunsOnceAndTheOtherD
   for (int i = 0; i < 2; ++i) ASSERT_TRUE(checkpoints_.Load(Dir("once1"), false).ok());
   EXPECT_EQ(calls, 2);
   EXPECT_EQ(others, 0);
+}
+
+TEST_F(CheckpointStateTest, HookThatRegistersOrRemovesAnObject_IsAnError) {
+  RegisterNumber();
+  ASSERT_TRUE(checkpoints_.Save(Dir("registered")).ok());
+  int64_t hook =
+      checkpoints_.AddSaveHook([&](std::vector<NamedTensors>&, StateWriter&) { RegisterNumber(); });
+  const int64_t first = checkpoints_.next_number();
+  EXPECT_THAT(checkpoints_.Save(Dir("refused")).message(), HasSubstr("a hook has registered"));
+  checkpoints_.RemoveSince(first);
+  checkpoints_.RemoveHook(hook);
+  checkpoints_.AddLoadHook(
+      [&](std::vector<NamedTensors>&, const StateReader&) { checkpoints_.RemoveSince(0); });
+  number_ = 8;
+  EXPECT_THAT(checkpoints_.Load(Dir("registered"), false).message(),
+              HasSubstr("a hook has registered"));
+  EXPECT_EQ(number_, 8) << "nothing has changed";
 }
 
 // Its path is that of a folder that is there.

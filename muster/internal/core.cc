@@ -172,10 +172,8 @@ JobTriggers& Core::triggers(const char* call) {
 bool Core::CheckTrigger() {
   steps_.CheckAllTakePart("check_trigger()");
   at::Tensor flag = at::full({1}, trigger_ ? 1 : 0, at::kInt);
-  if (process_.size() > 1) {
-    flag = flag.to(process_.device());
-    process_.comm().AllReduce(flag, ReduceOp::kMax);
-  }
+  // By the CPU's connections: nothing waits for a GPU.
+  if (process_.size() > 1) process_.comm().AllReduce(flag, ReduceOp::kMax);
   const bool raised = flag.item<int>() != 0;
   if (raised) trigger_ = false;
   return raised;

@@ -147,9 +147,15 @@ void Registry::SettleLoaders(absl::FunctionRef<bool(size_t)> trained) {
     if (origins_[i].settled) continue;
     const std::optional<size_t> before = PredecessorOf(i, trained);
     if (!before.has_value()) {
-      TakeLoadedPlace(i, *loaders_[i]);
-      origins_[i].settled = true;
-      WarnIfHeldBefore(i);
+      // The place of one that has moved is free: in a resumed run nothing was ever there.
+      const auto free = std::find_if(origins_.begin(), origins_.begin() + static_cast<int64_t>(i),
+                                     [](const LoaderOrigin& origin) { return origin.succeeded; });
+      const size_t place = static_cast<size_t>(free - origins_.begin());
+      std::swap(loaders_[place], loaders_[i]);
+      std::swap(origins_[place], origins_[i]);
+      TakeLoadedPlace(place, *loaders_[place]);
+      origins_[place].settled = true;
+      WarnIfHeldBefore(place);
       continue;
     }
     Continue(*loaders_[*before], *loaders_[i]);

@@ -106,6 +106,21 @@ TEST_F(RegistryTest, LoaderWhosePredecessorIsDroppedLater_TakesItsPlaceWhenItSet
   EXPECT_EQ(registry_.loaders().size(), 3u);
 }
 
+TEST_F(RegistryTest, PlaceOfOneThatHasMoved_IsTakenByTheNext) {
+  auto train = std::make_shared<PlaceOnlyLoader>("a");
+  registry_.AddLoader(train, /*epoch=*/0);
+  const auto successor = std::make_shared<PlaceOnlyLoader>("a"),
+             other = std::make_shared<PlaceOnlyLoader>("b");
+  registry_.AddLoader(successor, /*epoch=*/1);
+  registry_.AddLoader(other, /*epoch=*/1);
+  train.reset();
+  registry_.SettleLoaders([](size_t) { return false; });
+  // As in a run that resumes in this epoch.
+  ASSERT_EQ(registry_.loaders().size(), 2u);
+  EXPECT_EQ(registry_.loaders()[0], successor);
+  EXPECT_EQ(registry_.loaders()[1], other);
+}
+
 TEST_F(RegistryTest, LoaderOfAnEpoch_TakesThePlaceOfOneBeforeTheLoopOnlyIfThatHasTrained) {
   for (const bool trained : {false, true}) {
     registry_.Clear();

@@ -89,6 +89,16 @@ std::unique_ptr<ActivationPolicy> ActivationPolicyFor(const Process& process,
   return std::make_unique<ActivationPolicy>(std::move(blocks), store);
 }
 
+// (collective) Ranks with parameters are about to exchange them, and one without takes no part.
+void CheckAllTrain(Comm& comm, size_t parameters) {
+  const std::vector<std::string> all = comm.AllGatherBytes(std::to_string(parameters));
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    TORCH_CHECK((all[rank] == "0") == (all[0] == "0"),
+                "the models of the ranks differ: rank 0 has ", all[0], " parameters and rank ",
+                rank, " has ", all[rank], "; build the same model on every rank");
+  }
+}
+
 }  // namespace
 
 ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source, bool evaluation,
@@ -174,6 +184,7 @@ void ModelSlot::MakeReady() {
     begin();
   } else {
     OnAll(process.comm(), "prepare the model", begin);
+    CheckAllTrain(process.comm(), parameters.size());
   }
   if (parameters.empty()) return;
   if (shards) {

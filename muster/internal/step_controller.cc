@@ -852,20 +852,19 @@ void StepController::CheckExchanged(const OptimizerSlot& slot) const {
 }
 
 void StepController::CheckForwards(const OptimizerSlot& slot) const {
-  std::vector<std::shared_ptr<ModelSlot>> silent;
-  std::unordered_set<const void*> called;  // tensors of models that have been
+  std::vector<std::shared_ptr<ModelSlot>> silent, heard;
   for (size_t m = 0; m < slot.models_.size(); ++m) {
     const std::shared_ptr<ModelSlot> model = slot.models_[m].lock();
     if (model == nullptr) continue;
-    if (model->forwards_ <= slot.forwards_at_step_[m]) {
-      silent.push_back(model);
-      continue;
-    }
+    (model->forwards_ > slot.forwards_at_step_[m] ? heard : silent).push_back(model);
+  }
+  if (silent.empty()) return;
+  std::unordered_set<const void*> called;  // tensors of models that have been
+  for (const std::shared_ptr<ModelSlot>& model : heard) {
     for (const auto& [name, parameter] : model->source().parameters()) {
       called.insert(parameter.unsafeGetTensorImpl());
     }
   }
-  if (silent.empty()) return;
   const std::unordered_set<const void*> own = SetOf(slot.handle_->parameters());
   for (const std::shared_ptr<ModelSlot>& model : silent) {
     for (const auto& [name, parameter] : model->source().parameters()) {

@@ -123,6 +123,32 @@ TEST_F(FinetuneTest, LossThatIsNoNumber_IsAnErrorNotAModel) {
   EXPECT_FALSE(PathExists(Temp("tuned/model.safetensors")));
 }
 
+TEST_F(FinetuneTest, StepsThatAllOverflowFp16_AreAnErrorNotALoop) {
+  auto run = Muster({"launch",
+                     "--cpu",
+                     "--num_processes",
+                     "1",
+                     "--mixed_precision",
+                     "fp16",
+                     "--",
+                     Runfile("examples/finetune/finetune"),
+                     "--model",
+                     Temp("model"),
+                     "--data",
+                     Temp("text"),
+                     "--output_dir",
+                     Temp("tuned"),
+                     "--steps",
+                     "9",
+                     "--lr",
+                     "1e30",
+                     "--warmup",
+                     "0"});
+  EXPECT_NE(run->Wait(), 0);
+  EXPECT_THAT(run->err_text(), HasSubstr("100 in a row overflow fp16: take a smaller --lr"));
+  EXPECT_FALSE(PathExists(Temp("tuned/model.safetensors")));
+}
+
 TEST_F(FinetuneTest, OutputInTheFolderOfTheModel_ReplacesIt) {
   auto before = load_causal_lm(Temp("model"));
   ASSERT_TRUE(before.ok()) << before.status();

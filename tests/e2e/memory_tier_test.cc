@@ -307,6 +307,15 @@ TEST_F(MemoryTierTest, TensorThatIsChangedBeforeItIsCopied_IsToldByTheNextSave) 
     EXPECT_THAT(earlier.message(), HasSubstr("rank 1: "));
     EXPECT_TRUE(save(3, /*changes=*/false, &earlier).ok());
     EXPECT_TRUE(earlier.ok()) << earlier;
+    EXPECT_TRUE(tier.Settle(comm).ok());
+    // Or by the ranks that wait for it together, once.
+    EXPECT_TRUE(save(4, /*changes=*/true, &earlier).ok());
+    const absl::Status last = tier.Settle(comm);
+    EXPECT_EQ(last.code(), absl::StatusCode::kFailedPrecondition) << last;
+    EXPECT_THAT(last.message(), HasSubstr("rank 1: "));
+    EXPECT_TRUE(tier.Settle(comm).ok());
+    EXPECT_TRUE(save(5, /*changes=*/false, &earlier).ok());
+    EXPECT_TRUE(earlier.ok()) << earlier;
   });
 }
 

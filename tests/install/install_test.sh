@@ -42,4 +42,23 @@ done
 if "$prefix/bin/muster" launch --num_processes 2 --cpu -- "$scratch/no-such-program" >/dev/null 2>&1; then
   die "muster launch of a missing program succeeded"
 fi
+
+# Where no files can be linked, as on another disk, cp has made the folders before it fails.
+mkdir "$scratch/bin"
+cat >"$scratch/bin/cp" <<'END'
+#!/bin/sh
+case $1 in
+  -al*)
+    for to; do from=${before:-}; before=$to; done
+    [ ! -d "$from" ] || mkdir -p "$to"
+    exit 1
+    ;;
+esac
+exec /bin/cp "$@"
+END
+chmod +x "$scratch/bin/cp"
+PATH=$scratch/bin:$PATH tools/install --prefix "$scratch/copied" --no-build
+for file in include/torch/csrc/api/include/torch/torch.h lib/libtorch_cpu.so; do
+  cmp "$MUSTER_LIBTORCH/torch/$file" "$scratch/copied/lib/muster/torch/$file" || die "no copy of $file"
+done
 echo "install test: passed"

@@ -397,6 +397,12 @@ std::vector<WeightReaders::Task> OffloadRing::TasksFor(Unit& unit) {
         const absl::Status waited = Guard([&] {
           std::optional<c10::StreamGuard> on_copies;
           if (fences_ != nullptr) {
+            // For good, as the thread is the ring's: what records an event or waits for one puts
+            // the thread's device before back, and CUDA would take memory for that on it.
+            if (!options_.device.is_cpu()) {
+              c10::impl::VirtualGuardImpl(options_.device.type())
+                  .uncheckedSetDevice(options_.device);
+            }
             const c10::Stream copies = fences_->Copies();
             for (const StreamFences::Fence& fence : fences) fences_->Wait(copies, fence);
             if (!options_.device.is_cpu()) on_copies.emplace(copies);

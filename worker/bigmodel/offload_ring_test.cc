@@ -8,8 +8,10 @@
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
+#include "c10/core/impl/VirtualGuardImpl.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "worker/bigmodel/fake_gpus.h"
 #include "worker/collective/test_error.h"
 #include "worker/train/guard.h"
 
@@ -17,7 +19,9 @@ namespace muster {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Each;
 using ::testing::HasSubstr;
+using ::testing::SizeIs;
 
 constexpr int64_t kRow = 2048;  // floats: two blocks
 
@@ -331,6 +335,49 @@ TEST(OffloadRing, OnADevice_ArrivalThatCannotBeTold_IsAnErrorAtTheUse_AndTriedAg
   EXPECT_THAT(ErrorOf([&] { rows.Sum(1); }), HasSubstr("no event is left"));
   set(false);
   EXPECT_EQ(rows.Sum(1), 2 * kRow);
+}
+
+// The devices that were the current ones of threads that have ordered copies.
+class DevicesOfCopies : public StreamFences {
+ public:
+  c10::Stream Current() const override { return StreamOf(kOperators); }
+  c10::Stream Copies() const override { return StreamOf(kCopies); }
+  Fence After(const c10::Stream& stream) override {
+    Note(stream);
+    return std::make_shared<int>(0);
+  }
+  void Wait(const c10::Stream& stream, const Fence& /*fence*/) override { Note(stream); }
+
+  std::vector<int> seen() const {
+    MutexLock lock(&mu_);
+    return seen_;
+  }
+
+ private:
+  static c10::Stream StreamOf(c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, FakeGpu(1), id);
+  }
+  void Note(const c10::Stream& stream) {
+    if (stream.id() != kCopies) return;
+    MutexLock lock(&mu_);
+    seen_.push_back(c10::impl::VirtualGuardImpl(FakeGpu(1).type()).getDevice().index());
+  }
+
+  mutable Mutex mu_;
+  std::vector<int> seen_;
+};
+
+// An event makes the device that it finds the current one again, which takes memory there.
+TEST(OffloadRing, ThreadsThatCopyToADevice_HaveItAsTheirOwn) {
+  InstallFakeGpus();
+  DevicesOfCopies fences;
+  OffloadRingOptions options = RoomFor(1, /*prefetch=*/false);
+  options.device = FakeGpu(1);
+  options.readers = 1;
+  options.fences = &fences;
+  const Rows rows(3, options);
+  for (size_t i = 0; i < 3; ++i) EXPECT_EQ(rows.Sum(i), kRow * (static_cast<double>(i) + 1));
+  EXPECT_THAT(fences.seen(), AllOf(SizeIs(6), Each(1)));
 }
 
 // A use that fails leaves nothing that the next one waits for.

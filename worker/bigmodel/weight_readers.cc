@@ -171,6 +171,18 @@ void WeightReaders::Run() {
 }
 
 absl::Status WeightReaders::Fill(const std::vector<WeightPiece>& pieces) {
+  // The memory may be that of tensors which a device still has to use on the caller's stream, and
+  // the threads have streams of their own.
+  MUSTER_RETURN_IF_ERROR(Guard([&] {
+    std::vector<at::Device> waited;
+    for (const WeightPiece& piece : pieces) {
+      if (piece.device.is_cpu()) continue;
+      if (std::find(waited.begin(), waited.end(), piece.device) != waited.end()) continue;
+      waited.push_back(piece.device);
+      const c10::impl::VirtualGuardImpl guard(piece.device.type());
+      guard.synchronizeStream(guard.getStream(piece.device));
+    }
+  }));
   struct Progress {
     Mutex mu;
     CondVar changed;

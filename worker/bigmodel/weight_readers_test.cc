@@ -7,6 +7,7 @@
 #include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "worker/checkpoint/fake_device.h"
 #include "worker/checkpoint/model_files.h"
 
 namespace muster {
@@ -90,6 +91,24 @@ TEST(WeightReaders, ExceptionOfAThread_IsAnErrorThatNamesTheTensor) {
   const absl::Status filled = readers.Fill(PiecesOf(source, 0, nullptr, at::kFloat, at::kCPU));
   EXPECT_EQ(filled.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(std::string(filled.message()), HasSubstr("broken: out of host memory"));
+}
+
+TEST(WeightReaders, MemoryThatADeviceStillUses_IsWrittenAfterThat) {
+  const std::vector<float> values(5000, 3);
+  const auto host = HostWeightSource({"w"}, {at::full({5000}, 3, at::kFloat)});
+  const at::Tensor there = OnFakeDevice(std::vector<float>(5000, 0));
+  const size_t before = CopiesToFakeDevice().size();
+  int copied_first = -1;  // copies before the first wait for the device
+  FakeDevice().LeaveUntilWaitedFor([&] {
+    if (copied_first < 0) copied_first = static_cast<int>(CopiesToFakeDevice().size() - before);
+  });
+  WeightReaders readers(1);
+  const absl::Status filled = readers.Fill(
+      PiecesOf(*host, 0, static_cast<char*>(there.data_ptr()), at::kFloat, FakeDevice().device()));
+  FakeDevice().LeaveUntilWaitedFor(nullptr);
+  ASSERT_TRUE(filled.ok()) << filled;
+  EXPECT_EQ(copied_first, 0);
+  EXPECT_EQ(ValuesOf(there), values);
 }
 
 TEST(WeightReaders, NothingToRead_IsDone) {

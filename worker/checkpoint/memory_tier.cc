@@ -282,6 +282,15 @@ absl::Status MemoryTier::Wait() {
   return status_;
 }
 
+absl::Status MemoryTier::Settle(Comm& comm) {
+  const absl::Status last = AgreeOnFiles(comm, Wait(), {}, nullptr);
+  if (last.ok()) return last;
+  current_ = -1;
+  MutexLock lock(&mu_);
+  status_ = absl::OkStatus();  // the next save has nothing more to say of this one
+  return last;
+}
+
 void MemoryTier::FinishPending() {
   MutexLock lock(&mu_);
   if (pending_ == nullptr) return;

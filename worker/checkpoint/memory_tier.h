@@ -79,6 +79,8 @@ class MemoryTier {
 
   // Waits until the last save is whole here. How it went; for this rank alone.
   absl::Status Wait();
+  // Collective. The same for all ranks; the next save has nothing more to say of an error.
+  absl::Status Settle(Comm& comm);
   // Waits until the last save is mirrored here, if it is to be. How the last mirror went: this
   // rank's part of it. OK if none was made.
   absl::Status WaitForMirror();

@@ -560,11 +560,10 @@ class ShardFeed : public Feed<T> {
   using Read = std::function<std::optional<ShardPart<T>>(int64_t)>;
 
   ShardFeed(std::shared_ptr<const LoaderPass> pass, Read read, Comm* comm,
-            const RecipeSettings& settings, const LoaderOptions& options)
+            const RecipeSettings& settings)
       : pass_(std::move(pass)),
         read_(std::move(read)),
         comm_(*comm),
-        device_(options.device.value_or(at::kCPU)),
         ahead_most_(int64_t{settings.workers} * settings.prefetch),
         position_(pass_->position) {}
 
@@ -636,7 +635,8 @@ class ShardFeed : public Feed<T> {
     at::Tensor number = at::zeros({1}, at::kLong);
     *number.template data_ptr<int64_t>() = mine;
     std::vector<int64_t> counts;
-    const at::Tensor all = at::cat(comm_.AllGather(number.to(device_))).cpu();
+    // On the host: a number from a GPU would come behind all that it has still to do.
+    const at::Tensor all = at::cat(comm_.AllGather(number));
     for (int64_t rank = 0; rank < all.numel(); ++rank) {
       counts.push_back(all.template data_ptr<int64_t>()[rank]);
     }
@@ -646,7 +646,6 @@ class ShardFeed : public Feed<T> {
   const std::shared_ptr<const LoaderPass> pass_;
   const Read read_;
   Comm& comm_;
-  const at::Device device_;
   const int64_t ahead_most_;  // 0: the caller reads
   bool started_ = false;
   bool finished_ = false;
@@ -675,7 +674,7 @@ class ShardedSource : public StreamSourceBase<D, C> {
     return std::make_unique<ShardFeed<T>>(
         std::move(pass),
         [reader = std::move(reader)](int64_t number) { return reader->Read(number); }, comm_,
-        settings, options);
+        settings);
   }
 
  private:
@@ -718,11 +717,8 @@ class DispatchFeed : public Feed<T> {
         head[0] = kError;
       }
     }
-    // Group members may be bound to a GPU's collectives: the header travels as the data does.
-    at::Tensor sent = header.to(device_);
-    comm_.Broadcast(sent, 0);
-    header = sent.cpu();
-    head = header.data_ptr<int64_t>();
+    // On the host: from a GPU it would come behind all that this has still to do.
+    comm_.Broadcast(header, 0);
     if (head[0] == kEnd) return std::nullopt;
     if (head[0] != kSameSchema) text = comm_.BroadcastBytes(text, 0);
     if (head[0] == kError) {

@@ -706,14 +706,16 @@ std::optional<LoaderCore::UserOrder> LoaderCore::CheckedOrder(
     const LoaderState& state, const std::map<std::string, at::Tensor>& tensors) const {
   TORCH_CHECK(state.epoch >= 0 && state.position >= 0 && state.index >= 0,
               "loader: a saved state with negative numbers: ", state.ToString());
+  const bool other_data =
+      state.num_samples >= 0 && num_samples_.has_value() && state.num_samples != *num_samples_;
   // Between epochs the data may change.
-  TORCH_CHECK(!state.inside_epoch() || state.num_samples < 0 || !num_samples_.has_value() ||
-                  state.num_samples == *num_samples_,
+  TORCH_CHECK(!state.inside_epoch() || !other_data,
               "loader: the saved state is of a data set with ", state.num_samples,
               " samples, this one has ", num_samples_.value_or(-1),
               ": load the state of the same data, or call set_epoch() to begin an epoch");
   std::optional<UserOrder> order;
-  if (has_sampler() && !state.order_digest.empty() && tensors.count("order") > 0) {
+  // An order of other data would leave out what is new: the sampler has given one of these.
+  if (has_sampler() && !other_data && !state.order_digest.empty() && tensors.count("order") > 0) {
     order = LoadedOrder(state, tensors);
   }
   if (state.inside_epoch()) {

@@ -630,6 +630,22 @@ TEST(LoaderState, BadStates_AreRefused) {
               HasSubstr("with 11 samples, this one has 10"));
 }
 
+TEST(LoaderState, SamplerOfDataThatHaveChangedBeforeAnEpoch_GivesTheOrderOfTheseData) {
+  const auto prepare = [](int64_t length) {
+    return Alone(batches(Ids{length}, 2).sampler([length](int64_t) {
+      std::vector<int64_t> order(static_cast<size_t>(length));
+      std::iota(order.begin(), order.end(), 0);
+      return order;
+    }));
+  };
+  auto before = prepare(4);
+  for (const int64_t length : {2, 4, 6}) {
+    auto after = prepare(length);
+    after.load_state(before.state_dict(), before.state_tensors());
+    EXPECT_EQ(All(after).size(), static_cast<size_t>(length / 2));
+  }
+}
+
 TEST(LoaderState, BatchSamplerStoppedInsideAnEpoch_GoesOnWithTheSavedBatches) {
   int64_t asked = 0;
   const auto prepare = [&asked] {
@@ -1323,6 +1339,22 @@ TEST(ShardedStream, EmptyPart_IsAnErrorOnEveryRank) {
   for (const std::string& error : errors) {
     EXPECT_THAT(error, HasSubstr("that shard() gave rank 1 is empty"));
   }
+}
+
+// What ranks tell one another of a round is not read from their devices, which have more to do.
+TEST(ShardedStream, RoundsOnADevice_AreAgreedOnByTheHosts_AsThoseThatRankZeroReads) {
+  RunRanks(2, [&](Comm& comm) {
+    LoaderOptions options;
+    options.device = at::kMeta;
+    int64_t rounds = 0;
+    auto sharded = PrepareLoader(batches(Files{{4, 4}}, 2), options, &comm);
+    for (auto& batch : sharded) rounds += (*batch).is_meta() ? 1 : 0;
+    EXPECT_EQ(rounds, 2);
+    options.dispatch_batches = true;
+    auto dispatched = PrepareLoader(batches(IdStream{8}, 2), options, &comm);
+    for (auto& batch : dispatched) rounds += (*batch).is_meta() ? 1 : 0;
+    EXPECT_EQ(rounds, 4);
+  });
 }
 
 TEST(ShardedStream, ErrorOnOneRank_ReachesTheOthersInItsTurn) {

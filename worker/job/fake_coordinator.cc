@@ -444,7 +444,8 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
       barrier.deadline = absl::Now() + rpc::FromProto(request->timeout());
     barrier.arrived[request->rank()] = request->payload();
     cv_.SignalAll();
-    while (!barrier.failed && static_cast<int>(barrier.arrived.size()) < world_) {
+    const int expected = request->participants_size() > 0 ? request->participants_size() : world_;
+    while (!barrier.failed && static_cast<int>(barrier.arrived.size()) < expected) {
       const absl::Duration left = barrier.deadline - absl::Now();
       if (left <= absl::ZeroDuration()) {
         barrier.failed = true;

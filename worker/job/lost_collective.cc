@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -186,11 +187,16 @@ std::string ExplainLostCollective(const LostCollectiveSources& sources, absl::st
   }
   if (!IsCollectiveTimeout(error)) {
     // A rank that lost a connection gets here before the coordinator learns of the exit of the peer
-    // that closed it; a barrier ends as soon as one of its ranks is known to be gone.
-    sources.coordinator
-        ->Barrier("after a lost collective", sources.grace, BarrierCall{.same_line = false})
-        .status()
-        .IgnoreError();
+    // that closed it; a barrier ends as soon as one of its ranks is known to be gone. Of a part of
+    // the job only that part: the others may be well, and their hosts not to blame for not coming.
+    std::string name = "after a lost collective";
+    BarrierCall call{.same_line = false};
+    const std::optional<Seat> seat = sources.coordinator->seat();
+    if (seat.has_value() && sources.ranks.size() < static_cast<size_t>(seat->world_size)) {
+      absl::StrAppend(&name, " of ", Ranks(sources.ranks));
+      call.participants = sources.ranks;
+    }
+    sources.coordinator->Barrier(name, sources.grace, call).status().IgnoreError();
   }
   const absl::StatusOr<std::vector<MemberInfo>> members = sources.coordinator->Members();
   if (!members.ok()) {

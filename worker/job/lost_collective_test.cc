@@ -166,6 +166,15 @@ TEST(LostCollective, CoordinatorIsAsked) {
                                     "step 4; ranks 0, 2 wait"),
                           HasSubstr("([gloo/transport] Timed out waiting 600000ms)"),
                           Not(HasSubstr("frame #0"))));
+  // Of a part of the job: only its ranks wait for one another, not for rank 1, which is well.
+  for (const int rank : {0, 2}) {
+    sources[rank].ranks = {0, 2};
+    sources[rank].grace = absl::Minutes(5);
+  }
+  std::thread other([&] { ExplainLostCollective(sources[2], "Connection closed by peer"); });
+  EXPECT_THAT(ExplainLostCollective(sources[0], "Connection closed by peer"),
+              HasSubstr("though all of ranks 0, 2 wait in it"));
+  other.join();
 }
 
 TEST(LostCollective, WithoutCoordinator_TheStoreTellsWhoWaits) {

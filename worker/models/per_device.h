@@ -33,10 +33,11 @@ class PerDevice {
   std::unordered_map<at::Device, T> copies_;
 };
 
-// The tensor there, undefined if it is undefined. The host does not wait for it.
+// The tensor there, undefined if it is undefined. The host waits for it only where it reads it, on
+// the CPU.
 inline at::Tensor MovedTo(const at::Tensor& tensor, const at::Device& device) {
   if (!tensor.defined() || tensor.device() == device) return tensor;
-  return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/true);
+  return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/!device.is_cpu());
 }
 
 }  // namespace muster::models

@@ -2,7 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <vector>
+
 #include "ATen/ops/ones.h"
+#include "worker/checkpoint/fake_device.h"
 
 namespace muster::models {
 namespace {
@@ -27,6 +30,16 @@ TEST(MovedTo, TensorThatIsThereOrUndefined_IsItself) {
   const at::Tensor tensor = at::ones({3});
   EXPECT_TRUE(MovedTo(tensor, at::kCPU).is_same(tensor));
   EXPECT_FALSE(MovedTo(at::Tensor(), at::kMeta).defined());
+}
+
+// As for a layer of a model on a GPU that the program has put on the CPU.
+TEST(MovedTo, TensorOfADevice_IsOnTheHostWhenTheCallReturns) {
+  const std::vector<float> values = {1, 2, 3};
+  const at::Tensor there = OnFakeDevice(values);
+  const int waits = FakeDevice().host_waits();
+  const at::Tensor here = MovedTo(there, at::kCPU);
+  EXPECT_EQ(FakeDevice().host_waits(), waits + 1);
+  EXPECT_EQ(ValuesOf(here), values);
 }
 
 }  // namespace

@@ -58,7 +58,7 @@ void ForEachFlat(const std::vector<at::Tensor>& tensors, Fn collective) {
 void AllReduceCoalesced(Comm& comm, const std::vector<at::Tensor>& tensors, ReduceOp op) {
   if (comm.size() == 1) return;
   ForEachFlat(tensors, [&](at::Tensor& flat) {
-    if (op == ReduceOp::kMean && !flat.is_floating_point()) {
+    if (op == ReduceOp::kMean && !flat.is_floating_point() && !flat.is_complex()) {
       comm.AllReduce(flat, ReduceOp::kSum);
       flat.div_(comm.size(), "trunc");
     } else {

@@ -73,6 +73,8 @@ absl::Status CsvTracker::start() {
   size_t header_bytes = 0;
   columns_ = FirstRow(contents, &header_bytes);
   if (columns_.size() < 2 || columns_[0] != "time" || columns_[1] != "step") {
+    // It is not ours to log to.
+    finish().IgnoreError();
     return absl::FailedPreconditionError(
         absl::StrCat(path_, ": its first line does not begin with time,step; move the file away"));
   }

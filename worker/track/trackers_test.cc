@@ -290,6 +290,7 @@ TEST_F(TrackersTest, Csv_ForeignFile_IsLeftAlone) {
   ASSERT_TRUE(MakeDirectories(ParentPath(tracker.path())).ok());
   ASSERT_TRUE(WriteFileAtomically(tracker.path(), "a,b\n1,2\n").ok());
   EXPECT_THAT(std::string(tracker.start().message()), HasSubstr("move the file away"));
+  EXPECT_FALSE(tracker.log({{{"a", 1}}, 1, At(0)}).ok());
   EXPECT_EQ(*ReadFile(tracker.path()), "a,b\n1,2\n");
 }
 

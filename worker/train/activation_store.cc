@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "c10/core/TensorImpl.h"
 #include "c10/core/UndefinedTensorImpl.h"
+#include "c10/core/impl/VirtualGuardImpl.h"
 #include "c10/util/Exception.h"
 
 namespace muster {
@@ -142,7 +143,7 @@ std::shared_ptr<ActivationStore::Parked> ActivationStore::Park(const at::Tensor&
                                                                uint64_t group) {
   if ((tensor.is_cpu() && shared_->file == nullptr) || !tensor.is_floating_point() ||
       tensor.layout() != at::kStrided || tensor.nbytes() < kLeastBytes ||
-      !tensor.is_non_overlapping_and_dense()) {
+      !tensor.is_non_overlapping_and_dense() || tensor.is_neg()) {
     return nullptr;
   }
   if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kTensorAlignment != 0) return nullptr;
@@ -259,6 +260,11 @@ void ActivationStore::Run() {
     at::Tensor done;
     std::string failure;
     mu_.Unlock();
+    // Its events may end with it, which puts the thread's device before back: for that CUDA would
+    // take memory on another one.
+    if (const c10::Device device = parked->options.device(); !device.is_cpu()) {
+      c10::impl::VirtualGuardImpl(device.type()).uncheckedSetDevice(device);
+    }
     // Nobody else has it: the graph is gone. (What is not written stays in memory.)
     const bool forgotten = parked.use_count() <= 2;
     if (!forgotten) {

@@ -54,7 +54,7 @@ class ActivationStore {
   uint64_t NewGroup();
 
   // Takes a copy of `tensor`, or returns null for one that stays where it is: integers, less than a
-  // page, a view with gaps. The same tensor twice is parked once.
+  // page, a view with gaps or one that negates. The same tensor twice is parked once.
   std::shared_ptr<Parked> Park(const at::Tensor& tensor, uint64_t group);
 
   // The tensor: the same values, strides, type and device. Not to be written to. Throws c10::Error

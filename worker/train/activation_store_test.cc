@@ -78,6 +78,8 @@ TEST_F(ActivationStoreTest, WhatIsNotWorthATransferOrHasGaps_StaysWhereItIs) {
   EXPECT_EQ(Park(at::ones({5000}, at::kLong)), nullptr);
   EXPECT_EQ(Park(at::ones({100, 100}).slice(1, 0, 50)), nullptr);
   EXPECT_EQ(Park(at::ones({1, 100}).expand({100, 100})), nullptr);
+  // Of a device its copy would be negated on the host, before it is there.
+  EXPECT_EQ(Park(at::_neg_view(at::ones({5000}))), nullptr);
   ActivationStore memory(nullptr);
   EXPECT_EQ(memory.Park(at::ones({5000}), memory.NewGroup()), nullptr);
 }

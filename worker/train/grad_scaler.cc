@@ -111,7 +111,7 @@ void GradScaler::Unscale(OptimizerHandle& optimizer) {
 void GradScaler::Reopen(const OptimizerHandle& optimizer) {
   if (!options_.enabled) return;
   PerOptimizer& state = optimizers_[optimizer.id()];
-  if (state.stage == Stage::kStepped) {
+  if (state.stage != Stage::kReady) {
     state.earlier_inf = state.earlier_inf.defined()
                             ? at::maximum(state.earlier_inf, state.found_inf)
                             : state.found_inf;
@@ -122,7 +122,6 @@ void GradScaler::Reopen(const OptimizerHandle& optimizer) {
 
 void GradScaler::Rescale(OptimizerHandle& optimizer) {
   if (!options_.enabled) return;
-  // An overflow is found again.
   Reopen(optimizer);
   if (!optimizer.parameters().empty()) EnsureOn(optimizer.parameters()[0].device());
   Multiply(optimizer, scale_);

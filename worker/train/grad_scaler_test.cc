@@ -182,6 +182,18 @@ TEST(GradScaler, ReopenAfterAnOverflow_IsSteppedAgainAndBacksOff) {
   EXPECT_FALSE(scaler.pending());
 }
 
+// As a program that looks at the norm of the unscaled gradients, and zeroes them where it is none.
+TEST(GradScaler, ReopenAfterAnOverflowWithoutAStep_BacksOff) {
+  GradScaler scaler({.init_scale = 4});
+  OneWeight one;
+  one.Backward(scaler, kInf);
+  scaler.Unscale(one.sgd);
+  scaler.Reopen(one.sgd);
+  EXPECT_TRUE(scaler.pending());
+  scaler.Update();
+  EXPECT_EQ(scaler.scale(), 2);
+}
+
 TEST(GradScaler, WrongOrder_IsAnError) {
   GradScaler scaler;
   OneWeight one;

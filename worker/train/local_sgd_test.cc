@@ -1,6 +1,8 @@
 #include "worker/train/local_sgd.h"
 
+#include "ATen/ops/complex.h"
 #include "ATen/ops/full.h"
+#include "ATen/ops/view_as_real.h"
 #include "gtest/gtest.h"
 #include "worker/collective/thread_comm.h"
 #include "worker/train/optimizer.h"
@@ -59,11 +61,14 @@ TEST(LocalSgd, MixedTensors_AreAllAveraged) {
     const double rank = comm.rank();
     const at::Tensor a = at::full({2, 2}, rank), b = at::full({3}, 10 * rank, at::kDouble);
     const at::Tensor strided = at::full({4, 2}, rank).t();
-    LocalSgd local(comm, {a, b}, 1, true, {strided});
+    const at::Tensor complex = at::complex(at::full({2}, rank), at::full({2}, -rank));
+    LocalSgd local(comm, {a, b, complex}, 1, true, {strided});
     EXPECT_TRUE(local.Step());
     EXPECT_EQ(a[1][1].item<double>(), 1);
     EXPECT_EQ(b[2].item<double>(), 10);
     EXPECT_EQ(strided[1][3].item<double>(), 1);
+    EXPECT_EQ(at::view_as_real(complex)[1][0].item<double>(), 1);
+    EXPECT_EQ(at::view_as_real(complex)[1][1].item<double>(), -1);
   });
 }
 
