@@ -466,10 +466,10 @@ class Accelerator {
   // PERMISSION_DENIED, FAILED_PRECONDITION (in the middle of an accumulation window, or if a thread
   // changed a tensor during the save), ALREADY_EXISTS.
   absl::Status save_state(const std::string& directory = "");
-  // Blocks until asynchronous saves are on disk and the checkpoints that they displace are deleted;
-  // save_state() does not wait for that deletion. Returns the error of a failed save that has not
-  // been reported yet. Call it on all processes or on none, because each waits for the others'
-  // parts.
+  // Blocks until asynchronous saves are on disk, the last save in memory has ended and the
+  // checkpoints that they displace are deleted; save_state() does not wait for that deletion.
+  // Returns the error of a failed save that has not been reported yet. Call it on all processes or
+  // on none, because each waits for the others' parts.
   absl::Status wait_for_checkpoint();
   // Returns the progress of the save that is being written now, for this process's files; nothing
   // if none is. Does not block, so it may be called at each step. The coordinator's reports
@@ -535,7 +535,8 @@ class Accelerator {
   std::map<std::string, at::Tensor> get_state_dict(const AcceleratedModel<M>& model) const {
     return internal::StateDictOf(*model.slot());
   }
-  // Writes the tensors to a safetensors file on process 0; does nothing elsewhere.
+  // Writes the tensors to a safetensors file on process 0; does nothing elsewhere. Errors: those of
+  // SaveTensors().
   absl::Status save(const std::map<std::string, at::Tensor>& tensors, const std::string& path);
   // The number of optimizer steps of the first prepared optimizer, over all runs.
   int64_t global_step() const;

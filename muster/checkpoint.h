@@ -14,7 +14,8 @@ namespace muster {
 std::map<std::string, at::Tensor> LoadTensors(const std::string& path);
 
 // Writes a safetensors file that other libraries can read, completely or not at all. Blocks on the
-// disk. Errors: INVALID_ARGUMENT naming the tensor, RESOURCE_EXHAUSTED, PERMISSION_DENIED.
+// disk. Errors: INVALID_ARGUMENT naming the tensor, ALREADY_EXISTS (`path` is a file of a
+// checkpoint), RESOURCE_EXHAUSTED, PERMISSION_DENIED.
 absl::Status SaveTensors(const std::string& path, const std::map<std::string, at::Tensor>& tensors);
 
 }  // namespace muster

@@ -487,10 +487,11 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
   std::string table;
   for (const v1::JobStatus& job : reply.jobs()) {
     if (!wanted.empty() && job.job_id() != wanted) continue;
-    absl::StatusOr<ordered_json> described = AddJob(connection, job, &table);
-    if (!described.ok()) {
-      return FailCall(spec, context, described.status());
-    }
+    std::string text;
+    absl::StatusOr<ordered_json> described = AddJob(connection, job, &text);
+    if (absl::IsNotFound(described.status())) continue;  // removed since it was listed
+    if (!described.ok()) return FailCall(spec, context, described.status());
+    table += text;
     jobs.push_back(*std::move(described));
   }
   if (!wanted.empty() && jobs.empty()) {

@@ -10,6 +10,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/time/time.h"
 #include "base/status_macros.h"
+#include "client/config/python_values.h"
 
 namespace muster::client {
 namespace {
@@ -93,16 +94,16 @@ absl::Status ApplyConf(const std::string& value, Layer* flags) {
       if (*is_host) flags->settings["machine_rank"] = {"0", source};
       continue;
     }
-    double seconds = 0;
     if (setting.empty()) {
       return Wrong("rdzv_conf", part,
                    "of its keys a launch has timeout, join_timeout, last_call_timeout and is_host; "
                    "the coordinator has its own settings for the others: leave it out");
     }
-    if (!absl::SimpleAtod(entry.second, &seconds) || !(seconds > 0) || seconds > 1e9) {
+    const std::optional<double> seconds = ParsePythonFloat(entry.second);
+    if (!seconds.has_value() || !(*seconds > 0) || *seconds > 1e9) {
       return Wrong("rdzv_conf", part, absl::StrCat(key, " must be a number of seconds"));
     }
-    flags->settings[setting] = {absl::FormatDuration(absl::Seconds(seconds)), source};
+    flags->settings[setting] = {absl::FormatDuration(absl::Seconds(*seconds)), source};
   }
   return absl::OkStatus();
 }
