@@ -241,7 +241,7 @@ class Core::Impl {
   // Hands what became of groups in this event to submitted_, each in an event of its own.
   void TellJobs();
   void CloseGroup(const std::string& group, const std::string& why);
-  void StartJobsTerm(bool restored);
+  void StartJobsTerm(uint64_t lost_terms);
   // Why workers may not join this group any more, if so: its attempt is over.
   std::optional<std::string> WhyGroupEnded(absl::string_view group) const;
   // The group of an earlier attempt of the same job, which has checkpoints; null: there is none.

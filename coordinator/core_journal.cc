@@ -528,6 +528,7 @@ void Core::Impl::Job::StartTerm() {
 void Core::StartTerm(uint64_t term, absl::Time now, Output* out, bool restored) {
   MUSTER_CHECK(!impl_->serving_ && term > impl_->term_ && term <= kMaxTerm)
       << "term " << term << " cannot begin after term " << impl_->term_;
+  const uint64_t lost_terms = restored ? term - impl_->term_ : 0;
   impl_->Begin(now, out);
   impl_->term_ = term;
   impl_->serving_ = true;
@@ -547,7 +548,7 @@ void Core::StartTerm(uint64_t term, absl::Time now, Output* out, bool restored) 
     job->StartTerm();
     impl_->End(job.get());
   }
-  impl_->StartJobsTerm(restored);
+  impl_->StartJobsTerm(lost_terms);
 }
 
 }  // namespace muster::coordinator

@@ -187,9 +187,9 @@ Core::Impl::Job* Core::Impl::LastWithCheckpoints(const std::string& job_id, int 
   return last;
 }
 
-void Core::Impl::StartJobsTerm(bool restored) {
+void Core::Impl::StartJobsTerm(uint64_t lost_terms) {
   JobsOutput out;
-  submitted_->StartTerm(JobsEvent(), restored ? term_ : 0, &out);
+  submitted_->StartTerm(JobsEvent(), lost_terms, &out);
   EndJobs(std::move(out));
   for (const Job* job : JobsById()) {
     if (const auto why = WhyGroupEnded(job->id())) CloseGroup(job->id(), *why);

@@ -51,7 +51,7 @@ constexpr int kLostAttempts = 1000;
 // A restore adds so many terms, and one for each minute since the copy was made (see
 // SqliteJournal::kLostTerms). The minutes come on top here, so that what was restored twice from
 // one copy has not the same numbers: for each one, more than the first life can have used in a
-// minute.
+// minute. All restores of a journal together add less than Core::kMaxTerm: the numbers fit.
 constexpr uint64_t kTermsOfARestore = 65536;
 constexpr int kAttemptsOfAMinute = 16;
 constexpr int kJobsOfAMinute = 1000;
@@ -2148,9 +2148,9 @@ void JobsCore::ForEachChange(const std::function<void(const v1::JournalChange&)>
   }
 }
 
-void JobsCore::StartTerm(const Event& event, uint64_t restored_term, JobsOutput* out) {
-  const bool restored = restored_term != 0;
-  const uint64_t minutes = restored_term % kTermsOfARestore;
+void JobsCore::StartTerm(const Event& event, uint64_t lost_terms, JobsOutput* out) {
+  const bool restored = lost_terms != 0;
+  const uint64_t minutes = std::max(lost_terms, kTermsOfARestore) - kTermsOfARestore;
   now_ = event.now;  // that of an earlier term does not matter
   Begin(event, out);
   started_ = heard_any_ = now_;

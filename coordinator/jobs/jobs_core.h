@@ -133,9 +133,10 @@ class JobsCore {
   // Why no job can be submitted, one line; empty: one can.
   void SetNoRoom(std::string why) { no_room_ = std::move(why); }
 
-  // Before serving, and after all Restores. `restored_term`: this term if later changes than these
-  // are lost, so that attempts may run that are not recorded; 0: none are.
-  void StartTerm(const Event& event, uint64_t restored_term, JobsOutput* out);
+  // Before serving, and after all Restores. `lost_terms`: by how many terms this one is later than
+  // the last one recorded if changes after these are lost, so that attempts may run that are not
+  // recorded; 0: none are.
+  void StartTerm(const Event& event, uint64_t lost_terms, JobsOutput* out);
   // Errors: DATA_LOSS for a change that no core has written.
   absl::Status Restore(const v1::JobRecordChanged& change);
   void Restore(const v1::NodeChanged& change);

@@ -26,7 +26,7 @@ class JobsCoreTest : public testing::Test {
  protected:
   JobsCoreTest() { StartTerm(); }
 
-  void StartTerm(uint64_t restored_term = 0) {
+  void StartTerm(uint64_t lost_terms = 0) {
     core_ = std::make_unique<JobsCore>(options_);
     for (const v1::JournalChange& change : journal_) {
       if (change.has_job_record_changed()) {
@@ -35,7 +35,7 @@ class JobsCoreTest : public testing::Test {
       if (change.has_node_changed()) core_->Restore(change.node_changed());
     }
     JobsOutput out;
-    core_->StartTerm(NextEvent(), restored_term, &out);
+    core_->StartTerm(NextEvent(), lost_terms, &out);
     Take(std::move(out));
     replies_.clear();
     syncs_.clear();
@@ -1276,7 +1276,7 @@ TEST_F(JobsCoreTest, ElasticJob_ThatARestartedCoordinatorFinds_WaitsForAllNodes)
 TEST_F(JobsCoreTest, RestoredCoordinator_EndsWhatRuns_AndNumbersJump) {
   AddNode("a");
   const std::string job = Submit(Spec(1));
-  StartTerm(/*restored_term=*/65536);
+  StartTerm(/*lost_terms=*/65536);
   Sync("a");
   Settle();
   const v1::JobRecord record = Get(job);
@@ -1293,7 +1293,7 @@ TEST_F(JobsCoreTest, RestoredCoordinator_StartsNothingBeforeNodesHadALeaseToSayW
   ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
   journal_ = copy;
   nodes_["a"].talks = false;
-  StartTerm(/*restored_term=*/65536);
+  StartTerm(/*lost_terms=*/65536);
   AddNode("b");
   Advance(absl::Seconds(20));
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
@@ -1325,14 +1325,19 @@ TEST_F(JobsCoreTest, OneCopyRestoredTwice_GivesNoNumberTwice) {
     for (int i = 0; i < 20; ++i) ids.insert(Submit(Spec(1)));
     return std::make_pair(numbers, ids);
   };
-  // Ten minutes lie between them.
-  auto [numbers, ids] = live(65537);
-  EXPECT_EQ(numbers.size(), 20u);
-  const auto [other_numbers, other_ids] = live(65547);
-  numbers.insert(other_numbers.begin(), other_numbers.end());
-  ids.insert(other_ids.begin(), other_ids.end());
-  EXPECT_EQ(numbers.size(), 40u);
-  EXPECT_EQ(ids.size(), 40u);
+  std::set<int> numbers;
+  std::set<std::string> ids;
+  // Ten minutes lie between them, then 45 and a half days, which is as many minutes as a restore
+  // adds terms.
+  for (const uint64_t lost_terms : {65537, 65547, 65537 + 65536}) {
+    const size_t lives = numbers.size() / 20;
+    const auto [more_numbers, more_ids] = live(lost_terms);
+    EXPECT_EQ(more_numbers.size(), 20u);
+    numbers.insert(more_numbers.begin(), more_numbers.end());
+    ids.insert(more_ids.begin(), more_ids.end());
+    EXPECT_EQ(numbers.size(), (lives + 1) * 20) << lost_terms;
+    EXPECT_EQ(ids.size(), (lives + 1) * 20) << lost_terms;
+  }
 }
 
 TEST_F(JobsCoreTest, HeldGet_IsAnsweredByTheNextChange) {

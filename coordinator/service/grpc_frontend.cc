@@ -9,6 +9,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <deque>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -361,9 +363,15 @@ class GrpcFrontend::UnaryCall final : public Handler,
     return allowed.ok();
   }
   // Notes in the audit log that the caller does this.
-  void Audit(absl::string_view what) {
-    if (frontend_.audit_ != nullptr) frontend_.audit_->Done(rpc()->who_.get(), rpc()->peer(), what);
+  void Audit(absl::string_view what) { AuditLater(what)(); }
+  // What notes it, on any thread. Of an event of it.
+  std::function<void()> AuditLater(absl::string_view what) {
+    return [audit = frontend_.audit_.get(), who = rpc()->who_, peer = rpc()->peer(),
+            what = std::string(what)] {
+      if (audit != nullptr) audit->Done(who.get(), peer, what);
+    };
   }
+  bool Over() { return done(); }
   void Done(const absl::Status& status) { Finish(status); }
   void Done(const google::protobuf::MessageLite& message) {
     const grpc::ByteBuffer reply = Serialize(message);
@@ -378,6 +386,46 @@ class GrpcFrontend::UnaryCall final : public Handler,
   const absl::Status deadline_;
   bool calling_ = false;
   std::optional<AuditLog::Entry> audit_;  // of an operation that is audited
+};
+
+// Does what waits for the disk, one after the other: on the queue's thread all calls would wait.
+class GrpcFrontend::DiskThread {
+ public:
+  ~DiskThread() {
+    {
+      MutexLock lock(&mu_);
+      stop_ = true;
+    }
+    wake_.SignalAll();
+    thread_.join();
+  }
+  // Thread-safe. `work` answers its call, unless that is over; at the end some is left undone.
+  void Do(std::function<void()> work) {
+    MutexLock lock(&mu_);
+    work_.push_back(std::move(work));
+    wake_.SignalAll();
+  }
+
+ private:
+  void Run() {
+    while (true) {
+      std::function<void()> work;
+      {
+        MutexLock lock(&mu_);
+        while (work_.empty() && !stop_) wake_.Wait(&mu_);
+        if (stop_) return;
+        work = std::move(work_.front());
+        work_.pop_front();
+      }
+      work();
+    }
+  }
+
+  Mutex mu_;
+  CondVar wake_;
+  std::deque<std::function<void()>> work_ ABSL_GUARDED_BY(mu_);
+  bool stop_ ABSL_GUARDED_BY(mu_) = false;
+  std::thread thread_{[this] { Run(); }};
 };
 
 // A watch: one request, then messages until the client goes away.
@@ -772,18 +820,21 @@ constexpr GrpcFrontend::Method GrpcFrontend::kMethods[] = {
                     }
                     constexpr char kWhat[] = "back up the journal";
                     if (!call->Allowed(Role::kAdmin, kWhat)) return;
-                    absl::StatusOr<Journal::BackupPart> part =
-                        frontend.runner_.journal().ReadBackup(request.revision(), request.offset(),
-                                                              kBackupPartBytes);
-                    if (!part.ok()) {
-                      call->Done(part.status());
-                      return;
-                    }
-                    if (request.offset() == 0) call->Audit(kWhat);
-                    v1::ReadBackupReply reply;
-                    reply.set_bytes(part->bytes);
-                    reply.set_data(std::move(part->data));
-                    call->Done(reply);
+                    frontend.disk_thread_->Do([&journal = frontend.runner_.journal(), call, request,
+                                               audit = call->AuditLater(kWhat)] {
+                      if (call->Over()) return;
+                      absl::StatusOr<Journal::BackupPart> part = journal.ReadBackup(
+                          request.revision(), request.offset(), kBackupPartBytes);
+                      if (!part.ok()) {
+                        call->Done(part.status());
+                        return;
+                      }
+                      if (request.offset() == 0) audit();
+                      v1::ReadBackupReply reply;
+                      reply.set_bytes(part->bytes);
+                      reply.set_data(std::move(part->data));
+                      call->Done(reply);
+                    });
                   }),
     Method::Other(
         "muster.v1.Operations", "SetLogLevel",
@@ -845,7 +896,8 @@ GrpcFrontend::GrpcFrontend(CoreRunner* runner, RpcMetrics* metrics, absl::Time s
       started_(started),
       limits_(limits),
       callers_(std::move(callers)),
-      audit_(std::move(audit)) {
+      audit_(std::move(audit)),
+      disk_thread_(std::make_unique<DiskThread>()) {
   for (const Method& method : kMethods) {
     methods_[absl::StrCat("/", method.service, "/", method.name)] = {
         &method, metrics_.Add(method.service, method.name, method.type)};

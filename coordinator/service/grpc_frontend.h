@@ -109,7 +109,8 @@ class RpcCall {
 // All connections share one completion queue and one thread, which reads, applies (in the runner,
 // the thread that brings an event applies it) and writes. With gRPC's own callback threads the same
 // message costs twice the CPU: they hand each event to one another. So methods are not registered
-// one by one but looked up in a table (grpc_frontend.cc) behind a generic service.
+// one by one but looked up in a table (grpc_frontend.cc) behind a generic service. What has to wait
+// for the disk (backups) does so on a thread of its own.
 //
 // Order of use: construct; Register() with the builder; Serve() once the server runs; after
 // grpc::Server::Shutdown() has returned, Shutdown(). Thread-safe.
@@ -182,6 +183,7 @@ class GrpcFrontend {
   template <typename Request>
   class GrpcWatchStream;
   class HealthWatch;
+  class DiskThread;
   class NamedService;
   struct Method;
 
@@ -269,6 +271,8 @@ class GrpcFrontend {
   grpc::Alarm catch_up_alarm_;
   bool health_ended_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<std::weak_ptr<HealthWatch>> health_watches_ ABSL_GUARDED_BY(mu_);
+
+  const std::unique_ptr<DiskThread> disk_thread_;  // last: what it does uses the others
 };
 
 }  // namespace muster::coordinator

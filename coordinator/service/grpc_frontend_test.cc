@@ -10,9 +10,13 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "base/mutex.h"
+#include "coordinator/journal/journal.h"
 #include "coordinator/journal/memory_journal.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -41,6 +45,7 @@ struct Life {
   std::optional<grpc::StatusCode> status;  // once finished
   std::string message;
   std::vector<std::string> written;
+  Notification finished;
 };
 
 class FakeCall final : public RpcCall {
@@ -81,10 +86,12 @@ class FakeCall final : public RpcCall {
     Start(RpcEvent::kFinished);
     life_->status = status.error_code();
     life_->message = status.error_message();
+    life_->finished.Notify();
   }
   void StartWriteAndFinish(const grpc::ByteBuffer&) override {
     Start(RpcEvent::kFinished);
     life_->status = grpc::StatusCode::OK;
+    life_->finished.Notify();
   }
   void Cancel() override {}
   void Start(RpcEvent event) {
@@ -125,8 +132,9 @@ class Choices {
 class GrpcFrontendTest : public ::testing::Test {
  protected:
   GrpcFrontendTest() : GrpcFrontendTest(GrpcFrontend::Limits()) {}
-  explicit GrpcFrontendTest(const GrpcFrontend::Limits& limits)
-      : runner_(CoreRunner::Options(), std::make_unique<MemoryJournal>()),
+  explicit GrpcFrontendTest(const GrpcFrontend::Limits& limits,
+                            std::unique_ptr<Journal> journal = std::make_unique<MemoryJournal>())
+      : runner_(CoreRunner::Options(), std::move(journal)),
         frontend_(&runner_, &metrics_, absl::Now(), limits) {
     EXPECT_TRUE(runner_.Start().ok());
   }
@@ -552,6 +560,76 @@ TEST_F(HealthTest, TooManyHealthWatches_AreRefused) {
   Happen(first, RpcEvent::kGone, false);
   Happen(first, RpcEvent::kFinished, true);
   EXPECT_TRUE(first.life->deleted);
+}
+
+// Its disk answers when the test says so.
+class SlowJournal final : public Journal {
+ public:
+  const std::string& cluster_id() const override { return memory_.cluster_id(); }
+  uint64_t term() const override { return memory_.term(); }
+  const std::string& description() const override { return memory_.description(); }
+  absl::Status Replay(
+      const std::function<absl::Status(uint64_t, absl::string_view)>& snapshot,
+      const std::function<absl::Status(uint64_t, absl::string_view)>& record) override {
+    return memory_.Replay(snapshot, record);
+  }
+  void Start(std::function<void(const Progress&)> progress) override {
+    memory_.Start(std::move(progress));
+  }
+  void Append(uint64_t revision, std::string record) override {
+    memory_.Append(revision, std::move(record));
+  }
+  void WriteSnapshot(uint64_t revision, std::unique_ptr<Replica> replica,
+                     std::function<void(absl::Status)> done) override {
+    memory_.WriteSnapshot(revision, std::move(replica), std::move(done));
+  }
+  uint64_t records_since_snapshot() const override { return 0; }
+  uint64_t bytes_since_snapshot() const override { return 0; }
+  absl::StatusOr<BackupPart> ReadBackup(uint64_t, uint64_t, size_t) const override {
+    // In time also where the test could say so only after it.
+    answers_.WaitForNotificationWithTimeout(absl::Seconds(10));
+    return BackupPart{.bytes = 4, .data = "part"};
+  }
+  void Stop() override { memory_.Stop(); }
+
+  void Answer() const { answers_.Notify(); }
+
+ private:
+  MemoryJournal memory_;
+  mutable Notification answers_;
+};
+
+class SlowDiskTest : public GrpcFrontendTest {
+ protected:
+  SlowDiskTest() : GrpcFrontendTest(GrpcFrontend::Limits(), std::make_unique<SlowJournal>()) {}
+  Opened Begin(const std::string& method) {
+    const Opened opened = Open(method);
+    Happen(opened, RpcEvent::kRead, true);
+    return opened;
+  }
+  void End(const Opened& opened) {
+    Happen(opened, RpcEvent::kFinished, true);
+    Happen(opened, RpcEvent::kGone, false);
+    EXPECT_TRUE(opened.life->deleted);
+  }
+};
+
+TEST_F(SlowDiskTest, BackupThatWaitsForTheDisk_HoldsUpNoOtherCall) {
+  const Opened backup = Begin("/muster.v1.Backup/Read");
+  ASSERT_FALSE(backup.life->finished.HasBeenNotified());
+  const Opened gone = Begin("/muster.v1.Backup/Read");
+  const Opened status = Begin("/muster.v1.Admin/Status");
+  EXPECT_EQ(status.life->status, grpc::StatusCode::OK);
+  End(status);
+  // A caller that goes meanwhile.
+  Happen(gone, RpcEvent::kGone, false);
+  EXPECT_EQ(gone.life->status, grpc::StatusCode::CANCELLED);
+  Happen(gone, RpcEvent::kFinished, true);
+  EXPECT_TRUE(gone.life->deleted);
+  static_cast<const SlowJournal&>(runner_.journal()).Answer();
+  backup.life->finished.WaitForNotification();
+  EXPECT_EQ(backup.life->status, grpc::StatusCode::OK);
+  End(backup);
 }
 
 }  // namespace

@@ -57,7 +57,10 @@ esac
 exec /bin/cp "$@"
 END
 chmod +x "$scratch/bin/cp"
-PATH=$scratch/bin:$PATH tools/install --prefix "$scratch/copied" --no-build
+# Nor do the modes depend on the mask of who installs.
+(umask 077 && PATH=$scratch/bin:$PATH tools/install --prefix "$scratch/copied" --no-build)
+closed=$(find "$scratch/copied" ! -type l ! -perm 755 ! \( -type f -perm 644 \) -printf '%m %p\n')
+[[ -z $closed ]] || die "others cannot use what was installed: $closed"
 for file in include/torch/csrc/api/include/torch/torch.h lib/libtorch_cpu.so; do
   cmp "$MUSTER_LIBTORCH/torch/$file" "$scratch/copied/lib/muster/torch/$file" || die "no copy of $file"
 done

@@ -59,6 +59,18 @@ if command -v systemd-analyze >/dev/null; then
   done
 fi
 
+# The removal from a running system stops all units. Here one that only notes what it is told.
+mkdir "$scratch/bin"
+printf '#!/bin/sh\necho "$@" >>%s/systemctl.log\n' "$scratch" >"$scratch/bin/systemctl"
+chmod +x "$scratch/bin/systemctl"
+dpkg-deb --control "$package" "$scratch/control"
+for script in prerm postrm; do
+  sed "s|/run/systemd/system|$scratch|" "$scratch/control/$script" | PATH=$scratch/bin:$PATH DPKG_ROOT='' sh -s remove
+done
+for unit in "$root"/lib/systemd/system/*.service; do
+  grep -q "\(stop\|--now\) .*$(basename "$unit")" "$scratch/systemctl.log" || fail "the removal leaves $(basename "$unit") running"
+done
+
 dpkg_in --purge muster-control
 # What dpkg and the accounts keep in the root; the package's files and folders are gone.
 left=$(cd "$root" && find . -mindepth 1 ! -path './var' ! -path './var/lib' ! -path './var/lib/dpkg*' ! -path './etc' \
