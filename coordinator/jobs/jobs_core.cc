@@ -1969,7 +1969,8 @@ ScheduleQuestion JobsCore::Question() const {
   question.nodes = Candidates(/*free=*/true);
   question.settled = Settled();
   question.awaits_nodes = resumes_ && !Settled();
-  question.may_run_unseen = restored_ && question.awaits_nodes;
+  // Also jobs that had ended by the copy, or were suspended, and are wanted again at once.
+  question.may_run_unseen = restored_ && !Settled();
   question.now = now_;
   question.max_processes_of_owner = options_.max_processes_of_owner;
   for (const uint64_t sequence : queued_) {

@@ -1306,6 +1306,28 @@ TEST_F(JobsCoreTest, RestoredCoordinator_StartsNothingBeforeNodesHadALeaseToSayW
   EXPECT_EQ(nodes_["a"].attempts.size() + nodes_["b"].attempts.size(), 1u);
 }
 
+// By the copy it is suspended. It was resumed since, and nobody knows that any more.
+TEST_F(JobsCoreTest, RestoredCoordinator_JobThatIsResumedAtOnce_DoesNotRunBesideWhatWasLost) {
+  const std::string job = Submit(Spec(1));
+  Control(job, v1::JOB_ACTION_SUSPEND);
+  const std::vector<v1::JournalChange> copy = journal_;
+  AddNode("a");
+  Control(job, v1::JOB_ACTION_RESUME);
+  ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  journal_ = copy;
+  nodes_["a"].talks = false;
+  StartTerm(/*restored_term=*/65536);
+  AddNode("b");
+  Control(job, v1::JOB_ACTION_RESUME);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  nodes_["a"].talks = true;
+  Sync("a");
+  EXPECT_TRUE(nodes_["a"].attempts.empty());
+  Settle();
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(nodes_["a"].attempts.size() + nodes_["b"].attempts.size(), 1u);
+}
+
 // Clients take attempts for the number of the last one: they would look for what it has left.
 TEST_F(JobsCoreTest, RestoredCoordinator_NumbersThatAreLeftOut_AreNoAttempts) {
   const std::string job = Submit(Spec(1));
