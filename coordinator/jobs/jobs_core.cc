@@ -1976,6 +1976,8 @@ ScheduleQuestion JobsCore::Question() const {
   for (const uint64_t sequence : queued_) {
     const Job& job = jobs_.at(sequence);
     question.queued.push_back({&job.record, job.not_before});
+    // It has not begun since a restore, after which the coordinator may have been started again.
+    if (job.record.attempts() != LastBegun(job.record)) question.may_run_unseen |= !Settled();
   }
   for (const uint64_t sequence : active_) {
     const Job& job = jobs_.at(sequence);

@@ -1306,6 +1306,25 @@ TEST_F(JobsCoreTest, RestoredCoordinator_StartsNothingBeforeNodesHadALeaseToSayW
   EXPECT_EQ(nodes_["a"].attempts.size() + nodes_["b"].attempts.size(), 1u);
 }
 
+TEST_F(JobsCoreTest, RestoredCoordinator_ThatIsStartedAgainAtOnce_StillWaitsForNodes) {
+  const std::string job = Submit(Spec(1));
+  const std::vector<v1::JournalChange> copy = journal_;
+  AddNode("a");
+  ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  journal_ = copy;
+  nodes_["a"].talks = false;
+  StartTerm(/*restored_term=*/65536);
+  StartTerm();
+  AddNode("b");
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  nodes_["a"].talks = true;
+  Sync("a");
+  EXPECT_TRUE(nodes_["a"].attempts.empty());
+  Settle();
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(nodes_["a"].attempts.size() + nodes_["b"].attempts.size(), 1u);
+}
+
 // By the copy it is suspended. It was resumed since, and nobody knows that any more.
 TEST_F(JobsCoreTest, RestoredCoordinator_JobThatIsResumedAtOnce_DoesNotRunBesideWhatWasLost) {
   const std::string job = Submit(Spec(1));
