@@ -90,8 +90,8 @@ TEST_F(TorchrunFlagsTest, RendezvousConf_BecomesTimesAndTheHost) {
   EXPECT_EQ(Setting({{"rdzv_conf", "is_host=0"}}, "machine_rank"), "none");
   EXPECT_THAT(Refusal({{"rdzv_conf", "timeout=9,close_timeout=3"}}),
               HasSubstr("--rdzv_conf close_timeout=3: of its keys a launch has timeout, "));
-  for (const char* wrong : {"timeout", "timeout=x", "timeout=-1", "timeout=0", "timeout=nan",
-                            "timeout=0x10"}) {
+  for (const char* wrong :
+       {"timeout", "timeout=x", "timeout=-1", "timeout=0", "timeout=nan", "timeout=0x10"}) {
     EXPECT_THAT(Refusal({{"rdzv_conf", wrong}}), HasSubstr("timeout must be a number of seconds"));
   }
   EXPECT_THAT(Refusal({{"rdzv_conf", "is_host=perhaps"}}), HasSubstr("true or false"));
