@@ -10,6 +10,7 @@
 #include <deque>
 #include <utility>
 
+#include "absl/status/status.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -45,10 +46,11 @@ struct Parts {
   int64_t end = 0;
 };
 
-Gone ReadGone(const std::string& path) {
+absl::StatusOr<Gone> ReadGone(const std::string& path) {
   Gone gone;
   const absl::StatusOr<std::string> text = ReadFile(LogGonePath(path), 64);
-  if (!text.ok()) return gone;
+  if (absl::IsNotFound(text.status())) return gone;
+  if (!text.ok()) return text.status();
   // An older runner has written no inode.
   const std::pair<absl::string_view, absl::string_view> words = absl::StrSplit(*text, ' ');
   int64_t bytes = 0;
@@ -66,12 +68,15 @@ bool IsConsistent(const Parts& log, const std::string& path) {
   for (size_t i = 1; i < log.parts.size(); ++i) {
     if (log.parts[i].inode == log.parts[i - 1].inode) return false;
   }
-  return log.gone == ReadGone(path);
+  const absl::StatusOr<Gone> gone = ReadGone(path);
+  return gone.ok() && *gone == log.gone;
 }
 
 absl::StatusOr<Parts> OpenOnce(const std::string& path) {
   Parts log;
-  log.gone = ReadGone(path);
+  const absl::StatusOr<Gone> gone = ReadGone(path);
+  if (!gone.ok()) return gone.status();
+  log.gone = *gone;
   int missing = 0;  // in a row
   for (int number = 0;; ++number) {
     const std::string name = number == 0 ? path : absl::StrCat(path, ".", number);
@@ -79,10 +84,11 @@ absl::StatusOr<Parts> OpenOnce(const std::string& path) {
     part.fd = OwnedFd(open(name.c_str(), O_RDONLY | O_CLOEXEC));
     struct stat info;
     if (!part.fd.open() || fstat(part.fd.get(), &info) != 0) {
-      const int error = errno;
+      // Of too many open files, for example. Without this part the others would be out of place.
+      if (errno != ENOENT) return absl::ErrnoToStatus(errno, name);
       // A rotation leaves out one number at a time.
-      if (++missing < 2 && error == ENOENT) continue;
-      if (log.parts.empty()) return absl::ErrnoToStatus(error, path);
+      if (++missing < 2) continue;
+      if (log.parts.empty()) return absl::ErrnoToStatus(ENOENT, path);
       break;
     }
     missing = 0;

@@ -4,9 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <memory>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "agent/log_file.h"
 #include "base/fake_clock.h"
@@ -91,6 +93,22 @@ TEST_F(AttemptLogTest, EveryStepOfARotation_IsReadAsTheEndOfIt) {
     // Who has read all waits.
     EXPECT_EQ(ReadLogPiece(path_, 45, 0, 100)->data, "");
   }
+}
+
+// As where too many files are open. What is left would seem to be all, at other offsets.
+TEST_F(AttemptLogTest, PartThatCannotBeOpened_IsAnErrorNotAShorterLog) {
+  Open(/*max_bytes=*/10, /*files=*/3);
+  for (const char* line : {"number 1", "number 2", "number 3", "number 4"}) log_->Append(line);
+  for (const std::string& name : {LogGonePath(path_), path_ + ".1", path_}) {
+    const std::string kept = folder_.Path("kept");
+    ASSERT_EQ(rename(name.c_str(), kept.c_str()), 0);
+    ASSERT_EQ(symlink(name.c_str(), name.c_str()), 0);
+    const absl::StatusOr<LogPiece> read = ReadLogPiece(path_, 0, 0, 100);
+    EXPECT_FALSE(read.ok()) << name << ": " << read->data;
+    EXPECT_FALSE(absl::IsNotFound(read.status())) << read.status();
+    ASSERT_EQ(rename(kept.c_str(), name.c_str()), 0);
+  }
+  EXPECT_EQ(ReadLogPiece(path_, 0, 0, 100)->data, "number 2\nnumber 3\nnumber 4\n");
 }
 
 TEST_F(AttemptLogTest, Tail_IsWholeLines) {

@@ -124,6 +124,12 @@ const v1::JobAttempt& Last(const v1::JobRecord& record) {
   return record.history(record.history_size() - 1);
 }
 
+// The number of the last attempt that has begun; 0: none has. After a restore from a copy,
+// attempts() is beyond it, by the numbers that are left out.
+int LastBegun(const v1::JobRecord& record) {
+  return record.history_size() == 0 ? 0 : Last(record).number();
+}
+
 // Whether an active job has what one must have.
 bool IsWhole(const v1::JobRecord& record) {
   if (record.history_size() == 0) return false;
@@ -698,6 +704,7 @@ void JobsCore::PlanPorts(v1::JobPlan* plan) const {
 
 v1::JobRecord JobsCore::View(const Job& job) {
   v1::JobRecord record = job.record;
+  record.set_attempts(LastBegun(record));
   for (v1::JobFile& file : *record.mutable_spec()->mutable_files()) file.clear_content();
   if (record.state() == v1::JOB_STATE_QUEUED && !job.waits_for.empty()) {
     record.set_why(absl::StrCat(record.why(), "; it waits for ", job.waits_for));
@@ -959,7 +966,7 @@ JobsCore::Error JobsCore::Retry(Job* job, int after_attempt, const std::string& 
     return WrongState(record, "is suspended: resume it");
   }
   // A repeat of the call that has already begun one.
-  if (!HasEnded(record.state()) || after_attempt < record.attempts()) return std::nullopt;
+  if (!HasEnded(record.state()) || after_attempt < LastBegun(record)) return std::nullopt;
   if (Error error = CheckLimits(record.owner(), record.spec())) return error;
   record.set_restarts(0);
   record.clear_class_restarts();
@@ -1294,19 +1301,18 @@ JobsCore::Error JobsCore::ReadLog(CallId call, const v1::ReadJobLogRequest& requ
   if (request.offset() < -1 || request.tail_lines() < 0) {
     return BadField("offset", "offset is a number of bytes, or -1 for the last tail_lines lines");
   }
-  const int last = job->record.history_size() == 0 ? 0 : Last(job->record).number();
+  const int last = LastBegun(job->record);
   const int wanted = request.attempt() == 0 ? last : request.attempt();
   const v1::JobAttempt* attempt = nullptr;
   for (const v1::JobAttempt& one : job->record.history()) {
     if (one.number() == wanted) attempt = &one;
   }
   if (attempt == nullptr) {
-    return MakeError(
-        absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
-        job->record.attempts() == 0
-            ? absl::StrCat("job ", job->record.job_id(), " has not started: ", View(*job).why())
-            : absl::StrCat("job ", job->record.job_id(), " has no attempt ", wanted,
-                           " whose logs are known: the last is ", job->record.attempts()));
+    return MakeError(absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
+                     last == 0 ? absl::StrCat("job ", job->record.job_id(),
+                                              " has not started: ", View(*job).why())
+                               : absl::StrCat("job ", job->record.job_id(), " has no attempt ",
+                                              wanted, " whose logs are known: the last is ", last));
   }
   const v1::Placement* placement = nullptr;
   int rank = request.rank();
@@ -1963,12 +1969,15 @@ ScheduleQuestion JobsCore::Question() const {
   question.nodes = Candidates(/*free=*/true);
   question.settled = Settled();
   question.awaits_nodes = resumes_ && !Settled();
-  question.may_run_unseen = restored_ && question.awaits_nodes;
+  // Also jobs that had ended by the copy, or were suspended, and are wanted again at once.
+  question.may_run_unseen = restored_ && !Settled();
   question.now = now_;
   question.max_processes_of_owner = options_.max_processes_of_owner;
   for (const uint64_t sequence : queued_) {
     const Job& job = jobs_.at(sequence);
     question.queued.push_back({&job.record, job.not_before});
+    // It has not begun since a restore, after which the coordinator may have been started again.
+    if (job.record.attempts() != LastBegun(job.record)) question.may_run_unseen |= !Settled();
   }
   for (const uint64_t sequence : active_) {
     const Job& job = jobs_.at(sequence);

@@ -1306,6 +1306,70 @@ TEST_F(JobsCoreTest, RestoredCoordinator_StartsNothingBeforeNodesHadALeaseToSayW
   EXPECT_EQ(nodes_["a"].attempts.size() + nodes_["b"].attempts.size(), 1u);
 }
 
+TEST_F(JobsCoreTest, RestoredCoordinator_ThatIsStartedAgainAtOnce_StillWaitsForNodes) {
+  const std::string job = Submit(Spec(1));
+  const std::vector<v1::JournalChange> copy = journal_;
+  AddNode("a");
+  ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  journal_ = copy;
+  nodes_["a"].talks = false;
+  StartTerm(/*restored_term=*/65536);
+  StartTerm();
+  AddNode("b");
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  nodes_["a"].talks = true;
+  Sync("a");
+  EXPECT_TRUE(nodes_["a"].attempts.empty());
+  Settle();
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(nodes_["a"].attempts.size() + nodes_["b"].attempts.size(), 1u);
+}
+
+// By the copy it is suspended. It was resumed since, and nobody knows that any more.
+TEST_F(JobsCoreTest, RestoredCoordinator_JobThatIsResumedAtOnce_DoesNotRunBesideWhatWasLost) {
+  const std::string job = Submit(Spec(1));
+  Control(job, v1::JOB_ACTION_SUSPEND);
+  const std::vector<v1::JournalChange> copy = journal_;
+  AddNode("a");
+  Control(job, v1::JOB_ACTION_RESUME);
+  ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  journal_ = copy;
+  nodes_["a"].talks = false;
+  StartTerm(/*restored_term=*/65536);
+  AddNode("b");
+  Control(job, v1::JOB_ACTION_RESUME);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  nodes_["a"].talks = true;
+  Sync("a");
+  EXPECT_TRUE(nodes_["a"].attempts.empty());
+  Settle();
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(nodes_["a"].attempts.size() + nodes_["b"].attempts.size(), 1u);
+}
+
+// Clients take attempts for the number of the last one: they would look for what it has left.
+TEST_F(JobsCoreTest, RestoredCoordinator_NumbersThatAreLeftOut_AreNoAttempts) {
+  const std::string job = Submit(Spec(1));
+  StartTerm(/*restored_term=*/65536);
+  EXPECT_EQ(Get(job).attempts(), 0);
+  v1::Op read;
+  read.mutable_read_job_log()->set_job_id(job);
+  EXPECT_THAT(Call(read).error().message(), testing::HasSubstr("has not started"));
+  Control(job, v1::JOB_ACTION_CANCEL);
+  EXPECT_FALSE(Control(job, v1::JOB_ACTION_RETRY, /*after_attempt=*/0).has_error());
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  AddNode("a");
+  Settle();
+  const v1::JobRecord record = Get(job);
+  ASSERT_EQ(record.history_size(), 1);
+  EXPECT_GT(record.attempts(), 1000);
+  EXPECT_EQ(record.attempts(), record.history(0).number());
+  // The next restore leaves out more of them, before the attempt that comes.
+  nodes_["a"].talks = false;
+  StartTerm(/*restored_term=*/2 * 65536);
+  EXPECT_EQ(Get(job).attempts(), record.attempts());
+}
+
 TEST_F(JobsCoreTest, OneCopyRestoredTwice_GivesNoNumberTwice) {
   AddNode("a");
   const std::string job = Submit(Spec(1));
