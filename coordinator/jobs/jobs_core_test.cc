@@ -1313,7 +1313,7 @@ TEST_F(JobsCoreTest, RestoredCoordinator_ThatIsStartedAgainAtOnce_StillWaitsForN
   ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
   journal_ = copy;
   nodes_["a"].talks = false;
-  StartTerm(/*restored_term=*/65536);
+  StartTerm(/*lost_terms=*/65536);
   StartTerm();
   AddNode("b");
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
@@ -1335,7 +1335,7 @@ TEST_F(JobsCoreTest, RestoredCoordinator_JobThatIsResumedAtOnce_DoesNotRunBeside
   ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
   journal_ = copy;
   nodes_["a"].talks = false;
-  StartTerm(/*restored_term=*/65536);
+  StartTerm(/*lost_terms=*/65536);
   AddNode("b");
   Control(job, v1::JOB_ACTION_RESUME);
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
@@ -1350,7 +1350,7 @@ TEST_F(JobsCoreTest, RestoredCoordinator_JobThatIsResumedAtOnce_DoesNotRunBeside
 // Clients take attempts for the number of the last one: they would look for what it has left.
 TEST_F(JobsCoreTest, RestoredCoordinator_NumbersThatAreLeftOut_AreNoAttempts) {
   const std::string job = Submit(Spec(1));
-  StartTerm(/*restored_term=*/65536);
+  StartTerm(/*lost_terms=*/65536);
   EXPECT_EQ(Get(job).attempts(), 0);
   v1::Op read;
   read.mutable_read_job_log()->set_job_id(job);
@@ -1366,7 +1366,7 @@ TEST_F(JobsCoreTest, RestoredCoordinator_NumbersThatAreLeftOut_AreNoAttempts) {
   EXPECT_EQ(record.attempts(), record.history(0).number());
   // The next restore leaves out more of them, before the attempt that comes.
   nodes_["a"].talks = false;
-  StartTerm(/*restored_term=*/2 * 65536);
+  StartTerm(/*lost_terms=*/2 * 65536);
   EXPECT_EQ(Get(job).attempts(), record.attempts());
 }
 
