@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "base/bool_word.h"
 #include "base/exit_code.h"
 #include "base/file.h"
 #include "base/machine.h"
@@ -280,6 +281,19 @@ int Launch(const CommandLine& line, const std::vector<std::string>& argv,
   return Report(outcome, plan.config, context, spec);
 }
 
+// "--tee true ./train" would run the program `true`, with success.
+absl::Status CheckProgramIsNoValue(const std::vector<std::string>& args,
+                                   const std::vector<std::string>& words) {
+  if (args.size() <= words.size() || !ParseBoolWord(words[0]).has_value()) return absl::OkStatus();
+  const std::string& before = args[args.size() - words.size() - 1];
+  if (!absl::StartsWith(before, "--") || before == "--" || absl::StrContains(before, '=')) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      before, " ", words[0], ": a yes or no follows after =, as in --cpu=false; to run ", words[0],
+      " as a program, write -- ", words[0]));
+}
+
 }  // namespace
 
 CommandSpec LaunchCommandSpec() {
@@ -376,6 +390,9 @@ int RunLaunchCommand(const std::vector<std::string>& args, const CommandContext&
                 absl::InvalidArgumentError(
                     "no program to launch: write muster launch [OPTIONS] -- PROGRAM [ARGS...]"),
                 kExitUsage);
+  }
+  if (const absl::Status status = CheckProgramIsNoValue(args, line.words); !status.ok()) {
+    return Fail(spec, context, status, kExitUsage);
   }
   return Launch(line, line.words, context, backend, spec);
 }
