@@ -712,12 +712,8 @@ constexpr AccelerateSection kAccelerateSections[] = {
 bool AsksForSomething(const nlohmann::ordered_json& section) {
   if (!section.is_object()) return false;
   for (const auto& [name, value] : section.items()) {
-    // This one has its effect everywhere; and a size of 1 divides nothing.
-    if (name == "gradient_accumulation_steps" || value.is_null() ||
-        (absl::EndsWith(name, "_size") && value == 1)) {
-      continue;
-    }
-    return true;
+    // A size of 1 divides nothing.
+    if (!value.is_null() && (!absl::EndsWith(name, "_size") || value != 1)) return true;
   }
   return false;
 }
@@ -763,8 +759,9 @@ absl::StatusOr<Layer> LayerOfAccelerate(const AccelerateConfig& config,
     MUSTER_RETURN_IF_ERROR(set("main_process_port", "/main_process_port"));
   }
   const std::string accumulation = "/deepspeed_config/gradient_accumulation_steps";
-  if (values.value(nlohmann::ordered_json::json_pointer(accumulation), nlohmann::ordered_json()) !=
-      "auto") {
+  if (values["distributed_type"] == "DEEPSPEED" &&
+      values.value(nlohmann::ordered_json::json_pointer(accumulation), nlohmann::ordered_json()) !=
+          "auto") {
     MUSTER_RETURN_IF_ERROR(set("gradient_accumulation_steps", accumulation));
   }
   for (const UnreadKey& unread : UnreadKeys(config)) {

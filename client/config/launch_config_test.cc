@@ -295,7 +295,7 @@ TEST(ParseConfig, SectionThatTheTypeOfAFileDoesNotCallFor_IsNoted) {
               ElementsAre(HasSubstr("distributed_type: NO: ")));
   // What wizards write into every file, and what asks for nothing.
   for (const char* const section :
-       {"fsdp_config: {}", "deepspeed_config: {gradient_accumulation_steps: 2}",
+       {"fsdp_config: {}", "deepspeed_config: {gradient_accumulation_steps: null}",
         "megatron_lm_config: {}", "parallelism_config: {parallelism_config_tp_size: 1}"}) {
     EXPECT_THAT(notes("MULTI_CPU", section), IsEmpty()) << section;
   }
@@ -380,6 +380,16 @@ TEST(ParseConfig, FileOfAccelerates_AccumulationInQuotes_Counts) {
     ASSERT_TRUE(left.ok()) << left.status();
     EXPECT_FALSE(left->settings.contains("gradient_accumulation_steps"));
   }
+  // Without DeepSpeed, Accelerate's launcher gives them to nobody: its variable would win over what
+  // a Python program says.
+  const auto other = ParseConfig(
+      "distributed_type: MULTI_GPU\nnum_processes: 2\ndeepspeed_config:\n"
+      "  gradient_accumulation_steps: 4\n",
+      "c.yaml");
+  ASSERT_TRUE(other.ok()) << other.status();
+  EXPECT_FALSE(other->settings.contains("gradient_accumulation_steps"));
+  ASSERT_EQ(other->unused_sections.size(), 1u) << "and it is said";
+  EXPECT_EQ(other->unused_sections[0].name, "deepspeed_config");
   EXPECT_THAT(FileError(with("four")), HasSubstr("four (from c.yaml:4)"));
   EXPECT_THAT(FileError(with("2.5")), HasSubstr("2.5 (from c.yaml:4)"));
 }
