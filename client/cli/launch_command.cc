@@ -333,7 +333,6 @@ absl::StatusOr<LaunchConfig> ReadLaunchConfig(const CommandLine& line,
   if (config_path != nullptr) *config_path = path;
   MUSTER_ASSIGN_OR_RETURN(Layer file, LoadConfig(path));
   const Machine machine = ReadMachine(variables);
-  // --gpu_ids replaces CUDA_VISIBLE_DEVICES, so it counts all GPUs.
   MachineFacts facts = {.gpus = machine.usable_gpus, .cores = machine.cores};
   std::vector<Layer> layers = {std::move(flags), LayerFromVariables(variables)};
   const bool machines_given =
@@ -354,9 +353,8 @@ absl::StatusOr<LaunchConfig> ReadLaunchConfig(const CommandLine& line,
     layers.push_back(std::move(cluster));
   }
   layers.push_back(std::move(file));
-  for (const Layer& layer : layers) {
-    if (layer.settings.count("gpu_ids") != 0) facts.gpus = static_cast<int>(machine.gpus.size());
-  }
+  // --gpu_ids replaces CUDA_VISIBLE_DEVICES, so it counts all GPUs.
+  if (NamesGpus(layers)) facts.gpus = static_cast<int>(machine.gpus.size());
   std::map<std::string, std::string> given;
   for (const auto& [name, values] : line.options) given[name] = values.back();
   MUSTER_RETURN_IF_ERROR(ApplyTorchrunFlags(given, facts, &layers));

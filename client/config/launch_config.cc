@@ -981,11 +981,18 @@ absl::StatusOr<Layer> LoadConfig(const ConfigPath& path) {
   return ParseConfig(*text, path.path);
 }
 
+bool NamesGpus(const std::vector<Layer>& layers) {
+  const std::string ids = Resolver(layers).Text("gpu_ids");
+  return !ids.empty() && ids != "all";
+}
+
 absl::StatusOr<int> CountGpus(const std::vector<Layer>& layers, const MachineFacts& machine) {
-  const Given ids = Resolver(layers).Get("gpu_ids");
-  if (ids.text.empty() || ids.text == "all") return machine.gpus;
+  if (!NamesGpus(layers)) return machine.gpus;
+  const Resolver values(layers);
+  const Given ids = values.Get("gpu_ids");
   const int gpus = static_cast<int>(SplitGpuIds(ids.text).size());
-  if (gpus > machine.gpus) {
+  // A file for GPUs may be tried with --cpu where there are none.
+  if (gpus > machine.gpus && !values.Bool("cpu")) {
     return absl::InvalidArgumentError(absl::StrCat("gpu_ids: ", ids.text, " (from ", ids.source,
                                                    ") names ", gpus, gpus == 1 ? " GPU" : " GPUs",
                                                    ", but this machine has ", machine.gpus));

@@ -224,6 +224,24 @@ TEST(ResolveLaunch, MoreProcessesThanGpus_AreRefusedUnlessOnTheCpu) {
   EXPECT_EQ(ErrorOf({{"num_processes", "4"}, {"cpu", "true"}}, {.gpus = 2}), "accepted");
 }
 
+TEST(ResolveLaunch, GpusOfAFileTriedOnTheCpu_AreNotCounted) {
+  const auto file =
+      ParseConfig("distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: '0,1'\n", "c.yaml");
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_THAT(std::string(ResolveLaunch({{}, *file}, {}).status().message()),
+              HasSubstr("this machine has 0"));
+  const auto config = ResolveLaunch({Flags({{"cpu", "true"}}), *file}, {});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->processes_here, 2);
+}
+
+TEST(NamesGpus, AllAndNothing_LeaveTheGpusToCudaVisibleDevices) {
+  EXPECT_FALSE(NamesGpus({}));
+  EXPECT_FALSE(NamesGpus({Flags({{"gpu_ids", ""}})}));
+  EXPECT_FALSE(NamesGpus({Flags({{"gpu_ids", "all"}}), Flags({{"gpu_ids", "0,1"}})}));
+  EXPECT_TRUE(NamesGpus({{}, Flags({{"gpu_ids", "0,1"}})}));
+}
+
 TEST(ResolveLaunch, GpuAskedForWhereNoneIs_IsRefusedOnTheCommandLineOnly) {
   EXPECT_TRUE(ResolveLaunch({*ParseConfig("cpu: no\n", "c.yaml")}, {})->cpu);
   EXPECT_THAT(ErrorOf({{"cpu", "false"}}), HasSubstr("no usable GPU"));
