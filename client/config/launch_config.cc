@@ -1181,6 +1181,24 @@ absl::Status CheckSharding(const std::vector<Layer>& layers, const Resolver& val
   return absl::OkStatus();
 }
 
+// The layers for a launch on one machine, where one below is for several: its place and address say
+// nothing then.
+std::vector<Layer> ForOneMachine(std::vector<Layer> layers) {
+  bool one = false;
+  for (Layer& layer : layers) {
+    const auto given = layer.settings.find("num_machines");
+    if (given == layer.settings.end()) continue;
+    const bool several = ParseMachines(given->second.text).value_or(MachineCount()).most > 1;
+    if (several && !one) break;
+    one = true;
+    if (!several) continue;
+    for (const char* name : {"machine_rank", "main_process_ip", "main_process_port"}) {
+      layer.settings.erase(name);
+    }
+  }
+  return layers;
+}
+
 // Variables of the workers that settings are.
 void AddVariablesOfSettings(const Resolver& values, LaunchConfig* config) {
   for (const SettingSpec& spec : LaunchSettings()) {
@@ -1212,7 +1230,8 @@ absl::Status AddVariables(const std::vector<Layer>& layers, LaunchConfig* config
 
 absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
                                            const MachineFacts& machine) {
-  const Resolver values(layers);
+  const std::vector<Layer> counted = ForOneMachine(layers);
+  const Resolver values(counted);
   for (const SettingSpec& spec : LaunchSettings()) {
     const Given given = values.Get(spec.name);
     if (given.source != "default") MUSTER_RETURN_IF_ERROR(CheckValue(spec, given));

@@ -171,6 +171,30 @@ TEST(ResolveLaunch, RangeOfMachines_ProcessesAreThoseOfTheMost) {
   }
 }
 
+TEST(ResolveLaunch, OneMachineOverAFileForSeveral_LeavesOutItsPlaceAndAddress) {
+  for (const char* text :
+       {"num_machines: 2\nmachine_rank: 1\ncoordinator: 10.0.0.5:29400\ncpu: true\n",
+        "distributed_type: MULTI_CPU\nnum_processes: 4\nnum_machines: 2\nmachine_rank: 1\n"
+        "main_process_ip: 10.0.0.5\nmain_process_port: 29400\n"}) {
+    const auto file = ParseConfig(text, "c.yaml");
+    ASSERT_TRUE(file.ok()) << file.status();
+    auto config = ResolveLaunch({Flags({{"num_machines", "1"}}), {}, *file}, {});
+    ASSERT_TRUE(config.ok()) << config.status();
+    EXPECT_EQ(config->num_machines, 1);
+    EXPECT_EQ(config->machine_rank, 0);
+    EXPECT_EQ(config->coordinator_ip, "");
+    EXPECT_EQ(config->coordinator_port, 0);
+    EXPECT_EQ(SourceOf(*config, "machine_rank"), "0 from default");
+    // What the command line says counts.
+    config = ResolveLaunch(
+        {Flags({{"num_machines", "1"}, {"main_process_ip", "127.0.0.1"}}), {}, *file}, {});
+    ASSERT_TRUE(config.ok()) << config.status();
+    EXPECT_EQ(config->coordinator_ip, "127.0.0.1");
+    EXPECT_THAT(std::string(ResolveLaunch({{}, {}, *file}, {}).status().message()),
+                HasSubstr("authenticates its callers"));
+  }
+}
+
 TEST(ResolveLaunch, MachinesThatCannotMeet_AreRefused) {
   EXPECT_THAT(ErrorOf({{"num_machines", "2"}}), HasSubstr("--coordinator IP:PORT"));
   EXPECT_THAT(ErrorOf({{"num_machines", "2"}, {"machine_rank", "2"}}),
