@@ -130,6 +130,20 @@ absl::StatusOr<std::string> ConfigPathToWrite(const CommandLine& line,
 absl::StatusOr<std::map<std::string, std::string>> GivenSettings(const CommandLine& line,
                                                                  const std::string& path) {
   std::map<std::string, std::string> given;
+  // What the file cannot have would be missing in the launches that read it.
+  for (const AccelerateEngineFlag& flag : AccelerateEngineFlags()) {
+    if (!line.Has(flag.name)) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("--", flag.name,
+                     " is a flag of muster launch, and no key of its file: give it "
+                     "there, or the same in the file's own words: --sharding"));
+  }
+  if (line.Has("env")) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--env ", line.options.at("env").front(),
+                     " is not taken over into the file: write it there, under env, or give it to "
+                     "muster launch"));
+  }
   for (const SettingSpec& setting : LaunchSettings()) {
     if (line.Has(setting.name)) given[setting.name] = line.Get(setting.name);
   }

@@ -144,6 +144,24 @@ TEST_F(ConfigCommandTest, Options_AreSuggested) {
   EXPECT_EQ(Written(Path()).settings.at("lease").text, "20s");
 }
 
+// A launch with the file would not have them.
+TEST_F(ConfigCommandTest, OptionsThatTheFileCannotHave_AreRefused) {
+  for (const std::vector<std::string>& verb : {std::vector<std::string>(), {"default"}}) {
+    for (const auto& [options, text] :
+         {std::pair<std::vector<std::string>, const char*>{{"--use_fsdp", "--fsdp_version", "2"},
+                                                           "is a flag of muster launch"},
+          {{"--env", "A=b"}, "--env A=b is not taken over"}}) {
+      std::vector<std::string> args = verb;
+      args.insert(args.end(), options.begin(), options.end());
+      EXPECT_EQ(Run(args, "one\n"), kExitUsage);
+      EXPECT_THAT(err_.str(), HasSubstr(text));
+      EXPECT_FALSE(PathExists(Path()));
+    }
+  }
+  // A launch with these flags.
+  EXPECT_EQ(Run({"show", "--use_fsdp", "--env", "A=b"}, ""), kExitOk) << err_.str();
+}
+
 TEST_F(ConfigCommandTest, PlacesThatCannotBeWritten_AreRefusedBeforeTheFirstQuestion) {
   const auto refused = [&](const std::vector<std::string>& args, int code, const char* text) {
     EXPECT_EQ(Run(args, "one\n"), code);

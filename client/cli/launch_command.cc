@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "base/bool_word.h"
 #include "base/exit_code.h"
 #include "base/file.h"
 #include "base/machine.h"
@@ -280,6 +281,19 @@ int Launch(const CommandLine& line, const std::vector<std::string>& argv,
   return Report(outcome, plan.config, context, spec);
 }
 
+// "--tee true ./train" would run the program `true`, with success.
+absl::Status CheckProgramIsNoValue(const std::vector<std::string>& args,
+                                   const std::vector<std::string>& words) {
+  if (args.size() <= words.size() || !ParseBoolWord(words[0]).has_value()) return absl::OkStatus();
+  const std::string& before = args[args.size() - words.size() - 1];
+  if (!absl::StartsWith(before, "--") || before == "--" || absl::StrContains(before, '=')) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      before, " ", words[0], ": a yes or no follows after =, as in --cpu=false; to run ", words[0],
+      " as a program, write -- ", words[0]));
+}
+
 }  // namespace
 
 CommandSpec LaunchCommandSpec() {
@@ -319,7 +333,6 @@ absl::StatusOr<LaunchConfig> ReadLaunchConfig(const CommandLine& line,
   if (config_path != nullptr) *config_path = path;
   MUSTER_ASSIGN_OR_RETURN(Layer file, LoadConfig(path));
   const Machine machine = ReadMachine(variables);
-  // --gpu_ids replaces CUDA_VISIBLE_DEVICES, so it counts all GPUs.
   MachineFacts facts = {.gpus = machine.usable_gpus, .cores = machine.cores};
   std::vector<Layer> layers = {std::move(flags), LayerFromVariables(variables)};
   const bool machines_given =
@@ -340,9 +353,8 @@ absl::StatusOr<LaunchConfig> ReadLaunchConfig(const CommandLine& line,
     layers.push_back(std::move(cluster));
   }
   layers.push_back(std::move(file));
-  for (const Layer& layer : layers) {
-    if (layer.settings.count("gpu_ids") != 0) facts.gpus = static_cast<int>(machine.gpus.size());
-  }
+  // --gpu_ids replaces CUDA_VISIBLE_DEVICES, so it counts all GPUs.
+  if (NamesGpus(layers)) facts.gpus = static_cast<int>(machine.gpus.size());
   std::map<std::string, std::string> given;
   for (const auto& [name, values] : line.options) given[name] = values.back();
   MUSTER_RETURN_IF_ERROR(ApplyTorchrunFlags(given, facts, &layers));
@@ -376,6 +388,9 @@ int RunLaunchCommand(const std::vector<std::string>& args, const CommandContext&
                 absl::InvalidArgumentError(
                     "no program to launch: write muster launch [OPTIONS] -- PROGRAM [ARGS...]"),
                 kExitUsage);
+  }
+  if (const absl::Status status = CheckProgramIsNoValue(args, line.words); !status.ok()) {
+    return Fail(spec, context, status, kExitUsage);
   }
   return Launch(line, line.words, context, backend, spec);
 }

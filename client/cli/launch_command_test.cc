@@ -80,6 +80,22 @@ TEST_F(LaunchCommandTest, Mistakes_AreOneLineWithTheWayOut) {
   EXPECT_THAT(Refused({"plain"}, kExitNotExecutable), HasSubstr("not executable"));
 }
 
+// It would run the program `true`, and succeed.
+TEST_F(LaunchCommandTest, YesOrNoAfterAFlag_IsNotTakenForTheProgram) {
+  for (const char* flag : {"--cpu", "--sharding-overlap", "--use_fsdp", "--no_prefix"}) {
+    EXPECT_THAT(Refused({flag, "true", "./train"}, kExitUsage),
+                HasSubstr(std::string(flag) + " true: a yes or no follows after =, as in "));
+  }
+  for (const std::vector<std::string>& args :
+       std::vector<std::vector<std::string>>{{"true"},
+                                             {"--cpu", "--", "true"},
+                                             {"--num_processes=1", "true"},
+                                             {"--num_processes", "1", "true"}}) {
+    EXPECT_EQ(Run(args), kExitOk) << err_.str();
+    EXPECT_THAT(plan_.argv, ElementsAre("true"));
+  }
+}
+
 TEST_F(LaunchCommandTest, HomeInAPath_IsReplacedWhereverItComesFrom) {
   variables_["HOME"] = "/h";
   EXPECT_EQ(Run({"--log_dir=~/flag", "--offload_optimizer", "disk:~/states", "x"}), kExitOk);

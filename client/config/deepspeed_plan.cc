@@ -1,6 +1,8 @@
 #include "client/config/deepspeed_plan.h"
 
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -10,6 +12,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "base/status_macros.h"
+#include "client/config/python_values.h"
 
 namespace muster::client {
 namespace {
@@ -34,6 +37,38 @@ std::set<std::string> TakeAutos(nlohmann::json* config) {
   return autos;
 }
 
+// Settings of the launcher, which fill in "auto" of a file, and that the file has in another way:
+// only what is in the file counts.
+absl::Status CheckFlags(const std::map<std::string, std::string>& variables,
+                        const nlohmann::json& config) {
+  struct Rival {
+    const char* variable;
+    const char* flag;
+    const char* pointer;
+  };
+  for (const Rival& rival :
+       {Rival{"ACCELERATE_DEEPSPEED_ZERO_STAGE", "zero_stage", "/zero_optimization/stage"},
+        Rival{"ACCELERATE_GRADIENT_CLIPPING", "gradient_clipping", "/gradient_clipping"},
+        Rival{"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "offload_optimizer_device",
+              "/zero_optimization/offload_optimizer/device"},
+        Rival{"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "offload_param_device",
+              "/zero_optimization/offload_param/device"}}) {
+    const auto given = variables.find(rival.variable);
+    if (given == variables.end() || given->second == "auto") continue;
+    const std::optional<double> number = ParsePythonFloat(given->second);
+    nlohmann::json said =
+        config.value(nlohmann::json::json_pointer(rival.pointer), nlohmann::json());
+    if (said == "auto") continue;
+    if (said.is_null()) said = number.has_value() ? nlohmann::json(0) : nlohmann::json("none");
+    if (number.has_value() ? said == *number : said == given->second) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the DeepSpeed config has ", said.dump(), " as ",
+        absl::string_view(rival.pointer).substr(1), ", and --", rival.flag, " (", rival.variable,
+        ") is ", given->second, ": leave that out, or write it or \"auto\" into the config"));
+  }
+  return absl::OkStatus();
+}
+
 // What the file of a DeepSpeed config says about the loop, and the process has in another place.
 absl::Status CheckAgrees(const std::map<std::string, std::string>& variables,
                          const ShardingPlan& plan, const DeepSpeedContext& process) {
@@ -48,6 +83,7 @@ absl::Status CheckAgrees(const std::map<std::string, std::string>& variables,
   }
   // "auto", and a file that says nothing, have been filled in from elsewhere.
   MUSTER_ASSIGN_OR_RETURN(const nlohmann::json config, ReadDeepSpeedConfig(file->second));
+  MUSTER_RETURN_IF_ERROR(CheckFlags(variables, config));
   const auto steps = config.find("gradient_accumulation_steps");
   if (steps == config.end() || !steps->is_number() ||
       *steps == process.gradient_accumulation_steps) {

@@ -23,7 +23,7 @@ struct DeepSpeedPlan {
 // settings with it, and who checks them beforehand. Pure, but for the file that
 // ACCELERATE_DEEPSPEED_CONFIG_FILE names. Errors: those of DeepSpeedConfig::Resolve and
 // MapDeepSpeed; INVALID_ARGUMENT if the file says of precision or accumulation something else than
-// `process`.
+// `process`, or something else than the variables.
 absl::StatusOr<DeepSpeedPlan> PlanDeepSpeed(const std::map<std::string, std::string>& variables,
                                             const DeepSpeedContext& process);
 

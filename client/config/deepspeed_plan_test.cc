@@ -87,5 +87,32 @@ TEST(DeepSpeedPlan, FileThatDisagreesWithTheProcess_IsRefused) {
   EXPECT_THAT(Error(R"(, "bf16": {"enabled": false})"), HasSubstr("the process has bf16"));
 }
 
+// With Accelerate the file alone counts, in silence.
+TEST(DeepSpeedPlan, FlagThatTheFileContradicts_IsRefused) {
+  const auto error = [](const std::string& variable, const std::string& value,
+                        const std::string& more) {
+    return std::string(PlanDeepSpeed({{"ACCELERATE_DEEPSPEED_CONFIG_FILE",
+                                       R"({"zero_optimization": {"stage": 2)" + more},
+                                      {variable, value}},
+                                     {})
+                           .status()
+                           .message());
+  };
+  EXPECT_EQ(error("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3", "}}"),
+            "the DeepSpeed config has 2 as zero_optimization/stage, and --zero_stage "
+            "(ACCELERATE_DEEPSPEED_ZERO_STAGE) is 3: leave that out, or write it or \"auto\" into "
+            "the config");
+  EXPECT_EQ(error("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2", "}}"), "");
+  const char* const kClipping = "ACCELERATE_GRADIENT_CLIPPING";
+  EXPECT_THAT(error(kClipping, "1.0", "}}"), HasSubstr("has 0 as gradient_clipping"));
+  EXPECT_EQ(error(kClipping, "1.0", R"(}, "gradient_clipping": 1})"), "");
+  EXPECT_EQ(error(kClipping, "1.0", R"(}, "gradient_clipping": "auto"})"), "");
+  EXPECT_EQ(error(kClipping, "0", "}}"), "");
+  const char* const kDevice = "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE";
+  EXPECT_THAT(error(kDevice, "cpu", "}}"), HasSubstr("has \"none\" as"));
+  EXPECT_EQ(error(kDevice, "cpu", R"(, "offload_optimizer": {"device": "cpu"}}})"), "");
+  EXPECT_EQ(error(kDevice, "none", R"(, "offload_optimizer": null}})"), "");
+}
+
 }  // namespace
 }  // namespace muster::client

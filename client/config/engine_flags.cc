@@ -93,6 +93,13 @@ absl::Status ApplyEngineFlags(const std::map<std::string, std::string>& given,
         absl::StrCat(source, " and --sharding both say what is divided: write one of them"));
   }
   for (const Layer& layer : *layers) {
+    // A program takes it before the engine's settings.
+    const auto sharding = layer.settings.find("sharding");
+    if (sharding != layer.settings.end()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          source, ": sharding: ", sharding->second.text, " (from ", sharding->second.source,
+          ") says what is divided, too, and would count in its place: leave one of them out"));
+    }
     for (const char* variable : {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"}) {
       const auto found = layer.env.find(variable);
       if (found == layer.env.end()) continue;

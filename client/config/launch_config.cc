@@ -712,12 +712,8 @@ constexpr AccelerateSection kAccelerateSections[] = {
 bool AsksForSomething(const nlohmann::ordered_json& section) {
   if (!section.is_object()) return false;
   for (const auto& [name, value] : section.items()) {
-    // This one has its effect everywhere; and a size of 1 divides nothing.
-    if (name == "gradient_accumulation_steps" || value.is_null() ||
-        (absl::EndsWith(name, "_size") && value == 1)) {
-      continue;
-    }
-    return true;
+    // A size of 1 divides nothing.
+    if (!value.is_null() && (!absl::EndsWith(name, "_size") || value != 1)) return true;
   }
   return false;
 }
@@ -763,8 +759,9 @@ absl::StatusOr<Layer> LayerOfAccelerate(const AccelerateConfig& config,
     MUSTER_RETURN_IF_ERROR(set("main_process_port", "/main_process_port"));
   }
   const std::string accumulation = "/deepspeed_config/gradient_accumulation_steps";
-  if (values.value(nlohmann::ordered_json::json_pointer(accumulation), nlohmann::ordered_json()) !=
-      "auto") {
+  if (values["distributed_type"] == "DEEPSPEED" &&
+      values.value(nlohmann::ordered_json::json_pointer(accumulation), nlohmann::ordered_json()) !=
+          "auto") {
     MUSTER_RETURN_IF_ERROR(set("gradient_accumulation_steps", accumulation));
   }
   for (const UnreadKey& unread : UnreadKeys(config)) {
@@ -984,11 +981,18 @@ absl::StatusOr<Layer> LoadConfig(const ConfigPath& path) {
   return ParseConfig(*text, path.path);
 }
 
+bool NamesGpus(const std::vector<Layer>& layers) {
+  const std::string ids = Resolver(layers).Text("gpu_ids");
+  return !ids.empty() && ids != "all";
+}
+
 absl::StatusOr<int> CountGpus(const std::vector<Layer>& layers, const MachineFacts& machine) {
-  const Given ids = Resolver(layers).Get("gpu_ids");
-  if (ids.text.empty() || ids.text == "all") return machine.gpus;
+  if (!NamesGpus(layers)) return machine.gpus;
+  const Resolver values(layers);
+  const Given ids = values.Get("gpu_ids");
   const int gpus = static_cast<int>(SplitGpuIds(ids.text).size());
-  if (gpus > machine.gpus) {
+  // A file for GPUs may be tried with --cpu where there are none.
+  if (gpus > machine.gpus && !values.Bool("cpu")) {
     return absl::InvalidArgumentError(absl::StrCat("gpu_ids: ", ids.text, " (from ", ids.source,
                                                    ") names ", gpus, gpus == 1 ? " GPU" : " GPUs",
                                                    ", but this machine has ", machine.gpus));
@@ -1177,6 +1181,24 @@ absl::Status CheckSharding(const std::vector<Layer>& layers, const Resolver& val
   return absl::OkStatus();
 }
 
+// The layers for a launch on one machine, where one below is for several: its place and address say
+// nothing then.
+std::vector<Layer> ForOneMachine(std::vector<Layer> layers) {
+  bool one = false;
+  for (Layer& layer : layers) {
+    const auto given = layer.settings.find("num_machines");
+    if (given == layer.settings.end()) continue;
+    const bool several = ParseMachines(given->second.text).value_or(MachineCount()).most > 1;
+    if (several && !one) break;
+    one = true;
+    if (!several) continue;
+    for (const char* name : {"machine_rank", "main_process_ip", "main_process_port"}) {
+      layer.settings.erase(name);
+    }
+  }
+  return layers;
+}
+
 // Variables of the workers that settings are.
 void AddVariablesOfSettings(const Resolver& values, LaunchConfig* config) {
   for (const SettingSpec& spec : LaunchSettings()) {
@@ -1208,7 +1230,8 @@ absl::Status AddVariables(const std::vector<Layer>& layers, LaunchConfig* config
 
 absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
                                            const MachineFacts& machine) {
-  const Resolver values(layers);
+  const std::vector<Layer> counted = ForOneMachine(layers);
+  const Resolver values(counted);
   for (const SettingSpec& spec : LaunchSettings()) {
     const Given given = values.Get(spec.name);
     if (given.source != "default") MUSTER_RETURN_IF_ERROR(CheckValue(spec, given));

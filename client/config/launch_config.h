@@ -179,8 +179,11 @@ std::optional<MachineCount> ParseMachines(absl::string_view text);
 absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
                                            const MachineFacts& machine);
 
+// Whether the setting gpu_ids names GPUs, in place of CUDA_VISIBLE_DEVICES. "all" names none.
+bool NamesGpus(const std::vector<Layer>& layers);
+
 // How many GPUs programs may use here: those of the setting gpu_ids, else all. Errors:
-// INVALID_ARGUMENT: gpu_ids names more than there are.
+// INVALID_ARGUMENT: gpu_ids names more than there are, without the setting cpu.
 absl::StatusOr<int> CountGpus(const std::vector<Layer>& layers, const MachineFacts& machine);
 
 // Splits "host:port" (or "[::1]:port") into the two settings. Errors: INVALID_ARGUMENT.

@@ -171,6 +171,30 @@ TEST(ResolveLaunch, RangeOfMachines_ProcessesAreThoseOfTheMost) {
   }
 }
 
+TEST(ResolveLaunch, OneMachineOverAFileForSeveral_LeavesOutItsPlaceAndAddress) {
+  for (const char* text :
+       {"num_machines: 2\nmachine_rank: 1\ncoordinator: 10.0.0.5:29400\ncpu: true\n",
+        "distributed_type: MULTI_CPU\nnum_processes: 4\nnum_machines: 2\nmachine_rank: 1\n"
+        "main_process_ip: 10.0.0.5\nmain_process_port: 29400\n"}) {
+    const auto file = ParseConfig(text, "c.yaml");
+    ASSERT_TRUE(file.ok()) << file.status();
+    auto config = ResolveLaunch({Flags({{"num_machines", "1"}}), {}, *file}, {});
+    ASSERT_TRUE(config.ok()) << config.status();
+    EXPECT_EQ(config->num_machines, 1);
+    EXPECT_EQ(config->machine_rank, 0);
+    EXPECT_EQ(config->coordinator_ip, "");
+    EXPECT_EQ(config->coordinator_port, 0);
+    EXPECT_EQ(SourceOf(*config, "machine_rank"), "0 from default");
+    // What the command line says counts.
+    config = ResolveLaunch(
+        {Flags({{"num_machines", "1"}, {"main_process_ip", "127.0.0.1"}}), {}, *file}, {});
+    ASSERT_TRUE(config.ok()) << config.status();
+    EXPECT_EQ(config->coordinator_ip, "127.0.0.1");
+    EXPECT_THAT(std::string(ResolveLaunch({{}, {}, *file}, {}).status().message()),
+                HasSubstr("authenticates its callers"));
+  }
+}
+
 TEST(ResolveLaunch, MachinesThatCannotMeet_AreRefused) {
   EXPECT_THAT(ErrorOf({{"num_machines", "2"}}), HasSubstr("--coordinator IP:PORT"));
   EXPECT_THAT(ErrorOf({{"num_machines", "2"}, {"machine_rank", "2"}}),
@@ -222,6 +246,24 @@ TEST(ResolveLaunch, MoreProcessesThanGpus_AreRefusedUnlessOnTheCpu) {
   EXPECT_THAT(ErrorOf({{"gpu_ids", "0,1,2"}}, {.gpus = 2}), HasSubstr("names 3 GPUs"));
   EXPECT_THAT(ErrorOf({{"gpu_ids", "-1"}}, {.gpus = 2}), HasSubstr("--cpu"));
   EXPECT_EQ(ErrorOf({{"num_processes", "4"}, {"cpu", "true"}}, {.gpus = 2}), "accepted");
+}
+
+TEST(ResolveLaunch, GpusOfAFileTriedOnTheCpu_AreNotCounted) {
+  const auto file =
+      ParseConfig("distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: '0,1'\n", "c.yaml");
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_THAT(std::string(ResolveLaunch({{}, *file}, {}).status().message()),
+              HasSubstr("this machine has 0"));
+  const auto config = ResolveLaunch({Flags({{"cpu", "true"}}), *file}, {});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->processes_here, 2);
+}
+
+TEST(NamesGpus, AllAndNothing_LeaveTheGpusToCudaVisibleDevices) {
+  EXPECT_FALSE(NamesGpus({}));
+  EXPECT_FALSE(NamesGpus({Flags({{"gpu_ids", ""}})}));
+  EXPECT_FALSE(NamesGpus({Flags({{"gpu_ids", "all"}}), Flags({{"gpu_ids", "0,1"}})}));
+  EXPECT_TRUE(NamesGpus({{}, Flags({{"gpu_ids", "0,1"}})}));
 }
 
 TEST(ResolveLaunch, GpuAskedForWhereNoneIs_IsRefusedOnTheCommandLineOnly) {
@@ -295,7 +337,7 @@ TEST(ParseConfig, SectionThatTheTypeOfAFileDoesNotCallFor_IsNoted) {
               ElementsAre(HasSubstr("distributed_type: NO: ")));
   // What wizards write into every file, and what asks for nothing.
   for (const char* const section :
-       {"fsdp_config: {}", "deepspeed_config: {gradient_accumulation_steps: 2}",
+       {"fsdp_config: {}", "deepspeed_config: {gradient_accumulation_steps: null}",
         "megatron_lm_config: {}", "parallelism_config: {parallelism_config_tp_size: 1}"}) {
     EXPECT_THAT(notes("MULTI_CPU", section), IsEmpty()) << section;
   }
@@ -380,6 +422,16 @@ TEST(ParseConfig, FileOfAccelerates_AccumulationInQuotes_Counts) {
     ASSERT_TRUE(left.ok()) << left.status();
     EXPECT_FALSE(left->settings.contains("gradient_accumulation_steps"));
   }
+  // Without DeepSpeed, Accelerate's launcher gives them to nobody: its variable would win over what
+  // a Python program says.
+  const auto other = ParseConfig(
+      "distributed_type: MULTI_GPU\nnum_processes: 2\ndeepspeed_config:\n"
+      "  gradient_accumulation_steps: 4\n",
+      "c.yaml");
+  ASSERT_TRUE(other.ok()) << other.status();
+  EXPECT_FALSE(other->settings.contains("gradient_accumulation_steps"));
+  ASSERT_EQ(other->unused_sections.size(), 1u) << "and it is said";
+  EXPECT_EQ(other->unused_sections[0].name, "deepspeed_config");
   EXPECT_THAT(FileError(with("four")), HasSubstr("four (from c.yaml:4)"));
   EXPECT_THAT(FileError(with("2.5")), HasSubstr("2.5 (from c.yaml:4)"));
 }

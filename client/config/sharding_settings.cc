@@ -33,6 +33,8 @@ absl::Status Refused(absl::string_view key, const Json& value, absl::string_view
 
 // Whether a setting that is refused asks for nothing.
 bool IsOff(const Json& value, const Json& off) {
+  // Of one that is on by default false asks for something.
+  if (off == true) return value.is_null() || value == true;
   if (value.is_null() || value == false || (!off.is_null() && value == off)) return true;
   return value.is_object() && (value.empty() || value.value("enabled", Json(true)) == false);
 }

@@ -109,7 +109,7 @@ TEST(MapDeepSpeed, EveryKnownKey_IsMappedNotedOrRefused) {
       ASSERT_FALSE(plan.ok());
       EXPECT_THAT(plan.status().message(), HasSubstr(use.key));
       EXPECT_THAT(plan.status().message(), HasSubstr(use.text));
-      EXPECT_TRUE(MapDeepSpeed(With(use.key, false)).ok());
+      EXPECT_EQ(MapDeepSpeed(With(use.key, false)).ok(), use.off != true);
       EXPECT_TRUE(MapDeepSpeed(With(use.key, use.off)).ok());
     } else if (use.use == Use::kNoEffect) {
       const auto plan = MapDeepSpeed(With(use.key, 12345));
@@ -211,6 +211,11 @@ TEST(MapDeepSpeed, Values_AreChecked) {
       error({{"zero_optimization", {{"stage", 3}, {"offload_param", {{"device", "nvme"}}}}}}),
       HasSubstr("nvme_path"));
   EXPECT_THAT(error({{"optimizer", {{"type", "Lamb"}}}}), HasSubstr("set AdamW"));
+  const auto adam = [](const Json& correction) -> Json {
+    return {{"optimizer", {{"type", "Adam"}, {"params", {{"bias_correction", correction}}}}}};
+  };
+  EXPECT_THAT(error(adam(false)), HasSubstr("optimizer.params.bias_correction: false cannot be"));
+  EXPECT_EQ(error(adam(true)), "");
   EXPECT_THAT(error({{"scheduler", {{"type", "OneCycle"}}}}), HasSubstr("WarmupDecayLR"));
   EXPECT_THAT(error({{"fp16", {{"enabled", true}}}, {"bf16", {{"enabled", true}}}}),
               HasSubstr("choose one"));

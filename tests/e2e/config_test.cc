@@ -137,7 +137,7 @@ TEST_F(ConfigOnATerminal, ArrowsNumbersAndText_WriteAFileThatALaunchTakes) {
   const std::string set =
       absl::StrCat("HOME=", folder_.path(), " CUDA_VISIBLE_DEVICES= ", Muster());
   EXPECT_EQ(RunCommand(set + " config validate").exit_code, 0);
-  const auto dry_run = RunCommand(set + " launch --dry_run true 2>&1");
+  const auto dry_run = RunCommand(set + " launch --dry_run -- true 2>&1");
   EXPECT_EQ(dry_run.exit_code, 0) << dry_run.output;
   EXPECT_THAT(dry_run.output, AllOf(testing::ContainsRegex("num_processes +2 "), HasSubstr("bf16"),
                                     testing::ContainsRegex("sharding +zero3 "),
