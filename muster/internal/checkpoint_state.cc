@@ -1086,8 +1086,10 @@ absl::Status CheckpointState::WaitForAll() {
   const absl::Status saved = Wait();
   // All processes know alike whether they save there.
   if (memory_ == nullptr) return saved;
-  const absl::Status in_memory =
-      Guard([&] { ThrowIfError(LastInMemory(memory_->Settle(process_.comm()), process_.rank())); });
+  const absl::Status in_memory = Guard([&] {
+    steps_.CheckAllTakePart("wait_for_checkpoint()");
+    ThrowIfError(LastInMemory(memory_->Settle(process_.comm()), process_.rank()));
+  });
   return saved.ok() ? in_memory : saved;
 }
 
