@@ -176,8 +176,7 @@ TEST_F(ShardingTest, FsdpAndDeepSpeedSettings_AreDone) {
 
 // Of the micro-steps of a window the last one steps: the scale comes down in 20 to 30 of them.
 TEST_F(ShardingTest, OverflowOfAnAccumulatedStep_CountsOnceTowardsTheEnd) {
-  std::ofstream(folder_ + "/fp16.json")
-      << R"({"fp16": {"enabled": true, "initial_scale_power": 40},
+  std::ofstream(folder_ + "/fp16.json") << R"({"fp16": {"enabled": true, "initial_scale_power": 40},
              "zero_optimization": {"stage": 1}, "gradient_accumulation_steps": "auto",
              "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"})";
   const CommandResult run = RunCommand(
