@@ -337,7 +337,8 @@ int internal::Run(int argc, char** argv, const AcceleratorOptions& options, bool
       const absl::Status trained = Guard([&] {
         ThrowIfError(train(accelerator, arguments));
         if (elastic) {
-          ThrowIfError(accelerator.wait_for_checkpoint());
+          // Not of what all processes say of the last save in memory: some may end much later.
+          ThrowIfError(accelerator.core().checkpoints().Wait());
           generations.Finished();
         }
         accelerator.end_training();

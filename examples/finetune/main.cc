@@ -226,8 +226,9 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
         return absl::CancelledError(absl::StrCat("stopped after ", optimizer.steps(),
                                                  " steps; --checkpoint_dir would have kept them"));
       }
-      const bool is_due =
-          flags.checkpoint_steps > 0 && optimizer.steps() % flags.checkpoint_steps == 0;
+      // Not again after each step that is left out.
+      const bool is_due = flags.checkpoint_steps > 0 && overflows == 0 &&
+                          optimizer.steps() % flags.checkpoint_steps == 0;
       if (stops || is_due) {
         // No state is kept whose loss is no number.
         if (absl::Status reported = report(); !reported.ok()) return reported;

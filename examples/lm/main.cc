@@ -86,6 +86,7 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       optimizer.step();
       optimizer.zero_grad();
       loss_sum = loss.item<double>();
+      if (!accelerator.sync_gradients()) continue;
       // Under fp16 a step that overflows is left out and not counted: the loop would have no end.
       overflows = optimizer.step_was_skipped() ? overflows + 1 : 0;
       TORCH_CHECK(overflows < kMostOverflows, "after ", optimizer.steps(), " steps ", overflows,

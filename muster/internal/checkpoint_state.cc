@@ -822,8 +822,9 @@ absl::Status CheckpointState::Write(StateWriter& writer) {
     MUSTER_RETURN_IF_ERROR(WriteOptimizer(writer, i, *std::move(optimizers[i])));
   }
   if (rank == 0) MUSTER_RETURN_IF_ERROR(WriteShared(writer));
-  for (size_t i = 0; i < registered_.size(); ++i) {
+  for (size_t i = 0; i < collected.size(); ++i) {
     MUSTER_RETURN_IF_ERROR(WriteRegistered(writer, division, i, collected[i]));
+    CheckStillRegistered(registered, "save_state()");
   }
   StateDict random;
   for (const auto& [name, tensor] : SaveRngState()) random.SetTensor(name, tensor);
@@ -1085,8 +1086,10 @@ absl::Status CheckpointState::WaitForAll() {
   const absl::Status saved = Wait();
   // All processes know alike whether they save there.
   if (memory_ == nullptr) return saved;
-  const absl::Status in_memory =
-      Guard([&] { ThrowIfError(LastInMemory(memory_->Settle(process_.comm()), process_.rank())); });
+  const absl::Status in_memory = Guard([&] {
+    steps_.CheckAllTakePart("wait_for_checkpoint()");
+    ThrowIfError(LastInMemory(memory_->Settle(process_.comm()), process_.rank()));
+  });
   return saved.ok() ? in_memory : saved;
 }
 
@@ -1206,9 +1209,9 @@ std::vector<int64_t> CheckpointState::NumbersOfRegistered() const {
 
 void CheckpointState::CheckStillRegistered(const std::vector<int64_t>& numbers,
                                            const char* call) const {
-  TORCH_CHECK(
-      NumbersOfRegistered() == numbers, call,
-      ": a hook has registered or removed an object of the state: do so before or after it");
+  TORCH_CHECK(NumbersOfRegistered() == numbers, call,
+              ": a hook, or the function of a registered object, has registered or removed an "
+              "object of the state: do so before or after it");
 }
 
 void CheckpointState::ForgetExpired() {
@@ -1535,7 +1538,8 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
         [&](const std::string& name) { TakeOptimizerFile(reader, i, name, nullptr, &loaded); },
         &mine);
   }
-  for (size_t i = 0; i < registered_.size(); ++i) {
+  // Hooks may have changed how many there are: then that is this rank's error.
+  for (size_t i = 0; i < loaded.registered_in_parts.size(); ++i) {
     if (!loaded.registered_in_parts[i]) continue;
     const DividedObject& object = *registered_[i].divided;
     ModelSlot& model = *models[*DividedModelOf(i)];
@@ -1557,14 +1561,18 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
 }
 
 void CheckpointState::ApplyRegistered(const Loaded& loaded) {
-  for (size_t i = 0; i < registered_.size(); ++i) {
+  const std::vector<int64_t> registered = NumbersOfRegistered();
+  for (size_t i = 0; i < registered.size(); ++i) {
     ThrowIfError(Try(CustomFileName(i), [&] {
       if (loaded.registered_in_parts[i]) {
         registered_[i].divided->LoadParts(loaded.registered[i]);
       } else {
-        registered_[i].load(loaded.registered[i]);
+        // One that registers another one moves them all while it runs.
+        const std::function<void(const StateDict&)> load = registered_[i].load;
+        load(loaded.registered[i]);
       }
     }));
+    CheckStillRegistered(registered, "load_state()");
   }
 }
 

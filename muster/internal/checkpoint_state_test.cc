@@ -93,15 +93,56 @@ TEST_F(CheckpointStateTest, HookThatRegistersOrRemovesAnObject_IsAnError) {
   int64_t hook =
       checkpoints_.AddSaveHook([&](std::vector<NamedTensors>&, StateWriter&) { RegisterNumber(); });
   const int64_t first = checkpoints_.next_number();
-  EXPECT_THAT(checkpoints_.Save(Dir("refused")).message(), HasSubstr("a hook has registered"));
+  EXPECT_THAT(checkpoints_.Save(Dir("refused")).message(), HasSubstr("registered or removed"));
   checkpoints_.RemoveSince(first);
   checkpoints_.RemoveHook(hook);
   checkpoints_.AddLoadHook(
       [&](std::vector<NamedTensors>&, const StateReader&) { checkpoints_.RemoveSince(0); });
   number_ = 8;
   EXPECT_THAT(checkpoints_.Load(Dir("registered"), false).message(),
-              HasSubstr("a hook has registered"));
+              HasSubstr("registered or removed"));
   EXPECT_EQ(number_, 8) << "nothing has changed";
+}
+
+// Also the first one.
+TEST_F(CheckpointStateTest, LoadHookThatRegistersTheFirstObject_IsAnError) {
+  ASSERT_TRUE(checkpoints_.Save(Dir("none registered")).ok());
+  checkpoints_.AddLoadHook([&](std::vector<NamedTensors>&, const StateReader&) {
+    for (int i = 0; i < 1000; ++i) RegisterNumber();
+  });
+  EXPECT_THAT(checkpoints_.Load(Dir("none registered"), false).message(),
+              HasSubstr("registered or removed"));
+}
+
+TEST_F(CheckpointStateTest, ObjectThatRegistersOrRemovesAnother_IsAnError) {
+  std::function<void()> change;  // of the objects, when the first one is saved or loaded
+  const std::string name = "a name that is too long to be kept in the function itself";
+  size_t length = 0;
+  const int64_t first = checkpoints_.Register(
+      [&] {
+        if (change != nullptr) change();
+        return PlainState{{"one", {1}}};
+      },
+      [&, name](const PlainState&) {
+        if (change != nullptr) change();
+        length = name.size();
+      });
+  RegisterNumber();
+  const int64_t others = checkpoints_.next_number();
+  number_ = 7;
+  ASSERT_TRUE(checkpoints_.Save(Dir("two")).ok());
+  change = [&] { RegisterNumber(); };
+  EXPECT_THAT(checkpoints_.Save(Dir("refused")).message(), HasSubstr("registered or removed"));
+  checkpoints_.RemoveSince(others);
+  number_ = 8;
+  EXPECT_THAT(checkpoints_.Load(Dir("two"), false).message(), HasSubstr("registered or removed"));
+  EXPECT_EQ(length, name.size());
+  EXPECT_EQ(number_, 8) << "nothing else has changed";
+  checkpoints_.RemoveSince(others);
+  // The second one would be left out, without a word.
+  change = [&] { checkpoints_.RemoveHook(first); };
+  EXPECT_THAT(checkpoints_.Save(Dir("refused")).message(), HasSubstr("registered or removed"));
+  EXPECT_FALSE(PathExists(Dir("refused")));
 }
 
 // Its path is that of a folder that is there.

@@ -143,10 +143,17 @@ TEST_F(FinetuneTest, StepsThatAllOverflowFp16_AreAnErrorNotALoop) {
                      "--lr",
                      "1e30",
                      "--warmup",
-                     "0"});
+                     "0",
+                     "--checkpoint_dir",
+                     Temp("states"),
+                     "--checkpoint_steps",
+                     "1"});
   EXPECT_NE(run->Wait(), 0);
   EXPECT_THAT(run->err_text(), HasSubstr("100 in a row overflow fp16: take a smaller --lr"));
   EXPECT_FALSE(PathExists(Temp("tuned/model.safetensors")));
+  const auto states = ListDirectory(Temp("states/checkpoints"));
+  ASSERT_TRUE(states.ok()) << states.status();
+  EXPECT_THAT(*states, ::testing::ElementsAre("checkpoint_0")) << "of the step that was made";
 }
 
 TEST_F(FinetuneTest, OutputInTheFolderOfTheModel_ReplacesIt) {

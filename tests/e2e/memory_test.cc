@@ -14,11 +14,14 @@
 namespace muster {
 namespace {
 
+using testing::AllOf;
 using testing::AnyOf;
+using testing::Each;
 using testing::ElementsAre;
 using testing::Eq;
 using testing::HasSubstr;
 using testing::Not;
+using testing::SizeIs;
 using testing_support::CommandResult;
 using testing_support::MakeTestDir;
 using testing_support::RunCommand;
@@ -76,6 +79,16 @@ TEST(Memory, HookThatThrowsOnOneRank_FailsThatSaveOnAllAndNoOther) {
   const std::string refused = "13: rank 1: the hook says so";
   EXPECT_THAT(result.after("refused at "), ElementsAre(refused, refused)) << result.output;
   EXPECT_THAT(result.after("weights "), ElementsAre(Weights()));
+}
+
+// One that has run out of batches does not come to it.
+TEST(Memory, WaitInsideJoinUnevenInputs_IsRefusedOnEveryRank) {
+  const CommandResult result = Launch(MakeTestDir("join"), "join 5 0 1000");
+  ASSERT_EQ(result.exit_code, 0) << result.output;
+  EXPECT_THAT(
+      result.after("refused at "),
+      AllOf(SizeIs(2), Each(HasSubstr("5: wait_for_checkpoint() inside join_uneven_inputs()"))))
+      << result.output;
 }
 
 TEST(Memory, DamageInMemory_IsFoundAndTheDiskIsTaken) {

@@ -5,7 +5,8 @@
 // mirrored, and all ranks wait for their end. In case "newer_on_disk" the checkpoint in the folder
 // `newer` of the project appears among those on the disk before the second attempt loads. In case
 // "bad_hook" nothing ends, but a hook of rank 1 throws in the save of step DIE_AT, and every rank
-// prints "refused at STEP: WHY" for each save that fails.
+// prints "refused at STEP: WHY" for each save that fails. In case "join" every rank waits for its
+// last save inside of join_uneven_inputs(), and prints the same of that.
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -130,6 +131,11 @@ absl::Status Train(Accelerator& a, const std::string& name, int64_t steps, int64
       if (a.global_step() == steps) break;
     }
     if (a.global_step() == steps) break;
+  }
+  if (name == "join") {
+    auto join = a.join_uneven_inputs();
+    std::printf("refused at %ld: %s\n", static_cast<long>(a.global_step()),
+                std::string(a.wait_for_checkpoint().message()).c_str());
   }
   if (a.is_main_process()) {
     const at::Tensor weights = net->weight.detach().contiguous();

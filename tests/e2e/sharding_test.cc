@@ -174,6 +174,20 @@ TEST_F(ShardingTest, FsdpAndDeepSpeedSettings_AreDone) {
   EXPECT_THAT(by_flag.output, HasSubstr("muster::call(block, inputs...)"));
 }
 
+// Of the micro-steps of a window the last one steps: the scale comes down in 20 to 30 of them.
+TEST_F(ShardingTest, OverflowOfAnAccumulatedStep_CountsOnceTowardsTheEnd) {
+  std::ofstream(folder_ + "/fp16.json") << R"({"fp16": {"enabled": true, "initial_scale_power": 40},
+             "zero_optimization": {"stage": 1}, "gradient_accumulation_steps": "auto",
+             "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"})";
+  const CommandResult run = RunCommand(
+      "client/cli/muster launch --cpu --no_prefix --num_processes 1 "
+      "--num_cpu_threads_per_process 1 --use_deepspeed --deepspeed_config_file " +
+      folder_ + "/fp16.json --mixed_precision fp16 --gradient_accumulation_steps 8 -- " + program_ +
+      " --data " + data_ + " --steps 1 --width 64 --layers 1 --context 32 --batch_size 4 2>&1");
+  ASSERT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_GT(Json::parse(run.last_line()).at("steps").get<int>(), 100) << "which overflow";
+}
+
 // What options.sharding says, of a program that says nothing of it.
 TEST_F(ShardingTest, SettingsOfTheLaunch_AreDone) {
   const auto run = [&](const std::string& launch, const std::string& program = "") {
