@@ -38,12 +38,15 @@ absl::StatusOr<DeviceLimits> get_max_memory(const std::string& text) {
 
 absl::StatusOr<DeviceLimits> get_balanced_memory(const torch::nn::Module& model,
                                                  const DevicePlanOptions& options, bool low_zero) {
-  MUSTER_ASSIGN_OR_RETURN(const PlannedModel described, DescribeModule(model));
-  BalanceOptions balance;
+  // As PlanDevices has it, so that a plan within these limits is that of "auto".
+  MUSTER_ASSIGN_OR_RETURN(PlannedModel described, DescribeModule(model));
   if (options.dtype.has_value()) {
-    MUSTER_ASSIGN_OR_RETURN(balance.dtype, PlannedType(*options.dtype));
+    MUSTER_ASSIGN_OR_RETURN(const std::string type, PlannedType(*options.dtype));
+    SetFloatingType(described, type);
   }
+  BalanceOptions balance;
   balance.no_split = ShortClassNames(options.no_split);
+  balance.counted_whole = ExpertLists(described);
   balance.low_zero = low_zero;
   balance.user_set = !options.max_memory.empty();
   return BalanceMemory(described, balance.user_set ? options.max_memory : GetMaxMemory(), balance);

@@ -74,6 +74,18 @@ TEST(BigModel, DispatchAndDiskOffload_TakeModelsWithWeights) {
   EXPECT_TRUE(at::equal(other->forward(ids), of_other));
 }
 
+// The type in which it is loaded counts, not the smaller one that it has before.
+TEST(BigModel, BalancedMemory_IsThatOfTheTypeToLoad) {
+  auto net = init_empty_weights([] { return TextNet(40, 64, 3); });
+  net->to(at::kBFloat16);
+  const DeviceLimits gpus = {{"0", 1e9}, {"1", 1e9}};
+  const auto own = get_balanced_memory(*net, {.max_memory = gpus});
+  const auto wide = get_balanced_memory(*net, {.max_memory = gpus, .dtype = at::kFloat});
+  ASSERT_TRUE(own.ok()) << own.status();
+  ASSERT_TRUE(wide.ok()) << wide.status();
+  EXPECT_GT(wide->at(0).second, 1.9 * own->at(0).second);
+}
+
 TEST(BigModel, MaxMemoryThatIsNotThere_IsNamed) {
   EXPECT_THAT(std::string(get_max_memory("88=1GB").status().message()), HasSubstr("device 88"));
   EXPECT_TRUE(get_max_memory().ok());

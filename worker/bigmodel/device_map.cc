@@ -476,7 +476,16 @@ int64_t BalanceBuffer(const PlannedModel& model, const Sizes& sizes,
     if (module == nullptr || !no_split.contains(module->class_name)) continue;
     if (seen.insert(module->class_name).second) whole = std::max(whole, sizes[name]);
   }
-  // Modules that hold tensors, and below them no module that does.
+  // Modules that hold tensors, and below them no module that does. The others are listed first: to
+  // compare each with each takes an hour for a model with tens of thousands of experts.
+  std::set<absl::string_view> with_modules;
+  for (const std::string& name : sizes.in_order()) {
+    if (sizes.IsTensor(name)) continue;
+    for (size_t dot = name.rfind('.'); dot != std::string::npos && dot > 0;
+         dot = name.rfind('.', dot - 1)) {
+      if (!with_modules.insert(absl::string_view(name).substr(0, dot)).second) break;
+    }
+  }
   int64_t sum = 0, count = 0;
   for (const std::string& name : sizes.in_order()) {
     if (name.empty() || sizes.IsTensor(name)) continue;
@@ -486,12 +495,7 @@ int64_t BalanceBuffer(const PlannedModel& model, const Sizes& sizes,
         std::any_of(options.counted_whole.begin(), options.counted_whole.end(),
                     [&name](const std::string& whole) { return IsIn(name, whole); });
     if (is_inside) continue;
-    const bool holds_modules =
-        !counts_whole &&
-        std::any_of(sizes.in_order().begin(), sizes.in_order().end(), [&](const auto& other) {
-          return other != name && !sizes.IsTensor(other) && IsIn(other, name);
-        });
-    if (holds_modules) continue;
+    if (!counts_whole && with_modules.contains(name)) continue;
     sum += sizes[name];
     ++count;
   }

@@ -123,6 +123,22 @@ TEST(BalanceMemory, DeviceNumbersWithAGap_AreBalanced) {
   EXPECT_THAT(*limits, ElementsAre(Pair("0", 0), Pair("2", 1100), Pair("3", 5000)));
 }
 
+// As many as the experts of the largest models. Each compared with each would take far longer than
+// this test may.
+TEST(BalanceMemory, TensOfThousandsOfModules_TakeSeconds) {
+  PlannedModel model;
+  for (int i = 0; i < 200; ++i) {
+    PlannedModule layer = {absl::StrCat(i), "Layer", {}, {}, {}};
+    for (int j = 0; j < 256; ++j) layer.children.push_back(Leaf(absl::StrCat(j), 4));
+    model.root.children.push_back(std::move(layer));
+  }
+  const int64_t total = 200 * 256 * 16;
+  const auto balanced = BalanceMemory(model, {{"0", 1e9}, {"1", 1e9}}, {});
+  ASSERT_TRUE(balanced.ok()) << balanced.status();
+  // Half of the model, and a quarter more than the mean module.
+  EXPECT_THAT(*balanced, ElementsAre(Pair("0", total / 2 + 20), Pair("1", 1e9)));
+}
+
 // transformers 5 keeps the experts of a layer in one module, and the mean module is what GPUs get
 // more than their part where it is larger than a block.
 TEST(BalanceMemory, ExpertListsThatCountWhole_LeaveTheMeanModuleAsThePeersIs) {
