@@ -4,7 +4,9 @@
 #include <limits>
 
 #include "absl/container/flat_hash_set.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/barrier_names.h"
 #include "coordinator/errors.h"
 
 namespace muster::coordinator {
@@ -730,7 +732,9 @@ void BarrierSet::Tick(absl::Time now) {
           "barrier ", Quoted(instance->id), " counter ", instance->counter, " timed out after ",
           DurationText(instance->timeout), ": ", report.missing_ranks_size(), " of ",
           instance->expected, " ranks did not arrive: ", MissingText(report)));
-      host_->Blame(report.missing_ranks());
+      if (!absl::StartsWith(instance->id, kAfterLostCollective)) {
+        host_->Blame(report.missing_ranks());
+      }
       Fail(instance, std::move(report), absl::StatusCode::kDeadlineExceeded,
            v1::ERROR_REASON_BARRIER_TIMEOUT);
       continue;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/barrier_names.h"
 #include "coordinator/errors.h"
 
 namespace muster::coordinator {
@@ -220,6 +221,22 @@ TEST_F(BarrierTest, FirstArrival_FixesTheDeadline) {
   EXPECT_THAT(host_.blamed, ElementsAre(2));
   EXPECT_THAT(host_.journal, ElementsAre("b/0"));
   EXPECT_EQ(Reason(Arrive(2, "b", 0)), v1::ERROR_REASON_BARRIER_TIMEOUT);
+}
+
+// Who does not come may have lost the same collective, and timed out.
+TEST_F(BarrierTest, DeadlineAfterALostCollective_BlamesNobody) {
+  Make(3);
+  const std::string name(kAfterLostCollective);
+  std::vector<CallId> calls;
+  for (const std::string& id : {name, name + " of ranks 0, 2"}) {
+    calls.push_back(Arrive(0, id, 0, {.timeout = absl::Seconds(10), .participants = {0, 2}}));
+  }
+  set_->Tick(kStart + absl::Seconds(10));
+  for (const CallId call : calls) {
+    EXPECT_EQ(Reason(call), v1::ERROR_REASON_BARRIER_TIMEOUT);
+    EXPECT_THAT(Result(call).error().detail().missing_ranks(), ElementsAre(2));
+  }
+  EXPECT_THAT(host_.blamed, IsEmpty());
 }
 
 TEST_F(BarrierTest, NegativeTimeout_NeverExpires) {

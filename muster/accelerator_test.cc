@@ -227,6 +227,34 @@ TEST(Accelerator, WeightedAndPlainLossOfTwoOptimizers_TakeTurns) {
   }
 }
 
+// As a critic that steps several times for each step of the generator, whose gradients stay until
+// its next zero_grad().
+TEST(Accelerator, WeightedLossesOfOneOptimizer_LeaveTheUsedGradientsOfAnotherAlone) {
+  Accelerator accelerator(OnCpu());
+  torch::nn::Linear one = OneWeight(), two = OneWeight();
+  FusedSGD sgd_one(one->parameters(), {.lr = 1.0}), sgd_two(two->parameters(), {.lr = 1.0});
+  auto [first, second, step_first, step_second] = accelerator.prepare(one, two, sgd_one, sgd_two);
+  for (int i = 0; i < 3; ++i) {
+    for (int critic = 0; critic < 3; ++critic) {
+      step_first.zero_grad();
+      accelerator.backward(Loss(first(at::full({1, 1}, 8.0))), 4.0);
+      step_first.step();
+    }
+    step_second.zero_grad();
+    accelerator.backward(Loss(second(at::full({1, 1}, 2.0))), 3.0);
+    step_second.step();
+    EXPECT_NEAR(one->weight.item<double>(), 8 * 3 * (i + 1), 1e-6);
+    EXPECT_NEAR(two->weight.item<double>(), 2 * (i + 1), 1e-6);
+  }
+  // One that a loss has been added to since is not used.
+  accelerator.backward(Loss(second(at::ones({1, 1}))), 3.0);
+  step_first.zero_grad();
+  EXPECT_THAT(ErrorOf([&] {
+                accelerator.backward(Loss(first(at::full({1, 1}, 8.0))), 4.0);
+              }),
+              HasSubstr("has a gradient from an earlier loss"));
+}
+
 TEST(Accelerator, ClippingInTheMiddleOfAWindow_IsRefused) {
   AcceleratorOptions options = OnCpu();
   options.gradient_accumulation_steps = 2;

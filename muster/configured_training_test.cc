@@ -80,10 +80,10 @@ TEST(AccumulationSteps, OfTheLoop_AreTheConfigs) {
   options.accumulation.num_steps = 1;
   EXPECT_THAT(ErrorsUnder(
                   sections, [](Accelerator&) {}, 1, options),
-              Each(HasSubstr("gradient_accumulation_steps 4, and the process 1")));
+              Each(HasSubstr("gradient_accumulation_steps 4, and the process has 1")));
   options.accumulation.num_steps = 2;
   EXPECT_THAT(ErrorsUnder(R"(, "gradient_accumulation_steps": 1)", [](Accelerator&) {}, 1, options),
-              Each(HasSubstr("gradient_accumulation_steps 1, and the process 2")));
+              Each(HasSubstr("gradient_accumulation_steps 1, and the process has 2")));
 }
 
 TEST(MakeOptimizer, WhatTheSectionLeavesOut_HasDeepSpeedsDefault) {

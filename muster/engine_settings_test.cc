@@ -222,7 +222,7 @@ TEST(ReadEngineSettings, WhatTheEngineDoesNotHave_IsRefusedWithTheWayOut) {
 // DeepSpeed takes these from its config; here the process has them from elsewhere.
 TEST(ReadEngineSettings, LoopThatTheConfigSaysOtherwise_IsRefused) {
   EXPECT_THAT(ErrorOfFile(R"(, "gradient_accumulation_steps": 4)"),
-              HasSubstr("has gradient_accumulation_steps 4, and the process 1"));
+              HasSubstr("has gradient_accumulation_steps 4, and the process has 1"));
   EXPECT_TRUE(ReadFile(R"(, "gradient_accumulation_steps": "auto")").ok());
   EXPECT_TRUE(ReadFile(R"(, "gradient_accumulation_steps": 1)").ok());
   EXPECT_THAT(

@@ -89,10 +89,11 @@ absl::Status CheckAgrees(const std::map<std::string, std::string>& variables,
       *steps == process.gradient_accumulation_steps) {
     return absl::OkStatus();
   }
-  return absl::InvalidArgumentError(absl::StrCat(
-      "the DeepSpeed config has gradient_accumulation_steps ", steps->dump(), ", and the process ",
-      process.gradient_accumulation_steps, ": set --gradient_accumulation_steps ", steps->dump(),
-      " or options.gradient_accumulation_steps, or \"auto\" in the config"));
+  return absl::InvalidArgumentError(
+      absl::StrCat("the DeepSpeed config has gradient_accumulation_steps ", steps->dump(),
+                   ", and the process has ", process.gradient_accumulation_steps,
+                   ": set --gradient_accumulation_steps ", steps->dump(),
+                   " or options.gradient_accumulation_steps, or \"auto\" in the config"));
 }
 
 }  // namespace

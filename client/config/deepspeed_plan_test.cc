@@ -83,7 +83,7 @@ TEST(DeepSpeedPlan, OtherAutos_AreRefused) {
 TEST(DeepSpeedPlan, FileThatDisagreesWithTheProcess_IsRefused) {
   EXPECT_TRUE(Plan(R"(, "gradient_accumulation_steps": 2, "bf16": {"enabled": true})").ok());
   EXPECT_THAT(Error(R"(, "gradient_accumulation_steps": 4)"),
-              HasSubstr("has gradient_accumulation_steps 4, and the process 2"));
+              HasSubstr("has gradient_accumulation_steps 4, and the process has 2"));
   EXPECT_THAT(Error(R"(, "bf16": {"enabled": false})"), HasSubstr("the process has bf16"));
 }
 

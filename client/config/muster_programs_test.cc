@@ -65,7 +65,7 @@ TEST(MusterPrograms, FilesOfDeepSpeed_AreReadAsTheProgramReadsThem) {
   EXPECT_THAT(refused(params + R"({"lr": "auto"}})"), IsEmpty());
   EXPECT_THAT(refused(params + R"({"betas": "auto"}})"), ElementsAre(HasSubstr("params.betas")));
   EXPECT_THAT(refused(R"(, "gradient_accumulation_steps": 4)"),
-              ElementsAre(HasSubstr("gradient_accumulation_steps 4, and the process 1")));
+              ElementsAre(HasSubstr("gradient_accumulation_steps 4, and the process has 1")));
   EXPECT_THAT(refused(R"(, "fp16": {"enabled": true})"), ElementsAre(HasSubstr("fp16")));
   EXPECT_THAT(refused(R"(, "fp16": {"enabled": "auto"}, "gradient_accumulation_steps": "auto")"),
               IsEmpty());

@@ -114,6 +114,13 @@ void RunHooks(const std::map<int64_t, std::shared_ptr<const Hook>>& hooks, const
   }
 }
 
+// Whether it has not been removed.
+template <class Registered>
+bool IsIn(const std::vector<Registered>& all, const Registered& object) {
+  return std::any_of(all.begin(), all.end(),
+                     [&](const Registered& one) { return one.number == object.number; });
+}
+
 // Whether a save in memory is lost for lack of memory or of an answer, which is no error: others
 // follow.
 bool IsLost(const absl::Status& status, int rank) {
@@ -689,11 +696,6 @@ absl::Status CheckpointState::WriteRegistered(StateWriter& writer, const Divisio
                                               size_t index,
                                               const std::optional<StateDict>& collected) const {
   const std::string name = CustomFileName(static_cast<int>(index));
-  if (!collected.has_value()) {
-    if (process_.rank() != 0) return absl::OkStatus();
-    const std::function<StateDict()> save = registered_[index].save;  // which may remove itself
-    return writer.Write(name, save());
-  }
   // The tensors for the parameters in each file of the model are a file, too.
   const size_t model = *DividedModelOf(index);
   std::set<std::string> apart;
@@ -822,9 +824,17 @@ absl::Status CheckpointState::Write(StateWriter& writer) {
     MUSTER_RETURN_IF_ERROR(WriteOptimizer(writer, i, *std::move(optimizers[i])));
   }
   if (rank == 0) MUSTER_RETURN_IF_ERROR(WriteShared(writer));
-  for (size_t i = 0; i < collected.size(); ++i) {
+  for (size_t i = 0; i < registered_.size(); ++i) {
+    if (!collected[i].has_value()) continue;
     MUSTER_RETURN_IF_ERROR(WriteRegistered(writer, division, i, collected[i]));
-    CheckStillRegistered(registered, "save_state()");
+  }
+  // Last, since they are the program's: they may register and remove objects, also themselves.
+  const std::vector<Registered> objects = registered_;
+  for (size_t i = 0; i < objects.size() && rank == 0; ++i) {
+    if (collected[i].has_value()) continue;
+    TORCH_CHECK(IsIn(registered_, objects[i]), "save_state(): the save function of a registered ",
+                "object has removed object ", i, " before it was saved: do so before or after it");
+    MUSTER_RETURN_IF_ERROR(writer.Write(CustomFileName(static_cast<int>(i)), objects[i].save()));
   }
   StateDict random;
   for (const auto& [name, tensor] : SaveRngState()) random.SetTensor(name, tensor);
@@ -1192,9 +1202,14 @@ int64_t CheckpointState::AddLoadHook(LoadStateHook hook) {
 }
 
 void CheckpointState::RemoveHook(int64_t id) {
-  save_hooks_.erase(id);
-  load_hooks_.erase(id);
-  std::erase_if(registered_, [&](const Registered& object) { return object.number == id; });
+  // What they own may remove them once more when it ends, which is when they are in no list.
+  const auto save_hook = save_hooks_.extract(id);
+  const auto load_hook = load_hooks_.extract(id);
+  const auto at = std::find_if(registered_.begin(), registered_.end(),
+                               [&](const Registered& object) { return object.number == id; });
+  if (at == registered_.end()) return;
+  const Registered object = std::move(*at);
+  registered_.erase(at);
 }
 
 void CheckpointState::RemoveSince(int64_t number) {
@@ -1209,9 +1224,9 @@ std::vector<int64_t> CheckpointState::NumbersOfRegistered() const {
 
 void CheckpointState::CheckStillRegistered(const std::vector<int64_t>& numbers,
                                            const char* call) const {
-  TORCH_CHECK(NumbersOfRegistered() == numbers, call,
-              ": a hook, or the function of a registered object, has registered or removed an "
-              "object of the state: do so before or after it");
+  TORCH_CHECK(
+      NumbersOfRegistered() == numbers, call,
+      ": a hook has registered or removed an object of the state: do so before or after it");
 }
 
 void CheckpointState::ForgetExpired() {
@@ -1561,18 +1576,18 @@ CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
 }
 
 void CheckpointState::ApplyRegistered(const Loaded& loaded) {
-  const std::vector<int64_t> registered = NumbersOfRegistered();
-  for (size_t i = 0; i < registered.size(); ++i) {
+  // The program's functions may register and remove objects, also themselves.
+  const std::vector<Registered> objects = registered_;
+  for (size_t i = 0; i < objects.size(); ++i) {
+    // It may live no more.
+    if (!IsIn(registered_, objects[i])) continue;
     ThrowIfError(Try(CustomFileName(i), [&] {
       if (loaded.registered_in_parts[i]) {
-        registered_[i].divided->LoadParts(loaded.registered[i]);
+        objects[i].divided->LoadParts(loaded.registered[i]);
       } else {
-        // One that registers another one moves them all while it runs.
-        const std::function<void(const StateDict&)> load = registered_[i].load;
-        load(loaded.registered[i]);
+        objects[i].load(loaded.registered[i]);
       }
     }));
-    CheckStillRegistered(registered, "load_state()");
   }
 }
 

@@ -419,6 +419,28 @@ bool HoldsNothing(const at::Tensor& grad) {
   return !grad.defined() || (grad.layout() == at::kStrided && !grad.any().item<bool>());
 }
 
+// The tensor that an optimizer has for a parameter of `model`.
+at::Tensor AtOptimizer(ModelSlot& model, const at::Tensor& parameter) {
+  const at::Tensor shard =
+      model.sharded() == nullptr ? at::Tensor() : model.sharded()->ShardOf(parameter);
+  return shard.defined() ? shard : parameter;
+}
+
+// For what optimizers have for the parameters of `models`: whether a backward pass after pass
+// `since` has added to its gradient.
+std::unordered_map<const void*, bool> AddedTo(const std::vector<std::shared_ptr<ModelSlot>>& models,
+                                              int64_t since) {
+  std::unordered_map<const void*, bool> added;
+  for (const auto& model : models) {
+    if (model->watch() == nullptr) continue;
+    for (const auto& seen : model->watch()->all()) {
+      bool& one = added[AtOptimizer(*model, seen->parameter).unsafeGetTensorImpl()];
+      one = one || seen->pass > since || seen->plain;
+    }
+  }
+  return added;
+}
+
 }  // namespace
 
 void StepController::CheckPendingLosses(bool weighted) const {
@@ -430,8 +452,13 @@ void StepController::CheckPendingLosses(bool weighted) const {
     if (pending == Losses::kNone || (pending == Losses::kPlain && !weighted)) continue;
     // About to be zeroed.
     if (optimizer->zero_at_end_.has_value()) continue;
+    // What is left of its last step is none of an earlier loss: the losses since, of other
+    // optimizers, have not reached it, and it is zeroed before the next one that does.
+    const auto added = AddedTo(registry_.models(), optimizer->pass_at_step_);
     const std::vector<at::Tensor>& parameters = optimizer->handle().parameters();
     for (size_t i = 0; i < parameters.size(); ++i) {
+      const auto known = added.find(parameters[i].unsafeGetTensorImpl());
+      if (known != added.end() && !known->second) continue;
       TORCH_CHECK(
           HoldsNothing(parameters[i].grad()), "backward() of a loss with", weighted ? "" : "out",
           " a weight, and parameter ", NameOf(parameters[i], i, registry_.models()),
@@ -475,13 +502,6 @@ std::unordered_set<const void*> SetOf(const std::vector<at::Tensor>& tensors) {
   std::unordered_set<const void*> set;
   for (const at::Tensor& tensor : tensors) set.insert(tensor.unsafeGetTensorImpl());
   return set;
-}
-
-// The tensor that an optimizer has for a parameter of `model`.
-at::Tensor AtOptimizer(ModelSlot& model, const at::Tensor& parameter) {
-  const at::Tensor shard =
-      model.sharded() == nullptr ? at::Tensor() : model.sharded()->ShardOf(parameter);
-  return shard.defined() ? shard : parameter;
 }
 
 }  // namespace

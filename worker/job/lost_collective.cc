@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
+#include "base/barrier_names.h"
 #include "base/text.h"
 #include "c10/util/Exception.h"
 #include "worker/collective/collective_error.h"
@@ -187,9 +188,10 @@ std::string ExplainLostCollective(const LostCollectiveSources& sources, absl::st
   }
   if (!IsCollectiveTimeout(error)) {
     // A rank that lost a connection gets here before the coordinator learns of the exit of the peer
-    // that closed it; a barrier ends as soon as one of its ranks is known to be gone. Of a part of
-    // the job only that part: the others may be well, and their hosts not to blame for not coming.
-    std::string name = "after a lost collective";
+    // that closed it; a barrier ends as soon as one of its ranks is known to be gone. Nobody is
+    // blamed for not coming to one of this name: who has timed out does not come. Of a part of the
+    // job only that part: the others may be well.
+    std::string name(kAfterLostCollective);
     BarrierCall call{.same_line = false};
     const std::optional<Seat> seat = sources.coordinator->seat();
     if (seat.has_value() && sources.ranks.size() < static_cast<size_t>(seat->world_size)) {

@@ -139,7 +139,7 @@ class DataParallel::Impl {
     local_.resize(all_.size());
     for (size_t i = 0; i < all_.size(); ++i) trains_[i] = all_[i].requires_grad();
     if (comm_.size() == 1) return;
-    VerifySameModel(comm_, all_, names_, sparse_);
+    VerifySameModel(comm_, all_, names_, sparse_, /*frozen_too=*/false);
     if (const std::string name = sparse_parameter(); !name.empty()) {
       TORCH_CHECK(!built_in_hook && options.gradient_hook == nullptr, "parameter '", name,
                   "' has a sparse gradient, which communication hooks cannot exchange: turn the "
@@ -424,7 +424,7 @@ class DataParallel::Impl {
     if (idle_ || !changed) return;
     AgreeOnTrained();
     // All ranks are here, and strides may have changed too.
-    VerifySameModel(comm_, all_, names_, sparse_);
+    VerifySameModel(comm_, all_, names_, sparse_, /*frozen_too=*/false);
     StartExchange();
   }
 

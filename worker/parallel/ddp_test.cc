@@ -449,6 +449,29 @@ TEST(DataParallel, StridesThatPlaceElementsAlike_AreTheSameModel) {
   });
 }
 
+TEST(DataParallel, FrozenParameterWithOtherStrides_IsTheSameModelUntilItIsTrained) {
+  RunRanks(2, [](Comm& comm) {
+    TestNet net(7);
+    const at::Tensor frozen = net.parameters[0].detach().clone();
+    net.parameters[0].set_requires_grad(false);
+    if (comm.rank() == 1) {
+      net.parameters[0].set_data(frozen.mul(0).t().contiguous().t());
+    }
+    DataParallel ddp(comm, net.parameters, net.names, net.buffers);
+    EXPECT_TRUE(net.parameters[0].equal(frozen)) << comm.rank();
+    for (int step = 0; step < 2; ++step) {
+      ddp.BeforeForward(true);
+      ddp.AfterForward(net.Forward(Input(step, comm.rank()))).sum().backward();
+    }
+    at::Tensor mine = net.parameters[2].grad().clone();
+    comm.Broadcast(mine, 0);
+    EXPECT_TRUE(net.parameters[2].grad().equal(mine)) << comm.rank();
+    net.parameters[0].set_requires_grad(true);
+    EXPECT_THAT(ErrorOf([&] { ddp.BeforeForward(true); }),
+                AllOf(HasSubstr("'fc1.weight'"), HasSubstr("lies in memory with strides")));
+  });
+}
+
 TEST(DataParallel, StridesThatChangeWithWhatIsTrained_AreNamed) {
   RunRanks(2, [](Comm& comm) {
     TestNet net(7);

@@ -11,12 +11,15 @@ namespace muster {
 namespace {
 
 // Name, kind and strides, by lines.
-std::string Describe(const at::Tensor& tensor, const std::string& name, bool sparse) {
+std::string Describe(const at::Tensor& tensor, const std::string& name, bool sparse,
+                     bool frozen_too) {
   std::ostringstream out;
   out << name << '\n' << tensor.sizes() << ' ' << tensor.scalar_type();
   if (!tensor.requires_grad()) out << " without gradient";
   if (sparse) out << " with sparse gradient";
   out << '\n';
+  // It has no gradient.
+  if (!tensor.requires_grad() && !frozen_too) return out.str();
   // What is sparse is exchanged by index.
   if (sparse || tensor.layout() != at::kStrided) return out.str();
   std::vector<int64_t> strides = GradientStrides(tensor);
@@ -58,10 +61,11 @@ std::vector<int64_t> GradientStrides(const at::Tensor& parameter) {
 }
 
 void VerifySameModel(Comm& comm, const std::vector<at::Tensor>& parameters,
-                     const std::vector<std::string>& names, const std::vector<bool>& sparse) {
+                     const std::vector<std::string>& names, const std::vector<bool>& sparse,
+                     bool frozen_too) {
   std::string mine;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    mine += Describe(parameters[i], names[i], sparse[i]) + '\0';
+    mine += Describe(parameters[i], names[i], sparse[i], frozen_too) + '\0';
   }
   const std::string digest =
       std::to_string(parameters.size()) + " " + std::to_string(std::hash<std::string>()(mine));

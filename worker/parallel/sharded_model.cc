@@ -218,7 +218,8 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
     }
     CheckStorage(parameters);
   });
-  VerifySameModel(world_, tensors, names, std::vector<bool>(names.size(), false));
+  VerifySameModel(world_, tensors, names, std::vector<bool>(names.size(), false),
+                  /*frozen_too=*/true);
   std::vector<PlannedUnit> plan;
   OnAll(world_, kShard, [&] { plan = PlanUnits(module, parameters, options_); });
   CheckSamePlan(plan);

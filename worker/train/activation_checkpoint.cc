@@ -8,6 +8,7 @@
 #include "ATen/autocast_mode.h"
 #include "ATen/core/grad_mode.h"
 #include "base/mutex.h"
+#include "c10/core/Storage.h"
 #include "c10/core/TensorImpl.h"
 #include "c10/util/Exception.h"
 #include "torch/csrc/autograd/graph_task.h"
@@ -68,6 +69,34 @@ int64_t VersionOf(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
 }
 
+// A buffer before the first run, and what tells that it may be another after it.
+struct BufferBefore {
+  explicit BufferBefore(const at::Tensor& buffer)
+      : buffer(buffer), values(buffer.detach().clone()), version(VersionOf(buffer)) {
+    if (buffer.has_storage()) memory = buffer.storage();
+  }
+
+  bool MayHaveChanged() const {
+    if (!SameKind(buffer, values)) return true;
+    // To compare those of another device, the host would wait for all that is queued there.
+    if (buffer.device().is_cpu()) return !SameValues(buffer, values);
+    if (VersionOf(buffer) != version || !buffer.has_storage() ||
+        buffer.storage().unsafeGetStorageImpl() != memory.unsafeGetStorageImpl()) {
+      return true;
+    }
+    // LibTorch does not count the changes of running statistics, nor those through data(). What is
+    // small is taken as changed: a second run starts from the same values all the same.
+    constexpr size_t kSmall = size_t{64} << 10;
+    const bool statistics = buffer.dim() == 1 && buffer.is_floating_point();
+    return buffer.is_non_overlapping_and_dense() && (statistics || buffer.nbytes() <= kSmall);
+  }
+
+  at::Tensor buffer;
+  at::Tensor values;
+  int64_t version;
+  c10::Storage memory;  // kept, so that no other has its address
+};
+
 }  // namespace
 
 // One call of activation_checkpoint(): alive as long as the graph it made.
@@ -101,9 +130,7 @@ class Region : public std::enable_shared_from_this<Region> {
     for (const at::Tensor& parameter : rerun_.parameters) {
       parameter_versions_.push_back(VersionOf(parameter));
     }
-    for (const at::Tensor& buffer : rerun_.buffers) {
-      buffers_.emplace_back(buffer, buffer.detach().clone());
-    }
+    for (const at::Tensor& buffer : rerun_.buffers) before_.emplace_back(buffer);
     if (selection_ != nullptr) ++selection_->live;
   }
   ~Region() {
@@ -126,9 +153,11 @@ class Region : public std::enable_shared_from_this<Region> {
     in_first_run_ = false;
     if (slots_.empty() && selection_ != nullptr) selection_->leaves_no_trace = true;
     // A second run needs what the first has changed.
-    std::erase_if(buffers_, [](const auto& buffer) {
-      return SameKind(buffer.first, buffer.second) && SameValues(buffer.first, buffer.second);
-    });
+    for (BufferBefore& before : before_) {
+      if (!before.MayHaveChanged()) continue;
+      buffers_.emplace_back(std::move(before.buffer), std::move(before.values));
+    }
+    before_.clear();
     const std::map<std::string, at::Tensor> now = SaveRngState();
     std::erase_if(rng_, [&](const auto& state) { return state.second.equal(now.at(state.first)); });
     for (size_t i = 0; i < rerun_.inputs.size(); ++i) {
@@ -154,6 +183,7 @@ class Region : public std::enable_shared_from_this<Region> {
         "activation_checkpoint: the function has thrown an exception, so that there is no "
         "backward pass through what it had computed before";
     rerun_ = {};
+    before_.clear();
   }
 
   // The second run: the next tensor that autograd saves.
@@ -224,7 +254,8 @@ class Region : public std::enable_shared_from_this<Region> {
   uint64_t group_ = 0;
   // In the place of inputs that are not defined any more.
   std::vector<std::shared_ptr<ActivationStore::Parked>> parked_;
-  // As the first run found them: random generators and buffers, after it those that it has changed.
+  std::vector<BufferBefore> before_;  // of the first run, while it runs
+  // As the first run found them: random generators and buffers that it may have changed.
   std::map<std::string, at::Tensor> rng_;
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
   const std::vector<int64_t> thread_states_;

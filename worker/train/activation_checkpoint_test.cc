@@ -420,6 +420,33 @@ TEST(ActivationCheckpoint, BufferThatOthersUse_IsNotTouched) {
   EXPECT_TRUE(x.grad().defined());
 }
 
+// Whose values the host cannot read, as it must not those of a GPU in the middle of a forward pass.
+struct OnMetaImpl : torch::nn::Module {
+  OnMetaImpl() {
+    const at::TensorOptions meta = at::TensorOptions().device(at::kMeta);
+    weight = register_parameter("weight", at::ones({3}, meta));
+    count = register_buffer("count", at::zeros({}, meta.dtype(at::kLong)));
+    statistics = register_buffer("statistics", at::zeros({3}, meta));
+    row = register_buffer("row", at::zeros({1}, meta).expand({3}));
+    table = register_buffer("table", at::zeros({300, 300}, meta));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    count.add_(1);
+    return (x * weight).sin();
+  }
+  at::Tensor weight, count, statistics, row, table;
+};
+TORCH_MODULE(OnMeta);
+
+TEST(ActivationCheckpoint, BuffersOfAnotherDevice_AreNotReadByTheHost) {
+  OnMeta net;
+  const at::Tensor x = at::ones({2, 3}, at::TensorOptions().device(at::kMeta)).requires_grad_(true);
+  const at::Tensor y = activation_checkpoint(net, activation_checkpoint(net, x));
+  y.sum().backward();
+  EXPECT_TRUE(x.grad().defined());
+  EXPECT_TRUE(net->weight.grad().defined());
+}
+
 TEST(ActivationCheckpoint, FrozenParameterOrBiasThatChanged_Throws) {
   for (const bool frozen : {true, false}) {
     torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Tanh());

@@ -1,0 +1,14 @@
+#ifndef MUSTER_BASE_BARRIER_NAMES_H_
+#define MUSTER_BASE_BARRIER_NAMES_H_
+
+#include "absl/strings/string_view.h"
+
+namespace muster {
+
+// The names of barriers in which ranks wait for a while to learn who is gone, begin like this. The
+// coordinator blames nobody for not coming: who is missing may have timed out before, or wait on.
+inline constexpr absl::string_view kAfterLostCollective = "after a lost collective";
+
+}  // namespace muster
+
+#endif  // MUSTER_BASE_BARRIER_NAMES_H_
