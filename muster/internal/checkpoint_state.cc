@@ -693,8 +693,7 @@ std::optional<size_t> CheckpointState::DividedModelOf(size_t index) const {
 }
 
 absl::Status CheckpointState::WriteRegistered(StateWriter& writer, const Division& division,
-                                              size_t index,
-                                              const std::optional<StateDict>& collected) const {
+                                              size_t index, const StateDict& collected) const {
   const std::string name = CustomFileName(static_cast<int>(index));
   // The tensors for the parameters in each file of the model are a file, too.
   const size_t model = *DividedModelOf(index);
@@ -706,7 +705,7 @@ absl::Status CheckpointState::WriteRegistered(StateWriter& writer, const Divisio
       for (const std::string& tensor : files[k].tensors) {
         const std::string key = registered_[index].divided->KeyOf(tensor);
         apart.insert(key);
-        const absl::StatusOr<at::Tensor> mine = collected->GetTensor(key);
+        const absl::StatusOr<at::Tensor> mine = collected.GetTensor(key);
         if (mine.ok()) part.SetTensor(key, *mine);
       }
       if (files[k].rank != process_.rank()) continue;
@@ -715,8 +714,8 @@ absl::Status CheckpointState::WriteRegistered(StateWriter& writer, const Divisio
   }
   if (process_.rank() != 0) return absl::OkStatus();
   StateDict rest;
-  CopyScalars(*collected, &rest);
-  for (const auto& [key, tensor] : collected->tensors()) {
+  CopyScalars(collected, &rest);
+  for (const auto& [key, tensor] : collected.tensors()) {
     if (apart.count(key) == 0) rest.SetTensor(key, tensor);
   }
   return writer.Write(name, rest);
@@ -826,7 +825,7 @@ absl::Status CheckpointState::Write(StateWriter& writer) {
   if (rank == 0) MUSTER_RETURN_IF_ERROR(WriteShared(writer));
   for (size_t i = 0; i < registered_.size(); ++i) {
     if (!collected[i].has_value()) continue;
-    MUSTER_RETURN_IF_ERROR(WriteRegistered(writer, division, i, collected[i]));
+    MUSTER_RETURN_IF_ERROR(WriteRegistered(writer, division, i, *collected[i]));
   }
   // Last, since they are the program's: they may register and remove objects, also themselves.
   const std::vector<Registered> objects = registered_;

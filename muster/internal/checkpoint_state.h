@@ -151,9 +151,9 @@ class CheckpointState {
   void ExpectBytes(StateWriter& writer, const std::vector<NamedTensors>& weights,
                    const std::vector<std::optional<OptimizerState>>& optimizers) const;
   absl::Status WriteShared(StateWriter& writer) const;
-  // `collected`: of a divided object.
+  // `index` and `collected` are of a divided object.
   absl::Status WriteRegistered(StateWriter& writer, const Division& division, size_t index,
-                               const std::optional<StateDict>& collected) const;
+                               const StateDict& collected) const;
   // Where among the prepared models that of registered object `index` is; nothing unless it is
   // divided.
   std::optional<size_t> DividedModelOf(size_t index) const;
