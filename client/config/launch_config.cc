@@ -854,12 +854,13 @@ absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view sour
             absl::StrCat(where, ": env must be a map of NAME: VALUE"));
       }
       for (const auto& [name, entry] : value.items()) {
-        const std::optional<std::string> scalar = ScalarText(entry);
         const std::string at = place(absl::StrCat("/env/", name));
-        if (!scalar.has_value()) {
-          return absl::InvalidArgumentError(absl::StrCat(at, ": env.", name, " must be text"));
+        // As in a job file: 1.10 and off would lose the way in which they are written.
+        if (!entry.is_string() && !entry.is_number_integer()) {
+          return absl::InvalidArgumentError(
+              absl::StrCat(at, ": env.", name, " must be text, in quotes"));
         }
-        layer.env[name] = {*scalar, at};
+        layer.env[name] = {*ScalarText(entry), at};
       }
       continue;
     }
