@@ -459,8 +459,11 @@ class Slurm final : public JobBackend {
   }
   using QueueAnswer = std::shared_ptr<const std::map<int64_t, Queued>>;
   absl::StatusOr<QueueAnswer> RecentQueue(int64_t id, Ask ask) {
-    // While one asks, the others wait for the answer.
+    // While one asks, the others wait for the answer. One that was asked for since they came is as
+    // new as their own.
+    const absl::Time came = absl::Now();
     MutexLock lock(&mu_);
+    if (recent_ != nullptr && asked_ > came) return recent_;
     if (recent_ != nullptr && absl::Now() < asked_ + options_.poll) {
       const auto job = recent_->find(id);
       const bool runs = job != recent_->end() && job->second.state == "RUNNING";
