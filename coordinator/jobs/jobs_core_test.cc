@@ -44,6 +44,22 @@ class JobsCoreTest : public testing::Test {
   // After it, nothing is waited for that nodes could still bring.
   void Settle() { Advance(options_.node_lease); }
 
+  // The coordinator begins again with a copy of its journal; node a does not call yet.
+  void Restore(const std::vector<v1::JournalChange>& copy) {
+    journal_ = copy;
+    nodes_["a"].talks = false;
+    StartTerm(/*lost_terms=*/65536);
+  }
+  // Then it calls: what the copy lacks ends there, and `rest` later the job runs in one place.
+  void CallLate(const std::string& job, absl::Duration rest) {
+    nodes_["a"].talks = true;
+    Sync("a");
+    EXPECT_TRUE(nodes_["a"].attempts.empty());
+    Advance(rest);
+    EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+    EXPECT_EQ(nodes_["a"].attempts.size() + nodes_["b"].attempts.size(), 1u);
+  }
+
   JobsCore::Event NextEvent() {
     if (!idle_) ++revision_;
     return {now_, revision_, kCluster, caller_.has_value() ? &*caller_ : nullptr};
@@ -1293,19 +1309,12 @@ TEST_F(JobsCoreTest, RestoredCoordinator_StartsNothingBeforeNodesHadALeaseToSayW
   const std::vector<v1::JournalChange> copy = journal_;
   AddNode("a");
   ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
-  journal_ = copy;
-  nodes_["a"].talks = false;
-  StartTerm(/*lost_terms=*/65536);
+  Restore(copy);
   AddNode("b");
   Advance(absl::Seconds(20));
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
   EXPECT_THAT(Get(job).why(), testing::HasSubstr("nodes that may come back"));
-  nodes_["a"].talks = true;
-  Sync("a");
-  EXPECT_TRUE(nodes_["a"].attempts.empty());
-  Advance(absl::Seconds(11));
-  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
-  EXPECT_EQ(nodes_["a"].attempts.size() + nodes_["b"].attempts.size(), 1u);
+  CallLate(job, absl::Seconds(11));
 }
 
 TEST_F(JobsCoreTest, RestoredCoordinator_ThatIsStartedAgainAtOnce_StillWaitsForNodes) {
@@ -1313,18 +1322,11 @@ TEST_F(JobsCoreTest, RestoredCoordinator_ThatIsStartedAgainAtOnce_StillWaitsForN
   const std::vector<v1::JournalChange> copy = journal_;
   AddNode("a");
   ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
-  journal_ = copy;
-  nodes_["a"].talks = false;
-  StartTerm(/*lost_terms=*/65536);
+  Restore(copy);
   StartTerm();
   AddNode("b");
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
-  nodes_["a"].talks = true;
-  Sync("a");
-  EXPECT_TRUE(nodes_["a"].attempts.empty());
-  Settle();
-  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
-  EXPECT_EQ(nodes_["a"].attempts.size() + nodes_["b"].attempts.size(), 1u);
+  CallLate(job, options_.node_lease);
 }
 
 // By the copy it is suspended. It was resumed since, and nobody knows that any more.
@@ -1335,18 +1337,11 @@ TEST_F(JobsCoreTest, RestoredCoordinator_JobThatIsResumedAtOnce_DoesNotRunBeside
   AddNode("a");
   Control(job, v1::JOB_ACTION_RESUME);
   ASSERT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
-  journal_ = copy;
-  nodes_["a"].talks = false;
-  StartTerm(/*lost_terms=*/65536);
+  Restore(copy);
   AddNode("b");
   Control(job, v1::JOB_ACTION_RESUME);
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
-  nodes_["a"].talks = true;
-  Sync("a");
-  EXPECT_TRUE(nodes_["a"].attempts.empty());
-  Settle();
-  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
-  EXPECT_EQ(nodes_["a"].attempts.size() + nodes_["b"].attempts.size(), 1u);
+  CallLate(job, options_.node_lease);
 }
 
 // Clients take attempts for the number of the last one: they would look for what it has left.
