@@ -250,13 +250,33 @@ class Resolver {
     }
     const Given given = Find("reshard_after_forward", "RESHARD_AFTER_FORWARD");
     settings_.reshard_after_forward = true;
-    if (given.value.is_null()) return absl::OkStatus();
-    if (!given.value.is_boolean() && !given.value.is_string()) {
-      return Wrong(given, absl::StrCat("reshard_after_forward set to ", Shown(given.value),
-                                       " is not supported with FSDP2: set it to a `bool`"));
+    if (!given.value.is_null()) {
+      if (!given.value.is_boolean() && !given.value.is_string()) {
+        return Wrong(given, absl::StrCat("reshard_after_forward set to ", Shown(given.value),
+                                         " is not supported with FSDP2: set it to a `bool`"));
+      }
+      MUSTER_ASSIGN_OR_RETURN(settings_.reshard_after_forward, Truth(given));
     }
-    MUSTER_ASSIGN_OR_RETURN(settings_.reshard_after_forward, Truth(given));
+    if (strategy.value.is_null()) NoteStrategyOf1();
     return absl::OkStatus();
+  }
+
+  // The release does not read the variable in version 2. The launcher always sets it, to FULL_SHARD
+  // where the user chose none.
+  void NoteStrategyOf1() {
+    const Given variable = Find("sharding_strategy", "SHARDING_STRATEGY");
+    if (variable.value.is_null()) return;
+    const absl::StatusOr<int> number = Choice(variable, Strategies(), "ShardingStrategy");
+    const Strategy here =
+        *settings_.reshard_after_forward ? Strategy::kFullShard : Strategy::kShardGradOp;
+    if (number.ok() && (static_cast<Strategy>(*number) == here ||
+                        static_cast<Strategy>(*number) == Strategy::kFullShard)) {
+      return;
+    }
+    settings_.notes.push_back(absl::StrCat(
+        variable.source, "=", Shown(variable.value),
+        " has no effect in version 2: set FSDP_RESHARD_AFTER_FORWARD (true for FULL_SHARD, false "
+        "for SHARD_GRAD_OP), or MUSTER_SHARDING for another strategy"));
   }
 
   absl::Status BackwardPrefetch() {

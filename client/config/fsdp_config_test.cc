@@ -63,6 +63,26 @@ TEST(ResolveFsdp, VariableThatIsNoStrategyInVersion1_IsNoted) {
   EXPECT_THAT(Error({{"reshard_after_forward", "none"}}, {}), HasSubstr("NONE"));
 }
 
+TEST(ResolveFsdp, StrategyOfVersion1InVersion2_IsNotedUnlessItIsTheSame) {
+  for (const char* word : {"SHARD_GRAD_OP", "2", "NO_SHARD", "HYBRID_SHARD", "FULL_SHRD"}) {
+    SCOPED_TRACE(word);
+    const FsdpSettings settings =
+        Resolved(nullptr, {{"FSDP_VERSION", "2"}, {"FSDP_SHARDING_STRATEGY", word}});
+    EXPECT_FALSE(settings.strategy);
+    ASSERT_EQ(settings.notes.size(), 1u);
+    EXPECT_THAT(settings.notes[0], HasSubstr("FSDP_SHARDING_STRATEGY="));
+  }
+  EXPECT_TRUE(Resolved(nullptr, {{"FSDP_VERSION", "2"},
+                                 {"FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP"},
+                                 {"FSDP_RESHARD_AFTER_FORWARD", "false"}})
+                  .notes.empty());
+  // The launcher sets it where nobody chose one.
+  EXPECT_TRUE(Resolved(nullptr, {{"FSDP_VERSION", "2"},
+                                 {"FSDP_SHARDING_STRATEGY", "FULL_SHARD"},
+                                 {"FSDP_RESHARD_AFTER_FORWARD", "false"}})
+                  .notes.empty());
+}
+
 TEST(ResolveFsdp, NumbersOfTorch_MayHaveLeadingZeros) {
   EXPECT_EQ(Resolved(nullptr, {{"FSDP_SHARDING_STRATEGY", "02"}}).strategy,
             FsdpSettings::Strategy::kShardGradOp);
