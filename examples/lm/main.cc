@@ -71,7 +71,6 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
   std::chrono::steady_clock::time_point start;
   while (optimizer.steps() < flags.steps) {
     for (auto& batch : loader) {
-      if (optimizer.steps() >= flags.steps) break;
       // The first steps allocate, and agree on orders.
       if (steps++ == 2) start = std::chrono::steady_clock::now();
       auto scope = accelerator.accumulate();
@@ -91,6 +90,9 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       overflows = optimizer.step_was_skipped() ? overflows + 1 : 0;
       TORCH_CHECK(overflows < kMostOverflows, "after ", optimizer.steps(), " steps ", overflows,
                   " in a row overflow fp16: take a smaller --lr, or --mixed_precision bf16");
+      // Here and not at the start of the body: a batch that the loop has taken counts as used, and
+      // a run that resumes would go on behind it.
+      if (optimizer.steps() >= flags.steps) break;
     }
   }
   const double seconds =

@@ -68,6 +68,19 @@ TEST_F(ShardingTest, Checkpoint_ContinuesUnderAnotherStrategyAndNumberOfProcesse
   EXPECT_EQ(Json::parse(more.last_line()).at("steps"), 1);
 }
 
+TEST_F(ShardingTest, RunInTwoParts_IsTheRunInOne) {
+  const std::string model = "--width 32 --layers 2 --context 16 --batch_size 4 --steps ";
+  const CommandResult whole = Lm("zero3", 2, model + "9");
+  ASSERT_EQ(whole.exit_code, 0) << whole.output;
+  const std::string checkpoint = " --checkpoint " + folder_ + "/parts";
+  ASSERT_EQ(Lm("zero3", 2, model + "6" + checkpoint).exit_code, 0);
+  const CommandResult rest = Lm("zero1", 2, model + "9" + checkpoint);
+  ASSERT_EQ(rest.exit_code, 0) << rest.output;
+  EXPECT_NEAR(Json::parse(rest.last_line()).at("loss").get<double>(),
+              Json::parse(whole.last_line()).at("loss").get<double>(), 1e-5)
+      << "the batch of step 7 is the next one";
+}
+
 // In pid namespaces of their own processes are on hosts of their own, as far as they know: each
 // reads the blocks that its parts are in, and what is not read would be zeros.
 TEST_F(ShardingTest, ProcessesOfSeveralHosts_ReadTheirPartsOfACheckpoint) {
