@@ -49,9 +49,10 @@ const ShardingGroups& Core::MakeShardingGroups() {
   TORCH_CHECK(
       group != 1,
       "options.sharding.group_size is 1: each process would hold a whole copy of the model, "
-      "and nothing would be divided. Hybrid sharding divides a copy among the processes of "
-      "a machine, of which there is one: run more of them on each machine, set group_size "
-      "(MUSTER_SHARDING_GROUP_SIZE), or use zero3, which divides one copy among all");
+      "and nothing would be divided. Without a group_size hybrid sharding divides a copy among the "
+      "processes of a machine: run more than one on each machine, set group_size "
+      "(MUSTER_SHARDING_GROUP_SIZE) to a larger number, or use zero3, which divides one copy among "
+      "all");
   TORCH_CHECK(
       group > 1 && size % group == 0, "options.sharding.group_size is ", group, ", and ", size,
       " processes cannot be divided into groups of ", group,
