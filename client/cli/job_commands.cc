@@ -33,6 +33,7 @@
 #include "client/cli/open_backend.h"
 #include "client/cli/output.h"
 #include "client/cli/planned_checkpoint.h"
+#include "client/jobs/follow_log.h"
 #include "client/jobs/job_backend.h"
 #include "client/jobs/job_client.h"
 #include "client/jobs/job_file.h"
@@ -890,7 +891,7 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
     const absl::StatusOr<Job> job = client->get(name);
     if (!job.ok()) return FailJob(spec, context, *client, name, job.status());
     // Those of the attempt that is meant; of one that is not kept, the most that there can be.
-    const int attempt = options.attempt == 0 ? job->attempts : options.attempt;
+    const int attempt = options.attempt == 0 ? LastBegun(*job) : options.attempt;
     ranks = ProcessesOfAttempt(*job, attempt).value_or(job->spec.max_processes);
   }
   LogPrinter printer(context.out, context.err, all && ranks > 1, std::move(grep));

@@ -47,7 +47,7 @@ class LogFollower {
       MUSTER_ASSIGN_OR_RETURN(const Job begun,
                               source_.watch([](const Job& now) { return now.attempts == 0; }));
       if (begun.attempts == 0) return absl::OkStatus();
-      options_.attempt = begun.history.empty() ? begun.attempts : begun.history.back().number;
+      options_.attempt = LastBegun(begun);
     }
     while (true) {
       const absl::StatusOr<LogChunk> part = source_.read(options_);
@@ -141,6 +141,10 @@ class LogFollower {
 };
 
 }  // namespace
+
+int LastBegun(const Job& job) {
+  return job.history.empty() ? job.attempts : job.history.back().number;
+}
 
 absl::Status FollowLog(LogOptions options, const LogSource& source,
                        const std::function<bool(const LogChunk&)>& chunk) {
