@@ -208,7 +208,12 @@ class FakeJobService {
             if (!request->job_id().empty() && job.job_id() != request->job_id()) continue;
             if (!absl::StartsWith(job.job_id(), request->name_prefix())) continue;
             if (batch.lists_kept()) batch.add_kept(job.job_id());
-            if (job.revision() > seen) *batch.add_jobs() = job;
+            if (job.revision() > seen) {
+              // Of the attempts only the last one, as a coordinator tells it.
+              v1::JobRecord* const listed = batch.add_jobs();
+              *listed = job;
+              while (listed->history_size() > 1) listed->mutable_history()->DeleteSubrange(0, 1);
+            }
             last = std::max(last, job.revision());
           }
           seen = last;

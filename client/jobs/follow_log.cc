@@ -124,8 +124,17 @@ class LogFollower {
         return next.status();
       }
       Answered();
-      const int following = Following(*next, last);
+      int following = Following(*next, last);
       if (following == 0) return false;
+      if (following > last + 1) {
+        // Changes are told with the last attempt alone, and not each of them: there may be others.
+        const absl::StatusOr<Job> whole = source_.watch([](const Job&) { return false; });
+        if (!whole.ok()) {
+          if (Again(whole.status())) continue;
+          return whole.status();
+        }
+        if (const int first = Following(*whole, last); first != 0) following = first;
+      }
       options_.attempt = following;
       options_.offset = 0;
       return true;
