@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
 #include "base/mutex.h"
+#include "proto/muster/v1/checkpoint.grpc.pb.h"
 #include "proto/muster/v1/job.grpc.pb.h"
 #include "proto/muster/v1/node.grpc.pb.h"
 #include "rpc/server.h"
@@ -24,8 +25,8 @@ namespace muster::client {
 // is held takes the next record of `changes`. Thread-safe.
 class FakeJobService {
  public:
-  FakeJobService() : jobs_(this), nodes_(this) {
-    auto server = rpc::Server::Start({.insecure = true}, {&jobs_, &nodes_});
+  FakeJobService() : jobs_(this), nodes_(this), checkpoints_(this) {
+    auto server = rpc::Server::Start({.insecure = true}, {&jobs_, &nodes_, &checkpoints_});
     MUSTER_CHECK(server.ok()) << server.status();
     server_ = *std::move(server);
   }
@@ -99,6 +100,11 @@ class FakeJobService {
   void SetLog(int attempt, int rank, std::string text) {
     MutexLock lock(&mu_);
     logs_[{attempt, rank}] = std::move(text);
+  }
+  // The groups whose checkpoints were asked for.
+  std::vector<std::string> checkpoints_of() {
+    MutexLock lock(&mu_);
+    return checkpoints_of_;
   }
   std::vector<v1::SubmitJobRequest> submitted() {
     MutexLock lock(&mu_);
@@ -327,8 +333,24 @@ class FakeJobService {
     FakeJobService* const fake_;
   };
 
+  // No group has any.
+  class Checkpoints final : public v1::Checkpoints::Service {
+   public:
+    explicit Checkpoints(FakeJobService* fake) : fake_(fake) {}
+    grpc::Status List(grpc::ServerContext*, const v1::ListCheckpointsRequest* request,
+                      v1::ListCheckpointsReply*) override {
+      MutexLock lock(&fake_->mu_);
+      fake_->checkpoints_of_.push_back(request->fence().job_id());
+      return NoJob(request->fence().job_id());
+    }
+
+   private:
+    FakeJobService* const fake_;
+  };
+
   Mutex mu_;
   CondVar changed_;
+  std::vector<std::string> checkpoints_of_ ABSL_GUARDED_BY(mu_);
   std::vector<std::string> removed_ ABSL_GUARDED_BY(mu_);
   std::vector<uint64_t> watched_from_ ABSL_GUARDED_BY(mu_);
   int break_ ABSL_GUARDED_BY(mu_) = 0, refuse_ ABSL_GUARDED_BY(mu_) = 0;
@@ -345,6 +367,7 @@ class FakeJobService {
   int lose_ ABSL_GUARDED_BY(mu_) = 0;
   Jobs jobs_;
   Nodes nodes_;
+  Checkpoints checkpoints_;
   std::unique_ptr<rpc::Server> server_;
 };
 
