@@ -463,16 +463,22 @@ class Slurm final : public JobBackend {
     // new as their own.
     const absl::Time came = absl::Now();
     MutexLock lock(&mu_);
-    if (recent_ != nullptr && asked_ > came) return recent_;
-    if (recent_ != nullptr && absl::Now() < asked_ + options_.poll) {
-      const auto job = recent_->find(id);
-      const bool runs = job != recent_->end() && job->second.state == "RUNNING";
+    if (asked_ > came) return recent_;
+    if (recent_.ok() && absl::Now() < asked_ + options_.poll) {
+      const std::map<int64_t, Queued>& known = **recent_;
+      const auto job = known.find(id);
+      const bool runs = job != known.end() && job->second.state == "RUNNING";
       if (runs || ask == Ask::kSeldom) return recent_;
     }
-    const absl::Time now = absl::Now();
-    MUSTER_ASSIGN_OR_RETURN(auto queue, Queue());
-    recent_ = std::make_shared<const std::map<int64_t, Queued>>(std::move(queue));
-    asked_ = now;
+    asked_ = absl::Now();
+    absl::StatusOr<std::map<int64_t, Queued>> queue = Queue();
+    // An error is shared, too: thousands of ranks, one after the other, would wait for hours until
+    // a controller that is away has not answered each of them.
+    if (queue.ok()) {
+      recent_ = std::make_shared<const std::map<int64_t, Queued>>(*std::move(queue));
+    } else {
+      recent_ = queue.status();
+    }
     return recent_;
   }
 
@@ -966,7 +972,7 @@ class Slurm final : public JobBackend {
 
   const SlurmOptions options_;
   Mutex mu_;
-  QueueAnswer recent_ ABSL_GUARDED_BY(mu_);
+  absl::StatusOr<QueueAnswer> recent_ ABSL_GUARDED_BY(mu_);  // an error before the first
   absl::Time asked_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
 };
 
