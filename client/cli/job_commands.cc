@@ -905,6 +905,8 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
       // As old as it is now: to read the ranks before may have taken long.
       if (since.has_value()) now.since = std::max(absl::ZeroDuration(), absl::Now() - *since);
       statuses[i] = PrintLog(*client, name, now, follow, &printer);
+      // Ranks that print nothing would be followed to the end of the job.
+      if (follow && !printer.can_print()) client->stop();
     };
     // Without --follow ranks are printed one after the other.
     if (!follow || ranks == 1) {
@@ -923,6 +925,7 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
     }
   }
   for (std::thread& thread : threads) thread.join();
+  if (follow && !printer.can_print()) return kExitOk;  // main() says what this is
   for (const absl::Status& status : statuses) {
     if (!status.ok()) return FailJob(spec, context, *client, name, status);
   }

@@ -429,6 +429,11 @@ TEST_F(JobCommandsTest, LogsAndWatch_OutputThatCannotBeWritten_EndThemBeforeTheJ
   // As a full disk does; with it the program ends as where a table could not be written.
   out_.setstate(std::ios::badbit);
   EXPECT_EQ(RunLogsCommand({"mnist-1", "--follow"}, context_), kExitOk) << err_.str();
+  // Also the rank that prints nothing is followed no more.
+  fake_.SetLog(1, 1, "");
+  EXPECT_EQ(RunLogsCommand({"mnist-1", "--follow", "--rank", "all"}, context_), kExitOk)
+      << err_.str();
+  EXPECT_EQ(err_.str(), "");
   EXPECT_EQ(RunWatchCommand({"mnist-1"}, context_), kExitOk) << err_.str();
 }
 

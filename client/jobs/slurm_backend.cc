@@ -421,6 +421,7 @@ class Slurm final : public JobBackend {
         given, {.watch = watch_it, .read = read, .patience = absl::ZeroDuration(), .pause = never},
         chunk);
   }
+  void stop() override { stopped_.Notify(); }
 
  private:
   std::string Path(const std::string& name) const { return JoinPath(options_.folder, name); }
@@ -449,6 +450,7 @@ class Slurm final : public JobBackend {
     kUnlessItRuns,
   };
   absl::StatusOr<Job> Get(const std::string& name, Ask ask) {
+    if (stopped_.HasBeenNotified()) return absl::CancelledError("the call was cancelled");
     MUSTER_ASSIGN_OR_RETURN(const Records records, Find(name));
     if (ask == Ask::kAlways) {
       MUSTER_ASSIGN_OR_RETURN(const auto queue, Queue());
@@ -534,10 +536,7 @@ class Slurm final : public JobBackend {
   static std::string Comment(const JobSpec& spec, const std::string& key) {
     return absl::StrCat(key, ":", absl::BytesToHexString(Sha256(JobFileText(spec))).substr(0, 16));
   }
-  void Pause() const {
-    // Nothing notifies it: the notification is only there to wait on.
-    Notification().WaitForNotificationWithTimeout(options_.poll);
-  }
+  void Pause() const { stopped_.WaitForNotificationWithTimeout(options_.poll); }
 
   absl::Status MakeFolder() const {
     MUSTER_RETURN_IF_ERROR(MakeDirectories(ParentPath(options_.folder)));
@@ -971,6 +970,7 @@ class Slurm final : public JobBackend {
   }
 
   const SlurmOptions options_;
+  Notification stopped_;
   Mutex mu_;
   absl::StatusOr<QueueAnswer> recent_ ABSL_GUARDED_BY(mu_);  // an error before the first
   absl::Time asked_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
