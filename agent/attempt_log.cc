@@ -23,6 +23,8 @@ namespace {
 
 // Lines up to so long after a LogTime have none of their own.
 constexpr int64_t kLogTimeSpan = 1000;  // milliseconds
+// While it rotates.
+constexpr int kTries = 10;
 
 // What LogGonePath has.
 struct Gone {
@@ -111,7 +113,7 @@ absl::StatusOr<Parts> OpenOnce(const std::string& path) {
 
 absl::StatusOr<Parts> Open(const std::string& path) {
   absl::StatusOr<Parts> log = OpenOnce(path);
-  for (int tries = 0; tries < 10 && log.ok() && !IsConsistent(*log, path); ++tries) {
+  for (int tries = 0; tries < kTries && log.ok() && !IsConsistent(*log, path); ++tries) {
     log = OpenOnce(path);
   }
   return log;
@@ -148,23 +150,44 @@ absl::StatusOr<int64_t> TailOffset(const Parts& log, int lines, size_t max_bytes
   return lines == 0 ? log.end : from + static_cast<int64_t>(at);
 }
 
+absl::StatusOr<LogPiece> ReadOnce(const Parts& log, int64_t offset, int tail_lines,
+                                  size_t max_bytes) {
+  LogPiece piece;
+  if (offset < 0) {
+    const absl::StatusOr<int64_t> tail = TailOffset(log, tail_lines, max_bytes);
+    if (!tail.ok()) return tail.status();
+    offset = *tail;
+  }
+  piece.offset = std::max(offset, log.begin);
+  if (piece.offset < log.end) {
+    if (absl::Status status = Read(log, piece.offset, max_bytes, &piece.data); !status.ok()) {
+      return status;
+    }
+  }
+  return piece;
+}
+
+// Whether what was read is what was there when it was opened. Where there is one file, a rotation
+// empties it, and notes that before anything else is written to it.
+bool IsStillThere(const Parts& log, const std::string& path) {
+  if (log.parts.size() > 1) return true;
+  const absl::StatusOr<Gone> gone = ReadGone(path);
+  return gone.ok() && *gone == log.gone;
+}
+
 }  // namespace
 
 absl::StatusOr<LogPiece> ReadLogPiece(const std::string& path, int64_t offset, int tail_lines,
                                       size_t max_bytes) {
-  absl::StatusOr<Parts> log = Open(path);
-  if (!log.ok()) return log.status();
   LogPiece piece;
-  if (offset < 0) {
-    const absl::StatusOr<int64_t> tail = TailOffset(*log, tail_lines, max_bytes);
-    if (!tail.ok()) return tail.status();
-    offset = *tail;
-  }
-  piece.offset = std::max(offset, log->begin);
-  if (piece.offset < log->end) {
-    if (absl::Status status = Read(*log, piece.offset, max_bytes, &piece.data); !status.ok()) {
-      return status;
-    }
+  bool whole = false;
+  for (int tries = 0; tries < kTries && !whole; ++tries) {
+    const absl::StatusOr<Parts> log = Open(path);
+    if (!log.ok()) return log.status();
+    absl::StatusOr<LogPiece> read = ReadOnce(*log, offset, tail_lines, max_bytes);
+    if (!read.ok()) return read.status();
+    piece = *std::move(read);
+    whole = IsStillThere(*log, path);
   }
   if (const size_t newline = piece.data.rfind('\n'); newline != std::string::npos) {
     piece.data.resize(newline + 1);

@@ -1,11 +1,14 @@
 #include "agent/attempt_log.h"
 
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -14,6 +17,20 @@
 #include "base/fake_clock.h"
 #include "base/file.h"
 #include "base/test_folder.h"
+
+namespace {
+std::function<void()> before_pread;  // once
+}  // namespace
+
+// In place of the C library's.
+extern "C" ssize_t pread(int fd, void* data, size_t bytes, off_t offset) {
+  if (before_pread != nullptr) std::exchange(before_pread, nullptr)();
+  return syscall(SYS_pread64, fd, data, bytes, offset);
+}
+// And of the one that checks.
+extern "C" ssize_t __pread_chk(int fd, void* data, size_t bytes, off_t offset, size_t /*room*/) {
+  return pread(fd, data, bytes, offset);
+}
 
 namespace muster::agent {
 namespace {
@@ -93,6 +110,22 @@ TEST_F(AttemptLogTest, EveryStepOfARotation_IsReadAsTheEndOfIt) {
     // Who has read all waits.
     EXPECT_EQ(ReadLogPiece(path_, 45, 0, 100)->data, "");
   }
+}
+
+// There is one file, and a rotation empties it.
+TEST_F(AttemptLogTest, OnlyFileThatIsEmptiedAndWrittenBeforeItIsRead_IsReadAsItIsThen) {
+  Open(/*max_bytes=*/20, /*files=*/1);
+  log_->Append("number 1");
+  log_->Append("number 2");
+  before_pread = [&] {
+    log_->Append("line 3");
+    log_->Append("line 4");
+  };
+  const absl::StatusOr<LogPiece> read = ReadLogPiece(path_, 9, 0, 100);
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(before_pread, nullptr);
+  EXPECT_EQ(read->offset, 18);
+  EXPECT_EQ(read->data, "line 3\nline 4\n");
 }
 
 // As where too many files are open. What is left would seem to be all, at other offsets.

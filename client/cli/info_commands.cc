@@ -820,7 +820,7 @@ int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext&
   } else {
     if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
     backend =
-        CoordinatorBackend(ClientOn(connection.channel, connection.timeout, connection.timeout));
+        CoordinatorBackend(StoppableOn(connection.channel, connection.timeout, connection.timeout));
   }
   // A submitted job, if there is one of this name; else the group of a launch.
   const absl::Status submitted = backend->remove(line.words[0]);
@@ -925,13 +925,17 @@ absl::StatusOr<std::vector<v1::CheckpointRecord>> ListRecordsOfJob(const Connect
         ClientOn(connection.channel, connection.timeout, connection.timeout).get(*job));
     history = submitted.history;
   }
+  int guesses = 0;
   while (absl::IsNotFound(records.status()) && attempt > 1) {
-    int before = attempt - 1;
-    // Not the numbers that a restore from a copy has left out: there may be a million.
+    int before = 0;
     for (const Attempt& one : history) {
       if (one.number < attempt) before = one.number;
     }
-    attempt = before;
+    // Before those that are kept. Not all the numbers that a restore from a copy has left out:
+    // there may be a million.
+    constexpr int kMostGuesses = 100;
+    if (before == 0 && ++guesses > kMostGuesses) break;
+    attempt = before == 0 ? attempt - 1 : before;
     group = absl::StrCat(*job, ".", attempt);
     records = ListRecords(connection, group);
   }

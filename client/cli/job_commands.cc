@@ -33,6 +33,7 @@
 #include "client/cli/open_backend.h"
 #include "client/cli/output.h"
 #include "client/cli/planned_checkpoint.h"
+#include "client/jobs/follow_log.h"
 #include "client/jobs/job_backend.h"
 #include "client/jobs/job_client.h"
 #include "client/jobs/job_file.h"
@@ -890,7 +891,7 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
     const absl::StatusOr<Job> job = client->get(name);
     if (!job.ok()) return FailJob(spec, context, *client, name, job.status());
     // Those of the attempt that is meant; of one that is not kept, the most that there can be.
-    const int attempt = options.attempt == 0 ? job->attempts : options.attempt;
+    const int attempt = options.attempt == 0 ? LastBegun(*job) : options.attempt;
     ranks = ProcessesOfAttempt(*job, attempt).value_or(job->spec.max_processes);
   }
   LogPrinter printer(context.out, context.err, all && ranks > 1, std::move(grep));
@@ -904,6 +905,8 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
       // As old as it is now: to read the ranks before may have taken long.
       if (since.has_value()) now.since = std::max(absl::ZeroDuration(), absl::Now() - *since);
       statuses[i] = PrintLog(*client, name, now, follow, &printer);
+      // Ranks that print nothing would be followed to the end of the job.
+      if (follow && !printer.can_print()) client->stop();
     };
     // Without --follow ranks are printed one after the other.
     if (!follow || ranks == 1) {
@@ -922,6 +925,7 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
     }
   }
   for (std::thread& thread : threads) thread.join();
+  if (follow && !printer.can_print()) return kExitOk;  // main() says what this is
   for (const absl::Status& status : statuses) {
     if (!status.ok()) return FailJob(spec, context, *client, name, status);
   }

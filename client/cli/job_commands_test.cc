@@ -429,6 +429,11 @@ TEST_F(JobCommandsTest, LogsAndWatch_OutputThatCannotBeWritten_EndThemBeforeTheJ
   // As a full disk does; with it the program ends as where a table could not be written.
   out_.setstate(std::ios::badbit);
   EXPECT_EQ(RunLogsCommand({"mnist-1", "--follow"}, context_), kExitOk) << err_.str();
+  // Also the rank that prints nothing is followed no more.
+  fake_.SetLog(1, 1, "");
+  EXPECT_EQ(RunLogsCommand({"mnist-1", "--follow", "--rank", "all"}, context_), kExitOk)
+      << err_.str();
+  EXPECT_EQ(err_.str(), "");
   EXPECT_EQ(RunWatchCommand({"mnist-1"}, context_), kExitOk) << err_.str();
 }
 
@@ -467,6 +472,22 @@ TEST_F(JobCommandsTest, Logs_OfARankThatIsNotThere_SuggestNoOtherJob) {
   fake_.Add(FakeJob("mnist-1", v1::JOB_STATE_RUNNING, 1));
   EXPECT_EQ(RunLogsCommand({"mnist-1", "--rank", "7"}, context_), kExitNotFound);
   EXPECT_EQ(err_.str(), "muster logs: no rank 7\n");
+}
+
+// A coordinator that was restored from a copy of before the first attempt has left out thousands of
+// numbers.
+TEST_F(JobCommandsTest, CheckpointsOfAJobThatHasNone_AreAskedForOfAFewAttempts) {
+  v1::JobRecord job = FakeJob("mnist-1", v1::JOB_STATE_RUNNING, 1);
+  job.set_attempts(20002);
+  job.add_history()->set_number(20001);
+  job.add_history()->set_number(20002);
+  fake_.Add(job);
+  EXPECT_EQ(RunRegistryCommand("registered", {"mnist-1"}, context_), kExitNotFound) << err_.str();
+  const std::vector<std::string> asked = fake_.checkpoints_of();
+  ASSERT_EQ(asked.size(), 102u);
+  EXPECT_EQ(asked[0], "mnist-1.20002");
+  EXPECT_EQ(asked[1], "mnist-1.20001");
+  EXPECT_EQ(asked[2], "mnist-1.20000");
 }
 
 TEST_F(JobCommandsTest, Cancel_Job_SendsTheReason) {

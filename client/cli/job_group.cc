@@ -14,6 +14,7 @@
 #include "base/defaults.h"
 #include "client/cli/command.h"
 #include "client/jobs/client_on_channel.h"
+#include "client/jobs/follow_log.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/error.pb.h"
@@ -80,17 +81,14 @@ absl::StatusOr<std::string> GroupOf(const Connection& connection, const std::str
   if (runs) {
     return absl::InvalidArgumentError(absl::StrCat(
         job, " is a submitted job and a launch: write ", kLaunchPrefix, job, " for the launch, or ",
-        job, ".", std::max(1, submitted->attempts), " for that attempt of the submitted job"));
+        job, ".", std::max(1, LastBegun(*submitted)), " for that attempt of the submitted job"));
   }
   if (submitted->attempts == 0) {
     return rpc::ErrorWithReason(absl::StatusCode::kFailedPrecondition,
                                 absl::StrCat("job ", job, " has not started yet: ", submitted->why),
                                 v1::ERROR_REASON_JOB_STATE);
   }
-  // A coordinator that was restored from a copy has left out numbers before the next attempt.
-  const int last =
-      submitted->history.empty() ? submitted->attempts : submitted->history.back().number;
-  return absl::StrCat(job, ".", last);
+  return absl::StrCat(job, ".", LastBegun(*submitted));
 }
 
 absl::Status ListMembers(const Connection& connection, const std::string& group,

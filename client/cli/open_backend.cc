@@ -87,7 +87,8 @@ std::unique_ptr<JobBackend> OpenBackend(const CommandSpec& spec, const CommandLi
   Connection connection;
   *code = Dial(spec, line, context, &connection);
   if (*code >= 0) return nullptr;
-  return CoordinatorBackend(ClientOn(connection.channel, connection.timeout, connection.timeout));
+  return CoordinatorBackend(
+      StoppableOn(connection.channel, connection.timeout, connection.timeout));
 }
 
 }  // namespace muster::client

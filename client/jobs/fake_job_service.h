@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
 #include "base/mutex.h"
+#include "proto/muster/v1/checkpoint.grpc.pb.h"
 #include "proto/muster/v1/job.grpc.pb.h"
 #include "proto/muster/v1/node.grpc.pb.h"
 #include "rpc/server.h"
@@ -24,8 +25,8 @@ namespace muster::client {
 // is held takes the next record of `changes`. Thread-safe.
 class FakeJobService {
  public:
-  FakeJobService() : jobs_(this), nodes_(this) {
-    auto server = rpc::Server::Start({.insecure = true}, {&jobs_, &nodes_});
+  FakeJobService() : jobs_(this), nodes_(this), checkpoints_(this) {
+    auto server = rpc::Server::Start({.insecure = true}, {&jobs_, &nodes_, &checkpoints_});
     MUSTER_CHECK(server.ok()) << server.status();
     server_ = *std::move(server);
   }
@@ -99,6 +100,11 @@ class FakeJobService {
   void SetLog(int attempt, int rank, std::string text) {
     MutexLock lock(&mu_);
     logs_[{attempt, rank}] = std::move(text);
+  }
+  // The groups whose checkpoints were asked for.
+  std::vector<std::string> checkpoints_of() {
+    MutexLock lock(&mu_);
+    return checkpoints_of_;
   }
   std::vector<v1::SubmitJobRequest> submitted() {
     MutexLock lock(&mu_);
@@ -208,7 +214,12 @@ class FakeJobService {
             if (!request->job_id().empty() && job.job_id() != request->job_id()) continue;
             if (!absl::StartsWith(job.job_id(), request->name_prefix())) continue;
             if (batch.lists_kept()) batch.add_kept(job.job_id());
-            if (job.revision() > seen) *batch.add_jobs() = job;
+            if (job.revision() > seen) {
+              // Of the attempts only the last one, as a coordinator tells it.
+              v1::JobRecord* const listed = batch.add_jobs();
+              *listed = job;
+              while (listed->history_size() > 1) listed->mutable_history()->DeleteSubrange(0, 1);
+            }
             last = std::max(last, job.revision());
           }
           seen = last;
@@ -322,8 +333,24 @@ class FakeJobService {
     FakeJobService* const fake_;
   };
 
+  // No group has any.
+  class Checkpoints final : public v1::Checkpoints::Service {
+   public:
+    explicit Checkpoints(FakeJobService* fake) : fake_(fake) {}
+    grpc::Status List(grpc::ServerContext*, const v1::ListCheckpointsRequest* request,
+                      v1::ListCheckpointsReply*) override {
+      MutexLock lock(&fake_->mu_);
+      fake_->checkpoints_of_.push_back(request->fence().job_id());
+      return NoJob(request->fence().job_id());
+    }
+
+   private:
+    FakeJobService* const fake_;
+  };
+
   Mutex mu_;
   CondVar changed_;
+  std::vector<std::string> checkpoints_of_ ABSL_GUARDED_BY(mu_);
   std::vector<std::string> removed_ ABSL_GUARDED_BY(mu_);
   std::vector<uint64_t> watched_from_ ABSL_GUARDED_BY(mu_);
   int break_ ABSL_GUARDED_BY(mu_) = 0, refuse_ ABSL_GUARDED_BY(mu_) = 0;
@@ -340,6 +367,7 @@ class FakeJobService {
   int lose_ ABSL_GUARDED_BY(mu_) = 0;
   Jobs jobs_;
   Nodes nodes_;
+  Checkpoints checkpoints_;
   std::unique_ptr<rpc::Server> server_;
 };
 

@@ -47,7 +47,7 @@ class LogFollower {
       MUSTER_ASSIGN_OR_RETURN(const Job begun,
                               source_.watch([](const Job& now) { return now.attempts == 0; }));
       if (begun.attempts == 0) return absl::OkStatus();
-      options_.attempt = begun.history.empty() ? begun.attempts : begun.history.back().number;
+      options_.attempt = LastBegun(begun);
     }
     while (true) {
       const absl::StatusOr<LogChunk> part = source_.read(options_);
@@ -124,8 +124,17 @@ class LogFollower {
         return next.status();
       }
       Answered();
-      const int following = Following(*next, last);
+      int following = Following(*next, last);
       if (following == 0) return false;
+      if (following > last + 1) {
+        // Changes are told with the last attempt alone, and not each of them: there may be others.
+        const absl::StatusOr<Job> whole = source_.watch([](const Job&) { return false; });
+        if (!whole.ok()) {
+          if (Again(whole.status())) continue;
+          return whole.status();
+        }
+        if (const int first = Following(*whole, last); first != 0) following = first;
+      }
       options_.attempt = following;
       options_.offset = 0;
       return true;
@@ -141,6 +150,10 @@ class LogFollower {
 };
 
 }  // namespace
+
+int LastBegun(const Job& job) {
+  return job.history.empty() ? job.attempts : job.history.back().number;
+}
 
 absl::Status FollowLog(LogOptions options, const LogSource& source,
                        const std::function<bool(const LogChunk&)>& chunk) {

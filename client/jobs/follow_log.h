@@ -23,6 +23,10 @@ struct LogSource {
   std::function<bool(absl::Duration)> pause;
 };
 
+// The number of the last attempt that has begun; 0: none has. For coordinators of the version
+// before, whose job.attempts runs ahead after a restore from a copy.
+int LastBegun(const Job& job);
+
 // Client::follow_log and its like. A node that is away is waited for while the attempt runs there;
 // if the attempt is over, its log goes on with the next one. Returns the errors of the calls.
 absl::Status FollowLog(LogOptions options, const LogSource& source,

@@ -7,7 +7,8 @@ namespace {
 
 class OfCoordinator final : public JobBackend {
  public:
-  explicit OfCoordinator(Client client) : client_(std::move(client)) {}
+  explicit OfCoordinator(StoppableClient client)
+      : client_(std::move(client.client)), stop_(std::move(client.stop)) {}
 
   absl::StatusOr<Submission> submit(const JobSpec& spec, const SubmitOptions& options) override {
     return client_.submit(spec, options);
@@ -44,14 +45,16 @@ class OfCoordinator final : public JobBackend {
                           const std::function<bool(const LogChunk&)>& chunk) override {
     return client_.follow_log(job, options, chunk);
   }
+  void stop() override { stop_(); }
 
  private:
   Client client_;
+  const std::function<void()> stop_;
 };
 
 }  // namespace
 
-std::unique_ptr<JobBackend> CoordinatorBackend(Client client) {
+std::unique_ptr<JobBackend> CoordinatorBackend(StoppableClient client) {
   return std::make_unique<OfCoordinator>(std::move(client));
 }
 

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "client/jobs/client_on_channel.h"
 #include "client/jobs/job_client.h"
 #include "client/jobs/job_types.h"
 
@@ -41,9 +42,11 @@ class JobBackend {
   virtual absl::StatusOr<LogChunk> read_log(const std::string& job, const LogOptions& options) = 0;
   virtual absl::Status follow_log(const std::string& job, const LogOptions& options,
                                   const std::function<bool(const LogChunk&)>& chunk) = 0;
+  // Ends follow_log() on all threads with CANCELLED; nothing else may be called after it.
+  virtual void stop() = 0;
 };
 
-std::unique_ptr<JobBackend> CoordinatorBackend(Client client);
+std::unique_ptr<JobBackend> CoordinatorBackend(StoppableClient client);
 
 // How many processes the attempt of this number has. None: it is not kept.
 std::optional<int> ProcessesOfAttempt(const Job& job, int attempt);

@@ -278,6 +278,17 @@ TEST_F(FollowLogTest, CoordinatorThatWasRestoredFromACopy_TheAttemptThatThereIsI
               ::testing::Not(::testing::HasSubstr("has no further output")));
 }
 
+// As while the caller was not connected.
+TEST_F(FollowLogTest, AttemptsOfWhichTheWatchTellsTheLastAlone_AreAllFollowed) {
+  fake_.Add(Record(v1::JOB_STATE_RUNNING, {1}, 1, 1));
+  fake_.Change(Record(v1::JOB_STATE_SUCCEEDED, {1, 2, 3}, 3, 2));
+  for (int attempt = 1; attempt <= 3; ++attempt) {
+    fake_.SetLog(attempt, 0, absl::StrCat("attempt ", attempt, "\n"));
+  }
+  EXPECT_EQ(Follow(), "attempt 1\nattempt 2\nattempt 3\n");
+  EXPECT_TRUE(status_.ok()) << status_;
+}
+
 // An elastic job that has lost a node, and grows again.
 TEST_F(FollowLogTest, AttemptWithoutThatRank_TheOneAfterItIsFollowed) {
   fake_.Add(Record(v1::JOB_STATE_RUNNING, 1, 1));

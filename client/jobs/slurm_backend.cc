@@ -421,6 +421,7 @@ class Slurm final : public JobBackend {
         given, {.watch = watch_it, .read = read, .patience = absl::ZeroDuration(), .pause = never},
         chunk);
   }
+  void stop() override { stopped_.Notify(); }
 
  private:
   std::string Path(const std::string& name) const { return JoinPath(options_.folder, name); }
@@ -449,6 +450,7 @@ class Slurm final : public JobBackend {
     kUnlessItRuns,
   };
   absl::StatusOr<Job> Get(const std::string& name, Ask ask) {
+    if (stopped_.HasBeenNotified()) return absl::CancelledError("the call was cancelled");
     MUSTER_ASSIGN_OR_RETURN(const Records records, Find(name));
     if (ask == Ask::kAlways) {
       MUSTER_ASSIGN_OR_RETURN(const auto queue, Queue());
@@ -463,16 +465,22 @@ class Slurm final : public JobBackend {
     // new as their own.
     const absl::Time came = absl::Now();
     MutexLock lock(&mu_);
-    if (recent_ != nullptr && asked_ > came) return recent_;
-    if (recent_ != nullptr && absl::Now() < asked_ + options_.poll) {
-      const auto job = recent_->find(id);
-      const bool runs = job != recent_->end() && job->second.state == "RUNNING";
+    if (asked_ > came) return recent_;
+    if (recent_.ok() && absl::Now() < asked_ + options_.poll) {
+      const std::map<int64_t, Queued>& known = **recent_;
+      const auto job = known.find(id);
+      const bool runs = job != known.end() && job->second.state == "RUNNING";
       if (runs || ask == Ask::kSeldom) return recent_;
     }
-    const absl::Time now = absl::Now();
-    MUSTER_ASSIGN_OR_RETURN(auto queue, Queue());
-    recent_ = std::make_shared<const std::map<int64_t, Queued>>(std::move(queue));
-    asked_ = now;
+    asked_ = absl::Now();
+    absl::StatusOr<std::map<int64_t, Queued>> queue = Queue();
+    // An error is shared, too: thousands of ranks, one after the other, would wait for hours until
+    // a controller that is away has not answered each of them.
+    if (queue.ok()) {
+      recent_ = std::make_shared<const std::map<int64_t, Queued>>(*std::move(queue));
+    } else {
+      recent_ = queue.status();
+    }
     return recent_;
   }
 
@@ -528,10 +536,7 @@ class Slurm final : public JobBackend {
   static std::string Comment(const JobSpec& spec, const std::string& key) {
     return absl::StrCat(key, ":", absl::BytesToHexString(Sha256(JobFileText(spec))).substr(0, 16));
   }
-  void Pause() const {
-    // Nothing notifies it: the notification is only there to wait on.
-    Notification().WaitForNotificationWithTimeout(options_.poll);
-  }
+  void Pause() const { stopped_.WaitForNotificationWithTimeout(options_.poll); }
 
   absl::Status MakeFolder() const {
     MUSTER_RETURN_IF_ERROR(MakeDirectories(ParentPath(options_.folder)));
@@ -965,8 +970,9 @@ class Slurm final : public JobBackend {
   }
 
   const SlurmOptions options_;
+  Notification stopped_;
   Mutex mu_;
-  QueueAnswer recent_ ABSL_GUARDED_BY(mu_);
+  absl::StatusOr<QueueAnswer> recent_ ABSL_GUARDED_BY(mu_);  // an error before the first
   absl::Time asked_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
 };
 

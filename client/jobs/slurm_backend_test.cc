@@ -4,11 +4,13 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <fstream>
 #include <map>
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -393,6 +395,35 @@ TEST_F(SlurmBackendTest, LogsOfManyRanks_ShareWhatSlurmAnswers) {
   EXPECT_TRUE(backend_->read_log("train-12", {.offset = 5})->ended);
   squeue_.out = "12|RUNNING|n[0-1]|None\n";
   EXPECT_FALSE(backend_->read_log("train-12", {.offset = 5})->ended);
+}
+
+TEST_F(SlurmBackendTest, LogsOfManyRanks_ShareThatSlurmIsAway) {
+  Submit();
+  constexpr int kRanks = 6;
+  std::atomic<int> begun{0}, calls{0};
+  backend_ = SlurmBackend({.folder = Folder(),
+                           .run =
+                               [&](const auto&) {
+                                 ++calls;
+                                 while (begun < kRanks) std::this_thread::yield();
+                                 return ProgramOutput{1, "", "Unable to contact slurm controller"};
+                               },
+                           .poll = absl::Hours(1)});
+  // Who comes after one has asked asks again, for all that came until then; not all do at once.
+  bool shared = false;
+  for (int round = 0; round < 1000 && !shared; ++round) {
+    begun = calls = 0;
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      ranks.emplace_back([&, rank] {
+        ++begun;
+        EXPECT_TRUE(absl::IsUnavailable(backend_->read_log("train-12", {.rank = rank}).status()));
+      });
+    }
+    for (std::thread& rank : ranks) rank.join();
+    shared = calls < kRanks;
+  }
+  EXPECT_TRUE(shared);
 }
 
 TEST_F(SlurmBackendTest, Watch_ReportsEachChangeOnce) {

@@ -98,7 +98,8 @@ thread_local bool refusing = false;
 
 class Pool final : public httplib::TaskQueue {
  public:
-  explicit Pool(std::atomic<int>* open) : open_(*open) {}
+  Pool(std::atomic<int>* open, std::atomic<socket_t>* listening)
+      : open_(*open), listening_(*listening) {}
   void enqueue(std::function<void()> task) override {
     if (open_.fetch_add(1) >= kMaxConnections) {
       refusing = true;
@@ -112,10 +113,16 @@ class Pool final : public httplib::TaskQueue {
       --open_;
     });
   }
-  void shutdown() override { threads_.shutdown(); }
+  // The listening thread accepts no more: its socket was stopped, or accept() has failed and the
+  // library has closed it and kept its number, which another file may get.
+  void shutdown() override {
+    listening_ = INVALID_SOCKET;
+    threads_.shutdown();
+  }
 
  private:
   std::atomic<int>& open_;
+  std::atomic<socket_t>& listening_;
   httplib::ThreadPool threads_{kThreads};
 };
 
@@ -123,6 +130,14 @@ class BoundedServer final : public httplib::Server {
  public:
   // How many connections are served or wait for that.
   std::atomic<int>* open() { return &open_; }
+  std::atomic<socket_t>* listening() { return &svr_sock_; }
+  // The library's stop() forgets what comes before its loop runs, and may close its socket twice.
+  void StopListening() {
+    const socket_t fd = svr_sock_.exchange(INVALID_SOCKET);
+    if (fd == INVALID_SOCKET) return;
+    shutdown(fd, SHUT_RDWR);
+    close(fd);
+  }
   // Ends what is being served, so that stopping waits for no client.
   void HangUp() {
     MutexLock lock(&mu_);
@@ -182,9 +197,7 @@ class HttpServer::Impl {
       stopping_ = true;
     }
     stop_.SignalAll();
-    // The library forgets a stop() that comes before its loop runs.
-    while (!server.is_running() && !ended_) std::this_thread::yield();
-    server.stop();
+    server.StopListening();
     server.HangUp();
     thread.join();
   }
@@ -199,13 +212,11 @@ class HttpServer::Impl {
       if (stopping_) break;
       bound = server.bind_to_port(host, port);
     }
-    ended_ = true;
   }
   BoundedServer server;
   std::thread thread;  // joined before the server goes
 
  private:
-  std::atomic<bool> ended_{false};
   Mutex mu_;
   CondVar stop_;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
@@ -216,7 +227,7 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(
     const std::vector<std::pair<std::string, Handler>>& handlers) {
   auto impl = std::make_unique<Impl>();
   httplib::Server& server = impl->server;
-  server.new_task_queue = [open = impl->server.open()] { return new Pool(open); };
+  server.new_task_queue = [raw = &impl->server] { return new Pool(raw->open(), raw->listening()); };
   server.set_payload_max_length(kMaxRequestBytes);
   // The library's default sets SO_REUSEPORT, with which a second server would silently share the
   // port.

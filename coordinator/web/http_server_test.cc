@@ -1,6 +1,7 @@
 #include "coordinator/web/http_server.h"
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <httplib.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -11,9 +12,11 @@
 #include <cerrno>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/mutate.h"
+#include "base/mutex.h"
 #include "gtest/gtest.h"
 
 namespace {
@@ -66,6 +69,40 @@ TEST(HttpServer, Stop_WhileNothingIsAccepted_DoesNotWait) {
   accepts_to_fail = 1 << 30;
   HttpServer::Start("127.0.0.1", 0, {}).value().reset();
   accepts_to_fail = 0;
+}
+
+// After an accept() that has failed the library has closed its socket while requests are served.
+TEST(HttpServer, Stop_AfterAFailedAccept_ClosesNoFileOfAnother) {
+  std::atomic<int> port{0};
+  Notification hung_up;
+  const auto handler = [&] {
+    // The accept() that waits takes this one, and the next fails.
+    accepts_to_fail = 1;
+    const httplib::Result other = httplib::Client("127.0.0.1", port).Get("/other");
+    hung_up.WaitForNotification();
+    return HttpServer::Response{.body = "ok\n"};
+  };
+  auto server = HttpServer::Start("127.0.0.1", 0, {{"/healthz", handler}});
+  ASSERT_TRUE(server.ok()) << server.status();
+  int listening = 0;
+  for (int fd = 3; fd < 1000; ++fd) {
+    int is_listening = 0;
+    socklen_t size = sizeof(is_listening);
+    getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &is_listening, &size);
+    if (is_listening != 0) listening = fd;
+  }
+  ASSERT_GT(listening, 0);
+  port = (*server)->port();
+  std::thread client([&] {
+    httplib::Client("127.0.0.1", port).Get("/healthz");
+    hung_up.Notify();
+  });
+  while (fcntl(listening, F_GETFD) >= 0) std::this_thread::yield();
+  ASSERT_EQ(dup2(STDERR_FILENO, listening), listening);
+  server->reset();
+  EXPECT_GE(fcntl(listening, F_GETFD), 0);
+  close(listening);
+  client.join();
 }
 
 TEST(HttpServer, AddressOfNobodyHere_IsCalledThat) {
