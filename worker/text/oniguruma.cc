@@ -23,9 +23,11 @@ constexpr int64_t kMaxRepeat = 1000;
 // ICU writes out small repetitions, one inside another.
 constexpr int64_t kMaxRepeatProduct = 1'000'000;
 
-// The inside of ICU's brackets for Oniguruma's \w, which counts Latin-1's small digits in.
+// The insides of ICU's brackets for Oniguruma's \w. By itself it counts Latin-1's small digits in
+// (it looks Latin-1 up in another table), inside of brackets it does not.
 constexpr absl::string_view kWord =
     R"(\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\x{B2}\x{B3}\x{B9}\x{BC}-\x{BE})";
+constexpr absl::string_view kWordInBrackets = R"(\p{Alphabetic}\p{M}\p{Nd}\p{Pc})";
 constexpr absl::string_view kSpace = R"(\p{White_Space})";
 constexpr absl::string_view kHexDigit = "0-9A-Fa-f";
 
@@ -47,7 +49,7 @@ const std::map<absl::string_view, absl::string_view>& NamedSets() {
       {"punct", R"(\p{P}\p{S})"},
       {"space", kSpace},
       {"upper", R"(\p{Uppercase})"},
-      {"word", kWord},
+      {"word", kWordInBrackets},
       {"xdigit", kHexDigit},
   };
   return *sets;
@@ -334,7 +336,7 @@ class Translator {
   }
 
   // What stands behind a backslash, outside and inside of brackets.
-  absl::StatusOr<Item> CommonEscape() {
+  absl::StatusOr<Item> CommonEscape(bool in_brackets) {
     if (at_ >= in_.size()) return Malformed("a backslash stands at the end");
     const char32_t c = NextCharacter(in_, at_);
     switch (c) {
@@ -357,7 +359,7 @@ class Translator {
         return Item{{}, Set(c == 'S', kSpace)};
       case 'w':
       case 'W':
-        return Item{{}, Set(c == 'W', kWord)};
+        return Item{{}, Set(c == 'W', in_brackets ? kWordInBrackets : kWord)};
       case 'd':
       case 'D':
         return Item{{}, Set(c == 'D', R"(\p{Nd})")};
@@ -366,7 +368,7 @@ class Translator {
         return Item{{}, Set(c == 'H', kHexDigit)};
       case 'p':
       case 'P':
-        return Property(c == 'P');
+        return Property(c == 'P', in_brackets);
       case 'x':
       case 'u':
       case '0':
@@ -401,7 +403,7 @@ class Translator {
     return Item{static_cast<char32_t>(value), ""};
   }
 
-  absl::StatusOr<Item> Property(bool negated) {
+  absl::StatusOr<Item> Property(bool negated, bool in_brackets) {
     if (!Take("{")) return Malformed("\\p needs a name in braces");
     if (Take("^")) negated = !negated;
     const size_t close = in_.find('}', at_);
@@ -416,6 +418,7 @@ class Translator {
       }
     }
     at_ = close + 1;
+    if (plain == "word" && !in_brackets) return Item{{}, Set(negated, kWord)};
     // As a property, "punct" is ICU's: the symbols are in [[:punct:]] only.
     const auto set = plain == "punct" ? NamedSets().end() : NamedSets().find(plain);
     if (set != NamedSets().end()) return Item{{}, Set(negated, set->second)};
@@ -461,7 +464,7 @@ class Translator {
       default:
         break;
     }
-    MUSTER_ASSIGN_OR_RETURN(const Item item, CommonEscape());
+    MUSTER_ASSIGN_OR_RETURN(const Item item, CommonEscape(/*in_brackets=*/false));
     Atom(item.character.has_value() ? Character(*item.character) : item.set);
     return absl::OkStatus();
   }
@@ -530,7 +533,7 @@ class Translator {
     }
     if (!Take("\\")) return Item{NextCharacter(in_, at_), ""};
     if (Take("b")) return Item{U'\b', ""};
-    return CommonEscape();
+    return CommonEscape(/*in_brackets=*/true);
   }
 
   const absl::string_view in_;

@@ -86,6 +86,12 @@ TEST(Pattern, Expressions_CutAsOnigurumaDoes) {
       {R"re(\W+)re",
        "a_1\xC2\xB2\xE2\x80\x8D\xCC\x81-b",
        {"a_1\xC2\xB2", "\xE2\x80\x8D", "\xCC\x81", "-", "b"}},
+      // In brackets, small digits are none of \w.
+      {R"re([\w]+)re", "m\xC2\xB2", {"m", "\xC2\xB2"}},
+      {R"re([[:word:]]+)re", "m\xC2\xB2", {"m", "\xC2\xB2"}},
+      {R"re([\p{Word}]+)re", "m\xC2\xB2", {"m", "\xC2\xB2"}},
+      {R"re(\p{Word}+)re", "m\xC2\xB2", {"m\xC2\xB2"}},
+      {R"re([^\w\s]+)re", "m\xC2\xB2, \xC2\xBD", {"m", "\xC2\xB2,", " ", "\xC2\xBD"}},
       {R"re(\d+)re",
        "1\xD9\xA3\xC2\xB2"
        "a",
