@@ -90,6 +90,7 @@ class Translator {
     bool implicit;  // an isolated option's, which ends with the group around it
     bool dot_all;   // of the text around it
     bool extended;
+    bool any_case;
   };
 
   // What a bracket expression holds at one place.
@@ -129,11 +130,12 @@ class Translator {
     last_ = groups_.back().begin;
     dot_all_ = groups_.back().dot_all;
     extended_ = groups_.back().extended;
+    any_case_ = groups_.back().any_case;
     groups_.pop_back();
   }
   absl::Status Open(absl::string_view text, bool implicit) {
     if (groups_.size() >= kMaxDepth) return Unsupported("deeper nesting");
-    groups_.push_back({out_.size(), implicit, dot_all_, extended_});
+    groups_.push_back({out_.size(), implicit, dot_all_, extended_, any_case_});
     absl::StrAppend(&out_, text);
     last_ = kNone;
     return absl::OkStatus();
@@ -304,6 +306,7 @@ class Translator {
   absl::Status Options() {
     const bool dot_all = dot_all_;
     const bool extended = extended_;
+    const bool any_case = any_case_;
     std::string on;
     std::string off;
     bool negative = false;
@@ -313,6 +316,7 @@ class Translator {
         negative = true;
       } else if (c == 'i') {
         (negative ? off : on) = "i";
+        any_case_ = !negative;
       } else if (c == 'm') {
         dot_all_ = !negative;
       } else if (c == 'x') {
@@ -332,6 +336,7 @@ class Translator {
         Open(absl::StrCat("(?", on, off.empty() ? "" : "-", off, ":"), isolated));
     groups_.back().dot_all = dot_all;
     groups_.back().extended = extended;
+    groups_.back().any_case = any_case;
     return absl::OkStatus();
   }
 
@@ -464,8 +469,12 @@ class Translator {
       default:
         break;
     }
+    const bool keeps_case = any_case_ && absl::ascii_tolower(in_[at_]) == 'p';
     MUSTER_ASSIGN_OR_RETURN(const Item item, CommonEscape(/*in_brackets=*/false));
-    Atom(item.character.has_value() ? Character(*item.character) : item.set);
+    // Of properties, "(?i)" changes those in brackets only.
+    Atom(item.character.has_value() ? Character(*item.character)
+         : keeps_case               ? absl::StrCat("(?-i:", item.set, ")")
+                                    : item.set);
     return absl::OkStatus();
   }
 
@@ -544,6 +553,7 @@ class Translator {
   std::vector<Group> groups_;
   bool dot_all_ = false;
   bool extended_ = false;
+  bool any_case_ = false;
   int64_t product_ = 1;
 };
 
